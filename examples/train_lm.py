@@ -1,0 +1,379 @@
+"""Train a byte-level GPT on the source code of Python's own standard library, with jln's norms.
+
+    python examples/train_lm.py                      # about two minutes on two CPU cores
+    python examples/train_lm.py --norm flax          # the same model with Flax's LayerNorm
+    python examples/train_lm.py --resume             # go on after Ctrl-C, exactly as if it had not happened
+
+The text is on every machine that can run this file, so nothing is downloaded. A GPU gets a larger model in bfloat16.
+Words used in shapes: B sequences in a batch, T bytes in a context, C the width, D the width of one attention head.
+"""
+
+import functools
+import json
+import math
+import pathlib
+import signal
+import sysconfig
+import threading
+import time
+import zlib
+from dataclasses import asdict, dataclass
+from types import ModuleType
+from typing import Annotated, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import typer
+from flax import nnx
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+import jln
+
+console = Console(highlight=False)
+STARTED = time.perf_counter()
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that decides what is trained, and how. It is saved in every checkpoint."""
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+    batch: int
+    learning_rate: float
+    dtype: str  # of activations; parameters and their optimizer state are always float32
+    steps: int
+    evaluate_every: int  # and save a checkpoint
+
+
+CONFIGS = {
+    "cpu": Config(4, 128, 4, 128, 16, 4e-3, "float32", steps=800, evaluate_every=50),
+    "gpu": Config(8, 512, 8, 512, 32, 1e-3, "bfloat16", steps=2000, evaluate_every=200),
+}
+GOAL = 1.8  # nats per byte on validation text; the time at which it is passed is reported
+# ||a - b|| / ||b|| allowed between jln's gradients and the reference's. Both round to `dtype` at slightly different
+# values, and a flipped rounding travels through every layer below. Seen on the CPU over 8 layers: float32 3e-7;
+# bfloat16 1e-2 from its own float32, so twice that between two of its kind; a dx rule with a wrong term 3e-1.
+GRADIENT_TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2}
+
+
+def load_corpus(limit: int = 12_000_000) -> tuple[np.ndarray, np.ndarray]:
+    """The standard library's source as (train, validation) bytes; every 20th file is held out, whole, to validate."""
+    root = pathlib.Path(sysconfig.get_paths()["stdlib"])
+    # `encodings` is a hundred near-copies of one table: split by file, it would leak the answers into training.
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"}
+    files = [path for path in sorted(root.rglob("*.py")) if skipped.isdisjoint(path.relative_to(root).parts)]
+    train = b"".join(path.read_bytes() for i, path in enumerate(files) if i % 20 != 0)
+    validation = b"".join(path.read_bytes() for path in files[::20])
+    return np.frombuffer(train[:limit], np.uint8), np.frombuffer(validation[:limit], np.uint8)
+
+
+def windows(text: np.ndarray, starts: np.ndarray, context: int) -> np.ndarray:
+    """Rows of `context + 1` bytes: the model reads all but the last and predicts all but the first.  [B, T + 1]"""
+    return text[starts[:, None] + np.arange(context + 1)]
+
+
+def training_batch(text: np.ndarray, config: Config, seed: int, step: int) -> np.ndarray:
+    """A batch that depends on nothing but (seed, step), so a resumed run sees the same data in the same order."""
+    starts = np.random.default_rng([seed, step]).integers(len(text) - config.context, size=config.batch)
+    return windows(text, starts, config.context)
+
+
+class JlnNorm(nnx.Module):
+    """LayerNorm through jln; `operators=jln.reference` computes the same in plain jnp."""
+
+    def __init__(self, features: int, *, dtype: jnp.dtype, rngs: nnx.Rngs, operators: ModuleType = jln):
+        del dtype, rngs  # jln returns its input's dtype, and ones and zeros need no randomness
+        self.scale = nnx.Param(jnp.ones(features))  # [C], named as in nnx.LayerNorm: checkpoints interchange
+        self.bias = nnx.Param(jnp.zeros(features))  # [C]
+        self.operators = operators
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.operators.layer_norm(x, self.scale[...], self.bias[...], epsilon=1e-6)
+
+    def add(self, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(norm(x + residual), x + residual), the sum made and normalised in one pass."""
+        return self.operators.add_layer_norm(x, residual, self.scale[...], self.bias[...], epsilon=1e-6)
+
+
+class FlaxNorm(nnx.LayerNorm):
+    """Flax's own LayerNorm with the same two methods."""
+
+    def add(self, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return self(x + residual), x + residual
+
+
+ReferenceNorm = functools.partial(JlnNorm, operators=jln.reference)
+NORMS = {"jln": JlnNorm, "flax": FlaxNorm}
+
+
+class Block(nnx.Module):
+    """A pre-norm block (attention, then an MLP) that leaves its last addition to the next norm.
+
+    What travels between blocks is the pair (delta, stream): the residual stream, and what the last layer wants added
+    to it. So each norm makes that addition in the pass in which it normalises, and no addition has a pass of its own.
+    """
+
+    def __init__(self, config: Config, norm, rngs: nnx.Rngs):
+        dtype = jnp.dtype(config.dtype)
+        norm = functools.partial(norm, config.width, dtype=dtype, rngs=rngs)
+        linear = functools.partial(nnx.Linear, dtype=dtype, rngs=rngs)
+        self.attention_norm = norm()
+        self.qkv = linear(config.width, 3 * config.width)
+        self.attention_out = linear(config.width, config.width)
+        self.mlp_norm = norm()
+        self.mlp_up = linear(config.width, 4 * config.width)
+        self.mlp_down = linear(4 * config.width, config.width)
+        self.heads = config.heads
+
+    def __call__(self, delta: jax.Array, stream: jax.Array) -> tuple[jax.Array, jax.Array]:  # each [B, T, C]
+        x, stream = self.attention_norm.add(delta, stream)
+        qkv = self.qkv(x).reshape(*x.shape[:2], 3, self.heads, -1)  # [B, T, 3, heads, D]
+        mixed = jax.nn.dot_product_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], is_causal=True)
+        delta = self.attention_out(mixed.reshape(x.shape))
+
+        x, stream = self.mlp_norm.add(delta, stream)
+        delta = self.mlp_down(jax.nn.gelu(self.mlp_up(x)))
+        return delta, stream
+
+
+class GPT(nnx.Module):
+    """Bytes in, logits of the next byte out."""
+
+    def __init__(self, config: Config, norm, rngs: nnx.Rngs):
+        embed = functools.partial(nnx.Embed, features=config.width, dtype=jnp.dtype(config.dtype), rngs=rngs)
+        self.bytes = embed(256)
+        self.positions = embed(config.context)
+        self.blocks = nnx.List([Block(config, norm, rngs) for _ in range(config.layers)])
+        self.final_norm = norm(config.width, dtype=jnp.dtype(config.dtype), rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:  # [B, T] -> [B, T, 256]
+        delta = self.bytes(tokens)
+        stream = jnp.broadcast_to(self.positions(jnp.arange(tokens.shape[1])), delta.shape)
+        for block in self.blocks:
+            delta, stream = block(delta, stream)
+        x = self.final_norm(delta + stream)  # nobody reads the stream after this, so it need not be written
+        return self.bytes.attend(x).astype(jnp.float32)
+
+
+def loss_fn(model: GPT, batch: jax.Array) -> jax.Array:
+    """Mean nats per byte over a batch of windows [B, T + 1]."""
+    tokens = batch.astype(jnp.int32)
+    return optax.softmax_cross_entropy_with_integer_labels(model(tokens[:, :-1]), tokens[:, 1:]).mean()
+
+
+@functools.partial(nnx.jit, donate_argnums=(0, 1))
+def train_step(model: GPT, optimizer: nnx.Optimizer, batch: jax.Array) -> jax.Array:
+    loss, gradients = nnx.value_and_grad(loss_fn)(model, batch)
+    optimizer.update(model, gradients)
+    return loss
+
+
+@nnx.jit
+def evaluate(model: GPT, batches: jax.Array) -> jax.Array:
+    """Mean loss over batches [n, B, T + 1], one after another: all at once would need n times the memory."""
+    return jax.lax.map(functools.partial(loss_fn, model), batches).mean()
+
+
+def make_optimizer(model: GPT, config: Config) -> nnx.Optimizer:
+    peak, warmup = config.learning_rate, min(100, config.steps // 10)
+    rate = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, config.steps, end_value=peak / 20)
+    matrices_only = functools.partial(jax.tree.map, lambda p: p.ndim > 1)
+    adamw = optax.adamw(rate, b2=0.99, weight_decay=0.1, mask=matrices_only)
+    return nnx.Optimizer(model, optax.chain(optax.clip_by_global_norm(1.0), adamw), wrt=nnx.Param)
+
+
+def named_gradients(model: GPT, config: Config, norm, batch: np.ndarray) -> dict[str, np.ndarray]:
+    """Gradients of the loss at `model`'s parameters, computed with another `norm`."""
+    twin = GPT(config, norm, nnx.Rngs(0))
+    nnx.update(twin, nnx.state(model))
+    gradients = nnx.jit(nnx.grad(loss_fn))(twin, batch)
+    return {".".join(map(str, path)): np.float64(leaf[...]) for path, leaf in nnx.to_flat_state(gradients)}
+
+
+def gradients_agree(model: GPT, config: Config, batch: np.ndarray) -> bool:
+    """Print how far jln's gradients are from those autodiff takes through the plain-jnp reference, group by group."""
+    ours = named_gradients(model, config, JlnNorm, batch)
+    truth = named_gradients(model, config, ReferenceNorm, batch)
+    groups = {name: [name] for name in truth if "norm." in name}
+    groups |= {"all other weights": [name for name in truth if name not in groups], "all parameters": list(truth)}
+    tolerance = GRADIENT_TOLERANCE[config.dtype]
+    table = Table(title=f"Gradients of the first batch, jln against jln.reference, {config.dtype}")
+    table.add_column("parameter", no_wrap=True)
+    for heading in ("max |grad|", "max |diff|", "relative", f"<={tolerance:.0e}"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    verdicts = []
+    for label, names in groups.items():
+        a, b = (np.concatenate([side[name].ravel() for name in names]) for side in (ours, truth))
+        relative = np.linalg.norm(a - b) / np.linalg.norm(b)
+        verdicts.append(bool(relative <= tolerance))  # a NaN is a disagreement
+        row = (f"{np.abs(b).max():.2e}", f"{np.abs(a - b).max():.2e}", f"{relative:.1e}")
+        table.add_row(label, *row, "yes" if verdicts[-1] else "NO")
+    console.print(table)
+    return all(verdicts)
+
+
+@functools.partial(nnx.jit, static_argnames="count")
+def continue_text(model: GPT, window: jax.Array, length: int, key: jax.Array, temperature: float, count: int):
+    """Draw `count` bytes after the first `length` of `window` [T]. Shapes never change: one compilation for all."""
+
+    def draw(carry, key):
+        window, length = carry
+        logits = model(window[None])[0, length - 1]  # what lies behind `length` is hidden by the causal mask
+        byte = jax.random.categorical(key, logits / temperature)
+        window = jnp.where(length == window.size, jnp.roll(window, -1), window)  # a full one forgets its oldest byte
+        length = jnp.minimum(length + 1, window.size)
+        return (window.at[length - 1].set(byte), length), byte
+
+    return jax.lax.scan(draw, (window, length), jax.random.split(key, count))[1]
+
+
+def sample(model: GPT, config: Config, prompt: str, count: int, temperature: float, seed: int) -> str:
+    known = f"\n{prompt}".encode()[-config.context :]  # the newline says that a line begins here
+    window = np.zeros(config.context, np.int32)
+    window[: len(known)] = list(known)
+    drawn = continue_text(model, window, len(known), jax.random.key(seed), temperature, count)
+    return prompt + bytes(drawn.tolist()).decode(errors="replace")
+
+
+def save(manager: ocp.CheckpointManager, step: int, model: GPT, optimizer: nnx.Optimizer, record: dict):
+    state = ocp.args.StandardSave({"model": nnx.state(model), "optimizer": nnx.state(optimizer)})
+    manager.save(step, args=ocp.args.Composite(state=state, record=ocp.args.JsonSave(record)), force=True)
+
+
+def restore(manager: ocp.CheckpointManager, step: int, model: GPT, optimizer: nnx.Optimizer):
+    state = ocp.args.StandardRestore({"model": nnx.state(model), "optimizer": nnx.state(optimizer)})
+    restored = manager.restore(step, args=ocp.args.Composite(state=state))["state"]
+    nnx.update(model, restored["model"])
+    nnx.update(optimizer, restored["optimizer"])
+
+
+def train(model, optimizer, config: Config, texts, manager: ocp.CheckpointManager, record: dict, minutes: float):
+    """Take the steps that `record` does not hold yet, adding to it every train loss and every evaluation."""
+    train_text, validation_text = texts
+    starts = np.linspace(0, len(validation_text) - config.context - 1, 256).astype(int)  # the same ones every time
+    validation = windows(validation_text, starts, config.context).reshape(-1, config.batch, config.context + 1)
+    first, earlier = len(record["train_loss"]) + 1, record["seconds"]
+    waiting = []  # losses not fetched yet: to wait for each one would leave a GPU idle between steps
+    stop = threading.Event()  # set by Ctrl-C: the step in flight finishes first, so that what is saved is whole
+    before = signal.signal(signal.SIGINT, lambda *_: stop.set())
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("compiling", total=config.steps, completed=first - 1)
+        for step in range(first, config.steps + 1):
+            batch = training_batch(train_text, config, record["seed"], step)
+            waiting.append(train_step(model, optimizer, batch))
+            last = step == config.steps or stop.is_set() or time.perf_counter() - STARTED > 60 * minutes
+            if last or step % 10 == 0:
+                record["train_loss"] += [float(loss) for loss in waiting]
+                waiting.clear()
+                progress.update(bar, completed=step, description=f"train {record['train_loss'][-1]:.3f}")
+            if last or step % config.evaluate_every == 0:
+                loss, recent = float(evaluate(model, validation)), np.mean(record["train_loss"][-25:])
+                record["seconds"] = round(earlier + time.perf_counter() - STARTED, 1)
+                record["evaluations"].append({"step": step, "seconds": record["seconds"], "loss": loss})
+                seen = f"train {recent:.4f}  validation {loss:.4f} nats per byte"
+                console.print(f"step {step:5d}  {record['seconds']:6.1f} s  {seen}")
+                save(manager, step, model, optimizer, record)
+            if last:
+                break
+    signal.signal(signal.SIGINT, before)
+
+
+def plot(record: dict, path: pathlib.Path):
+    losses = np.array(record["train_loss"])
+    span = min(25, len(losses))
+    smooth = np.convolve(losses, np.ones(span) / span, mode="valid")
+    figure = Figure(figsize=(8, 4.5), layout="constrained")  # without pyplot there is no window to need a display
+    axes = figure.subplots()
+    axes.plot(np.arange(len(losses)) + 1, losses, color="tab:blue", alpha=0.25, linewidth=0.8)
+    axes.plot(np.arange(span, len(losses) + 1), smooth, color="tab:blue", label=f"train, mean of {span} steps")
+    evaluated = np.array([[row["step"], row["loss"]] for row in record["evaluations"]])
+    axes.plot(*evaluated.T, color="tab:orange", marker="o", markersize=4, label="validation, held-out files")
+    axes.axhline(GOAL, color="gray", linestyle=":", label=f"goal, {GOAL}")
+    axes.set(xlabel="step", ylabel="nats per byte", title="A byte-level GPT learns Python's standard library")
+    bits = (lambda nats: nats / math.log(2), lambda bits: bits * math.log(2))
+    axes.secondary_yaxis("right", functions=bits).set_ylabel("bits per byte")
+    axes.set_ylim(min(losses.min(), GOAL) - 0.1, 4)  # the first steps fall from 5.5, which is blind guessing
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def main(
+    norm: Annotated[Literal["jln", "flax"], typer.Option(help="Whose LayerNorm; checkpoints fit both.")] = "jln",
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps. [default: by device]")] = None,
+    minutes: Annotated[float, typer.Option(min=0, help="Stop after so many; --resume goes on.")] = math.inf,
+    out: Annotated[pathlib.Path, typer.Option(file_okay=False, help="Results.")] = pathlib.Path("runs/train_lm"),
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")] = False,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of weights, batches and sample. [default: 0]")] = None,
+    prompt: Annotated[str, typer.Option(help="What the sample begins with.")] = "def ",
+    sample_bytes: Annotated[int, typer.Option(min=1, help="Length of the sample.")] = 400,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Of the sample; lower is more cautious.")] = 0.7,
+):
+    """Train a byte-level GPT on the source code of Python's standard library, with jln's norms."""
+    checkpoints = out.absolute() / "checkpoints"  # orbax wants an absolute path
+    newest = max((int(path.name) for path in checkpoints.glob("*") if path.name.isdigit()), default=0)
+    if resume and not newest:
+        raise typer.BadParameter(f"there is no checkpoint in {checkpoints}", param_hint="--resume")
+    if newest and not resume:  # never overwrite what took time to train
+        checkpoints.rename(checkpoints.with_name(time.strftime("checkpoints-before-%Y%m%d-%H%M%S")))
+
+    texts, backend = load_corpus(), jax.default_backend()
+    record = {"config": asdict(CONFIGS["cpu" if backend == "cpu" else "gpu"]), "seed": seed or 0}
+    record |= {"corpus": zlib.crc32(texts[0]), "seconds": 0.0, "train_loss": [], "evaluations": []}
+    manager = ocp.CheckpointManager(checkpoints, options=ocp.CheckpointManagerOptions(max_to_keep=2))
+    if resume:
+        saved = manager.restore(newest, args=ocp.args.Composite(record=ocp.args.JsonRestore()))["record"]
+        if saved["corpus"] != record["corpus"]:
+            raise typer.BadParameter("the checkpoint learnt another Python's library", param_hint="--resume")
+        if seed not in (None, saved["seed"]):
+            raise typer.BadParameter(f"the checkpoint was made with {saved['seed']}", param_hint="--seed")
+        if (steps or saved["config"]["steps"]) <= newest:
+            raise typer.BadParameter(f"{newest} steps are already done: give more", param_hint="--steps")
+        record = saved
+    record["config"]["steps"] = steps or record["config"]["steps"]
+    config = Config(**record["config"])
+    model = GPT(config, NORMS[norm], nnx.Rngs(record["seed"]))
+    optimizer = make_optimizer(model, config)
+    if resume:
+        restore(manager, newest, model, optimizer)
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    console.print(f"{backend}: {parameters / 1e6:.1f} million parameters, {config.dtype}, norms by {norm}")
+    console.print(f"standard library: {len(texts[0]):,} bytes to learn, {len(texts[1]):,} held out (every 20th file)")
+
+    next_batch = training_batch(texts[0], config, record["seed"], step=len(record["train_loss"]) + 1)
+    if not gradients_agree(model, config, next_batch):
+        console.print("jln's gradients disagree with the reference: not training")
+        raise typer.Exit(1)
+
+    train(model, optimizer, config, texts, manager, record, minutes)
+    manager.close()  # waits until the last checkpoint is on disk
+    (out / "metrics.json").write_text(json.dumps(record))
+    plot(record, out / "loss.png")
+
+    console.rule(f"a sample, at temperature {temperature}")
+    drawn = sample(model, config, prompt, sample_bytes, temperature, record["seed"])
+    console.print(drawn, markup=False, soft_wrap=True)
+    console.rule()
+    nats, done = record["evaluations"][-1]["loss"], record["evaluations"][-1]["step"]
+    console.print(f"validation loss {nats:.4f} nats per byte = {nats / math.log(2):.4f} bits per byte")
+    passed = next((row for row in record["evaluations"] if row["loss"] < GOAL), None)
+    when = f"first seen after {passed['seconds']} s, at step {passed['step']}" if passed else "not reached"
+    console.print(f"below {GOAL} nats per byte: {when}; {record['seconds']} s in all")
+    console.print(f"loss.png, metrics.json and checkpoints are in {out}")
+    if done < config.steps:
+        console.print(f"stopped at step {done} of {config.steps}: go on with --resume")
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command()(main)
+    app()

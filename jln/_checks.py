@@ -1,0 +1,84 @@
+"""What the operators accept. Every error is raised while tracing, and names the argument and what was expected."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+DTYPES = tuple(jnp.dtype(name) for name in ("float16", "bfloat16", "float32", "float64"))
+IMPLEMENTATIONS = (None, "triton", "xla")
+
+
+def _described(a: jax.Array) -> str:
+    return f"{a.dtype.name}[{','.join(map(str, a.shape))}]"
+
+
+def array(name: str, value: Any) -> jax.Array:
+    """`value` as a JAX array of a supported dtype."""
+    if not isinstance(value, jax.Array | np.ndarray | np.generic):
+        raise TypeError(f"{name} must be an array; got {type(value).__name__}")
+    value = jnp.asarray(value)
+    if value.dtype not in DTYPES:
+        expected = ", ".join(d.name for d in DTYPES)
+        raise TypeError(f"{name} must have one of the dtypes {expected}; got {_described(value)}")
+    return value
+
+
+def optional_array(name: str, value: Any) -> jax.Array | None:
+    return None if value is None else array(name, value)
+
+
+def shape(name: str, value: jax.Array | None, expected: tuple[int, ...], why: str) -> None:
+    if value is not None and value.shape != expected:
+        raise ValueError(f"{name} must have shape {expected}, {why}; got {_described(value)}")
+
+
+def axes(axis: Any, x: jax.Array) -> tuple[int, ...]:
+    """`axis` as a tuple of non-negative ints, in the order given."""
+    if x.ndim == 0:
+        raise ValueError("x must have at least one axis; got a scalar")
+    given = tuple(axis) if isinstance(axis, tuple | list) else (axis,)
+    if not given:
+        raise ValueError("axis must name at least one axis; got ()")
+    result = []
+    for a in given:
+        if isinstance(a, bool | jax.Array):
+            raise TypeError(f"axis must be a static int or tuple of ints; got {axis!r}")
+        try:
+            index = operator.index(a)
+        except TypeError:
+            raise TypeError(f"axis must be a static int or tuple of ints; got {axis!r}") from None
+        if not -x.ndim <= index < x.ndim:
+            raise ValueError(f"axis {index} is out of range for x of shape {x.shape}")
+        result.append(index % x.ndim)
+    if len(set(result)) != len(result):
+        raise ValueError(f"axis names an axis of x twice: {axis!r} for x of shape {x.shape}")
+    if any(x.shape[a] == 0 for a in result):
+        raise ValueError(f"x must have elements to normalise: axis {axis!r} of shape {x.shape} is empty")
+    return tuple(result)
+
+
+def epsilon(value: Any) -> float:
+    if isinstance(value, bool | jax.Array) or not isinstance(value, int | float | np.number):
+        raise TypeError(f"epsilon must be a static number, not traced; got {value!r}")
+    value = float(value)
+    if not (value >= 0 and math.isfinite(value)):
+        raise ValueError(f"epsilon must be finite and not negative; got {value}")
+    return value
+
+
+def flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} must be a static bool; got {value!r}")
+    return bool(value)
+
+
+def implementation(value: Any) -> str | None:
+    if not (value is None or isinstance(value, str)) or value not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be None, 'triton' or 'xla'; got {value!r}")
+    return value

@@ -1,0 +1,148 @@
+"""How functions of arrays become one operation that compiles for every platform, batches and differentiates again.
+
+An operation is a JAX primitive. It is bound with N-D operands and static options, and stays a single equation until it
+is lowered; only then, for a known platform, is it decided what computes it: jnp, or Triton kernels.
+
+`jax.interpreters` promises no stability, so all that is used of it is used here.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jln._triton import config
+from jln._triton import launch as triton_launch
+
+Results = tuple[jax.Array | None, ...]
+
+
+class Operation:
+    """`operation(*operands, implementation=..., **options) -> results`, as one primitive.
+
+    xla: the jnp formula, which defines the results' shapes and is what JAX differentiates.
+    xla_cpu: the same, written for XLA's CPU backend.
+    triton: returns the launcher; called when a program is first lowered for CUDA, so that Triton is imported then. The
+        launcher has the formula's signature and a `chip`.
+
+    Operands and results may be None. Options are static; `batch_dims`, the number of leading axes that vmap has put
+    in front of every operand (of size 1 where an operand is shared), is kept here.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        xla: Callable[..., Results],
+        xla_cpu: Callable[..., Results],
+        triton: Callable[[], Callable[..., Results]],
+    ):
+        self._xla, self._xla_cpu, self._triton = xla, xla_cpu, triton
+        self._primitive = primitive = Primitive(name)
+        primitive.multiple_results = True
+        primitive.def_impl(self._evaluate)
+        primitive.def_abstract_eval(self._abstract)
+        batching.primitive_batchers[primitive] = self._batch
+        ad.primitive_jvps[primitive] = self._jvp
+        for platform in (None, "cpu", "cuda"):
+            mlir.register_lowering(primitive, functools.partial(self._lower, platform), platform=platform)
+
+    def __call__(self, *operands: jax.Array | None, implementation: str | None, **options: Hashable) -> Results:
+        present = tuple(a is not None for a in operands)
+        given = [a for a in operands if a is not None]
+        static = tuple(sorted({"batch_dims": 0, **options}.items()))
+        written = iter(
+            self._primitive.bind(*given, present=present, implementation=implementation, options=static)
+        )
+        return tuple(None if s is None else next(written) for s in self._shapes(given, present, static))
+
+    def _shapes(self, operands, present, options) -> tuple[jax.ShapeDtypeStruct | None, ...]:
+        arrays = tuple((a.shape, a.dtype) for a in operands)
+        return _result_shapes(self._xla, arrays, present, options)
+
+    def _abstract(self, *avals, present, implementation, options):
+        shapes = self._shapes(avals, present, options)
+        return [jax.core.ShapedArray(s.shape, s.dtype) for s in shapes if s is not None]
+
+    def _evaluate(self, *operands, **params):
+        return _jitted(self._primitive, tuple(sorted(params.items())))(*operands)
+
+    def _batch(self, operands, dims, *, present, implementation, options):
+        in_front = [
+            jnp.expand_dims(a, 0) if d is None else jnp.moveaxis(a, d, 0)
+            for a, d in zip(operands, dims, strict=True)
+        ]
+        options = tuple((k, v + 1 if k == "batch_dims" else v) for k, v in options)
+        results = self._primitive.bind(*in_front, present=present, implementation=implementation, options=options)
+        return results, [0] * len(results)
+
+    def _jvp(self, primals, tangents, *, present, implementation, options):
+        """The kernels' results, with the formula's tangents."""
+        formula = _flat(_on_present(self._xla, present, options))
+        tangents = tuple(ad.instantiate_zeros(t) for t in tangents)
+        _, tangents_out = jax.jvp(formula, tuple(primals), tangents)
+        results = self._primitive.bind(*primals, present=present, implementation=implementation, options=options)
+        return results, tangents_out
+
+    def _lower(self, platform, ctx, *operands, present, implementation, options):
+        empty = any(aval.size == 0 for aval in ctx.avals_in)
+        compute = self._choose(platform, implementation, empty)
+        lowering = mlir.lower_fun(_flat(_on_present(compute, present, options)), multiple_results=True)
+        return lowering(ctx, *operands)
+
+    def _choose(self, platform: str | None, implementation: str | None, empty: bool) -> Callable[..., Results]:
+        """What computes the operation on `platform`; empty arrays are never worth a kernel."""
+        xla = self._xla_cpu if platform == "cpu" else self._xla
+        if implementation == "xla" or empty:
+            return xla
+        if platform == "cuda":
+            reason = triton_launch.missing()
+            if reason is None:
+                return functools.partial(self._triton(), chip=config.target_chip())
+            if implementation == "triton":
+                raise RuntimeError(f"implementation='triton' cannot run: {reason}")
+            warnings.warn(f"jln runs {self._primitive.name} without its Triton kernels: {reason}", stacklevel=2)
+            return xla
+        if implementation is None:
+            return xla
+        if platform != "cpu":
+            raise RuntimeError("implementation='triton' runs on NVIDIA GPUs; this program is for another platform")
+        if not triton_launch.interpreting():
+            raise RuntimeError(
+                "implementation='triton' runs on NVIDIA GPUs. To run the kernels on the CPU, by Triton's interpreter "
+                "(slowly), install triton and set the environment variable TRITON_INTERPRET=1 before Python starts"
+            )
+        return functools.partial(self._triton(), chip=config.INTERPRETER)
+
+
+def _on_present(function: Callable, present: tuple[bool, ...], options: tuple) -> Callable[..., Any]:
+    """`function` of the operands that are present; None for the others."""
+
+    def call(*operands):
+        given = iter(operands)
+        return function(*(next(given) if p else None for p in present), **dict(options))
+
+    return call
+
+
+def _flat(function: Callable) -> Callable[..., list[jax.Array]]:
+    return lambda *operands: [r for r in function(*operands) if r is not None]
+
+
+@functools.lru_cache(maxsize=1024)
+def _result_shapes(formula, arrays, present, options) -> tuple[jax.ShapeDtypeStruct | None, ...]:
+    operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in arrays]
+    return jax.eval_shape(_on_present(formula, present, options), *operands)
+
+
+@functools.lru_cache(maxsize=1024)
+def _jitted(primitive: Primitive, params: tuple) -> Callable:
+    """For the rare case that an operation is evaluated outside of jit."""
+    return jax.jit(functools.partial(primitive.bind, **dict(params)))

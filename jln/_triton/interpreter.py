@@ -1,0 +1,120 @@
+"""Triton kernels on the CPU, by Triton's own interpreter, without PyTorch.
+
+Every array is copied into a buffer with guard words on both sides, and every output is filled with NaN first: a store
+outside its buffer raises, and an element that no program wrote, or that came from a load out of bounds, is NaN.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+from ml_dtypes import bfloat16
+from triton.runtime import interpreter
+from triton.runtime.interpreter import GridExecutor, InterpretedFunction, InterpreterBuilder, TensorHandle
+
+GUARD_BYTES = 4096
+GUARD_BYTE = 0xFF  # all ones is a NaN in every floating-point type
+
+TRITON_NAMES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+
+# The interpreter keeps the program's index in a module-level object.
+_lock = threading.Lock()
+
+
+class OutOfBoundsStore(RuntimeError):
+    """A kernel wrote outside one of its buffers."""
+
+
+class Buffer:
+    """An array between guard words, with the two attributes by which Triton knows a pointer."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype, value: np.ndarray | None = None):
+        self.shape = shape
+        self.np_dtype = np.dtype(dtype)
+        self.dtype = TRITON_NAMES[self.np_dtype.name]
+        size = int(np.prod(shape)) * self.np_dtype.itemsize
+        self._bytes = np.full(size + 2 * GUARD_BYTES, GUARD_BYTE, np.uint8)
+        self._inside = slice(GUARD_BYTES, GUARD_BYTES + size)
+        if value is not None:
+            self.array()[...] = value
+
+    def data_ptr(self) -> int:
+        return self._bytes.ctypes.data + GUARD_BYTES
+
+    def array(self) -> np.ndarray:
+        return self._bytes[self._inside].view(self.np_dtype).reshape(self.shape)
+
+    def check_guards(self, kernel: str, argument: str) -> None:
+        for side, guard in (("before", self._bytes[: GUARD_BYTES]), ("after", self._bytes[self._inside.stop :])):
+            touched = np.flatnonzero(guard != GUARD_BYTE)
+            if touched.size:
+                raise OutOfBoundsStore(f"{kernel}: {touched.size} bytes {side} {argument} {self.shape} were overwritten")
+
+
+class _Executor(GridExecutor):
+    """A grid executor whose arguments are on the host already."""
+
+    def _init_args_hst(self, args_dev, kwargs):
+        return args_dev, kwargs
+
+    def _restore_args_dev(self, args_dev, args_hst, kwargs, kwargs_hst):
+        pass
+
+
+def _mended():
+    """Patches of the interpreter, for one run."""
+    patched = set()
+    original_cast = InterpreterBuilder.cast_impl
+
+    def call_device_function(self, *args, **kwargs):
+        # Triton patches its language module at every call of a helper, which is most of the time of a run.
+        if self.fn not in patched:
+            patched.add(self.fn)
+            interpreter._patch_lang(self.fn)
+        return self.rewrite()(*args, **kwargs)
+
+    def cast(self, src, dst_type, rounding_mode=None):
+        # Triton's own casts to bfloat16 truncate; GPUs round to nearest even.
+        source, target = (t.scalar.name for t in (src.dtype, dst_type))
+        if "bf16" not in (source, target) or source == target:
+            return original_cast(self, src, dst_type)
+        value = src.data.view(bfloat16) if source == "bf16" else src.data
+        if target == "bf16":
+            return TensorHandle(value.astype(np.float32).astype(bfloat16).view(np.uint16), dst_type.scalar)
+        return TensorHandle(value.astype(np.float32).astype(interpreter._get_np_dtype(dst_type)), dst_type.scalar)
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(InterpretedFunction, "__call__", call_device_function))
+    stack.enter_context(mock.patch.object(InterpreterBuilder, "cast_impl", cast))
+    stack.enter_context(mock.patch.object(InterpreterBuilder, "create_fp_to_fp", cast))
+    return stack
+
+
+def run(
+    kernel: InterpretedFunction,
+    operands: Sequence[np.ndarray | int],
+    results: Sequence[jax.ShapeDtypeStruct],
+    *,
+    programs: int,
+    constants: dict[str, Any],
+) -> list[np.ndarray]:
+    """Run `kernel(*operands, *results)` for every program and return the results."""
+    if not isinstance(kernel, InterpretedFunction):
+        raise RuntimeError("TRITON_INTERPRET=1 must be set before triton is first imported")
+    arguments = [
+        a if isinstance(a, int) else Buffer(a.shape, a.dtype, a)
+        for a in (a if isinstance(a, int) else np.asarray(a) for a in operands)
+    ]
+    arguments += [Buffer(r.shape, r.dtype) for r in results]
+    with _lock, _mended():
+        _Executor(kernel.rewrite(), kernel.arg_names, (programs,))(*arguments, **constants)
+    for name, argument in zip(kernel.arg_names, arguments, strict=False):
+        if isinstance(argument, Buffer):
+            argument.check_guards(kernel.__name__, name)
+    return [argument.array() for argument in arguments[len(operands) :]]

@@ -1,0 +1,101 @@
+"""The one place that knows jax-triton: a kernel, its operands and its tile become a GPU call or an interpreted one."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jln._triton import config
+
+INSTALL = 'pip install "jln[cuda13]" (or "jln[cuda12]")'
+
+
+def interpreting() -> bool:
+    """Whether Triton's interpreter was asked for, by TRITON_INTERPRET=1."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def missing() -> str | None:
+    """Why a Triton kernel cannot be lowered for CUDA in this process; None where it can."""
+    for package in ("triton", "jax_triton"):
+        if importlib.util.find_spec(package) is None:
+            return f"{package} is not installed: {INSTALL}"
+    if interpreting():
+        return "TRITON_INTERPRET=1 is set, which leaves nothing to compile: unset it"
+    try:
+        import jax_triton  # noqa: F401
+    except Exception as error:  # 0.3.1 raises AttributeError without a CUDA plugin, others ImportError
+        return f"import jax_triton failed ({error!r}): {INSTALL}"
+    if config.target_chip() is None:
+        return (
+            "there is no GPU in this process and no chip was named: "
+            f"set {config.CHIP_VARIABLE} to one of {', '.join(sorted(config.CHIPS))}"
+        )
+    return None
+
+
+def launch(
+    kernel: Any,
+    operands: Sequence[jax.Array | int | None],
+    results: Sequence[jax.ShapeDtypeStruct | None],
+    *,
+    programs: int,
+    tile: config.Tile,
+    chip: config.Chip,
+    compute: jnp.dtype,
+    **constants: Any,
+) -> list[jax.Array | None]:
+    """Call `kernel(*operands, *results)` on a grid of `programs`, and return the results it wrote.
+
+    An operand or a result may be None where the constants tell the kernel not to touch its pointer. Integers are
+    passed by value. `compute` is the dtype of the arithmetic, `constants` are the kernel's other constexprs.
+    """
+    stand_in = next(a for a in operands if isinstance(a, jax.Array))
+    arguments = [stand_in if a is None else a for a in operands]
+    shapes = [jax.ShapeDtypeStruct((0,), jnp.float32) if r is None else r for r in results]
+    import triton.language as tl
+
+    constants |= {"BLOCK_ROWS": tile.rows, "BLOCK_H": tile.columns, "COMPUTE": getattr(tl, jnp.dtype(compute).name)}
+    if "STAGES" in kernel.arg_names:
+        constants["STAGES"] = tile.stages
+    call = _interpret if chip is config.INTERPRETER else _compile
+    written = call(kernel, arguments, shapes, programs=programs, tile=tile, chip=chip, constants=constants)
+    return [None if r is None else w for r, w in zip(results, written, strict=True)]
+
+
+def _compile(kernel, arguments, shapes, *, programs, tile, chip, constants):
+    import jax_triton
+
+    # jax-triton 0.3 calls the result types out_shape, 0.4 out_type.
+    results = "out_shape" if "out_shape" in inspect.signature(jax_triton.triton_call).parameters else "out_type"
+    return jax_triton.triton_call(
+        *arguments,
+        kernel=kernel,
+        name=f"jln_{kernel.fn.__name__}",
+        grid=(programs, 1, 1),
+        compute_capability=chip.capability,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **{results: shapes},
+        **constants,
+    )
+
+
+def _interpret(kernel, arguments, shapes, *, programs, tile, chip, constants):
+    from jln._triton import interpreter
+
+    scalars = {i: a for i, a in enumerate(arguments) if isinstance(a, int)}
+
+    def run(*arrays):
+        remaining = iter(arrays)
+        complete = [scalars[i] if i in scalars else next(remaining) for i in range(len(arguments))]
+        return interpreter.run(kernel, complete, shapes, programs=programs, constants=constants)
+
+    arrays = [a for a in arguments if not isinstance(a, int)]
+    return jax.pure_callback(run, shapes, *arrays, vmap_method="sequential")

@@ -1,0 +1,224 @@
+"""The norm family in plain jnp, forward and backward derived by hand.
+
+Rows are indexed by m, the H elements of a row by h; every term is in the compute dtype. `scale` s is `1 + scale` when
+zero-centered and 1 when absent, `offset` b is 0 when absent.
+
+Forward:
+
+    (1) mean_m  = (1/H) sum_h x_mh                          (0 for RMSNorm)
+    (2) rstd_m  = ((1/H) sum_h (x_mh - mean_m)^2 + epsilon)^(-1/2)
+    (3) x_hat   = (x - mean) * rstd
+    (4) y       = x_hat * s + b
+
+Backward. From (4), with g = dy * s the cotangent of x_hat,
+
+    (5) doffset_h = sum_m dy_mh
+    (6) dscale_h  = sum_m dy_mh * x_hat_mh
+
+From (3), dx = rstd * g directly, plus what flows through the two statistics. By (2) the derivative of rstd by x_h is
+-rstd^2 * x_hat_h / H and its cotangent is sum_h g * (x - mean) = H * c2 / rstd: together -rstd * x_hat * c2. The
+cotangent of mean is -rstd * sum_h g (the variance's own part vanishes, as sum_h (x - mean) = 0): by (1), -rstd * c1.
+
+    (7) c1_m = (1/H) sum_h g_mh                             (0 for RMSNorm)
+    (8) c2_m = (1/H) sum_h g_mh * x_hat_mh
+    (9) dx   = rstd * (g - c1 - x_hat * c2)
+
+With a residual the row is `total = x + residual`, rounded to its dtype before it is normalised, and it is an output
+too: its own cotangent is added to (9), and the sum is the cotangent of x and of residual alike.
+
+Layout, for every function here: large arrays are [*lead, H, *inner] with H at the negative `axis`; `scale` and
+`offset` have the same rank with 1 everywhere but at `axis`; `mean` and `rstd` have 1 at `axis`. The first `batch_dims`
+axes are vmap's: on them any operand may have size 1 instead of the batch's, results always have the batch's, and
+parameter gradients are not summed over them.
+
+Why the `_cpu` rules put fences (`lax.optimization_barrier`) around their operands: XLA's CPU backend makes one loop of
+a whole chain of elementwise operations and sums, but one for each result, and any [M, H] value that two loops share (a
+float32 copy of x, x_hat, even a broadcast rstd or scale) is written out first; the page faults of those temporaries
+cost more than the arithmetic. Fenced operands are new values to the compiler: nothing is shared, every result
+recomputes x_hat in its own loop, and nothing is copied. Equal fences would be merged, so they are chained. A loop also
+breaks at an elementwise operation on fewer than `_MANY_ROWS` elements, such as those of (1) and (2) on the row sums:
+with more rows every loop recomputes the statistics; with fewer they are fenced results of their own, saved by the
+forward, and the 1/H of (7) and (8) goes to the scale. dx comes last so that its buffer can be that of a dead total.
+(measured: see below)
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+_MANY_ROWS = 4096
+
+
+def _no_fence(operands: Any) -> Any:
+    return operands
+
+
+def _has_many_rows(x: Array, axis: int) -> bool:
+    return math.prod(x.shape) >= _MANY_ROWS * x.shape[axis]
+
+
+def _compute_dtype(dtype: DTypeLike) -> Any:
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _common_batch(batch_dims: int, *operands: Array | None) -> tuple[int, ...]:
+    return jnp.broadcast_shapes(*(a.shape[:batch_dims] for a in operands if a is not None))
+
+
+def _with_batch(a: Array, batch: tuple[int, ...]) -> Array:
+    return jnp.broadcast_to(a, batch + a.shape[len(batch) :])
+
+
+def _effective_scale(scale: Array | None, dtype: DTypeLike, zero_centered_scale: bool) -> Array | float:
+    """The s of (4)."""
+    if scale is None:
+        return 1.0
+    return 1.0 + scale.astype(dtype) if zero_centered_scale else scale.astype(dtype)
+
+
+def _centered(x: Array, mean: Array | None) -> Array:
+    """x - mean in the compute dtype."""
+    x = x.astype(_compute_dtype(x.dtype))
+    return x if mean is None else x - mean
+
+
+def _statistics(
+    x: Array, axis: int, epsilon: float, subtract_mean: bool, fence: Callable = _no_fence
+) -> tuple[Array, Array | None, Array]:
+    """Terms (1) and (2): -> (x, mean, rstd), each of them fenced."""
+    mean = None
+    if subtract_mean:
+        x, mean = fence((x, jnp.mean(_centered(x, None), axis, keepdims=True)))
+    variance = jnp.mean(jnp.square(_centered(x, mean)), axis, keepdims=True)
+    return fence((x, mean, lax.rsqrt(variance + epsilon)))
+
+
+def forward(
+    x: Array,
+    residual: Array | None,
+    scale: Array | None,
+    offset: Array | None,
+    *,
+    axis: int,
+    epsilon: float,
+    subtract_mean: bool,
+    zero_centered_scale: bool,
+    batch_dims: int,
+    save_statistics: bool,
+    fence: Callable = _no_fence,
+) -> tuple[Array, Array | None, Array | None, Array | None]:
+    """Normalise `x`, or `x + residual`.
+
+    Args:
+        x: [*lead, H, *inner]
+        residual: as `x`, or None
+        scale, offset: [1, ..., H, ..., 1] at `axis`, each or None
+
+    Returns:
+        y: [*lead, H, *inner], x's dtype
+        total: [*lead, H, *inner], the promoted dtype of x and residual; None without a residual
+        mean: [*lead, 1, *inner], the compute dtype; None without `save_statistics` or `subtract_mean`
+        rstd: [*lead, 1, *inner], the compute dtype; None without `save_statistics`
+    """
+    batch = _common_batch(batch_dims, x, residual, scale, offset)
+    y_dtype, total = x.dtype, None
+    if residual is not None:
+        total_dtype = jnp.promote_types(x.dtype, residual.dtype)
+        dtype = _compute_dtype(total_dtype)
+        total = (x.astype(dtype) + residual.astype(dtype)).astype(total_dtype)
+        # On every platform, or XLA elides the rounding to 16 bits and norms the unrounded sum.
+        x = total = lax.optimization_barrier(total)
+
+    x, scale, offset = fence((x, scale, offset))
+    in_one_loop = _has_many_rows(x, axis)
+    x, mean, rstd = _statistics(x, axis, epsilon, subtract_mean, _no_fence if in_one_loop else fence)
+    y = _centered(x, mean) * rstd * _effective_scale(scale, rstd.dtype, zero_centered_scale)
+    if offset is not None:
+        y = y + offset.astype(rstd.dtype)
+    y = _with_batch(y, batch).astype(y_dtype)
+
+    if not save_statistics:
+        mean = rstd = None
+    elif in_one_loop:  # without fences this is the same again, and XLA merges the two
+        _, mean, rstd = _statistics(fence(x), axis, epsilon, subtract_mean, fence)
+    return y, *(None if a is None else _with_batch(a, batch) for a in (total, mean, rstd))
+
+
+def backward(
+    dy: Array,
+    dtotal: Array | None,
+    total: Array,
+    scale: Array | None,
+    mean: Array | None,
+    rstd: Array | None,
+    *,
+    axis: int,
+    epsilon: float,
+    subtract_mean: bool,
+    zero_centered_scale: bool,
+    batch_dims: int,
+    doffset_dtype: DTypeLike | None,
+    fence: Callable = _no_fence,
+) -> tuple[Array, Array | None, Array | None]:
+    """Terms (5) to (9).
+
+    Args:
+        dy: [*lead, H, *inner], cotangent of y
+        dtotal: [*lead, H, *inner], cotangent of the returned total, or None
+        total: [*lead, H, *inner], what was normalised: `x` where there was no residual
+        scale: [1, ..., H, ..., 1], or None
+        mean, rstd: [*lead, 1, *inner] as the forward saved them, or None to compute them here
+        doffset_dtype: None for no offset
+
+    Returns:
+        dtotal_in: [*lead, H, *inner], total's dtype: the cotangent of x and of residual
+        dscale: [1, ..., H, ..., 1], scale's dtype; None without a scale
+        doffset: [1, ..., H, ..., 1], `doffset_dtype`; None without an offset
+    """
+    batch = _common_batch(batch_dims, dy, dtotal, total, scale, mean, rstd)
+    dtype = _compute_dtype(total.dtype)
+    rows = [i for i in range(batch_dims, total.ndim) if i != total.ndim + axis]
+    sum_over_rows = partial(jnp.sum, axis=rows, keepdims=True)
+    sum_over_h = partial(jnp.sum, axis=axis, keepdims=True)
+
+    in_one_loop = fence is not _no_fence and _has_many_rows(total, axis)
+    if in_one_loop:
+        mean = rstd = None
+    elif rstd is None:
+        total, mean, rstd = _statistics(total, axis, epsilon, subtract_mean, fence)
+
+    def x_hat_and_rstd() -> tuple[Array, Array]:
+        m, r = (mean, rstd) if rstd is not None else _statistics(total, axis, epsilon, subtract_mean)[1:]
+        return _centered(total, m) * r, r
+
+    dscale = doffset = None
+    if doffset_dtype is not None:  # (5)
+        dy, total = fence((dy, total))
+        doffset = _with_batch(sum_over_rows(dy.astype(dtype)), batch).astype(doffset_dtype)
+
+    if scale is not None:  # (6)
+        dy, total, mean, rstd = fence((dy, total, mean, rstd))
+        x_hat, _ = x_hat_and_rstd()
+        dscale = _with_batch(sum_over_rows(dy.astype(dtype) * x_hat), batch).astype(scale.dtype)
+
+    dy, total, mean, rstd, scale = fence((dy, total, mean, rstd, scale))
+    x_hat, r = x_hat_and_rstd()
+    s = _effective_scale(scale, dtype, zero_centered_scale)
+    g = dy.astype(dtype) * s
+    g_over_h = dy.astype(dtype) * (s / total.shape[axis])
+    dx = g - x_hat * sum_over_h(g_over_h * x_hat)  # (8)
+    if subtract_mean:
+        dx = dx - sum_over_h(g_over_h)  # (7)
+    dx = r * dx  # (9)
+    if dtotal is not None:
+        dx = dx + dtotal.astype(dtype)
+    return _with_batch(dx, batch).astype(total.dtype), dscale, doffset
+
+
+forward_cpu = partial(forward, fence=lax.optimization_barrier)
+backward_cpu = partial(backward, fence=lax.optimization_barrier)

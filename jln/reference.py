@@ -1,0 +1,90 @@
+"""The truth: every operator in plain jnp, without a custom rule, for autodiff to differentiate.
+
+Same arguments as the operators, less `implementation`. Arithmetic is in float32 for 16-bit and float32 inputs and in
+float64 for float64 ones, the result is rounded once, and the variance is two-pass.
+
+Ba, Kiros, Hinton, "Layer Normalization" (2016); Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+Axis = int | tuple[int, ...]
+
+
+def layer_norm(
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    offset: jax.Array | None = None,
+    *,
+    axis: Axis = -1,
+    epsilon: float = 1e-6,
+    zero_centered_scale: bool = False,
+) -> jax.Array:
+    """`(x - mean) / sqrt(variance + epsilon) * scale + offset`, over `axis`. As `jln.layer_norm`."""
+    compute = jnp.promote_types(x.dtype, jnp.float32)
+    z = x.astype(compute)
+    z = z - jnp.mean(z, axis, keepdims=True)
+    return _scaled(z, scale, offset, axis, epsilon, zero_centered_scale).astype(x.dtype)
+
+
+def rms_norm(
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    *,
+    axis: Axis = -1,
+    epsilon: float = 1e-6,
+    zero_centered_scale: bool = False,
+) -> jax.Array:
+    """`x / sqrt(mean(x**2) + epsilon) * scale`, over `axis`. As `jln.rms_norm`."""
+    compute = jnp.promote_types(x.dtype, jnp.float32)
+    return _scaled(x.astype(compute), scale, None, axis, epsilon, zero_centered_scale).astype(x.dtype)
+
+
+def add_layer_norm(
+    x: jax.Array,
+    residual: jax.Array,
+    scale: jax.Array | None = None,
+    offset: jax.Array | None = None,
+    *,
+    axis: Axis = -1,
+    epsilon: float = 1e-6,
+    zero_centered_scale: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """`(layer_norm(x + residual), x + residual)`. As `jln.add_layer_norm`."""
+    total = x + residual
+    y = layer_norm(total, scale, offset, axis=axis, epsilon=epsilon, zero_centered_scale=zero_centered_scale)
+    return y.astype(x.dtype), total
+
+
+def add_rms_norm(
+    x: jax.Array,
+    residual: jax.Array,
+    scale: jax.Array | None = None,
+    *,
+    axis: Axis = -1,
+    epsilon: float = 1e-6,
+    zero_centered_scale: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """`(rms_norm(x + residual), x + residual)`. As `jln.add_rms_norm`."""
+    total = x + residual
+    y = rms_norm(total, scale, axis=axis, epsilon=epsilon, zero_centered_scale=zero_centered_scale)
+    return y.astype(x.dtype), total
+
+
+def _scaled(z, scale, offset, axis, epsilon, zero_centered_scale):
+    z = z * jax.lax.rsqrt(jnp.mean(z * z, axis, keepdims=True) + epsilon)
+    if scale is not None:
+        z = z * (_spread(scale, z, axis) + (1 if zero_centered_scale else 0))
+    if offset is not None:
+        z = z + _spread(offset, z, axis)
+    return z
+
+
+def _spread(parameter: jax.Array, z: jax.Array, axis: Axis) -> jax.Array:
+    """A parameter with the shape of the normalised axes, in the order given, as one that broadcasts against z."""
+    axes = [a % z.ndim for a in ((axis,) if isinstance(axis, int) else axis)]
+    parameter = parameter.astype(z.dtype).transpose(sorted(range(len(axes)), key=axes.__getitem__))
+    return jnp.expand_dims(parameter, [i for i in range(z.ndim) if i not in axes])
