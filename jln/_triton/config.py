@@ -105,20 +105,26 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-# Register limits, in elements of a tile, found by compiling for sm_80, sm_90 and sm_100 (tests/test_compiler.py keeps
-# them honest): forward holds one value an element, so 32 warps of 16 elements fit and 32 warps of 32 spill; backward
-# holds four, so 16 warps of 16 elements fit and anything larger spills. float64 takes twice the registers.
-FORWARD_LIMIT = 16384
-BACKWARD_LIMIT = 8192
+# Elements a thread may hold, found by compiling every choice for sm_80, sm_90 and sm_100 and looking at the spills
+# (tests/test_compiler.py keeps them honest): the forward kernel holds one value an element, the backward kernel four.
+# float64 takes twice the registers; where rows do not start on 16 bytes every element has an address of its own.
+FORWARD_ELEMENTS = 16
+BACKWARD_ELEMENTS = 16
 
 
-def _warps(elements: int, per_thread: int) -> int:
-    return min(32, max(1, elements // (32 * per_thread)))
+def _per_thread(elements: int, h: int, inner: int, itemsize: int) -> int:
+    aligned = (h if inner == 1 else inner) * itemsize % 16 == 0
+    return elements // (1 if aligned else 2) // (2 if itemsize == 8 else 1)
 
 
-def _line(itemsize: int) -> int:
-    """Elements in a 128-byte line: how many rows to take side by side where rows are neighbours in memory."""
-    return 128 // itemsize
+def _tile(rows: int, columns: int, per_thread: int, stages: int = 1, programs_per_sm: int = 1) -> Tile:
+    warps = min(32, max(1, rows * columns // (32 * per_thread)))
+    return Tile(rows, columns, warps, stages, programs_per_sm)
+
+
+def _side_by_side(columns: int, inner: int, itemsize: int, limit: int) -> int:
+    """Rows that a tile takes where rows are neighbours in memory: a 128-byte line of them, if `columns` leave room."""
+    return min(128 // itemsize, next_power_of_2(inner), max(1, limit // columns))
 
 
 def forward_tile(h: int, inner: int, itemsize: int) -> Tile:
@@ -126,16 +132,20 @@ def forward_tile(h: int, inner: int, itemsize: int) -> Tile:
 
     h: row length. inner: distance between a row's elements. itemsize: bytes of the widest element moved.
     """
-    limit = FORWARD_LIMIT // (2 if itemsize == 8 else 1)
-    if inner > 1:
-        rows = min(_line(itemsize), next_power_of_2(inner))
-        limit //= 2 * rows
-    else:
-        rows = max(1, 1024 // next_power_of_2(h))
     columns = next_power_of_2(h)
-    if columns > limit:
-        columns = limit // 2
-    return Tile(rows, columns, _warps(rows * columns, 8 if rows * columns <= 2048 else 16))
+    per_thread = _per_thread(FORWARD_ELEMENTS, h, inner, itemsize)
+    if inner == 1:
+        if columns <= 1024:
+            return _tile(1024 // columns, columns, min(8, per_thread))
+        if columns <= 32 * 32 * per_thread:
+            return _tile(1, columns, per_thread)
+        return _tile(1, 4096, per_thread)
+    limit = 512 * per_thread
+    rows = _side_by_side(columns, inner, itemsize, limit)
+    if rows * itemsize < 32 and rows < inner:  # less than a sector of each line
+        rows = _side_by_side(1, inner, itemsize, limit)
+        columns = 2048 // rows
+    return _tile(rows, columns, per_thread)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,26 +160,30 @@ class BackwardPlan:
 
 
 def backward_plan(h: int, inner: int, itemsize: int) -> BackwardPlan:
-    """Whole rows in registers up to BACKWARD_LIMIT elements a tile; rows shared by two programs up to twice as many;
-    beyond that a pass for the row sums, then programs that own a few columns of all rows.
+    """Whole rows in registers while 16 warps can hold them; rows twice as wide shared by two programs; beyond that a
+    pass for the row sums, then programs that own a few columns of all rows.
     """
-    limit = BACKWARD_LIMIT // (2 if itemsize == 8 else 1)
     columns = next_power_of_2(h)
-    rows = min(_line(itemsize), next_power_of_2(inner)) if inner > 1 else max(1, 2048 // columns)
-    if rows * columns <= limit:
-        warps = _warps(rows * columns, 16)
-        return BackwardPlan(Tile(rows, columns, warps, stages=2, programs_per_sm=max(1, 16 // warps)), None)
-    if inner == 1 and columns == 2 * limit:
-        return BackwardPlan(Tile(1, limit, _warps(limit, 16)), None)
-    # Whole 128-byte lines of columns; 32 rows at a time keep enough loads in flight.
+    per_thread = _per_thread(BACKWARD_ELEMENTS, h, inner, itemsize)
+    limit = 512 * per_thread
     if inner == 1:
-        columns = 128 if itemsize <= 4 else 64
-        tile = Tile(32, columns, _warps(32 * columns, 16), stages=2, programs_per_sm=2)
-        sums = Tile(1, limit // 2, 16)
+        rows = max(1, 2048 // columns)
+        whole = columns <= limit
     else:
-        tile = Tile(rows, 1024 // rows, 4, stages=2)
-        sums = Tile(rows, 2048 // rows, 4)
-    return BackwardPlan(tile, sums)
+        rows = _side_by_side(columns, inner, itemsize, limit // 2)
+        whole = rows * columns <= limit // 2 and (rows * itemsize >= 32 or rows >= inner)
+    if whole:
+        tile = _tile(rows, columns, per_thread if inner == 1 else per_thread // 2, stages=2)
+        # 16 warps an SM hide the latency; more than 4 programs an SM would pay for it in partial sums.
+        return BackwardPlan(dataclasses.replace(tile, programs_per_sm=max(1, min(4, 16 // tile.warps))), None)
+    if inner == 1 and columns == 2 * limit:
+        return BackwardPlan(_tile(1, limit, per_thread), None)
+    if inner == 1:  # whole lines of columns, and as many rows at a time as 16 warps hold
+        tile = _tile(2 * per_thread, 128, per_thread // 2, stages=2, programs_per_sm=2)
+        return BackwardPlan(tile, _tile(1, 4096, per_thread))
+    rows = _side_by_side(1, inner, itemsize, limit)
+    tile = _tile(rows, 1024 // rows, per_thread // 2, stages=2, programs_per_sm=4)
+    return BackwardPlan(tile, _tile(rows, 1024 // rows, per_thread // 2))
 
 
 def reduce_tile(h: int) -> Tile:

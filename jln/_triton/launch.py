@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+import dataclasses
 import importlib.util
 import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +17,33 @@ import jax.numpy as jnp
 from jln._triton import config
 
 INSTALL = 'pip install "jln[cuda13]" (or "jln[cuda12]")'
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One kernel launch: what `launch` was asked for, with stand-ins for what was absent."""
+
+    kernel: Any
+    arguments: tuple[jax.ShapeDtypeStruct | int, ...]
+    results: tuple[jax.ShapeDtypeStruct, ...]
+    programs: int
+    tile: config.Tile
+    chip: config.Chip
+    constants: dict[str, Any]
+
+
+_record: contextvars.ContextVar[list[Launch] | None] = contextvars.ContextVar("jln_record", default=None)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Collect the launches that would be made, and make none: their results are zeros."""
+    launches: list[Launch] = []
+    token = _record.set(launches)
+    try:
+        yield launches
+    finally:
+        _record.reset(token)
 
 
 def interpreting() -> bool:
@@ -64,9 +94,22 @@ def launch(
     constants |= {"BLOCK_ROWS": tile.rows, "BLOCK_H": tile.columns, "COMPUTE": getattr(tl, jnp.dtype(compute).name)}
     if "STAGES" in kernel.arg_names:
         constants["STAGES"] = tile.stages
-    call = _interpret if chip is config.INTERPRETER else _compile
+    if _record.get() is not None:
+        call = _note
+    elif chip is config.INTERPRETER:
+        call = _interpret
+    else:
+        call = _compile
     written = call(kernel, arguments, shapes, programs=programs, tile=tile, chip=chip, constants=constants)
     return [None if r is None else w for r, w in zip(results, written, strict=True)]
+
+
+def _note(kernel, arguments, shapes, *, programs, tile, chip, constants):
+    types = [a if isinstance(a, int) else jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arguments]
+    launches = _record.get()
+    assert launches is not None
+    launches.append(Launch(kernel, tuple(types), tuple(shapes), programs, tile, chip, constants))
+    return [jnp.zeros(r.shape, r.dtype) for r in shapes]
 
 
 def _compile(kernel, arguments, shapes, *, programs, tile, chip, constants):

@@ -39,7 +39,9 @@ recomputes x_hat in its own loop, and nothing is copied. Equal fences would be m
 breaks at an elementwise operation on fewer than `_MANY_ROWS` elements, such as those of (1) and (2) on the row sums:
 with more rows every loop recomputes the statistics; with fewer they are fenced results of their own, saved by the
 forward, and the 1/H of (7) and (8) goes to the scale. dx comes last so that its buffer can be that of a dead total.
-(measured: see below)
+Measured on 2 cores with JAX 0.10.2 and 0.11.2, gradient of [4096, 1024], [1024, 4096] and [16384, 256]: fences take the
+temporaries from 16-32 MiB (float32) and 48 MiB (bfloat16) to at most 0.13, and are 1.4 to 3.6 and 2.8 to 8.2 times
+faster; one loop for a whole forward is 1.3 times faster than fenced statistics on 0.11.2, as fast on 0.10.2.
 """
 
 import math
@@ -58,8 +60,9 @@ def _no_fence(operands: Any) -> Any:
     return operands
 
 
-def _has_many_rows(x: Array, axis: int) -> bool:
-    return math.prod(x.shape) >= _MANY_ROWS * x.shape[axis]
+def _in_one_loop(x: Array, axis: int, fence: Callable) -> bool:
+    """Whether every result computes its own statistics."""
+    return fence is not _no_fence and math.prod(x.shape) >= _MANY_ROWS * x.shape[axis]
 
 
 def _compute_dtype(dtype: DTypeLike) -> Any:
@@ -112,18 +115,13 @@ def forward(
     save_statistics: bool,
     fence: Callable = _no_fence,
 ) -> tuple[Array, Array | None, Array | None, Array | None]:
-    """Normalise `x`, or `x + residual`.
+    """Normalise `x` or, if there is one, `x + residual`: -> (y, total, mean, rstd).
 
-    Args:
-        x: [*lead, H, *inner]
-        residual: as `x`, or None
-        scale, offset: [1, ..., H, ..., 1] at `axis`, each or None
+    x, residual [*lead, H, *inner]; scale, offset [1, ..., H, ..., 1] at `axis`, each or None.
 
-    Returns:
-        y: [*lead, H, *inner], x's dtype
-        total: [*lead, H, *inner], the promoted dtype of x and residual; None without a residual
-        mean: [*lead, 1, *inner], the compute dtype; None without `save_statistics` or `subtract_mean`
-        rstd: [*lead, 1, *inner], the compute dtype; None without `save_statistics`
+    y [*lead, H, *inner] has x's dtype. total [*lead, H, *inner] has the promoted dtype of x and residual, and is None
+    without a residual. mean and rstd [*lead, 1, *inner] have the compute dtype and are None unless saved; mean also
+    without `subtract_mean`.
     """
     batch = _common_batch(batch_dims, x, residual, scale, offset)
     y_dtype, total = x.dtype, None
@@ -135,7 +133,7 @@ def forward(
         x = total = lax.optimization_barrier(total)
 
     x, scale, offset = fence((x, scale, offset))
-    in_one_loop = _has_many_rows(x, axis)
+    in_one_loop = _in_one_loop(x, axis, fence)
     x, mean, rstd = _statistics(x, axis, epsilon, subtract_mean, _no_fence if in_one_loop else fence)
     y = _centered(x, mean) * rstd * _effective_scale(scale, rstd.dtype, zero_centered_scale)
     if offset is not None:
@@ -144,9 +142,10 @@ def forward(
 
     if not save_statistics:
         mean = rstd = None
-    elif in_one_loop:  # without fences this is the same again, and XLA merges the two
+    elif in_one_loop:  # a loop of their own, dropped where only a backward rule that recomputes them follows
         _, mean, rstd = _statistics(fence(x), axis, epsilon, subtract_mean, fence)
-    return y, *(None if a is None else _with_batch(a, batch) for a in (total, mean, rstd))
+    total, mean, rstd = (None if a is None else _with_batch(a, batch) for a in (total, mean, rstd))
+    return y, total, mean, rstd
 
 
 def backward(
@@ -165,20 +164,14 @@ def backward(
     doffset_dtype: DTypeLike | None,
     fence: Callable = _no_fence,
 ) -> tuple[Array, Array | None, Array | None]:
-    """Terms (5) to (9).
+    """Terms (5) to (9): -> (dtotal_in, dscale, doffset).
 
-    Args:
-        dy: [*lead, H, *inner], cotangent of y
-        dtotal: [*lead, H, *inner], cotangent of the returned total, or None
-        total: [*lead, H, *inner], what was normalised: `x` where there was no residual
-        scale: [1, ..., H, ..., 1], or None
-        mean, rstd: [*lead, 1, *inner] as the forward saved them, or None to compute them here
-        doffset_dtype: None for no offset
+    dy, the cotangent of y, dtotal, that of the returned total or None, and total, what was normalised (x where there
+    was no residual) [*lead, H, *inner]; scale [1, ..., H, ..., 1] or None; mean, rstd [*lead, 1, *inner] as saved, or
+    None to compute them here; `doffset_dtype` None for no offset.
 
-    Returns:
-        dtotal_in: [*lead, H, *inner], total's dtype: the cotangent of x and of residual
-        dscale: [1, ..., H, ..., 1], scale's dtype; None without a scale
-        doffset: [1, ..., H, ..., 1], `doffset_dtype`; None without an offset
+    dtotal_in [*lead, H, *inner], the cotangent of x and of residual, has total's dtype. dscale and doffset
+    [1, ..., H, ..., 1] have scale's dtype and `doffset_dtype`, and are None without a scale and an offset.
     """
     batch = _common_batch(batch_dims, dy, dtotal, total, scale, mean, rstd)
     dtype = _compute_dtype(total.dtype)
@@ -186,8 +179,7 @@ def backward(
     sum_over_rows = partial(jnp.sum, axis=rows, keepdims=True)
     sum_over_h = partial(jnp.sum, axis=axis, keepdims=True)
 
-    in_one_loop = fence is not _no_fence and _has_many_rows(total, axis)
-    if in_one_loop:
+    if _in_one_loop(total, axis, fence):
         mean = rstd = None
     elif rstd is None:
         total, mean, rstd = _statistics(total, axis, epsilon, subtract_mean, fence)

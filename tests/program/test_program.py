@@ -1,7 +1,7 @@
 """The program report: programs whose kernels and bytes are known by hand or from DESIGN section 7, without a GPU.
 
-In a process of their own: `jln.program` sets variables before JAX meets its CUDA plugin, and Triton's interpreter,
-which other tests switch on, compiles nothing.
+Run by `pytest -n0 --confcutdir=tests/program tests/program`, in a process of their own: the report sets variables that
+JAX's CUDA plugin must meet, and Triton's interpreter, which the other tests' conftest.py switches on, compiles nothing.
 """
 
 from __future__ import annotations
@@ -93,9 +93,10 @@ def test_one_kernel_reads_and_writes_its_array(chip, fn):
 
 
 def test_arguments_are_pytrees_of_arrays_and_scalars():
-    arrays = {"a": jnp.ones((256, 128)), "b": (jnp.ones((128,), BF16), 2.0)}
+    arrays = {"a": jnp.ones((256, 128), F32), "b": (jnp.ones((128,), BF16), 2.0)}
     report = program.compile_for(lambda tree, i: tree["a"] * tree["b"][0][None] * tree["b"][1] + i, arrays, 3)
-    assert [(k.bytes_read, k.bytes_written) for k in report.kernels] == [(256 * 128 * 4 + 256 + 4 + 4, 256 * 128 * 4)]
+    read = 256 * 128 * 4 + 128 * 2 + jnp.result_type(float).itemsize + jnp.result_type(int).itemsize
+    assert [(k.bytes_read, k.bytes_written) for k in report.kernels] == [(read, 256 * 128 * 4)]
 
 
 # A kernel that takes the same array twice reads it once; one that takes two arrays reads both.
@@ -124,7 +125,7 @@ def test_triton_call_counts_distinct_operands():
     x = struct(2**20)
     assert reads(call, x, x) == 2 * 2**22
     assert reads(lambda a: call(a, a), x) == 2**22
-    assert reads(lambda a: call(a.reshape(-1), a.reshape(-1)), struct(1024, 1024)) == 2**22  # bitcasts of one buffer
+    assert reads(lambda a: call(a, a.reshape(-1)), struct(1024, 1024)) == 2**22  # one buffer in two shapes
 
 
 def test_scan_multiplies_its_body_and_counts_slices():
@@ -139,6 +140,7 @@ def test_scan_multiplies_its_body_and_counts_slices():
     assert max(k.bytes_read for k in body) == pytest.approx(2 * carry, abs=16)
     assert max(k.bytes_written for k in body) == carry + 128 * 4
     assert sum(k.bytes_written for k in body) == pytest.approx(carry + 2 * 128 * 4, abs=16)
+    assert min(k.bytes_written for k in report.kernels) > 1  # the condition, a pred[], is not run
     assert report.launches == sum(1 for k in report.kernels if k.times == 1) + 5 * len(body)
 
 
@@ -175,6 +177,22 @@ def test_slice_and_gather_read_what_they_take():
     report = program.compile_for(lambda x, i: (x[7:9] + 1, x[i]), struct(8192, 1024), struct(16, dtype=jnp.int32))
     assert sorted(k.bytes_written for k in report.kernels) == [2 * 4096, 16 * 4096]
     assert sorted(k.bytes_read for k in report.kernels) == [2 * 4096, 16 * 4096 + 16 * 4]
+
+    def converted(x, i):  # XLA fuses a conversion above the slice; only the slice is converted
+        return jax.lax.dynamic_slice_in_dim(x.astype(F32), i, 3)
+
+    (kernel,) = program.compile_for(converted, struct(8192, 1024, dtype=BF16), struct(dtype=jnp.int32)).kernels
+    assert (kernel.bytes_read, kernel.bytes_written) == (3 * 1024 * 2 + 4, 3 * 1024 * 4)
+
+
+def test_scatter_reads_and_writes_what_it_updates():
+    def gradient_of_embedding(indices, dy):
+        return jnp.zeros((50000, 512), F32).at[indices].add(dy)
+
+    report = program.compile_for(gradient_of_embedding, struct(128, dtype=jnp.int32), struct(128, 512))
+    rows = 128 * 512 * 4
+    assert report.bytes_written == pytest.approx(50000 * 512 * 4 + rows, abs=4096)  # zeros, then the rows
+    assert report.bytes_read == pytest.approx(2 * rows, abs=4096)  # dy, and what it is added to
 
 
 def test_collectives_of_a_sharded_program():
@@ -216,7 +234,7 @@ def test_the_plugin_is_brought_back_when_jax_has_turned_it_away():
         import jax
         jax.devices()
         from jln import program
-        report = program.compile_for(lambda x: x + 1, jax.numpy.ones((256, 256)))
+        report = program.compile_for(lambda x: x + 1, jax.numpy.ones((256, 256), 'float32'))
         assert report.bytes_total == 2 * 256 * 256 * 4
         assert jax.default_backend() == "cpu"
     """

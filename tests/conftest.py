@@ -1,0 +1,20 @@
+"""Kernels run on the GPU where there is one, else in Triton's interpreter, which must be chosen before triton loads."""
+
+import os
+import pathlib
+
+HAS_GPU = pathlib.Path("/dev/nvidia0").exists()
+if not HAS_GPU:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(params=["xla", "triton"])
+def implementation(request):
+    return request.param

@@ -1,0 +1,217 @@
+"""The operators under JAX's transformations, each against the reference under the same ones, in float64."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+import jln
+import workbench
+from workbench import OPERATORS
+
+CLOSE = {"rtol": 1e-11, "atol": 1e-11}
+
+
+@pytest.fixture(params=OPERATORS.values(), ids=OPERATORS)
+def operator(request):
+    return request.param
+
+
+def both(transformed, operator, implementation):
+    """`transformed(function)`, for our operator and for the reference."""
+    ours = transformed(lambda *a: operator(*a, implementation=implementation))
+    reference = transformed(lambda *a: operator(*a, module=jln.reference))
+    chex.assert_trees_all_close(ours, reference, **CLOSE)
+
+
+def loss(function):
+    """A loss whose gradient uses every result, and is nowhere zero."""
+
+    def call(*operands):
+        y, total = function(*operands)
+        result = jnp.sum(jnp.sin(y))
+        return result if total is None else result + jnp.sum(total**2)
+
+    return call
+
+
+def present(operands):
+    return tuple(i for i, a in enumerate(operands) if a is not None)
+
+
+def test_jit_and_value_and_grad(operator, implementation):
+    operands = workbench.arguments(operator, (4, 9), "float64")
+    both(
+        lambda f: jax.jit(jax.value_and_grad(loss(f), argnums=present(operands)))(*operands), operator, implementation
+    )
+
+
+# Which of (x, residual, scale, offset) have an axis of examples, and where.
+IN_AXES = [(0, 0, None, None), (1, 0, None, None), (0, 0, 0, None), (None, None, 0, 0), (None, 0, 1, None), (2, 1, 0, 1)]
+
+
+def batched(operator, in_axes, shape=(4, 9), examples=3):
+    operands = workbench.arguments(operator, shape, "float64")
+    in_axes = tuple(None if a is None else i for a, i in zip(operands, in_axes, strict=True))
+    grown = tuple(
+        a if i is None else jnp.stack([a * (1 + k / 7) for k in range(examples)], axis=i)
+        for a, i in zip(operands, in_axes, strict=True)
+    )
+    return grown, in_axes
+
+
+@pytest.mark.parametrize("in_axes", IN_AXES, ids=str)
+def test_vmap(operator, in_axes, implementation):
+    operands, in_axes = batched(operator, in_axes)
+    if all(i is None for i in in_axes):
+        pytest.skip("the operator has none of these")
+    both(lambda f: jax.vmap(f, in_axes)(*operands), operator, implementation)
+
+
+@pytest.mark.parametrize("in_axes", IN_AXES, ids=str)
+def test_vmap_of_grad(operator, in_axes, implementation):
+    operands, in_axes = batched(operator, in_axes)
+    if all(i is None for i in in_axes):
+        pytest.skip("the operator has none of these")
+    both(
+        lambda f: jax.vmap(jax.grad(loss(f), argnums=present(operands)), in_axes)(*operands), operator, implementation
+    )
+
+
+@pytest.mark.parametrize("in_axes", IN_AXES, ids=str)
+def test_grad_of_vmap(operator, in_axes, implementation):
+    operands, in_axes = batched(operator, in_axes)
+    if all(i is None for i in in_axes):
+        pytest.skip("the operator has none of these")
+
+    def total(f):
+        return lambda *a: jnp.sum(jax.vmap(loss(f), in_axes)(*a))
+
+    both(lambda f: jax.grad(total(f), argnums=present(operands))(*operands), operator, implementation)
+
+
+def test_nested_vmap_over_different_arguments(operator, implementation):
+    """The inner axis on the scale, the outer on x: neither has both."""
+    x, residual, scale, offset = workbench.arguments(operator, (4, 9), "float64")
+    scales = jnp.stack([scale, 2 * scale])
+    xs = jnp.stack([x, x + 1, x**2])
+    inner = (None, None, 0, None)
+    outer = (0, None, None, None)
+
+    def transformed(f):
+        def gradients(x, residual, scale, offset):
+            return jax.grad(loss(f), argnums=(0, 2))(x, residual, scale, offset)
+
+        return jax.vmap(jax.vmap(gradients, inner), outer)(xs, residual, scales, offset)
+
+    both(transformed, operator, implementation)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_vmap_where_rows_lie_side_by_side(axis, implementation):
+    operator = OPERATORS["layer_norm"]
+    x, _, scale, offset = workbench.arguments(operator, (6, 5, 7), "float64", axis=axis)
+    xs, scales = jnp.stack([x, -x, x**2], axis=1), jnp.stack([scale, scale + 1, scale**2])
+
+    def transformed(f):
+        def gradients(x, scale):
+            return jax.grad(lambda x, s: jnp.sum(jnp.sin(f(x, None, s, offset)[0])), argnums=(0, 1))(x, scale)
+
+        return jax.vmap(gradients, (1, 0))(xs, scales)
+
+    ours = transformed(lambda *a: operator(*a, axis=axis, implementation=implementation))
+    reference = transformed(lambda *a: operator(*a, axis=axis, module=jln.reference))
+    chex.assert_trees_all_close(ours, reference, **CLOSE)
+
+
+def test_remat(operator, implementation):
+    operands = workbench.arguments(operator, (4, 9), "float64")
+
+    def twice(f):
+        def body(x, *others):
+            y, _ = f(jnp.sin(x), *others)
+            return f(y, *others)[0]
+
+        return jax.grad(lambda *a: jnp.sum(jnp.sin(jax.checkpoint(body)(*a))), argnums=present(operands))(*operands)
+
+    both(twice, operator, implementation)
+
+
+def test_scan_over_layers(operator, implementation):
+    x, residual, scale, offset = workbench.arguments(operator, (4, 9), "float64")
+    scales = jnp.stack([scale, scale + 1, scale * 2])
+
+    def transformed(f):
+        def network(x, scales):
+            def layer(x, scale):
+                return f(jnp.sin(x), residual, scale, offset)[0], None
+
+            return jnp.sum(jnp.sin(jax.lax.scan(layer, x, scales)[0]))
+
+        return jax.jit(jax.grad(network, argnums=(0, 1)))(x, scales)
+
+    both(transformed, operator, implementation)
+
+
+def test_second_order(operator, implementation):
+    """Forward over reverse, and reverse over reverse."""
+    operands = workbench.arguments(operator, (3, 5), "float64")
+    x, *others = operands
+    direction = workbench.normal(9, x.shape, "float64")
+
+    def forward_over_reverse(f):
+        return jax.jvp(jax.grad(lambda x: loss(f)(x, *others)), (x,), (direction,))
+
+    def reverse_over_reverse(f):
+        gradient = jax.grad(lambda x: loss(f)(x, *others))
+        return jax.grad(lambda x: jnp.vdot(gradient(x), direction))(x)
+
+    both(forward_over_reverse, operator, implementation)
+    both(reverse_over_reverse, operator, implementation)
+
+
+def test_central_differences(operator):
+    """Rung 1: the hand-derived rules, to second order."""
+    operands = workbench.arguments(operator, (3, 5), "float64")
+    given = present(operands)
+
+    def function(*some):
+        complete = list(operands)
+        for i, a in zip(given, some, strict=True):
+            complete[i] = a
+        return operator(*complete)
+
+    check_grads(function, [operands[i] for i in given], order=2, modes=["rev"])
+
+
+def test_eager_and_disabled_jit(operator, implementation):
+    operands = workbench.arguments(operator, (4, 9), "float64")
+    eager = operator(*operands, implementation=implementation)
+    with jax.disable_jit():
+        disabled = operator(*operands, implementation=implementation)
+    chex.assert_trees_all_close(eager, disabled, **CLOSE)
+
+
+def test_one_program_for_two_platforms_holds_no_python_choice():
+    """The implementation is chosen when a program is lowered: traced once, it is one equation each way."""
+    x = jnp.ones((4, 8), "float32")
+    jaxpr = str(jax.make_jaxpr(jax.grad(lambda x: jln.layer_norm(x).sum()))(x))
+    assert jaxpr.count("jln_norm_forward[") == 1
+    assert jaxpr.count("jln_norm_backward[") == 1
+
+
+def test_forward_mode_is_refused():
+    """A custom_vjp function has no jvp, as in JAX."""
+    with pytest.raises(TypeError, match="custom_vjp"):
+        jax.jvp(jln.layer_norm, (jnp.ones((2, 3)),), (jnp.ones((2, 3)),))
+
+
+def test_statistics_are_saved_and_y_is_not():
+    """Between forward and backward: x, scale, mean and rstd."""
+    x, _, scale, offset = workbench.arguments(OPERATORS["layer_norm"], (64, 32), "bfloat16", parameter_dtype="float32")
+    _, pullback = jax.vjp(lambda *a: jln.layer_norm(*a), x, scale, offset)
+    held = sorted((a.shape, a.dtype.name) for a in jax.tree.leaves(pullback))
+    np.testing.assert_array_equal(sum(s == (64, 32) for s, _ in held), 1)
+    assert sum(np.prod(s) * np.dtype("float32").itemsize for s, _ in held if s != (64, 32)) <= 4 * (2 * 64 + 32)
