@@ -23,16 +23,17 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
+from jln._triton import config
+
 _PLUGIN = "jax_plugins.xla_cuda13"
 
 
 @dataclass(frozen=True)
-class Chip:
+class XlaChip:
     """A GPU as `stream_executor.GpuTargetConfigProto` describes it to XLA. Sizes in bytes, bandwidth in bytes/s."""
 
+    chip: config.Chip
     description: str
-    capability: int  # 90 for 9.0
-    core_count: int
     fpus_per_core: int
     shared_memory_per_core: int
     shared_memory_per_block_optin: int
@@ -43,22 +44,26 @@ class Chip:
 
     def target_config(self) -> str:
         """The text proto."""
-        own = " ".join(f"{k}: {v}" for k, v in vars(self).items() if k not in ("description", "capability"))
-        return f"""gpu_device_info {{ {own} threads_per_block_limit: 1024 threads_per_warp: 32
+        own = " ".join(f"{k}: {v}" for k, v in vars(self).items() if k not in ("chip", "description"))
+        major, minor = divmod(self.chip.capability, 10)
+        return f"""gpu_device_info {{ {own} core_count: {self.chip.sms} threads_per_block_limit: 1024 threads_per_warp: 32
             threads_per_core_limit: 2048 shared_memory_per_block: 49152
             registers_per_core_limit: 65536 registers_per_block_limit: 65536
             block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-            cuda_compute_capability {{ major: {self.capability // 10} minor: {self.capability % 10} }} }}
+            cuda_compute_capability {{ major: {major} minor: {minor} }} }}
             platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }}
             device_description_str: "{self.description}" """
 
 
 CHIPS = {
-    "a100": Chip("NVIDIA A100-SXM4-80GB", 80, 108, 64, 167936, 166912, 2039 * 10**9, 40 << 20, 1.41, 85 * 10**9),
-    "h100": Chip("NVIDIA H100 80GB HBM3", 90, 132, 128, 233472, 232448, 3352 * 10**9, 50 << 20, 1.98, 85 * 10**9),
-    "h200": Chip("NVIDIA H200", 90, 132, 128, 233472, 232448, 4800 * 10**9, 60 << 20, 1.98, 150 * 10**9),
-    "b200": Chip("NVIDIA B200", 100, 148, 128, 233472, 232448, 7672 * 10**9, 126 << 20, 1.965, 191 * 10**9),
-}
+    chip.chip.name: chip
+    for chip in (
+        XlaChip(config.CHIPS["a100"], "NVIDIA A100-SXM4-80GB", 64, 167936, 166912, 2039 * 10**9, 40 << 20, 1.41, 85 * 10**9),
+        XlaChip(config.CHIPS["h100"], "NVIDIA H100 80GB HBM3", 128, 233472, 232448, 3352 * 10**9, 50 << 20, 1.98, 85 * 10**9),
+        XlaChip(config.CHIPS["h200"], "NVIDIA H200", 128, 233472, 232448, 4800 * 10**9, 60 << 20, 1.98, 150 * 10**9),
+        XlaChip(config.CHIPS["b200"], "NVIDIA B200", 128, 233472, 232448, 7672 * 10**9, 126 << 20, 1.965, 191 * 10**9),
+    )
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -130,8 +135,6 @@ def compile_for(fn: Callable[..., Any], *args: Any, chip: str = "h200", devices:
         over a `program.mesh(chip, ...)` of that many.
     Raises ValueError for an unknown chip or arguments that lie on none of the GPUs, RuntimeError without CUDA packages.
     """
-    from jln._triton import config
-
     gpus = _devices(chip, devices)
     args = jax.tree.map(functools.partial(_place, gpus=gpus), args)
     if all(leaf.sharding is None for leaf in jax.tree.leaves(args)):

@@ -112,9 +112,12 @@ FORWARD_ELEMENTS = 16
 BACKWARD_ELEMENTS = 16
 
 
+def _aligned(h: int, inner: int, itemsize: int) -> bool:
+    return (h if inner == 1 else inner) * itemsize % 16 == 0
+
+
 def _per_thread(elements: int, h: int, inner: int, itemsize: int) -> int:
-    aligned = (h if inner == 1 else inner) * itemsize % 16 == 0
-    return elements // (1 if aligned else 2) // (2 if itemsize == 8 else 1)
+    return elements // (1 if _aligned(h, inner, itemsize) else 2) // (2 if itemsize == 8 else 1)
 
 
 def _tile(rows: int, columns: int, per_thread: int, stages: int = 1, programs_per_sm: int = 1) -> Tile:
@@ -160,29 +163,32 @@ class BackwardPlan:
 
 
 def backward_plan(h: int, inner: int, itemsize: int) -> BackwardPlan:
-    """Whole rows in registers while 16 warps can hold them; rows twice as wide shared by two programs; beyond that a
+    """Whole rows in registers while 16 warps can hold them; rows twice as wide shared by four programs; beyond that a
     pass for the row sums, then programs that own a few columns of all rows.
     """
     columns = next_power_of_2(h)
     per_thread = _per_thread(BACKWARD_ELEMENTS, h, inner, itemsize)
     limit = 512 * per_thread
+    aligned = _aligned(h, inner, itemsize)
+    stages = 2 if aligned else 1
     if inner == 1:
-        rows = max(1, 2048 // columns)
+        rows = max(1, (2048 if aligned and itemsize < 8 else 1024) // columns)
         whole = columns <= limit
     else:
         rows = _side_by_side(columns, inner, itemsize, limit // 2)
         whole = rows * columns <= limit // 2 and (rows * itemsize >= 32 or rows >= inner)
     if whole:
-        tile = _tile(rows, columns, per_thread if inner == 1 else per_thread // 2, stages=2)
+        crowded = inner > 1 or (not aligned and itemsize < 8)
+        tile = _tile(rows, columns, per_thread // 2 if crowded else per_thread, stages)
         # 16 warps an SM hide the latency; more than 4 programs an SM would pay for it in partial sums.
         return BackwardPlan(dataclasses.replace(tile, programs_per_sm=max(1, min(4, 16 // tile.warps))), None)
-    if inner == 1 and columns == 2 * limit:
-        return BackwardPlan(_tile(1, limit, per_thread), None)
+    if inner == 1 and columns == 2 * limit and itemsize < 8:
+        return BackwardPlan(_tile(1, limit // 2, per_thread // 2), None)
     if inner == 1:  # whole lines of columns, and as many rows at a time as 16 warps hold
-        tile = _tile(2 * per_thread, 128, per_thread // 2, stages=2, programs_per_sm=2)
+        tile = _tile(2 * per_thread, 128, per_thread // 2, stages, programs_per_sm=2)
         return BackwardPlan(tile, _tile(1, 4096, per_thread))
     rows = _side_by_side(1, inner, itemsize, limit)
-    tile = _tile(rows, 1024 // rows, per_thread // 2, stages=2, programs_per_sm=4)
+    tile = _tile(rows, 1024 // rows, per_thread // 4, stages, programs_per_sm=4)
     return BackwardPlan(tile, _tile(rows, 1024 // rows, per_thread // 2))
 
 

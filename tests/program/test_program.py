@@ -16,7 +16,6 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jln import program
-from jln._triton import config
 
 if not program._folders("jax_plugins.xla_cuda13"):
     pytest.skip('compiling for an absent GPU needs pip install "jln[cuda13]"', allow_module_level=True)
@@ -248,8 +247,3 @@ def test_report_prints_as_a_table():
     assert lines[1].split()[1:] == ["fusion", "1", "4.000", "4.000"]
     assert lines[2].split() == ["all", "kernels", "1", "4.000", "4.000"]
     assert [line.split() for line in lines[3:]] == [["temp", "0.000"], ["argument", "4.000"], ["output", "4.000"]]
-
-
-def test_chips_agree_with_those_the_kernels_are_launched_for():
-    for name, chip in program.CHIPS.items():
-        assert (config.CHIPS[name].capability, config.CHIPS[name].sms) == (chip.capability, chip.core_count)

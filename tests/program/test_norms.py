@@ -1,0 +1,144 @@
+"""Rung 4: what the compiled step of each norm launches and moves on an H200, against DESIGN's targets."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jln
+from jln import program
+
+if not program._folders("jax_plugins.xla_cuda13"):
+    pytest.skip('compiling for an absent GPU needs pip install "jln[cuda13]"', allow_module_level=True)
+
+MB = 10**6
+ELEMENTS = 2**25
+
+
+def struct(*shape, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def triton_kernels(report):
+    return [k for k in report.kernels if k.kind == "triton_kernel_call"]
+
+
+def layer_norm_step(x, scale, offset, dy):
+    y, pullback = jax.vjp(jln.layer_norm, x, scale, offset)
+    return y, pullback(dy)
+
+
+def add_layer_norm_step(x, residual, scale, offset, dy, dtotal):
+    results, pullback = jax.vjp(jln.add_layer_norm, x, residual, scale, offset)
+    dx, dresidual, *dparameters = pullback((dy, dtotal))
+    del dresidual  # the same array as dx; a program that returned both would copy it
+    return results, dx, dparameters
+
+
+# Every tensor once is 336 MB; the rest is the statistics and the partial sums of dscale and doffset.
+@pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("h", "megabytes"), [(1024, 350), (4096, 355), (8192, 360), (16384, 360)])
+def test_layer_norm(h, megabytes, parameters):
+    x, p = struct(ELEMENTS // h, h), struct(h, dtype=parameters)
+    report = program.compile_for(layer_norm_step, x, p, p, x)
+    assert report.bytes_total / MB <= megabytes
+    assert report.launches == len(triton_kernels(report)) == 3
+    assert report.temp_bytes <= 10 * MB  # the partial sums; XLA's own program needs 134 MB
+    assert report.collectives == ()
+
+
+# Every tensor once is 537 MB.
+@pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
+@pytest.mark.parametrize("h", [1024, 4096, 8192, 16384])
+def test_add_layer_norm(h, parameters):
+    x, p = struct(ELEMENTS // h, h), struct(h, dtype=parameters)
+    report = program.compile_for(add_layer_norm_step, x, x, p, p, x, x)
+    assert report.bytes_total / MB <= min(569, 1.06 * 537)
+    assert report.launches == len(triton_kernels(report)) == 3
+
+
+def test_wide_rows_read_twice_are_counted_twice():
+    """Past 16384 a kernel of its own finds the row sums; XLA's report counts its second read of x and dy."""
+    h = 65536
+    x, p = struct(ELEMENTS // h, h), struct(h)
+    report = program.compile_for(layer_norm_step, x, p, p, x)
+    assert report.launches == len(triton_kernels(report)) == 3
+    assert report.bytes_total / MB <= 336 * 1.41
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_rows_side_by_side_are_read_in_place(axis):
+    """A norm over another axis than the last, as AlphaFold's channel-first pair: no transposition."""
+    shape = [384, 384]
+    shape.insert(axis, 128)
+    x, p = struct(*shape), struct(128)
+
+    def step(x, scale, offset, dy):
+        y, pullback = jax.vjp(lambda *a: jln.layer_norm(*a, axis=axis), x, scale, offset)
+        return y, pullback(dy)
+
+    report = program.compile_for(step, x, p, p, x)
+    assert report.launches == len(triton_kernels(report)) == 3
+    once = 5 * 2 * 128 * 384 * 384
+    assert report.bytes_total <= 1.06 * once
+
+
+def test_without_parameters_there_is_nothing_to_reduce():
+    x = struct(8192, 4096)
+
+    def step(x, dy):
+        y, pullback = jax.vjp(jln.rms_norm, x)
+        return y, pullback(dy)
+
+    assert program.compile_for(step, x, x).launches == 2
+
+
+def test_inference_saves_no_statistics():
+    x, p = struct(8192, 4096), struct(4096)
+    report = program.compile_for(jln.layer_norm, x, p, p)
+    (kernel,) = report.kernels
+    assert kernel.bytes_written == 2 * 8192 * 4096
+    assert kernel.bytes_read == 2 * 8192 * 4096 + 2 * 2 * 4096
+
+
+def test_one_row():
+    """Integers that are 1 become constants in jax-triton; the kernels must compile with them too."""
+    x, p = struct(1, 4096), struct(4096)
+    report = program.compile_for(layer_norm_step, x, p, p, x)
+    assert [k.kind for k in triton_kernels(report)] == ["triton_kernel_call"] * 2
+
+
+def test_vmap_and_grad_keep_one_kernel_each_way():
+    x, scales = struct(64, 32, 1024), struct(64, 1024)
+
+    def gradients(x, scale, dy):
+        y, pullback = jax.vjp(jln.rms_norm, x, scale)
+        return y, pullback(dy)
+
+    report = program.compile_for(jax.vmap(gradients), x, scales, x)
+    flat = program.compile_for(gradients, struct(64 * 32, 1024), struct(1024), struct(64 * 32, 1024))
+    assert len(triton_kernels(report)) == 3
+    assert report.bytes_total <= 1.2 * flat.bytes_total
+
+
+def test_remat_of_a_scan():
+    x, scales = struct(4096, 1024), struct(3, 1024, dtype="float32")
+
+    def network(x, scales):
+        def layer(x, scale):
+            return jln.rms_norm(jnp.sin(x), scale), None
+
+        return jnp.sum(jax.lax.scan(jax.checkpoint(layer), x, scales)[0].astype("float32"))
+
+    report = program.compile_for(jax.grad(network, argnums=(0, 1)), x, scales)
+    assert sum(k.times for k in triton_kernels(report)) == 3 + 3 * 3  # forward; and forward again, backward, reduction
+
+
+@pytest.mark.parametrize("implementation", [None, "triton"])
+def test_named_and_default_are_the_same_program(implementation):
+    report = program.compile_for(lambda x: jln.layer_norm(x, implementation=implementation), struct(64, 128))
+    assert len(triton_kernels(report)) == 1
+
+
+def test_xla_on_a_gpu_is_still_to_be_had():
+    report = program.compile_for(lambda x: jln.layer_norm(x, implementation="xla"), struct(64, 128))
+    assert triton_kernels(report) == []

@@ -1,0 +1,140 @@
+"""Rung 3: every launch that can be chosen is compiled for sm_80, sm_90 and sm_100: no spills, and it fits the chip.
+
+Compiling needs a process without TRITON_INTERPRET, so each case is a worker process's; nothing here needs a GPU.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import multiprocessing
+import os
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+pytest.importorskip("triton")
+
+CHIPS = ("a100", "h200", "b200")
+# x's, the residual's, the parameters'.
+DTYPES = {
+    "bfloat16": ("bfloat16", "bfloat16", "bfloat16"),
+    "float16": ("float16", "float16", "float16"),
+    "float32": ("float32", "float32", "float32"),
+    "float64": ("float64", "float64", "float64"),
+    "bfloat16, float32 parameters": ("bfloat16", "bfloat16", "float32"),
+    "bfloat16, float32 stream": ("bfloat16", "float32", "float32"),
+}
+
+# Either side of every power of two, so every tile, with and without a mask and with and without aligned rows; and rows
+# of several chunks.
+WIDTHS = [n for k in range(17) for n in (2**k - 1, 2**k) if n > 0] + [40000, 262144]
+# Rows that lie side by side: a few, whose starts are not aligned, and many.
+STRIDED = [(h, inner) for h in (8, 100, 128, 256, 384, 1024) for inner in (7, 147456)]
+LAYOUTS = [(h, 1) for h in WIDTHS] + STRIDED
+
+# The most of everything, and the least.
+SWITCHES = {
+    "everything": {"adds": True, "subtract_mean": True, "zero_centered_scale": True, "scale": True, "offset": True},
+    "nothing": {"adds": False, "subtract_mean": False, "zero_centered_scale": False, "scale": False, "offset": False},
+}
+
+
+def launches(h, inner, dtypes, chip, switches):
+    """The launches of forward and backward at this size, none made."""
+    from jln._triton import config, launch
+    from jln._triton import layer_norm as triton
+
+    jax.config.update("jax_enable_x64", True)
+    shape, axis = ((100_000, h), -1) if inner == 1 else ((3, h, inner), -2)
+    x = jax.ShapeDtypeStruct(shape, dtypes[0])
+    added = jax.ShapeDtypeStruct(shape, dtypes[1]) if switches["adds"] else None
+    total = x if added is None else jax.ShapeDtypeStruct(shape, jnp.promote_types(*dtypes[:2]))
+    parameter = jax.ShapeDtypeStruct([h if i == len(shape) + axis else 1 for i in range(len(shape))], dtypes[2])
+    statistic = jax.ShapeDtypeStruct(
+        [1 if i == len(shape) + axis else n for i, n in enumerate(shape)], jnp.promote_types(total.dtype, jnp.float32)
+    )
+    scale = parameter if switches["scale"] else None
+    offset = parameter if switches["offset"] else None
+    options = {
+        "axis": axis,
+        "epsilon": 1e-6,
+        "subtract_mean": switches["subtract_mean"],
+        "zero_centered_scale": switches["zero_centered_scale"],
+        "batch_dims": 0,
+        "chip": config.CHIPS[chip],
+    }
+    with launch.recording() as recorded:
+        jax.eval_shape(lambda *a: triton.forward(*a, save_statistics=True, **options), x, added, scale, offset)
+        jax.eval_shape(
+            lambda *a: triton.backward(*a, doffset_dtype=None if offset is None else offset.dtype, **options),
+            x, None if added is None else total, total, scale, statistic if switches["subtract_mean"] else None, statistic,
+        )  # fmt: skip
+    return recorded
+
+
+def compile_all(dtypes, chip, switches, layouts):
+    """Runs in the worker: `[(description, spilled bytes a thread, shared bytes a block, the chip's limit)]`."""
+    from jln._triton import compiler
+
+    made = []
+    for h, inner in layouts:
+        for launch in launches(h, inner, dtypes, chip, switches):
+            resources = compiler.compile_launch(launch)
+            what = f"{launch.kernel.fn.__name__} {dtypes} H={h} inner={inner} {launch.tile}"
+            made.append((what, resources.spilled, resources.shared, compiler.SHARED_LIMIT[launch.chip.capability]))
+    return made
+
+
+@pytest.fixture(scope="module")
+def worker():
+    """A process that compiles, whatever this one does."""
+    before = os.environ.pop("TRITON_INTERPRET", None)
+    try:
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+            pool.submit(os.getpid).result()  # started, with the environment as it is now
+            if before is not None:
+                os.environ["TRITON_INTERPRET"] = before
+            yield pool
+    finally:
+        if before is not None:
+            os.environ["TRITON_INTERPRET"] = before
+
+
+# One chip with every switch on takes a minute and a half on two cores; the other five combinations run in CI.
+COMBINATIONS = [
+    pytest.param(s, c, marks=[] if (s, c) == ("everything", "h200") else [pytest.mark.heavy])
+    for s in SWITCHES
+    for c in CHIPS
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("switches", "chip"), COMBINATIONS)
+def test_no_spills(worker, switches, chip, dtype):
+    made = worker.submit(compile_all, DTYPES[dtype], chip, SWITCHES[switches], LAYOUTS).result()
+    assert len(made) > 2 * len(LAYOUTS) - 1
+    assert [what for what, spilled, *_ in made if spilled] == []
+    assert [what for what, _, shared, limit in made if shared > limit] == []
+
+
+def test_a_spill_is_seen(worker):
+    """A tile twice as large as any that is chosen spills, and is reported."""
+    assert worker.submit(spills_of_a_large_tile).result() > 0
+
+
+def spills_of_a_large_tile():
+    import dataclasses
+
+    from jln._triton import compiler, config
+
+    backward = next(
+        launch
+        for launch in launches(16384, 1, DTYPES["float32"], "h200", SWITCHES["everything"])
+        if launch.kernel.fn.__name__ == "backward_kernel"
+    )
+    constants = backward.constants | {"BLOCK_H": 16384}
+    return compiler.compile_launch(
+        dataclasses.replace(backward, tile=config.Tile(1, 16384, 16), constants=constants)
+    ).spilled

@@ -1,0 +1,69 @@
+"""The interpreter's guards: a kernel that stores outside its buffers, or not at all, must not pass for a right one."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+triton = pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402
+
+from jln._triton import config, interpreter  # noqa: E402
+from jln._triton.launch import interpreting, launch  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not interpreting(), reason="kernels are compiled here")
+
+
+@triton.jit
+def copy_kernel(x_ptr, n, y_ptr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr, COMPUTE: tl.constexpr,
+                SHIFT: tl.constexpr, COUNT: tl.constexpr):  # fmt: skip
+    at = tl.arange(0, BLOCK_H)
+    x = tl.load(x_ptr + at, mask=at < n, other=0.0).to(COMPUTE)
+    tl.store(y_ptr + SHIFT + at, x.to(y_ptr.dtype.element_ty), mask=at < COUNT)
+
+
+def copy(x, shift=0, count=None, result="float32"):
+    count = x.size if count is None else count
+    (y,) = launch(
+        copy_kernel,
+        [x, x.size],
+        [jax.ShapeDtypeStruct(x.shape, result)],
+        programs=1,
+        tile=config.Tile(1, config.next_power_of_2(x.size), 1),
+        chip=config.INTERPRETER,
+        compute=jnp.dtype("float32"),
+        SHIFT=shift,
+        COUNT=count,
+    )
+    return y
+
+
+def test_a_right_kernel_passes():
+    x = jnp.arange(5, dtype="float32")
+    np.testing.assert_array_equal(copy(x), x)
+
+
+@pytest.mark.parametrize(("shift", "side"), [(1, "after"), (-1, "before")])
+def test_a_store_out_of_bounds_raises(shift, side):
+    with pytest.raises(Exception, match=f"copy_kernel: 4 bytes {side} y_ptr"):
+        jax.block_until_ready(copy(jnp.arange(5, dtype="float32"), shift=shift))
+
+
+def test_an_unwritten_element_is_nan():
+    y = copy(jnp.arange(5, dtype="float32"), count=4)
+    np.testing.assert_array_equal(np.isnan(y), [False] * 4 + [True])
+
+
+def test_a_load_out_of_bounds_is_nan():
+    buffer = interpreter.Buffer((3,), np.dtype("float32"), np.ones(3, "float32"))
+    outside = np.frombuffer(buffer._bytes, "float32")
+    assert np.isnan(outside[[0, -1]]).all() and np.isfinite(outside).sum() == 3
+
+
+def test_casts_to_bfloat16_round_to_nearest_even():
+    """Triton's own interpreter truncates."""
+    x = np.random.default_rng(0).standard_normal(1000).astype("float32")
+    x[:4] = [1 + 2**-8, 1 + 3 * 2**-8, np.inf, -np.inf]  # two ties
+    np.testing.assert_array_equal(copy(jnp.asarray(x), result="bfloat16"), x.astype(ml_dtypes.bfloat16))

@@ -1,0 +1,120 @@
+"""Which implementation runs where, and that launch choices depend on nothing they must not."""
+
+import inspect
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jln
+from jln._triton import config
+from jln._triton import launch as triton_launch
+
+
+def python(code, **environment):
+    """Run code in a fresh interpreter; return what it printed on stdout and stderr."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"JAX_PLATFORMS": "cpu"} | environment
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    return ran.stdout + ran.stderr
+
+
+def test_importing_jln_imports_no_framework():
+    loaded = python(
+        "import sys, jln; print([m for m in ('triton', 'jax_triton', 'flax', 'haiku', 'equinox') if m in sys.modules])"
+    )
+    assert loaded.strip() == "[]"
+
+
+def test_default_on_the_cpu_needs_no_triton():
+    code = """
+import sys
+sys.modules["triton"] = sys.modules["jax_triton"] = None  # as if they were not installed
+import jax, jax.numpy as jnp, jln
+print(jax.grad(lambda x: jln.layer_norm(x).sum())(jnp.ones((2, 4))).shape)
+"""
+    assert python(code).strip() == "(2, 4)"
+
+
+def test_triton_on_the_cpu_without_the_interpreter_says_how():
+    code = "import jax.numpy as jnp, jln; jln.layer_norm(jnp.ones((2, 4)), implementation='triton')"
+    assert "set the environment variable TRITON_INTERPRET=1 before Python starts" in python(code)
+
+
+def test_triton_imported_too_early_says_so():
+    code = """
+import os, triton
+os.environ["TRITON_INTERPRET"] = "1"
+os.environ["TRITON_INTERPRET"] = "0"
+import jln._triton.layer_norm_kernels
+os.environ["TRITON_INTERPRET"] = "1"
+import jax.numpy as jnp, jln
+jln.layer_norm(jnp.ones((2, 4)), implementation="triton")
+"""
+    assert "TRITON_INTERPRET=1 must be set before triton is first imported" in python(code)
+
+
+def test_default_is_not_the_interpreter():
+    """TRITON_INTERPRET=1 makes the kernels possible on the CPU, not the default."""
+    lowered = jax.jit(jln.layer_norm).lower(jnp.ones((2, 4))).as_text()
+    assert ("callback" in lowered) is False
+    if triton_launch.interpreting():
+        lowered = jax.jit(lambda x: jln.layer_norm(x, implementation="triton")).lower(jnp.ones((2, 4))).as_text()
+        assert "callback" in lowered
+
+
+def test_without_a_chip_the_default_for_cuda_is_xla_with_a_warning():
+    code = """
+import warnings, jax, jax.numpy as jnp, jln
+f = jax.jit(jln.layer_norm)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    exported = jax.export.export(f, platforms=("cuda",))(jax.ShapeDtypeStruct((2, 4), "float32"))
+print("triton_kernel_call" in exported.mlir_module(), caught[0].message)
+named = jax.jit(lambda x: jln.layer_norm(x, implementation="triton"))
+try:
+    jax.export.export(named, platforms=("cuda",))(jax.ShapeDtypeStruct((2, 4), "float32"))
+except RuntimeError as error:
+    print(error)
+"""
+    printed = python(code, TRITON_INTERPRET="0")
+    assert "False jln runs jln_norm_forward without its Triton kernels" in printed
+    assert "implementation='triton' cannot run: " in printed
+
+
+def test_export_for_two_platforms_at_once():
+    pytest.importorskip("flatbuffers")  # what jax.export serialises with
+    exported = jax.export.export(jax.jit(jax.grad(lambda x: jln.layer_norm(x, implementation="xla").sum())),
+                                 platforms=("cpu", "cuda"))(jax.ShapeDtypeStruct((2, 4), "float32"))  # fmt: skip
+    again = jax.export.deserialize(exported.serialize())
+    assert again.call(jnp.ones((2, 4), "float32")).shape == (2, 4)
+
+
+def test_target_chip(monkeypatch):
+    monkeypatch.delenv(config.CHIP_VARIABLE, raising=False)
+    with config.target("b200") as chip:
+        assert chip.capability == 100 and config.target_chip() == chip
+    monkeypatch.setenv(config.CHIP_VARIABLE, "a100")
+    assert config.target_chip().sms == 108
+    monkeypatch.setenv(config.CHIP_VARIABLE, "h2000")
+    with pytest.raises(ValueError, match="unknown chip 'h2000'; known are a100"):
+        config.target_chip()
+
+
+@pytest.mark.parametrize("choose", [config.forward_tile, config.backward_plan, config.reduce_tile])
+def test_choices_cannot_depend_on_the_number_of_rows(choose):
+    assert set(inspect.signature(choose).parameters) <= {"h", "inner", "itemsize"}
+
+
+@pytest.mark.parametrize("itemsize", [2, 4, 8])
+@pytest.mark.parametrize("inner", [1, 2, 7, 64, 147456])
+@pytest.mark.parametrize("h", [1, 2, 3, 127, 128, 1000, 4096, 8191, 8192, 16384, 16385, 262144])
+def test_tiles_are_what_triton_accepts(h, inner, itemsize):
+    plan = config.backward_plan(h, inner, itemsize)
+    for tile in (config.forward_tile(h, inner, itemsize), plan.tile, plan.sums, config.reduce_tile(h)):
+        if tile is not None:
+            for n in (tile.rows, tile.columns, tile.warps):
+                assert n == config.next_power_of_2(n) >= 1
+            assert tile.warps <= 32
