@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -58,9 +59,7 @@ class Operation:
         present = tuple(a is not None for a in operands)
         given = [a for a in operands if a is not None]
         static = tuple(sorted({"batch_dims": 0, **options}.items()))
-        written = iter(
-            self._primitive.bind(*given, present=present, implementation=implementation, options=static)
-        )
+        written = iter(self._primitive.bind(*given, present=present, implementation=implementation, options=static))
         return tuple(None if s is None else next(written) for s in self._shapes(given, present, static))
 
     def _shapes(self, operands, present, options) -> tuple[jax.ShapeDtypeStruct | None, ...]:
@@ -69,7 +68,7 @@ class Operation:
 
     def _abstract(self, *avals, present, implementation, options):
         shapes = self._shapes(avals, present, options)
-        return [jax.core.ShapedArray(s.shape, s.dtype) for s in shapes if s is not None]
+        return [ShapedArray(s.shape, s.dtype) for s in shapes if s is not None]
 
     def _evaluate(self, *operands, **params):
         with jax.disable_jit(False):  # under disable_jit the call below would come back here
@@ -77,8 +76,7 @@ class Operation:
 
     def _batch(self, operands, dims, *, present, implementation, options):
         in_front = [
-            jnp.expand_dims(a, 0) if d is None else jnp.moveaxis(a, d, 0)
-            for a, d in zip(operands, dims, strict=True)
+            jnp.expand_dims(a, 0) if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(operands, dims, strict=True)
         ]
         options = tuple((k, v + 1 if k == "batch_dims" else v) for k, v in options)
         results = self._primitive.bind(*in_front, present=present, implementation=implementation, options=options)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +33,9 @@ def layer_norm(
     Ba, Kiros, Hinton, "Layer Normalization" (2016).
 
     All arithmetic is in float32, for float64 `x` in float64; the result is rounded once. Every gradient has its
-    argument's dtype and shape. Gradients are bitwise the same from run to run, and a row's `y` and `dx` do not depend,
-    bit for bit, on the other rows or on their number.
+    argument's dtype and shape. Gradients are bitwise the same from run to run. From the Triton kernels a row's `y` and
+    `dx` do not depend, bit for bit, on the other rows or on their number (with rows that lie side by side: as long as
+    the axes behind the normalised one keep their sizes).
 
     Args:
       x: array of at least one axis: float16, bfloat16, float32 or float64. `M` rows of `H` elements.
@@ -58,7 +58,7 @@ def layer_norm(
         negative, or the implementation is unknown.
     """
     options = _Options(axis, epsilon, zero_centered_scale, implementation, subtract_mean=True)
-    return _checked(options, x, None, scale, offset)[0]
+    return _norm_of(x, scale, offset, options)
 
 
 def rms_norm(
@@ -76,7 +76,7 @@ def rms_norm(
     of `layer_norm`.
     """
     options = _Options(axis, epsilon, zero_centered_scale, implementation, subtract_mean=False)
-    return _checked(options, x, None, scale, None)[0]
+    return _norm_of(x, scale, None, options)
 
 
 def add_layer_norm(
@@ -92,18 +92,25 @@ def add_layer_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """`(layer_norm(x + residual, scale, offset), x + residual)`, the sum read and written once.
 
-    The sum is in the promoted dtype of `x` and `residual`, and it is the rounded sum that is normalised.
+    The sum is in the promoted dtype of `x` and `residual`, and it is the rounded sum that is normalised. Guarantees and
+    errors are those of `layer_norm`.
 
     Args:
+      x: as in `layer_norm`.
       residual: `x`'s shape; any supported dtype.
-      The others are those of `layer_norm`.
+      scale: as in `layer_norm`.
+      offset: as in `layer_norm`.
+      axis: as in `layer_norm`.
+      epsilon: as in `layer_norm`.
+      zero_centered_scale: as in `layer_norm`.
+      implementation: as in `layer_norm`.
 
     Returns:
       y: `x`'s shape and dtype.
       total: `x + residual`, `x`'s shape and the promoted dtype.
     """
     options = _Options(axis, epsilon, zero_centered_scale, implementation, subtract_mean=True)
-    return _checked(options, x, residual, scale, offset, adds=True)
+    return _norm_of_sum(x, residual, scale, offset, options)
 
 
 def add_rms_norm(
@@ -118,12 +125,11 @@ def add_rms_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """`(rms_norm(x + residual, scale), x + residual)`; arguments and results are those of `add_layer_norm`."""
     options = _Options(axis, epsilon, zero_centered_scale, implementation, subtract_mean=False)
-    return _checked(options, x, residual, scale, None, adds=True)
+    return _norm_of_sum(x, residual, scale, None, options)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """The static arguments; after `_to_one_axis`, `axis` is a negative int."""
+class _Options(NamedTuple):
+    """The static arguments, as given."""
 
     axis: Axis
     epsilon: float
@@ -131,22 +137,28 @@ class _Options:
     implementation: str | None
     subtract_mean: bool
 
-    def formula(self) -> dict:
+
+class _Norm(NamedTuple):
+    """The static arguments of the operator: checked, and all that its rules must know without an array.
+
+    axis: the only one, negative. *_dtype: of arguments that the backward rule has no other trace of; None if absent.
+    """
+
+    axis: int
+    epsilon: float
+    zero_centered_scale: bool
+    implementation: str | None
+    subtract_mean: bool
+    x_dtype: jnp.dtype
+    residual_dtype: jnp.dtype | None
+    offset_dtype: jnp.dtype | None
+
+    def options(self) -> dict[str, Any]:
         """What the forward and the backward operation are told."""
-        return dataclasses.asdict(self)
+        return {k: v for k, v in self._asdict().items() if not k.endswith("dtype")}
 
 
-class _Dtypes(NamedTuple):
-    """What the backward rule must know of arguments that it does not save."""
-
-    x: jnp.dtype
-    residual: jnp.dtype | None
-    offset: jnp.dtype | None
-
-
-_forward = Operation(
-    "jln_norm_forward", xla=xla.forward, xla_cpu=xla.forward_cpu, triton=lambda: _kernels().forward
-)
+_forward = Operation("jln_norm_forward", xla=xla.forward, xla_cpu=xla.forward_cpu, triton=lambda: _kernels().forward)
 _backward = Operation(
     "jln_norm_backward", xla=xla.backward, xla_cpu=xla.backward_cpu, triton=lambda: _kernels().backward
 )
@@ -158,94 +170,105 @@ def _kernels():
     return triton
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _norm(options: _Options, dtypes: _Dtypes, x, residual, scale, offset):
+def _norm(norm: _Norm, x, residual, scale, offset):
     """-> (y, total); total is None without a residual."""
-    y, total, _, _ = _forward(x, residual, scale, offset, save_statistics=False, **options.formula())
+    y, total, _, _ = _forward(x, residual, scale, offset, save_statistics=False, **norm.options())
     return y, total
 
 
-def _norm_forward(options: _Options, dtypes: _Dtypes, *arguments: CustomVJPPrimal):
+def _norm_forward(norm: _Norm, *arguments: CustomVJPPrimal | None):
     x, residual, scale, offset = (None if a is None else a.value for a in arguments)
-    y, total, mean, rstd = _forward(x, residual, scale, offset, save_statistics=True, **options.formula())
+    y, total, mean, rstd = _forward(x, residual, scale, offset, save_statistics=True, **norm.options())
     return (y, total), (x if total is None else total, scale, mean, rstd)
 
 
-def _norm_backward(options: _Options, dtypes: _Dtypes, residuals, cotangents):
+def _norm_backward(norm: _Norm, residuals, cotangents):
     dy, dtotal = cotangents
     if isinstance(dtotal, SymbolicZero):  # the sum was not used: do not read an array of zeros
         dtotal = None
     if isinstance(dy, SymbolicZero):
-        dy = jnp.zeros(dy.shape, dy.dtype)
+        dy = jnp.zeros(dy.shape, norm.x_dtype)
     total, scale, mean, rstd = residuals
     dx, dscale, doffset = _backward(
-        dy, dtotal, total, scale, mean, rstd, doffset_dtype=dtypes.offset, **options.formula()
+        dy, dtotal, total, scale, mean, rstd, doffset_dtype=norm.offset_dtype, **norm.options()
     )
-    dresidual = None if dtypes.residual is None else dx.astype(dtypes.residual)
-    return dx.astype(dtypes.x), dresidual, dscale, doffset
+    assert dx is not None
+    dresidual = None if norm.residual_dtype is None else dx.astype(norm.residual_dtype)
+    return dx.astype(norm.x_dtype), dresidual, dscale, doffset
 
 
-_norm.defvjp(_norm_forward, _norm_backward, symbolic_zeros=True)
+_operator = jax.custom_vjp(_norm, nondiff_argnums=(0,))
+_operator.defvjp(_norm_forward, _norm_backward, symbolic_zeros=True)
 
 
-def _checked(options: _Options, x, residual, scale, offset, adds: bool = False):
-    x = _checks.array("x", x)
-    residual = _checks.array("residual", residual) if adds else None
+def _norm_of(x, scale, offset, options: _Options) -> jax.Array:
+    return _checked(_checks.array("x", x), None, scale, offset, options)[0]
+
+
+def _norm_of_sum(x, residual, scale, offset, options: _Options) -> tuple[jax.Array, jax.Array]:
+    return _checked(_checks.array("x", x), _checks.array("residual", residual), scale, offset, options)
+
+
+def _checked(x: jax.Array, residual: jax.Array | None, scale, offset, options: _Options):
     scale, offset = _checks.optional_array("scale", scale), _checks.optional_array("offset", offset)
-    options = dataclasses.replace(
-        options,
-        axis=_checks.axes(options.axis, x),
-        epsilon=_checks.epsilon(options.epsilon),
-        zero_centered_scale=_checks.flag("zero_centered_scale", options.zero_centered_scale),
-        implementation=_checks.implementation(options.implementation),
-    )
-    normalised = tuple(x.shape[a] for a in options.axis)
+    axes = _checks.axes(options.axis, x)
+    normalised = tuple(x.shape[a] for a in axes)
     _checks.shape("residual", residual, x.shape, "that of x")
-    _checks.shape("scale", scale, normalised, f"that of x's axes {options.axis}")
-    _checks.shape("offset", offset, normalised, f"that of x's axes {options.axis}")
-    if options.zero_centered_scale and scale is None:
+    _checks.shape("scale", scale, normalised, f"that of x's axes {axes}")
+    _checks.shape("offset", offset, normalised, f"that of x's axes {axes}")
+    norm = _Norm(
+        _merged_axis(axes, x.ndim),
+        _checks.epsilon(options.epsilon),
+        _checks.flag("zero_centered_scale", options.zero_centered_scale),
+        _checks.implementation(options.implementation),
+        options.subtract_mean,
+        x.dtype,
+        None if residual is None else residual.dtype,
+        None if offset is None else offset.dtype,
+    )
+    if norm.zero_centered_scale and scale is None:
         raise ValueError("zero_centered_scale=True needs a scale; got scale=None")
-    return _jitted(options, x, residual, scale, offset)
+    return _jitted(norm, axes, x, residual, scale, offset)
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=True)
-def _jitted(options: _Options, x, residual, scale, offset):
-    """Bring the normalised axes together as one, and back."""
-    order = sorted(options.axis)
+def _adjacent(order: list[int]) -> bool:
+    return order == list(range(order[0], order[-1] + 1))
+
+
+def _merged_axis(axes: tuple[int, ...], ndim: int) -> int:
+    """Where the normalised axes are once they are one, counted from the end: in place if they are adjacent."""
+    order = sorted(axes)
+    return order[-1] - ndim if _adjacent(order) else -1
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _jitted(norm: _Norm, axes: tuple[int, ...], x, residual, scale, offset):
+    """Make the normalised axes one, and several again."""
+    order = sorted(axes)
     h = math.prod(x.shape[a] for a in order)
-    adjacent = order == list(range(order[0], order[-1] + 1))
-    last = range(x.ndim - len(order), x.ndim)
-    first = order[0] if adjacent else last[0]
+    ndim = x.ndim - len(order) + 1
+    first = ndim + norm.axis
+    last = range(first, first + len(order))
 
     def to_one_axis(a):
         if a is None:
             return None
-        a = a if adjacent else jnp.moveaxis(a, order, last)
+        a = a if _adjacent(order) else jnp.moveaxis(a, order, last)
         return a.reshape(*a.shape[:first], h, *a.shape[first + len(order) :])
-
-    merged = to_one_axis(x)
-    axis = first - merged.ndim
 
     def to_same_rank(parameter):
         if parameter is None:
             return None
-        in_order = parameter.transpose([options.axis.index(a) for a in order])
-        return in_order.reshape([h if i == first else 1 for i in range(merged.ndim)])
+        in_order = parameter.transpose([axes.index(a) for a in order])
+        return in_order.reshape([h if i == first else 1 for i in range(ndim)])
 
     def from_one_axis(a):
         if a is None:
             return None
-        if adjacent:
+        if _adjacent(order):
             return a.reshape(x.shape)
-        shape = [n for i, n in enumerate(x.shape) if i not in order] + [x.shape[i] for i in order]
-        return jnp.moveaxis(a.reshape(shape), last, order)
+        moved = a.reshape(*a.shape[:first], *(x.shape[i] for i in order))
+        return jnp.moveaxis(moved, last, order)
 
-    y, total = _norm(
-        dataclasses.replace(options, axis=axis),
-        _Dtypes(*(None if a is None else a.dtype for a in (x, residual, offset))),
-        merged,
-        to_one_axis(residual),
-        to_same_rank(scale),
-        to_same_rank(offset),
-    )
+    y, total = _operator(norm, to_one_axis(x), to_one_axis(residual), to_same_rank(scale), to_same_rank(offset))
     return from_one_axis(y), from_one_axis(total)

@@ -46,9 +46,9 @@ class XlaChip:
         """The text proto."""
         own = " ".join(f"{k}: {v}" for k, v in vars(self).items() if k not in ("chip", "description"))
         major, minor = divmod(self.chip.capability, 10)
-        return f"""gpu_device_info {{ {own} core_count: {self.chip.sms} threads_per_block_limit: 1024 threads_per_warp: 32
-            threads_per_core_limit: 2048 shared_memory_per_block: 49152
-            registers_per_core_limit: 65536 registers_per_block_limit: 65536
+        return f"""gpu_device_info {{ {own} core_count: {self.chip.sms}
+            threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+            shared_memory_per_block: 49152 registers_per_core_limit: 65536 registers_per_block_limit: 65536
             block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
             cuda_compute_capability {{ major: {major} minor: {minor} }} }}
             platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }}
@@ -56,14 +56,14 @@ class XlaChip:
 
 
 CHIPS = {
-    chip.chip.name: chip
-    for chip in (
-        XlaChip(config.CHIPS["a100"], "NVIDIA A100-SXM4-80GB", 64, 167936, 166912, 2039 * 10**9, 40 << 20, 1.41, 85 * 10**9),
-        XlaChip(config.CHIPS["h100"], "NVIDIA H100 80GB HBM3", 128, 233472, 232448, 3352 * 10**9, 50 << 20, 1.98, 85 * 10**9),
-        XlaChip(config.CHIPS["h200"], "NVIDIA H200", 128, 233472, 232448, 4800 * 10**9, 60 << 20, 1.98, 150 * 10**9),
-        XlaChip(config.CHIPS["b200"], "NVIDIA B200", 128, 233472, 232448, 7672 * 10**9, 126 << 20, 1.965, 191 * 10**9),
-    )
-}  # fmt: skip
+    name: XlaChip(config.CHIPS[name], *facts)
+    for name, facts in {
+        "a100": ("NVIDIA A100-SXM4-80GB", 64, 167936, 166912, 2039 * 10**9, 40 << 20, 1.41, 85 * 10**9),
+        "h100": ("NVIDIA H100 80GB HBM3", 128, 233472, 232448, 3352 * 10**9, 50 << 20, 1.98, 85 * 10**9),
+        "h200": ("NVIDIA H200", 128, 233472, 232448, 4800 * 10**9, 60 << 20, 1.98, 150 * 10**9),
+        "b200": ("NVIDIA B200", 128, 233472, 232448, 7672 * 10**9, 126 << 20, 1.965, 191 * 10**9),
+    }.items()
+}
 
 
 @dataclass(frozen=True)

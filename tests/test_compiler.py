@@ -68,8 +68,13 @@ def launches(h, inner, dtypes, chip, switches):
         jax.eval_shape(lambda *a: triton.forward(*a, save_statistics=True, **options), x, added, scale, offset)
         jax.eval_shape(
             lambda *a: triton.backward(*a, doffset_dtype=None if offset is None else offset.dtype, **options),
-            x, None if added is None else total, total, scale, statistic if switches["subtract_mean"] else None, statistic,
-        )  # fmt: skip
+            x,
+            None if added is None else total,
+            total,
+            scale,
+            statistic if switches["subtract_mean"] else None,
+            statistic,
+        )
     return recorded
 
 

@@ -16,7 +16,9 @@ from jln._triton import launch as triton_launch
 
 def python(code, **environment):
     """Run code in a fresh interpreter; return what it printed on stdout and stderr."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"JAX_PLATFORMS": "cpu"} | environment
+    environment = (
+        {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"JAX_PLATFORMS": "cpu"} | environment
+    )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     return ran.stdout + ran.stderr
 

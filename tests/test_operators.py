@@ -12,8 +12,6 @@ import jln
 import workbench
 from workbench import OPERATORS
 
-SIXTEEN_BITS = ("float16", "bfloat16")
-
 
 def gradients(function, operands):
     outputs, pullback = jax.vjp(function, *operands)

@@ -43,13 +43,18 @@ def present(operands):
 
 def test_jit_and_value_and_grad(operator, implementation):
     operands = workbench.arguments(operator, (4, 9), "float64")
-    both(
-        lambda f: jax.jit(jax.value_and_grad(loss(f), argnums=present(operands)))(*operands), operator, implementation
-    )
+    both(lambda f: jax.jit(jax.value_and_grad(loss(f), argnums=present(operands)))(*operands), operator, implementation)
 
 
 # Which of (x, residual, scale, offset) have an axis of examples, and where.
-IN_AXES = [(0, 0, None, None), (1, 0, None, None), (0, 0, 0, None), (None, None, 0, 0), (None, 0, 1, None), (2, 1, 0, 1)]
+IN_AXES = [
+    (0, 0, None, None),
+    (1, 0, None, None),
+    (0, 0, 0, None),
+    (None, None, 0, 0),
+    (None, 0, 1, None),
+    (2, 1, 0, 1),
+]
 
 
 def batched(operator, in_axes, shape=(4, 9), examples=3):
@@ -75,9 +80,7 @@ def test_vmap_of_grad(operator, in_axes, implementation):
     operands, in_axes = batched(operator, in_axes)
     if all(i is None for i in in_axes):
         pytest.skip("the operator has none of these")
-    both(
-        lambda f: jax.vmap(jax.grad(loss(f), argnums=present(operands)), in_axes)(*operands), operator, implementation
-    )
+    both(lambda f: jax.vmap(jax.grad(loss(f), argnums=present(operands)), in_axes)(*operands), operator, implementation)
 
 
 @pytest.mark.parametrize("in_axes", IN_AXES, ids=str)

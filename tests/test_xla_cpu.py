@@ -1,4 +1,4 @@
-"""What XLA's CPU backend makes of the hand-derived rules: nothing of the size of x between the inputs and the results."""
+"""What XLA's CPU backend makes of the hand-derived rules: nothing of the size of x but the inputs and the results."""
 
 import jax
 import jax.numpy as jnp

@@ -49,6 +49,7 @@ def compile_launch(launch: Launch) -> Resources:
         elif isinstance(argument, int):
             signature[name] = "i32"
         else:
+            assert argument is not None, f"{name} is neither an argument nor a constant"
             signature[name] = f"*{TYPE_NAMES[argument.dtype.name]}"
             attributes[(i,)] = [["tt.divisibility", 16]]
     compiled = triton.compile(

@@ -51,10 +51,12 @@ class Buffer:
         return self._bytes[self._inside].view(self.np_dtype).reshape(self.shape)
 
     def check_guards(self, kernel: str, argument: str) -> None:
-        for side, guard in (("before", self._bytes[: GUARD_BYTES]), ("after", self._bytes[self._inside.stop :])):
+        for side, guard in (("before", self._bytes[:GUARD_BYTES]), ("after", self._bytes[self._inside.stop :])):
             touched = np.flatnonzero(guard != GUARD_BYTE)
             if touched.size:
-                raise OutOfBoundsStore(f"{kernel}: {touched.size} bytes {side} {argument} {self.shape} were overwritten")
+                raise OutOfBoundsStore(
+                    f"{kernel}: {touched.size} bytes {side} {argument} {self.shape} were overwritten"
+                )
 
 
 class _Executor(GridExecutor):
@@ -107,14 +109,11 @@ def run(
     """Run `kernel(*operands, *results)` for every program and return the results."""
     if not isinstance(kernel, InterpretedFunction):
         raise RuntimeError("TRITON_INTERPRET=1 must be set before triton is first imported")
-    arguments = [
-        a if isinstance(a, int) else Buffer(a.shape, a.dtype, a)
-        for a in (a if isinstance(a, int) else np.asarray(a) for a in operands)
-    ]
-    arguments += [Buffer(r.shape, r.dtype) for r in results]
-    with _lock, _mended():
-        _Executor(kernel.rewrite(), kernel.arg_names, (programs,))(*arguments, **constants)
-    for name, argument in zip(kernel.arg_names, arguments, strict=False):
+    inputs = [a if isinstance(a, int) else Buffer(np.shape(a), a.dtype, np.asarray(a)) for a in operands]
+    outputs = [Buffer(r.shape, r.dtype) for r in results]
+    with _lock, _mended(), np.errstate(all="ignore"):  # a NaN or an overflow is the kernel's business
+        _Executor(kernel.rewrite(), kernel.arg_names, (programs,))(*inputs, *outputs, **constants)
+    for name, argument in zip(kernel.arg_names, (*inputs, *outputs), strict=False):
         if isinstance(argument, Buffer):
             argument.check_guards(kernel.__name__, name)
-    return [argument.array() for argument in arguments[len(operands) :]]
+    return [output.array() for output in outputs]

@@ -66,9 +66,7 @@ def _load_scale(
 
 
 @triton.jit
-def _load_total(
-    x_ptr, residual_ptr, total_ptr, at, mask, HAS_RESIDUAL: tl.constexpr, COMPUTE: tl.constexpr
-):
+def _load_total(x_ptr, residual_ptr, total_ptr, at, mask, HAS_RESIDUAL: tl.constexpr, COMPUTE: tl.constexpr):
     """What is normalised: x, or x + residual rounded to the type in which it is returned."""
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(COMPUTE)
     if HAS_RESIDUAL:
@@ -217,7 +215,7 @@ def _row_sums(
         at = start[:, None] + step[None, :]
         mask = valid[:, None] & exists[None, :]
         scale = _load_scale(scale_ptr, column, exists, HAS_SCALE, ZERO_CENTERED, BLOCK_H, COMPUTE)
-        dy, x_hat, scaled = _load_row_terms(dy_ptr, total_ptr, at, mask, mean, rstd, scale, COMPUTE)
+        _, x_hat, scaled = _load_row_terms(dy_ptr, total_ptr, at, mask, mean, rstd, scale, COMPUTE)
         c1 += scaled
         c2 += scaled * x_hat
     return tl.sum(c1, axis=1) * (1.0 / H), tl.sum(c2, axis=1) * (1.0 / H)  # (7), (8)

@@ -1,0 +1,68 @@
+"""What the compiled forward + backward of each norm launches and moves on a GPU that need not be here.
+
+    pip install -e ".[cuda13]" && python benchmarks/program_bytes.py --chip h200
+
+bfloat16, M * H = 2^25, y returned, float32 scale and offset; megabytes are 10^6 bytes, counted in the compiled program
+by `jln.program`: facts of the program, not measurements.
+"""
+
+import argparse
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+
+import jln
+from jln import program
+
+ELEMENTS = 2**25
+WIDTHS = (1024, 4096, 8192, 16384, 32768)
+
+
+def layer_norm_step(layer_norm):
+    def step(x, scale, offset, dy):
+        y, pullback = jax.vjp(layer_norm, x, scale, offset)
+        return y, pullback(dy)
+
+    return step
+
+
+def add_layer_norm_step(add_layer_norm):
+    def step(x, residual, scale, offset, dy, dtotal):
+        results, pullback = jax.vjp(add_layer_norm, x, residual, scale, offset)
+        dx, _, *dparameters = pullback((dy, dtotal))  # dresidual is dx; returning both would copy it
+        return results, dx, dparameters
+
+    return step
+
+
+def rows(chip: str):
+    for h in WIDTHS:
+        x = jax.ShapeDtypeStruct((ELEMENTS // h, h), "bfloat16")
+        p = jax.ShapeDtypeStruct((h,), "float32")
+        for name, step, arguments, tensors in (
+            ("layer_norm", layer_norm_step, (x, p, p, x), 5),
+            ("add_layer_norm", add_layer_norm_step, (x, x, p, p, x, x), 8),
+        ):
+            once = tensors * 2 * ELEMENTS
+            for implementation, module in (("jln", jln), ("plain jnp", jln.reference)):
+                report = program.compile_for(step(getattr(module, name)), *arguments, chip=chip)
+                yield name, h, implementation, report.launches, report.bytes_total, once, report.temp_bytes
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--chip", default="h200", choices=sorted(program.CHIPS))
+    chip = parser.parse_args().chip
+    print(f"{chip}, jax {jax.__version__}, jln {jln.__version__}")
+    print(f"{'':16}{'H':>6}  {'':12}{'kernels':>8}{'MB':>8}{'once MB':>9}{'ratio':>7}{'temporary MB':>14}")
+    for name, h, implementation, launches, total, once, temporary in rows(chip):
+        print(
+            f"{name:16}{h:>6}  {implementation:12}{launches:>8}{total / 1e6:>8.0f}{once / 1e6:>9.0f}"
+            f"{total / once:>7.2f}{temporary / 1e6:>14.1f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
