@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import operator
+import sys
 from typing import Any
 
 import jax
@@ -14,15 +14,16 @@ DTYPES = tuple(jnp.dtype(name) for name in ("float16", "bfloat16", "float32", "f
 IMPLEMENTATIONS = (None, "triton", "xla")
 
 
-def _described(a: jax.Array) -> str:
+def _described(a: jax.Array | np.ndarray) -> str:
     return f"{a.dtype.name}[{','.join(map(str, a.shape))}]"
 
 
 def array(name: str, value: Any) -> jax.Array:
-    """`value` as a JAX array of a supported dtype."""
-    if not isinstance(value, jax.Array | np.ndarray | np.generic):
+    """`value`, a JAX or NumPy array or what stands for one (`__jax_array__`), as a JAX array of a supported dtype."""
+    if not (isinstance(value, jax.Array | np.ndarray | np.generic) or hasattr(value, "__jax_array__")):
         raise TypeError(f"{name} must be an array; got {type(value).__name__}")
-    value = jnp.asarray(value)
+    if not (isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "OSUMm"):  # what JAX cannot hold at all
+        value = jnp.asarray(value)
     if value.dtype not in DTYPES:
         expected = ", ".join(d.name for d in DTYPES)
         raise TypeError(f"{name} must have one of the dtypes {expected}; got {_described(value)}")
@@ -64,12 +65,11 @@ def axes(axis: Any, x: jax.Array) -> tuple[int, ...]:
 
 
 def epsilon(value: Any) -> float:
-    if isinstance(value, bool | jax.Array) or not isinstance(value, int | float | np.number):
-        raise TypeError(f"epsilon must be a static number, not traced; got {value!r}")
-    value = float(value)
-    if not (value >= 0 and math.isfinite(value)):
+    if isinstance(value, bool | jax.Array) or not isinstance(value, int | float | np.integer | np.floating):
+        raise TypeError(f"epsilon must be a static Python or NumPy number; got {value!r}")
+    if not 0 <= value <= sys.float_info.max:
         raise ValueError(f"epsilon must be finite and not negative; got {value}")
-    return value
+    return float(value)
 
 
 def flag(name: str, value: Any) -> bool:

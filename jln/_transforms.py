@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jln._triton import config
 from jln._triton import launch as triton_launch
@@ -68,7 +69,13 @@ class Operation:
 
     def _abstract(self, *avals, present, implementation, options):
         shapes = self._shapes(avals, present, options)
-        return [ShapedArray(s.shape, s.dtype) for s in shapes if s is not None]
+        like = avals[0]  # all operands are on one mesh, and vary over the same axes of it
+
+        def aval(shape, dtype):
+            sharding = NamedSharding(like.sharding.mesh, PartitionSpec(*[None] * len(shape)))
+            return ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=like.manual_axis_type)
+
+        return [aval(s.shape, s.dtype) for s in shapes if s is not None]
 
     def _evaluate(self, *operands, **params):
         with jax.disable_jit(False):  # under disable_jit the call below would come back here
@@ -91,15 +98,21 @@ class Operation:
         return results, tangents_out
 
     def _lower(self, platform, ctx, *operands, present, implementation, options):
-        empty = any(aval.size == 0 for aval in ctx.avals_in)
-        compute = self._choose(platform, implementation, empty)
+        sizes = [n for aval in ctx.avals_in for n in aval.shape]
+        if not all(isinstance(n, int) for n in sizes):  # an export with symbolic shapes
+            if implementation == "triton":
+                raise ValueError("implementation='triton' needs static shapes; leave it to None for symbolic ones")
+            implementation = "xla"
+        elif 0 in sizes:  # never worth a kernel
+            implementation = "xla"
+        compute = self._choose(platform, implementation)
         lowering = mlir.lower_fun(_flat(_on_present(compute, present, options)), multiple_results=True)
         return lowering(ctx, *operands)
 
-    def _choose(self, platform: str | None, implementation: str | None, empty: bool) -> Callable[..., Results]:
-        """What computes the operation on `platform`; empty arrays are never worth a kernel."""
+    def _choose(self, platform: str | None, implementation: str | None) -> Callable[..., Results]:
+        """What computes the operation on `platform`."""
         xla = self._xla_cpu if platform == "cpu" else self._xla
-        if implementation == "xla" or empty:
+        if implementation == "xla":
             return xla
         if platform == "cuda":
             reason = triton_launch.missing()
@@ -121,12 +134,26 @@ class Operation:
         return functools.partial(self._triton(), chip=config.INTERPRETER)
 
 
+def vary_together(*operands: jax.Array | None) -> list[jax.Array | None]:
+    """Inside shard_map: every operand as one that varies over each mesh axis that any of them varies over.
+
+    Outside of the operator's custom_vjp, so that it is JAX that adds up a shared parameter's gradient over these axes.
+    """
+    over = [frozenset() if a is None else jax.typeof(a).manual_axis_type.varying for a in operands]
+    union = frozenset().union(*over)
+    return [
+        a if a is None or axes == union else jax.lax.pcast(a, tuple(sorted(union - axes)), to="varying")
+        for a, axes in zip(operands, over, strict=True)
+    ]
+
+
 def _on_present(function: Callable, present: tuple[bool, ...], options: tuple) -> Callable[..., Any]:
     """`function` of the operands that are present; None for the others."""
 
     def call(*operands):
         given = iter(operands)
-        return function(*(next(given) if p else None for p in present), **dict(options))
+        with jax.numpy_dtype_promotion("standard"):  # every dtype is chosen on purpose, whatever the user's mode
+            return function(*(next(given) if p else None for p in present), **dict(options))
 
     return call
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from jln import _checks
-from jln._transforms import Operation
+from jln._transforms import Operation, vary_together
 from jln._xla import layer_norm as xla
 
 Axis = int | tuple[int, ...]
@@ -183,16 +183,16 @@ def _norm_forward(norm: _Norm, *arguments: CustomVJPPrimal | None):
 
 
 def _norm_backward(norm: _Norm, residuals, cotangents):
-    dy, dtotal = cotangents
-    if isinstance(dtotal, SymbolicZero):  # the sum was not used: do not read an array of zeros
-        dtotal = None
-    if isinstance(dy, SymbolicZero):
-        dy = jnp.zeros(dy.shape, norm.x_dtype)
+    """None is JAX's zero, as a SymbolicZero is that of a result that was not used."""
+    dy, dtotal = (None if isinstance(a, SymbolicZero) else a for a in cotangents)
     total, scale, mean, rstd = residuals
-    dx, dscale, doffset = _backward(
-        dy, dtotal, total, scale, mean, rstd, doffset_dtype=norm.offset_dtype, **norm.options()
-    )
-    assert dx is not None
+    dx, dscale, doffset = dtotal, None, None
+    if dy is not None:
+        dx, dscale, doffset = _backward(
+            dy, dtotal, total, scale, mean, rstd, doffset_dtype=norm.offset_dtype, **norm.options()
+        )
+    if dx is None:
+        return None, None, None, None
     dresidual = None if norm.residual_dtype is None else dx.astype(norm.residual_dtype)
     return dx.astype(norm.x_dtype), dresidual, dscale, doffset
 
@@ -270,5 +270,8 @@ def _jitted(norm: _Norm, axes: tuple[int, ...], x, residual, scale, offset):
         moved = a.reshape(*a.shape[:first], *(x.shape[i] for i in order))
         return jnp.moveaxis(moved, last, order)
 
-    y, total = _operator(norm, to_one_axis(x), to_one_axis(residual), to_same_rank(scale), to_same_rank(offset))
+    x_, residual_, scale_, offset_ = vary_together(
+        to_one_axis(x), to_one_axis(residual), to_same_rank(scale), to_same_rank(offset)
+    )
+    y, total = _operator(norm, x_, residual_, scale_, offset_)
     return from_one_axis(y), from_one_axis(total)

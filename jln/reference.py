@@ -54,7 +54,7 @@ def add_layer_norm(
     zero_centered_scale: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """`(layer_norm(x + residual), x + residual)`. As `jln.add_layer_norm`."""
-    total = x + residual
+    total = _sum(x, residual)
     y = layer_norm(total, scale, offset, axis=axis, epsilon=epsilon, zero_centered_scale=zero_centered_scale)
     return y.astype(x.dtype), total
 
@@ -69,9 +69,15 @@ def add_rms_norm(
     zero_centered_scale: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """`(rms_norm(x + residual), x + residual)`. As `jln.add_rms_norm`."""
-    total = x + residual
+    total = _sum(x, residual)
     y = rms_norm(total, scale, axis=axis, epsilon=epsilon, zero_centered_scale=zero_centered_scale)
     return y.astype(x.dtype), total
+
+
+def _sum(x: jax.Array, residual: jax.Array) -> jax.Array:
+    """In the dtype to which arrays of these promote, weakly typed ones too."""
+    dtype = jnp.promote_types(x.dtype, residual.dtype)
+    return x.astype(dtype) + residual.astype(dtype)
 
 
 def _scaled(z, scale, offset, axis, epsilon, zero_centered_scale):
@@ -85,6 +91,6 @@ def _scaled(z, scale, offset, axis, epsilon, zero_centered_scale):
 
 def _spread(parameter: jax.Array, z: jax.Array, axis: Axis) -> jax.Array:
     """A parameter with the shape of the normalised axes, in the order given, as one that broadcasts against z."""
-    axes = [a % z.ndim for a in ((axis,) if isinstance(axis, int) else axis)]
+    axes = [a % z.ndim for a in (axis if isinstance(axis, tuple) else (axis,))]
     parameter = parameter.astype(z.dtype).transpose(sorted(range(len(axes)), key=axes.__getitem__))
     return jnp.expand_dims(parameter, [i for i in range(z.ndim) if i not in axes])

@@ -185,10 +185,10 @@ def forward_kernel(
 
 @triton.jit
 def _load_row_terms(dy_ptr, total_ptr, at, mask, mean, rstd, scale, COMPUTE: tl.constexpr):
-    """dy, x_hat and dy * scale of a tile."""
+    """dy, x_hat and dy * scale of a tile, 0 outside: there -mean * rstd might overflow, and 0 * inf is NaN."""
     x = tl.load(total_ptr + at, mask=mask, other=0.0).to(COMPUTE)
     dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(COMPUTE)
-    return dy, (x - mean[:, None]) * rstd[:, None], dy * scale[None, :]
+    return dy, tl.where(mask, (x - mean[:, None]) * rstd[:, None], 0.0), dy * scale[None, :]
 
 
 @triton.jit

@@ -62,7 +62,8 @@ def _no_fence(operands: Any) -> Any:
 
 def _in_one_loop(x: Array, axis: int, fence: Callable) -> bool:
     """Whether every result computes its own statistics."""
-    return fence is not _no_fence and math.prod(x.shape) >= _MANY_ROWS * x.shape[axis]
+    size = math.prod(x.shape)  # in an export with symbolic shapes not an int, and nothing is known
+    return fence is not _no_fence and isinstance(size, int) and size >= _MANY_ROWS * x.shape[axis]
 
 
 def _compute_dtype(dtype: DTypeLike) -> Any:
