@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import operator
-import sys
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ def array(name: str, value: Any) -> jax.Array:
     if value.dtype not in DTYPES:
         expected = ", ".join(d.name for d in DTYPES)
         raise TypeError(f"{name} must have one of the dtypes {expected}; got {_described(value)}")
-    return value
+    return jnp.asarray(value)
 
 
 def optional_array(name: str, value: Any) -> jax.Array | None:
@@ -67,9 +67,13 @@ def axes(axis: Any, x: jax.Array) -> tuple[int, ...]:
 def epsilon(value: Any) -> float:
     if isinstance(value, bool | jax.Array) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(f"epsilon must be a static Python or NumPy number; got {value!r}")
-    if not 0 <= value <= sys.float_info.max:
+    try:
+        number = float(value)
+    except OverflowError:  # an int beyond float's range
+        number = math.inf
+    if not (number >= 0 and math.isfinite(number)):
         raise ValueError(f"epsilon must be finite and not negative; got {value}")
-    return float(value)
+    return number
 
 
 def flag(name: str, value: Any) -> bool:

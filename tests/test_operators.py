@@ -152,12 +152,13 @@ def test_a_bad_row_stays_a_row(bad, width, implementation):
         np.testing.assert_array_equal(clean[others], dirty[others])
 
 
-# A tile of several rows, a row a tile, a row shared by two programs, chunks.
+# A tile of several rows, a row a tile, a row shared by programs, chunks. In float32: 16 bits would round away what
+# another order of additions changes.
 @pytest.mark.parametrize("width", [20, 3000, 12000, 20000])
 def test_rows_do_not_depend_on_each_other(width):
     """Batch invariance of the kernels, bit for bit; on the CPU XLA's own sums depend on how it splits them."""
     operator = OPERATORS["layer_norm"]
-    x, _, scale, offset = workbench.arguments(operator, (23, width), "bfloat16")
+    x, _, scale, offset = workbench.arguments(operator, (23, width), "float32")
     dy = workbench.normal(9, x.shape, x.dtype)
 
     def run(rows):
@@ -168,6 +169,57 @@ def test_rows_do_not_depend_on_each_other(width):
     for rows in (slice(0, 1), slice(11, 12), slice(5, 19)):
         for alone, among in zip(run(rows), everything, strict=True):
             np.testing.assert_array_equal(alone, among[rows])
+
+
+@pytest.mark.parametrize("programs", [1, 33, 528])  # fewer than a block of partial sums, one more, an H200's
+def test_reduction_of_many_partial_sums(programs):
+    """The interpreter's few SMs leave few partial sums; a GPU's leave hundreds."""
+    from jln._triton import config
+    from jln._triton import layer_norm_kernels as kernels
+    from jln._triton.launch import interpreting, launch
+
+    partial = workbench.normal(0, (2, programs, 40), "float32")
+    chip = config.INTERPRETER if interpreting() else config.target_chip()
+
+    @jax.jit
+    def run(partial):
+        tile = config.reduce_tile(40)
+        result = jax.ShapeDtypeStruct((2, 40), "float32")
+        return launch(
+            kernels.reduce_kernel, [partial, -partial, programs], [result, result], programs=2 * (-(-40 // tile.columns)),
+            tile=tile, chip=chip, compute="float32", H=40, HAS_SCALE=True, HAS_OFFSET=True,
+        )  # fmt: skip
+
+    dscale, doffset = run(partial)
+    np.testing.assert_allclose(dscale, np.asarray(partial, "float64").sum(1), rtol=1e-5, atol=1e-4)
+    np.testing.assert_array_equal(doffset, -dscale)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_partial_sums_are_not_rounded(dtype):
+    """[P, H] in float32 (float64 for float64), whatever the parameters are."""
+    from jln._triton import config, launch
+    from jln._triton import layer_norm as triton
+
+    x, p = jax.ShapeDtypeStruct((1000, 64), dtype), jax.ShapeDtypeStruct((1, 64), dtype)
+    statistic = jax.ShapeDtypeStruct((1000, 1), jnp.promote_types(dtype, "float32"))
+    options = {"axis": -1, "epsilon": 0.0, "subtract_mean": True, "zero_centered_scale": False, "batch_dims": 0}
+    with launch.recording() as made:
+        jax.eval_shape(
+            lambda *a: triton.backward(*a, doffset_dtype=dtype, chip=config.CHIPS["h200"], **options),
+            x, None, x, p, statistic, statistic,
+        )  # fmt: skip
+    _, dscale, doffset = made[0].results
+    assert dscale.dtype == doffset.dtype == statistic.dtype
+    assert dscale.shape == (1, made[1].arguments[2], 64)
+
+
+def test_columns_that_are_not_there_cannot_overflow(implementation):
+    """mean * rstd is infinite here: a masked column must not turn it into NaN."""
+    x = jnp.full((2, 7), 1e36, "float32")
+    dy = jnp.arange(14, dtype="float32").reshape(2, 7)
+    dx = jax.grad(lambda x: jnp.sum(jln.layer_norm(x, implementation=implementation) * dy))(x)
+    assert np.isfinite(dx).all()
 
 
 def test_gradients_repeat_bit_for_bit(implementation):
@@ -189,6 +241,46 @@ def test_unused_results_have_no_gradient(implementation):
             for o in ({"implementation": implementation}, {"module": jln.reference})
         )
         chex.assert_trees_all_close(ours, reference, rtol=1e-12, atol=1e-12)
+
+
+def test_what_was_not_used_cannot_spoil_what_was(implementation):
+    """Only the sum is used: a bad row of the norm is nobody's business, and no kernel runs for it."""
+    x = jnp.ones((2, 4)).at[0, 0].set(jnp.inf)
+
+    def loss(x, scale):
+        return jnp.sum(2 * jln.add_layer_norm(x, x, scale, implementation=implementation)[1])
+
+    dx, dscale = jax.grad(loss, argnums=(0, 1))(x, jnp.ones(4))
+    np.testing.assert_array_equal(dx, np.full((2, 4), 4.0))
+    np.testing.assert_array_equal(dscale, np.zeros(4))
+    assert "jln_norm_backward" not in str(jax.make_jaxpr(jax.grad(loss))(x, jnp.ones(4)))
+
+
+def test_strict_promotion(implementation):
+    with jax.numpy_dtype_promotion("strict"):
+        x, scale = jnp.ones((3, 8), "bfloat16"), jnp.ones(8, "float32")
+        run = jax.jit(jax.grad(lambda *a: jln.add_layer_norm(*a, implementation=implementation)[0].sum(), argnums=2))
+        assert run(x, x.astype("float32"), scale).dtype == jnp.float32
+
+
+def test_weak_types_promote_as_arrays_do(implementation):
+    weak = jax.lax.broadcast(jnp.asarray(1.5), (3, 8))
+    assert weak.weak_type
+    residual = jnp.ones((3, 8), "bfloat16")
+    ours = jln.add_layer_norm(weak, residual, implementation=implementation)
+    chex.assert_trees_all_equal_dtypes(ours, jln.reference.add_layer_norm(weak, residual))
+
+
+def test_objects_that_stand_for_arrays(implementation):
+    """As flax.nnx.Param does."""
+
+    class Parameter:
+        def __jax_array__(self):
+            return jnp.full(8, 2.0, "float32")
+
+    x = workbench.normal(0, (3, 8), "float32")
+    y = jln.rms_norm(x, Parameter(), implementation=implementation)
+    np.testing.assert_array_equal(y, jln.rms_norm(x, jnp.full(8, 2.0, "float32"), implementation=implementation))
 
 
 def test_numpy_arrays_are_accepted(implementation):

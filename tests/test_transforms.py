@@ -83,6 +83,31 @@ def test_vmap_of_grad(operator, in_axes, implementation):
     both(lambda f: jax.vmap(jax.grad(loss(f), argnums=present(operands)), in_axes)(*operands), operator, implementation)
 
 
+# Rows of several chunks, whose sums have a kernel of their own; more rows than a tile; a partial sum a group.
+@pytest.mark.parametrize("shape", [(3, 20000), (300, 9), (70, 40)])
+@pytest.mark.parametrize("in_axes", [(None, None, 0, 0), (0, 0, None, 0), (None, 0, 0, None)], ids=str)
+def test_vmap_of_grad_in_every_regime(shape, in_axes):
+    operator = OPERATORS["add_layer_norm"]
+    operands, in_axes = batched(operator, in_axes, shape)
+    both(lambda f: jax.vmap(jax.grad(loss(f), argnums=(0, 1, 2, 3)), in_axes)(*operands), operator, "triton")
+
+
+@pytest.mark.parametrize("width", [9, 20000])
+@pytest.mark.parametrize("shared", ["dy", "dtotal", "neither"])
+def test_vmap_over_cotangents(shared, width, implementation):
+    operator = OPERATORS["add_layer_norm"]
+    operands = workbench.arguments(operator, (5, width), "float64")
+    dy, dtotal = workbench.normal(7, (3, 5, width), "float64"), workbench.normal(8, (3, 5, width), "float64")
+    in_axes = (None if shared == "dy" else 0, None if shared == "dtotal" else 0)
+    cotangent = tuple(a[0] if i is None else a for a, i in zip((dy, dtotal), in_axes, strict=True))
+
+    def transformed(f):
+        _, pullback = jax.vjp(f, *operands)
+        return jax.vmap(lambda *c: pullback(c), in_axes)(*cotangent)
+
+    both(transformed, operator, implementation)
+
+
 @pytest.mark.parametrize("in_axes", IN_AXES, ids=str)
 def test_grad_of_vmap(operator, in_axes, implementation):
     operands, in_axes = batched(operator, in_axes)
@@ -203,6 +228,35 @@ def test_one_program_for_two_platforms_holds_no_python_choice():
     jaxpr = str(jax.make_jaxpr(jax.grad(lambda x: jln.layer_norm(x).sum()))(x))
     assert jaxpr.count("jln_norm_forward[") == 1
     assert jaxpr.count("jln_norm_backward[") == 1
+
+
+def test_shard_map(implementation):
+    """Checked mode: a shared scale's gradient is summed over the mesh, and a varying result is not taken for a copy."""
+    if len(jax.devices()) < 2:
+        pytest.skip("needs two devices")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("d",))
+    rows, copied = jax.sharding.PartitionSpec("d"), jax.sharding.PartitionSpec()
+    x, _, scale, offset = workbench.arguments(OPERATORS["layer_norm"], (6, 9), "float64")
+
+    def transformed(f):
+        sharded = jax.shard_map(f, mesh=mesh, in_specs=(rows, copied, copied), out_specs=rows)
+        return jax.jit(jax.grad(lambda *a: jnp.sum(jnp.sin(sharded(*a))), argnums=(0, 1, 2)))(x, scale, offset)
+
+    def ours(*a):
+        return jln.layer_norm(*a, implementation=implementation)
+
+    chex.assert_trees_all_close(transformed(ours), transformed(jln.reference.layer_norm), **CLOSE)
+    with pytest.raises(ValueError, match="out_specs"):
+        jax.shard_map(lambda x: ours(x, scale, offset), mesh=mesh, in_specs=rows, out_specs=copied)(x)
+
+
+def test_export_with_symbolic_shapes():
+    pytest.importorskip("flatbuffers")
+    (batch,) = jax.export.symbolic_shape("batch")
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(jln.layer_norm(x)))))
+    exported = jax.export.export(gradient, platforms=("cpu", "cuda"))(jax.ShapeDtypeStruct((batch, 8), "float64"))
+    x = workbench.normal(0, (5, 8), "float64")
+    chex.assert_trees_all_close(exported.call(x), gradient(x), **CLOSE)
 
 
 def test_forward_mode_is_refused():

@@ -107,7 +107,8 @@ def next_power_of_2(n: int) -> int:
 
 # Elements a thread may hold, found by compiling every choice for sm_80, sm_90 and sm_100 and looking at the spills
 # (tests/test_compiler.py keeps them honest): the forward kernel holds one value an element, the backward kernel four.
-# float64 takes twice the registers; where rows do not start on 16 bytes every element has an address of its own.
+# float64 takes more than twice the registers; where rows do not start on 16 bytes every element has an address of its
+# own; and operands of several dtypes are laid out in several ways.
 FORWARD_ELEMENTS = 16
 BACKWARD_ELEMENTS = 16
 
@@ -116,12 +117,13 @@ def _aligned(h: int, inner: int, itemsize: int) -> bool:
     return (h if inner == 1 else inner) * itemsize % 16 == 0
 
 
-def _per_thread(elements: int, h: int, inner: int, itemsize: int) -> int:
-    return elements // (1 if _aligned(h, inner, itemsize) else 2) // (2 if itemsize == 8 else 1)
+def _per_thread(elements: int, h: int, inner: int, itemsize: int, mixed: bool) -> int:
+    easy = _aligned(h, inner, itemsize) and not mixed
+    return elements // (1 if easy else 2) // (4 if itemsize == 8 else 1)
 
 
 def _tile(rows: int, columns: int, per_thread: int, stages: int = 1, programs_per_sm: int = 1) -> Tile:
-    warps = min(32, max(1, rows * columns // (32 * per_thread)))
+    warps = min(32, max(1, rows * columns // (32 * max(1, per_thread))))
     return Tile(rows, columns, warps, stages, programs_per_sm)
 
 
@@ -130,24 +132,25 @@ def _side_by_side(columns: int, inner: int, itemsize: int, limit: int) -> int:
     return min(128 // itemsize, next_power_of_2(inner), max(1, limit // columns))
 
 
-def forward_tile(h: int, inner: int, itemsize: int) -> Tile:
+def forward_tile(h: int, inner: int, itemsize: int, mixed: bool = False) -> Tile:
     """The tile of `forward_kernel`: whole rows while they fit, chunks of wider ones.
 
-    h: row length. inner: distance between a row's elements. itemsize: bytes of the widest element moved.
+    h: row length. inner: distance between a row's elements. itemsize: bytes of the widest element moved. mixed: whether
+    the arrays of rows have several dtypes.
     """
     columns = next_power_of_2(h)
-    per_thread = _per_thread(FORWARD_ELEMENTS, h, inner, itemsize)
+    per_thread = _per_thread(FORWARD_ELEMENTS, h, inner, itemsize, mixed)
     if inner == 1:
         if columns <= 1024:
             return _tile(1024 // columns, columns, min(8, per_thread))
         if columns <= 32 * 32 * per_thread:
             return _tile(1, columns, per_thread)
-        return _tile(1, 4096, per_thread)
-    limit = 512 * per_thread
+        return _tile(1, 256 * per_thread, per_thread // 2)
+    limit = 256 * per_thread  # 8 warps, which may have twice the registers of 16
     rows = _side_by_side(columns, inner, itemsize, limit)
     if rows * itemsize < 32 and rows < inner:  # less than a sector of each line
         rows = _side_by_side(1, inner, itemsize, limit)
-        columns = 2048 // rows
+        columns = 1024 // rows
     return _tile(rows, columns, per_thread)
 
 
@@ -162,15 +165,15 @@ class BackwardPlan:
     sums: Tile | None
 
 
-def backward_plan(h: int, inner: int, itemsize: int) -> BackwardPlan:
+def backward_plan(h: int, inner: int, itemsize: int, mixed: bool = False) -> BackwardPlan:
     """Whole rows in registers while 16 warps can hold them; rows twice as wide shared by four programs; beyond that a
     pass for the row sums, then programs that own a few columns of all rows.
     """
     columns = next_power_of_2(h)
-    per_thread = _per_thread(BACKWARD_ELEMENTS, h, inner, itemsize)
+    per_thread = _per_thread(BACKWARD_ELEMENTS, h, inner, itemsize, mixed)
     limit = 512 * per_thread
-    aligned = _aligned(h, inner, itemsize)
-    stages = 2 if aligned else 1
+    aligned = _aligned(h, inner, itemsize) and not mixed
+    stages = 2 if aligned and columns <= 4096 else 1  # to fetch the next row ahead takes registers too
     if inner == 1:
         rows = max(1, (2048 if aligned and itemsize < 8 else 1024) // columns)
         whole = columns <= limit
@@ -186,7 +189,7 @@ def backward_plan(h: int, inner: int, itemsize: int) -> BackwardPlan:
         return BackwardPlan(_tile(1, limit // 2, per_thread // 2), None)
     if inner == 1:  # whole lines of columns, and as many rows at a time as 16 warps hold
         tile = _tile(2 * per_thread, 128, per_thread // 2, stages, programs_per_sm=2)
-        return BackwardPlan(tile, _tile(1, 4096, per_thread))
+        return BackwardPlan(tile, _tile(1, 256 * per_thread, per_thread // 2))
     rows = _side_by_side(1, inner, itemsize, limit)
     tile = _tile(rows, 1024 // rows, per_thread // 4, stages, programs_per_sm=4)
     return BackwardPlan(tile, _tile(rows, 1024 // rows, per_thread // 2))

@@ -101,8 +101,10 @@ def _shared(operands: Sequence[jax.Array | None], geometry: _Geometry) -> tuple[
     return mask, ready
 
 
-def _itemsize(*operands: jax.Array | None) -> int:
-    return max(a.dtype.itemsize for a in operands if a is not None)
+def _moved(*operands: jax.Array | None) -> tuple[int, bool]:
+    """The widest element's bytes, and whether there are several dtypes."""
+    dtypes = {a.dtype for a in operands if a is not None}
+    return max(d.itemsize for d in dtypes), len(dtypes) > 1
 
 
 def forward(
@@ -123,7 +125,7 @@ def forward(
     g = _geometry((x, residual), (scale, offset), axis, batch_dims, per_example_gradients=False)
     total = x.dtype if residual is None else jnp.promote_types(x.dtype, residual.dtype)
     compute = jnp.promote_types(total, jnp.float32)
-    tile = config.forward_tile(g.h, g.inner, _itemsize(x, residual))
+    tile = config.forward_tile(g.h, g.inner, *_moved(x, residual))
     shared, operands = _shared((x, residual, scale, offset), g)
     return tuple(
         launch(
@@ -174,7 +176,7 @@ def backward(
     has_scale, has_offset = scale is not None, doffset_dtype is not None
     g = _geometry((dy, dtotal, total, mean, rstd), (scale,), axis, batch_dims, has_scale or has_offset)
     compute = rstd.dtype
-    plan = config.backward_plan(g.h, g.inner, _itemsize(dy, dtotal, total))
+    plan = config.backward_plan(g.h, g.inner, *_moved(dy, dtotal, total))
     shared, operands = _shared((dy, dtotal, total, scale, mean, rstd), g)
     switches = {
         "chip": chip,
