@@ -14,7 +14,7 @@ DTYPES = tuple(jnp.dtype(name) for name in ("float16", "bfloat16", "float32", "f
 IMPLEMENTATIONS = (None, "triton", "xla")
 
 
-def _described(a: jax.Array | np.ndarray) -> str:
+def _described(a: Any) -> str:
     return f"{a.dtype.name}[{','.join(map(str, a.shape))}]"
 
 

@@ -186,8 +186,8 @@ def test_reduction_of_many_partial_sums(programs):
         tile = config.reduce_tile(40)
         result = jax.ShapeDtypeStruct((2, 40), "float32")
         return launch(
-            kernels.reduce_kernel, [partial, -partial, programs], [result, result], programs=2 * (-(-40 // tile.columns)),
-            tile=tile, chip=chip, compute="float32", H=40, HAS_SCALE=True, HAS_OFFSET=True,
+            kernels.reduce_kernel, [partial, -partial, programs], [result, result],
+            programs=2 * (-(-40 // tile.columns)), tile=tile, chip=chip, compute="float32", H=40, HAS_SCALE=True, HAS_OFFSET=True,
         )  # fmt: skip
 
     dscale, doffset = run(partial)
