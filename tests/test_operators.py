@@ -185,10 +185,12 @@ def test_reduction_of_many_partial_sums(programs):
     def run(partial):
         tile = config.reduce_tile(40)
         result = jax.ShapeDtypeStruct((2, 40), "float32")
+        grid = 2 * (-(-40 // tile.columns))
+        switches = {"H": 40, "HAS_SCALE": True, "HAS_OFFSET": True}
+        operands, results = [partial, -partial, programs], [result, result]
         return launch(
-            kernels.reduce_kernel, [partial, -partial, programs], [result, result],
-            programs=2 * (-(-40 // tile.columns)), tile=tile, chip=chip, compute="float32", H=40, HAS_SCALE=True, HAS_OFFSET=True,
-        )  # fmt: skip
+            kernels.reduce_kernel, operands, results, programs=grid, tile=tile, chip=chip, compute="float32", **switches
+        )
 
     dscale, doffset = run(partial)
     np.testing.assert_allclose(dscale, np.asarray(partial, "float64").sum(1), rtol=1e-5, atol=1e-4)
