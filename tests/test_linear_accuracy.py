@@ -51,8 +51,8 @@ def without(operands, absent):
     return tuple(None if name in absent else a for name, a in named.items())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("m", "h", "n"), SIZES)
+# Neighbours in SIZES have the other two dtypes: a case compiles two programs. CI runs the full product.
+@pytest.mark.parametrize(("m", "h", "n", "dtype"), [(*s, d) for i, s in enumerate(SIZES) for d in DTYPES[i % 2 :: 2]])
 def test_sizes(m, h, n, dtype, implementation):
     operator = LINEAR_OPERATORS["layer_norm_linear"]
     check(operator, workbench.linear_arguments(operator, (m,), h, (n,), dtype), implementation)
@@ -106,7 +106,7 @@ def with_a_small_cotangent(x, scale, offset, kernel, bias, dy):
     return (x, scale, offset, kernel, bias), dy * 1e-6
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES[:3])
 @pytest.mark.parametrize(("m", "h", "n"), [(37, 100, 64), (16, 768, 1000)])  # one of each strategy
 @pytest.mark.parametrize(
     "data",
@@ -121,7 +121,9 @@ def test_nasty_data(data, m, h, n, dtype, implementation):
 
 @pytest.mark.parametrize("n", [7, 600])
 def test_dz_does_not_underflow(n, implementation):
-    """dz of 1e-7 has one bit in float16; dx, 100 times as large for a spread of 0.01, has seven. Plain jnp rounds dz."""
+    """dz of 1e-7 has a bit or two in float16; dx, 100 times as large for a spread of 0.01, has eight. Plain jnp rounds
+    dz, so the rule above does not see it.
+    """
     operator = LINEAR_OPERATORS["layer_norm_linear"]
     x, scale, offset, kernel, bias = workbench.linear_arguments(operator, (16,), 768, (n,), "float16")
     operands = (x * 0.01, scale, offset, (kernel / np.sqrt(n)).astype("float16"), bias)
