@@ -53,7 +53,7 @@ EPSILON = 1e-5
 
 
 def operands(case: Case, seed: int) -> tuple[list[jax.Array], jax.Array]:
-    """-> ((x, scale, offset, kernel, bias), dy): all normal but the kernel, uniform as a Linear's usually is at first."""
+    """-> ((x, scale, offset, kernel, bias), dy): all normal but the kernel, uniform as a Linear's first one."""
     random = np.random.default_rng(seed)
     shapes = ((*case.rows, case.h), (case.h,), (case.h,), (case.h, case.n), (case.n,), (*case.rows, case.n))
     x, scale, offset, kernel, bias, dy = (random.standard_normal(shape) for shape in shapes)
