@@ -42,9 +42,9 @@ Dtypes: the products' operands are in promote_types(x.dtype, kernel.dtype), the 
 compute dtype, float32 or for float64 float64.
 
 Why the `_cpu` rules put fences around their operands: see `jln._xla.layer_norm`. Here one stands between the two halves
-of the backward too, so that z may be gone before dz is made; seen with JAX 0.11.2, while the scheduler of 0.10.2 makes dz
-first. A gradient with float32 arithmetic at [1024, 4096] @ [4096, 256] needs 17 MiB of temporaries with the one and 33
-with the other, plain autodiff 49.
+of the backward too, so that z may be gone before dz is made: so it is with JAX 0.11.2, while the scheduler of 0.10.2
+makes dz first. In float32 the gradient at [1024, 4096] @ [4096, 256] needs 17 MiB of temporaries with the one and 33
+with the other, and 49 by plain autodiff.
 """
 
 from collections.abc import Callable, Sequence
