@@ -88,7 +88,7 @@ def training_batch(text: np.ndarray, config: Config, seed: int, step: int) -> np
 
 
 class JlnNorm(nnx.Module):
-    """LayerNorm through jln; `operators=jln.reference` computes the same in plain jnp."""
+    """LayerNorm through jln, fused with the Linear behind it; `operators=jln.reference` computes it in plain jnp."""
 
     def __init__(self, features: int, *, dtype: jnp.dtype, rngs: nnx.Rngs, operators: ModuleType = jln):
         del dtype, rngs  # jln returns its input's dtype, and ones and zeros need no randomness
@@ -99,16 +99,25 @@ class JlnNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.operators.layer_norm(x, self.scale[...], self.bias[...], epsilon=1e-6)
 
-    def add(self, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(norm(x + residual), x + residual), the sum made and normalised in one pass."""
-        return self.operators.add_layer_norm(x, residual, self.scale[...], self.bias[...], epsilon=1e-6)
+    def linear(self, x: jax.Array, linear: nnx.Linear) -> jax.Array:
+        """linear(norm(x)), keeping x alone for the backward pass; the product in x's dtype, as linear's."""
+        kernel = linear.kernel[...].astype(x.dtype)
+        norm = (self.scale[...], self.bias[...])
+        return self.operators.layer_norm_linear(x, *norm, kernel, linear.bias[...], epsilon=1e-6)
+
+
+class SeparateNorm(JlnNorm):
+    """jln's LayerNorm and a Linear by itself, which keeps the norm's result for its backward pass."""
+
+    def linear(self, x: jax.Array, linear: nnx.Linear) -> jax.Array:
+        return linear(self(x))
 
 
 class FlaxNorm(nnx.LayerNorm):
     """Flax's own LayerNorm with the same two methods."""
 
-    def add(self, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return self(x + residual), x + residual
+    def linear(self, x: jax.Array, linear: nnx.Linear) -> jax.Array:
+        return linear(self(x))
 
 
 ReferenceNorm = functools.partial(JlnNorm, operators=jln.reference)
@@ -116,10 +125,9 @@ NORMS = {"jln": JlnNorm, "flax": FlaxNorm}
 
 
 class Block(nnx.Module):
-    """A pre-norm block (attention, then an MLP) that leaves its last addition to the next norm.
+    """A pre-norm block (attention, then an MLP): each norm is one operator with the Linear that reads it.
 
-    What travels between blocks is the pair (delta, stream): the residual stream, and what the last layer wants added
-    to it. So each norm makes that addition in the pass in which it normalises, and no addition has a pass of its own.
+    The additions are left to XLA, which on a GPU makes them in the product before them.
     """
 
     def __init__(self, config: Config, norm, rngs: nnx.Rngs):
@@ -134,15 +142,11 @@ class Block(nnx.Module):
         self.mlp_down = linear(4 * config.width, config.width)
         self.heads = config.heads
 
-    def __call__(self, delta: jax.Array, stream: jax.Array) -> tuple[jax.Array, jax.Array]:  # each [B, T, C]
-        x, stream = self.attention_norm.add(delta, stream)
-        qkv = self.qkv(x).reshape(*x.shape[:2], 3, self.heads, -1)  # [B, T, 3, heads, D]
+    def __call__(self, x: jax.Array) -> jax.Array:  # [B, T, C] -> [B, T, C]
+        qkv = self.attention_norm.linear(x, self.qkv).reshape(*x.shape[:2], 3, self.heads, -1)  # [B, T, 3, heads, D]
         mixed = jax.nn.dot_product_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], is_causal=True)
-        delta = self.attention_out(mixed.reshape(x.shape))
-
-        x, stream = self.mlp_norm.add(delta, stream)
-        delta = self.mlp_down(jax.nn.gelu(self.mlp_up(x)))
-        return delta, stream
+        x = x + self.attention_out(mixed.reshape(x.shape))
+        return x + self.mlp_down(jax.nn.gelu(self.mlp_norm.linear(x, self.mlp_up)))
 
 
 class GPT(nnx.Module):
@@ -156,12 +160,10 @@ class GPT(nnx.Module):
         self.final_norm = norm(config.width, dtype=jnp.dtype(config.dtype), rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:  # [B, T] -> [B, T, 256]
-        delta = self.bytes(tokens)
-        stream = jnp.broadcast_to(self.positions(jnp.arange(tokens.shape[1])), delta.shape)
+        x = self.bytes(tokens) + self.positions(jnp.arange(tokens.shape[1]))
         for block in self.blocks:
-            delta, stream = block(delta, stream)
-        x = self.final_norm(delta + stream)  # nobody reads the stream after this, so it need not be written
-        return self.bytes.attend(x).astype(jnp.float32)
+            x = block(x)
+        return self.bytes.attend(self.final_norm(x)).astype(jnp.float32)
 
 
 def loss_fn(model: GPT, batch: jax.Array) -> jax.Array:
@@ -219,6 +221,18 @@ def gradients_agree(model: GPT, config: Config, batch: np.ndarray) -> bool:
         table.add_row(label, *row, "yes" if verdicts[-1] else "NO")
     console.print(table)
     return all(verdicts)
+
+
+def held_bytes(config: Config, norm, batch: np.ndarray) -> int:
+    """What one step's forward pass leaves for its backward pass, each array once and parameters aside."""
+    graph, parameters, rest = nnx.split(GPT(config, norm, nnx.Rngs(0)), nnx.Param, ...)
+
+    def left_by_forward(parameters):
+        return jax.tree.leaves(jax.vjp(lambda p: loss_fn(nnx.merge(graph, p, rest), batch), parameters)[1])
+
+    program = jax.make_jaxpr(left_by_forward)(parameters).jaxpr
+    held = {id(v): v.aval for v in program.outvars if v not in program.invars}
+    return sum(a.size * a.dtype.itemsize for a in held.values())
 
 
 @functools.partial(nnx.jit, static_argnames="count")
@@ -353,6 +367,8 @@ def main(
     if not gradients_agree(model, config, next_batch):
         console.print("jln's gradients disagree with the reference: not training")
         raise typer.Exit(1)
+    held = [held_bytes(config, norm, next_batch) / 2**20 for norm in (JlnNorm, SeparateNorm, FlaxNorm)]
+    console.print("held between forward and backward: {:.1f} MiB; {:.1f} unfused; {:.1f} by Flax".format(*held))
 
     train(model, optimizer, config, texts, manager, record, minutes)
     manager.close()  # waits until the last checkpoint is on disk

@@ -2,6 +2,15 @@
 
 from jln import reference
 from jln.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from jln.layer_norm_linear import layer_norm_linear, rms_norm_linear
 
-__all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "reference", "rms_norm"]
+__all__ = [
+    "add_layer_norm",
+    "add_rms_norm",
+    "layer_norm",
+    "layer_norm_linear",
+    "reference",
+    "rms_norm",
+    "rms_norm_linear",
+]
 __version__ = "0.1.0"

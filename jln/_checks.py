@@ -39,6 +39,12 @@ def shape(name: str, value: jax.Array | None, expected: tuple[int, ...], why: st
         raise ValueError(f"{name} must have shape {expected}, {why}; got {_described(value)}")
 
 
+def kernel(value: jax.Array, x: jax.Array) -> None:
+    if value.ndim < 2 or value.shape[0] != x.shape[-1]:
+        expected = f"({x.shape[-1]}, *features), its first axis as long as x's last, with one axis of features or more"
+        raise ValueError(f"kernel must have shape {expected}; got {_described(value)} for x {_described(x)}")
+
+
 def axes(axis: Any, x: jax.Array) -> tuple[int, ...]:
     """`axis` as a tuple of non-negative ints, in the order given."""
     if x.ndim == 0:
@@ -80,6 +86,15 @@ def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} must be a static bool; got {value!r}")
     return bool(value)
+
+
+def precision(value: Any) -> Any:
+    """As `jax.lax.dot_general` understands it where it is called, the default of the moment included; hashable."""
+    if value is None and jax.config.jax_default_matmul_precision is None:  # pyright: ignore[reportAttributeAccessIssue]
+        return None
+    one = jax.ShapeDtypeStruct((1,), "float32")
+    (product,) = jax.make_jaxpr(lambda a, b: jax.lax.dot(a, b, precision=value))(one, one).eqns
+    return product.params["precision"]
 
 
 def implementation(value: Any) -> str | None:

@@ -80,6 +80,51 @@ def _sum(x: jax.Array, residual: jax.Array) -> jax.Array:
     return x.astype(dtype) + residual.astype(dtype)
 
 
+def layer_norm_linear(
+    x: jax.Array,
+    scale: jax.Array | None,
+    offset: jax.Array | None,
+    kernel: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    epsilon: float = 1e-6,
+    zero_centered_scale: bool = False,
+    precision: jax.lax.PrecisionLike = None,
+) -> jax.Array:
+    """`layer_norm(x, scale, offset) @ kernel + bias`. As `jln.layer_norm_linear`."""
+    compute = jnp.promote_types(x.dtype, jnp.float32)
+    z = x.astype(compute)
+    z = z - jnp.mean(z, -1, keepdims=True)
+    z = _scaled(z, scale, offset, -1, epsilon, zero_centered_scale)
+    return _linear(z, jnp.promote_types(x.dtype, kernel.dtype), kernel, bias, precision)
+
+
+def rms_norm_linear(
+    x: jax.Array,
+    scale: jax.Array | None,
+    kernel: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    epsilon: float = 1e-6,
+    zero_centered_scale: bool = False,
+    precision: jax.lax.PrecisionLike = None,
+) -> jax.Array:
+    """`rms_norm(x, scale) @ kernel + bias`. As `jln.rms_norm_linear`."""
+    compute = jnp.promote_types(x.dtype, jnp.float32)
+    z = _scaled(x.astype(compute), scale, None, -1, epsilon, zero_centered_scale)
+    return _linear(z, jnp.promote_types(x.dtype, kernel.dtype), kernel, bias, precision)
+
+
+def _linear(z, dtype, kernel, bias, precision):
+    """Operands in `dtype`, the sum and the bias in the compute dtype, rounded once."""
+    compute = jnp.promote_types(dtype, jnp.float32)
+    z, kernel = z.astype(dtype), kernel.astype(dtype)
+    y = jnp.tensordot(z, kernel, 1, precision=precision, preferred_element_type=compute)
+    if bias is not None:
+        y = y + jnp.expand_dims(bias.astype(compute), range(y.ndim - bias.ndim))
+    return y.astype(dtype)
+
+
 def _scaled(z, scale, offset, axis, epsilon, zero_centered_scale):
     z = z * jax.lax.rsqrt(jnp.mean(z * z, axis, keepdims=True) + epsilon)
     if scale is not None:

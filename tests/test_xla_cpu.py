@@ -32,3 +32,24 @@ def test_gradient_of_layer_norm(shape, dtype, returns_y):
 def test_forward(shape):
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     assert temporaries(jln.layer_norm, x) <= 0.2 * MIB
+
+
+@pytest.mark.parametrize(
+    ("dtype", "parameter"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")]
+)
+# More rows than a row has elements, fewer, a square, many short rows, and a ragged few.
+@pytest.mark.parametrize(
+    ("m", "h", "n"), [(4096, 1024, 3072), (1024, 4096, 256), (1024, 1024, 1024), (16384, 256, 64), (333, 768, 1000)]
+)
+def test_gradient_of_layer_norm_linear(m, h, n, dtype, parameter):
+    """No more than plain autodiff needs; the loss reads y, as every loss does, so that forward ends before backward."""
+
+    def needed(operator):
+        def loss(*operands):
+            return jnp.sum(jnp.sin(operator(*operands)).astype("float32"))
+
+        x = jax.ShapeDtypeStruct((m, h), dtype)
+        parameters = (jax.ShapeDtypeStruct(shape, parameter) for shape in ((h,), (h,), (h, n), (n,)))
+        return temporaries(jax.value_and_grad(loss, range(5)), x, *parameters)
+
+    assert needed(jln.layer_norm_linear) <= needed(jln.reference.layer_norm_linear)

@@ -158,3 +158,98 @@ def assert_accurate(got, plain, true):
             f"{name}{list(map(int, worst))}: {a[worst]} for {t[worst]}, an error of {float(error[worst]):.3e}, "
             f"{float(excess[worst]):.3e} too much; plain jnp's largest is {float(plain_error):.3e}"
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearOperator:
+    """A norm and the Linear behind it."""
+
+    name: str
+    subtract_mean: bool
+
+    def __call__(self, x, scale, offset, kernel, bias, *, module=jln, **options):
+        operands = (x, scale, offset, kernel, bias) if self.subtract_mean else (x, scale, kernel, bias)
+        return getattr(module, self.name)(*operands, **options)
+
+
+LINEAR_OPERATORS = {
+    o.name: o
+    for o in (
+        LinearOperator("layer_norm_linear", subtract_mean=True),
+        LinearOperator("rms_norm_linear", subtract_mean=False),
+    )
+}
+
+
+def linear_arguments(operator: LinearOperator, rows, h, features, dtype, *, parameter_dtype=None):
+    """(x, scale, offset, kernel, bias); y is of the size of its bias."""
+    parameter_dtype = parameter_dtype or dtype
+    return (
+        normal(0, (*rows, h), dtype),
+        normal(1, (h,), parameter_dtype, 1.0),
+        normal(2, (h,), parameter_dtype) if operator.subtract_mean else None,
+        (normal(3, (h, *features), "float64") / np.sqrt(h)).astype(parameter_dtype),
+        normal(4, features, parameter_dtype),
+    )
+
+
+LINEAR_RESULTS = ("y", "dx", "dscale", "doffset", "dkernel", "dbias")
+
+
+def linear_value_and_gradients(function, operands, dy):
+    """y and every operand's gradient under `dy`: a dict from name to array."""
+
+    @jax.jit
+    def run(operands, dy):
+        y, pullback = jax.vjp(function, *operands)
+        return y, *pullback(dy)
+
+    return {k: np.asarray(a) for k, a in zip(LINEAR_RESULTS, run(operands, dy), strict=True) if a is not None}
+
+
+def linear_truth(operator: LinearOperator, operands, dy):
+    """As `truth`, for operands of x [M, H] and kernel [H, N]."""
+    x, scale, offset, kernel, bias = (None if a is None else np.asarray(a) for a in operands)
+    dtype = jnp.promote_types(x.dtype, kernel.dtype)
+    wide = np.longdouble if x.dtype == np.float64 else np.float64
+    eps = float(jnp.finfo(jnp.promote_types(dtype, jnp.float32)).eps)
+    v, k, d = x.astype(wide), kernel.astype(wide), np.asarray(dy).astype(wide)
+    s, b, c = (default if a is None else a.astype(wide) for a, default in ((scale, 1), (offset, 0), (bias, 0)))
+    rounding = eps * _largest(v)
+    if operator.subtract_mean:
+        v = v - v.mean(-1, keepdims=True)
+    rstd = 1 / np.sqrt((v * v).mean(-1, keepdims=True) + wide(EPSILON))
+    x_hat = v * rstd
+    rounding = rounding * rstd + eps * _largest(x_hat)
+    z = x_hat * s + b
+    z_rounding = rounding * np.max(np.abs(s)) + eps * _largest(z)
+    if dtype.itemsize < 4:  # an operand of the product
+        z_rounding = z_rounding + float(jnp.finfo(dtype).eps) * np.abs(z)
+    dz = d @ k.T
+    g = dz * s
+    c1 = g.mean(-1, keepdims=True) if operator.subtract_mean else 0
+    c2 = (g * x_hat).mean(-1, keepdims=True)
+    values = {
+        "y": z @ k + c,
+        "dx": rstd * (g - c1 - x_hat * c2),
+        "dscale": (dz * x_hat).sum(0),
+        "doffset": dz.sum(0),
+        "dkernel": z.T @ d,
+        "dbias": d.sum(0),
+    }
+    # Independent errors: each factor's own, and that of each addition, relative to a partial sum as large as the square
+    # root of the number of terms.
+    m, h, n = len(x), *k.shape
+    z_rounding, rounding = (np.broadcast_to(a, z.shape) for a in (z_rounding, rounding))
+    dz_square = n * eps**2 * (d**2 @ (k**2).T)
+    squares = {
+        "y": z_rounding**2 @ k**2 + h * eps**2 * (z**2 @ k**2) + (eps * values["y"]) ** 2 + (eps * c) ** 2,
+        "dscale": (dz_square * x_hat**2 + (dz * rounding) ** 2 + m * (eps * dz * x_hat) ** 2).sum(0),
+        "doffset": (dz_square + m * (eps * dz) ** 2).sum(0),
+        "dkernel": (z_rounding**2).T @ d**2 + m * eps**2 * ((z**2).T @ d**2),
+        "dbias": m * eps**2 * (d**2).sum(0),
+    }
+    roundings = {name: np.sqrt(a) for name, a in squares.items()}
+    g_rounding = np.sqrt(dz_square) * np.abs(s) + eps * _largest(g)
+    roundings["dx"] = rstd * (_largest(g_rounding) + rounding * (np.abs(c2) + _largest(g) * _largest(x_hat)))
+    return values, roundings

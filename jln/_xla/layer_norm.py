@@ -56,25 +56,25 @@ from jax.typing import DTypeLike
 _MANY_ROWS = 4096
 
 
-def _no_fence(operands: Any) -> Any:
+def no_fence(operands: Any) -> Any:
     return operands
 
 
 def _in_one_loop(x: Array, axis: int, fence: Callable) -> bool:
     """Whether every result computes its own statistics."""
     size = math.prod(x.shape)  # in an export with symbolic shapes not an int, and nothing is known
-    return fence is not _no_fence and isinstance(size, int) and size >= _MANY_ROWS * x.shape[axis]
+    return fence is not no_fence and isinstance(size, int) and size >= _MANY_ROWS * x.shape[axis]
 
 
-def _compute_dtype(dtype: DTypeLike) -> Any:
+def compute_dtype(dtype: DTypeLike) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def _common_batch(batch_dims: int, *operands: Array | None) -> tuple[int, ...]:
+def common_batch(batch_dims: int, *operands: Array | None) -> tuple[int, ...]:
     return jnp.broadcast_shapes(*(a.shape[:batch_dims] for a in operands if a is not None))
 
 
-def _with_batch(a: Array, batch: tuple[int, ...]) -> Array:
+def with_batch(a: Array, batch: tuple[int, ...]) -> Array:
     return jnp.broadcast_to(a, batch + a.shape[len(batch) :])
 
 
@@ -87,12 +87,20 @@ def _effective_scale(scale: Array | None, dtype: DTypeLike, zero_centered_scale:
 
 def _centered(x: Array, mean: Array | None) -> Array:
     """x - mean in the compute dtype."""
-    x = x.astype(_compute_dtype(x.dtype))
+    x = x.astype(compute_dtype(x.dtype))
     return x if mean is None else x - mean
 
 
+def scaled(
+    x: Array, scale: Array | None, offset: Array | None, mean: Array | None, rstd: Array, zero_centered_scale: bool
+) -> Array:
+    """Terms (3) and (4), in the compute dtype."""
+    y = _centered(x, mean) * rstd * _effective_scale(scale, rstd.dtype, zero_centered_scale)
+    return y if offset is None else y + offset.astype(rstd.dtype)
+
+
 def _statistics(
-    x: Array, axis: int, epsilon: float, subtract_mean: bool, fence: Callable = _no_fence
+    x: Array, axis: int, epsilon: float, subtract_mean: bool, fence: Callable = no_fence
 ) -> tuple[Array, Array | None, Array]:
     """Terms (1) and (2): -> (x, mean, rstd), each of them fenced."""
     mean = None
@@ -100,6 +108,30 @@ def _statistics(
         x, mean = fence((x, jnp.mean(_centered(x, None), axis, keepdims=True)))
     variance = jnp.mean(jnp.square(_centered(x, mean)), axis, keepdims=True)
     return fence((x, mean, lax.rsqrt(variance + epsilon)))
+
+
+def normalise(
+    x: Array,
+    scale: Array | None,
+    offset: Array | None,
+    *,
+    axis: int,
+    epsilon: float,
+    subtract_mean: bool,
+    zero_centered_scale: bool,
+    save_statistics: bool,
+    fence: Callable = no_fence,
+) -> tuple[Array, Array | None, Array | None]:
+    """Terms (1) to (4): -> (y, mean, rstd) in the compute dtype, the last two as in `forward`, without its batch."""
+    x, scale, offset = fence((x, scale, offset))
+    in_one_loop = _in_one_loop(x, axis, fence)
+    x, mean, rstd = _statistics(x, axis, epsilon, subtract_mean, no_fence if in_one_loop else fence)
+    y = scaled(x, scale, offset, mean, rstd, zero_centered_scale)
+    if not save_statistics:
+        mean = rstd = None
+    elif in_one_loop:  # a loop of their own, dropped where only a backward rule that recomputes them follows
+        _, mean, rstd = _statistics(fence(x), axis, epsilon, subtract_mean, fence)
+    return y, mean, rstd
 
 
 def forward(
@@ -114,7 +146,7 @@ def forward(
     zero_centered_scale: bool,
     batch_dims: int,
     save_statistics: bool,
-    fence: Callable = _no_fence,
+    fence: Callable = no_fence,
 ) -> tuple[Array, Array | None, Array | None, Array | None]:
     """Normalise `x` or, if there is one, `x + residual`: -> (y, total, mean, rstd).
 
@@ -124,28 +156,28 @@ def forward(
     without a residual. mean and rstd [*lead, 1, *inner] have the compute dtype and are None unless saved; mean also
     without `subtract_mean`.
     """
-    batch = _common_batch(batch_dims, x, residual, scale, offset)
+    batch = common_batch(batch_dims, x, residual, scale, offset)
     y_dtype, total = x.dtype, None
     if residual is not None:
         total_dtype = jnp.promote_types(x.dtype, residual.dtype)
-        dtype = _compute_dtype(total_dtype)
+        dtype = compute_dtype(total_dtype)
         total = (x.astype(dtype) + residual.astype(dtype)).astype(total_dtype)
         # On every platform, or XLA elides the rounding to 16 bits and norms the unrounded sum.
         x = total = lax.optimization_barrier(total)
 
-    x, scale, offset = fence((x, scale, offset))
-    in_one_loop = _in_one_loop(x, axis, fence)
-    x, mean, rstd = _statistics(x, axis, epsilon, subtract_mean, _no_fence if in_one_loop else fence)
-    y = _centered(x, mean) * rstd * _effective_scale(scale, rstd.dtype, zero_centered_scale)
-    if offset is not None:
-        y = y + offset.astype(rstd.dtype)
-    y = _with_batch(y, batch).astype(y_dtype)
-
-    if not save_statistics:
-        mean = rstd = None
-    elif in_one_loop:  # a loop of their own, dropped where only a backward rule that recomputes them follows
-        _, mean, rstd = _statistics(fence(x), axis, epsilon, subtract_mean, fence)
-    total, mean, rstd = (None if a is None else _with_batch(a, batch) for a in (total, mean, rstd))
+    y, mean, rstd = normalise(
+        x,
+        scale,
+        offset,
+        axis=axis,
+        epsilon=epsilon,
+        subtract_mean=subtract_mean,
+        zero_centered_scale=zero_centered_scale,
+        save_statistics=save_statistics,
+        fence=fence,
+    )
+    y = with_batch(y, batch).astype(y_dtype)
+    total, mean, rstd = (None if a is None else with_batch(a, batch) for a in (total, mean, rstd))
     return y, total, mean, rstd
 
 
@@ -163,7 +195,7 @@ def backward(
     zero_centered_scale: bool,
     batch_dims: int,
     doffset_dtype: DTypeLike | None,
-    fence: Callable = _no_fence,
+    fence: Callable = no_fence,
 ) -> tuple[Array, Array | None, Array | None]:
     """Terms (5) to (9): -> (dtotal_in, dscale, doffset).
 
@@ -174,8 +206,8 @@ def backward(
     dtotal_in [*lead, H, *inner], the cotangent of x and of residual, has total's dtype. dscale and doffset
     [1, ..., H, ..., 1] have scale's dtype and `doffset_dtype`, and are None without a scale and an offset.
     """
-    batch = _common_batch(batch_dims, dy, dtotal, total, scale, mean, rstd)
-    dtype = _compute_dtype(total.dtype)
+    batch = common_batch(batch_dims, dy, dtotal, total, scale, mean, rstd)
+    dtype = compute_dtype(total.dtype)
     rows = [i for i in range(batch_dims, total.ndim) if i != total.ndim + axis]
     sum_over_rows = partial(jnp.sum, axis=rows, keepdims=True)
     sum_over_h = partial(jnp.sum, axis=axis, keepdims=True)
@@ -192,12 +224,12 @@ def backward(
     dscale = doffset = None
     if doffset_dtype is not None:  # (5)
         dy, total = fence((dy, total))
-        doffset = _with_batch(sum_over_rows(dy.astype(dtype)), batch).astype(doffset_dtype)
+        doffset = with_batch(sum_over_rows(dy.astype(dtype)), batch).astype(doffset_dtype)
 
     if scale is not None:  # (6)
         dy, total, mean, rstd = fence((dy, total, mean, rstd))
         x_hat, _ = x_hat_and_rstd()
-        dscale = _with_batch(sum_over_rows(dy.astype(dtype) * x_hat), batch).astype(scale.dtype)
+        dscale = with_batch(sum_over_rows(dy.astype(dtype) * x_hat), batch).astype(scale.dtype)
 
     dy, total, mean, rstd, scale = fence((dy, total, mean, rstd, scale))
     x_hat, r = x_hat_and_rstd()
@@ -210,7 +242,7 @@ def backward(
     dx = r * dx  # (9)
     if dtotal is not None:
         dx = dx + dtotal.astype(dtype)
-    return _with_batch(dx, batch).astype(total.dtype), dscale, doffset
+    return with_batch(dx, batch).astype(total.dtype), dscale, doffset
 
 
 forward_cpu = partial(forward, fence=lax.optimization_barrier)

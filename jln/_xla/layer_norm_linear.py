@@ -1,0 +1,178 @@
+"""LayerNorm and a Linear behind it in plain jnp, forward and backward derived by hand.
+
+Rows are indexed by m, the H elements of a row by h, the N results by n. x_hat, s, mean and rstd are those of
+`jln._xla.layer_norm`, whose terms (1) to (9) are cited here; K is the kernel, b the offset (0 when absent).
+
+Forward:
+
+    (10) z_mh = x_hat_mh * s_h + b_h                        rounded to the dtype of the product's operands
+    (11) y_mn = sum_h z_mh * K_hn + bias_n
+
+Backward. (11) is linear in each of its parts:
+
+    (12) dbias_n   = sum_m dy_mn
+    (13) dkernel_hn = sum_m z_mh * dy_mn
+    (14) dz_mh     = sum_n dy_mn * K_hn
+
+dz is what (5) to (9) call dy, so with it
+
+    (15) doffset_h = sum_m dz_mh = sum_n K_hn * dbias_n     (5), the sums exchanged
+    (16) dscale_h  = sum_m dz_mh * x_hat_mh                 (6)
+    (17) g  = dz * s,  dx = rstd * (g - c1 - x_hat * c2)    (7) to (9)
+
+Nothing of the size of x is kept between forward and backward but x: (13) makes z again.
+
+Other forms of these terms, with G = x_hat^T dy [H, N]; what is said of their errors comes from simulating bfloat16 and
+float16 operands with float32 sums:
+
+- (13) as s * G + b * dbias is as good, if G is in float32. It saves nothing here, where z costs what x_hat costs.
+- (15) by the second form reads K and a vector, not dz, and is as good as the direct sum or better.
+- (16) as sum_n K * G is 380 times worse where one column of x is near 1000, as in real transformers: not used.
+- (17) with c1_m = (1/H) sum_n dy_mn * (s^T K)_n is safe if s^T K is in float32, and with c2 from y, as
+  (1/H) sum_n dy_mn * (y - bias - b^T K)_mn, is 81 times worse at a bias of 1000, for what is left of y has lost its
+  digits. Both would save a pass over dz, which XLA's dot writes and dx reads in any case: the direct sums are used.
+- dz in 16 bits underflows for small dy in float16: it stays in the compute dtype.
+
+Layout, for every function here: x [*batch, *lead, H]; scale, offset [*batch, H]; kernel [*batch, H, N]; bias
+[*batch, N]; y, dy [*batch, *lead, N]; mean, rstd [*batch, *lead, 1]. The `batch_dims` axes of `batch` are vmap's: on
+them any operand may have size 1 instead of the batch's, results always have the batch's, and parameter gradients are
+not summed over them. No operand is written out over them: einsum drops axes of size 1 that the other side has longer.
+
+Dtypes: the products' operands are in promote_types(x.dtype, kernel.dtype), the dtype of y, and their sums in the
+compute dtype, float32 or for float64 float64.
+
+Why the `_cpu` rules put fences around their operands: see `jln._xla.layer_norm`. Here one stands between the two halves
+of the backward too, so that z may be gone before dz is made: so it is with JAX 0.11.2, while the scheduler of 0.10.2
+makes dz first. In float32 the gradient at [1024, 4096] @ [4096, 256] needs 17 MiB of temporaries with the one and 33
+with the other, and 49 by plain autodiff.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from jln._xla import layer_norm as norm
+
+
+def _like_rows(parameter: Array, ndim: int, batch_dims: int) -> Array:
+    """A parameter [*batch, H] of the rank of x."""
+    return jnp.expand_dims(parameter, range(batch_dims, ndim - parameter.ndim + batch_dims))
+
+
+def _product(
+    a: Array, a_axes: Sequence[int], b: Array, b_axes: Sequence[int], axes: Sequence[int], precision: Any
+) -> Array:
+    """The sum over the axes that are not in `axes`, in the compute dtype; axes are named by numbers."""
+    dtype = norm.compute_dtype(a.dtype)
+    return jnp.einsum(a, a_axes, b, b_axes, axes, precision=precision, preferred_element_type=dtype)
+
+
+def forward(
+    x: Array,
+    scale: Array | None,
+    offset: Array | None,
+    kernel: Array,
+    bias: Array | None,
+    *,
+    epsilon: float,
+    subtract_mean: bool,
+    zero_centered_scale: bool,
+    precision: Any,
+    batch_dims: int,
+    save_statistics: bool,
+    fence: Callable = norm.no_fence,
+) -> tuple[Array, Array | None, Array | None]:
+    """Terms (10) and (11): -> (y, mean, rstd).
+
+    y has the promoted dtype of x and kernel. mean and rstd have the compute dtype of x and are None unless saved; mean
+    also without `subtract_mean`.
+    """
+    batch = norm.common_batch(batch_dims, x, scale, offset, kernel, bias)
+    dtype = jnp.promote_types(x.dtype, kernel.dtype)
+    *rows, h, n = range(x.ndim + 1)
+    scale, offset = (None if a is None else _like_rows(a, x.ndim, batch_dims) for a in (scale, offset))
+    z, mean, rstd = norm.normalise(
+        x,
+        scale,
+        offset,
+        axis=-1,
+        epsilon=epsilon,
+        subtract_mean=subtract_mean,
+        zero_centered_scale=zero_centered_scale,
+        save_statistics=save_statistics,
+        fence=fence,
+    )
+    y = _product(z.astype(dtype), [*rows, h], kernel.astype(dtype), [*rows[:batch_dims], h, n], [*rows, n], precision)
+    if bias is not None:
+        y = y + _like_rows(bias.astype(y.dtype), x.ndim, batch_dims)
+    mean, rstd = (None if a is None else norm.with_batch(a, batch) for a in (mean, rstd))
+    return norm.with_batch(y, batch).astype(dtype), mean, rstd
+
+
+def backward(
+    dy: Array,
+    x: Array,
+    scale: Array | None,
+    offset: Array | None,
+    kernel: Array,
+    mean: Array | None,
+    rstd: Array,
+    *,
+    epsilon: float,
+    subtract_mean: bool,
+    zero_centered_scale: bool,
+    precision: Any,
+    batch_dims: int,
+    dbias_dtype: DTypeLike | None,
+    fence: Callable = norm.no_fence,
+) -> tuple[Array | None, ...]:
+    """Terms (12) to (17): -> (dx, dscale, doffset, dkernel, dbias).
+
+    mean and rstd as saved; `dbias_dtype` None for no bias. Each result has the dtype of what it is the gradient of, and
+    is None where that is absent.
+    """
+    batch = norm.common_batch(batch_dims, dy, x, scale, offset, kernel, mean, rstd)
+    dtype = jnp.promote_types(x.dtype, kernel.dtype)
+    *rows, h, n = range(x.ndim + 1)
+    in_batch, lead = rows[:batch_dims], rows[batch_dims:]
+    row_scale, row_offset = (None if a is None else _like_rows(a, x.ndim, batch_dims) for a in (scale, offset))
+
+    dbias = doffset = None
+    if offset is not None or dbias_dtype is not None:  # (12)
+        dbias = jnp.sum(dy.astype(norm.compute_dtype(dtype)), axis=lead)
+    if offset is not None and dbias is not None:  # (15)
+        doffset = jnp.sum(kernel.astype(dbias.dtype) * jnp.expand_dims(dbias, -2), axis=-1).astype(offset.dtype)
+    dbias = None if dbias_dtype is None or dbias is None else dbias.astype(dbias_dtype)
+
+    dy, x, mean, rstd = fence((dy, x, mean, rstd))
+    z = norm.scaled(x, row_scale, row_offset, mean, rstd, zero_centered_scale).astype(dtype)
+    dkernel = _product(z, [*rows, h], dy, [*rows, n], [*in_batch, h, n], precision).astype(kernel.dtype)  # (13)
+
+    dy, x, mean, rstd, dkernel = fence((dy, x, mean, rstd, dkernel))
+    dz = _product(dy, [*rows, n], kernel.astype(dtype), [*in_batch, h, n], [*rows, h], precision)  # (14)
+    dx, dscale, _ = norm.backward(  # (16) and (17)
+        dz,
+        None,
+        x,
+        row_scale,
+        mean,
+        rstd,
+        axis=-1,
+        epsilon=epsilon,
+        subtract_mean=subtract_mean,
+        zero_centered_scale=zero_centered_scale,
+        batch_dims=batch_dims,
+        doffset_dtype=None,
+        fence=fence,
+    )
+    dscale = None if dscale is None else jnp.squeeze(dscale, lead)
+    gradients = (dx, dscale, doffset, dkernel, dbias)
+    return tuple(None if a is None else norm.with_batch(a, batch) for a in gradients)
+
+
+forward_cpu = partial(forward, fence=lax.optimization_barrier)
+backward_cpu = partial(backward, fence=lax.optimization_barrier)

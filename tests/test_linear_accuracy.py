@@ -1,0 +1,159 @@
+"""Every result of the fused operators against float64 (float64's own against longdouble), for both implementations."""
+
+import functools
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jln
+import workbench
+from workbench import LINEAR_OPERATORS
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+# 1, 7: narrower than any tile of a product. 16: its least. 64, 128, 256: the fused kernels' tiles. 1000: ragged, and
+# more than they take.
+FEATURES = (1, 7, 16, 64, 128, 256, 1000)
+# 8: less than a tile. 100, 768: ragged for tiles of a power of two. 4096: many tiles.
+WIDTHS = (8, 100, 768, 1024, 4096)
+# 333: several tiles of rows, the last one ragged.
+ROWS = (1, 16, 333)
+OPTIONAL = ("scale", "offset", "bias")
+
+# Every number of features, every width, every number of rows, and the corners where tiles are ragged twice.
+SIZES = (
+    *((16, 100, n) for n in FEATURES),
+    *((16, h, 64) for h in WIDTHS if h != 100),
+    (1, 8, 1),
+    (1, 768, 1000),
+    (1, 4096, 128),
+    (333, 8, 7),
+    (333, 100, 256),
+    (333, 768, 16),
+)
+
+
+def check(operator, operands, implementation, dy=None, **options):
+    options["epsilon"] = workbench.EPSILON
+    ours = functools.partial(operator, implementation=implementation, **options)
+    plain = functools.partial(operator, module=jln.reference, **options)
+    x, _, _, kernel, _ = operands
+    if dy is None:
+        dy = workbench.normal(5, (len(x), kernel.shape[1]), jnp.promote_types(x.dtype, kernel.dtype))
+    got = workbench.linear_value_and_gradients(ours, operands, dy)
+    true = workbench.linear_truth(operator, operands, dy)
+    workbench.assert_accurate(got, workbench.linear_value_and_gradients(plain, operands, dy), true)
+
+
+def without(operands, absent):
+    named = dict(zip(("x", "scale", "offset", "kernel", "bias"), operands, strict=True))
+    return tuple(None if name in absent else a for name, a in named.items())
+
+
+# Neighbours in SIZES have the other two dtypes: a case compiles two programs. CI runs the full product.
+@pytest.mark.parametrize(("m", "h", "n", "dtype"), [(*s, d) for i, s in enumerate(SIZES) for d in DTYPES[i % 2 :: 2]])
+def test_sizes(m, h, n, dtype, implementation):
+    operator = LINEAR_OPERATORS["layer_norm_linear"]
+    check(operator, workbench.linear_arguments(operator, (m,), h, (n,), dtype), implementation)
+
+
+# The other strategy has the other number of features.
+@pytest.mark.parametrize("n", [64, 1000])
+@pytest.mark.parametrize("absent", list(itertools.chain(*(itertools.combinations(OPTIONAL, k) for k in range(4)))))
+@pytest.mark.parametrize("name", LINEAR_OPERATORS)
+def test_optional_arguments(name, absent, n, implementation):
+    operator = LINEAR_OPERATORS[name]
+    if not operator.subtract_mean and "offset" in absent:
+        pytest.skip("has none")
+    operands = workbench.linear_arguments(operator, (17,), 100, (n,), "bfloat16")
+    check(operator, without(operands, absent), implementation)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", FEATURES)
+@pytest.mark.parametrize("h", WIDTHS)
+@pytest.mark.parametrize("m", ROWS)
+def test_every_size(m, h, n, dtype, implementation):
+    """The full product; each size lacks another of the optional arguments, or none."""
+    absent = (*OPTIONAL, None)[(m + h + n + DTYPES.index(dtype)) % 4]
+    operator = LINEAR_OPERATORS["layer_norm_linear"]
+    operands = workbench.linear_arguments(operator, (m,), h, (n,), dtype)
+    check(operator, without(operands, (absent,)), implementation)
+
+
+def with_large_bias(x, scale, offset, kernel, bias, dy):
+    """c2 from a rounded y would have lost its digits."""
+    return (x, scale, offset, kernel, bias + 1000), dy
+
+
+def with_large_offset(x, scale, offset, kernel, bias, dy):
+    return (x, scale, offset + 10, kernel, bias), dy
+
+
+def with_an_outlier_channel(x, scale, offset, kernel, bias, dy):
+    """As real transformers have: dscale as sum_n kernel*G would have lost its digits."""
+    return (x.at[:, 3].add(1000), scale, offset, kernel, bias), dy
+
+
+def with_a_large_mean(x, scale, offset, kernel, bias, dy):
+    """E[x^2] - E[x]^2 would leave nothing of the variance."""
+    return (x + 100, scale, offset, kernel, bias), dy
+
+
+def with_a_small_cotangent(x, scale, offset, kernel, bias, dy):
+    return (x, scale, offset, kernel, bias), dy * 1e-6
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3])
+@pytest.mark.parametrize(("m", "h", "n"), [(37, 100, 64), (16, 768, 1000)])  # one of each strategy
+@pytest.mark.parametrize(
+    "data",
+    [with_large_bias, with_large_offset, with_an_outlier_channel, with_a_large_mean, with_a_small_cotangent],
+)
+def test_nasty_data(data, m, h, n, dtype, implementation):
+    operator = LINEAR_OPERATORS["layer_norm_linear"]
+    operands = workbench.linear_arguments(operator, (m,), h, (n,), dtype)
+    operands, dy = data(*operands, workbench.normal(5, (m, n), dtype))
+    check(operator, [a.astype(dtype) for a in operands], implementation, dy=dy.astype(dtype))
+
+
+@pytest.mark.parametrize("n", [7, 600])
+def test_dz_does_not_underflow(n, implementation):
+    """dz of 1e-7 has a bit or two in float16; dx, 100 times as large for a spread of 0.01, has eight. Plain jnp rounds
+    dz, so the rule above does not see it.
+    """
+    operator = LINEAR_OPERATORS["layer_norm_linear"]
+    x, scale, offset, kernel, bias = workbench.linear_arguments(operator, (16,), 768, (n,), "float16")
+    operands = (x * 0.01, scale, offset, (kernel / np.sqrt(n)).astype("float16"), bias)
+    dy = (workbench.normal(5, (16, n), "float64") * 1e-6).astype("float16")
+    ours = functools.partial(operator, implementation=implementation, epsilon=workbench.EPSILON)
+    got = workbench.linear_value_and_gradients(ours, operands, dy)
+    values, _ = workbench.linear_truth(operator, operands, dy)
+    error = got["dx"].astype("float64") - values["dx"]
+    assert np.linalg.norm(error) <= 2**-6 * np.linalg.norm(values["dx"])
+
+
+@pytest.mark.parametrize(
+    ("x", "parameter"),
+    [
+        ("bfloat16", "float32"),  # the usual mixed precision: y in float32
+        ("float32", "bfloat16"),
+        ("float16", "bfloat16"),  # promoted to float32
+        ("float64", "float32"),
+        ("float32", "float64"),
+    ],
+)
+@pytest.mark.parametrize("n", [64, 600])
+def test_mixed_dtypes(n, x, parameter, implementation):
+    operator = LINEAR_OPERATORS["layer_norm_linear"]
+    operands = workbench.linear_arguments(operator, (33,), 100, (n,), x, parameter_dtype=parameter)
+    check(operator, operands, implementation)
+
+
+def test_parameters_of_several_dtypes(implementation):
+    operator = LINEAR_OPERATORS["layer_norm_linear"]
+    operands = workbench.linear_arguments(operator, (33,), 100, (64,), "bfloat16")
+    dtypes = ("bfloat16", "float32", "float16", "bfloat16", "float32")
+    check(operator, [a.astype(d) for a, d in zip(operands, dtypes, strict=True)], implementation)

@@ -1,0 +1,224 @@
+"""The fused operators under JAX's transformations, each against the reference under the same ones, in float64."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+import jln
+import workbench
+from workbench import LINEAR_OPERATORS
+
+CLOSE = {"rtol": 1e-11, "atol": 1e-11}
+OPERATOR = LINEAR_OPERATORS["layer_norm_linear"]
+
+
+def arguments(operator=OPERATOR, rows=(4,), features=(6,)):
+    return workbench.linear_arguments(operator, rows, 9, features, "float64")
+
+
+def both(transformed, implementation, operator=OPERATOR):
+    """`transformed(function)`, for our operator and for the reference."""
+    ours = transformed(lambda *a: operator(*a, implementation=implementation))
+    reference = transformed(lambda *a: operator(*a, module=jln.reference))
+    chex.assert_trees_all_equal_shapes_and_dtypes(ours, reference)
+    chex.assert_trees_all_close(ours, reference, **CLOSE)
+
+
+def loss(function):
+    """A loss whose gradient is nowhere zero."""
+    return lambda *operands: jnp.sum(jnp.sin(function(*operands)))
+
+
+def present(operands):
+    return tuple(i for i, a in enumerate(operands) if a is not None)
+
+
+# One axis of x; three, and as many of features.
+@pytest.mark.parametrize(("rows", "features"), [((), (6,)), ((2, 1, 3), (2, 3, 2))], ids=str)
+@pytest.mark.parametrize("name", LINEAR_OPERATORS)
+def test_jit_and_value_and_grad(name, rows, features, implementation):
+    operator = LINEAR_OPERATORS[name]
+    operands = arguments(operator, rows, features)
+    both(lambda f: jax.jit(jax.value_and_grad(loss(f), present(operands)))(*operands), implementation, operator)
+
+
+def test_zero_centered_scale(implementation):
+    operands = arguments()
+    both(
+        lambda f: jax.grad(loss(f), range(5))(*operands),
+        implementation,
+        lambda *a, **options: OPERATOR(*a, zero_centered_scale=True, epsilon=1e-3, **options),
+    )
+
+
+# Which of (x, scale, offset, kernel, bias) have an axis of examples, and where.
+IN_AXES = [
+    (0, None, None, None, None),
+    (1, None, None, None, None),
+    (None, None, None, 0, None),  # an ensemble of kernels over one x
+    (None, 0, None, 1, None),
+    (None, None, 0, None, 0),
+    (0, None, None, 2, 1),
+    (1, 1, 0, 1, 0),
+]
+
+
+def batched(in_axes, examples=3):
+    operands = arguments()
+    return tuple(
+        a if i is None else jnp.stack([a * (1 + k / 7) for k in range(examples)], axis=i)
+        for a, i in zip(operands, in_axes, strict=True)
+    )
+
+
+@pytest.mark.parametrize("in_axes", IN_AXES, ids=str)
+def test_vmap_of_value_and_grad(in_axes, implementation):
+    operands = batched(in_axes)
+    both(lambda f: jax.vmap(jax.value_and_grad(loss(f), range(5)), in_axes)(*operands), implementation)
+
+
+@pytest.mark.parametrize("in_axes", IN_AXES, ids=str)
+def test_grad_of_vmap(in_axes, implementation):
+    operands = batched(in_axes)
+
+    def total(f):
+        return lambda *a: jnp.sum(jax.vmap(loss(f), in_axes)(*a))
+
+    both(lambda f: jax.grad(total(f), range(5))(*operands), implementation)
+
+
+def test_nested_vmap_over_different_arguments(implementation):
+    """The inner axis on the kernel, the outer on x: neither has both."""
+    x, scale, offset, kernel, bias = arguments()
+    kernels, xs = jnp.stack([kernel, 2 * kernel]), jnp.stack([x, x + 1, x**2])
+
+    def transformed(f):
+        inner = jax.vmap(jax.grad(loss(f), range(5)), (None, None, None, 0, None))
+        return jax.vmap(inner, (0, None, None, None, None))(xs, scale, offset, kernels, bias)
+
+    both(transformed, implementation)
+
+
+def test_no_operand_is_written_out_over_a_batch():
+    """vmap over x alone is a longer x: one product, without a copy of the kernel for every example."""
+    x, *parameters = workbench.linear_arguments(OPERATOR, (64, 8), 32, (16,), "float32")
+    function = jax.vmap(lambda x: jln.layer_norm_linear(x, *parameters, implementation="xla"))
+    text = jax.jit(function).lower(x).as_text()
+    assert text.count("dot_general") == 1 and "64x32x16" not in text
+
+
+def test_remat(implementation):
+    operands = arguments(features=(9,))
+
+    def twice(f):
+        def body(x, *others):
+            return f(f(jnp.sin(x), *others), *others)
+
+        return jax.grad(lambda *a: jnp.sum(jnp.sin(jax.checkpoint(body)(*a))), range(5))(*operands)
+
+    both(twice, implementation)
+
+
+def test_scan_over_layers(implementation):
+    x, scale, offset, kernel, bias = arguments(features=(9,))
+    kernels = jnp.stack([kernel, kernel + 1, kernel * 2])
+
+    def transformed(f):
+        def network(x, kernels):
+            def layer(x, kernel):
+                return x + f(x, scale, offset, kernel, bias), None
+
+            return jnp.sum(jnp.sin(jax.lax.scan(layer, x, kernels)[0]))
+
+        return jax.jit(jax.grad(network, (0, 1)))(x, kernels)
+
+    both(transformed, implementation)
+
+
+@pytest.mark.parametrize("name", LINEAR_OPERATORS)
+def test_second_order(name, implementation):
+    """Forward over reverse, and reverse over reverse."""
+    operator = LINEAR_OPERATORS[name]
+    operands = arguments(operator)
+    given = present(operands)
+    directions = tuple(None if a is None else workbench.normal(9, a.shape, "float64") for a in operands)
+
+    def forward_over_reverse(f):
+        return jax.jvp(lambda *a: jax.grad(loss(f), given)(*a), operands, directions)
+
+    def reverse_over_reverse(f):
+        def along(*a):
+            return sum(jnp.vdot(g, directions[i]) for g, i in zip(jax.grad(loss(f), given)(*a), given, strict=True))
+
+        return jax.grad(along, given)(*operands)
+
+    both(forward_over_reverse, implementation, operator)
+    both(reverse_over_reverse, implementation, operator)
+
+
+@pytest.mark.parametrize("name", LINEAR_OPERATORS)
+def test_central_differences(name):
+    """Rung 1: the hand-derived rules, to second order."""
+    operator = LINEAR_OPERATORS[name]
+    operands = workbench.linear_arguments(operator, (3,), 5, (4,), "float64")
+    given = present(operands)
+
+    def function(*some):
+        complete = list(operands)
+        for i, a in zip(given, some, strict=True):
+            complete[i] = a
+        return operator(*complete)
+
+    check_grads(function, [operands[i] for i in given], order=2, modes=["rev"])
+
+
+def test_eager_and_disabled_jit(implementation):
+    operands = arguments()
+    eager = OPERATOR(*operands, implementation=implementation)
+    with jax.disable_jit():
+        disabled = OPERATOR(*operands, implementation=implementation)
+    chex.assert_trees_all_close(eager, disabled, **CLOSE)
+
+
+@pytest.mark.parametrize("features", [(24,), (2, 12)])
+def test_only_x_is_kept_of_its_size(features, implementation):
+    """Between forward and backward: x, the parameters as they are, mean and rstd; no z, no y, no bias."""
+    operands = workbench.linear_arguments(OPERATOR, (64,), 32, features, "bfloat16", parameter_dtype="float32")
+    _, pullback = jax.vjp(lambda *a: OPERATOR(*a, implementation=implementation), *operands)
+    held = sorted((a.dtype.name, a.shape) for a in jax.tree.leaves(pullback))
+    parameters = [("float32", (32,)), ("float32", (32,)), ("float32", (32, *features))]
+    statistics = [("float32", (64, 1)), ("float32", (64, 1))]
+    assert held == sorted([("bfloat16", (64, 32)), *parameters, *statistics])
+
+
+@pytest.mark.parametrize("precision", ["highest", ("high", "default"), jax.lax.Precision.HIGH, "BF16_BF16_F32", None])
+def test_precision_is_that_of_every_product(precision):
+    """Of the forward's, of the backward's two, and of none other."""
+    x, *parameters = (jnp.asarray(a, "float32") for a in arguments())
+
+    def step(f, *operands):
+        y, pullback = jax.vjp(lambda *a: f(*a, precision=precision), *operands)
+        return pullback(y)
+
+    def asked(f):
+        text = jax.jit(lambda *a: step(f, *a)).trace(x, *parameters).lower(lowering_platforms=("cuda",)).as_text()
+        return sorted(line.split(", precision")[-1].split(" :")[0] for line in text.splitlines() if "dot_gen" in line)
+
+    ours = asked(lambda *a, **o: jln.layer_norm_linear(*a, implementation="xla", **o))
+    assert len(ours) == 3 and ours == asked(jln.reference.layer_norm_linear)
+
+
+def test_precision_may_be_the_default_of_the_moment():
+    x, *parameters = (jnp.asarray(a, "float32") for a in arguments())
+    with jax.default_matmul_precision("highest"):
+        text = str(jax.make_jaxpr(jln.layer_norm_linear)(x, *parameters))
+    assert "HIGHEST" in text
+
+
+def test_numpy_arrays_are_accepted(implementation):
+    operands = [np.asarray(a) for a in arguments()]
+    y = OPERATOR(*operands, implementation=implementation)
+    chex.assert_trees_all_close(y, OPERATOR(*arguments(), module=jln.reference), **CLOSE)
