@@ -162,9 +162,11 @@ class BackwardPlan:
     sums: Tile | None
 
 
-def backward_plan(h: int, inner: int, itemsize: int) -> BackwardPlan:
+def backward_plan(h: int, inner: int, itemsize: int, *, wants_y: bool = False) -> BackwardPlan:
     """Whole rows in registers while 16 warps can hold them; rows twice as wide shared by four programs; beyond that a
     pass for the row sums, then programs that own a few columns of all rows.
+
+    wants_y: whether `backward_kernel` writes the norm's output too.
     """
     columns = next_power_of_2(h)
     per_thread = _per_thread(BACKWARD_ELEMENTS, h, inner, itemsize)
@@ -179,6 +181,11 @@ def backward_plan(h: int, inner: int, itemsize: int) -> BackwardPlan:
         whole = rows * columns <= limit // 2 and (rows * itemsize >= 32 or rows >= inner)
     if whole:
         crowded = inner > 1 or (not aligned and itemsize < 8)
+        if wants_y and not crowded and itemsize < 8:
+            # One program of 16 warps an SM where there would be four of 4, for a quarter of the partial sums: 2 MB and
+            # not 9 in the 725 that (16384, 1024, 3072) in bfloat16 may move. Twice that tile in float32 would not fit
+            # the 99 KB of sm_89.
+            rows = max(rows, 16384 // itemsize // columns)
         tile = _tile(rows, columns, per_thread // 2 if crowded else per_thread, stages)
         # 16 warps an SM hide the latency; more than 4 programs an SM would pay for it in partial sums.
         return BackwardPlan(dataclasses.replace(tile, programs_per_sm=max(1, min(4, 16 // tile.warps))), None)
@@ -190,6 +197,19 @@ def backward_plan(h: int, inner: int, itemsize: int) -> BackwardPlan:
     rows = _side_by_side(1, inner, itemsize, limit)
     tile = _tile(rows, 1024 // rows, per_thread // 4, stages, programs_per_sm=4)
     return BackwardPlan(tile, _tile(rows, 1024 // rows, per_thread // 2))
+
+
+def column_sums_tile(columns: int, itemsize: int, chip: Chip) -> Tile | None:
+    """The tile with which `reduce_kernel` adds up the rows of a whole [M, columns] array, one sector or two of each
+    row a program; None where that leaves more than a third of the chip idle, and XLA's two passes are better.
+
+    XLA writes out partial sums, 3 and 6 MB of the 725 and 1720 that DESIGN's table allows. 32 KB in flight a program
+    (3 to 4 MB on an H200) cover the latency of its memory.
+    """
+    width = 64 // itemsize
+    if itemsize == 8 or columns % width or 3 * (columns // width) < 2 * chip.sms:
+        return None
+    return Tile(512, width, 16)
 
 
 def reduce_tile(h: int) -> Tile:
