@@ -215,3 +215,45 @@ def column_sums_tile(columns: int, itemsize: int, chip: Chip) -> Tile | None:
 def reduce_tile(h: int) -> Tile:
     """The tile of `reduce_kernel`: 32 columns a program, so that there is a program for most SMs."""
     return Tile(32, min(32, next_power_of_2(h)), 4)
+
+
+# The widest product whose accumulator (64 rows of it, float32) one program can hold beside a tile of x.
+FUSED_FEATURES = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearPlan:
+    """The tiles of the fused LayerNorm+Linear kernels; `features` is the power of 2 that holds all N.
+
+    None for a direction means the composed strategy: norm kernels around XLA's products.
+    """
+
+    features: int
+    forward: Tile | None
+    row_sums: Tile | None
+    backward: Tile | None
+    parameters: Tile | None
+
+
+COMPOSED = LinearPlan(0, None, None, None, None)
+
+
+def linear_plan(h: int, n: int, product_dtype: str, chip: Chip) -> LinearPlan:
+    """Which strategy each direction of LayerNorm+Linear takes, for every number of rows alike.
+
+    Fused where N is small: the products are then cheap, and what counts is how often [M, H] crosses the memory bus
+    (3 times for x and once for dx, where the composed strategy has 10 crossings). Only 16-bit operands, which tensor
+    cores multiply as XLA would: for float32 the `precision` asked for, and for float64 everything, is XLA's business.
+    """
+    if n > FUSED_FEATURES or product_dtype not in ("bfloat16", "float16"):
+        return COMPOSED
+    features = max(16, next_power_of_2(n))
+    warps = 4 if features <= 64 else 8
+    # Below 64 rows or columns a product falls back from wgmma to mma.
+    return LinearPlan(
+        features,
+        forward=Tile(64, 64, warps, stages=3),
+        row_sums=Tile(64, 64, warps, stages=3),
+        backward=Tile(64, 64, warps, stages=2),
+        parameters=Tile(32, 32, 4 if features <= 64 else 8),
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jax.typing import DTypeLike
 from jln._triton import config
 from jln._triton import layer_norm as norm
 from jln._triton import layer_norm_kernels as norm_kernels
+from jln._triton import layer_norm_linear_kernels as kernels
 from jln._triton.launch import launch
 
 
@@ -46,6 +48,12 @@ def forward(
             None if p is None else p.reshape(p.shape[batch_dims:]) for p in (scale, offset, kernel, bias)
         )
         batch_dims = 0
+    plan = config.linear_plan(x.shape[-1], kernel.shape[-1], _product_dtype(x, kernel).name, chip)
+    if plan.forward is not None and batch_dims == 0:
+        y, mean, rstd = _fused_forward(
+            x, scale, offset, kernel, bias, plan, epsilon, subtract_mean, zero_centered_scale, save_statistics, chip
+        )
+        return y, mean, rstd
     z, _, mean, rstd = norm.forward(
         x,
         None,
@@ -90,6 +98,11 @@ def backward(
     del epsilon  # it is in rstd
     batch = _common_batch(batch_dims, dy, x, scale, offset, kernel)
     dtype = _product_dtype(x, kernel)
+    plan = config.linear_plan(x.shape[-1], kernel.shape[-1], dtype.name, chip)
+    if plan.backward is not None and batch_dims == 0:
+        return _fused_backward(
+            dy, x, scale, offset, kernel, mean, rstd, plan, subtract_mean, zero_centered_scale, dbias_dtype, chip
+        )
     accumulator = jnp.promote_types(dtype, jnp.float32)
     dy_rows = _rows(dy, batch_dims).astype(dtype)
     # dz goes through memory. bfloat16 only rounds it there; in float16 what is under 6e-8 would vanish.
@@ -120,6 +133,112 @@ def backward(
     dbias = None if dbias_dtype is None else _column_sums(dy_rows, dbias_dtype, chip)
     dscale, doffset = (None if a is None else a.reshape(*a.shape[:batch_dims], -1) for a in (dscale, doffset))
     return tuple(None if a is None else _with_batch(a, batch) for a in (dx, dscale, doffset, dkernel, dbias))
+
+
+def _fused_forward(
+    x, scale, offset, kernel, bias, plan, epsilon, subtract_mean, zero_centered_scale, save_statistics, chip
+) -> tuple[jax.Array | None, ...]:
+    """`forward` without a batch, in one kernel."""
+    rows = math.prod(x.shape[:-1])
+    statistic = jax.ShapeDtypeStruct((*x.shape[:-1], 1), jnp.float32)
+    return tuple(
+        launch(
+            kernels.forward_kernel,
+            [x, scale, offset, kernel, bias, rows],
+            [
+                jax.ShapeDtypeStruct((*x.shape[:-1], kernel.shape[-1]), x.dtype),
+                statistic if save_statistics and subtract_mean else None,
+                statistic if save_statistics else None,
+            ],
+            programs=_ceil_div(rows, plan.forward.rows),
+            tile=plan.forward,
+            HAS_OFFSET=offset is not None,
+            HAS_BIAS=bias is not None,
+            SAVE_STATISTICS=save_statistics,
+            EPSILON=epsilon,
+            SUBTRACT_MEAN=subtract_mean,
+            **_fused_switches(scale, kernel, plan, zero_centered_scale, chip),
+        )
+    )
+
+
+def _fused_backward(
+    dy, x, scale, offset, kernel, mean, rstd, plan, subtract_mean, zero_centered_scale, dbias_dtype, chip
+) -> tuple[jax.Array | None, ...]:
+    """`backward` without a batch, in three kernels: row sums and shares of dbias; dx and shares of G and dscale; and
+    what adds up the shares.
+    """
+    rows, (h, n) = math.prod(x.shape[:-1]), kernel.shape
+    switches = _fused_switches(scale, kernel, plan, zero_centered_scale, chip)
+
+    def float32(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    tile = plan.row_sums
+    programs = min(_ceil_div(rows, tile.rows), chip.sms * tile.programs_per_sm)
+    wants_dbias = offset is not None or dbias_dtype is not None
+    c1, c2, dbias = launch(
+        kernels.row_sums_kernel,
+        [dy, x, scale, kernel, mean, rstd, rows, programs],
+        [float32(rows) if subtract_mean else None, float32(rows), float32(programs, n) if wants_dbias else None],
+        programs=programs,
+        tile=tile,
+        WANTS_DBIAS=wants_dbias,
+        SUBTRACT_MEAN=subtract_mean,
+        **switches,
+    )
+
+    tile = plan.backward
+    chunks = _ceil_div(h, tile.columns)
+    splits = max(1, min(_ceil_div(rows, tile.rows), chip.sms * tile.programs_per_sm // chunks))
+    dx, g, dscale = launch(
+        kernels.backward_kernel,
+        [dy, x, scale, kernel, mean, rstd, c1, c2, rows, splits],
+        [
+            jax.ShapeDtypeStruct(x.shape, x.dtype),
+            float32(splits, h, n),
+            float32(splits, h) if scale is not None else None,
+        ],
+        programs=splits * chunks,
+        tile=tile,
+        SUBTRACT_MEAN=subtract_mean,
+        **switches,
+    )
+
+    tile = plan.parameters
+    dkernel, dscale, doffset, dbias = launch(
+        kernels.parameters_kernel,
+        [g, dscale, dbias, scale, offset, kernel, splits, programs],
+        [
+            jax.ShapeDtypeStruct(kernel.shape, kernel.dtype),
+            jax.ShapeDtypeStruct((h,), scale.dtype) if scale is not None else None,
+            jax.ShapeDtypeStruct((h,), offset.dtype) if offset is not None else None,
+            jax.ShapeDtypeStruct((n,), dbias_dtype) if dbias_dtype is not None else None,
+        ],
+        programs=_ceil_div(h, tile.columns),
+        tile=tile,
+        HAS_OFFSET=offset is not None,
+        HAS_BIAS=dbias_dtype is not None,
+        **switches,
+    )
+    return dx, dscale, doffset, dkernel, dbias
+
+
+def _fused_switches(scale, kernel, plan, zero_centered_scale, chip) -> dict[str, Any]:
+    """What all fused kernels are told."""
+    return {
+        "chip": chip,
+        "compute": jnp.float32,
+        "H": kernel.shape[0],
+        "N": kernel.shape[1],
+        "BLOCK_N": plan.features,
+        "HAS_SCALE": scale is not None,
+        "ZERO_CENTERED": zero_centered_scale,
+    }
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 def _affine(z: jax.Array, kernel: jax.Array, bias: jax.Array | None, precision: jax.lax.PrecisionLike) -> jax.Array:
