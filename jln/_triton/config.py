@@ -248,12 +248,17 @@ def linear_plan(h: int, n: int, product_dtype: str, chip: Chip) -> LinearPlan:
     if n > FUSED_FEATURES or product_dtype not in ("bfloat16", "float16"):
         return COMPOSED
     features = max(16, next_power_of_2(n))
-    warps = 4 if features <= 64 else 8
-    # Below 64 rows or columns a product falls back from wgmma to mma.
+    # A stage is 8 KB of x, which comes from memory, and up to 32 KB of dy or kernel, which L2 has; some 16 KB of x in
+    # flight an SM hide the latency. Eight warps: with four the backward kernel takes all 255 registers at N = 64.
+    stages = 2 if chip.capability < 90 else 4 if features <= 64 else 3
+    tile = Tile(64, 64, 8, stages)
+    # mma holds operands in registers, where wgmma reads shared memory: more rows spill on sm_80. wgmma wants the 64,
+    # below which a product silently becomes mma.
+    backward_rows = 64 if chip.capability >= 90 else 32 if features <= 128 else 16
     return LinearPlan(
         features,
-        forward=Tile(64, 64, warps, stages=3),
-        row_sums=Tile(64, 64, warps, stages=3),
-        backward=Tile(64, 64, warps, stages=2),
-        parameters=Tile(32, 32, 4 if features <= 64 else 8),
+        forward=tile,
+        row_sums=tile,
+        backward=dataclasses.replace(tile, rows=backward_rows),
+        parameters=Tile(32, 32, 8),
     )
