@@ -8,7 +8,7 @@ from workbench import normal
 
 pytest.importorskip("triton")
 
-from jln._triton import config, layer_norm_linear, launch  # noqa: E402
+from jln._triton import config, layer_norm_linear, launch
 
 pytestmark = pytest.mark.skipif(not launch.interpreting(), reason="kernels are compiled here")
 
@@ -39,9 +39,7 @@ def launched(operands, dy, **given):
     chosen = options(**given)
     y, mean, rstd = layer_norm_linear.forward(*operands, save_statistics=True, **chosen)
     dbias_dtype = None if bias is None else bias.dtype
-    gradients = layer_norm_linear.backward(
-        dy, x, scale, offset, kernel, mean, rstd, dbias_dtype=dbias_dtype, **chosen
-    )
+    gradients = layer_norm_linear.backward(dy, x, scale, offset, kernel, mean, rstd, dbias_dtype=dbias_dtype, **chosen)
     return {name: np.asarray(a) for name, a in zip(NAMES, (y, *gradients), strict=True) if a is not None}
 
 
@@ -97,7 +95,7 @@ def truth(operands, dy, subtract_mean=True, zero_centered_scale=False):
     roundings = {
         "y": np.sqrt((x_hat_rounding * s + eps * z) ** 2 @ k**2) + eps * np.abs(values["y"]),
         "dx": rstd * largest * (eps + x_hat_rounding) * (1 + np.abs(x_hat)),
-"dscale": np.sqrt(((dz * x_hat_rounding) ** 2 + len(x) * (dz_rounding * x_hat) ** 2).sum(0)),
+        "dscale": np.sqrt(((dz * x_hat_rounding) ** 2 + len(x) * (dz_rounding * x_hat) ** 2).sum(0)),
         "doffset": eps * root * np.sqrt((dz_rounding**2).sum(0) / eps**2),
         "dkernel": np.sqrt((x_hat_rounding * s + eps * root * z).T ** 2 @ dy**2),
         "dbias": eps * root * np.sqrt((dy**2).sum(0)),
@@ -118,8 +116,8 @@ def assert_accurate(operands, dy, **given):
         excess = np.abs(a.astype(t.dtype) - t) - (2 * plain_error + roundings[name] + last)
         worst = np.unravel_index(np.argmax(excess), excess.shape)
         assert excess[worst] <= 0, (
-            f"{name}{list(map(int, worst))}: {a[worst]} for {t[worst]}, {float(excess[worst]):.3e} too much; plain jnp's "
-            f"largest error is {float(plain_error):.3e}"
+            f"{name}{list(map(int, worst))}: {a[worst]} for {t[worst]}, {float(excess[worst]):.3e} too much; plain "
+            f"jnp's largest error is {float(plain_error):.3e}"
         )
 
 
