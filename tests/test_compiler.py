@@ -192,7 +192,7 @@ def linear_launches(h, n, dtypes, chip, switches):
 
 
 def compile_linear(dtypes, chip, switches, sizes):
-    """Runs in the worker: `[(description, spilled, shared, the chip's limit, wgmma instructions, mma instructions)]`."""
+    """Runs in the worker: as `compile_all`, and the number of wgmma and of mma instructions."""
     from jln._triton import compiler
 
     made = []

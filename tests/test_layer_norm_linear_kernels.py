@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from workbench import normal
 
 pytest.importorskip("triton")
 
-from jln._triton import config, layer_norm_linear, launch
+from jln._triton import config, launch, layer_norm_linear
 
 pytestmark = pytest.mark.skipif(not launch.interpreting(), reason="kernels are compiled here")
 
@@ -121,8 +122,8 @@ def assert_accurate(operands, dy, **given):
         )
 
 
-def is_fused(h, n, dtype):
-    return config.linear_plan(h, n, dtype, config.INTERPRETER).forward is not None
+def is_fused(n, dtype):
+    return config.fused_plan(n, dtype, config.INTERPRETER) is not None
 
 
 # Four tiles of rows over three splits, one loop shorter than the others, all ragged; then one element of everything;
@@ -135,27 +136,27 @@ COMPOSED = [(33, 100, 300), (16, 256, 257)]
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("m", "h", "n"), FUSED)
 def test_fused(m, h, n, dtype):
-    assert is_fused(h, n, dtype)
+    assert is_fused(n, dtype)
     operands = arguments(m, h, n, dtype)
     assert_accurate(operands, normal(6, (m, n), dtype))
 
 
 def test_fused_of_the_widest():
     """All 256 features, under float32 norm parameters."""
-    assert is_fused(72, 256, "bfloat16") and not is_fused(72, 257, "bfloat16")
+    assert is_fused(256, "bfloat16") and not is_fused(257, "bfloat16")
     assert_accurate(arguments(70, 72, 256, "bfloat16", "float32"), normal(6, (70, 256), "bfloat16"))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
 @pytest.mark.parametrize(("m", "h", "n"), COMPOSED)
 def test_composed(m, h, n, dtype):
-    assert not is_fused(h, n, dtype)
+    assert not is_fused(n, dtype)
     assert_accurate(arguments(m, h, n, dtype), normal(6, (m, n), dtype))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_wide_dtypes_are_composed_at_every_n(dtype):
-    assert not is_fused(100, 16, dtype)
+    assert not is_fused(16, dtype)
     assert_accurate(arguments(9, 100, 16, dtype), normal(6, (9, 16), dtype))
 
 
@@ -173,7 +174,7 @@ NASTY = {
 @pytest.mark.parametrize("data", NASTY)
 def test_nasty_data(data, dtype, n):
     m, h = 130, 100
-    assert is_fused(h, n, dtype) == (n == 16)
+    assert is_fused(n, dtype) == (n == 16)
     *operands, dy = NASTY[data](*arguments(m, h, n, dtype), normal(6, (m, n), dtype))
     assert_accurate(tuple(operands), dy)
 

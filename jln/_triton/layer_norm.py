@@ -124,15 +124,15 @@ def forward(
     g = _geometry((x, residual), (scale, offset), axis, batch_dims, per_example_gradients=False)
     total = x.dtype if residual is None else jnp.promote_types(x.dtype, residual.dtype)
     compute = jnp.promote_types(total, jnp.float32)
-    y_dtype = jnp.dtype(y_dtype or x.dtype)
-    tile = config.forward_tile(g.h, g.inner, max(_itemsize(x, residual), y_dtype.itemsize))
+    y = g.like_rows(y_dtype or x.dtype)
+    tile = config.forward_tile(g.h, g.inner, max(_itemsize(x, residual), y.dtype.itemsize))
     shared, operands = _shared((x, residual, scale, offset), g)
     return tuple(
         launch(
             kernels.forward_kernel,
             [*operands, g.rows],
             [
-                g.like_rows(y_dtype),
+                y,
                 g.like_rows(total) if residual is not None else None,
                 g.like_statistics(compute) if save_statistics and subtract_mean else None,
                 g.like_statistics(compute) if save_statistics else None,

@@ -1,4 +1,5 @@
-"""Launchers of the fused LayerNorm+Linear operators: norm kernels around XLA's products.
+"""Launchers of LayerNorm+Linear: fused kernels for few features (`config.fused_plan`), else norm kernels composed with
+XLA's products.
 
 The signatures are those of `jln._xla.layer_norm_linear`, and one argument more: the chip to launch for. The first
 `batch_dims` axes are vmap's, of size 1 where an operand is shared. Between them and the last axis lie x's rows.
@@ -44,16 +45,13 @@ def forward(
     batch = _common_batch(batch_dims, x, scale, offset, kernel, bias)
     if all(p is None or math.prod(p.shape[:batch_dims]) == 1 for p in (scale, offset, kernel, bias)):
         # Where every example has the same parameters, examples are rows like any other.
-        scale, offset, kernel, bias = (
-            None if p is None else p.reshape(p.shape[batch_dims:]) for p in (scale, offset, kernel, bias)
-        )
+        kernel = kernel.reshape(kernel.shape[batch_dims:])
+        scale, offset, bias = (None if p is None else p.reshape(p.shape[batch_dims:]) for p in (scale, offset, bias))
         batch_dims = 0
-    plan = config.linear_plan(x.shape[-1], kernel.shape[-1], _product_dtype(x, kernel).name, chip)
-    if plan.forward is not None and batch_dims == 0:
-        y, mean, rstd = _fused_forward(
-            x, scale, offset, kernel, bias, plan, epsilon, subtract_mean, zero_centered_scale, save_statistics, chip
-        )
-        return y, mean, rstd
+    plan = config.fused_plan(kernel.shape[-1], _product_dtype(x, kernel).name, chip)
+    if plan is not None and batch_dims == 0:
+        switches = _fused_switches(scale, kernel, plan, subtract_mean, zero_centered_scale, chip)
+        return _fused_forward(x, scale, offset, kernel, bias, plan.forward, epsilon, save_statistics, switches)
     z, _, mean, rstd = norm.forward(
         x,
         None,
@@ -98,11 +96,10 @@ def backward(
     del epsilon  # it is in rstd
     batch = _common_batch(batch_dims, dy, x, scale, offset, kernel)
     dtype = _product_dtype(x, kernel)
-    plan = config.linear_plan(x.shape[-1], kernel.shape[-1], dtype.name, chip)
-    if plan.backward is not None and batch_dims == 0:
-        return _fused_backward(
-            dy, x, scale, offset, kernel, mean, rstd, plan, subtract_mean, zero_centered_scale, dbias_dtype, chip
-        )
+    plan = config.fused_plan(kernel.shape[-1], dtype.name, chip)
+    if plan is not None and batch_dims == 0:
+        switches = _fused_switches(scale, kernel, plan, subtract_mean, zero_centered_scale, chip)
+        return _fused_backward(dy, x, scale, offset, kernel, mean, rstd, plan, dbias_dtype, switches)
     accumulator = jnp.promote_types(dtype, jnp.float32)
     dy_rows = _rows(dy, batch_dims).astype(dtype)
     # dz goes through memory. bfloat16 only rounds it there; in float16 what is under 6e-8 would vanish.
@@ -136,7 +133,15 @@ def backward(
 
 
 def _fused_forward(
-    x, scale, offset, kernel, bias, plan, epsilon, subtract_mean, zero_centered_scale, save_statistics, chip
+    x: jax.Array,
+    scale: jax.Array | None,
+    offset: jax.Array | None,
+    kernel: jax.Array,
+    bias: jax.Array | None,
+    tile: config.Tile,
+    epsilon: float,
+    save_statistics: bool,
+    switches: dict[str, Any],
 ) -> tuple[jax.Array | None, ...]:
     """`forward` without a batch, in one kernel."""
     rows = math.prod(x.shape[:-1])
@@ -147,50 +152,61 @@ def _fused_forward(
             [x, scale, offset, kernel, bias, rows],
             [
                 jax.ShapeDtypeStruct((*x.shape[:-1], kernel.shape[-1]), x.dtype),
-                statistic if save_statistics and subtract_mean else None,
+                statistic if save_statistics and switches["SUBTRACT_MEAN"] else None,
                 statistic if save_statistics else None,
             ],
-            programs=_ceil_div(rows, plan.forward.rows),
-            tile=plan.forward,
+            programs=_ceil_div(rows, tile.rows),
+            tile=tile,
             HAS_OFFSET=offset is not None,
             HAS_BIAS=bias is not None,
             SAVE_STATISTICS=save_statistics,
             EPSILON=epsilon,
-            SUBTRACT_MEAN=subtract_mean,
-            **_fused_switches(scale, kernel, plan, zero_centered_scale, chip),
+            **switches,
         )
     )
 
 
 def _fused_backward(
-    dy, x, scale, offset, kernel, mean, rstd, plan, subtract_mean, zero_centered_scale, dbias_dtype, chip
+    dy: jax.Array,
+    x: jax.Array,
+    scale: jax.Array | None,
+    offset: jax.Array | None,
+    kernel: jax.Array,
+    mean: jax.Array | None,
+    rstd: jax.Array,
+    plan: config.FusedPlan,
+    dbias_dtype: DTypeLike | None,
+    switches: dict[str, Any],
 ) -> tuple[jax.Array | None, ...]:
     """`backward` without a batch, in three kernels: row sums and shares of dbias; dx and shares of G and dscale; and
     what adds up the shares.
     """
     rows, (h, n) = math.prod(x.shape[:-1]), kernel.shape
-    switches = _fused_switches(scale, kernel, plan, zero_centered_scale, chip)
+    sms = switches["chip"].sms
 
     def float32(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
     tile = plan.row_sums
-    programs = min(_ceil_div(rows, tile.rows), chip.sms * tile.programs_per_sm)
+    programs = min(_ceil_div(rows, tile.rows), sms * tile.programs_per_sm)
     wants_dbias = offset is not None or dbias_dtype is not None
     c1, c2, dbias = launch(
         kernels.row_sums_kernel,
         [dy, x, scale, kernel, mean, rstd, rows, programs],
-        [float32(rows) if subtract_mean else None, float32(rows), float32(programs, n) if wants_dbias else None],
+        [
+            float32(rows) if switches["SUBTRACT_MEAN"] else None,
+            float32(rows),
+            float32(programs, n) if wants_dbias else None,
+        ],
         programs=programs,
         tile=tile,
         WANTS_DBIAS=wants_dbias,
-        SUBTRACT_MEAN=subtract_mean,
         **switches,
     )
 
     tile = plan.backward
     chunks = _ceil_div(h, tile.columns)
-    splits = max(1, min(_ceil_div(rows, tile.rows), chip.sms * tile.programs_per_sm // chunks))
+    splits = max(1, min(_ceil_div(rows, tile.rows), sms * tile.programs_per_sm // chunks))
     dx, g, dscale = launch(
         kernels.backward_kernel,
         [dy, x, scale, kernel, mean, rstd, c1, c2, rows, splits],
@@ -201,7 +217,6 @@ def _fused_backward(
         ],
         programs=splits * chunks,
         tile=tile,
-        SUBTRACT_MEAN=subtract_mean,
         **switches,
     )
 
@@ -224,7 +239,14 @@ def _fused_backward(
     return dx, dscale, doffset, dkernel, dbias
 
 
-def _fused_switches(scale, kernel, plan, zero_centered_scale, chip) -> dict[str, Any]:
+def _fused_switches(
+    scale: jax.Array | None,
+    kernel: jax.Array,
+    plan: config.FusedPlan,
+    subtract_mean: bool,
+    zero_centered_scale: bool,
+    chip: config.Chip,
+) -> dict[str, Any]:
     """What all fused kernels are told."""
     return {
         "chip": chip,
@@ -233,6 +255,7 @@ def _fused_switches(scale, kernel, plan, zero_centered_scale, chip) -> dict[str,
         "N": kernel.shape[1],
         "BLOCK_N": plan.features,
         "HAS_SCALE": scale is not None,
+        "SUBTRACT_MEAN": subtract_mean,
         "ZERO_CENTERED": zero_centered_scale,
     }
 

@@ -247,6 +247,7 @@ def parameters_kernel(
     HAS_SCALE: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    SUBTRACT_MEAN: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     COMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -274,8 +275,8 @@ def parameters_kernel(
             dbias += _load_matrix(dbias_partial_ptr, program, program < programs, 0, N, BLOCK_N, BLOCK_ROWS)
         total = tl.sum(dbias, axis=0)
         if HAS_BIAS:
-            if tl.program_id(0) == 0:
-                tl.store(dbias_ptr + feature, total.to(dbias_ptr.dtype.element_ty), mask=feature < N)
+            is_mine = (feature < N) & (tl.program_id(0) == 0)
+            tl.store(dbias_ptr + feature, total.to(dbias_ptr.dtype.element_ty), mask=is_mine)
         if HAS_OFFSET:
             offset = tl.load(offset_ptr + column, mask=exists, other=0.0).to(COMPUTE)
             g += offset[:, None] * total[None, :]
