@@ -190,7 +190,10 @@ def backward_plan(h: int, inner: int, itemsize: int, *, wants_y: bool = False) -
         # 16 warps an SM hide the latency; more than 4 programs an SM would pay for it in partial sums.
         return BackwardPlan(dataclasses.replace(tile, programs_per_sm=max(1, min(4, 16 // tile.warps))), None)
     if inner == 1 and columns == 2 * limit and itemsize < 8:
-        return BackwardPlan(_tile(1, limit // 2, per_thread // 2), None)
+        # With y too, half of that tile: 4096 columns in float32 spill on sm_89.
+        return BackwardPlan(
+            _tile(1, limit // 4, per_thread // 4) if wants_y else _tile(1, limit // 2, per_thread // 2), None
+        )
     if inner == 1:  # whole lines of columns, and as many rows at a time as 16 warps hold
         tile = _tile(2 * per_thread, 128, per_thread // 2, stages, programs_per_sm=2)
         return BackwardPlan(tile, _tile(1, 4096, per_thread))
@@ -239,8 +242,11 @@ def fused_plan(n: int, product_dtype: str, chip: Chip) -> FusedPlan | None:
     counts is how often [M, H] crosses the memory bus: 4 times (x three times, dx), composed 9 times. (8192, 4096, 256)
     in bfloat16 moves 309 MB and 653. Only 16-bit operands, which tensor cores multiply as XLA would: for float32 the
     `precision` asked for, and for float64 everything, is XLA's business.
+
+    Nor on Blackwell: with two stages or more `row_sums_kernel` spills 48 bytes there at N >= 200 and unaligned H, and
+    the others 8 at N = 128; with one, whose loads nothing hides, it would lose what fusing gains.
     """
-    if n > FUSED_FEATURES or product_dtype not in ("bfloat16", "float16"):
+    if n > FUSED_FEATURES or product_dtype not in ("bfloat16", "float16") or chip.capability >= 100:
         return None
     features = max(16, next_power_of_2(n))
     # A stage is 8 KB of x, which comes from memory, and up to 32 KB of dy or kernel, which L2 has; some 16 KB of x in

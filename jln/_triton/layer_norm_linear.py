@@ -123,6 +123,8 @@ def backward(
         y_dtype=dtype,
         chip=chip,
     )
+    # The shares of dscale and doffset are added up first, so that dkernel's memory can hold them until then.
+    z, dscale, doffset = jax.lax.optimization_barrier((z, dscale, doffset))
     assert z is not None
     dkernel = jnp.matmul(
         jnp.swapaxes(_rows(z, batch_dims), -1, -2), dy_rows, precision=precision, preferred_element_type=kernel.dtype

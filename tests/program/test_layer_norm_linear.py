@@ -32,9 +32,7 @@ def step(dy, x, scale, offset, kernel, bias):
         "chip": config.target_chip(),
     }
     y, mean, rstd = layer_norm_linear.forward(x, scale, offset, kernel, bias, save_statistics=True, **options)
-    gradients = layer_norm_linear.backward(
-        dy, x, scale, offset, kernel, mean, rstd, dbias_dtype=bias.dtype, **options
-    )
+    gradients = layer_norm_linear.backward(dy, x, scale, offset, kernel, mean, rstd, dbias_dtype=bias.dtype, **options)
     return y, gradients
 
 
