@@ -274,9 +274,9 @@ def parameters_kernel(
             program = first + tl.arange(0, BLOCK_ROWS)
             dbias += _load_matrix(dbias_partial_ptr, program, program < programs, 0, N, BLOCK_N, BLOCK_ROWS)
         total = tl.sum(dbias, axis=0)
-        if HAS_BIAS:
-            is_mine = (feature < N) & (tl.program_id(0) == 0)
-            tl.store(dbias_ptr + feature, total.to(dbias_ptr.dtype.element_ty), mask=is_mine)
+        if HAS_BIAS:  # noqa: SIM102, as one is known to the compiler
+            if tl.program_id(0) == 0:
+                tl.store(dbias_ptr + feature, total.to(dbias_ptr.dtype.element_ty), mask=feature < N)
         if HAS_OFFSET:
             offset = tl.load(offset_ptr + column, mask=exists, other=0.0).to(COMPUTE)
             g += offset[:, None] * total[None, :]
