@@ -154,3 +154,106 @@ def spills_of_a_large_tile():
     return compiler.compile_launch(
         dataclasses.replace(backward, tile=config.Tile(1, 16384, 16), constants=constants)
     ).spilled
+
+
+# LayerNorm+Linear: x's and the kernel's, the norm parameters'.
+LINEAR_DTYPES = {
+    "bfloat16": ("bfloat16", "float32"),
+    "float16": ("float16", "float16"),
+    "float32": ("float32", "float32"),
+    "float64": ("float64", "float64"),
+}
+# Fused: each power of 2 that a product is padded to, with aligned rows of dy and without; one chunk and many.
+FUSED = [(4096, 256), (1023, 200), (4096, 128), (4096, 64), (100, 7)]
+MORE_FUSED = [(h, n) for h in (8, 768, 1023) for n in (1, 16, 32, 33, 64, 100, 128, 129, 256)]
+# Composed: every kind of tile that `backward_plan` knows, and columns of dy that are worth a kernel.
+LINEAR_WIDTHS = (1024, 8192, 8191, 16384)
+MORE_LINEAR_WIDTHS = [h for h in WIDTHS if 8 <= h not in LINEAR_WIDTHS]
+
+
+def linear_launches(h, n, dtypes, chip, switches):
+    """The launches of LayerNorm+Linear forward and backward at this size, none made."""
+    from jln._triton import config, launch, layer_norm_linear
+
+    jax.config.update("jax_enable_x64", True)
+    rows = 100_000
+    x, dy, kernel, bias = (jax.ShapeDtypeStruct(s, dtypes[0]) for s in ((rows, h), (rows, n), (h, n), (n,)))
+    parameter = jax.ShapeDtypeStruct((h,), dtypes[1])
+    statistic = jax.ShapeDtypeStruct((rows, 1), jnp.promote_types(dtypes[0], jnp.float32))
+    scale, offset = (parameter if switches[name] else None for name in ("scale", "offset"))
+    everything = scale is not None
+    options = {
+        "epsilon": 1e-6,
+        "subtract_mean": switches["subtract_mean"],
+        "zero_centered_scale": switches["zero_centered_scale"],
+        "precision": None,
+        "batch_dims": 0,
+        "chip": config.CHIPS[chip],
+    }
+    with launch.recording() as recorded:
+        jax.eval_shape(
+            lambda *a: layer_norm_linear.forward(*a, save_statistics=everything, **options),
+            x, scale, offset, kernel, bias if everything else None,
+        )  # fmt: skip
+        jax.eval_shape(
+            lambda *a: layer_norm_linear.backward(*a, dbias_dtype=bias.dtype if everything else None, **options),
+            dy, x, scale, offset, kernel, statistic if switches["subtract_mean"] else None, statistic,
+        )  # fmt: skip
+    return recorded
+
+
+def compile_linear(dtypes, chip, switches, sizes):
+    """Runs in the worker: as `compile_all`, and the number of wgmma and of mma instructions."""
+    from jln._triton import compiler
+
+    made = []
+    for h, n in sizes:
+        for launch in linear_launches(h, n, dtypes, chip, switches):
+            resources = compiler.compile_launch(launch)
+            sass = compiler.dump(resources.cubin, "--dump-sass")
+            what = f"{launch.kernel.fn.__name__} {dtypes} H={h} N={n} {launch.tile}"
+            limit = compiler.SHARED_LIMIT[launch.chip.capability]
+            made.append((what, resources.spilled, resources.shared, limit, sass.count(" HGMMA."), sass.count(" HMMA.")))
+    return made
+
+
+def assert_fits(made, stack=0):
+    assert [what for what, spilled, *_ in made if spilled > stack] == []
+    assert [what for what, _, shared, limit, *_ in made if shared > limit] == []
+
+
+# The chip of the byte table, with every switch on, takes half a minute; the others run in CI.
+LINEAR_COMBINATIONS = [
+    pytest.param(s, c, d, marks=[] if (s, c, d) == ("everything", "h200", "bfloat16") else [pytest.mark.heavy])
+    for s in SWITCHES
+    for c in (*CHIPS, "l4")
+    for d in LINEAR_DTYPES
+]
+
+
+# Where products are of 16 bits; Blackwell has no fused kernels.
+FUSED_COMBINATIONS = [p for p in LINEAR_COMBINATIONS if "16" in p.values[2] and p.values[1] != "b200"]
+
+
+@pytest.mark.parametrize(("switches", "chip", "dtype"), FUSED_COMBINATIONS)
+@pytest.mark.parametrize("sizes", [FUSED, pytest.param(MORE_FUSED, marks=pytest.mark.heavy)], ids=["few", "more"])
+def test_fused_linear_does_not_spill_and_uses_wgmma(worker, sizes, switches, chip, dtype):
+    made = worker.submit(compile_linear, LINEAR_DTYPES[dtype], chip, SWITCHES[switches], sizes).result()
+    assert len(made) == 4 * len(sizes)
+    assert_fits(made)
+    if chip == "h200":  # no product falls back to mma, and each kernel but the last has products
+        assert [what for what, *_, mma in made if mma] == []
+        assert [what for what, *_, wgmma, _ in made if not wgmma and "parameters_kernel" not in what] == []
+
+
+@pytest.mark.parametrize(("switches", "chip", "dtype"), LINEAR_COMBINATIONS)
+@pytest.mark.parametrize(
+    "widths", [LINEAR_WIDTHS, pytest.param(MORE_LINEAR_WIDTHS, marks=pytest.mark.heavy)], ids=["few", "more"]
+)
+def test_composed_linear_does_not_spill(worker, widths, switches, chip, dtype):
+    sizes = [(h, 12288) for h in widths]
+    made = worker.submit(compile_linear, LINEAR_DTYPES[dtype], chip, SWITCHES[switches], sizes).result()
+    assert len(made) >= 2 * len(sizes)
+    # For sm_80 ptxas gives the norms' forward kernel 8 bytes of stack at some float64 widths (1024 with 8 elements a
+    # thread, 256 with 4) with 40 to 48 registers in use: whatever they are, no register is short.
+    assert_fits(made, stack=8 if (chip, dtype) == ("a100", "float64") else 0)

@@ -67,3 +67,27 @@ def test_casts_to_bfloat16_round_to_nearest_even():
     x = np.random.default_rng(0).standard_normal(1000).astype("float32")
     x[:4] = [1 + 2**-8, 1 + 3 * 2**-8, np.inf, -np.inf]  # two ties
     np.testing.assert_array_equal(copy(jnp.asarray(x), result="bfloat16"), x.astype(ml_dtypes.bfloat16))
+
+
+@triton.jit
+def dot_kernel(a_ptr, b_ptr, c_ptr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr, COMPUTE: tl.constexpr):
+    at = tl.arange(0, BLOCK_ROWS)[:, None] * BLOCK_H + tl.arange(0, BLOCK_H)[None, :]
+    tl.store(c_ptr + at, tl.dot(tl.load(a_ptr + at), tl.trans(tl.load(b_ptr + at)), tl.zeros_like(at).to(COMPUTE)))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_dot_multiplies_numbers(dtype):
+    """Triton's own interpreter multiplies the bit patterns of bfloat16."""
+    rng = np.random.default_rng(0)
+    a, b = (jnp.asarray(rng.standard_normal((16, 16))).astype(dtype) for _ in range(2))
+    (c,) = launch(
+        dot_kernel,
+        [a, b],
+        [jax.ShapeDtypeStruct((16, 16), "float32")],
+        programs=1,
+        tile=config.Tile(16, 16, 1),
+        chip=config.INTERPRETER,
+        compute=jnp.dtype("float32"),
+    )
+    wide = [np.asarray(v).astype("float64") for v in (a, b)]
+    np.testing.assert_allclose(c, wide[0] @ wide[1].T, rtol=0, atol=1e-5)

@@ -107,7 +107,7 @@ def test_target_chip(monkeypatch):
 
 @pytest.mark.parametrize("choose", [config.forward_tile, config.backward_plan, config.reduce_tile])
 def test_choices_cannot_depend_on_the_number_of_rows(choose):
-    assert set(inspect.signature(choose).parameters) <= {"h", "inner", "itemsize", "mixed"}
+    assert set(inspect.signature(choose).parameters) <= {"h", "inner", "itemsize", "mixed", "wants_y"}
 
 
 @pytest.mark.parametrize("itemsize", [2, 4, 8])

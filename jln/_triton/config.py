@@ -165,9 +165,11 @@ class BackwardPlan:
     sums: Tile | None
 
 
-def backward_plan(h: int, inner: int, itemsize: int, mixed: bool = False) -> BackwardPlan:
+def backward_plan(h: int, inner: int, itemsize: int, mixed: bool = False, *, wants_y: bool = False) -> BackwardPlan:
     """Whole rows in registers while 16 warps can hold them; rows twice as wide shared by four programs; beyond that a
     pass for the row sums, then programs that own a few columns of all rows.
+
+    wants_y: whether `backward_kernel` writes the norm's output too.
     """
     columns = next_power_of_2(h)
     per_thread = _per_thread(BACKWARD_ELEMENTS, h, inner, itemsize, mixed)
@@ -182,11 +184,19 @@ def backward_plan(h: int, inner: int, itemsize: int, mixed: bool = False) -> Bac
         whole = rows * columns <= limit // 2 and (rows * itemsize >= 32 or rows >= inner)
     if whole:
         crowded = inner > 1 or (not aligned and itemsize < 8)
+        if wants_y and not crowded and itemsize < 8:
+            # One program of 16 warps an SM where there would be four of 4, for a quarter of the partial sums: 2 MB and
+            # not 9 in the 725 that (16384, 1024, 3072) in bfloat16 may move. Twice that tile in float32 would not fit
+            # the 99 KB of sm_89.
+            rows = max(rows, 16384 // itemsize // columns)
         tile = _tile(rows, columns, per_thread // 2 if crowded else per_thread, stages)
         # 16 warps an SM hide the latency; more than 4 programs an SM would pay for it in partial sums.
         return BackwardPlan(dataclasses.replace(tile, programs_per_sm=max(1, min(4, 16 // tile.warps))), None)
     if inner == 1 and columns == 2 * limit and itemsize < 8:
-        return BackwardPlan(_tile(1, limit // 2, per_thread // 2), None)
+        # With y too, half of that tile: 4096 columns in float32 spill on sm_89.
+        return BackwardPlan(
+            _tile(1, limit // 4, per_thread // 4) if wants_y else _tile(1, limit // 2, per_thread // 2), None
+        )
     if inner == 1:  # whole lines of columns, and as many rows at a time as 16 warps hold
         tile = _tile(2 * per_thread, 128, per_thread // 2, stages, programs_per_sm=2)
         return BackwardPlan(tile, _tile(1, 256 * per_thread, per_thread // 2))
@@ -195,6 +205,64 @@ def backward_plan(h: int, inner: int, itemsize: int, mixed: bool = False) -> Bac
     return BackwardPlan(tile, _tile(rows, 1024 // rows, per_thread // 2))
 
 
+def column_sums_tile(columns: int, itemsize: int, chip: Chip) -> Tile | None:
+    """The tile with which `reduce_kernel` adds up the rows of a whole [M, columns] array, one sector or two of each
+    row a program; None where that leaves more than a third of the chip idle, and XLA's two passes are better.
+
+    XLA writes out partial sums, 3 and 6 MB of the 725 and 1720 that DESIGN's table allows. 32 KB in flight a program
+    (3 to 4 MB on an H200) cover the latency of its memory.
+    """
+    width = 64 // itemsize
+    if itemsize == 8 or columns % width or 3 * (columns // width) < 2 * chip.sms:
+        return None
+    return Tile(512, width, 16)
+
+
 def reduce_tile(h: int) -> Tile:
     """The tile of `reduce_kernel`: 32 columns a program, so that there is a program for most SMs."""
     return Tile(32, min(32, next_power_of_2(h)), 4)
+
+
+# The widest product whose accumulator (64 rows of it, float32) one program can hold beside a tile of x.
+FUSED_FEATURES = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedPlan:
+    """The tiles of the fused LayerNorm+Linear kernels; `features` is the power of 2 that holds all N."""
+
+    features: int
+    forward: Tile
+    row_sums: Tile
+    backward: Tile
+    parameters: Tile
+
+
+def fused_plan(n: int, product_dtype: str, chip: Chip) -> FusedPlan | None:
+    """How LayerNorm+Linear runs fused; None where it is composed: norm kernels around XLA's products.
+
+    Fused, in both directions and for every number of rows, where N is small. The products are then cheap, and what
+    counts is how often [M, H] crosses the memory bus: 4 times (x three times, dx), composed 9 times. (8192, 4096, 256)
+    in bfloat16 moves 309 MB and 653. Only 16-bit operands, which tensor cores multiply as XLA would: for float32 the
+    `precision` asked for, and for float64 everything, is XLA's business.
+
+    Nor on Blackwell: with two stages or more `row_sums_kernel` spills 48 bytes there at N >= 200 and unaligned H, and
+    the others 8 at N = 128; with one, whose loads nothing hides, it would lose what fusing gains.
+    """
+    if n > FUSED_FEATURES or product_dtype not in ("bfloat16", "float16") or chip.capability >= 100:
+        return None
+    features = max(16, next_power_of_2(n))
+    # A stage is 8 KB of x, which comes from memory, and up to 32 KB of dy or kernel, which L2 has; some 16 KB of x in
+    # flight an SM hide the latency. Eight warps: with four the backward kernel takes all 255 registers at N = 64.
+    stages = 2 if chip.capability < 90 else 4 if features <= 64 else 3
+    tile = Tile(64, 64, 8, stages)
+    # mma holds operands in registers, where wgmma reads shared memory: more rows spill on sm_80. wgmma wants the 64,
+    # below which a product silently becomes mma.
+    backward_rows = 64 if chip.capability >= 90 else 32 if features <= 128 else 16
+    return FusedPlan(
+        features,
+        forward=tile,
+        row_sums=tile,
+        backward=dataclasses.replace(tile, rows=backward_rows),
+        parameters=Tile(32, 32, 8),
+    )

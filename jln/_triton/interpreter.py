@@ -73,6 +73,7 @@ def _mended():
     """Patches of the interpreter, for one run."""
     patched = set()
     original_cast = InterpreterBuilder.cast_impl
+    original_dot = InterpreterBuilder.create_dot
 
     def call_device_function(self, *args, **kwargs):
         # Triton patches its language module at every call of a helper, which is most of the time of a run.
@@ -91,10 +92,20 @@ def _mended():
             return TensorHandle(value.astype(np.float32).astype(bfloat16).view(np.uint16), dst_type.scalar)
         return TensorHandle(value.astype(np.float32).astype(interpreter._get_np_dtype(dst_type)), dst_type.scalar)
 
+    def dot(self, a, b, d, *options):
+        # Triton's own multiplies the bit patterns of bfloat16, which it holds as uint16.
+        return original_dot(self, widened(a), widened(b), d, *options)
+
+    def widened(a):
+        if a.dtype.scalar.name != "bf16":
+            return a
+        return TensorHandle(a.data.view(bfloat16).astype(np.float32), interpreter.tl.float32)
+
     stack = contextlib.ExitStack()
     stack.enter_context(mock.patch.object(InterpretedFunction, "__call__", call_device_function))
     stack.enter_context(mock.patch.object(InterpreterBuilder, "cast_impl", cast))
     stack.enter_context(mock.patch.object(InterpreterBuilder, "create_fp_to_fp", cast))
+    stack.enter_context(mock.patch.object(InterpreterBuilder, "create_dot", dot))
     return stack
 
 

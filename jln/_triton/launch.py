@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import importlib.util
 import inspect
 import os
@@ -79,14 +80,17 @@ def launch(
     tile: config.Tile,
     chip: config.Chip,
     compute: jnp.dtype,
+    in_place: dict[int, int] | None = None,
     **constants: Any,
 ) -> list[jax.Array | None]:
     """Call `kernel(*operands, *results)` on a grid of `programs`, and return the results it wrote.
 
     An operand or a result may be None where the constants tell the kernel not to touch its pointer. Integers are
-    passed by value. `compute` is the dtype of the arithmetic, `constants` are the kernel's other constexprs.
+    passed by value. `compute` is the dtype of the arithmetic, `constants` are the kernel's other constexprs. `in_place`
+    says which operand's memory a result may take, if nobody else needs it: every program must have read what it
+    overwrites. (The interpreter and the recorder keep them apart.)
     """
-    stand_in = next(a for a in operands if isinstance(a, jax.Array))
+    stand_in = next(a for a in reversed(operands) if isinstance(a, jax.Array))  # one that is not worked on in place
     arguments = [stand_in if a is None else a for a in operands]
     shapes = [jax.ShapeDtypeStruct((0,), jnp.float32) if r is None else r for r in results]
     import triton.language as tl
@@ -99,7 +103,7 @@ def launch(
     elif chip is config.INTERPRETER:
         call = _interpret
     else:
-        call = _compile
+        call = functools.partial(_compile, in_place=in_place or {})
     written = call(kernel, arguments, shapes, programs=programs, tile=tile, chip=chip, constants=constants)
     return [None if r is None else w for r, w in zip(results, written, strict=True)]
 
@@ -112,7 +116,7 @@ def _note(kernel, arguments, shapes, *, programs, tile, chip, constants):
     return [jnp.zeros(r.shape, r.dtype) for r in shapes]
 
 
-def _compile(kernel, arguments, shapes, *, programs, tile, chip, constants):
+def _compile(kernel, arguments, shapes, *, programs, tile, chip, constants, in_place):
     import jax_triton
 
     # jax-triton 0.3 calls the result types out_shape, 0.4 out_type.
@@ -125,6 +129,7 @@ def _compile(kernel, arguments, shapes, *, programs, tile, chip, constants):
         compute_capability=chip.capability,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        input_output_aliases=in_place,
         **{results: shapes},
         **constants,
     )

@@ -101,7 +101,7 @@ def _shared(operands: Sequence[jax.Array | None], geometry: _Geometry) -> tuple[
     return mask, ready
 
 
-def _moved(*operands: jax.Array | None) -> tuple[int, bool]:
+def _moved(*operands: jax.Array | jax.ShapeDtypeStruct | None) -> tuple[int, bool]:
     """The widest element's bytes, and whether there are several dtypes."""
     dtypes = {a.dtype for a in operands if a is not None}
     return max(d.itemsize for d in dtypes), len(dtypes) > 1
@@ -120,19 +120,21 @@ def forward(
     batch_dims: int,
     save_statistics: bool,
     chip: config.Chip,
+    y_dtype: DTypeLike | None = None,
 ) -> tuple[jax.Array | None, ...]:
-    """-> (y, total, mean, rstd)"""
+    """-> (y, total, mean, rstd); y in x's dtype or in `y_dtype`"""
     g = _geometry((x, residual), (scale, offset), axis, batch_dims, per_example_gradients=False)
     total = x.dtype if residual is None else jnp.promote_types(x.dtype, residual.dtype)
     compute = jnp.promote_types(total, jnp.float32)
-    tile = config.forward_tile(g.h, g.inner, *_moved(x, residual))
+    y = g.like_rows(y_dtype or x.dtype)
+    tile = config.forward_tile(g.h, g.inner, *_moved(x, residual, y))
     shared, operands = _shared((x, residual, scale, offset), g)
     return tuple(
         launch(
             kernels.forward_kernel,
             [*operands, g.rows],
             [
-                g.like_rows(x.dtype),
+                y,
                 g.like_rows(total) if residual is not None else None,
                 g.like_statistics(compute) if save_statistics and subtract_mean else None,
                 g.like_statistics(compute) if save_statistics else None,
@@ -173,11 +175,63 @@ def backward(
 ) -> tuple[jax.Array | None, ...]:
     """-> (dx, dscale, doffset)"""
     del epsilon  # it is in rstd
+    options = _Backward(axis, subtract_mean, zero_centered_scale, batch_dims, doffset_dtype, None, chip)
+    return _backward(dy, dtotal, total, scale, None, mean, rstd, options)[:3]
+
+
+def backward_and_forward(
+    dy: jax.Array,
+    x: jax.Array,
+    scale: jax.Array | None,
+    offset: jax.Array | None,
+    mean: jax.Array | None,
+    rstd: jax.Array,
+    *,
+    subtract_mean: bool,
+    zero_centered_scale: bool,
+    batch_dims: int,
+    y_dtype: DTypeLike,
+    chip: config.Chip,
+) -> tuple[jax.Array | None, ...]:
+    """-> (dx, dscale, doffset, y) over the last axis: the norm's output once more, from the same read of x."""
+    doffset_dtype = None if offset is None else offset.dtype
+    options = _Backward(-1, subtract_mean, zero_centered_scale, batch_dims, doffset_dtype, y_dtype, chip)
+    return _backward(dy, None, x, scale, offset, mean, rstd, options)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Backward:
+    """The static arguments of `_backward`; `y_dtype` None for no y."""
+
+    axis: int
+    subtract_mean: bool
+    zero_centered_scale: bool
+    batch_dims: int
+    doffset_dtype: DTypeLike | None
+    y_dtype: DTypeLike | None
+    chip: config.Chip
+
+
+def _backward(
+    dy: jax.Array,
+    dtotal: jax.Array | None,
+    total: jax.Array,
+    scale: jax.Array | None,
+    offset: jax.Array | None,
+    mean: jax.Array | None,
+    rstd: jax.Array,
+    options: _Backward,
+) -> tuple[jax.Array | None, ...]:
+    """-> (dx, dscale, doffset, y); `offset` is used only for y"""
+    chip, subtract_mean = options.chip, options.subtract_mean
+    doffset_dtype, y_dtype = options.doffset_dtype, options.y_dtype
     has_scale, has_offset = scale is not None, doffset_dtype is not None
-    g = _geometry((dy, dtotal, total, mean, rstd), (scale,), axis, batch_dims, has_scale or has_offset)
+    rows = (dy, dtotal, total, mean, rstd)
+    g = _geometry(rows, (scale, offset), options.axis, options.batch_dims, has_scale or has_offset)
     compute = rstd.dtype
-    plan = config.backward_plan(g.h, g.inner, *_moved(dy, dtotal, total))
-    shared, operands = _shared((dy, dtotal, total, scale, mean, rstd), g)
+    y = None if y_dtype is None else g.like_rows(y_dtype)
+    plan = config.backward_plan(g.h, g.inner, *_moved(dy, dtotal, total, y), wants_y=y is not None)
+    shared, operands = _shared((dy, dtotal, total, scale, mean, rstd, offset), g)
     switches = {
         "chip": chip,
         "compute": compute,
@@ -185,7 +239,7 @@ def backward(
         "INNER": g.inner,
         "HAS_SCALE": has_scale,
         "SUBTRACT_MEAN": subtract_mean,
-        "ZERO_CENTERED": zero_centered_scale,
+        "ZERO_CENTERED": options.zero_centered_scale,
     }
 
     c1 = c2 = None
@@ -204,21 +258,31 @@ def backward(
     tile, chunks = plan.tile, g.chunks(plan.tile)
     programs = chip.sms * tile.programs_per_sm // (g.groups * chunks)
     programs = max(1, min(programs, g.tiles(tile)))
+    if y_dtype is not None:  # as few as make the same number of trips
+        programs = _ceil_div(g.tiles(tile), _ceil_div(g.tiles(tile), programs))
+    # A program that owns whole rows has read its dy before it writes y.
+    in_place = {0: 3} if y_dtype == dy.dtype and chunks == 1 and not shared & 1 else {}
     gradients = [
         g.like_parameters(scale.dtype) if scale is not None else None,
         g.like_parameters(doffset_dtype) if doffset_dtype is not None else None,
     ]
     partial = jax.ShapeDtypeStruct((g.groups, programs, g.h), compute)
-    dx, dscale, doffset = launch(
+    dx, dscale, doffset, y = launch(
         kernels.backward_kernel,
         [*operands, c1, c2, g.rows, programs],
-        [g.like_rows(total.dtype), *(a and partial if programs > 1 else a for a in gradients)],
+        [
+            g.like_rows(total.dtype),
+            *(a and partial if programs > 1 else a for a in gradients),
+            g.like_rows(y_dtype) if y_dtype is not None else None,
+        ],
         programs=g.groups * programs * chunks,
         tile=tile,
+        in_place=in_place,
         SHARED=shared,
         HAS_DTOTAL=dtotal is not None,
         HAS_SUMS=plan.sums is not None,
         HAS_OFFSET=has_offset,
+        WANTS_Y=y_dtype is not None,
         **switches,
     )
     if programs > 1 and (has_scale or has_offset):
@@ -235,4 +299,4 @@ def backward(
             HAS_SCALE=has_scale,
             HAS_OFFSET=has_offset,
         )
-    return dx, dscale, doffset
+    return dx, dscale, doffset, y

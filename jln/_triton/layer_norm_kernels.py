@@ -268,6 +268,7 @@ def backward_kernel(
     scale_ptr,  # [G, H]
     mean_ptr,  # [G, rows]
     rstd_ptr,  # [G, rows]
+    offset_ptr,  # [G, H]
     c1_ptr,  # [G, rows]
     c2_ptr,  # [G, rows]
     rows,
@@ -275,6 +276,7 @@ def backward_kernel(
     dx_ptr,  # [G, rows, H]
     dscale_ptr,  # [G, programs, H]
     doffset_ptr,  # [G, programs, H]
+    y_ptr,  # [G, rows, H]
     H: tl.constexpr,
     INNER: tl.constexpr,
     SHARED: tl.constexpr,
@@ -282,6 +284,7 @@ def backward_kernel(
     HAS_SUMS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
+    WANTS_Y: tl.constexpr,
     SUBTRACT_MEAN: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -289,7 +292,7 @@ def backward_kernel(
     BLOCK_H: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dx, and each program's share of dscale and doffset.
+    """dx, each program's share of dscale and doffset, and (WANTS_Y) the norm's output once more.
 
     A program owns BLOCK_H columns and every `programs`-th tile of rows, and keeps its sums in registers. c1 and c2
     come from the registers where a row fits in BLOCK_H; from a look at the whole row where a few programs share one
@@ -306,9 +309,11 @@ def backward_kernel(
     scale_ptr += _group(group, SHARED, 3) * H
     mean_ptr += _group(group, SHARED, 4) * rows
     rstd_ptr += _group(group, SHARED, 5) * rows
+    offset_ptr += _group(group, SHARED, 6) * H
     c1_ptr += group * rows
     c2_ptr += group * rows
     dx_ptr += group * size
+    y_ptr += group * size
     column, step, exists = _columns(chunk * BLOCK_H, H, INNER, BLOCK_H)
     if BLOCK_H >= H:
         scale = _load_scale(scale_ptr, column, exists, HAS_SCALE, ZERO_CENTERED, BLOCK_H, COMPUTE)
@@ -340,6 +345,11 @@ def backward_kernel(
         if HAS_DTOTAL:
             dx += tl.load(dtotal_ptr + at, mask=mask, other=0.0).to(COMPUTE)
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if WANTS_Y:
+            y = x_hat * scale[None, :]  # (4)
+            if HAS_OFFSET:
+                y += tl.load(offset_ptr + column, mask=exists, other=0.0).to(COMPUTE)[None, :]
+            tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
         if HAS_SCALE:
             dscale += dy * x_hat  # (6)
         if HAS_OFFSET:

@@ -1,0 +1,324 @@
+"""Launchers of LayerNorm+Linear: fused kernels for few features (`config.fused_plan`), else norm kernels composed with
+XLA's products.
+
+The signatures are those of `jln._xla.layer_norm_linear`, and one argument more: the chip to launch for. The first
+`batch_dims` axes are vmap's, of size 1 where an operand is shared. Between them and the last axis lie x's rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jln._triton import config
+from jln._triton import layer_norm as norm
+from jln._triton import layer_norm_kernels as norm_kernels
+from jln._triton import layer_norm_linear_kernels as kernels
+from jln._triton.launch import launch
+
+
+def forward(
+    x: jax.Array,
+    scale: jax.Array | None,
+    offset: jax.Array | None,
+    kernel: jax.Array,
+    bias: jax.Array | None,
+    *,
+    epsilon: float,
+    subtract_mean: bool,
+    zero_centered_scale: bool,
+    precision: jax.lax.PrecisionLike,
+    batch_dims: int,
+    save_statistics: bool,
+    chip: config.Chip,
+) -> tuple[jax.Array | None, ...]:
+    """-> (y, mean, rstd)
+
+    x [*batch, *lead, H]; scale, offset [*batch, H] or None; kernel [*batch, H, N]; bias [*batch, N] or None.
+    y [*batch, *lead, N]; mean, rstd [*batch, *lead, 1].
+    """
+    batch = _common_batch(batch_dims, x, scale, offset, kernel, bias)
+    if all(p is None or math.prod(p.shape[:batch_dims]) == 1 for p in (scale, offset, kernel, bias)):
+        # Where every example has the same parameters, examples are rows like any other.
+        kernel = kernel.reshape(kernel.shape[batch_dims:])
+        scale, offset, bias = (None if p is None else p.reshape(p.shape[batch_dims:]) for p in (scale, offset, bias))
+        batch_dims = 0
+    plan = config.fused_plan(kernel.shape[-1], _product_dtype(x, kernel).name, chip)
+    if plan is not None and batch_dims == 0:
+        switches = _fused_switches(scale, kernel, plan, subtract_mean, zero_centered_scale, chip)
+        return _fused_forward(x, scale, offset, kernel, bias, plan.forward, epsilon, save_statistics, switches)
+    z, _, mean, rstd = norm.forward(
+        x,
+        None,
+        _to_rank_of(x, scale),
+        _to_rank_of(x, offset),
+        axis=-1,
+        epsilon=epsilon,
+        subtract_mean=subtract_mean,
+        zero_centered_scale=zero_centered_scale,
+        batch_dims=batch_dims,
+        save_statistics=save_statistics,
+        chip=chip,
+        y_dtype=_product_dtype(x, kernel),
+    )
+    assert z is not None
+    y = _affine(_rows(z, batch_dims), kernel, bias, precision)
+    y = y.reshape(*y.shape[:batch_dims], *x.shape[batch_dims:-1], y.shape[-1])
+    return tuple(None if a is None else _with_batch(a, batch) for a in (y, mean, rstd))
+
+
+def backward(
+    dy: jax.Array,
+    x: jax.Array,
+    scale: jax.Array | None,
+    offset: jax.Array | None,
+    kernel: jax.Array,
+    mean: jax.Array | None,
+    rstd: jax.Array,
+    *,
+    epsilon: float,
+    subtract_mean: bool,
+    zero_centered_scale: bool,
+    precision: jax.lax.PrecisionLike,
+    batch_dims: int,
+    dbias_dtype: DTypeLike | None,
+    chip: config.Chip,
+) -> tuple[jax.Array | None, ...]:
+    """-> (dx, dscale, doffset, dkernel, dbias), the last four not summed over the batch
+
+    dy [*batch, *lead, N]; `dbias_dtype` None for no bias; the others as in `forward`.
+    """
+    del epsilon  # it is in rstd
+    batch = _common_batch(batch_dims, dy, x, scale, offset, kernel)
+    dtype = _product_dtype(x, kernel)
+    plan = config.fused_plan(kernel.shape[-1], dtype.name, chip)
+    if plan is not None and batch_dims == 0:
+        switches = _fused_switches(scale, kernel, plan, subtract_mean, zero_centered_scale, chip)
+        return _fused_backward(dy, x, scale, offset, kernel, mean, rstd, plan, dbias_dtype, switches)
+    accumulator = jnp.promote_types(dtype, jnp.float32)
+    dy_rows = _rows(dy, batch_dims).astype(dtype)
+    # dz goes through memory. bfloat16 only rounds it there; in float16 what is under 6e-8 would vanish.
+    dz = jnp.matmul(
+        dy_rows,
+        jnp.swapaxes(kernel.astype(dtype), -1, -2),
+        precision=precision,
+        preferred_element_type=dtype if dtype == jnp.bfloat16 else accumulator,
+    )
+    dz = dz.reshape(*dz.shape[:batch_dims], *dy.shape[batch_dims:-1], dz.shape[-1])
+    dx, dscale, doffset, z = norm.backward_and_forward(
+        dz,
+        x,
+        _to_rank_of(x, scale),
+        _to_rank_of(x, offset),
+        mean,
+        rstd,
+        subtract_mean=subtract_mean,
+        zero_centered_scale=zero_centered_scale,
+        batch_dims=batch_dims,
+        y_dtype=dtype,
+        chip=chip,
+    )
+    # The shares of dscale and doffset are added up first, so that dkernel's memory can hold them until then.
+    z, dscale, doffset = jax.lax.optimization_barrier((z, dscale, doffset))
+    assert z is not None
+    dkernel = jnp.matmul(
+        jnp.swapaxes(_rows(z, batch_dims), -1, -2), dy_rows, precision=precision, preferred_element_type=kernel.dtype
+    )
+    dbias = None if dbias_dtype is None else _column_sums(dy_rows, dbias_dtype, chip)
+    dscale, doffset = (None if a is None else a.reshape(*a.shape[:batch_dims], -1) for a in (dscale, doffset))
+    return tuple(None if a is None else _with_batch(a, batch) for a in (dx, dscale, doffset, dkernel, dbias))
+
+
+def _fused_forward(
+    x: jax.Array,
+    scale: jax.Array | None,
+    offset: jax.Array | None,
+    kernel: jax.Array,
+    bias: jax.Array | None,
+    tile: config.Tile,
+    epsilon: float,
+    save_statistics: bool,
+    switches: dict[str, Any],
+) -> tuple[jax.Array | None, ...]:
+    """`forward` without a batch, in one kernel."""
+    rows = math.prod(x.shape[:-1])
+    statistic = jax.ShapeDtypeStruct((*x.shape[:-1], 1), jnp.float32)
+    return tuple(
+        launch(
+            kernels.forward_kernel,
+            [x, scale, offset, kernel, bias, rows],
+            [
+                jax.ShapeDtypeStruct((*x.shape[:-1], kernel.shape[-1]), x.dtype),
+                statistic if save_statistics and switches["SUBTRACT_MEAN"] else None,
+                statistic if save_statistics else None,
+            ],
+            programs=_ceil_div(rows, tile.rows),
+            tile=tile,
+            HAS_OFFSET=offset is not None,
+            HAS_BIAS=bias is not None,
+            SAVE_STATISTICS=save_statistics,
+            EPSILON=epsilon,
+            **switches,
+        )
+    )
+
+
+def _fused_backward(
+    dy: jax.Array,
+    x: jax.Array,
+    scale: jax.Array | None,
+    offset: jax.Array | None,
+    kernel: jax.Array,
+    mean: jax.Array | None,
+    rstd: jax.Array,
+    plan: config.FusedPlan,
+    dbias_dtype: DTypeLike | None,
+    switches: dict[str, Any],
+) -> tuple[jax.Array | None, ...]:
+    """`backward` without a batch, in three kernels: row sums and shares of dbias; dx and shares of G and dscale; and
+    what adds up the shares.
+    """
+    rows, (h, n) = math.prod(x.shape[:-1]), kernel.shape
+    sms = switches["chip"].sms
+
+    def float32(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    tile = plan.row_sums
+    programs = min(_ceil_div(rows, tile.rows), sms * tile.programs_per_sm)
+    wants_dbias = offset is not None or dbias_dtype is not None
+    c1, c2, dbias = launch(
+        kernels.row_sums_kernel,
+        [dy, x, scale, kernel, mean, rstd, rows, programs],
+        [
+            float32(rows) if switches["SUBTRACT_MEAN"] else None,
+            float32(rows),
+            float32(programs, n) if wants_dbias else None,
+        ],
+        programs=programs,
+        tile=tile,
+        WANTS_DBIAS=wants_dbias,
+        **switches,
+    )
+
+    tile = plan.backward
+    chunks = _ceil_div(h, tile.columns)
+    splits = max(1, min(_ceil_div(rows, tile.rows), sms * tile.programs_per_sm // chunks))
+    dx, g, dscale = launch(
+        kernels.backward_kernel,
+        [dy, x, scale, kernel, mean, rstd, c1, c2, rows, splits],
+        [
+            jax.ShapeDtypeStruct(x.shape, x.dtype),
+            float32(splits, h, n),
+            float32(splits, h) if scale is not None else None,
+        ],
+        programs=splits * chunks,
+        tile=tile,
+        **switches,
+    )
+
+    tile = plan.parameters
+    dkernel, dscale, doffset, dbias = launch(
+        kernels.parameters_kernel,
+        [g, dscale, dbias, scale, offset, kernel, splits, programs],
+        [
+            jax.ShapeDtypeStruct(kernel.shape, kernel.dtype),
+            jax.ShapeDtypeStruct((h,), scale.dtype) if scale is not None else None,
+            jax.ShapeDtypeStruct((h,), offset.dtype) if offset is not None else None,
+            jax.ShapeDtypeStruct((n,), dbias_dtype) if dbias_dtype is not None else None,
+        ],
+        programs=_ceil_div(h, tile.columns),
+        tile=tile,
+        HAS_OFFSET=offset is not None,
+        HAS_BIAS=dbias_dtype is not None,
+        **switches,
+    )
+    return dx, dscale, doffset, dkernel, dbias
+
+
+def _fused_switches(
+    scale: jax.Array | None,
+    kernel: jax.Array,
+    plan: config.FusedPlan,
+    subtract_mean: bool,
+    zero_centered_scale: bool,
+    chip: config.Chip,
+) -> dict[str, Any]:
+    """What all fused kernels are told."""
+    return {
+        "chip": chip,
+        "compute": jnp.float32,
+        "H": kernel.shape[0],
+        "N": kernel.shape[1],
+        "BLOCK_N": plan.features,
+        "HAS_SCALE": scale is not None,
+        "SUBTRACT_MEAN": subtract_mean,
+        "ZERO_CENTERED": zero_centered_scale,
+    }
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _affine(z: jax.Array, kernel: jax.Array, bias: jax.Array | None, precision: jax.lax.PrecisionLike) -> jax.Array:
+    """z @ kernel + bias over [*batch, rows, H], rounded once."""
+    kernel = kernel.astype(z.dtype)
+    if bias is None:
+        return jnp.matmul(z, kernel, precision=precision)
+    y = jnp.matmul(z, kernel, precision=precision)
+    return (y + jnp.expand_dims(bias, -2)).astype(z.dtype)
+
+
+def _column_sums(a: jax.Array, dtype: DTypeLike, chip: config.Chip) -> jax.Array:
+    """[*batch, rows, C] -> [*batch, C], added in float32 (float64 for float64)."""
+    compute = jnp.promote_types(a.dtype, jnp.float32)
+    *batch, rows, columns = a.shape
+    tile = config.column_sums_tile(columns, a.dtype.itemsize, chip)
+    if tile is None or math.prod(batch) > 1:
+        return jnp.sum(a.astype(compute), axis=-2).astype(dtype)
+    _, sums = launch(
+        norm_kernels.reduce_kernel,
+        [None, a, rows],
+        [None, jax.ShapeDtypeStruct((*batch, columns), dtype)],
+        programs=-(-columns // tile.columns),
+        tile=tile,
+        chip=chip,
+        compute=compute,
+        H=columns,
+        HAS_SCALE=False,
+        HAS_OFFSET=True,
+    )
+    assert sums is not None
+    return sums
+
+
+def _product_dtype(x: jax.Array, kernel: jax.Array) -> jnp.dtype:
+    """The dtype of the products' operands, and of y."""
+    return jnp.promote_types(x.dtype, kernel.dtype)
+
+
+def _rows(a: jax.Array, batch_dims: int) -> jax.Array:
+    """[*batch, *lead, C] as [*batch, rows, C]."""
+    return a.reshape(*a.shape[:batch_dims], math.prod(a.shape[batch_dims:-1]), a.shape[-1])
+
+
+def _to_rank_of(x: jax.Array, parameter: jax.Array | None) -> jax.Array | None:
+    """A parameter [*batch, H] as [*batch, 1, ..., 1, H]."""
+    if parameter is None:
+        return None
+    ones = (1,) * (x.ndim - parameter.ndim)
+    return parameter.reshape(*parameter.shape[:-1], *ones, parameter.shape[-1])
+
+
+def _common_batch(batch_dims: int, *operands: jax.Array | None) -> tuple[int, ...]:
+    return jnp.broadcast_shapes(*(a.shape[:batch_dims] for a in operands if a is not None))
+
+
+def _with_batch(a: jax.Array, batch: Sequence[int]) -> jax.Array:
+    return jnp.broadcast_to(a, (*batch, *a.shape[len(batch) :]))
