@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jax.lax import PrecisionLike
 
 from jln import _checks
-from jln._transforms import Operation
+from jln._transforms import Operation, vary_together
 from jln._xla import layer_norm_linear as xla
 
 
@@ -187,4 +188,6 @@ def _checked(x, scale, offset, kernel, bias, options: _Options) -> jax.Array:
     return _jitted(norm, x, scale, offset, kernel, bias)
 
 
-_jitted = jax.jit(_operator, static_argnums=0, inline=True)
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _jitted(norm: _NormLinear, *arguments: jax.Array | None) -> jax.Array:
+    return _operator(norm, *vary_together(*arguments))

@@ -37,7 +37,7 @@ CASES = {
                           lambda f: f(X, jnp.ones(9, "float32"), K)),
     "scale is an integer array": (TypeError, r"scale must have one of the dtypes", lambda f: f(X, P.astype("int8"), K)),
     "epsilon is negative": (ValueError, r"epsilon must be finite and not negative", lambda f: f(X, P, K, epsilon=-1.0)),
-    "epsilon is traced": (TypeError, r"epsilon must be a static number",
+    "epsilon is traced": (TypeError, r"epsilon must be a static Python or NumPy number",
                           lambda f: jax.jit(lambda e: f(X, P, K, epsilon=e))(0.1)),
     "zero_centered_scale is a number": (TypeError, r"zero_centered_scale must be a static bool",
                                         lambda f: f(X, P, K, zero_centered_scale=1)),

@@ -273,7 +273,7 @@ def _backward(
         [
             g.like_rows(total.dtype),
             *(a and partial if programs > 1 else a for a in gradients),
-            g.like_rows(y_dtype) if y_dtype is not None else None,
+            y,
         ],
         programs=g.groups * programs * chunks,
         tile=tile,
@@ -282,7 +282,7 @@ def _backward(
         HAS_DTOTAL=dtotal is not None,
         HAS_SUMS=plan.sums is not None,
         HAS_OFFSET=has_offset,
-        WANTS_Y=y_dtype is not None,
+        WANTS_Y=y is not None,
         **switches,
     )
     if programs > 1 and (has_scale or has_offset):
