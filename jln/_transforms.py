@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jln._partitioning import Layout, needs_devices, partitioned
 from jln._triton import config
 from jln._triton import launch as triton_launch
 
@@ -34,6 +35,9 @@ class Operation:
     triton: returns the launcher; called when a program is first lowered for CUDA, so that Triton is imported then. The
         launcher has the formula's signature and a `chip`.
 
+    layout: names the dimensions, as `jln._partitioning` explains: called with the operands' ranks and the options that it
+        has parameters for.
+
     Operands and results may be None. Options are static; `batch_dims`, the number of leading axes that vmap has put
     in front of every operand (of size 1 where an operand is shared), is kept here.
     """
@@ -45,8 +49,9 @@ class Operation:
         xla: Callable[..., Results],
         xla_cpu: Callable[..., Results],
         triton: Callable[[], Callable[..., Results]],
+        layout: Callable[..., Layout],
     ):
-        self._xla, self._xla_cpu, self._triton = xla, xla_cpu, triton
+        self._xla, self._xla_cpu, self._triton, self._layout = xla, xla_cpu, triton, layout
         self._primitive = primitive = Primitive(name)
         primitive.multiple_results = True
         primitive.def_impl(self._evaluate)
@@ -60,14 +65,15 @@ class Operation:
         present = tuple(a is not None for a in operands)
         given = [a for a in operands if a is not None]
         static = tuple(sorted({"batch_dims": 0, **options}.items()))
-        written = iter(self._primitive.bind(*given, present=present, implementation=implementation, options=static))
+        params = {"present": present, "implementation": implementation, "options": static, "mark": needs_devices()}
+        written = iter(self._primitive.bind(*given, **params))
         return tuple(None if s is None else next(written) for s in self._shapes(given, present, static))
 
     def _shapes(self, operands, present, options) -> tuple[jax.ShapeDtypeStruct | None, ...]:
         arrays = tuple((a.shape, a.dtype) for a in operands)
         return _result_shapes(self._xla, arrays, present, options)
 
-    def _abstract(self, *avals, present, implementation, options):
+    def _abstract(self, *avals, present, options, **_):
         shapes = self._shapes(avals, present, options)
         like = avals[0]  # all operands are on one mesh, and vary over the same axes of it
 
@@ -81,23 +87,24 @@ class Operation:
         with jax.disable_jit(False):  # under disable_jit the call below would come back here
             return _jitted(self._primitive, tuple(sorted(params.items())))(*operands)
 
-    def _batch(self, operands, dims, *, present, implementation, options):
+    def _batch(self, operands, dims, *, options, **params):
         in_front = [
             jnp.expand_dims(a, 0) if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(operands, dims, strict=True)
         ]
         options = tuple((k, v + 1 if k == "batch_dims" else v) for k, v in options)
-        results = self._primitive.bind(*in_front, present=present, implementation=implementation, options=options)
+        results = self._primitive.bind(*in_front, options=options, **params)
         return results, [0] * len(results)
 
-    def _jvp(self, primals, tangents, *, present, implementation, options):
+    def _jvp(self, primals, tangents, *, present, options, **params):
         """The kernels' results, with the formula's tangents."""
         formula = _flat(_on_present(self._xla, present, options))
         tangents = tuple(ad.instantiate_zeros(t) for t in tangents)
         _, tangents_out = jax.jvp(formula, tuple(primals), tangents)
-        results = self._primitive.bind(*primals, present=present, implementation=implementation, options=options)
+        results = self._primitive.bind(*primals, present=present, options=options, **params)
         return results, tangents_out
 
-    def _lower(self, platform, ctx, *operands, present, implementation, options):
+    def _lower(self, platform, ctx, *operands, present, implementation, options, mark):
+        del mark
         sizes = [n for aval in ctx.avals_in for n in aval.shape]
         if not all(isinstance(n, int) for n in sizes):  # an export with symbolic shapes
             if implementation == "triton":
@@ -105,9 +112,40 @@ class Operation:
             implementation = "xla"
         elif 0 in sizes:  # never worth a kernel
             implementation = "xla"
+        spread, reason = _spread(ctx.module_context)
+        if reason is not None:
+            if implementation == "triton":
+                raise ValueError(f"implementation='triton' cannot run {reason}")
+            implementation = "xla"
         compute = self._choose(platform, implementation)
-        lowering = mlir.lower_fun(_flat(_on_present(compute, present, options)), multiple_results=True)
-        return lowering(ctx, *operands)
+        function = _flat(_on_present(compute, present, options))
+        if spread:
+            function = self._spread_over_devices(function, compute, ctx, present, implementation, options)
+        return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
+
+    def _spread_over_devices(self, function, compute, ctx, present, implementation, options) -> Callable[..., Any]:
+        given = iter(ctx.avals_in)
+        layout = self._layout(*(next(given) if p else None for p in present), **dict(options))
+        written = [s is not None for s in self._shapes(ctx.avals_in, present, options)]
+        layout = layout.only(present, written)
+        in_parameters = [any(name.endswith(".parameter") for name in names) for names in layout.operands]
+        exact = tuple((k, _accumulator(v) if k.endswith("_dtype") and v is not None else v) for k, v in options)
+
+        def with_exact_parameters(compute, *operands):
+            operands = (
+                a.astype(_accumulator(a.dtype)) if p else a for a, p in zip(operands, in_parameters, strict=True)
+            )
+            return _flat(_on_present(compute, present, exact))(*operands)
+
+        def on_part_of_h(h_axes, *operands):
+            return with_exact_parameters(functools.partial(self._xla, h_axes=h_axes), *operands)
+
+        return partitioned(
+            function,
+            None if implementation == "triton" else on_part_of_h,
+            layout,
+            functools.partial(with_exact_parameters, compute),
+        )
 
     def _choose(self, platform: str | None, implementation: str | None) -> Callable[..., Results]:
         """What computes the operation on `platform`."""
@@ -134,6 +172,27 @@ class Operation:
         return functools.partial(self._triton(), chip=config.INTERPRETER)
 
 
+def _accumulator(dtype):
+    """What shares of a gradient are added up in."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _spread(context: mlir.ModuleContext) -> tuple[bool, str | None]:
+    """Whether JAX's partitioner will spread the program over devices, and why a kernel cannot run if it cannot."""
+    axis_context = context.axis_context
+    manual = getattr(axis_context, "manual_axes", None)
+    if manual is not None:  # inside shard_map
+        automatic = [a for a, size in axis_context.mesh.shape.items() if a not in manual and size > 1]
+        if automatic:
+            return False, f"in a shard_map that leaves mesh axes {automatic} to the compiler: name all axes"
+        return False, None
+    if getattr(axis_context, "num_devices", 1) == 1:
+        return False, None
+    if context.lowering_parameters.for_export:
+        return False, "in an export for several devices, except inside jax.shard_map"
+    return True, None
+
+
 def vary_together(*operands: jax.Array | None) -> list[jax.Array | None]:
     """Inside shard_map: every operand as one that varies over each mesh axis that any of them varies over.
 
@@ -145,6 +204,20 @@ def vary_together(*operands: jax.Array | None) -> list[jax.Array | None]:
         a if a is None or axes == union else jax.lax.pcast(a, tuple(sorted(union - axes)), to="varying")
         for a, axes in zip(operands, over, strict=True)
     ]
+
+
+def with_automatic_axes(function: Callable[..., Any], specs: Callable[..., Any], *operands: jax.Array | None) -> Any:
+    """`function(*operands)`; on a mesh with explicit axes as if they were automatic, with results sharded as `specs`,
+    called with the operands' PartitionSpecs, says.
+    """
+    mesh = next(jax.typeof(a).sharding.mesh for a in operands if a is not None)
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = tuple(a for a, kind in kinds if kind == AxisType.Explicit)
+    if not explicit:
+        return function(*operands)
+    given = specs(*(None if a is None else jax.typeof(a).sharding.spec for a in operands))
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), given)
+    return jax.sharding.auto_axes(function, axes=explicit, out_sharding=shardings)(*operands)
 
 
 def _on_present(function: Callable, present: tuple[bool, ...], options: tuple) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from jln import _checks
+from jln._partitioning import Layout
 from jln._transforms import Operation, vary_together
 from jln._xla import layer_norm as xla
 
@@ -158,9 +159,36 @@ class _Norm(NamedTuple):
         return {k: v for k, v in self._asdict().items() if not k.endswith("dtype")}
 
 
-_forward = Operation("jln_norm_forward", xla=xla.forward, xla_cpu=xla.forward_cpu, triton=lambda: _kernels().forward)
+def _names(ndim: int, axis: int, batch_dims: int, h: str = "h") -> tuple[str, ...]:
+    """Every array's dimensions: all have the same rank, with 1 where they have less than x."""
+    names = [f"b{i}" if i < batch_dims else f"r{i}" for i in range(ndim)]
+    names[axis] = h
+    return tuple(names)
+
+
+def _forward_layout(x, *_, axis: int, batch_dims: int, **options) -> Layout:
+    rows, parameter = _names(x.ndim, axis, batch_dims), _names(x.ndim, axis, batch_dims, "h.parameter")
+    return Layout((rows, rows, parameter, parameter), (rows,) * 4, ("",) * 4)
+
+
+def _backward_layout(dy, *_, axis: int, batch_dims: int, **options) -> Layout:
+    rows, parameter = _names(dy.ndim, axis, batch_dims), _names(dy.ndim, axis, batch_dims, "h.parameter")
+    return Layout((rows, rows, rows, parameter, rows, rows), (rows, parameter, parameter), ("", "r", "r"))
+
+
+_forward = Operation(
+    "jln_norm_forward",
+    xla=xla.forward,
+    xla_cpu=xla.forward_cpu,
+    triton=lambda: _kernels().forward,
+    layout=_forward_layout,
+)
 _backward = Operation(
-    "jln_norm_backward", xla=xla.backward, xla_cpu=xla.backward_cpu, triton=lambda: _kernels().backward
+    "jln_norm_backward",
+    xla=xla.backward,
+    xla_cpu=xla.backward_cpu,
+    triton=lambda: _kernels().backward,
+    layout=_backward_layout,
 )
 
 

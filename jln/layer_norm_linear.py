@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.lax import PrecisionLike
 
 from jln import _checks
+from jln._partitioning import Layout
 from jln._transforms import Operation, vary_together
 from jln._xla import layer_norm_linear as xla
 
@@ -108,11 +109,48 @@ class _NormLinear(NamedTuple):
         return {k: v for k, v in self._asdict().items() if k != "bias_dtype"}
 
 
+class _Names(NamedTuple):
+    """Of an array's dimensions, as `jln._partitioning` explains them."""
+
+    x: tuple[str, ...]
+    parameter: tuple[str, ...]
+    kernel: tuple[str, ...]
+    bias: tuple[str, ...]
+    y: tuple[str, ...]
+
+    @classmethod
+    def of(cls, ndim: int, batch_dims: int) -> _Names:
+        batch = tuple(f"b{i}" for i in range(batch_dims))
+        rows = (*batch, *(f"r{i}" for i in range(batch_dims, ndim - 1)))
+        return cls((*rows, "h"), (*batch, "h.parameter"), (*batch, "h.kernel", "n"), (*batch, "n"), (*rows, "n"))
+
+
+def _forward_layout(x, *_, batch_dims: int, **options) -> Layout:
+    of = _Names.of(x.ndim, batch_dims)
+    return Layout((of.x, of.parameter, of.parameter, of.kernel, of.bias), (of.y, of.x, of.x), ("", "", ""))
+
+
+def _backward_layout(dy, *_, batch_dims: int, **options) -> Layout:
+    """All is linear in dy, so a device that has a part of the features has a share of what is not split by features."""
+    of = _Names.of(dy.ndim, batch_dims)
+    operands = (of.y, of.x, of.parameter, of.parameter, of.kernel, of.x, of.x)
+    results = (of.x, of.parameter, of.parameter, of.kernel, of.bias)
+    return Layout(operands, results, ("n", "nr", "nr", "r", "r"))
+
+
 _forward = Operation(
-    "jln_norm_linear_forward", xla=xla.forward, xla_cpu=xla.forward_cpu, triton=lambda: _kernels().forward
+    "jln_norm_linear_forward",
+    xla=xla.forward,
+    xla_cpu=xla.forward_cpu,
+    triton=lambda: _kernels().forward,
+    layout=_forward_layout,
 )
 _backward = Operation(
-    "jln_norm_linear_backward", xla=xla.backward, xla_cpu=xla.backward_cpu, triton=lambda: _kernels().backward
+    "jln_norm_linear_backward",
+    xla=xla.backward,
+    xla_cpu=xla.backward_cpu,
+    triton=lambda: _kernels().backward,
+    layout=_backward_layout,
 )
 
 

@@ -36,7 +36,7 @@ float16 operands with float32 sums:
 Layout, for every function here: x [*batch, *lead, H]; scale, offset [*batch, H]; kernel [*batch, H, N]; bias
 [*batch, N]; y, dy [*batch, *lead, N]; mean, rstd [*batch, *lead, 1]. The `batch_dims` axes of `batch` are vmap's: on
 them any operand may have size 1 instead of the batch's, results always have the batch's, and parameter gradients are
-not summed over them. No operand is written out over them: einsum drops axes of size 1 that the other side has longer.
+not summed over them. `h_axes` is as in `jln._xla.layer_norm`; then (11) is summed over the devices too. No operand is written out over them: einsum drops axes of size 1 that the other side has longer.
 
 Dtypes: the products' operands are in promote_types(x.dtype, kernel.dtype), the dtype of y, and their sums in the
 compute dtype, float32 or for float64 float64.
@@ -85,6 +85,7 @@ def forward(
     batch_dims: int,
     save_statistics: bool,
     fence: Callable = norm.no_fence,
+    h_axes: norm.MeshAxes = (),
 ) -> tuple[Array, Array | None, Array | None]:
     """Terms (10) and (11): -> (y, mean, rstd).
 
@@ -105,8 +106,11 @@ def forward(
         zero_centered_scale=zero_centered_scale,
         save_statistics=save_statistics,
         fence=fence,
+        h_axes=h_axes,
     )
     y = _product(z.astype(dtype), [*rows, h], kernel.astype(dtype), [*rows[:batch_dims], h, n], [*rows, n], precision)
+    if h_axes:
+        y = lax.psum(y, h_axes)
     if bias is not None:
         y = y + _like_rows(bias.astype(y.dtype), x.ndim, batch_dims)
     mean, rstd = (None if a is None else norm.with_batch(a, batch) for a in (mean, rstd))
@@ -129,6 +133,7 @@ def backward(
     batch_dims: int,
     dbias_dtype: DTypeLike | None,
     fence: Callable = norm.no_fence,
+    h_axes: norm.MeshAxes = (),
 ) -> tuple[Array | None, ...]:
     """Terms (12) to (17): -> (dx, dscale, doffset, dkernel, dbias).
 
@@ -168,6 +173,7 @@ def backward(
         batch_dims=batch_dims,
         doffset_dtype=None,
         fence=fence,
+        h_axes=h_axes,
     )
     dscale = None if dscale is None else jnp.squeeze(dscale, lead)
     gradients = (dx, dscale, doffset, dkernel, dbias)
