@@ -172,7 +172,12 @@ def _scatter(sharding: NamedSharding, result: Any, summed: tuple[MeshAxes, ...])
     for dim, (own, asked) in enumerate(zip(have, wanted, strict=True)):
         more = asked[len(own) :]
         parts = math.prod(sharding.mesh.shape[a] for a in (*own, *more))
-        if more and asked[: len(own)] == own and {*more} <= {a for axes in summed for a in axes} and result.shape[dim] % parts == 0:
+        if (
+            more
+            and asked[: len(own)] == own
+            and {*more} <= {a for axes in summed for a in axes}
+            and result.shape[dim] % parts == 0
+        ):
             scattered[dim] = more
     return scattered
 

@@ -9,6 +9,7 @@ is lowered; only then, for a known platform, is it decided what computes it: jnp
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -34,9 +35,8 @@ class Operation:
     xla_cpu: the same, written for XLA's CPU backend.
     triton: returns the launcher; called when a program is first lowered for CUDA, so that Triton is imported then. The
         launcher has the formula's signature and a `chip`.
-
-    layout: names the dimensions, as `jln._partitioning` explains: called with the operands' ranks and the options that it
-        has parameters for.
+    layout: what `jln._partitioning` must know of the arrays, from the operands (as anything that has a rank) and the
+        options.
 
     Operands and results may be None. Options are static; `batch_dims`, the number of leading axes that vmap has put
     in front of every operand (of size 1 where an operand is shared), is kept here.
@@ -47,11 +47,11 @@ class Operation:
         name: str,
         *,
         xla: Callable[..., Results],
-        xla_cpu: Callable[..., Results],
-        triton: Callable[[], Callable[..., Results]],
-        layout: Callable[..., Layout],
+        xla_cpu: Callable[..., Results] | None = None,
+        triton: Callable[[], Callable[..., Results]] | None = None,
+        layout: Callable[..., Layout] | None = None,
     ):
-        self._xla, self._xla_cpu, self._triton, self._layout = xla, xla_cpu, triton, layout
+        self._xla, self._xla_cpu, self._triton, self._layout = xla, xla_cpu or xla, triton, layout
         self._primitive = primitive = Primitive(name)
         primitive.multiple_results = True
         primitive.def_impl(self._evaluate)
@@ -112,7 +112,7 @@ class Operation:
             implementation = "xla"
         elif 0 in sizes:  # never worth a kernel
             implementation = "xla"
-        spread, reason = _spread(ctx.module_context)
+        spread, reason = (False, None) if self._layout is None else _spread(ctx.module_context)
         if reason is not None:
             if implementation == "triton":
                 raise ValueError(f"implementation='triton' cannot run {reason}")
@@ -124,6 +124,11 @@ class Operation:
         return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 
     def _spread_over_devices(self, function, compute, ctx, present, implementation, options) -> Callable[..., Any]:
+        assert self._layout is not None
+        if getattr(compute, "keywords", {}).get("chip") is config.INTERPRETER:
+            raise ValueError(
+                "implementation='triton' is interpreted on one CPU device at a time: use jax.shard_map on several"
+            )
         given = iter(ctx.avals_in)
         layout = self._layout(*(next(given) if p else None for p in present), **dict(options))
         written = [s is not None for s in self._shapes(ctx.avals_in, present, options)]
@@ -150,7 +155,7 @@ class Operation:
     def _choose(self, platform: str | None, implementation: str | None) -> Callable[..., Results]:
         """What computes the operation on `platform`."""
         xla = self._xla_cpu if platform == "cpu" else self._xla
-        if implementation == "xla":
+        if implementation == "xla" or self._triton is None:
             return xla
         if platform == "cuda":
             reason = triton_launch.missing()
@@ -172,6 +177,52 @@ class Operation:
         return functools.partial(self._triton(), chip=config.INTERPRETER)
 
 
+class LinearOperation(Operation):
+    """An operation that is linear in its first operands, and the transpose of another that has kernels.
+
+    transpose: called with the cotangents of the results, the avals of the first operands and the other operands, each
+        None where there is none, and the options; returns the cotangents of the first operands.
+
+    It is computed by its formula, on every platform and however it is sharded.
+    """
+
+    def __init__(self, name: str, *, xla: Callable[..., Results], transpose: Callable[..., Results]):
+        super().__init__(name, xla=xla)
+        self._transposed = transpose
+        ad.primitive_transposes[self._primitive] = self._transpose
+
+    def _transpose(self, cotangents, *operands, present, implementation, options, mark):
+        del mark
+        avals = [a.aval if ad.is_undefined_primal(a) else a for a in operands]
+        written = iter(cotangents)
+        complete = [None if s is None else next(written) for s in self._shapes(avals, present, options)]
+        given = iter(operands)
+        tangents, others = [], []
+        for operand in (next(given) if p else None for p in present):
+            linear = operand is not None and ad.is_undefined_primal(operand)
+            tangents.append(operand.aval if linear else None)  # pyright: ignore[reportOptionalMemberAccess]
+            others.append(None if linear else operand)
+        gradients = self._transposed(
+            [None if type(c) is ad.Zero else c for c in complete],
+            tangents,
+            others,
+            implementation=implementation,
+            **dict(options),
+        )
+        found = itertools.chain(gradients, itertools.repeat(None))
+        return [_like(aval, g) for aval, g, p in zip(tangents, found, present, strict=False) if p]
+
+
+def _like(aval: ShapedArray | None, gradient: jax.Array | None) -> Any:
+    """The gradient of an operand, summed over those of vmap's axes on which it was shared."""
+    if aval is None:
+        return None
+    if gradient is None:
+        return ad.Zero(aval)
+    shared = [i for i, (n, of) in enumerate(zip(gradient.shape, aval.shape, strict=True)) if n != of]
+    return jnp.sum(gradient, shared, keepdims=True).astype(aval.dtype)
+
+
 def _accumulator(dtype):
     """What shares of a gradient are added up in."""
     return jnp.promote_types(dtype, jnp.float32)
@@ -179,7 +230,7 @@ def _accumulator(dtype):
 
 def _spread(context: mlir.ModuleContext) -> tuple[bool, str | None]:
     """Whether JAX's partitioner will spread the program over devices, and why a kernel cannot run if it cannot."""
-    axis_context = context.axis_context
+    axis_context: Any = context.axis_context
     manual = getattr(axis_context, "manual_axes", None)
     if manual is not None:  # inside shard_map
         automatic = [a for a, size in axis_context.mesh.shape.items() if a not in manual and size > 1]
@@ -191,6 +242,40 @@ def _spread(context: mlir.ModuleContext) -> tuple[bool, str | None]:
     if context.lowering_parameters.for_export:
         return False, "in an export for several devices, except inside jax.shard_map"
     return True, None
+
+
+def _refuse_forward_mode(*_, **__):
+    raise TypeError(
+        "this operator was asked for its derivative in forward mode (jax.jvp, jax.jacfwd, jax.linearize), which a "
+        "custom_vjp function has not: call it with forward_mode=True"
+    )
+
+
+def _reverse_mode_primitive() -> Primitive:
+    """The identity, on the way of arguments into a custom_vjp function. JAX's own error does not tell what to do.
+
+    Its tangents pass through another identity, which reverse mode transposes and never evaluates.
+    """
+    through, tangent = Primitive("jln_reverse_mode"), Primitive("jln_reverse_mode_tangent")
+    for primitive in (through, tangent):
+        primitive.def_abstract_eval(lambda a: a)
+    through.def_impl(lambda a: a)
+    batching.defvectorized(through)
+    mlir.register_lowering(through, lambda ctx, a: [a])
+    tangent.def_impl(_refuse_forward_mode)
+    batching.primitive_batchers[tangent] = _refuse_forward_mode
+    mlir.register_lowering(tangent, _refuse_forward_mode)
+    ad.primitive_jvps[through] = lambda a, t: (a[0], t[0] if isinstance(t[0], ad.Zero) else tangent.bind(t[0]))
+    ad.deflinear2(tangent, lambda ct, a: [ct])
+    return through
+
+
+_reverse_mode = _reverse_mode_primitive()
+
+
+def in_reverse_mode_only(*operands: jax.Array | None) -> list[jax.Array | None]:
+    """The operands, with an error for who differentiates in forward mode."""
+    return [None if a is None else _reverse_mode.bind(a) for a in operands]
 
 
 def vary_together(*operands: jax.Array | None) -> list[jax.Array | None]:

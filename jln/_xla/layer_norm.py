@@ -23,6 +23,11 @@ cotangent of mean is -rstd * sum_h g (the variance's own part vanishes, as sum_h
     (8) c2_m = (1/H) sum_h g_mh * x_hat_mh
     (9) dx   = rstd * (g - c1 - x_hat * c2)
 
+Forward mode. From the same two dependencies, with primed values for tangents (t_mh is that of x_mh),
+
+    (18) x_hat' = rstd * (t - (1/H) sum_h t - x_hat * (1/H) sum_h t * x_hat)   (no first sum for RMSNorm)
+    (19) y'     = x_hat' * s + x_hat * s' + b'
+
 With a residual the row is `total = x + residual`, rounded to its dtype before it is normalised, and it is an output
 too: its own cotangent is added to (9), and the sum is the cotangent of x and of residual alike.
 
@@ -258,6 +263,49 @@ def backward(
     if dtotal is not None:
         dx = dx + dtotal.astype(dtype)
     return with_batch(dx, batch).astype(total.dtype), dscale, doffset
+
+
+def tangent(
+    dx: Array | None,
+    dresidual: Array | None,
+    dscale: Array | None,
+    doffset: Array | None,
+    total: Array,
+    scale: Array | None,
+    mean: Array | None,
+    rstd: Array,
+    *,
+    axis: int,
+    epsilon: float,
+    subtract_mean: bool,
+    zero_centered_scale: bool,
+    batch_dims: int,
+    y_dtype: DTypeLike,
+    has_residual: bool,
+) -> tuple[Array, Array | None]:
+    """Terms (18) and (19), linear in the first four arguments, tangents here: -> (dy, dtotal).
+
+    Those tangents that are None are zero; the other arguments are those of `backward`. dy has `y_dtype`. dtotal has
+    total's dtype and is None without a residual.
+    """
+    del epsilon  # it is in rstd
+    batch = common_batch(batch_dims, dx, dresidual, dscale, doffset, total, scale, mean, rstd)
+    dtype = rstd.dtype
+    x_hat = _centered(total, mean) * rstd
+    dy, dtotal = jnp.zeros_like(x_hat), jnp.zeros_like(total)
+    given = [a.astype(dtype) for a in (dx, dresidual) if a is not None]
+    if given:
+        t = sum(given[1:], given[0])
+        dtotal = t.astype(total.dtype)
+        dy = t - x_hat * jnp.mean(t * x_hat, axis, keepdims=True)
+        if subtract_mean:
+            dy = dy - jnp.mean(t, axis, keepdims=True)
+        dy = dy * rstd * _effective_scale(scale, dtype, zero_centered_scale)
+    if dscale is not None:
+        dy = dy + x_hat * dscale.astype(dtype)
+    if doffset is not None:
+        dy = dy + doffset.astype(dtype)
+    return with_batch(dy, batch).astype(y_dtype), with_batch(dtotal, batch) if has_residual else None
 
 
 forward_cpu = partial(forward, fence=lax.optimization_barrier)
