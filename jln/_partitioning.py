@@ -28,7 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
 Names = tuple[str, ...]
@@ -144,7 +144,7 @@ def partitioned(
             totals = [_sum(a, axes, dims) for a, axes, dims in zip(shares, summed, scattered, strict=True)]
             return tuple(a.astype(r.dtype) for a, r in zip(totals, results, strict=True))
 
-        return mesh, on_each_device, tuple(map(_with_scattered, out, scattered)), in_
+        return mesh, _apart_from_context(on_each_device), tuple(map(_with_scattered, out, scattered)), in_
 
     def call(*operands: jax.Array) -> list[jax.Array]:
         shapes = jax.eval_shape(compute, *operands)
@@ -159,6 +159,20 @@ def partitioned(
             sharding_rule=layout.rule(operands, shapes),
         )
         return list(function(*operands))
+
+    return call
+
+
+def _apart_from_context(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which sees one device, traced as if nobody had set a mesh: on one with explicit axes every value would
+    be taken for an array that is spread over it.
+    """
+
+    def call(*operands: jax.Array) -> Any:
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in operands]
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            jaxpr = jax.make_jaxpr(jax.jit(function))(*shapes)
+        return tuple(jaxpr_as_fun(jaxpr)(*operands))
 
     return call
 

@@ -254,18 +254,23 @@ def _refuse_forward_mode(*_, **__):
 def _reverse_mode_primitive() -> Primitive:
     """The identity, on the way of arguments into a custom_vjp function. JAX's own error does not tell what to do.
 
-    Its tangents pass through another identity, which reverse mode transposes and never evaluates.
+    Its tangents pass through another identity, which reverse mode transposes and never evaluates. It takes all
+    arguments together: where one is differentiated in reverse mode, forward mode over it is right for the others.
     """
     through, tangent = Primitive("jln_reverse_mode"), Primitive("jln_reverse_mode_tangent")
-    for primitive in (through, tangent):
-        primitive.def_abstract_eval(lambda a: a)
-    through.def_impl(lambda a: a)
-    batching.defvectorized(through)
-    mlir.register_lowering(through, lambda ctx, a: [a])
+    through.multiple_results = True
+    through.def_impl(lambda *a: a)
+    through.def_abstract_eval(lambda *a: a)
+    batching.primitive_batchers[through] = lambda operands, dims: (operands, dims)
+    mlir.register_lowering(through, lambda ctx, *a: a)
+    ad.primitive_jvps[through] = lambda primals, tangents: (
+        primals,
+        [t if isinstance(t, ad.Zero) else tangent.bind(t) for t in tangents],
+    )
     tangent.def_impl(_refuse_forward_mode)
+    tangent.def_abstract_eval(lambda a: a)
     batching.primitive_batchers[tangent] = _refuse_forward_mode
     mlir.register_lowering(tangent, _refuse_forward_mode)
-    ad.primitive_jvps[through] = lambda a, t: (a[0], t[0] if isinstance(t[0], ad.Zero) else tangent.bind(t[0]))
     ad.deflinear2(tangent, lambda ct, a: [ct])
     return through
 
@@ -275,7 +280,8 @@ _reverse_mode = _reverse_mode_primitive()
 
 def in_reverse_mode_only(*operands: jax.Array | None) -> list[jax.Array | None]:
     """The operands, with an error for who differentiates in forward mode."""
-    return [None if a is None else _reverse_mode.bind(a) for a in operands]
+    through = iter(_reverse_mode.bind(*(a for a in operands if a is not None)))
+    return [None if a is None else next(through) for a in operands]
 
 
 def vary_together(*operands: jax.Array | None) -> list[jax.Array | None]:
