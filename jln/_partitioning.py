@@ -164,8 +164,8 @@ def partitioned(
 
 
 def _apart_from_context(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which sees one device, traced as if nobody had set a mesh: on one with explicit axes every value would
-    be taken for an array that is spread over it.
+    """`function`, which sees one device, traced as if nobody had set a mesh: on one with explicit axes every value
+    would be taken for an array that is spread over it.
     """
 
     def call(*operands: jax.Array) -> Any:

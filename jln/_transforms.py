@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -213,6 +214,14 @@ class LinearOperation(Operation):
         return [_like(aval, g) for aval, g, p in zip(tangents, found, present, strict=False) if p]
 
 
+def only_rows_differ(batch_dims: int, rows: Sequence[Any], parameters: Sequence[Any]) -> bool:
+    """Whether vmap's axes are axes of rows like any other: on all of them every array of rows differs from example to
+    example, and no parameter does. Each is an array, an aval or None.
+    """
+    batches = {a.shape[:batch_dims] for a in rows if a is not None}
+    return len(batches) == 1 and all(p is None or math.prod(p.shape[:batch_dims]) == 1 for p in parameters)
+
+
 def _like(aval: ShapedArray | None, gradient: jax.Array | None) -> Any:
     """The gradient of an operand, summed over those of vmap's axes on which it was shared."""
     if aval is None:
@@ -261,7 +270,7 @@ def _reverse_mode_primitive() -> Primitive:
     through.multiple_results = True
     through.def_impl(lambda *a: a)
     through.def_abstract_eval(lambda *a: a)
-    batching.primitive_batchers[through] = lambda operands, dims: (operands, dims)
+    batching.primitive_batchers[through] = lambda operands, dims: (through.bind(*operands), dims)
     mlir.register_lowering(through, lambda ctx, *a: a)
     ad.primitive_jvps[through] = lambda primals, tangents: (
         primals,

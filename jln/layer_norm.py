@@ -13,7 +13,14 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from jln import _checks
 from jln._partitioning import Layout
-from jln._transforms import LinearOperation, Operation, in_reverse_mode_only, vary_together, with_automatic_axes
+from jln._transforms import (
+    LinearOperation,
+    Operation,
+    in_reverse_mode_only,
+    only_rows_differ,
+    vary_together,
+    with_automatic_axes,
+)
 from jln._xla import layer_norm as xla
 
 Axis = int | tuple[int, ...]
@@ -212,13 +219,19 @@ def _kernels():
     return triton
 
 
-def _tangent_transpose(cotangents, tangents, others, *, y_dtype, has_residual, **options):
+def _tangent_transpose(cotangents, tangents, others, *, y_dtype, has_residual, batch_dims, **options):
     """Reverse mode after all, by the backward kernel."""
     del y_dtype, has_residual
     dy, dtotal = cotangents
+    total, scale, mean, rstd = others[4:]
     offset = tangents[3]
+    if only_rows_differ(batch_dims, (dy, dtotal, total, mean, rstd), (scale, offset)):
+        batch_dims = 0
     doffset_dtype = None if offset is None else offset.dtype
-    dx, dscale, doffset = _gradients(dy, dtotal, *others[4:], doffset_dtype=doffset_dtype, **options)
+    gradients = _gradients(
+        dy, dtotal, total, scale, mean, rstd, doffset_dtype=doffset_dtype, batch_dims=batch_dims, **options
+    )
+    dx, dscale, doffset = gradients
     return dx, dx, dscale, doffset
 
 

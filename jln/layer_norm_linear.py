@@ -20,6 +20,7 @@ from jln._transforms import (
     LinearOperation,
     Operation,
     in_reverse_mode_only,
+    only_rows_differ,
     vary_together,
     with_automatic_axes,
 )
@@ -208,14 +209,32 @@ _backward = Operation(
 )
 
 
-def _tangent_transpose(cotangents, tangents, others, **options):
+def _tangent_transpose(cotangents, tangents, others, *, batch_dims, **options):
     """Reverse mode after all, by the backward kernels."""
     (dy,) = cotangents
     bias = tangents[4]
     x, scale, offset, kernel, mean, rstd = others[5:]
-    return _backward(
-        dy, x, scale, offset, kernel, mean, rstd, dbias_dtype=None if bias is None else bias.dtype, **options
+    dbias_dtype = None if bias is None else bias.dtype
+    shared = only_rows_differ(batch_dims, (dy, x, mean, rstd), (scale, offset, kernel, bias))
+    if shared:
+        scale, offset, kernel = (
+            None if a is None else a.reshape(a.shape[batch_dims:]) for a in (scale, offset, kernel)
+        )
+    dx, *gradients = _backward(
+        dy,
+        x,
+        scale,
+        offset,
+        kernel,
+        mean,
+        rstd,
+        dbias_dtype=dbias_dtype,
+        batch_dims=0 if shared else batch_dims,
+        **options,
     )
+    if shared:
+        gradients = [None if a is None else jnp.expand_dims(a, range(batch_dims)) for a in gradients]
+    return dx, *gradients
 
 
 _tangent = LinearOperation("jln_norm_linear_tangent", xla=_tangent_on_matrix(xla.tangent), transpose=_tangent_transpose)
