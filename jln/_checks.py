@@ -20,6 +20,8 @@ def _described(a: Any) -> str:
 
 def array(name: str, value: Any) -> jax.Array:
     """`value`, a JAX or NumPy array or what stands for one (`__jax_array__`), as a JAX array of a supported dtype."""
+    if isinstance(value, jax.Array) and value.dtype in DTYPES:  # at once: an eager call takes no longer than its checks
+        return value
     if not (isinstance(value, jax.Array | np.ndarray | np.generic) or hasattr(value, "__jax_array__")):
         raise TypeError(f"{name} must be an array; got {type(value).__name__}")
     if not (isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "OSUMm"):  # what JAX cannot hold at all
