@@ -182,7 +182,7 @@ def test_linear_with_a_16_bit_kernel():
 # One axis of features; heads, which lie behind another axis.
 @pytest.mark.parametrize(("features", "spec"), [((N,), (None, "tensor")), ((3, 8, N // 24), (None, None, "tensor"))])
 def test_linear_with_features_split(features, spec):
-    """Forward: nothing. Backward: dx over "tensor", in its own dtype; dscale and doffset over all; the others' gradients
+    """Forward: nothing. Backward: dx over "tensor", in its own dtype; dscale and doffset over all; other gradients
     over "data".
     """
     arguments = linear(spec, features)
