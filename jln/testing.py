@@ -108,7 +108,8 @@ def check_vjp(
 
     An element passes if `|got - expected| <= absolute + relative * |expected|`; a NaN never does. Every element is
     compared with the reference, `elements` of each argument with the differences. Gradients much smaller than the
-    absolute tolerance pass whatever they are: give arguments a size near 1, or a tolerance.
+    absolute tolerance pass whatever they are: give arguments a size near 1, or a tolerance. A sum whose terms cancel is
+    known to few digits in the dtype of its terms, and may fail there though no program could do better.
 
     Args:
       f: any function of arrays, or pytrees of them, that JAX can trace; it returns an array or a pytree of them.
@@ -162,7 +163,7 @@ def check_hvp(
     elements: int | None = 256,
     seed: int = 0,
 ) -> Report:
-    """`check_vjp` for second order: Hessian-vector products of `sum(cotangent * f(*args))`, cotangent and vector random.
+    """`check_vjp` for second order: Hessian-vector products of `sum(cotangent * f(*args))`, both vectors random.
 
     The differences are those of the gradient of `f` along the vector, so they tell whether the rule is differentiated
     rightly, not whether it is right: that is `check_vjp`'s.

@@ -27,7 +27,9 @@ def complain(message: str, status: int = 2) -> int:
     return status
 
 
-def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,)) -> None:
+def print_table(
+    title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,)
+) -> None:
     """left: the columns of text; the others, of numbers, end together."""
     console = Console()
     if not console.is_terminal:
@@ -57,7 +59,11 @@ def print_json(data: Any) -> None:
 def progress(total: int) -> Iterator[Callable[[str], None]]:
     """A bar on stderr, if that is a terminal; to call with what is about to be done, `total` times."""
     console = Console(stderr=True)
-    columns = (rich.progress.TextColumn("{task.description}"), rich.progress.BarColumn(), rich.progress.TimeElapsedColumn())
+    columns = (
+        rich.progress.TextColumn("{task.description}"),
+        rich.progress.BarColumn(),
+        rich.progress.TimeElapsedColumn(),
+    )
     with rich.progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=total)
         begun = False

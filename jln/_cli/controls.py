@@ -46,7 +46,7 @@ def only_the_diagonal(x, scale, dy):
 
 def without_c2(x, scale, dy):
     """The variance taken for a constant."""
-    x_hat, rstd, s = _terms(x, scale)
+    _, rstd, s = _terms(x, scale)
     g = dy * s
     return rstd * (g - jnp.mean(g, -1, keepdims=True)), *_right(x, scale, dy)[1:]
 

@@ -48,8 +48,13 @@ class Operator:
         """The operator itself; equal calls give the same object, so that its programs are compiled once."""
         return _bound(jln, self, implementation)
 
-    def reference(self) -> Callable[..., Any]:
-        return _bound(jln.reference, self, None)
+    def reference(self, total_dtype: str | None = None) -> Callable[..., Any]:
+        """Plain jnp. total_dtype: that `x + residual` is rounded to in any case, where XLA might leave that out, and
+        whatever dtype the arguments have; its gradient passes through.
+        """
+        if total_dtype is None or not self.adds:
+            return _bound(jln.reference, self, None)
+        return _of_rounded_sum(self, total_dtype)
 
 
 OPERATORS = {
@@ -73,6 +78,21 @@ def _bound(module: Any, operator: Operator, implementation: str | None) -> Calla
     if operator.is_linear:
         options["precision"] = "highest"  # a GPU's own default multiplies float32 with ten bits
     return functools.partial(getattr(module, operator.name), **options)
+
+
+@functools.cache
+def _of_rounded_sum(operator: Operator, total_dtype: str) -> Callable[..., Any]:
+    norm = functools.partial(getattr(jln.reference, operator.name.removeprefix("add_")), epsilon=EPSILON)
+    digits = jnp.finfo(total_dtype)
+
+    def reference(x, residual, *parameters):
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        total = x.astype(wide) + residual.astype(wide)
+        rounded = jax.lax.reduce_precision(total, digits.nexp, digits.nmant)
+        total = total + jax.lax.stop_gradient(rounded - total)
+        return norm(total, *parameters).astype(x.dtype), total.astype(x.dtype)
+
+    return reference
 
 
 @dataclasses.dataclass(frozen=True)

@@ -54,7 +54,9 @@ class Slope:
         rest, cotangent, direction = rest
         gradients = _pulled_back(self.call, floats, rest, cotangent)
         dtype = slope_dtype(floats)
-        return [sum((jnp.vdot(g, d).astype(dtype) for g, d in zip(gradients, direction, strict=True)), np.zeros((), dtype))]
+        return [
+            sum((jnp.vdot(g, d).astype(dtype) for g, d in zip(gradients, direction, strict=True)), np.zeros((), dtype))
+        ]
 
 
 def slope_dtype(floats: Sequence[Any]) -> Any:
@@ -73,9 +75,7 @@ def reverse(call: Call | Slope, rest: Any, cotangent: Sequence[Any], floats: Seq
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def forward_over_reverse(
-    slope: Slope, rest: tuple, cotangent: Sequence[Any], floats: Sequence[Any]
-) -> list[jax.Array]:
+def forward_over_reverse(slope: Slope, rest: tuple, cotangent: Sequence[Any], floats: Sequence[Any]) -> list[jax.Array]:
     """As `reverse` of a slope, whose gradient is the Hessian times the direction: the Hessian is symmetric."""
     del cotangent  # of a slope: one
     inner, weights, direction = rest
@@ -112,6 +112,8 @@ def _quotients(call, rest, cotangent, floats, indices, steps):
 
     def quotients(which, indices, steps):
         a = floats[which]
+        if not len(indices):
+            return steps, steps
 
         def evaluated(flat):
             return call([*floats[:which], flat.reshape(a.shape), *floats[which + 1 :]], rest)
@@ -134,7 +136,7 @@ def _quotients(call, rest, cotangent, floats, indices, steps):
 
 
 def _extrapolated(quotients: np.ndarray, roundings: np.ndarray) -> np.ndarray:
-    """Ridders' choice: of all extrapolations of [n, K] quotients the one that differs least from those it is made of."""
+    """Ridders' choice: of all extrapolations of [n, K] quotients the one least different from those it is made of."""
     best = quotients[:, 0]
     least = np.full(best.shape, np.inf)
     previous = [best]
@@ -227,7 +229,9 @@ class Problem:
     def like_arguments(self, floats: Sequence[np.ndarray]) -> tuple[Any, ...]:
         """`floats` in the places of the floating leaves of `args`, None in those of the others."""
         values = iter(floats)
-        return jax.tree.unflatten(self.call.tree, [next(values) if is_float else None for is_float in self.call.floating])
+        return jax.tree.unflatten(
+            self.call.tree, [next(values) if is_float else None for is_float in self.call.floating]
+        )
 
 
 def coarsest(arrays: Sequence[np.ndarray]) -> str:
@@ -265,7 +269,7 @@ def _names(f: Callable[..., Any], paths: Sequence[Any]) -> tuple[str, ...]:
     except (TypeError, ValueError):  # a builtin
         parameters = []
     result = []
-    for (first, *others) in paths:
+    for first, *others in paths:
         name = parameters[first.idx] if first.idx < len(parameters) else f"argument {first.idx}"
         result.append(name + jax.tree_util.keystr(tuple(others)))
     return tuple(result)
