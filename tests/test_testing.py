@@ -18,13 +18,13 @@ X = np.random.default_rng(0).standard_normal((3, 4))
 
 @jax.custom_vjp
 def bent(x, scale):
-    """x * scale, whose second argument's gradient is wrong in its third element."""
+    """x * scale, whose second argument's gradient is wrong in its first and, more so, in its third element."""
     return x * scale[None, :]
 
 
 bent.defvjp(
     lambda x, scale: (bent(x, scale), (x, scale)),
-    lambda saved, dy: (dy * saved[1][None, :], jnp.sum(dy * saved[0], 0) + jnp.array([0, 0, 0.5, 0], dy.dtype)),
+    lambda saved, dy: (dy * saved[1][None, :], jnp.sum(dy * saved[0], 0) + jnp.array([0.1, 0, 0.5, 0], dy.dtype)),
 )
 
 

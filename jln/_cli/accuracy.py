@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jln._cli.devices import Device
 from jln._cli.operators import Case, value_and_gradients
 
 # Of every operand. One is enough for random data; the roundings of a sum of equal terms all go one way, and of 1000
@@ -43,7 +44,7 @@ class Accuracy:
 class Truth:
     """The float64 results of a case on a device, and those of plain jnp in its dtype: shared by all implementations."""
 
-    def __init__(self, case: Case, device: jax.Device):
+    def __init__(self, case: Case, device: Device):
         self.case, self.device = case, device
         self._arrays = case.arrays()
         reference = case.operator.reference(case.dtype)

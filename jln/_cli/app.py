@@ -20,7 +20,8 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 def application() -> typer.Typer:
-    app = typer.Typer(add_completion=False, help="LayerNorm for JAX: is it right, and what will it do here?")
+    about = "LayerNorm for JAX: is it right, and what will it do here?"
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=about)
     app.callback()(lambda: None)  # keeps the name of a single command
     for name, command in COMMANDS.items():
         app.command(name)(command)

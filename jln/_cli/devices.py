@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 
 from jln._cli.console import UserError
 from jln._triton import launch
 
+Device = Any  # a jax.Device, which type checkers take for a variable
 
-def devices(wanted: str | None = None) -> list[jax.Device]:
+
+def devices(wanted: str | None = None) -> list[Device]:
     """JAX's own, and the CPU. `wanted`: "cpu", "gpu", or one of them, as "gpu:1"."""
     try:
-        found = jax.local_devices()
-    except RuntimeError as error:  # such as a JAX_PLATFORMS that is not here
-        raise UserError(f"no device: {str(error).splitlines()[0]}") from None
+        with _listening():
+            found = jax.local_devices()
+    except (RuntimeError, AssertionError) as error:  # a JAX_PLATFORMS that is not here; the latter where it is cuda
+        reasons = [*str(error).splitlines()[:1], *complaints, f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}"]
+        raise UserError(f"no device: {reasons[0]}") from None
     if found[0].platform == "cpu":
         found = found[:1]  # of --xla_force_host_platform_device_count, all on one piece of silicon
     else:
@@ -32,11 +39,29 @@ def devices(wanted: str | None = None) -> list[jax.Device]:
     return chosen
 
 
-def named(device: jax.Device) -> str:
+# What JAX logged, a traceback each, when it looked for devices: the last lines.
+complaints: list[str] = []
+
+
+@contextlib.contextmanager
+def _listening() -> Iterator[None]:
+    """Keep JAX's complaints from stderr, and remember them."""
+    logger = logging.getLogger("jax._src.xla_bridge")
+    before = logger.handlers, logger.propagate
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: complaints.append(handler.format(record).strip().splitlines()[-1])
+    logger.handlers, logger.propagate = [handler], False
+    try:
+        yield
+    finally:
+        logger.handlers, logger.propagate = before
+
+
+def named(device: Device) -> str:
     return f"{device.platform}:{device.id}"
 
 
-def described(device: jax.Device) -> str:
+def described(device: Device) -> str:
     """With its model, where that says more than the platform."""
     kind = device.device_kind
     return named(device) if kind == device.platform else f"{named(device)} ({kind})"
@@ -48,7 +73,7 @@ def interpret_without_a_gpu() -> None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def implementations(device: jax.Device) -> dict[str, str | None]:
+def implementations(device: Device) -> dict[str, str | None]:
     """From each implementation to why it cannot run there; None where it can."""
     if device.platform == "gpu":
         return {"triton": launch.missing(), "xla": None}

@@ -17,7 +17,7 @@ import typer
 
 import jln
 from jln._cli.console import UserError, print_json, print_note, print_table
-from jln._cli.devices import described, devices, implementations
+from jln._cli.devices import Device, complaints, described, devices, implementations
 from jln._cli.operators import OPERATORS, Case, value_and_gradients
 from jln._triton import config, launch
 
@@ -103,6 +103,7 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
             "versions": {"python": platform.python_version(), "jln": jln.__version__, **versions},
             "devices": [_facts(device) for device in found],
             "operators": operators,
+            "jax_says": complaints,
             "faults": faults,
         }
         print_json(data)
@@ -131,6 +132,8 @@ def _print(versions, found, operators, bad, faults) -> None:
     for reason in dict.fromkeys(o["why_not_the_other"] for o in operators):
         print_note(reason)
     print_note(f"Known bad pairs of versions: {len(bad)} of {len(BAD_PAIRS)} are here.")
+    for complaint in complaints:
+        print_note(f"JAX says: {complaint}")
     for fault in faults:
         print_note(f"BROKEN: {fault}", wrong=True)
     print_note("something is broken" if faults else "nothing is broken", wrong=bool(faults))
@@ -153,11 +156,11 @@ def parsed(version: str) -> tuple[int, ...]:
     return tuple(map(int, match[0].split("."))) if match else ()
 
 
-def _one_of_each_kind(found: list[jax.Device]) -> list[jax.Device]:
+def _one_of_each_kind(found: list[Device]) -> list[Device]:
     return list({(d.platform, d.device_kind): d for d in reversed(found)}.values())[::-1]
 
 
-def _facts(device: jax.Device) -> dict[str, str]:
+def _facts(device: Device) -> dict[str, str]:
     chip = "-"
     if device.platform == "gpu":
         target = config.target_chip()
@@ -169,7 +172,7 @@ def _facts(device: jax.Device) -> dict[str, str]:
 SIZES = {"": ((256, 1024), 1024), "few features": ((256, 1024), 64)}
 
 
-def choices(device: jax.Device) -> list[dict[str, Any]]:
+def choices(device: Device) -> list[dict[str, Any]]:
     """What each operator takes there, found by lowering its gradient for the device's platform as JAX would."""
     reasons = implementations(device)
     rows = []
@@ -195,7 +198,7 @@ def choices(device: jax.Device) -> list[dict[str, Any]]:
     return rows
 
 
-def _kernels(case: Case, device: jax.Device, gradient: bool) -> list[str]:
+def _kernels(case: Case, device: Device, gradient: bool) -> list[str]:
     """The Triton kernels that the default implementation launches; none for XLA."""
     shapes = [jax.ShapeDtypeStruct(s, jnp.dtype(case.dtype)) for s in case.shapes().values()]
     arguments, results = shapes[: len(case.operator.arguments)], tuple(shapes[len(case.operator.arguments) :])
@@ -213,7 +216,7 @@ def _kernels(case: Case, device: jax.Device, gradient: bool) -> list[str]:
     return [launched.kernel.fn.__name__ for launched in made]
 
 
-def _idle_gpu(found: list[jax.Device]) -> list[str]:
+def _idle_gpu(found: list[Device]) -> list[str]:
     """A GPU that is here and that JAX, or Triton, does not use."""
     gpus = [device for device in found if device.platform == "gpu"]
     if gpus:

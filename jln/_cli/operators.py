@@ -46,14 +46,14 @@ class Operator:
 
     def ours(self, implementation: str | None) -> Callable[..., Any]:
         """The operator itself; equal calls give the same object, so that its programs are compiled once."""
-        return _bound(jln, self, implementation)
+        return _ours(self, implementation)
 
     def reference(self, total_dtype: str | None = None) -> Callable[..., Any]:
         """Plain jnp. total_dtype: that `x + residual` is rounded to in any case, where XLA might leave that out, and
         whatever dtype the arguments have; its gradient passes through.
         """
         if total_dtype is None or not self.adds:
-            return _bound(jln.reference, self, None)
+            return _reference(self)
         return _of_rounded_sum(self, total_dtype)
 
 
@@ -70,14 +70,19 @@ OPERATORS = {
 }
 
 
+def _options(operator: Operator) -> dict[str, Any]:
+    # A GPU's own default precision multiplies float32 with ten bits.
+    return {"epsilon": EPSILON} | ({"precision": "highest"} if operator.is_linear else {})
+
+
 @functools.cache
-def _bound(module: Any, operator: Operator, implementation: str | None) -> Callable[..., Any]:
-    options: dict[str, Any] = {"epsilon": EPSILON}
-    if module is jln:
-        options["implementation"] = implementation
-    if operator.is_linear:
-        options["precision"] = "highest"  # a GPU's own default multiplies float32 with ten bits
-    return functools.partial(getattr(module, operator.name), **options)
+def _ours(operator: Operator, implementation: str | None) -> Callable[..., Any]:
+    return functools.partial(getattr(jln, operator.name), implementation=implementation, **_options(operator))
+
+
+@functools.cache
+def _reference(operator: Operator) -> Callable[..., Any]:
+    return functools.partial(getattr(jln.reference, operator.name), **_options(operator))
 
 
 @functools.cache

@@ -55,7 +55,7 @@ class Slope:
         gradients = _pulled_back(self.call, floats, rest, cotangent)
         dtype = slope_dtype(floats)
         return [
-            sum((jnp.vdot(g, d).astype(dtype) for g, d in zip(gradients, direction, strict=True)), np.zeros((), dtype))
+            sum((jnp.vdot(g, d).astype(dtype) for g, d in zip(gradients, direction, strict=True)), jnp.zeros((), dtype))
         ]
 
 

@@ -59,11 +59,12 @@ class Row:
             limit = tolerance.absolute + tolerance.relative * np.abs(t)
             good = (error <= limit) & (np.isfinite(limit) | (a == t))  # an infinity is within its tolerance of nothing
             part = np.where(error == 0, 0.0, error / limit)
-        badness = np.where(good, part, np.inf)  # NaN, which compares with nothing, is the worst
+        badness = np.where(np.isfinite(part), part, np.inf)  # NaN, which compares with nothing, is the worst
         at = int(np.argmax(badness))
         index = tuple(int(i) for i in np.unravel_index(indices[at], shape))
-        numbers = (float(b[at]) for b in (a, t, error, limit))
-        return cls(name, against, index, *numbers, len(indices), size, bool(good.all()))
+        worst_got, worst_expected, worst_error, allowed = (float(b[at]) for b in (a, t, error, limit))
+        counts = len(indices), size
+        return cls(name, against, index, worst_got, worst_expected, worst_error, allowed, *counts, bool(good.all()))
 
     @property
     def badness(self) -> float:
@@ -105,7 +106,7 @@ class Report:
 
     def __str__(self) -> str:
         header = ("", "against", "compared", "worst at", "got", "expected", "error", "allowed", "")
-        lines = [header]
+        lines: list[tuple[str, ...]] = [header]
         for r in self.rows:
             numbers = (f"{r.got:.6e}", f"{r.expected:.6e}", f"{r.error:.1e}", f"{r.tolerance:.1e}")
             compared = f"{r.compared}" if r.compared == r.size else f"{r.compared} of {r.size}"
