@@ -226,8 +226,8 @@ def _check_all(chosen: list[tuple[Device, Any]], seed: int, as_json: bool) -> bo
             print_note(f"{implementation} was not run on {described(device)}: {why}")
     print_note(
         "Each number is the largest error as a part of what is allowed: of values and gradients against float64, by "
-        "dtype; of the rules in float64 against autodiff and, but in the interpreter, central differences, to first and "
-        "to second order."
+        "dtype; of the rules in float64 against autodiff and, but in the interpreter, central differences, to first "
+        "and to second order."
     )
     accepted = [name for name, was_rejected in rejected.items() if not was_rejected]
     print_note(f"{len(rejected) - len(accepted)} of {len(rejected)} wrong rules, the controls, were rejected.")
