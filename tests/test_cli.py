@@ -139,7 +139,7 @@ def test_what_is_wrong_is_found_and_said(capsys, small, monkeypatch):
     break_it(monkeypatch)
     monkeypatch.setitem(controls.WRONG, "one that is right", controls.RIGHT)
 
-    def crash(*_):
+    def crash(*_, **__):
         raise RuntimeError("a kernel failed")
 
     monkeypatch.setattr(check, "check_hvp", crash)
