@@ -38,6 +38,15 @@ def test_one_operator_at_one_size(capsys):
     assert out.endswith("all within their limits\n")
 
 
+def test_pleasant_in_a_terminal_and_plain_in_a_pipe(capsys, monkeypatch):
+    arguments = ("check", "rms_norm", "--shape", "3x4", "--implementation", "xla")
+    _, plain, err = run(capsys, *arguments)
+    assert plain.isascii() and err == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
+    _, pleasant, err = run(capsys, *arguments)
+    assert "│" in pleasant and "\x1b[32mok" in pleasant and "xla on cpu:0" in err
+
+
 @pytest.mark.parametrize("init", operators.get_args(operators.Init))
 @pytest.mark.parametrize("name", operators.OPERATORS)
 def test_every_operator_with_all_data(capsys, name, init):
@@ -263,7 +272,7 @@ GOOD = {"jax": "0.10.2", "jaxlib": "0.10.2", "numpy": "2.4.6", "jax-triton": "0.
 )
 def test_doctor_knows_bad_pairs(capsys, monkeypatch, versions, count):
     monkeypatch.setattr(doctor, "installed", lambda: dict.fromkeys(doctor.PACKAGES) | GOOD | versions)
-    monkeypatch.setattr(doctor, "choices", lambda device: [])
+    monkeypatch.setattr(doctor, "choices", lambda *_: [])
     status, out, _ = run(capsys, "doctor")
     assert status == (1 if count else 0) and out.count("BROKEN: ") == count
     assert f"{count} of {len(doctor.BAD_PAIRS)} are here" in out
@@ -271,7 +280,7 @@ def test_doctor_knows_bad_pairs(capsys, monkeypatch, versions, count):
 
 def test_doctor_finds_a_gpu_that_is_not_used(capsys, monkeypatch):
     monkeypatch.setattr(doctor.pathlib.Path, "exists", lambda path: True)
-    monkeypatch.setattr(doctor, "choices", lambda device: [])
+    monkeypatch.setattr(doctor, "choices", lambda *_: [])
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     status, out, _ = run(capsys, "doctor")
     assert status == 1 and "JAX_PLATFORMS=cpu hides it" in out

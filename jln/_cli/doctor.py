@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import typer
 
 import jln
-from jln._cli.console import UserError, print_json, print_note, print_table
+from jln._cli.console import UserError, print_json, print_note, print_table, progress
 from jln._cli.devices import Device, complaints, described, devices, implementations
 from jln._cli.operators import OPERATORS, Case, value_and_gradients
 from jln._triton import config, launch
@@ -94,7 +94,9 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
     else:
         no_device = None
     versions = installed()
-    operators = [row for device in _one_of_each_kind(found) for row in choices(device)]
+    kinds = _one_of_each_kind(found)
+    with progress(len(kinds) * len(OPERATORS)) as begin:
+        operators = [row for device in kinds for row in choices(device, begin)]
     bad = [pair for pair in BAD_PAIRS if pair.here({k: parsed(v) for k, v in versions.items() if v is not None})]
     faults = [f"{pair.what}: {pair.effect}. To mend it: {pair.fix}" for pair in bad]
     faults += [no_device] if no_device else _idle_gpu(found)
@@ -172,11 +174,12 @@ def _facts(device: Device) -> dict[str, str]:
 SIZES = {"": ((256, 1024), 1024), "few features": ((256, 1024), 64)}
 
 
-def choices(device: Device) -> list[dict[str, Any]]:
+def choices(device: Device, begin: Callable[[str], None] = lambda what: None) -> list[dict[str, Any]]:
     """What each operator takes there, found by lowering its gradient for the device's platform as JAX would."""
     reasons = implementations(device)
     rows = []
     for operator in OPERATORS.values():
+        begin(f"{operator.name} on {described(device)}")
         for label, (shape, features) in SIZES.items():
             if label and not operator.is_linear:
                 continue
