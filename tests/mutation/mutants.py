@@ -71,7 +71,7 @@ MUTANTS = [
     Mutant(
         "the sum not rounded before it is normed", NORM,
         "(x + residual).to(total_ptr.dtype.element_ty).to(COMPUTE)", "x + residual",
-        (f"{ACCURACY}test_family[triton-37-100-add_layer_norm-bfloat16]",),
+        (f"{OPERATORS}test_it_is_the_rounded_sum_that_is_normed[triton-bfloat16-100]",),
     ),
     Mutant(
         "y without the mean subtracted", NORM,
@@ -300,7 +300,7 @@ MUTANTS = [
     Mutant(
         "the sum's rounding left to XLA", XLA_NORM,
         "x = total = lax.optimization_barrier(total)", "x = total",
-        (f"{ACCURACY}test_family[xla-37-100-add_layer_norm-bfloat16]",),
+        (f"{OPERATORS}test_it_is_the_rounded_sum_that_is_normed[xla-bfloat16-100]",),
     ),
     Mutant("c2 dropped, XLA", XLA_NORM, "dx = g - x_hat * sum_over_h(g_over_h * x_hat)  # (8)", "dx = g", XLA),
     Mutant(
