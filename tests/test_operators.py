@@ -117,6 +117,19 @@ def test_mixed_dtypes(name, x, residual, parameter, implementation):
     )
 
 
+# A mean of 1000, where neighbours in 16 bits are 1 or 4 apart: the sum that is not rounded is another row. Whole rows,
+# and chunks, which are read twice.
+@pytest.mark.parametrize("width", [100, 20000])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_it_is_the_rounded_sum_that_is_normed(dtype, width, implementation):
+    x, residual, scale, offset = workbench.arguments(OPERATORS["add_layer_norm"], (5, width), dtype, mean=1000.0)
+    run = jax.jit(lambda *a: jln.add_layer_norm(*a, implementation=implementation))
+    y, total = run(x, residual, scale, offset)
+    wide = tuple(a.astype("float64") for a in (total, scale, offset))
+    rounding = float(jnp.finfo(dtype).eps) * np.max(np.abs(y.astype("float64")))
+    np.testing.assert_allclose(y.astype("float64"), jln.reference.layer_norm(*wide), rtol=0, atol=rounding)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_scale_of_a_lower_precision_is_not_what_x_is_rounded_to(dtype, implementation):
     """One downcast, at the store: the product with a bfloat16 scale is not rounded to bfloat16."""

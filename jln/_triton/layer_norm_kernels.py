@@ -161,7 +161,7 @@ def forward_kernel(
                 ahead = chunk_mean - mean
                 share = count / (first + count)
                 mean += ahead * share
-                squares += ahead * ahead * (share * first)
+                squares += ahead * (ahead * (share * first))  # 0 in the first chunk, whatever its mean squared is
             squares += tl.sum(x * x, axis=1)
         rstd = tl.rsqrt(squares * (1.0 / H) + EPSILON)
         for first in range(0, H, BLOCK_H):

@@ -1,0 +1,18 @@
+"""`python -m jln`: the command line. It needs the extra `cli`; the library does not."""
+
+import importlib.util
+import sys
+
+
+def main() -> int:
+    missing = [package for package in ("typer", "rich") if importlib.util.find_spec(package) is None]
+    if missing:
+        print(f'jln: the command line needs {" and ".join(missing)}: pip install "jln[cli]"', file=sys.stderr)
+        return 2
+    from jln._cli.app import run
+
+    return run(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,301 @@
+"""`python -m jln check`: are the operators right on this machine?"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
+
+import jax
+import numpy as np
+import typer
+
+from jln import reference
+from jln._cli import controls, timing
+from jln._cli.accuracy import Accuracy, Truth
+from jln._cli.console import UserError, print_json, print_note, print_table, progress
+from jln._cli.devices import Device, described, devices, implementations, interpret_without_a_gpu
+from jln._cli.operators import DTYPES, OPERATORS, Case, Dtype, Implementation, Init, Operator
+from jln.testing import Report, check_hvp, check_vjp
+
+DEFAULT_SHAPE = "64x1024"
+# Several rows a tile and a ragged last one; a row in chunks, a single kernel sharing it. Of the Linear: the fused
+# kernels, and the norm's around XLA's products.
+NORM_SIZES = (((37, 100), 0), ((3, 20000), 0))
+LINEAR_SIZES = (((37, 100), 64), ((16, 200), 300))
+# What the interpreter does in some ten seconds.
+INTERPRETED_ELEMENTS = 2**21
+
+
+def command(
+    operator: Annotated[
+        str | None, typer.Argument(help=f"One of {', '.join(OPERATORS)}; at one size. [default: all, at several]")
+    ] = None,
+    shape: Annotated[str | None, typer.Option(help=f"Of x, as 8192x4096. [default: {DEFAULT_SHAPE}]")] = None,
+    features: Annotated[int | None, typer.Option(min=1, help="Of a Linear. [default: as many as x has]")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Of every array. [default: float32]")] = None,
+    init: Annotated[Init | None, typer.Option(help="What the arrays hold. [default: normal]")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the data.")] = 0,
+    implementation: Annotated[Implementation | None, typer.Option(help="Only this. [default: all that run]")] = None,
+    device: Annotated[str | None, typer.Option(help="Only this: cpu, gpu, gpu:1. [default: all]")] = None,
+    time: Annotated[bool, typer.Option("--time", help="Time forward and backward, too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Compare values and gradients with float64, autodiff and central differences, on every device.
+
+    Without OPERATOR: all operators in all dtypes, to second order, and wrong rules that must be rejected. With one: it
+    at one size. Exits with 1 if anything is wrong.
+    """
+    case = None
+    if operator is not None:
+        case = _case(operator, shape, features, dtype, init, seed)
+    else:
+        given = {"shape": shape, "features": features, "dtype": dtype, "init": init, "time": time or None}
+        for name, value in given.items():
+            if value is not None:
+                raise UserError(f"--{name} needs an operator: one of {', '.join(OPERATORS)}")
+    jax.config.update("jax_enable_x64", True)
+    interpret_without_a_gpu()
+    chosen = [(d, _runnable(d, implementation)) for d in devices(device)]
+    if not any(runnable for _, (runnable, _) in chosen):
+        raise UserError(next(f"{name} cannot run: {why}" for name, why in chosen[0][1][1].items()))
+    good = _check_one(case, chosen, time, as_json) if case else _check_all(chosen, seed, as_json)
+    raise typer.Exit(0 if good else 1)
+
+
+def _runnable(device: Device, only: str | None) -> tuple[list[str], dict[str, str]]:
+    """-> (what can run, why the others cannot)"""
+    wanted = {name: why for name, why in implementations(device).items() if only in (None, name)}
+    return [name for name, why in wanted.items() if why is None], {n: w for n, w in wanted.items() if w is not None}
+
+
+def _case(operator, shape, features, dtype, init, seed) -> Case:
+    if operator not in OPERATORS:
+        raise UserError(f"unknown operator {operator!r}; known are {', '.join(OPERATORS)}")
+    found = OPERATORS[operator]
+    if features is not None and not found.is_linear:
+        raise UserError(f"--features is for the fused operators; {operator} has none")
+    sizes = parsed_shape(shape or DEFAULT_SHAPE)
+    return Case(found, sizes, features or sizes[-1], dtype or "float32", init or "normal", seed)
+
+
+def parsed_shape(text: str) -> tuple[int, ...]:
+    """ "8192x4096" -> (8192, 4096)"""
+    sizes = text.split("x")
+    if not all(s.isascii() and s.isdigit() and int(s) > 0 for s in sizes):
+        raise UserError(f"a shape is written as 8192x4096, of positive sizes; got {text!r}")
+    return tuple(map(int, sizes))
+
+
+# One operator at one size
+
+
+def _check_one(case: Case, chosen: list[tuple[Device, Any]], time: bool, as_json: bool) -> bool:
+    found = []
+    with progress(sum(1 + len(runnable) * (1 + time) for _, (runnable, _) in chosen)) as begin:
+        for device, (runnable, why_not) in chosen:
+            begin(f"float64 on {described(device)}")
+            truth = Truth(case, device) if runnable else None
+            for implementation in runnable:
+                interpreted = implementation == "triton" and device.platform == "cpu"
+                if interpreted and math.prod(case.shape) > INTERPRETED_ELEMENTS and len(runnable) > 1:
+                    why_not[implementation] = f"more than {INTERPRETED_ELEMENTS} elements take the interpreter minutes"
+                    continue
+                assert truth is not None
+                begin(f"{implementation} on {described(device)}")
+                entry = {"implementation": implementation, "accuracy": truth.accuracies(implementation), "time": None}
+                if time and interpreted:
+                    why_not[implementation] = "checked, and not timed: it is Triton's interpreter"
+                elif time:
+                    begin(f"timing {implementation} on {described(device)}")
+                    entry["time"] = _timed(case, device, implementation)
+                found.append({"device": described(device), **entry})
+            found.extend({"device": described(device), "implementation": n, "note": w} for n, w in why_not.items())
+    good = all(line.ok for entry in found for line in entry.get("accuracy", ()))
+    if as_json:
+        print_json({"case": str(case), "ok": good, "runs": [_as_json(entry) for entry in found]})
+        return good
+    print_note(str(case))
+    for entry in found:
+        where = f"{entry['implementation']} on {entry['device']}"
+        if "note" in entry:
+            print_note(f"{where}: {entry['note']}")
+            continue
+        lines = [
+            (a.name, f"{a.largest:.3e}", f"{a.error:.2e}", f"{a.plain_error:.2e}", f"{a.limit:.2e}", _verdict(a.ok))
+            for a in entry["accuracy"]
+        ]
+        print_table(where, ("result", "largest", "error", "plain jnp's", "limit", ""), lines, left=(0, 5))
+        if entry["time"]:
+            print_table(
+                f"{where}, timed (every tensor moved once)",
+                ("", "microseconds", "GB/s", "TFLOP/s"),
+                [
+                    (name, f"{t['seconds'] * 1e6:.1f}", f"{t['gb_per_s']:.1f}", f"{t['tflop_per_s']:.3f}")
+                    for name, t in entry["time"].items()
+                ],
+            )
+    print_note("all within their limits" if good else "some are NOT within their limits", wrong=not good)
+    return good
+
+
+def _as_json(entry: dict[str, Any]) -> dict[str, Any]:
+    lines = entry.get("accuracy")
+    return entry if lines is None else {**entry, "accuracy": [_plain(a) for a in lines]}
+
+
+def _plain(a: Accuracy) -> dict[str, Any]:
+    fields = {k: v if isinstance(v, str) or math.isfinite(v) else str(v) for k, v in dataclasses.asdict(a).items()}
+    return {**fields, "ok": a.ok}
+
+
+def _timed(case: Case, device: Device, implementation: str) -> dict[str, dict[str, float]]:
+    """Of the forward pass as training runs it, which saves what the backward pass needs, and of the backward pass."""
+    arguments, cotangent = jax.device_put(case.arrays(), device)
+    forward = jax.jit(lambda *a: jax.vjp(case.operator.ours(implementation), *a))
+    _, pullback = forward(*arguments)
+    backward = jax.jit(lambda pullback, cotangent: pullback(cotangent))
+    runs: dict[str, Callable[[], Any]] = {
+        "forward": lambda: forward(*arguments),
+        "backward": lambda: backward(pullback, cotangent),
+    }
+    times = {}
+    for (name, run), moved, operations in zip(runs.items(), case.bytes_moved(), case.operations(), strict=True):
+        took = timing.seconds(run)
+        times[name] = {"seconds": took, "gb_per_s": moved / took / 1e9, "tflop_per_s": operations / took / 1e12}
+    return times
+
+
+def _verdict(ok: bool) -> str:
+    return "ok" if ok else "WRONG"
+
+
+# All operators
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One check of one operator. part: the largest error as a part of its limit. where: the result that has it."""
+
+    operator: str
+    implementation: str
+    check: str
+    ok: bool
+    part: float
+    where: str
+
+    def __str__(self) -> str:
+        return f"{'' if self.ok else 'WRONG '}{self.part:.2g}"
+
+
+def _check_all(chosen: list[tuple[Device, Any]], seed: int, as_json: bool) -> bool:
+    columns = (*DTYPES, "gradients", "second order")
+    found: dict[str, list[Cell]] = {}
+    with progress(1 + sum(len(OPERATORS) * (len(DTYPES) + 2 * len(runnable)) for _, (runnable, _) in chosen)) as begin:
+        begin("wrong rules")
+        rejected = _rejected(seed)
+        for device, (runnable, _) in chosen:
+            cells = found[described(device)] = []
+            for operator in OPERATORS.values() if runnable else ():
+                with jax.default_device(device):
+                    cells += _cells(operator, device, runnable, seed, begin)
+    good = all(rejected.values()) and all(cell.ok for cells in found.values() for cell in cells)
+    if as_json:
+        tables = [
+            {
+                "device": described(device),
+                "not_run": why_not,
+                "checks": [_cell_as_json(c) for c in found[described(device)]],
+            }
+            for device, (_, why_not) in chosen
+        ]
+        print_json({"ok": good, "devices": tables, "wrong_rules_rejected": rejected})
+        return good
+    for device, (_, why_not) in chosen:
+        cells = found[described(device)]
+        rows: dict[tuple[str, str], dict[str, str]] = {}
+        for cell in cells:
+            rows.setdefault((cell.operator, cell.implementation), {})[cell.check] = str(cell)
+        lines = [(*key, *(row[c] for c in columns)) for key, row in rows.items()]
+        print_table(described(device), ("operator", "implementation", *columns), lines, left=(0, 1))
+        for cell in cells:
+            if not cell.ok:
+                print_note(f"WRONG: {cell.operator}, {cell.implementation}, {cell.check}: {cell.where}", wrong=True)
+        for implementation, why in why_not.items():
+            print_note(f"{implementation} was not run on {described(device)}: {why}")
+    print_note(
+        "Each number is the largest error as a part of what is allowed: of values and gradients against float64, by "
+        "dtype; of the rules in float64 against autodiff and, but in the interpreter, central differences, to first "
+        "and to second order."
+    )
+    accepted = [name for name, was_rejected in rejected.items() if not was_rejected]
+    print_note(f"{len(rejected) - len(accepted)} of {len(rejected)} wrong rules, the controls, were rejected.")
+    if accepted:
+        print_note(f"WRONG: accepted {', '.join(accepted)}", wrong=True)
+    print_note("all is right" if good else "something is WRONG", wrong=not good)
+    return good
+
+
+def _cell_as_json(cell: Cell) -> dict[str, Any]:
+    return {**dataclasses.asdict(cell), "part": cell.part if math.isfinite(cell.part) else str(cell.part)}
+
+
+def _rejected(seed: int) -> dict[str, bool]:
+    """Whether each control is: a right rule in the same dress must not be."""
+    random = np.random.default_rng(seed)
+    args = (random.standard_normal((4, 6)), 1 + random.standard_normal(6), random.standard_normal(6))
+
+    def passes(rule: Callable) -> bool:
+        return check_vjp(rule, args, reference=_layer_norm, seed=seed).ok
+
+    return {"a right rule (accepted)": passes(controls.RIGHT)} | {n: not passes(f) for n, f in controls.WRONG.items()}
+
+
+def _layer_norm(x: jax.Array, scale: jax.Array, offset: jax.Array) -> jax.Array:
+    return reference.layer_norm(x, scale, offset, epsilon=controls.EPSILON)
+
+
+def _cells(
+    operator: Operator, device: Device, runnable: list[str], seed: int, begin: Callable[[str], None]
+) -> Iterator[Cell]:
+    for dtype in DTYPES:
+        begin(f"{operator.name} in {dtype} on {described(device)}")
+        cases = [
+            Case(operator, s, n, dtype, seed=seed) for s, n in (LINEAR_SIZES if operator.is_linear else NORM_SIZES)
+        ]
+        truths = [Truth(case, device) for case in cases]
+        for implementation in runnable:
+            yield _attempt(operator, implementation, dtype, lambda i=implementation, t=truths: _worst_accuracy(t, i))
+    arguments, _ = Case(operator, (3, 5), 4, "float64", seed=seed).arrays()
+    for implementation in runnable:
+        ours, plain = operator.ours(implementation), operator.reference()
+        # A difference would run the interpreter twenty times.
+        interpreted = implementation == "triton" and device.platform == "cpu"
+        for name, check in (("gradients", check_vjp), ("second order", check_hvp)):
+            begin(f"{operator.name}, {implementation}, {name} on {described(device)}")
+
+            def run(check=check, ours=ours, plain=plain, interpreted=interpreted) -> tuple[bool, float, str]:
+                report = check(ours, arguments, reference=plain, differences=not interpreted, elements=None, seed=seed)
+                return _worst_row(report)
+
+            yield _attempt(operator, implementation, name, run)
+
+
+def _attempt(operator: Operator, implementation: str, check: str, run: Callable[[], tuple[bool, float, str]]) -> Cell:
+    """A check that raises has failed, and leaves the others to run."""
+    try:
+        return Cell(operator.name, implementation, check, *run())
+    except Exception as error:
+        return Cell(operator.name, implementation, check, False, math.inf, f"{type(error).__name__}: {error}")
+
+
+def _worst_accuracy(truths: list[Truth], implementation: str) -> tuple[bool, float, str]:
+    lines = [(line, truth.case) for truth in truths for line in truth.accuracies(implementation)]
+    line, case = max(lines, key=lambda pair: (not pair[0].ok, pair[0].part))
+    return line.ok, line.part, f"{line.name} of {case}: error {line.error:.2e}, limit {line.limit:.2e}"
+
+
+def _worst_row(report: Report) -> tuple[bool, float, str]:
+    row = max(report.rows, key=lambda row: (not row.ok, row.badness))
+    return row.ok, row.badness, f"{row.name}{list(row.index)}: {row.got!r} for {row.expected!r} by {row.against}"

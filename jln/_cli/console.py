@@ -1,0 +1,76 @@
+"""What the commands share: tables and notes that are pleasant in a terminal and plain in a pipe, progress, errors."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import rich.progress
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from jln._testing.report import aligned
+
+STYLES = {"WRONG": "bold red", "no": "bold red", "ok": "green"}
+
+
+class UserError(Exception):
+    """Something that the user can mend: one line on stderr, exit status 2."""
+
+
+def complain(message: str, status: int = 2) -> int:
+    print(f"jln: {' '.join(message.split())}", file=sys.stderr)
+    return status
+
+
+def print_table(
+    title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,)
+) -> None:
+    """left: the columns of text; the others, of numbers, end together."""
+    console = Console()
+    if not console.is_terminal:
+        print("\n".join([title, *(f"  {line}" for line in aligned([header, *rows], left)), ""]))
+        return
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    for i, name in enumerate(header):
+        table.add_column(name, justify="left" if i in left else "right")
+    for row in rows:
+        table.add_row(*(Text(cell, STYLES.get(cell.split(" ")[0], "")) for cell in row))
+    console.print(table)
+
+
+def print_note(text: str, *, wrong: bool = False) -> None:
+    console = Console()
+    if console.is_terminal:
+        console.print(Text(text, "bold red" if wrong else ""))
+    else:
+        print(text)
+
+
+def print_json(data: Any) -> None:
+    print(json.dumps(data, indent=2, allow_nan=False))
+
+
+@contextlib.contextmanager
+def progress(total: int) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr, if that is a terminal; to call with what is about to be done, `total` times."""
+    console = Console(stderr=True)
+    columns = (
+        rich.progress.TextColumn("{task.description}"),
+        rich.progress.BarColumn(),
+        rich.progress.TimeElapsedColumn(),
+    )
+    with rich.progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        begun = False
+
+        def begin(what: str) -> None:
+            nonlocal begun
+            bar.update(task, description=what, advance=1 if begun else 0)
+            begun = True
+
+        yield begin

@@ -1,0 +1,232 @@
+"""`python -m jln doctor`: what is installed here, what each operator will run on, and how to mend what is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import pathlib
+import platform
+import re
+import warnings
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import typer
+
+import jln
+from jln._cli.console import UserError, print_json, print_note, print_table, progress
+from jln._cli.devices import Device, complaints, described, devices, implementations
+from jln._cli.operators import OPERATORS, Case, value_and_gradients
+from jln._triton import config, launch
+
+# Distribution -> what it is for here, and how it comes.
+PACKAGES = {
+    "jax": ("everything", "pip install jln"),
+    "jaxlib": ("everything", "pip install jln"),
+    "numpy": ("everything", "pip install jln"),
+    "jax-cuda13-plugin": ("NVIDIA GPUs, CUDA 13", 'pip install "jln[cuda13]"'),
+    "jax-cuda12-plugin": ("NVIDIA GPUs, CUDA 12", 'pip install "jln[cuda12]"'),
+    "jax-triton": ("Triton kernels", launch.INSTALL),
+    "triton": ("Triton kernels, their interpreter", launch.INSTALL),
+    "flax": ("Flax modules", 'pip install "jln[flax]"'),
+    "dm-haiku": ("Haiku modules", 'pip install "jln[haiku]"'),
+    "equinox": ("Equinox modules", 'pip install "jln[equinox]"'),
+}
+
+Versions = dict[str, tuple[int, ...]]
+
+
+class BadPair(NamedTuple):
+    """Versions that do not work together."""
+
+    what: str
+    effect: str
+    fix: str
+    here: Callable[[Versions], bool]
+
+
+def _between(versions: Versions, package: str, least: tuple[int, ...], below: tuple[int, ...]) -> bool:
+    return package in versions and least <= versions[package] < below
+
+
+_EVER = (10**9,)
+BAD_PAIRS = (
+    BadPair(
+        "jax-triton 0.4 with triton before 3.9",
+        "a kernel does not compile: TypeError in GPUTarget",
+        'pip install "jax-triton<0.4"',
+        lambda v: _between(v, "jax-triton", (0, 4), _EVER) and _between(v, "triton", (0,), (3, 9)),
+    ),
+    BadPair(
+        "jax-triton 0.4 with jax 0.12",
+        "a kernel does not lower: its rule for dead code has another signature",
+        'pip install "jax-triton<0.4"',
+        lambda v: _between(v, "jax-triton", (0, 4), _EVER) and _between(v, "jax", (0, 12), _EVER),
+    ),
+    BadPair(
+        "triton before 3.9 with numpy 2.4",
+        "Triton's interpreter fails; on a GPU nothing is amiss",
+        'pip install "triton>=3.9"',
+        lambda v: _between(v, "triton", (0,), (3, 9)) and _between(v, "numpy", (2, 4), _EVER),
+    ),
+    BadPair(
+        "a CUDA plugin of another version than jaxlib",
+        "JAX leaves the plugin, and so the GPU, unused",
+        "install both at one version: pip install -U jax[cuda13] (or [cuda12])",
+        lambda v: any(
+            v[plugin][:3] != v["jaxlib"][:3] for plugin in ("jax-cuda12-plugin", "jax-cuda13-plugin") if plugin in v
+        ),
+    ),
+)
+
+
+def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Say what is installed, what the operators will run on here, and how to mend what is missing.
+
+    Exits with 1 if something is broken; that there is no GPU is no fault.
+    """
+    try:
+        found = devices()
+    except UserError as error:
+        found, no_device = [], str(error)
+    else:
+        no_device = None
+    versions = installed()
+    kinds = _one_of_each_kind(found)
+    with progress(len(kinds) * len(OPERATORS)) as begin:
+        operators = [row for device in kinds for row in choices(device, begin)]
+    bad = [pair for pair in BAD_PAIRS if pair.here({k: parsed(v) for k, v in versions.items() if v is not None})]
+    faults = [f"{pair.what}: {pair.effect}. To mend it: {pair.fix}" for pair in bad]
+    faults += [no_device] if no_device else _idle_gpu(found)
+    if as_json:
+        data = {
+            "versions": {"python": platform.python_version(), "jln": jln.__version__, **versions},
+            "devices": [_facts(device) for device in found],
+            "operators": operators,
+            "jax_says": complaints,
+            "faults": faults,
+        }
+        print_json(data)
+    else:
+        _print(versions, found, operators, bad, faults)
+    raise typer.Exit(1 if faults else 0)
+
+
+def _print(versions, found, operators, bad, faults) -> None:
+    rows = [("python", platform.python_version(), ""), ("jln", jln.__version__, "")]
+    for package, version in versions.items():
+        use, how = PACKAGES[package]
+        rows.append((package, version or "-", "" if version else f"for {use}: {how}"))
+    print_table("Versions", ("", "installed", "if you want it"), rows, left=(0, 1, 2))
+    facts = [_facts(device) for device in found]
+    print_table("Devices", ("", "kind", "chip"), [tuple(f.values()) for f in facts], left=(0, 1, 2))
+    print_table(
+        "Operators",
+        ("", "on", "runs", "kernels forward", "backward"),
+        [
+            (o["operator"], o["device"], o["runs"], *(", ".join(o[k]) or "-" for k in ("forward", "backward")))
+            for o in operators
+        ],
+        left=(0, 1, 2, 3, 4),
+    )
+    for reason in dict.fromkeys(o["why_not_the_other"] for o in operators):
+        print_note(reason)
+    print_note(f"Known bad pairs of versions: {len(bad)} of {len(BAD_PAIRS)} are here.")
+    for complaint in complaints:
+        print_note(f"JAX says: {complaint}")
+    for fault in faults:
+        print_note(f"BROKEN: {fault}", wrong=True)
+    print_note("something is broken" if faults else "nothing is broken", wrong=bool(faults))
+
+
+def installed() -> dict[str, str | None]:
+    """From each package to its version; None where it is not installed."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return versions
+
+
+def parsed(version: str) -> tuple[int, ...]:
+    """The numbers at its beginning: 0.4.1.dev3 is (0, 4, 1)."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
+
+
+def _one_of_each_kind(found: list[Device]) -> list[Device]:
+    return list({(d.platform, d.device_kind): d for d in reversed(found)}.values())[::-1]
+
+
+def _facts(device: Device) -> dict[str, str]:
+    chip = "-"
+    if device.platform == "gpu":
+        target = config.target_chip()
+        chip = f"sm_{target.capability}, {target.sms} SMs" if target else "unknown"
+    return {"device": described(device), "kind": device.device_kind, "chip": chip}
+
+
+# Of a Linear both strategies: the kernels fused, and the norm's around XLA's products.
+SIZES = {"": ((256, 1024), 1024), "few features": ((256, 1024), 64)}
+
+
+def choices(device: Device, begin: Callable[[str], None] = lambda what: None) -> list[dict[str, Any]]:
+    """What each operator takes there, found by lowering its gradient for the device's platform as JAX would."""
+    reasons = implementations(device)
+    rows = []
+    for operator in OPERATORS.values():
+        begin(f"{operator.name} on {described(device)}")
+        for label, (shape, features) in SIZES.items():
+            if label and not operator.is_linear:
+                continue
+            case = Case(operator, shape, features, "bfloat16")
+            forward, both = (_kernels(case, device, gradient) for gradient in (False, True))
+            uses = "triton" if both else "xla"
+            other = "xla" if uses == "triton" else "triton"
+            why_not = reasons[other] or f'triton goes first; implementation="{other}" asks for it'
+            rows.append(
+                {
+                    "operator": f"{operator.name}, {label}" if label else operator.name,
+                    "device": described(device),
+                    "runs": uses,
+                    "forward": forward,
+                    "backward": both[len(forward) :],
+                    "why_not_the_other": f"Why not {other} on {described(device)}: {why_not}.",
+                }
+            )
+    return rows
+
+
+def _kernels(case: Case, device: Device, gradient: bool) -> list[str]:
+    """The Triton kernels that the default implementation launches; none for XLA."""
+    shapes = [jax.ShapeDtypeStruct(s, jnp.dtype(case.dtype)) for s in case.shapes().values()]
+    arguments, results = shapes[: len(case.operator.arguments)], tuple(shapes[len(case.operator.arguments) :])
+    f = case.operator.ours(None)
+    with launch.recording() as made, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that XLA runs instead: the table says so, and the reason
+        platform = "cuda" if device.platform == "gpu" else device.platform
+        if gradient:
+            traced = jax.jit(lambda a, c: value_and_gradients(f, a, c)).trace(
+                arguments, results if case.operator.adds else results[0]
+            )
+        else:
+            traced = jax.jit(lambda a: f(*a)).trace(arguments)
+        traced.lower(lowering_platforms=(platform,))
+    return [launched.kernel.fn.__name__ for launched in made]
+
+
+def _idle_gpu(found: list[Device]) -> list[str]:
+    """A GPU that is here and that JAX, or Triton, does not use."""
+    gpus = [device for device in found if device.platform == "gpu"]
+    if gpus:
+        why = launch.missing()
+        return [] if why is None else [f"the GPU runs jln without its Triton kernels: {why}"]
+    if not pathlib.Path("/dev/nvidia0").exists():
+        return []
+    if "cuda" not in (platforms := os.environ.get("JAX_PLATFORMS", "cuda")) and "gpu" not in platforms:
+        return [f"there is an NVIDIA GPU, and JAX_PLATFORMS={platforms} hides it: unset it"]
+    return [f"there is an NVIDIA GPU, and JAX does not see it: {launch.INSTALL}"]

@@ -1,0 +1,1 @@
+"""What `jln.testing` is made of."""

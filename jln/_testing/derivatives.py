@@ -1,0 +1,275 @@
+"""Derivatives of any traceable function: reverse mode, forward over reverse, and central differences.
+
+Functions here take `(floats, rest)`, the leaves of their arguments that are differentiated and those that are not, and
+return a list of their floating results. `Call` and `Slope` make such functions; equal ones share a compiled program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+RATIO = 4  # of one step to the next
+FIRST_STEP = 2.0**-4  # of an extrapolation: no more than a function may be expected to look like a polynomial on
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """`f(*args)`, of the leaves of `args`."""
+
+    f: Callable[..., Any]
+    tree: Any
+    floating: tuple[bool, ...]
+    name: str = "f"
+
+    def __call__(self, floats: Sequence[Any], rest: Sequence[Any]) -> list[jax.Array]:
+        return [a for a in jax.tree.leaves(self.results(floats, rest)) if jnp.issubdtype(a.dtype, jnp.floating)]
+
+    def results(self, floats: Sequence[Any], rest: Sequence[Any]) -> Any:
+        parts = iter(floats), iter(rest)
+        args = jax.tree.unflatten(self.tree, [next(parts[0] if is_float else parts[1]) for is_float in self.floating])
+        results = self.f(*args)
+        for leaf in jax.tree.leaves(results):
+            if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+                raise TypeError(f"{self.name} must return arrays; got {type(leaf).__name__}")
+        return jax.tree.map(jnp.asarray, results)
+
+
+@dataclasses.dataclass(frozen=True)
+class Slope:
+    """The derivative of `sum(cotangent * call)` along a direction: what is fixed is `(rest, cotangent, direction)`."""
+
+    call: Call
+
+    def __call__(self, floats: Sequence[Any], rest: tuple) -> list[jax.Array]:
+        rest, cotangent, direction = rest
+        gradients = _pulled_back(self.call, floats, rest, cotangent)
+        dtype = slope_dtype(floats)
+        return [
+            sum((jnp.vdot(g, d).astype(dtype) for g, d in zip(gradients, direction, strict=True)), jnp.zeros((), dtype))
+        ]
+
+
+def slope_dtype(floats: Sequence[Any]) -> Any:
+    return jnp.result_type(jnp.float32, *(a.dtype for a in floats))
+
+
+def _pulled_back(call: Any, floats: Sequence[Any], rest: Any, cotangent: Sequence[Any]) -> list[jax.Array]:
+    _, pullback = jax.vjp(lambda floats: call(floats, rest), list(floats))
+    return pullback(list(cotangent))[0]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def reverse(call: Call | Slope, rest: Any, cotangent: Sequence[Any], floats: Sequence[Any]) -> list[jax.Array]:
+    """The gradients of `sum(cotangent * call(floats, rest))`."""
+    return _pulled_back(call, floats, rest, cotangent)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def forward_over_reverse(slope: Slope, rest: tuple, cotangent: Sequence[Any], floats: Sequence[Any]) -> list[jax.Array]:
+    """As `reverse` of a slope, whose gradient is the Hessian times the direction: the Hessian is symmetric."""
+    del cotangent  # of a slope: one
+    inner, weights, direction = rest
+    return jax.jvp(lambda a: _pulled_back(slope.call, a, inner, weights), (list(floats),), (list(direction),))[1]
+
+
+def differences(
+    call: Call | Slope,
+    floats: Sequence[np.ndarray],
+    rest: Any,
+    cotangent: Sequence[Any],
+    indices: Sequence[np.ndarray],
+    step: float,
+    richardson: int,
+) -> list[np.ndarray]:
+    """The derivatives of `sum(cotangent * call)` by the elements `indices` of each of the flattened `floats`."""
+    steps = []
+    for a, chosen in zip(floats, indices, strict=True):
+        size = np.abs(np.asarray(a, "float64").reshape(-1))
+        size = np.maximum(size, np.median(size)) if size.size else size
+        size = np.where((size > 0) & np.isfinite(size), size, 1.0)[chosen]
+        steps.append(step * size[:, None] * float(RATIO) ** -np.arange(richardson + 1))
+    found = _quotients(call, rest, list(cotangent), list(floats), list(indices), steps)
+    return [_extrapolated(*(np.asarray(a, "float64") for a in pair)) for pair in found]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _quotients(call, rest, cotangent, floats, indices, steps):
+    """For each of `floats`, indices [n] and steps [n, K]: the quotients, and how much of them is rounding, both [n, K].
+
+    One evaluation after another, which any function bears; the results are subtracted before they are summed, so that
+    large ones that do not change take no digits.
+    """
+
+    def quotients(which, indices, steps):
+        a = floats[which]
+        if not len(indices):
+            return steps, steps
+
+        def evaluated(flat):
+            return call([*floats[:which], flat.reshape(a.shape), *floats[which + 1 :]], rest)
+
+        def quotient(point):
+            i, step = point
+            flat = a.reshape(-1)
+            up, down = flat.at[i].add(step.astype(a.dtype)), flat.at[i].add(-step.astype(a.dtype))
+            change = rounding = 0.0
+            for c, high, low in zip(cotangent, evaluated(up), evaluated(down), strict=True):
+                change += jnp.sum(c * (high - low))
+                rounding += jnp.sum(jnp.abs(c) * jnp.maximum(jnp.abs(high), jnp.abs(low)) * jnp.finfo(c.dtype).eps)
+            width = up[i] - down[i]  # what the step became in this dtype
+            return change / width, rounding / width
+
+        points = jnp.repeat(indices, steps.shape[1]), steps.reshape(-1)
+        return [q.reshape(steps.shape) for q in jax.lax.map(quotient, points)]
+
+    return [quotients(which, i, s) for which, (i, s) in enumerate(zip(indices, steps, strict=True))]
+
+
+def _extrapolated(quotients: np.ndarray, roundings: np.ndarray) -> np.ndarray:
+    """Ridders' choice: of all extrapolations of [n, K] quotients the one least different from those it is made of."""
+    best = quotients[:, 0]
+    least = np.full(best.shape, np.inf)
+    previous = [best]
+    with np.errstate(all="ignore"):  # a step out of a function's domain gives NaN, which is never chosen
+        for k in range(1, quotients.shape[1]):
+            row = [quotients[:, k]]
+            for j in range(1, k + 1):
+                factor = float(RATIO) ** (2 * j)
+                row.append((factor * row[-1] - previous[j - 1]) / (factor - 1))
+                error = np.maximum(np.abs(row[j] - row[j - 1]), np.abs(row[j] - previous[j - 1])) + roundings[:, k]
+                better = error < least
+                best, least = np.where(better, row[j], best), np.where(better, error, least)
+            previous = row
+    return best
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A function and its arguments, ready to be differentiated. names: of the floating leaves."""
+
+    call: Call
+    floats: tuple[np.ndarray, ...]
+    rest: tuple[Any, ...]
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls,
+        f: Callable[..., Any],
+        args: Sequence[Any],
+        *,
+        dtype: str | None,
+        after: str | None = None,
+        name: str = "f",
+    ) -> Problem:
+        """dtype: that floating leaves are cast to, after a first cast to `after`; None for no cast."""
+        if not callable(f):
+            raise TypeError(f"{name} must be a function; got {type(f).__name__}")
+        if not isinstance(args, tuple | list):
+            raise TypeError(f"args must be a tuple of f's arguments; got {type(args).__name__}")
+        for d in (dtype, after):
+            if d is not None and str(d) not in DTYPES:
+                raise ValueError(f"dtype must be None or one of {', '.join(DTYPES)}; got {d!r}")
+        if not _hashable(f):  # such as an Equinox module, whose arrays are fields
+            f = functools.partial(lambda g, *a: g(*a), f)
+        paths, tree = jax.tree.flatten_with_path(tuple(args))
+        leaves = [_array(leaf) for _, leaf in paths]
+        floating = tuple(jnp.issubdtype(a.dtype, jnp.floating) for a in leaves)
+        if not any(floating):
+            raise TypeError("args must have a floating array among them, or there is nothing to differentiate")
+        floats = [a for a, is_float in zip(leaves, floating, strict=True) if is_float]
+        for d in (after, dtype):
+            floats = [a if d is None else a.astype(jnp.dtype(d)) for a in floats]
+        rest = [a for a, is_float in zip(leaves, floating, strict=True) if not is_float]
+        names = _names(f, [path for (path, _), is_float in zip(paths, floating, strict=True) if is_float])
+        return cls(Call(f, tree, floating, name), tuple(floats), tuple(rest), names)
+
+    def context(self) -> contextlib.AbstractContextManager:
+        """In which float64 stays float64."""
+        return jax.enable_x64(True) if any(a.dtype == np.float64 for a in self.floats) else contextlib.nullcontext()
+
+    def _shapes(self) -> list[Any]:
+        shapes = jax.eval_shape(self.call, self.floats, self.rest)
+        if not shapes:
+            raise TypeError(f"{self.call.name} must return an array of a floating dtype, or there is no gradient")
+        return shapes
+
+    def values(self) -> list[np.ndarray]:
+        """The floating results."""
+        self._shapes()
+        return [np.asarray(a) for a in jax.jit(self.call)(self.floats, self.rest)]
+
+    def result_names(self) -> list[str]:
+        paths, _ = jax.tree.flatten_with_path(jax.eval_shape(self.call.results, self.floats, self.rest))
+        return [f"result{jax.tree_util.keystr(p)}" for p, a in paths if jnp.issubdtype(a.dtype, jnp.floating)]
+
+    def random_cotangent(self, random: np.random.Generator) -> list[np.ndarray]:
+        return [random.standard_normal(s.shape).astype(s.dtype) for s in self._shapes()]
+
+    def ones(self) -> list[np.ndarray]:
+        return [np.ones(s.shape, s.dtype) for s in self._shapes()]
+
+    def given_cotangent(self, cotangent: Any) -> list[np.ndarray]:
+        shapes = self._shapes()
+        given = [np.asarray(a, s.dtype) for a, s in zip(jax.tree.leaves(cotangent), shapes, strict=False)]
+        if [a.shape for a in given] != [s.shape for s in shapes] or len(jax.tree.leaves(cotangent)) != len(shapes):
+            raise ValueError(f"cotangent must have the results' shapes {[s.shape for s in shapes]}")
+        return given
+
+    def like_arguments(self, floats: Sequence[np.ndarray]) -> tuple[Any, ...]:
+        """`floats` in the places of the floating leaves of `args`, None in those of the others."""
+        values = iter(floats)
+        return jax.tree.unflatten(
+            self.call.tree, [next(values) if is_float else None for is_float in self.call.floating]
+        )
+
+
+def coarsest(arrays: Sequence[np.ndarray]) -> str:
+    """The name of the floating dtype among these that has the fewest digits."""
+    return min((a.dtype for a in arrays), key=lambda d: -float(jnp.finfo(d).eps)).name
+
+
+def check_alike(results: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> None:
+    ours, theirs = ([a.shape for a in many] for many in (results, reference))
+    if ours != theirs:
+        raise ValueError(f"the reference must return arrays of f's shapes {ours}; got {theirs}")
+
+
+def _array(leaf: Any) -> np.ndarray:
+    if not isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
+        raise TypeError(f"args must hold arrays; got {type(leaf).__name__}")
+    array = np.asarray(leaf if isinstance(leaf, jax.Array | np.ndarray | np.generic) else jnp.asarray(leaf))
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        raise TypeError(f"args must be real; got {array.dtype.name}")
+    return array
+
+
+def _hashable(f: Any) -> bool:
+    try:
+        hash(f)
+    except TypeError:
+        return False
+    return True
+
+
+def _names(f: Callable[..., Any], paths: Sequence[Any]) -> tuple[str, ...]:
+    """`x`, or `params['w']`: parameters' names where the signature tells them."""
+    try:
+        parameters = [p.name for p in inspect.signature(f).parameters.values() if p.kind is not p.VAR_POSITIONAL]
+    except (TypeError, ValueError):  # a builtin
+        parameters = []
+    result = []
+    for first, *others in paths:
+        name = parameters[first.idx] if first.idx < len(parameters) else f"argument {first.idx}"
+        result.append(name + jax.tree_util.keystr(tuple(others)))
+    return tuple(result)

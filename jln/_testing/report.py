@@ -1,0 +1,129 @@
+"""What a gradient check found, as data and as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Tolerance:
+    """An element passes if `|got - expected| <= absolute + relative * |expected|`; step: of central differences."""
+
+    relative: float
+    absolute: float
+    step: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """The worst element of one argument's gradient (or of one result): the one that is most of its tolerance away.
+
+    against: "reference" or "differences". compared: how many elements were. size: how many there are.
+    """
+
+    name: str
+    against: str
+    index: tuple[int, ...]
+    got: float
+    expected: float
+    error: float
+    tolerance: float
+    compared: int
+    size: int
+    ok: bool
+
+    @classmethod
+    def worst(
+        cls,
+        name: str,
+        against: str,
+        got: Any,
+        expected: Any,
+        tolerance: Tolerance,
+        indices: np.ndarray | None = None,
+    ) -> Row:
+        """`indices`: of the flattened elements that `expected` has, if not all."""
+        shape, size = np.shape(got), np.size(got)
+        indices = np.arange(size) if indices is None else indices
+        a = np.asarray(got, "float64").reshape(-1)[indices]
+        t = np.asarray(expected, "float64").reshape(-1)
+        if not len(indices):
+            return cls(name, against, (), 0.0, 0.0, 0.0, tolerance.absolute, 0, size, True)
+        with np.errstate(all="ignore"):  # infinities and NaN are judged below
+            error = np.where(a == t, 0.0, np.abs(a - t))  # equal infinities too
+            limit = tolerance.absolute + tolerance.relative * np.abs(t)
+            good = (error <= limit) & (np.isfinite(limit) | (a == t))  # an infinity is within its tolerance of nothing
+            part = np.where(error == 0, 0.0, error / limit)
+        badness = np.where(np.isfinite(part), part, np.inf)  # NaN, which compares with nothing, is the worst
+        at = int(np.argmax(badness))
+        index = tuple(int(i) for i in np.unravel_index(indices[at], shape))
+        worst_got, worst_expected, worst_error, allowed = (float(b[at]) for b in (a, t, error, limit))
+        counts = len(indices), size
+        return cls(name, against, index, worst_got, worst_expected, worst_error, allowed, *counts, bool(good.all()))
+
+    @property
+    def badness(self) -> float:
+        """The error as a part of what is allowed; at most 1 where it passes."""
+        if self.error == 0:
+            return 0.0
+        return self.error / self.tolerance if self.tolerance and math.isfinite(self.error) else math.inf
+
+    @staticmethod
+    def merged(rows: Iterable[Row]) -> tuple[Row, ...]:
+        """One row for each name, in order: the worse one."""
+        found: dict[str, Row] = {}
+        for row in rows:
+            other = found.get(row.name)
+            if other is None or (not row.ok, row.badness) > (not other.ok, other.badness):
+                found[row.name] = row
+        return tuple(found.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a check found. rows: one for each argument, and with a reference one for each result of the function."""
+
+    title: str
+    rows: tuple[Row, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(row.ok for row in self.rows)
+
+    def row(self, name: str) -> Row:
+        """The row of that argument. Raises KeyError where there is none."""
+        return {row.name: row for row in self.rows}[name]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; what is not finite is text there."""
+        rows = [{k: _json(v) for k, v in dataclasses.asdict(row).items()} for row in self.rows]
+        return {"title": self.title, "ok": self.ok, "rows": rows}
+
+    def __str__(self) -> str:
+        header = ("", "against", "compared", "worst at", "got", "expected", "error", "allowed", "")
+        lines: list[tuple[str, ...]] = [header]
+        for r in self.rows:
+            numbers = (f"{r.got:.6e}", f"{r.expected:.6e}", f"{r.error:.1e}", f"{r.tolerance:.1e}")
+            compared = f"{r.compared}" if r.compared == r.size else f"{r.compared} of {r.size}"
+            lines.append((r.name, r.against, compared, str(list(r.index)), *numbers, "ok" if r.ok else "WRONG"))
+        return "\n".join([self.title, *aligned(lines, left=(0, 1, 3, 8))])
+
+
+def aligned(lines: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
+    """Rows of cells as lines of text, columns two blanks apart; those in `left` start together, the others end so."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        "  ".join(
+            c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]
+
+
+def _json(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,116 @@
+"""Break the code in every way of `mutants.py`, in a copy, and see the tests fail.
+
+    python tests/mutation/run.py            # all, about a quarter of an hour on two cores
+    python tests/mutation/run.py c2 dbias   # those whose description has one of these words
+
+Exits with 1 if a mutant survives, if the text of any (chosen or not) is not in its file exactly once, or if its tests
+fail without it.
+"""
+
+import argparse
+import concurrent.futures
+import os
+import pathlib
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+from mutants import MUTANTS, Mutant
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+TIMEOUT = 300  # a mutant may loop forever, which is noticed too
+
+
+def copied() -> pathlib.Path:
+    """The files under version control, and those not yet, in a temporary folder."""
+    names = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout.splitlines()  # fmt: skip
+    tree = pathlib.Path(tempfile.mkdtemp(prefix="jln-mutants-"))
+    for name in names:
+        if (ROOT / name).is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, tree / name)
+    return tree
+
+
+def tests(tree: pathlib.Path, ids: list[str]) -> tuple[int | None, str]:
+    """-> (pytest's exit status, None when it took too long; the last of its output)"""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "--tb=line", "-p", "no:cacheprovider", *ids]
+    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        ran = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        return None, ""
+    return ran.returncode, ran.stdout[-2000:] + ran.stderr[-2000:]
+
+
+def verdict(tree: pathlib.Path, mutant: Mutant) -> str:
+    """ "killed", or what is amiss."""
+    path = tree / mutant.file
+    text = path.read_text()
+    try:
+        path.write_text(text.replace(mutant.old, mutant.new))
+        status, output = tests(tree, list(mutant.tests))
+    finally:
+        path.write_text(text)
+    if status is None:
+        return "killed (by the clock)"
+    if status == 0:
+        return "SURVIVED"
+    return "killed" if status == 1 else f"ERROR: pytest exits with {status}\n{output}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="only the mutants whose description has one of these")
+    parser.add_argument("--jobs", type=int, default=2, help="at a time")
+    arguments = parser.parse_args()
+    chosen = [m for m in MUTANTS if not arguments.words or any(word in m.what for word in arguments.words)]
+    if not chosen:
+        print("no mutant is described so", file=sys.stderr)
+        return 2
+
+    stale = [(m, n) for m in MUTANTS if (n := (ROOT / m.file).read_text().count(m.old)) != 1]
+    for mutant, count in stale:
+        print(f"ERROR: the text of {mutant.what!r} is in {mutant.file} {count} times: {mutant.old!r}")
+    if stale:
+        return 1
+
+    trees: queue.Queue[pathlib.Path] = queue.Queue()
+    for _ in range(arguments.jobs):
+        trees.put(copied())
+
+    def judged(mutant: Mutant) -> tuple[str, float]:
+        tree, start = trees.get(), time.monotonic()
+        try:
+            return verdict(tree, mutant), time.monotonic() - start
+        finally:
+            trees.put(tree)
+
+    try:
+        tree = trees.get()
+        status, output = tests(tree, sorted({test for mutant in chosen for test in mutant.tests}))
+        trees.put(tree)
+        if status != 0:
+            print(f"the tests fail without a mutant, or are not there\n{output}")
+            return 1
+        bad = 0
+        with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
+            for mutant, (found, seconds) in zip(chosen, pool.map(judged, chosen), strict=True):
+                bad += not found.startswith("killed")
+                file = mutant.file.removeprefix("jln/")
+                print(f"{file:38} {mutant.what:52} {seconds:4.0f} s  {found}", flush=True)
+    finally:
+        while not trees.empty():
+            shutil.rmtree(trees.get())
+    print(f"{len(chosen) - bad} of {len(chosen)} mutants killed")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

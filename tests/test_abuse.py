@@ -1,0 +1,253 @@
+"""What operators must survive: stores out of bounds, numbers near the end of their range, threads, long runs."""
+
+import concurrent.futures
+import functools
+import gc
+import pathlib
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jln
+import workbench
+from jln._triton import launch
+from workbench import LINEAR_OPERATORS, OPERATORS
+
+NAMES = [*OPERATORS, *LINEAR_OPERATORS]
+
+
+def problem(name, rows, width, features, dtype, parameter_dtype=None):
+    """-> (operator, operands)"""
+    if name in OPERATORS:
+        operator = OPERATORS[name]
+        return operator, workbench.arguments(operator, (rows, width), dtype, parameter_dtype=parameter_dtype)
+    operator = LINEAR_OPERATORS[name]
+    return operator, workbench.linear_arguments(operator, (rows,), width, (features,), dtype)
+
+
+def gradients(operator, implementation):
+    """A jitted function of the operands: a loss that uses every result, and its gradients."""
+
+    @jax.jit
+    def run(*operands):
+        given = [i for i, a in enumerate(operands) if a is not None]
+
+        def loss(*operands):
+            results = jax.tree.leaves(operator(*operands, implementation=implementation))
+            return sum(jnp.sum(jnp.sin(a.astype("float32"))) for a in results)
+
+        return jax.value_and_grad(loss, argnums=given)(*operands)
+
+    return run
+
+
+# Of the kernels with guard words
+
+OUTPUTS = {
+    "layer_norm_kernels.forward_kernel": ("y_ptr", "total_ptr", "mean_ptr", "rstd_ptr"),
+    "layer_norm_kernels.row_sums_kernel": ("c1_ptr", "c2_ptr"),
+    "layer_norm_kernels.backward_kernel": ("dx_ptr", "dscale_ptr", "doffset_ptr", "y_ptr"),
+    "layer_norm_kernels.reduce_kernel": ("dscale_ptr", "doffset_ptr"),
+    "layer_norm_linear_kernels.forward_kernel": ("y_ptr", "mean_ptr", "rstd_ptr"),
+    "layer_norm_linear_kernels.row_sums_kernel": ("c1_ptr", "c2_ptr", "dbias_ptr"),
+    "layer_norm_linear_kernels.backward_kernel": ("dx_ptr", "g_ptr", "dscale_ptr"),
+    "layer_norm_linear_kernels.parameters_kernel": ("dkernel_ptr", "dscale_ptr", "doffset_ptr", "dbias_ptr"),
+}
+
+
+@pytest.mark.skipif(not launch.interpreting(), reason="kernels are compiled here")
+def test_every_output_of_every_kernel_is_guarded_and_written(monkeypatch):
+    """With a buffer one element too short the guard behind it is hit: the last element is stored to, and a store
+    beyond any buffer is seen. With a program too few there is NaN: nothing else writes that program's part.
+    """
+    from jln._triton import interpreter
+
+    original = interpreter.run
+    seen = {}
+
+    def checked(kernel, operands, results, *, programs, constants):
+        key = f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
+        names = kernel.arg_names[len(operands) : len(operands) + len(results)]
+        run = functools.partial(original, kernel, operands, constants=constants)
+        for i, (name, result) in enumerate(zip(names, results, strict=True)):
+            if result.size == 0:  # the kernel was told not to touch it
+                continue
+            short = list(results)
+            short[i] = jax.ShapeDtypeStruct((result.size - 1,), result.dtype)
+            with pytest.raises(interpreter.OutOfBoundsStore, match=f"after {name}"):
+                run(short, programs=programs)
+            seen.setdefault(key, set()).add(name)
+        if programs > 1:
+            assert any(np.isnan(a.astype("float32")).any() for a in run(results, programs=programs - 1))
+        written = run(results, programs=programs)
+        assert not any(np.isnan(a.astype("float32")).any() for a in written)
+        return written
+
+    monkeypatch.setattr(interpreter, "run", checked)
+    # A Linear of few features is fused, of many composed; wide rows in float64 need the pass for their sums.
+    cases = [("add_layer_norm", 40, 100, 0, "float32"), ("layer_norm", 2, 9000, 0, "float64")]
+    cases += [("layer_norm_linear", 70, 100, n, "bfloat16") for n in (20, 300)]
+    for name, rows, width, features, dtype in cases:
+        operator, operands = problem(name, rows, width, features, dtype)
+        jax.block_until_ready(gradients(operator, "triton")(*operands))
+    assert seen == {key: set(names) for key, names in OUTPUTS.items()}
+
+
+# Near the end of the range
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+# Whole rows, and rows in chunks: the fused Linear takes chunks of any.
+@pytest.mark.parametrize(("linear", "width"), [(False, 100), (False, 20000), (True, 100)])
+def test_a_mean_whose_square_overflows(linear, width, dtype, implementation):
+    """3e19, spread 3e15: nothing that matters overflows."""
+    if dtype == "bfloat16":  # has no such neighbours: one element in a hundred a step away
+        x = jnp.full((3, width), 3e19, dtype).at[:, ::100].set(jnp.asarray(3.05e19, dtype))
+    else:
+        x = (3e19 * (1 + 1e-4 * workbench.normal(0, (3, width), "float64"))).astype(dtype)
+    kernel = jnp.eye(width, 4, dtype=dtype)
+
+    def run(x, module, **options):
+        if linear:
+            return module.layer_norm_linear(x, None, None, kernel, **options)
+        return module.layer_norm(x, **options)
+
+    def both(x, module, **options):
+        y, pullback = jax.vjp(lambda x: run(x, module, **options), x)
+        return y, *pullback(jnp.ones_like(y))
+
+    y, dx = both(x, jln, implementation=implementation)
+    true, _ = both(x.astype("float64"), jln.reference)
+    assert np.isfinite(y.astype("float64")).all() and np.isfinite(dx.astype("float64")).all()
+    # The mean is rounded to eps of itself, which is so much of the spread.
+    spread = float(jnp.std(x.astype("float64")))
+    eps = float(jnp.finfo("float32").eps)
+    rounding = 4 * eps * 3e19 / spread + float(jnp.finfo(dtype).eps) * np.max(np.abs(true))
+    np.testing.assert_allclose(y.astype("float64"), true, rtol=0, atol=rounding)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_bad_row_stays_a_row_where_rows_lie_side_by_side(bad, implementation):
+    x = workbench.normal(0, (5, 37), "float32")
+    scale = workbench.normal(1, (5,), "float32")
+
+    def run(x):
+        y, pullback = jax.vjp(lambda x: jln.layer_norm(x, scale, axis=0, implementation=implementation), x)
+        return y, *pullback(workbench.normal(2, x.shape, x.dtype))
+
+    others = np.arange(37) != 20
+    for clean, dirty in zip(run(x), run(x.at[3, 20].set(bad)), strict=True):
+        assert np.isnan(dirty[:, 20]).any()
+        np.testing.assert_array_equal(clean[:, others], dirty[:, others])
+
+
+# Threads
+
+
+def test_eight_threads_trace_and_run_at_once(implementation):
+    """Each its own sizes, which it compiles, and one that all share; every result is that of a thread alone."""
+    threads = 8
+    barrier = threading.Barrier(threads)
+
+    def work(i):
+        found = []
+        barrier.wait(timeout=60)
+        for name in (NAMES[i % len(NAMES)], "layer_norm"):
+            operator, operands = problem(name, 3, 9 + i if name != "layer_norm" else 8, 4, "float32")
+            run = gradients(operator, implementation)
+            found += [run(*operands) for _ in range(3)]
+        return jax.tree.map(np.asarray, found)
+
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        together = [f.result(timeout=240) for f in [pool.submit(work, i) for i in range(threads)]]
+    threads, barrier = 1, threading.Barrier(1)
+    for i, found in enumerate(together):
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(work(i)), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+# Long runs
+
+
+def resident_bytes():
+    """Of this process, garbage collected."""
+    gc.collect()
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096
+
+
+def memory_stays(steps, implementation):
+    if not pathlib.Path("/proc/self/statm").exists():
+        pytest.skip("memory is read from /proc")
+    operator, operands = problem("layer_norm_linear", 64, 256, 32, "float32")
+    run = gradients(operator, implementation)
+
+    def train(steps):
+        nonlocal operands
+        for _ in range(steps):
+            _, slopes = run(*operands)
+            operands = tuple(a - 1e-4 * g for a, g in zip(operands, slopes, strict=True))
+        jax.block_until_ready(operands)
+
+    train(steps // 5)
+    arrays, before = len(jax.live_arrays()), resident_bytes()
+    train(steps - steps // 5)
+    assert len(jax.live_arrays()) <= arrays
+    # An array a step, the smallest of 128 bytes, would come to half a megabyte; an x of 64 KB to 256.
+    assert resident_bytes() - before < max(2**19, 100 * steps)
+
+
+def test_memory_stays_over_5000_steps():
+    memory_stays(5000, "xla")
+
+
+@pytest.mark.heavy
+def test_memory_of_the_interpreter_stays_over_5000_steps():
+    memory_stays(5000, "triton")
+
+
+compilations = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, seconds, **_: compilations.append(event) if "backend_compile" in event else None
+)
+
+
+def cache_sizes():
+    """Of whatever in jln remembers programs or shapes."""
+    sizes = {}
+    for module in [m for name, m in sys.modules.items() if name.split(".")[0] == "jln"]:
+        for name, a in vars(module).items():
+            if hasattr(a, "cache_info"):
+                sizes[module.__name__, name] = a.cache_info().currsize
+            elif hasattr(a, "_cache_size"):  # of a jitted function
+                sizes[module.__name__, name] = a._cache_size()
+    return sizes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_repeated_calls_compile_nothing(name, implementation):
+    """Eager, jitted and differentiated."""
+    operator, operands = problem(name, 3, 10, 4, "float32")
+    run = gradients(operator, implementation)
+
+    def loss(x):
+        return jnp.sum(jax.tree.leaves(operator(x, *operands[1:], implementation=implementation))[0])
+
+    def once():
+        operator(*operands, implementation=implementation)
+        run(*operands)
+        jax.grad(loss)(operands[0])
+
+    start = len(compilations)
+    once()
+    assert len(compilations) > start  # or this test would see nothing
+    once()
+    sizes, before = cache_sizes(), len(compilations)
+    assert sum(sizes.values()) > 0
+    for _ in range(20):
+        once()
+    assert (cache_sizes(), len(compilations)) == (sizes, before)

@@ -1,0 +1,330 @@
+"""What must hold for all data: hypothesis looks for what breaks it.
+
+200 examples in all by default, always the same ones; `JLN_EXAMPLES=10000 pytest -n0 tests/test_properties.py` looks for
+that many new ones, by night.
+"""
+
+import functools
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+import jln
+import workbench
+from workbench import LINEAR_OPERATORS, OPERATORS
+
+PROPERTIES = 8  # in this file
+EXAMPLES = int(os.environ.get("JLN_EXAMPLES", "200"))
+settings.register_profile(
+    "jln",
+    max_examples=-(-EXAMPLES // PROPERTIES),
+    derandomize=EXAMPLES == 200,
+    database=None,
+    deadline=None,  # an example that compiles takes long
+    phases=(Phase.explicit, Phase.generate, Phase.shrink),
+    suppress_health_check=(HealthCheck.too_slow, HealthCheck.data_too_large),
+    print_blob=True,
+)
+settings.load_profile("jln")
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+# A program is compiled for each size: few, so that there is time for data. 1, 2, 3, 17: several rows a tile, ragged.
+# 130: one more than a power of two and another. 1100: one row a tile.
+WIDTHS = (1, 2, 3, 17, 130, 1100)
+ROWS = (1, 2, 7)
+FEATURES = (1, 20, 300)  # the last for kernels that are composed
+# Powers of ten; from float16's to what float32 can still square and add up, and beyond.
+MAGNITUDES = {"float16": (-7, 3), "bfloat16": (-30, 30), "float32": (-30, 30), "float64": (-30, 30)}
+# Below this a dtype has fewer digits, or XLA's CPU backend flushes to zero; times the 1000 that rstd may be.
+FLOOR = {"float16": 6e-8, "bfloat16": 1e-34, "float32": 1e-34, "float64": 1e-300}
+
+implementations = st.sampled_from(["xla", "triton"])
+# The roundings of workbench are standard deviations of errors taken for independent, and a night compares 10^7 numbers.
+DEVIATIONS = 6
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+def is_linear(name):
+    return name in LINEAR_OPERATORS
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def run(name, options, operands, cotangent):
+    """-> the results, then the operands' gradients. options: pairs, module among them."""
+    options = dict(options)
+    operator = {**OPERATORS, **LINEAR_OPERATORS}[name]
+    results, pullback = jax.vjp(lambda *a: operator(*a, **options), *operands)
+    return results, pullback(cotangent)
+
+
+def ours(name, implementation, operands, cotangent, **options):
+    options = {"epsilon": workbench.EPSILON, "implementation": implementation, **options}
+    return run(name, tuple(options.items()), tuple(operands), cotangent)
+
+
+def plain(name, operands, cotangent, **options):
+    options = {"epsilon": workbench.EPSILON, "module": jln.reference, **options}
+    return run(name, tuple(options.items()), tuple(operands), cotangent)
+
+
+def arguments(name, rows, width, features, dtype, seed):
+    """Operands and cotangent, of size 1."""
+    random = np.random.default_rng(seed)
+
+    def normal(shape, mean=0.0):
+        return jnp.asarray(random.standard_normal(shape) + mean).astype(dtype)
+
+    x, scale, offset = normal((rows, width)), normal((width,), 1.0), normal((width,))
+    if is_linear(name):
+        operator = LINEAR_OPERATORS[name]
+        kernel = (normal((width, features)).astype("float64") / np.sqrt(width)).astype(dtype)
+        operands = (x, scale, offset if operator.subtract_mean else None, kernel, normal((features,)))
+        return operands, normal((rows, features))
+    operator = OPERATORS[name]
+    residual = normal((rows, width)) if operator.adds else None
+    operands = (x, residual, scale, offset if operator.subtract_mean else None)
+    return operands, (normal((rows, width)), normal((rows, width)) if operator.adds else None)
+
+
+def replaced(operands, index, value):
+    return (*operands[:index], value, *operands[index + 1 :])
+
+
+@st.composite
+def problems(draw, names=(*OPERATORS, *LINEAR_OPERATORS), dtypes=DTYPES, rows=ROWS):
+    """(name, dtype, operands, cotangent)"""
+    name, dtype, rows = draw(st.sampled_from(names)), draw(st.sampled_from(dtypes)), draw(st.sampled_from(rows))
+    features = draw(st.sampled_from(FEATURES)) if is_linear(name) else 0
+    operands, cotangent = arguments(name, rows, draw(st.sampled_from(WIDTHS)), features, dtype, draw(seeds))
+    return name, dtype, operands, cotangent
+
+
+def leaves(tree):
+    return [np.asarray(a) for a in jax.tree.leaves(tree)]
+
+
+def assert_same(a, b):
+    for x, y in zip(leaves(a), leaves(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def data_of_any_scale(draw, x, dtype):
+    """x times a power of ten; some rows constant, some with a mean a thousand times their spread, some denormal."""
+    low, high = MAGNITUDES[dtype]
+    x = np.array(x, "float64")
+    for row in range(len(x)):
+        kind = draw(st.sampled_from(["as it is", "as it is", "constant", "large mean", "denormal"]))
+        if kind == "constant":
+            x[row] = x[row, 0]
+        elif kind == "large mean":
+            x[row] += 1000
+        elif kind == "denormal":
+            x[row] *= float(jnp.finfo(dtype).smallest_normal)
+        if kind != "denormal":
+            x[row] *= 10.0 ** draw(st.integers(low, high if kind != "large mean" else high - 2))
+    return jnp.asarray(x).astype(dtype)
+
+
+def squares_fit(total, dtype):
+    """Whether the sum of squares of every row stays inside the dtype of the arithmetic."""
+    compute = jnp.promote_types(dtype, jnp.float32)
+    return np.max(np.sum(np.asarray(total, "float64") ** 2, -1)) < float(jnp.finfo(compute).max) / 10
+
+
+@given(problems(names=tuple(OPERATORS)), implementations, st.data())
+def test_norms_at_any_scale(problem, implementation, data):
+    """Twice plain jnp's error and one rounding, as everywhere; finite where the squares overflow."""
+    name, dtype, operands, cotangent = problem
+    operands = replaced(operands, 0, data_of_any_scale(data.draw, operands[0], dtype))
+    operator = OPERATORS[name]
+    (y, total), gradients = ours(name, implementation, operands, cotangent)
+    normalised = operands[0] if total is None else total
+    if not squares_fit(normalised, dtype):
+        assert all(np.isfinite(a).all() for a in leaves((y, gradients)))
+        return
+    rounded = None if total is None else np.asarray(total)
+    values, roundings = workbench.truth(operator, operands, cotangent, total=rounded)
+    # The plain program must norm the rounded sum too, or it would be no measure: XLA likes to leave the rounding out.
+    norm = "layer_norm" if operator.subtract_mean else "rms_norm"
+    (plain_y, _), (plain_dx, _, plain_dscale, plain_doffset) = plain(
+        norm, (normalised, None, *operands[2:]), (cotangent[0].astype(normalised.dtype), None)
+    )
+    got = {"y": y, "dx": gradients[0], "dscale": gradients[2], "doffset": gradients[3]}
+    expected = {"y": plain_y, "dx": plain_dx, "dscale": plain_dscale, "doffset": plain_doffset}
+    if operator.adds:
+        expected["dx"] = plain_dx + cotangent[1]
+    assert_close(got, expected, values, roundings, dtype)
+
+
+@given(problems(names=tuple(LINEAR_OPERATORS)), implementations, st.data())
+def test_linears_at_any_scale(problem, implementation, data):
+    name, dtype, operands, cotangent = problem
+    operands = replaced(operands, 0, data_of_any_scale(data.draw, operands[0], dtype))
+    y, gradients = ours(name, implementation, operands, cotangent)
+    if not squares_fit(operands[0], dtype):
+        assert all(np.isfinite(a).all() for a in leaves((y, gradients)))
+        return
+    plain_y, plain_gradients = plain(name, operands, cotangent)
+    values, roundings = workbench.linear_truth(LINEAR_OPERATORS[name], operands, cotangent)
+    got, expected = (
+        dict(zip(workbench.LINEAR_RESULTS, results, strict=True))
+        for results in ((y, *gradients), (plain_y, *plain_gradients))
+    )
+    assert_close(got, expected, values, roundings, dtype)
+
+
+def assert_close(got, expected, values, roundings, dtype):
+    """As `workbench.assert_accurate`, with a plain error for each row, since rows differ in scale."""
+    for name, a in got.items():
+        if a is None:
+            continue
+        t = values[name]
+        a, p = (np.asarray(b).astype(t.dtype) for b in (a, expected[name]))
+        error, plain_error = np.abs(a - t), np.abs(p - t)
+        if t.ndim > 1:
+            plain_error = np.max(plain_error, -1, keepdims=True) if name in ("y", "dx") else np.max(plain_error)
+        else:
+            plain_error = np.max(plain_error)
+        last = float(jnp.finfo(dtype).eps) * np.abs(t) + FLOOR[dtype]  # the rounding to the result's own dtype
+        allowed = 2 * plain_error + DEVIATIONS * roundings[name] + last
+        worst = np.argmax(np.where(np.isfinite(error), error - allowed, np.inf))
+        at = f"{name}{list(map(int, np.unravel_index(worst, t.shape)))}"
+        assert (error <= allowed).all(), f"{at}: {a.flat[worst]} for {t.flat[worst]}, allowed {allowed.flat[worst]:.2e}"
+
+
+@given(
+    st.sampled_from(list(OPERATORS)),
+    implementations,
+    st.lists(st.sampled_from([1, 2, 3, 5, 8]), min_size=1, max_size=4),
+    st.data(),
+    seeds,
+)
+def test_any_axes(name, implementation, shape, data, seed):
+    """Every subset of axes in every order, in float64."""
+    chosen = data.draw(st.permutations(range(len(shape))))[: data.draw(st.integers(1, len(shape)))]
+    axis = tuple(a - len(shape) if data.draw(st.booleans()) else a for a in chosen)
+    random = np.random.default_rng(seed)
+    operator = OPERATORS[name]
+    x, residual, dy, dtotal = (jnp.asarray(random.standard_normal(shape)) for _ in range(4))
+    scale, offset = (jnp.asarray(random.standard_normal([shape[a] for a in axis])) for _ in range(2))
+    operands = (x, residual if operator.adds else None, scale, offset if operator.subtract_mean else None)
+    cotangent = (dy, dtotal if operator.adds else None)
+    got = ours(name, implementation, operands, cotangent, axis=axis)
+    expected = plain(name, operands, cotangent, axis=axis)
+    for a, t in zip(leaves(got), leaves(expected), strict=True):
+        assert a.shape == t.shape
+        # rstd is at most 1000, and its cube multiplies roundings where a row has next to no spread.
+        np.testing.assert_allclose(a, t, rtol=1e-10, atol=1e-10 * max(1, np.max(np.abs(t), initial=0)))
+
+
+@given(problems(), implementations, st.data())
+def test_what_is_bad_stays_in_its_row(problem, implementation, data):
+    """NaN, infinities, denormals and the largest number, in x or dy: no other row changes by a bit."""
+    name, dtype, operands, cotangent = problem
+    x = operands[0]
+    bad = data.draw(st.sampled_from(["nan", "inf", "-inf", "smallest_subnormal", "max"]))
+    value = float(bad) if bad in ("nan", "inf", "-inf") else float(getattr(jnp.finfo(dtype), bad))
+    row = data.draw(st.integers(0, len(x) - 1))
+    if data.draw(st.booleans()):
+        dirty = replaced(operands, 0, x.at[row, data.draw(st.integers(0, x.shape[1] - 1))].set(value)), cotangent
+    else:
+        dy, *rest = jax.tree.leaves(cotangent)
+        dy = dy.at[row, data.draw(st.integers(0, dy.shape[1] - 1))].set(value)
+        dirty = operands, jax.tree.unflatten(jax.tree.structure(cotangent), [dy, *rest])
+    others = np.arange(len(x)) != row
+    clean_results, clean_gradients = ours(name, implementation, operands, cotangent)
+    results, gradients = ours(name, implementation, *dirty)
+    of_rows = 1 if is_linear(name) else 2  # dx, and dresidual or None
+    pairs = ((clean_results, clean_gradients[:of_rows]), (results, gradients[:of_rows]))
+    for a, b in zip(*map(leaves, pairs), strict=True):
+        np.testing.assert_array_equal(a[others], b[others])
+
+
+@given(
+    problems(names=tuple(OPERATORS), rows=(2, 7, 23)),
+    st.data(),
+)
+def test_a_row_alone_is_as_among_others(problem, data):
+    """Of the kernels, bit for bit."""
+    name, _, operands, cotangent = problem
+    x = operands[0]
+    row = data.draw(st.integers(0, len(x) - 1))
+
+    def only(a):
+        return None if a is None else a[row : row + 1]
+
+    alone = (only(operands[0]), only(operands[1]), *operands[2:])
+    results, gradients = ours(name, "triton", operands, cotangent)
+    alone_results, alone_gradients = ours(name, "triton", alone, tuple(map(only, cotangent)))
+    assert_same(jax.tree.map(only, (results, gradients[:2])), (alone_results, alone_gradients[:2]))
+
+
+@given(problems(), implementations)
+def test_repeats_are_the_same(problem, implementation):
+    name, _, operands, cotangent = problem
+    first = ours(name, implementation, operands, cotangent)
+    for _ in range(3):
+        assert_same(ours(name, implementation, operands, cotangent), first)
+
+
+@given(problems(dtypes=("float64",)), implementations, seeds, st.integers(-20, 20))
+def test_gradients_are_linear_in_the_cotangent(problem, implementation, seed, power):
+    """Bit for bit in a power of two, and in a sum to rounding."""
+    name, _, operands, cotangent = problem
+    random = np.random.default_rng(seed)
+    other = jax.tree.map(lambda a: jnp.asarray(random.standard_normal(a.shape)), cotangent)
+    both = jax.tree.map(jnp.add, cotangent, other)
+    scaled = jax.tree.map(lambda a: a * 2.0**power, cotangent)
+    of_first, of_other, of_both, of_scaled = (
+        leaves(ours(name, implementation, operands, c)[1]) for c in (cotangent, other, both, scaled)
+    )
+    for a, b, ab, sa in zip(of_first, of_other, of_both, of_scaled, strict=True):
+        np.testing.assert_array_equal(sa, a * 2.0**power)
+        size = max(np.max(np.abs(v)) for v in (a, b, ab, np.ones(1)))
+        # A row without spread has an rstd of 1000, whose cancelled terms leave 1000 roundings.
+        np.testing.assert_allclose(ab, a + b, rtol=0, atol=1e-11 * size)
+
+
+@given(
+    problems(names=("layer_norm", "rms_norm", "layer_norm_linear"), dtypes=DTYPES[2:]),
+    implementations,
+    st.integers(-8, 8),
+    st.sampled_from([1.0, 16.0, 1024.0]),
+)
+def test_shift_and_scale_of_x(problem, implementation, power, shift):
+    """2^n x with 4^n epsilon has the same y, and a dx 2^-n times as large; a shift changes neither but by rounding."""
+    name, dtype, operands, cotangent = problem
+    factor = 2.0**power
+    epsilon = 2.0**-20
+    y, gradients = ours(name, implementation, operands, cotangent, epsilon=epsilon)
+    scaled = replaced(operands, 0, operands[0] * factor)
+    scaled_y, scaled_gradients = ours(name, implementation, scaled, cotangent, epsilon=epsilon * factor**2)
+    eps = float(jnp.finfo(dtype).eps)
+    # Exact, but for an rsqrt that rounds differently; its error goes into every term once.
+    for a, b in zip(leaves((y, *gradients[1:])), leaves((scaled_y, *scaled_gradients[1:])), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=16 * eps * max(1, np.max(np.abs(a))))
+    np.testing.assert_allclose(
+        gradients[0], scaled_gradients[0] * factor, rtol=0, atol=16 * eps * max(1, np.max(np.abs(gradients[0])))
+    )
+    if name != "rms_norm":
+        x = np.asarray(operands[0], "float64")
+        rstd = 1 / np.sqrt(x.var(-1).min() + epsilon)
+        shifted = replaced(operands, 0, operands[0] + shift)
+        shifted_y, _ = ours(name, implementation, shifted, cotangent, epsilon=epsilon)
+        (y,), (shifted_y,) = leaves(y), leaves(shifted_y)
+        # The shift rounds x, and the mean, to eps of it, which rstd and scale enlarge; a Linear adds up H of these.
+        size = np.max(np.abs(operands[1 if is_linear(name) else 2]))
+        rounding = 4 * eps * (shift + np.max(np.abs(x))) * rstd * size
+        if is_linear(name):
+            rounding *= np.max(np.sum(np.abs(operands[3]), 0))
+        np.testing.assert_allclose(shifted_y, y, rtol=0, atol=rounding + 16 * eps * np.max(np.abs(y)))
+
+
+def test_there_are_as_many_properties_as_share_the_examples():
+    found = [f for f in globals().values() if hasattr(f, "hypothesis")]
+    assert len(found) == PROPERTIES

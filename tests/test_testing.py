@@ -1,0 +1,291 @@
+"""jln.testing itself: the numbers in its report, its tolerances, what it differentiates, its errors."""
+
+import functools
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jln import testing
+from jln.testing import Report, Row, Tolerance
+
+X = np.random.default_rng(0).standard_normal((3, 4))
+
+
+@jax.custom_vjp
+def bent(x, scale):
+    """x * scale, whose second argument's gradient is wrong in its first and, more so, in its third element."""
+    return x * scale[None, :]
+
+
+bent.defvjp(
+    lambda x, scale: (bent(x, scale), (x, scale)),
+    lambda saved, dy: (dy * saved[1][None, :], jnp.sum(dy * saved[0], 0) + jnp.array([0.1, 0, 0.5, 0], dy.dtype)),
+)
+
+
+def straight(x, scale):
+    return x * scale[None, :]
+
+
+@pytest.mark.parametrize("against", ["reference", "differences"])
+def test_the_row_of_a_wrong_argument_is_its_worst_element(against):
+    options = {"reference": straight, "differences": False} if against == "reference" else {}
+    report = testing.check_vjp(bent, (X, X[0]), **options)
+    assert not report.ok and report.row("x").ok
+    row = report.row("scale")
+    assert not row.ok and row.index == (2,) and row.against == against
+    assert (row.compared, row.size) == (4, 4)
+    np.testing.assert_allclose(row.got - row.expected, 0.5, rtol=1e-9)
+    np.testing.assert_allclose(row.error, 0.5, rtol=1e-9)
+    np.testing.assert_allclose(row.tolerance, 1e-10 + 1e-7 * abs(row.expected), rtol=1e-12)
+
+
+def test_one_row_for_each_argument_and_one_for_the_result():
+    report = testing.check_vjp(straight, (X, X[0]), reference=straight)
+    assert [row.name for row in report.rows] == ["result", "x", "scale"]
+    assert [row.name for row in testing.check_vjp(straight, (X, X[0])).rows] == ["x", "scale"]
+
+
+def test_a_wrong_result_is_wrong_even_with_the_right_gradient():
+    report = testing.check_vjp(lambda x: x + 1, (X,), reference=lambda x: x)
+    assert [row.name for row in report.rows if not row.ok] == ["result"]
+
+
+def test_the_report_is_a_table():
+    report = testing.check_vjp(bent, (X, X[0]))
+    title, header, *lines = str(report).splitlines()
+    assert title == "bent: reverse-mode gradients in float64, random cotangent (seed 0)"
+    assert header.split() == ["against", "compared", "worst", "at", "got", "expected", "error", "allowed"]
+    assert [line.split()[0] for line in lines] == ["x", "scale"]
+    assert lines[0].endswith("ok") and lines[1].endswith("WRONG") and "[2]" in lines[1] and "5.0e-01" in lines[1]
+    assert len({line.index("differences") for line in lines}) == 1
+    assert json.loads(json.dumps(report.as_dict()))["rows"][1]["ok"] is False
+
+
+def test_assertions_raise_with_the_table():
+    with pytest.raises(AssertionError, match=r"(?s)bent: reverse-mode.*scale .*\[2\].*WRONG"):
+        testing.assert_vjp(bent, (X, X[0]))
+    assert testing.assert_vjp(straight, (X, X[0])) is None
+    assert testing.assert_hvp(straight, (X, X[0])) is None
+
+    @jax.custom_vjp
+    def sine(x):
+        return jnp.sin(x)
+
+    sine.defvjp(lambda x: (jnp.sin(x), x), lambda x, dy: (dy * jax.lax.stop_gradient(jnp.cos(x)),))
+    with pytest.raises(AssertionError, match=r"(?s)sine: Hessian-vector products.*WRONG"):
+        testing.assert_hvp(sine, (X,))
+
+
+# A tolerance is a promise: of relative 1e-4 an error of 0.9e-4 passes and 1.1e-4 does not.
+@pytest.mark.parametrize("dtype", testing.TOLERANCES)
+@pytest.mark.parametrize(("part", "ok"), [(0.9, True), (1.1, False)])
+def test_tolerances(dtype, part, ok):
+    allowed = testing.TOLERANCES[dtype]
+    expected = np.array([2.0, -3.0, 0.0])
+    got = expected + np.array([0, -part * (allowed.absolute + 3 * allowed.relative), 0])
+    row = Row.worst("x", "reference", got, expected, allowed)
+    assert row.ok == ok and row.index == (1,)
+
+
+def test_tolerances_are_those_of_the_coarsest_dtype():
+    assert dict(testing.TOLERANCES) == {
+        "float16": Tolerance(1e-2, 1e-4, 1e-3),
+        "bfloat16": Tolerance(8e-2, 8e-4, 8e-3),
+        "float32": Tolerance(1e-4, 1e-7, 1e-5),
+        "float64": Tolerance(1e-7, 1e-10, 1e-7),
+    }
+    row = testing.check_vjp(straight, (X, X[0].astype("float32")), dtype=None).row("scale")
+    np.testing.assert_allclose(row.tolerance, 1e-7 + 1e-4 * abs(row.expected), rtol=1e-12)
+    row = testing.check_vjp(lambda x: x.astype("bfloat16"), (X.astype("float32"),), dtype=None).row("x")
+    np.testing.assert_allclose(row.tolerance, 8e-4 + 8e-2 * abs(row.expected), rtol=1e-12)
+    assert not testing.check_vjp(bent, (X, X[0]), tolerance=Tolerance(0, 0.4, 1e-5)).ok
+    assert testing.check_vjp(bent, (X, X[0]), tolerance=Tolerance(0, 0.6, 1e-5)).ok
+
+
+# Each operation rounded to 16 bits, nothing summed: what their tolerances must let pass.
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_chains_of_rounded_operations_pass_in_16_bits(dtype):
+    def chain(x, scale):
+        return jnp.tanh(x * scale + 1) * x
+
+    for seed in range(5):
+        random = np.random.default_rng(seed)
+        args = tuple(random.uniform(0.5, 1, (3, 4)).astype(jnp.dtype(dtype)) for _ in range(2))
+        report = testing.check_vjp(chain, args, reference=chain, dtype=None, seed=seed)
+        assert report.ok, report
+        assert not testing.check_vjp(lambda x, s: chain(x, s) * 1.2, args, reference=chain, dtype=None).ok
+
+
+@pytest.mark.parametrize(
+    ("got", "expected", "ok"),
+    [
+        (np.nan, 1.0, False), (np.nan, np.nan, False), (1.0, np.nan, False), (np.inf, 1.0, False),
+        (1.0, np.inf, False), (np.inf, np.inf, True), (-np.inf, np.inf, False), (0.0, -0.0, True),
+    ],
+)  # fmt: skip
+def test_what_is_not_finite_is_not_close(got, expected, ok):
+    row = Row.worst("x", "reference", np.array([1.0, got]), np.array([1.0, expected]), testing.TOLERANCES["float16"])
+    assert row.ok == ok and row.index == ((0,) if ok else (1,))
+    assert json.dumps(Report("", (row,)).as_dict(), allow_nan=False)
+
+
+def test_numerical_gradient():
+    """Of sum(cotangent * x^3), 3 x^2: one step of 1e-5 errs by its square, of 1e-7 by float64's rounding over it."""
+    x = X.astype("float32")
+    exact = 3 * x.astype("float64") ** 2
+
+    def error(**options):
+        (gradient,) = testing.numerical_gradient(lambda a: a**3, (x,), **options)
+        assert gradient.dtype == np.float64 and gradient.shape == x.shape
+        return np.max(np.abs(gradient - exact))
+
+    assert 1e-12 < error() < 1e-9
+    assert 1e-9 < error(step=1e-7) < 1e-6
+    assert error(richardson=4) < 1e-12
+    assert error(dtype=None) > 1e-4  # float32 differences: why float64 is the default
+    (weighted,) = testing.numerical_gradient(lambda a: a**3, (x,), cotangent=2 * X, richardson=4)
+    np.testing.assert_allclose(weighted, 2 * X * exact, rtol=0, atol=1e-11)
+
+
+def test_steps_are_of_the_size_of_the_data():
+    for magnitude in (1e-12, 1e12):
+        (gradient,) = testing.numerical_gradient(jnp.sin, (X * 1e-12,), richardson=4)
+        np.testing.assert_allclose(gradient, np.cos(X * 1e-12), rtol=1e-10)
+        (gradient,) = testing.numerical_gradient(lambda a, m=magnitude: a * a / m, (X * magnitude,), richardson=4)
+        np.testing.assert_allclose(gradient, 2 * X, rtol=1e-10)
+
+
+def test_a_step_out_of_the_domain_is_not_used():
+    x = np.array([1e-6, 1.0, 1.0, 2.0])
+    (gradient,) = testing.numerical_gradient(jnp.log, (x,), richardson=12)
+    np.testing.assert_allclose(gradient, 1 / x, rtol=1e-6)
+
+
+def test_a_float32_function_is_checked_in_float64():
+    """An error of 1e-5, which float32's tolerance lets pass and float32's differences could not see."""
+
+    @jax.custom_vjp
+    def nearly(x):
+        return jnp.sin(x)
+
+    nearly.defvjp(lambda x: (jnp.sin(x), x), lambda x, dy: (dy * jnp.cos(x) * (1 + 1e-5),))
+    args = (X.astype("float32"),)
+    assert testing.check_vjp(nearly, args, dtype=None).ok
+    assert not testing.check_vjp(nearly, args).ok
+
+
+def test_float64_needs_no_configuration():
+    code = """
+import numpy as np, jax, jax.numpy as jnp
+from jln import testing
+import sys
+report = testing.check_vjp(jnp.sin, (np.ones(3, "float32"),), reference=jnp.sin)
+assert report.ok and report.row("x").error < 1e-10, report
+assert jnp.ones(1).dtype == "float32" and jnp.sin(np.ones(2)).dtype == "float32"
+print([m for m in ("rich", "typer", "triton", "flax", "optax", "hypothesis") if m in sys.modules])
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.stdout.strip() == "[]", ran.stderr
+
+
+def test_pytrees_and_integers():
+    def network(parameters, ids, x):
+        return {"y": x @ parameters["kernel"][0] + parameters["bias"][None, :], "ids": ids}
+
+    parameters = {"kernel": [X.T], "bias": X[:, 0]}
+    args = (parameters, np.arange(3), X)
+    report = testing.check_vjp(network, args, reference=network)
+    assert report.ok
+    names = ["result['y']", "parameters['bias']", "parameters['kernel'][0]", "x"]
+    assert [row.name for row in report.rows] == names
+    assert testing.check_hvp(network, args, reference=network, mode="forward").ok
+    gradient = testing.numerical_gradient(network, args)
+    assert gradient[1] is None and gradient[0]["kernel"][0].shape == (4, 3)
+
+
+def test_functions_that_cannot_be_hashed():
+    class Scaled:
+        __hash__ = None
+
+        def __init__(self, by):
+            self.by = by
+
+        def __call__(self, x):
+            return x * self.by
+
+    for by in (2.0, 3.0):
+        np.testing.assert_allclose(testing.numerical_gradient(Scaled(by), (X,))[0], by, rtol=1e-7)
+    assert testing.check_vjp(Scaled(2.0), (X,)).ok
+    assert testing.check_vjp(functools.partial(jnp.sum, axis=0), (X,)).rows[0].name == "a"
+
+
+def test_a_sample_of_the_elements():
+    """The reference sees all of them, the differences as many as asked for, always the same for a seed."""
+    x = np.random.default_rng(0).standard_normal((40, 50))
+    (row,) = testing.check_vjp(jnp.sin, (x,), elements=7).rows
+    assert (row.compared, row.size) == (7, 2000) and "7 of 2000" in str(Report("", (row,)))
+    assert row == testing.check_vjp(jnp.sin, (x,), elements=7).rows[0]
+
+    @jax.custom_vjp
+    def wrong_once(x):
+        return jnp.sin(x)
+
+    wrong_once.defvjp(lambda x: (jnp.sin(x), x), lambda x, dy: ((dy * jnp.cos(x)).at[3, 4].add(1.0),))
+    row = testing.check_vjp(wrong_once, (x,), reference=jnp.sin, elements=7).row("x")
+    assert not row.ok and row.index == (3, 4)
+    assert not testing.check_vjp(wrong_once, (x,), elements=None).ok
+
+
+def test_no_elements():
+    report = testing.check_vjp(lambda x: jnp.sum(x**2), (np.ones((0, 3)),), reference=lambda x: jnp.sum(x * x))
+    assert report.ok and report.row("x").compared == 0
+
+
+ERRORS = {
+    "not a function": (TypeError, "f must be a function; got int", lambda: testing.check_vjp(3, (X,))),
+    "text": (TypeError, "f must return arrays; got str", lambda: testing.check_vjp(lambda x: "x", (X,))),
+    "a number": (TypeError, "f must return arrays; got float", lambda: testing.check_vjp(lambda x: 1.0, (X,))),
+    "nothing": (TypeError, "f must return an array", lambda: testing.check_vjp(lambda x: None, (X,))),
+    "integers": (TypeError, "f must return an array of a floating", lambda: testing.check_vjp(jnp.argmax, (X,))),
+    "reference of text": (
+        TypeError, "reference must return arrays; got str",
+        lambda: testing.check_vjp(jnp.sin, (X,), reference=lambda x: "x"),
+    ),
+    "an array for arguments": (TypeError, "args must be a tuple", lambda: testing.check_vjp(jnp.sin, X)),
+    "text for an argument": (TypeError, "args must hold arrays; got str", lambda: testing.check_vjp(jnp.sin, ("x",))),
+    "complex": (TypeError, "args must be real; got complex128", lambda: testing.check_vjp(jnp.sin, (X + 1j,))),
+    "only integers": (TypeError, "a floating array", lambda: testing.check_vjp(jnp.sin, (np.arange(3),))),
+    "dtype": (
+        ValueError, "dtype must be None or one of float16, bfloat16, float32, float64; got 'float8'",
+        lambda: testing.check_vjp(jnp.sin, (X,), dtype="float8"),
+    ),
+    "mode": (ValueError, "mode must be 'reverse' or 'forward'", lambda: testing.check_hvp(jnp.sin, (X,), mode="up")),
+    "nothing to compare": (
+        ValueError, "nothing to compare with", lambda: testing.check_vjp(jnp.sin, (X,), differences=False),
+    ),
+    "another shape": (
+        ValueError, r"of f's shapes \[\(3, 4\)\]; got \[\(4,\)\]",
+        lambda: testing.check_vjp(jnp.sin, (X,), reference=lambda x: x[0]),
+    ),
+    "richardson": (
+        ValueError, "richardson must not be negative", lambda: testing.numerical_gradient(jnp.sin, (X,), richardson=-1),
+    ),
+    "cotangent": (
+        ValueError, "cotangent must have the results' shapes",
+        lambda: testing.numerical_gradient(jnp.sin, (X,), cotangent=X[0]),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case):
+    kind, message, call = ERRORS[case]
+    with pytest.raises(kind, match=message) as raised:
+        call()
+    assert len(str(raised.value).splitlines()) == 1
