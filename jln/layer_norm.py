@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.typing import DTypeLike
 
 from jln import _checks
 from jln._transforms import Operation, vary_together
@@ -141,7 +142,8 @@ class _Options(NamedTuple):
 class _Norm(NamedTuple):
     """The static arguments of the operator: checked, and all that its rules must know without an array.
 
-    axis: the only one, negative. *_dtype: of arguments that the backward rule has no other trace of; None if absent.
+    axis: the only one, negative. *_dtype: of y, and of arguments that the backward rule has no other trace of; None if
+    absent.
     """
 
     axis: int
@@ -149,6 +151,7 @@ class _Norm(NamedTuple):
     zero_centered_scale: bool
     implementation: str | None
     subtract_mean: bool
+    y_dtype: jnp.dtype
     x_dtype: jnp.dtype
     residual_dtype: jnp.dtype | None
     offset_dtype: jnp.dtype | None
@@ -172,13 +175,15 @@ def _kernels():
 
 def _norm(norm: _Norm, x, residual, scale, offset):
     """-> (y, total); total is None without a residual."""
-    y, total, _, _ = _forward(x, residual, scale, offset, save_statistics=False, **norm.options())
+    y, total, _, _ = _forward(x, residual, scale, offset, save_statistics=False, y_dtype=norm.y_dtype, **norm.options())
     return y, total
 
 
 def _norm_forward(norm: _Norm, *arguments: CustomVJPPrimal | None):
     x, residual, scale, offset = (None if a is None else a.value for a in arguments)
-    y, total, mean, rstd = _forward(x, residual, scale, offset, save_statistics=True, **norm.options())
+    y, total, mean, rstd = _forward(
+        x, residual, scale, offset, save_statistics=True, y_dtype=norm.y_dtype, **norm.options()
+    )
     return (y, total), (x if total is None else total, scale, mean, rstd)
 
 
@@ -201,6 +206,15 @@ _operator = jax.custom_vjp(_norm, nondiff_argnums=(0,))
 _operator.defvjp(_norm_forward, _norm_backward, symbolic_zeros=True)
 
 
+def normalised(x, scale, offset, *, axis: Axis, epsilon: float, subtract_mean: bool, y_dtype: DTypeLike) -> jax.Array:
+    """What the modules call: `layer_norm` or `rms_norm`, this one with an offset too, its result in `y_dtype`.
+
+    A module's dtype may be wider than x's (bfloat16 x, float32 parameters) or narrower; there is one rounding still.
+    """
+    options = _Options(axis, epsilon, False, None, subtract_mean)
+    return _checked(_checks.array("x", x), None, scale, offset, options, jnp.dtype(y_dtype))[0]
+
+
 def _norm_of(x, scale, offset, options: _Options) -> jax.Array:
     return _checked(_checks.array("x", x), None, scale, offset, options)[0]
 
@@ -209,7 +223,9 @@ def _norm_of_sum(x, residual, scale, offset, options: _Options) -> tuple[jax.Arr
     return _checked(_checks.array("x", x), _checks.array("residual", residual), scale, offset, options)
 
 
-def _checked(x: jax.Array, residual: jax.Array | None, scale, offset, options: _Options):
+def _checked(
+    x: jax.Array, residual: jax.Array | None, scale, offset, options: _Options, y_dtype: jnp.dtype | None = None
+):
     scale, offset = _checks.optional_array("scale", scale), _checks.optional_array("offset", offset)
     axes = _checks.axes(options.axis, x)
     normalised = tuple(x.shape[a] for a in axes)
@@ -222,6 +238,7 @@ def _checked(x: jax.Array, residual: jax.Array | None, scale, offset, options: _
         _checks.flag("zero_centered_scale", options.zero_centered_scale),
         _checks.implementation(options.implementation),
         options.subtract_mean,
+        y_dtype or x.dtype,
         x.dtype,
         None if residual is None else residual.dtype,
         None if offset is None else offset.dtype,
