@@ -223,9 +223,9 @@ def prepared(
     positive = sorted({a + x.ndim if a < 0 else a for a in axes})
     if not positive or not all(0 <= a < x.ndim for a in positive):
         return f"x of shape {x.shape} has no axes {tuple(axes)}"
-    if isinstance(epsilon, jax.Array) or not (np.isscalar(epsilon) and 0 <= epsilon < math.inf):
+    if not isinstance(epsilon, int | float | np.integer | np.floating) or not 0 <= epsilon < math.inf:
         return f"epsilon is {epsilon!r}, not a static number that is finite and not negative"
-    spread = []
+    spread: list[Any] = []
     for name, a in (("scale", scale), ("offset", offset)):
         if a is None:
             spread.append(None)
@@ -243,7 +243,7 @@ def prepared(
     if jnp.float64 in dtypes and len(set(dtypes)) > 1:
         return f"float64 with {min(dtypes, key=lambda d: d.itemsize)}: some of it would lose float64's digits"
     norm = Norm(tuple(positive), float(epsilon), subtract_mean, jnp.dtype(y_dtype))
-    return Deferred(x, *spread, norm)
+    return Deferred(x, spread[0], spread[1], norm)
 
 
 def _reshaped(a: Parameter, shape: tuple[int, ...]) -> Parameter:

@@ -3,8 +3,8 @@
     from jln.equinox import LayerNorm, RMSNorm    # instead of: from equinox.nn import LayerNorm, RMSNorm
 
 Constructors, fields, initial values and serialised leaves are Equinox's own: the classes are Equinox's with another
-call. They work on one example and are vmapped, as Equinox's are. What the operators cannot do (integer or empty input, a
-shape of no axes, ...) Equinox's own code does; `jln.explain(layer, x)` tells which of them a call takes, and why.
+call. They work on one example and are vmapped, as Equinox's are. What the operators cannot do (integer or empty input,
+a shape of no axes, ...) Equinox's own code does; `jln.explain(layer, x)` tells which of them a call takes, and why.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class LayerNormLinear(eqx.Module):
         *,
         key: jax.Array,
     ):
-        self.norm = LayerNorm(in_features, eps, use_weight, use_offset, dtype)
+        self.norm = LayerNorm(in_features, eps, use_weight, use_offset, dtype)  # pyright: ignore[reportCallIssue]
         self.linear = eqx.nn.Linear(in_features, out_features, use_bias, dtype, key=key)
 
     def __call__(self, x: Any, *, key: jax.Array | None = None) -> jax.Array:
@@ -110,7 +110,7 @@ def _normalised(layer: eqx.nn.LayerNorm | eqx.nn.RMSNorm, x: Any, plain: Any) ->
 
 
 def _plain(layer: eqx.nn.LayerNorm | eqx.nn.RMSNorm, x: Any) -> jax.Array:
-    cls = eqx.nn.LayerNorm if isinstance(layer, eqx.nn.LayerNorm) else eqx.nn.RMSNorm
+    cls: Any = eqx.nn.LayerNorm if isinstance(layer, eqx.nn.LayerNorm) else eqx.nn.RMSNorm
     return cls.__call__(layer, x)
 
 

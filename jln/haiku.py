@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ except ImportError as error:
 
 __all__ = ["LayerNorm", "LayerNormLinear", "RMSNorm"]
 
-Norm = hk.LayerNorm | hk.RMSNorm
+Norm: TypeAlias = hk.LayerNorm | hk.RMSNorm
 
 
 class LayerNorm(hk.LayerNorm):
@@ -49,8 +49,8 @@ class RMSNorm(hk.RMSNorm):
 
 
 class LayerNormLinear(hk.Module):
-    """A `haiku.LayerNorm` over the last axis and the `haiku.Linear` behind it as one operator that keeps only the inputs
-    for the backward. Parameters and initial values are those of Haiku's two modules, "layer_norm" and "linear".
+    """A `haiku.LayerNorm` over the last axis and the `haiku.Linear` behind it as one operator that keeps only the
+    inputs for the backward. Parameters and initial values are those of Haiku's two modules, "layer_norm" and "linear".
 
     Args:
       output_size: as of `haiku.Linear`.
@@ -129,14 +129,14 @@ def _name(layer: Norm) -> str:
 
 
 def _prepared(layer: Norm, inputs: Any, scale: Any, offset: Any) -> _modules.Deferred | str:
-    """Makes or reads the parameters as Haiku does, unless it returns a reason: then Haiku's own code does, or has them."""
+    """Makes or reads the parameters as Haiku does, unless it returns a reason: then Haiku's own code does, or has."""
     if not all(a is None or isinstance(a, jax.Array | np.ndarray) for a in (inputs, scale, offset)):
         return "an argument is not an array"
     inputs = jnp.asarray(inputs)
     if inputs.ndim == 0 or not jnp.issubdtype(inputs.dtype, jnp.floating):
         return f"inputs are {inputs.dtype}{list(inputs.shape)}"
     is_layer_norm = isinstance(layer, hk.LayerNorm)
-    create_offset = is_layer_norm and layer.create_offset
+    create_offset = isinstance(layer, hk.LayerNorm) and layer.create_offset
     if (layer.create_scale and scale is not None) or (create_offset and offset is not None):
         return "scale or offset is given and created"
     axes = _axes(layer.axis, inputs.ndim, wrap=is_layer_norm)
@@ -149,7 +149,7 @@ def _prepared(layer: Norm, inputs: Any, scale: Any, offset: Any) -> _modules.Def
     shape = _parameter_shape(_axes(layer.param_axis, inputs.ndim, wrap=True), inputs.shape)
     if layer.create_scale:
         scale = hk.get_parameter("scale", shape, inputs.dtype, init=layer.scale_init)
-    if create_offset:
+    if isinstance(layer, hk.LayerNorm) and layer.create_offset:
         offset = hk.get_parameter("offset", shape, inputs.dtype, init=layer.offset_init)
     parameters = [None if a is None else jnp.asarray(a) for a in (scale, offset)]
     return _modules.prepared(

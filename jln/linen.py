@@ -5,14 +5,14 @@
 Fields, parameters, initial values, automatic names and checkpoints are Flax's own: the classes are Flax's with another
 call. What the operators cannot do (`mask`, `axis_name`, `force_float32_reductions=False`, parameters on axes that are
 not normalised, ...) Flax's own code does; `jln.explain(layer, x)` tells which of them a call takes, and why. Results
-differ by rounding, but where Flax's `use_fast_variance=True` loses the variance of a row whose mean is large against its
-spread: here it is two-pass always.
+differ by rounding, but where Flax's `use_fast_variance=True` loses the variance of a row whose mean is large against
+its spread: here it is two-pass always.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ except ImportError as error:
 
 __all__ = ["LayerNorm", "LayerNormDense", "RMSNorm"]
 
-Norm = nn.LayerNorm | nn.RMSNorm
+Norm: TypeAlias = nn.LayerNorm | nn.RMSNorm
 
 
 class LayerNorm(nn.LayerNorm):

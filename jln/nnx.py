@@ -3,9 +3,10 @@
     from jln.nnx import LayerNorm, RMSNorm    # instead of: from flax.nnx import LayerNorm, RMSNorm
 
 Constructors, parameters, initial values, metadata and checkpoints are Flax's own: the classes are Flax's with another
-call. What the operators cannot do (`mask`, `axis_name`, parameters on axes that are not normalised, ...) Flax's own code
-does; `jln.explain(layer, x)` tells which of them a call takes, and why. Results differ by rounding, but where Flax's
-`use_fast_variance=True` loses the variance of a row whose mean is large against its spread: here it is two-pass always.
+call. What the operators cannot do (`mask`, `axis_name`, parameters on axes that are not normalised, ...) Flax's own
+code does; `jln.explain(layer, x)` tells which of them a call takes, and why. Results differ by rounding, but where
+Flax's `use_fast_variance=True` loses the variance of a row whose mean is large against its spread: here it is two-pass
+always.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ class LayerNormLinear(nnx.Module):
         epsilon: float = 1e-6,
         use_scale: bool = True,
         use_offset: bool = True,
-        scale_init: nnx.Initializer = nnx.initializers.ones_init(),
-        offset_init: nnx.Initializer = nnx.initializers.zeros_init(),
+        scale_init: nnx.Initializer = nnx.initializers.ones,
+        offset_init: nnx.Initializer = nnx.initializers.zeros,
         scale_metadata: Mapping[str, Any] = MappingProxyType({}),
         offset_metadata: Mapping[str, Any] = MappingProxyType({}),
         dtype: Any = None,
@@ -98,7 +99,7 @@ class LayerNormLinear(nnx.Module):
             bias_metadata=offset_metadata,
             **both,
         )
-        cls = FusedLinear if isinstance(out_features, int) else FusedLinearGeneral
+        cls: Any = FusedLinear if isinstance(out_features, int) else FusedLinearGeneral
         self.linear = cls(in_features, out_features, **linear_options, **both)
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
@@ -172,7 +173,7 @@ def _prepared(layer: nnx.LayerNorm | nnx.RMSNorm, x: Any, mask: Any) -> _modules
     )
 
 
-def _is_narrower(x: Any, promoted: jax.Array) -> bool:
+def _is_narrower(x: Any, promoted: Any) -> bool:
     if not isinstance(x, jax.Array | np.ndarray):
         return False
     return x.dtype in (jnp.bfloat16, jnp.float16) and promoted.dtype == jnp.float32
@@ -183,7 +184,7 @@ def _axes(axes: Any) -> tuple[int, ...]:
 
 
 def _plain(layer: nnx.LayerNorm | nnx.RMSNorm, x: Any, mask: Any) -> jax.Array:
-    cls = nnx.LayerNorm if isinstance(layer, nnx.LayerNorm) else nnx.RMSNorm
+    cls: Any = nnx.LayerNorm if isinstance(layer, nnx.LayerNorm) else nnx.RMSNorm
     return cls.__call__(layer, x, mask=mask)
 
 
@@ -201,7 +202,7 @@ def _fused(
     kwargs: Mapping[str, Any],
 ) -> jax.Array:
     """args, kwargs: further ones of Flax's call."""
-    kernel, bias = (None if a is None else a[...] for a in (layer.kernel, layer.bias))
+    kernel, bias = layer.kernel[...], None if layer.bias is None else layer.bias[...]
     found: Any
     if own_product or layer.preferred_element_type is not None:
         found = "the Linear has a product or an element type of its own"

@@ -5,13 +5,13 @@
     with jln.convert.linen() as routes: ...     # Flax Linen: every call in the context, the model's code untouched
     with jln.convert.haiku() as routes: ...     # Haiku: likewise
 
-Only `LayerNorm` and `RMSNorm` themselves are swapped, for classes that are theirs but for the call: parameters, metadata
-and checkpoints stay what they are. A subclass may compute something else; it is left alone and said so.
+Only `LayerNorm` and `RMSNorm` themselves are swapped, for classes that are theirs but for the call: parameters,
+metadata and checkpoints stay what they are. A subclass may compute something else; it is left alone, and named.
 
-A norm that feeds exactly one Linear can be fused with it (Flax NNX and Equinox). Which one that is only the model knows,
-so it must say so: by an attribute of its class, `norm_linear_pairs = [("norm", "qkv"), ("norm2", "mlp.up")]`, and
-`fuse=True`, or for a class that was not written for jln by `fuse={Block: [("norm", "qkv")]}`. If anything else reads the
-norm's result, it raises TypeError: what it gets is no array.
+A norm that feeds exactly one Linear can be fused with it (Flax NNX and Equinox). Which one that is only the model
+knows, so it must be declared: by an attribute of its class, `norm_linear_pairs = [("norm", "qkv"), ("ln", "mlp.up")]`,
+and `fuse=True`, or for a class that was not written for jln by `fuse={Block: [("norm", "qkv")]}`. If anything else
+reads the norm's result, it raises TypeError: what it gets is no array.
 """
 
 from __future__ import annotations
