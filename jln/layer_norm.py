@@ -206,12 +206,22 @@ _operator = jax.custom_vjp(_norm, nondiff_argnums=(0,))
 _operator.defvjp(_norm_forward, _norm_backward, symbolic_zeros=True)
 
 
-def normalised(x, scale, offset, *, axis: Axis, epsilon: float, subtract_mean: bool, y_dtype: DTypeLike) -> jax.Array:
+def normalised(
+    x,
+    scale,
+    offset,
+    *,
+    axis: Axis,
+    epsilon: float,
+    subtract_mean: bool,
+    y_dtype: DTypeLike,
+    implementation: str | None = None,
+) -> jax.Array:
     """What the modules call: `layer_norm` or `rms_norm`, this one with an offset too, its result in `y_dtype`.
 
     A module's dtype may be wider than x's (bfloat16 x, float32 parameters) or narrower; there is one rounding still.
     """
-    options = _Options(axis, epsilon, False, None, subtract_mean)
+    options = _Options(axis, epsilon, False, implementation, subtract_mean)
     return _checked(_checks.array("x", x), None, scale, offset, options, jnp.dtype(y_dtype))[0]
 
 
