@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -47,8 +48,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Ro
     Nothing is computed: the call is traced as by `jax.eval_shape`, so arrays may be `jax.ShapeDtypeStruct`s. A "kernel"
     or "fused" call reaches jln's operators, which run Triton kernels where the program is compiled for an NVIDIA GPU
     with jax-triton installed, and XLA elsewhere. The framework's own layers are not listed: convert the model first, or
-    call inside of `jln.convert.linen()` or `jln.convert.haiku()`. What JAX keeps from an earlier trace (a function
-    under `jax.jit`) is not traced again and not listed.
+    call inside of `jln.convert.linen()` or `jln.convert.haiku()`.
 
     Args:
       function: a layer or a model of Flax NNX or Equinox; a Linen module or what `hk.transform` returns, whose
@@ -68,9 +68,14 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Ro
         args, kwargs = tree.unflatten([next(given) if known else a for a, known in zip(leaves, is_array, strict=True)])
         call(*args, **kwargs)
 
-    with noting() as routes:
+    with noting() as routes, _asked(next(_questions)):
         jax.eval_shape(traced, [a for a, known in zip(leaves, is_array, strict=True) if known])
     return tuple(routes)
+
+
+# A value of its own for every question, so that what JAX has traced before and kept is traced again.
+_asked = jax.make_user_context(default_value=0)
+_questions = itertools.count(1)
 
 
 @functools.singledispatch
@@ -178,7 +183,11 @@ class Deferred:
         if a is None:
             return None
         axes = self.norm.axes
-        return jnp.broadcast_to(a.reshape([a.shape[i] for i in axes]), [self.x.shape[i] for i in axes])
+        normalised_shape = tuple(self.x.shape[i] for i in axes)
+        a = a.reshape([a.shape[i] for i in axes])
+        if a.shape != normalised_shape:  # its gradient is a sum, which 16 bits would round again and again
+            a = jnp.broadcast_to(a.astype(jnp.promote_types(a.dtype, jnp.float32)), normalised_shape)
+        return a
 
     def linear_obstacle(self, kernel_shape: tuple[int, ...], product_dtype: Any) -> str | None:
         """Why a Linear that multiplies in `product_dtype` cannot be fused with the norm; None where it can."""

@@ -75,8 +75,8 @@ def equinox(model: Any, *, fuse: bool | Mapping[type, Pairs] = False) -> Convers
 def linen() -> Iterator[Sequence[Route]]:
     """A context in which every `flax.linen.LayerNorm` and `RMSNorm` that is called computes as jln's.
 
-    For tracing: what `jax.jit` has compiled before runs as it was compiled, also inside, and what is compiled inside
-    stays so outside. Yields a list that grows with every layer called: its name, path and why, as in `jln.explain`.
+    A function under `jax.jit` is traced again inside, and runs as before outside. Yields a list that grows with every
+    layer that is called, or traced, for the first time in the context: its name, path and why, as in `jln.explain`.
     """
     from jln.convert import _interceptors
 

@@ -6,8 +6,13 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+
 from jln import _modules
 from jln._modules import Route
+
+# What JAX has traced and kept outside of a context must not be taken for what is traced inside, nor the reverse.
+_swapping = jax.make_user_context(default_value=False)
 
 
 @contextlib.contextmanager
@@ -16,7 +21,8 @@ def linen() -> Iterator[list[Route]]:
     from jln.linen import nn
 
     routes: list[Route] = []
-    with nn.intercept_methods(_swap((nn.LayerNorm, nn.RMSNorm), (ours.LayerNorm, ours.RMSNorm), ours.call, routes)):
+    swap = _swap((nn.LayerNorm, nn.RMSNorm), (ours.LayerNorm, ours.RMSNorm), ours.call, routes)
+    with nn.intercept_methods(swap), _swapping(True):
         yield routes
 
 
@@ -26,7 +32,8 @@ def haiku() -> Iterator[list[Route]]:
     from jln.haiku import hk
 
     routes: list[Route] = []
-    with hk.intercept_methods(_swap((hk.LayerNorm, hk.RMSNorm), (ours.LayerNorm, ours.RMSNorm), ours.call, routes)):
+    swap = _swap((hk.LayerNorm, hk.RMSNorm), (ours.LayerNorm, ours.RMSNorm), ours.call, routes)
+    with hk.intercept_methods(swap), _swapping(True):
         yield routes
 
 

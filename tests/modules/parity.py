@@ -68,7 +68,7 @@ def pairwise(arguments: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
             row = {a: i, b: j}
             for name in names:
                 if name not in row:
-                    row[name] = max(range(len(arguments[name])), key=lambda v: len(settled(row, name, v)))  # noqa: B023
+                    row[name] = max(range(len(arguments[name])), key=lambda v: len(settled(row, name, v)))
         open_pairs -= {p for p in open_pairs if row[p[0]] == p[1] and row[p[2]] == p[3]}
         rows.append({name: arguments[name][row[name]] for name in names})
     return rows
@@ -76,7 +76,9 @@ def pairwise(arguments: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 def described(case: Mapping[str, Any]) -> str:
     """A test's name."""
-    return " ".join(f"{k}={'given' if isinstance(v, np.ndarray) else getattr(v, '__name__', v)}" for k, v in case.items())
+    return " ".join(
+        f"{k}={'given' if isinstance(v, np.ndarray) else getattr(v, '__name__', v)}" for k, v in case.items()
+    )
 
 
 def named(tree: Any) -> dict[str, Any]:

@@ -9,10 +9,10 @@ import pytest
 
 pytest.importorskip("flax")
 from flax import nnx, serialization
+from parity import Layer, assert_parity, described, named, normal, pairwise, randomised
 
 import jln
 from jln import nnx as ours
-from parity import Layer, assert_parity, described, named, normal, pairwise, randomised
 
 SHAPE = (3, 4, 8)
 MASK = np.random.default_rng(0).random(SHAPE) > 0.3
@@ -239,7 +239,7 @@ BAD = {
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("bad", BAD)
 def test_rejected_alike(name, bad):
-    with pytest.raises(Exception) as theirs:  # noqa: B017, PT011
+    with pytest.raises(Exception) as theirs:
         BAD[bad](getattr(nnx, name))
     with pytest.raises(type(theirs.value)):
         BAD[bad](getattr(ours, name))
