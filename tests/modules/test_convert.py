@@ -54,6 +54,7 @@ class NnxModel(nnx.Module):
 PAIRS = {NnxBlock: [("norm2", "up")], NnxModel: [("norm", "head")]}
 
 
+@nnx.jit
 def nnx_step(model):
     def loss(model):
         return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(model(TOKENS), TOKENS))
@@ -215,7 +216,7 @@ def test_bad_pairs_change_nothing(pairs):
 
 
 def test_not_a_model():
-    with pytest.raises(TypeError, match="flax.nnx.Module; got dict"):
+    with pytest.raises(TypeError, match=r"flax\.nnx\.Module; got dict"):
         convert.nnx({})
 
 
@@ -260,9 +261,10 @@ class EqxModel(eqx.Module):
 
 
 def eqx_model():
-    return jax.tree.map(lambda a: a.astype("float32"), EqxModel(jax.random.key(0)))
+    return jax.tree.map(lambda a: a.astype("float32") if eqx.is_array(a) else a, EqxModel(jax.random.key(0)))
 
 
+@eqx.filter_jit
 @eqx.filter_value_and_grad
 def eqx_step(model):
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(TOKENS), TOKENS))
@@ -285,7 +287,7 @@ def test_equinox_transformer(fuse):
         for a, b in zip(jax.tree.leaves(conversion.model), jax.tree.leaves(model), strict=True):
             assert a is b
 
-    jaxpr = str(jax.make_jaxpr(lambda m: jax.tree.leaves(eqx_step(m)))(conversion.model))
+    jaxpr = str(eqx.filter_make_jaxpr(eqx_step)(conversion.model)[0])
     counts = {"jln_norm": LAYERS * (1 if fuse else 2) + 1, "jln_norm_linear": fuse and LAYERS}
     for name, count in counts.items():
         assert jaxpr.count(f"{name}_forward[") == jaxpr.count(f"{name}_backward[") == count
@@ -321,8 +323,8 @@ def test_equinox_pair_declared_wrongly():
     converted = convert.equinox(block, fuse=True).model
     with pytest.raises(TypeError, match="Deferred"):
         converted(jnp.ones(8))
-    with pytest.raises(ValueError, match="'up' as"):
-        convert.equinox(block, fuse={Block: [("norm", "norm")]} | {Block: [("up", "norm")]} and {Block: [("up", "up")]})
+    with pytest.raises(ValueError, match="declares 'up' as"):
+        convert.equinox(block, fuse={Block: [("up", "up")]})
 
 
 class LinenModel(nn.Module):
@@ -352,6 +354,7 @@ def test_linen_context():
     model = LinenModel()
     variables = model.init(jax.random.key(0), x)
 
+    @jax.jit
     def step(variables):
         return jax.value_and_grad(lambda v: jnp.mean(jnp.sin(model.apply(v, x))))(variables)
 
@@ -380,10 +383,9 @@ def test_linen_context_passes_every_call_through():
     mask = x > 0
     norm = nn.LayerNorm()
     variables = norm.init(jax.random.key(0), x)
+    expected = norm.apply(variables, x, mask=mask)
     with convert.linen() as routes:
-        np.testing.assert_array_equal(
-            norm.apply(variables, x, mask=mask), nn.LayerNorm().apply(variables, x, mask=mask)
-        )
+        np.testing.assert_array_equal(norm.apply(variables, x, mask=mask), expected)
         with pytest.raises(TypeError):
             norm.apply(variables, x, 1, 2)
     assert [(r.path, r.why) for r in routes] == [("plain", "mask is given")]
@@ -405,6 +407,7 @@ def test_haiku_context():
     model = hk.without_apply_rng(hk.transform(function))
     params = model.init(jax.random.key(0), x)
 
+    @jax.jit
     def step(params):
         return jax.value_and_grad(lambda p: jnp.mean(jnp.sin(model.apply(p, x))))(params)
 
