@@ -8,14 +8,26 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.typing import DTypeLike
 
 from jln import _checks
-from jln._transforms import Operation, vary_together
+from jln._partitioning import Layout
+from jln._transforms import (
+    LinearOperation,
+    Operation,
+    in_reverse_mode_only,
+    only_rows_differ,
+    vary_together,
+    with_automatic_axes,
+)
 from jln._xla import layer_norm as xla
 
 Axis = int | tuple[int, ...]
+
+# The `jax.ad_checkpoint.checkpoint_name` of mean and rstd.
+STATISTICS = "jln_statistics"
 
 
 def layer_norm(
@@ -27,6 +39,7 @@ def layer_norm(
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
     implementation: str | None = None,
+    forward_mode: bool = False,
 ) -> jax.Array:
     """Layer normalisation: `y = (x - mean) / sqrt(variance + epsilon) * scale + offset`.
 
@@ -49,6 +62,9 @@ def layer_norm(
       zero_centered_scale: multiply by `1 + scale`.
       implementation: "triton" (kernels; on the CPU with TRITON_INTERPRET=1), "xla", or None: Triton where the program
         is compiled for an NVIDIA GPU and jax-triton is installed, else XLA. A named one runs or raises.
+      forward_mode: support forward mode too (`jax.jvp`, `jax.jacfwd`, `jax.linearize`, `jax.hessian`), the same kernels
+        serving reverse mode. Without it this is a `jax.custom_vjp` function, which has reverse mode only, and forward
+        mode over it.
 
     Returns:
       y: `x`'s shape and dtype.
@@ -58,7 +74,7 @@ def layer_norm(
       ValueError: shapes do not match, an axis is out of range or twice there, the normalised axes are empty, epsilon is
         negative, or the implementation is unknown.
     """
-    options = _Options(axis, epsilon, zero_centered_scale, implementation, subtract_mean=True)
+    options = _Options(axis, epsilon, zero_centered_scale, implementation, forward_mode, subtract_mean=True)
     return _norm_of(x, scale, offset, options)
 
 
@@ -70,13 +86,14 @@ def rms_norm(
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
     implementation: str | None = None,
+    forward_mode: bool = False,
 ) -> jax.Array:
     """Root-mean-square normalisation: `y = x / sqrt(mean(x**2) + epsilon) * scale`.
 
     Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019). Arguments, dtypes, guarantees and errors are those
     of `layer_norm`.
     """
-    options = _Options(axis, epsilon, zero_centered_scale, implementation, subtract_mean=False)
+    options = _Options(axis, epsilon, zero_centered_scale, implementation, forward_mode, subtract_mean=False)
     return _norm_of(x, scale, None, options)
 
 
@@ -90,6 +107,7 @@ def add_layer_norm(
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
     implementation: str | None = None,
+    forward_mode: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """`(layer_norm(x + residual, scale, offset), x + residual)`, the sum read and written once.
 
@@ -105,12 +123,13 @@ def add_layer_norm(
       epsilon: as in `layer_norm`.
       zero_centered_scale: as in `layer_norm`.
       implementation: as in `layer_norm`.
+      forward_mode: as in `layer_norm`.
 
     Returns:
       y: `x`'s shape and dtype.
       total: `x + residual`, `x`'s shape and the promoted dtype.
     """
-    options = _Options(axis, epsilon, zero_centered_scale, implementation, subtract_mean=True)
+    options = _Options(axis, epsilon, zero_centered_scale, implementation, forward_mode, subtract_mean=True)
     return _norm_of_sum(x, residual, scale, offset, options)
 
 
@@ -123,9 +142,10 @@ def add_rms_norm(
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
     implementation: str | None = None,
+    forward_mode: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """`(rms_norm(x + residual, scale), x + residual)`; arguments and results are those of `add_layer_norm`."""
-    options = _Options(axis, epsilon, zero_centered_scale, implementation, subtract_mean=False)
+    options = _Options(axis, epsilon, zero_centered_scale, implementation, forward_mode, subtract_mean=False)
     return _norm_of_sum(x, residual, scale, None, options)
 
 
@@ -136,6 +156,7 @@ class _Options(NamedTuple):
     epsilon: float
     zero_centered_scale: bool
     implementation: str | None
+    forward_mode: bool
     subtract_mean: bool
 
 
@@ -151,6 +172,7 @@ class _Norm(NamedTuple):
     zero_centered_scale: bool
     implementation: str | None
     subtract_mean: bool
+    forward_mode: bool
     y_dtype: jnp.dtype
     x_dtype: jnp.dtype
     residual_dtype: jnp.dtype | None
@@ -158,12 +180,39 @@ class _Norm(NamedTuple):
 
     def options(self) -> dict[str, Any]:
         """What the forward and the backward operation are told."""
-        return {k: v for k, v in self._asdict().items() if not k.endswith("dtype")}
+        return {k: v for k, v in self._asdict().items() if k != "forward_mode" and not k.endswith("dtype")}
 
 
-_forward = Operation("jln_norm_forward", xla=xla.forward, xla_cpu=xla.forward_cpu, triton=lambda: _kernels().forward)
+def _names(ndim: int, axis: int, batch_dims: int, h: str = "h") -> tuple[str, ...]:
+    """Every array's dimensions: all have the same rank, with 1 where they have less than x."""
+    names = [f"b{i}" if i < batch_dims else f"r{i}" for i in range(ndim)]
+    names[axis] = h
+    return tuple(names)
+
+
+def _forward_layout(x, *_, axis: int, batch_dims: int, **options) -> Layout:
+    rows, parameter = _names(x.ndim, axis, batch_dims), _names(x.ndim, axis, batch_dims, "h.parameter")
+    return Layout((rows, rows, parameter, parameter), (rows,) * 4, ("",) * 4)
+
+
+def _backward_layout(dy, *_, axis: int, batch_dims: int, **options) -> Layout:
+    rows, parameter = _names(dy.ndim, axis, batch_dims), _names(dy.ndim, axis, batch_dims, "h.parameter")
+    return Layout((rows, rows, rows, parameter, rows, rows), (rows, parameter, parameter), ("", "r", "r"))
+
+
+_forward = Operation(
+    "jln_norm_forward",
+    xla=xla.forward,
+    xla_cpu=xla.forward_cpu,
+    triton=lambda: _kernels().forward,
+    layout=_forward_layout,
+)
 _backward = Operation(
-    "jln_norm_backward", xla=xla.backward, xla_cpu=xla.backward_cpu, triton=lambda: _kernels().backward
+    "jln_norm_backward",
+    xla=xla.backward,
+    xla_cpu=xla.backward_cpu,
+    triton=lambda: _kernels().backward,
+    layout=_backward_layout,
 )
 
 
@@ -173,29 +222,55 @@ def _kernels():
     return triton
 
 
+def _tangent_transpose(cotangents, tangents, others, *, y_dtype, has_residual, batch_dims, **options):
+    """Reverse mode after all, by the backward kernel."""
+    del y_dtype, has_residual
+    dy, dtotal = cotangents
+    total, scale, mean, rstd = others[4:]
+    offset = tangents[3]
+    if only_rows_differ(batch_dims, (dy, dtotal, total, mean, rstd), (scale, offset)):
+        batch_dims = 0
+    doffset_dtype = None if offset is None else offset.dtype
+    gradients = _gradients(
+        dy, dtotal, total, scale, mean, rstd, doffset_dtype=doffset_dtype, batch_dims=batch_dims, **options
+    )
+    dx, dscale, doffset = gradients
+    return dx, dx, dscale, doffset
+
+
+_tangent = LinearOperation("jln_norm_tangent", xla=xla.tangent, transpose=_tangent_transpose)
+
+
 def _norm(norm: _Norm, x, residual, scale, offset):
     """-> (y, total); total is None without a residual."""
     y, total, _, _ = _forward(x, residual, scale, offset, save_statistics=False, y_dtype=norm.y_dtype, **norm.options())
     return y, total
 
 
-def _norm_forward(norm: _Norm, *arguments: CustomVJPPrimal | None):
-    x, residual, scale, offset = (None if a is None else a.value for a in arguments)
-    y, total, mean, rstd = _forward(
+def _norm_saving(norm: _Norm, x, residual, scale, offset):
+    """-> ((y, total), what the derivatives need: total or x, scale, mean and rstd)"""
+    y, total, *statistics = _forward(
         x, residual, scale, offset, save_statistics=True, y_dtype=norm.y_dtype, **norm.options()
     )
+    mean, rstd = (None if a is None else checkpoint_name(a, STATISTICS) for a in statistics)
     return (y, total), (x if total is None else total, scale, mean, rstd)
+
+
+def _gradients(dy, dtotal, total, scale, mean, rstd, **options):
+    """-> (dtotal_in, dscale, doffset); the cotangents of results that were not used are None."""
+    if dy is None:
+        return dtotal, None, None
+    return _backward(dy, dtotal, total, scale, mean, rstd, **options)
+
+
+def _norm_forward(norm: _Norm, *arguments: CustomVJPPrimal | None):
+    return _norm_saving(norm, *(None if a is None else a.value for a in arguments))
 
 
 def _norm_backward(norm: _Norm, residuals, cotangents):
     """None is JAX's zero, as a SymbolicZero is that of a result that was not used."""
     dy, dtotal = (None if isinstance(a, SymbolicZero) else a for a in cotangents)
-    total, scale, mean, rstd = residuals
-    dx, dscale, doffset = dtotal, None, None
-    if dy is not None:
-        dx, dscale, doffset = _backward(
-            dy, dtotal, total, scale, mean, rstd, doffset_dtype=norm.offset_dtype, **norm.options()
-        )
+    dx, dscale, doffset = _gradients(dy, dtotal, *residuals, doffset_dtype=norm.offset_dtype, **norm.options())
     if dx is None:
         return None, None, None, None
     dresidual = None if norm.residual_dtype is None else dx.astype(norm.residual_dtype)
@@ -204,6 +279,18 @@ def _norm_backward(norm: _Norm, residuals, cotangents):
 
 _operator = jax.custom_vjp(_norm, nondiff_argnums=(0,))
 _operator.defvjp(_norm_forward, _norm_backward, symbolic_zeros=True)
+
+
+def _norm_jvp(norm: _Norm, primals, tangents):
+    results, residuals = _norm_saving(norm, *primals)
+    tangents = [None if isinstance(t, SymbolicZero) else t for t in tangents]
+    has_residual = norm.residual_dtype is not None
+    dy, dtotal = _tangent(*tangents, *residuals, y_dtype=norm.y_dtype, has_residual=has_residual, **norm.options())
+    return results, (dy, dtotal)
+
+
+_forward_mode_operator = jax.custom_jvp(_norm, nondiff_argnums=(0,))
+_forward_mode_operator.defjvp(_norm_jvp, symbolic_zeros=True)
 
 
 def normalised(
@@ -220,8 +307,9 @@ def normalised(
     """What the modules call: `layer_norm` or `rms_norm`, this one with an offset too, its result in `y_dtype`.
 
     A module's dtype may be wider than x's (bfloat16 x, float32 parameters) or narrower; there is one rounding still.
+    The frameworks' own layers can be differentiated in forward mode, so these can.
     """
-    options = _Options(axis, epsilon, False, implementation, subtract_mean)
+    options = _Options(axis, epsilon, False, implementation, forward_mode=True, subtract_mean=subtract_mean)
     return _checked(_checks.array("x", x), None, scale, offset, options, jnp.dtype(y_dtype))[0]
 
 
@@ -248,6 +336,7 @@ def _checked(
         _checks.flag("zero_centered_scale", options.zero_centered_scale),
         _checks.implementation(options.implementation),
         options.subtract_mean,
+        _checks.flag("forward_mode", options.forward_mode),
         y_dtype or x.dtype,
         x.dtype,
         None if residual is None else residual.dtype,
@@ -270,6 +359,13 @@ def _merged_axis(axes: tuple[int, ...], ndim: int) -> int:
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _jitted(norm: _Norm, axes: tuple[int, ...], x, residual, scale, offset):
+    def like_x(x, residual, *_):
+        return x, None if residual is None else x
+
+    return with_automatic_axes(functools.partial(_on_one_axis, norm, axes), like_x, x, residual, scale, offset)
+
+
+def _on_one_axis(norm: _Norm, axes: tuple[int, ...], x, residual, scale, offset):
     """Make the normalised axes one, and several again."""
     order = sorted(axes)
     h = math.prod(x.shape[a] for a in order)
@@ -297,8 +393,9 @@ def _jitted(norm: _Norm, axes: tuple[int, ...], x, residual, scale, offset):
         moved = a.reshape(*a.shape[:first], *(x.shape[i] for i in order))
         return jnp.moveaxis(moved, last, order)
 
-    x_, residual_, scale_, offset_ = vary_together(
-        to_one_axis(x), to_one_axis(residual), to_same_rank(scale), to_same_rank(offset)
-    )
-    y, total = _operator(norm, x_, residual_, scale_, offset_)
+    operands = vary_together(to_one_axis(x), to_one_axis(residual), to_same_rank(scale), to_same_rank(offset))
+    if norm.forward_mode:
+        y, total = _forward_mode_operator(norm, *operands)
+    else:
+        y, total = _operator(norm, *in_reverse_mode_only(*operands))
     return from_one_axis(y), from_one_axis(total)

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 from jax.lax import PrecisionLike
+from jax.sharding import PartitionSpec
 
 from jln import _checks
-from jln._transforms import Operation, vary_together
+from jln._partitioning import Layout
+from jln._transforms import (
+    LinearOperation,
+    Operation,
+    in_reverse_mode_only,
+    only_rows_differ,
+    vary_together,
+    with_automatic_axes,
+)
 from jln._xla import layer_norm_linear as xla
+from jln.layer_norm import STATISTICS
 
 
 def layer_norm_linear(
@@ -26,6 +39,7 @@ def layer_norm_linear(
     zero_centered_scale: bool = False,
     precision: PrecisionLike = None,
     implementation: str | None = None,
+    forward_mode: bool = False,
 ) -> jax.Array:
     """`layer_norm(x, scale, offset) @ kernel + bias`, normalising the last axis of `x`.
 
@@ -47,6 +61,7 @@ def layer_norm_linear(
       precision: of the products, forward and backward, as in `jax.lax.dot_general`.
       implementation: "triton" (kernels; on the CPU with TRITON_INTERPRET=1), "xla", or None: Triton where the program
         is compiled for an NVIDIA GPU and jax-triton is installed, else XLA. A named one runs or raises.
+      forward_mode: support forward mode too, as in `layer_norm`.
 
     Returns:
       y: `[..., *features]`, in the promoted dtype of `x` and `kernel`.
@@ -56,7 +71,7 @@ def layer_norm_linear(
       ValueError: shapes do not match, the last axis of `x` is empty, epsilon is negative, or the precision or the
         implementation is unknown.
     """
-    options = _Options(epsilon, zero_centered_scale, precision, implementation, subtract_mean=True)
+    options = _Options(epsilon, zero_centered_scale, precision, implementation, forward_mode, subtract_mean=True)
     return _checked(x, scale, offset, kernel, bias, options)
 
 
@@ -70,13 +85,14 @@ def rms_norm_linear(
     zero_centered_scale: bool = False,
     precision: PrecisionLike = None,
     implementation: str | None = None,
+    forward_mode: bool = False,
 ) -> jax.Array:
     """`rms_norm(x, scale) @ kernel + bias`, normalising the last axis of `x`.
 
     Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019). Arguments, dtypes, guarantees and errors are those
     of `layer_norm_linear`.
     """
-    options = _Options(epsilon, zero_centered_scale, precision, implementation, subtract_mean=False)
+    options = _Options(epsilon, zero_centered_scale, precision, implementation, forward_mode, subtract_mean=False)
     return _checked(x, scale, None, kernel, bias, options)
 
 
@@ -84,7 +100,14 @@ def normalised_linear(
     x, scale, offset, kernel, bias, *, epsilon: float, subtract_mean: bool, precision: PrecisionLike
 ) -> jax.Array:
     """What the modules call: `layer_norm_linear` or `rms_norm_linear`, this one with an offset too."""
-    return _checked(x, scale, offset, kernel, bias, _Options(epsilon, False, precision, None, subtract_mean))
+    return _checked(
+        x,
+        scale,
+        offset,
+        kernel,
+        bias,
+        _Options(epsilon, False, precision, None, forward_mode=True, subtract_mean=subtract_mean),
+    )
 
 
 class _Options(NamedTuple):
@@ -94,6 +117,7 @@ class _Options(NamedTuple):
     zero_centered_scale: bool
     precision: PrecisionLike
     implementation: str | None
+    forward_mode: bool
     subtract_mean: bool
 
 
@@ -108,19 +132,73 @@ class _NormLinear(NamedTuple):
     precision: Any
     implementation: str | None
     subtract_mean: bool
+    forward_mode: bool
     bias_dtype: jnp.dtype | None
 
     def options(self) -> dict[str, Any]:
         """What the forward and the backward operation are told."""
-        return {k: v for k, v in self._asdict().items() if k != "bias_dtype"}
+        return {k: v for k, v in self._asdict().items() if k not in ("forward_mode", "bias_dtype")}
 
 
-_forward = Operation(
-    "jln_norm_linear_forward", xla=xla.forward, xla_cpu=xla.forward_cpu, triton=lambda: _kernels().forward
-)
-_backward = Operation(
-    "jln_norm_linear_backward", xla=xla.backward, xla_cpu=xla.backward_cpu, triton=lambda: _kernels().backward
-)
+class _Names(NamedTuple):
+    """Of an array's dimensions, as `jln._partitioning` explains them."""
+
+    x: tuple[str, ...]
+    parameter: tuple[str, ...]
+    kernel: tuple[str, ...]
+    bias: tuple[str, ...]
+    y: tuple[str, ...]
+
+    @classmethod
+    def of(cls, x, kernel, batch_dims: int) -> _Names:
+        batch = tuple(f"b{i}" for i in range(batch_dims))
+        rows = (*batch, *(f"r{i}" for i in range(batch_dims, x.ndim - 1)))
+        features = tuple(f"n{i}" for i in range(kernel.ndim - batch_dims - 1))
+        return cls(
+            (*rows, "h"),
+            (*batch, "h.parameter"),
+            (*batch, "h.kernel", *features),
+            (*batch, *features),
+            (*rows, *features),
+        )
+
+
+def _forward_layout(x, scale, offset, kernel, bias, *, batch_dims: int, **_) -> Layout:
+    of = _Names.of(x, kernel, batch_dims)
+    return Layout((of.x, of.parameter, of.parameter, of.kernel, of.bias), (of.y, of.x, of.x), ("", "", ""))
+
+
+def _backward_layout(dy, x, scale, offset, kernel, *_, batch_dims: int, **options) -> Layout:
+    """All is linear in dy, so a device that has a part of the features has a share of what is not split by features."""
+    of = _Names.of(x, kernel, batch_dims)
+    operands = (of.y, of.x, of.parameter, of.parameter, of.kernel, of.x, of.x)
+    results = (of.x, of.parameter, of.parameter, of.kernel, of.bias)
+    return Layout(operands, results, ("n", "nr", "nr", "r", "r"))
+
+
+def _on_matrix(compute: Callable, *, kernel: int, operands: set[int], results: set[int]) -> Callable:
+    """`compute`, which knows one axis of features, for several: where operand `kernel`, these others and these results
+    have them. Only here, since they may be split over devices one by one.
+    """
+
+    def call(*arrays, batch_dims: int, **options):
+        features = arrays[kernel].shape[batch_dims + 1 :]
+
+        def merged(a):
+            return a.reshape(*a.shape[: a.ndim - len(features)], math.prod(features))
+
+        arrays = [merged(a) if a is not None and i in {kernel, *operands} else a for i, a in enumerate(arrays)]
+        written = compute(*arrays, batch_dims=batch_dims, **options)
+        return tuple(
+            a.reshape(*a.shape[:-1], *features) if a is not None and i in results else a for i, a in enumerate(written)
+        )
+
+    return call
+
+
+_forward_on_matrix = functools.partial(_on_matrix, kernel=3, operands={4}, results={0})
+_backward_on_matrix = functools.partial(_on_matrix, kernel=4, operands={0}, results={3, 4})
+_tangent_on_matrix = functools.partial(_on_matrix, kernel=8, operands={3, 4}, results={0})
 
 
 def _kernels():
@@ -129,48 +207,80 @@ def _kernels():
     return triton
 
 
+_forward = Operation(
+    "jln_norm_linear_forward",
+    xla=_forward_on_matrix(xla.forward),
+    xla_cpu=_forward_on_matrix(xla.forward_cpu),
+    triton=lambda: _forward_on_matrix(_kernels().forward),
+    layout=_forward_layout,
+)
+_backward = Operation(
+    "jln_norm_linear_backward",
+    xla=_backward_on_matrix(xla.backward),
+    xla_cpu=_backward_on_matrix(xla.backward_cpu),
+    triton=lambda: _backward_on_matrix(_kernels().backward),
+    layout=_backward_layout,
+)
+
+
+def _tangent_transpose(cotangents, tangents, others, *, batch_dims, **options):
+    """Reverse mode after all, by the backward kernels."""
+    (dy,) = cotangents
+    bias = tangents[4]
+    x, scale, offset, kernel, mean, rstd = others[5:]
+    dbias_dtype = None if bias is None else bias.dtype
+    shared = only_rows_differ(batch_dims, (dy, x, mean, rstd), (scale, offset, kernel, bias))
+    if shared:
+        scale, offset, kernel = (
+            None if a is None else a.reshape(a.shape[batch_dims:]) for a in (scale, offset, kernel)
+        )
+    dx, *gradients = _backward(
+        dy,
+        x,
+        scale,
+        offset,
+        kernel,
+        mean,
+        rstd,
+        dbias_dtype=dbias_dtype,
+        batch_dims=0 if shared else batch_dims,
+        **options,
+    )
+    if shared:
+        gradients = [None if a is None else jnp.expand_dims(a, range(batch_dims)) for a in gradients]
+    return dx, *gradients
+
+
+_tangent = LinearOperation("jln_norm_linear_tangent", xla=_tangent_on_matrix(xla.tangent), transpose=_tangent_transpose)
+
+
 def _norm_linear(norm: _NormLinear, x, scale, offset, kernel, bias):
-    return _apply(norm, x, scale, offset, kernel, bias, save_statistics=False)[0]
+    return _forward(x, scale, offset, kernel, bias, save_statistics=False, **norm.options())[0]
 
 
 def _norm_linear_forward(norm: _NormLinear, x, scale, offset, kernel, bias):
-    y, mean, rstd = _apply(norm, x, scale, offset, kernel, bias, save_statistics=True)
+    y, *statistics = _forward(x, scale, offset, kernel, bias, save_statistics=True, **norm.options())
+    mean, rstd = (None if a is None else checkpoint_name(a, STATISTICS) for a in statistics)
     return y, (x, scale, offset, kernel, mean, rstd)
 
 
 def _norm_linear_backward(norm: _NormLinear, residuals, dy):
-    x, scale, offset, kernel, mean, rstd = residuals
-    features = kernel.shape[1:]
-    dx, dscale, doffset, dkernel, dbias = _backward(
-        dy.reshape(*x.shape[:-1], math.prod(features)),
-        x,
-        scale,
-        offset,
-        _matrix(kernel),
-        mean,
-        rstd,
-        dbias_dtype=norm.bias_dtype,
-        **norm.options(),
-    )
-    assert dkernel is not None
-    return dx, dscale, doffset, dkernel.reshape(kernel.shape), None if dbias is None else dbias.reshape(features)
+    return _backward(dy, *residuals, dbias_dtype=norm.bias_dtype, **norm.options())
 
 
 _operator = jax.custom_vjp(_norm_linear, nondiff_argnums=(0,))
 _operator.defvjp(_norm_linear_forward, _norm_linear_backward)
 
 
-def _matrix(kernel: jax.Array) -> jax.Array:
-    """[H, *features] -> [H, N]"""
-    return kernel.reshape(kernel.shape[0], math.prod(kernel.shape[1:]))
+def _norm_linear_jvp(norm: _NormLinear, primals, tangents):
+    y, residuals = _norm_linear_forward(norm, *primals)
+    tangents = [None if isinstance(t, SymbolicZero) else t for t in tangents]
+    (dy,) = _tangent(*tangents, *residuals, **norm.options())
+    return y, dy
 
 
-def _apply(norm: _NormLinear, x, scale, offset, kernel, bias, *, save_statistics: bool):
-    """-> (y, mean, rstd), several axes of features made one and several again."""
-    bias = None if bias is None else bias.reshape(-1)
-    y, mean, rstd = _forward(x, scale, offset, _matrix(kernel), bias, save_statistics=save_statistics, **norm.options())
-    assert y is not None
-    return y.reshape(*x.shape[:-1], *kernel.shape[1:]), mean, rstd
+_forward_mode_operator = jax.custom_jvp(_norm_linear, nondiff_argnums=(0,))
+_forward_mode_operator.defjvp(_norm_linear_jvp, symbolic_zeros=True)
 
 
 def _checked(x, scale, offset, kernel, bias, options: _Options) -> jax.Array:
@@ -188,6 +298,7 @@ def _checked(x, scale, offset, kernel, bias, options: _Options) -> jax.Array:
         _checks.precision(options.precision),
         _checks.implementation(options.implementation),
         options.subtract_mean,
+        _checks.flag("forward_mode", options.forward_mode),
         None if bias is None else bias.dtype,
     )
     if norm.zero_centered_scale and scale is None:
@@ -195,6 +306,22 @@ def _checked(x, scale, offset, kernel, bias, options: _Options) -> jax.Array:
     return _jitted(norm, x, scale, offset, kernel, bias)
 
 
+def _uses_any_of(axes, others) -> bool:
+    """Whether an entry of a PartitionSpec names mesh axes that other entries do."""
+    names = [set(a if isinstance(a, tuple) else (a,)) for a in (axes, *others) if a is not None]
+    return axes is not None and any(names[0] & other for other in names[1:])
+
+
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _jitted(norm: _NormLinear, *arguments: jax.Array | None) -> jax.Array:
-    return _operator(norm, *vary_together(*arguments))
+    def like_y(x, scale, offset, kernel, bias):
+        return PartitionSpec(*x[:-1], *(None if _uses_any_of(axes, x[:-1]) else axes for axes in kernel[1:]))
+
+    return with_automatic_axes(functools.partial(_operate, norm), like_y, *arguments)
+
+
+def _operate(norm: _NormLinear, *arguments: jax.Array | None) -> jax.Array | None:
+    operands = vary_together(*arguments)
+    if norm.forward_mode:
+        return _forward_mode_operator(norm, *operands)
+    return _operator(norm, *in_reverse_mode_only(*operands))

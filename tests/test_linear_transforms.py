@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.test_util import check_grads
 
 import jln
 import workbench
@@ -108,71 +107,6 @@ def test_no_operand_is_written_out_over_a_batch():
     function = jax.vmap(lambda x: jln.layer_norm_linear(x, *parameters, implementation="xla"))
     text = jax.jit(function).lower(x).as_text()
     assert text.count("dot_general") == 1 and "64x32x16" not in text
-
-
-def test_remat(implementation):
-    operands = arguments(features=(9,))
-
-    def twice(f):
-        def body(x, *others):
-            return f(f(jnp.sin(x), *others), *others)
-
-        return jax.grad(lambda *a: jnp.sum(jnp.sin(jax.checkpoint(body)(*a))), range(5))(*operands)
-
-    both(twice, implementation)
-
-
-def test_scan_over_layers(implementation):
-    x, scale, offset, kernel, bias = arguments(features=(9,))
-    kernels = jnp.stack([kernel, kernel + 1, kernel * 2])
-
-    def transformed(f):
-        def network(x, kernels):
-            def layer(x, kernel):
-                return x + f(x, scale, offset, kernel, bias), None
-
-            return jnp.sum(jnp.sin(jax.lax.scan(layer, x, kernels)[0]))
-
-        return jax.jit(jax.grad(network, (0, 1)))(x, kernels)
-
-    both(transformed, implementation)
-
-
-@pytest.mark.parametrize("name", LINEAR_OPERATORS)
-def test_second_order(name, implementation):
-    """Forward over reverse, and reverse over reverse."""
-    operator = LINEAR_OPERATORS[name]
-    operands = arguments(operator)
-    given = present(operands)
-    directions = tuple(None if a is None else workbench.normal(9, a.shape, "float64") for a in operands)
-
-    def forward_over_reverse(f):
-        return jax.jvp(lambda *a: jax.grad(loss(f), given)(*a), operands, directions)
-
-    def reverse_over_reverse(f):
-        def along(*a):
-            return sum(jnp.vdot(g, directions[i]) for g, i in zip(jax.grad(loss(f), given)(*a), given, strict=True))
-
-        return jax.grad(along, given)(*operands)
-
-    both(forward_over_reverse, implementation, operator)
-    both(reverse_over_reverse, implementation, operator)
-
-
-@pytest.mark.parametrize("name", LINEAR_OPERATORS)
-def test_central_differences(name):
-    """Rung 1: the hand-derived rules, to second order."""
-    operator = LINEAR_OPERATORS[name]
-    operands = workbench.linear_arguments(operator, (3,), 5, (4,), "float64")
-    given = present(operands)
-
-    def function(*some):
-        complete = list(operands)
-        for i, a in zip(given, some, strict=True):
-            complete[i] = a
-        return operator(*complete)
-
-    check_grads(function, [operands[i] for i in given], order=2, modes=["rev"])
 
 
 def test_eager_and_disabled_jit(implementation):

@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.test_util import check_grads
 
 import jln
 import workbench
@@ -39,11 +38,6 @@ def loss(function):
 
 def present(operands):
     return tuple(i for i, a in enumerate(operands) if a is not None)
-
-
-def test_jit_and_value_and_grad(operator, implementation):
-    operands = workbench.arguments(operator, (4, 9), "float64")
-    both(lambda f: jax.jit(jax.value_and_grad(loss(f), argnums=present(operands)))(*operands), operator, implementation)
 
 
 # Which of (x, residual, scale, offset) have an axis of examples, and where.
@@ -154,66 +148,6 @@ def test_vmap_where_rows_lie_side_by_side(axis, implementation):
     chex.assert_trees_all_close(ours, reference, **CLOSE)
 
 
-def test_remat(operator, implementation):
-    operands = workbench.arguments(operator, (4, 9), "float64")
-
-    def twice(f):
-        def body(x, *others):
-            y, _ = f(jnp.sin(x), *others)
-            return f(y, *others)[0]
-
-        return jax.grad(lambda *a: jnp.sum(jnp.sin(jax.checkpoint(body)(*a))), argnums=present(operands))(*operands)
-
-    both(twice, operator, implementation)
-
-
-def test_scan_over_layers(operator, implementation):
-    x, residual, scale, offset = workbench.arguments(operator, (4, 9), "float64")
-    scales = jnp.stack([scale, scale + 1, scale * 2])
-
-    def transformed(f):
-        def network(x, scales):
-            def layer(x, scale):
-                return f(jnp.sin(x), residual, scale, offset)[0], None
-
-            return jnp.sum(jnp.sin(jax.lax.scan(layer, x, scales)[0]))
-
-        return jax.jit(jax.grad(network, argnums=(0, 1)))(x, scales)
-
-    both(transformed, operator, implementation)
-
-
-def test_second_order(operator, implementation):
-    """Forward over reverse, and reverse over reverse."""
-    operands = workbench.arguments(operator, (3, 5), "float64")
-    x, *others = operands
-    direction = workbench.normal(9, x.shape, "float64")
-
-    def forward_over_reverse(f):
-        return jax.jvp(jax.grad(lambda x: loss(f)(x, *others)), (x,), (direction,))
-
-    def reverse_over_reverse(f):
-        gradient = jax.grad(lambda x: loss(f)(x, *others))
-        return jax.grad(lambda x: jnp.vdot(gradient(x), direction))(x)
-
-    both(forward_over_reverse, operator, implementation)
-    both(reverse_over_reverse, operator, implementation)
-
-
-def test_central_differences(operator):
-    """Rung 1: the hand-derived rules, to second order."""
-    operands = workbench.arguments(operator, (3, 5), "float64")
-    given = present(operands)
-
-    def function(*some):
-        complete = list(operands)
-        for i, a in zip(given, some, strict=True):
-            complete[i] = a
-        return operator(*complete)
-
-    check_grads(function, [operands[i] for i in given], order=2, modes=["rev"])
-
-
 def test_eager_and_disabled_jit(operator, implementation):
     operands = workbench.arguments(operator, (4, 9), "float64")
     eager = operator(*operands, implementation=implementation)
@@ -257,12 +191,6 @@ def test_export_with_symbolic_shapes():
     exported = jax.export.export(gradient, platforms=("cpu", "cuda"))(jax.ShapeDtypeStruct((batch, 8), "float64"))
     x = workbench.normal(0, (5, 8), "float64")
     chex.assert_trees_all_close(exported.call(x), gradient(x), **CLOSE)
-
-
-def test_forward_mode_is_refused():
-    """A custom_vjp function has no jvp, as in JAX."""
-    with pytest.raises(TypeError, match="custom_vjp"):
-        jax.jvp(jln.layer_norm, (jnp.ones((2, 3)),), (jnp.ones((2, 3)),))
 
 
 def test_statistics_are_saved_and_y_is_not():

@@ -23,6 +23,11 @@ cotangent of mean is -rstd * sum_h g (the variance's own part vanishes, as sum_h
     (8) c2_m = (1/H) sum_h g_mh * x_hat_mh
     (9) dx   = rstd * (g - c1 - x_hat * c2)
 
+Forward mode. From the same two dependencies, with primed values for tangents (t_mh is that of x_mh),
+
+    (18) x_hat' = rstd * (t - (1/H) sum_h t - x_hat * (1/H) sum_h t * x_hat)   (no first sum for RMSNorm)
+    (19) y'     = x_hat' * s + x_hat * s' + b'
+
 With a residual the row is `total = x + residual`, rounded to its dtype before it is normalised, and it is an output
 too: its own cotangent is added to (9), and the sum is the cotangent of x and of residual alike.
 
@@ -30,6 +35,8 @@ Layout, for every function here: large arrays are [*lead, H, *inner] with H at t
 `offset` have the same rank with 1 everywhere but at `axis`; `mean` and `rstd` have 1 at `axis`. The first `batch_dims`
 axes are vmap's: on them any operand may have size 1 instead of the batch's, results always have the batch's, and
 parameter gradients are not summed over them.
+Inside of a program for several devices each of which has a part of H, equally long, `h_axes` names the mesh axes over
+which it is split: the means over H are then taken over the parts, and nothing else changes.
 
 Why the `_cpu` rules put fences (`lax.optimization_barrier`) around their operands: XLA's CPU backend makes one loop of
 a whole chain of elementwise operations and sums, but one for each result, and any [M, H] value that two loops share (a
@@ -54,6 +61,8 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 _MANY_ROWS = 4096
+
+MeshAxes = tuple[str, ...]
 
 
 def no_fence(operands: Any) -> Any:
@@ -99,14 +108,19 @@ def scaled(
     return y if offset is None else y + offset.astype(rstd.dtype)
 
 
+def _over_parts(mean: Array, h_axes: MeshAxes) -> Array:
+    """The mean over H from that over this device's part of it."""
+    return lax.pmean(mean, h_axes) if h_axes else mean
+
+
 def _statistics(
-    x: Array, axis: int, epsilon: float, subtract_mean: bool, fence: Callable = no_fence
+    x: Array, axis: int, epsilon: float, subtract_mean: bool, fence: Callable = no_fence, h_axes: MeshAxes = ()
 ) -> tuple[Array, Array | None, Array]:
     """Terms (1) and (2): -> (x, mean, rstd), each of them fenced."""
     mean = None
     if subtract_mean:
-        x, mean = fence((x, jnp.mean(_centered(x, None), axis, keepdims=True)))
-    variance = jnp.mean(jnp.square(_centered(x, mean)), axis, keepdims=True)
+        x, mean = fence((x, _over_parts(jnp.mean(_centered(x, None), axis, keepdims=True), h_axes)))
+    variance = _over_parts(jnp.mean(jnp.square(_centered(x, mean)), axis, keepdims=True), h_axes)
     return fence((x, mean, lax.rsqrt(variance + epsilon)))
 
 
@@ -121,16 +135,17 @@ def normalise(
     zero_centered_scale: bool,
     save_statistics: bool,
     fence: Callable = no_fence,
+    h_axes: MeshAxes = (),
 ) -> tuple[Array, Array | None, Array | None]:
     """Terms (1) to (4): -> (y, mean, rstd) in the compute dtype, the last two as in `forward`, without its batch."""
     x, scale, offset = fence((x, scale, offset))
     in_one_loop = _in_one_loop(x, axis, fence)
-    x, mean, rstd = _statistics(x, axis, epsilon, subtract_mean, no_fence if in_one_loop else fence)
+    x, mean, rstd = _statistics(x, axis, epsilon, subtract_mean, no_fence if in_one_loop else fence, h_axes)
     y = scaled(x, scale, offset, mean, rstd, zero_centered_scale)
     if not save_statistics:
         mean = rstd = None
     elif in_one_loop:  # a loop of their own, dropped where only a backward rule that recomputes them follows
-        _, mean, rstd = _statistics(fence(x), axis, epsilon, subtract_mean, fence)
+        _, mean, rstd = _statistics(fence(x), axis, epsilon, subtract_mean, fence, h_axes)
     return y, mean, rstd
 
 
@@ -148,6 +163,7 @@ def forward(
     save_statistics: bool,
     y_dtype: DTypeLike,
     fence: Callable = no_fence,
+    h_axes: MeshAxes = (),
 ) -> tuple[Array, Array | None, Array | None, Array | None]:
     """Normalise `x` or, if there is one, `x + residual`: -> (y, total, mean, rstd).
 
@@ -176,6 +192,7 @@ def forward(
         zero_centered_scale=zero_centered_scale,
         save_statistics=save_statistics,
         fence=fence,
+        h_axes=h_axes,
     )
     y = with_batch(y, batch).astype(y_dtype)
     total, mean, rstd = (None if a is None else with_batch(a, batch) for a in (total, mean, rstd))
@@ -197,6 +214,7 @@ def backward(
     batch_dims: int,
     doffset_dtype: DTypeLike | None,
     fence: Callable = no_fence,
+    h_axes: MeshAxes = (),
 ) -> tuple[Array, Array | None, Array | None]:
     """Terms (5) to (9): -> (dtotal_in, dscale, doffset).
 
@@ -211,16 +229,18 @@ def backward(
     dtype = compute_dtype(total.dtype)
     rows = [i for i in range(batch_dims, total.ndim) if i != total.ndim + axis]
     sum_over_rows = partial(jnp.sum, axis=rows, keepdims=True)
-    sum_over_h = partial(jnp.sum, axis=axis, keepdims=True)
 
     if _in_one_loop(total, axis, fence):
         mean = rstd = None
     elif rstd is None:
-        total, mean, rstd = _statistics(total, axis, epsilon, subtract_mean, fence)
+        total, mean, rstd = _statistics(total, axis, epsilon, subtract_mean, fence, h_axes)
 
     def x_hat_and_rstd() -> tuple[Array, Array]:
-        m, r = (mean, rstd) if rstd is not None else _statistics(total, axis, epsilon, subtract_mean)[1:]
+        m, r = (mean, rstd) if rstd is not None else _statistics(total, axis, epsilon, subtract_mean, h_axes=h_axes)[1:]
         return _centered(total, m) * r, r
+
+    def mean_over_h(divided_by_h: Array) -> Array:
+        return _over_parts(jnp.sum(divided_by_h, axis, keepdims=True), h_axes)
 
     dscale = doffset = None
     if doffset_dtype is not None:  # (5)
@@ -237,13 +257,56 @@ def backward(
     s = _effective_scale(scale, dtype, zero_centered_scale)
     g = dy.astype(dtype) * s
     g_over_h = dy.astype(dtype) * (s / total.shape[axis])
-    dx = g - x_hat * sum_over_h(g_over_h * x_hat)  # (8)
+    dx = g - x_hat * mean_over_h(g_over_h * x_hat)  # (8)
     if subtract_mean:
-        dx = dx - sum_over_h(g_over_h)  # (7)
+        dx = dx - mean_over_h(g_over_h)  # (7)
     dx = r * dx  # (9)
     if dtotal is not None:
         dx = dx + dtotal.astype(dtype)
     return with_batch(dx, batch).astype(total.dtype), dscale, doffset
+
+
+def tangent(
+    dx: Array | None,
+    dresidual: Array | None,
+    dscale: Array | None,
+    doffset: Array | None,
+    total: Array,
+    scale: Array | None,
+    mean: Array | None,
+    rstd: Array,
+    *,
+    axis: int,
+    epsilon: float,
+    subtract_mean: bool,
+    zero_centered_scale: bool,
+    batch_dims: int,
+    y_dtype: DTypeLike,
+    has_residual: bool,
+) -> tuple[Array, Array | None]:
+    """Terms (18) and (19), linear in the first four arguments, tangents here: -> (dy, dtotal).
+
+    Those tangents that are None are zero; the other arguments are those of `backward`. dy has `y_dtype`. dtotal has
+    total's dtype and is None without a residual.
+    """
+    del epsilon  # it is in rstd
+    batch = common_batch(batch_dims, dx, dresidual, dscale, doffset, total, scale, mean, rstd)
+    dtype = rstd.dtype
+    x_hat = _centered(total, mean) * rstd
+    dy, dtotal = jnp.zeros_like(x_hat), jnp.zeros_like(total)
+    given = [a.astype(dtype) for a in (dx, dresidual) if a is not None]
+    if given:
+        t = sum(given[1:], given[0])
+        dtotal = t.astype(total.dtype)
+        dy = t - x_hat * jnp.mean(t * x_hat, axis, keepdims=True)
+        if subtract_mean:
+            dy = dy - jnp.mean(t, axis, keepdims=True)
+        dy = dy * rstd * _effective_scale(scale, dtype, zero_centered_scale)
+    if dscale is not None:
+        dy = dy + x_hat * dscale.astype(dtype)
+    if doffset is not None:
+        dy = dy + doffset.astype(dtype)
+    return with_batch(dy, batch).astype(y_dtype), with_batch(dtotal, batch) if has_residual else None
 
 
 forward_cpu = partial(forward, fence=lax.optimization_barrier)

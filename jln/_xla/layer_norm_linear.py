@@ -20,6 +20,10 @@ dz is what (5) to (9) call dy, so with it
     (16) dscale_h  = sum_m dz_mh * x_hat_mh                 (6)
     (17) g  = dz * s,  dx = rstd * (g - c1 - x_hat * c2)    (7) to (9)
 
+Forward mode, with primed values for tangents; z' is what (19) calls y':
+
+    (20) y' = z' @ K + z @ K' + bias'
+
 Nothing of the size of x is kept between forward and backward but x: (13) makes z again.
 
 Other forms of these terms, with G = x_hat^T dy [H, N]; what is said of their errors comes from simulating bfloat16 and
@@ -37,6 +41,7 @@ Layout, for every function here: x [*batch, *lead, H]; scale, offset [*batch, H]
 [*batch, N]; y, dy [*batch, *lead, N]; mean, rstd [*batch, *lead, 1]. The `batch_dims` axes of `batch` are vmap's: on
 them any operand may have size 1 instead of the batch's, results always have the batch's, and parameter gradients are
 not summed over them. No operand is written out over them: einsum drops axes of size 1 that the other side has longer.
+With `h_axes`, as in `jln._xla.layer_norm`, the sums of (11) are taken over the devices too.
 
 Dtypes: the products' operands are in promote_types(x.dtype, kernel.dtype), the dtype of y, and their sums in the
 compute dtype, float32 or for float64 float64.
@@ -85,6 +90,7 @@ def forward(
     batch_dims: int,
     save_statistics: bool,
     fence: Callable = norm.no_fence,
+    h_axes: norm.MeshAxes = (),
 ) -> tuple[Array, Array | None, Array | None]:
     """Terms (10) and (11): -> (y, mean, rstd).
 
@@ -105,8 +111,11 @@ def forward(
         zero_centered_scale=zero_centered_scale,
         save_statistics=save_statistics,
         fence=fence,
+        h_axes=h_axes,
     )
     y = _product(z.astype(dtype), [*rows, h], kernel.astype(dtype), [*rows[:batch_dims], h, n], [*rows, n], precision)
+    if h_axes:
+        y = lax.psum(y, h_axes)
     if bias is not None:
         y = y + _like_rows(bias.astype(y.dtype), x.ndim, batch_dims)
     mean, rstd = (None if a is None else norm.with_batch(a, batch) for a in (mean, rstd))
@@ -129,6 +138,7 @@ def backward(
     batch_dims: int,
     dbias_dtype: DTypeLike | None,
     fence: Callable = norm.no_fence,
+    h_axes: norm.MeshAxes = (),
 ) -> tuple[Array | None, ...]:
     """Terms (12) to (17): -> (dx, dscale, doffset, dkernel, dbias).
 
@@ -168,10 +178,72 @@ def backward(
         batch_dims=batch_dims,
         doffset_dtype=None,
         fence=fence,
+        h_axes=h_axes,
     )
     dscale = None if dscale is None else jnp.squeeze(dscale, lead)
     gradients = (dx, dscale, doffset, dkernel, dbias)
     return tuple(None if a is None else norm.with_batch(a, batch) for a in gradients)
+
+
+def tangent(
+    dx: Array | None,
+    dscale: Array | None,
+    doffset: Array | None,
+    dkernel: Array | None,
+    dbias: Array | None,
+    x: Array,
+    scale: Array | None,
+    offset: Array | None,
+    kernel: Array,
+    mean: Array | None,
+    rstd: Array,
+    *,
+    epsilon: float,
+    subtract_mean: bool,
+    zero_centered_scale: bool,
+    precision: Any,
+    batch_dims: int,
+) -> tuple[Array]:
+    """Term (20), linear in the first five arguments, tangents here: -> (dy,), in the dtype of y.
+
+    Those tangents that are None are zero; the other arguments are those of `backward`.
+    """
+    batch = norm.common_batch(batch_dims, dx, dscale, doffset, dkernel, dbias, x, scale, offset, kernel, mean, rstd)
+    dtype = jnp.promote_types(x.dtype, kernel.dtype)
+    *rows, h, n = range(x.ndim + 1)
+    row_scale, row_offset, dscale, doffset = (
+        None if a is None else _like_rows(a, x.ndim, batch_dims) for a in (scale, offset, dscale, doffset)
+    )
+
+    def product(z: Array, kernel: Array) -> Array:
+        kernel = kernel.astype(dtype)
+        return _product(z.astype(dtype), [*rows, h], kernel, [*rows[:batch_dims], h, n], [*rows, n], precision)
+
+    dy = jnp.zeros((*x.shape[:-1], kernel.shape[-1]), norm.compute_dtype(dtype))
+    if any(a is not None for a in (dx, dscale, doffset)):
+        dz, _ = norm.tangent(
+            dx,
+            None,
+            dscale,
+            doffset,
+            x,
+            row_scale,
+            mean,
+            rstd,
+            axis=-1,
+            epsilon=epsilon,
+            subtract_mean=subtract_mean,
+            zero_centered_scale=zero_centered_scale,
+            batch_dims=batch_dims,
+            y_dtype=rstd.dtype,
+            has_residual=False,
+        )
+        dy = dy + product(dz, kernel)
+    if dkernel is not None:
+        dy = dy + product(norm.scaled(x, row_scale, row_offset, mean, rstd, zero_centered_scale), dkernel)
+    if dbias is not None:
+        dy = dy + _like_rows(dbias.astype(dy.dtype), x.ndim, batch_dims)
+    return (norm.with_batch(dy, batch).astype(dtype),)
 
 
 forward_cpu = partial(forward, fence=lax.optimization_barrier)

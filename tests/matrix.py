@@ -1,0 +1,181 @@
+"""The operators as functions of what they are given, and the transformations that a test can put them under."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+
+import jln
+import workbench
+from jln.layer_norm import STATISTICS
+
+NORMS = {"layer_norm": "so", "rms_norm": "s", "add_layer_norm": "so", "add_rms_norm": "s"}
+OPTIONAL = NORMS | {"layer_norm_linear": "sob", "rms_norm_linear": "sb"}
+CASES = [
+    (name, "".join(given))
+    for name, optional in OPTIONAL.items()
+    for n in range(len(optional) + 1)
+    for given in itertools.combinations(optional, n)
+]
+ROWS, H = (4, 2), 8  # What a mesh of 4x2 divides.
+
+
+@functools.cache
+def operands(name):
+    """x, then the residual or the kernel, then the optional arguments in the order of OPTIONAL."""
+    second = {"add": (*ROWS, H), "lin": (H, 2, H // 2)}
+    kind = "add" if name.startswith("add") else "lin" if name.endswith("linear") else None
+    shapes = [
+        (*ROWS, H),
+        *([second[kind]] if kind else []),
+        *((2, H // 2) if o == "b" else (H,) for o in OPTIONAL[name]),
+    ]
+    return [workbench.normal(i, s, "float64") for i, s in enumerate(shapes)]
+
+
+def bind(name, given, module=jln, **options):
+    """The operator as a function of x, what it needs beside, and the optional arguments that are given; and those."""
+    complete = operands(name)
+    optional = OPTIONAL[name]
+    needed = len(complete) - len(optional)
+
+    def function(*some):
+        arrays = dict(zip(given, some[needed:], strict=True))
+        s, o, b = (arrays.get(k) for k in "sob")
+        parameters = [s, o][: 1 + ("o" in optional)]
+        tail = (some[1], b) if "b" in optional else ()
+        head = some[:1] if tail else some[:needed]
+        return getattr(module, name)(*head, *parameters, *tail, **options)
+
+    chosen = (a for a, o in zip(complete[needed:], optional, strict=True) if o in given)
+    return function, (*complete[:needed], *chosen)
+
+
+def loss(f):
+    """Uses every result, with a gradient that is nowhere zero."""
+    return lambda *a: sum(jnp.sum(jnp.sin(r)) for r in jax.tree.leaves(f(*a)))
+
+
+def first(f):
+    """y alone, of the shape of x."""
+    return lambda *a: jax.tree.leaves(f(*a))[0].reshape(a[0].shape)
+
+
+def every(a):
+    return tuple(range(len(a)))
+
+
+def directions(a):
+    return tuple(workbench.normal(20 + i, v.shape, "float64") for i, v in enumerate(a))
+
+
+def examples(a, n=3):
+    return tuple(jnp.stack([v * (1 + i / 7) for i in range(n)]) for v in a)
+
+
+def gradient(f, a):
+    return jax.grad(loss(f), every(a))
+
+
+def along(f, a):
+    """The gradient's component along a direction."""
+    return lambda *v: sum(jnp.vdot(g, d) for g, d in zip(gradient(f, a)(*v), directions(a), strict=True))
+
+
+def layers(f, a, wrap=lambda body: body):
+    """Three layers, of parameters stacked; x is carried."""
+
+    def network(x, *rest):
+        def layer(x, parameters):
+            return x + first(f)(jnp.sin(x), *parameters), None
+
+        return jnp.sum(jnp.sin(jax.lax.scan(wrap(layer), x, tuple(rest), length=3)[0]))
+
+    stacked = [a[0], *examples(a[1:])]
+    return jax.grad(network, every(stacked))(*stacked)
+
+
+def checkpointed(f, a, **options):
+    twice = jax.checkpoint(lambda x, *rest: first(f)(first(f)(jnp.sin(x), *rest), *rest), **options)
+    return jax.grad(lambda *v: jnp.sum(jnp.sin(twice(*v))), every(a))(*a)
+
+
+save_statistics = jax.checkpoint_policies.save_only_these_names(STATISTICS)
+
+
+def vmapped(f, a, which):
+    """vmap over the arguments that `which` picks."""
+    grown = [examples([v])[0] if which(i) else v for i, v in enumerate(a)]
+    return grown, [0 if which(i) else None for i in every(a)]
+
+
+def vmap_of_gradient(f, a, which):
+    grown, axes = vmapped(f, a, which)
+    return jax.vmap(gradient(f, a), axes)(*grown)
+
+
+def gradient_of_vmap(f, a, which):
+    grown, axes = vmapped(f, a, which)
+    return jax.grad(loss(jax.vmap(f, axes)), every(a))(*grown)
+
+
+def nested_vmap(f, a):
+    """The inner one over all but x, the outer over x."""
+    grown = examples(a)
+    inner = jax.vmap(gradient(f, a), [None, *[0] * (len(a) - 1)]) if len(a) > 1 else gradient(f, a)
+    return jax.vmap(inner, [0, *[None] * (len(a) - 1)])(*grown)
+
+
+def one_row(a):
+    """One row of x, and of what has x's shape: enough for a Hessian."""
+    return tuple(v[:1, :1] if v.shape == a[0].shape else v for v in a)
+
+
+def odd_axes(f, a):
+    """Axes of examples in the middle and at the end."""
+    middle, last = jnp.stack([a[0], 2 * a[0]], 1), [jnp.stack([v, v + 1], -1) for v in a[1:]]
+    return jax.vmap(f, [1, *[-1] * len(last)], out_axes=-1)(middle, *last)
+
+
+REVERSE = {
+    "value_and_grad": lambda f, a: jax.value_and_grad(loss(f), every(a))(*a),
+    "vmap": lambda f, a: jax.vmap(f)(*examples(a)),
+    "vmap, odd axes": odd_axes,
+    "vmap(grad), over x": lambda f, a: vmap_of_gradient(f, a, lambda i: i == 0),
+    "vmap(grad), over parameters": lambda f, a: vmap_of_gradient(f, a, lambda i: i > 0 or len(a) == 1),
+    "vmap(grad), over all": lambda f, a: vmap_of_gradient(f, a, lambda i: True),
+    "vmap(vmap(grad))": nested_vmap,
+    "grad(vmap), over x": lambda f, a: gradient_of_vmap(f, a, lambda i: i == 0),
+    "grad(vmap), over parameters": lambda f, a: gradient_of_vmap(f, a, lambda i: i > 0 or len(a) == 1),
+    "checkpoint": checkpointed,
+    "checkpoint, statistics saved": lambda f, a: checkpointed(f, a, policy=save_statistics),
+    "checkpoint, dots saved": lambda f, a: checkpointed(f, a, policy=jax.checkpoint_policies.dots_saveable),
+    "scan": layers,
+    "scan(checkpoint)": lambda f, a: layers(f, a, lambda b: jax.checkpoint(b, policy=save_statistics)),
+    "map": lambda f, a: jax.lax.map(lambda v: gradient(f, a)(*v), tuple(examples(a))),
+    "cond": lambda f, a: jax.lax.cond(a[0][0, 0, 0] > 9, lambda *v: tuple(v), gradient(f, a), *a),
+    "jvp(grad)": lambda f, a: jax.jvp(gradient(f, a), a, directions(a)),
+    "grad(grad)": lambda f, a: jax.grad(along(f, a), every(a))(*a),
+    "hvp(scan(checkpoint))": lambda f, a: jax.jvp(
+        lambda x: layers(f, [x, *a[1:]], jax.checkpoint), (a[0],), (directions(a)[0],)
+    ),
+    "hessian": lambda f, a: jax.hessian(loss(f), every(a))(*one_row(a)),
+    "jacrev": lambda f, a: jax.jacrev(f, every(a))(*one_row(a)),
+}
+
+FORWARD = {
+    "jvp": lambda f, a: jax.jvp(f, a, directions(a)),
+    "jvp, of x alone": lambda f, a: jax.jvp(lambda x: f(x, *a[1:]), a[:1], directions(a)[:1]),
+    "jvp, of the last alone": lambda f, a: jax.jvp(lambda v: f(*a[:-1], v), a[-1:], directions(a)[-1:]),
+    "linearize": lambda f, a: jax.linearize(f, *a)[1](*directions(a)),
+    "jacfwd": lambda f, a: jax.jacfwd(f, every(a))(*one_row(a)),
+    "vmap(jvp)": lambda f, a: jax.vmap(lambda *d: jax.jvp(f, a, d)[1])(*examples(directions(a))),
+    "jvp(vmap)": lambda f, a: jax.jvp(jax.vmap(f), examples(a), examples(directions(a))),
+    "jvp(jvp)": lambda f, a: jax.jvp(lambda *v: jax.jvp(f, v, directions(a))[1], a, directions(a)),
+    "grad(jvp)": lambda f, a: jax.grad(lambda *v: loss(lambda *w: jax.jvp(f, w, directions(a))[1])(*v), every(a))(*a),
+    "jacfwd(jacfwd)": lambda f, a: jax.jacfwd(jax.jacfwd(loss(f), every(a)), every(a))(*one_row(a)),
+    "jvp(scan(checkpoint))": lambda f, a: jax.jvp(
+        lambda x: layers(f, [x, *a[1:]], jax.checkpoint), (a[0],), (directions(a)[0],)
+    ),
+}

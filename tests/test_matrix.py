@@ -1,0 +1,92 @@
+"""Every operator, implementation and set of optional arguments under every transformation, against the reference under
+the same one, in float64. `pytest --collect-only -q tests/test_matrix.py -m ""` counts the cases.
+"""
+
+import functools
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.test_util import check_grads
+
+import jln
+from matrix import CASES, FORWARD, OPTIONAL, REVERSE, bind, first, one_row
+
+# Rounding of sums of up to 40 terms near 10, through a second derivative.
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def cells(rows, implementations=("xla", "triton"), always=lambda *_: True):
+    """Of the matrix: (operator, optional arguments given, implementation, transformation). The heavy ones are those
+    with some of the optional arguments or none, and those that `always` leaves out.
+    """
+    return [
+        pytest.param(
+            name,
+            given,
+            implementation,
+            row,
+            marks=() if given == OPTIONAL[name] and always(implementation, row) else pytest.mark.heavy,
+            id="-".join((name, given or "nothing", implementation, str(row))),
+        )
+        for (name, given), implementation, row in itertools.product(CASES, implementations, rows)
+    ]
+
+
+@functools.cache
+def expected(name, given, transformation):
+    function, arrays = bind(name, given, jln.reference)
+    return jax.jit(lambda a: (REVERSE | FORWARD)[transformation](function, a))(arrays)
+
+
+def check(name, given, transformation, **options):
+    function, arrays = bind(name, given, **options)
+    got = jax.jit(lambda a: (REVERSE | FORWARD)[transformation](function, a))(arrays)
+    chex.assert_trees_all_equal_shapes_and_dtypes(got, expected(name, given, transformation))
+    chex.assert_trees_all_close(got, expected(name, given, transformation), **CLOSE)
+
+
+@pytest.mark.parametrize(("name", "given", "implementation", "transformation"), cells(REVERSE))
+def test_reverse_mode(name, given, implementation, transformation):
+    check(name, given, transformation, implementation=implementation)
+
+
+def always_in_forward_mode(implementation, transformation):
+    """The tangent is the same jnp whatever the implementation; reverse mode goes through its transpose."""
+    return transformation in (FORWARD if implementation == "xla" else ("grad(vmap), over x", "scan(checkpoint)", "jvp"))
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "implementation", "transformation"), cells(FORWARD | REVERSE, always=always_in_forward_mode)
+)
+def test_forward_mode(name, given, implementation, transformation):
+    check(name, given, transformation, implementation=implementation, forward_mode=True)
+
+
+@pytest.mark.parametrize(("name", "given", "implementation", "forward_mode"), cells((False, True), ("xla",)))
+def test_central_differences(name, given, implementation, forward_mode):
+    """Of first and second order."""
+    function, arrays = bind(name, given, implementation=implementation, forward_mode=forward_mode)
+    check_grads(jax.jit(function), one_row(arrays), order=2, **({} if forward_mode else {"modes": ["rev"]}))
+
+
+def forward_mode_differentiations(f, x):
+    yield lambda: jax.jvp(f, (x,), (x,))
+    yield lambda: jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(x)
+    yield lambda: jax.jacfwd(f)(x)
+    yield lambda: jax.linearize(f, x)[1](x)
+    xs = jnp.stack([x, -x])
+    yield lambda: jax.jvp(jax.vmap(f), (xs,), (xs,))
+    yield lambda: jax.jvp(jax.checkpoint(f), (x,), (x,))
+    yield lambda: jax.jvp(lambda xs: jax.lax.map(f, xs), (xs,), (xs,))
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_without_forward_mode_the_error_names_it(name):
+    function, (x, *rest) = bind(name, OPTIONAL[name])
+
+    for differentiate in forward_mode_differentiations(lambda x: first(function)(x, *rest), x):
+        with pytest.raises(TypeError, match="forward_mode=True"):
+            differentiate()

@@ -1,0 +1,233 @@
+"""The operators on a mesh of eight CPU devices: results, gradients and what the compiled step communicates."""
+
+import re
+from collections import Counter
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jln
+import workbench
+from matrix import NORMS, OPTIONAL, bind, every, gradient, loss
+
+CLOSE = {"rtol": 1e-11, "atol": 1e-11}
+LINEAR = [name for name in OPTIONAL if name not in NORMS]
+
+if len(jax.devices()) < 8:
+    pytest.skip("needs eight devices", allow_module_level=True)
+
+
+def mesh(kind=AxisType.Auto):
+    return Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("data", "tensor"), axis_types=(kind,) * 2)
+
+
+# Where x (and the residual), the parameters of the norm, kernel and bias lie; and what the gradient's compiled step
+# may communicate: the all-reduces of (LayerNorm, RMSNorm) that are asserted, and whether it gathers a parameter.
+ROWS = {"x": P("data")}
+PLACEMENTS = {
+    "rows": ROWS,
+    "rows over both axes": {"x": P("data", "tensor")},
+    "parameters stored in parts": {**ROWS, "s": P("data"), "o": P("tensor"), "kernel": P("data"), "b": P("tensor")},
+    "H": {"x": P("data", None, "tensor"), "s": P("tensor"), "o": P("tensor"), "kernel": P("tensor")},
+    "H of x alone": {"x": P(None, None, "data")},
+    "columns": {"x": P(), "kernel": P(None, "tensor"), "b": P("tensor")},
+    "rows and columns": {**ROWS, "kernel": P(None, "tensor"), "b": P("tensor")},
+    "rows and columns, kernel stored in parts": {**ROWS, "kernel": P("data", "tensor"), "b": P("tensor")},
+    "features stored in parts": {**ROWS, "kernel": P(None, None, "data"), "b": P(None, "data")},
+}
+COLUMNS = [p for p in PLACEMENTS if "columns" in p or "features" in p]
+
+
+def cases():
+    return [(n, p) for n in OPTIONAL for p in PLACEMENTS if n in LINEAR or p not in COLUMNS]
+
+
+def placed(name, placement, mesh):
+    """The operator as a function, and its operands on the mesh."""
+    function, arrays = bind(name, OPTIONAL[name])
+    specs = PLACEMENTS[placement]
+    second = ["kernel"] if name in LINEAR else ["x"] if name.startswith("add") else []
+    roles = ["x", *second, *OPTIONAL[name]]
+    put = [jax.device_put(a, NamedSharding(mesh, specs.get(r, P()))) for a, r in zip(arrays, roles, strict=True)]
+    return function, arrays, put
+
+
+def reference(name, arrays):
+    return gradient(bind(name, OPTIONAL[name], jln.reference)[0], arrays)(*arrays)
+
+
+def communication(compiled):
+    """Of a compiled program: how many collectives of each kind there are, and the bytes of each kind's results."""
+    count, size = Counter(), Counter()
+    pattern = r" = (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+    for shapes, kind in re.findall(pattern, compiled.as_text()):
+        count[kind] += 1
+        arrays = re.findall(r"(f64|f32|bf16|s32)\[([\d,]*)\]", shapes)
+        size[kind] += sum(
+            {"f64": 8, "f32": 4, "bf16": 2, "s32": 4}[t] * int(np.prod(eval(f"[{n}]"))) for t, n in arrays
+        )
+    return count, size
+
+
+@pytest.mark.parametrize(("name", "placement"), cases())
+def test_gradient_under_jit(name, placement):
+    function, arrays, put = placed(name, placement, mesh())
+    gradients = jax.jit(gradient(function, put))(*put)
+    chex.assert_trees_all_close(gradients, reference(name, arrays), **CLOSE)
+
+
+@pytest.mark.parametrize(("name", "placement"), cases())
+def test_gradient_on_an_explicit_mesh(name, placement):
+    """Each gradient has its argument's sharding, as a type."""
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        function, arrays, put = placed(name, placement, mesh(AxisType.Explicit))
+        gradients = jax.jit(gradient(function, put))(*put)
+    chex.assert_trees_all_close(gradients, reference(name, arrays), **CLOSE)
+    assert [jax.typeof(g).sharding.spec for g in gradients] == [jax.typeof(a).sharding.spec for a in put]
+
+
+# What a gradient may communicate: all-reduces, all-gathers, reduce-scatters. XLA makes one all-reduce of all that is
+# added up over the same devices at the same time.
+EXPECTED = {
+    ("layer_norm", "rows"): (1, 0, 0),
+    ("rms_norm", "rows"): (1, 0, 0),
+    ("add_layer_norm", "rows"): (1, 0, 0),
+    ("add_rms_norm", "rows over both axes"): (1, 0, 0),
+    ("layer_norm", "H"): (4, 0, 0),  # mean; variance; c1 with c2; dscale with doffset
+    ("rms_norm", "H"): (3, 0, 0),
+    ("layer_norm_linear", "rows"): (1, 0, 0),
+    ("rms_norm_linear", "rows over both axes"): (1, 0, 0),
+    ("layer_norm_linear", "columns"): (1, 0, 0),  # dx with dscale and doffset
+    ("layer_norm_linear", "rows and columns"): (2, 0, 0),  # and the parameters' gradients over the rows
+    ("layer_norm_linear", "rows and columns, kernel stored in parts"): (2, 1, 1),
+    ("layer_norm_linear", "H"): (5, 0, 0),  # as layer_norm, and the product
+}
+
+
+@pytest.mark.parametrize(("name", "placement"), EXPECTED)
+def test_communication(name, placement):
+    function, arrays, put = placed(name, placement, mesh())
+    count, size = communication(jax.jit(gradient(function, put)).lower(*put).compile())
+    kinds = ("all-reduce", "all-gather", "reduce-scatter")
+    assert tuple(count[k] for k in kinds) == EXPECTED[name, placement]
+    assert count.total() == sum(EXPECTED[name, placement])
+    if EXPECTED[name, placement] == (1, 0, 0) and placement != "columns":
+        parameters = arrays[1:] if name.startswith(("layer", "rms")) else arrays[2:]
+        assert size["all-reduce"] == sum(a.nbytes for a in parameters)
+
+
+def test_vmap_over_a_sharded_axis_gathers_nothing():
+    function, (x, *rest) = bind("layer_norm", "so")
+    xs = jax.device_put(jnp.stack([x, 2 * x, x + 1, -x]), NamedSharding(mesh(), P("data")))
+    step = jax.jit(jax.vmap(gradient(function, [x, *rest]), (0, None, None)))
+    assert communication(step.lower(xs, *rest).compile())[0].total() == 0
+    expected = jax.vmap(gradient(bind("layer_norm", "so", jln.reference)[0], [x, *rest]), (0, None, None))(xs, *rest)
+    chex.assert_trees_all_close(step(xs, *rest), expected, **CLOSE)
+
+
+def test_forward_mode_on_a_mesh():
+    function, arrays = bind("layer_norm_linear", "sob", forward_mode=True)
+    x = jax.device_put(arrays[0], NamedSharding(mesh(), P("data")))
+    step = jax.jit(lambda x, *rest: (gradient(function, arrays)(x, *rest), jax.jvp(function, (x, *rest), (x, *rest))))
+    gradients, (y, dy) = step(x, *arrays[1:])
+    chex.assert_trees_all_close(gradients, reference("layer_norm_linear", arrays), **CLOSE)
+    exact = bind("layer_norm_linear", "sob", jln.reference)[0]
+    chex.assert_trees_all_close((y, dy), jax.jvp(exact, tuple(arrays), tuple(arrays)), **CLOSE)
+
+
+@pytest.mark.parametrize("shape", [(6, 7, 9), (8, 3, 2)])
+def test_what_does_not_divide_is_not_split(shape):
+    """Rows that a device had for padding would be part of the sums."""
+    x, scale = workbench.normal(0, shape, "float64"), workbench.normal(1, shape[-1:], "float64")
+    spec = NamedSharding(mesh(), P("tensor", "data"))
+
+    def step(f):
+        return jax.jit(jax.grad(lambda x, s: jnp.sum(jnp.sin(f(x, s))), (0, 1)))
+
+    ours = step(lambda x, s: jln.layer_norm(jax.lax.with_sharding_constraint(x, spec), s))(x, scale)
+    chex.assert_trees_all_close(ours, step(jln.reference.layer_norm)(x, scale), **CLOSE)
+
+
+@pytest.mark.parametrize("split", ["rows", "rows and parameters"])
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_shard_map(name, split, implementation):
+    """Checked mode: the gradient of a parameter that all devices share is added up, that of one in parts is not."""
+    function, arrays = bind(name, OPTIONAL[name], implementation=implementation)
+    whole = bind(name, OPTIONAL[name], jln.reference)[0]
+    like_x = [a.shape == arrays[0].shape for a in arrays]
+    if split == "rows":  # over both axes, the parameters shared
+        specs, over = [P("data", "tensor") if r else P() for r in like_x], None
+    else:  # every device of the second axis has parameters of its own
+        specs, over = [P("data") if r else P("tensor") for r in like_x], 0
+    grown = [a if r or over is None else jnp.stack([a, 2 * a]) for a, r in zip(arrays, like_x, strict=True)]
+
+    def on_each_device(*a):
+        own = [v if r or over is None else v[0] for v, r in zip(a, like_x, strict=True)]
+        return jax.lax.psum(loss(function)(*own), ("data", "tensor"))
+
+    def on_all(*a):
+        return sum(
+            loss(whole)(*(v if r or over is None else v[i] for v, r in zip(a, like_x, strict=True))) for i in (0, 1)
+        )
+
+    sharded = jax.shard_map(on_each_device, mesh=mesh(), in_specs=tuple(specs), out_specs=P())
+    expected = jax.grad(on_all if over == 0 else loss(whole), every(grown))(*grown)
+    chex.assert_trees_all_close(jax.jit(jax.grad(sharded, every(grown)))(*grown), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "layer_norm_linear"])
+def test_shard_map_over_some_axes(name):
+    """The compiler splits H over the others, where no kernel can follow."""
+    function, arrays, put = placed(name, "H", mesh())
+    specs = tuple(P("data") if a.shape == arrays[0].shape else P() for a in arrays)
+
+    def gradients(f):
+        part = jax.shard_map(f, mesh=mesh(), in_specs=specs, out_specs=P("data"), axis_names={"data"})
+        return jax.jit(gradient(part, arrays))
+
+    chex.assert_trees_all_close(gradients(function)(*put), reference(name, arrays), **CLOSE)
+    with pytest.raises(ValueError, match=r"implementation='triton' cannot run in a shard_map .*\['tensor'\]"):
+        gradients(lambda *a: bind(name, OPTIONAL[name], implementation="triton")[0](*a))(*put)
+
+
+def test_the_interpreter_is_for_one_device():
+    x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh(), P("data")))
+    with pytest.raises(ValueError, match="one CPU device at a time"):
+        jax.jit(lambda x: jln.layer_norm(x, implementation="triton"))(x)
+
+
+@pytest.mark.parametrize("placement", ["rows", "H"])
+@pytest.mark.parametrize("name", ["add_layer_norm", "layer_norm_linear"])
+def test_export_for_several_devices(name, placement):
+    pytest.importorskip("flatbuffers")
+    function, arrays, put = placed(name, placement, mesh())
+    exported = jax.export.export(jax.jit(gradient(function, put)))(*put)
+    loaded = jax.export.deserialize(exported.serialize())
+    assert loaded.nr_devices == 8
+    chex.assert_trees_all_close(jax.jit(loaded.call)(*put), reference(name, arrays), **CLOSE)
+
+
+@pytest.mark.filterwarnings("ignore:jln runs .* without its Triton kernels")  # which the interpreter excludes
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_export_and_ahead_of_time(name):
+    pytest.importorskip("flatbuffers")
+    function, arrays = bind(name, OPTIONAL[name])
+    step = jax.jit(gradient(function, arrays))
+    for platforms in (("cpu",), ("cpu", "cuda")):
+        exported = jax.export.export(step, platforms=platforms)(*arrays)
+        loaded = jax.export.deserialize(exported.serialize())
+        chex.assert_trees_all_close(loaded.call(*arrays), reference(name, arrays), **CLOSE)
+    chex.assert_trees_all_close(step.lower(*arrays).compile()(*arrays), reference(name, arrays), **CLOSE)
+
+
+def test_bad_meshes():
+    x = jnp.ones((8, 8))
+    with pytest.raises(Exception, match="model"):  # JAX's own
+        jax.jit(lambda x: jln.layer_norm(jax.lax.with_sharding_constraint(x, NamedSharding(mesh(), P("model")))))(x)
+    with pytest.raises(Exception, match="divi"):
+        jax.device_put(jnp.ones((7, 8)), NamedSharding(mesh(), P("data")))
