@@ -75,10 +75,15 @@ def pairwise(arguments: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 
 def described(case: Mapping[str, Any]) -> str:
-    """A test's name."""
-    return " ".join(
-        f"{k}={'given' if isinstance(v, np.ndarray) else getattr(v, '__name__', v)}" for k, v in case.items()
-    )
+    """A test's name, the same in every process."""
+    plain = (int, float, str, tuple, list, slice, type(None), jax.lax.Precision)
+
+    def value(v: Any) -> Any:
+        if hasattr(v, "shape"):
+            return "given"
+        return v if isinstance(v, plain) else getattr(v, "__name__", type(v).__name__)
+
+    return " ".join(f"{k}={value(v)}" for k, v in case.items()) or "default"
 
 
 def named(tree: Any) -> dict[str, Any]:

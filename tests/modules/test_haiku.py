@@ -88,7 +88,7 @@ def test_rms_norm(case):
         ({"x": "int32"}, "plain"),
         ({"x": "complex64"}, "plain"),
     ],
-    ids=str,
+    ids=lambda a: described(a) if isinstance(a, dict) else a,
 )
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
 def test_path(name, changed, path):

@@ -105,7 +105,7 @@ def test_rms_norm(case):
         ({"param_dtype": "float64"}, "plain"),
         ({"x": "float64", "param_dtype": "float64"}, "kernel"),
     ],
-    ids=str,
+    ids=lambda a: described(a) if isinstance(a, dict) else a,
 )
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
 def test_path(name, changed, path):
@@ -246,7 +246,9 @@ def test_rejected_alike(name, bad):
         make(getattr(ours, name)).init_with_output(jax.random.key(0), x)
 
 
-@pytest.mark.parametrize("params", [{"scale": jnp.ones(5), "bias": jnp.ones(5)}, {"bias": jnp.ones(8)}, {}], ids=str)
+@pytest.mark.parametrize(
+    "params", [{"scale": jnp.ones(5), "bias": jnp.ones(5)}, {"bias": jnp.ones(8)}, {}], ids=described
+)
 def test_wrong_or_missing_parameters(params):
     with pytest.raises(Exception) as theirs:
         nn.LayerNorm().apply({"params": params}, jnp.ones(SHAPE))

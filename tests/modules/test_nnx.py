@@ -116,7 +116,7 @@ def default(**changed):
         ({"x": "float64", "dtype": "float32"}, "kernel"),  # likewise
         ({"x": "float32", "param_dtype": "float64"}, "kernel"),
     ],
-    ids=str,
+    ids=lambda a: described(a) if isinstance(a, dict) else a,
 )
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
 def test_path(name, changed, path):
