@@ -1,12 +1,18 @@
 """LayerNorm and RMSNorm for JAX, as custom_vjp operators whose rules are Triton kernels on NVIDIA GPUs."""
 
+import importlib
+from typing import Any
+
 from jln import reference
+from jln._modules import Route, explain
 from jln.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jln.layer_norm_linear import layer_norm_linear, rms_norm_linear
 
 __all__ = [
+    "Route",
     "add_layer_norm",
     "add_rms_norm",
+    "explain",
     "layer_norm",
     "layer_norm_linear",
     "reference",
@@ -14,3 +20,12 @@ __all__ = [
     "rms_norm_linear",
 ]
 __version__ = "0.1.0"
+
+_ON_DEMAND = ("convert", "equinox", "haiku", "linen", "nnx", "program")
+
+
+def __getattr__(name: str) -> Any:
+    """The modules that need a framework, each imported only when it is asked for."""
+    if name in _ON_DEMAND:
+        return importlib.import_module(f"jln.{name}")
+    raise AttributeError(f"module 'jln' has no attribute {name!r}")

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.typing import DTypeLike
 
 from jln import _checks
 from jln._partitioning import Layout
@@ -162,7 +163,8 @@ class _Options(NamedTuple):
 class _Norm(NamedTuple):
     """The static arguments of the operator: checked, and all that its rules must know without an array.
 
-    axis: the only one, negative. *_dtype: of arguments that the backward rule has no other trace of; None if absent.
+    axis: the only one, negative. *_dtype: of y, and of arguments that the backward rule has no other trace of; None if
+    absent.
     """
 
     axis: int
@@ -171,6 +173,7 @@ class _Norm(NamedTuple):
     implementation: str | None
     subtract_mean: bool
     forward_mode: bool
+    y_dtype: jnp.dtype
     x_dtype: jnp.dtype
     residual_dtype: jnp.dtype | None
     offset_dtype: jnp.dtype | None
@@ -240,13 +243,15 @@ _tangent = LinearOperation("jln_norm_tangent", xla=xla.tangent, transpose=_tange
 
 def _norm(norm: _Norm, x, residual, scale, offset):
     """-> (y, total); total is None without a residual."""
-    y, total, _, _ = _forward(x, residual, scale, offset, save_statistics=False, **norm.options())
+    y, total, _, _ = _forward(x, residual, scale, offset, save_statistics=False, y_dtype=norm.y_dtype, **norm.options())
     return y, total
 
 
 def _norm_saving(norm: _Norm, x, residual, scale, offset):
     """-> ((y, total), what the derivatives need: total or x, scale, mean and rstd)"""
-    y, total, *statistics = _forward(x, residual, scale, offset, save_statistics=True, **norm.options())
+    y, total, *statistics = _forward(
+        x, residual, scale, offset, save_statistics=True, y_dtype=norm.y_dtype, **norm.options()
+    )
     mean, rstd = (None if a is None else checkpoint_name(a, STATISTICS) for a in statistics)
     return (y, total), (x if total is None else total, scale, mean, rstd)
 
@@ -280,12 +285,32 @@ def _norm_jvp(norm: _Norm, primals, tangents):
     results, residuals = _norm_saving(norm, *primals)
     tangents = [None if isinstance(t, SymbolicZero) else t for t in tangents]
     has_residual = norm.residual_dtype is not None
-    dy, dtotal = _tangent(*tangents, *residuals, y_dtype=norm.x_dtype, has_residual=has_residual, **norm.options())
+    dy, dtotal = _tangent(*tangents, *residuals, y_dtype=norm.y_dtype, has_residual=has_residual, **norm.options())
     return results, (dy, dtotal)
 
 
 _forward_mode_operator = jax.custom_jvp(_norm, nondiff_argnums=(0,))
 _forward_mode_operator.defjvp(_norm_jvp, symbolic_zeros=True)
+
+
+def normalised(
+    x,
+    scale,
+    offset,
+    *,
+    axis: Axis,
+    epsilon: float,
+    subtract_mean: bool,
+    y_dtype: DTypeLike,
+    implementation: str | None = None,
+) -> jax.Array:
+    """What the modules call: `layer_norm` or `rms_norm`, this one with an offset too, its result in `y_dtype`.
+
+    A module's dtype may be wider than x's (bfloat16 x, float32 parameters) or narrower; there is one rounding still.
+    The frameworks' own layers can be differentiated in forward mode, so these can.
+    """
+    options = _Options(axis, epsilon, False, implementation, forward_mode=True, subtract_mean=subtract_mean)
+    return _checked(_checks.array("x", x), None, scale, offset, options, jnp.dtype(y_dtype))[0]
 
 
 def _norm_of(x, scale, offset, options: _Options) -> jax.Array:
@@ -296,7 +321,9 @@ def _norm_of_sum(x, residual, scale, offset, options: _Options) -> tuple[jax.Arr
     return _checked(_checks.array("x", x), _checks.array("residual", residual), scale, offset, options)
 
 
-def _checked(x: jax.Array, residual: jax.Array | None, scale, offset, options: _Options):
+def _checked(
+    x: jax.Array, residual: jax.Array | None, scale, offset, options: _Options, y_dtype: jnp.dtype | None = None
+):
     scale, offset = _checks.optional_array("scale", scale), _checks.optional_array("offset", offset)
     axes = _checks.axes(options.axis, x)
     normalised = tuple(x.shape[a] for a in axes)
@@ -310,6 +337,7 @@ def _checked(x: jax.Array, residual: jax.Array | None, scale, offset, options: _
         _checks.implementation(options.implementation),
         options.subtract_mean,
         _checks.flag("forward_mode", options.forward_mode),
+        y_dtype or x.dtype,
         x.dtype,
         None if residual is None else residual.dtype,
         None if offset is None else offset.dtype,

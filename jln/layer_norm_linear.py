@@ -96,6 +96,20 @@ def rms_norm_linear(
     return _checked(x, scale, None, kernel, bias, options)
 
 
+def normalised_linear(
+    x, scale, offset, kernel, bias, *, epsilon: float, subtract_mean: bool, precision: PrecisionLike
+) -> jax.Array:
+    """What the modules call: `layer_norm_linear` or `rms_norm_linear`, this one with an offset too."""
+    return _checked(
+        x,
+        scale,
+        offset,
+        kernel,
+        bias,
+        _Options(epsilon, False, precision, None, forward_mode=True, subtract_mean=subtract_mean),
+    )
+
+
 class _Options(NamedTuple):
     """The static arguments, as given."""
 

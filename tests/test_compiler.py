@@ -27,6 +27,12 @@ DTYPES = {
     "float16, bfloat16 stream": ("float16", "bfloat16", "float32"),
 }
 
+# Of a module whose result has another dtype than x: x's, none, the parameters', the result's.
+MODULE_DTYPES = {
+    "bfloat16, float32 result": ("bfloat16", None, "float32", "float32"),
+    "float32, bfloat16 result": ("float32", None, "float32", "bfloat16"),
+}
+
 # Either side of every power of two, so every tile, with and without a mask and with and without aligned rows; and rows
 # of several chunks, some with a chunk of a few elements. The others are aligned and have a mask.
 WIDTHS = [n for k in range(17) for n in (2**k - 1, 2**k) if n > 0] + [24, 768, 7168, 20000, 40000, 262144]
@@ -57,6 +63,7 @@ def launches(h, inner, dtypes, chip, switches):
     shape, axis = ((100_000, h), -1) if inner == 1 else ((3, h, inner), -2)
     x = jax.ShapeDtypeStruct(shape, dtypes[0])
     added = jax.ShapeDtypeStruct(shape, dtypes[1]) if switches["adds"] else None
+    y = x if len(dtypes) == 3 else jax.ShapeDtypeStruct(shape, dtypes[3])
     total = x if added is None else jax.ShapeDtypeStruct(shape, jnp.promote_types(*dtypes[:2]))
     parameter = jax.ShapeDtypeStruct([h if i == len(shape) + axis else 1 for i in range(len(shape))], dtypes[2])
     statistic = jax.ShapeDtypeStruct(
@@ -73,10 +80,12 @@ def launches(h, inner, dtypes, chip, switches):
         "chip": config.CHIPS[chip],
     }
     with launch.recording() as recorded:
-        jax.eval_shape(lambda *a: triton.forward(*a, save_statistics=True, **options), x, added, scale, offset)
+        jax.eval_shape(
+            lambda *a: triton.forward(*a, save_statistics=True, y_dtype=y.dtype, **options), x, added, scale, offset
+        )
         jax.eval_shape(
             lambda *a: triton.backward(*a, doffset_dtype=None if offset is None else offset.dtype, **options),
-            x,
+            y,
             None if added is None else total,
             total,
             scale,
@@ -133,6 +142,19 @@ def test_no_spills(worker, switches, chip, dtype):
     # most used, and none is for want of registers.
     allowed = 0 if (switches, chip) == ("everything", "h200") and dtype != "float64" else 16
     assert [what for what, spilled, *_ in made if spilled > allowed] == []
+    assert [what for what, _, shared, limit in made if shared > limit] == []
+
+
+# One of every kind of tile, with aligned rows and without; the dtypes are mixed, so no other tile is chosen.
+MODULE_LAYOUTS = [(h, 1) for h in (1, 100, 768, 1023, 4096, 4097, 8191, 8192, 16384, 40000)] + STRIDED[::3]
+
+
+@pytest.mark.parametrize("dtype", MODULE_DTYPES)
+@pytest.mark.parametrize("chip", [pytest.param(c, marks=[] if c == "h200" else [pytest.mark.heavy]) for c in CHIPS])
+def test_no_spills_of_modules(worker, chip, dtype):
+    switches = SWITCHES["everything"] | {"adds": False, "zero_centered_scale": False}
+    made = worker.submit(compile_all, MODULE_DTYPES[dtype], chip, switches, MODULE_LAYOUTS).result()
+    assert [what for what, spilled, *_ in made if spilled > (0 if chip == "h200" else 16)] == []
     assert [what for what, _, shared, limit in made if shared > limit] == []
 
 

@@ -161,6 +161,7 @@ def forward(
     zero_centered_scale: bool,
     batch_dims: int,
     save_statistics: bool,
+    y_dtype: DTypeLike,
     fence: Callable = no_fence,
     h_axes: MeshAxes = (),
 ) -> tuple[Array, Array | None, Array | None, Array | None]:
@@ -168,12 +169,12 @@ def forward(
 
     x, residual [*lead, H, *inner]; scale, offset [1, ..., H, ..., 1] at `axis`, each or None.
 
-    y [*lead, H, *inner] has x's dtype. total [*lead, H, *inner] has the promoted dtype of x and residual, and is None
+    y [*lead, H, *inner] has `y_dtype`. total [*lead, H, *inner] has the promoted dtype of x and residual, and is None
     without a residual. mean and rstd [*lead, 1, *inner] have the compute dtype and are None unless saved; mean also
     without `subtract_mean`.
     """
     batch = common_batch(batch_dims, x, residual, scale, offset)
-    y_dtype, total = x.dtype, None
+    total = None
     if residual is not None:
         total_dtype = jnp.promote_types(x.dtype, residual.dtype)
         dtype = compute_dtype(total_dtype)

@@ -1,0 +1,299 @@
+"""What the modules share: a framework's call put in the operators' terms, or the reason why it cannot be.
+
+A module overrides nothing of its framework's class but the call. It describes the call to `prepared`, which answers
+with a `Deferred` norm, ready for the operators, or with a sentence that says why the framework's own code must run.
+Every call notes the answer, and so `explain` tells what a call does by making one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jln import _checks
+from jln.layer_norm import normalised
+from jln.layer_norm_linear import normalised_linear
+
+
+class Route(NamedTuple):
+    """How one call of a layer was computed.
+
+    layer: its class, and its name where the framework knows one.
+    path: "fused" (norm and Linear as one operator), "kernel" (jln's norm; what is behind it is the framework's own) or
+      "plain" (the framework's own code).
+    why: a few words.
+    """
+
+    layer: str
+    path: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.layer}: {self.path} ({self.why})"
+
+
+def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Route, ...]:
+    """The path, and why, of every jln layer that `function(*args, **kwargs)` calls, in the order of the calls.
+
+    Nothing is computed: the call is traced as by `jax.eval_shape`, so arrays may be `jax.ShapeDtypeStruct`s. A "kernel"
+    or "fused" call reaches jln's operators, which run Triton kernels where the program is compiled for an NVIDIA GPU
+    with jax-triton installed, and XLA elsewhere. The framework's own layers are not listed: convert the model first, or
+    call inside of `jln.convert.linen()` or `jln.convert.haiku()`.
+
+    Args:
+      function: a layer or a model of Flax NNX or Equinox; a Linen module or what `hk.transform` returns, whose
+        parameters are made up; or any function of arrays.
+      *args: what it is called with.
+      **kwargs: likewise.
+
+    Raises:
+      Whatever the call raises.
+    """
+    call = traceable(function)
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    is_array = [hasattr(a, "shape") and hasattr(a, "dtype") for a in leaves]
+
+    def traced(arrays):
+        given = iter(arrays)
+        args, kwargs = tree.unflatten([next(given) if known else a for a, known in zip(leaves, is_array, strict=True)])
+        call(*args, **kwargs)
+
+    with noting() as routes, _asked(next(_questions)):
+        jax.eval_shape(traced, [a for a, known in zip(leaves, is_array, strict=True) if known])
+    return tuple(routes)
+
+
+# A value of its own for every question, so that what JAX has traced before and kept is traced again.
+_asked = jax.make_user_context(default_value=0)
+_questions = itertools.count(1)
+
+
+@functools.singledispatch
+def traceable(function: Any) -> Callable[..., Any]:
+    """`function` as one that `jax.eval_shape` can trace; a framework's module registers what its models need."""
+    return function
+
+
+_listeners: contextvars.ContextVar[tuple[list[Route], ...]] = contextvars.ContextVar("jln_listeners", default=())
+
+
+@contextlib.contextmanager
+def _listening(lists: tuple[list[Route], ...]) -> Iterator[None]:
+    token = _listeners.set(lists)
+    try:
+        yield
+    finally:
+        _listeners.reset(token)
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[list[Route]]:
+    """Collect the routes of the calls made in the context."""
+    routes: list[Route] = []
+    with _listening((*_listeners.get(), routes)):
+        yield routes
+
+
+def unnoted() -> contextlib.AbstractContextManager[None]:
+    """A context whose calls are not collected."""
+    return _listening(())
+
+
+def note(layer: str, path: str, why: str) -> None:
+    for routes in _listeners.get():
+        routes.append(Route(layer, path, why))
+
+
+def missing(module: str, framework: str, extra: str) -> str:
+    """The message of a module's ImportError."""
+    return f'{module} needs {framework}: pip install "jln[{extra}]"'
+
+
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """A norm in the operators' terms. axes: not negative, ascending."""
+
+    axes: tuple[int, ...]
+    epsilon: float
+    subtract_mean: bool
+    y_dtype: jnp.dtype
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["x", "scale", "offset"], meta_fields=["norm"])
+@dataclasses.dataclass(frozen=True)
+class Deferred:
+    """A norm that has not been computed yet, because the Linear behind it may do that.
+
+    scale, offset: of x's rank, with 1 on the axes that are not normalised; or None.
+    """
+
+    x: jax.Array
+    scale: jax.Array | None
+    offset: jax.Array | None
+    norm: Norm
+
+    def __repr__(self) -> str:
+        return f"Deferred({self.x.dtype}{list(self.x.shape)}, a norm left to the Linear with which it was fused)"
+
+    def with_parameters(self, scale: jax.Array | None, offset: jax.Array | None) -> Deferred:
+        """In place of stand-ins of the same sizes."""
+        given = ((scale, self.scale), (offset, self.offset))
+        scale, offset = (None if a is None or like is None else a.reshape(like.shape) for a, like in given)
+        return dataclasses.replace(self, scale=scale, offset=offset)
+
+    def value(self) -> jax.Array:
+        """The norm by itself."""
+        n = self.norm
+        return normalised(
+            self.x,
+            self._parameter(self.scale),
+            self._parameter(self.offset),
+            axis=n.axes,
+            epsilon=n.epsilon,
+            subtract_mean=n.subtract_mean,
+            y_dtype=n.y_dtype,
+        )
+
+    def linear(self, kernel: jax.Array, bias: jax.Array | None, precision: Any) -> jax.Array:
+        """The norm and the Linear as one operator; `linear_obstacle` must have been None."""
+        n = self.norm
+        return normalised_linear(
+            self.x,
+            self._parameter(self.scale),
+            self._parameter(self.offset),
+            kernel.astype(n.y_dtype),
+            None if bias is None else bias.astype(n.y_dtype),
+            epsilon=n.epsilon,
+            subtract_mean=n.subtract_mean,
+            precision=precision,
+        )
+
+    def _parameter(self, a: jax.Array | None) -> jax.Array | None:
+        """In the shape of the normalised axes."""
+        if a is None:
+            return None
+        axes = self.norm.axes
+        normalised_shape = tuple(self.x.shape[i] for i in axes)
+        a = a.reshape([a.shape[i] for i in axes])
+        if a.shape != normalised_shape:  # its gradient is a sum, which 16 bits would round again and again
+            a = jnp.broadcast_to(a.astype(jnp.promote_types(a.dtype, jnp.float32)), normalised_shape)
+        return a
+
+    def linear_obstacle(self, kernel_shape: tuple[int, ...], product_dtype: Any) -> str | None:
+        """Why a Linear that multiplies in `product_dtype` cannot be fused with the norm; None where it can."""
+        if self.norm.axes != (self.x.ndim - 1,):
+            return "the norm is not over the last axis"
+        if len(kernel_shape) < 2 or kernel_shape[0] != self.x.shape[-1]:
+            return "the kernel does not have the shape that the last axis asks for"
+        if self.norm.y_dtype != product_dtype or jnp.promote_types(self.x.dtype, product_dtype) != product_dtype:
+            dtypes = (
+                f"x is {self.x.dtype}, the norm's result {self.norm.y_dtype}, the product {jnp.dtype(product_dtype)}"
+            )
+            return f"{dtypes}: one operator would round differently"
+        return None
+
+
+Parameter = jax.Array | jax.ShapeDtypeStruct
+
+
+def prepared(
+    x: Any,
+    scale: Parameter | None,
+    offset: Parameter | None,
+    *,
+    axes: Sequence[int],
+    parameter_axes: Sequence[int] | None = None,
+    epsilon: Any,
+    subtract_mean: bool,
+    y_dtype: Any,
+) -> Deferred | str:
+    """The norm of `x` in the operators' terms, or why they cannot compute it.
+
+    scale, offset: where they are not known yet, their shapes and dtypes, to be replaced by `with_parameters`.
+    axes: to normalise over, in any order, negative ones counted from the end; what is wrong with them is for the
+      framework to say, and so for every other argument. parameter_axes: the parameters are spread over these, in
+        ascending order; None: they broadcast against x as they are.
+    """
+    if not isinstance(x, jax.Array | np.ndarray):
+        return f"x is a {type(x).__name__}, not an array"
+    x = jnp.asarray(x)
+    if x.size == 0:
+        return "x is empty"
+    positive = sorted({a + x.ndim if a < 0 else a for a in axes})
+    if not positive or not all(0 <= a < x.ndim for a in positive):
+        return f"x of shape {x.shape} has no axes {tuple(axes)}"
+    if not isinstance(epsilon, int | float | np.integer | np.floating) or not 0 <= epsilon < math.inf:
+        return f"epsilon is {epsilon!r}, not a static number that is finite and not negative"
+    spread: list[Any] = []
+    for name, a in (("scale", scale), ("offset", offset)):
+        if a is None:
+            spread.append(None)
+            continue
+        shape = _shape_against(x.shape, a.shape, parameter_axes)
+        if shape is None:
+            return f"{name} of shape {a.shape} does not fit x of shape {x.shape}"
+        if any(shape[i] != 1 for i in range(x.ndim) if i not in positive):
+            return f"{name} varies along axes that are not normalised"
+        spread.append(_reshaped(a, shape))
+    dtypes = [jnp.dtype(d) for d in (x.dtype, y_dtype, *(a.dtype for a in spread if a is not None))]
+    for dtype in dtypes:
+        if dtype not in _checks.DTYPES or dtype != jax.dtypes.canonicalize_dtype(dtype):
+            return f"{dtype} is not a dtype of the operators"
+    if jnp.float64 in dtypes and len(set(dtypes)) > 1:
+        return f"float64 with {min(dtypes, key=lambda d: d.itemsize)}: some of it would lose float64's digits"
+    norm = Norm(tuple(positive), float(epsilon), subtract_mean, jnp.dtype(y_dtype))
+    return Deferred(x, spread[0], spread[1], norm)
+
+
+def _reshaped(a: Parameter, shape: tuple[int, ...]) -> Parameter:
+    return a.reshape(shape) if isinstance(a, jax.Array) else jax.ShapeDtypeStruct(shape, a.dtype)
+
+
+def _shape_against(
+    x: tuple[int, ...], parameter: tuple[int, ...], axes: Sequence[int] | None
+) -> tuple[int, ...] | None:
+    """The shape of x's rank with which a parameter broadcasts against it; None where there is none."""
+    if axes is None:
+        shape = (1,) * (len(x) - len(parameter)) + parameter
+        fits = len(shape) == len(x) and all(n in (1, m) for n, m in zip(shape, x, strict=True))
+        return shape if fits else None
+    axes = [a + len(x) if a < 0 else a for a in axes]
+    if not all(0 <= a < len(x) for a in axes):
+        return None
+    shape = tuple(n if i in axes else 1 for i, n in enumerate(x))
+    return shape if math.prod(shape) == math.prod(parameter) else None
+
+
+def computed(layer: str, found: Deferred | str, plain: Callable[[], Any]) -> Any:
+    """A norm's result: what was prepared, or the framework's own."""
+    if isinstance(found, str):
+        note(layer, "plain", found)
+        return plain()
+    note(layer, "kernel", "all arguments are the operator's")
+    return found.value()
+
+
+def deferred(layer: str, found: Deferred | str, plain: Callable[[], Any]) -> Any:
+    """Likewise for a Linear that knows what to do with a `Deferred`, and that will note the path."""
+    return computed(layer, found, plain) if isinstance(found, str) else found
+
+
+def linear_computed(
+    layer: str, norm: Deferred, found: Callable[[], jax.Array] | str, plain: Callable[[jax.Array], Any]
+) -> Any:
+    """A Linear's result: of both as one operator, or by the framework's Linear behind jln's norm."""
+    if isinstance(found, str):
+        note(layer, "kernel", f"not fused: {found}")
+        return plain(norm.value())
+    note(layer, "fused", "all arguments are the operator's")
+    return found()

@@ -1,0 +1,93 @@
+"""Models that were written for a framework's own layers, on jln's.
+
+    conversion = jln.convert.nnx(model)         # Flax NNX: in place, or copy=True
+    conversion = jln.convert.equinox(model)     # Equinox: conversion.model is the new tree
+    with jln.convert.linen() as routes: ...     # Flax Linen: every call in the context, the model's code untouched
+    with jln.convert.haiku() as routes: ...     # Haiku: likewise
+
+Only `LayerNorm` and `RMSNorm` themselves are swapped, for classes that are theirs but for the call: parameters,
+metadata and checkpoints stay what they are. A subclass may compute something else; it is left alone, and named.
+
+A norm that feeds exactly one Linear can be fused with it (Flax NNX and Equinox). Which one that is only the model
+knows, so it must be declared: by an attribute of its class, `norm_linear_pairs = [("norm", "qkv"), ("ln", "mlp.up")]`,
+and `fuse=True`, or for a class that was not written for jln by `fuse={Block: [("norm", "qkv")]}`. If anything else
+reads the norm's result, it raises TypeError: what it gets is no array.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jln._modules import Route
+from jln.convert._common import Change, Conversion, Pairs
+
+__all__ = ["Change", "Conversion", "equinox", "haiku", "linen", "nnx"]
+
+
+def nnx(model: Any, *, copy: bool = False, fuse: bool | Mapping[type, Pairs] = False) -> Conversion:
+    """Every `flax.nnx.LayerNorm` and `RMSNorm` of a model as jln's.
+
+    The layer objects stay the same and change their class, so all that refers to them or to their parameters (an
+    optimizer, a layer used twice, sharding metadata, a checkpoint) goes on as before, also where norms are fused.
+
+    Args:
+      model: a `flax.nnx.Module`.
+      copy: leave `model` as it is and convert a clone, `conversion.model`.
+      fuse: see `jln.convert`.
+
+    Returns:
+      The `Conversion`; its `undo()` gives the layers their classes back, with the parameters as they are then.
+
+    Raises:
+      TypeError: `model` is not a `flax.nnx.Module`.
+      ValueError: a pair to be fused is not a LayerNorm or RMSNorm and a Linear or LinearGeneral of Flax, or a norm is
+        in two pairs. Nothing has been changed then.
+    """
+    from jln.convert import _nnx
+
+    return _nnx.convert(model, copy, fuse)
+
+
+def equinox(model: Any, *, fuse: bool | Mapping[type, Pairs] = False) -> Conversion:
+    """Every `equinox.nn.LayerNorm` and `RMSNorm` of a tree as jln's, in a new tree with the same leaves.
+
+    A norm that is fused moves into the `jln.equinox.LayerNormLinear` that takes the Linear's place.
+
+    Args:
+      model: any pytree of Equinox modules.
+      fuse: see `jln.convert`.
+
+    Returns:
+      The `Conversion`: `conversion.model` is the new tree; `conversion.undo(tree)` gives `tree`, the converted one with
+      whatever leaves it has by then, its former classes back.
+
+    Raises:
+      ValueError: a pair to be fused is not a LayerNorm or RMSNorm and a Linear of Equinox, or a norm is in two pairs.
+    """
+    from jln.convert import _equinox
+
+    return _equinox.convert(model, fuse)
+
+
+@contextlib.contextmanager
+def linen() -> Iterator[Sequence[Route]]:
+    """A context in which every `flax.linen.LayerNorm` and `RMSNorm` that is called computes as jln's.
+
+    A function under `jax.jit` is traced again inside, and runs as before outside. Yields a list that grows with every
+    layer that is called, or traced, for the first time in the context: its name, path and why, as in `jln.explain`.
+    """
+    from jln.convert import _interceptors
+
+    with _interceptors.linen() as routes:
+        yield routes
+
+
+@contextlib.contextmanager
+def haiku() -> Iterator[Sequence[Route]]:
+    """A context in which every `haiku.LayerNorm` and `RMSNorm` that is called computes as jln's; see `linen`."""
+    from jln.convert import _interceptors
+
+    with _interceptors.haiku() as routes:
+        yield routes

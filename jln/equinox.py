@@ -1,0 +1,132 @@
+"""Equinox's LayerNorm and RMSNorm on jln's operators, and a LayerNorm fused with the Linear behind it.
+
+    from jln.equinox import LayerNorm, RMSNorm    # instead of: from equinox.nn import LayerNorm, RMSNorm
+
+Constructors, fields, initial values and serialised leaves are Equinox's own: the classes are Equinox's with another
+call. They work on one example and are vmapped, as Equinox's are. What the operators cannot do (integer or empty input,
+a shape of no axes, ...) Equinox's own code does; `jln.explain(layer, x)` tells which of them a call takes, and why.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jln import _modules
+
+try:
+    import equinox as eqx
+except ImportError as error:
+    raise ImportError(_modules.missing("jln.equinox", "Equinox", "equinox")) from error
+
+__all__ = ["LayerNorm", "LayerNormLinear", "RMSNorm"]
+
+_ABSENT: Any = object()
+
+
+class LayerNorm(eqx.nn.LayerNorm):
+    """`equinox.nn.LayerNorm` on `jln.layer_norm`: the same arguments, fields, results and errors."""
+
+    def __call__(self, x: jax.Array, state: Any = _ABSENT, *, key: jax.Array | None = None) -> Any:
+        """x: of `shape`. With `state` the result is `(y, state)`; `key` is ignored, as by Equinox."""
+        return _with_state(_normalised(self, x, super().__call__), state)
+
+
+class RMSNorm(eqx.nn.RMSNorm):
+    """`equinox.nn.RMSNorm` on `jln.rms_norm`: the same arguments, fields, results and errors."""
+
+    def __call__(self, x: jax.Array, state: Any = _ABSENT, *, key: jax.Array | None = None) -> Any:
+        """x: of `shape`. With `state` the result is `(y, state)`; `key` is ignored, as by Equinox."""
+        return _with_state(_normalised(self, x, super().__call__), state)
+
+
+class LayerNormLinear(eqx.Module):
+    """A `LayerNorm` and the `equinox.nn.Linear` behind it, `linear(norm(x))`, as one operator that keeps only `x` for
+    the backward. Its fields are the two layers, the second with the initial values that `key` gives it in Equinox.
+
+    Args:
+      in_features: H.
+      out_features: N.
+      eps: as of `equinox.nn.LayerNorm`.
+      use_weight: of the norm.
+      use_offset: the norm's `use_bias`.
+      use_bias: of the Linear.
+      dtype: of all parameters.
+      key: as of `equinox.nn.Linear`.
+    """
+
+    norm: eqx.nn.LayerNorm | eqx.nn.RMSNorm
+    linear: eqx.nn.Linear
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        use_weight: bool = True,
+        use_offset: bool = True,
+        use_bias: bool = True,
+        dtype: Any = None,
+        *,
+        key: jax.Array,
+    ):
+        self.norm = LayerNorm(in_features, eps, use_weight, use_offset, dtype)  # pyright: ignore[reportCallIssue]
+        self.linear = eqx.nn.Linear(in_features, out_features, use_bias, dtype, key=key)
+
+    def __call__(self, x: Any, *, key: jax.Array | None = None) -> jax.Array:
+        """x `[H]` -> `[N]`; `key` is ignored, as by Equinox."""
+        x = x.x if isinstance(x, Deferred) else x
+        norm = _prepared(self.norm, x)
+        if isinstance(norm, str):
+            return self.linear(_modules.computed("jln.equinox.LayerNormLinear", norm, lambda: _plain(self.norm, x)))
+        kernel, bias = self.linear.weight.T, self.linear.bias
+        dtype = jnp.result_type(norm.norm.y_dtype, kernel, *([] if bias is None else [bias]))
+        found: Any = norm.linear_obstacle(kernel.shape, dtype)
+        if "scalar" in (self.linear.in_features, self.linear.out_features):
+            found = "the Linear has a scalar side"
+        if found is None:
+            found = lambda: norm.linear(kernel, bias, None)  # noqa: E731
+        return _modules.linear_computed("jln.equinox.LayerNormLinear", norm, found, self.linear)
+
+
+class Deferred(eqx.Module):
+    """What the placeholder of a fused norm returns, for the one `LayerNormLinear` that reads it."""
+
+    x: jax.Array
+
+
+class DeferredNorm(eqx.Module):
+    """Stands where a norm was that `jln.convert.equinox` fused with the Linear behind it."""
+
+    def __call__(self, x: jax.Array, state: Any = _ABSENT, *, key: jax.Array | None = None) -> Any:
+        return _with_state(Deferred(x), state)
+
+
+def _normalised(layer: eqx.nn.LayerNorm | eqx.nn.RMSNorm, x: Any, plain: Any) -> jax.Array:
+    return _modules.computed(f"jln.equinox.{type(layer).__name__}", _prepared(layer, x), lambda: plain(x))
+
+
+def _plain(layer: eqx.nn.LayerNorm | eqx.nn.RMSNorm, x: Any) -> jax.Array:
+    cls: Any = eqx.nn.LayerNorm if isinstance(layer, eqx.nn.LayerNorm) else eqx.nn.RMSNorm
+    return cls.__call__(layer, x)
+
+
+def _prepared(layer: eqx.nn.LayerNorm | eqx.nn.RMSNorm, x: Any) -> _modules.Deferred | str:
+    if not isinstance(x, jax.Array | np.ndarray) or x.shape != layer.shape:
+        return f"x does not have the shape {layer.shape}"
+    return _modules.prepared(
+        x,
+        layer.weight if layer.use_weight else None,
+        layer.bias if layer.use_bias else None,
+        axes=range(x.ndim),
+        epsilon=layer.eps,
+        subtract_mean=isinstance(layer, eqx.nn.LayerNorm),
+        y_dtype=x.dtype,
+    )
+
+
+def _with_state(y: Any, state: Any) -> Any:
+    return y if state is _ABSENT else (y, state)

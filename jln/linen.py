@@ -1,0 +1,225 @@
+"""Flax Linen's LayerNorm and RMSNorm on jln's operators, and a LayerNorm fused with the Dense behind it.
+
+    from jln.linen import LayerNorm, RMSNorm    # instead of: from flax.linen import LayerNorm, RMSNorm
+
+Fields, parameters, initial values, automatic names and checkpoints are Flax's own: the classes are Flax's with another
+call. What the operators cannot do (`mask`, `axis_name`, `force_float32_reductions=False`, parameters on axes that are
+not normalised, ...) Flax's own code does; `jln.explain(layer, x)` tells which of them a call takes, and why. Results
+differ by rounding, but where Flax's `use_fast_variance=True` loses the variance of a row whose mean is large against
+its spread: here it is two-pass always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jln import _modules
+
+try:
+    from flax import linen as nn
+    from flax.linen import dtypes, initializers
+except ImportError as error:
+    raise ImportError(_modules.missing("jln.linen", "Flax", "flax")) from error
+
+__all__ = ["LayerNorm", "LayerNormDense", "RMSNorm"]
+
+Norm: TypeAlias = nn.LayerNorm | nn.RMSNorm
+
+
+class LayerNorm(nn.LayerNorm):
+    """`flax.linen.LayerNorm` on `jln.layer_norm`: the same fields, parameters, results and errors."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        """x: `[..., H]`, or as `reduction_axes` and `feature_axes` say."""
+        return call(self, super().__call__, x, mask=mask)
+
+
+class RMSNorm(nn.RMSNorm):
+    """`flax.linen.RMSNorm` on `jln.rms_norm`: the same fields, parameters, results and errors."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        """x: `[..., H]`, or as `reduction_axes` and `feature_axes` say."""
+        return call(self, super().__call__, x, mask=mask)
+
+
+class LayerNormDense(nn.Module):
+    """A `LayerNorm` named "norm" and a `flax.linen.DenseGeneral` named "dense" behind it, `dense(norm(x))`, as one
+    operator that keeps only `x` for the backward. Parameters and initial values are those of Flax's two layers.
+
+    Attributes:
+      features: int or tuple, the number of output features.
+      use_bias: of the Dense.
+      dtype: of both layers.
+      param_dtype: of both layers.
+      precision: of the Dense.
+      kernel_init: of the Dense.
+      bias_init: of the Dense.
+      promote_dtype: of the Dense.
+      dot_general: of the Dense.
+      dot_general_cls: of the Dense.
+      epsilon: of the norm.
+      use_scale: of the norm.
+      use_offset: the norm's `use_bias`.
+      scale_init: of the norm.
+      offset_init: the norm's `bias_init`.
+    """
+
+    features: int | Sequence[int]
+    use_bias: bool = True
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    precision: Any = None
+    kernel_init: nn.initializers.Initializer = nn.linear.default_kernel_init
+    bias_init: nn.initializers.Initializer = initializers.zeros_init()
+    promote_dtype: Any = dtypes.promote_dtype
+    dot_general: Any = None
+    dot_general_cls: Any = None
+    epsilon: float = 1e-6
+    use_scale: bool = True
+    use_offset: bool = True
+    scale_init: nn.initializers.Initializer = initializers.ones
+    offset_init: nn.initializers.Initializer = initializers.zeros
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        """x `[..., H]` -> `[..., *features]`; `mask` is the norm's."""
+        norm = _DeferringLayerNorm(
+            epsilon=self.epsilon,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            use_scale=self.use_scale,
+            use_bias=self.use_offset,
+            scale_init=self.scale_init,
+            bias_init=self.offset_init,
+            name="norm",
+        )
+        dense = _FusedDense(
+            features=self.features,
+            use_bias=self.use_bias,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            precision=self.precision,
+            kernel_init=self.kernel_init,
+            bias_init=self.bias_init,
+            promote_dtype=self.promote_dtype,
+            dot_general=self.dot_general,
+            dot_general_cls=self.dot_general_cls,
+            name="dense",
+        )
+        return dense(norm(x, mask=mask))
+
+
+class _DeferringLayerNorm(nn.LayerNorm):
+    """A LayerNorm that leaves its work to the Dense behind it."""
+
+    @nn.compact
+    def __call__(self, x: Any, *, mask: jax.Array | None = None) -> Any:
+        plain = super().__call__
+        return _modules.deferred(_name(self), _prepared(self, x, mask), lambda: plain(x, mask=mask))
+
+
+class _FusedDense(nn.DenseGeneral):
+    """`flax.linen.DenseGeneral` over the last axis which does the work of a norm that was left to it."""
+
+    @nn.compact
+    def __call__(self, inputs: Any) -> jax.Array:
+        plain = super().__call__
+        if not isinstance(inputs, _modules.Deferred):
+            return plain(inputs)
+        found: Any
+        if not self.has_variable("params", "kernel"):
+            found = "Flax's own code makes the parameters"
+        elif self.dot_general is not None or self.dot_general_cls is not None:
+            found = "the Dense has a product of its own"
+        elif self.promote_dtype is not dtypes.promote_dtype:
+            found = "the Dense has its own promote_dtype"
+        else:
+            kernel, bias = (nn.meta.unbox(self.get_variable("params", name)) for name in ("kernel", "bias"))
+            found = self._fused(inputs, kernel, bias if self.use_bias else None)
+        name = f"jln.linen.LayerNormDense {'/'.join(self.path[:-1])}".rstrip()
+        return _modules.linear_computed(name, inputs, found, plain)
+
+    def _fused(self, norm: _modules.Deferred, kernel: jax.Array, bias: jax.Array | None) -> Any:
+        features = (self.features,) if isinstance(self.features, int) else tuple(self.features)
+        if kernel.shape[1:] != features or (self.use_bias and (bias is None or bias.shape != features)):
+            return "the parameters do not have the shapes that features ask for"
+        dtype = dtypes.canonicalize_dtype(jnp.empty((), norm.norm.y_dtype), kernel, bias, dtype=self.dtype)
+        obstacle = norm.linear_obstacle(kernel.shape, dtype)
+        return obstacle or (lambda: norm.linear(kernel, bias, self.precision))
+
+
+def call(layer: Norm, plain: Callable[..., jax.Array], x: Any, *, mask: Any = None) -> jax.Array:
+    """The call of a norm, from within it; `plain` is Flax's own."""
+    return _modules.computed(_name(layer), _prepared(layer, x, mask), lambda: plain(x, mask=mask))
+
+
+def _name(layer: Norm) -> str:
+    cls = "LayerNorm" if isinstance(layer, nn.LayerNorm) else "RMSNorm"
+    return f"jln.linen.{cls} {'/'.join(layer.path)}".rstrip()
+
+
+def _prepared(layer: Norm, x: Any, mask: Any) -> _modules.Deferred | str:
+    """Makes or reads the parameters as Flax does, unless it returns a reason: then Flax's own code will."""
+    if mask is not None:
+        return "mask is given"
+    if layer.axis_name is not None:
+        return f"statistics are averaged over the mesh axis {layer.axis_name!r}"
+    if not layer.force_float32_reductions:
+        return "force_float32_reductions=False: statistics in x's own dtype"
+    if not isinstance(x, jax.Array | np.ndarray):
+        return f"x is a {type(x).__name__}, not an array"
+    features = sorted({a + x.ndim if a < 0 else a for a in _axes(layer.feature_axes)})
+    if not all(0 <= a < x.ndim for a in features):
+        return f"x of shape {x.shape} has no axes {layer.feature_axes}"
+    shape = [x.shape[a] for a in features]
+    use_bias = isinstance(layer, nn.LayerNorm) and layer.use_bias
+    scale = _stand_in(layer, "scale", shape) if layer.use_scale else None
+    bias = _stand_in(layer, "bias", shape) if use_bias else None
+    like = (None if a is None else np.empty((), a.dtype) for a in (scale, bias))
+    found = _modules.prepared(
+        x,
+        scale,
+        bias,
+        axes=_axes(layer.reduction_axes),
+        parameter_axes=features,
+        epsilon=layer.epsilon,
+        subtract_mean=isinstance(layer, nn.LayerNorm),
+        y_dtype=dtypes.canonicalize_dtype(x, *like, dtype=layer.dtype),
+    )
+    if isinstance(found, str):
+        return found
+    return found.with_parameters(
+        layer.param("scale", layer.scale_init, shape, layer.param_dtype) if layer.use_scale else None,
+        layer.param("bias", layer.bias_init, shape, layer.param_dtype) if use_bias else None,
+    )
+
+
+def _stand_in(layer: Norm, name: str, shape: Sequence[int]) -> jax.ShapeDtypeStruct:
+    """For a parameter that Flax's own code would find unmade."""
+    dtype = layer.param_dtype
+    if layer.has_variable("params", name):
+        dtype = nn.meta.unbox(layer.get_variable("params", name)).dtype
+    return jax.ShapeDtypeStruct(tuple(shape), dtype)
+
+
+def _axes(axes: Any) -> tuple[int, ...]:
+    return (axes,) if isinstance(axes, int) else tuple(axes)
+
+
+@_modules.traceable.register(nn.Module)
+def _(model: nn.Module) -> Callable[..., Any]:
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        key = jax.random.key(0)
+        rngs = {"params": key, "dropout": key}
+        with _modules.unnoted():  # of the call that makes the variables, in which nothing is fused
+            variables = model.init(rngs, *args, **kwargs)
+        return model.apply(variables, *args, rngs=rngs, mutable=True, **kwargs)
+
+    return traced

@@ -1,0 +1,224 @@
+"""Flax NNX's LayerNorm and RMSNorm on jln's operators, and a LayerNorm fused with the Linear behind it.
+
+    from jln.nnx import LayerNorm, RMSNorm    # instead of: from flax.nnx import LayerNorm, RMSNorm
+
+Constructors, parameters, initial values, metadata and checkpoints are Flax's own: the classes are Flax's with another
+call. What the operators cannot do (`mask`, `axis_name`, parameters on axes that are not normalised, ...) Flax's own
+code does; `jln.explain(layer, x)` tells which of them a call takes, and why. Results differ by rounding, but where
+Flax's `use_fast_variance=True` loses the variance of a row whose mean is large against its spread: here it is two-pass
+always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jln import _modules
+
+try:
+    from flax import nnx
+    from flax.nnx.nn import dtypes
+except ImportError as error:
+    raise ImportError(_modules.missing("jln.nnx", "Flax", "flax")) from error
+
+__all__ = ["LayerNorm", "LayerNormLinear", "RMSNorm"]
+
+
+class LayerNorm(nnx.LayerNorm):
+    """`flax.nnx.LayerNorm` on `jln.layer_norm`: the same arguments, parameters, results and errors."""
+
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        """x: `[..., num_features]`, or as `reduction_axes` and `feature_axes` say."""
+        return _modules.computed("jln.nnx.LayerNorm", _prepared(self, x, mask), lambda: _plain(self, x, mask))
+
+
+class RMSNorm(nnx.RMSNorm):
+    """`flax.nnx.RMSNorm` on `jln.rms_norm`: the same arguments, parameters, results and errors."""
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        """x: `[..., num_features]`, or as `reduction_axes` and `feature_axes` say."""
+        return _modules.computed("jln.nnx.RMSNorm", _prepared(self, x, mask), lambda: _plain(self, x, mask))
+
+
+class LayerNormLinear(nnx.Module):
+    """A `LayerNorm` and the Linear behind it, `linear(norm(x))`, as one operator that keeps only `x` for the backward.
+
+    Its parameters are those of the two, `norm.scale`, `norm.bias`, `linear.kernel` and `linear.bias`, with the initial
+    values that Flax's layers, made in this order, get from the same `rngs`.
+
+    Args:
+      in_features: H.
+      out_features: N, or a tuple: then the Linear is a `flax.nnx.LinearGeneral`.
+      epsilon: as of `flax.nnx.LayerNorm`.
+      use_scale: as of `flax.nnx.LayerNorm`.
+      use_offset: `flax.nnx.LayerNorm`'s `use_bias`.
+      scale_init: as of `flax.nnx.LayerNorm`.
+      offset_init: `flax.nnx.LayerNorm`'s `bias_init`.
+      scale_metadata: as of `flax.nnx.LayerNorm`.
+      offset_metadata: `flax.nnx.LayerNorm`'s `bias_metadata`.
+      dtype: of both layers.
+      param_dtype: of both layers.
+      promote_dtype: of both layers.
+      rngs: as of Flax's layers.
+      **linear_options: every other argument of the Linear.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | Sequence[int],
+        *,
+        epsilon: float = 1e-6,
+        use_scale: bool = True,
+        use_offset: bool = True,
+        scale_init: nnx.Initializer = nnx.initializers.ones,
+        offset_init: nnx.Initializer = nnx.initializers.zeros,
+        scale_metadata: Mapping[str, Any] = MappingProxyType({}),
+        offset_metadata: Mapping[str, Any] = MappingProxyType({}),
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        promote_dtype: Any = dtypes.promote_dtype,
+        rngs: nnx.Rngs,
+        **linear_options: Any,
+    ):
+        both = {"dtype": dtype, "param_dtype": param_dtype, "promote_dtype": promote_dtype, "rngs": rngs}
+        self.norm = LayerNorm(
+            in_features,
+            epsilon=epsilon,
+            use_scale=use_scale,
+            use_bias=use_offset,
+            scale_init=scale_init,
+            bias_init=offset_init,
+            scale_metadata=scale_metadata,
+            bias_metadata=offset_metadata,
+            **both,
+        )
+        cls: Any = FusedLinear if isinstance(out_features, int) else FusedLinearGeneral
+        self.linear = cls(in_features, out_features, **linear_options, **both)
+
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        """x `[..., H]` -> `[..., *features]`; `mask` is the norm's."""
+        return self.linear(_deferred(self.norm, x, mask))
+
+
+class DeferringLayerNorm(LayerNorm):
+    """A LayerNorm that leaves its work to the one Linear behind it; `jln.convert.nnx` makes it."""
+
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> Any:
+        return _deferred(self, x, mask)
+
+
+class DeferringRMSNorm(RMSNorm):
+    """Likewise."""
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> Any:
+        return _deferred(self, x, mask)
+
+
+class FusedLinear(nnx.Linear):
+    """`flax.nnx.Linear` which does the work of a norm that was left to it."""
+
+    def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> jax.Array:
+        plain = super().__call__
+        if not isinstance(inputs, _modules.Deferred):
+            return plain(inputs, *args, **kwargs)
+        return _fused(self, inputs, self.dot_general is not jax.lax.dot_general, plain, args, kwargs)
+
+
+class FusedLinearGeneral(nnx.LinearGeneral):
+    """`flax.nnx.LinearGeneral` which does the work of a norm that was left to it."""
+
+    def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> jax.Array:
+        plain = super().__call__
+        if not isinstance(inputs, _modules.Deferred):
+            return plain(inputs, *args, **kwargs)
+        own_product = self.dot_general is not None or self.dot_general_cls is not None
+        if tuple(self.axis) not in ((-1,), (inputs.x.ndim - 1,)) or self.batch_axis:
+            return _modules.linear_computed(
+                "jln.nnx.LayerNormLinear",
+                inputs,
+                "the Linear is not over the last axis alone",
+                lambda z: plain(z, *args, **kwargs),
+            )
+        return _fused(self, inputs, own_product, plain, args, kwargs)
+
+
+def _prepared(layer: nnx.LayerNorm | nnx.RMSNorm, x: Any, mask: Any) -> _modules.Deferred | str:
+    if mask is not None:
+        return "mask is given"
+    if layer.axis_name is not None:
+        return f"statistics are averaged over the mesh axis {layer.axis_name!r}"
+    scale, bias = (None if a is None else a[...] for a in (layer.scale, getattr(layer, "bias", None)))
+    given = (x, scale, bias) if isinstance(layer, nnx.LayerNorm) else (x, scale)
+    promoted = layer.promote_dtype(given, dtype=layer.dtype)
+    y_dtype = dtypes.canonicalize_dtype(*promoted, dtype=layer.dtype)
+    z, scale, bias = (*promoted, None)[:3]
+    if layer.promote_dtype is dtypes.promote_dtype and _is_narrower(x, z):
+        z = x  # the kernels read 16 bits and compute in float32 as well
+    return _modules.prepared(
+        z,
+        scale,
+        bias,
+        axes=_axes(layer.reduction_axes),
+        parameter_axes=_axes(layer.feature_axes),
+        epsilon=layer.epsilon,
+        subtract_mean=isinstance(layer, nnx.LayerNorm),
+        y_dtype=y_dtype,
+    )
+
+
+def _is_narrower(x: Any, promoted: Any) -> bool:
+    if not isinstance(x, jax.Array | np.ndarray):
+        return False
+    return x.dtype in (jnp.bfloat16, jnp.float16) and promoted.dtype == jnp.float32
+
+
+def _axes(axes: Any) -> tuple[int, ...]:
+    return (axes,) if isinstance(axes, int) else tuple(axes)
+
+
+def _plain(layer: nnx.LayerNorm | nnx.RMSNorm, x: Any, mask: Any) -> jax.Array:
+    cls: Any = nnx.LayerNorm if isinstance(layer, nnx.LayerNorm) else nnx.RMSNorm
+    return cls.__call__(layer, x, mask=mask)
+
+
+def _deferred(norm: nnx.LayerNorm | nnx.RMSNorm, x: Any, mask: Any) -> Any:
+    name = f"jln.nnx.{'LayerNorm' if isinstance(norm, nnx.LayerNorm) else 'RMSNorm'}"
+    return _modules.deferred(name, _prepared(norm, x, mask), lambda: _plain(norm, x, mask))
+
+
+def _fused(
+    layer: nnx.Linear | nnx.LinearGeneral,
+    norm: _modules.Deferred,
+    own_product: bool,
+    plain: Callable[..., jax.Array],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> jax.Array:
+    """args, kwargs: further ones of Flax's call."""
+    kernel, bias = layer.kernel[...], None if layer.bias is None else layer.bias[...]
+    found: Any
+    if own_product or layer.preferred_element_type is not None:
+        found = "the Linear has a product or an element type of its own"
+    elif any(a is not None for a in (*args, *kwargs.values())):
+        found = "out_sharding is given"
+    elif layer.promote_dtype is not dtypes.promote_dtype:
+        found = "the Linear has its own promote_dtype"
+    else:
+        dtype = dtypes.canonicalize_dtype(jnp.empty((), norm.norm.y_dtype), kernel, bias, dtype=layer.dtype)
+        found = norm.linear_obstacle(kernel.shape, dtype)
+        if found is None:
+            found = lambda: norm.linear(kernel, bias, layer.precision)  # noqa: E731
+    return _modules.linear_computed("jln.nnx.LayerNormLinear", norm, found, lambda z: plain(z, *args, **kwargs))
+
+
+@_modules.traceable.register(nnx.Module)
+def _(model: nnx.Module) -> Callable[..., Any]:
+    graphdef, state = nnx.split(model)
+    return lambda *args, **kwargs: nnx.merge(graphdef, state)(*args, **kwargs)

@@ -1,0 +1,159 @@
+"""What it means that a layer of ours equals the framework's own.
+
+The same constructor arguments give the same variable tree: names, shapes, dtypes, initial values. Then, with the same
+variables, an input and a random cotangent, the result and every gradient have the same dtype and shape, and
+
+- on the plain path are the same bits;
+- on jln's path are within one rounding of the framework's own error: no further from the truth, the framework's layer
+  in float64 with the two-pass variance, than the framework's largest error plus one rounding of the dtype, plus one
+  float32 rounding for each of the eight operations between an input and a result.
+
+What the framework rejects, ours rejects with the same type of exception.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jln import _modules
+
+OPERATIONS = 8
+
+
+class Layer(NamedTuple):
+    """init: x -> variables, a pytree. apply: (variables, x) -> y."""
+
+    init: Callable[[Any], Any]
+    apply: Callable[[Any, Any], Any]
+
+
+def normal(seed: int, shape: Sequence[int], dtype: Any) -> jax.Array:
+    return jnp.asarray(np.random.default_rng([seed, *shape]).standard_normal(shape)).astype(dtype)
+
+
+def pairwise(arguments: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Few choices of a value for each argument, in which every pair of values of two arguments occurs; the first is
+    every argument's first value, the default.
+
+    Greedy: each row takes, argument by argument, the value that settles most pairs still open.
+    """
+    names = list(arguments)
+    open_pairs = {
+        (a, i, b, j)
+        for a, b in itertools.combinations(names, 2)
+        for i in range(len(arguments[a]))
+        for j in range(len(arguments[b]))
+    }
+    rows = []
+
+    def settled(row: dict[str, int], name: str, value: int) -> set:
+        row = row | {name: value}
+        return {
+            p for p in open_pairs if name in (p[0], p[2]) and row.get(p[0], -1) == p[1] and row.get(p[2], -1) == p[3]
+        }
+
+    while open_pairs or not rows:
+        row: dict[str, int] = {}
+        if not rows:
+            row = dict.fromkeys(names, 0)
+        else:
+            a, i, b, j = min(open_pairs, key=str)
+            row = {a: i, b: j}
+            for name in names:
+                if name not in row:
+                    row[name] = max(range(len(arguments[name])), key=lambda v: len(settled(row, name, v)))
+        open_pairs -= {p for p in open_pairs if row[p[0]] == p[1] and row[p[2]] == p[3]}
+        rows.append({name: arguments[name][row[name]] for name in names})
+    return rows
+
+
+def described(case: Mapping[str, Any]) -> str:
+    """A test's name, the same in every process."""
+    plain = (int, float, str, tuple, list, slice, type(None), jax.lax.Precision)
+
+    def value(v: Any) -> Any:
+        if hasattr(v, "shape"):
+            return "given"
+        return v if isinstance(v, plain) else getattr(v, "__name__", type(v).__name__)
+
+    return " ".join(f"{k}={value(v)}" for k, v in case.items()) or "default"
+
+
+def named(tree: Any) -> dict[str, Any]:
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def assert_same_variables(theirs: Any, ours: Any) -> None:
+    assert jax.tree.structure(theirs) == jax.tree.structure(ours)
+    for (name, a), b in zip(named(theirs).items(), named(ours).values(), strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape, name
+        np.testing.assert_array_equal(a, b, name)
+
+
+def randomised(variables: Any) -> Any:
+    """Around 1, for at 0 and 1 themselves a layer might forget to multiply or to add."""
+    leaves, tree = jax.tree.flatten(variables)
+    return tree.unflatten([1 + 0.5 * normal(i, a.shape, a.dtype) for i, a in enumerate(leaves)])
+
+
+def results(layer: Layer, variables: Any, x: jax.Array, dy: jax.Array) -> dict[str, np.ndarray]:
+    """y and every gradient under `dy`."""
+
+    @jax.jit
+    def run(variables, x, dy):
+        y, pullback = jax.vjp(layer.apply, variables, x)
+        return y, pullback(dy.astype(y.dtype))
+
+    y, (dvariables, dx) = run(variables, x, dy)
+    return {"y": np.asarray(y), "dx": np.asarray(dx)} | {k: np.asarray(a) for k, a in named(dvariables).items()}
+
+
+def assert_parity(theirs: Layer, ours: Layer, true: Layer, x: jax.Array) -> str:
+    """-> the path that ours took. `true` is theirs for float64 variables and x."""
+    try:
+        variables = theirs.init(x)
+        shape = jax.eval_shape(theirs.apply, variables, x)
+    except Exception as error:
+        with pytest.raises(type(error)):
+            ours.apply(ours.init(x), x)
+        return "rejected"
+    assert_same_variables(variables, ours.init(x))
+    variables = randomised(variables)
+    dy = normal(99, shape.shape, shape.dtype)
+    with _modules.noting() as routes:
+        got = results(ours, variables, x, dy)
+    wanted = results(theirs, variables, x, dy)
+    (path,) = {route.path for route in routes}
+    if path != "plain":
+        double = jax.tree.map(lambda a: a.astype("float64"), variables)
+        truth = results(true, double, x.astype("float64"), dy.astype("float64"))
+        assert got.keys() == wanted.keys() == truth.keys()
+    for name, a in got.items():
+        b = wanted[name]
+        assert a.dtype == b.dtype and a.shape == b.shape, name
+        if path == "plain":
+            np.testing.assert_array_equal(a, b, name)
+        else:
+            assert_close(name, a, b, truth[name], got["y"].dtype)
+    return path
+
+
+def assert_close(name: str, ours: np.ndarray, theirs: np.ndarray, true: np.ndarray, y_dtype: Any) -> None:
+    """The dtype of a float32 gradient that was rounded to 16 bits on its way, as that of y, is those."""
+    eps = max(float(jnp.finfo(dtype).eps) for dtype in (ours.dtype, y_dtype))
+    compute = float(jnp.finfo(jnp.promote_types(ours.dtype, "float32")).eps)
+    error = np.abs(ours.astype("float64") - true)
+    largest = np.max(np.abs(theirs.astype("float64") - true), initial=0)
+    allowed = largest + eps * np.abs(true) + OPERATIONS * compute * np.max(np.abs(true), initial=0)
+    worst = np.unravel_index(np.argmax(error - allowed), error.shape)
+    assert error[worst] <= allowed[worst], (
+        f"{name}{list(map(int, worst))}: {ours[worst]} for {true[worst]}; the framework's own is {theirs[worst]}, its "
+        f"largest error {largest:.3e}"
+    )

@@ -1,0 +1,426 @@
+"""Models that were not written for jln, converted: the same numbers, the kernels in the step, and the way back."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from parity import normal
+
+import jln
+from jln import convert
+
+nnx = pytest.importorskip("flax.nnx")
+nn = pytest.importorskip("flax.linen")
+eqx = pytest.importorskip("equinox")
+hk = pytest.importorskip("haiku")
+optax = pytest.importorskip("optax")
+
+WIDTH, HEADS, LAYERS = 16, 2, 3
+TOKENS = np.random.default_rng(0).integers(0, 11, (2, 6))
+
+# Two float32 programs that differ by the rounding of a dozen norms.
+close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6)
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, normalize_qk=True, rngs=rngs)
+        self.norm2 = nnx.RMSNorm(WIDTH, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
+        self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        x = x + self.attention(self.norm(x))
+        return x + self.down(jax.nn.gelu(self.up(self.norm2(x))))
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(11, WIDTH, rngs=rngs)
+        self.blocks = nnx.List([NnxBlock(rngs) for _ in range(LAYERS)])
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.head = nnx.Linear(WIDTH, 11, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+PAIRS = {NnxBlock: [("norm2", "up")], NnxModel: [("norm", "head")]}
+
+
+@nnx.jit
+def nnx_step(model):
+    def loss(model):
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(model(TOKENS), TOKENS))
+
+    return nnx.value_and_grad(loss)(model)
+
+
+def nnx_pure(tree):
+    return nnx.to_pure_dict(nnx.state(tree) if isinstance(tree, nnx.Module) else tree)
+
+
+@pytest.mark.parametrize("fuse", [False, PAIRS], ids=["swapped", "fused"])
+@pytest.mark.parametrize("copy", [False, True])
+def test_nnx_transformer(fuse, copy):
+    model = NnxModel(nnx.Rngs(0))
+    loss, gradients = nnx_step(model)
+    before = nnx_pure(model)
+    parameters = [id(p) for _, p in nnx.iter_graph(model) if isinstance(p, nnx.Param)]
+
+    conversion = convert.nnx(model, fuse=fuse, copy=copy)
+    assert (conversion.model is model) != copy
+    assert type(model.norm) is nnx.LayerNorm if copy else isinstance(model.norm, jln.nnx.LayerNorm)
+    swapped = [c for c in conversion.changes if c.after.startswith("jln.nnx.")]
+    assert len(swapped) == LAYERS * 4 + 1 + (LAYERS + 1 if fuse else 0)  # a block has two more norms in its attention
+    jax.tree.map(np.testing.assert_array_equal, nnx_pure(conversion.model), before)  # the same tree of variables
+    if not copy:
+        assert [id(p) for _, p in nnx.iter_graph(model) if isinstance(p, nnx.Param)] == parameters
+
+    new_loss, new_gradients = nnx_step(conversion.model)
+    close(new_loss, loss)
+    jax.tree.map(close, nnx_pure(new_gradients), nnx_pure(gradients))
+
+    routes = jln.explain(conversion.model, TOKENS)
+    assert [r.path for r in routes].count("fused") == (LAYERS + 1 if fuse else 0)
+    assert {r.path for r in routes} <= {"fused", "kernel"}
+    assert len(routes) == LAYERS * 4 + 1
+
+    graphdef, state = nnx.split(conversion.model)
+    jaxpr = str(jax.make_jaxpr(lambda s: jax.tree.leaves(nnx_step(nnx.merge(graphdef, s))))(state))
+    for name, count in {"jln_norm_forward": LAYERS * 3 + (not fuse) * (LAYERS + 1),
+                        "jln_norm_linear_forward": fuse and LAYERS + 1}.items():  # fmt: skip
+        assert jaxpr.count(f"{name}[") == count
+        assert jaxpr.count(f"{name.replace('forward', 'backward')}[") == count
+
+    assert conversion.undo() is conversion.model
+    assert [type(m) for _, m in nnx.iter_modules(conversion.model)] == [
+        type(m) for _, m in nnx.iter_modules(NnxModel(nnx.Rngs(0)))
+    ]
+    np.testing.assert_array_equal(nnx_step(conversion.model)[0], loss)
+
+
+def test_nnx_training_goes_on_and_undo_keeps_what_was_learned():
+    model = NnxModel(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    conversion = convert.nnx(model, fuse=PAIRS)
+
+    @nnx.jit
+    def step(model, optimizer):
+        loss, gradients = nnx_step(model)
+        optimizer.update(model, gradients)
+        return loss
+
+    losses = [float(step(model, optimizer)) for _ in range(3)]
+    assert losses == sorted(losses, reverse=True)
+    converted = model(TOKENS)
+    conversion.undo()
+    close(model(TOKENS), converted)
+    assert float(step(model, optimizer)) < losses[-1]
+
+
+def test_nnx_shared_layers_metadata_and_subclasses():
+    class Mine(nnx.LayerNorm):
+        def __call__(self, x, *, mask=None):
+            return super().__call__(x, mask=mask) + 1
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.one = nnx.LayerNorm(8, bias_metadata={"tag": "kept"}, rngs=rngs)
+            self.again = self.one
+            self.mine = Mine(8, rngs=rngs)
+            self.ready = jln.nnx.RMSNorm(8, rngs=rngs)
+
+    model = Model(nnx.Rngs(0))
+    conversion = convert.nnx(model)
+    assert model.one is model.again
+    assert type(model.one) is jln.nnx.LayerNorm
+    assert model.one.bias.get_metadata()["tag"] == "kept"
+    assert type(model.mine) is Mine
+    assert [(c.path, c.after) for c in conversion.changes] == [("again", "jln.nnx.LayerNorm"), ("mine", "")]
+    assert "mine" in str(conversion)
+    assert "left" in str(conversion)
+    assert str(convert.nnx(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))) == "nothing to convert"
+    assert convert.nnx(nnx.LayerNorm(8, rngs=nnx.Rngs(0))).changes[0].path == ""  # the model may be the layer
+
+
+class Declared(nnx.Module):
+    norm_linear_pairs = (("norm", "inner.up"),)
+
+    def __init__(self, rngs, use=lambda self, x: self.inner.up(self.norm(x))):
+        self.norm = nnx.LayerNorm(8, rngs=rngs)
+        self.inner = nnx.Dict(up=nnx.LinearGeneral(8, (2, 3), rngs=rngs))
+        self.use = nnx.static(use)
+
+    def __call__(self, x):
+        return self.use(self, x)
+
+
+def test_nnx_pair_declared_by_the_model():
+    x = normal(0, (4, 8), "float32")
+    model = Declared(nnx.Rngs(0))
+    y = model(x)
+    conversion = convert.nnx(model, fuse=True)
+    close(model(x), y)
+    assert [r.path for r in jln.explain(model, x)] == ["fused"]
+    assert "fused with inner.up" in str(conversion)
+    mask = jnp.arange(8) < 5
+    masked = Declared(nnx.Rngs(0), lambda self, x: self.inner.up(self.norm(x, mask=mask)))
+    y = masked(x)
+    convert.nnx(masked, fuse=True)
+    np.testing.assert_array_equal(masked(x), y)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda self, x: x + self.norm(x),
+        lambda self, x: jnp.sin(self.norm(x)),
+        lambda self, x: jnp.dot(self.norm(x), jnp.ones((8, 2))),
+        lambda self, x: nnx.Linear(8, 2, rngs=nnx.Rngs(0))(self.norm(x)),
+        lambda self, x: self.norm(self.norm(x)),
+    ],
+)
+def test_nnx_pair_declared_wrongly(use):
+    """The norm's result goes elsewhere too: an error and never another number."""
+    model = Declared(nnx.Rngs(0), use)
+    x = normal(0, (4, 8), "float32")
+    assert model(x).shape
+    convert.nnx(model, fuse=True)
+    with pytest.raises(TypeError, match="Deferred"):
+        model(x)
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        [("norm", "missing")],
+        [("norm", "norm2")],
+        [("up", "norm")],
+        [("norm2", "up"), ("norm2", "down")],
+        [("attention", "up")],
+    ],
+)
+def test_bad_pairs_change_nothing(pairs):
+    model = NnxModel(nnx.Rngs(0))
+    with pytest.raises(ValueError, match="NnxBlock"):
+        convert.nnx(model, fuse={NnxBlock: pairs})
+    assert type(model.norm) is nnx.LayerNorm
+    assert type(model.blocks[0].norm) is nnx.LayerNorm
+
+
+def test_not_a_model():
+    with pytest.raises(TypeError, match=r"flax\.nnx\.Module; got dict"):
+        convert.nnx({})
+
+
+class EqxBlock(eqx.Module):
+    norm: eqx.nn.LayerNorm
+    attention: eqx.nn.MultiheadAttention
+    norm2: eqx.nn.RMSNorm
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 3)
+        self.norm = eqx.nn.LayerNorm(WIDTH, dtype="float32")
+        self.attention = eqx.nn.MultiheadAttention(HEADS, WIDTH, key=keys[0])
+        self.norm2 = eqx.nn.RMSNorm(WIDTH, dtype="float32")
+        self.up = eqx.nn.Linear(WIDTH, 4 * WIDTH, key=keys[1], dtype="float32")
+        self.down = eqx.nn.Linear(4 * WIDTH, WIDTH, key=keys[2], dtype="float32")
+
+    def __call__(self, x):
+        h = jax.vmap(self.norm)(x)
+        x = x + self.attention(h, h, h)
+        return x + jax.vmap(self.down)(jax.nn.gelu(jax.vmap(self.up)(jax.vmap(self.norm2)(x))))
+
+
+class EqxModel(eqx.Module):
+    embed: jax.Array
+    blocks: list[EqxBlock]
+    head: eqx.nn.Sequential
+
+    def __init__(self, key):
+        keys = jax.random.split(key, LAYERS + 2)
+        self.embed = jax.random.normal(keys[0], (11, WIDTH), "float32")
+        self.blocks = [EqxBlock(k) for k in keys[1:-1]]
+        norm = eqx.nn.LayerNorm(WIDTH, dtype="float32")
+        self.head = eqx.nn.Sequential([norm, eqx.nn.Linear(WIDTH, 11, key=keys[-1], dtype="float32")])
+
+    def __call__(self, tokens):
+        x = self.embed[tokens]
+        for block in self.blocks:
+            x = block(x)
+        return jax.vmap(self.head)(x)
+
+
+def eqx_model():
+    return jax.tree.map(lambda a: a.astype("float32") if eqx.is_array(a) else a, EqxModel(jax.random.key(0)))
+
+
+@eqx.filter_jit
+@eqx.filter_value_and_grad
+def eqx_step(model):
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(TOKENS), TOKENS))
+
+
+@pytest.mark.parametrize("fuse", [False, {EqxBlock: [("norm2", "up")]}], ids=["swapped", "fused"])
+def test_equinox_transformer(fuse):
+    model = eqx_model()
+    loss, gradients = eqx_step(model)
+    conversion = convert.equinox(model, fuse=fuse)
+    assert type(model.blocks[0].norm) is eqx.nn.LayerNorm
+    assert {c.path for c in conversion.changes} >= {".blocks[0].norm", ".blocks[2].norm2", ".head.layers[0]"}
+    new_loss, new_gradients = eqx_step(conversion.model)
+    close(new_loss, loss)
+    jax.tree.map(close, conversion.undo(new_gradients), gradients)
+    routes = jln.explain(jax.vmap(conversion.model), TOKENS)
+    assert [r.path for r in routes] == [*(["kernel", "fused" if fuse else "kernel"] * LAYERS), "kernel"]
+    if not fuse:
+        assert jax.tree.leaves(conversion.model)[1] is jax.tree.leaves(model)[1]
+        for a, b in zip(jax.tree.leaves(conversion.model), jax.tree.leaves(model), strict=True):
+            assert a is b
+
+    jaxpr = str(eqx.filter_make_jaxpr(eqx_step)(conversion.model)[0])
+    counts = {"jln_norm": LAYERS * (1 if fuse else 2) + 1, "jln_norm_linear": fuse and LAYERS}
+    for name, count in counts.items():
+        assert jaxpr.count(f"{name}_forward[") == jaxpr.count(f"{name}_backward[") == count
+
+    doubled = conversion.undo(jax.tree.map(lambda a: 2 * a, conversion.model))
+    assert eqx.tree_equal(doubled, jax.tree.map(lambda a: 2 * a, model))  # classes, structure and leaves
+
+
+def test_equinox_subclasses_and_layers_that_are_ours():
+    class Mine(eqx.nn.LayerNorm):
+        def __call__(self, x, state=None, *, key=None):
+            return x
+
+    tree = {"mine": Mine(8), "ready": jln.equinox.LayerNorm(8), "theirs": eqx.nn.LayerNorm(8)}
+    conversion = convert.equinox(tree)
+    assert [(c.path, c.after) for c in conversion.changes] == [
+        ("['mine']", ""),
+        ("['theirs']", "jln.equinox.LayerNorm"),
+    ]
+    assert {k: type(v) for k, v in conversion.undo().items()} == {k: type(v) for k, v in tree.items()}
+
+
+def test_equinox_pair_declared_wrongly():
+    class Block(eqx.Module):
+        norm: eqx.nn.LayerNorm
+        up: eqx.nn.Linear
+        norm_linear_pairs = (("norm", "up"),)
+
+        def __call__(self, x):
+            return self.up(self.norm(x)) + self.norm(x)
+
+    block = Block(eqx.nn.LayerNorm(8), eqx.nn.Linear(8, 8, key=jax.random.key(0)))
+    converted = convert.equinox(block, fuse=True).model
+    with pytest.raises(TypeError, match="Deferred"):
+        converted(jnp.ones(8))
+    with pytest.raises(ValueError, match="declares 'up' as"):
+        convert.equinox(block, fuse={Block: [("up", "up")]})
+
+
+class LinenModel(nn.Module):
+    """A Linen model with what may stand in the way: lifted scan, remat, a norm used twice, a subclass."""
+
+    @nn.compact
+    def __call__(self, x):
+        class Block(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                x = x + nn.Dense(WIDTH)(nn.LayerNorm()(x))
+                return x + nn.Dense(WIDTH)(nn.RMSNorm(dtype=jnp.bfloat16)(x)), None
+
+        class Mine(nn.LayerNorm):
+            @nn.compact
+            def __call__(self, x):
+                return super().__call__(x) + 1
+
+        layers = nn.scan(nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS)
+        x, _ = layers(name="blocks")(x, None)
+        norm = nn.LayerNorm(use_bias=False)
+        return Mine()(norm(norm(x)))
+
+
+def test_linen_context():
+    x = normal(0, (2, 6, WIDTH), "float32")
+    model = LinenModel()
+    variables = model.init(jax.random.key(0), x)
+
+    @jax.jit
+    def step(variables):
+        return jax.value_and_grad(lambda v: jnp.mean(jnp.sin(model.apply(v, x))))(variables)
+
+    theirs = step(variables)
+    with convert.linen() as routes:
+        assert jax.tree.structure(model.init(jax.random.key(0), x)) == jax.tree.structure(variables)
+        jax.tree.map(np.testing.assert_array_equal, model.init(jax.random.key(0), x), variables)
+        own = step(variables)
+        inside = str(jax.make_jaxpr(step)(variables))
+        seen = jln.explain(model, x)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-2, atol=1e-4), own, theirs)  # a norm in bfloat16
+    assert {(r.layer, r.path) for r in routes} == {
+        ("jln.linen.LayerNorm blocks/LayerNorm_0", "kernel"),
+        ("jln.linen.RMSNorm blocks/RMSNorm_0", "kernel"),
+        ("jln.linen.LayerNorm LayerNorm_0", "kernel"),
+        (f"{__name__}.LinenModel.__call__.<locals>.Mine", "plain"),
+    }
+    assert set(seen) == set(routes)
+    assert inside.count("jln_norm_backward[") == 4
+    assert "jln_norm" not in str(jax.make_jaxpr(step)(variables))  # outside all is as before
+    jax.tree.map(np.testing.assert_array_equal, step(variables), theirs)
+
+
+def test_linen_context_passes_every_call_through():
+    x = normal(0, (4, 8), "float32")
+    mask = x > 0
+    norm = nn.LayerNorm()
+    variables = norm.init(jax.random.key(0), x)
+    expected = norm.apply(variables, x, mask=mask)
+    with convert.linen() as routes:
+        np.testing.assert_array_equal(norm.apply(variables, x, mask=mask), expected)
+        with pytest.raises(TypeError):
+            norm.apply(variables, x, 1, 2)
+    assert [(r.path, r.why) for r in routes] == [("plain", "mask is given")]
+
+
+def test_haiku_context():
+    x = normal(0, (2, 6, WIDTH), "float32")
+
+    class Mine(hk.LayerNorm):
+        pass
+
+    def function(x):
+        for _ in range(LAYERS):
+            x = x + hk.Linear(WIDTH)(hk.LayerNorm(-1, True, True)(x))
+            x = x + hk.Linear(WIDTH)(hk.RMSNorm(-1)(x))
+        x = hk.LayerNorm(1, True, True, param_axis=-1)(x)
+        return Mine(-1, True, True)(hk.LayerNorm(-1, False, False)(x, jnp.float32(2) * jnp.ones(WIDTH, "float32")))
+
+    model = hk.without_apply_rng(hk.transform(function))
+    params = model.init(jax.random.key(0), x)
+
+    @jax.jit
+    def step(params):
+        return jax.value_and_grad(lambda p: jnp.mean(jnp.sin(model.apply(p, x))))(params)
+
+    theirs = step(params)
+    with convert.haiku() as routes:
+        jax.tree.map(np.testing.assert_array_equal, model.init(jax.random.key(0), x), params)
+        own = step(params)
+        inside = str(jax.make_jaxpr(step)(params))
+    jax.tree.map(close, own, theirs)
+    assert inside.count("jln_norm_backward[") == 2 * LAYERS + 1
+    paths = {r.layer: r.path for r in routes}
+    assert paths.pop("jln.haiku.LayerNorm layer_norm_3") == "plain"
+    assert paths.pop(f"{__name__}.test_haiku_context.<locals>.Mine") == "plain"
+    assert set(paths.values()) == {"kernel"}
+    assert len(paths) == 2 * LAYERS + 1
+    assert "jln_norm" not in str(jax.make_jaxpr(step)(params))

@@ -1,0 +1,193 @@
+"""jln.equinox against equinox.nn: every argument, alone and in pairs."""
+
+import io
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+eqx = pytest.importorskip("equinox")
+from parity import Layer, assert_parity, described, normal, pairwise, randomised  # noqa: E402
+
+import jln  # noqa: E402
+from jln import equinox as ours  # noqa: E402
+
+BATCH = 3
+ARGUMENTS = {
+    "x": ["float32", "bfloat16", "float16", "float64"],
+    "shape": [8, (8,), (4, 8), [2, 3, 4]],
+    "eps": [1e-5, 1e-2],
+    "use_weight": [True, False],
+    "use_bias": [True, False],
+    "dtype": ["float32", "bfloat16", None],
+}
+
+
+def layer(cls, **options):
+    """vmapped over a batch, as users do."""
+    made = cls(**options)
+    arrays, rest = eqx.partition(made, eqx.is_array)
+    return Layer(lambda x: _fields(arrays), lambda fields, x: jax.vmap(_with_fields(arrays, rest, fields))(x))
+
+
+def _fields(arrays):
+    return {jax.tree_util.keystr(path): a for path, a in jax.tree_util.tree_leaves_with_path(arrays)}
+
+
+def _with_fields(arrays, rest, fields):
+    leaves = [fields[name] for name in _fields(arrays)]  # JAX sorts dicts
+    return eqx.combine(jax.tree.unflatten(jax.tree.structure(arrays), leaves), rest)
+
+
+def shape_of(case):
+    shape = case["shape"]
+    return (BATCH, shape) if isinstance(shape, int) else (BATCH, *shape)
+
+
+@pytest.mark.parametrize("case", pairwise(ARGUMENTS), ids=described)
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_norms(name, case):
+    case = dict(case)
+    x = normal(1, shape_of(case), case.pop("x"))
+    theirs, own = (layer(getattr(c, name), **case) for c in (eqx.nn, ours))
+    path = assert_parity(theirs, own, theirs, x)
+    # under x64 Equinox's default parameters are float64
+    wide = case["dtype"] is None and (case["use_weight"] or case["use_bias"])
+    mixed = (x.dtype == jnp.float64) != wide and (case["use_weight"] or case["use_bias"])
+    assert path == ("plain" if mixed else "kernel")
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "path"),
+    [((8,), "float32", "kernel"), ((), "float32", "plain"), ((0,), "float32", "plain"), ((8,), "int32", "plain")],
+)
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_path(name, shape, dtype, path):
+    x = jnp.ones(shape, dtype)
+    (route,) = jln.explain(getattr(ours, name)(shape, dtype="float32"), x)
+    assert (route.layer, route.path) == (f"jln.equinox.{name}", path)
+    if path == "plain" and shape != (0,):
+        theirs, own = (getattr(c, name)(shape, dtype="float32")(x) for c in (eqx.nn, ours))
+        np.testing.assert_array_equal(theirs, own)
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_state_and_key(name):
+    """`state` is handed through, `key` is ignored."""
+    x = normal(0, (8,), "float32")
+    for module in (eqx.nn, ours):
+        norm = getattr(module, name)(8)
+        y, state = norm(x, "a state", key=jax.random.key(0))
+        assert state == "a state"
+        assert y.shape == x.shape
+        assert norm(x, state=None)[1] is None
+        assert norm(x).shape == x.shape
+
+
+LINEAR = {
+    "x": ["float32", "bfloat16"],
+    "out_features": [16, 1],
+    "eps": [1e-5, 1e-2],
+    "use_weight": [True, False],
+    "use_offset": [True, False],
+    "use_bias": [True, False],
+    "dtype": ["float32", "bfloat16"],
+}
+
+
+class Pair(eqx.Module):
+    """What LayerNormLinear stands for, in Equinox's own layers."""
+
+    norm: eqx.nn.LayerNorm
+    linear: eqx.nn.Linear
+
+    def __init__(self, h, n, eps, use_weight, use_offset, use_bias, dtype, *, key):
+        self.norm = eqx.nn.LayerNorm(h, eps, use_weight, use_offset, dtype)
+        self.linear = eqx.nn.Linear(h, n, use_bias, dtype, key=key)
+
+    def __call__(self, x):
+        return self.linear(self.norm(x))
+
+
+@pytest.mark.parametrize("case", pairwise(LINEAR), ids=described)
+def test_layer_norm_linear(case):
+    case = dict(case)
+    x = normal(1, (BATCH, 8), case.pop("x"))
+    arguments = (8, *case.values())
+    theirs, own = (
+        layer(lambda cls=cls: cls(*arguments, key=jax.random.key(0))) for cls in (Pair, ours.LayerNormLinear)
+    )
+    path = assert_parity(theirs, own, theirs, x)
+    # bfloat16 x and float32 parameters: Equinox rounds the norm's result to bfloat16 and then multiplies in float32
+    assert path == ("kernel" if (x.dtype, case["dtype"]) == (jnp.bfloat16, "float32") else "fused")
+
+
+def test_scalar_linear():
+    x = normal(0, (8,), "float32")
+    own = ours.LayerNormLinear(8, "scalar", dtype="float32", key=jax.random.key(0))
+    theirs = Pair(8, "scalar", 1e-5, True, True, True, "float32", key=jax.random.key(0))
+    assert own(x).shape == ()
+    np.testing.assert_allclose(own(x), theirs(x), rtol=1e-5)
+    assert [r.path for r in jln.explain(own, x)] == ["kernel"]
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_rejected_alike(name):
+    calls = [
+        lambda cls: cls(8)(jnp.ones(5)),
+        lambda cls: cls(8)(jnp.ones((2, 8))),
+        lambda cls: cls(8)([1.0] * 8),
+        lambda cls: cls(8, epsilon=1e-5),
+        lambda cls: cls("8"),
+    ]
+    for call in calls:
+        with pytest.raises(Exception) as theirs:
+            call(getattr(eqx.nn, name))
+        with pytest.raises(type(theirs.value)):
+            call(getattr(ours, name))
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_checkpoints_go_both_ways(name):
+    for writer, reader in itertools.permutations((eqx.nn, ours)):
+        written = randomised(getattr(writer, name)((4, 8), dtype="float32"))
+        file = io.BytesIO()
+        eqx.tree_serialise_leaves(file, written)
+        file.seek(0)
+        read = eqx.tree_deserialise_leaves(file, getattr(reader, name)((4, 8), dtype="float32"))
+        np.testing.assert_array_equal(read.weight, written.weight)
+        np.testing.assert_array_equal(read.bias, written.bias)
+
+
+def test_deprecated_argument():
+    with pytest.warns(UserWarning, match="elementwise_affine"):
+        norm = ours.LayerNorm(8, elementwise_affine=False)
+    assert norm.weight is None
+    assert norm.bias is None
+
+
+def test_inside_of_transformations():
+    """Nested vmap, filter_jit, filter_grad, filter_checkpoint and scan over stacked layers."""
+    x = normal(0, (2, 3, 8), "float32")
+
+    def gradients(cls):
+        layers = eqx.filter_vmap(lambda key: cls(8, dtype="float32"))(jax.random.split(jax.random.key(0), 3))
+        arrays, rest = eqx.partition(layers, eqx.is_array)
+
+        @eqx.filter_jit
+        @eqx.filter_grad
+        def loss(arrays):
+            def body(x, arrays):
+                norm = eqx.combine(arrays, rest)
+                return jnp.sin(jax.vmap(jax.vmap(eqx.filter_checkpoint(norm)))(x)), None
+
+            return jnp.sum(jnp.cos(jax.lax.scan(body, x, arrays)[0]))
+
+        return loss(arrays)
+
+    theirs, own = gradients(eqx.nn.LayerNorm), gradients(ours.LayerNorm)
+    for a, b in zip(jax.tree.leaves(own), jax.tree.leaves(theirs), strict=True):
+        # three layers of float32, each gradient the sum of 6 rows
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)

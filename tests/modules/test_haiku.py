@@ -1,0 +1,275 @@
+"""jln.haiku against haiku: every argument, alone and in pairs; and Haiku's own tests with our classes in place."""
+
+import contextlib
+import importlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+hk = pytest.importorskip("haiku")
+from parity import Layer, assert_parity, described, normal, pairwise, randomised  # noqa: E402
+
+import jln  # noqa: E402
+from jln import _modules  # noqa: E402
+from jln import haiku as ours  # noqa: E402
+
+SHAPE = (3, 4, 8)
+
+ARGUMENTS = {
+    "x": ["float32", "bfloat16", "float16", "float64"],
+    "axis": [-1, (1, 2), slice(1, None), 0, (-1, 0), slice(0, -1), [2]],
+    "param_axis": [-1, None, (1, 2), (2, 1), slice(1, None), 1],
+    "create_scale": [True, False],
+    "create_offset": [True, False],
+    "eps": [1e-5, 1e-2],
+    "scale_init": [None, hk.initializers.RandomNormal()],
+    "offset_init": [None, hk.initializers.RandomNormal()],
+    "use_fast_variance": [False, True],
+    "scale": [None, normal(5, (8,), "float32"), normal(6, (4, 1), "float32")],
+    "offset": [None, normal(7, (1, 1, 8), "float32"), normal(8, (4, 8), "bfloat16")],
+}
+ONLY_LAYER_NORM = ("create_offset", "offset_init", "use_fast_variance", "scale", "offset")
+
+
+def cases(name):
+    skipped = ONLY_LAYER_NORM if name == "RMSNorm" else ()
+    return pairwise({k: v for k, v in ARGUMENTS.items() if k not in skipped})
+
+
+def layer(cls, scale=None, offset=None, **options):
+    given = () if scale is None and offset is None else (scale, offset)
+    module = hk.without_apply_rng(hk.transform(lambda x: cls(**options)(x, *given)))
+    return Layer(lambda x: module.init(jax.random.key(0), x), module.apply)
+
+
+def parity(name, case):
+    case = dict(case)
+    x = normal(1, SHAPE, case.pop("x"))
+    if not case["create_scale"]:  # Haiku rejects an initialiser for what it does not create: in another test
+        case["scale_init"] = None
+    if not case.get("create_offset", True):
+        case["offset_init"] = None
+    double = case | ({"use_fast_variance": False} if name == "LayerNorm" else {})
+    for argument in ("scale", "offset"):
+        if double.get(argument) is not None:
+            double[argument] = double[argument].astype("float64")
+    return assert_parity(
+        layer(getattr(hk, name), **case), layer(getattr(ours, name), **case), layer(getattr(hk, name), **double), x
+    )
+
+
+@pytest.mark.parametrize("case", cases("LayerNorm"), ids=described)
+def test_layer_norm(case):
+    parity("LayerNorm", case)
+
+
+@pytest.mark.parametrize("case", cases("RMSNorm"), ids=described)
+def test_rms_norm(case):
+    parity("RMSNorm", case)
+
+
+@pytest.mark.parametrize(
+    ("changed", "path"),
+    [
+        ({}, "kernel"),
+        ({"x": "bfloat16"}, "kernel"),
+        ({"axis": (1, 2)}, "kernel"),
+        ({"axis": slice(1, None), "param_axis": slice(1, None)}, "kernel"),
+        ({"axis": slice(1, None), "param_axis": None}, "kernel"),
+        ({"axis": 1, "param_axis": 1}, "kernel"),
+        ({"axis": 1}, "plain"),
+        ({"param_axis": (1, 2)}, "plain"),
+        ({"axis": 0, "create_scale": False, "create_offset": False}, "kernel"),
+        ({"axis": slice(0, 0), "create_scale": False, "create_offset": False}, "plain"),
+        ({"eps": -1e-5}, "plain"),
+        ({"x": "int32"}, "plain"),
+        ({"x": "complex64"}, "plain"),
+    ],
+    ids=lambda a: described(a) if isinstance(a, dict) else a,
+)
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_path(name, changed, path):
+    case = {k: v[0] for k, v in ARGUMENTS.items() if k not in ("scale", "offset")} | changed
+    x = jnp.ones(SHAPE, case.pop("x"))
+    for argument in ("create_offset", "offset_init", "use_fast_variance") if name == "RMSNorm" else ():
+        case.pop(argument)
+    (route,) = jln.explain(hk.transform(lambda x: getattr(ours, name)(**case)(x)), x)
+    assert route.path == path, route
+    assert route.layer.startswith(f"jln.haiku.{name} ")
+
+
+# broadcast against x: along the normalised axis alone, and along others
+@pytest.mark.parametrize(
+    ("shape", "path"), [((8,), "kernel"), ((), "kernel"), ((1, 1, 8), "kernel"), ((4, 1), "plain"), ((4, 8), "plain")]
+)
+def test_scale_and_offset_of_a_call(shape, path):
+    x = normal(0, SHAPE, "float32")
+    a = normal(1, shape, "float32")
+
+    def function(cls):
+        return hk.transform(lambda x, a: cls(-1, False, False)(x, a, 2 * a))
+
+    (route,) = jln.explain(function(ours.LayerNorm), x, a)
+    assert route.path == path
+    theirs, own = (function(c.LayerNorm).apply({}, None, x, a) for c in (hk, ours))
+    # each of a few float32 operations rounds once
+    np.testing.assert_allclose(own, theirs, rtol=1e-5, atol=8 * float(jnp.finfo("float32").eps) * np.abs(theirs).max())
+
+
+def test_rounding_of_16_bits_happens_once():
+    """Haiku's bfloat16 norm rounds mean, variance and every product; ours is half a rounding from the truth."""
+    x = normal(0, (64, 256), "bfloat16") + 4
+    wide = np.asarray(x, "float64")
+    eps = float(np.asarray(1e-5, jnp.bfloat16))
+    true = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + eps)
+    theirs, own = (
+        np.asarray(hk.transform(lambda x, c=c: c.LayerNorm(-1, False, False)(x)).apply({}, None, x), "float64")
+        for c in (hk, ours)
+    )
+    half = float(jnp.finfo(jnp.bfloat16).eps) / 2
+    assert np.all(np.abs(own - true) <= half * np.abs(true) + 16 * np.finfo("float32").eps)
+    assert np.max(np.abs(own - true)) < np.max(np.abs(theirs - true))
+
+
+LINEAR = {
+    "x": ["float32", "bfloat16", "float64"],
+    "output_size": [16, 3],
+    "create_scale": [True, False],
+    "create_offset": [True, False],
+    "eps": [1e-5, 1e-2],
+    "with_bias": [True, False],
+    "w_init": [None, hk.initializers.RandomNormal()],
+    "b_init": [None, hk.initializers.RandomNormal()],
+    "precision": [None, jax.lax.Precision.HIGHEST],
+}
+
+
+class Pair(hk.Module):
+    """What LayerNormLinear stands for, in Haiku's own modules."""
+
+    def __init__(self, output_size, create_scale, create_offset, eps, with_bias, w_init, b_init):
+        super().__init__(name="layer_norm_linear")
+        self.norm, self.linear = (-1, create_scale, create_offset, eps), (output_size, with_bias, w_init, b_init)
+
+    def __call__(self, x, precision):
+        return hk.Linear(*self.linear)(hk.LayerNorm(*self.norm)(x), precision=precision)
+
+
+@pytest.mark.parametrize("case", pairwise(LINEAR), ids=described)
+def test_layer_norm_linear(case):
+    case = dict(case)
+    x, precision = normal(1, SHAPE, case.pop("x")), case.pop("precision")
+
+    def made(cls):
+        module = hk.without_apply_rng(hk.transform(lambda x: cls(**case)(x, precision=precision)))
+        return Layer(lambda x: module.init(jax.random.key(0), x), module.apply)
+
+    assert assert_parity(made(Pair), made(ours.LayerNormLinear), made(Pair), x) == "fused"
+
+
+def test_linear_of_another_dtype_is_not_fused():
+    """Parameters that a getter or a checkpoint gives another dtype: the framework's own promotion, and no fusion."""
+    x = normal(0, SHAPE, "bfloat16")
+    module = hk.without_apply_rng(hk.transform(lambda x: ours.LayerNormLinear(5)(x)))
+    variables = module.init(jax.random.key(0), x)
+    wide = jax.tree.map(lambda a: a.astype("float32"), variables)
+    mixed = variables | {"layer_norm_linear/linear": wide["layer_norm_linear/linear"]}
+    assert module.apply(variables, x).dtype == jnp.bfloat16
+    for params, path in ((variables, "fused"), (mixed, "kernel"), (wide, "fused")):
+        with _modules.noting() as routes:
+            y = module.apply(params, x)
+        assert [r.path for r in routes] == [path]
+        assert y.dtype == (jnp.bfloat16 if params is variables else jnp.float32)
+
+
+BAD = {
+    "an axis that is a string": lambda c: c("foo"),
+    "an axis of strings": lambda c: c(["foo"]),
+    "an initialiser for no scale": lambda c: c(-1, create_scale=False, scale_init=jnp.ones),
+    "an unknown argument": lambda c: c(-1, epsilon=1e-5),
+}
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("bad", BAD)
+def test_rejected_alike(name, bad):
+    def run(module):
+        def function(x):
+            cls = getattr(module, name)
+            return BAD[bad](lambda *a, **k: cls(*a, **({"create_scale": True} | extra | k)))(x)
+
+        extra = {"create_offset": True} if name == "LayerNorm" else {}
+        return hk.transform(function).init(jax.random.key(0), jnp.ones(SHAPE))
+
+    with pytest.raises(Exception) as theirs:
+        run(hk)
+    with pytest.raises(type(theirs.value)):
+        run(ours)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda module: module.RMSNorm((-1, 2))(jnp.ones(SHAPE)),
+        lambda module: module.RMSNorm(7)(jnp.ones(SHAPE)),
+        lambda module: module.LayerNorm(-1, True, True)(jnp.ones(())),
+        lambda module: module.LayerNorm(-1, True, False)(jnp.ones(SHAPE), jnp.ones(8)),
+        lambda module: module.LayerNorm(-1, False, True)(jnp.ones(SHAPE), None, jnp.ones(8)),
+        lambda module: module.LayerNorm(-1, False, False)(jnp.ones(SHAPE), jnp.ones(5)),
+        lambda module: module.LayerNorm(-1, True, True)("x"),
+    ],
+)
+def test_rejected_calls(call):
+    with pytest.raises(Exception) as theirs:
+        hk.transform(lambda: call(hk)).init(jax.random.key(0))
+    with pytest.raises(type(theirs.value)):
+        hk.transform(lambda: call(ours)).init(jax.random.key(0))
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_parameters_go_both_ways(name):
+    """A checkpoint of Haiku's is the tree of parameters."""
+    x = normal(0, SHAPE, "float32")
+    arguments = (-1, True, True) if name == "LayerNorm" else (-1,)
+    theirs, own = (
+        hk.without_apply_rng(hk.transform(lambda x, c=c: getattr(c, name)(*arguments)(x))) for c in (hk, ours)
+    )
+    for writer, reader in ((theirs, own), (own, theirs)):
+        params = randomised(writer.init(jax.random.key(0), x))
+        np.testing.assert_allclose(reader.apply(params, x), writer.apply(params, x), rtol=1e-5, atol=1e-5)
+
+
+class _Swapped:
+    """Haiku's own test case, with our class where the tests look for Haiku's."""
+
+    def setUp(self):
+        super().setUp()
+        self.contexts = contextlib.ExitStack()
+        self.contexts.enter_context(jax.enable_x64(False))  # as Haiku runs them
+        self.contexts.enter_context(pytest.MonkeyPatch.context()).setattr(*self.swapped)
+
+    def tearDown(self):
+        self.contexts.close()
+        super().tearDown()
+
+    def test_that_it_is_ours(self):
+        module, name, cls = self.swapped
+        tested = getattr(sys.modules[type(self).__mro__[2].__module__], module.__name__.rpartition(".")[2])
+        assert getattr(tested, name) is cls
+
+
+def haikus(name):
+    return importlib.import_module(f"haiku._src.{name}")
+
+
+class TestHaikusLayerNorm(_Swapped, haikus("layer_norm_test").LayerNormTest):
+    swapped = (haikus("layer_norm"), "LayerNorm", ours.LayerNorm)
+
+
+# One of Haiku's tests returns what it made.
+@pytest.mark.filterwarnings("ignore:It is deprecated to return a value:DeprecationWarning")
+class TestHaikusRMSNorm(_Swapped, haikus("rms_norm_test").RMSNormTest):
+    swapped = (haikus("rms_norm"), "RMSNorm", ours.RMSNorm)

@@ -1,0 +1,126 @@
+"""Rung 4: whole steps of models that were not written for jln, before and after their conversion."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jln import convert, program
+
+if not program._folders("jax_plugins.xla_cuda13"):
+    pytest.skip('compiling for an absent GPU needs pip install "jln[cuda13]"', allow_module_level=True)
+
+nnx = pytest.importorskip("flax.nnx")
+eqx = pytest.importorskip("equinox")
+
+WIDTH, LAYERS = 1024, 3
+X = jax.ShapeDtypeStruct((16, 256, WIDTH), jnp.bfloat16)
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, rngs):
+        options = {"dtype": jnp.bfloat16, "rngs": rngs}
+        self.norm = nnx.LayerNorm(WIDTH, **options)
+        self.qkv = nnx.LinearGeneral(WIDTH, (3, 8, WIDTH // 8), **options)
+        self.out = nnx.LinearGeneral((8, WIDTH // 8), WIDTH, axis=(-2, -1), **options)
+        self.norm2 = nnx.RMSNorm(WIDTH, **options)
+        self.up = nnx.Linear(WIDTH, 4 * WIDTH, **options)
+        self.down = nnx.Linear(4 * WIDTH, WIDTH, **options)
+
+    def __call__(self, x):
+        query, key, value = jnp.moveaxis(self.qkv(self.norm(x)), -3, 0)
+        x = x + self.out(jax.nn.dot_product_attention(query, key, value))
+        return x + self.down(jax.nn.gelu(self.up(self.norm2(x))))
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([NnxBlock(rngs) for _ in range(LAYERS)])
+        self.norm = nnx.LayerNorm(WIDTH, dtype=jnp.bfloat16, rngs=rngs)
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+def nnx_report(model):
+    graphdef, state = nnx.split(model)
+
+    def step(state, x):
+        return jax.value_and_grad(lambda s: jnp.mean(nnx.merge(graphdef, s)(x).astype("float32") ** 2))(state)
+
+    return program.compile_for(step, state, X)
+
+
+class EqxBlock(eqx.Module):
+    norm: eqx.nn.LayerNorm
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+    norm2: eqx.nn.RMSNorm
+
+    def __init__(self, key):
+        self.norm = eqx.nn.LayerNorm(WIDTH)
+        self.up = eqx.nn.Linear(WIDTH, 4 * WIDTH, key=key)
+        self.down = eqx.nn.Linear(4 * WIDTH, WIDTH, key=key)
+        self.norm2 = eqx.nn.RMSNorm(WIDTH)
+
+    def __call__(self, x):
+        h = jax.vmap(self.up)(jax.vmap(self.norm)(x))
+        return x + jax.vmap(self.norm2)(jax.vmap(self.down)(jax.nn.gelu(h)))
+
+
+def eqx_report(blocks):
+    arrays, rest = eqx.partition(blocks, eqx.is_array)
+
+    def step(arrays, x):
+        def loss(arrays):
+            y = x
+            for block in eqx.combine(arrays, rest):
+                y = jax.vmap(block)(y)
+            return jnp.mean(y.astype("float32") ** 2)
+
+        return jax.value_and_grad(loss)(arrays)
+
+    return program.compile_for(step, jax.tree.map(lambda a: a.astype("bfloat16"), arrays), X)
+
+
+def triton_kernels(report):
+    return [k for k in report.kernels if k.kind == "triton_kernel_call"]
+
+
+def test_nnx_step():
+    """Seven norms: each one kernel forward, one backward, and one that adds up dscale and doffset."""
+    model = NnxModel(nnx.Rngs(0))
+    plain = nnx_report(model)
+    swapped = nnx_report(convert.nnx(model, copy=True).model)
+    fused = nnx_report(convert.nnx(model, copy=True, fuse={NnxBlock: [("norm", "qkv"), ("norm2", "up")]}).model)
+    assert triton_kernels(plain) == []
+    assert len(triton_kernels(swapped)) == 3 * (2 * LAYERS + 1)
+    # composed at this size: a fused pair's backward norm kernel also makes z again
+    assert len(triton_kernels(fused)) >= 3 * (2 * LAYERS + 1)
+    assert fused.bytes_total < plain.bytes_total
+    assert swapped.bytes_total < plain.bytes_total
+    assert fused.temp_bytes < swapped.temp_bytes < plain.temp_bytes
+
+
+def test_equinox_step():
+    """Under two vmaps the layers' parameters are shared still: the same three kernels, and no gradient an example."""
+    blocks = [EqxBlock(k) for k in jax.random.split(jax.random.key(0), LAYERS)]
+    plain = eqx_report(blocks)
+    swapped = eqx_report(convert.equinox(blocks).model)
+    fused = eqx_report(convert.equinox(blocks, fuse={EqxBlock: [("norm", "up")]}).model)
+    assert triton_kernels(plain) == []
+    assert len(triton_kernels(swapped)) == 3 * 2 * LAYERS
+    assert swapped.bytes_total < plain.bytes_total
+    assert len(triton_kernels(fused)) >= 3 * 2 * LAYERS
+    assert fused.bytes_total < plain.bytes_total
+
+
+def test_bfloat16_input_and_float32_parameters():
+    """Flax's default dtypes: x is read in bfloat16 and written in float32 by one kernel, with no copy in float32."""
+    graphdef, state = nnx.split(convert.nnx(nnx.LayerNorm(WIDTH, rngs=nnx.Rngs(0))).model)
+    report = program.compile_for(lambda state, x: nnx.merge(graphdef, state)(x), state, X)
+    (kernel,) = report.kernels
+    assert kernel.kind == "triton_kernel_call"
+    elements = 16 * 256 * WIDTH
+    assert (kernel.bytes_read, kernel.bytes_written) == (2 * elements + 2 * 4 * WIDTH, 4 * elements)
