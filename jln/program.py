@@ -147,11 +147,9 @@ def compile_for(fn: Callable[..., Any], *args: Any, chip: str = "h200", devices:
         compiled = jax.jit(lambda *args: fn(*args)).lower(*args).compile()
     hlo, memory = compiled.as_text(), compiled.memory_analysis()
     assert hlo is not None and memory is not None  # as some other backends' are
-    items = tuple(_launches(_parse(hlo)))
-    kernels = tuple(item for item in items if isinstance(item, Kernel))
-    collectives = tuple(item for item in items if isinstance(item, Collective))
+    kernels = tuple(item for item in _launches(_parse(hlo)) if isinstance(item, Kernel))
     sizes = (memory.temp_size_in_bytes, memory.argument_size_in_bytes, memory.output_size_in_bytes)
-    return Report(chip, kernels, collectives, *sizes, hlo)
+    return Report(chip, kernels, collectives(hlo), *sizes, hlo)
 
 
 def collectives(hlo: str) -> tuple[Collective, ...]:
