@@ -58,9 +58,9 @@ DRAWS, ALLOWED = 3, 8
 def shardings(tree, mesh: Mesh):
     """A NamedSharding for each leaf of a model's or an optimizer's state."""
 
-    def place(path, leaf):
+    def place(path, _):
         names = [str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)]
-        return NamedSharding(mesh, PLACES.get(tuple(names[-2:]), P()) if leaf.ndim else P())
+        return NamedSharding(mesh, PLACES.get(tuple(names[-2:]), P()))
 
     return jax.tree_util.tree_map_with_path(place, tree)
 
@@ -77,7 +77,7 @@ def train(config: Config, seed: int, mesh: Mesh, text: np.ndarray, draws: int = 
         return jax.make_array_from_callback(rows.shape, NamedSharding(mesh, P("data")), rows.__getitem__)
 
     graph, abstract = nnx.split(nnx.eval_shape(new))
-    start = jax.jit(lambda: nnx.state(new()), out_shardings=shardings(abstract, mesh))  # nothing is ever on one device
+    start = jax.jit(lambda: nnx.state(new()), out_shardings=shardings(abstract, mesh))  # each device its own part
     step = train_step.lower(*nnx.merge(graph, start()), batch(1)).compile()
     losses = []
     for draw in range(1 + draws):
