@@ -77,11 +77,11 @@ def train(config: Config, seed: int, mesh: Mesh, text: np.ndarray, draws: int = 
         return jax.make_array_from_callback(rows.shape, NamedSharding(mesh, P("data")), rows.__getitem__)
 
     graph, abstract = nnx.split(nnx.eval_shape(new))
-    start = jax.jit(lambda: nnx.state(new()), out_shardings=shardings(abstract, mesh))  # each device its own part
-    step = train_step.lower(*nnx.merge(graph, start()), batch(1)).compile()
+    initial = jax.jit(lambda: nnx.state(new()), out_shardings=shardings(abstract, mesh))  # each device its own part
+    step = train_step.lower(*nnx.merge(graph, initial()), batch(1)).compile()
     losses = []
     for draw in range(1 + draws):
-        model, optimizer = nnx.merge(graph, start())
+        model, optimizer = nnx.merge(graph, initial())
         if draw:
             off = functools.partial(one_rounding_off, np.random.default_rng([seed, draw]), config.dtype)
             nnx.update(model, jax.tree.map(off, nnx.state(model, nnx.Param)))
