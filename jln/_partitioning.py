@@ -124,7 +124,8 @@ def partitioned(
     """`compute` of the operands that are present, on every device by itself.
 
     compute_on_part_of_h: takes the mesh axes that split H, and the operands; None where H must not be split.
-    accumulate: as `compute`, with those results that are `partial` in a dtype to add them up in.
+    accumulate: as `compute`, with the gradients of vectors in a dtype to add shares up in; those of x and of the kernel
+        are added up in their own.
     """
 
     def plan(mesh: Any, operands: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
