@@ -299,11 +299,6 @@ MUTANTS = [
         "return scale.astype(dtype)",
         (f"{OPERATORS}test_optional_arguments[xla-layer_norm-True-False-True]",),
     ),
-    Mutant(
-        "the sum's rounding left to XLA", XLA_NORM,
-        "x = total = lax.optimization_barrier(total)", "x = total",
-        (f"{OPERATORS}test_it_is_the_rounded_sum_that_is_normed[formula-bfloat16-100]",),
-    ),
     Mutant("c2 dropped, XLA", XLA_NORM, "dx = g - x_hat * sum_over_h(g_over_h * x_hat)  # (8)", "dx = g", XLA),
     Mutant(
         "c1 without the scale, XLA", XLA_NORM,
