@@ -27,8 +27,8 @@ def sizes():
     ]
 
 
-def check(operator, rows, width, dtype, implementation, mean=0.0, magnitude=1.0):
-    x, *others = workbench.arguments(operator, (rows, width), dtype, mean=mean)
+def check(operator, rows, width, dtype, implementation, mean=0.0, magnitude=1.0, parameter_dtype=None):
+    x, *others = workbench.arguments(operator, (rows, width), dtype, mean=mean, parameter_dtype=parameter_dtype)
     operands = ((x * magnitude).astype(dtype), *others)
 
     def function(*operands, **options):
@@ -63,6 +63,12 @@ def test_family(name, rows, width, dtype, implementation):
 def test_rows_with_a_mean_1000_times_their_spread(name, rows, width, dtype, implementation):
     """E[x^2] - E[x]^2 would leave nothing of the variance."""
     check(OPERATORS[name], rows, width, dtype, implementation, mean=1000.0)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_gradients_of_wider_parameters_keep_their_digits(dtype, implementation):
+    """In 16 bits the sum's own rounding would hide how it was added up."""
+    check(OPERATORS["layer_norm"], 37, 100, dtype, implementation, parameter_dtype="float32")
 
 
 # Spreads far from 1 and still inside float16's range; the square of 1e-3 is as large as epsilon.

@@ -119,6 +119,21 @@ def test_nasty_data(data, m, h, n, dtype, implementation):
     check(operator, [a.astype(dtype) for a in operands], implementation, dy=dy.astype(dtype))
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_wider_scale_keeps_its_gradients_digits(dtype, implementation):
+    """dscale is a sum of float32 factors, dz among them; plain jnp's is not, and no measure. 64: the fused kernels."""
+    operator = LINEAR_OPERATORS["layer_norm_linear"]
+    x, scale, offset, kernel, bias = workbench.linear_arguments(operator, (37,), 100, (64,), dtype)
+    operands = (x, scale.astype("float32"), offset, kernel, bias)
+    dy = workbench.normal(5, (37, 64), dtype)
+    ours = functools.partial(operator, implementation=implementation, epsilon=workbench.EPSILON)
+    got = workbench.linear_value_and_gradients(ours, operands, dy)["dscale"]
+    values, roundings = workbench.linear_truth(operator, operands, dy)
+    assert got.dtype == "float32"
+    # The roundings are standard deviations of a hundred independent errors.
+    assert np.max(np.abs(got - values["dscale"]) / roundings["dscale"]) < 4
+
+
 @pytest.mark.parametrize("n", [7, 600])
 def test_dz_does_not_underflow(n, implementation):
     """dz of 1e-7 has a bit or two in float16; dx, 100 times as large for a spread of 0.01, has eight. Plain jnp rounds

@@ -1,5 +1,6 @@
 """Dtypes, axes, optional arguments and the documented guarantees, for both implementations."""
 
+import functools
 import itertools
 
 import chex
@@ -10,6 +11,7 @@ import pytest
 
 import jln
 import workbench
+from jln._xla import layer_norm as xla
 from workbench import OPERATORS
 
 
@@ -117,14 +119,29 @@ def test_mixed_dtypes(name, x, residual, parameter, implementation):
     )
 
 
+def formula_of_other_platforms(x, residual, scale, offset):
+    """That of the CPU has fences of its own."""
+    options = {"subtract_mean": True, "zero_centered_scale": False, "save_statistics": False, "batch_dims": 0}
+    parameters = (scale[None, :], offset[None, :])
+    return xla.forward(x, residual, *parameters, axis=-1, epsilon=1e-6, **options)[:2]
+
+
 # A mean of 1000, where neighbours in 16 bits are 1 or 4 apart: the sum that is not rounded is another row. Whole rows,
 # and chunks, which are read twice.
 @pytest.mark.parametrize("width", [100, 20000])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_it_is_the_rounded_sum_that_is_normed(dtype, width, implementation):
+@pytest.mark.parametrize(
+    "function",
+    [
+        functools.partial(jln.add_layer_norm, implementation="xla"),
+        functools.partial(jln.add_layer_norm, implementation="triton"),
+        formula_of_other_platforms,
+    ],
+    ids=["xla", "triton", "formula"],
+)
+def test_it_is_the_rounded_sum_that_is_normed(function, dtype, width):
     x, residual, scale, offset = workbench.arguments(OPERATORS["add_layer_norm"], (5, width), dtype, mean=1000.0)
-    run = jax.jit(lambda *a: jln.add_layer_norm(*a, implementation=implementation))
-    y, total = run(x, residual, scale, offset)
+    y, total = jax.jit(function)(x, residual, scale, offset)
     wide = tuple(a.astype("float64") for a in (total, scale, offset))
     rounding = float(jnp.finfo(dtype).eps) * np.max(np.abs(y.astype("float64")))
     np.testing.assert_allclose(y.astype("float64"), jln.reference.layer_norm(*wide), rtol=0, atol=rounding)

@@ -158,7 +158,7 @@ def test_norms_at_any_scale(problem, implementation, data):
     expected = {"y": plain_y, "dx": plain_dx, "dscale": plain_dscale, "doffset": plain_doffset}
     if operator.adds:
         expected["dx"] = plain_dx + cotangent[1]
-    assert_close(got, expected, values, roundings, dtype)
+    assert_close(got, expected, values, roundings, dtype, is_known(normalised, operator))
 
 
 @given(problems(names=tuple(LINEAR_OPERATORS)), implementations, st.data())
@@ -175,10 +175,18 @@ def test_linears_at_any_scale(problem, implementation, data):
         dict(zip(workbench.LINEAR_RESULTS, results, strict=True))
         for results in ((y, *gradients), (plain_y, *plain_gradients))
     )
-    assert_close(got, expected, values, roundings, dtype)
+    assert_close(got, expected, values, roundings, dtype, is_known(operands[0], LINEAR_OPERATORS[name]))
 
 
-def assert_close(got, expected, values, roundings, dtype):
+def is_known(normalised, operator):
+    """Which rows have a dx: that of a constant row of 1e23 is the rounding of its mean, to the last digit."""
+    x = np.asarray(normalised, "float64")
+    eps = float(jnp.finfo(jnp.promote_types(normalised.dtype, jnp.float32)).eps)
+    spread = np.sqrt((x.var(-1) if operator.subtract_mean else np.mean(x**2, -1)) + workbench.EPSILON)
+    return spread > 10 * eps * np.max(np.abs(x), -1)
+
+
+def assert_close(got, expected, values, roundings, dtype, known):
     """As `workbench.assert_accurate`, with a plain error for each row, since rows differ in scale."""
     for name, a in got.items():
         if a is None:
@@ -186,6 +194,9 @@ def assert_close(got, expected, values, roundings, dtype):
         t = values[name]
         a, p = (np.asarray(b).astype(t.dtype) for b in (a, expected[name]))
         error, plain_error = np.abs(a - t), np.abs(p - t)
+        if name == "dx":
+            assert np.isfinite(a).all()
+            error[~known] = plain_error[~known] = 0
         if t.ndim > 1:
             plain_error = np.max(plain_error, -1, keepdims=True) if name in ("y", "dx") else np.max(plain_error)
         else:

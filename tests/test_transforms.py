@@ -1,5 +1,7 @@
 """The operators under JAX's transformations, each against the reference under the same ones, in float64."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ import pytest
 
 import jln
 import workbench
+from jln._triton import launch as triton_launch
 from workbench import OPERATORS
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
@@ -84,6 +87,25 @@ def test_vmap_of_grad_in_every_regime(shape, in_axes):
     operator = OPERATORS["add_layer_norm"]
     operands, in_axes = batched(operator, in_axes, shape)
     both(lambda f: jax.vmap(jax.grad(loss(f), argnums=(0, 1, 2, 3)), in_axes)(*operands), operator, "triton")
+
+
+@pytest.mark.parametrize("in_axes", [(None, None, 0, 0), (0, 0, None, 0)], ids=str)
+def test_vmap_of_grad_with_several_programs_a_group(in_axes):
+    """In float32: in float64 the interpreter's few SMs leave a group one program."""
+    operator = OPERATORS["add_layer_norm"]
+    operands, in_axes = batched(operator, in_axes, (70, 40))
+    narrow = tuple(a.astype("float32") for a in operands)
+
+    def transformed(f, operands):
+        return jax.vmap(jax.grad(loss(f), argnums=(0, 1, 2, 3)), in_axes)(*operands)
+
+    with triton_launch.recording() as made:
+        jax.jit(lambda *a: transformed(functools.partial(operator, implementation="triton"), a)).lower(*narrow)
+    assert max(launch.programs for launch in made if launch.kernel.fn.__name__ == "backward_kernel") > 3
+    ours = transformed(functools.partial(operator, implementation="triton"), narrow)
+    true = transformed(functools.partial(operator, module=jln.reference), [a.astype("float64") for a in narrow])
+    for a, t in zip(ours, true, strict=True):  # a sum of 70 terms; each result has its largest for a scale
+        np.testing.assert_allclose(a, t, rtol=0, atol=4e-6 * np.max(np.abs(t)))
 
 
 @pytest.mark.parametrize("width", [9, 20000])

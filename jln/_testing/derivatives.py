@@ -198,7 +198,8 @@ class Problem:
         """In which float64 stays float64."""
         return jax.enable_x64(True) if any(a.dtype == np.float64 for a in self.floats) else contextlib.nullcontext()
 
-    def _shapes(self) -> list[Any]:
+    def results(self) -> list[Any]:
+        """Shapes and dtypes of the floating results."""
         shapes = jax.eval_shape(self.call, self.floats, self.rest)
         if not shapes:
             raise TypeError(f"{self.call.name} must return an array of a floating dtype, or there is no gradient")
@@ -206,7 +207,6 @@ class Problem:
 
     def values(self) -> list[np.ndarray]:
         """The floating results."""
-        self._shapes()
         return [np.asarray(a) for a in jax.jit(self.call)(self.floats, self.rest)]
 
     def result_names(self) -> list[str]:
@@ -214,13 +214,13 @@ class Problem:
         return [f"result{jax.tree_util.keystr(p)}" for p, a in paths if jnp.issubdtype(a.dtype, jnp.floating)]
 
     def random_cotangent(self, random: np.random.Generator) -> list[np.ndarray]:
-        return [random.standard_normal(s.shape).astype(s.dtype) for s in self._shapes()]
+        return [random.standard_normal(s.shape).astype(s.dtype) for s in self.results()]
 
     def ones(self) -> list[np.ndarray]:
-        return [np.ones(s.shape, s.dtype) for s in self._shapes()]
+        return [np.ones(s.shape, s.dtype) for s in self.results()]
 
     def given_cotangent(self, cotangent: Any) -> list[np.ndarray]:
-        shapes = self._shapes()
+        shapes = self.results()
         given = [np.asarray(a, s.dtype) for a, s in zip(jax.tree.leaves(cotangent), shapes, strict=False)]
         if [a.shape for a in given] != [s.shape for s in shapes] or len(jax.tree.leaves(cotangent)) != len(shapes):
             raise ValueError(f"cotangent must have the results' shapes {[s.shape for s in shapes]}")
@@ -234,7 +234,7 @@ class Problem:
         )
 
 
-def coarsest(arrays: Sequence[np.ndarray]) -> str:
+def coarsest(arrays: Sequence[Any]) -> str:
     """The name of the floating dtype among these that has the fewest digits."""
     return min((a.dtype for a in arrays), key=lambda d: -float(jnp.finfo(d).eps)).name
 
