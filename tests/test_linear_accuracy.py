@@ -157,3 +157,27 @@ def test_parameters_of_several_dtypes(implementation):
     operands = workbench.linear_arguments(operator, (33,), 100, (64,), "bfloat16")
     dtypes = ("bfloat16", "float32", "float16", "bfloat16", "float32")
     check(operator, [a.astype(d) for a, d in zip(operands, dtypes, strict=True)], implementation)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bias_dtype", "offset", "bias"),
+    [
+        ("float16", "float16", 600, -60000),  # a product of 72000, which float16 has not
+        ("float16", "float32", 600, -60000),
+        ("bfloat16", "float32", 1 + 2**-7, -120.75),  # of 120.9375, which rounds to 121
+    ],
+)
+@pytest.mark.parametrize("n", [16, 300])  # one of each strategy
+def test_bias_is_added_before_the_rounding(n, dtype, bias_dtype, offset, bias, implementation):
+    """Where it cancels most of the product, whose every term is exactly the offset."""
+    h = 120
+    zeros = jnp.zeros(h, dtype)
+    operands = (
+        workbench.normal(0, (3, h), dtype),
+        zeros,
+        zeros + jnp.asarray(offset, dtype),
+        jnp.ones((h, n), dtype),
+        jnp.full(n, bias, bias_dtype),
+    )
+    y = jln.layer_norm_linear(*operands, implementation=implementation)
+    np.testing.assert_array_equal(np.asarray(y, "float64"), h * offset + bias)
