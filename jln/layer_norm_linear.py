@@ -46,8 +46,11 @@ def layer_norm_linear(
     parameters and two numbers a row. Ba, Kiros, Hinton, "Layer Normalization" (2016).
 
     `z` is rounded once, to the dtype of `y`, in which it is multiplied. The products add up in float32, and the bias is
-    added before the one rounding of `y`; for float64 all is in float64. Every gradient has its argument's dtype and
-    shape. Gradients are bitwise the same from run to run.
+    added before the one rounding of `y`; for float64 all is in float64. One case has two: on a GPU, where XLA multiplies,
+    a bfloat16 product is rounded before a bfloat16 bias is added, as in `x @ kernel + bias`.
+
+    Every gradient has its argument's dtype and shape. Gradients are bitwise the same in every run of one compiled
+    program; where XLA multiplies on a GPU, a program compiled again may multiply otherwise, as its autotuner found.
 
     Args:
       x: `[..., H]`: float16, bfloat16, float32 or float64.
