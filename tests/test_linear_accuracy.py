@@ -71,8 +71,9 @@ def test_optional_arguments(name, absent, n, implementation):
 
 
 def every_size():
-    """The full product, each size in its four dtypes lacking another of the optional arguments, or none. A quarter, each
-    size in one dtype, is named so: CI has no time for all.
+    """The full product, each size in its four dtypes lacking another of the optional arguments, or none.
+
+    A quarter of it, each size in one dtype, has that in its name: CI has no time for all.
     """
     for i, size in enumerate(itertools.product(ROWS, WIDTHS, FEATURES)):
         for j, dtype in enumerate(DTYPES):
