@@ -45,11 +45,11 @@ class _Geometry:
     def tiles(self, tile: config.Tile) -> int:
         """Tiles of rows in a group; as `_tiles` in the kernels."""
         if self.inner == 1:
-            return _ceil_div(self.rows, tile.rows)
-        return self.rows // self.inner * _ceil_div(self.inner, tile.rows)
+            return config.ceil_div(self.rows, tile.rows)
+        return self.rows // self.inner * config.ceil_div(self.inner, tile.rows)
 
     def chunks(self, tile: config.Tile) -> int:
-        return _ceil_div(self.h, tile.columns)
+        return config.ceil_div(self.h, tile.columns)
 
     def like_rows(self, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.shape, dtype)
@@ -62,10 +62,6 @@ class _Geometry:
         axis, batch = len(self.shape) + self.axis, len(self.batch)
         shape = tuple(n if i < batch or i == axis else 1 for i, n in enumerate(self.shape))
         return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def _geometry(
@@ -259,7 +255,7 @@ def _backward(
     programs = chip.sms * tile.programs_per_sm // (g.groups * chunks)
     programs = max(1, min(programs, g.tiles(tile)))
     if y_dtype is not None:  # as few as make the same number of trips
-        programs = _ceil_div(g.tiles(tile), _ceil_div(g.tiles(tile), programs))
+        programs = config.ceil_div(g.tiles(tile), config.ceil_div(g.tiles(tile), programs))
     # A program that owns whole rows has read its dy before it writes y.
     in_place = {0: 3} if y_dtype == dy.dtype and chunks == 1 and not shared & 1 else {}
     gradients = [
