@@ -189,10 +189,11 @@ def backward_plan(h: int, inner: int, itemsize: int, mixed: bool = False, *, wan
     if whole:
         crowded = inner > 1 or (not aligned and itemsize < 8)
         if wants_y and not crowded and itemsize < 8:
-            # One program of 16 warps an SM where there would be four of 4, for a quarter of the partial sums: 2 MB and
-            # not 9 in the 725 that (16384, 1024, 3072) in bfloat16 may move. Twice that tile in float32 would not fit
-            # the 99 KB of sm_89.
+            # One program of 16 warps where there would be four of 4, for a quarter of the partial sums; and two tiles
+            # ahead, so that half of the SMs keep memory busy (`busy_programs`), for half of them again: 1 MB and not 9
+            # in the 725 that (16384, 1024, 3072) in bfloat16 may move.
             rows = max(rows, 16384 // itemsize // columns)
+            stages += stages > 1
         tile = _tile(rows, columns, per_thread // 2 if crowded else per_thread, stages)
         # 16 warps an SM hide the latency; more than 4 programs an SM would pay for it in partial sums.
         return BackwardPlan(dataclasses.replace(tile, programs_per_sm=max(1, min(4, 16 // tile.warps))), None)
@@ -207,6 +208,14 @@ def backward_plan(h: int, inner: int, itemsize: int, mixed: bool = False, *, wan
     rows = _side_by_side(1, inner, itemsize, limit)
     tile = _tile(rows, 1024 // rows, per_thread // 4, stages, programs_per_sm=4)
     return BackwardPlan(tile, _tile(rows, 1024 // rows, per_thread // 2))
+
+
+def busy_programs(tile: Tile, itemsize: int, chip: Chip) -> int:
+    """How many programs have enough in flight to cover the latency of memory, at `itemsize` bytes an element.
+
+    34 KB an SM are 4.5 MB on an H200, as much as it moves in 0.9 us.
+    """
+    return ceil_div(34_000 * chip.sms, max(1, tile.stages - 1) * tile.rows * tile.columns * itemsize)
 
 
 def column_sums_tile(columns: int, itemsize: int, chip: Chip) -> Tile | None:
@@ -297,7 +306,7 @@ class FusedBackward:
 
 
 def fused_backward(rows: int, h: int, n: int, product_dtype: str, chip: Chip) -> FusedBackward | None:
-    """How LayerNorm+Linear backward runs as three kernels; None where it is composed of XLA's products and a norm kernel.
+    """How LayerNorm+Linear backward runs as three kernels; None where it is composed: XLA's products, a norm's kernel.
 
     Fused for every number of rows: [M, H] crosses the memory bus 3 times (x twice, dx), composed 6 times and in six
     launches, and few rows leave no long walk, since programs share them by columns.

@@ -254,7 +254,8 @@ def _backward(
     tile, chunks = plan.tile, g.chunks(plan.tile)
     programs = chip.sms * tile.programs_per_sm // (g.groups * chunks)
     programs = max(1, min(programs, g.tiles(tile)))
-    if y_dtype is not None:  # as few as make the same number of trips
+    if y_dtype is not None:  # as few as keep memory busy, and of these as few as make the same number of trips
+        programs = min(programs, config.busy_programs(tile, total.dtype.itemsize + dy.dtype.itemsize, chip))
         programs = config.ceil_div(g.tiles(tile), config.ceil_div(g.tiles(tile), programs))
     # A program that owns whole rows has read its dy before it writes y.
     in_place = {0: 3} if y_dtype == dy.dtype and chunks == 1 and not shared & 1 else {}
@@ -262,13 +263,16 @@ def _backward(
         g.like_parameters(scale.dtype) if scale is not None else None,
         g.like_parameters(doffset_dtype) if doffset_dtype is not None else None,
     ]
-    partial = jax.ShapeDtypeStruct((g.groups, programs, g.h), compute)
+    # One buffer for the shares of both: XLA finds room for it in memory of another result's where it would for one half.
+    one_buffer = programs > 1 and has_scale and has_offset
+    partial = jax.ShapeDtypeStruct((2 if one_buffer else 1, g.groups, programs, g.h), compute)
+    shares = [None if a is None else partial for a in gradients] if programs > 1 else gradients
     dx, dscale, doffset, y = launch(
         kernels.backward_kernel,
         [*operands, c1, c2, g.rows, programs],
         [
             g.like_rows(total.dtype),
-            *(a and partial if programs > 1 else a for a in gradients),
+            *([partial, None] if one_buffer else shares),
             y,
         ],
         programs=g.groups * programs * chunks,
@@ -279,6 +283,7 @@ def _backward(
         HAS_SUMS=plan.sums is not None,
         HAS_OFFSET=has_offset,
         WANTS_Y=y is not None,
+        ONE_BUFFER=one_buffer,
         **switches,
     )
     if programs > 1 and (has_scale or has_offset):
@@ -294,5 +299,6 @@ def _backward(
             H=g.h,
             HAS_SCALE=has_scale,
             HAS_OFFSET=has_offset,
+            ONE_BUFFER=one_buffer,
         )
     return dx, dscale, doffset, y

@@ -311,6 +311,7 @@ def _column_sums(a: jax.Array, dtype: DTypeLike, chip: config.Chip) -> jax.Array
         H=columns,
         HAS_SCALE=False,
         HAS_OFFSET=True,
+        ONE_BUFFER=False,
     )
     assert sums is not None
     return sums
