@@ -321,11 +321,12 @@ def fused_backward(rows: int, h: int, n: int, product_dtype: str, chip: Chip) ->
     parts = next_power_of_2(min(8, chip.sms // row_programs, chunks) + 1) // 2
     # mma holds operands in registers, where wgmma reads shared memory: more rows spill on sm_80. wgmma wants the 64,
     # below which a product silently becomes mma.
-    backward = dataclasses.replace(tile, rows=64 if chip.capability >= 90 else 32 if features(n) <= 128 else 16)
+    mma_rows = 32 if features(n) <= 128 and _aligned(h, 1, 2) else 16
+    backward = dataclasses.replace(tile, rows=64 if chip.capability >= 90 else mma_rows)
     splits = _splits(ceil_div(rows, backward.rows), chunks, chip.sms)
-    # A program or more for most SMs, and 8192 elements at a time, so that the shares are not met one after another.
+    # A program or more for most SMs, and 4096 elements at a time, so that the shares are not met one after another.
     columns = min(32, next_power_of_2(ceil_div(h, chip.sms)))
-    shares = min(next_power_of_2(splits), max(1, 8192 // (columns * features(n))))
+    shares = min(next_power_of_2(splits), max(1, 4096 // (columns * features(n))))
     return FusedBackward(tile, row_programs, parts, backward, splits, Tile(shares, columns, 8))
 
 
