@@ -66,7 +66,7 @@ def test_optional_arguments(name, absent, n, implementation):
     operator = LINEAR_OPERATORS[name]
     if not operator.subtract_mean and "offset" in absent:
         pytest.skip("has none")
-    operands = workbench.linear_arguments(operator, (17,), 100, (n,), "bfloat16")
+    operands = workbench.linear_arguments(operator, (70,), 100, (n,), "bfloat16")
     check(operator, without(operands, absent), implementation)
 
 
@@ -109,15 +109,38 @@ def with_a_large_mean(x, scale, offset, kernel, bias, dy):
     return (x + 100, scale, offset, kernel, bias), dy
 
 
+def with_a_larger_mean(x, scale, offset, kernel, bias, dy):
+    return (x + 1000, scale, offset, kernel, bias), dy
+
+
+def with_first_columns_large(x, scale, offset, kernel, bias, dy):
+    """What the fused forward takes first tells nothing of the mean,"""
+    return (x.at[:, :64].add(1000), scale, offset, kernel, bias), dy
+
+
+def with_first_columns_equal(x, scale, offset, kernel, bias, dy):
+    """or of the spread."""
+    return (x.at[:, :64].set(0), scale, offset, kernel, bias), dy
+
+
 def with_a_small_cotangent(x, scale, offset, kernel, bias, dy):
     return (x, scale, offset, kernel, bias), dy * 1e-6
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:3])
-@pytest.mark.parametrize(("m", "h", "n"), [(37, 100, 64), (16, 768, 1000)])  # one of each strategy
+@pytest.mark.parametrize(("m", "h", "n"), [(130, 300, 16), (16, 768, 1000)])  # one of each strategy
 @pytest.mark.parametrize(
     "data",
-    [with_large_bias, with_large_offset, with_an_outlier_channel, with_a_large_mean, with_a_small_cotangent],
+    [
+        with_large_bias,
+        with_large_offset,
+        with_an_outlier_channel,
+        with_a_large_mean,
+        with_a_larger_mean,
+        with_first_columns_large,
+        with_first_columns_equal,
+        with_a_small_cotangent,
+    ],
 )
 def test_nasty_data(data, m, h, n, dtype, implementation):
     operator = LINEAR_OPERATORS["layer_norm_linear"]
