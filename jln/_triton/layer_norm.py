@@ -263,7 +263,7 @@ def _backward(
         g.like_parameters(scale.dtype) if scale is not None else None,
         g.like_parameters(doffset_dtype) if doffset_dtype is not None else None,
     ]
-    # One buffer for the shares of both: XLA finds room for it in memory of another result's where it would for one half.
+    # One buffer for the shares of both: XLA finds room for all of it in the memory of dkernel, and would for one only.
     one_buffer = programs > 1 and has_scale and has_offset
     partial = jax.ShapeDtypeStruct((2 if one_buffer else 1, g.groups, programs, g.h), compute)
     shares = [None if a is None else partial for a in gradients] if programs > 1 else gradients

@@ -161,7 +161,7 @@ def forward_kernel(
                 ahead = chunk_mean - mean
                 share = count / (first + count)
                 mean += ahead * share
-                squares += ahead * ahead * (share * first)
+                squares += share * first * ahead * ahead  # in this order 0 * inf cannot be
             squares += tl.sum(x * x, axis=1)
         rstd = tl.rsqrt(squares * (1.0 / H) + EPSILON)
         for first in range(0, H, BLOCK_H):
