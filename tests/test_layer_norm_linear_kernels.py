@@ -49,16 +49,24 @@ def launches(operands, dy, **given):
     return {r.kernel.fn.__name__: r for r in recorded}
 
 
+def plain(operands, dy, *, subtract_mean=True, zero_centered_scale=False):
+    """The same by autodiff of plain jnp, in the same dtypes."""
+    options = {"epsilon": workbench.EPSILON, "zero_centered_scale": zero_centered_scale}
+    function = functools.partial(operator_that(subtract_mean), module=jln.reference, **options)
+    return workbench.linear_value_and_gradients(function, operands, dy)
+
+
+def operator_that(subtract_mean):
+    return LINEAR_OPERATORS["layer_norm_linear" if subtract_mean else "rms_norm_linear"]
+
+
 def assert_accurate(operands, dy, got=None, *, subtract_mean=True, zero_centered_scale=False, **given):
     """By the rule of `workbench.assert_accurate`, for what the launchers return or for `got`."""
+    switches = {"subtract_mean": subtract_mean, "zero_centered_scale": zero_centered_scale}
     if got is None:
-        given |= {"subtract_mean": subtract_mean, "zero_centered_scale": zero_centered_scale}
-        got = launched(operands, dy, **given)
-    operator = LINEAR_OPERATORS["layer_norm_linear" if subtract_mean else "rms_norm_linear"]
-    options = {"epsilon": workbench.EPSILON, "zero_centered_scale": zero_centered_scale}
-    plain = functools.partial(operator, module=jln.reference, **options)
-    true = workbench.linear_truth(operator, operands, dy, zero_centered_scale=zero_centered_scale)
-    workbench.assert_accurate(got, workbench.linear_value_and_gradients(plain, operands, dy), true)
+        got = launched(operands, dy, **switches, **given)
+    true = workbench.linear_truth(operator_that(subtract_mean), operands, dy, zero_centered_scale=zero_centered_scale)
+    workbench.assert_accurate(got, plain(operands, dy, **switches), true)
 
 
 def is_fused(m, h, n, dtype, chip=config.INTERPRETER):
