@@ -161,6 +161,28 @@ def test_checkpoints_go_both_ways(name):
         np.testing.assert_array_equal(read.bias, written.bias)
 
 
+def test_put_in_place_of_equinoxs(monkeypatch):
+    x = jnp.arange(8)
+    wanted = eqx.nn.LayerNorm(8, dtype="float32")(x)
+    monkeypatch.setattr(eqx.nn, "LayerNorm", ours.LayerNorm)
+    np.testing.assert_array_equal(eqx.nn.LayerNorm(8, dtype="float32")(x), wanted)
+
+
+def test_forward_mode():
+    """As of Equinox's own layer: jvp, jacfwd and a Hessian-vector product forward over reverse."""
+    x, v = normal(0, (8,), "float32"), normal(1, (8,), "float32")
+
+    def derivatives(cls):
+        def function(x):
+            return jnp.sum(jnp.sin(cls(8, dtype="float32")(x)))
+
+        return jax.jvp(function, (x,), (v,))[1], jax.jvp(jax.grad(function), (x,), (v,))[1], jax.jacfwd(function)(x)
+
+    for a, b in zip(derivatives(ours.LayerNorm), derivatives(eqx.nn.LayerNorm), strict=True):
+        # some tens of float32 operations on numbers of the size of the largest result
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=64 * float(jnp.finfo("float32").eps) * np.max(np.abs(b)))
+
+
 def test_deprecated_argument():
     with pytest.warns(UserWarning, match="elementwise_affine"):
         norm = ours.LayerNorm(8, elementwise_affine=False)

@@ -275,6 +275,16 @@ def test_metadata_is_flaxs():
         assert theirs == own
 
 
+def test_put_in_place_of_flaxs(monkeypatch):
+    """`nnx.LayerNorm = jln.nnx.LayerNorm` converts a library that cannot be edited; the plain path is still Flax's."""
+    x = normal(0, SHAPE, "float32")
+    wanted = nnx.LayerNorm(8, rngs=nnx.Rngs(0))(x, mask=MASK)
+    monkeypatch.setattr(nnx, "LayerNorm", ours.LayerNorm)
+    norm = nnx.LayerNorm(8, rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(norm(x, mask=MASK), wanted)
+    assert [r.path for r in jln.explain(norm, x)] == ["kernel"]
+
+
 def test_inside_of_transformations():
     """nnx.jit, nnx.remat, nnx.value_and_grad and nnx.scan over layers see a module like any other."""
     x = normal(0, (4, 8), "float32")
