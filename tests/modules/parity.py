@@ -74,6 +74,18 @@ def pairwise(arguments: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     return rows
 
 
+def pairwise_parameters(arguments: Mapping[str, Sequence[Any]]) -> list[Any]:
+    """`pairwise` for parametrize. Without the heavy ones every single value still occurs."""
+    seen: set[tuple[str, int]] = set()
+    parameters = []
+    for row in pairwise(arguments):
+        values = {(name, next(i for i, v in enumerate(arguments[name]) if v is row[name])) for name in row}
+        marks = [pytest.mark.heavy] if values <= seen else []
+        seen |= values
+        parameters.append(pytest.param(row, id=described(row), marks=marks))
+    return parameters
+
+
 def described(case: Mapping[str, Any]) -> str:
     """A test's name, the same in every process."""
     plain = (int, float, str, tuple, list, slice, type(None), jax.lax.Precision)

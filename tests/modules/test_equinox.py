@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 eqx = pytest.importorskip("equinox")
-from parity import Layer, assert_parity, described, normal, pairwise, randomised  # noqa: E402
-
 import jln  # noqa: E402
 from jln import equinox as ours  # noqa: E402
+from parity import Layer, assert_parity, normal, pairwise_parameters, randomised  # noqa: E402
 
 BATCH = 3
 ARGUMENTS = {
@@ -46,7 +45,7 @@ def shape_of(case):
     return (BATCH, shape) if isinstance(shape, int) else (BATCH, *shape)
 
 
-@pytest.mark.parametrize("case", pairwise(ARGUMENTS), ids=described)
+@pytest.mark.parametrize("case", pairwise_parameters(ARGUMENTS))
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
 def test_norms(name, case):
     case = dict(case)
@@ -111,7 +110,7 @@ class Pair(eqx.Module):
         return self.linear(self.norm(x))
 
 
-@pytest.mark.parametrize("case", pairwise(LINEAR), ids=described)
+@pytest.mark.parametrize("case", pairwise_parameters(LINEAR))
 def test_layer_norm_linear(case):
     case = dict(case)
     x = normal(1, (BATCH, 8), case.pop("x"))

@@ -9,10 +9,10 @@ import pytest
 
 pytest.importorskip("flax")
 from flax import nnx, serialization
-from parity import Layer, assert_parity, described, named, normal, pairwise, randomised
 
 import jln
 from jln import nnx as ours
+from parity import Layer, assert_parity, described, named, normal, pairwise_parameters, randomised
 
 SHAPE = (3, 4, 8)
 MASK = np.random.default_rng(0).random(SHAPE) > 0.3
@@ -45,7 +45,7 @@ ONLY_LAYER_NORM = ("use_bias", "bias_init")
 
 def cases(name):
     skipped = ONLY_LAYER_NORM if name == "RMSNorm" else ()
-    return pairwise({k: v for k, v in ARGUMENTS.items() if k not in skipped})
+    return pairwise_parameters({k: v for k, v in ARGUMENTS.items() if k not in skipped})
 
 
 def layer(cls, mask=None, **options):
@@ -80,12 +80,12 @@ def parity(name, case):
     return assert_parity(layer(getattr(nnx, name), **case), layer(getattr(ours, name), **case), true, x)
 
 
-@pytest.mark.parametrize("case", cases("LayerNorm"), ids=described)
+@pytest.mark.parametrize("case", cases("LayerNorm"))
 def test_layer_norm(case):
     parity("LayerNorm", case)
 
 
-@pytest.mark.parametrize("case", cases("RMSNorm"), ids=described)
+@pytest.mark.parametrize("case", cases("RMSNorm"))
 def test_rms_norm(case):
     parity("RMSNorm", case)
 
@@ -195,7 +195,7 @@ def linear_layer(cls, features, **options):
     return Layer(lambda x: nnx.to_pure_dict(state), apply)
 
 
-@pytest.mark.parametrize("case", pairwise(LINEAR), ids=described)
+@pytest.mark.parametrize("case", pairwise_parameters(LINEAR))
 def test_layer_norm_linear(case):
     case = dict(case)
     x = normal(1, SHAPE, case.pop("x"))
