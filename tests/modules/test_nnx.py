@@ -146,6 +146,29 @@ def test_promotion_comes_before_the_statistics():
         assert len(distinct) <= 8
 
 
+def test_promotion_of_the_users_own_is_applied():
+    """x is not read as it is where promote_dtype may be more than a cast."""
+    x = normal(0, SHAPE, "bfloat16")
+    theirs, own = (c.LayerNorm(8, epsilon=0.5, promote_dtype=doubled, rngs=nnx.Rngs(0)) for c in (nnx, ours))
+    assert [r.path for r in jln.explain(own, x)] == ["kernel"]
+    np.testing.assert_allclose(own(x), theirs(x), rtol=1e-5, atol=1e-5)  # the doubled epsilon alone would be 10 % off
+
+
+def test_a_parameter_shared_by_rows_has_its_gradient_summed_in_float32():
+    """A scale [8] spread over normalised axes [512, 8]: each gradient is a sum of 512, rounded to 16 bits once."""
+    x = normal(0, (2, 512, 8), "float16")
+    norm = ours.LayerNorm(8, reduction_axes=(1, 2), param_dtype=jnp.float16, rngs=nnx.Rngs(0))
+    graphdef, state = nnx.split(norm)
+    dy = normal(1, x.shape, "float16")
+
+    def loss(state):
+        return jnp.sum(nnx.merge(graphdef, state)(x).astype("float32") * dy)
+
+    got = np.asarray(nnx.to_pure_dict(jax.grad(loss)(state))["bias"], "float64")
+    true = np.asarray(dy, "float64").sum((0, 1))
+    assert np.all(np.abs(got - true) <= float(jnp.finfo("float16").eps) * np.abs(true))
+
+
 def test_fast_variance_is_not_copied():
     """Flax's E[x^2] - E[x]^2 loses all digits where the mean is 3000 times the spread; ours is right, and says so."""
     x = 3000 + normal(0, (4, 256), "float32")
