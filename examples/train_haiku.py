@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import typer
-from digits import batches, console, patches, report, timed
 
 import jln
 import jln.haiku
+from digits import batches, console, patches, report, timed
 
 WIDTH, HIDDEN, LAYERS = 64, 128, 3
 GOAL = 0.95  # of the test digits

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import typer
-from digits import batches, console, patches, report, timed
 from flax.training.dynamic_scale import DynamicScale
 
 import jln
 import jln.linen
+from digits import batches, console, patches, report, timed
 
 WIDTH, HEADS, LAYERS = 64, 4, 3
 GOAL = 0.92  # of the test digits

@@ -24,10 +24,14 @@ except ImportError as error:
 
 __all__ = ["LayerNorm", "LayerNormLinear", "RMSNorm"]
 
+# As they are now, should somebody put ours in their place.
+EquinoxLayerNorm = eqx.nn.LayerNorm
+EquinoxRMSNorm = eqx.nn.RMSNorm
+
 _ABSENT: Any = object()
 
 
-class LayerNorm(eqx.nn.LayerNorm):
+class LayerNorm(EquinoxLayerNorm):
     """`equinox.nn.LayerNorm` on `jln.layer_norm`: the same arguments, fields, results and errors."""
 
     def __call__(self, x: jax.Array, state: Any = _ABSENT, *, key: jax.Array | None = None) -> Any:
@@ -35,7 +39,7 @@ class LayerNorm(eqx.nn.LayerNorm):
         return _with_state(_normalised(self, x, super().__call__), state)
 
 
-class RMSNorm(eqx.nn.RMSNorm):
+class RMSNorm(EquinoxRMSNorm):
     """`equinox.nn.RMSNorm` on `jln.rms_norm`: the same arguments, fields, results and errors."""
 
     def __call__(self, x: jax.Array, state: Any = _ABSENT, *, key: jax.Array | None = None) -> Any:
@@ -58,7 +62,7 @@ class LayerNormLinear(eqx.Module):
       key: as of `equinox.nn.Linear`.
     """
 
-    norm: eqx.nn.LayerNorm | eqx.nn.RMSNorm
+    norm: EquinoxLayerNorm | EquinoxRMSNorm
     linear: eqx.nn.Linear
 
     def __init__(
@@ -105,16 +109,16 @@ class DeferredNorm(eqx.Module):
         return _with_state(Deferred(x), state)
 
 
-def _normalised(layer: eqx.nn.LayerNorm | eqx.nn.RMSNorm, x: Any, plain: Any) -> jax.Array:
+def _normalised(layer: EquinoxLayerNorm | EquinoxRMSNorm, x: Any, plain: Any) -> jax.Array:
     return _modules.computed(f"jln.equinox.{type(layer).__name__}", _prepared(layer, x), lambda: plain(x))
 
 
-def _plain(layer: eqx.nn.LayerNorm | eqx.nn.RMSNorm, x: Any) -> jax.Array:
-    cls: Any = eqx.nn.LayerNorm if isinstance(layer, eqx.nn.LayerNorm) else eqx.nn.RMSNorm
+def _plain(layer: EquinoxLayerNorm | EquinoxRMSNorm, x: Any) -> jax.Array:
+    cls: Any = EquinoxLayerNorm if isinstance(layer, EquinoxLayerNorm) else EquinoxRMSNorm
     return cls.__call__(layer, x)
 
 
-def _prepared(layer: eqx.nn.LayerNorm | eqx.nn.RMSNorm, x: Any) -> _modules.Deferred | str:
+def _prepared(layer: EquinoxLayerNorm | EquinoxRMSNorm, x: Any) -> _modules.Deferred | str:
     if not isinstance(x, jax.Array | np.ndarray) or x.shape != layer.shape:
         return f"x does not have the shape {layer.shape}"
     return _modules.prepared(
@@ -123,7 +127,7 @@ def _prepared(layer: eqx.nn.LayerNorm | eqx.nn.RMSNorm, x: Any) -> _modules.Defe
         layer.bias if layer.use_bias else None,
         axes=range(x.ndim),
         epsilon=layer.eps,
-        subtract_mean=isinstance(layer, eqx.nn.LayerNorm),
+        subtract_mean=isinstance(layer, EquinoxLayerNorm),
         y_dtype=x.dtype,
     )
 

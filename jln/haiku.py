@@ -29,10 +29,14 @@ except ImportError as error:
 
 __all__ = ["LayerNorm", "LayerNormLinear", "RMSNorm"]
 
-Norm: TypeAlias = hk.LayerNorm | hk.RMSNorm
+# As they are now, should somebody put ours in their place.
+HaikuLayerNorm = hk.LayerNorm
+HaikuRMSNorm = hk.RMSNorm
+
+Norm: TypeAlias = HaikuLayerNorm | HaikuRMSNorm
 
 
-class LayerNorm(hk.LayerNorm):
+class LayerNorm(HaikuLayerNorm):
     """`haiku.LayerNorm` on `jln.layer_norm`: the same arguments, parameters, results and errors."""
 
     def __call__(self, inputs: jax.Array, scale: jax.Array | None = None, offset: jax.Array | None = None) -> jax.Array:
@@ -40,7 +44,7 @@ class LayerNorm(hk.LayerNorm):
         return call(self, super().__call__, inputs, scale, offset)
 
 
-class RMSNorm(hk.RMSNorm):
+class RMSNorm(HaikuRMSNorm):
     """`haiku.RMSNorm` on `jln.rms_norm`: the same arguments, parameters, results and errors."""
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
@@ -88,7 +92,7 @@ class LayerNormLinear(hk.Module):
         return _FusedLinear(*self._linear, name="linear")(norm(inputs), precision=precision)
 
 
-class _DeferringLayerNorm(hk.LayerNorm):
+class _DeferringLayerNorm(HaikuLayerNorm):
     """A LayerNorm that leaves its work to the Linear behind it."""
 
     def __call__(self, inputs: Any, scale: Any = None, offset: Any = None) -> Any:
@@ -120,12 +124,12 @@ class _FusedLinear(hk.Linear):
 
 def call(layer: Norm, plain: Callable[..., jax.Array], inputs: Any, scale: Any = None, offset: Any = None) -> jax.Array:
     """The call of a norm, from within it; `plain` is Haiku's own."""
-    given = (scale, offset) if isinstance(layer, hk.LayerNorm) else ()
+    given = (scale, offset) if isinstance(layer, HaikuLayerNorm) else ()
     return _modules.computed(_name(layer), _prepared(layer, inputs, scale, offset), lambda: plain(inputs, *given))
 
 
 def _name(layer: Norm) -> str:
-    return f"jln.haiku.{'LayerNorm' if isinstance(layer, hk.LayerNorm) else 'RMSNorm'} {layer.module_name}"
+    return f"jln.haiku.{'LayerNorm' if isinstance(layer, HaikuLayerNorm) else 'RMSNorm'} {layer.module_name}"
 
 
 def _prepared(layer: Norm, inputs: Any, scale: Any, offset: Any) -> _modules.Deferred | str:
@@ -135,8 +139,8 @@ def _prepared(layer: Norm, inputs: Any, scale: Any, offset: Any) -> _modules.Def
     inputs = jnp.asarray(inputs)
     if inputs.ndim == 0 or not jnp.issubdtype(inputs.dtype, jnp.floating):
         return f"inputs are {inputs.dtype}{list(inputs.shape)}"
-    is_layer_norm = isinstance(layer, hk.LayerNorm)
-    create_offset = isinstance(layer, hk.LayerNorm) and layer.create_offset
+    is_layer_norm = isinstance(layer, HaikuLayerNorm)
+    create_offset = isinstance(layer, HaikuLayerNorm) and layer.create_offset
     if (layer.create_scale and scale is not None) or (create_offset and offset is not None):
         return "scale or offset is given and created"
     axes = _axes(layer.axis, inputs.ndim, wrap=is_layer_norm)
@@ -149,7 +153,7 @@ def _prepared(layer: Norm, inputs: Any, scale: Any, offset: Any) -> _modules.Def
     shape = _parameter_shape(_axes(layer.param_axis, inputs.ndim, wrap=True), inputs.shape)
     if layer.create_scale:
         scale = hk.get_parameter("scale", shape, inputs.dtype, init=layer.scale_init)
-    if isinstance(layer, hk.LayerNorm) and layer.create_offset:
+    if isinstance(layer, HaikuLayerNorm) and layer.create_offset:
         offset = hk.get_parameter("offset", shape, inputs.dtype, init=layer.offset_init)
     parameters = [None if a is None else jnp.asarray(a) for a in (scale, offset)]
     return _modules.prepared(
@@ -178,8 +182,8 @@ def _parameter_shape(axes: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int
 
 def _must_name_param_axis(layer: Norm) -> bool:
     """Haiku has a switch in the making that refuses to guess param_axis."""
-    asks = getattr(sys.modules[hk.LayerNorm.__module__], "ERROR_IF_PARAM_AXIS_NOT_EXPLICIT", False)
-    return asks and isinstance(layer, hk.LayerNorm) and not layer._param_axis_passed_explicitly
+    asks = getattr(sys.modules[HaikuLayerNorm.__module__], "ERROR_IF_PARAM_AXIS_NOT_EXPLICIT", False)
+    return asks and isinstance(layer, HaikuLayerNorm) and not layer._param_axis_passed_explicitly
 
 
 @_modules.traceable.register(hk.Transformed)

@@ -28,10 +28,14 @@ except ImportError as error:
 
 __all__ = ["LayerNorm", "LayerNormDense", "RMSNorm"]
 
-Norm: TypeAlias = nn.LayerNorm | nn.RMSNorm
+# As they are now, should somebody put ours in their place.
+FlaxLayerNorm = nn.LayerNorm
+FlaxRMSNorm = nn.RMSNorm
+
+Norm: TypeAlias = FlaxLayerNorm | FlaxRMSNorm
 
 
-class LayerNorm(nn.LayerNorm):
+class LayerNorm(FlaxLayerNorm):
     """`flax.linen.LayerNorm` on `jln.layer_norm`: the same fields, parameters, results and errors."""
 
     @nn.compact
@@ -40,7 +44,7 @@ class LayerNorm(nn.LayerNorm):
         return call(self, super().__call__, x, mask=mask)
 
 
-class RMSNorm(nn.RMSNorm):
+class RMSNorm(FlaxRMSNorm):
     """`flax.linen.RMSNorm` on `jln.rms_norm`: the same fields, parameters, results and errors."""
 
     @nn.compact
@@ -116,7 +120,7 @@ class LayerNormDense(nn.Module):
         return dense(norm(x, mask=mask))
 
 
-class _DeferringLayerNorm(nn.LayerNorm):
+class _DeferringLayerNorm(FlaxLayerNorm):
     """A LayerNorm that leaves its work to the Dense behind it."""
 
     @nn.compact
@@ -161,7 +165,7 @@ def call(layer: Norm, plain: Callable[..., jax.Array], x: Any, *, mask: Any = No
 
 
 def _name(layer: Norm) -> str:
-    cls = "LayerNorm" if isinstance(layer, nn.LayerNorm) else "RMSNorm"
+    cls = "LayerNorm" if isinstance(layer, FlaxLayerNorm) else "RMSNorm"
     return f"jln.linen.{cls} {'/'.join(layer.path)}".rstrip()
 
 
@@ -179,7 +183,7 @@ def _prepared(layer: Norm, x: Any, mask: Any) -> _modules.Deferred | str:
     if not all(0 <= a < x.ndim for a in features):
         return f"x of shape {x.shape} has no axes {layer.feature_axes}"
     shape = [x.shape[a] for a in features]
-    use_bias = isinstance(layer, nn.LayerNorm) and layer.use_bias
+    use_bias = isinstance(layer, FlaxLayerNorm) and layer.use_bias
     scale = _stand_in(layer, "scale", shape) if layer.use_scale else None
     bias = _stand_in(layer, "bias", shape) if use_bias else None
     like = (None if a is None else np.empty((), a.dtype) for a in (scale, bias))
@@ -190,7 +194,7 @@ def _prepared(layer: Norm, x: Any, mask: Any) -> _modules.Deferred | str:
         axes=_axes(layer.reduction_axes),
         parameter_axes=features,
         epsilon=layer.epsilon,
-        subtract_mean=isinstance(layer, nn.LayerNorm),
+        subtract_mean=isinstance(layer, FlaxLayerNorm),
         y_dtype=dtypes.canonicalize_dtype(x, *like, dtype=layer.dtype),
     )
     if isinstance(found, str):

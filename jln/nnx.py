@@ -29,8 +29,12 @@ except ImportError as error:
 
 __all__ = ["LayerNorm", "LayerNormLinear", "RMSNorm"]
 
+# As they are now, should somebody put ours in their place.
+FlaxLayerNorm = nnx.LayerNorm
+FlaxRMSNorm = nnx.RMSNorm
 
-class LayerNorm(nnx.LayerNorm):
+
+class LayerNorm(FlaxLayerNorm):
     """`flax.nnx.LayerNorm` on `jln.layer_norm`: the same arguments, parameters, results and errors."""
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
@@ -38,7 +42,7 @@ class LayerNorm(nnx.LayerNorm):
         return _modules.computed("jln.nnx.LayerNorm", _prepared(self, x, mask), lambda: _plain(self, x, mask))
 
 
-class RMSNorm(nnx.RMSNorm):
+class RMSNorm(FlaxRMSNorm):
     """`flax.nnx.RMSNorm` on `jln.rms_norm`: the same arguments, parameters, results and errors."""
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
@@ -149,13 +153,13 @@ class FusedLinearGeneral(nnx.LinearGeneral):
         return _fused(self, inputs, own_product, plain, args, kwargs)
 
 
-def _prepared(layer: nnx.LayerNorm | nnx.RMSNorm, x: Any, mask: Any) -> _modules.Deferred | str:
+def _prepared(layer: FlaxLayerNorm | FlaxRMSNorm, x: Any, mask: Any) -> _modules.Deferred | str:
     if mask is not None:
         return "mask is given"
     if layer.axis_name is not None:
         return f"statistics are averaged over the mesh axis {layer.axis_name!r}"
     scale, bias = (None if a is None else a[...] for a in (layer.scale, getattr(layer, "bias", None)))
-    given = (x, scale, bias) if isinstance(layer, nnx.LayerNorm) else (x, scale)
+    given = (x, scale, bias) if isinstance(layer, FlaxLayerNorm) else (x, scale)
     promoted = layer.promote_dtype(given, dtype=layer.dtype)
     y_dtype = dtypes.canonicalize_dtype(*promoted, dtype=layer.dtype)
     z, scale, bias = (*promoted, None)[:3]
@@ -168,7 +172,7 @@ def _prepared(layer: nnx.LayerNorm | nnx.RMSNorm, x: Any, mask: Any) -> _modules
         axes=_axes(layer.reduction_axes),
         parameter_axes=_axes(layer.feature_axes),
         epsilon=layer.epsilon,
-        subtract_mean=isinstance(layer, nnx.LayerNorm),
+        subtract_mean=isinstance(layer, FlaxLayerNorm),
         y_dtype=y_dtype,
     )
 
@@ -183,13 +187,13 @@ def _axes(axes: Any) -> tuple[int, ...]:
     return (axes,) if isinstance(axes, int) else tuple(axes)
 
 
-def _plain(layer: nnx.LayerNorm | nnx.RMSNorm, x: Any, mask: Any) -> jax.Array:
-    cls: Any = nnx.LayerNorm if isinstance(layer, nnx.LayerNorm) else nnx.RMSNorm
+def _plain(layer: FlaxLayerNorm | FlaxRMSNorm, x: Any, mask: Any) -> jax.Array:
+    cls: Any = FlaxLayerNorm if isinstance(layer, FlaxLayerNorm) else FlaxRMSNorm
     return cls.__call__(layer, x, mask=mask)
 
 
-def _deferred(norm: nnx.LayerNorm | nnx.RMSNorm, x: Any, mask: Any) -> Any:
-    name = f"jln.nnx.{'LayerNorm' if isinstance(norm, nnx.LayerNorm) else 'RMSNorm'}"
+def _deferred(norm: FlaxLayerNorm | FlaxRMSNorm, x: Any, mask: Any) -> Any:
+    name = f"jln.nnx.{'LayerNorm' if isinstance(norm, FlaxLayerNorm) else 'RMSNorm'}"
     return _modules.deferred(name, _prepared(norm, x, mask), lambda: _plain(norm, x, mask))
 
 

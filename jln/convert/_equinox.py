@@ -12,7 +12,7 @@ from jln import equinox as ours
 from jln.convert._common import Change, Conversion, Pairs, attribute, checked_pair, named, pairs_of
 from jln.equinox import eqx
 
-SWAPPED = {eqx.nn.LayerNorm: ours.LayerNorm, eqx.nn.RMSNorm: ours.RMSNorm}
+SWAPPED = {ours.EquinoxLayerNorm: ours.LayerNorm, ours.EquinoxRMSNorm: ours.RMSNorm}
 
 
 def convert(model: Any, fuse: bool | Mapping[type, Pairs]) -> Conversion:

@@ -21,7 +21,7 @@ def linen() -> Iterator[list[Route]]:
     from jln.linen import nn
 
     routes: list[Route] = []
-    swap = _swap((nn.LayerNorm, nn.RMSNorm), (ours.LayerNorm, ours.RMSNorm), ours.call, routes)
+    swap = _swap((ours.FlaxLayerNorm, ours.FlaxRMSNorm), (ours.LayerNorm, ours.RMSNorm), ours.call, routes)
     with nn.intercept_methods(swap), _swapping(True):
         yield routes
 
@@ -32,7 +32,7 @@ def haiku() -> Iterator[list[Route]]:
     from jln.haiku import hk
 
     routes: list[Route] = []
-    swap = _swap((hk.LayerNorm, hk.RMSNorm), (ours.LayerNorm, ours.RMSNorm), ours.call, routes)
+    swap = _swap((ours.HaikuLayerNorm, ours.HaikuRMSNorm), (ours.LayerNorm, ours.RMSNorm), ours.call, routes)
     with hk.intercept_methods(swap), _swapping(True):
         yield routes
 

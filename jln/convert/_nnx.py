@@ -9,11 +9,11 @@ from jln import nnx as ours
 from jln.convert._common import Change, Conversion, Pairs, checked_pair, named, pairs_of
 from jln.nnx import nnx
 
-SWAPPED = {nnx.LayerNorm: ours.LayerNorm, nnx.RMSNorm: ours.RMSNorm}
+SWAPPED = {ours.FlaxLayerNorm: ours.LayerNorm, ours.FlaxRMSNorm: ours.RMSNorm}
 NORMS = {
-    nnx.LayerNorm: ours.DeferringLayerNorm,
+    ours.FlaxLayerNorm: ours.DeferringLayerNorm,
     ours.LayerNorm: ours.DeferringLayerNorm,
-    nnx.RMSNorm: ours.DeferringRMSNorm,
+    ours.FlaxRMSNorm: ours.DeferringRMSNorm,
     ours.RMSNorm: ours.DeferringRMSNorm,
 }
 LINEARS = {nnx.Linear: ours.FusedLinear, nnx.LinearGeneral: ours.FusedLinearGeneral}

@@ -14,6 +14,7 @@ What the framework rejects, ours rejects with the same type of exception.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -72,6 +73,30 @@ def pairwise(arguments: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
         open_pairs -= {p for p in open_pairs if row[p[0]] == p[1] and row[p[2]] == p[3]}
         rows.append({name: arguments[name][row[name]] for name in names})
     return rows
+
+
+def pairwise_parameters(arguments: Mapping[str, Sequence[Any]]) -> list[Any]:
+    """`pairwise` for parametrize. Without the heavy ones every single value still occurs."""
+    seen: set[tuple[str, int]] = set()
+    parameters = []
+    for row in pairwise(arguments):
+        values = {(name, next(i for i, v in enumerate(arguments[name]) if v is row[name])) for name in row}
+        marks = [pytest.mark.heavy] if values <= seen else []
+        seen |= values
+        parameters.append(pytest.param(row, id=described(row), marks=marks))
+    return parameters
+
+
+def equations(jaxpr: Any) -> Counter[str]:
+    """How often each primitive occurs in a jaxpr and in those within it."""
+    counts: Counter[str] = Counter()
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        counts[equation.primitive.name] += 1
+        if not equation.primitive.name.startswith("jln_"):  # which carry their computation with them
+            for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda a: hasattr(a, "eqns")):
+                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                    counts += equations(inner)
+    return counts
 
 
 def described(case: Mapping[str, Any]) -> str:

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 eqx = pytest.importorskip("equinox")
-from parity import Layer, assert_parity, described, normal, pairwise, randomised  # noqa: E402
-
 import jln  # noqa: E402
 from jln import equinox as ours  # noqa: E402
+from parity import Layer, assert_parity, normal, pairwise_parameters, randomised  # noqa: E402
 
 BATCH = 3
 ARGUMENTS = {
@@ -46,7 +45,7 @@ def shape_of(case):
     return (BATCH, shape) if isinstance(shape, int) else (BATCH, *shape)
 
 
-@pytest.mark.parametrize("case", pairwise(ARGUMENTS), ids=described)
+@pytest.mark.parametrize("case", pairwise_parameters(ARGUMENTS))
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
 def test_norms(name, case):
     case = dict(case)
@@ -111,7 +110,7 @@ class Pair(eqx.Module):
         return self.linear(self.norm(x))
 
 
-@pytest.mark.parametrize("case", pairwise(LINEAR), ids=described)
+@pytest.mark.parametrize("case", pairwise_parameters(LINEAR))
 def test_layer_norm_linear(case):
     case = dict(case)
     x = normal(1, (BATCH, 8), case.pop("x"))
@@ -159,6 +158,28 @@ def test_checkpoints_go_both_ways(name):
         read = eqx.tree_deserialise_leaves(file, getattr(reader, name)((4, 8), dtype="float32"))
         np.testing.assert_array_equal(read.weight, written.weight)
         np.testing.assert_array_equal(read.bias, written.bias)
+
+
+def test_put_in_place_of_equinoxs(monkeypatch):
+    x = jnp.arange(8)
+    wanted = eqx.nn.LayerNorm(8, dtype="float32")(x)
+    monkeypatch.setattr(eqx.nn, "LayerNorm", ours.LayerNorm)
+    np.testing.assert_array_equal(eqx.nn.LayerNorm(8, dtype="float32")(x), wanted)
+
+
+def test_forward_mode():
+    """As of Equinox's own layer: jvp, jacfwd and a Hessian-vector product forward over reverse."""
+    x, v = normal(0, (8,), "float32"), normal(1, (8,), "float32")
+
+    def derivatives(cls):
+        def function(x):
+            return jnp.sum(jnp.sin(cls(8, dtype="float32")(x)))
+
+        return jax.jvp(function, (x,), (v,))[1], jax.jvp(jax.grad(function), (x,), (v,))[1], jax.jacfwd(function)(x)
+
+    for a, b in zip(derivatives(ours.LayerNorm), derivatives(eqx.nn.LayerNorm), strict=True):
+        # some tens of float32 operations on numbers of the size of the largest result
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=64 * float(jnp.finfo("float32").eps) * np.max(np.abs(b)))
 
 
 def test_deprecated_argument():

@@ -25,6 +25,17 @@ def test_a_function_without_layers_and_one_with_static_arguments():
     assert jln.explain(lambda x, flag: x if flag else None, jnp.ones(3), flag=True) == ()
 
 
+def test_what_jax_has_traced_before_is_listed_again():
+    nnx = pytest.importorskip("flax.nnx")
+    from jln.nnx import LayerNorm
+
+    norm = LayerNorm(8, rngs=nnx.Rngs(0))
+    function = jax.jit(lambda x: norm(x))
+    function(jnp.ones((4, 8)))
+    for _ in range(2):
+        assert [route.path for route in jln.explain(function, jnp.ones((4, 8)))] == ["kernel"]
+
+
 def test_what_the_call_raises_is_raised():
     with pytest.raises(ZeroDivisionError):
         jln.explain(lambda x: 1 // 0, jnp.ones(3))

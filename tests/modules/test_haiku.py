@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 hk = pytest.importorskip("haiku")
-from parity import Layer, assert_parity, described, normal, pairwise, randomised  # noqa: E402
-
 import jln  # noqa: E402
 from jln import _modules  # noqa: E402
 from jln import haiku as ours  # noqa: E402
+from parity import Layer, assert_parity, described, normal, pairwise_parameters, randomised  # noqa: E402
 
 SHAPE = (3, 4, 8)
 
@@ -36,7 +35,7 @@ ONLY_LAYER_NORM = ("create_offset", "offset_init", "use_fast_variance", "scale",
 
 def cases(name):
     skipped = ONLY_LAYER_NORM if name == "RMSNorm" else ()
-    return pairwise({k: v for k, v in ARGUMENTS.items() if k not in skipped})
+    return pairwise_parameters({k: v for k, v in ARGUMENTS.items() if k not in skipped})
 
 
 def layer(cls, scale=None, offset=None, **options):
@@ -61,12 +60,12 @@ def parity(name, case):
     )
 
 
-@pytest.mark.parametrize("case", cases("LayerNorm"), ids=described)
+@pytest.mark.parametrize("case", cases("LayerNorm"))
 def test_layer_norm(case):
     parity("LayerNorm", case)
 
 
-@pytest.mark.parametrize("case", cases("RMSNorm"), ids=described)
+@pytest.mark.parametrize("case", cases("RMSNorm"))
 def test_rms_norm(case):
     parity("RMSNorm", case)
 
@@ -158,7 +157,7 @@ class Pair(hk.Module):
         return hk.Linear(*self.linear)(hk.LayerNorm(*self.norm)(x), precision=precision)
 
 
-@pytest.mark.parametrize("case", pairwise(LINEAR), ids=described)
+@pytest.mark.parametrize("case", pairwise_parameters(LINEAR))
 def test_layer_norm_linear(case):
     case = dict(case)
     x, precision = normal(1, SHAPE, case.pop("x")), case.pop("precision")

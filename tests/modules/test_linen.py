@@ -10,10 +10,10 @@ import pytest
 pytest.importorskip("flax")
 from flax import linen as nn
 from flax import serialization
-from parity import Layer, assert_parity, described, normal, pairwise, randomised
 
 import jln
 from jln import linen as ours
+from parity import Layer, assert_parity, described, normal, pairwise_parameters, randomised
 
 SHAPE = (3, 4, 8)
 MASK = np.random.default_rng(0).random(SHAPE) > 0.3
@@ -40,7 +40,7 @@ ONLY_LAYER_NORM = ("use_bias", "bias_init")
 
 def cases(name):
     skipped = ONLY_LAYER_NORM if name == "RMSNorm" else ()
-    return pairwise({k: v for k, v in ARGUMENTS.items() if k not in skipped})
+    return pairwise_parameters({k: v for k, v in ARGUMENTS.items() if k not in skipped})
 
 
 def layer(cls, mask=None, **options):
@@ -73,12 +73,12 @@ def parity(name, case):
     )
 
 
-@pytest.mark.parametrize("case", cases("LayerNorm"), ids=described)
+@pytest.mark.parametrize("case", cases("LayerNorm"))
 def test_layer_norm(case):
     parity("LayerNorm", case)
 
 
-@pytest.mark.parametrize("case", cases("RMSNorm"), ids=described)
+@pytest.mark.parametrize("case", cases("RMSNorm"))
 def test_rms_norm(case):
     parity("RMSNorm", case)
 
@@ -190,7 +190,7 @@ def pair(features, dtype, param_dtype, epsilon, use_scale, use_offset, **options
     return Layer(lambda x: module.init(jax.random.key(0), x), module.apply)
 
 
-@pytest.mark.parametrize("case", pairwise(DENSE), ids=described)
+@pytest.mark.parametrize("case", pairwise_parameters(DENSE))
 def test_layer_norm_dense(case):
     case = dict(case)
     x = normal(1, SHAPE, case.pop("x"))
