@@ -1,14 +1,17 @@
-"""How far the fused operator's result and gradients are from float64 autodiff of the reference, line by line.
+"""How far the fused operators' results and gradients are from float64 autodiff of the reference, line by line.
 
     python benchmarks/gradient_report.py                                # the CPU, and a GPU if there is one
     python benchmarks/gradient_report.py --size 8x128x512:64 --dtype bfloat16
+    python benchmarks/gradient_report.py --dtype float16                # the built-in sizes in another dtype
 
 The upstream cotangent is random: a rule that ignores its cotangent is right under one of ones. Exits with 1 if a line
-fails. Where there is no GPU, the Triton kernels run in Triton's interpreter, if triton is installed.
+fails. Where there is no GPU, the Triton kernels run in Triton's interpreter, if triton is installed; the last line says
+when they did not run.
 """
 
 import argparse
 import importlib.util
+import itertools
 import math
 import os
 import pathlib
@@ -27,6 +30,7 @@ import jln
 from jln._triton import launch
 
 RESULTS = ("y", "dx", "dscale", "doffset", "dkernel", "dbias")
+OPERATORS = ("layer_norm_linear", "rms_norm_linear")
 
 
 class Case(NamedTuple):
@@ -44,11 +48,8 @@ RELATIVE_LIMITS = {"float64": 1e-13, "float32": 4e-6, "float16": 2e-3, "bfloat16
 # Absolute, so they hold for data of one size: for a cotangent ten times larger, dkernel reaches 22, where neighbours in
 # float32 are 1.9e-6 apart, and plain autodiff is outside of them for three seeds in four.
 TINY = {"y": 1e-6, "dx": 1e-6, "dscale": 1e-6, "doffset": 1e-6, "dkernel": 2e-6, "dbias": 1e-6}
-CASES = [
-    Case((4, 4), 8, 16, "float32", TINY),
-    # A narrow output and a wide one: the two strategies of the kernels. H is ragged for every tile.
-    *(Case((4, 64), 776, n, dtype) for n in (64, 1000) for dtype in ("float32", "bfloat16")),
-]
+# The tiny one; a narrow output and a wide one, for the two strategies of the kernels. 776 is ragged for every tile.
+SIZES = [((4, 4), 8, 16), ((4, 64), 776, 64), ((4, 64), 776, 1000)]
 EPSILON = 1e-5
 
 
@@ -62,21 +63,28 @@ def operands(case: Case, seed: int) -> tuple[list[jax.Array], jax.Array]:
     return [jnp.asarray(a, case.dtype) for a in arrays], jnp.asarray(0.1 * dy, case.dtype)
 
 
-def gradients(operator, arrays, dy, device, **options) -> list[np.ndarray]:
+def gradients(module, name: str, arrays, dy, device, **options) -> dict[str, np.ndarray]:
+    """y and the gradients, by name; an RMSNorm has no offset."""
+
+    def operator(x, scale, offset, kernel, bias):
+        norm = (scale, offset) if name == "layer_norm_linear" else (scale,)
+        # "highest": a GPU's own default multiplies float32 with ten bits.
+        return getattr(module, name)(x, *norm, kernel, bias, epsilon=EPSILON, precision="highest", **options)
+
     @jax.jit
     def run(arrays, dy):
-        # "highest": a GPU's own default multiplies float32 with ten bits.
-        y, pullback = jax.vjp(lambda *a: operator(*a, epsilon=EPSILON, precision="highest", **options), *arrays)
+        y, pullback = jax.vjp(operator, *arrays)
         return y, *pullback(dy)
 
-    return [np.asarray(a, "float64") for a in run(*jax.device_put((arrays, dy), device))]
+    results = zip(RESULTS, run(*jax.device_put((arrays, dy), device)), strict=True)
+    return {k: np.asarray(a, "float64") for k, a in results if k != "doffset" or name == "layer_norm_linear"}
 
 
 def implementations() -> Iterator[tuple[jax.Device, str]]:
     """What can run here."""
     cpu, default = jax.devices("cpu")[0], jax.devices()[0]
     yield cpu, "xla"
-    if launch.interpreting():
+    if launch.interpreting() and importlib.util.find_spec("triton"):
         yield cpu, "triton"
     if default.platform == "gpu":
         yield default, "xla"
@@ -84,49 +92,67 @@ def implementations() -> Iterator[tuple[jax.Device, str]]:
             yield default, "triton"
 
 
-def report(case: Case, seed: int) -> bool:
+def report(case: Case, name: str, seed: int) -> bool:
     """Print a line for each result of each implementation; whether all are good."""
     arrays, dy = operands(case, seed)
     exact = [a.astype("float64") for a in arrays]
-    true = gradients(jln.reference.layer_norm_linear, exact, dy.astype("float64"), jax.devices("cpu")[0])
+    true = gradients(jln.reference, name, exact, dy.astype("float64"), jax.devices("cpu")[0])
     shape = "x".join(map(str, case.rows))
     good = True
     for device, implementation in implementations():
-        print(f"{shape}x{case.h} -> {shape}x{case.n}, {case.dtype}, {implementation} on {device.device_kind}")
-        got = gradients(jln.layer_norm_linear, arrays, dy, device, implementation=implementation)
-        for name, a, t in zip(RESULTS, got, true, strict=True):
+        sizes = f"{shape}x{case.h} -> {shape}x{case.n}" if shape else f"{case.h} -> {case.n}"
+        print(f"{name}, {sizes}, {case.dtype}, {implementation} on {device.device_kind}")
+        got = gradients(jln, name, arrays, dy, device, implementation=implementation)
+        for result, t in true.items():
             largest = np.max(np.abs(t), initial=0.0)
-            absolute = np.max(np.abs(a - t), initial=0.0)
+            absolute = np.max(np.abs(got[result] - t), initial=0.0)
             relative = absolute / largest if largest else absolute
             if case.limits is None:
                 error, limit, kind = relative, RELATIVE_LIMITS[case.dtype], "relative"
             else:
-                error, limit, kind = absolute, case.limits[name], "absolute"
+                error, limit, kind = absolute, case.limits[result], "absolute"
             passed = bool(error <= limit)  # a NaN fails
             good &= passed
             verdict = "PASS" if passed else "FAIL"
-            print(f"  {name:8} {largest:10.3e} {absolute:10.2e} {relative:10.2e}   {kind} <= {limit:.0e}  {verdict}")
+            print(f"  {result:8} {largest:10.3e} {absolute:10.2e} {relative:10.2e}   {kind} <= {limit:.0e}  {verdict}")
     return good
 
 
-def parsed(size: str, dtype: str) -> Case:
-    x, n = size.split(":")
-    *rows, h = map(int, x.split("x"))
-    return Case(tuple(rows), h, int(n), dtype)
+def parsed(size: str) -> tuple[tuple[int, ...], int, int]:
+    """-> (rows, H, N)"""
+    try:
+        x, n = size.split(":")
+        *rows, h, n = (int(word) for word in (*x.split("x"), n))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be like 8x128x512:64, rows x H : N; got {size!r}") from None
+    if min(*rows, h, n) < 1:
+        raise argparse.ArgumentTypeError(f"must have no size under 1; got {size!r}")
+    return tuple(rows), h, n
+
+
+def cases(size: tuple[tuple[int, ...], int, int] | None, dtype: str | None) -> list[Case]:
+    if size is not None:
+        return [Case(*size, dtype or "float32")]
+    dtypes = [dtype] if dtype else ["float32", "bfloat16"]
+    tiny, *others = SIZES
+    found = [Case(*other, d) for other in others for d in dtypes]
+    return [Case(*tiny, "float32", TINY), *found] if "float32" in dtypes else found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", metavar="BxTxH:N", help="one size instead of the built-in ones, limits relative")
-    parser.add_argument("--dtype", default="float32", choices=sorted(RELATIVE_LIMITS), help="with --size")
+    parser.add_argument("--size", type=parsed, metavar="BxTxH:N", help="one size instead of the built-in ones")
+    parser.add_argument("--dtype", choices=sorted(RELATIVE_LIMITS), help="default: float32, and built-in bfloat16 too")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     jax.config.update("jax_enable_x64", True)
-    cases = CASES if arguments.size is None else [parsed(arguments.size, arguments.dtype)]
-    print(f"jax {jax.__version__}, jln {jln.__version__}, layer_norm_linear, epsilon {EPSILON}, seed {arguments.seed}")
+    print(f"jax {jax.__version__}, jln {jln.__version__}, epsilon {EPSILON}, seed {arguments.seed}")
     print("  result      largest   absolute   relative   limit of the error")
-    good = [report(case, arguments.seed) for case in cases]
+    chosen = itertools.product(cases(arguments.size, arguments.dtype), OPERATORS)
+    good = [report(case, name, arguments.seed) for case, name in chosen]
     print("all within their limits" if all(good) else "some are NOT within their limits")
+    if "triton" not in {implementation for _, implementation in implementations()}:
+        print(f"the Triton kernels did NOT run: {launch.missing()}")
     return 0 if all(good) else 1
 
 

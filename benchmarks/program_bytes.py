@@ -1,9 +1,10 @@
-"""What the compiled forward + backward of each norm launches and moves on a GPU that need not be here.
+"""What the compiled forward + backward of each operator launches and moves on a GPU that need not be here.
 
     pip install -e ".[cuda13]" && python benchmarks/program_bytes.py --chip h200
 
-bfloat16, y returned, float32 scale and offset; the norms with M * H = 2^25; megabytes
-are 10^6 bytes, counted in the compiled program by `jln.program`: facts of the program, not measurements.
+bfloat16, y returned, float32 scale and offset; the norms with M * H = 2^25; megabytes are 10^6 bytes, counted in the
+compiled program by `jln.program`: facts of the program, not measurements. Then what LayerNorm and a Linear hold between
+forward and backward, as `jax.vjp` has it: what is held where the two are compiled apart, or a scan is between them.
 """
 
 import argparse
@@ -52,16 +53,45 @@ def norm_then_linear(x, scale, offset, kernel, bias):
     return jln.reference.layer_norm(x, scale, offset) @ kernel + bias
 
 
+def norm_and_linear(x, scale, offset, kernel, bias):
+    """The norm alone from here."""
+    return jln.layer_norm(x, scale, offset) @ kernel + bias
+
+
+def linear_arguments(m: int, h: int, n: int):
+    """-> (x, scale, offset, kernel, bias), dy"""
+    x, kernel, bias, dy = (jax.ShapeDtypeStruct(s, "bfloat16") for s in ((m, h), (h, n), (n,), (m, n)))
+    p = jax.ShapeDtypeStruct((h,), "float32")
+    return (x, p, p, kernel, bias), dy
+
+
 def linear_rows(chip: str):
     for m, h, n in LINEARS:
-        x, kernel, bias, y = (jax.ShapeDtypeStruct(s, "bfloat16") for s in ((m, h), (h, n), (n,), (m, n)))
-        p = jax.ShapeDtypeStruct((h,), "float32")
+        arguments, dy = linear_arguments(m, h, n)
         once = 2 * (3 * m * h + 2 * m * n + 3 * h * n)  # x twice, dx; y, dy; kernel twice, dkernel
         for implementation, operator in (("jln", jln.layer_norm_linear), ("plain jnp", norm_then_linear)):
-            step = layer_norm_linear_step(operator)
-            report = program.compile_for(step, x, p, p, kernel, bias, y, chip=chip)
+            report = program.compile_for(layer_norm_linear_step(operator), *arguments, dy, chip=chip)
             name = f"linear {m}x{h}x{n}"
             yield name, h, implementation, report.launches, report.bytes_total, once, report.temp_bytes
+
+
+def held(operator, *arguments) -> list[jax.ShapeDtypeStruct]:
+    """What `jax.vjp` keeps for the backward pass."""
+    return jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(operator, *a)[1], *arguments))
+
+
+def print_held():
+    print(f"\n{'held, MB':22}{'all':>8}{'of x or its size':>18}")
+    for m, h, n in LINEARS:
+        for name, operator in (
+            ("layer_norm_linear", jln.layer_norm_linear),
+            ("layer_norm, @", norm_and_linear),
+            ("plain jnp", norm_then_linear),
+        ):
+            arrays = held(operator, *linear_arguments(m, h, n)[0])
+            total = sum(a.size * a.dtype.itemsize for a in arrays) / 1e6
+            large = " + ".join(f"{a.size * a.dtype.itemsize / 1e6:.0f}" for a in arrays if a.shape == (m, h))
+            print(f"{name:22}{total:>8.0f}{large:>18}   {m}x{h}x{n}")
 
 
 def rows(chip: str):
@@ -89,6 +119,7 @@ def main():
             f"{name:22}{h:>6}  {implementation:12}{launches:>8}{total / 1e6:>8.0f}{once / 1e6:>9.0f}"
             f"{total / once:>7.2f}{temporary / 1e6:>14.1f}"
         )
+    print_held()
 
 
 if __name__ == "__main__":

@@ -46,8 +46,11 @@ def layer_norm_linear(
     parameters and two numbers a row. Ba, Kiros, Hinton, "Layer Normalization" (2016).
 
     `z` is rounded once, to the dtype of `y`, in which it is multiplied. The products add up in float32, and the bias is
-    added before the one rounding of `y`; for float64 all is in float64. Every gradient has its argument's dtype and
-    shape. Gradients are bitwise the same from run to run.
+    added before the one rounding of `y`; for float64 all is in float64. One case has two roundings: where XLA
+    multiplies on a GPU, a bfloat16 product is rounded before a bfloat16 bias is added, as in `x @ kernel + bias`.
+
+    Every gradient has its argument's dtype and shape. Gradients are bitwise the same in every run of one compiled
+    program; where XLA multiplies on a GPU, a program compiled again may multiply otherwise, as its autotuner found.
 
     Args:
       x: `[..., H]`: float16, bfloat16, float32 or float64.
@@ -70,8 +73,8 @@ def layer_norm_linear(
       ValueError: shapes do not match, the last axis of `x` is empty, epsilon is negative, or the precision or the
         implementation is unknown.
     """
-    options = _Options(epsilon, zero_centered_scale, precision, implementation, forward_mode, subtract_mean=True)
-    return _checked(x, scale, offset, kernel, bias, options)
+    norm = _NormLinear(epsilon, zero_centered_scale, precision, implementation, forward_mode, subtract_mean=True)
+    return _checked(norm, x, scale, offset, kernel, bias)
 
 
 def rms_norm_linear(
@@ -91,34 +94,23 @@ def rms_norm_linear(
     Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019). Arguments, dtypes, guarantees and errors are those
     of `layer_norm_linear`.
     """
-    options = _Options(epsilon, zero_centered_scale, precision, implementation, forward_mode, subtract_mean=False)
-    return _checked(x, scale, None, kernel, bias, options)
-
-
-class _Options(NamedTuple):
-    """The static arguments, as given."""
-
-    epsilon: float
-    zero_centered_scale: bool
-    precision: PrecisionLike
-    implementation: str | None
-    forward_mode: bool
-    subtract_mean: bool
+    norm = _NormLinear(epsilon, zero_centered_scale, precision, implementation, forward_mode, subtract_mean=False)
+    return _checked(norm, x, scale, None, kernel, bias)
 
 
 class _NormLinear(NamedTuple):
-    """The static arguments of the operator: checked, and all that its rules must know without an array.
+    """The static arguments: as given, until `_checked` makes them canonical, so hashable, and adds the last.
 
-    precision: canonical, so hashable. bias_dtype: the backward rule has no other trace of the bias; None if absent.
+    bias_dtype: the backward rule has no other trace of the bias; None if absent.
     """
 
     epsilon: float
     zero_centered_scale: bool
     precision: Any
     implementation: str | None
-    subtract_mean: bool
     forward_mode: bool
-    bias_dtype: jnp.dtype | None
+    subtract_mean: bool
+    bias_dtype: jnp.dtype | None = None
 
     def options(self) -> dict[str, Any]:
         """What the forward and the backward operation are told."""
@@ -250,7 +242,7 @@ _forward_mode_operator = jax.custom_jvp(_norm_linear, nondiff_argnums=(0,))
 _forward_mode_operator.defjvp(_norm_linear_jvp, symbolic_zeros=True)
 
 
-def _checked(x, scale, offset, kernel, bias, options: _Options) -> jax.Array:
+def _checked(norm: _NormLinear, x, scale, offset, kernel, bias) -> jax.Array:
     x, kernel = _checks.array("x", x), _checks.array("kernel", kernel)
     scale, offset = _checks.optional_array("scale", scale), _checks.optional_array("offset", offset)
     bias = _checks.optional_array("bias", bias)
@@ -259,14 +251,13 @@ def _checked(x, scale, offset, kernel, bias, options: _Options) -> jax.Array:
     _checks.shape("offset", offset, x.shape[-1:], "that of x's last axis")
     _checks.kernel(kernel, x)
     _checks.shape("bias", bias, kernel.shape[1:], "that of kernel's axes after the first")
-    norm = _NormLinear(
-        _checks.epsilon(options.epsilon),
-        _checks.flag("zero_centered_scale", options.zero_centered_scale),
-        _checks.precision(options.precision),
-        _checks.implementation(options.implementation),
-        options.subtract_mean,
-        _checks.flag("forward_mode", options.forward_mode),
-        None if bias is None else bias.dtype,
+    norm = norm._replace(
+        epsilon=_checks.epsilon(norm.epsilon),
+        zero_centered_scale=_checks.flag("zero_centered_scale", norm.zero_centered_scale),
+        precision=_checks.precision(norm.precision),
+        implementation=_checks.implementation(norm.implementation),
+        forward_mode=_checks.flag("forward_mode", norm.forward_mode),
+        bias_dtype=None if bias is None else bias.dtype,
     )
     if norm.zero_centered_scale and scale is None:
         raise ValueError("zero_centered_scale=True needs a scale; got scale=None")

@@ -19,7 +19,7 @@ ROWS = (1, 5, 1000)
 
 
 def sizes():
-    """A million elements take the interpreter about a second; CI runs the larger ones too."""
+    """A million elements take the interpreter about a second; of the larger ones CI runs two."""
     return [
         pytest.param(rows, width, marks=[pytest.mark.heavy] if rows * width > 1_000_000 else [])
         for rows in ROWS

@@ -237,7 +237,7 @@ def assert_fits(made, stack=0):
     assert [what for what, _, shared, limit, *_ in made if shared > limit] == []
 
 
-# The chip of the byte table, with every switch on, takes half a minute; the others run in CI.
+# The chip of the byte table, with every switch on, takes half a minute; of the others CI runs a part.
 LINEAR_COMBINATIONS = [
     pytest.param(s, c, d, marks=[] if (s, c, d) == ("everything", "h200", "bfloat16") else [pytest.mark.heavy])
     for s in SWITCHES

@@ -1,10 +1,13 @@
 """The fused operators under JAX's transformations, each against the reference under the same ones, in float64."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 from jax.test_util import check_grads
 
 import jln
@@ -192,6 +195,42 @@ def test_only_x_is_kept_of_its_size(features, implementation):
     parameters = [("float32", (32,)), ("float32", (32,)), ("float32", (32, *features))]
     statistics = [("float32", (64, 1)), ("float32", (64, 1))]
     assert held == sorted([("bfloat16", (64, 32)), *parameters, *statistics])
+
+
+def test_x_is_kept_as_it_is(implementation):
+    """Not a copy of it, nor of a parameter: what is kept are the arguments themselves and what is new of a row."""
+    operands = workbench.linear_arguments(OPERATOR, (64,), 32, (24,), "bfloat16", parameter_dtype="float32")
+
+    def held(*operands):
+        return jax.tree.leaves(jax.vjp(lambda *a: OPERATOR(*a, implementation=implementation), *operands)[1])
+
+    jaxpr = jax.make_jaxpr(held)(*operands).jaxpr
+    made = [a.aval.shape for a in jaxpr.outvars if a not in jaxpr.invars]
+    assert made == [(64, 1), (64, 1)] and jaxpr.invars[0] in jaxpr.outvars
+
+
+# Rows split, and features: then y and dy of a device are its features' and dx is summed over the mesh.
+@pytest.mark.parametrize("split", ["rows", "features"])
+@pytest.mark.parametrize("name", LINEAR_OPERATORS)
+def test_shard_map(name, split, implementation):
+    """Checked mode: gradients of what is shared are summed over the mesh, a varying result is not taken for a copy."""
+    if len(jax.devices()) < 2:
+        pytest.skip("needs two devices")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("d",))
+    operator = LINEAR_OPERATORS[name]
+    operands = arguments(operator)
+    copied, first, last = PartitionSpec(), PartitionSpec("d"), PartitionSpec(None, "d")
+    specs = (first, *[copied] * 4) if split == "rows" else (*[copied] * 3, last, first)
+    out_specs = first if split == "rows" else last
+
+    def transformed(f):
+        sharded = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out_specs)
+        return jax.jit(jax.value_and_grad(loss(sharded), present(operands)))(*operands)
+
+    both(transformed, implementation, operator)
+    with pytest.raises(ValueError, match="out_specs"):
+        ours = functools.partial(operator, implementation=implementation)
+        jax.shard_map(ours, mesh=mesh, in_specs=specs, out_specs=copied)(*operands)
 
 
 @pytest.mark.parametrize("precision", ["highest", ("high", "default"), jax.lax.Precision.HIGH, "BF16_BF16_F32", None])

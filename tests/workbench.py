@@ -207,7 +207,7 @@ def linear_value_and_gradients(function, operands, dy):
     return {k: np.asarray(a) for k, a in zip(LINEAR_RESULTS, run(operands, dy), strict=True) if a is not None}
 
 
-def linear_truth(operator: LinearOperator, operands, dy):
+def linear_truth(operator: LinearOperator, operands, dy, *, zero_centered_scale=False):
     """As `truth`, for operands of x [M, H] and kernel [H, N]."""
     x, scale, offset, kernel, bias = (None if a is None else np.asarray(a) for a in operands)
     dtype = jnp.promote_types(x.dtype, kernel.dtype)
@@ -215,6 +215,7 @@ def linear_truth(operator: LinearOperator, operands, dy):
     eps = float(jnp.finfo(jnp.promote_types(dtype, jnp.float32)).eps)
     v, k, d = x.astype(wide), kernel.astype(wide), np.asarray(dy).astype(wide)
     s, b, c = (default if a is None else a.astype(wide) for a, default in ((scale, 1), (offset, 0), (bias, 0)))
+    s = s + zero_centered_scale
     rounding = eps * _largest(v)
     if operator.subtract_mean:
         v = v - v.mean(-1, keepdims=True)

@@ -285,12 +285,20 @@ def _fused_switches(
 
 
 def _affine(z: jax.Array, kernel: jax.Array, bias: jax.Array | None, precision: jax.lax.PrecisionLike) -> jax.Array:
-    """z @ kernel + bias over [*batch, rows, H], rounded once."""
+    """z @ kernel + bias over [*batch, rows, H], rounded once; in bfloat16 with a bfloat16 bias, twice.
+
+    XLA adds a 16-bit bias inside its product only if the product is rounded to 16 bits first, else it writes the
+    product in float32 and reads it again: (8192, 4096, 12288) in bfloat16 moves 503 MB forward or 1309. That is
+    bfloat16's price, whose range is float32's; a float16 product may overflow where y does not. A float32 bias it adds
+    to the float32 product inside, if the bias is an argument of the program.
+    """
     kernel = kernel.astype(z.dtype)
     if bias is None:
         return jnp.matmul(z, kernel, precision=precision)
-    y = jnp.matmul(z, kernel, precision=precision)
-    return (y + jnp.expand_dims(bias, -2)).astype(z.dtype)
+    rounded_first = z.dtype == bias.dtype == jnp.bfloat16
+    compute = z.dtype if rounded_first else jnp.promote_types(z.dtype, jnp.float32)
+    y = jnp.matmul(z, kernel, precision=precision, preferred_element_type=compute)
+    return (y + jnp.expand_dims(bias.astype(compute), -2)).astype(z.dtype)
 
 
 def _column_sums(a: jax.Array, dtype: DTypeLike, chip: config.Chip) -> jax.Array:
