@@ -181,12 +181,15 @@ def spills_of_a_large_tile():
     ).spilled
 
 
-# LayerNorm+Linear: x's and the kernel's, the norm parameters'.
+# LayerNorm+Linear: x's, the kernel's, the norm parameters'.
 LINEAR_DTYPES = {
-    "bfloat16": ("bfloat16", "float32"),
-    "float16": ("float16", "float16"),
-    "float32": ("float32", "float32"),
-    "float64": ("float64", "float64"),
+    "bfloat16": ("bfloat16", "bfloat16", "float32"),
+    "float16": ("float16", "float16", "float16"),
+    "float32": ("float32", "float32", "float32"),
+    "float64": ("float64", "float64", "float64"),
+    "bfloat16, float32 parameters": ("bfloat16", "float32", "float32"),
+    "float32, bfloat16 kernel": ("float32", "bfloat16", "float32"),
+    "float16, bfloat16 kernel": ("float16", "bfloat16", "float32"),
 }
 # M, H, N. Fused: each power of 2 that a product is padded to, with aligned rows of x and dy and without; one chunk and
 # many; few rows, whose columns several programs share.
@@ -214,8 +217,9 @@ def linear_launches(rows, h, n, dtypes, chip, switches):
     from jln._triton import launch, layer_norm_linear
 
     jax.config.update("jax_enable_x64", True)
-    x, dy, kernel, bias = (jax.ShapeDtypeStruct(s, dtypes[0]) for s in ((rows, h), (rows, n), (h, n), (n,)))
-    parameter = jax.ShapeDtypeStruct((h,), dtypes[1])
+    x, parameter = jax.ShapeDtypeStruct((rows, h), dtypes[0]), jax.ShapeDtypeStruct((h,), dtypes[2])
+    kernel, bias = (jax.ShapeDtypeStruct(s, dtypes[1]) for s in ((h, n), (n,)))
+    dy = jax.ShapeDtypeStruct((rows, n), jnp.promote_types(*dtypes[:2]))
     statistic = jax.ShapeDtypeStruct((rows, 1), jnp.promote_types(dtypes[0], jnp.float32))
     scale, offset = (parameter if switches[name] else None for name in ("scale", "offset"))
     everything = scale is not None
@@ -268,14 +272,15 @@ LINEAR_COMBINATIONS = [
 ]
 
 
-# Where products are of 16 bits; Blackwell has no fused kernels.
-FUSED_COMBINATIONS = [p for p in LINEAR_COMBINATIONS if "16" in p.values[2] and p.values[1] != "b200"]
+# float64 and Blackwell have no fused kernels.
+FUSED_COMBINATIONS = [p for p in LINEAR_COMBINATIONS if p.values[2] != "float64" and p.values[1] != "b200"]
 
 
 @pytest.mark.parametrize(("switches", "chip", "dtype"), FUSED_COMBINATIONS)
 @pytest.mark.parametrize("sizes", [FUSED, pytest.param(MORE_FUSED, marks=pytest.mark.heavy)], ids=["few", "more"])
 def test_fused_linear_does_not_spill_and_uses_wgmma(worker, sizes, switches, chip, dtype):
-    fused = [s for s in sizes if config.fused_forward(*s, dtype, config.CHIPS[chip])]
+    product = jnp.promote_types(*LINEAR_DTYPES[dtype][:2]).name
+    fused = [s for s in sizes if config.fused_forward(*s, product, config.CHIPS[chip])]
     assert len(fused) > len(sizes) // 3
     made = worker.submit(compile_linear, LINEAR_DTYPES[dtype], chip, SWITCHES[switches], fused).result()
     assert len(made) == 4 * len(fused)

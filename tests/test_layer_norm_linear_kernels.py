@@ -111,7 +111,7 @@ def test_many_shares():
 def test_many_shares_composed():
     """More than the 32 of dscale and doffset that `reduce_kernel` adds at a time."""
     chip = config.Chip(config.INTERPRETER.name, 90, 40)
-    operands, dy = arguments(90, 1023, 3, "float32"), normal(6, (90, 3), "float32")
+    operands, dy = arguments(90, 1023, 130, "float32"), normal(6, (90, 130), "float32")
     assert launches(operands, dy, chip=chip)["reduce_kernel"].arguments[2] > 32
     assert_accurate(operands, dy, chip=chip)
 
@@ -133,6 +133,33 @@ def test_precision(precision, fused):
     assert ("parameters_kernel" in made) == fused
 
 
+@pytest.mark.parametrize(
+    ("precision", "fused"),
+    [
+        (None, True),
+        ((jax.lax.Precision.DEFAULT, jax.lax.Precision.DEFAULT), True),
+        (jax.lax.DotAlgorithmPreset.TF32_TF32_F32, True),
+        ((jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST), False),
+        (jax.lax.DotAlgorithmPreset.F32_F32_F32, False),
+    ],
+)
+def test_precision_of_float32(precision, fused):
+    """On a GPU the fused kernels multiply in TF32."""
+    made = launches(arguments(16, 64, 16, "float32"), normal(6, (16, 16), "float32"), precision=precision)
+    assert ("parameters_kernel" in made) == fused
+
+
+@pytest.mark.parametrize(
+    ("x", "kernel"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "bfloat16"), ("float32", "float32")]
+)
+def test_fused_in_float32(x, kernel):
+    m, h, n = 130, 136, 72
+    assert is_fused(m, h, n, "float32") and not is_fused(m, h, 136, "float32")
+    given, scale, offset, *linear = arguments(m, h, n, "float32")
+    operands = (given.astype(x), scale, offset, *(a.astype(kernel) for a in linear))
+    assert_accurate(operands, normal(6, (m, n), "float32"))
+
+
 def test_fused_of_the_widest():
     """All 256 features, under float32 norm parameters."""
     assert is_fused(70, 72, 256, "bfloat16")
@@ -148,10 +175,9 @@ def test_composed(m, h, n, dtype):
     assert_accurate(arguments(m, h, n, dtype), normal(6, (m, n), dtype))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_wide_dtypes_are_composed_at_every_n(dtype):
-    assert not is_fused(9, 100, 16, dtype)
-    assert_accurate(arguments(9, 100, 16, dtype), normal(6, (9, 16), dtype))
+def test_float64_is_composed_at_every_n():
+    assert not is_fused(9, 100, 16, "float64")
+    assert_accurate(arguments(9, 100, 16, "float64"), normal(6, (9, 16), "float64"))
 
 
 @pytest.mark.parametrize("n", [16, 300], ids=["fused", "composed"])

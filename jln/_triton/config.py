@@ -238,8 +238,9 @@ def reduce_tile(h: int) -> Tile:
     return Tile(32, min(32, next_power_of_2(h)), 4)
 
 
-# The widest product whose accumulator (64 rows of it, float32) one program can hold beside a tile of x.
-FUSED_FEATURES = 256
+# By its operands' dtype, the widest product that one program can hold (64 rows of sums, float32) beside a tile of x and
+# one of the kernel; and where rows do not start on 16 bytes, and pairs of elements take registers for their addresses.
+FUSED_FEATURES = {"bfloat16": (256, 64), "float16": (256, 64), "float32": (128, 32)}
 
 # Of an H200, an estimate of each SM's share in bytes a microsecond: what comes from L2, and from memory; and what a
 # launch more costs, in microseconds. Only `fused_forward` weighs by them.
@@ -254,20 +255,18 @@ def features(n: int) -> int:
 def _fused_tile(h: int, n: int, product_dtype: str, chip: Chip) -> Tile | None:
     """The tile of rows and columns of x that the fused LayerNorm+Linear kernels take; None where they cannot run.
 
-    Only 16-bit operands, which tensor cores multiply as XLA would: for float32 the `precision` asked for, and for
-    float64 everything, is XLA's business. Nor on Blackwell: with two stages or more `row_sums_kernel` spills 48 bytes
+    Not float64, which is XLA's business. Nor on Blackwell: with two stages or more `row_sums_kernel` spills 48 bytes
     there at N >= 200 and unaligned H, and the others 8 at N = 128; with one, whose loads nothing hides, it would lose
-    what fusing gains. Where rows of x or y do not start on 16 bytes, each pair of elements takes registers for an
-    address of its own, and more than 64 features spill.
+    what fusing gains.
     """
-    aligned = _aligned(h, 1, 2) and _aligned(n, 1, 2)
-    if product_dtype not in ("bfloat16", "float16") or chip.capability >= 100:
+    if product_dtype not in FUSED_FEATURES or chip.capability >= 100:
         return None
-    if n > (FUSED_FEATURES if aligned else 64):
+    aligned, unaligned = FUSED_FEATURES[product_dtype]
+    if n > (aligned if _aligned(h, 1, 2) and _aligned(n, 1, 2) else unaligned):
         return None
     # A stage is 8 KB of x, which comes from memory, and up to 32 KB of dy or kernel, which L2 has; some 16 KB of x in
     # flight an SM hide the latency. Eight warps: with four the backward kernel takes all 255 registers at N = 64.
-    stages = 2 if chip.capability < 90 else 4 if features(n) <= 64 else 3
+    stages = 2 if chip.capability < 90 or product_dtype == "float32" else 4 if features(n) <= 64 else 3
     return Tile(64, 64, 8, stages)
 
 
@@ -283,8 +282,9 @@ def fused_forward(rows: int, h: int, n: int, product_dtype: str, chip: Chip) -> 
     if tile is None:
         return None
     walks = ceil_div(ceil_div(rows, tile.rows), chip.sms)
-    fused = walks * 2 * h * (tile.rows + features(n)) / L2_RATE
-    composed = LAUNCH_TIME + 3 * 2 * rows * h / (MEMORY_RATE * chip.sms)
+    itemsize = 4 if product_dtype == "float32" else 2
+    fused = walks * itemsize * h * (tile.rows + features(n)) / L2_RATE
+    composed = LAUNCH_TIME + 3 * itemsize * rows * h / (MEMORY_RATE * chip.sms)
     return tile if fused <= composed else None
 
 

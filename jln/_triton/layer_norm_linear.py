@@ -155,7 +155,7 @@ def _fused_forward(
             kernels.forward_kernel,
             [x, scale, offset, kernel, bias, rows],
             [
-                jax.ShapeDtypeStruct((*x.shape[:-1], kernel.shape[-1]), x.dtype),
+                jax.ShapeDtypeStruct((*x.shape[:-1], kernel.shape[-1]), _product_dtype(x, kernel)),
                 statistic if save_statistics and switches["SUBTRACT_MEAN"] else None,
                 statistic if save_statistics else None,
             ],
@@ -243,7 +243,18 @@ def _fused_backward(
 _ALGORITHMS = {
     "bfloat16": jax.lax.DotAlgorithmPreset.BF16_BF16_F32,
     "float16": jax.lax.DotAlgorithmPreset.F16_F16_F32,
+    "float32": jax.lax.DotAlgorithmPreset.TF32_TF32_F32,
 }
+
+
+def _multiplied_as_asked(precision: Any, dtype: jnp.dtype) -> bool:
+    """Whether the fused kernels' products of operands of this dtype are what `precision` means on a GPU, where float32
+    is multiplied in TF32 by default, and 16 bits alike at all levels.
+    """
+    if isinstance(precision, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset):
+        return precision == _ALGORITHMS.get(dtype.name)
+    levels = precision if isinstance(precision, tuple) else (precision,)
+    return dtype.itemsize == 2 or all(level in (None, jax.lax.Precision.DEFAULT) for level in levels)
 
 
 def _fused(
@@ -254,14 +265,11 @@ def _fused(
     batch_dims: int,
     chip: config.Chip,
 ) -> _Plan | None:
-    """What `plan` makes of these sizes; None where the product is XLA's: where parameters differ over a batch, or
-    `precision` names another algorithm. As a `jax.lax.Precision` it asks nothing of 16-bit operands.
-    """
-    dtype = _product_dtype(x, kernel).name
-    algorithm = isinstance(precision, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset)
-    if batch_dims or (algorithm and precision != _ALGORITHMS.get(dtype)):
+    """What `plan` makes of these sizes; None if parameters differ over a batch or another precision is asked for."""
+    dtype = _product_dtype(x, kernel)
+    if batch_dims or not _multiplied_as_asked(precision, dtype):
         return None
-    return plan(math.prod(x.shape[:-1]), *kernel.shape, dtype, chip)
+    return plan(math.prod(x.shape[:-1]), *kernel.shape, dtype.name, chip)
 
 
 def _fused_switches(

@@ -1,7 +1,8 @@
 """Fused LayerNorm+Linear kernels for few output features: the norm never reaches memory.
 
 A tile of rows is normalised in registers and multiplied on the tensor cores. N is at most BLOCK_N, so one program sees
-all features of its rows. Operands of products have the dtype that `x` and `kernel` share, sums are float32.
+all features of its rows. Operands of products have the promoted dtype of `x` and `kernel`, that of y; float32 ones are
+multiplied as XLA's are by default, in TF32. Sums are float32.
 
 The numbers in brackets are the equations of `jln._xla.layer_norm`, with dz [M, H] = dy @ kernel^T in place of dy, and
 of DESIGN section 3: dkernel = scale * G + offset * dbias with G [H, N] = x_hat^T @ dy, and doffset = kernel @ dbias.
@@ -109,7 +110,8 @@ def forward_kernel(
         unit = tl.rsqrt(tl.clamp(squares / seen + EPSILON, 1e-30, 1e30))
         product *= (unit / before)[:, None]
         z = x * unit[:, None] * scale[None, :]  # (3), (4)
-        product = tl.dot(z.to(kernel.dtype), kernel, product)
+        operand: tl.constexpr = y_ptr.dtype.element_ty
+        product = tl.dot(z.to(operand), kernel.to(operand), product, input_precision="tf32")
 
     rstd = tl.rsqrt(squares * (1.0 / H) + EPSILON)  # (2)
     y = product * (rstd / unit)[:, None] + constant[None, :]
@@ -171,7 +173,7 @@ def row_sums_kernel(
             x = _load_matrix(x_ptr, row, valid, first, H, BLOCK_H, BLOCK_ROWS).to(COMPUTE)
             kernel = _load_matrix(kernel_ptr, column, exists, 0, N, BLOCK_N, BLOCK_H)
             scale = _load_scale(scale_ptr, column, exists, HAS_SCALE, ZERO_CENTERED, BLOCK_H, COMPUTE)
-            scaled = tl.dot(dy, tl.trans(kernel)) * scale[None, :]
+            scaled = tl.dot(dy, tl.trans(kernel.to(dy.dtype)), input_precision="tf32") * scale[None, :]
             c1 += scaled
             # Masked, since outside -mean * rstd might overflow, and 0 * inf is NaN.
             c2 += scaled * tl.where(exists[None, :], (x - mean[:, None]) * rstd[:, None], 0.0)
@@ -232,8 +234,8 @@ def backward_kernel(
         x = _load_matrix(x_ptr, row, valid, first, H, BLOCK_H, BLOCK_ROWS).to(COMPUTE)
         dy = _load_matrix(dy_ptr, row, valid, 0, N, BLOCK_N, BLOCK_ROWS)
         x_hat = (x - mean[:, None]) * rstd[:, None]  # (3)
-        g = tl.dot(tl.trans(x_hat.to(dy.dtype)), dy, g)
-        dz = tl.dot(dy, tl.trans(kernel))
+        g = tl.dot(tl.trans(x_hat.to(dy.dtype)), dy, g, input_precision="tf32")
+        dz = tl.dot(dy, tl.trans(kernel.to(dy.dtype)), input_precision="tf32")
         dx = rstd[:, None] * (dz * scale[None, :] - c1[:, None] - x_hat * c2[:, None])  # (9)
         mask = valid[:, None] & exists[None, :]
         tl.store(dx_ptr + row[:, None] * H + column[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)

@@ -58,7 +58,8 @@ def test_composed_is_eight_kernels_at_most(m, h, n):
 
 
 # Composed it is one [M, H], as XLA's own, which dz and the recomputed z share; dkernel's memory holds the shares of
-# dscale and doffset until it is needed. mean and rstd are more than XLA's, which computes them again; and tables of tuples are, some 2 KB.
+# dscale and doffset until it is needed. mean and rstd are more than XLA's, which computes them again; and so are tables
+# of tuples, some 2 KB.
 @pytest.mark.parametrize(
     ("m", "h", "n"), [(8192, 4096, 12288), (8192, 4096, 256), (16384, 1024, 3072), (2048, 4096, 11008)]
 )
