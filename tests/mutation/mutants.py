@@ -27,6 +27,8 @@ XLA_NORM = "jln/_xla/layer_norm.py"
 XLA_LINEAR = "jln/_xla/layer_norm_linear.py"
 TRANSFORMS = "jln/_transforms.py"
 OPERATOR = "jln/layer_norm.py"
+LINEAR_OPERATOR = "jln/layer_norm_linear.py"
+PARTITIONING = "jln/_partitioning.py"
 CHECKER = "jln/_testing/derivatives.py"
 
 ACCURACY = "tests/test_accuracy.py::"
@@ -36,6 +38,7 @@ FUSED = "tests/test_layer_norm_linear_kernels.py::"
 LINEARS = "tests/test_linear_accuracy.py::"
 LINEAR_TRANSFORMED = "tests/test_linear_transforms.py::"
 ABUSE = "tests/test_abuse.py::"
+SHARDING = "tests/test_sharding.py::"
 
 # Whole rows, several a tile and the last one ragged; a row in chunks.
 WHOLE = (f"{ACCURACY}test_family[triton-37-100-add_layer_norm-float32]",)
@@ -207,20 +210,23 @@ MUTANTS = [
         "(column <= COLUMNS)[None, :]", FUSED_KERNELS,
     ),
     Mutant(
-        "z without the offset", LINEAR, "scale[None, :] + offset[None, :]  # (3), (4)", "scale[None, :]", FUSED_KERNELS,
+        "y without the offset", LINEAR, "constant += tl.sum(kernel.to(COMPUTE) * offset[:, None], axis=0)", "pass",
+        FUSED_KERNELS,
     ),
     Mutant(
-        "the first chunk forgotten on the way back", LINEAR,
-        "first = (chunks - 1 - chunk) * BLOCK_H", "first = (chunks - chunk) * BLOCK_H", FUSED_KERNELS,
+        "the product not moved when the mean is", LINEAR,
+        "product -= (unit * step)[:, None] * weight[None, :]", "pass", FUSED_KERNELS,
+    ),
+    Mutant(
+        "the product not resized when rstd is", LINEAR, "product *= (unit / before)[:, None]", "pass", FUSED_KERNELS,
     ),
     Mutant(
         "y without the bias", LINEAR,
-        "y = product + _load_vector",
-        "y = product + 0.0 * _load_vector", FUSED_KERNELS,
+        "constant = _load_vector(bias_ptr", "constant = 0.0 * _load_vector(bias_ptr", FUSED_KERNELS,
     ),
     Mutant(
         "a first chunk's squared mean times nought, fused", LINEAR,
-        "squares += ahead * (ahead * (share * first))", "squares += ahead * ahead * (share * first)",
+        "squares += first * step * step", "squares += step * step * first",
         (f"{ABUSE}test_a_mean_whose_square_overflows[triton-True-100-bfloat16]",),
     ),
     Mutant(
@@ -229,8 +235,8 @@ MUTANTS = [
     ),
     Mutant(
         "row sums without the scale", LINEAR,
-        "scaled = tl.dot(dy, tl.trans(kernel)) * scale[None, :]",
-        "scaled = tl.dot(dy, tl.trans(kernel))",
+        """scaled = tl.dot(dy, tl.trans(kernel.to(dy.dtype)), input_precision="tf32") * scale[None, :]""",
+        """scaled = tl.dot(dy, tl.trans(kernel.to(dy.dtype)), input_precision="tf32")""",
         FUSED_KERNELS,
     ),
     Mutant(
@@ -241,17 +247,17 @@ MUTANTS = [
     Mutant("c2 dropped, fused", LINEAR, "- c1[:, None] - x_hat * c2[:, None])  # (9)", "- c1[:, None])", FUSED_KERNELS),
     Mutant(
         "G of a program's last tile", LINEAR,
-        "g = tl.dot(tl.trans(x_hat.to(dy.dtype)), dy, g)",
-        "g = tl.dot(tl.trans(x_hat.to(dy.dtype)), dy)",
+        """g = tl.dot(tl.trans(x_hat.to(dy.dtype)), dy, g, input_precision="tf32")""",
+        """g = tl.dot(tl.trans(x_hat.to(dy.dtype)), dy, input_precision="tf32")""",
         FUSED_KERNELS[1:],
     ),
-    Mutant("dkernel without the scale", LINEAR, "g *= scale[:, None]", "g *= 1.0", FUSED_KERNELS),
+    Mutant("dkernel without the scale", LINEAR, "g = tl.sum(g, axis=0) * scale[:, None]", "g = tl.sum(g, axis=0)", FUSED_KERNELS),
     Mutant("dkernel without the offset", LINEAR, "g += offset[:, None] * total[None, :]", "g += 0.0", FUSED_KERNELS),
     Mutant(
         "doffset without dbias", LINEAR,
         "doffset = tl.sum(kernel * total[None, :], axis=1)", "doffset = tl.sum(kernel, axis=1)", FUSED_KERNELS,
     ),
-    Mutant("a split forgotten", LINEAR, "for split in range(splits)", "for split in range(splits - 1)", FUSED_KERNELS),
+    Mutant("a split forgotten", LINEAR, "there = split < splits", "there = split < splits - 1", FUSED_KERNELS),
     Mutant(
         "a share of dbias too many", LINEAR,
         "dbias_partial_ptr, program, program < programs",
@@ -261,14 +267,14 @@ MUTANTS = [
     # Launchers
     Mutant(
         "the last tile of neighbours forgotten", NORM_LAUNCH,
-        "return self.rows // self.inner * _ceil_div(self.inner, tile.rows)",
+        "return self.rows // self.inner * config.ceil_div(self.inner, tile.rows)",
         "return self.rows // self.inner * max(1, self.inner // tile.rows)", STRIDED,
     ),
     Mutant("another operand taken for shared", NORM_LAUNCH, "mask |= 1 << i", "mask |= 2 << i", GROUPS),
     Mutant(
         "partial sums in the dtype of x", NORM_LAUNCH,
-        "partial = jax.ShapeDtypeStruct((g.groups, programs, g.h), compute)",
-        "partial = jax.ShapeDtypeStruct((g.groups, programs, g.h), total.dtype)",
+        "partial = jax.ShapeDtypeStruct((2 if one_buffer else 1, g.groups, programs, g.h), compute)",
+        "partial = jax.ShapeDtypeStruct((2 if one_buffer else 1, g.groups, programs, g.h), total.dtype)",
         (f"{OPERATORS}test_partial_sums_are_not_rounded[bfloat16]",),
     ),
     Mutant(
@@ -284,12 +290,12 @@ MUTANTS = [
     # The XLA rules
     Mutant(
         "unbiased variance", XLA_NORM,
-        "variance = jnp.mean(jnp.square(_centered(x, mean)), axis, keepdims=True)",
+        "variance = _over_parts(jnp.mean(jnp.square(_centered(x, mean)), axis, keepdims=True), h_axes)",
         "variance = jnp.sum(jnp.square(_centered(x, mean)), axis, keepdims=True) / (x.shape[axis] - 1)", XLA,
     ),
     Mutant(
         "variance as E[x^2] - E[x]^2, XLA", XLA_NORM,
-        "variance = jnp.mean(jnp.square(_centered(x, mean)), axis, keepdims=True)",
+        "variance = _over_parts(jnp.mean(jnp.square(_centered(x, mean)), axis, keepdims=True), h_axes)",
         "variance = jnp.mean(jnp.square(_centered(x, None)), axis, keepdims=True) - (0 if mean is None else mean**2)",
         (f"{ACCURACY}test_rows_with_a_mean_1000_times_their_spread[xla-37-1000-layer_norm-float32]",),
     ),
@@ -299,10 +305,10 @@ MUTANTS = [
         "return scale.astype(dtype)",
         (f"{OPERATORS}test_optional_arguments[xla-layer_norm-True-False-True]",),
     ),
-    Mutant("c2 dropped, XLA", XLA_NORM, "dx = g - x_hat * sum_over_h(g_over_h * x_hat)  # (8)", "dx = g", XLA),
+    Mutant("c2 dropped, XLA", XLA_NORM, "dx = g - x_hat * mean_over_h(g_over_h * x_hat)  # (8)", "dx = g", XLA),
     Mutant(
         "c1 without the scale, XLA", XLA_NORM,
-        "dx = dx - sum_over_h(g_over_h)  # (7)", "dx = dx - sum_over_h(dy.astype(dtype)) / total.shape[axis]", XLA,
+        "dx = dx - mean_over_h(g_over_h)  # (7)", "dx = dx - sum_over_h(dy.astype(dtype)) / total.shape[axis]", XLA,
     ),
     Mutant(
         "doffset added up in the dtype of dy", XLA_NORM,
@@ -353,7 +359,47 @@ MUTANTS = [
         OPERATOR,
         "(x if total is None else total, scale, mean, rstd)",
         "(x, scale, mean, rstd)",
-        (f"{TRANSFORMED}test_jit_and_value_and_grad[add_layer_norm-xla]",),
+        ("tests/test_matrix.py::test_reverse_mode[add_layer_norm-so-xla-value_and_grad]",),
+    ),
+    Mutant(
+        "a tangent without the mean's", XLA_NORM, "dy = dy - jnp.mean(t, axis, keepdims=True)", "pass",
+        ("tests/test_matrix.py::test_forward_mode[layer_norm-so-xla-jvp]",),
+    ),
+    Mutant(
+        "a tangent without the kernel's", XLA_LINEAR, "mean, rstd, zero_centered_scale), dkernel)",
+        "mean, rstd, zero_centered_scale), 0 * dkernel)",
+        ("tests/test_matrix.py::test_forward_mode[layer_norm_linear-sob-xla-jvp]",),
+    ),
+    Mutant(
+        "vmap's axes taken for rows where a parameter has them", TRANSFORMS, "return len(batches) == 1 and all(",
+        "return len(batches) == 1 or all(",
+        ("tests/test_matrix.py::test_forward_mode[layer_norm-so-triton-grad(vmap), over x]",
+         "tests/test_matrix.py::test_forward_mode[layer_norm-so-xla-vmap(jvp)]",
+         "tests/test_matrix.py::test_forward_mode[layer_norm-so-xla-vmap(grad), over parameters]"),
+    ),
+    Mutant(
+        "no device told of the others' rows", PARTITIONING, "share = jax.lax.psum(share, left) if left else share", "pass",
+        (f"{SHARDING}test_gradient_under_jit[layer_norm-rows]",),
+    ),
+    Mutant(
+        "features not added up", LINEAR_OPERATOR, '("n", "nr", "nr", "r", "r")', '("", "r", "r", "r", "r")',
+        (f"{SHARDING}test_gradient_under_jit[layer_norm_linear-columns]",),
+    ),
+    Mutant(
+        "dbias added up over features", LINEAR_OPERATOR, '("n", "nr", "nr", "r", "r")', '("n", "nr", "nr", "r", "nr")',
+        (f"{SHARDING}test_gradient_under_jit[layer_norm_linear-rows and columns]",),
+    ),
+    Mutant(
+        "a part of H taken for the whole", XLA_NORM, "return lax.pmean(mean, h_axes) if h_axes else mean", "return mean",
+        (f"{SHARDING}test_gradient_under_jit[layer_norm-H]",),
+    ),
+    Mutant(
+        "a product over a part of H", XLA_LINEAR, "y = lax.psum(y, h_axes)", "pass",
+        (f"{SHARDING}test_gradient_under_jit[layer_norm_linear-H]",),
+    ),
+    Mutant(
+        "padding taken for rows", PARTITIONING, "% math.prod(mesh.shape[a] for a in axes) == 0:", "% 1 == 0:",
+        (f"{SHARDING}test_what_does_not_divide_is_not_split[shape0]",),
     ),
     # The checker
     Mutant(
