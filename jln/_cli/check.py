@@ -231,7 +231,7 @@ def _check_all(chosen: list[tuple[Device, Any]], seed: int, as_json: bool) -> bo
     )
     misjudged = [name for name, rightly in judged.items() if not rightly]
     print_note(
-        f"{len(judged) - len(misjudged)} of {len(judged)} controls were judged rightly: one right rule, the others wrong"
+        f"{len(judged) - len(misjudged)} of {len(judged)} controls were judged rightly: one right rule, the rest wrong"
     )
     if misjudged:
         print_note(f"WRONG: misjudged {', '.join(misjudged)}", wrong=True)
