@@ -145,6 +145,13 @@ def test_norm_with_rows_split(split):
     assert report.bytes_total <= 1.01 * one.bytes_total
 
 
+def test_shares_of_16_bit_parameters_are_added_up_in_float32():
+    parameters = [on_mesh(H)] * 2
+    step = gradient(jln.layer_norm)
+    report = program.compile_for(step, on_mesh(16, M, H, spec=("data",)), *parameters, devices=8)
+    assert communicated(report) == [("all-reduce", 2 * 4 * H)]
+
+
 def test_norm_with_h_split():
     """The means over H are communicated, and x is not: 4 bytes a row and sum."""
     x = on_mesh(16, M, H, spec=("data", None, "tensor"))
