@@ -230,9 +230,8 @@ def _check_all(chosen: list[tuple[Device, Any]], seed: int, as_json: bool) -> bo
         "and to second order."
     )
     misjudged = [name for name, rightly in judged.items() if not rightly]
-    print_note(
-        f"{len(judged) - len(misjudged)} of {len(judged)} controls were judged rightly: one right rule, the rest wrong"
-    )
+    rightly = len(judged) - len(misjudged)
+    print_note(f"{rightly} of {len(judged)} controls were judged rightly: one right rule, the others wrong.")
     if misjudged:
         print_note(f"WRONG: misjudged {', '.join(misjudged)}", wrong=True)
     print_note("all is right" if good else "something is WRONG", wrong=not good)
