@@ -33,6 +33,24 @@ ARGUMENTS = {
 ONLY_LAYER_NORM = ("create_offset", "offset_init", "use_fast_variance", "scale", "offset")
 
 
+# The axes for which the operators have a norm, and a parameter as it is created, given or absent.
+AXES = [(-1, -1), ((1, 2), -1), ((1, 2), (2, 1)), (slice(1, None), None), ([2], -1), ((-1, 0), slice(2, None))]
+PARAMETER = {
+    "created": (True, None),
+    "absent": (False, None),
+    "given": (False, normal(5, (8,), "float32")),
+    "given, bfloat16": (False, normal(7, (1, 1, 8), "bfloat16")),
+}
+BY_THE_OPERATOR = {
+    "x": ARGUMENTS["x"][:3],  # float64 with a given float32 is Haiku's own
+    "axes": AXES,
+    "a_scale": list(PARAMETER),
+    "an_offset": list(PARAMETER),
+    "eps": ARGUMENTS["eps"],
+    "use_fast_variance": [False, True],
+}
+
+
 def cases(name):
     skipped = ONLY_LAYER_NORM if name == "RMSNorm" else ()
     return pairwise_parameters({k: v for k, v in ARGUMENTS.items() if k not in skipped})
@@ -58,6 +76,18 @@ def parity(name, case):
     return assert_parity(
         layer(getattr(hk, name), **case), layer(getattr(ours, name), **case), layer(getattr(hk, name), **double), x
     )
+
+
+@pytest.mark.parametrize("case", pairwise_parameters(BY_THE_OPERATOR))
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_by_the_operator(name, case):
+    case = dict(case) | {"scale_init": None, "offset_init": None}
+    case["axis"], case["param_axis"] = case.pop("axes")
+    case["create_scale"], case["scale"] = PARAMETER[case.pop("a_scale")]
+    case["create_offset"], case["offset"] = PARAMETER[case.pop("an_offset")]
+    if name == "RMSNorm":
+        case = {k: v for k, v in case.items() if k not in ONLY_LAYER_NORM}
+    assert parity(name, case) == "kernel"
 
 
 @pytest.mark.parametrize("case", cases("LayerNorm"))

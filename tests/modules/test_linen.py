@@ -38,9 +38,14 @@ ARGUMENTS = {
 ONLY_LAYER_NORM = ("use_bias", "bias_init")
 
 
-def cases(name):
-    skipped = ONLY_LAYER_NORM if name == "RMSNorm" else ()
-    return pairwise_parameters({k: v for k, v in ARGUMENTS.items() if k not in skipped})
+# What the operators lack, and the axes for which they have a norm.
+LACKING = ("force_float32_reductions", "mask", "axis_name", "reduction_axes", "feature_axes")
+AXES = [(-1, -1), ((1, 2), -1), ((1, 2), (1, 2)), ((-1, 0), (2,))]
+
+
+def cases(name, skipped=(), **more):
+    skipped = (*skipped, *(ONLY_LAYER_NORM if name == "RMSNorm" else ()))
+    return pairwise_parameters({k: v for k, v in ARGUMENTS.items() if k not in skipped} | more)
 
 
 def layer(cls, mask=None, **options):
@@ -73,9 +78,31 @@ def parity(name, case):
     )
 
 
+def by_the_operator(case):
+    reduction, features = case["axes"]
+    case = {k: v for k, v in case.items() if k != "axes"}
+    return case | {
+        "reduction_axes": reduction,
+        "feature_axes": features,
+        "mask": None,
+        "axis_name": None,
+        "force_float32_reductions": True,
+    }
+
+
+@pytest.mark.parametrize("case", cases("LayerNorm", LACKING, axes=AXES))
+def test_layer_norm_by_the_operator(case):
+    assert parity("LayerNorm", by_the_operator(case)) == "kernel"
+
+
 @pytest.mark.parametrize("case", cases("LayerNorm"))
 def test_layer_norm(case):
     parity("LayerNorm", case)
+
+
+@pytest.mark.parametrize("case", cases("RMSNorm", LACKING, axes=AXES))
+def test_rms_norm_by_the_operator(case):
+    assert parity("RMSNorm", by_the_operator(case)) == "kernel"
 
 
 @pytest.mark.parametrize("case", cases("RMSNorm"))
@@ -254,6 +281,20 @@ def test_wrong_or_missing_parameters(params):
         nn.LayerNorm().apply({"params": params}, jnp.ones(SHAPE))
     with pytest.raises(type(theirs.value)):
         ours.LayerNorm().apply({"params": params}, jnp.ones(SHAPE))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"kernel": jnp.ones((8, 4)), "bias": jnp.ones(4)}, {"kernel": jnp.ones((8, 5)), "bias": jnp.ones(4)},
+     {"kernel": jnp.ones((7, 5)), "bias": jnp.ones(5)}, {"bias": jnp.ones(5)}, {"kernel": jnp.ones((8, 5))}],
+    ids=lambda params: " ".join(f"{k}{list(a.shape)}" for k, a in params.items()),
+)  # fmt: skip
+def test_wrong_or_missing_parameters_of_the_dense(params):
+    with pytest.raises(Exception) as theirs:
+        nn.DenseGeneral(5).apply({"params": params}, jnp.ones(SHAPE))
+    norm = {"scale": jnp.ones(8), "bias": jnp.ones(8)}
+    with pytest.raises(type(theirs.value)):
+        ours.LayerNormDense(5).apply({"params": {"norm": norm, "dense": params}}, jnp.ones(SHAPE))
 
 
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])

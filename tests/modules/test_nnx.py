@@ -43,9 +43,14 @@ ARGUMENTS = {
 ONLY_LAYER_NORM = ("use_bias", "bias_init")
 
 
-def cases(name):
-    skipped = ONLY_LAYER_NORM if name == "RMSNorm" else ()
-    return pairwise_parameters({k: v for k, v in ARGUMENTS.items() if k not in skipped})
+# What the operators lack, and the axes for which they have a norm.
+LACKING = ("mask", "axis_name", "reduction_axes", "feature_axes")
+AXES = [(-1, -1), ((1, 2), -1), ((1, 2), (1, 2)), ((-1, 0), (2,))]
+
+
+def cases(name, skipped=(), **more):
+    skipped = (*skipped, *(ONLY_LAYER_NORM if name == "RMSNorm" else ()))
+    return pairwise_parameters({k: v for k, v in ARGUMENTS.items() if k not in skipped} | more)
 
 
 def layer(cls, mask=None, **options):
@@ -80,9 +85,25 @@ def parity(name, case):
     return assert_parity(layer(getattr(nnx, name), **case), layer(getattr(ours, name), **case), true, x)
 
 
+def by_the_operator(case):
+    reduction, features = case["axes"]
+    case = {k: v for k, v in case.items() if k != "axes"}
+    return case | {"reduction_axes": reduction, "feature_axes": features, "mask": None, "axis_name": None}
+
+
+@pytest.mark.parametrize("case", cases("LayerNorm", LACKING, axes=AXES))
+def test_layer_norm_by_the_operator(case):
+    assert parity("LayerNorm", by_the_operator(case)) == "kernel"
+
+
 @pytest.mark.parametrize("case", cases("LayerNorm"))
 def test_layer_norm(case):
     parity("LayerNorm", case)
+
+
+@pytest.mark.parametrize("case", cases("RMSNorm", LACKING, axes=AXES))
+def test_rms_norm_by_the_operator(case):
+    assert parity("RMSNorm", by_the_operator(case)) == "kernel"
 
 
 @pytest.mark.parametrize("case", cases("RMSNorm"))
