@@ -210,6 +210,11 @@ def backward_plan(h: int, inner: int, itemsize: int, mixed: bool = False, *, wan
     return BackwardPlan(tile, _tile(rows, 1024 // rows, per_thread // 2))
 
 
+# Of an H200, estimates: bytes a microsecond that one SM can take in, and its share of what memory gives to all; what a
+# launch more costs, in microseconds. By them `column_sums_tile` and `fused_forward` weigh long walks of few programs.
+L2_RATE, MEMORY_RATE, LAUNCH_TIME = 64_000, 36_000, 5
+
+
 def busy_programs(tile: Tile, itemsize: int, chip: Chip) -> int:
     """How many programs have enough in flight to cover the latency of memory, at `itemsize` bytes an element.
 
@@ -218,19 +223,20 @@ def busy_programs(tile: Tile, itemsize: int, chip: Chip) -> int:
     return ceil_div(34_000 * chip.sms, max(1, tile.stages - 1) * tile.rows * tile.columns * itemsize)
 
 
-def column_sums_tile(columns: int, itemsize: int, chip: Chip) -> Tile | None:
-    """The tile with which `reduce_kernel` adds up the rows of a whole [M, columns] array, one sector or two of each
-    row a program; None where that leaves more than two thirds of the chip idle, and XLA's two passes are better.
+def column_sums_tile(rows: int, columns: int, itemsize: int, chip: Chip) -> Tile | None:
+    """The tile with which `reduce_kernel` adds up the rows of a whole [rows, columns] array, one sector or two of each
+    row a program; None where so few programs take longer than XLA's two kernels.
 
-    XLA writes out partial sums, 3 and 6 MB of the 725 and 1720 that DESIGN's table allows, and launches two kernels.
-    32 KB in flight a program (3 to 4 MB on an H200) cover the latency of its memory.
+    XLA writes out partial sums, 3 and 6 MB of the 725 and 1720 that DESIGN's table allows. 32 KB in flight a program
+    (3 to 4 MB on an H200) cover the latency of its memory.
     """
     width = 64 // itemsize
     if columns % width or 3 * (columns // width) < 2 * chip.sms:
         width //= 2
-    if itemsize == 8 or columns % width or 3 * (columns // width) < chip.sms:
+    if itemsize == 8 or columns % width:
         return None
-    return Tile(512, width, 16)
+    walks = ceil_div(columns // width, chip.sms) * rows * width * itemsize / L2_RATE
+    return Tile(512, width, 16) if walks <= LAUNCH_TIME + rows * columns * itemsize / (MEMORY_RATE * chip.sms) else None
 
 
 def reduce_tile(h: int) -> Tile:
@@ -241,10 +247,6 @@ def reduce_tile(h: int) -> Tile:
 # By its operands' dtype, the widest product that one program can hold (64 rows of sums, float32) beside a tile of x and
 # one of the kernel; and where rows do not start on 16 bytes, and pairs of elements take registers for their addresses.
 FUSED_FEATURES = {"bfloat16": (256, 64), "float16": (256, 64), "float32": (128, 32)}
-
-# Of an H200, an estimate of each SM's share in bytes a microsecond: what comes from L2, and from memory; and what a
-# launch more costs, in microseconds. Only `fused_forward` weighs by them.
-L2_RATE, MEMORY_RATE, LAUNCH_TIME = 64_000, 36_000, 5
 
 
 def features(n: int) -> int:

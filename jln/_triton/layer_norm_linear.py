@@ -313,7 +313,7 @@ def _column_sums(a: jax.Array, dtype: DTypeLike, chip: config.Chip) -> jax.Array
     """[*batch, rows, C] -> [*batch, C], added in float32 (float64 for float64)."""
     compute = jnp.promote_types(a.dtype, jnp.float32)
     *batch, rows, columns = a.shape
-    tile = config.column_sums_tile(columns, a.dtype.itemsize, chip)
+    tile = config.column_sums_tile(rows, columns, a.dtype.itemsize, chip)
     if tile is None or math.prod(batch) > 1:
         return jnp.sum(a.astype(compute), axis=-2).astype(dtype)
     _, sums = launch(

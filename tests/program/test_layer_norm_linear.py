@@ -57,6 +57,14 @@ def test_composed_is_eight_kernels_at_most(m, h, n):
     assert program.compile_for(step, *arguments(m, h, n, "float32")).launches <= 8
 
 
+def test_float32_kernel():
+    """bfloat16 x and float32 parameters are fused too, up to 128 features: x three times and dx, y, dy."""
+    dy, _, *parameters = arguments(8192, 4096, 128, "float32", "float32")
+    report = program.compile_for(step, dy, struct(8192, 4096), *parameters)
+    assert report.launches <= 4
+    assert report.bytes_total / MB <= 330
+
+
 # Composed it is one [M, H], as XLA's own, which dz and the recomputed z share; dkernel's memory holds the shares of
 # dscale and doffset until it is needed. mean and rstd are more than XLA's, which computes them again; and so are tables
 # of tuples, some 2 KB.
