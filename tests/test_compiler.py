@@ -148,7 +148,7 @@ def test_no_spills(worker, switches, chip, dtype):
 
 
 # One of every kind of tile, with aligned rows and without; the dtypes are mixed, so no other tile is chosen.
-MODULE_LAYOUTS = [(h, 1) for h in (1, 100, 768, 1023, 4096, 4097, 8191, 8192, 16384, 40000)] + STRIDED[::3]
+MODULE_LAYOUTS = [(h, 1) for h in (100, 1023, 4096, 8191, 16384, 40000)] + STRIDED[::4]
 
 
 @pytest.mark.parametrize("dtype", MODULE_DTYPES)

@@ -66,8 +66,15 @@ def nnx_pure(tree):
     return nnx.to_pure_dict(nnx.state(tree) if isinstance(tree, nnx.Module) else tree)
 
 
-@pytest.mark.parametrize("fuse", [False, PAIRS], ids=["swapped", "fused"])
-@pytest.mark.parametrize("copy", [False, True])
+@pytest.mark.parametrize(
+    ("fuse", "copy"),
+    [
+        pytest.param(False, False, id="swapped"),
+        pytest.param(PAIRS, True, id="fused in a copy"),
+        pytest.param(False, True, id="swapped in a copy", marks=pytest.mark.heavy),
+        pytest.param(PAIRS, False, id="fused", marks=pytest.mark.heavy),
+    ],
+)
 def test_nnx_transformer(fuse, copy):
     model = NnxModel(nnx.Rngs(0))
     loss, gradients = nnx_step(model)
