@@ -143,8 +143,8 @@ def compile_for(
     fn: a function, jitted or not (a jitted one's donations and static arguments are not taken over).
     args: pytrees of arrays or `jax.ShapeDtypeStruct`, whose values do not matter; if `devices > 1` they carry shardings
         over a `program.mesh(chip, ...)` of that many.
-    compiler_options: XLA's, as `jax.jit` takes them. With no GPU there is no autotuning, and XLA's own Triton kernels do
-        most products; `{"xla_gpu_enable_triton_gemm": False}` gives them to cuBLAS, as a tuned program would most.
+    compiler_options: XLA's, as `jax.jit` takes them. With no GPU there is no autotuning, and XLA's own Triton kernels
+        do most products; `{"xla_gpu_enable_triton_gemm": False}` gives them to cuBLAS, as a tuned program would most.
     Raises ValueError for an unknown chip or arguments that lie on none of the GPUs, RuntimeError without CUDA packages.
     """
     gpus = _devices(chip, devices)
