@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jln._triton import config
+
 pytest.importorskip("triton")
 
 CHIPS = ("a100", "h200", "b200")
@@ -56,7 +58,7 @@ SWITCHES = {
 
 def launches(h, inner, dtypes, chip, switches):
     """The launches of forward and backward at this size, none made."""
-    from jln._triton import config, launch
+    from jln._triton import launch
     from jln._triton import layer_norm as triton
 
     jax.config.update("jax_enable_x64", True)
@@ -166,7 +168,7 @@ def test_a_spill_is_seen(worker):
 def spills_of_a_large_tile():
     import dataclasses
 
-    from jln._triton import compiler, config
+    from jln._triton import compiler
 
     backward = next(
         launch
@@ -186,20 +188,32 @@ LINEAR_DTYPES = {
     "float32": ("float32", "float32"),
     "float64": ("float64", "float64"),
 }
-# Fused: each power of 2 that a product is padded to, with aligned rows of dy and without; one chunk and many.
-FUSED = [(4096, 256), (1023, 200), (4096, 128), (4096, 64), (100, 7)]
-MORE_FUSED = [(h, n) for h in (8, 768, 1023) for n in (1, 16, 32, 33, 64, 100, 128, 129, 256)]
+# M, H, N. Fused: each power of 2 that a product is padded to, with aligned rows of x and dy and without; one chunk and
+# many; few rows, whose columns several programs share.
+FUSED = [
+    (100_000, 4096, 256),
+    (100_000, 1000, 136),
+    (100_000, 8192, 128),
+    (100_000, 4096, 64),
+    (100_000, 1023, 7),
+    (64, 512, 128),
+]
+MORE_FUSED = [
+    (m, h, n)
+    for m in (64, 100_000)
+    for h in (8, 33, 512, 768, 1023, 8192)
+    for n in (1, 3, 16, 32, 33, 64, 100, 104, 128, 130, 136, 200, 256)
+]
 # Composed: every kind of tile that `backward_plan` knows, and columns of dy that are worth a kernel.
 LINEAR_WIDTHS = (1024, 8192, 8191, 16384)
 MORE_LINEAR_WIDTHS = [h for h in WIDTHS if 8 <= h not in LINEAR_WIDTHS]
 
 
-def linear_launches(h, n, dtypes, chip, switches):
+def linear_launches(rows, h, n, dtypes, chip, switches):
     """The launches of LayerNorm+Linear forward and backward at this size, none made."""
-    from jln._triton import config, launch, layer_norm_linear
+    from jln._triton import launch, layer_norm_linear
 
     jax.config.update("jax_enable_x64", True)
-    rows = 100_000
     x, dy, kernel, bias = (jax.ShapeDtypeStruct(s, dtypes[0]) for s in ((rows, h), (rows, n), (h, n), (n,)))
     parameter = jax.ShapeDtypeStruct((h,), dtypes[1])
     statistic = jax.ShapeDtypeStruct((rows, 1), jnp.promote_types(dtypes[0], jnp.float32))
@@ -230,11 +244,11 @@ def compile_linear(dtypes, chip, switches, sizes):
     from jln._triton import compiler
 
     made = []
-    for h, n in sizes:
-        for launch in linear_launches(h, n, dtypes, chip, switches):
+    for m, h, n in sizes:
+        for launch in linear_launches(m, h, n, dtypes, chip, switches):
             resources = compiler.compile_launch(launch)
             sass = compiler.dump(resources.cubin, "--dump-sass")
-            what = f"{launch.kernel.fn.__name__} {dtypes} H={h} N={n} {launch.tile}"
+            what = f"{launch.kernel.fn.__name__} {dtypes} M={m} H={h} N={n} {launch.tile}"
             limit = compiler.SHARED_LIMIT[launch.chip.capability]
             made.append((what, resources.spilled, resources.shared, limit, sass.count(" HGMMA."), sass.count(" HMMA.")))
     return made
@@ -261,8 +275,10 @@ FUSED_COMBINATIONS = [p for p in LINEAR_COMBINATIONS if "16" in p.values[2] and 
 @pytest.mark.parametrize(("switches", "chip", "dtype"), FUSED_COMBINATIONS)
 @pytest.mark.parametrize("sizes", [FUSED, pytest.param(MORE_FUSED, marks=pytest.mark.heavy)], ids=["few", "more"])
 def test_fused_linear_does_not_spill_and_uses_wgmma(worker, sizes, switches, chip, dtype):
-    made = worker.submit(compile_linear, LINEAR_DTYPES[dtype], chip, SWITCHES[switches], sizes).result()
-    assert len(made) == 4 * len(sizes)
+    fused = [s for s in sizes if config.fused_forward(*s, dtype, config.CHIPS[chip])]
+    assert len(fused) > len(sizes) // 3
+    made = worker.submit(compile_linear, LINEAR_DTYPES[dtype], chip, SWITCHES[switches], fused).result()
+    assert len(made) == 4 * len(fused)
     assert_fits(made)
     if chip == "h200":  # no product falls back to mma, and each kernel but the last has products
         assert [what for what, *_, mma in made if mma] == []
@@ -274,7 +290,7 @@ def test_fused_linear_does_not_spill_and_uses_wgmma(worker, sizes, switches, chi
     "widths", [LINEAR_WIDTHS, pytest.param(MORE_LINEAR_WIDTHS, marks=pytest.mark.heavy)], ids=["few", "more"]
 )
 def test_composed_linear_does_not_spill(worker, widths, switches, chip, dtype):
-    sizes = [(h, 12288) for h in widths]
+    sizes = [(100_000, h, 12288) for h in widths]
     made = worker.submit(compile_linear, LINEAR_DTYPES[dtype], chip, SWITCHES[switches], sizes).result()
     assert len(made) >= 2 * len(sizes)
     # For sm_80 ptxas gives the norms' forward kernel 8 bytes of stack at some float64 widths (1024 with 8 elements a

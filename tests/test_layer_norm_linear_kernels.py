@@ -34,14 +34,24 @@ def arguments(m, h, n, dtype, parameter_dtype=None):
     )
 
 
-def launched(operands, dy, **given):
-    """{name: array} of what the launchers return."""
-    x, scale, offset, kernel, bias = operands
+def results(x, scale, offset, kernel, bias, dy, **given):
+    """What the launchers return, in the order of NAMES."""
     chosen = options(**given)
-    y, mean, rstd = layer_norm_linear.forward(*operands, save_statistics=True, **chosen)
+    y, mean, rstd = layer_norm_linear.forward(x, scale, offset, kernel, bias, save_statistics=True, **chosen)
     dbias_dtype = None if bias is None else bias.dtype
     gradients = layer_norm_linear.backward(dy, x, scale, offset, kernel, mean, rstd, dbias_dtype=dbias_dtype, **chosen)
-    return {name: np.asarray(a) for name, a in zip(NAMES, (y, *gradients), strict=True) if a is not None}
+    return y, *gradients
+
+
+def launched(operands, dy, **given):
+    return {n: np.asarray(a) for n, a in zip(NAMES, results(*operands, dy, **given), strict=True) if a is not None}
+
+
+def launches(operands, dy, **given):
+    """{kernel's name: its launch}, none made."""
+    with launch.recording() as recorded:
+        jax.eval_shape(lambda *a: results(*a, **given), *operands, dy)
+    return {r.kernel.fn.__name__: r for r in recorded}
 
 
 def plain(operands, dy, subtract_mean=True, zero_centered_scale=False):
@@ -106,8 +116,9 @@ def truth(operands, dy, subtract_mean=True, zero_centered_scale=False):
 
 def assert_accurate(operands, dy, **given):
     """Each result's error is at most twice that of plain jnp in the same dtype, plus one rounding."""
-    got, simple = launched(operands, dy, **given), plain(operands, dy, **given)
-    values, roundings = truth(operands, dy, **given)
+    got = launched(operands, dy, **given)
+    given.pop("chip", None)
+    simple, (values, roundings) = plain(operands, dy, **given), truth(operands, dy, **given)
     assert got.keys() == simple.keys()
     for name, a in got.items():
         t = values[name]
@@ -122,41 +133,86 @@ def assert_accurate(operands, dy, **given):
         )
 
 
-def is_fused(n, dtype):
-    return config.fused_plan(n, dtype, config.INTERPRETER) is not None
+def is_fused(m, h, n, dtype, chip=config.INTERPRETER):
+    """In both directions; false where it is in none."""
+    forward, backward = (choose(m, h, n, dtype, chip) for choose in (config.fused_forward, config.fused_backward))
+    assert (forward is None) == (backward is None)
+    return forward is not None
 
 
-# Four tiles of rows over three splits, one loop shorter than the others, all ragged; then one element of everything;
-# one ragged row tile and two ragged chunks; whole tiles; more chunks than SMs.
-FUSED = [(200, 60, 7), (1, 8, 1), (65, 100, 128), (64, 128, 64), (16, 300, 16)]
-# Past the fused kernels' features; the second with aligned rows.
-COMPOSED = [(33, 100, 300), (16, 256, 257)]
+# Five tiles of rows over three splits, one loop shorter than the others, all ragged; then one element of everything;
+# a ragged row tile and two ragged chunks; whole tiles; more chunks than SMs, and two programs that share the row sums.
+FUSED = [(300, 60, 7), (1, 8, 1), (65, 104, 128), (64, 128, 64), (16, 300, 16)]
+# Past the fused kernels' features, the second with aligned rows; features, then rows, that are not aligned.
+COMPOSED = [(33, 100, 300), (16, 256, 257), (9, 64, 130), (9, 100, 72)]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("m", "h", "n"), FUSED)
 def test_fused(m, h, n, dtype):
-    assert is_fused(n, dtype)
+    assert is_fused(m, h, n, dtype)
     operands = arguments(m, h, n, dtype)
     assert_accurate(operands, normal(6, (m, n), dtype))
 
 
+@pytest.mark.parametrize(("m", "h", "n"), [(100, 60, 16), (40, 72, 256)])
+def test_fused_for_mma(m, h, n):
+    """The tiles of fewer rows that sm_80 and sm_89 take, in several trips each."""
+    chip = config.Chip(config.INTERPRETER.name, 80, 3)
+    assert is_fused(m, h, n, "bfloat16", chip)
+    assert config.fused_backward(m, h, n, "bfloat16", chip).backward.rows == 16
+    assert_accurate(arguments(m, h, n, "bfloat16"), normal(6, (m, n), "bfloat16"), chip=chip)
+
+
+def test_many_shares():
+    """A chip on which the shares of G and of dbias are more than `parameters_kernel` adds at a time."""
+    m, h, n, chip = 3000, 64, 256, config.Chip(config.INTERPRETER.name, 90, 40)
+    plan = config.fused_backward(m, h, n, "bfloat16", chip)
+    assert plan.splits > plan.parameters.rows and plan.row_programs > plan.parameters.rows * plan.parameters.columns
+    assert_accurate(arguments(m, h, n, "bfloat16"), normal(6, (m, n), "bfloat16"), chip=chip)
+
+
+def test_many_shares_composed():
+    """More than the 32 of dscale and doffset that `reduce_kernel` adds at a time."""
+    chip = config.Chip(config.INTERPRETER.name, 90, 40)
+    operands, dy = arguments(90, 1023, 3, "float32"), normal(6, (90, 3), "float32")
+    assert launches(operands, dy, chip=chip)["reduce_kernel"].arguments[2] > 32
+    assert_accurate(operands, dy, chip=chip)
+
+
+@pytest.mark.parametrize(
+    ("precision", "fused"),
+    [
+        (None, True),
+        (jax.lax.Precision.HIGHEST, True),
+        (jax.lax.DotAlgorithmPreset.BF16_BF16_F32, True),
+        (jax.lax.DotAlgorithmPreset.BF16_BF16_BF16, False),
+        (jax.lax.DotAlgorithmPreset.F16_F16_F32, False),
+        (jax.lax.DotAlgorithmPreset.TF32_TF32_F32, False),
+    ],
+)
+def test_precision(precision, fused):
+    """An algorithm that the fused kernels do not have is XLA's, to run or refuse."""
+    made = launches(arguments(16, 64, 16, "bfloat16"), normal(6, (16, 16), "bfloat16"), precision=precision)
+    assert ("parameters_kernel" in made) == fused
+
+
 def test_fused_of_the_widest():
     """All 256 features, under float32 norm parameters."""
-    assert is_fused(256, "bfloat16") and not is_fused(257, "bfloat16")
+    assert is_fused(70, 72, 256, "bfloat16")
     assert_accurate(arguments(70, 72, 256, "bfloat16", "float32"), normal(6, (70, 256), "bfloat16"))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
 @pytest.mark.parametrize(("m", "h", "n"), COMPOSED)
 def test_composed(m, h, n, dtype):
-    assert not is_fused(n, dtype)
+    assert not is_fused(m, h, n, dtype)
     assert_accurate(arguments(m, h, n, dtype), normal(6, (m, n), dtype))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_wide_dtypes_are_composed_at_every_n(dtype):
-    assert not is_fused(16, dtype)
+    assert not is_fused(9, 100, 16, dtype)
     assert_accurate(arguments(9, 100, 16, dtype), normal(6, (9, 16), dtype))
 
 
@@ -165,6 +221,10 @@ NASTY = {
     "offset 10": lambda x, s, b, k, c, dy: (x, s, b + 10, k, c, dy),
     "outlier channel": lambda x, s, b, k, c, dy: (x.at[:, 3].set(1000 + 8 * x[:, 3]), s, b, k, c, dy),
     "mean 100 times the spread": lambda x, s, b, k, c, dy: (x + 100, s, b, k, c, dy),
+    "mean 1000 times the spread": lambda x, s, b, k, c, dy: (x + 1000, s, b, k, c, dy),
+    # What the fused forward takes first tells nothing of the mean, or of the spread.
+    "first columns large": lambda x, s, b, k, c, dy: (x.at[:, :64].add(1000), s, b, k, c, dy),
+    "first columns equal": lambda x, s, b, k, c, dy: (x.at[:, :64].set(0), s, b, k, c, dy),
     "dy 1e-6": lambda x, s, b, k, c, dy: (x, s, b, k, c, (dy.astype("float32") * 1e-6).astype(dy.dtype)),
 }
 
@@ -173,8 +233,8 @@ NASTY = {
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("data", NASTY)
 def test_nasty_data(data, dtype, n):
-    m, h = 130, 100
-    assert is_fused(n, dtype) == (n == 16)
+    m, h = 130, 300
+    assert is_fused(m, h, n, dtype) == (n == 16)
     *operands, dy = NASTY[data](*arguments(m, h, n, dtype), normal(6, (m, n), dtype))
     assert_accurate(tuple(operands), dy)
 
@@ -241,6 +301,27 @@ def test_batch(shared):
         for name, a in got.items():
             assert a.shape == (3, *one[name].shape), name
             np.testing.assert_allclose(a[i], one[name], rtol=1e-5, atol=1e-5)
+
+
+EXTREME_ROWS = {
+    "constant": ("float16", lambda row: row * 0 + 80),
+    "constant and large": ("bfloat16", lambda row: row * 0 + 1e36),
+    "of infinite variance": ("bfloat16", lambda row: row * 1e30),
+}
+
+
+@pytest.mark.parametrize("row", EXTREME_ROWS)
+@pytest.mark.parametrize("scaled", ["no scale", "scale", "zero-centred scale"])
+def test_extreme_rows(scaled, row):
+    """rstd is large or 0: nothing may become 0 * inf, not in the columns past the last one, and not on the way."""
+    dtype, change = EXTREME_ROWS[row]
+    x, scale, offset, kernel, bias = arguments(70, 100, 16, dtype)
+    operands = (x.at[5].set(change(x[5])), None if scaled == "no scale" else scale, offset, kernel, bias)
+    dy = normal(6, (70, 16), dtype)
+    given = {"zero_centered_scale": scaled == "zero-centred scale"}
+    simple = plain(operands, dy, **given)
+    for name, a in launched(operands, dy, **given).items():
+        assert np.isfinite(a[np.isfinite(simple[name])]).all(), name
 
 
 def test_statistics_only_where_asked_for():

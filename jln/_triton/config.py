@@ -105,6 +105,10 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
 # Elements a thread may hold, found by compiling every choice for sm_80, sm_90 and sm_100 and looking at the spills
 # (tests/test_compiler.py keeps them honest): the forward kernel holds one value an element, the backward kernel four.
 # float64 takes more than twice the registers; where rows do not start on 16 bytes every element has an address of its
@@ -185,10 +189,11 @@ def backward_plan(h: int, inner: int, itemsize: int, mixed: bool = False, *, wan
     if whole:
         crowded = inner > 1 or (not aligned and itemsize < 8)
         if wants_y and not crowded and itemsize < 8:
-            # One program of 16 warps an SM where there would be four of 4, for a quarter of the partial sums: 2 MB and
-            # not 9 in the 725 that (16384, 1024, 3072) in bfloat16 may move. Twice that tile in float32 would not fit
-            # the 99 KB of sm_89.
+            # One program of 16 warps where there would be four of 4, for a quarter of the partial sums; and two tiles
+            # ahead, so that half of the SMs keep memory busy (`busy_programs`), for half of them again: 1 MB and not 9
+            # in the 725 that (16384, 1024, 3072) in bfloat16 may move.
             rows = max(rows, 16384 // itemsize // columns)
+            stages += stages > 1
         tile = _tile(rows, columns, per_thread // 2 if crowded else per_thread, stages)
         # 16 warps an SM hide the latency; more than 4 programs an SM would pay for it in partial sums.
         return BackwardPlan(dataclasses.replace(tile, programs_per_sm=max(1, min(4, 16 // tile.warps))), None)
@@ -205,15 +210,25 @@ def backward_plan(h: int, inner: int, itemsize: int, mixed: bool = False, *, wan
     return BackwardPlan(tile, _tile(rows, 1024 // rows, per_thread // 2))
 
 
+def busy_programs(tile: Tile, itemsize: int, chip: Chip) -> int:
+    """How many programs have enough in flight to cover the latency of memory, at `itemsize` bytes an element.
+
+    34 KB an SM are 4.5 MB on an H200, as much as it moves in 0.9 us.
+    """
+    return ceil_div(34_000 * chip.sms, max(1, tile.stages - 1) * tile.rows * tile.columns * itemsize)
+
+
 def column_sums_tile(columns: int, itemsize: int, chip: Chip) -> Tile | None:
     """The tile with which `reduce_kernel` adds up the rows of a whole [M, columns] array, one sector or two of each
-    row a program; None where that leaves more than a third of the chip idle, and XLA's two passes are better.
+    row a program; None where that leaves more than two thirds of the chip idle, and XLA's two passes are better.
 
-    XLA writes out partial sums, 3 and 6 MB of the 725 and 1720 that DESIGN's table allows. 32 KB in flight a program
-    (3 to 4 MB on an H200) cover the latency of its memory.
+    XLA writes out partial sums, 3 and 6 MB of the 725 and 1720 that DESIGN's table allows, and launches two kernels.
+    32 KB in flight a program (3 to 4 MB on an H200) cover the latency of its memory.
     """
     width = 64 // itemsize
-    if itemsize == 8 or columns % width or 3 * (columns // width) < 2 * chip.sms:
+    if columns % width or 3 * (columns // width) < 2 * chip.sms:
+        width //= 2
+    if itemsize == 8 or columns % width or 3 * (columns // width) < chip.sms:
         return None
     return Tile(512, width, 16)
 
@@ -226,43 +241,100 @@ def reduce_tile(h: int) -> Tile:
 # The widest product whose accumulator (64 rows of it, float32) one program can hold beside a tile of x.
 FUSED_FEATURES = 256
 
+# Of an H200, an estimate of each SM's share in bytes a microsecond: what comes from L2, and from memory; and what a
+# launch more costs, in microseconds. Only `fused_forward` weighs by them.
+L2_RATE, MEMORY_RATE, LAUNCH_TIME = 64_000, 36_000, 5
+
+
+def features(n: int) -> int:
+    """The columns of a tile that holds all N of a product."""
+    return max(16, next_power_of_2(n))
+
+
+def _fused_tile(h: int, n: int, product_dtype: str, chip: Chip) -> Tile | None:
+    """The tile of rows and columns of x that the fused LayerNorm+Linear kernels take; None where they cannot run.
+
+    Only 16-bit operands, which tensor cores multiply as XLA would: for float32 the `precision` asked for, and for
+    float64 everything, is XLA's business. Nor on Blackwell: with two stages or more `row_sums_kernel` spills 48 bytes
+    there at N >= 200 and unaligned H, and the others 8 at N = 128; with one, whose loads nothing hides, it would lose
+    what fusing gains. Where rows of x or y do not start on 16 bytes, each pair of elements takes registers for an
+    address of its own, and more than 64 features spill.
+    """
+    aligned = _aligned(h, 1, 2) and _aligned(n, 1, 2)
+    if product_dtype not in ("bfloat16", "float16") or chip.capability >= 100:
+        return None
+    if n > (FUSED_FEATURES if aligned else 64):
+        return None
+    # A stage is 8 KB of x, which comes from memory, and up to 32 KB of dy or kernel, which L2 has; some 16 KB of x in
+    # flight an SM hide the latency. Eight warps: with four the backward kernel takes all 255 registers at N = 64.
+    stages = 2 if chip.capability < 90 else 4 if features(n) <= 64 else 3
+    return Tile(64, 64, 8, stages)
+
+
+def fused_forward(rows: int, h: int, n: int, product_dtype: str, chip: Chip) -> Tile | None:
+    """How LayerNorm+Linear forward runs as one kernel; None where it is composed: the norm's kernel and XLA's product.
+
+    A program walks over all H of its rows and of the kernel, which L2 gives it at its own pace, however few other
+    programs there are; all SMs together read and write [M, H] three times instead of once, in one launch more. The
+    faster of the two is chosen: with 132 SMs and H = 4096 the walk takes 41 us at N = 256, 16 at N = 64, so that it
+    pays from 7200 rows on, or from 2200; at H = 768 and N = 64 it always does.
+    """
+    tile = _fused_tile(h, n, product_dtype, chip)
+    if tile is None:
+        return None
+    walks = ceil_div(ceil_div(rows, tile.rows), chip.sms)
+    fused = walks * 2 * h * (tile.rows + features(n)) / L2_RATE
+    composed = LAUNCH_TIME + 3 * 2 * rows * h / (MEMORY_RATE * chip.sms)
+    return tile if fused <= composed else None
+
 
 @dataclasses.dataclass(frozen=True)
-class FusedPlan:
-    """The tiles of the fused LayerNorm+Linear kernels; `features` is the power of 2 that holds all N."""
+class FusedBackward:
+    """The tiles and the grids of the fused LayerNorm+Linear backward.
 
-    features: int
-    forward: Tile
+    row_sums: `row_programs` programs take its tiles of rows in turns, `parts` of them sharing the columns of one.
+    backward: `splits` programs take its tiles of rows in turns, for each tile of columns.
+    parameters: `rows` of the splits are added up at a time.
+    """
+
     row_sums: Tile
+    row_programs: int
+    parts: int
     backward: Tile
+    splits: int
     parameters: Tile
 
 
-def fused_plan(n: int, product_dtype: str, chip: Chip) -> FusedPlan | None:
-    """How LayerNorm+Linear runs fused; None where it is composed: norm kernels around XLA's products.
+def fused_backward(rows: int, h: int, n: int, product_dtype: str, chip: Chip) -> FusedBackward | None:
+    """How LayerNorm+Linear backward runs as three kernels; None where it is composed: XLA's products, a norm's kernel.
 
-    Fused, in both directions and for every number of rows, where N is small. The products are then cheap, and what
-    counts is how often [M, H] crosses the memory bus: 4 times (x three times, dx), composed 9 times. (8192, 4096, 256)
-    in bfloat16 moves 309 MB and 653. Only 16-bit operands, which tensor cores multiply as XLA would: for float32 the
-    `precision` asked for, and for float64 everything, is XLA's business.
-
-    Nor on Blackwell: with two stages or more `row_sums_kernel` spills 48 bytes there at N >= 200 and unaligned H, and
-    the others 8 at N = 128; with one, whose loads nothing hides, it would lose what fusing gains.
+    Fused for every number of rows: [M, H] crosses the memory bus 3 times (x twice, dx), composed 6 times and in six
+    launches, and few rows leave no long walk, since programs share them by columns.
     """
-    if n > FUSED_FEATURES or product_dtype not in ("bfloat16", "float16") or chip.capability >= 100:
+    tile = _fused_tile(h, n, product_dtype, chip)
+    if tile is None:
         return None
-    features = max(16, next_power_of_2(n))
-    # A stage is 8 KB of x, which comes from memory, and up to 32 KB of dy or kernel, which L2 has; some 16 KB of x in
-    # flight an SM hide the latency. Eight warps: with four the backward kernel takes all 255 registers at N = 64.
-    stages = 2 if chip.capability < 90 else 4 if features <= 64 else 3
-    tile = Tile(64, 64, 8, stages)
+    chunks = ceil_div(h, tile.columns)
+    row_tiles = ceil_div(rows, tile.rows)
+    row_programs = min(row_tiles, chip.sms)
+    # A power of 2, for fewer variants to compile; not more than the sums of 8, which every program has to read.
+    parts = next_power_of_2(min(8, chip.sms // row_programs, chunks) + 1) // 2
     # mma holds operands in registers, where wgmma reads shared memory: more rows spill on sm_80. wgmma wants the 64,
     # below which a product silently becomes mma.
-    backward_rows = 64 if chip.capability >= 90 else 32 if features <= 128 else 16
-    return FusedPlan(
-        features,
-        forward=tile,
-        row_sums=tile,
-        backward=dataclasses.replace(tile, rows=backward_rows),
-        parameters=Tile(32, 32, 8),
+    mma_rows = 32 if features(n) <= 128 and _aligned(h, 1, 2) else 16
+    backward = dataclasses.replace(tile, rows=64 if chip.capability >= 90 else mma_rows)
+    splits = _splits(ceil_div(rows, backward.rows), chunks, chip.sms)
+    # A program or more for most SMs, and 4096 elements at a time, so that the shares are not met one after another.
+    columns = min(32, next_power_of_2(ceil_div(h, chip.sms)))
+    shares = min(next_power_of_2(splits), max(1, 4096 // (columns * features(n))))
+    return FusedBackward(tile, row_programs, parts, backward, splits, Tile(shares, columns, 8))
+
+
+def _splits(row_tiles: int, chunks: int, sms: int) -> int:
+    """Among how many programs to share the rows of each of `chunks` tiles of columns, for the least time: a program a
+    round and SM, each with its trips over tiles of rows and its share of G, written and read again like 4 more.
+    """
+    return min(
+        range(1, min(row_tiles, sms) + 1),
+        key=lambda splits: ceil_div(splits * chunks, sms) * (ceil_div(row_tiles, splits) + 4),
     )

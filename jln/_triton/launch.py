@@ -100,7 +100,7 @@ def launch(
         constants["STAGES"] = tile.stages
     if _record.get() is not None:
         call = _note
-    elif chip is config.INTERPRETER:
+    elif chip.name == config.INTERPRETER.name:
         call = _interpret
     else:
         call = functools.partial(_compile, in_place=in_place or {})

@@ -45,11 +45,11 @@ class _Geometry:
     def tiles(self, tile: config.Tile) -> int:
         """Tiles of rows in a group; as `_tiles` in the kernels."""
         if self.inner == 1:
-            return _ceil_div(self.rows, tile.rows)
-        return self.rows // self.inner * _ceil_div(self.inner, tile.rows)
+            return config.ceil_div(self.rows, tile.rows)
+        return self.rows // self.inner * config.ceil_div(self.inner, tile.rows)
 
     def chunks(self, tile: config.Tile) -> int:
-        return _ceil_div(self.h, tile.columns)
+        return config.ceil_div(self.h, tile.columns)
 
     def like_rows(self, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.shape, dtype)
@@ -62,10 +62,6 @@ class _Geometry:
         axis, batch = len(self.shape) + self.axis, len(self.batch)
         shape = tuple(n if i < batch or i == axis else 1 for i, n in enumerate(self.shape))
         return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def _geometry(
@@ -258,21 +254,25 @@ def _backward(
     tile, chunks = plan.tile, g.chunks(plan.tile)
     programs = chip.sms * tile.programs_per_sm // (g.groups * chunks)
     programs = max(1, min(programs, g.tiles(tile)))
-    if y_dtype is not None:  # as few as make the same number of trips
-        programs = _ceil_div(g.tiles(tile), _ceil_div(g.tiles(tile), programs))
+    if y_dtype is not None:  # as few as keep memory busy, and of these as few as make the same number of trips
+        programs = min(programs, config.busy_programs(tile, total.dtype.itemsize + dy.dtype.itemsize, chip))
+        programs = config.ceil_div(g.tiles(tile), config.ceil_div(g.tiles(tile), programs))
     # A program that owns whole rows has read its dy before it writes y.
     in_place = {0: 3} if y_dtype == dy.dtype and chunks == 1 and not shared & 1 else {}
     gradients = [
         g.like_parameters(scale.dtype) if scale is not None else None,
         g.like_parameters(doffset_dtype) if doffset_dtype is not None else None,
     ]
-    partial = jax.ShapeDtypeStruct((g.groups, programs, g.h), compute)
+    # One buffer for the shares of both: XLA finds room for all of it in the memory of dkernel, and would for one only.
+    one_buffer = programs > 1 and has_scale and has_offset
+    partial = jax.ShapeDtypeStruct((2 if one_buffer else 1, g.groups, programs, g.h), compute)
+    shares = [None if a is None else partial for a in gradients] if programs > 1 else gradients
     dx, dscale, doffset, y = launch(
         kernels.backward_kernel,
         [*operands, c1, c2, g.rows, programs],
         [
             g.like_rows(total.dtype),
-            *(a and partial if programs > 1 else a for a in gradients),
+            *([partial, None] if one_buffer else shares),
             y,
         ],
         programs=g.groups * programs * chunks,
@@ -283,6 +283,7 @@ def _backward(
         HAS_SUMS=plan.sums is not None,
         HAS_OFFSET=has_offset,
         WANTS_Y=y is not None,
+        ONE_BUFFER=one_buffer,
         **switches,
     )
     if programs > 1 and (has_scale or has_offset):
@@ -298,5 +299,6 @@ def _backward(
             H=g.h,
             HAS_SCALE=has_scale,
             HAS_OFFSET=has_offset,
+            ONE_BUFFER=one_buffer,
         )
     return dx, dscale, doffset, y

@@ -274,7 +274,7 @@ def backward_kernel(
     rows,
     programs,
     dx_ptr,  # [G, rows, H]
-    dscale_ptr,  # [G, programs, H]
+    dscale_ptr,  # [G, programs, H]; ONE_BUFFER: [2, G, programs, H], doffset's second
     doffset_ptr,  # [G, programs, H]
     y_ptr,  # [G, rows, H]
     H: tl.constexpr,
@@ -285,6 +285,7 @@ def backward_kernel(
     HAS_SCALE: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
     WANTS_Y: tl.constexpr,
+    ONE_BUFFER: tl.constexpr,
     SUBTRACT_MEAN: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -359,12 +360,14 @@ def backward_kernel(
     if HAS_SCALE:
         tl.store(dscale_ptr + partial, tl.sum(dscale, axis=0).to(dscale_ptr.dtype.element_ty), mask=exists)
     if HAS_OFFSET:
+        if ONE_BUFFER:
+            doffset_ptr = dscale_ptr + (tl.num_programs(0) // chunks).to(tl.int64) * H
         tl.store(doffset_ptr + partial, tl.sum(doffset, axis=0).to(doffset_ptr.dtype.element_ty), mask=exists)
 
 
 @triton.jit
 def reduce_kernel(
-    dscale_partial_ptr,  # [G, programs, H]
+    dscale_partial_ptr,  # [G, programs, H]; ONE_BUFFER: [2, G, programs, H], doffset's second
     doffset_partial_ptr,  # [G, programs, H]
     programs,
     dscale_ptr,  # [G, H]
@@ -372,12 +375,15 @@ def reduce_kernel(
     H: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
+    ONE_BUFFER: tl.constexpr,
     COMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     """The programs' shares of dscale and doffset, added in a fixed order."""
     chunks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    if ONE_BUFFER:
+        doffset_partial_ptr = dscale_partial_ptr + (tl.num_programs(0) // chunks).to(tl.int64) * programs * H
     group = (tl.program_id(0) // chunks).to(tl.int64)
     column = tl.program_id(0) % chunks * BLOCK_H + tl.arange(0, BLOCK_H)
     exists = column < H

@@ -1,5 +1,5 @@
-"""Launchers of LayerNorm+Linear: fused kernels for few features (`config.fused_plan`), else norm kernels composed with
-XLA's products.
+"""Launchers of LayerNorm+Linear: fused kernels for few features (`config.fused_forward`, `config.fused_backward`), else
+norm kernels composed with XLA's products.
 
 The signatures are those of `jln._xla.layer_norm_linear`, and one argument more: the chip to launch for. The first
 `batch_dims` axes are vmap's, of size 1 where an operand is shared. Between them and the last axis lie x's rows.
@@ -8,8 +8,8 @@ The signatures are those of `jln._xla.layer_norm_linear`, and one argument more:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,8 @@ from jln._triton import layer_norm as norm
 from jln._triton import layer_norm_kernels as norm_kernels
 from jln._triton import layer_norm_linear_kernels as kernels
 from jln._triton.launch import launch
+
+_Plan = TypeVar("_Plan")
 
 
 def forward(
@@ -48,10 +50,10 @@ def forward(
         kernel = kernel.reshape(kernel.shape[batch_dims:])
         scale, offset, bias = (None if p is None else p.reshape(p.shape[batch_dims:]) for p in (scale, offset, bias))
         batch_dims = 0
-    plan = config.fused_plan(kernel.shape[-1], _product_dtype(x, kernel).name, chip)
-    if plan is not None and batch_dims == 0:
-        switches = _fused_switches(scale, kernel, plan, subtract_mean, zero_centered_scale, chip)
-        return _fused_forward(x, scale, offset, kernel, bias, plan.forward, epsilon, save_statistics, switches)
+    fused = _fused(config.fused_forward, x, kernel, precision, batch_dims, chip)
+    if fused is not None:
+        switches = _fused_switches(scale, kernel, subtract_mean, zero_centered_scale, chip)
+        return _fused_forward(x, scale, offset, kernel, bias, fused, epsilon, save_statistics, switches)
     z, _, mean, rstd = norm.forward(
         x,
         None,
@@ -96,10 +98,10 @@ def backward(
     del epsilon  # it is in rstd
     batch = _common_batch(batch_dims, dy, x, scale, offset, kernel)
     dtype = _product_dtype(x, kernel)
-    plan = config.fused_plan(kernel.shape[-1], dtype.name, chip)
-    if plan is not None and batch_dims == 0:
-        switches = _fused_switches(scale, kernel, plan, subtract_mean, zero_centered_scale, chip)
-        return _fused_backward(dy, x, scale, offset, kernel, mean, rstd, plan, dbias_dtype, switches)
+    fused = _fused(config.fused_backward, x, kernel, precision, batch_dims, chip)
+    if fused is not None:
+        switches = _fused_switches(scale, kernel, subtract_mean, zero_centered_scale, chip)
+        return _fused_backward(dy, x, scale, offset, kernel, mean, rstd, fused, dbias_dtype, switches)
     accumulator = jnp.promote_types(dtype, jnp.float32)
     dy_rows = _rows(dy, batch_dims).astype(dtype)
     # dz goes through memory. bfloat16 only rounds it there; in float16 what is under 6e-8 would vanish.
@@ -157,7 +159,7 @@ def _fused_forward(
                 statistic if save_statistics and switches["SUBTRACT_MEAN"] else None,
                 statistic if save_statistics else None,
             ],
-            programs=_ceil_div(rows, tile.rows),
+            programs=config.ceil_div(rows, tile.rows),
             tile=tile,
             HAS_OFFSET=offset is not None,
             HAS_BIAS=bias is not None,
@@ -176,7 +178,7 @@ def _fused_backward(
     kernel: jax.Array,
     mean: jax.Array | None,
     rstd: jax.Array,
-    plan: config.FusedPlan,
+    plan: config.FusedBackward,
     dbias_dtype: DTypeLike | None,
     switches: dict[str, Any],
 ) -> tuple[jax.Array | None, ...]:
@@ -184,31 +186,27 @@ def _fused_backward(
     what adds up the shares.
     """
     rows, (h, n) = math.prod(x.shape[:-1]), kernel.shape
-    sms = switches["chip"].sms
 
     def float32(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
-    tile = plan.row_sums
-    programs = min(_ceil_div(rows, tile.rows), sms * tile.programs_per_sm)
+    programs, parts, splits = plan.row_programs, plan.parts, plan.splits
     wants_dbias = offset is not None or dbias_dtype is not None
     c1, c2, dbias = launch(
         kernels.row_sums_kernel,
         [dy, x, scale, kernel, mean, rstd, rows, programs],
         [
-            float32(rows) if switches["SUBTRACT_MEAN"] else None,
-            float32(rows),
+            float32(parts, rows) if switches["SUBTRACT_MEAN"] else None,
+            float32(parts, rows),
             float32(programs, n) if wants_dbias else None,
         ],
-        programs=programs,
-        tile=tile,
+        programs=programs * parts,
+        tile=plan.row_sums,
         WANTS_DBIAS=wants_dbias,
+        PARTS=parts,
         **switches,
     )
 
-    tile = plan.backward
-    chunks = _ceil_div(h, tile.columns)
-    splits = max(1, min(_ceil_div(rows, tile.rows), sms * tile.programs_per_sm // chunks))
     dx, g, dscale = launch(
         kernels.backward_kernel,
         [dy, x, scale, kernel, mean, rstd, c1, c2, rows, splits],
@@ -217,12 +215,12 @@ def _fused_backward(
             float32(splits, h, n),
             float32(splits, h) if scale is not None else None,
         ],
-        programs=splits * chunks,
-        tile=tile,
+        programs=splits * config.ceil_div(h, plan.backward.columns),
+        tile=plan.backward,
+        PARTS=parts,
         **switches,
     )
 
-    tile = plan.parameters
     dkernel, dscale, doffset, dbias = launch(
         kernels.parameters_kernel,
         [g, dscale, dbias, scale, offset, kernel, splits, programs],
@@ -232,8 +230,8 @@ def _fused_backward(
             jax.ShapeDtypeStruct((h,), offset.dtype) if offset is not None else None,
             jax.ShapeDtypeStruct((n,), dbias_dtype) if dbias_dtype is not None else None,
         ],
-        programs=_ceil_div(h, tile.columns),
-        tile=tile,
+        programs=config.ceil_div(h, plan.parameters.columns),
+        tile=plan.parameters,
         HAS_OFFSET=offset is not None,
         HAS_BIAS=dbias_dtype is not None,
         **switches,
@@ -241,10 +239,34 @@ def _fused_backward(
     return dx, dscale, doffset, dkernel, dbias
 
 
+# The presets of `jax.lax.DotAlgorithmPreset` that name what the fused kernels do.
+_ALGORITHMS = {
+    "bfloat16": jax.lax.DotAlgorithmPreset.BF16_BF16_F32,
+    "float16": jax.lax.DotAlgorithmPreset.F16_F16_F32,
+}
+
+
+def _fused(
+    plan: Callable[..., _Plan | None],
+    x: jax.Array,
+    kernel: jax.Array,
+    precision: Any,
+    batch_dims: int,
+    chip: config.Chip,
+) -> _Plan | None:
+    """What `plan` makes of these sizes; None where the product is XLA's: where parameters differ over a batch, or
+    `precision` names another algorithm. As a `jax.lax.Precision` it asks nothing of 16-bit operands.
+    """
+    dtype = _product_dtype(x, kernel).name
+    algorithm = isinstance(precision, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset)
+    if batch_dims or (algorithm and precision != _ALGORITHMS.get(dtype)):
+        return None
+    return plan(math.prod(x.shape[:-1]), *kernel.shape, dtype, chip)
+
+
 def _fused_switches(
     scale: jax.Array | None,
     kernel: jax.Array,
-    plan: config.FusedPlan,
     subtract_mean: bool,
     zero_centered_scale: bool,
     chip: config.Chip,
@@ -255,15 +277,11 @@ def _fused_switches(
         "compute": jnp.float32,
         "H": kernel.shape[0],
         "N": kernel.shape[1],
-        "BLOCK_N": plan.features,
+        "BLOCK_N": config.features(kernel.shape[1]),
         "HAS_SCALE": scale is not None,
         "SUBTRACT_MEAN": subtract_mean,
         "ZERO_CENTERED": zero_centered_scale,
     }
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def _affine(z: jax.Array, kernel: jax.Array, bias: jax.Array | None, precision: jax.lax.PrecisionLike) -> jax.Array:
@@ -286,13 +304,14 @@ def _column_sums(a: jax.Array, dtype: DTypeLike, chip: config.Chip) -> jax.Array
         norm_kernels.reduce_kernel,
         [None, a, rows],
         [None, jax.ShapeDtypeStruct((*batch, columns), dtype)],
-        programs=-(-columns // tile.columns),
+        programs=config.ceil_div(columns, tile.columns),
         tile=tile,
         chip=chip,
         compute=compute,
         H=columns,
         HAS_SCALE=False,
         HAS_OFFSET=True,
+        ONE_BUFFER=False,
     )
     assert sums is not None
     return sums

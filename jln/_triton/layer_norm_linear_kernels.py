@@ -65,45 +65,54 @@ def forward_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """y, mean and rstd of one tile of rows a program.
+    """y, mean and rstd of one tile of rows a program, from one read of x.
 
-    The statistics take a pass of their own, as in the norms' kernel: shifting x by a guess and mending the product
-    afterwards would save it, at the price of cancellation where the guess is bad. The second pass walks back, so
-    that it meets first what L2 took in last.
+    Chunk by chunk, x is normalised by the statistics of what has been seen of its row, this chunk included, and where
+    they move the product so far is moved with them: for x_c and kernel_c the columns seen,
+
+        product = unit * ((x_c - mean) * scale) @ kernel_c,    moved by -unit * step * weight when the mean steps,
+
+    with weight = scale^T kernel_c. Nothing cancels, however large the mean or bad the first chunks' guess: the sum over
+    all chunks of the squares that are rounded, (x - mean)^2, is at most the row's final one, since `squares` gains it
+    and more. So the rounding is no worse than that of the normalised row. offset @ kernel stays out of the product, in
+    float32, as a large one would take its digits. `unit` is rstd but for its limits, which keep it finite and not zero
+    before a chunk of another size; it bounds an operand by sqrt(H) * |scale|, as in the reference.
     """
     row, valid = _rows(tl.program_id(0), rows, BLOCK_ROWS)
-    chunks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    feature = tl.arange(0, BLOCK_N)
     mean = tl.zeros([BLOCK_ROWS], COMPUTE)
     squares = tl.zeros([BLOCK_ROWS], COMPUTE)
-    for chunk in tl.range(0, chunks, num_stages=STAGES):
-        first = chunk * BLOCK_H
-        x = _load_matrix(x_ptr, row, valid, first, H, BLOCK_H, BLOCK_ROWS).to(COMPUTE)
-        if SUBTRACT_MEAN:
-            count = tl.minimum(BLOCK_H, H - first).to(COMPUTE)
-            chunk_mean = tl.sum(x, axis=1) / count
-            exists = first + tl.arange(0, BLOCK_H) < H
-            x = tl.where(exists[None, :], x - chunk_mean[:, None], 0.0)
-            ahead = chunk_mean - mean
-            share = count / (first + count)
-            mean += ahead * share  # (1)
-            squares += ahead * (ahead * (share * first))  # 0 in the first chunk, whatever its mean squared is
-        squares += tl.sum(x * x, axis=1)
-    rstd = tl.rsqrt(squares * (1.0 / H) + EPSILON)  # (2)
-
+    unit = tl.full([BLOCK_ROWS], 1.0, COMPUTE)
     product = tl.zeros([BLOCK_ROWS, BLOCK_N], tl.float32)
-    for chunk in tl.range(0, chunks, num_stages=STAGES):
-        first = (chunks - 1 - chunk) * BLOCK_H
+    weight = tl.zeros([BLOCK_N], COMPUTE)
+    constant = _load_vector(bias_ptr, feature, feature < N, HAS_BIAS, BLOCK_N, COMPUTE)
+    for first in tl.range(0, H, BLOCK_H, num_stages=STAGES):
         column = first + tl.arange(0, BLOCK_H)
         exists = column < H
+        seen = tl.minimum(first + BLOCK_H, H).to(COMPUTE)
         x = _load_matrix(x_ptr, row, valid, first, H, BLOCK_H, BLOCK_ROWS).to(COMPUTE)
         kernel = _load_matrix(kernel_ptr, column, exists, 0, N, BLOCK_N, BLOCK_H)
         scale = _load_scale(scale_ptr, column, exists, HAS_SCALE, ZERO_CENTERED, BLOCK_H, COMPUTE)
-        offset = _load_vector(offset_ptr, column, exists, HAS_OFFSET, BLOCK_H, COMPUTE)
-        z = (x - mean[:, None]) * rstd[:, None] * scale[None, :] + offset[None, :]  # (3), (4)
+        if SUBTRACT_MEAN:
+            count = seen - first
+            step = (tl.sum(x, axis=1) / count - mean) * (count / seen)
+            mean += step  # (1)
+            squares += first * step * step
+            x = tl.where(exists[None, :], x - mean[:, None], 0.0)  # else -mean, which might overflow: 0 * inf is NaN
+            product -= (unit * step)[:, None] * weight[None, :]
+            weight += tl.sum(kernel.to(COMPUTE) * scale[:, None], axis=0)
+        if HAS_OFFSET:
+            offset = _load_vector(offset_ptr, column, exists, HAS_OFFSET, BLOCK_H, COMPUTE)
+            constant += tl.sum(kernel.to(COMPUTE) * offset[:, None], axis=0)
+        squares += tl.sum(x * x, axis=1)
+        before = unit
+        unit = tl.rsqrt(tl.clamp(squares / seen + EPSILON, 1e-30, 1e30))
+        product *= (unit / before)[:, None]
+        z = x * unit[:, None] * scale[None, :]  # (3), (4)
         product = tl.dot(z.to(kernel.dtype), kernel, product)
 
-    feature = tl.arange(0, BLOCK_N)
-    y = product + _load_vector(bias_ptr, feature, feature < N, HAS_BIAS, BLOCK_N, COMPUTE)[None, :]
+    rstd = tl.rsqrt(squares * (1.0 / H) + EPSILON)  # (2)
+    y = product * (rstd / unit)[:, None] + constant[None, :]
     mask = valid[:, None] & (feature < N)[None, :]
     tl.store(y_ptr + row[:, None] * N + feature[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
     if SAVE_STATISTICS:
@@ -122,11 +131,12 @@ def row_sums_kernel(
     rstd_ptr,  # [M]
     rows,
     programs,
-    c1_ptr,  # [M]
-    c2_ptr,  # [M]
+    c1_ptr,  # [PARTS, M]
+    c2_ptr,  # [PARTS, M]
     dbias_ptr,  # [programs, N]
     H: tl.constexpr,
     N: tl.constexpr,
+    PARTS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     WANTS_DBIAS: tl.constexpr,
     SUBTRACT_MEAN: tl.constexpr,
@@ -137,14 +147,16 @@ def row_sums_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """c1 and c2 of every `programs`-th tile of rows, and the program's share of dbias.
+    """One of PARTS shares of c1 and c2 of every `programs`-th tile of rows, and the program's share of dbias.
 
     The direct sums over dz, which never leaves the registers. Those over dy and y need y without bias and offset: in
     the rounded y of a large bias they drown, and another residual [M, N] would have to be kept.
     """
+    part = tl.program_id(0) % PARTS
+    program = tl.program_id(0) // PARTS
     feature = tl.arange(0, BLOCK_N)
     dbias = tl.zeros([BLOCK_N], COMPUTE)
-    for tile in range(tl.program_id(0), (rows + BLOCK_ROWS - 1) // BLOCK_ROWS, programs):
+    for tile in range(program, (rows + BLOCK_ROWS - 1) // BLOCK_ROWS, programs):
         row, valid = _rows(tile, rows, BLOCK_ROWS)
         mean = _load_vector(mean_ptr, row, valid, SUBTRACT_MEAN, BLOCK_ROWS, COMPUTE)
         rstd = tl.load(rstd_ptr + row, mask=valid, other=0.0)
@@ -153,7 +165,7 @@ def row_sums_kernel(
             dbias += tl.sum(dy.to(COMPUTE), axis=0)
         c1 = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
         c2 = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
-        for first in tl.range(0, H, BLOCK_H, num_stages=STAGES):
+        for first in tl.range(part * BLOCK_H, H, PARTS * BLOCK_H, num_stages=STAGES):
             column = first + tl.arange(0, BLOCK_H)
             exists = column < H
             x = _load_matrix(x_ptr, row, valid, first, H, BLOCK_H, BLOCK_ROWS).to(COMPUTE)
@@ -161,12 +173,14 @@ def row_sums_kernel(
             scale = _load_scale(scale_ptr, column, exists, HAS_SCALE, ZERO_CENTERED, BLOCK_H, COMPUTE)
             scaled = tl.dot(dy, tl.trans(kernel)) * scale[None, :]
             c1 += scaled
-            c2 += scaled * ((x - mean[:, None]) * rstd[:, None])
+            # Masked, since outside -mean * rstd might overflow, and 0 * inf is NaN.
+            c2 += scaled * tl.where(exists[None, :], (x - mean[:, None]) * rstd[:, None], 0.0)
         if SUBTRACT_MEAN:
-            tl.store(c1_ptr + row, tl.sum(c1, axis=1) * (1.0 / H), mask=valid)  # (7)
-        tl.store(c2_ptr + row, tl.sum(c2, axis=1) * (1.0 / H), mask=valid)  # (8)
-    if WANTS_DBIAS:
-        tl.store(dbias_ptr + tl.program_id(0) * N + feature, dbias, mask=feature < N)
+            tl.store(c1_ptr + part * rows + row, tl.sum(c1, axis=1) * (1.0 / H), mask=valid)  # (7)
+        tl.store(c2_ptr + part * rows + row, tl.sum(c2, axis=1) * (1.0 / H), mask=valid)  # (8)
+    if WANTS_DBIAS:  # noqa: SIM102, as one is known to the compiler
+        if part == 0:
+            tl.store(dbias_ptr + program * N + feature, dbias, mask=feature < N)
 
 
 @triton.jit
@@ -177,8 +191,8 @@ def backward_kernel(
     kernel_ptr,  # [H, N]
     mean_ptr,  # [M]
     rstd_ptr,  # [M]
-    c1_ptr,  # [M]
-    c2_ptr,  # [M]
+    c1_ptr,  # [PARTS, M]
+    c2_ptr,  # [PARTS, M]
     rows,
     splits,
     dx_ptr,  # [M, H]
@@ -186,6 +200,7 @@ def backward_kernel(
     dscale_ptr,  # [splits, H]
     H: tl.constexpr,
     N: tl.constexpr,
+    PARTS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     SUBTRACT_MEAN: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
@@ -211,6 +226,9 @@ def backward_kernel(
         rstd = tl.load(rstd_ptr + row, mask=valid, other=0.0)
         c1 = _load_vector(c1_ptr, row, valid, SUBTRACT_MEAN, BLOCK_ROWS, COMPUTE)
         c2 = tl.load(c2_ptr + row, mask=valid, other=0.0)
+        for part in tl.static_range(1, PARTS):
+            c1 += _load_vector(c1_ptr, part * rows + row, valid, SUBTRACT_MEAN, BLOCK_ROWS, COMPUTE)
+            c2 += tl.load(c2_ptr + part * rows + row, mask=valid, other=0.0)
         x = _load_matrix(x_ptr, row, valid, first, H, BLOCK_H, BLOCK_ROWS).to(COMPUTE)
         dy = _load_matrix(dy_ptr, row, valid, 0, N, BLOCK_N, BLOCK_ROWS)
         x_hat = (x - mean[:, None]) * rstd[:, None]  # (3)
@@ -254,25 +272,32 @@ def parameters_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The parameters' gradients of BLOCK_H rows of the kernel, all shares added in a fixed order."""
+    """The parameters' gradients of BLOCK_H rows of the kernel, shares added in a fixed order, BLOCK_ROWS at a time."""
     column = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     exists = column < H
     feature = tl.arange(0, BLOCK_N)
     at = column[:, None] * N + feature[None, :]
     mask = exists[:, None] & (feature < N)[None, :]
-    g = tl.zeros([BLOCK_H, BLOCK_N], COMPUTE)
-    dscale = tl.zeros([BLOCK_H], COMPUTE)
-    for split in range(splits):
-        g += tl.load(g_partial_ptr + tl.cast(split, tl.int64) * (H * N) + at, mask=mask, other=0.0)
+    g = tl.zeros([BLOCK_ROWS, BLOCK_H, BLOCK_N], COMPUTE)
+    dscale = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
+    for first in range(0, splits, BLOCK_ROWS):
+        split = first + tl.arange(0, BLOCK_ROWS).to(tl.int64)
+        there = split < splits
+        g += tl.load(
+            g_partial_ptr + split[:, None, None] * (H * N) + at[None, :, :],
+            mask=there[:, None, None] & mask[None, :, :],
+            other=0.0,
+        )
         if HAS_SCALE:
-            dscale += tl.load(dscale_partial_ptr + split * H + column, mask=exists, other=0.0)
+            dscale += _load_matrix(dscale_partial_ptr, split, there, tl.program_id(0) * BLOCK_H, H, BLOCK_H, BLOCK_ROWS)
     scale = _load_scale(scale_ptr, column, exists, HAS_SCALE, ZERO_CENTERED, BLOCK_H, COMPUTE)
-    g *= scale[:, None]
+    g = tl.sum(g, axis=0) * scale[:, None]
     if HAS_OFFSET or HAS_BIAS:
-        dbias = tl.zeros([BLOCK_ROWS, BLOCK_N], COMPUTE)
-        for first in range(0, programs, BLOCK_ROWS):
-            program = first + tl.arange(0, BLOCK_ROWS)
-            dbias += _load_matrix(dbias_partial_ptr, program, program < programs, 0, N, BLOCK_N, BLOCK_ROWS)
+        shares: tl.constexpr = BLOCK_ROWS * BLOCK_H  # as many elements as of g
+        dbias = tl.zeros([shares, BLOCK_N], COMPUTE)
+        for first in range(0, programs, shares):
+            program = first + tl.arange(0, shares)
+            dbias += _load_matrix(dbias_partial_ptr, program, program < programs, 0, N, BLOCK_N, shares)
         total = tl.sum(dbias, axis=0)
         if HAS_BIAS:  # noqa: SIM102, as one is known to the compiler
             if tl.program_id(0) == 0:
@@ -285,4 +310,4 @@ def parameters_kernel(
             tl.store(doffset_ptr + column, doffset.to(doffset_ptr.dtype.element_ty), mask=exists)
     tl.store(dkernel_ptr + at, g.to(dkernel_ptr.dtype.element_ty), mask=mask)
     if HAS_SCALE:
-        tl.store(dscale_ptr + column, dscale.to(dscale_ptr.dtype.element_ty), mask=exists)
+        tl.store(dscale_ptr + column, tl.sum(dscale, axis=0).to(dscale_ptr.dtype.element_ty), mask=exists)
