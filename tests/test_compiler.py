@@ -204,7 +204,7 @@ MORE_FUSED = [
     for h in (8, 33, 512, 768, 1023, 8192)
     for n in (1, 3, 16, 32, 33, 64, 100, 104, 128, 130, 136, 200, 256)
 ]
-# Composed: every kind of tile that `backward_plan` knows, and columns of dy that are worth a kernel.
+# Composed: every kind of tile that `backward_plan` knows.
 LINEAR_WIDTHS = (1024, 8192, 8191, 16384)
 MORE_LINEAR_WIDTHS = [h for h in WIDTHS if 8 <= h not in LINEAR_WIDTHS]
 

@@ -218,21 +218,6 @@ def busy_programs(tile: Tile, itemsize: int, chip: Chip) -> int:
     return ceil_div(34_000 * chip.sms, max(1, tile.stages - 1) * tile.rows * tile.columns * itemsize)
 
 
-def column_sums_tile(columns: int, itemsize: int, chip: Chip) -> Tile | None:
-    """The tile with which `reduce_kernel` adds up the rows of a whole [M, columns] array, one sector or two of each
-    row a program; None where that leaves more than two thirds of the chip idle, and XLA's two passes are better.
-
-    XLA writes out partial sums, 3 and 6 MB of the 725 and 1720 that DESIGN's table allows, and launches two kernels.
-    32 KB in flight a program (3 to 4 MB on an H200) cover the latency of its memory.
-    """
-    width = 64 // itemsize
-    if columns % width or 3 * (columns // width) < 2 * chip.sms:
-        width //= 2
-    if itemsize == 8 or columns % width or 3 * (columns // width) < chip.sms:
-        return None
-    return Tile(512, width, 16)
-
-
 def reduce_tile(h: int) -> Tile:
     """The tile of `reduce_kernel`: 32 columns a program, so that there is a program for most SMs."""
     return Tile(32, min(32, next_power_of_2(h)), 4)
