@@ -7,6 +7,7 @@ compute the same function of the same parameters, named as Flax names them.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -23,10 +24,10 @@ EPSILON = 1e-6
 class Stack:
     """Layers of `x += out(attention(qkv(norm(x)))); x += down(activation(up(norm(x))))`, and a norm at the end.
 
-    shape: of x [batch, tokens, width], bfloat16 as all arithmetic. hidden: of the MLP. gated: RMSNorm, no biases, and
-    an MLP of silu(gate) * up, as in Llama; else LayerNorm, biases and gelu, as in GPT. parameter_dtype: in which the
-    step is given its parameters; float32 ones are cast in it. attention: "cudnn" or "xla", of
-    `jax.nn.dot_product_attention`.
+    shape: of x [batch, tokens, width]. dtype: x's, and of all arithmetic between norms. hidden: of the MLP. gated:
+    RMSNorm, no biases, and an MLP of silu(gate) * up, as in Llama; else LayerNorm, biases and gelu, as in GPT.
+    parameter_dtype: in which the step is given its parameters; others than `dtype` are cast in it. attention: "cudnn"
+    or "xla", of `jax.nn.dot_product_attention`.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Stack:
     gated: bool
     parameter_dtype: str
     attention: str = "cudnn"
+    dtype: str = "bfloat16"
 
     def parameters(self) -> Any:
         """A tree of shapes and dtypes: `init` fills it."""
@@ -59,7 +61,7 @@ class Stack:
         return {f"block_{i}": block() for i in range(self.layers)} | {"norm": norm()}
 
     def x(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(self.shape, jnp.bfloat16)
+        return jax.ShapeDtypeStruct(self.shape, jnp.dtype(self.dtype))
 
     def init(self, key: jax.Array) -> tuple[Any, jax.Array]:
         """-> (parameters, x) of random numbers; the kernels' spread keeps each branch's result about the size of x."""
@@ -71,7 +73,7 @@ class Stack:
             return (jax.random.normal(key, a.shape) * spread + (len(a.shape) == 1)).astype(a.dtype)
 
         filled = [fill(k, a) for k, a in zip(keys[1:], leaves, strict=True)]
-        return jax.tree.unflatten(tree, filled), jax.random.normal(keys[0], self.shape, jnp.bfloat16)
+        return jax.tree.unflatten(tree, filled), jax.random.normal(keys[0], self.shape, self.dtype)
 
     def step(self, loss: Loss) -> Callable[..., Any]:
         """(parameters, x) -> (loss, gradients of both): x comes from a layer below, as in a model."""
@@ -91,14 +93,14 @@ class Stack:
 
 
 def square_sum(y: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.square(y.astype(jnp.float32)))
+    return jnp.sum(jnp.square(y.astype(jnp.promote_types(y.dtype, jnp.float32))))
 
 
 STACKS = {
     s.name: s
     for s in (
         Stack(
-            "gpt",
+            "stack-gpt",
             "LayerNorm, biases, gelu; float32 parameters, cast in the step, as Flax's layers do it",
             layers=12,
             shape=(4, 2048, 4096),
@@ -108,7 +110,7 @@ STACKS = {
             parameter_dtype="float32",
         ),
         Stack(
-            "llama",
+            "stack-llama",
             "RMSNorm, no biases, gated MLP; bfloat16 parameters, whose float32 copies are the optimizer's",
             layers=12,
             shape=(4, 2048, 4096),
@@ -157,6 +159,12 @@ def norm_linear(norm: Any, parameters: Any, x: jax.Array, branch: jax.Array | No
     return jln.rms_norm_linear(x, norm["scale"], kernel, bias, epsilon=EPSILON), x
 
 
+def no_norm(_: Any, parameters: Any, x: jax.Array, branch: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """What would be left if norms cost nothing, and kept XLA from nothing: a bound, and no model."""
+    x = x if branch is None else x + branch
+    return linear(parameters, x), x
+
+
 def jln_loss(stack: Stack, before_attention: Projection, before_mlp: Projection) -> Loss:
     def loss(parameters, x):
         branch = None
@@ -166,6 +174,8 @@ def jln_loss(stack: Stack, before_attention: Projection, before_mlp: Projection)
             branch = linear(p["out"], stack.attend(qkv))
             up, x = before_mlp(p["norm_2"], p["up"], x, branch)
             branch = linear(p["down"], stack.activate(up))
+        if before_mlp is no_norm:
+            return square_sum(x + branch)
         return square_sum(add_and_norm(parameters["norm"], x, branch)[0])
 
     return loss
@@ -175,7 +185,7 @@ def flax_loss(stack: Stack) -> Loss:
     """Of Flax Linen's own layers, which keep nothing from XLA."""
     import flax.linen as nn
 
-    dtypes: dict[str, Any] = {"dtype": jnp.bfloat16, "param_dtype": jnp.dtype(stack.parameter_dtype)}
+    dtypes: dict[str, Any] = {"dtype": jnp.dtype(stack.dtype), "param_dtype": jnp.dtype(stack.parameter_dtype)}
 
     def norm(name):
         return (nn.RMSNorm if stack.gated else nn.LayerNorm)(epsilon=EPSILON, name=name, **dtypes)
@@ -202,28 +212,15 @@ def flax_loss(stack: Stack) -> Loss:
     return lambda parameters, x: square_sum(model.apply({"params": parameters}, x))
 
 
-def without_norms(stack: Stack) -> Loss:
-    """What would be left if norms cost nothing, nor the sums before them more than their fusion with the Linears."""
-
-    def none(norm, parameters, x, branch):
-        x = x if branch is None else x + branch
-        return linear(parameters, x), x
-
-    def loss(parameters, x):
-        branch = None
-        for i in range(stack.layers):
-            p = parameters[f"block_{i}"]
-            qkv, x = none(None, p["qkv"], x, branch)
-            branch = linear(p["out"], stack.attend(qkv))
-            up, x = none(None, p["up"], x, branch)
-            branch = linear(p["down"], stack.activate(up))
-        return square_sum(x + branch)
-
-    return loss
-
-
 OURS: dict[str, tuple[Projection, Projection]] = {
-    "add_norm": (add_norm, add_norm),
-    "norm_linear, add_norm": (norm_linear, add_norm),
-    "norm_linear": (norm_linear, norm_linear),
+    "jln, add_norm": (add_norm, add_norm),
+    "jln, norm_linear and add_norm": (norm_linear, add_norm),
+    "jln, norm_linear": (norm_linear, norm_linear),
 }
+
+
+def losses(stack: Stack) -> dict[str, Loss]:
+    """Flax's first, which the others are compared with, if it is installed."""
+    found = {"flax": flax_loss(stack)} if importlib.util.find_spec("flax") else {}
+    found |= {name: jln_loss(stack, *projections) for name, projections in OURS.items()}
+    return found | {"no norm at all": jln_loss(stack, no_norm, no_norm)}
