@@ -71,7 +71,7 @@ class Kernel:
     """One kernel and the bytes of one launch. kind: HLO's opcode ("fusion", "copy"), or a custom call's target.
 
     times: launches per run. exact: False where data decides them; then a loop is counted as one trip, a conditional as
-    all of its branches.
+    all of its branches. product: a matrix product or an attention, as XLA's own kernel or a library's.
     """
 
     name: str
@@ -80,6 +80,7 @@ class Kernel:
     bytes_written: int
     times: int = 1
     exact: bool = True
+    product: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,9 @@ class Report:
     bytes_read = property(lambda self: sum(k.times * k.bytes_read for k in self.kernels))
     bytes_written = property(lambda self: sum(k.times * k.bytes_written for k in self.kernels))
     bytes_total = property(lambda self: self.bytes_read + self.bytes_written)
+    product_bytes = property(
+        lambda self: sum(k.times * (k.bytes_read + k.bytes_written) for k in self.kernels if k.product)
+    )
 
     def __str__(self) -> str:
         sizes = {k: (k.bytes_read, k.bytes_written) for k in self.kernels} | {c: (c.bytes,) for c in self.collectives}
@@ -131,12 +135,20 @@ def mesh(chip: str, shape: Sequence[int], names: Sequence[str], axis_types: Any 
     return jax.sharding.Mesh(gpus, tuple(names), axis_types=axis_types)
 
 
-def compile_for(fn: Callable[..., Any], *args: Any, chip: str = "h200", devices: int = 1) -> Report:
+def compile_for(
+    fn: Callable[..., Any],
+    *args: Any,
+    chip: str = "h200",
+    devices: int = 1,
+    compiler_options: dict[str, Any] | None = None,
+) -> Report:
     """Compile `fn(*args)` for a number of GPUs of one kind, and say what the program does.
 
     fn: a function, jitted or not (a jitted one's donations and static arguments are not taken over).
     args: pytrees of arrays or `jax.ShapeDtypeStruct`, whose values do not matter; if `devices > 1` they carry shardings
         over a `program.mesh(chip, ...)` of that many.
+    compiler_options: XLA's, as `jax.jit` takes them. With no GPU there is no autotuning, and XLA's own Triton kernels
+        do most products; `{"xla_gpu_enable_triton_gemm": False}` gives them to cuBLAS, as a tuned program would most.
     Raises ValueError for an unknown chip or arguments that lie on none of the GPUs, RuntimeError without CUDA packages.
     """
     gpus = _devices(chip, devices)
@@ -144,7 +156,7 @@ def compile_for(fn: Callable[..., Any], *args: Any, chip: str = "h200", devices:
     if all(leaf.sharding is None for leaf in jax.tree.leaves(args)):
         raise ValueError(f"no argument lies on the {devices} GPUs: shard one over program.mesh({chip!r}, ...)")
     with config.target(chip):  # a new function each time, since JAX's caches do not know the chip
-        compiled = jax.jit(lambda *args: fn(*args)).lower(*args).compile()
+        compiled = jax.jit(lambda *args: fn(*args)).lower(*args).compile(compiler_options)
     hlo, memory = compiled.as_text(), compiled.memory_analysis()
     assert hlo is not None and memory is not None  # as some other backends' are
     kernels = tuple(item for item in _launches(_parse(hlo)) if isinstance(item, Kernel))
@@ -294,7 +306,14 @@ def _launches(computation: _Computation, times: int = 1, exact: bool = True) -> 
             yield Collective(value.kind, size, value.name, times, exact, _group(value.attributes))
         else:
             target = re.search(r'custom_call_target="([^"]*)"', value.attributes)
-            yield Kernel(value.name, target[1] if target else value.kind, _read(value), _written(value), times, exact)
+            kind = target[1] if target else value.kind
+            yield Kernel(value.name, kind, _read(value), _written(value), times, exact, _is_product(value, kind))
+
+
+def _is_product(kernel: _Value, kind: str) -> bool:
+    if kind.startswith(("__cublas", "__cudnn$fmha")) or kernel.kind == "dot":
+        return True
+    return kernel.kind == "fusion" and any(value.kind == "dot" for value in kernel.callees[0].values.values())
 
 
 def _group(attributes: str) -> int | None:

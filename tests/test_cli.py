@@ -179,6 +179,10 @@ ERRORS = {
     "time of nothing": (["check", "--time"], "--time needs an operator"),
     "no such device": (["check", "layer_norm", "--device", "gpu:7"], "no device 'gpu:7'; there are cpu:0"),
     "too large": (["check", "layer_norm", "--shape", "1000000000x1000000"], "not enough memory"),
+    "unknown workload": (["report", "--workload", "gpt2"], "unknown workload 'gpt2'; known are layer-norm-1024, "),
+    "unknown chip": (["report", "--chip", "v100"], "unknown chip 'v100'; known are a100, h100, h200, b200"),
+    "unknown peer": (["report", "--peer", "apex"], "unknown peer 'apex'; known are jln, jnp, flax, tokamax"),
+    "nothing to compile": (["report"], "jln's kernels cannot be compiled: TRITON_INTERPRET=1 is set"),
 }
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jln._bench.workloads import WORKLOADS
 from jln._triton import config
 
 pytest.importorskip("triton")
@@ -36,8 +37,9 @@ MODULE_DTYPES = {
 }
 
 # Either side of every power of two, so every tile, with and without a mask and with and without aligned rows; and rows
-# of several chunks, some with a chunk of a few elements. The others are aligned and have a mask.
-WIDTHS = [n for k in range(17) for n in (2**k - 1, 2**k) if n > 0] + [24, 768, 7168, 20000, 40000, 262144]
+# of several chunks, some with a chunk of a few elements. The others are aligned and have a mask; or a model has them.
+WIDTHS = [n for k in range(17) for n in (2**k - 1, 2**k) if n > 0] + [24, 7168, 20000, 40000, 262144]
+WIDTHS += sorted({w.width for w in WORKLOADS.values()} - set(WIDTHS))
 # Rows that lie side by side: a few, whose starts are not aligned, and many.
 STRIDED = [(h, inner) for h in (8, 100, 128, 256, 384, 1024) for inner in (7, 147456)]
 LAYOUTS = [(h, 1) for h in WIDTHS] + STRIDED
@@ -207,7 +209,7 @@ MORE_FUSED = [
     for h in (8, 33, 512, 768, 1023, 8192)
     for n in (1, 3, 16, 32, 33, 64, 100, 104, 128, 130, 136, 200, 256)
 ]
-# Composed: every kind of tile that `backward_plan` knows, and columns of dy that are worth a kernel.
+# Composed: every kind of tile that `backward_plan` knows.
 LINEAR_WIDTHS = (1024, 8192, 8191, 16384)
 MORE_LINEAR_WIDTHS = [h for h in WIDTHS if 8 <= h not in LINEAR_WIDTHS]
 
@@ -301,3 +303,10 @@ def test_composed_linear_does_not_spill(worker, widths, switches, chip, dtype):
     # For sm_80 ptxas gives the norms' forward kernel 8 bytes of stack at some float64 widths (1024 with 8 elements a
     # thread, 256 with 4) with 40 to 48 registers in use: whatever they are, no register is short.
     assert_fits(made, stack=8 if (chip, dtype) == ("a100", "float64") else 0)
+
+
+def test_linear_workloads_do_not_spill(worker):
+    sizes = sorted({(w.rows, w.width, w.features) for w in WORKLOADS.values() if w.is_linear})
+    made = worker.submit(compile_linear, LINEAR_DTYPES["bfloat16"], "h200", SWITCHES["everything"], sizes).result()
+    assert len(made) >= 2 * len(sizes)
+    assert_fits(made)

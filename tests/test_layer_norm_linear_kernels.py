@@ -235,6 +235,14 @@ def test_extreme_rows(scaled, row):
         assert np.isfinite(a[np.isfinite(simple[name])]).all(), name
 
 
+@pytest.mark.parametrize("rows", [4096, 6144, 2048, 2049], ids=["two groups", "three", "one", "not divisible"])
+def test_column_sums_of_many_rows(rows):
+    """Integers, so that every order of adding gives the same; beyond what bfloat16 could count."""
+    a = jnp.asarray(np.random.default_rng(0).integers(-3, 5, (2, rows, 5)), "bfloat16")
+    sums = jax.jit(layer_norm_linear._column_sums, static_argnums=1)(a, "float32")
+    np.testing.assert_array_equal(sums, np.asarray(a, "float64").sum(1))
+
+
 def test_statistics_only_where_asked_for():
     operands = arguments(5, 24, 6, "bfloat16")
     _, mean, rstd = layer_norm_linear.forward(*operands, save_statistics=False, **options())

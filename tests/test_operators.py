@@ -216,7 +216,7 @@ def test_reduction_of_many_partial_sums(programs):
         tile = config.reduce_tile(40)
         result = jax.ShapeDtypeStruct((2, 40), "float32")
         grid = 2 * (-(-40 // tile.columns))
-        switches = {"H": 40, "HAS_SCALE": True, "HAS_OFFSET": True}
+        switches = {"H": 40, "HAS_SCALE": True, "HAS_OFFSET": True, "ONE_BUFFER": False}
         operands, results = [partial, -partial, programs], [result, result]
         return launch(
             kernels.reduce_kernel, operands, results, programs=grid, tile=tile, chip=chip, compute="float32", **switches

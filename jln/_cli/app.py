@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 import jax
 import typer
 
-from jln._cli import check, doctor
+from jln._cli import check, doctor, report
 from jln._cli.console import UserError, complain
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "check": check.command,
     "doctor": doctor.command,
+    "report": report.command,
 }
 
 # All complaints of typer about what was typed; which package it comes from depends on typer's version.

@@ -211,7 +211,7 @@ def backward_plan(h: int, inner: int, itemsize: int, mixed: bool = False, *, wan
 
 
 # Of an H200, estimates: bytes a microsecond that one SM can take in, and its share of what memory gives to all; what a
-# launch more costs, in microseconds. By them `column_sums_tile` and `fused_forward` weigh long walks of few programs.
+# launch more costs, in microseconds. By them `fused_forward` weighs long walks of few programs.
 L2_RATE, MEMORY_RATE, LAUNCH_TIME = 64_000, 36_000, 5
 
 
@@ -221,22 +221,6 @@ def busy_programs(tile: Tile, itemsize: int, chip: Chip) -> int:
     34 KB an SM are 4.5 MB on an H200, as much as it moves in 0.9 us.
     """
     return ceil_div(34_000 * chip.sms, max(1, tile.stages - 1) * tile.rows * tile.columns * itemsize)
-
-
-def column_sums_tile(rows: int, columns: int, itemsize: int, chip: Chip) -> Tile | None:
-    """The tile with which `reduce_kernel` adds up the rows of a whole [rows, columns] array, one sector or two of each
-    row a program; None where so few programs take longer than XLA's two kernels.
-
-    XLA writes out partial sums, 3 and 6 MB of the 725 and 1720 that DESIGN's table allows. 32 KB in flight a program
-    (3 to 4 MB on an H200) cover the latency of its memory.
-    """
-    width = 64 // itemsize
-    if columns % width or 3 * (columns // width) < 2 * chip.sms:
-        width //= 2
-    if itemsize == 8 or columns % width:
-        return None
-    walks = ceil_div(columns // width, chip.sms) * rows * width * itemsize / L2_RATE
-    return Tile(512, width, 16) if walks <= LAUNCH_TIME + rows * columns * itemsize / (MEMORY_RATE * chip.sms) else None
 
 
 def reduce_tile(h: int) -> Tile:

@@ -1,11 +1,14 @@
 """Rung 4: what the compiled step of each norm launches and moves on an H200, against DESIGN's targets."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jln
 from jln import program
+from jln._bench.workloads import WORKLOADS
 
 if not program._folders("jax_plugins.xla_cuda13"):
     pytest.skip('compiling for an absent GPU needs pip install "jln[cuda13]"', allow_module_level=True)
@@ -27,33 +30,40 @@ def layer_norm_step(x, scale, offset, dy):
     return y, pullback(dy)
 
 
-def add_layer_norm_step(x, residual, scale, offset, dy, dtotal):
-    results, pullback = jax.vjp(jln.add_layer_norm, x, residual, scale, offset)
-    dx, dresidual, *dparameters = pullback((dy, dtotal))
-    del dresidual  # the same array as dx; a program that returned both would copy it
-    return results, dx, dparameters
-
-
-# Every tensor once is 336 MB; the rest is the statistics and the partial sums of dscale and doffset.
+# Every tensor once is 336 MB, and 537 with a residual; the rest is the statistics and the partial sums of dscale and
+# doffset.
 @pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
-@pytest.mark.parametrize(("h", "megabytes"), [(1024, 350), (4096, 355), (8192, 360), (16384, 360)])
-def test_layer_norm(h, megabytes, parameters):
-    x, p = struct(ELEMENTS // h, h), struct(h, dtype=parameters)
-    report = program.compile_for(layer_norm_step, x, p, p, x)
+@pytest.mark.parametrize(
+    ("name", "megabytes"),
+    [
+        ("layer-norm-1024", 350),
+        ("layer-norm-4096", 355),
+        ("layer-norm-8192", 360),
+        ("layer-norm-16384", 360),
+        *((f"add-layer-norm-{h}", 569) for h in (1024, 4096, 8192, 16384)),
+    ],
+)
+def test_table(name, megabytes, parameters):
+    workload = dataclasses.replace(WORKLOADS[name], parameter_dtype=parameters)
+    report = program.compile_for(workload.step(workload.function()), *workload.step_arguments())
     assert report.bytes_total / MB <= megabytes
     assert report.launches == len(triton_kernels(report)) == 3
     assert report.temp_bytes <= 10 * MB  # the partial sums; XLA's own program needs 134 MB
     assert report.collectives == ()
 
 
-# Every tensor once is 537 MB.
-@pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
-@pytest.mark.parametrize("h", [1024, 4096, 8192, 16384])
-def test_add_layer_norm(h, parameters):
-    x, p = struct(ELEMENTS // h, h), struct(h, dtype=parameters)
-    report = program.compile_for(add_layer_norm_step, x, x, p, p, x, x)
-    assert report.bytes_total / MB <= min(569, 1.06 * 537)
+MODELS = [n for n, w in WORKLOADS.items() if not w.is_linear and "backward" in w.directions and w.width <= 16384]
+
+
+@pytest.mark.parametrize("name", [n for n in MODELS if "layer-norm-" not in n])
+def test_workloads(name):
+    """Partial sums are as large for few rows as for many: at most 4 programs an SM, twice [H] float32 each."""
+    workload = WORKLOADS[name]
+    report = program.compile_for(workload.step(workload.function()), *workload.step_arguments())
     assert report.launches == len(triton_kernels(report)) == 3
+    statistics = 4 * 4 * workload.rows
+    partial_sums = 2 * 4 * 132 * 2 * 4 * workload.width
+    assert report.bytes_total <= workload.bytes_once() + statistics + partial_sums + 2 * 4 * workload.width
 
 
 def test_wide_rows_read_twice_are_counted_twice():

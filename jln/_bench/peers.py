@@ -1,0 +1,166 @@
+"""What users would have instead: the same operators of other libraries, as functions of the workload's arguments."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+import jln
+from jln._bench.workloads import ARGUMENTS, Workload
+
+EPSILON = 1e-6
+
+
+class Unsupported(Exception):
+    """A peer has nothing for a workload, or does not run here; the message says what."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """function: from a workload to a function of its arguments that returns its results; raises Unsupported.
+
+    framework: what the function's arrays are of. package, distribution: to import, and to look the version up. on_cpu:
+    whether it runs there.
+    """
+
+    name: str
+    what: str
+    package: str
+    distribution: str
+    function: Callable[[Workload], Callable[..., Any]]
+    framework: str = "jax"
+    on_cpu: bool = True
+
+    def missing(self, platform: str) -> str | None:
+        """Why it cannot be measured here; None where it can."""
+        if importlib.util.find_spec(self.package) is None:
+            return f"{self.distribution} is not installed"
+        if platform == "cpu" and not self.on_cpu:
+            return f"{self.distribution} needs a GPU"
+        return None
+
+    def version(self) -> str | None:
+        try:
+            return importlib.metadata.version(self.distribution)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+
+def composed(workload: Workload, norm: Callable[..., Any], linear: Callable[..., Any]) -> Callable[..., Any]:
+    """A workload's function of its parts: norm(x, scale, offset or None), linear(z, kernel, bias or None).
+
+    The sum with a residual is the peer's `+`, in its dtype.
+    """
+    names = ARGUMENTS[workload.operator]
+
+    def function(*arguments: Any) -> Any:
+        given = dict(zip(names, arguments, strict=True))
+        x = given["x"] + given["residual"] if workload.adds else given["x"]
+        y = norm(x, given["scale"], given.get("offset"))
+        if workload.is_linear:
+            y = linear(y, given["kernel"], given.get("bias"))
+        return (y, x) if workload.adds else y
+
+    return function
+
+
+def _ours(workload: Workload) -> Callable[..., Any]:
+    return workload.function(jln)
+
+
+def _jnp(workload: Workload) -> Callable[..., Any]:
+    if not workload.is_linear:
+        return workload.function(jln.reference)
+
+    def norm(x, scale, offset):  # `jln.reference`'s fused operators sum and keep more than who writes this does
+        return jln.reference.rms_norm(x, scale) if offset is None else jln.reference.layer_norm(x, scale, offset)
+
+    return composed(workload, norm, _matmul)
+
+
+def _flax(workload: Workload) -> Callable[..., Any]:
+    from flax import linen
+
+    kind = linen.LayerNorm if "offset" in ARGUMENTS[workload.operator] else linen.RMSNorm
+    axis = workload.axis
+    layer = kind(epsilon=EPSILON, dtype=workload.dtype, reduction_axes=axis, feature_axes=axis)
+
+    def norm(x, scale, offset):
+        return layer.apply({"params": {"scale": scale} | ({} if offset is None else {"bias": offset})}, x)
+
+    def linear(z, kernel, bias):
+        dense = linen.Dense(workload.features or 0, use_bias=bias is not None, dtype=workload.dtype)
+        return dense.apply({"params": {"kernel": kernel} | ({} if bias is None else {"bias": bias})}, z)
+
+    return composed(workload, norm, linear)
+
+
+def _haiku(workload: Workload) -> Callable[..., Any]:
+    import haiku
+
+    def norm(x, scale, offset):
+        def layer(x):
+            if offset is None:
+                return haiku.RMSNorm(workload.axis, EPSILON, create_scale=True, name="norm")(x)
+            return haiku.LayerNorm(workload.axis, True, True, EPSILON, name="norm")(x)
+
+        # In float32, as its mixed-precision policies have it for norms: in 16 bits it would sum in 16 bits.
+        parameters = {"norm": {"scale": scale} | ({} if offset is None else {"offset": offset})}
+        transformed = haiku.without_apply_rng(haiku.transform(layer))
+        return transformed.apply(parameters, x.astype(scale.dtype)).astype(workload.dtype)
+
+    def linear(z, kernel, bias):
+        parameters = {"linear": {"w": kernel} | ({} if bias is None else {"b": bias})}
+        layer = haiku.transform(lambda z: haiku.Linear(kernel.shape[1], with_bias=bias is not None, name="linear")(z))
+        return haiku.without_apply_rng(layer).apply(parameters, z)
+
+    return composed(workload, norm, linear)
+
+
+def _tokamax(workload: Workload) -> Callable[..., Any]:
+    import tokamax  # pyright: ignore[reportMissingImports]
+    from absl import flags  # pyright: ignore[reportMissingImports]
+
+    if not flags.FLAGS.is_parsed():  # it would take our command line for its own
+        flags.FLAGS.mark_as_parsed()
+
+    def norm(x, scale, offset):
+        return tokamax.layer_norm(
+            x, scale, offset, axis=workload.axis, epsilon=EPSILON, subtract_mean=offset is not None
+        )
+
+    return composed(workload, norm, _matmul)
+
+
+def _matmul(z, kernel, bias):
+    y = jnp.matmul(z, kernel)
+    return y if bias is None else y + bias
+
+
+def _torch(kind: str) -> Callable[[Workload], Callable[..., Any]]:
+    def function(workload: Workload) -> Callable[..., Any]:
+        from jln._bench import torch_peers
+
+        return torch_peers.FUNCTIONS[kind](workload)
+
+    return function
+
+
+PEERS = {
+    p.name: p
+    for p in (
+        Peer("jln", "this library", "jln", "jln", _ours),
+        Peer("jnp", "jax.numpy as users write it, by XLA", "jax", "jax", _jnp),
+        Peer("flax", "flax.linen's LayerNorm, RMSNorm, Dense", "flax", "flax", _flax),
+        Peer("haiku", "Haiku's LayerNorm, RMSNorm, Linear", "haiku", "dm-haiku", _haiku),
+        Peer("tokamax", "tokamax.layer_norm", "tokamax", "tokamax", _tokamax),
+        Peer("torch", "PyTorch, eager", "torch", "torch", _torch("eager"), "torch"),
+        Peer("torch.compile", "the same by torch.compile", "torch", "torch", _torch("compiled"), "torch"),
+        Peer("liger", "Liger-Kernel", "liger_kernel", "liger-kernel", _torch("liger"), "torch", on_cpu=False),
+    )
+}

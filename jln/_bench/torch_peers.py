@@ -1,0 +1,179 @@
+"""PyTorch's side: the workloads' functions, their directions as programs, and its profiler as a clock.
+
+Parameters are in x's dtype, as PyTorch's models keep them. Imported only when a peer of it is asked for.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import torch
+import torch.nn.functional as F
+
+from jln._bench import timing, trace
+from jln._bench.peers import EPSILON, Unsupported, composed
+from jln._bench.timing import Run, Times
+from jln._bench.workloads import ARGUMENTS, Workload
+
+# For how long threads of PyTorch's CPU kernels may go on to spin: GNU's and Intel's OpenMP take 0.2 s at most.
+PAUSE = 0.25
+_WINDOW = "jln_bench_window"
+
+
+def _eager(workload: Workload) -> Callable[..., Any]:
+    last = workload.axis in (-1, len(workload.shape) - 1)
+
+    def norm(x, scale, offset):
+        z = x if last else x.movedim(workload.axis, -1)  # its norms are over last axes
+        if offset is None:
+            z = F.rms_norm(z, (workload.width,), scale, EPSILON)
+        else:
+            z = F.layer_norm(z, (workload.width,), scale, offset, EPSILON)
+        return z if last else z.movedim(-1, workload.axis)
+
+    return composed(workload, norm, _linear)
+
+
+def _linear(z, kernel, bias):
+    y = z @ kernel
+    return y if bias is None else y + bias
+
+
+def _compiled(workload: Workload) -> Callable[..., Any]:
+    # The backward pass runs several times on what one forward pass saved.
+    torch._functorch.config.donated_buffer = False  # pyright: ignore[reportAttributeAccessIssue]
+    torch._dynamo.config.recompile_limit = 1000  # pyright: ignore[reportAttributeAccessIssue]
+    return torch.compile(_eager(workload), dynamic=False)
+
+
+def _liger(workload: Workload) -> Callable[..., Any]:
+    if workload.axis not in (-1, len(workload.shape) - 1):
+        raise Unsupported("its norms are over the last axis")
+    if workload.is_linear:
+        raise Unsupported("it has no norm fused with a Linear")
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    def norm(x, scale, offset):
+        if offset is None:
+            # Not in place: that overwrites the cotangent, which the next run needs.
+            return LigerRMSNormFunction.apply(x, scale, EPSILON, 0.0, "llama", False)
+        return LigerLayerNormFunction.apply(x, scale, offset, EPSILON)
+
+    return composed(workload, norm, _linear)
+
+
+FUNCTIONS = {"eager": _eager, "compiled": _compiled, "liger": _liger}
+
+
+def to_torch(array: jax.Array, dtype: str) -> torch.Tensor:
+    return torch.from_dlpack(jax.block_until_ready(array)).to(getattr(torch, dtype), copy=True)
+
+
+def to_jax(tensor: torch.Tensor) -> jax.Array:
+    finish()
+    return jax.numpy.from_dlpack(tensor.detach().contiguous())
+
+
+def finish(_: Any = None) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def calls(
+    workload: Workload, function: Callable[..., Any], arguments: Sequence[jax.Array], cotangents: Sequence[jax.Array]
+) -> dict[str, Callable[[], list[torch.Tensor]]]:
+    """From each direction to a call that runs it: "forward", "backward" and "both", as JAX's programs."""
+    leaves = [to_torch(a, workload.dtype).requires_grad_() for a in arguments]
+    dys = [to_torch(a, workload.dtype) for a in cotangents]
+    # dresidual is dx.
+    wanted = [a for a, name in zip(leaves, ARGUMENTS[workload.operator], strict=True) if name != "residual"]
+
+    def results() -> tuple[torch.Tensor, ...]:
+        y = function(*leaves)
+        return y if isinstance(y, tuple) else (y,)
+
+    def forward() -> list[torch.Tensor]:
+        with torch.no_grad():
+            return list(results())
+
+    found = {"forward": forward}
+    if "backward" in workload.directions:
+        saved = results()
+        found["backward"] = lambda: list(torch.autograd.grad(saved, wanted, dys, retain_graph=True))
+
+        def both() -> list[torch.Tensor]:
+            made = results()
+            return [*(a.detach() for a in made), *torch.autograd.grad(made, wanted, dys)]
+
+        found["both"] = both
+    return found
+
+
+def peak_bytes(call: Callable[[], Any]) -> int | None:
+    """What a call allocates at most, beyond what is there, and what is there; None on the CPU, where nobody counts."""
+    if not torch.cuda.is_available():
+        return None
+    finish()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    finish()
+    return torch.cuda.max_memory_allocated()
+
+
+def profiled(runs: Sequence[Run], repetitions: int, cold_bytes: int = timing.COLD_BYTES) -> dict[str, Times]:
+    """`timing.traced` for PyTorch on a GPU. Raises TraceError where the trace shows no kernel of a run."""
+    buffer = torch.zeros(cold_bytes // 4, dtype=torch.int32, device="cuda" if torch.cuda.is_available() else "cpu")
+    for run in runs:
+        run.call()
+    order = timing.shuffled(runs, repetitions)
+    windows = _windows(order, lambda: buffer.add_(1))
+    if len(windows) != len(order):
+        raise trace.TraceError(f"PyTorch's trace shows {len(windows)} runs of {len(order)}")
+    if not all(windows):
+        raise trace.TraceError("PyTorch's trace shows runs without kernels")
+    events = {run.name: [w for r, w in zip(order, windows, strict=True) if r is run] for run in runs}
+    return {
+        name: Times(tuple(map(trace.busy_seconds, w)), "device", timing.statistics.mode(map(len, w)))
+        for name, w in events.items()
+    }
+
+
+def _windows(order: Sequence[Run], chill: Callable[[], Any]) -> list[list[trace.Event]]:
+    # The CPU's events carry the windows.
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profile:
+        for run in order:
+            chill()
+            finish()  # or what is left of it would be in the window
+            with torch.profiler.record_function(_WINDOW):
+                run.call()
+                finish()
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        return trace.of_torch(path.read_text(), _WINDOW)
+
+
+def evented(runs: Sequence[Run], repetitions: int, cold_bytes: int = timing.COLD_BYTES) -> dict[str, Times]:
+    """By CUDA events, for a GPU whose profiler cannot be read: gaps between kernels are in it."""
+    buffer = torch.zeros(cold_bytes // 4, dtype=torch.int32, device="cuda")
+    taken: dict[str, list[float]] = {run.name: [] for run in runs}
+    for run in runs:
+        run.call()
+    for run in timing.shuffled(runs, repetitions):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        finish()
+        buffer.add_(1)
+        start.record()
+        run.call()
+        end.record()
+        finish()
+        taken[run.name].append(start.elapsed_time(end) * 1e-3)
+    return {name: Times(tuple(seconds), "events") for name, seconds in taken.items()}

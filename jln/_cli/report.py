@@ -1,0 +1,258 @@
+"""`python -m jln report`: what compiled programs launch, move and keep on a GPU that need not be here."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import logging
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
+from unittest import mock
+
+import jax
+import typer
+
+import jln
+from jln import program
+from jln._bench.peers import PEERS, Unsupported
+from jln._bench.stacks import STACKS, Stack, losses
+from jln._bench.workloads import WORKLOADS, Workload
+from jln._cli.console import UserError, print_json, print_note, print_table, progress
+from jln._triton import config, launch
+
+# Those whose programs XLA compiles.
+COMPARED = ("jln", "jnp", "flax", "tokamax")
+# Which kernels XLA gives a stack's products. With no GPU it cannot try, as it would where there is one.
+PRODUCTS = {"XLA": {}, "cuBLAS": {"xla_gpu_enable_triton_gemm": False}}
+
+
+def command(
+    workload: Annotated[
+        list[str] | None, typer.Option(help="Only this; may be repeated. [default: all]", show_default=False)
+    ] = None,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="Beside jln only this; may be repeated. [default: all]", show_default=False)
+    ] = None,
+    chip: Annotated[str, typer.Option(help=f"To compile for: {', '.join(program.CHIPS)}.")] = "h200",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Count the kernels, bytes and temporary memory of compiled programs: facts, with no GPU, and no times.
+
+    Operators at named sizes, and a 12-layer transformer's forward + backward. Beside jln: plain jnp, Flax's layers,
+    tokamax. Exits with 1 if a program of jln does not compile.
+    """
+    names = _known("workload", workload, (*WORKLOADS, *STACKS))
+    peers = ["jln", *(p for p in _known("peer", peer, COMPARED) if p != "jln")]
+    if chip not in program.CHIPS:
+        raise UserError(f"unknown chip {chip!r}; known are {', '.join(program.CHIPS)}")
+    with config.target(chip):
+        why = launch.missing()
+    if why is not None:
+        raise UserError(f"jln's kernels cannot be compiled: {why}")
+    try:
+        program.mesh(chip, (1,), ("gpu",))
+    except RuntimeError as error:
+        raise UserError(str(error)) from None
+    skipped = {p: why for p in peers if (why := PEERS[p].missing("gpu")) is not None}
+    compared = [p for p in peers if p not in skipped]
+    workloads = [WORKLOADS[n] for n in names if n in WORKLOADS]
+    stacks = [(STACKS[n], products) for n in names if n in STACKS for products in PRODUCTS]
+
+    failures: list[str] = []
+    with progress(len(workloads) * len(compared) + sum(len(losses(stack)) for stack, _ in stacks)) as begin:
+        count = _Counting(chip, begin, failures)
+        sizes = [(w, count.workload(w, compared)) for w in workloads]
+        steps = [(stack, products, count.stack(stack, products)) for stack, products in stacks]
+    if as_json:
+        print_json(_json(chip, sizes, steps, skipped, failures))
+    else:
+        _print(chip, sizes, steps, skipped, failures)
+    raise typer.Exit(1 if any(f.startswith("jln") for f in failures) else 0)
+
+
+def _known(what: str, given: list[str] | None, known: tuple[str, ...]) -> list[str]:
+    """What was asked for, each once, or all."""
+    for name in given or ():
+        if name not in known:
+            raise UserError(f"unknown {what} {name!r}; known are {', '.join(known)}")
+    return list(dict.fromkeys(given or known))
+
+
+class _Counting:
+    """Compiles, and tells `begin` first; what does not compile goes into `failures`."""
+
+    def __init__(self, chip: str, begin: Callable[[str], None], failures: list[str]):
+        self._chip, self._begin, self._failures = chip, begin, failures
+
+    def workload(self, workload: Workload, peers: list[str]) -> dict[str, program.Report]:
+        found = {}
+        for peer in peers:
+            self._begin(f"{workload.name} by {peer}")
+            try:
+                step = workload.step(PEERS[peer].function(workload))
+                with _gpu_for_tokamax(self._chip) if peer == "tokamax" else contextlib.nullcontext():
+                    report = program.compile_for(step, *workload.step_arguments(), chip=self._chip)
+                if peer == "tokamax" and not any("triton" in k.kind for k in report.kernels):
+                    raise Unsupported("it falls back to jnp")
+                found[peer] = report
+            except Unsupported as why:
+                self._failures.append(f"{peer} has no {workload.name}: {why}")
+            except Exception as error:  # another library's trouble with one size must not hide all the others
+                self._fail(peer, workload.name, error)
+        return found
+
+    def stack(self, stack: Stack, products: str) -> dict[str, program.Report]:
+        found = {}
+        for name, loss in losses(stack).items():
+            self._begin(f"{stack.name} by {name}, products by {products}")
+            try:
+                found[name] = program.compile_for(
+                    stack.step(loss),
+                    stack.parameters(),
+                    stack.x(),
+                    chip=self._chip,
+                    compiler_options=PRODUCTS[products],
+                )
+            except Exception as error:
+                self._fail(name, f"{stack.name}, products by {products}", error)
+        return found
+
+    def _fail(self, whose: str, what: str, error: Exception) -> None:
+        first = next(iter(str(error).splitlines()), "")
+        self._failures.append(f"{whose} does not compile for {what}: {type(error).__name__}: {first[:200]}")
+
+
+@contextlib.contextmanager
+def _gpu_for_tokamax(chip: str) -> Iterator[None]:
+    """It asks the GPU of this process for its size, and takes jnp without one: tell it of the chip."""
+    import tokamax  # pyright: ignore[reportMissingImports]
+
+    logging.getLogger("absl").setLevel(logging.ERROR)  # that it has not been tuned for this chip, once a size
+    gpus = list(program.mesh(chip, (1,), ("gpu",)).devices.flat)
+    with tokamax.config.cross_compile(True), mock.patch.object(jax, "devices", lambda *_: gpus):
+        yield
+
+
+def _facts(report: program.Report) -> dict[str, int]:
+    return {
+        "kernels": report.launches,
+        "bytes": report.bytes_total,
+        "bytes_outside_products": report.bytes_total - report.product_bytes,
+        "temporary_bytes": report.temp_bytes,
+    }
+
+
+def _json(chip, sizes, steps, skipped, failures) -> dict[str, Any]:
+    def version(package: str) -> str | None:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    return {
+        "chip": chip,
+        "versions": {"jln": jln.__version__}
+        | {p: version(p) for p in ("jax", "jaxlib", "jax-triton", "triton", "flax", "tokamax")},
+        "workloads": [
+            {
+                "name": w.name,
+                "operator": w.operator,
+                "shape": w.shape,
+                "features": w.features,
+                "axis": w.axis,
+                "dtype": w.dtype,
+                "parameter_dtype": w.parameter_dtype,
+                "directions": w.directions,
+                "bytes_once": w.bytes_once(),
+                "programs": {peer: _facts(report) for peer, report in found.items()},
+            }
+            for w, found in sizes
+        ],
+        "stacks": [
+            {
+                "name": stack.name,
+                "layers": stack.layers,
+                "shape": stack.shape,
+                "hidden": stack.hidden,
+                "parameter_dtype": stack.parameter_dtype,
+                "products": products,
+                "programs": {name: _facts(report) for name, report in found.items()},
+            }
+            for stack, products, found in steps
+        ],
+        "skipped": skipped,
+        "failures": failures,
+    }
+
+
+def _print(chip, sizes, steps, skipped, failures) -> None:
+    print_note(f"Compiled for {chip} with jax {jax.__version__}, jln {jln.__version__}; MB is 10^6 bytes.\n")
+    if sizes:
+        header = ("workload", "operator", "x", "N", "by", "kernels", "MB", "once MB", "ratio", "temporary MB")
+        print_table(_title(sizes), header, [row for w, found in sizes for row in _rows(w, found)], left=(0, 1, 2, 4))
+    for stack, products, found in steps:
+        print_table(
+            f"{stack.name}: {stack.layers} layers, x {_size(stack.shape)}, hidden {stack.hidden}; {stack.why}; "
+            f"products by {products}",
+            ("by", "kernels", "MB", "MB outside products", "than Flax", "temporary MB", "than Flax"),
+            _stack_rows(found),
+        )
+    for peer, why in skipped.items():
+        print_note(f"Skipped {peer}: {why}.")
+    for failure in failures:
+        print_note(failure, wrong=failure.startswith("jln"))
+
+
+def _title(sizes: list[tuple[Workload, Any]]) -> str:
+    only = {w.directions for w, _ in sizes}
+    return f"{'Forward' if only == {('forward',)} else 'Forward + backward (decode: forward)'}, results returned"
+
+
+def _size(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
+
+
+def _rows(workload: Workload, found: dict[str, program.Report]) -> list[tuple[str, ...]]:
+    once = workload.bytes_once()
+    return [
+        (
+            workload.name,
+            workload.operator,
+            _size(workload.shape),
+            str(workload.features or "-"),
+            peer,
+            str(report.launches),
+            _megabytes(report.bytes_total),
+            _megabytes(once),
+            f"{report.bytes_total / once:.2f}",
+            _megabytes(report.temp_bytes),
+        )
+        for peer, report in found.items()
+    ]
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:.0f}" if size >= 1e8 else f"{size / 1e6:.1f}" if size >= 1e6 else f"{size / 1e6:.3f}"
+
+
+def _stack_rows(found: dict[str, program.Report]) -> list[tuple[str, ...]]:
+    flax = found.get("flax")
+
+    def compared(value: Callable[[program.Report], int], report: program.Report) -> str:
+        return f"{100 * (value(report) / value(flax) - 1):+.1f} %" if flax else "-"
+
+    def outside(report: program.Report) -> int:
+        return report.bytes_total - report.product_bytes
+
+    return [
+        (
+            name,
+            str(report.launches),
+            _megabytes(report.bytes_total),
+            _megabytes(outside(report)),
+            compared(outside, report),
+            _megabytes(report.temp_bytes),
+            compared(lambda r: r.temp_bytes, report),
+        )
+        for name, report in found.items()
+    ]

@@ -1,0 +1,74 @@
+"""The workloads and the stacks are what they say: they trace, count right, and every variant is the same function."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jln
+from jln import reference
+from jln._bench import stacks
+from jln._bench.workloads import ARGUMENTS, CPU_WORKLOADS, WORKLOADS, Workload
+
+ALL = WORKLOADS | CPU_WORKLOADS
+
+
+def test_names_are_unique_and_reasons_are_given():
+    assert len(ALL) == len(WORKLOADS) + len(CPU_WORKLOADS)
+    assert all(w.why and w.name == name for name, w in ALL.items())
+    assert {w.operator for w in ALL.values()} == set(ARGUMENTS)
+    sizes = [dataclasses.replace(w, name="", why="") for w in ALL.values()]
+    same = {str(w) for w in sizes if sizes.count(w) > 1}
+    assert same == set()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_workloads_trace_and_return_what_they_say(name):
+    w = ALL[name]
+    for module in (jln, reference):
+        f = w.function(module)
+        results = jax.eval_shape(f, *w.arguments())
+        assert jax.tree.leaves(results) == w.cotangents()
+        made = jax.tree.leaves(jax.eval_shape(w.step(f), *w.step_arguments()))
+        gradients = [a for n, a in zip(ARGUMENTS[w.operator], w.arguments(), strict=True) if n != "residual"]
+        assert made == w.cotangents() + (gradients if "backward" in w.directions else [])
+
+
+def test_bytes_and_operations_are_counted():
+    """By hand, of sizes that are all different."""
+    norm = Workload("", "add_layer_norm", (7, 5), "", dtype="bfloat16", parameter_dtype="float32")
+    assert norm.bytes_once("forward") == 4 * 70 + 2 * 20  # x, residual, y, total; scale, offset
+    assert norm.bytes_once("backward") == 4 * 70 + 3 * 20  # dy, dtotal, total, dx; scale, dscale, doffset
+    assert norm.bytes_once() == 8 * 70 + 5 * 20
+    linear = Workload("", "layer_norm_linear", (7, 5), "", features=3, dtype="bfloat16", parameter_dtype="bfloat16")
+    assert linear.bytes_once("forward") == 2 * (35 + 5 + 5 + 15 + 3 + 21)
+    assert linear.bytes_once("backward") == 2 * (21 + 35 + 5 + 15 + 35 + 5 + 5 + 15 + 3)
+    assert (linear.product_flops("forward"), linear.product_flops()) == (2 * 7 * 5 * 3, 3 * 2 * 7 * 5 * 3)
+    inference = dataclasses.replace(linear, directions=("forward",))
+    assert inference.bytes_once() == inference.bytes_once("forward") == linear.bytes_once("forward")
+    assert (norm.rows, norm.width) == (7, 5)
+    strided = WORKLOADS["alphafold-pair-axis-0"]
+    assert (strided.rows, strided.width) == (384 * 384, 128)
+
+
+@pytest.mark.parametrize("name", stacks.STACKS)
+def test_stacks_of_all_variants_are_the_same_function(name):
+    """In float64, where only a wrong wire is more than 1e-9: losses, and every gradient by itself."""
+    pytest.importorskip("flax")
+    options = {"layers": 2, "shape": (2, 5, 8), "hidden": 12, "heads": 2}
+    stack = dataclasses.replace(
+        stacks.STACKS[name], **options, attention="xla", dtype="float64", parameter_dtype="float64"
+    )
+    losses = stacks.losses(stack)
+    assert list(losses) == ["flax", *stacks.OURS, "no norm at all"]
+    with jax.numpy_rank_promotion("allow"):  # Flax's
+        found = {n: jax.jit(stack.step(loss))(*stack.init(jax.random.key(0))) for n, loss in losses.items()}
+    flax = found.pop("flax")
+    assert abs(found.pop("no norm at all")[0] / flax[0] - 1) > 0.1
+    for value, gradients in found.values():
+        np.testing.assert_allclose(value, flax[0], rtol=1e-9)
+        for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(flax[1]), strict=True):
+            assert jnp.linalg.norm(b) > 0
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-9 * jnp.abs(b).max())
