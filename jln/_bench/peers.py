@@ -97,11 +97,13 @@ def _flax(workload: Workload) -> Callable[..., Any]:
 def _haiku(workload: Workload) -> Callable[..., Any]:
     import haiku
 
+    axis = workload.axis
+
     def norm(x, scale, offset):
         def layer(x):
             if offset is None:
-                return haiku.RMSNorm(workload.axis, EPSILON, create_scale=True, name="norm")(x)
-            return haiku.LayerNorm(workload.axis, True, True, EPSILON, name="norm")(x)
+                return haiku.RMSNorm(axis, EPSILON, create_scale=True, name="norm", param_axis=axis)(x)
+            return haiku.LayerNorm(axis, True, True, EPSILON, name="norm", param_axis=axis)(x)
 
         # In float32, as its mixed-precision policies have it for norms: in 16 bits it would sum in 16 bits.
         parameters = {"norm": {"scale": scale} | ({} if offset is None else {"offset": offset})}
