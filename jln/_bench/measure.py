@@ -51,18 +51,18 @@ def measure(workload: Workload, peers: Sequence[Peer], platform: str, settings: 
     records: list[dict[str, Any]] = []
     programs: list[Program] = []
     for peer in peers:
-        why = peer.missing(platform)
+        why, made = peer.missing(platform), []
         try:
-            made = [] if why else _programs(workload, peer, arguments, cotangents)
+            if why is None:
+                made = _programs(workload, peer, arguments, cotangents)
         except Unsupported as error:
             why = str(error)
         except Exception as error:  # whatever a peer raises is its own affair, and the others' are measured
             records.append(without(workload, peer, "failed", _one_line(error)))
             continue
-        if why:
+        programs += made
+        if why is not None:
             records.append(without(workload, peer, "skipped", why))
-        else:
-            programs += made
     if programs:
         truth = numerics.Truth(workload, arguments, cotangents)
         checked = [(program, *_checked(workload, program, truth)) for program in programs]
@@ -219,7 +219,8 @@ def _finite(number: float) -> float | str:
 
 def ceilings(platform: str, settings: Settings) -> dict[str, float]:
     """What this machine reaches where nothing but memory, or nothing but arithmetic, counts: bytes/s and flop/s."""
-    large = 2**29 if platform == "gpu" else 2**25  # elements: 1 GiB in, 1 GiB out
+    # Elements of 2 bytes: 1 GiB in and out; 16 MiB as the workloads' arrays, whose memory a CPU's allocator keeps.
+    large = 2**29 if platform == "gpu" else 2**23
     side = 8192 if platform == "gpu" else 1024
     a = jax.random.normal(jax.random.key(0), (large,), jnp.bfloat16)
     b = jax.random.normal(jax.random.key(1), (side, side), jnp.bfloat16 if platform == "gpu" else jnp.float32)

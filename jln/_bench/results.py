@@ -26,7 +26,9 @@ def environment(device: Any) -> dict[str, Any]:
     kind = device.device_kind
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": _printed("git", "-C", str(pathlib.Path(jln.__file__).parent), "describe", "--always", "--dirty"),
+        # Where there is no repository, only a copy of its files, somebody must say.
+        "commit": os.environ.get("JLN_COMMIT")
+        or _printed("git", "-C", str(pathlib.Path(jln.__file__).parent), "describe", "--always", "--dirty"),
         "platform": device.platform,
         "chip": kind if kind != device.platform else _processor(),
         "driver": _printed("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),

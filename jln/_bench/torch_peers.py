@@ -4,6 +4,8 @@ Parameters are in x's dtype, as its models keep them, and as its kernels for GPU
 of it is asked for.
 """
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import pathlib
