@@ -39,7 +39,11 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 export PYTHONPATH=$root:$scratch${PYTHONPATH:+:$PYTHONPATH} PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 export XLA_PYTHON_CLIENT_PREALLOCATE=false # several processes share the card
-[[ -z $rehearsal ]] || export JAX_PLATFORMS=cpu
+if [[ -n $rehearsal ]]; then
+    export JAX_PLATFORMS=cpu TRITON_INTERPRET=1
+else # or tests that see no /dev/nvidia0 would run the interpreter, and pass
+    export JAX_PLATFORMS=cuda,cpu TRITON_INTERPRET=0
+fi
 if [[ -n $wheels ]]; then
     "$python" -m pip install -q --no-index --no-deps --no-compile --target "$scratch" "$wheels"/*.whl || exit 2
 fi

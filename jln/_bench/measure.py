@@ -49,20 +49,25 @@ def measure(workload: Workload, peers: Sequence[Peer], platform: str, settings: 
     """A record for each peer and direction, or for a peer with the reason why there is none."""
     arguments, cotangents = numerics.arrays(workload, settings.seed)
     records: list[dict[str, Any]] = []
-    programs: list[Program] = []
+    pending: list[_Pending] = []
     for peer in peers:
-        why, made = peer.missing(platform), []
+        why = peer.missing(platform)
         try:
-            if why is None:
-                made = _programs(workload, peer, arguments, cotangents)
+            pending += [] if why else _pending(workload, peer, arguments, cotangents)
         except Unsupported as error:
             why = str(error)
         except Exception as error:  # whatever a peer raises is its own affair, and the others' are measured
             records.append(without(workload, peer, "failed", _one_line(error)))
-            continue
-        programs += made
         if why is not None:
             records.append(without(workload, peer, "skipped", why))
+    programs: list[Program] = []
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # XLA compiles without Python's lock
+        jobs = [(p.peer, p.finish, pool.submit(p.compile)) for p in pending]
+    for peer, finish, job in jobs:
+        try:
+            programs += finish(job.result())
+        except Exception as error:
+            records.append(without(workload, peer, "failed", _one_line(error)))
     if programs:
         truth = numerics.Truth(workload, arguments, cotangents)
         checked = [(program, *_checked(workload, program, truth)) for program in programs]
@@ -96,10 +101,19 @@ def function_of(workload: Workload, peer: Peer) -> Callable[..., Any]:
     return workload.of(*map(peer.function, workload.parts()))
 
 
-def _programs(workload, peer, arguments, cotangents) -> list[Program]:
+@dataclass(frozen=True)
+class _Pending:
+    """A peer's programs before they are compiled. compile: may run in another thread. finish: from its result."""
+
+    peer: Peer
+    compile: Callable[[], Any]
+    finish: Callable[[Any], list[Program]]
+
+
+def _pending(workload, peer, arguments, cotangents) -> list[_Pending]:
     function = function_of(workload, peer)
     if peer.framework == "jax":
-        return _jax_programs(workload, peer, function, arguments, cotangents)
+        return [_jax_programs(workload, peer, function, arguments, cotangents)]
     from jln._bench import torch_peers
 
     made = []
@@ -108,26 +122,41 @@ def _programs(workload, peer, arguments, cotangents) -> list[Program]:
         call()  # compiles, tunes
         outputs = lambda call=call: [torch_peers.to_jax(a) for a in call()]  # noqa: E731
         made.append(Program(peer, direction, run, outputs, torch_peers.peak_bytes(call)))
-    return made
+    return [_Pending(peer, lambda: None, lambda _: made)]
 
 
-def _jax_programs(workload, peer, function, arguments, cotangents) -> list[Program]:
-    """Compiled side by side: XLA lets go of Python's lock."""
+def _jax_programs(workload, peer, function, arguments, cotangents) -> _Pending:
+    """The backward program takes what another one, which nobody times, leaves for it."""
     dy = tuple(cotangents) if workload.adds else cotangents[0]
     jobs: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {"forward": (function, tuple(arguments))}
+    trees = []
     if "backward" in workload.directions:
-        pullback = jax.jit(lambda *a: jax.vjp(function, *a)[1])(*arguments)
 
-        def backward(pullback, dy):
-            dx, *others = pullback(dy)
+        def residuals(*arguments):
+            leaves, tree = jax.tree.flatten(jax.vjp(function, *arguments)[1])
+            trees.append(tree)
+            return leaves
+
+        def backward(leaves, dy):
+            dx, *others = jax.tree.unflatten(trees[0], leaves)(dy)
             return dx, others[1:] if workload.adds else others  # dresidual is dx, and would be copied
 
-        jobs["backward"] = backward, (pullback, dy)
+        jobs["residuals"] = residuals, tuple(arguments)
+        jobs["backward"] = backward, ()
         jobs["both"] = workload.step(function), (*arguments, *cotangents)
-    lowered = {d: _lowered(f"{peer.name}_{d}", f, given) for d, (f, given) in jobs.items()}
-    with ThreadPoolExecutor(min(len(jobs), os.cpu_count() or 1)) as pool:
-        compiled = dict(zip(lowered, pool.map(lambda program: program.compile(), lowered.values()), strict=True))
-    return [_program(peer, d, compiled[d], given) for d, (_, given) in jobs.items()]
+    lowered: dict[str, jax.stages.Lowered] = {}
+    for direction, (f, given) in jobs.items():
+        if direction == "backward":
+            given = ([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in lowered["residuals"].out_info], dy)
+        lowered[direction] = _lowered(f"{peer.name}_{direction}", f, given)
+
+    def finish(compiled: dict[str, jax.stages.Compiled]) -> list[Program]:
+        given = {direction: given for direction, (_, given) in jobs.items()}
+        if "residuals" in given:
+            given["backward"] = compiled["residuals"](*given.pop("residuals")), dy
+        return [_program(peer, direction, compiled[direction], g) for direction, g in given.items()]
+
+    return _Pending(peer, lambda: {direction: program.compile() for direction, program in lowered.items()}, finish)
 
 
 def _lowered(name: str, function: Callable[..., Any], given: Sequence[Any]) -> jax.stages.Lowered:
