@@ -103,14 +103,24 @@ def _flax(workload: Workload) -> Callable[..., Any]:
 def _haiku(workload: Workload) -> Callable[..., Any]:
     import haiku
 
+    axis = workload.axis
+    last = axis in (-1, len(workload.shape) - 1)
+    # Of parameters along another axis it wants x's rank.
+    shape = (
+        (-1,)
+        if last
+        else [workload.width if i == axis % len(workload.shape) else 1 for i, _ in enumerate(workload.shape)]
+    )
+
     def norm(x, scale, offset):
         def layer(x):
             if offset is None:
-                return haiku.RMSNorm(workload.axis, EPSILON, create_scale=True, name="norm")(x)
-            return haiku.LayerNorm(workload.axis, True, True, EPSILON, name="norm")(x)
+                return haiku.RMSNorm(axis, EPSILON, create_scale=True, name="norm", param_axis=axis)(x)
+            return haiku.LayerNorm(axis, True, True, EPSILON, name="norm", param_axis=axis)(x)
 
         # In float32, as its mixed-precision policies have it for norms: in 16 bits it would sum in 16 bits.
-        parameters = {"norm": {"scale": scale} | ({} if offset is None else {"offset": offset})}
+        given = {"scale": scale, "offset": offset}
+        parameters = {"norm": {name: a.reshape(shape) for name, a in given.items() if a is not None}}
         transformed = haiku.without_apply_rng(haiku.transform(layer))
         return transformed.apply(parameters, x.astype(scale.dtype)).astype(workload.dtype)
 

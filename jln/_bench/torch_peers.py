@@ -1,7 +1,10 @@
 """PyTorch's side: the workloads' functions, their directions as programs, and its profiler as a clock.
 
-Parameters are in x's dtype, as PyTorch's models keep them. Imported only when a peer of it is asked for.
+Parameters are in x's dtype, as its models keep them, and as its kernels for GPUs want them. Imported only when a peer
+of it is asked for.
 """
+
+# pyright: reportMissingImports=false
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from typing import Any
 
 import jax
 import torch
+import torch._dynamo.config
+import torch._functorch.config
 import torch.nn.functional as F
 
 from jln._bench import timing, trace
@@ -45,8 +50,8 @@ def _linear(z, kernel, bias):
 
 def _compiled(workload: Workload) -> Callable[..., Any]:
     # The backward pass runs several times on what one forward pass saved.
-    torch._functorch.config.donated_buffer = False  # pyright: ignore[reportAttributeAccessIssue]
-    torch._dynamo.config.recompile_limit = 1000  # pyright: ignore[reportAttributeAccessIssue]
+    torch._functorch.config.donated_buffer = False
+    torch._dynamo.config.recompile_limit = 1000
     return torch.compile(_eager(workload), dynamic=False)
 
 
@@ -88,10 +93,11 @@ def calls(
     workload: Workload, function: Callable[..., Any], arguments: Sequence[jax.Array], cotangents: Sequence[jax.Array]
 ) -> dict[str, Callable[[], list[torch.Tensor]]]:
     """From each direction to a call that runs it: "forward", "backward" and "both", as JAX's programs."""
-    leaves = [to_torch(a, workload.dtype).requires_grad_() for a in arguments]
+    named = dict(zip(ARGUMENTS[workload.operator], arguments, strict=True))
+    leaves = [to_torch(a, workload.dtype).requires_grad_() for a in named.values()]
     dys = [to_torch(a, workload.dtype) for a in cotangents]
     # dresidual is dx.
-    wanted = [a for a, name in zip(leaves, ARGUMENTS[workload.operator], strict=True) if name != "residual"]
+    wanted = [a for a, name in zip(leaves, named, strict=True) if name != "residual"]
 
     def results() -> tuple[torch.Tensor, ...]:
         y = function(*leaves)

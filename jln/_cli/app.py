@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 import jax
 import typer
 
-from jln._cli import check, doctor, report
+from jln._cli import bench, check, doctor, report
 from jln._cli.console import UserError, complain
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "check": check.command,
     "doctor": doctor.command,
+    "bench": bench.command,
     "report": report.command,
 }
 
@@ -21,7 +22,7 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 def application() -> typer.Typer:
-    about = "LayerNorm for JAX: is it right, and what will it do here?"
+    about = "LayerNorm for JAX: is it right, what will it do here, and how fast is it?"
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=about)
     app.callback()(lambda: None)  # keeps the name of a single command
     for name, command in COMMANDS.items():

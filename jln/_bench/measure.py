@@ -1,0 +1,268 @@
+"""One workload, all peers: programs compiled, their numbers checked, then timed together."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jln._bench import numerics, timing, trace
+from jln._bench.blocks import Block
+from jln._bench.peers import Peer, Unsupported
+from jln._bench.timing import Run, Times
+from jln._bench.workloads import Workload
+
+
+@dataclass(frozen=True)
+class Settings:
+    """repetitions: of each program. cold: whether the L2 of a GPU is overwritten before each run. seed: of the data.
+    even_wrong: whether peers whose numbers are wrong are timed, too.
+    """
+
+    repetitions: int
+    cold: bool = True
+    seed: int = 0
+    even_wrong: bool = False
+
+
+@dataclass(frozen=True)
+class Program:
+    """One peer in one direction. peak, temporary: bytes that it holds at most, arguments and results included, and
+    beyond those; None where nobody counts.
+    """
+
+    peer: Peer
+    direction: str
+    run: Run
+    outputs: Callable[[], list[jax.Array]]
+    peak: int | None = None
+    temporary: int | None = None
+
+
+def measure(workload: Workload, peers: Sequence[Peer], platform: str, settings: Settings) -> list[dict[str, Any]]:
+    """A record for each peer and direction, or for a peer with the reason why there is none."""
+    arguments, cotangents = numerics.arrays(workload, settings.seed)
+    records: list[dict[str, Any]] = []
+    pending: list[_Pending] = []
+    for peer in peers:
+        why = peer.missing(platform)
+        try:
+            pending += [] if why else _pending(workload, peer, arguments, cotangents)
+        except Unsupported as error:
+            why = str(error)
+        except Exception as error:  # whatever a peer raises is its own affair, and the others' are measured
+            records.append(without(workload, peer, "failed", _one_line(error)))
+        if why is not None:
+            records.append(without(workload, peer, "skipped", why))
+    programs: list[Program] = []
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # XLA compiles without Python's lock
+        jobs = [(p.peer, p.finish, pool.submit(p.compile)) for p in pending]
+    for peer, finish, job in jobs:
+        try:
+            programs += finish(job.result())
+        except Exception as error:
+            records.append(without(workload, peer, "failed", _one_line(error)))
+    if programs:
+        truth = numerics.Truth(workload, arguments, cotangents)
+        checked = [(program, *_checked(workload, program, truth)) for program in programs]
+        del truth  # float64 arrays, gigabytes of them
+        allowed = {"timed", "wrong"} if settings.even_wrong else {"timed"}
+        bad = {program.peer.name for program, status, *_ in checked if status not in allowed}
+        times = _timed([program for program in programs if program.peer.name not in bad], platform, settings)
+        records += [
+            _record(workload, program, status, worst, reason, times.get(program.run.name))
+            for program, status, worst, reason in checked
+        ]
+    order = [peer.name for peer in peers]
+    return sorted(records, key=lambda record: order.index(record["peer"]))
+
+
+def without(workload: Workload, peer: Peer, status: str, reason: str) -> dict[str, Any]:
+    """The record of a peer that has no program."""
+    return {"workload": workload.name, "peer": peer.name, "direction": None, "status": status, "reason": reason}
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def function_of(workload: Workload, peer: Peer) -> Callable[..., Any]:
+    """The peer's function of the workload's arguments. Raises Unsupported."""
+    if not isinstance(workload, Block):
+        return peer.function(workload)
+    if peer.framework != "jax":
+        raise Unsupported("a block is compared within JAX: another framework's attention is another kernel")
+    return workload.of(*map(peer.function, workload.parts()))
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A peer's programs before they are compiled. compile: may run in another thread. finish: from its result."""
+
+    peer: Peer
+    compile: Callable[[], Any]
+    finish: Callable[[Any], list[Program]]
+
+
+def _pending(workload, peer, arguments, cotangents) -> list[_Pending]:
+    function = function_of(workload, peer)
+    if peer.framework == "jax":
+        return [_jax_programs(workload, peer, function, arguments, cotangents)]
+    from jln._bench import torch_peers
+
+    made = []
+    for direction, call in torch_peers.calls(workload, function, arguments, cotangents).items():
+        run = Run(f"{peer.name}_{direction}", call, torch_peers.finish, torch_peers.PAUSE)
+        call()  # compiles, tunes
+        outputs = lambda call=call: [torch_peers.to_jax(a) for a in call()]  # noqa: E731
+        made.append(Program(peer, direction, run, outputs, torch_peers.peak_bytes(call)))
+    return [_Pending(peer, lambda: None, lambda _: made)]
+
+
+def _jax_programs(workload, peer, function, arguments, cotangents) -> _Pending:
+    """The backward program takes what another one, which nobody times, leaves for it."""
+    dy = tuple(cotangents) if workload.adds else cotangents[0]
+    jobs: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {"forward": (function, tuple(arguments))}
+    trees = []
+    if "backward" in workload.directions:
+
+        def residuals(*arguments):
+            leaves, tree = jax.tree.flatten(jax.vjp(function, *arguments)[1])
+            trees.append(tree)
+            return leaves
+
+        def backward(leaves, dy):
+            dx, *others = jax.tree.unflatten(trees[0], leaves)(dy)
+            return dx, others[1:] if workload.adds else others  # dresidual is dx, and would be copied
+
+        jobs["residuals"] = residuals, tuple(arguments)
+        jobs["backward"] = backward, ()
+        jobs["both"] = workload.step(function), (*arguments, *cotangents)
+    lowered: dict[str, jax.stages.Lowered] = {}
+    for direction, (f, given) in jobs.items():
+        if direction == "backward":
+            given = ([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in lowered["residuals"].out_info], dy)
+        lowered[direction] = _lowered(f"{peer.name}_{direction}", f, given)
+
+    def finish(compiled: dict[str, jax.stages.Compiled]) -> list[Program]:
+        given = {direction: given for direction, (_, given) in jobs.items()}
+        if "residuals" in given:
+            given["backward"] = compiled["residuals"](*given.pop("residuals")), dy
+        return [_program(peer, direction, compiled[direction], g) for direction, g in given.items()]
+
+    return _Pending(peer, lambda: {direction: program.compile() for direction, program in lowered.items()}, finish)
+
+
+def _lowered(name: str, function: Callable[..., Any], given: Sequence[Any]) -> jax.stages.Lowered:
+    def program(*arguments):
+        return function(*arguments)
+
+    program.__name__ = identifier(name)
+    return jax.jit(program).lower(*given)
+
+
+def identifier(name: str) -> str:
+    """Under which a program is in a trace."""
+    return re.sub(r"\W", "_", name)
+
+
+def _program(peer: Peer, direction: str, compiled: jax.stages.Compiled, given: Sequence[Any]) -> Program:
+    memory = compiled.memory_analysis()
+    sizes = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes) if memory else None
+    run = Run(identifier(f"{peer.name}_{direction}"), lambda: compiled(*given))
+    peak, temporary = (sum(sizes), sizes[2]) if sizes else (None, None)
+    return Program(peer, direction, run, lambda: jax.tree.leaves(compiled(*given)), peak, temporary)
+
+
+def _checked(workload: Workload, program: Program, truth: numerics.Truth) -> tuple[str, numerics.Worst | None, str]:
+    """-> (status, the worst result, reason)"""
+    try:
+        worst = truth.worst(program.outputs(), program.direction, len(workload.results))
+    except Exception as error:
+        return "failed", None, _one_line(error)
+    if worst.ok:
+        return "timed", worst, ""
+    return "wrong", worst, f"{worst.result} is off by {worst.error:.2e}, {worst.limit:.2e} is allowed"
+
+
+def _timed(programs: Sequence[Program], platform: str, settings: Settings) -> dict[str, Times]:
+    """By the device's clock on a GPU, each framework by its own profiler; else by the wall's, all in one."""
+    if platform != "gpu":
+        return timing.walled([program.run for program in programs], settings.repetitions) if programs else {}
+    times = {}
+    cold = timing.COLD_BYTES if settings.cold else 4
+    for framework in ("jax", "torch"):
+        runs = [program.run for program in programs if program.peer.framework == framework]
+        if not runs:
+            continue
+        if framework == "jax":
+            clock, other = timing.traced, lambda runs, n, _: timing.walled(runs, n)
+        else:
+            from jln._bench import torch_peers
+
+            clock, other = torch_peers.profiled, torch_peers.evented
+        try:
+            times |= clock(runs, settings.repetitions, cold)
+        except (trace.TraceError, RuntimeError):  # no profiler for us here; the records say which clock it was
+            times |= other(runs, settings.repetitions, cold)
+    return times
+
+
+def _record(workload, program, status, worst, reason, times: Times | None) -> dict[str, Any]:
+    found = {"workload": workload.name, "peer": program.peer.name, "direction": program.direction, "status": status}
+    if worst:
+        found["worst"] = {"result": worst.result, "error": _finite(worst.error), "limit": worst.limit}
+    if status == "timed" and times is None:
+        status = found["status"] = "wrong"
+        reason = "another direction's numbers are"
+    if reason:
+        found["reason"] = reason
+    if times is None:
+        return found
+    direction = None if program.direction == "both" else program.direction
+    moved, flops = workload.bytes_once(direction), workload.product_flops(direction)
+    return found | {
+        "clock": times.clock,
+        "median": times.median,
+        "minimum": times.minimum,
+        "repetitions": len(times.seconds),
+        "kernels": times.kernels,
+        "bytes_once": moved,
+        "product_flops": flops,
+        "gb_per_s": moved / times.median / 1e9,
+        "tflop_per_s": flops / times.median / 1e12,
+        "peak_bytes": program.peak,
+        "temporary_bytes": program.temporary,
+    }
+
+
+def _finite(number: float) -> float | str:
+    return number if abs(number) < float("inf") else str(number)
+
+
+def ceilings(platform: str, settings: Settings) -> dict[str, float]:
+    """What this machine reaches where nothing but memory, or nothing but arithmetic, counts: bytes/s and flop/s."""
+    # Elements of 2 bytes: 1 GiB in and out; 16 MiB as the workloads' arrays, whose memory a CPU's allocator keeps.
+    large = 2**29 if platform == "gpu" else 2**23
+    side = 8192 if platform == "gpu" else 1024
+    a = jax.random.normal(jax.random.key(0), (large,), jnp.bfloat16)
+    b = jax.random.normal(jax.random.key(1), (side, side), jnp.bfloat16 if platform == "gpu" else jnp.float32)
+    jobs = {"copy": (jnp.copy, (a,)), "negate": (jnp.negative, (a,)), "matmul": (jnp.matmul, (b, b))}
+    programs = []
+    for name, (f, given) in jobs.items():
+        compiled = _lowered(f"ceiling_{name}", f, given).compile()
+        programs.append(_program(_CEILING, name, compiled, given))
+    found = {p.direction: t.median for p in programs if (t := _timed([p], platform, settings).get(p.run.name))}
+    return {
+        "bytes_per_s": 2 * a.size * 2 / min(found["copy"], found["negate"]),
+        "flop_per_s": 2 * side**3 / found["matmul"],
+    }
+
+
+_CEILING = Peer("ceiling", "what the machine can do", "jax", "jax", lambda workload: jnp.copy)
