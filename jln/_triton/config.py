@@ -267,6 +267,8 @@ def fused_forward(rows: int, h: int, n: int, product_dtype: str, chip: Chip) -> 
     tile = _fused_tile(h, n, product_dtype, chip)
     if tile is None:
         return None
+    if chip.capability < 90 and features(n) > 128:  # by mma, as below, a wider tile spills on sm_89
+        tile = dataclasses.replace(tile, columns=32, stages=3)
     walks = ceil_div(ceil_div(rows, tile.rows), chip.sms)
     itemsize = 4 if product_dtype == "float32" else 2
     fused = walks * itemsize * h * (tile.rows + features(n)) / L2_RATE
