@@ -153,6 +153,20 @@ def test_all_peers_of_jax_are_right_and_timed(name, platform, monkeypatch):
         assert record["peak_bytes"] > record["temporary_bytes"] >= 0
 
 
+@pytest.mark.parametrize("name", ["jln", "flax", "haiku"])
+def test_every_workload_has_a_program_of_every_peer(name):
+    """That gives what the reference does, in shapes; at full size nothing is run."""
+    chosen = PEERS[name]
+    if chosen.missing("cpu"):
+        pytest.skip(str(chosen.missing("cpu")))
+    for workload in results.ALL.values():
+        given = [*workload.arguments(), *(workload.cotangents() if "backward" in workload.directions else ())]
+        steps = (measure.function_of(workload, chosen), numerics.reference(workload, rounded=False))
+        ours, true = (jax.tree.leaves(jax.eval_shape(workload.step(f), *given)) for f in steps)
+        assert [(a.shape, a.dtype) for a in ours] == [(a.shape, a.dtype) for a in true], workload
+        assert len(ours) == len(numerics.names(workload))
+
+
 def peer(name, function, **others):
     return Peer(name, "", "jax", "jax", function, **others)
 

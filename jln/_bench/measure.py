@@ -121,7 +121,8 @@ def _pending(workload, peer, arguments, cotangents) -> list[_Pending]:
         run = Run(f"{peer.name}_{direction}", call, torch_peers.finish, torch_peers.PAUSE)
         call()  # compiles, tunes
         outputs = lambda call=call: [torch_peers.to_jax(a) for a in call()]  # noqa: E731
-        made.append(Program(peer, direction, run, outputs, torch_peers.peak_bytes(call)))
+        held = [*arguments, *(() if direction == "forward" else cotangents)]
+        made.append(Program(peer, direction, run, outputs, torch_peers.peak_bytes(call, held)))
     return [_Pending(peer, lambda: None, lambda _: made)]
 
 

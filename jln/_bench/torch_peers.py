@@ -120,15 +120,18 @@ def calls(
     return found
 
 
-def peak_bytes(call: Callable[[], Any]) -> int | None:
-    """What a call allocates at most, beyond what is there, and what is there; None on the CPU, where nobody counts."""
+def peak_bytes(call: Callable[[], Any], arrays: Sequence[jax.Array]) -> int | None:
+    """What a call holds at most: what it allocates, and its arrays (as large as these); None on the CPU, where nobody
+    counts.
+    """
     if not torch.cuda.is_available():
         return None
     finish()
     torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
     call()
     finish()
-    return torch.cuda.max_memory_allocated()
+    return torch.cuda.max_memory_allocated() - before + sum(a.nbytes for a in arrays)
 
 
 def profiled(runs: Sequence[Run], repetitions: int, cold_bytes: int = timing.COLD_BYTES) -> dict[str, Times]:
