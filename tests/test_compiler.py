@@ -301,8 +301,8 @@ def test_composed_linear_does_not_spill(worker, widths, switches, chip, dtype):
     made = worker.submit(compile_linear, LINEAR_DTYPES[dtype], chip, SWITCHES[switches], sizes).result()
     assert len(made) >= 2 * len(sizes)
     # For sm_80 ptxas gives the norms' forward kernel 8 bytes of stack at some float64 widths (1024 with 8 elements a
-    # thread, 256 with 4) with 40 to 48 registers in use, and for sm_90 the backward one at 1024 of several dtypes with 40:
-    # whatever they are, no register is short.
+    # thread, 256 with 4) with 40 to 48 registers in use, and for sm_90 the backward one at 1024 with 40 where dtypes
+    # are mixed: whatever they are, no register is short.
     assert_fits(made, stack=8 if (chip, dtype) == ("a100", "float64") or "," in dtype else 0)
 
 

@@ -100,6 +100,26 @@ def test_fused_for_mma(m, h, n):
     assert_accurate(arguments(m, h, n, "bfloat16"), normal(6, (m, n), "bfloat16"), chip=chip)
 
 
+@pytest.mark.parametrize("rows", [2048, 8192])
+@pytest.mark.parametrize("h", [768, 1024, 4096, 5120, 8192, 12288])
+def test_backward_programs_fill_the_chip(h, rows):
+    """However many tiles of columns there are, and at few rows in the pass for the row sums, too."""
+    chip = config.CHIPS["h200"]
+    plan = config.fused_backward(rows, h, 256, "bfloat16", chip)
+    for programs in (plan.splits * config.ceil_div(h, plan.backward.columns), plan.row_programs * plan.parts):
+        assert programs >= 0.9 * chip.sms * config.ceil_div(programs, chip.sms)
+
+
+def test_the_forward_is_fused_where_its_walk_pays():
+    """By the model of `config.fused_forward`: not few rows of a wide H, unless there are few features."""
+    chip = config.CHIPS["h200"]
+    chosen = {
+        (rows, h, n): config.fused_forward(rows, h, n, "bfloat16", chip) is not None
+        for rows, h, n in ((8192, 4096, 256), (64, 4096, 256), (2048, 4096, 256), (8512, 4096, 256), (1, 768, 64))
+    }
+    assert list(chosen.values()) == [True, False, False, False, True], chosen
+
+
 def test_many_shares():
     """A chip on which the shares of G and of dbias are more than `parameters_kernel` adds at a time."""
     m, h, n, chip = 3000, 64, 256, config.Chip(config.INTERPRETER.name, 90, 40)

@@ -241,9 +241,7 @@ def features(n: int) -> int:
 def _fused_tile(h: int, n: int, product_dtype: str, chip: Chip) -> Tile | None:
     """The tile of rows and columns of x that the fused LayerNorm+Linear kernels take; None where they cannot run.
 
-    Not float64, which is XLA's business. Nor on Blackwell: with two stages or more `row_sums_kernel` spills 48 bytes
-    there at N >= 200 and unaligned H, and the others 8 at N = 128; with one, whose loads nothing hides, it would lose
-    what fusing gains.
+    Not float64, which is XLA's business. Nor on Blackwell, where `backward_kernel` spills 8 bytes at N = 128.
     """
     if product_dtype not in FUSED_FEATURES or chip.capability >= 100:
         return None
