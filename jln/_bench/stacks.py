@@ -18,6 +18,9 @@ import jln
 
 Loss = Callable[[Any, jax.Array], jax.Array]
 EPSILON = 1e-6
+# Whose kernels do the products, and XLA's options for it. With no GPU it cannot try them, as it would where there is
+# one.
+PRODUCTS: dict[str, dict[str, Any]] = {"XLA": {}, "cuBLAS": {"xla_gpu_enable_triton_gemm": False}}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,15 +15,13 @@ import typer
 import jln
 from jln import program
 from jln._bench.peers import PEERS, Unsupported
-from jln._bench.stacks import STACKS, Stack, losses
+from jln._bench.stacks import PRODUCTS, STACKS, Stack, losses
 from jln._bench.workloads import WORKLOADS, Workload
 from jln._cli.console import UserError, print_json, print_note, print_table, progress
 from jln._triton import config, launch
 
 # Those whose programs XLA compiles.
 COMPARED = ("jln", "jnp", "flax", "tokamax")
-# Which kernels XLA gives a stack's products. With no GPU it cannot try, as it would where there is one.
-PRODUCTS = {"XLA": {}, "cuBLAS": {"xla_gpu_enable_triton_gemm": False}}
 
 
 def command(

@@ -1,4 +1,4 @@
-"""Rung 4: `python -m jln report`, and whole steps of a transformer against the same with Flax's layers."""
+"""Rung 4: `python -m jln report`: what it counts, what it skips and what it calls a fault."""
 
 import dataclasses
 import json
@@ -6,7 +6,7 @@ import json
 import pytest
 
 from jln import program
-from jln._bench.stacks import OURS, STACKS, losses
+from jln._bench.stacks import STACKS
 from jln._bench.workloads import WORKLOADS
 
 if not program._folders("jax_plugins.xla_cuda13"):
@@ -99,33 +99,3 @@ def test_stacks_are_compared_with_flax(capsys, monkeypatch):
 
 def outside(counted):
     return counted.bytes_total - counted.product_bytes
-
-
-# How much less than Flax's of the bytes outside of products, and of the temporary memory, in a stack of four layers; of
-# twelve it is a little more. Less than nothing is more, by a few percent at most.
-@pytest.mark.parametrize(
-    ("name", "products", "less"),
-    [
-        ("stack-gpt", "XLA", ((0.025, -0.02), (0.025, 0.04), (0.01, 0.10))),
-        ("stack-gpt", "cuBLAS", ((0.02, -0.01), (0.01, 0.05), (-0.01, 0.11))),
-        ("stack-llama", "XLA", ((0.05, -0.01), (0.01, 0.07), (-0.035, 0.12))),
-        ("stack-llama", "cuBLAS", ((0.07, -0.01), (0.035, 0.07), (-0.015, 0.14))),
-    ],
-)
-def test_a_whole_step_moves_and_keeps_less_than_flaxs(name, products, less):
-    pytest.importorskip("flax")
-    stack = dataclasses.replace(STACKS[name], layers=4)
-
-    def counted(loss):
-        options = report.PRODUCTS[products]
-        return program.compile_for(stack.step(loss), stack.parameters(), stack.x(), compiler_options=options)
-
-    variants = losses(stack)
-    flax = counted(variants["flax"])
-    assert 0.25 * flax.bytes_total < flax.product_bytes < 0.75 * flax.bytes_total
-    for ours, (fewer_bytes, less_memory) in zip(OURS, less, strict=True):
-        found = counted(variants[ours])
-        bytes_less = 1 - (found.bytes_total - found.product_bytes) / (flax.bytes_total - flax.product_bytes)
-        memory_less = 1 - found.temp_bytes / flax.temp_bytes
-        assert bytes_less >= fewer_bytes, ours
-        assert memory_less >= less_memory, ours
