@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ class Stack:
     heads: int
     gated: bool
     parameter_dtype: str
-    attention: str = "cudnn"
+    attention: Literal["xla", "cudnn"] = "cudnn"
     dtype: str = "bfloat16"
 
     def parameters(self) -> Any:
@@ -156,7 +156,8 @@ def add_norm(norm: Any, parameters: Any, x: jax.Array, branch: jax.Array | None)
 def norm_linear(norm: Any, parameters: Any, x: jax.Array, branch: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """By `layer_norm_linear` or `rms_norm_linear`, which do not; the sum is XLA's."""
     x = x if branch is None else x + branch
-    kernel, bias = (p if p is None else p.astype(x.dtype) for p in (parameters["kernel"], parameters.get("bias")))
+    kernel, bias = parameters["kernel"].astype(x.dtype), parameters.get("bias")
+    bias = None if bias is None else bias.astype(x.dtype)
     if "bias" in norm:
         return jln.layer_norm_linear(x, norm["scale"], norm["bias"], kernel, bias, epsilon=EPSILON), x
     return jln.rms_norm_linear(x, norm["scale"], kernel, bias, epsilon=EPSILON), x
@@ -177,6 +178,7 @@ def jln_loss(stack: Stack, before_attention: Projection, before_mlp: Projection)
             branch = linear(p["out"], stack.attend(qkv))
             up, x = before_mlp(p["norm_2"], p["up"], x, branch)
             branch = linear(p["down"], stack.activate(up))
+        assert branch is not None
         if before_mlp is no_norm:
             return square_sum(x + branch)
         return square_sum(add_and_norm(parameters["norm"], x, branch)[0])
@@ -212,7 +214,8 @@ def flax_loss(stack: Stack) -> Loss:
             return norm("norm")(x)
 
     model = Model()
-    return lambda parameters, x: square_sum(model.apply({"params": parameters}, x))
+    apply: Any = model.apply
+    return lambda parameters, x: square_sum(apply({"params": parameters}, x))
 
 
 OURS: dict[str, tuple[Projection, Projection]] = {

@@ -12,7 +12,7 @@ if not program._folders("jax_plugins.xla_cuda13"):
 pytest.importorskip("flax")
 
 
-# How much less than Flax's of the bytes outside of products, and of the temporary memory, in a stack of four layers, with
+# How much less than Flax's of the bytes outside of products, and of temporary memory, in a stack of four layers, with
 # JAX 0.10.2 and 0.11.2; of twelve it is a little more. Less than nothing is more.
 @pytest.mark.parametrize(
     ("name", "products", "less"),
