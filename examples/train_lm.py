@@ -143,8 +143,9 @@ class Block(nnx.Module):
         self.heads = config.heads
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [B, T, C] -> [B, T, C]
-        qkv = self.attention_norm.linear(x, self.qkv).reshape(*x.shape[:2], 3, self.heads, -1)  # [B, T, 3, heads, D]
-        mixed = jax.nn.dot_product_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], is_causal=True)
+        # Heads first: neighbouring columns of qkv's kernel are one head's, so that devices can share the heads.
+        qkv = self.attention_norm.linear(x, self.qkv).reshape(*x.shape[:2], self.heads, 3, -1)  # [B, T, heads, 3, D]
+        mixed = jax.nn.dot_product_attention(*jnp.unstack(qkv, axis=3), is_causal=True)
         x = x + self.attention_out(mixed.reshape(x.shape))
         return x + self.mlp_down(jax.nn.gelu(self.mlp_norm.linear(x, self.mlp_up)))
 

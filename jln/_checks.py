@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from typing import Any
@@ -20,6 +21,10 @@ def _described(a: Any) -> str:
 
 def array(name: str, value: Any) -> jax.Array:
     """`value`, a JAX or NumPy array or what stands for one (`__jax_array__`), as a JAX array of a supported dtype."""
+    if isinstance(value, jax.Array) and value.dtype in DTYPES:  # at once: an eager call takes no longer than its checks
+        if value.dtype == jnp.float64 and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+            raise TypeError(f"{name} is {_described(value)}, made while jax_enable_x64 was on; now it is off")
+        return value
     if not (isinstance(value, jax.Array | np.ndarray | np.generic) or hasattr(value, "__jax_array__")):
         raise TypeError(f"{name} must be an array; got {type(value).__name__}")
     if not (isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "OSUMm"):  # what JAX cannot hold at all
@@ -90,8 +95,18 @@ def flag(name: str, value: Any) -> bool:
 
 def precision(value: Any) -> Any:
     """As `jax.lax.dot_general` understands it where it is called, the default of the moment included; hashable."""
-    if value is None and jax.config.jax_default_matmul_precision is None:  # pyright: ignore[reportAttributeAccessIssue]
+    default = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    if value is None and default is None:
         return None
+    try:
+        return _canonical_precision(value, default)
+    except TypeError:  # a list cannot be remembered
+        return _canonical_precision.__wrapped__(value, default)
+
+
+@functools.lru_cache(maxsize=256)
+def _canonical_precision(value: Any, default: str | None) -> Any:
+    del default  # read by JAX itself
     one = jax.ShapeDtypeStruct((1,), "float32")
     (product,) = jax.make_jaxpr(lambda a, b: jax.lax.dot(a, b, precision=value))(one, one).eqns
     return product.params["precision"]

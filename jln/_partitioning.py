@@ -22,11 +22,12 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
@@ -94,6 +95,52 @@ def _spec(sharding: NamedSharding, ndim: int) -> list[MeshAxes]:
     return [() if axes is None else axes if isinstance(axes, tuple) else (axes,) for axes in spec]
 
 
+def _with_prime_axes(mesh: Any) -> Any:
+    """The same devices, every axis as axes of prime sizes. Shardy splits an axis where a reshape splits the dimension
+    that it shards, and a part of an axis is what these are.
+    """
+    sizes, names = [], []
+    for name, size in mesh.shape.items():
+        for prime in _prime_factors(size):
+            names.append(f"{name}.{len(names)}")
+            sizes.append(prime)
+    return jax.sharding.Mesh(mesh.devices.reshape(sizes), tuple(names))
+
+
+def _prime_factors(n: int) -> Iterator[int]:
+    prime = 2
+    while n > 1:
+        while n % prime == 0:
+            yield prime
+            n //= prime
+        prime += 1
+
+
+def _on_mesh(mesh: Any, a: Any) -> jax.ShapeDtypeStruct:
+    """`a`, whose sharding XLA has written down as tiles, in terms of the mesh; or whole, where it has none."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    given = getattr(a, "sharding", None) if isinstance(a, jax.ShapeDtypeStruct) else None
+    if given is None:
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole)
+    shape = (mesh.devices.size,) * a.ndim  # divides into any tiles
+    tiles = given.devices_indices_map(shape)
+    starts = np.array([[index.start or 0 for index in tiles[device]] for device in mesh.devices.flat])
+    starts = starts.reshape(*mesh.devices.shape, a.ndim)
+    # Where the second device along each axis has its tile.
+    steps = [starts[tuple(int(i == axis) for i in range(mesh.devices.ndim))] for axis in range(mesh.devices.ndim)]
+    spec = [
+        tuple(
+            name
+            for step, name in sorted(zip((s[dim] for s in steps), mesh.axis_names, strict=True), reverse=True)
+            if step
+        )
+        for dim in range(a.ndim)
+    ]
+    sharding = NamedSharding(mesh, PartitionSpec(*(axes or None for axes in spec)))
+    known = sharding.devices_indices_map(shape) == tiles
+    return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding if known else whole)
+
+
 def place(mesh: Any, layout: Layout, operands: Sequence[Any], results: Sequence[Any], split_h: bool) -> Placement:
     """Rows first: where one mesh axis splits the rows and a parameter, it is the parameter that is gathered."""
     sizes: dict[str, int] = {}
@@ -124,10 +171,13 @@ def partitioned(
     """`compute` of the operands that are present, on every device by itself.
 
     compute_on_part_of_h: takes the mesh axes that split H, and the operands; None where H must not be split.
-    accumulate: as `compute`, with those results that are `partial` in a dtype to add them up in.
+    accumulate: as `compute`, with the gradients of vectors in a dtype to add shares up in; those of x and of the kernel
+        are added up in their own.
     """
 
     def plan(mesh: Any, operands: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
+        mesh = _with_prime_axes(mesh)
+        operands, results = ([_on_mesh(mesh, a) for a in arrays] for arrays in (operands, results))
         placement = place(mesh, layout, operands, results, compute_on_part_of_h is not None)
         h_axes = placement.axes.get("h", ())
         summed = [tuple(placement.over(kind) for kind in kinds) for kinds in layout.partial]
@@ -156,6 +206,7 @@ def partitioned(
         function.def_partition(
             partition=plan,
             infer_sharding_from_operands=lambda mesh, a, r: plan(mesh, a, r)[2],
+            decode_shardings=False,  # JAX knows no parts of mesh axes
             sharding_rule=layout.rule(operands, shapes),
         )
         return list(function(*operands))

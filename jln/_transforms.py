@@ -72,7 +72,7 @@ class Operation:
 
     def _shapes(self, operands, present, options) -> tuple[jax.ShapeDtypeStruct | None, ...]:
         arrays = tuple((a.shape, a.dtype) for a in operands)
-        return _result_shapes(self._xla, arrays, present, options)
+        return _result_shapes(self._xla, arrays, present, options, jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _abstract(self, *avals, present, options, **_):
         shapes = self._shapes(avals, present, options)
@@ -336,7 +336,8 @@ def _flat(function: Callable) -> Callable[..., list[jax.Array]]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _result_shapes(formula, arrays, present, options) -> tuple[jax.ShapeDtypeStruct | None, ...]:
+def _result_shapes(formula, arrays, present, options, x64: bool) -> tuple[jax.ShapeDtypeStruct | None, ...]:
+    del x64  # on which JAX's dtypes depend
     operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in arrays]
     return jax.eval_shape(_on_present(formula, present, options), *operands)
 

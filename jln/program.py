@@ -84,13 +84,17 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Collective:
-    """One communication. bytes: what goes in or what comes out on one device, whichever is more."""
+    """One communication. bytes: what goes in or what comes out on one device, whichever is more.
+
+    devices: how many communicate with each other; None where HLO does not say it as groups.
+    """
 
     kind: str
     bytes: int
     name: str
     times: int = 1
     exact: bool = True
+    devices: int | None = None
 
 
 @dataclass(frozen=True)
@@ -143,11 +147,14 @@ def compile_for(fn: Callable[..., Any], *args: Any, chip: str = "h200", devices:
         compiled = jax.jit(lambda *args: fn(*args)).lower(*args).compile()
     hlo, memory = compiled.as_text(), compiled.memory_analysis()
     assert hlo is not None and memory is not None  # as some other backends' are
-    items = tuple(_launches(_parse(hlo)))
-    kernels = tuple(item for item in items if isinstance(item, Kernel))
-    collectives = tuple(item for item in items if isinstance(item, Collective))
+    kernels = tuple(item for item in _launches(_parse(hlo)) if isinstance(item, Kernel))
     sizes = (memory.temp_size_in_bytes, memory.argument_size_in_bytes, memory.output_size_in_bytes)
-    return Report(chip, kernels, collectives, *sizes, hlo)
+    return Report(chip, kernels, collectives(hlo), *sizes, hlo)
+
+
+def collectives(hlo: str) -> tuple[Collective, ...]:
+    """Those of a program compiled for any platform, from `jax.jit(fn).lower(...).compile().as_text()`."""
+    return tuple(item for item in _launches(_parse(hlo)) if isinstance(item, Collective))
 
 
 def _place(leaf: Any, gpus: Sequence[Any]) -> jax.ShapeDtypeStruct:
@@ -284,10 +291,25 @@ def _launches(computation: _Computation, times: int = 1, exact: bool = True) -> 
                 yield from _launches(callee, times, exact and value.kind != "conditional")
         elif _COLLECTIVE.fullmatch(value.kind):
             size = max(value.bytes, sum(operand.bytes for operand in value.operands))
-            yield Collective(value.kind, size, value.name, times, exact)
+            yield Collective(value.kind, size, value.name, times, exact, _group(value.attributes))
         else:
             target = re.search(r'custom_call_target="([^"]*)"', value.attributes)
             yield Kernel(value.name, target[1] if target else value.kind, _read(value), _written(value), times, exact)
+
+
+def _group(attributes: str) -> int | None:
+    """How many devices a group has, in any of HLO's notations: {{0,1},{2,3}}, [2,2]<=[4], mesh['a'=2,'b'=2] ... {'b'},
+    where an axis that is split may stand for a part of it: 'b':(1)2.
+    """
+    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", attributes):
+        return listed[1].count(",") + 1
+    if counted := re.search(r"replica_groups=\[\d+,(\d+)\]<=", attributes):
+        return int(counted[1])
+    if named := re.search(r"replica_groups=mesh\[([^\]]*)\].*? \{([^}]*)\}", attributes):
+        sizes = dict(re.findall(r"'([^']*)'=(\d+)", named[1]))
+        axes = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", named[2])
+        return math.prod(int(part or sizes[axis]) for axis, part in axes)
+    return None
 
 
 def _read(kernel: _Value) -> int:

@@ -99,3 +99,13 @@ def test_what_is_almost_an_error():
     """NumPy's own integers and floats are static, epsilon may be zero."""
     jln.layer_norm(X, axis=np.int64(1), epsilon=np.float32(1e-5))
     jln.layer_norm(X, axis=(np.int32(-1),), epsilon=0, zero_centered_scale=False)
+
+
+def test_float64_without_x64():
+    """The error of a moment, which leaves nothing behind."""
+    x = jnp.ones((3, 4), "float64")
+    with jax.enable_x64(False), pytest.raises(TypeError, match=r"x is float64\[3,4\].*jax_enable_x64"):
+        jln.layer_norm(x)
+    assert jln.layer_norm(x).dtype == "float64"
+    with jax.enable_x64(False):
+        assert jln.layer_norm(jnp.ones((3, 4))).dtype == "float32"

@@ -122,3 +122,11 @@ def test_gradients_repeat_bit_for_bit(n, implementation):
     for _ in range(3):
         for again, once in zip(run(operands), first, strict=True):
             np.testing.assert_array_equal(again, once)
+
+
+def test_precision_is_understood_once(monkeypatch):
+    """An eager call with a precision traces nothing to learn what it means."""
+    x, kernel = jnp.ones((3, 4)), jnp.ones((4, 5))
+    jln.layer_norm_linear(x, None, None, kernel, precision="highest")
+    monkeypatch.setattr(jax, "make_jaxpr", None)
+    jln.layer_norm_linear(x, None, None, kernel, precision="highest")

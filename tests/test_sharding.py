@@ -1,6 +1,9 @@
 """The operators on a mesh of eight CPU devices: results, gradients and what the compiled step communicates."""
 
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
 
 import chex
@@ -84,8 +87,8 @@ def test_gradient_under_jit(name, placement):
 @pytest.mark.parametrize(("name", "placement"), cases())
 def test_gradient_on_an_explicit_mesh(name, placement):
     """Each gradient has its argument's sharding, as a type."""
+    function, arrays, put = placed(name, placement, mesh(AxisType.Explicit))
     with jax.set_mesh(mesh(AxisType.Explicit)):
-        function, arrays, put = placed(name, placement, mesh(AxisType.Explicit))
         gradients = jax.jit(gradient(function, put))(*put)
     chex.assert_trees_all_close(gradients, reference(name, arrays), **CLOSE)
     assert [jax.typeof(g).sharding.spec for g in gradients] == [jax.typeof(a).sharding.spec for a in put]
@@ -140,17 +143,61 @@ def test_forward_mode_on_a_mesh():
     chex.assert_trees_all_close((y, dy), jax.jvp(exact, tuple(arrays), tuple(arrays)), **CLOSE)
 
 
-@pytest.mark.parametrize("shape", [(6, 7, 9), (8, 3, 2)])
-def test_what_does_not_divide_is_not_split(shape):
-    """Rows that a device had for padding would be part of the sums."""
-    x, scale = workbench.normal(0, shape, "float64"), workbench.normal(1, shape[-1:], "float64")
-    spec = NamedSharding(mesh(), P("tensor", "data"))
+def test_what_does_not_divide_is_not_split():
+    """Rows that a device had for padding would be part of the sums: 12 over 8 devices, far from zero."""
+    x, scale = workbench.normal(0, (12, 8), "float64", 5.0), workbench.normal(1, (8,), "float64")
+    spec = NamedSharding(mesh(), P(("data", "tensor")))
 
     def step(f):
         return jax.jit(jax.grad(lambda x, s: jnp.sum(jnp.sin(f(x, s))), (0, 1)))
 
     ours = step(lambda x, s: jln.layer_norm(jax.lax.with_sharding_constraint(x, spec), s))(x, scale)
     chex.assert_trees_all_close(ours, step(jln.reference.layer_norm)(x, scale), **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "layer_norm_linear"])
+@pytest.mark.parametrize("shape", [(2, 4, 2, 8), (4, 2, 2, 8)], ids=str)
+def test_a_part_of_a_mesh_axis(shape, name):
+    """A reshape splits the rows, as into microbatches, and the mesh axis that they are split over."""
+    whole = Mesh(np.array(jax.devices()[:8]), ("data",))
+    function, (x, *rest) = bind(name, OPTIONAL[name])
+    x = jnp.concatenate([x, 2 * x]).reshape(16, *x.shape[2:])
+    put = jax.device_put(x, NamedSharding(whole, P("data")))
+
+    def step(f):
+        return jax.jit(jax.grad(lambda x, *rest: loss(f)(x.reshape(shape), *rest), every((x, *rest))))
+
+    exact = bind(name, OPTIONAL[name], jln.reference)[0]
+    chex.assert_trees_all_close(step(lambda *a: function(*a))(put, *rest), step(exact)(x, *rest), **CLOSE)
+    count, _ = communication(step(lambda *a: function(*a)).lower(put, *rest).compile())
+    assert count == {"all-reduce": 1}
+
+
+def test_results_that_are_asked_for_elsewhere():
+    """dscale over an axis that its rows are not split over must not be scattered there."""
+    function, arrays, put = placed("layer_norm", "rows", mesh())
+    asked = (None, *(NamedSharding(mesh(), P(axis)) for axis in ("tensor", "data")))
+    gradients = jax.jit(gradient(function, put), out_shardings=asked)(*put)
+    chex.assert_trees_all_close(gradients, reference("layer_norm", arrays), **CLOSE)
+
+
+GSPMD = """
+import jax, jax.numpy as jnp, numpy as np, jln
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+mesh = Mesh(np.array(jax.devices()), ("data",))
+x, scale = jnp.sin(jnp.arange(128.0).reshape(16, 8)), jnp.arange(8.0)
+f = lambda norm: jax.jit(jax.grad(lambda x, s: jnp.sum(jnp.sin(norm(x, s))), (0, 1)))
+got = f(jln.layer_norm)(jax.device_put(x, NamedSharding(mesh, P("data"))), scale)
+for a, b in zip(got, f(jln.reference.layer_norm)(x, scale)):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+"""
+
+
+def test_the_partitioner_before_shardy():
+    """In a process of its own, as a mistake in what it is told ends the process."""
+    environment = os.environ | {"JAX_USE_SHARDY_PARTITIONER": "0"}
+    ran = subprocess.run([sys.executable, "-c", GSPMD], env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-2000:]
 
 
 @pytest.mark.parametrize("split", ["rows", "rows and parameters"])

@@ -202,14 +202,37 @@ def test_collectives_of_a_sharded_program():
         return x.sum(0)
 
     report = program.compile_for(total, struct(8192, 1024, sharding=rows), devices=8)
-    assert [(c.kind, c.bytes, c.times) for c in report.collectives] == [("all-reduce", 1024 * 4, 1)]
+    assert [(c.kind, c.bytes, c.times, c.devices) for c in report.collectives] == [("all-reduce", 1024 * 4, 1, 4)]
     assert report.argument_bytes == report.bytes_read == 8192 * 1024 * 4 // 4  # one device's share
 
     def gather(x):
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec())) + 1
 
     report = program.compile_for(gather, struct(1024, 1024, sharding=columns), devices=8)
-    assert [(c.kind, c.bytes) for c in report.collectives] == [("all-gather", 2**22)]
+    assert [(c.kind, c.bytes, c.devices) for c in report.collectives] == [("all-gather", 2**22, 2)]
+    assert program.collectives(report.hlo) == report.collectives
+
+
+@pytest.mark.parametrize(
+    "groups, devices",
+    [
+        ("{{0,2,4,6},{1,3,5,7}}", 4),
+        ("[4,2]<=[8]", 2),
+        ("[2,4]<=[4,2]T(1,0)", 4),
+        ("mesh['axis_0'=4,'axis_1'=1,'axis_2'=2] {'axis_0'}", 4),
+        ("mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0)) {'axis_0','axis_1'}", 8),
+        ("mesh['axis_0'=8] {'axis_0':(2)4}", 4),  # a part of an axis: behind one of size 2
+        ("{}", None),  # all of them
+    ],
+)
+def test_groups_of_a_collective(groups, devices):
+    hlo = f"""
+ENTRY %main (x: f32[16]) -> f32[16] {{
+  %x = f32[16]{{0}} parameter(0)
+  ROOT %sum = f32[16]{{0}} all-reduce(%x), channel_id=1, replica_groups={groups}, metadata={{op="{{8}}"}}
+}}"""
+    (collective,) = program.collectives(hlo)
+    assert collective == program.Collective("all-reduce", 64, "sum", devices=devices)
 
 
 def test_errors_name_what_is_wrong(monkeypatch):

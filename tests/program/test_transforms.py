@@ -1,0 +1,209 @@
+"""Rung 4: kernels launched and bytes communicated when a step is transformed, on one H200 and on eight."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jln
+from jln import program
+from jln.layer_norm import STATISTICS
+
+if not program._folders("jax_plugins.xla_cuda13"):
+    pytest.skip('compiling for an absent GPU needs pip install "jln[cuda13]"', allow_module_level=True)
+
+M, H, N = 2048, 1024, 3072
+save_statistics = jax.checkpoint_policies.save_only_these_names(STATISTICS)
+
+
+def struct(*shape, dtype="bfloat16", sharding=None):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def launches(report):
+    """Of every Triton kernel of the program, in the order in which they first run."""
+    return [k.times for k in report.kernels if k.kind == "triton_kernel_call"]
+
+
+def gradient(f, n=3):
+    return jax.grad(lambda *a: jnp.sum(jnp.sin(f(*a).astype("float32"))), range(n))
+
+
+def layers(body):
+    def network(x, *stacked):
+        return jax.lax.scan(lambda x, parameters: (body(jnp.sin(x), *parameters), None), x, stacked)[0]
+
+    return network
+
+
+def scale_and_offset(*lead):
+    return struct(*lead, H, dtype="float32"), struct(*lead, H, dtype="float32")
+
+
+over_x = (0, None, None)
+TRANSFORMED = {
+    "grad": lambda f: (gradient(f), struct(M, H), *scale_and_offset()),
+    "vmap(grad)": lambda f: (jax.vmap(gradient(f), over_x), struct(4, M, H), *scale_and_offset()),
+    "grad(vmap)": lambda f: (gradient(jax.vmap(f, over_x)), struct(4, M, H), *scale_and_offset()),
+    "vmap(vmap(grad))": lambda f: (
+        jax.vmap(jax.vmap(gradient(f), over_x), (0, 0, 0)),
+        struct(2, 4, M, H),
+        *scale_and_offset(2),
+    ),
+    "cond": lambda f: (
+        lambda p, *a: jax.lax.cond(p, gradient(f), lambda *a: a, *a),
+        struct(dtype="bool"),
+        struct(M, H),
+        *scale_and_offset(),
+    ),
+}
+
+
+@pytest.mark.parametrize("forward_mode", [False, True])
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_one_kernel_forward_and_one_backward(name, forward_mode):
+    """And the one that adds up the backward's shares of the parameters' gradients."""
+    step, *arguments = TRANSFORMED[name](lambda *a: jln.layer_norm(*a, forward_mode=forward_mode))
+    assert launches(program.compile_for(step, *arguments)) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("forward_mode", [False, True])
+@pytest.mark.parametrize(
+    "policy", [None, save_statistics, "nothing"], ids=["plain", "statistics saved", "nothing saved"]
+)
+def test_three_layers_in_a_scan(policy, forward_mode):
+    """With the statistics saved nothing of the forward runs again; with nothing saved, the forward kernel does."""
+
+    def body(*a):
+        return jln.layer_norm(*a, forward_mode=forward_mode)
+
+    wrapped = jax.checkpoint(body, policy=None if policy == "nothing" else policy) if policy else body
+    report = program.compile_for(gradient(layers(wrapped)), struct(M, H), *scale_and_offset(3))
+    assert launches(report) == [3] * (4 if policy == "nothing" else 3)
+
+
+def test_forward_mode_keeps_no_more():
+    """Between forward and backward: the same."""
+
+    def held(forward_mode):
+        def step(x, scale, offset):
+            y, pullback = jax.vjp(lambda *a: jln.layer_norm(*a, forward_mode=forward_mode), x, scale, offset)
+            return y, jax.tree.leaves(pullback)
+
+        return program.compile_for(step, struct(M, H), *scale_and_offset()).output_bytes
+
+    assert held(True) == held(False)
+
+
+def test_vmap_over_scales_writes_no_copies_of_x():
+    """64 scales over the same 32 rows, and over 64 times 32 rows, against the call with one scale on as many rows."""
+    scale, offset = scale_and_offset()
+    scales = struct(64, H, dtype="float32")
+    flat = program.compile_for(gradient(jln.layer_norm), struct(64 * 32, H), scale, offset)
+    own = program.compile_for(jax.vmap(gradient(jln.layer_norm), (0, 0, None)), struct(64, 32, H), scales, offset)
+    same = program.compile_for(jax.vmap(gradient(jln.layer_norm), (None, 0, None)), struct(32, H), scales, offset)
+    assert own.bytes_total <= 1.2 * flat.bytes_total
+    assert same.bytes_total <= flat.bytes_total
+
+
+def test_forward_mode_sums_over_shared_parameters():
+    """grad(vmap): as many bytes as without vmap. custom_vjp must write every example's dkernel first."""
+    operands = (struct(16, 256, H), struct(H), struct(H), struct(H, N), struct(N))
+
+    def f(*a):
+        return jln.layer_norm_linear(*a, forward_mode=True)
+
+    flat = program.compile_for(gradient(f, 5), *operands)
+    batched = program.compile_for(gradient(jax.vmap(f, (0, *[None] * 4)), 5), *operands)
+    assert batched.bytes_total == flat.bytes_total and batched.temp_bytes == flat.temp_bytes
+
+
+MESH = ("h200", (4, 2), ("data", "tensor"))
+
+
+def on_mesh(*shape, spec=(), dtype="bfloat16"):
+    return struct(*shape, dtype=dtype, sharding=NamedSharding(program.mesh(*MESH), P(*spec)))
+
+
+def communicated(report):
+    return sorted((c.kind, c.bytes) for c in report.collectives)
+
+
+@pytest.mark.parametrize("split", [("data",), (("data", "tensor"),)], ids=str)
+def test_norm_with_rows_split(split):
+    """Each GPU runs its own rows; one all-reduce carries dscale and doffset."""
+    parameters = [on_mesh(H, dtype="float32")] * 2
+    report = program.compile_for(gradient(jln.layer_norm), on_mesh(16, M, H, spec=split), *parameters, devices=8)
+    assert launches(report) == [1, 1, 1]
+    assert communicated(report) == [("all-reduce", 2 * 4 * H)]
+    one = program.compile_for(
+        gradient(jln.layer_norm),
+        struct(16 * M // (4 if split == ("data",) else 8), H),
+        *[struct(H, dtype="float32")] * 2,
+    )
+    assert report.bytes_total <= 1.01 * one.bytes_total
+
+
+def test_shares_of_16_bit_parameters_are_added_up_in_float32():
+    parameters = [on_mesh(H)] * 2
+    step = gradient(jln.layer_norm)
+    report = program.compile_for(step, on_mesh(16, M, H, spec=("data",)), *parameters, devices=8)
+    assert communicated(report) == [("all-reduce", 2 * 4 * H)]
+
+
+def test_norm_with_h_split():
+    """The means over H are communicated, and x is not: 4 bytes a row and sum."""
+    x = on_mesh(16, M, H, spec=("data", None, "tensor"))
+    report = program.compile_for(jln.layer_norm, x, *[on_mesh(H, spec=("tensor",), dtype="float32")] * 2, devices=8)
+    assert communicated(report) == [("all-reduce", 4 * 4 * M)] * 2
+
+
+def test_named_triton_gathers_h():
+    """The kernels need whole rows, and what is named runs."""
+    x = on_mesh(16, M, H, spec=("data", None, "tensor"))
+    report = program.compile_for(lambda x: jln.layer_norm(x, implementation="triton"), x, devices=8)
+    assert launches(report) == [1]
+    assert communicated(report) == [("all-gather", 2 * 4 * M * H)]
+
+
+def linear(kernel_spec, features=(N,), kernel_dtype="float32"):
+    """x with its rows over "data", and the parameters."""
+    kernel = on_mesh(H, *features, spec=kernel_spec, dtype=kernel_dtype)
+    bias = on_mesh(*features, spec=kernel_spec[1:], dtype="float32")
+    scale = on_mesh(H, dtype="float32")
+    return on_mesh(16, M // 8, H, spec=("data",)), scale, scale, kernel, bias
+
+
+def test_linear_with_rows_split():
+    report = program.compile_for(gradient(jln.layer_norm_linear, 5), *linear(()), devices=8)
+    assert communicated(report) == [("all-reduce", 4 * (H * N + 2 * H + N))]
+
+
+def test_linear_with_a_16_bit_kernel():
+    """Its gradient is added up in its own dtype, the vectors in float32."""
+    report = program.compile_for(gradient(jln.layer_norm_linear, 5), *linear((), kernel_dtype="bfloat16"), devices=8)
+    assert communicated(report) == [("all-reduce", 4 * (2 * H + N)), ("all-reduce", 2 * H * N)]
+
+
+# One axis of features; heads, which lie behind another axis.
+@pytest.mark.parametrize(("features", "spec"), [((N,), (None, "tensor")), ((3, 8, N // 24), (None, None, "tensor"))])
+def test_linear_with_features_split(features, spec):
+    """Forward: nothing. Backward: dx over "tensor", in its own dtype; dscale and doffset over all; other gradients
+    over "data".
+    """
+    arguments = linear(spec, features)
+    forward = program.compile_for(jln.layer_norm_linear, *arguments, devices=8)
+    assert communicated(forward) == []
+    report = program.compile_for(gradient(jln.layer_norm_linear, 5), *arguments, devices=8)
+    dx, vectors, rest = 2 * 4 * M // 8 * H, 4 * 2 * H, 4 * (H * N // 2 + N // 2)
+    assert communicated(report) == sorted(("all-reduce", size) for size in (dx, vectors, rest))
+
+
+def test_linear_with_a_kernel_stored_in_parts():
+    """FSDP: the kernel is gathered, and its gradient scattered as it is added up."""
+    report = program.compile_for(gradient(jln.layer_norm_linear, 5), *linear(("data",)), devices=8)
+    kinds = [c.kind for c in report.collectives]
+    assert sorted(set(kinds)) == ["all-gather", "all-reduce", "reduce-scatter"]
+    assert ("reduce-scatter", 4 * H * N) in communicated(report)
+    assert ("all-reduce", 4 * (2 * H + N)) in communicated(report)
