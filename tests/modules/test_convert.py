@@ -12,9 +12,7 @@ from jln import convert
 from parity import equations, normal
 
 nnx = pytest.importorskip("flax.nnx")
-nn = pytest.importorskip("flax.linen")
 eqx = pytest.importorskip("equinox")
-hk = pytest.importorskip("haiku")
 optax = pytest.importorskip("optax")
 
 WIDTH, HEADS, LAYERS = 16, 2, 3
@@ -331,102 +329,3 @@ def test_equinox_pair_declared_wrongly():
         converted(jnp.ones(8))
     with pytest.raises(ValueError, match="declares 'up' as"):
         convert.equinox(block, fuse={Block: [("up", "up")]})
-
-
-class LinenModel(nn.Module):
-    """A Linen model with what may stand in the way: lifted scan, remat, a norm used twice, a subclass."""
-
-    @nn.compact
-    def __call__(self, x):
-        class Block(nn.Module):
-            @nn.compact
-            def __call__(self, x, _):
-                x = x + nn.Dense(WIDTH)(nn.LayerNorm()(x))
-                return x + nn.Dense(WIDTH)(nn.RMSNorm(dtype=jnp.bfloat16)(x)), None
-
-        class Mine(nn.LayerNorm):
-            @nn.compact
-            def __call__(self, x):
-                return super().__call__(x) + 1
-
-        layers = nn.scan(nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS)
-        x, _ = layers(name="blocks")(x, None)
-        norm = nn.LayerNorm(use_bias=False)
-        return Mine()(norm(norm(x)))
-
-
-def test_linen_context():
-    x = normal(0, (2, 6, WIDTH), "float32")
-    model = LinenModel()
-    variables = model.init(jax.random.key(0), x)
-
-    @jax.jit
-    def step(variables):
-        return jax.value_and_grad(lambda v: jnp.mean(jnp.sin(model.apply(v, x))))(variables)
-
-    theirs = step(variables)
-    with convert.linen() as routes:
-        assert jax.tree.structure(model.init(jax.random.key(0), x)) == jax.tree.structure(variables)
-        jax.tree.map(np.testing.assert_array_equal, model.init(jax.random.key(0), x), variables)
-        own = step(variables)
-        inside = equations(jax.make_jaxpr(step)(variables))
-        seen = jln.explain(model, x)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-2, atol=1e-4), own, theirs)  # a norm in bfloat16
-    assert {(r.layer, r.path) for r in routes} == {
-        ("jln.linen.LayerNorm blocks/LayerNorm_0", "kernel"),
-        ("jln.linen.RMSNorm blocks/RMSNorm_0", "kernel"),
-        ("jln.linen.LayerNorm LayerNorm_0", "kernel"),
-        (f"{__name__}.LinenModel.__call__.<locals>.Mine", "plain"),
-    }
-    assert set(seen) == set(routes)
-    assert inside["jln_norm_backward"] == 4
-    assert equations(jax.make_jaxpr(step)(variables))["jln_norm_backward"] == 0  # outside all is as before
-    jax.tree.map(np.testing.assert_array_equal, step(variables), theirs)
-
-
-def test_linen_context_passes_every_call_through():
-    x = normal(0, (4, 8), "float32")
-    mask = x > 0
-    norm = nn.LayerNorm()
-    variables = norm.init(jax.random.key(0), x)
-    expected = norm.apply(variables, x, mask=mask)
-    with convert.linen() as routes:
-        np.testing.assert_array_equal(norm.apply(variables, x, mask=mask), expected)
-        with pytest.raises(TypeError):
-            norm.apply(variables, x, 1, 2)
-    assert [(r.path, r.why) for r in routes] == [("plain", "mask is given")]
-
-
-def test_haiku_context():
-    x = normal(0, (2, 6, WIDTH), "float32")
-
-    class Mine(hk.LayerNorm):
-        pass
-
-    def function(x):
-        for _ in range(LAYERS):
-            x = x + hk.Linear(WIDTH)(hk.LayerNorm(-1, True, True)(x))
-            x = x + hk.Linear(WIDTH)(hk.RMSNorm(-1)(x))
-        x = hk.LayerNorm(1, True, True, param_axis=-1)(x)
-        return Mine(-1, True, True)(hk.LayerNorm(-1, False, False)(x, jnp.float32(2) * jnp.ones(WIDTH, "float32")))
-
-    model = hk.without_apply_rng(hk.transform(function))
-    params = model.init(jax.random.key(0), x)
-
-    @jax.jit
-    def step(params):
-        return jax.value_and_grad(lambda p: jnp.mean(jnp.sin(model.apply(p, x))))(params)
-
-    theirs = step(params)
-    with convert.haiku() as routes:
-        jax.tree.map(np.testing.assert_array_equal, model.init(jax.random.key(0), x), params)
-        own = step(params)
-        inside = equations(jax.make_jaxpr(step)(params))
-    jax.tree.map(close, own, theirs)
-    assert inside["jln_norm_backward"] == 2 * LAYERS + 1
-    paths = {r.layer: r.path for r in routes}
-    assert paths.pop("jln.haiku.LayerNorm layer_norm_3") == "plain"
-    assert paths.pop(f"{__name__}.test_haiku_context.<locals>.Mine") == "plain"
-    assert set(paths.values()) == {"kernel"}
-    assert len(paths) == 2 * LAYERS + 1
-    assert equations(jax.make_jaxpr(step)(params))["jln_norm_backward"] == 0
