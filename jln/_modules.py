@@ -203,7 +203,7 @@ class Deferred:
         return None
 
 
-Parameter = jax.Array | jax.ShapeDtypeStruct
+Parameter = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
 
 def prepared(
@@ -256,7 +256,9 @@ def prepared(
 
 
 def _reshaped(a: Parameter, shape: tuple[int, ...]) -> Parameter:
-    return a.reshape(shape) if isinstance(a, jax.Array) else jax.ShapeDtypeStruct(shape, a.dtype)
+    if isinstance(a, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, a.dtype)
+    return jnp.asarray(a).reshape(shape)
 
 
 def _shape_against(

@@ -212,3 +212,16 @@ def test_inside_of_transformations():
     for a, b in zip(jax.tree.leaves(own), jax.tree.leaves(theirs), strict=True):
         # three layers of float32, each gradient the sum of 6 rows
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_numpy_weights(name):
+    x = normal(0, (8,), jnp.float32)
+    norm = getattr(ours, name)(8)
+    in_numpy = jax.tree.map(np.asarray, norm)
+    np.testing.assert_array_equal(in_numpy(x), norm(x))
+    assert [route.path for route in jln.explain(in_numpy, x)] == ["kernel"]
+    pair = ours.LayerNormLinear(8, 3, key=jax.random.key(0))
+    in_numpy = jax.tree.map(np.asarray, pair)
+    np.testing.assert_array_equal(in_numpy(x), pair(x))
+    assert [route.path for route in jln.explain(in_numpy, x)] == ["fused"]
