@@ -217,11 +217,11 @@ def test_inside_of_transformations():
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
 def test_numpy_weights(name):
     x = normal(0, (8,), jnp.float32)
-    norm = getattr(ours, name)(8)
+    norm = getattr(ours, name)(8, dtype="float32")
     in_numpy = jax.tree.map(np.asarray, norm)
     np.testing.assert_array_equal(in_numpy(x), norm(x))
     assert [route.path for route in jln.explain(in_numpy, x)] == ["kernel"]
-    pair = ours.LayerNormLinear(8, 3, key=jax.random.key(0))
+    pair = ours.LayerNormLinear(8, 3, dtype="float32", key=jax.random.key(0))
     in_numpy = jax.tree.map(np.asarray, pair)
     np.testing.assert_array_equal(in_numpy(x), pair(x))
     assert [route.path for route in jln.explain(in_numpy, x)] == ["fused"]
