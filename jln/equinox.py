@@ -80,9 +80,8 @@ class LayerNormLinear(eqx.Module):
         self.norm = LayerNorm(in_features, eps, use_weight, use_offset, dtype)  # pyright: ignore[reportCallIssue]
         self.linear = eqx.nn.Linear(in_features, out_features, use_bias, dtype, key=key)
 
-    def __call__(self, x: Any, *, key: jax.Array | None = None) -> jax.Array:
+    def __call__(self, x: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
         """x `[H]` -> `[N]`; `key` is ignored, as by Equinox."""
-        x = x.x if isinstance(x, Deferred) else x
         norm = _prepared(self.norm, x)
         if isinstance(norm, str):
             return self.linear(_modules.computed("jln.equinox.LayerNormLinear", norm, lambda: _plain(self.norm, x)))
@@ -97,9 +96,19 @@ class LayerNormLinear(eqx.Module):
 
 
 class Deferred(eqx.Module):
-    """What the placeholder of a fused norm returns, for the one `LayerNormLinear` that reads it."""
+    """What the placeholder of a fused norm returns, for the one `FusedLayerNormLinear` that reads it."""
 
     x: jax.Array
+
+
+class FusedLayerNormLinear(LayerNormLinear):
+    """Stands where a Linear was that `jln.convert.equinox` fused with the norm before it: it applies the norm to what
+    the norm's placeholder returns, and to an array the Linear alone.
+    """
+
+    def __call__(self, x: Any, *, key: jax.Array | None = None) -> jax.Array:
+        """x: a `Deferred` or `[H]` -> `[N]`; `key` is ignored, as by Equinox."""
+        return super().__call__(x.x) if isinstance(x, Deferred) else self.linear(x)
 
 
 class DeferredNorm(eqx.Module):

@@ -53,7 +53,8 @@ def nnx(model: Any, *, copy: bool = False, fuse: bool | Mapping[type, Pairs] = F
 def equinox(model: Any, *, fuse: bool | Mapping[type, Pairs] = False) -> Conversion:
     """Every `equinox.nn.LayerNorm` and `RMSNorm` of a tree as jln's, in a new tree with the same leaves.
 
-    A norm that is fused moves into the `jln.equinox.LayerNormLinear` that takes the Linear's place.
+    A norm that is fused moves into the layer that takes the Linear's place, which holds both, `norm` and `linear`, and
+    remains the Linear for every other array that the model gives it.
 
     Args:
       model: any pytree of Equinox modules.

@@ -39,7 +39,7 @@ def convert(model: Any, fuse: bool | Mapping[type, Pairs]) -> Conversion:
             changes.append(
                 Change(f"{path}.{pair[0]}", named(type(norm)), named(ours.DeferredNorm), f"moved into {into}")
             )
-            changes.append(Change(into, named(type(linear)), named(ours.LayerNormLinear), f"fused with {pair[0]}"))
+            changes.append(Change(into, named(type(linear)), named(ours.FusedLayerNormLinear), f"fused with {pair[0]}"))
         return node
 
     converted = _everywhere(model, lambda a: isinstance(a, tuple(SWAPPED)), swap)
@@ -82,7 +82,7 @@ def _as(cls: type, layer: Any) -> Any:
 
 
 def _fused(norm: Any, linear: Any) -> Any:
-    return _made(ours.LayerNormLinear, {"norm": norm, "linear": linear})
+    return _made(ours.FusedLayerNormLinear, {"norm": norm, "linear": linear})
 
 
 def _made(cls: type, fields: dict[str, Any]) -> Any:

@@ -333,6 +333,34 @@ def test_equinox_pair_declared_wrongly():
         convert.equinox(block, fuse={Block: [("up", "up")]})
 
 
+class EqxPair(eqx.Module):
+    norm: eqx.nn.LayerNorm
+    linear: eqx.nn.Linear
+
+    def __init__(self):
+        self.norm = eqx.nn.LayerNorm(8, dtype="float32")
+        self.linear = eqx.nn.Linear(8, 8, dtype="float32", key=jax.random.key(0))
+
+
+class EqxTwice(EqxPair):
+    def __call__(self, x):
+        return self.linear(jax.nn.gelu(self.linear(self.norm(x))))
+
+
+class EqxSkipped(EqxPair):
+    def __call__(self, x):
+        return self.linear(x)
+
+
+@pytest.mark.parametrize(("cls", "paths"), [(EqxTwice, ["fused"]), (EqxSkipped, [])])
+def test_equinox_fused_linear_reads_other_arrays_as_they_are(cls, paths):
+    x = normal(0, (8,), "float32")
+    model = cls()
+    converted = convert.equinox(model, fuse={cls: [("norm", "linear")]}).model
+    close(converted(x), model(x))
+    assert [r.path for r in jln.explain(converted, x)] == paths
+
+
 class LinenModel(nn.Module):
     """A Linen model with what may stand in the way: lifted scan, remat, a norm used twice, a subclass."""
 
