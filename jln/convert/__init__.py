@@ -11,7 +11,10 @@ metadata and checkpoints stay what they are. A subclass may compute something el
 A norm that feeds exactly one Linear can be fused with it (Flax NNX and Equinox). Which one that is only the model
 knows, so it must be declared: by an attribute of its class, `norm_linear_pairs = [("norm", "qkv"), ("ln", "mlp.up")]`,
 and `fuse=True`, or for a class that was not written for jln by `fuse={Block: [("norm", "qkv")]}`. If anything else
-reads the norm's result, it raises TypeError: what it gets is no array.
+reads the norm's result, it raises TypeError: what it gets is no array. It is a pytree that holds the norm's input and,
+in Flax NNX, its parameters, so what maps over a pytree (`jax.lax.psum`, `jax.tree.map`, ...) must not stand between the
+two: it would change those instead of the result. A transformation around the norm alone that gives them another shape
+(`jax.vmap`, `jax.lax.scan`) raises TypeError.
 """
 
 from __future__ import annotations

@@ -203,6 +203,39 @@ def test_nnx_pair_declared_wrongly(use):
         model(x)
 
 
+def scanned(function, x):
+    return jax.lax.scan(lambda carry, row: (carry, function(row)), None, x)[1]
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda self, x: self.inner.up(jax.vmap(self.norm)(x)),
+        lambda self, x: self.inner.up(scanned(self.norm, x)),
+    ],
+)
+def test_nnx_norm_transformed_before_the_linear(use, affine):
+    """Its axes are another shape's: an error and never another number."""
+    model = Declared(nnx.Rngs(0), use)
+    if not affine:
+        model.norm = nnx.LayerNorm(8, use_scale=False, use_bias=False, rngs=nnx.Rngs(0))
+    x = normal(0, (4, 8), "float32")
+    assert model(x).shape
+    convert.nnx(model, fuse=True)
+    with pytest.raises(TypeError, match="transformed before the Linear"):
+        model(x)
+
+
+def test_nnx_norm_and_linear_transformed_alike():
+    x = normal(0, (4, 8), "float32")
+    model = Declared(nnx.Rngs(0), lambda self, x: jax.vmap(self.inner.up)(jax.vmap(self.norm)(x)))
+    y = model(x)
+    convert.nnx(model, fuse=True)
+    close(model(x), y)
+    assert [r.path for r in jln.explain(model, x)] == ["fused"]
+
+
 @pytest.mark.parametrize(
     "pairs",
     [
