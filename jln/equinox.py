@@ -130,10 +130,13 @@ def _plain(layer: EquinoxLayerNorm | EquinoxRMSNorm, x: Any) -> jax.Array:
 def _prepared(layer: EquinoxLayerNorm | EquinoxRMSNorm, x: Any) -> _modules.Deferred | str:
     if not isinstance(x, jax.Array | np.ndarray) or x.shape != layer.shape:
         return f"x does not have the shape {layer.shape}"
+    parameters = [a if used else None for a, used in ((layer.weight, layer.use_weight), (layer.bias, layer.use_bias))]
+    for a, used in zip(parameters, (layer.use_weight, layer.use_bias), strict=True):
+        if used and not isinstance(a, jax.Array | np.ndarray):
+            return "a parameter is missing" if a is None else f"a parameter is a {type(a).__name__}, not an array"
     return _modules.prepared(
         x,
-        layer.weight if layer.use_weight else None,
-        layer.bias if layer.use_bias else None,
+        *parameters,
         axes=range(x.ndim),
         epsilon=layer.eps,
         subtract_mean=isinstance(layer, EquinoxLayerNorm),

@@ -140,6 +140,9 @@ def test_rejected_alike(name):
         lambda cls: cls(8)([1.0] * 8),
         lambda cls: cls(8, epsilon=1e-5),
         lambda cls: cls("8"),
+        lambda cls: eqx.tree_at(lambda norm: norm.weight, cls(8), 2.0)(jnp.ones(8)),
+        lambda cls: eqx.partition(cls(8), eqx.is_array)[1](jnp.ones(8)),
+        lambda cls: eqx.tree_at(lambda norm: norm.bias, cls(8, use_bias=True), None)(jnp.ones(8)),
     ]
     for call in calls:
         with pytest.raises(Exception) as theirs:
