@@ -1,5 +1,6 @@
 """Models that were not written for jln, converted: the same numbers, the kernels in the step, and the way back."""
 
+import contextlib
 import functools
 
 import jax
@@ -456,6 +457,14 @@ def test_linen_context_passes_every_call_through():
         with pytest.raises(TypeError):
             norm.apply(variables, x, 1, 2)
     assert [(r.path, r.why) for r in routes] == [("plain", "mask is given")]
+
+
+@pytest.mark.parametrize("create_scale", [True, False])
+def test_haiku_context_refuses_what_haiku_refuses(create_scale):
+    model = hk.transform(lambda x, scale: hk.RMSNorm(-1, create_scale=create_scale)(x, scale))
+    for context in (contextlib.nullcontext(), convert.haiku()):
+        with context, pytest.raises(TypeError):
+            model.init(jax.random.key(0), jnp.ones((2, 8), "float32"), jnp.ones(8, "float32"))
 
 
 def test_haiku_context():
