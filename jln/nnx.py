@@ -11,7 +11,7 @@ always.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType, MethodType
 from typing import Any
 
@@ -184,7 +184,7 @@ def _is_narrower(x: Any, promoted: Any) -> bool:
 
 
 def _axes(axes: Any) -> tuple[int, ...]:
-    return (axes,) if isinstance(axes, int) else tuple(axes)
+    return tuple(axes) if isinstance(axes, Iterable) else (axes,)
 
 
 def _plain(layer: FlaxLayerNorm | FlaxRMSNorm, x: Any, mask: Any) -> jax.Array:

@@ -319,6 +319,14 @@ def test_metadata_is_flaxs():
         assert theirs == own
 
 
+def test_axes_that_are_numpy_integers():
+    x = normal(0, (2, 8), "float32")
+    axes = {"reduction_axes": np.int64(-1), "feature_axes": np.int64(1)}
+    norm = ours.LayerNorm(8, **axes, rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(norm(x), ours.LayerNorm(8, rngs=nnx.Rngs(0))(x))
+    assert [route.path for route in jln.explain(norm, x)] == ["kernel"]
+
+
 def numbers(model):
     """All of a model's state but its random keys, copied."""
     leaves = jax.tree.leaves(nnx.to_pure_dict(nnx.state(model)))
