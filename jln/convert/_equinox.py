@@ -9,13 +9,14 @@ from typing import Any
 import jax
 
 from jln import equinox as ours
-from jln.convert._common import Change, Conversion, Pairs, attribute, checked_pair, named, pairs_of
+from jln.convert._common import Change, Conversion, Pairs, attribute, check_fuse, checked_pair, named, pairs_of
 from jln.equinox import eqx
 
 SWAPPED = {ours.EquinoxLayerNorm: ours.LayerNorm, ours.EquinoxRMSNorm: ours.RMSNorm}
 
 
 def convert(model: Any, fuse: bool | Mapping[type, Pairs]) -> Conversion:
+    check_fuse(fuse, _nodes(model))
     changes: list[Change] = []
     swapped: dict[str, type] = {}
     fused: list[tuple[str, tuple[str, str]]] = []
@@ -64,6 +65,13 @@ def convert(model: Any, fuse: bool | Mapping[type, Pairs]) -> Conversion:
         )
 
     return Conversion(converted, changes, undo)
+
+
+def _nodes(tree: Any) -> list[Any]:
+    """Every node of a tree, itself included."""
+    nodes: list[Any] = []
+    jax.tree.map(lambda a: None, tree, is_leaf=nodes.append)  # append answers None: no node is taken for a leaf
+    return nodes
 
 
 def _everywhere(node: Any, wanted: Callable[[Any], bool], change: Callable[[str, Any], Any], path: str = "") -> Any:

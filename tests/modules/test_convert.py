@@ -395,6 +395,34 @@ def test_equinox_fused_linear_reads_other_arrays_as_they_are(cls, paths):
     assert [r.path for r in jln.explain(converted, x)] == paths
 
 
+class NnxHeir(Declared):
+    pass
+
+
+class EqxHeir(EqxTwice):
+    pass
+
+
+MODELS = [
+    (convert.nnx, lambda: NnxHeir(nnx.Rngs(0)), Declared, ("norm", "inner.up")),
+    (convert.equinox, lambda: [EqxHeir()], EqxTwice, ("norm", "linear")),
+]
+
+
+@pytest.mark.parametrize(("converting", "make", "base", "pair"), MODELS)
+def test_pairs_of_a_class_hold_for_its_heirs(converting, make, base, pair):
+    assert "fused with norm" in str(converting(make(), fuse={base: [pair]}))
+
+
+@pytest.mark.parametrize(("converting", "make", "base", "pair"), MODELS)
+def test_malformed_fuse(converting, make, base, pair):
+    with pytest.raises(ValueError, match="of which the model has none"):
+        converting(make(), fuse={base: [pair], nnx.Conv: [pair]})
+    for fuse in ([pair], {base: pair}, {base: [pair[0]]}, {base: [(*pair, "more")]}, {"Block": [pair]}, {base: None}):
+        with pytest.raises(TypeError, match="fuse"):
+            converting(make(), fuse=fuse)
+
+
 class LinenModel(nn.Module):
     """A Linen model with what may stand in the way: lifted scan, remat, a norm used twice, a subclass."""
 
