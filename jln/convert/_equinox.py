@@ -70,7 +70,7 @@ def convert(model: Any, fuse: bool | Mapping[type, Pairs]) -> Conversion:
 def _nodes(tree: Any) -> list[Any]:
     """Every node of a tree, itself included."""
     nodes: list[Any] = []
-    jax.tree.map(lambda a: None, tree, is_leaf=nodes.append)  # append answers None: no node is taken for a leaf
+    jax.tree.map(lambda a: None, tree, is_leaf=lambda a: bool(nodes.append(a)))  # None: all are entered
     return nodes
 
 
