@@ -121,9 +121,13 @@ def missing(module: str, framework: str, extra: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """A norm in the operators' terms. axes: not negative, ascending."""
+    """A norm in the operators' terms.
+
+    axes: not negative, ascending. shapes: of x, scale and offset as they were when the norm was called.
+    """
 
     axes: tuple[int, ...]
+    shapes: tuple[tuple[int, ...] | None, ...]
     epsilon: float
     subtract_mean: bool
     y_dtype: jnp.dtype
@@ -203,7 +207,7 @@ class Deferred:
         return None
 
 
-Parameter = jax.Array | jax.ShapeDtypeStruct
+Parameter = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
 
 def prepared(
@@ -251,12 +255,18 @@ def prepared(
             return f"{dtype} is not a dtype of the operators"
     if jnp.float64 in dtypes and len(set(dtypes)) > 1:
         return f"float64 with {min(dtypes, key=lambda d: d.itemsize)}: some of it would lose float64's digits"
-    norm = Norm(tuple(positive), float(epsilon), subtract_mean, jnp.dtype(y_dtype))
+    norm = Norm(tuple(positive), _shapes(x, *spread), float(epsilon), subtract_mean, jnp.dtype(y_dtype))
     return Deferred(x, spread[0], spread[1], norm)
 
 
+def _shapes(*arrays: Parameter | None) -> tuple[tuple[int, ...] | None, ...]:
+    return tuple(None if a is None else a.shape for a in arrays)
+
+
 def _reshaped(a: Parameter, shape: tuple[int, ...]) -> Parameter:
-    return a.reshape(shape) if isinstance(a, jax.Array) else jax.ShapeDtypeStruct(shape, a.dtype)
+    if isinstance(a, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, a.dtype)
+    return jnp.asarray(a).reshape(shape)
 
 
 def _shape_against(
@@ -291,7 +301,13 @@ def deferred(layer: str, found: Deferred | str, plain: Callable[[], Any]) -> Any
 def linear_computed(
     layer: str, norm: Deferred, found: Callable[[], jax.Array] | str, plain: Callable[[jax.Array], Any]
 ) -> Any:
-    """A Linear's result: of both as one operator, or by the framework's Linear behind jln's norm."""
+    """A Linear's result: of both as one operator, or by the framework's Linear behind jln's norm.
+
+    Raises:
+      TypeError: `norm` does not have the shapes of its call, for which its axes were meant.
+    """
+    if _shapes(norm.x, norm.scale, norm.offset) != norm.norm.shapes:  # after a vmap, a scan, ... around the norm alone
+        raise TypeError(f"the norm's result was transformed before the Linear read it: {norm!r}")
     if isinstance(found, str):
         note(layer, "kernel", f"not fused: {found}")
         return plain(norm.value())

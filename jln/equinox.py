@@ -80,9 +80,8 @@ class LayerNormLinear(eqx.Module):
         self.norm = LayerNorm(in_features, eps, use_weight, use_offset, dtype)  # pyright: ignore[reportCallIssue]
         self.linear = eqx.nn.Linear(in_features, out_features, use_bias, dtype, key=key)
 
-    def __call__(self, x: Any, *, key: jax.Array | None = None) -> jax.Array:
+    def __call__(self, x: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
         """x `[H]` -> `[N]`; `key` is ignored, as by Equinox."""
-        x = x.x if isinstance(x, Deferred) else x
         norm = _prepared(self.norm, x)
         if isinstance(norm, str):
             return self.linear(_modules.computed("jln.equinox.LayerNormLinear", norm, lambda: _plain(self.norm, x)))
@@ -97,9 +96,19 @@ class LayerNormLinear(eqx.Module):
 
 
 class Deferred(eqx.Module):
-    """What the placeholder of a fused norm returns, for the one `LayerNormLinear` that reads it."""
+    """What the placeholder of a fused norm returns, for the one `FusedLayerNormLinear` that reads it."""
 
     x: jax.Array
+
+
+class FusedLayerNormLinear(LayerNormLinear):
+    """Stands where a Linear was that `jln.convert.equinox` fused with the norm before it: it applies the norm to what
+    the norm's placeholder returns, and to an array the Linear alone.
+    """
+
+    def __call__(self, x: Any, *, key: jax.Array | None = None) -> jax.Array:
+        """x: a `Deferred` or `[H]` -> `[N]`; `key` is ignored, as by Equinox."""
+        return super().__call__(x.x) if isinstance(x, Deferred) else self.linear(x)
 
 
 class DeferredNorm(eqx.Module):
@@ -121,10 +130,13 @@ def _plain(layer: EquinoxLayerNorm | EquinoxRMSNorm, x: Any) -> jax.Array:
 def _prepared(layer: EquinoxLayerNorm | EquinoxRMSNorm, x: Any) -> _modules.Deferred | str:
     if not isinstance(x, jax.Array | np.ndarray) or x.shape != layer.shape:
         return f"x does not have the shape {layer.shape}"
+    parameters = [a if used else None for a, used in ((layer.weight, layer.use_weight), (layer.bias, layer.use_bias))]
+    for a, used in zip(parameters, (layer.use_weight, layer.use_bias), strict=True):
+        if used and not isinstance(a, jax.Array | np.ndarray):
+            return "a parameter is missing" if a is None else f"a parameter is a {type(a).__name__}, not an array"
     return _modules.prepared(
         x,
-        layer.weight if layer.use_weight else None,
-        layer.bias if layer.use_bias else None,
+        *parameters,
         axes=range(x.ndim),
         epsilon=layer.eps,
         subtract_mean=isinstance(layer, EquinoxLayerNorm),

@@ -124,6 +124,8 @@ class _FusedLinear(hk.Linear):
 
 def call(layer: Norm, plain: Callable[..., jax.Array], inputs: Any, scale: Any = None, offset: Any = None) -> jax.Array:
     """The call of a norm, from within it; `plain` is Haiku's own."""
+    if not isinstance(layer, HaikuLayerNorm) and (scale is not None or offset is not None):
+        return plain(inputs, scale, offset)  # which takes no such arguments, and says so
     given = (scale, offset) if isinstance(layer, HaikuLayerNorm) else ()
     return _modules.computed(_name(layer), _prepared(layer, inputs, scale, offset), lambda: plain(inputs, *given))
 

@@ -11,7 +11,7 @@ its spread: here it is two-pass always.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -214,7 +214,7 @@ def _stand_in(layer: Norm, name: str, shape: Sequence[int]) -> jax.ShapeDtypeStr
 
 
 def _axes(axes: Any) -> tuple[int, ...]:
-    return (axes,) if isinstance(axes, int) else tuple(axes)
+    return tuple(axes) if isinstance(axes, Iterable) else (axes,)
 
 
 @_modules.traceable.register(nn.Module)

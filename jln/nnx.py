@@ -11,8 +11,8 @@ always.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType, MethodType
 from typing import Any
 
 import jax
@@ -184,7 +184,7 @@ def _is_narrower(x: Any, promoted: Any) -> bool:
 
 
 def _axes(axes: Any) -> tuple[int, ...]:
-    return (axes,) if isinstance(axes, int) else tuple(axes)
+    return tuple(axes) if isinstance(axes, Iterable) else (axes,)
 
 
 def _plain(layer: FlaxLayerNorm | FlaxRMSNorm, x: Any, mask: Any) -> jax.Array:
@@ -224,5 +224,15 @@ def _fused(
 
 @_modules.traceable.register(nnx.Module)
 def _(model: nnx.Module) -> Callable[..., Any]:
+    return _traceable(model, type(model).__call__)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@_modules.traceable.register(MethodType)
+def _(method: MethodType) -> Callable[..., Any]:
+    return _traceable(method.__self__, method.__func__) if isinstance(method.__self__, nnx.Module) else method
+
+
+def _traceable(model: nnx.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a copy of the model, for a trace must not write into the model's own counts and statistics."""
     graphdef, state = nnx.split(model)
-    return lambda *args, **kwargs: nnx.merge(graphdef, state)(*args, **kwargs)
+    return lambda *args, **kwargs: function(nnx.merge(graphdef, state, copy=True), *args, **kwargs)

@@ -10,8 +10,11 @@ metadata and checkpoints stay what they are. A subclass may compute something el
 
 A norm that feeds exactly one Linear can be fused with it (Flax NNX and Equinox). Which one that is only the model
 knows, so it must be declared: by an attribute of its class, `norm_linear_pairs = [("norm", "qkv"), ("ln", "mlp.up")]`,
-and `fuse=True`, or for a class that was not written for jln by `fuse={Block: [("norm", "qkv")]}`. If anything else
-reads the norm's result, it raises TypeError: what it gets is no array.
+and `fuse=True`, or for a class that was not written for jln by `fuse={Block: [("norm", "qkv")]}`, which holds for its
+subclasses too. If anything else reads the norm's result, it raises TypeError: what it gets is no array. It is a pytree
+that holds the norm's input and, in Flax NNX, its parameters, so what maps over a pytree (`jax.lax.psum`,
+`jax.tree.map`, ...) must not stand between the two: it would change those instead of the result. A transformation
+around the norm alone that gives them another shape (`jax.vmap`, `jax.lax.scan`) raises TypeError.
 """
 
 from __future__ import annotations
@@ -41,9 +44,9 @@ def nnx(model: Any, *, copy: bool = False, fuse: bool | Mapping[type, Pairs] = F
       The `Conversion`; its `undo()` gives the layers their classes back, with the parameters as they are then.
 
     Raises:
-      TypeError: `model` is not a `flax.nnx.Module`.
+      TypeError: `model` is not a `flax.nnx.Module`, or `fuse` is malformed.
       ValueError: a pair to be fused is not a LayerNorm or RMSNorm and a Linear or LinearGeneral of Flax, or a norm is
-        in two pairs. Nothing has been changed then.
+        in two pairs, or the model has nothing of a class that `fuse` names. Nothing has been changed then.
     """
     from jln.convert import _nnx
 
@@ -53,7 +56,8 @@ def nnx(model: Any, *, copy: bool = False, fuse: bool | Mapping[type, Pairs] = F
 def equinox(model: Any, *, fuse: bool | Mapping[type, Pairs] = False) -> Conversion:
     """Every `equinox.nn.LayerNorm` and `RMSNorm` of a tree as jln's, in a new tree with the same leaves.
 
-    A norm that is fused moves into the `jln.equinox.LayerNormLinear` that takes the Linear's place.
+    A norm that is fused moves into the layer that takes the Linear's place, which holds both, `norm` and `linear`, and
+    remains the Linear for every other array that the model gives it.
 
     Args:
       model: any pytree of Equinox modules.
@@ -64,7 +68,9 @@ def equinox(model: Any, *, fuse: bool | Mapping[type, Pairs] = False) -> Convers
       whatever leaves it has by then, its former classes back.
 
     Raises:
-      ValueError: a pair to be fused is not a LayerNorm or RMSNorm and a Linear of Equinox, or a norm is in two pairs.
+      TypeError: `fuse` is malformed.
+      ValueError: a pair to be fused is not a LayerNorm or RMSNorm and a Linear of Equinox, or a norm is in two pairs,
+        or the tree has nothing of a class that `fuse` names.
     """
     from jln.convert import _equinox
 

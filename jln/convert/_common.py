@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 Pairs = Sequence[tuple[str, str]]
@@ -41,11 +41,39 @@ def pairs_of(fuse: bool | Mapping[type, Pairs], node: Any) -> Pairs:
     """What `node` and `fuse` declare: pairs of attribute names, which may be dotted."""
     if not fuse:
         return ()
-    pairs = getattr(type(node), DECLARATION, ()) if fuse is True else fuse.get(type(node), ())
+    if fuse is True:
+        pairs = getattr(type(node), DECLARATION, ())
+        _check(pairs, f"{named(type(node))}.{DECLARATION}")
+    else:
+        pairs = next((fuse[cls] for cls in type(node).__mro__ if cls in fuse), ())
     norms = [norm for norm, _ in pairs]
     if len(set(norms)) != len(norms):
         raise ValueError(f"{named(type(node))} declares a norm in two pairs, and it can feed only one: {pairs}")
     return pairs
+
+
+def check_fuse(fuse: Any, nodes: Iterable[Any]) -> None:
+    """Raises if `fuse` is malformed, or has pairs for a class of which no node is."""
+    if isinstance(fuse, bool):
+        return
+    if not isinstance(fuse, Mapping) or not all(isinstance(cls, type) for cls in fuse):
+        raise TypeError(f"fuse must be a bool or a mapping from classes to pairs; got {fuse!r}")
+    for cls, pairs in fuse.items():
+        _check(pairs, f"fuse[{named(cls)}]")
+    met = {cls for node in nodes for cls in type(node).__mro__}
+    if unmet := [named(cls) for cls in fuse if cls not in met]:
+        raise ValueError(f"fuse names {', '.join(unmet)}, of which the model has none")
+
+
+def _check(pairs: Any, name: str) -> None:
+    if not isinstance(pairs, Sequence) or not all(
+        isinstance(pair, Sequence)
+        and len(pair) == 2
+        and not isinstance(pair, str)
+        and all(isinstance(a, str) for a in pair)
+        for pair in pairs
+    ):
+        raise TypeError(f"{name} must be a list of pairs of attribute names; got {pairs!r}")
 
 
 def attribute(node: Any, dotted: str) -> Any:

@@ -9,13 +9,14 @@ from typing import Any
 import jax
 
 from jln import equinox as ours
-from jln.convert._common import Change, Conversion, Pairs, attribute, checked_pair, named, pairs_of
+from jln.convert._common import Change, Conversion, Pairs, attribute, check_fuse, checked_pair, named, pairs_of
 from jln.equinox import eqx
 
 SWAPPED = {ours.EquinoxLayerNorm: ours.LayerNorm, ours.EquinoxRMSNorm: ours.RMSNorm}
 
 
 def convert(model: Any, fuse: bool | Mapping[type, Pairs]) -> Conversion:
+    check_fuse(fuse, _nodes(model))
     changes: list[Change] = []
     swapped: dict[str, type] = {}
     fused: list[tuple[str, tuple[str, str]]] = []
@@ -39,7 +40,7 @@ def convert(model: Any, fuse: bool | Mapping[type, Pairs]) -> Conversion:
             changes.append(
                 Change(f"{path}.{pair[0]}", named(type(norm)), named(ours.DeferredNorm), f"moved into {into}")
             )
-            changes.append(Change(into, named(type(linear)), named(ours.LayerNormLinear), f"fused with {pair[0]}"))
+            changes.append(Change(into, named(type(linear)), named(ours.FusedLayerNormLinear), f"fused with {pair[0]}"))
         return node
 
     converted = _everywhere(model, lambda a: isinstance(a, tuple(SWAPPED)), swap)
@@ -66,6 +67,13 @@ def convert(model: Any, fuse: bool | Mapping[type, Pairs]) -> Conversion:
     return Conversion(converted, changes, undo)
 
 
+def _nodes(tree: Any) -> list[Any]:
+    """Every node of a tree, itself included."""
+    nodes: list[Any] = []
+    jax.tree.map(lambda a: None, tree, is_leaf=lambda a: bool(nodes.append(a)))  # None: all are entered
+    return nodes
+
+
 def _everywhere(node: Any, wanted: Callable[[Any], bool], change: Callable[[str, Any], Any], path: str = "") -> Any:
     """`node` with `change(path, a)` in place of every node `a` that is wanted, the inner ones first."""
 
@@ -82,7 +90,7 @@ def _as(cls: type, layer: Any) -> Any:
 
 
 def _fused(norm: Any, linear: Any) -> Any:
-    return _made(ours.LayerNormLinear, {"norm": norm, "linear": linear})
+    return _made(ours.FusedLayerNormLinear, {"norm": norm, "linear": linear})
 
 
 def _made(cls: type, fields: dict[str, Any]) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jln import nnx as ours
-from jln.convert._common import Change, Conversion, Pairs, checked_pair, named, pairs_of
+from jln.convert._common import Change, Conversion, Pairs, check_fuse, checked_pair, named, pairs_of
 from jln.nnx import nnx
 
 SWAPPED = {ours.FlaxLayerNorm: ours.LayerNorm, ours.FlaxRMSNorm: ours.RMSNorm}
@@ -23,6 +23,7 @@ FINAL = (*SWAPPED.values(), *NORMS.values())
 def convert(model: Any, copy: bool, fuse: bool | Mapping[type, Pairs]) -> Conversion:
     if not isinstance(model, nnx.Module):
         raise TypeError(f"model must be a flax.nnx.Module; got {type(model).__name__}")
+    check_fuse(fuse, (module for _, module in nnx.iter_modules(model)))
     if copy:
         model = nnx.clone(model)
     modules = [(".".join(map(str, path)), module) for path, module in nnx.iter_modules(model)]

@@ -1,5 +1,6 @@
 """Linen and Haiku models whose code is untouched: swapped while a context is open."""
 
+import contextlib
 import functools
 
 import jax
@@ -117,3 +118,11 @@ def test_haiku_context():
     assert set(paths.values()) == {"kernel"}
     assert len(paths) == 2 * LAYERS + 1
     assert equations(jax.make_jaxpr(step)(params))["jln_norm_backward"] == 0
+
+
+@pytest.mark.parametrize("create_scale", [True, False])
+def test_haiku_context_refuses_what_haiku_refuses(create_scale):
+    model = hk.transform(lambda x, scale: hk.RMSNorm(-1, create_scale=create_scale)(x, scale))
+    for context in (contextlib.nullcontext(), convert.haiku()):
+        with context, pytest.raises(TypeError):
+            model.init(jax.random.key(0), jnp.ones((2, 8), "float32"), jnp.ones(8, "float32"))

@@ -140,6 +140,9 @@ def test_rejected_alike(name):
         lambda cls: cls(8)([1.0] * 8),
         lambda cls: cls(8, epsilon=1e-5),
         lambda cls: cls("8"),
+        lambda cls: eqx.tree_at(lambda norm: norm.weight, cls(8), 2.0)(jnp.ones(8)),
+        lambda cls: eqx.partition(cls(8), eqx.is_array)[1](jnp.ones(8)),
+        lambda cls: eqx.tree_at(lambda norm: norm.bias, cls(8, use_bias=True), None)(jnp.ones(8)),
     ]
     for call in calls:
         with pytest.raises(Exception) as theirs:
@@ -212,3 +215,16 @@ def test_inside_of_transformations():
     for a, b in zip(jax.tree.leaves(own), jax.tree.leaves(theirs), strict=True):
         # three layers of float32, each gradient the sum of 6 rows
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_numpy_weights(name):
+    x = normal(0, (8,), jnp.float32)
+    norm = getattr(ours, name)(8, dtype="float32")
+    in_numpy = jax.tree.map(np.asarray, norm)
+    np.testing.assert_array_equal(in_numpy(x), norm(x))
+    assert [route.path for route in jln.explain(in_numpy, x)] == ["kernel"]
+    pair = ours.LayerNormLinear(8, 3, dtype="float32", key=jax.random.key(0))
+    in_numpy = jax.tree.map(np.asarray, pair)
+    np.testing.assert_array_equal(in_numpy(x), pair(x))
+    assert [route.path for route in jln.explain(in_numpy, x)] == ["fused"]

@@ -172,6 +172,14 @@ def test_bfloat16_input_and_float32_parameters_give_float32():
     assert "convert_element_type" not in jaxpr.split("jln_norm_forward")[0]
 
 
+def test_axes_that_are_numpy_integers():
+    x = normal(0, (2, 8), "float32")
+    norm = ours.LayerNorm(reduction_axes=np.int64(-1), feature_axes=np.int64(1))
+    own, theirs = (module.init_with_output(jax.random.key(0), x)[0] for module in (norm, ours.LayerNorm()))
+    np.testing.assert_array_equal(own, theirs)
+    assert [route.path for route in jln.explain(norm, x)] == ["kernel"]
+
+
 def test_parameters_of_another_dtype_than_declared():
     """Linen checks a loaded parameter's shape, not its dtype; the result follows what is there."""
     x = normal(0, SHAPE, "bfloat16")

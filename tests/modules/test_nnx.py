@@ -319,6 +319,42 @@ def test_metadata_is_flaxs():
         assert theirs == own
 
 
+def test_axes_that_are_numpy_integers():
+    x = normal(0, (2, 8), "float32")
+    axes = {"reduction_axes": np.int64(-1), "feature_axes": np.int64(1)}
+    norm = ours.LayerNorm(8, **axes, rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(norm(x), ours.LayerNorm(8, rngs=nnx.Rngs(0))(x))
+    assert [route.path for route in jln.explain(norm, x)] == ["kernel"]
+
+
+def numbers(model):
+    """All of a model's state but its random keys, copied."""
+    leaves = jax.tree.leaves(nnx.to_pure_dict(nnx.state(model)))
+    return [np.array(a) for a in leaves if not jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key)]
+
+
+@pytest.mark.parametrize("make", [lambda r: nnx.Dropout(0.5, rngs=r), lambda r: nnx.BatchNorm(8, rngs=r)])
+def test_explain_of_a_model_with_state(make):
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.norm = ours.LayerNorm(8, rngs=rngs)
+            self.stateful = make(rngs)
+
+        def __call__(self, x):
+            return self.encode(x)
+
+        def encode(self, x):
+            return self.stateful(self.norm(x))
+
+    model = Model(nnx.Rngs(0))
+    before = numbers(model)
+    x = jnp.ones((2, 8), "float32")
+    for function in (model, model.__call__, model.encode):
+        assert [route.path for route in jln.explain(function, x)] == ["kernel"]
+    jax.tree.map(np.testing.assert_array_equal, numbers(model), before)
+    assert model(x).shape == x.shape
+
+
 def test_put_in_place_of_flaxs(monkeypatch):
     """`nnx.LayerNorm = jln.nnx.LayerNorm` converts a library that cannot be edited; the plain path is still Flax's."""
     x = normal(0, SHAPE, "float32")
