@@ -45,6 +45,34 @@ def test_the_row_of_a_wrong_argument_is_its_worst_element(against):
     np.testing.assert_allclose(row.tolerance, 1e-10 + 1e-7 * abs(row.expected), rtol=1e-12)
 
 
+def test_nothing_is_kept_from_an_earlier_check():
+    """The same function object, whose value and rule are changed between two checks."""
+    by = {"value": 1.0, "rule": 1.0}
+
+    @jax.custom_vjp
+    def scaled(x):
+        return by["value"] * x * x
+
+    scaled.defvjp(lambda x: (scaled(x), x), lambda x, dy: (2 * by["rule"] * x * dy,))
+
+    def f(x):
+        return scaled(x)
+
+    def verdicts():
+        by_reference = {"reference": lambda x: x * x, "differences": False}
+        modes = {"reverse", "forward"} if by["rule"] == by["value"] else set()
+        assert all(testing.check_hvp(f, (X,), mode=mode).ok for mode in modes)
+        return testing.check_vjp(f, (X,)).ok, testing.check_vjp(f, (X,), **by_reference).ok
+
+    assert verdicts() == (True, True)
+    by["rule"] = 1.5
+    assert verdicts() == (False, False)
+    assert not testing.check_hvp(f, (X,), reference=lambda x: x * x, differences=False, mode="forward").ok
+    by.update(value=3.0, rule=3.0)
+    assert verdicts() == (True, False)
+    np.testing.assert_allclose(testing.numerical_gradient(f, (X,))[0], 6 * X, rtol=1e-7)
+
+
 def test_one_row_for_each_argument_and_one_for_the_result():
     report = testing.check_vjp(straight, (X, X[0]), reference=straight)
     assert [row.name for row in report.rows] == ["result", "x", "scale"]

@@ -1,7 +1,8 @@
 """Derivatives of any traceable function: reverse mode, forward over reverse, and central differences.
 
 Functions here take `(floats, rest)`, the leaves of their arguments that are differentiated and those that are not, and
-return a list of their floating results. `Call` and `Slope` make such functions; equal ones share a compiled program.
+return a list of their floating results. `Call` and `Slope` make such functions. Each check traces and compiles them
+anew: a program kept from an earlier check would not know that a rule, or what `f` reads, has changed since.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ FIRST_STEP = 2.0**-4  # of an extrapolation: no more than a function may be expe
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # JAX takes equal functions for one, and keeps what it traced of them
 class Call:
     """`f(*args)`, of the leaves of `args`."""
 
@@ -44,7 +45,7 @@ class Call:
         return jax.tree.map(jnp.asarray, results)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Slope:
     """The derivative of `sum(cotangent * call)` along a direction: what is fixed is `(rest, cotangent, direction)`."""
 
@@ -68,18 +69,20 @@ def _pulled_back(call: Any, floats: Sequence[Any], rest: Any, cotangent: Sequenc
     return pullback(list(cotangent))[0]
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def reverse(call: Call | Slope, rest: Any, cotangent: Sequence[Any], floats: Sequence[Any]) -> list[jax.Array]:
     """The gradients of `sum(cotangent * call(floats, rest))`."""
-    return _pulled_back(call, floats, rest, cotangent)
+    return jax.jit(functools.partial(_pulled_back, call))(list(floats), rest, list(cotangent))
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def forward_over_reverse(slope: Slope, rest: tuple, cotangent: Sequence[Any], floats: Sequence[Any]) -> list[jax.Array]:
     """As `reverse` of a slope, whose gradient is the Hessian times the direction: the Hessian is symmetric."""
     del cotangent  # of a slope: one
-    inner, weights, direction = rest
-    return jax.jvp(lambda a: _pulled_back(slope.call, a, inner, weights), (list(floats),), (list(direction),))[1]
+
+    def product(floats, rest):
+        inner, weights, direction = rest
+        return jax.jvp(lambda a: _pulled_back(slope.call, a, inner, weights), (floats,), (direction,))[1]
+
+    return jax.jit(product)(list(floats), rest)
 
 
 def differences(
@@ -98,11 +101,11 @@ def differences(
         size = np.maximum(size, np.median(size)) if size.size else size
         size = np.where((size > 0) & np.isfinite(size), size, 1.0)[chosen]
         steps.append(step * size[:, None] * float(RATIO) ** -np.arange(richardson + 1))
-    found = _quotients(call, rest, list(cotangent), list(floats), list(indices), steps)
+    program = jax.jit(functools.partial(_quotients, call))
+    found = program(rest, list(cotangent), list(floats), list(indices), steps)
     return [_extrapolated(*(np.asarray(a, "float64") for a in pair)) for pair in found]
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def _quotients(call, rest, cotangent, floats, indices, steps):
     """For each of `floats`, indices [n] and steps [n, K]: the quotients, and how much of them is rounding, both [n, K].
 
