@@ -68,6 +68,10 @@ def ratio_near_zero(random):
     return random.standard_normal(6), *near_zero(random)
 
 
+def tiny_beside_ones(tiny):
+    return lambda random: (np.where(np.arange(6) == 2, tiny, 1.0) * random.uniform(1, 2, 6),)
+
+
 def squared_error(prediction, target):
     return jnp.mean((prediction - target) ** 2)
 
@@ -93,6 +97,10 @@ RIGHT = {
     "log near zero": (jnp.log, near_zero),
     "sqrt near zero": (jnp.sqrt, near_zero),
     "divide near zero": (jnp.divide, ratio_near_zero),
+    "exp at mixed scales": (jnp.exp, lambda random: (np.array([1.0, 50.0, 300.0]),)),
+    "log at 1e-5": (jnp.log, tiny_beside_ones(1e-5)),
+    "1/x at 1e-5": (lambda x: 1 / x, tiny_beside_ones(1e-5)),
+    "sqrt at 1e-8": (jnp.sqrt, tiny_beside_ones(1e-8)),
     "squared error": (squared_error, normal((3, 4), (3, 4))),
     "binary cross-entropy with logits": (
         optax.sigmoid_binary_cross_entropy,

@@ -208,6 +208,37 @@ def test_a_float32_function_is_checked_in_float64():
     assert not testing.check_vjp(nearly, args).ok
 
 
+def test_functions_that_compute_in_float32_inside():
+    """A result of another dtype than the cast arguments is differentiated; float32's roundings are no one's fault."""
+
+    def norm(x):
+        z = x.astype("float32")
+        return (z - z.mean(-1, keepdims=True)) * jax.lax.rsqrt(z.var(-1, keepdims=True) + 1e-6)
+
+    assert testing.check_vjp(lambda x: jnp.tanh(x.astype("float32")), (X,)).ok
+    assert testing.check_hvp(norm, (X,), reference=norm, differences=False).ok
+
+    def cast_back(x):  # of float64 results, whose tolerance float32 cannot keep
+        return norm(x).astype(x.dtype)
+
+    report = testing.check_vjp(cast_back, (X,))
+    (row,) = report.rows
+    assert row.unsure and not row.ok and not report.ok and report.as_dict()["rows"][0]["unsure"]
+    *_, line, note = str(report).splitlines()
+    assert line.endswith("unsure") and note.startswith("unsure: ") and "give a reference" in note
+    with pytest.raises(AssertionError, match=r"^unsure gradients"):
+        testing.assert_vjp(cast_back, (X,))
+    assert testing.check_vjp(cast_back, (X,), reference=cast_back).ok
+
+    @jax.custom_vjp
+    def wrong(x):
+        return cast_back(x)
+
+    wrong.defvjp(lambda x: jax.vjp(cast_back, x), lambda pullback, dy: (2 * pullback(dy)[0],))
+    assert [row.verdict for row in testing.check_vjp(wrong, (X,)).rows] == ["WRONG"]
+    assert not testing.check_vjp(wrong, (X,), reference=cast_back, differences=False).ok
+
+
 def test_float64_needs_no_configuration():
     code = """
 import numpy as np, jax, jax.numpy as jnp

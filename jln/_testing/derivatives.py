@@ -65,8 +65,9 @@ def slope_dtype(floats: Sequence[Any]) -> Any:
 
 
 def _pulled_back(call: Any, floats: Sequence[Any], rest: Any, cotangent: Sequence[Any]) -> list[jax.Array]:
-    _, pullback = jax.vjp(lambda floats: call(floats, rest), list(floats))
-    return pullback(list(cotangent))[0]
+    results, pullback = jax.vjp(lambda floats: call(floats, rest), list(floats))
+    # Those of a function that computes in float32 inside stay float32, whatever its arguments are cast to.
+    return pullback([c.astype(r.dtype) for c, r in zip(cotangent, results, strict=True)])[0]
 
 
 def reverse(call: Call | Slope, rest: Any, cotangent: Sequence[Any], floats: Sequence[Any]) -> list[jax.Array]:
@@ -93,8 +94,10 @@ def differences(
     indices: Sequence[np.ndarray],
     step: float,
     richardson: int,
-) -> list[np.ndarray]:
-    """The derivatives of `sum(cotangent * call)` by the elements `indices` of each of the flattened `floats`."""
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The derivatives of `sum(cotangent * call)` by the elements `indices` of each of the flattened `floats`, and an
+    estimate of how far off each is: infinite without extrapolation, which alone can tell.
+    """
     steps = []
     for a, chosen in zip(floats, indices, strict=True):
         size = np.abs(np.asarray(a, "float64").reshape(-1))
@@ -110,7 +113,7 @@ def _quotients(call, rest, cotangent, floats, indices, steps):
     """For each of `floats`, indices [n] and steps [n, K]: the quotients, and how much of them is rounding, both [n, K].
 
     One evaluation after another, which any function bears; the results are subtracted before they are summed, so that
-    large ones that do not change take no digits.
+    large ones that do not change take no digits, and are not counted as rounded.
     """
 
     def quotients(which, indices, steps):
@@ -121,25 +124,35 @@ def _quotients(call, rest, cotangent, floats, indices, steps):
         def evaluated(flat):
             return call([*floats[:which], flat.reshape(a.shape), *floats[which + 1 :]], rest)
 
-        def quotient(point):
-            i, step = point
+        def element(point):
+            i, steps = point
             flat = a.reshape(-1)
-            up, down = flat.at[i].add(step.astype(a.dtype)), flat.at[i].add(-step.astype(a.dtype))
-            change = rounding = 0.0
-            for c, high, low in zip(cotangent, evaluated(up), evaluated(down), strict=True):
-                change += jnp.sum(c * (high - low))
-                rounding += jnp.sum(jnp.abs(c) * jnp.maximum(jnp.abs(high), jnp.abs(low)) * jnp.finfo(c.dtype).eps)
-            width = up[i] - down[i]  # what the step became in this dtype
-            return change / width, rounding / width
 
-        points = jnp.repeat(indices, steps.shape[1]), steps.reshape(-1)
-        return [q.reshape(steps.shape) for q in jax.lax.map(quotient, points)]
+            def quotient(moving, step):
+                up, down = flat.at[i].add(step.astype(a.dtype)), flat.at[i].add(-step.astype(a.dtype))
+                change = rounding = 0.0
+                moved = []
+                for c, m, high, low in zip(cotangent, moving, evaluated(up), evaluated(down), strict=True):
+                    change += jnp.sum(c * (high - low))
+                    # A step may be too small for a result to show it, which a larger one told.
+                    moved.append(m | (high != low))
+                    size = jnp.where(moved[-1], jnp.maximum(jnp.abs(high), jnp.abs(low)), 0)
+                    rounding += jnp.sum(jnp.abs(c) * size * jnp.finfo(high.dtype).eps)
+                width = up[i] - down[i]  # what the step became in this dtype
+                return moved, (change / width, rounding / width)
+
+            return jax.lax.scan(quotient, [jnp.zeros(jnp.shape(c), bool) for c in cotangent], steps)[1]
+
+        return jax.lax.map(element, (indices, steps))
 
     return [quotients(which, i, s) for which, (i, s) in enumerate(zip(indices, steps, strict=True))]
 
 
-def _extrapolated(quotients: np.ndarray, roundings: np.ndarray) -> np.ndarray:
-    """Ridders' choice: of all extrapolations of [n, K] quotients the one least different from those it is made of."""
+def _extrapolated(quotients: np.ndarray, roundings: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Ridders' choice: of all extrapolations of [n, K] quotients the one least different from those it is made of.
+
+    -> (it, that difference with the rounding)
+    """
     best = quotients[:, 0]
     least = np.full(best.shape, np.inf)
     previous = [best]
@@ -153,7 +166,7 @@ def _extrapolated(quotients: np.ndarray, roundings: np.ndarray) -> np.ndarray:
                 better = error < least
                 best, least = np.where(better, row[j], best), np.where(better, error, least)
             previous = row
-    return best
+    return best, least
 
 
 @dataclasses.dataclass(frozen=True)
