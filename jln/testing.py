@@ -78,7 +78,7 @@ def numerical_gradient(
       TypeError: `f` is no function, or does not return arrays; an argument is complex, or none is floating.
       ValueError: the dtype is unknown, `richardson` is negative, or the cotangent is not like the results.
     """
-    _check_richardson(richardson)
+    _check_steps(step, richardson)
     problem = Problem.of(f, args, dtype=dtype)
     with problem.context():
         weights = problem.ones() if cotangent is None else problem.given_cotangent(cotangent)
@@ -225,15 +225,21 @@ def _assert(report: Report) -> None:
         raise AssertionError(f"{what} gradients\n{report}")
 
 
-def _check_richardson(richardson: int) -> None:
+def _check_steps(step: float | None, richardson: int) -> None:
+    if step is not None and not step > 0:
+        raise ValueError(f"step must be positive; got {step}")
     if richardson < 0:
         raise ValueError(f"richardson must not be negative; got {richardson}")
 
 
 def _check(f, args, *, order, derivative, reference, differences, dtype, tolerance, step, richardson, elements, seed):
-    _check_richardson(richardson)
+    _check_steps(step, richardson)
     if reference is None and not differences:
         raise ValueError("there is nothing to compare with: give a reference, or leave differences=True")
+    if elements is not None and elements < 1:
+        raise ValueError(f"elements must be positive or None; got {elements}")
+    if tolerance is not None and not isinstance(tolerance, Tolerance):
+        raise TypeError(f"tolerance must be a Tolerance; got {type(tolerance).__name__}")
     random = np.random.default_rng(seed)
     ours = Problem.of(f, args, dtype=dtype)
     with ours.context():

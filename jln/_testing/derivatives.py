@@ -42,6 +42,8 @@ class Call:
         for leaf in jax.tree.leaves(results):
             if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
                 raise TypeError(f"{self.name} must return arrays; got {type(leaf).__name__}")
+            if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+                raise TypeError(f"{self.name} must return real arrays; got {leaf.dtype.name}")
         return jax.tree.map(jnp.asarray, results)
 
 
@@ -166,7 +168,9 @@ def _extrapolated(quotients: np.ndarray, roundings: np.ndarray) -> tuple[np.ndar
                 better = error < least
                 best, least = np.where(better, row[j], best), np.where(better, error, least)
             previous = row
-    return best, least
+    # None at all, where larger steps had one, may be the function's rounding to another dtype inside.
+    seen = np.min(np.abs(quotients), axis=1, initial=np.inf, where=quotients != 0)
+    return best, np.where((best == 0) & np.isfinite(seen), np.maximum(least, seen), least)
 
 
 @dataclasses.dataclass(frozen=True)
