@@ -304,6 +304,7 @@ def test_a_sample_of_the_elements():
 def test_no_elements():
     report = testing.check_vjp(lambda x: jnp.sum(x**2), (np.ones((0, 3)),), reference=lambda x: jnp.sum(x * x))
     assert report.ok and report.row("x").compared == 0
+    assert str(report).splitlines()[-1].split() == ["x", "reference", "0", "[]", "-", "-", "-", "-", "ok"]
 
 
 ERRORS = {

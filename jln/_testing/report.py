@@ -130,6 +130,8 @@ class Report:
         for r in self.rows:
             numbers = (f"{r.got:.6e}", f"{r.expected:.6e}", f"{r.error:.1e}", f"{r.tolerance:.1e}")
             compared = f"{r.compared}" if r.compared == r.size else f"{r.compared} of {r.size}"
+            if not r.compared:
+                numbers = ("-",) * len(numbers)
             lines.append((r.name, r.against, compared, str(list(r.index)), *numbers, r.verdict))
         notes = [UNSURE] if any(r.unsure for r in self.rows) else []
         return "\n".join([self.title, *aligned(lines, left=(0, 1, 3, 8)), *notes])
