@@ -111,7 +111,8 @@ def check_vjp(
     absolute tolerance pass whatever they are: give arguments a size near 1, or a tolerance. A sum whose terms cancel is
     known to few digits in the dtype of its terms, and may fail there though no program could do better. Where the
     differences themselves lack the digits, as those of a function that computes in float32 inside, a row is "unsure":
-    not `ok`, unless a reference says that it is.
+    not `ok`, unless a reference says that it is. At a kink (relu at exactly 0) central differences are the mean of both
+    slopes, which a right rule need not give.
 
     Args:
       f: any function of arrays, or pytrees of them, that JAX can trace; it returns an array or a pytree of them.
