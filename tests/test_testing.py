@@ -45,6 +45,34 @@ def test_the_row_of_a_wrong_argument_is_its_worst_element(against):
     np.testing.assert_allclose(row.tolerance, 1e-10 + 1e-7 * abs(row.expected), rtol=1e-12)
 
 
+def test_nothing_is_kept_from_an_earlier_check():
+    """The same function object, whose value and rule are changed between two checks."""
+    by = {"value": 1.0, "rule": 1.0}
+
+    @jax.custom_vjp
+    def scaled(x):
+        return by["value"] * x * x
+
+    scaled.defvjp(lambda x: (scaled(x), x), lambda x, dy: (2 * by["rule"] * x * dy,))
+
+    def f(x):
+        return scaled(x)
+
+    def verdicts():
+        by_reference = {"reference": lambda x: x * x, "differences": False}
+        modes = {"reverse", "forward"} if by["rule"] == by["value"] else set()
+        assert all(testing.check_hvp(f, (X,), mode=mode).ok for mode in modes)
+        return testing.check_vjp(f, (X,)).ok, testing.check_vjp(f, (X,), **by_reference).ok
+
+    assert verdicts() == (True, True)
+    by["rule"] = 1.5
+    assert verdicts() == (False, False)
+    assert not testing.check_hvp(f, (X,), reference=lambda x: x * x, differences=False, mode="forward").ok
+    by.update(value=3.0, rule=3.0)
+    assert verdicts() == (True, False)
+    np.testing.assert_allclose(testing.numerical_gradient(f, (X,))[0], 6 * X, rtol=1e-7)
+
+
 def test_one_row_for_each_argument_and_one_for_the_result():
     report = testing.check_vjp(straight, (X, X[0]), reference=straight)
     assert [row.name for row in report.rows] == ["result", "x", "scale"]
@@ -180,6 +208,37 @@ def test_a_float32_function_is_checked_in_float64():
     assert not testing.check_vjp(nearly, args).ok
 
 
+def test_functions_that_compute_in_float32_inside():
+    """A result of another dtype than the cast arguments is differentiated; float32's roundings are no one's fault."""
+
+    def norm(x):
+        z = x.astype("float32")
+        return (z - z.mean(-1, keepdims=True)) * jax.lax.rsqrt(z.var(-1, keepdims=True) + 1e-6)
+
+    assert testing.check_vjp(lambda x: jnp.tanh(x.astype("float32")), (X,)).ok
+    assert testing.check_hvp(norm, (X,), reference=norm, differences=False).ok
+
+    def cast_back(x):  # of float64 results, whose tolerance float32 cannot keep
+        return norm(x).astype(x.dtype)
+
+    report = testing.check_vjp(cast_back, (X,))
+    (row,) = report.rows
+    assert row.unsure and not row.ok and not report.ok and report.as_dict()["rows"][0]["unsure"]
+    *_, line, note = str(report).splitlines()
+    assert line.endswith("unsure") and note.startswith("unsure: ") and "give a reference" in note
+    with pytest.raises(AssertionError, match=r"^unsure gradients"):
+        testing.assert_vjp(cast_back, (X,))
+    assert testing.check_vjp(cast_back, (X,), reference=cast_back).ok
+
+    @jax.custom_vjp
+    def wrong(x):
+        return cast_back(x)
+
+    wrong.defvjp(lambda x: jax.vjp(cast_back, x), lambda pullback, dy: (2 * pullback(dy)[0],))
+    assert not testing.check_vjp(wrong, (X,)).ok
+    assert not testing.check_vjp(wrong, (X,), reference=cast_back, differences=False).ok
+
+
 def test_float64_needs_no_configuration():
     code = """
 import numpy as np, jax, jax.numpy as jnp
@@ -245,6 +304,7 @@ def test_a_sample_of_the_elements():
 def test_no_elements():
     report = testing.check_vjp(lambda x: jnp.sum(x**2), (np.ones((0, 3)),), reference=lambda x: jnp.sum(x * x))
     assert report.ok and report.row("x").compared == 0
+    assert str(report).splitlines()[-1].split() == ["x", "reference", "0", "[]", "-", "-", "-", "-", "ok"]
 
 
 ERRORS = {
@@ -272,6 +332,18 @@ ERRORS = {
     "another shape": (
         ValueError, r"of f's shapes \[\(3, 4\)\]; got \[\(4,\)\]",
         lambda: testing.check_vjp(jnp.sin, (X,), reference=lambda x: x[0]),
+    ),
+    "no elements": (ValueError, "elements must be positive", lambda: testing.check_vjp(jnp.sin, (X,), elements=0)),
+    "complex result": (
+        TypeError, "f must return real arrays; got complex", lambda: testing.check_vjp(lambda x: jnp.exp(1j * x), (X,)),
+    ),
+    "step": (ValueError, "step must be positive", lambda: testing.check_vjp(jnp.sin, (X,), step=-1.0)),
+    "NaN for a step": (
+        ValueError, "step must be positive", lambda: testing.numerical_gradient(jnp.sin, (X,), step=float("nan")),
+    ),
+    "tolerance": (
+        TypeError, "tolerance must be a Tolerance; got float",
+        lambda: testing.check_vjp(jnp.sin, (X,), tolerance=1e-3),
     ),
     "richardson": (
         ValueError, "richardson must not be negative", lambda: testing.numerical_gradient(jnp.sin, (X,), richardson=-1),

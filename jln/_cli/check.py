@@ -77,13 +77,15 @@ def _case(operator, shape, features, dtype, init, seed) -> Case:
     if features is not None and not found.is_linear:
         raise UserError(f"--features is for the fused operators; {operator} has none")
     sizes = parsed_shape(shape or DEFAULT_SHAPE)
+    if len(sizes) > 32 or math.prod(sizes) * max(features or 1, 1) >= 2**48:
+        raise UserError(f"too large: {shape or DEFAULT_SHAPE}" + (f" to {features} features" if features else ""))
     return Case(found, sizes, features or sizes[-1], dtype or "float32", init or "normal", seed)
 
 
 def parsed_shape(text: str) -> tuple[int, ...]:
     """ "8192x4096" -> (8192, 4096)"""
     sizes = text.split("x")
-    if not all(s.isascii() and s.isdigit() and int(s) > 0 for s in sizes):
+    if not all(s.isascii() and s.isdigit() and len(s) <= 18 and int(s) > 0 for s in sizes):
         raise UserError(f"a shape is written as 8192x4096, of positive sizes; got {text!r}")
     return tuple(map(int, sizes))
 

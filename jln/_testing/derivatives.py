@@ -1,7 +1,8 @@
 """Derivatives of any traceable function: reverse mode, forward over reverse, and central differences.
 
 Functions here take `(floats, rest)`, the leaves of their arguments that are differentiated and those that are not, and
-return a list of their floating results. `Call` and `Slope` make such functions; equal ones share a compiled program.
+return a list of their floating results. `Call` and `Slope` make such functions. Each check traces and compiles them
+anew: a program kept from an earlier check would not know that a rule, or what `f` reads, has changed since.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ FIRST_STEP = 2.0**-4  # of an extrapolation: no more than a function may be expe
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # JAX takes equal functions for one, and keeps what it traced of them
 class Call:
     """`f(*args)`, of the leaves of `args`."""
 
@@ -41,10 +42,12 @@ class Call:
         for leaf in jax.tree.leaves(results):
             if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
                 raise TypeError(f"{self.name} must return arrays; got {type(leaf).__name__}")
+            if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+                raise TypeError(f"{self.name} must return real arrays; got {leaf.dtype.name}")
         return jax.tree.map(jnp.asarray, results)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Slope:
     """The derivative of `sum(cotangent * call)` along a direction: what is fixed is `(rest, cotangent, direction)`."""
 
@@ -64,22 +67,25 @@ def slope_dtype(floats: Sequence[Any]) -> Any:
 
 
 def _pulled_back(call: Any, floats: Sequence[Any], rest: Any, cotangent: Sequence[Any]) -> list[jax.Array]:
-    _, pullback = jax.vjp(lambda floats: call(floats, rest), list(floats))
-    return pullback(list(cotangent))[0]
+    results, pullback = jax.vjp(lambda floats: call(floats, rest), list(floats))
+    # Those of a function that computes in float32 inside stay float32, whatever its arguments are cast to.
+    return pullback([c.astype(r.dtype) for c, r in zip(cotangent, results, strict=True)])[0]
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def reverse(call: Call | Slope, rest: Any, cotangent: Sequence[Any], floats: Sequence[Any]) -> list[jax.Array]:
     """The gradients of `sum(cotangent * call(floats, rest))`."""
-    return _pulled_back(call, floats, rest, cotangent)
+    return jax.jit(functools.partial(_pulled_back, call))(list(floats), rest, list(cotangent))
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def forward_over_reverse(slope: Slope, rest: tuple, cotangent: Sequence[Any], floats: Sequence[Any]) -> list[jax.Array]:
     """As `reverse` of a slope, whose gradient is the Hessian times the direction: the Hessian is symmetric."""
     del cotangent  # of a slope: one
-    inner, weights, direction = rest
-    return jax.jvp(lambda a: _pulled_back(slope.call, a, inner, weights), (list(floats),), (list(direction),))[1]
+
+    def product(floats, rest):
+        inner, weights, direction = rest
+        return jax.jvp(lambda a: _pulled_back(slope.call, a, inner, weights), (floats,), (direction,))[1]
+
+    return jax.jit(product)(list(floats), rest)
 
 
 def differences(
@@ -90,24 +96,26 @@ def differences(
     indices: Sequence[np.ndarray],
     step: float,
     richardson: int,
-) -> list[np.ndarray]:
-    """The derivatives of `sum(cotangent * call)` by the elements `indices` of each of the flattened `floats`."""
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The derivatives of `sum(cotangent * call)` by the elements `indices` of each of the flattened `floats`, and an
+    estimate of how far off each is: infinite without extrapolation, which alone can tell.
+    """
     steps = []
     for a, chosen in zip(floats, indices, strict=True):
         size = np.abs(np.asarray(a, "float64").reshape(-1))
         size = np.maximum(size, np.median(size)) if size.size else size
         size = np.where((size > 0) & np.isfinite(size), size, 1.0)[chosen]
         steps.append(step * size[:, None] * float(RATIO) ** -np.arange(richardson + 1))
-    found = _quotients(call, rest, list(cotangent), list(floats), list(indices), steps)
+    program = jax.jit(functools.partial(_quotients, call))
+    found = program(rest, list(cotangent), list(floats), list(indices), steps)
     return [_extrapolated(*(np.asarray(a, "float64") for a in pair)) for pair in found]
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def _quotients(call, rest, cotangent, floats, indices, steps):
     """For each of `floats`, indices [n] and steps [n, K]: the quotients, and how much of them is rounding, both [n, K].
 
     One evaluation after another, which any function bears; the results are subtracted before they are summed, so that
-    large ones that do not change take no digits.
+    large ones that do not change take no digits, and are not counted as rounded.
     """
 
     def quotients(which, indices, steps):
@@ -118,25 +126,35 @@ def _quotients(call, rest, cotangent, floats, indices, steps):
         def evaluated(flat):
             return call([*floats[:which], flat.reshape(a.shape), *floats[which + 1 :]], rest)
 
-        def quotient(point):
-            i, step = point
+        def element(point):
+            i, steps = point
             flat = a.reshape(-1)
-            up, down = flat.at[i].add(step.astype(a.dtype)), flat.at[i].add(-step.astype(a.dtype))
-            change = rounding = 0.0
-            for c, high, low in zip(cotangent, evaluated(up), evaluated(down), strict=True):
-                change += jnp.sum(c * (high - low))
-                rounding += jnp.sum(jnp.abs(c) * jnp.maximum(jnp.abs(high), jnp.abs(low)) * jnp.finfo(c.dtype).eps)
-            width = up[i] - down[i]  # what the step became in this dtype
-            return change / width, rounding / width
 
-        points = jnp.repeat(indices, steps.shape[1]), steps.reshape(-1)
-        return [q.reshape(steps.shape) for q in jax.lax.map(quotient, points)]
+            def quotient(moving, step):
+                up, down = flat.at[i].add(step.astype(a.dtype)), flat.at[i].add(-step.astype(a.dtype))
+                change = rounding = 0.0
+                moved = []
+                for c, m, high, low in zip(cotangent, moving, evaluated(up), evaluated(down), strict=True):
+                    change += jnp.sum(c * (high - low))
+                    # A step may be too small for a result to show it, which a larger one told.
+                    moved.append(m | (high != low))
+                    size = jnp.where(moved[-1], jnp.maximum(jnp.abs(high), jnp.abs(low)), 0)
+                    rounding += jnp.sum(jnp.abs(c) * size * jnp.finfo(high.dtype).eps)
+                width = up[i] - down[i]  # what the step became in this dtype
+                return moved, (change / width, rounding / width)
+
+            return jax.lax.scan(quotient, [jnp.zeros(jnp.shape(c), bool) for c in cotangent], steps)[1]
+
+        return jax.lax.map(element, (indices, steps))
 
     return [quotients(which, i, s) for which, (i, s) in enumerate(zip(indices, steps, strict=True))]
 
 
-def _extrapolated(quotients: np.ndarray, roundings: np.ndarray) -> np.ndarray:
-    """Ridders' choice: of all extrapolations of [n, K] quotients the one least different from those it is made of."""
+def _extrapolated(quotients: np.ndarray, roundings: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Ridders' choice: of all extrapolations of [n, K] quotients the one least different from those it is made of.
+
+    -> (it, that difference with the rounding)
+    """
     best = quotients[:, 0]
     least = np.full(best.shape, np.inf)
     previous = [best]
@@ -150,7 +168,9 @@ def _extrapolated(quotients: np.ndarray, roundings: np.ndarray) -> np.ndarray:
                 better = error < least
                 best, least = np.where(better, row[j], best), np.where(better, error, least)
             previous = row
-    return best
+    # None at all, where larger steps had one, may be the function's rounding to another dtype inside.
+    seen = np.min(np.abs(quotients), axis=1, initial=np.inf, where=quotients != 0)
+    return best, np.where((best == 0) & np.isfinite(seen), np.maximum(least, seen), least)
 
 
 @dataclasses.dataclass(frozen=True)

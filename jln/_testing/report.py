@@ -9,6 +9,11 @@ from typing import Any
 
 import numpy as np
 
+# An error of this many times what the differences may be off is no fault of theirs. Their estimate counts one rounding
+# of each result, and a function makes many more.
+SURE = 100
+UNSURE = "unsure: the differences lack the digits to tell (does f compute in float32 inside?); give a reference"
+
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
@@ -23,7 +28,8 @@ class Tolerance:
 class Row:
     """The worst element of one argument's gradient (or of one result): the one that is most of its tolerance away.
 
-    against: "reference" or "differences". compared: how many elements were. size: how many there are.
+    against: "reference" or "differences". compared: how many elements were. size: how many there are. unsure: whether
+    it is not `ok` for want of digits in the differences, and may yet be right.
     """
 
     name: str
@@ -36,6 +42,7 @@ class Row:
     compared: int
     size: int
     ok: bool
+    unsure: bool = False
 
     @classmethod
     def worst(
@@ -46,8 +53,9 @@ class Row:
         expected: Any,
         tolerance: Tolerance,
         indices: np.ndarray | None = None,
+        uncertainty: Any = 0.0,
     ) -> Row:
-        """`indices`: of the flattened elements that `expected` has, if not all."""
+        """indices: of the flattened elements that `expected` has, if not all. uncertainty: how far off it may be."""
         shape, size = np.shape(got), np.size(got)
         indices = np.arange(size) if indices is None else indices
         a = np.asarray(got, "float64").reshape(-1)[indices]
@@ -59,12 +67,16 @@ class Row:
             limit = tolerance.absolute + tolerance.relative * np.abs(t)
             good = (error <= limit) & (np.isfinite(limit) | (a == t))  # an infinity is within its tolerance of nothing
             part = np.where(error == 0, 0.0, error / limit)
+            unsure = ~good & (uncertainty > limit) & (error <= SURE * uncertainty)
+        part = np.where(
+            unsure, part / np.max(part, initial=1.0, where=unsure), part
+        )  # what is WRONG for sure goes first
         badness = np.where(np.isfinite(part), part, np.inf)  # NaN, which compares with nothing, is the worst
         at = int(np.argmax(badness))
         index = tuple(int(i) for i in np.unravel_index(indices[at], shape))
         worst_got, worst_expected, worst_error, allowed = (float(b[at]) for b in (a, t, error, limit))
-        counts = len(indices), size
-        return cls(name, against, index, worst_got, worst_expected, worst_error, allowed, *counts, bool(good.all()))
+        verdict = len(indices), size, bool(good.all()), bool(unsure[at])
+        return cls(name, against, index, worst_got, worst_expected, worst_error, allowed, *verdict)
 
     @property
     def badness(self) -> float:
@@ -73,13 +85,21 @@ class Row:
             return 0.0
         return self.error / self.tolerance if self.tolerance and math.isfinite(self.error) else math.inf
 
+    @property
+    def verdict(self) -> str:
+        return "ok" if self.ok else "unsure" if self.unsure else "WRONG"
+
+    @property
+    def _rank(self) -> tuple[bool, bool, float]:
+        return not self.unsure, not self.ok, self.badness
+
     @staticmethod
     def merged(rows: Iterable[Row]) -> tuple[Row, ...]:
-        """One row for each name, in order: the worse one."""
+        """One row for each name, in order: the worse one; of an unsure one and another, the other."""
         found: dict[str, Row] = {}
         for row in rows:
             other = found.get(row.name)
-            if other is None or (not row.ok, row.badness) > (not other.ok, other.badness):
+            if other is None or row._rank > other._rank:
                 found[row.name] = row
         return tuple(found.values())
 
@@ -110,8 +130,11 @@ class Report:
         for r in self.rows:
             numbers = (f"{r.got:.6e}", f"{r.expected:.6e}", f"{r.error:.1e}", f"{r.tolerance:.1e}")
             compared = f"{r.compared}" if r.compared == r.size else f"{r.compared} of {r.size}"
-            lines.append((r.name, r.against, compared, str(list(r.index)), *numbers, "ok" if r.ok else "WRONG"))
-        return "\n".join([self.title, *aligned(lines, left=(0, 1, 3, 8))])
+            if not r.compared:
+                numbers = ("-",) * len(numbers)
+            lines.append((r.name, r.against, compared, str(list(r.index)), *numbers, r.verdict))
+        notes = [UNSURE] if any(r.unsure for r in self.rows) else []
+        return "\n".join([self.title, *aligned(lines, left=(0, 1, 3, 8)), *notes])
 
 
 def aligned(lines: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
