@@ -57,7 +57,7 @@ def timed(name: str, train: Callable[[], tuple[Any, float, str]], accuracy: Call
 
 
 def report(runs: Sequence[Run], goal: float) -> bool:
-    """Print the runs, jln's and the framework's by turns; whether all reached the goal, and each pair the same place."""
+    """Print the runs, jln's and the framework's by turns; whether all reached the goal and no pair parted."""
     table = Table("layers", "last loss", "test accuracy", "seconds", title=f"{TEST} test digits, {jax.devices()[0]}")
     for run in runs:
         table.add_row(run.name, f"{run.loss:.4f}", f"{run.accuracy:.1%}", f"{run.seconds:.1f}")
