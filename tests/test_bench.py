@@ -144,6 +144,7 @@ def test_all_peers_of_jax_are_right_and_timed(name, platform, monkeypatch):
     chosen = [PEERS[p] for p in names if PEERS[p].missing(platform) is None]
     records = measure.measure(SMALL[name], chosen, platform, SETTINGS)
     directions = ["forward", "backward", "both"] if "backward" in SMALL[name].directions else ["forward"]
+    directions += ["gradient"] if platform == "cpu" else []
     assert [(r["peer"], r["direction"]) for r in records] == [(p.name, d) for p in chosen for d in directions]
     for record in records:
         assert record["status"] == "timed", record
@@ -289,7 +290,7 @@ def test_tables_results_and_plots(capsys, small, tmp_path):
     assert status == 0 and "norm: layer_norm of 6x40 in bfloat16. small" in out
     assert "copy 1.0 GB/s, matrix product 0.01 TFLOP/s" in out and "wall clock, dispatch included" in out
     assert [line.split()[:2] for line in out.splitlines() if line.startswith("  jln")] == [
-        ["jln", d] for d in ("forward", "backward", "both", "forward")
+        ["jln", d] for d in ("forward", "backward", "both", "gradient", "forward")
     ]
     assert "both: the fastest JAX peer takes" in out
     saved = json.loads((tmp_path / "results.json").read_text())
@@ -297,6 +298,9 @@ def test_tables_results_and_plots(capsys, small, tmp_path):
     for record in saved["records"]:
         assert record["gb_per_s"] == pytest.approx(record["bytes_once"] / record["median"] / 1e9)
         assert record["of_ceiling"] == pytest.approx(record["bytes_once"] / 1e9 / record["median"])
+    moved = {(r["workload"], r["direction"]): r["bytes_once"] for r in saved["records"]}
+    assert moved["norm", "both"] == moved["norm", "forward"] + moved["norm", "backward"]
+    assert moved["norm", "gradient"] == moved["norm", "backward"]
     for name in ("speed", "ceiling"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 

@@ -53,7 +53,7 @@ def measure(workload: Workload, peers: Sequence[Peer], platform: str, settings: 
     for peer in peers:
         why = peer.missing(platform)
         try:
-            pending += [] if why else _pending(workload, peer, arguments, cotangents)
+            pending += [] if why else _pending(workload, peer, platform, arguments, cotangents)
         except Unsupported as error:
             why = str(error)
         except Exception as error:  # whatever a peer raises is its own affair, and the others' are measured
@@ -110,14 +110,16 @@ class _Pending:
     finish: Callable[[Any], list[Program]]
 
 
-def _pending(workload, peer, arguments, cotangents) -> list[_Pending]:
+def _pending(workload, peer, platform, arguments, cotangents) -> list[_Pending]:
     function = function_of(workload, peer)
     if peer.framework == "jax":
-        return [_jax_programs(workload, peer, function, arguments, cotangents)]
+        return [_jax_programs(workload, peer, platform, function, arguments, cotangents)]
     from jln._bench import torch_peers
 
     made = []
     for direction, call in torch_peers.calls(workload, function, arguments, cotangents).items():
+        if direction == "gradient" and platform != "cpu":
+            continue
         run = Run(f"{peer.name}_{direction}", call, torch_peers.finish, torch_peers.PAUSE)
         call()  # compiles, tunes
         outputs = lambda call=call: [torch_peers.to_jax(a) for a in call()]  # noqa: E731
@@ -126,8 +128,10 @@ def _pending(workload, peer, arguments, cotangents) -> list[_Pending]:
     return [_Pending(peer, lambda: None, lambda _: made)]
 
 
-def _jax_programs(workload, peer, function, arguments, cotangents) -> _Pending:
-    """The backward program takes what another one, which nobody times, leaves for it."""
+def _jax_programs(workload, peer, platform, function, arguments, cotangents) -> _Pending:
+    """The backward program takes what another one, which nobody times, leaves for it. On the CPU, where writing y out
+    is a good part of the time, there is one more program, "gradient": both directions, and y thrown away.
+    """
     dy = tuple(cotangents) if workload.adds else cotangents[0]
     jobs: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {"forward": (function, tuple(arguments))}
     trees = []
@@ -145,6 +149,8 @@ def _jax_programs(workload, peer, function, arguments, cotangents) -> _Pending:
         jobs["residuals"] = residuals, tuple(arguments)
         jobs["backward"] = backward, ()
         jobs["both"] = workload.step(function), (*arguments, *cotangents)
+        if platform == "cpu":
+            jobs["gradient"] = lambda *arrays: workload.step(function)(*arrays)[1:], jobs["both"][1]
     lowered: dict[str, jax.stages.Lowered] = {}
     for direction, (f, given) in jobs.items():
         if direction == "backward":
@@ -226,8 +232,11 @@ def _record(workload, program, status, worst, reason, times: Times | None) -> di
         found["reason"] = reason
     if times is None:
         return found
-    direction = None if program.direction == "both" else program.direction
-    moved, flops = workload.bytes_once(direction), workload.product_flops(direction)
+    if program.direction == "gradient":  # of bytes at least what the backward pass alone takes
+        moved, flops = workload.bytes_once("backward"), workload.product_flops()
+    else:
+        direction = None if program.direction == "both" else program.direction
+        moved, flops = workload.bytes_once(direction), workload.product_flops(direction)
     return found | {
         "clock": times.clock,
         "median": times.median,

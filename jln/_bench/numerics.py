@@ -111,7 +111,8 @@ class Truth:
 
     def worst(self, got: Sequence[jax.Array], direction: str, count: int) -> Worst:
         """got: what a program of that direction returned, the first `count` of a step's being its results."""
-        chosen = {"forward": slice(None, count), "backward": slice(count, None), "both": slice(None)}[direction]
+        gradients = slice(count, None)
+        chosen = {"forward": slice(count), "backward": gradients, "gradient": gradients, "both": slice(None)}[direction]
         found = []
         with jax.enable_x64(True):
             parts = zip(

@@ -17,7 +17,7 @@ COLOURS = {
     "torch.compile": "#bcbd22",
     "liger": "#2ca02c",
 }
-DIRECTIONS = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
+DIRECTIONS = {"forward": "forward", "backward": "backward", "both": "forward + backward", "gradient": "gradient alone"}
 
 
 def draw(results: dict[str, Any], folder: pathlib.Path) -> list[pathlib.Path]:
@@ -40,8 +40,9 @@ def draw(results: dict[str, Any], folder: pathlib.Path) -> list[pathlib.Path]:
         if not workloads:
             continue
         figure = Figure(figsize=(13, 1.9 + 0.26 * len(workloads)), layout="constrained")
-        axes = figure.subplots(1, len(DIRECTIONS), sharey=True, sharex=True)
-        for ax, (direction, title) in zip(axes, DIRECTIONS.items(), strict=True):
+        shown = [direction for direction in DIRECTIONS if any(d == direction for _, d in values)]
+        axes = figure.subplots(1, len(shown), sharey=True, sharex=True, squeeze=False)[0]
+        for ax, direction in zip(axes, shown, strict=True):
             for peer, colour in COLOURS.items():
                 points = [
                     (values[w, direction][peer], y)
@@ -51,7 +52,7 @@ def draw(results: dict[str, Any], folder: pathlib.Path) -> list[pathlib.Path]:
                 if points:
                     ax.plot(*zip(*points, strict=True), "o", color=colour, markersize=6, alpha=0.85, label=peer)
             ax.axvline(line, color=COLOURS["jln"] if name == "speed" else "black", linewidth=1, zorder=0)
-            ax.set_title(title, fontsize=10)
+            ax.set_title(DIRECTIONS[direction], fontsize=10)
             ax.grid(axis="both", alpha=0.25, which="both")
             if name == "speed":
                 ax.set_xscale("log")
@@ -62,7 +63,7 @@ def draw(results: dict[str, Any], folder: pathlib.Path) -> list[pathlib.Path]:
                 ax.set_xlim(left=0)
         axes[0].set_yticks(range(len(workloads)), workloads, fontsize=8)
         axes[0].set_ylim(len(workloads) - 0.5, -0.5)
-        axes[1].set_xlabel(label)
+        figure.supxlabel(label, fontsize=10)
         handles = {k: h for ax in axes for h, k in zip(*ax.get_legend_handles_labels(), strict=True)}
         figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), frameon=False)
         where = results["environment"]

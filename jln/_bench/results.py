@@ -110,7 +110,7 @@ def summary(records: list[dict[str, Any]]) -> list[str]:
     lines = []
     found = relative(records)
     norms = {k: v for k, v in found.items() if k[0] in ALL and not ALL[k[0]].is_linear and k[0] not in BLOCKS}
-    for direction in ("forward", "backward", "both"):
+    for direction in ("forward", "backward", "both", "gradient"):
         fastest = [
             min(ratio for peer, ratio in by.items() if PEERS[peer].framework == "jax")
             for (_, d), by in norms.items()

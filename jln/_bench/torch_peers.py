@@ -92,7 +92,7 @@ def finish(_: Any = None) -> None:
 def calls(
     workload: Workload, function: Callable[..., Any], arguments: Sequence[jax.Array], cotangents: Sequence[jax.Array]
 ) -> dict[str, Callable[[], list[torch.Tensor]]]:
-    """From each direction to a call that runs it: "forward", "backward" and "both", as JAX's programs."""
+    """From each direction to a call that runs it: "forward", "backward", "both" and "gradient", as JAX's programs."""
     named = dict(zip(ARGUMENTS[workload.operator], arguments, strict=True))
     leaves = [to_torch(a, workload.dtype).requires_grad_() for a in named.values()]
     dys = [to_torch(a, workload.dtype) for a in cotangents]
@@ -117,6 +117,7 @@ def calls(
             return [*(a.detach() for a in made), *torch.autograd.grad(made, wanted, dys)]
 
         found["both"] = both
+        found["gradient"] = lambda: both()[len(workload.results) :]
     return found
 
 

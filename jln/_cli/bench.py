@@ -44,7 +44,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     names: Annotated[bool, typer.Option("--list", help="Print the workloads and the peers.")] = False,
 ) -> None:
-    """Time forward, backward and both, of jln and of what it would replace, and what memory they take.
+    """Time forward, backward and both (on the CPU also the gradient alone), of jln and of what it would replace.
 
     Every number is compared with float64 before anything is timed: a peer that is wrong is reported so, and not timed.
     On a GPU times are the device's own, the L2 cold; on the CPU the wall clock's. Exits with 1 if jln is wrong.
