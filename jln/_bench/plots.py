@@ -63,7 +63,7 @@ def draw(results: dict[str, Any], folder: pathlib.Path) -> list[pathlib.Path]:
                 ax.set_xlim(left=0)
         axes[0].set_yticks(range(len(workloads)), workloads, fontsize=8)
         axes[0].set_ylim(len(workloads) - 0.5, -0.5)
-        figure.supxlabel(label, fontsize=10)
+        axes[len(axes) // 2].set_xlabel(label)
         handles = {k: h for ax in axes for h, k in zip(*ax.get_legend_handles_labels(), strict=True)}
         figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), frameon=False)
         where = results["environment"]
