@@ -123,7 +123,7 @@ def formula_of_other_platforms(x, residual, scale, offset):
     """That of the CPU has fences of its own."""
     options = {"subtract_mean": True, "zero_centered_scale": False, "save_statistics": False, "batch_dims": 0}
     parameters = (scale[None, :], offset[None, :])
-    return xla.forward(x, residual, *parameters, axis=-1, epsilon=1e-6, **options)[:2]
+    return xla.forward(x, residual, *parameters, axis=-1, epsilon=1e-6, y_dtype=x.dtype, **options)[:2]
 
 
 # A mean of 1000, where neighbours in 16 bits are 1 or 4 apart: the sum that is not rounded is another row. Whole rows,
