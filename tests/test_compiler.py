@@ -128,7 +128,7 @@ def worker():
             os.environ["TRITON_INTERPRET"] = before
 
 
-# One chip with every switch on takes a minute and a half on two cores; CI runs more of the others.
+# One chip with every switch on takes a minute and a half on two cores; the others are heavy.
 COMBINATIONS = [
     pytest.param(s, c, marks=[] if (s, c) == ("everything", "h200") else [pytest.mark.heavy])
     for s in SWITCHES
@@ -265,7 +265,7 @@ def assert_fits(made, stack=0):
     assert [what for what, _, shared, limit, *_ in made if shared > limit] == []
 
 
-# The chip of the byte table, with every switch on, takes half a minute; of the others CI runs a part.
+# The chip of the byte table, with every switch on, takes half a minute; the others are heavy.
 LINEAR_COMBINATIONS = [
     pytest.param(s, c, d, marks=[] if (s, c, d) == ("everything", "h200", "bfloat16") else [pytest.mark.heavy])
     for s in SWITCHES
