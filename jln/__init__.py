@@ -5,10 +5,11 @@ from typing import Any
 
 from jln import reference
 from jln._modules import Route, explain
-from jln.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from jln.layer_norm import STATISTICS, add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jln.layer_norm_linear import layer_norm_linear, rms_norm_linear
 
 __all__ = [
+    "STATISTICS",
     "Route",
     "add_layer_norm",
     "add_rms_norm",
@@ -21,11 +22,11 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-_ON_DEMAND = ("convert", "equinox", "haiku", "linen", "nnx", "program")
+_ON_DEMAND = ("convert", "equinox", "haiku", "linen", "nnx", "program", "testing")
 
 
 def __getattr__(name: str) -> Any:
-    """The modules that need a framework, each imported only when it is asked for."""
+    """What is beside the operators, and may need a framework: imported when it is asked for."""
     if name in _ON_DEMAND:
         return importlib.import_module(f"jln.{name}")
     raise AttributeError(f"module 'jln' has no attribute {name!r}")

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 import jln
 import workbench
-from jln.layer_norm import STATISTICS
 
 NORMS = {"layer_norm": "so", "rms_norm": "s", "add_layer_norm": "so", "add_rms_norm": "s"}
 OPTIONAL = NORMS | {"layer_norm_linear": "sob", "rms_norm_linear": "sb"}
@@ -101,7 +100,7 @@ def checkpointed(f, a, **options):
     return jax.grad(lambda *v: jnp.sum(jnp.sin(twice(*v))), every(a))(*a)
 
 
-save_statistics = jax.checkpoint_policies.save_only_these_names(STATISTICS)
+save_statistics = jax.checkpoint_policies.save_only_these_names(jln.STATISTICS)
 
 
 def vmapped(f, a, which):

@@ -30,6 +30,13 @@ def test_importing_jln_imports_no_framework():
     assert loaded.strip() == "[]"
 
 
+def test_what_is_beside_the_operators_needs_no_import_of_its_own():
+    assert (
+        python("import jln; print(jln.testing.check_vjp.__name__, jln.STATISTICS)").strip()
+        == "check_vjp jln_statistics"
+    )
+
+
 def test_default_on_the_cpu_needs_no_triton():
     code = """
 import sys

@@ -8,13 +8,12 @@ from jax.sharding import PartitionSpec as P
 
 import jln
 from jln import program
-from jln.layer_norm import STATISTICS
 
 if not program._folders("jax_plugins.xla_cuda13"):
     pytest.skip('compiling for an absent GPU needs pip install "jln[cuda13]"', allow_module_level=True)
 
 M, H, N = 2048, 1024, 3072
-save_statistics = jax.checkpoint_policies.save_only_these_names(STATISTICS)
+save_statistics = jax.checkpoint_policies.save_only_these_names(jln.STATISTICS)
 
 
 def struct(*shape, dtype="bfloat16", sharding=None):
