@@ -259,6 +259,32 @@ def test_dense_of_an_int_has_the_values_of_flaxs_dense():
     )
 
 
+@pytest.mark.parametrize("cls", [ours.LayerNormDense, ours.RMSNormDense])
+def test_what_flax_shows_of_a_pair_are_arrays(cls):
+    """Captured intermediates, interceptors and `tabulate` see no norm that is not computed yet."""
+    x = normal(0, (3, 8), "float32")
+    module = cls((2, 3))
+    calls = []
+
+    def interceptor(call, args, kwargs, context):
+        y = call(*args, **kwargs)
+        calls.append((context.module.name, context.method_name))
+        assert all(isinstance(a, jax.Array) for a in (*args, y))
+        return y
+
+    with nn.intercept_methods(interceptor):
+        variables = module.init(jax.random.key(0), x)
+        assert calls == [("norm", "__call__"), ("dense", "__call__"), (None, "__call__")]
+        calls.clear()
+        y, captured = module.apply(variables, x, capture_intermediates=True)
+        assert calls == [(None, "__call__")]
+        cls((2, 3), dot_general=jax.lax.dot_general).apply(variables, x)  # apart: as in Flax
+        assert calls[1:] == [("norm", "__call__"), ("dense", "__call__"), (None, "__call__")]
+    assert captured == {"intermediates": {"__call__": (y,)}}
+    table = module.tabulate(jax.random.key(0), x, console_kwargs={"width": 200})
+    assert all(name in table for name in (cls.__name__, "DenseGeneral", "float32[3,2,3]"))
+
+
 BAD = {
     "an axis out of range": (lambda c: c(reduction_axes=7), jnp.ones(SHAPE)),
     "a feature axis out of range": (lambda c: c(feature_axes=7), jnp.ones(SHAPE)),
