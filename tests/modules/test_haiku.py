@@ -214,6 +214,62 @@ def test_linear_of_another_dtype_is_not_fused():
         assert y.dtype == (jnp.bfloat16 if params is variables else jnp.float32)
 
 
+@pytest.mark.parametrize("cls", [ours.LayerNormLinear, ours.RMSNormLinear])
+def test_what_haiku_shows_of_a_pair_are_arrays(cls):
+    """Interceptors and `tabulate` see no norm that is not computed yet, and getters the modules' own parameters."""
+    x = normal(0, (3, 8), "float32")
+    module = hk.without_apply_rng(hk.transform(lambda x: cls(5)(x)))
+    params = module.init(jax.random.key(0), x)
+    called, read = [], []
+
+    def interceptor(call, args, kwargs, context):
+        y = call(*args, **kwargs)
+        if context.method_name != "__init__":
+            called.append(f"{context.module.module_name}.{context.method_name}")
+            assert isinstance(y, jax.Array)
+            assert not any(isinstance(a, _modules.Deferred) for a in args)
+        return y
+
+    def getter(call, value, context):
+        read.append(context.full_name)
+        return call(2 * value)
+
+    def observed(x):
+        with hk.intercept_methods(interceptor), hk.custom_getter(getter):
+            return cls(5)(x)
+
+    y = hk.transform(observed).apply(params, None, x)
+    np.testing.assert_array_equal(y, module.apply(jax.tree.map(lambda a: 2 * a, params), x))
+    name = "rms_norm" if cls is ours.RMSNormLinear else "layer_norm"
+    assert sorted(read) == sorted(f"{module}/{a}" for module, inner in params.items() for a in inner)
+    assert set(called) == {f"{name}_linear{rest}" for rest in (f"/{name}.parameter", "/linear.parameter", ".__call__")}
+    assert f"{name}_linear/linear" in hk.experimental.tabulate(module)(x)
+
+
+def multi(function):
+    """As two functions."""
+
+    def made():
+        return function, {"one": function, "two": lambda x: 2 * function(x)}
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("transform", "calls"),
+    [
+        (hk.transform, 1),
+        (hk.transform_with_state, 1),
+        (lambda f: hk.multi_transform(multi(f)), 2),
+        (lambda f: hk.multi_transform_with_state(multi(f)), 2),
+    ],
+)
+@pytest.mark.parametrize("strip", [lambda a: a, hk.without_apply_rng], ids=["rng", "no rng"])
+def test_explain_of_every_transform(transform, calls, strip):
+    routes = jln.explain(strip(transform(lambda x: ours.RMSNormLinear(5, name="pair")(x))), jnp.ones((3, 8)))
+    assert [(r.layer, r.path) for r in routes] == calls * [("jln.haiku.RMSNormLinear pair", "fused")]
+
+
 BAD = {
     "an axis that is a string": lambda c: c("foo"),
     "an axis of strings": lambda c: c(["foo"]),
