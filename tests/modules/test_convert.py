@@ -225,6 +225,29 @@ def test_nnx_norm_transformed_before_the_linear(use, affine):
         model(x)
 
 
+def test_nnx_captured_intermediates_are_flaxs():
+    """Also the norm's result, which the model sows and `method_outputs` lists."""
+
+    def use(self, x):
+        z = self.norm(x)
+        self.sow(nnx.Intermediate, "z", z)
+        return self.inner.up(z)
+
+    def captured(model):
+        y, intermediates = nnx.capture(model, nnx.Intermediate, method_outputs=nnx.Intermediate)(x)
+        return y, nnx_pure(intermediates)
+
+    x = normal(0, (4, 8), "float32")
+    model = Declared(nnx.Rngs(0), use)
+    theirs = captured(model)
+    assert theirs[1]["norm"]["__call__"][0].shape == x.shape
+    convert.nnx(model, fuse=True)
+    jax.tree.map(close, captured(model), theirs)
+    pair = jln.nnx.RMSNormLinear(8, 3, rngs=nnx.Rngs(0))
+    y, seen = captured(pair)
+    jax.tree.map(np.testing.assert_array_equal, seen, {"__call__": (y,), "linear": {"__call__": (y,)}})
+
+
 def test_nnx_norm_and_linear_transformed_alike():
     x = normal(0, (4, 8), "float32")
     model = Declared(nnx.Rngs(0), lambda self, x: jax.vmap(self.inner.up)(jax.vmap(self.norm)(x)))
