@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jln.linen  # noqa: F401  `explain` traces an nnx.bridge.ToLinen as it does every Linen module
 from jln import _modules
 
 try:
