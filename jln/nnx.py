@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jln.linen  # noqa: F401  `explain` traces an nnx.bridge.ToLinen as it does every Linen module
 from jln import _modules
 
 try:
@@ -27,6 +26,8 @@ try:
     from flax.nnx.nn import dtypes
 except ImportError as error:
     raise ImportError(_modules.missing("jln.nnx", "Flax", "flax")) from error
+
+import jln.linen  # noqa: E402, F401  `explain` traces an nnx.bridge.ToLinen as it does every Linen module
 
 __all__ = ["LayerNorm", "LayerNormLinear", "RMSNorm", "RMSNormLinear"]
 
