@@ -27,7 +27,7 @@ try:
 except ImportError as error:
     raise ImportError(_modules.missing("jln.nnx", "Flax", "flax")) from error
 
-import jln.linen  # noqa: E402, F401  `explain` traces an nnx.bridge.ToLinen as it does every Linen module
+import jln.linen  # noqa: F401  `explain` traces an nnx.bridge.ToLinen as it does every Linen module
 
 __all__ = ["LayerNorm", "LayerNormLinear", "RMSNorm", "RMSNormLinear"]
 

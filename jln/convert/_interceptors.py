@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from jln import _modules
 from jln._modules import Route
@@ -70,7 +71,7 @@ def _swap(
                 _modules.note(name, "plain", "not swapped: a subclass may compute something else")
                 result = next_fun(*args, **kwargs)
         routes.extend(route for route in dict.fromkeys(taken) if route not in routes)
-        if isinstance(result, jax.core.Tracer):
+        if isinstance(result, Tracer):
             _traced[framework].update(dict.fromkeys(taken))
         return result
 

@@ -147,3 +147,32 @@ def test_automatic_names_metadata_and_lifted_transformations():
 
     # six layers of float32, each gradient the sum of 4 rows
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), gradients(ours), gradients(nn))
+
+
+@pytest.mark.parametrize("cls", [ours.LayerNormDense, ours.RMSNormDense])
+def test_pairs_inside_of_lifted_transformations(cls):
+    """vmap with parameters of each example's own, map_variables, and a scope shared with the parent."""
+    x = normal(0, (4, 8), "float32")
+
+    class Shared(nn.Module):
+        def setup(self):
+            self.inner = cls(8)
+            nn.share_scope(self, self.inner)
+
+        def __call__(self, x):
+            return self.inner(x)
+
+    each = nn.vmap(cls, variable_axes={"params": 0}, split_rngs={"params": True})(8)
+    doubled = nn.map_variables(cls, "params", lambda params: jax.tree.map(lambda a: 2 * a, params))(8)
+    variables = randomised(cls(8).init(jax.random.key(0), x))
+    y = cls(8).apply(variables, x)
+    assert jax.tree.structure(Shared().init(jax.random.key(0), x)) == jax.tree.structure(variables)
+    np.testing.assert_array_equal(Shared().apply(variables, x), y)
+    twice = jax.tree.map(lambda a: 2 * a, variables)
+    np.testing.assert_array_equal(doubled.apply(variables, x), cls(8).apply(twice, x))
+    own = randomised(each.init(jax.random.key(0), x))
+    rows = [cls(8).apply(jax.tree.map(lambda a, i=i: a[i], own), x[i]) for i in range(4)]
+    # sums of 8 float32 products
+    np.testing.assert_allclose(each.apply(own, x), jnp.stack(rows), rtol=1e-5, atol=1e-5)
+    for module, params in ((Shared(), variables), (doubled, variables), (each, own)):
+        assert [route.path for route in jln.explain(module.apply, params, x)] == ["fused"]
