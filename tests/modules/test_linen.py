@@ -10,8 +10,9 @@ import pytest
 pytest.importorskip("flax")
 from flax import linen as nn
 
+import jln
 from jln import linen as ours
-from parity import described, normal
+from parity import described, normal, randomised
 
 SHAPE = (3, 4, 8)
 MASK = np.random.default_rng(0).random(SHAPE) > 0.3
