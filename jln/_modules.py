@@ -132,6 +132,10 @@ class Norm:
     subtract_mean: bool
     y_dtype: jnp.dtype
 
+    @property
+    def name(self) -> str:
+        return "LayerNorm" if self.subtract_mean else "RMSNorm"
+
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["x", "scale", "offset"], meta_fields=["norm"])
 @dataclasses.dataclass(frozen=True)
@@ -296,6 +300,25 @@ def computed(layer: str, found: Deferred | str, plain: Callable[[], Any]) -> Any
 def deferred(layer: str, found: Deferred | str, plain: Callable[[], Any]) -> Any:
     """Likewise for a Linear that knows what to do with a `Deferred`, and that will note the path."""
     return computed(layer, found, plain) if isinstance(found, str) else found
+
+
+def pair_computed(
+    layer: str, found: Callable[[], jax.Array] | str, norm: Callable[[], Any], linear: Callable[[Any], Any]
+) -> Any:
+    """What a norm and a Linear compute: as one operator, or each called for itself because of `found`.
+
+    Only arrays pass between the two layers, for a framework may show each call to its users.
+    """
+    if not isinstance(found, str):
+        note(layer, "fused", "all arguments are the operator's")
+        return found()
+    taken: list[Route] = []
+    with _listening((taken,)):
+        z = norm()
+    own = [route for route in taken if route.path == "plain"]
+    for route in own or [Route(layer, "kernel" if taken else "plain", f"not fused: {found}")]:
+        note(*route)
+    return linear(z)
 
 
 def linear_computed(

@@ -1,4 +1,4 @@
-"""Equinox's LayerNorm and RMSNorm on jln's operators, and a LayerNorm fused with the Linear behind it.
+"""Equinox's LayerNorm and RMSNorm on jln's operators, and either of them fused with the Linear behind it.
 
     from jln.equinox import LayerNorm, RMSNorm    # instead of: from equinox.nn import LayerNorm, RMSNorm
 
@@ -9,7 +9,7 @@ a shape of no axes, ...) Equinox's own code does; `jln.explain(layer, x)` tells 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ try:
 except ImportError as error:
     raise ImportError(_modules.missing("jln.equinox", "Equinox", "equinox")) from error
 
-__all__ = ["LayerNorm", "LayerNormLinear", "RMSNorm"]
+__all__ = ["LayerNorm", "LayerNormLinear", "RMSNorm", "RMSNormLinear"]
 
 # As they are now, should somebody put ours in their place.
 EquinoxLayerNorm = eqx.nn.LayerNorm
@@ -47,7 +47,45 @@ class RMSNorm(EquinoxRMSNorm):
         return _with_state(_normalised(self, x, super().__call__), state)
 
 
-class LayerNormLinear(eqx.Module):
+class _NormLinear(eqx.Module):
+    """A norm of `_norm_class` and the Linear behind it."""
+
+    norm: EquinoxLayerNorm | EquinoxRMSNorm
+    linear: eqx.nn.Linear
+    _norm_class: ClassVar[Any]
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        use_weight: bool = True,
+        use_offset: bool = True,
+        use_bias: bool = True,
+        dtype: Any = None,
+        *,
+        key: jax.Array,
+    ):
+        self.norm = self._norm_class(in_features, eps, use_weight, use_offset, dtype)
+        self.linear = eqx.nn.Linear(in_features, out_features, use_bias, dtype, key=key)
+
+    def __call__(self, x: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
+        """x `[H]` -> `[N]`; `key` is ignored, as by Equinox."""
+        name = f"jln.equinox.{_kind(self.norm)}Linear"
+        norm = _prepared(self.norm, x)
+        if isinstance(norm, str):
+            return self.linear(_modules.computed(name, norm, lambda: _plain(self.norm, x)))
+        kernel, bias = self.linear.weight.T, self.linear.bias
+        dtype = jnp.result_type(norm.norm.y_dtype, kernel, *([] if bias is None else [bias]))
+        found: Any = norm.linear_obstacle(kernel.shape, dtype)
+        if "scalar" in (self.linear.in_features, self.linear.out_features):
+            found = "the Linear has a scalar side"
+        if found is None:
+            found = lambda: norm.linear(kernel, bias, None)  # noqa: E731
+        return _modules.linear_computed(name, norm, found, self.linear)
+
+
+class LayerNormLinear(_NormLinear):
     """A `LayerNorm` and the `equinox.nn.Linear` behind it, `linear(norm(x))`, as one operator that keeps only `x` for
     the backward. Its fields are the two layers, the second with the initial values that `key` gives it in Equinox.
 
@@ -62,37 +100,13 @@ class LayerNormLinear(eqx.Module):
       key: as of `equinox.nn.Linear`.
     """
 
-    norm: EquinoxLayerNorm | EquinoxRMSNorm
-    linear: eqx.nn.Linear
+    _norm_class: ClassVar[Any] = LayerNorm
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        eps: float = 1e-5,
-        use_weight: bool = True,
-        use_offset: bool = True,
-        use_bias: bool = True,
-        dtype: Any = None,
-        *,
-        key: jax.Array,
-    ):
-        self.norm = LayerNorm(in_features, eps, use_weight, use_offset, dtype)  # pyright: ignore[reportCallIssue]
-        self.linear = eqx.nn.Linear(in_features, out_features, use_bias, dtype, key=key)
 
-    def __call__(self, x: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
-        """x `[H]` -> `[N]`; `key` is ignored, as by Equinox."""
-        norm = _prepared(self.norm, x)
-        if isinstance(norm, str):
-            return self.linear(_modules.computed("jln.equinox.LayerNormLinear", norm, lambda: _plain(self.norm, x)))
-        kernel, bias = self.linear.weight.T, self.linear.bias
-        dtype = jnp.result_type(norm.norm.y_dtype, kernel, *([] if bias is None else [bias]))
-        found: Any = norm.linear_obstacle(kernel.shape, dtype)
-        if "scalar" in (self.linear.in_features, self.linear.out_features):
-            found = "the Linear has a scalar side"
-        if found is None:
-            found = lambda: norm.linear(kernel, bias, None)  # noqa: E731
-        return _modules.linear_computed("jln.equinox.LayerNormLinear", norm, found, self.linear)
+class RMSNormLinear(_NormLinear):
+    """Likewise with an `RMSNorm`, which in Equinox has an offset too; the arguments are those of `LayerNormLinear`."""
+
+    _norm_class: ClassVar[Any] = RMSNorm
 
 
 class Deferred(eqx.Module):
@@ -111,6 +125,14 @@ class FusedLayerNormLinear(LayerNormLinear):
         return super().__call__(x.x) if isinstance(x, Deferred) else self.linear(x)
 
 
+class FusedRMSNormLinear(RMSNormLinear):
+    """Likewise."""
+
+    def __call__(self, x: Any, *, key: jax.Array | None = None) -> jax.Array:
+        """x: a `Deferred` or `[H]` -> `[N]`; `key` is ignored, as by Equinox."""
+        return super().__call__(x.x) if isinstance(x, Deferred) else self.linear(x)
+
+
 class DeferredNorm(eqx.Module):
     """Stands where a norm was that `jln.convert.equinox` fused with the Linear behind it."""
 
@@ -119,7 +141,11 @@ class DeferredNorm(eqx.Module):
 
 
 def _normalised(layer: EquinoxLayerNorm | EquinoxRMSNorm, x: Any, plain: Any) -> jax.Array:
-    return _modules.computed(f"jln.equinox.{type(layer).__name__}", _prepared(layer, x), lambda: plain(x))
+    return _modules.computed(f"jln.equinox.{_kind(layer)}", _prepared(layer, x), lambda: plain(x))
+
+
+def _kind(layer: EquinoxLayerNorm | EquinoxRMSNorm) -> str:
+    return "LayerNorm" if isinstance(layer, EquinoxLayerNorm) else "RMSNorm"
 
 
 def _plain(layer: EquinoxLayerNorm | EquinoxRMSNorm, x: Any) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Haiku's LayerNorm and RMSNorm on jln's operators, and a LayerNorm fused with the Linear behind it.
+"""Haiku's LayerNorm and RMSNorm on jln's operators, and either of them fused with the Linear behind it.
 
     from jln.haiku import LayerNorm, RMSNorm    # instead of: from haiku import LayerNorm, RMSNorm
 
@@ -11,6 +11,7 @@ large against its spread; here all is in float32, rounded once, and the variance
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -27,7 +28,7 @@ try:
 except ImportError as error:
     raise ImportError(_modules.missing("jln.haiku", "Haiku", "haiku")) from error
 
-__all__ = ["LayerNorm", "LayerNormLinear", "RMSNorm"]
+__all__ = ["LayerNorm", "LayerNormLinear", "RMSNorm", "RMSNormLinear"]
 
 # As they are now, should somebody put ours in their place.
 HaikuLayerNorm = hk.LayerNorm
@@ -52,9 +53,29 @@ class RMSNorm(HaikuRMSNorm):
         return call(self, super().__call__, inputs)
 
 
-class LayerNormLinear(hk.Module):
+class _NormLinear(hk.Module):
+    """A norm over the last axis and the Linear behind it; `_norm` and `_linear` make them with a name."""
+
+    _norm: Callable[..., Any]
+    _linear: Callable[..., Any]
+
+    def __call__(self, inputs: jax.Array, *, precision: jax.lax.PrecisionLike = None) -> jax.Array:
+        """inputs `[..., H]` -> `[..., output_size]`; `precision` is the Linear's."""
+        norm = self._norm()
+        linear = self._linear(name="linear")
+        return _modules.pair_computed(
+            f"jln.haiku.{_kind(norm)}Linear {self.module_name}",
+            _fused(norm, linear, inputs, precision),
+            lambda: norm(inputs),
+            lambda z: linear(z, precision=precision),
+        )
+
+
+class LayerNormLinear(_NormLinear):
     """A `haiku.LayerNorm` over the last axis and the `haiku.Linear` behind it as one operator that keeps only the
     inputs for the backward. Parameters and initial values are those of Haiku's two modules, "layer_norm" and "linear".
+
+    Where both are one operator the two modules are not called, and interceptors see only how their parameters are read.
 
     Args:
       output_size: as of `haiku.Linear`.
@@ -83,43 +104,73 @@ class LayerNormLinear(hk.Module):
         name: str | None = None,
     ):
         super().__init__(name=name)
-        self._norm = (-1, create_scale, create_offset, eps, scale_init, offset_init)
-        self._linear = (output_size, with_bias, w_init, b_init)
-
-    def __call__(self, inputs: jax.Array, *, precision: jax.lax.PrecisionLike = None) -> jax.Array:
-        """inputs `[..., H]` -> `[..., output_size]`; `precision` is the Linear's."""
-        norm = _DeferringLayerNorm(*self._norm, param_axis=-1, name="layer_norm")
-        return _FusedLinear(*self._linear, name="linear")(norm(inputs), precision=precision)
+        norm = (-1, create_scale, create_offset, eps, scale_init, offset_init)
+        self._norm = functools.partial(_ReadLayerNorm, *norm, param_axis=-1, name="layer_norm")
+        self._linear = functools.partial(_ReadLinear, output_size, with_bias, w_init, b_init)
 
 
-class _DeferringLayerNorm(HaikuLayerNorm):
-    """A LayerNorm that leaves its work to the Linear behind it."""
+class RMSNormLinear(_NormLinear):
+    """Likewise with a `haiku.RMSNorm`, named "rms_norm".
 
-    def __call__(self, inputs: Any, scale: Any = None, offset: Any = None) -> Any:
-        plain = super().__call__
-        return _modules.deferred(_name(self), _prepared(self, inputs, scale, offset), lambda: plain(inputs))
+    Args:
+      output_size: as of `haiku.Linear`.
+      create_scale: as of `haiku.RMSNorm`.
+      eps: as of `haiku.RMSNorm`.
+      scale_init: as of `haiku.RMSNorm`.
+      with_bias: as of `haiku.Linear`.
+      w_init: as of `haiku.Linear`.
+      b_init: as of `haiku.Linear`.
+      name: of the module.
+    """
+
+    def __init__(
+        self,
+        output_size: int,
+        create_scale: bool = True,
+        eps: float = 1e-5,
+        scale_init: hk.initializers.Initializer | None = None,
+        with_bias: bool = True,
+        w_init: hk.initializers.Initializer | None = None,
+        b_init: hk.initializers.Initializer | None = None,
+        name: str | None = None,
+    ):
+        super().__init__(name=name)
+        self._norm = functools.partial(_ReadRMSNorm, -1, eps, scale_init, "rms_norm", create_scale, param_axis=-1)
+        self._linear = functools.partial(_ReadLinear, output_size, with_bias, w_init, b_init)
 
 
-class _FusedLinear(hk.Linear):
-    """`haiku.Linear` which does the work of a norm that was left to it."""
+class _Read(hk.Module):
+    """A module whose parameters another one reads: under its name, through the user's getters."""
 
-    def __call__(self, inputs: Any, *, precision: Any = None) -> jax.Array:
-        plain = super().__call__
-        if not isinstance(inputs, _modules.Deferred):
-            return plain(inputs, precision=precision)
-        found: Any
-        if hk.running_init():
-            found = "Haiku's own code makes the parameters"
-        else:
-            dtype = inputs.norm.y_dtype
-            shape = [inputs.x.shape[-1], self.output_size]
-            w = hk.get_parameter("w", shape, dtype, init=self.w_init)
-            b = hk.get_parameter("b", shape[1:], dtype, init=self.b_init) if self.with_bias else None
-            found = inputs.linear_obstacle(w.shape, jnp.result_type(dtype, w, *([] if b is None else [b])))
-            if found is None:
-                found = lambda: inputs.linear(w, b, precision)  # noqa: E731
-        name = f"jln.haiku.LayerNormLinear {self.module_name.rpartition('/')[0]}"
-        return _modules.linear_computed(name, inputs, found, lambda z: plain(z, precision=precision))
+    def parameter(self, name: str, shape: Any, dtype: Any, init: Any) -> jax.Array:
+        return _parameter(name, shape, dtype, init)
+
+
+class _ReadLayerNorm(_Read, LayerNorm):
+    pass
+
+
+class _ReadRMSNorm(_Read, RMSNorm):
+    pass
+
+
+class _ReadLinear(_Read, hk.Linear):
+    pass
+
+
+def _fused(norm: Any, linear: Any, inputs: Any, precision: Any) -> Callable[[], jax.Array] | str:
+    """Both modules as one operator, or why they must be called. Neither is called here: nobody sees half a result."""
+    if hk.running_init():
+        return "Haiku's own code makes the parameters"
+    ready = _prepared(norm, inputs, None, None, norm.parameter)
+    if isinstance(ready, str):
+        return ready
+    dtype = ready.norm.y_dtype
+    shape = [ready.x.shape[-1], linear.output_size]
+    w = linear.parameter("w", shape, dtype, linear.w_init)
+    b = linear.parameter("b", shape[1:], dtype, linear.b_init) if linear.with_bias else None
+    obstacle = ready.linear_obstacle(w.shape, jnp.result_type(dtype, w, *([] if b is None else [b])))
+    return obstacle or (lambda: ready.linear(w, b, precision))
 
 
 def call(layer: Norm, plain: Callable[..., jax.Array], inputs: Any, scale: Any = None, offset: Any = None) -> jax.Array:
@@ -127,15 +178,24 @@ def call(layer: Norm, plain: Callable[..., jax.Array], inputs: Any, scale: Any =
     if not isinstance(layer, HaikuLayerNorm) and (scale is not None or offset is not None):
         return plain(inputs, scale, offset)  # which takes no such arguments, and says so
     given = (scale, offset) if isinstance(layer, HaikuLayerNorm) else ()
-    return _modules.computed(_name(layer), _prepared(layer, inputs, scale, offset), lambda: plain(inputs, *given))
+    found = _prepared(layer, inputs, scale, offset, _parameter)
+    return _modules.computed(f"jln.haiku.{_kind(layer)} {layer.module_name}", found, lambda: plain(inputs, *given))
 
 
-def _name(layer: Norm) -> str:
-    return f"jln.haiku.{'LayerNorm' if isinstance(layer, HaikuLayerNorm) else 'RMSNorm'} {layer.module_name}"
+def _kind(layer: Norm) -> str:
+    return "LayerNorm" if isinstance(layer, HaikuLayerNorm) else "RMSNorm"
 
 
-def _prepared(layer: Norm, inputs: Any, scale: Any, offset: Any) -> _modules.Deferred | str:
-    """Makes or reads the parameters as Haiku does, unless it returns a reason: then Haiku's own code does, or has."""
+def _parameter(name: str, shape: Any, dtype: Any, init: Any) -> jax.Array:
+    return hk.get_parameter(name, shape, dtype, init=init)
+
+
+def _prepared(
+    layer: Norm, inputs: Any, scale: Any, offset: Any, parameter: Callable[..., jax.Array]
+) -> _modules.Deferred | str:
+    """parameter: makes or reads one as Haiku does. It is called unless there is a reason to be returned: then Haiku's
+    own code makes or reads them, or has.
+    """
     if not all(a is None or isinstance(a, jax.Array | np.ndarray) for a in (inputs, scale, offset)):
         return "an argument is not an array"
     inputs = jnp.asarray(inputs)
@@ -154,9 +214,9 @@ def _prepared(layer: Norm, inputs: Any, scale: Any, offset: Any) -> _modules.Def
         return f"eps is a {type(layer.eps).__name__}"
     shape = _parameter_shape(_axes(layer.param_axis, inputs.ndim, wrap=True), inputs.shape)
     if layer.create_scale:
-        scale = hk.get_parameter("scale", shape, inputs.dtype, init=layer.scale_init)
+        scale = parameter("scale", shape, inputs.dtype, layer.scale_init)
     if isinstance(layer, HaikuLayerNorm) and layer.create_offset:
-        offset = hk.get_parameter("offset", shape, inputs.dtype, init=layer.offset_init)
+        offset = parameter("offset", shape, inputs.dtype, layer.offset_init)
     parameters = [None if a is None else jnp.asarray(a) for a in (scale, offset)]
     return _modules.prepared(
         inputs,
@@ -190,14 +250,19 @@ def _must_name_param_axis(layer: Norm) -> bool:
 
 @_modules.traceable.register(hk.Transformed)
 @_modules.traceable.register(hk.TransformedWithState)
+@_modules.traceable.register(hk.MultiTransformed)
+@_modules.traceable.register(hk.MultiTransformedWithState)
 def _(model: Any) -> Callable[..., Any]:
-    def traced(*args: Any, **kwargs: Any) -> Any:
+    """Of `hk.multi_transform` every function is called, in the order of the tree, with the same arguments."""
+
+    def traced(*args: Any, **kwargs: Any) -> None:
         key = jax.random.key(0)
         with _modules.unnoted():  # of the call that makes the parameters, in which nothing is fused
             made = model.init(key, *args, **kwargs)
-        made = made if isinstance(model, hk.TransformedWithState) else (made,)
-        # what hk.without_apply_rng returns has no rng
-        rng = (key,) if "rng" in inspect.signature(model.apply).parameters else ()
-        return model.apply(*made, *rng, *args, **kwargs)
+        made = made if isinstance(model, hk.TransformedWithState | hk.MultiTransformedWithState) else (made,)
+        for apply in jax.tree.leaves(model.apply):
+            # what hk.without_apply_rng returns has no rng
+            rng = (key,) if "rng" in inspect.signature(apply).parameters else ()
+            apply(*made, *rng, *args, **kwargs)
 
     return traced

@@ -1,4 +1,4 @@
-"""Flax Linen's LayerNorm and RMSNorm on jln's operators, and a LayerNorm fused with the Dense behind it.
+"""Flax Linen's LayerNorm and RMSNorm on jln's operators, and either of them fused with the Dense behind it.
 
     from jln.linen import LayerNorm, RMSNorm    # instead of: from flax.linen import LayerNorm, RMSNorm
 
@@ -26,7 +26,7 @@ try:
 except ImportError as error:
     raise ImportError(_modules.missing("jln.linen", "Flax", "flax")) from error
 
-__all__ = ["LayerNorm", "LayerNormDense", "RMSNorm"]
+__all__ = ["LayerNorm", "LayerNormDense", "RMSNorm", "RMSNormDense"]
 
 # As they are now, should somebody put ours in their place.
 FlaxLayerNorm = nn.LayerNorm
@@ -53,9 +53,61 @@ class RMSNorm(FlaxRMSNorm):
         return call(self, super().__call__, x, mask=mask)
 
 
-class LayerNormDense(nn.Module):
+class _NormDense(nn.Module):
+    """A norm named "norm" and a `flax.linen.DenseGeneral` named "dense" behind it."""
+
+    features: int | Sequence[int]
+    use_bias: bool = True
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    precision: Any = None
+    kernel_init: nn.initializers.Initializer = nn.linear.default_kernel_init
+    bias_init: nn.initializers.Initializer = initializers.zeros_init()
+    promote_dtype: Any = dtypes.promote_dtype
+    dot_general: Any = None
+    dot_general_cls: Any = None
+    epsilon: float = 1e-6
+    use_scale: bool = True
+    scale_init: nn.initializers.Initializer = initializers.ones
+
+    @nn.nowrap
+    def _norm(self, **options: Any) -> Norm:
+        raise NotImplementedError
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        """x `[..., H]` -> `[..., *features]`; `mask` is the norm's."""
+        norm = self._norm(
+            epsilon=self.epsilon,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            use_scale=self.use_scale,
+            scale_init=self.scale_init,
+            name="norm",
+        )
+        dense = nn.DenseGeneral(
+            features=self.features,
+            use_bias=self.use_bias,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            precision=self.precision,
+            kernel_init=self.kernel_init,
+            bias_init=self.bias_init,
+            promote_dtype=self.promote_dtype,
+            dot_general=self.dot_general,
+            dot_general_cls=self.dot_general_cls,
+            name="dense",
+        )
+        name = f"jln.linen.{_kind(norm)}Dense {'/'.join(self.path)}".rstrip()
+        return _modules.pair_computed(name, _fused(norm, dense, x, mask), lambda: norm(x, mask=mask), dense)
+
+
+class LayerNormDense(_NormDense):
     """A `LayerNorm` named "norm" and a `flax.linen.DenseGeneral` named "dense" behind it, `dense(norm(x))`, as one
     operator that keeps only `x` for the backward. Parameters and initial values are those of Flax's two layers.
+
+    Where both are one operator the two layers are not called: `nn.intercept_methods` and `capture_intermediates` see
+    this layer's call alone. Where they are not, and in `init`, each is called.
 
     Attributes:
       features: int or tuple, the number of output features.
@@ -70,107 +122,81 @@ class LayerNormDense(nn.Module):
       dot_general_cls: of the Dense.
       epsilon: of the norm.
       use_scale: of the norm.
-      use_offset: the norm's `use_bias`.
       scale_init: of the norm.
+      use_offset: the norm's `use_bias`.
       offset_init: the norm's `bias_init`.
     """
 
-    features: int | Sequence[int]
-    use_bias: bool = True
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
-    precision: Any = None
-    kernel_init: nn.initializers.Initializer = nn.linear.default_kernel_init
-    bias_init: nn.initializers.Initializer = initializers.zeros_init()
-    promote_dtype: Any = dtypes.promote_dtype
-    dot_general: Any = None
-    dot_general_cls: Any = None
-    epsilon: float = 1e-6
-    use_scale: bool = True
     use_offset: bool = True
-    scale_init: nn.initializers.Initializer = initializers.ones
     offset_init: nn.initializers.Initializer = initializers.zeros
 
-    @nn.compact
-    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        """x `[..., H]` -> `[..., *features]`; `mask` is the norm's."""
-        norm = _DeferringLayerNorm(
-            epsilon=self.epsilon,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            use_scale=self.use_scale,
-            use_bias=self.use_offset,
-            scale_init=self.scale_init,
-            bias_init=self.offset_init,
-            name="norm",
-        )
-        dense = _FusedDense(
-            features=self.features,
-            use_bias=self.use_bias,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            precision=self.precision,
-            kernel_init=self.kernel_init,
-            bias_init=self.bias_init,
-            promote_dtype=self.promote_dtype,
-            dot_general=self.dot_general,
-            dot_general_cls=self.dot_general_cls,
-            name="dense",
-        )
-        return dense(norm(x, mask=mask))
+    @nn.nowrap
+    def _norm(self, **options: Any) -> Norm:
+        return LayerNorm(use_bias=self.use_offset, bias_init=self.offset_init, **options)
 
 
-class _DeferringLayerNorm(FlaxLayerNorm):
-    """A LayerNorm that leaves its work to the Dense behind it."""
+class RMSNormDense(_NormDense):
+    """Likewise with an `RMSNorm`. Its attributes are those of `LayerNormDense` without `use_offset` and `offset_init`,
+    which an RMSNorm does not have.
+    """
 
-    @nn.compact
-    def __call__(self, x: Any, *, mask: jax.Array | None = None) -> Any:
-        plain = super().__call__
-        return _modules.deferred(_name(self), _prepared(self, x, mask), lambda: plain(x, mask=mask))
-
-
-class _FusedDense(nn.DenseGeneral):
-    """`flax.linen.DenseGeneral` over the last axis which does the work of a norm that was left to it."""
-
-    @nn.compact
-    def __call__(self, inputs: Any) -> jax.Array:
-        plain = super().__call__
-        if not isinstance(inputs, _modules.Deferred):
-            return plain(inputs)
-        found: Any
-        if not self.has_variable("params", "kernel"):
-            found = "Flax's own code makes the parameters"
-        elif self.dot_general is not None or self.dot_general_cls is not None:
-            found = "the Dense has a product of its own"
-        elif self.promote_dtype is not dtypes.promote_dtype:
-            found = "the Dense has its own promote_dtype"
-        else:
-            kernel, bias = (nn.meta.unbox(self.get_variable("params", name)) for name in ("kernel", "bias"))
-            found = self._fused(inputs, kernel, bias if self.use_bias else None)
-        name = f"jln.linen.LayerNormDense {'/'.join(self.path[:-1])}".rstrip()
-        return _modules.linear_computed(name, inputs, found, plain)
-
-    def _fused(self, norm: _modules.Deferred, kernel: jax.Array, bias: jax.Array | None) -> Any:
-        features = (self.features,) if isinstance(self.features, int) else tuple(self.features)
-        if kernel.shape[1:] != features or (self.use_bias and (bias is None or bias.shape != features)):
-            return "the parameters do not have the shapes that features ask for"
-        dtype = dtypes.canonicalize_dtype(jnp.empty((), norm.norm.y_dtype), kernel, bias, dtype=self.dtype)
-        obstacle = norm.linear_obstacle(kernel.shape, dtype)
-        return obstacle or (lambda: norm.linear(kernel, bias, self.precision))
+    @nn.nowrap
+    def _norm(self, **options: Any) -> Norm:
+        return RMSNorm(**options)
 
 
 def call(layer: Norm, plain: Callable[..., jax.Array], x: Any, *, mask: Any = None) -> jax.Array:
     """The call of a norm, from within it; `plain` is Flax's own."""
-    return _modules.computed(_name(layer), _prepared(layer, x, mask), lambda: plain(x, mask=mask))
+
+    def parameter(name: str, init: Any, shape: Sequence[int]) -> jax.Array:
+        return layer.param(name, init, shape, layer.param_dtype)
+
+    name = f"jln.linen.{_kind(layer)} {'/'.join(layer.path)}".rstrip()
+    return _modules.computed(name, _prepared(layer, x, mask, parameter), lambda: plain(x, mask=mask))
 
 
-def _name(layer: Norm) -> str:
-    cls = "LayerNorm" if isinstance(layer, FlaxLayerNorm) else "RMSNorm"
-    return f"jln.linen.{cls} {'/'.join(layer.path)}".rstrip()
+def _kind(layer: Norm) -> str:
+    return "LayerNorm" if isinstance(layer, FlaxLayerNorm) else "RMSNorm"
 
 
-def _prepared(layer: Norm, x: Any, mask: Any) -> _modules.Deferred | str:
-    """Makes or reads the parameters as Flax does, unless it returns a reason: then Flax's own code will."""
+def _fused(norm: Norm, dense: nn.DenseGeneral, x: Any, mask: Any) -> Callable[[], jax.Array] | str:
+    """Both layers as one operator, or why they must be called. Neither is called here: nobody sees half a result."""
+    if dense.dot_general is not None or dense.dot_general_cls is not None:
+        return "the Dense has a product of its own"
+    if dense.promote_dtype is not dtypes.promote_dtype:
+        return "the Dense has its own promote_dtype"
+    if not isinstance(x, jax.Array | np.ndarray) or x.ndim == 0:
+        return "x has no axes"
+    features = (dense.features,) if isinstance(dense.features, int) else tuple(dense.features)
+    use_offset = isinstance(norm, FlaxLayerNorm) and norm.use_bias
+    found = {}
+    for layer, name, used, shape in (
+        (norm, "scale", norm.use_scale, x.shape[-1:]),
+        (norm, "bias", use_offset, x.shape[-1:]),
+        (dense, "kernel", True, (x.shape[-1], *features)),
+        (dense, "bias", dense.use_bias, features),
+    ):
+        if not used:
+            continue
+        if not layer.has_variable("params", name):
+            return "Flax's own code makes the parameters"
+        a = nn.meta.unbox(layer.get_variable("params", name))
+        if jnp.shape(a) != shape:
+            return "the parameters do not have the shapes that x and features ask for"
+        found[layer.name, name] = a
+    ready = _prepared(norm, x, mask, lambda name, *_: found["norm", name])
+    if isinstance(ready, str):
+        return ready
+    kernel, bias = found["dense", "kernel"], found.get(("dense", "bias"))
+    dtype = dtypes.canonicalize_dtype(jnp.empty((), ready.norm.y_dtype), kernel, bias, dtype=dense.dtype)
+    obstacle = ready.linear_obstacle(kernel.shape, dtype)
+    return obstacle or (lambda: ready.linear(kernel, bias, dense.precision))
+
+
+def _prepared(layer: Norm, x: Any, mask: Any, parameter: Callable[..., jax.Array]) -> _modules.Deferred | str:
+    """parameter: (name, init, shape) -> a parameter, made or read as Flax does; it is called unless there is a reason
+    to be returned: then Flax's own code makes or reads them.
+    """
     if mask is not None:
         return "mask is given"
     if layer.axis_name is not None:
@@ -200,8 +226,8 @@ def _prepared(layer: Norm, x: Any, mask: Any) -> _modules.Deferred | str:
     if isinstance(found, str):
         return found
     return found.with_parameters(
-        layer.param("scale", layer.scale_init, shape, layer.param_dtype) if layer.use_scale else None,
-        layer.param("bias", layer.bias_init, shape, layer.param_dtype) if use_bias else None,
+        parameter("scale", layer.scale_init, shape) if layer.use_scale else None,
+        parameter("bias", layer.bias_init, shape) if use_bias else None,
     )
 
 

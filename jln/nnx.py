@@ -1,4 +1,4 @@
-"""Flax NNX's LayerNorm and RMSNorm on jln's operators, and a LayerNorm fused with the Linear behind it.
+"""Flax NNX's LayerNorm and RMSNorm on jln's operators, and either of them fused with the Linear behind it.
 
     from jln.nnx import LayerNorm, RMSNorm    # instead of: from flax.nnx import LayerNorm, RMSNorm
 
@@ -27,7 +27,9 @@ try:
 except ImportError as error:
     raise ImportError(_modules.missing("jln.nnx", "Flax", "flax")) from error
 
-__all__ = ["LayerNorm", "LayerNormLinear", "RMSNorm"]
+import jln.linen  # noqa: F401  `explain` traces an nnx.bridge.ToLinen as it does every Linen module
+
+__all__ = ["LayerNorm", "LayerNormLinear", "RMSNorm", "RMSNormLinear"]
 
 # As they are now, should somebody put ours in their place.
 FlaxLayerNorm = nnx.LayerNorm
@@ -50,7 +52,18 @@ class RMSNorm(FlaxRMSNorm):
         return _modules.computed("jln.nnx.RMSNorm", _prepared(self, x, mask), lambda: _plain(self, x, mask))
 
 
-class LayerNormLinear(nnx.Module):
+class _NormLinear(nnx.Module):
+    """A norm and the Linear behind it."""
+
+    norm: LayerNorm | RMSNorm
+    linear: nnx.Linear | nnx.LinearGeneral
+
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        """x `[..., H]` -> `[..., *features]`; `mask` is the norm's."""
+        return self.linear(_deferred(self.norm, x, mask))
+
+
+class LayerNormLinear(_NormLinear):
     """A `LayerNorm` and the Linear behind it, `linear(norm(x))`, as one operator that keeps only `x` for the backward.
 
     Its parameters are those of the two, `norm.scale`, `norm.bias`, `linear.kernel` and `linear.bias`, with the initial
@@ -103,26 +116,75 @@ class LayerNormLinear(nnx.Module):
             bias_metadata=offset_metadata,
             **both,
         )
-        cls: Any = FusedLinear if isinstance(out_features, int) else FusedLinearGeneral
-        self.linear = cls(in_features, out_features, **linear_options, **both)
+        self.linear = _linear(in_features, out_features, **linear_options, **both)
 
-    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        """x `[..., H]` -> `[..., *features]`; `mask` is the norm's."""
-        return self.linear(_deferred(self.norm, x, mask))
+    __call__ = _NormLinear.__call__  # nnx.capture sees a class's own methods only
+
+
+class RMSNormLinear(_NormLinear):
+    """An `RMSNorm` and the Linear behind it, likewise; parameters `norm.scale`, `linear.kernel` and `linear.bias`.
+
+    Args:
+      in_features: H.
+      out_features: N, or a tuple: then the Linear is a `flax.nnx.LinearGeneral`.
+      epsilon: as of `flax.nnx.RMSNorm`.
+      use_scale: as of `flax.nnx.RMSNorm`.
+      scale_init: as of `flax.nnx.RMSNorm`.
+      scale_metadata: as of `flax.nnx.RMSNorm`.
+      dtype: of both layers.
+      param_dtype: of both layers.
+      promote_dtype: of both layers.
+      rngs: as of Flax's layers.
+      **linear_options: every other argument of the Linear.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | Sequence[int],
+        *,
+        epsilon: float = 1e-6,
+        use_scale: bool = True,
+        scale_init: nnx.Initializer = nnx.initializers.ones,
+        scale_metadata: Mapping[str, Any] = MappingProxyType({}),
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        promote_dtype: Any = dtypes.promote_dtype,
+        rngs: nnx.Rngs,
+        **linear_options: Any,
+    ):
+        both = {"dtype": dtype, "param_dtype": param_dtype, "promote_dtype": promote_dtype, "rngs": rngs}
+        self.norm = RMSNorm(
+            in_features,
+            epsilon=epsilon,
+            use_scale=use_scale,
+            scale_init=scale_init,
+            scale_metadata=scale_metadata,
+            **both,
+        )
+        self.linear = _linear(in_features, out_features, **linear_options, **both)
+
+    __call__ = _NormLinear.__call__
 
 
 class DeferringLayerNorm(LayerNorm):
-    """A LayerNorm that leaves its work to the one Linear behind it; `jln.convert.nnx` makes it."""
+    """A LayerNorm that leaves its work to the one Linear behind it, unless `nnx.capture` watches and wants an array;
+    `jln.convert.nnx` makes it.
+    """
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> Any:
-        return _deferred(self, x, mask)
+        return super().__call__(x, mask=mask) if _is_captured(self) else _deferred(self, x, mask)
 
 
 class DeferringRMSNorm(RMSNorm):
     """Likewise."""
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> Any:
-        return _deferred(self, x, mask)
+        return super().__call__(x, mask) if _is_captured(self) else _deferred(self, x, mask)
+
+
+def _is_captured(layer: nnx.Module) -> bool:
+    return hasattr(layer, "__captures__")
 
 
 class FusedLinear(nnx.Linear):
@@ -145,12 +207,17 @@ class FusedLinearGeneral(nnx.LinearGeneral):
         own_product = self.dot_general is not None or self.dot_general_cls is not None
         if tuple(self.axis) not in ((-1,), (inputs.x.ndim - 1,)) or self.batch_axis:
             return _modules.linear_computed(
-                "jln.nnx.LayerNormLinear",
+                f"jln.nnx.{inputs.norm.name}Linear",
                 inputs,
                 "the Linear is not over the last axis alone",
                 lambda z: plain(z, *args, **kwargs),
             )
         return _fused(self, inputs, own_product, plain, args, kwargs)
+
+
+def _linear(in_features: int, out_features: int | Sequence[int], **options: Any) -> Any:
+    cls: Any = FusedLinear if isinstance(out_features, int) else FusedLinearGeneral
+    return cls(in_features, out_features, **options)
 
 
 def _prepared(layer: FlaxLayerNorm | FlaxRMSNorm, x: Any, mask: Any) -> _modules.Deferred | str:
@@ -219,7 +286,7 @@ def _fused(
         found = norm.linear_obstacle(kernel.shape, dtype)
         if found is None:
             found = lambda: norm.linear(kernel, bias, layer.precision)  # noqa: E731
-    return _modules.linear_computed("jln.nnx.LayerNormLinear", norm, found, lambda z: plain(z, *args, **kwargs))
+    return _modules.linear_computed(f"jln.nnx.{norm.norm.name}Linear", norm, found, lambda z: plain(z, *args, **kwargs))
 
 
 @_modules.traceable.register(nnx.Module)

@@ -14,19 +14,21 @@ and `fuse=True`, or for a class that was not written for jln by `fuse={Block: [(
 subclasses too. If anything else reads the norm's result, it raises TypeError: what it gets is no array. It is a pytree
 that holds the norm's input and, in Flax NNX, its parameters, so what maps over a pytree (`jax.lax.psum`,
 `jax.tree.map`, ...) must not stand between the two: it would change those instead of the result. A transformation
-around the norm alone that gives them another shape (`jax.vmap`, `jax.lax.scan`) raises TypeError.
+around the norm alone that gives them another shape (`jax.vmap`, `jax.lax.scan`) raises TypeError. While `nnx.capture`
+watches, the norm's result is an array, and nothing is fused; `sow` without it stores that pytree.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jln._modules import Route
+from jln.convert import _interceptors
 from jln.convert._common import Change, Conversion, Pairs
+from jln.convert._interceptors import Routes
 
-__all__ = ["Change", "Conversion", "equinox", "haiku", "linen", "nnx"]
+__all__ = ["Change", "Conversion", "Routes", "equinox", "haiku", "linen", "nnx"]
 
 
 def nnx(model: Any, *, copy: bool = False, fuse: bool | Mapping[type, Pairs] = False) -> Conversion:
@@ -78,22 +80,20 @@ def equinox(model: Any, *, fuse: bool | Mapping[type, Pairs] = False) -> Convers
 
 
 @contextlib.contextmanager
-def linen() -> Iterator[Sequence[Route]]:
+def linen() -> Iterator[Routes]:
     """A context in which every `flax.linen.LayerNorm` and `RMSNorm` that is called computes as jln's.
 
     A function under `jax.jit` is traced again inside, and runs as before outside. Yields a list that grows with every
-    layer that is called, or traced, for the first time in the context: its name, path and why, as in `jln.explain`.
+    layer that is called or traced in the context: its name, path and why, as in `jln.explain`. What an earlier context
+    traced JAX does not trace again; such layers are in the list's `earlier`, and `jln.explain(function, *args)` in the
+    context tells which of them are a function's.
     """
-    from jln.convert import _interceptors
-
     with _interceptors.linen() as routes:
         yield routes
 
 
 @contextlib.contextmanager
-def haiku() -> Iterator[Sequence[Route]]:
+def haiku() -> Iterator[Routes]:
     """A context in which every `haiku.LayerNorm` and `RMSNorm` that is called computes as jln's; see `linen`."""
-    from jln.convert import _interceptors
-
     with _interceptors.haiku() as routes:
         yield routes

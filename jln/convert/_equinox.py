@@ -40,7 +40,7 @@ def convert(model: Any, fuse: bool | Mapping[type, Pairs]) -> Conversion:
             changes.append(
                 Change(f"{path}.{pair[0]}", named(type(norm)), named(ours.DeferredNorm), f"moved into {into}")
             )
-            changes.append(Change(into, named(type(linear)), named(ours.FusedLayerNormLinear), f"fused with {pair[0]}"))
+            changes.append(Change(into, named(type(linear)), named(_fused_class(norm)), f"fused with {pair[0]}"))
         return node
 
     converted = _everywhere(model, lambda a: isinstance(a, tuple(SWAPPED)), swap)
@@ -90,7 +90,11 @@ def _as(cls: type, layer: Any) -> Any:
 
 
 def _fused(norm: Any, linear: Any) -> Any:
-    return _made(ours.FusedLayerNormLinear, {"norm": norm, "linear": linear})
+    return _made(_fused_class(norm), {"norm": norm, "linear": linear})
+
+
+def _fused_class(norm: Any) -> type:
+    return ours.FusedLayerNormLinear if isinstance(norm, ours.LayerNorm) else ours.FusedRMSNormLinear
 
 
 def _made(cls: type, fields: dict[str, Any]) -> Any:

@@ -39,26 +39,31 @@ def normal(seed: int, shape: Sequence[int], dtype: Any) -> jax.Array:
     return jnp.asarray(np.random.default_rng([seed, *shape]).standard_normal(shape)).astype(dtype)
 
 
-def pairwise(arguments: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+def pairwise(arguments: Mapping[str, Sequence[Any]], only_layer_norm: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Few choices of a value for each argument, in which every pair of values of two arguments occurs; the first is
-    every argument's first value, the default.
+    every argument's first value, the default. Where the argument "norm" is "RMSNorm", those that only a LayerNorm has
+    are left out.
 
     Greedy: each row takes, argument by argument, the value that settles most pairs still open.
     """
-    names = list(arguments)
+    names = sorted(arguments, key=lambda name: name != "norm")
+    rms = list(arguments.get("norm", ())).index("RMSNorm") if "norm" in arguments else None
+
+    def left_out(name: str, row: Mapping[str, int]) -> bool:
+        return name in only_layer_norm and rms is not None and row.get("norm") == rms
+
     open_pairs = {
         (a, i, b, j)
         for a, b in itertools.combinations(names, 2)
         for i in range(len(arguments[a]))
         for j in range(len(arguments[b]))
+        if not left_out(b, {a: i})
     }
     rows = []
 
-    def settled(row: dict[str, int], name: str, value: int) -> set:
-        row = row | {name: value}
-        return {
-            p for p in open_pairs if name in (p[0], p[2]) and row.get(p[0], -1) == p[1] and row.get(p[2], -1) == p[3]
-        }
+    def settled(row: dict[str, int]) -> set:
+        row = {name: value for name, value in row.items() if not left_out(name, row)}
+        return {p for p in open_pairs if row.get(p[0], -1) == p[1] and row.get(p[2], -1) == p[3]}
 
     while open_pairs or not rows:
         row: dict[str, int] = {}
@@ -67,19 +72,21 @@ def pairwise(arguments: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
         else:
             a, i, b, j = min(open_pairs, key=str)
             row = {a: i, b: j}
+            if rms is not None and {a, b} & set(only_layer_norm):
+                row["norm"] = 1 - rms
             for name in names:
                 if name not in row:
-                    row[name] = max(range(len(arguments[name])), key=lambda v: len(settled(row, name, v)))
-        open_pairs -= {p for p in open_pairs if row[p[0]] == p[1] and row[p[2]] == p[3]}
-        rows.append({name: arguments[name][row[name]] for name in names})
+                    row[name] = max(range(len(arguments[name])), key=lambda v: len(settled(row | {name: v})))
+        open_pairs -= settled(row)
+        rows.append({name: arguments[name][row[name]] for name in names if not left_out(name, row)})
     return rows
 
 
-def pairwise_parameters(arguments: Mapping[str, Sequence[Any]]) -> list[Any]:
+def pairwise_parameters(arguments: Mapping[str, Sequence[Any]], only_layer_norm: Sequence[str] = ()) -> list[Any]:
     """`pairwise` for parametrize. Without the heavy ones every single value still occurs."""
     seen: set[tuple[str, int]] = set()
     parameters = []
-    for row in pairwise(arguments):
+    for row in pairwise(arguments, only_layer_norm):
         values = {(name, next(i for i, v in enumerate(arguments[name]) if v is row[name])) for name in row}
         marks = [pytest.mark.heavy] if values <= seen else []
         seen |= values

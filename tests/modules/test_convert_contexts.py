@@ -126,3 +126,27 @@ def test_haiku_context_refuses_what_haiku_refuses(create_scale):
     for context in (contextlib.nullcontext(), convert.haiku()):
         with context, pytest.raises(TypeError):
             model.init(jax.random.key(0), jnp.ones((2, 8), "float32"), jnp.ones(8, "float32"))
+
+
+@pytest.mark.parametrize(
+    ("context", "module", "name"),
+    [
+        (convert.linen, nn.RMSNorm(name="twice"), "jln.linen.RMSNorm"),
+        (convert.haiku, hk.transform(lambda x: hk.RMSNorm(-1, name="twice")(x)), "jln.haiku.RMSNorm twice"),
+    ],
+)
+def test_a_second_context_reports_what_the_first_one_traced(context, module, name):
+    """JAX does not trace it again, and the list alone would be silent about it."""
+    x = normal(0, (4, 8), "float32")
+    params = module.init(jax.random.key(0), x)
+    step = jax.jit(lambda params: module.apply(params, x, rngs=None) if context is convert.linen else
+                   module.apply(params, None, x))  # fmt: skip
+    with context() as first:
+        step(params)
+    with context() as second:
+        step(params)
+        (explained,) = jln.explain(step, params)
+    assert [(r.layer, r.path) for r in first] == [(name, "kernel")]
+    assert first[0] not in first.earlier
+    assert first[0] in second.earlier
+    assert explained == first[0]

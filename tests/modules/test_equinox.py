@@ -1,5 +1,6 @@
 """jln.equinox against equinox.nn: every argument, alone and in pairs."""
 
+import functools
 import io
 import itertools
 
@@ -15,6 +16,7 @@ from parity import Layer, assert_parity, normal, pairwise_parameters, randomised
 
 BATCH = 3
 ARGUMENTS = {
+    "norm": ["LayerNorm", "RMSNorm"],
     "x": ["float32", "bfloat16", "float16", "float64"],
     "shape": [8, (8,), (4, 8), [2, 3, 4]],
     "eps": [1e-5, 1e-2],
@@ -46,9 +48,9 @@ def shape_of(case):
 
 
 @pytest.mark.parametrize("case", pairwise_parameters(ARGUMENTS))
-@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
-def test_norms(name, case):
+def test_norms(case):
     case = dict(case)
+    name = case.pop("norm")
     x = normal(1, shape_of(case), case.pop("x"))
     theirs, own = (layer(getattr(c, name), **case) for c in (eqx.nn, ours))
     path = assert_parity(theirs, own, theirs, x)
@@ -86,6 +88,7 @@ def test_state_and_key(name):
 
 
 LINEAR = {
+    "norm": ["LayerNorm", "RMSNorm"],
     "x": ["float32", "bfloat16"],
     "out_features": [16, 1],
     "eps": [1e-5, 1e-2],
@@ -97,13 +100,13 @@ LINEAR = {
 
 
 class Pair(eqx.Module):
-    """What LayerNormLinear stands for, in Equinox's own layers."""
+    """What LayerNormLinear and RMSNormLinear stand for, in Equinox's own layers."""
 
-    norm: eqx.nn.LayerNorm
+    norm: eqx.nn.LayerNorm | eqx.nn.RMSNorm
     linear: eqx.nn.Linear
 
-    def __init__(self, h, n, eps, use_weight, use_offset, use_bias, dtype, *, key):
-        self.norm = eqx.nn.LayerNorm(h, eps, use_weight, use_offset, dtype)
+    def __init__(self, norm, h, n, eps, use_weight, use_offset, use_bias, dtype, *, key):
+        self.norm = getattr(eqx.nn, norm)(h, eps, use_weight, use_offset, dtype)
         self.linear = eqx.nn.Linear(h, n, use_bias, dtype, key=key)
 
     def __call__(self, x):
@@ -111,13 +114,11 @@ class Pair(eqx.Module):
 
 
 @pytest.mark.parametrize("case", pairwise_parameters(LINEAR))
-def test_layer_norm_linear(case):
+def test_pairs(case):
     case = dict(case)
-    x = normal(1, (BATCH, 8), case.pop("x"))
-    arguments = (8, *case.values())
-    theirs, own = (
-        layer(lambda cls=cls: cls(*arguments, key=jax.random.key(0))) for cls in (Pair, ours.LayerNormLinear)
-    )
+    norm, x = case.pop("norm"), normal(1, (BATCH, 8), case.pop("x"))
+    classes = functools.partial(Pair, norm), getattr(ours, f"{norm}Linear")
+    theirs, own = (layer(lambda cls=cls: cls(8, *case.values(), key=jax.random.key(0))) for cls in classes)
     path = assert_parity(theirs, own, theirs, x)
     # bfloat16 x and float32 parameters: Equinox rounds the norm's result to bfloat16 and then multiplies in float32
     assert path == ("kernel" if (x.dtype, case["dtype"]) == (jnp.bfloat16, "float32") else "fused")
@@ -126,7 +127,7 @@ def test_layer_norm_linear(case):
 def test_scalar_linear():
     x = normal(0, (8,), "float32")
     own = ours.LayerNormLinear(8, "scalar", dtype="float32", key=jax.random.key(0))
-    theirs = Pair(8, "scalar", 1e-5, True, True, True, "float32", key=jax.random.key(0))
+    theirs = Pair("LayerNorm", 8, "scalar", 1e-5, True, True, True, "float32", key=jax.random.key(0))
     assert own(x).shape == ()
     np.testing.assert_allclose(own(x), theirs(x), rtol=1e-5)
     assert [r.path for r in jln.explain(own, x)] == ["kernel"]

@@ -65,6 +65,18 @@ except ImportError as error:
     assert run.stdout.startswith(f"jln.{module} needs ")
 
 
+def test_explain_of_nnx_inside_of_linen():
+    """A bridge is a Linen module; nobody need have imported jln.linen."""
+    pytest.importorskip("flax")
+    code = """
+import jax.numpy as jnp, jln, jln.nnx
+from flax import nnx
+print(*jln.explain(nnx.bridge.to_linen(jln.nnx.RMSNormLinear, 8, 3), jnp.ones((2, 8))))
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.startswith("jln.nnx.RMSNormLinear: fused")
+
+
 def test_import_loads_no_framework():
     code = "import sys, jln, jln.convert; print({'flax', 'haiku', 'equinox', 'triton'} & set(sys.modules))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,6 +1,7 @@
 """jln.haiku against haiku: every argument, alone and in pairs; and Haiku's own tests with our classes in place."""
 
 import contextlib
+import functools
 import importlib
 import sys
 
@@ -18,6 +19,7 @@ from parity import Layer, assert_parity, described, normal, pairwise_parameters,
 SHAPE = (3, 4, 8)
 
 ARGUMENTS = {
+    "norm": ["LayerNorm", "RMSNorm"],
     "x": ["float32", "bfloat16", "float16", "float64"],
     "axis": [-1, (1, 2), slice(1, None), 0, (-1, 0), slice(0, -1), [2]],
     "param_axis": [-1, None, (1, 2), (2, 1), slice(1, None), 1],
@@ -42,6 +44,7 @@ PARAMETER = {
     "given, bfloat16": (False, normal(7, (1, 1, 8), "bfloat16")),
 }
 BY_THE_OPERATOR = {
+    "norm": ARGUMENTS["norm"],
     "x": ARGUMENTS["x"][:3],  # float64 with a given float32 is Haiku's own
     "axes": AXES,
     "a_scale": list(PARAMETER),
@@ -51,19 +54,15 @@ BY_THE_OPERATOR = {
 }
 
 
-def cases(name):
-    skipped = ONLY_LAYER_NORM if name == "RMSNorm" else ()
-    return pairwise_parameters({k: v for k, v in ARGUMENTS.items() if k not in skipped})
-
-
 def layer(cls, scale=None, offset=None, **options):
     given = () if scale is None and offset is None else (scale, offset)
     module = hk.without_apply_rng(hk.transform(lambda x: cls(**options)(x, *given)))
     return Layer(lambda x: module.init(jax.random.key(0), x), module.apply)
 
 
-def parity(name, case):
+def parity(case):
     case = dict(case)
+    name = case.pop("norm")
     x = normal(1, SHAPE, case.pop("x"))
     if not case["create_scale"]:  # Haiku rejects an initialiser for what it does not create: in another test
         case["scale_init"] = None
@@ -78,26 +77,20 @@ def parity(name, case):
     )
 
 
-@pytest.mark.parametrize("case", pairwise_parameters(BY_THE_OPERATOR))
-@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
-def test_by_the_operator(name, case):
+@pytest.mark.parametrize("case", pairwise_parameters(BY_THE_OPERATOR, ("an_offset", "use_fast_variance")))
+def test_norms_by_the_operator(case):
     case = dict(case) | {"scale_init": None, "offset_init": None}
     case["axis"], case["param_axis"] = case.pop("axes")
     case["create_scale"], case["scale"] = PARAMETER[case.pop("a_scale")]
-    case["create_offset"], case["offset"] = PARAMETER[case.pop("an_offset")]
-    if name == "RMSNorm":
+    case["create_offset"], case["offset"] = PARAMETER[case.pop("an_offset", "absent")]
+    if case["norm"] == "RMSNorm":
         case = {k: v for k, v in case.items() if k not in ONLY_LAYER_NORM}
-    assert parity(name, case) == "kernel"
+    assert parity(case) == "kernel"
 
 
-@pytest.mark.parametrize("case", cases("LayerNorm"))
-def test_layer_norm(case):
-    parity("LayerNorm", case)
-
-
-@pytest.mark.parametrize("case", cases("RMSNorm"))
-def test_rms_norm(case):
-    parity("RMSNorm", case)
+@pytest.mark.parametrize("case", pairwise_parameters(ARGUMENTS, ONLY_LAYER_NORM))
+def test_norms(case):
+    parity(case)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +114,7 @@ def test_rms_norm(case):
 )
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
 def test_path(name, changed, path):
-    case = {k: v[0] for k, v in ARGUMENTS.items() if k not in ("scale", "offset")} | changed
+    case = {k: v[0] for k, v in ARGUMENTS.items() if k not in ("norm", "scale", "offset")} | changed
     x = jnp.ones(SHAPE, case.pop("x"))
     for argument in ("create_offset", "offset_init", "use_fast_variance") if name == "RMSNorm" else ():
         case.pop(argument)
@@ -164,6 +157,7 @@ def test_rounding_of_16_bits_happens_once():
 
 
 LINEAR = {
+    "norm": ["LayerNorm", "RMSNorm"],
     "x": ["float32", "bfloat16", "float64"],
     "output_size": [16, 3],
     "create_scale": [True, False],
@@ -177,26 +171,29 @@ LINEAR = {
 
 
 class Pair(hk.Module):
-    """What LayerNormLinear stands for, in Haiku's own modules."""
+    """What LayerNormLinear and RMSNormLinear stand for, in Haiku's own modules."""
 
-    def __init__(self, output_size, create_scale, create_offset, eps, with_bias, w_init, b_init):
-        super().__init__(name="layer_norm_linear")
-        self.norm, self.linear = (-1, create_scale, create_offset, eps), (output_size, with_bias, w_init, b_init)
+    def __init__(self, norm, output_size, create_scale, eps, with_bias, w_init, b_init, create_offset=None):
+        super().__init__(name="layer_norm_linear" if norm == "LayerNorm" else "rms_norm_linear")
+        options = {} if create_offset is None else {"create_offset": create_offset}
+        self.norm = functools.partial(getattr(hk, norm), -1, create_scale=create_scale, eps=eps, **options)
+        self.linear = (output_size, with_bias, w_init, b_init)
 
     def __call__(self, x, precision):
-        return hk.Linear(*self.linear)(hk.LayerNorm(*self.norm)(x), precision=precision)
+        return hk.Linear(*self.linear)(self.norm()(x), precision=precision)
 
 
-@pytest.mark.parametrize("case", pairwise_parameters(LINEAR))
-def test_layer_norm_linear(case):
+@pytest.mark.parametrize("case", pairwise_parameters(LINEAR, ("create_offset",)))
+def test_pairs(case):
     case = dict(case)
-    x, precision = normal(1, SHAPE, case.pop("x")), case.pop("precision")
+    x, precision, norm = normal(1, SHAPE, case.pop("x")), case.pop("precision"), case.pop("norm")
 
     def made(cls):
         module = hk.without_apply_rng(hk.transform(lambda x: cls(**case)(x, precision=precision)))
         return Layer(lambda x: module.init(jax.random.key(0), x), module.apply)
 
-    assert assert_parity(made(Pair), made(ours.LayerNormLinear), made(Pair), x) == "fused"
+    theirs = made(functools.partial(Pair, norm))
+    assert assert_parity(theirs, made(getattr(ours, f"{norm}Linear")), theirs, x) == "fused"
 
 
 def test_linear_of_another_dtype_is_not_fused():
@@ -212,6 +209,62 @@ def test_linear_of_another_dtype_is_not_fused():
             y = module.apply(params, x)
         assert [r.path for r in routes] == [path]
         assert y.dtype == (jnp.bfloat16 if params is variables else jnp.float32)
+
+
+@pytest.mark.parametrize("cls", [ours.LayerNormLinear, ours.RMSNormLinear])
+def test_what_haiku_shows_of_a_pair_are_arrays(cls):
+    """Interceptors and `tabulate` see no norm that is not computed yet, and getters the modules' own parameters."""
+    x = normal(0, (3, 8), "float32")
+    module = hk.without_apply_rng(hk.transform(lambda x: cls(5)(x)))
+    params = module.init(jax.random.key(0), x)
+    called, read = [], []
+
+    def interceptor(call, args, kwargs, context):
+        y = call(*args, **kwargs)
+        if context.method_name != "__init__":
+            called.append(f"{context.module.module_name}.{context.method_name}")
+            assert isinstance(y, jax.Array)
+            assert not any(isinstance(a, _modules.Deferred) for a in args)
+        return y
+
+    def getter(call, value, context):
+        read.append(context.full_name)
+        return call(2 * value)
+
+    def observed(x):
+        with hk.intercept_methods(interceptor), hk.custom_getter(getter):
+            return cls(5)(x)
+
+    y = hk.transform(observed).apply(params, None, x)
+    np.testing.assert_array_equal(y, module.apply(jax.tree.map(lambda a: 2 * a, params), x))
+    name = "rms_norm" if cls is ours.RMSNormLinear else "layer_norm"
+    assert sorted(read) == sorted(f"{module}/{a}" for module, inner in params.items() for a in inner)
+    assert set(called) == {f"{name}_linear{rest}" for rest in (f"/{name}.parameter", "/linear.parameter", ".__call__")}
+    assert f"{name}_linear/linear" in hk.experimental.tabulate(module)(x)
+
+
+def multi(function):
+    """As two functions."""
+
+    def made():
+        return function, {"one": function, "two": lambda x: 2 * function(x)}
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("transform", "calls"),
+    [
+        (hk.transform, 1),
+        (hk.transform_with_state, 1),
+        (lambda f: hk.multi_transform(multi(f)), 2),
+        (lambda f: hk.multi_transform_with_state(multi(f)), 2),
+    ],
+)
+@pytest.mark.parametrize("strip", [lambda a: a, hk.without_apply_rng], ids=["rng", "no rng"])
+def test_explain_of_every_transform(transform, calls, strip):
+    routes = jln.explain(strip(transform(lambda x: ours.RMSNormLinear(5, name="pair")(x))), jnp.ones((3, 8)))
+    assert [(r.layer, r.path) for r in routes] == calls * [("jln.haiku.RMSNormLinear pair", "fused")]
 
 
 BAD = {
