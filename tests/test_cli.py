@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("typer")
 
-from jln._cli import accuracy, app, check, controls, doctor, operators
+from jln._cli import app, check, controls, doctor, operators
 from jln._triton import config
 
 
@@ -158,7 +158,7 @@ def test_what_is_wrong_is_found_and_said(capsys, small, monkeypatch):
     assert status == 1 and not found["ok"] and not found["controls_judged_rightly"]["one that is right"]
     bad = [c for c in found["devices"][0]["checks"] if not c["ok"]]
     by_accuracy = {(c["operator"], c["implementation"], c["check"]) for c in bad if c["check"] != "second order"}
-    assert by_accuracy == {("layer_norm", "xla", "float64"), ("layer_norm", "xla", "gradients")}
+    assert by_accuracy == {("layer_norm", "xla", check) for check in ("bfloat16", "float64", "gradients")}
     assert {c["where"] for c in bad if c["check"] == "second order"} == {"RuntimeError: a kernel failed"}
     status, out, _ = run(capsys, "check")
     assert "WRONG: misjudged one that is right" in out and "WRONG: layer_norm, xla, gradients: argument 1[" in out
@@ -296,10 +296,3 @@ def test_doctor_finds_a_gpu_that_is_not_used(capsys, monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS")
     assert "JAX does not see it: pip install" in run(capsys, "doctor")[1]
     assert doctor._idle_gpu([Gpu()])[0].startswith("the GPU runs jln without its Triton kernels: ")
-
-
-def test_limits_are_no_wider_than_what_they_are_made_of():
-    """For well-conditioned float32 data: plain jnp's error twice, and some ten roundings."""
-    case = operators.Case(operators.OPERATORS["layer_norm"], (16, 128), 1, "float32")
-    for line in accuracy.Truth(case, jax.devices("cpu")[0]).accuracies("xla"):
-        assert line.limit - 2 * line.plain_error < 2e-6 * line.largest, line
