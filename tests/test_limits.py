@@ -102,9 +102,9 @@ def test_slips_are_rejected_by_what_they_break(dtype):
 
 
 def test_limits_are_no_wider_than_what_they_are_made_of():
-    """For well-conditioned float32 data: plain jnp's error twice, and some ten roundings."""
+    """For well-conditioned float32 data: plain jnp's error twice, and some thirty roundings."""
     for line in truth("layer_norm", (16, 128), "float32").accuracies("xla"):
-        assert line.limit - 2 * line.plain_error < 2e-6 * line.largest, line
+        assert line.limit - 2 * line.plain_error < 4e-6 * line.largest, line
         assert line.rms_limit - 2 * line.rms_plain_error < 1e-6 * line.largest, line
 
 
