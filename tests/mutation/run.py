@@ -18,7 +18,8 @@ import sys
 import tempfile
 import time
 
-from mutants import MUTANTS, Mutant
+from mutants import MUTANTS
+from targets import Mutant
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TIMEOUT = 300  # a mutant may loop forever, which is noticed too
