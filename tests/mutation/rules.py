@@ -4,6 +4,7 @@ from targets import (
     ACCURACY,
     CHECKER,
     GROUPS,
+    LIMITS,
     LINEAR_LAUNCH,
     LINEAR_OPERATOR,
     LINEARS,
@@ -11,6 +12,8 @@ from targets import (
     OPERATOR,
     OPERATORS,
     PARTITIONING,
+    REFERENCE,
+    REPORT,
     SHARDING,
     STRIDED,
     TRANSFORMED,
@@ -160,7 +163,33 @@ RULES = [
         "padding taken for rows", PARTITIONING, "% math.prod(mesh.shape[a] for a in axes) == 0:", "% 1 == 0:",
         (f"{SHARDING}test_what_does_not_divide_is_not_split",),
     ),
-    # The checker
+    # The reference and the checker
+    Mutant(
+        "the reference's sum not rounded", REFERENCE,
+        "return jax.lax.optimization_barrier(x.astype(dtype) + residual.astype(dtype))",
+        "return x.astype(dtype) + residual.astype(dtype)",
+        ("tests/test_rounded_sum.py::test_it_is_what_is_returned_that_is_normed[add_layer_norm-reference-jitted]",),
+    ),
+    Mutant(
+        "only the largest error judged", LIMITS,
+        "self.error <= self.limit and self.rms_error <= self.rms_limit", "self.error <= self.limit",
+        ("tests/test_limits.py::test_slips_are_rejected_by_what_they_break[bfloat16]",),
+    ),
+    Mutant(
+        "only the root mean square judged", LIMITS,
+        "self.error <= self.limit and self.rms_error <= self.rms_limit", "self.rms_error <= self.rms_limit",
+        ("tests/test_limits.py::test_slips_are_rejected_by_what_they_break[bfloat16]",),
+    ),
+    Mutant(
+        "a wrong seed outvoted by an unsure one", REPORT,
+        "lambda row: (not row.ok, not row.unsure, row.badness)", "lambda row: (row.unsure, row.badness)",
+        ("tests/test_testing.py::test_one_wrong_seed_is_not_outvoted",),
+    ),
+    Mutant(
+        "the first seed's arguments for all seeds", CHECKER,
+        "dataclasses.replace(other, floats=self.floats, rest=self.rest)", "other",
+        ("tests/test_testing.py::test_several_seeds_are_one_program_each",),
+    ),
     Mutant(
         "a cotangent of ones", CHECKER,
         "random.standard_normal(a.shape).astype(a.dtype) for a", "np.ones(a.shape, a.dtype) for a",
