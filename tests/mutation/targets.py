@@ -49,8 +49,12 @@ GROUPS = (
     f"{TRANSFORMED}test_vmap_of_grad_in_every_regime[(None, None, 0, 0)-shape0]",
     f"{TRANSFORMED}test_vmap_of_grad_in_every_regime[(0, 0, None, 0)-shape1]",
 )
-# Several tiles of rows a program, all ragged, and of features; then as many features as there may be.
-FUSED_KERNELS = (f"{FUSED}test_fused[300-60-7-float16]", f"{LINEARS}test_sizes[triton-333-100-256-bfloat16]")
+# Several tiles of rows a program, all ragged, and of features; several chunks of H; as many features as there may be.
+FUSED_KERNELS = (
+    f"{FUSED}test_fused[300-60-7-float16]",
+    f"{FUSED}test_fused[64-128-64-float16]",
+    f"{LINEARS}test_sizes[triton-333-100-256-bfloat16]",
+)
 COMPOSED = (f"{FUSED}test_composed[33-100-300-float16]",)
 XLA = (f"{ACCURACY}test_family[xla-37-100-add_layer_norm-float32]",)
 XLA_LINEARS = (f"{LINEARS}test_sizes[xla-16-100-128-float32]", f"{LINEARS}test_sizes[xla-333-8-7-float32]")
