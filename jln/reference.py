@@ -53,7 +53,7 @@ def add_layer_norm(
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """`(layer_norm(x + residual), x + residual)`. As `jln.add_layer_norm`."""
+    """`(layer_norm(total), total)` with `total = x + residual`, rounded to its dtype. As `jln.add_layer_norm`."""
     total = _sum(x, residual)
     y = layer_norm(total, scale, offset, axis=axis, epsilon=epsilon, zero_centered_scale=zero_centered_scale)
     return y.astype(x.dtype), total
@@ -68,16 +68,18 @@ def add_rms_norm(
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """`(rms_norm(x + residual), x + residual)`. As `jln.add_rms_norm`."""
+    """`(rms_norm(total), total)` with `total = x + residual`, rounded to its dtype. As `jln.add_rms_norm`."""
     total = _sum(x, residual)
     y = rms_norm(total, scale, axis=axis, epsilon=epsilon, zero_centered_scale=zero_centered_scale)
     return y.astype(x.dtype), total
 
 
 def _sum(x: jax.Array, residual: jax.Array) -> jax.Array:
-    """In the dtype to which arrays of these promote, weakly typed ones too."""
+    """In the dtype to which arrays of these promote, weakly typed ones too, and rounded to it: without the barrier XLA
+    may norm a 16-bit sum that it has not rounded, which is neither what is returned nor what an eager call norms.
+    """
     dtype = jnp.promote_types(x.dtype, residual.dtype)
-    return x.astype(dtype) + residual.astype(dtype)
+    return jax.lax.optimization_barrier(x.astype(dtype) + residual.astype(dtype))
 
 
 def layer_norm_linear(

@@ -11,10 +11,13 @@ unless another dtype is asked for: differences of a float32 function have three 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
 from types import MappingProxyType
 from typing import Any
 
+import jax
 import numpy as np
 
 from jln._testing import derivatives
@@ -47,6 +50,9 @@ TOLERANCES: Mapping[str, Tolerance] = MappingProxyType(
 # Of steps, each a quarter of the one before, that `check_vjp` extrapolates from: the smallest is 1.5e-11 of the size of
 # an element, near enough for 1/x at 1e-8 of the other elements' size.
 _EXTRAPOLATIONS = 16
+_STREAM = int.from_bytes(b"jln")
+# Of arguments: a tuple of them, or a function that draws one.
+Args = Sequence[Any] | Callable[[np.random.Generator], Sequence[Any]]
 
 
 def numerical_gradient(
@@ -56,7 +62,7 @@ def numerical_gradient(
     cotangent: Any = None,
     step: float | None = None,
     richardson: int = 0,
-    dtype: str | None = "float64",
+    dtype: Any = "float64",
 ) -> tuple[Any, ...]:
     """The gradient of `sum(cotangent * f(*args))`, element by element, by central differences.
 
@@ -69,14 +75,16 @@ def numerical_gradient(
       richardson: how many times to extrapolate, each from a step a quarter of the last; the estimate of least error is
         taken, for each element by itself. 0: central differences of one step. Richardson, "The approximate arithmetical
         solution by finite differences" (1911); Ridders, "Accurate computation of F'(x) and F'(x)F''(x)" (1982).
-      dtype: to evaluate `f` in. None: as given, and the differences then have few digits.
+      dtype: to evaluate `f` in: its name, or whatever NumPy takes for it. None: as given, and the differences then have
+        few digits.
 
     Returns:
       A tuple like `args` of NumPy float64 arrays of each argument's shape; None in place of what was held fixed.
 
     Raises:
       TypeError: `f` is no function, or does not return arrays; an argument is complex, or none is floating.
-      ValueError: the dtype is unknown, `richardson` is negative, or the cotangent is not like the results.
+      ValueError: the dtype is unknown, the step not positive and finite, `richardson` negative, or the cotangent not
+        like the results.
     """
     _check_steps(step, richardson)
     problem = Problem.of(f, args, dtype=dtype)
@@ -86,23 +94,24 @@ def numerical_gradient(
         if step is None:
             given = TOLERANCES[derivatives.coarsest(Problem.of(f, args, dtype=None).floats)].step
             step = derivatives.FIRST_STEP if richardson else given
-        found = derivatives.differences(problem.call, problem.floats, problem.rest, weights, indices, step, richardson)
+        run = derivatives.differences(problem.call)
+        found = run(problem.floats, problem.rest, weights, indices, step, richardson)
     shaped = [q.reshape(a.shape) for (q, _), a in zip(found, problem.floats, strict=True)]
     return problem.like_arguments(shaped)
 
 
 def check_vjp(
     f: Callable[..., Any],
-    args: Sequence[Any],
+    args: Args,
     *,
     reference: Callable[..., Any] | None = None,
     differences: bool = True,
-    dtype: str | None = "float64",
+    dtype: Any = "float64",
     tolerance: Tolerance | None = None,
     step: float | None = None,
     richardson: int = _EXTRAPOLATIONS,
     elements: int | None = 256,
-    seed: int = 0,
+    seed: int | Sequence[int] = 0,
 ) -> Report:
     """Compare the reverse-mode gradients of `f` with a reference's and with central differences.
 
@@ -116,7 +125,8 @@ def check_vjp(
 
     Args:
       f: any function of arrays, or pytrees of them, that JAX can trace; it returns an array or a pytree of them.
-      args: its arguments. Integers and booleans among them are held fixed.
+      args: its arguments; integers and booleans among them are held fixed. Or a function that draws them, all of one
+        structure and shape, from a NumPy generator of each seed.
       reference: the same function, for JAX to differentiate; its results are compared too. None: the differences
         alone decide.
       differences: whether to compare with central differences of `f`.
@@ -126,15 +136,17 @@ def check_vjp(
       step: as in `numerical_gradient`.
       richardson: as in `numerical_gradient`.
       elements: how many of an argument's elements to take differences of, chosen at random. None: all.
-      seed: of the cotangent and of that choice.
+      seed: of the cotangent and of that choice, and of `args` where it is a function. Several of them share programs
+        that are compiled once.
 
     Returns:
-      A report: `.ok`, and a row for each argument with its worst element. `str()` of it is a table.
+      A report: `.ok`, and a row for each argument with its worst element. `str()` of it is a table. With several seeds
+      it is of the worst, and `.by_seed` has a report of each.
 
     Raises:
       TypeError: as `numerical_gradient`.
-      ValueError: as `numerical_gradient`; the reference's results are not of the shapes of `f`'s, or there is nothing
-        to compare with.
+      ValueError: as `numerical_gradient`; the reference's results are not of the shapes of `f`'s; there is nothing to
+        compare with; a seed is no integer from 0 on; or what `args` draws differs in shape from seed to seed.
     """
     return _check(
         f,
@@ -154,17 +166,17 @@ def check_vjp(
 
 def check_hvp(
     f: Callable[..., Any],
-    args: Sequence[Any],
+    args: Args,
     *,
     reference: Callable[..., Any] | None = None,
     mode: str = "reverse",
     differences: bool = True,
-    dtype: str | None = "float64",
+    dtype: Any = "float64",
     tolerance: Tolerance | None = None,
     step: float | None = None,
     richardson: int = _EXTRAPOLATIONS,
     elements: int | None = 256,
-    seed: int = 0,
+    seed: int | Sequence[int] = 0,
 ) -> Report:
     """`check_vjp` for second order: Hessian-vector products of `sum(cotangent * f(*args))`, both vectors random.
 
@@ -210,12 +222,12 @@ def check_hvp(
     )
 
 
-def assert_vjp(f: Callable[..., Any], args: Sequence[Any], **options: Any) -> None:
+def assert_vjp(f: Callable[..., Any], args: Args, **options: Any) -> None:
     """`check_vjp`, raising AssertionError with the report's table unless it is `ok`."""
     _assert(check_vjp(f, args, **options))
 
 
-def assert_hvp(f: Callable[..., Any], args: Sequence[Any], **options: Any) -> None:
+def assert_hvp(f: Callable[..., Any], args: Args, **options: Any) -> None:
     """`check_hvp`, raising AssertionError with the report's table unless it is `ok`."""
     _assert(check_hvp(f, args, **options))
 
@@ -227,67 +239,99 @@ def _assert(report: Report) -> None:
 
 
 def _check_steps(step: float | None, richardson: int) -> None:
-    if step is not None and not step > 0:
-        raise ValueError(f"step must be positive; got {step}")
+    if step is not None and not 0 < step < math.inf:
+        raise ValueError(f"step must be positive and finite; got {step}")
     if richardson < 0:
         raise ValueError(f"richardson must not be negative; got {richardson}")
 
 
+def _seeds(seed: int | Sequence[int]) -> list[int]:
+    seeds: list[Any] = list(seed) if isinstance(seed, Iterable) else [seed]
+    if not seeds or not all(isinstance(s, Integral) and int(s) >= 0 for s in seeds):
+        raise ValueError(f"seed must be an integer from 0 on, or several of them; got {seed!r}")
+    return [int(s) for s in seeds]
+
+
+def _tolerance(label: str) -> Tolerance:
+    if label not in TOLERANCES:
+        raise ValueError(f"dtypes must be among {', '.join(TOLERANCES)}, unless a tolerance is given; got {label}")
+    return TOLERANCES[label]
+
+
 def _check(f, args, *, order, derivative, reference, differences, dtype, tolerance, step, richardson, elements, seed):
+    """Each program is made once, for the shapes of the first seed, and run with the numbers of all."""
     _check_steps(step, richardson)
+    seeds = _seeds(seed)
     if reference is None and not differences:
         raise ValueError("there is nothing to compare with: give a reference, or leave differences=True")
     if elements is not None and elements < 1:
         raise ValueError(f"elements must be positive or None; got {elements}")
     if tolerance is not None and not isinstance(tolerance, Tolerance):
         raise TypeError(f"tolerance must be a Tolerance; got {type(tolerance).__name__}")
-    random = np.random.default_rng(seed)
-    ours = Problem.of(f, args, dtype=dtype)
+
+    def problems(seed):
+        """`f` as asked for, and in float64; the reference."""
+        given: Any = args(np.random.default_rng(seed)) if callable(args) else args
+        yield Problem.of(f, given, dtype=dtype)
+        yield Problem.of(f, given, dtype="float64", after=dtype)
+        yield Problem.of(reference or f, given, dtype="float64", after=dtype, name="reference")
+
+    ours, exact, truth = firsts = list(problems(seeds[0]))
     with ours.context():
-        cotangent = ours.random_cotangent(random)
-        direction = [random.standard_normal(a.shape).astype(a.dtype) for a in ours.floats]
-        got = derivative(*_of_order(order, ours.call, ours.rest, cotangent, direction, ours.floats))
-        values = None if reference is None else ours.values()
-        label = derivatives.coarsest([*ours.floats, *ours.results()])
-    tolerance = tolerance or TOLERANCES[label]
+        results = ours.results()
+        label, result_names = derivatives.coarsest([*ours.floats, *results]), ours.result_names()
+    allowed = tolerance or _tolerance(label)
+    first_step = step or (derivatives.FIRST_STEP if richardson else _tolerance(label).step)
+    gradients, true_gradients = (derivative(_of_order(order, p.call)) for p in (ours, truth))
+    values, true_values = jax.jit(ours.call), jax.jit(truth.call)
+    quotients = derivatives.differences(_of_order(order, exact.call))
 
-    exact = Problem.of(f, args, dtype="float64", after=dtype)
-    rows = []
-    with exact.context():
-        wide_cotangent, wide_direction = ([a.astype("float64") for a in many] for many in (cotangent, direction))
-        if reference is not None and values is not None:
-            truth = Problem.of(reference, args, dtype="float64", after=dtype, name="reference")
-            true_values = truth.values()
-            derivatives.check_alike(values, true_values)
-            arguments = _of_order(order, truth.call, truth.rest, wide_cotangent, wide_direction, truth.floats)
-            expected = [np.asarray(a, "float64") for a in derivative(*arguments)]
-            for name, a, t in zip(ours.result_names(), values, true_values, strict=True):
-                rows.append(Row.worst(name, "reference", a, t, tolerance))
-            for name, a, t in zip(ours.names, got, expected, strict=True):
-                rows.append(Row.worst(name, "reference", a, t, tolerance))
-        if differences:
-            chosen = [_some(random, a.size, elements) for a in exact.floats]
-            slope, rest, weights, _ = _of_order(
-                order, exact.call, exact.rest, wide_cotangent, wide_direction, exact.floats
-            )
-            first = step or (derivatives.FIRST_STEP if richardson else TOLERANCES[label].step)
-            found = derivatives.differences(slope, exact.floats, rest, weights, chosen, first, richardson)
-            for name, a, indices, (t, off) in zip(ours.names, got, chosen, found, strict=True):
-                # Without extrapolation nothing is known of `off`, and the tolerance alone decides.
-                rows.append(Row.worst(name, "differences", a, t, tolerance, indices, off if richardson else 0.0))
+    def rows_of(seed: int) -> Iterator[Row]:
+        ours, exact, truth = (new.like(first) for new, first in zip(problems(seed), firsts, strict=True))
+        # A stream of its own: arguments are often drawn from that of the seed, and would be equal to the cotangent.
+        random = np.random.default_rng([seed, _STREAM])
+        cotangent, direction = (derivatives.random_like(random, many) for many in (results, ours.floats))
+        wide = [[a.astype("float64") for a in many] for many in (cotangent, direction)]
+        with ours.context():
+            got = gradients(*_operands(order, ours, cotangent, direction))
+            got_values = [] if reference is None else values(ours.floats, ours.rest)
+        with exact.context():
+            if reference is not None:
+                expected_values = true_values(truth.floats, truth.rest)
+                derivatives.check_alike(got_values, expected_values)
+                for name, a, t in zip(result_names, got_values, expected_values, strict=True):
+                    yield Row.worst(name, "reference", a, t, allowed, seed=seed)
+                expected = true_gradients(*_operands(order, truth, *wide))
+                for name, a, t in zip(ours.names, got, expected, strict=True):
+                    yield Row.worst(name, "reference", a, t, allowed, seed=seed)
+            if differences:
+                chosen = [_some(random, a.size, elements) for a in exact.floats]
+                found = quotients(*_operands(order, exact, *wide), chosen, first_step, richardson)
+                for name, a, indices, (t, off) in zip(ours.names, got, chosen, found, strict=True):
+                    # Without extrapolation nothing is known of `off`, and the tolerance alone decides.
+                    off = off if richardson else 0.0
+                    yield Row.worst(name, "differences", a, t, allowed, indices, off, seed)
+
     kind = "reverse-mode gradients" if order == 1 else "Hessian-vector products"
-    title = f"{getattr(f, '__name__', type(f).__name__)}: {kind} in {label}, random cotangent (seed {seed})"
-    return Report(title, Row.merged(rows))
+    title = f"{getattr(f, '__name__', type(f).__name__)}: {kind} in {label}, random cotangent"
+    by_seed = {seed: Report(f"{title} (seed {seed})", Row.of_one_seed(rows_of(seed))) for seed in seeds}
+    if len(by_seed) == 1:
+        return by_seed[seeds[0]]
+    rows = Row.of_seeds(row for report in by_seed.values() for row in report.rows)
+    return Report(f"{title}s ({len(by_seed)} seeds, from {min(seeds)} to {max(seeds)})", rows, by_seed)
 
 
-def _of_order(
-    order: int, call: Call, rest: Any, cotangent: Sequence[Any], direction: Sequence[Any], floats: Sequence[Any]
-) -> tuple[Any, Any, Any, Sequence[Any]]:
-    """-> (function, rest, cotangent, floats): what is differentiated, its fixed operands, and the others."""
+def _of_order(order: int, call: Call) -> Any:
+    """What is differentiated."""
+    return call if order == 1 else derivatives.Slope(call)
+
+
+def _operands(order: int, problem: Problem, cotangent: Sequence[Any], direction: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """-> (floats, rest, cotangent) of what is differentiated."""
     if order == 1:
-        return call, rest, cotangent, floats
-    one = [np.ones((), derivatives.slope_dtype(floats))]
-    return derivatives.Slope(call), (rest, list(cotangent), list(direction)), one, floats
+        return problem.floats, problem.rest, cotangent
+    one = [np.ones((), derivatives.slope_dtype(problem.floats))]
+    return problem.floats, (list(problem.rest), list(cotangent), list(direction)), one
 
 
 def _some(random: np.random.Generator, size: int, elements: int | None) -> np.ndarray:

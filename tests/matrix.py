@@ -147,6 +147,7 @@ REVERSE = {
     "vmap(vmap(grad))": nested_vmap,
     "grad(vmap), over x": lambda f, a: gradient_of_vmap(f, a, lambda i: i == 0),
     "grad(vmap), over parameters": lambda f, a: gradient_of_vmap(f, a, lambda i: i > 0 or len(a) == 1),
+    "grad(vmap), over all": lambda f, a: gradient_of_vmap(f, a, lambda i: True),
     "checkpoint": checkpointed,
     "checkpoint, statistics saved": lambda f, a: checkpointed(f, a, policy=save_statistics),
     "checkpoint, dots saved": lambda f, a: checkpointed(f, a, policy=jax.checkpoint_policies.dots_saveable),

@@ -149,15 +149,9 @@ def test_norms_at_any_scale(problem, implementation, data):
         return
     rounded = None if total is None else np.asarray(total)
     values, roundings = workbench.truth(operator, operands, cotangent, total=rounded)
-    # The plain program must norm the rounded sum too, or it would be no measure: XLA likes to leave the rounding out.
-    norm = "layer_norm" if operator.subtract_mean else "rms_norm"
-    (plain_y, _), (plain_dx, _, plain_dscale, plain_doffset) = plain(
-        norm, (normalised, None, *operands[2:]), (cotangent[0].astype(normalised.dtype), None)
-    )
+    (plain_y, _), (plain_dx, _, plain_dscale, plain_doffset) = plain(name, operands, cotangent)
     got = {"y": y, "dx": gradients[0], "dscale": gradients[2], "doffset": gradients[3]}
     expected = {"y": plain_y, "dx": plain_dx, "dscale": plain_dscale, "doffset": plain_doffset}
-    if operator.adds:
-        expected["dx"] = plain_dx + cotangent[1]
     assert_close(got, expected, values, roundings, dtype, is_known(normalised, operator))
 
 
@@ -186,16 +180,23 @@ def is_known(normalised, operator):
     return spread > 10 * eps * np.max(np.abs(x), -1)
 
 
+def errors(got, true):
+    """None where the truth overflows got's dtype, as a float16's dx does where rstd is 1000, and got has done so."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.where(np.isinf(got) & (got == true.astype(got.dtype)), 0, np.abs(got.astype(true.dtype) - true))
+
+
 def assert_close(got, expected, values, roundings, dtype, known):
     """As `workbench.assert_accurate`, with a plain error for each row, since rows differ in scale."""
     for name, a in got.items():
         if a is None:
             continue
         t = values[name]
-        a, p = (np.asarray(b).astype(t.dtype) for b in (a, expected[name]))
-        error, plain_error = np.abs(a - t), np.abs(p - t)
+        error, plain_error = (errors(np.asarray(b), t) for b in (a, expected[name]))
+        a = np.asarray(a).astype(t.dtype)
+        plain_error[~np.isfinite(plain_error)] = 0  # where plain jnp overflows we must not
         if name == "dx":
-            assert np.isfinite(a).all()
+            assert np.isfinite(error).all()
             error[~known] = plain_error[~known] = 0
         if t.ndim > 1:
             plain_error = np.max(plain_error, -1, keepdims=True) if name in ("y", "dx") else np.max(plain_error)

@@ -2,6 +2,8 @@
 
 import functools
 import json
+import pathlib
+import re
 import subprocess
 import sys
 
@@ -93,6 +95,20 @@ def test_the_report_is_a_table():
     assert lines[0].endswith("ok") and lines[1].endswith("WRONG") and "[2]" in lines[1] and "5.0e-01" in lines[1]
     assert len({line.index("differences") for line in lines}) == 1
     assert json.loads(json.dumps(report.as_dict()))["rows"][1]["ok"] is False
+
+
+def test_the_example_of_the_readme(capsys):
+    """It prints what it says, but for the last digits."""
+    text = (pathlib.Path(__file__).parents[1] / "README.md").read_text().split("## Checking gradients")[1]
+    _, code, rest = re.split("```(?:python)?", text, maxsplit=2)
+    exec(code, {})
+    printed = capsys.readouterr().out
+    shown = rest.split("\n\n")[1]
+
+    def words(table):
+        return [line.split()[:4] + line.split()[-1:] for line in table.splitlines()]
+
+    assert words(printed) == words(shown)
 
 
 def test_assertions_raise_with_the_table():
@@ -301,6 +317,77 @@ def test_a_sample_of_the_elements():
     assert not testing.check_vjp(wrong_once, (x,), elements=None).ok
 
 
+def test_several_seeds_are_one_program_each():
+    """`f` is traced as often for twenty seeds as for one, and each seed has its own numbers and report."""
+    traced = []
+
+    def f(x, scale):
+        traced.append(1)
+        return bent(x, scale)
+
+    def args(random):
+        return random.standard_normal((3, 4)), random.standard_normal(4)
+
+    options = {"reference": straight}
+    one = testing.check_vjp(f, args, seed=3, **options)
+    times = len(traced)
+    many = testing.check_vjp(f, args, seed=range(20), **options)
+    assert len(traced) == 2 * times
+    assert list(many.by_seed) == list(range(20)) and many.by_seed[3] == one
+    assert len({report.row("x").got for report in many.by_seed.values()}) == 20
+    worst = max(many.by_seed.values(), key=lambda report: report.row("scale").badness)
+    assert many.row("scale") == worst.row("scale") and many.by_seed[many.row("scale").seed] == worst
+    title, header, *lines = str(many).splitlines()
+    assert title == "f: reverse-mode gradients in float64, random cotangents (20 seeds, from 0 to 19)"
+    assert header.split()[:5] == ["against", "compared", "seed", "worst", "at"]
+    assert lines[-1].split()[3] == str(many.row("scale").seed) and lines[-1].endswith("WRONG")
+    same = testing.check_hvp(straight, args, reference=straight, mode="forward", seed=(5, 6))
+    assert same.ok and same.by_seed[6] == testing.check_hvp(straight, args, reference=straight, mode="forward", seed=6)
+
+
+def test_one_wrong_seed_is_not_outvoted():
+    """Nor is one that is unsure, which in one seed another comparison may answer."""
+    allowed = testing.TOLERANCES["float64"]
+    zeros, ones = np.zeros(1), np.ones(1)
+    ok = Row.worst("x", "reference", ones, ones, allowed, seed=0)
+    unsure = Row.worst("x", "differences", ones, zeros, allowed, uncertainty=1.0, seed=1)
+    wrong = Row.worst("x", "reference", ones * 1e-9, zeros, allowed, seed=2)
+    assert (ok.verdict, unsure.verdict, wrong.verdict) == ("ok", "unsure", "WRONG")
+    assert Row.of_one_seed([unsure, ok]) == (ok,) and Row.of_one_seed([ok, unsure]) == (ok,)
+    assert Row.of_seeds([ok, unsure]) == Row.of_seeds([unsure, ok]) == (unsure,)
+    assert Row.of_seeds([ok, unsure, wrong]) == Row.of_seeds([wrong, unsure, ok]) == (wrong,)
+
+
+def test_the_cotangent_is_not_the_arguments():
+    """A user draws them from the same seed."""
+    cotangents = []
+
+    @jax.custom_vjp
+    def seen(x):
+        return x * 1
+
+    def backward(_, dy):
+        jax.debug.callback(lambda a: cotangents.append(np.asarray(a)), dy)
+        return (dy,)
+
+    seen.defvjp(lambda x: (seen(x), None), backward)
+    for seed in range(3):
+        assert testing.check_vjp(seen, lambda random: (random.standard_normal((3, 4)),), seed=seed).ok
+        x = np.random.default_rng(seed).standard_normal((3, 4))
+        assert len(cotangents) == seed + 1 and abs(np.corrcoef(x.ravel(), cotangents[-1].ravel())[0, 1]) < 0.8
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_dtypes_by_any_name(dtype):
+    """Text, JAX's and NumPy's scalar types, and a dtype."""
+    scalar = getattr(jnp, dtype)
+    names = (dtype, scalar, np.dtype(dtype), np.dtype(dtype).type, jnp.dtype(scalar))
+    reports = [testing.check_vjp(jnp.sin, (X,), reference=jnp.sin, differences=False, dtype=name) for name in names]
+    assert all(report == reports[0] for report in reports) and reports[0].ok and f" in {dtype}," in reports[0].title
+    (gradient,) = testing.numerical_gradient(lambda x: x * x.dtype.type(2), (X,), dtype=scalar, step=0.25)
+    np.testing.assert_allclose(gradient, 2, rtol=8 * float(jnp.finfo(scalar).eps))
+
+
 def test_no_elements():
     report = testing.check_vjp(lambda x: jnp.sum(x**2), (np.ones((0, 3)),), reference=lambda x: jnp.sum(x * x))
     assert report.ok and report.row("x").compared == 0
@@ -325,6 +412,22 @@ ERRORS = {
         ValueError, "dtype must be None or one of float16, bfloat16, float32, float64; got 'float8'",
         lambda: testing.check_vjp(jnp.sin, (X,), dtype="float8"),
     ),
+    "dtype of integers": (ValueError, "got <class 'int'>", lambda: testing.check_vjp(jnp.sin, (X,), dtype=int)),
+    "no dtype at all": (ValueError, "got 3", lambda: testing.numerical_gradient(jnp.sin, (X,), dtype=3)),
+    "arguments of another dtype": (
+        ValueError, "dtypes must be among float16, .*; got float8_e5m2",
+        lambda: testing.check_vjp(jnp.sin, (X.astype(jnp.float8_e5m2),), dtype=None),
+    ),
+    "seed": (ValueError, "seed must be an integer from 0 on", lambda: testing.check_vjp(jnp.sin, (X,), seed=-1)),
+    "no seeds": (ValueError, "or several of them; got ()", lambda: testing.check_vjp(jnp.sin, (X,), seed=())),
+    "a fraction of a seed": (ValueError, "got 0.5", lambda: testing.check_vjp(jnp.sin, (X,), seed=0.5)),
+    "arguments of many shapes": (
+        ValueError, "one shape and dtype, with every seed",
+        lambda: testing.check_vjp(jnp.sin, lambda random: (np.ones(random.integers(1, 1000)),), seed=(0, 1)),
+    ),
+    "arguments that are drawn and no tuple": (
+        TypeError, "args must be a tuple", lambda: testing.check_vjp(jnp.sin, lambda random: random.random(3)),
+    ),
     "mode": (ValueError, "mode must be 'reverse' or 'forward'", lambda: testing.check_hvp(jnp.sin, (X,), mode="up")),
     "nothing to compare": (
         ValueError, "nothing to compare with", lambda: testing.check_vjp(jnp.sin, (X,), differences=False),
@@ -338,6 +441,10 @@ ERRORS = {
         TypeError, "f must return real arrays; got complex", lambda: testing.check_vjp(lambda x: jnp.exp(1j * x), (X,)),
     ),
     "step": (ValueError, "step must be positive", lambda: testing.check_vjp(jnp.sin, (X,), step=-1.0)),
+    "no end of a step": (
+        ValueError, "step must be positive and finite; got inf",
+        lambda: testing.check_vjp(jnp.sin, (X,), step=float("inf")),
+    ),
     "NaN for a step": (
         ValueError, "step must be positive", lambda: testing.numerical_gradient(jnp.sin, (X,), step=float("nan")),
     ),

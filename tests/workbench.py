@@ -117,7 +117,8 @@ def truth(operator: Operator, operands, cotangent, total=None):
         c1 = g.mean(-1, keepdims=True) if operator.subtract_mean else 0
         c2 = (g * x_hat).mean(-1, keepdims=True)
         dx = rstd * (g - c1 - x_hat * c2)
-        dx_rounding = rstd * (eps * _largest(g) + rounding * (np.abs(c2) + _largest(g) * _largest(x_hat)))
+        # Of a constant row x_hat is 0 but for rounding, which then counts squared.
+        dx_rounding = rstd * (eps * _largest(g) + rounding * (np.abs(c2) + _largest(g) * (_largest(x_hat) + rounding)))
         if dtotal is not None:
             dx = dx + dtotal[rows].astype(wide)
         values["y"].append(x_hat * s + b)
@@ -252,5 +253,7 @@ def linear_truth(operator: LinearOperator, operands, dy, *, zero_centered_scale=
     }
     roundings = {name: np.sqrt(a) for name, a in squares.items()}
     g_rounding = np.sqrt(dz_square) * np.abs(s) + eps * _largest(g)
-    roundings["dx"] = rstd * (_largest(g_rounding) + rounding * (np.abs(c2) + _largest(g) * _largest(x_hat)))
+    roundings["dx"] = rstd * (
+        _largest(g_rounding) + rounding * (np.abs(c2) + _largest(g) * (_largest(x_hat) + rounding))
+    )
     return values, roundings

@@ -66,19 +66,21 @@ def names(workload: Workload) -> list[str]:
 
 
 def reference(workload: Workload, rounded: bool) -> Callable[..., Any]:
-    """Plain jnp. rounded: a sum with the residual is rounded to the workload's dtype, whatever the arguments' is."""
+    """Plain jnp. rounded: a sum with the residual is rounded to the workload's dtype, whatever the arguments' is; else
+    it may be left unrounded, as XLA does with what peers write.
+    """
     if isinstance(workload, Block):
         qkv, add = workload.parts()
         return workload.of(reference(qkv, rounded), reference(add, rounded))
-    if not (rounded and workload.adds):
+    if not workload.adds:
         return workload.function(jln.reference)
     norm = getattr(jln.reference, workload.operator.removeprefix("add_"))
-    digits = jnp.finfo(workload.dtype)
 
     def function(x, residual, *parameters):
         total = x + residual
-        nearest = jax.lax.reduce_precision(total, digits.nexp, digits.nmant)
-        total = total + jax.lax.stop_gradient(nearest - total)
+        if rounded:  # the barrier keeps XLA from leaving the rounding out
+            nearest = jax.lax.optimization_barrier(total.astype(workload.dtype)).astype(total.dtype)
+            total = total + jax.lax.stop_gradient(nearest - total)
         return norm(total, *parameters, axis=workload.axis), total
 
     assert len(ARGUMENTS[workload.operator]) > 2

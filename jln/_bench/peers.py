@@ -74,11 +74,13 @@ def _ours(workload: Workload) -> Callable[..., Any]:
 
 
 def _jnp(workload: Workload) -> Callable[..., Any]:
-    if not workload.is_linear:
-        return workload.function(jln.reference)
+    options: dict[str, Any] = {} if workload.is_linear else {"axis": workload.axis}
 
-    def norm(x, scale, offset):  # `jln.reference`'s fused operators sum and keep more than who writes this does
-        return jln.reference.rms_norm(x, scale) if offset is None else jln.reference.layer_norm(x, scale, offset)
+    # `jln.reference`'s fused operators sum and keep more than who writes this does, and its `add_*` round the sum.
+    def norm(x, scale, offset):
+        if offset is None:
+            return jln.reference.rms_norm(x, scale, **options)
+        return jln.reference.layer_norm(x, scale, offset, **options)
 
     return composed(workload, norm, _matmul)
 

@@ -1,7 +1,12 @@
-"""The table of commands, and how a run of one ends: 0 for good, 1 for a finding, 2 with one line for a bad request."""
+"""The table of commands, and how a run of one ends: 0 for good, 1 for a finding, 2 with one line for a bad request or
+for output that cannot be written, and 141 without a word, as of any program, where its reader has gone (`| head -1`).
+"""
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 from collections.abc import Callable, Sequence
 
 import jax
@@ -33,7 +38,28 @@ def application() -> typer.Typer:
 def run(arguments: Sequence[str]) -> int:
     """-> the exit status"""
     try:
-        status = application()(list(arguments) or ["--help"], prog_name="python -m jln", standalone_mode=False)
+        status = _run(arguments)
+        if sys.stdout is not None:  # as of `>&-`
+            sys.stdout.flush()  # here, where a failure can be told, and not when Python ends
+    except (BrokenPipeError, SystemExit):  # the latter is what rich makes of the former
+        _drop_output()
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.filename is not None:  # of another file than stdout
+            raise
+        _drop_output()
+        return complain(f"cannot write the output: {error.strerror or error}")
+    return status
+
+
+def _run(arguments: Sequence[str]) -> int:
+    command = typer.main.get_command(application())
+    try:
+        # What its `main` does, less its own opinion of closed pipes: exit status 1.
+        with command.make_context("python -m jln", list(arguments) or ["--help"]) as context:
+            command.invoke(context)
+    except typer.Exit as end:
+        return end.exit_code
     except UserError as error:
         return complain(str(error))
     except _UsageError as error:
@@ -46,4 +72,11 @@ def run(arguments: Sequence[str]) -> int:
         raise
     except (KeyboardInterrupt, typer.Abort):
         return complain("interrupted", status=130)
-    return status if isinstance(status, int) else 0
+    return 0
+
+
+def _drop_output() -> None:
+    """What is still buffered goes nowhere, or Python would try again when it ends, and print a traceback."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)

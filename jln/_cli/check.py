@@ -26,6 +26,8 @@ NORM_SIZES = (((37, 100), 0), ((3, 20000), 0))
 LINEAR_SIZES = (((37, 100), 64), ((16, 200), 300))
 # What the interpreter does in some ten seconds.
 INTERPRETED_ELEMENTS = 2**21
+# Those of `Accuracy`, in its order, and the verdict.
+ACCURACY_COLUMNS = ("result", "largest", "error", "plain jnp's", "limit", "rms error", "plain jnp's", "limit", "")
 
 
 def command(
@@ -124,11 +126,8 @@ def _check_one(case: Case, chosen: list[tuple[Device, Any]], time: bool, as_json
         if "note" in entry:
             print_note(f"{where}: {entry['note']}")
             continue
-        lines = [
-            (a.name, f"{a.largest:.3e}", f"{a.error:.2e}", f"{a.plain_error:.2e}", f"{a.limit:.2e}", _verdict(a.ok))
-            for a in entry["accuracy"]
-        ]
-        print_table(where, ("result", "largest", "error", "plain jnp's", "limit", ""), lines, left=(0, 5))
+        lines = [(a.name, *(f"{v:.2e}" for v in dataclasses.astuple(a)[1:]), _verdict(a.ok)) for a in entry["accuracy"]]
+        print_table(where, ACCURACY_COLUMNS, lines, left=(0, len(ACCURACY_COLUMNS) - 1))
         if entry["time"]:
             print_table(
                 f"{where}, timed (every tensor moved once)",
@@ -296,7 +295,8 @@ def _attempt(operator: Operator, implementation: str, check: str, run: Callable[
 def _worst_accuracy(truths: list[Truth], implementation: str) -> tuple[bool, float, str]:
     lines = [(line, truth.case) for truth in truths for line in truth.accuracies(implementation)]
     line, case = max(lines, key=lambda pair: (not pair[0].ok, pair[0].part))
-    return line.ok, line.part, f"{line.name} of {case}: error {line.error:.2e}, limit {line.limit:.2e}"
+    found = f"error {line.error:.2e}, limit {line.limit:.2e}; rms {line.rms_error:.2e}, limit {line.rms_limit:.2e}"
+    return line.ok, line.part, f"{line.name} of {case}: {found}"
 
 
 def _worst_row(report: Report) -> tuple[bool, float, str]:

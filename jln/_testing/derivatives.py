@@ -1,8 +1,9 @@
 """Derivatives of any traceable function: reverse mode, forward over reverse, and central differences.
 
 Functions here take `(floats, rest)`, the leaves of their arguments that are differentiated and those that are not, and
-return a list of their floating results. `Call` and `Slope` make such functions. Each check traces and compiles them
-anew: a program kept from an earlier check would not know that a rule, or what `f` reads, has changed since.
+return a list of their floating results. `Call` and `Slope` make such functions. The programs made here are those of one
+check, which compiles them once for all its seeds and keeps none: a program kept from an earlier check would not know
+that a rule, or what `f` reads, has changed since.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 RATIO = 4  # of one step to the next
+Program = Callable[[Sequence[Any], Any, Sequence[Any]], list[jax.Array]]  # floats, rest, cotangent -> gradients
 FIRST_STEP = 2.0**-4  # of an extrapolation: no more than a function may be expected to look like a polynomial on
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -72,43 +74,50 @@ def _pulled_back(call: Any, floats: Sequence[Any], rest: Any, cotangent: Sequenc
     return pullback([c.astype(r.dtype) for c, r in zip(cotangent, results, strict=True)])[0]
 
 
-def reverse(call: Call | Slope, rest: Any, cotangent: Sequence[Any], floats: Sequence[Any]) -> list[jax.Array]:
-    """The gradients of `sum(cotangent * call(floats, rest))`."""
-    return jax.jit(functools.partial(_pulled_back, call))(list(floats), rest, list(cotangent))
+def reverse(call: Call | Slope) -> Program:
+    """A program for the gradients of `sum(cotangent * call(floats, rest))`."""
+    return _program(functools.partial(_pulled_back, call))
 
 
-def forward_over_reverse(slope: Slope, rest: tuple, cotangent: Sequence[Any], floats: Sequence[Any]) -> list[jax.Array]:
+def forward_over_reverse(slope: Slope) -> Program:
     """As `reverse` of a slope, whose gradient is the Hessian times the direction: the Hessian is symmetric."""
-    del cotangent  # of a slope: one
 
-    def product(floats, rest):
+    def product(floats, rest, cotangent):
+        del cotangent  # of a slope: one
         inner, weights, direction = rest
         return jax.jvp(lambda a: _pulled_back(slope.call, a, inner, weights), (floats,), (direction,))[1]
 
-    return jax.jit(product)(list(floats), rest)
+    return _program(product)
 
 
-def differences(
-    call: Call | Slope,
-    floats: Sequence[np.ndarray],
-    rest: Any,
-    cotangent: Sequence[Any],
-    indices: Sequence[np.ndarray],
-    step: float,
-    richardson: int,
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The derivatives of `sum(cotangent * call)` by the elements `indices` of each of the flattened `floats`, and an
-    estimate of how far off each is: infinite without extrapolation, which alone can tell.
+def _program(function: Callable[..., Any]) -> Program:
+    program = jax.jit(function)
+    return lambda floats, rest, cotangent: program(list(floats), rest, list(cotangent))
+
+
+def differences(call: Call | Slope) -> Callable[..., list[tuple[np.ndarray, np.ndarray]]]:
+    """A program for the derivatives of `sum(cotangent * call(floats, rest))` by some elements of the floats.
+
+    It takes floats, rest, cotangent, the indices of those elements in each of the flattened floats, the first step and
+    how often to extrapolate, and returns for each of the floats the derivatives and an estimate of how far off each is:
+    infinite without extrapolation, which alone can tell.
     """
-    steps = []
-    for a, chosen in zip(floats, indices, strict=True):
-        size = np.abs(np.asarray(a, "float64").reshape(-1))
-        size = np.maximum(size, np.median(size)) if size.size else size
-        size = np.where((size > 0) & np.isfinite(size), size, 1.0)[chosen]
-        steps.append(step * size[:, None] * float(RATIO) ** -np.arange(richardson + 1))
     program = jax.jit(functools.partial(_quotients, call))
-    found = program(rest, list(cotangent), list(floats), list(indices), steps)
-    return [_extrapolated(*(np.asarray(a, "float64") for a in pair)) for pair in found]
+
+    def run(floats, rest, cotangent, indices, step, richardson):
+        steps = [_steps(a, chosen, step, richardson) for a, chosen in zip(floats, indices, strict=True)]
+        found = program(rest, list(cotangent), list(floats), list(indices), steps)
+        return [_extrapolated(*(np.asarray(a, "float64") for a in pair)) for pair in found]
+
+    return run
+
+
+def _steps(a: np.ndarray, chosen: np.ndarray, step: float, richardson: int) -> np.ndarray:
+    """[n, K]: of each chosen element, each a part of the one before."""
+    size = np.abs(np.asarray(a, "float64").reshape(-1))
+    size = np.maximum(size, np.median(size)) if size.size else size
+    size = np.where((size > 0) & np.isfinite(size), size, 1.0)[chosen]
+    return step * size[:, None] * float(RATIO) ** -np.arange(richardson + 1)
 
 
 def _quotients(call, rest, cotangent, floats, indices, steps):
@@ -188,18 +197,16 @@ class Problem:
         f: Callable[..., Any],
         args: Sequence[Any],
         *,
-        dtype: str | None,
-        after: str | None = None,
+        dtype: Any,
+        after: Any = None,
         name: str = "f",
     ) -> Problem:
         """dtype: that floating leaves are cast to, after a first cast to `after`; None for no cast."""
+        dtype, after = dtype_name(dtype), dtype_name(after)
         if not callable(f):
             raise TypeError(f"{name} must be a function; got {type(f).__name__}")
         if not isinstance(args, tuple | list):
             raise TypeError(f"args must be a tuple of f's arguments; got {type(args).__name__}")
-        for d in (dtype, after):
-            if d is not None and str(d) not in DTYPES:
-                raise ValueError(f"dtype must be None or one of {', '.join(DTYPES)}; got {d!r}")
         if not _hashable(f):  # such as an Equinox module, whose arrays are fields
             f = functools.partial(lambda g, *a: g(*a), f)
         paths, tree = jax.tree.flatten_with_path(tuple(args))
@@ -214,6 +221,15 @@ class Problem:
         names = _names(f, [path for (path, _), is_float in zip(paths, floating, strict=True) if is_float])
         return cls(Call(f, tree, floating, name), tuple(floats), tuple(rest), names)
 
+    def like(self, other: Problem) -> Problem:
+        """This one's arguments for the other's function, whose programs were compiled for such."""
+        kinds = [
+            (p.call.tree, p.call.floating, *((a.shape, a.dtype) for a in (*p.floats, *p.rest))) for p in (self, other)
+        ]
+        if kinds[0] != kinds[1]:
+            raise ValueError("args must have one structure, and its arrays one shape and dtype, with every seed")
+        return dataclasses.replace(other, floats=self.floats, rest=self.rest)
+
     def context(self) -> contextlib.AbstractContextManager:
         """In which float64 stays float64."""
         return jax.enable_x64(True) if any(a.dtype == np.float64 for a in self.floats) else contextlib.nullcontext()
@@ -225,16 +241,9 @@ class Problem:
             raise TypeError(f"{self.call.name} must return an array of a floating dtype, or there is no gradient")
         return shapes
 
-    def values(self) -> list[np.ndarray]:
-        """The floating results."""
-        return [np.asarray(a) for a in jax.jit(self.call)(self.floats, self.rest)]
-
     def result_names(self) -> list[str]:
         paths, _ = jax.tree.flatten_with_path(jax.eval_shape(self.call.results, self.floats, self.rest))
         return [f"result{jax.tree_util.keystr(p)}" for p, a in paths if jnp.issubdtype(a.dtype, jnp.floating)]
-
-    def random_cotangent(self, random: np.random.Generator) -> list[np.ndarray]:
-        return [random.standard_normal(s.shape).astype(s.dtype) for s in self.results()]
 
     def ones(self) -> list[np.ndarray]:
         return [np.ones(s.shape, s.dtype) for s in self.results()]
@@ -252,6 +261,23 @@ class Problem:
         return jax.tree.unflatten(
             self.call.tree, [next(values) if is_float else None for is_float in self.call.floating]
         )
+
+
+def random_like(random: np.random.Generator, arrays: Sequence[Any]) -> list[np.ndarray]:
+    return [random.standard_normal(a.shape).astype(a.dtype) for a in arrays]
+
+
+def dtype_name(dtype: Any) -> str | None:
+    """Of whatever NumPy takes for a dtype; None for None. Raises ValueError unless it is one of `DTYPES`."""
+    if dtype is None:
+        return None
+    try:
+        name = np.dtype(dtype).name
+    except (TypeError, ValueError):
+        name = None
+    if name not in DTYPES:
+        raise ValueError(f"dtype must be None or one of {', '.join(DTYPES)}; got {dtype!r}")
+    return name
 
 
 def coarsest(arrays: Sequence[Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ class Row:
     """The worst element of one argument's gradient (or of one result): the one that is most of its tolerance away.
 
     against: "reference" or "differences". compared: how many elements were. size: how many there are. unsure: whether
-    it is not `ok` for want of digits in the differences, and may yet be right.
+    it is not `ok` for want of digits in the differences, and may yet be right. seed: with which it was found.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Row:
     size: int
     ok: bool
     unsure: bool = False
+    seed: int | None = None
 
     @classmethod
     def worst(
@@ -54,6 +55,7 @@ class Row:
         tolerance: Tolerance,
         indices: np.ndarray | None = None,
         uncertainty: Any = 0.0,
+        seed: int | None = None,
     ) -> Row:
         """indices: of the flattened elements that `expected` has, if not all. uncertainty: how far off it may be."""
         shape, size = np.shape(got), np.size(got)
@@ -61,7 +63,7 @@ class Row:
         a = np.asarray(got, "float64").reshape(-1)[indices]
         t = np.asarray(expected, "float64").reshape(-1)
         if not len(indices):
-            return cls(name, against, (), 0.0, 0.0, 0.0, tolerance.absolute, 0, size, True)
+            return cls(name, against, (), 0.0, 0.0, 0.0, tolerance.absolute, 0, size, True, seed=seed)
         with np.errstate(all="ignore"):  # infinities and NaN are judged below
             error = np.where(a == t, 0.0, np.abs(a - t))  # equal infinities too
             limit = tolerance.absolute + tolerance.relative * np.abs(t)
@@ -75,7 +77,7 @@ class Row:
         at = int(np.argmax(badness))
         index = tuple(int(i) for i in np.unravel_index(indices[at], shape))
         worst_got, worst_expected, worst_error, allowed = (float(b[at]) for b in (a, t, error, limit))
-        verdict = len(indices), size, bool(good.all()), bool(unsure[at])
+        verdict = len(indices), size, bool(good.all()), bool(unsure[at]), seed
         return cls(name, against, index, worst_got, worst_expected, worst_error, allowed, *verdict)
 
     @property
@@ -89,27 +91,35 @@ class Row:
     def verdict(self) -> str:
         return "ok" if self.ok else "unsure" if self.unsure else "WRONG"
 
-    @property
-    def _rank(self) -> tuple[bool, bool, float]:
-        return not self.unsure, not self.ok, self.badness
+    @staticmethod
+    def of_one_seed(rows: Iterable[Row]) -> tuple[Row, ...]:
+        """One row for each name, in order: the worse one; of an unsure one and another, the other."""
+        return _worst(rows, lambda row: (not row.unsure, not row.ok, row.badness))
 
     @staticmethod
-    def merged(rows: Iterable[Row]) -> tuple[Row, ...]:
-        """One row for each name, in order: the worse one; of an unsure one and another, the other."""
-        found: dict[str, Row] = {}
-        for row in rows:
-            other = found.get(row.name)
-            if other is None or row._rank > other._rank:
-                found[row.name] = row
-        return tuple(found.values())
+    def of_seeds(rows: Iterable[Row]) -> tuple[Row, ...]:
+        """One row for each name, in order: the worst one, and what is wrong for sure is worse than what may be."""
+        return _worst(rows, lambda row: (not row.ok, not row.unsure, row.badness))
+
+
+def _worst(rows: Iterable[Row], rank: Callable[[Row], Any]) -> tuple[Row, ...]:
+    found: dict[str, Row] = {}
+    for row in rows:
+        other = found.get(row.name)
+        if other is None or rank(row) > rank(other):
+            found[row.name] = row
+    return tuple(found.values())
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a check found. rows: one for each argument, and with a reference one for each result of the function."""
+    """What a check found. rows: one for each argument, and with a reference one for each result of the function; with
+    several seeds the worst of all of them. by_seed: the report of each seed, where there are several.
+    """
 
     title: str
     rows: tuple[Row, ...]
+    by_seed: Mapping[int, Report] = dataclasses.field(default_factory=dict, hash=False)
 
     @property
     def ok(self) -> bool:
@@ -125,16 +135,18 @@ class Report:
         return {"title": self.title, "ok": self.ok, "rows": rows}
 
     def __str__(self) -> str:
-        header = ("", "against", "compared", "worst at", "got", "expected", "error", "allowed", "")
+        seed = ("seed",) if self.by_seed else ()
+        header = ("", "against", "compared", *seed, "worst at", "got", "expected", "error", "allowed", "")
         lines: list[tuple[str, ...]] = [header]
         for r in self.rows:
             numbers = (f"{r.got:.6e}", f"{r.expected:.6e}", f"{r.error:.1e}", f"{r.tolerance:.1e}")
             compared = f"{r.compared}" if r.compared == r.size else f"{r.compared} of {r.size}"
             if not r.compared:
                 numbers = ("-",) * len(numbers)
-            lines.append((r.name, r.against, compared, str(list(r.index)), *numbers, r.verdict))
+            seed = (str(r.seed),) if self.by_seed else ()
+            lines.append((r.name, r.against, compared, *seed, str(list(r.index)), *numbers, r.verdict))
         notes = [UNSURE] if any(r.unsure for r in self.rows) else []
-        return "\n".join([self.title, *aligned(lines, left=(0, 1, 3, 8)), *notes])
+        return "\n".join([self.title, *aligned(lines, left=(0, 1, header.index("worst at"), len(header) - 1)), *notes])
 
 
 def aligned(lines: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:

@@ -1,6 +1,6 @@
 """Break the code in every way of `mutants.py`, in a copy, and see the tests fail.
 
-    python tests/mutation/run.py            # all, about a quarter of an hour on two cores
+    python tests/mutation/run.py            # all, some twenty minutes on two cores
     python tests/mutation/run.py c2 dbias   # those whose description has one of these words
 
 Exits with 1 if a mutant survives, if the text of any (chosen or not) is not in its file exactly once, or if its tests
@@ -18,7 +18,8 @@ import sys
 import tempfile
 import time
 
-from mutants import MUTANTS, Mutant
+from mutants import MUTANTS
+from targets import Mutant
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TIMEOUT = 300  # a mutant may loop forever, which is noticed too

@@ -1,0 +1,234 @@
+"""Ways to break the kernels."""
+
+from targets import (
+    ABUSE,
+    ACCURACY,
+    CHUNKS,
+    CHUNKS_ADD,
+    COMPOSED,
+    FUSED_KERNELS,
+    GROUPS,
+    LINEAR,
+    LINEARS,
+    MANY_TILES,
+    NORM,
+    OPERATORS,
+    STRIDED,
+    TRANSFORMED,
+    WHOLE,
+    Mutant,
+)
+
+KERNELS = [
+    # The norms' kernels
+    Mutant("a row too many", NORM, "row * H, row < rows", "row * H, row <= rows", WHOLE),
+    Mutant(
+        "a neighbour too many", NORM,
+        "outer * (H * INNER) + inner, inner < INNER", "outer * (H * INNER) + inner, inner <= INNER", STRIDED,
+    ),
+    Mutant(
+        "outer rows too near each other", NORM,
+        "outer * (H * INNER) + inner, inner", "outer * (H + INNER) + inner, inner", STRIDED,
+    ),
+    Mutant("a column too many", NORM, "column * INNER, column < H", "column * INNER, column <= H", WHOLE),
+    Mutant("a shared operand taken for a group's own", NORM, "return group * 0", "return group", GROUPS),
+    Mutant(
+        "scale not zero-centered", NORM, "scale + given if ZERO_CENTERED else given", "given",
+        (f"{OPERATORS}test_optional_arguments[triton-layer_norm-True-False-True]",),
+    ),
+    Mutant(
+        "the sum not rounded before it is normed", NORM,
+        "(x + residual).to(total_ptr.dtype.element_ty).to(COMPUTE)", "x + residual",
+        (f"{OPERATORS}test_it_is_the_rounded_sum_that_is_normed[triton-bfloat16-100]",),
+    ),
+    Mutant(
+        "y without the mean subtracted", NORM,
+        "y = (x - mean[:, None]) * rstd[:, None] * scale[None, :]  # (3), (4)",
+        "y = x * rstd[:, None] * scale[None, :]", WHOLE,
+    ),
+    Mutant(
+        "y without the offset", NORM,
+        "to(COMPUTE)[None, :]\n    return y", "to(COMPUTE)[None, :] * 0.0\n    return y", WHOLE,
+    ),
+    Mutant(
+        "mean over the tile's width", NORM,
+        "mean = tl.sum(x, axis=1) * (1.0 / H)  # (1)", "mean = tl.sum(x, axis=1) * (1.0 / BLOCK_H)", WHOLE,
+    ),
+    Mutant(
+        "columns that are not there in the variance", NORM,
+        "centred = tl.where(mask, x - mean[:, None], 0.0)", "centred = x - mean[:, None]", WHOLE,
+    ),
+    Mutant(
+        "epsilon forgotten", NORM, "axis=1) * (1.0 / H) + EPSILON)  # (2)", "axis=1) * (1.0 / H))",
+        (f"{ACCURACY}test_small_and_large_data[triton-0.001-float32]",),
+    ),
+    Mutant(
+        "variance as E[x^2] - E[x]^2", NORM,
+        "tl.rsqrt(tl.sum(centred * centred, axis=1) * (1.0 / H) + EPSILON)",
+        "tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / H) - mean * mean + EPSILON)",
+        (f"{ACCURACY}test_rows_with_a_mean_1000_times_their_spread[triton-37-1000-layer_norm-float32]",),
+    ),
+    Mutant(
+        "a last chunk taken for full", NORM,
+        "count = tl.minimum(BLOCK_H, H - first).to(COMPUTE)", "count = tl.minimum(BLOCK_H, H).to(COMPUTE)", CHUNKS,
+    ),
+    Mutant(
+        "chunks' means averaged without weights", NORM,
+        "mean += ahead * share\n", "mean += ahead * 0.5\n", CHUNKS,
+    ),
+    Mutant(
+        "chunks' squares merged with a wrong weight", NORM,
+        "squares += ahead * (ahead * (share * first))", "squares += ahead * (ahead * share)",
+        (f"{ACCURACY}test_rows_with_a_mean_1000_times_their_spread[triton-3-16385-layer_norm-float32]", *CHUNKS),
+    ),
+    Mutant(
+        "a first chunk's squared mean times nought", NORM,
+        "squares += ahead * (ahead * (share * first))", "squares += ahead * ahead * (share * first)",
+        (f"{ABUSE}test_a_mean_whose_square_overflows[triton-False-20000-float32]",),
+    ),
+    Mutant(
+        "columns that are not there in a chunk's variance", NORM,
+        "x = tl.where(mask, x - chunk_mean[:, None], 0.0)", "x = x - chunk_mean[:, None]",
+        (f"{ACCURACY}test_rows_with_a_mean_1000_times_their_spread[triton-3-16385-layer_norm-float32]",),
+    ),
+    Mutant(
+        "the sum of whole rows not returned", NORM,
+        "        if HAS_RESIDUAL:\n            tl.store(total_ptr + at",
+        "        if HAS_RESIDUAL and H < 0:\n            tl.store(total_ptr + at",
+        WHOLE,
+    ),
+    Mutant(
+        "the sum of chunks not returned", NORM,
+        "            if HAS_RESIDUAL:\n                tl.store(total_ptr + at",
+        "            if HAS_RESIDUAL and H < 0:\n                tl.store(total_ptr + at",
+        CHUNKS_ADD,
+    ),
+    Mutant(
+        "all groups' means in the first one's place", NORM,
+        "tl.store(mean_ptr + group * rows + row, mean", "tl.store(mean_ptr + row, mean", GROUPS,
+    ),
+    Mutant(
+        "x_hat not masked", NORM,
+        "tl.where(mask, (x - mean[:, None]) * rstd[:, None], 0.0)", "(x - mean[:, None]) * rstd[:, None]",
+        (f"{OPERATORS}test_columns_that_are_not_there_cannot_overflow[triton]",),
+    ),
+    Mutant("c1 of chunks dropped", NORM, "c1 += scaled\n", "c1 += scaled * 0.0\n", CHUNKS),
+    Mutant(
+        "c2 of chunks over a chunk's width", NORM,
+        "tl.sum(c2, axis=1) * (1.0 / H)  # (7), (8)", "tl.sum(c2, axis=1) * (1.0 / BLOCK_H)", CHUNKS,
+    ),
+    Mutant(
+        "all groups' row sums in the first one's place", NORM,
+        "tl.store(c2_ptr + group * rows + row, c2", "tl.store(c2_ptr + row, c2", GROUPS,
+    ),
+    Mutant("c2 dropped", NORM, "dx = scaled - x_hat * c2[:, None]  # (9)", "dx = scaled", WHOLE),
+    Mutant("c1 dropped", NORM, "dx -= c1[:, None]", "dx -= 0.0", WHOLE),
+    Mutant(
+        "c1 without the scale", NORM,
+        "c1 = tl.sum(scaled, axis=1) * (1.0 / H)",
+        "c1 = tl.sum(dy, axis=1) * (1.0 / H)", WHOLE,
+    ),
+    Mutant("dx without rstd", NORM, "dx *= rstd[:, None]", "dx *= 1.0", WHOLE),
+    Mutant(
+        "the sum's cotangent with the wrong sign", NORM,
+        "dx += tl.load(dtotal_ptr",
+        "dx -= tl.load(dtotal_ptr", WHOLE,
+    ),
+    Mutant("dscale of the scaled cotangent", NORM, "dscale += dy * x_hat  # (6)", "dscale += scaled * x_hat", WHOLE),
+    Mutant("doffset of a program's last tile", NORM, "doffset += dy  # (5)", "doffset = dy", MANY_TILES),
+    Mutant(
+        "dscale added up in bfloat16", NORM,
+        "dscale += dy * x_hat  # (6)", "dscale = (dscale + dy * x_hat).to(tl.bfloat16).to(COMPUTE)", WHOLE,
+    ),
+    Mutant(
+        "a tile of rows forgotten", NORM,
+        "for tile in tl.range(program, _tiles(rows, INNER, BLOCK_ROWS), programs",
+        "for tile in tl.range(program, _tiles(rows, INNER, BLOCK_ROWS) - 1, programs", WHOLE,
+    ),
+    Mutant(
+        "groups' shares on top of each other", NORM,
+        "partial = (group * programs + program) * H + column", "partial = (group + program) * H + column",
+        (f"{TRANSFORMED}test_vmap_of_grad_with_several_programs_a_group[(0, 0, None, 0)]",),
+    ),
+    Mutant("y of backward without the scale", NORM, "y = x_hat * scale[None, :]  # (4)", "y = x_hat", COMPOSED),
+    Mutant(
+        "a share too many added up", NORM,
+        "mask = (program < programs)[:, None] & exists[None, :]",
+        "mask = (program <= programs)[:, None] & exists[None, :]",
+        (f"{OPERATORS}test_reduction_of_many_partial_sums[33]",),
+    ),
+    Mutant(
+        "a block of shares forgotten", NORM,
+        "for first in range(0, programs, BLOCK_ROWS)", "for first in range(0, programs - 1, BLOCK_ROWS)",
+        (f"{OPERATORS}test_reduction_of_many_partial_sums[33]",),
+    ),
+    Mutant(
+        "all groups' doffset in the first one's place", NORM,
+        "tl.store(doffset_ptr + group * H + column, total", "tl.store(doffset_ptr + column, total",
+        (f"{OPERATORS}test_reduction_of_many_partial_sums[33]",),
+    ),
+    # The fused kernels
+    Mutant(
+        "a column of a matrix too many", LINEAR,
+        "(column < COLUMNS)[None, :]",
+        "(column <= COLUMNS)[None, :]", FUSED_KERNELS,
+    ),
+    Mutant(
+        "y without the offset", LINEAR, "constant += tl.sum(kernel.to(COMPUTE) * offset[:, None], axis=0)", "pass",
+        FUSED_KERNELS,
+    ),
+    Mutant(
+        "the product not moved when the mean is", LINEAR,
+        "product -= (unit * step)[:, None] * weight[None, :]", "pass", FUSED_KERNELS,
+    ),
+    Mutant(
+        "the product not resized when rstd is", LINEAR, "product *= (unit / before)[:, None]", "pass", FUSED_KERNELS,
+    ),
+    Mutant(
+        "y without the bias", LINEAR,
+        "constant = _load_vector(bias_ptr", "constant = 0.0 * _load_vector(bias_ptr", FUSED_KERNELS,
+    ),
+    Mutant(
+        "a first chunk's squared mean times nought, fused", LINEAR,
+        "squares += first * step * step", "squares += step * step * first",
+        (f"{ABUSE}test_a_mean_whose_square_overflows[triton-True-100-bfloat16]",),
+    ),
+    Mutant(
+        "dbias of a program's last tile", LINEAR,
+        "dbias += tl.sum(dy.to(COMPUTE), axis=0)", "dbias = tl.sum(dy.to(COMPUTE), axis=0)", FUSED_KERNELS,
+    ),
+    Mutant(
+        "row sums without the scale", LINEAR,
+        """scaled = tl.dot(dy, tl.trans(kernel.to(dy.dtype)), input_precision="tf32") * scale[None, :]""",
+        """scaled = tl.dot(dy, tl.trans(kernel.to(dy.dtype)), input_precision="tf32")""",
+        FUSED_KERNELS,
+    ),
+    Mutant(
+        "dscale of a dz rounded to 16 bits", LINEAR,
+        "dscale += dz * x_hat  # (6)", "dscale += dz.to(dy.dtype).to(COMPUTE) * x_hat  # (6)",
+        (f"{LINEARS}test_a_wider_scale_keeps_its_gradients_digits[triton-bfloat16]",),
+    ),
+    Mutant("c2 dropped, fused", LINEAR, "- c1[:, None] - x_hat * c2[:, None])  # (9)", "- c1[:, None])", FUSED_KERNELS),
+    Mutant(
+        "G of a program's last tile", LINEAR,
+        """g = tl.dot(tl.trans(x_hat.to(dy.dtype)), dy, g, input_precision="tf32")""",
+        """g = tl.dot(tl.trans(x_hat.to(dy.dtype)), dy, input_precision="tf32")""",
+        FUSED_KERNELS,
+    ),
+    Mutant(
+        "dkernel without the scale", LINEAR, "g = tl.sum(g, axis=0) * scale[:, None]", "g = tl.sum(g, axis=0)",
+        FUSED_KERNELS,
+    ),
+    Mutant("dkernel without the offset", LINEAR, "g += offset[:, None] * total[None, :]", "g += 0.0", FUSED_KERNELS),
+    Mutant(
+        "doffset without dbias", LINEAR,
+        "doffset = tl.sum(kernel * total[None, :], axis=1)", "doffset = tl.sum(kernel, axis=1)", FUSED_KERNELS,
+    ),
+    Mutant("a split forgotten", LINEAR, "there = split < splits", "there = split < splits - 1", FUSED_KERNELS),
+    Mutant(
+        "a share of dbias too many", LINEAR,
+        "dbias_partial_ptr, program, program < programs",
+        "dbias_partial_ptr, program, program <= programs",
+        FUSED_KERNELS,
+    ),
+]  # fmt: skip

@@ -1,0 +1,207 @@
+"""Ways to break what is around the kernels: launchers, XLA rules, transformations, and the checker."""
+
+from targets import (
+    ACCURACY,
+    CHECKER,
+    GROUPS,
+    LIMITS,
+    LINEAR_LAUNCH,
+    LINEAR_OPERATOR,
+    LINEARS,
+    NORM_LAUNCH,
+    OPERATOR,
+    OPERATORS,
+    PARTITIONING,
+    REFERENCE,
+    REPORT,
+    SHARDING,
+    STRIDED,
+    TRANSFORMED,
+    TRANSFORMS,
+    XLA,
+    XLA_LINEAR,
+    XLA_LINEARS,
+    XLA_NORM,
+    Mutant,
+)
+
+RULES = [
+    # Launchers
+    Mutant(
+        "the last tile of neighbours forgotten", NORM_LAUNCH,
+        "return self.rows // self.inner * config.ceil_div(self.inner, tile.rows)",
+        "return self.rows // self.inner * max(1, self.inner // tile.rows)", STRIDED,
+    ),
+    Mutant("another operand taken for shared", NORM_LAUNCH, "mask |= 1 << i", "mask |= 2 << i", GROUPS),
+    Mutant(
+        "partial sums in the dtype of x", NORM_LAUNCH,
+        "partial = jax.ShapeDtypeStruct((2 if one_buffer else 1, g.groups, programs, g.h), compute)",
+        "partial = jax.ShapeDtypeStruct((2 if one_buffer else 1, g.groups, programs, g.h), total.dtype)",
+        (f"{OPERATORS}test_partial_sums_are_not_rounded[bfloat16]",),
+    ),
+    Mutant(
+        "per-example gradients summed", NORM_LAUNCH,
+        "grouped=per_example_gradients or not plain", "grouped=not plain",
+        (f"{TRANSFORMED}test_vmap_of_grad[layer_norm-triton-(0, 0, None, None)]",),
+    ),
+    Mutant(
+        "dz in float16", LINEAR_LAUNCH,
+        "preferred_element_type=dtype if dtype == jnp.bfloat16 else accumulator", "preferred_element_type=dtype",
+        (f"{LINEARS}test_dz_does_not_underflow[triton-600]",),
+    ),
+    # The XLA rules
+    Mutant(
+        "unbiased variance", XLA_NORM,
+        "variance = _over_parts(jnp.mean(jnp.square(_centered(x, mean)), axis, keepdims=True), h_axes)",
+        "variance = jnp.sum(jnp.square(_centered(x, mean)), axis, keepdims=True) / (x.shape[axis] - 1)", XLA,
+    ),
+    Mutant(
+        "variance as E[x^2] - E[x]^2, XLA", XLA_NORM,
+        "variance = _over_parts(jnp.mean(jnp.square(_centered(x, mean)), axis, keepdims=True), h_axes)",
+        "variance = jnp.mean(jnp.square(_centered(x, None)), axis, keepdims=True) - (0 if mean is None else mean**2)",
+        (f"{ACCURACY}test_rows_with_a_mean_1000_times_their_spread[xla-37-1000-layer_norm-float32]",),
+    ),
+    Mutant(
+        "scale not zero-centered, XLA", XLA_NORM,
+        "return 1.0 + scale.astype(dtype) if zero_centered_scale else scale.astype(dtype)",
+        "return scale.astype(dtype)",
+        (f"{OPERATORS}test_optional_arguments[xla-layer_norm-True-False-True]",),
+    ),
+    Mutant("c2 dropped, XLA", XLA_NORM, "dx = g - x_hat * mean_over_h(g_over_h * x_hat)  # (8)", "dx = g", XLA),
+    Mutant(
+        "c1 without the scale, XLA", XLA_NORM,
+        "dx = dx - mean_over_h(g_over_h)  # (7)", "dx = dx - sum_over_h(dy.astype(dtype)) / total.shape[axis]", XLA,
+    ),
+    Mutant(
+        "doffset added up in the dtype of dy", XLA_NORM,
+        "with_batch(sum_over_rows(dy.astype(dtype)), batch)", "with_batch(sum_over_rows(dy), batch)",
+        (f"{ACCURACY}test_gradients_of_wider_parameters_keep_their_digits[xla-bfloat16]",),
+    ),
+    Mutant(
+        "dscale of x and not of x_hat", XLA_NORM,
+        "sum_over_rows(dy.astype(dtype) * x_hat)",
+        "sum_over_rows(dy.astype(dtype) * total)", XLA,
+    ),
+    Mutant("the sum's cotangent dropped", XLA_NORM, "dx = dx + dtotal.astype(dtype)", "dx = dx + 0", XLA),
+    Mutant(
+        "parameters' gradients summed over vmap's axes", XLA_NORM,
+        "rows = [i for i in range(batch_dims, total.ndim)", "rows = [i for i in range(total.ndim)",
+        (f"{TRANSFORMED}test_vmap_of_grad[layer_norm-xla-(0, 0, None, None)]",),
+    ),
+    Mutant(
+        "y without the bias, XLA", XLA_LINEAR,
+        "y = y + _like_rows(bias.astype(y.dtype), x.ndim, batch_dims)", "y = y + 0", XLA_LINEARS,
+    ),
+    Mutant(
+        "doffset without dbias, XLA", XLA_LINEAR,
+        "jnp.sum(kernel.astype(dbias.dtype) * jnp.expand_dims(dbias, -2), axis=-1)",
+        "jnp.sum(kernel.astype(dbias.dtype), axis=-1)", XLA_LINEARS,
+    ),
+    Mutant(
+        "dkernel of a z without offset, XLA", XLA_LINEAR,
+        "z = norm.scaled(x, row_scale, row_offset, mean", "z = norm.scaled(x, row_scale, None, mean", XLA_LINEARS,
+    ),
+    Mutant(
+        "dz by a kernel not transposed, XLA", XLA_LINEAR,
+        "kernel.astype(dtype), [*in_batch, h, n], [*rows, h], precision)  # (14)",
+        "kernel.astype(dtype)[..., ::-1], [*in_batch, h, n], [*rows, h], precision)", XLA_LINEARS,
+    ),
+    # The operators and their transformations
+    Mutant(
+        "vmap's axis not counted", TRANSFORMS, 'v + 1 if k == "batch_dims" else v', "v",
+        (f"{TRANSFORMED}test_vmap_of_grad[layer_norm-xla-(0, 0, None, None)]",),
+    ),
+    Mutant(
+        "operands vary apart in shard_map", TRANSFORMS,
+        "a if a is None or axes == union else", "a if a is None or axes is not None else",
+        (f"{TRANSFORMED}test_shard_map[xla]",),
+    ),
+    Mutant(
+        "x saved where the sum was normed",
+        OPERATOR,
+        "(x if total is None else total, scale, mean, rstd)",
+        "(x, scale, mean, rstd)",
+        ("tests/test_matrix.py::test_reverse_mode[add_layer_norm-so-xla-value_and_grad]",),
+    ),
+    Mutant(
+        "a tangent without the mean's", XLA_NORM, "dy = dy - jnp.mean(t, axis, keepdims=True)", "pass",
+        ("tests/test_matrix.py::test_forward_mode[layer_norm-so-xla-jvp]",),
+    ),
+    Mutant(
+        "a tangent without the kernel's", XLA_LINEAR, "mean, rstd, zero_centered_scale), dkernel)",
+        "mean, rstd, zero_centered_scale), 0 * dkernel)",
+        ("tests/test_matrix.py::test_forward_mode[layer_norm_linear-sob-xla-jvp]",),
+    ),
+    Mutant(
+        "vmap's axes taken for rows where a parameter has them", TRANSFORMS, "return len(batches) == 1 and all(",
+        "return len(batches) == 1 or all(",
+        ("tests/test_matrix.py::test_forward_mode[layer_norm-so-triton-grad(vmap), over all]",),
+    ),
+    Mutant(
+        "no device told of the others' rows", PARTITIONING, "share = jax.lax.psum(share, left) if left else share",
+        "pass",
+        (f"{SHARDING}test_gradient_under_jit[layer_norm-rows]",),
+    ),
+    Mutant(
+        "features not added up", LINEAR_OPERATOR, '("n", "nr", "nr", "r", "r")', '("", "r", "r", "r", "r")',
+        (f"{SHARDING}test_gradient_under_jit[layer_norm_linear-columns]",),
+    ),
+    Mutant(
+        "dbias added up over features", LINEAR_OPERATOR, '("n", "nr", "nr", "r", "r")', '("n", "nr", "nr", "r", "nr")',
+        (f"{SHARDING}test_gradient_under_jit[layer_norm_linear-rows and columns]",),
+    ),
+    Mutant(
+        "a part of H taken for the whole", XLA_NORM, "return lax.pmean(mean, h_axes) if h_axes else mean",
+        "return mean",
+        (f"{SHARDING}test_gradient_under_jit[layer_norm-H]",),
+    ),
+    Mutant(
+        "a product over a part of H", XLA_LINEAR, "y = lax.psum(y, h_axes)", "pass",
+        (f"{SHARDING}test_gradient_under_jit[layer_norm_linear-H]",),
+    ),
+    Mutant(
+        "padding taken for rows", PARTITIONING, "% math.prod(mesh.shape[a] for a in axes) == 0:", "% 1 == 0:",
+        (f"{SHARDING}test_what_does_not_divide_is_not_split",),
+    ),
+    # The reference and the checker
+    Mutant(
+        "the reference's sum not rounded", REFERENCE,
+        "return jax.lax.optimization_barrier(x.astype(dtype) + residual.astype(dtype))",
+        "return x.astype(dtype) + residual.astype(dtype)",
+        ("tests/test_rounded_sum.py::test_it_is_what_is_returned_that_is_normed[add_layer_norm-reference-jitted]",),
+    ),
+    Mutant(
+        "only the largest error judged", LIMITS,
+        "self.error <= self.limit and self.rms_error <= self.rms_limit", "self.error <= self.limit",
+        ("tests/test_limits.py::test_slips_are_rejected_by_what_they_break[bfloat16]",),
+    ),
+    Mutant(
+        "only the root mean square judged", LIMITS,
+        "self.error <= self.limit and self.rms_error <= self.rms_limit", "self.rms_error <= self.rms_limit",
+        ("tests/test_limits.py::test_slips_are_rejected_by_what_they_break[bfloat16]",),
+    ),
+    Mutant(
+        "a wrong seed outvoted by an unsure one", REPORT,
+        "lambda row: (not row.ok, not row.unsure, row.badness)", "lambda row: (row.unsure, row.badness)",
+        ("tests/test_testing.py::test_one_wrong_seed_is_not_outvoted",),
+    ),
+    Mutant(
+        "the first seed's arguments for all seeds", CHECKER,
+        "dataclasses.replace(other, floats=self.floats, rest=self.rest)", "other",
+        ("tests/test_testing.py::test_several_seeds_are_one_program_each",),
+    ),
+    Mutant(
+        "a cotangent of ones", CHECKER,
+        "random.standard_normal(a.shape).astype(a.dtype) for a", "np.ones(a.shape, a.dtype) for a",
+        ("tests/test_catalogue.py::test_wrong_rules_are_rejected[LayerNorm: cotangent ignored]",),
+    ),
+    Mutant(
+        "differences of one step, not extrapolated", CHECKER, "better = error < least", "better = error < 0",
+        ("tests/test_catalogue.py::test_right_rules_are_accepted[tanh]",),
+    ),
+    Mutant(
+        "direction ignored in second derivatives", CHECKER,
+        "jnp.vdot(g, d).astype(dtype) for g, d", "jnp.sum(g).astype(dtype) for g, d",
+        ("tests/test_catalogue.py::test_right_second_derivatives_are_accepted[layer_norm_linear-forward]",),
+    ),
+]  # fmt: skip

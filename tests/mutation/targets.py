@@ -1,0 +1,60 @@
+"""What a mutant is, and the names of the files to break and of the tests that must notice."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """In `file`, `old` becomes `new`; `tests` are pytest's node ids, the likeliest to fail first."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+NORM = "jln/_triton/layer_norm_kernels.py"
+LINEAR = "jln/_triton/layer_norm_linear_kernels.py"
+NORM_LAUNCH = "jln/_triton/layer_norm.py"
+LINEAR_LAUNCH = "jln/_triton/layer_norm_linear.py"
+XLA_NORM = "jln/_xla/layer_norm.py"
+XLA_LINEAR = "jln/_xla/layer_norm_linear.py"
+TRANSFORMS = "jln/_transforms.py"
+OPERATOR = "jln/layer_norm.py"
+LINEAR_OPERATOR = "jln/layer_norm_linear.py"
+PARTITIONING = "jln/_partitioning.py"
+CHECKER = "jln/_testing/derivatives.py"
+REPORT = "jln/_testing/report.py"
+LIMITS = "jln/_cli/accuracy.py"
+REFERENCE = "jln/reference.py"
+
+ACCURACY = "tests/test_accuracy.py::"
+OPERATORS = "tests/test_operators.py::"
+TRANSFORMED = "tests/test_transforms.py::"
+FUSED = "tests/test_layer_norm_linear_kernels.py::"
+LINEARS = "tests/test_linear_accuracy.py::"
+LINEAR_TRANSFORMED = "tests/test_linear_transforms.py::"
+ABUSE = "tests/test_abuse.py::"
+SHARDING = "tests/test_sharding.py::"
+
+# Whole rows, several a tile and the last one ragged; a row in chunks.
+WHOLE = (f"{ACCURACY}test_family[triton-37-100-add_layer_norm-float32]",)
+MANY_TILES = (f"{ACCURACY}test_layer_norm[triton-1000-127-float32]",)
+CHUNKS = (f"{ACCURACY}test_layer_norm[triton-5-16385-float32]",)
+CHUNKS_ADD = (f"{ACCURACY}test_family[triton-2-40000-add_layer_norm-float32]",)
+STRIDED = (f"{OPERATORS}test_strided_rows[triton-float32-shape0]", f"{OPERATORS}test_axes[triton-layer_norm-1]")
+GROUPS = (
+    f"{TRANSFORMED}test_vmap_of_grad_in_every_regime[(None, None, 0, 0)-shape0]",
+    f"{TRANSFORMED}test_vmap_of_grad_in_every_regime[(0, 0, None, 0)-shape1]",
+)
+# Several tiles of rows a program, all ragged, and of features; several chunks of H; as many features as there may be.
+FUSED_KERNELS = (
+    f"{FUSED}test_fused[300-60-7-float16]",
+    f"{FUSED}test_fused[64-128-64-float16]",
+    f"{LINEARS}test_sizes[triton-333-100-256-bfloat16]",
+)
+COMPOSED = (f"{FUSED}test_composed[33-100-300-float16]",)
+XLA = (f"{ACCURACY}test_family[xla-37-100-add_layer_norm-float32]",)
+XLA_LINEARS = (f"{LINEARS}test_sizes[xla-16-100-128-float32]", f"{LINEARS}test_sizes[xla-333-8-7-float32]")

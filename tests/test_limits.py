@@ -1,0 +1,120 @@
+"""What `python -m jln check` lets pass: the limits of an accuracy accept what is right and reject what is not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jln._cli import accuracy, operators
+from jln._cli.operators import Case
+
+INITS = operators.get_args(operators.Init)
+SEEDS = range(3)
+DEVICE = jax.devices("cpu")[0]
+
+
+def truth(name, shape, dtype, init="normal", seed=0, features=20):
+    return accuracy.Truth(Case(operators.OPERATORS[name], shape, features, dtype, init, seed), DEVICE)
+
+
+def all_are_right(name, dtype, implementation, seeds):
+    """A width that is no power of two, and a mean that its sum does not give exactly."""
+    for init in INITS:
+        for seed in seeds:
+            for line in truth(name, (7, 100), dtype, init, seed).accuracies(implementation):
+                assert line.ok, (init, seed, line)
+
+
+@pytest.mark.parametrize("dtype", operators.DTYPES)
+@pytest.mark.parametrize("name", operators.OPERATORS)
+def test_right_rules_are_accepted(name, dtype):
+    all_are_right(name, dtype, "xla", SEEDS)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("dtype", operators.DTYPES)
+@pytest.mark.parametrize("name", operators.OPERATORS)
+def test_right_rules_and_kernels_are_accepted_over_many_seeds(name, dtype, implementation):
+    all_are_right(name, dtype, implementation, range(20))
+
+
+def layer_norm(slip=None):
+    """LayerNorm in plain jnp, its result and each gradient rounded once, but for one slip."""
+
+    def terms(x, scale):
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        mean = jnp.mean(wide, -1, keepdims=True)
+        two_passes = jnp.mean((wide - mean) ** 2, -1, keepdims=True)
+        one_pass = jnp.mean(wide * wide, -1, keepdims=True) - mean**2
+        variance = jnp.maximum(one_pass, 0) if slip == "one-pass variance" else two_passes
+        rstd = jax.lax.rsqrt(variance + operators.EPSILON)
+        return (wide - mean) * rstd, rstd, scale.astype(wide.dtype)[None, :]
+
+    @jax.custom_vjp
+    def norm(x, scale, offset):
+        x_hat, _, s = terms(x, scale)
+        return (x_hat * s + offset.astype(s.dtype)[None, :]).astype(x.dtype)
+
+    def backward(saved, dy):
+        x, scale = saved
+        x_hat, rstd, s = terms(x, scale)
+        dy = dy.astype(s.dtype)
+        c1, c2 = (jnp.mean(dy * s * a, -1, keepdims=True) for a in (1, x_hat))
+        if slip == "c1 rounded to bfloat16":
+            c1 = jax.lax.reduce_precision(c1, exponent_bits=8, mantissa_bits=7)
+        if slip == "c2 dropped":
+            c2 = 0 * c2
+        dx, dscale, doffset = rstd * (dy * s - c1 - x_hat * c2), jnp.sum(dy * x_hat, 0), jnp.sum(dy, 0)
+        if slip == "dscale off by a percent":
+            dscale = 1.01 * dscale
+        if slip == "dx off by a percent":
+            dx = 1.01 * dx
+        if slip == "an element of doffset off":
+            doffset = doffset.at[3].mul(1.1)
+        return dx.astype(x.dtype), dscale.astype(scale.dtype), doffset.astype(x.dtype)
+
+    norm.defvjp(lambda x, scale, offset: (norm(x, scale, offset), (x, scale)), backward)
+    return norm
+
+
+# The data that shows each, and the results that are off then. In 16 bits c1 is rounded to no effect but where it is
+# large beside dx, and one pass loses the variance where the mean is large.
+SLIPS = {
+    "dscale off by a percent": ("normal", {"dscale"}),
+    "dx off by a percent": ("normal", {"dx"}),
+    "c2 dropped": ("normal", {"dx"}),
+    "c1 rounded to bfloat16": ("large-mean", {"dx"}),
+    "one-pass variance": ("large-mean", {"y", "dx", "dscale"}),
+    "an element of doffset off": ("large-mean", {"doffset"}),
+}
+
+
+@pytest.mark.parametrize("dtype", operators.DTYPES)
+def test_slips_are_rejected_by_what_they_break(dtype):
+    rules = {slip: layer_norm(slip) for slip in (None, *SLIPS)}
+    for seed in SEEDS:
+        known = {init: truth("layer_norm", (64, 1024), dtype, init, seed) for init in ("normal", "large-mean")}
+        for init in known:
+            assert all(line.ok for line in known[init].judged(rules[None]))
+        for slip, (init, results) in SLIPS.items():
+            lines = list(known[init].judged(rules[slip]))
+            assert {line.name for line in lines if not line.ok} == results, (slip, seed, lines)
+
+
+def test_limits_are_no_wider_than_what_they_are_made_of():
+    """For well-conditioned float32 data: plain jnp's error twice, and some thirty roundings."""
+    for line in truth("layer_norm", (16, 128), "float32").accuracies("xla"):
+        assert line.limit - 2 * line.plain_error < 4e-6 * line.largest, line
+        assert line.rms_limit - 2 * line.rms_plain_error < 1e-6 * line.largest, line
+
+
+def test_overflow_is_no_error_where_the_truth_overflows_too():
+    true = np.array([1e6, 2.0])
+    right, wrong = np.array([np.inf, 2], "float16"), np.array([-np.inf, 2], "float16")
+    assert accuracy._errors(right, true) == (0, 0)
+    assert accuracy._errors(wrong, true) == (np.inf, np.inf)
+
+
+def test_the_root_mean_square_of_large_numbers_does_not_overflow():
+    largest, rms = accuracy._errors(np.array([3e200, -4e200]), np.zeros(2))
+    assert largest == 4e200 and rms == pytest.approx(np.sqrt(12.5) * 1e200)

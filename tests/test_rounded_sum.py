@@ -1,0 +1,81 @@
+"""`add_layer_norm` and `add_rms_norm` norm the sum that they return, rounded to its dtype: operators and reference do,
+jitted and not.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jln
+
+DTYPES = ("float16", "bfloat16", "float32")
+PAIRS = [*itertools.product(DTYPES, DTYPES), ("float64", "float64")]
+NORMS = {"add_layer_norm": jln.reference.layer_norm, "add_rms_norm": jln.reference.rms_norm}
+RUNS = {"reference": jln.reference} | {name: jln for name in ("xla", "triton")}
+
+
+def sum_that_loses_digits(dtype, residual_dtype):
+    """x, residual [5, 100]: of a spread of a few roundings of their sum, on which the rounding leaves its mark."""
+    random = np.random.default_rng(0)
+    digits = float(jnp.finfo(jnp.promote_types(dtype, residual_dtype)).eps)
+    x = random.standard_normal((5, 100)) * 64 * digits
+    return jnp.asarray(x).astype(dtype), jnp.full((5, 100), 64, residual_dtype)
+
+
+@functools.cache
+def function(name, run, jitted):
+    options = {} if run == "reference" else {"implementation": run}
+    f = functools.partial(getattr(RUNS[run], name), **options)
+    return jax.jit(f) if jitted else f
+
+
+@pytest.mark.parametrize("jitted", [True, False], ids=["jitted", "eager"])
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("name", NORMS)
+def test_it_is_what_is_returned_that_is_normed(name, run, jitted):
+    for dtype, residual_dtype in PAIRS:
+        x, residual = sum_that_loses_digits(dtype, residual_dtype)
+        y, total = function(name, run, jitted)(x, residual)
+        promoted = jnp.promote_types(dtype, residual_dtype)
+        assert total.dtype == promoted and y.dtype == dtype
+        exact = np.asarray(x, "float64") + np.asarray(residual, "float64")
+        np.testing.assert_array_equal(total, exact.astype(promoted))
+        expected = np.asarray(NORMS[name](jnp.asarray(total, "float64")))
+        # One rounding, and those of a sum of 100 terms whose mean is 64 times its spread, or more.
+        compute = jnp.promote_types(promoted, jnp.float32)
+        spread = np.std(np.asarray(total, "float64"), -1, keepdims=True)
+        roundings = 10 * float(jnp.finfo(compute).eps) * 64 / np.minimum(spread, 64)
+        allowed = float(jnp.finfo(dtype).eps) * np.abs(expected) + roundings * (1 + np.abs(expected))
+        assert (np.abs(np.asarray(y, "float64") - expected) <= allowed).all()
+        unrounded = np.asarray(NORMS[name](jnp.asarray(exact)))
+        if name == "add_layer_norm" and promoted in ("float16", "bfloat16"):  # or this test would show nothing
+            assert np.max(np.abs(unrounded - expected) / allowed) > 10
+
+
+@pytest.mark.parametrize("jitted", [True, False], ids=["jitted", "eager"])
+@pytest.mark.parametrize("run", RUNS)
+def test_sums_of_denormals_are_kept(run, jitted):
+    x = jnp.full((1, 8), 2.0**-24, "float16") * jnp.arange(8, dtype="float16")[None, :]
+    _, total = function("add_layer_norm", run, jitted)(x, x)
+    np.testing.assert_array_equal(total, np.asarray(x, "float64") * 2)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_the_references_gradient_is_that_of_the_rounded_sum(name):
+    """Jitted, bit for bit that of the norm alone."""
+    x, residual = sum_that_loses_digits("bfloat16", "bfloat16")
+    dy = jnp.asarray(np.random.default_rng(1).standard_normal(x.shape)).astype("bfloat16")
+
+    @jax.jit
+    def gradients(x, residual):
+        (_, total), pullback = jax.vjp(getattr(jln.reference, name), x, residual)
+        return total, pullback((dy, jnp.zeros_like(total)))
+
+    total, (dx, dresidual) = gradients(x, residual)
+    (expected,) = jax.jit(lambda t: jax.vjp(NORMS[name], t)[1](dy))(total)
+    np.testing.assert_array_equal(dx, expected)
+    np.testing.assert_array_equal(dresidual, expected)
