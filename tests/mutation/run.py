@@ -41,7 +41,8 @@ def copied() -> pathlib.Path:
 
 def tests(tree: pathlib.Path, ids: list[str]) -> tuple[int | None, str]:
     """-> (pytest's exit status, None when it took too long; the last of its output)"""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "--tb=line", "-p", "no:cacheprovider", *ids]
+    options = ["-x", "-q", "-n0", "-m", "", "--tb=line", "-p", "no:cacheprovider"]  # -m: heavy ones too, if listed
+    command = [sys.executable, "-m", "pytest", *options, *ids]
     environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         ran = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
