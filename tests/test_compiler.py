@@ -5,16 +5,12 @@ Compiling needs a process without TRITON_INTERPRET, so each case is a worker pro
 
 from __future__ import annotations
 
-import concurrent.futures
-import multiprocessing
-import os
-
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jln._bench.workloads import WORKLOADS
-from jln._triton import config
+from jln._triton import compiler, config
 
 pytest.importorskip("triton")
 
@@ -101,8 +97,6 @@ def launches(h, inner, dtypes, chip, switches):
 
 def compile_all(dtypes, chip, switches, layouts):
     """Runs in the worker: `[(description, spilled bytes a thread, shared bytes a block, the chip's limit)]`."""
-    from jln._triton import compiler
-
     made = []
     for h, inner in layouts:
         for launch in launches(h, inner, dtypes, chip, switches):
@@ -115,17 +109,8 @@ def compile_all(dtypes, chip, switches, layouts):
 @pytest.fixture(scope="module")
 def worker():
     """A process that compiles, whatever this one does."""
-    before = os.environ.pop("TRITON_INTERPRET", None)
-    try:
-        context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
-            pool.submit(os.getpid).result()  # started, with the environment as it is now
-            if before is not None:
-                os.environ["TRITON_INTERPRET"] = before
-            yield pool
-    finally:
-        if before is not None:
-            os.environ["TRITON_INTERPRET"] = before
+    with compiler.workers(1) as pool:
+        yield pool
 
 
 # One chip with every switch on takes a minute and a half on two cores; the others are heavy.
@@ -169,8 +154,6 @@ def test_a_spill_is_seen(worker):
 
 def spills_of_a_large_tile():
     import dataclasses
-
-    from jln._triton import compiler
 
     backward = next(
         launch
@@ -247,8 +230,6 @@ def linear_launches(rows, h, n, dtypes, chip, switches):
 
 def compile_linear(dtypes, chip, switches, sizes):
     """Runs in the worker: as `compile_all`, and the number of wgmma and of mma instructions."""
-    from jln._triton import compiler
-
     made = []
     for m, h, n in sizes:
         for launch in linear_launches(m, h, n, dtypes, chip, switches):

@@ -19,7 +19,7 @@ import jln
 from jln._cli.console import UserError, print_json, print_note, print_table, progress
 from jln._cli.devices import Device, complaints, described, devices, implementations
 from jln._cli.operators import OPERATORS, Case, value_and_gradients
-from jln._triton import config, launch
+from jln._triton import config, launch, tuning
 
 # Distribution -> what it is for here, and how it comes.
 PACKAGES = {
@@ -105,6 +105,7 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
             "versions": {"python": platform.python_version(), "jln": jln.__version__, **versions},
             "devices": [_facts(device) for device in found],
             "operators": operators,
+            "tuning": _tuning(),
             "jax_says": complaints,
             "faults": faults,
         }
@@ -133,12 +134,27 @@ def _print(versions, found, operators, bad, faults) -> None:
     )
     for reason in dict.fromkeys(o["why_not_the_other"] for o in operators):
         print_note(reason)
+    print_note(f"Tiles: {_tuning()}.")
     print_note(f"Known bad pairs of versions: {len(bad)} of {len(BAD_PAIRS)} are here.")
     for complaint in complaints:
         print_note(f"JAX says: {complaint}")
     for fault in faults:
         print_note(f"BROKEN: {fault}", wrong=True)
     print_note("something is broken" if faults else "nothing is broken", wrong=bool(faults))
+
+
+def _tuning() -> str:
+    """Where the kernels' tiles are from."""
+    chip = config.target_chip()
+    if chip is None:
+        return "by heuristics, where there is a GPU or a chip is named"
+    with warnings.catch_warnings(record=True) as faults:
+        warnings.simplefilter("always")
+        files = tuning.in_force(chip)
+    asked = [f"{f['choices']} choices for {tuning.chip_name(chip)} in {f['file']}" for f in files]
+    return "; ".join(
+        [*asked, *(str(fault.message) for fault in faults), "else by heuristics" if asked else "by heuristics"]
+    )
 
 
 def installed() -> dict[str, str | None]:

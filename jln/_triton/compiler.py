@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
+import multiprocessing
+import os
 import pathlib
 import re
 import subprocess
@@ -76,3 +79,16 @@ def dump(cubin: bytes, option: str) -> str:
         file.write(cubin)
         file.flush()
         return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def workers(count: int) -> concurrent.futures.ProcessPoolExecutor:
+    """Processes that compile, whatever this one does: without Triton's interpreter, and they leave the GPU alone."""
+    context = multiprocessing.get_context("spawn")
+    return concurrent.futures.ProcessPoolExecutor(count, mp_context=context, initializer=_compile_only)
+
+
+def _compile_only() -> None:
+    import jax
+
+    os.environ.pop("TRITON_INTERPRET", None)  # before triton is imported
+    jax.config.update("jax_platforms", "cpu")
