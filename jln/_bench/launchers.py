@@ -43,11 +43,11 @@ def call(workload: Workload, direction: str, chip: config.Chip) -> tuple[Callabl
     if workload.is_linear:
         options["precision"] = None
         kernel, bias, y = shapes["kernel"], shapes.get("bias"), shapes["y"]
-        size = (workload.rows, *kernel.shape, dtype.name, chip)
-        if direction == "forward" and config.fused_forward(*size) is not None:
+        h, n = kernel.shape
+        if direction == "forward" and config.fused_forward(workload.rows, h, n, dtype.name, chip) is not None:
             function = functools.partial(linear.forward, save_statistics=True, **options)
             return function, (x, scale, offset, kernel, bias)
-        if direction == "backward" and config.fused_backward(*size) is not None:
+        if direction == "backward" and config.fused_backward(workload.rows, h, n, dtype.name, chip) is not None:
             dbias_dtype = None if bias is None else bias.dtype
             function = functools.partial(linear.backward, dbias_dtype=dbias_dtype, **options)
             return function, (y, x, scale, offset, kernel, mean, statistic)

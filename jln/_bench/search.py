@@ -143,10 +143,10 @@ def reports(
             why = f"spills {report.spilled} bytes"
         if why is None and report.shared > limit:
             why = f"needs {report.shared} bytes of shared memory, of which there are {limit}"
-        tile = tiles.get("tile")
-        persistent = tile is not None and tile.programs_per_sm > 1
-        if why is None and persistent and 32 * tile.warps * tile.programs_per_sm * report.registers > 65536:
-            why = f"{tile.programs_per_sm} programs do not fit on an SM"
+        tile = tiles.get("tile") or Tile(1, 1, 1)
+        together = tile.programs_per_sm
+        if why is None and together > 1 and 32 * tile.warps * together * report.registers > 65536:
+            why = f"{together} programs do not fit on an SM"
         found.append(dataclasses.replace(report, why=why))
     return found
 
@@ -168,8 +168,9 @@ def compiled(cases: Sequence[Case], key: Key, tiles: Tiles, chip: Chip) -> Repor
                 r = compiler.compile_launch(made)
             except Exception as error:  # of whatever kind: the tile is not for this kernel
                 return Report(why=f"does not compile: {type(error).__name__}")
-            largest = map(max, (worst.registers, worst.spilled, worst.shared), (r.registers, r.spilled, r.shared))
-            worst = Report(*largest)
+            worst = Report(
+                max(worst.registers, r.registers), max(worst.spilled, r.spilled), max(worst.shared, r.shared)
+            )
     return worst
 
 
@@ -205,17 +206,17 @@ def prepared(case: Case, key: Key, choices: Sequence[Tiles], chip: Chip) -> list
     programs = [_tried(lowered, tiles) for tiles in choices]
     with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         programs = list(pool.map(lambda p: p if isinstance(p, str) else _tried(p.compile), programs))
-    made: list[Run | str] = []
-    expected = None
-    for tiles, program in zip(choices, programs, strict=True):
-        got = program if isinstance(program, str) else _tried(lambda p=program: jax.block_until_ready(p(*arrays)))
-        if isinstance(got, str):
-            made.append(got)
-            continue
-        expected = got if expected is None else expected
-        wrong = difference(got, expected, case.workload)
-        made.append(wrong or Run(identified(tiles), functools.partial(program, *arrays)))
-    return made
+    first: list[Any] = []
+
+    def checked(tiles: Tiles, program: Any) -> Run | str:
+        if isinstance(program, str):
+            return program
+        run = functools.partial(program, *arrays)
+        got = jax.block_until_ready(run())
+        first[:] = first or [got]
+        return difference(got, first[0], case.workload) or Run(identified(tiles), run)
+
+    return [_tried(checked, t, p) for t, p in zip(choices, programs, strict=True)]
 
 
 def _tried(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -215,7 +215,7 @@ def _content(path: pathlib.Path) -> dict[str, Any]:
         return {"schema": tuning.SCHEMA, "entries": []}
     try:
         return tuning.load(path)
-    except (OSError, ValueError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"cannot add to {path}: {error}") from None
 
 

@@ -159,42 +159,47 @@ def in_force(chip: Chip) -> list[dict[str, Any]]:
     found = []
     for path in _files(chip):
         entries = [key for key in _read(path) if dict(key)["chip"] == chip_name(chip)]
-        content = path.read_bytes() if path.is_file() else b""
-        found.append({"file": str(path), "choices": len(entries), "sha256": hashlib.sha256(content).hexdigest()[:12]})
+        content = _bytes(path)
+        digest = hashlib.sha256(content).hexdigest()[:12] if isinstance(content, bytes) else None
+        found.append({"file": str(path), "choices": len(entries), "sha256": digest})
     return found
 
 
 _lock = threading.Lock()
-_said: set[tuple[pathlib.Path, object]] = set()
+_said: set[tuple[pathlib.Path, bytes | str]] = set()
 
 
 def _read(path: pathlib.Path) -> dict[Key, Tiles | None]:
     """What is sound in the file, as it is now; what is not, in a warning, once."""
-    try:
-        status = path.stat()
-        stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
-    except (OSError, ValueError):
-        stamp = None
+    content = _bytes(path)
     with _lock:
-        entries, faults = _parsed(path, stamp)
-        news = bool(faults) and (path, stamp) not in _said
-        _said.add((path, stamp))
+        entries, faults = _parsed(content)
+        news = bool(faults) and (path, content) not in _said
+        if news:
+            _said.add((path, content))
     if news:
         more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
         warnings.warn(f"jln ignores of its tuning file {path}: {'; '.join(faults[:3])}{more}", stacklevel=2)
     return entries
 
 
-@functools.lru_cache(maxsize=32)
-def _parsed(path: pathlib.Path, stamp: object) -> tuple[dict[Key, Tiles | None], list[str]]:
-    """-> (its entries, what is wrong with it); the stamp tells one content from the next"""
-    del stamp
+def _bytes(path: pathlib.Path) -> bytes | str:
+    """The file's content, or why there is none."""
     try:
-        content = load(path)
-    except (OSError, ValueError, RecursionError) as error:
+        return path.read_bytes()
+    except (OSError, ValueError) as error:  # the latter of a name that no file can have
+        return str(error)
+
+
+@functools.lru_cache(maxsize=32)
+def _parsed(content: bytes | str) -> tuple[dict[Key, Tiles | None], list[str]]:
+    """-> (its entries, what is wrong with it). By the content: a file's times may not tell one from the next."""
+    try:
+        listed = loaded(content)["entries"]
+    except (ValueError, RecursionError) as error:
         return {}, [f"all of it: {' '.join(str(error).split())}"]
     entries, faults = {}, []
-    for i, entry in enumerate(content["entries"]):
+    for i, entry in enumerate(listed):
         try:
             key, tiles = parsed(entry)
         except ValueError as error:
@@ -204,14 +209,21 @@ def _parsed(path: pathlib.Path, stamp: object) -> tuple[dict[Key, Tiles | None],
     return entries, faults
 
 
-def load(path: pathlib.Path) -> dict[str, Any]:
-    """The file's content. Raises OSError, or ValueError where it is no tuning file."""
-    content = json.loads(path.read_text())
-    if not isinstance(content, dict) or not isinstance(content.get("entries"), list):
+def loaded(content: bytes | str) -> dict[str, Any]:
+    """Raises ValueError where it is no tuning file's, or (a str) only the reason why it could not be read."""
+    if isinstance(content, str):
+        raise ValueError(content)
+    found = json.loads(content)
+    if not isinstance(found, dict) or not isinstance(found.get("entries"), list):
         raise ValueError("it is no tuning file")
-    if content.get("schema") != SCHEMA:
-        raise ValueError(f"its schema is {content.get('schema')!r}, this version's is {SCHEMA}")
-    return content
+    if found.get("schema") != SCHEMA:
+        raise ValueError(f"its schema is {found.get('schema')!r}, this version's is {SCHEMA}")
+    return found
+
+
+def load(path: pathlib.Path) -> dict[str, Any]:
+    """The file's content. Raises ValueError with the reason where that is none."""
+    return loaded(_bytes(path))
 
 
 def parsed(entry: Any) -> tuple[Key, Tiles | None]:
@@ -265,7 +277,7 @@ def unfit(key: Key, tiles: Tiles) -> str | None:
         held = max(tile.rows * tile.columns, tile.rows * features, tile.columns * features)
         if held > 128 * 32 * tile.warps:  # of 255 registers
             return f"{name} gives each thread {held // (32 * tile.warps)} elements to hold, more than 128"
-        if (shared := _shared_bytes(tile, sizes, features)) > (limit := _shared_limit(sizes["chip"])):
+        if (shared := _shared_bytes(name, tile, sizes, features)) > (limit := SHARED_LIMIT[_capability(sizes["chip"])]):
             return f"{name} may need {shared} bytes of shared memory, of which there are {limit}"
     tile = tiles.get("tile")
     if sizes["choice"] == "backward" and tile is not None and tiles["sums"] is None and sizes["h"] > 8 * tile.columns:
@@ -273,15 +285,23 @@ def unfit(key: Key, tiles: Tiles) -> str | None:
     return None
 
 
-def _shared_bytes(tile: Tile, sizes: dict[str, Any], features: int) -> int:
-    """No less than the compiler takes: of norms three arrays a stage ahead, and one that changes its layout; of the
-    fused kernels every stage, and a tile of dy.
+def _shared_bytes(name: str, tile: Tile, sizes: dict[str, Any], features: int) -> int:
+    """No less than the compiler takes: of norms the arrays of rows that are read, a stage ahead of each, and one that
+    changes its layout; of the fused kernels every stage, and the operand that stays: of `backward_kernel` the kernel,
+    of the others what wgmma takes from there, a tile of dy.
     """
+    elements = tile.rows * tile.columns
     if not features:
-        return (3 * (tile.stages - 1) + 1) * tile.rows * tile.columns * sizes["itemsize"]
-    staged = tile.rows * tile.columns + max(tile.rows, tile.columns) * features
-    return (tile.stages * staged + tile.rows * features) * (4 if sizes["dtype"] == "float32" else 2)
+        arrays = 3 if sizes["choice"] == "backward" and not sizes["wants_y"] else 2
+        return (arrays * (tile.stages - 1) + 1) * elements * sizes["itemsize"]
+    staged, operand = tile.columns * features, tile.rows * features
+    if name == "backward":
+        staged, operand = operand, staged
+    elif _capability(sizes["chip"]) < 90:
+        operand = 0
+    return (tile.stages * (elements + staged) + operand) * (4 if sizes["dtype"] == "float32" else 2)
 
 
-def _shared_limit(chip: str) -> int:
-    return SHARED_LIMIT[config.CHIPS[chip].capability] if chip in config.CHIPS else min(SHARED_LIMIT.values())
+def _capability(chip: str) -> int:
+    """Of a chip that is not known the newest, of which most is asked."""
+    return config.CHIPS[chip].capability if chip in config.CHIPS else max(SHARED_LIMIT)
