@@ -10,6 +10,7 @@ import pathlib
 import re
 import subprocess
 import tempfile
+import warnings
 
 from jln._triton.launch import Launch
 
@@ -92,3 +93,4 @@ def _compile_only() -> None:
 
     os.environ.pop("TRITON_INTERPRET", None)  # before triton is imported
     jax.config.update("jax_platforms", "cpu")
+    warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")  # Triton's advice, once a process

@@ -286,14 +286,18 @@ def unfit(key: Key, tiles: Tiles) -> str | None:
 
 
 def _shared_bytes(name: str, tile: Tile, sizes: dict[str, Any], features: int) -> int:
-    """No less than the compiler takes: of norms the arrays of rows that are read, a stage ahead of each, and one that
-    changes its layout; of the fused kernels every stage, and the operand that stays: of `backward_kernel` the kernel,
-    of the others what wgmma takes from there, a tile of dy.
+    """About what the compiler takes, and no less but for some reductions' few bytes (tests/test_compiler.py).
+
+    Of norms what is read in a loop, a stage ahead: arrays of rows, and of parameters y's offset, or scale and offset of
+    each chunk; or one array that changes its layout, in their place. Of the fused kernels every stage, and the operand
+    that stays: of `backward_kernel` the kernel, of the others what wgmma takes from there, a tile of dy.
     """
     elements = tile.rows * tile.columns
     if not features:
-        arrays = 3 if sizes["choice"] == "backward" and not sizes["wants_y"] else 2
-        return (arrays * (tile.stages - 1) + 1) * elements * sizes["itemsize"]
+        itemsize, y = sizes["itemsize"], sizes.get("wants_y", True)
+        vectors = 2 if tile.columns < sizes["h"] else int(sizes.get("wants_y", False))
+        ahead = (2 if y else 3) * elements * itemsize + vectors * tile.columns * max(4, itemsize)
+        return max((tile.stages - 1) * ahead, elements * itemsize)
     staged, operand = tile.columns * features, tile.rows * features
     if name == "backward":
         staged, operand = operand, staged
