@@ -206,6 +206,7 @@ def test_a_file_that_is_none_is_said_once_and_the_packages_is_asked(case, file, 
         assert [chosen() for _ in range(3)] == [OTHER] * 3
     assert len(said) == 1 and f"{file}: all of it: " in str(said[0].message) and why in str(said[0].message)
     assert [f["choices"] for f in tuning.in_force(H200)] == [0, 1]
+    assert why in tuning.in_force(H200)[0]["ignored"][0]
 
 
 def test_many_faults_are_one_warning_and_many_threads_say_it_once(file):

@@ -155,13 +155,22 @@ def _files(chip: Chip) -> list[pathlib.Path]:
 
 
 def in_force(chip: Chip) -> list[dict[str, Any]]:
-    """The files that are asked for this chip, with how many choices each has for it, and what it is known by."""
+    """The files that are asked for this chip, with how many choices each has for it, what it is known by, and what of
+    it is ignored.
+    """
     found = []
     for path in _files(chip):
-        entries = [key for key in _read(path) if dict(key)["chip"] == chip_name(chip)]
         content = _bytes(path)
-        digest = hashlib.sha256(content).hexdigest()[:12] if isinstance(content, bytes) else None
-        found.append({"file": str(path), "choices": len(entries), "sha256": digest})
+        with _lock:
+            entries, faults = _parsed(content)
+        found.append(
+            {
+                "file": str(path),
+                "choices": sum(dict(key)["chip"] == chip_name(chip) for key in entries),
+                "sha256": hashlib.sha256(content).hexdigest()[:12] if isinstance(content, bytes) else None,
+                "ignored": faults,
+            }
+        )
     return found
 
 
