@@ -191,6 +191,17 @@ def test_wrong_numbers_are_never_taken(monkeypatch):
         search.fastest(own, choices, INTERPRETER, clock(lambda rows, *_: rows))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_what_differs_by_more_than_another_order_of_sums_is_wrong(dtype):
+    workload = Workload("norm", "layer_norm", (6, 100), "small", dtype=dtype)
+    right = jax.random.normal(jax.random.key(0), (6, 100))
+    eps = float(jax.numpy.finfo(dtype).eps)
+    assert search.difference((right * (1 + eps), None), (right, None), workload) is None
+    for wrong in (right * 1.05, right.at[3, 5].set(math.nan), right.at[0].set(0)):
+        assert search.difference((wrong, None), (right, None), workload).startswith("WRONG: result 0 is off by ")
+    assert search.difference((0 * right,), (0 * right,), workload) is None
+
+
 @interpreted
 @pytest.mark.parametrize("name", ["axis-0", "fused", "composed"])
 def test_candidates_of_every_launcher_give_the_heuristics_numbers(name):

@@ -238,8 +238,8 @@ interpreted = pytest.mark.skipif(not launch.interpreting(), reason="kernels are 
 NORMS = {
     "whole rows": (130, -1, Tile(1, 256, 2), Tile(1, 256, 2, 1, 3), None),
     "several rows": (130, -1, Tile(16, 256, 8), Tile(8, 256, 8, 3, 1), None),
-    "chunks": (1000, -1, Tile(2, 128, 1, 2), Tile(2, 256, 4), None),
-    "sums by a kernel": (1000, -1, Tile(1, 512, 2), Tile(4, 128, 2, 2, 2), Tile(2, 64, 1)),
+    "chunks": (300, -1, Tile(2, 64, 1, 2), Tile(2, 128, 4), None),
+    "sums by a kernel": (600, -1, Tile(1, 256, 2), Tile(4, 128, 2, 2, 2), Tile(2, 64, 1)),
     "side by side": (100, 0, Tile(16, 32, 4), Tile(8, 64, 4), Tile(4, 32, 1)),
     "side by side, whole": (100, 0, Tile(4, 128, 4), Tile(2, 128, 4, 1, 2), None),
 }
@@ -311,32 +311,42 @@ def test_rows_do_not_depend_on_each_other_under_tuned_tiles(case, file):
             np.testing.assert_array_equal(alone, among[rows])
 
 
+# By the kernel that must have it, for what a launcher chooses; the order in a file means nothing.
 LINEARS = {
     "fused": (
         (70, 100, 24),
-        entry("fused_forward", {"tile": Tile(16, 32, 4, 2)}, h=100, n=24, dtype="bfloat16"),
-        entry(
-            "fused_backward",
-            {"row_sums": Tile(32, 16, 4, 2), "backward": Tile(16, 32, 4, 3)},
-            h=100, n=24, dtype="bfloat16",
-        ),
+        {
+            "forward_kernel": Tile(16, 32, 4, 2),
+            "row_sums_kernel": Tile(32, 16, 4, 2),
+            "backward_kernel": Tile(16, 64, 4, 3),
+        },
     ),
     "composed": (
         (23, 100, 300),
-        norm("forward", {"tile": Tile(4, 64, 2)}, h=100, chip="interpreter"),
-        norm(
-            "backward", {"tile": Tile(4, 32, 1, 1, 2), "sums": Tile(1, 128, 2)},
-            h=100, chip="interpreter", wants_y=True,
-        ),
+        {"forward_kernel": Tile(4, 64, 2), "backward_kernel": Tile(4, 32, 1, 1, 2), "row_sums_kernel": Tile(1, 128, 2)},
     ),
-}  # fmt: skip
+}
+
+
+def linear_entries(case, h, n, tiles):
+    forward, backward, sums = (tiles[f"{name}_kernel"] for name in ("forward", "backward", "row_sums"))
+    if case == "fused":
+        sizes = {"h": h, "n": n, "dtype": "bfloat16"}
+        return (
+            entry("fused_forward", {"tile": forward}, **sizes),
+            entry("fused_backward", {"backward": backward, "row_sums": sums}, **sizes),
+        )
+    return (
+        norm("forward", {"tile": forward}, h=h, chip="interpreter"),
+        norm("backward", {"sums": sums, "tile": backward}, h=h, chip="interpreter", wants_y=True),
+    )
 
 
 @interpreted
 @pytest.mark.parametrize("case", LINEARS)
 def test_linears_are_right_under_tuned_tiles(case, file):
-    (m, h, n), *entries = LINEARS[case]
-    write(file, *entries)
+    (m, h, n), wanted = LINEARS[case]
+    write(file, *linear_entries(case, h, n, wanted))
     operator = LINEAR_OPERATORS["layer_norm_linear"]
     operands = workbench.linear_arguments(operator, (m,), h, (n,), "bfloat16")
     dy = workbench.normal(6, (m, n), "bfloat16")
@@ -346,6 +356,4 @@ def test_linears_are_right_under_tuned_tiles(case, file):
 
     got = run(implementation="triton")
     workbench.assert_accurate(got, run(module=jln.reference), workbench.linear_truth(operator, operands, dy))
-    tiles = recorded(lambda: run(implementation="triton"))
-    wanted = [Tile(**tile) for given in entries for tile in given["tiles"].values()]
-    assert all(tile in tiles.values() for tile in wanted)
+    assert wanted.items() <= recorded(lambda: run(implementation="triton")).items()

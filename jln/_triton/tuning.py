@@ -85,8 +85,9 @@ def fused_backward(rows: int, h: int, n: int, product_dtype: str, chip: Chip) ->
     if tiles is None:
         return None
     key = _fused_key("fused_backward", h, n, product_dtype, chip)
-    chosen = _chosen(key, dict(zip(CHOICES["fused_backward"][1], tiles, strict=True)), chip)
-    return config.fused_backward_grid(rows, h, n, chip, *(t for t in chosen.values() if t is not None))
+    chosen = _chosen(key, {"row_sums": tiles[0], "backward": tiles[1]}, chip)
+    assert chosen["row_sums"] is not None and chosen["backward"] is not None
+    return config.fused_backward_grid(rows, h, n, chip, chosen["row_sums"], chosen["backward"])
 
 
 def chip_name(chip: Chip) -> str:
@@ -249,7 +250,7 @@ def parsed(entry: Any) -> tuple[Key, Tiles | None]:
         return key, None
     if not isinstance(given, dict) or set(given) != set(names):
         raise ValueError(f"its tiles are not of {', '.join(names)}")
-    tiles = {name: None if tile is None else _tile(tile) for name, tile in given.items()}
+    tiles = {name: None if given[name] is None else _tile(given[name]) for name in names}
     if (fault := unfit(key, tiles)) is not None:
         raise ValueError(fault)
     return key, tiles
