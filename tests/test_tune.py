@@ -106,7 +106,9 @@ def test_what_does_not_compile_or_needs_too_much_memory_is_not_timed():
     why = [report.why for report in found]
     assert why[0] == "does not compile: X" and why[1] == "spills 9 bytes" and f"needs {limit + 1}" in why[2]
     assert why[3] is None  # spills no more than the heuristics' own
-    assert "RuntimeError" in search.compiled(q.cases, q.key, choices[0], INTERPRETER).why or not launch.interpreting()
+    assert (
+        "RuntimeError" in search.compiled(q.cases[0], q.key, choices[0], INTERPRETER).why or not launch.interpreting()
+    )
 
 
 def clock(seconds):

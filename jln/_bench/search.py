@@ -133,7 +133,8 @@ def reports(
     pool: concurrent.futures.Executor, question: Question, choices: Sequence[Tiles], chip: Chip
 ) -> list[Report]:
     """Of each choice, whether it is worth a GPU's time: `why` None."""
-    jobs = [pool.submit(compiled, question.cases, question.key, t, chip) for t in (question.heuristic, *choices)]
+    tried = (question.heuristic, *choices)
+    jobs = [pool.submit(compiled, question.cases[0], question.key, tiles, chip) for tiles in tried]
     own, *others = (job.result() for job in jobs)
     limit = compiler.SHARED_LIMIT[chip.capability]
     found = []
@@ -151,19 +152,11 @@ def reports(
     return found
 
 
-def compiled(cases: Sequence[Case], key: Key, tiles: Tiles, chip: Chip) -> Report:
-    """What the compiler makes of the cases with these tiles, and of a call that has all there is: others will."""
-    fullest = _fullest(cases[0], dict(key))
+def compiled(case: Case, key: Key, tiles: Tiles, chip: Chip) -> Report:
+    """What the compiler makes of the case with these tiles, and of a call that has all there is: others will."""
     worst = Report()
-    seen = set()
-    for case in (fullest, *cases):
-        for made in _recorded(case, {key: tiles}, chip)[0]:
-            # Integers are specialised for 1 alone.
-            arguments = tuple(a if isinstance(a, jax.ShapeDtypeStruct) else a == 1 for a in made.arguments)
-            types = tuple(a if isinstance(a, bool) else a.dtype.name for a in arguments)
-            if (same := (made.kernel.fn.__name__, made.tile, types, str(made.constants))) in seen:
-                continue
-            seen.add(same)
+    for each in (_fullest(case, dict(key)), case):
+        for made in _recorded(each, {key: tiles}, chip)[0]:
             try:
                 r = compiler.compile_launch(made)
             except Exception as error:  # of whatever kind: the tile is not for this kernel
@@ -177,8 +170,8 @@ def compiled(cases: Sequence[Case], key: Key, tiles: Tiles, chip: Chip) -> Repor
 def _fullest(case: Case, sizes: dict[str, Any]) -> Case:
     if "n" in sizes or sizes.get("wants_y"):
         return dataclasses.replace(case, workload=dataclasses.replace(case.workload, operator="layer_norm_linear"))
-    workload = dataclasses.replace(case.workload, operator="add_layer_norm", features=None)
-    return dataclasses.replace(case, workload=dataclasses.replace(workload, directions=("forward", "backward")))
+    both = {"operator": "add_layer_norm", "features": None, "directions": ("forward", "backward")}
+    return dataclasses.replace(case, workload=dataclasses.replace(case.workload, **both))
 
 
 def identified(tiles: Tiles) -> str:
