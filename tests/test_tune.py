@@ -315,7 +315,8 @@ def test_dry_run(capsys, monkeypatch):
 
 def test_on_a_gpu(capsys, monkeypatch, tmp_path):
     """As far as it can be seen here: the chip of the process, the file of JLN_TUNING, what is printed."""
-    monkeypatch.setattr(tune, "devices", lambda: [type("Gpu", (), {"platform": "gpu"})()])
+    gpu = type("Gpu", (), {"platform": "gpu", "device_kind": "NVIDIA H200"})()
+    monkeypatch.setattr(tune, "devices", lambda: [gpu])
     monkeypatch.setattr(launch, "missing", lambda: None)
     monkeypatch.setattr(config, "target_chip", lambda: config.Chip("NVIDIA H200", 90, 132))
     asked = []
@@ -325,6 +326,8 @@ def test_on_a_gpu(capsys, monkeypatch, tmp_path):
     assert status == 0 and asked == [(len(WORKLOADS), tmp_path / "mine.json")]
     assert f"export JLN_TUNING={tmp_path / 'mine.json'}" in out
     status, _, err = run(capsys, "--chip", "b200")
-    assert status == 2 and "this GPU is no b200 but NVIDIA H200" in err
+    assert status == 2 and "this GPU is a h200 and no b200, for which there is only --dry-run" in err
+    gpu.device_kind = "NVIDIA B200"  # and JLN_CHIP says h200
+    assert "this GPU is a b200 and no h200" in run(capsys)[2]
     monkeypatch.setattr(launch, "missing", lambda: "a reason")
     assert "cannot be compiled: a reason" in run(capsys, "--chip", "h200")[2]

@@ -76,6 +76,9 @@ def test_the_users_file_goes_first_then_the_package_then_the_heuristics(packaged
     ]
     write(mine, norm("forward", None))
     assert chosen() == HEURISTIC  # measured to be the fastest
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv(tuning.VARIABLE, "~/mine.json")
+    assert tuning.in_force(H200)[0]["file"] == str(mine)
     monkeypatch.setenv(tuning.VARIABLE, "")
     assert chosen() == HEURISTIC and tuning.in_force(H200) == []
 

@@ -136,7 +136,7 @@ def reports(
     tried = (question.heuristic, *choices)
     jobs = [pool.submit(compiled, question.cases[0], question.key, tiles, chip) for tiles in tried]
     own, *others = (job.result() for job in jobs)
-    limit = compiler.SHARED_LIMIT[chip.capability]
+    limit = compiler.SHARED_LIMIT.get(chip.capability, min(compiler.SHARED_LIMIT.values()))
     found = []
     for report, tiles in zip(others, choices, strict=True):
         why = report.why

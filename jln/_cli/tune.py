@@ -55,7 +55,7 @@ def command(
     if importlib.util.find_spec("triton") is None:
         raise UserError(f"triton is not installed: {launch.INSTALL}")
     target = _chip(chip, dry_run)
-    path = output or pathlib.Path(os.environ.get(tuning.VARIABLE) or "jln-tuning.json")
+    path = output or pathlib.Path(os.path.expanduser(os.environ.get(tuning.VARIABLE) or "jln-tuning.json"))
     if dry_run:
         finished = survey(chosen, target, seconds, started)
     else:
@@ -81,14 +81,17 @@ def _chip(name: str | None, dry_run: bool) -> config.Chip:
         raise UserError(f"unknown chip {name!r}; known are {', '.join(config.CHIPS)}")
     if dry_run:
         return config.CHIPS[name or "h200"]
-    if devices()[0].platform != "gpu":
+    device = devices()[0]
+    if device.platform != "gpu":
         raise UserError("there is no GPU to time on; --dry-run prints the candidates and what the compiler says")
     if (why := launch.missing()) is not None:
         raise UserError(f"jln's kernels cannot be compiled: {why}")
     chip = config.target_chip()
     assert chip is not None
-    if name is not None and name != tuning.chip_name(chip):
-        raise UserError(f"this GPU is no {name} but {chip.name}; for another chip there is --dry-run")
+    here = tuning.chip_name(dataclasses.replace(chip, name=device.device_kind))
+    for asked in (name, tuning.chip_name(chip)):  # the latter of JLN_CHIP
+        if asked not in (None, here):
+            raise UserError(f"this GPU is a {here} and no {asked}, for which there is only --dry-run")
     return chip
 
 

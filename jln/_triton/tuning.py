@@ -149,10 +149,11 @@ def _chosen(key: Key, heuristic: Tiles, chip: Chip, inner: int = 1) -> Tiles:
 def _files(chip: Chip) -> list[pathlib.Path]:
     """In the order in which they are asked."""
     named = os.environ.get(VARIABLE)
+    if named == "":
+        return []
     packaged = PACKAGED / f"{chip_name(chip)}.json"
-    if named is None:
-        return [packaged] if packaged.exists() else []
-    return [pathlib.Path(named).expanduser(), *([packaged] if packaged.exists() else [])] if named else []
+    users = [pathlib.Path(os.path.expanduser(named))] if named else []
+    return [*users, packaged] if packaged.exists() else users
 
 
 def in_force(chip: Chip) -> list[dict[str, Any]]:
