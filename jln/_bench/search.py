@@ -269,7 +269,9 @@ def fastest(question: Question, choices: Sequence[Tiles], chip: Chip, clock: Clo
     left = left[:FINALISTS]
     seconds: dict[str, dict[str, tuple[float, float]]] = {identified(tiles): {} for tiles in left}
     own = {first.name: (old, old)}
-    for case in question.cases if left else ():
+    for case in question.cases:
+        if not left:
+            break
         old, taken = times(case, left)
         own[case.name] = (old, old)
         left = [t for t in left if taken.get(identified(t), math.inf) <= (1 + NOISE) * old]

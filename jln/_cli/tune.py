@@ -141,7 +141,7 @@ def tune(
                 found = search.fastest(question, sound, chip, clock)
             except (RuntimeError, TraceError) as error:
                 raise UserError(f"{described(question)} cannot be timed: {error}") from None
-            keep(path, [entry(question, found)])
+            keep(path, [entry(question, found, chip)])
             rows.append(_found(question, found, len(choices), len(sound)))
     header = ("choice", "heuristics", "candidates", "compiled", "timed", "fastest", "of the heuristics' time", "")
     print_table(f"Tiles for {tuning.chip_name(chip)}, in {path}", header, rows, left=(0, 1, 5, 7))
@@ -190,11 +190,12 @@ def _found(question: Question, found: Found, candidates: int, sound: int) -> lis
     return [described(question), written(question.heuristic), *counts, fastest, ratio, wrong]
 
 
-def entry(question: Question, found: Found) -> dict[str, Any]:
+def entry(question: Question, found: Found, chip: config.Chip) -> dict[str, Any]:
     """As `tuning` reads it, with where it is from."""
     return question.sizes | {
         "tiles": None if found.tiles is None else _numbers(found.tiles),
         "measured": {
+            "chip": chip.name,
             "versions": _versions(),
             "cases": [case.name for case in question.cases],
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
