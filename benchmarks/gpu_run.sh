@@ -2,24 +2,27 @@
 # Everything that a GPU is needed for, in one command of under nine minutes: the tests through the compiled kernels,
 # `python -m jln check`, `python -m jln bench`. Needs nothing but this checkout and a Python with JAX for CUDA.
 #
-#     benchmarks/gpu_run.sh [--run NAME] [--results FOLDER] [--wheels FOLDER] [--minutes N] [--cpu]
+#     benchmarks/gpu_run.sh [--run NAME] [--results FOLDER] [--wheels FOLDER] [--minutes N] [--tune] [--cpu]
 #
 # Each stage leaves FOLDER/NAME/STAGE.log and, once it has passed, STAGE.json, which the next call skips: a call that
 # runs out of time is taken up again by the same command. --wheels: a folder of wheels to install beside what there is
-# (jax-triton, for one), without a network. --cpu: a rehearsal of the script itself in some two minutes, no GPU needed.
+# (jax-triton, for one), without a network. --tune: last, search for faster tiles, into FOLDER/NAME/tuning.json, for
+# which more minutes are well spent; JLN_TUNING=that file and another --run then test and measure with them. --cpu: a
+# rehearsal of the script itself in some two minutes, no GPU needed.
 # Exit status: 0 all passed, 1 something is wrong, 2 a bad request, 3 out of time.
 set -uo pipefail
 
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-python3}
-run='' results="$root/benchmarks/results" wheels='' minutes=9 rehearsal=''
+run='' results="$root/benchmarks/results" wheels='' minutes=9 tune='' rehearsal=''
 
 usage() { echo "gpu_run.sh: $1" >&2; exit 2; }
 while (($#)); do
     case $1 in
         --cpu) rehearsal=1; shift; continue ;;
+        --tune) tune=1; shift; continue ;;
         --run | --results | --wheels | --minutes) (($# > 1)) || usage "$1 needs a value" ;;
-        *) usage "unknown option '$1'; known are --run, --results, --wheels, --minutes, --cpu" ;;
+        *) usage "unknown option '$1'; known are --run, --results, --wheels, --minutes, --tune, --cpu" ;;
     esac
     printf -v "${1#--}" %s "$2"
     shift 2
@@ -99,11 +102,20 @@ tests() { # FILE...: by as many processes as compile kernels side by side. Depre
     JLN_EXAMPLES=30 "$python" -m pytest -q -rf -p no:cacheprovider -W default -n "$workers" "$@"
 }
 
-bench() { # as many workloads as there is time for
-    "$python" -m jln bench --resume --output "$folder" --seconds $((deadline - $(date +%s) - 40)) "$@"
+until_the_end() { # seconds in which something may still be begun
+    local left=$((deadline - $(date +%s) - 40))
+    echo $((left > 0 ? left : 0))
 }
 
-export -f environment tests bench # for the shell that timeout can end
+bench() { # as many workloads as there is time for
+    "$python" -m jln bench --resume --output "$folder" --seconds "$(until_the_end)" "$@"
+}
+
+tune() { # likewise
+    "$python" -m jln tune "$@" --output "$folder/tuning.json" --seconds "$(until_the_end)"
+}
+
+export -f environment tests until_the_end bench tune # for the shell that timeout can end
 export python folder deadline
 cores=$(nproc)
 export workers=$((cores < 12 ? cores : 12))
@@ -113,12 +125,13 @@ kernels=(tests/test_operators.py tests/test_accuracy.py tests/test_linear_accura
 transforms=(tests/test_transforms.py tests/test_linear_transforms.py tests/test_matrix.py tests/test_abuse.py
     tests/test_properties.py tests/test_result_dtype.py tests/modules)
 check=(check --device gpu)
-benched=()
+benched=() tuned=()
 if [[ -n $rehearsal ]]; then
     workers=1
     kernels=(tests/test_operators.py -k reduction_of_many) transforms=(tests/test_result_dtype.py -k bfloat16)
     check=(check layer_norm --shape 8x64)
     benched=(decode-1 --peers jln,jnp,torch --repetitions 3)
+    tuned=(decode-1 --dry-run)
 fi
 
 stage environment environment || exit $worst # nothing else would be about this GPU
@@ -126,4 +139,5 @@ stage kernels tests "${kernels[@]}"
 stage check "$python" -m jln "${check[@]}"
 stage bench bench "${benched[@]}"
 stage transforms tests "${transforms[@]}"
+[[ -z $tune ]] || stage tune tune "${tuned[@]}"
 exit $worst

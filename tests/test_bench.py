@@ -305,6 +305,17 @@ def test_tables_results_and_plots(capsys, small, tmp_path):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_on_a_gpu_the_tuning_in_force_is_recorded(monkeypatch, tmp_path):
+    device = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
+    monkeypatch.setenv("JLN_CHIP", "h200")
+    monkeypatch.setenv("JLN_TUNING", "")
+    assert results.environment(device)["tuning"] == [] and results.environment(jax.devices("cpu")[0])["tuning"] is None
+    (tmp_path / "a.json").write_text('{"schema": 1, "entries": []}')
+    monkeypatch.setenv("JLN_TUNING", str(tmp_path / "a.json"))
+    (only, *_) = results.environment(device)["tuning"]
+    assert only["file"] == str(tmp_path / "a.json") and only["choices"] == 0 and len(only["sha256"]) == 12
+
+
 def test_json(capsys, small):
     status, out, _ = run(capsys, "inference", *COMMON, "--json")
     found = json.loads(out)

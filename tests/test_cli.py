@@ -284,6 +284,21 @@ class Gpu:
     platform, id, device_kind = "gpu", 0, "NVIDIA H200"
 
 
+def test_doctor_says_where_tiles_are_from(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "choices", lambda *_: [])
+    assert "Tiles of the kernels: heuristics, as there is no GPU." in run(capsys, "doctor")[1]
+    monkeypatch.setenv(config.CHIP_VARIABLE, "h200")
+    (tmp_path / "a.json").write_text('{"schema": 1, "entries": []}')
+    monkeypatch.setenv("JLN_TUNING", str(tmp_path / "a.json"))
+    out = run(capsys, "doctor", "--json")[1]
+    assert json.loads(out)["tuning"].startswith(f"0 choices for h200 in {tmp_path / 'a.json'}, else ")
+    (tmp_path / "a.json").write_text("{")
+    found = run(capsys, "doctor")
+    assert found[0] == 1 and f"BROKEN: {tmp_path / 'a.json'} is ignored in part: all of it: Expecting" in found[1]
+    monkeypatch.setenv(config.CHIP_VARIABLE, "h2000")
+    assert "BROKEN: JLN_CHIP: unknown chip 'h2000'" in run(capsys, "doctor")[1]
+
+
 @pytest.mark.filterwarnings("ignore:jln runs")
 def test_doctor_says_what_runs_on_a_gpu_and_why(monkeypatch):
     """Lowered for CUDA as JAX would; this machine has none."""

@@ -5,16 +5,12 @@ Compiling needs a process without TRITON_INTERPRET, so each case is a worker pro
 
 from __future__ import annotations
 
-import concurrent.futures
-import multiprocessing
-import os
-
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jln._bench.workloads import WORKLOADS
-from jln._triton import config
+from jln._triton import compiler, config, tuning
 
 pytest.importorskip("triton")
 
@@ -101,8 +97,6 @@ def launches(h, inner, dtypes, chip, switches):
 
 def compile_all(dtypes, chip, switches, layouts):
     """Runs in the worker: `[(description, spilled bytes a thread, shared bytes a block, the chip's limit)]`."""
-    from jln._triton import compiler
-
     made = []
     for h, inner in layouts:
         for launch in launches(h, inner, dtypes, chip, switches):
@@ -115,17 +109,8 @@ def compile_all(dtypes, chip, switches, layouts):
 @pytest.fixture(scope="module")
 def worker():
     """A process that compiles, whatever this one does."""
-    before = os.environ.pop("TRITON_INTERPRET", None)
-    try:
-        context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
-            pool.submit(os.getpid).result()  # started, with the environment as it is now
-            if before is not None:
-                os.environ["TRITON_INTERPRET"] = before
-            yield pool
-    finally:
-        if before is not None:
-            os.environ["TRITON_INTERPRET"] = before
+    with compiler.workers(1) as pool:
+        yield pool
 
 
 # One chip with every switch on takes a minute and a half on two cores; the others are heavy.
@@ -169,8 +154,6 @@ def test_a_spill_is_seen(worker):
 
 def spills_of_a_large_tile():
     import dataclasses
-
-    from jln._triton import compiler
 
     backward = next(
         launch
@@ -247,8 +230,6 @@ def linear_launches(rows, h, n, dtypes, chip, switches):
 
 def compile_linear(dtypes, chip, switches, sizes):
     """Runs in the worker: as `compile_all`, and the number of wgmma and of mma instructions."""
-    from jln._triton import compiler
-
     made = []
     for m, h, n in sizes:
         for launch in linear_launches(m, h, n, dtypes, chip, switches):
@@ -311,3 +292,67 @@ def test_linear_workloads_do_not_spill(worker):
     made = worker.submit(compile_linear, LINEAR_DTYPES["bfloat16"], "h200", SWITCHES["everything"], sizes).result()
     assert len(made) >= 2 * len(sizes)
     assert_fits(made)
+
+
+# Of each choice one that the heuristics do not make, and what the package has.
+TUNED = [
+    {"choice": "forward", "h": 2048, "layout": "last axis", "itemsize": 2, "mixed": False,
+     "tiles": {"tile": config.Tile(2, 2048, 16)}},
+    {"choice": "backward", "h": 1000, "layout": "other axis, unaligned", "itemsize": 4, "mixed": True, "wants_y": False,
+     "tiles": {"tile": config.Tile(16, 64, 8), "sums": config.Tile(16, 64, 8)}},
+    {"choice": "backward", "h": 2048, "layout": "last axis", "itemsize": 4, "mixed": False, "wants_y": False,
+     "tiles": {"tile": config.Tile(4, 2048, 16, 3), "sums": None}},
+    {"choice": "backward", "h": 4096, "layout": "last axis", "itemsize": 2, "mixed": False, "wants_y": True,
+     "tiles": {"tile": config.Tile(1, 4096, 16, 4), "sums": None}},
+    {"choice": "fused_forward", "h": 4096, "n": 64, "dtype": "bfloat16", "tiles": {"tile": config.Tile(64, 128, 8, 3)}},
+    {"choice": "fused_backward", "h": 1000, "n": 256, "dtype": "bfloat16",
+     "tiles": {"row_sums": config.Tile(64, 64, 8, 4), "backward": config.Tile(64, 64, 8, 4)}},
+]  # fmt: skip
+TUNED = [tuning.parsed(e | {"chip": "h200", "tiles": {n: t and vars(t) for n, t in e["tiles"].items()}}) for e in TUNED]
+# One that is unsound is an error here.
+PACKAGED = [tuning.parsed(e) for path in sorted(tuning.PACKAGED.glob("*.json")) for e in tuning.load(path)["entries"]]
+
+
+def compile_tuned(key, tiles):
+    """Runs in the worker: of each tile (kernel, the tile, spilled bytes, shared bytes)."""
+    sizes = dict(key)
+    chip, h = sizes["chip"], sizes["h"]
+    with tuning.trying({key: tiles}) as trial:
+        if "n" in sizes or sizes.get("wants_y"):
+            name = (
+                sizes.get("dtype") or {2: "bfloat16", 4: "float16" if sizes["mixed"] else "float32"}[sizes["itemsize"]]
+            )
+            dtypes = LINEAR_DTYPES[name]
+            made = linear_launches(100_000, h, sizes.get("n", 12288), dtypes, chip, SWITCHES["everything"])
+        else:
+            name = {2: "bfloat16", 4: "float32", 8: "float64"}[sizes["itemsize"]]
+            dtypes = DTYPES["bfloat16, float32 stream" if sizes["mixed"] else name]
+            inner = {"last axis": 1, "other axis": 147456, "other axis, unaligned": 147455}[sizes["layout"]]
+            made = launches(h, inner, dtypes, chip, SWITCHES["everything"])
+    assert key in trial.asked, f"nothing asks for {key}"
+    wanted = [tile for tile in tiles.values() if tile is not None]
+    found = []
+    for launch in made:
+        if launch.tile in wanted:
+            resources = compiler.compile_launch(launch)
+            found.append((launch.kernel.fn.__name__, launch.tile, resources.spilled, resources.shared))
+    assert {tile for _, tile, *_ in found} == set(wanted)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("key", "tiles"),
+    [(k, t) for k, t in TUNED + PACKAGED if t],
+    ids=lambda a: dict(a)["choice"] if isinstance(a, tuple) else "",
+)
+def test_tuned_tiles_do_not_spill_and_need_no_more_than_is_reckoned(worker, key, tiles):
+    """What a file may ask for is bounded by a formula, so that no tile is too large to be launched."""
+    sizes = dict(key)
+    features = config.features(sizes["n"]) if "n" in sizes else 0
+    for kernel, tile, spilled, shared in worker.submit(compile_tuned, key, tiles).result():
+        names = [name for name, t in tiles.items() if t == tile]
+        reckoned = max(tuning._shared_bytes(name, tile, sizes, features) for name in names)
+        assert spilled == 0, (kernel, tile)
+        # A reduction takes 4 bytes a row and warp, twice, beside it.
+        limit = compiler.SHARED_LIMIT[config.CHIPS[sizes["chip"]].capability]
+        assert shared <= min(reckoned + 8 * tile.rows * tile.warps + 64, limit), (kernel, tile)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import jax
 import typer
 
-from jln._cli import bench, check, doctor, report
+from jln._cli import bench, check, doctor, report, tune
 from jln._cli.console import UserError, complain
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -20,6 +20,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "doctor": doctor.command,
     "bench": bench.command,
     "report": report.command,
+    "tune": tune.command,
 }
 
 # All complaints of typer about what was typed; which package it comes from depends on typer's version.

@@ -138,7 +138,7 @@ def _resumed(path: pathlib.Path, where: dict[str, Any]) -> dict[str, Any]:
         results = found_in.load(path)
     except (OSError, ValueError) as error:
         raise UserError(f"cannot resume {path}: {error}") from None
-    for name in ("chip", "versions", "commit", "repetitions", "cold"):
+    for name in ("chip", "versions", "commit", "tuning", "repetitions", "cold"):
         if (before := results["environment"].get(name)) != where[name]:
             raise UserError(f"cannot resume {path}: its {name} is {before}, this one's {where[name]}")
     return results

@@ -19,7 +19,7 @@ import jln
 from jln._cli.console import UserError, print_json, print_note, print_table, progress
 from jln._cli.devices import Device, complaints, described, devices, implementations
 from jln._cli.operators import OPERATORS, Case, value_and_gradients
-from jln._triton import config, launch
+from jln._triton import config, launch, tuning
 
 # Distribution -> what it is for here, and how it comes.
 PACKAGES = {
@@ -100,21 +100,24 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
     bad = [pair for pair in BAD_PAIRS if pair.here({k: parsed(v) for k, v in versions.items() if v is not None})]
     faults = [f"{pair.what}: {pair.effect}. To mend it: {pair.fix}" for pair in bad]
     faults += [no_device] if no_device else _idle_gpu(found)
+    tiles, wrong_files = _tuning()
+    faults += wrong_files
     if as_json:
         data = {
             "versions": {"python": platform.python_version(), "jln": jln.__version__, **versions},
             "devices": [_facts(device) for device in found],
             "operators": operators,
+            "tuning": tiles,
             "jax_says": complaints,
             "faults": faults,
         }
         print_json(data)
     else:
-        _print(versions, found, operators, bad, faults)
+        _print(versions, found, operators, tiles, bad, faults)
     raise typer.Exit(1 if faults else 0)
 
 
-def _print(versions, found, operators, bad, faults) -> None:
+def _print(versions, found, operators, tiles, bad, faults) -> None:
     rows = [("python", platform.python_version(), ""), ("jln", jln.__version__, "")]
     for package, version in versions.items():
         use, how = PACKAGES[package]
@@ -133,12 +136,27 @@ def _print(versions, found, operators, bad, faults) -> None:
     )
     for reason in dict.fromkeys(o["why_not_the_other"] for o in operators):
         print_note(reason)
+    print_note(f"Tiles of the kernels: {tiles}.")
     print_note(f"Known bad pairs of versions: {len(bad)} of {len(BAD_PAIRS)} are here.")
     for complaint in complaints:
         print_note(f"JAX says: {complaint}")
     for fault in faults:
         print_note(f"BROKEN: {fault}", wrong=True)
     print_note("something is broken" if faults else "nothing is broken", wrong=bool(faults))
+
+
+def _tuning() -> tuple[str, list[str]]:
+    """-> (where the kernels' tiles are from, what is wrong with the files that were named)"""
+    try:
+        chip = config.target_chip()
+    except ValueError as error:  # of JLN_CHIP
+        return "heuristics", [f"{config.CHIP_VARIABLE}: {error}"]
+    if chip is None:
+        return "heuristics, as there is no GPU", []
+    files = tuning.in_force(chip)
+    asked = [f"{f['choices']} choices for {tuning.chip_name(chip)} in {f['file']}" for f in files]
+    faults = [f"{f['file']} is ignored in part: {fault}" for f in files for fault in f["ignored"][:3]]
+    return ", else ".join([*asked, "heuristics"]), faults
 
 
 def installed() -> dict[str, str | None]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
+import multiprocessing
+import os
 import pathlib
 import re
 import subprocess
 import tempfile
+import warnings
 
 from jln._triton.launch import Launch
 
@@ -76,3 +80,17 @@ def dump(cubin: bytes, option: str) -> str:
         file.write(cubin)
         file.flush()
         return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def workers(count: int) -> concurrent.futures.ProcessPoolExecutor:
+    """Processes that compile, whatever this one does: without Triton's interpreter, and they leave the GPU alone."""
+    context = multiprocessing.get_context("spawn")
+    return concurrent.futures.ProcessPoolExecutor(count, mp_context=context, initializer=_compile_only)
+
+
+def _compile_only() -> None:
+    import jax
+
+    os.environ.pop("TRITON_INTERPRET", None)  # before triton is imported
+    jax.config.update("jax_platforms", "cpu")
+    warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")  # Triton's advice, once a process

@@ -1,7 +1,8 @@
 """What a launch depends on: the chip, and the tile sizes of each kernel, as plain data and pure functions.
 
 Every choice is a function of the row length `H`, the element type, the chip and the memory layout, and never of
-the number of rows: that is what makes a row's result independent of how many others it is computed with.
+the number of rows: that is what makes a row's result independent of how many others it is computed with. What was
+measured goes first: the launchers ask `tuning`, which asks here.
 """
 
 from __future__ import annotations
@@ -297,23 +298,30 @@ def fused_backward(rows: int, h: int, n: int, product_dtype: str, chip: Chip) ->
     Fused for every number of rows: [M, H] crosses the memory bus 3 times (x twice, dx), composed 6 times and in six
     launches, and few rows leave no long walk, since programs share them by columns.
     """
+    tiles = fused_backward_tiles(h, n, product_dtype, chip)
+    return None if tiles is None else fused_backward_grid(rows, h, n, chip, *tiles)
+
+
+def fused_backward_tiles(h: int, n: int, product_dtype: str, chip: Chip) -> tuple[Tile, Tile] | None:
+    """Those of the row sums and of `backward_kernel`."""
     tile = _fused_tile(h, n, product_dtype, chip)
     if tile is None:
         return None
-    chunks = ceil_div(h, tile.columns)
-    row_tiles = ceil_div(rows, tile.rows)
-    row_programs = min(row_tiles, chip.sms)
-    # A power of 2, for fewer variants to compile; not more than the sums of 8, which every program has to read.
-    parts = next_power_of_2(min(8, chip.sms // row_programs, chunks) + 1) // 2
     # mma holds operands in registers, where wgmma reads shared memory: more rows spill on sm_80. wgmma wants the 64,
     # below which a product silently becomes mma.
     mma_rows = 32 if features(n) <= 128 and _aligned(h, 1, 2) else 16
-    backward = dataclasses.replace(tile, rows=64 if chip.capability >= 90 else mma_rows)
-    splits = _splits(ceil_div(rows, backward.rows), chunks, chip.sms)
+    return tile, dataclasses.replace(tile, rows=64 if chip.capability >= 90 else mma_rows)
+
+
+def fused_backward_grid(rows: int, h: int, n: int, chip: Chip, row_sums: Tile, backward: Tile) -> FusedBackward:
+    row_programs = min(ceil_div(rows, row_sums.rows), chip.sms)
+    # A power of 2, for fewer variants to compile; not more than the sums of 8, which every program has to read.
+    parts = next_power_of_2(min(8, chip.sms // row_programs, ceil_div(h, row_sums.columns)) + 1) // 2
+    splits = _splits(ceil_div(rows, backward.rows), ceil_div(h, backward.columns), chip.sms)
     # A program or more for most SMs, and 4096 elements at a time, so that the shares are not met one after another.
     columns = min(32, next_power_of_2(ceil_div(h, chip.sms)))
     shares = min(next_power_of_2(splits), max(1, 4096 // (columns * features(n))))
-    return FusedBackward(tile, row_programs, parts, backward, splits, Tile(shares, columns, 8))
+    return FusedBackward(row_sums, row_programs, parts, backward, splits, Tile(shares, columns, 8))
 
 
 def _splits(row_tiles: int, chunks: int, sms: int) -> int:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jln._triton import config
+from jln._triton import config, tuning
 from jln._triton import layer_norm_kernels as kernels
 from jln._triton.launch import launch
 
@@ -123,7 +123,7 @@ def forward(
     total = x.dtype if residual is None else jnp.promote_types(x.dtype, residual.dtype)
     compute = jnp.promote_types(total, jnp.float32)
     y = g.like_rows(y_dtype or x.dtype)
-    tile = config.forward_tile(g.h, g.inner, *_moved(x, residual, y))
+    tile = tuning.forward(g.h, g.inner, *_moved(x, residual, y), chip)
     shared, operands = _shared((x, residual, scale, offset), g)
     return tuple(
         launch(
@@ -226,7 +226,7 @@ def _backward(
     g = _geometry(rows, (scale, offset), options.axis, options.batch_dims, has_scale or has_offset)
     compute = rstd.dtype
     y = None if y_dtype is None else g.like_rows(y_dtype)
-    plan = config.backward_plan(g.h, g.inner, *_moved(dy, dtotal, total, y), wants_y=y is not None)
+    plan = tuning.backward(g.h, g.inner, *_moved(dy, dtotal, total, y), y is not None, chip)
     shared, operands = _shared((dy, dtotal, total, scale, mean, rstd, offset), g)
     switches = {
         "chip": chip,

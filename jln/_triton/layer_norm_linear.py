@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jln._triton import config
+from jln._triton import config, tuning
 from jln._triton import layer_norm as norm
 from jln._triton import layer_norm_linear_kernels as kernels
 from jln._triton.launch import launch
@@ -49,7 +49,7 @@ def forward(
         kernel = kernel.reshape(kernel.shape[batch_dims:])
         scale, offset, bias = (None if p is None else p.reshape(p.shape[batch_dims:]) for p in (scale, offset, bias))
         batch_dims = 0
-    fused = _fused(config.fused_forward, x, kernel, precision, batch_dims, chip)
+    fused = _fused(tuning.fused_forward, x, kernel, precision, batch_dims, chip)
     if fused is not None:
         switches = _fused_switches(scale, kernel, subtract_mean, zero_centered_scale, chip)
         return _fused_forward(x, scale, offset, kernel, bias, fused, epsilon, save_statistics, switches)
@@ -97,7 +97,7 @@ def backward(
     del epsilon  # it is in rstd
     batch = _common_batch(batch_dims, dy, x, scale, offset, kernel)
     dtype = _product_dtype(x, kernel)
-    fused = _fused(config.fused_backward, x, kernel, precision, batch_dims, chip)
+    fused = _fused(tuning.fused_backward, x, kernel, precision, batch_dims, chip)
     if fused is not None:
         switches = _fused_switches(scale, kernel, subtract_mean, zero_centered_scale, chip)
         return _fused_backward(dy, x, scale, offset, kernel, mean, rstd, fused, dbias_dtype, switches)

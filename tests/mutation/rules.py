@@ -1,4 +1,4 @@
-"""Ways to break what is around the kernels: launchers, XLA rules, transformations, and the checker."""
+"""Ways to break what is around the kernels: launchers, XLA rules, transformations, the checker and tuning."""
 
 from targets import (
     ACCURACY,
@@ -14,10 +14,12 @@ from targets import (
     PARTITIONING,
     REFERENCE,
     REPORT,
+    SEARCH,
     SHARDING,
     STRIDED,
     TRANSFORMED,
     TRANSFORMS,
+    TUNING,
     XLA,
     XLA_LINEAR,
     XLA_LINEARS,
@@ -203,5 +205,28 @@ RULES = [
         "direction ignored in second derivatives", CHECKER,
         "jnp.vdot(g, d).astype(dtype) for g, d", "jnp.sum(g).astype(dtype) for g, d",
         ("tests/test_catalogue.py::test_right_second_derivatives_are_accepted[layer_norm_linear-forward]",),
+    ),
+    # Tuning
+    Mutant(
+        "unaligned rows given the tiles of aligned ones", TUNING, "LAYOUTS[1 if inner * itemsize % 16 == 0 else 2]",
+        "LAYOUTS[1]",
+        ("tests/test_tuning.py::test_other_elements_layouts_and_results_have_choices_of_their_own",),
+    ),
+    Mutant(
+        "two kernels' tiles exchanged", TUNING, 'chip, chosen["row_sums"], chosen["backward"])',
+        'chip, chosen["backward"], chosen["row_sums"])',
+        ("tests/test_tuning.py::test_linears_are_right_under_tuned_tiles[fused]",),
+    ),
+    Mutant(
+        "NaN taken for a right number", SEARCH, "if not error <= allowed * largest:", "if error > allowed * largest:",
+        ("tests/test_tune.py::test_what_differs_by_more_than_another_order_of_sums_is_wrong[float32]",),
+    ),
+    Mutant(
+        "a tile kept that loses in one workload", SEARCH, "<= (1 + NOISE) * old]", "<= 2 * old]",
+        ("tests/test_tune.py::test_what_loses_in_one_workload_is_not_kept",),
+    ),
+    Mutant(
+        "former tiles lost", "jln/_cli/tune.py", "if not _is(raw, key)] + [entry]", "if _is(raw, key)] + [entry]",
+        ("tests/test_tune.py::test_a_search_is_taken_up_again_and_loses_nothing",),
     ),
 ]  # fmt: skip

@@ -27,6 +27,8 @@ LINEAR_OPERATOR = "jln/layer_norm_linear.py"
 PARTITIONING = "jln/_partitioning.py"
 CHECKER = "jln/_testing/derivatives.py"
 REPORT = "jln/_testing/report.py"
+TUNING = "jln/_triton/tuning.py"
+SEARCH = "jln/_bench/search.py"
 LIMITS = "jln/_cli/accuracy.py"
 REFERENCE = "jln/reference.py"
 

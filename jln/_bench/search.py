@@ -1,0 +1,289 @@
+"""The search for faster tiles: candidates near the heuristics' own, what the compiler says of each, and the clock.
+
+The compiler goes first, on as many cores as there are, so that little time is needed on a GPU.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jln._bench import launchers, timing
+from jln._bench.timing import Run
+from jln._bench.workloads import Workload
+from jln._triton import compiler, config, launch, tuning
+from jln._triton.config import Chip, Tile
+from jln._triton.tuning import Key, Tiles
+
+# By how much of the heuristics' time a candidate must be faster to be kept, and may be slower in any workload: medians
+# of 30 runs of one program differ by about a percent.
+NOISE = 0.02
+# How many of the fastest are timed again, in all workloads: the first of fifty is also the luckiest.
+FINALISTS = 4
+
+Clock = Callable[[Sequence[Run]], dict[str, float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One launcher's call."""
+
+    workload: Workload
+    direction: str
+
+    name = property(lambda self: f"{self.workload.name} {self.direction}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A choice, what the heuristics say, and what depends on it: the most rows first."""
+
+    key: Key
+    heuristic: Tiles
+    cases: tuple[Case, ...]
+
+    sizes = property(lambda self: dict(self.key))
+
+
+def questions(workloads: Sequence[Workload], chip: Chip) -> list[Question]:
+    """The choices that these workloads depend on."""
+    found: dict[Key, tuple[Tiles, list[Case]]] = {}
+    for workload in workloads:
+        for direction in workload.directions:
+            _, asked = _recorded(Case(workload, direction), {}, chip)
+            for key, heuristic in asked.items():
+                found.setdefault(key, (heuristic, []))[1].append(Case(workload, direction))
+    return [
+        Question(key, heuristic, tuple(sorted(cases, key=lambda case: -case.workload.rows)))
+        for key, (heuristic, cases) in found.items()
+    ]
+
+
+def _recorded(case: Case, tiles: dict[Key, Tiles], chip: Chip) -> tuple[list[launch.Launch], dict[Key, Tiles]]:
+    function, shapes = launchers.call(case.workload, case.direction, chip)
+    with launch.recording() as made, tuning.trying(tiles) as trial:
+        jax.eval_shape(function, *shapes)
+    return made, trial.asked
+
+
+def candidates(question: Question) -> list[Tiles]:
+    """What is within two steps of the heuristics', a step twice or half of a number, or a stage; rows whose sums have a
+    kernel without it, and the reverse. Only what a kernel can run, and never the heuristics' own.
+    """
+    sizes, heuristic = question.sizes, question.heuristic
+    width = config.next_power_of_2(sizes["h"])
+    near: list[Tiles] = [
+        heuristic | {name: other}
+        for name, tile in heuristic.items()
+        if tile is not None
+        for other in _neighbours(tile, _free(question, name, tile))
+        if other.columns <= max(width, tile.columns)
+    ]
+    tile = heuristic.get("tile")
+    if sizes["choice"] == "backward" and tile is not None and tile.columns < sizes["h"]:
+        sums = None if heuristic["sums"] else Tile(tile.rows, min(width, 4096), 8)
+        near.append(heuristic | {"sums": sums})
+    unique = {str(tiles): tiles for tiles in near if tiles != heuristic and tuning.unfit(question.key, tiles) is None}
+    return list(unique.values())
+
+
+def _free(question: Question, name: str, tile: Tile) -> tuple[str, ...]:
+    """The numbers of a tile that mean something to its kernel, and are not settled."""
+    if question.sizes["choice"].startswith("fused"):
+        return "rows", "columns", "warps", "stages"
+    whole = tile.columns >= question.sizes["h"]  # in registers, where it is read once
+    persistent = (question.sizes["choice"], name) == ("backward", "tile")
+    return (
+        *("rows", "warps"),
+        *(() if whole else ("columns",)),
+        *(("stages",) if persistent or not whole else ()),
+        *(("programs_per_sm",) if persistent else ()),
+    )
+
+
+def _neighbours(tile: Tile, names: Sequence[str]) -> Iterator[Tile]:
+    for steps in itertools.product(range(-2, 3), repeat=len(names)):
+        if 0 < sum(map(abs, steps)) <= 2:
+            now = {name: getattr(tile, name) for name in names}
+            new = {n: now[n] + s if n == "stages" else int(now[n] * 2.0**s) for n, s in zip(names, steps, strict=True)}
+            if min(new.values()) >= 1:
+                yield dataclasses.replace(tile, **new)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """The compiler's, of the kernels that a choice launches, the worst of each. why: the reason not to time it."""
+
+    registers: int = 0
+    spilled: int = 0
+    shared: int = 0
+    why: str | None = None
+
+
+def reports(
+    pool: concurrent.futures.Executor, question: Question, choices: Sequence[Tiles], chip: Chip
+) -> list[Report]:
+    """Of each choice, whether it is worth a GPU's time: `why` None."""
+    tried = (question.heuristic, *choices)
+    jobs = [pool.submit(compiled, question.cases[0], question.key, tiles, chip) for tiles in tried]
+    own, *others = (job.result() for job in jobs)
+    limit = compiler.SHARED_LIMIT.get(chip.capability, min(compiler.SHARED_LIMIT.values()))
+    found = []
+    for report, tiles in zip(others, choices, strict=True):
+        why = report.why
+        if why is None and report.spilled > own.spilled:
+            why = f"spills {report.spilled} bytes"
+        if why is None and report.shared > limit:
+            why = f"needs {report.shared} bytes of shared memory, of which there are {limit}"
+        tile = tiles.get("tile") or Tile(1, 1, 1)
+        together = tile.programs_per_sm
+        if why is None and together > 1 and 32 * tile.warps * together * report.registers > 65536:
+            why = f"{together} programs do not fit on an SM"
+        found.append(dataclasses.replace(report, why=why))
+    return found
+
+
+def compiled(case: Case, key: Key, tiles: Tiles, chip: Chip) -> Report:
+    """What the compiler makes of the case with these tiles, and of a call that has all there is: others will."""
+    worst = Report()
+    for each in (_fullest(case, dict(key)), case):
+        for made in _recorded(each, {key: tiles}, chip)[0]:
+            try:
+                r = compiler.compile_launch(made)
+            except Exception as error:  # of whatever kind: the tile is not for this kernel
+                return Report(why=f"does not compile: {type(error).__name__}")
+            worst = Report(
+                max(worst.registers, r.registers), max(worst.spilled, r.spilled), max(worst.shared, r.shared)
+            )
+    return worst
+
+
+def _fullest(case: Case, sizes: dict[str, Any]) -> Case:
+    if "n" in sizes or sizes.get("wants_y"):
+        return dataclasses.replace(case, workload=dataclasses.replace(case.workload, operator="layer_norm_linear"))
+    both = {"operator": "add_layer_norm", "features": None, "directions": ("forward", "backward")}
+    return dataclasses.replace(case, workload=dataclasses.replace(case.workload, **both))
+
+
+def identified(tiles: Tiles) -> str:
+    """A name under which a program with these tiles is in a trace."""
+    return "tiles_" + "_".join(
+        "no" if t is None else "_".join(map(str, dataclasses.astuple(t))) for t in tiles.values()
+    )
+
+
+def prepared(case: Case, key: Key, choices: Sequence[Tiles], chip: Chip) -> list[Run | str]:
+    """Of each choice a program on this device, or why not; its numbers are held to those of the first."""
+    function, shapes = launchers.call(case.workload, case.direction, chip)
+    arrays = [
+        None if a is None else jax.random.normal(jax.random.key(i), a.shape, a.dtype) for i, a in enumerate(shapes)
+    ]
+
+    def lowered(tiles: Tiles) -> Any:
+        def program(*given):
+            return function(*given)
+
+        program.__name__ = identified(tiles)
+        with tuning.trying({key: tiles}):
+            return jax.jit(program).lower(*arrays)
+
+    programs = [_tried(lowered, tiles) for tiles in choices]
+    with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        programs = list(pool.map(lambda p: p if isinstance(p, str) else _tried(p.compile), programs))
+    first: list[Any] = []
+
+    def checked(tiles: Tiles, program: Any) -> Run | str:
+        if isinstance(program, str):
+            return program
+        run = functools.partial(program, *arrays)
+        got = jax.block_until_ready(run())
+        first[:] = first or [got]
+        return difference(got, first[0], case.workload) or Run(identified(tiles), run)
+
+    return [_tried(checked, t, p) for t, p in zip(choices, programs, strict=True)]
+
+
+def _tried(function: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return function(*arguments)
+    except Exception as error:  # of the compiler's or the driver's, about one candidate
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def difference(got: Any, expected: Any, workload: Workload) -> str | None:
+    """What is wrong with `got`; None if it differs by the order of sums: sums of n terms by about sqrt(n) roundings of
+    the arithmetic, here of at most 8 factors each, and what is rounded to 16 bits, or to TF32 for a product, by two.
+    """
+    terms = max(workload.rows, workload.width)
+    eps = float(jnp.finfo(jnp.float32).eps)
+    operand = 2.0**-10 if workload.is_linear and workload.dtype == "float32" else float(jnp.finfo(workload.dtype).eps)
+    allowed = 2 * operand + 8 * math.sqrt(terms) * eps
+    for i, (a, b) in enumerate(zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)):
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        error, largest = float(jnp.max(jnp.abs(a - b))), float(jnp.max(jnp.abs(b)))
+        if not error <= allowed * largest:
+            return f"WRONG: result {i} is off by {error:.2e} of {largest:.2e}"
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """tiles: the fastest, None for the heuristics'. seconds: of each case, by the heuristics' and by `tiles`. failed:
+    the candidates that were not timed, each with the reason.
+    """
+
+    tiles: Tiles | None
+    seconds: dict[str, tuple[float, float]]
+    timed: int
+    failed: dict[str, str]
+
+    ratio = property(lambda self: math.prod(new / old for old, new in self.seconds.values()) ** (1 / len(self.seconds)))
+
+
+def fastest(question: Question, choices: Sequence[Tiles], chip: Chip, clock: Clock) -> Found:
+    """Raises RuntimeError where the heuristics' own tiles cannot be timed."""
+    failed: dict[str, str] = {}
+
+    def times(case: Case, tried: Sequence[Tiles]) -> tuple[float, dict[str, float]]:
+        """-> (the heuristics' time, the others')"""
+        runs = prepared(case, question.key, [question.heuristic, *tried], chip)
+        if isinstance(runs[0], str):
+            raise RuntimeError(f"{case.name}: {runs[0]}")
+        failed.update({identified(t): run for t, run in zip(tried, runs[1:], strict=True) if isinstance(run, str)})
+        taken = clock([run for run in runs if isinstance(run, Run)])
+        return taken.pop(runs[0].name), taken
+
+    first, *_ = question.cases
+    old, taken = times(first, choices)
+    by_name = {identified(tiles): tiles for tiles in choices}
+    left = [by_name[name] for name in sorted(taken, key=taken.__getitem__) if taken[name] < (1 - NOISE) * old]
+    left = left[:FINALISTS]
+    seconds: dict[str, dict[str, tuple[float, float]]] = {identified(tiles): {} for tiles in left}
+    own = {first.name: (old, old)}
+    for case in question.cases:
+        if not left:
+            break
+        old, taken = times(case, left)
+        own[case.name] = (old, old)
+        left = [t for t in left if taken.get(identified(t), math.inf) <= (1 + NOISE) * old]
+        for tiles in left:
+            seconds[identified(tiles)][case.name] = (old, taken[identified(tiles)])
+    found = [Found(t, seconds[identified(t)], len(choices) - len(failed), failed) for t in left]
+    best = min(found, key=lambda f: f.ratio, default=None)
+    if best is None or best.ratio >= 1 - NOISE:
+        return Found(None, own, len(choices) - len(failed), failed)
+    return best
+
+
+def by_the_device(repetitions: int) -> Clock:
+    """Medians by the profiler's clock, the L2 cold."""
+    return lambda runs: {name: t.median for name, t in timing.traced(runs, repetitions).items()}

@@ -1,0 +1,251 @@
+"""`python -m jln tune`: which tiles are the fastest on this chip?"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import importlib.metadata
+import importlib.util
+import os
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, get_args
+
+import jax
+import typer
+
+import jln
+from jln._bench import results, search
+from jln._bench.search import Clock, Found, Question, Report
+from jln._bench.trace import TraceError
+from jln._bench.workloads import WORKLOADS, Workload
+from jln._cli.console import UserError, print_note, print_table, progress
+from jln._cli.devices import devices
+from jln._triton import compiler, config, launch, tuning
+from jln._triton.tuning import Tiles
+
+Dtype = Literal["bfloat16", "float16", "float32"]
+
+
+def command(
+    workloads: Annotated[
+        list[str] | None, typer.Argument(help="By name; `bench --list` has them. [default: all for a GPU]")
+    ] = None,
+    chip: Annotated[str | None, typer.Option(help=f"For --dry-run: {', '.join(config.CHIPS)}. [default: h200]")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help=f"{', '.join(get_args(Dtype))}. [default: the workloads' own]")
+    ] = None,
+    output: Annotated[
+        pathlib.Path | None, typer.Option(help="The file to add to. [default: JLN_TUNING, else jln-tuning.json]")
+    ] = None,
+    seconds: Annotated[float | None, typer.Option(min=0, help="Begin nothing after so many; exit with 3.")] = None,
+    repetitions: Annotated[int, typer.Option(min=1, help="Of each program.")] = 30,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Compile, time nothing: no GPU needed.")] = False,
+) -> None:
+    """Search for faster tiles of the kernels that the workloads launch, and write them to a file for JLN_TUNING.
+
+    What the compiler finds fault with is not timed; what differs from the heuristics' numbers is not taken; and what is
+    not faster than they are by 2 %, or is slower by as much in one of the workloads, is not either. The file is written
+    after each choice: a search that ends early is taken up again by the same command.
+    """
+    started = time.monotonic()
+    chosen = _workloads(workloads, dtype)
+    if importlib.util.find_spec("triton") is None:
+        raise UserError(f"triton is not installed: {launch.INSTALL}")
+    target = _chip(chip, dry_run)
+    path = output or pathlib.Path(os.path.expanduser(os.environ.get(tuning.VARIABLE) or "jln-tuning.json"))
+    if dry_run:
+        finished = survey(chosen, target, seconds, started)
+    else:
+        finished = tune(chosen, target, path, search.by_the_device(repetitions), seconds, started)
+        print_note(f"to use it: export {tuning.VARIABLE}={path.resolve()}")
+    raise typer.Exit(0 if finished else 3)
+
+
+def _workloads(names: Sequence[str] | None, dtype: str | None) -> list[Workload]:
+    for name in names or ():
+        if name not in WORKLOADS:
+            raise UserError(
+                f"unknown workload {name!r}; `python -m jln bench --list` prints them, those for a GPU first"
+            )
+    if dtype is not None and dtype not in get_args(Dtype):
+        raise UserError(f"unknown dtype {dtype!r}; known are {', '.join(get_args(Dtype))}")
+    chosen = [WORKLOADS[name] for name in dict.fromkeys(names or WORKLOADS)]
+    return [dataclasses.replace(w, dtype=dtype or w.dtype) for w in chosen]
+
+
+def _chip(name: str | None, dry_run: bool) -> config.Chip:
+    if name is not None and name not in config.CHIPS:
+        raise UserError(f"unknown chip {name!r}; known are {', '.join(config.CHIPS)}")
+    if dry_run:
+        return config.CHIPS[name or "h200"]
+    device = devices()[0]
+    if device.platform != "gpu":
+        raise UserError("there is no GPU to time on; --dry-run prints the candidates and what the compiler says")
+    if (why := launch.missing()) is not None:
+        raise UserError(f"jln's kernels cannot be compiled: {why}")
+    chip = config.target_chip()
+    assert chip is not None
+    here = tuning.chip_name(dataclasses.replace(chip, name=device.device_kind))
+    for asked in (name, tuning.chip_name(chip)):  # the latter of JLN_CHIP
+        if asked not in (None, here):
+            raise UserError(f"this GPU is a {here} and no {asked}, for which there is only --dry-run")
+    return chip
+
+
+def _processes() -> int:
+    return min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+def survey(workloads: Sequence[Workload], chip: config.Chip, seconds: float | None, started: float) -> bool:
+    """Print what would be timed, and what the compiler says of the rest. -> whether there was time for all"""
+    asked = search.questions(workloads, chip)
+    with compiler.workers(_processes()) as pool, progress(len(asked)) as begin:
+        for question in asked:
+            if _late(seconds, started):
+                return False
+            begin(described(question))
+            choices = search.candidates(question)
+            said = search.reports(pool, question, choices, chip)
+            rows = [_row(tiles, report) for tiles, report in zip(choices, said, strict=True)]
+            heuristic = written(question.heuristic)
+            title = f"{described(question)}: {heuristic} by heuristics; of {_cases(question)}"
+            print_table(title, ("candidate", "registers", "spilled", "shared KB", ""), rows, left=(0, 4))
+    return True
+
+
+def tune(
+    workloads: Sequence[Workload],
+    chip: config.Chip,
+    path: pathlib.Path,
+    clock: Clock,
+    seconds: float | None = None,
+    started: float = 0.0,
+) -> bool:
+    """Find the fastest tiles, write them, and print them. -> whether there was time for all"""
+    rows, finished = [], True
+    keep(path, [])  # or say that it cannot be written before anything is timed
+    asked = [q for q in search.questions(workloads, chip) if not _known(q, path)]
+    with compiler.workers(_processes()) as pool, progress(len(asked)) as begin:
+        for question in asked:
+            if _late(seconds, started):
+                finished = False
+                break
+            begin(described(question))
+            choices = search.candidates(question)
+            said = search.reports(pool, question, choices, chip)
+            sound = [tiles for tiles, report in zip(choices, said, strict=True) if report.why is None]
+            try:
+                found = search.fastest(question, sound, chip, clock)
+            except (RuntimeError, TraceError) as error:
+                raise UserError(f"{described(question)} cannot be timed: {error}") from None
+            keep(path, [entry(question, found, chip)])
+            rows.append(_found(question, found, len(choices), len(sound)))
+    header = ("choice", "heuristics", "candidates", "compiled", "timed", "fastest", "of the heuristics' time", "")
+    print_table(f"Tiles for {tuning.chip_name(chip)}, in {path}", header, rows, left=(0, 1, 5, 7))
+    return finished
+
+
+def _late(seconds: float | None, started: float) -> bool:
+    return seconds is not None and time.monotonic() - started > seconds
+
+
+def described(question: Question) -> str:
+    sizes = question.sizes
+    if "n" in sizes:
+        return f"{sizes['choice']} of H {sizes['h']}, N {sizes['n']} in {sizes['dtype']}"
+    more = ", writes y" if sizes.get("wants_y") else ""
+    mixed = ", of several dtypes" if sizes["mixed"] else ""
+    return f"{sizes['choice']} of H {sizes['h']}, {sizes['layout']}, {sizes['itemsize']} bytes{mixed}{more}"
+
+
+def written(tiles: Tiles) -> str:
+    texts = []
+    for name, tile in tiles.items():
+        if tile is not None:
+            numbers = f"{tile.rows}x{tile.columns} warps {tile.warps} stages {tile.stages}"
+            numbers += f" programs {tile.programs_per_sm}" if tile.programs_per_sm > 1 else ""
+            texts.append(numbers if name == "tile" else f"{name} {numbers}")
+    return ", ".join(texts)
+
+
+def _cases(question: Question) -> str:
+    return ", ".join(dict.fromkeys(case.workload.name for case in question.cases))
+
+
+def _row(tiles: Tiles, report: Report) -> list[str]:
+    numbers = (
+        [str(report.registers), str(report.spilled), f"{report.shared / 1e3:.1f}"] if report.registers else [""] * 3
+    )
+    return [written(tiles), *numbers, report.why or ""]
+
+
+def _found(question: Question, found: Found, candidates: int, sound: int) -> list[str]:
+    counts = (str(candidates), str(sound), str(found.timed))
+    fastest = "" if found.tiles is None else written(found.tiles)
+    ratio = "" if found.tiles is None else f"{found.ratio:.3f}"
+    wrong = next((why for why in found.failed.values() if why.startswith("WRONG")), "")
+    return [described(question), written(question.heuristic), *counts, fastest, ratio, wrong]
+
+
+def entry(question: Question, found: Found, chip: config.Chip) -> dict[str, Any]:
+    """As `tuning` reads it, with where it is from."""
+    return question.sizes | {
+        "tiles": None if found.tiles is None else _numbers(found.tiles),
+        "measured": {
+            "chip": chip.name,
+            "versions": _versions(),
+            "cases": [case.name for case in question.cases],
+            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "heuristics": _numbers(question.heuristic),
+            "seconds": {case: {"heuristics": old, "tiles": new} for case, (old, new) in found.seconds.items()},
+        },
+    }
+
+
+def _numbers(tiles: Tiles) -> dict[str, dict[str, int] | None]:
+    return {name: None if tile is None else dataclasses.asdict(tile) for name, tile in tiles.items()}
+
+
+def _versions() -> dict[str, str]:
+    return {"jln": jln.__version__, "jax": jax.__version__, "triton": importlib.metadata.version("triton")}
+
+
+def _content(path: pathlib.Path) -> dict[str, Any]:
+    """The file's, or that of a new one. What is there and cannot be read is not written over."""
+    if not path.exists():
+        return {"schema": tuning.SCHEMA, "entries": []}
+    try:
+        return tuning.load(path)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"cannot add to {path}: {error}") from None
+
+
+def _is(raw: Any, key: tuning.Key) -> bool:
+    with contextlib.suppress(ValueError):
+        return tuning.parsed(raw)[0] == key
+    return False
+
+
+def _known(question: Question, path: pathlib.Path) -> bool:
+    """Whether the file has this choice, measured with the same versions in no fewer workloads."""
+    cases = {case.name for case in question.cases}
+    for raw in _content(path)["entries"]:
+        measured = raw.get("measured") if _is(raw, question.key) else None
+        if isinstance(measured, dict) and measured.get("versions") == _versions():
+            return cases <= set(measured.get("cases", ()))
+    return False
+
+
+def keep(path: pathlib.Path, new: Sequence[dict[str, Any]]) -> None:
+    """Each in the place of the file's former one; all others stay as they are, those that are unsound, too."""
+    content = _content(path)
+    for entry in new:
+        key = tuning.parsed(entry)[0]
+        content["entries"] = [raw for raw in content["entries"] if not _is(raw, key)] + [entry]
+    try:
+        results.save(content, path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error}") from None

@@ -1,0 +1,333 @@
+"""The search for tiles, by a clock of the test's own: what is asked, what the compiler sorts out, what is kept."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("triton")
+
+from jln._bench import launchers, search, timing
+from jln._bench.search import Report
+from jln._bench.workloads import WORKLOADS, Workload
+from jln._cli import app, tune
+from jln._triton import compiler, config, launch, tuning
+from jln._triton.config import INTERPRETER, Tile
+
+interpreted = pytest.mark.skipif(not launch.interpreting(), reason="kernels are compiled here")
+
+# Of each launcher one that norms and Linears share, and a choice of its own; the same row length at more rows.
+SMALL = [
+    Workload("norm", "layer_norm", (6, 100), "small", dtype="float32"),
+    Workload("many", "add_rms_norm", (40, 100), "small", dtype="float32", directions=("forward",)),
+    Workload("axis-0", "layer_norm", (40, 4, 4), "small", axis=0),
+    Workload("fused", "layer_norm_linear", (70, 64), "small", features=16),
+    Workload("composed", "rms_norm_linear", (6, 100), "small", features=300),
+]
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def question(name="norm", choice="forward", workloads=SMALL):
+    chosen = search.questions([w for w in workloads if w.name in name.split()], INTERPRETER)
+    return next(q for q in chosen if q.sizes["choice"] == choice)
+
+
+@interpreted
+@pytest.mark.parametrize("workload", SMALL, ids=lambda w: w.name)
+def test_what_is_asked_is_what_the_operators_ask(workload):
+    def ours(*arguments):
+        return workload.step(lambda *a: workload.function()(*a, implementation="triton"))(*arguments)
+
+    with launch.recording(), tuning.trying({}) as trial:
+        jax.jit(ours).lower(*workload.step_arguments())
+    asked = search.questions([workload], INTERPRETER)
+    assert {q.key: q.heuristic for q in asked} == trial.asked
+
+
+def test_all_workloads_are_asked_about_and_share_choices():
+    asked = search.questions(list(WORKLOADS.values()), config.CHIPS["h200"])
+    cases = [case for q in asked for case in q.cases]
+    assert len(cases) == len(set(cases)) == sum(len(w.directions) for w in WORKLOADS.values())
+    assert {q.sizes["choice"] for q in asked} == set(tuning.CHOICES) and len(asked) < len(cases) / 2
+    for q in asked:
+        assert [c.workload.rows for c in q.cases] == sorted((c.workload.rows for c in q.cases), reverse=True)
+
+
+def test_candidates_are_few_near_and_fit():
+    for q in search.questions(list(WORKLOADS.values()), config.CHIPS["h200"]):
+        found = search.candidates(q)
+        assert 4 <= len(found) <= 130 and q.heuristic not in found
+        assert len({search.identified(tiles) for tiles in found}) == len(found)
+        for tiles in found:
+            assert tuning.unfit(q.key, tiles) is None
+            tile = tiles.get("tile")
+            if q.sizes["choice"] == "forward" and q.heuristic["tile"].columns >= q.sizes["h"]:
+                assert tile.columns == q.heuristic["tile"].columns  # a row in registers is read once
+    wide = next(q for q in search.questions([WORKLOADS["layer-norm-32768"]], config.CHIPS["h200"])
+                if q.sizes["choice"] == "backward")  # fmt: skip
+    assert wide.heuristic["sums"] is not None
+    assert any(t["sums"] != wide.heuristic["sums"] for t in search.candidates(wide))
+
+
+def test_what_spills_or_does_not_fit_is_not_timed():
+    """By the compiler itself: too many elements a thread; few enough; too many programs for an SM's registers."""
+    h200 = config.CHIPS["h200"]
+    (q,) = [q for q in search.questions([WORKLOADS["layer-norm-1024"]], h200) if q.sizes["choice"] == "backward"]
+    tiles = [Tile(4, 1024, 2, 2, 1), Tile(1, 1024, 4, 2, 4), Tile(1, 1024, 4, 2, 16)]
+    with compiler.workers(2) as pool:
+        spilling, good, crowded = search.reports(pool, q, [{"tile": t, "sums": None} for t in tiles], h200)
+    assert spilling.spilled > 100 and spilling.why == f"spills {spilling.spilled} bytes"
+    assert good.why is None and 0 < good.registers < 255 and good.spilled == 0 < good.shared
+    assert crowded.why == "16 programs do not fit on an SM"
+
+
+def test_what_does_not_compile_or_needs_too_much_memory_is_not_timed():
+    class Pool:
+        def __init__(self, *found):
+            self.found = list(found)
+
+        def submit(self, *_):
+            report = self.found.pop(0)
+            return type("Job", (), {"result": lambda self: report})()
+
+    q = question()
+    choices = [{"tile": Tile(1, 128, w)} for w in (1, 2, 4, 8)]
+    own, limit = Report(32, 8, 0), compiler.SHARED_LIMIT[90]
+    given = (Report(why="does not compile: X"), Report(32, 9, 0), Report(32, 8, limit + 1), Report(32, 8, limit))
+    found = search.reports(Pool(own, *given), q, choices, INTERPRETER)
+    why = [report.why for report in found]
+    assert why[0] == "does not compile: X" and why[1] == "spills 9 bytes" and f"needs {limit + 1}" in why[2]
+    assert why[3] is None  # spills no more than the heuristics' own
+    assert (
+        "RuntimeError" in search.compiled(q.cases[0], q.key, choices[0], INTERPRETER).why or not launch.interpreting()
+    )
+
+
+def clock(seconds):
+    """A clock that finds the tile of a program in its name, as `seconds(rows, columns, warps, stages, programs)`."""
+
+    def measured(runs):
+        assert len({run.name for run in runs}) == len(runs)
+        return {run.name: seconds(*map(int, run.name.split("_")[1:6])) for run in runs}
+
+    return measured
+
+
+@interpreted
+def test_the_fastest_is_found():
+    q = question("norm many")
+    assert [case.name for case in q.cases] == ["many forward", "norm forward"]
+    best = q.heuristic["tile"].rows // 2
+    found = search.fastest(q, search.candidates(q), INTERPRETER, clock(lambda rows, *_: 1 + abs(rows - best)))
+    assert found.tiles["tile"].rows == best and found.failed == {}
+    old = 1 + best
+    assert found.seconds == {"many forward": (old, 1), "norm forward": (old, 1)}
+    assert found.ratio == pytest.approx(1 / old)
+
+
+@interpreted
+@pytest.mark.parametrize(("gain", "kept"), [(0.015, False), (0.025, True)])
+def test_what_is_within_the_noise_is_not_kept(gain, kept):
+    q = question()
+    own = q.heuristic["tile"]
+    found = search.fastest(
+        q, search.candidates(q), INTERPRETER, clock(lambda *n: 1.0 if n == dataclasses.astuple(own) else 1 - gain)
+    )
+    assert (found.tiles is not None) == kept
+
+
+@interpreted
+def test_the_luckiest_of_many_is_timed_again():
+    times = iter([1.0, 0.5, 0.9, 1.0, 1.01, 0.9])  # heuristics and two candidates, twice
+    q = question()
+    choices = search.candidates(q)[:2]
+    found = search.fastest(q, choices, INTERPRETER, lambda runs: {run.name: next(times) for run in runs})
+    assert found.tiles == choices[1] and found.seconds == {"norm forward": (1.0, 0.9)}
+
+
+@interpreted
+def test_what_loses_in_one_workload_is_not_kept():
+    """However much faster it is in the other."""
+    q, rounds = question("norm many"), []
+
+    def seconds(runs):
+        rounds.append(None)  # the first and the second are of "many", the third is of "norm"
+        return {run.name: 1.0 if run is runs[0] else 1.03 if len(rounds) == 3 else 0.1 for run in runs}
+
+    assert search.fastest(q, search.candidates(q), INTERPRETER, seconds).tiles is None and len(rounds) == 3
+
+
+@interpreted
+def test_wrong_numbers_are_never_taken(monkeypatch):
+    """However fast they come: the candidates of two rows are off by a hundredth, or raise."""
+    q = question()
+    original = launchers.call
+
+    def broken(*given):
+        function, shapes = original(*given)
+
+        def call(*arrays):
+            rows = tuning._trial.get().tiles[q.key]["tile"].rows
+            if rows == 1:
+                raise RuntimeError("no room\nfor it")
+            return [a if a is None else a * (1.01 if rows == 2 else 1.0) for a in function(*arrays)]
+
+        return call, shapes
+
+    monkeypatch.setattr(launchers, "call", broken)
+    choices = [{"tile": Tile(rows, 128, 1)} for rows in (1, 2, 4)]
+    found = search.fastest(q, choices, INTERPRETER, clock(lambda rows, *_: rows))
+    assert found.tiles == choices[2] and found.timed == 1
+    one, two = (found.failed[search.identified(c)] for c in choices[:2])
+    assert one == "RuntimeError: no room for it" and two.startswith("WRONG: result 0 is off by")
+    with pytest.raises(RuntimeError, match="norm forward: RuntimeError: no room"):
+        own = dataclasses.replace(q, heuristic=choices[0])
+        search.fastest(own, choices, INTERPRETER, clock(lambda rows, *_: rows))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_what_differs_by_more_than_another_order_of_sums_is_wrong(dtype):
+    workload = Workload("norm", "layer_norm", (6, 100), "small", dtype=dtype)
+    right = jax.random.normal(jax.random.key(0), (6, 100))
+    eps = float(jax.numpy.finfo(dtype).eps)
+    assert search.difference((right * (1 + eps), None), (right, None), workload) is None
+    for wrong in (right * 1.05, right.at[3, 5].set(math.nan), right.at[0].set(0)):
+        assert search.difference((wrong, None), (right, None), workload).startswith("WRONG: result 0 is off by ")
+    assert search.difference((0 * right,), (0 * right,), workload) is None
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["axis-0", "fused", "composed"])
+def test_candidates_of_every_launcher_give_the_heuristics_numbers(name):
+    for q in search.questions([w for w in SMALL if w.name == name], INTERPRETER):
+        chosen = search.candidates(q)[::6]
+        runs = search.prepared(q.cases[0], q.key, [q.heuristic, *chosen], INTERPRETER)
+        assert all(isinstance(run, timing.Run) for run in runs), runs
+
+
+@pytest.fixture
+def sound(monkeypatch):
+    """A compiler that finds no fault."""
+    monkeypatch.setattr(search, "reports", lambda pool, q, choices, chip: [Report()] * len(choices))
+
+
+HALF = clock(lambda rows, *_: rows)
+
+
+@interpreted
+def test_what_is_found_is_written_and_taken(sound, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "a" / "tuning.json"
+    assert tune.tune(SMALL[:1], INTERPRETER, path, HALF)
+    assert "2x128 warps" in capsys.readouterr().out
+    monkeypatch.setenv(tuning.VARIABLE, str(path))
+    assert tuning.forward(100, 1, 4, False, INTERPRETER).rows == 2 < config.forward_tile(100, 1, 4).rows
+    (forward, _) = json.loads(path.read_text())["entries"]
+    measured = forward["measured"]
+    assert measured["seconds"] == {"norm forward": {"heuristics": 8, "tiles": 2}}
+    assert measured["versions"]["triton"] and measured["cases"] == ["norm forward"]
+    assert measured["heuristics"]["tile"]["rows"] == 8
+
+
+@interpreted
+def test_a_search_is_taken_up_again_and_loses_nothing(sound, tmp_path):
+    path = tmp_path / "tuning.json"
+    others = [7, {"choice": "forward", "chip": "b200", "h": 1, "layout": "last axis", "itemsize": 2, "mixed": False,
+                  "tiles": None}]  # fmt: skip
+    path.write_text(json.dumps({"schema": 1, "entries": others, "note": "mine"}))
+    assert not tune.tune(SMALL[:1], INTERPRETER, path, HALF, seconds=-math.inf)
+    assert json.loads(path.read_text())["entries"] == others
+    timed = []
+
+    def counting(runs):
+        timed.append(len(runs))
+        return {run.name: 1.0 for run in runs}
+
+    assert tune.tune(SMALL[:1], INTERPRETER, path, counting) and len(timed) == 2
+    content = json.loads(path.read_text())
+    assert content["entries"][:2] == others and content["note"] == "mine" and len(content["entries"]) == 4
+    assert [entry["tiles"] for entry in content["entries"][2:]] == [None, None]
+    assert tune.tune(SMALL[:1], INTERPRETER, path, counting) and len(timed) == 2  # known
+    assert tune.tune(SMALL[:2], INTERPRETER, path, counting) and len(timed) == 3  # forward in a workload more
+    content["entries"][3]["measured"]["versions"]["triton"] = "0"
+    path.write_text(json.dumps(content))
+    assert tune.tune(SMALL[:1], INTERPRETER, path, counting) and len(timed) == 4  # backward again
+    assert len(json.loads(path.read_text())["entries"]) == 4
+
+
+def test_what_cannot_be_added_to_is_left_alone(tmp_path):
+    (tmp_path / "bad.json").write_text("{")
+    for name in ("bad.json", "bad.json/x", "."):
+        with pytest.raises(tune.UserError, match="cannot"):
+            tune.keep(tmp_path / name, [])
+    assert (tmp_path / "bad.json").read_text() == "{"
+
+
+# The command
+
+
+def run(capsys, *arguments):
+    status = app.run(["tune", *arguments])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+ERRORS = {
+    "workload": (["gpt5", "--dry-run"], "unknown workload 'gpt5'"),
+    "a workload of the CPU": (["cpu-1024x4096-float32", "--dry-run"], "unknown workload 'cpu-1024x4096-float32'"),
+    "chip": (["--chip", "h2000", "--dry-run"], "unknown chip 'h2000'; known are a100"),
+    "dtype": (["--dtype", "float64", "--dry-run"], "unknown dtype 'float64'; known are bfloat16"),
+    "repetitions": (["--repetitions", "0"], "greater than or equal to 1"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_bad_requests_are_one_line_and_status_2(capsys, case):
+    arguments, message = ERRORS[case]
+    status, out, err = run(capsys, *arguments)
+    assert (status, out) == (2, "") and message in err and err.startswith("jln: ") and len(err.splitlines()) == 1
+
+
+@interpreted
+def test_without_a_gpu_it_says_what_there_is(capsys):
+    status, out, err = run(capsys, "decode-1")
+    assert (status, out) == (2, "") and err.count("\n") == 1
+    assert "there is no GPU to time on; --dry-run prints the candidates" in err
+
+
+def test_dry_run(capsys, monkeypatch):
+    """On a chip that is not here, a process apart for the compiler."""
+    original = search.candidates
+    monkeypatch.setattr(search, "candidates", lambda q: original(q)[:2])
+    status, out, err = run(capsys, "decode-1", "--dry-run", "--chip", "a100", "--dtype", "float32")
+    assert status == 0 and err == ""
+    assert out.startswith("forward of H 4096, last axis, 4 bytes: 1x4096 warps 8 stages 1 by heuristics; of decode-1\n")
+    assert len([line for line in out.splitlines() if "x4096 warps" in line]) == 3
+    assert run(capsys, "decode-1", "--dry-run", "--seconds", "0")[0] == 3
+
+
+def test_on_a_gpu(capsys, monkeypatch, tmp_path):
+    """As far as it can be seen here: the chip of the process, the file of JLN_TUNING, what is printed."""
+    gpu = type("Gpu", (), {"platform": "gpu", "device_kind": "NVIDIA H200"})()
+    monkeypatch.setattr(tune, "devices", lambda: [gpu])
+    monkeypatch.setattr(launch, "missing", lambda: None)
+    monkeypatch.setattr(config, "target_chip", lambda: config.Chip("NVIDIA H200", 90, 132))
+    asked = []
+    monkeypatch.setattr(tune, "tune", lambda workloads, chip, path, *_: asked.append((len(workloads), path)) or True)
+    monkeypatch.setenv(tuning.VARIABLE, str(tmp_path / "mine.json"))
+    status, out, _ = run(capsys)
+    assert status == 0 and asked == [(len(WORKLOADS), tmp_path / "mine.json")]
+    assert f"export JLN_TUNING={tmp_path / 'mine.json'}" in out
+    status, _, err = run(capsys, "--chip", "b200")
+    assert status == 2 and "this GPU is a h200 and no b200, for which there is only --dry-run" in err
+    gpu.device_kind = "NVIDIA B200"  # and JLN_CHIP says h200
+    assert "this GPU is a b200 and no h200" in run(capsys)[2]
+    monkeypatch.setattr(launch, "missing", lambda: "a reason")
+    assert "cannot be compiled: a reason" in run(capsys, "--chip", "h200")[2]
