@@ -14,7 +14,8 @@ and `fuse=True`, or for a class that was not written for jln by `fuse={Block: [(
 subclasses too. If anything else reads the norm's result, it raises TypeError: what it gets is no array. It has an
 array's `shape`, `ndim` and `dtype`, but no methods of an array's, which raise AttributeError. It is a pytree
 that holds the norm's input and, in Flax NNX, its parameters, so what maps over a pytree (`jax.lax.psum`,
-`jax.tree.map`, ...) must not stand between the two: it would change those instead of the result. A transformation
+`jax.tree.map`, ...) must not stand between the two, nor may the norm alone be differentiated (`jax.jvp`, `jax.vjp`):
+that would be of those instead of the result. A transformation
 around the norm alone that gives them another shape (`jax.vmap`, `jax.lax.scan`) raises TypeError. While `nnx.capture`
 watches, the norm's result is an array, and nothing is fused; `sow` without it stores that pytree.
 """
