@@ -137,10 +137,15 @@ class Norm:
         return "LayerNorm" if self.subtract_mean else "RMSNorm"
 
 
+def no_array(deferred: object) -> TypeError:
+    return TypeError(f"{deferred!r} is no array: only the Linear with which the norm was fused can read it")
+
+
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["x", "scale", "offset"], meta_fields=["norm"])
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Deferred:
-    """A norm that has not been computed yet, because the Linear behind it may do that.
+    """A norm that has not been computed yet, because the Linear behind it may do that. Its sizes and its dtype are
+    known; who wants its numbers gets a TypeError.
 
     scale, offset: of x's rank, with 1 on the axes that are not normalised; or None.
     """
@@ -152,6 +157,21 @@ class Deferred:
 
     def __repr__(self) -> str:
         return f"Deferred({self.x.dtype}{list(self.x.shape)}, a norm left to the Linear with which it was fused)"
+
+    def __eq__(self, other: object) -> bool:
+        raise no_array(self)  # Python's own answer, False, would count as a number
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.x.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.x.ndim
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.norm.y_dtype
 
     def with_parameters(self, scale: jax.Array | None, offset: jax.Array | None) -> Deferred:
         """In place of stand-ins of the same sizes."""

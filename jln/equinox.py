@@ -110,9 +110,26 @@ class RMSNormLinear(_NormLinear):
 
 
 class Deferred(eqx.Module):
-    """What the placeholder of a fused norm returns, for the one `FusedLayerNormLinear` that reads it."""
+    """What the placeholder of a fused norm returns, for the one `FusedLayerNormLinear` that reads it. The norm's result
+    has the shape and the dtype of its input; who wants its numbers gets a TypeError.
+    """
 
     x: jax.Array
+
+    def __eq__(self, other: object) -> bool:
+        raise _modules.no_array(self)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.x.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.x.ndim
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.x.dtype
 
 
 class FusedLayerNormLinear(LayerNormLinear):

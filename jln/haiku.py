@@ -210,7 +210,7 @@ def _prepared(
         return f"axes {axes} name one twice"
     if (layer.create_scale or create_offset) and axes != (inputs.ndim - 1,) and _must_name_param_axis(layer):
         return "Haiku asks for param_axis"
-    if not isinstance(layer.eps, int | float):
+    if type(layer.eps) not in (int, float):  # numpy's, float64 too, promote what Haiku's RMSNorm adds them to
         return f"eps is a {type(layer.eps).__name__}"
     shape = _parameter_shape(_axes(layer.param_axis, inputs.ndim, wrap=True), inputs.shape)
     if layer.create_scale:

@@ -11,9 +11,11 @@ metadata and checkpoints stay what they are. A subclass may compute something el
 A norm that feeds exactly one Linear can be fused with it (Flax NNX and Equinox). Which one that is only the model
 knows, so it must be declared: by an attribute of its class, `norm_linear_pairs = [("norm", "qkv"), ("ln", "mlp.up")]`,
 and `fuse=True`, or for a class that was not written for jln by `fuse={Block: [("norm", "qkv")]}`, which holds for its
-subclasses too. If anything else reads the norm's result, it raises TypeError: what it gets is no array. It is a pytree
+subclasses too. If anything else reads the norm's result, it raises TypeError: what it gets is no array. It has an
+array's `shape`, `ndim` and `dtype`, but no methods of an array's, which raise AttributeError. It is a pytree
 that holds the norm's input and, in Flax NNX, its parameters, so what maps over a pytree (`jax.lax.psum`,
-`jax.tree.map`, ...) must not stand between the two: it would change those instead of the result. A transformation
+`jax.tree.map`, ...) must not stand between the two, nor may the norm alone be differentiated (`jax.jvp`, `jax.vjp`):
+that would be of those instead of the result. A transformation
 around the norm alone that gives them another shape (`jax.vmap`, `jax.lax.scan`) raises TypeError. While `nnx.capture`
 watches, the norm's result is an array, and nothing is fused; `sow` without it stores that pytree.
 """
@@ -59,7 +61,9 @@ def equinox(model: Any, *, fuse: bool | Mapping[type, Pairs] = False) -> Convers
     """Every `equinox.nn.LayerNorm` and `RMSNorm` of a tree as jln's, in a new tree with the same leaves.
 
     A norm that is fused moves into the layer that takes the Linear's place, which holds both, `norm` and `linear`, and
-    remains the Linear for every other array that the model gives it.
+    remains the Linear for every other array that the model gives it. So the leaves of a tree with fused norms may have
+    another order, in which `eqx.tree_deserialise_leaves` would read a file of the unfused tree without an error into
+    the wrong layers: read the file before the conversion, or into the unfused tree, and write `conversion.undo(tree)`.
 
     Args:
       model: any pytree of Equinox modules.

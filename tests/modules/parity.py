@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -94,16 +94,27 @@ def pairwise_parameters(arguments: Mapping[str, Sequence[Any]], only_layer_norm:
     return parameters
 
 
-def equations(jaxpr: Any) -> Counter[str]:
-    """How often each primitive occurs in a jaxpr and in those within it."""
-    counts: Counter[str] = Counter()
+def every_equation(jaxpr: Any) -> Iterator[Any]:
+    """Of a jaxpr and of those within it."""
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        counts[equation.primitive.name] += 1
+        yield equation
         if not equation.primitive.name.startswith("jln_"):  # which carry their computation with them
             for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda a: hasattr(a, "eqns")):
                 if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-                    counts += equations(inner)
-    return counts
+                    yield from every_equation(inner)
+
+
+def equations(jaxpr: Any) -> Counter[str]:
+    """How often each primitive occurs in a jaxpr and in those within it."""
+    return Counter(equation.primitive.name for equation in every_equation(jaxpr))
+
+
+def precisions(apply: Callable[[Any, Any], jax.Array], variables: Any, x: jax.Array) -> list[Any]:
+    """Of the products of a fused pair, forward and backward, of which on a CPU no number tells."""
+    jaxpr = jax.make_jaxpr(jax.grad(lambda variables: jnp.sum(apply(variables, x))))(variables)
+    operators = [e for e in every_equation(jaxpr) if e.primitive.name.startswith("jln_norm_linear")]
+    assert len(operators) == 2
+    return [p for e in operators for p in np.ravel(dict(e.params["options"])["precision"])]
 
 
 def described(case: Mapping[str, Any]) -> str:

@@ -53,6 +53,9 @@ def test_nnx_pair_declared_by_the_model():
         lambda self, x: jnp.dot(self.norm(x), jnp.ones((8, 2))),
         lambda self, x: nnx.Linear(8, 2, rngs=nnx.Rngs(0))(self.norm(x)),
         lambda self, x: self.norm(self.norm(x)),
+        lambda self, x: x * (self.norm(x) == 0),
+        lambda self, x: x * (x != self.norm(x)),
+        lambda self, x: nnx.Dropout(0.5, rngs=nnx.Rngs(0))(self.norm(x)),
     ],
 )
 def test_nnx_pair_declared_wrongly(use):
@@ -63,6 +66,29 @@ def test_nnx_pair_declared_wrongly(use):
     convert.nnx(model, fuse=True)
     with pytest.raises(TypeError, match="Deferred"):
         model(x)
+
+
+def reshaped(z, linear, x):
+    assert isinstance(z.shape, tuple) and z.shape == x.shape and z.ndim == x.ndim and z.dtype == x.dtype
+    return jnp.reshape(linear(z), (*z.shape[:-1], -1))
+
+
+def test_what_is_known_of_a_norm_before_it_is_computed():
+    """Attention reads the batch and the length off the norm's result."""
+    x = normal(0, (4, 8), "bfloat16")
+    model = Declared(nnx.Rngs(0), lambda self, x: reshaped(self.norm(x), self.inner.up, x))
+    model.norm = nnx.LayerNorm(8, dtype="bfloat16", rngs=nnx.Rngs(0))
+    y = model(x)
+    convert.nnx(model, fuse=True)
+    close(model(x), y, atol=0.1)  # bfloat16
+
+    class Block(EqxPair):
+        def __call__(self, x):
+            return reshaped(jax.vmap(self.norm)(x), jax.vmap(self.linear), x)
+
+    x = x.astype("float32")
+    converted = convert.equinox(Block(), fuse={Block: [("norm", "linear")]}).model
+    close(converted(x), Block()(x))
 
 
 def scanned(function, x):
@@ -121,14 +147,15 @@ def test_nnx_norm_and_linear_transformed_alike():
     assert [r.path for r in jln.explain(model, x)] == ["fused"]
 
 
-def test_equinox_pair_declared_wrongly():
+@pytest.mark.parametrize("use", [lambda x, z: z, lambda x, z: z == 0, lambda x, z: x != z])
+def test_equinox_pair_declared_wrongly(use):
     class Block(eqx.Module):
         norm: eqx.nn.LayerNorm
         up: eqx.nn.Linear
         norm_linear_pairs = (("norm", "up"),)
 
         def __call__(self, x):
-            return self.up(self.norm(x)) + self.norm(x)
+            return self.up(self.norm(x)) + use(x, self.norm(x))
 
     block = Block(eqx.nn.LayerNorm(8), eqx.nn.Linear(8, 8, key=jax.random.key(0)))
     converted = convert.equinox(block, fuse=True).model
@@ -145,6 +172,22 @@ class EqxPair(eqx.Module):
     def __init__(self):
         self.norm = eqx.nn.LayerNorm(8, dtype="float32")
         self.linear = eqx.nn.Linear(8, 8, dtype="float32", key=jax.random.key(0))
+
+
+def test_equinox_files_are_those_of_the_unfused_tree(tmp_path):
+    """Where a norm stands before another in the class and is fused with a Linear behind it, leaves change places."""
+
+    class Block(eqx.Module):
+        norm: eqx.nn.LayerNorm
+        last: eqx.nn.LayerNorm
+        up: eqx.nn.Linear
+
+    block = Block(eqx.nn.LayerNorm(8), eqx.nn.LayerNorm(8), eqx.nn.Linear(8, 8, key=jax.random.key(0)))
+    block = eqx.tree_at(lambda b: b.norm.weight, block, 2 + jnp.arange(8.0))
+    conversion = convert.equinox(block, fuse={Block: [("norm", "up")]})
+    eqx.tree_serialise_leaves(tmp_path / "leaves.eqx", conversion.undo(conversion.model))
+    read = eqx.tree_deserialise_leaves(tmp_path / "leaves.eqx", block)
+    assert eqx.tree_equal(read, block)
 
 
 class EqxTwice(EqxPair):

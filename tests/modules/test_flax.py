@@ -11,7 +11,7 @@ pytest.importorskip("flax")
 from flax import linen, nnx, serialization
 
 import jln
-from parity import Layer, assert_parity, described, named, normal, pairwise_parameters, randomised
+from parity import Layer, assert_parity, described, named, normal, pairwise_parameters, precisions, randomised
 
 FLAX = {"linen": linen, "nnx": nnx}
 OURS = {"linen": jln.linen, "nnx": jln.nnx}
@@ -198,6 +198,16 @@ def test_pairs(library, case):
     own_product = case.get("dot_general") or case.get("preferred_element_type")
     if not own_product and case["dtype"] is None and case["param_dtype"] == "float32":
         assert path == "fused"
+
+
+@pytest.mark.parametrize("library", FLAX)
+@pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("features", [16, (2, 3)])
+@pytest.mark.parametrize("precision", [None, jax.lax.Precision.HIGHEST])
+def test_precision_reaches_every_product(library, norm, features, precision):
+    x = normal(0, SHAPE, "float32")
+    module = own_pair(library, norm, features, precision=precision)
+    assert set(precisions(module.apply, module.init(x), x)) == {precision}
 
 
 # What makes the framework's own code run, one argument at a time; everything else is the operators'.

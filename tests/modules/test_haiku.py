@@ -14,7 +14,7 @@ hk = pytest.importorskip("haiku")
 import jln  # noqa: E402
 from jln import _modules  # noqa: E402
 from jln import haiku as ours  # noqa: E402
-from parity import Layer, assert_parity, described, normal, pairwise_parameters, randomised  # noqa: E402
+from parity import Layer, assert_parity, described, normal, pairwise_parameters, precisions, randomised  # noqa: E402
 
 SHAPE = (3, 4, 8)
 
@@ -194,6 +194,32 @@ def test_pairs(case):
 
     theirs = made(functools.partial(Pair, norm))
     assert assert_parity(theirs, made(getattr(ours, f"{norm}Linear")), theirs, x) == "fused"
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("eps", [np.float64(1e-5), np.float32(1e-5), 0])
+def test_epsilon_of_numpy_promotes_as_in_haiku(name, eps):
+    """numpy's float64 is a Python float too, but Haiku's RMSNorm adds it as an array."""
+    x = normal(0, SHAPE, "bfloat16")
+    options = {"eps": eps} | ({"create_scale": True, "create_offset": True} if name == "LayerNorm" else {})
+    theirs, own = (layer(getattr(module, name), axis=-1, **options) for module in (hk, ours))
+    assert own.apply(own.init(x), x).dtype == theirs.apply(theirs.init(x), x).dtype
+
+
+@pytest.mark.parametrize("cls", [ours.LayerNormLinear, ours.RMSNormLinear])
+@pytest.mark.parametrize("precision", [None, jax.lax.Precision.HIGHEST])
+def test_precision_reaches_every_product(cls, precision):
+    x = normal(0, SHAPE, "float32")
+    module = hk.without_apply_rng(hk.transform(lambda x: cls(5)(x, precision=precision)))
+    assert set(precisions(module.apply, module.init(jax.random.key(0), x), x)) == {precision}
+
+
+def test_epsilon_takes_the_dtype_of_the_inputs():
+    """1e-8 is zero in float16, as in Haiku: a constant row is 0 / 0."""
+    x = jnp.ones(SHAPE, "float16")
+    for cls in (hk.LayerNorm, ours.LayerNorm):
+        made = layer(cls, axis=-1, create_scale=True, create_offset=True, eps=1e-8)
+        assert jnp.isnan(made.apply(made.init(x), x)).all()
 
 
 def test_linear_of_another_dtype_is_not_fused():
