@@ -12,12 +12,12 @@ A norm that feeds exactly one Linear can be fused with it (Flax NNX and Equinox)
 knows, so it must be declared: by an attribute of its class, `norm_linear_pairs = [("norm", "qkv"), ("ln", "mlp.up")]`,
 and `fuse=True`, or for a class that was not written for jln by `fuse={Block: [("norm", "qkv")]}`, which holds for its
 subclasses too. If anything else reads the norm's result, it raises TypeError: what it gets is no array. It has an
-array's `shape`, `ndim` and `dtype`, but no methods of an array's, which raise AttributeError. It is a pytree
-that holds the norm's input and, in Flax NNX, its parameters, so what maps over a pytree (`jax.lax.psum`,
-`jax.tree.map`, ...) must not stand between the two, nor may the norm alone be differentiated (`jax.jvp`, `jax.vjp`):
-that would be of those instead of the result. A transformation
-around the norm alone that gives them another shape (`jax.vmap`, `jax.lax.scan`) raises TypeError. While `nnx.capture`
-watches, the norm's result is an array, and nothing is fused; `sow` without it stores that pytree.
+array's `shape`, `ndim` and `dtype`, but no methods of an array's, which raise AttributeError. It is a pytree that holds
+the norm's input and, in Flax NNX, its parameters, so what maps over a pytree (`jax.lax.psum`, `jax.tree.map`, ...) must
+not stand between the two, nor may the norm alone be differentiated (`jax.jvp`, `jax.vjp`): that would be of those
+instead of the result. A transformation around the norm alone that gives them another shape (`jax.vmap`,
+`jax.lax.scan`) raises TypeError. While `nnx.capture` watches, the norm's result is an array, and nothing is fused;
+`sow` without it stores that pytree.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def linen() -> Iterator[Routes]:
     """A context in which every `flax.linen.LayerNorm` and `RMSNorm` that is called computes as jln's.
 
     A function under `jax.jit` is traced again inside, and runs as before outside. Yields a list that grows with every
-    layer that is called or traced in the context: its name, path and why, as in `jln.explain`. What an earlier context
+    layer that is called or traced in the context (of nested ones, the outermost): its name, path and why, as in
+    `jln.explain`. What an earlier context
     traced JAX does not trace again; such layers are in the list's `earlier`, and `jln.explain(function, *args)` in the
     context tells which of them are a function's.
     """

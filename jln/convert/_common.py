@@ -37,8 +37,12 @@ class Conversion:
         return "\n".join(map(str, self.changes)) or "nothing to convert"
 
 
-def pairs_of(fuse: bool | Mapping[type, Pairs], node: Any) -> Pairs:
-    """What `node` and `fuse` declare: pairs of attribute names, which may be dotted."""
+def pairs_of(
+    fuse: bool | Mapping[type, Pairs], node: Any, fused_norms: Iterable[type], fused_linears: Iterable[type]
+) -> Pairs:
+    """What `node` and `fuse` declare and an earlier conversion has not fused: pairs of attribute names, which may be
+    dotted.
+    """
     if not fuse:
         return ()
     if fuse is True:
@@ -49,7 +53,8 @@ def pairs_of(fuse: bool | Mapping[type, Pairs], node: Any) -> Pairs:
     norms = [norm for norm, _ in pairs]
     if len(set(norms)) != len(norms):
         raise ValueError(f"{named(type(node))} declares a norm in two pairs, and it can feed only one: {pairs}")
-    return pairs
+    fused = tuple(fused_norms), tuple(fused_linears)
+    return [p for p in pairs if any(type(getattr_or_none(node, a)) not in c for a, c in zip(p, fused, strict=True))]
 
 
 def check_fuse(fuse: Any, nodes: Iterable[Any]) -> None:

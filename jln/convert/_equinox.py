@@ -31,8 +31,11 @@ def convert(model: Any, fuse: bool | Mapping[type, Pairs]) -> Conversion:
             changes.append(Change(path, named(before), "", "a subclass may compute something else"))
         return layer
 
+    def declared(node: Any) -> Pairs:
+        return pairs_of(fuse, node, (ours.DeferredNorm,), (ours.FusedLayerNormLinear, ours.FusedRMSNormLinear))
+
     def fuse_in(path: str, node: Any) -> Any:
-        for pair in pairs_of(fuse, node):
+        for pair in declared(node):
             norm, linear = checked_pair(node, pair, tuple(SWAPPED.values()), (eqx.nn.Linear,))
             node = _with(node, pair, (ours.DeferredNorm(), _fused(norm, linear)))
             fused.append((path, pair))
@@ -44,7 +47,7 @@ def convert(model: Any, fuse: bool | Mapping[type, Pairs]) -> Conversion:
         return node
 
     converted = _everywhere(model, lambda a: isinstance(a, tuple(SWAPPED)), swap)
-    converted = _everywhere(converted, lambda a: bool(pairs_of(fuse, a)), fuse_in)
+    converted = _everywhere(converted, lambda a: bool(declared(a)), fuse_in)
 
     def undo(tree: Any = converted) -> Any:
         """`tree`, the converted model with whatever leaves it has by now, in its former classes."""

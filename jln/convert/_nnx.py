@@ -29,7 +29,7 @@ def convert(model: Any, copy: bool, fuse: bool | Mapping[type, Pairs]) -> Conver
     modules = [(".".join(map(str, path)), module) for path, module in nnx.iter_modules(model)]
     classes: dict[int, tuple[type, str]] = {}  # by the identity of a layer: its class to be, and why
     for _, module in modules:
-        for pair in pairs_of(fuse, module):
+        for pair in pairs_of(fuse, module, NORMS.values(), LINEARS.values()):
             norm, linear = checked_pair(module, pair, tuple(NORMS), tuple(LINEARS))
             if id(norm) in classes:
                 raise ValueError(f"{named(type(module))}: {pair[0]!r} is in two pairs, and can feed only one Linear")

@@ -45,6 +45,29 @@ def test_nnx_pair_declared_by_the_model():
     np.testing.assert_array_equal(masked(x), y)
 
 
+def test_a_converted_model_converts_to_itself():
+    model = Declared(nnx.Rngs(0))
+    convert.nnx(model, fuse=True)
+    assert not convert.nnx(model, fuse=True).changes and not convert.nnx(model).changes
+    tree = convert.equinox(EqxPair(), fuse={EqxPair: [("norm", "linear")]}).model
+    again = convert.equinox(tree, fuse={EqxPair: [("norm", "linear")]})
+    assert not again.changes and jax.tree.structure(again.model) == jax.tree.structure(tree)
+
+
+def test_nnx_pair_with_a_sharding_asked_for():
+    """What the fused operator would not give its result."""
+    explicit = (jax.sharding.AxisType.Explicit,)
+    with jax.set_mesh(jax.make_mesh((2,), ("m",), axis_types=explicit, devices=jax.devices()[:2])):
+        by_features = jax.sharding.PartitionSpec(None, "m", None)
+        model = Declared(nnx.Rngs(0), lambda self, x: self.inner.up(self.norm(x), out_sharding=by_features))
+        x = jnp.asarray(np.asarray(normal(0, (4, 8), "float32")))
+        y = model(x)
+        convert.nnx(model, fuse=True)
+        close(model(x), y)
+        assert jax.typeof(model(x)) == jax.typeof(y)
+        assert jax.typeof(y).sharding.spec == by_features
+
+
 @pytest.mark.parametrize(
     "use",
     [
