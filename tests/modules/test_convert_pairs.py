@@ -45,6 +45,19 @@ def test_nnx_pair_declared_by_the_model():
     np.testing.assert_array_equal(masked(x), y)
 
 
+@pytest.mark.parametrize("options", [{"axis": 0}, {"batch_axis": {0: 8}}], ids=str)
+def test_nnx_linear_over_another_axis(options):
+    """Of a square x, so that every shape fits the operator as well."""
+    x = normal(0, (8, 8), "float32")
+    model = Declared(nnx.Rngs(0))
+    model.inner.up = nnx.LinearGeneral(8, 3, rngs=nnx.Rngs(0), **options)
+    y = model(x)
+    convert.nnx(model, fuse=True)
+    close(model(x), y)
+    (route,) = jln.explain(model, x)
+    assert route.path == "kernel" and "not over the last axis alone" in route.why
+
+
 def test_a_converted_model_converts_to_itself():
     model = Declared(nnx.Rngs(0))
     convert.nnx(model, fuse=True)
