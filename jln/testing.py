@@ -119,13 +119,14 @@ def check_vjp(
     compared with the reference, `elements` of each argument with the differences. Gradients much smaller than the
     absolute tolerance pass whatever they are: give arguments a size near 1, or a tolerance. A sum whose terms cancel is
     known to few digits in the dtype of its terms, and may fail there though no program could do better. Where the
-    differences themselves lack the digits, as those of a function that computes in float32 inside, a row is "unsure":
-    not `ok`, unless a reference says that it is. At a kink (relu at exactly 0) central differences are the mean of both
-    slopes, which a right rule need not give.
+    differences themselves lack the digits, as those of a function that computes in float32 inside, or of a sigmoid at
+    1e-30, which no step of such a size changes, a row is "unsure": not `ok`, unless a reference says that it is. At a
+    kink (relu at exactly 0) central differences are the mean of both slopes, which a right rule need not give.
 
     Args:
       f: any function of arrays, or pytrees of them, that JAX can trace; it returns an array or a pytree of them.
-      args: its arguments; integers and booleans among them are held fixed. Or a function that draws them, all of one
+      args: its arguments; integers, booleans and random keys among them are held fixed, and traced: what must be static
+        is for `functools.partial`. Or a function that draws them, all of one
         structure and shape, from a NumPy generator of each seed.
       reference: the same function, for JAX to differentiate; its results are compared too. None: the differences
         alone decide.

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -45,8 +46,19 @@ def test_pleasant_in_a_terminal_and_plain_in_a_pipe(capsys, monkeypatch):
     _, plain, err = run(capsys, *arguments)
     assert plain.isascii() and err == ""
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
+    monkeypatch.setenv("COLUMNS", "120")
     _, pleasant, err = run(capsys, *arguments)
     assert "│" in pleasant and "\x1b[32mok" in pleasant and "xla on cpu:0" in err
+
+
+def test_a_narrow_terminal_cuts_no_number(capsys, monkeypatch):
+    arguments = ("check", "rms_norm", "--shape", "3x4", "--implementation", "xla")
+    _, plain, _ = run(capsys, *arguments)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    status, narrow, _ = run(capsys, *arguments)
+    assert status == 0 and "\u2026" not in narrow and "\x1b[32m" in narrow
+    assert set(plain.split()) <= set(re.sub(r"\x1b\[\d+m", "", narrow).split())
 
 
 @pytest.mark.parametrize("init", operators.get_args(operators.Init))
@@ -174,6 +186,7 @@ ERRORS = {
     "unknown dtype": (["check", "layer_norm", "--dtype", "float8"], "'float8' is not one of 'float16'"),
     "unknown data": (["check", "layer_norm", "--init", "zeros"], "'zeros' is not one of 'ones'"),
     "shape is no shape": (["check", "layer_norm", "--shape", "8192,4096"], "a shape is written as 8192x4096"),
+    "no shape": (["check", "layer_norm", "--shape", ""], "of positive sizes; got ''"),
     "shape is empty": (["check", "layer_norm", "--shape", "0x8"], "of positive sizes; got '0x8'"),
     "no features": (["check", "layer_norm_linear", "--features", "0"], "greater than or equal to 1"),
     "features of a norm": (["check", "layer_norm", "--features", "8"], "layer_norm has none"),

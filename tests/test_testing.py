@@ -211,6 +211,29 @@ def test_a_step_out_of_the_domain_is_not_used():
     np.testing.assert_allclose(gradient, 1 / x, rtol=1e-6)
 
 
+@pytest.mark.parametrize("x", [np.arange(64.0), np.full(2, 64.0), np.linspace(0, 64, 257)], ids=["n", "64", "n/4"])
+def test_steps_of_whole_periods_do_not_decide(x):
+    """They agree that the slope is 0; and the argument's rounding, times 400, hides in results near 0."""
+
+    @jax.custom_vjp
+    def flat(x):
+        return jnp.sin(2 * jnp.pi * x)
+
+    flat.defvjp(lambda x: (flat(x), None), lambda _, dy: (0 * dy,))
+    report = testing.check_vjp(lambda x: jnp.sin(2 * jnp.pi * x), (x,), seed=range(3))
+    assert report.ok, report
+    assert testing.check_vjp(flat, (x,)).row("x").verdict == "WRONG"
+    assert testing.check_vjp(flat, (x[-1:],)).row("x").verdict == "WRONG"
+
+
+def test_what_no_step_changes_is_unsure():
+    """Results near 1 do not show a change of 1e-30."""
+    report = testing.check_vjp(jax.nn.sigmoid, (1e-30 * X,))
+    assert report.row("x").verdict == "unsure", report
+    assert testing.check_vjp(jax.nn.sigmoid, (1e-30 * X,), reference=jax.nn.sigmoid).ok
+    assert testing.check_vjp(lambda x: 1 + 0 * x, (1e-30 * X,)).ok
+
+
 def test_a_float32_function_is_checked_in_float64():
     """An error of 1e-5, which float32's tolerance lets pass and float32's differences could not see."""
 
@@ -282,6 +305,35 @@ def test_pytrees_and_integers():
     assert testing.check_hvp(network, args, reference=network, mode="forward").ok
     gradient = testing.numerical_gradient(network, args)
     assert gradient[1] is None and gradient[0]["kernel"][0].shape == (4, 3)
+
+
+def test_random_keys_are_held_fixed():
+    def dropout(key, x):
+        return x * jax.random.bernoulli(key, 0.5, x.shape)
+
+    key = jax.random.key(0)
+    assert testing.check_vjp(dropout, (key, X), reference=dropout).ok
+    drawn = testing.check_vjp(dropout, lambda random: (jax.random.key(random.integers(9)), X), seed=range(3))
+    assert drawn.ok and [row.name for row in drawn.rows] == ["x"]
+    assert testing.numerical_gradient(dropout, (key, X))[0] is None
+
+
+def test_arguments_without_a_name_get_none():
+    """Least of all that of a keyword."""
+    report = testing.check_vjp(lambda *a, axis=0: jnp.sum(a[0] * a[1], axis), (X, X))
+    assert [row.name for row in report.rows] == ["argument 0", "argument 1"]
+
+
+def test_under_others_configurations():
+    x = np.array([1e-6, 1.0, 1.0, 2.0])
+    with jax.debug_nans(True):  # a step leaves the domain of the logarithm
+        assert testing.check_vjp(jnp.log, (x,)).ok
+    with jax.disable_jit():
+        assert testing.check_vjp(jnp.sin, (x[:1],)).ok
+    with jax.numpy_dtype_promotion("strict"):
+        assert testing.check_vjp(lambda x: jnp.sin(x.astype("float32")), (x,)).ok
+        mixed = (x.astype("float32"), x.astype("bfloat16"))
+        assert testing.check_hvp(lambda x, y: x * x * y.astype(x.dtype), mixed, dtype=None).ok
 
 
 def test_functions_that_cannot_be_hashed():

@@ -78,9 +78,10 @@ def _case(operator, shape, features, dtype, init, seed) -> Case:
     found = OPERATORS[operator]
     if features is not None and not found.is_linear:
         raise UserError(f"--features is for the fused operators; {operator} has none")
-    sizes = parsed_shape(shape or DEFAULT_SHAPE)
+    shape = DEFAULT_SHAPE if shape is None else shape
+    sizes = parsed_shape(shape)
     if len(sizes) > 32 or math.prod(sizes) * max(features or 1, 1) >= 2**48:
-        raise UserError(f"too large: {shape or DEFAULT_SHAPE}" + (f" to {features} features" if features else ""))
+        raise UserError(f"too large: {shape}" + (f" to {features} features" if features else ""))
     return Case(found, sizes, features or sizes[-1], dtype or "float32", init or "normal", seed)
 
 

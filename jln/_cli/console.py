@@ -39,8 +39,22 @@ def print_table(
     for i, name in enumerate(header):
         table.add_column(name, justify="left" if i in left else "right")
     for row in rows:
-        table.add_row(*(Text(cell, STYLES.get(cell.split(" ")[0], "")) for cell in row))
-    console.print(table)
+        table.add_row(*(Text(cell, _style([cell])) for cell in row))
+    unlimited = console.options.update(max_width=10_000)
+    if console.measure(table, options=unlimited).maximum <= console.width:
+        console.print(table)
+        return
+    # A table cut to the width would lose the exponents of its numbers; lines go on in the next.
+    console.print(Text(title, "bold"))
+    heading, *lines = aligned([header, *rows], left)
+    for line, style in [(heading, "bold"), *((line, _style(row)) for line, row in zip(lines, rows, strict=True))]:
+        console.print(Text(line, style), soft_wrap=True)
+    console.print()
+
+
+def _style(cells: Sequence[str]) -> str:
+    """Of the first of them that has one."""
+    return next((STYLES[word] for cell in cells if (word := cell.split(" ")[0]) in STYLES), "")
 
 
 def print_note(text: str, *, wrong: bool = False) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 
 RATIO = 4  # of one step to the next
 Program = Callable[[Sequence[Any], Any, Sequence[Any]], list[jax.Array]]  # floats, rest, cotangent -> gradients
+CONTRADICTED = 1e4  # times nearer each other are finer quotients than they are to an estimate that they refute
 FIRST_STEP = 2.0**-4  # of an extrapolation: no more than a function may be expected to look like a polynomial on
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -65,7 +66,7 @@ class Slope:
 
 
 def slope_dtype(floats: Sequence[Any]) -> Any:
-    return jnp.result_type(jnp.float32, *(a.dtype for a in floats))
+    return np.dtype("float64" if any(a.dtype == np.float64 for a in floats) else "float32")
 
 
 def _pulled_back(call: Any, floats: Sequence[Any], rest: Any, cotangent: Sequence[Any]) -> list[jax.Array]:
@@ -106,8 +107,9 @@ def differences(call: Call | Slope) -> Callable[..., list[tuple[np.ndarray, np.n
 
     def run(floats, rest, cotangent, indices, step, richardson):
         steps = [_steps(a, chosen, step, richardson) for a, chosen in zip(floats, indices, strict=True)]
-        found = program(rest, list(cotangent), list(floats), list(indices), steps)
-        return [_extrapolated(*(np.asarray(a, "float64") for a in pair)) for pair in found]
+        with jax.debug_nans(False), jax.debug_infs(False):  # a step may leave the domain of a function
+            found = program(rest, list(cotangent), list(map(jnp.asarray, floats)), list(indices), steps)
+        return [_extrapolated(*(np.asarray(a, "float64") for a in three)) for three in found]
 
     return run
 
@@ -121,7 +123,8 @@ def _steps(a: np.ndarray, chosen: np.ndarray, step: float, richardson: int) -> n
 
 
 def _quotients(call, rest, cotangent, floats, indices, steps):
-    """For each of `floats`, indices [n] and steps [n, K]: the quotients, and how much of them is rounding, both [n, K].
+    """For each of `floats`, indices [n] and steps [n, K]: the quotients, how much of them is rounding, and how much
+    rounding may hide of a result that no step changes, all [n, K].
 
     One evaluation after another, which any function bears; the results are subtracted before they are summed, so that
     large ones that do not change take no digits, and are not counted as rounded.
@@ -130,7 +133,7 @@ def _quotients(call, rest, cotangent, floats, indices, steps):
     def quotients(which, indices, steps):
         a = floats[which]
         if not len(indices):
-            return steps, steps
+            return steps, steps, steps
 
         def evaluated(flat):
             return call([*floats[:which], flat.reshape(a.shape), *floats[which + 1 :]], rest)
@@ -141,16 +144,21 @@ def _quotients(call, rest, cotangent, floats, indices, steps):
 
             def quotient(moving, step):
                 up, down = flat.at[i].add(step.astype(a.dtype)), flat.at[i].add(-step.astype(a.dtype))
-                change = rounding = 0.0
+                change = rounding = hidden = 0.0
                 moved = []
                 for c, m, high, low in zip(cotangent, moving, evaluated(up), evaluated(down), strict=True):
+                    eps = float(jnp.finfo(high.dtype).eps)
+                    c, high, low = (jnp.asarray(a, c.dtype) for a in (c, high, low))
                     change += jnp.sum(c * (high - low))
                     # A step may be too small for a result to show it, which a larger one told.
                     moved.append(m | (high != low))
-                    size = jnp.where(moved[-1], jnp.maximum(jnp.abs(high), jnp.abs(low)), 0)
-                    rounding += jnp.sum(jnp.abs(c) * size * jnp.finfo(high.dtype).eps)
+                    size = jnp.abs(c) * jnp.maximum(jnp.abs(high), jnp.abs(low)) * eps
+                    rounding += jnp.sum(jnp.where(moved[-1], size, 0))
+                    hidden += jnp.sum(size)
                 width = up[i] - down[i]  # what the step became in this dtype
-                return moved, (change / width, rounding / width)
+                # `f` may round the element first, as sin(3 * x) does, which a small result does not show.
+                rounding += jnp.abs(change / width * flat[i]) * float(jnp.finfo(a.dtype).eps)
+                return moved, (change / width, rounding / width, hidden / width)
 
             return jax.lax.scan(quotient, [jnp.zeros(jnp.shape(c), bool) for c in cotangent], steps)[1]
 
@@ -159,8 +167,10 @@ def _quotients(call, rest, cotangent, floats, indices, steps):
     return [quotients(which, i, s) for which, (i, s) in enumerate(zip(indices, steps, strict=True))]
 
 
-def _extrapolated(quotients: np.ndarray, roundings: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _extrapolated(quotients: np.ndarray, roundings: np.ndarray, hidden: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Ridders' choice: of all extrapolations of [n, K] quotients the one least different from those it is made of.
+
+    Large steps may agree by chance, as those of whole periods of a sine do: three finer quotients that agree refute it.
 
     -> (it, that difference with the rounding)
     """
@@ -170,6 +180,10 @@ def _extrapolated(quotients: np.ndarray, roundings: np.ndarray) -> tuple[np.ndar
     with np.errstate(all="ignore"):  # a step out of a function's domain gives NaN, which is never chosen
         for k in range(1, quotients.shape[1]):
             row = [quotients[:, k]]
+            if k >= 2:
+                spread = np.ptp(quotients[:, k - 2 : k + 1], axis=1) + roundings[:, k]
+                refuted = (row[0] != 0) & (np.abs(row[0] - best) > CONTRADICTED * spread)
+                best, least = np.where(refuted, row[0], best), np.where(refuted, np.inf, least)
             for j in range(1, k + 1):
                 factor = float(RATIO) ** (2 * j)
                 row.append((factor * row[-1] - previous[j - 1]) / (factor - 1))
@@ -179,7 +193,8 @@ def _extrapolated(quotients: np.ndarray, roundings: np.ndarray) -> tuple[np.ndar
             previous = row
     # None at all, where larger steps had one, may be the function's rounding to another dtype inside.
     seen = np.min(np.abs(quotients), axis=1, initial=np.inf, where=quotients != 0)
-    return best, np.where((best == 0) & np.isfinite(seen), np.maximum(least, seen), least)
+    unseen = np.where(np.isfinite(seen), seen, hidden[:, 0])
+    return best, np.where(best == 0, np.maximum(least, unseen), least)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,9 +306,11 @@ def check_alike(results: Sequence[np.ndarray], reference: Sequence[np.ndarray]) 
         raise ValueError(f"the reference must return arrays of f's shapes {ours}; got {theirs}")
 
 
-def _array(leaf: Any) -> np.ndarray:
+def _array(leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
         raise TypeError(f"args must hold arrays; got {type(leaf).__name__}")
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return leaf  # a typed key of random numbers, which NumPy does not have
     array = np.asarray(leaf if isinstance(leaf, jax.Array | np.ndarray | np.generic) else jnp.asarray(leaf))
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         raise TypeError(f"args must be real; got {array.dtype.name}")
@@ -311,7 +328,8 @@ def _hashable(f: Any) -> bool:
 def _names(f: Callable[..., Any], paths: Sequence[Any]) -> tuple[str, ...]:
     """`x`, or `params['w']`: parameters' names where the signature tells them."""
     try:
-        parameters = [p.name for p in inspect.signature(f).parameters.values() if p.kind is not p.VAR_POSITIONAL]
+        given = inspect.signature(f).parameters.values()
+        parameters = [p.name for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     except (TypeError, ValueError):  # a builtin
         parameters = []
     result = []

@@ -12,7 +12,7 @@ import numpy as np
 # An error of this many times what the differences may be off is no fault of theirs. Their estimate counts one rounding
 # of each result, and a function makes many more.
 SURE = 100
-UNSURE = "unsure: the differences lack the digits to tell (does f compute in float32 inside?); give a reference"
+UNSURE = "unsure: the differences lack the digits to tell (is x far from 1, or f float32 inside?); give a reference"
 
 
 @dataclasses.dataclass(frozen=True)
