@@ -37,6 +37,8 @@ export JLN_COMMIT=${JLN_COMMIT:-$(git -C "$root" describe --always --dirty --exc
 : "${run:=${rehearsal:+cpu-}$JLN_COMMIT}"
 folder=$results/$run
 mkdir -p "$folder" || usage "cannot write to '$folder'"
+folder=$(cd "$folder" && pwd) # what is relative is so to where the caller is, as JLN_TUNING's file
+[[ ${JLN_TUNING:-} != [!/~]* ]] || export JLN_TUNING=$PWD/$JLN_TUNING
 
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT

@@ -1,6 +1,10 @@
 """The benchmark: its clocks, its judgement of numbers, what it does where peers, profilers or time are missing."""
 
 import json
+import os
+import pathlib
+import shutil
+import subprocess
 import types
 
 import jax
@@ -421,3 +425,18 @@ def test_pytorch_windows_are_found_in_its_trace():
     assert len(torch_peers._windows(timing.shuffled(runs, 2), lambda: None)) == 6
     with pytest.raises(trace.TraceError, match="without kernels"):  # there is no GPU
         torch_peers.profiled(runs, 2, 2**10)
+
+
+@pytest.mark.skipif(shutil.which("timeout") is None, reason="gpu_run.sh needs GNU's timeout")
+def test_gpu_run_writes_where_its_caller_means(tmp_path):
+    """Not beside the script. By a Python that passes everything."""
+    script = pathlib.Path(__file__).parents[1] / "benchmarks" / "gpu_run.sh"
+    ran = subprocess.run(
+        ["bash", script, "--cpu", "--results", "found", "--run", "x"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHON": "true"},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert {p.stem for p in (tmp_path / "found" / "x").glob("*.json")} >= {"environment", "kernels", "bench"}

@@ -304,6 +304,8 @@ TUNED = [
      "tiles": {"tile": config.Tile(4, 2048, 16, 3), "sums": None}},
     {"choice": "backward", "h": 4096, "layout": "last axis", "itemsize": 2, "mixed": False, "wants_y": True,
      "tiles": {"tile": config.Tile(1, 4096, 16, 4), "sums": None}},
+    {"choice": "backward", "h": 1000, "layout": "other axis", "itemsize": 4, "mixed": False, "wants_y": False,
+     "tiles": {"tile": config.Tile(512, 2, 8, 8), "sums": config.Tile(64, 16, 4)}},
     {"choice": "fused_forward", "h": 4096, "n": 64, "dtype": "bfloat16", "tiles": {"tile": config.Tile(64, 128, 8, 3)}},
     {"choice": "fused_backward", "h": 1000, "n": 256, "dtype": "bfloat16",
      "tiles": {"row_sums": config.Tile(64, 64, 8, 4), "backward": config.Tile(64, 64, 8, 4)}},

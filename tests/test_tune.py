@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import time
 
 import jax
 import pytest
@@ -262,12 +263,37 @@ def test_a_search_is_taken_up_again_and_loses_nothing(sound, tmp_path):
     assert len(json.loads(path.read_text())["entries"]) == 4
 
 
+@interpreted
+def test_heuristics_that_changed_and_strange_measurements_are_not_known(tmp_path):
+    q, path = question(), tmp_path / "tuning.json"
+    found = search.Found(None, {"norm forward": (1.0, 1.0)}, 1, {})
+    good = tune.entry(q, found, INTERPRETER)
+    other = {"tile": dict.fromkeys(good["measured"]["heuristics"]["tile"], 1)}
+    for change, known in (({}, True), ({"heuristics": other}, False), ({"cases": 7}, False), ({"cases": [[]]}, False)):
+        path.unlink(missing_ok=True)
+        tune.keep(path, [good | {"measured": good["measured"] | change}])
+        assert tune._known(q, path) == known
+
+
+def test_an_interrupted_search_leaves_what_is_queued():
+    jobs = []
+    with pytest.raises(KeyboardInterrupt), compiler.workers(1) as pool:
+        jobs += [pool.submit(time.sleep, 0.1) for _ in range(1000)]
+        raise KeyboardInterrupt
+    assert jobs[-1].cancelled()
+
+
 def test_what_cannot_be_added_to_is_left_alone(tmp_path):
     (tmp_path / "bad.json").write_text("{")
     for name in ("bad.json", "bad.json/x", "."):
         with pytest.raises(tune.UserError, match="cannot"):
             tune.keep(tmp_path / name, [])
     assert (tmp_path / "bad.json").read_text() == "{"
+    text = '{"schema": 1, "entries": [NaN]}'
+    (tmp_path / "nan.json").write_text(text)
+    with pytest.raises(tune.UserError, match="cannot write"):
+        tune.keep(tmp_path / "nan.json", [])
+    assert (tmp_path / "nan.json").read_text() == text
 
 
 # The command

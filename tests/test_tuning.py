@@ -163,6 +163,28 @@ ENTRIES = {
         norm("backward", {"tile": OTHER, "sums": None}, h=4096, wants_y=False),
         "128 columns are too few of 4096",
     ),
+    "the rows' statistics in shared memory": (
+        norm(
+            "backward",
+            {"tile": Tile(1024, 2, 8, 8), "sums": OTHER},
+            h=1000,
+            itemsize=4,
+            layout="other axis",
+            wants_y=False,
+        ),
+        "bytes of shared memory, of which there are 232448",
+    ),
+    "dy in shared memory, to become an operand of mma": (
+        entry(
+            "fused_backward",
+            {"row_sums": Tile(256, 16, 8), "backward": Tile(16, 16, 4)},
+            chip="l4",
+            h=1024,
+            n=128,
+            dtype="float32",
+        ),
+        "row_sums may need 147456 bytes of shared memory, of which there are 101376",
+    ),
     "too small for tl.dot": (
         entry("fused_forward", {"tile": Tile(8, 64, 4)}, chip="h200", h=128, n=64, dtype="bfloat16"),
         "rows are 8, which is no power of 2 from 16",

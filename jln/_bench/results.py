@@ -77,7 +77,7 @@ def add_ceiling(record: dict[str, Any], ceilings: dict[str, float] | None) -> di
 def save(results: dict[str, Any], path: pathlib.Path) -> None:
     """At once or not at all, so that a run that is stopped leaves what it had."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(".part")
+    scratch = path.with_name(f"{path.name}.{os.getpid()}.part")  # of this process: another may write the same file
     scratch.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
     scratch.replace(path)
 

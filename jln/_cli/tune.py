@@ -230,12 +230,15 @@ def _is(raw: Any, key: tuning.Key) -> bool:
 
 
 def _known(question: Question, path: pathlib.Path) -> bool:
-    """Whether the file has this choice, measured with the same versions in no fewer workloads."""
-    cases = {case.name for case in question.cases}
+    """Whether the file has this choice, measured with the same versions beside the same heuristics in no fewer
+    workloads.
+    """
+    same = {"versions": _versions(), "heuristics": _numbers(question.heuristic)}
     for raw in _content(path)["entries"]:
         measured = raw.get("measured") if _is(raw, question.key) else None
-        if isinstance(measured, dict) and measured.get("versions") == _versions():
-            return cases <= set(measured.get("cases", ()))
+        if isinstance(measured, dict) and same.items() <= measured.items():
+            before = measured.get("cases")
+            return isinstance(before, list) and all(case.name in before for case in question.cases)
     return False
 
 
@@ -247,5 +250,5 @@ def keep(path: pathlib.Path, new: Sequence[dict[str, Any]]) -> None:
         content["entries"] = [raw for raw in content["entries"] if not _is(raw, key)] + [entry]
     try:
         results.save(content, path)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # the latter of a NaN in somebody's entry
         raise UserError(f"cannot write {path}: {error}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import multiprocessing
 import os
@@ -11,6 +12,7 @@ import re
 import subprocess
 import tempfile
 import warnings
+from collections.abc import Iterator
 
 from jln._triton.launch import Launch
 
@@ -82,10 +84,17 @@ def dump(cubin: bytes, option: str) -> str:
         return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
 
 
-def workers(count: int) -> concurrent.futures.ProcessPoolExecutor:
-    """Processes that compile, whatever this one does: without Triton's interpreter, and they leave the GPU alone."""
+@contextlib.contextmanager
+def workers(count: int) -> Iterator[concurrent.futures.ProcessPoolExecutor]:
+    """Processes that compile, whatever this one does: without Triton's interpreter, and they leave the GPU alone. What
+    nobody waits for any more, as after an interrupt, is not begun.
+    """
     context = multiprocessing.get_context("spawn")
-    return concurrent.futures.ProcessPoolExecutor(count, mp_context=context, initializer=_compile_only)
+    pool = concurrent.futures.ProcessPoolExecutor(count, mp_context=context, initializer=_compile_only)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _compile_only() -> None:

@@ -299,22 +299,28 @@ def unfit(key: Key, tiles: Tiles) -> str | None:
 def _shared_bytes(name: str, tile: Tile, sizes: dict[str, Any], features: int) -> int:
     """About what the compiler takes, and no less but for some reductions' few bytes (tests/test_compiler.py).
 
-    Of norms what is read in a loop, a stage ahead: arrays of rows, and of parameters y's offset, or scale and offset of
-    each chunk; or one array that changes its layout, in their place. Of the fused kernels every stage, and the operand
-    that stays: of `backward_kernel` the kernel, of the others what wgmma takes from there, a tile of dy.
+    Of norms what is read in a loop, a stage ahead: arrays of rows, the rows' mean, rstd, c1 and c2 where it is a loop
+    over rows, and of parameters y's offset, or scale and offset of each chunk; or one array that changes its layout, in
+    their place. Of the fused kernels every stage, two where it is one, as dy has two layouts, and the operand that
+    stays: of `backward_kernel` the kernel, of the others a tile of dy, which mma wants in registers and so passes
+    through there before the last stage is full.
     """
     elements = tile.rows * tile.columns
     if not features:
         itemsize, y = sizes["itemsize"], sizes.get("wants_y", True)
         vectors = 2 if tile.columns < sizes["h"] else int(sizes.get("wants_y", False))
-        ahead = (2 if y else 3) * elements * itemsize + vectors * tile.columns * max(4, itemsize)
+        numbers = vectors * tile.columns
+        if sizes["choice"] == "backward" and name == "tile":
+            numbers += (4 if tile.columns < sizes["h"] else 2) * tile.rows
+        ahead = (2 if y else 3) * elements * itemsize + numbers * max(4, itemsize)
         return max((tile.stages - 1) * ahead, elements * itemsize)
-    staged, operand = tile.columns * features, tile.rows * features
+    staged, operand = elements + tile.columns * features, tile.rows * features
     if name == "backward":
-        staged, operand = operand, staged
-    elif _capability(sizes["chip"]) < 90:
-        operand = 0
-    return (tile.stages * (elements + staged) + operand) * (4 if sizes["dtype"] == "float32" else 2)
+        staged, operand = elements + operand, tile.columns * features
+    taken = max(2, tile.stages) * staged + operand
+    if name != "backward" and _capability(sizes["chip"]) < 90:
+        taken = max(taken - operand, (tile.stages - 1) * staged + operand + elements)
+    return taken * (4 if sizes["dtype"] == "float32" else 2)
 
 
 def _capability(chip: str) -> int:
