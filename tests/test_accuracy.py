@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import numpy as np
 import pytest
 
 import jln
@@ -63,6 +64,21 @@ def test_family(name, rows, width, dtype, implementation):
 def test_rows_with_a_mean_1000_times_their_spread(name, rows, width, dtype, implementation):
     """E[x^2] - E[x]^2 would leave nothing of the variance."""
     check(OPERATORS[name], rows, width, dtype, implementation, mean=1000.0)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_long_rows_side_by_side(name, implementation):
+    """Of which a chunk has few elements: 512 chunks, each of whose statistics is a rounding more."""
+    x = 3 + workbench.normal(0, (16384, 32), "float32")
+    wide = np.asarray(x, "float64")
+    wide = wide - wide.mean(0) if name == "layer_norm" else wide
+    true = wide / np.sqrt(np.square(wide).mean(0) + 1e-6)
+
+    def error(module, **options):
+        return np.max(np.abs(getattr(module, name)(x, axis=0, **options) - true))
+
+    rounding = np.finfo("float32").eps * np.max(np.abs(true))
+    assert error(jln, implementation=implementation) <= 2 * error(jln.reference) + rounding
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

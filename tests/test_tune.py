@@ -62,6 +62,14 @@ def test_all_workloads_are_asked_about_and_share_choices():
         assert [c.workload.rows for c in q.cases] == sorted((c.workload.rows for c in q.cases), reverse=True)
 
 
+def test_a_choice_is_measured_in_every_workload_that_has_it():
+    """Or one decode step would settle it for a batch."""
+    chip = config.CHIPS["h200"]
+    everywhere = {q.key: set(q.cases) for q in search.questions(list(WORKLOADS.values()), chip)}
+    asked = search.questions([WORKLOADS["decode-1"]], chip, WORKLOADS.values())
+    assert len(asked) == 1 and len(asked[0].cases) > 5 and set(asked[0].cases) == everywhere[asked[0].key]
+
+
 def test_candidates_are_few_near_and_fit():
     for q in search.questions(list(WORKLOADS.values()), config.CHIPS["h200"]):
         found = search.candidates(q)

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,8 @@ from jln._triton.tuning import Key, Tiles
 # By how much of the heuristics' time a candidate must be faster to be kept, and may be slower in any workload: medians
 # of 30 runs of one program differ by about a percent.
 NOISE = 0.02
+# Seconds that may be lost in any workload whatever its time: what the clock does not tell apart, 4 % of a decode kernel.
+RESOLUTION = 1e-7
 # How many of the fastest are timed again, in all workloads: the first of fifty is also the luckiest.
 FINALISTS = 4
 
@@ -54,14 +56,15 @@ class Question:
     sizes = property(lambda self: dict(self.key))
 
 
-def questions(workloads: Sequence[Workload], chip: Chip) -> list[Question]:
-    """The choices that these workloads depend on."""
+def questions(workloads: Sequence[Workload], chip: Chip, others: Iterable[Workload] = ()) -> list[Question]:
+    """The choices that these workloads depend on, and with them what of the others does."""
     found: dict[Key, tuple[Tiles, list[Case]]] = {}
-    for workload in workloads:
+    for workload in (*workloads, *(w for w in others if w not in workloads)):
         for direction in workload.directions:
             _, asked = _recorded(Case(workload, direction), {}, chip)
             for key, heuristic in asked.items():
-                found.setdefault(key, (heuristic, []))[1].append(Case(workload, direction))
+                if workload in workloads or key in found:
+                    found.setdefault(key, (heuristic, []))[1].append(Case(workload, direction))
     return [
         Question(key, heuristic, tuple(sorted(cases, key=lambda case: -case.workload.rows)))
         for key, (heuristic, cases) in found.items()
@@ -274,7 +277,7 @@ def fastest(question: Question, choices: Sequence[Tiles], chip: Chip, clock: Clo
             break
         old, taken = times(case, left)
         own[case.name] = (old, old)
-        left = [t for t in left if taken.get(identified(t), math.inf) <= (1 + NOISE) * old]
+        left = [t for t in left if taken.get(identified(t), math.inf) <= (1 + NOISE) * old + RESOLUTION]
         for tiles in left:
             seconds[identified(tiles)][case.name] = (old, taken[identified(tiles)])
     found = [Found(t, seconds[identified(t)], len(choices) - len(failed), failed) for t in left]

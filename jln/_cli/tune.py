@@ -101,7 +101,7 @@ def _processes() -> int:
 
 def survey(workloads: Sequence[Workload], chip: config.Chip, seconds: float | None, started: float) -> bool:
     """Print what would be timed, and what the compiler says of the rest. -> whether there was time for all"""
-    asked = search.questions(workloads, chip)
+    asked = search.questions(workloads, chip, WORKLOADS.values())
     with compiler.workers(_processes()) as pool, progress(len(asked)) as begin:
         for question in asked:
             if _late(seconds, started):
@@ -127,7 +127,7 @@ def tune(
     """Find the fastest tiles, write them, and print them. -> whether there was time for all"""
     rows, finished = [], True
     keep(path, [])  # or say that it cannot be written before anything is timed
-    asked = [q for q in search.questions(workloads, chip) if not _known(q, path)]
+    asked = [q for q in search.questions(workloads, chip, WORKLOADS.values()) if not _known(q, path)]
     with compiler.workers(_processes()) as pool, progress(len(asked)) as begin:
         for question in asked:
             if _late(seconds, started):

@@ -242,9 +242,12 @@ def features(n: int) -> int:
 def _fused_tile(h: int, n: int, product_dtype: str, chip: Chip) -> Tile | None:
     """The tile of rows and columns of x that the fused LayerNorm+Linear kernels take; None where they cannot run.
 
-    Not float64, which is XLA's business. Nor on Blackwell, where `backward_kernel` spills 8 bytes at N = 128.
+    Not float64, which is XLA's business. Nor float32 on Blackwell, where `backward_kernel` at N = 128 has too few
+    registers; nor its small chips, with less shared memory than an H100 and no wgmma.
     """
-    if product_dtype not in FUSED_FEATURES or chip.capability >= 100:
+    if product_dtype not in FUSED_FEATURES or chip.capability > 103:
+        return None
+    if product_dtype == "float32" and chip.capability >= 100:
         return None
     aligned, unaligned = FUSED_FEATURES[product_dtype]
     if n > (aligned if _aligned(h, 1, 2) and _aligned(n, 1, 2) else unaligned):

@@ -89,6 +89,14 @@ def _normalise(
 
 
 @triton.jit
+def _add(total, excess, term):
+    """total + term, and by how much it is too large, which the next term takes along (Kahan, 1965)."""
+    term -= excess
+    new = total + term
+    return new, (new - total) - term
+
+
+@triton.jit
 def forward_kernel(
     x_ptr,  # [G, rows, H]
     residual_ptr,  # [G, rows, H]
@@ -117,7 +125,8 @@ def forward_kernel(
 
     A row that fits in BLOCK_H stays in registers and is read once. A wider one is taken chunk by chunk, twice, the
     second read being served by L2; every chunk has its own two-pass mean and sum of squares, and the chunks' are
-    merged by the formula of Chan, Golub and LeVeque (1979), which loses nothing when the mean is large.
+    merged by the formula of Chan, Golub and LeVeque (1979), which loses nothing when the mean is large; nor do the
+    thousands of chunks that rows side by side may have, by compensated sums.
     """
     tiles = _tiles(rows, INNER, BLOCK_ROWS)
     group = (tl.program_id(0) // tiles).to(tl.int64)
@@ -149,20 +158,22 @@ def forward_kernel(
         tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
     else:
         squares = tl.zeros([BLOCK_ROWS], COMPUTE)
+        mean_excess, squares_excess = squares, squares
         for first in range(0, H, BLOCK_H):
             column, step, exists = _columns(first, H, INNER, BLOCK_H)
             at = start[:, None] + step[None, :]
             mask = valid[:, None] & exists[None, :]
             x = _load_total(x_ptr, residual_ptr, total_ptr, at, mask, HAS_RESIDUAL, COMPUTE)
+            more = tl.zeros([BLOCK_ROWS], COMPUTE)
             if SUBTRACT_MEAN:
                 count = tl.minimum(BLOCK_H, H - first).to(COMPUTE)
                 chunk_mean = tl.sum(x, axis=1) / count
                 x = tl.where(mask, x - chunk_mean[:, None], 0.0)
-                ahead = chunk_mean - mean
+                ahead = chunk_mean - mean + mean_excess
                 share = count / (first + count)
-                mean += ahead * share
-                squares += ahead * (ahead * (share * first))  # 0 in the first chunk, whatever its mean squared is
-            squares += tl.sum(x * x, axis=1)
+                mean, mean_excess = _add(mean, mean_excess, ahead * share)
+                more = ahead * (ahead * (share * first))  # 0 in the first chunk, whatever its mean squared is
+            squares, squares_excess = _add(squares, squares_excess, more + tl.sum(x * x, axis=1))
         rstd = tl.rsqrt(squares * (1.0 / H) + EPSILON)
         for first in range(0, H, BLOCK_H):
             column, step, exists = _columns(first, H, INNER, BLOCK_H)

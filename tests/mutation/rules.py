@@ -222,7 +222,7 @@ RULES = [
         ("tests/test_tune.py::test_what_differs_by_more_than_another_order_of_sums_is_wrong[float32]",),
     ),
     Mutant(
-        "a tile kept that loses in one workload", SEARCH, "<= (1 + NOISE) * old]", "<= 2 * old]",
+        "a tile kept that loses in one workload", SEARCH, "<= (1 + NOISE) * old + RESOLUTION]", "<= 2 * old]",
         ("tests/test_tune.py::test_what_loses_in_one_workload_is_not_kept",),
     ),
     Mutant(
