@@ -91,7 +91,7 @@ environment() {
     { command -v nvidia-smi >/dev/null && nvidia-smi; } || true
     "$python" -m jln doctor --json # its verdict is also on what a GPU has no need of; what matters follows
     "$python" - <<'PYTHON'
-import sys, jax
+import sys, jax, pytest, typer, xdist  # what the stages need, said here if it is missing
 from jln._triton import launch
 platform = jax.devices()[0].platform
 why = launch.missing() if platform == "gpu" else None

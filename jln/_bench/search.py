@@ -27,7 +27,7 @@ from jln._triton.tuning import Key, Tiles
 # By how much of the heuristics' time a candidate must be faster to be kept, and may be slower in any workload: medians
 # of 30 runs of one program differ by about a percent.
 NOISE = 0.02
-# Seconds that may be lost in any workload whatever its time: what the clock does not tell apart, 4 % of a decode kernel.
+# Seconds that may be lost in any workload, however short: what the clock does not tell apart.
 RESOLUTION = 1e-7
 # How many of the fastest are timed again, in all workloads: the first of fifty is also the luckiest.
 FINALISTS = 4
