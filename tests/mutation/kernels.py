@@ -78,16 +78,16 @@ KERNELS = [
     ),
     Mutant(
         "chunks' means averaged without weights", NORM,
-        "mean += ahead * share\n", "mean += ahead * 0.5\n", CHUNKS,
+        "_add(mean, mean_excess, ahead * share)", "_add(mean, mean_excess, ahead * 0.5)", CHUNKS,
     ),
     Mutant(
         "chunks' squares merged with a wrong weight", NORM,
-        "squares += ahead * (ahead * (share * first))", "squares += ahead * (ahead * share)",
+        "more = ahead * (ahead * (share * first))", "more = ahead * (ahead * share)",
         (f"{ACCURACY}test_rows_with_a_mean_1000_times_their_spread[triton-3-16385-layer_norm-float32]", *CHUNKS),
     ),
     Mutant(
         "a first chunk's squared mean times nought", NORM,
-        "squares += ahead * (ahead * (share * first))", "squares += ahead * ahead * (share * first)",
+        "more = ahead * (ahead * (share * first))", "more = ahead * ahead * (share * first)",
         (f"{ABUSE}test_a_mean_whose_square_overflows[triton-False-20000-float32]",),
     ),
     Mutant(
