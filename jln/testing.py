@@ -136,7 +136,9 @@ def check_vjp(
       tolerance: None: that of `TOLERANCES` for the coarsest dtype among the arguments (as cast) and results of `f`.
       step: as in `numerical_gradient`.
       richardson: as in `numerical_gradient`.
-      elements: how many of an argument's elements to take differences of, chosen at random. None: all.
+      elements: how many of an argument's elements to take differences of, chosen at random. None: all. Where these are
+        fewer than there are, and there is no reference, one that is not finite is among them if there is any, and all
+        of them together are compared along one random direction: a row "direction", if that is what fails.
       seed: of the cotangent and of that choice, and of `args` where it is a function. Several of them share programs
         that are compiled once.
 
@@ -286,6 +288,7 @@ def _check(f, args, *, order, derivative, reference, differences, dtype, toleran
     gradients, true_gradients = (derivative(_of_order(order, p.call)) for p in (ours, truth))
     values, true_values = jax.jit(ours.call), jax.jit(truth.call)
     quotients = derivatives.differences(_of_order(order, exact.call))
+    quotients_along = derivatives.differences(derivatives.Along(_of_order(order, exact.call)))
 
     def rows_of(seed: int) -> Iterator[Row]:
         ours, exact, truth = (new.like(first) for new, first in zip(problems(seed), firsts, strict=True))
@@ -306,12 +309,26 @@ def _check(f, args, *, order, derivative, reference, differences, dtype, toleran
                 for name, a, t in zip(ours.names, got, expected, strict=True):
                     yield Row.worst(name, "reference", a, t, allowed, seed=seed)
             if differences:
+                floats, rest, weights = _operands(order, exact, *wide)
                 chosen = [_some(random, a.size, elements) for a in exact.floats]
-                found = quotients(*_operands(order, exact, *wide), chosen, first_step, richardson)
-                for name, a, indices, (t, off) in zip(ours.names, got, chosen, found, strict=True):
+                if reference is None:
+                    chosen = [_with_what_is_not_finite(c, np.asarray(a)) for c, a in zip(chosen, got, strict=True)]
+                found = quotients(floats, rest, weights, chosen, first_step, richardson)
+                rows = [
                     # Without extrapolation nothing is known of `off`, and the tolerance alone decides.
-                    off = off if richardson else 0.0
-                    yield Row.worst(name, "differences", a, t, allowed, indices, off, seed)
+                    Row.worst(name, "differences", a, t, allowed, indices, off if richardson else 0.0, seed)
+                    for name, a, indices, (t, off) in zip(ours.names, got, chosen, found, strict=True)
+                ]
+                if reference is None and any(row.compared < row.size for row in rows):
+                    directions = [derivatives.random_direction(random, a) for a in floats]
+                    start, first = [np.zeros(()) for _ in floats], [np.arange(row.compared < row.size) for row in rows]
+                    found = quotients_along(start, (rest, floats, directions), weights, first, first_step, richardson)
+                    along = [
+                        row if not len(t) else Row.along(row, a, d, t, allowed, off if richardson else 0.0)
+                        for row, a, d, (t, off) in zip(rows, got, directions, found, strict=True)
+                    ]
+                    rows = [max(both, key=lambda row: (not row.ok, not row.unsure)) for both in zip(rows, along)]
+                yield from rows
 
     kind = "reverse-mode gradients" if order == 1 else "Hessian-vector products"
     title = f"{getattr(f, '__name__', type(f).__name__)}: {kind} in {label}, random cotangent"
@@ -333,6 +350,12 @@ def _operands(order: int, problem: Problem, cotangent: Sequence[Any], direction:
         return problem.floats, problem.rest, cotangent
     one = [np.ones((), derivatives.slope_dtype(problem.floats))]
     return problem.floats, (list(problem.rest), list(cotangent), list(direction)), one
+
+
+def _with_what_is_not_finite(indices: np.ndarray, got: np.ndarray) -> np.ndarray:
+    """One of those that are not, if there are any, among as many indices as before: a sample could miss it."""
+    lost = np.flatnonzero(~np.isfinite(got.astype("float64")))
+    return np.sort(np.append(indices[1:], lost[0])) if len(lost) and lost[0] not in indices else indices
 
 
 def _some(random: np.random.Generator, size: int, elements: int | None) -> np.ndarray:

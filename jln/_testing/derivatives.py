@@ -65,6 +65,20 @@ class Slope:
         ]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Along:
+    """`call` of floats that are moved along a direction each, as a function of how far: one number each.
+
+    What is fixed is `(rest, floats, directions)`.
+    """
+
+    call: Call | Slope
+
+    def __call__(self, floats: Sequence[Any], rest: tuple) -> list[jax.Array]:
+        rest, origin, directions = rest
+        return self.call([a + t * d for a, t, d in zip(origin, floats, directions, strict=True)], rest)
+
+
 def slope_dtype(floats: Sequence[Any]) -> Any:
     return np.dtype("float64" if any(a.dtype == np.float64 for a in floats) else "float32")
 
@@ -96,7 +110,7 @@ def _program(function: Callable[..., Any]) -> Program:
     return lambda floats, rest, cotangent: program(list(floats), rest, list(cotangent))
 
 
-def differences(call: Call | Slope) -> Callable[..., list[tuple[np.ndarray, np.ndarray]]]:
+def differences(call: Call | Slope | Along) -> Callable[..., list[tuple[np.ndarray, np.ndarray]]]:
     """A program for the derivatives of `sum(cotangent * call(floats, rest))` by some elements of the floats.
 
     It takes floats, rest, cotangent, the indices of those elements in each of the flattened floats, the first step and
@@ -116,10 +130,14 @@ def differences(call: Call | Slope) -> Callable[..., list[tuple[np.ndarray, np.n
 
 def _steps(a: np.ndarray, chosen: np.ndarray, step: float, richardson: int) -> np.ndarray:
     """[n, K]: of each chosen element, each a part of the one before."""
+    return step * _sizes(a)[chosen][:, None] * float(RATIO) ** -np.arange(richardson + 1)
+
+
+def _sizes(a: np.ndarray) -> np.ndarray:
+    """Of the flattened elements: their own, or the median where that is larger."""
     size = np.abs(np.asarray(a, "float64").reshape(-1))
     size = np.maximum(size, np.median(size)) if size.size else size
-    size = np.where((size > 0) & np.isfinite(size), size, 1.0)[chosen]
-    return step * size[:, None] * float(RATIO) ** -np.arange(richardson + 1)
+    return np.where((size > 0) & np.isfinite(size), size, 1.0)
 
 
 def _quotients(call, rest, cotangent, floats, indices, steps):
@@ -276,6 +294,11 @@ class Problem:
         return jax.tree.unflatten(
             self.call.tree, [next(values) if is_float else None for is_float in self.call.floating]
         )
+
+
+def random_direction(random: np.random.Generator, a: np.ndarray) -> np.ndarray:
+    """Every element moves, up or down, by its size: independent signs, so that errors do not add up but by chance."""
+    return (_sizes(a) * random.choice([-1.0, 1.0], a.size)).reshape(a.shape)
 
 
 def random_like(random: np.random.Generator, arrays: Sequence[Any]) -> list[np.ndarray]:

@@ -28,7 +28,8 @@ class Tolerance:
 class Row:
     """The worst element of one argument's gradient (or of one result): the one that is most of its tolerance away.
 
-    against: "reference" or "differences". compared: how many elements were. size: how many there are. unsure: whether
+    against: "reference", "differences", or "direction": the derivative along a random direction of all elements, where
+    differences of some of them told nothing; its index is empty. compared: how many elements were. size: how many there are. unsure: whether
     it is not `ok` for want of digits in the differences, and may yet be right. seed: with which it was found.
     """
 
@@ -79,6 +80,23 @@ class Row:
         worst_got, worst_expected, worst_error, allowed = (float(b[at]) for b in (a, t, error, limit))
         verdict = len(indices), size, bool(good.all()), bool(unsure[at]), seed
         return cls(name, against, index, worst_got, worst_expected, worst_error, allowed, *verdict)
+
+    @classmethod
+    def along(
+        cls, row: Row, got: Any, direction: np.ndarray, expected: Any, tolerance: Tolerance, uncertainty: Any
+    ) -> Row:
+        """Of the argument of `row`, whose derivative along a direction is expected to be that.
+
+        Errors of the size of the tolerance, under independent signs, add up to four times the root of the sum of their
+        squares with a probability of 2 exp(-8), by Hoeffding's inequality.
+        """
+        a, d = np.asarray(got, "float64"), np.asarray(direction)
+        with np.errstate(all="ignore"):
+            limit = 4 * np.linalg.norm(((tolerance.absolute + tolerance.relative * np.abs(a)) * d).reshape(-1))
+            found = np.sum(a * d)
+        allowed = Tolerance(0.0, float(limit), tolerance.step)
+        whole = cls.worst(row.name, "direction", found, expected, allowed, None, uncertainty, row.seed)
+        return dataclasses.replace(whole, compared=row.size, size=row.size)
 
     @property
     def badness(self) -> float:
@@ -144,7 +162,17 @@ class Report:
             if not r.compared:
                 numbers = ("-",) * len(numbers)
             seed = (str(r.seed),) if self.by_seed else ()
-            lines.append((r.name, r.against, compared, *seed, str(list(r.index)), *numbers, r.verdict))
+            lines.append(
+                (
+                    r.name,
+                    r.against,
+                    compared,
+                    *seed,
+                    "all" if r.against == "direction" else str(list(r.index)),
+                    *numbers,
+                    r.verdict,
+                )
+            )
         notes = [UNSURE] if any(r.unsure for r in self.rows) else []
         return "\n".join([self.title, *aligned(lines, left=(0, 1, header.index("worst at"), len(header) - 1)), *notes])
 

@@ -1,0 +1,44 @@
+"""jln.testing's central differences: what they find, where they have no digits, and what a sample leaves out."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jln import testing
+
+X = np.random.default_rng(0).standard_normal((3, 4))
+MANY = np.random.default_rng(1).standard_normal((50, 100))
+
+
+def sine_with(slip):
+    """Whose gradient is passed through `slip`."""
+
+    @jax.custom_vjp
+    def sine(x):
+        return jnp.sin(x)
+
+    sine.defvjp(lambda x: (jnp.sin(x), x), lambda x, dy: (slip(dy * jnp.cos(x)),))
+    return sine
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_is_found_beside_a_sample(value):
+    (row,) = testing.check_vjp(sine_with(lambda g: g.at[17, 77].set(value)), (MANY,), elements=3).rows
+    assert (row.verdict, row.index, row.compared, row.size) == ("WRONG", (17, 77), 3, 5000)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_wrong_element_is_found_beside_a_sample(seed):
+    report = testing.check_vjp(sine_with(lambda g: g.at[17, 77].multiply(1.01)), (MANY,), elements=3, seed=seed)
+    (row,) = report.rows
+    assert (row.verdict, row.against, row.index, row.compared) == ("WRONG", "direction", (), 5000)
+    assert str(report).splitlines()[-1].split()[:4] == ["x", "direction", "5000", "all"]
+
+
+@pytest.mark.parametrize("f", [jnp.sin, jax.nn.relu, jax.nn.softmax, lambda x: 1 / x, lambda x: jnp.max(x, 0)])
+def test_right_rules_are_right_along_a_direction(f):
+    """Elements next to kinks and poles among them."""
+    for dtype in ("float64", None):
+        report = testing.check_vjp(f, (MANY.astype("float32"),), elements=3, dtype=dtype, seed=range(20))
+        assert report.ok and all(row.against == "differences" for row in report.rows), report
