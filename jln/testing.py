@@ -116,9 +116,10 @@ def check_vjp(
     """Compare the reverse-mode gradients of `f` with a reference's and with central differences.
 
     An element passes if `|got - expected| <= absolute + relative * |expected|`; a NaN never does. Every element is
-    compared with the reference, `elements` of each argument with the differences. Gradients much smaller than the
-    absolute tolerance pass whatever they are: give arguments a size near 1, or a tolerance. A sum whose terms cancel is
-    known to few digits in the dtype of its terms, and may fail there though no program could do better. Where the
+    compared with the reference, `elements` of each argument with the differences. Gradients smaller than the absolute
+    tolerance pass whatever they are, as a note below the table says: give arguments a size near 1, or a tolerance. A
+    sum whose terms cancel is known to few digits in the dtype of its terms, and may fail there though no program could
+    do better. Where the
     differences themselves lack the digits, as those of a function that computes in float32 inside, or of a sigmoid at
     1e-30, which no step of such a size changes, a row is "unsure": not `ok`, unless a reference says that it is. At a
     kink (relu at exactly 0) central differences are the mean of both slopes, which a right rule need not give.
@@ -327,7 +328,10 @@ def _check(f, args, *, order, derivative, reference, differences, dtype, toleran
                         row if not len(t) else Row.along(row, a, d, t, allowed, off if richardson else 0.0)
                         for row, a, d, (t, off) in zip(rows, got, directions, found, strict=True)
                     ]
-                    rows = [max(both, key=lambda row: (not row.ok, not row.unsure)) for both in zip(rows, along)]
+                    rows = [
+                        max(both, key=lambda row: (not row.ok, not row.unsure))
+                        for both in zip(rows, along, strict=True)
+                    ]
                 yield from rows
 
     kind = "reverse-mode gradients" if order == 1 else "Hessian-vector products"

@@ -42,3 +42,20 @@ def test_right_rules_are_right_along_a_direction(f):
     for dtype in ("float64", None):
         report = testing.check_vjp(f, (MANY.astype("float32"),), elements=3, dtype=dtype, seed=range(20))
         assert report.ok and all(row.against == "differences" for row in report.rows), report
+
+
+def test_where_zeros_would_pass_the_report_says_so():
+    """In all seeds: in one with larger numbers zeros would not pass."""
+
+    def tiny(x):
+        return 1e-12 * x
+
+    for options in ({}, {"reference": tiny}, {"reference": tiny, "differences": False}):
+        report = testing.check_vjp(tiny, (X,), **options)
+        assert report.ok and report.row("x").small and report.as_dict()["rows"][-1]["small"]
+        assert str(report).splitlines()[-1].startswith("x: ok would be zeros too, ")
+    report = testing.check_vjp(lambda x: x * x, lambda random: (X * 10 ** -random.uniform(0, 30),), seed=range(9))
+    assert any(r.row("x").small for r in report.by_seed.values()) and not report.row("x").small
+    assert report.ok and "zeros" not in str(report) and "zeros" not in str(testing.check_vjp(jnp.sin, (X,)))
+    wrong = testing.check_vjp(lambda x: x, (X,), reference=tiny)
+    assert not wrong.ok and "zeros" not in str(wrong)

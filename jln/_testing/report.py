@@ -12,6 +12,7 @@ import numpy as np
 # An error of this many times what the differences may be off is no fault of theirs. Their estimate counts one rounding
 # of each result, and a function makes many more.
 SURE = 100
+SMALL = "ok would be zeros too, for all that is expected is within the absolute tolerance of 0: give another tolerance"
 UNSURE = "unsure: the differences lack the digits to tell (is x far from 1, or f float32 inside?); give a reference"
 
 
@@ -29,8 +30,9 @@ class Row:
     """The worst element of one argument's gradient (or of one result): the one that is most of its tolerance away.
 
     against: "reference", "differences", or "direction": the derivative along a random direction of all elements, where
-    differences of some of them told nothing; its index is empty. compared: how many elements were. size: how many there are. unsure: whether
-    it is not `ok` for want of digits in the differences, and may yet be right. seed: with which it was found.
+    differences of some of them told nothing; its index is empty. compared: how many elements were. size: how many there
+    are. unsure: whether it is not `ok` for want of digits in the differences, and may yet be right. seed: with which it
+    was found. small: whether it is `ok` and zeros would be too, in every seed.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Row:
     ok: bool
     unsure: bool = False
     seed: int | None = None
+    small: bool = False
 
     @classmethod
     def worst(
@@ -78,7 +81,8 @@ class Row:
         at = int(np.argmax(badness))
         index = tuple(int(i) for i in np.unravel_index(indices[at], shape))
         worst_got, worst_expected, worst_error, allowed = (float(b[at]) for b in (a, t, error, limit))
-        verdict = len(indices), size, bool(good.all()), bool(unsure[at]), seed
+        small = bool(good.all() and np.all(np.abs(t) <= tolerance.absolute))
+        verdict = len(indices), size, bool(good.all()), bool(unsure[at]), seed, small
         return cls(name, against, index, worst_got, worst_expected, worst_error, allowed, *verdict)
 
     @classmethod
@@ -123,9 +127,9 @@ class Row:
 def _worst(rows: Iterable[Row], rank: Callable[[Row], Any]) -> tuple[Row, ...]:
     found: dict[str, Row] = {}
     for row in rows:
-        other = found.get(row.name)
-        if other is None or rank(row) > rank(other):
-            found[row.name] = row
+        other = found.get(row.name, row)
+        worse = row if rank(row) > rank(other) else other
+        found[row.name] = dataclasses.replace(worse, small=row.small and other.small)
     return tuple(found.values())
 
 
@@ -174,6 +178,7 @@ class Report:
                 )
             )
         notes = [UNSURE] if any(r.unsure for r in self.rows) else []
+        notes += [f"{r.name}: {SMALL}" for r in self.rows if r.ok and r.small]
         return "\n".join([self.title, *aligned(lines, left=(0, 1, header.index("worst at"), len(header) - 1)), *notes])
 
 
