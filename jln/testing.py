@@ -315,9 +315,11 @@ def _check(f, args, *, order, derivative, reference, differences, dtype, toleran
                 if reference is None:
                     chosen = [_with_what_is_not_finite(c, np.asarray(a)) for c, a in zip(chosen, got, strict=True)]
                 found = quotients(floats, rest, weights, chosen, first_step, richardson)
+                whole = all(np.isfinite(np.asarray(a, "float64")).all() for a in got) or not all(
+                    np.isfinite(np.asarray(a, "float64")).all() for a in values(ours.floats, ours.rest)
+                )
                 rows = [
-                    # Without extrapolation nothing is known of `off`, and the tolerance alone decides.
-                    Row.worst(name, "differences", a, t, allowed, indices, off if richardson else 0.0, seed)
+                    Row.worst(name, "differences", a, t, allowed, indices, doubt(t, off, whole), seed)
                     for name, a, indices, (t, off) in zip(ours.names, got, chosen, found, strict=True)
                 ]
                 if reference is None and any(row.compared < row.size for row in rows):
@@ -325,7 +327,7 @@ def _check(f, args, *, order, derivative, reference, differences, dtype, toleran
                     start, first = [np.zeros(()) for _ in floats], [np.arange(row.compared < row.size) for row in rows]
                     found = quotients_along(start, (rest, floats, directions), weights, first, first_step, richardson)
                     along = [
-                        row if not len(t) else Row.along(row, a, d, t, allowed, off if richardson else 0.0)
+                        row if not len(t) else Row.along(row, a, d, t, allowed, doubt(t, off, whole))
                         for row, a, d, (t, off) in zip(rows, got, directions, found, strict=True)
                     ]
                     rows = [
@@ -333,6 +335,13 @@ def _check(f, args, *, order, derivative, reference, differences, dtype, toleran
                         for both in zip(rows, along, strict=True)
                     ]
                 yield from rows
+
+    def doubt(expected: np.ndarray, off: np.ndarray, defined: bool) -> np.ndarray:
+        """How far off differences may be. Without extrapolation nothing is known, and the tolerance alone decides.
+
+        defined: no gradient is infinite or NaN where all values are finite. Differences that overflow tell nothing.
+        """
+        return np.where(np.isfinite(expected), off if richardson else 0.0, np.inf if defined else 0.0)
 
     kind = "reverse-mode gradients" if order == 1 else "Hessian-vector products"
     title = f"{getattr(f, '__name__', type(f).__name__)}: {kind} in {label}, random cotangent"

@@ -59,3 +59,20 @@ def test_where_zeros_would_pass_the_report_says_so():
     assert report.ok and "zeros" not in str(report) and "zeros" not in str(testing.check_vjp(jnp.sin, (X,)))
     wrong = testing.check_vjp(lambda x: x, (X,), reference=tiny)
     assert not wrong.ok and "zeros" not in str(wrong)
+
+
+@pytest.mark.parametrize(
+    ("f", "size"),
+    [(jnp.sin, 1e10), (jnp.sin, 1e12), (jnp.sin, 1e15), (lambda x: x**3, 1e150), (lambda x: x**3, 1e200)],
+)
+def test_differences_without_digits_are_unsure(f, size):
+    """Steps of many periods, and results that overflow; a reference knows more, and a NaN is one all the same."""
+    report = testing.check_vjp(f, (size * X,))
+    assert report.row("x").verdict == "unsure", report
+    assert testing.check_vjp(f, (size * X,), reference=f).row("x").ok or size == 1e200
+    assert testing.check_vjp(sine_with(lambda g: g * jnp.nan), (size * X,)).row("x").verdict == "WRONG"
+
+
+def test_no_slope_where_there_is_a_value_is_wrong():
+    report = testing.check_vjp(jnp.sqrt, (np.array([0.0, 1.0]),))
+    assert report.row("x").verdict == "WRONG" and report.row("x").index == (0,), report

@@ -74,11 +74,10 @@ class Row:
             good = (error <= limit) & (np.isfinite(limit) | (a == t))  # an infinity is within its tolerance of nothing
             part = np.where(error == 0, 0.0, error / limit)
             unsure = ~good & (uncertainty > limit) & (error <= SURE * uncertainty)
-        part = np.where(
-            unsure, part / np.max(part, initial=1.0, where=unsure), part
-        )  # what is WRONG for sure goes first
+            unsure |= ~np.isfinite(t) & np.isposinf(uncertainty)  # no step had a difference that is finite
         badness = np.where(np.isfinite(part), part, np.inf)  # NaN, which compares with nothing, is the worst
-        at = int(np.argmax(badness))
+        wrong = ~good & ~unsure  # for sure, which goes first
+        at = int(np.argmax(np.where(wrong | ~wrong.any(), badness, -1)))
         index = tuple(int(i) for i in np.unravel_index(indices[at], shape))
         worst_got, worst_expected, worst_error, allowed = (float(b[at]) for b in (a, t, error, limit))
         small = bool(good.all() and np.all(np.abs(t) <= tolerance.absolute))
