@@ -119,7 +119,8 @@ def check_vjp(
     compared with the reference, `elements` of each argument with the differences. Gradients smaller than the absolute
     tolerance pass whatever they are, as a note below the table says: give arguments a size near 1, or a tolerance. A
     sum whose terms cancel is known to few digits in the dtype of its terms, and may fail there though no program could
-    do better. Where the
+    do better. The 16-bit tolerances are for single operations and chains of them: a norm computed in 16 bits, whose sums
+    cancel, fails them, and is to be checked in float64. Where the
     differences themselves lack the digits, as those of a function that computes in float32 inside, or of a sigmoid at
     1e-30, which no step of such a size changes, a row is "unsure": not `ok`, unless a reference says that it is. At a
     kink (relu at exactly 0) central differences are the mean of both slopes, which a right rule need not give.
@@ -135,7 +136,7 @@ def check_vjp(
       dtype: what floating arguments are cast to before `f` sees them. None: as given; then what they are compared with
         is still computed in float64, so that `f` is held to the truth and not to another's roundings.
       tolerance: None: that of `TOLERANCES` for the coarsest dtype among the arguments (as cast) and results of `f`.
-      step: as in `numerical_gradient`.
+      step: as in `numerical_gradient`; None: that of `tolerance`, if it is given.
       richardson: as in `numerical_gradient`.
       elements: how many of an argument's elements to take differences of, chosen at random. None: all. Where these are
         fewer than there are, and there is no reference, one that is not finite is among them if there is any, and all
@@ -285,6 +286,8 @@ def _check(f, args, *, order, derivative, reference, differences, dtype, toleran
         results = ours.results()
         label, result_names = derivatives.coarsest([*ours.floats, *results]), ours.result_names()
     allowed = tolerance or _tolerance(label)
+    step = step if step is not None or tolerance is None else tolerance.step
+    _check_steps(step, richardson)
     first_step = step or (derivatives.FIRST_STEP if richardson else _tolerance(label).step)
     gradients, true_gradients = (derivative(_of_order(order, p.call)) for p in (ours, truth))
     values, true_values = jax.jit(ours.call), jax.jit(truth.call)

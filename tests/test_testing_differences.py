@@ -76,3 +76,18 @@ def test_differences_without_digits_are_unsure(f, size):
 def test_no_slope_where_there_is_a_value_is_wrong():
     report = testing.check_vjp(jnp.sqrt, (np.array([0.0, 1.0]),))
     assert report.row("x").verdict == "WRONG" and report.row("x").index == (0,), report
+
+
+def test_the_first_step_is_that_of_a_given_tolerance():
+    """Of x^3 at 1, whose differences of one step err by the step's square; `step` goes first."""
+
+    def error(**options):
+        tolerance = testing.Tolerance(relative=1e-3, absolute=1e-3, step=0.125)
+        report = testing.check_vjp(lambda x: x**3, (np.ones(1),), tolerance=tolerance, richardson=0, **options)
+        row = report.row("x")
+        return row.error / abs(row.got) * 3
+
+    np.testing.assert_allclose(error(), 0.125**2, rtol=1e-6)
+    np.testing.assert_allclose(error(step=0.25), 0.25**2, rtol=1e-6)
+    with pytest.raises(ValueError, match="step must be positive and finite; got 0"):
+        testing.check_vjp(jnp.sin, (X,), tolerance=testing.Tolerance(1e-3, 1e-3, 0.0))
