@@ -119,8 +119,8 @@ def check_vjp(
     compared with the reference, `elements` of each argument with the differences. Gradients smaller than the absolute
     tolerance pass whatever they are, as a note below the table says: give arguments a size near 1, or a tolerance. A
     sum whose terms cancel is known to few digits in the dtype of its terms, and may fail there though no program could
-    do better. The 16-bit tolerances are for single operations and chains of them: a norm computed in 16 bits, whose sums
-    cancel, fails them, and is to be checked in float64. Where the
+    do better. The 16-bit tolerances are for single operations and chains of them: a norm computed in 16 bits, whose
+    sums cancel, fails them, and is to be checked in float64. Where the
     differences themselves lack the digits, as those of a function that computes in float32 inside, or of a sigmoid at
     1e-30, which no step of such a size changes, a row is "unsure": not `ok`, unless a reference says that it is. At a
     kink (relu at exactly 0) central differences are the mean of both slopes, which a right rule need not give.
