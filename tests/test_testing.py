@@ -225,18 +225,6 @@ def test_arguments_without_a_name_get_none():
     assert [row.name for row in report.rows] == ["argument 0", "argument 1"]
 
 
-def test_under_others_configurations():
-    x = np.array([1e-6, 1.0, 1.0, 2.0])
-    with jax.debug_nans(True):  # a step leaves the domain of the logarithm
-        assert testing.check_vjp(jnp.log, (x,)).ok
-    with jax.disable_jit():
-        assert testing.check_vjp(jnp.sin, (x[:1],)).ok
-    with jax.numpy_dtype_promotion("strict"):
-        assert testing.check_vjp(lambda x: jnp.sin(x.astype("float32")), (x,)).ok
-        mixed = (x.astype("float32"), x.astype("bfloat16"))
-        assert testing.check_hvp(lambda x, y: x * x * y.astype(x.dtype), mixed, dtype=None).ok
-
-
 def test_functions_that_cannot_be_hashed():
     class Scaled:
         __hash__ = None

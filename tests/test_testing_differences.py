@@ -196,7 +196,7 @@ def test_a_sample_of_the_elements():
     """The reference sees all of them, the differences as many as asked for, always the same for a seed."""
     x = np.random.default_rng(0).standard_normal((40, 50))
     (row,) = testing.check_vjp(jnp.sin, (x,), elements=7).rows
-    assert (row.compared, row.size) == (7, 2000) and "7 of 2000" in str(Report("", (row,)))
+    assert (row.compared, row.size) == (7, 2000) and "7 of 2000" in str(testing.Report("", (row,)))
     assert row == testing.check_vjp(jnp.sin, (x,), elements=7).rows[0]
 
     @jax.custom_vjp
@@ -207,3 +207,15 @@ def test_a_sample_of_the_elements():
     row = testing.check_vjp(wrong_once, (x,), reference=jnp.sin, elements=7).row("x")
     assert not row.ok and row.index == (3, 4)
     assert not testing.check_vjp(wrong_once, (x,), elements=None).ok
+
+
+def test_under_others_configurations():
+    x = np.array([1e-6, 1.0, 1.0, 2.0])
+    with jax.debug_nans(True):  # a step leaves the domain of the logarithm
+        assert testing.check_vjp(jnp.log, (x,)).ok
+    with jax.disable_jit():
+        assert testing.check_vjp(jnp.sin, (x[:1],)).ok
+    with jax.numpy_dtype_promotion("strict"):
+        assert testing.check_vjp(lambda x: jnp.sin(x.astype("float32")), (x,)).ok
+        mixed = (x.astype("float32"), x.astype("bfloat16"))
+        assert testing.check_hvp(lambda x, y: x * x * y.astype(x.dtype), mixed, dtype=None).ok
