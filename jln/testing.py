@@ -116,9 +116,11 @@ def check_vjp(
     """Compare the reverse-mode gradients of `f` with a reference's and with central differences.
 
     An element passes if `|got - expected| <= absolute + relative * |expected|`; a NaN never does. Every element is
-    compared with the reference, `elements` of each argument with the differences. Gradients much smaller than the
-    absolute tolerance pass whatever they are: give arguments a size near 1, or a tolerance. A sum whose terms cancel is
-    known to few digits in the dtype of its terms, and may fail there though no program could do better. Where the
+    compared with the reference, `elements` of each argument with the differences. Gradients smaller than the absolute
+    tolerance pass whatever they are, as a note below the table says: give arguments a size near 1, or a tolerance. A
+    sum whose terms cancel is known to few digits in the dtype of its terms, and may fail there though no program could
+    do better. The 16-bit tolerances are for single operations and chains of them: a norm computed in 16 bits, whose
+    sums cancel, fails them, and is to be checked in float64. Where the
     differences themselves lack the digits, as those of a function that computes in float32 inside, or of a sigmoid at
     1e-30, which no step of such a size changes, a row is "unsure": not `ok`, unless a reference says that it is. At a
     kink (relu at exactly 0) central differences are the mean of both slopes, which a right rule need not give.
@@ -134,9 +136,11 @@ def check_vjp(
       dtype: what floating arguments are cast to before `f` sees them. None: as given; then what they are compared with
         is still computed in float64, so that `f` is held to the truth and not to another's roundings.
       tolerance: None: that of `TOLERANCES` for the coarsest dtype among the arguments (as cast) and results of `f`.
-      step: as in `numerical_gradient`.
+      step: as in `numerical_gradient`; None: that of `tolerance`, if it is given.
       richardson: as in `numerical_gradient`.
-      elements: how many of an argument's elements to take differences of, chosen at random. None: all.
+      elements: how many of an argument's elements to take differences of, chosen at random. None: all. Where these are
+        fewer than there are, and there is no reference, one that is not finite is among them if there is any, and all
+        of them together are compared along one random direction: a row "direction", if that is what fails.
       seed: of the cotangent and of that choice, and of `args` where it is a function. Several of them share programs
         that are compiled once.
 
@@ -282,10 +286,13 @@ def _check(f, args, *, order, derivative, reference, differences, dtype, toleran
         results = ours.results()
         label, result_names = derivatives.coarsest([*ours.floats, *results]), ours.result_names()
     allowed = tolerance or _tolerance(label)
+    step = step if step is not None or tolerance is None else tolerance.step
+    _check_steps(step, richardson)
     first_step = step or (derivatives.FIRST_STEP if richardson else _tolerance(label).step)
     gradients, true_gradients = (derivative(_of_order(order, p.call)) for p in (ours, truth))
     values, true_values = jax.jit(ours.call), jax.jit(truth.call)
     quotients = derivatives.differences(_of_order(order, exact.call))
+    quotients_along = derivatives.differences(derivatives.Along(_of_order(order, exact.call)))
 
     def rows_of(seed: int) -> Iterator[Row]:
         ours, exact, truth = (new.like(first) for new, first in zip(problems(seed), firsts, strict=True))
@@ -306,12 +313,38 @@ def _check(f, args, *, order, derivative, reference, differences, dtype, toleran
                 for name, a, t in zip(ours.names, got, expected, strict=True):
                     yield Row.worst(name, "reference", a, t, allowed, seed=seed)
             if differences:
+                floats, rest, weights = _operands(order, exact, *wide)
                 chosen = [_some(random, a.size, elements) for a in exact.floats]
-                found = quotients(*_operands(order, exact, *wide), chosen, first_step, richardson)
-                for name, a, indices, (t, off) in zip(ours.names, got, chosen, found, strict=True):
-                    # Without extrapolation nothing is known of `off`, and the tolerance alone decides.
-                    off = off if richardson else 0.0
-                    yield Row.worst(name, "differences", a, t, allowed, indices, off, seed)
+                if reference is None:
+                    chosen = [_with_what_is_not_finite(c, np.asarray(a)) for c, a in zip(chosen, got, strict=True)]
+                found = quotients(floats, rest, weights, chosen, first_step, richardson)
+                whole = all(np.isfinite(np.asarray(a, "float64")).all() for a in got) or not all(
+                    np.isfinite(np.asarray(a, "float64")).all() for a in values(ours.floats, ours.rest)
+                )
+                rows = [
+                    Row.worst(name, "differences", a, t, allowed, indices, doubt(t, off, whole), seed)
+                    for name, a, indices, (t, off) in zip(ours.names, got, chosen, found, strict=True)
+                ]
+                if reference is None and any(row.compared < row.size for row in rows):
+                    directions = [derivatives.random_direction(random, a) for a in floats]
+                    start, first = [np.zeros(()) for _ in floats], [np.arange(row.compared < row.size) for row in rows]
+                    found = quotients_along(start, (rest, floats, directions), weights, first, first_step, richardson)
+                    along = [
+                        row if not len(t) else Row.along(row, a, d, t, allowed, doubt(t, off, whole))
+                        for row, a, d, (t, off) in zip(rows, got, directions, found, strict=True)
+                    ]
+                    rows = [
+                        max(both, key=lambda row: (not row.ok, not row.unsure))
+                        for both in zip(rows, along, strict=True)
+                    ]
+                yield from rows
+
+    def doubt(expected: np.ndarray, off: np.ndarray, defined: bool) -> np.ndarray:
+        """How far off differences may be. Without extrapolation nothing is known, and the tolerance alone decides.
+
+        defined: no gradient is infinite or NaN where all values are finite. Differences that overflow tell nothing.
+        """
+        return np.where(np.isfinite(expected), off if richardson else 0.0, np.inf if defined else 0.0)
 
     kind = "reverse-mode gradients" if order == 1 else "Hessian-vector products"
     title = f"{getattr(f, '__name__', type(f).__name__)}: {kind} in {label}, random cotangent"
@@ -333,6 +366,12 @@ def _operands(order: int, problem: Problem, cotangent: Sequence[Any], direction:
         return problem.floats, problem.rest, cotangent
     one = [np.ones((), derivatives.slope_dtype(problem.floats))]
     return problem.floats, (list(problem.rest), list(cotangent), list(direction)), one
+
+
+def _with_what_is_not_finite(indices: np.ndarray, got: np.ndarray) -> np.ndarray:
+    """One of those that are not, if there are any, among as many indices as before: a sample could miss it."""
+    lost = np.flatnonzero(~np.isfinite(got.astype("float64")))
+    return np.sort(np.append(indices[1:], lost[0])) if len(lost) and lost[0] not in indices else indices
 
 
 def _some(random: np.random.Generator, size: int, elements: int | None) -> np.ndarray:

@@ -212,8 +212,9 @@ def test_bad_requests_are_one_line_and_status_2(capsys, case):
     assert (status, out) == (2, "") and message in err and err.startswith("jln: ") and len(err.splitlines()) == 1
 
 
-def test_no_device_is_one_line_and_status_2():
-    ran = process("check", JAX_PLATFORMS="nonsense")
+@pytest.mark.parametrize("command", ["check", "doctor"])
+def test_no_device_is_one_line_and_status_2(command):
+    ran = process(command, JAX_PLATFORMS="nonsense")
     assert ran.returncode == 2 and ran.stdout == ""
     assert ran.stderr.startswith("jln: no device: ") and len(ran.stderr.splitlines()) == 1
 
@@ -251,6 +252,13 @@ def test_a_full_disk_is_one_line_and_status_2(command):
     with open("/dev/full", "w") as full:
         status, err = piped(command, stdout=full)
     assert (status, err) == (2, "jln: cannot write the output: No space left on device\n")
+
+
+@pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_complaint_that_cannot_be_written_is_status_2():
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run([sys.executable, "-m", "jln", "check", "nope"], stdout=full, stderr=full, check=False)
+    assert ran.returncode == 2
 
 
 def test_no_stdout_is_no_error():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,7 +24,11 @@ class UserError(Exception):
 
 
 def complain(message: str, status: int = 2) -> int:
-    print(f"jln: {' '.join(message.split())}", file=sys.stderr)
+    try:
+        print(f"jln: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    except OSError:  # a full disk: what is still buffered goes nowhere, or Python would try again when it ends
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stderr.fileno())
     return status
 
 

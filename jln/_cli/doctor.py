@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import typer
 
 import jln
-from jln._cli.console import UserError, print_json, print_note, print_table, progress
+from jln._cli.console import print_json, print_note, print_table, progress
 from jln._cli.devices import Device, complaints, described, devices, implementations
 from jln._cli.operators import OPERATORS, Case, value_and_gradients
 from jln._triton import config, launch, tuning
@@ -85,21 +85,16 @@ BAD_PAIRS = (
 def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Say what is installed, what the operators will run on here, and how to mend what is missing.
 
-    Exits with 1 if something is broken; that there is no GPU is no fault.
+    Exits with 1 if something is broken, and with 2 if there is no device; that there is no GPU is no fault.
     """
-    try:
-        found = devices()
-    except UserError as error:
-        found, no_device = [], str(error)
-    else:
-        no_device = None
+    found = devices()
     versions = installed()
     kinds = _one_of_each_kind(found)
     with progress(len(kinds) * len(OPERATORS)) as begin:
         operators = [row for device in kinds for row in choices(device, begin)]
     bad = [pair for pair in BAD_PAIRS if pair.here({k: parsed(v) for k, v in versions.items() if v is not None})]
     faults = [f"{pair.what}: {pair.effect}. To mend it: {pair.fix}" for pair in bad]
-    faults += [no_device] if no_device else _idle_gpu(found)
+    faults += _idle_gpu(found)
     tiles, wrong_files = _tuning()
     faults += wrong_files
     if as_json:

@@ -23,6 +23,7 @@ RATIO = 4  # of one step to the next
 Program = Callable[[Sequence[Any], Any, Sequence[Any]], list[jax.Array]]  # floats, rest, cotangent -> gradients
 CONTRADICTED = 1e4  # times nearer each other are finer quotients than they are to an estimate that they refute
 FIRST_STEP = 2.0**-4  # of an extrapolation: no more than a function may be expected to look like a polynomial on
+LARGE = 1e-3  # a part of a result by which the finest step should not move it, unless as the estimate says
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -65,6 +66,20 @@ class Slope:
         ]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Along:
+    """`call` of floats that are moved along a direction each, as a function of how far: one number each.
+
+    What is fixed is `(rest, floats, directions)`.
+    """
+
+    call: Call | Slope
+
+    def __call__(self, floats: Sequence[Any], rest: tuple) -> list[jax.Array]:
+        rest, origin, directions = rest
+        return self.call([a + t * d for a, t, d in zip(origin, floats, directions, strict=True)], rest)
+
+
 def slope_dtype(floats: Sequence[Any]) -> Any:
     return np.dtype("float64" if any(a.dtype == np.float64 for a in floats) else "float32")
 
@@ -96,7 +111,7 @@ def _program(function: Callable[..., Any]) -> Program:
     return lambda floats, rest, cotangent: program(list(floats), rest, list(cotangent))
 
 
-def differences(call: Call | Slope) -> Callable[..., list[tuple[np.ndarray, np.ndarray]]]:
+def differences(call: Call | Slope | Along) -> Callable[..., list[tuple[np.ndarray, np.ndarray]]]:
     """A program for the derivatives of `sum(cotangent * call(floats, rest))` by some elements of the floats.
 
     It takes floats, rest, cotangent, the indices of those elements in each of the flattened floats, the first step and
@@ -109,22 +124,26 @@ def differences(call: Call | Slope) -> Callable[..., list[tuple[np.ndarray, np.n
         steps = [_steps(a, chosen, step, richardson) for a, chosen in zip(floats, indices, strict=True)]
         with jax.debug_nans(False), jax.debug_infs(False):  # a step may leave the domain of a function
             found = program(rest, list(cotangent), list(map(jnp.asarray, floats)), list(indices), steps)
-        return [_extrapolated(*(np.asarray(a, "float64") for a in three)) for three in found]
+        return [_extrapolated(*(np.asarray(a, "float64") for a in four)) for four in found]
 
     return run
 
 
 def _steps(a: np.ndarray, chosen: np.ndarray, step: float, richardson: int) -> np.ndarray:
     """[n, K]: of each chosen element, each a part of the one before."""
+    return step * _sizes(a)[chosen][:, None] * float(RATIO) ** -np.arange(richardson + 1)
+
+
+def _sizes(a: np.ndarray) -> np.ndarray:
+    """Of the flattened elements: their own, or the median where that is larger."""
     size = np.abs(np.asarray(a, "float64").reshape(-1))
     size = np.maximum(size, np.median(size)) if size.size else size
-    size = np.where((size > 0) & np.isfinite(size), size, 1.0)[chosen]
-    return step * size[:, None] * float(RATIO) ** -np.arange(richardson + 1)
+    return np.where((size > 0) & np.isfinite(size), size, 1.0)
 
 
 def _quotients(call, rest, cotangent, floats, indices, steps):
-    """For each of `floats`, indices [n] and steps [n, K]: the quotients, how much of them is rounding, and how much
-    rounding may hide of a result that no step changes, all [n, K].
+    """For each of `floats`, indices [n] and steps [n, K]: the quotients, how much of them is rounding, how much
+    rounding may hide of a result that no step changes, and what part of the results changes, all [n, K].
 
     One evaluation after another, which any function bears; the results are subtracted before they are summed, so that
     large ones that do not change take no digits, and are not counted as rounded.
@@ -133,7 +152,7 @@ def _quotients(call, rest, cotangent, floats, indices, steps):
     def quotients(which, indices, steps):
         a = floats[which]
         if not len(indices):
-            return steps, steps, steps
+            return steps, steps, steps, steps
 
         def evaluated(flat):
             return call([*floats[:which], flat.reshape(a.shape), *floats[which + 1 :]], rest)
@@ -144,7 +163,7 @@ def _quotients(call, rest, cotangent, floats, indices, steps):
 
             def quotient(moving, step):
                 up, down = flat.at[i].add(step.astype(a.dtype)), flat.at[i].add(-step.astype(a.dtype))
-                change = rounding = hidden = 0.0
+                change = rounding = hidden = moves = total = 0.0
                 moved = []
                 for c, m, high, low in zip(cotangent, moving, evaluated(up), evaluated(down), strict=True):
                     eps = float(jnp.finfo(high.dtype).eps)
@@ -152,13 +171,15 @@ def _quotients(call, rest, cotangent, floats, indices, steps):
                     change += jnp.sum(c * (high - low))
                     # A step may be too small for a result to show it, which a larger one told.
                     moved.append(m | (high != low))
+                    moves += jnp.sum(jnp.abs(c * (high - low)))
                     size = jnp.abs(c) * jnp.maximum(jnp.abs(high), jnp.abs(low)) * eps
+                    total += jnp.sum(jnp.where(moved[-1], size, 0)) / eps
                     rounding += jnp.sum(jnp.where(moved[-1], size, 0))
                     hidden += jnp.sum(size)
                 width = up[i] - down[i]  # what the step became in this dtype
                 # `f` may round the element first, as sin(3 * x) does, which a small result does not show.
                 rounding += jnp.abs(change / width * flat[i]) * float(jnp.finfo(a.dtype).eps)
-                return moved, (change / width, rounding / width, hidden / width)
+                return moved, (change / width, rounding / width, hidden / width, moves / total)
 
             return jax.lax.scan(quotient, [jnp.zeros(jnp.shape(c), bool) for c in cotangent], steps)[1]
 
@@ -167,10 +188,14 @@ def _quotients(call, rest, cotangent, floats, indices, steps):
     return [quotients(which, i, s) for which, (i, s) in enumerate(zip(indices, steps, strict=True))]
 
 
-def _extrapolated(quotients: np.ndarray, roundings: np.ndarray, hidden: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _extrapolated(
+    quotients: np.ndarray, roundings: np.ndarray, hidden: np.ndarray, moves: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Ridders' choice: of all extrapolations of [n, K] quotients the one least different from those it is made of.
 
     Large steps may agree by chance, as those of whole periods of a sine do: three finer quotients that agree refute it.
+    Where even the finest step is one of many periods, which changes the results by much that the estimate knows nothing
+    of, nothing is known.
 
     -> (it, that difference with the rounding)
     """
@@ -194,6 +219,9 @@ def _extrapolated(quotients: np.ndarray, roundings: np.ndarray, hidden: np.ndarr
     # None at all, where larger steps had one, may be the function's rounding to another dtype inside.
     seen = np.min(np.abs(quotients), axis=1, initial=np.inf, where=quotients != 0)
     unseen = np.where(np.isfinite(seen), seen, hidden[:, 0])
+    with np.errstate(all="ignore"):
+        wild = (moves[:, -1] > LARGE) & (np.abs(quotients[:, -1] - best) > np.abs(quotients[:, -1]) / 2)
+    least = np.where(wild, np.inf, least)
     return best, np.where(best == 0, np.maximum(least, unseen), least)
 
 
@@ -276,6 +304,11 @@ class Problem:
         return jax.tree.unflatten(
             self.call.tree, [next(values) if is_float else None for is_float in self.call.floating]
         )
+
+
+def random_direction(random: np.random.Generator, a: np.ndarray) -> np.ndarray:
+    """Every element moves, up or down, by its size: independent signs, so that errors do not add up but by chance."""
+    return (_sizes(a) * random.choice([-1.0, 1.0], a.size)).reshape(a.shape)
 
 
 def random_like(random: np.random.Generator, arrays: Sequence[Any]) -> list[np.ndarray]:

@@ -12,6 +12,7 @@ import numpy as np
 # An error of this many times what the differences may be off is no fault of theirs. Their estimate counts one rounding
 # of each result, and a function makes many more.
 SURE = 100
+SMALL = "ok would be zeros too, for all that is expected is within the absolute tolerance of 0: give another tolerance"
 UNSURE = "unsure: the differences lack the digits to tell (is x far from 1, or f float32 inside?); give a reference"
 
 
@@ -28,8 +29,10 @@ class Tolerance:
 class Row:
     """The worst element of one argument's gradient (or of one result): the one that is most of its tolerance away.
 
-    against: "reference" or "differences". compared: how many elements were. size: how many there are. unsure: whether
-    it is not `ok` for want of digits in the differences, and may yet be right. seed: with which it was found.
+    against: "reference", "differences", or "direction": the derivative along a random direction of all elements, where
+    differences of some of them told nothing; its index is empty. compared: how many elements were. size: how many there
+    are. unsure: whether it is not `ok` for want of digits in the differences, and may yet be right. seed: with which it
+    was found. small: whether it is `ok` and zeros would be too, in every seed.
     """
 
     name: str
@@ -44,6 +47,7 @@ class Row:
     ok: bool
     unsure: bool = False
     seed: int | None = None
+    small: bool = False
 
     @classmethod
     def worst(
@@ -70,15 +74,32 @@ class Row:
             good = (error <= limit) & (np.isfinite(limit) | (a == t))  # an infinity is within its tolerance of nothing
             part = np.where(error == 0, 0.0, error / limit)
             unsure = ~good & (uncertainty > limit) & (error <= SURE * uncertainty)
-        part = np.where(
-            unsure, part / np.max(part, initial=1.0, where=unsure), part
-        )  # what is WRONG for sure goes first
+            unsure |= ~np.isfinite(t) & np.isposinf(uncertainty)  # no step had a difference that is finite
         badness = np.where(np.isfinite(part), part, np.inf)  # NaN, which compares with nothing, is the worst
-        at = int(np.argmax(badness))
+        wrong = ~good & ~unsure  # for sure, which goes first
+        at = int(np.argmax(np.where(wrong | ~wrong.any(), badness, -1)))
         index = tuple(int(i) for i in np.unravel_index(indices[at], shape))
         worst_got, worst_expected, worst_error, allowed = (float(b[at]) for b in (a, t, error, limit))
-        verdict = len(indices), size, bool(good.all()), bool(unsure[at]), seed
+        small = bool(good.all() and np.all(np.abs(t) <= tolerance.absolute))
+        verdict = len(indices), size, bool(good.all()), bool(unsure[at]), seed, small
         return cls(name, against, index, worst_got, worst_expected, worst_error, allowed, *verdict)
+
+    @classmethod
+    def along(
+        cls, row: Row, got: Any, direction: np.ndarray, expected: Any, tolerance: Tolerance, uncertainty: Any
+    ) -> Row:
+        """Of the argument of `row`, whose derivative along a direction is expected to be that.
+
+        Errors of the size of the tolerance, under independent signs, add up to four times the root of the sum of their
+        squares with a probability of 2 exp(-8), by Hoeffding's inequality.
+        """
+        a, d = np.asarray(got, "float64"), np.asarray(direction)
+        with np.errstate(all="ignore"):
+            limit = 4 * np.linalg.norm(((tolerance.absolute + tolerance.relative * np.abs(a)) * d).reshape(-1))
+            found = np.sum(a * d)
+        allowed = Tolerance(0.0, float(limit), tolerance.step)
+        whole = cls.worst(row.name, "direction", found, expected, allowed, None, uncertainty, row.seed)
+        return dataclasses.replace(whole, compared=row.size, size=row.size)
 
     @property
     def badness(self) -> float:
@@ -105,9 +126,9 @@ class Row:
 def _worst(rows: Iterable[Row], rank: Callable[[Row], Any]) -> tuple[Row, ...]:
     found: dict[str, Row] = {}
     for row in rows:
-        other = found.get(row.name)
-        if other is None or rank(row) > rank(other):
-            found[row.name] = row
+        other = found.get(row.name, row)
+        worse = row if rank(row) > rank(other) else other
+        found[row.name] = dataclasses.replace(worse, small=row.small and other.small)
     return tuple(found.values())
 
 
@@ -144,8 +165,19 @@ class Report:
             if not r.compared:
                 numbers = ("-",) * len(numbers)
             seed = (str(r.seed),) if self.by_seed else ()
-            lines.append((r.name, r.against, compared, *seed, str(list(r.index)), *numbers, r.verdict))
+            lines.append(
+                (
+                    r.name,
+                    r.against,
+                    compared,
+                    *seed,
+                    "all" if r.against == "direction" else str(list(r.index)),
+                    *numbers,
+                    r.verdict,
+                )
+            )
         notes = [UNSURE] if any(r.unsure for r in self.rows) else []
+        notes += [f"{r.name}: {SMALL}" for r in self.rows if r.ok and r.small]
         return "\n".join([self.title, *aligned(lines, left=(0, 1, header.index("worst at"), len(header) - 1)), *notes])
 
 

@@ -3,6 +3,7 @@
 from targets import (
     ACCURACY,
     CHECKER,
+    DIFFERENCES,
     GROUPS,
     LIMITS,
     LINEAR_LAUNCH,
@@ -205,6 +206,32 @@ RULES = [
         "direction ignored in second derivatives", CHECKER,
         "jnp.vdot(g, d).astype(dtype) for g, d", "jnp.sum(g).astype(dtype) for g, d",
         ("tests/test_catalogue.py::test_right_second_derivatives_are_accepted[layer_norm_linear-forward]",),
+    ),
+    Mutant(
+        "coarse steps not refuted by fine ones", CHECKER,
+        "best, least = np.where(refuted, row[0], best), np.where(refuted, np.inf, least)", "pass",
+        (f"{DIFFERENCES}test_steps_of_whole_periods_do_not_decide",),
+    ),
+    Mutant(
+        "a slope that rounding hides taken for none", CHECKER, "np.maximum(least, unseen)", "least",
+        (f"{DIFFERENCES}test_what_no_step_changes_is_unsure",),
+    ),
+    Mutant(
+        "steps of many periods trusted", CHECKER, "least = np.where(wild, np.inf, least)", "pass",
+        (f"{DIFFERENCES}test_differences_without_digits_are_unsure",),
+    ),
+    Mutant(
+        "a NaN beside the sample missed", "jln/testing.py", "np.sort(np.append(indices[1:], lost[0])) if", "indices if",
+        (f"{DIFFERENCES}test_what_is_not_finite_is_found_beside_a_sample",),
+    ),
+    Mutant(
+        "a wrong element beside the sample missed", "jln/testing.py", "in zip(rows, along, strict=True)",
+        "in zip(rows, rows, strict=True)",
+        (f"{DIFFERENCES}test_a_wrong_element_is_found_beside_a_sample",),
+    ),
+    Mutant(
+        "zeros passed without a word", REPORT, "good.all() and np.all(np.abs(t) <= tolerance.absolute)", "False",
+        (f"{DIFFERENCES}test_where_zeros_would_pass_the_report_says_so",),
     ),
     # Tuning
     Mutant(

@@ -1,0 +1,221 @@
+"""jln.testing's central differences: what they find, where they have no digits, and what a sample leaves out."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jln import testing
+
+X = np.random.default_rng(0).standard_normal((3, 4))
+MANY = np.random.default_rng(1).standard_normal((50, 100))
+
+
+def sine_with(slip):
+    """Whose gradient is passed through `slip`."""
+
+    @jax.custom_vjp
+    def sine(x):
+        return jnp.sin(x)
+
+    sine.defvjp(lambda x: (jnp.sin(x), x), lambda x, dy: (slip(dy * jnp.cos(x)),))
+    return sine
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_is_found_beside_a_sample(value):
+    (row,) = testing.check_vjp(sine_with(lambda g: g.at[17, 77].set(value)), (MANY,), elements=3).rows
+    assert (row.verdict, row.index, row.compared, row.size) == ("WRONG", (17, 77), 3, 5000)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_wrong_element_is_found_beside_a_sample(seed):
+    report = testing.check_vjp(sine_with(lambda g: g.at[17, 77].multiply(1.01)), (MANY,), elements=3, seed=seed)
+    (row,) = report.rows
+    assert (row.verdict, row.against, row.index, row.compared) == ("WRONG", "direction", (), 5000)
+    assert str(report).splitlines()[-1].split()[:4] == ["x", "direction", "5000", "all"]
+
+
+@pytest.mark.parametrize("f", [jnp.sin, jax.nn.relu, jax.nn.softmax, lambda x: 1 / x, lambda x: jnp.max(x, 0)])
+def test_right_rules_are_right_along_a_direction(f):
+    """Elements next to kinks and poles among them."""
+    for dtype in ("float64", None):
+        report = testing.check_vjp(f, (MANY.astype("float32"),), elements=3, dtype=dtype, seed=range(20))
+        assert report.ok and all(row.against == "differences" for row in report.rows), report
+
+
+def test_where_zeros_would_pass_the_report_says_so():
+    """In all seeds: in one with larger numbers zeros would not pass."""
+
+    def tiny(x):
+        return 1e-12 * x
+
+    for options in ({}, {"reference": tiny}, {"reference": tiny, "differences": False}):
+        report = testing.check_vjp(tiny, (X,), **options)
+        assert report.ok and report.row("x").small and report.as_dict()["rows"][-1]["small"]
+        assert str(report).splitlines()[-1].startswith("x: ok would be zeros too, ")
+    report = testing.check_vjp(lambda x: x * x, lambda random: (X * 10 ** -random.uniform(0, 30),), seed=range(9))
+    assert any(r.row("x").small for r in report.by_seed.values()) and not report.row("x").small
+    assert report.ok and "zeros" not in str(report) and "zeros" not in str(testing.check_vjp(jnp.sin, (X,)))
+    wrong = testing.check_vjp(lambda x: x, (X,), reference=tiny)
+    assert not wrong.ok and "zeros" not in str(wrong)
+
+
+@pytest.mark.parametrize(
+    ("f", "size"),
+    [(jnp.sin, 1e10), (jnp.sin, 1e12), (jnp.sin, 1e15), (lambda x: x**3, 1e150), (lambda x: x**3, 1e200)],
+)
+def test_differences_without_digits_are_unsure(f, size):
+    """Steps of many periods, and results that overflow; a reference knows more, and a NaN is one all the same."""
+    report = testing.check_vjp(f, (size * X,))
+    assert report.row("x").verdict == "unsure", report
+    assert testing.check_vjp(f, (size * X,), reference=f).row("x").ok or size == 1e200
+    assert testing.check_vjp(sine_with(lambda g: g * jnp.nan), (size * X,)).row("x").verdict == "WRONG"
+
+
+def test_no_slope_where_there_is_a_value_is_wrong():
+    report = testing.check_vjp(jnp.sqrt, (np.array([0.0, 1.0]),))
+    assert report.row("x").verdict == "WRONG" and report.row("x").index == (0,), report
+
+
+def test_the_first_step_is_that_of_a_given_tolerance():
+    """Of x^3 at 1, whose differences of one step err by the step's square; `step` goes first."""
+
+    def error(**options):
+        tolerance = testing.Tolerance(relative=1e-3, absolute=1e-3, step=0.125)
+        report = testing.check_vjp(lambda x: x**3, (np.ones(1),), tolerance=tolerance, richardson=0, **options)
+        row = report.row("x")
+        return row.error / abs(row.got) * 3
+
+    np.testing.assert_allclose(error(), 0.125**2, rtol=1e-6)
+    np.testing.assert_allclose(error(step=0.25), 0.25**2, rtol=1e-6)
+    with pytest.raises(ValueError, match="step must be positive and finite; got 0"):
+        testing.check_vjp(jnp.sin, (X,), tolerance=testing.Tolerance(1e-3, 1e-3, 0.0))
+
+
+def test_numerical_gradient():
+    """Of sum(cotangent * x^3), 3 x^2: one step of 1e-5 errs by its square, of 1e-7 by float64's rounding over it."""
+    x = X.astype("float32")
+    exact = 3 * x.astype("float64") ** 2
+
+    def error(**options):
+        (gradient,) = testing.numerical_gradient(lambda a: a**3, (x,), **options)
+        assert gradient.dtype == np.float64 and gradient.shape == x.shape
+        return np.max(np.abs(gradient - exact))
+
+    assert 1e-12 < error() < 1e-9
+    assert 1e-9 < error(step=1e-7) < 1e-6
+    assert error(richardson=4) < 1e-12
+    assert error(dtype=None) > 1e-4  # float32 differences: why float64 is the default
+    (weighted,) = testing.numerical_gradient(lambda a: a**3, (x,), cotangent=2 * X, richardson=4)
+    np.testing.assert_allclose(weighted, 2 * X * exact, rtol=0, atol=1e-11)
+
+
+def test_steps_are_of_the_size_of_the_data():
+    for magnitude in (1e-12, 1e12):
+        (gradient,) = testing.numerical_gradient(jnp.sin, (X * 1e-12,), richardson=4)
+        np.testing.assert_allclose(gradient, np.cos(X * 1e-12), rtol=1e-10)
+        (gradient,) = testing.numerical_gradient(lambda a, m=magnitude: a * a / m, (X * magnitude,), richardson=4)
+        np.testing.assert_allclose(gradient, 2 * X, rtol=1e-10)
+
+
+def test_a_step_out_of_the_domain_is_not_used():
+    x = np.array([1e-6, 1.0, 1.0, 2.0])
+    (gradient,) = testing.numerical_gradient(jnp.log, (x,), richardson=12)
+    np.testing.assert_allclose(gradient, 1 / x, rtol=1e-6)
+
+
+@pytest.mark.parametrize("x", [np.arange(64.0), np.full(2, 64.0), np.linspace(0, 64, 257)], ids=["n", "64", "n/4"])
+def test_steps_of_whole_periods_do_not_decide(x):
+    """They agree that the slope is 0; and the argument's rounding, times 400, hides in results near 0."""
+
+    @jax.custom_vjp
+    def flat(x):
+        return jnp.sin(2 * jnp.pi * x)
+
+    flat.defvjp(lambda x: (flat(x), None), lambda _, dy: (0 * dy,))
+    report = testing.check_vjp(lambda x: jnp.sin(2 * jnp.pi * x), (x,), seed=range(3))
+    assert report.ok, report
+    assert testing.check_vjp(flat, (x,)).row("x").verdict == "WRONG"
+    assert testing.check_vjp(flat, (x[-1:],)).row("x").verdict == "WRONG"
+
+
+def test_what_no_step_changes_is_unsure():
+    """Results near 1 do not show a change of 1e-30."""
+    report = testing.check_vjp(jax.nn.sigmoid, (1e-30 * X,))
+    assert report.row("x").verdict == "unsure", report
+    assert testing.check_vjp(jax.nn.sigmoid, (1e-30 * X,), reference=jax.nn.sigmoid).ok
+    assert testing.check_vjp(lambda x: 1 + 0 * x, (1e-30 * X,)).ok
+
+
+def test_a_float32_function_is_checked_in_float64():
+    """An error of 1e-5, which float32's tolerance lets pass and float32's differences could not see."""
+
+    @jax.custom_vjp
+    def nearly(x):
+        return jnp.sin(x)
+
+    nearly.defvjp(lambda x: (jnp.sin(x), x), lambda x, dy: (dy * jnp.cos(x) * (1 + 1e-5),))
+    args = (X.astype("float32"),)
+    assert testing.check_vjp(nearly, args, dtype=None).ok
+    assert not testing.check_vjp(nearly, args).ok
+
+
+def test_functions_that_compute_in_float32_inside():
+    """A result of another dtype than the cast arguments is differentiated; float32's roundings are no one's fault."""
+
+    def norm(x):
+        z = x.astype("float32")
+        return (z - z.mean(-1, keepdims=True)) * jax.lax.rsqrt(z.var(-1, keepdims=True) + 1e-6)
+
+    assert testing.check_vjp(lambda x: jnp.tanh(x.astype("float32")), (X,)).ok
+    assert testing.check_hvp(norm, (X,), reference=norm, differences=False).ok
+
+    def cast_back(x):  # of float64 results, whose tolerance float32 cannot keep
+        return norm(x).astype(x.dtype)
+
+    report = testing.check_vjp(cast_back, (X,))
+    (row,) = report.rows
+    assert row.unsure and not row.ok and not report.ok and report.as_dict()["rows"][0]["unsure"]
+    *_, line, note = str(report).splitlines()
+    assert line.endswith("unsure") and note.startswith("unsure: ") and "give a reference" in note
+    with pytest.raises(AssertionError, match=r"^unsure gradients"):
+        testing.assert_vjp(cast_back, (X,))
+    assert testing.check_vjp(cast_back, (X,), reference=cast_back).ok
+
+    @jax.custom_vjp
+    def wrong(x):
+        return cast_back(x)
+
+    wrong.defvjp(lambda x: jax.vjp(cast_back, x), lambda pullback, dy: (2 * pullback(dy)[0],))
+    assert not testing.check_vjp(wrong, (X,)).ok
+    assert not testing.check_vjp(wrong, (X,), reference=cast_back, differences=False).ok
+
+
+def test_a_sample_of_the_elements():
+    """The reference sees all of them, the differences as many as asked for, always the same for a seed."""
+    x = np.random.default_rng(0).standard_normal((40, 50))
+    (row,) = testing.check_vjp(jnp.sin, (x,), elements=7).rows
+    assert (row.compared, row.size) == (7, 2000) and "7 of 2000" in str(testing.Report("", (row,)))
+    assert row == testing.check_vjp(jnp.sin, (x,), elements=7).rows[0]
+
+    @jax.custom_vjp
+    def wrong_once(x):
+        return jnp.sin(x)
+
+    wrong_once.defvjp(lambda x: (jnp.sin(x), x), lambda x, dy: ((dy * jnp.cos(x)).at[3, 4].add(1.0),))
+    row = testing.check_vjp(wrong_once, (x,), reference=jnp.sin, elements=7).row("x")
+    assert not row.ok and row.index == (3, 4)
+    assert not testing.check_vjp(wrong_once, (x,), elements=None).ok
+
+
+def test_under_others_configurations():
+    x = np.array([1e-6, 1.0, 1.0, 2.0])
+    with jax.debug_nans(True):  # a step leaves the domain of the logarithm
+        assert testing.check_vjp(jnp.log, (x,)).ok
+    with jax.disable_jit():
+        assert testing.check_vjp(jnp.sin, (x[:1],)).ok
+    with jax.numpy_dtype_promotion("strict"):
+        assert testing.check_vjp(lambda x: jnp.sin(x.astype("float32")), (x,)).ok
+        mixed = (x.astype("float32"), x.astype("bfloat16"))
+        assert testing.check_hvp(lambda x, y: x * x * y.astype(x.dtype), mixed, dtype=None).ok
