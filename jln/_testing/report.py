@@ -32,7 +32,7 @@ class Row:
     against: "reference", "differences", or "direction": the derivative along a random direction of all elements, where
     differences of some of them told nothing; its index is empty. compared: how many elements were. size: how many there
     are. unsure: whether it is not `ok` for want of digits in the differences, and may yet be right. seed: with which it
-    was found. small: whether it is `ok` and zeros would be too, in every seed.
+    was found. small: whether it is `ok` and zeros, which it is not, would be too, in every seed.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Row:
         at = int(np.argmax(np.where(wrong | ~wrong.any(), badness, -1)))
         index = tuple(int(i) for i in np.unravel_index(indices[at], shape))
         worst_got, worst_expected, worst_error, allowed = (float(b[at]) for b in (a, t, error, limit))
-        small = bool(good.all() and np.all(np.abs(t) <= tolerance.absolute))
+        small = bool(good.all() and np.any(t) and np.all(np.abs(t) <= tolerance.absolute))
         verdict = len(indices), size, bool(good.all()), bool(unsure[at]), seed, small
         return cls(name, against, index, worst_got, worst_expected, worst_error, allowed, *verdict)
 
