@@ -19,3 +19,11 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 @pytest.fixture(params=["xla", "triton"])
 def implementation(request):
     return request.param
+
+
+@pytest.fixture
+def compile_fast():
+    """For tests of what JAX makes of an operator, not XLA: many small programs, each of which runs once."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

@@ -21,6 +21,8 @@ from jln._bench.timing import Run
 from jln._bench.workloads import Workload
 from jln._cli import app, bench
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
 SETTINGS = measure.Settings(2)
 
 

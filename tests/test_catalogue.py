@@ -12,6 +12,8 @@ import jln
 from jln import testing
 from jln._cli import controls
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
 SEEDS = range(20)
 
 

@@ -13,6 +13,8 @@ import jln
 import workbench
 from workbench import LINEAR_OPERATORS
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
 OPERATOR = LINEAR_OPERATORS["layer_norm_linear"]
 

@@ -14,6 +14,8 @@ from jax.test_util import check_grads
 import jln
 from matrix import CASES, FORWARD, OPTIONAL, REVERSE, bind, first, one_row
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
 # Rounding of sums of up to 40 terms near 10, through a second derivative.
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 

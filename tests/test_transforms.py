@@ -13,6 +13,8 @@ import workbench
 from jln._triton import launch as triton_launch
 from workbench import OPERATORS
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
 
 

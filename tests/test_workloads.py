@@ -12,6 +12,8 @@ from jln import reference
 from jln._bench import stacks
 from jln._bench.workloads import ARGUMENTS, CPU_WORKLOADS, WORKLOADS, Workload
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
 ALL = WORKLOADS | CPU_WORKLOADS
 
 
