@@ -230,7 +230,8 @@ RULES = [
         (f"{DIFFERENCES}test_a_wrong_element_is_found_beside_a_sample",),
     ),
     Mutant(
-        "zeros passed without a word", REPORT, "good.all() and np.any(t) and np.all(np.abs(t) <= tolerance.absolute)", "False",
+        "zeros passed without a word", REPORT,
+        "good.all() and np.any(t) and np.all(np.abs(t) <= tolerance.absolute)", "False",
         (f"{DIFFERENCES}test_where_zeros_would_pass_the_report_says_so",),
     ),
     # Tuning
