@@ -141,9 +141,26 @@ def no_array(deferred: object) -> TypeError:
     return TypeError(f"{deferred!r} is no array: only the Linear with which the norm was fused can read it")
 
 
+class NoArray:
+    """A norm's result that is not there yet: it has the sizes of the norm's input `x`, and no numbers."""
+
+    x: jax.Array
+
+    def __eq__(self, other: object) -> bool:
+        raise no_array(self)  # Python's own answer, False, would count as a number
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.x.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.x.ndim
+
+
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["x", "scale", "offset"], meta_fields=["norm"])
 @dataclasses.dataclass(frozen=True, eq=False)
-class Deferred:
+class Deferred(NoArray):
     """A norm that has not been computed yet, because the Linear behind it may do that. Its sizes and its dtype are
     known; who wants its numbers gets a TypeError.
 
@@ -157,17 +174,6 @@ class Deferred:
 
     def __repr__(self) -> str:
         return f"Deferred({self.x.dtype}{list(self.x.shape)}, a norm left to the Linear with which it was fused)"
-
-    def __eq__(self, other: object) -> bool:
-        raise no_array(self)  # Python's own answer, False, would count as a number
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.x.shape
-
-    @property
-    def ndim(self) -> int:
-        return self.x.ndim
 
     @property
     def dtype(self) -> jnp.dtype:

@@ -109,23 +109,12 @@ class RMSNormLinear(_NormLinear):
     _norm_class: ClassVar[Any] = RMSNorm
 
 
-class Deferred(eqx.Module):
+class Deferred(_modules.NoArray, eqx.Module):
     """What the placeholder of a fused norm returns, for the one `FusedLayerNormLinear` that reads it. The norm's result
     has the shape and the dtype of its input; who wants its numbers gets a TypeError.
     """
 
     x: jax.Array
-
-    def __eq__(self, other: object) -> bool:
-        raise _modules.no_array(self)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.x.shape
-
-    @property
-    def ndim(self) -> int:
-        return self.x.ndim
 
     @property
     def dtype(self) -> jnp.dtype:

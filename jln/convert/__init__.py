@@ -89,9 +89,8 @@ def linen() -> Iterator[Routes]:
 
     A function under `jax.jit` is traced again inside, and runs as before outside. Yields a list that grows with every
     layer that is called or traced in the context (of nested ones, the outermost): its name, path and why, as in
-    `jln.explain`. What an earlier context
-    traced JAX does not trace again; such layers are in the list's `earlier`, and `jln.explain(function, *args)` in the
-    context tells which of them are a function's.
+    `jln.explain`. What an earlier context traced JAX does not trace again; such layers are in the list's `earlier`, and
+    `jln.explain(function, *args)` in the context tells which of them are a function's.
     """
     with _interceptors.linen() as routes:
         yield routes
