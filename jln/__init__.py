@@ -4,9 +4,10 @@ import importlib
 from typing import Any
 
 from jln import reference
+from jln._core.derivatives import STATISTICS
 from jln._modules import Route, explain
-from jln.layer_norm import STATISTICS, add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from jln.layer_norm_linear import layer_norm_linear, rms_norm_linear
+from jln._norm.operator import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from jln._norm_linear.operator import layer_norm_linear, rms_norm_linear
 
 __all__ = [
     "STATISTICS",

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jln import _checks
-from jln.layer_norm import normalised
-from jln.layer_norm_linear import normalised_linear
+from jln._norm.operator import normalised
+from jln._norm_linear.operator import normalised_linear
 
 
 class Route(NamedTuple):

@@ -3,22 +3,12 @@ what it shares with others are added up.
 
 JAX's partitioner cannot look into a kernel, and would gather its operands on every device. `custom_partitioning` lets
 it ask instead: a Shardy rule tells how shardings propagate, and a callback what to compute where they are known.
-
-An operation describes its arrays by the names of their dimensions, operands and results alike:
-
-    "b0", "b1", ...    vmap's axes
-    "r0", "r1", ...    rows
-    "h"                the normalised axis
-    "n"                features
-
-A dimension of size 1 where others have more is shared, and has no part in this. Behind a dot may stand whose dimension
-it is: "h.kernel" is computed as "h" is, but shardings do not propagate from the one to the other. So parameters that
-are only stored in parts (FSDP) are gathered, instead of splitting the rows.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import itertools
 import math
@@ -32,41 +22,93 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
-Names = tuple[str, ...]
 MeshAxes = tuple[str, ...]
+
+
+class Kind(enum.IntEnum):
+    """What a dimension counts. Mesh axes are given out in this order: where one splits the rows and a parameter, it is
+    the parameter that is gathered.
+    """
+
+    BATCH = 0  # vmap's axes
+    ROW = 1
+    FEATURE = 2
+    HIDDEN = 3  # the normalised axis
+
+
+@dataclasses.dataclass(frozen=True)
+class Dim:
+    """A dimension that operands and results share. One of size 1 where others have more has no part in it.
+
+    stored_as: the array whose dimension this is alone: it is computed as any other, but shardings do not propagate from
+    it. So parameters that are only stored in parts (FSDP) are gathered, instead of splitting the rows.
+    """
+
+    kind: Kind
+    index: int = 0
+    stored_as: str = ""
+
+    @property
+    def computed(self) -> Dim:
+        return Dim(self.kind, self.index)
+
+    def factor(self) -> str:
+        """Its name in a Shardy rule."""
+        return f"{self.kind.name.lower()}{self.index}{self.stored_as}"
+
+
+Dims = tuple[Dim, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """summed: the kinds of dimension over which every device has only its share of a sum, in the order in which they are
+    to be added up: by results that are to travel together. wide: added up in float32 at least.
+    """
+
+    dims: Dims
+    summed: tuple[Kind, ...] = ()
+    wide: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The dimensions of an operation's operands and results, those that are absent left out.
+    """Of an operation's operands, and of its results, NamedTuples both; None where one is absent."""
 
-    partial: of each result, the kinds of dimension ("n", "r") over which every device has only its share of the sum, in
-        the order in which they are to be added up: by results that are to travel together.
-    """
+    operands: tuple[Dims | None, ...]
+    results: Any
 
-    operands: tuple[Names, ...]
-    results: tuple[Names, ...]
-    partial: tuple[str, ...]
+    @classmethod
+    def of(cls, operands: Any, dims: Any, dtypes: Any, results: Any) -> Layout:
+        """Without what `operands` and `dtypes`, NamedTuples beside those of dimensions and results, say is absent."""
 
-    def only(self, operands: Sequence[bool], results: Sequence[bool]) -> Layout:
-        """Without those that are absent."""
-        pick = itertools.compress
-        return Layout(
-            tuple(pick(self.operands, operands)), tuple(pick(self.results, results)), tuple(pick(self.partial, results))
+        def present(described, given):
+            return type(described)(*(d if g is not None else None for d, g in zip(described, given, strict=True)))
+
+        return cls(present(dims, operands), present(results, dtypes))
+
+    given = property(lambda self: [d for d in self.operands if d is not None])
+    written = property(lambda self: [r for r in self.results if r is not None])
+
+    def widened(self, dtypes: Any) -> Any:
+        """The results' dtypes with those that are added up wide made wide."""
+        wide = (
+            jnp.promote_types(d, jnp.float32).name if r is not None and r.wide else d
+            for d, r in zip(dtypes, self.results, strict=True)
         )
+        return type(dtypes)(*wide)
 
     def rule(self, operands: Sequence[Any], results: Sequence[Any]) -> str:
         """In Shardy's notation, for arrays of these shapes."""
         alone = iter(range(sum(a.ndim for a in (*operands, *results))))
 
-        def factors(names: Names, shape: tuple[int, ...]) -> str:
-            named = (f"u{next(alone)}" if n == 1 else f.replace(".", "_") for f, n in zip(names, shape, strict=True))
-            return " ".join(named)
+        def factors(dims: Dims, shape: tuple[int, ...]) -> str:
+            return " ".join(f"u{next(alone)}" if n == 1 else d.factor() for d, n in zip(dims, shape, strict=True))
 
-        def side(layouts: tuple[Names, ...], arrays: Sequence[Any]) -> str:
-            return ", ".join(factors(names, a.shape) for names, a in zip(layouts, arrays, strict=True))
+        def side(dims: Sequence[Dims], arrays: Sequence[Any]) -> str:
+            return ", ".join(factors(d, a.shape) for d, a in zip(dims, arrays, strict=True))
 
-        return f"{side(self.operands, operands)} -> {side(self.results, results)}"
+        return f"{side(self.given, operands)} -> {side([r.dims for r in self.written], results)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,19 +116,15 @@ class Placement:
     """Which mesh axes split which dimension."""
 
     mesh: Any
-    axes: dict[str, MeshAxes]
+    axes: dict[Dim, MeshAxes]
 
-    def sharding(self, names: Names, shape: tuple[int, ...]) -> NamedSharding:
-        spec = [None if n == 1 else self.axes.get(_kind(f)) or None for f, n in zip(names, shape, strict=True)]
+    def sharding(self, dims: Dims, shape: tuple[int, ...]) -> NamedSharding:
+        spec = [None if n == 1 else self.axes.get(d.computed) or None for d, n in zip(dims, shape, strict=True)]
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
-    def over(self, kind: str) -> MeshAxes:
+    def over(self, kind: Kind) -> MeshAxes:
         """The mesh axes that split dimensions of this kind."""
-        return tuple(a for name, axes in self.axes.items() if name[0] == kind for a in axes)
-
-
-def _kind(name: str) -> str:
-    return name.split(".")[0]
+        return tuple(a for dim, axes in self.axes.items() if dim.kind == kind for a in axes)
 
 
 def _spec(sharding: NamedSharding, ndim: int) -> list[MeshAxes]:
@@ -142,22 +180,21 @@ def _on_mesh(mesh: Any, a: Any) -> jax.ShapeDtypeStruct:
 
 
 def place(mesh: Any, layout: Layout, operands: Sequence[Any], results: Sequence[Any], split_h: bool) -> Placement:
-    """Rows first: where one mesh axis splits the rows and a parameter, it is the parameter that is gathered."""
-    sizes: dict[str, int] = {}
-    wanted: dict[str, MeshAxes] = {}
-    for names, a in zip((*layout.operands, *layout.results), (*operands, *results), strict=True):
-        for name, size, axes in zip(names, a.shape, _spec(a.sharding, a.ndim), strict=True):
-            if size > 1 and "." not in name:
-                sizes[name] = size
-                wanted[name] = wanted.get(name) or axes
-    if not split_h:
-        wanted.pop("h", None)
+    """Which mesh axes split which dimension, for arrays of these shardings."""
+    sizes: dict[Dim, int] = {}
+    wanted: dict[Dim, MeshAxes] = {}
+    described = (*layout.given, *(r.dims for r in layout.written))
+    for dims, a in zip(described, (*operands, *results), strict=True):
+        for dim, size, axes in zip(dims, a.shape, _spec(a.sharding, a.ndim), strict=True):
+            if size > 1 and not dim.stored_as and (split_h or dim.kind != Kind.HIDDEN):
+                sizes[dim] = size
+                wanted[dim] = wanted.get(dim) or axes
     taken: set[str] = set()
-    chosen: dict[str, MeshAxes] = {}
-    for name in sorted(wanted, key=lambda name: "brnh".index(name[0])):
-        axes = tuple(a for a in wanted[name] if a not in taken)
-        if axes and sizes[name] % math.prod(mesh.shape[a] for a in axes) == 0:  # no device may have padding for rows
-            chosen[name] = axes
+    chosen: dict[Dim, MeshAxes] = {}
+    for dim in sorted(wanted, key=lambda dim: dim.kind):
+        axes = tuple(a for a in wanted[dim] if a not in taken)
+        if axes and sizes[dim] % math.prod(mesh.shape[a] for a in axes) == 0:  # no device may have padding for rows
+            chosen[dim] = axes
             taken.update(axes)
     return Placement(mesh, chosen)
 
@@ -171,18 +208,17 @@ def partitioned(
     """`compute` of the operands that are present, on every device by itself.
 
     compute_on_part_of_h: takes the mesh axes that split H, and the operands; None where H must not be split.
-    accumulate: as `compute`, with the gradients of vectors in a dtype to add shares up in; those of x and of the kernel
-        are added up in their own.
+    accumulate: as `compute`, with the results that are added up wide in a dtype for it.
     """
 
     def plan(mesh: Any, operands: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
         mesh = _with_prime_axes(mesh)
         operands, results = ([_on_mesh(mesh, a) for a in arrays] for arrays in (operands, results))
         placement = place(mesh, layout, operands, results, compute_on_part_of_h is not None)
-        h_axes = placement.axes.get("h", ())
-        summed = [tuple(placement.over(kind) for kind in kinds) for kinds in layout.partial]
-        in_ = tuple(placement.sharding(f, a.shape) for f, a in zip(layout.operands, operands, strict=True))
-        out = [placement.sharding(f, a.shape) for f, a in zip(layout.results, results, strict=True)]
+        h_axes = placement.over(Kind.HIDDEN)
+        summed = [tuple(placement.over(kind) for kind in r.summed) for r in layout.written]
+        in_ = tuple(placement.sharding(d, a.shape) for d, a in zip(layout.given, operands, strict=True))
+        out = [placement.sharding(r.dims, a.shape) for r, a in zip(layout.written, results, strict=True)]
         scattered = [_scatter(o, r, s) for o, r, s in zip(out, results, summed, strict=True)]
 
         def on_each_device(*parts: jax.Array) -> tuple[jax.Array, ...]:
@@ -271,3 +307,19 @@ def needs_devices() -> ClosedJaxpr:
     function = custom_partitioning(lambda a: a)
     function.def_partition(lambda *_: None, sharding_rule="i -> i")
     return jax.make_jaxpr(function)(jax.ShapeDtypeStruct((1,), jnp.float32))
+
+
+def spreading(context: mlir.ModuleContext) -> tuple[bool, str | None]:
+    """Whether JAX's partitioner will spread the program over devices, and why a kernel cannot run if it cannot."""
+    axis_context: Any = context.axis_context
+    manual = getattr(axis_context, "manual_axes", None)
+    if manual is not None:  # inside shard_map
+        automatic = [a for a, size in axis_context.mesh.shape.items() if a not in manual and size > 1]
+        if automatic:
+            return False, f"in a shard_map that leaves mesh axes {automatic} to the compiler: name all axes"
+        return False, None
+    if getattr(axis_context, "num_devices", 1) == 1:
+        return False, None
+    if context.lowering_parameters.for_export:
+        return False, "in an export for several devices, except inside jax.shard_map"
+    return True, None

@@ -1,0 +1,1 @@
+"""How formulas and kernels become operators that JAX can transform: knows no operator."""

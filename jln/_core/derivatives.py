@@ -1,0 +1,157 @@
+"""How an operator is differentiated: its rules, wired into `jax.custom_vjp` and, for forward mode, `jax.custom_jvp`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType, NamedSharding
+
+# The `jax.ad_checkpoint.checkpoint_name` of row statistics.
+STATISTICS = "jln_statistics"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """An operator by its rules. Operands and results are NamedTuples, None where one is absent.
+
+    value: `value(settings, operands)` -> results.
+    saving: `saving(settings, operands, wanted)` -> (results, saved), what the derivatives need, as any pytree.
+    gradients: `gradients(settings, saved, cotangents, wanted)` -> the operands' gradients; a cotangent is None where a
+        result was not used, a gradient where it is zero or not wanted.
+    tangents: `tangents(settings, saved, tangents, results)` -> the results' tangents, linear in those of the operands,
+        None where zero, and transposed to `gradients` by its own means.
+
+    `wanted` is a NamedTuple of the operands' dtypes by name, None for those whose gradient nobody wants.
+    """
+
+    value: Callable[..., Any]
+    saving: Callable[..., Any]
+    gradients: Callable[..., Any]
+    tangents: Callable[..., Any]
+
+    def operator(self) -> Callable[..., Any]:
+        """`operator(settings, operands, forward_mode)`, the differentiable function."""
+        reverse = jax.custom_vjp(self.value, nondiff_argnums=(0,))
+        reverse.defvjp(self._saving, self._gradients, symbolic_zeros=True)
+        forward = jax.custom_jvp(self.value, nondiff_argnums=(0,))
+        forward.defjvp(self._tangents, symbolic_zeros=True)
+
+        def operator(settings: Hashable, operands: Any, forward_mode: bool) -> Any:
+            operands = _varying_together(operands)
+            if forward_mode:
+                return forward(settings, operands)
+            return reverse(settings, _in_reverse_mode_only(operands))
+
+        return operator
+
+    def _saving(self, settings, operands):
+        is_primal = lambda a: isinstance(a, CustomVJPPrimal)  # noqa: E731
+        values = jax.tree.map(lambda a: a.value, operands, is_leaf=is_primal)
+        wanted = jax.tree.map(lambda a: a.value.dtype.name if a.perturbed else None, operands, is_leaf=is_primal)
+        results, saved = self.saving(settings, values, wanted)
+        return results, (saved, _Static(wanted))
+
+    def _gradients(self, settings, kept, cotangents):
+        saved, wanted = kept
+        return (self.gradients(settings, saved, _without_zeros(cotangents), wanted.value),)
+
+    def _tangents(self, settings, primals, tangents):
+        (operands,), (tangents,) = primals, tangents
+        wanted = jax.tree.map(lambda a: a.dtype.name, operands)
+        results, saved = self.saving(settings, operands, wanted)
+        return results, self.tangents(settings, saved, _without_zeros(tangents), results)
+
+
+def named_statistics(*statistics: jax.Array | None) -> tuple[jax.Array | None, ...]:
+    """Row statistics under the name by which policies of `jax.checkpoint` find them."""
+    return tuple(None if a is None else checkpoint_name(a, STATISTICS) for a in statistics)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """What goes from the forward to the backward rule without being an array."""
+
+    value: Hashable
+
+
+def _without_zeros(tree: Any) -> Any:
+    """None where JAX says that a value is zero."""
+    zero = lambda a: isinstance(a, SymbolicZero)  # noqa: E731
+    return jax.tree.map(lambda a: None if zero(a) else a, tree, is_leaf=zero)
+
+
+def _refuse_forward_mode(*_, **__):
+    raise TypeError(
+        "this operator was asked for its derivative in forward mode (jax.jvp, jax.jacfwd, jax.linearize), which a "
+        "custom_vjp function has not: call it with forward_mode=True"
+    )
+
+
+def _reverse_mode_primitive() -> Primitive:
+    """The identity, on the way of arguments into a custom_vjp function. JAX's own error does not tell what to do.
+
+    Its tangents pass through another identity, which reverse mode transposes and never evaluates. It takes all
+    arguments together: where one is differentiated in reverse mode, forward mode over it is right for the others.
+    """
+    through, tangent = Primitive("jln_reverse_mode"), Primitive("jln_reverse_mode_tangent")
+    through.multiple_results = True
+    through.def_impl(lambda *a: a)
+    through.def_abstract_eval(lambda *a: a)
+    batching.primitive_batchers[through] = lambda operands, dims: (through.bind(*operands), dims)
+    mlir.register_lowering(through, lambda ctx, *a: a)
+    ad.primitive_jvps[through] = lambda primals, tangents: (
+        primals,
+        [t if isinstance(t, ad.Zero) else tangent.bind(t) for t in tangents],
+    )
+    tangent.def_impl(_refuse_forward_mode)
+    tangent.def_abstract_eval(lambda a: a)
+    batching.primitive_batchers[tangent] = _refuse_forward_mode
+    mlir.register_lowering(tangent, _refuse_forward_mode)
+    ad.deflinear2(tangent, lambda ct, a: [ct])
+    return through
+
+
+_reverse_mode = _reverse_mode_primitive()
+
+
+def _in_reverse_mode_only(operands: Any) -> Any:
+    """The operands, with an error for who differentiates in forward mode."""
+    given, tree = jax.tree.flatten(operands)
+    return tree.unflatten(_reverse_mode.bind(*given))
+
+
+def _varying_together(operands: Any) -> Any:
+    """Inside shard_map: every operand as one that varies over each mesh axis that any of them varies over.
+
+    Outside of the operator's custom_vjp, so that it is JAX that adds up a shared parameter's gradient over these axes.
+    """
+    over = jax.tree.map(lambda a: jax.typeof(a).manual_axis_type.varying, operands)
+    union = frozenset().union(*jax.tree.leaves(over, is_leaf=lambda axes: isinstance(axes, frozenset)))
+
+    def cast(a: jax.Array) -> jax.Array:
+        missing = union - jax.typeof(a).manual_axis_type.varying
+        return jax.lax.pcast(a, tuple(sorted(missing)), to="varying") if missing else a
+
+    return jax.tree.map(cast, operands)
+
+
+def with_automatic_axes(function: Callable[..., Any], specs: Callable[..., Any], operands: Any) -> Any:
+    """`function(operands)`; on a mesh with explicit axes as if they were automatic, with results sharded as `specs`,
+    called with the operands' PartitionSpecs, says.
+    """
+    mesh = jax.typeof(jax.tree.leaves(operands)[0]).sharding.mesh
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = tuple(a for a, kind in kinds if kind == AxisType.Explicit)
+    if not explicit:
+        return function(operands)
+    given = specs(jax.tree.map(lambda a: jax.typeof(a).sharding.spec, operands))
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), given)
+    return jax.sharding.auto_axes(function, axes=explicit, out_sharding=shardings)(operands)

@@ -1,0 +1,245 @@
+"""One operation: a JAX primitive with named operands that compiles for every platform, batches and differentiates.
+
+It is bound with N-D operands and static settings, and stays a single equation until it is lowered. Only then, for a
+known platform, is it decided what computes it: jnp, or Triton kernels.
+
+`jax.interpreters` promises no stability, so all that is used of it is used in this room.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jln._core.mesh import Layout, needs_devices, partitioned, spreading
+from jln._triton import target
+
+# NamedTuples of arrays, or of what stands for them (shapes, dtypes); None where an array is absent.
+Operands = TypeVar("Operands")
+Results = TypeVar("Results")
+
+
+@dataclasses.dataclass(frozen=True)
+class Told(Generic[Results]):
+    """What an operation is told beside its operands.
+
+    settings: the operator's own static record. dtypes: the name of each result's, None for a result that nobody wants,
+    which then costs nothing. (Names, because `None == np.dtype("float64")` is True.) batch_dims: how many leading axes
+    vmap has put in front of every operand, of size 1 where it is shared.
+    """
+
+    settings: Hashable
+    dtypes: Results
+    batch_dims: int = 0
+
+    def arguments(self) -> tuple[Any, Results, int]:
+        """In the order in which formulas and launchers take them, behind the operands."""
+        return self.settings, self.dtypes, self.batch_dims
+
+
+class Operation(Generic[Operands, Results]):
+    """A function from operands to results, as one primitive.
+
+    formula: `formula(operands, settings, dtypes, batch_dims)` in jnp, which defines the results' shapes and is what JAX
+        differentiates. Results are in the dtypes told.
+    formula_cpu: the same, written for XLA's CPU backend.
+    launcher: returns `launch(operands, settings, dtypes, batch_dims, target)`, the same by kernels; called when a
+        program is first lowered for one, so that Triton is imported then.
+    layout: what `jln._core.mesh` must know of the arrays, from the formula's arguments.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        formula: Callable[..., Results],
+        *,
+        formula_cpu: Callable[..., Results] | None = None,
+        launcher: Callable[[], Callable[..., Results]] | None = None,
+        layout: Callable[..., Layout] | None = None,
+    ):
+        self._formula, self._formula_cpu = formula, formula_cpu or formula
+        self._launcher, self._layout = launcher, layout
+        self._primitive = primitive = Primitive(name)
+        primitive.multiple_results = True
+        primitive.def_impl(self._evaluate)
+        primitive.def_abstract_eval(self._abstract)
+        batching.primitive_batchers[primitive] = self._batch
+        ad.primitive_jvps[primitive] = self._jvp
+        for platform in (None, "cpu", "cuda"):
+            mlir.register_lowering(primitive, functools.partial(self._lower, platform), platform=platform)
+
+    def __call__(
+        self,
+        operands: Operands,
+        settings: Hashable,
+        dtypes: Results,
+        *,
+        implementation: str | None,
+        batch_dims: int = 0,
+    ) -> Results:
+        given, tree = jax.tree.flatten(operands)
+        told = Told(settings, dtypes, batch_dims)
+        written = self._primitive.bind(
+            *given, tree=tree, told=told, implementation=implementation, mark=needs_devices()
+        )
+        return jax.tree.unflatten(jax.tree.structure(dtypes), written)
+
+    def _abstract(self, *avals, tree, told, **_):
+        arrays = tuple((a.shape, a.dtype) for a in avals)
+        shapes = _result_shapes(self._formula, arrays, tree, told, jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
+        like = avals[0]  # all operands are on one mesh, and vary over the same axes of it
+
+        def aval(shape, dtype):
+            sharding = NamedSharding(like.sharding.mesh, PartitionSpec(*[None] * len(shape)))
+            return ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=like.manual_axis_type)
+
+        return [aval(s.shape, s.dtype) for s in shapes]
+
+    def _evaluate(self, *operands, **params):
+        with jax.disable_jit(False):  # under disable_jit the call below would come back here
+            return _jitted(self._primitive, tuple(sorted(params.items())))(*operands)
+
+    def _batch(self, operands, dims, *, told, **params):
+        in_front = [
+            jnp.expand_dims(a, 0) if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(operands, dims, strict=True)
+        ]
+        told = dataclasses.replace(told, batch_dims=told.batch_dims + 1)
+        results = self._primitive.bind(*in_front, told=told, **params)
+        return results, [0] * len(results)
+
+    def _jvp(self, primals, tangents, *, tree, told, **params):
+        """The kernels' results, with the formula's tangents."""
+        formula = _of_leaves(self._formula, tree, told)
+        tangents = tuple(ad.instantiate_zeros(t) for t in tangents)
+        _, tangents_out = jax.jvp(formula, tuple(primals), tangents)
+        results = self._primitive.bind(*primals, tree=tree, told=told, **params)
+        return results, tangents_out
+
+    def _lower(self, platform, ctx, *operands, tree, told, implementation, mark):
+        del mark
+        sizes = [n for aval in ctx.avals_in for n in aval.shape]
+        if not all(isinstance(n, int) for n in sizes):  # an export with symbolic shapes
+            if implementation == "triton":
+                raise ValueError("implementation='triton' needs static shapes; leave it to None for symbolic ones")
+            implementation = "xla"
+        elif 0 in sizes:  # never worth a kernel
+            implementation = "xla"
+        spread, reason = (False, None) if self._layout is None else spreading(ctx.module_context)
+        if reason is not None:
+            if implementation == "triton":
+                raise ValueError(f"implementation='triton' cannot run {reason}")
+            implementation = "xla"
+        compute = self._chosen(platform, implementation, spread)
+        function = _of_leaves(compute, tree, told)
+        if spread:
+            assert self._layout is not None
+            layout = self._layout(tree.unflatten(ctx.avals_in), *told.arguments())
+            function = self._spread(compute, layout, tree, told, may_split_h=implementation != "triton")
+        return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
+
+    def _spread(self, compute, layout: Layout, tree, told, may_split_h: bool) -> Callable[..., Any]:
+        """`compute` on every device by itself, shares of sums that are of parameters' size in a wide dtype."""
+        exact = dataclasses.replace(told, dtypes=layout.widened(told.dtypes))
+
+        def on_part_of_h(h_axes, *operands):
+            return _of_leaves(functools.partial(self._formula, h_axes=h_axes), tree, exact)(*operands)
+
+        return partitioned(
+            _of_leaves(compute, tree, told),
+            on_part_of_h if may_split_h else None,
+            layout,
+            _of_leaves(compute, tree, exact),
+        )
+
+    def _chosen(self, platform: str | None, implementation: str | None, spread: bool) -> Callable[..., Results]:
+        """What computes the operation on `platform`."""
+        formula = self._formula_cpu if platform == "cpu" else self._formula
+        if implementation == "xla" or self._launcher is None:
+            return formula
+        if implementation is None:
+            reason = target.missing(platform)
+            if reason is not None:
+                if platform == "cuda":
+                    warnings.warn(f"jln runs {self._primitive.name} without its Triton kernels: {reason}", stacklevel=2)
+                return formula
+        return functools.partial(self._launcher(), target=target.on(platform, spread))
+
+
+class LinearOperation(Operation[Operands, Results]):
+    """An operation linear in the first of its two operands, and the transpose of another that has kernels.
+
+    The operands are a pair: tangents, a NamedTuple, None for those that are zero; and whatever else the formula reads.
+    It is computed by its formula, on every platform and however it is sharded.
+
+    transpose: `transpose(cotangents, tangents, others, settings, batch_dims, implementation)`, with the results'
+        cotangents and the tangents' avals, None where there is none, returns the cotangents of the tangents.
+    """
+
+    def __init__(self, name: str, formula: Callable[..., Results], *, transpose: Callable[..., Any]):
+        super().__init__(name, formula)
+        self._transposed = transpose
+        ad.primitive_transposes[self._primitive] = self._transpose
+
+    def _transpose(self, cotangents, *operands, tree, told, implementation, mark):
+        del mark
+        cotangents = [None if type(c) is ad.Zero else c for c in cotangents]
+        cotangents = jax.tree.unflatten(jax.tree.structure(told.dtypes), cotangents)
+        tangents, _ = tree.unflatten([a.aval if ad.is_undefined_primal(a) else None for a in operands])
+        _, others = tree.unflatten(operands)
+        places, _ = tree.unflatten(range(len(operands)))
+        gradients = self._transposed(cotangents, tangents, others, told.settings, told.batch_dims, implementation)
+        found: list[Any] = [None] * len(operands)
+        for place, aval, gradient in zip(places, tangents, gradients, strict=True):
+            if aval is not None:
+                found[place] = _like(aval, gradient)
+        return found
+
+
+def only_rows_differ(batch_dims: int, rows: Sequence[Any], parameters: Sequence[Any]) -> bool:
+    """Whether vmap's axes are axes of rows like any other: on all of them every array of rows differs from example to
+    example, and no parameter does. Each is an array, an aval or None.
+    """
+    batches = {a.shape[:batch_dims] for a in rows if a is not None}
+    return len(batches) == 1 and all(p is None or math.prod(p.shape[:batch_dims]) == 1 for p in parameters)
+
+
+def _like(aval: ShapedArray, gradient: jax.Array | None) -> Any:
+    """The gradient of an operand, summed over those of vmap's axes on which it was shared."""
+    if gradient is None:
+        return ad.Zero(aval)
+    shared = [i for i, (n, of) in enumerate(zip(gradient.shape, aval.shape, strict=True)) if n != of]
+    return jnp.sum(gradient, shared, keepdims=True).astype(aval.dtype)
+
+
+def _of_leaves(function: Callable[..., Any], tree: Any, told: Told) -> Callable[..., list[jax.Array]]:
+    """`function` of the operands that are there, returning the results that are."""
+
+    def call(*leaves):
+        with jax.numpy_dtype_promotion("standard"):  # every dtype is chosen on purpose, whatever the user's mode
+            return jax.tree.leaves(function(tree.unflatten(leaves), *told.arguments()))
+
+    return call
+
+
+@functools.lru_cache(maxsize=1024)
+def _result_shapes(formula, arrays, tree, told, x64: bool) -> list[jax.ShapeDtypeStruct]:
+    del x64  # on which JAX's dtypes depend
+    operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in arrays]
+    return jax.eval_shape(_of_leaves(formula, tree, told), *operands)
+
+
+@functools.lru_cache(maxsize=1024)
+def _jitted(primitive: Primitive, params: tuple) -> Callable:
+    """For the rare case that an operation is evaluated outside of jit."""
+    return jax.jit(functools.partial(primitive.bind, **dict(params)))

@@ -1,0 +1,357 @@
+"""LayerNorm and RMSNorm, alone and with a residual added first: one operator, four public functions."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jln import _checks
+from jln._core.derivatives import Rules, named_statistics, with_automatic_axes
+from jln._core.mesh import Dim, Dims, Kind, Layout, Result
+from jln._core.operation import LinearOperation, Operation, only_rows_differ
+from jln._norm import formulas
+from jln._norm.signature import Cotangents, Gradients, Norm, Operands, Outcome, Results, Saved, Settings
+
+Axis = int | tuple[int, ...]
+
+
+def layer_norm(
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    offset: jax.Array | None = None,
+    *,
+    axis: Axis = -1,
+    epsilon: float = 1e-6,
+    zero_centered_scale: bool = False,
+    implementation: str | None = None,
+    forward_mode: bool = False,
+) -> jax.Array:
+    """Layer normalisation: `y = (x - mean) / sqrt(variance + epsilon) * scale + offset`.
+
+    Mean and (biased, two-pass) variance are taken over `axis`, for each element of the other axes by itself.
+    Ba, Kiros, Hinton, "Layer Normalization" (2016).
+
+    All arithmetic is in float32, for float64 `x` in float64; the result is rounded once. Every gradient has its
+    argument's dtype and shape. Gradients are bitwise the same from run to run. From the Triton kernels a row's `y` and
+    `dx` do not depend, bit for bit, on the other rows or on their number (with rows that lie side by side: as long as
+    the axes behind the normalised one keep their sizes).
+
+    Args:
+      x: array of at least one axis: float16, bfloat16, float32 or float64. `M` rows of `H` elements.
+      scale: the normalised axes' shape, in the order in which `axis` gives them (`[H]` for one axis); any supported
+        dtype. None: no scale.
+      offset: as `scale`.
+      axis: the axis or axes to normalise over. Adjacent ones are read in place, wherever they are; others are
+        transposed.
+      epsilon: added to the variance; not negative.
+      zero_centered_scale: multiply by `1 + scale`.
+      implementation: "triton" (kernels; on the CPU with TRITON_INTERPRET=1), "xla", or None: Triton where the program
+        is compiled for an NVIDIA GPU and jax-triton is installed, else XLA. A named one runs or raises.
+      forward_mode: support forward mode too (`jax.jvp`, `jax.jacfwd`, `jax.linearize`, `jax.hessian`), the same kernels
+        serving reverse mode. Without it this is a `jax.custom_vjp` function, which has reverse mode only, and forward
+        mode over it.
+
+    Returns:
+      y: `x`'s shape and dtype.
+
+    Raises:
+      TypeError: an argument has an unsupported type or dtype, or is traced where it must be static.
+      ValueError: shapes do not match, an axis is out of range or twice there, the normalised axes are empty, epsilon is
+        negative, or the implementation is unknown.
+    """
+    static = axis, epsilon, zero_centered_scale, implementation, forward_mode
+    return _checked(x, None, scale, offset, *static, subtract_mean=True).y
+
+
+def rms_norm(
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    *,
+    axis: Axis = -1,
+    epsilon: float = 1e-6,
+    zero_centered_scale: bool = False,
+    implementation: str | None = None,
+    forward_mode: bool = False,
+) -> jax.Array:
+    """Root-mean-square normalisation: `y = x / sqrt(mean(x**2) + epsilon) * scale`.
+
+    Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019). Arguments, dtypes, guarantees and errors are those
+    of `layer_norm`.
+    """
+    static = axis, epsilon, zero_centered_scale, implementation, forward_mode
+    return _checked(x, None, scale, None, *static, subtract_mean=False).y
+
+
+def add_layer_norm(
+    x: jax.Array,
+    residual: jax.Array,
+    scale: jax.Array | None = None,
+    offset: jax.Array | None = None,
+    *,
+    axis: Axis = -1,
+    epsilon: float = 1e-6,
+    zero_centered_scale: bool = False,
+    implementation: str | None = None,
+    forward_mode: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """`(layer_norm(x + residual, scale, offset), x + residual)`, the sum read and written once.
+
+    The sum is in the promoted dtype of `x` and `residual`, and it is the rounded sum that is normalised. Guarantees and
+    errors are those of `layer_norm`.
+
+    Args:
+      x: as in `layer_norm`.
+      residual: `x`'s shape; any supported dtype.
+      scale: as in `layer_norm`.
+      offset: as in `layer_norm`.
+      axis: as in `layer_norm`.
+      epsilon: as in `layer_norm`.
+      zero_centered_scale: as in `layer_norm`.
+      implementation: as in `layer_norm`.
+      forward_mode: as in `layer_norm`.
+
+    Returns:
+      y: `x`'s shape and dtype.
+      total: `x + residual`, `x`'s shape and the promoted dtype.
+    """
+    static = axis, epsilon, zero_centered_scale, implementation, forward_mode
+    return tuple(_checked(x, residual, scale, offset, *static, adds=True, subtract_mean=True))
+
+
+def add_rms_norm(
+    x: jax.Array,
+    residual: jax.Array,
+    scale: jax.Array | None = None,
+    *,
+    axis: Axis = -1,
+    epsilon: float = 1e-6,
+    zero_centered_scale: bool = False,
+    implementation: str | None = None,
+    forward_mode: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """`(rms_norm(x + residual, scale), x + residual)`; arguments and results are those of `add_layer_norm`."""
+    static = axis, epsilon, zero_centered_scale, implementation, forward_mode
+    return tuple(_checked(x, residual, scale, None, *static, adds=True, subtract_mean=False))
+
+
+def normalised(
+    x,
+    scale,
+    offset,
+    *,
+    axis: Axis,
+    epsilon: float,
+    subtract_mean: bool,
+    y_dtype: DTypeLike,
+    implementation: str | None = None,
+) -> jax.Array:
+    """What the modules call: `layer_norm` or `rms_norm`, this one with an offset too, its result in `y_dtype`.
+
+    A module's dtype may be wider than x's (bfloat16 x, float32 parameters) or narrower; there is one rounding still.
+    The frameworks' own layers can be differentiated in forward mode, so these can.
+    """
+    static = axis, epsilon, False, implementation, True
+    return _checked(x, None, scale, offset, *static, subtract_mean=subtract_mean, y_dtype=y_dtype).y
+
+
+# The operations
+
+
+def _dims(ndim: int, axis: int, batch_dims: int, stored_as: str = "") -> Dims:
+    """Every array's dimensions: all have the same rank, with 1 where they have less than x."""
+    dims = [Dim(Kind.BATCH if i < batch_dims else Kind.ROW, i) for i in range(ndim)]
+    dims[axis] = Dim(Kind.HIDDEN, stored_as=stored_as)
+    return tuple(dims)
+
+
+def _forward_layout(operands: Operands, norm: Norm, dtypes: Outcome, batch_dims: int) -> Layout:
+    rows, parameter = (_dims(operands.x.ndim, norm.axis, batch_dims, of) for of in ("", "parameter"))
+    given = Operands(x=rows, residual=rows, scale=parameter, offset=parameter)
+    return Layout.of(operands, given, dtypes, Outcome(*[Result(rows)] * 4))
+
+
+def _backward_layout(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: int) -> Layout:
+    rows, parameter = (_dims(operands.dy.ndim, norm.axis, batch_dims, of) for of in ("", "parameter"))
+    given = Cotangents(dy=rows, dtotal=rows, total=rows, scale=parameter, mean=rows, rstd=rows)
+    shares = Result(parameter, summed=(Kind.ROW,), wide=True)
+    return Layout.of(operands, given, dtypes, Gradients(dx=Result(rows), dscale=shares, doffset=shares))
+
+
+def _launcher():
+    from jln._norm import launcher
+
+    return launcher
+
+
+_forward: Operation[Operands, Outcome] = Operation(
+    "jln_norm_forward",
+    formulas.forward,
+    formula_cpu=formulas.forward_cpu,
+    launcher=lambda: _launcher().forward,
+    layout=_forward_layout,
+)
+_backward: Operation[Cotangents, Gradients] = Operation(
+    "jln_norm_backward",
+    formulas.backward,
+    formula_cpu=formulas.backward_cpu,
+    launcher=lambda: _launcher().backward,
+    layout=_backward_layout,
+)
+
+
+# The rules
+
+
+def _outcome(settings: Settings, operands: Operands, keep: bool) -> Outcome:
+    norm, (x, residual, _, _) = settings.norm, operands
+    total = x.dtype if residual is None else jnp.promote_types(x.dtype, residual.dtype)
+    statistic = jnp.promote_types(total, jnp.float32).name if keep else None
+    dtypes = Outcome(
+        y=settings.y_dtype,
+        total=None if residual is None else total.name,
+        mean=statistic if norm.subtract_mean else None,
+        rstd=statistic,
+    )
+    return _forward(operands, norm, dtypes, implementation=settings.implementation)
+
+
+def _value(settings: Settings, operands: Operands) -> Results:
+    y, total, _, _ = _outcome(settings, operands, keep=False)
+    return Results(y, total)
+
+
+def _saving(settings: Settings, operands: Operands, wanted: Operands) -> tuple[Results, Saved]:
+    """Keep only what the wanted gradients read: that of the offset nothing."""
+    for_rows = wanted.x is not None or wanted.residual is not None
+    keep = for_rows or wanted.scale is not None
+    y, total, *statistics = _outcome(settings, operands, keep)
+    mean, rstd = named_statistics(*statistics)
+    saved = Saved(operands.x if total is None else total, operands.scale if for_rows else None, mean, rstd)
+    return Results(y, total), saved if keep else Saved(None, None, None, None)
+
+
+def _gradients(settings: Settings, saved: Saved, cotangents: Results, wanted: Operands) -> Operands:
+    dx, dscale, doffset = _pulled_back(cotangents, saved, settings.norm, wanted, 0, settings.implementation)
+    dx, dresidual = (None if d is None or dx is None else dx.astype(d) for d in (wanted.x, wanted.residual))
+    return Operands(dx, dresidual, dscale, doffset)
+
+
+def _pulled_back(
+    cotangents: Results, saved: Saved, norm: Norm, wanted: Operands, batch_dims: int, implementation: str | None
+) -> Gradients:
+    dy, dtotal = cotangents
+    if dy is None:
+        return Gradients(dtotal, None, None)
+    for_rows = wanted.x is not None or wanted.residual is not None
+    dtypes = Gradients(saved.total.dtype.name if for_rows else None, wanted.scale, wanted.offset)
+    operands = Cotangents(dy, dtotal if for_rows else None, *saved)
+    return _backward(operands, norm, dtypes, implementation=implementation, batch_dims=batch_dims)
+
+
+def _transposed(cotangents: Results, tangents: Operands, saved: Saved, norm: Norm, batch_dims: int, implementation):
+    """Reverse mode after all, by the backward kernel."""
+    rows = (*cotangents, saved.total, saved.mean, saved.rstd)
+    if only_rows_differ(batch_dims, rows, (saved.scale, tangents.offset)):
+        batch_dims = 0
+    wanted = Operands(*(None if a is None else a.dtype.name for a in tangents))
+    dx, dscale, doffset = _pulled_back(cotangents, saved, norm, wanted, batch_dims, implementation)
+    return Operands(dx, dx, dscale, doffset)
+
+
+_tangent: LinearOperation[tuple[Operands, Saved], Results] = LinearOperation(
+    "jln_norm_tangent", formulas.tangent, transpose=_transposed
+)
+
+
+def _tangents(settings: Settings, saved: Saved, tangents: Operands, results: Results) -> Results:
+    dtypes = Results(*(None if a is None else a.dtype.name for a in results))
+    return _tangent((tangents, saved), settings.norm, dtypes, implementation=settings.implementation)
+
+
+_operator = Rules(_value, _saving, _gradients, _tangents).operator()
+
+
+# From the public functions to the operator
+
+
+def _checked(
+    x,
+    residual,
+    scale,
+    offset,
+    axis: Axis,
+    epsilon: float,
+    zero_centered_scale: bool,
+    implementation: str | None,
+    forward_mode: bool,
+    *,
+    subtract_mean: bool,
+    adds: bool = False,
+    y_dtype: DTypeLike | None = None,
+) -> Results:
+    x, residual = _checks.array("x", x), _checks.array("residual", residual) if adds else None
+    scale, offset = _checks.optional_array("scale", scale), _checks.optional_array("offset", offset)
+    axes = _checks.axes(axis, x)
+    normalised = tuple(x.shape[a] for a in axes)
+    _checks.shape("residual", residual, x.shape, "that of x")
+    _checks.shape("scale", scale, normalised, f"that of x's axes {axes}")
+    _checks.shape("offset", offset, normalised, f"that of x's axes {axes}")
+    norm = Norm(
+        _merged_axis(axes, x.ndim),
+        _checks.epsilon(epsilon),
+        subtract_mean,
+        _checks.zero_centered_scale(zero_centered_scale, scale),
+    )
+    settings = Settings(norm, jnp.dtype(y_dtype or x.dtype).name, _checks.implementation(implementation))
+    forward_mode = _checks.flag("forward_mode", forward_mode)
+    return _jitted(settings, axes, forward_mode, Operands(x, residual, scale, offset))
+
+
+def _adjacent(order: list[int]) -> bool:
+    return order == list(range(order[0], order[-1] + 1))
+
+
+def _merged_axis(axes: tuple[int, ...], ndim: int) -> int:
+    """Where the normalised axes are once they are one, counted from the end: in place if they are adjacent."""
+    order = sorted(axes)
+    return order[-1] - ndim if _adjacent(order) else -1
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+def _jitted(settings: Settings, axes: tuple[int, ...], forward_mode: bool, operands: Operands) -> Results:
+    def like_x(specs: Operands) -> Results:
+        return Results(specs.x, None if specs.residual is None else specs.x)
+
+    return with_automatic_axes(functools.partial(_on_one_axis, settings, axes, forward_mode), like_x, operands)
+
+
+def _on_one_axis(settings: Settings, axes: tuple[int, ...], forward_mode: bool, operands: Operands) -> Results:
+    """Make the normalised axes one, and several again."""
+    x, order = operands.x, sorted(axes)
+    h = math.prod(x.shape[a] for a in order)
+    ndim = x.ndim - len(order) + 1
+    first = ndim + settings.norm.axis
+    last = range(first, first + len(order))
+
+    def to_one_axis(a: jax.Array) -> jax.Array:
+        a = a if _adjacent(order) else jnp.moveaxis(a, order, last)
+        return a.reshape(*a.shape[:first], h, *a.shape[first + len(order) :])
+
+    def to_same_rank(parameter: jax.Array) -> jax.Array:
+        in_order = parameter.transpose([axes.index(a) for a in order])
+        return in_order.reshape([h if i == first else 1 for i in range(ndim)])
+
+    def from_one_axis(a: jax.Array) -> jax.Array:
+        if _adjacent(order):
+            return a.reshape(x.shape)
+        moved = a.reshape(*a.shape[:first], *(x.shape[i] for i in order))
+        return jnp.moveaxis(moved, last, order)
+
+    arrays, parameters = (operands.x, operands.residual), (operands.scale, operands.offset)
+    merged = Operands(*jax.tree.map(to_one_axis, arrays), *jax.tree.map(to_same_rank, parameters))
+    return jax.tree.map(from_one_axis, _operator(settings, merged, forward_mode))
