@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jln._core.mesh import Layout, needs_devices, partitioned, spreading
@@ -57,6 +57,8 @@ class Operation(Generic[Operands, Results]):
     launcher: returns `launch(operands, settings, dtypes, batch_dims, target)`, the same by kernels; called when a
         program is first lowered for one, so that Triton is imported then.
     layout: what `jln._core.mesh` must know of the arrays, from the formula's arguments.
+    made_of: beside the results, the names of the operands that each is made of, for an operation of which not all
+        results may be wanted. What is needed for none that are wanted is not read, and need not be kept.
     """
 
     def __init__(
@@ -67,15 +69,18 @@ class Operation(Generic[Operands, Results]):
         formula_cpu: Callable[..., Results] | None = None,
         launcher: Callable[[], Callable[..., Results]] | None = None,
         layout: Callable[..., Layout] | None = None,
+        made_of: Results | None = None,
     ):
         self._formula, self._formula_cpu = formula, formula_cpu or formula
-        self._launcher, self._layout = launcher, layout
+        self._launcher, self._layout, self._made_of = launcher, layout, made_of
         self._primitive = primitive = Primitive(name)
         primitive.multiple_results = True
         primitive.def_impl(self._evaluate)
         primitive.def_abstract_eval(self._abstract)
         batching.primitive_batchers[primitive] = self._batch
         ad.primitive_jvps[primitive] = self._jvp
+        if made_of is not None:
+            partial_eval.dce_rules[primitive] = self._without_unused
         for platform in (None, "cpu", "cuda"):
             mlir.register_lowering(primitive, functools.partial(self._lower, platform), platform=platform)
 
@@ -88,12 +93,52 @@ class Operation(Generic[Operands, Results]):
         implementation: str | None,
         batch_dims: int = 0,
     ) -> Results:
-        given, tree = jax.tree.flatten(operands)
+        given, tree = jax.tree.flatten(self._needed(operands, dtypes))
         told = Told(settings, dtypes, batch_dims)
         written = self._primitive.bind(
             *given, tree=tree, told=told, implementation=implementation, mark=needs_devices()
         )
         return jax.tree.unflatten(jax.tree.structure(dtypes), written)
+
+    def needs(self, dtypes: Results) -> set[str]:
+        """The names of the operands that the results with a dtype are made of."""
+        pairs = zip(self._made_of, dtypes, strict=True)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        return {name for names, dtype in pairs if dtype is not None for name in names}
+
+    def _needed(self, operands: Any, dtypes: Results) -> Any:
+        if self._made_of is None:
+            return operands
+        return kept(operands, self.needs(dtypes))
+
+    def _without_unused(self, used, *more):
+        """For JAX's removal of dead code, which from 0.12 on also tells which inputs are alive: the equation without the
+        results that are not used, and without the operands that are needed for these alone.
+        """
+        eqn = more[-1]
+        if not any(used) or all(used):
+            return [any(used)] * len(eqn.invars), eqn if any(used) else None
+        tree, told = eqn.params["tree"], eqn.params["told"]
+        structure = jax.tree.structure(told.dtypes)
+        is_used = structure.unflatten(used)
+        dtypes = jax.tree.map(lambda dtype, is_used: dtype if is_used else None, told.dtypes, is_used)
+        places = self._needed(tree.unflatten(range(len(eqn.invars))), dtypes)
+        kept_places, told = set(jax.tree.leaves(places)), dataclasses.replace(told, dtypes=dtypes)
+        outvars = [v for v, u in zip(eqn.outvars, used, strict=True) if u]
+
+        def without(kept_places):
+            invars = [v for i, v in enumerate(eqn.invars) if i in kept_places]
+            flags = [i in kept_places or None for i in range(len(eqn.invars))]
+            params = eqn.params | {"tree": jax.tree.structure(tree.unflatten(flags)), "told": told}
+            return invars, params
+
+        invars, params = without(kept_places)
+        left = self._abstract(*(v.aval for v in invars), **params)
+        if [a.shape for a in left] != [v.aval.shape for v in outvars]:  # an operand that brings vmap's axis
+            kept_places = set(range(len(eqn.invars)))
+            invars, params = without(kept_places)
+        return [i in kept_places for i in range(len(eqn.invars))], eqn.replace(
+            invars=invars, outvars=outvars, params=params
+        )
 
     def _abstract(self, *avals, tree, told, **_):
         arrays = tuple((a.shape, a.dtype) for a in avals)
@@ -167,12 +212,11 @@ class Operation(Generic[Operands, Results]):
         formula = self._formula_cpu if platform == "cpu" else self._formula
         if implementation == "xla" or self._launcher is None:
             return formula
-        if implementation is None:
-            reason = target.missing(platform)
-            if reason is not None:
-                if platform == "cuda":
-                    warnings.warn(f"jln runs {self._primitive.name} without its Triton kernels: {reason}", stacklevel=2)
-                return formula
+        if implementation is None and platform != "cuda":
+            return formula
+        if implementation is None and (reason := target.missing()) is not None:
+            warnings.warn(f"jln runs {self._primitive.name} without its Triton kernels: {reason}", stacklevel=2)
+            return formula
         return functools.partial(self._launcher(), target=target.on(platform, spread))
 
 
@@ -204,6 +248,12 @@ class LinearOperation(Operation[Operands, Results]):
             if aval is not None:
                 found[place] = _like(aval, gradient)
         return found
+
+
+def kept(arrays: Any, names: set[str]) -> Any:
+    """A NamedTuple of arrays with None for those that are not named."""
+    pairs = zip(arrays._fields, arrays, strict=True)
+    return type(arrays)(*(a if name in names else None for name, a in pairs))
 
 
 def only_rows_differ(batch_dims: int, rows: Sequence[Any], parameters: Sequence[Any]) -> bool:

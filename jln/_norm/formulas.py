@@ -160,13 +160,14 @@ def forward(
     batch = common_batch(batch_dims, *operands)
     total = None
     if residual is not None:
-        dtype = compute_dtype(dtypes.total)
-        total = (x.astype(dtype) + residual.astype(dtype)).astype(dtypes.total)
+        total_dtype = jnp.promote_types(x.dtype, residual.dtype)
+        dtype = compute_dtype(total_dtype)
+        total = (x.astype(dtype) + residual.astype(dtype)).astype(total_dtype)
         # On every platform, or XLA elides the rounding to 16 bits and norms the unrounded sum.
         x = total = lax.optimization_barrier(total)
     y, mean, rstd = normalise(x, scale, offset, norm, keep=dtypes.rstd is not None, fence=fence, h_axes=h_axes)
-    y = with_batch(y, batch).astype(dtypes.y)
-    return Outcome(y, *(None if a is None else with_batch(a, batch) for a in (total, mean, rstd)))
+    made = Outcome(y, total, mean, rstd)
+    return Outcome(*(None if d is None else with_batch(a, batch).astype(d) for a, d in zip(made, dtypes, strict=True)))
 
 
 def backward(

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jln import _checks
 from jln._core.derivatives import Rules, named_statistics, with_automatic_axes
 from jln._core.mesh import Dim, Dims, Kind, Layout, Result
-from jln._core.operation import LinearOperation, Operation, only_rows_differ
+from jln._core.operation import LinearOperation, Operation, kept, only_rows_differ
 from jln._norm import formulas
 from jln._norm.signature import Cotangents, Gradients, Norm, Operands, Outcome, Results, Saved, Settings
 
@@ -194,6 +194,12 @@ _forward: Operation[Operands, Outcome] = Operation(
     formula_cpu=formulas.forward_cpu,
     launcher=lambda: _launcher().forward,
     layout=_forward_layout,
+    made_of=Outcome(
+        y=("x", "residual", "scale", "offset"),
+        total=("x", "residual"),
+        mean=("x", "residual"),
+        rstd=("x", "residual"),
+    ),
 )
 _backward: Operation[Cotangents, Gradients] = Operation(
     "jln_norm_backward",
@@ -201,6 +207,11 @@ _backward: Operation[Cotangents, Gradients] = Operation(
     formula_cpu=formulas.backward_cpu,
     launcher=lambda: _launcher().backward,
     layout=_backward_layout,
+    made_of=Gradients(
+        dx=("dy", "dtotal", "total", "scale", "mean", "rstd"),
+        dscale=("dy", "total", "mean", "rstd"),
+        doffset=("dy",),
+    ),
 )
 
 
@@ -226,13 +237,18 @@ def _value(settings: Settings, operands: Operands) -> Results:
 
 
 def _saving(settings: Settings, operands: Operands, wanted: Operands) -> tuple[Results, Saved]:
-    """Keep only what the wanted gradients read: that of the offset nothing."""
-    for_rows = wanted.x is not None or wanted.residual is not None
-    keep = for_rows or wanted.scale is not None
-    y, total, *statistics = _outcome(settings, operands, keep)
-    mean, rstd = named_statistics(*statistics)
-    saved = Saved(operands.x if total is None else total, operands.scale if for_rows else None, mean, rstd)
-    return Results(y, total), saved if keep else Saved(None, None, None, None)
+    """Keep what the wanted gradients are made of: that of the offset is made of dy alone."""
+    needed = _backward.needs(_dtypes(wanted, settings.y_dtype))
+    y, total, *statistics = _outcome(settings, operands, keep="rstd" in needed)
+    normalised = operands.x if total is None else total
+    saved = Saved(normalised, operands.scale, *named_statistics(*statistics))
+    return Results(y, total), kept(saved, needed)
+
+
+def _dtypes(wanted: Operands, total_dtype: str) -> Gradients:
+    """Of the gradients that give those of the wanted operands; dx, that of the total, goes to x and to residual."""
+    through_total = wanted.x is not None or wanted.residual is not None
+    return Gradients(total_dtype if through_total else None, wanted.scale, wanted.offset)
 
 
 def _gradients(settings: Settings, saved: Saved, cotangents: Results, wanted: Operands) -> Operands:
@@ -247,9 +263,8 @@ def _pulled_back(
     dy, dtotal = cotangents
     if dy is None:
         return Gradients(dtotal, None, None)
-    for_rows = wanted.x is not None or wanted.residual is not None
-    dtypes = Gradients(saved.total.dtype.name if for_rows else None, wanted.scale, wanted.offset)
-    operands = Cotangents(dy, dtotal if for_rows else None, *saved)
+    dtypes = _dtypes(wanted, dy.dtype.name if saved.total is None else saved.total.dtype.name)
+    operands = Cotangents(dy, dtotal, *saved)
     return _backward(operands, norm, dtypes, implementation=implementation, batch_dims=batch_dims)
 
 

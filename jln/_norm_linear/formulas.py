@@ -26,10 +26,13 @@ Forward mode, with primed values for tangents; z' is what (19) calls y':
 
 Nothing of the size of x is kept between forward and backward but x: (13) makes z again.
 
-Other forms of these terms, with G = x_hat^T dy [H, N]; what is said of their errors comes from simulating bfloat16 and
+Other forms of these terms, of which the fused kernels use those with a number; what is said of their errors comes from simulating bfloat16 and
 float16 operands with float32 sums:
 
-- (13) as s * G + b * dbias is as good, if G is in float32. It saves nothing here, where z costs what x_hat costs.
+    (21) G_hn       = sum_m x_hat_mh * dy_mn
+    (22) dkernel_hn = s_h * G_hn + b_h * dbias_n            (13), by (10)
+
+- (22) is as good as (13), if G is in float32. It saves nothing here, where z costs what x_hat costs.
 - (15) by the second form reads K and a vector, not dz, and is as good as the direct sum or better.
 - (16) as sum_n K * G is 380 times worse where one column of x is near 1000, as in real transformers: not used.
 - (17) with c1_m = (1/H) sum_n dy_mn * (s^T K)_n is safe if s^T K is in float32, and with c2 from y, as
@@ -80,6 +83,11 @@ def _product(
     return jnp.einsum(a, a_axes, b, b_axes, axes, precision=precision, preferred_element_type=dtype)
 
 
+def doffset_from(dbias: Array, kernel: Array) -> Array:
+    """The second form of (15), for dbias [*batch, N] in the compute dtype."""
+    return jnp.sum(kernel.astype(dbias.dtype) * jnp.expand_dims(dbias, -2), axis=-1)
+
+
 def forward(
     operands: Operands,
     settings: NormLinear,
@@ -92,13 +100,15 @@ def forward(
     """Terms (10) and (11)."""
     x, scale, offset, kernel, bias = operands
     batch = norms.common_batch(batch_dims, *operands)
-    dtype = jnp.promote_types(x.dtype, kernel.dtype)
     *rows, h, n = range(x.ndim + 1)
     scale, offset = (None if a is None else _like_rows(a, x.ndim, batch_dims) for a in (scale, offset))
     z, mean, rstd = norms.normalise(
         x, scale, offset, settings.norm, keep=dtypes.rstd is not None, fence=fence, h_axes=h_axes
     )
+    if dtypes.y is None:  # statistics alone, made again
+        return Outcome(None, *(None if a is None else norms.with_batch(a, batch) for a in (mean, rstd)))
     in_kernel = [*rows[:batch_dims], h, n]
+    dtype = jnp.promote_types(x.dtype, kernel.dtype)
     y = _product(z.astype(dtype), [*rows, h], kernel.astype(dtype), in_kernel, [*rows, n], settings.precision)
     if h_axes:
         y = lax.psum(y, h_axes)
@@ -129,7 +139,7 @@ def backward(
     if dtypes.doffset is not None or dtypes.dbias is not None:  # (12)
         dbias = jnp.sum(dy.astype(norms.compute_dtype(dtype)), axis=lead)
     if dtypes.doffset is not None and dbias is not None:  # (15)
-        doffset = jnp.sum(kernel.astype(dbias.dtype) * jnp.expand_dims(dbias, -2), axis=-1).astype(dtypes.doffset)
+        doffset = doffset_from(dbias, kernel).astype(dtypes.doffset)
     dbias = None if dtypes.dbias is None or dbias is None else dbias.astype(dtypes.dbias)
 
     if dtypes.dkernel is not None:  # (13)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jln import _checks
 from jln._core.derivatives import Rules, named_statistics, with_automatic_axes
 from jln._core.mesh import Dim, Dims, Kind, Layout, Result
-from jln._core.operation import LinearOperation, Operation, only_rows_differ
+from jln._core.operation import LinearOperation, Operation, kept, only_rows_differ
 from jln._norm.signature import Norm
 from jln._norm_linear import formulas
 from jln._norm_linear.signature import (
@@ -161,6 +161,7 @@ _forward: Operation[Operands, Outcome] = Operation(
     formula_cpu=on_matrix(formulas.forward_cpu),
     launcher=lambda: on_matrix(_launcher().forward),
     layout=_forward_layout,
+    made_of=Outcome(y=("x", "scale", "offset", "kernel", "bias"), mean=("x",), rstd=("x",)),
 )
 _backward: Operation[Cotangents, Gradients] = Operation(
     "jln_norm_linear_backward",
@@ -168,6 +169,13 @@ _backward: Operation[Cotangents, Gradients] = Operation(
     formula_cpu=on_matrix(formulas.backward_cpu),
     launcher=lambda: on_matrix(_launcher().backward),
     layout=_backward_layout,
+    made_of=Gradients(
+        dx=("dy", "x", "scale", "kernel", "mean", "rstd"),
+        dscale=("dy", "x", "kernel", "mean", "rstd"),
+        doffset=("dy", "kernel"),
+        dkernel=("dy", "x", "scale", "offset", "mean", "rstd"),
+        dbias=("dy",),
+    ),
 )
 
 
@@ -190,21 +198,13 @@ def _value(settings: Settings, operands: Operands) -> Results:
 
 
 def _saving(settings: Settings, operands: Operands, wanted: Operands) -> tuple[Results, Saved]:
-    """Keep only what the wanted gradients read: that of the bias nothing, that of the offset the kernel."""
+    """Keep what the wanted gradients are made of: that of the bias is made of dy alone, that of the offset of the kernel
+    beside.
+    """
+    needed = _backward.needs(Gradients(*wanted))
+    y, *statistics = _outcome(settings, operands, keep="rstd" in needed)
     x, scale, offset, kernel, _ = operands
-    through_norm = wanted.x is not None or wanted.scale is not None
-    keep = through_norm or wanted.kernel is not None
-    y, *statistics = _outcome(settings, operands, keep)
-    mean, rstd = named_statistics(*statistics)
-    saved = Saved(
-        x=x if keep else None,
-        scale=scale if wanted.x is not None or wanted.kernel is not None else None,
-        offset=offset if wanted.kernel is not None else None,
-        kernel=kernel if through_norm or wanted.offset is not None else None,
-        mean=mean,
-        rstd=rstd,
-    )
-    return Results(y), saved
+    return Results(y), kept(Saved(x, scale, offset, kernel, *named_statistics(*statistics)), needed)
 
 
 def _gradients(settings: Settings, saved: Saved, cotangents: Results, wanted: Operands) -> Operands:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Sequence
-from typing import Any
 from unittest import mock
 
-import jax
 import numpy as np
 from ml_dtypes import bfloat16
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpretedFunction, InterpreterBuilder, TensorHandle
+
+from jln._triton.launch import Launch
 
 GUARD_BYTES = 4096
 GUARD_BYTE = 0xFF  # all ones is a NaN in every floating-point type
@@ -109,22 +109,21 @@ def _mended():
     return stack
 
 
-def run(
-    kernel: InterpretedFunction,
-    operands: Sequence[np.ndarray | int],
-    results: Sequence[jax.ShapeDtypeStruct],
-    *,
-    programs: int,
-    constants: dict[str, Any],
-) -> list[np.ndarray]:
-    """Run `kernel(*operands, *results)` for every program and return the results."""
+def run(launch: Launch, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Run a launch's kernel for every program and return the results.
+
+    A result in an operand's place is in that of a copy of it.
+    """
+    kernel = launch.kernel
     if not isinstance(kernel, InterpretedFunction):
         raise RuntimeError("TRITON_INTERPRET=1 must be set before triton is first imported")
-    inputs = [a if isinstance(a, int) else Buffer(np.shape(a), a.dtype, np.asarray(a)) for a in operands]
-    outputs = [Buffer(r.shape, r.dtype) for r in results]
+    pairs = zip(launch.arrays, arrays, strict=True)
+    buffers = {name: Buffer(np.shape(a), a.dtype, np.asarray(a)) for name, a in pairs}
+    taken = {result: buffers[operand] for operand, result in launch.in_place.items()}
+    buffers |= {name: taken.get(name) or Buffer(r.shape, r.dtype) for name, r in launch.results.items()}
+    arguments = {f"{name}_ptr": buffer for name, buffer in buffers.items()} | launch.scalars | launch.constants
     with _lock, _mended(), np.errstate(all="ignore"):  # a NaN or an overflow is the kernel's business
-        _Executor(kernel.rewrite(), kernel.arg_names, (programs,))(*inputs, *outputs, **constants)
-    for name, argument in zip(kernel.arg_names, (*inputs, *outputs), strict=False):
-        if isinstance(argument, Buffer):
-            argument.check_guards(kernel.__name__, name)
-    return [output.array() for output in outputs]
+        _Executor(kernel.rewrite(), kernel.arg_names, (launch.programs,))(**arguments)
+    for name, buffer in buffers.items():
+        buffer.check_guards(kernel.__name__, f"{name}_ptr")
+    return [buffers[name].array() for name in launch.results]

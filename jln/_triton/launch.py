@@ -1,149 +1,104 @@
-"""The one place that knows jax-triton: a kernel, its operands and its tile become a GPU call or an interpreted one."""
+"""A launch: a kernel, its operands and results by name, and a tile, for a target to make of it what it does."""
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
-import functools
-import importlib.util
-import inspect
-import os
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
-from jln._triton import config
+from jln._triton.chip import Chip
+from jln._triton.tile import Tile
 
-INSTALL = 'pip install "jln[cuda13]" (or "jln[cuda12]")'
+if TYPE_CHECKING:
+    from jln._triton.target import Target
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # a primitive's parameter: it must hash, and `constants` does not
 class Launch:
-    """One kernel launch: what `launch` was asked for, with stand-ins for what was absent."""
+    """One kernel launch on a grid of `programs`.
+
+    arrays, results: shapes by name, in the kernel's order; the kernel's pointer to x is x_ptr. scalars: passed by value.
+    constants: the kernel's constexprs, a pointer to what is absent among them, as None. in_place: from the name of an
+    operand to that of the result that takes its memory.
+    """
 
     kernel: Any
-    arguments: tuple[jax.ShapeDtypeStruct | int, ...]
-    results: tuple[jax.ShapeDtypeStruct, ...]
+    arrays: dict[str, jax.ShapeDtypeStruct]
+    scalars: dict[str, int]
+    results: dict[str, jax.ShapeDtypeStruct]
     programs: int
-    tile: config.Tile
-    chip: config.Chip
+    tile: Tile
+    chip: Chip
     constants: dict[str, Any]
+    in_place: dict[str, str]
 
-
-_record: contextvars.ContextVar[list[Launch] | None] = contextvars.ContextVar("jln_record", default=None)
-
-
-@contextlib.contextmanager
-def recording() -> Iterator[list[Launch]]:
-    """Collect the launches that would be made, and make none: their results are zeros."""
-    launches: list[Launch] = []
-    token = _record.set(launches)
-    try:
-        yield launches
-    finally:
-        _record.reset(token)
-
-
-def interpreting() -> bool:
-    """Whether Triton's interpreter was asked for, by TRITON_INTERPRET=1."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
-
-
-def missing() -> str | None:
-    """Why a Triton kernel cannot be lowered for CUDA in this process; None where it can."""
-    for package in ("triton", "jax_triton"):
-        if importlib.util.find_spec(package) is None:
-            return f"{package} is not installed: {INSTALL}"
-    if interpreting():
-        return "TRITON_INTERPRET=1 is set, which leaves nothing to compile: unset it"
-    try:
-        import jax_triton  # noqa: F401
-    except Exception as error:  # 0.3.1 raises AttributeError without a CUDA plugin, others ImportError
-        return f"import jax_triton failed ({error!r}): {INSTALL}"
-    if config.target_chip() is None:
-        return (
-            "there is no GPU in this process and no chip was named: "
-            f"set {config.CHIP_VARIABLE} to one of {', '.join(sorted(config.CHIPS))}"
-        )
-    return None
+    @property
+    def arguments(self) -> dict[str, jax.ShapeDtypeStruct | int]:
+        """Of the kernel's arguments, in order and by its own names, those that are no constants."""
+        pointers = {f"{name}_ptr": a for name, a in (self.arrays | self.results).items()}
+        given = pointers | self.scalars
+        return {name: given[name] for name in self.kernel.arg_names if name in given}
 
 
 def launch(
+    target: Target,
     kernel: Any,
-    operands: Sequence[jax.Array | int | None],
-    results: Sequence[jax.ShapeDtypeStruct | None],
+    operands: Mapping[str, jax.Array | int | None],
+    results: Mapping[str, jax.ShapeDtypeStruct | None],
     *,
     programs: int,
-    tile: config.Tile,
-    chip: config.Chip,
-    compute: jnp.dtype,
-    in_place: dict[int, int] | None = None,
+    tile: Tile,
+    compute: np.dtype,
+    in_place: Mapping[str, str] | None = None,
     **constants: Any,
-) -> list[jax.Array | None]:
-    """Call `kernel(*operands, *results)` on a grid of `programs`, and return the results it wrote.
+) -> dict[str, Any]:
+    """Call a kernel on a grid of `programs`, and return the results it wrote, by name.
 
-    An operand or a result may be None where the constants tell the kernel not to touch its pointer. Integers are
-    passed by value. `compute` is the dtype of the arithmetic, `constants` are the kernel's other constexprs. `in_place`
-    says which operand's memory a result may take, if nobody else needs it: every program must have read what it
-    overwrites. (The interpreter and the recorder keep them apart.)
+    An operand or a result that is None is None for the kernel, too. Integers are passed by value. `compute` is the dtype
+    of the arithmetic, `constants` are the kernel's other constexprs, dtypes among them as NumPy's. `in_place` says which operand's memory a result may
+    take, if nobody else needs it: every program must have read what it overwrites.
     """
-    stand_in = next(a for a in reversed(operands) if isinstance(a, jax.Array))  # one that is not worked on in place
-    arguments = [stand_in if a is None else a for a in operands]
-    shapes = [jax.ShapeDtypeStruct((0,), jnp.float32) if r is None else r for r in results]
     import triton.language as tl
 
-    constants |= {"BLOCK_ROWS": tile.rows, "BLOCK_H": tile.columns, "COMPUTE": getattr(tl, jnp.dtype(compute).name)}
-    if "STAGES" in kernel.arg_names:
-        constants["STAGES"] = tile.stages
-    if _record.get() is not None:
-        call = _note
-    elif chip.name == config.INTERPRETER.name:
-        call = _interpret
-    else:
-        call = functools.partial(_compile, in_place=in_place or {})
-    written = call(kernel, arguments, shapes, programs=programs, tile=tile, chip=chip, constants=constants)
-    return [None if r is None else w for r, w in zip(results, written, strict=True)]
-
-
-def _note(kernel, arguments, shapes, *, programs, tile, chip, constants):
-    types = [a if isinstance(a, int) else jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arguments]
-    launches = _record.get()
-    assert launches is not None
-    launches.append(Launch(kernel, tuple(types), tuple(shapes), programs, tile, chip, constants))
-    return [jnp.zeros(r.shape, r.dtype) for r in shapes]
-
-
-def _compile(kernel, arguments, shapes, *, programs, tile, chip, constants, in_place):
-    import jax_triton
-
-    # jax-triton 0.3 calls the result types out_shape, 0.4 out_type.
-    results = "out_shape" if "out_shape" in inspect.signature(jax_triton.triton_call).parameters else "out_type"
-    return jax_triton.triton_call(
-        *arguments,
-        kernel=kernel,
-        name=f"jln_{kernel.fn.__name__}",
-        grid=(programs, 1, 1),
-        compute_capability=chip.capability,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        input_output_aliases=in_place,
-        **{results: shapes},
+    named = {f"{name}_ptr": a for name, a in (operands | results).items() if not isinstance(a, int)}  # pyright: ignore
+    scalars = {name: a for name, a in operands.items() if isinstance(a, int)}
+    known = {
+        "BLOCK_ROWS": tile.rows,
+        "BLOCK_H": tile.columns,
+        "STAGES": tile.stages,
+        "COMPUTE": compute,
         **constants,
+    }
+    known = {name: getattr(tl, a.name) if isinstance(a, np.dtype) else a for name, a in known.items()}
+    unknown = ({*named} | {*scalars} | {*constants}) - {*kernel.arg_names}
+    assert not unknown, f"{kernel.__name__} has no arguments {sorted(unknown)}"
+    missing = {*kernel.arg_names} - {*named} - {*scalars} - {*known}
+    assert not missing, f"{kernel.__name__} needs {sorted(missing)}"
+    order = {name: i for i, name in enumerate(kernel.arg_names)}
+
+    def sorted_present(arrays: Mapping[str, Any]) -> dict[str, Any]:
+        present = {name: a for name, a in arrays.items() if a is not None and not isinstance(a, int)}
+        return dict(sorted(present.items(), key=lambda pair: order[f"{pair[0]}_ptr"]))
+
+    arrays, written = sorted_present(operands), sorted_present(results)
+    in_place = dict(in_place or {})
+    for operand, result in in_place.items():
+        before, after = ((a.shape, a.dtype) for a in (arrays[operand], written[result]))
+        assert before == after, f"{result}, {after}, cannot take the place of {operand}, {before}"
+    made = Launch(
+        kernel,
+        {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in arrays.items()},
+        scalars,
+        written,
+        programs,
+        tile,
+        target.chip,
+        {name: known[name] for name in kernel.arg_names if name in known}
+        | {name: None for name in kernel.arg_names if name in named and named[name] is None},
+        in_place,
     )
-
-
-def _interpret(kernel, arguments, shapes, *, programs, tile, chip, constants):
-    from jln._triton import interpreter
-
-    scalars = {i: a for i, a in enumerate(arguments) if isinstance(a, int)}
-
-    def run(*arrays):
-        remaining = iter(arrays)
-        complete = [scalars[i] if i in scalars else next(remaining) for i in range(len(arguments))]
-        return interpreter.run(kernel, complete, shapes, programs=programs, constants=constants)
-
-    arrays = [a for a in arguments if not isinstance(a, int)]
-    return jax.pure_callback(run, shapes, *arrays, vmap_method="sequential")
+    found = dict(zip(written, target.run(made, list(arrays.values())), strict=True))
+    return {name: found.get(name) for name in results}

@@ -1,5 +1,157 @@
-from jln._triton import launch, config
-def missing(platform):
-    return launch.missing() if platform == "cuda" else f"not for {platform}"
-def on(platform, spread):
-    raise RuntimeError("stub")
+"""What a program's kernels are launched on: a GPU, Triton's interpreter, or a recorder that launches nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import importlib.util
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jln._triton import chip as chips
+from jln._triton.chip import Chip
+from jln._triton.launch import Launch
+from jln._triton.tuning import Trial
+
+INSTALL = 'pip install "jln[cuda13]" (or "jln[cuda12]")'
+
+
+class Target(Protocol):
+    """chip: whose tiles are chosen. trial: tiles to be taken instead of those, if there are any."""
+
+    chip: Chip
+    trial: Trial | None
+
+    def run(self, launch: Launch, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """The results of a launch, for arrays in its order."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """Kernels compiled for a chip when the program is lowered."""
+
+    chip: Chip
+    trial: Trial | None = None
+
+    def run(self, launch: Launch, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        from jln._triton import lowering
+
+        return lowering.call(launch, arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class Interpreter:
+    """Triton's interpreter, on the host."""
+
+    # It runs programs one after another; three "SMs" make every program of the backward kernel loop over several tiles,
+    # and leave some loops one trip shorter than others.
+    chip: Chip = Chip("interpreter", 90, 3)
+    trial: Trial | None = None
+
+    def run(self, launch: Launch, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        def interpreted(*arrays: jax.Array) -> Any:
+            from jln._triton import interpreter
+
+            return interpreter.run(launch, arrays)
+
+        results = list(launch.results.values())
+        return jax.pure_callback(interpreted, results, *arrays, vmap_method="sequential")
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorder:
+    """Collects the launches that would be made, and makes none: their results are zeros."""
+
+    chip: Chip = Interpreter.chip
+    trial: Trial | None = None
+    launches: list[Launch] = dataclasses.field(default_factory=list)
+
+    def run(self, launch: Launch, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        self.launches.append(launch)
+        return [jnp.zeros(r.shape, r.dtype) for r in launch.results.values()]
+
+
+_used: contextvars.ContextVar[Target | None] = contextvars.ContextVar("jln_target", default=None)
+
+
+@contextlib.contextmanager
+def using(target: Target) -> Iterator[Target]:
+    """Lower kernels for `target` while the context is active, whatever GPU is present."""
+    token = _used.set(target)
+    try:
+        yield target
+    finally:
+        _used.reset(token)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """The launches that would be made while the context is active, none of them made."""
+    with using(recorder := Recorder()):
+        yield recorder.launches
+
+
+def interpreting() -> bool:
+    """Whether Triton's interpreter was asked for, by TRITON_INTERPRET=1."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def target_chip() -> Chip | None:
+    """The chip that programs are lowered for: that of the target in use, else the default."""
+    used = _used.get()
+    return chips.default_chip() if used is None else used.chip
+
+
+def missing() -> str | None:
+    """Why a kernel cannot be lowered for CUDA in this process; None where it can."""
+    if isinstance(_used.get(), Recorder):
+        return None
+    for package in ("triton", "jax_triton"):
+        if importlib.util.find_spec(package) is None:
+            return f"{package} is not installed: {INSTALL}"
+    if interpreting():
+        return "TRITON_INTERPRET=1 is set, which leaves nothing to compile: unset it"
+    try:
+        import jax_triton  # noqa: F401
+    except Exception as error:  # 0.3.1 raises AttributeError without a CUDA plugin, others ImportError
+        return f"import jax_triton failed ({error!r}): {INSTALL}"
+    if target_chip() is None:
+        return (
+            "there is no GPU in this process and no chip was named: "
+            f"set {chips.CHIP_VARIABLE} to one of {', '.join(sorted(chips.CHIPS))}"
+        )
+    return None
+
+
+def on(platform: str | None, over_devices: bool) -> Target:
+    """Where to launch what is lowered for `platform`, spread over devices by JAX or not.
+
+    Raises RuntimeError or ValueError where kernels cannot run, with what to do.
+    """
+    used = _used.get()
+    if isinstance(used, Recorder):
+        return used
+    if platform == "cuda":
+        if (reason := missing()) is not None:
+            raise RuntimeError(f"implementation='triton' cannot run: {reason}")
+        chip = target_chip()
+        assert chip is not None
+        return used or Gpu(chip)
+    if platform != "cpu":
+        raise RuntimeError("implementation='triton' runs on NVIDIA GPUs; this program is for another platform")
+    if not interpreting():
+        raise RuntimeError(
+            "implementation='triton' runs on NVIDIA GPUs. To run the kernels on the CPU, by Triton's interpreter "
+            "(slowly), install triton and set the environment variable TRITON_INTERPRET=1 before Python starts"
+        )
+    if over_devices:
+        raise ValueError(
+            "implementation='triton' is interpreted on one CPU device at a time: use jax.shard_map on several"
+        )
+    return Interpreter()

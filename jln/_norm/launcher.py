@@ -1,0 +1,252 @@
+"""Launchers of the norm kernels: N-D operands in, grids out, as `jln._norm.formulas` does it in jnp."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jln._norm import formulas, kernels, tiles
+from jln._norm.signature import Cotangents, Gradients, Norm, Operands, Outcome
+from jln._triton.launch import launch
+from jln._triton.target import Target
+from jln._triton.tile import Tile, ceil_div
+
+
+@dataclasses.dataclass(frozen=True)
+class _Geometry:
+    """`[*batch, *lead, H, *inner]` as the kernels' `[groups, rows, H]`, a row's elements `inner` apart."""
+
+    shape: tuple[int, ...]
+    axis: int
+    batch: tuple[int, ...]
+    grouped: bool
+
+    @property
+    def h(self) -> int:
+        return self.shape[self.axis]
+
+    @property
+    def inner(self) -> int:
+        return math.prod(self.shape[len(self.shape) + self.axis + 1 :])
+
+    @property
+    def groups(self) -> int:
+        return math.prod(self.batch) if self.grouped else 1
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.shape) // (self.h * self.groups)
+
+    def tiles(self, tile: Tile) -> int:
+        """Tiles of rows in a group; as `tiles_of` in the kernels."""
+        if self.inner == 1:
+            return ceil_div(self.rows, tile.rows)
+        return self.rows // self.inner * ceil_div(self.inner, tile.rows)
+
+    def programs(self, tile: Tile) -> int:
+        """One for each tile of rows. Raises ValueError where no grid has so many."""
+        programs = self.groups * self.tiles(tile)
+        if programs >= 2**31:
+            raise ValueError(
+                f"x of shape {self.shape} takes {programs} programs, and a GPU's grid has fewer than {2**31}: "
+                "use implementation='xla'"
+            )
+        return programs
+
+    def chunks(self, tile: Tile) -> int:
+        return ceil_div(self.h, tile.columns)
+
+    def like_rows(self, dtype: DTypeLike | None) -> jax.ShapeDtypeStruct | None:
+        return _shape(self.shape, dtype)
+
+    def like_statistics(self, dtype: DTypeLike | None) -> jax.ShapeDtypeStruct | None:
+        axis = len(self.shape) + self.axis
+        return _shape((*self.shape[:axis], 1, *self.shape[axis + 1 :]), dtype)
+
+    def like_parameters(self, dtype: DTypeLike | None) -> jax.ShapeDtypeStruct | None:
+        axis, batch = len(self.shape) + self.axis, len(self.batch)
+        return _shape(tuple(n if i < batch or i == axis else 1 for i, n in enumerate(self.shape)), dtype)
+
+
+def _shape(shape: tuple[int, ...], dtype: DTypeLike | None) -> jax.ShapeDtypeStruct | None:
+    """None for a result that nobody wants."""
+    return None if dtype is None else jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _geometry(
+    row_operands: Sequence[jax.Array | None],
+    parameters: Sequence[jax.Array | None],
+    axis: int,
+    batch_dims: int,
+    per_example_gradients: bool,
+) -> _Geometry:
+    """Batch axes on which no operand is shared, no parameter varies and no sum is kept are rows like any other.
+
+    Raises ValueError where a row is too long for the kernels' 32-bit numbers of columns.
+    """
+    present = [a for a in (*row_operands, *parameters) if a is not None]
+    batch = jnp.broadcast_shapes(*(a.shape[:batch_dims] for a in present))
+    x = next(a for a in row_operands if a is not None)
+    shape = batch + x.shape[batch_dims:]
+    if shape[axis] >= tiles.LONGEST_ROW:
+        raise ValueError(
+            f"x of shape {x.shape} is normalised over {shape[axis]} elements, and the Triton kernels take fewer than "
+            f"{tiles.LONGEST_ROW}: use implementation='xla'"
+        )
+    plain = all(a is None or a.shape[:batch_dims] == batch for a in row_operands) and all(
+        a is None or math.prod(a.shape[:batch_dims]) == 1 for a in parameters
+    )
+    return _Geometry(shape, axis, batch, grouped=per_example_gradients or not plain)
+
+
+def _shared(operands: dict[str, jax.Array | None], geometry: _Geometry) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """-> (the names of operands with one copy for all groups, the operands). One that is shared over some batch axes and
+    not over others is written out over all of them.
+    """
+    shared, ready = [], {}
+    for name, operand in operands.items():
+        if operand is not None and geometry.grouped:
+            batch = operand.shape[: len(geometry.batch)]
+            if batch != geometry.batch and math.prod(batch) == 1:
+                shared.append(name)
+            elif batch != geometry.batch:
+                operand = jnp.broadcast_to(operand, geometry.batch + operand.shape[len(batch) :])
+        ready[name] = operand
+    return tuple(shared), ready
+
+
+def _moved(*operands: jax.Array | jax.ShapeDtypeStruct | None) -> tuple[int, bool]:
+    """The widest element's bytes, and whether there are several dtypes."""
+    dtypes = {a.dtype for a in operands if a is not None}
+    return max(d.itemsize for d in dtypes), len(dtypes) > 1
+
+
+def forward(operands: Operands, norm: Norm, dtypes: Outcome, batch_dims: int, target: Target) -> Outcome:
+    x, residual, scale, offset = operands
+    g = _geometry((x, residual), (scale, offset), norm.axis, batch_dims, per_example_gradients=False)
+    results = Outcome(
+        y=g.like_rows(dtypes.y),
+        total=g.like_rows(dtypes.total),
+        mean=g.like_statistics(dtypes.mean),
+        rstd=g.like_statistics(dtypes.rstd),
+    )
+    total = x.dtype if residual is None else jnp.promote_types(x.dtype, residual.dtype)
+    tile = tiles.forward(g.h, g.inner, *_moved(x, residual, results.y), target)
+    shared, ready = _shared(operands._asdict(), g)
+    written = launch(
+        target,
+        kernels.forward_kernel,
+        {**ready, "rows": g.rows},
+        results._asdict(),
+        programs=g.programs(tile),
+        tile=tile,
+        compute=jnp.promote_types(total, jnp.float32),
+        H=g.h,
+        INNER=g.inner,
+        SHARED=shared,
+        SUBTRACT_MEAN=norm.subtract_mean,
+        ZERO_CENTERED=norm.zero_centered_scale,
+        EPSILON=norm.epsilon,
+        TOTAL=total,
+    )
+    return Outcome(**written)
+
+
+def backward(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: int, target: Target) -> Gradients:
+    if dtypes.dx is None and dtypes.dscale is None:  # a sum of dy, which XLA does where dy is made
+        return formulas.backward(operands, norm, dtypes, batch_dims)
+    return backward_and_forward(operands, None, norm, BackwardAndForward(*dtypes, y=None), batch_dims, target).gradients
+
+
+class BackwardAndForward(NamedTuple):
+    """The backward operation's results, and y, the norm's output once more, from the same read of x."""
+
+    dx: Any
+    dscale: Any
+    doffset: Any
+    y: Any
+
+    @property
+    def gradients(self) -> Gradients:
+        return Gradients(self.dx, self.dscale, self.doffset)
+
+
+def backward_and_forward(
+    operands: Cotangents,
+    offset: jax.Array | None,
+    norm: Norm,
+    dtypes: BackwardAndForward,
+    batch_dims: int,
+    target: Target,
+) -> BackwardAndForward:
+    """offset: the norm's, for y alone."""
+    dy, dtotal, total, scale, mean, rstd = operands
+    chip, compute = target.chip, rstd.dtype
+    sums = tuple(name for name in ("dscale", "doffset") if getattr(dtypes, name) is not None)
+    g = _geometry((dy, dtotal, total, mean, rstd), (scale, offset), norm.axis, batch_dims, bool(sums))
+    y = g.like_rows(dtypes.y)
+    plan = tiles.backward(g.h, g.inner, *_moved(dy, dtotal, total, y), y is not None, target)
+    shared, ready = _shared({**operands._asdict(), "offset": offset}, g)
+    constants = {"H": g.h, "INNER": g.inner, "SHARED": shared, "ZERO_CENTERED": norm.zero_centered_scale}
+
+    c1_and_c2: dict[str, Any] = {"c1": None, "c2": None}
+    if plan.sums is not None and dtypes.dx is not None:
+        c1_and_c2 = launch(
+            target,
+            kernels.row_sums_kernel,
+            {**{name: ready[name] for name in ("dy", "total", "scale", "mean", "rstd")}, "rows": g.rows},
+            {"c1": g.like_statistics(None if mean is None else compute), "c2": g.like_statistics(compute)},
+            programs=g.programs(plan.sums),
+            tile=plan.sums,
+            compute=compute,
+            **constants,
+        )
+
+    tile, chunks = plan.tile, g.chunks(plan.tile)
+    programs = chip.sms * tile.programs_per_sm // (g.groups * chunks)
+    programs = max(1, min(programs, g.tiles(tile)))
+    if y is not None:  # as few as keep memory busy, and of these as few as make the same number of trips
+        programs = min(programs, tiles.busy_programs(tile, total.dtype.itemsize + dy.dtype.itemsize, chip))
+        programs = ceil_div(g.tiles(tile), ceil_div(g.tiles(tile), programs))
+    # A program that owns whole rows has read its dy before it writes y.
+    overwrites_dy = y is not None and (y.dtype, y.shape) == (dy.dtype, dy.shape) and chunks == 1
+    gradients = {name: g.like_parameters(getattr(dtypes, name)) for name in ("dscale", "doffset")}
+    # One buffer for all shares: XLA finds room for all of it in the memory of dkernel, and would for one only.
+    shares = jax.ShapeDtypeStruct((len(sums), g.groups, programs, g.h), compute) if sums and programs > 1 else None
+    written = launch(
+        target,
+        kernels.backward_kernel,
+        {**ready, **c1_and_c2, "rows": g.rows, "programs": programs},
+        {
+            "dx": g.like_rows(dtypes.dx),
+            **(gradients if shares is None else dict.fromkeys(gradients)),
+            "shares": shares,
+            "y": y,
+        },
+        programs=g.groups * programs * chunks,
+        tile=tile,
+        compute=compute,
+        in_place={"dy": "y"} if overwrites_dy else {},
+        SUMS=sums,
+        **constants,
+    )
+    if shares is not None:
+        tile = tiles.reduce_tile(g.h)
+        written |= launch(
+            target,
+            kernels.reduce_kernel,
+            {"shares": written["shares"], "programs": programs},
+            gradients,
+            programs=g.groups * g.chunks(tile),
+            tile=tile,
+            compute=compute,
+            H=g.h,
+            SUMS=sums,
+        )
+    return BackwardAndForward(**{name: written[name] for name in BackwardAndForward._fields})

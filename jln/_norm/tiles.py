@@ -1,0 +1,185 @@
+"""How large the norm kernels' tiles are: rules first found by compiling, then whatever was measured (`tuning`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jln._triton.chip import Chip
+from jln._triton.target import Target
+from jln._triton.tile import Tile, aligned, ceil_div, next_power_of_2
+from jln._triton.tuning import Choice, Tiles
+
+# Columns have 32-bit numbers, and a loop over chunks of them goes on to a multiple of the chunk, of up to 2**15 columns.
+LONGEST_ROW = 2**31 - 2**16
+
+# Elements a thread may hold, found by compiling every choice for sm_80, sm_90 and sm_100 and looking at the spills
+# (tests/test_compiler.py keeps them honest): the forward kernel holds one value an element, the backward kernel four.
+# float64 takes more than twice the registers; where rows do not start on 16 bytes every element has an address of its
+# own; and operands of several dtypes are laid out in several ways.
+FORWARD_ELEMENTS = 16
+BACKWARD_ELEMENTS = 16
+
+
+def _per_thread(elements: int, h: int, inner: int, itemsize: int, mixed: bool) -> int:
+    easy = aligned(h, inner, itemsize) and not mixed
+    return elements // (1 if easy else 2) // (4 if itemsize == 8 else 1)
+
+
+def _tile(rows: int, columns: int, per_thread: int, stages: int = 1, programs_per_sm: int = 1) -> Tile:
+    warps = min(32, max(1, rows * columns // (32 * max(1, per_thread))))
+    return Tile(rows, columns, warps, stages, programs_per_sm)
+
+
+def _side_by_side(columns: int, inner: int, itemsize: int, limit: int) -> int:
+    """Rows that a tile takes where rows are neighbours in memory: a 128-byte line of them, if `columns` leave room."""
+    return min(128 // itemsize, next_power_of_2(inner), max(1, limit // columns))
+
+
+def forward_tile(h: int, inner: int, itemsize: int, mixed: bool = False) -> Tile:
+    """The tile of `forward_kernel`: whole rows while they fit, chunks of wider ones.
+
+    h: row length. inner: distance between a row's elements. itemsize: bytes of the widest element moved. mixed: whether
+    the arrays of rows have several dtypes.
+    """
+    columns = next_power_of_2(h)
+    per_thread = _per_thread(FORWARD_ELEMENTS, h, inner, itemsize, mixed)
+    if inner == 1:
+        if columns <= 1024:
+            return _tile(1024 // columns, columns, min(8, per_thread))
+        if columns <= 32 * 32 * per_thread:
+            return _tile(1, columns, per_thread)
+        return _tile(1, 256 * per_thread, per_thread // 2)
+    limit = 256 * per_thread  # 8 warps, which may have twice the registers of 16
+    rows = _side_by_side(columns, inner, itemsize, limit)
+    if rows * itemsize < 32 and rows < inner:  # less than a sector of each line
+        rows = _side_by_side(1, inner, itemsize, limit)
+        columns = 1024 // rows
+    return _tile(rows, columns, per_thread)
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardPlan:
+    """How dx, dscale and doffset are found.
+
+    tile: of `backward_kernel`. sums: the tile of `row_sums_kernel`, or None where `backward_kernel` adds up the rows.
+    """
+
+    tile: Tile
+    sums: Tile | None
+
+
+def backward_plan(h: int, inner: int, itemsize: int, mixed: bool = False, *, wants_y: bool = False) -> BackwardPlan:
+    """Whole rows in registers while 16 warps can hold them; rows twice as wide shared by four programs; beyond that a
+    pass for the row sums, then programs that own a few columns of all rows.
+
+    wants_y: whether `backward_kernel` writes the norm's output too.
+    """
+    columns = next_power_of_2(h)
+    per_thread = _per_thread(BACKWARD_ELEMENTS, h, inner, itemsize, mixed)
+    limit = 512 * per_thread
+    is_aligned = aligned(h, inner, itemsize) and not mixed
+    stages = 2 if is_aligned and columns <= 4096 else 1  # to fetch the next row ahead takes registers too
+    if inner == 1:
+        rows = max(1, (2048 if is_aligned and itemsize < 8 else 1024) // columns)
+        whole = columns <= limit
+    else:
+        rows = _side_by_side(columns, inner, itemsize, limit // 2)
+        whole = rows * columns <= limit // 2 and (rows * itemsize >= 32 or rows >= inner)
+    if whole:
+        crowded = inner > 1 or (not is_aligned and itemsize < 8)
+        if wants_y and not crowded and itemsize < 8:
+            # One program of 16 warps where there would be four of 4, for a quarter of the partial sums; and two tiles
+            # ahead, so that half of the SMs keep memory busy (`busy_programs`), for half of them again: 1 MB and not 9
+            # in the 725 that (16384, 1024, 3072) in bfloat16 may move. Masked columns leave no registers for the third.
+            rows = max(rows, 16384 // itemsize // columns)
+            stages += stages > 1 and columns == h
+        tile = _tile(rows, columns, per_thread // 2 if crowded else per_thread, stages)
+        # 16 warps an SM hide the latency; more than 4 programs an SM would pay for it in partial sums.
+        return BackwardPlan(dataclasses.replace(tile, programs_per_sm=max(1, min(4, 16 // tile.warps))), None)
+    if inner == 1 and columns == 2 * limit and itemsize < 8:
+        # With y too, half of that tile: 4096 columns in float32 spill on sm_89.
+        return BackwardPlan(
+            _tile(1, limit // 4, per_thread // 4) if wants_y else _tile(1, limit // 2, per_thread // 2), None
+        )
+    if inner == 1:  # whole lines of columns, and as many rows at a time as 16 warps hold
+        tile = _tile(2 * per_thread, 128, per_thread // 2, stages, programs_per_sm=2)
+        return BackwardPlan(tile, _tile(1, 256 * per_thread, per_thread // 2))
+    rows = _side_by_side(1, inner, itemsize, limit)
+    # As few elements a thread as one load takes, so that many warps hide the latency.
+    tile = _tile(rows, 1024 // rows, max(per_thread // 4, 16 // itemsize if is_aligned else 1), stages, programs_per_sm=4)
+    return BackwardPlan(tile, _tile(rows, 1024 // rows, per_thread // 2))
+
+
+def busy_programs(tile: Tile, itemsize: int, chip: Chip) -> int:
+    """How many programs have enough in flight to cover the latency of memory, at `itemsize` bytes an element.
+
+    34 KB an SM are 4.5 MB on an H200, as much as it moves in 0.9 us.
+    """
+    return ceil_div(34_000 * chip.sms, max(1, tile.stages - 1) * tile.rows * tile.columns * itemsize)
+
+
+def reduce_tile(h: int) -> Tile:
+    """The tile of `reduce_kernel`: 32 columns a program, so that there is a program for most SMs."""
+    return Tile(32, min(32, next_power_of_2(h)), 4)
+
+
+# The files' words for how a row lies in memory.
+LAYOUTS = ("last axis", "other axis", "other axis, unaligned")
+
+
+def _sizes(h: int, inner: int, itemsize: int, mixed: bool) -> dict[str, Any]:
+    layout = LAYOUTS[0] if inner == 1 else LAYOUTS[1 if inner * itemsize % 16 == 0 else 2]
+    return {"h": h, "layout": layout, "itemsize": itemsize, "mixed": mixed}
+
+
+def _held(tile: Tile, sizes: dict[str, Any]) -> int:
+    return tile.rows * tile.columns
+
+
+def _shared(name: str, tile: Tile, sizes: dict[str, Any]) -> int:
+    """About what the compiler takes, and no less but for some reductions' few bytes (tests/test_compiler.py).
+
+    What is read in a loop, a stage ahead: arrays of rows, the rows' mean, rstd, c1 and c2 where it is a loop over rows,
+    and of parameters y's offset, or scale and offset of each chunk; or one array that changes its layout, in their
+    place.
+    """
+    elements, itemsize, in_chunks = tile.rows * tile.columns, sizes["itemsize"], tile.columns < sizes["h"]
+    vectors = 2 if in_chunks else int(sizes.get("wants_y", False))
+    numbers = vectors * tile.columns
+    if sizes["choice"] == "backward" and name == "tile":
+        numbers += (4 if in_chunks else 2) * tile.rows
+    ahead = (2 if sizes.get("wants_y", True) else 3) * elements * itemsize + numbers * max(4, itemsize)
+    return max((tile.stages - 1) * ahead, elements * itemsize)
+
+
+def _too_few_columns(tiles: Tiles, sizes: dict[str, Any]) -> str | None:
+    tile = tiles["tile"]
+    if tile is not None and tiles["sums"] is None and sizes["h"] > 8 * tile.columns:
+        return f"{tile.columns} columns are too few of {sizes['h']}: each of a row's programs reads the whole row"
+    return None
+
+
+_FIELDS = {"h": int, "layout": str, "itemsize": int, "mixed": bool}
+FORWARD = Choice("forward", _FIELDS, ("tile",), _held, _shared)
+BACKWARD = Choice(
+    "backward", _FIELDS | {"wants_y": bool}, ("tile", "sums"), _held, _shared, _too_few_columns, optional=("sums",)
+)
+
+
+def forward(h: int, inner: int, itemsize: int, mixed: bool, target: Target) -> Tile:
+    """As `forward_tile`, or as measured."""
+    rules: Tiles = {"tile": forward_tile(h, inner, itemsize, mixed)}
+    tile = FORWARD.tiles(target.trial, rules, target.chip, inner, **_sizes(h, inner, itemsize, mixed))["tile"]
+    assert tile is not None
+    return tile
+
+
+def backward(h: int, inner: int, itemsize: int, mixed: bool, wants_y: bool, target: Target) -> BackwardPlan:
+    """As `backward_plan`, or as measured."""
+    plan = backward_plan(h, inner, itemsize, mixed, wants_y=wants_y)
+    sizes = _sizes(h, inner, itemsize, mixed) | {"wants_y": wants_y}
+    rules: Tiles = {"tile": plan.tile, "sums": plan.sums}
+    chosen = BACKWARD.tiles(target.trial, rules, target.chip, inner, **sizes)
+    assert chosen["tile"] is not None
+    return BackwardPlan(chosen["tile"], chosen["sums"])

@@ -1,0 +1,169 @@
+"""How large the fused LayerNorm+Linear kernels' tiles are, and whether they run at all."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jln._triton.chip import Chip
+from jln._triton.target import Target
+from jln._triton.tile import Tile, aligned, ceil_div, next_power_of_2
+from jln._triton.tuning import Choice, Tiles, capability
+
+# Of an H200, estimates: bytes a microsecond that one SM can take in, and its share of what memory gives to all; what a
+# launch more costs, in microseconds. By them `fused_forward` weighs long walks of few programs.
+L2_RATE, MEMORY_RATE, LAUNCH_TIME = 64_000, 36_000, 5
+
+# By its operands' dtype, the widest product that one program can hold (64 rows of sums, float32) beside a tile of x and
+# one of the kernel; and where rows do not start on 16 bytes, and pairs of elements take registers for their addresses.
+FUSED_FEATURES = {"bfloat16": (256, 64), "float16": (256, 64), "float32": (128, 32)}
+
+
+def features(n: int) -> int:
+    """The columns of a tile that holds all N of a product."""
+    return max(16, next_power_of_2(n))
+
+
+def _fused_tile(h: int, n: int, product_dtype: str, chip: Chip) -> Tile | None:
+    """The tile of rows and columns of x that the fused LayerNorm+Linear kernels take; None where they cannot run.
+
+    Not float64, which is XLA's business. Nor float32 on Blackwell, where `backward_kernel` at N = 128 has too few
+    registers; nor its small chips, with less shared memory than an H100 and no wgmma. Nor a kernel [H, N] with 2**31
+    elements, whose offsets have 32 bits.
+    """
+    if product_dtype not in FUSED_FEATURES or chip.capability > 103:
+        return None
+    if product_dtype == "float32" and chip.capability >= 100:
+        return None
+    widest, widest_unaligned = FUSED_FEATURES[product_dtype]
+    if n > (widest if aligned(h, 1, 2) and aligned(n, 1, 2) else widest_unaligned) or h * n >= 2**31:
+        return None
+    # A stage is 8 KB of x, which comes from memory, and up to 32 KB of dy or kernel, which L2 has; some 16 KB of x in
+    # flight an SM hide the latency. Eight warps: with four the backward kernel takes all 255 registers at N = 64.
+    stages = 2 if chip.capability < 90 or product_dtype == "float32" else 4 if features(n) <= 64 else 3
+    return Tile(64, 64, 8, stages)
+
+
+def forward_tile(rows: int, h: int, n: int, product_dtype: str, chip: Chip) -> Tile | None:
+    """How LayerNorm+Linear forward runs as one kernel; None where it is composed: the norm's kernel and XLA's product.
+
+    A program walks over all H of its rows and of the kernel, which L2 gives it at its own pace, however few other
+    programs there are; all SMs together read and write [M, H] three times instead of once, in one launch more. The
+    faster of the two is chosen: with 132 SMs and H = 4096 the walk takes 41 us at N = 256, 16 at N = 64, so that it
+    pays from 7200 rows on, or from 2200; at H = 768 and N = 64 it always does.
+    """
+    tile = _fused_tile(h, n, product_dtype, chip)
+    if tile is None:
+        return None
+    if chip.capability < 90 and features(n) > 128:  # by mma, as below, a wider tile spills on sm_89
+        tile = dataclasses.replace(tile, columns=32, stages=3)
+    walks = ceil_div(ceil_div(rows, tile.rows), chip.sms)
+    itemsize = 4 if product_dtype == "float32" else 2
+    fused = walks * itemsize * h * (tile.rows + features(n)) / L2_RATE
+    composed = LAUNCH_TIME + 3 * itemsize * rows * h / (MEMORY_RATE * chip.sms)
+    return tile if fused <= composed else None
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardPlan:
+    """The tiles and the grids of the fused LayerNorm+Linear backward.
+
+    row_sums: `row_programs` programs take its tiles of rows in turns, `parts` of them sharing the columns of one.
+    backward: `splits` programs take its tiles of rows in turns, for each tile of columns.
+    parameters: `rows` of the splits are added up at a time.
+    """
+
+    row_sums: Tile
+    row_programs: int
+    parts: int
+    backward: Tile
+    splits: int
+    parameters: Tile
+
+
+def backward_plan(rows: int, h: int, n: int, product_dtype: str, chip: Chip) -> BackwardPlan | None:
+    """How LayerNorm+Linear backward runs as three kernels; None where it is composed: XLA's products, a norm's kernel.
+
+    Fused for every number of rows: [M, H] crosses the memory bus 3 times (x twice, dx), composed 6 times and in six
+    launches, and few rows leave no long walk, since programs share them by columns.
+    """
+    tiles = backward_tiles(h, n, product_dtype, chip)
+    return None if tiles is None else backward_grid(rows, h, n, chip, *tiles)
+
+
+def backward_tiles(h: int, n: int, product_dtype: str, chip: Chip) -> tuple[Tile, Tile] | None:
+    """Those of the row sums and of `backward_kernel`."""
+    tile = _fused_tile(h, n, product_dtype, chip)
+    if tile is None:
+        return None
+    # mma holds operands in registers, where wgmma reads shared memory: more rows spill on sm_80. wgmma wants the 64,
+    # below which a product silently becomes mma.
+    mma_rows = 32 if features(n) <= 128 and aligned(h, 1, 2) else 16
+    return tile, dataclasses.replace(tile, rows=64 if chip.capability >= 90 else mma_rows)
+
+
+def backward_grid(rows: int, h: int, n: int, chip: Chip, row_sums: Tile, backward: Tile) -> BackwardPlan:
+    row_programs = min(ceil_div(rows, row_sums.rows), chip.sms)
+    # A power of 2, for fewer variants to compile; not more than the sums of 8, which every program has to read.
+    parts = next_power_of_2(min(8, chip.sms // row_programs, ceil_div(h, row_sums.columns)) + 1) // 2
+    splits = _splits(ceil_div(rows, backward.rows), ceil_div(h, backward.columns), chip.sms)
+    # A program or more for most SMs, and 4096 elements at a time, so that the shares are not met one after another.
+    columns = min(32, next_power_of_2(ceil_div(h, chip.sms)))
+    shares = min(next_power_of_2(splits), max(1, 4096 // (columns * features(n))))
+    return BackwardPlan(row_sums, row_programs, parts, backward, splits, Tile(shares, columns, 8))
+
+
+def _splits(row_tiles: int, chunks: int, sms: int) -> int:
+    """Among how many programs to share the rows of each of `chunks` tiles of columns, for the least time: a program a
+    round and SM, each with its trips over tiles of rows and its share of G, written and read again like 4 more.
+    """
+    return min(
+        range(1, min(row_tiles, sms) + 1),
+        key=lambda splits: ceil_div(splits * chunks, sms) * (ceil_div(row_tiles, splits) + 4),
+    )
+
+
+def _held(tile: Tile, sizes: dict[str, Any]) -> int:
+    n = features(sizes["n"])
+    return max(tile.rows * tile.columns, tile.rows * n, tile.columns * n)
+
+
+def _shared(name: str, tile: Tile, sizes: dict[str, Any]) -> int:
+    """About what the compiler takes, and no less but for some reductions' few bytes (tests/test_compiler.py).
+
+    Every stage, two where it is one, as dy has two layouts, and the operand that stays: of `backward_kernel` the
+    kernel, of the others a tile of dy, which mma wants in registers and so passes through there before the last stage
+    is full.
+    """
+    n, elements = features(sizes["n"]), tile.rows * tile.columns
+    staged, operand = elements + tile.columns * n, tile.rows * n
+    if name == "backward":
+        staged, operand = elements + operand, tile.columns * n
+    taken = max(2, tile.stages) * staged + operand
+    if name != "backward" and capability(sizes["chip"]) < 90:
+        taken = max(taken - operand, (tile.stages - 1) * staged + operand + elements)
+    return taken * (4 if sizes["dtype"] == "float32" else 2)
+
+
+_FIELDS = {"h": int, "n": int, "dtype": str}
+FORWARD = Choice("fused_forward", _FIELDS, ("tile",), _held, _shared, least=16)  # the least side of `tl.dot`
+BACKWARD = Choice("fused_backward", _FIELDS, ("row_sums", "backward"), _held, _shared, least=16)
+
+
+def forward(rows: int, h: int, n: int, product_dtype: str, target: Target) -> Tile | None:
+    """As `forward_tile`, which alone decides whether it is fused, or as measured."""
+    tile = forward_tile(rows, h, n, product_dtype, target.chip)
+    if tile is None:
+        return None
+    return FORWARD.tiles(target.trial, {"tile": tile}, target.chip, h=h, n=n, dtype=product_dtype)["tile"]
+
+
+def backward(rows: int, h: int, n: int, product_dtype: str, target: Target) -> BackwardPlan | None:
+    """As `backward_plan`, which alone decides whether it is fused, or as measured."""
+    tiles = backward_tiles(h, n, product_dtype, target.chip)
+    if tiles is None:
+        return None
+    rules: Tiles = {"row_sums": tiles[0], "backward": tiles[1]}
+    chosen = BACKWARD.tiles(target.trial, rules, target.chip, h=h, n=n, dtype=product_dtype)
+    assert chosen["row_sums"] is not None and chosen["backward"] is not None
+    return backward_grid(rows, h, n, target.chip, chosen["row_sums"], chosen["backward"])
