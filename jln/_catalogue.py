@@ -7,6 +7,7 @@ names: a new operator joins them all by its entry here.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -133,6 +134,10 @@ class Operator(Signature):
         def of_arrays(*arrays: Any, **more: Any) -> Any:
             named = dict(zip(names, arrays, strict=True))
             return function(**{name: named.get(name) for name in self.names}, **options, **more)
+
+        # The names that `jln.testing` reports by.
+        parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in names]
+        of_arrays.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
 
         return of_arrays
 
