@@ -14,7 +14,8 @@ import typer
 
 import jln
 from jln import program
-from jln._bench.peers import PEERS, Unsupported
+from jln._bench.parts import Unsupported
+from jln._bench.peers import PEERS
 from jln._bench.stacks import PRODUCTS, STACKS, Stack, losses
 from jln._bench.workloads import WORKLOADS, Workload
 from jln._cli.console import UserError, print_json, print_note, print_table, progress
