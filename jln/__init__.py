@@ -4,7 +4,7 @@ import importlib
 from typing import Any
 
 from jln import reference
-from jln._modules import Route, explain
+from jln._routes import Route, explain
 from jln.layer_norm import STATISTICS, add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jln.layer_norm_linear import layer_norm_linear, rms_norm_linear
 
