@@ -5,9 +5,9 @@ from typing import Any
 
 from jln import reference
 from jln._core.derivatives import STATISTICS
-from jln._modules import Route, explain
 from jln._norm.operator import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jln._norm_linear.operator import layer_norm_linear, rms_norm_linear
+from jln._routes import Route, explain
 
 __all__ = [
     "STATISTICS",

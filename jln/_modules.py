@@ -7,14 +7,11 @@ Every call notes the answer, and so `explain` tells what a call does by making o
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,95 +20,7 @@ import numpy as np
 from jln import _checks
 from jln._norm.operator import normalised
 from jln._norm_linear.operator import normalised_linear
-
-
-class Route(NamedTuple):
-    """How one call of a layer was computed.
-
-    layer: its class, and its name where the framework knows one.
-    path: "fused" (norm and Linear as one operator), "kernel" (jln's norm; what is behind it is the framework's own) or
-      "plain" (the framework's own code).
-    why: a few words.
-    """
-
-    layer: str
-    path: str
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.layer}: {self.path} ({self.why})"
-
-
-def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Route, ...]:
-    """The path, and why, of every jln layer that `function(*args, **kwargs)` calls, in the order of the calls.
-
-    Nothing is computed: the call is traced as by `jax.eval_shape`, so arrays may be `jax.ShapeDtypeStruct`s. A "kernel"
-    or "fused" call reaches jln's operators, which run Triton kernels where the program is compiled for an NVIDIA GPU
-    with jax-triton installed, and XLA elsewhere. The framework's own layers are not listed: convert the model first, or
-    call inside of `jln.convert.linen()` or `jln.convert.haiku()`.
-
-    Args:
-      function: a layer or a model of Flax NNX or Equinox; a Linen module or what `hk.transform` returns, whose
-        parameters are made up; or any function of arrays.
-      *args: what it is called with.
-      **kwargs: likewise.
-
-    Raises:
-      Whatever the call raises.
-    """
-    call = traceable(function)
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    is_array = [hasattr(a, "shape") and hasattr(a, "dtype") for a in leaves]
-
-    def traced(arrays):
-        given = iter(arrays)
-        args, kwargs = tree.unflatten([next(given) if known else a for a, known in zip(leaves, is_array, strict=True)])
-        call(*args, **kwargs)
-
-    with noting() as routes, _asked(next(_questions)):
-        jax.eval_shape(traced, [a for a, known in zip(leaves, is_array, strict=True) if known])
-    return tuple(routes)
-
-
-# A value of its own for every question, so that what JAX has traced before and kept is traced again.
-_asked = jax.make_user_context(default_value=0)
-_questions = itertools.count(1)
-
-
-@functools.singledispatch
-def traceable(function: Any) -> Callable[..., Any]:
-    """`function` as one that `jax.eval_shape` can trace; a framework's module registers what its models need."""
-    return function
-
-
-_listeners: contextvars.ContextVar[tuple[list[Route], ...]] = contextvars.ContextVar("jln_listeners", default=())
-
-
-@contextlib.contextmanager
-def _listening(lists: tuple[list[Route], ...]) -> Iterator[None]:
-    token = _listeners.set(lists)
-    try:
-        yield
-    finally:
-        _listeners.reset(token)
-
-
-@contextlib.contextmanager
-def noting() -> Iterator[list[Route]]:
-    """Collect the routes of the calls made in the context."""
-    routes: list[Route] = []
-    with _listening((*_listeners.get(), routes)):
-        yield routes
-
-
-def unnoted() -> contextlib.AbstractContextManager[None]:
-    """A context whose calls are not collected."""
-    return _listening(())
-
-
-def note(layer: str, path: str, why: str) -> None:
-    for routes in _listeners.get():
-        routes.append(Route(layer, path, why))
+from jln._routes import Route, listening, note
 
 
 def missing(module: str, framework: str, extra: str) -> str:
@@ -339,7 +248,7 @@ def pair_computed(
         note(layer, "fused", "all arguments are the operator's")
         return found()
     taken: list[Route] = []
-    with _listening((taken,)):
+    with listening((taken,)):
         z = norm()
     own = [route for route in taken if route.path == "plain"]
     for route in own or [Route(layer, "kernel" if taken else "plain", f"not fused: {found}")]:
