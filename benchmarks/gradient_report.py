@@ -31,7 +31,7 @@ import numpy as np
 import jln
 from jln import _catalogue
 from jln._catalogue import OPERATORS, Operator
-from jln._triton import launch
+from jln._triton import target
 
 
 class Size(NamedTuple):
@@ -87,11 +87,11 @@ def implementations() -> Iterator[tuple[jax.Device, str]]:
     """What can run here."""
     cpu, default = jax.devices("cpu")[0], jax.devices()[0]
     yield cpu, "xla"
-    if launch.interpreting() and importlib.util.find_spec("triton"):
+    if target.interpreting() and importlib.util.find_spec("triton"):
         yield cpu, "triton"
     if default.platform == "gpu":
         yield default, "xla"
-        if launch.missing() is None:
+        if target.missing() is None:
             yield default, "triton"
 
 
@@ -155,7 +155,7 @@ def main() -> int:
     good = [report(size, operator, arguments.seed) for size, operator in chosen]
     print("all within their limits" if all(good) else "some are NOT within their limits")
     if "triton" not in {implementation for _, implementation in implementations()}:
-        print(f"the Triton kernels did NOT run: {launch.missing()}")
+        print(f"the Triton kernels did NOT run: {target.missing()}")
     return 0 if all(good) else 1
 
 

@@ -23,7 +23,8 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
-from jln._triton import config
+from jln._triton import chip as chips
+from jln._triton.target import Gpu, using
 
 _PLUGIN = "jax_plugins.xla_cuda13"
 
@@ -32,7 +33,7 @@ _PLUGIN = "jax_plugins.xla_cuda13"
 class XlaChip:
     """A GPU as `stream_executor.GpuTargetConfigProto` describes it to XLA. Sizes in bytes, bandwidth in bytes/s."""
 
-    chip: config.Chip
+    chip: chips.Chip
     description: str
     fpus_per_core: int
     shared_memory_per_core: int
@@ -56,7 +57,7 @@ class XlaChip:
 
 
 CHIPS = {
-    name: XlaChip(config.CHIPS[name], *facts)
+    name: XlaChip(chips.CHIPS[name], *facts)
     for name, facts in {
         "a100": ("NVIDIA A100-SXM4-80GB", 64, 167936, 166912, 2039 * 10**9, 40 << 20, 1.41, 85 * 10**9),
         "h100": ("NVIDIA H100 80GB HBM3", 128, 233472, 232448, 3352 * 10**9, 50 << 20, 1.98, 85 * 10**9),
@@ -155,7 +156,7 @@ def compile_for(
     args = jax.tree.map(functools.partial(_place, gpus=gpus), args)
     if all(leaf.sharding is None for leaf in jax.tree.leaves(args)):
         raise ValueError(f"no argument lies on the {devices} GPUs: shard one over program.mesh({chip!r}, ...)")
-    with config.target(chip):  # a new function each time, since JAX's caches do not know the chip
+    with using(Gpu(chips.named_chip(chip))):  # a new function each time, since JAX's caches do not know the chip
         compiled = jax.jit(lambda *args: fn(*args)).lower(*args).compile(compiler_options)
     hlo, memory = compiled.as_text(), compiled.memory_analysis()
     assert hlo is not None and memory is not None  # as some other backends' are

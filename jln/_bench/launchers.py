@@ -14,53 +14,59 @@ import jax
 import jax.numpy as jnp
 
 from jln._bench.workloads import Workload
-from jln._triton import config
+from jln._norm import signature as norms
+from jln._norm_linear import signature as linears
+from jln._norm_linear import tiles
+from jln._triton.target import Target
 
-Shapes = tuple[jax.ShapeDtypeStruct | None, ...]
 
-
-def call(workload: Workload, direction: str, chip: config.Chip) -> tuple[Callable[..., Any], Shapes]:
-    """-> (a launcher that wants nothing but arrays, the shapes of these; None for one that is absent)"""
-    from jln._triton import layer_norm as norm
-    from jln._triton import layer_norm_linear as linear
+def call(workload: Workload, direction: str, target: Target) -> tuple[Callable[..., Any], Any]:
+    """-> (a launcher that wants nothing but its operands, their shapes)"""
+    from jln._norm import launcher as norm_launcher
+    from jln._norm_linear import launcher as linear_launcher
 
     shapes = workload.arrays()
     axis = workload.axis % len(workload.shape) - len(workload.shape)
+    norm = norms.Norm(axis, 1e-6, workload.entry.centres, zero_centered_scale=False)
     x, residual, scale, offset = (shapes.get(name) for name in ("x", "residual", "scale", "offset"))
     dtype = jnp.dtype(workload.dtype)
     accumulator = jnp.promote_types(dtype, jnp.float32)
     assert x is not None and scale is not None
-    options: dict[str, Any] = {
-        "epsilon": 1e-6,
-        "subtract_mean": workload.entry.centres,
-        "zero_centered_scale": False,
-        "batch_dims": 0,
-        "chip": chip,
-    }
     statistic = jax.ShapeDtypeStruct([1 if i == axis % x.ndim else n for i, n in enumerate(x.shape)], accumulator)
     along = [n if i == axis % x.ndim else 1 for i, n in enumerate(x.shape)]
-    mean = statistic if options["subtract_mean"] else None
+    mean = statistic if norm.subtract_mean else None
+    saved_statistics = None if mean is None else accumulator.name, accumulator.name
+
+    def dtype_of(a: jax.ShapeDtypeStruct | None) -> str | None:
+        return None if a is None else a.dtype.name
+
+    def made(launcher: Callable[..., Any], settings: tuple[str, Any], dtypes: Any) -> Callable[..., Any]:
+        return functools.partial(launcher, **{settings[0]: settings[1]}, dtypes=dtypes, batch_dims=0, target=target)
+
     if workload.is_linear:
-        options["precision"] = None
         kernel, bias, y = shapes["kernel"], shapes.get("bias"), shapes["y"]
+        settings = ("settings", linears.NormLinear(norm, None, features=1))
         h, n = kernel.shape
-        if direction == "forward" and config.fused_forward(workload.rows, h, n, dtype.name, chip) is not None:
-            function = functools.partial(linear.forward, save_statistics=True, **options)
-            return function, (x, scale, offset, kernel, bias)
-        if direction == "backward" and config.fused_backward(workload.rows, h, n, dtype.name, chip) is not None:
-            dbias_dtype = None if bias is None else bias.dtype
-            function = functools.partial(linear.backward, dbias_dtype=dbias_dtype, **options)
-            return function, (y, x, scale, offset, kernel, mean, statistic)
-        del options["precision"]
+        sizes = workload.rows, h, n, dtype.name, target.chip
+        if direction == "forward" and tiles.forward_tile(*sizes) is not None:
+            dtypes = linears.Outcome(dtype.name, *saved_statistics)
+            operands = linears.Operands(x, scale, offset, kernel, bias)
+            return made(linear_launcher.forward, settings, dtypes), operands
+        if direction == "backward" and tiles.backward_plan(*sizes) is not None:
+            dtypes = linears.Gradients(*map(dtype_of, (x, scale, offset, kernel, bias)))
+            operands = linears.Cotangents(y, x, scale, offset, kernel, mean, statistic)
+            return made(linear_launcher.backward, settings, dtypes), operands
+    settings = ("norm", norm)
     scale, offset = (None if p is None else jax.ShapeDtypeStruct(along, p.dtype) for p in (scale, offset))
-    doffset_dtype = None if offset is None else offset.dtype
     if direction == "forward":
-        save = "backward" in workload.directions
-        return functools.partial(norm.forward, axis=axis, save_statistics=save, **options), (x, residual, scale, offset)
+        kept = saved_statistics if "backward" in workload.directions else (None, None)
+        dtypes = norms.Outcome(dtype.name, dtype_of(residual), *kept)
+        return made(norm_launcher.forward, settings, dtypes), norms.Operands(x, residual, scale, offset)
+    gradients = norms.Gradients(dtype.name, dtype_of(scale), dtype_of(offset))
     if workload.is_linear:
-        del options["epsilon"]
         dz = jax.ShapeDtypeStruct(x.shape, dtype if dtype == jnp.bfloat16 else accumulator)
-        function = functools.partial(norm.backward_and_forward, y_dtype=dtype, **options)
-        return function, (dz, x, scale, offset, mean, statistic)
-    function = functools.partial(norm.backward, axis=axis, doffset_dtype=doffset_dtype, **options)
-    return function, (x, x if residual is not None else None, x, scale, mean, statistic)
+        dtypes = norm_launcher.BackwardAndForward(*gradients, y=dtype.name)
+        launcher: Any = functools.partial(norm_launcher.backward_and_forward, offset=offset)  # pyright: ignore[reportArgumentType]
+        return made(launcher, settings, dtypes), norms.Cotangents(dz, None, x, scale, mean, statistic)
+    dtotal = None if residual is None else x
+    return made(norm_launcher.backward, settings, gradients), norms.Cotangents(x, dtotal, x, scale, mean, statistic)

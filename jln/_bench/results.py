@@ -15,7 +15,8 @@ import jln
 from jln._bench.blocks import BLOCKS
 from jln._bench.peers import PEERS
 from jln._bench.workloads import CPU_WORKLOADS, WORKLOADS, Workload
-from jln._triton import config, tuning
+from jln._triton import tuning
+from jln._triton.target import target_chip
 
 ALL: dict[str, Workload] = {**WORKLOADS, **BLOCKS, **CPU_WORKLOADS}
 VERSIONED = ("jaxlib", "jax-triton", "triton", "numpy")
@@ -36,7 +37,7 @@ def environment(device: Any) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "load": os.getloadavg()[0],
         "versions": versions,
-        "tuning": tuning.in_force(chip) if device.platform == "gpu" and (chip := config.target_chip()) else None,
+        "tuning": tuning.in_force(chip) if device.platform == "gpu" and (chip := target_chip()) else None,
     }
 
 

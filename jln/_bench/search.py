@@ -21,9 +21,12 @@ from jln._bench import launchers, timing
 from jln._bench.timing import Run
 from jln._bench.workloads import Workload
 from jln._catalogue import DIRECTIONS, fullest
-from jln._triton import compiler, config, launch, tuning
-from jln._triton.config import Chip, Tile
-from jln._triton.tuning import Key, Tiles
+from jln._triton import compiler, tuning
+from jln._triton.chip import SHARED_LIMIT, Chip
+from jln._triton.launch import Launch
+from jln._triton.target import Gpu, Recorder
+from jln._triton.tile import Tile, next_power_of_2
+from jln._triton.tuning import Key, Tiles, Trial
 
 # By how much of the heuristics' time a candidate must be faster to be kept, and may be slower in any workload: medians
 # of 30 runs of one program differ by about a percent.
@@ -55,6 +58,7 @@ class Question:
     calls: tuple[Call, ...]
 
     sizes = property(lambda self: dict(self.key))
+    choice = property(lambda self: tuning.CHOICES[self.sizes["choice"]])
 
 
 def questions(workloads: Sequence[Workload], chip: Chip, others: Iterable[Workload] = ()) -> list[Question]:
@@ -72,46 +76,29 @@ def questions(workloads: Sequence[Workload], chip: Chip, others: Iterable[Worklo
     ]
 
 
-def _recorded(call: Call, tiles: dict[Key, Tiles], chip: Chip) -> tuple[list[launch.Launch], dict[Key, Tiles]]:
-    function, shapes = launchers.call(call.workload, call.direction, chip)
-    with launch.recording() as made, tuning.trying(tiles) as trial:
-        jax.eval_shape(function, *shapes)
-    return made, trial.asked
+def _recorded(call: Call, tiles: dict[Key, Tiles], chip: Chip) -> tuple[list[Launch], dict[Key, Tiles]]:
+    recorder = Recorder(chip, trial := Trial(tiles))
+    function, shapes = launchers.call(call.workload, call.direction, recorder)
+    jax.eval_shape(function, shapes)
+    return recorder.launches, trial.asked
 
 
 def candidates(question: Question) -> list[Tiles]:
     """What is within two steps of the heuristics', a step twice or half of a number, or a stage; rows whose sums have a
     kernel without it, and the reverse. Only what a kernel can run, and never the heuristics' own.
     """
-    sizes, heuristic = question.sizes, question.heuristic
-    width = config.next_power_of_2(sizes["h"])
+    sizes, heuristic, choice = question.sizes, question.heuristic, question.choice
+    width = next_power_of_2(sizes["h"])
     near: list[Tiles] = [
         heuristic | {name: other}
         for name, tile in heuristic.items()
         if tile is not None
-        for other in _neighbours(tile, _free(question, name, tile))
+        for other in _neighbours(tile, choice.free(name, tile, sizes))
         if other.columns <= max(width, tile.columns)
     ]
-    tile = heuristic.get("tile")
-    if sizes["choice"] == "backward" and tile is not None and tile.columns < sizes["h"]:
-        sums = None if heuristic["sums"] else Tile(tile.rows, min(width, 4096), 8)
-        near.append(heuristic | {"sums": sums})
+    near.extend(choice.others(heuristic, sizes))
     unique = {str(tiles): tiles for tiles in near if tiles != heuristic and tuning.unfit(question.key, tiles) is None}
     return list(unique.values())
-
-
-def _free(question: Question, name: str, tile: Tile) -> tuple[str, ...]:
-    """The numbers of a tile that mean something to its kernel, and are not settled."""
-    if question.sizes["choice"].startswith("fused"):
-        return "rows", "columns", "warps", "stages"
-    whole = tile.columns >= question.sizes["h"]  # in registers, where it is read once
-    persistent = (question.sizes["choice"], name) == ("backward", "tile")
-    return (
-        *("rows", "warps"),
-        *(() if whole else ("columns",)),
-        *(("stages",) if persistent or not whole else ()),
-        *(("programs_per_sm",) if persistent else ()),
-    )
 
 
 def _neighbours(tile: Tile, names: Sequence[str]) -> Iterator[Tile]:
@@ -140,7 +127,7 @@ def verdicts(
     tried = (question.heuristic, *choices)
     jobs = [pool.submit(compiled, question.calls[0], question.key, tiles, chip) for tiles in tried]
     own, *others = (job.result() for job in jobs)
-    limit = compiler.SHARED_LIMIT.get(chip.capability, min(compiler.SHARED_LIMIT.values()))
+    limit = SHARED_LIMIT.get(chip.capability, min(SHARED_LIMIT.values()))
     found = []
     for verdict, tiles in zip(others, choices, strict=True):
         why = verdict.why
@@ -159,7 +146,7 @@ def verdicts(
 def compiled(call: Call, key: Key, tiles: Tiles, chip: Chip) -> Verdict:
     """What the compiler makes of the call with these tiles, and of a call that has all there is: others will."""
     worst = Verdict()
-    for each in (_fullest(call, dict(key)), call):
+    for each in (_fullest(call), call):
         for made in _recorded(each, {key: tiles}, chip)[0]:
             try:
                 r = compiler.compile_launch(made)
@@ -171,8 +158,8 @@ def compiled(call: Call, key: Key, tiles: Tiles, chip: Chip) -> Verdict:
     return worst
 
 
-def _fullest(call: Call, sizes: dict[str, Any]) -> Call:
-    if "n" in sizes or sizes.get("wants_y"):
+def _fullest(call: Call) -> Call:
+    if call.workload.is_linear:
         given: dict[str, Any] = {"operator": fullest(is_linear=True).name}
     else:
         given = {"operator": fullest(is_linear=False).name, "features": None, "directions": DIRECTIONS}
@@ -188,18 +175,18 @@ def identified(tiles: Tiles) -> str:
 
 def prepared(call: Call, key: Key, choices: Sequence[Tiles], chip: Chip) -> list[Run | str]:
     """Of each choice a program on this device, or why not; its numbers are held to those of the first."""
-    function, shapes = launchers.call(call.workload, call.direction, chip)
-    arrays = [
-        None if a is None else jax.random.normal(jax.random.key(i), a.shape, a.dtype) for i, a in enumerate(shapes)
-    ]
+    _, shapes = launchers.call(call.workload, call.direction, Gpu(chip))
+    leaves, tree = jax.tree.flatten(shapes)
+    arrays = tree.unflatten(jax.random.normal(jax.random.key(i), a.shape, a.dtype) for i, a in enumerate(leaves))
 
     def lowered(tiles: Tiles) -> Any:
-        def program(*given):
-            return function(*given)
+        function, _ = launchers.call(call.workload, call.direction, Gpu(chip, Trial({key: tiles})))
+
+        def program(given):
+            return function(given)
 
         program.__name__ = identified(tiles)
-        with tuning.trying({key: tiles}):
-            return jax.jit(program).lower(*arrays)
+        return jax.jit(program).lower(arrays)
 
     programs = [_tried(lowered, tiles) for tiles in choices]
     with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -209,7 +196,7 @@ def prepared(call: Call, key: Key, choices: Sequence[Tiles], chip: Chip) -> list
     def checked(tiles: Tiles, program: Any) -> Run | str:
         if isinstance(program, str):
             return program
-        run = functools.partial(program, *arrays)
+        run = functools.partial(program, arrays)
         got = jax.block_until_ready(run())
         first[:] = first or [got]
         return difference(got, first[0], call.workload) or Run(identified(tiles), run)

@@ -1,7 +1,7 @@
 """Wrong backward rules of LayerNorm that a checker must reject: two that are widely copied, and common slips.
 
 The proof that `check` can fail. Each has the right value and is wrong in one thing; the terms are those of
-`jln._xla.layer_norm`.
+`jln._norm.formulas`.
 """
 
 from __future__ import annotations

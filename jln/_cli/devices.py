@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jln._cli.console import UserError
-from jln._triton import launch
+from jln._triton import target
 
 Device = Any  # a jax.Device, which type checkers take for a variable
 
@@ -76,12 +76,12 @@ def interpret_without_a_gpu() -> None:
 def implementations(device: Device) -> dict[str, str | None]:
     """From each implementation to why it cannot run there; None where it can."""
     if device.platform == "gpu":
-        return {"triton": launch.missing(), "xla": None}
+        return {"triton": target.missing(), "xla": None}
     if device.platform != "cpu":
         return {"triton": "the kernels are for NVIDIA GPUs", "xla": None}
     if importlib.util.find_spec("triton") is None:
-        reason = f"triton is not installed; its interpreter would run the kernels: {launch.INSTALL}"
-    elif not launch.interpreting():
+        reason = f"triton is not installed; its interpreter would run the kernels: {target.INSTALL}"
+    elif not target.interpreting():
         reason = "the kernels are for NVIDIA GPUs; TRITON_INTERPRET=1 has Triton's interpreter run them, slowly"
     else:
         reason = None

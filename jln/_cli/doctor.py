@@ -19,7 +19,8 @@ from jln._catalogue import OPERATORS
 from jln._cli.console import print_json, print_note, print_table, progress
 from jln._cli.devices import Device, complaints, described, devices, implementations
 from jln._cli.samples import Sample, ours, value_and_gradients
-from jln._triton import config, launch, tuning
+from jln._triton import target, tuning
+from jln._triton.chip import CHIP_VARIABLE
 
 # Distribution -> what it is for here, and how it comes.
 PACKAGES = {
@@ -28,8 +29,8 @@ PACKAGES = {
     "numpy": ("everything", "pip install jln"),
     "jax-cuda13-plugin": ("NVIDIA GPUs, CUDA 13", 'pip install "jln[cuda13]"'),
     "jax-cuda12-plugin": ("NVIDIA GPUs, CUDA 12", 'pip install "jln[cuda12]"'),
-    "jax-triton": ("Triton kernels", launch.INSTALL),
-    "triton": ("Triton kernels, their interpreter", launch.INSTALL),
+    "jax-triton": ("Triton kernels", target.INSTALL),
+    "triton": ("Triton kernels, their interpreter", target.INSTALL),
     "flax": ("Flax modules", 'pip install "jln[flax]"'),
     "dm-haiku": ("Haiku modules", 'pip install "jln[haiku]"'),
     "equinox": ("Equinox modules", 'pip install "jln[equinox]"'),
@@ -143,9 +144,9 @@ def _print(versions, found, operators, tiles, bad, faults) -> None:
 def _tuning() -> tuple[str, list[str]]:
     """-> (where the kernels' tiles are from, what is wrong with the files that were named)"""
     try:
-        chip = config.target_chip()
+        chip = target.target_chip()
     except ValueError as error:  # of JLN_CHIP
-        return "heuristics", [f"{config.CHIP_VARIABLE}: {error}"]
+        return "heuristics", [f"{CHIP_VARIABLE}: {error}"]
     if chip is None:
         return "heuristics, as there is no GPU", []
     files = tuning.in_force(chip)
@@ -178,8 +179,8 @@ def _one_of_each_kind(found: list[Device]) -> list[Device]:
 def _facts(device: Device) -> dict[str, str]:
     chip = "-"
     if device.platform == "gpu":
-        target = config.target_chip()
-        chip = f"sm_{target.capability}, {target.sms} SMs" if target else "unknown"
+        known = target.target_chip()
+        chip = f"sm_{known.capability}, {known.sms} SMs" if known else "unknown"
     return {"device": described(device), "kind": device.device_kind, "chip": chip}
 
 
@@ -218,7 +219,7 @@ def _kernels(sample: Sample, device: Device, gradient: bool) -> list[str]:
     """The Triton kernels that the default implementation launches; none for XLA."""
     arguments, cotangent = sample.shapes()
     f = ours(sample.operator.name, None)
-    with launch.recording() as made, warnings.catch_warnings():
+    with target.recording() as made, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that XLA runs instead: the table says so, and the reason
         platform = "cuda" if device.platform == "gpu" else device.platform
         if gradient:
@@ -233,10 +234,10 @@ def _idle_gpu(found: list[Device]) -> list[str]:
     """A GPU that is here and that JAX, or Triton, does not use."""
     gpus = [device for device in found if device.platform == "gpu"]
     if gpus:
-        why = launch.missing()
+        why = target.missing()
         return [] if why is None else [f"the GPU runs jln without its Triton kernels: {why}"]
     if not pathlib.Path("/dev/nvidia0").exists():
         return []
     if "cuda" not in (platforms := os.environ.get("JAX_PLATFORMS", "cuda")) and "gpu" not in platforms:
         return [f"there is an NVIDIA GPU, and JAX_PLATFORMS={platforms} hides it: unset it"]
-    return [f"there is an NVIDIA GPU, and JAX does not see it: {launch.INSTALL}"]
+    return [f"there is an NVIDIA GPU, and JAX does not see it: {target.INSTALL}"]

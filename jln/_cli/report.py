@@ -19,7 +19,8 @@ from jln._bench.peers import PEERS
 from jln._bench.stacks import PRODUCTS, STACKS, Stack, losses
 from jln._bench.workloads import WORKLOADS, Workload
 from jln._cli.console import UserError, print_json, print_note, print_table, progress
-from jln._triton import config, launch
+from jln._triton import target
+from jln._triton.chip import named_chip
 
 # Those whose programs XLA compiles.
 COMPARED = ("jln", "jnp", "flax", "tokamax")
@@ -44,8 +45,8 @@ def command(
     peers = ["jln", *(p for p in _known("peer", peer, COMPARED) if p != "jln")]
     if chip not in program.CHIPS:
         raise UserError(f"unknown chip {chip!r}; known are {', '.join(program.CHIPS)}")
-    with config.target(chip):
-        why = launch.missing()
+    with target.using(target.Gpu(named_chip(chip))):
+        why = target.missing()
     if why is not None:
         raise UserError(f"jln's kernels cannot be compiled: {why}")
     try:

@@ -23,7 +23,8 @@ from jln._bench.trace import TraceError
 from jln._bench.workloads import WORKLOADS, Workload
 from jln._cli.console import UserError, print_note, print_table, progress
 from jln._cli.devices import devices
-from jln._triton import compiler, config, launch, tuning
+from jln._triton import compiler, target, tuning
+from jln._triton.chip import CHIPS, Chip
 from jln._triton.tuning import Tiles
 
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -33,7 +34,7 @@ def command(
     workloads: Annotated[
         list[str] | None, typer.Argument(help="By name; `bench --list` has them. [default: all for a GPU]")
     ] = None,
-    chip: Annotated[str | None, typer.Option(help=f"For --dry-run: {', '.join(config.CHIPS)}. [default: h200]")] = None,
+    chip: Annotated[str | None, typer.Option(help=f"For --dry-run: {', '.join(CHIPS)}. [default: h200]")] = None,
     dtype: Annotated[
         str | None, typer.Option(help=f"{', '.join(get_args(Dtype))}. [default: the workloads' own]")
     ] = None,
@@ -53,13 +54,13 @@ def command(
     started = time.monotonic()
     chosen = _workloads(workloads, dtype)
     if importlib.util.find_spec("triton") is None:
-        raise UserError(f"triton is not installed: {launch.INSTALL}")
-    target = _chip(chip, dry_run)
+        raise UserError(f"triton is not installed: {target.INSTALL}")
+    searched = _chip(chip, dry_run)
     path = output or pathlib.Path(os.path.expanduser(os.environ.get(tuning.VARIABLE) or "jln-tuning.json"))
     if dry_run:
-        finished = survey(chosen, target, seconds, started)
+        finished = survey(chosen, searched, seconds, started)
     else:
-        finished = tune(chosen, target, path, search.by_the_device(repetitions), seconds, started)
+        finished = tune(chosen, searched, path, search.by_the_device(repetitions), seconds, started)
         print_note(f"to use it: export {tuning.VARIABLE}={path.resolve()}")
     raise typer.Exit(0 if finished else 3)
 
@@ -76,17 +77,17 @@ def _workloads(names: Sequence[str] | None, dtype: str | None) -> list[Workload]
     return [dataclasses.replace(w, dtype=dtype or w.dtype) for w in chosen]
 
 
-def _chip(name: str | None, dry_run: bool) -> config.Chip:
-    if name is not None and name not in config.CHIPS:
-        raise UserError(f"unknown chip {name!r}; known are {', '.join(config.CHIPS)}")
+def _chip(name: str | None, dry_run: bool) -> Chip:
+    if name is not None and name not in CHIPS:
+        raise UserError(f"unknown chip {name!r}; known are {', '.join(CHIPS)}")
     if dry_run:
-        return config.CHIPS[name or "h200"]
+        return CHIPS[name or "h200"]
     device = devices()[0]
     if device.platform != "gpu":
         raise UserError("there is no GPU to time on; --dry-run prints the candidates and what the compiler says")
-    if (why := launch.missing()) is not None:
+    if (why := target.missing()) is not None:
         raise UserError(f"jln's kernels cannot be compiled: {why}")
-    chip = config.target_chip()
+    chip = target.target_chip()
     assert chip is not None
     here = tuning.chip_name(dataclasses.replace(chip, name=device.device_kind))
     for asked in (name, tuning.chip_name(chip)):  # the latter of JLN_CHIP
@@ -99,7 +100,7 @@ def _processes() -> int:
     return min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
-def survey(workloads: Sequence[Workload], chip: config.Chip, seconds: float | None, started: float) -> bool:
+def survey(workloads: Sequence[Workload], chip: Chip, seconds: float | None, started: float) -> bool:
     """Print what would be timed, and what the compiler says of the rest. -> whether there was time for all"""
     asked = search.questions(workloads, chip, WORKLOADS.values())
     with compiler.workers(_processes()) as pool, progress(len(asked)) as begin:
@@ -118,7 +119,7 @@ def survey(workloads: Sequence[Workload], chip: config.Chip, seconds: float | No
 
 def tune(
     workloads: Sequence[Workload],
-    chip: config.Chip,
+    chip: Chip,
     path: pathlib.Path,
     clock: Clock,
     seconds: float | None = None,
@@ -190,7 +191,7 @@ def _found(question: Question, found: Found, candidates: int, sound: int) -> lis
     return [described(question), written(question.heuristic), *counts, fastest, ratio, wrong]
 
 
-def entry(question: Question, found: Found, chip: config.Chip) -> dict[str, Any]:
+def entry(question: Question, found: Found, chip: Chip) -> dict[str, Any]:
     """As `tuning` reads it, with where it is from."""
     return question.sizes | {
         "tiles": None if found.tiles is None else _numbers(found.tiles),

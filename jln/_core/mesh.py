@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 MeshAxes = tuple[str, ...]
@@ -62,8 +62,8 @@ Dims = tuple[Dim, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """summed: the kinds of dimension over which every device has only its share of a sum, in the order in which they are
-    to be added up: by results that are to travel together. wide: added up in float32 at least.
+    """summed: the kinds of dimension over which every device has only its share of a sum, in the order in which they
+    are to be added up: by results that are to travel together. wide: added up in float32 at least.
     """
 
     dims: Dims

@@ -111,8 +111,8 @@ class Operation(Generic[Operands, Results]):
         return kept(operands, self.needs(dtypes))
 
     def _without_unused(self, used, *more):
-        """For JAX's removal of dead code, which from 0.12 on also tells which inputs are alive: the equation without the
-        results that are not used, and without the operands that are needed for these alone.
+        """For JAX's removal of dead code, which from 0.12 on also tells which inputs are alive: the equation without
+        the results that are not used, and without the operands that are needed for these alone.
         """
         eqn = more[-1]
         if not any(used) or all(used):

@@ -286,7 +286,7 @@ def row_sums_kernel(
 
 @triton.constexpr_function
 def _position(names, name):
-    return names.index(name)
+    return next(i for i, other in enumerate(names) if other == name)  # Triton's tuple has no `index`
 
 
 @triton.jit

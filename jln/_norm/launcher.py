@@ -106,8 +106,8 @@ def _geometry(
 
 
 def _shared(operands: dict[str, jax.Array | None], geometry: _Geometry) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """-> (the names of operands with one copy for all groups, the operands). One that is shared over some batch axes and
-    not over others is written out over all of them.
+    """-> (the names of operands with one copy for all groups, the operands). One that is shared over some batch axes
+    and not over others is written out over all of them.
     """
     shared, ready = [], {}
     for name, operand in operands.items():

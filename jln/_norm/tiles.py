@@ -10,7 +10,7 @@ from jln._triton.target import Target
 from jln._triton.tile import Tile, aligned, ceil_div, next_power_of_2
 from jln._triton.tuning import Choice, Tiles
 
-# Columns have 32-bit numbers, and a loop over chunks of them goes on to a multiple of the chunk, of up to 2**15 columns.
+# Columns have 32-bit numbers, and a loop over chunks goes on to a multiple of the chunk, of up to 2**15 columns.
 LONGEST_ROW = 2**31 - 2**16
 
 # Elements a thread may hold, found by compiling every choice for sm_80, sm_90 and sm_100 and looking at the spills
@@ -107,7 +107,8 @@ def backward_plan(h: int, inner: int, itemsize: int, mixed: bool = False, *, wan
         return BackwardPlan(tile, _tile(1, 256 * per_thread, per_thread // 2))
     rows = _side_by_side(1, inner, itemsize, limit)
     # As few elements a thread as one load takes, so that many warps hide the latency.
-    tile = _tile(rows, 1024 // rows, max(per_thread // 4, 16 // itemsize if is_aligned else 1), stages, programs_per_sm=4)
+    narrow = max(per_thread // 4, 16 // itemsize if is_aligned else 1)
+    tile = _tile(rows, 1024 // rows, narrow, stages, programs_per_sm=4)
     return BackwardPlan(tile, _tile(rows, 1024 // rows, per_thread // 2))
 
 
@@ -160,10 +161,37 @@ def _too_few_columns(tiles: Tiles, sizes: dict[str, Any]) -> str | None:
     return None
 
 
+def _free(name: str, tile: Tile, sizes: dict[str, Any]) -> tuple[str, ...]:
+    whole = tile.columns >= sizes["h"]  # in registers, where it is read once
+    persistent = (sizes["choice"], name) == ("backward", "tile")
+    return (
+        *("rows", "warps"),
+        *(() if whole else ("columns",)),
+        *(("stages",) if persistent or not whole else ()),
+        *(("programs_per_sm",) if persistent else ()),
+    )
+
+
+def _with_or_without_sums(tiles: Tiles, sizes: dict[str, Any]) -> list[Tiles]:
+    tile = tiles["tile"]
+    if tile is None or tile.columns >= sizes["h"]:
+        return []
+    sums = None if tiles["sums"] else Tile(tile.rows, min(next_power_of_2(sizes["h"]), 4096), 8)
+    return [tiles | {"sums": sums}]
+
+
 _FIELDS = {"h": int, "layout": str, "itemsize": int, "mixed": bool}
-FORWARD = Choice("forward", _FIELDS, ("tile",), _held, _shared)
+FORWARD = Choice("forward", _FIELDS, ("tile",), _held, _shared, _free)
 BACKWARD = Choice(
-    "backward", _FIELDS | {"wants_y": bool}, ("tile", "sums"), _held, _shared, _too_few_columns, optional=("sums",)
+    "backward",
+    _FIELDS | {"wants_y": bool},
+    ("tile", "sums"),
+    _held,
+    _shared,
+    _free,
+    others=_with_or_without_sums,
+    fault=_too_few_columns,
+    optional=("sums",),
 )
 
 

@@ -26,8 +26,8 @@ Forward mode, with primed values for tangents; z' is what (19) calls y':
 
 Nothing of the size of x is kept between forward and backward but x: (13) makes z again.
 
-Other forms of these terms, of which the fused kernels use those with a number; what is said of their errors comes from simulating bfloat16 and
-float16 operands with float32 sums:
+Other forms of these terms, of which the fused kernels use those with a number. What is said of their errors comes from
+simulating bfloat16 and float16 operands with float32 sums.
 
     (21) G_hn       = sum_m x_hat_mh * dy_mn
     (22) dkernel_hn = s_h * G_hn + b_h * dbias_n            (13), by (10)
@@ -40,10 +40,10 @@ float16 operands with float32 sums:
   digits. Both would save a pass over dz, which XLA's dot writes and dx reads in any case: the direct sums are used.
 - dz in 16 bits underflows for small dy in float16: it stays in the compute dtype.
 
-Shapes are those of `jln._norm_linear.signature` with one axis of features, N. No operand is written out over vmap's axes:
-einsum drops axes of size 1 that the other side has longer. A result is in the dtype that `dtypes` names for it, and is
-not computed, nor what only it needs, where that is None.
-With `h_axes`, as in `jln._norm.formulas`, the sums of (11) are taken over the devices too.
+Shapes are those of `jln._norm_linear.signature` with one axis of features, N. No operand is written out over vmap's
+axes: einsum drops axes of size 1 that the other side has longer. A result is in the dtype that `dtypes` names for it,
+and is not computed, nor what only it needs, where that is None. With `h_axes`, as in `jln._norm.formulas`, the sums of
+(11) are taken over the devices too.
 
 Dtypes: the products' operands are in promote_types(x.dtype, kernel.dtype), the dtype of y, and their sums in the
 compute dtype, float32 or for float64 float64.

@@ -1,4 +1,4 @@
-"""Launchers of LayerNorm+Linear: fused kernels for few features (`tiles`), else norm kernels composed with XLA's products.
+"""Launchers of LayerNorm+Linear: fused kernels for few features (`tiles`), else norm kernels around XLA's products.
 
 Shapes are those of `jln._norm_linear.signature` with one axis of features, N.
 """
@@ -55,9 +55,9 @@ def backward(
 ) -> Gradients:
     if dtypes.dx is None and dtypes.dscale is None and dtypes.dkernel is None:  # sums of dy, which are XLA's
         return formulas.backward(operands, settings, dtypes, batch_dims)
-    dy, x, scale, offset, kernel, mean, rstd = operands
-    n = dy.shape[-1]
-    plan = _fused(tiles.backward, (math.prod(x.shape[:-1]), x.shape[-1], n), dy.dtype, settings, batch_dims, target)
+    dy, x = operands.dy, operands.x
+    sizes = math.prod(x.shape[:-1]), x.shape[-1], dy.shape[-1]
+    plan = _fused(tiles.backward, sizes, dy.dtype, settings, batch_dims, target)
     if plan is not None:
         return _fused_backward(operands, settings, dtypes, plan, target)
     return _composed_backward(operands, settings, dtypes, batch_dims, target)
@@ -111,9 +111,7 @@ def _composed_backward(
     return Gradients(*(None if a is None else _with_batch(a, batch) for a in (dx, dscale, doffset, dkernel, dbias)))
 
 
-def _fused_forward(
-    operands: Operands, settings: NormLinear, dtypes: Outcome, tile: Tile, target: Target
-) -> Outcome:
+def _fused_forward(operands: Operands, settings: NormLinear, dtypes: Outcome, tile: Tile, target: Target) -> Outcome:
     """`forward` without a batch, in one kernel."""
     x, kernel = operands.x, operands.kernel
     rows = math.prod(x.shape[:-1])
@@ -247,8 +245,13 @@ def _fused(
 
 def _constants(settings: NormLinear, h: int, n: int) -> dict[str, Any]:
     """What all fused kernels are told."""
-    zero_centered = settings.norm.zero_centered_scale
-    return {"compute": jnp.dtype("float32"), "H": h, "N": n, "BLOCK_N": tiles.features(n), "ZERO_CENTERED": zero_centered}
+    return {
+        "compute": jnp.dtype("float32"),
+        "H": h,
+        "N": n,
+        "BLOCK_N": tiles.features(n),
+        "ZERO_CENTERED": settings.norm.zero_centered_scale,
+    }
 
 
 def _affine(z: jax.Array, kernel: jax.Array, bias: jax.Array | None, precision: jax.lax.PrecisionLike) -> jax.Array:

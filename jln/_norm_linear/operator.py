@@ -135,9 +135,7 @@ def _forward_layout(operands: Operands, settings: NormLinear, dtypes: Outcome, b
 def _backward_layout(operands: Cotangents, settings: NormLinear, dtypes: Gradients, batch_dims: int) -> Layout:
     """All is linear in dy, so a device that has a part of the features has a share of what is not split by features."""
     of = _Dims(operands.dy.ndim, settings, batch_dims)
-    given = Cotangents(
-        dy=of.y, x=of.x, scale=of.parameter, offset=of.parameter, kernel=of.kernel, mean=of.x, rstd=of.x
-    )
+    given = Cotangents(dy=of.y, x=of.x, scale=of.parameter, offset=of.parameter, kernel=of.kernel, mean=of.x, rstd=of.x)
     over_both = Result(of.parameter, summed=(Kind.FEATURE, Kind.ROW), wide=True)
     gradients = Gradients(
         dx=Result(of.x, summed=(Kind.FEATURE,)),
@@ -198,8 +196,8 @@ def _value(settings: Settings, operands: Operands) -> Results:
 
 
 def _saving(settings: Settings, operands: Operands, wanted: Operands) -> tuple[Results, Saved]:
-    """Keep what the wanted gradients are made of: that of the bias is made of dy alone, that of the offset of the kernel
-    beside.
+    """Keep what the wanted gradients are made of: that of the bias is made of dy alone, that of the offset of dy and
+    the kernel.
     """
     needed = _backward.needs(Gradients(*wanted))
     y, *statistics = _outcome(settings, operands, keep="rstd" in needed)
@@ -284,9 +282,7 @@ def _checked(
     _checks.shape("offset", offset, x.shape[-1:], "that of x's last axis")
     _checks.kernel(kernel, x)
     _checks.shape("bias", bias, kernel.shape[1:], "that of kernel's axes after the first")
-    norm = Norm(
-        -1, _checks.epsilon(epsilon), subtract_mean, _checks.zero_centered_scale(zero_centered_scale, scale)
-    )
+    norm = Norm(-1, _checks.epsilon(epsilon), subtract_mean, _checks.zero_centered_scale(zero_centered_scale, scale))
     norm_linear = NormLinear(norm, _checks.precision(precision), kernel.ndim - 1)
     settings = Settings(norm_linear, _checks.implementation(implementation))
     forward_mode = _checks.flag("forward_mode", forward_mode)

@@ -9,11 +9,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from jln._norm.signature import Norm
-
-_Arrays = TypeVar("_Arrays", bound=tuple)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +98,11 @@ class Gradients(NamedTuple):
 _WITH_FEATURES = {"y", "dy", "kernel", "dkernel", "bias", "dbias"}
 
 
-def _mapped(arrays: _Arrays, function: Callable[[Any], Any]) -> _Arrays:
-    pairs = zip(arrays._fields, arrays, strict=True)  # pyright: ignore[reportAttributeAccessIssue]
+def _mapped(arrays: Any, function: Callable[[Any], Any]) -> Any:
+    """Over those of a NamedTuple's arrays that have features, or of several NamedTuples'."""
+    if type(arrays) is tuple:
+        return tuple(_mapped(a, function) for a in arrays)
+    pairs = zip(arrays._fields, arrays, strict=True)
     return type(arrays)(*(function(a) if a is not None and name in _WITH_FEATURES else a for name, a in pairs))
 
 
@@ -118,8 +119,7 @@ def on_matrix(compute: Callable[..., Any]) -> Callable[..., Any]:
             sizes.add(features)
             return a.reshape(*a.shape[: a.ndim - settings.features], math.prod(features))
 
-        given = (_mapped(a, merged) for a in operands) if type(operands) is tuple else _mapped(operands, merged)
-        results = compute(given, settings, dtypes, batch_dims, **where)
+        results = compute(_mapped(operands, merged), settings, dtypes, batch_dims, **where)
         (features,) = sizes
         return _mapped(results, lambda a: a.reshape(*a.shape[:-1], *features))
 

@@ -145,9 +145,14 @@ def _shared(name: str, tile: Tile, sizes: dict[str, Any]) -> int:
     return taken * (4 if sizes["dtype"] == "float32" else 2)
 
 
+def _free(name: str, tile: Tile, sizes: dict[str, Any]) -> tuple[str, ...]:
+    return "rows", "columns", "warps", "stages"
+
+
 _FIELDS = {"h": int, "n": int, "dtype": str}
-FORWARD = Choice("fused_forward", _FIELDS, ("tile",), _held, _shared, least=16)  # the least side of `tl.dot`
-BACKWARD = Choice("fused_backward", _FIELDS, ("row_sums", "backward"), _held, _shared, least=16)
+_DOT = 16  # the least side of `tl.dot`
+FORWARD = Choice("fused_forward", _FIELDS, ("tile",), _held, _shared, _free, least=_DOT)
+BACKWARD = Choice("fused_backward", _FIELDS, ("row_sums", "backward"), _held, _shared, _free, least=_DOT)
 
 
 def forward(rows: int, h: int, n: int, product_dtype: str, target: Target) -> Tile | None:

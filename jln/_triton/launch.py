@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class Launch:
     """One kernel launch on a grid of `programs`.
 
-    arrays, results: shapes by name, in the kernel's order; the kernel's pointer to x is x_ptr. scalars: passed by value.
-    constants: the kernel's constexprs, a pointer to what is absent among them, as None. in_place: from the name of an
-    operand to that of the result that takes its memory.
+    arrays, results: shapes by name, in the kernel's order; the kernel's pointer to x is x_ptr. scalars: passed by
+    value. constants: the kernel's constexprs, a pointer to what is absent among them, as None. in_place: from the name
+    of an operand to that of the result that takes its memory.
     """
 
     kernel: Any
@@ -57,9 +57,10 @@ def launch(
 ) -> dict[str, Any]:
     """Call a kernel on a grid of `programs`, and return the results it wrote, by name.
 
-    An operand or a result that is None is None for the kernel, too. Integers are passed by value. `compute` is the dtype
-    of the arithmetic, `constants` are the kernel's other constexprs, dtypes among them as NumPy's. `in_place` says which operand's memory a result may
-    take, if nobody else needs it: every program must have read what it overwrites.
+    An operand or a result that is None is None for the kernel, too. Integers are passed by value. `compute` is the
+    dtype of the arithmetic, `constants` are the kernel's other constexprs, dtypes among them as NumPy's. `in_place`
+    says which operand's memory a result may take, if nobody else needs it: every program must have read what it
+    overwrites.
     """
     import triton.language as tl
 

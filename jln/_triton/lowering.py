@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import pathlib
+import importlib.metadata
+import os
 import threading
 import zlib
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ import jax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+from jaxlib import gpu_triton
 
 from jln._triton import cache
 from jln._triton.launch import Launch

@@ -8,7 +8,7 @@ import dataclasses
 import importlib.util
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,23 +21,25 @@ from jln._triton.tuning import Trial
 INSTALL = 'pip install "jln[cuda13]" (or "jln[cuda12]")'
 
 
-class Target(Protocol):
-    """chip: whose tiles are chosen. trial: tiles to be taken instead of those, if there are any."""
-
-    chip: Chip
-    trial: Trial | None
-
-    def run(self, launch: Launch, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        """The results of a launch, for arrays in its order."""
-        ...
+# The interpreter runs programs one after another; three "SMs" make every program of the backward kernel loop over
+# several tiles, and leave some loops one trip shorter than others.
+INTERPRETED = Chip("interpreter", 90, 3)
 
 
 @dataclasses.dataclass(frozen=True)
-class Gpu:
-    """Kernels compiled for a chip when the program is lowered."""
+class Target:
+    """chip: whose tiles are chosen. trial: tiles to be taken instead of those, if there are any."""
 
-    chip: Chip
+    chip: Chip = INTERPRETED
     trial: Trial | None = None
+
+    def run(self, launch: Launch, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """The results of a launch, for arrays in its order."""
+        raise NotImplementedError
+
+
+class Gpu(Target):
+    """Kernels compiled for the chip when the program is lowered."""
 
     def run(self, launch: Launch, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
         from jln._triton import lowering
@@ -45,17 +47,11 @@ class Gpu:
         return lowering.call(launch, arrays)
 
 
-@dataclasses.dataclass(frozen=True)
-class Interpreter:
+class Interpreter(Target):
     """Triton's interpreter, on the host."""
 
-    # It runs programs one after another; three "SMs" make every program of the backward kernel loop over several tiles,
-    # and leave some loops one trip shorter than others.
-    chip: Chip = Chip("interpreter", 90, 3)
-    trial: Trial | None = None
-
     def run(self, launch: Launch, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        def interpreted(*arrays: jax.Array) -> Any:
+        def interpreted(*arrays: Any) -> Any:
             from jln._triton import interpreter
 
             return interpreter.run(launch, arrays)
@@ -65,11 +61,9 @@ class Interpreter:
 
 
 @dataclasses.dataclass(frozen=True)
-class Recorder:
+class Recorder(Target):
     """Collects the launches that would be made, and makes none: their results are zeros."""
 
-    chip: Chip = Interpreter.chip
-    trial: Trial | None = None
     launches: list[Launch] = dataclasses.field(default_factory=list)
 
     def run(self, launch: Launch, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:

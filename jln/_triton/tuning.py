@@ -47,9 +47,10 @@ class Choice:
     """What a measurement may settle: the tiles of the kernels that are launched together.
 
     name: in the files. fields: what the choice depends on beside the chip. kernels: whose tiles it is. optional: of
-    these the kernels that may not be launched. least: of a tile's sides. held, shared: of a kernel's tile, at the sizes
-    that the choice depends on, the elements that a program keeps in registers at once, and the bytes of shared memory it
-    may need. fault: why these tiles cannot run together, None where they can.
+    these the kernels that may not be launched. least: of a tile's sides. Of a kernel's tile, at the sizes that the
+    choice depends on, held: the elements that a program keeps in registers at once; shared: the bytes of shared memory
+    that it may need; free: the numbers that mean something to it, and are not settled. others: what else a search may
+    try. fault: why these tiles cannot run together, None where they can.
     """
 
     name: str
@@ -57,6 +58,8 @@ class Choice:
     kernels: tuple[str, ...]
     held: Callable[[Tile, dict[str, Any]], int]
     shared: Callable[[str, Tile, dict[str, Any]], int]
+    free: Callable[[str, Tile, dict[str, Any]], tuple[str, ...]]
+    others: Callable[[Tiles, dict[str, Any]], list[Tiles]] = lambda tiles, sizes: []
     fault: Callable[[Tiles, dict[str, Any]], str | None] = lambda tiles, sizes: None
     optional: tuple[str, ...] = ()
     least: int = 1
