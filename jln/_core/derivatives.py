@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.extend.core import Primitive
@@ -22,13 +23,15 @@ class Rules:
     """An operator by its rules. Operands and results are NamedTuples, None where one is absent.
 
     value: `value(settings, operands)` -> results.
-    saving: `saving(settings, operands, wanted)` -> (results, saved), what the derivatives need, as any pytree.
+    saving: `saving(settings, operands, wanted)` -> (results, saved), a NamedTuple of what the derivatives may read;
+        what the wanted ones do not is `Unneeded`.
     gradients: `gradients(settings, saved, cotangents, wanted)` -> the operands' gradients; a cotangent is None where a
         result was not used, a gradient where it is zero or not wanted.
     tangents: `tangents(settings, saved, tangents, results)` -> the results' tangents, linear in those of the operands,
         None where zero, and transposed to `gradients` by its own means.
 
-    `wanted` is a NamedTuple of the operands' dtypes by name, None for those whose gradient nobody wants.
+    `wanted` is a NamedTuple of the operands' dtypes by name, None for those whose gradient nobody wants. `saved` comes
+    with None for what is unneeded.
     """
 
     value: Callable[..., Any]
@@ -54,19 +57,28 @@ class Rules:
     def _saving(self, settings, operands):
         is_primal = lambda a: isinstance(a, CustomVJPPrimal)  # noqa: E731
         values = jax.tree.map(lambda a: a.value, operands, is_leaf=is_primal)
-        wanted = jax.tree.map(lambda a: a.value.dtype.name if a.perturbed else None, operands, is_leaf=is_primal)
-        results, saved = self.saving(settings, values, wanted)
-        return results, (saved, _Static(wanted))
+        dtypes = jax.tree.map(lambda a: a.dtype.name, values)
+        is_wanted = [a is not None and a.perturbed for a in operands]
+        results, saved = self.saving(settings, values, _only(dtypes, is_wanted))
+        is_needed = [not isinstance(a, Unneeded) for a in saved]
+        kept = type(saved)(*(a.nothing() if isinstance(a, Unneeded) else a for a in saved))
+        return results, (kept, _Static(dtypes), _told([*is_wanted, *is_needed]))
 
-    def _gradients(self, settings, kept, cotangents):
-        saved, wanted = kept
-        return (self.gradients(settings, saved, _without_zeros(cotangents), wanted.value),)
+    def _gradients(self, settings, residuals, cotangents):
+        kept, dtypes, told = residuals
+        flags = _heard(told)
+        wanted = _only(dtypes.value, flags[: len(dtypes.value)])
+        saved = _only(kept, flags[len(dtypes.value) :])
+        return (self.gradients(settings, saved, _without_zeros(cotangents), wanted),)
 
     def _tangents(self, settings, primals, tangents):
         (operands,), (tangents,) = primals, tangents
+        tangents = _without_zeros(tangents)
         wanted = jax.tree.map(lambda a: a.dtype.name, operands)
+        wanted = _only(wanted, [t is not None for t in tangents])
         results, saved = self.saving(settings, operands, wanted)
-        return results, self.tangents(settings, saved, _without_zeros(tangents), results)
+        saved = _only(saved, [not isinstance(a, Unneeded) for a in saved])
+        return results, self.tangents(settings, saved, tangents, results)
 
 
 def named_statistics(*statistics: jax.Array | None) -> tuple[jax.Array | None, ...]:
@@ -74,12 +86,41 @@ def named_statistics(*statistics: jax.Array | None) -> tuple[jax.Array | None, .
     return tuple(None if a is None else checkpoint_name(a, STATISTICS) for a in statistics)
 
 
+@dataclasses.dataclass(frozen=True)
+class Unneeded:
+    """In the place of what no wanted gradient reads. like: an array that vmap batches as it would batch that."""
+
+    like: jax.Array
+
+    def nothing(self) -> jax.Array:
+        return jax.lax.slice_in_dim(self.like, 0, 0)
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Static:
-    """What goes from the forward to the backward rule without being an array."""
+    """What goes from the forward to the backward rule without being an array, the same for every trace of a call."""
 
-    value: Hashable
+    value: Any
+
+
+def _told(flags: list[bool]) -> np.ndarray:
+    """What differs with what is wanted, as a residual: the shape of an array without elements.
+
+    Residuals may differ in their shapes, and in nothing else: where a traced function is differentiated by one
+    argument, then another, then the first again, JAX takes their structure (and under vmap, axes) from what it saw
+    last.
+    """
+    return np.zeros((0, *map(int, flags)), bool)
+
+
+def _heard(told: Any) -> list[bool]:
+    return [bool(n) for n in told.shape[1:]]
+
+
+def _only(arrays: Any, flags: Sequence[bool]) -> Any:
+    """A NamedTuple with None for what has no flag."""
+    return type(arrays)(*(a if flag else None for a, flag in zip(arrays, flags, strict=True)))
 
 
 def _without_zeros(tree: Any) -> Any:

@@ -108,7 +108,9 @@ class Operation(Generic[Operands, Results]):
     def _needed(self, operands: Any, dtypes: Results) -> Any:
         if self._made_of is None:
             return operands
-        return kept(operands, self.needs(dtypes))
+        needed = self.needs(dtypes)
+        pairs = zip(operands._fields, operands, strict=True)
+        return type(operands)(*(a if name in needed else None for name, a in pairs))
 
     def _without_unused(self, used, *more):
         """For JAX's removal of dead code, which from 0.12 on also tells which inputs are alive: the equation without
@@ -248,12 +250,6 @@ class LinearOperation(Operation[Operands, Results]):
             if aval is not None:
                 found[place] = _like(aval, gradient)
         return found
-
-
-def kept(arrays: Any, names: set[str]) -> Any:
-    """A NamedTuple of arrays with None for those that are not named."""
-    pairs = zip(arrays._fields, arrays, strict=True)
-    return type(arrays)(*(a if name in names else None for name, a in pairs))
 
 
 def only_rows_differ(batch_dims: int, rows: Sequence[Any], parameters: Sequence[Any]) -> bool:

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jln import _checks
-from jln._core.derivatives import Rules, named_statistics, with_automatic_axes
+from jln._core.derivatives import Rules, Unneeded, named_statistics, with_automatic_axes
 from jln._core.mesh import Dim, Dims, Kind, Layout, Result
-from jln._core.operation import LinearOperation, Operation, kept, only_rows_differ
+from jln._core.operation import LinearOperation, Operation, only_rows_differ
 from jln._norm import formulas
 from jln._norm.signature import Cotangents, Gradients, Norm, Operands, Outcome, Results, Saved, Settings
 
@@ -239,9 +239,11 @@ def _saving(settings: Settings, operands: Operands, wanted: Operands) -> tuple[R
     """Keep what the wanted gradients are made of: that of the offset is made of dy alone."""
     needed = _backward.needs(_dtypes(wanted, settings.y_dtype))
     y, total, *statistics = _outcome(settings, operands, keep="rstd" in needed)
-    normalised = operands.x if total is None else total
-    saved = Saved(normalised, operands.scale, *named_statistics(*statistics))
-    return Results(y, total), kept(saved, needed)
+    saved = Saved(operands.x if total is None else total, operands.scale, *named_statistics(*statistics))
+    if "rstd" not in needed:
+        nothing = Unneeded(y)
+        saved = Saved(Unneeded(saved.total), saved.scale, nothing if settings.norm.subtract_mean else None, nothing)
+    return Results(y, total), saved
 
 
 def _dtypes(wanted: Operands, total_dtype: str) -> Gradients:
@@ -283,7 +285,12 @@ _tangent: LinearOperation[tuple[Operands, Saved], Results] = LinearOperation(
 
 
 def _tangents(settings: Settings, saved: Saved, tangents: Operands, results: Results) -> Results:
-    dtypes = Results(*(None if a is None else a.dtype.name for a in results))
+    y, total = results
+    if saved.rstd is None:  # (19) of the offset alone, which reads nothing
+        wide = tangents.offset.astype(jnp.promote_types(tangents.offset.dtype, formulas.compute_dtype(y.dtype)))
+        dy = jnp.broadcast_to(wide, y.shape).astype(y.dtype)
+        return Results(dy, None if total is None else jnp.zeros_like(total))
+    dtypes = Results(y.dtype.name, None if total is None else total.dtype.name)
     return _tangent((tangents, saved), settings.norm, dtypes, implementation=settings.implementation)
 
 

@@ -11,9 +11,9 @@ from jax.lax import PrecisionLike
 from jax.sharding import PartitionSpec
 
 from jln import _checks
-from jln._core.derivatives import Rules, named_statistics, with_automatic_axes
+from jln._core.derivatives import Rules, Unneeded, named_statistics, with_automatic_axes
 from jln._core.mesh import Dim, Dims, Kind, Layout, Result
-from jln._core.operation import LinearOperation, Operation, kept, only_rows_differ
+from jln._core.operation import LinearOperation, Operation, only_rows_differ
 from jln._norm.signature import Norm
 from jln._norm_linear import formulas
 from jln._norm_linear.signature import (
@@ -202,7 +202,12 @@ def _saving(settings: Settings, operands: Operands, wanted: Operands) -> tuple[R
     needed = _backward.needs(Gradients(*wanted))
     y, *statistics = _outcome(settings, operands, keep="rstd" in needed)
     x, scale, offset, kernel, _ = operands
-    return Results(y), kept(Saved(x, scale, offset, kernel, *named_statistics(*statistics)), needed)
+    saved = Saved(x, scale, offset, kernel, *named_statistics(*statistics))
+    if "rstd" not in needed:
+        nothing = Unneeded(y)
+        mean = nothing if settings.norm_linear.norm.subtract_mean else None
+        saved = saved._replace(x=Unneeded(x), mean=mean, rstd=nothing)
+    return Results(y), saved
 
 
 def _gradients(settings: Settings, saved: Saved, cotangents: Results, wanted: Operands) -> Operands:
@@ -250,7 +255,16 @@ _tangent: LinearOperation[tuple[Operands, Saved], Results] = LinearOperation(
 
 
 def _tangents(settings: Settings, saved: Saved, tangents: Operands, results: Results) -> Results:
-    dtypes = Results(results.y.dtype.name)
+    y = results.y
+    if saved.rstd is None:  # (20) of the offset and the bias alone, which reads the kernel
+        dtype = formulas.norms.compute_dtype(y.dtype)
+        row = jnp.zeros(y.shape[y.ndim - settings.norm_linear.features :], dtype)
+        if tangents.offset is not None:
+            row = row + jnp.tensordot(tangents.offset.astype(dtype), saved.kernel.astype(dtype), 1, precision="highest")
+        if tangents.bias is not None:
+            row = row + tangents.bias.astype(dtype)
+        return Results(jnp.broadcast_to(row, y.shape).astype(y.dtype))
+    dtypes = Results(y.dtype.name)
     return _tangent((tangents, saved), settings.norm_linear, dtypes, implementation=settings.implementation)
 
 
