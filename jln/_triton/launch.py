@@ -142,11 +142,11 @@ def _compile(kernel, arguments, shapes, *, programs, tile, chip, constants, in_p
 def _interpret(kernel, arguments, shapes, *, programs, tile, chip, constants, in_place):
     from jln._triton import interpreter
 
-    scalars = {i: a for i, a in enumerate(arguments) if isinstance(a, int)}
+    scalars = [a if isinstance(a, int) else None for a in arguments]  # no tracers: `run` outlives their trace
 
     def run(*arrays):
         remaining = iter(arrays)
-        complete = [scalars[i] if i in scalars else next(remaining) for i in range(len(arguments))]
+        complete = [next(remaining) if a is None else a for a in scalars]
         return interpreter.run(kernel, complete, shapes, programs=programs, constants=constants, in_place=in_place)
 
     arrays = [a for a in arguments if not isinstance(a, int)]
