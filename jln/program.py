@@ -49,6 +49,7 @@ class XlaChip:
         return f"""gpu_device_info {{ {own} core_count: {self.chip.sms}
             threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
             shared_memory_per_block: 49152 registers_per_core_limit: 65536 registers_per_block_limit: 65536
+            driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
             block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
             cuda_compute_capability {{ major: {major} minor: {minor} }} }}
             platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }}
