@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
-from jln._triton import config
+from jln._triton import config, launch
 
 _PLUGIN = "jax_plugins.xla_cuda13"
 
@@ -72,7 +72,8 @@ class Kernel:
     """One kernel and the bytes of one launch. kind: HLO's opcode ("fusion", "copy"), or a custom call's target.
 
     times: launches per run. exact: False where data decides them; then a loop is counted as one trip, a conditional as
-    all of its branches. product: a matrix product or an attention, as XLA's own kernel or a library's.
+    all of its branches. product: a matrix product or an attention, as XLA's own kernel or a library's. is_triton: a
+    kernel of this library or another's, by either of the calls that jaxlib has for them.
     """
 
     name: str
@@ -82,6 +83,8 @@ class Kernel:
     times: int = 1
     exact: bool = True
     product: bool = False
+
+    is_triton = property(lambda self: self.kind in launch.CALLS)
 
 
 @dataclass(frozen=True)

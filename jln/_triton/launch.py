@@ -29,7 +29,7 @@ from jax.interpreters import mlir
 from jln._triton import cache, config
 
 INSTALL = 'pip install "jln[cuda13]" (or "jln[cuda12]")'
-TYPED, UNTYPED = "triton_kernel_call_ffi", "triton_kernel_call"  # the custom calls of jaxlib's CUDA plugin
+CALLS = TYPED, UNTYPED = "triton_kernel_call_ffi", "triton_kernel_call"  # of jaxlib's CUDA plugin
 TYPE_NAMES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 
 
