@@ -12,9 +12,9 @@ import contextvars
 import dataclasses
 import functools
 import hashlib
+import importlib.metadata
 import importlib.util
 import os
-import pathlib
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+from jaxlib import gpu_triton
 
 from jln._triton import cache, config
 
@@ -73,9 +74,11 @@ def missing() -> str | None:
     if interpreting():
         return "TRITON_INTERPRET=1 is set, which leaves nothing to compile: unset it"
     try:
-        import jax_triton  # noqa: F401
+        _compile_to_ptx()
     except Exception as error:  # 0.3.1 raises AttributeError without a CUDA plugin, others ImportError
-        return f"import jax_triton failed ({error!r}): {INSTALL}"
+        return f"jax_triton cannot be used ({error!r}): {INSTALL}"
+    if not hasattr(gpu_triton, "TritonKernelCall"):
+        return f"JAX has no CUDA plugin here: {INSTALL}"
     if config.target_chip() is None:
         return (
             "there is no GPU in this process and no chip was named: "
@@ -108,7 +111,8 @@ def launch(
     shapes = [jax.ShapeDtypeStruct((0,), jnp.float32) if r is None else r for r in results]
     in_place = in_place or {}
     for operand, result in in_place.items():
-        before, after = (None if a is None else (a.shape, a.dtype) for a in (operands[operand], results[result]))
+        pair: tuple[Any, Any] = operands[operand], results[result]
+        before, after = (None if a is None else (a.shape, a.dtype) for a in pair)
         assert before == after, f"result {result}, {after}, cannot take the place of operand {operand}, {before}"
     import triton.language as tl
 
@@ -161,14 +165,10 @@ mlir.register_lowering(_call, _lower, platform="cuda")
 
 def has_typed_call() -> bool:
     """Whether the CUDA plugin has the call that XLA can put into CUDA graphs, as it has from jaxlib 0.10.1 on."""
-    from jaxlib import gpu_triton
-
     return TYPED in getattr(gpu_triton._cuda_triton, "registrations", dict)()
 
 
 def _protobuf(launch: Launch, binary: Binary) -> bytes:
-    from jaxlib import gpu_triton
-
     parameters = [
         gpu_triton.create_scalar_parameter(a, _type_name(a))
         if isinstance(a, int)
@@ -255,12 +255,11 @@ def _key(source: Any, backend: Any, options: Any) -> str:
 @functools.cache
 def _compilers() -> tuple[str, ...]:
     """Triton's and jax-triton's versions, and of Triton's library what tells two builds of one version apart."""
-    import jax_triton
     import triton
     from triton._C import libtriton
 
-    library = pathlib.Path(libtriton.__file__).stat()
-    return triton.__version__, jax_triton.__version__, f"{library.st_size} {library.st_mtime_ns}"
+    library = os.stat(str(libtriton.__file__))
+    return triton.__version__, importlib.metadata.version("jax-triton"), f"{library.st_size} {library.st_mtime_ns}"
 
 
 @functools.cache
@@ -272,7 +271,6 @@ def _backend(capability: int) -> Any:
 
 
 def _compile(source: Any, backend: Any, options: Any) -> Binary:
-    from jax_triton.triton_lib import compile_ttir_to_ptx_inplace
     from triton._C.libtriton import ir
 
     context = ir.context()
@@ -281,5 +279,20 @@ def _compile(source: Any, backend: Any, options: Any) -> Binary:
     functions = backend.get_codegen_implementation(options)
     module = source.make_ir(backend.target, options, functions, backend.get_module_map(), context)
     ttir = str(module)  # before it is overwritten
-    made = compile_ttir_to_ptx_inplace(module, backend, options, backend.target.arch)
+    made = _compile_to_ptx()(module, backend, options, backend.target.arch)
     return Binary(made.name, made.shared_mem_bytes, made.binary, ttir)
+
+
+def _compile_to_ptx() -> Any:
+    """jax-triton's function. Its import empties or deletes TRITON_CACHE_DIR, which is not its own: with an empty one
+    `triton.compile` fails.
+    """
+    name = "TRITON_CACHE_DIR"
+    before = os.environ.get(name)
+    try:
+        from jax_triton import triton_lib
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
+    return triton_lib.compile_ttir_to_ptx_inplace
