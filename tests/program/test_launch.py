@@ -283,14 +283,14 @@ def step(x, scale, offset, kernel):
 
 
 shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((8192, 1024), (1024,), (1024,), (1024, 64))]
-began = time.perf_counter()
+began = time.process_time()
 text = jax.jit(step).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-print(made["kernels"], round(time.perf_counter() - began, 2), hash(text))
+print(made["kernels"], round(time.process_time() - began, 2), hash(text))
 """
 
 
 def lower_in_another_process(**environment):
-    """-> (kernels compiled, seconds, the program)"""
+    """-> (kernels compiled, seconds of its CPU, the program)"""
     environment = os.environ | {"JLN_CHIP": "h200", "PYTHONHASHSEED": "0", **environment}
     ran = subprocess.run([sys.executable, "-c", LOWER], env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
@@ -301,7 +301,7 @@ def lower_in_another_process(**environment):
 def test_second_process_compiles_nothing():
     first = lower_in_another_process()
     second = lower_in_another_process()
-    print(f"a norm and a fused pair, forward and backward: {first[1]} s, then {second[1]} s")
+    print(f"a norm and a fused pair, forward and backward: {first[1]} s of CPU, then {second[1]} s")
     assert (first[0], second[0]) == (len(cache.entries()), 0) and first[0] > 3
     assert first[2] == second[2]  # the same program
     assert lower_in_another_process(**{cache.VARIABLE: ""})[0] == first[0]
