@@ -3,7 +3,7 @@
 An operation is a JAX primitive. It is bound with N-D operands and static options, and stays a single equation until it
 is lowered; only then, for a known platform, is it decided what computes it: jnp, or Triton kernels.
 
-`jax.interpreters` promises no stability, so all that is used of it is used here.
+`jax.interpreters` promises no stability, so all that is used of it is used here, and for one lowering in `launch`.
 """
 
 from __future__ import annotations

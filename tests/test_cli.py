@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("typer")
 
 from jln._cli import app, check, controls, doctor, operators
-from jln._triton import config
+from jln._triton import cache, config
 
 
 def run(capsys, *arguments):
@@ -320,6 +320,15 @@ def test_doctor_says_where_tiles_are_from(capsys, monkeypatch, tmp_path):
     assert "BROKEN: JLN_CHIP: unknown chip 'h2000'" in run(capsys, "doctor")[1]
 
 
+def test_doctor_says_where_compiled_kernels_are(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "choices", lambda *_: [])
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
+    cache.store("key", {})
+    assert f"Compiled kernels: 1 of at most {cache.LIMIT} in {tmp_path}." in run(capsys, "doctor")[1]
+    monkeypatch.setenv(cache.VARIABLE, "")
+    assert "Compiled kernels: not kept, as JLN_CACHE_DIR says." in run(capsys, "doctor")[1]
+
+
 @pytest.mark.filterwarnings("ignore:jln runs")
 def test_doctor_says_what_runs_on_a_gpu_and_why(monkeypatch):
     """Lowered for CUDA as JAX would; this machine has none."""
@@ -352,12 +361,12 @@ GOOD = {"jax": "0.10.2", "jaxlib": "0.10.2", "numpy": "2.4.6", "jax-triton": "0.
         ({"jax": "0.12.0", "jaxlib": "0.12.0"}, 0),
         ({"jax-triton": "0.4.1"}, 0),
         ({"triton": "3.6.0", "numpy": "2.3.1"}, 0),
-        ({"jax-triton": "0.4.1", "jax": "0.12.0"}, 1),
-        ({"jax-triton": "0.4.1", "triton": "3.6.0", "numpy": "2.3.1"}, 1),
+        ({"jax-triton": "0.4.1", "jax": "0.12.0", "jaxlib": "0.12.0"}, 0),
+        ({"jax-triton": "0.4.1", "triton": "3.6.0", "numpy": "2.3.1"}, 0),
         ({"triton": "3.6.0"}, 1),
         ({"jax-cuda13-plugin": "0.10.1"}, 1),
         ({"jax-cuda13-plugin": "0.10.2.dev1"}, 0),
-        ({"jax-triton": "0.4.1", "triton": "3.6.0", "jax": "0.12.0"}, 3),
+        ({"triton": "3.6.0", "jax-cuda13-plugin": "0.10.1"}, 2),
     ],
 )
 def test_doctor_knows_bad_pairs(capsys, monkeypatch, versions, count):

@@ -19,7 +19,7 @@ import jln
 from jln._cli.console import print_json, print_note, print_table, progress
 from jln._cli.devices import Device, complaints, described, devices, implementations
 from jln._cli.operators import OPERATORS, Case, value_and_gradients
-from jln._triton import config, launch, tuning
+from jln._triton import cache, config, launch, tuning
 
 # Distribution -> what it is for here, and how it comes.
 PACKAGES = {
@@ -53,18 +53,6 @@ def _between(versions: Versions, package: str, least: tuple[int, ...], below: tu
 
 _EVER = (10**9,)
 BAD_PAIRS = (
-    BadPair(
-        "jax-triton 0.4 with triton before 3.9",
-        "a kernel does not compile: TypeError in GPUTarget",
-        'pip install "jax-triton<0.4"',
-        lambda v: _between(v, "jax-triton", (0, 4), _EVER) and _between(v, "triton", (0,), (3, 9)),
-    ),
-    BadPair(
-        "jax-triton 0.4 with jax 0.12",
-        "a kernel does not lower: its rule for dead code has another signature",
-        'pip install "jax-triton<0.4"',
-        lambda v: _between(v, "jax-triton", (0, 4), _EVER) and _between(v, "jax", (0, 12), _EVER),
-    ),
     BadPair(
         "triton before 3.9 with numpy 2.4",
         "Triton's interpreter fails; on a GPU nothing is amiss",
@@ -103,6 +91,7 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
             "devices": [_facts(device) for device in found],
             "operators": operators,
             "tuning": tiles,
+            "compiled_kernels": _compiled_kernels(),
             "jax_says": complaints,
             "faults": faults,
         }
@@ -132,6 +121,7 @@ def _print(versions, found, operators, tiles, bad, faults) -> None:
     for reason in dict.fromkeys(o["why_not_the_other"] for o in operators):
         print_note(reason)
     print_note(f"Tiles of the kernels: {tiles}.")
+    print_note(f"Compiled kernels: {_compiled_kernels()}.")
     print_note(f"Known bad pairs of versions: {len(bad)} of {len(BAD_PAIRS)} are here.")
     for complaint in complaints:
         print_note(f"JAX says: {complaint}")
@@ -152,6 +142,14 @@ def _tuning() -> tuple[str, list[str]]:
     asked = [f"{f['choices']} choices for {tuning.chip_name(chip)} in {f['file']}" for f in files]
     faults = [f"{f['file']} is ignored in part: {fault}" for f in files for fault in f["ignored"][:3]]
     return ", else ".join([*asked, "heuristics"]), faults
+
+
+def _compiled_kernels() -> str:
+    """Where they are kept."""
+    folder, found = cache.folder(), cache.entries()
+    if folder is None:
+        return f"not kept, as {cache.VARIABLE} says"
+    return f"{len(found)} of at most {cache.LIMIT} in {folder}"
 
 
 def installed() -> dict[str, str | None]:
