@@ -126,8 +126,8 @@ class Operation:
         return results, [0] * len(results)
 
     def _without_unused(self, used, *more):
-        """For JAX's removal of dead code, which from 0.12 on also tells which inputs are alive: the equation without the
-        results that are not used, and without the operands that are needed for these alone.
+        """For JAX's removal of dead code, which from 0.12 on also tells which inputs are alive: the equation without
+        the results that are not used, and without the operands that only they need.
         """
         assert self._made_of is not None
         eqn = more[-1]

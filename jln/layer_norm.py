@@ -269,9 +269,7 @@ def _norm_saving(norm: _Norm, wanted: Wanted, x, residual, scale, offset):
     """-> ((y, total), what the wanted derivatives need of total or x, scale, mean and rstd: the others are None)"""
     needed = _backward.needs(wanted)
     results = _forward.wanted(y=True, total=True, **{name: name in needed for name in ("mean", "rstd")})
-    y, total, *statistics = _forward(
-        x, residual, scale, offset, wanted=results, y_dtype=norm.y_dtype, **norm.options()
-    )
+    y, total, *statistics = _forward(x, residual, scale, offset, wanted=results, y_dtype=norm.y_dtype, **norm.options())
     mean, rstd = (None if a is None else checkpoint_name(a, STATISTICS) for a in statistics)
     saved = {"total": x if total is None else total, "scale": scale, "mean": mean, "rstd": rstd}
     return (y, total), tuple(a if name in needed else None for name, a in saved.items())
@@ -312,14 +310,16 @@ def _norm_jvp(norm: _Norm, primals, tangents):
     results, saved = _norm_saving(norm, wanted, *primals)
     has_residual = norm.residual_dtype is not None
     if wanted == ("doffset",):  # (19) without x, of which nothing has to be kept
-        y, total = results
-        doffset = tangents[3].astype(xla.sum_dtype(y.dtype, tangents[3].dtype))
-        return results, (
-            jnp.broadcast_to(doffset, y.shape).astype(y.dtype),
-            None if total is None else jnp.zeros_like(total),
-        )
+        return results, _constant_tangents(*results, tangents[3])
     dy, dtotal = _tangent(*tangents, *saved, y_dtype=norm.y_dtype, has_residual=has_residual, **norm.options())
     return results, (dy, dtotal)
+
+
+def _constant_tangents(y, total, doffset):
+    """What the tangent of the offset adds to every row of `y`, and to `total`."""
+    doffset = doffset.astype(xla.sum_dtype(y.dtype, doffset.dtype))
+    dy = jnp.broadcast_to(doffset, y.shape).astype(y.dtype)
+    return dy, None if total is None else jnp.zeros_like(total)
 
 
 _forward_mode_operator = jax.custom_jvp(_norm, nondiff_argnums=(0,))

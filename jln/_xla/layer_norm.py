@@ -246,43 +246,44 @@ def backward(
         return None, None, with_batch(doffset, batch).astype(doffset_dtype)
 
     assert total is not None
-    dtype = compute_dtype(total.dtype)
-    if _in_one_loop(total, axis, fence):
+    x: Array = total
+    dtype = compute_dtype(x.dtype)
+    if _in_one_loop(x, axis, fence):
         mean = rstd = None
     elif rstd is None:
-        total, mean, rstd = _statistics(total, axis, epsilon, subtract_mean, fence, h_axes)
+        x, mean, rstd = _statistics(x, axis, epsilon, subtract_mean, fence, h_axes)
 
     def x_hat_and_rstd() -> tuple[Array, Array]:
-        m, r = (mean, rstd) if rstd is not None else _statistics(total, axis, epsilon, subtract_mean, h_axes=h_axes)[1:]
-        return _centered(total, m) * r, r
+        m, r = (mean, rstd) if rstd is not None else _statistics(x, axis, epsilon, subtract_mean, h_axes=h_axes)[1:]
+        return _centered(x, m) * r, r
 
     def mean_over_h(divided_by_h: Array) -> Array:
         return _over_parts(jnp.sum(divided_by_h, axis, keepdims=True), h_axes)
 
     dscale = doffset = None
     if doffset_dtype is not None:  # (5)
-        dy, total = fence((dy, total))
+        dy, x = fence((dy, x))
         doffset = with_batch(sum_over_rows(dy.astype(dtype)), batch).astype(doffset_dtype)
 
     if scale is not None and "dscale" in wanted:  # (6)
-        dy, total, mean, rstd = fence((dy, total, mean, rstd))
+        dy, x, mean, rstd = fence((dy, x, mean, rstd))
         x_hat, _ = x_hat_and_rstd()
         dscale = with_batch(sum_over_rows(dy.astype(dtype) * x_hat), batch).astype(scale.dtype)
 
     if "dx" not in wanted:
         return None, dscale, doffset
-    dy, total, mean, rstd, scale = fence((dy, total, mean, rstd, scale))
+    dy, x, mean, rstd, scale = fence((dy, x, mean, rstd, scale))
     x_hat, r = x_hat_and_rstd()
     s = _effective_scale(scale, dtype, zero_centered_scale)
     g = dy.astype(dtype) * s
-    g_over_h = dy.astype(dtype) * (s / total.shape[axis])
+    g_over_h = dy.astype(dtype) * (s / x.shape[axis])
     dx = g - x_hat * mean_over_h(g_over_h * x_hat)  # (8)
     if subtract_mean:
         dx = dx - mean_over_h(g_over_h)  # (7)
     dx = r * dx  # (9)
     if dtotal is not None:
         dx = dx + dtotal.astype(dtype)
-    return with_batch(dx, batch).astype(total.dtype), dscale, doffset
+    return with_batch(dx, batch).astype(x.dtype), dscale, doffset
 
 
 def tangent(

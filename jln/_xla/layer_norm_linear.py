@@ -173,12 +173,13 @@ def backward(
         if offset is not None and "doffset" in wanted:
             doffset = doffset_from(sums, kernel).astype(offset.dtype)
 
-    if x is not None and rstd is not None and "dkernel" in wanted:  # (13)
+    if "dkernel" in wanted:  # (13)
         dy, x, mean, rstd = fence((dy, x, mean, rstd))
+        assert x is not None and rstd is not None
         z = norm.scaled(x, row_scale, row_offset, mean, rstd, zero_centered_scale).astype(dtype)
         dkernel = _product(z, [*rows, h], dy, [*rows, n], [*in_batch, h, n], precision).astype(kernel.dtype)
 
-    if x is not None and {"dx", "dscale"} & {*wanted}:
+    if {"dx", "dscale"} & {*wanted}:
         dy, x, mean, rstd, dkernel = fence((dy, x, mean, rstd, dkernel))
         dz = _product(dy, [*rows, n], kernel.astype(dtype), [*in_batch, h, n], [*rows, h], precision)  # (14)
         dx, dscale, _ = norm.backward(  # (16) and (17)
