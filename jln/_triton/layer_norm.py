@@ -194,12 +194,12 @@ def backward_and_forward(
     subtract_mean: bool,
     zero_centered_scale: bool,
     batch_dims: int,
-    y_dtype: DTypeLike | None,
+    y_dtype: DTypeLike,
     chip: config.Chip,
-    wanted: Sequence[str] = ("dx", "dscale", "doffset"),
+    wanted: Sequence[str] = ("dx", "dscale", "doffset", "y"),
 ) -> tuple[jax.Array | None, ...]:
-    """-> (dx, dscale, doffset, y) over the last axis: the gradients that are wanted, dx or dscale among them, and, but
-    for a `y_dtype` of None, the norm's output once more, from the same read of x.
+    """-> (dx, dscale, doffset, y) over the last axis, those that are wanted, dx or dscale among them: y is the norm's
+    output once more, from the same read of x. The others are bit for bit the same without it.
     """
     doffset_dtype = None if offset is None else offset.dtype
     options = _Backward(-1, subtract_mean, zero_centered_scale, batch_dims, doffset_dtype, y_dtype, wanted, chip)
@@ -208,7 +208,7 @@ def backward_and_forward(
 
 @dataclasses.dataclass(frozen=True)
 class _Backward:
-    """The static arguments of `_backward`; `y_dtype` None for no y."""
+    """The static arguments of `_backward`; `y_dtype` None where there can be no y."""
 
     axis: int
     subtract_mean: bool
@@ -237,14 +237,14 @@ def _backward(
     dscale_dtype = scale.dtype if scale is not None and "dscale" in options.wanted else None
     doffset_dtype = options.doffset_dtype if "doffset" in options.wanted else None
     wants_dscale, wants_doffset = dscale_dtype is not None, doffset_dtype is not None
-    scale = scale if wants_dx or y_dtype is not None else None
-    offset = offset if y_dtype is not None else None
+    wants_y = y_dtype is not None and "y" in options.wanted
     rows = (dy, dtotal, total, mean, rstd)
     g = _geometry(rows, (scale, offset), options.axis, options.batch_dims, wants_dscale or wants_doffset)
     compute = rstd.dtype
     y = None if y_dtype is None else g.like_rows(y_dtype)
     plan = tuning.backward(g.h, g.inner, *_moved(dy, dtotal, total, y), y is not None, chip)
-    shared, operands = _shared((dy, dtotal, total, scale, mean, rstd, offset), g)
+    scale = scale if wants_dx or wants_y else None
+    shared, operands = _shared((dy, dtotal, total, scale, mean, rstd, offset if wants_y else None), g)
     switches = {
         "chip": chip,
         "compute": compute,
@@ -276,7 +276,7 @@ def _backward(
         programs = min(programs, config.busy_programs(tile, total.dtype.itemsize + dy.dtype.itemsize, chip))
         programs = config.ceil_div(g.tiles(tile), config.ceil_div(g.tiles(tile), programs))
     # A program that owns whole rows has read its dy before it writes y. (None equals np.dtype("float64"), hence `y`.)
-    in_place = {0: 3} if y is not None and y.dtype == dy.dtype and chunks == 1 and not shared & 1 else {}
+    in_place = {0: 3} if wants_y and y is not None and y.dtype == dy.dtype and chunks == 1 and not shared & 1 else {}
     gradients = [
         g.like_parameters(dscale_dtype) if dscale_dtype is not None else None,
         g.like_parameters(doffset_dtype) if doffset_dtype is not None else None,
@@ -291,7 +291,7 @@ def _backward(
         [
             g.like_rows(total.dtype) if wants_dx else None,
             *([partial, None] if one_buffer else shares),
-            y,
+            y if wants_y else None,
         ],
         programs=g.groups * programs * chunks,
         tile=tile,
@@ -299,11 +299,11 @@ def _backward(
         SHARED=shared,
         HAS_DTOTAL=dtotal is not None,
         HAS_SUMS=sums_tile is not None,
-        HAS_OFFSET=offset is not None,
+        HAS_OFFSET=wants_y and offset is not None,
         WANTS_DX=wants_dx,
         WANTS_DSCALE=wants_dscale,
         WANTS_DOFFSET=wants_doffset,
-        WANTS_Y=y is not None,
+        WANTS_Y=wants_y,
         ONE_BUFFER=one_buffer,
         **switches,
     )

@@ -132,9 +132,9 @@ def backward(
             preferred_element_type=dtype if dtype == jnp.bfloat16 else jnp.promote_types(dtype, jnp.float32),
         )
         dz = dz.reshape(*dz.shape[:batch_dims], *dy.shape[batch_dims:-1], dz.shape[-1])
-        z_dtype = dtype if wants_dkernel else None
+        made = (*wanted, "y") if wants_dkernel else wanted
         dx, dscale, doffset, z = norm.backward_and_forward(
-            dz, x, row_scale, row_offset, mean, rstd, y_dtype=z_dtype, wanted=wanted, **options
+            dz, x, row_scale, row_offset, mean, rstd, y_dtype=dtype, wanted=made, **options
         )
         # The shares of dscale and doffset are added up first, so that dkernel's memory can hold them until then.
         z, dscale, doffset = jax.lax.optimization_barrier((z, dscale, doffset))
