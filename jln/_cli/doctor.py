@@ -92,6 +92,7 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
             "operators": operators,
             "tuning": tiles,
             "compiled_kernels": _compiled_kernels(),
+            "why_not_fused": _why_not_fused(),
             "jax_says": complaints,
             "faults": faults,
         }
@@ -122,6 +123,8 @@ def _print(versions, found, operators, tiles, bad, faults) -> None:
         print_note(reason)
     print_note(f"Tiles of the kernels: {tiles}.")
     print_note(f"Compiled kernels: {_compiled_kernels()}.")
+    if (why_not_fused := _why_not_fused()) is not None:
+        print_note(f"{why_not_fused}.")
     print_note(f"Known bad pairs of versions: {len(bad)} of {len(BAD_PAIRS)} are here.")
     for complaint in complaints:
         print_note(f"JAX says: {complaint}")
@@ -148,8 +151,18 @@ def _compiled_kernels() -> str:
     """Where they are kept."""
     folder, found = cache.folder(), cache.entries()
     if folder is None:
-        return f"not kept, as {cache.VARIABLE} says"
+        why = f"{cache.VARIABLE} says" if cache.VARIABLE in os.environ else "the user has no folder for such"
+        return f"not kept, as {why}"
     return f"{len(found)} of at most {cache.LIMIT} in {folder}"
+
+
+def _why_not_fused() -> str | None:
+    """Why no Linear is fused with its norm for the chip that programs are compiled for; None where nothing forbids it."""
+    try:
+        chip = config.target_chip()
+    except ValueError:  # of JLN_CHIP, which is a fault
+        return None
+    return None if chip is None else config.unfenced(chip)
 
 
 def installed() -> dict[str, str | None]:
