@@ -197,8 +197,10 @@ def prepared(
     positive = sorted({a + x.ndim if a < 0 else a for a in axes})
     if not positive or not all(0 <= a < x.ndim for a in positive):
         return f"x of shape {x.shape} has no axes {tuple(axes)}"
-    if not isinstance(epsilon, int | float | np.integer | np.floating) or not 0 <= epsilon < math.inf:
+    if not _checks.is_number(epsilon) or not 0 <= epsilon < math.inf:
         return f"epsilon is {epsilon!r}, not a static number that is finite and not negative"
+    if (fault := _checks.too_large(float(epsilon), x.dtype)) is not None:
+        return fault
     spread: list[Any] = []
     for name, a in (("scale", scale), ("offset", offset)):
         if a is None:
