@@ -3,8 +3,8 @@
 import importlib
 from typing import Any
 
-from jln import reference
-from jln._modules import Route, explain
+from jln import _interrupt, reference  # noqa: F401  _interrupt goes before JAX, which reference imports
+from jln._routes import Route, explain
 from jln.layer_norm import STATISTICS, add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jln.layer_norm_linear import layer_norm_linear, rms_norm_linear
 

@@ -7,111 +7,20 @@ Every call notes the answer, and so `explain` tells what a call does by making o
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jln import _checks
+from jln._routes import Route, listening, note
 from jln.layer_norm import normalised
 from jln.layer_norm_linear import normalised_linear
-
-
-class Route(NamedTuple):
-    """How one call of a layer was computed.
-
-    layer: its class, and its name where the framework knows one.
-    path: "fused" (norm and Linear as one operator), "kernel" (jln's norm; what is behind it is the framework's own) or
-      "plain" (the framework's own code).
-    why: a few words.
-    """
-
-    layer: str
-    path: str
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.layer}: {self.path} ({self.why})"
-
-
-def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Route, ...]:
-    """The path, and why, of every jln layer that `function(*args, **kwargs)` calls, in the order of the calls.
-
-    Nothing is computed: the call is traced as by `jax.eval_shape`, so arrays may be `jax.ShapeDtypeStruct`s. A "kernel"
-    or "fused" call reaches jln's operators, which run Triton kernels where the program is compiled for an NVIDIA GPU
-    with jax-triton installed, and XLA elsewhere. The framework's own layers are not listed: convert the model first, or
-    call inside of `jln.convert.linen()` or `jln.convert.haiku()`.
-
-    Args:
-      function: a layer or a model of Flax NNX or Equinox; a Linen module or what `hk.transform` returns, whose
-        parameters are made up; or any function of arrays.
-      *args: what it is called with.
-      **kwargs: likewise.
-
-    Raises:
-      Whatever the call raises.
-    """
-    call = traceable(function)
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    is_array = [hasattr(a, "shape") and hasattr(a, "dtype") for a in leaves]
-
-    def traced(arrays):
-        given = iter(arrays)
-        args, kwargs = tree.unflatten([next(given) if known else a for a, known in zip(leaves, is_array, strict=True)])
-        call(*args, **kwargs)
-
-    with noting() as routes, _asked(next(_questions)):
-        jax.eval_shape(traced, [a for a, known in zip(leaves, is_array, strict=True) if known])
-    return tuple(routes)
-
-
-# A value of its own for every question, so that what JAX has traced before and kept is traced again.
-_asked = jax.make_user_context(default_value=0)
-_questions = itertools.count(1)
-
-
-@functools.singledispatch
-def traceable(function: Any) -> Callable[..., Any]:
-    """`function` as one that `jax.eval_shape` can trace; a framework's module registers what its models need."""
-    return function
-
-
-_listeners: contextvars.ContextVar[tuple[list[Route], ...]] = contextvars.ContextVar("jln_listeners", default=())
-
-
-@contextlib.contextmanager
-def _listening(lists: tuple[list[Route], ...]) -> Iterator[None]:
-    token = _listeners.set(lists)
-    try:
-        yield
-    finally:
-        _listeners.reset(token)
-
-
-@contextlib.contextmanager
-def noting() -> Iterator[list[Route]]:
-    """Collect the routes of the calls made in the context."""
-    routes: list[Route] = []
-    with _listening((*_listeners.get(), routes)):
-        yield routes
-
-
-def unnoted() -> contextlib.AbstractContextManager[None]:
-    """A context whose calls are not collected."""
-    return _listening(())
-
-
-def note(layer: str, path: str, why: str) -> None:
-    for routes in _listeners.get():
-        routes.append(Route(layer, path, why))
 
 
 def missing(module: str, framework: str, extra: str) -> str:
@@ -146,8 +55,17 @@ class NoArray:
 
     x: jax.Array
 
-    def __eq__(self, other: object) -> bool:
-        raise no_array(self)  # Python's own answer, False, would count as a number
+    def __repr__(self) -> str:
+        return f"Deferred({self.x.dtype}{list(self.x.shape)}, a norm left to the Linear with which it was fused)"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "x":  # a protocol's name, or of an object that is being made
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        raise _NoSuchAttribute(str(no_array(self)))
+
+    @property
+    def __jax_array__(self) -> Any:
+        raise no_array(self)  # a method that JAX could call would not be called everywhere
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -158,8 +76,24 @@ class NoArray:
         return self.x.ndim
 
 
+class _NoSuchAttribute(TypeError, AttributeError):
+    """What `hasattr` takes for its answer, and who wants the numbers for `no_array`."""
+
+
+def _refuse(deferred: Any, *_: Any, **__: Any) -> NoReturn:
+    raise no_array(deferred)
+
+
+# What Python, NumPy and JAX ask for numbers by. Python's own answers, as False of `z == y`, would count as numbers.
+_CONVERSIONS = "array bool int float complex index round floor ceil trunc hash len iter contains getitem setitem"
+_OPERATORS = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or"
+_OF_ONE = "neg pos abs invert eq ne lt le gt ge"
+for _name in (*_CONVERSIONS.split(), *_OF_ONE.split(), *_OPERATORS.split(), *(f"r{n}" for n in _OPERATORS.split())):
+    setattr(NoArray, f"__{_name}__", _refuse)
+
+
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["x", "scale", "offset"], meta_fields=["norm"])
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Deferred(NoArray):
     """A norm that has not been computed yet, because the Linear behind it may do that. Its sizes and its dtype are
     known; who wants its numbers gets a TypeError.
@@ -171,9 +105,6 @@ class Deferred(NoArray):
     scale: jax.Array | None
     offset: jax.Array | None
     norm: Norm
-
-    def __repr__(self) -> str:
-        return f"Deferred({self.x.dtype}{list(self.x.shape)}, a norm left to the Linear with which it was fused)"
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -266,8 +197,10 @@ def prepared(
     positive = sorted({a + x.ndim if a < 0 else a for a in axes})
     if not positive or not all(0 <= a < x.ndim for a in positive):
         return f"x of shape {x.shape} has no axes {tuple(axes)}"
-    if not isinstance(epsilon, int | float | np.integer | np.floating) or not 0 <= epsilon < math.inf:
+    if not _checks.is_number(epsilon) or not 0 <= epsilon < math.inf:
         return f"epsilon is {epsilon!r}, not a static number that is finite and not negative"
+    if (fault := _checks.too_large(float(epsilon), x.dtype)) is not None:
+        return fault
     spread: list[Any] = []
     for name, a in (("scale", scale), ("offset", offset)):
         if a is None:
@@ -339,7 +272,7 @@ def pair_computed(
         note(layer, "fused", "all arguments are the operator's")
         return found()
     taken: list[Route] = []
-    with _listening((taken,)):
+    with listening((taken,)):
         z = norm()
     own = [route for route in taken if route.path == "plain"]
     for route in own or [Route(layer, "kernel" if taken else "plain", f"not fused: {found}")]:

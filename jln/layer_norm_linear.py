@@ -61,7 +61,7 @@ def layer_norm_linear(
       offset: as `scale`.
       kernel: `[H, *features]`, one axis of features or more; any supported dtype.
       bias: `features`; any supported dtype. None: no bias.
-      epsilon: added to the variance; not negative.
+      epsilon: as of `layer_norm`.
       zero_centered_scale: multiply by `1 + scale`.
       precision: of the products, forward and backward, as in `jax.lax.dot_general`.
       implementation: "triton" (kernels; on the CPU with TRITON_INTERPRET=1), "xla", or None: Triton where the program
@@ -73,8 +73,8 @@ def layer_norm_linear(
 
     Raises:
       TypeError: an argument has an unsupported type or dtype, or is traced where it must be static.
-      ValueError: shapes do not match, the last axis of `x` is empty, epsilon is negative, or the precision or the
-        implementation is unknown.
+      ValueError: shapes do not match, the last axis of `x` is empty, epsilon is negative or too large, or the
+        precision or the implementation is unknown.
     """
     norm = _NormLinear(epsilon, zero_centered_scale, precision, implementation, forward_mode, subtract_mean=True)
     return _checked(norm, x, scale, offset, kernel, bias)
@@ -328,7 +328,7 @@ def _checked(norm: _NormLinear, x, scale, offset, kernel, bias) -> jax.Array:
     _checks.kernel(kernel, x)
     _checks.shape("bias", bias, kernel.shape[1:], "that of kernel's axes after the first")
     norm = norm._replace(
-        epsilon=_checks.epsilon(norm.epsilon),
+        epsilon=_checks.epsilon(norm.epsilon, x.dtype),
         zero_centered_scale=_checks.flag("zero_centered_scale", norm.zero_centered_scale),
         precision=_checks.precision(norm.precision),
         implementation=_checks.implementation(norm.implementation),

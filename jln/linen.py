@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jln import _modules
+from jln import _modules, _routes
 
 try:
     from flax import linen as nn
@@ -243,12 +243,12 @@ def _axes(axes: Any) -> tuple[int, ...]:
     return tuple(axes) if isinstance(axes, Iterable) else (axes,)
 
 
-@_modules.traceable.register(nn.Module)
+@_routes.traceable.register(nn.Module)
 def _(model: nn.Module) -> Callable[..., Any]:
     def traced(*args: Any, **kwargs: Any) -> Any:
         key = jax.random.key(0)
         rngs = {"params": key, "dropout": key}
-        with _modules.unnoted():  # of the call that makes the variables, in which nothing is fused
+        with _routes.unnoted():  # of the call that makes the variables, in which nothing is fused
             variables = model.init(rngs, *args, **kwargs)
         return model.apply(variables, *args, rngs=rngs, mutable=True, **kwargs)
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jln import _modules
+from jln import _modules, _routes
 
 try:
     from flax import nnx
@@ -289,12 +289,12 @@ def _fused(
     return _modules.linear_computed(f"jln.nnx.{norm.norm.name}Linear", norm, found, lambda z: plain(z, *args, **kwargs))
 
 
-@_modules.traceable.register(nnx.Module)
+@_routes.traceable.register(nnx.Module)
 def _(model: nnx.Module) -> Callable[..., Any]:
     return _traceable(model, type(model).__call__)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@_modules.traceable.register(MethodType)
+@_routes.traceable.register(MethodType)
 def _(method: MethodType) -> Callable[..., Any]:
     return _traceable(method.__self__, method.__func__) if isinstance(method.__self__, nnx.Module) else method
 

@@ -386,3 +386,29 @@ def test_doctor_finds_a_gpu_that_is_not_used(capsys, monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS")
     assert "JAX does not see it: pip install" in run(capsys, "doctor")[1]
     assert doctor._idle_gpu([Gpu()])[0].startswith("the GPU runs jln without its Triton kernels: ")
+
+
+def interrupted_in(package, folder):
+    """`python -m jln tune --dry-run`, which ^C meets while it imports a package."""
+    (folder / package).mkdir()
+    (folder / package / "__init__.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n"
+    )
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+    command = [sys.executable, "-m", "jln", "tune", "--dry-run", "decode-1"]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.parametrize("package", ["numpy", "jax", "typer"])
+def test_an_interrupt_while_it_starts_ends_it_without_a_word(package, tmp_path):
+    """These are what the time goes to. (numpy makes an ImportError of a KeyboardInterrupt.)"""
+    ran = interrupted_in(package, tmp_path)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_an_interrupt_of_a_command_is_one_line(tmp_path):
+    """It is the command that imports this one."""
+    ran = interrupted_in("triton", tmp_path)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "jln: interrupted\n")

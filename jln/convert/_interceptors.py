@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from jln import _modules
-from jln._modules import Route
+from jln import _routes
+from jln._routes import Route
 
 # What JAX has traced and kept outside of a context must not be taken for what is traced inside, nor the reverse.
 _swapping = jax.make_user_context(default_value=False)
@@ -63,12 +63,12 @@ def _swap(
         layer = context.module
         if context.method_name != "__call__" or not isinstance(layer, theirs) or isinstance(layer, own):
             return next_fun(*args, **kwargs)
-        with _modules.noting() as taken:
+        with _routes.noting() as taken:
             if type(layer) in theirs:
                 result = call(layer, next_fun, *args, **kwargs)
             else:
                 name = f"{type(layer).__module__}.{type(layer).__qualname__}"
-                _modules.note(name, "plain", "not swapped: a subclass may compute something else")
+                _routes.note(name, "plain", "not swapped: a subclass may compute something else")
                 result = next_fun(*args, **kwargs)
         routes.extend(route for route in dict.fromkeys(taken) if route not in routes)
         if isinstance(result, Tracer):

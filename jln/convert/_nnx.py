@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jln import _routes
 from jln import nnx as ours
 from jln.convert._common import Change, Conversion, Pairs, check_fuse, checked_pair, named, pairs_of
 from jln.nnx import nnx
@@ -49,12 +50,14 @@ def convert(model: Any, copy: bool, fuse: bool | Mapping[type, Pairs]) -> Conver
             former.append((module, before, after))
         elif isinstance(module, tuple(SWAPPED)) and not isinstance(module, FINAL):
             changes.append(Change(path, named(before), "", "a subclass may compute something else"))
+    _routes.converted()
 
     def undo() -> Any:
         """-> the model"""
         for module, before, after in former:
             if type(module) is after:
                 object.__setattr__(module, "__class__", before)
+        _routes.converted()
         return model
 
     return Conversion(model, changes, undo)

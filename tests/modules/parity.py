@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jln import _modules
+from jln import _routes
 
 OPERATIONS = 8
 
@@ -170,7 +170,7 @@ def assert_parity(theirs: Layer, ours: Layer, true: Layer, x: jax.Array) -> str:
     assert_same_variables(variables, ours.init(x))
     variables = randomised(variables)
     dy = normal(99, shape.shape, shape.dtype)
-    with _modules.noting() as routes:
+    with _routes.noting() as routes:
         got = results(ours, variables, x, dy)
     wanted = results(theirs, variables, x, dy)
     (path,) = {route.path for route in routes}

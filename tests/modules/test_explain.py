@@ -1,5 +1,6 @@
 """The query, and what happens where a framework is missing."""
 
+import gc
 import subprocess
 import sys
 
@@ -34,6 +35,94 @@ def test_what_jax_has_traced_before_is_listed_again():
     function(jnp.ones((4, 8)))
     for _ in range(2):
         assert [route.path for route in jln.explain(function, jnp.ones((4, 8)))] == ["kernel"]
+
+
+def network():
+    """Layers under jit, checkpoint and scan, and jnp's own functions, which JAX jits too."""
+    nnx = pytest.importorskip("flax.nnx")
+    from jln.nnx import LayerNorm, LayerNormLinear
+
+    norm, pair = LayerNorm(8, rngs=nnx.Rngs(0)), LayerNormLinear(8, 8, rngs=nnx.Rngs(0))
+    jitted = jax.jit(lambda x: norm(x))
+
+    def function(x):
+        x = jitted(jax.checkpoint(lambda x: jax.nn.gelu(norm(x)))(jitted(x)))
+        return jax.lax.scan(lambda x, _: (jax.nn.softmax(pair(x)), None), x, length=3)[0]
+
+    return function
+
+
+def test_each_call_is_listed_in_its_place_and_the_body_of_a_loop_once():
+    function, x = network(), jnp.ones((4, 8))
+    paths = ["kernel", "kernel", "kernel", "fused"]
+    for _ in range(2):
+        assert [route.path for route in jln.explain(function, x)] == paths
+        assert [route.path for route in jln.explain(jax.grad(lambda x: function(x)[0, 0]), x)] == paths
+        assert [route.path for route in jln.explain(jax.vmap(jax.jit(function)), x[None])] == paths
+
+
+def test_a_branch_and_a_shard_of_it_are_listed():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    function = jax.shard_map(network(), mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d"))
+    routes = jln.explain(lambda x: jax.lax.cond(x[0, 0] > 0, function, jnp.sin, x), jnp.ones((4, 8)))
+    assert [route.path for route in routes] == ["kernel", "kernel", "kernel", "fused"]
+
+
+def test_questions_keep_nothing():
+    """JAX keeps what it has traced for as long as the process lives."""
+    function, x = network(), jax.ShapeDtypeStruct((4, 8), jnp.float32)
+
+    def held_after(questions):
+        for _ in range(questions):
+            jln.explain(function, x)
+        gc.collect()
+        return len(gc.get_objects())
+
+    before = held_after(3)
+    assert held_after(30) - before < 30  # less than an object a question
+
+
+def test_a_function_that_was_asked_about_is_traced_again_after_a_conversion():
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.List([nnx.LayerNorm(8, rngs=nnx.Rngs(0))])
+    function = jax.jit(lambda x: model[0](x))
+    x = jnp.ones((4, 8))
+    assert jln.explain(function, x) == ()
+    conversion = jln.convert.nnx(model)
+    assert [route.path for route in jln.explain(function, x)] == ["kernel"]
+    conversion.undo()
+    assert jln.explain(function, x) == ()
+
+
+def scanned_and_counted():
+    nnx = pytest.importorskip("flax.nnx")
+    from jln.nnx import LayerNorm
+
+    class Scanned(nnx.Module):
+        def __init__(self):
+            self.norms = nnx.vmap(lambda rngs: LayerNorm(8, rngs=rngs))(nnx.Rngs(0).split(3))
+
+        def __call__(self, x):
+            return nnx.scan(lambda x, norm: norm(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.norms)
+
+    class Counted(nnx.Module):
+        def __init__(self):
+            self.norm, self.calls = LayerNorm(8, rngs=nnx.Rngs(0)), nnx.Variable(jnp.zeros(()))
+
+        def __call__(self, x):
+            self.calls[...] += 1
+            return self.norm(x)
+
+    return {"nnx.scan": Scanned, "a variable that is changed": Counted}
+
+
+@pytest.mark.parametrize("what", ["nnx.scan", "a variable that is changed"])
+def test_a_model_that_flax_lets_nobody_close_over(what):
+    model, x = scanned_and_counted()[what](), jnp.ones((4, 8))
+    with pytest.raises(ValueError, match=r"call jln\.explain\(model, x\) or .*make it an argument"):
+        jln.explain(lambda x: model(x), x)
+    for routes in (jln.explain(model, x), jln.explain(model.__call__, x), jln.explain(lambda m, x: m(x), model, x)):
+        assert [route.path for route in routes] == ["kernel"]
 
 
 def test_what_the_call_raises_is_raised():

@@ -12,7 +12,7 @@ import pytest
 
 hk = pytest.importorskip("haiku")
 import jln  # noqa: E402
-from jln import _modules  # noqa: E402
+from jln import _modules, _routes  # noqa: E402
 from jln import haiku as ours  # noqa: E402
 from parity import Layer, assert_parity, described, normal, pairwise_parameters, precisions, randomised  # noqa: E402
 
@@ -231,7 +231,7 @@ def test_linear_of_another_dtype_is_not_fused():
     mixed = variables | {"layer_norm_linear/linear": wide["layer_norm_linear/linear"]}
     assert module.apply(variables, x).dtype == jnp.bfloat16
     for params, path in ((variables, "fused"), (mixed, "kernel"), (wide, "fused")):
-        with _modules.noting() as routes:
+        with _routes.noting() as routes:
             y = module.apply(params, x)
         assert [r.path for r in routes] == [path]
         assert y.dtype == (jnp.bfloat16 if params is variables else jnp.float32)
