@@ -11,7 +11,6 @@ import pathlib
 import re
 import subprocess
 import tempfile
-import warnings
 from collections.abc import Iterator
 
 from jln._triton.launch import Launch, source
@@ -83,4 +82,3 @@ def _compile_only() -> None:
 
     os.environ.pop("TRITON_INTERPRET", None)  # before triton is imported
     jax.config.update("jax_platforms", "cpu")
-    warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")  # Triton's advice, once a process
