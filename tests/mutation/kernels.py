@@ -245,8 +245,4 @@ KERNELS = [
         "if WANTS_DBIAS or WANTS_DOFFSET or (WANTS_DKERNEL and HAS_OFFSET):", "if WANTS_DBIAS or WANTS_DOFFSET:",
         (f"{FROZEN}test_some_gradients_of_a_fused_linear[kernel]",),
     ),
-    Mutant(
-        "row sums of frozen rows", NORM, "elif WANTS_DX and BLOCK_H < H:", "elif BLOCK_H < H and HAS_SUMS:",
-        (f"{ACCURACY}test_layer_norm[triton-5-16385-float32]",),
-    ),
 ]  # fmt: skip
