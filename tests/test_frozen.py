@@ -223,6 +223,16 @@ def test_differentiated_by_one_argument_then_another(wrap, implementation):
     pending = [(i, pullback(traced, i)) for i in arguments]
     for i, pull in reversed(pending):
         chex.assert_trees_all_close(pull(), expected[i], **CLOSE)
+    for i in arguments:  # a new program each, of an operator that is traced once
+
+        def step(*operands, i=i):
+            def f(a):
+                return wrap(function)(*operands[:i], a, *operands[i + 1 :])
+
+            y, pull = jax.vjp(f, operands[i])
+            return pull(jnp.cos(y))
+
+        chex.assert_trees_all_close(jax.jit(step)(*operands), expected[i], **CLOSE)
 
 
 def along(function):
