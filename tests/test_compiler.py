@@ -195,6 +195,26 @@ def test_rows_side_by_side_are_loaded_16_bytes_at_a_time(worker, dtype):
     assert wrong == []
 
 
+def contractible(chip):
+    """Runs in the worker: of each kernel of a norm and of a fused Linear the products and sums that may become one."""
+    made = launches(65, 1, DTYPES["float32"], chip, SWITCHES["everything"])
+    made += linear_launches(200, 64, 16, LINEAR_DTYPES["bfloat16"], chip, SWITCHES["everything"])
+    found = {}
+    for launch in made:
+        ptx = compiler.compile_launch(launch).ptx
+        assert "add.rn.f32" in ptx or "fma.rn.f32" in ptx
+        found[launch.kernel.fn.__module__, launch.kernel.fn.__name__] = re.findall(r"\b(?:mul|add|sub)\.f\d\d", ptx)
+    return found
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_no_product_is_contracted_with_the_sum_it_goes_into(worker, chip):
+    """Two threads that add x * x and what the other has would each round the other's, and store two results."""
+    found = worker.submit(contractible, chip).result()
+    assert len(found) == 7
+    assert [kernel for kernel, some in found.items() if some] == []
+
+
 # LayerNorm+Linear: x's, the kernel's, the norm parameters'.
 LINEAR_DTYPES = {
     "bfloat16": ("bfloat16", "bfloat16", "float32"),

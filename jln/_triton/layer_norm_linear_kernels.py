@@ -100,7 +100,7 @@ def forward_kernel(
             mean += step  # (1)
             squares += first * step * step
             x = tl.where(exists[None, :], x - mean[:, None], 0.0)  # else -mean, which might overflow: 0 * inf is NaN
-            product -= (unit * step)[:, None] * weight[None, :]
+            product = tl.fma(-(unit * step)[:, None], weight[None, :], product)
             weight += tl.sum(kernel.to(COMPUTE) * scale[:, None], axis=0)
         if HAS_OFFSET:
             offset = _load_vector(offset_ptr, column, exists, HAS_OFFSET, BLOCK_H, COMPUTE)
@@ -114,7 +114,7 @@ def forward_kernel(
         product = tl.dot(z.to(operand), kernel.to(operand), product, input_precision="tf32")
 
     rstd = tl.rsqrt(squares * (1.0 / H) + EPSILON)  # (2)
-    y = product * (rstd / unit)[:, None] + constant[None, :]
+    y = tl.fma(product, (rstd / unit)[:, None], constant[None, :])
     mask = valid[:, None] & (feature < N)[None, :]
     tl.store(y_ptr + row[:, None] * N + feature[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
     if SAVE_STATISTICS:
@@ -176,7 +176,7 @@ def row_sums_kernel(
             scaled = tl.dot(dy, tl.trans(kernel.to(dy.dtype)), input_precision="tf32") * scale[None, :]
             c1 += scaled
             # Masked, since outside -mean * rstd might overflow, and 0 * inf is NaN.
-            c2 += scaled * tl.where(exists[None, :], (x - mean[:, None]) * rstd[:, None], 0.0)
+            c2 = tl.fma(scaled, tl.where(exists[None, :], (x - mean[:, None]) * rstd[:, None], 0.0), c2)
         if SUBTRACT_MEAN:
             tl.store(c1_ptr + part * rows + row, tl.sum(c1, axis=1) * (1.0 / H), mask=valid)  # (7)
         tl.store(c2_ptr + part * rows + row, tl.sum(c2, axis=1) * (1.0 / H), mask=valid)  # (8)
@@ -245,11 +245,12 @@ def backward_kernel(
         if WANTS_DX or WANTS_DSCALE:
             dz = tl.dot(dy, tl.trans(kernel.to(dy.dtype)), input_precision="tf32")
         if WANTS_DX:
-            dx = rstd[:, None] * (dz * scale[None, :] - c1[:, None] - x_hat * c2[:, None])  # (9)
+            dx = tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1 * rstd)[:, None])  # (9), its factor rstd inside
+            dx = tl.fma(dz * scale[None, :], rstd[:, None], dx)
             mask = valid[:, None] & exists[None, :]
             tl.store(dx_ptr + row[:, None] * H + column[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if WANTS_DSCALE:
-            dscale += dz * x_hat  # (6), both factors in float32
+            dscale = tl.fma(dz, x_hat, dscale)  # (6), both factors in float32
     if WANTS_DKERNEL:
         feature = tl.arange(0, BLOCK_N)
         at = (split.to(tl.int64) * H + column)[:, None] * N + feature[None, :]
@@ -321,7 +322,7 @@ def parameters_kernel(
                 tl.store(dbias_ptr + feature, total.to(dbias_ptr.dtype.element_ty), mask=feature < N)
         if WANTS_DKERNEL and HAS_OFFSET:
             offset = tl.load(offset_ptr + column, mask=exists, other=0.0).to(COMPUTE)
-            g += offset[:, None] * total[None, :]
+            g = tl.fma(offset[:, None], total[None, :], g)
         if WANTS_DOFFSET:
             kernel = tl.load(kernel_ptr + at, mask=mask, other=0.0).to(COMPUTE)
             doffset = tl.sum(kernel * total[None, :], axis=1)
