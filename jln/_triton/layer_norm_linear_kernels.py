@@ -60,6 +60,7 @@ def forward_kernel(
     ZERO_CENTERED: tl.constexpr,
     SAVE_STATISTICS: tl.constexpr,
     EPSILON: tl.constexpr,
+    BY_REGISTERS: tl.constexpr,
     COMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -78,6 +79,10 @@ def forward_kernel(
     and more. So the rounding is no worse than that of the normalised row. offset @ kernel stays out of the product, in
     float32, as a large one would take its digits. `unit` is rstd but for its limits, which keep it finite and not zero
     before a chunk of another size; it bounds an operand by sqrt(H) * |scale|, as in the reference.
+
+    BY_REGISTERS: wgmma takes float32 operands along H only, so that a copy of the kernel straight from memory into that
+    order is one of 4 bytes at a time, of a sector each. An addition in between, which the compiler cannot leave out as
+    it turns -0 into 0, has it copied as it lies, 16 bytes at a time, and turned round in registers.
     """
     row, valid = _rows(tl.program_id(0), rows, BLOCK_ROWS)
     feature = tl.arange(0, BLOCK_N)
@@ -111,7 +116,10 @@ def forward_kernel(
         product *= (unit / before)[:, None]
         z = x * unit[:, None] * scale[None, :]  # (3), (4)
         operand: tl.constexpr = y_ptr.dtype.element_ty
-        product = tl.dot(z.to(operand), kernel.to(operand), product, input_precision="tf32")
+        kernel = kernel.to(operand)
+        if BY_REGISTERS:
+            kernel += 0.0
+        product = tl.dot(z.to(operand), kernel, product, input_precision="tf32")
 
     rstd = tl.rsqrt(squares * (1.0 / H) + EPSILON)  # (2)
     y = tl.fma(product, (rstd / unit)[:, None], constant[None, :])
