@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import os
+import re
 from collections.abc import Iterator
 
 
@@ -85,6 +87,14 @@ def _local_chip() -> Chip | None:
     return Chip(device.device_kind, capability, device.core_count)
 
 
+# Whether LLVM may contract `a * b + c` to one instruction with one rounding. No: where a thread holds one element of a
+# sum of products, the two threads of a shuffle would each round the other's product and not its own, and store two
+# results at one address. So what may round once is written `tl.fma`: all but sums of products within a tile, which take
+# one instruction an element more (2 % of the forward's at H = 128 to 4096, on an H200 in 16 bits; the backward has as
+# many as before, where letting it contract nothing at all would be 11 % more). Their accuracy is the same.
+FP_FUSION = False
+
+
 @dataclasses.dataclass(frozen=True)
 class Tile:
     """One program's tile of `rows` by `columns` elements of `[M, H]`, and the warps that share it.
@@ -99,7 +109,15 @@ class Tile:
     programs_per_sm: int = 1
 
     def options(self) -> dict[str, int]:
-        return {"num_warps": self.warps, "num_stages": self.stages}
+        """What Triton's compiler is asked for.
+
+        Programs that share an SM share its 65536 registers; unasked, the compiler takes 155 of the 128 that a thread of
+        16 warps can have, for 4096 columns of float32 in `backward_kernel`, and every other program would wait.
+        """
+        options = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": FP_FUSION}
+        if self.programs_per_sm > 1 and self.warps * self.programs_per_sm <= 16:
+            options["maxnreg"] = 128
+        return options
 
 
 def next_power_of_2(n: int) -> int:
@@ -109,6 +127,9 @@ def next_power_of_2(n: int) -> int:
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
+
+# Columns have 32-bit numbers, and a loop over chunks of them goes on to a multiple of the chunk, of up to 2**15 columns.
+LONGEST_ROW = 2**31 - 2**16
 
 # Elements a thread may hold, found by compiling every choice for sm_80, sm_90 and sm_100 and looking at the spills
 # (tests/test_compiler.py keeps them honest): the forward kernel holds one value an element, the backward kernel four.
@@ -189,7 +210,7 @@ def backward_plan(h: int, inner: int, itemsize: int, mixed: bool = False, *, wan
         whole = rows * columns <= limit // 2 and (rows * itemsize >= 32 or rows >= inner)
     if whole:
         crowded = inner > 1 or (not aligned and itemsize < 8)
-        if wants_y and not crowded and itemsize < 8:
+        if few := wants_y and not crowded and itemsize < 8:
             # One program of 16 warps where there would be four of 4, for a quarter of the partial sums; and two tiles
             # ahead, so that half of the SMs keep memory busy (`busy_programs`), for half of them again: 1 MB and not 9
             # in the 725 that (16384, 1024, 3072) in bfloat16 may move. Masked columns leave no registers for the third.
@@ -197,7 +218,8 @@ def backward_plan(h: int, inner: int, itemsize: int, mixed: bool = False, *, wan
             stages += stages > 1 and columns == h
         tile = _tile(rows, columns, per_thread // 2 if crowded else per_thread, stages)
         # 16 warps an SM hide the latency; more than 4 programs an SM would pay for it in partial sums.
-        return BackwardPlan(dataclasses.replace(tile, programs_per_sm=max(1, min(4, 16 // tile.warps))), None)
+        programs_per_sm = 1 if few else max(1, min(4, 16 // tile.warps))
+        return BackwardPlan(dataclasses.replace(tile, programs_per_sm=programs_per_sm), None)
     if inner == 1 and columns == 2 * limit and itemsize < 8:
         # With y too, half of that tile: 4096 columns in float32 spill on sm_89.
         return BackwardPlan(
@@ -207,7 +229,8 @@ def backward_plan(h: int, inner: int, itemsize: int, mixed: bool = False, *, wan
         tile = _tile(2 * per_thread, 128, per_thread // 2, stages, programs_per_sm=2)
         return BackwardPlan(tile, _tile(1, 256 * per_thread, per_thread // 2))
     rows = _side_by_side(1, inner, itemsize, limit)
-    tile = _tile(rows, 1024 // rows, per_thread // 4, stages, programs_per_sm=4)
+    # As few elements a thread as one load takes, so that many warps hide the latency.
+    tile = _tile(rows, 1024 // rows, max(per_thread // 4, 16 // itemsize if aligned else 1), stages, programs_per_sm=4)
     return BackwardPlan(tile, _tile(rows, 1024 // rows, per_thread // 2))
 
 
@@ -239,18 +262,45 @@ def features(n: int) -> int:
     return max(16, next_power_of_2(n))
 
 
+# Before it, Triton leaves out fences: 3.6.0 and 3.7.0 have none between the store of a tile to shared memory and the
+# wgmma (sm_90) or tcgen05.mma (sm_100) that reads it in the fused forward, nor for sm_90 in one of two places of the
+# backward in 16 bits; 3.7.1, 3.8.0 and 3.9.0 have all (`test_products_wait_for_what_is_stored_to_shared_memory`).
+FENCED_TRITON = (3, 7, 1)
+
+
+def unfenced(chip: Chip) -> str | None:
+    """Why a product on `chip` might read its operands from shared memory before they are there; None where it waits."""
+    if chip.capability < 90 or chip.name == INTERPRETER.name or _triton_version() >= FENCED_TRITON:
+        return None
+    return (
+        f"Triton {'.'.join(map(str, _triton_version()))} leaves out fences before the products of kernels for "
+        f"sm_{chip.capability}: LayerNorm+Linear is composed of a norm's kernels and XLA's products, and with "
+        f"triton>={'.'.join(map(str, FENCED_TRITON))} fused where that is faster"
+    )
+
+
+@functools.cache
+def _triton_version() -> tuple[int, ...]:
+    try:
+        import triton
+    except ImportError:  # nothing will be compiled
+        return FENCED_TRITON
+    return tuple(map(int, re.findall(r"\d+", triton.__version__)[:3]))
+
+
 def _fused_tile(h: int, n: int, product_dtype: str, chip: Chip) -> Tile | None:
     """The tile of rows and columns of x that the fused LayerNorm+Linear kernels take; None where they cannot run.
 
     Not float64, which is XLA's business. Nor float32 on Blackwell, where `backward_kernel` at N = 128 has too few
-    registers; nor its small chips, with less shared memory than an H100 and no wgmma.
+    registers; nor its small chips, with less shared memory than an H100 and no wgmma. Nor a kernel [H, N] with 2**31
+    elements, whose offsets have 32 bits. Nor by a Triton that leaves out fences.
     """
-    if product_dtype not in FUSED_FEATURES or chip.capability > 103:
+    if product_dtype not in FUSED_FEATURES or chip.capability > 103 or unfenced(chip):
         return None
     if product_dtype == "float32" and chip.capability >= 100:
         return None
     aligned, unaligned = FUSED_FEATURES[product_dtype]
-    if n > (aligned if _aligned(h, 1, 2) and _aligned(n, 1, 2) else unaligned):
+    if n > (aligned if _aligned(h, 1, 2) and _aligned(n, 1, 2) else unaligned) or h * n >= 2**31:
         return None
     # A stage is 8 KB of x, which comes from memory, and up to 32 KB of dy or kernel, which L2 has; some 16 KB of x in
     # flight an SM hide the latency. Eight warps: with four the backward kernel takes all 255 registers at N = 64.

@@ -20,17 +20,28 @@ def _tile(tile, rows, H: tl.constexpr, INNER: tl.constexpr, BLOCK_ROWS: tl.const
     else:
         tiles: tl.constexpr = (INNER + BLOCK_ROWS - 1) // BLOCK_ROWS
         outer = tl.cast(tile // tiles, tl.int64)
-        inner = (tile % tiles) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        inner = tl.cast(tile % tiles, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         return outer * INNER + inner, outer * (H * INNER) + inner, inner < INNER
 
 
 @triton.jit
 def _tiles(rows, INNER: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """How many tiles a group has. A tile never crosses the axes in front of the normalised one."""
+    """How many tiles a group has. A tile never crosses the axes in front of the normalised one.
+
+    A grid has less than 2**31 programs, whatever the number of rows, which comes as uint32 or int64 from 2**31 on.
+    """
     if INNER == 1:
-        return (rows + BLOCK_ROWS - 1) // BLOCK_ROWS
+        return tl.cast((rows - 1) // BLOCK_ROWS + 1, tl.int32)
     else:
-        return rows // INNER * ((INNER + BLOCK_ROWS - 1) // BLOCK_ROWS)
+        return tl.cast(rows // INNER * ((INNER + BLOCK_ROWS - 1) // BLOCK_ROWS), tl.int32)
+
+
+@triton.jit
+def _size(rows, H: tl.constexpr, INNER: tl.constexpr):
+    """The elements of a group, as a product from which the compiler sees what they are a multiple of: it loads no wider
+    than that allows.
+    """
+    return tl.cast(rows // INNER, tl.int64) * (H * INNER)
 
 
 @triton.jit
@@ -82,10 +93,17 @@ def _normalise(
     BLOCK_H: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     scale = _load_scale(scale_ptr, column, exists, HAS_SCALE, ZERO_CENTERED, BLOCK_H, COMPUTE)
-    y = (x - mean[:, None]) * rstd[:, None] * scale[None, :]  # (3), (4)
+    x_hat = (x - mean[:, None]) * rstd[:, None]  # (3)
+    return _affine(x_hat, scale, offset_ptr, column, exists, HAS_OFFSET, COMPUTE)
+
+
+@triton.jit
+def _affine(x_hat, scale, offset_ptr, column, exists, HAS_OFFSET: tl.constexpr, COMPUTE: tl.constexpr):
     if HAS_OFFSET:
-        y += tl.load(offset_ptr + column, mask=exists, other=0.0).to(COMPUTE)[None, :]
-    return y
+        offset = tl.load(offset_ptr + column, mask=exists, other=0.0).to(COMPUTE)
+        return tl.fma(x_hat, scale[None, :], offset[None, :])  # (4)
+    else:
+        return x_hat * scale[None, :]
 
 
 @triton.jit
@@ -133,7 +151,7 @@ def forward_kernel(
     tiles = _tiles(rows, INNER, BLOCK_ROWS)
     group = (tl.program_id(0) // tiles).to(tl.int64)
     row, start, valid = _tile(tl.program_id(0) % tiles, rows, H, INNER, BLOCK_ROWS)
-    size = tl.cast(rows, tl.int64) * H
+    size = _size(rows, H, INNER)
     x_ptr += _group(group, SHARED, 0) * size
     residual_ptr += _group(group, SHARED, 1) * size
     scale_ptr += _group(group, SHARED, 2) * H
@@ -232,7 +250,7 @@ def _row_sums(
         scale = _load_scale(scale_ptr, column, exists, HAS_SCALE, ZERO_CENTERED, BLOCK_H, COMPUTE)
         _, x_hat, scaled = _load_row_terms(dy_ptr, total_ptr, at, mask, mean, rstd, scale, COMPUTE)
         c1 += scaled
-        c2 += scaled * x_hat
+        c2 = tl.fma(scaled, x_hat, c2)
     return tl.sum(c1, axis=1) * (1.0 / H), tl.sum(c2, axis=1) * (1.0 / H)  # (7), (8)
 
 
@@ -260,7 +278,7 @@ def row_sums_kernel(
     tiles = _tiles(rows, INNER, BLOCK_ROWS)
     group = (tl.program_id(0) // tiles).to(tl.int64)
     row, start, valid = _tile(tl.program_id(0) % tiles, rows, H, INNER, BLOCK_ROWS)
-    size = tl.cast(rows, tl.int64) * H
+    size = _size(rows, H, INNER)
     mean, rstd = _load_statistics(
         mean_ptr + _group(group, SHARED, 3) * rows, rstd_ptr + _group(group, SHARED, 4) * rows,
         row, valid, SUBTRACT_MEAN, BLOCK_ROWS, COMPUTE,
@@ -321,7 +339,7 @@ def backward_kernel(
     chunk = tl.program_id(0) % chunks
     program = tl.program_id(0) // chunks % programs
     group = (tl.program_id(0) // chunks // programs).to(tl.int64)
-    size = tl.cast(rows, tl.int64) * H
+    size = _size(rows, H, INNER)
     dy_ptr += _group(group, SHARED, 0) * size
     dtotal_ptr += _group(group, SHARED, 1) * size
     total_ptr += _group(group, SHARED, 2) * size
@@ -358,20 +376,18 @@ def backward_kernel(
             if BLOCK_H >= H:
                 c1 = tl.sum(scaled, axis=1) * (1.0 / H)  # (7)
                 c2 = tl.sum(scaled * x_hat, axis=1) * (1.0 / H)  # (8)
-            dx = scaled - x_hat * c2[:, None]  # (9)
+            dx = x_hat * -(c2 * rstd)[:, None]  # (9), its factor rstd inside
             if SUBTRACT_MEAN:
-                dx -= c1[:, None]
-            dx *= rstd[:, None]
+                dx = tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1 * rstd)[:, None])
+            dx = tl.fma(scaled, rstd[:, None], dx)
             if HAS_DTOTAL:
                 dx += tl.load(dtotal_ptr + at, mask=mask, other=0.0).to(COMPUTE)
             tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if WANTS_Y:
-            y = x_hat * scale[None, :]  # (4)
-            if HAS_OFFSET:
-                y += tl.load(offset_ptr + column, mask=exists, other=0.0).to(COMPUTE)[None, :]
+            y = _affine(x_hat, scale, offset_ptr, column, exists, HAS_OFFSET, COMPUTE)
             tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
         if WANTS_DSCALE:
-            dscale += dy * x_hat  # (6)
+            dscale = tl.fma(dy, x_hat, dscale)  # (6)
         if WANTS_DOFFSET:
             doffset += dy  # (5)
 

@@ -11,7 +11,7 @@ of DESIGN section 3: dkernel = scale * G + offset * dbias with G [H, N] = x_hat^
 import triton
 import triton.language as tl
 
-from jln._triton.layer_norm_kernels import _load_scale
+from jln._triton.layer_norm_kernels import _load_scale, _tiles
 
 
 @triton.jit
@@ -60,6 +60,7 @@ def forward_kernel(
     ZERO_CENTERED: tl.constexpr,
     SAVE_STATISTICS: tl.constexpr,
     EPSILON: tl.constexpr,
+    BY_REGISTERS: tl.constexpr,
     COMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -78,6 +79,10 @@ def forward_kernel(
     and more. So the rounding is no worse than that of the normalised row. offset @ kernel stays out of the product, in
     float32, as a large one would take its digits. `unit` is rstd but for its limits, which keep it finite and not zero
     before a chunk of another size; it bounds an operand by sqrt(H) * |scale|, as in the reference.
+
+    BY_REGISTERS: wgmma takes float32 operands along H only, so that a copy of the kernel straight from memory into that
+    order is one of 4 bytes at a time, of a sector each. An addition in between, which the compiler cannot leave out as
+    it turns -0 into 0, has it copied as it lies, 16 bytes at a time, and turned round in registers.
     """
     row, valid = _rows(tl.program_id(0), rows, BLOCK_ROWS)
     feature = tl.arange(0, BLOCK_N)
@@ -100,7 +105,7 @@ def forward_kernel(
             mean += step  # (1)
             squares += first * step * step
             x = tl.where(exists[None, :], x - mean[:, None], 0.0)  # else -mean, which might overflow: 0 * inf is NaN
-            product -= (unit * step)[:, None] * weight[None, :]
+            product = tl.fma(-(unit * step)[:, None], weight[None, :], product)
             weight += tl.sum(kernel.to(COMPUTE) * scale[:, None], axis=0)
         if HAS_OFFSET:
             offset = _load_vector(offset_ptr, column, exists, HAS_OFFSET, BLOCK_H, COMPUTE)
@@ -111,10 +116,13 @@ def forward_kernel(
         product *= (unit / before)[:, None]
         z = x * unit[:, None] * scale[None, :]  # (3), (4)
         operand: tl.constexpr = y_ptr.dtype.element_ty
-        product = tl.dot(z.to(operand), kernel.to(operand), product, input_precision="tf32")
+        kernel = kernel.to(operand)
+        if BY_REGISTERS:
+            kernel += 0.0
+        product = tl.dot(z.to(operand), kernel, product, input_precision="tf32")
 
     rstd = tl.rsqrt(squares * (1.0 / H) + EPSILON)  # (2)
-    y = product * (rstd / unit)[:, None] + constant[None, :]
+    y = tl.fma(product, (rstd / unit)[:, None], constant[None, :])
     mask = valid[:, None] & (feature < N)[None, :]
     tl.store(y_ptr + row[:, None] * N + feature[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
     if SAVE_STATISTICS:
@@ -158,7 +166,7 @@ def row_sums_kernel(
     program = tl.program_id(0) // PARTS
     feature = tl.arange(0, BLOCK_N)
     dbias = tl.zeros([BLOCK_N], COMPUTE)
-    for tile in range(program, (rows + BLOCK_ROWS - 1) // BLOCK_ROWS, programs):
+    for tile in range(program, _tiles(rows, 1, BLOCK_ROWS), programs):
         row, valid = _rows(tile, rows, BLOCK_ROWS)
         mean = _load_vector(mean_ptr, row, valid, SUBTRACT_MEAN, BLOCK_ROWS, COMPUTE)
         rstd = tl.load(rstd_ptr + row, mask=valid, other=0.0)
@@ -176,7 +184,7 @@ def row_sums_kernel(
             scaled = tl.dot(dy, tl.trans(kernel.to(dy.dtype)), input_precision="tf32") * scale[None, :]
             c1 += scaled
             # Masked, since outside -mean * rstd might overflow, and 0 * inf is NaN.
-            c2 += scaled * tl.where(exists[None, :], (x - mean[:, None]) * rstd[:, None], 0.0)
+            c2 = tl.fma(scaled, tl.where(exists[None, :], (x - mean[:, None]) * rstd[:, None], 0.0), c2)
         if SUBTRACT_MEAN:
             tl.store(c1_ptr + part * rows + row, tl.sum(c1, axis=1) * (1.0 / H), mask=valid)  # (7)
         tl.store(c2_ptr + part * rows + row, tl.sum(c2, axis=1) * (1.0 / H), mask=valid)  # (8)
@@ -227,7 +235,7 @@ def backward_kernel(
     scale = _load_scale(scale_ptr, column, exists, HAS_SCALE, ZERO_CENTERED, BLOCK_H, COMPUTE)
     g = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
     dscale = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
-    for tile in tl.range(split, (rows + BLOCK_ROWS - 1) // BLOCK_ROWS, splits, num_stages=STAGES):
+    for tile in tl.range(split, _tiles(rows, 1, BLOCK_ROWS), splits, num_stages=STAGES):
         row, valid = _rows(tile, rows, BLOCK_ROWS)
         mean = _load_vector(mean_ptr, row, valid, SUBTRACT_MEAN, BLOCK_ROWS, COMPUTE)
         rstd = tl.load(rstd_ptr + row, mask=valid, other=0.0)
@@ -245,17 +253,18 @@ def backward_kernel(
         if WANTS_DX or WANTS_DSCALE:
             dz = tl.dot(dy, tl.trans(kernel.to(dy.dtype)), input_precision="tf32")
         if WANTS_DX:
-            dx = rstd[:, None] * (dz * scale[None, :] - c1[:, None] - x_hat * c2[:, None])  # (9)
+            dx = tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1 * rstd)[:, None])  # (9), its factor rstd inside
+            dx = tl.fma(dz * scale[None, :], rstd[:, None], dx)
             mask = valid[:, None] & exists[None, :]
             tl.store(dx_ptr + row[:, None] * H + column[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if WANTS_DSCALE:
-            dscale += dz * x_hat  # (6), both factors in float32
+            dscale = tl.fma(dz, x_hat, dscale)  # (6), both factors in float32
     if WANTS_DKERNEL:
         feature = tl.arange(0, BLOCK_N)
         at = (split.to(tl.int64) * H + column)[:, None] * N + feature[None, :]
         tl.store(g_ptr + at, g, mask=exists[:, None] & (feature < N)[None, :])
     if WANTS_DSCALE:
-        tl.store(dscale_ptr + split * H + column, tl.sum(dscale, axis=0), mask=exists)
+        tl.store(dscale_ptr + split.to(tl.int64) * H + column, tl.sum(dscale, axis=0), mask=exists)
 
 
 @triton.jit
@@ -321,7 +330,7 @@ def parameters_kernel(
                 tl.store(dbias_ptr + feature, total.to(dbias_ptr.dtype.element_ty), mask=feature < N)
         if WANTS_DKERNEL and HAS_OFFSET:
             offset = tl.load(offset_ptr + column, mask=exists, other=0.0).to(COMPUTE)
-            g += offset[:, None] * total[None, :]
+            g = tl.fma(offset[:, None], total[None, :], g)
         if WANTS_DOFFSET:
             kernel = tl.load(kernel_ptr + at, mask=mask, other=0.0).to(COMPUTE)
             doffset = tl.sum(kernel * total[None, :], axis=1)
