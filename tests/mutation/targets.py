@@ -39,6 +39,7 @@ FUSED = "tests/test_layer_norm_linear_kernels.py::"
 LINEARS = "tests/test_linear_accuracy.py::"
 LINEAR_TRANSFORMED = "tests/test_linear_transforms.py::"
 ABUSE = "tests/test_abuse.py::"
+FROZEN = "tests/test_frozen.py::"
 DIFFERENCES = "tests/test_testing_differences.py::"
 SHARDING = "tests/test_sharding.py::"
 
