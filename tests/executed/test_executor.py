@@ -58,7 +58,7 @@ def gradients(x, scale, offset, dy):
     return y, *pullback(dy)
 
 
-OPERANDS = (draw(100, 256), draw(256), draw(256) + 1, draw(100, 256) * 2)
+OPERANDS = (draw(99, 256), draw(256), draw(256) + 1, draw(99, 256) * 2)  # the last tile of rows is ragged
 
 
 def edited(change):
@@ -128,11 +128,11 @@ def test_less_shared_memory_than_the_kernel_uses_is_noticed():
 
 
 def test_a_result_in_the_place_of_an_operand_that_others_read_is_noticed():
-    """Every program of reduce_kernel reads its columns of all shares, and all of the shares are longer than dscale."""
+    """Every program of the backward kernel reads scale."""
 
     @change_of("backward")
     def in_place(call):
-        call.aliases = {2: 0}  # dx in scale's place
+        call.aliases = {3: 0}  # dx in scale's place
 
     assert different(in_place)
 
@@ -143,7 +143,7 @@ def test_a_hint_of_alignment_that_does_not_hold_is_noticed():
 
     def wide(call):
         call.ptx = re.sub(
-            r"ld\.global\.b16 \t\{? ?(%rs\d+) ?\}?, (\[[^\]]*\])",
+            r"ld\.global\.b16\s+\{?\s*(%rs\d+)\s*\}?, (\[[^\]]*\])",
             r"ld.global.b32 \t%r9999, \2;\n mov.b16 \1, 0",
             call.ptx,
             count=1,
