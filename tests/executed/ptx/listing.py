@@ -1,0 +1,77 @@
+"""The text of a kernel as instructions, each with the function that executes it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+from ptx import instructions
+
+
+@dataclasses.dataclass
+class Instruction:
+    """One line: `@guard op.op args`. `run` executes it on a machine, for all threads at once."""
+
+    line: int  # of the PTX, from 1
+    text: str
+    guard: tuple[str, bool] | None  # (register, whether it is negated)
+    op: list[str]  # at its dots
+    args: list[str]
+    run: Callable[[Any], None] = lambda machine: None
+
+
+@dataclasses.dataclass
+class Listing:
+    """A kernel: instructions, its labels' places among them, (name, bytes) of its parameters, threads of a program."""
+
+    code: list[Instruction]
+    labels: dict[str, int]
+    parameters: list[tuple[str, int]]
+    threads: int
+
+
+# An argument: {registers}, [address], or anything else up to a comma.
+_ARGUMENT = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")
+_INSTRUCTION = re.compile(r"(?:@(!?)(%\w+)\s+)?([a-z][\w.:]*)\s*(.*)$")
+
+
+@functools.lru_cache(256)
+def parse(ptx: str, entry: str) -> Listing:
+    """Read the kernel `entry`."""
+    ptx = re.sub(r"\b(ld|st)\.shared::cta\b", r"\1.shared", ptx)  # Triton 3.8 writes out what is the default
+    lines = ptx.splitlines()
+    head = next(n for n, text in enumerate(lines) if re.match(rf"\.visible \.entry {re.escape(entry)}\b", text))
+    body = next(n for n in range(head, len(lines)) if lines[n].startswith("{"))
+    declared = "\n".join(lines[head:body])
+    parameters = [
+        (name, int(bits) // 8) for bits, name in re.findall(r"\.param \.[bus](\d+).*?(\w+),?\s*$", declared, re.M)
+    ]
+    code, labels, depth = [], {}, 1
+    for n in range(body + 1, len(lines)):
+        text = lines[n].split("//")[0].strip()
+        if text in ("{", "}"):  # a block of inline assembly, or the end
+            depth += 1 if text == "{" else -1
+            if depth == 0:
+                break
+            continue
+        if label := re.match(r"(\$?\w+):(?!:)", text):
+            labels[label[1]] = len(code)
+            text = text[label.end() :]
+        for part in filter(None, map(str.strip, text.split(";"))):
+            if part[0] != ".":  # a declaration
+                code.append(_instruction(part, n + 1))
+    for instruction in code:
+        instruction.run = instructions.compile(instruction)
+    return Listing(code, labels, parameters, threads=int(re.search(r"\.reqntid (\d+)", declared)[1]))
+
+
+def _instruction(text: str, line: int) -> Instruction:
+    match = _INSTRUCTION.match(text)
+    if match is None:
+        raise NotImplementedError(f"line {line}: {text}")
+    negated, guard, op, args = match.groups()
+    arguments = [a.strip() for a in _ARGUMENT.findall(args)]
+    return Instruction(line, text, (guard, negated == "!") if guard else None, op.split("."), arguments)
