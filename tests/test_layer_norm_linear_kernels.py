@@ -188,6 +188,13 @@ def test_fused_of_the_widest():
     assert_accurate(operands, normal(6, (70, 256), "bfloat16"))
 
 
+def test_programs_that_share_rows_do_not_overwrite_what_others_read():
+    """Each of four programs looks at whole rows of dz: z must not take dz's place."""
+    assert not is_fused(3, 4099, 40, "float32")
+    operands = arguments(3, 4099, 40, "float32")
+    assert_accurate(operands, normal(6, (3, 40), "float32"))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
 @pytest.mark.parametrize(("m", "h", "n"), COMPOSED)
 def test_composed(m, h, n, dtype):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -116,12 +117,17 @@ def run(
     *,
     programs: int,
     constants: dict[str, Any],
+    in_place: Mapping[int, int] = MappingProxyType({}),
 ) -> list[np.ndarray]:
-    """Run `kernel(*operands, *results)` for every program and return the results."""
+    """Run `kernel(*operands, *results)` for every program and return the results.
+
+    in_place: operands whose memory a result has, as {operand: result}. It is a copy of the operand that is written to.
+    """
     if not isinstance(kernel, InterpretedFunction):
         raise RuntimeError("TRITON_INTERPRET=1 must be set before triton is first imported")
     inputs = [a if isinstance(a, int) else Buffer(np.shape(a), a.dtype, np.asarray(a)) for a in operands]
-    outputs = [Buffer(r.shape, r.dtype) for r in results]
+    taken = {result: inputs[operand] for operand, result in in_place.items()}
+    outputs = [taken.get(i) or Buffer(r.shape, r.dtype) for i, r in enumerate(results)]
     with _lock, _mended(), np.errstate(all="ignore"):  # a NaN or an overflow is the kernel's business
         _Executor(kernel.rewrite(), kernel.arg_names, (programs,))(*inputs, *outputs, **constants)
     for name, argument in zip(kernel.arg_names, (*inputs, *outputs), strict=False):

@@ -88,11 +88,15 @@ def launch(
     An operand or a result may be None where the constants tell the kernel not to touch its pointer. Integers are
     passed by value. `compute` is the dtype of the arithmetic, `constants` are the kernel's other constexprs. `in_place`
     says which operand's memory a result may take, if nobody else needs it: every program must have read what it
-    overwrites. (The interpreter and the recorder keep them apart.)
+    overwrites. (The interpreter always lets it.)
     """
     stand_in = next(a for a in reversed(operands) if isinstance(a, jax.Array))  # one that is not worked on in place
     arguments = [stand_in if a is None else a for a in operands]
     shapes = [jax.ShapeDtypeStruct((0,), jnp.float32) if r is None else r for r in results]
+    in_place = in_place or {}
+    for operand, result in in_place.items():
+        before, after = (None if a is None else (a.shape, a.dtype) for a in (operands[operand], results[result]))
+        assert before == after, f"result {result}, {after}, cannot take the place of operand {operand}, {before}"
     import triton.language as tl
 
     constants |= {"BLOCK_ROWS": tile.rows, "BLOCK_H": tile.columns, "COMPUTE": getattr(tl, jnp.dtype(compute).name)}
@@ -101,9 +105,9 @@ def launch(
     if _record.get() is not None:
         call = _note
     elif chip.name == config.INTERPRETER.name:
-        call = _interpret
+        call = functools.partial(_interpret, in_place=in_place)
     else:
-        call = functools.partial(_compile, in_place=in_place or {})
+        call = functools.partial(_compile, in_place=in_place)
     written = call(kernel, arguments, shapes, programs=programs, tile=tile, chip=chip, constants=constants)
     return [None if r is None else w for r, w in zip(results, written, strict=True)]
 
@@ -135,7 +139,7 @@ def _compile(kernel, arguments, shapes, *, programs, tile, chip, constants, in_p
     )
 
 
-def _interpret(kernel, arguments, shapes, *, programs, tile, chip, constants):
+def _interpret(kernel, arguments, shapes, *, programs, tile, chip, constants, in_place):
     from jln._triton import interpreter
 
     scalars = {i: a for i, a in enumerate(arguments) if isinstance(a, int)}
@@ -143,7 +147,7 @@ def _interpret(kernel, arguments, shapes, *, programs, tile, chip, constants):
     def run(*arrays):
         remaining = iter(arrays)
         complete = [scalars[i] if i in scalars else next(remaining) for i in range(len(arguments))]
-        return interpreter.run(kernel, complete, shapes, programs=programs, constants=constants)
+        return interpreter.run(kernel, complete, shapes, programs=programs, constants=constants, in_place=in_place)
 
     arrays = [a for a in arguments if not isinstance(a, int)]
     return jax.pure_callback(run, shapes, *arrays, vmap_method="sequential")

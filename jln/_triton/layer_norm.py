@@ -257,8 +257,8 @@ def _backward(
     if y_dtype is not None:  # as few as keep memory busy, and of these as few as make the same number of trips
         programs = min(programs, config.busy_programs(tile, total.dtype.itemsize + dy.dtype.itemsize, chip))
         programs = config.ceil_div(g.tiles(tile), config.ceil_div(g.tiles(tile), programs))
-    # A program that owns whole rows has read its dy before it writes y.
-    in_place = {0: 3} if y_dtype == dy.dtype and chunks == 1 and not shared & 1 else {}
+    # A program that owns whole rows has read its dy before it writes y. (None equals np.dtype("float64"), hence `y`.)
+    in_place = {0: 3} if y is not None and y.dtype == dy.dtype and chunks == 1 and not shared & 1 else {}
     gradients = [
         g.like_parameters(scale.dtype) if scale is not None else None,
         g.like_parameters(doffset_dtype) if doffset_dtype is not None else None,

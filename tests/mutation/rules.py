@@ -4,6 +4,7 @@ from targets import (
     ACCURACY,
     CHECKER,
     DIFFERENCES,
+    FUSED,
     GROUPS,
     LIMITS,
     LINEAR_LAUNCH,
@@ -51,6 +52,11 @@ RULES = [
         "dz in float16", LINEAR_LAUNCH,
         "preferred_element_type=dtype if dtype == jnp.bfloat16 else accumulator", "preferred_element_type=dtype",
         (f"{LINEARS}test_dz_does_not_underflow[triton-600]",),
+    ),
+    Mutant(
+        "z in the place of a dz that other programs read", NORM_LAUNCH,
+        "y.dtype == dy.dtype and chunks == 1 and not shared & 1", "y.dtype == dy.dtype and not shared & 1",
+        (f"{FUSED}test_programs_that_share_rows_do_not_overwrite_what_others_read",),
     ),
     # The XLA rules
     Mutant(
