@@ -1,37 +1,23 @@
-"""A case: an operator lowered for a chip, the PTX of its Triton calls executed, every result judged against float64.
-
-Import it before JAX: the environment says that there is no GPU to lower for, and Triton must not interpret.
-"""
+"""A case: an operator lowered for a chip, the PTX of its Triton calls executed, every result judged against float64."""
 
 from __future__ import annotations
 
-import os
-import pathlib
-import sys
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from unittest import mock
 
-os.environ.pop("TRITON_INTERPRET", None)
-os.environ |= {"JAX_PLATFORMS": "cpu,cuda", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "JLN_CHIP": "h200"}
-sys.path[:0] = [str(pathlib.Path(__file__).resolve().parents[i]) for i in (0, 1)]  # ptx, workbench
+import jax
+import jax.numpy as jnp
+import numpy as np
 
-import contextlib  # noqa: E402
-import dataclasses  # noqa: E402
-import functools  # noqa: E402
-import time  # noqa: E402
-from collections.abc import Callable  # noqa: E402
-from unittest import mock  # noqa: E402
-
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-from ptx import Program  # noqa: E402
-
-import jln  # noqa: E402
-import traffic  # noqa: E402
-import workbench  # noqa: E402
-from jln._triton import config  # noqa: E402
-
-jax.config.update("jax_enable_x64", True)
-jax.config.update("jax_numpy_rank_promotion", "raise")
+import jln
+import traffic
+import workbench
+from jln._triton import config
+from ptx import Program
 
 # With three SMs persistent programs take many tiles each, in a number that the tiles are no multiple of.
 SMALL = {f"small-{c.name}": dataclasses.replace(c, name=f"small-{c.name}", sms=3) for c in config.CHIPS.values()}
@@ -273,6 +259,7 @@ def check(case: Case) -> Ran:
         assert not stats.unwritten and not stats.unwaited and not stats.contended, stats
     if case.aligned:
         for found in traffic.of(ran.program):
-            assert found.wide == 1 or not found.widths, found
             assert found.sectors <= 1.1, found
+            # The fused kernels' tiles may have fewer elements than their threads could load.
+            assert case.linear or found.wide == 1 or not found.widths, found
     return ran

@@ -1,7 +1,5 @@
 """The norms' kernels as they are compiled: values and every gradient, at the sizes where the kernels change their way."""
 
-import dataclasses
-
 import pytest
 
 from cases import Case, check
