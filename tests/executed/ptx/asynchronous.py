@@ -84,32 +84,20 @@ class Products:
     def __init__(self, machine: Any):
         self._machine = machine
         self._groups = np.zeros(machine.n, np.int64)
-        self._touched: set[str] | None = None  # registers written since wgmma.fence; None without any
+        self.touched: set[str] = set()  # registers written since wgmma.fence
+        self._fenced = False
         self.under_way: list[_Product] = []
 
-    def check_read(self, name: str) -> None:
-        """A thread reads this register."""
-        if any(name in product.sums for product in self.under_way):
-            self._machine.fail(f"{name} is read before wgmma.wait_group")
-
-    def check_write(self, name: str) -> None:
-        """A thread writes this register."""
-        if any(name in product.sums or name in product.factors for product in self.under_way):
-            self._machine.fail(f"{name} is written before wgmma.wait_group")
-        if self._touched is not None:
-            self._touched.add(name)
-
     def fence(self) -> None:
-        self._touched = set()
+        self.touched, self._fenced = set(), True
 
     def start(self, sums: list[str], factors: list[str]) -> None:
         """One wgmma after another may add to the same sums."""
-        if self._touched is None:
-            self._machine.fail("no wgmma.fence before")
-        if touched := self._touched.intersection(sums + factors):
-            self._machine.fail(f"no wgmma.fence since {min(touched)} was written")
-        for name in factors:
-            self.check_read(name)
+        m = self._machine
+        if not self._fenced:
+            m.fail("no wgmma.fence before")
+        if touched := self.touched.intersection(sums + factors):
+            m.fail(f"no wgmma.fence since {min(touched)} was written")
 
     def read(self, addresses: np.ndarray, lanes: np.ndarray, width: int) -> tuple[np.ndarray, Any]:
         """[n, width] bytes of shared memory, and a note of what was read, for `finish`."""
@@ -125,6 +113,12 @@ class Products:
 
     def finish(self, lanes: np.ndarray, sums: list[str], factors: list[str], reads: list[Any]) -> None:
         self.under_way.append(_Product(lanes, self._groups[lanes], set(sums), set(factors), reads))
+        self._mark()
+
+    def _mark(self) -> None:
+        m, what = self._machine, "wgmma.wait_group"
+        m.unread = {name: what for product in self.under_way for name in product.sums}
+        m.held = {name: what for product in self.under_way for name in product.factors}
 
     def commit(self) -> None:
         mask = self._machine.mask()
@@ -145,3 +139,4 @@ class Products:
                 np.subtract.at(m.shared.reading, places, 1)
                 m.shared.races.read(places, m.who(lanes))  # it was read until now
         self.under_way = remaining
+        self._mark()

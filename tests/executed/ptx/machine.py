@@ -1,7 +1,8 @@
 """Programs of a grid, executed in lockstep: registers, control, and every access to memory with its checks.
 
 A register is a numpy array over all threads of the programs that run at once, or a scalar where it is the same in all.
-Where threads part, those that are behind go first, until they meet again.
+Where threads part, those that are behind go first, until they meet again; at an instruction that needs all threads of a
+warp or of a program they wait for the others.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ptx.listing import Listing
 from ptx.memory import READABLE, WRITABLE, WRITTEN, Buffers, Shared, granules
 from ptx.operands import SHARED_BASE, register_width
 from ptx.statistics import Stats
+from ptx.tensor_memory import TensorMemory
 from ptx.violation import Violation
 
 _ADDRESS = re.compile(r"\[\s*(.+?)\s*(?:\+\s*(-?\w+))?\s*\]$")
@@ -53,23 +55,29 @@ class Machine:
     # Control
 
     def run(self, first: int, count: int) -> None:
-        """Execute the programs from `first` on, `count` of them."""
+        """Execute the programs from `first` on, `count` of them.
+
+        `waiting` has where the threads are that do not run now; `parked` which of these places need others to come.
+        """
         self._reset(first, count)
         code, labels = self.listing.code, self.listing.labels
-        waiting: dict[int, np.ndarray] = {}  # threads that have come to an instruction before others have
-        at, active = 0, np.ones(self.n, bool)
-        everyone = True
+        waiting: dict[int, np.ndarray] = {}
+        parked: set[int] = set()
+        at, active, everyone = 0, np.ones(self.n, bool), True
 
         def wait_at(place, threads):
             waiting[place] = waiting[place] | threads if place in waiting else threads
+            parked.discard(place)
 
         while True:
             if at in waiting:
                 active = active | waiting.pop(at)
-                everyone = active.all()
+                parked.discard(at)
+                everyone = bool(active.all())
             self.now = instruction = code[at]
             self.active = None if everyone else active
-            if instruction.op[0] in ("bra", "ret"):
+            leaves = instruction.op[0] in ("bra", "ret")
+            if leaves:
                 mask = self.mask()
                 taken = active if mask is None else mask
                 if instruction.op[0] == "bra" and taken.any():
@@ -78,16 +86,26 @@ class Machine:
                     wait_at(at + 1, rest)
                 if not waiting:
                     break
-                at = min(waiting)
-                active = waiting.pop(at)
-                everyone = active.all()
+            elif not everyone and len(waiting) > len(parked) and self._lacks(instruction.together, active):
+                wait_at(at, active)
+                parked.add(at)
+            else:
+                self.stats.instructions += 1
+                self.stats.issued += self._warps(self.active)
+                instruction.run(self)
+                at += 1
                 continue
-            self.stats.instructions += 1
-            self.stats.issued += self._warps(self.active)
-            instruction.run(self)
-            at += 1
-        if self.copies.under_way or self.products.under_way:
-            self.fail("the kernel ends with a copy or a product that nobody waited for")
+            at = min(waiting.keys() - parked, default=min(waiting))
+            active = waiting.pop(at)
+            parked.discard(at)
+            everyone = bool(active.all())
+        if self.copies.under_way or self.products.under_way or not self.tensor_memory.quiet:
+            self.fail("the kernel ends with a copy or a product that nobody waited for, or with tensor memory")
+
+    def _lacks(self, together: int, active: np.ndarray) -> bool:
+        """Whether of any `together` threads, 0 for those of a program, only some are there."""
+        present = active.reshape(-1, together or self.threads)
+        return bool((present.any(1) & ~present.all(1)).any())
 
     def _warps(self, active: np.ndarray | None) -> int:
         return self.n // 32 if active is None else int(active.reshape(-1, 32).any(1).sum())
@@ -100,7 +118,9 @@ class Machine:
         self.local = self.lane // self.threads  # the program's number among those that run
         self.barriers, self.warp_barriers = np.zeros(count, np.int64), np.zeros(self.n // 32, np.int64)
         self.shared = Shared(self.call.shared, count)
-        self.copies, self.products = Copies(self), Products(self)
+        self.unread: dict[str, str] = {}  # registers that may not be touched yet, and what must be waited for
+        self.held: dict[str, str] = {}  # likewise those that may be read, not written
+        self.copies, self.products, self.tensor_memory = Copies(self), Products(self), TensorMemory(self)
         self.registers: dict[str, Any] = {"%tid.x": self.thread, "%ctaid.x": self.program}
         self.registers |= {"%ntid.x": np.uint32(self.threads), "%nctaid.x": np.uint32(self.call.grid[0])}
         for axis in "yz":
@@ -140,7 +160,9 @@ class Machine:
     def write_register(self, name: str, value: np.ndarray) -> None:
         """In the threads that execute this; `_` is no register."""
         if name != "_":
-            self.products.check_write(name)
+            if name in self.unread or name in self.held:
+                self.fail(f"{name} is written before {self.unread.get(name) or self.held[name]}")
+            self.products.touched.add(name)
             self.set_register(name, value)
 
     def set_register(self, name: str, value: np.ndarray) -> None:
@@ -163,7 +185,8 @@ class Machine:
     def read_register(self, name: str) -> np.ndarray:
         if name not in self.registers:
             self.fail(f"{name} was never written")
-        self.products.check_read(name)
+        if name in self.unread:
+            self.fail(f"{name} is read before {self.unread[name]}")
         return self.registers[name]
 
     def spread(self, value: Any) -> np.ndarray:

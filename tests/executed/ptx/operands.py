@@ -20,7 +20,7 @@ _WIDTHS = {"rs": 2, "r": 4, "rd": 8, "f": 4, "fd": 8, "h": 2, "hh": 4, "rc": 1, 
 
 
 def register_width(name: str) -> int:
-    match = re.match(r"%([a-z]+)", name)
+    match = re.match(r"%([a-z]+)\d", name)
     return _WIDTHS.get(match[1], 4) if match else 0  # a name of inline assembly's own: a predicate
 
 
