@@ -5,6 +5,8 @@ Compiling needs a process without TRITON_INTERPRET, so each case is a worker pro
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -167,6 +169,32 @@ def spills_of_a_large_tile():
     return compiler.compile_launch(
         dataclasses.replace(backward, tile=config.Tile(1, 16384, 16), constants=constants)
     ).spilled
+
+
+# Rows side by side: whole rows and chunks of them, H of which few or no powers of two are a factor.
+WIDE = [(33, 768), (300, 128), (2000, 64)]
+
+
+def load_widths(dtype, layouts):
+    """Runs in the worker: of each launch its kernel and the bytes of every load from global memory in its PTX."""
+    made = []
+    for h, inner in layouts:
+        for launch in launches(h, inner, DTYPES[dtype], "h200", SWITCHES["nothing"]):
+            ptx = compiler.compile_launch(launch).ptx
+            loads = re.findall(r"ld\.global(?:\.\w+)*?(?:\.v(\d))?\.b(\d+)", ptx)
+            widths = {int(vector or 1) * int(bits) // 8 for vector, bits in loads}
+            widths |= {int(n, 16) for n in re.findall(r"cp\.async\.\w+\.shared\.global \[.*?\], \[.*?\], 0x(\w+)", ptx)}
+            made.append((f"{launch.kernel.fn.__name__} {dtype} H={h} inner={inner}", widths))
+    return made
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_rows_side_by_side_are_loaded_16_bytes_at_a_time(worker, dtype):
+    """Statistics, of which there is one a row, take 4."""
+    made = worker.submit(load_widths, dtype, WIDE).result()
+    assert len(made) >= 2 * len(WIDE)
+    wrong = [m for m in made if m[1] != ({16} if m[0].startswith("forward") else {16, 4})]
+    assert wrong == []
 
 
 # LayerNorm+Linear: x's, the kernel's, the norm parameters'.

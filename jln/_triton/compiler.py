@@ -25,12 +25,13 @@ SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120
 
 @dataclasses.dataclass(frozen=True)
 class Resources:
-    """registers: a thread. spilled, shared: bytes, a thread and a block."""
+    """registers: a thread. spilled, shared: bytes, a thread and a block. ptx: text, of which the cubin was made."""
 
     registers: int
     spilled: int
     shared: int
     cubin: bytes = dataclasses.field(repr=False)
+    ptx: str = dataclasses.field(repr=False)
 
 
 def compile_launch(launch: Launch) -> Resources:
@@ -63,14 +64,14 @@ def compile_launch(launch: Launch) -> Resources:
         target=GPUTarget("cuda", launch.chip.capability, 32),
         options=launch.tile.options(),
     )
-    return _resources(compiled.asm["cubin"], compiled.metadata.shared)
+    return _resources(compiled.asm["cubin"], compiled.metadata.shared, compiled.asm["ptx"])
 
 
-def _resources(cubin: bytes, dynamic_shared: int) -> Resources:
+def _resources(cubin: bytes, dynamic_shared: int, ptx: str) -> Resources:
     usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", dump(cubin, "--dump-resource-usage"))
     assert usage is not None, "cuobjdump printed no resource usage"
     registers, stack, _ = map(int, usage.groups())
-    return Resources(registers, stack, dynamic_shared, cubin)
+    return Resources(registers, stack, dynamic_shared, cubin, ptx)
 
 
 def dump(cubin: bytes, option: str) -> str:

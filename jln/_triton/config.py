@@ -110,6 +110,9 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+# Columns have 32-bit numbers, and a loop over chunks of them goes on to a multiple of the chunk, of up to 2**15 columns.
+LONGEST_ROW = 2**31 - 2**16
+
 # Elements a thread may hold, found by compiling every choice for sm_80, sm_90 and sm_100 and looking at the spills
 # (tests/test_compiler.py keeps them honest): the forward kernel holds one value an element, the backward kernel four.
 # float64 takes more than twice the registers; where rows do not start on 16 bytes every element has an address of its
@@ -207,7 +210,8 @@ def backward_plan(h: int, inner: int, itemsize: int, mixed: bool = False, *, wan
         tile = _tile(2 * per_thread, 128, per_thread // 2, stages, programs_per_sm=2)
         return BackwardPlan(tile, _tile(1, 256 * per_thread, per_thread // 2))
     rows = _side_by_side(1, inner, itemsize, limit)
-    tile = _tile(rows, 1024 // rows, per_thread // 4, stages, programs_per_sm=4)
+    # As few elements a thread as one load takes, so that many warps hide the latency.
+    tile = _tile(rows, 1024 // rows, max(per_thread // 4, 16 // itemsize if aligned else 1), stages, programs_per_sm=4)
     return BackwardPlan(tile, _tile(rows, 1024 // rows, per_thread // 2))
 
 
@@ -243,14 +247,15 @@ def _fused_tile(h: int, n: int, product_dtype: str, chip: Chip) -> Tile | None:
     """The tile of rows and columns of x that the fused LayerNorm+Linear kernels take; None where they cannot run.
 
     Not float64, which is XLA's business. Nor float32 on Blackwell, where `backward_kernel` at N = 128 has too few
-    registers; nor its small chips, with less shared memory than an H100 and no wgmma.
+    registers; nor its small chips, with less shared memory than an H100 and no wgmma. Nor a kernel [H, N] with 2**31
+    elements, whose offsets have 32 bits.
     """
     if product_dtype not in FUSED_FEATURES or chip.capability > 103:
         return None
     if product_dtype == "float32" and chip.capability >= 100:
         return None
     aligned, unaligned = FUSED_FEATURES[product_dtype]
-    if n > (aligned if _aligned(h, 1, 2) and _aligned(n, 1, 2) else unaligned):
+    if n > (aligned if _aligned(h, 1, 2) and _aligned(n, 1, 2) else unaligned) or h * n >= 2**31:
         return None
     # A stage is 8 KB of x, which comes from memory, and up to 32 KB of dy or kernel, which L2 has; some 16 KB of x in
     # flight an SM hide the latency. Eight warps: with four the backward kernel takes all 255 registers at N = 64.

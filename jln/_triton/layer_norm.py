@@ -48,6 +48,16 @@ class _Geometry:
             return config.ceil_div(self.rows, tile.rows)
         return self.rows // self.inner * config.ceil_div(self.inner, tile.rows)
 
+    def programs(self, tile: config.Tile) -> int:
+        """One for each tile of rows. Raises ValueError where no grid has so many."""
+        programs = self.groups * self.tiles(tile)
+        if programs >= 2**31:
+            raise ValueError(
+                f"x of shape {self.shape} takes {programs} programs, and a GPU's grid has fewer than {2**31}: "
+                "use implementation='xla'"
+            )
+        return programs
+
     def chunks(self, tile: config.Tile) -> int:
         return config.ceil_div(self.h, tile.columns)
 
@@ -71,10 +81,19 @@ def _geometry(
     batch_dims: int,
     per_example_gradients: bool,
 ) -> _Geometry:
-    """Batch axes on which no operand is shared, no parameter varies and no sum is kept are rows like any other."""
+    """Batch axes on which no operand is shared, no parameter varies and no sum is kept are rows like any other.
+
+    Raises ValueError where a row is too long for the kernels' 32-bit numbers of columns.
+    """
     present = [a for a in (*row_operands, *parameters) if a is not None]
     batch = jnp.broadcast_shapes(*(a.shape[:batch_dims] for a in present))
-    shape = batch + next(a for a in row_operands if a is not None).shape[batch_dims:]
+    x = next(a for a in row_operands if a is not None)
+    shape = batch + x.shape[batch_dims:]
+    if shape[axis] >= config.LONGEST_ROW:
+        raise ValueError(
+            f"x of shape {x.shape} is normalised over {shape[axis]} elements, and the Triton kernels take fewer than "
+            f"{config.LONGEST_ROW}: use implementation='xla'"
+        )
     plain = all(a is None or a.shape[:batch_dims] == batch for a in row_operands) and all(
         a is None or math.prod(a.shape[:batch_dims]) == 1 for a in parameters
     )
@@ -135,7 +154,7 @@ def forward(
                 g.like_statistics(compute) if save_statistics and subtract_mean else None,
                 g.like_statistics(compute) if save_statistics else None,
             ],
-            programs=g.groups * g.tiles(tile),
+            programs=g.programs(tile),
             tile=tile,
             chip=chip,
             compute=compute,
@@ -245,7 +264,7 @@ def _backward(
             kernels.row_sums_kernel,
             [*sums_operands, g.rows],
             [g.like_statistics(compute) if subtract_mean else None, g.like_statistics(compute)],
-            programs=g.groups * g.tiles(plan.sums),
+            programs=g.programs(plan.sums),
             tile=plan.sums,
             SHARED=sums_shared,
             **switches,

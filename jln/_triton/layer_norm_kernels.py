@@ -20,17 +20,28 @@ def _tile(tile, rows, H: tl.constexpr, INNER: tl.constexpr, BLOCK_ROWS: tl.const
     else:
         tiles: tl.constexpr = (INNER + BLOCK_ROWS - 1) // BLOCK_ROWS
         outer = tl.cast(tile // tiles, tl.int64)
-        inner = (tile % tiles) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        inner = tl.cast(tile % tiles, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         return outer * INNER + inner, outer * (H * INNER) + inner, inner < INNER
 
 
 @triton.jit
 def _tiles(rows, INNER: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """How many tiles a group has. A tile never crosses the axes in front of the normalised one."""
+    """How many tiles a group has. A tile never crosses the axes in front of the normalised one.
+
+    A grid has less than 2**31 programs, whatever the number of rows, which comes as uint32 or int64 from 2**31 on.
+    """
     if INNER == 1:
-        return (rows + BLOCK_ROWS - 1) // BLOCK_ROWS
+        return tl.cast((rows - 1) // BLOCK_ROWS + 1, tl.int32)
     else:
-        return rows // INNER * ((INNER + BLOCK_ROWS - 1) // BLOCK_ROWS)
+        return tl.cast(rows // INNER * ((INNER + BLOCK_ROWS - 1) // BLOCK_ROWS), tl.int32)
+
+
+@triton.jit
+def _size(rows, H: tl.constexpr, INNER: tl.constexpr):
+    """The elements of a group, as a product from which the compiler sees what they are a multiple of: it loads no wider
+    than that allows.
+    """
+    return tl.cast(rows // INNER, tl.int64) * (H * INNER)
 
 
 @triton.jit
@@ -131,7 +142,7 @@ def forward_kernel(
     tiles = _tiles(rows, INNER, BLOCK_ROWS)
     group = (tl.program_id(0) // tiles).to(tl.int64)
     row, start, valid = _tile(tl.program_id(0) % tiles, rows, H, INNER, BLOCK_ROWS)
-    size = tl.cast(rows, tl.int64) * H
+    size = _size(rows, H, INNER)
     x_ptr += _group(group, SHARED, 0) * size
     residual_ptr += _group(group, SHARED, 1) * size
     scale_ptr += _group(group, SHARED, 2) * H
@@ -256,7 +267,7 @@ def row_sums_kernel(
     tiles = _tiles(rows, INNER, BLOCK_ROWS)
     group = (tl.program_id(0) // tiles).to(tl.int64)
     row, start, valid = _tile(tl.program_id(0) % tiles, rows, H, INNER, BLOCK_ROWS)
-    size = tl.cast(rows, tl.int64) * H
+    size = _size(rows, H, INNER)
     mean, rstd = _load_statistics(
         mean_ptr + _group(group, SHARED, 3) * rows, rstd_ptr + _group(group, SHARED, 4) * rows,
         row, valid, SUBTRACT_MEAN, BLOCK_ROWS, COMPUTE,
@@ -314,7 +325,7 @@ def backward_kernel(
     chunk = tl.program_id(0) % chunks
     program = tl.program_id(0) // chunks % programs
     group = (tl.program_id(0) // chunks // programs).to(tl.int64)
-    size = tl.cast(rows, tl.int64) * H
+    size = _size(rows, H, INNER)
     dy_ptr += _group(group, SHARED, 0) * size
     dtotal_ptr += _group(group, SHARED, 1) * size
     total_ptr += _group(group, SHARED, 2) * size

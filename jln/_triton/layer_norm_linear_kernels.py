@@ -11,7 +11,7 @@ of DESIGN section 3: dkernel = scale * G + offset * dbias with G [H, N] = x_hat^
 import triton
 import triton.language as tl
 
-from jln._triton.layer_norm_kernels import _load_scale
+from jln._triton.layer_norm_kernels import _load_scale, _tiles
 
 
 @triton.jit
@@ -158,7 +158,7 @@ def row_sums_kernel(
     program = tl.program_id(0) // PARTS
     feature = tl.arange(0, BLOCK_N)
     dbias = tl.zeros([BLOCK_N], COMPUTE)
-    for tile in range(program, (rows + BLOCK_ROWS - 1) // BLOCK_ROWS, programs):
+    for tile in range(program, _tiles(rows, 1, BLOCK_ROWS), programs):
         row, valid = _rows(tile, rows, BLOCK_ROWS)
         mean = _load_vector(mean_ptr, row, valid, SUBTRACT_MEAN, BLOCK_ROWS, COMPUTE)
         rstd = tl.load(rstd_ptr + row, mask=valid, other=0.0)
@@ -222,7 +222,7 @@ def backward_kernel(
     scale = _load_scale(scale_ptr, column, exists, HAS_SCALE, ZERO_CENTERED, BLOCK_H, COMPUTE)
     g = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
     dscale = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
-    for tile in tl.range(split, (rows + BLOCK_ROWS - 1) // BLOCK_ROWS, splits, num_stages=STAGES):
+    for tile in tl.range(split, _tiles(rows, 1, BLOCK_ROWS), splits, num_stages=STAGES):
         row, valid = _rows(tile, rows, BLOCK_ROWS)
         mean = _load_vector(mean_ptr, row, valid, SUBTRACT_MEAN, BLOCK_ROWS, COMPUTE)
         rstd = tl.load(rstd_ptr + row, mask=valid, other=0.0)
@@ -245,7 +245,7 @@ def backward_kernel(
     at = (split.to(tl.int64) * H + column)[:, None] * N + feature[None, :]
     tl.store(g_ptr + at, g, mask=exists[:, None] & (feature < N)[None, :])
     if HAS_SCALE:
-        tl.store(dscale_ptr + split * H + column, tl.sum(dscale, axis=0), mask=exists)
+        tl.store(dscale_ptr + split.to(tl.int64) * H + column, tl.sum(dscale, axis=0), mask=exists)
 
 
 @triton.jit

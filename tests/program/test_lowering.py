@@ -44,3 +44,33 @@ def test_forward_and_backward_lower_with_parameters_of_every_dtype(name, dtype):
             traced = jax.jit(step).trace(*operands(name, dtype, parameter_dtype))
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("custom_call @triton_kernel_call") >= 2, parameter_dtype
+
+
+# Either side of what an int32 and a uint32 hold; rows side by side whose own number is past it; and a kernel [H, N]
+# which is no longer fused.
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [*(((rows, 16), -1) for rows in (2**31 - 1, 2**31, 2**32 - 1, 2**32)), ((4, 2**31), 0), ((2**20, 8, 2**12), 1)],
+)
+def test_many_rows_lower(shape, axis):
+    def step(x, scale, dy):
+        y, pullback = jax.vjp(lambda *a: jln.rms_norm(*a, axis=axis), x, scale)
+        return y, pullback(dy)
+
+    x, scale = jax.ShapeDtypeStruct(shape, "bfloat16"), jax.ShapeDtypeStruct((shape[axis],), "bfloat16")
+    with config.target("h200"):
+        text = jax.jit(step).trace(x, scale, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @triton_kernel_call") >= 2
+
+
+@pytest.mark.parametrize("rows", [2**31 - 1, 2**31])
+def test_many_rows_of_a_fused_linear_lower(rows):
+    def step(x, scale, kernel, dy):
+        y, pullback = jax.vjp(jln.rms_norm_linear, x, scale, kernel)
+        return y, pullback(dy)
+
+    shapes = ((rows, 16), (16,), (16, 8), (rows, 8))
+    with config.target("h200"):
+        traced = jax.jit(step).trace(*(jax.ShapeDtypeStruct(s, "bfloat16") for s in shapes))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @triton_kernel_call") == 4
