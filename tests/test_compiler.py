@@ -308,6 +308,65 @@ def test_fused_linear_does_not_spill_and_uses_wgmma(worker, sizes, switches, chi
         assert [what for what, *_, wgmma, _ in made if not wgmma and "parameters_kernel" not in what] == []
 
 
+def unfenced_products(ptx):
+    """The products in a kernel's PTX that a thread may come to with no proxy fence since it stored to shared memory.
+
+    wgmma and tcgen05.mma read shared memory by another way than a store takes there, and only such a fence orders them.
+    """
+    lines = [line.strip() for line in ptx.splitlines()]
+    labels = {line.split(":")[0]: at for at, line in enumerate(lines) if re.match(r"\$\w+:", line)}
+    found, seen, ahead = set(), set(), [(0, False)]
+    while ahead:
+        at, stored = ahead.pop()
+        while at < len(lines) and (at, stored) not in seen:
+            seen.add((at, stored))
+            line = lines[at]
+            if re.search(r"\bst(matrix|\.(volatile\.)?shared)", line):
+                stored = True
+            elif "fence.proxy.async" in line:
+                stored = False
+            elif stored and re.search(r"wgmma\.mma_async|tcgen05\.(mma|cp)\b", line):
+                found.add(line)
+            if branch := re.search(r"\bbra(?:\.\w+)?\s+(\$\w+)", line):
+                ahead.append((labels[branch[1]], stored))
+            if re.match(r"(ret|bra)\b", line):
+                break
+            at += 1
+    return sorted(found)
+
+
+def fences_of_fused_kernels(chip, dtype, sizes):
+    """Runs in the worker: of each fused kernel its products, and those that are not fenced."""
+    made = []
+    for m, h, n in sizes:
+        for launch in linear_launches(m, h, n, LINEAR_DTYPES[dtype], chip, SWITCHES["everything"]):
+            ptx = compiler.compile_launch(launch).ptx
+            products = len(re.findall(r"wgmma\.mma_async|tcgen05\.mma\b", ptx))
+            made.append((f"{launch.kernel.fn.__name__} M={m} H={h} N={n}", products, unfenced_products(ptx)))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("chip", "dtype"),
+    [("h200", "bfloat16"), ("b200", "bfloat16"), pytest.param("h200", "float32", marks=pytest.mark.heavy)],
+)
+def test_products_wait_for_what_is_stored_to_shared_memory(worker, chip, dtype):
+    """Otherwise results are wrong now and then. Triton before 3.7.1 leaves out the fences, and no kernel is fused."""
+    if (why := config.unfenced(config.CHIPS[chip])) is not None:
+        assert all(config.fused_forward(*s, dtype, config.CHIPS[chip]) is None for s in FUSED), why
+        assert all(config.fused_backward(*s, dtype, config.CHIPS[chip]) is None for s in FUSED), why
+        return
+    made = worker.submit(fences_of_fused_kernels, chip, dtype, [(100_000, 512, 64)]).result()
+    assert sum(products > 0 for _, products, _ in made) == 3
+    assert [(what, missing) for what, _, missing in made if missing] == []
+
+
+def test_a_fence_that_is_missing_is_seen():
+    loop = "$L__1:\n{wait}\nwgmma.mma_async.sync x;\nst.shared.b32 [%r1], %r2;\n@%p1 bra $L__1;\nret;"
+    assert unfenced_products(loop.format(wait="bar.sync 0;")) == ["wgmma.mma_async.sync x;"]
+    assert unfenced_products(loop.format(wait="fence.proxy.async.shared::cta;")) == []
+
+
 @pytest.mark.parametrize(("switches", "chip", "dtype"), LINEAR_COMBINATIONS)
 @pytest.mark.parametrize(
     "widths", [LINEAR_WIDTHS, pytest.param(MORE_LINEAR_WIDTHS, marks=pytest.mark.heavy)], ids=["few", "more"]

@@ -103,6 +103,7 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
             "devices": [_facts(device) for device in found],
             "operators": operators,
             "tuning": tiles,
+            "why_not_fused": _why_not_fused(),
             "jax_says": complaints,
             "faults": faults,
         }
@@ -132,6 +133,8 @@ def _print(versions, found, operators, tiles, bad, faults) -> None:
     for reason in dict.fromkeys(o["why_not_the_other"] for o in operators):
         print_note(reason)
     print_note(f"Tiles of the kernels: {tiles}.")
+    if (why_not_fused := _why_not_fused()) is not None:
+        print_note(f"{why_not_fused}.")
     print_note(f"Known bad pairs of versions: {len(bad)} of {len(BAD_PAIRS)} are here.")
     for complaint in complaints:
         print_note(f"JAX says: {complaint}")
@@ -152,6 +155,15 @@ def _tuning() -> tuple[str, list[str]]:
     asked = [f"{f['choices']} choices for {tuning.chip_name(chip)} in {f['file']}" for f in files]
     faults = [f"{f['file']} is ignored in part: {fault}" for f in files for fault in f["ignored"][:3]]
     return ", else ".join([*asked, "heuristics"]), faults
+
+
+def _why_not_fused() -> str | None:
+    """Why no Linear is fused with its norm for the chip that programs are compiled for; None where nothing forbids it."""
+    try:
+        chip = config.target_chip()
+    except ValueError:  # of JLN_CHIP, which is a fault
+        return None
+    return None if chip is None else config.unfenced(chip)
 
 
 def installed() -> dict[str, str | None]:
