@@ -12,6 +12,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jln
 import traffic
@@ -263,3 +264,11 @@ def check(case: Case) -> Ran:
             # The fused kernels' tiles may have fewer elements than their threads could load.
             assert case.linear or found.wide == 1 or not found.widths, found
     return ran
+
+
+def cases(listed: list[Case], *, quick: tuple[int, ...]):
+    """Parametrize a test by `case`. Those whose place in the list is in `quick` run by default, the others are heavy."""
+    params = [
+        pytest.param(case, id=str(case), marks=() if i in quick else pytest.mark.heavy) for i, case in enumerate(listed)
+    ]
+    return pytest.mark.parametrize("case", params)

@@ -1,8 +1,6 @@
 """LayerNorm+Linear's kernels as they are compiled: fused and composed, values and every gradient."""
 
-import pytest
-
-from cases import Case, check
+from cases import Case, cases, check
 
 LAYER, RMS = "layer_norm_linear", "rms_norm_linear"
 # Features: 1, 7: a sixteenth of the narrowest tile and less than half of it. 16, 64, 128, 256: the tiles that there are;
@@ -60,18 +58,18 @@ VMAP = [
 ]
 
 
-@pytest.mark.parametrize("case", FUSED, ids=str)
+@cases(FUSED, quick=(1, 3, 7, 10, 14, 19, 22))
 def test_fused(case):
     kernels = [call.name for call in check(case).program.calls]
     assert "jln_parameters_kernel" in kernels
 
 
-@pytest.mark.parametrize("case", COMPOSED, ids=str)
+@cases(COMPOSED, quick=(0, 4, 7))
 def test_composed(case):
     kernels = [call.name for call in check(case).program.calls]
     assert "jln_parameters_kernel" not in kernels
 
 
-@pytest.mark.parametrize("case", VMAP, ids=str)
+@cases(VMAP, quick=(0, 2))
 def test_vmap(case):
     check(case)

@@ -1,8 +1,6 @@
 """The norms' kernels as they are compiled: values and every gradient, at the sizes where the kernels change their way."""
 
-import pytest
-
-from cases import Case, check
+from cases import Case, cases, check
 
 # Which rows: 1: one element, and a variance of 0. 17, 33, 65: a thread has one element. 64, 128, 256, 1024: full tiles,
 # several rows or one. 768: a quarter of the tile is masked. 1000: ragged, and on 16 bytes; 1001: not. 4096: two tiles
@@ -102,26 +100,26 @@ VMAP = [
 ]
 
 
-@pytest.mark.parametrize("case", SIZES, ids=str)
+@cases(SIZES, quick=(0, 4, 6, 8, 12, 15, 16, 20, 25, 27, 30))
 def test_sizes(case):
     check(case)
 
 
-@pytest.mark.parametrize("case", OPTIONS, ids=str)
+@cases(OPTIONS, quick=(0, 4, 6, 10))
 def test_options(case):
     check(case)
 
 
-@pytest.mark.parametrize("case", MIXED, ids=str)
+@cases(MIXED, quick=(0, 3, 4))
 def test_mixed_dtypes(case):
     check(case)
 
 
-@pytest.mark.parametrize("case", STRIDED, ids=str)
+@cases(STRIDED, quick=(0, 3, 7, 11))
 def test_rows_side_by_side(case):
     check(case)
 
 
-@pytest.mark.parametrize("case", VMAP, ids=str)
+@cases(VMAP, quick=(0, 2, 3, 5, 10, 12))
 def test_vmap(case):
     check(case)

@@ -35,6 +35,13 @@ def step_and_state(config, norm, dtype="float32"):
     return step, jax.tree.map(lambda a: a.astype(dtype) if a.dtype == np.float32 else a, state)
 
 
+@pytest.fixture(autouse=True)
+def ranks_may_differ():
+    """In the example they do."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_step_leaves_the_parameters_that_it_leaves_on_the_cpu(dtype):
     """No parameter, nor the loss, is further from a step in float64 than twice what plain jnp's is on the CPU."""
@@ -43,7 +50,8 @@ def test_a_step_leaves_the_parameters_that_it_leaves_on_the_cpu(dtype):
     step, state = step_and_state(config, train_lm.JlnNorm)
     with lowering_for("h200"):
         program = Program(step, state, batch)
-    assert len(program.calls) >= 4 * (2 * config.layers + 1) if dtype == "bfloat16" else 3 * (2 * config.layers + 1)
+    fused = sum(call.name == "jln_parameters_kernel" for call in program.calls)
+    assert fused == (2 * config.layers if dtype == "bfloat16" else 0)
     got = program.run(state, batch)
 
     plain_step, plain_state = step_and_state(config, train_lm.ReferenceNorm)
@@ -52,12 +60,9 @@ def test_a_step_leaves_the_parameters_that_it_leaves_on_the_cpu(dtype):
         dataclasses.replace(config, dtype="float64"), train_lm.ReferenceNorm, "float64"
     )
     true = jax.jit(wide_step)(wide_state, batch)
-    before = nnx.to_pure_dict(nnx.state(nnx.merge(nnx.split(train_lm.GPT(config, train_lm.JlnNorm, nnx.Rngs(0)))[0], nnx.state(train_lm.GPT(config, train_lm.JlnNorm, nnx.Rngs(0)))), nnx.Param))
-    del before
     for (path, a), p, t in zip(
         jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(plain), jax.tree.leaves(true), strict=True
     ):
         error, allowed = (np.linalg.norm(np.asarray(v, "float64") - np.asarray(t)) for v in (a, p))
         rounding = np.finfo("float32").eps * np.linalg.norm(t)
-        print(jax.tree_util.keystr(path), error, allowed, rounding)
         assert error <= 2 * allowed + rounding, jax.tree_util.keystr(path)
