@@ -3,20 +3,25 @@
 import math
 
 import jax.numpy as jnp
-import pytest
-
 import traffic
-from cases import Case, check, cases
+from cases import Case, cases, check, execute
 
-# Widths of real models, and enough rows for sixteen tiles a program, so that what a program does once counts for little.
+# Widths of real models, and rows for four tiles a program or more, so that what it does once counts for little.
 WIDTHS = (128, 256, 768, 1024, 4096)
-ELEMENTS = 786_432
+ELEMENTS = 196_608
 MEMORY = [Case("layer_norm", (ELEMENTS // h, h), d, "small-h200") for h in WIDTHS for d in ("bfloat16", "float32")]
 # x and y; dy, x and dx.
 ARRAYS = {"jln_forward_kernel": 2, "jln_backward_kernel": 3}
 LIMIT = 0.6  # the rest is for what PTX does not show: addresses, waits, what the compiler adds
-# Over the limit, and by how much: a value more than this is a step back, one below the limit a line to strike out here.
-OVER = {}
+# Over the limit, and how high it may be at most: above is a step back, below the limit a line to strike out here.
+OVER = {
+    ("jln_forward_kernel", 128, "bfloat16"): 0.89,
+    ("jln_forward_kernel", 256, "bfloat16"): 0.93,
+    ("jln_forward_kernel", 768, "bfloat16"): 1.2,
+    ("jln_forward_kernel", 1024, "bfloat16"): 0.89,
+    ("jln_forward_kernel", 4096, "bfloat16"): 0.71,
+    ("jln_backward_kernel", 768, "bfloat16"): 0.79,
+}
 
 
 def issue_shares(case, program) -> dict[str, float]:
@@ -40,11 +45,8 @@ def test_instructions_take_less_time_than_memory(case):
         assert not allowed or share >= LIMIT, "under the limit: take it out of OVER"
 
 
-@pytest.mark.parametrize("h", [128, 4096])
-def test_what_is_narrow_or_scattered_is_seen(h):
-    """Rows that start anywhere are read by 2 bytes, and that a line of the kernel is to blame is found out."""
-    from cases import execute
-
-    found = traffic.of(execute(Case("layer_norm", (40, h + 1), "bfloat16", "small-h200")).program)[0]
+def test_what_is_narrow_is_seen():
+    """Rows that start anywhere are read by 2 bytes, and the line of the kernel that does so is named."""
+    found = traffic.of(execute(Case("layer_norm", (29, 1001), "bfloat16", "small-h200")).program)[0]
     assert found.wide == 0
     assert all(width == 2 and "x_ptr" in line for line, width in found.narrow)

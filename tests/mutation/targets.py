@@ -41,6 +41,7 @@ LINEAR_TRANSFORMED = "tests/test_linear_transforms.py::"
 ABUSE = "tests/test_abuse.py::"
 DIFFERENCES = "tests/test_testing_differences.py::"
 SHARDING = "tests/test_sharding.py::"
+EXECUTED = "tests/executed/"
 
 # Whole rows, several a tile and the last one ragged; a row in chunks.
 WHOLE = (f"{ACCURACY}test_family[triton-37-100-add_layer_norm-float32]",)
