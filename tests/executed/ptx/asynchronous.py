@@ -84,8 +84,8 @@ class Products:
     def __init__(self, machine: Any):
         self._machine = machine
         self._groups = np.zeros(machine.n, np.int64)
-        self.touched: set[str] = set()  # registers written since wgmma.fence
-        self._fenced = False
+        self.touched: set[str] = set()  # registers written since wgmma.fence, but by mov: LLVM's copies come behind it
+        self._fenced = False  # since the last wgmma.wait_group
         self.under_way: list[_Product] = []
 
     def fence(self) -> None:
@@ -95,7 +95,7 @@ class Products:
         """One wgmma after another may add to the same sums."""
         m = self._machine
         if not self._fenced:
-            m.fail("no wgmma.fence before")
+            m.fail("no wgmma.fence before, or none since wgmma.wait_group")
         if touched := self.touched.intersection(sums + factors):
             m.fail(f"no wgmma.fence since {min(touched)} was written")
 
@@ -139,4 +139,5 @@ class Products:
                 np.subtract.at(m.shared.reading, places, 1)
                 m.shared.races.read(places, m.who(lanes))  # it was read until now
         self.under_way = remaining
+        self._fenced = bool(remaining)
         self._mark()

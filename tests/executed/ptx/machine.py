@@ -162,7 +162,8 @@ class Machine:
         if name != "_":
             if name in self.unread or name in self.held:
                 self.fail(f"{name} is written before {self.unread.get(name) or self.held[name]}")
-            self.products.touched.add(name)
+            if self.now.op[0] != "mov":
+                self.products.touched.add(name)
             self.set_register(name, value)
 
     def set_register(self, name: str, value: np.ndarray) -> None:
