@@ -12,14 +12,15 @@ import functools
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
+from jax.custom_derivatives import CustomVJPPrimal
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jln._partitioning import Layout, needs_devices, partitioned
@@ -27,6 +28,13 @@ from jln._triton import config
 from jln._triton import launch as triton_launch
 
 Results = tuple[jax.Array | None, ...]
+
+
+@jax.tree_util.register_static
+class Wanted(tuple[str, ...]):
+    """The names of those results of an operation that somebody wants, in the operation's order. As a pytree it has no
+    leaves, so that a forward rule can hand it to its backward rule.
+    """
 
 
 class Operation:
@@ -38,6 +46,9 @@ class Operation:
         launcher has the formula's signature and a `chip`.
     layout: what `jln._partitioning` must know of the arrays, from the operands (as anything that has a rank) and the
         options.
+    operands, made_of: names of the operands; and of each result, by its name, which of them it is made of. The option
+        `wanted`, a `Wanted`, says what to make. The other results are None, and what only they are made of is neither
+        read nor kept for them.
 
     Operands and results may be None. Options are static; `batch_dims`, the number of leading axes that vmap has put
     in front of every operand (of size 1 where an operand is shared), is kept here.
@@ -51,7 +62,10 @@ class Operation:
         xla_cpu: Callable[..., Results] | None = None,
         triton: Callable[[], Callable[..., Results]] | None = None,
         layout: Callable[..., Layout] | None = None,
+        operands: Sequence[str] = (),
+        made_of: Mapping[str, Sequence[str]] | None = None,
     ):
+        self._operands, self._made_of = operands, made_of
         self._xla, self._xla_cpu, self._triton, self._layout = xla, xla_cpu or xla, triton, layout
         self._primitive = primitive = Primitive(name)
         primitive.multiple_results = True
@@ -59,10 +73,25 @@ class Operation:
         primitive.def_abstract_eval(self._abstract)
         batching.primitive_batchers[primitive] = self._batch
         ad.primitive_jvps[primitive] = self._jvp
+        if made_of is not None:
+            partial_eval.dce_rules[primitive] = self._without_unused
         for platform in (None, "cpu", "cuda"):
             mlir.register_lowering(primitive, functools.partial(self._lower, platform), platform=platform)
 
+    def wanted(self, **asked: bool) -> Wanted:
+        """Of the results those that are asked for."""
+        assert self._made_of is not None
+        return Wanted(name for name in self._made_of if asked[name])
+
+    def needs(self, wanted: Sequence[str]) -> frozenset[str]:
+        """The names of the operands that these results are made of."""
+        assert self._made_of is not None
+        return frozenset(operand for name in wanted for operand in self._made_of[name])
+
     def __call__(self, *operands: jax.Array | None, implementation: str | None, **options: Hashable) -> Results:
+        if self._made_of is not None:
+            needed = self.needs(options["wanted"])  # pyright: ignore[reportArgumentType]
+            operands = tuple(a if n in needed else None for n, a in zip(self._operands, operands, strict=True))
         present = tuple(a is not None for a in operands)
         given = [a for a in operands if a is not None]
         static = tuple(sorted({"batch_dims": 0, **options}.items()))
@@ -95,6 +124,30 @@ class Operation:
         options = tuple((k, v + 1 if k == "batch_dims" else v) for k, v in options)
         results = self._primitive.bind(*in_front, options=options, **params)
         return results, [0] * len(results)
+
+    def _without_unused(self, used, *more):
+        """For JAX's removal of dead code, which from 0.12 on also tells which inputs are alive: the equation without
+        the results that are not used, and without the operands that only they need.
+        """
+        assert self._made_of is not None
+        eqn = more[-1]
+        if not any(used) or all(used):
+            return [any(used)] * len(eqn.invars), eqn if any(used) else None
+        present, options = eqn.params["present"], dict(eqn.params["options"])
+        avals = [v.aval for v in eqn.invars]
+        shapes = zip(self._made_of, self._shapes(avals, present, eqn.params["options"]), strict=True)
+        is_used = dict(zip((name for name, s in shapes if s is not None), used, strict=True))
+        options["wanted"] = self.wanted(**{name: is_used.get(name, False) for name in self._made_of})
+        static, needed = tuple(sorted(options.items())), self.needs(options["wanted"])
+        names = [name for name, p in zip(self._operands, present, strict=True) if p]
+        keep = [name in needed for name in names]
+        outvars = list(itertools.compress(eqn.outvars, used))
+        remaining = tuple(p and name in needed for name, p in zip(self._operands, present, strict=True))
+        left = self._shapes(list(itertools.compress(avals, keep)), remaining, static)
+        if [s.shape for s in left if s is not None] != [v.aval.shape for v in outvars]:
+            keep, remaining = [True] * len(names), present  # an operand that brings vmap's axis
+        params = eqn.params | {"present": remaining, "options": static}
+        return keep, eqn.replace(invars=list(itertools.compress(eqn.invars, keep)), outvars=outvars, params=params)
 
     def _jvp(self, primals, tangents, *, present, options, **params):
         """The kernels' results, with the formula's tangents."""
@@ -212,6 +265,11 @@ class LinearOperation(Operation):
         )
         found = itertools.chain(gradients, itertools.repeat(None))
         return [_like(aval, g) for aval, g, p in zip(tangents, found, present, strict=False) if p]
+
+
+def is_differentiated(*primals: CustomVJPPrimal | None) -> bool:
+    """Whether the gradient of one of these arguments of a custom_vjp function's forward rule is wanted."""
+    return any(a is not None and a.perturbed for a in primals)
 
 
 def only_rows_differ(batch_dims: int, rows: Sequence[Any], parameters: Sequence[Any]) -> bool:

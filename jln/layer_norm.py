@@ -17,7 +17,9 @@ from jln._partitioning import Layout
 from jln._transforms import (
     LinearOperation,
     Operation,
+    Wanted,
     in_reverse_mode_only,
+    is_differentiated,
     only_rows_differ,
     vary_together,
     with_automatic_axes,
@@ -206,6 +208,11 @@ _forward = Operation(
     xla_cpu=xla.forward_cpu,
     triton=lambda: _kernels().forward,
     layout=_forward_layout,
+    operands=("x", "residual", "scale", "offset"),
+    made_of={
+        "y": ("x", "residual", "scale", "offset"),
+        **dict.fromkeys(("total", "mean", "rstd"), ("x", "residual")),
+    },
 )
 _backward = Operation(
     "jln_norm_backward",
@@ -213,6 +220,12 @@ _backward = Operation(
     xla_cpu=xla.backward_cpu,
     triton=lambda: _kernels().backward,
     layout=_backward_layout,
+    operands=("dy", "dtotal", "total", "scale", "mean", "rstd"),
+    made_of={
+        "dx": ("dy", "dtotal", "total", "scale", "mean", "rstd"),
+        "dscale": ("dy", "total", "scale", "mean", "rstd"),
+        "doffset": ("dy",),
+    },
 )
 
 
@@ -228,51 +241,61 @@ def _tangent_transpose(cotangents, tangents, others, *, y_dtype, has_residual, b
     dy, dtotal = cotangents
     total, scale, mean, rstd = others[4:]
     offset = tangents[3]
+    wanted = _wanted(*(a is not None for a in tangents))
     if only_rows_differ(batch_dims, (dy, dtotal, total, mean, rstd), (scale, offset)):
         batch_dims = 0
     doffset_dtype = None if offset is None else offset.dtype
-    gradients = _gradients(
-        dy, dtotal, total, scale, mean, rstd, doffset_dtype=doffset_dtype, batch_dims=batch_dims, **options
-    )
-    dx, dscale, doffset = gradients
+    options |= {"doffset_dtype": doffset_dtype, "batch_dims": batch_dims, "wanted": wanted}
+    dx, dscale, doffset = _gradients(dy, dtotal, total, scale, mean, rstd, **options)
     return dx, dx, dscale, doffset
 
 
 _tangent = LinearOperation("jln_norm_tangent", xla=xla.tangent, transpose=_tangent_transpose)
 
 
+def _wanted(x: bool, residual: bool, scale: bool, offset: bool) -> Wanted:
+    """The gradients that the backward operation is to make, by the arguments whose gradients are wanted."""
+    return _backward.wanted(dx=x or residual, dscale=scale, doffset=offset)
+
+
 def _norm(norm: _Norm, x, residual, scale, offset):
     """-> (y, total); total is None without a residual."""
-    y, total, _, _ = _forward(x, residual, scale, offset, save_statistics=False, y_dtype=norm.y_dtype, **norm.options())
+    wanted = Wanted(("y", "total"))
+    y, total, _, _ = _forward(x, residual, scale, offset, wanted=wanted, y_dtype=norm.y_dtype, **norm.options())
     return y, total
 
 
-def _norm_saving(norm: _Norm, x, residual, scale, offset):
-    """-> ((y, total), what the derivatives need: total or x, scale, mean and rstd)"""
-    y, total, *statistics = _forward(
-        x, residual, scale, offset, save_statistics=True, y_dtype=norm.y_dtype, **norm.options()
-    )
+def _norm_saving(norm: _Norm, wanted: Wanted, x, residual, scale, offset):
+    """-> ((y, total), what the wanted derivatives need of total or x, scale, mean and rstd: the others are None)"""
+    needed = _backward.needs(wanted)
+    results = _forward.wanted(y=True, total=True, **{name: name in needed for name in ("mean", "rstd")})
+    y, total, *statistics = _forward(x, residual, scale, offset, wanted=results, y_dtype=norm.y_dtype, **norm.options())
     mean, rstd = (None if a is None else checkpoint_name(a, STATISTICS) for a in statistics)
-    return (y, total), (x if total is None else total, scale, mean, rstd)
+    saved = {"total": x if total is None else total, "scale": scale, "mean": mean, "rstd": rstd}
+    return (y, total), tuple(a if name in needed else None for name, a in saved.items())
 
 
-def _gradients(dy, dtotal, total, scale, mean, rstd, **options):
+def _gradients(dy, dtotal, total, scale, mean, rstd, *, wanted: Wanted, **options):
     """-> (dtotal_in, dscale, doffset); the cotangents of results that were not used are None."""
     if dy is None:
-        return dtotal, None, None
-    return _backward(dy, dtotal, total, scale, mean, rstd, **options)
+        return dtotal if "dx" in wanted else None, None, None
+    return _backward(dy, dtotal, total, scale, mean, rstd, wanted=wanted, **options)
 
 
 def _norm_forward(norm: _Norm, *arguments: CustomVJPPrimal | None):
-    return _norm_saving(norm, *(None if a is None else a.value for a in arguments))
+    wanted = _wanted(*(is_differentiated(a) for a in arguments))
+    results, saved = _norm_saving(norm, wanted, *(None if a is None else a.value for a in arguments))
+    return results, (wanted, saved)
 
 
 def _norm_backward(norm: _Norm, residuals, cotangents):
     """None is JAX's zero, as a SymbolicZero is that of a result that was not used."""
+    wanted, saved = residuals
     dy, dtotal = (None if isinstance(a, SymbolicZero) else a for a in cotangents)
-    dx, dscale, doffset = _gradients(dy, dtotal, *residuals, doffset_dtype=norm.offset_dtype, **norm.options())
+    options = {"wanted": wanted, "doffset_dtype": norm.offset_dtype, **norm.options()}
+    dx, dscale, doffset = _gradients(dy, dtotal, *saved, **options)
     if dx is None:
-        return None, None, None, None
+        return None, None, dscale, doffset
     dresidual = None if norm.residual_dtype is None else dx.astype(norm.residual_dtype)
     return dx.astype(norm.x_dtype), dresidual, dscale, doffset
 
@@ -282,11 +305,21 @@ _operator.defvjp(_norm_forward, _norm_backward, symbolic_zeros=True)
 
 
 def _norm_jvp(norm: _Norm, primals, tangents):
-    results, residuals = _norm_saving(norm, *primals)
     tangents = [None if isinstance(t, SymbolicZero) else t for t in tangents]
+    wanted = _wanted(*(t is not None for t in tangents))
+    results, saved = _norm_saving(norm, wanted, *primals)
     has_residual = norm.residual_dtype is not None
-    dy, dtotal = _tangent(*tangents, *residuals, y_dtype=norm.y_dtype, has_residual=has_residual, **norm.options())
+    if wanted == ("doffset",):  # (19) without x, of which nothing has to be kept
+        return results, _constant_tangents(*results, tangents[3])
+    dy, dtotal = _tangent(*tangents, *saved, y_dtype=norm.y_dtype, has_residual=has_residual, **norm.options())
     return results, (dy, dtotal)
+
+
+def _constant_tangents(y, total, doffset):
+    """What the tangent of the offset adds to every row of `y`, and to `total`."""
+    doffset = doffset.astype(xla.sum_dtype(y.dtype, doffset.dtype))
+    dy = jnp.broadcast_to(doffset, y.shape).astype(y.dtype)
+    return dy, None if total is None else jnp.zeros_like(total)
 
 
 _forward_mode_operator = jax.custom_jvp(_norm, nondiff_argnums=(0,))

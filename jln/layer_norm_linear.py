@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.lax import PrecisionLike
 from jax.sharding import PartitionSpec
 
@@ -19,7 +19,9 @@ from jln._partitioning import Layout
 from jln._transforms import (
     LinearOperation,
     Operation,
+    Wanted,
     in_reverse_mode_only,
+    is_differentiated,
     only_rows_differ,
     vary_together,
     with_automatic_axes,
@@ -136,9 +138,10 @@ class _Names(NamedTuple):
     y: tuple[str, ...]
 
     @classmethod
-    def of(cls, x, kernel, batch_dims: int) -> _Names:
+    def of(cls, ndim: int, kernel, batch_dims: int) -> _Names:
+        """For an x of rank `ndim`."""
         batch = tuple(f"b{i}" for i in range(batch_dims))
-        rows = (*batch, *(f"r{i}" for i in range(batch_dims, x.ndim - 1)))
+        rows = (*batch, *(f"r{i}" for i in range(batch_dims, ndim - 1)))
         features = tuple(f"n{i}" for i in range(kernel.ndim - batch_dims - 1))
         return cls(
             (*rows, "h"),
@@ -150,13 +153,13 @@ class _Names(NamedTuple):
 
 
 def _forward_layout(x, scale, offset, kernel, bias, *, batch_dims: int, **_) -> Layout:
-    of = _Names.of(x, kernel, batch_dims)
+    of = _Names.of(x.ndim, kernel, batch_dims)
     return Layout((of.x, of.parameter, of.parameter, of.kernel, of.bias), (of.y, of.x, of.x), ("", "", ""))
 
 
 def _backward_layout(dy, x, scale, offset, kernel, *_, batch_dims: int, **options) -> Layout:
     """All is linear in dy, so a device that has a part of the features has a share of what is not split by features."""
-    of = _Names.of(x, kernel, batch_dims)
+    of = _Names.of(dy.ndim - kernel.ndim + batch_dims + 2, kernel, batch_dims)
     operands = (of.y, of.x, of.parameter, of.parameter, of.kernel, of.x, of.x)
     results = (of.x, of.parameter, of.parameter, of.kernel, of.bias)
     return Layout(operands, results, ("n", "nr", "nr", "r", "r"))
@@ -199,6 +202,11 @@ _forward = Operation(
     xla_cpu=_forward_on_matrix(xla.forward_cpu),
     triton=lambda: _forward_on_matrix(_kernels().forward),
     layout=_forward_layout,
+    operands=("x", "scale", "offset", "kernel", "bias"),
+    made_of={
+        "y": ("x", "scale", "offset", "kernel", "bias"),
+        **dict.fromkeys(("mean", "rstd"), ("x", "kernel")),
+    },
 )
 _backward = Operation(
     "jln_norm_linear_backward",
@@ -206,6 +214,14 @@ _backward = Operation(
     xla_cpu=_backward_on_matrix(xla.backward_cpu),
     triton=lambda: _backward_on_matrix(_kernels().backward),
     layout=_backward_layout,
+    operands=("dy", "x", "scale", "offset", "kernel", "mean", "rstd"),
+    made_of={  # of the kernel some are no more than the shape or the dtype
+        "dx": ("dy", "x", "scale", "kernel", "mean", "rstd"),
+        "dscale": ("dy", "x", "scale", "kernel", "mean", "rstd"),
+        "doffset": ("dy", "offset", "kernel"),
+        "dkernel": ("dy", "x", "scale", "offset", "kernel", "mean", "rstd"),
+        "dbias": ("dy", "kernel"),
+    },
 )
 
 
@@ -214,6 +230,7 @@ def _tangent_transpose(cotangents, tangents, others, *, batch_dims, **options):
     (dy,) = cotangents
     bias = tangents[4]
     x, scale, offset, kernel, mean, rstd = others[5:]
+    wanted = _wanted(*(a is not None for a in tangents))
     dbias_dtype = None if bias is None else bias.dtype
     shared = only_rows_differ(batch_dims, (dy, x, mean, rstd), (scale, offset, kernel, bias))
     if shared:
@@ -229,6 +246,7 @@ def _tangent_transpose(cotangents, tangents, others, *, batch_dims, **options):
         mean,
         rstd,
         dbias_dtype=dbias_dtype,
+        wanted=wanted,
         batch_dims=0 if shared else batch_dims,
         **options,
     )
@@ -240,29 +258,60 @@ def _tangent_transpose(cotangents, tangents, others, *, batch_dims, **options):
 _tangent = LinearOperation("jln_norm_linear_tangent", xla=_tangent_on_matrix(xla.tangent), transpose=_tangent_transpose)
 
 
+def _wanted(x: bool, scale: bool, offset: bool, kernel: bool, bias: bool) -> Wanted:
+    """The gradients of these arguments."""
+    return _backward.wanted(dx=x, dscale=scale, doffset=offset, dkernel=kernel, dbias=bias)
+
+
 def _norm_linear(norm: _NormLinear, x, scale, offset, kernel, bias):
-    return _forward(x, scale, offset, kernel, bias, save_statistics=False, **norm.options())[0]
+    return _forward(x, scale, offset, kernel, bias, wanted=Wanted(("y",)), **norm.options())[0]
 
 
-def _norm_linear_forward(norm: _NormLinear, x, scale, offset, kernel, bias):
-    y, *statistics = _forward(x, scale, offset, kernel, bias, save_statistics=True, **norm.options())
+def _norm_linear_saving(norm: _NormLinear, wanted: Wanted, x, scale, offset, kernel, bias):
+    """-> (y, what the wanted derivatives need of x, scale, offset, kernel, mean and rstd: the others are None)"""
+    needed = _backward.needs(wanted)
+    results = _forward.wanted(y=True, **{name: name in needed for name in ("mean", "rstd")})
+    y, *statistics = _forward(x, scale, offset, kernel, bias, wanted=results, **norm.options())
     mean, rstd = (None if a is None else checkpoint_name(a, STATISTICS) for a in statistics)
-    return y, (x, scale, offset, kernel, mean, rstd)
+    saved = {"x": x, "scale": scale, "offset": offset, "kernel": kernel, "mean": mean, "rstd": rstd}
+    return y, tuple(a if name in needed else None for name, a in saved.items())
+
+
+def _norm_linear_forward(norm: _NormLinear, *arguments: CustomVJPPrimal | None):
+    wanted = _wanted(*(is_differentiated(a) for a in arguments))
+    y, saved = _norm_linear_saving(norm, wanted, *(None if a is None else a.value for a in arguments))
+    return y, (wanted, saved)
 
 
 def _norm_linear_backward(norm: _NormLinear, residuals, dy):
-    return _backward(dy, *residuals, dbias_dtype=norm.bias_dtype, **norm.options())
+    wanted, saved = residuals
+    if isinstance(dy, SymbolicZero):
+        return (None,) * 5
+    return _backward(dy, *saved, wanted=wanted, dbias_dtype=norm.bias_dtype, **norm.options())
 
 
 _operator = jax.custom_vjp(_norm_linear, nondiff_argnums=(0,))
-_operator.defvjp(_norm_linear_forward, _norm_linear_backward)
+_operator.defvjp(_norm_linear_forward, _norm_linear_backward, symbolic_zeros=True)
 
 
 def _norm_linear_jvp(norm: _NormLinear, primals, tangents):
-    y, residuals = _norm_linear_forward(norm, *primals)
     tangents = [None if isinstance(t, SymbolicZero) else t for t in tangents]
-    (dy,) = _tangent(*tangents, *residuals, **norm.options())
+    wanted = _wanted(*(t is not None for t in tangents))
+    y, saved = _norm_linear_saving(norm, wanted, *primals)
+    if {*wanted} <= {"doffset", "dbias"}:  # (20) without x, of which nothing has to be kept
+        return y, _constant_tangent(y, primals[3], *tangents[2::2])
+    (dy,) = _tangent(*tangents, *saved, **norm.options())
     return y, dy
+
+
+def _constant_tangent(y, kernel, doffset, dbias):
+    """What the tangents of offset and bias add to every row of `y`."""
+    dtype = xla.norm.compute_dtype(y.dtype)
+    dy = jnp.zeros(kernel.shape[1:], dtype) if dbias is None else dbias.astype(dtype)
+    if doffset is not None:
+        factor = doffset.astype(dtype).reshape(-1, *[1] * (kernel.ndim - 1))
+        dy = dy + jnp.sum(kernel.astype(dtype) * factor, axis=0)
+    return jnp.broadcast_to(dy, y.shape).astype(y.dtype)
 
 
 _forward_mode_operator = jax.custom_jvp(_norm_linear, nondiff_argnums=(0,))

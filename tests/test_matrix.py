@@ -103,3 +103,12 @@ def test_without_forward_mode_the_error_names_it(name):
     for differentiate in forward_mode_differentiations(lambda x: first(function)(x, *rest), x):
         with pytest.raises(TypeError, match="forward_mode=True"):
             differentiate()
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_no_tracer_leaks(name, implementation):
+    """What is kept of a trace (a callback, a cache's key) would hold all of it; jax.checking_leaks says so."""
+    function, arrays = bind(name, OPTIONAL[name], implementation=implementation)
+    with jax.checking_leaks():
+        jax.jit(lambda a: REVERSE["value_and_grad"](function, a))(arrays)
+        jax.jit(lambda a: REVERSE["vmap(grad), over x"](function, a))(arrays)

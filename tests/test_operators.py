@@ -121,7 +121,7 @@ def test_mixed_dtypes(name, x, residual, parameter, implementation):
 
 def formula_of_other_platforms(x, residual, scale, offset):
     """That of the CPU has fences of its own."""
-    options = {"subtract_mean": True, "zero_centered_scale": False, "save_statistics": False, "batch_dims": 0}
+    options = {"subtract_mean": True, "zero_centered_scale": False, "wanted": ("y", "total"), "batch_dims": 0}
     parameters = (scale[None, :], offset[None, :])
     return xla.forward(x, residual, *parameters, axis=-1, epsilon=1e-6, y_dtype=x.dtype, **options)[:2]
 
@@ -216,7 +216,7 @@ def test_reduction_of_many_partial_sums(programs):
         tile = config.reduce_tile(40)
         result = jax.ShapeDtypeStruct((2, 40), "float32")
         grid = 2 * (-(-40 // tile.columns))
-        switches = {"H": 40, "HAS_SCALE": True, "HAS_OFFSET": True, "ONE_BUFFER": False}
+        switches = {"H": 40, "WANTS_DSCALE": True, "WANTS_DOFFSET": True, "ONE_BUFFER": False}
         operands, results = [partial, -partial, programs], [result, result]
         return launch(
             kernels.reduce_kernel, operands, results, programs=grid, tile=tile, chip=chip, compute="float32", **switches

@@ -8,7 +8,9 @@ import dataclasses
 import inspect
 import json
 import os
+import pathlib
 import warnings
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -205,7 +207,12 @@ def test_an_entry_that_no_kernel_can_run_is_said_and_left_out(case, file):
     assert chosen(h=64) == Tile(1, 64, 2)
 
 
-FILES = {
+def sparse(path):
+    with path.open("wb") as file:
+        file.truncate(2**40)  # which nobody could read
+
+
+FILES: dict[str, tuple[str | bytes | Callable[[pathlib.Path], object], str]] = {
     "not JSON": ("{", "Expecting property name"),
     "empty": ("", "Expecting value"),
     "not text": (b"\xff\xfe\x00", "can't decode"),
@@ -214,24 +221,55 @@ FILES = {
     "no entries": ('{"schema": 1, "entries": {}}', "it is no tuning file"),
     "another schema": ('{"schema": 2, "entries": []}', "its schema is 2, this version's is 1"),
     "nested without end": ("[" * 100_000, "recursion"),
-    "a folder": (None, "Is a directory"),
-    "missing": (..., "No such file"),
+    "a folder": (pathlib.Path.mkdir, "it is no regular file"),
+    "missing": (lambda path: None, "No such file"),
+    "a link to nothing": (lambda path: path.symlink_to("nothing"), "No such file"),
+    "a link to itself": (lambda path: path.symlink_to(path), "symbolic links"),
+    "a pipe without a writer": (os.mkfifo, "it is no regular file"),
+    "a device without end": (lambda path: path.symlink_to("/dev/zero"), "it is no regular file"),
+    "endless": (sparse, "it has more than 4194304 bytes"),
 }
 
 
 @pytest.mark.parametrize("case", FILES)
 def test_a_file_that_is_none_is_said_once_and_the_packages_is_asked(case, file, packaged):
     content, why = FILES[case]
-    if content is None:
-        file.mkdir()
-    elif content is not ...:
+    if isinstance(content, str | bytes):
         file.write_bytes(content.encode() if isinstance(content, str) else content)
+    else:
+        content(file)
     write(packaged / "h200.json", norm("forward", {"tile": OTHER}))
     with pytest.warns(UserWarning) as said:
         assert [chosen() for _ in range(3)] == [OTHER] * 3
     assert len(said) == 1 and f"{file}: all of it: " in str(said[0].message) and why in str(said[0].message)
     assert [f["choices"] for f in tuning.in_force(H200)] == [0, 1]
     assert why in tuning.in_force(H200)[0]["ignored"][0]
+
+
+def test_of_a_file_that_grows_while_it_is_read_no_more_is_read_than_there_was(file, monkeypatch):
+    write(file, norm("forward", {"tile": OTHER}))
+    fstat = os.fstat
+
+    def grown(descriptor):
+        found = fstat(descriptor)
+        with file.open("a") as more:
+            more.write("more")
+        return found
+
+    monkeypatch.setattr(os, "fstat", grown)
+    assert chosen() == OTHER
+
+
+def test_what_may_not_be_read_is_said(file, monkeypatch):
+    """Whoever runs this may be root, who may read all."""
+    write(file, norm("forward", {"tile": OTHER}))
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr(pathlib.Path, "open", refuse)
+    with pytest.warns(UserWarning, match="Permission denied"):
+        assert chosen() == HEURISTIC
 
 
 def test_many_faults_are_one_warning_and_many_threads_say_it_once(file):

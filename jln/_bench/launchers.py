@@ -45,8 +45,7 @@ def call(workload: Workload, direction: str, chip: config.Chip) -> tuple[Callabl
         kernel, bias, y = shapes["kernel"], shapes.get("bias"), shapes["y"]
         h, n = kernel.shape
         if direction == "forward" and config.fused_forward(workload.rows, h, n, dtype.name, chip) is not None:
-            function = functools.partial(linear.forward, save_statistics=True, **options)
-            return function, (x, scale, offset, kernel, bias)
+            return functools.partial(linear.forward, **options), (x, scale, offset, kernel, bias)
         if direction == "backward" and config.fused_backward(workload.rows, h, n, dtype.name, chip) is not None:
             dbias_dtype = None if bias is None else bias.dtype
             function = functools.partial(linear.backward, dbias_dtype=dbias_dtype, **options)
@@ -55,8 +54,8 @@ def call(workload: Workload, direction: str, chip: config.Chip) -> tuple[Callabl
     scale, offset = (None if p is None else jax.ShapeDtypeStruct(along, p.dtype) for p in (scale, offset))
     doffset_dtype = None if offset is None else offset.dtype
     if direction == "forward":
-        save = "backward" in workload.directions
-        return functools.partial(norm.forward, axis=axis, save_statistics=save, **options), (x, residual, scale, offset)
+        wanted = ("y", "total", *(("mean", "rstd") if "backward" in workload.directions else ()))
+        return functools.partial(norm.forward, axis=axis, wanted=wanted, **options), (x, residual, scale, offset)
     if workload.is_linear:
         del options["epsilon"]
         dz = jax.ShapeDtypeStruct(x.shape, dtype if dtype == jnp.bfloat16 else accumulator)

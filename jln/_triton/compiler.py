@@ -14,9 +14,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 
-from jln._triton.launch import Launch
-
-TYPE_NAMES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+from jln._triton.launch import Launch, source
 
 # Bytes of shared memory one block may have, by compute capability (CUDA C++ programming guide, table of
 # technical specifications).
@@ -35,35 +33,17 @@ class Resources:
 
 
 def compile_launch(launch: Launch) -> Resources:
-    """Compile a launch for its chip, as jax-triton does: arrays are 16-byte aligned, integers are not specialised.
+    """Compile a launch for its chip, to machine code.
 
     Raises RuntimeError where Triton is only interpreting (TRITON_INTERPRET=1).
     """
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
-    kernel = launch.kernel
-    if not isinstance(kernel, triton.JITFunction):
+    if not isinstance(launch.kernel, triton.JITFunction):
         raise RuntimeError("kernels cannot be compiled in a process with TRITON_INTERPRET=1")
-    arguments = dict(zip(kernel.arg_names, (*launch.arguments, *launch.results), strict=False))
-    constants = launch.constants | {name: a for name, a in arguments.items() if isinstance(a, int) and a == 1}
-    signature, attributes = {}, {}
-    for i, name in enumerate(kernel.arg_names):
-        argument = arguments.get(name)
-        if name in constants:
-            signature[name] = "constexpr"
-        elif isinstance(argument, int):
-            signature[name] = "i32"
-        else:
-            assert argument is not None, f"{name} is neither an argument nor a constant"
-            signature[name] = f"*{TYPE_NAMES[argument.dtype.name]}"
-            attributes[(i,)] = [["tt.divisibility", 16]]
-    compiled = triton.compile(
-        ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes),
-        target=GPUTarget("cuda", launch.chip.capability, 32),
-        options=launch.tile.options(),
-    )
+    target = GPUTarget("cuda", launch.chip.capability, 32)
+    compiled = triton.compile(source(launch), target=target, options=launch.tile.options())
     return _resources(compiled.asm["cubin"], compiled.metadata.shared, compiled.asm["ptx"])
 
 

@@ -87,6 +87,11 @@ def _local_chip() -> Chip | None:
     return Chip(device.device_kind, capability, device.core_count)
 
 
+# Whether LLVM may contract `a * b + c` to one instruction with one rounding. Said at every launch: Triton's own default
+# changes with 3.10.
+FP_FUSION = True
+
+
 @dataclasses.dataclass(frozen=True)
 class Tile:
     """One program's tile of `rows` by `columns` elements of `[M, H]`, and the warps that share it.
@@ -101,7 +106,8 @@ class Tile:
     programs_per_sm: int = 1
 
     def options(self) -> dict[str, int]:
-        return {"num_warps": self.warps, "num_stages": self.stages}
+        """What Triton's compiler is asked for."""
+        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": FP_FUSION}
 
 
 def next_power_of_2(n: int) -> int:

@@ -133,52 +133,55 @@ def forward(
     subtract_mean: bool,
     zero_centered_scale: bool,
     batch_dims: int,
-    save_statistics: bool,
     chip: config.Chip,
     y_dtype: DTypeLike | None = None,
+    wanted: Sequence[str] = ("y", "total", "mean", "rstd"),
 ) -> tuple[jax.Array | None, ...]:
-    """-> (y, total, mean, rstd); y in x's dtype or in `y_dtype`"""
+    """-> (y, total, mean, rstd), those that are wanted; y in x's dtype or in `y_dtype`"""
     g = _geometry((x, residual), (scale, offset), axis, batch_dims, per_example_gradients=False)
     total = x.dtype if residual is None else jnp.promote_types(x.dtype, residual.dtype)
     compute = jnp.promote_types(total, jnp.float32)
     y = g.like_rows(y_dtype or x.dtype)
     tile = tuning.forward(g.h, g.inner, *_moved(x, residual, y), chip)
     shared, operands = _shared((x, residual, scale, offset), g)
-    return tuple(
-        launch(
-            kernels.forward_kernel,
-            [*operands, g.rows],
-            [
-                y,
-                g.like_rows(total) if residual is not None else None,
-                g.like_statistics(compute) if save_statistics and subtract_mean else None,
-                g.like_statistics(compute) if save_statistics else None,
-            ],
-            programs=g.programs(tile),
-            tile=tile,
-            chip=chip,
-            compute=compute,
-            H=g.h,
-            INNER=g.inner,
-            SHARED=shared,
-            HAS_RESIDUAL=residual is not None,
-            HAS_SCALE=scale is not None,
-            HAS_OFFSET=offset is not None,
-            SUBTRACT_MEAN=subtract_mean,
-            ZERO_CENTERED=zero_centered_scale,
-            SAVE_STATISTICS=save_statistics,
-            EPSILON=epsilon,
-        )
+    wants_y, wants_total = "y" in wanted, residual is not None and "total" in wanted
+    save_statistics = "mean" in wanted or "rstd" in wanted
+    y, added, mean, rstd = launch(
+        kernels.forward_kernel,
+        [*operands, g.rows],
+        [
+            y if wants_y else None,
+            g.like_rows(total) if wants_total else jax.ShapeDtypeStruct((0,), total),  # it is rounded all the same
+            g.like_statistics(compute) if save_statistics and subtract_mean else None,
+            g.like_statistics(compute) if save_statistics else None,
+        ],
+        programs=g.programs(tile),
+        tile=tile,
+        chip=chip,
+        compute=compute,
+        H=g.h,
+        INNER=g.inner,
+        SHARED=shared,
+        HAS_RESIDUAL=residual is not None,
+        HAS_SCALE=scale is not None,
+        HAS_OFFSET=offset is not None,
+        SUBTRACT_MEAN=subtract_mean,
+        ZERO_CENTERED=zero_centered_scale,
+        WANTS_Y=wants_y,
+        WANTS_TOTAL=wants_total,
+        SAVE_STATISTICS=save_statistics,
+        EPSILON=epsilon,
     )
+    return y, added if wants_total else None, mean if "mean" in wanted else None, rstd if "rstd" in wanted else None
 
 
 def backward(
     dy: jax.Array,
     dtotal: jax.Array | None,
-    total: jax.Array,
+    total: jax.Array | None,
     scale: jax.Array | None,
     mean: jax.Array | None,
-    rstd: jax.Array,
+    rstd: jax.Array | None,
     *,
     axis: int,
     epsilon: float,
@@ -187,10 +190,15 @@ def backward(
     batch_dims: int,
     doffset_dtype: DTypeLike | None,
     chip: config.Chip,
+    wanted: Sequence[str] = ("dx", "dscale", "doffset"),
 ) -> tuple[jax.Array | None, ...]:
-    """-> (dx, dscale, doffset)"""
+    """-> (dx, dscale, doffset), those that are wanted; total and rstd may be None where none but doffset is"""
     del epsilon  # it is in rstd
-    options = _Backward(axis, subtract_mean, zero_centered_scale, batch_dims, doffset_dtype, None, chip)
+    if not {"dx", "dscale"} & {*wanted}:
+        batch = jnp.broadcast_shapes(*(a.shape[:batch_dims] for a in (dy, total, mean, rstd) if a is not None))
+        return None, None, None if doffset_dtype is None else _doffset(dy, axis, batch, doffset_dtype)
+    assert total is not None and rstd is not None
+    options = _Backward(axis, subtract_mean, zero_centered_scale, batch_dims, doffset_dtype, None, wanted, chip)
     return _backward(dy, dtotal, total, scale, None, mean, rstd, options)[:3]
 
 
@@ -207,16 +215,19 @@ def backward_and_forward(
     batch_dims: int,
     y_dtype: DTypeLike,
     chip: config.Chip,
+    wanted: Sequence[str] = ("dx", "dscale", "doffset", "y"),
 ) -> tuple[jax.Array | None, ...]:
-    """-> (dx, dscale, doffset, y) over the last axis: the norm's output once more, from the same read of x."""
+    """-> (dx, dscale, doffset, y) over the last axis, those that are wanted, dx or dscale among them: y is the norm's
+    output once more, from the same read of x. The others are bit for bit the same without it.
+    """
     doffset_dtype = None if offset is None else offset.dtype
-    options = _Backward(-1, subtract_mean, zero_centered_scale, batch_dims, doffset_dtype, y_dtype, chip)
+    options = _Backward(-1, subtract_mean, zero_centered_scale, batch_dims, doffset_dtype, y_dtype, wanted, chip)
     return _backward(dy, None, x, scale, offset, mean, rstd, options)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Backward:
-    """The static arguments of `_backward`; `y_dtype` None for no y."""
+    """The static arguments of `_backward`; `y_dtype` None where there can be no y."""
 
     axis: int
     subtract_mean: bool
@@ -224,6 +235,7 @@ class _Backward:
     batch_dims: int
     doffset_dtype: DTypeLike | None
     y_dtype: DTypeLike | None
+    wanted: Sequence[str]
     chip: config.Chip
 
 
@@ -239,33 +251,39 @@ def _backward(
 ) -> tuple[jax.Array | None, ...]:
     """-> (dx, dscale, doffset, y); `offset` is used only for y"""
     chip, subtract_mean = options.chip, options.subtract_mean
-    doffset_dtype, y_dtype = options.doffset_dtype, options.y_dtype
-    has_scale, has_offset = scale is not None, doffset_dtype is not None
+    y_dtype = options.y_dtype
+    wants_dx = "dx" in options.wanted
+    dscale_dtype = scale.dtype if scale is not None and "dscale" in options.wanted else None
+    doffset_dtype = options.doffset_dtype if "doffset" in options.wanted else None
+    wants_dscale, wants_doffset = dscale_dtype is not None, doffset_dtype is not None
+    wants_y = y_dtype is not None and "y" in options.wanted
     rows = (dy, dtotal, total, mean, rstd)
-    g = _geometry(rows, (scale, offset), options.axis, options.batch_dims, has_scale or has_offset)
+    g = _geometry(rows, (scale, offset), options.axis, options.batch_dims, wants_dscale or wants_doffset)
     compute = rstd.dtype
     y = None if y_dtype is None else g.like_rows(y_dtype)
     plan = tuning.backward(g.h, g.inner, *_moved(dy, dtotal, total, y), y is not None, chip)
-    shared, operands = _shared((dy, dtotal, total, scale, mean, rstd, offset), g)
+    scale = scale if wants_dx or wants_y else None
+    shared, operands = _shared((dy, dtotal, total, scale, mean, rstd, offset if wants_y else None), g)
     switches = {
         "chip": chip,
         "compute": compute,
         "H": g.h,
         "INNER": g.inner,
-        "HAS_SCALE": has_scale,
+        "HAS_SCALE": scale is not None,
         "SUBTRACT_MEAN": subtract_mean,
         "ZERO_CENTERED": options.zero_centered_scale,
     }
 
     c1 = c2 = None
-    if plan.sums is not None:
+    sums_tile = plan.sums if wants_dx else None
+    if sums_tile is not None:
         sums_shared, sums_operands = _shared((dy, total, scale, mean, rstd), g)
         c1, c2 = launch(
             kernels.row_sums_kernel,
             [*sums_operands, g.rows],
             [g.like_statistics(compute) if subtract_mean else None, g.like_statistics(compute)],
-            programs=g.programs(plan.sums),
-            tile=plan.sums,
+            programs=g.programs(sums_tile),
+            tile=sums_tile,
             SHARED=sums_shared,
             **switches,
         )
@@ -277,35 +295,38 @@ def _backward(
         programs = min(programs, config.busy_programs(tile, total.dtype.itemsize + dy.dtype.itemsize, chip))
         programs = config.ceil_div(g.tiles(tile), config.ceil_div(g.tiles(tile), programs))
     # A program that owns whole rows has read its dy before it writes y. (None equals np.dtype("float64"), hence `y`.)
-    in_place = {0: 3} if y is not None and y.dtype == dy.dtype and chunks == 1 and not shared & 1 else {}
+    in_place = {0: 3} if wants_y and y is not None and y.dtype == dy.dtype and chunks == 1 and not shared & 1 else {}
     gradients = [
-        g.like_parameters(scale.dtype) if scale is not None else None,
+        g.like_parameters(dscale_dtype) if dscale_dtype is not None else None,
         g.like_parameters(doffset_dtype) if doffset_dtype is not None else None,
     ]
     # One buffer for the shares of both: XLA finds room for all of it in the memory of dkernel, and would for one only.
-    one_buffer = programs > 1 and has_scale and has_offset
+    one_buffer = programs > 1 and wants_dscale and wants_doffset
     partial = jax.ShapeDtypeStruct((2 if one_buffer else 1, g.groups, programs, g.h), compute)
     shares = [None if a is None else partial for a in gradients] if programs > 1 else gradients
     dx, dscale, doffset, y = launch(
         kernels.backward_kernel,
         [*operands, c1, c2, g.rows, programs],
         [
-            g.like_rows(total.dtype),
+            g.like_rows(total.dtype) if wants_dx else None,
             *([partial, None] if one_buffer else shares),
-            y,
+            y if wants_y else None,
         ],
         programs=g.groups * programs * chunks,
         tile=tile,
         in_place=in_place,
         SHARED=shared,
         HAS_DTOTAL=dtotal is not None,
-        HAS_SUMS=plan.sums is not None,
-        HAS_OFFSET=has_offset,
-        WANTS_Y=y is not None,
+        HAS_SUMS=sums_tile is not None,
+        HAS_OFFSET=wants_y and offset is not None,
+        WANTS_DX=wants_dx,
+        WANTS_DSCALE=wants_dscale,
+        WANTS_DOFFSET=wants_doffset,
+        WANTS_Y=wants_y,
         ONE_BUFFER=one_buffer,
         **switches,
     )
-    if programs > 1 and (has_scale or has_offset):
+    if programs > 1 and (wants_dscale or wants_doffset):
         tile = config.reduce_tile(g.h)
         dscale, doffset = launch(
             kernels.reduce_kernel,
@@ -316,8 +337,49 @@ def _backward(
             chip=chip,
             compute=compute,
             H=g.h,
-            HAS_SCALE=has_scale,
-            HAS_OFFSET=has_offset,
+            WANTS_DSCALE=wants_dscale,
+            WANTS_DOFFSET=wants_doffset,
             ONE_BUFFER=one_buffer,
         )
     return dx, dscale, doffset, y
+
+
+def _doffset(dy: jax.Array, axis: int, batch: Sequence[int], dtype: DTypeLike) -> jax.Array:
+    """doffset alone, of which XLA makes one read of `dy`: with the rank of `dy`, 1 on the axes of rows."""
+    ndim, batch_dims = dy.ndim, len(batch)
+    shape = [n if i < batch_dims or i == ndim + axis else 1 for i, n in enumerate(dy.shape)]
+    if axis == -1:
+        sums = column_sums(dy.reshape(*dy.shape[:batch_dims], -1, dy.shape[-1]), dtype)
+    else:
+        rows = [i for i in range(batch_dims, ndim) if i != ndim + axis]
+        sums = jnp.sum(dy.astype(_sum_dtype(dy, dtype)), axis=rows).astype(dtype)
+    return jnp.broadcast_to(sums.reshape(shape), (*batch, *shape[batch_dims:]))
+
+
+# Rows that are added up at once. XLA alone would leave a share for every 64 to 128: 6 of the 1720 MB that
+# (8192, 4096, 12288) may move, where these are 0.4; and with fewer groups than 8192 rows make there would be too few
+# programs for the chip.
+_GROUP = 2048
+
+
+def column_sums(a: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """[*batch, rows, C] -> [*batch, C], added in float32 (float64 for float64, or for a result in it).
+
+    By XLA, which does it in the kernel that makes `a` where that is its own, as the derivative of an activation: no
+    kernel of ours would be worth the pass over `a` that it needs.
+    """
+    return jnp.sum(column_shares(a, dtype), axis=-2).astype(dtype)
+
+
+def column_shares(a: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The sums of some rows each, for whoever adds them up: [*batch, rows, C] -> [*batch, shares, C]."""
+    *batch, rows, columns = a.shape
+    a = a.astype(_sum_dtype(a, dtype))
+    if rows > _GROUP and rows % _GROUP == 0:
+        # Two sums without the barrier are one to XLA.
+        return jax.lax.optimization_barrier(jnp.sum(a.reshape(*batch, rows // _GROUP, _GROUP, columns), axis=-2))
+    return jnp.sum(a, axis=-2, keepdims=True)
+
+
+def _sum_dtype(a: jax.Array, result: DTypeLike) -> jnp.dtype:
+    return jnp.promote_types(jnp.promote_types(a.dtype, jnp.float32), result)

@@ -126,6 +126,8 @@ def forward_kernel(
     HAS_OFFSET: tl.constexpr,
     SUBTRACT_MEAN: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
+    WANTS_Y: tl.constexpr,
+    WANTS_TOTAL: tl.constexpr,
     SAVE_STATISTICS: tl.constexpr,
     EPSILON: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -160,13 +162,14 @@ def forward_kernel(
             mean = tl.sum(x, axis=1) * (1.0 / H)  # (1)
         centred = tl.where(mask, x - mean[:, None], 0.0)
         rstd = tl.rsqrt(tl.sum(centred * centred, axis=1) * (1.0 / H) + EPSILON)  # (2)
-        if HAS_RESIDUAL:
+        if WANTS_TOTAL:
             tl.store(total_ptr + at, x.to(total_ptr.dtype.element_ty), mask=mask)
-        y = _normalise(
-            x, mean, rstd, scale_ptr, offset_ptr, column, exists,
-            HAS_SCALE, HAS_OFFSET, ZERO_CENTERED, BLOCK_H, COMPUTE,
-        )  # fmt: skip
-        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+        if WANTS_Y:
+            y = _normalise(
+                x, mean, rstd, scale_ptr, offset_ptr, column, exists,
+                HAS_SCALE, HAS_OFFSET, ZERO_CENTERED, BLOCK_H, COMPUTE,
+            )  # fmt: skip
+            tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
     else:
         squares = tl.zeros([BLOCK_ROWS], COMPUTE)
         mean_excess, squares_excess = squares, squares
@@ -191,13 +194,14 @@ def forward_kernel(
             at = start[:, None] + step[None, :]
             mask = valid[:, None] & exists[None, :]
             x = _load_total(x_ptr, residual_ptr, total_ptr, at, mask, HAS_RESIDUAL, COMPUTE)
-            if HAS_RESIDUAL:
+            if WANTS_TOTAL:
                 tl.store(total_ptr + at, x.to(total_ptr.dtype.element_ty), mask=mask)
-            y = _normalise(
-                x, mean, rstd, scale_ptr, offset_ptr, column, exists,
-                HAS_SCALE, HAS_OFFSET, ZERO_CENTERED, BLOCK_H, COMPUTE,
-            )  # fmt: skip
-            tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+            if WANTS_Y:
+                y = _normalise(
+                    x, mean, rstd, scale_ptr, offset_ptr, column, exists,
+                    HAS_SCALE, HAS_OFFSET, ZERO_CENTERED, BLOCK_H, COMPUTE,
+                )  # fmt: skip
+                tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
     if SAVE_STATISTICS:
         tl.store(rstd_ptr + group * rows + row, rstd, mask=valid)
@@ -306,6 +310,9 @@ def backward_kernel(
     HAS_SUMS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
+    WANTS_DX: tl.constexpr,
+    WANTS_DSCALE: tl.constexpr,
+    WANTS_DOFFSET: tl.constexpr,
     WANTS_Y: tl.constexpr,
     ONE_BUFFER: tl.constexpr,
     SUBTRACT_MEAN: tl.constexpr,
@@ -315,7 +322,7 @@ def backward_kernel(
     BLOCK_H: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dx, each program's share of dscale and doffset, and (WANTS_Y) the norm's output once more.
+    """Of dx, each program's share of dscale and of doffset, and the norm's output once more what is wanted.
 
     A program owns BLOCK_H columns and every `programs`-th tile of rows, and keeps its sums in registers. c1 and c2
     come from the registers where a row fits in BLOCK_H; from a look at the whole row where a few programs share one
@@ -350,7 +357,7 @@ def backward_kernel(
         mean, rstd = _load_statistics(mean_ptr, rstd_ptr, row, valid, SUBTRACT_MEAN, BLOCK_ROWS, COMPUTE)
         if HAS_SUMS:
             c1, c2 = _load_statistics(c1_ptr, c2_ptr, row, valid, SUBTRACT_MEAN, BLOCK_ROWS, COMPUTE)
-        elif BLOCK_H < H:
+        elif WANTS_DX and BLOCK_H < H:
             c1, c2 = _row_sums(
                 dy_ptr, total_ptr, scale_ptr, start, valid, mean, rstd,
                 H, INNER, HAS_SCALE, ZERO_CENTERED, COMPUTE, BLOCK_ROWS, BLOCK_H,
@@ -358,30 +365,31 @@ def backward_kernel(
         if BLOCK_H < H:  # held through `_row_sums` it would spill
             scale = _load_scale(scale_ptr, column, exists, HAS_SCALE, ZERO_CENTERED, BLOCK_H, COMPUTE)
         dy, x_hat, scaled = _load_row_terms(dy_ptr, total_ptr, at, mask, mean, rstd, scale, COMPUTE)
-        if BLOCK_H >= H:
-            c1 = tl.sum(scaled, axis=1) * (1.0 / H)  # (7)
-            c2 = tl.sum(scaled * x_hat, axis=1) * (1.0 / H)  # (8)
-        dx = scaled - x_hat * c2[:, None]  # (9)
-        if SUBTRACT_MEAN:
-            dx -= c1[:, None]
-        dx *= rstd[:, None]
-        if HAS_DTOTAL:
-            dx += tl.load(dtotal_ptr + at, mask=mask, other=0.0).to(COMPUTE)
-        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if WANTS_DX:
+            if BLOCK_H >= H:
+                c1 = tl.sum(scaled, axis=1) * (1.0 / H)  # (7)
+                c2 = tl.sum(scaled * x_hat, axis=1) * (1.0 / H)  # (8)
+            dx = scaled - x_hat * c2[:, None]  # (9)
+            if SUBTRACT_MEAN:
+                dx -= c1[:, None]
+            dx *= rstd[:, None]
+            if HAS_DTOTAL:
+                dx += tl.load(dtotal_ptr + at, mask=mask, other=0.0).to(COMPUTE)
+            tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if WANTS_Y:
             y = x_hat * scale[None, :]  # (4)
             if HAS_OFFSET:
                 y += tl.load(offset_ptr + column, mask=exists, other=0.0).to(COMPUTE)[None, :]
             tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
-        if HAS_SCALE:
+        if WANTS_DSCALE:
             dscale += dy * x_hat  # (6)
-        if HAS_OFFSET:
+        if WANTS_DOFFSET:
             doffset += dy  # (5)
 
     partial = (group * programs + program) * H + column
-    if HAS_SCALE:
+    if WANTS_DSCALE:
         tl.store(dscale_ptr + partial, tl.sum(dscale, axis=0).to(dscale_ptr.dtype.element_ty), mask=exists)
-    if HAS_OFFSET:
+    if WANTS_DOFFSET:
         if ONE_BUFFER:
             doffset_ptr = dscale_ptr + (tl.num_programs(0) // chunks).to(tl.int64) * H
         tl.store(doffset_ptr + partial, tl.sum(doffset, axis=0).to(doffset_ptr.dtype.element_ty), mask=exists)
@@ -395,8 +403,8 @@ def reduce_kernel(
     dscale_ptr,  # [G, H]
     doffset_ptr,  # [G, H]
     H: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_OFFSET: tl.constexpr,
+    WANTS_DSCALE: tl.constexpr,
+    WANTS_DOFFSET: tl.constexpr,
     ONE_BUFFER: tl.constexpr,
     COMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -415,13 +423,13 @@ def reduce_kernel(
         program = first + tl.arange(0, BLOCK_ROWS)
         at = (group * programs + program)[:, None] * H + column[None, :]
         mask = (program < programs)[:, None] & exists[None, :]
-        if HAS_SCALE:
+        if WANTS_DSCALE:
             dscale += tl.load(dscale_partial_ptr + at, mask=mask, other=0.0)
-        if HAS_OFFSET:
+        if WANTS_DOFFSET:
             doffset += tl.load(doffset_partial_ptr + at, mask=mask, other=0.0)
-    if HAS_SCALE:
+    if WANTS_DSCALE:
         total = tl.sum(dscale, axis=0).to(dscale_ptr.dtype.element_ty)
         tl.store(dscale_ptr + group * H + column, total, mask=exists)
-    if HAS_OFFSET:
+    if WANTS_DOFFSET:
         total = tl.sum(doffset, axis=0).to(doffset_ptr.dtype.element_ty)
         tl.store(doffset_ptr + group * H + column, total, mask=exists)

@@ -35,24 +35,26 @@ def forward(
     zero_centered_scale: bool,
     precision: jax.lax.PrecisionLike,
     batch_dims: int,
-    save_statistics: bool,
     chip: config.Chip,
+    wanted: Sequence[str] = ("y", "mean", "rstd"),
 ) -> tuple[jax.Array | None, ...]:
-    """-> (y, mean, rstd)
+    """-> (y, mean, rstd), those that are wanted
 
     x [*batch, *lead, H]; scale, offset [*batch, H] or None; kernel [*batch, H, N]; bias [*batch, N] or None.
     y [*batch, *lead, N]; mean, rstd [*batch, *lead, 1].
     """
     batch = _common_batch(batch_dims, x, scale, offset, kernel, bias)
+    wants_y, save_statistics = "y" in wanted, "mean" in wanted or "rstd" in wanted
     if all(p is None or math.prod(p.shape[:batch_dims]) == 1 for p in (scale, offset, kernel, bias)):
         # Where every example has the same parameters, examples are rows like any other.
         kernel = kernel.reshape(kernel.shape[batch_dims:])
         scale, offset, bias = (None if p is None else p.reshape(p.shape[batch_dims:]) for p in (scale, offset, bias))
         batch_dims = 0
     fused = _fused(tuning.fused_forward, x, kernel, precision, batch_dims, chip)
-    if fused is not None:
+    if fused is not None and wants_y:
         switches = _fused_switches(scale, kernel, subtract_mean, zero_centered_scale, chip)
-        return _fused_forward(x, scale, offset, kernel, bias, fused, epsilon, save_statistics, switches)
+        y, mean, rstd = _fused_forward(x, scale, offset, kernel, bias, fused, epsilon, save_statistics, switches)
+        return y, mean if "mean" in wanted else None, rstd if "rstd" in wanted else None
     z, _, mean, rstd = norm.forward(
         x,
         None,
@@ -63,24 +65,25 @@ def forward(
         subtract_mean=subtract_mean,
         zero_centered_scale=zero_centered_scale,
         batch_dims=batch_dims,
-        save_statistics=save_statistics,
+        wanted=wanted,
         chip=chip,
         y_dtype=_product_dtype(x, kernel),
     )
-    assert z is not None
-    y = _affine(_rows(z, batch_dims), kernel, bias, precision)
-    y = y.reshape(*y.shape[:batch_dims], *x.shape[batch_dims:-1], y.shape[-1])
+    y = None
+    if z is not None:
+        y = _affine(_rows(z, batch_dims), kernel, bias, precision)
+        y = y.reshape(*y.shape[:batch_dims], *x.shape[batch_dims:-1], y.shape[-1])
     return tuple(None if a is None else _with_batch(a, batch) for a in (y, mean, rstd))
 
 
 def backward(
     dy: jax.Array,
-    x: jax.Array,
+    x: jax.Array | None,
     scale: jax.Array | None,
     offset: jax.Array | None,
     kernel: jax.Array,
     mean: jax.Array | None,
-    rstd: jax.Array,
+    rstd: jax.Array | None,
     *,
     epsilon: float,
     subtract_mean: bool,
@@ -89,50 +92,79 @@ def backward(
     batch_dims: int,
     dbias_dtype: DTypeLike | None,
     chip: config.Chip,
+    wanted: Sequence[str] = ("dx", "dscale", "doffset", "dkernel", "dbias"),
 ) -> tuple[jax.Array | None, ...]:
-    """-> (dx, dscale, doffset, dkernel, dbias), the last four not summed over the batch
+    """-> (dx, dscale, doffset, dkernel, dbias), those that are wanted, the last four not summed over the batch
 
-    dy [*batch, *lead, N]; `dbias_dtype` None for no bias; the others as in `forward`.
+    dy [*batch, *lead, N]; `dbias_dtype` None for no bias; the others as in `forward`. x, mean and rstd may be None
+    where none but doffset and dbias is wanted.
     """
-    del epsilon  # it is in rstd
     batch = _common_batch(batch_dims, dy, x, scale, offset, kernel)
-    dtype = _product_dtype(x, kernel)
+    dtype = dy.dtype if x is None else _product_dtype(x, kernel)
+    dy_rows = _rows(dy, batch_dims).astype(dtype)
+    doffset_dtype = offset.dtype if offset is not None and "doffset" in wanted else None
+    dbias_dtype = dbias_dtype if "dbias" in wanted else None
+    wants_dz, wants_dkernel = _wants_dz(wanted, scale), "dkernel" in wanted
+    if not wants_dz and not wants_dkernel:
+        sums = _doffset(dy_rows, kernel, doffset_dtype), _dbias(dy_rows, dbias_dtype)
+        doffset, dbias = (None if a is None else _with_batch(a, batch) for a in sums)
+        return None, None, doffset, None, dbias
+    assert x is not None and rstd is not None
     fused = _fused(tuning.fused_backward, x, kernel, precision, batch_dims, chip)
     if fused is not None:
         switches = _fused_switches(scale, kernel, subtract_mean, zero_centered_scale, chip)
-        return _fused_backward(dy, x, scale, offset, kernel, mean, rstd, fused, dbias_dtype, switches)
-    accumulator = jnp.promote_types(dtype, jnp.float32)
-    dy_rows = _rows(dy, batch_dims).astype(dtype)
-    # dz goes through memory. bfloat16 only rounds it there; in float16 what is under 6e-8 would vanish.
-    dz = jnp.matmul(
-        dy_rows,
-        jnp.swapaxes(kernel.astype(dtype), -1, -2),
-        precision=precision,
-        preferred_element_type=dtype if dtype == jnp.bfloat16 else accumulator,
-    )
-    dz = dz.reshape(*dz.shape[:batch_dims], *dy.shape[batch_dims:-1], dz.shape[-1])
-    dx, dscale, doffset, z = norm.backward_and_forward(
-        dz,
-        x,
-        _to_rank_of(x, scale),
-        _to_rank_of(x, offset),
-        mean,
-        rstd,
-        subtract_mean=subtract_mean,
-        zero_centered_scale=zero_centered_scale,
-        batch_dims=batch_dims,
-        y_dtype=dtype,
-        chip=chip,
-    )
-    # The shares of dscale and doffset are added up first, so that dkernel's memory can hold them until then.
-    z, dscale, doffset = jax.lax.optimization_barrier((z, dscale, doffset))
-    assert z is not None
-    dkernel = jnp.matmul(
-        jnp.swapaxes(_rows(z, batch_dims), -1, -2), dy_rows, precision=precision, preferred_element_type=kernel.dtype
-    )
-    dbias = None if dbias_dtype is None else _column_sums(dy_rows, dbias_dtype)
-    dscale, doffset = (None if a is None else a.reshape(*a.shape[:batch_dims], -1) for a in (dscale, doffset))
-    return tuple(None if a is None else _with_batch(a, batch) for a in (dx, dscale, doffset, dkernel, dbias))
+        return _fused_backward(dy, x, scale, offset, kernel, mean, rstd, fused, dbias_dtype, wanted, switches)
+
+    options = {
+        "subtract_mean": subtract_mean,
+        "zero_centered_scale": zero_centered_scale,
+        "batch_dims": batch_dims,
+        "chip": chip,
+    }
+    row_scale, row_offset = _to_rank_of(x, scale), _to_rank_of(x, offset)
+    dx = dscale = dkernel = None
+    if wants_dz:
+        # dz goes through memory. bfloat16 only rounds it there; in float16 what is under 6e-8 would vanish.
+        dz = jnp.matmul(
+            dy_rows,
+            jnp.swapaxes(kernel.astype(dtype), -1, -2),
+            precision=precision,
+            preferred_element_type=dtype if dtype == jnp.bfloat16 else jnp.promote_types(dtype, jnp.float32),
+        )
+        dz = dz.reshape(*dz.shape[:batch_dims], *dy.shape[batch_dims:-1], dz.shape[-1])
+        made = (*wanted, "y") if wants_dkernel else wanted
+        dx, dscale, doffset, z = norm.backward_and_forward(
+            dz, x, row_scale, row_offset, mean, rstd, y_dtype=dtype, wanted=made, **options
+        )
+        # The shares of dscale and doffset are added up first, so that dkernel's memory can hold them until then.
+        z, dscale, doffset = jax.lax.optimization_barrier((z, dscale, doffset))
+        dscale, doffset = (None if a is None else a.reshape(*a.shape[:batch_dims], -1) for a in (dscale, doffset))
+    else:
+        z, *_ = norm.forward(
+            x, None, row_scale, row_offset, axis=-1, epsilon=epsilon, y_dtype=dtype, wanted=("y",), **options
+        )
+        doffset = _doffset(dy_rows, kernel, doffset_dtype)
+    if z is not None:
+        z_columns = jnp.swapaxes(_rows(z, batch_dims), -1, -2)
+        dkernel = jnp.matmul(z_columns, dy_rows, precision=precision, preferred_element_type=kernel.dtype)
+    gradients = dx, dscale, doffset, dkernel, _dbias(dy_rows, dbias_dtype)
+    return tuple(None if a is None else _with_batch(a, batch) for a in gradients)
+
+
+def _wants_dz(wanted: Sequence[str], scale: jax.Array | None) -> bool:
+    return "dx" in wanted or ("dscale" in wanted and scale is not None)
+
+
+def _dbias(dy_rows: jax.Array, dtype: DTypeLike | None) -> jax.Array | None:
+    return None if dtype is None else norm.column_sums(dy_rows, dtype)
+
+
+def _doffset(dy_rows: jax.Array, kernel: jax.Array, dtype: DTypeLike | None) -> jax.Array | None:
+    """Term (15) by its second form, which needs no dz: [*batch, rows, N] and [*batch, H, N] -> [*batch, H]."""
+    if dtype is None:
+        return None
+    dbias = norm.column_sums(dy_rows, jnp.promote_types(dy_rows.dtype, jnp.float32))
+    return jnp.sum(kernel.astype(dbias.dtype) * jnp.expand_dims(dbias, -2), axis=-1).astype(dtype)
 
 
 def _fused_forward(
@@ -179,10 +211,11 @@ def _fused_backward(
     rstd: jax.Array,
     plan: config.FusedBackward,
     dbias_dtype: DTypeLike | None,
+    wanted: Sequence[str],
     switches: dict[str, Any],
 ) -> tuple[jax.Array | None, ...]:
-    """`backward` without a batch, in three kernels: row sums and shares of dbias; dx and shares of G and dscale; and
-    what adds up the shares.
+    """`backward` without a batch, in up to three kernels: row sums and shares of dbias, where dx is wanted; dx and
+    shares of G and dscale; and what adds up the shares.
     """
     rows, (h, n) = math.prod(x.shape[:-1]), kernel.shape
 
@@ -190,49 +223,65 @@ def _fused_backward(
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
     programs, parts, splits = plan.row_programs, plan.parts, plan.splits
-    wants_dbias = offset is not None or dbias_dtype is not None
-    c1, c2, dbias = launch(
-        kernels.row_sums_kernel,
-        [dy, x, scale, kernel, mean, rstd, rows, programs],
-        [
-            float32(parts, rows) if switches["SUBTRACT_MEAN"] else None,
-            float32(parts, rows),
-            float32(programs, n) if wants_dbias else None,
-        ],
-        programs=programs * parts,
-        tile=plan.row_sums,
-        WANTS_DBIAS=wants_dbias,
-        PARTS=parts,
-        **switches,
-    )
+    wants_dx, wants_dkernel = "dx" in wanted, "dkernel" in wanted
+    wants_dscale = "dscale" in wanted and scale is not None
+    wants_doffset = "doffset" in wanted and offset is not None
+    wants_sums = wants_doffset or dbias_dtype is not None or (wants_dkernel and offset is not None)
+    c1 = c2 = dbias = None
+    if wants_dx:
+        c1, c2, dbias = launch(
+            kernels.row_sums_kernel,
+            [dy, x, scale, kernel, mean, rstd, rows, programs],
+            [
+                float32(parts, rows) if switches["SUBTRACT_MEAN"] else None,
+                float32(parts, rows),
+                float32(programs, n) if wants_sums else None,
+            ],
+            programs=programs * parts,
+            tile=plan.row_sums,
+            WANTS_DBIAS=wants_sums,
+            PARTS=parts,
+            **switches,
+        )
+    elif wants_sums:
+        dbias = norm.column_shares(_rows(dy, 0), jnp.float32)
+        programs = len(dbias)
 
     dx, g, dscale = launch(
         kernels.backward_kernel,
         [dy, x, scale, kernel, mean, rstd, c1, c2, rows, splits],
         [
-            jax.ShapeDtypeStruct(x.shape, x.dtype),
-            float32(splits, h, n),
-            float32(splits, h) if scale is not None else None,
+            jax.ShapeDtypeStruct(x.shape, x.dtype) if wants_dx else None,
+            float32(splits, h, n) if wants_dkernel else None,
+            float32(splits, h) if wants_dscale else None,
         ],
         programs=splits * config.ceil_div(h, plan.backward.columns),
         tile=plan.backward,
+        WANTS_DX=wants_dx,
+        WANTS_DKERNEL=wants_dkernel,
+        WANTS_DSCALE=wants_dscale,
         PARTS=parts,
         **switches,
     )
+    if g is None and dscale is None and dbias is None:
+        return dx, None, None, None, None
 
     dkernel, dscale, doffset, dbias = launch(
         kernels.parameters_kernel,
         [g, dscale, dbias, scale, offset, kernel, splits, programs],
         [
-            jax.ShapeDtypeStruct(kernel.shape, kernel.dtype),
-            jax.ShapeDtypeStruct((h,), scale.dtype) if scale is not None else None,
-            jax.ShapeDtypeStruct((h,), offset.dtype) if offset is not None else None,
+            jax.ShapeDtypeStruct(kernel.shape, kernel.dtype) if wants_dkernel else None,
+            jax.ShapeDtypeStruct((h,), scale.dtype) if scale is not None and wants_dscale else None,
+            jax.ShapeDtypeStruct((h,), offset.dtype) if offset is not None and wants_doffset else None,
             jax.ShapeDtypeStruct((n,), dbias_dtype) if dbias_dtype is not None else None,
         ],
         programs=config.ceil_div(h, plan.parameters.columns),
         tile=plan.parameters,
         HAS_OFFSET=offset is not None,
-        HAS_BIAS=dbias_dtype is not None,
+        WANTS_DKERNEL=wants_dkernel,
+        WANTS_DSCALE=wants_dscale,
+        WANTS_DOFFSET=wants_doffset,
+        WANTS_DBIAS=dbias_dtype is not None,
         **switches,
     )
     return dx, dscale, doffset, dkernel, dbias
@@ -306,26 +355,6 @@ def _affine(z: jax.Array, kernel: jax.Array, bias: jax.Array | None, precision: 
     compute = z.dtype if rounded_first else jnp.promote_types(z.dtype, jnp.float32)
     y = jnp.matmul(z, kernel, precision=precision, preferred_element_type=compute)
     return (y + jnp.expand_dims(bias.astype(compute), -2)).astype(z.dtype)
-
-
-# Rows that are added up at once. XLA alone would leave a share for every 64 to 128: 6 of the 1720 MB that
-# (8192, 4096, 12288) may move, where these are 0.4; and with fewer groups than 8192 rows make there would be too few
-# programs for the chip.
-_GROUP = 2048
-
-
-def _column_sums(a: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """[*batch, rows, C] -> [*batch, C], added in float32 (float64 for float64).
-
-    By XLA, which does it in the kernel that makes `a` where that is its own, as the derivative of an activation: no
-    kernel of ours would be worth the pass over `a` that it needs.
-    """
-    *batch, rows, columns = a.shape
-    a = a.astype(jnp.promote_types(a.dtype, jnp.float32))
-    if rows > _GROUP and rows % _GROUP == 0:
-        # Two sums without the barrier are one to XLA.
-        a = jax.lax.optimization_barrier(jnp.sum(a.reshape(*batch, rows // _GROUP, _GROUP, columns), axis=-2))
-    return jnp.sum(a, axis=-2).astype(dtype)
 
 
 def _product_dtype(x: jax.Array, kernel: jax.Array) -> jnp.dtype:

@@ -204,6 +204,9 @@ def backward_kernel(
     N: tl.constexpr,
     PARTS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
+    WANTS_DX: tl.constexpr,
+    WANTS_DKERNEL: tl.constexpr,
+    WANTS_DSCALE: tl.constexpr,
     SUBTRACT_MEAN: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -212,7 +215,9 @@ def backward_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dx, and the program's share of G and dscale: it owns BLOCK_H columns and every `splits`-th tile of rows."""
+    """What is wanted of dx and of the program's share of G and dscale: it owns BLOCK_H columns and every `splits`-th
+    tile of rows.
+    """
     chunks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     first = tl.program_id(0) % chunks * BLOCK_H
     split = tl.program_id(0) // chunks
@@ -226,25 +231,30 @@ def backward_kernel(
         row, valid = _rows(tile, rows, BLOCK_ROWS)
         mean = _load_vector(mean_ptr, row, valid, SUBTRACT_MEAN, BLOCK_ROWS, COMPUTE)
         rstd = tl.load(rstd_ptr + row, mask=valid, other=0.0)
-        c1 = _load_vector(c1_ptr, row, valid, SUBTRACT_MEAN, BLOCK_ROWS, COMPUTE)
-        c2 = tl.load(c2_ptr + row, mask=valid, other=0.0)
-        for part in tl.static_range(1, PARTS):
-            c1 += _load_vector(c1_ptr, part * rows + row, valid, SUBTRACT_MEAN, BLOCK_ROWS, COMPUTE)
-            c2 += tl.load(c2_ptr + part * rows + row, mask=valid, other=0.0)
+        if WANTS_DX:
+            c1 = _load_vector(c1_ptr, row, valid, SUBTRACT_MEAN, BLOCK_ROWS, COMPUTE)
+            c2 = tl.load(c2_ptr + row, mask=valid, other=0.0)
+            for part in tl.static_range(1, PARTS):
+                c1 += _load_vector(c1_ptr, part * rows + row, valid, SUBTRACT_MEAN, BLOCK_ROWS, COMPUTE)
+                c2 += tl.load(c2_ptr + part * rows + row, mask=valid, other=0.0)
         x = _load_matrix(x_ptr, row, valid, first, H, BLOCK_H, BLOCK_ROWS).to(COMPUTE)
         dy = _load_matrix(dy_ptr, row, valid, 0, N, BLOCK_N, BLOCK_ROWS)
         x_hat = (x - mean[:, None]) * rstd[:, None]  # (3)
-        g = tl.dot(tl.trans(x_hat.to(dy.dtype)), dy, g, input_precision="tf32")
-        dz = tl.dot(dy, tl.trans(kernel.to(dy.dtype)), input_precision="tf32")
-        dx = rstd[:, None] * (dz * scale[None, :] - c1[:, None] - x_hat * c2[:, None])  # (9)
-        mask = valid[:, None] & exists[None, :]
-        tl.store(dx_ptr + row[:, None] * H + column[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
-        if HAS_SCALE:
+        if WANTS_DKERNEL:
+            g = tl.dot(tl.trans(x_hat.to(dy.dtype)), dy, g, input_precision="tf32")
+        if WANTS_DX or WANTS_DSCALE:
+            dz = tl.dot(dy, tl.trans(kernel.to(dy.dtype)), input_precision="tf32")
+        if WANTS_DX:
+            dx = rstd[:, None] * (dz * scale[None, :] - c1[:, None] - x_hat * c2[:, None])  # (9)
+            mask = valid[:, None] & exists[None, :]
+            tl.store(dx_ptr + row[:, None] * H + column[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if WANTS_DSCALE:
             dscale += dz * x_hat  # (6), both factors in float32
-    feature = tl.arange(0, BLOCK_N)
-    at = (split.to(tl.int64) * H + column)[:, None] * N + feature[None, :]
-    tl.store(g_ptr + at, g, mask=exists[:, None] & (feature < N)[None, :])
-    if HAS_SCALE:
+    if WANTS_DKERNEL:
+        feature = tl.arange(0, BLOCK_N)
+        at = (split.to(tl.int64) * H + column)[:, None] * N + feature[None, :]
+        tl.store(g_ptr + at, g, mask=exists[:, None] & (feature < N)[None, :])
+    if WANTS_DSCALE:
         tl.store(dscale_ptr + split.to(tl.int64) * H + column, tl.sum(dscale, axis=0), mask=exists)
 
 
@@ -266,7 +276,10 @@ def parameters_kernel(
     N: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    WANTS_DKERNEL: tl.constexpr,
+    WANTS_DSCALE: tl.constexpr,
+    WANTS_DOFFSET: tl.constexpr,
+    WANTS_DBIAS: tl.constexpr,
     SUBTRACT_MEAN: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -285,31 +298,35 @@ def parameters_kernel(
     for first in range(0, splits, BLOCK_ROWS):
         split = first + tl.arange(0, BLOCK_ROWS).to(tl.int64)
         there = split < splits
-        g += tl.load(
-            g_partial_ptr + split[:, None, None] * (H * N) + at[None, :, :],
-            mask=there[:, None, None] & mask[None, :, :],
-            other=0.0,
-        )
-        if HAS_SCALE:
+        if WANTS_DKERNEL:
+            g += tl.load(
+                g_partial_ptr + split[:, None, None] * (H * N) + at[None, :, :],
+                mask=there[:, None, None] & mask[None, :, :],
+                other=0.0,
+            )
+        if WANTS_DSCALE:
             dscale += _load_matrix(dscale_partial_ptr, split, there, tl.program_id(0) * BLOCK_H, H, BLOCK_H, BLOCK_ROWS)
-    scale = _load_scale(scale_ptr, column, exists, HAS_SCALE, ZERO_CENTERED, BLOCK_H, COMPUTE)
-    g = tl.sum(g, axis=0) * scale[:, None]
-    if HAS_OFFSET or HAS_BIAS:
+    if WANTS_DKERNEL:
+        scale = _load_scale(scale_ptr, column, exists, HAS_SCALE, ZERO_CENTERED, BLOCK_H, COMPUTE)
+        g = tl.sum(g, axis=0) * scale[:, None]
+    if WANTS_DBIAS or WANTS_DOFFSET or (WANTS_DKERNEL and HAS_OFFSET):
         shares: tl.constexpr = BLOCK_ROWS * BLOCK_H  # as many elements as of g
         dbias = tl.zeros([shares, BLOCK_N], COMPUTE)
         for first in range(0, programs, shares):
             program = first + tl.arange(0, shares)
             dbias += _load_matrix(dbias_partial_ptr, program, program < programs, 0, N, BLOCK_N, shares)
         total = tl.sum(dbias, axis=0)
-        if HAS_BIAS:  # noqa: SIM102, as one is known to the compiler
+        if WANTS_DBIAS:  # noqa: SIM102, as one is known to the compiler
             if tl.program_id(0) == 0:
                 tl.store(dbias_ptr + feature, total.to(dbias_ptr.dtype.element_ty), mask=feature < N)
-        if HAS_OFFSET:
+        if WANTS_DKERNEL and HAS_OFFSET:
             offset = tl.load(offset_ptr + column, mask=exists, other=0.0).to(COMPUTE)
             g += offset[:, None] * total[None, :]
+        if WANTS_DOFFSET:
             kernel = tl.load(kernel_ptr + at, mask=mask, other=0.0).to(COMPUTE)
             doffset = tl.sum(kernel * total[None, :], axis=1)
             tl.store(doffset_ptr + column, doffset.to(doffset_ptr.dtype.element_ty), mask=exists)
-    tl.store(dkernel_ptr + at, g.to(dkernel_ptr.dtype.element_ty), mask=mask)
-    if HAS_SCALE:
+    if WANTS_DKERNEL:
+        tl.store(dkernel_ptr + at, g.to(dkernel_ptr.dtype.element_ty), mask=mask)
+    if WANTS_DSCALE:
         tl.store(dscale_ptr + column, tl.sum(dscale, axis=0).to(dscale_ptr.dtype.element_ty), mask=exists)

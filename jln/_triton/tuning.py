@@ -24,6 +24,7 @@ import hashlib
 import json
 import os
 import pathlib
+import stat
 import threading
 import warnings
 from collections.abc import Iterator
@@ -35,6 +36,7 @@ from jln._triton.config import BackwardPlan, Chip, FusedBackward, Tile
 
 SCHEMA = 1
 VARIABLE = "JLN_TUNING"
+LARGEST = 2**22  # bytes of a file, some 3000 entries as `tune` writes them
 PACKAGED = pathlib.Path(__file__).parent / "tuned"
 
 # From the name of each to its value, sorted: what a choice may depend on.
@@ -195,9 +197,13 @@ def _read(path: pathlib.Path) -> dict[Key, Tiles | None]:
 
 
 def _bytes(path: pathlib.Path) -> bytes | str:
-    """The file's content, or why there is none."""
+    """The file's content, or why there is none. It does not wait, and reads no more than LARGEST."""
     try:
-        return path.read_bytes()
+        if not stat.S_ISREG(path.stat().st_mode):  # asked before it is opened: a pipe would wait for its writer
+            return "it is no regular file"
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            return file.read(size) if size <= LARGEST else f"it has more than {LARGEST} bytes"
     except (OSError, ValueError) as error:  # the latter of a name that no file can have
         return str(error)
 

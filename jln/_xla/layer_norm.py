@@ -52,7 +52,7 @@ faster; one loop for a whole forward is 1.3 times faster than fenced statistics 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -63,6 +63,10 @@ from jax.typing import DTypeLike
 _MANY_ROWS = 4096
 
 MeshAxes = tuple[str, ...]
+
+# What there is to make, forward and backward.
+RESULTS = ("y", "total", "mean", "rstd")
+GRADIENTS = ("dx", "dscale", "doffset")
 
 
 def no_fence(operands: Any) -> Any:
@@ -77,6 +81,11 @@ def _in_one_loop(x: Array, axis: int, fence: Callable) -> bool:
 
 def compute_dtype(dtype: DTypeLike) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
+
+
+def sum_dtype(dtype: DTypeLike, result: DTypeLike) -> Any:
+    """In which to add up a cotangent of `dtype` alone, for a gradient in `result`."""
+    return jnp.promote_types(compute_dtype(dtype), result)
 
 
 def common_batch(batch_dims: int, *operands: Array | None) -> tuple[int, ...]:
@@ -160,18 +169,18 @@ def forward(
     subtract_mean: bool,
     zero_centered_scale: bool,
     batch_dims: int,
-    save_statistics: bool,
     y_dtype: DTypeLike,
+    wanted: Sequence[str] = RESULTS,
     fence: Callable = no_fence,
     h_axes: MeshAxes = (),
-) -> tuple[Array, Array | None, Array | None, Array | None]:
+) -> tuple[Array | None, ...]:
     """Normalise `x` or, if there is one, `x + residual`: -> (y, total, mean, rstd).
 
     x, residual [*lead, H, *inner]; scale, offset [1, ..., H, ..., 1] at `axis`, each or None.
 
     y [*lead, H, *inner] has `y_dtype`. total [*lead, H, *inner] has the promoted dtype of x and residual, and is None
-    without a residual. mean and rstd [*lead, 1, *inner] have the compute dtype and are None unless saved; mean also
-    without `subtract_mean`.
+    without a residual. mean and rstd [*lead, 1, *inner] have the compute dtype; mean is None without `subtract_mean`.
+    Each is None unless it is wanted.
     """
     batch = common_batch(batch_dims, x, residual, scale, offset)
     total = None
@@ -190,19 +199,18 @@ def forward(
         epsilon=epsilon,
         subtract_mean=subtract_mean,
         zero_centered_scale=zero_centered_scale,
-        save_statistics=save_statistics,
+        save_statistics="mean" in wanted or "rstd" in wanted,
         fence=fence,
         h_axes=h_axes,
     )
-    y = with_batch(y, batch).astype(y_dtype)
-    total, mean, rstd = (None if a is None else with_batch(a, batch) for a in (total, mean, rstd))
-    return y, total, mean, rstd
+    made = zip(RESULTS, (y.astype(y_dtype), total, mean, rstd), strict=True)
+    return tuple(with_batch(a, batch) if a is not None and name in wanted else None for name, a in made)
 
 
 def backward(
     dy: Array,
     dtotal: Array | None,
-    total: Array,
+    total: Array | None,
     scale: Array | None,
     mean: Array | None,
     rstd: Array | None,
@@ -213,9 +221,10 @@ def backward(
     zero_centered_scale: bool,
     batch_dims: int,
     doffset_dtype: DTypeLike | None,
+    wanted: Sequence[str] = GRADIENTS,
     fence: Callable = no_fence,
     h_axes: MeshAxes = (),
-) -> tuple[Array, Array | None, Array | None]:
+) -> tuple[Array | None, Array | None, Array | None]:
     """Terms (5) to (9): -> (dtotal_in, dscale, doffset).
 
     dy, the cotangent of y, dtotal, that of the returned total or None, and total, what was normalised (x where there
@@ -223,47 +232,58 @@ def backward(
     None to compute them here; `doffset_dtype` None for no offset.
 
     dtotal_in [*lead, H, *inner], the cotangent of x and of residual, has total's dtype. dscale and doffset
-    [1, ..., H, ..., 1] have scale's dtype and `doffset_dtype`, and are None without a scale and an offset.
+    [1, ..., H, ..., 1] have scale's dtype and `doffset_dtype`, and are None without a scale and an offset. Each is None
+    unless it is wanted; total may be None where none but doffset is.
     """
     batch = common_batch(batch_dims, dy, dtotal, total, scale, mean, rstd)
-    dtype = compute_dtype(total.dtype)
-    rows = [i for i in range(batch_dims, total.ndim) if i != total.ndim + axis]
+    rows = [i for i in range(batch_dims, dy.ndim) if i != dy.ndim + axis]
     sum_over_rows = partial(jnp.sum, axis=rows, keepdims=True)
+    doffset_dtype = doffset_dtype if "doffset" in wanted else None
+    if not {"dx", "dscale"} & {*wanted}:  # (5) alone
+        if doffset_dtype is None:
+            return None, None, None
+        doffset = sum_over_rows(dy.astype(sum_dtype(dy.dtype, doffset_dtype)))
+        return None, None, with_batch(doffset, batch).astype(doffset_dtype)
 
-    if _in_one_loop(total, axis, fence):
+    assert total is not None
+    x: Array = total
+    dtype = compute_dtype(x.dtype)
+    if _in_one_loop(x, axis, fence):
         mean = rstd = None
     elif rstd is None:
-        total, mean, rstd = _statistics(total, axis, epsilon, subtract_mean, fence, h_axes)
+        x, mean, rstd = _statistics(x, axis, epsilon, subtract_mean, fence, h_axes)
 
     def x_hat_and_rstd() -> tuple[Array, Array]:
-        m, r = (mean, rstd) if rstd is not None else _statistics(total, axis, epsilon, subtract_mean, h_axes=h_axes)[1:]
-        return _centered(total, m) * r, r
+        m, r = (mean, rstd) if rstd is not None else _statistics(x, axis, epsilon, subtract_mean, h_axes=h_axes)[1:]
+        return _centered(x, m) * r, r
 
     def mean_over_h(divided_by_h: Array) -> Array:
         return _over_parts(jnp.sum(divided_by_h, axis, keepdims=True), h_axes)
 
     dscale = doffset = None
     if doffset_dtype is not None:  # (5)
-        dy, total = fence((dy, total))
+        dy, x = fence((dy, x))
         doffset = with_batch(sum_over_rows(dy.astype(dtype)), batch).astype(doffset_dtype)
 
-    if scale is not None:  # (6)
-        dy, total, mean, rstd = fence((dy, total, mean, rstd))
+    if scale is not None and "dscale" in wanted:  # (6)
+        dy, x, mean, rstd = fence((dy, x, mean, rstd))
         x_hat, _ = x_hat_and_rstd()
         dscale = with_batch(sum_over_rows(dy.astype(dtype) * x_hat), batch).astype(scale.dtype)
 
-    dy, total, mean, rstd, scale = fence((dy, total, mean, rstd, scale))
+    if "dx" not in wanted:
+        return None, dscale, doffset
+    dy, x, mean, rstd, scale = fence((dy, x, mean, rstd, scale))
     x_hat, r = x_hat_and_rstd()
     s = _effective_scale(scale, dtype, zero_centered_scale)
     g = dy.astype(dtype) * s
-    g_over_h = dy.astype(dtype) * (s / total.shape[axis])
+    g_over_h = dy.astype(dtype) * (s / x.shape[axis])
     dx = g - x_hat * mean_over_h(g_over_h * x_hat)  # (8)
     if subtract_mean:
         dx = dx - mean_over_h(g_over_h)  # (7)
     dx = r * dx  # (9)
     if dtotal is not None:
         dx = dx + dtotal.astype(dtype)
-    return with_batch(dx, batch).astype(total.dtype), dscale, doffset
+    return with_batch(dx, batch).astype(x.dtype), dscale, doffset
 
 
 def tangent(

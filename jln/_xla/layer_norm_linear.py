@@ -66,6 +66,10 @@ from jax.typing import DTypeLike
 
 from jln._xla import layer_norm as norm
 
+# What there is to make, forward and backward.
+RESULTS = ("y", "mean", "rstd")
+GRADIENTS = ("dx", "dscale", "doffset", "dkernel", "dbias")
+
 
 def _like_rows(parameter: Array, ndim: int, batch_dims: int) -> Array:
     """A parameter [*batch, H] of the rank of x."""
@@ -92,14 +96,14 @@ def forward(
     zero_centered_scale: bool,
     precision: Any,
     batch_dims: int,
-    save_statistics: bool,
+    wanted: Sequence[str] = RESULTS,
     fence: Callable = norm.no_fence,
     h_axes: norm.MeshAxes = (),
-) -> tuple[Array, Array | None, Array | None]:
+) -> tuple[Array | None, ...]:
     """Terms (10) and (11): -> (y, mean, rstd).
 
-    y has the promoted dtype of x and kernel. mean and rstd have the compute dtype of x and are None unless saved; mean
-    also without `subtract_mean`.
+    y has the promoted dtype of x and kernel. mean and rstd have the compute dtype of x; mean is None without
+    `subtract_mean`. Each is None unless it is wanted.
     """
     batch = norm.common_batch(batch_dims, x, scale, offset, kernel, bias)
     dtype = jnp.promote_types(x.dtype, kernel.dtype)
@@ -113,7 +117,7 @@ def forward(
         epsilon=epsilon,
         subtract_mean=subtract_mean,
         zero_centered_scale=zero_centered_scale,
-        save_statistics=save_statistics,
+        save_statistics="mean" in wanted or "rstd" in wanted,
         fence=fence,
         h_axes=h_axes,
     )
@@ -122,18 +126,23 @@ def forward(
         y = lax.psum(y, h_axes)
     if bias is not None:
         y = y + _like_rows(bias.astype(y.dtype), x.ndim, batch_dims)
-    mean, rstd = (None if a is None else norm.with_batch(a, batch) for a in (mean, rstd))
-    return norm.with_batch(y, batch).astype(dtype), mean, rstd
+    made = zip(RESULTS, (y.astype(dtype), mean, rstd), strict=True)
+    return tuple(norm.with_batch(a, batch) if a is not None and name in wanted else None for name, a in made)
+
+
+def doffset_from(dbias: Array, kernel: Array) -> Array:
+    """Term (15), the second form: [*batch, N] and [*batch, H, N] -> [*batch, H]."""
+    return jnp.sum(kernel.astype(dbias.dtype) * jnp.expand_dims(dbias, -2), axis=-1)
 
 
 def backward(
     dy: Array,
-    x: Array,
+    x: Array | None,
     scale: Array | None,
     offset: Array | None,
     kernel: Array,
     mean: Array | None,
-    rstd: Array,
+    rstd: Array | None,
     *,
     epsilon: float,
     subtract_mean: bool,
@@ -141,50 +150,56 @@ def backward(
     precision: Any,
     batch_dims: int,
     dbias_dtype: DTypeLike | None,
+    wanted: Sequence[str] = GRADIENTS,
     fence: Callable = norm.no_fence,
     h_axes: norm.MeshAxes = (),
 ) -> tuple[Array | None, ...]:
     """Terms (12) to (17): -> (dx, dscale, doffset, dkernel, dbias).
 
     mean and rstd as saved; `dbias_dtype` None for no bias. Each result has the dtype of what it is the gradient of, and
-    is None where that is absent.
+    is None where that is absent, or is not wanted; x, mean and rstd may be None where none but doffset and dbias is.
     """
     batch = norm.common_batch(batch_dims, dy, x, scale, offset, kernel, mean, rstd)
-    dtype = jnp.promote_types(x.dtype, kernel.dtype)
-    *rows, h, n = range(x.ndim + 1)
+    dtype = dy.dtype if x is None else jnp.promote_types(x.dtype, kernel.dtype)
+    *rows, h, n = range(dy.ndim + 1)
     in_batch, lead = rows[:batch_dims], rows[batch_dims:]
-    row_scale, row_offset = (None if a is None else _like_rows(a, x.ndim, batch_dims) for a in (scale, offset))
+    row_scale, row_offset = (None if a is None else _like_rows(a, dy.ndim, batch_dims) for a in (scale, offset))
 
-    dbias = doffset = None
-    if offset is not None or dbias_dtype is not None:  # (12)
-        dbias = jnp.sum(dy.astype(norm.compute_dtype(dtype)), axis=lead)
-    if offset is not None and dbias is not None:  # (15)
-        doffset = jnp.sum(kernel.astype(dbias.dtype) * jnp.expand_dims(dbias, -2), axis=-1).astype(offset.dtype)
-    dbias = None if dbias_dtype is None or dbias is None else dbias.astype(dbias_dtype)
+    dx = dscale = doffset = dkernel = dbias = None
+    if {"doffset", "dbias"} & {*wanted}:
+        sums = jnp.sum(dy.astype(norm.compute_dtype(dtype)), axis=lead)  # (12)
+        if dbias_dtype is not None and "dbias" in wanted:
+            dbias = sums.astype(dbias_dtype)
+        if offset is not None and "doffset" in wanted:
+            doffset = doffset_from(sums, kernel).astype(offset.dtype)
 
-    dy, x, mean, rstd = fence((dy, x, mean, rstd))
-    z = norm.scaled(x, row_scale, row_offset, mean, rstd, zero_centered_scale).astype(dtype)
-    dkernel = _product(z, [*rows, h], dy, [*rows, n], [*in_batch, h, n], precision).astype(kernel.dtype)  # (13)
+    if "dkernel" in wanted:  # (13)
+        dy, x, mean, rstd = fence((dy, x, mean, rstd))
+        assert x is not None and rstd is not None
+        z = norm.scaled(x, row_scale, row_offset, mean, rstd, zero_centered_scale).astype(dtype)
+        dkernel = _product(z, [*rows, h], dy, [*rows, n], [*in_batch, h, n], precision).astype(kernel.dtype)
 
-    dy, x, mean, rstd, dkernel = fence((dy, x, mean, rstd, dkernel))
-    dz = _product(dy, [*rows, n], kernel.astype(dtype), [*in_batch, h, n], [*rows, h], precision)  # (14)
-    dx, dscale, _ = norm.backward(  # (16) and (17)
-        dz,
-        None,
-        x,
-        row_scale,
-        mean,
-        rstd,
-        axis=-1,
-        epsilon=epsilon,
-        subtract_mean=subtract_mean,
-        zero_centered_scale=zero_centered_scale,
-        batch_dims=batch_dims,
-        doffset_dtype=None,
-        fence=fence,
-        h_axes=h_axes,
-    )
-    dscale = None if dscale is None else jnp.squeeze(dscale, lead)
+    if {"dx", "dscale"} & {*wanted}:
+        dy, x, mean, rstd, dkernel = fence((dy, x, mean, rstd, dkernel))
+        dz = _product(dy, [*rows, n], kernel.astype(dtype), [*in_batch, h, n], [*rows, h], precision)  # (14)
+        dx, dscale, _ = norm.backward(  # (16) and (17)
+            dz,
+            None,
+            x,
+            row_scale,
+            mean,
+            rstd,
+            axis=-1,
+            epsilon=epsilon,
+            subtract_mean=subtract_mean,
+            zero_centered_scale=zero_centered_scale,
+            batch_dims=batch_dims,
+            doffset_dtype=None,
+            wanted=wanted,
+            fence=fence,
+            h_axes=h_axes,
+        )
+        dscale = None if dscale is None else jnp.squeeze(dscale, lead)
     gradients = (dx, dscale, doffset, dkernel, dbias)
     return tuple(None if a is None else norm.with_batch(a, batch) for a in gradients)
 
