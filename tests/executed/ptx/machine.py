@@ -254,9 +254,9 @@ class Machine:
     def load_shared(self, at: np.ndarray, lanes: np.ndarray, width: int, what: str) -> np.ndarray:
         """[lanes, width] bytes"""
         space, places = self.shared, at[:, None] + np.arange(width)
-        self._initialised(space, places, lanes, what)
         cells = granules(places)
         self.check_quiet(cells, lanes, what)
+        self._initialised(space, places, lanes, what)
         bad = space.races.read(cells, self.who(lanes))
         if bad.any():
             self.fail(f"{what} of what another thread writes, and no barrier between", lanes[bad])

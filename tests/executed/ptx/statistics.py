@@ -10,6 +10,23 @@ import numpy as np
 SECTOR = 32  # bytes that a GPU moves at least
 
 
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What a chip moves and issues in a second, by its maker's data sheet."""
+
+    sms: int
+    clock: float  # Hz, the highest
+    memory: float  # bytes a second
+    schedulers: int = 4  # of an SM; each issues one instruction of a warp a cycle
+
+    @property
+    def issues(self) -> float:
+        return self.sms * self.schedulers * self.clock
+
+
+H200 = Chip(sms=132, clock=1.98e9, memory=4.8e12)
+
+
 @dataclasses.dataclass
 class Stats:
     """The counts of one call of a program, over all its executions."""
@@ -34,6 +51,15 @@ class Stats:
                 sectors += int(moved)
                 widths[width] += int(asked)
         return SECTOR * sectors, sum(widths.values()), dict(widths)
+
+    def issue_share(self, chip: Chip = H200) -> float:
+        """The time that the schedulers need for the instructions, as a part of what the memory needs for the sectors.
+
+        PTX's instructions but for branches, each once for a warp that has any thread in it; and all sectors that loads,
+        stores and copies asked for, those that a cache may have kept (scale and offset, in every program) too.
+        """
+        moved = sum(self.moved(kind)[0] for kind in ("read", "written"))
+        return self.issued / chip.issues / (moved / chip.memory)
 
     def count(self, kind: str, line: int, addresses: np.ndarray, width: int) -> None:
         """Add the accesses of `width` bytes at [warps, 32] addresses, 2**63 where a thread makes none."""

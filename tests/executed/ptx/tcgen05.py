@@ -57,7 +57,7 @@ def _dealloc(i):
 
 
 def _move(i):
-    """ld and st: half of a warp has 16 lanes, a column for each register; the other half the same, `split` columns on."""
+    """ld and st: half of a warp has 16 lanes, a column for each register; the other half the same, `split` further."""
     loads = i.op[1] == "ld"
     address, split = i.args[1:] if loads else i.args[:2]
     registers = group(i.args[0] if loads else i.args[2])
