@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import ShapedArray
 from jax.custom_derivatives import CustomVJPPrimal
 from jax.extend.core import Primitive
@@ -30,11 +31,8 @@ from jln._triton import launch as triton_launch
 Results = tuple[jax.Array | None, ...]
 
 
-@jax.tree_util.register_static
-class Wanted(tuple[str, ...]):
-    """The names of those results of an operation that somebody wants, in the operation's order. As a pytree it has no
-    leaves, so that a forward rule can hand it to its backward rule.
-    """
+# The names of those results of an operation that somebody wants, in the operation's order.
+Wanted = tuple[str, ...]
 
 
 class Operation:
@@ -47,7 +45,7 @@ class Operation:
     layout: what `jln._partitioning` must know of the arrays, from the operands (as anything that has a rank) and the
         options.
     operands, made_of: names of the operands; and of each result, by its name, which of them it is made of. The option
-        `wanted`, a `Wanted`, says what to make. The other results are None, and what only they are made of is neither
+        `wanted` says what to make. The other results are None, and what only they are made of is neither
         read nor kept for them.
 
     Operands and results may be None. Options are static; `batch_dims`, the number of leading axes that vmap has put
@@ -81,12 +79,25 @@ class Operation:
     def wanted(self, **asked: bool) -> Wanted:
         """Of the results those that are asked for."""
         assert self._made_of is not None
-        return Wanted(name for name in self._made_of if asked[name])
+        return tuple(name for name in self._made_of if asked[name])
 
     def needs(self, wanted: Sequence[str]) -> frozenset[str]:
         """The names of the operands that these results are made of."""
         assert self._made_of is not None
         return frozenset(operand for name in wanted for operand in self._made_of[name])
+
+    def told(self, wanted: Wanted) -> np.ndarray:
+        """`wanted` as a residual of a forward rule: the shape of an array without elements. Residuals may differ with
+        what is wanted in their shapes, and in nothing else: where a traced function is differentiated by one argument,
+        then another, then the first again, JAX takes their structure (and under vmap, axes) from what it saw last.
+        """
+        assert self._made_of is not None
+        return np.zeros((0, *(int(name in wanted) for name in self._made_of)), bool)
+
+    def heard(self, told: Any) -> Wanted:
+        """What `told` was given."""
+        assert self._made_of is not None
+        return tuple(itertools.compress(self._made_of, told.shape[1:]))
 
     def __call__(self, *operands: jax.Array | None, implementation: str | None, **options: Hashable) -> Results:
         if self._made_of is not None:
@@ -265,6 +276,11 @@ class LinearOperation(Operation):
         )
         found = itertools.chain(gradients, itertools.repeat(None))
         return [_like(aval, g) for aval, g, p in zip(tangents, found, present, strict=False) if p]
+
+
+def nothing_of(a: Any) -> jax.Array:
+    """In the place of a residual like `a` that is not needed (see `Operation.told`)."""
+    return jax.lax.slice_in_dim(a, 0, 0)
 
 
 def is_differentiated(*primals: CustomVJPPrimal | None) -> bool:

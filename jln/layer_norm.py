@@ -20,6 +20,7 @@ from jln._transforms import (
     Wanted,
     in_reverse_mode_only,
     is_differentiated,
+    nothing_of,
     only_rows_differ,
     vary_together,
     with_automatic_axes,
@@ -241,7 +242,7 @@ def _tangent_transpose(cotangents, tangents, others, *, y_dtype, has_residual, b
     dy, dtotal = cotangents
     total, scale, mean, rstd = others[4:]
     offset = tangents[3]
-    wanted = _wanted(*(a is not None for a in tangents))
+    wanted = _wanted(*(a is not None for a in tangents[:4]))
     if only_rows_differ(batch_dims, (dy, dtotal, total, mean, rstd), (scale, offset)):
         batch_dims = 0
     doffset_dtype = None if offset is None else offset.dtype
@@ -260,19 +261,18 @@ def _wanted(x: bool, residual: bool, scale: bool, offset: bool) -> Wanted:
 
 def _norm(norm: _Norm, x, residual, scale, offset):
     """-> (y, total); total is None without a residual."""
-    wanted = Wanted(("y", "total"))
+    wanted = ("y", "total")
     y, total, _, _ = _forward(x, residual, scale, offset, wanted=wanted, y_dtype=norm.y_dtype, **norm.options())
     return y, total
 
 
 def _norm_saving(norm: _Norm, wanted: Wanted, x, residual, scale, offset):
-    """-> ((y, total), what the wanted derivatives need of total or x, scale, mean and rstd: the others are None)"""
+    """-> ((y, total), what the derivatives need: total or x, scale, and mean and rstd where the wanted ones do)"""
     needed = _backward.needs(wanted)
     results = _forward.wanted(y=True, total=True, **{name: name in needed for name in ("mean", "rstd")})
     y, total, *statistics = _forward(x, residual, scale, offset, wanted=results, y_dtype=norm.y_dtype, **norm.options())
     mean, rstd = (None if a is None else checkpoint_name(a, STATISTICS) for a in statistics)
-    saved = {"total": x if total is None else total, "scale": scale, "mean": mean, "rstd": rstd}
-    return (y, total), tuple(a if name in needed else None for name, a in saved.items())
+    return (y, total), (x if total is None else total, scale, mean, rstd)
 
 
 def _gradients(dy, dtotal, total, scale, mean, rstd, *, wanted: Wanted, **options):
@@ -285,14 +285,17 @@ def _gradients(dy, dtotal, total, scale, mean, rstd, *, wanted: Wanted, **option
 def _norm_forward(norm: _Norm, *arguments: CustomVJPPrimal | None):
     wanted = _wanted(*(is_differentiated(a) for a in arguments))
     results, saved = _norm_saving(norm, wanted, *(None if a is None else a.value for a in arguments))
-    return results, (wanted, saved)
+    if "rstd" not in _backward.needs(wanted):
+        (total, scale, *_), nothing = saved, nothing_of(results[0])
+        saved = nothing_of(total), scale, nothing if norm.subtract_mean else None, nothing
+    return results, (_backward.told(wanted), saved)
 
 
 def _norm_backward(norm: _Norm, residuals, cotangents):
     """None is JAX's zero, as a SymbolicZero is that of a result that was not used."""
-    wanted, saved = residuals
+    told, saved = residuals
     dy, dtotal = (None if isinstance(a, SymbolicZero) else a for a in cotangents)
-    options = {"wanted": wanted, "doffset_dtype": norm.offset_dtype, **norm.options()}
+    options = {"wanted": _backward.heard(told), "doffset_dtype": norm.offset_dtype, **norm.options()}
     dx, dscale, doffset = _gradients(dy, dtotal, *saved, **options)
     if dx is None:
         return None, None, dscale, doffset

@@ -22,6 +22,7 @@ from jln._transforms import (
     Wanted,
     in_reverse_mode_only,
     is_differentiated,
+    nothing_of,
     only_rows_differ,
     vary_together,
     with_automatic_axes,
@@ -230,7 +231,7 @@ def _tangent_transpose(cotangents, tangents, others, *, batch_dims, **options):
     (dy,) = cotangents
     bias = tangents[4]
     x, scale, offset, kernel, mean, rstd = others[5:]
-    wanted = _wanted(*(a is not None for a in tangents))
+    wanted = _wanted(*(a is not None for a in tangents[:5]))
     dbias_dtype = None if bias is None else bias.dtype
     shared = only_rows_differ(batch_dims, (dy, x, mean, rstd), (scale, offset, kernel, bias))
     if shared:
@@ -264,30 +265,32 @@ def _wanted(x: bool, scale: bool, offset: bool, kernel: bool, bias: bool) -> Wan
 
 
 def _norm_linear(norm: _NormLinear, x, scale, offset, kernel, bias):
-    return _forward(x, scale, offset, kernel, bias, wanted=Wanted(("y",)), **norm.options())[0]
+    return _forward(x, scale, offset, kernel, bias, wanted=("y",), **norm.options())[0]
 
 
 def _norm_linear_saving(norm: _NormLinear, wanted: Wanted, x, scale, offset, kernel, bias):
-    """-> (y, what the wanted derivatives need of x, scale, offset, kernel, mean and rstd: the others are None)"""
+    """-> (y, what the derivatives need: x, scale, offset, kernel, and mean and rstd where the wanted ones do)"""
     needed = _backward.needs(wanted)
     results = _forward.wanted(y=True, **{name: name in needed for name in ("mean", "rstd")})
     y, *statistics = _forward(x, scale, offset, kernel, bias, wanted=results, **norm.options())
     mean, rstd = (None if a is None else checkpoint_name(a, STATISTICS) for a in statistics)
-    saved = {"x": x, "scale": scale, "offset": offset, "kernel": kernel, "mean": mean, "rstd": rstd}
-    return y, tuple(a if name in needed else None for name, a in saved.items())
+    return y, (x, scale, offset, kernel, mean, rstd)
 
 
 def _norm_linear_forward(norm: _NormLinear, *arguments: CustomVJPPrimal | None):
     wanted = _wanted(*(is_differentiated(a) for a in arguments))
     y, saved = _norm_linear_saving(norm, wanted, *(None if a is None else a.value for a in arguments))
-    return y, (wanted, saved)
+    if "rstd" not in _backward.needs(wanted):
+        (x, *parameters, _, _), nothing = saved, nothing_of(y)
+        saved = nothing_of(x), *parameters, nothing if norm.subtract_mean else None, nothing
+    return y, (_backward.told(wanted), saved)
 
 
 def _norm_linear_backward(norm: _NormLinear, residuals, dy):
-    wanted, saved = residuals
+    told, saved = residuals
     if isinstance(dy, SymbolicZero):
         return (None,) * 5
-    return _backward(dy, *saved, wanted=wanted, dbias_dtype=norm.bias_dtype, **norm.options())
+    return _backward(dy, *saved, wanted=_backward.heard(told), dbias_dtype=norm.bias_dtype, **norm.options())
 
 
 _operator = jax.custom_vjp(_norm_linear, nondiff_argnums=(0,))

@@ -6,6 +6,7 @@ from targets import (
     CHUNKS,
     CHUNKS_ADD,
     COMPOSED,
+    FROZEN,
     FUSED_KERNELS,
     GROUPS,
     LINEAR,
@@ -97,14 +98,14 @@ KERNELS = [
     ),
     Mutant(
         "the sum of whole rows not returned", NORM,
-        "        if HAS_RESIDUAL:\n            tl.store(total_ptr + at",
-        "        if HAS_RESIDUAL and H < 0:\n            tl.store(total_ptr + at",
+        "        if WANTS_TOTAL:\n            tl.store(total_ptr + at",
+        "        if WANTS_TOTAL and H < 0:\n            tl.store(total_ptr + at",
         WHOLE,
     ),
     Mutant(
         "the sum of chunks not returned", NORM,
-        "            if HAS_RESIDUAL:\n                tl.store(total_ptr + at",
-        "            if HAS_RESIDUAL and H < 0:\n                tl.store(total_ptr + at",
+        "            if WANTS_TOTAL:\n                tl.store(total_ptr + at",
+        "            if WANTS_TOTAL and H < 0:\n                tl.store(total_ptr + at",
         CHUNKS_ADD,
     ),
     Mutant(
@@ -234,5 +235,18 @@ KERNELS = [
         "dbias_partial_ptr, program, program < programs",
         "dbias_partial_ptr, program, program <= programs",
         FUSED_KERNELS,
+    ),
+    Mutant(
+        "dz left out where dscale alone needs it", LINEAR, "if WANTS_DX or WANTS_DSCALE:", "if WANTS_DX:",
+        (f"{FROZEN}test_some_gradients_of_a_fused_linear[scale]",),
+    ),
+    Mutant(
+        "shares of dbias not added up where dkernel alone needs them", LINEAR,
+        "if WANTS_DBIAS or WANTS_DOFFSET or (WANTS_DKERNEL and HAS_OFFSET):", "if WANTS_DBIAS or WANTS_DOFFSET:",
+        (f"{FROZEN}test_some_gradients_of_a_fused_linear[kernel]",),
+    ),
+    Mutant(
+        "row sums of frozen rows", NORM, "elif WANTS_DX and BLOCK_H < H:", "elif BLOCK_H < H and HAS_SUMS:",
+        (f"{ACCURACY}test_layer_norm[triton-5-16385-float32]",),
     ),
 ]  # fmt: skip
