@@ -146,8 +146,8 @@ SOURCES = [
     ("y not multiplied by the scale", WHOLE, NORMS, "* rstd[:, None] * scale[None, :]  # (3), (4)", "* rstd[:, None]"),
     ("a bias not added", FUSED, LINEARS, "constant = _load_vector(bias_ptr", "constant = 0.0 * _load_vector(bias_ptr"),
     # Launchers: the grid, operands, scalars, switches and aliases as they are written.
-    ("a grid of one tile less", WHOLE, NORM_LAUNCH, "programs=g.groups * g.tiles(tile),\n            tile=tile,",
-     "programs=g.groups * g.tiles(tile) - 1,\n            tile=tile,"),
+    ("a grid of one tile less", WHOLE, NORM_LAUNCH, "programs=g.programs(tile),\n        tile=tile,",
+     "programs=g.programs(tile) - 1,\n        tile=tile,"),
     ("groups forgotten in the grid", GROUPS, NORM_LAUNCH, "programs=g.groups * programs * chunks", "programs=programs * chunks"),
     ("programs before rows", WHOLE, NORM_LAUNCH, "[*operands, c1, c2, g.rows, programs]", "[*operands, c1, c2, programs, g.rows]"),
     ("c2 before c1", CHUNKS, NORM_LAUNCH, "[*operands, c1, c2, g.rows, programs]", "[*operands, c2, c1, g.rows, programs]"),

@@ -8,8 +8,8 @@ import functools
 import linecache
 import re
 
-# An H200: bytes a second, and instructions of warps that its schedulers issue in one: 132 SMs, 4 each, 1.98 GHz.
-MEMORY, ISSUES = 4.8e12, 132 * 4 * 1.98e9
+from ptx.statistics import H200
+
 # Arrays of rows, and a Linear's matrix; what else there is, is small and met again and again, in L1 or L2.
 LARGE = re.compile(r"\b(x|residual|total|dy|dtotal|dx|y|kernel)_ptr\b")
 
@@ -35,8 +35,11 @@ class Traffic:
         return self.widths.get(16, 0) / max(1, sum(self.widths.values()))
 
     def issue_share(self, nbytes: int) -> float:
-        """Instructions as a part of what the schedulers issue while memory moves `nbytes`; 1 is all of it."""
-        return self.issued / (nbytes / MEMORY * ISSUES)
+        """The time that an H200's schedulers take for the instructions, as a part of what its memory takes for `nbytes`.
+
+        Unlike `Stats.issue_share` of all sectors asked for: scale and offset come from a cache.
+        """
+        return self.issued / H200.issues / (nbytes / H200.memory)
 
 
 def of(program) -> list[Traffic]:
