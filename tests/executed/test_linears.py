@@ -33,6 +33,8 @@ FUSED = [
     Case(RMS, (70, 64), "bfloat16", "small-h200", (32,), without="b", zero_centered_scale=True, epsilon=0.1),
     Case(LAYER, (3, 23, 128), "float32", "h200", (4, 8), forward_mode=True, zero_centered_scale=True),
     Case(LAYER, (100, 192), "bfloat16", "h200", (64,), mean=100.0),
+    Case(LAYER, (100, 128), "bfloat16", "small-b200", (64,)),
+    Case(RMS, (70, 64), "float16", "b200", (104,)),
 ]
 # Composed: in the backward y takes dy's memory.
 COMPOSED = [
