@@ -18,7 +18,7 @@ import jln
 import traffic
 import workbench
 from jln._triton import config
-from ptx import Program, Violation
+from ptx import Program
 
 # With three SMs persistent programs take many tiles each, in a number that the tiles are no multiple of.
 SMALL = {f"small-{c.name}": dataclasses.replace(c, name=f"small-{c.name}", sms=3) for c in config.CHIPS.values()}
@@ -266,20 +266,8 @@ def check(case: Case) -> Ran:
     return ran
 
 
-CONTENDED = pytest.mark.xfail(
-    strict=True,
-    raises=Violation,
-    reason="LLVM contracts x*x + shfl(x*x) to an fma where a thread has one element: threads store different sums to one "
-    "place, until kernels are compiled without fp fusion",
-)
-
-
-def cases(listed: list[Case], *, quick: tuple[int, ...], contended: tuple[int, ...] = ()):
+def cases(listed: list[Case], *, quick: tuple[int, ...]):
     """Parametrize a test by `case`. Those whose place in the list is in `quick` run by default, the others are heavy."""
 
-    def marks(i):
-        return [*([] if i in quick else [pytest.mark.heavy]), *([CONTENDED] if i in contended else [])]
-
-    return pytest.mark.parametrize(
-        "case", [pytest.param(case, id=str(case), marks=marks(i)) for i, case in enumerate(listed)]
-    )
+    marks = [() if i in quick else pytest.mark.heavy for i in range(len(listed))]
+    return pytest.mark.parametrize("case", [pytest.param(c, id=str(c), marks=m) for c, m in zip(listed, marks, strict=True)])

@@ -4,7 +4,7 @@
 
 prints a table: chip, case, kernel, instruction, how many were dropped, how many noticed, the lines of the others.
 
-What is not noticed is in `NEEDLESS` with the reason.
+What is not noticed is needless, for a reason of `needless`.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ if __name__ == "__main__":
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jln
 from jln._triton import config
@@ -97,6 +98,26 @@ def noticed(program, arrays, whole, options):
     if all(np.array_equal(a, b, equal_nan=True) for a, b in zip(got, whole, strict=True)):
         return None
     return "another result"
+
+
+def needless(ptx, line, instruction):
+    """Why a kernel is right without this, as far as its text says; None if there is no reason."""
+    after = [found for n, found in drops(ptx) if n >= line]
+    waits = [k for k, found in enumerate(after) if found == "cp.async.wait_group"]
+    if instruction == "cp.async.commit_group" and instruction in after[: waits[0] if waits else None]:
+        return "the copies are committed with the next group, and nobody waits for the one without the other"
+    if instruction.startswith("wgmma.") and [found for _, found in drops(ptx)].count(instruction) > 1:
+        return "that of the other product of the loop comes before its sums are touched"
+    return None
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.heavy] if k else []) for k, name in enumerate(CASES)]
+)
+def test_what_orders_threads_is_missed_when_it_is_dropped(name):
+    texts = {call.name: call.ptx for call in prepared(name)[0].calls}
+    missed = [(kernel, line, what) for kernel, line, what, how in tried(name) if how is None]
+    assert not [m for m in missed if needless(texts[m[0]], *m[1:]) is None]
 
 
 def table():

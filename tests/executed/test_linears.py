@@ -60,7 +60,7 @@ VMAP = [
 ]
 
 
-@cases(FUSED, quick=(1, 3, 7, 10, 14, 19, 22), contended=(4, 10, 11, 13, 23))
+@cases(FUSED, quick=(1, 3, 7, 10, 14, 19, 22))
 def test_fused(case):
     kernels = [call.name for call in check(case).program.calls]
     assert "jln_parameters_kernel" in kernels

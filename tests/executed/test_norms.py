@@ -100,7 +100,7 @@ VMAP = [
 ]
 
 
-@cases(SIZES, quick=(0, 4, 6, 8, 12, 15, 16, 20, 25, 27, 30), contended=(3, 4, 30))
+@cases(SIZES, quick=(0, 4, 6, 8, 12, 15, 16, 20, 25, 27, 30))
 def test_sizes(case):
     check(case)
 
@@ -110,12 +110,12 @@ def test_options(case):
     check(case)
 
 
-@cases(MIXED, quick=(0, 3, 4), contended=(6,))
+@cases(MIXED, quick=(0, 3, 4))
 def test_mixed_dtypes(case):
     check(case)
 
 
-@cases(STRIDED, quick=(0, 3, 7, 11), contended=(0, 2, 8, 11))
+@cases(STRIDED, quick=(0, 3, 7, 11))
 def test_rows_side_by_side(case):
     check(case)
 

@@ -126,8 +126,6 @@ LAUNCHES = [
 
 SOURCES = [
     # Wrong hints of divisibility: wide loads where rows do not start on 16 bytes.
-    ("rows of 1001 said to start on 16 bytes", UNALIGNED, NORMS,
-     "return row, row * H, row < rows", "return row, tl.multiple_of(row * H, [16]), row < rows"),
     ("neighbours said to start on 16 bytes", dataclasses.replace(STRIDED, shape=(3, 24, 39)), NORMS,
      "return column, column * INNER, column < H", "return column, tl.multiple_of(column * INNER, [16]), column < H"),
     # Row strides, bounds and masks.

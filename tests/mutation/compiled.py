@@ -4,6 +4,7 @@ from targets import (
     EXECUTED_FUSED,
     LAUNCH,
     LINEAR,
+    NEIGHBOURS,
     NORM,
     RAGGED,
     SEVERAL_TILES,
@@ -26,10 +27,15 @@ COMPILED = [
         "c2 of rows that are not there, fused", LINEAR,
         "c2 = tl.load(c2_ptr + row, mask=valid, other=0.0)", "c2 = tl.load(c2_ptr + row)", EXECUTED_FUSED,
     ),
+    Mutant(
+        "that rows are whole neighbours hidden from the compiler", NORM,
+        "tl.cast(rows // INNER, tl.int64) * (H * INNER)", "tl.cast(rows, tl.int64) * H", NEIGHBOURS,
+    ),
     # What the compiler is told, and the launch.
     Mutant(
-        "rows said to start on 16 bytes", NORM,
-        "return row, row * H, row < rows", "return row, tl.multiple_of(row * H, [16]), row < rows", UNALIGNED,
+        "neighbours said to start on 16 bytes", NORM,
+        "return column, column * INNER, column < H", "return column, tl.multiple_of(column * INNER, [16]), column < H",
+        UNALIGNED,
     ),
     Mutant(
         "numbers said to be multiples of 16", LAUNCH,

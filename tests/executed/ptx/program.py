@@ -34,8 +34,9 @@ class Program:
         self._lock = threading.Lock()  # XLA may call from several threads
         self._sites: list[_Site] = []
         self.stats: list[Stats] = []
-        module = lowered.compiler_ir("stablehlo")
-        with module.context, ir.Location.unknown():
+        original = lowered.compiler_ir("stablehlo")  # JAX keeps it, so what is changed here is a copy
+        with original.context, ir.Location.unknown():
+            module = ir.Module.parse(str(original))
             # Inlined, a value that reaches a call by two ways is one value.
             PassManager.parse("builtin.module(inline)").run(module.operation)
             for operation in _triton_calls(module.operation):
@@ -44,12 +45,13 @@ class Program:
                     edit(site.call)
                 _replace(operation, index=len(self._sites))
                 self._sites.append(site)
+            self._callbacks = [self._callback(i) for i in range(len(self._sites))]  # XLA does not keep them alive
             cpu = xla_bridge.get_backend("cpu")
             self._executable = cpu.compile_and_load(
                 module,
                 executable_devices=xla_client.DeviceList(tuple(cpu.local_devices()[:1])),
                 compile_options=xla_client.CompileOptions(),
-                host_callbacks=[self._callback(i) for i in range(len(self._sites))],
+                host_callbacks=self._callbacks,
             )
 
     @property
@@ -80,20 +82,17 @@ class Program:
         return jax.tree.unflatten(self._tree, results)
 
     def _callback(self, index: int) -> Callable[..., tuple[np.ndarray, ...]]:
+        """What XLA calls in the place of a Triton call. Of an error XLA keeps only the text, so `run` has it."""
+        site = self._sites[index]
+
         def execute(*operands):
-            site = self._sites[index]
             with self._lock:
                 try:
-                    if self._error is not None:
-                        raise self._error
-                    arrays = [np.asarray(operand) for operand in operands]
-                    return tuple(
-                        launch.execute(
-                            site.call, arrays, site.results, site.buffers, self.stats[index], **self._options
-                        )
-                    )
-                except Exception as error:  # XLA would keep no more of it than its text
-                    self._error = error
+                    arrays = [np.array(a) for a in operands]  # XLA's memory is gone when an error is shown
+                    options = {"same": site.buffers, "stats": self.stats[index], **self._options}
+                    return tuple(launch.execute(site.call, arrays, site.results, **options))
+                except Exception as error:
+                    self._error = self._error or error
                     raise
 
         return execute

@@ -72,8 +72,8 @@ class TensorMemory:
     def load(self, cells: np.ndarray, lanes: np.ndarray) -> np.ndarray:
         """[threads, cells] values. Nobody may change them before `wait_loads`.
 
-        PTX leaves open what is in the registers until then. That is not checked: LLVM knows no such thing, and puts
-        Triton's arithmetic in front of the wait.
+        PTX leaves open what is in the registers until then. That is not checked: LLVM puts Triton's arithmetic in front
+        of the wait, and ptxas the wait in front of the arithmetic again (seen in its code for sm_100).
         """
         m = self._machine
         self._check(cells, lanes, "a read")
