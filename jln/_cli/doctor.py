@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import pathlib
 import platform
@@ -15,6 +14,7 @@ import jax
 import typer
 
 import jln
+from jln._bench import parts
 from jln._catalogue import OPERATORS
 from jln._cli.console import print_json, print_note, print_table, progress
 from jln._cli.devices import Device, complaints, described, devices, implementations
@@ -156,13 +156,7 @@ def _tuning() -> tuple[str, list[str]]:
 
 def installed() -> dict[str, str | None]:
     """From each package to its version; None where it is not installed."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    return versions
+    return {package: parts.version(package) for package in PACKAGES}
 
 
 def parsed(version: str) -> tuple[int, ...]:
