@@ -10,12 +10,14 @@ when they did not run.
 """
 
 import argparse
+import functools
 import importlib.util
 import itertools
 import math
 import os
 import pathlib
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -27,13 +29,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import jln
+from jln import _catalogue
+from jln._catalogue import OPERATORS, Operator
 from jln._triton import launch
 
-RESULTS = ("y", "dx", "dscale", "doffset", "dkernel", "dbias")
-OPERATORS = ("layer_norm_linear", "rms_norm_linear")
 
-
-class Case(NamedTuple):
+class Size(NamedTuple):
     """x [*rows, H], kernel [H, N]; limits are of the absolute error, or None: of the relative one, by dtype."""
 
     rows: tuple[int, ...]
@@ -47,37 +48,39 @@ class Case(NamedTuple):
 RELATIVE_LIMITS = {"float64": 1e-13, "float32": 4e-6, "float16": 2e-3, "bfloat16": 1e-2}
 # Absolute, so they hold for data of one size: for a cotangent ten times larger, dkernel reaches 22, where neighbours in
 # float32 are 1.9e-6 apart, and plain autodiff is outside of them for three seeds in four.
-TINY = {"y": 1e-6, "dx": 1e-6, "dscale": 1e-6, "doffset": 1e-6, "dkernel": 2e-6, "dbias": 1e-6}
+TINY = defaultdict(lambda: 1e-6, dkernel=2e-6)
 # The tiny one; a narrow output and a wide one, for the two strategies of the kernels. 776 is ragged for every tile.
 SIZES = [((4, 4), 8, 16), ((4, 64), 776, 64), ((4, 64), 776, 1000)]
 EPSILON = 1e-5
 
 
-def operands(case: Case, seed: int) -> tuple[list[jax.Array], jax.Array]:
-    """-> ((x, scale, offset, kernel, bias), dy): all normal but the kernel, uniform as a Linear's first one."""
+def operands(size: Size, seed: int) -> tuple[dict[str, jax.Array], jax.Array]:
+    """-> (the arguments of all these operators by name, dy): all normal but the kernel, uniform as a Linear's first."""
     random = np.random.default_rng(seed)
-    shapes = ((*case.rows, case.h), (case.h,), (case.h,), (case.h, case.n), (case.n,), (*case.rows, case.n))
-    x, scale, offset, kernel, bias, dy = (random.standard_normal(shape) for shape in shapes)
-    kernel = random.uniform(-1, 1, kernel.shape) / math.sqrt(case.h)
-    arrays = (x, 1 + scale, offset, kernel, bias)
-    return [jnp.asarray(a, case.dtype) for a in arrays], jnp.asarray(0.1 * dy, case.dtype)
+    arguments = _catalogue.fullest(is_linear=True).arguments
+    sizes = _catalogue.sizes((*size.rows, size.h), -1, (size.n,))
+    arrays = {a.name: random.standard_normal(a.of(sizes, size.dtype, size.dtype).shape) for a in arguments}
+    dy = 0.1 * random.standard_normal((*size.rows, size.n))
+    for array in arguments:
+        if array.role == "kernel":
+            arrays[array.name] = random.uniform(-1, 1, arrays[array.name].shape) / math.sqrt(size.h)
+        elif array.role == "scale":
+            arrays[array.name] += 1
+    return {name: jnp.asarray(a, size.dtype) for name, a in arrays.items()}, jnp.asarray(dy, size.dtype)
 
 
-def gradients(module, name: str, arrays, dy, device, **options) -> dict[str, np.ndarray]:
-    """y and the gradients, by name; an RMSNorm has no offset."""
-
-    def operator(x, scale, offset, kernel, bias):
-        norm = (scale, offset) if name == "layer_norm_linear" else (scale,)
-        # "highest": a GPU's own default multiplies float32 with ten bits.
-        return getattr(module, name)(x, *norm, kernel, bias, epsilon=EPSILON, precision="highest", **options)
+def gradients(function, operator: Operator, arrays, dy, device, **options) -> dict[str, np.ndarray]:
+    """y and the gradients, by name."""
+    # "highest": a GPU's own default multiplies float32 with ten bits.
+    f = functools.partial(function, epsilon=EPSILON, precision="highest", **options)
 
     @jax.jit
     def run(arrays, dy):
-        y, pullback = jax.vjp(operator, *arrays)
-        return y, *pullback(dy)
+        y, pullback = jax.vjp(lambda arrays: f(**arrays), arrays)
+        return {"y": y} | {f"d{name}": a for name, a in pullback(dy)[0].items()}
 
-    results = zip(RESULTS, run(*jax.device_put((arrays, dy), device)), strict=True)
-    return {k: np.asarray(a, "float64") for k, a in results if k != "doffset" or name == "layer_norm_linear"}
+    found = run(*jax.device_put(({name: arrays[name] for name in operator.names}, dy), device))
+    return {name: np.asarray(found[name], "float64") for name in ("y", *(f"d{n}" for n in operator.names))}
 
 
 def implementations() -> Iterator[tuple[jax.Device, str]]:
@@ -92,25 +95,25 @@ def implementations() -> Iterator[tuple[jax.Device, str]]:
             yield default, "triton"
 
 
-def report(case: Case, name: str, seed: int) -> bool:
+def report(size: Size, operator: Operator, seed: int) -> bool:
     """Print a line for each result of each implementation; whether all are good."""
-    arrays, dy = operands(case, seed)
-    exact = [a.astype("float64") for a in arrays]
-    true = gradients(jln.reference, name, exact, dy.astype("float64"), jax.devices("cpu")[0])
-    shape = "x".join(map(str, case.rows))
+    arrays, dy = operands(size, seed)
+    exact = {name: a.astype("float64") for name, a in arrays.items()}
+    true = gradients(operator.reference, operator, exact, dy.astype("float64"), jax.devices("cpu")[0])
+    shape = "x".join(map(str, size.rows))
     good = True
     for device, implementation in implementations():
-        sizes = f"{shape}x{case.h} -> {shape}x{case.n}" if shape else f"{case.h} -> {case.n}"
-        print(f"{name}, {sizes}, {case.dtype}, {implementation} on {device.device_kind}")
-        got = gradients(jln, name, arrays, dy, device, implementation=implementation)
+        sizes = f"{shape}x{size.h} -> {shape}x{size.n}" if shape else f"{size.h} -> {size.n}"
+        print(f"{operator.name}, {sizes}, {size.dtype}, {implementation} on {device.device_kind}")
+        got = gradients(operator.function, operator, arrays, dy, device, implementation=implementation)
         for result, t in true.items():
             largest = np.max(np.abs(t), initial=0.0)
             absolute = np.max(np.abs(got[result] - t), initial=0.0)
             relative = absolute / largest if largest else absolute
-            if case.limits is None:
-                error, limit, kind = relative, RELATIVE_LIMITS[case.dtype], "relative"
+            if size.limits is None:
+                error, limit, kind = relative, RELATIVE_LIMITS[size.dtype], "relative"
             else:
-                error, limit, kind = absolute, case.limits[result], "absolute"
+                error, limit, kind = absolute, size.limits[result], "absolute"
             passed = bool(error <= limit)  # a NaN fails
             good &= passed
             verdict = "PASS" if passed else "FAIL"
@@ -130,13 +133,13 @@ def parsed(size: str) -> tuple[tuple[int, ...], int, int]:
     return tuple(rows), h, n
 
 
-def cases(size: tuple[tuple[int, ...], int, int] | None, dtype: str | None) -> list[Case]:
+def sizes(size: tuple[tuple[int, ...], int, int] | None, dtype: str | None) -> list[Size]:
     if size is not None:
-        return [Case(*size, dtype or "float32")]
+        return [Size(*size, dtype or "float32")]
     dtypes = [dtype] if dtype else ["float32", "bfloat16"]
     tiny, *others = SIZES
-    found = [Case(*other, d) for other in others for d in dtypes]
-    return [Case(*tiny, "float32", TINY), *found] if "float32" in dtypes else found
+    found = [Size(*other, d) for other in others for d in dtypes]
+    return [Size(*tiny, "float32", TINY), *found] if "float32" in dtypes else found
 
 
 def main() -> int:
@@ -148,8 +151,8 @@ def main() -> int:
     jax.config.update("jax_enable_x64", True)
     print(f"jax {jax.__version__}, jln {jln.__version__}, epsilon {EPSILON}, seed {arguments.seed}")
     print("  result      largest   absolute   relative   limit of the error")
-    chosen = itertools.product(cases(arguments.size, arguments.dtype), OPERATORS)
-    good = [report(case, name, arguments.seed) for case, name in chosen]
+    chosen = itertools.product(sizes(arguments.size, arguments.dtype), (o for o in OPERATORS.values() if o.is_linear))
+    good = [report(size, operator, arguments.seed) for size, operator in chosen]
     print("all within their limits" if all(good) else "some are NOT within their limits")
     if "triton" not in {implementation for _, implementation in implementations()}:
         print(f"the Triton kernels did NOT run: {launch.missing()}")

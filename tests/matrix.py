@@ -8,9 +8,11 @@ import jax.numpy as jnp
 
 import jln
 import workbench
+from jln import _catalogue
+from jln._catalogue import OPERATORS
 
-NORMS = {"layer_norm": "so", "rms_norm": "s", "add_layer_norm": "so", "add_rms_norm": "s"}
-OPTIONAL = NORMS | {"layer_norm_linear": "sob", "rms_norm_linear": "sb"}
+# By their initials.
+OPTIONAL = {name: "".join(a.name[0] for a in o.arguments if a.optional) for name, o in OPERATORS.items()}
 CASES = [
     (name, "".join(given))
     for name, optional in OPTIONAL.items()
@@ -22,33 +24,19 @@ ROWS, H = (4, 2), 8  # What a mesh of 4x2 divides.
 
 @functools.cache
 def operands(name):
-    """x, then the residual or the kernel, then the optional arguments in the order of OPTIONAL."""
-    second = {"add": (*ROWS, H), "lin": (H, 2, H // 2)}
-    kind = "add" if name.startswith("add") else "lin" if name.endswith("linear") else None
-    shapes = [
-        (*ROWS, H),
-        *([second[kind]] if kind else []),
-        *((2, H // 2) if o == "b" else (H,) for o in OPTIONAL[name]),
-    ]
-    return [workbench.normal(i, s, "float64") for i, s in enumerate(shapes)]
+    """What it needs, then the optional arguments: a dict from name to array."""
+    sizes = _catalogue.sizes((*ROWS, H), -1, (2, H // 2))
+    ordered = sorted(OPERATORS[name].arguments, key=lambda a: a.optional)
+    arrays = [a.of(sizes, "float64", "float64") for a in ordered]
+    return {a.name: workbench.normal(i, s.shape, s.dtype) for i, (a, s) in enumerate(zip(ordered, arrays, strict=True))}
 
 
 def bind(name, given, module=jln, **options):
     """The operator as a function of x, what it needs beside, and the optional arguments that are given; and those."""
-    complete = operands(name)
-    optional = OPTIONAL[name]
-    needed = len(complete) - len(optional)
-
-    def function(*some):
-        arrays = dict(zip(given, some[needed:], strict=True))
-        s, o, b = (arrays.get(k) for k in "sob")
-        parameters = [s, o][: 1 + ("o" in optional)]
-        tail = (some[1], b) if "b" in optional else ()
-        head = some[:1] if tail else some[:needed]
-        return getattr(module, name)(*head, *parameters, *tail, **options)
-
-    chosen = (a for a, o in zip(complete[needed:], optional, strict=True) if o in given)
-    return function, (*complete[:needed], *chosen)
+    operator, complete = OPERATORS[name], operands(name)
+    absent = [a.name for a in operator.arguments if a.optional and a.name[0] not in given]
+    chosen = {n: a for n, a in complete.items() if n not in absent}
+    return operator.in_order(getattr(module, name), tuple(chosen), **options), tuple(chosen.values())
 
 
 def loss(f):

@@ -26,7 +26,7 @@ def problem(name, rows, width, features, dtype, parameter_dtype=None):
         operator = OPERATORS[name]
         return operator, workbench.arguments(operator, (rows, width), dtype, parameter_dtype=parameter_dtype)
     operator = LINEAR_OPERATORS[name]
-    return operator, workbench.linear_arguments(operator, (rows,), width, (features,), dtype)
+    return operator, workbench.arguments(operator, (rows, width), dtype, features=(features,))
 
 
 def gradients(operator, implementation):

@@ -38,9 +38,9 @@ def check(operator, rows, width, dtype, implementation, mean=0.0, magnitude=1.0,
     ours = functools.partial(function, implementation=implementation)
     plain = functools.partial(function, module=jln.reference)
     cotangent = workbench.cotangents(jax.eval_shape(ours, *operands))
-    got = workbench.value_and_gradients(ours, operands, cotangent)
+    got = workbench.value_and_gradients(operator, ours, operands, cotangent)
     true = workbench.truth(operator, operands, cotangent, total=got.get("total"))
-    workbench.assert_accurate(got, workbench.value_and_gradients(plain, operands, cotangent), true)
+    workbench.assert_accurate(got, workbench.value_and_gradients(operator, plain, operands, cotangent), true)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

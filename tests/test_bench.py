@@ -14,7 +14,8 @@ import pytest
 
 pytest.importorskip("typer")
 
-from jln._bench import measure, numerics, peers, results, timing, trace
+from jln import _accuracy
+from jln._bench import measure, numerics, parts, results, timing, trace
 from jln._bench.blocks import Block
 from jln._bench.peers import PEERS, Peer
 from jln._bench.timing import Run
@@ -40,7 +41,7 @@ SMALL = {
         Workload("norm", "layer_norm", (6, 40), "small"),
         Workload("sum", "add_rms_norm", (2, 3, 40), "small"),
         Workload("linear", "layer_norm_linear", (6, 40), "small", features=8),
-        Workload("no-bias", "rms_norm_linear", (6, 40), "small", features=8),
+        Workload("no-bias", "rms_norm_linear", (6, 40), "small", features=8, absent=("bias",)),
         Workload("axis-0", "layer_norm", (40, 3, 2), "small", axis=0),
         Workload("inference", "rms_norm", (6, 40), "small", directions=("forward",)),
         Block("block", "block", (2, 4, 16), "small", heads=2),
@@ -216,7 +217,7 @@ def test_what_a_peer_lacks_or_raises_is_its_reason():
         raise RuntimeError("no kernel\nfor this")
 
     def refuses(workload):
-        raise peers.Unsupported("not this one")
+        raise parts.Unsupported("not this one")
 
     def late(workload):
         return lambda *arguments: jax.pure_callback(raises, arguments[0], arguments[0])
@@ -235,7 +236,7 @@ def test_what_a_peer_lacks_or_raises_is_its_reason():
         "jnp": ("timed", None),
     }
     assert measure.function_of(SMALL["block"], PEERS["jnp"])
-    with pytest.raises(peers.Unsupported, match="within JAX"):
+    with pytest.raises(parts.Unsupported, match="within JAX"):
         measure.function_of(SMALL["block"], PEERS["torch"])
 
 
@@ -251,11 +252,12 @@ def test_without_a_profiler_a_gpu_is_timed_by_the_wall_clock(monkeypatch):
 def test_limits_are_of_the_size_of_roundings():
     """In float32: some of the largest result's, and for sums over rows as many more as the root of their number."""
     workload = Workload("norm", "layer_norm", (64, 100), "small", dtype="float32")
-    truth = numerics.Truth(workload, *numerics.arrays(workload))
-    by_name = dict(zip(truth.names, zip(truth.limits, truth.largest, strict=True), strict=True))
-    assert list(by_name) == ["y", "dx", "dscale", "doffset"]
-    for name, (limit, largest) in by_name.items():
-        assert limit <= (2 * numerics.ROUNDINGS + (8 if name in ("dscale", "doffset") else 0)) * 1.2e-7 * largest, name
+    judge = numerics.judge(workload, *numerics.arrays(workload))
+    assert list(judge.true) == numerics.names(workload) == ["y", "dx", "dscale", "doffset"]
+    for name, true in judge.true.items():
+        line = judge.accuracy(name, true.astype("float32"))
+        summed = 8 if name in ("dscale", "doffset") else 0
+        assert line.ok and line.limit <= (2 * _accuracy.ROUNDINGS + 1 + summed) * 1.2e-7 * line.largest, name
 
 
 def test_bytes_and_operations_of_a_block():

@@ -13,7 +13,9 @@ import pytest
 
 pytest.importorskip("typer")
 
-from jln._cli import app, check, controls, doctor, operators
+from jln._catalogue import OPERATORS
+from jln._cli import app, check, controls, doctor, samples
+from jln._cli.samples import Sample
 from jln._triton import cache, config
 
 
@@ -61,20 +63,21 @@ def test_a_narrow_terminal_cuts_no_number(capsys, monkeypatch):
     assert set(plain.split()) <= set(re.sub(r"\x1b\[\d+m", "", narrow).split())
 
 
-@pytest.mark.parametrize("init", operators.get_args(operators.Init))
-@pytest.mark.parametrize("name", operators.OPERATORS)
+@pytest.mark.parametrize("init", samples.get_args(samples.Init))
+@pytest.mark.parametrize("name", OPERATORS)
 def test_every_operator_with_all_data(capsys, name, init):
     # A width that is no power of two, and a mean that its sum does not give exactly.
     status, out, _ = run(capsys, "check", name, "--shape", "3x100", "--init", init, "--dtype", "bfloat16", "--json")
     assert status == 0, out
     found = json.loads(out)
-    names = operators.OPERATORS[name].results + tuple(f"d{a}" for a in operators.OPERATORS[name].arguments)
-    assert [r["name"] for r in found["runs"][0]["accuracy"]] == list(names)
+    operator = OPERATORS[name]
+    names = [a.name for a in operator.results] + [f"d{a}" for a in operator.names]
+    assert [r["name"] for r in found["runs"][0]["accuracy"]] == names
 
 
 def test_data_is_what_it_is_called():
     def x(init):
-        return operators.Case(operators.OPERATORS["layer_norm"], (50, 400), 1, "float32", init).arrays()[0][0]
+        return Sample(OPERATORS["layer_norm"], (50, 400), 1, "float32", init).arrays()[0][0]
 
     assert (x("ones") == 1).all()
     assert set(x("integers").flat) == {-3, -2, -1, 0, 1, 2, 3}
@@ -88,16 +91,16 @@ def test_timing(capsys):
     status, out, _ = run(capsys, *arguments, "--implementation", "xla")
     (only,) = json.loads(out)["runs"]
     assert status == 0
-    case = operators.Case(operators.OPERATORS["layer_norm_linear"], (64, 256), 32, "float32")
+    sample = Sample(OPERATORS["layer_norm_linear"], (64, 256), 32, "float32")
     # x, y, and scale, offset, kernel, bias; then dy, x, dx, scale and kernel again, and their gradients.
     x, y, parameters = 64 * 256, 64 * 32, 2 * 256 + 256 * 32 + 32
-    assert case.bytes_moved() == (4 * (x + y + parameters), 4 * (y + 2 * x + 256 + 256 * 32 + parameters))
-    assert case.operations() == (7 * x + 2 * x * 32, 13 * x + 4 * x * 32)
-    for direction, moved, done in zip(("forward", "backward"), case.bytes_moved(), case.operations(), strict=True):
-        time = only["time"][direction]
+    moved = {"forward": 4 * (x + y + parameters), "backward": 4 * (y + 2 * x + 256 + 256 * 32 + parameters)}
+    operations = {"forward": 7 * x + 2 * x * 32, "backward": 13 * x + 4 * x * 32}
+    for direction, time in only["time"].items():
+        assert (sample.bytes_once(direction), sample.operations(direction)) == (moved[direction], operations[direction])
         assert 1e-7 < time["seconds"] < 1
-        assert time["gb_per_s"] == pytest.approx(moved / time["seconds"] / 1e9)
-        assert time["tflop_per_s"] == pytest.approx(done / time["seconds"] / 1e12)
+        assert time["gb_per_s"] == pytest.approx(moved[direction] / time["seconds"] / 1e9)
+        assert time["tflop_per_s"] == pytest.approx(operations[direction] / time["seconds"] / 1e12)
 
 
 def test_the_interpreter_is_not_timed(capsys):
@@ -108,11 +111,11 @@ def test_the_interpreter_is_not_timed(capsys):
 
 def break_it(monkeypatch, name="layer_norm"):
     """Have an operator's dscale off by a percent."""
-    original = operators._ours
+    original = samples.ours
 
     def broken(operator, implementation):
         ours = original(operator, implementation)
-        if operator.name != name or implementation != "xla":
+        if operator != name or implementation != "xla":
             return ours
 
         @jax.custom_vjp
@@ -126,7 +129,8 @@ def break_it(monkeypatch, name="layer_norm"):
         f.defvjp(lambda *args: jax.vjp(ours, *args), backward)
         return f
 
-    monkeypatch.setattr(operators, "_ours", broken)
+    for module in (check, samples):
+        monkeypatch.setattr(module, "ours", broken)
 
 
 def test_a_wrong_gradient_is_found_at_one_size(capsys, monkeypatch):
@@ -139,7 +143,7 @@ def test_a_wrong_gradient_is_found_at_one_size(capsys, monkeypatch):
 @pytest.fixture
 def small(monkeypatch):
     """The whole check, of two operators in two dtypes at a small size."""
-    monkeypatch.setattr(check, "OPERATORS", {n: operators.OPERATORS[n] for n in ("layer_norm", "rms_norm_linear")})
+    monkeypatch.setattr(check, "OPERATORS", {n: OPERATORS[n] for n in ("layer_norm", "rms_norm_linear")})
     monkeypatch.setattr(check, "DTYPES", ("bfloat16", "float64"))
     monkeypatch.setattr(check, "NORM_SIZES", (((5, 9), 0),))
     monkeypatch.setattr(controls, "WRONG", dict(list(controls.WRONG.items())[:2]))
@@ -298,7 +302,7 @@ def test_doctor(capsys):
     found = json.loads(out)
     assert found["versions"]["jax"] == jax.__version__ and found["devices"][0]["device"] == "cpu:0"
     assert {o["runs"] for o in found["operators"]} == {"xla"}
-    assert {o["operator"].split(",")[0] for o in found["operators"]} == set(operators.OPERATORS)
+    assert {o["operator"].split(",")[0] for o in found["operators"]} == set(OPERATORS)
 
 
 class Gpu:

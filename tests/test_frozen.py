@@ -16,7 +16,7 @@ import matrix
 import workbench
 from jln._triton import launch
 from matrix import OPTIONAL
-from workbench import LINEAR_OPERATORS, LINEAR_RESULTS
+from workbench import LINEAR_OPERATORS
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
 OPERANDS = {
@@ -68,7 +68,7 @@ def test_some_gradients_are_those_of_all(name, some, forward_mode, implementatio
         chex.assert_trees_all_equal(*({n: a[n] for n in kernels} for a in (got, expected)))
 
 
-GRADIENT = dict(zip(("x", "scale", "offset", "kernel", "bias"), LINEAR_RESULTS[1:], strict=True))
+GRADIENT = {name: f"d{name}" for name in ("x", "scale", "offset", "kernel", "bias")}
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ GRADIENT = dict(zip(("x", "scale", "offset", "kernel", "bias"), LINEAR_RESULTS[1
 def test_some_gradients_of_a_fused_linear(some):
     """In bfloat16, by the rule of `workbench.assert_accurate`: several tiles of rows and of columns, all ragged."""
     operator = LINEAR_OPERATORS["layer_norm_linear"]
-    operands = workbench.linear_arguments(operator, (150,), 100, (20,), "bfloat16")
+    operands = workbench.arguments(operator, (150, 100), "bfloat16", features=(20,))
     dy = workbench.normal(6, (150, 20), "bfloat16")
 
     def run(function):
@@ -87,7 +87,7 @@ def test_some_gradients_of_a_fused_linear(some):
         return {k: np.asarray(a) for k, a in zip(("y", *(GRADIENT[n] for n in in_order)), (y, *gradients), strict=True)}
 
     got = run(functools.partial(operator, implementation="triton"))
-    values, roundings = workbench.linear_truth(operator, operands, dy)
+    values, roundings = workbench.truth(operator, operands, dy)
     workbench.assert_accurate(got, run(functools.partial(operator, module=jln.reference)), (values, roundings))
 
 
@@ -153,7 +153,7 @@ def test_launches(features, some, expected, how):
     if not launch.interpreting():
         pytest.skip("kernels are compiled here")
     operator = LINEAR_OPERATORS["layer_norm_linear"]
-    x, scale, offset, kernel, bias = workbench.linear_arguments(operator, (400,), 64, (features or 1,), "bfloat16")
+    x, scale, offset, kernel, bias = workbench.arguments(operator, (400, 64), "bfloat16", features=(features or 1,))
     names, operands = ("x", "scale", "offset", "kernel", "bias"), (x, scale, offset, kernel, bias)
     function = jln.layer_norm_linear
     if features is None:

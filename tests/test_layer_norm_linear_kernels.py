@@ -9,7 +9,7 @@ import pytest
 
 import jln
 import workbench
-from workbench import LINEAR_OPERATORS, LINEAR_RESULTS, normal
+from workbench import LINEAR_OPERATORS, normal
 
 pytest.importorskip("triton")
 
@@ -25,11 +25,11 @@ def options(**given):
 
 def arguments(m, h, n, dtype):
     """(x, scale, offset, kernel, bias)"""
-    return workbench.linear_arguments(LINEAR_OPERATORS["layer_norm_linear"], (m,), h, (n,), dtype)
+    return workbench.arguments(LINEAR_OPERATORS["layer_norm_linear"], (m, h), dtype, features=(n,))
 
 
 def results(x, scale, offset, kernel, bias, dy, **given):
-    """What the launchers return, in the order of LINEAR_RESULTS."""
+    """What the launchers return, in the order of the operator's results."""
     chosen = options(**given)
     y, mean, rstd = layer_norm_linear.forward(x, scale, offset, kernel, bias, **chosen)
     dbias_dtype = None if bias is None else bias.dtype
@@ -38,7 +38,7 @@ def results(x, scale, offset, kernel, bias, dy, **given):
 
 
 def launched(operands, dy, **given):
-    made = zip(LINEAR_RESULTS, results(*operands, dy, **given), strict=True)
+    made = zip(LINEAR_OPERATORS["layer_norm_linear"].results, results(*operands, dy, **given), strict=True)
     return {name: np.asarray(a) for name, a in made if a is not None}
 
 
@@ -52,8 +52,9 @@ def launches(operands, dy, **given):
 def plain(operands, dy, *, subtract_mean=True, zero_centered_scale=False):
     """The same by autodiff of plain jnp, in the same dtypes."""
     options = {"epsilon": workbench.EPSILON, "zero_centered_scale": zero_centered_scale}
-    function = functools.partial(operator_that(subtract_mean), module=jln.reference, **options)
-    return workbench.linear_value_and_gradients(function, operands, dy)
+    operator = operator_that(subtract_mean)
+    function = functools.partial(operator, module=jln.reference, **options)
+    return workbench.value_and_gradients(operator, function, operands, dy)
 
 
 def operator_that(subtract_mean):
@@ -65,7 +66,7 @@ def assert_accurate(operands, dy, got=None, *, subtract_mean=True, zero_centered
     switches = {"subtract_mean": subtract_mean, "zero_centered_scale": zero_centered_scale}
     if got is None:
         got = launched(operands, dy, **switches, **given)
-    true = workbench.linear_truth(operator_that(subtract_mean), operands, dy, zero_centered_scale=zero_centered_scale)
+    true = workbench.truth(operator_that(subtract_mean), operands, dy, zero_centered_scale=zero_centered_scale)
     workbench.assert_accurate(got, plain(operands, dy, **switches), true)
 
 

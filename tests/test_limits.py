@@ -5,35 +5,36 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jln._cli import accuracy, operators
-from jln._cli.operators import Case
+from jln import _accuracy
+from jln._catalogue import EPSILON, OPERATORS
+from jln._cli.samples import DTYPES, Init, Sample, Trial, get_args
 
-INITS = operators.get_args(operators.Init)
+INITS = get_args(Init)
 SEEDS = range(3)
 DEVICE = jax.devices("cpu")[0]
 
 
-def truth(name, shape, dtype, init="normal", seed=0, features=20):
-    return accuracy.Truth(Case(operators.OPERATORS[name], shape, features, dtype, init, seed), DEVICE)
+def trial(name, shape, dtype, init="normal", seed=0, features=20):
+    return Trial(Sample(OPERATORS[name], shape, features, dtype, init, seed), DEVICE)
 
 
 def all_are_right(name, dtype, implementation, seeds):
     """A width that is no power of two, and a mean that its sum does not give exactly."""
     for init in INITS:
         for seed in seeds:
-            for line in truth(name, (7, 100), dtype, init, seed).accuracies(implementation):
+            for line in trial(name, (7, 100), dtype, init, seed).accuracies(implementation):
                 assert line.ok, (init, seed, line)
 
 
-@pytest.mark.parametrize("dtype", operators.DTYPES)
-@pytest.mark.parametrize("name", operators.OPERATORS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OPERATORS)
 def test_right_rules_are_accepted(name, dtype):
     all_are_right(name, dtype, "xla", SEEDS)
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("dtype", operators.DTYPES)
-@pytest.mark.parametrize("name", operators.OPERATORS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OPERATORS)
 def test_right_rules_and_kernels_are_accepted_over_many_seeds(name, dtype, implementation):
     all_are_right(name, dtype, implementation, range(20))
 
@@ -47,7 +48,7 @@ def layer_norm(slip=None):
         two_passes = jnp.mean((wide - mean) ** 2, -1, keepdims=True)
         one_pass = jnp.mean(wide * wide, -1, keepdims=True) - mean**2
         variance = jnp.maximum(one_pass, 0) if slip == "one-pass variance" else two_passes
-        rstd = jax.lax.rsqrt(variance + operators.EPSILON)
+        rstd = jax.lax.rsqrt(variance + EPSILON)
         return (wide - mean) * rstd, rstd, scale.astype(wide.dtype)[None, :]
 
     @jax.custom_vjp
@@ -89,21 +90,21 @@ SLIPS = {
 }
 
 
-@pytest.mark.parametrize("dtype", operators.DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_slips_are_rejected_by_what_they_break(dtype):
     rules = {slip: layer_norm(slip) for slip in (None, *SLIPS)}
     for seed in SEEDS:
-        known = {init: truth("layer_norm", (64, 1024), dtype, init, seed) for init in ("normal", "large-mean")}
+        known = {init: trial("layer_norm", (64, 1024), dtype, init, seed) for init in ("normal", "large-mean")}
         for init in known:
             assert all(line.ok for line in known[init].judged(rules[None]))
         for slip, (init, results) in SLIPS.items():
-            lines = list(known[init].judged(rules[slip]))
+            lines = known[init].judged(rules[slip])
             assert {line.name for line in lines if not line.ok} == results, (slip, seed, lines)
 
 
 def test_limits_are_no_wider_than_what_they_are_made_of():
     """For well-conditioned float32 data: plain jnp's error twice, and some thirty roundings."""
-    for line in truth("layer_norm", (16, 128), "float32").accuracies("xla"):
+    for line in trial("layer_norm", (16, 128), "float32").accuracies("xla"):
         assert line.limit - 2 * line.plain_error < 4e-6 * line.largest, line
         assert line.rms_limit - 2 * line.rms_plain_error < 1e-6 * line.largest, line
 
@@ -111,10 +112,10 @@ def test_limits_are_no_wider_than_what_they_are_made_of():
 def test_overflow_is_no_error_where_the_truth_overflows_too():
     true = np.array([1e6, 2.0])
     right, wrong = np.array([np.inf, 2], "float16"), np.array([-np.inf, 2], "float16")
-    assert accuracy._errors(right, true) == (0, 0)
-    assert accuracy._errors(wrong, true) == (np.inf, np.inf)
+    assert _accuracy.deviation(right, true) == (0, 0)
+    assert _accuracy.deviation(wrong, true) == (np.inf, np.inf)
 
 
 def test_the_root_mean_square_of_large_numbers_does_not_overflow():
-    largest, rms = accuracy._errors(np.array([3e200, -4e200]), np.zeros(2))
+    largest, rms = _accuracy.deviation(np.array([3e200, -4e200]), np.zeros(2))
     assert largest == 4e200 and rms == pytest.approx(np.sqrt(12.5) * 1e200)

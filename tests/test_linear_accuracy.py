@@ -41,9 +41,9 @@ def check(operator, operands, implementation, dy=None, **options):
     x, _, _, kernel, _ = operands
     if dy is None:
         dy = workbench.normal(5, (len(x), kernel.shape[1]), jnp.promote_types(x.dtype, kernel.dtype))
-    got = workbench.linear_value_and_gradients(ours, operands, dy)
-    true = workbench.linear_truth(operator, operands, dy)
-    workbench.assert_accurate(got, workbench.linear_value_and_gradients(plain, operands, dy), true)
+    got = workbench.value_and_gradients(operator, ours, operands, dy)
+    true = workbench.truth(operator, operands, dy)
+    workbench.assert_accurate(got, workbench.value_and_gradients(operator, plain, operands, dy), true)
 
 
 def without(operands, absent):
@@ -55,7 +55,7 @@ def without(operands, absent):
 @pytest.mark.parametrize(("m", "h", "n", "dtype"), [(*s, d) for i, s in enumerate(SIZES) for d in DTYPES[i % 2 :: 2]])
 def test_sizes(m, h, n, dtype, implementation):
     operator = LINEAR_OPERATORS["layer_norm_linear"]
-    check(operator, workbench.linear_arguments(operator, (m,), h, (n,), dtype), implementation)
+    check(operator, workbench.arguments(operator, (m, h), dtype, features=(n,)), implementation)
 
 
 # The other strategy has the other number of features.
@@ -71,7 +71,7 @@ def test_sizes(m, h, n, dtype, implementation):
 )
 def test_optional_arguments(name, absent, n, implementation):
     operator = LINEAR_OPERATORS[name]
-    operands = workbench.linear_arguments(operator, (70,), 100, (n,), "bfloat16")
+    operands = workbench.arguments(operator, (70, 100), "bfloat16", features=(n,))
     check(operator, without(operands, absent), implementation)
 
 
@@ -91,7 +91,7 @@ def every_size():
 @pytest.mark.parametrize(("m", "h", "n", "dtype", "absent"), list(every_size()))
 def test_every_size(m, h, n, dtype, absent, implementation):
     operator = LINEAR_OPERATORS["layer_norm_linear"]
-    operands = workbench.linear_arguments(operator, (m,), h, (n,), dtype)
+    operands = workbench.arguments(operator, (m, h), dtype, features=(n,))
     check(operator, without(operands, (absent,)), implementation)
 
 
@@ -158,7 +158,7 @@ FUSED, COMPOSED = (130, 300, 16), (16, 768, 1000)
 )
 def test_nasty_data(data, m, h, n, dtype, implementation):
     operator = LINEAR_OPERATORS["layer_norm_linear"]
-    operands = workbench.linear_arguments(operator, (m,), h, (n,), dtype)
+    operands = workbench.arguments(operator, (m, h), dtype, features=(n,))
     operands, dy = data(*operands, workbench.normal(5, (m, n), dtype))
     check(operator, [a.astype(dtype) for a in operands], implementation, dy=dy.astype(dtype))
 
@@ -167,12 +167,12 @@ def test_nasty_data(data, m, h, n, dtype, implementation):
 def test_a_wider_scale_keeps_its_gradients_digits(dtype, implementation):
     """dscale is a sum of float32 factors, dz among them; plain jnp's is not, and no measure. 64: the fused kernels."""
     operator = LINEAR_OPERATORS["layer_norm_linear"]
-    x, scale, offset, kernel, bias = workbench.linear_arguments(operator, (37,), 100, (64,), dtype)
+    x, scale, offset, kernel, bias = workbench.arguments(operator, (37, 100), dtype, features=(64,))
     operands = (x, scale.astype("float32"), offset, kernel, bias)
     dy = workbench.normal(5, (37, 64), dtype)
     ours = functools.partial(operator, implementation=implementation, epsilon=workbench.EPSILON)
-    got = workbench.linear_value_and_gradients(ours, operands, dy)["dscale"]
-    values, roundings = workbench.linear_truth(operator, operands, dy)
+    got = workbench.value_and_gradients(operator, ours, operands, dy)["dscale"]
+    values, roundings = workbench.truth(operator, operands, dy)
     assert got.dtype == "float32"
     # The roundings are standard deviations of a hundred independent errors.
     assert np.max(np.abs(got - values["dscale"]) / roundings["dscale"]) < 4
@@ -184,12 +184,12 @@ def test_dz_does_not_underflow(n, implementation):
     dz, so the rule above does not see it.
     """
     operator = LINEAR_OPERATORS["layer_norm_linear"]
-    x, scale, offset, kernel, bias = workbench.linear_arguments(operator, (16,), 768, (n,), "float16")
+    x, scale, offset, kernel, bias = workbench.arguments(operator, (16, 768), "float16", features=(n,))
     operands = (x * 0.01, scale, offset, (kernel / np.sqrt(n)).astype("float16"), bias)
     dy = (workbench.normal(5, (16, n), "float64") * 1e-6).astype("float16")
     ours = functools.partial(operator, implementation=implementation, epsilon=workbench.EPSILON)
-    got = workbench.linear_value_and_gradients(ours, operands, dy)
-    values, _ = workbench.linear_truth(operator, operands, dy)
+    got = workbench.value_and_gradients(operator, ours, operands, dy)
+    values, _ = workbench.truth(operator, operands, dy)
     error = got["dx"].astype("float64") - values["dx"]
     assert np.linalg.norm(error) <= 2**-6 * np.linalg.norm(values["dx"])
 
@@ -207,13 +207,13 @@ def test_dz_does_not_underflow(n, implementation):
 @pytest.mark.parametrize("n", [64, 600])
 def test_mixed_dtypes(n, x, parameter, implementation):
     operator = LINEAR_OPERATORS["layer_norm_linear"]
-    operands = workbench.linear_arguments(operator, (33,), 100, (n,), x, parameter_dtype=parameter)
+    operands = workbench.arguments(operator, (33, 100), x, features=(n,), parameter_dtype=parameter)
     check(operator, operands, implementation)
 
 
 def test_parameters_of_several_dtypes(implementation):
     operator = LINEAR_OPERATORS["layer_norm_linear"]
-    operands = workbench.linear_arguments(operator, (33,), 100, (64,), "bfloat16")
+    operands = workbench.arguments(operator, (33, 100), "bfloat16", features=(64,))
     dtypes = ("bfloat16", "float32", "float16", "bfloat16", "float32")
     check(operator, [a.astype(d) for a, d in zip(operands, dtypes, strict=True)], implementation)
 

@@ -20,7 +20,7 @@ OPERATOR = LINEAR_OPERATORS["layer_norm_linear"]
 
 
 def arguments(operator=OPERATOR, rows=(4,), features=(6,)):
-    return workbench.linear_arguments(operator, rows, 9, features, "float64")
+    return workbench.arguments(operator, (*rows, 9), "float64", features=features)
 
 
 def both(transformed, implementation, operator=OPERATOR):
@@ -108,7 +108,7 @@ def test_nested_vmap_over_different_arguments(implementation):
 
 def test_no_operand_is_written_out_over_a_batch():
     """vmap over x alone is a longer x: one product, without a copy of the kernel for every example."""
-    x, *parameters = workbench.linear_arguments(OPERATOR, (64, 8), 32, (16,), "float32")
+    x, *parameters = workbench.arguments(OPERATOR, (64, 8, 32), "float32", features=(16,))
     function = jax.vmap(lambda x: jln.layer_norm_linear(x, *parameters, implementation="xla"))
     text = jax.jit(function).lower(x).as_text()
     assert text.count("dot_general") == 1 and "64x32x16" not in text
@@ -125,7 +125,7 @@ def test_eager_and_disabled_jit(implementation):
 @pytest.mark.parametrize("features", [(24,), (2, 12)])
 def test_only_x_is_kept_of_its_size(features, implementation):
     """Between forward and backward: x, the parameters as they are, mean and rstd; no z, no y, no bias."""
-    operands = workbench.linear_arguments(OPERATOR, (64,), 32, features, "bfloat16", parameter_dtype="float32")
+    operands = workbench.arguments(OPERATOR, (64, 32), "bfloat16", features=features, parameter_dtype="float32")
     _, pullback = jax.vjp(lambda *a: OPERATOR(*a, implementation=implementation), *operands)
     held = sorted((a.dtype.name, a.shape) for a in jax.tree.leaves(pullback) if a.size)
     parameters = [("float32", (32,)), ("float32", (32,)), ("float32", (32, *features))]
@@ -135,7 +135,7 @@ def test_only_x_is_kept_of_its_size(features, implementation):
 
 def test_x_is_kept_as_it_is(implementation):
     """Not a copy of it, nor of a parameter: what is kept are the arguments themselves and what is new of a row."""
-    operands = workbench.linear_arguments(OPERATOR, (64,), 32, (24,), "bfloat16", parameter_dtype="float32")
+    operands = workbench.arguments(OPERATOR, (64, 32), "bfloat16", features=(24,), parameter_dtype="float32")
 
     def held(*operands):
         return jax.tree.leaves(jax.vjp(lambda *a: OPERATOR(*a, implementation=implementation), *operands)[1])

@@ -164,9 +164,9 @@ def test_linears_at_any_scale(problem, implementation, data):
         assert all(np.isfinite(a).all() for a in leaves((y, gradients)))
         return
     plain_y, plain_gradients = plain(name, operands, cotangent)
-    values, roundings = workbench.linear_truth(LINEAR_OPERATORS[name], operands, cotangent)
+    values, roundings = workbench.truth(LINEAR_OPERATORS[name], operands, cotangent)
     got, expected = (
-        dict(zip(workbench.LINEAR_RESULTS, results, strict=True))
+        dict(zip(LINEAR_OPERATORS[name].results, results, strict=True))
         for results in ((y, *gradients), (plain_y, *plain_gradients))
     )
     assert_close(got, expected, values, roundings, dtype, is_known(operands[0], LINEAR_OPERATORS[name]))

@@ -42,13 +42,15 @@ def test_every_result(x_dtype, y_dtype, rows, width, implementation):
     operands = workbench.arguments(operator, (rows, width), x_dtype, parameter_dtype="float32")
     cotangent = (workbench.normal(9, (rows, width), y_dtype), None)
     got = workbench.value_and_gradients(
-        functools.partial(ours, y_dtype=y_dtype, implementation=implementation), operands, cotangent
+        operator, functools.partial(ours, y_dtype=y_dtype, implementation=implementation), operands, cotangent
     )
     assert got["y"].dtype == jnp.dtype(y_dtype)
     assert got["dx"].dtype == jnp.dtype(x_dtype)
     true = workbench.truth(operator, operands, cotangent)
     workbench.assert_accurate(
-        got, workbench.value_and_gradients(functools.partial(plain, y_dtype=y_dtype), operands, cotangent), true
+        got,
+        workbench.value_and_gradients(operator, functools.partial(plain, y_dtype=y_dtype), operands, cotangent),
+        true,
     )
 
 

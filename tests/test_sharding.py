@@ -16,10 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 import jln
 import workbench
-from matrix import NORMS, OPTIONAL, bind, every, gradient, loss
+from jln._catalogue import OPERATORS
+from matrix import OPTIONAL, bind, every, gradient, loss, operands
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
-LINEAR = [name for name in OPTIONAL if name not in NORMS]
+LINEAR = [name for name, o in OPERATORS.items() if o.is_linear]
 
 if len(jax.devices()) < 8:
     pytest.skip("needs eight devices", allow_module_level=True)
@@ -29,19 +30,19 @@ def mesh(kind=AxisType.Auto):
     return Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("data", "tensor"), axis_types=(kind,) * 2)
 
 
-# Where x (and the residual), the parameters of the norm, kernel and bias lie; and what the gradient's compiled step
-# may communicate: the all-reduces of (LayerNorm, RMSNorm) that are asserted, and whether it gathers a parameter.
-ROWS = {"x": P("data")}
+# Where the arguments lie, by their roles.
+ROWS = {"activation": P("data")}
 PLACEMENTS = {
     "rows": ROWS,
-    "rows over both axes": {"x": P("data", "tensor")},
-    "parameters stored in parts": {**ROWS, "s": P("data"), "o": P("tensor"), "kernel": P("data"), "b": P("tensor")},
-    "H": {"x": P("data", None, "tensor"), "s": P("tensor"), "o": P("tensor"), "kernel": P("tensor")},
-    "H of x alone": {"x": P(None, None, "data")},
-    "columns": {"x": P(), "kernel": P(None, "tensor"), "b": P("tensor")},
-    "rows and columns": {**ROWS, "kernel": P(None, "tensor"), "b": P("tensor")},
-    "rows and columns, kernel stored in parts": {**ROWS, "kernel": P("data", "tensor"), "b": P("tensor")},
-    "features stored in parts": {**ROWS, "kernel": P(None, None, "data"), "b": P(None, "data")},
+    "rows over both axes": {"activation": P("data", "tensor")},
+    "parameters stored in parts": ROWS
+    | {"scale": P("data"), "offset": P("tensor"), "kernel": P("data"), "bias": P("tensor")},
+    "H": {"activation": P("data", None, "tensor"), **dict.fromkeys(("scale", "offset", "kernel"), P("tensor"))},
+    "H of x alone": {"activation": P(None, None, "data")},
+    "columns": {"kernel": P(None, "tensor"), "bias": P("tensor")},
+    "rows and columns": {**ROWS, "kernel": P(None, "tensor"), "bias": P("tensor")},
+    "rows and columns, kernel stored in parts": {**ROWS, "kernel": P("data", "tensor"), "bias": P("tensor")},
+    "features stored in parts": {**ROWS, "kernel": P(None, None, "data"), "bias": P(None, "data")},
 }
 COLUMNS = [p for p in PLACEMENTS if "columns" in p or "features" in p]
 
@@ -53,10 +54,9 @@ def cases():
 def placed(name, placement, mesh):
     """The operator as a function, and its operands on the mesh."""
     function, arrays = bind(name, OPTIONAL[name])
-    specs = PLACEMENTS[placement]
-    second = ["kernel"] if name in LINEAR else ["x"] if name.startswith("add") else []
-    roles = ["x", *second, *OPTIONAL[name]]
-    put = [jax.device_put(a, NamedSharding(mesh, specs.get(r, P()))) for a, r in zip(arrays, roles, strict=True)]
+    roles = {a.name: a.role for a in OPERATORS[name].arguments}
+    specs = [PLACEMENTS[placement].get(roles[n], P()) for n in operands(name)]
+    put = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arrays, specs, strict=True)]
     return function, arrays, put
 
 
@@ -114,14 +114,13 @@ EXPECTED = {
 
 @pytest.mark.parametrize(("name", "placement"), EXPECTED)
 def test_communication(name, placement):
-    function, arrays, put = placed(name, placement, mesh())
+    function, _, put = placed(name, placement, mesh())
     count, size = communication(jax.jit(gradient(function, put)).lower(*put).compile())
     kinds = ("all-reduce", "all-gather", "reduce-scatter")
     assert tuple(count[k] for k in kinds) == EXPECTED[name, placement]
     assert count.total() == sum(EXPECTED[name, placement])
     if EXPECTED[name, placement] == (1, 0, 0) and placement != "columns":
-        parameters = arrays[1:] if name.startswith(("layer", "rms")) else arrays[2:]
-        assert size["all-reduce"] == sum(a.nbytes for a in parameters)
+        assert size["all-reduce"] == sum(operands(name)[a.name].nbytes for a in OPERATORS[name].parameters)
 
 
 def test_vmap_over_a_sharded_axis_gathers_nothing():

@@ -12,7 +12,7 @@ pytest.importorskip("typer")
 pytest.importorskip("triton")
 
 from jln._bench import launchers, search, timing
-from jln._bench.search import Report
+from jln._bench.search import Verdict
 from jln._bench.workloads import WORKLOADS, Workload
 from jln._cli import app, tune
 from jln._triton import compiler, config, launch, tuning
@@ -26,7 +26,7 @@ SMALL = [
     Workload("many", "add_rms_norm", (40, 100), "small", dtype="float32", directions=("forward",)),
     Workload("axis-0", "layer_norm", (40, 4, 4), "small", axis=0),
     Workload("fused", "layer_norm_linear", (70, 64), "small", features=16),
-    Workload("composed", "rms_norm_linear", (6, 100), "small", features=300),
+    Workload("composed", "rms_norm_linear", (6, 100), "small", features=300, absent=("bias",)),
 ]
 
 
@@ -55,19 +55,19 @@ def test_what_is_asked_is_what_the_operators_ask(workload):
 
 def test_all_workloads_are_asked_about_and_share_choices():
     asked = search.questions(list(WORKLOADS.values()), config.CHIPS["h200"])
-    cases = [case for q in asked for case in q.cases]
-    assert len(cases) == len(set(cases)) == sum(len(w.directions) for w in WORKLOADS.values())
-    assert {q.sizes["choice"] for q in asked} == set(tuning.CHOICES) and len(asked) < len(cases) / 2
+    calls = [call for q in asked for call in q.calls]
+    assert len(calls) == len(set(calls)) == sum(len(w.directions) for w in WORKLOADS.values())
+    assert {q.sizes["choice"] for q in asked} == set(tuning.CHOICES) and len(asked) < len(calls) / 2
     for q in asked:
-        assert [c.workload.rows for c in q.cases] == sorted((c.workload.rows for c in q.cases), reverse=True)
+        assert [c.workload.rows for c in q.calls] == sorted((c.workload.rows for c in q.calls), reverse=True)
 
 
 def test_a_choice_is_measured_in_every_workload_that_has_it():
     """Or one decode step would settle it for a batch."""
     chip = config.CHIPS["h200"]
-    everywhere = {q.key: set(q.cases) for q in search.questions(list(WORKLOADS.values()), chip)}
+    everywhere = {q.key: set(q.calls) for q in search.questions(list(WORKLOADS.values()), chip)}
     asked = search.questions([WORKLOADS["decode-1"]], chip, WORKLOADS.values())
-    assert len(asked) == 1 and len(asked[0].cases) > 5 and set(asked[0].cases) == everywhere[asked[0].key]
+    assert len(asked) == 1 and len(asked[0].calls) > 5 and set(asked[0].calls) == everywhere[asked[0].key]
 
 
 def test_candidates_are_few_near_and_fit():
@@ -92,7 +92,7 @@ def test_what_spills_or_does_not_fit_is_not_timed():
     (q,) = [q for q in search.questions([WORKLOADS["layer-norm-1024"]], h200) if q.sizes["choice"] == "backward"]
     tiles = [Tile(4, 1024, 2, 2, 1), Tile(1, 1024, 4, 2, 4), Tile(1, 1024, 4, 2, 16)]
     with compiler.workers(2) as pool:
-        spilling, good, crowded = search.reports(pool, q, [{"tile": t, "sums": None} for t in tiles], h200)
+        spilling, good, crowded = search.verdicts(pool, q, [{"tile": t, "sums": None} for t in tiles], h200)
     assert spilling.spilled > 100 and spilling.why == f"spills {spilling.spilled} bytes"
     assert good.why is None and 0 < good.registers < 255 and good.spilled == 0 < good.shared
     assert crowded.why == "16 programs do not fit on an SM"
@@ -104,19 +104,19 @@ def test_what_does_not_compile_or_needs_too_much_memory_is_not_timed():
             self.found = list(found)
 
         def submit(self, *_):
-            report = self.found.pop(0)
-            return type("Job", (), {"result": lambda self: report})()
+            verdict = self.found.pop(0)
+            return type("Job", (), {"result": lambda self: verdict})()
 
     q = question()
     choices = [{"tile": Tile(1, 128, w)} for w in (1, 2, 4, 8)]
-    own, limit = Report(32, 8, 0), compiler.SHARED_LIMIT[90]
-    given = (Report(why="does not compile: X"), Report(32, 9, 0), Report(32, 8, limit + 1), Report(32, 8, limit))
-    found = search.reports(Pool(own, *given), q, choices, INTERPRETER)
-    why = [report.why for report in found]
+    own, limit = Verdict(32, 8, 0), compiler.SHARED_LIMIT[90]
+    given = (Verdict(why="does not compile: X"), Verdict(32, 9, 0), Verdict(32, 8, limit + 1), Verdict(32, 8, limit))
+    found = search.verdicts(Pool(own, *given), q, choices, INTERPRETER)
+    why = [verdict.why for verdict in found]
     assert why[0] == "does not compile: X" and why[1] == "spills 9 bytes" and f"needs {limit + 1}" in why[2]
     assert why[3] is None  # spills no more than the heuristics' own
     assert (
-        "RuntimeError" in search.compiled(q.cases[0], q.key, choices[0], INTERPRETER).why or not launch.interpreting()
+        "RuntimeError" in search.compiled(q.calls[0], q.key, choices[0], INTERPRETER).why or not launch.interpreting()
     )
 
 
@@ -133,7 +133,7 @@ def clock(seconds):
 @interpreted
 def test_the_fastest_is_found():
     q = question("norm many")
-    assert [case.name for case in q.cases] == ["many forward", "norm forward"]
+    assert [call.name for call in q.calls] == ["many forward", "norm forward"]
     best = q.heuristic["tile"].rows // 2
     found = search.fastest(q, search.candidates(q), INTERPRETER, clock(lambda rows, *_: 1 + abs(rows - best)))
     assert found.tiles["tile"].rows == best and found.failed == {}
@@ -218,14 +218,14 @@ def test_what_differs_by_more_than_another_order_of_sums_is_wrong(dtype):
 def test_candidates_of_every_launcher_give_the_heuristics_numbers(name):
     for q in search.questions([w for w in SMALL if w.name == name], INTERPRETER):
         chosen = search.candidates(q)[::6]
-        runs = search.prepared(q.cases[0], q.key, [q.heuristic, *chosen], INTERPRETER)
+        runs = search.prepared(q.calls[0], q.key, [q.heuristic, *chosen], INTERPRETER)
         assert all(isinstance(run, timing.Run) for run in runs), runs
 
 
 @pytest.fixture
 def sound(monkeypatch):
     """A compiler that finds no fault."""
-    monkeypatch.setattr(search, "reports", lambda pool, q, choices, chip: [Report()] * len(choices))
+    monkeypatch.setattr(search, "verdicts", lambda pool, q, choices, chip: [Verdict()] * len(choices))
 
 
 HALF = clock(lambda rows, *_: rows)

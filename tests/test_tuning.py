@@ -336,11 +336,11 @@ def test_norms_are_right_under_tuned_tiles(name, case, file):
 
     got_by = function(jln, implementation="triton")
     cotangent = workbench.cotangents(jax.eval_shape(got_by, *operands))
-    got = workbench.value_and_gradients(got_by, operands, cotangent)
-    plain = workbench.value_and_gradients(function(jln.reference), operands, cotangent)
+    got = workbench.value_and_gradients(operator, got_by, operands, cotangent)
+    plain = workbench.value_and_gradients(operator, function(jln.reference), operands, cotangent)
     true = workbench.truth(operator, operands, cotangent, got.get("total"))
     workbench.assert_accurate(got, plain, true)
-    made = recorded(lambda: workbench.value_and_gradients(got_by, operands, cotangent))
+    made = recorded(lambda: workbench.value_and_gradients(operator, got_by, operands, cotangent))
     assert {"forward_kernel": forward, "backward_kernel": backward}.items() <= made.items()
     assert made.get("row_sums_kernel") == sums
 
@@ -411,12 +411,12 @@ def test_linears_are_right_under_tuned_tiles(case, file):
     (m, h, n), wanted = LINEARS[case]
     write(file, *linear_entries(case, h, n, wanted))
     operator = LINEAR_OPERATORS["layer_norm_linear"]
-    operands = workbench.linear_arguments(operator, (m,), h, (n,), "bfloat16")
+    operands = workbench.arguments(operator, (m, h), "bfloat16", features=(n,))
     dy = workbench.normal(6, (m, n), "bfloat16")
 
     def run(**options):
-        return workbench.linear_value_and_gradients(lambda *a: operator(*a, **options), operands, dy)
+        return workbench.value_and_gradients(operator, lambda *a: operator(*a, **options), operands, dy)
 
     got = run(implementation="triton")
-    workbench.assert_accurate(got, run(module=jln.reference), workbench.linear_truth(operator, operands, dy))
+    workbench.assert_accurate(got, run(module=jln.reference), workbench.truth(operator, operands, dy))
     assert wanted.items() <= recorded(lambda: run(implementation="triton")).items()

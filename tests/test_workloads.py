@@ -1,6 +1,9 @@
-"""The workloads and the stacks are what they say: they trace, count right, and every variant is the same function."""
+"""The catalogue, the workloads and the stacks are what they say: they trace, count right, and every variant is the same
+function.
+"""
 
 import dataclasses
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -10,17 +13,27 @@ import pytest
 import jln
 from jln import reference
 from jln._bench import stacks
-from jln._bench.workloads import ARGUMENTS, CPU_WORKLOADS, WORKLOADS, Workload
+from jln._bench.workloads import CPU_WORKLOADS, WORKLOADS, Workload
+from jln._catalogue import OPERATORS
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
 ALL = WORKLOADS | CPU_WORKLOADS
 
 
+def test_the_catalogue_lists_every_operator_with_its_arrays():
+    assert set(OPERATORS) == {name for name in jln.__all__ if inspect.isfunction(getattr(reference, name, None))}
+    for operator in OPERATORS.values():
+        arrays = [(a.name, "jax.Array | None" if a.optional else "jax.Array") for a in operator.arguments]
+        for function in (operator.function, operator.reference):
+            given = inspect.signature(function).parameters.values()
+            assert [(p.name, p.annotation) for p in given if "jax.Array" in p.annotation] == arrays
+
+
 def test_names_are_unique_and_reasons_are_given():
     assert len(ALL) == len(WORKLOADS) + len(CPU_WORKLOADS)
     assert all(w.why and w.name == name for name, w in ALL.items())
-    assert {w.operator for w in ALL.values()} == set(ARGUMENTS)
+    assert {w.operator for w in ALL.values()} == set(OPERATORS)
     sizes = [dataclasses.replace(w, name="", why="") for w in ALL.values()]
     same = {str(w) for w in sizes if sizes.count(w) > 1}
     assert same == set()
@@ -34,7 +47,7 @@ def test_workloads_trace_and_return_what_they_say(name):
         results = jax.eval_shape(f, *w.arguments())
         assert jax.tree.leaves(results) == w.cotangents()
         made = jax.tree.leaves(jax.eval_shape(w.step(f), *w.step_arguments()))
-        gradients = [a for n, a in zip(ARGUMENTS[w.operator], w.arguments(), strict=True) if n != "residual"]
+        gradients = [a for name, a in w.arrays().items() if name in w.signature.names and name != "residual"]
         assert made == w.cotangents() + (gradients if "backward" in w.directions else [])
 
 

@@ -10,11 +10,24 @@ import jax
 import jax.numpy as jnp
 
 from jln._bench.workloads import Workload
+from jln._catalogue import DIRECTIONS, Array, Signature
 
-_NAMES = (
-    *("x", "scale_1", "offset_1", "kernel_qkv", "bias_qkv", "kernel_out", "bias_out"),
-    *("scale_2", "offset_2", "kernel_up", "bias_up", "kernel_down", "bias_down"),
+
+def _norm(i: int) -> tuple[Array, Array]:
+    return Array(f"scale_{i}", "scale", ("H",)), Array(f"offset_{i}", "offset", ("H",))
+
+
+def _linear(name: str, h: str, n: str) -> tuple[Array, Array]:
+    return Array(f"kernel_{name}", "kernel", (h, n)), Array(f"bias_{name}", "bias", (n,))
+
+
+_ARGUMENTS = (
+    *(Array("x", "activation", ("x",)), *_norm(1), *_linear("qkv", "H", "3H"), *_linear("out", "H", "H")),
+    *(*_norm(2), *_linear("up", "H", "4H"), *_linear("down", "4H", "H")),
 )
+# Its bytes are of arguments, results and gradients: a bound that no implementation reaches.
+_RESULTS = (Array("y", "activation", ("x",)),)
+_SIGNATURE = Signature("block", _ARGUMENTS, _RESULTS, tuple(a.name for a in _ARGUMENTS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,22 +39,14 @@ class Block(Workload):
 
     heads: int = 0
 
-    results = property(lambda self: ("y",))
-    adds = property(lambda self: False)
+    @property
+    def signature(self) -> Signature:
+        return _SIGNATURE
 
-    def arrays(self) -> dict[str, jax.ShapeDtypeStruct]:
-        h = self.width
-        shapes = [self.shape, (h,), (h,), (h, 3 * h), (3 * h,), (h, h), (h,)]
-        shapes += [(h,), (h,), (h, 4 * h), (4 * h,), (4 * h, h), (h,), self.shape]
-        names = (*_NAMES, "y")
-        dtypes = [self.parameter_dtype if n.startswith(("scale", "offset")) else self.dtype for n in names]
-        return {n: jax.ShapeDtypeStruct(s, jnp.dtype(d)) for n, s, d in zip(names, shapes, dtypes, strict=True)}
+    is_linear = property(lambda self: False)
 
-    def arguments(self) -> list[jax.ShapeDtypeStruct]:
-        return list(self.arrays().values())[:-1]
-
-    def cotangents(self) -> list[jax.ShapeDtypeStruct]:
-        return list(self.arrays().values())[-1:]
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        return {"x": self.shape, "H": (self.width,), "3H": (3 * self.width,), "4H": (4 * self.width,)}
 
     def parts(self) -> tuple[Workload, Workload]:
         """The two operators that differ between peers."""
@@ -55,7 +60,7 @@ class Block(Workload):
         """The block with these for its operators."""
 
         def block(*arguments: jax.Array) -> jax.Array:
-            p = dict(zip(_NAMES, arguments, strict=True))
+            p = dict(zip(_SIGNATURE.names, arguments, strict=True))
             qkv = norm_linear(p["x"], p["scale_1"], p["offset_1"], p["kernel_qkv"], p["bias_qkv"])
             q, k, v = (a.reshape(*a.shape[:-1], self.heads, -1) for a in jnp.split(qkv, 3, -1))
             attended = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(self.shape)
@@ -66,31 +71,11 @@ class Block(Workload):
 
         return block
 
-    def step(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        count = len(_NAMES)
-
-        def both(*arrays):
-            y, pullback = jax.vjp(function, *arrays[:count])
-            dx, *others = pullback(arrays[count])
-            return y, dx, others
-
-        return both
-
-    def bytes_once(self, direction: str | None = None) -> int:
-        """Of arguments, results and gradients: a bound that no implementation reaches."""
-        if direction is None:
-            return sum(self.bytes_once(d) for d in self.directions)
-        arguments = sum(a.size * a.dtype.itemsize for a in self.arguments())
-        y = sum(a.size * a.dtype.itemsize for a in self.cotangents())
-        return arguments + y if direction == "forward" else 2 * arguments + y
-
     def product_flops(self, direction: str | None = None) -> int:
         """Of the four Linears (12 H^2 parameters) and of attention, of which the causal half."""
-        if direction is None:
-            return sum(self.product_flops(d) for d in self.directions)
         h, tokens = self.width, self.shape[1]
         forward = 2 * self.rows * (12 * h * h + tokens * h)
-        return forward if direction == "forward" else 2 * forward
+        return sum(forward * (1 + DIRECTIONS.index(d)) for d in self._directions(direction))
 
 
 BLOCKS = {

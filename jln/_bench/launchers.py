@@ -32,7 +32,7 @@ def call(workload: Workload, direction: str, chip: config.Chip) -> tuple[Callabl
     assert x is not None and scale is not None
     options: dict[str, Any] = {
         "epsilon": 1e-6,
-        "subtract_mean": "layer_norm" in workload.operator,
+        "subtract_mean": workload.entry.centres,
         "zero_centered_scale": False,
         "batch_dims": 0,
         "chip": chip,
@@ -62,4 +62,4 @@ def call(workload: Workload, direction: str, chip: config.Chip) -> tuple[Callabl
         function = functools.partial(norm.backward_and_forward, y_dtype=dtype, **options)
         return function, (dz, x, scale, offset, mean, statistic)
     function = functools.partial(norm.backward, axis=axis, doffset_dtype=doffset_dtype, **options)
-    return function, (x, x if workload.adds else None, x, scale, mean, statistic)
+    return function, (x, x if residual is not None else None, x, scale, mean, statistic)

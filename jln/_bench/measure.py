@@ -12,9 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jln._accuracy import Accuracy, Judge
 from jln._bench import numerics, timing, trace
 from jln._bench.blocks import Block
-from jln._bench.peers import Peer, Unsupported
+from jln._bench.parts import Unsupported
+from jln._bench.peers import Peer
 from jln._bench.timing import Run, Times
 from jln._bench.workloads import Workload
 
@@ -69,9 +71,9 @@ def measure(workload: Workload, peers: Sequence[Peer], platform: str, settings: 
         except Exception as error:
             records.append(without(workload, peer, "failed", _one_line(error)))
     if programs:
-        truth = numerics.Truth(workload, arguments, cotangents)
-        checked = [(program, *_checked(workload, program, truth)) for program in programs]
-        del truth  # float64 arrays, gigabytes of them
+        judge = numerics.judge(workload, arguments, cotangents)
+        checked = [(program, *_checked(workload, program, judge)) for program in programs]
+        del judge  # float64 arrays, gigabytes of them
         allowed = {"timed", "wrong"} if settings.even_wrong else {"timed"}
         bad = {program.peer.name for program, status, *_ in checked if status not in allowed}
         times = _timed([program for program in programs if program.peer.name not in bad], platform, settings)
@@ -132,7 +134,7 @@ def _jax_programs(workload, peer, platform, function, arguments, cotangents) -> 
     """The backward program takes what another one, which nobody times, leaves for it. On the CPU, where writing y out
     is a good part of the time, there is one more program, "gradient": both directions, and y thrown away.
     """
-    dy = tuple(cotangents) if workload.adds else cotangents[0]
+    dy = workload.signature.packed(cotangents)
     jobs: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {"forward": (function, tuple(arguments))}
     trees = []
     if "backward" in workload.directions:
@@ -143,8 +145,7 @@ def _jax_programs(workload, peer, platform, function, arguments, cotangents) -> 
             return leaves
 
         def backward(leaves, dy):
-            dx, *others = jax.tree.unflatten(trees[0], leaves)(dy)
-            return dx, others[1:] if workload.adds else others  # dresidual is dx, and would be copied
+            return workload.signature.own_gradients(jax.tree.unflatten(trees[0], leaves)(dy))
 
         jobs["residuals"] = residuals, tuple(arguments)
         jobs["backward"] = backward, ()
@@ -187,15 +188,15 @@ def _program(peer: Peer, direction: str, compiled: jax.stages.Compiled, given: S
     return Program(peer, direction, run, lambda: jax.tree.leaves(compiled(*given)), peak, temporary)
 
 
-def _checked(workload: Workload, program: Program, truth: numerics.Truth) -> tuple[str, numerics.Worst | None, str]:
+def _checked(workload: Workload, program: Program, judge: Judge) -> tuple[str, Accuracy | None, str]:
     """-> (status, the worst result, reason)"""
     try:
-        worst = truth.worst(program.outputs(), program.direction, len(workload.results))
+        worst = numerics.worst(judge, workload, program.direction, program.outputs())
     except Exception as error:
         return "failed", None, _one_line(error)
     if worst.ok:
         return "timed", worst, ""
-    return "wrong", worst, f"{worst.result} is off by {worst.error:.2e}, {worst.limit:.2e} is allowed"
+    return "wrong", worst, f"{worst.name} is off by {worst.error:.2e}, {worst.limit:.2e} is allowed"
 
 
 def _timed(programs: Sequence[Program], platform: str, settings: Settings) -> dict[str, Times]:
@@ -224,7 +225,7 @@ def _timed(programs: Sequence[Program], platform: str, settings: Settings) -> di
 def _record(workload, program, status, worst, reason, times: Times | None) -> dict[str, Any]:
     found = {"workload": workload.name, "peer": program.peer.name, "direction": program.direction, "status": status}
     if worst:
-        found["worst"] = {"result": worst.result, "error": _finite(worst.error), "limit": worst.limit}
+        found["worst"] = {"result": worst.name, "error": _finite(worst.error), "limit": worst.limit}
     if status == "timed" and times is None:
         status = found["status"] = "wrong"
         reason = "another direction's numbers are"

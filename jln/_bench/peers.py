@@ -11,13 +11,9 @@ from typing import Any
 import jax.numpy as jnp
 
 import jln
-from jln._bench.workloads import ARGUMENTS, Workload
-
-EPSILON = 1e-6
-
-
-class Unsupported(Exception):
-    """A peer has nothing for a workload, or does not run here; the message says what."""
+from jln._bench.parts import composed
+from jln._bench.workloads import Workload
+from jln._catalogue import EPSILON
 
 
 @dataclass(frozen=True)
@@ -44,41 +40,13 @@ class Peer:
             return f"{self.distribution} needs a GPU"
         return None
 
-    def version(self) -> str | None:
-        try:
-            return importlib.metadata.version(self.distribution)
-        except importlib.metadata.PackageNotFoundError:
-            return None
-
-
-def composed(workload: Workload, norm: Callable[..., Any], linear: Callable[..., Any]) -> Callable[..., Any]:
-    """A workload's function of its parts: norm(x, scale, offset or None), linear(z, kernel, bias or None).
-
-    The sum with a residual is the peer's `+`, in its dtype.
-    """
-    names = ARGUMENTS[workload.operator]
-
-    def function(*arguments: Any) -> Any:
-        given = dict(zip(names, arguments, strict=True))
-        x = given["x"] + given["residual"] if workload.adds else given["x"]
-        y = norm(x, given["scale"], given.get("offset"))
-        if workload.is_linear:
-            y = linear(y, given["kernel"], given.get("bias"))
-        return (y, x) if workload.adds else y
-
-    return function
-
-
-def _ours(workload: Workload) -> Callable[..., Any]:
-    return workload.function(jln)
-
 
 def _jnp(workload: Workload) -> Callable[..., Any]:
     options: dict[str, Any] = {} if workload.is_linear else {"axis": workload.axis}
 
     # `jln.reference`'s fused operators sum and keep more than who writes this does, and its `add_*` round the sum.
     def norm(x, scale, offset):
-        if offset is None:
+        if not workload.entry.centres:
             return jln.reference.rms_norm(x, scale, **options)
         return jln.reference.layer_norm(x, scale, offset, **options)
 
@@ -88,7 +56,7 @@ def _jnp(workload: Workload) -> Callable[..., Any]:
 def _flax(workload: Workload) -> Callable[..., Any]:
     from flax import linen
 
-    kind = linen.LayerNorm if "offset" in ARGUMENTS[workload.operator] else linen.RMSNorm
+    kind = linen.LayerNorm if workload.entry.centres else linen.RMSNorm
     axis = workload.axis
     layer = kind(epsilon=EPSILON, dtype=workload.dtype, reduction_axes=axis, feature_axes=axis)
 
@@ -116,7 +84,7 @@ def _haiku(workload: Workload) -> Callable[..., Any]:
 
     def norm(x, scale, offset):
         def layer(x):
-            if offset is None:
+            if not workload.entry.centres:
                 return haiku.RMSNorm(axis, EPSILON, create_scale=True, name="norm", param_axis=axis)(x)
             return haiku.LayerNorm(axis, True, True, EPSILON, name="norm", param_axis=axis)(x)
 
@@ -143,7 +111,7 @@ def _tokamax(workload: Workload) -> Callable[..., Any]:
 
     def norm(x, scale, offset):
         return tokamax.layer_norm(
-            x, scale, offset, axis=workload.axis, epsilon=EPSILON, subtract_mean=offset is not None
+            x, scale, offset, axis=workload.axis, epsilon=EPSILON, subtract_mean=workload.entry.centres
         )
 
     return composed(workload, norm, _matmul)
@@ -166,7 +134,7 @@ def _torch(kind: str) -> Callable[[Workload], Callable[..., Any]]:
 PEERS = {
     p.name: p
     for p in (
-        Peer("jln", "this library", "jln", "jln", _ours),
+        Peer("jln", "this library", "jln", "jln", Workload.function),
         Peer("jnp", "jax.numpy as users write it, by XLA", "jax", "jax", _jnp),
         Peer("flax", "flax.linen's LayerNorm, RMSNorm, Dense", "flax", "flax", _flax),
         Peer("haiku", "Haiku's LayerNorm, RMSNorm, Linear", "haiku", "dm-haiku", _haiku),

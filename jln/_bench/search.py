@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jln._bench import launchers, timing
 from jln._bench.timing import Run
 from jln._bench.workloads import Workload
+from jln._catalogue import DIRECTIONS, fullest
 from jln._triton import compiler, config, launch, tuning
 from jln._triton.config import Chip, Tile
 from jln._triton.tuning import Key, Tiles
@@ -36,7 +37,7 @@ Clock = Callable[[Sequence[Run]], dict[str, float]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class Call:
     """One launcher's call."""
 
     workload: Workload
@@ -51,28 +52,28 @@ class Question:
 
     key: Key
     heuristic: Tiles
-    cases: tuple[Case, ...]
+    calls: tuple[Call, ...]
 
     sizes = property(lambda self: dict(self.key))
 
 
 def questions(workloads: Sequence[Workload], chip: Chip, others: Iterable[Workload] = ()) -> list[Question]:
     """The choices that these workloads depend on, and with them what of the others does."""
-    found: dict[Key, tuple[Tiles, list[Case]]] = {}
+    found: dict[Key, tuple[Tiles, list[Call]]] = {}
     for workload in (*workloads, *(w for w in others if w not in workloads)):
         for direction in workload.directions:
-            _, asked = _recorded(Case(workload, direction), {}, chip)
+            _, asked = _recorded(Call(workload, direction), {}, chip)
             for key, heuristic in asked.items():
                 if workload in workloads or key in found:
-                    found.setdefault(key, (heuristic, []))[1].append(Case(workload, direction))
+                    found.setdefault(key, (heuristic, []))[1].append(Call(workload, direction))
     return [
-        Question(key, heuristic, tuple(sorted(cases, key=lambda case: -case.workload.rows)))
-        for key, (heuristic, cases) in found.items()
+        Question(key, heuristic, tuple(sorted(calls, key=lambda call: -call.workload.rows)))
+        for key, (heuristic, calls) in found.items()
     ]
 
 
-def _recorded(case: Case, tiles: dict[Key, Tiles], chip: Chip) -> tuple[list[launch.Launch], dict[Key, Tiles]]:
-    function, shapes = launchers.call(case.workload, case.direction, chip)
+def _recorded(call: Call, tiles: dict[Key, Tiles], chip: Chip) -> tuple[list[launch.Launch], dict[Key, Tiles]]:
+    function, shapes = launchers.call(call.workload, call.direction, chip)
     with launch.recording() as made, tuning.trying(tiles) as trial:
         jax.eval_shape(function, *shapes)
     return made, trial.asked
@@ -123,7 +124,7 @@ def _neighbours(tile: Tile, names: Sequence[str]) -> Iterator[Tile]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class Verdict:
     """The compiler's, of the kernels that a choice launches, the worst of each. why: the reason not to time it."""
 
     registers: int = 0
@@ -132,49 +133,50 @@ class Report:
     why: str | None = None
 
 
-def reports(
+def verdicts(
     pool: concurrent.futures.Executor, question: Question, choices: Sequence[Tiles], chip: Chip
-) -> list[Report]:
+) -> list[Verdict]:
     """Of each choice, whether it is worth a GPU's time: `why` None."""
     tried = (question.heuristic, *choices)
-    jobs = [pool.submit(compiled, question.cases[0], question.key, tiles, chip) for tiles in tried]
+    jobs = [pool.submit(compiled, question.calls[0], question.key, tiles, chip) for tiles in tried]
     own, *others = (job.result() for job in jobs)
     limit = compiler.SHARED_LIMIT.get(chip.capability, min(compiler.SHARED_LIMIT.values()))
     found = []
-    for report, tiles in zip(others, choices, strict=True):
-        why = report.why
-        if why is None and report.spilled > own.spilled:
-            why = f"spills {report.spilled} bytes"
-        if why is None and report.shared > limit:
-            why = f"needs {report.shared} bytes of shared memory, of which there are {limit}"
+    for verdict, tiles in zip(others, choices, strict=True):
+        why = verdict.why
+        if why is None and verdict.spilled > own.spilled:
+            why = f"spills {verdict.spilled} bytes"
+        if why is None and verdict.shared > limit:
+            why = f"needs {verdict.shared} bytes of shared memory, of which there are {limit}"
         tile = tiles.get("tile") or Tile(1, 1, 1)
         together = tile.programs_per_sm
-        if why is None and together > 1 and 32 * tile.warps * together * report.registers > 65536:
+        if why is None and together > 1 and 32 * tile.warps * together * verdict.registers > 65536:
             why = f"{together} programs do not fit on an SM"
-        found.append(dataclasses.replace(report, why=why))
+        found.append(dataclasses.replace(verdict, why=why))
     return found
 
 
-def compiled(case: Case, key: Key, tiles: Tiles, chip: Chip) -> Report:
-    """What the compiler makes of the case with these tiles, and of a call that has all there is: others will."""
-    worst = Report()
-    for each in (_fullest(case, dict(key)), case):
+def compiled(call: Call, key: Key, tiles: Tiles, chip: Chip) -> Verdict:
+    """What the compiler makes of the call with these tiles, and of a call that has all there is: others will."""
+    worst = Verdict()
+    for each in (_fullest(call, dict(key)), call):
         for made in _recorded(each, {key: tiles}, chip)[0]:
             try:
                 r = compiler.compile_launch(made)
             except Exception as error:  # of whatever kind: the tile is not for this kernel
-                return Report(why=f"does not compile: {type(error).__name__}")
-            worst = Report(
+                return Verdict(why=f"does not compile: {type(error).__name__}")
+            worst = Verdict(
                 max(worst.registers, r.registers), max(worst.spilled, r.spilled), max(worst.shared, r.shared)
             )
     return worst
 
 
-def _fullest(case: Case, sizes: dict[str, Any]) -> Case:
+def _fullest(call: Call, sizes: dict[str, Any]) -> Call:
     if "n" in sizes or sizes.get("wants_y"):
-        return dataclasses.replace(case, workload=dataclasses.replace(case.workload, operator="layer_norm_linear"))
-    both = {"operator": "add_layer_norm", "features": None, "directions": ("forward", "backward")}
-    return dataclasses.replace(case, workload=dataclasses.replace(case.workload, **both))
+        given: dict[str, Any] = {"operator": fullest(is_linear=True).name}
+    else:
+        given = {"operator": fullest(is_linear=False).name, "features": None, "directions": DIRECTIONS}
+    return dataclasses.replace(call, workload=dataclasses.replace(call.workload, absent=(), **given))
 
 
 def identified(tiles: Tiles) -> str:
@@ -184,9 +186,9 @@ def identified(tiles: Tiles) -> str:
     )
 
 
-def prepared(case: Case, key: Key, choices: Sequence[Tiles], chip: Chip) -> list[Run | str]:
+def prepared(call: Call, key: Key, choices: Sequence[Tiles], chip: Chip) -> list[Run | str]:
     """Of each choice a program on this device, or why not; its numbers are held to those of the first."""
-    function, shapes = launchers.call(case.workload, case.direction, chip)
+    function, shapes = launchers.call(call.workload, call.direction, chip)
     arrays = [
         None if a is None else jax.random.normal(jax.random.key(i), a.shape, a.dtype) for i, a in enumerate(shapes)
     ]
@@ -210,7 +212,7 @@ def prepared(case: Case, key: Key, choices: Sequence[Tiles], chip: Chip) -> list
         run = functools.partial(program, *arrays)
         got = jax.block_until_ready(run())
         first[:] = first or [got]
-        return difference(got, first[0], case.workload) or Run(identified(tiles), run)
+        return difference(got, first[0], call.workload) or Run(identified(tiles), run)
 
     return [_tried(checked, t, p) for t, p in zip(choices, programs, strict=True)]
 
@@ -240,7 +242,7 @@ def difference(got: Any, expected: Any, workload: Workload) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """tiles: the fastest, None for the heuristics'. seconds: of each case, by the heuristics' and by `tiles`. failed:
+    """tiles: the fastest, None for the heuristics'. seconds: of each call, by the heuristics' and by `tiles`. failed:
     the candidates that were not timed, each with the reason.
     """
 
@@ -256,30 +258,30 @@ def fastest(question: Question, choices: Sequence[Tiles], chip: Chip, clock: Clo
     """Raises RuntimeError where the heuristics' own tiles cannot be timed."""
     failed: dict[str, str] = {}
 
-    def times(case: Case, tried: Sequence[Tiles]) -> tuple[float, dict[str, float]]:
+    def times(call: Call, tried: Sequence[Tiles]) -> tuple[float, dict[str, float]]:
         """-> (the heuristics' time, the others')"""
-        runs = prepared(case, question.key, [question.heuristic, *tried], chip)
+        runs = prepared(call, question.key, [question.heuristic, *tried], chip)
         if isinstance(runs[0], str):
-            raise RuntimeError(f"{case.name}: {runs[0]}")
+            raise RuntimeError(f"{call.name}: {runs[0]}")
         failed.update({identified(t): run for t, run in zip(tried, runs[1:], strict=True) if isinstance(run, str)})
         taken = clock([run for run in runs if isinstance(run, Run)])
         return taken.pop(runs[0].name), taken
 
-    first, *_ = question.cases
+    first, *_ = question.calls
     old, taken = times(first, choices)
     by_name = {identified(tiles): tiles for tiles in choices}
     left = [by_name[name] for name in sorted(taken, key=taken.__getitem__) if taken[name] < (1 - NOISE) * old]
     left = left[:FINALISTS]
     seconds: dict[str, dict[str, tuple[float, float]]] = {identified(tiles): {} for tiles in left}
     own = {first.name: (old, old)}
-    for case in question.cases:
+    for call in question.calls:
         if not left:
             break
-        old, taken = times(case, left)
-        own[case.name] = (old, old)
+        old, taken = times(call, left)
+        own[call.name] = (old, old)
         left = [t for t in left if taken.get(identified(t), math.inf) <= (1 + NOISE) * old + RESOLUTION]
         for tiles in left:
-            seconds[identified(tiles)][case.name] = (old, taken[identified(tiles)])
+            seconds[identified(tiles)][call.name] = (old, taken[identified(tiles)])
     found = [Found(t, seconds[identified(t)], len(choices) - len(failed), failed) for t in left]
     best = min(found, key=lambda f: f.ratio, default=None)
     if best is None or best.ratio >= 1 - NOISE:

@@ -20,9 +20,10 @@ import torch._functorch.config
 import torch.nn.functional as F
 
 from jln._bench import timing, trace
-from jln._bench.peers import EPSILON, Unsupported, composed
+from jln._bench.parts import Unsupported, composed
 from jln._bench.timing import Run, Times
-from jln._bench.workloads import ARGUMENTS, Workload
+from jln._bench.workloads import Workload
+from jln._catalogue import EPSILON
 
 # For how long threads of PyTorch's CPU kernels may go on to spin: GNU's and Intel's OpenMP take 0.2 s at most.
 PAUSE = 0.25
@@ -34,7 +35,7 @@ def _eager(workload: Workload) -> Callable[..., Any]:
 
     def norm(x, scale, offset):
         z = x if last else x.movedim(workload.axis, -1)  # its norms are over last axes
-        if offset is None:
+        if not workload.entry.centres:
             z = F.rms_norm(z, (workload.width,), scale, EPSILON)
         else:
             z = F.layer_norm(z, (workload.width,), scale, offset, EPSILON)
@@ -64,7 +65,7 @@ def _liger(workload: Workload) -> Callable[..., Any]:
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
     def norm(x, scale, offset):
-        if offset is None:
+        if not workload.entry.centres:
             # Not in place: that overwrites the cotangent, which the next run needs.
             return LigerRMSNormFunction.apply(x, scale, EPSILON, 0.0, "llama", False)
         return LigerLayerNormFunction.apply(x, scale, offset, EPSILON)
@@ -93,11 +94,9 @@ def calls(
     workload: Workload, function: Callable[..., Any], arguments: Sequence[jax.Array], cotangents: Sequence[jax.Array]
 ) -> dict[str, Callable[[], list[torch.Tensor]]]:
     """From each direction to a call that runs it: "forward", "backward", "both" and "gradient", as JAX's programs."""
-    named = dict(zip(ARGUMENTS[workload.operator], arguments, strict=True))
-    leaves = [to_torch(a, workload.dtype).requires_grad_() for a in named.values()]
+    leaves = [to_torch(a, workload.dtype).requires_grad_() for a in arguments]
     dys = [to_torch(a, workload.dtype) for a in cotangents]
-    # dresidual is dx.
-    wanted = [a for a, name in zip(leaves, named, strict=True) if name != "residual"]
+    wanted = workload.signature.own_gradients(leaves)
 
     def results() -> tuple[torch.Tensor, ...]:
         y = function(*leaves)
@@ -117,7 +116,7 @@ def calls(
             return [*(a.detach() for a in made), *torch.autograd.grad(made, wanted, dys)]
 
         found["both"] = both
-        found["gradient"] = lambda: both()[len(workload.results) :]
+        found["gradient"] = lambda: both()[len(dys) :]
     return found
 
 

@@ -6,26 +6,16 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 import jln
+from jln import _catalogue
+from jln._catalogue import DIRECTIONS, OPERATORS, Signature
 
-# What each operator takes, x first, and returns.
-ARGUMENTS = {
-    "layer_norm": ("x", "scale", "offset"),
-    "rms_norm": ("x", "scale"),
-    "add_layer_norm": ("x", "residual", "scale", "offset"),
-    "add_rms_norm": ("x", "residual", "scale"),
-    "layer_norm_linear": ("x", "scale", "offset", "kernel", "bias"),
-    "rms_norm_linear": ("x", "scale", "kernel"),
-}
-BOTH = ("forward", "backward")
 FORWARD = ("forward",)
 
 
@@ -35,7 +25,7 @@ class Workload:
 
     shape: x's, and the residual's. features: N of a Linear, else None. axis: the normalised one. dtype: of x, residual,
     kernel, bias and the results. parameter_dtype: of scale and offset. directions: both in training, "forward" alone in
-    inference. why: what it stands for.
+    inference. why: what it stands for. absent: the optional arguments that are left out.
     """
 
     name: str
@@ -46,56 +36,54 @@ class Workload:
     axis: int = -1
     dtype: str = "bfloat16"
     parameter_dtype: str = "float32"
-    directions: tuple[str, ...] = BOTH
+    directions: tuple[str, ...] = DIRECTIONS
+    absent: tuple[str, ...] = ()
 
-    adds = property(lambda self: "residual" in ARGUMENTS[self.operator])
-    is_linear = property(lambda self: self.features is not None)
-    results = property(lambda self: ("y", "total") if self.adds else ("y",))
+    entry = property(lambda self: OPERATORS[self.operator])
+    is_linear = property(lambda self: self.entry.is_linear)
     width = property(lambda self: self.shape[self.axis])
     rows = property(lambda self: math.prod(self.shape) // self.width)
 
+    @property
+    def signature(self) -> Signature:
+        return self.entry.without(self.absent)
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        return _catalogue.sizes(self.shape, self.axis, (self.features or 0,))
+
     def arrays(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the arguments, in order, then of the results, which are the cotangents' too."""
-        h, n = self.width, self.features or 0
-        parameter = jax.ShapeDtypeStruct((h,), jnp.dtype(self.parameter_dtype))
-        known = {
-            name: jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype))
-            for name, shape in {
-                "x": self.shape,
-                "residual": self.shape,
-                "kernel": (h, n),
-                "bias": (n,),
-                "y": (*self.shape[:-1], n) if self.is_linear else self.shape,
-                "total": self.shape,
-            }.items()
-        } | {"scale": parameter, "offset": parameter}
-        return {name: known[name] for name in (*ARGUMENTS[self.operator], *self.results)}
+        sizes = self.sizes()
+        return {a.name: a.of(sizes, self.dtype, self.parameter_dtype) for a in self.signature.arrays}
 
     def arguments(self) -> list[jax.ShapeDtypeStruct]:
-        return list(self.arrays().values())[: len(ARGUMENTS[self.operator])]
+        return list(self.arrays().values())[: len(self.signature.arguments)]
 
     def cotangents(self) -> list[jax.ShapeDtypeStruct]:
-        return list(self.arrays().values())[len(ARGUMENTS[self.operator]) :]
+        return list(self.arrays().values())[len(self.signature.arguments) :]
 
     def function(self, module: Any = jln) -> Callable[..., Any]:
-        """The operator of `jln` or of `jln.reference`, told the axis."""
-        options = {} if self.is_linear else {"axis": self.axis}
-        return functools.partial(getattr(module, self.operator), **options)
+        """The operator of `jln` or of `jln.reference`, told the axis, of this workload's arguments in order."""
+        return self.in_order(getattr(module, self.operator), **({} if self.is_linear else {"axis": self.axis}))
+
+    def in_order(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """Likewise a function of the operator's arguments by name."""
+        return self.entry.in_order(function, self.signature.names, **options)
 
     def step(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """(*arguments, *cotangents) -> results, and the gradients where both directions are asked for.
 
         dresidual is left out: it is dx, and a program that returned both would copy it.
         """
-        count, adds = len(ARGUMENTS[self.operator]), self.adds
+        signature = self.signature
+        count = len(signature.arguments)
 
         def forward(*arrays):
             return function(*arrays[:count])
 
         def both(*arrays):
             results, pullback = jax.vjp(function, *arrays[:count])
-            dx, *others = pullback(tuple(arrays[count:]) if adds else arrays[count])
-            return results, dx, others[1:] if adds else others
+            return results, signature.own_gradients(pullback(signature.packed(arrays[count:])))
 
         return both if "backward" in self.directions else forward
 
@@ -104,27 +92,16 @@ class Workload:
         return self.arguments() + (self.cotangents() if "backward" in self.directions else [])
 
     def bytes_once(self, direction: str | None = None) -> int:
-        """If every array is moved once: in a direction, or in all of this workload's.
-
-        Forward reads the arguments and writes the results. Backward reads the cotangents, what was normalised (x, or
-        the total), scale and kernel, and writes dx, which is dresidual too, and the parameters' gradients.
-        """
-        if direction is None:
-            return sum(self.bytes_once(d) for d in self.directions)
-        sizes = {name: a.size * a.dtype.itemsize for name, a in self.arrays().items()}
-        results = sum(sizes[name] for name in self.results)
-        parameters = sum(sizes[name] for name in ARGUMENTS[self.operator] if name not in ("x", "residual"))
-        if direction == "forward":
-            return sizes["x"] + sizes.get("residual", 0) + parameters + results
-        reread = sizes.get("scale", 0) + sizes.get("kernel", 0)
-        return results + sizes["x"] + reread + sizes["x"] + parameters
+        """If every array is moved once: in a direction, or in all of this workload's."""
+        return sum(self.signature.bytes_once(self.arrays(), d) for d in self._directions(direction))
 
     def product_flops(self, direction: str | None = None) -> int:
         """Of the Linear, an addition and a multiplication counted apart: one product forward, two backward."""
-        if direction is None:
-            return sum(self.product_flops(d) for d in self.directions)
-        products = {"forward": 1, "backward": 2}[direction]
-        return 2 * products * self.rows * self.width * self.features if self.features else 0
+        elements, features = math.prod(self.shape), self.features or 0
+        return sum(self.entry.product_operations(elements, features, d) for d in self._directions(direction))
+
+    def _directions(self, direction: str | None) -> tuple[str, ...]:
+        return self.directions if direction is None else (direction,)
 
 
 def _named(*workloads: Workload) -> dict[str, Workload]:
@@ -135,6 +112,7 @@ def _named(*workloads: Workload) -> dict[str, Workload]:
 _GPT2 = {"small": (16, 768), "medium": (16, 1024), "large": (8, 1280), "xl": (8, 1600)}
 # Rows of 2^25 elements: what DESIGN's byte table counts.
 _TABLE = (1024, 4096, 8192, 16384, 32768)
+_BIAS = ("bias",)
 
 WORKLOADS = _named(
     *(
@@ -170,8 +148,13 @@ WORKLOADS = _named(
         Workload(f"llama-{h}-add", "add_rms_norm", (2**25 // h, h), "Llama-like: the residual stream and its norm")
         for h in (4096, 8192, 16384)
     ),
-    Workload("llama-4096-qkv", "rms_norm_linear", (8192, 4096), "Llama 8B: 32 query and 2x8 key and value heads", 6144),
-    Workload("llama-4096-mlp", "rms_norm_linear", (8192, 4096), "Llama 8B: gate and up projections in one", 28672),
+    *(
+        Workload(f"llama-4096-{name}", "rms_norm_linear", (8192, 4096), f"Llama 8B: {why}", n, absent=_BIAS)
+        for name, why, n in (
+            ("qkv", "32 query and 2x8 key and value heads", 6144),
+            ("mlp", "gate and up projections in one", 28672),
+        )
+    ),
     Workload("alphafold-pair", "layer_norm", (384, 384, 128), "AlphaFold's pair representation: many short rows"),
     Workload(
         "alphafold-pair-axis-0",
@@ -183,8 +166,8 @@ WORKLOADS = _named(
     Workload("linear-4096-12288", "layer_norm_linear", (8192, 4096), "QKV of a wide model: the products rule", 12288),
     Workload("linear-4096-256", "layer_norm_linear", (8192, 4096), "few features: memory rules, fused kernels", 256),
     Workload("linear-1024-3072", "layer_norm_linear", (16384, 1024), "QKV of a narrow model", 3072),
-    Workload("router", "rms_norm_linear", (8192, 4096), "a mixture of 64 experts chooses", 64),
-    Workload("adapter", "rms_norm_linear", (8192, 4096), "a low-rank adapter's first product", 16),
+    Workload("router", "rms_norm_linear", (8192, 4096), "a mixture of 64 experts chooses", 64, absent=_BIAS),
+    Workload("adapter", "rms_norm_linear", (8192, 4096), "a low-rank adapter's first product", 16, absent=_BIAS),
     *(
         Workload(f"decode-{m}", "rms_norm", (m, 4096), f"decoding {m} sequences: launch time rules", directions=FORWARD)
         for m in (1, 4, 16, 64)
@@ -197,6 +180,7 @@ WORKLOADS = _named(
             f"decoding {m} sequences: the kernel's bytes rule",
             6144,
             directions=FORWARD,
+            absent=_BIAS,
         )
         for m in (1, 4, 16, 64)
     ),

@@ -12,11 +12,13 @@ import numpy as np
 import typer
 
 from jln import reference
-from jln._cli import controls, timing
-from jln._cli.accuracy import Accuracy, Truth
+from jln._accuracy import Accuracy
+from jln._bench import timing
+from jln._catalogue import DIRECTIONS, OPERATORS, Operator
+from jln._cli import controls
 from jln._cli.console import UserError, print_json, print_note, print_table, progress
 from jln._cli.devices import Device, described, devices, implementations, interpret_without_a_gpu
-from jln._cli.operators import DTYPES, OPERATORS, Case, Dtype, Implementation, Init, Operator
+from jln._cli.samples import DTYPES, Dtype, Implementation, Init, Sample, Trial, ours, plain
 from jln.testing import Report, check_hvp, check_vjp
 
 DEFAULT_SHAPE = "64x1024"
@@ -49,9 +51,9 @@ def command(
     Without OPERATOR: all operators in all dtypes, to second order, and wrong rules that must be rejected. With one: it
     at one size. Exits with 1 if anything is wrong.
     """
-    case = None
+    sample = None
     if operator is not None:
-        case = _case(operator, shape, features, dtype, init, seed)
+        sample = _sample(operator, shape, features, dtype, init, seed)
     else:
         given = {"shape": shape, "features": features, "dtype": dtype, "init": init, "time": time or None}
         for name, value in given.items():
@@ -62,7 +64,7 @@ def command(
     chosen = [(d, _runnable(d, implementation)) for d in devices(device)]
     if not any(runnable for _, (runnable, _) in chosen):
         raise UserError(next(f"{name} cannot run: {why}" for name, why in chosen[0][1][1].items()))
-    good = _check_one(case, chosen, time, as_json) if case else _check_all(chosen, seed, as_json)
+    good = _check_one(sample, chosen, time, as_json) if sample else _check_all(chosen, seed, as_json)
     raise typer.Exit(0 if good else 1)
 
 
@@ -72,7 +74,7 @@ def _runnable(device: Device, only: str | None) -> tuple[list[str], dict[str, st
     return [name for name, why in wanted.items() if why is None], {n: w for n, w in wanted.items() if w is not None}
 
 
-def _case(operator, shape, features, dtype, init, seed) -> Case:
+def _sample(operator, shape, features, dtype, init, seed) -> Sample:
     if operator not in OPERATORS:
         raise UserError(f"unknown operator {operator!r}; known are {', '.join(OPERATORS)}")
     found = OPERATORS[operator]
@@ -82,7 +84,7 @@ def _case(operator, shape, features, dtype, init, seed) -> Case:
     sizes = parsed_shape(shape)
     if len(sizes) > 32 or math.prod(sizes) * max(features or 1, 1) >= 2**48:
         raise UserError(f"too large: {shape}" + (f" to {features} features" if features else ""))
-    return Case(found, sizes, features or sizes[-1], dtype or "float32", init or "normal", seed)
+    return Sample(found, sizes, features or sizes[-1], dtype or "float32", init or "normal", seed)
 
 
 def parsed_shape(text: str) -> tuple[int, ...]:
@@ -96,32 +98,32 @@ def parsed_shape(text: str) -> tuple[int, ...]:
 # One operator at one size
 
 
-def _check_one(case: Case, chosen: list[tuple[Device, Any]], time: bool, as_json: bool) -> bool:
+def _check_one(sample: Sample, chosen: list[tuple[Device, Any]], time: bool, as_json: bool) -> bool:
     found = []
     with progress(sum(1 + len(runnable) * (1 + time) for _, (runnable, _) in chosen)) as begin:
         for device, (runnable, why_not) in chosen:
             begin(f"float64 on {described(device)}")
-            truth = Truth(case, device) if runnable else None
+            trial = Trial(sample, device) if runnable else None
             for implementation in runnable:
                 interpreted = implementation == "triton" and device.platform == "cpu"
-                if interpreted and math.prod(case.shape) > INTERPRETED_ELEMENTS and len(runnable) > 1:
+                if interpreted and math.prod(sample.shape) > INTERPRETED_ELEMENTS and len(runnable) > 1:
                     why_not[implementation] = f"more than {INTERPRETED_ELEMENTS} elements take the interpreter minutes"
                     continue
-                assert truth is not None
+                assert trial is not None
                 begin(f"{implementation} on {described(device)}")
-                entry = {"implementation": implementation, "accuracy": truth.accuracies(implementation), "time": None}
+                entry = {"implementation": implementation, "accuracy": trial.accuracies(implementation), "time": None}
                 if time and interpreted:
                     why_not[implementation] = "checked, and not timed: it is Triton's interpreter"
                 elif time:
                     begin(f"timing {implementation} on {described(device)}")
-                    entry["time"] = _timed(case, device, implementation)
+                    entry["time"] = _timed(sample, device, implementation)
                 found.append({"device": described(device), **entry})
             found.extend({"device": described(device), "implementation": n, "note": w} for n, w in why_not.items())
     good = all(line.ok for entry in found for line in entry.get("accuracy", ()))
     if as_json:
-        print_json({"case": str(case), "ok": good, "runs": [_as_json(entry) for entry in found]})
+        print_json({"case": str(sample), "ok": good, "runs": [_as_json(entry) for entry in found]})
         return good
-    print_note(str(case))
+    print_note(str(sample))
     for entry in found:
         where = f"{entry['implementation']} on {entry['device']}"
         if "note" in entry:
@@ -152,20 +154,17 @@ def _plain(a: Accuracy) -> dict[str, Any]:
     return {**fields, "ok": a.ok}
 
 
-def _timed(case: Case, device: Device, implementation: str) -> dict[str, dict[str, float]]:
+def _timed(sample: Sample, device: Device, implementation: str) -> dict[str, dict[str, float]]:
     """Of the forward pass as training runs it, which saves what the backward pass needs, and of the backward pass."""
-    arguments, cotangent = jax.device_put(case.arrays(), device)
-    forward = jax.jit(lambda *a: jax.vjp(case.operator.ours(implementation), *a))
+    arguments, cotangent = jax.device_put(sample.arrays(), device)
+    forward = jax.jit(lambda *a: jax.vjp(ours(sample.operator.name, implementation), *a))
     _, pullback = forward(*arguments)
     backward = jax.jit(lambda pullback, cotangent: pullback(cotangent))
-    runs: dict[str, Callable[[], Any]] = {
-        "forward": lambda: forward(*arguments),
-        "backward": lambda: backward(pullback, cotangent),
-    }
+    runs = (lambda: forward(*arguments), lambda: backward(pullback, cotangent))
     times = {}
-    for (name, run), moved, operations in zip(runs.items(), case.bytes_moved(), case.operations(), strict=True):
-        took = timing.seconds(run)
-        times[name] = {"seconds": took, "gb_per_s": moved / took / 1e9, "tflop_per_s": operations / took / 1e12}
+    for direction, run in zip(DIRECTIONS, runs, strict=True):
+        moved, operations, took = sample.bytes_once(direction), sample.operations(direction), timing.seconds(run)
+        times[direction] = {"seconds": took, "gb_per_s": moved / took / 1e9, "tflop_per_s": operations / took / 1e12}
     return times
 
 
@@ -264,23 +263,22 @@ def _cells(
 ) -> Iterator[Cell]:
     for dtype in DTYPES:
         begin(f"{operator.name} in {dtype} on {described(device)}")
-        cases = [
-            Case(operator, s, n, dtype, seed=seed) for s, n in (LINEAR_SIZES if operator.is_linear else NORM_SIZES)
-        ]
-        truths = [Truth(case, device) for case in cases]
+        sizes = LINEAR_SIZES if operator.is_linear else NORM_SIZES
+        trials = [Trial(Sample(operator, s, n, dtype, seed=seed), device) for s, n in sizes]
         for implementation in runnable:
-            yield _attempt(operator, implementation, dtype, lambda i=implementation, t=truths: _worst_accuracy(t, i))
-    arguments, _ = Case(operator, (3, 5), 4, "float64", seed=seed).arrays()
+            yield _attempt(operator, implementation, dtype, lambda i=implementation, t=trials: _worst_accuracy(t, i))
+    arguments, _ = Sample(operator, (3, 5), 4, "float64", seed=seed).arrays()
     for implementation in runnable:
-        ours, plain = operator.ours(implementation), operator.reference()
+        function, truth = ours(operator.name, implementation), plain(operator.name)
         # A difference would run the interpreter twenty times.
         interpreted = implementation == "triton" and device.platform == "cpu"
         for name, check in (("gradients", check_vjp), ("second order", check_hvp)):
             begin(f"{operator.name}, {implementation}, {name} on {described(device)}")
 
-            def run(check=check, ours=ours, plain=plain, interpreted=interpreted) -> tuple[bool, float, str]:
-                report = check(ours, arguments, reference=plain, differences=not interpreted, elements=None, seed=seed)
-                return _worst_row(report)
+            def run(check=check, f=function, truth=truth, interpreted=interpreted) -> tuple[bool, float, str]:
+                return _worst_row(
+                    check(f, arguments, reference=truth, differences=not interpreted, elements=None, seed=seed)
+                )
 
             yield _attempt(operator, implementation, name, run)
 
@@ -293,11 +291,11 @@ def _attempt(operator: Operator, implementation: str, check: str, run: Callable[
         return Cell(operator.name, implementation, check, False, math.inf, f"{type(error).__name__}: {error}")
 
 
-def _worst_accuracy(truths: list[Truth], implementation: str) -> tuple[bool, float, str]:
-    lines = [(line, truth.case) for truth in truths for line in truth.accuracies(implementation)]
-    line, case = max(lines, key=lambda pair: (not pair[0].ok, pair[0].part))
+def _worst_accuracy(trials: list[Trial], implementation: str) -> tuple[bool, float, str]:
+    lines = [(line, trial.sample) for trial in trials for line in trial.accuracies(implementation)]
+    line, sample = max(lines, key=lambda pair: (not pair[0].ok, pair[0].part))
     found = f"error {line.error:.2e}, limit {line.limit:.2e}; rms {line.rms_error:.2e}, limit {line.rms_limit:.2e}"
-    return line.ok, line.part, f"{line.name} of {case}: {found}"
+    return line.ok, line.part, f"{line.name} of {sample}: {found}"
 
 
 def _worst_row(report: Report) -> tuple[bool, float, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import pathlib
 import platform
@@ -12,13 +11,14 @@ from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import typer
 
 import jln
+from jln._bench import parts
+from jln._catalogue import OPERATORS
 from jln._cli.console import print_json, print_note, print_table, progress
 from jln._cli.devices import Device, complaints, described, devices, implementations
-from jln._cli.operators import OPERATORS, Case, value_and_gradients
+from jln._cli.samples import Sample, ours, value_and_gradients
 from jln._triton import cache, config, launch, tuning
 
 # Distribution -> what it is for here, and how it comes.
@@ -167,13 +167,7 @@ def _why_not_fused() -> str | None:
 
 def installed() -> dict[str, str | None]:
     """From each package to its version; None where it is not installed."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    return versions
+    return {package: parts.version(package) for package in PACKAGES}
 
 
 def parsed(version: str) -> tuple[int, ...]:
@@ -207,8 +201,8 @@ def choices(device: Device, begin: Callable[[str], None] = lambda what: None) ->
         for label, (shape, features) in SIZES.items():
             if label and not operator.is_linear:
                 continue
-            case = Case(operator, shape, features, "bfloat16")
-            forward, both = (_kernels(case, device, gradient) for gradient in (False, True))
+            sample = Sample(operator, shape, features, "bfloat16")
+            forward, both = (_kernels(sample, device, gradient) for gradient in (False, True))
             uses = "triton" if both else "xla"
             other = "xla" if uses == "triton" else "triton"
             why_not = reasons[other] or f'triton goes first; implementation="{other}" asks for it'
@@ -225,18 +219,15 @@ def choices(device: Device, begin: Callable[[str], None] = lambda what: None) ->
     return rows
 
 
-def _kernels(case: Case, device: Device, gradient: bool) -> list[str]:
+def _kernels(sample: Sample, device: Device, gradient: bool) -> list[str]:
     """The Triton kernels that the default implementation launches; none for XLA."""
-    shapes = [jax.ShapeDtypeStruct(s, jnp.dtype(case.dtype)) for s in case.shapes().values()]
-    arguments, results = shapes[: len(case.operator.arguments)], tuple(shapes[len(case.operator.arguments) :])
-    f = case.operator.ours(None)
+    arguments, cotangent = sample.shapes()
+    f = ours(sample.operator.name, None)
     with launch.recording() as made, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that XLA runs instead: the table says so, and the reason
         platform = "cuda" if device.platform == "gpu" else device.platform
         if gradient:
-            traced = jax.jit(lambda a, c: value_and_gradients(f, a, c)).trace(
-                arguments, results if case.operator.adds else results[0]
-            )
+            traced = jax.jit(lambda a, c: value_and_gradients(f, a, c)).trace(arguments, cotangent)
         else:
             traced = jax.jit(lambda a: f(*a)).trace(arguments)
         traced.lower(lowering_platforms=(platform,))

@@ -18,7 +18,7 @@ import typer
 
 import jln
 from jln._bench import results, search
-from jln._bench.search import Clock, Found, Question, Report
+from jln._bench.search import Clock, Found, Question, Verdict
 from jln._bench.trace import TraceError
 from jln._bench.workloads import WORKLOADS, Workload
 from jln._cli.console import UserError, print_note, print_table, progress
@@ -108,10 +108,10 @@ def survey(workloads: Sequence[Workload], chip: config.Chip, seconds: float | No
                 return False
             begin(described(question))
             choices = search.candidates(question)
-            said = search.reports(pool, question, choices, chip)
-            rows = [_row(tiles, report) for tiles, report in zip(choices, said, strict=True)]
+            said = search.verdicts(pool, question, choices, chip)
+            rows = [_row(tiles, verdict) for tiles, verdict in zip(choices, said, strict=True)]
             heuristic = written(question.heuristic)
-            title = f"{described(question)}: {heuristic} by heuristics; of {_cases(question)}"
+            title = f"{described(question)}: {heuristic} by heuristics; of {_calls(question)}"
             print_table(title, ("candidate", "registers", "spilled", "shared KB", ""), rows, left=(0, 4))
     return True
 
@@ -135,8 +135,8 @@ def tune(
                 break
             begin(described(question))
             choices = search.candidates(question)
-            said = search.reports(pool, question, choices, chip)
-            sound = [tiles for tiles, report in zip(choices, said, strict=True) if report.why is None]
+            said = search.verdicts(pool, question, choices, chip)
+            sound = [tiles for tiles, verdict in zip(choices, said, strict=True) if verdict.why is None]
             try:
                 found = search.fastest(question, sound, chip, clock)
             except (RuntimeError, TraceError) as error:
@@ -171,15 +171,15 @@ def written(tiles: Tiles) -> str:
     return ", ".join(texts)
 
 
-def _cases(question: Question) -> str:
-    return ", ".join(dict.fromkeys(case.workload.name for case in question.cases))
+def _calls(question: Question) -> str:
+    return ", ".join(dict.fromkeys(call.workload.name for call in question.calls))
 
 
-def _row(tiles: Tiles, report: Report) -> list[str]:
+def _row(tiles: Tiles, verdict: Verdict) -> list[str]:
     numbers = (
-        [str(report.registers), str(report.spilled), f"{report.shared / 1e3:.1f}"] if report.registers else [""] * 3
+        [str(verdict.registers), str(verdict.spilled), f"{verdict.shared / 1e3:.1f}"] if verdict.registers else [""] * 3
     )
-    return [written(tiles), *numbers, report.why or ""]
+    return [written(tiles), *numbers, verdict.why or ""]
 
 
 def _found(question: Question, found: Found, candidates: int, sound: int) -> list[str]:
@@ -197,7 +197,7 @@ def entry(question: Question, found: Found, chip: config.Chip) -> dict[str, Any]
         "measured": {
             "chip": chip.name,
             "versions": _versions(),
-            "cases": [case.name for case in question.cases],
+            "cases": [call.name for call in question.calls],
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "heuristics": _numbers(question.heuristic),
             "seconds": {case: {"heuristics": old, "tiles": new} for case, (old, new) in found.seconds.items()},
@@ -238,7 +238,7 @@ def _known(question: Question, path: pathlib.Path) -> bool:
         measured = raw.get("measured") if _is(raw, question.key) else None
         if isinstance(measured, dict) and same.items() <= measured.items():
             before = measured.get("cases")
-            return isinstance(before, list) and all(case.name in before for case in question.cases)
+            return isinstance(before, list) and all(call.name in before for call in question.calls)
     return False
 
 

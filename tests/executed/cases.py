@@ -25,7 +25,6 @@ SMALL = {f"small-{c.name}": dataclasses.replace(c, name=f"small-{c.name}", sms=3
 
 # By letter: what an operator may be given. d and t are the cotangents, of y and of the sum.
 NORM_LETTERS, LINEAR_LETTERS = "xrso", "xsokb"
-NORM_RESULTS = ("y", "total", "dx", "dresidual", "dscale", "doffset")
 
 
 @contextlib.contextmanager
@@ -101,11 +100,8 @@ EXAMPLES = 3
 def _one(case: Case) -> dict[str, np.ndarray | None]:
     """By letter, the operands and cotangents of one example."""
     parameters = {"parameter_dtype": case.parameters or None}
-    if case.linear:
-        lead, h = case.shape[:-1], case.shape[-1]
-        operands = workbench.linear_arguments(case.kind, lead, h, case.features, case.dtype, **parameters)
-    else:
-        operands = workbench.arguments(case.kind, case.shape, case.dtype, axis=case.axis, **parameters)
+    parameters |= {"features": case.features} if case.linear else {"axis": case.axis}
+    operands = workbench.arguments(case.kind, case.shape, case.dtype, **parameters)
     given = dict(zip(case.letters, operands, strict=True))
     given["x"] = ((given["x"] + case.mean) * case.magnitude).astype(case.dtype)
     if case.residual:
@@ -142,8 +138,7 @@ def step(case: Case, module=jln) -> Callable[..., dict[str, jax.Array]]:
         (gradients,) = pullback(given["d"] if case.linear else (given["d"], given["t"]))
         results = [outputs] if case.linear else [*outputs]
         results += [gradients[letter] for letter in case.letters]
-        names = workbench.LINEAR_RESULTS if case.linear else NORM_RESULTS
-        return {name: a for name, a in zip(names, results, strict=True) if a is not None}
+        return {name: a for name, a in zip(case.kind.results, results, strict=True) if a is not None}
 
     if not case.over:
         return run
@@ -175,15 +170,11 @@ def judged(case: Case, given, got, plain) -> dict[str, float]:
         ours, theirs = ({k: as_rows(case, k, example(a, bool(case.over))) for k, a in r.items()} for r in (got, plain))
         if case.linear:
             operands = [rows[k] for k in "xsokb"]
-            true = workbench.linear_truth(
-                case.kind, operands, rows["d"], epsilon=case.epsilon,
-                zero_centered_scale=case.zero_centered_scale,
-            )  # fmt: skip
+            cotangent = rows["d"]
         else:
-            if case.zero_centered_scale and rows["s"] is not None:
-                rows["s"] = rows["s"].astype("float64") + 1
             operands, cotangent = [rows[k] for k in "xrso"], [rows["d"], rows["t"]]
-            true = workbench.truth(case.kind, operands, cotangent, ours.get("total"), epsilon=case.epsilon)
+        options = {"zero_centered_scale": case.zero_centered_scale and rows["s"] is not None, "epsilon": case.epsilon}
+        true = workbench.truth(case.kind, operands, cotangent, ours.get("total"), **options)
         for name, share in workbench.shares(ours, theirs, true).items():
             worst[name] = max(worst.get(name, 0.0), share)
     return worst

@@ -30,7 +30,7 @@ CHECKER = "jln/_testing/derivatives.py"
 REPORT = "jln/_testing/report.py"
 TUNING = "jln/_triton/tuning.py"
 SEARCH = "jln/_bench/search.py"
-LIMITS = "jln/_cli/accuracy.py"
+LIMITS = "jln/_accuracy.py"
 REFERENCE = "jln/reference.py"
 
 ACCURACY = "tests/test_accuracy.py::"

@@ -13,7 +13,8 @@ if not program._folders("jax_plugins.xla_cuda13"):
     pytest.skip('compiling for an absent GPU needs pip install "jln[cuda13]"', allow_module_level=True)
 pytest.importorskip("typer")
 
-from jln._bench.peers import PEERS, Unsupported
+from jln._bench.parts import Unsupported
+from jln._bench.peers import PEERS
 from jln._cli import app, report
 
 

@@ -1,0 +1,39 @@
+"""What peers of every framework are made of, and their versions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+from typing import Any
+
+from jln._bench.workloads import Workload
+
+
+class Unsupported(Exception):
+    """A peer has nothing for a workload, or does not run here; the message says what."""
+
+
+def composed(workload: Workload, norm: Callable[..., Any], linear: Callable[..., Any]) -> Callable[..., Any]:
+    """A workload's function of its parts: norm(x, scale, offset or None), linear(z, kernel, bias or None).
+
+    The sum with a residual is the peer's `+`, in its dtype.
+    """
+    names, adds = workload.signature.names, workload.entry.adds
+
+    def function(*arguments: Any) -> Any:
+        given = dict(zip(names, arguments, strict=True))
+        x = given["x"] + given["residual"] if adds else given["x"]
+        y = norm(x, given.get("scale"), given.get("offset"))
+        if workload.is_linear:
+            y = linear(y, given["kernel"], given.get("bias"))
+        return (y, x) if adds else y
+
+    return function
+
+
+def version(distribution: str) -> str | None:
+    """None where it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

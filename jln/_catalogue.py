@@ -1,0 +1,185 @@
+"""The public operators: what each takes, gives and computes.
+
+`check`, `bench`, `report`, `tune`, `doctor`, the tests and the reports go over this one list, and guess nothing from
+names: a new operator joins them all by its entry here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+import jln
+
+EPSILON = 1e-6
+DIRECTIONS = ("forward", "backward")
+Role = Literal["activation", "scale", "offset", "kernel", "bias"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """An argument or a result.
+
+    role: an activation, of as many rows as x; the norm's scale or offset; a product's kernel or bias. dimensions: "x"
+    for all of x's axes, "rows" for all but the normalised ones, "H" for these, "N" for a Linear's features. optional:
+    may be None. gradient_of: the argument whose gradient is this one's, too, so that a program needs it once.
+    """
+
+    name: str
+    role: Role
+    dimensions: tuple[str, ...]
+    optional: bool = False
+    gradient_of: str | None = None
+
+    def of(self, sizes: Mapping[str, tuple[int, ...]], dtype: Any, parameter_dtype: Any) -> jax.ShapeDtypeStruct:
+        """parameter_dtype: of the norm's parameters; those of a product are given in `dtype`, as x is."""
+        shape = tuple(size for dimension in self.dimensions for size in sizes[dimension])
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(parameter_dtype if self.role in ("scale", "offset") else dtype))
+
+
+def sizes(shape: tuple[int, ...], axes: int | tuple[int, ...], features: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """What the dimensions are of an x of that shape, normalised over `axes`."""
+    chosen = [a % len(shape) for a in (axes if isinstance(axes, tuple) else (axes,))]
+    rows = tuple(n for i, n in enumerate(shape) if i not in chosen)
+    return {"x": shape, "rows": rows, "H": tuple(shape[a] for a in chosen), "N": features}
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """What a function of named arrays takes and returns, in order. reread: what its backward pass reads beside the
+    results' cotangents, of arguments and results.
+    """
+
+    name: str
+    arguments: tuple[Array, ...]
+    results: tuple[Array, ...]
+    reread: tuple[str, ...]
+
+    names = property(lambda self: tuple(a.name for a in self.arguments))
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """The arguments, then the results."""
+        return self.arguments + self.results
+
+    @property
+    def parameters(self) -> tuple[Array, ...]:
+        return tuple(a for a in self.arguments if a.role != "activation")
+
+    @property
+    def gradients(self) -> tuple[Array, ...]:
+        """The arguments with a gradient of their own."""
+        return tuple(a for a in self.arguments if a.gradient_of is None)
+
+    def without(self, absent: Iterable[str]) -> Signature:
+        """The same, less some optional arguments."""
+        left = tuple(a for a in self.arguments if a.name not in absent)
+        return Signature(self.name, left, self.results, tuple(n for n in self.reread if n not in absent))
+
+    def packed(self, results: Iterable[Any]) -> Any:
+        """The results, or their cotangents, as the function has them: one by itself, several as a tuple."""
+        several = tuple(results)
+        return several if len(self.results) > 1 else several[0]
+
+    def own_gradients(self, gradients: Iterable[Any]) -> list[Any]:
+        """Of all arguments' gradients those that are no other's, too: a program that returned both would copy one."""
+        return [g for a, g in zip(self.arguments, gradients, strict=True) if a.gradient_of is None]
+
+    def bytes_once(self, arrays: Mapping[str, Any], direction: str) -> int:
+        """What a direction moves of arguments and results of these shapes, if each is moved once.
+
+        Forward reads the arguments and writes the results. Backward reads the cotangents and what it reads again, and
+        writes the gradients.
+        """
+
+        def sizes(names: Iterable[str]) -> int:
+            return sum(arrays[name].size * arrays[name].dtype.itemsize for name in names)
+
+        results = sizes(a.name for a in self.results)
+        if direction == "forward":
+            return sizes(a.name for a in self.arguments) + results
+        return results + sizes(self.reread) + sizes(a.name for a in self.gradients)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operator(Signature):
+    """One of the public functions, and the same in plain jnp.
+
+    centres: whether the mean is subtracted. per_element: operations on each element of x, forward and backward, those
+    of a product left out. of_sum: the operator that the sum of x and the residual goes through, if there is one.
+    """
+
+    centres: bool
+    per_element: tuple[int, int]
+    of_sum: Operator | None = None
+
+    function = property(lambda self: getattr(jln, self.name))
+    reference = property(lambda self: getattr(jln.reference, self.name))
+    adds = property(lambda self: self.of_sum is not None)
+    is_linear = property(lambda self: any(a.role == "kernel" for a in self.arguments))
+
+    def in_order(
+        self, function: Callable[..., Any], given: Sequence[str] | None = None, **options: Any
+    ) -> Callable[..., Any]:
+        """A function of this one's arguments, as one of the arrays named in `given` (all), in that order: the others
+        are None.
+        """
+        names = self.names if given is None else given
+
+        def of_arrays(*arrays: Any, **more: Any) -> Any:
+            named = dict(zip(names, arrays, strict=True))
+            return function(**{name: named.get(name) for name in self.names}, **options, **more)
+
+        # The names that `jln.testing` reports by.
+        parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in names]
+        of_arrays.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
+        return of_arrays
+
+    def operations(self, elements: int, features: int, direction: str) -> int:
+        """Of so many elements of x, each addition and each multiplication counted as one."""
+        products = self.product_operations(elements, features, direction)
+        return self.per_element[DIRECTIONS.index(direction)] * elements + products
+
+    def product_operations(self, elements: int, features: int, direction: str) -> int:
+        """Of those the product's: one forward, two backward."""
+        return 2 * (1 + DIRECTIONS.index(direction)) * elements * features if self.is_linear else 0
+
+
+_X = Array("x", "activation", ("x",))
+_RESIDUAL = Array("residual", "activation", ("x",), gradient_of="x")
+_SCALE = Array("scale", "scale", ("H",), optional=True)
+_OFFSET = Array("offset", "offset", ("H",), optional=True)
+_KERNEL = Array("kernel", "kernel", ("H", "N"))
+_BIAS = Array("bias", "bias", ("N",), optional=True)
+_Y = Array("y", "activation", ("x",))
+_TOTAL = Array("total", "activation", ("x",))
+_PRODUCT = Array("y", "activation", ("rows", "N"))
+
+# An element forward: mean 1, x - mean 1, its square summed 2, times rstd 1, scale 1, offset 1. Backward: x_hat 2, g 1,
+# c1 1, c2 2, dx 4, dscale 2, doffset 1. An RMSNorm has neither mean, c1 nor offset; a sum is one more each way.
+_LAYER = Operator("layer_norm", (_X, _SCALE, _OFFSET), (_Y,), ("x", "scale"), True, (7, 13))
+_RMS = Operator("rms_norm", (_X, _SCALE), (_Y,), ("x", "scale"), False, (4, 9))
+_REREAD = ("x", "scale", "kernel")
+OPERATORS: dict[str, Operator] = {
+    o.name: o
+    for o in (
+        _LAYER,
+        _RMS,
+        Operator(
+            "add_layer_norm", (_X, _RESIDUAL, _SCALE, _OFFSET), (_Y, _TOTAL), ("total", "scale"), True, (8, 14), _LAYER
+        ),
+        Operator("add_rms_norm", (_X, _RESIDUAL, _SCALE), (_Y, _TOTAL), ("total", "scale"), False, (5, 10), _RMS),
+        Operator("layer_norm_linear", (_X, _SCALE, _OFFSET, _KERNEL, _BIAS), (_PRODUCT,), _REREAD, True, (7, 13)),
+        Operator("rms_norm_linear", (_X, _SCALE, _KERNEL, _BIAS), (_PRODUCT,), _REREAD, False, (4, 9)),
+    )
+}
+
+
+def fullest(*, is_linear: bool) -> Operator:
+    """Of the norms, or of those with a product behind, the one that takes the most."""
+    return max((o for o in OPERATORS.values() if o.is_linear == is_linear), key=lambda o: len(o.arguments))

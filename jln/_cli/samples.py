@@ -1,0 +1,148 @@
+"""The operators as `check` and `doctor` try them: arguments of any size and kind, and what is true of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jln import _accuracy, _catalogue
+from jln._accuracy import Accuracy, Judge
+from jln._catalogue import EPSILON, OPERATORS, Array, Operator
+from jln._cli.devices import Device
+
+Dtype = Literal["float16", "bfloat16", "float32", "float64"]
+Init = Literal["ones", "integers", "normal", "uniform", "large-mean"]
+Implementation = Literal["xla", "triton"]
+DTYPES: tuple[str, ...] = get_args(Dtype)
+
+
+def _options(operator: Operator) -> dict[str, Any]:
+    # A GPU's own default precision multiplies float32 with ten bits.
+    return {"epsilon": EPSILON} | ({"precision": "highest"} if operator.is_linear else {})
+
+
+# Equal calls give the same object, so that its programs are compiled once.
+@functools.cache
+def ours(name: str, implementation: str | None) -> Callable[..., Any]:
+    """The operator, of its arguments in order."""
+    operator = OPERATORS[name]
+    return operator.in_order(operator.function, implementation=implementation, **_options(operator))
+
+
+@functools.cache
+def plain(name: str, total_dtype: str | None = None) -> Callable[..., Any]:
+    """The same in plain jnp. total_dtype: that a sum is rounded to; None: as the operator does."""
+    operator = OPERATORS[name]
+    if total_dtype is not None and operator.adds:
+        return operator.in_order(_accuracy.of_sum(operator, total_dtype, epsilon=EPSILON))
+    return operator.in_order(operator.reference, **_options(operator))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One operator at one size, and its data. shape: x's, its last axis normalised. features: N of a Linear."""
+
+    operator: Operator
+    shape: tuple[int, ...]
+    features: int
+    dtype: str
+    init: Init = "normal"
+    seed: int = 0
+
+    def __str__(self) -> str:
+        size = "x".join(map(str, self.shape))
+        features = f" -> {self.features} features" if self.operator.is_linear else ""
+        return f"{self.operator.name} of {size}{features} in {self.dtype}, {self.init} (seed {self.seed})"
+
+    @property
+    def _shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        sizes = _catalogue.sizes(self.shape, -1, (self.features,))
+        return {a.name: a.of(sizes, self.dtype, self.dtype) for a in self.operator.arrays}
+
+    def _split(self, arrays: list[Any]) -> tuple[list[Any], Any]:
+        count = len(self.operator.arguments)
+        return arrays[:count], self.operator.packed(arrays[count:])
+
+    def shapes(self) -> tuple[list[jax.ShapeDtypeStruct], Any]:
+        """-> (arguments, cotangent)"""
+        return self._split(list(self._shapes.values()))
+
+    def arrays(self) -> tuple[list[np.ndarray], Any]:
+        """-> (arguments, cotangent)"""
+        random = np.random.default_rng(self.seed)
+        made = [self._filled(random, a, self._shapes[a.name].shape) for a in self.operator.arrays]
+        return self._split(made)
+
+    def _filled(self, random: np.random.Generator, array: Array, shape: tuple[int, ...]) -> np.ndarray:
+        """ones: every sum can be done in the head. integers: -3 to 3, so products and short sums are exact. normal,
+        uniform: spread 1, or -1 to 1. large-mean: x has 1000 times its spread for a mean, which a variance in one pass
+        does not survive, and y's cotangent 10 times, with a scale of 1, so that c1 is large and dx is not.
+        """
+        if self.init == "ones":
+            a = np.ones(shape)
+        elif self.init == "integers":
+            a = random.integers(-3, 4, shape).astype(float)
+        elif self.init == "uniform":
+            a = random.uniform(-1, 1, shape)
+        else:
+            a = random.standard_normal(shape)
+        if self.init in ("normal", "uniform", "large-mean"):
+            if array.role == "scale":
+                a = a + 1 if self.init != "large-mean" else np.ones(shape)
+            elif array.role == "kernel":
+                a = a / math.sqrt(shape[0])  # y is then of the size of z
+            elif self.init == "large-mean":
+                a = a + {"x": 1000, "y": 10}.get(array.name, 0)
+        return a.astype(jnp.dtype(self.dtype))
+
+    def bytes_once(self, direction: str) -> int:
+        """Every tensor once: what is read, and written, if nothing is read twice."""
+        return self.operator.bytes_once(self._shapes, direction)
+
+    def operations(self, direction: str) -> int:
+        """Each addition and each multiplication counted as one."""
+        return self.operator.operations(math.prod(self.shape), self.features, direction)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def value_and_gradients(f: Callable[..., Any], arguments: list[Any], cotangent: Any) -> list[Any]:
+    """The results of `f` and the gradients of its arguments."""
+    results, pullback = jax.vjp(f, *arguments)
+    return [*jax.tree.leaves(results), *pullback(cotangent)]
+
+
+class Trial:
+    """A sample on a device, and what is true of it for all implementations."""
+
+    def __init__(self, sample: Sample, device: Device):
+        self.sample, self._device, self._arrays = sample, device, sample.arrays()
+        operator, dtype = sample.operator, sample.dtype
+        exact = plain(operator.name, dtype)
+        self.names = [a.name for a in operator.results] + [f"d{a.name}" for a in operator.arguments]
+        true = self._run(exact, jax.tree.map(lambda a: a.astype("float64"), self._arrays))
+        nudged = self._run(exact, self._nudged())
+        self._judge = Judge(self.names, true, nudged, self._run(plain(operator.name), self._arrays), dtype)
+
+    def _run(self, f: Callable[..., Any], arrays: Any) -> list[jax.Array]:
+        return value_and_gradients(f, *jax.device_put(arrays, self._device))
+
+    def _nudged(self) -> Any:
+        """In float64, each element off by at most a rounding."""
+        random = np.random.default_rng([self.sample.seed, 1])
+        eps = _accuracy.rounding(self.sample.dtype)
+        return jax.tree.map(lambda a: a.astype("float64") * (1 + eps * random.uniform(-1, 1, a.shape)), self._arrays)
+
+    def accuracies(self, implementation: str) -> list[Accuracy]:
+        """Of every result of an implementation."""
+        return self.judged(ours(self.sample.operator.name, implementation))
+
+    def judged(self, function: Callable[..., Any]) -> list[Accuracy]:
+        """Of every result of a function of the operator's arguments, in order."""
+        return list(map(self._judge.accuracy, self.names, self._run(function, self._arrays)))
