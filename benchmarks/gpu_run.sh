@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything that a GPU is needed for, in one command of under nine minutes: the tests through the compiled kernels,
-# `python -m jln check`, `python -m jln bench`. Needs nothing but this checkout and a Python with JAX for CUDA.
+# `python -m jln check`, `python -m jln bench`, a small model's step. Needs nothing but this checkout and a Python with
+# JAX for CUDA.
 #
 #     benchmarks/gpu_run.sh [--run NAME] [--results FOLDER] [--wheels FOLDER] [--minutes N] [--tune] [--cpu]
 #
@@ -113,11 +114,15 @@ bench() { # as many workloads as there is time for
     "$python" -m jln bench --resume --output "$folder" --seconds "$(until_the_end)" "$@"
 }
 
+small_step() { # where launches are what counts
+    "$python" benchmarks/small_step.py --output "$folder" "$@"
+}
+
 tune() { # likewise
     "$python" -m jln tune "$@" --output "$folder/tuning.json" --seconds "$(until_the_end)"
 }
 
-export -f environment tests until_the_end bench tune # for the shell that timeout can end
+export -f environment tests until_the_end bench small_step tune # for the shell that timeout can end
 export python folder deadline
 cores=$(nproc)
 export workers=$((cores < 12 ? cores : 12))
@@ -127,18 +132,20 @@ kernels=(tests/test_operators.py tests/test_accuracy.py tests/test_linear_accura
 transforms=(tests/test_transforms.py tests/test_linear_transforms.py tests/test_matrix.py tests/test_abuse.py
     tests/test_properties.py tests/test_result_dtype.py tests/modules)
 check=(check --device gpu)
-benched=() tuned=()
+benched=() small=() tuned=()
 if [[ -n $rehearsal ]]; then
     workers=1
     kernels=(tests/test_operators.py -k reduction_of_many) transforms=(tests/test_result_dtype.py -k bfloat16)
     check=(check layer_norm --shape 8x64)
     benched=(decode-1 --peers jln,jnp,torch --repetitions 3)
+    small=(--layers 2 --tokens 16 --width 64)
     tuned=(decode-1 --dry-run)
 fi
 
 stage environment environment || exit $worst # nothing else would be about this GPU
 stage kernels tests "${kernels[@]}"
 stage check "$python" -m jln "${check[@]}"
+stage step small_step "${small[@]}"
 stage bench bench "${benched[@]}"
 stage transforms tests "${transforms[@]}"
 [[ -z $tune ]] || stage tune tune "${tuned[@]}"

@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from jln import reference
+from jln import _interrupt, reference  # noqa: F401  _interrupt goes before JAX, which reference imports
 from jln._core.derivatives import STATISTICS
 from jln._norm.operator import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jln._norm_linear.operator import layer_norm_linear, rms_norm_linear

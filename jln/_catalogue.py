@@ -55,6 +55,7 @@ class Signature:
     results' cotangents, of arguments and results.
     """
 
+    name: str
     arguments: tuple[Array, ...]
     results: tuple[Array, ...]
     reread: tuple[str, ...]
@@ -78,7 +79,7 @@ class Signature:
     def without(self, absent: Iterable[str]) -> Signature:
         """The same, less some optional arguments."""
         left = tuple(a for a in self.arguments if a.name not in absent)
-        return Signature(left, self.results, tuple(name for name in self.reread if name not in absent))
+        return Signature(self.name, left, self.results, tuple(n for n in self.reread if n not in absent))
 
     def packed(self, results: Iterable[Any]) -> Any:
         """The results, or their cotangents, as the function has them: one by itself, several as a tuple."""
@@ -113,13 +114,12 @@ class Operator(Signature):
     of a product left out. of_sum: the operator that the sum of x and the residual goes through, if there is one.
     """
 
-    function: Callable[..., Any]
-    reference: Callable[..., Any]
     centres: bool
     per_element: tuple[int, int]
     of_sum: Operator | None = None
 
-    name = property(lambda self: self.function.__name__)
+    function = property(lambda self: getattr(jln, self.name))
+    reference = property(lambda self: getattr(jln.reference, self.name))
     adds = property(lambda self: self.of_sum is not None)
     is_linear = property(lambda self: any(a.role == "kernel" for a in self.arguments))
 
@@ -138,7 +138,6 @@ class Operator(Signature):
         # The names that `jln.testing` reports by.
         parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in names]
         of_arrays.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
-
         return of_arrays
 
     def operations(self, elements: int, features: int, direction: str) -> int:
@@ -163,53 +162,20 @@ _PRODUCT = Array("y", "activation", ("rows", "N"))
 
 # An element forward: mean 1, x - mean 1, its square summed 2, times rstd 1, scale 1, offset 1. Backward: x_hat 2, g 1,
 # c1 1, c2 2, dx 4, dscale 2, doffset 1. An RMSNorm has neither mean, c1 nor offset; a sum is one more each way.
-_LAYER_NORM, _RMS_NORM = (
-    Operator((_X, _SCALE, _OFFSET), (_Y,), ("x", "scale"), jln.layer_norm, jln.reference.layer_norm, True, (7, 13)),
-    Operator((_X, _SCALE), (_Y,), ("x", "scale"), jln.rms_norm, jln.reference.rms_norm, False, (4, 9)),
-)
+_LAYER = Operator("layer_norm", (_X, _SCALE, _OFFSET), (_Y,), ("x", "scale"), True, (7, 13))
+_RMS = Operator("rms_norm", (_X, _SCALE), (_Y,), ("x", "scale"), False, (4, 9))
+_REREAD = ("x", "scale", "kernel")
 OPERATORS: dict[str, Operator] = {
     o.name: o
     for o in (
-        _LAYER_NORM,
-        _RMS_NORM,
+        _LAYER,
+        _RMS,
         Operator(
-            (_X, _RESIDUAL, _SCALE, _OFFSET),
-            (_Y, _TOTAL),
-            ("total", "scale"),
-            jln.add_layer_norm,
-            jln.reference.add_layer_norm,
-            centres=True,
-            per_element=(8, 14),
-            of_sum=_LAYER_NORM,
+            "add_layer_norm", (_X, _RESIDUAL, _SCALE, _OFFSET), (_Y, _TOTAL), ("total", "scale"), True, (8, 14), _LAYER
         ),
-        Operator(
-            (_X, _RESIDUAL, _SCALE),
-            (_Y, _TOTAL),
-            ("total", "scale"),
-            jln.add_rms_norm,
-            jln.reference.add_rms_norm,
-            centres=False,
-            per_element=(5, 10),
-            of_sum=_RMS_NORM,
-        ),
-        Operator(
-            (_X, _SCALE, _OFFSET, _KERNEL, _BIAS),
-            (_PRODUCT,),
-            ("x", "scale", "kernel"),
-            jln.layer_norm_linear,
-            jln.reference.layer_norm_linear,
-            centres=True,
-            per_element=(7, 13),
-        ),
-        Operator(
-            (_X, _SCALE, _KERNEL, _BIAS),
-            (_PRODUCT,),
-            ("x", "scale", "kernel"),
-            jln.rms_norm_linear,
-            jln.reference.rms_norm_linear,
-            centres=False,
-            per_element=(4, 9),
-        ),
+        Operator("add_rms_norm", (_X, _RESIDUAL, _SCALE), (_Y, _TOTAL), ("total", "scale"), False, (5, 10), _RMS),
+        Operator("layer_norm_linear", (_X, _SCALE, _OFFSET, _KERNEL, _BIAS), (_PRODUCT,), _REREAD, True, (7, 13)),
+        Operator("rms_norm_linear", (_X, _SCALE, _KERNEL, _BIAS), (_PRODUCT,), _REREAD, False, (4, 9)),
     )
 }
 

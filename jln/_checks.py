@@ -25,14 +25,26 @@ def array(name: str, value: Any) -> jax.Array:
         if value.dtype == jnp.float64 and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
             raise TypeError(f"{name} is {_described(value)}, made while jax_enable_x64 was on; now it is off")
         return value
-    if not (isinstance(value, jax.Array | np.ndarray | np.generic) or hasattr(value, "__jax_array__")):
+    if not isinstance(value, jax.Array) and hasattr(value, "__jax_array__"):
+        return array(name, value.__jax_array__())
+    if not isinstance(value, jax.Array | np.ndarray | np.generic):
         raise TypeError(f"{name} must be an array; got {type(value).__name__}")
-    if not (isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "OSUMm"):  # what JAX cannot hold at all
-        value = jnp.asarray(value)
-    if value.dtype not in DTYPES:
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{name} must be an array without a mask; got {_described(value)} with one: {name}.filled(...)")
+    if value.dtype not in DTYPES:  # before JAX sees it, which cannot hold all that NumPy can
         expected = ", ".join(d.name for d in DTYPES)
-        raise TypeError(f"{name} must have one of the dtypes {expected}; got {_described(value)}")
+        raise TypeError(
+            f"{name} must have one of the dtypes {expected}; got {_described(value)}{_foreign(name, value)}"
+        )
     return jnp.asarray(value)
+
+
+def _foreign(name: str, value: jax.Array | np.ndarray | np.generic) -> str:
+    """What to do about an array that was written on, or for, another kind of machine."""
+    dtype = value.dtype
+    if getattr(dtype, "isnative", True) or dtype.newbyteorder("=") not in DTYPES:
+        return ""
+    return f" in another byte order than this machine's: {name}.astype({dtype.name!r})"
 
 
 def optional_array(name: str, value: Any) -> jax.Array | None:
@@ -75,15 +87,38 @@ def axes(axis: Any, x: jax.Array) -> tuple[int, ...]:
     return tuple(result)
 
 
-def epsilon(value: Any) -> float:
-    if isinstance(value, bool | jax.Array) or not isinstance(value, int | float | np.integer | np.floating):
-        raise TypeError(f"epsilon must be a static Python or NumPy number; got {value!r}")
+def is_number(value: Any) -> bool:
+    """Whether it is a real number of Python, of NumPy or of ml_dtypes, and not traced."""
+    return isinstance(value, int | float) or (
+        isinstance(value, np.generic) and (isinstance(value, np.integer) or jnp.issubdtype(value.dtype, jnp.floating))
+    )
+
+
+def too_large(epsilon: float, *dtypes: Any) -> str | None:
+    """What is wrong with epsilon where arrays of these dtypes, or their sum, are normalised; None if nothing is."""
+    if epsilon <= _FLOAT32_MAX or jnp.dtype("float64") in dtypes:
+        return None
+    given = " + ".join(d.name for d in dtypes)
+    return f"epsilon must be at most {_FLOAT32_MAX:.8g}, the largest float32, in which {given} is normalised"
+
+
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+def epsilon(value: Any, *dtypes: Any) -> float:
+    """dtypes: of what is normalised, or of what is added up to it."""
+    if isinstance(value, bool) or not is_number(value):
+        raise TypeError(
+            f"epsilon must be a static Python or NumPy number; got {value!r} of type {type(value).__name__}"
+        )
     try:
         number = float(value)
     except OverflowError:  # an int beyond float's range
         number = math.inf
     if not (number >= 0 and math.isfinite(number)):
         raise ValueError(f"epsilon must be finite and not negative; got {value}")
+    if (fault := too_large(number, *dtypes)) is not None:
+        raise ValueError(f"{fault}; got {value}")
     return number
 
 

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -55,8 +55,17 @@ class NoArray:
 
     x: jax.Array
 
-    def __eq__(self, other: object) -> bool:
-        raise no_array(self)  # Python's own answer, False, would count as a number
+    def __repr__(self) -> str:
+        return f"Deferred({self.x.dtype}{list(self.x.shape)}, a norm left to the Linear with which it was fused)"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "x":  # a protocol's name, or of an object that is being made
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        raise _NoSuchAttribute(str(no_array(self)))
+
+    @property
+    def __jax_array__(self) -> Any:
+        raise no_array(self)  # a method that JAX could call would not be called everywhere
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -67,8 +76,24 @@ class NoArray:
         return self.x.ndim
 
 
+class _NoSuchAttribute(TypeError, AttributeError):
+    """What `hasattr` takes for its answer, and who wants the numbers for `no_array`."""
+
+
+def _refuse(deferred: Any, *_: Any, **__: Any) -> NoReturn:
+    raise no_array(deferred)
+
+
+# What Python, NumPy and JAX ask for numbers by. Python's own answers, as False of `z == y`, would count as numbers.
+_CONVERSIONS = "array bool int float complex index round floor ceil trunc hash len iter contains getitem setitem"
+_OPERATORS = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or"
+_OF_ONE = "neg pos abs invert eq ne lt le gt ge"
+for _name in (*_CONVERSIONS.split(), *_OF_ONE.split(), *_OPERATORS.split(), *(f"r{n}" for n in _OPERATORS.split())):
+    setattr(NoArray, f"__{_name}__", _refuse)
+
+
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["x", "scale", "offset"], meta_fields=["norm"])
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Deferred(NoArray):
     """A norm that has not been computed yet, because the Linear behind it may do that. Its sizes and its dtype are
     known; who wants its numbers gets a TypeError.
@@ -80,9 +105,6 @@ class Deferred(NoArray):
     scale: jax.Array | None
     offset: jax.Array | None
     norm: Norm
-
-    def __repr__(self) -> str:
-        return f"Deferred({self.x.dtype}{list(self.x.shape)}, a norm left to the Linear with which it was fused)"
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -175,8 +197,10 @@ def prepared(
     positive = sorted({a + x.ndim if a < 0 else a for a in axes})
     if not positive or not all(0 <= a < x.ndim for a in positive):
         return f"x of shape {x.shape} has no axes {tuple(axes)}"
-    if not isinstance(epsilon, int | float | np.integer | np.floating) or not 0 <= epsilon < math.inf:
+    if not _checks.is_number(epsilon) or not 0 <= epsilon < math.inf:
         return f"epsilon is {epsilon!r}, not a static number that is finite and not negative"
+    if (fault := _checks.too_large(float(epsilon), x.dtype)) is not None:
+        return fault
     spread: list[Any] = []
     for name, a in (("scale", scale), ("offset", offset)):
         if a is None:

@@ -24,6 +24,7 @@ import numpy as np
 from jax.experimental import topologies
 
 from jln._triton import chip as chips
+from jln._triton.launch import TRITON_CALLS
 from jln._triton.target import Gpu, using
 
 _PLUGIN = "jax_plugins.xla_cuda13"
@@ -50,6 +51,7 @@ class XlaChip:
         return f"""gpu_device_info {{ {own} core_count: {self.chip.sms}
             threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
             shared_memory_per_block: 49152 registers_per_core_limit: 65536 registers_per_block_limit: 65536
+            driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
             block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
             cuda_compute_capability {{ major: {major} minor: {minor} }} }}
             platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }}
@@ -72,7 +74,8 @@ class Kernel:
     """One kernel and the bytes of one launch. kind: HLO's opcode ("fusion", "copy"), or a custom call's target.
 
     times: launches per run. exact: False where data decides them; then a loop is counted as one trip, a conditional as
-    all of its branches. product: a matrix product or an attention, as XLA's own kernel or a library's.
+    all of its branches. product: a matrix product or an attention, as XLA's own kernel or a library's. is_triton: a
+    kernel of this library or another's, by either of the calls that jaxlib has for them.
     """
 
     name: str
@@ -82,6 +85,8 @@ class Kernel:
     times: int = 1
     exact: bool = True
     product: bool = False
+
+    is_triton = property(lambda self: self.kind in TRITON_CALLS)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ pytest.importorskip("typer")
 from jln._catalogue import OPERATORS
 from jln._cli import app, check, controls, doctor, samples
 from jln._cli.samples import Sample
-from jln._triton import config
+from jln._triton import cache, config
 
 
 def run(capsys, *arguments):
@@ -324,6 +324,15 @@ def test_doctor_says_where_tiles_are_from(capsys, monkeypatch, tmp_path):
     assert "BROKEN: JLN_CHIP: unknown chip 'h2000'" in run(capsys, "doctor")[1]
 
 
+def test_doctor_says_where_compiled_kernels_are(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "choices", lambda *_: [])
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
+    cache.store("key", {})
+    assert f"Compiled kernels: 1 of at most {cache.LIMIT} in {tmp_path}." in run(capsys, "doctor")[1]
+    monkeypatch.setenv(cache.VARIABLE, "")
+    assert "Compiled kernels: not kept, as JLN_CACHE_DIR says." in run(capsys, "doctor")[1]
+
+
 @pytest.mark.filterwarnings("ignore:jln runs")
 def test_doctor_says_what_runs_on_a_gpu_and_why(monkeypatch):
     """Lowered for CUDA as JAX would; this machine has none."""
@@ -356,12 +365,12 @@ GOOD = {"jax": "0.10.2", "jaxlib": "0.10.2", "numpy": "2.4.6", "jax-triton": "0.
         ({"jax": "0.12.0", "jaxlib": "0.12.0"}, 0),
         ({"jax-triton": "0.4.1"}, 0),
         ({"triton": "3.6.0", "numpy": "2.3.1"}, 0),
-        ({"jax-triton": "0.4.1", "jax": "0.12.0"}, 1),
-        ({"jax-triton": "0.4.1", "triton": "3.6.0", "numpy": "2.3.1"}, 1),
+        ({"jax-triton": "0.4.1", "jax": "0.12.0", "jaxlib": "0.12.0"}, 0),
+        ({"jax-triton": "0.4.1", "triton": "3.6.0", "numpy": "2.3.1"}, 0),
         ({"triton": "3.6.0"}, 1),
         ({"jax-cuda13-plugin": "0.10.1"}, 1),
         ({"jax-cuda13-plugin": "0.10.2.dev1"}, 0),
-        ({"jax-triton": "0.4.1", "triton": "3.6.0", "jax": "0.12.0"}, 3),
+        ({"triton": "3.6.0", "jax-cuda13-plugin": "0.10.1"}, 2),
     ],
 )
 def test_doctor_knows_bad_pairs(capsys, monkeypatch, versions, count):
@@ -381,3 +390,29 @@ def test_doctor_finds_a_gpu_that_is_not_used(capsys, monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS")
     assert "JAX does not see it: pip install" in run(capsys, "doctor")[1]
     assert doctor._idle_gpu([Gpu()])[0].startswith("the GPU runs jln without its Triton kernels: ")
+
+
+def interrupted_in(package, folder):
+    """`python -m jln tune --dry-run`, which ^C meets while it imports a package."""
+    (folder / package).mkdir()
+    (folder / package / "__init__.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n"
+    )
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+    command = [sys.executable, "-m", "jln", "tune", "--dry-run", "decode-1"]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.parametrize("package", ["numpy", "jax", "typer"])
+def test_an_interrupt_while_it_starts_ends_it_without_a_word(package, tmp_path):
+    """These are what the time goes to. (numpy makes an ImportError of a KeyboardInterrupt.)"""
+    ran = interrupted_in(package, tmp_path)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_an_interrupt_of_a_command_is_one_line(tmp_path):
+    """It is the command that imports this one."""
+    ran = interrupted_in("triton", tmp_path)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "jln: interrupted\n")

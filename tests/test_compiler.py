@@ -5,6 +5,8 @@ Compiling needs a process without TRITON_INTERPRET, so each case is a worker pro
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -80,9 +82,7 @@ def launches(h, inner, dtypes, chip, switches):
         "chip": config.CHIPS[chip],
     }
     with launch.recording() as recorded:
-        jax.eval_shape(
-            lambda *a: triton.forward(*a, save_statistics=True, y_dtype=y.dtype, **options), x, added, scale, offset
-        )
+        jax.eval_shape(lambda *a: triton.forward(*a, y_dtype=y.dtype, **options), x, added, scale, offset)
         jax.eval_shape(
             lambda *a: triton.backward(*a, doffset_dtype=None if offset is None else offset.dtype, **options),
             y,
@@ -169,6 +169,67 @@ def spills_of_a_large_tile():
     ).spilled
 
 
+# Rows side by side: whole rows and chunks of them, H of which few or no powers of two are a factor.
+WIDE = [(33, 768), (300, 128), (2000, 64)]
+
+
+def load_widths(dtype, layouts):
+    """Runs in the worker: of each launch its kernel and the bytes of every load from global memory in its PTX."""
+    made = []
+    for h, inner in layouts:
+        for launch in launches(h, inner, DTYPES[dtype], "h200", SWITCHES["nothing"]):
+            ptx = compiler.compile_launch(launch).ptx
+            loads = re.findall(r"ld\.global(?:\.\w+)*?(?:\.v(\d))?\.b(\d+)", ptx)
+            widths = {int(vector or 1) * int(bits) // 8 for vector, bits in loads}
+            widths |= {int(n, 16) for n in re.findall(r"cp\.async\.\w+\.shared\.global \[.*?\], \[.*?\], 0x(\w+)", ptx)}
+            made.append((f"{launch.kernel.fn.__name__} {dtype} H={h} inner={inner}", widths))
+    return made
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_rows_side_by_side_are_loaded_16_bytes_at_a_time(worker, dtype):
+    """Statistics, of which there is one a row, take 4."""
+    made = worker.submit(load_widths, dtype, WIDE).result()
+    assert len(made) >= 2 * len(WIDE)
+    wrong = [m for m in made if m[1] != ({16} if m[0].startswith("forward") else {16, 4})]
+    assert wrong == []
+
+
+def copies_of_a_fused_forward(shape, dtype):
+    """Runs in the worker: the bytes of each copy from global to shared memory."""
+    launch = linear_launches(*shape, LINEAR_DTYPES[dtype], "h200", SWITCHES["nothing"])[0]
+    assert launch.kernel.fn.__module__.endswith("linear_kernels") and launch.kernel.fn.__name__ == "forward_kernel"
+    copies = re.findall(
+        r"cp\.async\.\w+\.shared\.global \[.*?\], \[.*?\], 0x(\w+)", compiler.compile_launch(launch).ptx
+    )
+    return {int(n, 16) for n in copies}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_fused_forward_copies_16_bytes_at_a_time(worker, dtype):
+    assert worker.submit(copies_of_a_fused_forward, (100_000, 512, 64), dtype).result() == {16}
+
+
+def contractible(chip):
+    """Runs in the worker: of each kernel of a norm and of a fused Linear the products and sums that may become one."""
+    made = launches(65, 1, DTYPES["float32"], chip, SWITCHES["everything"])
+    made += linear_launches(200, 64, 16, LINEAR_DTYPES["bfloat16"], chip, SWITCHES["everything"])
+    found = {}
+    for launch in made:
+        ptx = compiler.compile_launch(launch).ptx
+        assert "add.rn.f32" in ptx or "fma.rn.f32" in ptx
+        found[launch.kernel.fn.__module__, launch.kernel.fn.__name__] = re.findall(r"\b(?:mul|add|sub)\.f\d\d", ptx)
+    return found
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_no_product_is_contracted_with_the_sum_it_goes_into(worker, chip):
+    """Two threads that add x * x and what the other has would each round the other's, and store two results."""
+    found = worker.submit(contractible, chip).result()
+    assert len(found) == 7
+    assert [kernel for kernel, some in found.items() if some] == []
+
+
 # LayerNorm+Linear: x's, the kernel's, the norm parameters'.
 LINEAR_DTYPES = {
     "bfloat16": ("bfloat16", "bfloat16", "float32"),
@@ -221,7 +282,9 @@ def linear_launches(rows, h, n, dtypes, chip, switches):
     }
     with launch.recording() as recorded:
         jax.eval_shape(
-            lambda *a: layer_norm_linear.forward(*a, save_statistics=everything, **options),
+            lambda *a: layer_norm_linear.forward(
+                *a, wanted=("y", "mean", "rstd") if everything else ("y",), **options
+            ),
             x, scale, offset, kernel, bias if everything else None,
         )  # fmt: skip
         jax.eval_shape(
@@ -278,6 +341,65 @@ def test_fused_linear_does_not_spill_and_uses_wgmma(worker, sizes, switches, chi
     if chip == "h200":  # no product falls back to mma, and each kernel but the last has products
         assert [what for what, *_, mma in made if mma] == []
         assert [what for what, *_, wgmma, _ in made if not wgmma and "parameters_kernel" not in what] == []
+
+
+def unfenced_products(ptx):
+    """The products in a kernel's PTX that a thread may come to with no proxy fence since it stored to shared memory.
+
+    wgmma and tcgen05.mma read shared memory by another way than a store takes there, and only such a fence orders them.
+    """
+    lines = [line.strip() for line in ptx.splitlines()]
+    labels = {line.split(":")[0]: at for at, line in enumerate(lines) if re.match(r"\$\w+:", line)}
+    found, seen, ahead = set(), set(), [(0, False)]
+    while ahead:
+        at, stored = ahead.pop()
+        while at < len(lines) and (at, stored) not in seen:
+            seen.add((at, stored))
+            line = lines[at]
+            if re.search(r"\bst(matrix|\.(volatile\.)?shared)", line):
+                stored = True
+            elif "fence.proxy.async" in line:
+                stored = False
+            elif stored and re.search(r"wgmma\.mma_async|tcgen05\.(mma|cp)\b", line):
+                found.add(line)
+            if branch := re.search(r"\bbra(?:\.\w+)?\s+(\$\w+)", line):
+                ahead.append((labels[branch[1]], stored))
+            if re.match(r"(ret|bra)\b", line):
+                break
+            at += 1
+    return sorted(found)
+
+
+def fences_of_fused_kernels(chip, dtype, sizes):
+    """Runs in the worker: of each fused kernel its products, and those that are not fenced."""
+    made = []
+    for m, h, n in sizes:
+        for launch in linear_launches(m, h, n, LINEAR_DTYPES[dtype], chip, SWITCHES["everything"]):
+            ptx = compiler.compile_launch(launch).ptx
+            products = len(re.findall(r"wgmma\.mma_async|tcgen05\.mma\b", ptx))
+            made.append((f"{launch.kernel.fn.__name__} M={m} H={h} N={n}", products, unfenced_products(ptx)))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("chip", "dtype"),
+    [("h200", "bfloat16"), ("b200", "bfloat16"), pytest.param("h200", "float32", marks=pytest.mark.heavy)],
+)
+def test_products_wait_for_what_is_stored_to_shared_memory(worker, chip, dtype):
+    """Otherwise results are wrong now and then. Triton before 3.7.1 leaves out the fences, and no kernel is fused."""
+    if (why := config.unfenced(config.CHIPS[chip])) is not None:
+        assert all(config.fused_forward(*s, dtype, config.CHIPS[chip]) is None for s in FUSED), why
+        assert all(config.fused_backward(*s, dtype, config.CHIPS[chip]) is None for s in FUSED), why
+        return
+    made = worker.submit(fences_of_fused_kernels, chip, dtype, [(100_000, 512, 64)]).result()
+    assert sum(products > 0 for _, products, _ in made) == 3
+    assert [(what, missing) for what, _, missing in made if missing] == []
+
+
+def test_a_fence_that_is_missing_is_seen():
+    loop = "$L__1:\n{wait}\nwgmma.mma_async.sync x;\nst.shared.b32 [%r1], %r2;\n@%p1 bra $L__1;\nret;"
+    assert unfenced_products(loop.format(wait="bar.sync 0;")) == ["wgmma.mma_async.sync x;"]
+    assert unfenced_products(loop.format(wait="fence.proxy.async.shared::cta;")) == []
 
 
 @pytest.mark.parametrize(("switches", "chip", "dtype"), LINEAR_COMBINATIONS)

@@ -1,7 +1,10 @@
 """Bad arguments: the type of the error, and that it names the argument and what was expected."""
 
+import fractions
+
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -42,6 +45,15 @@ CASES = {
     "epsilon is an array": (TypeError, r"epsilon must be a static Python or NumPy number",
                             lambda f: f(X, epsilon=jnp.float32(1e-6))),
     "epsilon is too large": (ValueError, r"epsilon must be finite", lambda f: f(X, epsilon=10**400)),
+    "epsilon is too large for float32": (ValueError, r"epsilon must be at most 3.4028235e\+38, the largest float32, in "
+                                         r"which float32.* is normalised; got 1e\+308", lambda f: f(X, epsilon=1e308)),
+    "epsilon is too large in 16 bits": (ValueError, r"at most 3.4028235e\+38, the largest float32, in which bfloat16",
+                                        lambda f: f(X.astype("bfloat16"), epsilon=3.5e38)),
+    "epsilon is an array of NumPy's": (TypeError, r"epsilon must be .*got array\(0.1\) of type ndarray",
+                                       lambda f: f(X, epsilon=np.array(0.1))),
+    "epsilon is a fraction": (TypeError, r"epsilon must be .*got Fraction\(1, 9\) of type Fraction",
+                              lambda f: f(X, epsilon=fractions.Fraction(1, 9))),
+    "epsilon is a bool": (TypeError, r"epsilon must be .*got True of type bool", lambda f: f(X, epsilon=True)),
     "epsilon is text": (TypeError, r"epsilon must be a static Python or NumPy number", lambda f: f(X, epsilon="1e-6")),
     "epsilon is traced": (TypeError, r"epsilon must be a static Python or NumPy number",
                           lambda f: jax.jit(lambda e: f(X, epsilon=e))(0.1)),
@@ -95,9 +107,87 @@ def test_errors_come_while_tracing():
         jax.eval_shape(jln.layer_norm, X, jax.ShapeDtypeStruct((9,), "float32"))
 
 
+DTYPE = "must have one of the dtypes .*got"
+# By what it is: how an array of x's values is made, and what is said of it beside its name.
+ODD_ARRAYS = {
+    "in another byte order": (lambda a: a.astype(a.dtype.newbyteorder()), DTYPE + r" float32\[.* in another byte order "
+                              r"than this machine's: {name}\.astype\('float32'\)"),
+    "long": (lambda a: a.astype(np.clongdouble).real, DTYPE + r" float(128|96|64)\["),
+    "of records": (lambda a: np.zeros(a.shape, [("mean", "f4"), ("n", "i4")]), DTYPE + " void64"),
+    "of foreign records": (lambda a: np.zeros(a.shape, [("mean", ">f4")]), DTYPE + r" void32\[[0-9,]*\]$"),
+    "of objects": (lambda a: a.astype(object), DTYPE + r" object\["),
+    "of strings": (lambda a: a.astype(np.dtypes.StringDType()), DTYPE + " StringDType"),
+    "of NumPy's integers": (lambda a: a.astype(np.int64), DTYPE + r" int64\["),
+    "masked": (lambda a: np.ma.masked_array(a, a > 0), r"without a mask; got float32\[.*: {name}\.filled\(\.\.\.\)"),
+    "a list": (lambda a: a.tolist(), "must be an array; got list"),
+    "a shape": (lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), "must be an array; got ShapeDtypeStruct"),
+    "held, in another byte order": (lambda a: Holder(a.astype(a.dtype.newbyteorder())), "in another byte order"),
+    "held, and a list": (lambda a: Holder(a.tolist()), "must be an array; got list"),
+}  # fmt: skip
+
+
+class Holder:
+    """What stands for an array, as Flax's variables do."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __jax_array__(self):
+        return self.value
+
+
+NAMES = {
+    jln.layer_norm: ("x", "scale", "offset"),
+    jln.rms_norm: ("x", "scale"),
+    jln.add_layer_norm: ("x", "residual", "scale", "offset"),
+    jln.add_rms_norm: ("x", "residual", "scale"),
+    jln.layer_norm_linear: ("x", "scale", "offset", "kernel", "bias"),
+    jln.rms_norm_linear: ("x", "scale", "kernel", "bias"),
+}
+SHAPES = {"x": (4, 8), "residual": (4, 8), "scale": (8,), "offset": (8,), "kernel": (8, 3), "bias": (3,)}
+
+
+def with_one(name, make):
+    """From each function that has the argument to a call with it made so, and all others as they should be."""
+    arrays = {n: np.ones(shape, "float32") for n, shape in SHAPES.items()}
+    arrays[name] = make(arrays[name])
+    return {f: (lambda f=f, names=names: f(*(arrays[n] for n in names))) for f, names in NAMES.items() if name in names}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("case", ODD_ARRAYS)
+def test_odd_arrays(case, name):
+    make, message = ODD_ARRAYS[case]
+    for call in with_one(name, make).values():
+        with pytest.raises(TypeError, match=f"^{name} .*{message.replace('{name}', name)}"):
+            call()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_odd_arrays_that_are_arrays_all_the_same(name):
+    """Of NumPy's subclasses, of other memory, and what says that it stands for one."""
+    kinds = (
+        lambda a: a.view(np.recarray),
+        lambda a: np.broadcast_to(a[..., ::-1], a.shape),
+        lambda a: np.asfortranarray(np.repeat(a, 2, 0)[::2]),
+        lambda a: Holder(Holder(a)),
+        lambda a: a.astype(ml_dtypes.bfloat16),
+    )
+    for make in kinds:
+        for call in with_one(name, make).values():
+            assert all(np.isfinite(y.astype("float32")).all() for y in jax.tree.leaves(call()))
+
+
 def test_what_is_almost_an_error():
-    """NumPy's own integers and floats are static, epsilon may be zero."""
+    """NumPy's and ml_dtypes' numbers are static; epsilon may be zero, and as large as what is computed in."""
     jln.layer_norm(X, axis=np.int64(1), epsilon=np.float32(1e-5))
+    for epsilon in (ml_dtypes.bfloat16(0.25), ml_dtypes.float8_e5m2(0.25), np.longdouble(0.25), np.float16(0.25)):
+        np.testing.assert_array_equal(jln.rms_norm(X, epsilon=epsilon), jln.rms_norm(X, epsilon=0.25))
+    jln.layer_norm(X, epsilon=float(np.finfo("float32").max))
+    wide = np.float64([[1e150, -1e150]])  # whose variance is epsilon's size
+    np.testing.assert_allclose(jln.layer_norm(wide, epsilon=1e300), np.sign(wide) / np.sqrt(2), rtol=1e-12)
+    jln.add_layer_norm(X, X.astype("float64"), epsilon=1e308)
+    jln.layer_norm(X, axis=np.array(1), epsilon=-0.0)
     jln.layer_norm(X, axis=(np.int32(-1),), epsilon=0, zero_centered_scale=False)
 
 

@@ -91,3 +91,36 @@ def test_dot_multiplies_numbers(dtype):
     )
     wide = [np.asarray(v).astype("float64") for v in (a, b)]
     np.testing.assert_allclose(c, wide[0] @ wide[1].T, rtol=0, atol=1e-5)
+
+
+@triton.jit
+def reversed_kernel(x_ptr, y_ptr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr, COMPUTE: tl.constexpr):
+    """One element a program, at the other end: in place, each of the last half meets what the first has written."""
+    at, last = tl.program_id(0), tl.num_programs(0) - 1
+    tl.store(y_ptr + at, tl.load(x_ptr + last - at))
+
+
+def reverse(x, result="float32", **options):
+    (y,) = launch(
+        reversed_kernel,
+        [x],
+        [jax.ShapeDtypeStruct(x.shape, result)],
+        programs=x.size,
+        tile=config.Tile(1, 1, 1),
+        chip=config.INTERPRETER,
+        compute=jnp.dtype("float32"),
+        **options,
+    )
+    return y
+
+
+def test_a_result_in_place_of_an_operand_overwrites_it_and_leaves_the_callers_array():
+    x = jnp.arange(4, dtype="float32")
+    np.testing.assert_array_equal(reverse(x), [3, 2, 1, 0])
+    np.testing.assert_array_equal(reverse(x, in_place={0: 0}), [3, 2, 2, 3])
+    np.testing.assert_array_equal(x, [0, 1, 2, 3])
+
+
+def test_a_result_of_another_dtype_cannot_take_an_operands_place():
+    with pytest.raises(AssertionError, match=r"result 0, .*float64.*, cannot take the place of operand 0, .*float32"):
+        reverse(jnp.arange(4, dtype="float32"), "float64", in_place={0: 0})

@@ -127,3 +127,20 @@ def test_tiles_are_what_triton_accepts(h, inner, itemsize):
             for n in (tile.rows, tile.columns, tile.warps):
                 assert n == config.next_power_of_2(n) >= 1
             assert tile.warps <= 32
+
+
+@pytest.mark.parametrize(
+    ("version", "fuses"),
+    [((3, 6, 0), False), ((3, 7, 0), False), ((3, 7, 1), True), ((3, 8, 0), True), ((3, 10, 0), True)],
+)
+def test_a_triton_that_leaves_out_fences_fuses_no_linear_where_they_matter(monkeypatch, version, fuses):
+    monkeypatch.setattr(config, "_triton_version", lambda: version)
+    for name in ("a100", "l4", "h200", "b200"):
+        chip = config.CHIPS[name]
+        expected = fuses or chip.capability < 90
+        assert (config.unfenced(chip) is None) == expected
+        for choose in (config.fused_forward, config.fused_backward):
+            assert (choose(10**5, 4096, 64, "bfloat16", chip) is not None) == expected
+    assert config.fused_forward(100, 64, 64, "bfloat16", config.INTERPRETER) is not None
+    if not fuses:
+        assert f"Triton {version[0]}.{version[1]}.0 leaves out fences" in config.unfenced(config.CHIPS["h200"])

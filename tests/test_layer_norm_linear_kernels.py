@@ -13,7 +13,7 @@ from workbench import LINEAR_OPERATORS, normal
 
 pytest.importorskip("triton")
 
-from jln._triton import config, launch, layer_norm_linear
+from jln._triton import config, launch, layer_norm, layer_norm_linear
 
 pytestmark = pytest.mark.skipif(not launch.interpreting(), reason="kernels are compiled here")
 
@@ -31,7 +31,7 @@ def arguments(m, h, n, dtype):
 def results(x, scale, offset, kernel, bias, dy, **given):
     """What the launchers return, in the order of the operator's results."""
     chosen = options(**given)
-    y, mean, rstd = layer_norm_linear.forward(x, scale, offset, kernel, bias, save_statistics=True, **chosen)
+    y, mean, rstd = layer_norm_linear.forward(x, scale, offset, kernel, bias, **chosen)
     dbias_dtype = None if bias is None else bias.dtype
     gradients = layer_norm_linear.backward(dy, x, scale, offset, kernel, mean, rstd, dbias_dtype=dbias_dtype, **chosen)
     return y, *gradients
@@ -189,6 +189,13 @@ def test_fused_of_the_widest():
     assert_accurate(operands, normal(6, (70, 256), "bfloat16"))
 
 
+def test_programs_that_share_rows_do_not_overwrite_what_others_read():
+    """Each of four programs looks at whole rows of dz: z must not take dz's place."""
+    assert not is_fused(3, 4099, 40, "float32")
+    operands = arguments(3, 4099, 40, "float32")
+    assert_accurate(operands, normal(6, (3, 40), "float32"))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
 @pytest.mark.parametrize(("m", "h", "n"), COMPOSED)
 def test_composed(m, h, n, dtype):
@@ -260,15 +267,15 @@ def test_extreme_rows(scaled, row):
 def test_column_sums_of_many_rows(rows):
     """Integers, so that every order of adding gives the same; beyond what bfloat16 could count."""
     a = jnp.asarray(np.random.default_rng(0).integers(-3, 5, (2, rows, 5)), "bfloat16")
-    sums = jax.jit(layer_norm_linear._column_sums, static_argnums=1)(a, "float32")
+    sums = jax.jit(layer_norm.column_sums, static_argnums=1)(a, "float32")
     np.testing.assert_array_equal(sums, np.asarray(a, "float64").sum(1))
 
 
 def test_statistics_only_where_asked_for():
     operands = arguments(5, 24, 6, "bfloat16")
-    _, mean, rstd = layer_norm_linear.forward(*operands, save_statistics=False, **options())
+    _, mean, rstd = layer_norm_linear.forward(*operands, wanted=("y",), **options())
     assert mean is None and rstd is None
-    _, mean, rstd = layer_norm_linear.forward(*operands, save_statistics=True, **options(subtract_mean=False))
+    _, mean, rstd = layer_norm_linear.forward(*operands, **options(subtract_mean=False))
     assert mean is None and rstd.shape == (5, 1) and rstd.dtype == "float32"
 
 

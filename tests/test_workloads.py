@@ -1,6 +1,9 @@
-"""The workloads and the stacks are what they say: they trace, count right, and every variant is the same function."""
+"""The catalogue, the workloads and the stacks are what they say: they trace, count right, and every variant is the same
+function.
+"""
 
 import dataclasses
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +19,15 @@ from jln._catalogue import OPERATORS
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
 ALL = WORKLOADS | CPU_WORKLOADS
+
+
+def test_the_catalogue_lists_every_operator_with_its_arrays():
+    assert set(OPERATORS) == {name for name in jln.__all__ if inspect.isfunction(getattr(reference, name, None))}
+    for operator in OPERATORS.values():
+        arrays = [(a.name, "jax.Array | None" if a.optional else "jax.Array") for a in operator.arguments]
+        for function in (operator.function, operator.reference):
+            given = inspect.signature(function).parameters.values()
+            assert [(p.name, p.annotation) for p in given if "jax.Array" in p.annotation] == arrays
 
 
 def test_names_are_unique_and_reasons_are_given():

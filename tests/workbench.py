@@ -65,7 +65,9 @@ def arguments(operator: Operator, shape, dtype, *, features=(), parameter_dtype=
 
 
 def cotangents(outputs):
-    return jax.tree.map(lambda a: normal(4 + a.ndim, a.shape, a.dtype), outputs)
+    """Of one shape and yet different: taken for each other they would be noticed."""
+    leaves, tree = jax.tree.flatten(outputs)
+    return jax.tree.unflatten(tree, [normal(6 + i, a.shape, a.dtype) for i, a in enumerate(leaves)])
 
 
 def value_and_gradients(operator: Operator, function, operands, cotangent=None):
@@ -83,7 +85,7 @@ def value_and_gradients(operator: Operator, function, operands, cotangent=None):
     return {name: np.asarray(a) for name, a in zip(operator.results, found, strict=True) if a is not None}
 
 
-def truth(operator: Operator, operands, cotangent, total=None, *, zero_centered_scale=False):
+def truth(operator: Operator, operands, cotangent, total=None, *, zero_centered_scale=False, epsilon=EPSILON):
     """The same in float64 (longdouble for float64 operands), in NumPy, in blocks of rows, and what one rounding of each
     intermediate may change: `(values, roundings)`, roundings a number a row or an element (of parameters' gradients, a
     number an element).
@@ -115,7 +117,7 @@ def truth(operator: Operator, operands, cotangent, total=None, *, zero_centered_
         rounding = eps * _largest(v)  # of the mean, and so of x - mean
         if operator.subtract_mean:
             v = v - v.mean(-1, keepdims=True)
-        rstd = 1 / np.sqrt((v * v).mean(-1, keepdims=True) + wide(EPSILON))
+        rstd = 1 / np.sqrt((v * v).mean(-1, keepdims=True) + wide(epsilon))
         x_hat = v * rstd
         rounding = rounding * rstd + eps * _largest(x_hat)
         y = z = x_hat * s + b
@@ -160,19 +162,35 @@ def _largest(a):
     return np.max(np.abs(a), -1, keepdims=True)
 
 
-def assert_accurate(got, plain, true):
-    """Each result's error is at most twice that of plain jnp in the same dtype, plus one rounding."""
+def errors(got, plain, true):
+    """Each result's error and what is allowed of it, by element: at most twice that of plain jnp in the same dtype, plus
+    one rounding. Yields (name, error, allowed, plain jnp's largest error).
+    """
     values, roundings = true
     assert got.keys() == plain.keys()
     for name, a in got.items():
         t = values[name]
-        assert a.dtype == plain[name].dtype and a.shape == plain[name].shape, name
+        assert a.dtype == plain[name].dtype and a.shape == plain[name].shape == t.shape, name
         last = float(jnp.finfo(a.dtype).eps) * np.abs(t)  # the rounding to the result's own dtype
         plain_error = np.max(np.abs(plain[name].astype(t.dtype) - t), initial=0.0)
-        error = np.abs(a.astype(t.dtype) - t)
-        excess = error - (2 * plain_error + roundings[name] + last)
+        yield name, np.abs(a.astype(t.dtype) - t), 2 * plain_error + roundings[name] + last, plain_error
+
+
+def assert_accurate(got, plain, true):
+    """Raise where one of `errors` is more than is allowed."""
+    for name, error, allowed, plain_error in errors(got, plain, true):
+        excess = error - allowed
         worst = np.unravel_index(np.argmax(excess), excess.shape)
         assert excess[worst] <= 0, (
-            f"{name}{list(map(int, worst))}: {a[worst]} for {t[worst]}, an error of {float(error[worst]):.3e}, "
-            f"{float(excess[worst]):.3e} too much; plain jnp's largest is {float(plain_error):.3e}"
+            f"{name}{list(map(int, worst))}: {got[name][worst]} for {true[0][name][worst]}, an error of "
+            f"{float(error[worst]):.3e}, {float(excess[worst]):.3e} too much; plain jnp's largest is "
+            f"{float(plain_error):.3e}"
         )
+
+
+def shares(got, plain, true):
+    """From each result's name to its largest error as a part of what is allowed; infinite where one is not a number."""
+    return {
+        name: float(np.max(np.where(error == 0, 0, np.nan_to_num(error / allowed, nan=np.inf)), initial=0.0))
+        for name, error, allowed, _ in errors(got, plain, true)
+    }

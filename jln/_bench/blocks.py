@@ -26,7 +26,8 @@ _ARGUMENTS = (
     *(*_norm(2), *_linear("up", "H", "4H"), *_linear("down", "4H", "H")),
 )
 # Its bytes are of arguments, results and gradients: a bound that no implementation reaches.
-_SIGNATURE = Signature(_ARGUMENTS, (Array("y", "activation", ("x",)),), tuple(a.name for a in _ARGUMENTS))
+_RESULTS = (Array("y", "activation", ("x",)),)
+_SIGNATURE = Signature("block", _ARGUMENTS, _RESULTS, tuple(a.name for a in _ARGUMENTS))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""What peers of every framework are made of."""
+"""What peers of every framework are made of, and their versions."""
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
@@ -28,3 +29,11 @@ def composed(workload: Workload, norm: Callable[..., Any], linear: Callable[...,
         return (y, x) if adds else y
 
     return function
+
+
+def version(distribution: str) -> str | None:
+    """None where it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

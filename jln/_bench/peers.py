@@ -40,12 +40,6 @@ class Peer:
             return f"{self.distribution} needs a GPU"
         return None
 
-    def version(self) -> str | None:
-        try:
-            return importlib.metadata.version(self.distribution)
-        except importlib.metadata.PackageNotFoundError:
-            return None
-
 
 def _jnp(workload: Workload) -> Callable[..., Any]:
     options: dict[str, Any] = {} if workload.is_linear else {"axis": workload.axis}

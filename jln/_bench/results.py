@@ -13,6 +13,7 @@ from typing import Any
 
 import jln
 from jln._bench.blocks import BLOCKS
+from jln._bench.parts import version
 from jln._bench.peers import PEERS
 from jln._bench.workloads import CPU_WORKLOADS, WORKLOADS, Workload
 from jln._triton import tuning
@@ -23,8 +24,8 @@ VERSIONED = ("jaxlib", "jax-triton", "triton", "numpy")
 
 
 def environment(device: Any) -> dict[str, Any]:
-    versions = {p.distribution: p.version() for p in PEERS.values()} | {"jln": jln.__version__}
-    versions |= {name: _version(name) for name in VERSIONED} | {"python": platform.python_version()}
+    versions = {p.distribution: version(p.distribution) for p in PEERS.values()} | {"jln": jln.__version__}
+    versions |= {name: version(name) for name in VERSIONED} | {"python": platform.python_version()}
     kind = device.device_kind
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -39,15 +40,6 @@ def environment(device: Any) -> dict[str, Any]:
         "versions": versions,
         "tuning": tuning.in_force(chip) if device.platform == "gpu" and (chip := target_chip()) else None,
     }
-
-
-def _version(distribution: str) -> str | None:
-    import importlib.metadata
-
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _printed(*command: str) -> str | None:

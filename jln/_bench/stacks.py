@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 
 import jln
+from jln._catalogue import EPSILON
 
 Loss = Callable[[Any, jax.Array], jax.Array]
-EPSILON = 1e-6
 # Whose kernels do the products, and XLA's options for it. With no GPU it cannot try them, as it would where there is
 # one.
 PRODUCTS: dict[str, dict[str, Any]] = {"XLA": {}, "cuBLAS": {"xla_gpu_enable_triton_gemm": False}}

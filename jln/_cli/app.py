@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import jax
 import typer
 
+from jln import _interrupt
 from jln._cli import bench, check, doctor, report, tune
 from jln._cli.console import UserError, complain
 
@@ -57,7 +58,10 @@ def _run(arguments: Sequence[str]) -> int:
     command = typer.main.get_command(application())
     try:
         # What its `main` does, less its own opinion of closed pipes: exit status 1.
-        with command.make_context("python -m jln", list(arguments) or ["--help"]) as context:
+        with (
+            _interrupt.as_exception(),
+            command.make_context("python -m jln", list(arguments) or ["--help"]) as context,
+        ):
             command.invoke(context)
     except typer.Exit as end:
         return end.exit_code

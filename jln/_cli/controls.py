@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jln import reference
-
-EPSILON = 1e-6
+from jln._catalogue import EPSILON
 
 
 def _terms(x, scale):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import pathlib
 import platform
@@ -15,11 +14,13 @@ import jax
 import typer
 
 import jln
+from jln._bench import parts
 from jln._catalogue import OPERATORS
 from jln._cli.console import print_json, print_note, print_table, progress
 from jln._cli.devices import Device, complaints, described, devices, implementations
 from jln._cli.samples import Sample, ours, value_and_gradients
-from jln._triton import target, tuning
+from jln._norm_linear.tiles import unfenced
+from jln._triton import cache, target, tuning
 from jln._triton.chip import CHIP_VARIABLE
 
 # Distribution -> what it is for here, and how it comes.
@@ -54,18 +55,6 @@ def _between(versions: Versions, package: str, least: tuple[int, ...], below: tu
 
 _EVER = (10**9,)
 BAD_PAIRS = (
-    BadPair(
-        "jax-triton 0.4 with triton before 3.9",
-        "a kernel does not compile: TypeError in GPUTarget",
-        'pip install "jax-triton<0.4"',
-        lambda v: _between(v, "jax-triton", (0, 4), _EVER) and _between(v, "triton", (0,), (3, 9)),
-    ),
-    BadPair(
-        "jax-triton 0.4 with jax 0.12",
-        "a kernel does not lower: its rule for dead code has another signature",
-        'pip install "jax-triton<0.4"',
-        lambda v: _between(v, "jax-triton", (0, 4), _EVER) and _between(v, "jax", (0, 12), _EVER),
-    ),
     BadPair(
         "triton before 3.9 with numpy 2.4",
         "Triton's interpreter fails; on a GPU nothing is amiss",
@@ -104,6 +93,8 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
             "devices": [_facts(device) for device in found],
             "operators": operators,
             "tuning": tiles,
+            "compiled_kernels": _compiled_kernels(),
+            "why_not_fused": _why_not_fused(),
             "jax_says": complaints,
             "faults": faults,
         }
@@ -133,6 +124,9 @@ def _print(versions, found, operators, tiles, bad, faults) -> None:
     for reason in dict.fromkeys(o["why_not_the_other"] for o in operators):
         print_note(reason)
     print_note(f"Tiles of the kernels: {tiles}.")
+    print_note(f"Compiled kernels: {_compiled_kernels()}.")
+    if (why_not_fused := _why_not_fused()) is not None:
+        print_note(f"{why_not_fused}.")
     print_note(f"Known bad pairs of versions: {len(bad)} of {len(BAD_PAIRS)} are here.")
     for complaint in complaints:
         print_note(f"JAX says: {complaint}")
@@ -155,15 +149,27 @@ def _tuning() -> tuple[str, list[str]]:
     return ", else ".join([*asked, "heuristics"]), faults
 
 
+def _compiled_kernels() -> str:
+    """Where they are kept."""
+    folder, found = cache.folder(), cache.entries()
+    if folder is None:
+        why = f"{cache.VARIABLE} says" if cache.VARIABLE in os.environ else "the user has no folder for such"
+        return f"not kept, as {why}"
+    return f"{len(found)} of at most {cache.LIMIT} in {folder}"
+
+
+def _why_not_fused() -> str | None:
+    """Why no Linear is fused with its norm for the chip that programs are compiled for; None where it may be."""
+    try:
+        chip = target.target_chip()
+    except ValueError:  # of JLN_CHIP, which is a fault
+        return None
+    return None if chip is None else unfenced(chip)
+
+
 def installed() -> dict[str, str | None]:
     """From each package to its version; None where it is not installed."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    return versions
+    return {package: parts.version(package) for package in PACKAGES}
 
 
 def parsed(version: str) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import logging
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any
@@ -14,7 +13,7 @@ import typer
 
 import jln
 from jln import program
-from jln._bench.parts import Unsupported
+from jln._bench.parts import Unsupported, version
 from jln._bench.peers import PEERS
 from jln._bench.stacks import PRODUCTS, STACKS, Stack, losses
 from jln._bench.workloads import WORKLOADS, Workload
@@ -143,12 +142,6 @@ def _facts(report: program.Report) -> dict[str, int]:
 
 
 def _json(chip, sizes, steps, skipped, failures) -> dict[str, Any]:
-    def version(package: str) -> str | None:
-        try:
-            return importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            return None
-
     return {
         "chip": chip,
         "versions": {"jln": jln.__version__}

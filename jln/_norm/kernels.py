@@ -90,6 +90,15 @@ def _load_total(x_ptr, residual_ptr, at, mask, TOTAL: tl.constexpr, COMPUTE: tl.
 
 
 @triton.jit
+def _affine(x_hat, scale, offset_ptr, column, exists, COMPUTE: tl.constexpr):
+    if offset_ptr is not None:
+        offset = tl.load(offset_ptr + column, mask=exists, other=0.0).to(COMPUTE)
+        return tl.fma(x_hat, scale[None, :], offset[None, :])  # (4)
+    else:
+        return x_hat * scale[None, :]
+
+
+@triton.jit
 def _store_rows(
     x, mean, rstd, scale_ptr, offset_ptr, y_ptr, total_ptr, at, mask, column, exists,
     ZERO_CENTERED: tl.constexpr, BLOCK_H: tl.constexpr, COMPUTE: tl.constexpr,
@@ -99,9 +108,8 @@ def _store_rows(
         tl.store(total_ptr + at, x.to(total_ptr.dtype.element_ty), mask=mask)
     if y_ptr is not None:
         scale = load_scale(scale_ptr, column, exists, ZERO_CENTERED, BLOCK_H, COMPUTE)
-        y = (x - mean[:, None]) * rstd[:, None] * scale[None, :]  # (3), (4)
-        if offset_ptr is not None:
-            y += tl.load(offset_ptr + column, mask=exists, other=0.0).to(COMPUTE)[None, :]
+        x_hat = (x - mean[:, None]) * rstd[:, None]  # (3)
+        y = _affine(x_hat, scale, offset_ptr, column, exists, COMPUTE)
         tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -240,7 +248,7 @@ def _row_sums(
         scale = load_scale(scale_ptr, column, exists, ZERO_CENTERED, BLOCK_H, COMPUTE)
         _, x_hat, scaled = _load_row_terms(dy_ptr, total_ptr, at, mask, mean, rstd, scale, COMPUTE)
         c1 += scaled
-        c2 += scaled * x_hat
+        c2 = tl.fma(scaled, x_hat, c2)
     return tl.sum(c1, axis=1) * (1.0 / H), tl.sum(c2, axis=1) * (1.0 / H)  # (7), (8)
 
 
@@ -389,20 +397,18 @@ def backward_kernel(
             if BLOCK_H >= H:
                 c1 = tl.sum(scaled, axis=1) * (1.0 / H)  # (7)
                 c2 = tl.sum(scaled * x_hat, axis=1) * (1.0 / H)  # (8)
-            dx = scaled - x_hat * c2[:, None]  # (9)
+            dx = x_hat * -(c2 * rstd)[:, None]  # (9), its factor rstd inside
             if mean_ptr is not None:
-                dx -= c1[:, None]
-            dx *= rstd[:, None]
+                dx = tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1 * rstd)[:, None])
+            dx = tl.fma(scaled, rstd[:, None], dx)
             if dtotal_ptr is not None:
                 dx += tl.load(dtotal_ptr + at, mask=mask, other=0.0).to(COMPUTE)
             tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if y_ptr is not None:
-            y = x_hat * scale[None, :]  # (4)
-            if offset_ptr is not None:
-                y += tl.load(offset_ptr + column, mask=exists, other=0.0).to(COMPUTE)[None, :]
+            y = _affine(x_hat, scale, offset_ptr, column, exists, COMPUTE)
             tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
         if _contains(SUMS, "dscale"):
-            dscale += dy * x_hat  # (6)
+            dscale = tl.fma(dy, x_hat, dscale)  # (6)
         if _contains(SUMS, "doffset"):
             doffset += dy  # (5)
 

@@ -47,7 +47,7 @@ def layer_norm(
       offset: as `scale`.
       axis: the axis or axes to normalise over. Adjacent ones are read in place, wherever they are; others are
         transposed.
-      epsilon: added to the variance; not negative.
+      epsilon: added to the variance; not negative, and no more than float32 holds, for float64 `x` float64.
       zero_centered_scale: multiply by `1 + scale`.
       implementation: "triton" (kernels; on the CPU with TRITON_INTERPRET=1), "xla", or None: Triton where the program
         is compiled for an NVIDIA GPU and jax-triton is installed, else XLA. A named one runs or raises.
@@ -61,7 +61,7 @@ def layer_norm(
     Raises:
       TypeError: an argument has an unsupported type or dtype, or is traced where it must be static.
       ValueError: shapes do not match, an axis is out of range or twice there, the normalised axes are empty, epsilon is
-        negative, or the implementation is unknown.
+        negative or too large, or the implementation is unknown.
     """
     static = axis, epsilon, zero_centered_scale, implementation, forward_mode
     return _checked(x, None, scale, offset, *static, subtract_mean=True).y
@@ -324,7 +324,7 @@ def _checked(
     _checks.shape("offset", offset, normalised, f"that of x's axes {axes}")
     norm = Norm(
         _merged_axis(axes, x.ndim),
-        _checks.epsilon(epsilon),
+        _checks.epsilon(epsilon, *(a.dtype for a in (x, residual) if a is not None)),
         subtract_mean,
         _checks.zero_centered_scale(zero_centered_scale, scale),
     )

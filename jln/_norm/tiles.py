@@ -88,7 +88,7 @@ def backward_plan(h: int, inner: int, itemsize: int, mixed: bool = False, *, wan
         whole = rows * columns <= limit // 2 and (rows * itemsize >= 32 or rows >= inner)
     if whole:
         crowded = inner > 1 or (not is_aligned and itemsize < 8)
-        if wants_y and not crowded and itemsize < 8:
+        if few := wants_y and not crowded and itemsize < 8:
             # One program of 16 warps where there would be four of 4, for a quarter of the partial sums; and two tiles
             # ahead, so that half of the SMs keep memory busy (`busy_programs`), for half of them again: 1 MB and not 9
             # in the 725 that (16384, 1024, 3072) in bfloat16 may move. Masked columns leave no registers for the third.
@@ -96,7 +96,8 @@ def backward_plan(h: int, inner: int, itemsize: int, mixed: bool = False, *, wan
             stages += stages > 1 and columns == h
         tile = _tile(rows, columns, per_thread // 2 if crowded else per_thread, stages)
         # 16 warps an SM hide the latency; more than 4 programs an SM would pay for it in partial sums.
-        return BackwardPlan(dataclasses.replace(tile, programs_per_sm=max(1, min(4, 16 // tile.warps))), None)
+        programs_per_sm = 1 if few else max(1, min(4, 16 // tile.warps))
+        return BackwardPlan(dataclasses.replace(tile, programs_per_sm=programs_per_sm), None)
     if inner == 1 and columns == 2 * limit and itemsize < 8:
         # With y too, half of that tile: 4096 columns in float32 spill on sm_89.
         return BackwardPlan(

@@ -47,6 +47,7 @@ def forward_kernel(
     SUBTRACT_MEAN: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     EPSILON: tl.constexpr,
+    BY_REGISTERS: tl.constexpr,
     COMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -65,6 +66,10 @@ def forward_kernel(
     and more. So the rounding is no worse than that of the normalised row. offset @ kernel stays out of the product, in
     float32, as a large one would take its digits. `unit` is rstd but for its limits, which keep it finite and not zero
     before a chunk of another size; it bounds an operand by sqrt(H) * |scale|, as in the reference.
+
+    BY_REGISTERS: wgmma takes float32 operands along H only, so that a copy of the kernel straight from memory into that
+    order is one of 4 bytes at a time, of a sector each. An addition in between, which the compiler cannot leave out as
+    it turns -0 into 0, has it copied as it lies, 16 bytes at a time, and turned round in registers.
     """
     row, valid = _rows(tl.program_id(0), rows, BLOCK_ROWS)
     feature = tl.arange(0, BLOCK_N)
@@ -87,7 +92,7 @@ def forward_kernel(
             mean += step  # (1)
             squares += first * step * step
             x = tl.where(exists[None, :], x - mean[:, None], 0.0)  # else -mean, which might overflow: 0 * inf is NaN
-            product -= (unit * step)[:, None] * weight[None, :]
+            product = tl.fma(-(unit * step)[:, None], weight[None, :], product)
             weight += tl.sum(kernel.to(COMPUTE) * scale[:, None], axis=0)
         if offset_ptr is not None:
             offset = load_vector(offset_ptr, column, exists, BLOCK_H, COMPUTE)
@@ -98,10 +103,13 @@ def forward_kernel(
         product *= (unit / before)[:, None]
         z = x * unit[:, None] * scale[None, :]  # (3), (4)
         operand: tl.constexpr = y_ptr.dtype.element_ty
-        product = tl.dot(z.to(operand), kernel.to(operand), product, input_precision="tf32")
+        kernel = kernel.to(operand)
+        if BY_REGISTERS:
+            kernel += 0.0
+        product = tl.dot(z.to(operand), kernel, product, input_precision="tf32")
 
     rstd = tl.rsqrt(squares * (1.0 / H) + EPSILON)  # (2)
-    y = product * (rstd / unit)[:, None] + constant[None, :]
+    y = tl.fma(product, (rstd / unit)[:, None], constant[None, :])
     mask = valid[:, None] & (feature < N)[None, :]
     tl.store(y_ptr + row[:, None] * N + feature[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
     if rstd_ptr is not None:
@@ -144,27 +152,26 @@ def row_sums_kernel(
     dbias = tl.zeros([BLOCK_N], COMPUTE)
     for tile in range(program, tiles_of(rows, 1, BLOCK_ROWS), programs):
         row, valid = _rows(tile, rows, BLOCK_ROWS)
+        mean = load_vector(mean_ptr, row, valid, BLOCK_ROWS, COMPUTE)
+        rstd = load_vector(rstd_ptr, row, valid, BLOCK_ROWS, COMPUTE)
         dy = _load_matrix(dy_ptr, row, valid, 0, N, BLOCK_N, BLOCK_ROWS)
         if dbias_ptr is not None:
             dbias += tl.sum(dy.to(COMPUTE), axis=0)
-        if c2_ptr is not None:
-            mean = load_vector(mean_ptr, row, valid, BLOCK_ROWS, COMPUTE)
-            rstd = load_vector(rstd_ptr, row, valid, BLOCK_ROWS, COMPUTE)
-            c1 = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
-            c2 = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
-            for first in tl.range(part * BLOCK_H, H, PARTS * BLOCK_H, num_stages=STAGES):
-                column = first + tl.arange(0, BLOCK_H)
-                exists = column < H
-                x = _load_matrix(x_ptr, row, valid, first, H, BLOCK_H, BLOCK_ROWS).to(COMPUTE)
-                kernel = _load_matrix(kernel_ptr, column, exists, 0, N, BLOCK_N, BLOCK_H)
-                scale = load_scale(scale_ptr, column, exists, ZERO_CENTERED, BLOCK_H, COMPUTE)
-                scaled = tl.dot(dy, tl.trans(kernel.to(dy.dtype)), input_precision="tf32") * scale[None, :]
-                c1 += scaled
-                # Masked, since outside -mean * rstd might overflow, and 0 * inf is NaN.
-                c2 += scaled * tl.where(exists[None, :], (x - mean[:, None]) * rstd[:, None], 0.0)
-            if c1_ptr is not None:
-                tl.store(c1_ptr + part * rows + row, tl.sum(c1, axis=1) * (1.0 / H), mask=valid)  # (7)
-            tl.store(c2_ptr + part * rows + row, tl.sum(c2, axis=1) * (1.0 / H), mask=valid)  # (8)
+        c1 = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
+        c2 = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
+        for first in tl.range(part * BLOCK_H, H, PARTS * BLOCK_H, num_stages=STAGES):
+            column = first + tl.arange(0, BLOCK_H)
+            exists = column < H
+            x = _load_matrix(x_ptr, row, valid, first, H, BLOCK_H, BLOCK_ROWS).to(COMPUTE)
+            kernel = _load_matrix(kernel_ptr, column, exists, 0, N, BLOCK_N, BLOCK_H)
+            scale = load_scale(scale_ptr, column, exists, ZERO_CENTERED, BLOCK_H, COMPUTE)
+            scaled = tl.dot(dy, tl.trans(kernel.to(dy.dtype)), input_precision="tf32") * scale[None, :]
+            c1 += scaled
+            # Masked, since outside -mean * rstd might overflow, and 0 * inf is NaN.
+            c2 = tl.fma(scaled, tl.where(exists[None, :], (x - mean[:, None]) * rstd[:, None], 0.0), c2)
+        if c1_ptr is not None:
+            tl.store(c1_ptr + part * rows + row, tl.sum(c1, axis=1) * (1.0 / H), mask=valid)  # (7)
+        tl.store(c2_ptr + part * rows + row, tl.sum(c2, axis=1) * (1.0 / H), mask=valid)  # (8)
     if dbias_ptr is not None:  # noqa: SIM102, as one is known to the compiler
         if part == 0:
             tl.store(dbias_ptr + program * N + feature, dbias, mask=feature < N)
@@ -224,11 +231,12 @@ def backward_kernel(
         if dx_ptr is not None or dscale_ptr is not None:
             dz = tl.dot(dy, tl.trans(kernel.to(dy.dtype)), input_precision="tf32")  # (14)
         if dx_ptr is not None:
-            dx = rstd[:, None] * (dz * scale[None, :] - c1[:, None] - x_hat * c2[:, None])  # (17)
+            dx = tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1 * rstd)[:, None])  # (17), its factor rstd inside
+            dx = tl.fma(dz * scale[None, :], rstd[:, None], dx)
             mask = valid[:, None] & exists[None, :]
             tl.store(dx_ptr + row[:, None] * H + column[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if dscale_ptr is not None:
-            dscale += dz * x_hat  # (16), both factors in float32
+            dscale = tl.fma(dz, x_hat, dscale)  # (16), both factors in float32
     if g_ptr is not None:
         feature = tl.arange(0, BLOCK_N)
         at = (split.to(tl.int64) * H + column)[:, None] * N + feature[None, :]
@@ -300,5 +308,6 @@ def parameters_kernel(
 
     if dkernel_ptr is not None:
         if offset_ptr is not None:
-            dkernel += load_vector(offset_ptr, column, exists, BLOCK_H, COMPUTE)[:, None] * total[None, :]  # (22)
+            offset = load_vector(offset_ptr, column, exists, BLOCK_H, COMPUTE)
+            dkernel = tl.fma(offset[:, None], total[None, :], dkernel)
         tl.store(dkernel_ptr + at, dkernel.to(dkernel_ptr.dtype.element_ty), mask=mask)

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from jln._norm import launcher as norms
 from jln._norm import signature as norm_signature
@@ -53,8 +52,8 @@ def forward(operands: Operands, settings: NormLinear, dtypes: Outcome, batch_dim
 def backward(
     operands: Cotangents, settings: NormLinear, dtypes: Gradients, batch_dims: int, target: Target
 ) -> Gradients:
-    if dtypes.dx is None and dtypes.dscale is None and dtypes.dkernel is None:  # sums of dy, which are XLA's
-        return formulas.backward(operands, settings, dtypes, batch_dims)
+    if dtypes.dx is None and dtypes.dscale is None and dtypes.dkernel is None:
+        return _sums_of_dy(operands, dtypes, batch_dims)
     dy, x = operands.dy, operands.x
     sizes = math.prod(x.shape[:-1]), x.shape[-1], dy.shape[-1]
     plan = _fused(tiles.backward, sizes, dy.dtype, settings, batch_dims, target)
@@ -105,10 +104,24 @@ def _composed_backward(
     if z is not None:
         left = jnp.swapaxes(_rows(z, batch_dims), -1, -2)
         dkernel = jnp.matmul(left, dy_rows, precision=precision, preferred_element_type=dtypes.dkernel)
-    dbias = None if dtypes.dbias is None else _column_sums(dy_rows, dtypes.dbias)
-    if dtypes.doffset is not None and doffset is None:
-        doffset = formulas.doffset_from(_column_sums(dy_rows, rstd.dtype), kernel).astype(dtypes.doffset)
+    if doffset is not None:
+        dtypes = dtypes._replace(doffset=None)
+    _, _, alone, _, dbias = _sums_of_dy(operands, dtypes, batch_dims)
+    doffset = alone if doffset is None else doffset
     return Gradients(*(None if a is None else _with_batch(a, batch) for a in (dx, dscale, doffset, dkernel, dbias)))
+
+
+def _sums_of_dy(operands: Cotangents, dtypes: Gradients, batch_dims: int) -> Gradients:
+    """doffset and dbias, of which XLA makes one read of dy: (12), and (15) by its second form, which needs no dz."""
+    rows = _rows(operands.dy, batch_dims)
+    doffset = dbias = None
+    if dtypes.doffset is not None:
+        sums = norms.column_sums(rows, jnp.promote_types(rows.dtype, jnp.float32))
+        doffset = formulas.doffset_from(sums, operands.kernel).astype(dtypes.doffset)
+    if dtypes.dbias is not None:
+        dbias = norms.column_sums(rows, dtypes.dbias)
+    batch = _common_batch(batch_dims, *operands)
+    return Gradients(None, None, *(None if a is None else _with_batch(a, batch) for a in (doffset, None, dbias)))
 
 
 def _fused_forward(operands: Operands, settings: NormLinear, dtypes: Outcome, tile: Tile, target: Target) -> Outcome:
@@ -127,6 +140,7 @@ def _fused_forward(operands: Operands, settings: NormLinear, dtypes: Outcome, ti
         {"y": y, "mean": statistic(dtypes.mean), "rstd": statistic(dtypes.rstd)},
         programs=ceil_div(rows, tile.rows),
         tile=tile,
+        BY_REGISTERS=target.chip.capability >= 90 and y.dtype == jnp.float32,
         SUBTRACT_MEAN=settings.norm.subtract_mean,
         EPSILON=settings.norm.epsilon,
         **_constants(settings, *kernel.shape),
@@ -137,8 +151,8 @@ def _fused_forward(operands: Operands, settings: NormLinear, dtypes: Outcome, ti
 def _fused_backward(
     operands: Cotangents, settings: NormLinear, dtypes: Gradients, plan: tiles.BackwardPlan, target: Target
 ) -> Gradients:
-    """`backward` without a batch, in three kernels: row sums and shares of dbias; dx and shares of G and dscale; and
-    what adds up the shares.
+    """`backward` without a batch, in up to three kernels: row sums and shares of dbias, where dx is wanted; dx and
+    shares of G and dscale; and what adds up the shares.
     """
     dy, x, offset = operands.dy, operands.x, operands.offset
     rows, h, n = math.prod(x.shape[:-1]), x.shape[-1], dy.shape[-1]
@@ -154,14 +168,14 @@ def _fused_backward(
     given = {name: a for name, a in operands._asdict().items() if name != "offset"}
     wants_dbias = dtypes.dbias or dtypes.doffset or (dtypes.dkernel and offset is not None)
     sums: dict[str, Any] = {"c1": None, "c2": None, "dbias": None}
-    if dtypes.dx or wants_dbias:
+    if dtypes.dx:
         sums = launch(
             target,
             kernels.row_sums_kernel,
-            {**(given if dtypes.dx else dict.fromkeys(given) | {"dy": dy}), "rows": rows, "programs": programs},
+            {**given, "rows": rows, "programs": programs},
             {
-                "c1": float32(dtypes.dx and settings.norm.subtract_mean, parts, rows),
-                "c2": float32(dtypes.dx, parts, rows),
+                "c1": float32(settings.norm.subtract_mean, parts, rows),
+                "c2": float32(True, parts, rows),
                 "dbias": float32(wants_dbias, programs, n),
             },
             programs=programs * parts,
@@ -169,6 +183,9 @@ def _fused_backward(
             PARTS=parts,
             **constants,
         )
+    elif wants_dbias:
+        sums["dbias"] = norms.column_shares(_rows(dy, 0), jnp.float32)
+        programs = len(sums["dbias"])
     written = launch(
         target,
         kernels.backward_kernel,
@@ -269,26 +286,6 @@ def _affine(z: jax.Array, kernel: jax.Array, bias: jax.Array | None, precision: 
     compute = z.dtype if rounded_first else jnp.promote_types(z.dtype, jnp.float32)
     y = jnp.matmul(z, kernel, precision=precision, preferred_element_type=compute)
     return (y + jnp.expand_dims(bias.astype(compute), -2)).astype(z.dtype)
-
-
-# Rows that are added up at once. XLA alone would leave a share for every 64 to 128: 6 of the 1720 MB that
-# (8192, 4096, 12288) may move, where these are 0.4; and with fewer groups than 8192 rows make there would be too few
-# programs for the chip.
-_GROUP = 2048
-
-
-def _column_sums(a: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """[*batch, rows, C] -> [*batch, C], added in float32 (float64 for float64).
-
-    By XLA, which does it in the kernel that makes `a` where that is its own, as the derivative of an activation: no
-    kernel of ours would be worth the pass over `a` that it needs.
-    """
-    *batch, rows, columns = a.shape
-    a = a.astype(jnp.promote_types(a.dtype, jnp.float32))
-    if rows > _GROUP and rows % _GROUP == 0:
-        # Two sums without the barrier are one to XLA.
-        a = jax.lax.optimization_barrier(jnp.sum(a.reshape(*batch, rows // _GROUP, _GROUP, columns), axis=-2))
-    return jnp.sum(a, axis=-2).astype(dtype)
 
 
 def _rows(a: jax.Array, batch_dims: int) -> jax.Array:

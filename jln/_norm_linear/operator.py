@@ -60,7 +60,7 @@ def layer_norm_linear(
       offset: as `scale`.
       kernel: `[H, *features]`, one axis of features or more; any supported dtype.
       bias: `features`; any supported dtype. None: no bias.
-      epsilon: added to the variance; not negative.
+      epsilon: as of `layer_norm`.
       zero_centered_scale: multiply by `1 + scale`.
       precision: of the products, forward and backward, as in `jax.lax.dot_general`.
       implementation: "triton" (kernels; on the CPU with TRITON_INTERPRET=1), "xla", or None: Triton where the program
@@ -72,8 +72,8 @@ def layer_norm_linear(
 
     Raises:
       TypeError: an argument has an unsupported type or dtype, or is traced where it must be static.
-      ValueError: shapes do not match, the last axis of `x` is empty, epsilon is negative, or the precision or the
-        implementation is unknown.
+      ValueError: shapes do not match, the last axis of `x` is empty, epsilon is negative or too large, or the
+        precision or the implementation is unknown.
     """
     static = epsilon, zero_centered_scale, precision, implementation, forward_mode
     return _checked(x, scale, offset, kernel, bias, *static, subtract_mean=True)
@@ -296,7 +296,9 @@ def _checked(
     _checks.shape("offset", offset, x.shape[-1:], "that of x's last axis")
     _checks.kernel(kernel, x)
     _checks.shape("bias", bias, kernel.shape[1:], "that of kernel's axes after the first")
-    norm = Norm(-1, _checks.epsilon(epsilon), subtract_mean, _checks.zero_centered_scale(zero_centered_scale, scale))
+    norm = Norm(
+        -1, _checks.epsilon(epsilon, x.dtype), subtract_mean, _checks.zero_centered_scale(zero_centered_scale, scale)
+    )
     norm_linear = NormLinear(norm, _checks.precision(precision), kernel.ndim - 1)
     settings = Settings(norm_linear, _checks.implementation(implementation))
     forward_mode = _checks.flag("forward_mode", forward_mode)

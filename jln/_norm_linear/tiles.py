@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import re
 from typing import Any
 
 from jln._triton.chip import Chip
-from jln._triton.target import Target
+from jln._triton.target import INTERPRETED, Target
 from jln._triton.tile import Tile, aligned, ceil_div, next_power_of_2
 from jln._triton.tuning import Choice, Tiles, capability
 
@@ -24,14 +26,40 @@ def features(n: int) -> int:
     return max(16, next_power_of_2(n))
 
 
+# Before it, Triton leaves out fences: 3.6.0 and 3.7.0 have none between the store of a tile to shared memory and the
+# wgmma (sm_90) or tcgen05.mma (sm_100) that reads it in the fused forward, nor for sm_90 in one of two places of the
+# backward in 16 bits; 3.7.1, 3.8.0 and 3.9.0 have all (`test_products_wait_for_what_is_stored_to_shared_memory`).
+FENCED_TRITON = (3, 7, 1)
+
+
+def unfenced(chip: Chip) -> str | None:
+    """Why a product on `chip` might read its operands from shared memory too early; None where it waits."""
+    if chip.capability < 90 or chip is INTERPRETED or _triton_version() >= FENCED_TRITON:
+        return None
+    return (
+        f"Triton {'.'.join(map(str, _triton_version()))} leaves out fences before the products of kernels for "
+        f"sm_{chip.capability}: LayerNorm+Linear is composed of a norm's kernels and XLA's products, and with "
+        f"triton>={'.'.join(map(str, FENCED_TRITON))} fused where that is faster"
+    )
+
+
+@functools.cache
+def _triton_version() -> tuple[int, ...]:
+    try:
+        import triton
+    except ImportError:  # nothing will be compiled
+        return FENCED_TRITON
+    return tuple(map(int, re.findall(r"\d+", triton.__version__)[:3]))
+
+
 def _fused_tile(h: int, n: int, product_dtype: str, chip: Chip) -> Tile | None:
     """The tile of rows and columns of x that the fused LayerNorm+Linear kernels take; None where they cannot run.
 
     Not float64, which is XLA's business. Nor float32 on Blackwell, where `backward_kernel` at N = 128 has too few
     registers; nor its small chips, with less shared memory than an H100 and no wgmma. Nor a kernel [H, N] with 2**31
-    elements, whose offsets have 32 bits.
+    elements, whose offsets have 32 bits. Nor by a Triton that leaves out fences.
     """
-    if product_dtype not in FUSED_FEATURES or chip.capability > 103:
+    if product_dtype not in FUSED_FEATURES or chip.capability > 103 or unfenced(chip):
         return None
     if product_dtype == "float32" and chip.capability >= 100:
         return None

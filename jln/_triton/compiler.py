@@ -11,7 +11,6 @@ import pathlib
 import re
 import subprocess
 import tempfile
-import warnings
 from collections.abc import Iterator
 
 from jln._triton.launch import Launch
@@ -20,12 +19,13 @@ from jln._triton.lowering import source
 
 @dataclasses.dataclass(frozen=True)
 class Resources:
-    """registers: a thread. spilled, shared: bytes, a thread and a block."""
+    """registers: a thread. spilled, shared: bytes, a thread and a block. ptx: text, of which the cubin was made."""
 
     registers: int
     spilled: int
     shared: int
     cubin: bytes = dataclasses.field(repr=False)
+    ptx: str = dataclasses.field(repr=False)
 
 
 def compile_launch(launch: Launch) -> Resources:
@@ -40,14 +40,14 @@ def compile_launch(launch: Launch) -> Resources:
         raise RuntimeError("kernels cannot be compiled in a process with TRITON_INTERPRET=1")
     target = GPUTarget("cuda", launch.chip.capability, 32)
     compiled = triton.compile(source(launch), target=target, options=launch.tile.options())
-    return _resources(compiled.asm["cubin"], compiled.metadata.shared)
+    return _resources(compiled.asm["cubin"], compiled.metadata.shared, compiled.asm["ptx"])
 
 
-def _resources(cubin: bytes, dynamic_shared: int) -> Resources:
+def _resources(cubin: bytes, dynamic_shared: int, ptx: str) -> Resources:
     usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", dump(cubin, "--dump-resource-usage"))
     assert usage is not None, "cuobjdump printed no resource usage"
     registers, stack, _ = map(int, usage.groups())
-    return Resources(registers, stack, dynamic_shared, cubin)
+    return Resources(registers, stack, dynamic_shared, cubin, ptx)
 
 
 def dump(cubin: bytes, option: str) -> str:
@@ -79,4 +79,3 @@ def _compile_only() -> None:
 
     os.environ.pop("TRITON_INTERPRET", None)  # before triton is imported
     jax.config.update("jax_platforms", "cpu")
-    warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")  # Triton's advice, once a process

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from jln._triton.target import Target
 
 
+# The calls of jaxlib's CUDA plugin that launch a kernel in a compiled program, the typed one first.
+TRITON_CALLS = ("triton_kernel_call_ffi", "triton_kernel_call")
+
+
 @dataclasses.dataclass(frozen=True, eq=False)  # a primitive's parameter: it must hash, and `constants` does not
 class Launch:
     """One kernel launch on a grid of `programs`.

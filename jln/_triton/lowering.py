@@ -24,9 +24,9 @@ from jax.interpreters import mlir
 from jaxlib import gpu_triton
 
 from jln._triton import cache
-from jln._triton.launch import Launch
+from jln._triton.launch import TRITON_CALLS, Launch
 
-CALLS = TYPED, UNTYPED = "triton_kernel_call_ffi", "triton_kernel_call"  # of jaxlib's CUDA plugin
+TYPED, UNTYPED = TRITON_CALLS
 TYPE_NAMES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 
 

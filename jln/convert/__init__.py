@@ -12,7 +12,8 @@ A norm that feeds exactly one Linear can be fused with it (Flax NNX and Equinox)
 knows, so it must be declared: by an attribute of its class, `norm_linear_pairs = [("norm", "qkv"), ("ln", "mlp.up")]`,
 and `fuse=True`, or for a class that was not written for jln by `fuse={Block: [("norm", "qkv")]}`, which holds for its
 subclasses too. If anything else reads the norm's result, it raises TypeError: what it gets is no array. It has an
-array's `shape`, `ndim` and `dtype`, but no methods of an array's, which raise AttributeError. It is a pytree that holds
+array's `shape`, `ndim` and `dtype`, and every other attribute raises an error that is an AttributeError, too: `hasattr`
+and `getattr` with a default answer for it. It is a pytree that holds
 the norm's input and, in Flax NNX, its parameters, so what maps over a pytree (`jax.lax.psum`, `jax.tree.map`, ...) must
 not stand between the two, nor may the norm alone be differentiated (`jax.jvp`, `jax.vjp`): that would be of those
 instead of the result. A transformation around the norm alone that gives them another shape (`jax.vmap`,

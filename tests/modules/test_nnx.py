@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -129,6 +130,17 @@ def test_put_in_place_of_flaxs(monkeypatch):
     norm = nnx.LayerNorm(8, rngs=nnx.Rngs(0))
     np.testing.assert_array_equal(norm(x, mask=MASK), wanted)
     assert [r.path for r in jln.explain(norm, x)] == ["kernel"]
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("epsilon", [1e308, ml_dtypes.bfloat16(0.25)], ids=str)
+def test_an_epsilon_that_few_would_give(epsilon):
+    """Flax does what it does with one that float32 cannot hold; one of ml_dtypes is a number."""
+    x = normal(0, (2, 8), "float32")
+    own, theirs = (cls(8, epsilon=epsilon, rngs=nnx.Rngs(0)) for cls in (ours.LayerNorm, nnx.LayerNorm))
+    np.testing.assert_allclose(own(x), theirs(x), rtol=1e-5, atol=1e-6)
+    (route,) = jln.explain(own, x)
+    assert route.path == ("plain" if epsilon == 1e308 else "kernel"), route
 
 
 def test_inside_of_transformations():

@@ -4,7 +4,8 @@ Each is one small slip of the kind that a person makes: a term dropped, a mask s
 axis, sums in too few bits. `old` must be in the file exactly once.
 """
 
+from compiled import COMPILED
 from kernels import KERNELS
 from rules import RULES
 
-MUTANTS = [*KERNELS, *RULES]
+MUTANTS = [*KERNELS, *COMPILED, *RULES]

@@ -4,6 +4,8 @@ from targets import (
     ACCURACY,
     CHECKER,
     DIFFERENCES,
+    FROZEN,
+    FUSED,
     GROUPS,
     LIMITS,
     LINEAR_LAUNCH,
@@ -49,8 +51,14 @@ RULES = [
     ),
     Mutant(
         "dz in float16", LINEAR_LAUNCH,
-        "preferred_element_type=dtype if dtype == jnp.bfloat16 else accumulator", "preferred_element_type=dtype",
+        "preferred_element_type=dtype if dtype == jnp.bfloat16 else jnp.promote_types(dtype, jnp.float32)",
+        "preferred_element_type=dtype",
         (f"{LINEARS}test_dz_does_not_underflow[triton-600]",),
+    ),
+    Mutant(
+        "z in the place of a dz that other programs read", NORM_LAUNCH,
+        "y.dtype == dy.dtype and chunks == 1 and not shared & 1", "y.dtype == dy.dtype and not shared & 1",
+        (f"{FUSED}test_programs_that_share_rows_do_not_overwrite_what_others_read",),
     ),
     # The XLA rules
     Mutant(
@@ -88,7 +96,7 @@ RULES = [
     Mutant("the sum's cotangent dropped", XLA_NORM, "dx = dx + dtotal.astype(dtype)", "dx = dx + 0", XLA),
     Mutant(
         "parameters' gradients summed over vmap's axes", XLA_NORM,
-        "rows = [i for i in range(batch_dims, total.ndim)", "rows = [i for i in range(total.ndim)",
+        "rows = [i for i in range(batch_dims, dy.ndim)", "rows = [i for i in range(dy.ndim)",
         (f"{TRANSFORMED}test_vmap_of_grad[layer_norm-xla-(0, 0, None, None)]",),
     ),
     Mutant(
@@ -165,6 +173,56 @@ RULES = [
     Mutant(
         "padding taken for rows", PARTITIONING, "% math.prod(mesh.shape[a] for a in axes) == 0:", "% 1 == 0:",
         (f"{SHARDING}test_what_does_not_divide_is_not_split",),
+    ),
+    # What is frozen
+    Mutant(
+        "dx of a frozen x written", NORM_LAUNCH, "g.like_rows(total.dtype) if wants_dx else None",
+        "g.like_rows(total.dtype)", (f"{FROZEN}test_launches[norm-scale-asked for]",),
+    ),
+    Mutant(
+        "dscale of a frozen scale", NORM_LAUNCH, """scale is not None and "dscale" in options.wanted else None""",
+        "scale is not None else None", (f"{FROZEN}test_launches[norm-x-asked for]",),
+    ),
+    Mutant(
+        "row sums of rows too wide, without a dx", NORM_LAUNCH, "plan.sums if wants_dx else None", "plan.sums",
+        (f"{FROZEN}test_wide_rows_without_dx_need_no_sums",),
+    ),
+    Mutant(
+        "z made again for a frozen kernel", LINEAR_LAUNCH, """made = (*wanted, "y") if wants_dkernel else wanted""",
+        """made = (*wanted, "y")""", (f"{FROZEN}test_launches[composed-x-asked for]",),
+    ),
+    Mutant(
+        "doffset alone without dbias", LINEAR_LAUNCH,
+        "jnp.sum(kernel.astype(dbias.dtype) * jnp.expand_dims(dbias, -2), axis=-1)",
+        "jnp.sum(kernel.astype(dbias.dtype), axis=-1)",
+        (f"{FROZEN}test_some_gradients_are_those_of_all[triton-layer_norm_linear-offset-False]",),
+    ),
+    Mutant(
+        "a tangent of offset and bias without the offset's", LINEAR_OPERATOR, "factor = doffset.astype(dtype)",
+        "factor = 0 * doffset.astype(dtype)",
+        (f"{FROZEN}test_some_gradients_are_those_of_all[xla-layer_norm_linear-offset-True]",),
+    ),
+    Mutant(
+        "what is not used computed", TRANSFORMS, "partial_eval.dce_rules[primitive] = self._without_unused", "pass",
+        (f"{FROZEN}test_launches[norm-scale-used]",),
+    ),
+    Mutant(
+        "vmap's axis dropped with an operand", TRANSFORMS, "keep, remaining = [True] * len(names), present", "pass",
+        (f"{FROZEN}test_an_unused_result_may_have_brought_the_axis_of_vmap[xla-offset]",),
+    ),
+    Mutant(
+        "residuals whose number hangs on what is wanted", LINEAR_OPERATOR, "saved = nothing_of(x), *parameters",
+        "saved = None, *parameters",
+        (f"{FROZEN}test_differentiated_by_one_argument_then_another[xla-jit]",),
+    ),
+    Mutant(
+        "x kept for an offset", OPERATOR, """if "rstd" not in _backward.needs(wanted):""", "if False:",
+        (f"{FROZEN}test_held_between_forward_and_backward[xla-layer_norm-offset-0-False]",),
+    ),
+    Mutant(
+        "another's gradient wanted", TRANSFORMS, "itertools.compress(self._made_of, told.shape[1:])",
+        "itertools.compress(self._made_of, told.shape[:0:-1])",
+        (f"{FROZEN}test_some_gradients_are_those_of_all[xla-layer_norm-offset-False]",),
     ),
     # The reference and the checker
     Mutant(

@@ -53,5 +53,5 @@ def test_the_example_only_sums():
     assert len(rest) <= 4  # whatever is left travels together: one for each set of devices and dtype
     parameters = sum(a.size for a in jax.tree.leaves(state[0]))
     assert sum(c.bytes for c in rest) < 4 * parameters  # and is no more than every gradient, whole, in float32
-    kernels = sum(k.times for k in report.kernels if k.kind == "triton_kernel_call")
+    kernels = sum(k.times for k in report.kernels if k.is_triton)
     assert kernels == 3 * (2 * LAYERS + 1)  # forward, backward, the sum of its partial gradients

@@ -85,7 +85,7 @@ def eqx_report(blocks):
 
 
 def triton_kernels(report):
-    return [k for k in report.kernels if k.kind == "triton_kernel_call"]
+    return [k for k in report.kernels if k.is_triton]
 
 
 def test_nnx_step():
@@ -123,6 +123,6 @@ def test_bfloat16_input_and_float32_parameters():
     graphdef, state = nnx.split(convert.nnx(nnx.LayerNorm(WIDTH, rngs=nnx.Rngs(0))).model)
     report = program.compile_for(lambda state, x: nnx.merge(graphdef, state)(x), state, X)
     (kernel,) = report.kernels
-    assert kernel.kind == "triton_kernel_call"
+    assert kernel.is_triton
     elements = 16 * 256 * WIDTH
     assert (kernel.bytes_read, kernel.bytes_written) == (2 * elements + 2 * 4 * WIDTH, 4 * elements)

@@ -22,7 +22,7 @@ def struct(*shape, dtype="bfloat16"):
 
 
 def triton_kernels(report):
-    return [k for k in report.kernels if k.kind == "triton_kernel_call"]
+    return [k for k in report.kernels if k.is_triton]
 
 
 def layer_norm_step(x, scale, offset, dy):
@@ -114,7 +114,7 @@ def test_one_row():
     """Integers that are 1 become constants in jax-triton; the kernels must compile with them too."""
     x, p = struct(1, 4096), struct(4096)
     report = program.compile_for(layer_norm_step, x, p, p, x)
-    assert [k.kind for k in triton_kernels(report)] == ["triton_kernel_call"] * 2
+    assert len(triton_kernels(report)) == 2
 
 
 def test_vmap_and_grad_keep_one_kernel_each_way():

@@ -22,7 +22,7 @@ def struct(*shape, dtype="bfloat16", sharding=None):
 
 def launches(report):
     """Of every Triton kernel of the program, in the order in which they first run."""
-    return [k.times for k in report.kernels if k.kind == "triton_kernel_call"]
+    return [k.times for k in report.kernels if k.is_triton]
 
 
 def gradient(f, n=3):

@@ -1,0 +1,264 @@
+"""A case: an operator lowered for a chip, the PTX of its Triton calls executed, every result judged against float64."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jln
+import traffic
+import workbench
+from jln._triton import config
+from ptx import Program
+
+# With three SMs persistent programs take many tiles each, in a number that the tiles are no multiple of.
+SMALL = {f"small-{c.name}": dataclasses.replace(c, name=f"small-{c.name}", sms=3) for c in config.CHIPS.values()}
+
+# By letter: what an operator may be given. d and t are the cotangents, of y and of the sum.
+NORM_LETTERS, LINEAR_LETTERS = "xrso", "xsokb"
+
+
+@contextlib.contextmanager
+def lowering_for(chip: str):
+    with mock.patch.dict(config.CHIPS, SMALL), config.target(chip):
+        yield
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """An operator, what it is given, and where it runs.
+
+    shape: x's. features: the Linear's. without: letters of the optional operands that are None, of "sob". over: letters
+    of those that have an axis of EXAMPLES of their own, for vmap; d and t are the cotangents.
+    """
+
+    operator: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    chip: str = "h200"
+    features: tuple[int, ...] = ()
+    axis: int | tuple[int, ...] = -1
+    parameters: str = ""
+    residual: str = ""
+    without: str = ""
+    over: str = ""
+    zero_centered_scale: bool = False
+    epsilon: float = workbench.EPSILON
+    forward_mode: bool = False
+    mean: float = 0.0
+    magnitude: float = 1.0
+
+    def __str__(self):
+        """The fields that are not the usual ones."""
+        rest = dataclasses.fields(self)[4:]
+        special = [f"{f.name}={getattr(self, f.name)}" for f in rest if getattr(self, f.name) != f.default]
+        shape = "x".join(map(str, self.shape))
+        return " ".join([self.operator, shape, self.dtype, self.chip, *special]).replace(" ", "-").replace(",-", ",")
+
+    @property
+    def linear(self) -> bool:
+        return bool(self.features)
+
+    @property
+    def kind(self):
+        return (workbench.LINEAR_OPERATORS if self.linear else workbench.OPERATORS)[self.operator]
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        return (self.axis,) if isinstance(self.axis, int) else self.axis
+
+    @property
+    def aligned(self) -> bool:
+        """Whether rows, or where they lie side by side the elements of one place, start on 16 bytes; and all in one
+        dtype, as the narrower of two is read by 8 bytes beside 16 of the wider, and else with gaps between.
+        """
+        shape = [*self.shape, *self.features]
+        last = self.axis in (-1, tuple(range(-len(self.axes), 0)))
+        runs = [int(np.prod([shape[a] for a in self.axes]))] if last else [int(np.prod(shape[max(self.axes) + 1 :]))]
+        if self.linear:
+            runs = [self.shape[-1], int(np.prod(self.features))]
+        one_dtype = self.residual in ("", self.dtype) and (not self.linear or self.parameters in ("", self.dtype))
+        return one_dtype and all(run * jnp.dtype(self.dtype).itemsize % 16 == 0 for run in runs)
+
+    @property
+    def letters(self) -> str:
+        return LINEAR_LETTERS if self.linear else NORM_LETTERS
+
+
+EXAMPLES = 3
+
+
+def _one(case: Case) -> dict[str, np.ndarray | None]:
+    """By letter, the operands and cotangents of one example."""
+    parameters = {"parameter_dtype": case.parameters or None}
+    parameters |= {"features": case.features} if case.linear else {"axis": case.axis}
+    operands = workbench.arguments(case.kind, case.shape, case.dtype, **parameters)
+    given = dict(zip(case.letters, operands, strict=True))
+    given["x"] = ((given["x"] + case.mean) * case.magnitude).astype(case.dtype)
+    if case.residual:
+        given["r"] = given["r"].astype(case.residual)
+    given |= {letter: None for letter in case.without}
+    outputs = jax.eval_shape(functools.partial(_call, case, jln.reference), given)
+    cotangents = workbench.cotangents(outputs)
+    given |= {"d": cotangents} if case.linear else dict(zip("dt", cotangents, strict=True))
+    return {letter: None if a is None else np.asarray(a) for letter, a in given.items()}
+
+
+def arrays(case: Case) -> dict[str, np.ndarray | None]:
+    """By letter, operands and cotangents; those in `over` have EXAMPLES in front, no two of them alike."""
+    factors = 1 + np.arange(EXAMPLES) / 7
+    return {
+        letter: a if a is None or letter not in case.over else np.stack([(a * f).astype(a.dtype) for f in factors])
+        for letter, a in _one(case).items()
+    }
+
+
+def _call(case: Case, module, given):
+    ours = {} if module is jln.reference else {"implementation": "triton", "forward_mode": case.forward_mode}
+    options = {"epsilon": case.epsilon, "zero_centered_scale": case.zero_centered_scale}
+    axis = {} if case.linear else {"axis": case.axis}
+    return case.kind(*(given[letter] for letter in case.letters), module=module, **options, **axis, **ours)
+
+
+def step(case: Case, module=jln) -> Callable[..., dict[str, jax.Array]]:
+    """The operator's results and every operand's gradient, as a function of `arrays(case)`: from name to array."""
+
+    def run(given):
+        operands = {letter: given[letter] for letter in case.letters}
+        outputs, pullback = jax.vjp(functools.partial(_call, case, module), operands)
+        (gradients,) = pullback(given["d"] if case.linear else (given["d"], given["t"]))
+        results = [outputs] if case.linear else [*outputs]
+        results += [gradients[letter] for letter in case.letters]
+        return {name: a for name, a in zip(case.kind.results, results, strict=True) if a is not None}
+
+    if not case.over:
+        return run
+    return lambda given: jax.vmap(run, ({letter: 0 if letter in case.over else None for letter in given},))(given)
+
+
+def as_rows(case: Case, name: str, a: np.ndarray | None) -> np.ndarray | None:
+    """An operand or a result of one example as the `truth` of workbench has it: normalised axes last, the others one."""
+    if a is None:
+        return None
+    if case.linear:
+        h, n = case.shape[-1], int(np.prod(case.features))
+        return a.reshape({"k": (h, n), "dkernel": (h, n), "x": (-1, h), "dx": (-1, h), "d": (-1, n), "y": (-1, n)}.get(name, -1))
+    if a.ndim < len(case.shape) or name in ("s", "o", "dscale", "doffset"):
+        return a.reshape(-1)
+    axes = tuple(range(-len(case.axes), 0))
+    return np.moveaxis(a, case.axes, axes).reshape(-1, int(np.prod([case.shape[i] for i in case.axes])))
+
+
+def judged(case: Case, given, got, plain) -> dict[str, float]:
+    """Each result's largest error as a part of what is allowed: 1 is all of it."""
+    worst: dict[str, float] = {}
+    for i in range(EXAMPLES if case.over else 1):
+
+        def example(a, batched, i=i):
+            return a[i] if a is not None and batched else a
+
+        rows = {k: as_rows(case, k, example(a, k in case.over)) for k, a in given.items()}
+        ours, theirs = ({k: as_rows(case, k, example(a, bool(case.over))) for k, a in r.items()} for r in (got, plain))
+        if case.linear:
+            operands = [rows[k] for k in "xsokb"]
+            cotangent = rows["d"]
+        else:
+            operands, cotangent = [rows[k] for k in "xrso"], [rows["d"], rows["t"]]
+        options = {"zero_centered_scale": case.zero_centered_scale and rows["s"] is not None, "epsilon": case.epsilon}
+        true = workbench.truth(case.kind, operands, cotangent, ours.get("total"), **options)
+        for name, share in workbench.shares(ours, theirs, true).items():
+            worst[name] = max(worst.get(name, 0.0), share)
+    return worst
+
+
+@dataclasses.dataclass
+class Ran:
+    """What executing a case came to."""
+
+    got: dict[str, np.ndarray]
+    shares: dict[str, float]
+    program: Program
+    seconds: float
+
+    @property
+    def worst(self) -> float:
+        return max(self.shares.values())
+
+
+def _cut(a):
+    """The 10 bits behind the point that the tensor cores read of a float32: TF32."""
+    return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(a, np.uint32) & np.uint32(2**32 - 2**13), np.float32)
+
+
+@jax.custom_vjp
+def _tf32_product(z, kernel):
+    return jnp.tensordot(_cut(z), _cut(kernel), 1)
+
+
+def _tf32_pullback(saved, dy):
+    (z, kernel), lead = saved, tuple(range(saved[0].ndim - 1))
+    features = tuple(range(1, kernel.ndim))
+    dz = jnp.tensordot(_cut(dy), _cut(kernel), (tuple(range(len(lead), dy.ndim)), features))
+    return dz, jnp.tensordot(_cut(z), _cut(dy), (lead, lead))
+
+
+_tf32_product.defvjp(lambda z, kernel: (_tf32_product(z, kernel), (z, kernel)), _tf32_pullback)
+
+
+def _linear_as_on_a_gpu(z, dtype, kernel, bias, precision):
+    """In place of the reference's, which on the CPU multiplies float32 in full, and XLA on a GPU in TF32 by default."""
+    if dtype != np.float32:
+        return _linear(z, dtype, kernel, bias, precision)
+    y = _tf32_product(z.astype(dtype), kernel.astype(dtype))
+    return y if bias is None else y + jnp.expand_dims(bias.astype(dtype), range(y.ndim - bias.ndim))
+
+
+_linear = jln.reference._linear
+
+
+@functools.lru_cache(1)  # a broken copy of a case is judged by the same
+def _plain(case: Case):
+    given = arrays(case)
+    with mock.patch.object(jln.reference, "_linear", _linear_as_on_a_gpu):
+        return given, {name: np.asarray(a) for name, a in jax.jit(step(case, jln.reference))(given).items()}
+
+
+def execute(case: Case, *, edit=None) -> Ran:
+    """`edit` may change a call before it runs. Raises ptx.Violation where the GPU would do what nobody can count on."""
+    start = time.perf_counter()
+    given, plain = _plain(case)
+    with lowering_for(case.chip):
+        program = Program(step(case), given, edit=edit)
+    got = {k: np.asarray(a) for k, a in program.run(given).items()}
+    return Ran(got, judged(case, given, got, plain), program, time.perf_counter() - start)
+
+
+def check(case: Case) -> Ran:
+    """Execute a case and hold it to all that is promised: errors, what was written, and how memory was reached."""
+    ran = execute(case)
+    assert ran.worst <= 1, ran.shares
+    assert ran.program.calls, "no kernel of ours in it"
+    for stats in ran.program.stats:
+        assert not stats.unwritten and not stats.unwaited and not stats.contended, stats
+    if case.aligned:
+        for found in traffic.of(ran.program):
+            assert found.sectors <= 1.1, found
+            # The fused kernels' tiles may have fewer elements than their threads could load.
+            assert case.linear or found.wide == 1 or not found.widths, found
+    return ran
+
+
+def cases(listed: list[Case], *, quick: tuple[int, ...]):
+    """Parametrize a test by `case`. Those whose place in the list is in `quick` run by default, the others are heavy."""
+
+    marks = [() if i in quick else pytest.mark.heavy for i in range(len(listed))]
+    return pytest.mark.parametrize("case", [pytest.param(c, id=str(c), marks=m) for c, m in zip(listed, marks, strict=True)])

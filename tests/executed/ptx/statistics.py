@@ -1,0 +1,73 @@
+"""What a call did, counted while it was executed."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+import numpy as np
+
+SECTOR = 32  # bytes that a GPU moves at least
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What a chip moves and issues in a second, by its maker's data sheet."""
+
+    sms: int
+    clock: float  # Hz, the highest
+    memory: float  # bytes a second
+    schedulers: int = 4  # of an SM; each issues one instruction of a warp a cycle
+
+    @property
+    def issues(self) -> float:
+        return self.sms * self.schedulers * self.clock
+
+
+H200 = Chip(sms=132, clock=1.98e9, memory=4.8e12)
+
+
+@dataclasses.dataclass
+class Stats:
+    """The counts of one call of a program, over all its executions."""
+
+    name: str
+    executions: int = 0
+    instructions: int = 0  # steps taken together, however many threads took them
+    issued: int = 0  # instructions times warps, as a scheduler would count
+    unwaited: int = 0  # batches of programs that ended with copies that nobody waited for
+    contended: dict[int, int] = dataclasses.field(default_factory=collections.Counter)  # {line: stores that were lost}
+    unwritten: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (result, bytes)
+    # {("read" or "written", line, width in bytes): [instructions of warps, sectors, bytes asked for]}
+    accesses: dict[tuple[str, int, int], np.ndarray] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(lambda: np.zeros(3, np.int64))
+    )
+
+    def moved(self, kind: str) -> tuple[int, int, dict[int, int]]:
+        """-> (bytes of sectors, bytes asked for, {width: bytes asked for}) of "read" or "written" global memory."""
+        sectors, widths = 0, collections.Counter()
+        for (of, _, width), (_, moved, asked) in self.accesses.items():
+            if of == kind:
+                sectors += int(moved)
+                widths[width] += int(asked)
+        return SECTOR * sectors, sum(widths.values()), dict(widths)
+
+    def issue_share(self, chip: Chip = H200) -> float:
+        """The time that the schedulers need for the instructions, as a part of what the memory needs for the sectors.
+
+        PTX's instructions but for branches, each once for a warp that has any thread in it; and all sectors that loads,
+        stores and copies asked for, those that a cache may have kept (scale and offset, in every program) too.
+        """
+        moved = sum(self.moved(kind)[0] for kind in ("read", "written"))
+        return self.issued / chip.issues / (moved / chip.memory)
+
+    def count(self, kind: str, line: int, addresses: np.ndarray, width: int) -> None:
+        """Add the accesses of `width` bytes at [warps, 32] addresses, 2**63 where a thread makes none."""
+        ordered = np.sort(addresses, 1)
+        real = ordered < 2**63
+
+        def distinct(a: np.ndarray) -> int:
+            return int(real[:, 0].sum() + ((a[:, 1:] != a[:, :-1]) & real[:, 1:]).sum())
+
+        sectors = distinct(ordered // np.uint64(SECTOR))
+        self.accesses[kind, line, width] += (int(real.any(1).sum()), sectors, distinct(ordered) * width)

@@ -1,0 +1,135 @@
+"""Every barrier, wait and fence of compiled kernels, dropped from their PTX one at a time: is it noticed?
+
+    JLN_CHIP=h200 python tests/executed/test_drops.py
+
+prints a table: chip, case, kernel, instruction, how many were dropped, how many noticed, the lines of the others.
+
+What is not noticed is needless, for a reason of `needless`.
+"""
+
+import dataclasses
+import os
+import re
+from unittest import mock
+
+if __name__ == "__main__":
+    import conftest  # noqa: F401
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jln
+from jln._triton import config
+from ptx import Program, Violation
+
+ORDERING = re.compile(
+    r"^\s*(?:@!?%\w+\s+)?((?:bar|barrier)\.(?:warp\.)?sync|cp\.async\.(?:wait|commit)_group|fence\.proxy\.async"
+    r"|wgmma\.(?:fence|commit_group|wait_group)|tcgen05\.(?:wait::ld|wait::st|commit)|mbarrier\.try_wait)"
+)
+
+
+def step(f):
+    def both(*arguments):
+        y, pullback = jax.vjp(f, *arguments)
+        return y, pullback(y)
+
+    return both
+
+
+# Where loops take several trips, the last one ragged: a chip of 2 SMs has few programs.
+CASES = {
+    "layer_norm 300x128 float32": (jln.layer_norm, "float32", [(300, 128), (128,), (128,)]),
+    "rms_norm 60x776 bfloat16": (jln.rms_norm, "bfloat16", [(60, 776), (776,)]),
+    "layer_norm 2x20000 bfloat16": (jln.layer_norm, "bfloat16", [(2, 20000), (20000,), (20000,)]),
+    "layer_norm_linear 300x256x64 bfloat16": (
+        jln.layer_norm_linear,
+        "bfloat16",
+        [(300, 256), (256,), (256,), (256, 64), (64,)],
+    ),
+    "layer_norm_linear 300x128x32 float32": (
+        jln.layer_norm_linear,
+        "float32",
+        [(300, 128), (128,), (128,), (128, 32), (32,)],
+    ),
+}
+
+
+def prepared(name):
+    f, dtype, shapes = CASES[name]
+    random = np.random.default_rng(0)
+    arrays = [random.standard_normal(shape, np.float32).astype(jnp.dtype(dtype)) for shape in shapes]
+    chip = config.CHIPS[os.environ["JLN_CHIP"]]
+    with mock.patch.dict(config.CHIPS, {chip.name: dataclasses.replace(chip, sms=2)}):
+        return Program(step(f), *[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]), arrays
+
+
+def drops(ptx):
+    """-> (line, instruction) of all that can be dropped"""
+    found = ((n, ORDERING.match(text)) for n, text in enumerate(ptx.splitlines()))
+    return [(n, match[1]) for n, match in found if match]
+
+
+def tried(name):
+    """-> [(kernel, line, instruction, what noticed it or None)] of each dropped by itself"""
+    program, arrays = prepared(name)
+    options = {"allow_contended": True}
+    whole = [np.asarray(a) for a in jax.tree.leaves(program.run(*arrays, **options))]
+    outcomes = []
+    for call in program.calls:
+        ptx = call.ptx
+        for n, instruction in drops(ptx):
+            lines = ptx.splitlines()
+            if instruction.startswith("mbarrier"):  # with the loop around it
+                lines[n + 1] = ""
+            lines[n] = ""
+            call.ptx = "\n".join(lines)
+            outcomes.append((call.name, n + 1, instruction, noticed(program, arrays, whole, options)))
+        call.ptx = ptx
+    return outcomes
+
+
+def noticed(program, arrays, whole, options):
+    try:
+        got = jax.tree.leaves(program.run(*arrays, **options))
+    except Violation as violation:
+        return str(violation)
+    if all(np.array_equal(a, b, equal_nan=True) for a, b in zip(got, whole, strict=True)):
+        return None
+    return "another result"
+
+
+def needless(ptx, line, instruction):
+    """Why a kernel is right without this, as far as its text says; None if there is no reason."""
+    after = [found for n, found in drops(ptx) if n >= line]
+    waits = [k for k, found in enumerate(after) if found == "cp.async.wait_group"]
+    if instruction == "cp.async.commit_group" and instruction in after[: waits[0] if waits else None]:
+        return "the copies are committed with the next group, and nobody waits for the one without the other"
+    if instruction.startswith("wgmma.") and [found for _, found in drops(ptx)].count(instruction) > 1:
+        return "that of the other product of the loop comes before its sums are touched"
+    return None
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.heavy] if k else []) for k, name in enumerate(CASES)]
+)
+def test_what_orders_threads_is_missed_when_it_is_dropped(name):
+    texts = {call.name: call.ptx for call in prepared(name)[0].calls}
+    missed = [(kernel, line, what) for kernel, line, what, how in tried(name) if how is None]
+    assert not [m for m in missed if needless(texts[m[0]], *m[1:]) is None]
+
+
+def table():
+    for name in CASES:
+        kinds = {}
+        for kernel, line, instruction, what in tried(name):
+            kinds.setdefault((kernel, instruction), []).append((line, what))
+        for (kernel, instruction), tries in kinds.items():
+            missed = [line for line, what in tries if what is None]
+            chip, caught = os.environ["JLN_CHIP"], len(tries) - len(missed)
+            print(*(chip, name, kernel, instruction, len(tries), caught, missed), sep=" | ", flush=True)
+
+
+if __name__ == "__main__":
+    table()

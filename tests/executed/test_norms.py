@@ -1,0 +1,125 @@
+"""The norms' kernels as they are compiled: values and every gradient, at the sizes where the kernels change their way."""
+
+from cases import Case, cases, check
+
+# Which rows: 1: one element, and a variance of 0. 17, 33, 65: a thread has one element. 64, 128, 256, 1024: full tiles,
+# several rows or one. 768: a quarter of the tile is masked. 1000: ragged, and on 16 bytes; 1001: not. 4096: two tiles
+# ahead at most. 8192: as wide as whole rows get in 16 bits; 16384: two to four programs a row; 16385: chunks, and a pass
+# for the row sums. float64 comes to the last two at 4096 and 4097.
+# How many: 1; fewer than a tile; one more than a multiple; on three SMs, several tiles for each program, the last ragged.
+SIZES = [
+    Case("layer_norm", (1, 1)),
+    Case("rms_norm", (5, 1), "bfloat16", "a100"),
+    Case("add_layer_norm", (37, 17), "float32"),
+    Case("layer_norm", (9, 33), "bfloat16", "l4"),
+    Case("rms_norm", (21, 65), "float16", "b200"),
+    Case("add_rms_norm", (1, 64), "float64", "a100"),
+    Case("layer_norm", (70, 64), "float16", "small-h200"),
+    Case("layer_norm", (1, 128), "bfloat16", "b200"),
+    Case("add_layer_norm", (401, 128), "bfloat16", "small-h200"),
+    Case("rms_norm", (197, 128), "float32", "small-a100"),
+    Case("layer_norm", (33, 256), "float64", "l4"),
+    Case("add_rms_norm", (130, 256), "bfloat16", "small-b200"),
+    Case("layer_norm", (70, 768), "bfloat16", "small-h200"),
+    Case("add_layer_norm", (33, 768), "float16", "a100"),
+    Case("rms_norm", (5, 768), "float32", "l4"),
+    Case("add_layer_norm", (29, 1000), "float32", "small-l4"),
+    Case("layer_norm", (29, 1001), "bfloat16", "small-h200"),
+    Case("layer_norm", (17, 1024), "float32", "b200"),
+    Case("rms_norm", (7, 1024), "float64", "small-h200"),
+    Case("add_rms_norm", (1, 4096), "float16", "h200"),
+    Case("layer_norm", (29, 4096), "bfloat16", "small-h200"),
+    Case("add_layer_norm", (7, 4096), "float32", "small-b200"),
+    Case("layer_norm", (3, 4096), "float64", "small-a100"),
+    Case("layer_norm", (7, 8192), "bfloat16", "small-a100"),
+    Case("rms_norm", (4, 8191), "float32", "small-h200"),
+    Case("layer_norm", (7, 16384), "float32", "small-h200"),
+    Case("add_rms_norm", (3, 16384), "bfloat16", "small-l4"),
+    Case("add_layer_norm", (5, 16385), "bfloat16", "small-h200"),
+    Case("layer_norm", (2, 16388), "float32", "b200"),
+    Case("rms_norm", (1, 40000), "float16", "h200"),
+    Case("add_layer_norm", (3, 4097), "float64", "small-h200"),
+]
+
+OPTIONS = [
+    *(Case("add_layer_norm", (19, 100), "float32", "small-h200", without=w) for w in ("s", "o", "so")),
+    Case("rms_norm", (19, 256), "bfloat16", "small-h200", without="s"),
+    Case("layer_norm", (2, 16400), "bfloat16", "small-h200", without="s"),
+    Case("layer_norm", (2, 16400), "float32", "a100", without="o", zero_centered_scale=True),
+    Case("layer_norm", (19, 100), "bfloat16", "small-a100", zero_centered_scale=True, epsilon=0.5),
+    Case("add_rms_norm", (19, 768), "float16", "b200", zero_centered_scale=True),
+    Case("rms_norm", (6, 1000), "float32", epsilon=1e-2, magnitude=1e-2),
+    Case("add_layer_norm", (19, 128), "bfloat16", "small-h200", forward_mode=True),
+    Case("rms_norm", (3, 5, 40), "float32", "l4", axis=1, forward_mode=True, zero_centered_scale=True),
+    Case("layer_norm", (37, 1000), "float32", mean=1000.0),
+    Case("layer_norm", (3, 16385), "float32", mean=1000.0),
+]
+
+# The arrays of rows, or the parameters, of another dtype.
+MIXED = [
+    Case("layer_norm", (37, 256), "bfloat16", "small-h200", parameters="float32"),
+    Case("rms_norm", (37, 768), "float32", "a100", parameters="bfloat16"),
+    Case("layer_norm", (5, 100), "float16", "b200", parameters="float64"),
+    Case("layer_norm", (5, 100), "float64", "h200", parameters="float32"),
+    Case("add_layer_norm", (37, 1024), "bfloat16", "small-h200", residual="float32", parameters="float32"),
+    Case("add_rms_norm", (37, 1000), "float32", "l4", residual="bfloat16"),
+    Case("add_layer_norm", (9, 65), "float16", "small-b200", residual="bfloat16", parameters="bfloat16"),
+    Case("add_rms_norm", (5, 4096), "bfloat16", "small-a100", residual="float64"),
+    Case("add_layer_norm", (2, 16392), "bfloat16", "small-h200", residual="float32"),
+]
+
+# Rows side by side. 33 x 768 over axis 0 and 768: neighbours on 16 bytes; 7 and 63 are not. 4 and 2: less than a sector.
+# A long axis 0: chunks, and the row sums' own pass.
+STRIDED = [
+    Case("layer_norm", (33, 768), "bfloat16", axis=0),
+    Case("rms_norm", (33, 768), "float32", "small-a100", axis=0),
+    Case("add_layer_norm", (3, 40, 64), "bfloat16", "small-h200", axis=1),
+    Case("layer_norm", (5, 100, 7), "float32", "l4", axis=1),
+    Case("rms_norm", (2, 129, 63), "float16", "b200", axis=-2, zero_centered_scale=True),
+    Case("add_rms_norm", (300, 2), "float32", "small-h200", axis=0),
+    Case("layer_norm", (3, 1000, 4), "bfloat16", "small-h200", axis=1),
+    Case("layer_norm", (4, 6, 5), "float32", axis=(0, 2)),
+    Case("add_layer_norm", (6, 5, 8, 16), "bfloat16", "small-b200", axis=(1, 2)),
+    Case("rms_norm", (3, 8, 16), "float64", "a100", axis=(-1, -2)),
+    Case("layer_norm", (2, 4100, 32), "float32", "small-h200", axis=1),
+    Case("add_layer_norm", (9000, 24), "bfloat16", "small-h200", axis=0, residual="float32"),
+]
+
+# vmap: groups, some of whose operands are shared. Whole rows, several programs a group; chunks; side by side.
+VMAP = [
+    *(
+        Case("add_layer_norm", (9, 40), "float32", "small-h200", over=over)
+        for over in ("x", "xrdt", "so", "s", "rt", "d", "xrsodt", "odt")
+    ),
+    Case("layer_norm", (70, 128), "bfloat16", over="sod"),
+    Case("rms_norm", (5, 768), "float16", "b200", over="xs"),
+    Case("add_rms_norm", (3, 16400), "bfloat16", "small-h200", over="rsd"),
+    Case("layer_norm", (3, 16400), "float32", "small-a100", over="od"),
+    Case("add_layer_norm", (5, 30, 16), "float32", "small-h200", axis=1, over="xo"),
+    Case("layer_norm", (200, 64), "float64", "l4", over="xso"),
+]
+
+
+@cases(SIZES, quick=(0, 4, 6, 8, 12, 15, 16, 20, 25, 27, 30))
+def test_sizes(case):
+    check(case)
+
+
+@cases(OPTIONS, quick=(0, 4, 6, 10))
+def test_options(case):
+    check(case)
+
+
+@cases(MIXED, quick=(0, 3, 4))
+def test_mixed_dtypes(case):
+    check(case)
+
+
+@cases(STRIDED, quick=(0, 3, 7, 11))
+def test_rows_side_by_side(case):
+    check(case)
+
+
+@cases(VMAP, quick=(0, 2, 3, 5, 10, 12))
+def test_vmap(case):
+    check(case)

@@ -1,0 +1,180 @@
+"""The rung can fail: launches, kernels and launchers broken on purpose, each of which must raise or differ."""
+
+import dataclasses
+import re
+
+import pytest
+
+from cases import Case, execute
+from ptx import Violation
+from slips import broken
+
+NORMS, NORM_LAUNCH = "layer_norm_kernels.py", "layer_norm.py"
+LINEARS, LINEAR_LAUNCH = "layer_norm_linear_kernels.py", "layer_norm_linear.py"
+# Several tiles, the last one ragged, of rows that are no power of two; more tiles than programs; rows shared by programs;
+# chunks; side by side; several groups.
+WHOLE = Case("add_layer_norm", (37, 100), "float32", "small-h200")
+UNALIGNED = Case("layer_norm", (29, 1001), "bfloat16", "small-h200")
+MANY = dataclasses.replace(WHOLE, shape=(401, 100))
+SHARED = Case("layer_norm", (3, 16384), "float32", "small-h200")
+CHUNKS = Case("layer_norm", (3, 16400), "bfloat16", "small-h200")
+STRIDED = Case("layer_norm", (3, 24, 40), "float32", "small-h200", axis=1)
+GROUPS = Case("add_layer_norm", (9, 40), "float32", "small-h200", over="rsd")
+FUSED = Case("layer_norm_linear", (100, 128), "bfloat16", "small-h200", (32,))
+FUSED_MMA = dataclasses.replace(FUSED, chip="small-a100")
+COMPOSED = Case("layer_norm_linear", (3, 16384), "float32", "small-h200", (4,), over="k")
+
+
+def noticed(case, edit=None) -> str | None:
+    """What was amiss; None where nothing was."""
+    try:
+        ran = execute(case, edit=edit)
+    except Violation as violation:
+        return str(violation)
+    wrong = {name: share for name, share in ran.shares.items() if not share <= 1}
+    unwritten = [stats.unwritten for stats in ran.program.stats if stats.unwritten]
+    unwaited = [stats.name for stats in ran.program.stats if stats.unwaited]
+    return str((wrong, unwritten, unwaited)) if wrong or unwritten or unwaited else None
+
+
+def on(kernel, change):
+    """Edit the calls of one kernel; the test fails if there are none."""
+
+    def edit(call):
+        if call.name == f"jln_{kernel}_kernel":
+            before = dataclasses.replace(call, aliases=dict(call.aliases), parameters=list(call.parameters))
+            change(call)
+            assert call != before, "nothing was changed"
+
+    return edit
+
+
+def grid(more):
+    return lambda call: setattr(call, "grid", (call.grid[0] + more, 1, 1))
+
+
+def scalar(index, more):
+    """The `index`-th scalar is another number."""
+
+    def change(call):
+        where = [i for i, p in enumerate(call.parameters) if p is not None][index]
+        kind, value = call.parameters[where]
+        call.parameters[where] = (kind, value + more)
+
+    return change
+
+
+def swap_scalars(call):
+    first, second = [i for i, p in enumerate(call.parameters) if p is not None]
+    p = call.parameters
+    p[first], p[second] = p[second], p[first]
+
+
+def swap_arrays(a, b):
+    """The kernel takes its parameters `a` and `b` for each other."""
+
+    def change(call):
+        names = {f"[{call.entry}_param_{i}]": f"[{call.entry}_param_{j}]" for i, j in ((a, b), (b, a))}
+        call.ptx = re.sub(r"\[\w+_param_\d+\]", lambda m: names.get(m[0], m[0]), call.ptx)
+
+    return change
+
+
+def alias(operand, result):
+    return lambda call: call.aliases.update({operand: result})
+
+
+def text(pattern, new, count=1):
+    """In the PTX; `count` 0 for everywhere."""
+
+    def change(call):
+        call.ptx = re.sub(pattern, new, call.ptx, count=count)
+
+    return change
+
+
+LAUNCHES = [
+    ("a program too many", WHOLE, "forward", grid(1)),
+    ("a program too few", WHOLE, "forward", grid(-1)),
+    ("a group of programs too many", GROUPS, "backward", grid(1)),
+    ("a program too few, which owns columns", CHUNKS, "backward", grid(-1)),
+    ("a tile too few to reduce", WHOLE, "reduce", grid(-1)),
+    ("a row too many", WHOLE, "forward", scalar(0, 1)),
+    ("a row too few", WHOLE, "forward", scalar(0, -1)),
+    ("a row too many, backward", CHUNKS, "backward", scalar(0, 1)),
+    ("a row too few, side by side", STRIDED, "forward", scalar(0, -40)),
+    ("a program more than there is", MANY, "backward", scalar(1, 1)),
+    ("a share too many", WHOLE, "reduce", scalar(0, 1)),
+    ("a share too few", WHOLE, "reduce", scalar(0, -1)),
+    ("rows and programs swapped", WHOLE, "backward", swap_scalars),
+    ("the residual and the scale swapped", WHOLE, "forward", swap_arrays(1, 2)),
+    ("scale and offset swapped", WHOLE, "forward", swap_arrays(2, 3)),
+    ("dy and dtotal swapped", WHOLE, "backward", swap_arrays(0, 1)),
+    ("dy and the sum swapped", WHOLE, "backward", swap_arrays(0, 2)),
+    ("mean and rstd swapped", CHUNKS, "row_sums", swap_arrays(3, 4)),
+    ("c1 and c2 swapped", CHUNKS, "backward", swap_arrays(7, 8)),
+    ("dx in dy's memory, which other programs read", SHARED, "backward", alias(0, 0)),
+    ("half of the warps", WHOLE, "forward", lambda call: setattr(call, "warps", call.warps // 2)),
+    ("too little shared memory", STRIDED, "backward", lambda call: setattr(call, "shared", call.shared - 16)),
+    ("a barrier dropped", CHUNKS, "forward", text(r"bar\.sync\s+0;", "")),
+    ("a wait dropped", WHOLE, "backward", text(r"cp\.async\.wait_group\s+\d+;", "", 0)),
+    ("a product's wait dropped", FUSED, "row_sums", text(r"wgmma\.wait_group\.sync\.aligned\s+\d+;", "", 0)),
+    ("a product's fence dropped", FUSED, "backward", text(r"fence\.proxy\.async\.shared::cta;", "", 0)),
+    ("a copy's wait dropped, before mma", FUSED_MMA, "backward", text(r"cp\.async\.wait_group\s+\d+;", "", 0)),
+    ("loads without a mask", UNALIGNED, "forward", text(r"@%p\d+ (ld\.global\.b16)", r"\1", 0)),
+]  # fmt: skip
+
+SOURCES = [
+    # Wrong hints of divisibility: wide loads where rows do not start on 16 bytes.
+    ("neighbours said to start on 16 bytes", dataclasses.replace(STRIDED, shape=(3, 24, 39)), NORMS,
+     "return column, column * INNER, column < H", "return column, tl.multiple_of(column * INNER, [16]), column < H"),
+    # Row strides, bounds and masks.
+    ("rows at the tile's width", WHOLE, NORMS, "return row, row * H, row < rows", "return row, row * 128, row < rows"),
+    ("a fused row stride of the tile's width", dataclasses.replace(FUSED, shape=(100, 120)), LINEARS,
+     "tl.load(matrix_ptr + row[:, None] * COLUMNS + column[None, :], mask=mask",
+     "tl.load(matrix_ptr + row[:, None] * ((COLUMNS + 63) // 64 * 64) + column[None, :], mask=mask"),
+    ("a mask dropped in dkernel's store", dataclasses.replace(FUSED, features=(24,)), LINEARS,
+     "tl.store(dkernel_ptr + at, g.to(dkernel_ptr.dtype.element_ty), mask=mask)",
+     "tl.store(dkernel_ptr + at, g.to(dkernel_ptr.dtype.element_ty))"),
+    ("a fused dx without c1", FUSED, LINEARS, "- c1[:, None] - x_hat * c2[:, None])  # (9)",
+     "- x_hat * c2[:, None])  # (9)"),
+    # Terms.
+    ("c2 dropped", WHOLE, NORMS, "dx = scaled - x_hat * c2[:, None]  # (9)", "dx = scaled"),
+    ("c1 dropped", WHOLE, NORMS, "dx -= c1[:, None]", "dx -= 0.0"),
+    ("the sum's cotangent not added", WHOLE, NORMS, "        if HAS_DTOTAL:", "        if HAS_DTOTAL and H < 0:"),
+    ("y not multiplied by the scale", WHOLE, NORMS, "* rstd[:, None] * scale[None, :]  # (3), (4)", "* rstd[:, None]"),
+    ("a bias not added", FUSED, LINEARS, "constant = _load_vector(bias_ptr", "constant = 0.0 * _load_vector(bias_ptr"),
+    # Launchers: the grid, operands, scalars, switches and aliases as they are written.
+    ("a grid of one tile less", WHOLE, NORM_LAUNCH, "programs=g.programs(tile),\n        tile=tile,",
+     "programs=g.programs(tile) - 1,\n        tile=tile,"),
+    ("groups forgotten in the grid", GROUPS, NORM_LAUNCH, "programs=g.groups * programs * chunks", "programs=programs * chunks"),
+    ("programs before rows", WHOLE, NORM_LAUNCH, "[*operands, c1, c2, g.rows, programs]", "[*operands, c1, c2, programs, g.rows]"),
+    ("c2 before c1", CHUNKS, NORM_LAUNCH, "[*operands, c1, c2, g.rows, programs]", "[*operands, c2, c1, g.rows, programs]"),
+    ("dscale and doffset swapped", WHOLE, NORM_LAUNCH, "dscale, doffset = launch(", "doffset, dscale = launch("),
+    ("epsilon forgotten", dataclasses.replace(WHOLE, epsilon=0.5), NORM_LAUNCH, "EPSILON=epsilon", "EPSILON=1e-6"),
+    ("another operand taken for shared", GROUPS, NORM_LAUNCH, "mask |= 1 << i", "mask |= 2 << i"),
+    ("y in the memory of a dy that other programs read", COMPOSED, NORM_LAUNCH, "and chunks == 1 and", "and"),
+    ("a fused tile of rows forgotten", FUSED, LINEAR_LAUNCH, "programs=config.ceil_div(rows, tile.rows)", "programs=rows // tile.rows"),
+    ("a split forgotten", FUSED, LINEAR_LAUNCH, "programs=splits * config.ceil_div(h, plan.backward.columns)",
+     "programs=(splits - 1) * config.ceil_div(h, plan.backward.columns)"),
+    ("mean and rstd swapped, fused", FUSED, LINEAR_LAUNCH, "[dy, x, scale, kernel, mean, rstd, rows, programs]",
+     "[dy, x, scale, kernel, rstd, mean, rows, programs]"),
+    ("dbias's and doffset's types swapped", FUSED, LINEAR_LAUNCH, "[g, dscale, dbias, scale, offset, kernel, splits, programs]",
+     "[g, dscale, dbias, offset, scale, kernel, splits, programs]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", sorted({case for _, case, *_ in LAUNCHES + SOURCES}, key=str), ids=str)
+def test_nothing_is_noticed_where_nothing_is_broken(case):
+    assert noticed(case) is None
+
+
+@pytest.mark.parametrize(("case", "kernel", "change"), [s[1:] for s in LAUNCHES], ids=[s[0] for s in LAUNCHES])
+def test_a_broken_launch_is_noticed(case, kernel, change):
+    assert noticed(case, on(kernel, change))
+
+
+@pytest.mark.parametrize(("case", "file", "old", "new"), [s[1:] for s in SOURCES], ids=[s[0] for s in SOURCES])
+def test_a_broken_source_is_noticed(case, file, old, new):
+    with broken(file, old, new):
+        assert noticed(case)

@@ -1,0 +1,52 @@
+"""Whether instructions keep up with memory, where memory is what a norm waits for."""
+
+import math
+
+import jax.numpy as jnp
+import traffic
+from cases import Case, cases, check, execute
+
+# Widths of real models, and rows for four tiles a program or more, so that what it does once counts for little.
+WIDTHS = (128, 256, 768, 1024, 4096)
+ELEMENTS = 196_608
+MEMORY = [Case("layer_norm", (ELEMENTS // h, h), d, "small-h200") for h in WIDTHS for d in ("bfloat16", "float32")]
+# x and y; dy, x and dx.
+ARRAYS = {"jln_forward_kernel": 2, "jln_backward_kernel": 3}
+LIMIT = 0.6  # the rest is for what PTX does not show: addresses, waits, what the compiler adds
+# Over the limit, and how high it may be at most: above is a step back, below the limit a line to strike out here.
+OVER = {
+    ("jln_forward_kernel", 128, "bfloat16"): 0.89,
+    ("jln_forward_kernel", 256, "bfloat16"): 0.93,
+    ("jln_forward_kernel", 768, "bfloat16"): 1.2,
+    ("jln_forward_kernel", 1024, "bfloat16"): 0.89,
+    ("jln_forward_kernel", 4096, "bfloat16"): 0.71,
+    ("jln_backward_kernel", 768, "bfloat16"): 0.79,
+}
+
+
+def issue_shares(case, program) -> dict[str, float]:
+    """By kernel: the part of the time in which memory moves the arrays of rows that instructions take to issue."""
+    nbytes = math.prod(case.shape) * jnp.dtype(case.dtype).itemsize
+    return {
+        found.kernel: found.issue_share(ARRAYS[found.kernel] * nbytes)
+        for found in traffic.of(program)
+        if found.kernel in ARRAYS
+    }
+
+
+@cases(MEMORY, quick=(4, 8))
+def test_instructions_take_less_time_than_memory(case):
+    h = case.shape[-1]
+    found = issue_shares(case, check(case).program)
+    assert found.keys() == ARRAYS.keys()
+    for kernel, share in found.items():
+        allowed = OVER.get((kernel, h, case.dtype))
+        assert share < (allowed or LIMIT), found
+        assert not allowed or share >= LIMIT, "under the limit: take it out of OVER"
+
+
+def test_what_is_narrow_is_seen():
+    """Rows that start anywhere are read by 2 bytes, and the line of the kernel that does so is named."""
+    found = traffic.of(execute(Case("layer_norm", (29, 1001), "bfloat16", "small-h200")).program)[0]
+    assert found.wide == 0
+    assert all(width == 2 and "x_ptr" in line for line, width in found.narrow)

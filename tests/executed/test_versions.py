@@ -1,0 +1,30 @@
+"""What must hold with every supported Triton: CI runs this file with each of them."""
+
+import dataclasses
+
+import pytest
+
+import traffic
+from cases import Case, check
+from jln._triton import config
+
+LINEAR = Case("layer_norm_linear", (100, 128), "bfloat16", "small-h200", (32,))
+CASES = [
+    Case("add_layer_norm", (29, 1000), "float32", "small-h200"),
+    Case("layer_norm", (3, 16400), "bfloat16", "small-h200"),
+    Case("rms_norm", (3, 24, 40), "float16", "small-h200", axis=1),
+    dataclasses.replace(LINEAR, chip="small-a100"),
+    dataclasses.replace(LINEAR, features=(300,)),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels_are_right(case):
+    check(case)
+
+
+def test_linears_are_fused_where_triton_fences_their_products():
+    """And right either way: a product that reads a tile too early would be a Violation."""
+    ran = check(LINEAR)
+    kernels = [found.kernel for found in traffic.of(ran.program)]
+    assert ("jln_parameters_kernel" in kernels) == (config.unfenced(config.CHIPS["h200"]) is None)

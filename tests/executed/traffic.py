@@ -1,0 +1,78 @@
+"""How a call reached memory, and how busy its instructions kept the schedulers, from what the executor counted."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import linecache
+import re
+
+from ptx.statistics import H200
+
+# Arrays of rows, and a Linear's matrix; what else there is, is small and met again and again, in L1 or L2.
+LARGE = re.compile(r"\b(x|residual|total|dy|dtotal|dx|y|kernel)_ptr\b")
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """One call's.
+
+    widths: bytes that its loads of large arrays asked for, by width. sectors: the bytes that its loads and stores of large
+    arrays moved, in sectors of 32, for a byte asked for. lines: {(line of the kernel, width): bytes} of the narrow ones.
+    issued: instructions, times warps.
+    """
+
+    kernel: str
+    widths: dict[int, int]
+    sectors: float
+    narrow: dict[tuple[str, int], int]
+    issued: int
+
+    @property
+    def wide(self) -> float:
+        """The part of the bytes loaded that came by 16 at a time."""
+        return self.widths.get(16, 0) / max(1, sum(self.widths.values()))
+
+    def issue_share(self, nbytes: int) -> float:
+        """The time that an H200's schedulers take for the instructions, as a part of what its memory takes for `nbytes`.
+
+        Unlike `Stats.issue_share` of all sectors asked for: scale and offset come from a cache.
+        """
+        return self.issued / H200.issues / (nbytes / H200.memory)
+
+
+def of(program) -> list[Traffic]:
+    """Each call of a program that ran."""
+    return [_traffic(call.ptx, stats) for call, stats in zip(program.calls, program.stats, strict=True)]
+
+
+def _traffic(ptx, stats):
+    source = sources(ptx)
+    widths, narrow = collections.Counter(), collections.Counter()
+    sectors = asked = 0
+    for (kind, line, width), (_, moved, wanted) in stats.accesses.items():
+        text = source.get(line, "x_ptr")  # what is from nowhere counts
+        if not LARGE.search(text):
+            continue
+        sectors, asked = sectors + 32 * int(moved), asked + int(wanted)
+        if kind == "read":
+            widths[width] += int(wanted)
+            if width < 16:
+                narrow[text, width] += int(wanted)
+    return Traffic(stats.name, dict(widths), sectors / max(1, asked), dict(narrow), stats.issued)
+
+
+@functools.lru_cache(64)
+def sources(ptx: str) -> dict[int, str]:
+    """From a line of PTX to the kernel's line that it is from, and that from which this was called."""
+    files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', ptx, re.M))
+    found, text = {}, None
+    for number, line in enumerate(ptx.splitlines(), 1):
+        at = re.match(r"\s*\.loc\s+(\d+) (\d+) \d+(?:.*inlined_at (\d+) (\d+))?", line)
+        if at:
+            places = [(at[1], at[2]), (at[3], at[4])]
+            text = " <- ".join(linecache.getline(files[f], int(n)).strip() for f, n in places if f in files)
+        elif text is not None:
+            found[number] = text
+    return found

@@ -1,0 +1,76 @@
+"""Rung 4: every combination of dtypes lowers for a GPU, forward and backward, with Triton calls in it."""
+
+import jax
+import pytest
+
+import jln
+from jln import program
+from jln._triton import config
+
+if not program._folders("jax_plugins.xla_cuda13"):
+    pytest.skip('lowering for an absent GPU needs pip install "jln[cuda13]"', allow_module_level=True)
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+OPERATORS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "layer_norm_linear", "rms_norm_linear")
+ROWS, H, N = 64, 128, 512  # a product that is composed in 16 bits, whose norm's backward works in place
+
+
+@pytest.fixture(scope="module", autouse=True)
+def float64():
+    program.mesh("h200", (1,), ("x",))  # the toolchain
+    with jax.enable_x64(True):
+        yield
+
+
+def operands(name, dtype, parameter_dtype):
+    """x, what is added to it, and the parameters, as shapes."""
+    x, parameter = jax.ShapeDtypeStruct((ROWS, H), dtype), jax.ShapeDtypeStruct((H,), parameter_dtype)
+    given = [x, x] if name.startswith("add") else [x]
+    given += [parameter, parameter] if "layer_norm" in name else [parameter]
+    if name.endswith("linear"):
+        given += [jax.ShapeDtypeStruct(shape, parameter_dtype) for shape in ((H, N), (N,))]
+    return given
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_forward_and_backward_lower_with_parameters_of_every_dtype(name, dtype):
+    def step(*operands):
+        y, pullback = jax.vjp(getattr(jln, name), *operands)
+        return y, pullback(y)
+
+    for parameter_dtype in DTYPES:
+        with config.target("h200"):
+            traced = jax.jit(step).trace(*operands(name, dtype, parameter_dtype))
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("custom_call @triton_kernel_call") >= 2, parameter_dtype
+
+
+# Either side of what an int32 and a uint32 hold; rows side by side whose own number is past it; and a kernel [H, N]
+# which is no longer fused.
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [*(((rows, 16), -1) for rows in (2**31 - 1, 2**31, 2**32 - 1, 2**32)), ((4, 2**31), 0), ((2**20, 8, 2**12), 1)],
+)
+def test_many_rows_lower(shape, axis):
+    def step(x, scale, dy):
+        y, pullback = jax.vjp(lambda *a: jln.rms_norm(*a, axis=axis), x, scale)
+        return y, pullback(dy)
+
+    x, scale = jax.ShapeDtypeStruct(shape, "bfloat16"), jax.ShapeDtypeStruct((shape[axis],), "bfloat16")
+    with config.target("h200"):
+        text = jax.jit(step).trace(x, scale, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @triton_kernel_call") >= 2
+
+
+@pytest.mark.parametrize("rows", [2**31 - 1, 2**31])
+def test_many_rows_of_a_fused_linear_lower(rows):
+    def step(x, scale, kernel, dy):
+        y, pullback = jax.vjp(jln.rms_norm_linear, x, scale, kernel)
+        return y, pullback(dy)
+
+    shapes = ((rows, 16), (16,), (16, 8), (rows, 8))
+    with config.target("h200"):
+        traced = jax.jit(step).trace(*(jax.ShapeDtypeStruct(s, "bfloat16") for s in shapes))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @triton_kernel_call") == 4

@@ -1,0 +1,99 @@
+"""Sizes about 2**31: the kernels' own arithmetic of rows and offsets, in the interpreter, on numbers without arrays."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jln
+
+triton = pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402
+
+from jln._triton import config, launch  # noqa: E402
+from jln._triton import layer_norm_kernels as kernels  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not launch.interpreting(), reason="kernels are compiled here")
+
+
+@triton.jit
+def last_tile_kernel(
+    x_ptr,  # not read
+    rows,
+    tiles_ptr,  # [1]
+    size_ptr,  # [1]
+    row_ptr,  # [BLOCK_ROWS]
+    start_ptr,  # [BLOCK_ROWS]
+    valid_ptr,  # [BLOCK_ROWS]
+    H: tl.constexpr,
+    INNER: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """What every kernel knows of its last tile, as float64."""
+    tiles = kernels._tiles(rows, INNER, BLOCK_ROWS)
+    row, start, valid = kernels._tile(tiles - 1, rows, H, INNER, BLOCK_ROWS)
+    at = tl.arange(0, BLOCK_ROWS)
+    tl.store(tiles_ptr, tiles.to(COMPUTE))
+    tl.store(size_ptr, kernels._size(rows, H, INNER).to(COMPUTE))
+    tl.store(row_ptr + at, row.to(COMPUTE))
+    tl.store(start_ptr + at, start.to(COMPUTE))
+    tl.store(valid_ptr + at, valid.to(COMPUTE))
+
+
+@pytest.mark.parametrize(
+    ("rows", "h", "inner"),
+    [
+        *((rows, 16, 1) for rows in (1, 2**31 - 1, 2**31, 2**32 - 1, 2**32)),  # int32, uint32 and int64 to Triton
+        *((inner, 4, inner) for inner in (2**31 - 8, 2**31 - 1, 2**31, 2**32)),
+        (3 * 2**30, 8, 2**30),
+        (2**31 - 1, 2**15, 2**31 - 1),
+    ],
+)
+def test_the_last_tile_of_many_rows(rows, h, inner):
+    block, outer = 16, rows // inner
+    in_front = (outer - 1) * inner if inner > 1 else 0
+    neighbours = inner if inner > 1 else rows
+    tiles = -(-neighbours // block) * (outer if inner > 1 else 1)
+    last = [-(-neighbours // block) * block - block + i for i in range(block)]
+    expected = [
+        [tiles],
+        [rows * h],
+        [in_front + n for n in last],
+        [in_front * h + n if inner > 1 else n * h for n in last],
+        [n < neighbours for n in last],
+    ]
+    found = launch.launch(
+        last_tile_kernel,
+        [jnp.zeros(1), rows],
+        [jax.ShapeDtypeStruct((len(e),), "float64") for e in expected],
+        programs=1,
+        tile=config.Tile(block, 1, 1),
+        chip=config.INTERPRETER,
+        compute=jnp.dtype("float64"),
+        H=h,
+        INNER=inner,
+    )
+    for name, a, e in zip(("tiles", "size", "row", "start", "valid"), found, expected, strict=True):
+        np.testing.assert_array_equal(a, e, err_msg=name)
+
+
+def test_a_row_too_long_for_the_kernels_is_an_error_that_names_x():
+    x = jax.ShapeDtypeStruct((2**31, 2), "bfloat16")
+    with pytest.raises(ValueError, match=r"x of shape \(2147483648, 2\) is normalised over 2147483648 elements.*'xla'"):
+        jax.jit(lambda x: jln.layer_norm(x, axis=0, implementation="triton")).lower(x)
+
+
+def test_more_programs_than_a_grid_has_are_an_error_that_names_x():
+    x = jax.ShapeDtypeStruct((2**31, 2048), "bfloat16")
+    with pytest.raises(ValueError, match=r"x of shape \(2147483648, 2048\) takes 2147483648 programs.*'xla'"):
+        jax.jit(lambda x: jln.layer_norm(x, implementation="triton")).lower(x)
+
+
+def test_a_kernel_whose_offsets_have_more_than_32_bits_is_composed():
+    chip = config.CHIPS["h200"]
+    for h, is_fused in ((2**23 - 8, True), (2**23, False)):
+        for choose in (config.fused_forward, config.fused_backward):
+            assert (choose(10**6, h, 256, "bfloat16", chip) is not None) == is_fused
