@@ -195,6 +195,41 @@ def test_rows_side_by_side_are_loaded_16_bytes_at_a_time(worker, dtype):
     assert wrong == []
 
 
+def copies_of_a_fused_forward(shape, dtype):
+    """Runs in the worker: the bytes of each copy from global to shared memory."""
+    launch = linear_launches(*shape, LINEAR_DTYPES[dtype], "h200", SWITCHES["nothing"])[0]
+    assert launch.kernel.fn.__module__.endswith("linear_kernels") and launch.kernel.fn.__name__ == "forward_kernel"
+    copies = re.findall(
+        r"cp\.async\.\w+\.shared\.global \[.*?\], \[.*?\], 0x(\w+)", compiler.compile_launch(launch).ptx
+    )
+    return {int(n, 16) for n in copies}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_fused_forward_copies_16_bytes_at_a_time(worker, dtype):
+    assert worker.submit(copies_of_a_fused_forward, (100_000, 512, 64), dtype).result() == {16}
+
+
+def contractible(chip):
+    """Runs in the worker: of each kernel of a norm and of a fused Linear the products and sums that may become one."""
+    made = launches(65, 1, DTYPES["float32"], chip, SWITCHES["everything"])
+    made += linear_launches(200, 64, 16, LINEAR_DTYPES["bfloat16"], chip, SWITCHES["everything"])
+    found = {}
+    for launch in made:
+        ptx = compiler.compile_launch(launch).ptx
+        assert "add.rn.f32" in ptx or "fma.rn.f32" in ptx
+        found[launch.kernel.fn.__module__, launch.kernel.fn.__name__] = re.findall(r"\b(?:mul|add|sub)\.f\d\d", ptx)
+    return found
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_no_product_is_contracted_with_the_sum_it_goes_into(worker, chip):
+    """Two threads that add x * x and what the other has would each round the other's, and store two results."""
+    found = worker.submit(contractible, chip).result()
+    assert len(found) == 7
+    assert [kernel for kernel, some in found.items() if some] == []
+
+
 # LayerNorm+Linear: x's, the kernel's, the norm parameters'.
 LINEAR_DTYPES = {
     "bfloat16": ("bfloat16", "bfloat16", "float32"),

@@ -87,9 +87,12 @@ def _local_chip() -> Chip | None:
     return Chip(device.device_kind, capability, device.core_count)
 
 
-# Whether LLVM may contract `a * b + c` to one instruction with one rounding. Said at every launch: Triton's own default
-# changes with 3.10.
-FP_FUSION = True
+# Whether LLVM may contract `a * b + c` to one instruction with one rounding. No: where a thread holds one element of a
+# sum of products, the two threads of a shuffle would each round the other's product and not its own, and store two
+# results at one address. So what may round once is written `tl.fma`: all but sums of products within a tile, which take
+# one instruction an element more (2 % of the forward's at H = 128 to 4096, on an H200 in 16 bits; the backward has as
+# many as before, where letting it contract nothing at all would be 11 % more). Their accuracy is the same.
+FP_FUSION = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +109,15 @@ class Tile:
     programs_per_sm: int = 1
 
     def options(self) -> dict[str, int]:
-        """What Triton's compiler is asked for."""
-        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": FP_FUSION}
+        """What Triton's compiler is asked for.
+
+        Programs that share an SM share its 65536 registers; unasked, the compiler takes 155 of the 128 that a thread of
+        16 warps can have, for 4096 columns of float32 in `backward_kernel`, and every other program would wait.
+        """
+        options = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": FP_FUSION}
+        if self.programs_per_sm > 1 and self.warps * self.programs_per_sm <= 16:
+            options["maxnreg"] = 128
+        return options
 
 
 def next_power_of_2(n: int) -> int:
@@ -200,7 +210,7 @@ def backward_plan(h: int, inner: int, itemsize: int, mixed: bool = False, *, wan
         whole = rows * columns <= limit // 2 and (rows * itemsize >= 32 or rows >= inner)
     if whole:
         crowded = inner > 1 or (not aligned and itemsize < 8)
-        if wants_y and not crowded and itemsize < 8:
+        if few := wants_y and not crowded and itemsize < 8:
             # One program of 16 warps where there would be four of 4, for a quarter of the partial sums; and two tiles
             # ahead, so that half of the SMs keep memory busy (`busy_programs`), for half of them again: 1 MB and not 9
             # in the 725 that (16384, 1024, 3072) in bfloat16 may move. Masked columns leave no registers for the third.
@@ -208,7 +218,8 @@ def backward_plan(h: int, inner: int, itemsize: int, mixed: bool = False, *, wan
             stages += stages > 1 and columns == h
         tile = _tile(rows, columns, per_thread // 2 if crowded else per_thread, stages)
         # 16 warps an SM hide the latency; more than 4 programs an SM would pay for it in partial sums.
-        return BackwardPlan(dataclasses.replace(tile, programs_per_sm=max(1, min(4, 16 // tile.warps))), None)
+        programs_per_sm = 1 if few else max(1, min(4, 16 // tile.warps))
+        return BackwardPlan(dataclasses.replace(tile, programs_per_sm=programs_per_sm), None)
     if inner == 1 and columns == 2 * limit and itemsize < 8:
         # With y too, half of that tile: 4096 columns in float32 spill on sm_89.
         return BackwardPlan(

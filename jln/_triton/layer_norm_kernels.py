@@ -93,10 +93,17 @@ def _normalise(
     BLOCK_H: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     scale = _load_scale(scale_ptr, column, exists, HAS_SCALE, ZERO_CENTERED, BLOCK_H, COMPUTE)
-    y = (x - mean[:, None]) * rstd[:, None] * scale[None, :]  # (3), (4)
+    x_hat = (x - mean[:, None]) * rstd[:, None]  # (3)
+    return _affine(x_hat, scale, offset_ptr, column, exists, HAS_OFFSET, COMPUTE)
+
+
+@triton.jit
+def _affine(x_hat, scale, offset_ptr, column, exists, HAS_OFFSET: tl.constexpr, COMPUTE: tl.constexpr):
     if HAS_OFFSET:
-        y += tl.load(offset_ptr + column, mask=exists, other=0.0).to(COMPUTE)[None, :]
-    return y
+        offset = tl.load(offset_ptr + column, mask=exists, other=0.0).to(COMPUTE)
+        return tl.fma(x_hat, scale[None, :], offset[None, :])  # (4)
+    else:
+        return x_hat * scale[None, :]
 
 
 @triton.jit
@@ -243,7 +250,7 @@ def _row_sums(
         scale = _load_scale(scale_ptr, column, exists, HAS_SCALE, ZERO_CENTERED, BLOCK_H, COMPUTE)
         _, x_hat, scaled = _load_row_terms(dy_ptr, total_ptr, at, mask, mean, rstd, scale, COMPUTE)
         c1 += scaled
-        c2 += scaled * x_hat
+        c2 = tl.fma(scaled, x_hat, c2)
     return tl.sum(c1, axis=1) * (1.0 / H), tl.sum(c2, axis=1) * (1.0 / H)  # (7), (8)
 
 
@@ -369,20 +376,18 @@ def backward_kernel(
             if BLOCK_H >= H:
                 c1 = tl.sum(scaled, axis=1) * (1.0 / H)  # (7)
                 c2 = tl.sum(scaled * x_hat, axis=1) * (1.0 / H)  # (8)
-            dx = scaled - x_hat * c2[:, None]  # (9)
+            dx = x_hat * -(c2 * rstd)[:, None]  # (9), its factor rstd inside
             if SUBTRACT_MEAN:
-                dx -= c1[:, None]
-            dx *= rstd[:, None]
+                dx = tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1 * rstd)[:, None])
+            dx = tl.fma(scaled, rstd[:, None], dx)
             if HAS_DTOTAL:
                 dx += tl.load(dtotal_ptr + at, mask=mask, other=0.0).to(COMPUTE)
             tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if WANTS_Y:
-            y = x_hat * scale[None, :]  # (4)
-            if HAS_OFFSET:
-                y += tl.load(offset_ptr + column, mask=exists, other=0.0).to(COMPUTE)[None, :]
+            y = _affine(x_hat, scale, offset_ptr, column, exists, HAS_OFFSET, COMPUTE)
             tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
         if WANTS_DSCALE:
-            dscale += dy * x_hat  # (6)
+            dscale = tl.fma(dy, x_hat, dscale)  # (6)
         if WANTS_DOFFSET:
             doffset += dy  # (5)
 

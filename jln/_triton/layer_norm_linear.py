@@ -195,6 +195,7 @@ def _fused_forward(
             HAS_OFFSET=offset is not None,
             HAS_BIAS=bias is not None,
             SAVE_STATISTICS=save_statistics,
+            BY_REGISTERS=switches["chip"].capability >= 90 and _product_dtype(x, kernel) == jnp.float32,
             EPSILON=epsilon,
             **switches,
         )

@@ -60,6 +60,7 @@ def forward_kernel(
     ZERO_CENTERED: tl.constexpr,
     SAVE_STATISTICS: tl.constexpr,
     EPSILON: tl.constexpr,
+    BY_REGISTERS: tl.constexpr,
     COMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -78,6 +79,10 @@ def forward_kernel(
     and more. So the rounding is no worse than that of the normalised row. offset @ kernel stays out of the product, in
     float32, as a large one would take its digits. `unit` is rstd but for its limits, which keep it finite and not zero
     before a chunk of another size; it bounds an operand by sqrt(H) * |scale|, as in the reference.
+
+    BY_REGISTERS: wgmma takes float32 operands along H only, so that a copy of the kernel straight from memory into that
+    order is one of 4 bytes at a time, of a sector each. An addition in between, which the compiler cannot leave out as
+    it turns -0 into 0, has it copied as it lies, 16 bytes at a time, and turned round in registers.
     """
     row, valid = _rows(tl.program_id(0), rows, BLOCK_ROWS)
     feature = tl.arange(0, BLOCK_N)
@@ -100,7 +105,7 @@ def forward_kernel(
             mean += step  # (1)
             squares += first * step * step
             x = tl.where(exists[None, :], x - mean[:, None], 0.0)  # else -mean, which might overflow: 0 * inf is NaN
-            product -= (unit * step)[:, None] * weight[None, :]
+            product = tl.fma(-(unit * step)[:, None], weight[None, :], product)
             weight += tl.sum(kernel.to(COMPUTE) * scale[:, None], axis=0)
         if HAS_OFFSET:
             offset = _load_vector(offset_ptr, column, exists, HAS_OFFSET, BLOCK_H, COMPUTE)
@@ -111,10 +116,13 @@ def forward_kernel(
         product *= (unit / before)[:, None]
         z = x * unit[:, None] * scale[None, :]  # (3), (4)
         operand: tl.constexpr = y_ptr.dtype.element_ty
-        product = tl.dot(z.to(operand), kernel.to(operand), product, input_precision="tf32")
+        kernel = kernel.to(operand)
+        if BY_REGISTERS:
+            kernel += 0.0
+        product = tl.dot(z.to(operand), kernel, product, input_precision="tf32")
 
     rstd = tl.rsqrt(squares * (1.0 / H) + EPSILON)  # (2)
-    y = product * (rstd / unit)[:, None] + constant[None, :]
+    y = tl.fma(product, (rstd / unit)[:, None], constant[None, :])
     mask = valid[:, None] & (feature < N)[None, :]
     tl.store(y_ptr + row[:, None] * N + feature[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
     if SAVE_STATISTICS:
@@ -176,7 +184,7 @@ def row_sums_kernel(
             scaled = tl.dot(dy, tl.trans(kernel.to(dy.dtype)), input_precision="tf32") * scale[None, :]
             c1 += scaled
             # Masked, since outside -mean * rstd might overflow, and 0 * inf is NaN.
-            c2 += scaled * tl.where(exists[None, :], (x - mean[:, None]) * rstd[:, None], 0.0)
+            c2 = tl.fma(scaled, tl.where(exists[None, :], (x - mean[:, None]) * rstd[:, None], 0.0), c2)
         if SUBTRACT_MEAN:
             tl.store(c1_ptr + part * rows + row, tl.sum(c1, axis=1) * (1.0 / H), mask=valid)  # (7)
         tl.store(c2_ptr + part * rows + row, tl.sum(c2, axis=1) * (1.0 / H), mask=valid)  # (8)
@@ -245,11 +253,12 @@ def backward_kernel(
         if WANTS_DX or WANTS_DSCALE:
             dz = tl.dot(dy, tl.trans(kernel.to(dy.dtype)), input_precision="tf32")
         if WANTS_DX:
-            dx = rstd[:, None] * (dz * scale[None, :] - c1[:, None] - x_hat * c2[:, None])  # (9)
+            dx = tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1 * rstd)[:, None])  # (9), its factor rstd inside
+            dx = tl.fma(dz * scale[None, :], rstd[:, None], dx)
             mask = valid[:, None] & exists[None, :]
             tl.store(dx_ptr + row[:, None] * H + column[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if WANTS_DSCALE:
-            dscale += dz * x_hat  # (6), both factors in float32
+            dscale = tl.fma(dz, x_hat, dscale)  # (6), both factors in float32
     if WANTS_DKERNEL:
         feature = tl.arange(0, BLOCK_N)
         at = (split.to(tl.int64) * H + column)[:, None] * N + feature[None, :]
@@ -321,7 +330,7 @@ def parameters_kernel(
                 tl.store(dbias_ptr + feature, total.to(dbias_ptr.dtype.element_ty), mask=feature < N)
         if WANTS_DKERNEL and HAS_OFFSET:
             offset = tl.load(offset_ptr + column, mask=exists, other=0.0).to(COMPUTE)
-            g += offset[:, None] * total[None, :]
+            g = tl.fma(offset[:, None], total[None, :], g)
         if WANTS_DOFFSET:
             kernel = tl.load(kernel_ptr + at, mask=mask, other=0.0).to(COMPUTE)
             doffset = tl.sum(kernel * total[None, :], axis=1)

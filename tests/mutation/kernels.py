@@ -48,12 +48,11 @@ KERNELS = [
     ),
     Mutant(
         "y without the mean subtracted", NORM,
-        "y = (x - mean[:, None]) * rstd[:, None] * scale[None, :]  # (3), (4)",
-        "y = x * rstd[:, None] * scale[None, :]", WHOLE,
+        "x_hat = (x - mean[:, None]) * rstd[:, None]  # (3)", "x_hat = x * rstd[:, None]", WHOLE,
     ),
     Mutant(
         "y without the offset", NORM,
-        "to(COMPUTE)[None, :]\n    return y", "to(COMPUTE)[None, :] * 0.0\n    return y", WHOLE,
+        "return tl.fma(x_hat, scale[None, :], offset[None, :])", "return x_hat * scale[None, :]", WHOLE,
     ),
     Mutant(
         "mean over the tile's width", NORM,
@@ -126,24 +125,26 @@ KERNELS = [
         "all groups' row sums in the first one's place", NORM,
         "tl.store(c2_ptr + group * rows + row, c2", "tl.store(c2_ptr + row, c2", GROUPS,
     ),
-    Mutant("c2 dropped", NORM, "dx = scaled - x_hat * c2[:, None]  # (9)", "dx = scaled", WHOLE),
-    Mutant("c1 dropped", NORM, "dx -= c1[:, None]", "dx -= 0.0", WHOLE),
+    Mutant(
+        "c2 dropped", NORM, "tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1", "tl.fma(x_hat, 0.0 * rstd[:, None], -(c1", WHOLE
+    ),
+    Mutant("c1 dropped", NORM, "-(c1 * rstd)[:, None])", "0.0 * rstd[:, None])", WHOLE),
     Mutant(
         "c1 without the scale", NORM,
         "c1 = tl.sum(scaled, axis=1) * (1.0 / H)",
         "c1 = tl.sum(dy, axis=1) * (1.0 / H)", WHOLE,
     ),
-    Mutant("dx without rstd", NORM, "dx *= rstd[:, None]", "dx *= 1.0", WHOLE),
+    Mutant("dx without rstd", NORM, "dx = tl.fma(scaled, rstd[:, None], dx)", "dx += scaled", WHOLE),
     Mutant(
         "the sum's cotangent with the wrong sign", NORM,
         "dx += tl.load(dtotal_ptr",
         "dx -= tl.load(dtotal_ptr", WHOLE,
     ),
-    Mutant("dscale of the scaled cotangent", NORM, "dscale += dy * x_hat  # (6)", "dscale += scaled * x_hat", WHOLE),
+    Mutant("dscale of the scaled cotangent", NORM, "tl.fma(dy, x_hat, dscale)", "tl.fma(scaled, x_hat, dscale)", WHOLE),
     Mutant("doffset of a program's last tile", NORM, "doffset += dy  # (5)", "doffset = dy", MANY_TILES),
     Mutant(
         "dscale added up in bfloat16", NORM,
-        "dscale += dy * x_hat  # (6)", "dscale = (dscale + dy * x_hat).to(tl.bfloat16).to(COMPUTE)", WHOLE,
+        "tl.fma(dy, x_hat, dscale)", "tl.fma(dy, x_hat, dscale).to(tl.bfloat16).to(COMPUTE)", WHOLE,
     ),
     Mutant(
         "a tile of rows forgotten", NORM,
@@ -155,7 +156,7 @@ KERNELS = [
         "partial = (group * programs + program) * H + column", "partial = (group + program) * H + column",
         (f"{TRANSFORMED}test_vmap_of_grad_with_several_programs_a_group[(0, 0, None, 0)]",),
     ),
-    Mutant("y of backward without the scale", NORM, "y = x_hat * scale[None, :]  # (4)", "y = x_hat", COMPOSED),
+    Mutant("y of backward without the scale", NORM, "y = _affine(x_hat, scale", "y = _affine(x_hat, 1.0 + 0.0 * scale", COMPOSED),
     Mutant(
         "a share too many added up", NORM,
         "mask = (program < programs)[:, None] & exists[None, :]",
@@ -184,7 +185,7 @@ KERNELS = [
     ),
     Mutant(
         "the product not moved when the mean is", LINEAR,
-        "product -= (unit * step)[:, None] * weight[None, :]", "pass", FUSED_KERNELS,
+        "product = tl.fma(-(unit * step)[:, None], weight[None, :], product)", "pass", FUSED_KERNELS,
     ),
     Mutant(
         "the product not resized when rstd is", LINEAR, "product *= (unit / before)[:, None]", "pass", FUSED_KERNELS,
@@ -210,10 +211,10 @@ KERNELS = [
     ),
     Mutant(
         "dscale of a dz rounded to 16 bits", LINEAR,
-        "dscale += dz * x_hat  # (6)", "dscale += dz.to(dy.dtype).to(COMPUTE) * x_hat  # (6)",
+        "tl.fma(dz, x_hat, dscale)", "tl.fma(dz.to(dy.dtype).to(COMPUTE), x_hat, dscale)",
         (f"{LINEARS}test_a_wider_scale_keeps_its_gradients_digits[triton-bfloat16]",),
     ),
-    Mutant("c2 dropped, fused", LINEAR, "- c1[:, None] - x_hat * c2[:, None])  # (9)", "- c1[:, None])", FUSED_KERNELS),
+    Mutant("c2 dropped, fused", LINEAR, "-(c2 * rstd)[:, None]", "0.0 * rstd[:, None]", FUSED_KERNELS),
     Mutant(
         "G of a program's last tile", LINEAR,
         """g = tl.dot(tl.trans(x_hat.to(dy.dtype)), dy, g, input_precision="tf32")""",
@@ -224,7 +225,7 @@ KERNELS = [
         "dkernel without the scale", LINEAR, "g = tl.sum(g, axis=0) * scale[:, None]", "g = tl.sum(g, axis=0)",
         FUSED_KERNELS,
     ),
-    Mutant("dkernel without the offset", LINEAR, "g += offset[:, None] * total[None, :]", "g += 0.0", FUSED_KERNELS),
+    Mutant("dkernel without the offset", LINEAR, "g = tl.fma(offset[:, None], total[None, :], g)", "g += 0.0", FUSED_KERNELS),
     Mutant(
         "doffset without dbias", LINEAR,
         "doffset = tl.sum(kernel * total[None, :], axis=1)", "doffset = tl.sum(kernel, axis=1)", FUSED_KERNELS,
