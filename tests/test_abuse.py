@@ -69,7 +69,8 @@ def test_every_output_of_every_kernel_is_guarded_and_written(monkeypatch):
     original = interpreter.run
     seen = {}
 
-    def checked(kernel, operands, results, *, programs, constants):
+    def checked(kernel, operands, results, *, programs, constants, in_place):
+        del in_place  # every result has memory, and guards, of its own
         key = f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
         names = kernel.arg_names[len(operands) : len(operands) + len(results)]
         run = functools.partial(original, kernel, operands, constants=constants)

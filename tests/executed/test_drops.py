@@ -106,8 +106,9 @@ def needless(ptx, line, instruction):
     waits = [k for k, found in enumerate(after) if found == "cp.async.wait_group"]
     if instruction == "cp.async.commit_group" and instruction in after[: waits[0] if waits else None]:
         return "the copies are committed with the next group, and nobody waits for the one without the other"
-    if instruction.startswith("wgmma.") and [found for _, found in drops(ptx)].count(instruction) > 1:
-        return "that of the other product of the loop comes before its sums are touched"
+    covered = instruction.startswith(("wgmma.", "tcgen05.wait"))
+    if covered and [found for _, found in drops(ptx)].count(instruction) > 1:
+        return "another one comes before anything is touched that it is about"
     return None
 
 

@@ -136,13 +136,13 @@ SOURCES = [
     ("a mask dropped in dkernel's store", dataclasses.replace(FUSED, features=(24,)), LINEARS,
      "tl.store(dkernel_ptr + at, g.to(dkernel_ptr.dtype.element_ty), mask=mask)",
      "tl.store(dkernel_ptr + at, g.to(dkernel_ptr.dtype.element_ty))"),
-    ("a fused dx without c1", FUSED, LINEARS, "- c1[:, None] - x_hat * c2[:, None])  # (9)",
-     "- x_hat * c2[:, None])  # (9)"),
+    ("a fused dx without c1", FUSED, LINEARS, "-(c1 * rstd)[:, None])  # (9)", "0.0 * rstd[:, None])  # (9)"),
     # Terms.
-    ("c2 dropped", WHOLE, NORMS, "dx = scaled - x_hat * c2[:, None]  # (9)", "dx = scaled"),
-    ("c1 dropped", WHOLE, NORMS, "dx -= c1[:, None]", "dx -= 0.0"),
+    ("c2 dropped", WHOLE, NORMS, "tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1", "tl.fma(x_hat, 0.0 * rstd[:, None], -(c1"),
+    ("c1 dropped", WHOLE, NORMS, "-(c1 * rstd)[:, None])", "0.0 * rstd[:, None])"),
     ("the sum's cotangent not added", WHOLE, NORMS, "        if HAS_DTOTAL:", "        if HAS_DTOTAL and H < 0:"),
-    ("y not multiplied by the scale", WHOLE, NORMS, "* rstd[:, None] * scale[None, :]  # (3), (4)", "* rstd[:, None]"),
+    ("y not multiplied by the scale", WHOLE, NORMS, 
+     "return tl.fma(x_hat, scale[None, :], offset[None, :])", "return x_hat + offset[None, :]"),
     ("a bias not added", FUSED, LINEARS, "constant = _load_vector(bias_ptr", "constant = 0.0 * _load_vector(bias_ptr"),
     # Launchers: the grid, operands, scalars, switches and aliases as they are written.
     ("a grid of one tile less", WHOLE, NORM_LAUNCH, "programs=g.programs(tile),\n        tile=tile,",

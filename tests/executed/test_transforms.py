@@ -23,14 +23,18 @@ INSIDE = (
 WITHIN = {name: matrix.REVERSE.get(name, matrix.nested_vmap) for name in INSIDE}
 
 
-@pytest.mark.parametrize("transformation", WITHIN)
-@pytest.mark.parametrize(("name", "given"), [("add_layer_norm", "so"), ("rms_norm_linear", "sb")])
+@pytest.mark.parametrize(
+    ("name", "given", "transformation"),
+    [
+        pytest.param(*operator, inside, marks=() if inside in quick else pytest.mark.heavy)
+        for operator, quick in ((("add_layer_norm", "so"), INSIDE[:1]), (("rms_norm_linear", "sb"), ("cond",)))
+        for inside in INSIDE
+    ],
+)
 def test_inside(name, given, transformation):
     transform = WITHIN[transformation]
     ours, operands = matrix.bind(name, given, implementation="triton")
     plain, _ = matrix.bind(name, given, module=jln.reference)
-    if name.endswith("linear") and transformation == "nested vmap":
-        pytest.skip("as add_layer_norm's: by the same rule, and half a minute")
     with lowering_for("small-h200"):
         program = Program(lambda *a: transform(ours, a), *operands)
     assert program.calls

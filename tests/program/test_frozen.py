@@ -139,7 +139,7 @@ def test_layers_under_lora():
         return jnp.sum(jnp.sin(jax.lax.scan(jax.checkpoint(layer), x, (*parameters, *adapters))[0].astype("float32")))
 
     report = program.compile_for(jax.grad(loss), adapters, struct(M, H), *parameters)
-    written = [k.bytes_written for k in report.kernels if k.kind == "triton_kernel_call"]
+    written = [k.bytes_written for k in report.kernels if k.is_triton]
     assert len(written) <= 6  # forward, again for the backward, and backward, of each norm
     assert max(written) <= 2 * M * H + 2 * 4 * M
 

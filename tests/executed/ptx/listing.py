@@ -70,7 +70,7 @@ def _without_blocks(lines: list[str]) -> list[str]:
     """The lines with what is declared in a block of inline assembly under names of its own, as if outside of it."""
     lines, inside, start = list(lines), False, 0
     for n, text in enumerate(lines):
-        if text.strip() == "{" and not lines[n - 1].startswith((".reqntid", ")")):
+        if text.strip() == "{" and not lines[n - 1].startswith((".reqntid", ".maxnreg", ")")):
             inside, start = True, n
         elif text.strip() == "}" and inside:
             block = "\n".join(lines[start + 1 : n])
