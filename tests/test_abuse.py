@@ -1,7 +1,7 @@
 """What operators must survive: stores out of bounds, numbers near the end of their range, threads, long runs."""
 
 import concurrent.futures
-import functools
+import dataclasses
 import gc
 import pathlib
 import sys
@@ -14,7 +14,7 @@ import pytest
 
 import jln
 import workbench
-from jln._triton import launch
+from jln._triton.target import interpreting
 from workbench import LINEAR_OPERATORS, OPERATORS
 
 NAMES = [*OPERATORS, *LINEAR_OPERATORS]
@@ -47,19 +47,20 @@ def gradients(operator, implementation):
 
 # Of the kernels with guard words
 
+# By the kernel, with the room that it is of.
 OUTPUTS = {
-    "layer_norm_kernels.forward_kernel": ("y_ptr", "total_ptr", "mean_ptr", "rstd_ptr"),
-    "layer_norm_kernels.row_sums_kernel": ("c1_ptr", "c2_ptr"),
-    "layer_norm_kernels.backward_kernel": ("dx_ptr", "dscale_ptr", "doffset_ptr", "y_ptr"),
-    "layer_norm_kernels.reduce_kernel": ("dscale_ptr", "doffset_ptr"),
-    "layer_norm_linear_kernels.forward_kernel": ("y_ptr", "mean_ptr", "rstd_ptr"),
-    "layer_norm_linear_kernels.row_sums_kernel": ("c1_ptr", "c2_ptr", "dbias_ptr"),
-    "layer_norm_linear_kernels.backward_kernel": ("dx_ptr", "g_ptr", "dscale_ptr"),
-    "layer_norm_linear_kernels.parameters_kernel": ("dkernel_ptr", "dscale_ptr", "doffset_ptr", "dbias_ptr"),
+    "_norm.forward_kernel": ("y", "total", "mean", "rstd"),
+    "_norm.row_sums_kernel": ("c1", "c2"),
+    "_norm.backward_kernel": ("dx", "dscale", "doffset", "shares", "y"),
+    "_norm.reduce_kernel": ("dscale", "doffset"),
+    "_norm_linear.forward_kernel": ("y", "mean", "rstd"),
+    "_norm_linear.row_sums_kernel": ("c1", "c2", "dbias"),
+    "_norm_linear.backward_kernel": ("dx", "g", "dscale"),
+    "_norm_linear.parameters_kernel": ("dkernel", "dscale", "doffset", "dbias"),
 }
 
 
-@pytest.mark.skipif(not launch.interpreting(), reason="kernels are compiled here")
+@pytest.mark.skipif(not interpreting(), reason="kernels are compiled here")
 def test_every_output_of_every_kernel_is_guarded_and_written(monkeypatch):
     """With a buffer one element too short the guard behind it is hit: the last element is stored to, and a store
     beyond any buffer is seen. With a program too few there is NaN: nothing else writes that program's part.
@@ -69,22 +70,19 @@ def test_every_output_of_every_kernel_is_guarded_and_written(monkeypatch):
     original = interpreter.run
     seen = {}
 
-    def checked(kernel, operands, results, *, programs, constants, in_place):
-        del in_place  # every result has memory, and guards, of its own
-        key = f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
-        names = kernel.arg_names[len(operands) : len(operands) + len(results)]
-        run = functools.partial(original, kernel, operands, constants=constants)
-        for i, (name, result) in enumerate(zip(names, results, strict=True)):
-            if result.size == 0:  # the kernel was told not to touch it
-                continue
-            short = list(results)
-            short[i] = jax.ShapeDtypeStruct((result.size - 1,), result.dtype)
-            with pytest.raises(interpreter.OutOfBoundsStore, match=f"after {name}"):
-                run(short, programs=programs)
+    def checked(launch, arrays):
+        function = launch.kernel.fn
+        key = f"{function.__module__.split('.')[1]}.{function.__name__}"
+        launch = dataclasses.replace(launch, in_place={})  # every result has memory, and guards, of its own
+        for name, result in launch.results.items():
+            short = {name: jax.ShapeDtypeStruct((result.size - 1,), result.dtype)}
+            with pytest.raises(interpreter.OutOfBoundsStore, match=f"after {name}_ptr"):
+                original(dataclasses.replace(launch, results=launch.results | short), arrays)
             seen.setdefault(key, set()).add(name)
-        if programs > 1:
-            assert any(np.isnan(a.astype("float32")).any() for a in run(results, programs=programs - 1))
-        written = run(results, programs=programs)
+        if launch.programs > 1:
+            too_few = dataclasses.replace(launch, programs=launch.programs - 1)
+            assert any(np.isnan(a.astype("float32")).any() for a in original(too_few, arrays))
+        written = original(launch, arrays)
         assert not any(np.isnan(a.astype("float32")).any() for a in written)
         return written
 

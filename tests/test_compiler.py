@@ -12,7 +12,15 @@ import jax.numpy as jnp
 import pytest
 
 from jln._bench.workloads import WORKLOADS
-from jln._triton import compiler, config, tuning
+from jln._norm import signature as norms
+from jln._norm_linear import signature as linears
+from jln._norm_linear import tiles as linear_tiles
+from jln._triton import compiler, tuning
+from jln._triton.chip import CHIPS as ALL_CHIPS
+from jln._triton.chip import SHARED_LIMIT
+from jln._triton.target import Recorder
+from jln._triton.tile import Tile
+from jln._triton.tuning import Trial
 
 pytest.importorskip("triton")
 
@@ -56,10 +64,14 @@ SWITCHES = {
 }
 
 
-def launches(h, inner, dtypes, chip, switches):
+def named(*arrays):
+    """Their dtypes' names, None for what is absent."""
+    return (None if a is None else a.dtype.name for a in arrays)
+
+
+def launches(h, inner, dtypes, chip, switches, trial=None):
     """The launches of forward and backward at this size, none made."""
-    from jln._triton import launch
-    from jln._triton import layer_norm as triton
+    from jln._norm import launcher
 
     jax.config.update("jax_enable_x64", True)
     shape, axis = ((100_000, h), -1) if inner == 1 else ((3, h, inner), -2)
@@ -68,31 +80,26 @@ def launches(h, inner, dtypes, chip, switches):
     y = x if len(dtypes) == 3 else jax.ShapeDtypeStruct(shape, dtypes[3])
     total = x if added is None else jax.ShapeDtypeStruct(shape, jnp.promote_types(*dtypes[:2]))
     parameter = jax.ShapeDtypeStruct([h if i == len(shape) + axis else 1 for i in range(len(shape))], dtypes[2])
-    statistic = jax.ShapeDtypeStruct(
+    rstd = jax.ShapeDtypeStruct(
         [1 if i == len(shape) + axis else n for i, n in enumerate(shape)], jnp.promote_types(total.dtype, jnp.float32)
     )
+    mean = rstd if switches["subtract_mean"] else None
     scale = parameter if switches["scale"] else None
     offset = parameter if switches["offset"] else None
-    options = {
-        "axis": axis,
-        "epsilon": 1e-6,
-        "subtract_mean": switches["subtract_mean"],
-        "zero_centered_scale": switches["zero_centered_scale"],
-        "batch_dims": 0,
-        "chip": config.CHIPS[chip],
-    }
-    with launch.recording() as recorded:
-        jax.eval_shape(lambda *a: triton.forward(*a, y_dtype=y.dtype, **options), x, added, scale, offset)
-        jax.eval_shape(
-            lambda *a: triton.backward(*a, doffset_dtype=None if offset is None else offset.dtype, **options),
-            y,
-            None if added is None else total,
-            total,
-            scale,
-            statistic if switches["subtract_mean"] else None,
-            statistic,
-        )
-    return recorded
+    dtotal = None if added is None else total
+    norm = norms.Norm(axis, 1e-6, switches["subtract_mean"], switches["zero_centered_scale"])
+    recorder = Recorder(ALL_CHIPS[chip], trial)
+    wanted = norms.Outcome(*named(y, dtotal, mean, rstd))
+    jax.eval_shape(
+        lambda operands: launcher.forward(operands, norm, wanted, 0, recorder),
+        norms.Operands(x, added, scale, offset),
+    )
+    gradients = norms.Gradients(*named(total, scale, offset))
+    jax.eval_shape(
+        lambda operands: launcher.backward(operands, norm, gradients, 0, recorder),
+        norms.Cotangents(y, dtotal, total, scale, mean, rstd),
+    )
+    return recorder.launches
 
 
 def compile_all(dtypes, chip, switches, layouts):
@@ -102,7 +109,7 @@ def compile_all(dtypes, chip, switches, layouts):
         for launch in launches(h, inner, dtypes, chip, switches):
             resources = compiler.compile_launch(launch)
             what = f"{launch.kernel.fn.__name__} {dtypes} H={h} inner={inner} {launch.tile}"
-            made.append((what, resources.spilled, resources.shared, compiler.SHARED_LIMIT[launch.chip.capability]))
+            made.append((what, resources.spilled, resources.shared, SHARED_LIMIT[launch.chip.capability]))
     return made
 
 
@@ -164,9 +171,7 @@ def spills_of_a_large_tile():
         if launch.kernel.fn.__name__ == "backward_kernel"
     )
     constants = backward.constants | {"BLOCK_H": 16384}
-    return compiler.compile_launch(
-        dataclasses.replace(backward, tile=config.Tile(1, 16384, 16), constants=constants)
-    ).spilled
+    return compiler.compile_launch(dataclasses.replace(backward, tile=Tile(1, 16384, 16), constants=constants)).spilled
 
 
 # Rows side by side: whole rows and chunks of them, H of which few or no powers of two are a factor.
@@ -199,7 +204,7 @@ def copies_of_a_fused_forward(shape, dtype):
     """Runs in the worker: the bytes of each copy from global to shared memory."""
     m, h, n = shape
     launch = linear_launches(m, h, n, LINEAR_DTYPES[dtype], "h200", SWITCHES["nothing"])[0]
-    assert launch.kernel.fn.__module__.endswith("linear_kernels") and launch.kernel.fn.__name__ == "forward_kernel"
+    assert launch.kernel.fn.__module__ == "jln._norm_linear.kernels" and launch.kernel.fn.__name__ == "forward_kernel"
     copies = re.findall(
         r"cp\.async\.\w+\.shared\.global \[.*?\], \[.*?\], 0x(\w+)", compiler.compile_launch(launch).ptx
     )
@@ -262,37 +267,31 @@ LINEAR_WIDTHS = (1024, 8192, 8191, 16384)
 MORE_LINEAR_WIDTHS = [h for h in WIDTHS if 8 <= h not in LINEAR_WIDTHS]
 
 
-def linear_launches(rows, h, n, dtypes, chip, switches):
+def linear_launches(rows, h, n, dtypes, chip, switches, trial=None):
     """The launches of LayerNorm+Linear forward and backward at this size, none made."""
-    from jln._triton import launch, layer_norm_linear
+    from jln._norm_linear import launcher
 
     jax.config.update("jax_enable_x64", True)
     x, parameter = jax.ShapeDtypeStruct((rows, h), dtypes[0]), jax.ShapeDtypeStruct((h,), dtypes[2])
     kernel, bias = (jax.ShapeDtypeStruct(s, dtypes[1]) for s in ((h, n), (n,)))
     dy = jax.ShapeDtypeStruct((rows, n), jnp.promote_types(*dtypes[:2]))
-    statistic = jax.ShapeDtypeStruct((rows, 1), jnp.promote_types(dtypes[0], jnp.float32))
+    rstd = jax.ShapeDtypeStruct((rows, 1), jnp.promote_types(dtypes[0], jnp.float32))
+    mean = rstd if switches["subtract_mean"] else None
     scale, offset = (parameter if switches[name] else None for name in ("scale", "offset"))
     everything = scale is not None
-    options = {
-        "epsilon": 1e-6,
-        "subtract_mean": switches["subtract_mean"],
-        "zero_centered_scale": switches["zero_centered_scale"],
-        "precision": None,
-        "batch_dims": 0,
-        "chip": config.CHIPS[chip],
-    }
-    with launch.recording() as recorded:
-        jax.eval_shape(
-            lambda *a: layer_norm_linear.forward(
-                *a, wanted=("y", "mean", "rstd") if everything else ("y",), **options
-            ),
-            x, scale, offset, kernel, bias if everything else None,
-        )  # fmt: skip
-        jax.eval_shape(
-            lambda *a: layer_norm_linear.backward(*a, dbias_dtype=bias.dtype if everything else None, **options),
-            dy, x, scale, offset, kernel, statistic if switches["subtract_mean"] else None, statistic,
-        )  # fmt: skip
-    return recorded
+    bias = bias if everything else None
+    norm = norms.Norm(-1, 1e-6, switches["subtract_mean"], switches["zero_centered_scale"])
+    settings = linears.NormLinear(norm, precision=None, features=1)
+    recorder = Recorder(ALL_CHIPS[chip], trial)
+    wanted = linears.Outcome(*named(dy, *((mean, rstd) if everything else (None, None))))
+    operands = linears.Operands(x, scale, offset, kernel, bias)
+    jax.eval_shape(lambda operands: launcher.forward(operands, settings, wanted, 0, recorder), operands)
+    gradients = linears.Gradients(*named(*operands))
+    jax.eval_shape(
+        lambda operands: launcher.backward(operands, settings, gradients, 0, recorder),
+        linears.Cotangents(dy, x, scale, offset, kernel, mean, rstd),
+    )
+    return recorder.launches
 
 
 def compile_linear(dtypes, chip, switches, sizes):
@@ -303,7 +302,7 @@ def compile_linear(dtypes, chip, switches, sizes):
             resources = compiler.compile_launch(launch)
             sass = compiler.dump(resources.cubin, "--dump-sass")
             what = f"{launch.kernel.fn.__name__} {dtypes} M={m} H={h} N={n} {launch.tile}"
-            limit = compiler.SHARED_LIMIT[launch.chip.capability]
+            limit = SHARED_LIMIT[launch.chip.capability]
             made.append((what, resources.spilled, resources.shared, limit, sass.count(" HGMMA."), sass.count(" HMMA.")))
     return made
 
@@ -334,7 +333,7 @@ FUSED_COMBINATIONS = [
 @pytest.mark.parametrize("sizes", [FUSED, pytest.param(MORE_FUSED, marks=pytest.mark.heavy)], ids=["few", "more"])
 def test_fused_linear_does_not_spill_and_uses_wgmma(worker, sizes, switches, chip, dtype):
     product = jnp.promote_types(*LINEAR_DTYPES[dtype][:2]).name
-    fused = [s for s in sizes if config.fused_forward(*s, product, config.CHIPS[chip])]
+    fused = [s for s in sizes if linear_tiles.forward_tile(*s, product, ALL_CHIPS[chip])]
     assert len(fused) > len(sizes) // 3
     made = worker.submit(compile_linear, LINEAR_DTYPES[dtype], chip, SWITCHES[switches], fused).result()
     assert len(made) == 4 * len(fused)
@@ -388,9 +387,9 @@ def fences_of_fused_kernels(chip, dtype, sizes):
 )
 def test_products_wait_for_what_is_stored_to_shared_memory(worker, chip, dtype):
     """Otherwise results are wrong now and then. Triton before 3.7.1 leaves out the fences, and no kernel is fused."""
-    if (why := config.unfenced(config.CHIPS[chip])) is not None:
-        for choose in (config.fused_forward, config.fused_backward):
-            assert all(choose(m, h, n, dtype, config.CHIPS[chip]) is None for m, h, n in FUSED), why
+    if (why := linear_tiles.unfenced(ALL_CHIPS[chip])) is not None:
+        for choose in (linear_tiles.forward_tile, linear_tiles.backward_plan):
+            assert all(choose(m, h, n, dtype, ALL_CHIPS[chip]) is None for m, h, n in FUSED), why
         return
     made = worker.submit(fences_of_fused_kernels, chip, dtype, [(100_000, 512, 64)]).result()
     assert sum(products > 0 for _, products, _ in made) == 3
@@ -424,18 +423,18 @@ def test_linear_workloads_do_not_spill(worker):
 # Of each choice one that the heuristics do not make, and what the package has.
 TUNED = [
     {"choice": "forward", "h": 2048, "layout": "last axis", "itemsize": 2, "mixed": False,
-     "tiles": {"tile": config.Tile(2, 2048, 16)}},
+     "tiles": {"tile": Tile(2, 2048, 16)}},
     {"choice": "backward", "h": 1000, "layout": "other axis, unaligned", "itemsize": 4, "mixed": True, "wants_y": False,
-     "tiles": {"tile": config.Tile(16, 64, 8), "sums": config.Tile(16, 64, 8)}},
+     "tiles": {"tile": Tile(16, 64, 8), "sums": Tile(16, 64, 8)}},
     {"choice": "backward", "h": 2048, "layout": "last axis", "itemsize": 4, "mixed": False, "wants_y": False,
-     "tiles": {"tile": config.Tile(4, 2048, 16, 3), "sums": None}},
+     "tiles": {"tile": Tile(4, 2048, 16, 3), "sums": None}},
     {"choice": "backward", "h": 4096, "layout": "last axis", "itemsize": 2, "mixed": False, "wants_y": True,
-     "tiles": {"tile": config.Tile(1, 4096, 16, 4), "sums": None}},
+     "tiles": {"tile": Tile(1, 4096, 16, 4), "sums": None}},
     {"choice": "backward", "h": 1000, "layout": "other axis", "itemsize": 4, "mixed": False, "wants_y": False,
-     "tiles": {"tile": config.Tile(512, 2, 8, 8), "sums": config.Tile(64, 16, 4)}},
-    {"choice": "fused_forward", "h": 4096, "n": 64, "dtype": "bfloat16", "tiles": {"tile": config.Tile(64, 128, 8, 3)}},
+     "tiles": {"tile": Tile(512, 2, 8, 8), "sums": Tile(64, 16, 4)}},
+    {"choice": "fused_forward", "h": 4096, "n": 64, "dtype": "bfloat16", "tiles": {"tile": Tile(64, 128, 8, 3)}},
     {"choice": "fused_backward", "h": 1000, "n": 256, "dtype": "bfloat16",
-     "tiles": {"row_sums": config.Tile(64, 64, 8, 4), "backward": config.Tile(64, 64, 8, 4)}},
+     "tiles": {"row_sums": Tile(64, 64, 8, 4), "backward": Tile(64, 64, 8, 4)}},
 ]  # fmt: skip
 TUNED = [tuning.parsed(e | {"chip": "h200", "tiles": {n: t and vars(t) for n, t in e["tiles"].items()}}) for e in TUNED]
 # One that is unsound is an error here.
@@ -446,18 +445,16 @@ def compile_tuned(key, tiles):
     """Runs in the worker: of each tile (kernel, the tile, spilled bytes, shared bytes)."""
     sizes = dict(key)
     chip, h = sizes["chip"], sizes["h"]
-    with tuning.trying({key: tiles}) as trial:
-        if "n" in sizes or sizes.get("wants_y"):
-            name = (
-                sizes.get("dtype") or {2: "bfloat16", 4: "float16" if sizes["mixed"] else "float32"}[sizes["itemsize"]]
-            )
-            dtypes = LINEAR_DTYPES[name]
-            made = linear_launches(100_000, h, sizes.get("n", 12288), dtypes, chip, SWITCHES["everything"])
-        else:
-            name = {2: "bfloat16", 4: "float32", 8: "float64"}[sizes["itemsize"]]
-            dtypes = DTYPES["bfloat16, float32 stream" if sizes["mixed"] else name]
-            inner = {"last axis": 1, "other axis": 147456, "other axis, unaligned": 147455}[sizes["layout"]]
-            made = launches(h, inner, dtypes, chip, SWITCHES["everything"])
+    trial = Trial({key: tiles})
+    if "n" in sizes or sizes.get("wants_y"):
+        name = sizes.get("dtype") or {2: "bfloat16", 4: "float16" if sizes["mixed"] else "float32"}[sizes["itemsize"]]
+        dtypes = LINEAR_DTYPES[name]
+        made = linear_launches(100_000, h, sizes.get("n", 12288), dtypes, chip, SWITCHES["everything"], trial)
+    else:
+        name = {2: "bfloat16", 4: "float32", 8: "float64"}[sizes["itemsize"]]
+        dtypes = DTYPES["bfloat16, float32 stream" if sizes["mixed"] else name]
+        inner = {"last axis": 1, "other axis": 147456, "other axis, unaligned": 147455}[sizes["layout"]]
+        made = launches(h, inner, dtypes, chip, SWITCHES["everything"], trial)
     assert key in trial.asked, f"nothing asks for {key}"
     wanted = [tile for tile in tiles.values() if tile is not None]
     found = []
@@ -477,11 +474,11 @@ def compile_tuned(key, tiles):
 def test_tuned_tiles_do_not_spill_and_need_no_more_than_is_reckoned(worker, key, tiles):
     """What a file may ask for is bounded by a formula, so that no tile is too large to be launched."""
     sizes = dict(key)
-    features = config.features(sizes["n"]) if "n" in sizes else 0
+    choice = tuning.CHOICES[sizes["choice"]]
     for kernel, tile, spilled, shared in worker.submit(compile_tuned, key, tiles).result():
         names = [name for name, t in tiles.items() if t == tile]
-        reckoned = max(tuning._shared_bytes(name, tile, sizes, features) for name in names)
+        reckoned = max(choice.shared(name, tile, sizes) for name in names)
         assert spilled == 0, (kernel, tile)
         # A reduction takes 4 bytes a row and warp, twice, beside it.
-        limit = compiler.SHARED_LIMIT[config.CHIPS[sizes["chip"]].capability]
+        limit = SHARED_LIMIT[ALL_CHIPS[sizes["chip"]].capability]
         assert shared <= min(reckoned + 8 * tile.rows * tile.warps + 64, limit), (kernel, tile)

@@ -10,8 +10,10 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
-from jln._triton import config, interpreter  # noqa: E402
-from jln._triton.launch import interpreting, launch  # noqa: E402
+from jln._triton import interpreter  # noqa: E402
+from jln._triton.launch import launch  # noqa: E402
+from jln._triton.target import Interpreter, interpreting  # noqa: E402
+from jln._triton.tile import Tile, next_power_of_2  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not interpreting(), reason="kernels are compiled here")
 
@@ -26,18 +28,18 @@ def copy_kernel(x_ptr, n, y_ptr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr
 
 def copy(x, shift=0, count=None, result="float32"):
     count = x.size if count is None else count
-    (y,) = launch(
+    written = launch(
+        Interpreter(),
         copy_kernel,
-        [x, x.size],
-        [jax.ShapeDtypeStruct(x.shape, result)],
+        {"x": x, "n": x.size},
+        {"y": jax.ShapeDtypeStruct(x.shape, result)},
         programs=1,
-        tile=config.Tile(1, config.next_power_of_2(x.size), 1),
-        chip=config.INTERPRETER,
+        tile=Tile(1, next_power_of_2(x.size), 1),
         compute=jnp.dtype("float32"),
         SHIFT=shift,
         COUNT=count,
     )
-    return y
+    return written["y"]
 
 
 def test_a_right_kernel_passes():
@@ -80,15 +82,15 @@ def test_dot_multiplies_numbers(dtype):
     """Triton's own interpreter multiplies the bit patterns of bfloat16."""
     rng = np.random.default_rng(0)
     a, b = (jnp.asarray(rng.standard_normal((16, 16))).astype(dtype) for _ in range(2))
-    (c,) = launch(
+    c = launch(
+        Interpreter(),
         dot_kernel,
-        [a, b],
-        [jax.ShapeDtypeStruct((16, 16), "float32")],
+        {"a": a, "b": b},
+        {"c": jax.ShapeDtypeStruct((16, 16), "float32")},
         programs=1,
-        tile=config.Tile(16, 16, 1),
-        chip=config.INTERPRETER,
+        tile=Tile(16, 16, 1),
         compute=jnp.dtype("float32"),
-    )
+    )["c"]
     wide = [np.asarray(v).astype("float64") for v in (a, b)]
     np.testing.assert_allclose(c, wide[0] @ wide[1].T, rtol=0, atol=1e-5)
 
@@ -101,26 +103,26 @@ def reversed_kernel(x_ptr, y_ptr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexp
 
 
 def reverse(x, result="float32", **options):
-    (y,) = launch(
+    written = launch(
+        Interpreter(),
         reversed_kernel,
-        [x],
-        [jax.ShapeDtypeStruct(x.shape, result)],
+        {"x": x},
+        {"y": jax.ShapeDtypeStruct(x.shape, result)},
         programs=x.size,
-        tile=config.Tile(1, 1, 1),
-        chip=config.INTERPRETER,
+        tile=Tile(1, 1, 1),
         compute=jnp.dtype("float32"),
         **options,
     )
-    return y
+    return written["y"]
 
 
 def test_a_result_in_place_of_an_operand_overwrites_it_and_leaves_the_callers_array():
     x = jnp.arange(4, dtype="float32")
     np.testing.assert_array_equal(reverse(x), [3, 2, 1, 0])
-    np.testing.assert_array_equal(reverse(x, in_place={0: 0}), [3, 2, 2, 3])
+    np.testing.assert_array_equal(reverse(x, in_place={"x": "y"}), [3, 2, 2, 3])
     np.testing.assert_array_equal(x, [0, 1, 2, 3])
 
 
 def test_a_result_of_another_dtype_cannot_take_an_operands_place():
-    with pytest.raises(AssertionError, match=r"result 0, .*float64.*, cannot take the place of operand 0, .*float32"):
-        reverse(jnp.arange(4, dtype="float32"), "float64", in_place={0: 0})
+    with pytest.raises(AssertionError, match=r"y, .*float64.*, cannot take the place of x, .*float32"):
+        reverse(jnp.arange(4, dtype="float32"), "float64", in_place={"x": "y"})

@@ -13,14 +13,20 @@ from workbench import LINEAR_OPERATORS, normal
 
 pytest.importorskip("triton")
 
-from jln._triton import config, launch, layer_norm, layer_norm_linear
+from jln._norm.launcher import column_sums
+from jln._norm.signature import Norm
+from jln._norm_linear import launcher, tiles
+from jln._norm_linear.signature import Cotangents, Gradients, NormLinear, Operands, Outcome
+from jln._triton.chip import CHIPS, Chip
+from jln._triton.target import INTERPRETED, Interpreter, Recorder, interpreting
+from jln._triton.tile import ceil_div
 
-pytestmark = pytest.mark.skipif(not launch.interpreting(), reason="kernels are compiled here")
+pytestmark = pytest.mark.skipif(not interpreting(), reason="kernels are compiled here")
 
 
-def options(**given):
-    defaults = {"subtract_mean": True, "zero_centered_scale": False, "batch_dims": 0}
-    return {"epsilon": workbench.EPSILON, "precision": None, "chip": config.INTERPRETER} | defaults | given
+def settings(*, subtract_mean=True, zero_centered_scale=False, precision=None):
+    norm = Norm(-1, workbench.EPSILON, subtract_mean, zero_centered_scale)
+    return NormLinear(norm, precision, features=1)
 
 
 def arguments(m, h, n, dtype):
@@ -28,13 +34,17 @@ def arguments(m, h, n, dtype):
     return workbench.arguments(LINEAR_OPERATORS["layer_norm_linear"], (m, h), dtype, features=(n,))
 
 
-def results(x, scale, offset, kernel, bias, dy, **given):
+def results(x, scale, offset, kernel, bias, dy, *, target=None, batch_dims=0, **switches):
     """What the launchers return, in the order of the operator's results."""
-    chosen = options(**given)
-    y, mean, rstd = layer_norm_linear.forward(x, scale, offset, kernel, bias, **chosen)
-    dbias_dtype = None if bias is None else bias.dtype
-    gradients = layer_norm_linear.backward(dy, x, scale, offset, kernel, mean, rstd, dbias_dtype=dbias_dtype, **chosen)
-    return y, *gradients
+    target, chosen = target or Interpreter(), settings(**switches)
+    statistic = jnp.promote_types(x.dtype, "float32").name
+    dtypes = Outcome(dy.dtype.name, statistic if chosen.norm.subtract_mean else None, statistic)
+    operands = Operands(x, scale, offset, kernel, bias)
+    y, *statistics = launcher.forward(operands, chosen, dtypes, batch_dims, target)
+    assert y.dtype == dy.dtype
+    wanted = Gradients(*(None if a is None else a.dtype.name for a in operands))
+    saved = Cotangents(dy, x, scale, offset, kernel, *statistics)
+    return y, *launcher.backward(saved, chosen, wanted, batch_dims, target)
 
 
 def launched(operands, dy, **given):
@@ -42,11 +52,11 @@ def launched(operands, dy, **given):
     return {name: np.asarray(a) for name, a in made if a is not None}
 
 
-def launches(operands, dy, **given):
+def launches(operands, dy, chip=INTERPRETED, **given):
     """{kernel's name: its launch}, none made."""
-    with launch.recording() as recorded:
-        jax.eval_shape(lambda *a: results(*a, **given), *operands, dy)
-    return {r.kernel.fn.__name__: r for r in recorded}
+    recorder = Recorder(chip)
+    jax.eval_shape(lambda *a: results(*a, target=recorder, **given), *operands, dy)
+    return {r.kernel.fn.__name__: r for r in recorder.launches}
 
 
 def plain(operands, dy, *, subtract_mean=True, zero_centered_scale=False):
@@ -70,9 +80,9 @@ def assert_accurate(operands, dy, got=None, *, subtract_mean=True, zero_centered
     workbench.assert_accurate(got, plain(operands, dy, **switches), true)
 
 
-def is_fused(m, h, n, dtype, chip=config.INTERPRETER):
+def is_fused(m, h, n, dtype, chip=INTERPRETED):
     """In both directions; false where it is in none."""
-    forward, backward = (choose(m, h, n, dtype, chip) for choose in (config.fused_forward, config.fused_backward))
+    forward, backward = (choose(m, h, n, dtype, chip) for choose in (tiles.forward_tile, tiles.backward_plan))
     assert (forward is None) == (backward is None)
     return forward is not None
 
@@ -95,27 +105,27 @@ def test_fused(m, h, n, dtype):
 @pytest.mark.parametrize(("m", "h", "n"), [(100, 60, 16), (40, 72, 256)])
 def test_fused_for_mma(m, h, n):
     """The tiles of fewer rows that sm_80 and sm_89 take, in several trips each."""
-    chip = config.Chip(config.INTERPRETER.name, 80, 3)
+    chip = Chip(INTERPRETED.name, 80, 3)
     assert is_fused(m, h, n, "bfloat16", chip)
-    assert config.fused_backward(m, h, n, "bfloat16", chip).backward.rows == 16
-    assert_accurate(arguments(m, h, n, "bfloat16"), normal(6, (m, n), "bfloat16"), chip=chip)
+    assert tiles.backward_plan(m, h, n, "bfloat16", chip).backward.rows == 16
+    assert_accurate(arguments(m, h, n, "bfloat16"), normal(6, (m, n), "bfloat16"), target=Interpreter(chip))
 
 
 @pytest.mark.parametrize("rows", [2048, 8192])
 @pytest.mark.parametrize("h", [768, 1024, 4096, 5120, 8192, 12288])
 def test_backward_programs_fill_the_chip(h, rows):
     """However many tiles of columns there are, and at few rows in the pass for the row sums, too."""
-    chip = config.CHIPS["h200"]
-    plan = config.fused_backward(rows, h, 256, "bfloat16", chip)
-    for programs in (plan.splits * config.ceil_div(h, plan.backward.columns), plan.row_programs * plan.parts):
-        assert programs >= 0.9 * chip.sms * config.ceil_div(programs, chip.sms)
+    chip = CHIPS["h200"]
+    plan = tiles.backward_plan(rows, h, 256, "bfloat16", chip)
+    for programs in (plan.splits * ceil_div(h, plan.backward.columns), plan.row_programs * plan.parts):
+        assert programs >= 0.9 * chip.sms * ceil_div(programs, chip.sms)
 
 
 def test_the_forward_is_fused_where_its_walk_pays():
-    """By the model of `config.fused_forward`: not few rows of a wide H, unless there are few features."""
-    chip = config.CHIPS["h200"]
+    """By the model of `tiles.forward_tile`: not few rows of a wide H, unless there are few features."""
+    chip = CHIPS["h200"]
     chosen = {
-        (rows, h, n): config.fused_forward(rows, h, n, "bfloat16", chip) is not None
+        (rows, h, n): tiles.forward_tile(rows, h, n, "bfloat16", chip) is not None
         for rows, h, n in ((8192, 4096, 256), (64, 4096, 256), (2048, 4096, 256), (8512, 4096, 256), (1, 768, 64))
     }
     assert list(chosen.values()) == [True, False, False, False, True], chosen
@@ -123,18 +133,18 @@ def test_the_forward_is_fused_where_its_walk_pays():
 
 def test_many_shares():
     """A chip on which the shares of G and of dbias are more than `parameters_kernel` adds at a time."""
-    m, h, n, chip = 3000, 64, 256, config.Chip(config.INTERPRETER.name, 90, 40)
-    plan = config.fused_backward(m, h, n, "bfloat16", chip)
+    m, h, n, chip = 3000, 64, 256, Chip(INTERPRETED.name, 90, 40)
+    plan = tiles.backward_plan(m, h, n, "bfloat16", chip)
     assert plan.splits > plan.parameters.rows and plan.row_programs > plan.parameters.rows * plan.parameters.columns
-    assert_accurate(arguments(m, h, n, "bfloat16"), normal(6, (m, n), "bfloat16"), chip=chip)
+    assert_accurate(arguments(m, h, n, "bfloat16"), normal(6, (m, n), "bfloat16"), target=Interpreter(chip))
 
 
 def test_many_shares_composed():
     """More than the 32 of dscale and doffset that `reduce_kernel` adds at a time."""
-    chip = config.Chip(config.INTERPRETER.name, 90, 40)
+    chip = Chip(INTERPRETED.name, 90, 40)
     operands, dy = arguments(90, 1023, 130, "float32"), normal(6, (90, 130), "float32")
-    assert launches(operands, dy, chip=chip)["reduce_kernel"].arguments[2] > 32
-    assert_accurate(operands, dy, chip=chip)
+    assert launches(operands, dy, chip)["reduce_kernel"].scalars["programs"] > 32
+    assert_accurate(operands, dy, target=Interpreter(chip))
 
 
 @pytest.mark.parametrize(
@@ -267,15 +277,16 @@ def test_extreme_rows(scaled, row):
 def test_column_sums_of_many_rows(rows):
     """Integers, so that every order of adding gives the same; beyond what bfloat16 could count."""
     a = jnp.asarray(np.random.default_rng(0).integers(-3, 5, (2, rows, 5)), "bfloat16")
-    sums = jax.jit(layer_norm.column_sums, static_argnums=1)(a, "float32")
+    sums = jax.jit(column_sums, static_argnums=1)(a, "float32")
     np.testing.assert_array_equal(sums, np.asarray(a, "float64").sum(1))
 
 
 def test_statistics_only_where_asked_for():
-    operands = arguments(5, 24, 6, "bfloat16")
-    _, mean, rstd = layer_norm_linear.forward(*operands, wanted=("y",), **options())
+    operands = Operands(*arguments(5, 24, 6, "bfloat16"))
+    _, mean, rstd = launcher.forward(operands, settings(), Outcome("bfloat16", None, None), 0, Interpreter())
     assert mean is None and rstd is None
-    _, mean, rstd = layer_norm_linear.forward(*operands, **options(subtract_mean=False))
+    wanted = Outcome("bfloat16", None, "float32")
+    _, mean, rstd = launcher.forward(operands, settings(subtract_mean=False), wanted, 0, Interpreter())
     assert mean is None and rstd.shape == (5, 1) and rstd.dtype == "float32"
 
 

@@ -11,15 +11,18 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
-from jln._triton import config, launch  # noqa: E402
-from jln._triton import layer_norm_kernels as kernels  # noqa: E402
+from jln._norm import kernels  # noqa: E402
+from jln._norm_linear import tiles as linear_tiles  # noqa: E402
+from jln._triton.chip import CHIPS  # noqa: E402
+from jln._triton.launch import launch  # noqa: E402
+from jln._triton.target import Interpreter, interpreting  # noqa: E402
+from jln._triton.tile import Tile  # noqa: E402
 
-pytestmark = pytest.mark.skipif(not launch.interpreting(), reason="kernels are compiled here")
+pytestmark = pytest.mark.skipif(not interpreting(), reason="kernels are compiled here")
 
 
 @triton.jit
 def last_tile_kernel(
-    x_ptr,  # not read
     rows,
     tiles_ptr,  # [1]
     size_ptr,  # [1]
@@ -33,7 +36,7 @@ def last_tile_kernel(
     COMPUTE: tl.constexpr,
 ):
     """What every kernel knows of its last tile, as float64."""
-    tiles = kernels._tiles(rows, INNER, BLOCK_ROWS)
+    tiles = kernels.tiles_of(rows, INNER, BLOCK_ROWS)
     row, start, valid = kernels._tile(tiles - 1, rows, H, INNER, BLOCK_ROWS)
     at = tl.arange(0, BLOCK_ROWS)
     tl.store(tiles_ptr, tiles.to(COMPUTE))
@@ -58,26 +61,26 @@ def test_the_last_tile_of_many_rows(rows, h, inner):
     neighbours = inner if inner > 1 else rows
     tiles = -(-neighbours // block) * (outer if inner > 1 else 1)
     last = [-(-neighbours // block) * block - block + i for i in range(block)]
-    expected = [
-        [tiles],
-        [rows * h],
-        [in_front + n for n in last],
-        [in_front * h + n if inner > 1 else n * h for n in last],
-        [n < neighbours for n in last],
-    ]
-    found = launch.launch(
+    expected = {
+        "tiles": [tiles],
+        "size": [rows * h],
+        "row": [in_front + n for n in last],
+        "start": [in_front * h + n if inner > 1 else n * h for n in last],
+        "valid": [n < neighbours for n in last],
+    }
+    found = launch(
+        Interpreter(),
         last_tile_kernel,
-        [jnp.zeros(1), rows],
-        [jax.ShapeDtypeStruct((len(e),), "float64") for e in expected],
+        {"rows": rows},
+        {name: jax.ShapeDtypeStruct((len(e),), "float64") for name, e in expected.items()},
         programs=1,
-        tile=config.Tile(block, 1, 1),
-        chip=config.INTERPRETER,
+        tile=Tile(block, 1, 1),
         compute=jnp.dtype("float64"),
         H=h,
         INNER=inner,
     )
-    for name, a, e in zip(("tiles", "size", "row", "start", "valid"), found, expected, strict=True):
-        np.testing.assert_array_equal(a, e, err_msg=name)
+    for name, e in expected.items():
+        np.testing.assert_array_equal(found[name], e, err_msg=name)
 
 
 def test_a_row_too_long_for_the_kernels_is_an_error_that_names_x():
@@ -93,7 +96,7 @@ def test_more_programs_than_a_grid_has_are_an_error_that_names_x():
 
 
 def test_a_kernel_whose_offsets_have_more_than_32_bits_is_composed():
-    chip = config.CHIPS["h200"]
+    chip = CHIPS["h200"]
     for h, is_fused in ((2**23 - 8, True), (2**23, False)):
-        for choose in (config.fused_forward, config.fused_backward):
+        for choose in (linear_tiles.forward_tile, linear_tiles.backward_plan):
             assert (choose(10**6, h, 256, "bfloat16", chip) is not None) == is_fused

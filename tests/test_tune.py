@@ -15,10 +15,14 @@ from jln._bench import launchers, search, timing
 from jln._bench.search import Verdict
 from jln._bench.workloads import WORKLOADS, Workload
 from jln._cli import app, tune
-from jln._triton import compiler, config, launch, tuning
-from jln._triton.config import INTERPRETER, Tile
+from jln._norm import tiles as norm_tiles
+from jln._triton import compiler, target, tuning
+from jln._triton.chip import CHIPS, SHARED_LIMIT, Chip
+from jln._triton.target import INTERPRETED, Interpreter, Recorder, Target
+from jln._triton.tile import Tile
+from jln._triton.tuning import Trial
 
-interpreted = pytest.mark.skipif(not launch.interpreting(), reason="kernels are compiled here")
+interpreted = pytest.mark.skipif(not target.interpreting(), reason="kernels are compiled here")
 
 # Of each launcher one that norms and Linears share, and a choice of its own; the same row length at more rows.
 SMALL = [
@@ -36,8 +40,15 @@ def promotion():
         yield
 
 
+@pytest.fixture(autouse=True)
+def programs_of_the_interpreter(monkeypatch):
+    """What the search times here, in a GPU's place."""
+    if target.interpreting():
+        monkeypatch.setattr(search, "Gpu", Interpreter)
+
+
 def question(name="norm", choice="forward", workloads=SMALL):
-    chosen = search.questions([w for w in workloads if w.name in name.split()], INTERPRETER)
+    chosen = search.questions([w for w in workloads if w.name in name.split()], INTERPRETED)
     return next(q for q in chosen if q.sizes["choice"] == choice)
 
 
@@ -47,14 +58,14 @@ def test_what_is_asked_is_what_the_operators_ask(workload):
     def ours(*arguments):
         return workload.step(lambda *a: workload.function()(*a, implementation="triton"))(*arguments)
 
-    with launch.recording(), tuning.trying({}) as trial:
+    with target.using(Recorder(INTERPRETED, trial := Trial({}))):
         jax.jit(ours).lower(*workload.step_arguments())
-    asked = search.questions([workload], INTERPRETER)
+    asked = search.questions([workload], INTERPRETED)
     assert {q.key: q.heuristic for q in asked} == trial.asked
 
 
 def test_all_workloads_are_asked_about_and_share_choices():
-    asked = search.questions(list(WORKLOADS.values()), config.CHIPS["h200"])
+    asked = search.questions(list(WORKLOADS.values()), CHIPS["h200"])
     calls = [call for q in asked for call in q.calls]
     assert len(calls) == len(set(calls)) == sum(len(w.directions) for w in WORKLOADS.values())
     assert {q.sizes["choice"] for q in asked} == set(tuning.CHOICES) and len(asked) < len(calls) / 2
@@ -64,14 +75,14 @@ def test_all_workloads_are_asked_about_and_share_choices():
 
 def test_a_choice_is_measured_in_every_workload_that_has_it():
     """Or one decode step would settle it for a batch."""
-    chip = config.CHIPS["h200"]
+    chip = CHIPS["h200"]
     everywhere = {q.key: set(q.calls) for q in search.questions(list(WORKLOADS.values()), chip)}
     asked = search.questions([WORKLOADS["decode-1"]], chip, WORKLOADS.values())
     assert len(asked) == 1 and len(asked[0].calls) > 5 and set(asked[0].calls) == everywhere[asked[0].key]
 
 
 def test_candidates_are_few_near_and_fit():
-    for q in search.questions(list(WORKLOADS.values()), config.CHIPS["h200"]):
+    for q in search.questions(list(WORKLOADS.values()), CHIPS["h200"]):
         found = search.candidates(q)
         assert 4 <= len(found) <= 130 and q.heuristic not in found
         assert len({search.identified(tiles) for tiles in found}) == len(found)
@@ -80,7 +91,7 @@ def test_candidates_are_few_near_and_fit():
             tile = tiles.get("tile")
             if q.sizes["choice"] == "forward" and q.heuristic["tile"].columns >= q.sizes["h"]:
                 assert tile.columns == q.heuristic["tile"].columns  # a row in registers is read once
-    wide = next(q for q in search.questions([WORKLOADS["layer-norm-32768"]], config.CHIPS["h200"])
+    wide = next(q for q in search.questions([WORKLOADS["layer-norm-32768"]], CHIPS["h200"])
                 if q.sizes["choice"] == "backward")  # fmt: skip
     assert wide.heuristic["sums"] is not None
     assert any(t["sums"] != wide.heuristic["sums"] for t in search.candidates(wide))
@@ -88,7 +99,7 @@ def test_candidates_are_few_near_and_fit():
 
 def test_what_spills_or_does_not_fit_is_not_timed():
     """By the compiler itself: too many elements a thread; few enough; too many programs for an SM's registers."""
-    h200 = config.CHIPS["h200"]
+    h200 = CHIPS["h200"]
     (q,) = [q for q in search.questions([WORKLOADS["layer-norm-1024"]], h200) if q.sizes["choice"] == "backward"]
     tiles = [Tile(4, 1024, 2, 2, 1), Tile(1, 1024, 4, 2, 4), Tile(1, 1024, 4, 2, 16)]
     with compiler.workers(2) as pool:
@@ -109,14 +120,14 @@ def test_what_does_not_compile_or_needs_too_much_memory_is_not_timed():
 
     q = question()
     choices = [{"tile": Tile(1, 128, w)} for w in (1, 2, 4, 8)]
-    own, limit = Verdict(32, 8, 0), compiler.SHARED_LIMIT[90]
+    own, limit = Verdict(32, 8, 0), SHARED_LIMIT[90]
     given = (Verdict(why="does not compile: X"), Verdict(32, 9, 0), Verdict(32, 8, limit + 1), Verdict(32, 8, limit))
-    found = search.verdicts(Pool(own, *given), q, choices, INTERPRETER)
+    found = search.verdicts(Pool(own, *given), q, choices, INTERPRETED)
     why = [verdict.why for verdict in found]
     assert why[0] == "does not compile: X" and why[1] == "spills 9 bytes" and f"needs {limit + 1}" in why[2]
     assert why[3] is None  # spills no more than the heuristics' own
     assert (
-        "RuntimeError" in search.compiled(q.calls[0], q.key, choices[0], INTERPRETER).why or not launch.interpreting()
+        "RuntimeError" in search.compiled(q.calls[0], q.key, choices[0], INTERPRETED).why or not target.interpreting()
     )
 
 
@@ -135,7 +146,7 @@ def test_the_fastest_is_found():
     q = question("norm many")
     assert [call.name for call in q.calls] == ["many forward", "norm forward"]
     best = q.heuristic["tile"].rows // 2
-    found = search.fastest(q, search.candidates(q), INTERPRETER, clock(lambda rows, *_: 1 + abs(rows - best)))
+    found = search.fastest(q, search.candidates(q), INTERPRETED, clock(lambda rows, *_: 1 + abs(rows - best)))
     assert found.tiles["tile"].rows == best and found.failed == {}
     old = 1 + best
     assert found.seconds == {"many forward": (old, 1), "norm forward": (old, 1)}
@@ -148,7 +159,7 @@ def test_what_is_within_the_noise_is_not_kept(gain, kept):
     q = question()
     own = q.heuristic["tile"]
     found = search.fastest(
-        q, search.candidates(q), INTERPRETER, clock(lambda *n: 1.0 if n == dataclasses.astuple(own) else 1 - gain)
+        q, search.candidates(q), INTERPRETED, clock(lambda *n: 1.0 if n == dataclasses.astuple(own) else 1 - gain)
     )
     assert (found.tiles is not None) == kept
 
@@ -158,7 +169,7 @@ def test_the_luckiest_of_many_is_timed_again():
     times = iter([1.0, 0.5, 0.9, 1.0, 1.01, 0.9])  # heuristics and two candidates, twice
     q = question()
     choices = search.candidates(q)[:2]
-    found = search.fastest(q, choices, INTERPRETER, lambda runs: {run.name: next(times) for run in runs})
+    found = search.fastest(q, choices, INTERPRETED, lambda runs: {run.name: next(times) for run in runs})
     assert found.tiles == choices[1] and found.seconds == {"norm forward": (1.0, 0.9)}
 
 
@@ -171,7 +182,7 @@ def test_what_loses_in_one_workload_is_not_kept():
         rounds.append(None)  # the first and the second are of "many", the third is of "norm"
         return {run.name: 1.0 if run is runs[0] else 1.03 if len(rounds) == 3 else 0.1 for run in runs}
 
-    assert search.fastest(q, search.candidates(q), INTERPRETER, seconds).tiles is None and len(rounds) == 3
+    assert search.fastest(q, search.candidates(q), INTERPRETED, seconds).tiles is None and len(rounds) == 3
 
 
 @interpreted
@@ -180,26 +191,26 @@ def test_wrong_numbers_are_never_taken(monkeypatch):
     q = question()
     original = launchers.call
 
-    def broken(*given):
-        function, shapes = original(*given)
+    def broken(workload, direction, target):
+        function, shapes = original(workload, direction, target)
 
-        def call(*arrays):
-            rows = tuning._trial.get().tiles[q.key]["tile"].rows
+        def call(operands):
+            rows = target.trial.tiles[q.key]["tile"].rows
             if rows == 1:
                 raise RuntimeError("no room\nfor it")
-            return [a if a is None else a * (1.01 if rows == 2 else 1.0) for a in function(*arrays)]
+            return jax.tree.map(lambda a: a * (1.01 if rows == 2 else 1.0), function(operands))
 
         return call, shapes
 
     monkeypatch.setattr(launchers, "call", broken)
     choices = [{"tile": Tile(rows, 128, 1)} for rows in (1, 2, 4)]
-    found = search.fastest(q, choices, INTERPRETER, clock(lambda rows, *_: rows))
+    found = search.fastest(q, choices, INTERPRETED, clock(lambda rows, *_: rows))
     assert found.tiles == choices[2] and found.timed == 1
     one, two = (found.failed[search.identified(c)] for c in choices[:2])
     assert one == "RuntimeError: no room for it" and two.startswith("WRONG: result 0 is off by")
     with pytest.raises(RuntimeError, match="norm forward: RuntimeError: no room"):
         own = dataclasses.replace(q, heuristic=choices[0])
-        search.fastest(own, choices, INTERPRETER, clock(lambda rows, *_: rows))
+        search.fastest(own, choices, INTERPRETED, clock(lambda rows, *_: rows))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -216,9 +227,9 @@ def test_what_differs_by_more_than_another_order_of_sums_is_wrong(dtype):
 @interpreted
 @pytest.mark.parametrize("name", ["axis-0", "fused", "composed"])
 def test_candidates_of_every_launcher_give_the_heuristics_numbers(name):
-    for q in search.questions([w for w in SMALL if w.name == name], INTERPRETER):
+    for q in search.questions([w for w in SMALL if w.name == name], INTERPRETED):
         chosen = search.candidates(q)[::6]
-        runs = search.prepared(q.calls[0], q.key, [q.heuristic, *chosen], INTERPRETER)
+        runs = search.prepared(q.calls[0], q.key, [q.heuristic, *chosen], INTERPRETED)
         assert all(isinstance(run, timing.Run) for run in runs), runs
 
 
@@ -234,10 +245,10 @@ HALF = clock(lambda rows, *_: rows)
 @interpreted
 def test_what_is_found_is_written_and_taken(sound, tmp_path, monkeypatch, capsys):
     path = tmp_path / "a" / "tuning.json"
-    assert tune.tune(SMALL[:1], INTERPRETER, path, HALF)
+    assert tune.tune(SMALL[:1], INTERPRETED, path, HALF)
     assert "2x128 warps" in capsys.readouterr().out
     monkeypatch.setenv(tuning.VARIABLE, str(path))
-    assert tuning.forward(100, 1, 4, False, INTERPRETER).rows == 2 < config.forward_tile(100, 1, 4).rows
+    assert norm_tiles.forward(100, 1, 4, False, Target()).rows == 2 < norm_tiles.forward_tile(100, 1, 4).rows
     (forward, _) = json.loads(path.read_text())["entries"]
     measured = forward["measured"]
     assert measured["seconds"] == {"norm forward": {"heuristics": 8, "tiles": 2}}
@@ -251,7 +262,7 @@ def test_a_search_is_taken_up_again_and_loses_nothing(sound, tmp_path):
     others = [7, {"choice": "forward", "chip": "b200", "h": 1, "layout": "last axis", "itemsize": 2, "mixed": False,
                   "tiles": None}]  # fmt: skip
     path.write_text(json.dumps({"schema": 1, "entries": others, "note": "mine"}))
-    assert not tune.tune(SMALL[:1], INTERPRETER, path, HALF, seconds=-math.inf)
+    assert not tune.tune(SMALL[:1], INTERPRETED, path, HALF, seconds=-math.inf)
     assert json.loads(path.read_text())["entries"] == others
     timed = []
 
@@ -259,15 +270,15 @@ def test_a_search_is_taken_up_again_and_loses_nothing(sound, tmp_path):
         timed.append(len(runs))
         return {run.name: 1.0 for run in runs}
 
-    assert tune.tune(SMALL[:1], INTERPRETER, path, counting) and len(timed) == 2
+    assert tune.tune(SMALL[:1], INTERPRETED, path, counting) and len(timed) == 2
     content = json.loads(path.read_text())
     assert content["entries"][:2] == others and content["note"] == "mine" and len(content["entries"]) == 4
     assert [entry["tiles"] for entry in content["entries"][2:]] == [None, None]
-    assert tune.tune(SMALL[:1], INTERPRETER, path, counting) and len(timed) == 2  # known
-    assert tune.tune(SMALL[:2], INTERPRETER, path, counting) and len(timed) == 3  # forward in a workload more
+    assert tune.tune(SMALL[:1], INTERPRETED, path, counting) and len(timed) == 2  # known
+    assert tune.tune(SMALL[:2], INTERPRETED, path, counting) and len(timed) == 3  # forward in a workload more
     content["entries"][3]["measured"]["versions"]["triton"] = "0"
     path.write_text(json.dumps(content))
-    assert tune.tune(SMALL[:1], INTERPRETER, path, counting) and len(timed) == 4  # backward again
+    assert tune.tune(SMALL[:1], INTERPRETED, path, counting) and len(timed) == 4  # backward again
     assert len(json.loads(path.read_text())["entries"]) == 4
 
 
@@ -275,7 +286,7 @@ def test_a_search_is_taken_up_again_and_loses_nothing(sound, tmp_path):
 def test_heuristics_that_changed_and_strange_measurements_are_not_known(tmp_path):
     q, path = question(), tmp_path / "tuning.json"
     found = search.Found(None, {"norm forward": (1.0, 1.0)}, 1, {})
-    good = tune.entry(q, found, INTERPRETER)
+    good = tune.entry(q, found, INTERPRETED)
     other = {"tile": dict.fromkeys(good["measured"]["heuristics"]["tile"], 1)}
     for change, known in (({}, True), ({"heuristics": other}, False), ({"cases": 7}, False), ({"cases": [[]]}, False)):
         path.unlink(missing_ok=True)
@@ -351,8 +362,8 @@ def test_on_a_gpu(capsys, monkeypatch, tmp_path):
     """As far as it can be seen here: the chip of the process, the file of JLN_TUNING, what is printed."""
     gpu = type("Gpu", (), {"platform": "gpu", "device_kind": "NVIDIA H200"})()
     monkeypatch.setattr(tune, "devices", lambda: [gpu])
-    monkeypatch.setattr(launch, "missing", lambda: None)
-    monkeypatch.setattr(config, "target_chip", lambda: config.Chip("NVIDIA H200", 90, 132))
+    monkeypatch.setattr(target, "missing", lambda: None)
+    monkeypatch.setattr(target, "target_chip", lambda: Chip("NVIDIA H200", 90, 132))
     asked = []
     monkeypatch.setattr(tune, "tune", lambda workloads, chip, path, *_: asked.append((len(workloads), path)) or True)
     monkeypatch.setenv(tuning.VARIABLE, str(tmp_path / "mine.json"))
@@ -363,5 +374,5 @@ def test_on_a_gpu(capsys, monkeypatch, tmp_path):
     assert status == 2 and "this GPU is a h200 and no b200, for which there is only --dry-run" in err
     gpu.device_kind = "NVIDIA B200"  # and JLN_CHIP says h200
     assert "this GPU is a b200 and no h200" in run(capsys)[2]
-    monkeypatch.setattr(launch, "missing", lambda: "a reason")
+    monkeypatch.setattr(target, "missing", lambda: "a reason")
     assert "cannot be compiled: a reason" in run(capsys, "--chip", "h200")[2]

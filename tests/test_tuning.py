@@ -9,6 +9,8 @@ import inspect
 import json
 import os
 import pathlib
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 
@@ -18,11 +20,16 @@ import pytest
 
 import jln
 import workbench
-from jln._triton import config, launch, tuning
-from jln._triton.config import Chip, Tile
+from jln._norm import tiles as norm_tiles
+from jln._norm_linear import tiles as linear_tiles
+from jln._triton import target, tuning
+from jln._triton.chip import CHIPS, Chip
+from jln._triton.target import Target
+from jln._triton.tile import Tile
+from jln._triton.tuning import Trial
 from workbench import LINEAR_OPERATORS, OPERATORS
 
-H200 = config.CHIPS["h200"]
+H200 = CHIPS["h200"]
 OTHER = Tile(4, 128, 2)  # forward_tile(128, 1, 2) has 16 rows
 
 
@@ -57,17 +64,17 @@ def file(packaged, tmp_path, monkeypatch):
 
 
 def chosen(chip=H200, h=128):
-    return tuning.forward(h, 1, 2, False, chip)
+    return norm_tiles.forward(h, 1, 2, False, Target(chip))
 
 
-HEURISTIC = config.forward_tile(128, 1, 2)
+HEURISTIC = norm_tiles.forward_tile(128, 1, 2)
 
 
 def test_the_users_file_goes_first_then_the_package_then_the_heuristics(packaged, tmp_path, monkeypatch):
     assert chosen() == HEURISTIC != OTHER
     write(packaged / "h200.json", norm("forward", {"tile": OTHER}), norm("forward", {"tile": Tile(1, 64, 2)}, h=64))
     assert chosen() == OTHER and chosen(h=64) == Tile(1, 64, 2)
-    assert chosen(config.CHIPS["h100"]) == HEURISTIC
+    assert chosen(CHIPS["h100"]) == HEURISTIC
     mine = write(tmp_path / "mine.json", norm("forward", {"tile": Tile(2, 128, 1)}))
     monkeypatch.setenv(tuning.VARIABLE, str(mine))
     assert chosen() == Tile(2, 128, 1)
@@ -118,19 +125,29 @@ def test_other_elements_layouts_and_results_have_choices_of_their_own(file):
         norm("forward", {"tile": Tile(16, 128, 4)}, layout="other axis"),
         norm("backward", {"tile": OTHER, "sums": None}, wants_y=True),
     )
-    assert tuning.forward(128, 1, 4, False, H200) == config.forward_tile(128, 1, 4)
-    assert tuning.forward(128, 1, 2, True, H200) == config.forward_tile(128, 1, 2, True)
-    assert tuning.forward(128, 64, 2, False, H200) == Tile(16, 128, 4)
-    assert tuning.forward(128, 63, 2, False, H200) == config.forward_tile(128, 63, 2)  # not aligned
-    assert tuning.forward(128, 8, 2, False, H200) == config.forward_tile(128, 8, 2)  # most of 16 rows would be nobody's
-    assert tuning.backward(128, 1, 2, False, True, H200).tile == OTHER
-    assert tuning.backward(128, 1, 2, False, False, H200) == config.backward_plan(128, 1, 2)
+    h200 = Target(H200)
+    assert norm_tiles.forward(128, 1, 4, False, h200) == norm_tiles.forward_tile(128, 1, 4)
+    assert norm_tiles.forward(128, 1, 2, True, h200) == norm_tiles.forward_tile(128, 1, 2, True)
+    assert norm_tiles.forward(128, 64, 2, False, h200) == Tile(16, 128, 4)
+    assert norm_tiles.forward(128, 63, 2, False, h200) == norm_tiles.forward_tile(128, 63, 2)  # not aligned
+    few = norm_tiles.forward(128, 8, 2, False, h200)
+    assert few == norm_tiles.forward_tile(128, 8, 2)  # most of 16 rows would be nobody's
+    assert norm_tiles.backward(128, 1, 2, False, True, h200).tile == OTHER
+    assert norm_tiles.backward(128, 1, 2, False, False, h200) == norm_tiles.backward_plan(128, 1, 2)
 
 
-@pytest.mark.parametrize("choose", [tuning.forward, tuning.backward])
+@pytest.mark.parametrize("choose", [norm_tiles.forward, norm_tiles.backward])
 def test_choices_cannot_depend_on_the_number_of_rows(choose):
-    assert set(inspect.signature(choose).parameters) <= {"h", "inner", "itemsize", "mixed", "wants_y", "chip"}
-    assert not any("rows" in fields for fields, _ in tuning.CHOICES.values())
+    assert set(inspect.signature(choose).parameters) <= {"h", "inner", "itemsize", "mixed", "wants_y", "target"}
+    assert {f.name for f in dataclasses.fields(Target)} == {"chip", "trial"}
+    assert len(tuning.CHOICES) == 4 and not any("rows" in choice.fields for choice in tuning.CHOICES.values())
+
+
+def test_every_choice_is_known_before_any_kernel_runs():
+    """Or what a file says of the others would be taken for unsound, and be forgotten."""
+    code = "import jln; from jln._triton import tuning; print(*tuning.CHOICES)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.split() == ["forward", "backward", "fused_forward", "fused_backward"]
 
 
 GOOD = dataclasses.asdict(OTHER)
@@ -280,24 +297,24 @@ def test_many_faults_are_one_warning_and_many_threads_say_it_once(file):
     assert len(said) == 1 and "; and 47 more" in str(said[0].message) and len(str(said[0].message)) < 500
 
 
-@pytest.mark.parametrize("chip", config.CHIPS)
+@pytest.mark.parametrize("chip", CHIPS)
 def test_what_the_heuristics_choose_is_fit(chip):
     """Or the bounds are too narrow, and the search would leave the best out."""
     for h in (1, 2, 3, 100, 128, 1000, 4096, 8192, 16384, 40000, 262144):
         for inner, itemsize in ((1, 2), (1, 4), (1, 8), (147456, 2), (7, 4)):
-            with tuning.trying({}) as trial:
-                tuning.forward(h, inner, itemsize, False, config.CHIPS[chip])
-                for wants_y in (False, True) if inner == 1 else (False,):
-                    tuning.backward(h, inner, itemsize, False, wants_y, config.CHIPS[chip])
-                for n, dtype in ((16, "bfloat16"), (256, "bfloat16"), (128, "float32")):
-                    tuning.fused_forward(10**6, h, n, dtype, config.CHIPS[chip])
-                    tuning.fused_backward(10**6, h, n, dtype, config.CHIPS[chip])
+            asking = Target(CHIPS[chip], trial := Trial({}))
+            norm_tiles.forward(h, inner, itemsize, False, asking)
+            for wants_y in (False, True) if inner == 1 else (False,):
+                norm_tiles.backward(h, inner, itemsize, False, wants_y, asking)
+            for n, dtype in ((16, "bfloat16"), (256, "bfloat16"), (128, "float32")):
+                linear_tiles.forward(10**6, h, n, dtype, asking)
+                linear_tiles.backward(10**6, h, n, dtype, asking)
             assert {key: tuning.unfit(key, tiles) for key, tiles in trial.asked.items()} == dict.fromkeys(trial.asked)
 
 
 # The kernels, under tiles that no heuristic chooses: whole rows or chunks where it is the reverse, several rows or one,
 # with the sums' kernel or without.
-interpreted = pytest.mark.skipif(not launch.interpreting(), reason="kernels are compiled here")
+interpreted = pytest.mark.skipif(not target.interpreting(), reason="kernels are compiled here")
 NORMS = {
     "whole rows": (130, -1, Tile(1, 256, 2), Tile(1, 256, 2, 1, 3), None),
     "several rows": (130, -1, Tile(16, 256, 8), Tile(8, 256, 8, 3, 1), None),
@@ -347,7 +364,7 @@ def test_norms_are_right_under_tuned_tiles(name, case, file):
 
 def recorded(run):
     """{kernel's name: its tile} of the launches that would be made."""
-    with launch.recording() as launches:
+    with target.recording() as launches:
         run()
     return {made.kernel.fn.__name__: made.tile for made in launches}
 

@@ -3,3 +3,5 @@
 operator.py: the public functions, what they are made of, their rules. signature.py: what goes in, is kept, comes out.
 formulas.py: the derivation, in jnp. kernels.py, launcher.py, tiles.py: the same on a GPU.
 """
+
+from jln._norm import tiles  # noqa: F401  whose choices a tuning file may have, whatever runs first

@@ -34,7 +34,7 @@ FENCED_TRITON = (3, 7, 1)
 
 def unfenced(chip: Chip) -> str | None:
     """Why a product on `chip` might read its operands from shared memory too early; None where it waits."""
-    if chip.capability < 90 or chip is INTERPRETED or _triton_version() >= FENCED_TRITON:
+    if chip.capability < 90 or chip.name == INTERPRETED.name or _triton_version() >= FENCED_TRITON:
         return None
     return (
         f"Triton {'.'.join(map(str, _triton_version()))} leaves out fences before the products of kernels for "
