@@ -4,15 +4,15 @@ import dataclasses
 import re
 
 import pytest
-
 from cases import Case, execute
-from ptx import Violation
 from slips import broken
+
+from ptx import Violation
 
 NORMS, NORM_LAUNCH = "jln._norm.kernels", "jln._norm.launcher"
 LINEARS, LINEAR_LAUNCH = "jln._norm_linear.kernels", "jln._norm_linear.launcher"
-# Several tiles, the last one ragged, of rows that are no power of two; more tiles than programs; rows shared by programs;
-# chunks; side by side; several groups.
+# Several tiles, the last one ragged, of rows that are no power of two; more tiles than programs; rows shared by
+# programs; chunks; side by side; several groups.
 WHOLE = Case("add_layer_norm", (37, 100), "float32", "small-h200")
 UNALIGNED = Case("layer_norm", (29, 1001), "bfloat16", "small-h200")
 MANY = dataclasses.replace(WHOLE, shape=(401, 100))
@@ -138,28 +138,37 @@ SOURCES = [
      "tl.store(dkernel_ptr + at, dkernel.to(dkernel_ptr.dtype.element_ty))"),
     ("a fused dx without c1", FUSED, LINEARS, "-(c1 * rstd)[:, None])", "0.0 * rstd[:, None])"),
     # Terms.
-    ("c2 dropped", WHOLE, NORMS, "tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1", "tl.fma(x_hat, 0.0 * rstd[:, None], -(c1"),
+    ("c2 dropped", WHOLE, NORMS,
+     "tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1", "tl.fma(x_hat, 0.0 * rstd[:, None], -(c1"),
     ("c1 dropped", WHOLE, NORMS, "-(c1 * rstd)[:, None])", "0.0 * rstd[:, None])"),
-    ("the sum's cotangent not added", WHOLE, NORMS, "dx += tl.load(dtotal_ptr + at, mask=mask, other=0.0).to(COMPUTE)", "pass"),
-    ("y not multiplied by the scale", WHOLE, NORMS, 
+    ("the sum's cotangent not added", WHOLE, NORMS,
+     "dx += tl.load(dtotal_ptr + at, mask=mask, other=0.0).to(COMPUTE)", "pass"),
+    ("y not multiplied by the scale", WHOLE, NORMS,
      "return tl.fma(x_hat, scale[None, :], offset[None, :])", "return x_hat + offset[None, :]"),
     ("a bias not added", FUSED, LINEARS, "constant = load_vector(bias_ptr", "constant = 0.0 * load_vector(bias_ptr"),
     # What is read or written by name.
-    ("shares of dscale in the place of doffset's", WHOLE, NORMS, 'at, exists, of_all, "dscale"', 'at, exists, of_all, "doffset"'),
+    ("shares of dscale in the place of doffset's", WHOLE, NORMS,
+     'at, exists, of_all, "dscale"', 'at, exists, of_all, "doffset"'),
     ("dtotal shared where dy is", GROUPS, NORMS, '_group(group, SHARED, "dtotal")', '_group(group, SHARED, "dy")'),
     # Launchers: the grid, operands, scalars, switches and aliases as they are written.
     ("a grid of one tile less", WHOLE, NORM_LAUNCH, "programs=g.programs(tile),", "programs=g.programs(tile) - 1,"),
-    ("groups forgotten in the grid", GROUPS, NORM_LAUNCH, "programs=g.groups * programs * chunks", "programs=programs * chunks"),
-    ("programs before rows", WHOLE, NORM_LAUNCH, '"rows": g.rows, "programs": programs', '"rows": programs, "programs": g.rows'),
+    ("groups forgotten in the grid", GROUPS, NORM_LAUNCH,
+     "programs=g.groups * programs * chunks", "programs=programs * chunks"),
+    ("programs before rows", WHOLE, NORM_LAUNCH,
+     '"rows": g.rows, "programs": programs', '"rows": programs, "programs": g.rows'),
     ("c2 for c1", CHUNKS, NORM_LAUNCH, "**c1_and_c2,", '"c1": c1_and_c2["c2"], "c2": c1_and_c2["c1"],'),
-    ("dscale and doffset swapped", WHOLE, NORM_LAUNCH, 'for name in ("dscale", "doffset")}', 'for name in ("doffset", "dscale")}'),
+    ("dscale and doffset swapped", WHOLE, NORM_LAUNCH,
+     'for name in ("dscale", "doffset")}', 'for name in ("doffset", "dscale")}'),
     ("epsilon forgotten", dataclasses.replace(WHOLE, epsilon=0.5), NORM_LAUNCH, "EPSILON=norm.epsilon", "EPSILON=1e-6"),
     ("a shared operand not said to be", GROUPS, NORM_LAUNCH, "shared.append(name)", "pass"),
-    ("y in the memory of a dy that other programs read", COMPOSED, NORM_LAUNCH, "(dy.dtype, dy.shape) and chunks == 1", "(dy.dtype, dy.shape)"),
-    ("a fused tile of rows forgotten", FUSED, LINEAR_LAUNCH, "programs=ceil_div(rows, tile.rows)", "programs=rows // tile.rows"),
+    ("y in the memory of a dy that other programs read", COMPOSED, NORM_LAUNCH,
+     "(dy.dtype, dy.shape) and chunks == 1", "(dy.dtype, dy.shape)"),
+    ("a fused tile of rows forgotten", FUSED, LINEAR_LAUNCH,
+     "programs=ceil_div(rows, tile.rows)", "programs=rows // tile.rows"),
     ("a split forgotten", FUSED, LINEAR_LAUNCH, "programs=splits * ceil_div(h, plan.backward.columns)",
      "programs=(splits - 1) * ceil_div(h, plan.backward.columns)"),
-    ("c2 for c1, fused", FUSED, LINEAR_LAUNCH, '"c1": sums["c1"], "c2": sums["c2"]', '"c1": sums["c2"], "c2": sums["c1"]'),
+    ("c2 for c1, fused", FUSED, LINEAR_LAUNCH,
+     '"c1": sums["c1"], "c2": sums["c2"]', '"c1": sums["c2"], "c2": sums["c1"]'),
     ("the offset for the scale, fused", FUSED, LINEAR_LAUNCH, '"scale": operands.scale if', '"scale": offset if'),
 ]  # fmt: skip
 

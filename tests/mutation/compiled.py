@@ -21,8 +21,8 @@ COMPILED = [
     ),
     Mutant(
         "rstd of rows that are not there", NORM,
-        "\n        rstd = load_vector(rstd_ptr, row, valid, BLOCK_ROWS, COMPUTE)", "\n        rstd = tl.load(rstd_ptr + row)",
-        RAGGED,
+        "\n        rstd = load_vector(rstd_ptr, row, valid, BLOCK_ROWS, COMPUTE)",
+        "\n        rstd = tl.load(rstd_ptr + row)", RAGGED,
     ),
     Mutant(
         "c2 of rows that are not there, fused", LINEAR,
@@ -50,7 +50,10 @@ COMPILED = [
         "arguments not in the kernel's order", LAUNCH,
         "return {name: given[name] for name in self.kernel.arg_names if name in given}", "return given", RAGGED,
     ),
-    Mutant("ones passed though they are constants", LOWERING, "        if a != 1  # a constant", "        if a != -1  # a constant", RAGGED),
+    Mutant(
+        "ones passed though they are constants", LOWERING,
+        "        if a != 1  # a constant", "        if a != -1  # a constant", RAGGED,
+    ),
     Mutant("always four warps", LOWERING, "facts = (launch.tile.warps, 1,", "facts = (4, 1,", SEVERAL_TILES),
     Mutant("no shared memory asked for", LOWERING, "1, binary.shared, binary.ptx", "1, 0, binary.ptx", SEVERAL_TILES),
 ]  # fmt: skip

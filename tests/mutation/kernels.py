@@ -127,7 +127,8 @@ KERNELS = [
         "tl.store(c2_ptr + group * rows + row, c2", "tl.store(c2_ptr + row, c2", GROUPS,
     ),
     Mutant(
-        "c2 dropped", NORM, "tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1", "tl.fma(x_hat, 0.0 * rstd[:, None], -(c1", WHOLE
+        "c2 dropped", NORM, "tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1", "tl.fma(x_hat, 0.0 * rstd[:, None], -(c1",
+        WHOLE,
     ),
     Mutant("c1 dropped", NORM, "-(c1 * rstd)[:, None])", "0.0 * rstd[:, None])", WHOLE),
     Mutant(
@@ -171,7 +172,8 @@ KERNELS = [
         "first = _position(SUMS, NAME) * programs", "first = 0 * programs", MANY_TILES,
     ),
     Mutant(
-        "shares of one group counted for those of all", NORM, "of_all = tl.num_programs(0) // chunks", "of_all = programs",
+        "shares of one group counted for those of all", NORM,
+        "of_all = tl.num_programs(0) // chunks", "of_all = programs",
         (f"{TRANSFORMED}test_vmap_of_grad_with_several_programs_a_group[(0, 0, None, 0)]",),
     ),
     Mutant(
@@ -244,8 +246,8 @@ KERNELS = [
         FUSED_KERNELS,
     ),
     Mutant(
-        "dkernel without the scale", LINEAR, "dkernel = tl.sum(g, axis=0) * scale[:, None]", "dkernel = tl.sum(g, axis=0)",
-        FUSED_KERNELS,
+        "dkernel without the scale", LINEAR,
+        "dkernel = tl.sum(g, axis=0) * scale[:, None]", "dkernel = tl.sum(g, axis=0)", FUSED_KERNELS,
     ),
     Mutant(
         "dkernel without the offset", LINEAR,
