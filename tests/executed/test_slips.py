@@ -157,8 +157,6 @@ SOURCES = [
     ("programs before rows", WHOLE, NORM_LAUNCH,
      '"rows": g.rows, "programs": programs', '"rows": programs, "programs": g.rows'),
     ("c2 for c1", CHUNKS, NORM_LAUNCH, "**c1_and_c2,", '"c1": c1_and_c2["c2"], "c2": c1_and_c2["c1"],'),
-    ("dscale and doffset swapped", WHOLE, NORM_LAUNCH,
-     'for name in ("dscale", "doffset")}', 'for name in ("doffset", "dscale")}'),
     ("epsilon forgotten", dataclasses.replace(WHOLE, epsilon=0.5), NORM_LAUNCH, "EPSILON=norm.epsilon", "EPSILON=1e-6"),
     ("a shared operand not said to be", GROUPS, NORM_LAUNCH, "shared.append(name)", "pass"),
     ("y in the memory of a dy that other programs read", COMPOSED, NORM_LAUNCH,
