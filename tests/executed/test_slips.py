@@ -149,6 +149,8 @@ SOURCES = [
     # What is read or written by name.
     ("shares of dscale in the place of doffset's", WHOLE, NORMS,
      'at, exists, of_all, "dscale"', 'at, exists, of_all, "doffset"'),
+    ("doffset's shares behind a dscale that is not there", dataclasses.replace(WHOLE, without="s"), NORMS,
+     'shares_ptr + _position(SUMS, "doffset") * size', "shares_ptr + size"),
     ("dtotal shared where dy is", GROUPS, NORMS, '_group(group, SHARED, "dtotal")', '_group(group, SHARED, "dy")'),
     # Launchers: the grid, operands, scalars, switches and aliases as they are written.
     ("a grid of one tile less", WHOLE, NORM_LAUNCH, "programs=g.programs(tile),", "programs=g.programs(tile) - 1,"),

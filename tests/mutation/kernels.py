@@ -177,11 +177,6 @@ KERNELS = [
         (f"{TRANSFORMED}test_vmap_of_grad_with_several_programs_a_group[(0, 0, None, 0)]",),
     ),
     Mutant(
-        "shares of doffset read behind a dscale that is not there", NORM,
-        """shares_ptr + _position(SUMS, "doffset") * size""", "shares_ptr + size",
-        (f"{OPERATORS}test_optional_arguments[triton-layer_norm-False-True-False]",),
-    ),
-    Mutant(
         "a share too many added up", NORM,
         "mask = (program < programs)[:, None] & exists[None, :]",
         "mask = (program <= programs)[:, None] & exists[None, :]",
