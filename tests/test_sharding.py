@@ -154,6 +154,20 @@ def test_what_does_not_divide_is_not_split():
     chex.assert_trees_all_close(ours, step(jln.reference.layer_norm)(x, scale), **CLOSE)
 
 
+def test_shares_of_16_bit_parameters_are_added_up_in_float32():
+    """Rounded to bfloat16, 256 + 1 is 256."""
+    rows = NamedSharding(mesh(), P(("data", "tensor")))
+    x = jax.device_put(workbench.normal(0, (16, 8), "bfloat16"), rows)  # two rows a device
+    dy = jnp.tile(jnp.array([256, 1, -256, 0], "bfloat16"), 4)[:, None] * jnp.ones((1, 8), "bfloat16")
+
+    @jax.jit
+    def doffset(x, offset, dy):
+        return jax.vjp(lambda offset: jln.layer_norm(x, None, offset), offset)[1](dy)[0]
+
+    found = doffset(x, jnp.zeros(8, "bfloat16"), jax.device_put(dy, rows))
+    np.testing.assert_array_equal(found, np.full(8, 4, "bfloat16"))
+
+
 @pytest.mark.parametrize("name", ["layer_norm", "layer_norm_linear"])
 @pytest.mark.parametrize("shape", [(2, 4, 2, 8), (4, 2, 2, 8)], ids=str)
 def test_a_part_of_a_mesh_axis(shape, name):

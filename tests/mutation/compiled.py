@@ -4,6 +4,7 @@ from targets import (
     EXECUTED_FUSED,
     LAUNCH,
     LINEAR,
+    LOWERING,
     NEIGHBOURS,
     NORM,
     RAGGED,
@@ -20,11 +21,12 @@ COMPILED = [
     ),
     Mutant(
         "rstd of rows that are not there", NORM,
-        "return mean, tl.load(rstd_ptr + row, mask=valid, other=0.0)", "return mean, tl.load(rstd_ptr + row)", RAGGED,
+        "\n        rstd = load_vector(rstd_ptr, row, valid, BLOCK_ROWS, COMPUTE)",
+        "\n        rstd = tl.load(rstd_ptr + row)", RAGGED,
     ),
     Mutant(
         "c2 of rows that are not there, fused", LINEAR,
-        "c2 = tl.load(c2_ptr + row, mask=valid, other=0.0)", "c2 = tl.load(c2_ptr + row)", EXECUTED_FUSED,
+        "c2 = load_vector(c2_ptr, row, valid, BLOCK_ROWS, COMPUTE)", "c2 = tl.load(c2_ptr + row)", EXECUTED_FUSED,
     ),
     Mutant(
         "that rows are whole neighbours hidden from the compiler", NORM,
@@ -37,18 +39,21 @@ COMPILED = [
         UNALIGNED,
     ),
     Mutant(
-        "numbers said to be multiples of 16", LAUNCH,
+        "numbers said to be multiples of 16", LOWERING,
         """if signature[name].startswith("*"):""", """if signature[name] != "constexpr":""", SEVERAL_TILES,
     ),
     Mutant(
-        "a program too few launched", LAUNCH, "(kernel, launch.programs, 1, 1, parameters)",
+        "a program too few launched", LOWERING, "(kernel, launch.programs, 1, 1, parameters)",
         "(kernel, max(1, launch.programs - 1), 1, 1, parameters)", RAGGED,
     ),
     Mutant(
-        "results before operands", LAUNCH, "for a in (*launch.arguments, *launch.results)\n",
-        "for a in (*launch.results, *launch.arguments)\n", RAGGED,
+        "arguments not in the kernel's order", LAUNCH,
+        "return {name: given[name] for name in self.kernel.arg_names if name in given}", "return given", RAGGED,
     ),
-    Mutant("ones passed though they are constants", LAUNCH, "        if a != 1  # a constant", "        if a != -1  # a constant", RAGGED),
-    Mutant("always four warps", LAUNCH, "facts = (launch.tile.warps, 1,", "facts = (4, 1,", SEVERAL_TILES),
-    Mutant("no shared memory asked for", LAUNCH, "1, binary.shared, binary.ptx", "1, 0, binary.ptx", SEVERAL_TILES),
+    Mutant(
+        "ones passed though they are constants", LOWERING,
+        "        if a != 1  # a constant", "        if a != -1  # a constant", RAGGED,
+    ),
+    Mutant("always four warps", LOWERING, "facts = (launch.tile.warps, 1,", "facts = (4, 1,", SEVERAL_TILES),
+    Mutant("no shared memory asked for", LOWERING, "1, binary.shared, binary.ptx", "1, 0, binary.ptx", SEVERAL_TILES),
 ]  # fmt: skip

@@ -10,6 +10,7 @@ from targets import (
     FUSED_KERNELS,
     GROUPS,
     LINEAR,
+    LINEAR_LAUNCH,
     LINEARS,
     MANY_TILES,
     NORM,
@@ -43,7 +44,7 @@ KERNELS = [
     ),
     Mutant(
         "the sum not rounded before it is normed", NORM,
-        "(x + residual).to(total_ptr.dtype.element_ty).to(COMPUTE)", "x + residual",
+        "(x + residual).to(TOTAL).to(COMPUTE)", "x + residual",
         (f"{OPERATORS}test_it_is_the_rounded_sum_that_is_normed[triton-bfloat16-100]",),
     ),
     Mutant(
@@ -97,14 +98,14 @@ KERNELS = [
     ),
     Mutant(
         "the sum of whole rows not returned", NORM,
-        "        if WANTS_TOTAL:\n            tl.store(total_ptr + at",
-        "        if WANTS_TOTAL and H < 0:\n            tl.store(total_ptr + at",
+        "(\n            x, mean, rstd, scale_ptr, offset_ptr, y_ptr, total_ptr,",
+        "(\n            x, mean, rstd, scale_ptr, offset_ptr, y_ptr, None,",
         WHOLE,
     ),
     Mutant(
         "the sum of chunks not returned", NORM,
-        "            if WANTS_TOTAL:\n                tl.store(total_ptr + at",
-        "            if WANTS_TOTAL and H < 0:\n                tl.store(total_ptr + at",
+        "(\n                x, mean, rstd, scale_ptr, offset_ptr, y_ptr, total_ptr,",
+        "(\n                x, mean, rstd, scale_ptr, offset_ptr, y_ptr, None,",
         CHUNKS_ADD,
     ),
     Mutant(
@@ -126,8 +127,8 @@ KERNELS = [
         "tl.store(c2_ptr + group * rows + row, c2", "tl.store(c2_ptr + row, c2", GROUPS,
     ),
     Mutant(
-        "c2 dropped", NORM,
-        "tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1", "tl.fma(x_hat, 0.0 * rstd[:, None], -(c1", WHOLE,
+        "c2 dropped", NORM, "tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1", "tl.fma(x_hat, 0.0 * rstd[:, None], -(c1",
+        WHOLE,
     ),
     Mutant("c1 dropped", NORM, "-(c1 * rstd)[:, None])", "0.0 * rstd[:, None])", WHOLE),
     Mutant(
@@ -149,17 +150,31 @@ KERNELS = [
     ),
     Mutant(
         "a tile of rows forgotten", NORM,
-        "for tile in tl.range(program, _tiles(rows, INNER, BLOCK_ROWS), programs",
-        "for tile in tl.range(program, _tiles(rows, INNER, BLOCK_ROWS) - 1, programs", WHOLE,
+        "for tile in tl.range(program, tiles_of(rows, INNER, BLOCK_ROWS), programs",
+        "for tile in tl.range(program, tiles_of(rows, INNER, BLOCK_ROWS) - 1, programs", WHOLE,
     ),
     Mutant(
         "groups' shares on top of each other", NORM,
-        "partial = (group * programs + program) * H + column", "partial = (group + program) * H + column",
+        "at = (group * programs + program) * H + column", "at = (group + program) * H + column",
         (f"{TRANSFORMED}test_vmap_of_grad_with_several_programs_a_group[(0, 0, None, 0)]",),
     ),
     Mutant(
         "y of backward without the scale", NORM,
-        "y = _affine(x_hat, scale", "y = _affine(x_hat, 1.0 + 0.0 * scale", COMPOSED,
+        "            y = _affine(x_hat, scale", "            y = _affine(x_hat, 1.0 + 0.0 * scale", COMPOSED,
+    ),
+    Mutant(
+        "dtotal shared where dy is", NORM, """_group(group, SHARED, "dtotal")""", """_group(group, SHARED, "dy")""",
+        (f"{TRANSFORMED}test_vmap_over_cotangents[triton-dtotal-9]",),
+    ),
+    Mutant("what is shared taken for what is not", NORM, "return name in names", "return name not in names", GROUPS),
+    Mutant(
+        "shares of dscale and doffset on top of each other", NORM,
+        "first = _position(SUMS, NAME) * programs", "first = 0 * programs", MANY_TILES,
+    ),
+    Mutant(
+        "shares of one group counted for those of all", NORM,
+        "of_all = tl.num_programs(0) // chunks", "of_all = programs",
+        (f"{TRANSFORMED}test_vmap_of_grad_with_several_programs_a_group[(0, 0, None, 0)]",),
     ),
     Mutant(
         "a share too many added up", NORM,
@@ -196,7 +211,7 @@ KERNELS = [
     ),
     Mutant(
         "y without the bias", LINEAR,
-        "constant = _load_vector(bias_ptr", "constant = 0.0 * _load_vector(bias_ptr", FUSED_KERNELS,
+        "constant = load_vector(bias_ptr", "constant = 0.0 * load_vector(bias_ptr", FUSED_KERNELS,
     ),
     Mutant(
         "a first chunk's squared mean times nought, fused", LINEAR,
@@ -226,12 +241,12 @@ KERNELS = [
         FUSED_KERNELS,
     ),
     Mutant(
-        "dkernel without the scale", LINEAR, "g = tl.sum(g, axis=0) * scale[:, None]", "g = tl.sum(g, axis=0)",
-        FUSED_KERNELS,
+        "dkernel without the scale", LINEAR,
+        "dkernel = tl.sum(g, axis=0) * scale[:, None]", "dkernel = tl.sum(g, axis=0)", FUSED_KERNELS,
     ),
     Mutant(
         "dkernel without the offset", LINEAR,
-        "g = tl.fma(offset[:, None], total[None, :], g)", "g += 0.0", FUSED_KERNELS,
+        "dkernel = tl.fma(offset[:, None], total[None, :], dkernel)", "dkernel += 0.0", FUSED_KERNELS,
     ),
     Mutant(
         "doffset without dbias", LINEAR,
@@ -245,12 +260,13 @@ KERNELS = [
         FUSED_KERNELS,
     ),
     Mutant(
-        "dz left out where dscale alone needs it", LINEAR, "if WANTS_DX or WANTS_DSCALE:", "if WANTS_DX:",
+        "dz left out where dscale alone needs it", LINEAR,
+        "if dx_ptr is not None or dscale_ptr is not None:", "if dx_ptr is not None:",
         (f"{FROZEN}test_some_gradients_of_a_fused_linear[scale]",),
     ),
     Mutant(
-        "shares of dbias not added up where dkernel alone needs them", LINEAR,
-        "if WANTS_DBIAS or WANTS_DOFFSET or (WANTS_DKERNEL and HAS_OFFSET):", "if WANTS_DBIAS or WANTS_DOFFSET:",
+        "shares of dbias not made where dkernel alone needs them", LINEAR_LAUNCH,
+        "dtypes.dbias or dtypes.doffset or (dtypes.dkernel and offset is not None)", "dtypes.dbias or dtypes.doffset",
         (f"{FROZEN}test_some_gradients_of_a_fused_linear[kernel]",),
     ),
 ]  # fmt: skip

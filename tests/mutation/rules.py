@@ -3,6 +3,7 @@
 from targets import (
     ACCURACY,
     CHECKER,
+    DERIVATIVES,
     DIFFERENCES,
     FROZEN,
     FUSED,
@@ -10,19 +11,20 @@ from targets import (
     LIMITS,
     LINEAR_LAUNCH,
     LINEAR_OPERATOR,
+    LINEAR_TILES,
     LINEARS,
+    MESH,
     NORM_LAUNCH,
+    NORM_TILES,
+    OPERATION,
     OPERATOR,
     OPERATORS,
-    PARTITIONING,
     REFERENCE,
     REPORT,
     SEARCH,
     SHARDING,
     STRIDED,
     TRANSFORMED,
-    TRANSFORMS,
-    TUNING,
     XLA,
     XLA_LINEAR,
     XLA_LINEARS,
@@ -34,14 +36,19 @@ RULES = [
     # Launchers
     Mutant(
         "the last tile of neighbours forgotten", NORM_LAUNCH,
-        "return self.rows // self.inner * config.ceil_div(self.inner, tile.rows)",
+        "return self.rows // self.inner * ceil_div(self.inner, tile.rows)",
         "return self.rows // self.inner * max(1, self.inner // tile.rows)", STRIDED,
     ),
-    Mutant("another operand taken for shared", NORM_LAUNCH, "mask |= 1 << i", "mask |= 2 << i", GROUPS),
+    Mutant(
+        "what is shared over some of vmap's axes taken for shared over all", NORM_LAUNCH,
+        "if batch != geometry.batch and math.prod(batch) == 1:", "if batch != geometry.batch:",
+        (f"{TRANSFORMED}test_nested_vmap_over_different_arguments[layer_norm-triton]",),
+    ),
+    Mutant("a shared operand not said to be", NORM_LAUNCH, "shared.append(name)", "pass", GROUPS),
     Mutant(
         "partial sums in the dtype of x", NORM_LAUNCH,
-        "partial = jax.ShapeDtypeStruct((2 if one_buffer else 1, g.groups, programs, g.h), compute)",
-        "partial = jax.ShapeDtypeStruct((2 if one_buffer else 1, g.groups, programs, g.h), total.dtype)",
+        "jax.ShapeDtypeStruct((len(sums), g.groups, programs, g.h), compute)",
+        "jax.ShapeDtypeStruct((len(sums), g.groups, programs, g.h), total.dtype)",
         (f"{OPERATORS}test_partial_sums_are_not_rounded[bfloat16]",),
     ),
     Mutant(
@@ -57,31 +64,32 @@ RULES = [
     ),
     Mutant(
         "z in the place of a dz that other programs read", NORM_LAUNCH,
-        "y.dtype == dy.dtype and chunks == 1 and not shared & 1", "y.dtype == dy.dtype and not shared & 1",
+        "(y.dtype, y.shape) == (dy.dtype, dy.shape) and chunks == 1", "(y.dtype, y.shape) == (dy.dtype, dy.shape)",
         (f"{FUSED}test_programs_that_share_rows_do_not_overwrite_what_others_read",),
     ),
-    # The XLA rules
+    # The formulas
     Mutant(
         "unbiased variance", XLA_NORM,
-        "variance = _over_parts(jnp.mean(jnp.square(_centered(x, mean)), axis, keepdims=True), h_axes)",
-        "variance = jnp.sum(jnp.square(_centered(x, mean)), axis, keepdims=True) / (x.shape[axis] - 1)", XLA,
+        "variance = _over_parts(jnp.mean(jnp.square(_centered(x, mean)), norm.axis, keepdims=True), h_axes)",
+        "variance = jnp.sum(jnp.square(_centered(x, mean)), norm.axis, keepdims=True) / (x.shape[norm.axis] - 1)", XLA,
     ),
     Mutant(
         "variance as E[x^2] - E[x]^2, XLA", XLA_NORM,
-        "variance = _over_parts(jnp.mean(jnp.square(_centered(x, mean)), axis, keepdims=True), h_axes)",
-        "variance = jnp.mean(jnp.square(_centered(x, None)), axis, keepdims=True) - (0 if mean is None else mean**2)",
+        "variance = _over_parts(jnp.mean(jnp.square(_centered(x, mean)), norm.axis, keepdims=True), h_axes)",
+        "variance = jnp.mean(jnp.square(_centered(x, None)), norm.axis, keepdims=True) - jnp.square(mean)",
         (f"{ACCURACY}test_rows_with_a_mean_1000_times_their_spread[xla-37-1000-layer_norm-float32]",),
     ),
     Mutant(
         "scale not zero-centered, XLA", XLA_NORM,
-        "return 1.0 + scale.astype(dtype) if zero_centered_scale else scale.astype(dtype)",
+        "return 1.0 + scale.astype(dtype) if norm.zero_centered_scale else scale.astype(dtype)",
         "return scale.astype(dtype)",
         (f"{OPERATORS}test_optional_arguments[xla-layer_norm-True-False-True]",),
     ),
     Mutant("c2 dropped, XLA", XLA_NORM, "dx = g - x_hat * mean_over_h(g_over_h * x_hat)  # (8)", "dx = g", XLA),
     Mutant(
         "c1 without the scale, XLA", XLA_NORM,
-        "dx = dx - mean_over_h(g_over_h)  # (7)", "dx = dx - sum_over_h(dy.astype(dtype)) / total.shape[axis]", XLA,
+        "dx = dx - mean_over_h(g_over_h)  # (7)",
+        "dx = dx - mean_over_h(dy.astype(dtype) / total.shape[norm.axis])", XLA,
     ),
     Mutant(
         "doffset added up in the dtype of dy", XLA_NORM,
@@ -110,55 +118,56 @@ RULES = [
     ),
     Mutant(
         "dkernel of a z without offset, XLA", XLA_LINEAR,
-        "z = norm.scaled(x, row_scale, row_offset, mean", "z = norm.scaled(x, row_scale, None, mean", XLA_LINEARS,
+        "z = norms.scaled(x, row_scale, row_offset, mean", "z = norms.scaled(x, row_scale, None, mean", XLA_LINEARS,
     ),
     Mutant(
         "dz by a kernel not transposed, XLA", XLA_LINEAR,
-        "kernel.astype(dtype), [*in_batch, h, n], [*rows, h], precision)  # (14)",
-        "kernel.astype(dtype)[..., ::-1], [*in_batch, h, n], [*rows, h], precision)", XLA_LINEARS,
+        "kernel.astype(dtype), in_kernel, [*rows, h], settings.precision)  # (14)",
+        "kernel.astype(dtype)[..., ::-1], in_kernel, [*rows, h], settings.precision)", XLA_LINEARS,
     ),
     # The operators and their transformations
     Mutant(
-        "vmap's axis not counted", TRANSFORMS, 'v + 1 if k == "batch_dims" else v', "v",
+        "vmap's axis not counted", OPERATION, "batch_dims=told.batch_dims + 1", "batch_dims=told.batch_dims",
         (f"{TRANSFORMED}test_vmap_of_grad[layer_norm-xla-(0, 0, None, None)]",),
     ),
     Mutant(
-        "operands vary apart in shard_map", TRANSFORMS,
-        "a if a is None or axes == union else", "a if a is None or axes is not None else",
+        "operands vary apart in shard_map", DERIVATIVES,
+        """return jax.lax.pcast(a, tuple(sorted(missing)), to="varying") if missing else a""", "return a",
         (f"{TRANSFORMED}test_shard_map[xla]",),
     ),
     Mutant(
         "x saved where the sum was normed",
         OPERATOR,
-        "(x if total is None else total, scale, mean, rstd)",
-        "(x, scale, mean, rstd)",
+        "Saved(operands.x if total is None else total, operands.scale,",
+        "Saved(operands.x, operands.scale,",
         ("tests/test_matrix.py::test_reverse_mode[add_layer_norm-so-xla-value_and_grad]",),
     ),
     Mutant(
-        "a tangent without the mean's", XLA_NORM, "dy = dy - jnp.mean(t, axis, keepdims=True)", "pass",
+        "a tangent without the mean's", XLA_NORM, "dy = dy - jnp.mean(t, norm.axis, keepdims=True)", "pass",
         ("tests/test_matrix.py::test_forward_mode[layer_norm-so-xla-jvp]",),
     ),
     Mutant(
-        "a tangent without the kernel's", XLA_LINEAR, "mean, rstd, zero_centered_scale), dkernel)",
-        "mean, rstd, zero_centered_scale), 0 * dkernel)",
+        "a tangent without the kernel's", XLA_LINEAR, "mean, rstd, settings.norm), dkernel)",
+        "mean, rstd, settings.norm), 0 * dkernel)",
         ("tests/test_matrix.py::test_forward_mode[layer_norm_linear-sob-xla-jvp]",),
     ),
     Mutant(
-        "vmap's axes taken for rows where a parameter has them", TRANSFORMS, "return len(batches) == 1 and all(",
+        "vmap's axes taken for rows where a parameter has them", OPERATION, "return len(batches) == 1 and all(",
         "return len(batches) == 1 or all(",
         ("tests/test_matrix.py::test_forward_mode[layer_norm-so-triton-grad(vmap), over all]",),
     ),
     Mutant(
-        "no device told of the others' rows", PARTITIONING, "share = jax.lax.psum(share, left) if left else share",
+        "no device told of the others' rows", MESH, "share = jax.lax.psum(share, left) if left else share",
         "pass",
         (f"{SHARDING}test_gradient_under_jit[layer_norm-rows]",),
     ),
     Mutant(
-        "features not added up", LINEAR_OPERATOR, '("n", "nr", "nr", "r", "r")', '("", "r", "r", "r", "r")',
+        "features not added up", LINEAR_OPERATOR, "dx=Result(of.x, summed=(Kind.FEATURE,))", "dx=Result(of.x)",
         (f"{SHARDING}test_gradient_under_jit[layer_norm_linear-columns]",),
     ),
     Mutant(
-        "dbias added up over features", LINEAR_OPERATOR, '("n", "nr", "nr", "r", "r")', '("n", "nr", "nr", "r", "nr")',
+        "dbias added up over features", LINEAR_OPERATOR,
+        "dbias=Result(of.bias, summed=(Kind.ROW,)", "dbias=Result(of.bias, summed=(Kind.FEATURE, Kind.ROW)",
         (f"{SHARDING}test_gradient_under_jit[layer_norm_linear-rows and columns]",),
     ),
     Mutant(
@@ -171,58 +180,80 @@ RULES = [
         (f"{SHARDING}test_gradient_under_jit[layer_norm_linear-H]",),
     ),
     Mutant(
-        "padding taken for rows", PARTITIONING, "% math.prod(mesh.shape[a] for a in axes) == 0:", "% 1 == 0:",
+        "padding taken for rows", MESH, "% math.prod(mesh.shape[a] for a in axes) == 0:", "% 1 == 0:",
         (f"{SHARDING}test_what_does_not_divide_is_not_split",),
+    ),
+    Mutant(
+        "sums over devices of shares in 16 bits", MESH, "if r is not None and r.wide else d", "if False else d",
+        (f"{SHARDING}test_shares_of_16_bit_parameters_are_added_up_in_float32",),
     ),
     # What is frozen
     Mutant(
-        "dx of a frozen x written", NORM_LAUNCH, "g.like_rows(total.dtype) if wants_dx else None",
+        "dx of a frozen x written", NORM_LAUNCH, "g.like_rows(dtypes.dx)",
         "g.like_rows(total.dtype)", (f"{FROZEN}test_launches[norm-scale-asked for]",),
     ),
     Mutant(
-        "dscale of a frozen scale", NORM_LAUNCH, """scale is not None and "dscale" in options.wanted else None""",
-        "scale is not None else None", (f"{FROZEN}test_launches[norm-x-asked for]",),
+        "dscale of a frozen scale", NORM_LAUNCH, """("dscale", "doffset") if getattr(dtypes, name) is not None)""",
+        """("dscale", "doffset"))""", (f"{FROZEN}test_launches[norm-x-asked for]",),
     ),
     Mutant(
-        "row sums of rows too wide, without a dx", NORM_LAUNCH, "plan.sums if wants_dx else None", "plan.sums",
+        "row sums of rows too wide, without a dx", NORM_LAUNCH,
+        "if plan.sums is not None and dtypes.dx is not None:", "if plan.sums is not None:",
         (f"{FROZEN}test_wide_rows_without_dx_need_no_sums",),
     ),
     Mutant(
-        "z made again for a frozen kernel", LINEAR_LAUNCH, """made = (*wanted, "y") if wants_dkernel else wanted""",
-        """made = (*wanted, "y")""", (f"{FROZEN}test_launches[composed-x-asked for]",),
+        "z made again for a frozen kernel", LINEAR_LAUNCH, "None if dtypes.dkernel is None else dtype.name",
+        "dtype.name", (f"{FROZEN}test_launches[composed-x-asked for]",),
     ),
     Mutant(
-        "doffset alone without dbias", LINEAR_LAUNCH,
-        "jnp.sum(kernel.astype(dbias.dtype) * jnp.expand_dims(dbias, -2), axis=-1)",
-        "jnp.sum(kernel.astype(dbias.dtype), axis=-1)",
+        "doffset alone of a part of the rows", LINEAR_LAUNCH,
+        "sums = norms.column_sums(rows, jnp", "sums = norms.column_sums(rows[..., 1:, :], jnp",
         (f"{FROZEN}test_some_gradients_are_those_of_all[triton-layer_norm_linear-offset-False]",),
     ),
     Mutant(
-        "a tangent of offset and bias without the offset's", LINEAR_OPERATOR, "factor = doffset.astype(dtype)",
-        "factor = 0 * doffset.astype(dtype)",
+        "a tangent of offset and bias without the offset's", LINEAR_OPERATOR,
+        "jnp.tensordot(tangents.offset.astype(dtype)", "0 * jnp.tensordot(tangents.offset.astype(dtype)",
         (f"{FROZEN}test_some_gradients_are_those_of_all[xla-layer_norm_linear-offset-True]",),
     ),
     Mutant(
-        "what is not used computed", TRANSFORMS, "partial_eval.dce_rules[primitive] = self._without_unused", "pass",
+        "what is not used computed", OPERATION, "partial_eval.dce_rules[primitive] = self._without_unused", "pass",
         (f"{FROZEN}test_launches[norm-scale-used]",),
     ),
     Mutant(
-        "vmap's axis dropped with an operand", TRANSFORMS, "keep, remaining = [True] * len(names), present", "pass",
+        "vmap's axis dropped with an operand", OPERATION, "kept_places = set(range(len(eqn.invars)))", "pass",
         (f"{FROZEN}test_an_unused_result_may_have_brought_the_axis_of_vmap[xla-offset]",),
     ),
     Mutant(
-        "residuals whose number hangs on what is wanted", LINEAR_OPERATOR, "saved = nothing_of(x), *parameters",
-        "saved = None, *parameters",
+        "residuals whose number hangs on what is wanted", DERIVATIVES,
+        "a.nothing() if isinstance(a, Unneeded)", "None if isinstance(a, Unneeded)",
         (f"{FROZEN}test_differentiated_by_one_argument_then_another[xla-jit]",),
     ),
     Mutant(
-        "x kept for an offset", OPERATOR, """if "rstd" not in _backward.needs(wanted):""", "if False:",
+        "x kept for an offset", OPERATOR, """if "rstd" not in needed:""", "if False:",
         (f"{FROZEN}test_held_between_forward_and_backward[xla-layer_norm-offset-0-False]",),
     ),
     Mutant(
-        "another's gradient wanted", TRANSFORMS, "itertools.compress(self._made_of, told.shape[1:])",
-        "itertools.compress(self._made_of, told.shape[:0:-1])",
+        "another's gradient wanted", DERIVATIVES, "for n in told.shape[1:]", "for n in told.shape[:0:-1]",
         (f"{FROZEN}test_some_gradients_are_those_of_all[xla-layer_norm-offset-False]",),
+    ),
+    Mutant(
+        "residuals whose structure hangs on what is wanted", DERIVATIVES,
+        "(kept, _Static(dtypes), _told(", "(kept, _Static(_only(dtypes, is_wanted)), _told(",
+        (f"{FROZEN}test_differentiated_by_one_argument_then_another[xla-jit]",),
+    ),
+    Mutant(
+        "all operands needed, whatever is wanted", OPERATION,
+        "for names, dtype in pairs if dtype is not None for", "for names, dtype in pairs for",
+        (f"{FROZEN}test_held_between_forward_and_backward[xla-layer_norm-offset-0-False]",),
+    ),
+    Mutant(
+        "what is not needed passed all the same", OPERATION, "a if name in needed else None for", "a for",
+        (f"{FROZEN}test_launches[norm-offset-used]",),
+    ),
+    Mutant(
+        "the mean forgotten among what dscale is made of", OPERATOR,
+        """dscale=("dy", "total", "mean", "rstd"),""", """dscale=("dy", "total", "rstd"),""",
+        (f"{FROZEN}test_some_gradients_are_those_of_all[xla-layer_norm-scale-False]",),
     ),
     # The reference and the checker
     Mutant(
@@ -294,12 +325,12 @@ RULES = [
     ),
     # Tuning
     Mutant(
-        "unaligned rows given the tiles of aligned ones", TUNING, "LAYOUTS[1 if inner * itemsize % 16 == 0 else 2]",
+        "unaligned rows given the tiles of aligned ones", NORM_TILES, "LAYOUTS[1 if inner * itemsize % 16 == 0 else 2]",
         "LAYOUTS[1]",
         ("tests/test_tuning.py::test_other_elements_layouts_and_results_have_choices_of_their_own",),
     ),
     Mutant(
-        "two kernels' tiles exchanged", TUNING, 'chip, chosen["row_sums"], chosen["backward"])',
+        "two kernels' tiles exchanged", LINEAR_TILES, 'chip, chosen["row_sums"], chosen["backward"])',
         'chip, chosen["backward"], chosen["row_sums"])',
         ("tests/test_tuning.py::test_linears_are_right_under_tuned_tiles[fused]",),
     ),

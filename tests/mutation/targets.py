@@ -15,20 +15,23 @@ class Mutant(NamedTuple):
     tests: tuple[str, ...]
 
 
-NORM = "jln/_triton/layer_norm_kernels.py"
-LINEAR = "jln/_triton/layer_norm_linear_kernels.py"
+NORM = "jln/_norm/kernels.py"
+LINEAR = "jln/_norm_linear/kernels.py"
 LAUNCH = "jln/_triton/launch.py"
-NORM_LAUNCH = "jln/_triton/layer_norm.py"
-LINEAR_LAUNCH = "jln/_triton/layer_norm_linear.py"
-XLA_NORM = "jln/_xla/layer_norm.py"
-XLA_LINEAR = "jln/_xla/layer_norm_linear.py"
-TRANSFORMS = "jln/_transforms.py"
-OPERATOR = "jln/layer_norm.py"
-LINEAR_OPERATOR = "jln/layer_norm_linear.py"
-PARTITIONING = "jln/_partitioning.py"
+LOWERING = "jln/_triton/lowering.py"
+NORM_LAUNCH = "jln/_norm/launcher.py"
+LINEAR_LAUNCH = "jln/_norm_linear/launcher.py"
+XLA_NORM = "jln/_norm/formulas.py"
+XLA_LINEAR = "jln/_norm_linear/formulas.py"
+OPERATION = "jln/_core/operation.py"
+DERIVATIVES = "jln/_core/derivatives.py"
+MESH = "jln/_core/mesh.py"
+OPERATOR = "jln/_norm/operator.py"
+LINEAR_OPERATOR = "jln/_norm_linear/operator.py"
 CHECKER = "jln/_testing/derivatives.py"
 REPORT = "jln/_testing/report.py"
-TUNING = "jln/_triton/tuning.py"
+NORM_TILES = "jln/_norm/tiles.py"
+LINEAR_TILES = "jln/_norm_linear/tiles.py"
 SEARCH = "jln/_bench/search.py"
 LIMITS = "jln/_accuracy.py"
 REFERENCE = "jln/reference.py"
@@ -65,8 +68,13 @@ COMPOSED = (f"{FUSED}test_composed[33-100-300-float16]",)
 XLA = (f"{ACCURACY}test_family[xla-37-100-add_layer_norm-float32]",)
 XLA_LINEARS = (f"{LINEARS}test_sizes[xla-16-100-128-float32]", f"{LINEARS}test_sizes[xla-333-8-7-float32]")
 # Compiled kernels, executed: ragged rows; rows side by side, on 16 bytes and not; a fused pair.
-RAGGED = (f"{EXECUTED}test_norms.py::test_options[layer_norm-19x100-bfloat16-small-a100-zero_centered_scale=True-epsilon=0.5]",)
+RAGGED = (
+    f"{EXECUTED}test_norms.py::"
+    "test_options[layer_norm-19x100-bfloat16-small-a100-zero_centered_scale=True-epsilon=0.5]",
+)
 UNALIGNED = (f"{EXECUTED}test_norms.py::test_rows_side_by_side[layer_norm-5x100x7-float32-l4-axis=1]",)
 NEIGHBOURS = (f"{EXECUTED}test_norms.py::test_rows_side_by_side[layer_norm-33x768-bfloat16-h200-axis=0]",)
 SEVERAL_TILES = (f"{EXECUTED}test_norms.py::test_sizes[add_layer_norm-29x1000-float32-small-l4]",)
-EXECUTED_FUSED = (f"{EXECUTED}test_linears.py::test_fused[layer_norm_linear-333x128-bfloat16-small-h200-features=(64,)]",)
+EXECUTED_FUSED = (
+    f"{EXECUTED}test_linears.py::test_fused[layer_norm_linear-333x128-bfloat16-small-h200-features=(64,)]",
+)
