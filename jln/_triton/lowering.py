@@ -54,6 +54,17 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, launch: Launch) -> Any
 mlir.register_lowering(_call, _lower, platform="cuda")
 
 
+def missing() -> str | None:
+    """What cannot be used of jax-triton or of jaxlib; None where all can."""
+    try:
+        _compile_to_ptx()
+    except Exception as error:  # 0.3.1 raises AttributeError without a CUDA plugin, others ImportError
+        return f"jax_triton cannot be used ({error!r})"
+    if not hasattr(gpu_triton, "TritonKernelCall"):
+        return "JAX has no CUDA plugin here"
+    return None
+
+
 def has_typed_call() -> bool:
     """Whether the CUDA plugin has the call that XLA can put into CUDA graphs, as it has from jaxlib 0.10.1 on."""
     return TYPED in getattr(gpu_triton._cuda_triton, "registrations", dict)()
