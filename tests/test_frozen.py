@@ -102,10 +102,10 @@ def written(step, *operands):
 FORWARD, BACKWARD = ("forward_kernel", "mean", "rstd"), "backward_kernel"
 NORM_LAUNCHES = {
     ("x",): [FORWARD, (BACKWARD, "dx")],
-    ("scale",): [FORWARD, (BACKWARD, "dscale"), ("reduce_kernel", "dscale")],
+    ("scale",): [FORWARD, (BACKWARD, "shares"), ("reduce_kernel", "dscale")],
     ("offset",): [],
-    ("x", "offset"): [FORWARD, (BACKWARD, "dx", "doffset"), ("reduce_kernel", "doffset")],
-    ("scale", "offset"): [FORWARD, (BACKWARD, "dscale"), ("reduce_kernel", "dscale", "doffset")],  # in one buffer
+    ("x", "offset"): [FORWARD, (BACKWARD, "dx", "shares"), ("reduce_kernel", "doffset")],
+    ("scale", "offset"): [FORWARD, (BACKWARD, "shares"), ("reduce_kernel", "dscale", "doffset")],  # in one buffer
 }
 SUMS = "row_sums_kernel"
 FUSED_LAUNCHES = {
@@ -121,7 +121,7 @@ COMPOSED_LAUNCHES = {
     ("offset", "bias"): [],
     ("kernel",): [FORWARD, ("forward_kernel", "y")],
     ("x", "kernel"): [FORWARD, (BACKWARD, "dx", "y")],
-    ("scale", "kernel"): [FORWARD, (BACKWARD, "dscale", "y"), ("reduce_kernel", "dscale")],
+    ("scale", "kernel"): [FORWARD, (BACKWARD, "shares", "y"), ("reduce_kernel", "dscale")],
 }
 
 

@@ -228,7 +228,7 @@ def test_reduction_of_many_partial_sums(programs):
             SUMS=("dscale", "doffset"),
         )
 
-    dscale, doffset = run(partial).values()
+    dscale, doffset = (run(partial)[name] for name in ("dscale", "doffset"))
     np.testing.assert_allclose(dscale, np.asarray(partial, "float64").sum(1), rtol=1e-5, atol=1e-4)
     np.testing.assert_array_equal(doffset, -dscale)
 

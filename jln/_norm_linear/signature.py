@@ -120,6 +120,8 @@ def on_matrix(compute: Callable[..., Any]) -> Callable[..., Any]:
             return a.reshape(*a.shape[: a.ndim - settings.features], math.prod(features))
 
         results = compute(_mapped(operands, merged), settings, dtypes, batch_dims, **where)
+        if not sizes:  # row statistics alone, which read none
+            return results
         (features,) = sizes
         return _mapped(results, lambda a: a.reshape(*a.shape[:-1], *features))
 
