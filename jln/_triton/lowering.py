@@ -2,7 +2,7 @@
 
 The call is ours: a primitive whose lowering writes XLA's custom call. Of others' private names it takes jax-triton's
 `compile_ttir_to_ptx_inplace`, which has Triton's backend make PTX, and from jaxlib's `gpu_triton` the protobuf that its
-CUDA plugin launches. `tests/test_launch.py` holds their signatures.
+CUDA plugin launches. `tests/program/test_launch.py` holds their signatures.
 """
 
 from __future__ import annotations
