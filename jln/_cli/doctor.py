@@ -159,7 +159,7 @@ def _compiled_kernels() -> str:
 
 
 def _why_not_fused() -> str | None:
-    """Why no Linear is fused with its norm for the chip that programs are compiled for; None where it may be."""
+    """Why no Linear is fused with its norm for the chip of this process; None where nothing forbids it."""
     try:
         chip = target.target_chip()
     except ValueError:  # of JLN_CHIP, which is a fault

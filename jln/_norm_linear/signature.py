@@ -112,17 +112,14 @@ def on_matrix(compute: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def call(operands, settings: NormLinear, dtypes, batch_dims: int, **where):
-        sizes: set[tuple[int, ...]] = set()
+        features: tuple[int, ...] = ()  # where only statistics are wanted, nothing has any
 
         def merged(a):
+            nonlocal features
             features = a.shape[a.ndim - settings.features :]
-            sizes.add(features)
             return a.reshape(*a.shape[: a.ndim - settings.features], math.prod(features))
 
         results = compute(_mapped(operands, merged), settings, dtypes, batch_dims, **where)
-        if not sizes:  # row statistics alone, which read none
-            return results
-        (features,) = sizes
         return _mapped(results, lambda a: a.reshape(*a.shape[:-1], *features))
 
     return call
