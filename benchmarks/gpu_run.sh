@@ -93,9 +93,9 @@ environment() {
     "$python" -m jln doctor --json # its verdict is also on what a GPU has no need of; what matters follows
     "$python" - <<'PYTHON'
 import sys, jax, pytest, typer, xdist  # what the stages need, said here if it is missing
-from jln._triton import launch
+from jln._triton import target
 platform = jax.devices()[0].platform
-why = launch.missing() if platform == "gpu" else None
+why = target.missing() if platform == "gpu" else None
 print(platform, why)
 sys.exit(why is not None or platform != ("cpu" if jax.config.jax_platforms == "cpu" else "gpu"))
 PYTHON

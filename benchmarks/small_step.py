@@ -19,9 +19,8 @@ import jax
 import jax.numpy as jnp
 
 import jln
-from jln._bench import results
-from jln._cli import timing
-from jln._triton import launch
+from jln._bench import results, timing
+from jln._triton import lowering
 
 RATE = 1e-3
 TOLERANCE = 2e-2  # of the largest value, after one step in bfloat16
@@ -50,7 +49,7 @@ def step_of(norm: Any) -> Any:
 
 
 def compiled(norm: Any, given: tuple[Any, ...], *, typed: bool = True, graphs: bool = True) -> Any:
-    old = contextlib.nullcontext() if typed else mock.patch.object(launch, "has_typed_call", lambda: False)
+    old = contextlib.nullcontext() if typed else mock.patch.object(lowering, "has_typed_call", lambda: False)
     with old:
         options = None if graphs else {"xla_gpu_enable_command_buffer": ""}
         return jax.jit(step_of(norm)).lower(*given).compile(options)

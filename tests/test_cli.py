@@ -16,7 +16,8 @@ pytest.importorskip("typer")
 from jln._catalogue import OPERATORS
 from jln._cli import app, check, controls, doctor, samples
 from jln._cli.samples import Sample
-from jln._triton import cache, config
+from jln._triton import cache
+from jln._triton.chip import CHIP_VARIABLE
 
 
 def run(capsys, *arguments):
@@ -312,7 +313,7 @@ class Gpu:
 def test_doctor_says_where_tiles_are_from(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "choices", lambda *_: [])
     assert "Tiles of the kernels: heuristics, as there is no GPU." in run(capsys, "doctor")[1]
-    monkeypatch.setenv(config.CHIP_VARIABLE, "h200")
+    monkeypatch.setenv(CHIP_VARIABLE, "h200")
     (tmp_path / "a.json").write_text('{"schema": 1, "entries": []}')
     monkeypatch.setenv("JLN_TUNING", str(tmp_path / "a.json"))
     out = run(capsys, "doctor", "--json")[1]
@@ -320,7 +321,7 @@ def test_doctor_says_where_tiles_are_from(capsys, monkeypatch, tmp_path):
     (tmp_path / "a.json").write_text("{")
     found = run(capsys, "doctor")
     assert found[0] == 1 and f"BROKEN: {tmp_path / 'a.json'} is ignored in part: all of it: Expecting" in found[1]
-    monkeypatch.setenv(config.CHIP_VARIABLE, "h2000")
+    monkeypatch.setenv(CHIP_VARIABLE, "h2000")
     assert "BROKEN: JLN_CHIP: unknown chip 'h2000'" in run(capsys, "doctor")[1]
 
 
@@ -340,8 +341,8 @@ def test_doctor_says_what_runs_on_a_gpu_and_why(monkeypatch):
 
     if importlib.util.find_spec("jax_triton") is None:
         pytest.skip("needs jax-triton")
-    monkeypatch.setenv(config.CHIP_VARIABLE, "h200")
-    monkeypatch.setattr(doctor.launch, "missing", lambda: None)
+    monkeypatch.setenv(CHIP_VARIABLE, "h200")
+    monkeypatch.setattr(doctor.target, "missing", lambda: None)
     rows = {row["operator"]: row for row in doctor.choices(Gpu())}
     assert rows["layer_norm"]["runs"] == "triton"
     assert rows["layer_norm"]["forward"] == ["forward_kernel"]
@@ -349,7 +350,7 @@ def test_doctor_says_what_runs_on_a_gpu_and_why(monkeypatch):
     fused = ["row_sums_kernel", "backward_kernel", "parameters_kernel"]
     assert rows["layer_norm_linear, few features"]["backward"] == fused
     assert rows["layer_norm_linear"]["backward"][:2] == ["backward_kernel", "reduce_kernel"]
-    monkeypatch.setattr(doctor.launch, "missing", lambda: "jax_triton is not installed")
+    monkeypatch.setattr(doctor.target, "missing", lambda: "jax_triton is not installed")
     row = doctor.choices(Gpu())[0]
     assert row["runs"] == "xla" and row["forward"] == row["backward"] == []
     assert row["why_not_the_other"] == "Why not triton on gpu:0 (NVIDIA H200): jax_triton is not installed."

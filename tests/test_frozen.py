@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jln
 import matrix
 import workbench
-from jln._triton import launch
+from jln._triton import target
 from matrix import OPTIONAL
 from workbench import LINEAR_OPERATORS
 
@@ -93,29 +93,19 @@ def test_some_gradients_of_a_fused_linear(some):
 
 def written(step, *operands):
     """The kernels that a program launches, each with the names of the results that it writes."""
-    with launch.recording() as made:
+    with target.recording() as made:
         jax.jit(step).lower(*operands)
-    return [
-        (
-            run.kernel.fn.__name__,
-            *(
-                name.removesuffix("_ptr")
-                for name, r in zip(run.kernel.arg_names[len(run.arguments) :], run.results, strict=False)
-                if r.size
-            ),
-        )
-        for run in made
-    ]
+    return [(run.kernel.fn.__name__, *run.results) for run in made]
 
 
 # For a loss that is linear in y, so that y is not needed.
 FORWARD, BACKWARD = ("forward_kernel", "mean", "rstd"), "backward_kernel"
 NORM_LAUNCHES = {
     ("x",): [FORWARD, (BACKWARD, "dx")],
-    ("scale",): [FORWARD, (BACKWARD, "dscale"), ("reduce_kernel", "dscale")],
+    ("scale",): [FORWARD, (BACKWARD, "shares"), ("reduce_kernel", "dscale")],
     ("offset",): [],
-    ("x", "offset"): [FORWARD, (BACKWARD, "dx", "doffset"), ("reduce_kernel", "doffset")],
-    ("scale", "offset"): [FORWARD, (BACKWARD, "dscale"), ("reduce_kernel", "dscale", "doffset")],  # in one buffer
+    ("x", "offset"): [FORWARD, (BACKWARD, "dx", "shares"), ("reduce_kernel", "doffset")],
+    ("scale", "offset"): [FORWARD, (BACKWARD, "shares"), ("reduce_kernel", "dscale", "doffset")],  # in one buffer
 }
 SUMS = "row_sums_kernel"
 FUSED_LAUNCHES = {
@@ -131,7 +121,7 @@ COMPOSED_LAUNCHES = {
     ("offset", "bias"): [],
     ("kernel",): [FORWARD, ("forward_kernel", "y")],
     ("x", "kernel"): [FORWARD, (BACKWARD, "dx", "y")],
-    ("scale", "kernel"): [FORWARD, (BACKWARD, "dscale", "y"), ("reduce_kernel", "dscale")],
+    ("scale", "kernel"): [FORWARD, (BACKWARD, "shares", "y"), ("reduce_kernel", "dscale")],
 }
 
 
@@ -150,7 +140,7 @@ COMPOSED_LAUNCHES = {
 )
 def test_launches(features, some, expected, how):
     """Gradients of some arguments; of all, of which some are used: only these have a kernel, or a place in memory."""
-    if not launch.interpreting():
+    if not target.interpreting():
         pytest.skip("kernels are compiled here")
     operator = LINEAR_OPERATORS["layer_norm_linear"]
     x, scale, offset, kernel, bias = workbench.arguments(operator, (400, 64), "bfloat16", features=(features or 1,))
@@ -172,7 +162,7 @@ def test_launches(features, some, expected, how):
 
 def test_wide_rows_without_dx_need_no_sums():
     """c1 and c2 are dx's: rows so wide that a kernel of their own would find them."""
-    if not launch.interpreting():
+    if not target.interpreting():
         pytest.skip("kernels are compiled here")
     x, _, scale, _ = workbench.arguments(workbench.OPERATORS["layer_norm"], (2, 40000), "float32")
 

@@ -10,8 +10,11 @@ import jax.numpy as jnp
 import pytest
 
 import jln
-from jln._triton import config
-from jln._triton import launch as triton_launch
+from jln._norm import tiles
+from jln._norm_linear import tiles as linear_tiles
+from jln._triton import target
+from jln._triton.chip import CHIP_VARIABLE, CHIPS
+from jln._triton.tile import next_power_of_2
 
 
 def python(code, **environment):
@@ -57,7 +60,7 @@ def test_triton_imported_too_early_says_so():
 import os, triton
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ["TRITON_INTERPRET"] = "0"
-import jln._triton.layer_norm_kernels
+import jln._norm.kernels
 os.environ["TRITON_INTERPRET"] = "1"
 import jax.numpy as jnp, jln
 jln.layer_norm(jnp.ones((2, 4)), implementation="triton")
@@ -69,7 +72,7 @@ def test_default_is_not_the_interpreter():
     """TRITON_INTERPRET=1 makes the kernels possible on the CPU, not the default."""
     lowered = jax.jit(jln.layer_norm).lower(jnp.ones((2, 4))).as_text()
     assert ("callback" in lowered) is False
-    if triton_launch.interpreting():
+    if target.interpreting():
         lowered = jax.jit(lambda x: jln.layer_norm(x, implementation="triton")).lower(jnp.ones((2, 4))).as_text()
         assert "callback" in lowered
 
@@ -102,17 +105,17 @@ def test_export_for_two_platforms_at_once():
 
 
 def test_target_chip(monkeypatch):
-    monkeypatch.delenv(config.CHIP_VARIABLE, raising=False)
-    with config.target("b200") as chip:
-        assert chip.capability == 100 and config.target_chip() == chip
-    monkeypatch.setenv(config.CHIP_VARIABLE, "a100")
-    assert config.target_chip().sms == 108
-    monkeypatch.setenv(config.CHIP_VARIABLE, "h2000")
+    monkeypatch.delenv(CHIP_VARIABLE, raising=False)
+    with target.using(target.Gpu(CHIPS["b200"])) as used:
+        assert used.chip.capability == 100 and target.target_chip() == used.chip
+    monkeypatch.setenv(CHIP_VARIABLE, "a100")
+    assert target.target_chip().sms == 108
+    monkeypatch.setenv(CHIP_VARIABLE, "h2000")
     with pytest.raises(ValueError, match="unknown chip 'h2000'; known are a100"):
-        config.target_chip()
+        target.target_chip()
 
 
-@pytest.mark.parametrize("choose", [config.forward_tile, config.backward_plan, config.reduce_tile])
+@pytest.mark.parametrize("choose", [tiles.forward_tile, tiles.backward_plan, tiles.reduce_tile])
 def test_choices_cannot_depend_on_the_number_of_rows(choose):
     assert set(inspect.signature(choose).parameters) <= {"h", "inner", "itemsize", "mixed", "wants_y"}
 
@@ -121,11 +124,11 @@ def test_choices_cannot_depend_on_the_number_of_rows(choose):
 @pytest.mark.parametrize("inner", [1, 2, 7, 64, 147456])
 @pytest.mark.parametrize("h", [1, 2, 3, 127, 128, 1000, 4096, 8191, 8192, 16384, 16385, 262144])
 def test_tiles_are_what_triton_accepts(h, inner, itemsize):
-    plan = config.backward_plan(h, inner, itemsize)
-    for tile in (config.forward_tile(h, inner, itemsize), plan.tile, plan.sums, config.reduce_tile(h)):
+    plan = tiles.backward_plan(h, inner, itemsize)
+    for tile in (tiles.forward_tile(h, inner, itemsize), plan.tile, plan.sums, tiles.reduce_tile(h)):
         if tile is not None:
             for n in (tile.rows, tile.columns, tile.warps):
-                assert n == config.next_power_of_2(n) >= 1
+                assert n == next_power_of_2(n) >= 1
             assert tile.warps <= 32
 
 
@@ -134,13 +137,13 @@ def test_tiles_are_what_triton_accepts(h, inner, itemsize):
     [((3, 6, 0), False), ((3, 7, 0), False), ((3, 7, 1), True), ((3, 8, 0), True), ((3, 10, 0), True)],
 )
 def test_a_triton_that_leaves_out_fences_fuses_no_linear_where_they_matter(monkeypatch, version, fuses):
-    monkeypatch.setattr(config, "_triton_version", lambda: version)
+    monkeypatch.setattr(linear_tiles, "_triton_version", lambda: version)
     for name in ("a100", "l4", "h200", "b200"):
-        chip = config.CHIPS[name]
+        chip = CHIPS[name]
         expected = fuses or chip.capability < 90
-        assert (config.unfenced(chip) is None) == expected
-        for choose in (config.fused_forward, config.fused_backward):
+        assert (linear_tiles.unfenced(chip) is None) == expected
+        for choose in (linear_tiles.forward_tile, linear_tiles.backward_plan):
             assert (choose(10**5, 4096, 64, "bfloat16", chip) is not None) == expected
-    assert config.fused_forward(100, 64, 64, "bfloat16", config.INTERPRETER) is not None
+    assert linear_tiles.forward_tile(100, 64, 64, "bfloat16", target.INTERPRETED) is not None
     if not fuses:
-        assert f"Triton {version[0]}.{version[1]}.0 leaves out fences" in config.unfenced(config.CHIPS["h200"])
+        assert f"Triton {version[0]}.{version[1]}.0 leaves out fences" in linear_tiles.unfenced(CHIPS["h200"])

@@ -11,7 +11,11 @@ import pytest
 
 import jln
 import workbench
-from jln._xla import layer_norm as xla
+from jln._norm import formulas, kernels, launcher, tiles
+from jln._norm.signature import Cotangents, Gradients, Norm, Operands, Outcome
+from jln._triton import target
+from jln._triton.chip import CHIPS
+from jln._triton.launch import launch
 from workbench import OPERATORS
 
 
@@ -122,9 +126,10 @@ def test_mixed_dtypes(name, x, residual, parameter, implementation):
 
 def formula_of_other_platforms(x, residual, scale, offset):
     """That of the CPU has fences of its own."""
-    options = {"subtract_mean": True, "zero_centered_scale": False, "wanted": ("y", "total"), "batch_dims": 0}
-    parameters = (scale[None, :], offset[None, :])
-    return xla.forward(x, residual, *parameters, axis=-1, epsilon=1e-6, y_dtype=x.dtype, **options)[:2]
+    norm = Norm(axis=-1, epsilon=1e-6, subtract_mean=True, zero_centered_scale=False)
+    operands = Operands(x, residual, scale[None, :], offset[None, :])
+    made = formulas.forward(operands, norm, Outcome(x.dtype, x.dtype, None, None), batch_dims=0)
+    return made.y, made.total
 
 
 # A mean of 1000, where neighbours in 16 bits are 1 or 4 apart: the sum that is not rounded is another row. Whole rows,
@@ -205,25 +210,25 @@ def test_rows_do_not_depend_on_each_other(width):
 @pytest.mark.parametrize("programs", [1, 33, 528])  # fewer than a block of partial sums, one more, an H200's
 def test_reduction_of_many_partial_sums(programs):
     """The interpreter's few SMs leave few partial sums; a GPU's leave hundreds."""
-    from jln._triton import config
-    from jln._triton import layer_norm_kernels as kernels
-    from jln._triton.launch import interpreting, launch
-
     partial = workbench.normal(0, (2, programs, 40), "float32")
-    chip = config.INTERPRETER if interpreting() else config.target_chip()
+    where = target.Interpreter() if target.interpreting() else target.Gpu(target.target_chip())
 
     @jax.jit
     def run(partial):
-        tile = config.reduce_tile(40)
-        result = jax.ShapeDtypeStruct((2, 40), "float32")
-        grid = 2 * (-(-40 // tile.columns))
-        switches = {"H": 40, "WANTS_DSCALE": True, "WANTS_DOFFSET": True, "ONE_BUFFER": False}
-        operands, results = [partial, -partial, programs], [result, result]
+        tile, result = tiles.reduce_tile(40), jax.ShapeDtypeStruct((2, 40), "float32")
         return launch(
-            kernels.reduce_kernel, operands, results, programs=grid, tile=tile, chip=chip, compute="float32", **switches
+            where,
+            kernels.reduce_kernel,
+            {"shares": jnp.stack([partial, -partial]), "programs": programs},
+            {"dscale": result, "doffset": result},
+            programs=2 * (-(-40 // tile.columns)),
+            tile=tile,
+            compute=jnp.dtype("float32"),
+            H=40,
+            SUMS=("dscale", "doffset"),
         )
 
-    dscale, doffset = run(partial)
+    dscale, doffset = (run(partial)[name] for name in ("dscale", "doffset"))
     np.testing.assert_allclose(dscale, np.asarray(partial, "float64").sum(1), rtol=1e-5, atol=1e-4)
     np.testing.assert_array_equal(doffset, -dscale)
 
@@ -231,20 +236,16 @@ def test_reduction_of_many_partial_sums(programs):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_partial_sums_are_not_rounded(dtype):
     """dscale's and doffset's [P, H] in float32 (float64 for float64), whatever the parameters are."""
-    from jln._triton import config, launch
-    from jln._triton import layer_norm as triton
-
     x, p = jax.ShapeDtypeStruct((1000, 64), dtype), jax.ShapeDtypeStruct((1, 64), dtype)
     statistic = jax.ShapeDtypeStruct((1000, 1), jnp.promote_types(dtype, "float32"))
-    options = {"axis": -1, "epsilon": 0.0, "subtract_mean": True, "zero_centered_scale": False, "batch_dims": 0}
-    with launch.recording() as made:
-        jax.eval_shape(
-            lambda *a: triton.backward(*a, doffset_dtype=dtype, chip=config.CHIPS["h200"], **options),
-            x, None, x, p, statistic, statistic,
-        )  # fmt: skip
-    shares = made[0].results[1]
+    norm = Norm(axis=-1, epsilon=0.0, subtract_mean=True, zero_centered_scale=False)
+    where = target.Recorder(CHIPS["h200"])
+    operands = Cotangents(x, None, x, p, statistic, statistic)
+    jax.eval_shape(lambda o: launcher.backward(o, norm, Gradients(dtype, dtype, dtype), 0, where), operands)
+    backward, reduction = where.launches
+    shares = backward.results["shares"]
     assert shares.dtype == statistic.dtype
-    assert shares.shape == (2, 1, made[1].arguments[2], 64)
+    assert shares.shape == (2, 1, reduction.scalars["programs"], 64)
 
 
 def test_columns_that_are_not_there_cannot_overflow(implementation):

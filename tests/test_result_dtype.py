@@ -8,7 +8,7 @@ import pytest
 
 import jln
 import workbench
-from jln.layer_norm import normalised
+from jln._norm.operator import normalised
 from workbench import OPERATORS
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import jln
 import workbench
-from jln._triton import launch as triton_launch
+from jln._triton import target
 from workbench import OPERATORS
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
@@ -98,7 +98,7 @@ def test_vmap_of_grad_with_several_programs_a_group(in_axes):
     def transformed(f, operands):
         return jax.vmap(jax.grad(loss(f), argnums=(0, 1, 2, 3)), in_axes)(*operands)
 
-    with triton_launch.recording() as made:
+    with target.recording() as made:
         jax.jit(lambda *a: transformed(functools.partial(operator, implementation="triton"), a)).lower(*narrow)
     assert max(launch.programs for launch in made if launch.kernel.fn.__name__ == "backward_kernel") > 3
     ours = transformed(functools.partial(operator, implementation="triton"), narrow)

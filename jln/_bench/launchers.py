@@ -66,7 +66,7 @@ def call(workload: Workload, direction: str, target: Target) -> tuple[Callable[.
     if workload.is_linear:
         dz = jax.ShapeDtypeStruct(x.shape, dtype if dtype == jnp.bfloat16 else accumulator)
         dtypes = norm_launcher.BackwardAndForward(*gradients, y=dtype.name)
-        launcher: Any = functools.partial(norm_launcher.backward_and_forward, offset=offset)  # pyright: ignore[reportArgumentType]
+        launcher: Any = functools.partial(norm_launcher.backward_and_forward, offset=offset, y_dtype=dtype)  # pyright: ignore[reportArgumentType]
         return made(launcher, settings, dtypes), norms.Cotangents(dz, None, x, scale, mean, statistic)
     dtotal = None if residual is None else x
     return made(norm_launcher.backward, settings, gradients), norms.Cotangents(x, dtotal, x, scale, mean, statistic)

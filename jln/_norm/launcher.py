@@ -161,7 +161,8 @@ def forward(operands: Operands, norm: Norm, dtypes: Outcome, batch_dims: int, ta
 def backward(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: int, target: Target) -> Gradients:
     if dtypes.dx is None and dtypes.dscale is None:
         return Gradients(None, None, _doffset(operands.dy, norm.axis, batch_dims, dtypes.doffset))
-    return backward_and_forward(operands, None, norm, BackwardAndForward(*dtypes, y=None), batch_dims, target).gradients
+    alone = BackwardAndForward(*dtypes, y=None)
+    return backward_and_forward(operands, None, norm, alone, batch_dims, target, y_dtype=None).gradients
 
 
 class BackwardAndForward(NamedTuple):
@@ -184,14 +185,18 @@ def backward_and_forward(
     dtypes: BackwardAndForward,
     batch_dims: int,
     target: Target,
+    *,
+    y_dtype: DTypeLike | None,
 ) -> BackwardAndForward:
-    """offset: the norm's, for y alone."""
+    """offset: the norm's, for y alone. y_dtype: of a y that may be wanted or not; the tiles are the same, and so are
+    the other results, bit for bit. None where there can be no y.
+    """
     dy, dtotal, total, scale, mean, rstd = operands
     chip, compute = target.chip, rstd.dtype
     sums = tuple(name for name in ("dscale", "doffset") if getattr(dtypes, name) is not None)
     g = _geometry((dy, dtotal, total, mean, rstd), (scale, offset), norm.axis, batch_dims, bool(sums))
-    y = g.like_rows(dtypes.y)
-    plan = tiles.backward(g.h, g.inner, *_moved(dy, dtotal, total, y), y is not None, target)
+    y, possible_y = g.like_rows(dtypes.y), g.like_rows(y_dtype)
+    plan = tiles.backward(g.h, g.inner, *_moved(dy, dtotal, total, possible_y), possible_y is not None, target)
     shared, ready = _shared({**operands._asdict(), "offset": offset}, g)
     constants = {"H": g.h, "INNER": g.inner, "SHARED": shared, "ZERO_CENTERED": norm.zero_centered_scale}
 
@@ -211,7 +216,7 @@ def backward_and_forward(
     tile, chunks = plan.tile, g.chunks(plan.tile)
     programs = chip.sms * tile.programs_per_sm // (g.groups * chunks)
     programs = max(1, min(programs, g.tiles(tile)))
-    if y is not None:  # as few as keep memory busy, and of these as few as make the same number of trips
+    if possible_y is not None:  # as few as keep memory busy, and of these as few as make the same number of trips
         programs = min(programs, tiles.busy_programs(tile, total.dtype.itemsize + dy.dtype.itemsize, chip))
         programs = ceil_div(g.tiles(tile), ceil_div(g.tiles(tile), programs))
     # A program that owns whole rows has read its dy before it writes y.

@@ -89,6 +89,7 @@ def _composed_backward(
             ),
             batch_dims,
             target,
+            y_dtype=dtype,
         )
         # The shares of dscale and doffset are added up first, so that dkernel's memory can hold them until then.
         z, dscale, doffset = jax.lax.optimization_barrier((z, dscale, doffset))

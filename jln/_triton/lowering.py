@@ -2,7 +2,7 @@
 
 The call is ours: a primitive whose lowering writes XLA's custom call. Of others' private names it takes jax-triton's
 `compile_ttir_to_ptx_inplace`, which has Triton's backend make PTX, and from jaxlib's `gpu_triton` the protobuf that its
-CUDA plugin launches. `tests/test_launch.py` holds their signatures.
+CUDA plugin launches. `tests/program/test_launch.py` holds their signatures.
 """
 
 from __future__ import annotations
@@ -52,6 +52,17 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, launch: Launch) -> Any
 
 
 mlir.register_lowering(_call, _lower, platform="cuda")
+
+
+def missing() -> str | None:
+    """What cannot be used of jax-triton or of jaxlib; None where all can."""
+    try:
+        _compile_to_ptx()
+    except Exception as error:  # 0.3.1 raises AttributeError without a CUDA plugin, others ImportError
+        return f"jax_triton cannot be used ({error!r})"
+    if not hasattr(gpu_triton, "TritonKernelCall"):
+        return "JAX has no CUDA plugin here"
+    return None
 
 
 def has_typed_call() -> bool:

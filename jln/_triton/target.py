@@ -111,10 +111,10 @@ def missing() -> str | None:
             return f"{package} is not installed: {INSTALL}"
     if interpreting():
         return "TRITON_INTERPRET=1 is set, which leaves nothing to compile: unset it"
-    try:
-        import jax_triton  # noqa: F401
-    except Exception as error:  # 0.3.1 raises AttributeError without a CUDA plugin, others ImportError
-        return f"import jax_triton failed ({error!r}): {INSTALL}"
+    from jln._triton import lowering
+
+    if (reason := lowering.missing()) is not None:
+        return f"{reason}: {INSTALL}"
     if target_chip() is None:
         return (
             "there is no GPU in this process and no chip was named: "

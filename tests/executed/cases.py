@@ -17,11 +17,12 @@ import pytest
 import jln
 import traffic
 import workbench
-from jln._triton import config
+from jln._triton import target
+from jln._triton.chip import CHIPS
 from ptx import Program
 
 # With three SMs persistent programs take many tiles each, in a number that the tiles are no multiple of.
-SMALL = {f"small-{c.name}": dataclasses.replace(c, name=f"small-{c.name}", sms=3) for c in config.CHIPS.values()}
+SMALL = {f"small-{c.name}": dataclasses.replace(c, name=f"small-{c.name}", sms=3) for c in CHIPS.values()}
 
 # By letter: what an operator may be given. d and t are the cotangents, of y and of the sum.
 NORM_LETTERS, LINEAR_LETTERS = "xrso", "xsokb"
@@ -29,7 +30,7 @@ NORM_LETTERS, LINEAR_LETTERS = "xrso", "xsokb"
 
 @contextlib.contextmanager
 def lowering_for(chip: str):
-    with mock.patch.dict(config.CHIPS, SMALL), config.target(chip):
+    with target.using(target.Gpu((CHIPS | SMALL)[chip])):
         yield
 
 

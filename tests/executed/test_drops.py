@@ -10,7 +10,6 @@ What is not noticed is needless, for a reason of `needless`.
 import dataclasses
 import os
 import re
-from unittest import mock
 
 if __name__ == "__main__":
     import conftest  # noqa: F401
@@ -21,7 +20,8 @@ import numpy as np
 import pytest
 
 import jln
-from jln._triton import config
+from jln._triton import target
+from jln._triton.chip import CHIPS
 from ptx import Program, Violation
 
 ORDERING = re.compile(
@@ -60,8 +60,8 @@ def prepared(name):
     f, dtype, shapes = CASES[name]
     random = np.random.default_rng(0)
     arrays = [random.standard_normal(shape, np.float32).astype(jnp.dtype(dtype)) for shape in shapes]
-    chip = config.CHIPS[os.environ["JLN_CHIP"]]
-    with mock.patch.dict(config.CHIPS, {chip.name: dataclasses.replace(chip, sms=2)}):
+    chip = dataclasses.replace(CHIPS[os.environ["JLN_CHIP"]], sms=2)
+    with target.using(target.Gpu(chip)):
         return Program(step(f), *[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]), arrays
 
 

@@ -6,7 +6,8 @@ import pytest
 
 import traffic
 from cases import Case, check
-from jln._triton import config
+from jln._norm_linear.tiles import unfenced
+from jln._triton.chip import CHIPS
 
 LINEAR = Case("layer_norm_linear", (100, 128), "bfloat16", "small-h200", (32,))
 CASES = [
@@ -27,4 +28,4 @@ def test_linears_are_fused_where_triton_fences_their_products():
     """And right either way: a product that reads a tile too early would be a Violation."""
     ran = check(LINEAR)
     kernels = [found.kernel for found in traffic.of(ran.program)]
-    assert ("jln_parameters_kernel" in kernels) == (config.unfenced(config.CHIPS["h200"]) is None)
+    assert ("jln_parameters_kernel" in kernels) == (unfenced(CHIPS["h200"]) is None)

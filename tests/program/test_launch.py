@@ -20,7 +20,10 @@ from jaxlib.mlir import ir
 
 import jln
 from jln import program
-from jln._triton import cache, config, launch
+from jln._triton import cache, lowering, target, tile
+from jln._triton.chip import CHIPS
+from jln._triton.launch import launch
+from jln._triton.tile import Tile
 
 if not program._folders("jax_plugins.xla_cuda13") or importlib.util.find_spec("jax_triton") is None:
     pytest.skip('lowering for an absent GPU needs pip install "jln[cuda13]"', allow_module_level=True)
@@ -28,8 +31,9 @@ if not program._folders("jax_plugins.xla_cuda13") or importlib.util.find_spec("j
 import triton
 import triton.language as tl
 
-H200 = config.CHIPS["h200"]
-TILE = config.Tile(rows=1, columns=128, warps=4)
+H200 = CHIPS["h200"]
+ON_H200 = target.Gpu(H200)
+TILE = Tile(rows=1, columns=128, warps=4)
 X = jax.ShapeDtypeStruct((8, 128), jnp.float32)
 
 
@@ -41,7 +45,7 @@ def toolchain():
 @pytest.fixture(autouse=True)
 def empty_cache(monkeypatch, tmp_path):
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(launch, "_binaries", {})
+    monkeypatch.setattr(lowering, "_binaries", {})
 
 
 @triton.jit
@@ -72,12 +76,10 @@ def other_function_kernel(
     tl.store(out_ptr + index, _thrice(tl.load(x_ptr + index, valid)) + tl.load(y_ptr + index, valid), valid)
 
 
-def add(x, y, kernel=add_kernel, tile=TILE, chip=H200, in_place=None, **constants):
-    (out,) = launch.launch(
-        kernel, [x, x.shape[0], y], [jax.ShapeDtypeStruct(x.shape, x.dtype)], programs=x.shape[0], tile=tile,
-        chip=chip, compute=jnp.dtype("float32"), in_place=in_place, **constants,
-    )  # fmt: skip
-    return out
+def add(x, y, kernel=add_kernel, tile=TILE, on=ON_H200, in_place=None):
+    results = {"out": jax.ShapeDtypeStruct(x.shape, x.dtype)}
+    options = {"programs": x.shape[0], "tile": tile, "compute": jnp.dtype("float32"), "in_place": in_place}
+    return launch(on, kernel, {"x": x, "rows": x.shape[0], "y": y}, results, **options)["out"]
 
 
 def custom_calls(function, *shapes):
@@ -102,18 +104,17 @@ def custom_calls(function, *shapes):
     return found
 
 
-def recorded(**options):
+def recorded(*, chip=H200, shape=X, scalars=None, **options):
     """The launch of `add`, with some of it replaced."""
-    replaced = {k: options.pop(k) for k in ("arguments", "results", "constants") if k in options}
-    shape = options.pop("shape", X)
-    with launch.recording() as made:
-        jax.eval_shape(lambda x, y: add(x, y, **options), shape, shape)
-    return dataclasses.replace(made[0], **replaced)
+    recorder = target.Recorder(chip)
+    jax.eval_shape(lambda x, y: add(x, y, on=recorder, **options), shape, shape)
+    (made,) = recorder.launches
+    return made if scalars is None else dataclasses.replace(made, scalars=scalars)
 
 
 def key(launched):
-    backend = launch._backend(launched.chip.capability)
-    return launch._key(launch.source(launched), backend, backend.parse_options(launched.tile.options()))
+    backend = lowering._backend(launched.chip.capability)
+    return lowering._key(lowering.source(launched), backend, backend.parse_options(launched.tile.options()))
 
 
 def test_call_is_typed_with_the_kernel_as_its_attribute():
@@ -129,7 +130,7 @@ def test_call_is_typed_with_the_kernel_as_its_attribute():
 
 def test_call_is_the_old_one_where_the_plugin_has_no_other(monkeypatch):
     (typed,) = custom_calls(add, X, X)
-    monkeypatch.setattr(launch, "has_typed_call", lambda: False)
+    monkeypatch.setattr(lowering, "has_typed_call", lambda: False)
     (call,) = custom_calls(add, X, X)
     assert (call["call_target_name"], call["api_version"]) == ('"triton_kernel_call"', "2 : i32")
     for name in ("opaque", "operand_layouts", "result_layouts"):
@@ -139,8 +140,8 @@ def test_call_is_the_old_one_where_the_plugin_has_no_other(monkeypatch):
 @pytest.mark.parametrize("typed", [True, False])
 def test_result_in_place_of_an_operand_is_an_alias_of_arrays(typed, monkeypatch):
     """The second array, which is the third operand: XLA does not see the integer between."""
-    monkeypatch.setattr(launch, "has_typed_call", lambda: typed)
-    (call,) = custom_calls(lambda x, y: add(x, y, in_place={2: 0}), X, X)
+    monkeypatch.setattr(lowering, "has_typed_call", lambda: typed)
+    (call,) = custom_calls(lambda x, y: add(x, y, in_place={"y": "out"}), X, X)
     (alias,) = re.findall(r"output_tuple_indices = \[(.*?)\], operand_index = (\d+)", call["output_operand_aliases"])
     assert alias == ("", "1")
 
@@ -171,20 +172,20 @@ def command_buffers(tmp_path):
 
 
 def test_xla_puts_every_kernel_into_one_cuda_graph(tmp_path):
-    if not launch.has_typed_call():
+    if not lowering.has_typed_call():
         pytest.skip("this plugin has only the call that no graph can hold")
     versions, buffers, captured, ours = command_buffers(tmp_path)
     assert versions == {"TYPED_FFI"} and buffers == 1 and captured == ours
 
 
 def test_xla_puts_the_old_call_into_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "has_typed_call", lambda: False)
+    monkeypatch.setattr(lowering, "has_typed_call", lambda: False)
     versions, _, captured, _ = command_buffers(tmp_path)
     assert versions == {"STATUS_RETURNING"} and captured == 0
 
 
 def test_porting_to_a_new_jax_triton():
-    """What `launch` takes of jax-triton and of jaxlib. Where this fails, `_compile` or `_protobuf` is to be mended: see
+    """What `lowering` takes of jax-triton and jaxlib. Where this fails, `_compile` or `_protobuf` is to be mended: see
     how jax-triton's own `triton_kernel_call_lowering` does the same by now, and widen pyproject.toml's bounds after.
     """
     from jax_triton import triton_lib
@@ -215,7 +216,7 @@ def test_one_thread_at_a_time_is_inside_of_triton(monkeypatch):
         return call
 
     for name in ("_key", "_compile"):
-        monkeypatch.setattr(launch, name, alone(getattr(launch, name)))
+        monkeypatch.setattr(lowering, name, alone(getattr(lowering, name)))
     kernels = [jax.ShapeDtypeStruct((rows, 128), dtype) for rows in (1, 2) for dtype in ("float32", "bfloat16")]
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         assert [len(calls) for calls in pool.map(lambda shape: custom_calls(add, shape, shape), kernels)] == [1] * 4
@@ -230,30 +231,30 @@ def test_key_has_all_that_a_binary_depends_on(monkeypatch):
             {"kernel": other_function_kernel},  # which calls another function, and
             {"shape": jax.ShapeDtypeStruct((8, 128), jnp.bfloat16)},  # a type
             {"shape": jax.ShapeDtypeStruct((1, 128), jnp.float32)},  # an integer that is 1
-            {"arguments": (X, 2**31, X)},  # an integer that needs 64 bits
+            {"scalars": {"rows": 2**31}},  # an integer that needs 64 bits
             {"tile": dataclasses.replace(TILE, columns=64)},  # a constant
             {"tile": dataclasses.replace(TILE, warps=8)},
             {"tile": dataclasses.replace(TILE, stages=2)},
-            {"chip": config.CHIPS["a100"]},
+            {"chip": CHIPS["a100"]},
         )
     )
     base = key(recorded())
-    monkeypatch.setattr(config, "FP_FUSION", not config.FP_FUSION)
+    monkeypatch.setattr(tile, "FP_FUSION", not tile.FP_FUSION)
     keys[key(recorded())] += 1
     monkeypatch.undo()
-    monkeypatch.setattr(launch, "ALIGNMENT", 8)
+    monkeypatch.setattr(lowering, "ALIGNMENT", 8)
     keys[key(recorded())] += 1
     monkeypatch.undo()
     monkeypatch.setenv("DISABLE_LLVM_OPT", "1")  # one of Triton's switches
     keys[key(recorded())] += 1
     monkeypatch.undo()
-    for i, version in enumerate(launch._compilers()):
-        others = [*launch._compilers()]
+    for i, version in enumerate(lowering._compilers()):
+        others = [*lowering._compilers()]
         others[i] = version + "1"
-        monkeypatch.setattr(launch, "_compilers", lambda others=others: tuple(others))
+        monkeypatch.setattr(lowering, "_compilers", lambda others=others: tuple(others))
         keys[key(recorded())] += 1
         monkeypatch.undo()
-    monkeypatch.setattr(type(launch._backend(90)), "hash", lambda self: "another ptxas")
+    monkeypatch.setattr(type(lowering._backend(90)), "hash", lambda self: "another ptxas")
     keys[key(recorded())] += 1
     monkeypatch.undo()
     assert set(keys.values()) == {1} and base in keys and len(keys) == 16
@@ -262,18 +263,18 @@ def test_key_has_all_that_a_binary_depends_on(monkeypatch):
 def test_key_has_nothing_else():
     """Another number of rows, which is but an argument, is the same kernel."""
     other = jax.ShapeDtypeStruct((24, 128), jnp.float32)
-    assert key(recorded()) == key(recorded(shape=other)) == key(recorded(in_place={2: 0}))
+    assert key(recorded()) == key(recorded(shape=other)) == key(recorded(in_place={"y": "out"}))
 
 
 LOWER = """
 import collections, time
 import jax, jax.numpy as jnp
 import jln
-from jln._triton import launch
+from jln._triton import lowering
 
 made = collections.Counter()
-compile_ = launch._compile
-launch._compile = lambda *args: made.update(["kernels"]) or compile_(*args)
+compile_ = lowering._compile
+lowering._compile = lambda *args: made.update(["kernels"]) or compile_(*args)
 
 
 def step(x, scale, offset, kernel):
@@ -309,27 +310,27 @@ def test_second_process_compiles_nothing():
 
 def test_what_is_wrong_in_the_cache_is_compiled_again():
     launched = recorded()
-    binary = launch.compiled(launched)
+    binary = lowering.compiled(launched)
     (entry,) = cache.entries()
     good = entry.read_bytes()
     for bad in (b"", good[:-1], good[:20], b"x" + good[1:], zlib.compress(b"not json")):
         entry.write_bytes(bad)
-        launch._binaries.clear()
-        assert launch.compiled(launched) == binary
+        lowering._binaries.clear()
+        assert lowering.compiled(launched) == binary
         assert entry.read_bytes() == good
 
 
 def test_programs_that_are_there_are_loaded(monkeypatch):
     launched = recorded()
-    binary = launch.compiled(launched)
-    launch._binaries.clear()
-    monkeypatch.setattr(launch, "_compile", None)
-    assert launch.compiled(launched) == binary
+    binary = lowering.compiled(launched)
+    lowering._binaries.clear()
+    monkeypatch.setattr(lowering, "_compile", None)
+    assert lowering.compiled(launched) == binary
 
 
 def test_jax_triton_leaves_tritons_own_cache_alone():
     """Its import empties or deletes TRITON_CACHE_DIR, without which `triton.compile` fails in the same process."""
-    code = "from jln._triton import launch; launch.missing(); import os; print(os.environ.get('TRITON_CACHE_DIR'))"
+    code = "from jln._triton import target; target.missing(); import os; print(os.environ.get('TRITON_CACHE_DIR'))"
     for value in ("/somewhere", None):
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_CACHE_DIR"}
         environment |= {} if value is None else {"TRITON_CACHE_DIR": value}
@@ -340,4 +341,4 @@ def test_jax_triton_leaves_tritons_own_cache_alone():
 def test_only_one_file_knows_jax_triton():
     folder = pathlib.Path(jln.__file__).parent
     knows = {p.name for p in folder.rglob("*.py") if re.search(r"import jax_triton|from jax_triton", p.read_text())}
-    assert knows == {"launch.py"}
+    assert knows == {"lowering.py"}

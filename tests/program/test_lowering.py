@@ -5,13 +5,15 @@ import pytest
 
 import jln
 from jln import program
-from jln._triton import config
+from jln._triton import target
+from jln._triton.chip import CHIPS
 
 if not program._folders("jax_plugins.xla_cuda13"):
     pytest.skip('lowering for an absent GPU needs pip install "jln[cuda13]"', allow_module_level=True)
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 OPERATORS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "layer_norm_linear", "rms_norm_linear")
+H200 = target.Gpu(CHIPS["h200"])
 ROWS, H, N = 64, 128, 512  # a product that is composed in 16 bits, whose norm's backward works in place
 
 
@@ -40,7 +42,7 @@ def test_forward_and_backward_lower_with_parameters_of_every_dtype(name, dtype):
         return y, pullback(y)
 
     for parameter_dtype in DTYPES:
-        with config.target("h200"):
+        with target.using(H200):
             traced = jax.jit(step).trace(*operands(name, dtype, parameter_dtype))
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("custom_call @triton_kernel_call") >= 2, parameter_dtype
@@ -58,7 +60,7 @@ def test_many_rows_lower(shape, axis):
         return y, pullback(dy)
 
     x, scale = jax.ShapeDtypeStruct(shape, "bfloat16"), jax.ShapeDtypeStruct((shape[axis],), "bfloat16")
-    with config.target("h200"):
+    with target.using(H200):
         text = jax.jit(step).trace(x, scale, x).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @triton_kernel_call") >= 2
 
@@ -70,7 +72,7 @@ def test_many_rows_of_a_fused_linear_lower(rows):
         return y, pullback(dy)
 
     shapes = ((rows, 16), (16,), (16, 8), (rows, 8))
-    with config.target("h200"):
+    with target.using(H200):
         traced = jax.jit(step).trace(*(jax.ShapeDtypeStruct(s, "bfloat16") for s in shapes))
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @triton_kernel_call") == 4
