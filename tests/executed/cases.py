@@ -156,7 +156,9 @@ def as_rows(case: Case, name: str, a: np.ndarray | None) -> np.ndarray | None:
         return None
     if case.linear:
         h, n = case.shape[-1], int(np.prod(case.features))
-        return a.reshape({"k": (h, n), "dkernel": (h, n), "x": (-1, h), "dx": (-1, h), "d": (-1, n), "y": (-1, n)}.get(name, -1))
+        return a.reshape(
+            {"k": (h, n), "dkernel": (h, n), "x": (-1, h), "dx": (-1, h), "d": (-1, n), "y": (-1, n)}.get(name, -1)
+        )
     if a.ndim < len(case.shape) or name in ("s", "o", "dscale", "doffset"):
         return a.reshape(-1)
     axes = tuple(range(-len(case.axes), 0))
@@ -205,7 +207,9 @@ class Ran:
 
 def _cut(a):
     """The 10 bits behind the point that the tensor cores read of a float32: TF32."""
-    return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(a, np.uint32) & np.uint32(2**32 - 2**13), np.float32)
+    return jax.lax.bitcast_convert_type(
+        jax.lax.bitcast_convert_type(a, np.uint32) & np.uint32(2**32 - 2**13), np.float32
+    )
 
 
 @jax.custom_vjp
@@ -270,4 +274,6 @@ def cases(listed: list[Case], *, quick: tuple[int, ...]):
     """Parametrize a test by `case`. Those whose place in the list is in `quick` run by default, the others are heavy."""
 
     marks = [() if i in quick else pytest.mark.heavy for i in range(len(listed))]
-    return pytest.mark.parametrize("case", [pytest.param(c, id=str(c), marks=m) for c, m in zip(listed, marks, strict=True)])
+    return pytest.mark.parametrize(
+        "case", [pytest.param(c, id=str(c), marks=m) for c, m in zip(listed, marks, strict=True)]
+    )

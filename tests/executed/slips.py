@@ -35,7 +35,5 @@ def broken(file: str, old: str, new: str):
         spec.loader.exec_module(module)
         patches.enter_context(mock.patch.object(package, name, module))
         for user, attribute in KNOWN.get(name, ()):
-            patches.enter_context(
-                mock.patch.object(importlib.import_module(f"jln._triton.{user}"), attribute, module)
-            )
+            patches.enter_context(mock.patch.object(importlib.import_module(f"jln._triton.{user}"), attribute, module))
         yield

@@ -1,7 +1,7 @@
 """Print what executing the kernels came to: errors, sectors, widths of loads, instructions, seconds.
 
-    python tests/executed/table.py              # what tests/executed holds to limits, a few minutes
-    python tests/executed/table.py 768 axis=0   # of all cases those whose name has one of these words
+python tests/executed/table.py              # what tests/executed holds to limits, a few minutes
+python tests/executed/table.py 768 axis=0   # of all cases those whose name has one of these words
 """
 
 import pathlib
@@ -41,7 +41,9 @@ def rows(case):
             found.kernel.removeprefix("jln_").removesuffix("_kernel"),
             "" if i else f"{ran.worst:.2f}",
             f"{found.sectors:.2f}" if found.widths else "",
-            " ".join(f"{width}:{nbytes / sum(found.widths.values()):.0%}" for width, nbytes in sorted(found.widths.items())),
+            " ".join(
+                f"{width}:{nbytes / sum(found.widths.values()):.0%}" for width, nbytes in sorted(found.widths.items())
+            ),
             "" if share is None else f"{share:.2f}",
             "" if i else f"{ran.seconds:.1f}",
         ]

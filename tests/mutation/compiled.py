@@ -8,7 +8,6 @@ from targets import (
     NORM,
     RAGGED,
     SEVERAL_TILES,
-    UNALIGNED,
     Mutant,
 )
 
@@ -31,11 +30,6 @@ COMPILED = [
         "tl.cast(rows // INNER, tl.int64) * (H * INNER)", "tl.cast(rows, tl.int64) * H", NEIGHBOURS,
     ),
     # What the compiler is told, and the launch.
-    Mutant(
-        "neighbours said to start on 16 bytes", NORM,
-        "return column, column * INNER, column < H", "return column, tl.multiple_of(column * INNER, [16]), column < H",
-        UNALIGNED,
-    ),
     Mutant(
         "numbers said to be multiples of 16", LAUNCH,
         """if signature[name].startswith("*"):""", """if signature[name] != "constexpr":""", SEVERAL_TILES,
