@@ -151,7 +151,7 @@ def step(case: Case, module=jln) -> Callable[..., dict[str, jax.Array]]:
 
 
 def as_rows(case: Case, name: str, a: np.ndarray | None) -> np.ndarray | None:
-    """An operand or a result of one example as the `truth` of workbench has it: normalised axes last, the others one."""
+    """An operand or a result of one example as workbench's `truth` has it: normalised axes last, the others one."""
     if a is None:
         return None
     if case.linear:
@@ -271,8 +271,7 @@ def check(case: Case) -> Ran:
 
 
 def cases(listed: list[Case], *, quick: tuple[int, ...]):
-    """Parametrize a test by `case`. Those whose place in the list is in `quick` run by default, the others are heavy."""
-
+    """Parametrize a test by `case`: those whose place in the list is in `quick` run by default, others are heavy."""
     marks = [() if i in quick else pytest.mark.heavy for i in range(len(listed))]
     return pytest.mark.parametrize(
         "case", [pytest.param(c, id=str(c), marks=m) for c, m in zip(listed, marks, strict=True)]

@@ -9,12 +9,12 @@ import sys
 
 sys.path[:0] = [str(pathlib.Path(__file__).resolve().parents[i]) for i in range(3)]
 import conftest  # noqa: E402, F401  # it chooses the environment, before JAX loads
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
-
 import test_linears  # noqa: E402
 import test_norms  # noqa: E402
 import test_traffic  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
 import traffic  # noqa: E402
 from cases import execute  # noqa: E402
 from ptx import Violation  # noqa: E402

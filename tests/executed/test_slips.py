@@ -11,8 +11,8 @@ from slips import broken
 
 NORMS, NORM_LAUNCH = "layer_norm_kernels.py", "layer_norm.py"
 LINEARS, LINEAR_LAUNCH = "layer_norm_linear_kernels.py", "layer_norm_linear.py"
-# Several tiles, the last one ragged, of rows that are no power of two; more tiles than programs; rows shared by programs;
-# chunks; side by side; several groups.
+# Several tiles, the last one ragged, of rows that are no power of two; rows on no 16 bytes; more tiles than programs;
+# rows shared by programs; chunks; side by side; several groups.
 WHOLE = Case("add_layer_norm", (37, 100), "float32", "small-h200")
 UNALIGNED = Case("layer_norm", (29, 1001), "bfloat16", "small-h200")
 MANY = dataclasses.replace(WHOLE, shape=(401, 100))
@@ -121,7 +121,8 @@ LAUNCHES = [
     ("a product's wait dropped", FUSED, "row_sums", text(r"wgmma\.wait_group\.sync\.aligned\s+\d+;", "", 0)),
     ("a product's fence dropped", FUSED, "backward", text(r"fence\.proxy\.async\.shared::cta;", "", 0)),
     ("a copy's wait dropped, before mma", FUSED_MMA, "backward", text(r"cp\.async\.wait_group\s+\d+;", "", 0)),
-    ("wide loads off their 16 bytes", WHOLE, "forward", text(r"(ld\.global\.v4\.b32 \{[^}]*\}, \[ %rd\d+ \+ )0", r"\g<1>4")),
+    ("wide loads off their 16 bytes", WHOLE, "forward",
+     text(r"(ld\.global\.v4\.b32 \{[^}]*\}, \[ %rd\d+ \+ )0", r"\g<1>4")),
     ("loads without a mask", UNALIGNED, "forward", text(r"@%p\d+ (ld\.global\.b16)", r"\1", 0)),
 ]  # fmt: skip
 
@@ -136,7 +137,8 @@ SOURCES = [
      "tl.store(dkernel_ptr + at, g.to(dkernel_ptr.dtype.element_ty))"),
     ("a fused dx without c1", FUSED, LINEARS, "-(c1 * rstd)[:, None])  # (9)", "0.0 * rstd[:, None])  # (9)"),
     # Terms.
-    ("c2 dropped", WHOLE, NORMS, "tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1", "tl.fma(x_hat, 0.0 * rstd[:, None], -(c1"),
+    ("c2 dropped", WHOLE, NORMS, "tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1",
+     "tl.fma(x_hat, 0.0 * rstd[:, None], -(c1"),
     ("c1 dropped", WHOLE, NORMS, "-(c1 * rstd)[:, None])", "0.0 * rstd[:, None])"),
     ("the sum's cotangent not added", WHOLE, NORMS, "        if HAS_DTOTAL:", "        if HAS_DTOTAL and H < 0:"),
     ("y not multiplied by the scale", WHOLE, NORMS, 
@@ -145,19 +147,24 @@ SOURCES = [
     # Launchers: the grid, operands, scalars, switches and aliases as they are written.
     ("a grid of one tile less", WHOLE, NORM_LAUNCH, "programs=g.programs(tile),\n        tile=tile,",
      "programs=g.programs(tile) - 1,\n        tile=tile,"),
-    ("groups forgotten in the grid", GROUPS, NORM_LAUNCH, "programs=g.groups * programs * chunks", "programs=programs * chunks"),
-    ("programs before rows", WHOLE, NORM_LAUNCH, "[*operands, c1, c2, g.rows, programs]", "[*operands, c1, c2, programs, g.rows]"),
-    ("c2 before c1", CHUNKS, NORM_LAUNCH, "[*operands, c1, c2, g.rows, programs]", "[*operands, c2, c1, g.rows, programs]"),
+    ("groups forgotten in the grid", GROUPS, NORM_LAUNCH, "programs=g.groups * programs * chunks",
+     "programs=programs * chunks"),
+    ("programs before rows", WHOLE, NORM_LAUNCH, "[*operands, c1, c2, g.rows, programs]",
+     "[*operands, c1, c2, programs, g.rows]"),
+    ("c2 before c1", CHUNKS, NORM_LAUNCH, "[*operands, c1, c2, g.rows, programs]",
+     "[*operands, c2, c1, g.rows, programs]"),
     ("dscale and doffset swapped", WHOLE, NORM_LAUNCH, "dscale, doffset = launch(", "doffset, dscale = launch("),
     ("epsilon forgotten", dataclasses.replace(WHOLE, epsilon=0.5), NORM_LAUNCH, "EPSILON=epsilon", "EPSILON=1e-6"),
     ("another operand taken for shared", GROUPS, NORM_LAUNCH, "mask |= 1 << i", "mask |= 2 << i"),
     ("y in the memory of a dy that other programs read", COMPOSED, NORM_LAUNCH, "and chunks == 1 and", "and"),
-    ("a fused tile of rows forgotten", FUSED, LINEAR_LAUNCH, "programs=config.ceil_div(rows, tile.rows)", "programs=rows // tile.rows"),
+    ("a fused tile of rows forgotten", FUSED, LINEAR_LAUNCH, "programs=config.ceil_div(rows, tile.rows)",
+     "programs=rows // tile.rows"),
     ("a split forgotten", FUSED, LINEAR_LAUNCH, "programs=splits * config.ceil_div(h, plan.backward.columns)",
      "programs=(splits - 1) * config.ceil_div(h, plan.backward.columns)"),
     ("mean and rstd swapped, fused", FUSED, LINEAR_LAUNCH, "[dy, x, scale, kernel, mean, rstd, rows, programs]",
      "[dy, x, scale, kernel, rstd, mean, rows, programs]"),
-    ("dbias's and doffset's types swapped", FUSED, LINEAR_LAUNCH, "[g, dscale, dbias, scale, offset, kernel, splits, programs]",
+    ("dbias's and doffset's types swapped", FUSED, LINEAR_LAUNCH,
+     "[g, dscale, dbias, scale, offset, kernel, splits, programs]",
      "[g, dscale, dbias, offset, scale, kernel, splits, programs]"),
 ]  # fmt: skip
 

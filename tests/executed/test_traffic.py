@@ -3,6 +3,7 @@
 import math
 
 import jax.numpy as jnp
+
 import traffic
 from cases import Case, cases, check, execute
 

@@ -1,4 +1,4 @@
-"""A whole step of examples/train_lm.py, lowered for an H200 and executed: its loss, gradients and the parameters that it leaves."""
+"""A whole step of examples/train_lm.py, lowered for an H200 and executed: its loss, gradients and parameters."""
 
 import dataclasses
 import pathlib
@@ -13,10 +13,10 @@ from cases import lowering_for
 from ptx import Program
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "examples"))
-import train_lm  # noqa: E402
+import train_lm
 
-# In bfloat16 both Linears behind a norm are fused (192 and 256 features), in float32 neither is. Fewer than ten steps in
-# all have no warm-up, in which the first one changes nothing.
+# In bfloat16 both Linears behind a norm are fused (192 and 256 features), in float32 neither is. Fewer than ten steps
+# in all have no warm-up, in which the first one changes nothing.
 TINY = train_lm.Config(
     layers=2, width=64, heads=2, context=16, batch=4, learning_rate=1e-2, dtype="bfloat16", steps=9, evaluate_every=9
 )

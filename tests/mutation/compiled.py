@@ -42,7 +42,9 @@ COMPILED = [
         "results before operands", LAUNCH, "for a in (*launch.arguments, *launch.results)\n",
         "for a in (*launch.results, *launch.arguments)\n", RAGGED,
     ),
-    Mutant("ones passed though they are constants", LAUNCH, "        if a != 1  # a constant", "        if a != -1  # a constant", RAGGED),
+    Mutant(
+        "ones passed though they are constants", LAUNCH, "if a != 1  # a constant", "if a != -1  # a constant", RAGGED,
+    ),
     Mutant("always four warps", LAUNCH, "facts = (launch.tile.warps, 1,", "facts = (4, 1,", SEVERAL_TILES),
     Mutant("no shared memory asked for", LAUNCH, "1, binary.shared, binary.ptx", "1, 0, binary.ptx", SEVERAL_TILES),
 ]  # fmt: skip
