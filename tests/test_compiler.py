@@ -197,7 +197,8 @@ def test_rows_side_by_side_are_loaded_16_bytes_at_a_time(worker, dtype):
 
 def copies_of_a_fused_forward(shape, dtype):
     """Runs in the worker: the bytes of each copy from global to shared memory."""
-    launch = linear_launches(*shape, LINEAR_DTYPES[dtype], "h200", SWITCHES["nothing"])[0]
+    m, h, n = shape
+    launch = linear_launches(m, h, n, LINEAR_DTYPES[dtype], "h200", SWITCHES["nothing"])[0]
     assert launch.kernel.fn.__module__.endswith("linear_kernels") and launch.kernel.fn.__name__ == "forward_kernel"
     copies = re.findall(
         r"cp\.async\.\w+\.shared\.global \[.*?\], \[.*?\], 0x(\w+)", compiler.compile_launch(launch).ptx
@@ -388,8 +389,8 @@ def fences_of_fused_kernels(chip, dtype, sizes):
 def test_products_wait_for_what_is_stored_to_shared_memory(worker, chip, dtype):
     """Otherwise results are wrong now and then. Triton before 3.7.1 leaves out the fences, and no kernel is fused."""
     if (why := config.unfenced(config.CHIPS[chip])) is not None:
-        assert all(config.fused_forward(*s, dtype, config.CHIPS[chip]) is None for s in FUSED), why
-        assert all(config.fused_backward(*s, dtype, config.CHIPS[chip]) is None for s in FUSED), why
+        for choose in (config.fused_forward, config.fused_backward):
+            assert all(choose(m, h, n, dtype, config.CHIPS[chip]) is None for m, h, n in FUSED), why
         return
     made = worker.submit(fences_of_fused_kernels, chip, dtype, [(100_000, 512, 64)]).result()
     assert sum(products > 0 for _, products, _ in made) == 3

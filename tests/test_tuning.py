@@ -23,7 +23,7 @@ from jln._triton.config import Chip, Tile
 from workbench import LINEAR_OPERATORS, OPERATORS
 
 H200 = config.CHIPS["h200"]
-OTHER = Tile(4, 128, 2)  # forward_tile(128, 1, 2) has 8 rows
+OTHER = Tile(4, 128, 2)  # forward_tile(128, 1, 2) has 16 rows
 
 
 def entry(choice, tiles, chip="interpreter", **sizes):

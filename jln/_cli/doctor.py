@@ -158,7 +158,7 @@ def _tuning() -> tuple[str, list[str]]:
 
 
 def _why_not_fused() -> str | None:
-    """Why no Linear is fused with its norm for the chip that programs are compiled for; None where nothing forbids it."""
+    """Why no Linear is fused with its norm for the chip of this process; None where nothing forbids it."""
     try:
         chip = config.target_chip()
     except ValueError:  # of JLN_CHIP, which is a fault

@@ -126,7 +126,8 @@ KERNELS = [
         "tl.store(c2_ptr + group * rows + row, c2", "tl.store(c2_ptr + row, c2", GROUPS,
     ),
     Mutant(
-        "c2 dropped", NORM, "tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1", "tl.fma(x_hat, 0.0 * rstd[:, None], -(c1", WHOLE
+        "c2 dropped", NORM,
+        "tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1", "tl.fma(x_hat, 0.0 * rstd[:, None], -(c1", WHOLE,
     ),
     Mutant("c1 dropped", NORM, "-(c1 * rstd)[:, None])", "0.0 * rstd[:, None])", WHOLE),
     Mutant(
@@ -156,7 +157,10 @@ KERNELS = [
         "partial = (group * programs + program) * H + column", "partial = (group + program) * H + column",
         (f"{TRANSFORMED}test_vmap_of_grad_with_several_programs_a_group[(0, 0, None, 0)]",),
     ),
-    Mutant("y of backward without the scale", NORM, "y = _affine(x_hat, scale", "y = _affine(x_hat, 1.0 + 0.0 * scale", COMPOSED),
+    Mutant(
+        "y of backward without the scale", NORM,
+        "y = _affine(x_hat, scale", "y = _affine(x_hat, 1.0 + 0.0 * scale", COMPOSED,
+    ),
     Mutant(
         "a share too many added up", NORM,
         "mask = (program < programs)[:, None] & exists[None, :]",
@@ -225,7 +229,10 @@ KERNELS = [
         "dkernel without the scale", LINEAR, "g = tl.sum(g, axis=0) * scale[:, None]", "g = tl.sum(g, axis=0)",
         FUSED_KERNELS,
     ),
-    Mutant("dkernel without the offset", LINEAR, "g = tl.fma(offset[:, None], total[None, :], g)", "g += 0.0", FUSED_KERNELS),
+    Mutant(
+        "dkernel without the offset", LINEAR,
+        "g = tl.fma(offset[:, None], total[None, :], g)", "g += 0.0", FUSED_KERNELS,
+    ),
     Mutant(
         "doffset without dbias", LINEAR,
         "doffset = tl.sum(kernel * total[None, :], axis=1)", "doffset = tl.sum(kernel, axis=1)", FUSED_KERNELS,
