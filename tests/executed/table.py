@@ -54,11 +54,11 @@ def main() -> None:
     chosen = [case for case in EVERY if any(w in str(case) for w in words)] if words else BY_DEFAULT
     table = Table(title="Executed: large arrays only in sectors and loads; issue: 1 is all that the schedulers can")
     for heading in ("case", "kernel", "error / allowed", "sectors", "loads, by bytes", "issue", "seconds"):
-        table.add_column(heading, no_wrap=True)
+        table.add_column(heading, **({"width": 60, "overflow": "fold"} if heading == "case" else {"no_wrap": True}))
     for case in chosen:
         for row in rows(case):
             table.add_row(*row)
-    Console(width=180).print(table)
+    Console(width=150).print(table)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from targets import (
     LINEAR,
     NEIGHBOURS,
     NORM,
+    ONE_ROW,
     RAGGED,
     SEVERAL_TILES,
     Mutant,
@@ -43,7 +44,7 @@ COMPILED = [
         "for a in (*launch.results, *launch.arguments)\n", RAGGED,
     ),
     Mutant(
-        "ones passed though they are constants", LAUNCH, "if a != 1  # a constant", "if a != -1  # a constant", RAGGED,
+        "ones passed though they are constants", LAUNCH, "if a != 1  # a constant", "if a != -1  # a constant", ONE_ROW,
     ),
     Mutant("always four warps", LAUNCH, "facts = (launch.tile.warps, 1,", "facts = (4, 1,", SEVERAL_TILES),
     Mutant("no shared memory asked for", LAUNCH, "1, binary.shared, binary.ptx", "1, 0, binary.ptx", SEVERAL_TILES),
