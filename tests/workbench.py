@@ -163,8 +163,8 @@ def _largest(a):
 
 
 def errors(got, plain, true):
-    """Each result's error and what is allowed of it, by element: at most twice that of plain jnp in the same dtype, plus
-    one rounding. Yields (name, error, allowed, plain jnp's largest error).
+    """Each result's error and what is allowed of it, by element: at most twice that of plain jnp in the same dtype,
+    plus one rounding. Yields (name, error, allowed, plain jnp's largest error).
     """
     values, roundings = true
     assert got.keys() == plain.keys()

@@ -147,12 +147,14 @@ def step(case: Case, module=jln) -> Callable[..., dict[str, jax.Array]]:
 
 
 def as_rows(case: Case, name: str, a: np.ndarray | None) -> np.ndarray | None:
-    """An operand or a result of one example as the `truth` of workbench has it: normalised axes last, the others one."""
+    """An operand or a result of one example as workbench's `truth` has it: normalised axes last, the others one."""
     if a is None:
         return None
     if case.linear:
         h, n = case.shape[-1], int(np.prod(case.features))
-        return a.reshape({"k": (h, n), "dkernel": (h, n), "x": (-1, h), "dx": (-1, h), "d": (-1, n), "y": (-1, n)}.get(name, -1))
+        return a.reshape(
+            {"k": (h, n), "dkernel": (h, n), "x": (-1, h), "dx": (-1, h), "d": (-1, n), "y": (-1, n)}.get(name, -1)
+        )
     if a.ndim < len(case.shape) or name in ("s", "o", "dscale", "doffset"):
         return a.reshape(-1)
     axes = tuple(range(-len(case.axes), 0))
@@ -197,7 +199,9 @@ class Ran:
 
 def _cut(a):
     """The 10 bits behind the point that the tensor cores read of a float32: TF32."""
-    return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(a, np.uint32) & np.uint32(2**32 - 2**13), np.float32)
+    return jax.lax.bitcast_convert_type(
+        jax.lax.bitcast_convert_type(a, np.uint32) & np.uint32(2**32 - 2**13), np.float32
+    )
 
 
 @jax.custom_vjp
@@ -259,7 +263,8 @@ def check(case: Case) -> Ran:
 
 
 def cases(listed: list[Case], *, quick: tuple[int, ...]):
-    """Parametrize a test by `case`. Those whose place in the list is in `quick` run by default, the others are heavy."""
-
+    """Parametrize a test by `case`: those whose place in the list is in `quick` run by default, others are heavy."""
     marks = [() if i in quick else pytest.mark.heavy for i in range(len(listed))]
-    return pytest.mark.parametrize("case", [pytest.param(c, id=str(c), marks=m) for c, m in zip(listed, marks, strict=True)])
+    return pytest.mark.parametrize(
+        "case", [pytest.param(c, id=str(c), marks=m) for c, m in zip(listed, marks, strict=True)]
+    )

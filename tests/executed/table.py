@@ -1,7 +1,7 @@
 """Print what executing the kernels came to: errors, sectors, widths of loads, instructions, seconds.
 
-    python tests/executed/table.py              # what tests/executed holds to limits, a few minutes
-    python tests/executed/table.py 768 axis=0   # of all cases those whose name has one of these words
+python tests/executed/table.py              # what tests/executed holds to limits, a few minutes
+python tests/executed/table.py 768 axis=0   # of all cases those whose name has one of these words
 """
 
 import pathlib
@@ -9,12 +9,12 @@ import sys
 
 sys.path[:0] = [str(pathlib.Path(__file__).resolve().parents[i]) for i in range(3)]
 import conftest  # noqa: E402, F401  # it chooses the environment, before JAX loads
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
-
 import test_linears  # noqa: E402
 import test_norms  # noqa: E402
 import test_traffic  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
 import traffic  # noqa: E402
 from cases import execute  # noqa: E402
 from ptx import Violation  # noqa: E402
@@ -41,7 +41,9 @@ def rows(case):
             found.kernel.removeprefix("jln_").removesuffix("_kernel"),
             "" if i else f"{ran.worst:.2f}",
             f"{found.sectors:.2f}" if found.widths else "",
-            " ".join(f"{width}:{nbytes / sum(found.widths.values()):.0%}" for width, nbytes in sorted(found.widths.items())),
+            " ".join(
+                f"{width}:{nbytes / sum(found.widths.values()):.0%}" for width, nbytes in sorted(found.widths.items())
+            ),
             "" if share is None else f"{share:.2f}",
             "" if i else f"{ran.seconds:.1f}",
         ]
@@ -52,11 +54,11 @@ def main() -> None:
     chosen = [case for case in EVERY if any(w in str(case) for w in words)] if words else BY_DEFAULT
     table = Table(title="Executed: large arrays only in sectors and loads; issue: 1 is all that the schedulers can")
     for heading in ("case", "kernel", "error / allowed", "sectors", "loads, by bytes", "issue", "seconds"):
-        table.add_column(heading, no_wrap=True)
+        table.add_column(heading, **({"width": 60, "overflow": "fold"} if heading == "case" else {"no_wrap": True}))
     for case in chosen:
         for row in rows(case):
             table.add_row(*row)
-    Console(width=180).print(table)
+    Console(width=150).print(table)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 from cases import Case, cases, check
 
 LAYER, RMS = "layer_norm_linear", "rms_norm_linear"
-# Features: 1, 7: a sixteenth of the narrowest tile and less than half of it. 16, 64, 128, 256: the tiles that there are;
-# 30, 104, 200: between. 64 is the last whose rows may be unaligned. Rows: 1; 64: a tile; 100, 200, 333: several, and the
-# last one ragged. H: 8, 33: less than a tile of columns. 64, 128: one and two. 100, 1000: ragged.
+# Features: 1, 7: a sixteenth of the narrowest tile and less than half of it. 16, 64, 128, 256: the tiles that there
+# are; 30, 104, 200: between. 64 is the last whose rows may be unaligned. Rows: 1; 64: a tile; 100, 200, 333: several,
+# and the last one ragged. H: 8, 33: less than a tile of columns. 64, 128: one and two. 100, 1000: ragged.
 FUSED = [
     Case(LAYER, (1, 8), "bfloat16", "h200", (1,)),
     Case(LAYER, (64, 64), "float16", "small-h200", (7,)),

@@ -1,12 +1,12 @@
-"""The norms' kernels as they are compiled: values and every gradient, at the sizes where the kernels change their way."""
+"""The norms' kernels as they are compiled: values and every gradient, where the kernels change their way."""
 
 from cases import Case, cases, check
 
 # Which rows: 1: one element, and a variance of 0. 17, 33, 65: a thread has one element. 64, 128, 256, 1024: full tiles,
 # several rows or one. 768: a quarter of the tile is masked. 1000: ragged, and on 16 bytes; 1001: not. 4096: two tiles
-# ahead at most. 8192: as wide as whole rows get in 16 bits; 16384: two to four programs a row; 16385: chunks, and a pass
-# for the row sums. float64 comes to the last two at 4096 and 4097.
-# How many: 1; fewer than a tile; one more than a multiple; on three SMs, several tiles for each program, the last ragged.
+# ahead at most. 8192: as wide as whole rows get in 16 bits; 16384: two to four programs a row; 16385: chunks, and a
+# pass for the row sums. float64 comes to the last two at 4096 and 4097.
+# How many: 1; fewer than a tile; one more than a multiple; on three SMs, several tiles a program, the last ragged.
 SIZES = [
     Case("layer_norm", (1, 1)),
     Case("rms_norm", (5, 1), "bfloat16", "a100"),
@@ -68,7 +68,7 @@ MIXED = [
     Case("add_layer_norm", (2, 16392), "bfloat16", "small-h200", residual="float32"),
 ]
 
-# Rows side by side. 33 x 768 over axis 0 and 768: neighbours on 16 bytes; 7 and 63 are not. 4 and 2: less than a sector.
+# Rows side by side. 33 x 768 over axis 0: 768 neighbours, on 16 bytes; 7 and 63 are not. 4 and 2: less than a sector.
 # A long axis 0: chunks, and the row sums' own pass.
 STRIDED = [
     Case("layer_norm", (33, 768), "bfloat16", axis=0),

@@ -121,13 +121,12 @@ LAUNCHES = [
     ("a product's wait dropped", FUSED, "row_sums", text(r"wgmma\.wait_group\.sync\.aligned\s+\d+;", "", 0)),
     ("a product's fence dropped", FUSED, "backward", text(r"fence\.proxy\.async\.shared::cta;", "", 0)),
     ("a copy's wait dropped, before mma", FUSED_MMA, "backward", text(r"cp\.async\.wait_group\s+\d+;", "", 0)),
+    ("wide loads off their 16 bytes", WHOLE, "forward",
+     text(r"(ld\.global\.v4\.b32 \{[^}]*\}, \[ %rd\d+ \+ )0", r"\g<1>4")),
     ("loads without a mask", UNALIGNED, "forward", text(r"@%p\d+ (ld\.global\.b16)", r"\1", 0)),
 ]  # fmt: skip
 
 SOURCES = [
-    # Wrong hints of divisibility: wide loads where rows do not start on 16 bytes.
-    ("neighbours said to start on 16 bytes", dataclasses.replace(STRIDED, shape=(3, 24, 39)), NORMS,
-     "return column, column * INNER, column < H", "return column, tl.multiple_of(column * INNER, [16]), column < H"),
     # Row strides, bounds and masks.
     ("rows at the tile's width", WHOLE, NORMS, "return row, row * H, row < rows", "return row, row * 128, row < rows"),
     ("a fused row stride of the tile's width", dataclasses.replace(FUSED, shape=(100, 120)), LINEARS,

@@ -18,9 +18,9 @@ LARGE = re.compile(r"\b(x|residual|total|dy|dtotal|dx|y|kernel)_ptr\b")
 class Traffic:
     """One call's.
 
-    widths: bytes that its loads of large arrays asked for, by width. sectors: the bytes that its loads and stores of large
-    arrays moved, in sectors of 32, for a byte asked for. lines: {(line of the kernel, width): bytes} of the narrow ones.
-    issued: instructions, times warps.
+    widths: bytes that its loads of large arrays asked for, by width. sectors: the bytes that its loads and stores of
+    large arrays moved, in sectors of 32, for a byte asked for. narrow: {(line of the kernel, width): bytes} of loads of
+    less than 16. issued: instructions, times warps.
     """
 
     kernel: str
@@ -35,7 +35,7 @@ class Traffic:
         return self.widths.get(16, 0) / max(1, sum(self.widths.values()))
 
     def issue_share(self, nbytes: int) -> float:
-        """The time that an H200's schedulers take for the instructions, as a part of what its memory takes for `nbytes`.
+        """The time that an H200's schedulers take for the instructions, as a part of its memory's for `nbytes`.
 
         Unlike `Stats.issue_share` of all sectors asked for: scale and offset come from a cache.
         """

@@ -7,9 +7,9 @@ from targets import (
     LOWERING,
     NEIGHBOURS,
     NORM,
+    ONE_ROW,
     RAGGED,
     SEVERAL_TILES,
-    UNALIGNED,
     Mutant,
 )
 
@@ -34,11 +34,6 @@ COMPILED = [
     ),
     # What the compiler is told, and the launch.
     Mutant(
-        "neighbours said to start on 16 bytes", NORM,
-        "return column, column * INNER, column < H", "return column, tl.multiple_of(column * INNER, [16]), column < H",
-        UNALIGNED,
-    ),
-    Mutant(
         "numbers said to be multiples of 16", LOWERING,
         """if signature[name].startswith("*"):""", """if signature[name] != "constexpr":""", SEVERAL_TILES,
     ),
@@ -51,8 +46,7 @@ COMPILED = [
         "return {name: given[name] for name in self.kernel.arg_names if name in given}", "return given", RAGGED,
     ),
     Mutant(
-        "ones passed though they are constants", LOWERING,
-        "        if a != 1  # a constant", "        if a != -1  # a constant", RAGGED,
+        "ones passed though they are constants", LOWERING, "if a != 1  # a constant", "if a != -1  # a constant", ONE_ROW,
     ),
     Mutant("always four warps", LOWERING, "facts = (launch.tile.warps, 1,", "facts = (4, 1,", SEVERAL_TILES),
     Mutant("no shared memory asked for", LOWERING, "1, binary.shared, binary.ptx", "1, 0, binary.ptx", SEVERAL_TILES),

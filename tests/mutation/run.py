@@ -40,8 +40,9 @@ def copied() -> pathlib.Path:
 
 
 def tests(tree: pathlib.Path, ids: list[str]) -> tuple[int | None, str]:
-    """-> (pytest's exit status, None when it took too long; the last of its output). Those that execute compiled
-    kernels have a process of their own: in the others' Triton interprets.
+    """-> (pytest's exit status, None when it took too long; the last of its output)
+
+    Those that execute compiled kernels have a process of their own: in the others' Triton interprets.
     """
     executed = [test for test in ids if test.startswith(EXECUTED)]
     others = [test for test in ids if not test.startswith(EXECUTED)]

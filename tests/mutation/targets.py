@@ -67,12 +67,11 @@ FUSED_KERNELS = (
 COMPOSED = (f"{FUSED}test_composed[33-100-300-float16]",)
 XLA = (f"{ACCURACY}test_family[xla-37-100-add_layer_norm-float32]",)
 XLA_LINEARS = (f"{LINEARS}test_sizes[xla-16-100-128-float32]", f"{LINEARS}test_sizes[xla-333-8-7-float32]")
-# Compiled kernels, executed: ragged rows; rows side by side, on 16 bytes and not; a fused pair.
+# Compiled kernels, executed: ragged rows; rows side by side; a fused pair.
 RAGGED = (
-    f"{EXECUTED}test_norms.py::"
-    "test_options[layer_norm-19x100-bfloat16-small-a100-zero_centered_scale=True-epsilon=0.5]",
+    f"{EXECUTED}test_norms.py::test_options[layer_norm-19x100-bfloat16-small-a100-zero_centered_scale=True-epsilon=0.5]",
 )
-UNALIGNED = (f"{EXECUTED}test_norms.py::test_rows_side_by_side[layer_norm-5x100x7-float32-l4-axis=1]",)
+ONE_ROW = (f"{EXECUTED}test_norms.py::test_sizes[layer_norm-1x1-float32-h200]",)
 NEIGHBOURS = (f"{EXECUTED}test_norms.py::test_rows_side_by_side[layer_norm-33x768-bfloat16-h200-axis=0]",)
 SEVERAL_TILES = (f"{EXECUTED}test_norms.py::test_sizes[add_layer_norm-29x1000-float32-small-l4]",)
 EXECUTED_FUSED = (
