@@ -4,10 +4,10 @@ import dataclasses
 import re
 
 import pytest
-from cases import Case, execute
-from slips import broken
 
+from cases import Case, execute
 from ptx import Violation
+from slips import broken
 
 NORMS, NORM_LAUNCH = "jln._norm.kernels", "jln._norm.launcher"
 LINEARS, LINEAR_LAUNCH = "jln._norm_linear.kernels", "jln._norm_linear.launcher"

@@ -46,7 +46,8 @@ COMPILED = [
         "return {name: given[name] for name in self.kernel.arg_names if name in given}", "return given", RAGGED,
     ),
     Mutant(
-        "ones passed though they are constants", LOWERING, "if a != 1  # a constant", "if a != -1  # a constant", ONE_ROW,
+        "ones passed though they are constants", LOWERING,
+        "if a != 1  # a constant", "if a != -1  # a constant", ONE_ROW,
     ),
     Mutant("always four warps", LOWERING, "facts = (launch.tile.warps, 1,", "facts = (4, 1,", SEVERAL_TILES),
     Mutant("no shared memory asked for", LOWERING, "1, binary.shared, binary.ptx", "1, 0, binary.ptx", SEVERAL_TILES),
