@@ -30,8 +30,8 @@ class Rules:
     tangents: `tangents(settings, saved, tangents, results)` -> the results' tangents, linear in those of the operands,
         None where zero, and transposed to `gradients` by its own means.
 
-    `wanted` is a NamedTuple of the operands' dtypes by name, None for those whose gradient nobody wants. `saved` comes
-    with None for what is unneeded.
+    `wanted` is a NamedTuple of the operands' dtypes by name, None for those whose gradient nobody wants. In `saved`
+    what is unneeded is an empty array for `gradients`, and None for `tangents`.
     """
 
     value: Callable[..., Any]
@@ -60,15 +60,12 @@ class Rules:
         dtypes = jax.tree.map(lambda a: a.dtype.name, values)
         is_wanted = [a is not None and a.perturbed for a in operands]
         results, saved = self.saving(settings, values, _only(dtypes, is_wanted))
-        is_needed = [not isinstance(a, Unneeded) for a in saved]
         kept = type(saved)(*(a.nothing() if isinstance(a, Unneeded) else a for a in saved))
-        return results, (kept, _Static(dtypes), _told([*is_wanted, *is_needed]))
+        return results, (kept, _Static(dtypes), _told(is_wanted))
 
     def _gradients(self, settings, residuals, cotangents):
-        kept, dtypes, told = residuals
-        flags = _heard(told)
-        wanted = _only(dtypes.value, flags[: len(dtypes.value)])
-        saved = _only(kept, flags[len(dtypes.value) :])
+        saved, dtypes, told = residuals
+        wanted = _only(dtypes.value, _heard(told))
         return (self.gradients(settings, saved, _without_zeros(cotangents), wanted),)
 
     def _tangents(self, settings, primals, tangents):
