@@ -114,7 +114,7 @@ def precisions(apply: Callable[[Any, Any], jax.Array], variables: Any, x: jax.Ar
     jaxpr = jax.make_jaxpr(jax.grad(lambda variables: jnp.sum(apply(variables, x))))(variables)
     operators = [e for e in every_equation(jaxpr) if e.primitive.name.startswith("jln_norm_linear")]
     assert len(operators) == 2
-    return [p for e in operators for p in np.ravel(dict(e.params["options"])["precision"])]
+    return [p for e in operators for p in np.ravel(e.params["told"].settings.precision)]
 
 
 def described(case: Mapping[str, Any]) -> str:
