@@ -14,7 +14,7 @@ def temporaries(function, *shapes):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-# More rows than a row has elements, fewer, and many short rows: DESIGN section 7's three sizes.
+# More rows than a row has elements, fewer, and many short rows: the three sizes of benchmarks/README.md.
 @pytest.mark.parametrize("shape", [(4096, 1024), (1024, 4096), (16384, 256)])
 @pytest.mark.parametrize("returns_y", [False, True])
 def test_gradient_of_layer_norm(shape, dtype, returns_y):

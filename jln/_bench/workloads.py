@@ -110,7 +110,7 @@ def _named(*workloads: Workload) -> dict[str, Workload]:
 
 # Widths of "Language Models are Unsupervised Multitask Learners" (2019), 1024 tokens a sequence.
 _GPT2 = {"small": (16, 768), "medium": (16, 1024), "large": (8, 1280), "xl": (8, 1600)}
-# Rows of 2^25 elements: what DESIGN's byte table counts.
+# Rows of 2^25 elements, so that bytes compare by width: the table of benchmarks/README.md.
 _TABLE = (1024, 4096, 8192, 16384, 32768)
 _BIAS = ("bias",)
 

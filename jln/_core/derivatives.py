@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -41,10 +42,13 @@ class Rules:
 
     def operator(self) -> Callable[..., Any]:
         """`operator(settings, operands, forward_mode)`, the differentiable function."""
-        reverse = jax.custom_vjp(self.value, nondiff_argnums=(0,))
-        reverse.defvjp(self._saving, self._gradients, symbolic_zeros=True)
-        forward = jax.custom_jvp(self.value, nondiff_argnums=(0,))
-        forward.defjvp(self._tangents, symbolic_zeros=True)
+        value, saving, gradients, tangents = map(
+            _with_standard_promotion, (self.value, self._saving, self._gradients, self._tangents)
+        )
+        reverse = jax.custom_vjp(value, nondiff_argnums=(0,))
+        reverse.defvjp(saving, gradients, symbolic_zeros=True)
+        forward = jax.custom_jvp(value, nondiff_argnums=(0,))
+        forward.defjvp(tangents, symbolic_zeros=True)
 
         def operator(settings: Hashable, operands: Any, forward_mode: bool) -> Any:
             operands = _varying_together(operands)
@@ -76,6 +80,17 @@ class Rules:
         results, saved = self.saving(settings, operands, wanted)
         saved = _only(saved, [not isinstance(a, Unneeded) for a in saved])
         return results, self.tangents(settings, saved, tangents, results)
+
+
+def _with_standard_promotion(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """The rule in JAX's own mode of promotion: every dtype is chosen on purpose, whatever the user's mode."""
+
+    @functools.wraps(rule)
+    def call(*arguments: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            return rule(*arguments)
+
+    return call
 
 
 def named_statistics(*statistics: jax.Array | None) -> tuple[jax.Array | None, ...]:
@@ -185,7 +200,8 @@ def with_automatic_axes(function: Callable[..., Any], specs: Callable[..., Any],
     """`function(operands)`; on a mesh with explicit axes as if they were automatic, with results sharded as `specs`,
     called with the operands' PartitionSpecs, says.
     """
-    mesh = jax.typeof(jax.tree.leaves(operands)[0]).sharding.mesh
+    meshes = [jax.typeof(a).sharding.mesh for a in jax.tree.leaves(operands)]
+    mesh = next((mesh for mesh in meshes if not mesh.empty), meshes[0])
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = tuple(a for a, kind in kinds if kind == AxisType.Explicit)
     if not explicit:

@@ -204,14 +204,18 @@ def partitioned(
     compute_on_part_of_h: Callable[..., list[jax.Array]] | None,
     layout: Layout,
     accumulate: Callable[..., list[jax.Array]],
+    devices: Sequence[Any] | None,
 ) -> Callable[..., list[jax.Array]]:
     """`compute` of the operands that are present, on every device by itself.
 
     compute_on_part_of_h: takes the mesh axes that split H, and the operands; None where H must not be split.
     accumulate: as `compute`, with the results that are added up wide in a dtype for it.
+    devices: those of the program, for where JAX knows no mesh, as under `jax.set_mesh` with nothing sharded.
     """
 
     def plan(mesh: Any, operands: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
+        if mesh.empty and devices is not None:
+            mesh = jax.sharding.Mesh(np.array(list(devices)), ("all",))
         mesh = _with_prime_axes(mesh)
         operands, results = ([_on_mesh(mesh, a) for a in arrays] for arrays in (operands, results))
         placement = place(mesh, layout, operands, results, compute_on_part_of_h is not None)

@@ -96,7 +96,7 @@ class Operation(Generic[Operands, Results]):
         given, tree = jax.tree.flatten(self._needed(operands, dtypes))
         told = Told(settings, dtypes, batch_dims)
         written = self._primitive.bind(
-            *given, tree=tree, told=told, implementation=implementation, mark=needs_devices()
+            *given, tree=tree, told=told, implementation=implementation, contains=needs_devices()
         )
         return jax.tree.unflatten(jax.tree.structure(dtypes), written)
 
@@ -173,8 +173,8 @@ class Operation(Generic[Operands, Results]):
         results = self._primitive.bind(*primals, tree=tree, told=told, **params)
         return results, tangents_out
 
-    def _lower(self, platform, ctx, *operands, tree, told, implementation, mark):
-        del mark
+    def _lower(self, platform, ctx, *operands, tree, told, implementation, contains):
+        del contains
         sizes = [n for aval in ctx.avals_in for n in aval.shape]
         if not all(isinstance(n, int) for n in sizes):  # an export with symbolic shapes
             if implementation == "triton":
@@ -192,10 +192,11 @@ class Operation(Generic[Operands, Results]):
         if spread:
             assert self._layout is not None
             layout = self._layout(tree.unflatten(ctx.avals_in), *told.arguments())
-            function = self._spread(compute, layout, tree, told, may_split_h=implementation != "triton")
+            devices = getattr(ctx.module_context.axis_context, "device_assignment", None)
+            function = self._spread(compute, layout, tree, told, devices, may_split_h=implementation != "triton")
         return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 
-    def _spread(self, compute, layout: Layout, tree, told, may_split_h: bool) -> Callable[..., Any]:
+    def _spread(self, compute, layout: Layout, tree, told, devices, may_split_h: bool) -> Callable[..., Any]:
         """`compute` on every device by itself, shares of sums that are of parameters' size in a wide dtype."""
         exact = dataclasses.replace(told, dtypes=layout.widened(told.dtypes))
 
@@ -207,6 +208,7 @@ class Operation(Generic[Operands, Results]):
             on_part_of_h if may_split_h else None,
             layout,
             _of_leaves(compute, tree, exact),
+            devices,
         )
 
     def _chosen(self, platform: str | None, implementation: str | None, spread: bool) -> Callable[..., Results]:
@@ -237,8 +239,8 @@ class LinearOperation(Operation[Operands, Results]):
         self._transposed = transpose
         ad.primitive_transposes[self._primitive] = self._transpose
 
-    def _transpose(self, cotangents, *operands, tree, told, implementation, mark):
-        del mark
+    def _transpose(self, cotangents, *operands, tree, told, implementation, contains):
+        del contains
         cotangents = [None if type(c) is ad.Zero else c for c in cotangents]
         cotangents = jax.tree.unflatten(jax.tree.structure(told.dtypes), cotangents)
         tangents, _ = tree.unflatten([a.aval if ad.is_undefined_primal(a) else None for a in operands])

@@ -160,7 +160,9 @@ def forward(operands: Operands, norm: Norm, dtypes: Outcome, batch_dims: int, ta
 
 def backward(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: int, target: Target) -> Gradients:
     if dtypes.dx is None and dtypes.dscale is None:
-        return Gradients(None, None, _doffset(operands.dy, norm.axis, batch_dims, dtypes.doffset))
+        batch = jnp.broadcast_shapes(*(a.shape[:batch_dims] for a in operands if a is not None))
+        doffset = _doffset(operands.dy, norm.axis, batch_dims, dtypes.doffset)
+        return Gradients(None, None, jnp.broadcast_to(doffset, (*batch, *doffset.shape[batch_dims:])))
     alone = BackwardAndForward(*dtypes, y=None)
     return backward_and_forward(operands, None, norm, alone, batch_dims, target, y_dtype=None).gradients
 

@@ -272,7 +272,7 @@ def _pulled_back(
 def _transposed(cotangents: Results, tangents: Operands, saved: Saved, norm: Norm, batch_dims: int, implementation):
     """Reverse mode after all, by the backward kernel."""
     rows = (*cotangents, saved.total, saved.mean, saved.rstd)
-    if only_rows_differ(batch_dims, rows, (saved.scale, tangents.offset)):
+    if only_rows_differ(batch_dims, rows, (saved.scale, tangents.scale, tangents.offset)):
         batch_dims = 0
     wanted = Operands(*(None if a is None else a.dtype.name for a in tangents))
     dx, dscale, doffset = _pulled_back(cotangents, saved, norm, wanted, batch_dims, implementation)

@@ -235,7 +235,8 @@ def _transposed(
 ) -> Operands:
     """Reverse mode after all, by the backward kernels."""
     x, scale, offset, kernel, mean, rstd = saved
-    shared = only_rows_differ(batch_dims, (cotangents.y, x, mean, rstd), (scale, offset, kernel, tangents.bias))
+    parameters = scale, offset, kernel, *tangents[1:]
+    shared = only_rows_differ(batch_dims, (cotangents.y, x, mean, rstd), parameters)
     if shared:
         scale, offset, kernel = (
             None if a is None else a.reshape(a.shape[batch_dims:]) for a in (scale, offset, kernel)

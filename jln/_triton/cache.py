@@ -15,8 +15,11 @@ import tempfile
 import zlib
 from typing import Any
 
+from jln._triton import files
+
 VARIABLE = "JLN_CACHE_DIR"
 LIMIT = 2000  # entries of 5 to 30 kB: some 30 MB
+LARGEST = 2**24  # bytes of one
 _SUFFIX = ".jln"
 
 
@@ -44,9 +47,15 @@ def load(key: str) -> dict[str, Any] | None:
     if where is None:
         return None
     path = where / (key + _SUFFIX)
+    found = files.content(path, LARGEST)
+    if isinstance(found, str):
+        return None
     try:
-        entry = json.loads(zlib.decompress(path.read_bytes()))  # whose checksum tells what is cut or changed
-    except (OSError, zlib.error, ValueError):
+        unpacked = zlib.decompressobj()
+        entry = json.loads(unpacked.decompress(found, LARGEST))
+    except (zlib.error, ValueError, RecursionError):
+        return None
+    if not unpacked.eof or not isinstance(entry, dict):  # cut short, or nothing of ours
         return None
     with contextlib.suppress(OSError):
         os.utime(path)

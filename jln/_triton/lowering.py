@@ -134,11 +134,24 @@ def compiled(launch: Launch) -> Binary:
         options = backend.parse_options(launch.tile.options())
         key = _key(wanted, backend, options)
         if key not in _binaries:
-            stored = cache.load(key)
-            _binaries[key] = _compile(wanted, backend, options) if stored is None else Binary(**stored)
+            stored = _stored(key)
+            _binaries[key] = stored or _compile(wanted, backend, options)
             if stored is None:
                 cache.store(key, dataclasses.asdict(_binaries[key]))
         return _binaries[key]
+
+
+# To be raised where a binary that was stored before is none that would be compiled now.
+SCHEMA = 1
+
+
+def _stored(key: str) -> Binary | None:
+    """What `cache` has, if it is a binary."""
+    entry = cache.load(key) or {}
+    kinds = {"name": str, "shared": int, "ptx": str, "ttir": str}
+    if {name: type(value) for name, value in entry.items()} != kinds:
+        return None
+    return Binary(**entry)
 
 
 def _key(source: Any, backend: Any, options: Any) -> str:
@@ -148,7 +161,7 @@ def _key(source: Any, backend: Any, options: Any) -> str:
     from triton._C import libtriton
 
     switches = sorted(libtriton.get_cache_invalidating_env_vars().items())
-    parts = (source.name, source.hash(), backend.hash(), options.hash(), switches, *_compilers())
+    parts = (SCHEMA, source.name, source.hash(), backend.hash(), options.hash(), switches, *_compilers())
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -183,9 +196,10 @@ def _compile(source: Any, backend: Any, options: Any) -> Binary:
     return Binary(made.name, made.shared_mem_bytes, made.binary, ttir)
 
 
+@functools.cache
 def _compile_to_ptx() -> Any:
-    """jax-triton's function. Its import empties or deletes TRITON_CACHE_DIR, which is not its own: with an empty one
-    `triton.compile` fails.
+    """jax-triton's function, imported once. Its import empties or deletes TRITON_CACHE_DIR, which is not its own: with
+    an empty one `triton.compile` fails.
     """
     name = "TRITON_CACHE_DIR"
     before = os.environ.get(name)

@@ -22,12 +22,12 @@ import hashlib
 import json
 import os
 import pathlib
-import stat
 import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+from jln._triton import files
 from jln._triton.chip import CHIPS, SHARED_LIMIT, Chip
 from jln._triton.tile import Tile, next_power_of_2
 
@@ -187,15 +187,8 @@ def _read(path: pathlib.Path) -> dict[Key, Tiles | None]:
 
 
 def _bytes(path: pathlib.Path) -> bytes | str:
-    """The file's content, or why there is none. It does not wait, and reads no more than LARGEST."""
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):  # asked before it is opened: a pipe would wait for its writer
-            return "it is no regular file"
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            return file.read(size) if size <= LARGEST else f"it has more than {LARGEST} bytes"
-    except (OSError, ValueError) as error:  # the latter of a name that no file can have
-        return str(error)
+    """The file's content, or why there is none."""
+    return files.content(path, LARGEST)
 
 
 @functools.lru_cache(maxsize=32)

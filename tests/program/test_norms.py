@@ -1,4 +1,4 @@
-"""Rung 4: what the compiled step of each norm launches and moves on an H200, against DESIGN's targets."""
+"""Rung 4: what the compiled step of each norm launches and moves on an H200, against what they are to reach."""
 
 import dataclasses
 

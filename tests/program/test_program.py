@@ -1,4 +1,4 @@
-"""The program report: programs whose kernels and bytes are known by hand or from DESIGN section 7, without a GPU.
+"""The program report: programs whose kernels and bytes are known by hand or from a first look, without a GPU.
 
 Run by `pytest -n0 --confcutdir=tests/program tests/program`, in a process of their own: the report sets variables that
 JAX's CUDA plugin must meet, and Triton's interpreter, which the other tests' conftest.py switches on, compiles nothing.
@@ -43,7 +43,7 @@ def value_and_vjp(fn):
     return step
 
 
-# DESIGN section 7, "XLA's own": x in bfloat16, scale and offset in float32, M * H = 2^25.
+# XLA alone: x in bfloat16, scale and offset in float32, M * H = 2^25.
 @pytest.mark.parametrize("h, megabytes, kernels", [(1024, 875, 8), (4096, 877, 8), (8192, 806, 5)])
 def test_layer_norm_of_xla(h, megabytes, kernels):
     x = struct(2**25 // h, h, dtype=BF16)
