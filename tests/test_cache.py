@@ -5,6 +5,7 @@ import concurrent.futures
 import multiprocessing
 import os
 import pathlib
+import zlib
 
 import pytest
 
@@ -54,6 +55,28 @@ def test_damaged_entry_is_as_none_and_written_again(damage, folder):
     assert cache.load("a" * 64) is None
     cache.store("a" * 64, ENTRY)
     assert cache.load("a" * 64) == ENTRY
+
+
+@pytest.mark.parametrize("entry", [[1, 2], 3, None, "kernel"])
+def test_what_is_no_entry_is_as_none(entry, folder):
+    cache.store("a" * 64, entry)
+    assert len(cache.entries()) == 1 and cache.load("a" * 64) is None
+
+
+@pytest.mark.parametrize("text", [b"[" * 100_000, b" " * 2**25])
+def test_what_would_take_all_memory_or_all_of_the_stack_is_as_none(text, folder):
+    cache.store("a" * 64, ENTRY)
+    (path,) = cache.entries()
+    path.write_bytes(zlib.compress(text))
+    assert cache.load("a" * 64) is None
+
+
+def test_a_pipe_is_not_waited_for(folder):
+    cache.store("a" * 64, ENTRY)
+    (path,) = cache.entries()
+    path.unlink()
+    os.mkfifo(path)
+    assert cache.load("a" * 64) is None
 
 
 @pytest.mark.parametrize("where", ["file", "file/folder", "/dev/null/folder", "/proc/folder"])

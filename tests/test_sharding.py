@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jln
+import matrix
 import workbench
 from jln._catalogue import OPERATORS
 from matrix import OPTIONAL, bind, every, gradient, loss, operands
@@ -92,6 +93,27 @@ def test_gradient_on_an_explicit_mesh(name, placement):
         gradients = jax.jit(gradient(function, put))(*put)
     chex.assert_trees_all_close(gradients, reference(name, arrays), **CLOSE)
     assert [jax.typeof(g).sharding.spec for g in gradients] == [jax.typeof(a).sharding.spec for a in put]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("name", ["layer_norm", "layer_norm_linear"])
+@pytest.mark.parametrize("sharded", ["nothing", "what is closed over", "the scale alone"])
+def test_a_mesh_that_is_set_where_no_argument_has_it(name, kind, sharded):
+    """JAX then hands an empty mesh to who asks how to partition."""
+    function, operands = matrix.bind(name, matrix.OPTIONAL[name])
+    expected = matrix.gradient(function, operands)(*operands)
+    with jax.set_mesh(mesh(kind)):
+        x, *parameters = operands
+        if sharded == "what is closed over":
+            x = jax.device_put(x, NamedSharding(mesh(kind), P("data")))
+            gradients = jax.jit(lambda *p: matrix.gradient(function, (x, *p))(x, *p))(*parameters)
+        else:
+            if sharded == "the scale alone":
+                operands = [
+                    jax.device_put(a, NamedSharding(mesh(kind), P("tensor"))) if a.ndim == 1 else a for a in operands
+                ]
+            gradients = jax.jit(matrix.gradient(function, operands))(*operands)
+    chex.assert_trees_all_close(gradients, expected, **CLOSE)
 
 
 # What a gradient may communicate: all-reduces, all-gathers, reduce-scatters. XLA makes one all-reduce of all that is
@@ -288,6 +310,6 @@ def test_export_and_ahead_of_time(name):
 def test_bad_meshes():
     x = jnp.ones((8, 8))
     with pytest.raises(Exception, match="model"):  # JAX's own
-        jax.jit(lambda x: jln.layer_norm(jax.lax.with_sharding_constraint(x, NamedSharding(mesh(), P("model")))))(x)
+        jax.jit(lambda x: jln.layer_norm(jax.lax.with_sharding_constraint(x, NamedSharding(mesh(), P("tensor")))))(x)
     with pytest.raises(Exception, match="divi"):
         jax.device_put(jnp.ones((7, 8)), NamedSharding(mesh(), P("data")))

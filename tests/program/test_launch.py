@@ -320,6 +320,15 @@ def test_what_is_wrong_in_the_cache_is_compiled_again():
         assert entry.read_bytes() == good
 
 
+@pytest.mark.parametrize("odd", [{"shared": "0"}, {"more": 1}, {"ptx": None}])
+def test_an_entry_of_another_kind_is_compiled_again(odd, monkeypatch):
+    launched = recorded()
+    binary = dataclasses.asdict(lowering.compiled(launched))
+    lowering._binaries.clear()
+    monkeypatch.setattr(lowering.cache, "load", lambda key: binary | odd)
+    assert dataclasses.asdict(lowering.compiled(launched)) == binary
+
+
 def test_programs_that_are_there_are_loaded(monkeypatch):
     launched = recorded()
     binary = lowering.compiled(launched)
