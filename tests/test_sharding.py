@@ -310,6 +310,6 @@ def test_export_and_ahead_of_time(name):
 def test_bad_meshes():
     x = jnp.ones((8, 8))
     with pytest.raises(Exception, match="model"):  # JAX's own
-        jax.jit(lambda x: jln.layer_norm(jax.lax.with_sharding_constraint(x, NamedSharding(mesh(), P("tensor")))))(x)
+        jax.jit(lambda x: jln.layer_norm(jax.lax.with_sharding_constraint(x, NamedSharding(mesh(), P("model")))))(x)
     with pytest.raises(Exception, match="divi"):
         jax.device_put(jnp.ones((7, 8)), NamedSharding(mesh(), P("data")))

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from jln._triton.chip import Chip
 from jln._triton.tile import Tile
-
-if TYPE_CHECKING:
-    from jln._triton.target import Target
-
+from jln._triton.tuning import Trial
 
 # The calls of jaxlib's CUDA plugin that launch a kernel in a compiled program, the typed one first.
 TRITON_CALLS = ("triton_kernel_call_ffi", "triton_kernel_call")
@@ -45,6 +42,23 @@ class Launch:
         pointers = {f"{name}_ptr": a for name, a in (self.arrays | self.results).items()}
         given = pointers | self.scalars
         return {name: given[name] for name in self.kernel.arg_names if name in given}
+
+
+# The interpreter runs programs one after another; three "SMs" make every program of the backward kernel loop over
+# several tiles, and leave some loops one trip shorter than others.
+INTERPRETED = Chip("interpreter", 90, 3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """chip: whose tiles are chosen. trial: tiles to be taken instead of those, if there are any."""
+
+    chip: Chip = INTERPRETED
+    trial: Trial | None = None
+
+    def run(self, launch: Launch, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """The results of a launch, for arrays in its order."""
+        raise NotImplementedError
 
 
 def launch(

@@ -15,27 +15,9 @@ import jax.numpy as jnp
 
 from jln._triton import chip as chips
 from jln._triton.chip import Chip
-from jln._triton.launch import Launch
-from jln._triton.tuning import Trial
+from jln._triton.launch import INTERPRETED, Launch, Target  # noqa: F401  where targets are asked for
 
 INSTALL = 'pip install "jln[cuda13]" (or "jln[cuda12]")'
-
-
-# The interpreter runs programs one after another; three "SMs" make every program of the backward kernel loop over
-# several tiles, and leave some loops one trip shorter than others.
-INTERPRETED = Chip("interpreter", 90, 3)
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """chip: whose tiles are chosen. trial: tiles to be taken instead of those, if there are any."""
-
-    chip: Chip = INTERPRETED
-    trial: Trial | None = None
-
-    def run(self, launch: Launch, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        """The results of a launch, for arrays in its order."""
-        raise NotImplementedError
 
 
 class Gpu(Target):
