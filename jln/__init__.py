@@ -4,16 +4,24 @@ import importlib
 from typing import Any
 
 from jln import _interrupt, reference  # noqa: F401  _interrupt goes before JAX, which reference imports
-from jln._core.derivatives import STATISTICS
+from jln._core.derivatives import PRODUCT, STATISTICS
 from jln._norm.operator import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from jln._norm_linear.operator import layer_norm_linear, rms_norm_linear
+from jln._norm_linear.operator import (
+    add_layer_norm_linear,
+    add_rms_norm_linear,
+    layer_norm_linear,
+    rms_norm_linear,
+)
 from jln._routes import Route, explain
 
 __all__ = [
+    "PRODUCT",
     "STATISTICS",
     "Route",
     "add_layer_norm",
+    "add_layer_norm_linear",
     "add_rms_norm",
+    "add_rms_norm_linear",
     "explain",
     "layer_norm",
     "layer_norm_linear",

@@ -56,10 +56,42 @@ def shape(name: str, value: jax.Array | None, expected: tuple[int, ...], why: st
         raise ValueError(f"{name} must have shape {expected}, {why}; got {_described(value)}")
 
 
-def kernel(value: jax.Array, x: jax.Array) -> None:
-    if value.ndim < 2 or value.shape[0] != x.shape[-1]:
-        expected = f"({x.shape[-1]}, *features), its first axis as long as x's last, with one axis of features or more"
-        raise ValueError(f"kernel must have shape {expected}; got {_described(value)} for x {_described(x)}")
+def linears(kernel: Any, bias: Any, x: jax.Array) -> tuple[tuple[jax.Array, ...], tuple[jax.Array | None, ...]]:
+    """The kernels and biases of one Linear or of a tuple of them, as tuples of arrays."""
+    if not isinstance(kernel, tuple):
+        if isinstance(kernel, list):
+            raise TypeError("kernel must be an array or a tuple of arrays; got list: tuple(kernel)")
+        if isinstance(bias, tuple | list):
+            raise TypeError(f"bias must be an array or None, as kernel is one array; got {type(bias).__name__}")
+        kernel = _kernel("kernel", kernel, x)
+        return (kernel,), (_bias("bias", bias, "kernel", kernel),)
+    if not kernel:
+        raise ValueError("kernel must have at least one array; got ()")
+    if bias is None:
+        bias = (None,) * len(kernel)
+    if not isinstance(bias, tuple):
+        got = _described(bias) if hasattr(bias, "dtype") else type(bias).__name__
+        raise TypeError(f"bias must be None or a tuple of arrays and Nones, as kernel is a tuple; got {got}")
+    if len(bias) != len(kernel):
+        raise ValueError(f"bias must have an array or None for each of {len(kernel)} kernels; got {len(bias)}")
+    kernels = tuple(_kernel(f"kernel[{i}]", k, x) for i, k in enumerate(kernel))
+    pairs = enumerate(zip(bias, kernels, strict=True))
+    return kernels, tuple(_bias(f"bias[{i}]", b, f"kernel[{i}]", k) for i, (b, k) in pairs)
+
+
+def _kernel(name: str, value: Any, x: jax.Array) -> jax.Array:
+    value = array(name, value)
+    if value.ndim < 2 or x.ndim == 0 or value.shape[0] != x.shape[-1]:
+        hidden = x.shape[-1] if x.ndim else "H"
+        expected = f"({hidden}, *features), its first axis as long as x's last, with one axis of features or more"
+        raise ValueError(f"{name} must have shape {expected}; got {_described(value)} for x {_described(x)}")
+    return value
+
+
+def _bias(name: str, value: Any, of: str, kernel: Any) -> jax.Array | None:
+    value = optional_array(name, value)
+    shape(name, value, kernel.shape[1:], f"that of {of}'s axes after the first")
+    return value
 
 
 def axes(axis: Any, x: jax.Array) -> tuple[int, ...]:

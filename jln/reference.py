@@ -12,6 +12,9 @@ import jax
 import jax.numpy as jnp
 
 Axis = int | tuple[int, ...]
+Kernels = jax.Array | tuple[jax.Array, ...]
+Biases = jax.Array | None | tuple[jax.Array | None, ...]
+Products = jax.Array | tuple[jax.Array, ...]
 
 
 def layer_norm(
@@ -86,35 +89,83 @@ def layer_norm_linear(
     x: jax.Array,
     scale: jax.Array | None,
     offset: jax.Array | None,
-    kernel: jax.Array,
-    bias: jax.Array | None = None,
+    kernel: Kernels,
+    bias: Biases = None,
     *,
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
     precision: jax.lax.PrecisionLike = None,
-) -> jax.Array:
+) -> Products:
     """`layer_norm(x, scale, offset) @ kernel + bias`. As `jln.layer_norm_linear`."""
     compute = jnp.promote_types(x.dtype, jnp.float32)
     z = x.astype(compute)
     z = z - jnp.mean(z, -1, keepdims=True)
     z = _scaled(z, scale, offset, -1, epsilon, zero_centered_scale)
-    return _linear(z, jnp.promote_types(x.dtype, kernel.dtype), kernel, bias, precision)
+    return _linears(z, x.dtype, kernel, bias, precision)
 
 
 def rms_norm_linear(
     x: jax.Array,
     scale: jax.Array | None,
-    kernel: jax.Array,
-    bias: jax.Array | None = None,
+    kernel: Kernels,
+    bias: Biases = None,
     *,
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
     precision: jax.lax.PrecisionLike = None,
-) -> jax.Array:
+) -> Products:
     """`rms_norm(x, scale) @ kernel + bias`. As `jln.rms_norm_linear`."""
     compute = jnp.promote_types(x.dtype, jnp.float32)
     z = _scaled(x.astype(compute), scale, None, -1, epsilon, zero_centered_scale)
-    return _linear(z, jnp.promote_types(x.dtype, kernel.dtype), kernel, bias, precision)
+    return _linears(z, x.dtype, kernel, bias, precision)
+
+
+def add_layer_norm_linear(
+    x: jax.Array,
+    residual: jax.Array,
+    scale: jax.Array | None,
+    offset: jax.Array | None,
+    kernel: Kernels,
+    bias: Biases = None,
+    *,
+    epsilon: float = 1e-6,
+    zero_centered_scale: bool = False,
+    precision: jax.lax.PrecisionLike = None,
+) -> tuple[Products, jax.Array]:
+    """`(layer_norm(total) @ kernel + bias, total)` with `total = x + residual`, rounded. As `jln.add_layer_norm_linear`."""
+    total = _sum(x, residual)
+    compute = jnp.promote_types(total.dtype, jnp.float32)
+    z = total.astype(compute)
+    z = z - jnp.mean(z, -1, keepdims=True)
+    z = _scaled(z, scale, offset, -1, epsilon, zero_centered_scale)
+    return _linears(z, x.dtype, kernel, bias, precision), total
+
+
+def add_rms_norm_linear(
+    x: jax.Array,
+    residual: jax.Array,
+    scale: jax.Array | None,
+    kernel: Kernels,
+    bias: Biases = None,
+    *,
+    epsilon: float = 1e-6,
+    zero_centered_scale: bool = False,
+    precision: jax.lax.PrecisionLike = None,
+) -> tuple[Products, jax.Array]:
+    """`(rms_norm(total) @ kernel + bias, total)` with `total = x + residual`, rounded. As `jln.add_rms_norm_linear`."""
+    total = _sum(x, residual)
+    compute = jnp.promote_types(total.dtype, jnp.float32)
+    z = _scaled(total.astype(compute), scale, None, -1, epsilon, zero_centered_scale)
+    return _linears(z, x.dtype, kernel, bias, precision), total
+
+
+def _linears(z, x_dtype, kernel, bias, precision):
+    if not isinstance(kernel, tuple):
+        return _linear(z, jnp.promote_types(x_dtype, kernel.dtype), kernel, bias, precision)
+    biases = (None,) * len(kernel) if bias is None else bias
+    return tuple(
+        _linear(z, jnp.promote_types(x_dtype, k.dtype), k, b, precision) for k, b in zip(kernel, biases, strict=True)
+    )
 
 
 def _linear(z, dtype, kernel, bias, precision):

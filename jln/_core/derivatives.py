@@ -15,13 +15,17 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding
 
-# The `jax.ad_checkpoint.checkpoint_name` of row statistics.
+from jln._core.mesh import leaves_or_none
+
+# The `jax.ad_checkpoint.checkpoint_name` of row statistics, and of products that one kernel makes with the norm.
 STATISTICS = "jln_statistics"
+PRODUCT = "jln_product"
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """An operator by its rules. Operands and results are NamedTuples, None where one is absent.
+    """An operator by its rules. Operands and results are NamedTuples of arrays and of tuples of arrays, None where one
+    is absent.
 
     value: `value(settings, operands)` -> results.
     saving: `saving(settings, operands, wanted)` -> (results, saved), a NamedTuple of what the derivatives may read;
@@ -62,9 +66,9 @@ class Rules:
         is_primal = lambda a: isinstance(a, CustomVJPPrimal)  # noqa: E731
         values = jax.tree.map(lambda a: a.value, operands, is_leaf=is_primal)
         dtypes = jax.tree.map(lambda a: a.dtype.name, values)
-        is_wanted = [a is not None and a.perturbed for a in operands]
+        is_wanted = [a is not None and a.perturbed for a in leaves_or_none(operands)]
         results, saved = self.saving(settings, values, _only(dtypes, is_wanted))
-        kept = type(saved)(*(a.nothing() if isinstance(a, Unneeded) else a for a in saved))
+        kept = jax.tree.map(lambda a: a.nothing() if isinstance(a, Unneeded) else a, saved)
         return results, (kept, _Static(dtypes), _told(is_wanted))
 
     def _gradients(self, settings, residuals, cotangents):
@@ -76,9 +80,9 @@ class Rules:
         (operands,), (tangents,) = primals, tangents
         tangents = _without_zeros(tangents)
         wanted = jax.tree.map(lambda a: a.dtype.name, operands)
-        wanted = _only(wanted, [t is not None for t in tangents])
+        wanted = _only(wanted, [t is not None for t in leaves_or_none(tangents)])
         results, saved = self.saving(settings, operands, wanted)
-        saved = _only(saved, [not isinstance(a, Unneeded) for a in saved])
+        saved = jax.tree.map(lambda a: None if isinstance(a, Unneeded) else a, saved)
         return results, self.tangents(settings, saved, tangents, results)
 
 
@@ -131,8 +135,9 @@ def _heard(told: Any) -> list[bool]:
 
 
 def _only(arrays: Any, flags: Sequence[bool]) -> Any:
-    """A NamedTuple with None for what has no flag."""
-    return type(arrays)(*(a if flag else None for a, flag in zip(arrays, flags, strict=True)))
+    """The same tree, with None for what has no flag."""
+    leaves, tree = jax.tree.flatten(arrays, is_leaf=lambda a: a is None)
+    return tree.unflatten([a if flag else None for a, flag in zip(leaves, flags, strict=True)])
 
 
 def _without_zeros(tree: Any) -> Any:

@@ -42,22 +42,35 @@ class Dim:
 
     stored_as: the array whose dimension this is alone: it is computed as any other, but shardings do not propagate from
     it. So parameters that are only stored in parts (FSDP) are gathered, instead of splitting the rows.
+    of: which of several products' features.
     """
 
     kind: Kind
     index: int = 0
     stored_as: str = ""
+    of: int = 0
 
     @property
     def computed(self) -> Dim:
-        return Dim(self.kind, self.index)
+        return Dim(self.kind, self.index, of=self.of)
 
     def factor(self) -> str:
         """Its name in a Shardy rule."""
-        return f"{self.kind.name.lower()}{self.index}{self.stored_as}"
+        return f"{self.kind.name.lower()}{self.index}of{self.of}{self.stored_as}"
 
 
 Dims = tuple[Dim, ...]
+
+
+def leaves_or_none(tree: Any) -> list[Any]:
+    """The leaves of a tree, those that are None among them."""
+    return jax.tree.leaves(tree, is_leaf=lambda a: a is None)
+
+
+def _present(arrays: Any, described: Any) -> list[Any]:
+    """Of what is described for each of the arrays, what describes one that is there."""
+    given, tree = jax.tree.flatten(arrays, is_leaf=lambda a: a is None)
+    return [d for a, d in zip(given, tree.flatten_up_to(described), strict=True) if a is not None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,31 +85,34 @@ class Result:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """Of an operation's operands, and of its results, NamedTuples both; None where one is absent."""
+class Term:
+    """An operand that is added to a sum over features: where every device has a share of that, by one of them only."""
 
-    operands: tuple[Dims | None, ...]
-    results: Any
+    dims: Dims
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Of an operation's operands, and of its results, those that are there, in order. terms: which are `Term`s."""
+
+    given: list[Dims]
+    terms: list[bool]
+    written: list[Result]
 
     @classmethod
     def of(cls, operands: Any, dims: Any, dtypes: Any, results: Any) -> Layout:
-        """Without what `operands` and `dtypes`, NamedTuples beside those of dimensions and results, say is absent."""
-
-        def present(described, given):
-            return type(described)(*(d if g is not None else None for d, g in zip(described, given, strict=True)))
-
-        return cls(present(dims, operands), present(results, dtypes))
-
-    given = property(lambda self: [d for d in self.operands if d is not None])
-    written = property(lambda self: [r for r in self.results if r is not None])
+        """`dims` and `results` describe everything: what `operands` and `dtypes`, beside them, say is absent goes."""
+        given = _present(operands, dims)
+        terms = [isinstance(d, Term) for d in given]
+        return cls([d.dims if isinstance(d, Term) else d for d in given], terms, _present(dtypes, results))
 
     def widened(self, dtypes: Any) -> Any:
         """The results' dtypes with those that are added up wide made wide."""
-        wide = (
-            jnp.promote_types(d, jnp.float32).name if r is not None and r.wide else d
-            for d, r in zip(dtypes, self.results, strict=True)
-        )
-        return type(dtypes)(*wide)
+        names, tree = jax.tree.flatten(dtypes)
+        wide = [
+            jnp.promote_types(d, jnp.float32).name if r.wide else d for d, r in zip(names, self.written, strict=True)
+        ]
+        return tree.unflatten(wide)
 
     def rule(self, operands: Sequence[Any], results: Sequence[Any]) -> str:
         """In Shardy's notation, for arrays of these shapes."""
@@ -124,7 +140,7 @@ class Placement:
 
     def over(self, kind: Kind) -> MeshAxes:
         """The mesh axes that split dimensions of this kind."""
-        return tuple(a for dim, axes in self.axes.items() if dim.kind == kind for a in axes)
+        return tuple(dict.fromkeys(a for dim, axes in self.axes.items() if dim.kind == kind for a in axes))
 
 
 def _spec(sharding: NamedSharding, ndim: int) -> list[MeshAxes]:
@@ -189,13 +205,21 @@ def place(mesh: Any, layout: Layout, operands: Sequence[Any], results: Sequence[
             if size > 1 and not dim.stored_as and (split_h or dim.kind != Kind.HIDDEN):
                 sizes[dim] = size
                 wanted[dim] = wanted.get(dim) or axes
-    taken: set[str] = set()
+    products = {dim.of for dims in described for dim in dims if dim.kind == Kind.FEATURE}
     chosen: dict[Dim, MeshAxes] = {}
     for dim in sorted(wanted, key=lambda dim: dim.kind):
-        axes = tuple(a for a in wanted[dim] if a not in taken)
+        # The features of several products may be split by the same axes.
+        rivals = [d for d in chosen if not d.kind == dim.kind == Kind.FEATURE or d.of == dim.of]
+        axes = tuple(a for a in wanted[dim] if all(a not in chosen[d] for d in rivals))
         if axes and sizes[dim] % math.prod(mesh.shape[a] for a in axes) == 0:  # no device may have padding for rows
             chosen[dim] = axes
-            taken.update(axes)
+    # They must be: what is a sum over all features has a share of each product on every device.
+    split = {
+        of: {a for d, axes in chosen.items() if (d.kind, d.of) == (Kind.FEATURE, of) for a in axes} for of in products
+    }
+    by_all = set.intersection(*split.values()) if split else set()
+    for dim in [d for d in chosen if d.kind == Kind.FEATURE]:
+        chosen[dim] = tuple(a for a in chosen[dim] if a in by_all)
     return Placement(mesh, chosen)
 
 
@@ -225,7 +249,14 @@ def partitioned(
         out = [placement.sharding(r.dims, a.shape) for r, a in zip(layout.written, results, strict=True)]
         scattered = [_scatter(o, r, s) for o, r, s in zip(out, results, summed, strict=True)]
 
+        feature_axes = placement.over(Kind.FEATURE)
+
         def on_each_device(*parts: jax.Array) -> tuple[jax.Array, ...]:
+            if feature_axes and any(layout.terms):
+                first = functools.reduce(jnp.logical_and, (jax.lax.axis_index(a) == 0 for a in feature_axes))
+                parts = tuple(
+                    jnp.where(first, a, 0) if is_term else a for a, is_term in zip(parts, layout.terms, strict=True)
+                )
             if h_axes:
                 assert compute_on_part_of_h is not None
                 shares = compute_on_part_of_h(h_axes, *parts)

@@ -22,10 +22,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jln._core.mesh import Layout, needs_devices, partitioned, spreading
+from jln._core.mesh import Layout, leaves_or_none, needs_devices, partitioned, spreading
 from jln._triton import target
 
-# NamedTuples of arrays, or of what stands for them (shapes, dtypes); None where an array is absent.
+# NamedTuples of arrays and of tuples of arrays, or of what stands for them (shapes, dtypes); None where one is absent.
 Operands = TypeVar("Operands")
 Results = TypeVar("Results")
 
@@ -103,14 +103,14 @@ class Operation(Generic[Operands, Results]):
     def needs(self, dtypes: Results) -> set[str]:
         """The names of the operands that the results with a dtype are made of."""
         pairs = zip(self._made_of, dtypes, strict=True)  # pyright: ignore[reportArgumentType, reportCallIssue]
-        return {name for names, dtype in pairs if dtype is not None for name in names}
+        return {name for names, wanted in pairs if jax.tree.leaves(wanted) for name in names}
 
     def _needed(self, operands: Any, dtypes: Results) -> Any:
         if self._made_of is None:
             return operands
         needed = self.needs(dtypes)
         pairs = zip(operands._fields, operands, strict=True)
-        return type(operands)(*(a if name in needed else None for name, a in pairs))
+        return type(operands)(*(a if name in needed else jax.tree.map(lambda _: None, a) for name, a in pairs))
 
     def _without_unused(self, used, *more):
         """For JAX's removal of dead code, which from 0.12 on also tells which inputs are alive: the equation without
@@ -248,7 +248,7 @@ class LinearOperation(Operation[Operands, Results]):
         places, _ = tree.unflatten(range(len(operands)))
         gradients = self._transposed(cotangents, tangents, others, told.settings, told.batch_dims, implementation)
         found: list[Any] = [None] * len(operands)
-        for place, aval, gradient in zip(places, tangents, gradients, strict=True):
+        for place, aval, gradient in zip(*map(leaves_or_none, (places, tangents, gradients)), strict=True):
             if aval is not None:
                 found[place] = _like(aval, gradient)
         return found

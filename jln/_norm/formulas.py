@@ -179,19 +179,20 @@ def backward(
     fence: Callable = no_fence,
     h_axes: MeshAxes = (),
 ) -> Gradients:
-    """Terms (5) to (9). mean and rstd as saved, or None to compute them here. (5) reads dy alone."""
-    dy, dtotal, total, scale, mean, rstd = operands
+    """Terms (5) to (9), and (4) again. mean and rstd as saved, or None to compute them here. (5) reads dy alone."""
+    dy, dtotal, total, scale, offset, mean, rstd = operands
     batch = common_batch(batch_dims, *operands)
     dtype = compute_dtype(dy.dtype if total is None else total.dtype)
-    rows = [i for i in range(batch_dims, dy.ndim) if i != dy.ndim + norm.axis]
+    ndim = (total if dy is None else dy).ndim
+    rows = [i for i in range(batch_dims, ndim) if i != ndim + norm.axis]
     sum_over_rows = functools.partial(jnp.sum, axis=rows, keepdims=True)
 
-    dx = dscale = doffset = None
+    dx = dscale = doffset = y = None
     if dtypes.doffset is not None:  # (5)
         dy, total = fence((dy, total))
         doffset = with_batch(sum_over_rows(dy.astype(dtype)), batch).astype(dtypes.doffset)
-    if dtypes.dx is None and dtypes.dscale is None:
-        return Gradients(None, None, doffset)
+    if dtypes.dx is None and dtypes.dscale is None and dtypes.y is None:
+        return Gradients(None, None, doffset, None)
 
     assert total is not None
     if _in_one_loop(total, norm.axis, fence):
@@ -211,6 +212,12 @@ def backward(
         x_hat, _ = x_hat_and_rstd()
         dscale = with_batch(sum_over_rows(dy.astype(dtype) * x_hat), batch).astype(dtypes.dscale)
 
+    if dtypes.y is not None:  # (4)
+        dy, total, mean, rstd, scale = fence((dy, total, mean, rstd, scale))
+        x_hat, _ = x_hat_and_rstd()
+        y = x_hat * _effective_scale(scale, dtype, norm)
+        y = with_batch(y if offset is None else y + offset.astype(dtype), batch).astype(dtypes.y)
+
     if dtypes.dx is not None:
         dy, total, mean, rstd, scale = fence((dy, total, mean, rstd, scale))
         x_hat, r = x_hat_and_rstd()
@@ -224,7 +231,7 @@ def backward(
         if dtotal is not None:
             dx = dx + dtotal.astype(dtype)
         dx = with_batch(dx, batch).astype(dtypes.dx)
-    return Gradients(dx, dscale, doffset)
+    return Gradients(dx, dscale, doffset, y)
 
 
 def tangent(operands: tuple[Operands, Saved], norm: Norm, dtypes: Results, batch_dims: int) -> Results:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -159,47 +159,15 @@ def forward(operands: Operands, norm: Norm, dtypes: Outcome, batch_dims: int, ta
 
 
 def backward(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: int, target: Target) -> Gradients:
+    dy, dtotal, total, scale, offset, mean, rstd = operands
     if dtypes.dx is None and dtypes.dscale is None:
-        batch = jnp.broadcast_shapes(*(a.shape[:batch_dims] for a in operands if a is not None))
-        doffset = _doffset(operands.dy, norm.axis, batch_dims, dtypes.doffset)
-        return Gradients(None, None, jnp.broadcast_to(doffset, (*batch, *doffset.shape[batch_dims:])))
-    alone = BackwardAndForward(*dtypes, y=None)
-    return backward_and_forward(operands, None, norm, alone, batch_dims, target, y_dtype=None).gradients
-
-
-class BackwardAndForward(NamedTuple):
-    """The backward operation's results, and y, the norm's output once more, from the same read of x."""
-
-    dx: Any
-    dscale: Any
-    doffset: Any
-    y: Any
-
-    @property
-    def gradients(self) -> Gradients:
-        return Gradients(self.dx, self.dscale, self.doffset)
-
-
-def backward_and_forward(
-    operands: Cotangents,
-    offset: jax.Array | None,
-    norm: Norm,
-    dtypes: BackwardAndForward,
-    batch_dims: int,
-    target: Target,
-    *,
-    y_dtype: DTypeLike | None,
-) -> BackwardAndForward:
-    """offset: the norm's, for y alone. y_dtype: of a y that may be wanted or not; the tiles are the same, and so are
-    the other results, bit for bit. None where there can be no y.
-    """
-    dy, dtotal, total, scale, mean, rstd = operands
+        return _without_pullback(operands, norm, dtypes, batch_dims, target)
     chip, compute = target.chip, rstd.dtype
     sums = tuple(name for name in ("dscale", "doffset") if getattr(dtypes, name) is not None)
     g = _geometry((dy, dtotal, total, mean, rstd), (scale, offset), norm.axis, batch_dims, bool(sums))
-    y, possible_y = g.like_rows(dtypes.y), g.like_rows(y_dtype)
-    plan = tiles.backward(g.h, g.inner, *_moved(dy, dtotal, total, possible_y), possible_y is not None, target)
-    shared, ready = _shared({**operands._asdict(), "offset": offset}, g)
+    y = g.like_rows(dtypes.y)
+    plan = tiles.backward(g.h, g.inner, *_moved(dy, dtotal, total, y), y is not None, target)
+    shared, ready = _shared(operands._asdict(), g)
     constants = {"H": g.h, "INNER": g.inner, "SHARED": shared, "ZERO_CENTERED": norm.zero_centered_scale}
 
     c1_and_c2: dict[str, Any] = {"c1": None, "c2": None}
@@ -218,7 +186,7 @@ def backward_and_forward(
     tile, chunks = plan.tile, g.chunks(plan.tile)
     programs = chip.sms * tile.programs_per_sm // (g.groups * chunks)
     programs = max(1, min(programs, g.tiles(tile)))
-    if possible_y is not None:  # as few as keep memory busy, and of these as few as make the same number of trips
+    if y is not None:  # as few as keep memory busy, and of these as few as make the same number of trips
         programs = min(programs, tiles.busy_programs(tile, total.dtype.itemsize + dy.dtype.itemsize, chip))
         programs = ceil_div(g.tiles(tile), ceil_div(g.tiles(tile), programs))
     # A program that owns whole rows has read its dy before it writes y.
@@ -256,7 +224,27 @@ def backward_and_forward(
             H=g.h,
             SUMS=sums,
         )
-    return BackwardAndForward(**{name: written[name] for name in BackwardAndForward._fields})
+    if y is not None and shares is not None:
+        # The shares are added up first, so that the memory of what y is wanted for can hold them until then.
+        made = {name: a for name, a in written.items() if a is not None and name in ("y", *sums)}
+        written |= jax.lax.optimization_barrier(made)
+    return Gradients(**{name: written[name] for name in Gradients._fields})
+
+
+def _without_pullback(
+    operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: int, target: Target
+) -> Gradients:
+    """doffset, which reads dy alone, and y, which does not."""
+    batch = jnp.broadcast_shapes(*(a.shape[:batch_dims] for a in operands if a is not None))
+    doffset = y = None
+    if dtypes.doffset is not None:
+        doffset = _doffset(operands.dy, norm.axis, batch_dims, dtypes.doffset)
+        doffset = jnp.broadcast_to(doffset, (*batch, *doffset.shape[batch_dims:]))
+    if dtypes.y is not None:
+        again = Operands(operands.total, None, operands.scale, operands.offset)
+        y = forward(again, norm, Outcome(dtypes.y, None, None, None), batch_dims, target).y
+        y = jnp.broadcast_to(y, (*batch, *y.shape[batch_dims:]))
+    return Gradients(None, None, doffset, y)
 
 
 def _doffset(dy: jax.Array, axis: int, batch_dims: int, dtype: DTypeLike) -> jax.Array:

@@ -69,19 +69,25 @@ class Saved(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """What the backward operation reads: the cotangents of the results (dtotal may be None), and what was saved."""
+    """What the backward operation reads: the cotangents of the results (dtotal may be None), what was saved, and the
+    offset for a y that is made again.
+    """
 
     dy: Any
     dtotal: Any
     total: Any
     scale: Any
+    offset: Any
     mean: Any
     rstd: Any
 
 
 class Gradients(NamedTuple):
-    """What the backward operation returns. dx: of total, and so of x and of residual alike."""
+    """What the backward operation returns. dx: of total, and so of x and of residual alike. y: the forward's once more,
+    from the same read of total, for whoever did not keep it.
+    """
 
     dx: Any
     dscale: Any
     doffset: Any
+    y: Any

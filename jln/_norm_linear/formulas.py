@@ -1,7 +1,10 @@
-"""LayerNorm and a Linear behind it in plain jnp, forward and backward derived by hand.
+"""LayerNorm and the Linears behind it, forward and backward derived by hand, the norm by whatever computes it.
 
 Rows are indexed by m, the H elements of a row by h, the N results by n. x_hat, s, mean and rstd are those of
 `jln._norm.formulas`, whose terms (1) to (9) are cited here; K is the kernel, b the offset (0 when absent).
+
+With several Linears (11) to (13) are of each of them, and (14) is the sum over all. With a residual the row is
+`total`, and its own cotangent is added to (17), as in `jln._norm.formulas`.
 
 Forward:
 
@@ -40,52 +43,83 @@ simulating bfloat16 and float16 operands with float32 sums.
   digits. Both would save a pass over dz, which XLA's dot writes and dx reads in any case: the direct sums are used.
 - dz in 16 bits underflows for small dy in float16: it stays in the compute dtype.
 
-Shapes are those of `jln._norm_linear.signature` with one axis of features, N. No operand is written out over vmap's
-axes: einsum drops axes of size 1 that the other side has longer. A result is in the dtype that `dtypes` names for it,
-and is not computed, nor what only it needs, where that is None. With `h_axes`, as in `jln._norm.formulas`, the sums of
-(11) are taken over the devices too.
+Shapes are those of `jln._norm_linear.signature`. No operand is written out over vmap's axes: einsum drops axes of
+size 1 that the other side has longer. A result is in the dtype that `dtypes` names for it, and is not computed, nor
+what only it needs, where that is None. With `h_axes`, as in `jln._norm.formulas`, the sums of (11) are taken over the
+devices too.
 
-Dtypes: the products' operands are in promote_types(x.dtype, kernel.dtype), the dtype of y, and their sums in the
-compute dtype, float32 or for float64 float64.
-
-Why the `_cpu` rules put fences around their operands: see `jln._norm.formulas`. Here one stands between the two halves
-of the backward too, so that z may be gone before dz is made: so it is with JAX 0.11.2, while the scheduler of 0.10.2
-makes dz first. In float32 the gradient of a loss at [1024, 4096] @ [4096, 256] needs 17 MiB of temporaries with the one
-and 33 with the other, and 49 by plain autodiff.
-
-A program that returns y and is given dy may make dz before y: with 0.10.2 it does, and holds z twice and dz, 48 MiB,
-where autodiff makes z once, 32; with 0.11.2 it is 16 MiB to 32. No fence was found that mends it, for they are gone
-when that scheduler runs.
+Dtypes: a product's operands are in promote_types(x.dtype, kernel.dtype), the dtype of its y, and its sums in the
+compute dtype, float32 or for float64 float64. y is rounded once, with one exception (`_affine`).
 """
 
+import functools
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jln._norm import formulas as norms
-from jln._norm import signature as norm_signature
+from jln._norm import formulas as jnp_norms
+from jln._norm import signature as norm
 from jln._norm_linear.signature import Cotangents, Gradients, NormLinear, Operands, Outcome, Results, Saved
 
 
-def _like_rows(parameter: Array, ndim: int, batch_dims: int) -> Array:
+class Norms(NamedTuple):
+    """The norm's two operations as functions of (operands, settings, dtypes, batch_dims)."""
+
+    forward: Callable[..., norm.Outcome]
+    backward: Callable[..., norm.Gradients]
+
+
+IN_JNP = Norms(jnp_norms.forward, jnp_norms.backward)
+IN_JNP_ON_CPU = Norms(jnp_norms.forward_cpu, jnp_norms.backward_cpu)
+
+
+def _like_rows(parameter: Array | None, ndim: int, batch_dims: int) -> Array | None:
     """A parameter [*batch, H] of the rank of x."""
+    if parameter is None:
+        return None
     return jnp.expand_dims(parameter, range(batch_dims, ndim - parameter.ndim + batch_dims))
 
 
+class _Axes:
+    """Numbers for the axes of a product, as einsum has them, of rows with that many dimensions."""
+
+    def __init__(self, ndim: int, batch_dims: int, features: int):
+        *self.rows, h = range(ndim)
+        batch, n = self.rows[:batch_dims], range(ndim, ndim + features)
+        self.lead = self.rows[batch_dims:]
+        self.x, self.y, self.kernel = [*self.rows, h], [*self.rows, *n], [*batch, h, *n]
+
+
 def _product(
-    a: Array, a_axes: Sequence[int], b: Array, b_axes: Sequence[int], axes: Sequence[int], precision: Any
+    a: Array, a_axes: Sequence[int], b: Array, b_axes: Sequence[int], axes: Sequence[int], **how: Any
 ) -> Array:
-    """The sum over the axes that are not in `axes`, in the compute dtype; axes are named by numbers."""
-    dtype = norms.compute_dtype(a.dtype)
-    return jnp.einsum(a, a_axes, b, b_axes, axes, precision=precision, preferred_element_type=dtype)
+    """The sum over the axes that are not in `axes`."""
+    return jnp.einsum(a, a_axes, b, b_axes, axes, **how)
 
 
-def doffset_from(dbias: Array, kernel: Array) -> Array:
-    """The second form of (15), for dbias [*batch, N] in the compute dtype."""
-    return jnp.sum(kernel.astype(dbias.dtype) * jnp.expand_dims(dbias, -2), axis=-1)
+def _affine(
+    z: Array, kernel: Array, bias: Array | None, axes: _Axes, precision: Any, h_axes: jnp_norms.MeshAxes
+) -> Array:
+    """(11), rounded once to the dtype of z; in bfloat16 with a bfloat16 bias, twice.
+
+    XLA adds a 16-bit bias inside its product only if the product is rounded to 16 bits first, else it writes the
+    product in float32 and reads it again: (8192, 4096, 12288) in bfloat16 moves 503 MB forward or 1309. That is
+    bfloat16's price, whose range is float32's; a float16 product may overflow where y does not. A float32 bias it adds
+    to the float32 product inside, if the bias is an argument of the program.
+    """
+    compute = jnp_norms.compute_dtype(z.dtype)
+    rounded_first = not h_axes and (bias is None or z.dtype == bias.dtype == jnp.bfloat16)
+    sums = z.dtype if rounded_first else compute
+    kernel = kernel.astype(z.dtype)
+    y = _product(z, axes.x, kernel, axes.kernel, axes.y, precision=precision, preferred_element_type=sums)
+    if h_axes:
+        y = lax.psum(y, h_axes)
+    if bias is not None:
+        y = y + jnp.expand_dims(bias.astype(sums), axes.lead)
+    return y.astype(z.dtype)
 
 
 def forward(
@@ -94,28 +128,31 @@ def forward(
     dtypes: Outcome,
     batch_dims: int,
     *,
-    fence: Callable = norms.no_fence,
-    h_axes: norms.MeshAxes = (),
+    norms: Norms = IN_JNP,
+    h_axes: jnp_norms.MeshAxes = (),
 ) -> Outcome:
     """Terms (10) and (11)."""
-    x, scale, offset, kernel, bias = operands
-    batch = norms.common_batch(batch_dims, *operands)
-    *rows, h, n = range(x.ndim + 1)
-    scale, offset = (None if a is None else _like_rows(a, x.ndim, batch_dims) for a in (scale, offset))
-    z, mean, rstd = norms.normalise(
-        x, scale, offset, settings.norm, keep=dtypes.rstd is not None, fence=fence, h_axes=h_axes
+    x, residual, scale, offset, kernels, biases = operands
+    batch = jnp_norms.common_batch(batch_dims, *jax.tree.leaves(operands))
+    row_parameters = (_like_rows(a, x.ndim, batch_dims) for a in (scale, offset))
+    z, *others = norms.forward(
+        norm.Operands(x, residual, *row_parameters),
+        settings.norm,
+        norm.Outcome(widest(dtypes.y), dtypes.total, dtypes.mean, dtypes.rstd),
+        batch_dims,
+        **({"h_axes": h_axes} if h_axes else {}),
     )
-    if dtypes.y is None:  # statistics alone, made again
-        return Outcome(None, *(None if a is None else norms.with_batch(a, batch) for a in (mean, rstd)))
-    in_kernel = [*rows[:batch_dims], h, n]
-    dtype = jnp.promote_types(x.dtype, kernel.dtype)
-    y = _product(z.astype(dtype), [*rows, h], kernel.astype(dtype), in_kernel, [*rows, n], settings.precision)
-    if h_axes:
-        y = lax.psum(y, h_axes)
-    if bias is not None:
-        y = y + _like_rows(bias.astype(y.dtype), x.ndim, batch_dims)
-    y = norms.with_batch(y, batch).astype(dtypes.y)
-    return Outcome(y, *(None if a is None else norms.with_batch(a, batch) for a in (mean, rstd)))
+    y = []
+    for kernel, bias, features, dtype in zip(kernels, biases, settings.features, dtypes.y, strict=True):
+        axes = _Axes(x.ndim, batch_dims, features)
+        y.append(None if dtype is None else _affine(z.astype(dtype), kernel, bias, axes, settings.precision, h_axes))
+    return jax.tree.map(lambda a: jnp_norms.with_batch(a, batch), Outcome(tuple(y), *others))
+
+
+def widest(dtypes: Sequence[str | None]) -> str | None:
+    """What the dtypes that there are promote to."""
+    given = [jnp.dtype(d) for d in dtypes if d is not None]
+    return functools.reduce(jnp.promote_types, given).name if given else None
 
 
 def backward(
@@ -124,79 +161,138 @@ def backward(
     dtypes: Gradients,
     batch_dims: int,
     *,
-    fence: Callable = norms.no_fence,
-    h_axes: norms.MeshAxes = (),
+    norms: Norms = IN_JNP,
+    h_axes: jnp_norms.MeshAxes = (),
 ) -> Gradients:
     """Terms (12) to (17)."""
-    dy, x, scale, offset, kernel, mean, rstd = operands
-    batch = norms.common_batch(batch_dims, *operands)
-    dtype = dy.dtype  # that of the products' operands
-    *rows, h, n = range(dy.ndim + 1)
-    in_batch, lead = rows[:batch_dims], rows[batch_dims:]
-    row_scale, row_offset = (None if a is None else _like_rows(a, dy.ndim, batch_dims) for a in (scale, offset))
-
-    dx = dscale = doffset = dkernel = dbias = None
-    if dtypes.doffset is not None or dtypes.dbias is not None:  # (12)
-        dbias = jnp.sum(dy.astype(norms.compute_dtype(dtype)), axis=lead)
-    if dtypes.doffset is not None and dbias is not None:  # (15)
-        doffset = doffset_from(dbias, kernel).astype(dtypes.doffset)
-    dbias = None if dtypes.dbias is None or dbias is None else dbias.astype(dtypes.dbias)
-
-    if dtypes.dkernel is not None:  # (13)
-        dy, x, mean, rstd = fence((dy, x, mean, rstd))
-        z = norms.scaled(x, row_scale, row_offset, mean, rstd, settings.norm).astype(dtype)
-        dkernel = _product(z, [*rows, h], dy, [*rows, n], [*in_batch, h, n], settings.precision).astype(dtypes.dkernel)
-
+    dy, dtotal, total, scale, offset, kernels, mean, rstd = operands
+    batch = jnp_norms.common_batch(batch_dims, *jax.tree.leaves(operands))
+    all_axes = [
+        None if d is None else _Axes(d.ndim - features + 1, batch_dims, features)
+        for d, features in zip(dy, settings.features, strict=True)
+    ]
+    products = [p for p in zip(dy, kernels, all_axes, dtypes.dkernel, dtypes.dbias, strict=True) if p[0] is not None]
+    z_dtype = widest([d.dtype.name for d, _, _, wanted, _ in products if wanted is not None])
+    dx = dscale = doffset = z = None
     if dtypes.dx is not None or dtypes.dscale is not None:
-        dy, x, mean, rstd, dkernel = fence((dy, x, mean, rstd, dkernel))
-        in_kernel = [*in_batch, h, n]
-        dz = _product(dy, [*rows, n], kernel.astype(dtype), in_kernel, [*rows, h], settings.precision)  # (14)
-        dx, dscale, _ = norms.backward(  # (16) and (17)
-            norm_signature.Cotangents(dz, None, x, row_scale, mean, rstd),
+        dz = functools.reduce(jnp.add, (_dz(d, k, axes, settings.precision) for d, k, axes, _, _ in products))
+        row_scale, row_offset = (_like_rows(a, dz.ndim, batch_dims) for a in (scale, offset))
+        dx, dscale, doffset, z = norms.backward(
+            norm.Cotangents(dz, dtotal, total, row_scale, row_offset, mean, rstd),
             settings.norm,
-            norm_signature.Gradients(dtypes.dx, dtypes.dscale, None),
+            norm.Gradients(dtypes.dx, dtypes.dscale, dtypes.doffset, z_dtype),  # (15) to (17), and (10) again
             batch_dims,
-            fence=fence,
-            h_axes=h_axes,
+            **({"h_axes": h_axes} if h_axes else {}),
         )
-        dscale = None if dscale is None else jnp.squeeze(dscale, lead)
-    gradients = (dx, dscale, doffset, dkernel, dbias)
-    return Gradients(*(None if a is None else norms.with_batch(a, batch) for a in gradients))
+        lead = range(batch_dims, dz.ndim - 1)
+        dscale, doffset = (None if a is None else jnp.squeeze(a, lead) for a in (dscale, doffset))
+    elif z_dtype is not None:
+        row_scale, row_offset = (_like_rows(a, total.ndim, batch_dims) for a in (scale, offset))
+        z = norms.backward(
+            norm.Cotangents(None, None, total, row_scale, row_offset, mean, rstd),
+            settings.norm,
+            norm.Gradients(None, None, None, z_dtype),
+            batch_dims,
+        ).y
+
+    dkernel: list[Array | None] = [None] * len(dy)
+    dbias: list[Array | None] = [None] * len(dy)
+    from_bias = dtypes.doffset is not None and doffset is None
+    for i, (d, kernel, axes, kernel_dtype, bias_dtype) in enumerate(
+        zip(dy, kernels, all_axes, dtypes.dkernel, dtypes.dbias, strict=True)
+    ):
+        if d is None:
+            continue
+        if kernel_dtype is not None:  # (13)
+            dkernel[i] = _product(
+                z.astype(d.dtype),
+                axes.x,
+                d,
+                axes.y,
+                axes.kernel,
+                precision=settings.precision,
+                preferred_element_type=jnp.promote_types(kernel_dtype, d.dtype),
+            ).astype(kernel_dtype)
+        if from_bias or bias_dtype is not None:  # (12)
+            sums = jnp.sum(d.astype(jnp_norms.compute_dtype(d.dtype)), axis=axes.lead)
+            dbias[i] = None if bias_dtype is None else sums.astype(bias_dtype)
+            if from_bias:
+                share = doffset_from(sums, kernel, len(axes.y) - len(axes.rows))
+                doffset = share if doffset is None else doffset + share
+    doffset = None if doffset is None else doffset.astype(dtypes.doffset)
+    gradients = Gradients(dx, dscale, doffset, tuple(dkernel), tuple(dbias))
+    return jax.tree.map(lambda a: jnp_norms.with_batch(a, batch), gradients)
+
+
+def _dz(dy: Array, kernel: Array, axes: _Axes, precision: Any) -> Array:
+    """(14) for one product. It goes through memory: bfloat16 only rounds it there, and in float16 what is under 6e-8
+    would vanish.
+    """
+    sums = dy.dtype if dy.dtype == jnp.bfloat16 else jnp_norms.compute_dtype(dy.dtype)
+    kernel = kernel.astype(dy.dtype)
+    return _product(dy, axes.y, kernel, axes.kernel, axes.x, precision=precision, preferred_element_type=sums)
+
+
+def doffset_from(dbias: Array, kernel: Array, features: int = 1) -> Array:
+    """The second form of (15), for dbias [*batch, *features] in the compute dtype."""
+    row = jnp.expand_dims(dbias, dbias.ndim - features)
+    return jnp.sum(kernel.astype(dbias.dtype) * row, axis=range(-features, 0))
 
 
 def tangent(operands: tuple[Operands, Saved], settings: NormLinear, dtypes: Results, batch_dims: int) -> Results:
     """Term (20), linear in the tangents, of which those that are None are zero."""
-    (dx, dscale, doffset, dkernel, dbias), saved = operands
-    x, scale, offset, kernel, mean, rstd = saved
-    batch = norms.common_batch(batch_dims, dx, dscale, doffset, dkernel, dbias, *saved)
-    dtype = jnp.promote_types(x.dtype, kernel.dtype)
-    *rows, h, n = range(x.ndim + 1)
+    (dx, dresidual, dscale, doffset, dkernels, dbiases), saved = operands
+    total, scale, offset, kernels, mean, rstd = saved
+    batch = jnp_norms.common_batch(batch_dims, *jax.tree.leaves(operands))
     row_scale, row_offset, dscale, doffset = (
-        None if a is None else _like_rows(a, x.ndim, batch_dims) for a in (scale, offset, dscale, doffset)
+        _like_rows(a, total.ndim, batch_dims) for a in (scale, offset, dscale, doffset)
     )
+    compute = rstd.dtype
+    dz, dtotal = jnp_norms.tangent(
+        (norm.Operands(dx, dresidual, dscale, doffset), norm.Saved(total, row_scale, mean, rstd)),
+        settings.norm,
+        norm.Results(compute.name, dtypes.total),
+        batch_dims,
+    )
+    moves = any(a is not None for a in (dx, dresidual, dscale, doffset))
+    dy = []
+    for kernel, dkernel, dbias, features, dtype in zip(
+        kernels, dkernels, dbiases, settings.features, dtypes.y, strict=True
+    ):
+        axes = _Axes(total.ndim, batch_dims, features)
 
-    def product(z: Array, kernel: Array) -> Array:
-        in_kernel = [*rows[:batch_dims], h, n]
-        return _product(z.astype(dtype), [*rows, h], kernel.astype(dtype), in_kernel, [*rows, n], settings.precision)
+        def product(z: Array, kernel: Array, axes: _Axes = axes, dtype: str = dtype) -> Array:
+            z, kernel = z.astype(dtype), kernel.astype(dtype)
+            how = {"precision": settings.precision, "preferred_element_type": jnp_norms.compute_dtype(dtype)}
+            return _product(z, axes.x, kernel, axes.kernel, axes.y, **how)
 
-    dy = jnp.zeros((*x.shape[:-1], kernel.shape[-1]), norms.compute_dtype(dtype))
-    if any(a is not None for a in (dx, dscale, doffset)):
-        dz, _ = norms.tangent(
-            (
-                norm_signature.Operands(dx, None, dscale, doffset),
-                norm_signature.Saved(x, row_scale, mean, rstd),
-            ),
-            settings.norm,
-            norm_signature.Results(rstd.dtype.name, None),
-            batch_dims,
-        )
-        dy = dy + product(dz, kernel)
-    if dkernel is not None:
-        dy = dy + product(norms.scaled(x, row_scale, row_offset, mean, rstd, settings.norm), dkernel)
-    if dbias is not None:
-        dy = dy + _like_rows(dbias.astype(dy.dtype), x.ndim, batch_dims)
-    return Results(norms.with_batch(dy, batch).astype(dtypes.y))
+        d = jnp.zeros((*total.shape[:-1], *kernel.shape[kernel.ndim - features :]), jnp_norms.compute_dtype(dtype))
+        if moves:
+            d = d + product(dz, kernel)
+        if dkernel is not None:
+            z = jnp_norms.scaled(total, row_scale, row_offset, mean, rstd, settings.norm)
+            d = d + product(z, dkernel)
+        if dbias is not None:
+            d = d + jnp.expand_dims(dbias.astype(d.dtype), axes.lead)
+        dy.append(d.astype(dtype))
+    return jax.tree.map(lambda a: jnp_norms.with_batch(a, batch), Results(tuple(dy), dtotal))
 
 
-forward_cpu = partial(forward, fence=lax.optimization_barrier)
-backward_cpu = partial(backward, fence=lax.optimization_barrier)
+def tangents_of_constants(
+    tangents: Operands, saved: Saved, settings: NormLinear, results: Results
+) -> tuple[Array, ...]:
+    """(20) of the offset and the biases alone, which reads the kernels."""
+    dy = []
+    for y, kernel, dbias, features in zip(results.y, saved.kernel, tangents.bias, settings.features, strict=True):
+        compute = jnp_norms.compute_dtype(y.dtype)
+        row = jnp.zeros(y.shape[y.ndim - features :], compute)
+        if tangents.offset is not None:
+            row = row + jnp.tensordot(tangents.offset.astype(compute), kernel.astype(compute), 1, precision="highest")
+        if dbias is not None:
+            row = row + dbias.astype(compute)
+        dy.append(jnp.broadcast_to(row, y.shape).astype(y.dtype))
+    return tuple(dy)
+
+
+forward_cpu = functools.partial(forward, norms=IN_JNP_ON_CPU)
+backward_cpu = functools.partial(backward, norms=IN_JNP_ON_CPU)

@@ -34,12 +34,14 @@ def _load_matrix(
 @triton.jit
 def forward_kernel(
     x_ptr,  # [M, H]
+    residual_ptr,  # [M, H]
     scale_ptr,  # [H]
     offset_ptr,  # [H]
     kernel_ptr,  # [H, N]
     bias_ptr,  # [N]
     rows,
     y_ptr,  # [M, N]
+    total_ptr,  # [M, H]
     mean_ptr,  # [M]
     rstd_ptr,  # [M]
     H: tl.constexpr,
@@ -47,6 +49,7 @@ def forward_kernel(
     SUBTRACT_MEAN: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     EPSILON: tl.constexpr,
+    TOTAL: tl.constexpr,
     BY_REGISTERS: tl.constexpr,
     COMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -54,7 +57,7 @@ def forward_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """y, mean and rstd of one tile of rows a program, from one read of x.
+    """y, total, mean and rstd of one tile of rows a program, from one read of x and of the residual.
 
     Chunk by chunk, x is normalised by the statistics of what has been seen of its row, this chunk included, and where
     they move the product so far is moved with them: for x_c and kernel_c the columns seen,
@@ -84,6 +87,13 @@ def forward_kernel(
         exists = column < H
         seen = tl.minimum(first + BLOCK_H, H).to(COMPUTE)
         x = _load_matrix(x_ptr, row, valid, first, H, BLOCK_H, BLOCK_ROWS).to(COMPUTE)
+        if residual_ptr is not None:
+            x += _load_matrix(residual_ptr, row, valid, first, H, BLOCK_H, BLOCK_ROWS).to(COMPUTE)
+            total = x.to(TOTAL)  # the rounded sum is what is normalised
+            if total_ptr is not None:
+                mask = valid[:, None] & exists[None, :]
+                tl.store(total_ptr + row[:, None] * H + column[None, :], total, mask=mask)
+            x = total.to(COMPUTE)
         kernel = _load_matrix(kernel_ptr, column, exists, 0, N, BLOCK_N, BLOCK_H)
         scale = load_scale(scale_ptr, column, exists, ZERO_CENTERED, BLOCK_H, COMPUTE)
         if SUBTRACT_MEAN:
@@ -121,7 +131,7 @@ def forward_kernel(
 @triton.jit
 def row_sums_kernel(
     dy_ptr,  # [M, N]
-    x_ptr,  # [M, H]
+    total_ptr,  # [M, H]
     scale_ptr,  # [H]
     kernel_ptr,  # [H, N]
     mean_ptr,  # [M]
@@ -162,7 +172,7 @@ def row_sums_kernel(
         for first in tl.range(part * BLOCK_H, H, PARTS * BLOCK_H, num_stages=STAGES):
             column = first + tl.arange(0, BLOCK_H)
             exists = column < H
-            x = _load_matrix(x_ptr, row, valid, first, H, BLOCK_H, BLOCK_ROWS).to(COMPUTE)
+            x = _load_matrix(total_ptr, row, valid, first, H, BLOCK_H, BLOCK_ROWS).to(COMPUTE)
             kernel = _load_matrix(kernel_ptr, column, exists, 0, N, BLOCK_N, BLOCK_H)
             scale = load_scale(scale_ptr, column, exists, ZERO_CENTERED, BLOCK_H, COMPUTE)
             scaled = tl.dot(dy, tl.trans(kernel.to(dy.dtype)), input_precision="tf32") * scale[None, :]
@@ -180,7 +190,8 @@ def row_sums_kernel(
 @triton.jit
 def backward_kernel(
     dy_ptr,  # [M, N]
-    x_ptr,  # [M, H]
+    dtotal_ptr,  # [M, H]
+    total_ptr,  # [M, H]
     scale_ptr,  # [H]
     kernel_ptr,  # [H, N]
     mean_ptr,  # [M]
@@ -223,7 +234,7 @@ def backward_kernel(
             for part in tl.static_range(1, PARTS):
                 c1 += load_vector(c1_ptr, part * rows + row, valid, BLOCK_ROWS, COMPUTE)
                 c2 += load_vector(c2_ptr, part * rows + row, valid, BLOCK_ROWS, COMPUTE)
-        x = _load_matrix(x_ptr, row, valid, first, H, BLOCK_H, BLOCK_ROWS).to(COMPUTE)
+        x = _load_matrix(total_ptr, row, valid, first, H, BLOCK_H, BLOCK_ROWS).to(COMPUTE)
         dy = _load_matrix(dy_ptr, row, valid, 0, N, BLOCK_N, BLOCK_ROWS)
         x_hat = (x - mean[:, None]) * rstd[:, None]  # (3)
         if g_ptr is not None:
@@ -233,6 +244,8 @@ def backward_kernel(
         if dx_ptr is not None:
             dx = tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1 * rstd)[:, None])  # (17), its factor rstd inside
             dx = tl.fma(dz * scale[None, :], rstd[:, None], dx)
+            if dtotal_ptr is not None:
+                dx += _load_matrix(dtotal_ptr, row, valid, first, H, BLOCK_H, BLOCK_ROWS).to(COMPUTE)
             mask = valid[:, None] & exists[None, :]
             tl.store(dx_ptr + row[:, None] * H + column[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if dscale_ptr is not None:

@@ -1,29 +1,35 @@
 """What goes into LayerNorm+Linear, what is kept for its derivatives, and what comes out.
 
-Inside of an operation the first axes of every array, *batch, are vmap's: on them any operand may have size 1 instead of
-the batch's, results always have the batch's, and parameter gradients are not summed over them. *lead are x's rows.
+There may be several Linears behind one norm: kernel, bias and y, and what belongs to them, are tuples of arrays, one
+for each. Inside of an operation the first axes of every array, *batch, are vmap's: on them any operand may have size 1
+instead of the batch's, results always have the batch's, and parameter gradients are not summed over them. *lead are
+x's rows.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
 
 from jln._norm.signature import Norm
 
 
 @dataclasses.dataclass(frozen=True)
 class NormLinear:
-    """Which norm and which product: all about them that is static.
+    """Which norm and which products: all about them that is static.
 
-    precision: as `jax.lax.dot_general` has it. features: how many axes of features the kernel has.
+    precision: as `jax.lax.dot_general` has it. features: how many axes of features each kernel has. in_one: whether
+    norm and products are one operation, as `few_features` says.
     """
 
     norm: Norm
     precision: Any
-    features: int
+    features: tuple[int, ...]
+    in_one: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +41,12 @@ class Settings:
 
 
 class Operands(NamedTuple):
-    """x [*batch, *lead, H]; scale, offset [*batch, H]; kernel [*batch, H, *features]; bias [*batch, *features].
-
-    scale, offset and bias may be None.
+    """x, residual [*batch, *lead, H]; scale, offset [*batch, H]; of each product kernel [*batch, H, *features] and bias
+    [*batch, *features]. residual, scale, offset and every bias may be None.
     """
 
     x: Any
+    residual: Any
     scale: Any
     offset: Any
     kernel: Any
@@ -48,23 +54,27 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """y [*batch, *lead, *features]."""
+    """Of each product y [*batch, *lead, *features]; total, x + residual, like x, None where there is no residual."""
 
     y: Any
+    total: Any
 
 
 class Outcome(NamedTuple):
-    """What the forward operation returns: y, and mean and rstd [*batch, *lead, 1] as in `jln._norm.signature`."""
+    """What the forward operation returns: results, and mean and rstd [*batch, *lead, 1] as in `jln._norm.signature`."""
 
     y: Any
+    total: Any
     mean: Any
     rstd: Any
 
 
 class Saved(NamedTuple):
-    """What is kept between forward and backward, None where no wanted gradient reads it."""
+    """What is kept between forward and backward, None where no wanted gradient reads it. total: what was normalised,
+    x itself where nothing was added.
+    """
 
-    x: Any
+    total: Any
     scale: Any
     offset: Any
     kernel: Any
@@ -73,10 +83,13 @@ class Saved(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """What the backward operation reads: dy, like y, and what was saved."""
+    """What the backward operation reads: the cotangents of the results, None where one was not used, and what was
+    saved.
+    """
 
     dy: Any
-    x: Any
+    dtotal: Any
+    total: Any
     scale: Any
     offset: Any
     kernel: Any
@@ -85,7 +98,9 @@ class Cotangents(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What the backward operation returns, each like what it is the gradient of."""
+    """What the backward operation returns, each like what it is the gradient of; dx that of total, and so of x and of
+    residual alike.
+    """
 
     dx: Any
     dscale: Any
@@ -94,32 +109,36 @@ class Gradients(NamedTuple):
     dbias: Any
 
 
-# The arrays whose last axes are features.
-_WITH_FEATURES = {"y", "dy", "kernel", "dkernel", "bias", "dbias"}
+# By their operands' dtype, the most features that one program can hold (64 rows of sums, float32) beside a tile of x
+# and one of the kernel; and where rows do not start on 16 bytes, and pairs of elements take registers for their
+# addresses.
+FUSED_FEATURES = {"bfloat16": (256, 64), "float16": (256, 64), "float32": (128, 32)}
+
+# The presets of `jax.lax.DotAlgorithmPreset` that name what the fused kernels do.
+_ALGORITHMS = {
+    "bfloat16": jax.lax.DotAlgorithmPreset.BF16_BF16_F32,
+    "float16": jax.lax.DotAlgorithmPreset.F16_F16_F32,
+    "float32": jax.lax.DotAlgorithmPreset.TF32_TF32_F32,
+}
 
 
-def _mapped(arrays: Any, function: Callable[[Any], Any]) -> Any:
-    """Over those of a NamedTuple's arrays that have features, or of several NamedTuples'."""
-    if type(arrays) is tuple:
-        return tuple(_mapped(a, function) for a in arrays)
-    pairs = zip(arrays._fields, arrays, strict=True)
-    return type(arrays)(*(function(a) if a is not None and name in _WITH_FEATURES else a for name, a in pairs))
-
-
-def on_matrix(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """`compute`, which knows one axis of features, for several. They are merged only inside of an operation, since they
-    may be split over devices one by one.
+def few_features(operands: Operands, precision: Any, implementation: str | None) -> bool:
+    """Whether a kernel of ours may do norm and products at once, where the program is compiled for a GPU: then they are
+    one operation. Else they are the norm's operation and products in plain sight of JAX and XLA.
     """
+    dtypes = {jnp.promote_types(operands.x.dtype, k.dtype).name for k in operands.kernel}
+    dtype = dtypes.pop()
+    if implementation == "xla" or dtypes or dtype not in FUSED_FEATURES:
+        return False
+    n = sum(math.prod(k.shape[1:]) for k in operands.kernel)
+    return n <= FUSED_FEATURES[dtype][0] and _multiplied_as_asked(precision, dtype)
 
-    def call(operands, settings: NormLinear, dtypes, batch_dims: int, **where):
-        features: tuple[int, ...] = ()  # where only statistics are wanted, nothing has any
 
-        def merged(a):
-            nonlocal features
-            features = a.shape[a.ndim - settings.features :]
-            return a.reshape(*a.shape[: a.ndim - settings.features], math.prod(features))
-
-        results = compute(_mapped(operands, merged), settings, dtypes, batch_dims, **where)
-        return _mapped(results, lambda a: a.reshape(*a.shape[:-1], *features))
-
-    return call
+def _multiplied_as_asked(precision: Any, dtype: str) -> bool:
+    """Whether the fused kernels' products of operands of this dtype are what `precision` means on a GPU, where float32
+    is multiplied in TF32 by default, and 16 bits alike at all levels.
+    """
+    if isinstance(precision, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset):
+        return precision == _ALGORITHMS[dtype]
+    levels = precision if isinstance(precision, tuple) else (precision,)
+    return jnp.dtype(dtype).itemsize == 2 or all(level in (None, jax.lax.Precision.DEFAULT) for level in levels)

@@ -7,6 +7,7 @@ import functools
 import re
 from typing import Any
 
+from jln._norm_linear.signature import FUSED_FEATURES
 from jln._triton.chip import Chip
 from jln._triton.target import INTERPRETED, Target
 from jln._triton.tile import Tile, aligned, ceil_div, next_power_of_2
@@ -15,10 +16,6 @@ from jln._triton.tuning import Choice, Tiles, capability
 # Of an H200, estimates: bytes a microsecond that one SM can take in, and its share of what memory gives to all; what a
 # launch more costs, in microseconds. By them `fused_forward` weighs long walks of few programs.
 L2_RATE, MEMORY_RATE, LAUNCH_TIME = 64_000, 36_000, 5
-
-# By its operands' dtype, the widest product that one program can hold (64 rows of sums, float32) beside a tile of x and
-# one of the kernel; and where rows do not start on 16 bytes, and pairs of elements take registers for their addresses.
-FUSED_FEATURES = {"bfloat16": (256, 64), "float16": (256, 64), "float32": (128, 32)}
 
 
 def features(n: int) -> int:
