@@ -132,7 +132,7 @@ def add_layer_norm_linear(
     zero_centered_scale: bool = False,
     precision: jax.lax.PrecisionLike = None,
 ) -> tuple[Products, jax.Array]:
-    """`(layer_norm(total) @ kernel + bias, total)` with `total = x + residual`, rounded. As `jln.add_layer_norm_linear`."""
+    """`(layer_norm(total) @ kernel + bias, total)`, `total` as of `add_layer_norm`. As `jln.add_layer_norm_linear`."""
     total = _sum(x, residual)
     compute = jnp.promote_types(total.dtype, jnp.float32)
     z = total.astype(compute)
@@ -152,7 +152,7 @@ def add_rms_norm_linear(
     zero_centered_scale: bool = False,
     precision: jax.lax.PrecisionLike = None,
 ) -> tuple[Products, jax.Array]:
-    """`(rms_norm(total) @ kernel + bias, total)` with `total = x + residual`, rounded. As `jln.add_rms_norm_linear`."""
+    """`(rms_norm(total) @ kernel + bias, total)`, `total` as of `add_rms_norm`. As `jln.add_rms_norm_linear`."""
     total = _sum(x, residual)
     compute = jnp.promote_types(total.dtype, jnp.float32)
     z = _scaled(total.astype(compute), scale, None, -1, epsilon, zero_centered_scale)

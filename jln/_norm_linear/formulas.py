@@ -62,18 +62,39 @@ from jax import Array, lax
 
 from jln._norm import formulas as jnp_norms
 from jln._norm import signature as norm
-from jln._norm_linear.signature import Cotangents, Gradients, NormLinear, Operands, Outcome, Results, Saved
+from jln._norm_linear.signature import (
+    ColumnSums,
+    Cotangents,
+    Gradients,
+    NormLinear,
+    Operands,
+    Outcome,
+    Results,
+    Rows,
+    Saved,
+)
+
+
+def column_sums(operands: Rows, features: int, dtypes: ColumnSums, batch_dims: int) -> ColumnSums:
+    """(12)"""
+    (rows,) = operands
+    lead = range(batch_dims, rows.ndim - features)
+    wide = jnp.promote_types(jnp_norms.compute_dtype(rows.dtype), dtypes.sums)
+    return ColumnSums(jnp.sum(rows.astype(wide), lead).astype(dtypes.sums))
 
 
 class Norms(NamedTuple):
-    """The norm's two operations as functions of (operands, settings, dtypes, batch_dims)."""
+    """What is between the products, by whatever computes it: the norm's two operations and sums over rows, as functions
+    of (operands, settings, dtypes, batch_dims).
+    """
 
     forward: Callable[..., norm.Outcome]
     backward: Callable[..., norm.Gradients]
+    column_sums: Callable[..., ColumnSums]
 
 
-IN_JNP = Norms(jnp_norms.forward, jnp_norms.backward)
-IN_JNP_ON_CPU = Norms(jnp_norms.forward_cpu, jnp_norms.backward_cpu)
+IN_JNP = Norms(jnp_norms.forward, jnp_norms.backward, column_sums)
+IN_JNP_ON_CPU = Norms(jnp_norms.forward_cpu, jnp_norms.backward_cpu, column_sums)
 
 
 def _like_rows(parameter: Array | None, ndim: int, batch_dims: int) -> Array | None:
@@ -214,10 +235,12 @@ def backward(
                 preferred_element_type=jnp.promote_types(kernel_dtype, d.dtype),
             ).astype(kernel_dtype)
         if from_bias or bias_dtype is not None:  # (12)
-            sums = jnp.sum(d.astype(jnp_norms.compute_dtype(d.dtype)), axis=axes.lead)
+            wide = jnp_norms.compute_dtype(d.dtype).name if from_bias else bias_dtype
+            features = settings.features[i]
+            sums = norms.column_sums(Rows(d), features, ColumnSums(wide), batch_dims).sums
             dbias[i] = None if bias_dtype is None else sums.astype(bias_dtype)
             if from_bias:
-                share = doffset_from(sums, kernel, len(axes.y) - len(axes.rows))
+                share = _doffset_from(sums, kernel, features)
                 doffset = share if doffset is None else doffset + share
     doffset = None if doffset is None else doffset.astype(dtypes.doffset)
     gradients = Gradients(dx, dscale, doffset, tuple(dkernel), tuple(dbias))
@@ -233,7 +256,7 @@ def _dz(dy: Array, kernel: Array, axes: _Axes, precision: Any) -> Array:
     return _product(dy, axes.y, kernel, axes.kernel, axes.x, precision=precision, preferred_element_type=sums)
 
 
-def doffset_from(dbias: Array, kernel: Array, features: int = 1) -> Array:
+def _doffset_from(dbias: Array, kernel: Array, features: int) -> Array:
     """The second form of (15), for dbias [*batch, *features] in the compute dtype."""
     row = jnp.expand_dims(dbias, dbias.ndim - features)
     return jnp.sum(kernel.astype(dbias.dtype) * row, axis=range(-features, 0))

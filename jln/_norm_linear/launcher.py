@@ -17,7 +17,15 @@ from jln._core.operation import only_rows_differ
 from jln._norm import launcher as norms
 from jln._norm.formulas import common_batch, with_batch
 from jln._norm_linear import formulas, kernels, tiles
-from jln._norm_linear.signature import Cotangents, Gradients, NormLinear, Operands, Outcome
+from jln._norm_linear.signature import (
+    ColumnSums,
+    Cotangents,
+    Gradients,
+    NormLinear,
+    Operands,
+    Outcome,
+    Rows,
+)
 from jln._triton.launch import launch
 from jln._triton.target import Target
 from jln._triton.tile import Tile, ceil_div
@@ -56,9 +64,18 @@ def backward(
 
 def _norms(target: Target) -> formulas.Norms:
     """The norm by its own kernels, around XLA's products."""
-    return formulas.Norms(
-        functools.partial(norms.forward, target=target), functools.partial(norms.backward, target=target)
-    )
+    of = (functools.partial(function, target=target) for function in (norms.forward, norms.backward, column_sums))
+    return formulas.Norms(*of)
+
+
+def column_sums(operands: Rows, features: int, dtypes: ColumnSums, batch_dims: int, target: Target) -> ColumnSums:
+    """By XLA, which does it in the kernel that makes the rows where that is its own."""
+    del target
+    a = operands.rows
+    columns = a.shape[a.ndim - features :]
+    rows = a.reshape(*a.shape[:batch_dims], -1, math.prod(columns))
+    sums = norms.column_sums(rows, dtypes.sums)
+    return ColumnSums(sums.reshape(*a.shape[:batch_dims], *columns))
 
 
 # Several products in one kernel: to write their arrays side by side and to part the results costs a few features' bytes

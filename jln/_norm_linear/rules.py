@@ -18,12 +18,14 @@ from jln._core.operation import LinearOperation, Operation, only_rows_differ
 from jln._norm import rules as norm
 from jln._norm_linear import formulas
 from jln._norm_linear.signature import (
+    ColumnSums,
     Cotangents,
     Gradients,
     NormLinear,
     Operands,
     Outcome,
     Results,
+    Rows,
     Saved,
     Settings,
 )
@@ -104,8 +106,19 @@ _backward: Operation[Cotangents, Gradients] = Operation(
 )
 
 
+def _sums_layout(operands: Rows, features: int, dtypes: ColumnSums, batch_dims: int) -> Layout:
+    of = _Dims(operands.rows.ndim - features + 1, (features,), batch_dims)
+    result = Result(of.bias[0], summed=(Kind.ROW,), wide=True)
+    return Layout.of(operands, Rows(of.y[0]), dtypes, ColumnSums(result))
+
+
+_column_sums: Operation[Rows, ColumnSums] = Operation(
+    "jln_column_sums", formulas.column_sums, launcher=lambda: _launcher().column_sums, layout=_sums_layout
+)
+
+
 def _norms(implementation: str | None) -> formulas.Norms:
-    """The norm as its own operations."""
+    """As operations of their own."""
 
     def forward(operands, settings, dtypes, batch_dims):
         return norm.forward(operands, settings, dtypes, implementation=implementation, batch_dims=batch_dims)
@@ -113,7 +126,10 @@ def _norms(implementation: str | None) -> formulas.Norms:
     def backward(operands, settings, dtypes, batch_dims):
         return norm.backward(operands, settings, dtypes, implementation=implementation, batch_dims=batch_dims)
 
-    return formulas.Norms(forward, backward)
+    def column_sums(operands, features, dtypes, batch_dims):
+        return _column_sums(operands, features, dtypes, implementation=implementation, batch_dims=batch_dims)
+
+    return formulas.Norms(forward, backward, column_sums)
 
 
 # The rules

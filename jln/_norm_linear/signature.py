@@ -109,6 +109,18 @@ class Gradients(NamedTuple):
     dbias: Any
 
 
+class Rows(NamedTuple):
+    """[*batch, *lead, *features], to be added up over *lead."""
+
+    rows: Any
+
+
+class ColumnSums(NamedTuple):
+    """[*batch, *features]."""
+
+    sums: Any
+
+
 # By their operands' dtype, the most features that one program can hold (64 rows of sums, float32) beside a tile of x
 # and one of the kernel; and where rows do not start on 16 bytes, and pairs of elements take registers for their
 # addresses.
