@@ -36,13 +36,21 @@ class Array:
     optional: bool = False
     gradient_of: str | None = None
 
-    def of(self, sizes: Mapping[str, tuple[int, ...]], dtype: Any, parameter_dtype: Any) -> jax.ShapeDtypeStruct:
-        """parameter_dtype: of the norm's parameters; those of a product are given in `dtype`, as x is."""
+    def of(self, sizes: Mapping[str, Any], dtype: Any, parameter_dtype: Any) -> Any:
+        """parameter_dtype: of the norm's parameters; those of a product are given in `dtype`, as x is. -> its shape and
+        dtype; where `sizes` has several Linears' features and this has features, a tuple of these.
+        """
+        if "N" in self.dimensions and isinstance(features := sizes["N"], Several):
+            return tuple(self.of({**sizes, "N": n}, dtype, parameter_dtype) for n in features)
         shape = tuple(size for dimension in self.dimensions for size in sizes[dimension])
         return jax.ShapeDtypeStruct(shape, jnp.dtype(parameter_dtype if self.role in ("scale", "offset") else dtype))
 
 
-def sizes(shape: tuple[int, ...], axes: int | tuple[int, ...], features: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+class Several(tuple[tuple[int, ...], ...]):
+    """The features of each of several Linears behind one norm."""
+
+
+def sizes(shape: tuple[int, ...], axes: int | tuple[int, ...], features: tuple[int, ...] | Several) -> dict[str, Any]:
     """What the dimensions are of an x of that shape, normalised over `axes`."""
     chosen = [a % len(shape) for a in (axes if isinstance(axes, tuple) else (axes,))]
     rows = tuple(n for i, n in enumerate(shape) if i not in chosen)
@@ -98,7 +106,8 @@ class Signature:
         """
 
         def sizes(names: Iterable[str]) -> int:
-            return sum(arrays[name].size * arrays[name].dtype.itemsize for name in names)
+            leaves = jax.tree.leaves([arrays[name] for name in names])
+            return sum(a.size * a.dtype.itemsize for a in leaves)
 
         results = sizes(a.name for a in self.results)
         if direction == "forward":
@@ -164,7 +173,11 @@ _PRODUCT = Array("y", "activation", ("rows", "N"))
 # c1 1, c2 2, dx 4, dscale 2, doffset 1. An RMSNorm has neither mean, c1 nor offset; a sum is one more each way.
 _LAYER = Operator("layer_norm", (_X, _SCALE, _OFFSET), (_Y,), ("x", "scale"), True, (7, 13))
 _RMS = Operator("rms_norm", (_X, _SCALE), (_Y,), ("x", "scale"), False, (4, 9))
-_REREAD = ("x", "scale", "kernel")
+_REREAD, _REREAD_SUM = (("x", "scale", "kernel"), ("total", "scale", "kernel"))
+_LAYER_LINEAR = Operator(
+    "layer_norm_linear", (_X, _SCALE, _OFFSET, _KERNEL, _BIAS), (_PRODUCT,), _REREAD, True, (7, 13)
+)
+_RMS_LINEAR = Operator("rms_norm_linear", (_X, _SCALE, _KERNEL, _BIAS), (_PRODUCT,), _REREAD, False, (4, 9))
 OPERATORS: dict[str, Operator] = {
     o.name: o
     for o in (
@@ -174,12 +187,31 @@ OPERATORS: dict[str, Operator] = {
             "add_layer_norm", (_X, _RESIDUAL, _SCALE, _OFFSET), (_Y, _TOTAL), ("total", "scale"), True, (8, 14), _LAYER
         ),
         Operator("add_rms_norm", (_X, _RESIDUAL, _SCALE), (_Y, _TOTAL), ("total", "scale"), False, (5, 10), _RMS),
-        Operator("layer_norm_linear", (_X, _SCALE, _OFFSET, _KERNEL, _BIAS), (_PRODUCT,), _REREAD, True, (7, 13)),
-        Operator("rms_norm_linear", (_X, _SCALE, _KERNEL, _BIAS), (_PRODUCT,), _REREAD, False, (4, 9)),
+        _LAYER_LINEAR,
+        _RMS_LINEAR,
+        Operator(
+            "add_layer_norm_linear",
+            (_X, _RESIDUAL, _SCALE, _OFFSET, _KERNEL, _BIAS),
+            (_PRODUCT, _TOTAL),
+            _REREAD_SUM,
+            True,
+            (8, 14),
+            _LAYER_LINEAR,
+        ),
+        Operator(
+            "add_rms_norm_linear",
+            (_X, _RESIDUAL, _SCALE, _KERNEL, _BIAS),
+            (_PRODUCT, _TOTAL),
+            _REREAD_SUM,
+            False,
+            (5, 10),
+            _RMS_LINEAR,
+        ),
     )
 }
 
 
-def fullest(*, is_linear: bool) -> Operator:
-    """Of the norms, or of those with a product behind, the one that takes the most."""
-    return max((o for o in OPERATORS.values() if o.is_linear == is_linear), key=lambda o: len(o.arguments))
+def fullest(*, is_linear: bool, adds: bool) -> Operator:
+    """Of the norms, or of those with a product behind, with a residual or without, the one that takes the most."""
+    fitting = [o for o in OPERATORS.values() if (o.is_linear, o.adds) == (is_linear, adds)]
+    return max(fitting, key=lambda o: len(o.arguments))

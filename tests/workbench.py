@@ -16,14 +16,20 @@ from jln._catalogue import EPSILON
 
 @dataclasses.dataclass(frozen=True)
 class Operator:
-    """A public function as the tests call it: of all that functions of its kind take, in order, absent ones None."""
+    """A public function as the tests call it: of all that functions of its kind take, in order, absent ones None. Those
+    of the norms take a residual, which may be None.
+    """
 
     entry: _catalogue.Operator
 
     name = property(lambda self: self.entry.name)
     adds = property(lambda self: self.entry.adds)
     subtract_mean = property(lambda self: self.entry.centres)
-    kind = property(lambda self: _catalogue.fullest(is_linear=self.entry.is_linear))
+
+    @property
+    def kind(self):
+        is_linear = self.entry.is_linear
+        return _catalogue.fullest(is_linear=is_linear, adds=self.adds or not is_linear)
 
     @property
     def results(self):
@@ -31,7 +37,7 @@ class Operator:
         return (*(a.name for a in self.kind.results), *(f"d{name}" for name in self.kind.names))
 
     def __call__(self, *operands, module=jln, **options):
-        """-> y of a Linear; of a norm (y, total), where `total` is None if nothing is added."""
+        """-> y of a Linear, or (y, total); of a norm (y, total), where `total` is None if nothing is added."""
         named = dict(zip(self.kind.names, operands, strict=True))
         result = getattr(module, self.name)(**{name: named[name] for name in self.entry.names}, **options)
         return result if self.entry.is_linear or self.adds else (result, None)
@@ -94,7 +100,7 @@ def truth(operator: Operator, operands, cotangent, total=None, *, zero_centered_
     """
     given = {n: np.asarray(a) for n, a in zip(operator.kind.names, operands, strict=True) if a is not None}
     x, kernel = given["x"], given.get("kernel")
-    dy, dtotal = cotangent if kernel is None else (cotangent, None)
+    dy, dtotal = cotangent if isinstance(cotangent, tuple) else (cotangent, None)
     dtype = x.dtype if kernel is None else jnp.promote_types(x.dtype, kernel.dtype)
     wide = np.longdouble if x.dtype == np.float64 else np.float64
     eps = float(jnp.finfo(jnp.promote_types(dtype, jnp.float32)).eps)
