@@ -81,9 +81,8 @@ def linears(kernel: Any, bias: Any, x: jax.Array) -> tuple[tuple[jax.Array, ...]
 
 def _kernel(name: str, value: Any, x: jax.Array) -> jax.Array:
     value = array(name, value)
-    if value.ndim < 2 or x.ndim == 0 or value.shape[0] != x.shape[-1]:
-        hidden = x.shape[-1] if x.ndim else "H"
-        expected = f"({hidden}, *features), its first axis as long as x's last, with one axis of features or more"
+    if value.ndim < 2 or value.shape[0] != x.shape[-1]:
+        expected = f"({x.shape[-1]}, *features), its first axis as long as x's last, with one axis of features or more"
         raise ValueError(f"{name} must have shape {expected}; got {_described(value)} for x {_described(x)}")
     return value
 

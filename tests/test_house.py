@@ -21,6 +21,7 @@ FLOORS = (
     {"_modules"},
     {"_catalogue"},
     {"__init__"},
+    {"checkpoint_policies"},
     {"_norm_linear"},
     {"_norm"},
     {"_core", "program"},
