@@ -126,7 +126,7 @@ class Deferred(NoArray):
             axis=n.axes,
             epsilon=n.epsilon,
             subtract_mean=n.subtract_mean,
-            y_dtype=n.y_dtype,
+            dtype=n.y_dtype,
         )
 
     def linear(self, kernel: jax.Array, bias: jax.Array | None, precision: Any) -> jax.Array:

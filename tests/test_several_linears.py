@@ -1,7 +1,7 @@
 """Several Linears behind one norm, a tuple of kernels: values, gradients, transformations, errors and what is kept.
 
-What each product is by itself the other tests hold; here it is what the tuple adds: that z and dz are shared, that every
-array is its own, and that nothing is counted twice.
+What each product is by itself the other tests hold; here it is what the tuple adds: that z and dz are shared, that
+every array is its own, and that nothing is counted twice.
 """
 
 import functools
@@ -190,7 +190,7 @@ def test_kernels_of_several_dtypes(features, dtypes, implementation):
     operands |= {"kernel": kernels}
 
     def run(module, **options):
-        y, pullback = jax.vjp(lambda a: getattr(module, "layer_norm_linear")(**a, **options), operands)
+        y, pullback = jax.vjp(lambda a: module.layer_norm_linear(**a, **options), operands)
         return y, pullback(tuple(workbench.normal(i, a.shape, a.dtype) for i, a in enumerate(y)))[0]
 
     (y, gradients), (plain, plain_gradients) = run(jln, implementation=implementation), run(jln.reference)
@@ -220,7 +220,7 @@ def test_only_the_total_is_kept_of_its_size(features, forward_mode, implementati
 K = jnp.ones((8, 3), "float32")
 X = jnp.ones((4, 8), "float32")
 ERRORS = {
-    "a list": (TypeError, r"kernel must be an array or a tuple of arrays; got list", [K, K], None),
+    "a list": (TypeError, r"kernel must be an array; got list \(several Linears are a tuple of arrays\)", [K, K], None),
     "nothing": (ValueError, r"kernel must have at least one array; got \(\)", (), None),
     "a tuple in a tuple": (TypeError, r"kernel\[1\] must be an array; got tuple", (K, (K, K)), None),
     "None": (TypeError, r"kernel\[0\] must be an array; got NoneType", (None, K), None),
@@ -233,7 +233,7 @@ ERRORS = {
     "a list of biases": (TypeError, r"bias must be None or a tuple.*got list", (K, K), [None, None]),
     "another bias": (ValueError, r"bias\[1\] must have shape \(3,\), that of kernel\[1\]'s axes after the first",
                      (K, K), (None, jnp.ones(4))),
-    "several biases of one kernel": (TypeError, r"bias must be an array or None, as kernel is one array; got tuple",
+    "several biases of one kernel": (TypeError, r"bias must be an array; got tuple, where kernel is one array",
                                      K, (jnp.ones(3),)),
 }  # fmt: skip
 
