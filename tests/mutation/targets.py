@@ -15,6 +15,7 @@ class Mutant(NamedTuple):
     tests: tuple[str, ...]
 
 
+ACCESS = "jln/_norm/access.py"
 NORM = "jln/_norm/kernels.py"
 LINEAR = "jln/_norm_linear/kernels.py"
 LAUNCH = "jln/_triton/launch.py"
