@@ -17,7 +17,7 @@ class Route(NamedTuple):
     """How one call of a layer was computed.
 
     layer: its class, and its name where the framework knows one.
-    path: "fused" (norm and Linear as one operator), "kernel" (jln's norm; what is behind it is the framework's own) or
+    path: "fused" (norm and Linear as one operator), "norm" (jln's norm; what is behind it is the framework's own) or
       "plain" (the framework's own code).
     why: a few words.
     """
@@ -70,7 +70,7 @@ def note(layer: str, path: str, why: str) -> None:
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Route, ...]:
     """The path, and why, of every jln layer that `function(*args, **kwargs)` calls, in the order of the calls.
 
-    Nothing is computed: the call is traced as by `jax.eval_shape`, so arrays may be `jax.ShapeDtypeStruct`s. A "kernel"
+    Nothing is computed: the call is traced as by `jax.eval_shape`, so arrays may be `jax.ShapeDtypeStruct`s. A "norm"
     or "fused" call reaches jln's operators, which run Triton kernels where the program is compiled for an NVIDIA GPU
     with jax-triton installed, and XLA elsewhere. The framework's own layers are not listed: convert the model first, or
     call inside of `jln.convert.linen()` or `jln.convert.haiku()`.

@@ -76,7 +76,7 @@ class _NormLinear(eqx.Module):
         if isinstance(norm, str):
             return self.linear(_modules.computed(name, norm, lambda: _plain(self.norm, x)))
         kernel, bias = self.linear.weight.T, self.linear.bias
-        dtype = jnp.result_type(norm.norm.y_dtype, kernel, *([] if bias is None else [bias]))
+        dtype = jnp.result_type(norm.dtype, kernel, *([] if bias is None else [bias]))
         found: Any = norm.linear_obstacle(kernel.shape, dtype)
         if "scalar" in (self.linear.in_features, self.linear.out_features):
             found = "the Linear has a scalar side"
@@ -109,7 +109,7 @@ class RMSNormLinear(_NormLinear):
     _norm_class: ClassVar[Any] = RMSNorm
 
 
-class Deferred(_modules.NoArray, eqx.Module):
+class DeferredInput(_modules.NoArray, eqx.Module):
     """What the placeholder of a fused norm returns, for the one `FusedLayerNormLinear` that reads it. The norm's result
     has the shape and the dtype of its input; who wants its numbers gets a TypeError.
     """
@@ -127,23 +127,23 @@ class FusedLayerNormLinear(LayerNormLinear):
     """
 
     def __call__(self, x: Any, *, key: jax.Array | None = None) -> jax.Array:
-        """x: a `Deferred` or `[H]` -> `[N]`; `key` is ignored, as by Equinox."""
-        return super().__call__(x.x) if isinstance(x, Deferred) else self.linear(x)
+        """x: a `DeferredInput` or `[H]` -> `[N]`; `key` is ignored, as by Equinox."""
+        return super().__call__(x.x) if isinstance(x, DeferredInput) else self.linear(x)
 
 
 class FusedRMSNormLinear(RMSNormLinear):
     """Likewise."""
 
     def __call__(self, x: Any, *, key: jax.Array | None = None) -> jax.Array:
-        """x: a `Deferred` or `[H]` -> `[N]`; `key` is ignored, as by Equinox."""
-        return super().__call__(x.x) if isinstance(x, Deferred) else self.linear(x)
+        """x: a `DeferredInput` or `[H]` -> `[N]`; `key` is ignored, as by Equinox."""
+        return super().__call__(x.x) if isinstance(x, DeferredInput) else self.linear(x)
 
 
 class DeferredNorm(eqx.Module):
     """Stands where a norm was that `jln.convert.equinox` fused with the Linear behind it."""
 
     def __call__(self, x: jax.Array, state: Any = _ABSENT, *, key: jax.Array | None = None) -> Any:
-        return _with_state(Deferred(x), state)
+        return _with_state(DeferredInput(x), state)
 
 
 def _normalised(layer: EquinoxLayerNorm | EquinoxRMSNorm, x: Any, plain: Any) -> jax.Array:

@@ -188,7 +188,7 @@ def _fused(norm: Norm, dense: nn.DenseGeneral, x: Any, mask: Any) -> Callable[[]
     if isinstance(ready, str):
         return ready
     kernel, bias = found["dense", "kernel"], found.get(("dense", "bias"))
-    dtype = dtypes.canonicalize_dtype(jnp.empty((), ready.norm.y_dtype), kernel, bias, dtype=dense.dtype)
+    dtype = dtypes.canonicalize_dtype(jnp.empty((), ready.dtype), kernel, bias, dtype=dense.dtype)
     obstacle = ready.linear_obstacle(kernel.shape, dtype)
     return obstacle or (lambda: ready.linear(kernel, bias, dense.precision))
 

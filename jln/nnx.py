@@ -207,7 +207,7 @@ class FusedLinearGeneral(nnx.LinearGeneral):
         own_product = self.dot_general is not None or self.dot_general_cls is not None
         if tuple(self.axis) not in ((-1,), (inputs.x.ndim - 1,)) or self.batch_axis:
             return _modules.linear_computed(
-                f"jln.nnx.{inputs.norm.name}Linear",
+                f"jln.nnx.{inputs.call.name}Linear",
                 inputs,
                 "the Linear is not over the last axis alone",
                 lambda z: plain(z, *args, **kwargs),
@@ -282,11 +282,11 @@ def _fused(
     elif layer.promote_dtype is not dtypes.promote_dtype:
         found = "the Linear has its own promote_dtype"
     else:
-        dtype = dtypes.canonicalize_dtype(jnp.empty((), norm.norm.y_dtype), kernel, bias, dtype=layer.dtype)
+        dtype = dtypes.canonicalize_dtype(jnp.empty((), norm.dtype), kernel, bias, dtype=layer.dtype)
         found = norm.linear_obstacle(kernel.shape, dtype)
         if found is None:
             found = lambda: norm.linear(kernel, bias, layer.precision)  # noqa: E731
-    return _modules.linear_computed(f"jln.nnx.{norm.norm.name}Linear", norm, found, lambda z: plain(z, *args, **kwargs))
+    return _modules.linear_computed(f"jln.nnx.{norm.call.name}Linear", norm, found, lambda z: plain(z, *args, **kwargs))
 
 
 @_routes.traceable.register(nnx.Module)

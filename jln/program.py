@@ -105,7 +105,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Report:
+class CompiledProgram:
     """A compiled program, as each of its devices runs it. The totals are over `kernels`, each times its launches."""
 
     chip: str
@@ -147,7 +147,7 @@ def compile_for(
     chip: str = "h200",
     devices: int = 1,
     compiler_options: dict[str, Any] | None = None,
-) -> Report:
+) -> CompiledProgram:
     """Compile `fn(*args)` for a number of GPUs of one kind, and say what the program does.
 
     fn: a function, jitted or not (a jitted one's donations and static arguments are not taken over).
@@ -167,7 +167,7 @@ def compile_for(
     assert hlo is not None and memory is not None  # as some other backends' are
     kernels = tuple(item for item in _launches(_parse(hlo)) if isinstance(item, Kernel))
     sizes = (memory.temp_size_in_bytes, memory.argument_size_in_bytes, memory.output_size_in_bytes)
-    return Report(chip, kernels, collectives(hlo), *sizes, hlo)
+    return CompiledProgram(chip, kernels, collectives(hlo), *sizes, hlo)
 
 
 def collectives(hlo: str) -> tuple[Collective, ...]:

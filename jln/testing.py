@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from jln._testing import derivatives
-from jln._testing.derivatives import Call, Problem
+from jln._testing.derivatives import FlatCall, Problem
 from jln._testing.report import Report, Row, Tolerance
 
 __all__ = [
@@ -355,7 +355,7 @@ def _check(f, args, *, order, derivative, reference, differences, dtype, toleran
     return Report(f"{title}s ({len(by_seed)} seeds, from {min(seeds)} to {max(seeds)})", rows, by_seed)
 
 
-def _of_order(order: int, call: Call) -> Any:
+def _of_order(order: int, call: FlatCall) -> Any:
     """What is differentiated."""
     return call if order == 1 else derivatives.Slope(call)
 

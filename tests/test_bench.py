@@ -24,7 +24,7 @@ from jln._cli import app, bench
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
-SETTINGS = measure.Settings(2)
+SETTINGS = measure.Procedure(2)
 
 
 @pytest.fixture(autouse=True)
@@ -208,7 +208,7 @@ def test_a_wrong_peer_is_said_to_be_and_not_timed():
     assert {s for (name, _), s in status.items() if name in ("dx", "dscale")} == {"wrong"}
     assert not any("median" in r for r in records if r["status"] == "wrong")
     assert {r["reason"].split(" ")[0] for r in records if r["peer"] == "dscale"} == {"another", "dscale"}
-    timed = measure.measure(workload, chosen[:1], "cpu", measure.Settings(2, even_wrong=True))
+    timed = measure.measure(workload, chosen[:1], "cpu", measure.Procedure(2, even_wrong=True))
     assert all("median" in r for r in timed) and "wrong" in {r["status"] for r in timed}
 
 

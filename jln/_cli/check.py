@@ -18,7 +18,7 @@ from jln._catalogue import DIRECTIONS, OPERATORS, Operator
 from jln._cli import controls
 from jln._cli.console import UserError, print_json, print_note, print_table, progress
 from jln._cli.devices import Device, described, devices, implementations, interpret_without_a_gpu
-from jln._cli.samples import DTYPES, Dtype, Implementation, Init, Sample, Trial, ours, plain
+from jln._cli.samples import DTYPES, Dtype, Implementation, Init, JudgedSample, Sample, ours, plain
 from jln.testing import Report, check_hvp, check_vjp
 
 DEFAULT_SHAPE = "64x1024"
@@ -103,15 +103,15 @@ def _check_one(sample: Sample, chosen: list[tuple[Device, Any]], time: bool, as_
     with progress(sum(1 + len(runnable) * (1 + time) for _, (runnable, _) in chosen)) as begin:
         for device, (runnable, why_not) in chosen:
             begin(f"float64 on {described(device)}")
-            trial = Trial(sample, device) if runnable else None
+            judged = JudgedSample(sample, device) if runnable else None
             for implementation in runnable:
                 interpreted = implementation == "triton" and device.platform == "cpu"
                 if interpreted and math.prod(sample.shape) > INTERPRETED_ELEMENTS and len(runnable) > 1:
                     why_not[implementation] = f"more than {INTERPRETED_ELEMENTS} elements take the interpreter minutes"
                     continue
-                assert trial is not None
+                assert judged is not None
                 begin(f"{implementation} on {described(device)}")
-                entry = {"implementation": implementation, "accuracy": trial.accuracies(implementation), "time": None}
+                entry = {"implementation": implementation, "accuracy": judged.accuracies(implementation), "time": None}
                 if time and interpreted:
                     why_not[implementation] = "checked, and not timed: it is Triton's interpreter"
                 elif time:
@@ -264,9 +264,9 @@ def _cells(
     for dtype in DTYPES:
         begin(f"{operator.name} in {dtype} on {described(device)}")
         sizes = LINEAR_SIZES if operator.is_linear else NORM_SIZES
-        trials = [Trial(Sample(operator, s, n, dtype, seed=seed), device) for s, n in sizes]
+        samples = [JudgedSample(Sample(operator, s, n, dtype, seed=seed), device) for s, n in sizes]
         for implementation in runnable:
-            yield _attempt(operator, implementation, dtype, lambda i=implementation, t=trials: _worst_accuracy(t, i))
+            yield _attempt(operator, implementation, dtype, lambda i=implementation, t=samples: _worst_accuracy(t, i))
     arguments, _ = Sample(operator, (3, 5), 4, "float64", seed=seed).arrays()
     for implementation in runnable:
         function, truth = ours(operator.name, implementation), plain(operator.name)
@@ -291,8 +291,8 @@ def _attempt(operator: Operator, implementation: str, check: str, run: Callable[
         return Cell(operator.name, implementation, check, False, math.inf, f"{type(error).__name__}: {error}")
 
 
-def _worst_accuracy(trials: list[Trial], implementation: str) -> tuple[bool, float, str]:
-    lines = [(line, trial.sample) for trial in trials for line in trial.accuracies(implementation)]
+def _worst_accuracy(samples: list[JudgedSample], implementation: str) -> tuple[bool, float, str]:
+    lines = [(line, judged.sample) for judged in samples for line in judged.accuracies(implementation)]
     line, sample = max(lines, key=lambda pair: (not pair[0].ok, pair[0].part))
     found = f"error {line.error:.2e}, limit {line.limit:.2e}; rms {line.rms_error:.2e}, limit {line.rms_limit:.2e}"
     return line.ok, line.part, f"{line.name} of {sample}: {found}"

@@ -83,7 +83,7 @@ class _Counting:
     def __init__(self, chip: str, begin: Callable[[str], None], failures: list[str]):
         self._chip, self._begin, self._failures = chip, begin, failures
 
-    def workload(self, workload: Workload, peers: list[str]) -> dict[str, program.Report]:
+    def workload(self, workload: Workload, peers: list[str]) -> dict[str, program.CompiledProgram]:
         found = {}
         for peer in peers:
             self._begin(f"{workload.name} by {peer}")
@@ -100,7 +100,7 @@ class _Counting:
                 self._fail(peer, workload.name, error)
         return found
 
-    def stack(self, stack: Stack, products: str) -> dict[str, program.Report]:
+    def stack(self, stack: Stack, products: str) -> dict[str, program.CompiledProgram]:
         found = {}
         for name, loss in losses(stack).items():
             self._begin(f"{stack.name} by {name}, products by {products}")
@@ -132,7 +132,7 @@ def _gpu_for_tokamax(chip: str) -> Iterator[None]:
         yield
 
 
-def _facts(report: program.Report) -> dict[str, int]:
+def _facts(report: program.CompiledProgram) -> dict[str, int]:
     return {
         "kernels": report.launches,
         "bytes": report.bytes_total,
@@ -205,7 +205,7 @@ def _size(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
 
 
-def _rows(workload: Workload, found: dict[str, program.Report]) -> list[tuple[str, ...]]:
+def _rows(workload: Workload, found: dict[str, program.CompiledProgram]) -> list[tuple[str, ...]]:
     once = workload.bytes_once()
     return [
         (
@@ -228,13 +228,13 @@ def _megabytes(size: int) -> str:
     return f"{size / 1e6:.0f}" if size >= 1e8 else f"{size / 1e6:.1f}" if size >= 1e6 else f"{size / 1e6:.3f}"
 
 
-def _stack_rows(found: dict[str, program.Report]) -> list[tuple[str, ...]]:
+def _stack_rows(found: dict[str, program.CompiledProgram]) -> list[tuple[str, ...]]:
     flax = found.get("flax")
 
-    def compared(value: Callable[[program.Report], int], report: program.Report) -> str:
+    def compared(value: Callable[[program.CompiledProgram], int], report: program.CompiledProgram) -> str:
         return f"{100 * (value(report) / value(flax) - 1):+.1f} %" if flax else "-"
 
-    def outside(report: program.Report) -> int:
+    def outside(report: program.CompiledProgram) -> int:
         return report.bytes_total - report.product_bytes
 
     return [

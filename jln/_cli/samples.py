@@ -118,7 +118,7 @@ def value_and_gradients(f: Callable[..., Any], arguments: list[Any], cotangent: 
     return [*jax.tree.leaves(results), *pullback(cotangent)]
 
 
-class Trial:
+class JudgedSample:
     """A sample on a device, and what is true of it for all implementations."""
 
     def __init__(self, sample: Sample, device: Device):
