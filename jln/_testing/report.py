@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,19 @@ class Tolerance:
     relative: float
     absolute: float
     step: float
+
+
+# By the coarsest dtype among a function's arguments and results. The relative tolerance of the 16-bit types is some ten
+# roundings, which is what a chain of elementwise operations gathers; that of the others leaves room for long sums.
+# bfloat16 has three bits fewer than float16, so each of its three numbers is 2^3 times float16's.
+TOLERANCES: Mapping[str, Tolerance] = MappingProxyType(
+    {
+        "float16": Tolerance(relative=1e-2, absolute=1e-4, step=1e-3),
+        "bfloat16": Tolerance(relative=8e-2, absolute=8e-4, step=8e-3),
+        "float32": Tolerance(relative=1e-4, absolute=1e-7, step=1e-5),
+        "float64": Tolerance(relative=1e-7, absolute=1e-10, step=1e-7),
+    }
+)
 
 
 @dataclasses.dataclass(frozen=True)

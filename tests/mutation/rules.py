@@ -2,6 +2,7 @@
 
 from targets import (
     ACCURACY,
+    CHECK,
     CHECKER,
     DERIVATIVES,
     DIFFERENCES,
@@ -310,11 +311,11 @@ RULES = [
         (f"{DIFFERENCES}test_differences_without_digits_are_unsure",),
     ),
     Mutant(
-        "a NaN beside the sample missed", "jln/testing.py", "np.sort(np.append(indices[1:], lost[0])) if", "indices if",
+        "a NaN beside the sample missed", CHECK, "np.sort(np.append(indices[1:], lost[0])) if", "indices if",
         (f"{DIFFERENCES}test_what_is_not_finite_is_found_beside_a_sample",),
     ),
     Mutant(
-        "a wrong element beside the sample missed", "jln/testing.py", "in zip(rows, along, strict=True)",
+        "a wrong element beside the sample missed", CHECK, "in zip(rows, along, strict=True)",
         "in zip(rows, rows, strict=True)",
         (f"{DIFFERENCES}test_a_wrong_element_is_found_beside_a_sample",),
     ),
