@@ -22,6 +22,7 @@ from jln._triton.target import INTERPRETED, Interpreter, Recorder, Target
 from jln._triton.tile import Tile
 from jln._triton.tuning import Trial
 
+pytestmark = pytest.mark.usefixtures("promoted_ranks")
 interpreted = pytest.mark.skipif(not target.interpreting(), reason="kernels are compiled here")
 
 # Of each launcher one that norms and Linears share, and a choice of its own; the same row length at more rows.
@@ -32,12 +33,6 @@ SMALL = [
     Workload("fused", "layer_norm_linear", (70, 64), "small", features=16),
     Workload("composed", "rms_norm_linear", (6, 100), "small", features=300, absent=("bias",)),
 ]
-
-
-@pytest.fixture(autouse=True)
-def promotion():
-    with jax.numpy_rank_promotion("allow"):
-        yield
 
 
 @pytest.fixture(autouse=True)

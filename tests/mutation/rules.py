@@ -333,7 +333,7 @@ RULES = [
     Mutant(
         "two kernels' tiles exchanged", LINEAR_TILES, 'chip, chosen["row_sums"], chosen["backward"])',
         'chip, chosen["backward"], chosen["row_sums"])',
-        ("tests/test_tuning.py::test_linears_are_right_under_tuned_tiles[fused]",),
+        ("tests/test_tuned_tiles.py::test_linears_are_right_under_tuned_tiles[fused]",),
     ),
     Mutant(
         "NaN taken for a right number", SEARCH, "if not error <= allowed * largest:", "if error > allowed * largest:",
