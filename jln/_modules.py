@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -218,6 +218,11 @@ def prepared(
         return f"float64 with {min(dtypes, key=lambda d: d.itemsize)}: some of it would lose float64's digits"
     norm = NormCall(tuple(positive), _shapes(x, *spread), float(epsilon), subtract_mean, jnp.dtype(y_dtype))
     return Deferred(x, spread[0], spread[1], norm)
+
+
+def axes(given: int | Iterable[int]) -> tuple[int, ...]:
+    """As a tuple, where Flax takes one by itself too."""
+    return tuple(given) if isinstance(given, Iterable) else (given,)
 
 
 def _shapes(*arrays: Parameter | None) -> tuple[tuple[int, ...] | None, ...]:

@@ -31,20 +31,22 @@ EquinoxRMSNorm = eqx.nn.RMSNorm
 _ABSENT: Any = object()
 
 
+def _call(self: Any, x: jax.Array, state: Any = _ABSENT, *, key: jax.Array | None = None) -> Any:
+    """x: of `shape`. With `state` the result is `(y, state)`; `key` is ignored, as by Equinox."""
+    y = _modules.computed(f"jln.equinox.{_kind(self)}", _prepared(self, x), lambda: _plain(self, x))
+    return _with_state(y, state)
+
+
 class LayerNorm(EquinoxLayerNorm):
     """`equinox.nn.LayerNorm` on `jln.layer_norm`: the same arguments, fields, results and errors."""
 
-    def __call__(self, x: jax.Array, state: Any = _ABSENT, *, key: jax.Array | None = None) -> Any:
-        """x: of `shape`. With `state` the result is `(y, state)`; `key` is ignored, as by Equinox."""
-        return _with_state(_normalised(self, x, super().__call__), state)
+    __call__ = _call
 
 
 class RMSNorm(EquinoxRMSNorm):
     """`equinox.nn.RMSNorm` on `jln.rms_norm`: the same arguments, fields, results and errors."""
 
-    def __call__(self, x: jax.Array, state: Any = _ABSENT, *, key: jax.Array | None = None) -> Any:
-        """x: of `shape`. With `state` the result is `(y, state)`; `key` is ignored, as by Equinox."""
-        return _with_state(_normalised(self, x, super().__call__), state)
+    __call__ = _call
 
 
 class _NormLinear(eqx.Module):
@@ -144,10 +146,6 @@ class DeferredNorm(eqx.Module):
 
     def __call__(self, x: jax.Array, state: Any = _ABSENT, *, key: jax.Array | None = None) -> Any:
         return _with_state(DeferredInput(x), state)
-
-
-def _normalised(layer: EquinoxLayerNorm | EquinoxRMSNorm, x: Any, plain: Any) -> jax.Array:
-    return _modules.computed(f"jln.equinox.{_kind(layer)}", _prepared(layer, x), lambda: plain(x))
 
 
 def _kind(layer: EquinoxLayerNorm | EquinoxRMSNorm) -> str:

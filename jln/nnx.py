@@ -11,7 +11,7 @@ always.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, MethodType
 from typing import Any
 
@@ -236,8 +236,8 @@ def _prepared(layer: FlaxLayerNorm | FlaxRMSNorm, x: Any, mask: Any) -> _modules
         z,
         scale,
         bias,
-        axes=_axes(layer.reduction_axes),
-        parameter_axes=_axes(layer.feature_axes),
+        axes=_modules.axes(layer.reduction_axes),
+        parameter_axes=_modules.axes(layer.feature_axes),
         epsilon=layer.epsilon,
         subtract_mean=isinstance(layer, FlaxLayerNorm),
         y_dtype=y_dtype,
@@ -248,10 +248,6 @@ def _is_narrower(x: Any, promoted: Any) -> bool:
     if not isinstance(x, jax.Array | np.ndarray):
         return False
     return x.dtype in (jnp.bfloat16, jnp.float16) and promoted.dtype == jnp.float32
-
-
-def _axes(axes: Any) -> tuple[int, ...]:
-    return tuple(axes) if isinstance(axes, Iterable) else (axes,)
 
 
 def _plain(layer: FlaxLayerNorm | FlaxRMSNorm, x: Any, mask: Any) -> jax.Array:

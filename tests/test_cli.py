@@ -61,6 +61,11 @@ ERRORS = {
     "benchmark on no device": (["bench", "--device", "gpu:7"], "no device 'gpu:7'"),
     "no repetitions": (["bench", "--repetitions", "0"], "greater than or equal to 1"),
     "resume what": (["bench", "--resume"], "--resume needs --output"),
+    "tune for nothing": (["tune", "gpt5", "--dry-run"], "unknown workload 'gpt5'"),
+    "tune for the CPU": (["tune", "cpu-1024x4096-float32", "--dry-run"], "unknown workload 'cpu-1024x4096-float32'"),
+    "tune for no chip": (["tune", "--chip", "h2000", "--dry-run"], "unknown chip 'h2000'; known are a100"),
+    "tune in no dtype": (["tune", "--dtype", "float64", "--dry-run"], "unknown dtype 'float64'; known are bfloat16"),
+    "tune without timing": (["tune", "--repetitions", "0"], "greater than or equal to 1"),
     "nothing to compile": (["report"], "jln's kernels cannot be compiled: "),
 }
 

@@ -19,6 +19,7 @@ from jln._bench.parts import Unsupported
 from jln._bench.peers import Peer
 from jln._bench.timing import Run, Times
 from jln._bench.workloads import Workload
+from jln._testing.report import finite_or_text
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,7 @@ def _timed(programs: Sequence[PeerProgram], platform: str, procedure: Procedure)
 def _record(workload, program, status, worst, reason, times: Times | None) -> dict[str, Any]:
     found = {"workload": workload.name, "peer": program.peer.name, "direction": program.direction, "status": status}
     if worst:
-        found["worst"] = {"result": worst.name, "error": _finite(worst.error), "limit": worst.limit}
+        found["worst"] = {"result": worst.name, "error": finite_or_text(worst.error), "limit": worst.limit}
     if status == "timed" and times is None:
         status = found["status"] = "wrong"
         reason = "another direction's numbers are"
@@ -251,10 +252,6 @@ def _record(workload, program, status, worst, reason, times: Times | None) -> di
         "peak_bytes": program.peak,
         "temporary_bytes": program.temporary,
     }
-
-
-def _finite(number: float) -> float | str:
-    return number if abs(number) < float("inf") else str(number)
 
 
 def ceilings(platform: str, procedure: Procedure) -> dict[str, float]:

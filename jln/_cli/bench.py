@@ -22,7 +22,7 @@ from jln._bench.measure import Procedure, without
 from jln._bench.peers import PEERS, Peer
 from jln._bench.results import ALL
 from jln._bench.workloads import CPU_WORKLOADS, WORKLOADS, Workload
-from jln._cli.console import UserError, print_json, print_note, print_table, progress
+from jln._cli.console import UserError, known, print_json, print_note, print_table, progress
 from jln._cli.devices import described, devices
 
 RESULTS = "results.json"
@@ -83,18 +83,13 @@ def _list() -> None:
 
 def _peers(text: str | None) -> list[Peer]:
     names = list(PEERS) if text is None else [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in PEERS:
-            raise UserError(f"unknown peer {name!r}; known are {', '.join(PEERS)}")
-    return [PEERS[name] for name in dict.fromkeys(names)]
+    return [PEERS[name] for name in known("peer", names, PEERS)]
 
 
 def _workloads(names: Sequence[str] | None, platform: str) -> list[Workload]:
-    for name in names or ():
-        if name not in ALL:
-            raise UserError(f"unknown workload {name!r}; `python -m jln bench --list` prints them")
     default = CPU_WORKLOADS if platform == "cpu" else {**WORKLOADS, **BLOCKS}
-    return [ALL[name] for name in dict.fromkeys(names or default)]
+    hint = "`python -m jln bench --list` prints them"
+    return [ALL[name] for name in known("workload", names or default, ALL, hint)]
 
 
 def _done(results: dict[str, Any], peers: Sequence[Peer]) -> set[str]:

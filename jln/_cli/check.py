@@ -16,9 +16,10 @@ from jln._accuracy import Accuracy
 from jln._bench import timing
 from jln._catalogue import DIRECTIONS, OPERATORS, Operator
 from jln._cli import controls
-from jln._cli.console import UserError, print_json, print_note, print_table, progress
+from jln._cli.console import UserError, known, print_json, print_note, print_table, progress
 from jln._cli.devices import Device, described, devices, implementations, interpret_without_a_gpu
 from jln._cli.samples import DTYPES, Dtype, Implementation, Init, JudgedSample, Sample, ours, plain
+from jln._testing.report import finite_or_text
 from jln.testing import Report, check_hvp, check_vjp
 
 DEFAULT_SHAPE = "64x1024"
@@ -75,8 +76,7 @@ def _runnable(device: Device, only: str | None) -> tuple[list[str], dict[str, st
 
 
 def _sample(operator, shape, features, dtype, init, seed) -> Sample:
-    if operator not in OPERATORS:
-        raise UserError(f"unknown operator {operator!r}; known are {', '.join(OPERATORS)}")
+    known("operator", [operator], OPERATORS)
     found = OPERATORS[operator]
     if features is not None and not found.is_linear:
         raise UserError(f"--features is for the fused operators; {operator} has none")
@@ -150,8 +150,7 @@ def _as_json(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(a: Accuracy) -> dict[str, Any]:
-    fields = {k: v if isinstance(v, str) or math.isfinite(v) else str(v) for k, v in dataclasses.asdict(a).items()}
-    return {**fields, "ok": a.ok}
+    return {k: finite_or_text(v) for k, v in dataclasses.asdict(a).items()} | {"ok": a.ok}
 
 
 def _timed(sample: Sample, device: Device, implementation: str) -> dict[str, dict[str, float]]:
@@ -240,7 +239,7 @@ def _check_all(chosen: list[tuple[Device, Any]], seed: int, as_json: bool) -> bo
 
 
 def _cell_as_json(cell: Cell) -> dict[str, Any]:
-    return {**dataclasses.asdict(cell), "part": cell.part if math.isfinite(cell.part) else str(cell.part)}
+    return {**dataclasses.asdict(cell), "part": finite_or_text(cell.part)}
 
 
 def _controls(seed: int) -> dict[str, bool]:

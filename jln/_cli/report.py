@@ -17,7 +17,7 @@ from jln._bench.parts import Unsupported, version
 from jln._bench.peers import PEERS
 from jln._bench.stacks import PRODUCTS, STACKS, Stack, losses
 from jln._bench.workloads import WORKLOADS, Workload
-from jln._cli.console import UserError, print_json, print_note, print_table, progress
+from jln._cli.console import UserError, known, print_json, print_note, print_table, progress
 from jln._triton import target
 from jln._triton.chip import named_chip
 
@@ -40,10 +40,9 @@ def command(
     Operators at named sizes, and a 12-layer transformer's forward + backward. Beside jln: plain jnp, Flax's layers,
     tokamax. Exits with 1 if a program of jln does not compile.
     """
-    names = _known("workload", workload, (*WORKLOADS, *STACKS))
-    peers = ["jln", *(p for p in _known("peer", peer, COMPARED) if p != "jln")]
-    if chip not in program.CHIPS:
-        raise UserError(f"unknown chip {chip!r}; known are {', '.join(program.CHIPS)}")
+    names = known("workload", workload or (*WORKLOADS, *STACKS), (*WORKLOADS, *STACKS))
+    peers = ["jln", *(p for p in known("peer", peer or COMPARED, COMPARED) if p != "jln")]
+    known("chip", [chip], program.CHIPS)
     with target.using(target.Gpu(named_chip(chip))):
         why = target.missing()
     if why is not None:
@@ -67,14 +66,6 @@ def command(
     else:
         _print(chip, sizes, steps, skipped, failures)
     raise typer.Exit(1 if any(f.startswith("jln") for f in failures) else 0)
-
-
-def _known(what: str, given: list[str] | None, known: tuple[str, ...]) -> list[str]:
-    """What was asked for, each once, or all."""
-    for name in given or ():
-        if name not in known:
-            raise UserError(f"unknown {what} {name!r}; known are {', '.join(known)}")
-    return list(dict.fromkeys(given or known))
 
 
 class _Counting:

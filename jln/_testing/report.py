@@ -166,7 +166,7 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; what is not finite is text there."""
-        rows = [{k: _json(v) for k, v in dataclasses.asdict(row).items()} for row in self.rows]
+        rows = [{k: finite_or_text(v) for k, v in dataclasses.asdict(row).items()} for row in self.rows]
         return {"title": self.title, "ok": self.ok, "rows": rows}
 
     def __str__(self) -> str:
@@ -179,17 +179,8 @@ class Report:
             if not r.compared:
                 numbers = ("-",) * len(numbers)
             seed = (str(r.seed),) if self.by_seed else ()
-            lines.append(
-                (
-                    r.name,
-                    r.against,
-                    compared,
-                    *seed,
-                    "all" if r.against == "direction" else str(list(r.index)),
-                    *numbers,
-                    r.verdict,
-                )
-            )
+            where = "all" if r.against == "direction" else str(list(r.index))
+            lines.append((r.name, r.against, compared, *seed, where, *numbers, r.verdict))
         notes = [UNSURE] if any(r.unsure for r in self.rows) else []
         notes += [f"{r.name}: {SMALL}" for r in self.rows if r.ok and r.small]
         return "\n".join([self.title, *aligned(lines, left=(0, 1, header.index("worst at"), len(header) - 1)), *notes])
@@ -206,5 +197,6 @@ def aligned(lines: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
     ]
 
 
-def _json(value: Any) -> Any:
+def finite_or_text(value: Any) -> Any:
+    """A number that is not finite as text, which JSON has no other way for."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
