@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import jax
-import numpy as np
 import pytest
 
 import jln
 import workbench
+from invariance import assert_rows_are_independent
 from jln._triton import target
 from jln._triton.tile import Tile
 from tuning_files import entry, norm, write
@@ -73,23 +73,9 @@ def recorded(run):
 @interpreted
 @pytest.mark.parametrize("case", [case for case, (_, axis, *_) in NORMS.items() if axis == -1])
 def test_rows_do_not_depend_on_each_other_under_tuned_tiles(case, tuning_file):
-    """As tests/test_operators.py has it, bit for bit, in float32."""
     h, axis, forward, backward, sums = NORMS[case]
     write(tuning_file, *norm_entries(h, axis, forward, backward, sums))
-    x, _, scale, offset = workbench.arguments(OPERATORS["layer_norm"], (35, h), "float32")
-    dy = workbench.normal(9, x.shape, x.dtype)
-
-    def run(rows):
-        def function(x):
-            return jln.layer_norm(x, scale, offset, implementation="triton")
-
-        y, pullback = jax.vjp(function, x[rows])
-        return y, *pullback(dy[rows])
-
-    everything = run(slice(None))
-    for rows in (slice(0, 1), slice(11, 12), slice(5, 19)):
-        for alone, among in zip(run(rows), everything, strict=True):
-            np.testing.assert_array_equal(alone, among[rows])
+    assert_rows_are_independent(35, h)
 
 
 # By the kernel that must have it, for what a launcher chooses; the order in a file means nothing.

@@ -100,8 +100,12 @@ def test_other_elements_layouts_and_results_have_choices_of_their_own(tuning_fil
     assert norm_tiles.backward(128, 1, 2, False, False, h200) == norm_tiles.backward_plan(128, 1, 2)
 
 
-@pytest.mark.parametrize("choose", [norm_tiles.forward, norm_tiles.backward])
+CHOOSE = ("forward", "forward_tile", "backward", "backward_plan", "reduce_tile")
+
+
+@pytest.mark.parametrize("choose", [getattr(norm_tiles, name) for name in CHOOSE], ids=CHOOSE)
 def test_choices_cannot_depend_on_the_number_of_rows(choose):
+    """Nor a file's: a row's result would depend on how many there are."""
     assert set(inspect.signature(choose).parameters) <= {"h", "inner", "itemsize", "mixed", "wants_y", "target"}
     assert {f.name for f in dataclasses.fields(Target)} == {"chip", "trial"}
     assert len(tuning.CHOICES) == 4 and not any("rows" in choice.fields for choice in tuning.CHOICES.values())

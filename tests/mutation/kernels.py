@@ -46,7 +46,7 @@ KERNELS = [
     Mutant(
         "the sum not rounded before it is normed", NORM,
         "(x + residual).to(TOTAL).to(COMPUTE)", "x + residual",
-        (f"{OPERATORS}test_it_is_the_rounded_sum_that_is_normed[triton-bfloat16-100]",),
+        ("tests/test_rounded_sum.py::test_it_is_what_is_returned_that_is_normed[add_layer_norm-triton-jitted]",),
     ),
     Mutant(
         "y without the mean subtracted", NORM,
