@@ -123,12 +123,15 @@ def _gpu_for_tokamax(chip: str) -> Iterator[None]:
         yield
 
 
-def _facts(report: program.CompiledProgram) -> dict[str, int]:
+def _all_facts(found: dict[str, program.CompiledProgram]) -> dict[str, dict[str, int]]:
     return {
-        "kernels": report.launches,
-        "bytes": report.bytes_total,
-        "bytes_outside_products": report.bytes_total - report.product_bytes,
-        "temporary_bytes": report.temp_bytes,
+        name: {
+            "kernels": report.launches,
+            "bytes": report.bytes_total,
+            "bytes_outside_products": report.bytes_total - report.product_bytes,
+            "temporary_bytes": report.temp_bytes,
+        }
+        for name, report in found.items()
     }
 
 
@@ -138,30 +141,13 @@ def _json(chip, sizes, steps, skipped, failures) -> dict[str, Any]:
         "versions": {"jln": jln.__version__}
         | {p: version(p) for p in ("jax", "jaxlib", "jax-triton", "triton", "flax", "tokamax")},
         "workloads": [
-            {
-                "name": w.name,
-                "operator": w.operator,
-                "shape": w.shape,
-                "features": w.features,
-                "axis": w.axis,
-                "dtype": w.dtype,
-                "parameter_dtype": w.parameter_dtype,
-                "directions": w.directions,
-                "bytes_once": w.bytes_once(),
-                "programs": {peer: _facts(report) for peer, report in found.items()},
-            }
+            {f: getattr(w, f) for f in ("name", "operator", "shape", "features", "axis", "dtype", "parameter_dtype")}
+            | {"directions": w.directions, "bytes_once": w.bytes_once(), "programs": _all_facts(found)}
             for w, found in sizes
         ],
         "stacks": [
-            {
-                "name": stack.name,
-                "layers": stack.layers,
-                "shape": stack.shape,
-                "hidden": stack.hidden,
-                "parameter_dtype": stack.parameter_dtype,
-                "products": products,
-                "programs": {name: _facts(report) for name, report in found.items()},
-            }
+            {f: getattr(stack, f) for f in ("name", "layers", "shape", "hidden", "parameter_dtype")}
+            | {"products": products, "programs": _all_facts(found)}
             for stack, products, found in steps
         ],
         "skipped": skipped,
