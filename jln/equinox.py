@@ -123,22 +123,23 @@ class DeferredInput(_modules.NoArray, eqx.Module):
         return self.x.dtype
 
 
+def _fused_call(self: Any, x: Any, *, key: jax.Array | None = None) -> jax.Array:
+    """x: a `DeferredInput` or `[H]` -> `[N]`; `key` is ignored, as by Equinox."""
+    return _NormLinear.__call__(self, x.x) if isinstance(x, DeferredInput) else self.linear(x)
+
+
 class FusedLayerNormLinear(LayerNormLinear):
     """Stands where a Linear was that `jln.convert.equinox` fused with the norm before it: it applies the norm to what
     the norm's placeholder returns, and to an array the Linear alone.
     """
 
-    def __call__(self, x: Any, *, key: jax.Array | None = None) -> jax.Array:
-        """x: a `DeferredInput` or `[H]` -> `[N]`; `key` is ignored, as by Equinox."""
-        return super().__call__(x.x) if isinstance(x, DeferredInput) else self.linear(x)
+    __call__ = _fused_call
 
 
 class FusedRMSNormLinear(RMSNormLinear):
     """Likewise."""
 
-    def __call__(self, x: Any, *, key: jax.Array | None = None) -> jax.Array:
-        """x: a `DeferredInput` or `[H]` -> `[N]`; `key` is ignored, as by Equinox."""
-        return super().__call__(x.x) if isinstance(x, DeferredInput) else self.linear(x)
+    __call__ = _fused_call
 
 
 class DeferredNorm(eqx.Module):

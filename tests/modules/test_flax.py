@@ -11,18 +11,22 @@ pytest.importorskip("flax")
 from flax import linen, nnx, serialization
 
 import jln
-from parity import Layer, assert_parity, described, named, normal, pairwise_parameters, precisions, randomised
+from parity import (
+    MASK,
+    SHAPE,
+    Layer,
+    assert_parity,
+    described,
+    doubled,
+    named,
+    normal,
+    pairwise_parameters,
+    precisions,
+    randomised,
+)
 
 FLAX = {"linen": linen, "nnx": nnx}
 OURS = {"linen": jln.linen, "nnx": jln.nnx}
-
-SHAPE = (3, 4, 8)
-MASK = np.random.default_rng(0).random(SHAPE) > 0.3
-
-
-def doubled(args, dtype=None):
-    """A promote_dtype of the user's: not a mere cast."""
-    return tuple(None if a is None else 2 * a for a in nnx.nn.dtypes.promote_dtype(args, dtype=dtype))
 
 
 # What the operators lack, and the axes for which they have a norm.

@@ -13,15 +13,7 @@ from flax import nnx
 
 import jln
 from jln import nnx as ours
-from parity import normal
-
-SHAPE = (3, 4, 8)
-MASK = np.random.default_rng(0).random(SHAPE) > 0.3
-
-
-def doubled(args, dtype=None):
-    """A promote_dtype of the user's: not a mere cast."""
-    return tuple(None if a is None else 2 * a for a in nnx.nn.dtypes.promote_dtype(args, dtype=dtype))
+from parity import MASK, SHAPE, doubled, normal
 
 
 def test_promotion_comes_before_the_statistics():
