@@ -25,6 +25,7 @@ FLOORS = (
     {"_norm_linear"},
     {"_norm"},
     {"_core", "program"},
+    {"_hlo"},
     {"_triton"},
     {"testing"},
     {"_testing", "_checks", "_routes", "reference", "_interrupt"},
