@@ -208,10 +208,12 @@ def backward(
         lead = range(batch_dims, total.ndim - 1)
         dscale, doffset = (None if a is None else jnp.squeeze(a, lead) for a in (dscale, doffset))
 
-    dkernel, dbias = ([None] * len(dy) for _ in range(2))
+    dkernel: list[Array | None] = [None] * len(dy)
+    dbias: list[Array | None] = [None] * len(dy)
     from_bias = dtypes.doffset is not None and not needs_dz
     for i in used:
         if (dtype := dtypes.dkernel[i]) is not None:  # (13)
+            assert z is not None
             how = {
                 "precision": settings.precision,
                 "preferred_element_type": jnp.promote_types(dtype, dy[i].dtype),
