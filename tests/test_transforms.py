@@ -7,20 +7,168 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import jln
 import workbench
+from jln._catalogue import OPERATORS as CATALOGUE
 from jln._triton import target
-from workbench import OPERATORS
+from workbench import LINEAR_OPERATORS, OPERATORS
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
 
 
-@pytest.fixture(params=OPERATORS.values(), ids=OPERATORS)
-def operator(request):
+@pytest.fixture(params=CATALOGUE)
+def name(request):
     return request.param
+
+
+def operands_of(name, rows=(4,), width=9, features=(6,)):
+    """All that the operator takes, by name."""
+    operator = (OPERATORS | LINEAR_OPERATORS)[name]
+    made = workbench.arguments(operator, (*rows, width), "float64", features=features)
+    return {n: a for n, a in zip(operator.kind.names, made, strict=True) if a is not None}
+
+
+def agree(transformed, name, implementation, **options):
+    """`transformed(function)`, for our operator and for the reference."""
+    ours = transformed(functools.partial(getattr(jln, name), implementation=implementation, **options))
+    reference = transformed(functools.partial(getattr(jln.reference, name), **options))
+    chex.assert_trees_all_equal_shapes_and_dtypes(ours, reference)
+    chex.assert_trees_all_close(ours, reference, **CLOSE)
+
+
+def loss_by_name(function):
+    """A loss whose gradient uses every result, and is nowhere zero."""
+
+    def call(operands):
+        return sum(jnp.sum(jnp.sin((1 + i) * r)) for i, r in enumerate(jax.tree.leaves(function(**operands))))
+
+    return call
+
+
+# Of what an operator has of these: which have an axis of examples, and where.
+IN_AXES = {
+    "x": {"x": 0, "residual": 0},
+    "x in the middle": {"x": 1, "residual": 0},
+    "x and scale": {"x": 0, "residual": 0, "scale": 0},
+    "vectors": {"scale": 0, "offset": 0, "bias": 0},
+    "what is beside x": {"residual": 0, "scale": 1, "kernel": 1},
+    "kernel": {"kernel": 0},  # an ensemble of kernels over one x
+    "all": {"x": 2, "residual": 1, "scale": 1, "offset": 1, "kernel": 2, "bias": 1},
+}
+# Operators of RMSNorm have fewer arguments, and no other rules.
+BATCHED = [
+    (name, axes)
+    for name, operator in CATALOGUE.items()
+    for axes, where in IN_AXES.items()
+    if {*where} & {*operator.names} and (operator.centres or axes in ("x", "all"))
+]
+
+
+def grown(name, axes, examples=3):
+    operands, where = operands_of(name), IN_AXES[axes]
+    in_axes = {n: where.get(n) for n in operands}
+    stacked = {
+        n: a if in_axes[n] is None else jnp.stack([a * (1 + k / 7) for k in range(examples)], axis=in_axes[n])
+        for n, a in operands.items()
+    }
+    return stacked, in_axes
+
+
+@pytest.mark.parametrize(("name", "axes"), BATCHED)
+def test_vmap(name, axes, implementation):
+    operands, in_axes = grown(name, axes)
+    agree(lambda f: jax.vmap(lambda a: f(**a), (in_axes,))(operands), name, implementation)
+
+
+@pytest.mark.parametrize(("name", "axes"), BATCHED)
+def test_vmap_of_grad(name, axes, implementation):
+    operands, in_axes = grown(name, axes)
+    agree(lambda f: jax.vmap(jax.value_and_grad(loss_by_name(f)), (in_axes,))(operands), name, implementation)
+
+
+@pytest.mark.parametrize(("name", "axes"), BATCHED)
+def test_grad_of_vmap(name, axes, implementation):
+    operands, in_axes = grown(name, axes)
+
+    def total(f):
+        return lambda a: jnp.sum(jax.vmap(loss_by_name(f), (in_axes,))(a))
+
+    agree(lambda f: jax.grad(total(f))(operands), name, implementation)
+
+
+def test_nested_vmap_over_different_arguments(name, implementation):
+    """The inner axis on the scale, or on the kernel; the outer on x: neither has both."""
+    operands = operands_of(name)
+    inner = "kernel" if "kernel" in operands else "scale"
+    operands |= {inner: jnp.stack([operands[inner], 2 * operands[inner]])}
+    operands |= {"x": jnp.stack([operands["x"], operands["x"] + 1, operands["x"] ** 2])}
+
+    def transformed(f):
+        gradients = jax.vmap(jax.grad(loss_by_name(f)), ({n: 0 if n == inner else None for n in operands},))
+        return jax.vmap(gradients, ({n: 0 if n == "x" else None for n in operands},))(operands)
+
+    agree(transformed, name, implementation)
+
+
+def test_eager_and_disabled_jit(name, implementation):
+    operands = operands_of(name)
+    function = functools.partial(getattr(jln, name), implementation=implementation)
+    with jax.disable_jit():
+        disabled = function(**operands)
+    chex.assert_trees_all_close(function(**operands), disabled, **CLOSE)
+
+
+def test_numpy_arrays_are_accepted(name, implementation):
+    operands = operands_of(name)
+    arrays = jax.tree.map(np.asarray, operands)
+    agree(lambda f: f(**(arrays if f.func is getattr(jln, name) else operands)), name, implementation)
+
+
+def test_zero_centered_scale(name, implementation):
+    options = {"zero_centered_scale": True, "epsilon": 1e-3}
+    agree(lambda f: jax.grad(loss_by_name(f))(operands_of(name)), name, implementation, **options)
+
+
+# Rows split, and features: then y and dy of a device are its features' and dx is summed over the mesh.
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [(name, "rows") for name in CATALOGUE] + [(name, "features") for name, o in CATALOGUE.items() if o.is_linear],
+)
+def test_shard_map(name, split, implementation):
+    """Checked mode: gradients of what is shared are summed over the mesh, a varying result is not taken for a copy."""
+    if len(jax.devices()) < 2:
+        pytest.skip("needs two devices")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("d",))
+    operands, operator = operands_of(name), CATALOGUE[name]
+    copied, first, last = PartitionSpec(), PartitionSpec("d"), PartitionSpec(None, "d")
+    by = {"activation": first} if split == "rows" else {"kernel": last, "bias": first}
+    specs = {a.name: by.get(a.role, copied) for a in operator.arguments}
+    out_specs = operator.packed(
+        first if split == "rows" else (last if "N" in r.dimensions else copied) for r in operator.results
+    )
+
+    def transformed(f):
+        def local(a):
+            result = f(**a)
+            if split == "rows" or not operator.adds:
+                return result
+            y, total = result  # which varies as all results do, wherever any argument does
+            return y, jax.lax.pmean(total, "d")
+
+        sharded = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=out_specs)
+        return jax.jit(jax.value_and_grad(loss_by_name(lambda **a: sharded(a))))(operands)
+
+    agree(transformed, name, implementation)
+    with pytest.raises(ValueError, match="out_specs"):
+        ours = functools.partial(getattr(jln, name), implementation=implementation)
+        jax.shard_map(lambda a: ours(**a), mesh=mesh, in_specs=(specs,), out_specs=copied)(operands)
+
+
+# The norms' kernels: operands in order, absent ones None.
 
 
 def both(transformed, operator, implementation):
@@ -45,17 +193,6 @@ def present(operands):
     return tuple(i for i, a in enumerate(operands) if a is not None)
 
 
-# Which of (x, residual, scale, offset) have an axis of examples, and where.
-IN_AXES = [
-    (0, 0, None, None),
-    (1, 0, None, None),
-    (0, 0, 0, None),
-    (None, None, 0, 0),
-    (None, 0, 1, None),
-    (2, 1, 0, 1),
-]
-
-
 def batched(operator, in_axes, shape=(4, 9), examples=3):
     operands = workbench.arguments(operator, shape, "float64")
     in_axes = tuple(None if a is None else i for a, i in zip(operands, in_axes, strict=True))
@@ -64,18 +201,6 @@ def batched(operator, in_axes, shape=(4, 9), examples=3):
         for a, i in zip(operands, in_axes, strict=True)
     )
     return grown, in_axes
-
-
-@pytest.mark.parametrize("in_axes", IN_AXES, ids=str)
-def test_vmap(operator, in_axes, implementation):
-    operands, in_axes = batched(operator, in_axes)
-    both(lambda f: jax.vmap(f, in_axes)(*operands), operator, implementation)
-
-
-@pytest.mark.parametrize("in_axes", IN_AXES, ids=str)
-def test_vmap_of_grad(operator, in_axes, implementation):
-    operands, in_axes = batched(operator, in_axes)
-    both(lambda f: jax.vmap(jax.grad(loss(f), argnums=present(operands)), in_axes)(*operands), operator, implementation)
 
 
 # Rows of several chunks (in float64 from 4097 on), whose sums have a kernel of their own; more rows than a tile; a
@@ -123,33 +248,6 @@ def test_vmap_over_cotangents(shared, width, implementation):
     both(transformed, operator, implementation)
 
 
-@pytest.mark.parametrize("in_axes", IN_AXES, ids=str)
-def test_grad_of_vmap(operator, in_axes, implementation):
-    operands, in_axes = batched(operator, in_axes)
-
-    def total(f):
-        return lambda *a: jnp.sum(jax.vmap(loss(f), in_axes)(*a))
-
-    both(lambda f: jax.grad(total(f), argnums=present(operands))(*operands), operator, implementation)
-
-
-def test_nested_vmap_over_different_arguments(operator, implementation):
-    """The inner axis on the scale, the outer on x: neither has both."""
-    x, residual, scale, offset = workbench.arguments(operator, (4, 9), "float64")
-    scales = jnp.stack([scale, 2 * scale])
-    xs = jnp.stack([x, x + 1, x**2])
-    inner = (None, None, 0, None)
-    outer = (0, None, None, None)
-
-    def transformed(f):
-        def gradients(x, residual, scale, offset):
-            return jax.grad(loss(f), argnums=(0, 2))(x, residual, scale, offset)
-
-        return jax.vmap(jax.vmap(gradients, inner), outer)(xs, residual, scales, offset)
-
-    both(transformed, operator, implementation)
-
-
 @pytest.mark.parametrize("axis", [0, 1])
 def test_vmap_where_rows_lie_side_by_side(axis, implementation):
     operator = OPERATORS["layer_norm"]
@@ -167,40 +265,12 @@ def test_vmap_where_rows_lie_side_by_side(axis, implementation):
     chex.assert_trees_all_close(ours, reference, **CLOSE)
 
 
-def test_eager_and_disabled_jit(operator, implementation):
-    operands = workbench.arguments(operator, (4, 9), "float64")
-    eager = operator(*operands, implementation=implementation)
-    with jax.disable_jit():
-        disabled = operator(*operands, implementation=implementation)
-    chex.assert_trees_all_close(eager, disabled, **CLOSE)
-
-
 def test_one_program_for_two_platforms_holds_no_python_choice():
     """The implementation is chosen when a program is lowered: traced once, it is one equation each way."""
     x = jnp.ones((4, 8), "float32")
     jaxpr = str(jax.make_jaxpr(jax.grad(lambda x: jln.layer_norm(x).sum()))(x))
     assert jaxpr.count("jln_norm_forward[") == 1
     assert jaxpr.count("jln_norm_backward[") == 1
-
-
-def test_shard_map(implementation):
-    """Checked mode: a shared scale's gradient is summed over the mesh, and a varying result is not taken for a copy."""
-    if len(jax.devices()) < 2:
-        pytest.skip("needs two devices")
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("d",))
-    rows, copied = jax.sharding.PartitionSpec("d"), jax.sharding.PartitionSpec()
-    x, _, scale, offset = workbench.arguments(OPERATORS["layer_norm"], (6, 9), "float64")
-
-    def transformed(f):
-        sharded = jax.shard_map(f, mesh=mesh, in_specs=(rows, copied, copied), out_specs=rows)
-        return jax.jit(jax.grad(lambda *a: jnp.sum(jnp.sin(sharded(*a))), argnums=(0, 1, 2)))(x, scale, offset)
-
-    def ours(*a):
-        return jln.layer_norm(*a, implementation=implementation)
-
-    chex.assert_trees_all_close(transformed(ours), transformed(jln.reference.layer_norm), **CLOSE)
-    with pytest.raises(ValueError, match="out_specs"):
-        jax.shard_map(lambda x: ours(x, scale, offset), mesh=mesh, in_specs=rows, out_specs=copied)(x)
 
 
 def test_export_with_symbolic_shapes():

@@ -119,7 +119,9 @@ def add_layer_norm_linear(
     """`(layer_norm(x + residual, scale, offset) @ kernel + bias, x + residual)`, the sum read and written once.
 
     The sum is in the promoted dtype of `x` and `residual`, and it is the rounded sum that is normalised. It is all of
-    the size of `x` that is kept for the backward pass. Guarantees and errors are those of `layer_norm_linear`.
+    the size of `x` that is kept for the backward pass. Inside `jax.shard_map` it varies over every mesh axis that any
+    argument varies over, the kernel's too, though its values do not. Guarantees and errors are those of
+    `layer_norm_linear`.
 
     Args:
       x: as in `layer_norm_linear`.

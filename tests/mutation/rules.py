@@ -43,7 +43,7 @@ RULES = [
     Mutant(
         "what is shared over some of vmap's axes taken for shared over all", NORM_LAUNCH,
         "if batch != geometry.batch and math.prod(batch) == 1:", "if batch != geometry.batch:",
-        (f"{TRANSFORMED}test_nested_vmap_over_different_arguments[layer_norm-triton]",),
+        (f"{TRANSFORMED}test_nested_vmap_over_different_arguments[triton-layer_norm]",),
     ),
     Mutant("a shared operand not said to be", NORM_LAUNCH, "shared.append(name)", "pass", GROUPS),
     Mutant(
@@ -55,7 +55,7 @@ RULES = [
     Mutant(
         "per-example gradients summed", NORM_LAUNCH,
         "grouped=per_example_gradients or not plain", "grouped=not plain",
-        (f"{TRANSFORMED}test_vmap_of_grad[layer_norm-triton-(0, 0, None, None)]",),
+        (f"{TRANSFORMED}test_vmap_of_grad[triton-layer_norm-x]",),
     ),
     Mutant(
         "dz in float16", LINEAR_LAUNCH,
@@ -106,7 +106,7 @@ RULES = [
     Mutant(
         "parameters' gradients summed over vmap's axes", XLA_NORM,
         "rows = [i for i in range(batch_dims, dy.ndim)", "rows = [i for i in range(dy.ndim)",
-        (f"{TRANSFORMED}test_vmap_of_grad[layer_norm-xla-(0, 0, None, None)]",),
+        (f"{TRANSFORMED}test_vmap_of_grad[xla-layer_norm-x]",),
     ),
     Mutant(
         "y without the bias, XLA", XLA_LINEAR,
@@ -129,12 +129,12 @@ RULES = [
     # The operators and their transformations
     Mutant(
         "vmap's axis not counted", OPERATION, "batch_dims=told.batch_dims + 1", "batch_dims=told.batch_dims",
-        (f"{TRANSFORMED}test_vmap_of_grad[layer_norm-xla-(0, 0, None, None)]",),
+        (f"{TRANSFORMED}test_vmap_of_grad[xla-layer_norm-x]",),
     ),
     Mutant(
         "operands vary apart in shard_map", DERIVATIVES,
         """return jax.lax.pcast(a, tuple(sorted(missing)), to="varying") if missing else a""", "return a",
-        (f"{TRANSFORMED}test_shard_map[xla]",),
+        (f"{TRANSFORMED}test_shard_map[xla-layer_norm-rows]",),
     ),
     Mutant(
         "x saved where the sum was normed",

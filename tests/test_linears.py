@@ -1,0 +1,150 @@
+"""What only the operators with a Linear have: features, a kernel, a precision; and what they keep."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jln
+import workbench
+from workbench import LINEAR_OPERATORS
+
+OPERATOR = LINEAR_OPERATORS["layer_norm_linear"]
+P = jnp.ones(8, "float32")
+
+
+def arguments(operator=OPERATOR, rows=(4,), features=(6,)):
+    return workbench.arguments(operator, (*rows, 9), "float64", features=features)
+
+
+# One axis of x; three, and as many of features.
+@pytest.mark.parametrize(("rows", "features"), [((), (6,)), ((2, 1, 3), (2, 3, 2))], ids=str)
+@pytest.mark.parametrize("name", LINEAR_OPERATORS)
+def test_axes_of_rows_and_of_features(name, rows, features, implementation):
+    operator = LINEAR_OPERATORS[name]
+    operands = arguments(operator, rows, features)
+    everything = [i for i, a in enumerate(operands) if a is not None]
+
+    def of(**options):
+        def loss(*a):
+            return sum(jnp.sum(jnp.sin(r)) for r in jax.tree.leaves(operator(*a, **options)))
+
+        return jax.jit(jax.value_and_grad(loss, everything))(*operands)
+
+    chex.assert_trees_all_close(of(implementation=implementation), of(module=jln.reference), rtol=1e-11, atol=1e-11)
+
+
+def test_no_operand_is_written_out_over_a_batch():
+    """vmap over x alone is a longer x: one product, without a copy of the kernel for every example."""
+    x, *parameters = workbench.arguments(OPERATOR, (64, 8, 32), "float32", features=(16,))
+    function = jax.vmap(lambda x: jln.layer_norm_linear(x, *parameters, implementation="xla"))
+    text = jax.jit(function).lower(x).as_text()
+    assert text.count("dot_general") == 1 and "64x32x16" not in text
+
+
+@pytest.mark.parametrize("features", [(24,), (2, 12)])
+def test_only_x_is_kept_of_its_size(features, implementation):
+    """Between forward and backward: x, the parameters as they are, mean and rstd; no z, no y, no bias."""
+    operands = workbench.arguments(OPERATOR, (64, 32), "bfloat16", features=features, parameter_dtype="float32")
+    _, pullback = jax.vjp(lambda *a: OPERATOR(*a, implementation=implementation), *operands)
+    held = sorted((a.dtype.name, a.shape) for a in jax.tree.leaves(pullback) if a.size)
+    parameters = [("float32", (32,)), ("float32", (32,)), ("float32", (32, *features))]
+    statistics = [("float32", (64, 1)), ("float32", (64, 1))]
+    assert held == sorted([("bfloat16", (64, 32)), *parameters, *statistics])
+
+
+def test_x_is_kept_as_it_is(implementation):
+    """Not a copy of it, nor of a parameter: what is kept are the arguments themselves and what is new of a row."""
+    operands = workbench.arguments(OPERATOR, (64, 32), "bfloat16", features=(24,), parameter_dtype="float32")
+
+    def held(*operands):
+        return jax.tree.leaves(jax.vjp(lambda *a: OPERATOR(*a, implementation=implementation), *operands)[1])
+
+    jaxpr = jax.make_jaxpr(held)(*operands).jaxpr
+    made = [a.aval.shape for a in jaxpr.outvars if a not in jaxpr.invars and a.aval.size]
+    assert made == [(64, 1), (64, 1)] and jaxpr.invars[0] in jaxpr.outvars
+
+
+@pytest.mark.parametrize("precision", ["highest", ("high", "default"), jax.lax.Precision.HIGH, "BF16_BF16_F32", None])
+def test_precision_is_that_of_every_product(precision):
+    """Of the forward's, of the backward's two, and of none other."""
+    x, *parameters = (jnp.asarray(a, "float32") for a in arguments())
+
+    def step(f, *operands):
+        y, pullback = jax.vjp(lambda *a: f(*a, precision=precision), *operands)
+        return pullback(y)
+
+    def asked(f):
+        text = jax.jit(lambda *a: step(f, *a)).trace(x, *parameters).lower(lowering_platforms=("cuda",)).as_text()
+        return sorted(line.split(", precision")[-1].split(" :")[0] for line in text.splitlines() if "dot_gen" in line)
+
+    ours = asked(lambda *a, **o: jln.layer_norm_linear(*a, implementation="xla", **o))
+    assert len(ours) == 3 and ours == asked(jln.reference.layer_norm_linear)
+
+
+def test_precision_may_be_the_default_of_the_moment():
+    x, *parameters = (jnp.asarray(a, "float32") for a in arguments())
+    with jax.default_matmul_precision("highest"):
+        text = str(jax.make_jaxpr(jln.layer_norm_linear)(x, *parameters))
+    assert "HIGHEST" in text
+
+
+# No rows; no features; neither; features of several axes, one of them empty.
+@pytest.mark.parametrize(
+    ("rows", "features"), [((0, 3), (5,)), ((2, 3), (0,)), ((0,), (0,)), ((4,), (2, 0, 3))], ids=str
+)
+def test_empty(rows, features, implementation):
+    """An empty result, and gradients of zeros."""
+    x, kernel = jnp.ones((*rows, 8), "bfloat16"), jnp.ones((8, *features), "float32")
+    operands = (x, P, P, kernel, jnp.ones(features, "float32"))
+    y, pullback = jax.vjp(lambda *a: jln.layer_norm_linear(*a, implementation=implementation), *operands)
+    assert y.shape == (*rows, *features) and y.dtype == jnp.float32
+    for gradient, operand in zip(pullback(y), operands, strict=True):
+        assert gradient.dtype == operand.dtype
+        np.testing.assert_array_equal(gradient, jnp.zeros_like(operand))
+
+
+# One of each strategy: float32 is composed, whatever N.
+STRATEGIES = [("bfloat16", 16), ("bfloat16", 600), ("float32", 16)]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize(("dtype", "n"), STRATEGIES)
+def test_a_bad_row_stays_a_row(bad, dtype, n, implementation):
+    """The others' y and dx do not see it: not a bit, with as many rows and the bad one in the same place."""
+    x, kernel, dy = (jnp.asarray(np.random.default_rng(0).standard_normal(s), dtype) for s in ((7, 8), (8, n), (7, n)))
+
+    def run(x):
+        y, pullback = jax.vjp(lambda x: jln.layer_norm_linear(x, P, P, kernel, implementation=implementation), x)
+        return y, *pullback(dy)
+
+    others = np.arange(7) != 3
+    for clean, dirty in zip(run(x), run(x.at[3, 5].set(bad)), strict=True):
+        assert np.isnan(dirty[3]).any()
+        np.testing.assert_array_equal(clean[others], dirty[others])
+
+
+@pytest.mark.parametrize(("dtype", "n"), STRATEGIES)
+def test_gradients_repeat_bit_for_bit(dtype, n, implementation):
+    """Of one compiled program; where there is a GPU, of its kernels and of the products that XLA chose."""
+    shapes = ((300, 40), (40,), (40,), (40, n), (n,), (300, n))
+    *operands, dy = (jnp.asarray(np.random.default_rng(0).standard_normal(s), dtype) for s in shapes)
+
+    @jax.jit
+    def run(operands):
+        y, pullback = jax.vjp(lambda *a: jln.layer_norm_linear(*a, implementation=implementation), *operands)
+        return y, *pullback(dy)
+
+    first = run(operands)
+    for _ in range(3):
+        for again, once in zip(run(operands), first, strict=True):
+            np.testing.assert_array_equal(again, once)
+
+
+def test_precision_is_understood_once(monkeypatch):
+    """An eager call with a precision traces nothing to learn what it means."""
+    x, kernel = jnp.ones((3, 4)), jnp.ones((4, 5))
+    jln.layer_norm_linear(x, None, None, kernel, precision="highest")
+    monkeypatch.setattr(jax, "make_jaxpr", None)
+    jln.layer_norm_linear(x, None, None, kernel, precision="highest")
