@@ -113,6 +113,12 @@ TRANSFORMATIONS = {
         lambda k: jax.grad(loss(f))(a | {"kernel": (*a["kernel"][:-1], k)})
     )(stacked(a["kernel"][-1])),
     "grad(vmap) of all": lambda f, a: jax.grad(lambda s: jnp.sum(jax.vmap(loss(f))(s)))(jax.tree.map(stacked, a)),
+    "grad(vmap) of one kernel": lambda f, a: jax.grad(
+        lambda k, a: jnp.sum(jax.vmap(lambda k: loss(f)(a | {"kernel": (*a["kernel"][:-1], k)}))(k)), (0, 1)
+    )(stacked(a["kernel"][-1]), a),
+    "grad(vmap) of one kernel, forward mode": lambda f, a: jax.grad(
+        lambda k, a: jnp.sum(jax.vmap(lambda k: loss(f)(a | {"kernel": (*a["kernel"][:-1], k)}))(k)), (0, 1)
+    )(stacked(a["kernel"][-1]), a),
     "checkpoint": lambda f, a: jax.grad(loss(jax.checkpoint(lambda **a: f(**a))))(a),
     "dots saved": lambda f, a: jax.grad(
         loss(jax.checkpoint(lambda **a: f(**a), policy=jln.checkpoint_policies.dots_saveable))
