@@ -1,5 +1,6 @@
 """The command line: its exit statuses, its errors in one line, terminals, pipes, full disks and interrupts."""
 
+import functools
 import os
 import pathlib
 import re
@@ -150,7 +151,8 @@ def interrupted_in(package, folder):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
     command = [sys.executable, "-m", "jln", "tune", "--dry-run", "decode-1"]
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
+    heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # in the background a shell has it ignored
+    return subprocess.run(command, capture_output=True, text=True, env=environment, preexec_fn=heard)
 
 
 @pytest.mark.parametrize("package", ["numpy", "jax", "typer"])
