@@ -195,6 +195,8 @@ def named(argument: str, linears: Mapping[Any, Any], cls: type, taken: tuple[str
             raise ValueError(
                 f"{argument} cannot name a Linear {name!r}, which is no identifier or another's name in {cls.__name__}"
             )
+        if isinstance(own := linears[name], Mapping) and argument not in own:
+            raise TypeError(f"{argument} of the Linear {name!r} must be among its own arguments; got {dict(own)}")
     return {name: dict(a) if isinstance(a, Mapping) else {argument: a} for name, a in linears.items()}
 
 
