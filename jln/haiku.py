@@ -60,15 +60,6 @@ class _NormLinear(hk.Module):
     _linears: Mapping[str, Callable[..., Any]]  # make them
     _several: bool
 
-    def _set_linears(self, output_size: Any, norm: str, options: Mapping[str, Any]) -> None:
-        linears: dict[str, dict[str, Any]] = {"linear": {"output_size": output_size}}
-        self._several = isinstance(output_size, Mapping)
-        if self._several:
-            linears = _modules.named("output_size", output_size, type(self), (norm,))
-        self._linears = {
-            name: functools.partial(_ReadLinear, **{**options, **own}, name=name) for name, own in linears.items()
-        }
-
     def __call__(
         self, inputs: jax.Array, *, residual: jax.Array | None = None, precision: jax.lax.PrecisionLike = None
     ) -> Any:
@@ -130,7 +121,9 @@ class LayerNormLinear(_NormLinear):
         super().__init__(name=name)
         norm = (-1, create_scale, create_offset, eps, scale_init, offset_init)
         self._norm = functools.partial(_ReadLayerNorm, *norm, param_axis=-1, name="layer_norm")
-        self._set_linears(output_size, "layer_norm", {"with_bias": with_bias, "w_init": w_init, "b_init": b_init})
+        self._several = isinstance(output_size, Mapping)
+        options = {"with_bias": with_bias, "w_init": w_init, "b_init": b_init}
+        self._linears = _makers(output_size, LayerNormLinear, "layer_norm", options)
 
 
 class RMSNormLinear(_NormLinear):
@@ -160,7 +153,9 @@ class RMSNormLinear(_NormLinear):
     ):
         super().__init__(name=name)
         self._norm = functools.partial(_ReadRMSNorm, -1, eps, scale_init, "rms_norm", create_scale, param_axis=-1)
-        self._set_linears(output_size, "rms_norm", {"with_bias": with_bias, "w_init": w_init, "b_init": b_init})
+        self._several = isinstance(output_size, Mapping)
+        options = {"with_bias": with_bias, "w_init": w_init, "b_init": b_init}
+        self._linears = _makers(output_size, RMSNormLinear, "rms_norm", options)
 
 
 class _Read(hk.Module):
@@ -180,6 +175,14 @@ class _ReadRMSNorm(_Read, RMSNorm):
 
 class _ReadLinear(_Read, hk.Linear):
     pass
+
+
+def _makers(output_size: Any, cls: type, norm: str, options: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
+    """Of each Linear, by name; `options` are those of all. No method, which interceptors would see."""
+    linears: dict[str, dict[str, Any]] = {"linear": {"output_size": output_size}}
+    if isinstance(output_size, Mapping):
+        linears = _modules.named("output_size", output_size, cls, (norm,))
+    return {name: functools.partial(_ReadLinear, **{**options, **own}, name=name) for name, own in linears.items()}
 
 
 def _fused(norm: Any, linears: Mapping[str, Any], given: _modules.Summed, precision: Any) -> _modules.Fused | str:

@@ -187,7 +187,8 @@ def layers(framework, norm, linears, use_scale=True, dtype=None, param_dtype="fl
 
 def qkv(**own):
     """`own`: the further arguments of k."""
-    return (("q", 6, {}), ("k", own.pop(next(iter(set(own) & set(FEATURES.values())), ""), 3), own), ("v", 3, {}))
+    (n,) = [own.pop(name) for name in set(FEATURES.values()) & set(own)] or [3]
+    return (("q", 6, {}), ("k", n, own), ("v", 3, {}))
 
 
 def parity(framework, norm, linears, x, **case):
@@ -285,6 +286,23 @@ def test_one_that_cannot_be_fused_has_all_called(framework, own, why, adds):
     tolerance = 2e-2 if own.get("dtype") else 1e-5
     close = functools.partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance)
     jax.tree.map(close, got, theirs.apply(variables, x))
+
+
+def test_a_haiku_linear_of_another_dtype_has_all_called():
+    """As a checkpoint may hold it."""
+    x = normal(1, SHAPE, "bfloat16")
+    theirs, ours = layers("haiku", "LayerNorm", qkv())
+    variables = randomised(theirs.init(x))
+    variables["layer_norm_linear/k"] = jax.tree.map(lambda a: a.astype("float32"), variables["layer_norm_linear/k"])
+    with _routes.noting() as routes:
+        got = ours.apply(variables, x)
+    assert [r.why for r in routes] == [
+        "not fused: k: x is bfloat16, the norm's result bfloat16, the product float32: one operator would round "
+        "differently"
+    ]
+    assert (
+        [y.dtype for y in got] == [y.dtype for y in theirs.apply(variables, x)] == ["bfloat16", "float32", "bfloat16"]
+    )
 
 
 @pytest.mark.parametrize("framework", ["linen", "nnx"])
@@ -453,6 +471,57 @@ def test_linen_modules_of_another_order_are_others():
         assert [
             y.shape[-1] for y in jax.jit(jln.linen.LayerNormDense.apply, static_argnums=0)(module, variables, x)
         ] == sizes
+
+
+def block(layer, carry):
+    (a, b), total = layer(carry[0], residual=carry[1])
+    return jnp.sin(a) * b, total
+
+
+class LinenBlock(linen.Module):
+    @linen.compact
+    def __call__(self, carry, _):
+        return block(jln.linen.RMSNormDense({"b": 8, "a": 8}), carry), None
+
+
+def scanned(framework, carry):
+    """Three layers in a scan, each under checkpoint. -> result, and those of one layer after the other."""
+    if framework == "linen":
+        stacked = linen.scan(
+            linen.remat(LinenBlock), variable_axes={"params": 0}, split_rngs={"params": True}, length=3
+        )()
+        variables = stacked.init(jax.random.key(0), carry, None)
+        each = [jax.tree.map(lambda a, i=i: a[i], variables) for i in range(3)]
+        return stacked.apply(variables, carry, None)[0], [
+            lambda c, v=v: LinenBlock().apply(v, c, None)[0] for v in each
+        ]
+    if framework == "nnx":
+        make = nnx.vmap(lambda rngs: jln.nnx.RMSNormLinear(8, {"b": 8, "a": 8}, rngs=rngs))
+        stacked = make(nnx.Rngs(0).split(3))
+        run = nnx.scan(lambda c, layer: nnx.remat(block)(layer, c), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        graphdef, state = nnx.split(stacked)
+        each = [nnx.merge(graphdef, jax.tree.map(lambda a, i=i: a[i], state)) for i in range(3)]
+        return run(carry, stacked), [functools.partial(block, layer) for layer in each]
+    make = eqx.filter_vmap(lambda key: jln_equinox.RMSNormLinear(8, {"b": 8, "a": 8}, dtype="float32", key=key))
+    arrays, rest = eqx.partition(make(jax.random.split(jax.random.key(0), 3)), eqx.is_array)
+
+    def one(carry, arrays):
+        layer = jax.vmap(lambda x, residual: eqx.combine(arrays, rest)(x, residual=residual))
+        return block(lambda x, residual: layer(x, residual), carry)
+
+    each = [jax.tree.map(lambda a, i=i: a[i], arrays) for i in range(3)]
+    run = jax.checkpoint(one)
+    return jax.lax.scan(lambda c, a: (run(c, a), None), carry, arrays)[0], [lambda c, a=a: one(c, a) for a in each]
+
+
+@pytest.mark.parametrize("framework", ["linen", "nnx", "equinox"])
+def test_stacked_layers_in_a_scan(framework):
+    carry = normal(0, (4, 8), "float32"), normal(1, (4, 8), "float32")
+    got, each = scanned(framework, carry)
+    for layer in each:
+        carry = layer(carry)
+    # three layers of float32
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, carry)
 
 
 def test_nnx_captures_what_flaxs_layers_give():
