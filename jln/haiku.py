@@ -192,7 +192,7 @@ def _fused(norm: Any, linears: Mapping[str, Any], given: _modules.Summed, precis
     ready = _prepared(norm, given.total, None, None, norm.parameter)
     if isinstance(ready, str):
         return ready
-    dtype = ready.norm.y_dtype
+    dtype = ready.dtype
 
     def described(linear: Any) -> _modules.Linear:
         shape = [ready.x.shape[-1], linear.output_size]

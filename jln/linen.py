@@ -11,7 +11,7 @@ its spread: here it is two-pass always.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -203,14 +203,14 @@ def _described(dense: nn.DenseGeneral, norm: _modules.Deferred) -> _modules.Line
         return "the Dense has a product of its own"
     if dense.promote_dtype is not dtypes.promote_dtype:
         return "the Dense has its own promote_dtype"
-    if _axes(dense.axis) not in ((-1,), (norm.x.ndim - 1,)) or dense.batch_dims:
+    if _modules.axes(dense.axis) not in ((-1,), (norm.x.ndim - 1,)) or dense.batch_dims:
         return "the Dense is not over the last axis alone"
-    features = _axes(dense.features)
+    features = _modules.axes(dense.features)
     read = _read(dense, {"kernel": (True, (norm.x.shape[-1], *features)), "bias": (dense.use_bias, features)})
     if isinstance(read, str):
         return read
     kernel, bias = read["kernel"], read.get("bias")
-    dtype = dtypes.canonicalize_dtype(jnp.empty((), norm.norm.y_dtype), kernel, bias, dtype=dense.dtype)
+    dtype = dtypes.canonicalize_dtype(jnp.empty((), norm.dtype), kernel, bias, dtype=dense.dtype)
     return _modules.Linear(kernel, bias, dtype, dense.precision)
 
 
@@ -240,7 +240,7 @@ def _prepared(layer: Norm, x: Any, mask: Any, parameter: Callable[..., jax.Array
         return "force_float32_reductions=False: statistics in x's own dtype"
     if not isinstance(x, jax.Array | np.ndarray):
         return f"x is a {type(x).__name__}, not an array"
-    features = sorted({a + x.ndim if a < 0 else a for a in _axes(layer.feature_axes)})
+    features = sorted({a + x.ndim if a < 0 else a for a in _modules.axes(layer.feature_axes)})
     if not all(0 <= a < x.ndim for a in features):
         return f"x of shape {x.shape} has no axes {layer.feature_axes}"
     shape = [x.shape[a] for a in features]
@@ -252,7 +252,7 @@ def _prepared(layer: Norm, x: Any, mask: Any, parameter: Callable[..., jax.Array
         x,
         scale,
         bias,
-        axes=_axes(layer.reduction_axes),
+        axes=_modules.axes(layer.reduction_axes),
         parameter_axes=features,
         epsilon=layer.epsilon,
         subtract_mean=isinstance(layer, FlaxLayerNorm),
@@ -272,10 +272,6 @@ def _stand_in(layer: Norm, name: str, shape: Sequence[int]) -> jax.ShapeDtypeStr
     if layer.has_variable("params", name):
         dtype = nn.meta.unbox(layer.get_variable("params", name)).dtype
     return jax.ShapeDtypeStruct(tuple(shape), dtype)
-
-
-def _axes(axes: Any) -> tuple[int, ...]:
-    return tuple(axes) if isinstance(axes, Iterable) else (axes,)
 
 
 @_routes.traceable.register(nn.Module)

@@ -11,7 +11,7 @@ always.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, MethodType
 from typing import Any
 
@@ -86,7 +86,7 @@ class _NormLinear(nnx.Module):
         if isinstance(z, _modules.Deferred):
             described = {name: _described(linear, z) for name, linear in linears.items()}
             found = _modules.fused(z, described, given, self.norm.promote_dtype is dtypes.promote_dtype)
-            products = _modules.linears_computed(f"jln.nnx.{z.norm.name}Linear", z, found, apart)
+            products = _modules.linears_computed(f"jln.nnx.{z.call.name}Linear", z, found, apart)
         else:
             products = apart(z)
         return given.result(products, several=bool(self.names))
@@ -257,8 +257,8 @@ def _prepared(layer: FlaxLayerNorm | FlaxRMSNorm, x: Any, mask: Any) -> _modules
         z,
         scale,
         bias,
-        axes=_axes(layer.reduction_axes),
-        parameter_axes=_axes(layer.feature_axes),
+        axes=_modules.axes(layer.reduction_axes),
+        parameter_axes=_modules.axes(layer.feature_axes),
         epsilon=layer.epsilon,
         subtract_mean=isinstance(layer, FlaxLayerNorm),
         y_dtype=y_dtype,
@@ -269,10 +269,6 @@ def _is_narrower(x: Any, promoted: Any) -> bool:
     if not isinstance(x, jax.Array | np.ndarray):
         return False
     return x.dtype in (jnp.bfloat16, jnp.float16) and promoted.dtype == jnp.float32
-
-
-def _axes(axes: Any) -> tuple[int, ...]:
-    return tuple(axes) if isinstance(axes, Iterable) else (axes,)
 
 
 def _plain(layer: FlaxLayerNorm | FlaxRMSNorm, x: Any, mask: Any) -> jax.Array:
@@ -300,7 +296,7 @@ def _linear_computed(
         linear = "out_sharding is given"
     given = _modules.Summed(inputs.x)
     found = _modules.fused(inputs, {"linear": linear}, given)
-    name = f"jln.nnx.{inputs.norm.name}Linear"
+    name = f"jln.nnx.{inputs.call.name}Linear"
     products = _modules.linears_computed(name, inputs, found, lambda z: ((plain(z, *args, **kwargs),), given.total))
     return given.result(products, several=False)
 
@@ -318,7 +314,7 @@ def _described(layer: nnx.Linear | nnx.LinearGeneral, norm: _modules.Deferred) -
     if layer.promote_dtype is not dtypes.promote_dtype:
         return "the Linear has its own promote_dtype"
     kernel, bias = layer.kernel[...], None if layer.bias is None else layer.bias[...]
-    dtype = dtypes.canonicalize_dtype(jnp.empty((), norm.norm.y_dtype), kernel, bias, dtype=layer.dtype)
+    dtype = dtypes.canonicalize_dtype(jnp.empty((), norm.dtype), kernel, bias, dtype=layer.dtype)
     return _modules.Linear(kernel, bias, dtype, layer.precision)
 
 
