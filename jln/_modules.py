@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -129,18 +129,21 @@ class Deferred(NoArray):
             dtype=n.y_dtype,
         )
 
-    def linear(self, kernel: jax.Array, bias: jax.Array | None, precision: Any) -> jax.Array:
-        """The norm and the Linear as one operator; `linear_obstacle` must have been None."""
+    def linears(self, linears: Sequence[Linear], x: jax.Array, residual: jax.Array | None) -> Any:
+        """The norm of `x`, or of its sum with a residual, and the Linears as one operator, which nothing must keep from
+        being one. -> the products, and with a residual the total.
+        """
         n = self.call
         return normalised_linear(
-            self.x,
+            x,
             self._parameter(self.scale),
             self._parameter(self.offset),
-            kernel.astype(n.y_dtype),
-            None if bias is None else bias.astype(n.y_dtype),
+            tuple(a.kernel.astype(n.y_dtype) for a in linears),
+            tuple(None if a.bias is None else a.bias.astype(n.y_dtype) for a in linears),
+            residual=residual,
             epsilon=n.epsilon,
             subtract_mean=n.subtract_mean,
-            precision=precision,
+            precision=linears[0].precision,
         )
 
     def _parameter(self, a: jax.Array | None) -> jax.Array | None:
@@ -164,6 +167,98 @@ class Deferred(NoArray):
             dtypes = f"x is {self.x.dtype}, the norm's result {self.dtype}, the product {jnp.dtype(product_dtype)}"
             return f"{dtypes}: one operator would round differently"
         return None
+
+
+class Linear(NamedTuple):
+    """A Linear in the operators' terms. dtype: in which it multiplies."""
+
+    kernel: jax.Array
+    bias: jax.Array | None
+    dtype: Any
+    precision: Any
+
+
+def named(argument: str, linears: Mapping[Any, Any], cls: type, taken: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """The arguments of each of several Linears, by name and in order.
+
+    argument: of `cls`, that they were given as; it is a Linear's too. Each value is its value for that Linear, or a
+      mapping of this Linear's own arguments. taken: names of which the class does not know.
+    """
+    if not linears:
+        raise ValueError(f"{argument} must name at least one Linear; got {dict(linears)}")
+    for name in linears:
+        if not isinstance(name, str):
+            raise TypeError(f"{argument} must name each Linear with a str; got {name!r}")
+        if not name.isidentifier() or name in taken or hasattr(cls, name):
+            raise ValueError(
+                f"{argument} cannot name a Linear {name!r}, which is no identifier or another's name in {cls.__name__}"
+            )
+        if isinstance(own := linears[name], Mapping) and argument not in own:
+            raise TypeError(f"{argument} of the Linear {name!r} must be among its own arguments; got {dict(own)}")
+    return {name: dict(a) if isinstance(a, Mapping) else {argument: a} for name, a in linears.items()}
+
+
+class Summed(NamedTuple):
+    """What is normalised, and where it is a sum its addends, as the operators take them."""
+
+    total: Any
+    addends: tuple[jax.Array, jax.Array] | None = None
+
+    def result(self, products: Products, several: bool) -> Any:
+        """As the modules' users have it."""
+        ys, total = products
+        y = ys if several else ys[0]
+        return y if self.addends is None else (y, total)
+
+
+def summed(x: Any, residual: Any) -> Summed:
+    """
+    Raises:
+      TypeError: a residual is given, and it or `x` is no array or has an unsupported dtype.
+      ValueError: the residual does not have the shape of `x`.
+    """
+    if residual is None:
+        return Summed(x)
+    x, residual = _checks.array("x", x), _checks.array("residual", residual)
+    _checks.shape("residual", residual, x.shape, "that of x")
+    dtype = jnp.promote_types(x.dtype, residual.dtype)
+    # The operators add up for themselves; a sum that nothing reads is not in a compiled program.
+    return Summed(x.astype(dtype) + residual.astype(dtype), (x, residual))
+
+
+Products = tuple[tuple[Any, ...], Any]  # of each Linear, and the total
+
+
+class Fused(NamedTuple):
+    """A norm and Linears that are one operator. why: this is the path."""
+
+    compute: Callable[[], Products]
+    why: str = "all arguments are the operator's"
+
+
+def fused(
+    norm: Deferred, linears: Mapping[str, Linear | str], given: Summed, reads_as_given: bool = True
+) -> Fused | str:
+    """`norm`, of the total, and the Linears behind it as one operator, or why they cannot be one.
+
+    linears: by name, each in the operators' terms, or why it cannot be. reads_as_given: whether the norm's x is the
+      total, but for a cast.
+    """
+    known: list[Linear] = []
+    for name, linear in linears.items():
+        obstacle = linear if isinstance(linear, str) else norm.linear_obstacle(linear.kernel.shape, linear.dtype)
+        if isinstance(linear, str) or obstacle is not None:
+            return f"{name}: {obstacle}" if len(linears) > 1 else str(obstacle)
+        known.append(linear)
+    if any(a.precision != known[0].precision for a in known):
+        return "the Linears differ in precision"
+    if given.addends is None:
+        return Fused(lambda: (norm.linears(known, norm.x, None), given.total))
+    if not reads_as_given or norm.x.dtype != given.total.dtype:
+        why = "but for the sum of x and the residual: the norm promotes what it reads"
+        return Fused(lambda: (norm.linears(known, norm.x, None), given.total), why)
+    x, residual = given.addends
+    return Fused(lambda: norm.linears(known, x, residual))
 
 
 Parameter = jax.Array | np.ndarray | jax.ShapeDtypeStruct
@@ -264,29 +359,27 @@ def deferred(layer: str, found: Deferred | str, plain: Callable[[], Any]) -> Any
     return computed(layer, found, plain) if isinstance(found, str) else found
 
 
-def pair_computed(
-    layer: str, found: Callable[[], jax.Array] | str, norm: Callable[[], Any], linear: Callable[[Any], Any]
-) -> Any:
-    """What a norm and a Linear compute: as one operator, or each called for itself because of `found`.
+def layers_computed(
+    layer: str, found: Fused | str, norm: Callable[[], Any], linears: Callable[[Any], Products]
+) -> Products:
+    """What a norm and the Linears behind it compute: as one operator, or each called for itself because of `found`.
 
-    Only arrays pass between the two layers, for a framework may show each call to its users.
+    Only arrays pass between the layers, for a framework may show each call to its users.
     """
-    if not isinstance(found, str):
-        note(layer, "fused", "all arguments are the operator's")
-        return found()
+    if isinstance(found, Fused):
+        note(layer, "fused", found.why)
+        return found.compute()
     taken: list[Route] = []
     with listening((taken,)):
         z = norm()
     own = [route for route in taken if route.path == "plain"]
     for route in own or [Route(layer, "norm" if taken else "plain", f"not fused: {found}")]:
         note(*route)
-    return linear(z)
+    return linears(z)
 
 
-def linear_computed(
-    layer: str, norm: Deferred, found: Callable[[], jax.Array] | str, plain: Callable[[jax.Array], Any]
-) -> Any:
-    """A Linear's result: of both as one operator, or by the framework's Linear behind jln's norm.
+def linears_computed(layer: str, norm: Deferred, found: Fused | str, plain: Callable[[jax.Array], Any]) -> Products:
+    """The Linears' results: of all as one operator, or by the framework's Linears behind jln's norm.
 
     Raises:
       TypeError: `norm` does not have the shapes of its call, for which its axes were meant.
@@ -296,5 +389,5 @@ def linear_computed(
     if isinstance(found, str):
         note(layer, "norm", f"not fused: {found}")
         return plain(norm.value())
-    note(layer, "fused", "all arguments are the operator's")
-    return found()
+    note(layer, "fused", found.why)
+    return found.compute()

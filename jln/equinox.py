@@ -9,6 +9,7 @@ a shape of no axes, ...) Equinox's own code does; `jln.explain(layer, x)` tells 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -50,16 +51,17 @@ class RMSNorm(EquinoxRMSNorm):
 
 
 class _NormLinear(eqx.Module):
-    """A norm of `_norm_class` and the Linear behind it."""
+    """A norm of `_norm_class` and the Linear behind it, or a tuple of Linears, whose names `names` has."""
 
     norm: EquinoxLayerNorm | EquinoxRMSNorm
-    linear: eqx.nn.Linear
+    linear: Any  # an equinox.nn.Linear, or a tuple of them
+    names: tuple[str, ...] = eqx.field(static=True, default=())
     _norm_class: ClassVar[Any]
 
     def __init__(
         self,
         in_features: int,
-        out_features: int,
+        out_features: Any,
         eps: float = 1e-5,
         use_weight: bool = True,
         use_offset: bool = True,
@@ -69,31 +71,61 @@ class _NormLinear(eqx.Module):
         key: jax.Array,
     ):
         self.norm = self._norm_class(in_features, eps, use_weight, use_offset, dtype)
-        self.linear = eqx.nn.Linear(in_features, out_features, use_bias, dtype, key=key)
+        if not isinstance(out_features, Mapping):
+            self.linear = eqx.nn.Linear(in_features, out_features, use_bias, dtype, key=key)
+            return
+        linears = _modules.named("out_features", out_features, type(self), ("norm", "linear"))
+        options = {"use_bias": use_bias, "dtype": dtype}
+        keys = jax.random.split(key, len(linears))
+        self.linear = tuple(
+            eqx.nn.Linear(in_features, **{**options, "key": k, **own})
+            for k, own in zip(keys, linears.values(), strict=True)
+        )
+        self.names = tuple(linears)
 
-    def __call__(self, x: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
-        """x `[H]` -> `[N]`; `key` is ignored, as by Equinox."""
+    def __getattr__(self, name: str) -> Any:
+        names = self.__dict__.get("names", ())
+        if name not in names:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        return self.linear[names.index(name)]
+
+    def __call__(self, x: jax.Array, *, residual: jax.Array | None = None, key: jax.Array | None = None) -> Any:
+        """x `[H]` -> `[N]`, of several Linears a tuple in their order; `key` is ignored, as by Equinox. With a
+        residual, of x's shape, both are of `x + residual`, and the result is followed by this sum.
+        """
+        given = _modules.summed(x, residual)
+        linears = self.linear if isinstance(self.linear, tuple) else (self.linear,)
+
+        def apart(z: jax.Array) -> _modules.Products:
+            return tuple(linear(z) for linear in linears), given.total
+
         name = f"jln.equinox.{_kind(self.norm)}Linear"
-        norm = _prepared(self.norm, x)
+        norm = _prepared(self.norm, given.total)
         if isinstance(norm, str):
-            return self.linear(_modules.computed(name, norm, lambda: _plain(self.norm, x)))
-        kernel, bias = self.linear.weight.T, self.linear.bias
-        dtype = jnp.result_type(norm.dtype, kernel, *([] if bias is None else [bias]))
-        found: Any = norm.linear_obstacle(kernel.shape, dtype)
-        if "scalar" in (self.linear.in_features, self.linear.out_features):
-            found = "the Linear has a scalar side"
-        if found is None:
-            found = lambda: norm.linear(kernel, bias, None)  # noqa: E731
-        return _modules.linear_computed(name, norm, found, self.linear)
+            products = apart(_modules.computed(name, norm, lambda: _plain(self.norm, given.total)))
+        else:
+            described = zip(self.names or ("linear",), (_described(a, norm) for a in linears), strict=True)
+            found = _modules.fused(norm, dict(described), given)
+            products = _modules.linears_computed(name, norm, found, apart)
+        return given.result(products, several=isinstance(self.linear, tuple))
 
 
 class LayerNormLinear(_NormLinear):
     """A `LayerNorm` and the `equinox.nn.Linear` behind it, `linear(norm(x))`, as one operator that keeps only `x` for
     the backward. Its fields are the two layers, the second with the initial values that `key` gives it in Equinox.
+    Several Linears may read one norm:
+
+        layer = LayerNormLinear(1024, {"q": 1024, "k": 256, "v": 256}, key=key)  # layer.q.weight, layer.k.weight ...
+        q, k, v = layer(x)
+        (q, k, v), total = layer(x, residual=residual)  # of total = x + residual
+
+    They are a tuple in their order, with which leaves are serialised as those of fields `norm`, `q`, `k` and `v` are.
 
     Args:
       in_features: H.
-      out_features: N.
+      out_features: N, or "scalar". Or a mapping with the name and either of these for each of several Linears, which
+        take the keys `jax.random.split(key, len(out_features))`; or in place of them a mapping of the arguments in
+        which it differs from the others, as `{"out_features": 256, "use_bias": False}`.
       eps: as of `equinox.nn.LayerNorm`.
       use_weight: of the norm.
       use_offset: the norm's `use_bias`.
@@ -133,13 +165,13 @@ class FusedLayerNormLinear(LayerNormLinear):
     the norm's placeholder returns, and to an array the Linear alone.
     """
 
-    __call__ = _fused_call
+    __call__ = _fused_call  # pyright: ignore[reportAssignmentType]  # as a Linear is called
 
 
 class FusedRMSNormLinear(RMSNormLinear):
     """Likewise."""
 
-    __call__ = _fused_call
+    __call__ = _fused_call  # pyright: ignore[reportAssignmentType]  # as a Linear is called
 
 
 class DeferredNorm(eqx.Module):
@@ -173,6 +205,15 @@ def _prepared(layer: EquinoxLayerNorm | EquinoxRMSNorm, x: Any) -> _modules.Defe
         subtract_mean=isinstance(layer, EquinoxLayerNorm),
         y_dtype=x.dtype,
     )
+
+
+def _described(linear: eqx.nn.Linear, norm: _modules.Deferred) -> _modules.Linear | str:
+    """A Linear in the operators' terms, or why it cannot be."""
+    if "scalar" in (linear.in_features, linear.out_features):
+        return "the Linear has a scalar side"
+    kernel, bias = linear.weight.T, linear.bias
+    dtype = jnp.result_type(norm.dtype, kernel, *([] if bias is None else [bias]))
+    return _modules.Linear(kernel, bias, dtype, None)
 
 
 def _with_state(y: Any, state: Any) -> Any:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -54,31 +54,46 @@ class RMSNorm(HaikuRMSNorm):
 
 
 class _NormLinear(hk.Module):
-    """A norm over the last axis and the Linear behind it; `_norm` and `_linear` make them with a name."""
+    """A norm over the last axis, and behind it a Linear named "linear", or several by their own names."""
 
-    _norm: Callable[..., Any]
-    _linear: Callable[..., Any]
+    _norm: Callable[..., Any]  # makes it
+    _linears: Mapping[str, Callable[..., Any]]  # make them
+    _several: bool
 
-    def __call__(self, inputs: jax.Array, *, precision: jax.lax.PrecisionLike = None) -> jax.Array:
-        """inputs `[..., H]` -> `[..., output_size]`; `precision` is the Linear's."""
+    def __call__(
+        self, inputs: jax.Array, *, residual: jax.Array | None = None, precision: jax.lax.PrecisionLike = None
+    ) -> Any:
+        """inputs `[..., H]` -> `[..., output_size]`, of several Linears a tuple in their order; `precision` is the
+        Linears'. With a residual, of the inputs' shape, both are of `inputs + residual`, and the result is followed by
+        this sum.
+        """
+        given = _modules.summed(inputs, residual)
         norm = self._norm()
-        linear = self._linear(name="linear")
-        return _modules.pair_computed(
+        linears = {name: make() for name, make in self._linears.items()}
+        products = _modules.layers_computed(
             f"jln.haiku.{_kind(norm)}Linear {self.module_name}",
-            _fused(norm, linear, inputs, precision),
-            lambda: norm(inputs),
-            lambda z: linear(z, precision=precision),
+            _fused(norm, linears, given, precision),
+            lambda: norm(given.total),
+            lambda z: (tuple(linear(z, precision=precision) for linear in linears.values()), given.total),
         )
+        return given.result(products, self._several)
 
 
 class LayerNormLinear(_NormLinear):
     """A `haiku.LayerNorm` over the last axis and the `haiku.Linear` behind it as one operator that keeps only the
     inputs for the backward. Parameters and initial values are those of Haiku's two modules, "layer_norm" and "linear".
+    Several Linears may read one norm, under names of their own:
+
+        layer = LayerNormLinear({"q": 1024, "k": 256, "v": 256})  # modules "layer_norm", "q", "k" and "v"
+        q, k, v = layer(x)
+        (q, k, v), total = layer(x, residual=residual)  # of total = x + residual
 
     Where both are one operator the two modules are not called, and interceptors see only how their parameters are read.
 
     Args:
-      output_size: as of `haiku.Linear`.
+      output_size: as of `haiku.Linear`. Or a mapping with the name and the size of each of several Linears; or in place
+        of the size a mapping of the arguments in which it differs from the others, as
+        `{"output_size": 256, "with_bias": False}`.
       create_scale: as of `haiku.LayerNorm`.
       create_offset: as of `haiku.LayerNorm`.
       eps: as of `haiku.LayerNorm`.
@@ -92,7 +107,7 @@ class LayerNormLinear(_NormLinear):
 
     def __init__(
         self,
-        output_size: int,
+        output_size: int | Mapping[str, int | Mapping[str, Any]],
         create_scale: bool = True,
         create_offset: bool = True,
         eps: float = 1e-5,
@@ -106,14 +121,16 @@ class LayerNormLinear(_NormLinear):
         super().__init__(name=name)
         norm = (-1, create_scale, create_offset, eps, scale_init, offset_init)
         self._norm = functools.partial(_ReadLayerNorm, *norm, param_axis=-1, name="layer_norm")
-        self._linear = functools.partial(_ReadLinear, output_size, with_bias, w_init, b_init)
+        self._several = isinstance(output_size, Mapping)
+        options = {"with_bias": with_bias, "w_init": w_init, "b_init": b_init}
+        self._linears = _makers(output_size, LayerNormLinear, "layer_norm", options)
 
 
 class RMSNormLinear(_NormLinear):
     """Likewise with a `haiku.RMSNorm`, named "rms_norm".
 
     Args:
-      output_size: as of `haiku.Linear`.
+      output_size: as of `LayerNormLinear`, also of several Linears.
       create_scale: as of `haiku.RMSNorm`.
       eps: as of `haiku.RMSNorm`.
       scale_init: as of `haiku.RMSNorm`.
@@ -125,7 +142,7 @@ class RMSNormLinear(_NormLinear):
 
     def __init__(
         self,
-        output_size: int,
+        output_size: int | Mapping[str, int | Mapping[str, Any]],
         create_scale: bool = True,
         eps: float = 1e-5,
         scale_init: hk.initializers.Initializer | None = None,
@@ -136,7 +153,9 @@ class RMSNormLinear(_NormLinear):
     ):
         super().__init__(name=name)
         self._norm = functools.partial(_ReadRMSNorm, -1, eps, scale_init, "rms_norm", create_scale, param_axis=-1)
-        self._linear = functools.partial(_ReadLinear, output_size, with_bias, w_init, b_init)
+        self._several = isinstance(output_size, Mapping)
+        options = {"with_bias": with_bias, "w_init": w_init, "b_init": b_init}
+        self._linears = _makers(output_size, RMSNormLinear, "rms_norm", options)
 
 
 class _Read(hk.Module):
@@ -158,19 +177,30 @@ class _ReadLinear(_Read, hk.Linear):
     pass
 
 
-def _fused(norm: Any, linear: Any, inputs: Any, precision: Any) -> Callable[[], jax.Array] | str:
-    """Both modules as one operator, or why they must be called. Neither is called here: nobody sees half a result."""
+def _makers(output_size: Any, cls: type, norm: str, options: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
+    """Of each Linear, by name; `options` are those of all. No method, which interceptors would see."""
+    linears: dict[str, dict[str, Any]] = {"linear": {"output_size": output_size}}
+    if isinstance(output_size, Mapping):
+        linears = _modules.named("output_size", output_size, cls, (norm,))
+    return {name: functools.partial(_ReadLinear, **{**options, **own}, name=name) for name, own in linears.items()}
+
+
+def _fused(norm: Any, linears: Mapping[str, Any], given: _modules.Summed, precision: Any) -> _modules.Fused | str:
+    """All modules as one operator, or why they must be called. None is called here: nobody sees half a result."""
     if hk.running_init():
         return "Haiku's own code makes the parameters"
-    ready = _prepared(norm, inputs, None, None, norm.parameter)
+    ready = _prepared(norm, given.total, None, None, norm.parameter)
     if isinstance(ready, str):
         return ready
     dtype = ready.dtype
-    shape = [ready.x.shape[-1], linear.output_size]
-    w = linear.parameter("w", shape, dtype, linear.w_init)
-    b = linear.parameter("b", shape[1:], dtype, linear.b_init) if linear.with_bias else None
-    obstacle = ready.linear_obstacle(w.shape, jnp.result_type(dtype, w, *([] if b is None else [b])))
-    return obstacle or (lambda: ready.linear(w, b, precision))
+
+    def described(linear: Any) -> _modules.Linear:
+        shape = [ready.x.shape[-1], linear.output_size]
+        w = linear.parameter("w", shape, dtype, linear.w_init)
+        b = linear.parameter("b", shape[1:], dtype, linear.b_init) if linear.with_bias else None
+        return _modules.Linear(w, b, jnp.result_type(dtype, w, *([] if b is None else [b])), precision)
+
+    return _modules.fused(ready, {name: described(linear) for name, linear in linears.items()}, given)
 
 
 def call(layer: Norm, plain: Callable[..., jax.Array], inputs: Any, scale: Any = None, offset: Any = None) -> jax.Array:

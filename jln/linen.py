@@ -11,7 +11,7 @@ its spread: here it is two-pass always.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -22,6 +22,7 @@ from jln import _modules, _routes
 
 try:
     from flax import linen as nn
+    from flax.core import FrozenDict
     from flax.linen import dtypes, initializers
 except ImportError as error:
     raise ImportError(_modules.missing("jln.linen", "Flax", "flax")) from error
@@ -54,9 +55,9 @@ class RMSNorm(FlaxRMSNorm):
 
 
 class _NormDense(nn.Module):
-    """A norm named "norm" and a `flax.linen.DenseGeneral` named "dense" behind it."""
+    """A norm named "norm", and behind it a `flax.linen.DenseGeneral` named "dense", or several by their own names."""
 
-    features: int | Sequence[int]
+    features: int | Sequence[int] | Mapping[str, int | Sequence[int] | Mapping[str, Any]]
     use_bias: bool = True
     dtype: Any = None
     param_dtype: Any = jnp.float32
@@ -74,9 +75,18 @@ class _NormDense(nn.Module):
     def _norm(self, **options: Any) -> Norm:
         raise NotImplementedError
 
+    def __post_init__(self) -> None:
+        if isinstance(self.features, Mapping):  # of mappings Flax and JAX would compare and hash no order
+            named = _modules.named("features", self.features, type(self), ("norm",))
+            object.__setattr__(self, "features", tuple((name, FrozenDict(own)) for name, own in named.items()))
+        super().__post_init__()
+
     @nn.compact
-    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        """x `[..., H]` -> `[..., *features]`; `mask` is the norm's."""
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None, residual: jax.Array | None = None) -> Any:
+        """x `[..., H]` -> `[..., *features]`, of several Denses a tuple in their order; `mask` is the norm's. With a
+        residual, of x's shape, both are of `x + residual`, and the result is followed by this sum.
+        """
+        given = _modules.summed(x, residual)
         norm = self._norm(
             epsilon=self.epsilon,
             dtype=self.dtype,
@@ -85,32 +95,45 @@ class _NormDense(nn.Module):
             scale_init=self.scale_init,
             name="norm",
         )
-        dense = nn.DenseGeneral(
-            features=self.features,
-            use_bias=self.use_bias,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            precision=self.precision,
-            kernel_init=self.kernel_init,
-            bias_init=self.bias_init,
-            promote_dtype=self.promote_dtype,
-            dot_general=self.dot_general,
-            dot_general_cls=self.dot_general_cls,
-            name="dense",
+        options: dict[str, Any] = {
+            "use_bias": self.use_bias,
+            "dtype": self.dtype,
+            "param_dtype": self.param_dtype,
+            "precision": self.precision,
+            "kernel_init": self.kernel_init,
+            "bias_init": self.bias_init,
+            "promote_dtype": self.promote_dtype,
+            "dot_general": self.dot_general,
+            "dot_general_cls": self.dot_general_cls,
+        }
+        several = isinstance(self.features, tuple) and any(isinstance(a, tuple) for a in self.features)
+        named: Any = self.features if several else [("dense", {"features": self.features})]
+        denses = [nn.DenseGeneral(**{**options, **own}, name=name) for name, own in named]
+        products = _modules.layers_computed(
+            f"jln.linen.{_kind(norm)}Dense {'/'.join(self.path)}".rstrip(),
+            _fused(norm, denses, given, mask),
+            lambda: norm(given.total, mask=mask),
+            lambda z: (tuple(dense(z) for dense in denses), given.total),
         )
-        name = f"jln.linen.{_kind(norm)}Dense {'/'.join(self.path)}".rstrip()
-        return _modules.pair_computed(name, _fused(norm, dense, x, mask), lambda: norm(x, mask=mask), dense)
+        return given.result(products, several)
 
 
 class LayerNormDense(_NormDense):
     """A `LayerNorm` named "norm" and a `flax.linen.DenseGeneral` named "dense" behind it, `dense(norm(x))`, as one
-    operator that keeps only `x` for the backward. Parameters and initial values are those of Flax's two layers.
+    operator that keeps only `x` for the backward. Parameters and initial values are those of Flax's two layers. Several
+    Denses may read one norm, under names of their own:
+
+        layer = LayerNormDense({"q": 1024, "k": 256, "v": 256})  # parameters norm/scale, q/kernel, k/kernel ...
+        q, k, v = layer.apply(variables, x)
+        (q, k, v), total = layer.apply(variables, x, residual=residual)  # of total = x + residual
 
     Where both are one operator the two layers are not called: `nn.intercept_methods` and `capture_intermediates` see
     this layer's call alone. Where they are not, and in `init`, each is called.
 
     Attributes:
-      features: int or tuple, the number of output features.
+      features: int or tuple, the number of output features. Or a mapping with the name and either of these for each of
+        several Denses; or in place of them a mapping of the attributes in which it differs from the others, as
+        `{"features": 256, "use_bias": False}`.
       use_bias: of the Dense.
       dtype: of both layers.
       param_dtype: of both layers.
@@ -159,38 +182,50 @@ def _kind(layer: Norm) -> str:
     return "LayerNorm" if isinstance(layer, FlaxLayerNorm) else "RMSNorm"
 
 
-def _fused(norm: Norm, dense: nn.DenseGeneral, x: Any, mask: Any) -> Callable[[], jax.Array] | str:
-    """Both layers as one operator, or why they must be called. Neither is called here: nobody sees half a result."""
+def _fused(norm: Norm, denses: Sequence[nn.DenseGeneral], given: _modules.Summed, mask: Any) -> _modules.Fused | str:
+    """All layers as one operator, or why they must be called. None is called here: nobody sees half a result."""
+    x = given.total
+    if not isinstance(x, jax.Array | np.ndarray) or x.ndim == 0:
+        return "x has no axes"
+    use_offset = isinstance(norm, FlaxLayerNorm) and norm.use_bias
+    read = _read(norm, {"scale": (norm.use_scale, x.shape[-1:]), "bias": (use_offset, x.shape[-1:])})
+    if isinstance(read, str):
+        return read
+    ready = _prepared(norm, x, mask, lambda name, *_: read[name])
+    if isinstance(ready, str):
+        return ready
+    return _modules.fused(ready, {str(dense.name): _described(dense, ready) for dense in denses}, given)
+
+
+def _described(dense: nn.DenseGeneral, norm: _modules.Deferred) -> _modules.Linear | str:
+    """A Dense in the operators' terms, or why it cannot be."""
     if dense.dot_general is not None or dense.dot_general_cls is not None:
         return "the Dense has a product of its own"
     if dense.promote_dtype is not dtypes.promote_dtype:
         return "the Dense has its own promote_dtype"
-    if not isinstance(x, jax.Array | np.ndarray) or x.ndim == 0:
-        return "x has no axes"
-    features = (dense.features,) if isinstance(dense.features, int) else tuple(dense.features)
-    use_offset = isinstance(norm, FlaxLayerNorm) and norm.use_bias
+    if _modules.axes(dense.axis) not in ((-1,), (norm.x.ndim - 1,)) or dense.batch_dims:
+        return "the Dense is not over the last axis alone"
+    features = _modules.axes(dense.features)
+    read = _read(dense, {"kernel": (True, (norm.x.shape[-1], *features)), "bias": (dense.use_bias, features)})
+    if isinstance(read, str):
+        return read
+    kernel, bias = read["kernel"], read.get("bias")
+    dtype = dtypes.canonicalize_dtype(jnp.empty((), norm.dtype), kernel, bias, dtype=dense.dtype)
+    return _modules.Linear(kernel, bias, dtype, dense.precision)
+
+
+def _read(layer: nn.Module, wanted: Mapping[str, tuple[bool, tuple[int, ...]]]) -> dict[str, Any] | str:
+    """A layer's parameters of these names, where they are used and have these shapes, or why it must make them."""
     found = {}
-    for layer, name, used, shape in (
-        (norm, "scale", norm.use_scale, x.shape[-1:]),
-        (norm, "bias", use_offset, x.shape[-1:]),
-        (dense, "kernel", True, (x.shape[-1], *features)),
-        (dense, "bias", dense.use_bias, features),
-    ):
+    for name, (used, shape) in wanted.items():
         if not used:
             continue
         if not layer.has_variable("params", name):
             return "Flax's own code makes the parameters"
-        a = nn.meta.unbox(layer.get_variable("params", name))
-        if jnp.shape(a) != shape:
+        found[name] = nn.meta.unbox(layer.get_variable("params", name))
+        if jnp.shape(found[name]) != shape:
             return "the parameters do not have the shapes that x and features ask for"
-        found[layer.name, name] = a
-    ready = _prepared(norm, x, mask, lambda name, *_: found["norm", name])
-    if isinstance(ready, str):
-        return ready
-    kernel, bias = found["dense", "kernel"], found.get(("dense", "bias"))
-    dtype = dtypes.canonicalize_dtype(jnp.empty((), ready.dtype), kernel, bias, dtype=dense.dtype)
-    obstacle = ready.linear_obstacle(kernel.shape, dtype)
-    return obstacle or (lambda: ready.linear(kernel, bias, dense.precision))
+    return found
 
 
 def _prepared(layer: Norm, x: Any, mask: Any, parameter: Callable[..., jax.Array]) -> _modules.Deferred | str:

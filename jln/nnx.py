@@ -52,26 +52,61 @@ class RMSNorm(FlaxRMSNorm):
         return _modules.computed("jln.nnx.RMSNorm", _prepared(self, x, mask), lambda: _plain(self, x, mask))
 
 
+# Of one Linear, or by name of each of several: out_features, or a mapping of all that is its own.
+Features = int | Sequence[int] | Mapping[str, int | Sequence[int] | Mapping[str, Any]]
+
+
 class _NormLinear(nnx.Module):
-    """A norm and the Linear behind it."""
+    """A norm, and behind it "linear", or the several Linears whose names `names` has."""
 
     norm: LayerNorm | RMSNorm
-    linear: nnx.Linear | nnx.LinearGeneral
+    names: tuple[str, ...] = ()
 
-    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        """x `[..., H]` -> `[..., *features]`; `mask` is the norm's."""
-        return self.linear(_deferred(self.norm, x, mask))
+    def _make_linears(self, in_features: int, out_features: Features, options: Mapping[str, Any]) -> None:
+        linears: dict[str, dict[str, Any]] = {"linear": {"out_features": out_features}}
+        if isinstance(out_features, Mapping):
+            linears = _modules.named("out_features", out_features, type(self), ("norm",))
+            self.names = tuple(linears)
+        for name, own in linears.items():
+            setattr(self, name, _linear(in_features, **{**options, **own}))
+
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None, residual: jax.Array | None = None) -> Any:
+        """x `[..., H]` -> `[..., *features]`, of several Linears a tuple in their order; `mask` is the norm's. With a
+        residual, of x's shape, both are of `x + residual`, and the result is followed by this sum.
+        """
+        linears = {name: getattr(self, name) for name in self.names or ("linear",)}
+        if not self.names and residual is None:
+            return linears["linear"](_deferred(self.norm, x, mask))
+        given = _modules.summed(x, residual)
+
+        def apart(z: jax.Array) -> _modules.Products:
+            return tuple(linear(z) for linear in linears.values()), given.total
+
+        z = self.norm(given.total, mask=mask) if _is_captured(self) else _deferred(self.norm, given.total, mask)
+        if isinstance(z, _modules.Deferred):
+            described = {name: _described(linear, z) for name, linear in linears.items()}
+            found = _modules.fused(z, described, given, self.norm.promote_dtype is dtypes.promote_dtype)
+            products = _modules.linears_computed(f"jln.nnx.{z.call.name}Linear", z, found, apart)
+        else:
+            products = apart(z)
+        return given.result(products, several=bool(self.names))
 
 
 class LayerNormLinear(_NormLinear):
     """A `LayerNorm` and the Linear behind it, `linear(norm(x))`, as one operator that keeps only `x` for the backward.
 
     Its parameters are those of the two, `norm.scale`, `norm.bias`, `linear.kernel` and `linear.bias`, with the initial
-    values that Flax's layers, made in this order, get from the same `rngs`.
+    values that Flax's layers, made in this order, get from the same `rngs`. Several Linears may read one norm:
+
+        layer = LayerNormLinear(1024, {"q": 1024, "k": 256, "v": 256}, rngs=rngs)  # norm.scale, q.kernel, k.kernel ...
+        q, k, v = layer(x)
+        (q, k, v), total = layer(x, residual=residual)  # of total = x + residual
 
     Args:
       in_features: H.
-      out_features: N, or a tuple: then the Linear is a `flax.nnx.LinearGeneral`.
+      out_features: N, or a tuple: then the Linear is a `flax.nnx.LinearGeneral`. Or a mapping with the attribute's name
+        and either of these for each of several Linears; or in place of them a mapping of the arguments in which it
+        differs from the others, as `{"out_features": 256, "use_bias": False}`.
       epsilon: as of `flax.nnx.LayerNorm`.
       use_scale: as of `flax.nnx.LayerNorm`.
       use_offset: `flax.nnx.LayerNorm`'s `use_bias`.
@@ -83,13 +118,13 @@ class LayerNormLinear(_NormLinear):
       param_dtype: of both layers.
       promote_dtype: of both layers.
       rngs: as of Flax's layers.
-      **linear_options: every other argument of the Linear.
+      **linear_options: every other argument of the Linear, or of each.
     """
 
     def __init__(
         self,
         in_features: int,
-        out_features: int | Sequence[int],
+        out_features: Features,
         *,
         epsilon: float = 1e-6,
         use_scale: bool = True,
@@ -116,7 +151,7 @@ class LayerNormLinear(_NormLinear):
             bias_metadata=offset_metadata,
             **both,
         )
-        self.linear = _linear(in_features, out_features, **linear_options, **both)
+        self._make_linears(in_features, out_features, {**linear_options, **both})
 
     __call__ = _NormLinear.__call__  # nnx.capture sees a class's own methods only
 
@@ -126,7 +161,7 @@ class RMSNormLinear(_NormLinear):
 
     Args:
       in_features: H.
-      out_features: N, or a tuple: then the Linear is a `flax.nnx.LinearGeneral`.
+      out_features: as of `LayerNormLinear`, also of several Linears.
       epsilon: as of `flax.nnx.RMSNorm`.
       use_scale: as of `flax.nnx.RMSNorm`.
       scale_init: as of `flax.nnx.RMSNorm`.
@@ -135,13 +170,13 @@ class RMSNormLinear(_NormLinear):
       param_dtype: of both layers.
       promote_dtype: of both layers.
       rngs: as of Flax's layers.
-      **linear_options: every other argument of the Linear.
+      **linear_options: every other argument of the Linear, or of each.
     """
 
     def __init__(
         self,
         in_features: int,
-        out_features: int | Sequence[int],
+        out_features: Features,
         *,
         epsilon: float = 1e-6,
         use_scale: bool = True,
@@ -162,7 +197,7 @@ class RMSNormLinear(_NormLinear):
             scale_metadata=scale_metadata,
             **both,
         )
-        self.linear = _linear(in_features, out_features, **linear_options, **both)
+        self._make_linears(in_features, out_features, {**linear_options, **both})
 
     __call__ = _NormLinear.__call__
 
@@ -191,28 +226,14 @@ class FusedLinear(nnx.Linear):
     """`flax.nnx.Linear` which does the work of a norm that was left to it."""
 
     def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> jax.Array:
-        plain = super().__call__
-        if not isinstance(inputs, _modules.Deferred):
-            return plain(inputs, *args, **kwargs)
-        return _fused(self, inputs, self.dot_general is not jax.lax.dot_general, plain, args, kwargs)
+        return _linear_computed(self, super().__call__, inputs, args, kwargs)
 
 
 class FusedLinearGeneral(nnx.LinearGeneral):
     """`flax.nnx.LinearGeneral` which does the work of a norm that was left to it."""
 
     def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> jax.Array:
-        plain = super().__call__
-        if not isinstance(inputs, _modules.Deferred):
-            return plain(inputs, *args, **kwargs)
-        own_product = self.dot_general is not None or self.dot_general_cls is not None
-        if tuple(self.axis) not in ((-1,), (inputs.x.ndim - 1,)) or self.batch_axis:
-            return _modules.linear_computed(
-                f"jln.nnx.{inputs.call.name}Linear",
-                inputs,
-                "the Linear is not over the last axis alone",
-                lambda z: plain(z, *args, **kwargs),
-            )
-        return _fused(self, inputs, own_product, plain, args, kwargs)
+        return _linear_computed(self, super().__call__, inputs, args, kwargs)
 
 
 def _linear(in_features: int, out_features: int | Sequence[int], **options: Any) -> Any:
@@ -260,29 +281,41 @@ def _deferred(norm: FlaxLayerNorm | FlaxRMSNorm, x: Any, mask: Any) -> Any:
     return _modules.deferred(name, _prepared(norm, x, mask), lambda: _plain(norm, x, mask))
 
 
-def _fused(
+def _linear_computed(
     layer: nnx.Linear | nnx.LinearGeneral,
-    norm: _modules.Deferred,
-    own_product: bool,
     plain: Callable[..., jax.Array],
+    inputs: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> jax.Array:
-    """args, kwargs: further ones of Flax's call."""
-    kernel, bias = layer.kernel[...], None if layer.bias is None else layer.bias[...]
-    found: Any
-    if own_product or layer.preferred_element_type is not None:
-        found = "the Linear has a product or an element type of its own"
-    elif any(a is not None for a in (*args, *kwargs.values())):
-        found = "out_sharding is given"
-    elif layer.promote_dtype is not dtypes.promote_dtype:
-        found = "the Linear has its own promote_dtype"
+    """A Linear's call, from within it; `plain` is Flax's own; args, kwargs: what it takes beside the inputs."""
+    if not isinstance(inputs, _modules.Deferred):
+        return plain(inputs, *args, **kwargs)
+    linear = _described(layer, inputs)
+    if not isinstance(linear, str) and any(a is not None for a in (*args, *kwargs.values())):
+        linear = "out_sharding is given"
+    given = _modules.Summed(inputs.x)
+    found = _modules.fused(inputs, {"linear": linear}, given)
+    name = f"jln.nnx.{inputs.call.name}Linear"
+    products = _modules.linears_computed(name, inputs, found, lambda z: ((plain(z, *args, **kwargs),), given.total))
+    return given.result(products, several=False)
+
+
+def _described(layer: nnx.Linear | nnx.LinearGeneral, norm: _modules.Deferred) -> _modules.Linear | str:
+    """A Linear in the operators' terms, or why it cannot be."""
+    if isinstance(layer, nnx.LinearGeneral):
+        if tuple(layer.axis) not in ((-1,), (norm.x.ndim - 1,)) or layer.batch_axis:
+            return "the Linear is not over the last axis alone"
+        own_product = layer.dot_general is not None or layer.dot_general_cls is not None
     else:
-        dtype = dtypes.canonicalize_dtype(jnp.empty((), norm.dtype), kernel, bias, dtype=layer.dtype)
-        found = norm.linear_obstacle(kernel.shape, dtype)
-        if found is None:
-            found = lambda: norm.linear(kernel, bias, layer.precision)  # noqa: E731
-    return _modules.linear_computed(f"jln.nnx.{norm.call.name}Linear", norm, found, lambda z: plain(z, *args, **kwargs))
+        own_product = layer.dot_general is not jax.lax.dot_general
+    if own_product or layer.preferred_element_type is not None:
+        return "the Linear has a product or an element type of its own"
+    if layer.promote_dtype is not dtypes.promote_dtype:
+        return "the Linear has its own promote_dtype"
+    kernel, bias = layer.kernel[...], None if layer.bias is None else layer.bias[...]
+    dtype = dtypes.canonicalize_dtype(jnp.empty((), norm.dtype), kernel, bias, dtype=layer.dtype)
+    return _modules.Linear(kernel, bias, dtype, layer.precision)
 
 
 @_routes.traceable.register(nnx.Module)

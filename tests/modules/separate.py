@@ -1,0 +1,187 @@
+"""A norm and the Linears behind it as separate layers of each framework, and jln's module that stands for them."""
+
+import functools
+
+import equinox as eqx
+import haiku as hk
+import jax
+from flax import linen, nnx
+
+import jln
+from jln import equinox as jln_equinox
+from jln import haiku as jln_haiku
+from parity import Layer, assert_parity
+
+FRAMEWORKS = ("linen", "nnx", "haiku", "equinox")
+
+
+def with_residual(function):
+    """Whose last argument may be a pair of x and the residual."""
+
+    def call(*arguments, **options):
+        *others, x = arguments
+        if isinstance(x, tuple):
+            return function(*others, x[0], residual=x[1], **options)
+        return function(*others, x, **options)
+
+    return call
+
+
+def applied(x, norm, linears):
+    """What separate layers compute of x, or of a pair of x and the residual; of one Linear no tuple."""
+    total = sum(x) if isinstance(x, tuple) else x
+    z = norm(total)
+    ys = tuple(linear(z) for linear in linears)
+    y = ys if len(ys) > 1 else ys[0]
+    return (y, total) if isinstance(x, tuple) else y
+
+
+# The separate layers as a user writes them, one class a framework. `linears`: [(name, features, other arguments)].
+
+
+class LinenLayers(linen.Module):
+    norm: str
+    linears: tuple
+    both: dict
+    use_scale: bool
+    precision: object
+
+    @linen.compact
+    def __call__(self, x):
+        norm = getattr(linen, self.norm)(use_scale=self.use_scale, name="norm", **self.both)
+        options = {"precision": self.precision, **self.both}
+        return applied(
+            x, norm, [linen.DenseGeneral(n, **{**options, **own}, name=name) for name, n, own in self.linears]
+        )
+
+
+class NnxLayers(nnx.Module):
+    def __init__(self, norm, linears, both, use_scale, precision, rngs):
+        self.norm = getattr(nnx, norm)(8, use_scale=use_scale, **both, rngs=rngs)
+        self.names = tuple(name for name, *_ in linears)
+        for name, n, own in linears:
+            cls = nnx.Linear if isinstance(n, int) else nnx.LinearGeneral
+            setattr(self, name, cls(8, n, **{"precision": precision, **both, **own}, rngs=rngs))
+
+    def __call__(self, x):
+        return applied(x, self.norm, [getattr(self, name) for name in self.names])
+
+
+class HaikuLayers(hk.Module):
+    def __init__(self, norm, linears, use_scale, precision):
+        super().__init__(name="layer_norm_linear" if norm == "LayerNorm" else "rms_norm_linear")
+        options = {"create_offset": True} if norm == "LayerNorm" else {}
+        self.norm = functools.partial(getattr(hk, norm), -1, create_scale=use_scale, **options)
+        self.linears, self.precision = linears, precision
+
+    def __call__(self, x):
+        linears = [hk.Linear(n, **own, name=name) for name, n, own in self.linears]
+        return applied(x, self.norm(), [functools.partial(a, precision=self.precision) for a in linears])
+
+
+class EquinoxLayers(eqx.Module):
+    norm: eqx.nn.LayerNorm | eqx.nn.RMSNorm
+    q: eqx.nn.Linear
+    k: eqx.nn.Linear | None
+    v: eqx.nn.Linear | None
+
+    def __init__(self, norm, linears, use_scale, dtype, *, key):
+        self.norm = getattr(eqx.nn, norm)(8, use_weight=use_scale, dtype=dtype)
+        keys = jax.random.split(key, len(linears)) if len(linears) > 1 else [key]
+        made = [
+            eqx.nn.Linear(8, n, **{"dtype": dtype, **own}, key=k) for k, (_, n, own) in zip(keys, linears, strict=True)
+        ]
+        self.q, self.k, self.v = (*made, None, None)[:3]
+
+    def __call__(self, x):
+        return applied(x, self.norm, [linear for linear in (self.q, self.k, self.v) if linear is not None])
+
+
+def linen_layer(module, call=lambda module: module):
+    return Layer(
+        lambda x: call(module.init)(jax.random.key(0), x),
+        lambda variables, x: call(functools.partial(module.apply, variables))(x),
+    )
+
+
+def nnx_layer(make, call=lambda module: module):
+    def apply(variables, x):
+        graphdef, state = nnx.split(make(nnx.Rngs(0)))
+        nnx.replace_by_pure_dict(state, variables)
+        return call(nnx.merge(graphdef, state))(x)
+
+    return Layer(lambda x: nnx.to_pure_dict(nnx.state(make(nnx.Rngs(0)))), apply)
+
+
+def haiku_layer(function):
+    module = hk.without_apply_rng(hk.transform(function))
+    return Layer(lambda x: module.init(jax.random.key(0), x), module.apply)
+
+
+def equinox_layer(make, call=lambda module: module):
+    """vmapped over the rows. The variables are the leaves in the order in which a file has them."""
+    arrays, rest = eqx.partition(make(), eqx.is_array)
+    leaves, tree = jax.tree.flatten(arrays)
+
+    def apply(variables, x):
+        one = call(eqx.combine(tree.unflatten(variables), rest))
+        return jax.vmap(jax.vmap(one))(x)
+
+    return Layer(lambda x: leaves, apply)
+
+
+FEATURES = {"linen": "features", "nnx": "out_features", "haiku": "output_size", "equinox": "out_features"}
+ONE = {"linen": "dense", "nnx": "linear", "haiku": "linear", "equinox": "linear"}
+BIAS = {"linen": "use_bias", "nnx": "use_bias", "haiku": "with_bias", "equinox": "use_bias"}
+
+
+def as_given(framework, linears):
+    """As the module takes them: a mapping, or of one Linear its features."""
+    if len(linears) == 1:
+        return linears[0][1]
+    return {name: {FEATURES[framework]: n, **own} if own else n for name, n, own in linears}
+
+
+def layers(framework, norm, linears, use_scale=True, dtype=None, param_dtype="float32", precision=None):
+    """-> the separate layers, and ours. Haiku and Equinox have no dtype beside that of their parameters."""
+    linears = tuple((name, n, dict(own)) for name, n, own in linears)
+    given = as_given(framework, linears)
+    if framework == "linen":
+        both = {"dtype": dtype, "param_dtype": param_dtype}
+        own = getattr(jln.linen, f"{norm}Dense")(given, use_scale=use_scale, precision=precision, **both)
+        return linen_layer(LinenLayers(norm, linears, both, use_scale, precision)), linen_layer(own, with_residual)
+    if framework == "nnx":
+        both = {"dtype": dtype, "param_dtype": param_dtype}
+        cls = getattr(jln.nnx, f"{norm}Linear")
+        return (
+            nnx_layer(lambda rngs: NnxLayers(norm, linears, both, use_scale, precision, rngs)),
+            nnx_layer(
+                lambda rngs: cls(8, given, use_scale=use_scale, precision=precision, **both, rngs=rngs), with_residual
+            ),
+        )
+    if framework == "haiku":
+        cls = getattr(jln_haiku, f"{norm}Linear")
+        return (
+            haiku_layer(lambda x: HaikuLayers(norm, linears, use_scale, precision)(x)),
+            haiku_layer(lambda x: with_residual(cls(given, create_scale=use_scale))(x, precision=precision)),
+        )
+    cls = getattr(jln_equinox, f"{norm}Linear")
+    key = jax.random.key(0)
+    return (
+        equinox_layer(lambda: EquinoxLayers(norm, linears, use_scale, param_dtype, key=key)),
+        equinox_layer(lambda: cls(8, given, use_weight=use_scale, dtype=param_dtype, key=key), with_residual),
+    )
+
+
+def qkv(**own):
+    """`own`: the further arguments of k."""
+    (n,) = [own.pop(name) for name in set(FEATURES.values()) & set(own)] or [3]
+    return (("q", 6, {}), ("k", n, own), ("v", 3, {}))
+
+
+def parity(framework, norm, linears, x, **case):
+    """-> the path that ours took."""
+    theirs, ours = layers(framework, norm, linears, **case)
+    wide = {"param_dtype": "float64"} if framework != "haiku" else {}
+    true, _ = layers(framework, norm, linears, **(case | {"dtype": None} | wide))
+    return assert_parity(theirs, ours, true, x)

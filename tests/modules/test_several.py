@@ -1,0 +1,371 @@
+"""A norm that feeds several Linears, and a residual in front of it, against the separate layers of each framework."""
+
+import functools
+import io
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("flax")
+pytest.importorskip("equinox")
+pytest.importorskip("haiku")
+import equinox as eqx
+import haiku as hk
+from flax import linen, nnx, serialization
+
+import jln
+from jln import _routes
+from jln import equinox as jln_equinox
+from jln import haiku as jln_haiku
+from parity import (
+    MASK,
+    SHAPE,
+    doubled,
+    every_equation,
+    named,
+    normal,
+    pairwise_parameters,
+    randomised,
+)
+from separate import BIAS, FEATURES, FRAMEWORKS, ONE, layers, parity, qkv
+
+FUSED = "all arguments are the operator's"
+
+CASES = {
+    "norm": ["LayerNorm", "RMSNorm"],
+    "x": ["float32", "bfloat16"],
+    "residual": [None, "float32", "bfloat16"],
+    "k": ["like the others", "without a bias"],
+    "use_scale": [True, False],
+    "precision": [None, jax.lax.Precision.HIGHEST],
+}
+FLAX_CASES = CASES | {
+    "dtype": [None, "bfloat16", "float32"],
+    "param_dtype": ["float32", "bfloat16"],
+    "q": [6, (2, 3), 300],  # the last is more than one kernel multiplies
+}
+TABLES = {
+    "linen": FLAX_CASES,
+    "nnx": FLAX_CASES,
+    "haiku": CASES,
+    "equinox": {k: v for k, v in CASES.items() if k != "precision"} | {"param_dtype": ["float32", "bfloat16"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("framework", "case"),
+    [
+        pytest.param(framework, *case.values, id=f"{framework} {case.id}", marks=case.marks)
+        for framework, table in TABLES.items()
+        for case in pairwise_parameters(table)
+    ],
+)
+def test_values_and_gradients_are_those_of_the_separate_layers(framework, case):
+    case = dict(case)
+    norm, q = case.pop("norm"), case.pop("q", 6)
+    own = {BIAS[framework]: False} if case.pop("k") == "without a bias" else {}
+    x, residual = normal(1, SHAPE, case.pop("x")), case.pop("residual")
+    x = x if residual is None else (x, normal(2, SHAPE, residual))
+    path = parity(framework, norm, (("q", q, {}), *qkv(**own)[1:]), x, **case)
+    assert path in ("fused", "norm")
+    if case.get("dtype") is None and case.get("param_dtype", "float32") == "float32" and framework != "equinox":
+        assert path == "fused"
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])
+def test_one_linear_with_a_residual(framework, norm):
+    x = normal(1, SHAPE, "float32"), normal(2, SHAPE, "float32")
+    assert parity(framework, norm, ((ONE[framework], 6, {}),), x) == "fused"
+
+
+def doubled_by_linen(*args, dtype=None):
+    return doubled(args, dtype)
+
+
+APART = [
+    ("linen", {"dot_general": jax.lax.dot_general}, "k: the Dense has a product of its own"),
+    ("linen", {"promote_dtype": doubled_by_linen}, "k: the Dense has its own promote_dtype"),
+    ("linen", {"axis": (-2, -1), "features": 3}, "k: the Dense is not over the last axis alone"),
+    ("linen", {"precision": "highest"}, "the Linears differ in precision"),
+    ("linen", {"dtype": "bfloat16"}, "k: x is float32, the norm's result float32, the product bfloat16: one operator"),
+    ("nnx", {"preferred_element_type": "float32"}, "k: the Linear has a product or an element type of its own"),
+    ("nnx", {"promote_dtype": doubled}, "k: the Linear has its own promote_dtype"),
+    ("nnx", {"precision": "highest"}, "the Linears differ in precision"),
+    ("nnx", {"dtype": "bfloat16"}, "k: x is float32, the norm's result float32, the product bfloat16: one operator"),
+    ("equinox", {"out_features": "scalar"}, "k: the Linear has a scalar side"),
+]
+
+
+@pytest.mark.parametrize(("framework", "own", "why"), APART, ids=[f"{a} {', '.join(b)}" for a, b, _ in APART])
+@pytest.mark.parametrize("adds", [False, True])
+def test_one_that_cannot_be_fused_has_all_called(framework, own, why, adds):
+    x = normal(1, SHAPE, "float32")
+    x = (x, normal(2, SHAPE, "float32")) if adds else x
+    theirs, ours = layers(framework, "LayerNorm", qkv(**own))
+    variables = randomised(theirs.init(x))
+    with _routes.noting() as routes:
+        got = ours.apply(variables, x)
+    (route,) = routes
+    assert route.path == "norm"
+    assert route.why.startswith(f"not fused: {why}"), route
+    # float32 but for a product in bfloat16, of 8 terms
+    tolerance = 2e-2 if own.get("dtype") else 1e-5
+    close = functools.partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance)
+    jax.tree.map(close, got, theirs.apply(variables, x))
+
+
+def test_a_haiku_linear_of_another_dtype_has_all_called():
+    """As a checkpoint may hold it."""
+    x = normal(1, SHAPE, "bfloat16")
+    theirs, ours = layers("haiku", "LayerNorm", qkv())
+    variables = randomised(theirs.init(x))
+    variables["layer_norm_linear/k"] = jax.tree.map(lambda a: a.astype("float32"), variables["layer_norm_linear/k"])
+    with _routes.noting() as routes:
+        got = ours.apply(variables, x)
+    assert [r.why for r in routes] == [
+        "not fused: k: x is bfloat16, the norm's result bfloat16, the product float32: one operator would round "
+        "differently"
+    ]
+    assert (
+        [y.dtype for y in got] == [y.dtype for y in theirs.apply(variables, x)] == ["bfloat16", "float32", "bfloat16"]
+    )
+
+
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_what_the_norm_cannot_do_is_flaxs_own_code_on_the_sum(framework):
+    x, residual = normal(1, SHAPE, "float32"), normal(2, SHAPE, "float32")
+    if framework == "linen":
+        module = jln.linen.RMSNormDense({"q": 6, "k": 3})
+        variables = module.init(jax.random.key(0), x)
+        own, norm = functools.partial(module.apply, variables), linen.RMSNorm()
+        z = norm.apply({"params": variables["params"]["norm"]}, x + residual, mask=MASK)
+        q, k = (z @ variables["params"][name]["kernel"] for name in "qk")
+    else:
+        own = jln.nnx.RMSNormLinear(8, {"q": 6, "k": 3}, rngs=nnx.Rngs(0))
+        z = nnx.RMSNorm(8, rngs=nnx.Rngs(0))(x + residual, mask=MASK)
+        q, k = own.q(z), own.k(z)
+    with _routes.noting() as routes:
+        got = own(x, residual=residual, mask=MASK)
+    jax.tree.map(np.testing.assert_array_equal, got, ((q, k), x + residual))
+    assert [(r.path, r.why.removeprefix("not fused: ")) for r in routes] == [("plain", "mask is given")]
+
+
+def test_a_sum_that_nnx_promotes_is_made_in_front():
+    """And not by the operator, which would normalise what it adds up."""
+    x = normal(1, SHAPE, "float32"), normal(2, SHAPE, "float32")
+    rngs, plain = nnx.Rngs(0), {"promote_dtype": nnx.nn.dtypes.promote_dtype}
+    features = {"q": {"out_features": 6, **plain}, "k": {"out_features": 3, **plain}}
+    own = jln.nnx.LayerNormLinear(8, features, epsilon=0.5, promote_dtype=doubled, rngs=rngs)
+    theirs = nnx.LayerNorm(8, epsilon=0.5, promote_dtype=doubled, rngs=rngs)
+    (q, k), total = own(x[0], residual=x[1])
+    z = theirs(x[0] + x[1])
+    np.testing.assert_array_equal(total, x[0] + x[1])
+    for got, linear in ((q, own.q), (k, own.k)):
+        np.testing.assert_allclose(got, linear(z), rtol=1e-5, atol=1e-5)  # the doubled epsilon alone would be 10 % off
+    narrow = jln.nnx.LayerNormLinear(8, {"q": 6}, dtype=jnp.bfloat16, rngs=rngs)
+    for module in (own, narrow):
+        (route,) = jln.explain(module, x[0], residual=x[1])
+        assert route.path == "fused"
+        assert route.why == "but for the sum of x and the residual: the norm promotes what it reads"
+    assert narrow(x[0], residual=x[1])[1].dtype == jnp.float32
+
+
+NORMS = ["jln_norm_backward", "jln_norm_forward"]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("adds", [False, True])
+def test_explain_and_the_operations_of_a_call(framework, adds):
+    """One norm, forward and backward, whatever multiplies."""
+    x = normal(1, SHAPE, "float32")
+    x = (x, normal(2, SHAPE, "float32")) if adds else x
+    for n, operators in ((6, ["jln_norm_linear_backward", "jln_norm_linear_forward"]), (300, NORMS)):
+        _, ours = layers(framework, "RMSNorm", (("q", n, {}), *qkv()[1:]))
+        variables = ours.init(x)
+        (route,) = jln.explain(ours.apply, variables, x)
+        assert (route.path, route.why) == ("fused", FUSED)
+        assert route.layer.startswith(f"jln.{framework}.RMSNorm{'Dense' if framework == 'linen' else 'Linear'}")
+
+        def loss(variables, apply=ours.apply):
+            return sum(map(jnp.sum, jax.tree.leaves(apply(variables, x))))
+
+        equations = list(every_equation(jax.make_jaxpr(jax.grad(loss))(variables)))
+        seen = {e.primitive.name: e for e in equations if e.primitive.name.startswith("jln_norm")}
+        assert sorted(seen) == sorted(e.primitive.name for e in equations if e.primitive.name.startswith("jln_norm"))
+        assert sorted(seen) == operators
+        assert (seen[operators[1]].params["told"].dtypes.total is not None) is adds
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_file_of_the_separate_layers_is_read(framework):
+    """Of k and v of one size: their order in the file counts."""
+    x = normal(0, SHAPE, "float32")
+    theirs, ours = layers(framework, "LayerNorm", qkv())
+    written, template = randomised(theirs.init(x)), ours.init(x)
+    if framework == "equinox":
+        file = io.BytesIO()
+        eqx.tree_serialise_leaves(file, written)
+        file.seek(0)
+        read = eqx.tree_deserialise_leaves(file, template)
+    else:
+        read = serialization.from_bytes(template, serialization.to_bytes(written))
+    assert named(read).keys() == named(written).keys()
+    for got, wanted in zip(ours.apply(read, x), theirs.apply(written, x), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)  # sums of 8 float32 products
+
+
+def made(framework, linears, norm="LayerNorm"):
+    """Our module, of these Linears."""
+    if framework == "linen":
+        module = getattr(jln.linen, f"{norm}Dense")(linears)
+        return module.bind(module.init(jax.random.key(0), jnp.ones((2, 8))))
+    if framework == "nnx":
+        return getattr(jln.nnx, f"{norm}Linear")(8, linears, rngs=nnx.Rngs(0))
+    if framework == "equinox":
+        return getattr(jln_equinox, f"{norm}Linear")(8, linears, key=jax.random.key(0))
+
+    def apply(*arguments, **options):
+        module = hk.without_apply_rng(
+            hk.transform(lambda *a, **k: getattr(jln_haiku, f"{norm}Linear")(linears)(*a, **k))
+        )
+        return module.apply(module.init(jax.random.key(0), *arguments, **options), *arguments, **options)
+
+    apply(jnp.ones((2, 8)))
+    return apply
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_residuals_that_do_not_fit(framework):
+    module, x = made(framework, {"q": 6, "k": 3}), jnp.ones((8,), "float32")
+    with pytest.raises(ValueError, match=r"residual must have shape \(8,\), that of x; got float32\[1\]"):
+        module(x, residual=jnp.ones((1,), "float32"))
+    with pytest.raises(TypeError, match="residual must be an array; got list"):
+        module(x, residual=[1.0] * 8)
+    with pytest.raises(TypeError, match="residual must have one of the dtypes"):
+        module(x, residual=jnp.ones((8,), "int32"))
+    with pytest.raises(TypeError, match="x must be an array; got list"):
+        module([1.0] * 8, residual=x)
+
+
+NAMES = [
+    ({}, ValueError, "must name at least one Linear"),
+    ({3: 4}, TypeError, "must name each Linear with a str; got 3"),
+    ({"a b": 4}, ValueError, "cannot name a Linear 'a b'"),
+    ({"__call__": 4}, ValueError, "cannot name a Linear '__call__'"),
+    ({"q": 4, "k": {"width": 4}}, TypeError, "of the Linear 'k' must be among its own arguments; got {'width': 4}"),
+]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(("linears", "error", "message"), NAMES, ids=[str(a) for a, *_ in NAMES])
+def test_linears_that_cannot_be_made(framework, linears, error, message):
+    with pytest.raises(error, match=f"^{FEATURES[framework]} .*{re.escape(message)}"):
+        made(framework, linears)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_an_argument_that_a_linear_does_not_have(framework):
+    with pytest.raises(TypeError, match="width"):
+        made(framework, {"q": {FEATURES[framework]: 3, "width": 4}})
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_no_linear_takes_the_norms_name(framework):
+    for norm, name in (("LayerNorm", "layer_norm"), ("RMSNorm", "rms_norm")):
+        name = name if framework == "haiku" else "norm"
+        with pytest.raises(ValueError, match=f"{FEATURES[framework]} cannot name a Linear '{name}'"):
+            made(framework, {"q": 3, name: 4}, norm)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_mapping_of_one_gives_a_tuple_of_one(framework):
+    name = "only" if framework == "equinox" else ONE[framework]
+    (y,) = made(framework, {name: 3})(jnp.ones(8, "float32"))
+    assert y.shape == (3,)
+
+
+def test_linen_modules_of_another_order_are_others():
+    """JAX keeps a compiled program for each, and finds it by the module's equality."""
+    x = normal(0, (4, 8), "float32")
+    one, other = (jln.linen.LayerNormDense(dict(items)) for items in ([("q", 3), ("k", 5)], [("k", 5), ("q", 3)]))
+    variables = one.init(jax.random.key(0), x)
+    assert one != other
+    assert one == jln.linen.LayerNormDense({"q": 3, "k": 5}) == one.clone()
+    for module, sizes in ((one, [3, 5]), (other, [5, 3])):
+        assert [y.shape[-1] for y in jax.jit(module.apply)(variables, x)] == sizes
+        assert [
+            y.shape[-1] for y in jax.jit(jln.linen.LayerNormDense.apply, static_argnums=0)(module, variables, x)
+        ] == sizes
+
+
+def block(layer, carry):
+    (a, b), total = layer(carry[0], residual=carry[1])
+    return jnp.sin(a) * b, total
+
+
+class LinenBlock(linen.Module):
+    @linen.compact
+    def __call__(self, carry, _):
+        return block(jln.linen.RMSNormDense({"b": 8, "a": 8}), carry), None
+
+
+def scanned(framework, carry):
+    """Three layers in a scan, each under checkpoint. -> result, and those of one layer after the other."""
+    if framework == "linen":
+        stacked = linen.scan(
+            linen.remat(LinenBlock), variable_axes={"params": 0}, split_rngs={"params": True}, length=3
+        )()
+        variables = stacked.init(jax.random.key(0), carry, None)
+        each = [jax.tree.map(lambda a, i=i: a[i], variables) for i in range(3)]
+        return stacked.apply(variables, carry, None)[0], [
+            lambda c, v=v: LinenBlock().apply(v, c, None)[0] for v in each
+        ]
+    if framework == "nnx":
+        make = nnx.vmap(lambda rngs: jln.nnx.RMSNormLinear(8, {"b": 8, "a": 8}, rngs=rngs))
+        stacked = make(nnx.Rngs(0).split(3))
+        run = nnx.scan(lambda c, layer: nnx.remat(block)(layer, c), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        graphdef, state = nnx.split(stacked)
+        each = [nnx.merge(graphdef, jax.tree.map(lambda a, i=i: a[i], state)) for i in range(3)]
+        return run(carry, stacked), [functools.partial(block, layer) for layer in each]
+    make = eqx.filter_vmap(lambda key: jln_equinox.RMSNormLinear(8, {"b": 8, "a": 8}, dtype="float32", key=key))
+    arrays, rest = eqx.partition(make(jax.random.split(jax.random.key(0), 3)), eqx.is_array)
+
+    def one(carry, arrays):
+        layer = jax.vmap(lambda x, residual: eqx.combine(arrays, rest)(x, residual=residual))
+        return block(lambda x, residual: layer(x, residual), carry)
+
+    each = [jax.tree.map(lambda a, i=i: a[i], arrays) for i in range(3)]
+    run = jax.checkpoint(one)
+    return jax.lax.scan(lambda c, a: (run(c, a), None), carry, arrays)[0], [lambda c, a=a: one(c, a) for a in each]
+
+
+@pytest.mark.parametrize("framework", ["linen", "nnx", "equinox"])
+def test_stacked_layers_in_a_scan(framework):
+    carry = normal(0, (4, 8), "float32"), normal(1, (4, 8), "float32")
+    got, each = scanned(framework, carry)
+    for layer in each:
+        carry = layer(carry)
+    # three layers of float32
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, carry)
+
+
+def test_nnx_captures_what_flaxs_layers_give():
+    x = normal(0, (4, 8), "float32")
+    pair = jln.nnx.RMSNormLinear(8, {"q": 3, "k": 5}, rngs=nnx.Rngs(0))
+    (q, k), seen = nnx.capture(pair, nnx.Intermediate, method_outputs=nnx.Intermediate)(x)
+    z = pair.norm(x)
+    wanted = {"__call__": ((q, k),), "norm": {"__call__": (z,)}, "q": {"__call__": (q,)}, "k": {"__call__": (k,)}}
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(seen), wanted)
+
+
+def test_equinox_finds_each_by_its_name():
+    module = made("equinox", {"q": 6, "k": 3, "v": 3})
+    assert (module.q, module.k, module.v) == module.linear
+    assert not hasattr(module, "w")
+    assert not hasattr(made("equinox", 3), "q")
+    changed = eqx.tree_at(lambda m: m.k.bias, module, jnp.ones(3))
+    np.testing.assert_array_equal(changed.linear[1].bias, 1)
