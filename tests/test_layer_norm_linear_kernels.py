@@ -317,3 +317,55 @@ def test_a_nan_stays_in_its_row(n):
     for name in ("y", "dx"):
         rows = np.isnan(got[name].astype("float32")).any(-1)
         np.testing.assert_array_equal(np.flatnonzero(rows), [66])
+
+
+@pytest.mark.parametrize("n", [16, 300], ids=["fused", "composed"])
+@pytest.mark.parametrize(("x", "residual"), [("bfloat16", "bfloat16"), ("float16", "float32")])
+def test_behind_a_sum(x, residual, n):
+    """It is the rounded sum that is normalised and returned, and its own cotangent that is added."""
+    operator = LINEAR_OPERATORS["add_layer_norm_linear"]
+    given, added, *parameters = workbench.arguments(operator, (70, 100), x, features=(n,))
+    operands = (given, (10 * added).astype(residual), *parameters)
+
+    def of(module, **options):
+        return functools.partial(operator, module=module, **options)
+
+    dy = workbench.cotangents(jax.eval_shape(of(jln.reference), *operands))
+    workbench.assert_accurate(*judged(operator, of, operands, dy, dy))
+
+
+@pytest.mark.parametrize("wanted", ["all", "of the offset", "of two results"])
+@pytest.mark.parametrize("n", [16, 100], ids=["fused", "composed"])
+def test_several(n, wanted):
+    """Three of as many features, of two axes, the second without a bias; told apart by their parts of one truth."""
+    operator = LINEAR_OPERATORS["layer_norm_linear"]
+    parts = [slice(i * n, (i + 1) * n) for i in range(3)]
+    x, scale, offset, kernel, bias = workbench.arguments(operator, (70, 60), "bfloat16", features=(3 * n,))
+    used = [True, wanted != "of two results", True]
+
+    def of(module, **options):
+        def function(x, scale, offset, kernel, bias):
+            kernels = tuple(kernel[:, p].reshape(-1, 2, n // 2) for p in parts)
+            first, _, last = (bias[p].reshape(2, n // 2) for p in parts)
+            made = module.layer_norm_linear(x, scale, offset, kernels, (first, None, last), **options)
+            made = [y if is_used else jax.lax.stop_gradient(y) for y, is_used in zip(made, used, strict=True)]
+            return jnp.concatenate([y.reshape(-1, n) for y in made], -1)
+
+        if wanted == "of the offset":
+            return lambda *a: function(*(v if i == 2 else jax.lax.stop_gradient(v) for i, v in enumerate(a)))
+        return function
+
+    operands = (x, scale, offset, kernel, bias.at[parts[1]].set(0))
+    dy = normal(6, (70, 3 * n), "bfloat16")
+    got, plain, true = judged(operator, of, operands, dy, dy if all(used) else dy.at[:, parts[1]].set(0))
+    true[0]["dbias"][parts[1]] = 0
+    if wanted == "of the offset":
+        got, plain = ({name: r[name] for name in ("y", "doffset")} for r in (got, plain))
+    workbench.assert_accurate(got, plain, true)
+
+
+def judged(operator, function, operands, dy, effective_dy):
+    """What the kernels make, what plain jnp does, and the truth under the cotangent that comes to count."""
+    got_by = functools.partial(workbench.value_and_gradients, operator, operands=operands, cotangent=dy)
+    got, plain = (got_by(f) for f in (function(jln, implementation="triton"), function(jln.reference)))
+    return got, plain, workbench.truth(operator, operands, effective_dy, got.get("total"))

@@ -129,11 +129,15 @@ def busy_programs(tile: Tile, itemsize: int, chip: Chip) -> int:
     return ceil_div(34_000 * chip.sms, max(1, tile.stages - 1) * tile.rows * tile.columns * itemsize)
 
 
-def _beside_dtotal(tile: Tile) -> Tile:
-    """Of a `backward_kernel` that writes y and reads the total's cotangent too: three arrays one tile ahead instead of
-    two arrays two tiles ahead, 48 KB for 64, which would be 131 KB of shared memory at 4096 columns, where an L4 has 99.
+def _beside_dtotal(tile: Tile, itemsize: int) -> Tile:
+    """Of a `backward_kernel` that writes y and reads the total's cotangent too.
+
+    Three arrays one tile ahead instead of two arrays two tiles ahead, 48 KB for 64: two ahead would be 131 KB of shared
+    memory at 4096 columns, where an L4 has 99. Two programs for a row of 8192 in float32, of which one would spill 32
+    bytes on an H200 and 16 on an A100.
     """
-    return dataclasses.replace(tile, stages=min(tile.stages, 2))
+    columns = min(tile.columns, 4096) if itemsize == 4 else tile.columns
+    return dataclasses.replace(tile, columns=columns, stages=min(tile.stages, 2))
 
 
 def reduce_tile(h: int) -> Tile:
@@ -169,7 +173,7 @@ def _shared(name: str, tile: Tile, sizes: dict[str, Any]) -> int:
     arrays, numbers = elements * itemsize, numbers * max(4, itemsize)
     taken = (tile.stages - 1) * ((2 if sizes.get("wants_y", True) else 3) * arrays + numbers)
     if sizes.get("wants_y"):
-        taken = max(taken, (_beside_dtotal(tile).stages - 1) * (3 * arrays + numbers))
+        taken = max(taken, (_beside_dtotal(tile, itemsize).stages - 1) * (3 * arrays + numbers))
     return max(taken, arrays)
 
 
@@ -231,5 +235,5 @@ def backward(
     rules: Tiles = {"tile": plan.tile, "sums": plan.sums}
     chosen = BACKWARD.tiles(target.trial, rules, target.chip, inner, **sizes)
     assert chosen["tile"] is not None
-    tile = _beside_dtotal(chosen["tile"]) if wants_y and has_dtotal else chosen["tile"]
+    tile = _beside_dtotal(chosen["tile"], itemsize) if wants_y and has_dtotal else chosen["tile"]
     return BackwardPlan(tile, chosen["sums"])
