@@ -31,7 +31,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-_ON_DEMAND = ("convert", "equinox", "haiku", "linen", "nnx", "program", "testing")
+_ON_DEMAND = ("checkpoint_policies", "convert", "equinox", "haiku", "linen", "nnx", "program", "testing")
 
 
 def __getattr__(name: str) -> Any:

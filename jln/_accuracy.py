@@ -110,6 +110,16 @@ def rounding(dtype: Any) -> float:
     return float(jnp.finfo(jnp.promote_types(dtype, jnp.float32)).eps)
 
 
+def nudged(wide: Any, dtype: Any) -> Any:
+    """Float64 arrays, each element off by at most a rounding of the arithmetic on arrays of a dtype."""
+    leaves, tree = jax.tree.flatten(wide)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    eps = rounding(dtype)
+    return tree.unflatten(
+        a * (1 + eps * jax.random.uniform(k, a.shape, jnp.float64, -1, 1)) for a, k in zip(leaves, keys, strict=True)
+    )
+
+
 @jax.jit
 def _largest_and_rms(a: jax.Array) -> tuple[jax.Array, jax.Array]:
     largest = jnp.max(jnp.abs(a), initial=0)

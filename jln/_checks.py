@@ -47,6 +47,21 @@ def _foreign(name: str, value: jax.Array | np.ndarray | np.generic) -> str:
     return f" in another byte order than this machine's: {name}.astype({dtype.name!r})"
 
 
+def dtype(value: Any, default: Any) -> str:
+    """The name of the dtype asked for, as JAX makes it; that of `default` for None."""
+    if value is None:
+        return default.name
+    try:
+        asked = jnp.dtype(value)
+    except TypeError:
+        raise TypeError(f"dtype must be a dtype or None; got {value!r}") from None
+    if asked not in DTYPES:
+        raise TypeError(f"dtype must be one of {', '.join(d.name for d in DTYPES)}, or None; got {asked.name}")
+    if asked == jnp.float64 and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+        raise TypeError("dtype is float64, which needs jax_enable_x64")
+    return asked.name
+
+
 def optional_array(name: str, value: Any) -> jax.Array | None:
     return None if value is None else array(name, value)
 
@@ -60,9 +75,9 @@ def linears(kernel: Any, bias: Any, x: jax.Array) -> tuple[tuple[jax.Array, ...]
     """The kernels and biases of one Linear or of a tuple of them, as tuples of arrays."""
     if not isinstance(kernel, tuple):
         if isinstance(kernel, list):
-            raise TypeError("kernel must be an array or a tuple of arrays; got list: tuple(kernel)")
+            raise TypeError("kernel must be an array; got list (several Linears are a tuple of arrays)")
         if isinstance(bias, tuple | list):
-            raise TypeError(f"bias must be an array or None, as kernel is one array; got {type(bias).__name__}")
+            raise TypeError(f"bias must be an array; got {type(bias).__name__}, where kernel is one array")
         kernel = _kernel("kernel", kernel, x)
         return (kernel,), (_bias("bias", bias, "kernel", kernel),)
     if not kernel:
@@ -81,9 +96,8 @@ def linears(kernel: Any, bias: Any, x: jax.Array) -> tuple[tuple[jax.Array, ...]
 
 def _kernel(name: str, value: Any, x: jax.Array) -> jax.Array:
     value = array(name, value)
-    if value.ndim < 2 or x.ndim == 0 or value.shape[0] != x.shape[-1]:
-        hidden = x.shape[-1] if x.ndim else "H"
-        expected = f"({hidden}, *features), its first axis as long as x's last, with one axis of features or more"
+    if value.ndim < 2 or value.shape[0] != x.shape[-1]:
+        expected = f"({x.shape[-1]}, *features), its first axis as long as x's last, with one axis of features or more"
         raise ValueError(f"{name} must have shape {expected}; got {_described(value)} for x {_described(x)}")
     return value
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -29,7 +29,7 @@ def missing(module: str, framework: str, extra: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Norm:
+class NormCall:
     """A norm in the operators' terms.
 
     axes: not negative, ascending. shapes: of x, scale and offset as they were when the norm was called.
@@ -92,7 +92,7 @@ for _name in (*_CONVERSIONS.split(), *_OF_ONE.split(), *_OPERATORS.split(), *(f"
     setattr(NoArray, f"__{_name}__", _refuse)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["x", "scale", "offset"], meta_fields=["norm"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["x", "scale", "offset"], meta_fields=["call"])
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Deferred(NoArray):
     """A norm that has not been computed yet, because the Linear behind it may do that. Its sizes and its dtype are
@@ -104,11 +104,11 @@ class Deferred(NoArray):
     x: jax.Array
     scale: jax.Array | None
     offset: jax.Array | None
-    norm: Norm
+    call: NormCall
 
     @property
     def dtype(self) -> jnp.dtype:
-        return self.norm.y_dtype
+        return self.call.y_dtype
 
     def with_parameters(self, scale: jax.Array | None, offset: jax.Array | None) -> Deferred:
         """In place of stand-ins of the same sizes."""
@@ -118,7 +118,7 @@ class Deferred(NoArray):
 
     def value(self) -> jax.Array:
         """The norm by itself."""
-        n = self.norm
+        n = self.call
         return normalised(
             self.x,
             self._parameter(self.scale),
@@ -126,12 +126,12 @@ class Deferred(NoArray):
             axis=n.axes,
             epsilon=n.epsilon,
             subtract_mean=n.subtract_mean,
-            y_dtype=n.y_dtype,
+            dtype=n.y_dtype,
         )
 
     def linear(self, kernel: jax.Array, bias: jax.Array | None, precision: Any) -> jax.Array:
         """The norm and the Linear as one operator; `linear_obstacle` must have been None."""
-        n = self.norm
+        n = self.call
         return normalised_linear(
             self.x,
             self._parameter(self.scale),
@@ -147,7 +147,7 @@ class Deferred(NoArray):
         """In the shape of the normalised axes."""
         if a is None:
             return None
-        axes = self.norm.axes
+        axes = self.call.axes
         normalised_shape = tuple(self.x.shape[i] for i in axes)
         a = a.reshape([a.shape[i] for i in axes])
         if a.shape != normalised_shape:  # its gradient is a sum, which 16 bits would round again and again
@@ -156,14 +156,12 @@ class Deferred(NoArray):
 
     def linear_obstacle(self, kernel_shape: tuple[int, ...], product_dtype: Any) -> str | None:
         """Why a Linear that multiplies in `product_dtype` cannot be fused with the norm; None where it can."""
-        if self.norm.axes != (self.x.ndim - 1,):
+        if self.call.axes != (self.x.ndim - 1,):
             return "the norm is not over the last axis"
         if len(kernel_shape) < 2 or kernel_shape[0] != self.x.shape[-1]:
             return "the kernel does not have the shape that the last axis asks for"
-        if self.norm.y_dtype != product_dtype or jnp.promote_types(self.x.dtype, product_dtype) != product_dtype:
-            dtypes = (
-                f"x is {self.x.dtype}, the norm's result {self.norm.y_dtype}, the product {jnp.dtype(product_dtype)}"
-            )
+        if self.dtype != product_dtype or jnp.promote_types(self.x.dtype, product_dtype) != product_dtype:
+            dtypes = f"x is {self.x.dtype}, the norm's result {self.dtype}, the product {jnp.dtype(product_dtype)}"
             return f"{dtypes}: one operator would round differently"
         return None
 
@@ -218,8 +216,13 @@ def prepared(
             return f"{dtype} is not a dtype of the operators"
     if jnp.float64 in dtypes and len(set(dtypes)) > 1:
         return f"float64 with {min(dtypes, key=lambda d: d.itemsize)}: some of it would lose float64's digits"
-    norm = Norm(tuple(positive), _shapes(x, *spread), float(epsilon), subtract_mean, jnp.dtype(y_dtype))
+    norm = NormCall(tuple(positive), _shapes(x, *spread), float(epsilon), subtract_mean, jnp.dtype(y_dtype))
     return Deferred(x, spread[0], spread[1], norm)
+
+
+def axes(given: int | Iterable[int]) -> tuple[int, ...]:
+    """As a tuple, where Flax takes one by itself too."""
+    return tuple(given) if isinstance(given, Iterable) else (given,)
 
 
 def _shapes(*arrays: Parameter | None) -> tuple[tuple[int, ...] | None, ...]:
@@ -252,7 +255,7 @@ def computed(layer: str, found: Deferred | str, plain: Callable[[], Any]) -> Any
     if isinstance(found, str):
         note(layer, "plain", found)
         return plain()
-    note(layer, "kernel", "all arguments are the operator's")
+    note(layer, "norm", "all arguments are the operator's")
     return found.value()
 
 
@@ -275,7 +278,7 @@ def pair_computed(
     with listening((taken,)):
         z = norm()
     own = [route for route in taken if route.path == "plain"]
-    for route in own or [Route(layer, "kernel" if taken else "plain", f"not fused: {found}")]:
+    for route in own or [Route(layer, "norm" if taken else "plain", f"not fused: {found}")]:
         note(*route)
     return linear(z)
 
@@ -288,10 +291,10 @@ def linear_computed(
     Raises:
       TypeError: `norm` does not have the shapes of its call, for which its axes were meant.
     """
-    if _shapes(norm.x, norm.scale, norm.offset) != norm.norm.shapes:  # after a vmap, a scan, ... around the norm alone
+    if _shapes(norm.x, norm.scale, norm.offset) != norm.call.shapes:  # after a vmap, a scan, ... around the norm alone
         raise TypeError(f"the norm's result was transformed before the Linear read it: {norm!r}")
     if isinstance(found, str):
-        note(layer, "kernel", f"not fused: {found}")
+        note(layer, "norm", f"not fused: {found}")
         return plain(norm.value())
     note(layer, "fused", "all arguments are the operator's")
     return found()

@@ -17,7 +17,7 @@ class Route(NamedTuple):
     """How one call of a layer was computed.
 
     layer: its class, and its name where the framework knows one.
-    path: "fused" (norm and Linear as one operator), "kernel" (jln's norm; what is behind it is the framework's own) or
+    path: "fused" (norm and Linear as one operator), "norm" (jln's norm; what is behind it is the framework's own) or
       "plain" (the framework's own code).
     why: a few words.
     """
@@ -70,7 +70,7 @@ def note(layer: str, path: str, why: str) -> None:
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Route, ...]:
     """The path, and why, of every jln layer that `function(*args, **kwargs)` calls, in the order of the calls.
 
-    Nothing is computed: the call is traced as by `jax.eval_shape`, so arrays may be `jax.ShapeDtypeStruct`s. A "kernel"
+    Nothing is computed: the call is traced as by `jax.eval_shape`, so arrays may be `jax.ShapeDtypeStruct`s. A "norm"
     or "fused" call reaches jln's operators, which run Triton kernels where the program is compiled for an NVIDIA GPU
     with jax-triton installed, and XLA elsewhere. The framework's own layers are not listed: convert the model first, or
     call inside of `jln.convert.linen()` or `jln.convert.haiku()`.
@@ -109,7 +109,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Ro
                 "changes a model that the function has closed over: call jln.explain(model, x) or "
                 "jln.explain(model.method, x), or make it an argument, jln.explain(lambda model, x: ..., model, x)"
             ) from error
-    return tuple(_marks(program.jaxpr))
+    return tuple(_routes_of(program.jaxpr))
 
 
 @functools.singledispatch
@@ -118,8 +118,8 @@ def traceable(function: Any) -> Callable[..., Any]:
     return function
 
 
-# What JAX has traced and kept for the user has no marks, and the reverse. The value is the same in every question, for
-# JAX keeps what it has traced under each: but another one as soon as models that JAX has seen are others.
+# What JAX has traced and kept for the user has no such equations, and the reverse. The value is the same in every
+# question, for JAX keeps what it has traced under each: but another one as soon as models that JAX has seen are others.
 _asked = jax.make_user_context(default_value=0)
 _conversions = 1
 
@@ -134,31 +134,31 @@ class _Program:
     """Writes what is noted into the program that is traced, where JAX keeps it with all else of a cached trace."""
 
     def append(self, route: Route) -> None:
-        _mark().bind(route=route)
+        _primitive().bind(route=route)
 
 
 @functools.cache
-def _mark() -> Primitive:
+def _primitive() -> Primitive:
     """An equation without operands and results, but with the effect of `jax.debug.callback`: so JAX keeps it and allows
     it in every transformation. It does nothing.
     """
-    mark = Primitive("jln_route")
-    mark.multiple_results = True
+    primitive = Primitive("jln_route")
+    primitive.multiple_results = True
     effects = jax.make_jaxpr(lambda: jax.debug.callback(lambda: None))().effects
-    mark.def_impl(lambda **_: [])
-    mark.def_effectful_abstract_eval(lambda **_: ([], effects))
-    mlir.register_lowering(mark, lambda ctx, **_: [])
-    return mark
+    primitive.def_impl(lambda **_: [])
+    primitive.def_effectful_abstract_eval(lambda **_: ([], effects))
+    mlir.register_lowering(primitive, lambda ctx, **_: [])
+    return primitive
 
 
-def _marks(jaxpr: Any) -> Iterator[Route]:
+def _routes_of(jaxpr: Any) -> Iterator[Route]:
     """In the order of the program, those inside of an equation in its place."""
     for equation in jaxpr.eqns:
-        if equation.primitive is _mark():
+        if equation.primitive is _primitive():
             yield equation.params["route"]
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
             if _is_jaxpr(value):
-                yield from _marks(value)
+                yield from _routes_of(value)
 
 
 def _is_jaxpr(value: Any) -> bool:

@@ -31,20 +31,22 @@ EquinoxRMSNorm = eqx.nn.RMSNorm
 _ABSENT: Any = object()
 
 
+def _call(self: Any, x: jax.Array, state: Any = _ABSENT, *, key: jax.Array | None = None) -> Any:
+    """x: of `shape`. With `state` the result is `(y, state)`; `key` is ignored, as by Equinox."""
+    y = _modules.computed(f"jln.equinox.{_kind(self)}", _prepared(self, x), lambda: _plain(self, x))
+    return _with_state(y, state)
+
+
 class LayerNorm(EquinoxLayerNorm):
     """`equinox.nn.LayerNorm` on `jln.layer_norm`: the same arguments, fields, results and errors."""
 
-    def __call__(self, x: jax.Array, state: Any = _ABSENT, *, key: jax.Array | None = None) -> Any:
-        """x: of `shape`. With `state` the result is `(y, state)`; `key` is ignored, as by Equinox."""
-        return _with_state(_normalised(self, x, super().__call__), state)
+    __call__ = _call
 
 
 class RMSNorm(EquinoxRMSNorm):
     """`equinox.nn.RMSNorm` on `jln.rms_norm`: the same arguments, fields, results and errors."""
 
-    def __call__(self, x: jax.Array, state: Any = _ABSENT, *, key: jax.Array | None = None) -> Any:
-        """x: of `shape`. With `state` the result is `(y, state)`; `key` is ignored, as by Equinox."""
-        return _with_state(_normalised(self, x, super().__call__), state)
+    __call__ = _call
 
 
 class _NormLinear(eqx.Module):
@@ -76,7 +78,7 @@ class _NormLinear(eqx.Module):
         if isinstance(norm, str):
             return self.linear(_modules.computed(name, norm, lambda: _plain(self.norm, x)))
         kernel, bias = self.linear.weight.T, self.linear.bias
-        dtype = jnp.result_type(norm.norm.y_dtype, kernel, *([] if bias is None else [bias]))
+        dtype = jnp.result_type(norm.dtype, kernel, *([] if bias is None else [bias]))
         found: Any = norm.linear_obstacle(kernel.shape, dtype)
         if "scalar" in (self.linear.in_features, self.linear.out_features):
             found = "the Linear has a scalar side"
@@ -109,7 +111,7 @@ class RMSNormLinear(_NormLinear):
     _norm_class: ClassVar[Any] = RMSNorm
 
 
-class Deferred(_modules.NoArray, eqx.Module):
+class DeferredInput(_modules.NoArray, eqx.Module):
     """What the placeholder of a fused norm returns, for the one `FusedLayerNormLinear` that reads it. The norm's result
     has the shape and the dtype of its input; who wants its numbers gets a TypeError.
     """
@@ -121,33 +123,30 @@ class Deferred(_modules.NoArray, eqx.Module):
         return self.x.dtype
 
 
+def _fused_call(self: Any, x: Any, *, key: jax.Array | None = None) -> jax.Array:
+    """x: a `DeferredInput` or `[H]` -> `[N]`; `key` is ignored, as by Equinox."""
+    return _NormLinear.__call__(self, x.x) if isinstance(x, DeferredInput) else self.linear(x)
+
+
 class FusedLayerNormLinear(LayerNormLinear):
     """Stands where a Linear was that `jln.convert.equinox` fused with the norm before it: it applies the norm to what
     the norm's placeholder returns, and to an array the Linear alone.
     """
 
-    def __call__(self, x: Any, *, key: jax.Array | None = None) -> jax.Array:
-        """x: a `Deferred` or `[H]` -> `[N]`; `key` is ignored, as by Equinox."""
-        return super().__call__(x.x) if isinstance(x, Deferred) else self.linear(x)
+    __call__ = _fused_call
 
 
 class FusedRMSNormLinear(RMSNormLinear):
     """Likewise."""
 
-    def __call__(self, x: Any, *, key: jax.Array | None = None) -> jax.Array:
-        """x: a `Deferred` or `[H]` -> `[N]`; `key` is ignored, as by Equinox."""
-        return super().__call__(x.x) if isinstance(x, Deferred) else self.linear(x)
+    __call__ = _fused_call
 
 
 class DeferredNorm(eqx.Module):
     """Stands where a norm was that `jln.convert.equinox` fused with the Linear behind it."""
 
     def __call__(self, x: jax.Array, state: Any = _ABSENT, *, key: jax.Array | None = None) -> Any:
-        return _with_state(Deferred(x), state)
-
-
-def _normalised(layer: EquinoxLayerNorm | EquinoxRMSNorm, x: Any, plain: Any) -> jax.Array:
-    return _modules.computed(f"jln.equinox.{_kind(layer)}", _prepared(layer, x), lambda: plain(x))
+        return _with_state(DeferredInput(x), state)
 
 
 def _kind(layer: EquinoxLayerNorm | EquinoxRMSNorm) -> str:

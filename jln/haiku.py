@@ -165,7 +165,7 @@ def _fused(norm: Any, linear: Any, inputs: Any, precision: Any) -> Callable[[], 
     ready = _prepared(norm, inputs, None, None, norm.parameter)
     if isinstance(ready, str):
         return ready
-    dtype = ready.norm.y_dtype
+    dtype = ready.dtype
     shape = [ready.x.shape[-1], linear.output_size]
     w = linear.parameter("w", shape, dtype, linear.w_init)
     b = linear.parameter("b", shape[1:], dtype, linear.b_init) if linear.with_bias else None

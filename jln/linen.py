@@ -11,7 +11,7 @@ its spread: here it is two-pass always.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -188,7 +188,7 @@ def _fused(norm: Norm, dense: nn.DenseGeneral, x: Any, mask: Any) -> Callable[[]
     if isinstance(ready, str):
         return ready
     kernel, bias = found["dense", "kernel"], found.get(("dense", "bias"))
-    dtype = dtypes.canonicalize_dtype(jnp.empty((), ready.norm.y_dtype), kernel, bias, dtype=dense.dtype)
+    dtype = dtypes.canonicalize_dtype(jnp.empty((), ready.dtype), kernel, bias, dtype=dense.dtype)
     obstacle = ready.linear_obstacle(kernel.shape, dtype)
     return obstacle or (lambda: ready.linear(kernel, bias, dense.precision))
 
@@ -205,7 +205,7 @@ def _prepared(layer: Norm, x: Any, mask: Any, parameter: Callable[..., jax.Array
         return "force_float32_reductions=False: statistics in x's own dtype"
     if not isinstance(x, jax.Array | np.ndarray):
         return f"x is a {type(x).__name__}, not an array"
-    features = sorted({a + x.ndim if a < 0 else a for a in _axes(layer.feature_axes)})
+    features = sorted({a + x.ndim if a < 0 else a for a in _modules.axes(layer.feature_axes)})
     if not all(0 <= a < x.ndim for a in features):
         return f"x of shape {x.shape} has no axes {layer.feature_axes}"
     shape = [x.shape[a] for a in features]
@@ -217,7 +217,7 @@ def _prepared(layer: Norm, x: Any, mask: Any, parameter: Callable[..., jax.Array
         x,
         scale,
         bias,
-        axes=_axes(layer.reduction_axes),
+        axes=_modules.axes(layer.reduction_axes),
         parameter_axes=features,
         epsilon=layer.epsilon,
         subtract_mean=isinstance(layer, FlaxLayerNorm),
@@ -237,10 +237,6 @@ def _stand_in(layer: Norm, name: str, shape: Sequence[int]) -> jax.ShapeDtypeStr
     if layer.has_variable("params", name):
         dtype = nn.meta.unbox(layer.get_variable("params", name)).dtype
     return jax.ShapeDtypeStruct(tuple(shape), dtype)
-
-
-def _axes(axes: Any) -> tuple[int, ...]:
-    return tuple(axes) if isinstance(axes, Iterable) else (axes,)
 
 
 @_routes.traceable.register(nn.Module)

@@ -11,7 +11,7 @@ always.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, MethodType
 from typing import Any
 
@@ -207,7 +207,7 @@ class FusedLinearGeneral(nnx.LinearGeneral):
         own_product = self.dot_general is not None or self.dot_general_cls is not None
         if tuple(self.axis) not in ((-1,), (inputs.x.ndim - 1,)) or self.batch_axis:
             return _modules.linear_computed(
-                f"jln.nnx.{inputs.norm.name}Linear",
+                f"jln.nnx.{inputs.call.name}Linear",
                 inputs,
                 "the Linear is not over the last axis alone",
                 lambda z: plain(z, *args, **kwargs),
@@ -236,8 +236,8 @@ def _prepared(layer: FlaxLayerNorm | FlaxRMSNorm, x: Any, mask: Any) -> _modules
         z,
         scale,
         bias,
-        axes=_axes(layer.reduction_axes),
-        parameter_axes=_axes(layer.feature_axes),
+        axes=_modules.axes(layer.reduction_axes),
+        parameter_axes=_modules.axes(layer.feature_axes),
         epsilon=layer.epsilon,
         subtract_mean=isinstance(layer, FlaxLayerNorm),
         y_dtype=y_dtype,
@@ -248,10 +248,6 @@ def _is_narrower(x: Any, promoted: Any) -> bool:
     if not isinstance(x, jax.Array | np.ndarray):
         return False
     return x.dtype in (jnp.bfloat16, jnp.float16) and promoted.dtype == jnp.float32
-
-
-def _axes(axes: Any) -> tuple[int, ...]:
-    return tuple(axes) if isinstance(axes, Iterable) else (axes,)
 
 
 def _plain(layer: FlaxLayerNorm | FlaxRMSNorm, x: Any, mask: Any) -> jax.Array:
@@ -282,11 +278,11 @@ def _fused(
     elif layer.promote_dtype is not dtypes.promote_dtype:
         found = "the Linear has its own promote_dtype"
     else:
-        dtype = dtypes.canonicalize_dtype(jnp.empty((), norm.norm.y_dtype), kernel, bias, dtype=layer.dtype)
+        dtype = dtypes.canonicalize_dtype(jnp.empty((), norm.dtype), kernel, bias, dtype=layer.dtype)
         found = norm.linear_obstacle(kernel.shape, dtype)
         if found is None:
             found = lambda: norm.linear(kernel, bias, layer.precision)  # noqa: E731
-    return _modules.linear_computed(f"jln.nnx.{norm.norm.name}Linear", norm, found, lambda z: plain(z, *args, **kwargs))
+    return _modules.linear_computed(f"jln.nnx.{norm.call.name}Linear", norm, found, lambda z: plain(z, *args, **kwargs))
 
 
 @_routes.traceable.register(nnx.Module)

@@ -14,8 +14,7 @@ import importlib
 import importlib.util
 import math
 import os
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +22,8 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
+from jln._hlo import Collective, Kernel, launches
 from jln._triton import chip as chips
-from jln._triton.launch import TRITON_CALLS
 from jln._triton.target import Gpu, using
 
 _PLUGIN = "jax_plugins.xla_cuda13"
@@ -70,42 +69,7 @@ CHIPS = {
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """One kernel and the bytes of one launch. kind: HLO's opcode ("fusion", "copy"), or a custom call's target.
-
-    times: launches per run. exact: False where data decides them; then a loop is counted as one trip, a conditional as
-    all of its branches. product: a matrix product or an attention, as XLA's own kernel or a library's. is_triton: a
-    kernel of this library or another's, by either of the calls that jaxlib has for them.
-    """
-
-    name: str
-    kind: str
-    bytes_read: int
-    bytes_written: int
-    times: int = 1
-    exact: bool = True
-    product: bool = False
-
-    is_triton = property(lambda self: self.kind in TRITON_CALLS)
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One communication. bytes: what goes in or what comes out on one device, whichever is more.
-
-    devices: how many communicate with each other; None where HLO does not say it as groups.
-    """
-
-    kind: str
-    bytes: int
-    name: str
-    times: int = 1
-    exact: bool = True
-    devices: int | None = None
-
-
-@dataclass(frozen=True)
-class Report:
+class CompiledProgram:
     """A compiled program, as each of its devices runs it. The totals are over `kernels`, each times its launches."""
 
     chip: str
@@ -147,7 +111,7 @@ def compile_for(
     chip: str = "h200",
     devices: int = 1,
     compiler_options: dict[str, Any] | None = None,
-) -> Report:
+) -> CompiledProgram:
     """Compile `fn(*args)` for a number of GPUs of one kind, and say what the program does.
 
     fn: a function, jitted or not (a jitted one's donations and static arguments are not taken over).
@@ -165,14 +129,14 @@ def compile_for(
         compiled = jax.jit(lambda *args: fn(*args)).lower(*args).compile(compiler_options)
     hlo, memory = compiled.as_text(), compiled.memory_analysis()
     assert hlo is not None and memory is not None  # as some other backends' are
-    kernels = tuple(item for item in _launches(_parse(hlo)) if isinstance(item, Kernel))
+    kernels = tuple(item for item in launches(hlo) if isinstance(item, Kernel))
     sizes = (memory.temp_size_in_bytes, memory.argument_size_in_bytes, memory.output_size_in_bytes)
-    return Report(chip, kernels, collectives(hlo), *sizes, hlo)
+    return CompiledProgram(chip, kernels, collectives(hlo), *sizes, hlo)
 
 
 def collectives(hlo: str) -> tuple[Collective, ...]:
     """Those of a program compiled for any platform, from `jax.jit(fn).lower(...).compile().as_text()`."""
-    return tuple(item for item in _launches(_parse(hlo)) if isinstance(item, Collective))
+    return tuple(item for item in launches(hlo) if isinstance(item, Collective))
 
 
 def _place(leaf: Any, gpus: Sequence[Any]) -> jax.ShapeDtypeStruct:
@@ -215,167 +179,3 @@ def _folders(package: str) -> list[str]:
     except ModuleNotFoundError:  # nor its parent
         return []
     return list(spec.submodule_search_locations or ()) if spec else []
-
-
-# HLO text: lines `%name = shape opcode(%operand, ...), attributes`, operands and callees before their users.
-_COMPUTATION = re.compile(r"(ENTRY )?%(\S+) \(.*\{$")
-_INSTRUCTION = re.compile(r" +(ROOT )?%(\S+) = (.+?) ([a-z][\w\-]*)\((.*?)\)(.*)$")
-_CALLEES = re.compile(r"(?:calls|to_apply|condition|body|\w+_computations?)=\{?(%[^\s},]+(?:, ?%[^\s},]+)*)")
-_NAME = re.compile(r"%([^\s,]+)")
-_ARRAY = re.compile(r"([a-z]+)(\d*)\w*\[([^\]]*)\]")  # bf16[8,128], f8e4m3fn[<=4], pred[], token[]
-_SILENT = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all", "opt-barrier", "async-update"}
-_COLLECTIVE = re.compile(r"all-reduce|all-gather|reduce-scatter|(ragged-)?all-to-all|collective-\w+|send|recv")
-_SLICES = {"slice", "dynamic-slice", "gather"}
-_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # and which operand is written into the first
-
-
-@dataclass(eq=False)
-class _Value:
-    """The result of one line. kind: its opcode, `x` for `x-start`. users: and as which of their operands."""
-
-    name: str
-    kind: str
-    bytes: int
-    attributes: str
-    operands: list[_Value]
-    callees: list[_Computation]
-    users: list[tuple[_Value, int]] = field(default_factory=list)
-
-    def buffer(self) -> tuple[str, str]:
-        """What names the memory that holds it."""
-        if self.kind == "bitcast":
-            return self.operands[0].buffer()
-        if self.kind == "get-tuple-element":
-            return self.operands[0].name, self.attributes.split(",")[1]
-        return self.name, ""
-
-    def updated_bytes(self) -> int:
-        """Of an update in place, the bytes written."""
-        return self.operands[_UPDATES[self.kind]].bytes
-
-
-@dataclass(eq=False)
-class _Computation:
-    values: dict[str, _Value] = field(default_factory=dict)  # in the order they run
-    parameters: dict[int, _Value] = field(default_factory=dict)
-    outputs: list[_Value] = field(default_factory=list)
-
-
-def _parse(hlo: str) -> _Computation:
-    """The entry computation, linked to those it calls."""
-    computations: dict[str, _Computation] = {}
-    entry = current = _Computation()
-    for line in hlo.splitlines():
-        if head := _COMPUTATION.match(line):
-            current = computations[head[2]] = _Computation()
-            entry = current if head[1] else entry
-        elif match := _INSTRUCTION.match(line):
-            root, name, shape, opcode, inside, attributes = match.groups()
-            operands = [current.values[n] for n in _NAME.findall(inside)]
-            callees = [computations[n] for names in _CALLEES.findall(attributes) for n in _NAME.findall(names)]
-            kind = opcode.removesuffix("-start")
-            value = current.values[name] = _Value(name, kind, _bytes(shape), attributes, operands, callees)
-            for index, operand in enumerate(operands):
-                operand.users.append((value, index))
-            if opcode == "parameter":
-                current.parameters[int(inside)] = value
-            if opcode.endswith("-done"):  # the shape of the start has its operands and more in it
-                operands[0].bytes = value.bytes
-            if root:
-                current.outputs = operands if opcode == "tuple" else [value]
-    return entry
-
-
-def _bytes(shape: str) -> int:
-    """Of an array or a tuple of them. The first number in a dtype is its bits; pred has none, a token no bytes."""
-    total = 0
-    for dtype, bits, dims in _ARRAY.findall(shape):
-        count = math.prod(int(size) for size in re.findall(r"\d+", dims))
-        total += math.ceil(count * int(bits or 8 * (dtype == "pred")) / 8)
-    return total
-
-
-def _launches(computation: _Computation, times: int = 1, exact: bool = True) -> Iterator[Kernel | Collective]:
-    """What running the computation launches, in order."""
-    for value in computation.values.values():
-        if value.kind in _SILENT or value.kind.endswith("-done"):
-            continue
-        if value.kind == "while":  # XLA does not run the condition, the first callee, of a loop whose trips it knows
-            trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', value.attributes)
-            for callee in value.callees[1:] if trips else value.callees:
-                yield from _launches(callee, times * int(trips[1]) if trips else times, exact and trips is not None)
-        elif value.kind in {"call", "async", "conditional"}:
-            for callee in value.callees:
-                yield from _launches(callee, times, exact and value.kind != "conditional")
-        elif _COLLECTIVE.fullmatch(value.kind):
-            size = max(value.bytes, sum(operand.bytes for operand in value.operands))
-            yield Collective(value.kind, size, value.name, times, exact, _group(value.attributes))
-        else:
-            target = re.search(r'custom_call_target="([^"]*)"', value.attributes)
-            kind = target[1] if target else value.kind
-            yield Kernel(value.name, kind, _read(value), _written(value), times, exact, _is_product(value, kind))
-
-
-def _is_product(kernel: _Value, kind: str) -> bool:
-    if kind.startswith(("__cublas", "__cudnn$fmha")) or kernel.kind == "dot":
-        return True
-    return kernel.kind == "fusion" and any(value.kind == "dot" for value in kernel.callees[0].values.values())
-
-
-def _group(attributes: str) -> int | None:
-    """How many devices a group has, in any of HLO's notations: {{0,1},{2,3}}, [2,2]<=[4], mesh['a'=2,'b'=2] ... {'b'},
-    where an axis that is split may stand for a part of it: 'b':(1)2.
-    """
-    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", attributes):
-        return listed[1].count(",") + 1
-    if counted := re.search(r"replica_groups=\[\d+,(\d+)\]<=", attributes):
-        return int(counted[1])
-    if named := re.search(r"replica_groups=mesh\[([^\]]*)\].*? \{([^}]*)\}", attributes):
-        sizes = dict(re.findall(r"'([^']*)'=(\d+)", named[1]))
-        axes = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", named[2])
-        return math.prod(int(part or sizes[axis]) for axis, part in axes)
-    return None
-
-
-def _read(kernel: _Value) -> int:
-    """Bytes that one launch reads."""
-    shares: dict[tuple[str, str], tuple[float, int]] = {}
-    for index, operand in enumerate(kernel.operands):
-        share = _share(kernel, index, {kernel}) + shares.get(operand.buffer(), (0.0, 0))[0]
-        shares[operand.buffer()] = min(share, 1.0), operand.bytes
-    return sum(round(share * size) for share, size in shares.values())
-
-
-def _share(user: _Value, index: int, updates: set[_Value]) -> float:
-    """The part of an operand that `user` reads, 0 to 1; `updates` are those that happen in place."""
-    operand, uses = user.operands[index], user.users
-    if index == 0 and user.kind in _SLICES:
-        return user.bytes / operand.bytes
-    if index == 0 and user.kind in _UPDATES and user in updates:  # a scatter combines: it reads what it writes
-        return user.updated_bytes() / operand.bytes if user.kind == "scatter" else 0.0
-    if user.kind == "fusion":
-        (body,) = user.callees
-        updates = {update for output in body.outputs for update in _updates(output)}
-        uses = body.parameters[index].users
-    elif user.kind not in {"bitcast", "convert"} or not uses:  # what is sliced after these is sliced before them
-        return 1.0
-    return min(1.0, sum(_share(*use, updates) for use in uses))
-
-
-def _written(kernel: _Value) -> int:
-    """Bytes that one launch writes."""
-    if kernel.kind in _UPDATES:
-        return kernel.updated_bytes()
-    if kernel.kind != "fusion":
-        return kernel.bytes
-    outputs = {output: _updates(output) for output in kernel.callees[0].outputs}
-    return sum(sum(u.updated_bytes() for u in updates) if updates else o.bytes for o, updates in outputs.items())
-
-
-def _updates(output: _Value) -> list[_Value]:
-    """The updates in place that turn a parameter of a fused computation into its output; none if it is made anew."""
-    updates = []
-    while output.kind in {"bitcast", *_UPDATES}:
-        updates += [output] if output.kind in _UPDATES else []
-        output = output.operands[0]
-    return updates if output.kind == "parameter" else []

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 Axis = int | tuple[int, ...]
 Kernels = jax.Array | tuple[jax.Array, ...]
@@ -25,12 +26,13 @@ def layer_norm(
     axis: Axis = -1,
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
+    dtype: DTypeLike | None = None,
 ) -> jax.Array:
     """`(x - mean) / sqrt(variance + epsilon) * scale + offset`, over `axis`. As `jln.layer_norm`."""
     compute = jnp.promote_types(x.dtype, jnp.float32)
     z = x.astype(compute)
     z = z - jnp.mean(z, axis, keepdims=True)
-    return _scaled(z, scale, offset, axis, epsilon, zero_centered_scale).astype(x.dtype)
+    return _scaled(z, scale, offset, axis, epsilon, zero_centered_scale).astype(dtype or x.dtype)
 
 
 def rms_norm(
@@ -40,10 +42,11 @@ def rms_norm(
     axis: Axis = -1,
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
+    dtype: DTypeLike | None = None,
 ) -> jax.Array:
     """`x / sqrt(mean(x**2) + epsilon) * scale`, over `axis`. As `jln.rms_norm`."""
     compute = jnp.promote_types(x.dtype, jnp.float32)
-    return _scaled(x.astype(compute), scale, None, axis, epsilon, zero_centered_scale).astype(x.dtype)
+    return _scaled(x.astype(compute), scale, None, axis, epsilon, zero_centered_scale).astype(dtype or x.dtype)
 
 
 def add_layer_norm(
@@ -55,11 +58,12 @@ def add_layer_norm(
     axis: Axis = -1,
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
+    dtype: DTypeLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`(layer_norm(total), total)` with `total = x + residual`, rounded to its dtype. As `jln.add_layer_norm`."""
     total = _sum(x, residual)
-    y = layer_norm(total, scale, offset, axis=axis, epsilon=epsilon, zero_centered_scale=zero_centered_scale)
-    return y.astype(x.dtype), total
+    options = {"axis": axis, "epsilon": epsilon, "zero_centered_scale": zero_centered_scale}
+    return layer_norm(total, scale, offset, **options, dtype=dtype or x.dtype), total
 
 
 def add_rms_norm(
@@ -70,11 +74,12 @@ def add_rms_norm(
     axis: Axis = -1,
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
+    dtype: DTypeLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`(rms_norm(total), total)` with `total = x + residual`, rounded to its dtype. As `jln.add_rms_norm`."""
     total = _sum(x, residual)
-    y = rms_norm(total, scale, axis=axis, epsilon=epsilon, zero_centered_scale=zero_centered_scale)
-    return y.astype(x.dtype), total
+    options = {"axis": axis, "epsilon": epsilon, "zero_centered_scale": zero_centered_scale}
+    return rms_norm(total, scale, **options, dtype=dtype or x.dtype), total
 
 
 def _sum(x: jax.Array, residual: jax.Array) -> jax.Array:

@@ -12,16 +12,9 @@ import jln
 from jln import testing
 from jln._cli import controls
 
-pytestmark = pytest.mark.usefixtures("compile_fast")
+pytestmark = pytest.mark.usefixtures("compile_fast", "promoted_ranks")  # broadcasting is what half of these are about
 
 SEEDS = range(20)
-
-
-@pytest.fixture(autouse=True)
-def ranks_are_promoted():
-    """Broadcasting is what half of these are about."""
-    with jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def normal(*shapes):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jln
+from jln._catalogue import OPERATORS
 
 X = jnp.ones((4, 8), "float32")
 SCALE = jnp.ones(8, "float32")
@@ -67,18 +68,22 @@ CASES = {
 }  # fmt: skip
 
 
-def add_layer_norm(x, *parameters, **options):
-    residual = x if isinstance(x, jax.Array) else jnp.ones(())
-    return jln.add_layer_norm(x, residual, *parameters, **options)
+def of_a_sum(function):
+    """With a residual like x, whatever that is."""
+    return lambda x, *parameters, **options: function(
+        x, x if isinstance(x, jax.Array) else jnp.ones(()), *parameters, **options
+    )
 
 
-def add_rms_norm(x, *parameters, **options):
-    residual = x if isinstance(x, jax.Array) else jnp.ones(())
-    return jln.add_rms_norm(x, residual, *parameters, **options)
+NORMS = {
+    name: of_a_sum(entry.function) if entry.adds else entry.function
+    for name, entry in OPERATORS.items()
+    if not entry.is_linear
+}
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("function", [jln.layer_norm, jln.rms_norm, add_layer_norm, add_rms_norm])
+@pytest.mark.parametrize("function", NORMS.values(), ids=NORMS)
 def test_norms(function, case):
     error, message, call = CASES[case]
     with pytest.raises(error, match=message):
@@ -136,14 +141,7 @@ class Holder:
         return self.value
 
 
-NAMES = {
-    jln.layer_norm: ("x", "scale", "offset"),
-    jln.rms_norm: ("x", "scale"),
-    jln.add_layer_norm: ("x", "residual", "scale", "offset"),
-    jln.add_rms_norm: ("x", "residual", "scale"),
-    jln.layer_norm_linear: ("x", "scale", "offset", "kernel", "bias"),
-    jln.rms_norm_linear: ("x", "scale", "kernel", "bias"),
-}
+NAMES = {entry.function: entry.names for entry in OPERATORS.values()}
 SHAPES = {"x": (4, 8), "residual": (4, 8), "scale": (8,), "offset": (8,), "kernel": (8, 3), "bias": (3,)}
 
 

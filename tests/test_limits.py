@@ -7,22 +7,22 @@ import pytest
 
 from jln import _accuracy
 from jln._catalogue import EPSILON, OPERATORS
-from jln._cli.samples import DTYPES, Init, Sample, Trial, get_args
+from jln._cli.samples import DTYPES, Init, JudgedSample, Sample, get_args
 
 INITS = get_args(Init)
 SEEDS = range(3)
 DEVICE = jax.devices("cpu")[0]
 
 
-def trial(name, shape, dtype, init="normal", seed=0, features=20):
-    return Trial(Sample(OPERATORS[name], shape, features, dtype, init, seed), DEVICE)
+def judged(name, shape, dtype, init="normal", seed=0, features=20):
+    return JudgedSample(Sample(OPERATORS[name], shape, features, dtype, init, seed), DEVICE)
 
 
 def all_are_right(name, dtype, implementation, seeds):
     """A width that is no power of two, and a mean that its sum does not give exactly."""
     for init in INITS:
         for seed in seeds:
-            for line in trial(name, (7, 100), dtype, init, seed).accuracies(implementation):
+            for line in judged(name, (7, 100), dtype, init, seed).accuracies(implementation):
                 assert line.ok, (init, seed, line)
 
 
@@ -94,7 +94,7 @@ SLIPS = {
 def test_slips_are_rejected_by_what_they_break(dtype):
     rules = {slip: layer_norm(slip) for slip in (None, *SLIPS)}
     for seed in SEEDS:
-        known = {init: trial("layer_norm", (64, 1024), dtype, init, seed) for init in ("normal", "large-mean")}
+        known = {init: judged("layer_norm", (64, 1024), dtype, init, seed) for init in ("normal", "large-mean")}
         for init in known:
             assert all(line.ok for line in known[init].judged(rules[None]))
         for slip, (init, results) in SLIPS.items():
@@ -104,7 +104,7 @@ def test_slips_are_rejected_by_what_they_break(dtype):
 
 def test_limits_are_no_wider_than_what_they_are_made_of():
     """For well-conditioned float32 data: plain jnp's error twice, and some thirty roundings."""
-    for line in trial("layer_norm", (16, 128), "float32").accuracies("xla"):
+    for line in judged("layer_norm", (16, 128), "float32").accuracies("xla"):
         assert line.limit - 2 * line.plain_error < 4e-6 * line.largest, line
         assert line.rms_limit - 2 * line.rms_plain_error < 1e-6 * line.largest, line
 

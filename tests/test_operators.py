@@ -1,6 +1,5 @@
 """Dtypes, axes, optional arguments and the documented guarantees, for both implementations."""
 
-import functools
 import itertools
 
 import chex
@@ -11,8 +10,9 @@ import pytest
 
 import jln
 import workbench
-from jln._norm import formulas, kernels, launcher, tiles
-from jln._norm.signature import Cotangents, Gradients, Norm, Operands, Outcome
+from invariance import assert_rows_are_independent
+from jln._norm import kernels, launcher, tiles
+from jln._norm.signature import Cotangents, Gradients, Norm
 from jln._triton import target
 from jln._triton.chip import CHIPS
 from jln._triton.launch import launch
@@ -124,35 +124,6 @@ def test_mixed_dtypes(name, x, residual, parameter, implementation):
     )
 
 
-def formula_of_other_platforms(x, residual, scale, offset):
-    """That of the CPU has fences of its own."""
-    norm = Norm(axis=-1, epsilon=1e-6, subtract_mean=True, zero_centered_scale=False)
-    operands = Operands(x, residual, scale[None, :], offset[None, :])
-    made = formulas.forward(operands, norm, Outcome(x.dtype, x.dtype, None, None), batch_dims=0)
-    return made.y, made.total
-
-
-# A mean of 1000, where neighbours in 16 bits are 1 or 4 apart: the sum that is not rounded is another row. Whole rows,
-# and chunks, which are read twice.
-@pytest.mark.parametrize("width", [100, 20000])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize(
-    "function",
-    [
-        functools.partial(jln.add_layer_norm, implementation="xla"),
-        functools.partial(jln.add_layer_norm, implementation="triton"),
-        formula_of_other_platforms,
-    ],
-    ids=["xla", "triton", "formula"],
-)
-def test_it_is_the_rounded_sum_that_is_normed(function, dtype, width):
-    x, residual, scale, offset = workbench.arguments(OPERATORS["add_layer_norm"], (5, width), dtype, mean=1000.0)
-    y, total = jax.jit(function)(x, residual, scale, offset)
-    wide = tuple(a.astype("float64") for a in (total, scale, offset))
-    rounding = float(jnp.finfo(dtype).eps) * np.max(np.abs(y.astype("float64")))
-    np.testing.assert_allclose(y.astype("float64"), jln.reference.layer_norm(*wide), rtol=0, atol=rounding)
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_scale_of_a_lower_precision_is_not_what_x_is_rounded_to(dtype, implementation):
     """One downcast, at the store: the product with a bfloat16 scale is not rounded to bfloat16."""
@@ -172,39 +143,31 @@ def test_no_rows(implementation):
     np.testing.assert_array_equal(doffset, np.zeros(8, "float32"))
 
 
+# Several rows a tile; chunks of a row; rows side by side.
+@pytest.mark.parametrize(("shape", "axis"), [((7, 24), 1), ((7, 20000), 1), ((5, 37), 0)])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("width", [24, 20000])  # several rows a tile; chunks of a row
-def test_a_bad_row_stays_a_row(bad, width, implementation):
-    operator = OPERATORS["layer_norm"]
-    x, _, scale, offset = workbench.arguments(operator, (7, width), "float32")
+def test_a_bad_row_stays_a_row(bad, shape, axis, implementation):
+    x = workbench.normal(0, shape, "float32")
+    scale, offset = (workbench.normal(seed, (shape[axis],), "float32") for seed in (1, 2))
 
     def run(x):
-        y, pullback = jax.vjp(lambda x: jln.layer_norm(x, scale, offset, implementation=implementation), x)
-        return y, *pullback(workbench.normal(9, y.shape, y.dtype))
+        def norm(x):
+            return jln.layer_norm(x, scale, offset, axis=axis, implementation=implementation)
 
-    others = np.arange(7) != 3
-    for clean, dirty in zip(run(x), run(x.at[3, 5].set(bad)), strict=True):
+        y, pullback = jax.vjp(norm, x)
+        return (np.moveaxis(a, axis, 1) for a in (y, *pullback(workbench.normal(9, y.shape, y.dtype))))
+
+    others = np.arange(x.size // shape[axis]) != 3
+    for clean, dirty in zip(run(x), run(x.at[(3, 2) if axis else (2, 3)].set(bad)), strict=True):
         assert np.isnan(dirty[3]).any()
         np.testing.assert_array_equal(clean[others], dirty[others])
 
 
-# A tile of several rows, a row a tile, a row shared by programs, chunks. In float32: 16 bits would round away what
-# another order of additions changes.
+# A tile of several rows, a row a tile, a row shared by programs, chunks.
 @pytest.mark.parametrize("width", [20, 3000, 12000, 20000])
 def test_rows_do_not_depend_on_each_other(width):
     """Batch invariance of the kernels, bit for bit; on the CPU XLA's own sums depend on how it splits them."""
-    operator = OPERATORS["layer_norm"]
-    x, _, scale, offset = workbench.arguments(operator, (23, width), "float32")
-    dy = workbench.normal(9, x.shape, x.dtype)
-
-    def run(rows):
-        y, pullback = jax.vjp(lambda x: jln.layer_norm(x, scale, offset, implementation="triton"), x[rows])
-        return y, *pullback(dy[rows])
-
-    everything = run(slice(None))
-    for rows in (slice(0, 1), slice(11, 12), slice(5, 19)):
-        for alone, among in zip(run(rows), everything, strict=True):
-            np.testing.assert_array_equal(alone, among[rows])
+    assert_rows_are_independent(23, width)
 
 
 @pytest.mark.parametrize("programs", [1, 33, 528])  # fewer than a block of partial sums, one more, an H200's

@@ -1,68 +1,51 @@
-"""The modules' operator, whose result may have another dtype than x: every result against float64."""
+"""`dtype`: a norm's result may have another than x. Every result against float64."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jln
 import workbench
-from jln._norm.operator import normalised
 from workbench import OPERATORS
-
-
-def plain(x, residual, scale, offset, *, y_dtype):
-    y = jln.reference.layer_norm(x.astype("float32"), scale, offset, epsilon=workbench.EPSILON)
-    return y.astype(y_dtype), residual
-
-
-def ours(x, residual, scale, offset, *, y_dtype, implementation):
-    y = normalised(
-        x,
-        scale,
-        offset,
-        axis=-1,
-        epsilon=workbench.EPSILON,
-        subtract_mean=True,
-        y_dtype=y_dtype,
-        implementation=implementation,
-    )
-    return y, residual
 
 
 # 100: several rows a tile. 4096: a row a tile. 16385: chunks, and a kernel for the row sums.
 @pytest.mark.parametrize(("rows", "width"), [(37, 100), (5, 4096), (3, 16385)])
 @pytest.mark.parametrize(
-    ("x_dtype", "y_dtype"),
+    ("x_dtype", "dtype"),
     [("bfloat16", "float32"), ("float16", "float32"), ("float32", "bfloat16"), ("bfloat16", "float16")],
 )
-def test_every_result(x_dtype, y_dtype, rows, width, implementation):
-    operator = OPERATORS["layer_norm"]
+@pytest.mark.parametrize("name", ["layer_norm", "add_rms_norm"])
+def test_every_result(name, x_dtype, dtype, rows, width, implementation):
+    operator = OPERATORS[name]
     operands = workbench.arguments(operator, (rows, width), x_dtype, parameter_dtype="float32")
-    cotangent = (workbench.normal(9, (rows, width), y_dtype), None)
-    got = workbench.value_and_gradients(
-        operator, functools.partial(ours, y_dtype=y_dtype, implementation=implementation), operands, cotangent
+    function = functools.partial(operator, dtype=dtype, epsilon=workbench.EPSILON)
+    ours, plain = (
+        functools.partial(function, implementation=implementation),
+        functools.partial(function, module=jln.reference),
     )
-    assert got["y"].dtype == jnp.dtype(y_dtype)
-    assert got["dx"].dtype == jnp.dtype(x_dtype)
-    true = workbench.truth(operator, operands, cotangent)
-    workbench.assert_accurate(
-        got,
-        workbench.value_and_gradients(operator, functools.partial(plain, y_dtype=y_dtype), operands, cotangent),
-        true,
-    )
+    cotangent = workbench.cotangents(jax.eval_shape(ours, *operands))
+    got = workbench.value_and_gradients(operator, ours, operands, cotangent)
+    assert got["y"].dtype == jnp.dtype(dtype)
+    assert {got[n].dtype for n in ("dx", "total") if n in got} == {jnp.dtype(x_dtype)}
+    true = workbench.truth(operator, operands, cotangent, total=got.get("total"))
+    workbench.assert_accurate(got, workbench.value_and_gradients(operator, plain, operands, cotangent), true)
 
 
 def test_vmap_and_second_order(implementation):
     """The result's dtype survives both; a second derivative runs through the formula."""
     x, scale = workbench.normal(0, (3, 4, 16), "bfloat16"), workbench.normal(1, (3, 16), "float32")
-    norm = functools.partial(ours, residual=None, offset=None, y_dtype="float32", implementation=implementation)
-    y = jax.vmap(lambda x, s: norm(x, scale=s)[0])(x, scale)
+    norm = functools.partial(
+        jln.layer_norm, dtype="float32", epsilon=workbench.EPSILON, implementation=implementation, forward_mode=True
+    )
+    y = jax.vmap(norm)(x, scale)
     assert y.dtype == jnp.float32
 
     def squared(x, s):
-        return jnp.sum(jax.grad(lambda x: jnp.sum(norm(x, scale=s)[0] ** 3))(x.astype("float32")) ** 2)
+        return jnp.sum(jax.grad(lambda x: jnp.sum(norm(x, s) ** 3))(x.astype("float32")) ** 2)
 
     def squared_plain(x, s):
         def cube(x):
@@ -73,3 +56,19 @@ def test_vmap_and_second_order(implementation):
     got, wanted = (jax.grad(f, argnums=1)(x[0], scale[0]) for f in (squared, squared_plain))
     # dozens of float32 roundings of terms as large as the largest result
     assert jnp.max(jnp.abs(got - wanted)) <= 64 * jnp.finfo("float32").eps * jnp.max(jnp.abs(wanted))
+
+
+def test_other_names_of_a_dtype():
+    x = jnp.ones((2, 4), "bfloat16")
+    for dtype in (jnp.float32, np.dtype("float32"), "float32", float if jax.config.jax_enable_x64 else "float32"):
+        assert jln.rms_norm(x, dtype=dtype).dtype == jnp.dtype(dtype)
+    assert jln.add_layer_norm(x, x.astype("float32"))[0].dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [("int32", "dtype must be one of float16.*got int32"), ("bogus", "dtype must be a dtype or None; got 'bogus'")],
+)
+def test_bad_dtypes(dtype, message):
+    with pytest.raises(TypeError, match=message):
+        jln.layer_norm(jnp.ones((2, 4)), dtype=dtype)

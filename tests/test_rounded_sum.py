@@ -11,6 +11,10 @@ import numpy as np
 import pytest
 
 import jln
+import workbench
+from jln._norm import formulas
+from jln._norm.signature import Norm, Operands, Outcome
+from workbench import OPERATORS
 
 DTYPES = ("float16", "bfloat16", "float32")
 PAIRS = [*itertools.product(DTYPES, DTYPES), ("float64", "float64")]
@@ -54,6 +58,30 @@ def test_it_is_what_is_returned_that_is_normed(name, run, jitted):
         unrounded = np.asarray(NORMS[name](jnp.asarray(exact)))
         if name == "add_layer_norm" and promoted in ("float16", "bfloat16"):  # or this test would show nothing
             assert np.max(np.abs(unrounded - expected) / allowed) > 10
+
+
+def formula_of_other_platforms(x, residual, scale, offset):
+    """That of the CPU has fences of its own."""
+    norm = Norm(axis=-1, epsilon=1e-6, subtract_mean=True, zero_centered_scale=False)
+    operands = Operands(x, residual, scale[None, :], offset[None, :])
+    made = formulas.forward(operands, norm, Outcome(x.dtype, x.dtype, None, None), batch_dims=0)
+    return made.y, made.total
+
+
+# A mean of 1000, where neighbours in 16 bits are 1 or 4 apart: the sum that is not rounded is another row. Chunks are
+# read twice.
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("function", "width"),
+    [(functools.partial(jln.add_layer_norm, implementation="triton"), 20000), (formula_of_other_platforms, 100)],
+    ids=["chunks", "formula"],
+)
+def test_so_it_is_in_chunks_and_on_other_platforms(function, width, dtype):
+    x, residual, scale, offset = workbench.arguments(OPERATORS["add_layer_norm"], (5, width), dtype, mean=1000.0)
+    y, total = jax.jit(function)(x, residual, scale, offset)
+    wide = tuple(a.astype("float64") for a in (total, scale, offset))
+    rounding = float(jnp.finfo(dtype).eps) * np.max(np.abs(y.astype("float64")))
+    np.testing.assert_allclose(y.astype("float64"), jln.reference.layer_norm(*wide), rtol=0, atol=rounding)
 
 
 @pytest.mark.parametrize("jitted", [True, False], ids=["jitted", "eager"])

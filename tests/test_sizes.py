@@ -11,7 +11,7 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
-from jln._norm import kernels  # noqa: E402
+from jln._norm import access  # noqa: E402
 from jln._norm_linear import tiles as linear_tiles  # noqa: E402
 from jln._triton.chip import CHIPS  # noqa: E402
 from jln._triton.launch import launch  # noqa: E402
@@ -36,11 +36,11 @@ def last_tile_kernel(
     COMPUTE: tl.constexpr,
 ):
     """What every kernel knows of its last tile, as float64."""
-    tiles = kernels.tiles_of(rows, INNER, BLOCK_ROWS)
-    row, start, valid = kernels._tile(tiles - 1, rows, H, INNER, BLOCK_ROWS)
+    tiles = access.tiles_of(rows, INNER, BLOCK_ROWS)
+    row, start, valid = access.rows_of(tiles - 1, rows, H, INNER, BLOCK_ROWS)
     at = tl.arange(0, BLOCK_ROWS)
     tl.store(tiles_ptr, tiles.to(COMPUTE))
-    tl.store(size_ptr, kernels._size(rows, H, INNER).to(COMPUTE))
+    tl.store(size_ptr, access.size_of(rows, H, INNER).to(COMPUTE))
     tl.store(row_ptr + at, row.to(COMPUTE))
     tl.store(start_ptr + at, start.to(COMPUTE))
     tl.store(valid_ptr + at, valid.to(COMPUTE))

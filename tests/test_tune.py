@@ -11,10 +11,11 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("triton")
 
+from command_line import run
 from jln._bench import launchers, search, timing
 from jln._bench.search import Verdict
 from jln._bench.workloads import WORKLOADS, Workload
-from jln._cli import app, tune
+from jln._cli import tune
 from jln._norm import tiles as norm_tiles
 from jln._triton import compiler, target, tuning
 from jln._triton.chip import CHIPS, SHARED_LIMIT, Chip
@@ -22,6 +23,7 @@ from jln._triton.target import INTERPRETED, Interpreter, Recorder, Target
 from jln._triton.tile import Tile
 from jln._triton.tuning import Trial
 
+pytestmark = pytest.mark.usefixtures("promoted_ranks")
 interpreted = pytest.mark.skipif(not target.interpreting(), reason="kernels are compiled here")
 
 # Of each launcher one that norms and Linears share, and a choice of its own; the same row length at more rows.
@@ -32,12 +34,6 @@ SMALL = [
     Workload("fused", "layer_norm_linear", (70, 64), "small", features=16),
     Workload("composed", "rms_norm_linear", (6, 100), "small", features=300, absent=("bias",)),
 ]
-
-
-@pytest.fixture(autouse=True)
-def promotion():
-    with jax.numpy_rank_promotion("allow"):
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -318,31 +314,9 @@ def test_what_cannot_be_added_to_is_left_alone(tmp_path):
 # The command
 
 
-def run(capsys, *arguments):
-    status = app.run(["tune", *arguments])
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
-
-
-ERRORS = {
-    "workload": (["gpt5", "--dry-run"], "unknown workload 'gpt5'"),
-    "a workload of the CPU": (["cpu-1024x4096-float32", "--dry-run"], "unknown workload 'cpu-1024x4096-float32'"),
-    "chip": (["--chip", "h2000", "--dry-run"], "unknown chip 'h2000'; known are a100"),
-    "dtype": (["--dtype", "float64", "--dry-run"], "unknown dtype 'float64'; known are bfloat16"),
-    "repetitions": (["--repetitions", "0"], "greater than or equal to 1"),
-}
-
-
-@pytest.mark.parametrize("case", ERRORS)
-def test_bad_requests_are_one_line_and_status_2(capsys, case):
-    arguments, message = ERRORS[case]
-    status, out, err = run(capsys, *arguments)
-    assert (status, out) == (2, "") and message in err and err.startswith("jln: ") and len(err.splitlines()) == 1
-
-
 @interpreted
 def test_without_a_gpu_it_says_what_there_is(capsys):
-    status, out, err = run(capsys, "decode-1")
+    status, out, err = run(capsys, "tune", "decode-1")
     assert (status, out) == (2, "") and err.count("\n") == 1
     assert "there is no GPU to time on; --dry-run prints the candidates" in err
 
@@ -351,11 +325,11 @@ def test_dry_run(capsys, monkeypatch):
     """On a chip that is not here, a process apart for the compiler."""
     original = search.candidates
     monkeypatch.setattr(search, "candidates", lambda q: original(q)[:2])
-    status, out, err = run(capsys, "decode-1", "--dry-run", "--chip", "a100", "--dtype", "float32")
+    status, out, err = run(capsys, "tune", "decode-1", "--dry-run", "--chip", "a100", "--dtype", "float32")
     assert status == 0 and err == ""
     assert out.startswith("forward of H 4096, last axis, 4 bytes: 1x4096 warps 8 stages 1 by heuristics; of decode-1\n")
     assert len([line for line in out.splitlines() if "x4096 warps" in line]) == 3
-    assert run(capsys, "decode-1", "--dry-run", "--seconds", "0")[0] == 3
+    assert run(capsys, "tune", "decode-1", "--dry-run", "--seconds", "0")[0] == 3
 
 
 def test_on_a_gpu(capsys, monkeypatch, tmp_path):
@@ -370,9 +344,9 @@ def test_on_a_gpu(capsys, monkeypatch, tmp_path):
     status, out, _ = run(capsys)
     assert status == 0 and asked == [(len(WORKLOADS), tmp_path / "mine.json")]
     assert f"export JLN_TUNING={tmp_path / 'mine.json'}" in out
-    status, _, err = run(capsys, "--chip", "b200")
+    status, _, err = run(capsys, "tune", "--chip", "b200")
     assert status == 2 and "this GPU is a h200 and no b200, for which there is only --dry-run" in err
     gpu.device_kind = "NVIDIA B200"  # and JLN_CHIP says h200
     assert "this GPU is a b200 and no h200" in run(capsys)[2]
     monkeypatch.setattr(target, "missing", lambda: "a reason")
-    assert "cannot be compiled: a reason" in run(capsys, "--chip", "h200")[2]
+    assert "cannot be compiled: a reason" in run(capsys, "tune", "--chip", "h200")[2]

@@ -1,12 +1,10 @@
-"""Tuned tiles: which file goes first, what is wrong with one and said once, and that results stay right and the rows'
-own under tiles that no heuristic chooses, through the files."""
+"""Tuned tiles: which file goes first, and what is wrong with one is said once."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
 import inspect
-import json
 import os
 import pathlib
 import subprocess
@@ -14,53 +12,19 @@ import sys
 import warnings
 from collections.abc import Callable
 
-import jax
-import numpy as np
 import pytest
 
-import jln
-import workbench
 from jln._norm import tiles as norm_tiles
 from jln._norm_linear import tiles as linear_tiles
-from jln._triton import target, tuning
+from jln._triton import tuning
 from jln._triton.chip import CHIPS, Chip
 from jln._triton.target import Target
 from jln._triton.tile import Tile
 from jln._triton.tuning import Trial
-from workbench import LINEAR_OPERATORS, OPERATORS
+from tuning_files import entry, norm, write
 
 H200 = CHIPS["h200"]
 OTHER = Tile(4, 128, 2)  # forward_tile(128, 1, 2) has 16 rows
-
-
-def entry(choice, tiles, chip="interpreter", **sizes):
-    numbers = {n: None if t is None else dataclasses.asdict(t) for n, t in tiles.items()} if tiles else tiles
-    return {"choice": choice, "chip": chip, **sizes, "tiles": numbers}
-
-
-def norm(choice, tiles, h=128, itemsize=2, layout="last axis", chip="h200", **more):
-    return entry(choice, tiles, chip=chip, h=h, layout=layout, itemsize=itemsize, mixed=False, **more)
-
-
-def write(path, *entries):
-    path.write_text(json.dumps({"schema": tuning.SCHEMA, "entries": entries}))
-    return path
-
-
-@pytest.fixture
-def packaged(tmp_path, monkeypatch):
-    """The package's folder, empty."""
-    monkeypatch.setattr(tuning, "PACKAGED", tmp_path / "tuned")
-    monkeypatch.delenv(tuning.VARIABLE, raising=False)
-    (tmp_path / "tuned").mkdir()
-    return tmp_path / "tuned"
-
-
-@pytest.fixture
-def file(packaged, tmp_path, monkeypatch):
-    """A user's."""
-    monkeypatch.setenv(tuning.VARIABLE, str(tmp_path / "mine.json"))
-    return tmp_path / "mine.json"
 
 
 def chosen(chip=H200, h=128):
@@ -92,11 +56,11 @@ def test_the_users_file_goes_first_then_the_package_then_the_heuristics(packaged
     assert chosen() == HEURISTIC and tuning.in_force(H200) == []
 
 
-def test_a_file_is_read_again_when_it_changes(file):
+def test_a_file_is_read_again_when_it_changes(tuning_file):
     for rows in (1, 2, 4, 1):
-        scratch = write(file.with_suffix(".part"), norm("forward", {"tile": Tile(rows, 128, 1)}))
-        os.replace(scratch, file)
-        os.utime(file, (0, 0))  # as if it were written within a clock's tick of the last
+        scratch = write(tuning_file.with_suffix(".part"), norm("forward", {"tile": Tile(rows, 128, 1)}))
+        os.replace(scratch, tuning_file)
+        os.utime(tuning_file, (0, 0))  # as if it were written within a clock's tick of the last
         assert chosen() == Tile(rows, 128, 1)
 
 
@@ -111,16 +75,16 @@ def test_a_file_is_read_again_when_it_changes(file):
         ("NVIDIA GeForce RTX 4090", "geforce-rtx-4090"),
     ],
 )
-def test_chips_by_their_marketing_names(kind, name, file):
+def test_chips_by_their_marketing_names(kind, name, tuning_file):
     chip = Chip(kind, 90, 132)
     assert tuning.chip_name(chip) == name
-    write(file, norm("forward", {"tile": OTHER}, chip=name))
+    write(tuning_file, norm("forward", {"tile": OTHER}, chip=name))
     assert chosen(chip) == OTHER
 
 
-def test_other_elements_layouts_and_results_have_choices_of_their_own(file):
+def test_other_elements_layouts_and_results_have_choices_of_their_own(tuning_file):
     write(
-        file,
+        tuning_file,
         norm("forward", {"tile": OTHER}),
         norm("forward", {"tile": Tile(16, 128, 4)}, layout="other axis"),
         norm("backward", {"tile": OTHER, "sums": None}, wants_y=True),
@@ -136,8 +100,12 @@ def test_other_elements_layouts_and_results_have_choices_of_their_own(file):
     assert norm_tiles.backward(128, 1, 2, False, False, h200) == norm_tiles.backward_plan(128, 1, 2)
 
 
-@pytest.mark.parametrize("choose", [norm_tiles.forward, norm_tiles.backward])
+CHOOSE = ("forward", "forward_tile", "backward", "backward_plan", "reduce_tile")
+
+
+@pytest.mark.parametrize("choose", [getattr(norm_tiles, name) for name in CHOOSE], ids=CHOOSE)
 def test_choices_cannot_depend_on_the_number_of_rows(choose):
+    """Nor a file's: a row's result would depend on how many there are."""
     of_arrays = {"wants_y", "has_dtotal"}
     assert set(inspect.signature(choose).parameters) - of_arrays <= {"h", "inner", "itemsize", "mixed", "target"}
     assert {f.name for f in dataclasses.fields(Target)} == {"chip", "trial"}
@@ -172,6 +140,7 @@ TILES = {
     "none": (None, "there is no tile"),
     "a list": ([4, 128], "whole numbers"),
 }
+
 ENTRIES = {
     "a number": (7, "its choice is not one of forward"),
     "an unknown kernel": (norm("sideways", {"tile": OTHER}), "its choice is not one of forward"),
@@ -214,12 +183,12 @@ ENTRIES = {
 
 
 @pytest.mark.parametrize("case", ENTRIES)
-def test_an_entry_that_no_kernel_can_run_is_said_and_left_out(case, file):
+def test_an_entry_that_no_kernel_can_run_is_said_and_left_out(case, tuning_file):
     bad, why = ENTRIES[case]
-    write(file, norm("forward", {"tile": Tile(1, 64, 2)}, h=64), bad)
+    write(tuning_file, norm("forward", {"tile": Tile(1, 64, 2)}, h=64), bad)
     with pytest.warns(UserWarning) as said:
         assert chosen() == HEURISTIC
-    assert len(said) == 1 and str(file) in str(said[0].message) and "entry 1: " in str(said[0].message)
+    assert len(said) == 1 and str(tuning_file) in str(said[0].message) and "entry 1: " in str(said[0].message)
     assert why in str(said[0].message)
     assert chosen() == HEURISTIC  # warnings are errors here: it is not said again
     assert chosen(h=64) == Tile(1, 64, 2)
@@ -250,27 +219,27 @@ FILES: dict[str, tuple[str | bytes | Callable[[pathlib.Path], object], str]] = {
 
 
 @pytest.mark.parametrize("case", FILES)
-def test_a_file_that_is_none_is_said_once_and_the_packages_is_asked(case, file, packaged):
+def test_a_file_that_is_none_is_said_once_and_the_packages_is_asked(case, tuning_file, packaged):
     content, why = FILES[case]
     if isinstance(content, str | bytes):
-        file.write_bytes(content.encode() if isinstance(content, str) else content)
+        tuning_file.write_bytes(content.encode() if isinstance(content, str) else content)
     else:
-        content(file)
+        content(tuning_file)
     write(packaged / "h200.json", norm("forward", {"tile": OTHER}))
     with pytest.warns(UserWarning) as said:
         assert [chosen() for _ in range(3)] == [OTHER] * 3
-    assert len(said) == 1 and f"{file}: all of it: " in str(said[0].message) and why in str(said[0].message)
+    assert len(said) == 1 and f"{tuning_file}: all of it: " in str(said[0].message) and why in str(said[0].message)
     assert [f["choices"] for f in tuning.in_force(H200)] == [0, 1]
     assert why in tuning.in_force(H200)[0]["ignored"][0]
 
 
-def test_of_a_file_that_grows_while_it_is_read_no_more_is_read_than_there_was(file, monkeypatch):
-    write(file, norm("forward", {"tile": OTHER}))
+def test_of_a_file_that_grows_while_it_is_read_no_more_is_read_than_there_was(tuning_file, monkeypatch):
+    write(tuning_file, norm("forward", {"tile": OTHER}))
     fstat = os.fstat
 
     def grown(descriptor):
         found = fstat(descriptor)
-        with file.open("a") as more:
+        with tuning_file.open("a") as more:
             more.write("more")
         return found
 
@@ -278,20 +247,20 @@ def test_of_a_file_that_grows_while_it_is_read_no_more_is_read_than_there_was(fi
     assert chosen() == OTHER
 
 
-def test_what_may_not_be_read_is_said(file, monkeypatch):
+def test_what_may_not_be_read_is_said(tuning_file, monkeypatch):
     """Whoever runs this may be root, who may read all."""
-    write(file, norm("forward", {"tile": OTHER}))
+    write(tuning_file, norm("forward", {"tile": OTHER}))
 
     def refuse(*_):
-        raise PermissionError(13, "Permission denied", str(file))
+        raise PermissionError(13, "Permission denied", str(tuning_file))
 
     monkeypatch.setattr(pathlib.Path, "open", refuse)
     with pytest.warns(UserWarning, match="Permission denied"):
         assert chosen() == HEURISTIC
 
 
-def test_many_faults_are_one_warning_and_many_threads_say_it_once(file):
-    write(file, *[7] * 50, norm("forward", {"tile": OTHER}))
+def test_many_faults_are_one_warning_and_many_threads_say_it_once(tuning_file):
+    write(tuning_file, *[7] * 50, norm("forward", {"tile": OTHER}))
     with warnings.catch_warnings(record=True) as said, concurrent.futures.ThreadPoolExecutor(8) as pool:
         warnings.simplefilter("always")
         assert set(pool.map(lambda _: chosen(), range(200))) == {OTHER}
@@ -311,130 +280,3 @@ def test_what_the_heuristics_choose_is_fit(chip):
                 linear_tiles.forward(10**6, h, n, dtype, asking)
                 linear_tiles.backward(10**6, h, n, dtype, asking)
             assert {key: tuning.unfit(key, tiles) for key, tiles in trial.asked.items()} == dict.fromkeys(trial.asked)
-
-
-# The kernels, under tiles that no heuristic chooses: whole rows or chunks where it is the reverse, several rows or one,
-# with the sums' kernel or without.
-interpreted = pytest.mark.skipif(not target.interpreting(), reason="kernels are compiled here")
-NORMS = {
-    "whole rows": (130, -1, Tile(1, 256, 2), Tile(1, 256, 2, 1, 3), None),
-    "several rows": (130, -1, Tile(16, 256, 8), Tile(8, 256, 8, 3, 1), None),
-    "chunks": (300, -1, Tile(2, 64, 1, 2), Tile(2, 128, 4), None),
-    "sums by a kernel": (600, -1, Tile(1, 256, 2), Tile(4, 128, 2, 2, 2), Tile(2, 64, 1)),
-    "side by side": (100, 0, Tile(16, 32, 4), Tile(8, 64, 4), Tile(4, 32, 1)),
-    "side by side, whole": (100, 0, Tile(4, 128, 4), Tile(2, 128, 4, 1, 2), None),
-}
-
-
-def norm_entries(h, axis, forward, backward, sums):
-    layout = "last axis" if axis == -1 else "other axis, unaligned"
-    common = {"h": h, "layout": layout, "itemsize": 4, "chip": "interpreter"}
-    return (
-        norm("forward", {"tile": forward}, **common),
-        norm("backward", {"tile": backward, "sums": sums}, wants_y=False, **common),
-    )
-
-
-@interpreted
-@pytest.mark.parametrize("case", NORMS)
-@pytest.mark.parametrize("name", ["add_layer_norm", "rms_norm"])
-def test_norms_are_right_under_tuned_tiles(name, case, file):
-    h, axis, forward, backward, sums = NORMS[case]
-    write(file, *norm_entries(h, axis, forward, backward, sums))
-    operator = OPERATORS[name]
-    operands = workbench.arguments(operator, (37, h), "float32", mean=3.0)
-
-    def function(module, **options):
-        def rows_first(x, residual, scale, offset):
-            x, residual = (a if a is None or axis == -1 else a.T for a in (x, residual))
-            results = operator(x, residual, scale, offset, module=module, axis=axis, **options)
-            return jax.tree.map(lambda a: a if axis == -1 else a.T, results)
-
-        return lambda *given: rows_first(*given)
-
-    got_by = function(jln, implementation="triton")
-    cotangent = workbench.cotangents(jax.eval_shape(got_by, *operands))
-    got = workbench.value_and_gradients(operator, got_by, operands, cotangent)
-    plain = workbench.value_and_gradients(operator, function(jln.reference), operands, cotangent)
-    true = workbench.truth(operator, operands, cotangent, got.get("total"))
-    workbench.assert_accurate(got, plain, true)
-    made = recorded(lambda: workbench.value_and_gradients(operator, got_by, operands, cotangent))
-    assert {"forward_kernel": forward, "backward_kernel": backward}.items() <= made.items()
-    assert made.get("row_sums_kernel") == sums
-
-
-def recorded(run):
-    """{kernel's name: its tile} of the launches that would be made."""
-    with target.recording() as launches:
-        run()
-    return {made.kernel.fn.__name__: made.tile for made in launches}
-
-
-@interpreted
-@pytest.mark.parametrize("case", [case for case, (_, axis, *_) in NORMS.items() if axis == -1])
-def test_rows_do_not_depend_on_each_other_under_tuned_tiles(case, file):
-    """As tests/test_operators.py has it, bit for bit, in float32."""
-    h, axis, forward, backward, sums = NORMS[case]
-    write(file, *norm_entries(h, axis, forward, backward, sums))
-    x, _, scale, offset = workbench.arguments(OPERATORS["layer_norm"], (35, h), "float32")
-    dy = workbench.normal(9, x.shape, x.dtype)
-
-    def run(rows):
-        def function(x):
-            return jln.layer_norm(x, scale, offset, implementation="triton")
-
-        y, pullback = jax.vjp(function, x[rows])
-        return y, *pullback(dy[rows])
-
-    everything = run(slice(None))
-    for rows in (slice(0, 1), slice(11, 12), slice(5, 19)):
-        for alone, among in zip(run(rows), everything, strict=True):
-            np.testing.assert_array_equal(alone, among[rows])
-
-
-# By the kernel that must have it, for what a launcher chooses; the order in a file means nothing.
-LINEARS = {
-    "fused": (
-        (70, 100, 24),
-        {
-            "forward_kernel": Tile(16, 32, 4, 2),
-            "row_sums_kernel": Tile(32, 16, 4, 2),
-            "backward_kernel": Tile(16, 64, 4, 3),
-        },
-    ),
-    "composed": (
-        (23, 100, 300),
-        {"forward_kernel": Tile(4, 64, 2), "backward_kernel": Tile(4, 32, 1, 1, 2), "row_sums_kernel": Tile(1, 128, 2)},
-    ),
-}
-
-
-def linear_entries(case, h, n, tiles):
-    forward, backward, sums = (tiles[f"{name}_kernel"] for name in ("forward", "backward", "row_sums"))
-    if case == "fused":
-        sizes = {"h": h, "n": n, "dtype": "bfloat16"}
-        return (
-            entry("fused_forward", {"tile": forward}, **sizes),
-            entry("fused_backward", {"backward": backward, "row_sums": sums}, **sizes),
-        )
-    return (
-        norm("forward", {"tile": forward}, h=h, chip="interpreter"),
-        norm("backward", {"sums": sums, "tile": backward}, h=h, chip="interpreter", wants_y=True),
-    )
-
-
-@interpreted
-@pytest.mark.parametrize("case", LINEARS)
-def test_linears_are_right_under_tuned_tiles(case, file):
-    (m, h, n), wanted = LINEARS[case]
-    write(file, *linear_entries(case, h, n, wanted))
-    operator = LINEAR_OPERATORS["layer_norm_linear"]
-    operands = workbench.arguments(operator, (m, h), "bfloat16", features=(n,))
-    dy = workbench.normal(6, (m, n), "bfloat16")
-
-    def run(**options):
-        return workbench.value_and_gradients(operator, lambda *a: operator(*a, **options), operands, dy)
-
-    got = run(implementation="triton")
-    workbench.assert_accurate(got, run(module=jln.reference), workbench.truth(operator, operands, dy))
-    assert wanted.items() <= recorded(lambda: run(implementation="triton")).items()

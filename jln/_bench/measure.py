@@ -19,10 +19,11 @@ from jln._bench.parts import Unsupported
 from jln._bench.peers import Peer
 from jln._bench.timing import Run, Times
 from jln._bench.workloads import Workload
+from jln._testing.report import finite_or_text
 
 
 @dataclass(frozen=True)
-class Settings:
+class Procedure:
     """repetitions: of each program. cold: whether the L2 of a GPU is overwritten before each run. seed: of the data.
     even_wrong: whether peers whose numbers are wrong are timed, too.
     """
@@ -34,7 +35,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Program:
+class PeerProgram:
     """One peer in one direction. peak, temporary: bytes that it holds at most, arguments and results included, and
     beyond those; None where nobody counts.
     """
@@ -47,9 +48,9 @@ class Program:
     temporary: int | None = None
 
 
-def measure(workload: Workload, peers: Sequence[Peer], platform: str, settings: Settings) -> list[dict[str, Any]]:
+def measure(workload: Workload, peers: Sequence[Peer], platform: str, procedure: Procedure) -> list[dict[str, Any]]:
     """A record for each peer and direction, or for a peer with the reason why there is none."""
-    arguments, cotangents = numerics.arrays(workload, settings.seed)
+    arguments, cotangents = numerics.arrays(workload, procedure.seed)
     records: list[dict[str, Any]] = []
     pending: list[_Pending] = []
     for peer in peers:
@@ -62,7 +63,7 @@ def measure(workload: Workload, peers: Sequence[Peer], platform: str, settings: 
             records.append(without(workload, peer, "failed", _one_line(error)))
         if why is not None:
             records.append(without(workload, peer, "skipped", why))
-    programs: list[Program] = []
+    programs: list[PeerProgram] = []
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # XLA compiles without Python's lock
         jobs = [(p.peer, p.finish, pool.submit(p.compile)) for p in pending]
     for peer, finish, job in jobs:
@@ -74,9 +75,9 @@ def measure(workload: Workload, peers: Sequence[Peer], platform: str, settings: 
         judge = numerics.judge(workload, arguments, cotangents)
         checked = [(program, *_checked(workload, program, judge)) for program in programs]
         del judge  # float64 arrays, gigabytes of them
-        allowed = {"timed", "wrong"} if settings.even_wrong else {"timed"}
+        allowed = {"timed", "wrong"} if procedure.even_wrong else {"timed"}
         bad = {program.peer.name for program, status, *_ in checked if status not in allowed}
-        times = _timed([program for program in programs if program.peer.name not in bad], platform, settings)
+        times = _timed([program for program in programs if program.peer.name not in bad], platform, procedure)
         records += [
             _record(workload, program, status, worst, reason, times.get(program.run.name))
             for program, status, worst, reason in checked
@@ -109,7 +110,7 @@ class _Pending:
 
     peer: Peer
     compile: Callable[[], Any]
-    finish: Callable[[Any], list[Program]]
+    finish: Callable[[Any], list[PeerProgram]]
 
 
 def _pending(workload, peer, platform, arguments, cotangents) -> list[_Pending]:
@@ -126,7 +127,7 @@ def _pending(workload, peer, platform, arguments, cotangents) -> list[_Pending]:
         call()  # compiles, tunes
         outputs = lambda call=call: [torch_peers.to_jax(a) for a in call()]  # noqa: E731
         held = [*arguments, *(() if direction == "forward" else cotangents)]
-        made.append(Program(peer, direction, run, outputs, torch_peers.peak_bytes(call, held)))
+        made.append(PeerProgram(peer, direction, run, outputs, torch_peers.peak_bytes(call, held)))
     return [_Pending(peer, lambda: None, lambda _: made)]
 
 
@@ -139,7 +140,7 @@ def _jax_programs(workload, peer, platform, function, arguments, cotangents) -> 
     trees = []
     if "backward" in workload.directions:
 
-        def residuals(*arguments):
+        def saved(*arguments):
             leaves, tree = jax.tree.flatten(jax.vjp(function, *arguments)[1])
             trees.append(tree)
             return leaves
@@ -147,7 +148,7 @@ def _jax_programs(workload, peer, platform, function, arguments, cotangents) -> 
         def backward(leaves, dy):
             return workload.signature.own_gradients(jax.tree.unflatten(trees[0], leaves)(dy))
 
-        jobs["residuals"] = residuals, tuple(arguments)
+        jobs["saved"] = saved, tuple(arguments)
         jobs["backward"] = backward, ()
         jobs["both"] = workload.step(function), (*arguments, *cotangents)
         if platform == "cpu":
@@ -155,13 +156,13 @@ def _jax_programs(workload, peer, platform, function, arguments, cotangents) -> 
     lowered: dict[str, jax.stages.Lowered] = {}
     for direction, (f, given) in jobs.items():
         if direction == "backward":
-            given = ([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in lowered["residuals"].out_info], dy)
+            given = ([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in lowered["saved"].out_info], dy)
         lowered[direction] = _lowered(f"{peer.name}_{direction}", f, given)
 
-    def finish(compiled: dict[str, jax.stages.Compiled]) -> list[Program]:
+    def finish(compiled: dict[str, jax.stages.Compiled]) -> list[PeerProgram]:
         given = {direction: given for direction, (_, given) in jobs.items()}
-        if "residuals" in given:
-            given["backward"] = compiled["residuals"](*given.pop("residuals")), dy
+        if "saved" in given:
+            given["backward"] = compiled["saved"](*given.pop("saved")), dy
         return [_program(peer, direction, compiled[direction], g) for direction, g in given.items()]
 
     return _Pending(peer, lambda: {direction: program.compile() for direction, program in lowered.items()}, finish)
@@ -180,15 +181,15 @@ def identifier(name: str) -> str:
     return re.sub(r"\W", "_", name)
 
 
-def _program(peer: Peer, direction: str, compiled: jax.stages.Compiled, given: Sequence[Any]) -> Program:
+def _program(peer: Peer, direction: str, compiled: jax.stages.Compiled, given: Sequence[Any]) -> PeerProgram:
     memory = compiled.memory_analysis()
     sizes = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes) if memory else None
     run = Run(identifier(f"{peer.name}_{direction}"), lambda: compiled(*given))
     peak, temporary = (sum(sizes), sizes[2]) if sizes else (None, None)
-    return Program(peer, direction, run, lambda: jax.tree.leaves(compiled(*given)), peak, temporary)
+    return PeerProgram(peer, direction, run, lambda: jax.tree.leaves(compiled(*given)), peak, temporary)
 
 
-def _checked(workload: Workload, program: Program, judge: Judge) -> tuple[str, Accuracy | None, str]:
+def _checked(workload: Workload, program: PeerProgram, judge: Judge) -> tuple[str, Accuracy | None, str]:
     """-> (status, the worst result, reason)"""
     try:
         worst = numerics.worst(judge, workload, program.direction, program.outputs())
@@ -199,12 +200,12 @@ def _checked(workload: Workload, program: Program, judge: Judge) -> tuple[str, A
     return "wrong", worst, f"{worst.name} is off by {worst.error:.2e}, {worst.limit:.2e} is allowed"
 
 
-def _timed(programs: Sequence[Program], platform: str, settings: Settings) -> dict[str, Times]:
+def _timed(programs: Sequence[PeerProgram], platform: str, procedure: Procedure) -> dict[str, Times]:
     """By the device's clock on a GPU, each framework by its own profiler; else by the wall's, all in one."""
     if platform != "gpu":
-        return timing.walled([program.run for program in programs], settings.repetitions) if programs else {}
+        return timing.walled([program.run for program in programs], procedure.repetitions) if programs else {}
     times = {}
-    cold = timing.COLD_BYTES if settings.cold else 4
+    cold = timing.COLD_BYTES if procedure.cold else 4
     for framework in ("jax", "torch"):
         runs = [program.run for program in programs if program.peer.framework == framework]
         if not runs:
@@ -216,16 +217,16 @@ def _timed(programs: Sequence[Program], platform: str, settings: Settings) -> di
 
             clock, other = torch_peers.profiled, torch_peers.evented
         try:
-            times |= clock(runs, settings.repetitions, cold)
+            times |= clock(runs, procedure.repetitions, cold)
         except (trace.TraceError, RuntimeError):  # no profiler for us here; the records say which clock it was
-            times |= other(runs, settings.repetitions, cold)
+            times |= other(runs, procedure.repetitions, cold)
     return times
 
 
 def _record(workload, program, status, worst, reason, times: Times | None) -> dict[str, Any]:
     found = {"workload": workload.name, "peer": program.peer.name, "direction": program.direction, "status": status}
     if worst:
-        found["worst"] = {"result": worst.name, "error": _finite(worst.error), "limit": worst.limit}
+        found["worst"] = {"result": worst.name, "error": finite_or_text(worst.error), "limit": worst.limit}
     if status == "timed" and times is None:
         status = found["status"] = "wrong"
         reason = "another direction's numbers are"
@@ -253,11 +254,7 @@ def _record(workload, program, status, worst, reason, times: Times | None) -> di
     }
 
 
-def _finite(number: float) -> float | str:
-    return number if abs(number) < float("inf") else str(number)
-
-
-def ceilings(platform: str, settings: Settings) -> dict[str, float]:
+def ceilings(platform: str, procedure: Procedure) -> dict[str, float]:
     """What this machine reaches where nothing but memory, or nothing but arithmetic, counts: bytes/s and flop/s."""
     # Elements of 2 bytes: 1 GiB in and out; 16 MiB as the workloads' arrays, whose memory a CPU's allocator keeps.
     large = 2**29 if platform == "gpu" else 2**23
@@ -269,7 +266,7 @@ def ceilings(platform: str, settings: Settings) -> dict[str, float]:
     for name, (f, given) in jobs.items():
         compiled = _lowered(f"ceiling_{name}", f, given).compile()
         programs.append(_program(_CEILING, name, compiled, given))
-    found = {p.direction: t.median for p in programs if (t := _timed([p], platform, settings).get(p.run.name))}
+    found = {p.direction: t.median for p in programs if (t := _timed([p], platform, procedure).get(p.run.name))}
     return {
         "bytes_per_s": 2 * a.size * 2 / min(found["copy"], found["negate"]),
         "flop_per_s": 2 * side**3 / found["matmul"],

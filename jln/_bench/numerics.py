@@ -66,7 +66,7 @@ def judge(workload: Workload, arguments: Sequence[jax.Array], cotangents: Sequen
     with jax.enable_x64(True):
         step = jax.jit(workload.step(reference(workload, rounded=True)))
         wide = [a.astype("float64") for a in given]
-        true, nudged = (jax.tree.leaves(step(*a)) for a in (wide, _nudged(wide, _accuracy.rounding(workload.dtype))))
+        true, nudged = (jax.tree.leaves(step(*a)) for a in (wide, _accuracy.nudged(wide, workload.dtype)))
     sums = {f"d{a.name}": workload.rows for a in workload.signature.parameters}
     return Judge(names(workload), true, nudged, plain, workload.dtype, sums)
 
@@ -75,10 +75,3 @@ def worst(judge: Judge, workload: Workload, direction: str, got: Sequence[jax.Ar
     """Of what a program of that direction returned, what is the nearest to its limit, or beyond."""
     found = [judge.accuracy(name, a) for name, a in zip(names(workload, direction), got, strict=True)]
     return max(found, key=lambda a: math.inf if math.isnan(a.part) else a.part)
-
-
-def _nudged(wide: Sequence[jax.Array], eps: float) -> list[jax.Array]:
-    """Each element off by at most a rounding."""
-    keys = jax.random.split(jax.random.key(1), len(wide))
-    pairs = zip(wide, keys, strict=True)
-    return [a * (1 + eps * jax.random.uniform(k, a.shape, jnp.float64, -1, 1)) for a, k in pairs]

@@ -31,6 +31,12 @@ def composed(workload: Workload, norm: Callable[..., Any], linear: Callable[...,
     return function
 
 
+def multiplied(z: Any, kernel: Any, bias: Any) -> Any:
+    """A Linear in plain operations, of any framework's arrays."""
+    y = z @ kernel
+    return y if bias is None else y + bias
+
+
 def version(distribution: str) -> str | None:
     """None where it is not installed."""
     try:

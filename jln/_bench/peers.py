@@ -8,10 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
-
 import jln
-from jln._bench.parts import composed
+from jln._bench.parts import composed, multiplied
 from jln._bench.workloads import Workload
 from jln._catalogue import EPSILON
 
@@ -50,7 +48,7 @@ def _jnp(workload: Workload) -> Callable[..., Any]:
             return jln.reference.rms_norm(x, scale, **options)
         return jln.reference.layer_norm(x, scale, offset, **options)
 
-    return composed(workload, norm, _matmul)
+    return composed(workload, norm, multiplied)
 
 
 def _flax(workload: Workload) -> Callable[..., Any]:
@@ -74,13 +72,9 @@ def _haiku(workload: Workload) -> Callable[..., Any]:
     import haiku
 
     axis = workload.axis
-    last = axis in (-1, len(workload.shape) - 1)
     # Of parameters along another axis it wants x's rank.
-    shape = (
-        (-1,)
-        if last
-        else [workload.width if i == axis % len(workload.shape) else 1 for i, _ in enumerate(workload.shape)]
-    )
+    shape = [-1 if i == axis % len(workload.shape) else 1 for i, _ in enumerate(workload.shape)]
+    shape = (-1,) if workload.is_over_last else shape
 
     def norm(x, scale, offset):
         def layer(x):
@@ -114,12 +108,7 @@ def _tokamax(workload: Workload) -> Callable[..., Any]:
             x, scale, offset, axis=workload.axis, epsilon=EPSILON, subtract_mean=workload.entry.centres
         )
 
-    return composed(workload, norm, _matmul)
-
-
-def _matmul(z, kernel, bias):
-    y = jnp.matmul(z, kernel)
-    return y if bias is None else y + bias
+    return composed(workload, norm, multiplied)
 
 
 def _torch(kind: str) -> Callable[[Workload], Callable[..., Any]]:

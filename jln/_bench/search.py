@@ -40,7 +40,7 @@ Clock = Callable[[Sequence[Run]], dict[str, float]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class LauncherCall:
     """One launcher's call."""
 
     workload: Workload
@@ -55,7 +55,7 @@ class Question:
 
     key: Key
     heuristic: Tiles
-    calls: tuple[Call, ...]
+    calls: tuple[LauncherCall, ...]
 
     sizes = property(lambda self: dict(self.key))
     choice = property(lambda self: tuning.CHOICES[self.sizes["choice"]])
@@ -63,20 +63,20 @@ class Question:
 
 def questions(workloads: Sequence[Workload], chip: Chip, others: Iterable[Workload] = ()) -> list[Question]:
     """The choices that these workloads depend on, and with them what of the others does."""
-    found: dict[Key, tuple[Tiles, list[Call]]] = {}
+    found: dict[Key, tuple[Tiles, list[LauncherCall]]] = {}
     for workload in (*workloads, *(w for w in others if w not in workloads)):
         for direction in workload.directions:
-            _, asked = _recorded(Call(workload, direction), {}, chip)
+            _, asked = _recorded(LauncherCall(workload, direction), {}, chip)
             for key, heuristic in asked.items():
                 if workload in workloads or key in found:
-                    found.setdefault(key, (heuristic, []))[1].append(Call(workload, direction))
+                    found.setdefault(key, (heuristic, []))[1].append(LauncherCall(workload, direction))
     return [
         Question(key, heuristic, tuple(sorted(calls, key=lambda call: -call.workload.rows)))
         for key, (heuristic, calls) in found.items()
     ]
 
 
-def _recorded(call: Call, tiles: dict[Key, Tiles], chip: Chip) -> tuple[list[Launch], dict[Key, Tiles]]:
+def _recorded(call: LauncherCall, tiles: dict[Key, Tiles], chip: Chip) -> tuple[list[Launch], dict[Key, Tiles]]:
     recorder = Recorder(chip, trial := Trial(tiles))
     function, shapes = launchers.call(call.workload, call.direction, recorder)
     jax.eval_shape(function, shapes)
@@ -143,7 +143,7 @@ def verdicts(
     return found
 
 
-def compiled(call: Call, key: Key, tiles: Tiles, chip: Chip) -> Verdict:
+def compiled(call: LauncherCall, key: Key, tiles: Tiles, chip: Chip) -> Verdict:
     """What the compiler makes of the call with these tiles, and of a call that has all there is: others will."""
     worst = Verdict()
     for each in (_fullest(call), call):
@@ -158,7 +158,7 @@ def compiled(call: Call, key: Key, tiles: Tiles, chip: Chip) -> Verdict:
     return worst
 
 
-def _fullest(call: Call) -> Call:
+def _fullest(call: LauncherCall) -> LauncherCall:
     given: dict[str, Any] = {"operator": fullest(is_linear=call.workload.is_linear, adds=True).name}
     if not call.workload.is_linear:
         given |= {"features": None, "directions": DIRECTIONS}
@@ -172,7 +172,7 @@ def identified(tiles: Tiles) -> str:
     )
 
 
-def prepared(call: Call, key: Key, choices: Sequence[Tiles], chip: Chip) -> list[Run | str]:
+def prepared(call: LauncherCall, key: Key, choices: Sequence[Tiles], chip: Chip) -> list[Run | str]:
     """Of each choice a program on this device, or why not; its numbers are held to those of the first."""
     _, shapes = launchers.call(call.workload, call.direction, Gpu(chip))
     leaves, tree = jax.tree.flatten(shapes)
@@ -244,7 +244,7 @@ def fastest(question: Question, choices: Sequence[Tiles], chip: Chip, clock: Clo
     """Raises RuntimeError where the heuristics' own tiles cannot be timed."""
     failed: dict[str, str] = {}
 
-    def times(call: Call, tried: Sequence[Tiles]) -> tuple[float, dict[str, float]]:
+    def times(call: LauncherCall, tried: Sequence[Tiles]) -> tuple[float, dict[str, float]]:
         """-> (the heuristics' time, the others')"""
         runs = prepared(call, question.key, [question.heuristic, *tried], chip)
         if isinstance(runs[0], str):

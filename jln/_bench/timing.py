@@ -145,7 +145,9 @@ def _assigned(order: Sequence[Run], groups: Sequence[Sequence[trace.Event]]) -> 
         if not programs or programs - {"", f"jit_{run.name}"}:  # copies may lack theirs
             raise trace.TraceError(f"the trace shows {sorted({e.program for e in events})} where {run.name} ran")
         found[run.name].append(events)
-    return {
-        name: Times(tuple(map(trace.busy_seconds, events)), "device", statistics.mode(map(len, events)))
-        for name, events in found.items()
-    }
+    return {name: of_events(events) for name, events in found.items()}
+
+
+def of_events(runs: Sequence[Sequence[trace.Event]]) -> Times:
+    """Of the runs of one program, what each did on the device."""
+    return Times(tuple(map(trace.busy_seconds, runs)), "device", statistics.mode(map(len, runs)))

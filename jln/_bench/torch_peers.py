@@ -20,7 +20,7 @@ import torch._functorch.config
 import torch.nn.functional as F
 
 from jln._bench import timing, trace
-from jln._bench.parts import Unsupported, composed
+from jln._bench.parts import Unsupported, composed, multiplied
 from jln._bench.timing import Run, Times
 from jln._bench.workloads import Workload
 from jln._catalogue import EPSILON
@@ -31,7 +31,7 @@ _WINDOW = "jln_bench_window"
 
 
 def _eager(workload: Workload) -> Callable[..., Any]:
-    last = workload.axis in (-1, len(workload.shape) - 1)
+    last = workload.is_over_last
 
     def norm(x, scale, offset):
         z = x if last else x.movedim(workload.axis, -1)  # its norms are over last axes
@@ -41,12 +41,7 @@ def _eager(workload: Workload) -> Callable[..., Any]:
             z = F.layer_norm(z, (workload.width,), scale, offset, EPSILON)
         return z if last else z.movedim(-1, workload.axis)
 
-    return composed(workload, norm, _linear)
-
-
-def _linear(z, kernel, bias):
-    y = z @ kernel
-    return y if bias is None else y + bias
+    return composed(workload, norm, multiplied)
 
 
 def _compiled(workload: Workload) -> Callable[..., Any]:
@@ -57,7 +52,7 @@ def _compiled(workload: Workload) -> Callable[..., Any]:
 
 
 def _liger(workload: Workload) -> Callable[..., Any]:
-    if workload.axis not in (-1, len(workload.shape) - 1):
+    if not workload.is_over_last:
         raise Unsupported("its norms are over the last axis")
     if workload.is_linear:
         raise Unsupported("it has no norm fused with a Linear")
@@ -70,7 +65,7 @@ def _liger(workload: Workload) -> Callable[..., Any]:
             return LigerRMSNormFunction.apply(x, scale, EPSILON, 0.0, "llama", False)
         return LigerLayerNormFunction.apply(x, scale, offset, EPSILON)
 
-    return composed(workload, norm, _linear)
+    return composed(workload, norm, multiplied)
 
 
 FUNCTIONS = {"eager": _eager, "compiled": _compiled, "liger": _liger}
@@ -145,11 +140,7 @@ def profiled(runs: Sequence[Run], repetitions: int, cold_bytes: int = timing.COL
         raise trace.TraceError(f"PyTorch's trace shows {len(windows)} runs of {len(order)}")
     if not all(windows):
         raise trace.TraceError("PyTorch's trace shows runs without kernels")
-    events = {run.name: [w for r, w in zip(order, windows, strict=True) if r is run] for run in runs}
-    return {
-        name: Times(tuple(map(trace.busy_seconds, w)), "device", timing.statistics.mode(map(len, w)))
-        for name, w in events.items()
-    }
+    return {r.name: timing.of_events([w for o, w in zip(order, windows, strict=True) if o is r]) for r in runs}
 
 
 def _windows(order: Sequence[Run], chill: Callable[[], Any]) -> list[list[trace.Event]]:

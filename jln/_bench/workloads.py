@@ -41,6 +41,7 @@ class Workload:
 
     entry = property(lambda self: OPERATORS[self.operator])
     is_linear = property(lambda self: self.entry.is_linear)
+    is_over_last = property(lambda self: self.axis in (-1, len(self.shape) - 1))
     width = property(lambda self: self.shape[self.axis])
     rows = property(lambda self: math.prod(self.shape) // self.width)
 

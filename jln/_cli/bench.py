@@ -18,11 +18,11 @@ import typer
 from jln._bench import measure
 from jln._bench import results as found_in
 from jln._bench.blocks import BLOCKS
-from jln._bench.measure import Settings, without
+from jln._bench.measure import Procedure, without
 from jln._bench.peers import PEERS, Peer
 from jln._bench.results import ALL
 from jln._bench.workloads import CPU_WORKLOADS, WORKLOADS, Workload
-from jln._cli.console import UserError, print_json, print_note, print_table, progress
+from jln._cli.console import UserError, known, print_json, print_note, print_table, progress
 from jln._cli.devices import described, devices
 
 RESULTS = "results.json"
@@ -60,9 +60,9 @@ def command(
     chosen_peers = _peers(peers)
     chosen = devices(device)[0]
     chosen_workloads = _workloads(workloads, chosen.platform)
-    settings = Settings(repetitions, cold=not warm, seed=seed, even_wrong=even_wrong)
+    procedure = Procedure(repetitions, cold=not warm, seed=seed, even_wrong=even_wrong)
     with jax.default_device(chosen):
-        results = _run(chosen_workloads, chosen_peers, chosen, settings, output, resume, seconds, started)
+        results = _run(chosen_workloads, chosen_peers, chosen, procedure, output, resume, seconds, started)
     if output is not None:
         _draw(results, output)
     if as_json:
@@ -83,18 +83,13 @@ def _list() -> None:
 
 def _peers(text: str | None) -> list[Peer]:
     names = list(PEERS) if text is None else [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in PEERS:
-            raise UserError(f"unknown peer {name!r}; known are {', '.join(PEERS)}")
-    return [PEERS[name] for name in dict.fromkeys(names)]
+    return [PEERS[name] for name in known("peer", names, PEERS)]
 
 
 def _workloads(names: Sequence[str] | None, platform: str) -> list[Workload]:
-    for name in names or ():
-        if name not in ALL:
-            raise UserError(f"unknown workload {name!r}; `python -m jln bench --list` prints them")
     default = CPU_WORKLOADS if platform == "cpu" else {**WORKLOADS, **BLOCKS}
-    return [ALL[name] for name in dict.fromkeys(names or default)]
+    hint = "`python -m jln bench --list` prints them"
+    return [ALL[name] for name in known("workload", names or default, ALL, hint)]
 
 
 def _done(results: dict[str, Any], peers: Sequence[Peer]) -> set[str]:
@@ -105,9 +100,9 @@ def _done(results: dict[str, Any], peers: Sequence[Peer]) -> set[str]:
     return {workload for workload, names in by.items() if {p.name for p in peers} <= names}
 
 
-def _run(workloads, peers, device, settings, output, resume, seconds, started) -> dict[str, Any]:
+def _run(workloads, peers, device, procedure, output, resume, seconds, started) -> dict[str, Any]:
     path = output / RESULTS if output is not None else None
-    where = found_in.environment(device) | {"repetitions": settings.repetitions, "cold": settings.cold}
+    where = found_in.environment(device) | {"repetitions": procedure.repetitions, "cold": procedure.cold}
     results = _resumed(path, where) if resume and path is not None and path.exists() else None
     # On a GPU PyTorch is measured in a process of its own: two frameworks' profilers cannot share one.
     own = [p for p in peers if p.framework == "jax" or device.platform != "gpu"] or peers
@@ -116,7 +111,7 @@ def _run(workloads, peers, device, settings, output, resume, seconds, started) -
         begin("what the machine can do")
         if results is None:
             profiled = device.platform == "gpu" and own[0].framework != "jax"
-            ceilings = None if profiled else measure.ceilings(device.platform, settings)
+            ceilings = None if profiled else measure.ceilings(device.platform, procedure)
             results = {"environment": where, "ceilings": ceilings, "records": []}
         done = _done(results, own)
         for workload in workloads:
@@ -124,12 +119,12 @@ def _run(workloads, peers, device, settings, output, resume, seconds, started) -
             if seconds is not None and time.monotonic() - started > seconds:
                 break
             if workload.name not in done:
-                _keep(results, measure.measure(workload, own, device.platform, settings), path)
+                _keep(results, measure.measure(workload, own, device.platform, procedure), path)
         left = [w for w in workloads if w.name in _done(results, own) - _done(results, others)] if others else []
         remaining = None if seconds is None else seconds - (time.monotonic() - started)
         if left and (remaining is None or remaining > 0):
             begin("PyTorch")
-            _keep(results, _in_another_process(left, others, device, settings, remaining), path)
+            _keep(results, _in_another_process(left, others, device, procedure, remaining), path)
     return results
 
 
@@ -152,13 +147,13 @@ def _keep(results: dict[str, Any], records: list[dict[str, Any]], path: pathlib.
         found_in.save(results, path)
 
 
-def _in_another_process(workloads, peers, device, settings, seconds) -> list[dict[str, Any]]:
+def _in_another_process(workloads, peers, device, procedure, seconds) -> list[dict[str, Any]]:
     """The records of the same command for these peers, and the reason where it dies."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "jln", "bench", *(w.name for w in workloads)]
         command += ["--peers", ",".join(p.name for p in peers), "--device", f"{device.platform}:{device.id}"]
-        command += ["--repetitions", str(settings.repetitions), "--seed", str(settings.seed), "--output", folder]
-        command += [*([] if settings.cold else ["--warm"]), *(["--even-wrong"] if settings.even_wrong else [])]
+        command += ["--repetitions", str(procedure.repetitions), "--seed", str(procedure.seed), "--output", folder]
+        command += [*([] if procedure.cold else ["--warm"]), *(["--even-wrong"] if procedure.even_wrong else [])]
         command += [] if seconds is None else ["--seconds", str(seconds)]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         path = pathlib.Path(folder) / RESULTS

@@ -16,9 +16,10 @@ from jln._accuracy import Accuracy
 from jln._bench import timing
 from jln._catalogue import DIRECTIONS, OPERATORS, Operator
 from jln._cli import controls
-from jln._cli.console import UserError, print_json, print_note, print_table, progress
+from jln._cli.console import UserError, known, print_json, print_note, print_table, progress
 from jln._cli.devices import Device, described, devices, implementations, interpret_without_a_gpu
-from jln._cli.samples import DTYPES, Dtype, Implementation, Init, Sample, Trial, ours, plain
+from jln._cli.samples import DTYPES, Dtype, Implementation, Init, JudgedSample, Sample, ours, plain
+from jln._testing.report import finite_or_text
 from jln.testing import Report, check_hvp, check_vjp
 
 DEFAULT_SHAPE = "64x1024"
@@ -75,8 +76,7 @@ def _runnable(device: Device, only: str | None) -> tuple[list[str], dict[str, st
 
 
 def _sample(operator, shape, features, dtype, init, seed) -> Sample:
-    if operator not in OPERATORS:
-        raise UserError(f"unknown operator {operator!r}; known are {', '.join(OPERATORS)}")
+    known("operator", [operator], OPERATORS)
     found = OPERATORS[operator]
     if features is not None and not found.is_linear:
         raise UserError(f"--features is for the fused operators; {operator} has none")
@@ -103,15 +103,15 @@ def _check_one(sample: Sample, chosen: list[tuple[Device, Any]], time: bool, as_
     with progress(sum(1 + len(runnable) * (1 + time) for _, (runnable, _) in chosen)) as begin:
         for device, (runnable, why_not) in chosen:
             begin(f"float64 on {described(device)}")
-            trial = Trial(sample, device) if runnable else None
+            judged = JudgedSample(sample, device) if runnable else None
             for implementation in runnable:
                 interpreted = implementation == "triton" and device.platform == "cpu"
                 if interpreted and math.prod(sample.shape) > INTERPRETED_ELEMENTS and len(runnable) > 1:
                     why_not[implementation] = f"more than {INTERPRETED_ELEMENTS} elements take the interpreter minutes"
                     continue
-                assert trial is not None
+                assert judged is not None
                 begin(f"{implementation} on {described(device)}")
-                entry = {"implementation": implementation, "accuracy": trial.accuracies(implementation), "time": None}
+                entry = {"implementation": implementation, "accuracy": judged.accuracies(implementation), "time": None}
                 if time and interpreted:
                     why_not[implementation] = "checked, and not timed: it is Triton's interpreter"
                 elif time:
@@ -150,8 +150,7 @@ def _as_json(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(a: Accuracy) -> dict[str, Any]:
-    fields = {k: v if isinstance(v, str) or math.isfinite(v) else str(v) for k, v in dataclasses.asdict(a).items()}
-    return {**fields, "ok": a.ok}
+    return {k: finite_or_text(v) for k, v in dataclasses.asdict(a).items()} | {"ok": a.ok}
 
 
 def _timed(sample: Sample, device: Device, implementation: str) -> dict[str, dict[str, float]]:
@@ -240,7 +239,7 @@ def _check_all(chosen: list[tuple[Device, Any]], seed: int, as_json: bool) -> bo
 
 
 def _cell_as_json(cell: Cell) -> dict[str, Any]:
-    return {**dataclasses.asdict(cell), "part": cell.part if math.isfinite(cell.part) else str(cell.part)}
+    return {**dataclasses.asdict(cell), "part": finite_or_text(cell.part)}
 
 
 def _controls(seed: int) -> dict[str, bool]:
@@ -264,9 +263,9 @@ def _cells(
     for dtype in DTYPES:
         begin(f"{operator.name} in {dtype} on {described(device)}")
         sizes = LINEAR_SIZES if operator.is_linear else NORM_SIZES
-        trials = [Trial(Sample(operator, s, n, dtype, seed=seed), device) for s, n in sizes]
+        samples = [JudgedSample(Sample(operator, s, n, dtype, seed=seed), device) for s, n in sizes]
         for implementation in runnable:
-            yield _attempt(operator, implementation, dtype, lambda i=implementation, t=trials: _worst_accuracy(t, i))
+            yield _attempt(operator, implementation, dtype, lambda i=implementation, t=samples: _worst_accuracy(t, i))
     arguments, _ = Sample(operator, (3, 5), 4, "float64", seed=seed).arrays()
     for implementation in runnable:
         function, truth = ours(operator.name, implementation), plain(operator.name)
@@ -291,8 +290,8 @@ def _attempt(operator: Operator, implementation: str, check: str, run: Callable[
         return Cell(operator.name, implementation, check, False, math.inf, f"{type(error).__name__}: {error}")
 
 
-def _worst_accuracy(trials: list[Trial], implementation: str) -> tuple[bool, float, str]:
-    lines = [(line, trial.sample) for trial in trials for line in trial.accuracies(implementation)]
+def _worst_accuracy(samples: list[JudgedSample], implementation: str) -> tuple[bool, float, str]:
+    lines = [(line, judged.sample) for judged in samples for line in judged.accuracies(implementation)]
     line, sample = max(lines, key=lambda pair: (not pair[0].ok, pair[0].part))
     found = f"error {line.error:.2e}, limit {line.limit:.2e}; rms {line.rms_error:.2e}, limit {line.rms_limit:.2e}"
     return line.ok, line.part, f"{line.name} of {sample}: {found}"

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import rich.progress
@@ -21,6 +21,15 @@ STYLES = {"WRONG": "bold red", "no": "bold red", "ok": "green"}
 
 class UserError(Exception):
     """Something that the user can mend: one line on stderr, exit status 2."""
+
+
+def known(what: str, names: Iterable[str], among: Iterable[str], hint: str | None = None) -> list[str]:
+    """Each of the names once. Raises UserError for one that is not `among` those there are, which are listed."""
+    among = list(among)
+    for name in names:
+        if name not in among:
+            raise UserError(f"unknown {what} {name!r}; " + (hint or f"known are {', '.join(among)}"))
+    return list(dict.fromkeys(names))
 
 
 def complain(message: str, status: int = 2) -> int:

@@ -17,7 +17,7 @@ from jln._bench.parts import Unsupported, version
 from jln._bench.peers import PEERS
 from jln._bench.stacks import PRODUCTS, STACKS, Stack, losses
 from jln._bench.workloads import WORKLOADS, Workload
-from jln._cli.console import UserError, print_json, print_note, print_table, progress
+from jln._cli.console import UserError, known, print_json, print_note, print_table, progress
 from jln._triton import target
 from jln._triton.chip import named_chip
 
@@ -40,10 +40,9 @@ def command(
     Operators at named sizes, and a 12-layer transformer's forward + backward. Beside jln: plain jnp, Flax's layers,
     tokamax. Exits with 1 if a program of jln does not compile.
     """
-    names = _known("workload", workload, (*WORKLOADS, *STACKS))
-    peers = ["jln", *(p for p in _known("peer", peer, COMPARED) if p != "jln")]
-    if chip not in program.CHIPS:
-        raise UserError(f"unknown chip {chip!r}; known are {', '.join(program.CHIPS)}")
+    names = known("workload", workload or (*WORKLOADS, *STACKS), (*WORKLOADS, *STACKS))
+    peers = ["jln", *(p for p in known("peer", peer or COMPARED, COMPARED) if p != "jln")]
+    known("chip", [chip], program.CHIPS)
     with target.using(target.Gpu(named_chip(chip))):
         why = target.missing()
     if why is not None:
@@ -69,21 +68,13 @@ def command(
     raise typer.Exit(1 if any(f.startswith("jln") for f in failures) else 0)
 
 
-def _known(what: str, given: list[str] | None, known: tuple[str, ...]) -> list[str]:
-    """What was asked for, each once, or all."""
-    for name in given or ():
-        if name not in known:
-            raise UserError(f"unknown {what} {name!r}; known are {', '.join(known)}")
-    return list(dict.fromkeys(given or known))
-
-
 class _Counting:
     """Compiles, and tells `begin` first; what does not compile goes into `failures`."""
 
     def __init__(self, chip: str, begin: Callable[[str], None], failures: list[str]):
         self._chip, self._begin, self._failures = chip, begin, failures
 
-    def workload(self, workload: Workload, peers: list[str]) -> dict[str, program.Report]:
+    def workload(self, workload: Workload, peers: list[str]) -> dict[str, program.CompiledProgram]:
         found = {}
         for peer in peers:
             self._begin(f"{workload.name} by {peer}")
@@ -100,7 +91,7 @@ class _Counting:
                 self._fail(peer, workload.name, error)
         return found
 
-    def stack(self, stack: Stack, products: str) -> dict[str, program.Report]:
+    def stack(self, stack: Stack, products: str) -> dict[str, program.CompiledProgram]:
         found = {}
         for name, loss in losses(stack).items():
             self._begin(f"{stack.name} by {name}, products by {products}")
@@ -132,12 +123,15 @@ def _gpu_for_tokamax(chip: str) -> Iterator[None]:
         yield
 
 
-def _facts(report: program.Report) -> dict[str, int]:
+def _all_facts(found: dict[str, program.CompiledProgram]) -> dict[str, dict[str, int]]:
     return {
-        "kernels": report.launches,
-        "bytes": report.bytes_total,
-        "bytes_outside_products": report.bytes_total - report.product_bytes,
-        "temporary_bytes": report.temp_bytes,
+        name: {
+            "kernels": report.launches,
+            "bytes": report.bytes_total,
+            "bytes_outside_products": report.bytes_total - report.product_bytes,
+            "temporary_bytes": report.temp_bytes,
+        }
+        for name, report in found.items()
     }
 
 
@@ -147,30 +141,13 @@ def _json(chip, sizes, steps, skipped, failures) -> dict[str, Any]:
         "versions": {"jln": jln.__version__}
         | {p: version(p) for p in ("jax", "jaxlib", "jax-triton", "triton", "flax", "tokamax")},
         "workloads": [
-            {
-                "name": w.name,
-                "operator": w.operator,
-                "shape": w.shape,
-                "features": w.features,
-                "axis": w.axis,
-                "dtype": w.dtype,
-                "parameter_dtype": w.parameter_dtype,
-                "directions": w.directions,
-                "bytes_once": w.bytes_once(),
-                "programs": {peer: _facts(report) for peer, report in found.items()},
-            }
+            {f: getattr(w, f) for f in ("name", "operator", "shape", "features", "axis", "dtype", "parameter_dtype")}
+            | {"directions": w.directions, "bytes_once": w.bytes_once(), "programs": _all_facts(found)}
             for w, found in sizes
         ],
         "stacks": [
-            {
-                "name": stack.name,
-                "layers": stack.layers,
-                "shape": stack.shape,
-                "hidden": stack.hidden,
-                "parameter_dtype": stack.parameter_dtype,
-                "products": products,
-                "programs": {name: _facts(report) for name, report in found.items()},
-            }
+            {f: getattr(stack, f) for f in ("name", "layers", "shape", "hidden", "parameter_dtype")}
+            | {"products": products, "programs": _all_facts(found)}
             for stack, products, found in steps
         ],
         "skipped": skipped,
@@ -205,7 +182,7 @@ def _size(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
 
 
-def _rows(workload: Workload, found: dict[str, program.Report]) -> list[tuple[str, ...]]:
+def _rows(workload: Workload, found: dict[str, program.CompiledProgram]) -> list[tuple[str, ...]]:
     once = workload.bytes_once()
     return [
         (
@@ -228,13 +205,13 @@ def _megabytes(size: int) -> str:
     return f"{size / 1e6:.0f}" if size >= 1e8 else f"{size / 1e6:.1f}" if size >= 1e6 else f"{size / 1e6:.3f}"
 
 
-def _stack_rows(found: dict[str, program.Report]) -> list[tuple[str, ...]]:
+def _stack_rows(found: dict[str, program.CompiledProgram]) -> list[tuple[str, ...]]:
     flax = found.get("flax")
 
-    def compared(value: Callable[[program.Report], int], report: program.Report) -> str:
+    def compared(value: Callable[[program.CompiledProgram], int], report: program.CompiledProgram) -> str:
         return f"{100 * (value(report) / value(flax) - 1):+.1f} %" if flax else "-"
 
-    def outside(report: program.Report) -> int:
+    def outside(report: program.CompiledProgram) -> int:
         return report.bytes_total - report.product_bytes
 
     return [

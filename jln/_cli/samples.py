@@ -118,7 +118,7 @@ def value_and_gradients(f: Callable[..., Any], arguments: list[Any], cotangent: 
     return [*jax.tree.leaves(results), *pullback(cotangent)]
 
 
-class Trial:
+class JudgedSample:
     """A sample on a device, and what is true of it for all implementations."""
 
     def __init__(self, sample: Sample, device: Device):
@@ -126,18 +126,12 @@ class Trial:
         operator, dtype = sample.operator, sample.dtype
         exact = plain(operator.name, dtype)
         self.names = [a.name for a in operator.results] + [f"d{a.name}" for a in operator.arguments]
-        true = self._run(exact, jax.tree.map(lambda a: a.astype("float64"), self._arrays))
-        nudged = self._run(exact, self._nudged())
+        wide = jax.device_put(jax.tree.map(lambda a: a.astype("float64"), self._arrays), device)
+        true, nudged = (self._run(exact, a) for a in (wide, _accuracy.nudged(wide, dtype)))
         self._judge = Judge(self.names, true, nudged, self._run(plain(operator.name), self._arrays), dtype)
 
     def _run(self, f: Callable[..., Any], arrays: Any) -> list[jax.Array]:
         return value_and_gradients(f, *jax.device_put(arrays, self._device))
-
-    def _nudged(self) -> Any:
-        """In float64, each element off by at most a rounding."""
-        random = np.random.default_rng([self.sample.seed, 1])
-        eps = _accuracy.rounding(self.sample.dtype)
-        return jax.tree.map(lambda a: a.astype("float64") * (1 + eps * random.uniform(-1, 1, a.shape)), self._arrays)
 
     def accuracies(self, implementation: str) -> list[Accuracy]:
         """Of every result of an implementation."""

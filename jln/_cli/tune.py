@@ -21,7 +21,7 @@ from jln._bench import results, search
 from jln._bench.search import Clock, Found, Question, Verdict
 from jln._bench.trace import TraceError
 from jln._bench.workloads import WORKLOADS, Workload
-from jln._cli.console import UserError, print_note, print_table, progress
+from jln._cli.console import UserError, known, print_note, print_table, progress
 from jln._cli.devices import devices
 from jln._triton import compiler, target, tuning
 from jln._triton.chip import CHIPS, Chip
@@ -66,20 +66,14 @@ def command(
 
 
 def _workloads(names: Sequence[str] | None, dtype: str | None) -> list[Workload]:
-    for name in names or ():
-        if name not in WORKLOADS:
-            raise UserError(
-                f"unknown workload {name!r}; `python -m jln bench --list` prints them, those for a GPU first"
-            )
-    if dtype is not None and dtype not in get_args(Dtype):
-        raise UserError(f"unknown dtype {dtype!r}; known are {', '.join(get_args(Dtype))}")
-    chosen = [WORKLOADS[name] for name in dict.fromkeys(names or WORKLOADS)]
-    return [dataclasses.replace(w, dtype=dtype or w.dtype) for w in chosen]
+    hint = "`python -m jln bench --list` prints them, those for a GPU first"
+    chosen = known("workload", names or WORKLOADS, WORKLOADS, hint)
+    known("dtype", [dtype] if dtype is not None else [], get_args(Dtype))
+    return [dataclasses.replace(w, dtype=dtype or w.dtype) for w in map(WORKLOADS.__getitem__, chosen)]
 
 
 def _chip(name: str | None, dry_run: bool) -> Chip:
-    if name is not None and name not in CHIPS:
-        raise UserError(f"unknown chip {name!r}; known are {', '.join(CHIPS)}")
+    known("chip", [name] if name is not None else [], CHIPS)
     if dry_run:
         return CHIPS[name or "h200"]
     device = devices()[0]

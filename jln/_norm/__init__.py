@@ -1,6 +1,7 @@
 """LayerNorm and RMSNorm, alone and with a residual added first.
 
-operator.py: the public functions, what they are made of, their rules. signature.py: what goes in, is kept, comes out.
+operator.py: the public functions. rules.py: what they are made of, and their derivatives. signature.py: what goes in,
+is kept, comes out.
 formulas.py: the derivation, in jnp. kernels.py, launcher.py, tiles.py: the same on a GPU.
 """
 

@@ -183,7 +183,7 @@ def backward(
     dy, dtotal, total, scale, offset, mean, rstd = operands
     batch = common_batch(batch_dims, *operands)
     dtype = compute_dtype(dy.dtype if total is None else total.dtype)
-    ndim = (total if dy is None else dy).ndim
+    ndim = next(a.ndim for a in operands if a is not None)
     rows = [i for i in range(batch_dims, ndim) if i != ndim + norm.axis]
     sum_over_rows = functools.partial(jnp.sum, axis=rows, keepdims=True)
 

@@ -11,72 +11,17 @@ The numbers in brackets are the equations of `jln._norm.formulas`.
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _tile(tile, rows, H: tl.constexpr, INNER: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """The rows of one tile: their numbers, the offsets of their first elements, and which of them exist."""
-    if INNER == 1:
-        row = tl.cast(tile, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        return row, row * H, row < rows
-    else:
-        tiles: tl.constexpr = (INNER + BLOCK_ROWS - 1) // BLOCK_ROWS
-        outer = tl.cast(tile // tiles, tl.int64)
-        inner = tl.cast(tile % tiles, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        return outer * INNER + inner, outer * (H * INNER) + inner, inner < INNER
-
-
-@triton.jit
-def tiles_of(rows, INNER: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """How many tiles a group has. A tile never crosses the axes in front of the normalised one.
-
-    A grid has less than 2**31 programs, whatever the number of rows, which comes as uint32 or int64 from 2**31 on.
-    """
-    if INNER == 1:
-        return tl.cast((rows - 1) // BLOCK_ROWS + 1, tl.int32)
-    else:
-        return tl.cast(rows // INNER * ((INNER + BLOCK_ROWS - 1) // BLOCK_ROWS), tl.int32)
-
-
-@triton.jit
-def _size(rows, H: tl.constexpr, INNER: tl.constexpr):
-    """The elements of a group, as a product from which the compiler sees what they are a multiple of: it loads no wider
-    than that allows.
-    """
-    return tl.cast(rows // INNER, tl.int64) * (H * INNER)
-
-
-@triton.jit
-def _columns(first, H: tl.constexpr, INNER: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Column numbers from `first` on, their offsets in a row, and which of them exist."""
-    column = first + tl.arange(0, BLOCK_H)
-    if H * INNER >= 2**31:
-        return column, column.to(tl.int64) * INNER, column < H
-    else:
-        return column, column * INNER, column < H
-
-
-@triton.constexpr_function
-def _contains(names, name):
-    return name in names
-
-
-@triton.jit
-def _group(group, SHARED: tl.constexpr, OPERAND: tl.constexpr):
-    """The group whose copy of an operand to read."""
-    if _contains(SHARED, OPERAND):
-        return group * 0
-    else:
-        return group
-
-
-@triton.jit
-def load_scale(scale_ptr, column, exists, ZERO_CENTERED: tl.constexpr, BLOCK_H: tl.constexpr, COMPUTE: tl.constexpr):
-    """The factor of every column; 1 where there is no scale."""
-    scale = tl.full([BLOCK_H], 1.0, COMPUTE)
-    if scale_ptr is not None:
-        given = tl.load(scale_ptr + column, mask=exists, other=0.0).to(COMPUTE)
-        scale = scale + given if ZERO_CENTERED else given
-    return scale
+from jln._norm.access import (
+    columns_from,
+    contains,
+    copy_of,
+    load_scale,
+    load_vector,
+    position,
+    rows_of,
+    size_of,
+    tiles_of,
+)
 
 
 @triton.jit
@@ -152,23 +97,23 @@ def forward_kernel(
     """
     tiles = tiles_of(rows, INNER, BLOCK_ROWS)
     group = (tl.program_id(0) // tiles).to(tl.int64)
-    row, start, valid = _tile(tl.program_id(0) % tiles, rows, H, INNER, BLOCK_ROWS)
-    size = _size(rows, H, INNER)
-    x_ptr += _group(group, SHARED, "x") * size
+    row, start, valid = rows_of(tl.program_id(0) % tiles, rows, H, INNER, BLOCK_ROWS)
+    size = size_of(rows, H, INNER)
+    x_ptr += copy_of(group, SHARED, "x") * size
     if residual_ptr is not None:
-        residual_ptr += _group(group, SHARED, "residual") * size
+        residual_ptr += copy_of(group, SHARED, "residual") * size
     if total_ptr is not None:
         total_ptr += group * size
     if scale_ptr is not None:
-        scale_ptr += _group(group, SHARED, "scale") * H
+        scale_ptr += copy_of(group, SHARED, "scale") * H
     if offset_ptr is not None:
-        offset_ptr += _group(group, SHARED, "offset") * H
+        offset_ptr += copy_of(group, SHARED, "offset") * H
     if y_ptr is not None:
         y_ptr += group * size
 
     mean = tl.zeros([BLOCK_ROWS], COMPUTE)
     if BLOCK_H >= H:
-        column, step, exists = _columns(0, H, INNER, BLOCK_H)
+        column, step, exists = columns_from(0, H, INNER, BLOCK_H)
         at = start[:, None] + step[None, :]
         mask = valid[:, None] & exists[None, :]
         x = _load_total(x_ptr, residual_ptr, at, mask, TOTAL, COMPUTE)
@@ -184,7 +129,7 @@ def forward_kernel(
         squares = tl.zeros([BLOCK_ROWS], COMPUTE)
         mean_excess, squares_excess = squares, squares
         for first in range(0, H, BLOCK_H):
-            column, step, exists = _columns(first, H, INNER, BLOCK_H)
+            column, step, exists = columns_from(first, H, INNER, BLOCK_H)
             at = start[:, None] + step[None, :]
             mask = valid[:, None] & exists[None, :]
             x = _load_total(x_ptr, residual_ptr, at, mask, TOTAL, COMPUTE)
@@ -200,7 +145,7 @@ def forward_kernel(
             squares, squares_excess = _add(squares, squares_excess, more + tl.sum(x * x, axis=1))
         rstd = tl.rsqrt(squares * (1.0 / H) + EPSILON)
         for first in range(0, H, BLOCK_H):
-            column, step, exists = _columns(first, H, INNER, BLOCK_H)
+            column, step, exists = columns_from(first, H, INNER, BLOCK_H)
             at = start[:, None] + step[None, :]
             mask = valid[:, None] & exists[None, :]
             x = _load_total(x_ptr, residual_ptr, at, mask, TOTAL, COMPUTE)
@@ -224,15 +169,6 @@ def _load_row_terms(dy_ptr, total_ptr, at, mask, mean, rstd, scale, COMPUTE: tl.
 
 
 @triton.jit
-def load_vector(vector_ptr, at, exists, BLOCK: tl.constexpr, COMPUTE: tl.constexpr):
-    """Zeros where there is none."""
-    vector = tl.zeros([BLOCK], COMPUTE)
-    if vector_ptr is not None:
-        vector = tl.load(vector_ptr + at, mask=exists, other=0.0).to(COMPUTE)
-    return vector
-
-
-@triton.jit
 def _row_sums(
     dy_ptr, total_ptr, scale_ptr, start, valid, mean, rstd,
     H: tl.constexpr, INNER: tl.constexpr, ZERO_CENTERED: tl.constexpr,
@@ -242,7 +178,7 @@ def _row_sums(
     c1 = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
     c2 = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
     for first in range(0, H, BLOCK_H):
-        column, step, exists = _columns(first, H, INNER, BLOCK_H)
+        column, step, exists = columns_from(first, H, INNER, BLOCK_H)
         at = start[:, None] + step[None, :]
         mask = valid[:, None] & exists[None, :]
         scale = load_scale(scale_ptr, column, exists, ZERO_CENTERED, BLOCK_H, COMPUTE)
@@ -273,15 +209,15 @@ def row_sums_kernel(
     """c1 and c2 of one tile of rows a program, for rows too wide for `backward_kernel` to add up itself."""
     tiles = tiles_of(rows, INNER, BLOCK_ROWS)
     group = (tl.program_id(0) // tiles).to(tl.int64)
-    row, start, valid = _tile(tl.program_id(0) % tiles, rows, H, INNER, BLOCK_ROWS)
-    size = _size(rows, H, INNER)
-    dy_ptr += _group(group, SHARED, "dy") * size
-    total_ptr += _group(group, SHARED, "total") * size
+    row, start, valid = rows_of(tl.program_id(0) % tiles, rows, H, INNER, BLOCK_ROWS)
+    size = size_of(rows, H, INNER)
+    dy_ptr += copy_of(group, SHARED, "dy") * size
+    total_ptr += copy_of(group, SHARED, "total") * size
     if scale_ptr is not None:
-        scale_ptr += _group(group, SHARED, "scale") * H
+        scale_ptr += copy_of(group, SHARED, "scale") * H
     if mean_ptr is not None:
-        mean_ptr += _group(group, SHARED, "mean") * rows
-    rstd_ptr += _group(group, SHARED, "rstd") * rows
+        mean_ptr += copy_of(group, SHARED, "mean") * rows
+    rstd_ptr += copy_of(group, SHARED, "rstd") * rows
     mean = load_vector(mean_ptr, row, valid, BLOCK_ROWS, COMPUTE)
     rstd = load_vector(rstd_ptr, row, valid, BLOCK_ROWS, COMPUTE)
     c1, c2 = _row_sums(
@@ -290,11 +226,6 @@ def row_sums_kernel(
     if c1_ptr is not None:
         tl.store(c1_ptr + group * rows + row, c1, mask=valid)
     tl.store(c2_ptr + group * rows + row, c2, mask=valid)
-
-
-@triton.constexpr_function
-def _position(names, name):
-    return next(i for i, other in enumerate(names) if other == name)  # Triton's tuple has no `index`
 
 
 @triton.jit
@@ -307,7 +238,7 @@ def _store_sum(
     if shares_ptr is None:
         tl.store(sum_ptr + at, total.to(sum_ptr.dtype.element_ty), mask=exists)
     else:
-        first = _position(SUMS, NAME) * programs_of_all_groups.to(tl.int64) * H
+        first = position(SUMS, NAME) * programs_of_all_groups.to(tl.int64) * H
         tl.store(shares_ptr + first + at, total, mask=exists)
 
 
@@ -349,18 +280,18 @@ def backward_kernel(
     chunk = tl.program_id(0) % chunks
     program = tl.program_id(0) // chunks % programs
     group = (tl.program_id(0) // chunks // programs).to(tl.int64)
-    size = _size(rows, H, INNER)
-    dy_ptr += _group(group, SHARED, "dy") * size
-    total_ptr += _group(group, SHARED, "total") * size
-    rstd_ptr += _group(group, SHARED, "rstd") * rows
+    size = size_of(rows, H, INNER)
+    dy_ptr += copy_of(group, SHARED, "dy") * size
+    total_ptr += copy_of(group, SHARED, "total") * size
+    rstd_ptr += copy_of(group, SHARED, "rstd") * rows
     if dtotal_ptr is not None:
-        dtotal_ptr += _group(group, SHARED, "dtotal") * size
+        dtotal_ptr += copy_of(group, SHARED, "dtotal") * size
     if scale_ptr is not None:
-        scale_ptr += _group(group, SHARED, "scale") * H
+        scale_ptr += copy_of(group, SHARED, "scale") * H
     if mean_ptr is not None:
-        mean_ptr += _group(group, SHARED, "mean") * rows
+        mean_ptr += copy_of(group, SHARED, "mean") * rows
     if offset_ptr is not None:
-        offset_ptr += _group(group, SHARED, "offset") * H
+        offset_ptr += copy_of(group, SHARED, "offset") * H
     if c1_ptr is not None:
         c1_ptr += group * rows
     if c2_ptr is not None:
@@ -369,14 +300,14 @@ def backward_kernel(
         dx_ptr += group * size
     if y_ptr is not None:
         y_ptr += group * size
-    column, step, exists = _columns(chunk * BLOCK_H, H, INNER, BLOCK_H)
+    column, step, exists = columns_from(chunk * BLOCK_H, H, INNER, BLOCK_H)
     if BLOCK_H >= H:
         scale = load_scale(scale_ptr, column, exists, ZERO_CENTERED, BLOCK_H, COMPUTE)
 
     dscale = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
     doffset = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
     for tile in tl.range(program, tiles_of(rows, INNER, BLOCK_ROWS), programs, num_stages=STAGES):
-        row, start, valid = _tile(tile, rows, H, INNER, BLOCK_ROWS)
+        row, start, valid = rows_of(tile, rows, H, INNER, BLOCK_ROWS)
         at = start[:, None] + step[None, :]
         mask = valid[:, None] & exists[None, :]
         mean = load_vector(mean_ptr, row, valid, BLOCK_ROWS, COMPUTE)
@@ -407,16 +338,16 @@ def backward_kernel(
         if y_ptr is not None:
             y = _affine(x_hat, scale, offset_ptr, column, exists, COMPUTE)
             tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
-        if _contains(SUMS, "dscale"):
+        if contains(SUMS, "dscale"):
             dscale = tl.fma(dy, x_hat, dscale)  # (6)
-        if _contains(SUMS, "doffset"):
+        if contains(SUMS, "doffset"):
             doffset += dy  # (5)
 
     at = (group * programs + program) * H + column
     of_all = tl.num_programs(0) // chunks
-    if _contains(SUMS, "dscale"):
+    if contains(SUMS, "dscale"):
         _store_sum(dscale, dscale_ptr, shares_ptr, at, exists, of_all, "dscale", SUMS, H)
-    if _contains(SUMS, "doffset"):
+    if contains(SUMS, "doffset"):
         _store_sum(doffset, doffset_ptr, shares_ptr, at, exists, of_all, "doffset", SUMS, H)
 
 
@@ -445,9 +376,9 @@ def reduce_kernel(
         at = (group * programs + program)[:, None] * H + column[None, :]
         mask = (program < programs)[:, None] & exists[None, :]
         if dscale_ptr is not None:
-            dscale += tl.load(shares_ptr + _position(SUMS, "dscale") * size + at, mask=mask, other=0.0)
+            dscale += tl.load(shares_ptr + position(SUMS, "dscale") * size + at, mask=mask, other=0.0)
         if doffset_ptr is not None:
-            doffset += tl.load(shares_ptr + _position(SUMS, "doffset") * size + at, mask=mask, other=0.0)
+            doffset += tl.load(shares_ptr + position(SUMS, "doffset") * size + at, mask=mask, other=0.0)
     if dscale_ptr is not None:
         total = tl.sum(dscale, axis=0).to(dscale_ptr.dtype.element_ty)
         tl.store(dscale_ptr + group * H + column, total, mask=exists)

@@ -25,6 +25,7 @@ def layer_norm(
     axis: Axis = -1,
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
+    dtype: DTypeLike | None = None,
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> jax.Array:
@@ -47,6 +48,8 @@ def layer_norm(
         transposed.
       epsilon: added to the variance; not negative, and no more than float32 holds, for float64 `x` float64.
       zero_centered_scale: multiply by `1 + scale`.
+      dtype: of the result, which is rounded to it once: float32 for a router, bfloat16 from a float32 stream. None:
+        that of `x`.
       implementation: "triton" (kernels; on the CPU with TRITON_INTERPRET=1), "xla", or None: Triton where the program
         is compiled for an NVIDIA GPU and jax-triton is installed, else XLA. A named one runs or raises.
       forward_mode: support forward mode too (`jax.jvp`, `jax.jacfwd`, `jax.linearize`, `jax.hessian`), the same kernels
@@ -54,14 +57,14 @@ def layer_norm(
         mode over it.
 
     Returns:
-      y: `x`'s shape and dtype.
+      y: `x`'s shape, in `dtype`.
 
     Raises:
       TypeError: an argument has an unsupported type or dtype, or is traced where it must be static.
       ValueError: shapes do not match, an axis is out of range or twice there, the normalised axes are empty, epsilon is
         negative or too large, or the implementation is unknown.
     """
-    static = axis, epsilon, zero_centered_scale, implementation, forward_mode
+    static = axis, epsilon, zero_centered_scale, dtype, implementation, forward_mode
     return _checked(x, None, scale, offset, *static, subtract_mean=True).y
 
 
@@ -72,6 +75,7 @@ def rms_norm(
     axis: Axis = -1,
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
+    dtype: DTypeLike | None = None,
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> jax.Array:
@@ -80,7 +84,7 @@ def rms_norm(
     Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019). Arguments, dtypes, guarantees and errors are those
     of `layer_norm`.
     """
-    static = axis, epsilon, zero_centered_scale, implementation, forward_mode
+    static = axis, epsilon, zero_centered_scale, dtype, implementation, forward_mode
     return _checked(x, None, scale, None, *static, subtract_mean=False).y
 
 
@@ -93,6 +97,7 @@ def add_layer_norm(
     axis: Axis = -1,
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
+    dtype: DTypeLike | None = None,
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -109,14 +114,15 @@ def add_layer_norm(
       axis: as in `layer_norm`.
       epsilon: as in `layer_norm`.
       zero_centered_scale: as in `layer_norm`.
+      dtype: of `y`, as in `layer_norm`.
       implementation: as in `layer_norm`.
       forward_mode: as in `layer_norm`.
 
     Returns:
-      y: `x`'s shape and dtype.
+      y: `x`'s shape, in `dtype`.
       total: `x + residual`, `x`'s shape and the promoted dtype.
     """
-    static = axis, epsilon, zero_centered_scale, implementation, forward_mode
+    static = axis, epsilon, zero_centered_scale, dtype, implementation, forward_mode
     return tuple(_checked(x, residual, scale, offset, *static, adds=True, subtract_mean=True))
 
 
@@ -128,11 +134,12 @@ def add_rms_norm(
     axis: Axis = -1,
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
+    dtype: DTypeLike | None = None,
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """`(rms_norm(x + residual, scale), x + residual)`; arguments and results are those of `add_layer_norm`."""
-    static = axis, epsilon, zero_centered_scale, implementation, forward_mode
+    static = axis, epsilon, zero_centered_scale, dtype, implementation, forward_mode
     return tuple(_checked(x, residual, scale, None, *static, adds=True, subtract_mean=False))
 
 
@@ -144,16 +151,16 @@ def normalised(
     axis: Axis,
     epsilon: float,
     subtract_mean: bool,
-    y_dtype: DTypeLike,
+    dtype: DTypeLike,
     implementation: str | None = None,
 ) -> jax.Array:
-    """What the modules call: `layer_norm` or `rms_norm`, this one with an offset too, its result in `y_dtype`.
+    """What the modules call: `layer_norm` or `rms_norm`, this one with an offset too.
 
     A module's dtype may be wider than x's (bfloat16 x, float32 parameters) or narrower; there is one rounding still.
     The frameworks' own layers can be differentiated in forward mode, so these can.
     """
-    static = axis, epsilon, False, implementation, True
-    return _checked(x, None, scale, offset, *static, subtract_mean=subtract_mean, y_dtype=y_dtype).y
+    static = axis, epsilon, False, dtype, implementation, True
+    return _checked(x, None, scale, offset, *static, subtract_mean=subtract_mean).y
 
 
 # From the public functions to the operator
@@ -167,12 +174,12 @@ def _checked(
     axis: Axis,
     epsilon: float,
     zero_centered_scale: bool,
+    dtype: DTypeLike | None,
     implementation: str | None,
     forward_mode: bool,
     *,
     subtract_mean: bool,
     adds: bool = False,
-    y_dtype: DTypeLike | None = None,
 ) -> Results:
     x, residual = _checks.array("x", x), _checks.array("residual", residual) if adds else None
     scale, offset = _checks.optional_array("scale", scale), _checks.optional_array("offset", offset)
@@ -187,7 +194,7 @@ def _checked(
         subtract_mean,
         _checks.zero_centered_scale(zero_centered_scale, scale),
     )
-    settings = Settings(norm, jnp.dtype(y_dtype or x.dtype).name, _checks.implementation(implementation))
+    settings = Settings(norm, _checks.dtype(dtype, x.dtype), _checks.implementation(implementation))
     forward_mode = _checks.flag("forward_mode", forward_mode)
     return _jitted(settings, axes, forward_mode, Operands(x, residual, scale, offset))
 

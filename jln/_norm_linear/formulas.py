@@ -188,59 +188,45 @@ def backward(
     """Terms (12) to (17)."""
     dy, dtotal, total, scale, offset, kernels, mean, rstd = operands
     batch = jnp_norms.common_batch(batch_dims, *jax.tree.leaves(operands))
-    all_axes = [
-        None if d is None else _Axes(d.ndim - features + 1, batch_dims, features)
-        for d, features in zip(dy, settings.features, strict=True)
-    ]
-    products = [p for p in zip(dy, kernels, all_axes, dtypes.dkernel, dtypes.dbias, strict=True) if p[0] is not None]
-    z_dtype = widest([d.dtype.name for d, _, _, wanted, _ in products if wanted is not None])
+    used = [i for i, d in enumerate(dy) if d is not None]
+    axes = {i: _Axes(dy[i].ndim - settings.features[i] + 1, batch_dims, settings.features[i]) for i in used}
+    needs_dz = dtypes.dx is not None or dtypes.dscale is not None
+    z_dtype = widest([dy[i].dtype.name for i in used if dtypes.dkernel[i] is not None])
     dx = dscale = doffset = z = None
-    if dtypes.dx is not None or dtypes.dscale is not None:
-        dz = functools.reduce(jnp.add, (_dz(d, k, axes, settings.precision) for d, k, axes, _, _ in products))
-        row_scale, row_offset = (_like_rows(a, dz.ndim, batch_dims) for a in (scale, offset))
+    if needs_dz or z_dtype is not None:
+        dz = None
+        if needs_dz:
+            dz = functools.reduce(jnp.add, (_dz(dy[i], kernels[i], axes[i], settings.precision) for i in used))
+        row_scale, row_offset = (_like_rows(a, total.ndim, batch_dims) for a in (scale, offset))
         dx, dscale, doffset, z = norms.backward(
             norm.Cotangents(dz, dtotal, total, row_scale, row_offset, mean, rstd),
             settings.norm,
-            norm.Gradients(dtypes.dx, dtypes.dscale, dtypes.doffset, z_dtype),  # (15) to (17), and (10) again
+            norm.Gradients(dtypes.dx, dtypes.dscale, dtypes.doffset if needs_dz else None, z_dtype),
             batch_dims,
             **({"h_axes": h_axes} if h_axes else {}),
-        )
-        lead = range(batch_dims, dz.ndim - 1)
+        )  # (15) to (17), and (10) again
+        lead = range(batch_dims, total.ndim - 1)
         dscale, doffset = (None if a is None else jnp.squeeze(a, lead) for a in (dscale, doffset))
-    elif z_dtype is not None:
-        row_scale, row_offset = (_like_rows(a, total.ndim, batch_dims) for a in (scale, offset))
-        z = norms.backward(
-            norm.Cotangents(None, None, total, row_scale, row_offset, mean, rstd),
-            settings.norm,
-            norm.Gradients(None, None, None, z_dtype),
-            batch_dims,
-        ).y
 
     dkernel: list[Array | None] = [None] * len(dy)
     dbias: list[Array | None] = [None] * len(dy)
-    from_bias = dtypes.doffset is not None and doffset is None
-    for i, (d, kernel, axes, kernel_dtype, bias_dtype) in enumerate(
-        zip(dy, kernels, all_axes, dtypes.dkernel, dtypes.dbias, strict=True)
-    ):
-        if d is None:
-            continue
-        if kernel_dtype is not None:  # (13)
-            dkernel[i] = _product(
-                z.astype(d.dtype),
-                axes.x,
-                d,
-                axes.y,
-                axes.kernel,
-                precision=settings.precision,
-                preferred_element_type=jnp.promote_types(kernel_dtype, d.dtype),
-            ).astype(kernel_dtype)
-        if from_bias or bias_dtype is not None:  # (12)
-            wide = jnp_norms.compute_dtype(d.dtype).name if from_bias else bias_dtype
+    from_bias = dtypes.doffset is not None and not needs_dz
+    for i in used:
+        if (dtype := dtypes.dkernel[i]) is not None:  # (13)
+            assert z is not None
+            how = {
+                "precision": settings.precision,
+                "preferred_element_type": jnp.promote_types(dtype, dy[i].dtype),
+            }
+            z_i = z.astype(dy[i].dtype)
+            dkernel[i] = _product(z_i, axes[i].x, dy[i], axes[i].y, axes[i].kernel, **how).astype(dtype)
+        if from_bias or dtypes.dbias[i] is not None:  # (12)
+            dtype = jnp_norms.compute_dtype(dy[i].dtype).name if from_bias else dtypes.dbias[i]
             features = settings.features[i]
-            sums = norms.column_sums(Rows(d), features, ColumnSums(wide), batch_dims).sums
-            dbias[i] = None if bias_dtype is None else sums.astype(bias_dtype)
+            sums = norms.column_sums(Rows(dy[i]), features, ColumnSums(dtype), batch_dims).sums
+            dbias[i] = None if dtypes.dbias[i] is None else sums.astype(dtypes.dbias[i])
             if from_bias:
-                share = _doffset_from(sums, kernel, features)
+                share = _doffset_from(sums, kernels[i], features)
                 doffset = share if doffset is None else doffset + share
     doffset = None if doffset is None else doffset.astype(dtypes.doffset)
     gradients = Gradients(dx, dscale, doffset, tuple(dkernel), tuple(dbias))

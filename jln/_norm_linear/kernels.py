@@ -11,7 +11,7 @@ The numbers in brackets are the equations of `jln._norm.formulas`, with dz [M, H
 import triton
 import triton.language as tl
 
-from jln._norm.kernels import load_scale, load_vector, tiles_of
+from jln._norm.access import load_scale, load_vector, tiles_of
 
 
 @triton.jit

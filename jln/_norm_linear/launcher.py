@@ -64,8 +64,11 @@ def backward(
 
 def _norms(target: Target) -> formulas.Norms:
     """The norm by its own kernels, around XLA's products."""
-    of = (functools.partial(function, target=target) for function in (norms.forward, norms.backward, column_sums))
-    return formulas.Norms(*of)
+    return formulas.Norms(
+        functools.partial(norms.forward, target=target),
+        functools.partial(norms.backward, target=target),
+        functools.partial(column_sums, target=target),
+    )
 
 
 def column_sums(operands: Rows, features: int, dtypes: ColumnSums, batch_dims: int, target: Target) -> ColumnSums:

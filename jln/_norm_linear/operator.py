@@ -200,9 +200,9 @@ def _checked(
     adds: bool = False,
 ) -> Any:
     x, residual = _checks.array("x", x), _checks.array("residual", residual) if adds else None
-    kernels, biases = _checks.linears(kernel, bias, x)
     scale, offset = _checks.optional_array("scale", scale), _checks.optional_array("offset", offset)
     _checks.axes(-1, x)
+    kernels, biases = _checks.linears(kernel, bias, x)
     _checks.shape("residual", residual, x.shape, "that of x")
     _checks.shape("scale", scale, x.shape[-1:], "that of x's last axis")
     _checks.shape("offset", offset, x.shape[-1:], "that of x's last axis")

@@ -1,9 +1,9 @@
 """Derivatives of any traceable function: reverse mode, forward over reverse, and central differences.
 
 Functions here take `(floats, rest)`, the leaves of their arguments that are differentiated and those that are not, and
-return a list of their floating results. `Call` and `Slope` make such functions. The programs made here are those of one
-check, which compiles them once for all its seeds and keeps none: a program kept from an earlier check would not know
-that a rule, or what `f` reads, has changed since.
+return a list of their floating results. `FlatCall` and `Slope` make such functions. The programs made here are those of
+one check, which compiles them once for all its seeds and keeps none: a program kept from an earlier check would not
+know that a rule, or what `f` reads, has changed since.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # JAX takes equal functions for one, and keeps what it traced of them
-class Call:
+class FlatCall:
     """`f(*args)`, of the leaves of `args`."""
 
     f: Callable[..., Any]
@@ -55,7 +55,7 @@ class Call:
 class Slope:
     """The derivative of `sum(cotangent * call)` along a direction: what is fixed is `(rest, cotangent, direction)`."""
 
-    call: Call
+    call: FlatCall
 
     def __call__(self, floats: Sequence[Any], rest: tuple) -> list[jax.Array]:
         rest, cotangent, direction = rest
@@ -73,7 +73,7 @@ class Along:
     What is fixed is `(rest, floats, directions)`.
     """
 
-    call: Call | Slope
+    call: FlatCall | Slope
 
     def __call__(self, floats: Sequence[Any], rest: tuple) -> list[jax.Array]:
         rest, origin, directions = rest
@@ -90,7 +90,7 @@ def _pulled_back(call: Any, floats: Sequence[Any], rest: Any, cotangent: Sequenc
     return pullback([c.astype(r.dtype) for c, r in zip(cotangent, results, strict=True)])[0]
 
 
-def reverse(call: Call | Slope) -> Program:
+def reverse(call: FlatCall | Slope) -> Program:
     """A program for the gradients of `sum(cotangent * call(floats, rest))`."""
     return _program(functools.partial(_pulled_back, call))
 
@@ -111,7 +111,7 @@ def _program(function: Callable[..., Any]) -> Program:
     return lambda floats, rest, cotangent: program(list(floats), rest, list(cotangent))
 
 
-def differences(call: Call | Slope | Along) -> Callable[..., list[tuple[np.ndarray, np.ndarray]]]:
+def differences(call: FlatCall | Slope | Along) -> Callable[..., list[tuple[np.ndarray, np.ndarray]]]:
     """A program for the derivatives of `sum(cotangent * call(floats, rest))` by some elements of the floats.
 
     It takes floats, rest, cotangent, the indices of those elements in each of the flattened floats, the first step and
@@ -229,7 +229,7 @@ def _extrapolated(
 class Problem:
     """A function and its arguments, ready to be differentiated. names: of the floating leaves."""
 
-    call: Call
+    call: FlatCall
     floats: tuple[np.ndarray, ...]
     rest: tuple[Any, ...]
     names: tuple[str, ...]
@@ -262,7 +262,7 @@ class Problem:
             floats = [a if d is None else a.astype(jnp.dtype(d)) for a in floats]
         rest = [a for a, is_float in zip(leaves, floating, strict=True) if not is_float]
         names = _names(f, [path for (path, _), is_float in zip(paths, floating, strict=True) if is_float])
-        return cls(Call(f, tree, floating, name), tuple(floats), tuple(rest), names)
+        return cls(FlatCall(f, tree, floating, name), tuple(floats), tuple(rest), names)
 
     def like(self, other: Problem) -> Problem:
         """This one's arguments for the other's function, whose programs were compiled for such."""

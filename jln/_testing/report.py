@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,19 @@ class Tolerance:
     relative: float
     absolute: float
     step: float
+
+
+# By the coarsest dtype among a function's arguments and results. The relative tolerance of the 16-bit types is some ten
+# roundings, which is what a chain of elementwise operations gathers; that of the others leaves room for long sums.
+# bfloat16 has three bits fewer than float16, so each of its three numbers is 2^3 times float16's.
+TOLERANCES: Mapping[str, Tolerance] = MappingProxyType(
+    {
+        "float16": Tolerance(relative=1e-2, absolute=1e-4, step=1e-3),
+        "bfloat16": Tolerance(relative=8e-2, absolute=8e-4, step=8e-3),
+        "float32": Tolerance(relative=1e-4, absolute=1e-7, step=1e-5),
+        "float64": Tolerance(relative=1e-7, absolute=1e-10, step=1e-7),
+    }
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +166,7 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; what is not finite is text there."""
-        rows = [{k: _json(v) for k, v in dataclasses.asdict(row).items()} for row in self.rows]
+        rows = [{k: finite_or_text(v) for k, v in dataclasses.asdict(row).items()} for row in self.rows]
         return {"title": self.title, "ok": self.ok, "rows": rows}
 
     def __str__(self) -> str:
@@ -165,17 +179,8 @@ class Report:
             if not r.compared:
                 numbers = ("-",) * len(numbers)
             seed = (str(r.seed),) if self.by_seed else ()
-            lines.append(
-                (
-                    r.name,
-                    r.against,
-                    compared,
-                    *seed,
-                    "all" if r.against == "direction" else str(list(r.index)),
-                    *numbers,
-                    r.verdict,
-                )
-            )
+            where = "all" if r.against == "direction" else str(list(r.index))
+            lines.append((r.name, r.against, compared, *seed, where, *numbers, r.verdict))
         notes = [UNSURE] if any(r.unsure for r in self.rows) else []
         notes += [f"{r.name}: {SMALL}" for r in self.rows if r.ok and r.small]
         return "\n".join([self.title, *aligned(lines, left=(0, 1, header.index("worst at"), len(header) - 1)), *notes])
@@ -192,5 +197,6 @@ def aligned(lines: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
     ]
 
 
-def _json(value: Any) -> Any:
+def finite_or_text(value: Any) -> Any:
+    """A number that is not finite as text, which JSON has no other way for."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -93,12 +93,18 @@ def linen() -> Iterator[Routes]:
     `jln.explain`. What an earlier context traced JAX does not trace again; such layers are in the list's `earlier`, and
     `jln.explain(function, *args)` in the context tells which of them are a function's.
     """
-    with _interceptors.linen() as routes:
+    from jln import linen as ours
+
+    norms = (ours.FlaxLayerNorm, ours.FlaxRMSNorm)
+    with _interceptors.swapping("linen", norms, ours, ours.nn.intercept_methods) as routes:
         yield routes
 
 
 @contextlib.contextmanager
 def haiku() -> Iterator[Routes]:
     """A context in which every `haiku.LayerNorm` and `RMSNorm` that is called computes as jln's; see `linen`."""
-    with _interceptors.haiku() as routes:
+    from jln import haiku as ours
+
+    norms = (ours.HaikuLayerNorm, ours.HaikuRMSNorm)
+    with _interceptors.swapping("haiku", norms, ours, ours.hk.intercept_methods) as routes:
         yield routes

@@ -33,39 +33,21 @@ class Routes(list[Route]):
 
 
 @contextlib.contextmanager
-def linen() -> Iterator[Routes]:
-    from jln import linen as ours
-    from jln.linen import nn
+def swapping(framework: str, theirs: tuple[type, ...], ours: Any, intercept: Callable[..., Any]) -> Iterator[Routes]:
+    """A context in which the norms `theirs` are called as those of the module `ours`.
 
-    routes = Routes(_traced["linen"])
-    swap = _swap((ours.FlaxLayerNorm, ours.FlaxRMSNorm), (ours.LayerNorm, ours.RMSNorm), ours.call, routes, "linen")
-    with nn.intercept_methods(swap), _swapping(True):
-        yield routes
-
-
-@contextlib.contextmanager
-def haiku() -> Iterator[Routes]:
-    from jln import haiku as ours
-    from jln.haiku import hk
-
-    routes = Routes(_traced["haiku"])
-    swap = _swap((ours.HaikuLayerNorm, ours.HaikuRMSNorm), (ours.LayerNorm, ours.RMSNorm), ours.call, routes, "haiku")
-    with hk.intercept_methods(swap), _swapping(True):
-        yield routes
-
-
-def _swap(
-    theirs: tuple[type, ...], own: tuple[type, ...], call: Callable, routes: list[Route], framework: str
-) -> Callable:
-    """An interceptor, with Flax's signature and Haiku's. A route is listed once, however often it is taken."""
+    intercept: the framework's own context for an interceptor of calls.
+    """
+    own, routes = (ours.LayerNorm, ours.RMSNorm), Routes(_traced[framework])
 
     def interceptor(next_fun: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
+        """With Flax's signature and Haiku's. A route is listed once, however often it is taken."""
         layer = context.module
         if context.method_name != "__call__" or not isinstance(layer, theirs) or isinstance(layer, own):
             return next_fun(*args, **kwargs)
         with _routes.noting() as taken:
             if type(layer) in theirs:
-                result = call(layer, next_fun, *args, **kwargs)
+                result = ours.call(layer, next_fun, *args, **kwargs)
             else:
                 name = f"{type(layer).__module__}.{type(layer).__qualname__}"
                 _routes.note(name, "plain", "not swapped: a subclass may compute something else")
@@ -75,4 +57,5 @@ def _swap(
             _traced[framework].update(dict.fromkeys(taken))
         return result
 
-    return interceptor
+    with intercept(interceptor), _swapping(True):
+        yield routes

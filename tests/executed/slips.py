@@ -18,18 +18,32 @@ KNOWN = {
 }
 
 
+# Who has taken functions out of a module, and must do so again.
+USERS = {"jln._norm.access": ["jln._norm.kernels", "jln._norm_linear.kernels"]}
+
+
 @contextlib.contextmanager
 def broken(name: str, old: str, new: str):
     """While the context is open, the module of this name is one in which `old`, there exactly once, is `new`."""
-    package, _, last = name.rpartition(".")
-    original = importlib.import_module(name)
-    text = pathlib.Path(original.__file__).read_text()
+    original = pathlib.Path(importlib.import_module(name).__file__)
+    text = original.read_text()
     assert text.count(old) == 1, f"{text.count(old)} times in {name}: {old!r}"
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as patches:
-        path = pathlib.Path(folder, f"{last}.py")
+        path = pathlib.Path(folder, original.name)
         path.write_text(text.replace(old, new))  # Triton reads a kernel's source from its file
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = importlib.util.module_from_spec(spec)
+        patches.enter_context(loaded(name, path))
+        for user in USERS.get(name, ()):
+            patches.enter_context(loaded(user, importlib.import_module(user).__file__))
+        yield
+
+
+@contextlib.contextmanager
+def loaded(name: str, path: str | pathlib.Path):
+    """While the context is open, the module of this name is what that file holds."""
+    package, _, last = name.rpartition(".")
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.dict(sys.modules, {name: module}))
         spec.loader.exec_module(module)
         for user, attribute in [(package, last), *KNOWN.get(name, ())]:

@@ -9,6 +9,7 @@ from cases import Case, execute
 from ptx import Violation
 from slips import broken
 
+ACCESS = "jln._norm.access"
 NORMS, NORM_LAUNCH = "jln._norm.kernels", "jln._norm.launcher"
 LINEARS, LINEAR_LAUNCH = "jln._norm_linear.kernels", "jln._norm_linear.launcher"
 # Several tiles, the last one ragged, of rows that are no power of two; more tiles than programs; rows shared by
@@ -128,7 +129,7 @@ LAUNCHES = [
 
 SOURCES = [
     # Row strides, bounds and masks.
-    ("rows at the tile's width", WHOLE, NORMS, "return row, row * H, row < rows", "return row, row * 128, row < rows"),
+    ("rows at the tile's width", WHOLE, ACCESS, "return row, row * H, row < rows", "return row, row * 128, row < rows"),
     ("a fused row stride of the tile's width", dataclasses.replace(FUSED, shape=(100, 120)), LINEARS,
      "tl.load(matrix_ptr + row[:, None] * COLUMNS + column[None, :], mask=mask",
      "tl.load(matrix_ptr + row[:, None] * ((COLUMNS + 63) // 64 * 64) + column[None, :], mask=mask"),
@@ -149,8 +150,8 @@ SOURCES = [
     ("shares of dscale in the place of doffset's", WHOLE, NORMS,
      'at, exists, of_all, "dscale"', 'at, exists, of_all, "doffset"'),
     ("doffset's shares behind a dscale that is not there", dataclasses.replace(WHOLE, without="s"), NORMS,
-     'shares_ptr + _position(SUMS, "doffset") * size', "shares_ptr + size"),
-    ("dtotal shared where dy is", GROUPS, NORMS, '_group(group, SHARED, "dtotal")', '_group(group, SHARED, "dy")'),
+     'shares_ptr + position(SUMS, "doffset") * size', "shares_ptr + size"),
+    ("dtotal shared where dy is", GROUPS, NORMS, 'copy_of(group, SHARED, "dtotal")', 'copy_of(group, SHARED, "dy")'),
     # Launchers: the grid, operands, scalars, switches and aliases as they are written.
     ("a grid of one tile less", WHOLE, NORM_LAUNCH, "programs=g.programs(tile),", "programs=g.programs(tile) - 1,"),
     ("groups forgotten in the grid", GROUPS, NORM_LAUNCH,

@@ -26,6 +26,8 @@ import pytest
 from jln import _routes
 
 OPERATIONS = 8
+SHAPE = (3, 4, 8)
+MASK = np.random.default_rng(0).random(SHAPE) > 0.3
 
 
 class Layer(NamedTuple):
@@ -37,6 +39,13 @@ class Layer(NamedTuple):
 
 def normal(seed: int, shape: Sequence[int], dtype: Any) -> jax.Array:
     return jnp.asarray(np.random.default_rng([seed, *shape]).standard_normal(shape)).astype(dtype)
+
+
+def doubled(args, dtype=None):
+    """A promote_dtype of the user's, for Flax NNX: not a mere cast."""
+    from flax.nnx.nn import dtypes
+
+    return tuple(None if a is None else 2 * a for a in dtypes.promote_dtype(args, dtype=dtype))
 
 
 def pairwise(arguments: Mapping[str, Sequence[Any]], only_layer_norm: Sequence[str] = ()) -> list[dict[str, Any]]:

@@ -94,7 +94,7 @@ def test_nnx_transformer(fuse, copy):
 
     routes = jln.explain(conversion.model, TOKENS)
     assert [r.path for r in routes].count("fused") == (LAYERS + 1 if fuse else 0)
-    assert {r.path for r in routes} <= {"fused", "kernel"}
+    assert {r.path for r in routes} <= {"fused", "norm"}
     assert len(routes) == LAYERS * 4 + 1
 
     graphdef, state = nnx.split(conversion.model)
@@ -238,7 +238,7 @@ def test_equinox_transformer(fuse):
     close(new_loss, loss)
     jax.tree.map(close, conversion.undo(new_gradients), gradients)
     routes = jln.explain(jax.vmap(conversion.model), TOKENS)
-    assert [r.path for r in routes] == [*(["kernel", "fused" if fuse else "kernel"] * LAYERS), "kernel"]
+    assert [r.path for r in routes] == [*(["norm", "fused" if fuse else "norm"] * LAYERS), "norm"]
     if not fuse:
         assert jax.tree.leaves(conversion.model)[1] is jax.tree.leaves(model)[1]
         for a, b in zip(jax.tree.leaves(conversion.model), jax.tree.leaves(model), strict=True):

@@ -61,9 +61,9 @@ def test_linen_context():
         seen = jln.explain(model, x)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-2, atol=1e-4), own, theirs)  # a norm in bfloat16
     assert {(r.layer, r.path) for r in routes} == {
-        ("jln.linen.LayerNorm blocks/LayerNorm_0", "kernel"),
-        ("jln.linen.RMSNorm blocks/RMSNorm_0", "kernel"),
-        ("jln.linen.LayerNorm LayerNorm_0", "kernel"),
+        ("jln.linen.LayerNorm blocks/LayerNorm_0", "norm"),
+        ("jln.linen.RMSNorm blocks/RMSNorm_0", "norm"),
+        ("jln.linen.LayerNorm LayerNorm_0", "norm"),
         (f"{__name__}.LinenModel.__call__.<locals>.Mine", "plain"),
     }
     assert set(seen) == set(routes)
@@ -115,7 +115,7 @@ def test_haiku_context():
     paths = {r.layer: r.path for r in routes}
     assert paths.pop("jln.haiku.LayerNorm layer_norm_3") == "plain"
     assert paths.pop(f"{__name__}.test_haiku_context.<locals>.Mine") == "plain"
-    assert set(paths.values()) == {"kernel"}
+    assert set(paths.values()) == {"norm"}
     assert len(paths) == 2 * LAYERS + 1
     assert equations(jax.make_jaxpr(step)(params))["jln_norm_backward"] == 0
 
@@ -146,7 +146,7 @@ def test_a_second_context_reports_what_the_first_one_traced(context, module, nam
     with context() as second:
         step(params)
         (explained,) = jln.explain(step, params)
-    assert [(r.layer, r.path) for r in first] == [(name, "kernel")]
+    assert [(r.layer, r.path) for r in first] == [(name, "norm")]
     assert first[0] not in first.earlier
     assert first[0] in second.earlier
     assert explained == first[0]

@@ -55,7 +55,7 @@ def test_nnx_linear_over_another_axis(options):
     convert.nnx(model, fuse=True)
     close(model(x), y)
     (route,) = jln.explain(model, x)
-    assert route.path == "kernel" and "not over the last axis alone" in route.why
+    assert route.path == "norm" and "not over the last axis alone" in route.why
 
 
 def test_a_converted_model_converts_to_itself():

@@ -85,7 +85,7 @@ def test_norms_by_the_operator(case):
     case["create_offset"], case["offset"] = PARAMETER[case.pop("an_offset", "absent")]
     if case["norm"] == "RMSNorm":
         case = {k: v for k, v in case.items() if k not in ONLY_LAYER_NORM}
-    assert parity(case) == "kernel"
+    assert parity(case) == "norm"
 
 
 @pytest.mark.parametrize("case", pairwise_parameters(ARGUMENTS, ONLY_LAYER_NORM))
@@ -96,15 +96,15 @@ def test_norms(case):
 @pytest.mark.parametrize(
     ("changed", "path"),
     [
-        ({}, "kernel"),
-        ({"x": "bfloat16"}, "kernel"),
-        ({"axis": (1, 2)}, "kernel"),
-        ({"axis": slice(1, None), "param_axis": slice(1, None)}, "kernel"),
-        ({"axis": slice(1, None), "param_axis": None}, "kernel"),
-        ({"axis": 1, "param_axis": 1}, "kernel"),
+        ({}, "norm"),
+        ({"x": "bfloat16"}, "norm"),
+        ({"axis": (1, 2)}, "norm"),
+        ({"axis": slice(1, None), "param_axis": slice(1, None)}, "norm"),
+        ({"axis": slice(1, None), "param_axis": None}, "norm"),
+        ({"axis": 1, "param_axis": 1}, "norm"),
         ({"axis": 1}, "plain"),
         ({"param_axis": (1, 2)}, "plain"),
-        ({"axis": 0, "create_scale": False, "create_offset": False}, "kernel"),
+        ({"axis": 0, "create_scale": False, "create_offset": False}, "norm"),
         ({"axis": slice(0, 0), "create_scale": False, "create_offset": False}, "plain"),
         ({"eps": -1e-5}, "plain"),
         ({"x": "int32"}, "plain"),
@@ -125,7 +125,7 @@ def test_path(name, changed, path):
 
 # broadcast against x: along the normalised axis alone, and along others
 @pytest.mark.parametrize(
-    ("shape", "path"), [((8,), "kernel"), ((), "kernel"), ((1, 1, 8), "kernel"), ((4, 1), "plain"), ((4, 8), "plain")]
+    ("shape", "path"), [((8,), "norm"), ((), "norm"), ((1, 1, 8), "norm"), ((4, 1), "plain"), ((4, 8), "plain")]
 )
 def test_scale_and_offset_of_a_call(shape, path):
     x = normal(0, SHAPE, "float32")
@@ -230,7 +230,7 @@ def test_linear_of_another_dtype_is_not_fused():
     wide = jax.tree.map(lambda a: a.astype("float32"), variables)
     mixed = variables | {"layer_norm_linear/linear": wide["layer_norm_linear/linear"]}
     assert module.apply(variables, x).dtype == jnp.bfloat16
-    for params, path in ((variables, "fused"), (mixed, "kernel"), (wide, "fused")):
+    for params, path in ((variables, "fused"), (mixed, "norm"), (wide, "fused")):
         with _routes.noting() as routes:
             y = module.apply(params, x)
         assert [r.path for r in routes] == [path]

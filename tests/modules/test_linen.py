@@ -12,10 +12,7 @@ from flax import linen as nn
 
 import jln
 from jln import linen as ours
-from parity import described, normal, randomised
-
-SHAPE = (3, 4, 8)
-MASK = np.random.default_rng(0).random(SHAPE) > 0.3
+from parity import MASK, SHAPE, described, normal, randomised
 
 
 def test_statistics_come_from_the_input_as_it_is():

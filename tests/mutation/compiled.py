@@ -1,6 +1,7 @@
 """Ways to break what only the executed rung sees: what the interpreter lets pass, and what it does not run."""
 
 from targets import (
+    ACCESS,
     EXECUTED_FUSED,
     LAUNCH,
     LINEAR,
@@ -29,7 +30,7 @@ COMPILED = [
         "c2 = load_vector(c2_ptr, row, valid, BLOCK_ROWS, COMPUTE)", "c2 = tl.load(c2_ptr + row)", EXECUTED_FUSED,
     ),
     Mutant(
-        "that rows are whole neighbours hidden from the compiler", NORM,
+        "that rows are whole neighbours hidden from the compiler", ACCESS,
         "tl.cast(rows // INNER, tl.int64) * (H * INNER)", "tl.cast(rows, tl.int64) * H", NEIGHBOURS,
     ),
     # What the compiler is told, and the launch.

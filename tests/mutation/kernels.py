@@ -2,6 +2,7 @@
 
 from targets import (
     ABUSE,
+    ACCESS,
     ACCURACY,
     CHUNKS,
     CHUNKS_ADD,
@@ -23,29 +24,29 @@ from targets import (
 
 KERNELS = [
     # The norms' kernels
-    Mutant("a row too many", NORM, "row * H, row < rows", "row * H, row <= rows", WHOLE),
+    Mutant("a row too many", ACCESS, "row * H, row < rows", "row * H, row <= rows", WHOLE),
     Mutant(
         "what a sum of chunks loses", NORM, "return new, (new - total) - term", "return new, 0.0 * term",
         (f"{ACCURACY}test_long_rows_side_by_side[triton-layer_norm]",),
     ),
     Mutant(
-        "a neighbour too many", NORM,
+        "a neighbour too many", ACCESS,
         "outer * (H * INNER) + inner, inner < INNER", "outer * (H * INNER) + inner, inner <= INNER", STRIDED,
     ),
     Mutant(
-        "outer rows too near each other", NORM,
+        "outer rows too near each other", ACCESS,
         "outer * (H * INNER) + inner, inner", "outer * (H + INNER) + inner, inner", STRIDED,
     ),
-    Mutant("a column too many", NORM, "column * INNER, column < H", "column * INNER, column <= H", WHOLE),
-    Mutant("a shared operand taken for a group's own", NORM, "return group * 0", "return group", GROUPS),
+    Mutant("a column too many", ACCESS, "column * INNER, column < H", "column * INNER, column <= H", WHOLE),
+    Mutant("a shared operand taken for a group's own", ACCESS, "return group * 0", "return group", GROUPS),
     Mutant(
-        "scale not zero-centered", NORM, "scale + given if ZERO_CENTERED else given", "given",
+        "scale not zero-centered", ACCESS, "scale + given if ZERO_CENTERED else given", "given",
         (f"{OPERATORS}test_optional_arguments[triton-layer_norm-True-False-True]",),
     ),
     Mutant(
         "the sum not rounded before it is normed", NORM,
         "(x + residual).to(TOTAL).to(COMPUTE)", "x + residual",
-        (f"{OPERATORS}test_it_is_the_rounded_sum_that_is_normed[triton-bfloat16-100]",),
+        ("tests/test_rounded_sum.py::test_it_is_what_is_returned_that_is_normed[add_layer_norm-triton-jitted]",),
     ),
     Mutant(
         "y without the mean subtracted", NORM,
@@ -163,13 +164,13 @@ KERNELS = [
         "            y = _affine(x_hat, scale", "            y = _affine(x_hat, 1.0 + 0.0 * scale", COMPOSED,
     ),
     Mutant(
-        "dtotal shared where dy is", NORM, """_group(group, SHARED, "dtotal")""", """_group(group, SHARED, "dy")""",
+        "dtotal shared where dy is", NORM, """copy_of(group, SHARED, "dtotal")""", """copy_of(group, SHARED, "dy")""",
         (f"{TRANSFORMED}test_vmap_over_cotangents[triton-dtotal-9]",),
     ),
-    Mutant("what is shared taken for what is not", NORM, "return name in names", "return name not in names", GROUPS),
+    Mutant("what is shared taken for what is not", ACCESS, "return name in names", "return name not in names", GROUPS),
     Mutant(
         "shares of dscale and doffset on top of each other", NORM,
-        "first = _position(SUMS, NAME) * programs", "first = 0 * programs", MANY_TILES,
+        "first = position(SUMS, NAME) * programs", "first = 0 * programs", MANY_TILES,
     ),
     Mutant(
         "shares of one group counted for those of all", NORM,

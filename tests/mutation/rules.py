@@ -2,6 +2,7 @@
 
 from targets import (
     ACCURACY,
+    CHECK,
     CHECKER,
     DERIVATIVES,
     DIFFERENCES,
@@ -310,11 +311,11 @@ RULES = [
         (f"{DIFFERENCES}test_differences_without_digits_are_unsure",),
     ),
     Mutant(
-        "a NaN beside the sample missed", "jln/testing.py", "np.sort(np.append(indices[1:], lost[0])) if", "indices if",
+        "a NaN beside the sample missed", CHECK, "np.sort(np.append(indices[1:], lost[0])) if", "indices if",
         (f"{DIFFERENCES}test_what_is_not_finite_is_found_beside_a_sample",),
     ),
     Mutant(
-        "a wrong element beside the sample missed", "jln/testing.py", "in zip(rows, along, strict=True)",
+        "a wrong element beside the sample missed", CHECK, "in zip(rows, along, strict=True)",
         "in zip(rows, rows, strict=True)",
         (f"{DIFFERENCES}test_a_wrong_element_is_found_beside_a_sample",),
     ),
@@ -332,7 +333,7 @@ RULES = [
     Mutant(
         "two kernels' tiles exchanged", LINEAR_TILES, 'chip, chosen["row_sums"], chosen["backward"])',
         'chip, chosen["backward"], chosen["row_sums"])',
-        ("tests/test_tuning.py::test_linears_are_right_under_tuned_tiles[fused]",),
+        ("tests/test_tuned_tiles.py::test_linears_are_right_under_tuned_tiles[fused]",),
     ),
     Mutant(
         "NaN taken for a right number", SEARCH, "if not error <= allowed * largest:", "if error > allowed * largest:",

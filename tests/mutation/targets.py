@@ -15,6 +15,7 @@ class Mutant(NamedTuple):
     tests: tuple[str, ...]
 
 
+ACCESS = "jln/_norm/access.py"
 NORM = "jln/_norm/kernels.py"
 LINEAR = "jln/_norm_linear/kernels.py"
 LAUNCH = "jln/_triton/launch.py"
@@ -28,6 +29,7 @@ DERIVATIVES = "jln/_core/derivatives.py"
 MESH = "jln/_core/mesh.py"
 OPERATOR = "jln/_norm/operator.py"
 LINEAR_OPERATOR = "jln/_norm_linear/operator.py"
+CHECK = "jln/_testing/check.py"
 CHECKER = "jln/_testing/derivatives.py"
 REPORT = "jln/_testing/report.py"
 NORM_TILES = "jln/_norm/tiles.py"

@@ -10,10 +10,9 @@ import jax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+import absent_gpu  # noqa: F401
 from jln import program
 
-if not program._folders("jax_plugins.xla_cuda13"):
-    pytest.skip('compiling for an absent GPU needs pip install "jln[cuda13]"', allow_module_level=True)
 for name in ("flax", "matplotlib", "optax", "orbax.checkpoint", "rich", "typer"):
     pytest.importorskip(name, reason='the example needs pip install "jln[examples]"')
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))

@@ -4,15 +4,13 @@ import jax
 import pytest
 
 import jln
-from jln import program
+from absent_gpu import struct
+from jln import _catalogue, program
+from jln._catalogue import OPERATORS
 from jln._triton import target
 from jln._triton.chip import CHIPS
 
-if not program._folders("jax_plugins.xla_cuda13"):
-    pytest.skip('lowering for an absent GPU needs pip install "jln[cuda13]"', allow_module_level=True)
-
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-OPERATORS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "layer_norm_linear", "rms_norm_linear")
 H200 = target.Gpu(CHIPS["h200"])
 ROWS, H, N = 64, 128, 512  # a product that is composed in 16 bits, whose norm's backward works in place
 
@@ -26,12 +24,11 @@ def float64():
 
 def operands(name, dtype, parameter_dtype):
     """x, what is added to it, and the parameters, as shapes."""
-    x, parameter = jax.ShapeDtypeStruct((ROWS, H), dtype), jax.ShapeDtypeStruct((H,), parameter_dtype)
-    given = [x, x] if name.startswith("add") else [x]
-    given += [parameter, parameter] if "layer_norm" in name else [parameter]
-    if name.endswith("linear"):
-        given += [jax.ShapeDtypeStruct(shape, parameter_dtype) for shape in ((H, N), (N,))]
-    return given
+    sizes = _catalogue.sizes((ROWS, H), -1, (N,))
+    return [
+        a.of(sizes, dtype if a.role == "activation" else parameter_dtype, parameter_dtype)
+        for a in OPERATORS[name].arguments
+    ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -59,7 +56,7 @@ def test_many_rows_lower(shape, axis):
         y, pullback = jax.vjp(lambda *a: jln.rms_norm(*a, axis=axis), x, scale)
         return y, pullback(dy)
 
-    x, scale = jax.ShapeDtypeStruct(shape, "bfloat16"), jax.ShapeDtypeStruct((shape[axis],), "bfloat16")
+    x, scale = struct(*shape), struct(shape[axis])
     with target.using(H200):
         text = jax.jit(step).trace(x, scale, x).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @triton_kernel_call") >= 2
@@ -73,6 +70,6 @@ def test_many_rows_of_a_fused_linear_lower(rows):
 
     shapes = ((rows, 16), (16,), (16, 8), (rows, 8))
     with target.using(H200):
-        traced = jax.jit(step).trace(*(jax.ShapeDtypeStruct(s, "bfloat16") for s in shapes))
+        traced = jax.jit(step).trace(*(struct(*s) for s in shapes))
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @triton_kernel_call") == 4

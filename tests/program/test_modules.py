@@ -4,10 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from absent_gpu import triton_kernels
 from jln import convert, program
-
-if not program._folders("jax_plugins.xla_cuda13"):
-    pytest.skip('compiling for an absent GPU needs pip install "jln[cuda13]"', allow_module_level=True)
 
 nnx = pytest.importorskip("flax.nnx")
 eqx = pytest.importorskip("equinox")
@@ -82,10 +80,6 @@ def eqx_report(blocks):
         return jax.value_and_grad(loss)(arrays)
 
     return program.compile_for(step, jax.tree.map(lambda a: a.astype("bfloat16"), arrays), X)
-
-
-def triton_kernels(report):
-    return [k for k in report.kernels if k.is_triton]
 
 
 def test_nnx_step():

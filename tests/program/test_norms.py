@@ -7,22 +7,12 @@ import jax.numpy as jnp
 import pytest
 
 import jln
+from absent_gpu import struct, triton_kernels
 from jln import program
 from jln._bench.workloads import WORKLOADS
 
-if not program._folders("jax_plugins.xla_cuda13"):
-    pytest.skip('compiling for an absent GPU needs pip install "jln[cuda13]"', allow_module_level=True)
-
 MB = 10**6
 ELEMENTS = 2**25
-
-
-def struct(*shape, dtype="bfloat16"):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def triton_kernels(report):
-    return [k for k in report.kernels if k.is_triton]
 
 
 def layer_norm_step(x, scale, offset, dy):

@@ -5,28 +5,22 @@ import json
 
 import pytest
 
+import absent_gpu  # noqa: F401
 from jln import program
 from jln._bench.stacks import STACKS
 from jln._bench.workloads import WORKLOADS
 
-if not program._folders("jax_plugins.xla_cuda13"):
-    pytest.skip('compiling for an absent GPU needs pip install "jln[cuda13]"', allow_module_level=True)
 pytest.importorskip("typer")
 
+from command_line import run
 from jln._bench.parts import Unsupported
 from jln._bench.peers import PEERS
-from jln._cli import app, report
-
-
-def run(capsys, *arguments):
-    status = app.run(["report", *arguments])
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
+from jln._cli import report
 
 
 def test_json_is_what_the_programs_do(capsys):
     workload = WORKLOADS["layer-norm-1024"]
-    status, out, _ = run(capsys, "--workload", workload.name, "--peer", "jnp", "--chip", "a100", "--json")
+    status, out, _ = run(capsys, "report", "--workload", workload.name, "--peer", "jnp", "--chip", "a100", "--json")
     found = json.loads(out)
     (only,) = found["workloads"]
     assert status == 0 and found["chip"] == "a100" and found["stacks"] == [] and found["failures"] == []
@@ -43,7 +37,7 @@ def test_json_is_what_the_programs_do(capsys):
 
 def test_a_table_of_what_was_asked_for(capsys):
     pytest.importorskip("flax")
-    status, out, _ = run(capsys, "--workload", "decode-4", "--workload", "router", "--peer", "flax")
+    status, out, _ = run(capsys, "report", "--workload", "decode-4", "--workload", "router", "--peer", "flax")
     rows = [line.split() for line in out.splitlines() if line.startswith("  ")][1:]
     assert status == 0
     assert [row[:6] for row in rows] == [
@@ -57,7 +51,7 @@ def test_a_table_of_what_was_asked_for(capsys):
 
 def test_a_peer_that_is_not_here_is_skipped_with_its_reason(capsys, monkeypatch):
     monkeypatch.setitem(PEERS, "flax", dataclasses.replace(PEERS["flax"], package="jln_no_such_package"))
-    status, out, _ = run(capsys, "--workload", "decode-4", "--peer", "flax")
+    status, out, _ = run(capsys, "report", "--workload", "decode-4", "--peer", "flax")
     assert status == 0 and "Skipped flax: flax is not installed." in out
 
 
@@ -71,12 +65,12 @@ def test_a_program_that_does_not_compile_is_said_and_only_ours_is_a_fault(capsys
     monkeypatch.setitem(PEERS, "flax", dataclasses.replace(PEERS["flax"], function=broken))
     monkeypatch.setitem(PEERS, "jnp", dataclasses.replace(PEERS["jnp"], function=has_none))
     arguments = ("--workload", "decode-4", "--peer", "flax", "--peer", "jnp")
-    status, out, _ = run(capsys, *arguments)
+    status, out, _ = run(capsys, "report", *arguments)
     assert status == 0 and [line.split()[4] for line in out.splitlines() if line.startswith("  decode-4")] == ["jln"]
     assert "flax does not compile for decode-4: NotImplementedError: no such size" in out
     assert "jnp has no decode-4: it does not do this" in out
     monkeypatch.setitem(PEERS, "jln", dataclasses.replace(PEERS["jln"], function=broken))
-    status, out, _ = run(capsys, *arguments)
+    status, out, _ = run(capsys, "report", *arguments)
     assert status == 1 and "jln does not compile for decode-4" in out
 
 
@@ -84,7 +78,7 @@ def test_stacks_are_compared_with_flax(capsys, monkeypatch):
     pytest.importorskip("flax")
     small = dataclasses.replace(STACKS["stack-llama"], layers=1, shape=(1, 512, 1024), hidden=2048, heads=8)
     monkeypatch.setitem(report.STACKS, small.name, small)
-    status, out, _ = run(capsys, "--workload", small.name)
+    status, out, _ = run(capsys, "report", "--workload", small.name)
     assert status == 0
     assert out.count("stack-llama: 1 layers, x 1x512x1024, hidden 2048") == 2
     rows = [line.split("  ")[1] for line in out.splitlines() if line.startswith("  ")]

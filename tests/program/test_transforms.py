@@ -7,22 +7,16 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jln
+from absent_gpu import struct, triton_kernels
 from jln import program
-
-if not program._folders("jax_plugins.xla_cuda13"):
-    pytest.skip('compiling for an absent GPU needs pip install "jln[cuda13]"', allow_module_level=True)
 
 M, H, N = 2048, 1024, 3072
 save_statistics = jax.checkpoint_policies.save_only_these_names(jln.STATISTICS)
 
 
-def struct(*shape, dtype="bfloat16", sharding=None):
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-
 def launches(report):
     """Of every Triton kernel of the program, in the order in which they first run."""
-    return [k.times for k in report.kernels if k.is_triton]
+    return [k.times for k in triton_kernels(report)]
 
 
 def gradient(f, n=3):

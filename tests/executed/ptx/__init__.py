@@ -28,7 +28,7 @@ order in which a matrix product is summed.
 
 from ptx.call import Call
 from ptx.program import Program
-from ptx.statistics import H200, Chip, Stats
+from ptx.statistics import H200, DataSheet, Stats
 from ptx.violation import Violation
 
-__all__ = ["H200", "Call", "Chip", "Program", "Stats", "Violation"]
+__all__ = ["H200", "Call", "DataSheet", "Program", "Stats", "Violation"]

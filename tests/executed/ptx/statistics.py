@@ -11,7 +11,7 @@ SECTOR = 32  # bytes that a GPU moves at least
 
 
 @dataclasses.dataclass(frozen=True)
-class Chip:
+class DataSheet:
     """What a chip moves and issues in a second, by its maker's data sheet."""
 
     sms: int
@@ -24,7 +24,7 @@ class Chip:
         return self.sms * self.schedulers * self.clock
 
 
-H200 = Chip(sms=132, clock=1.98e9, memory=4.8e12)
+H200 = DataSheet(sms=132, clock=1.98e9, memory=4.8e12)
 
 
 @dataclasses.dataclass
@@ -52,7 +52,7 @@ class Stats:
                 widths[width] += int(asked)
         return SECTOR * sectors, sum(widths.values()), dict(widths)
 
-    def issue_share(self, chip: Chip = H200) -> float:
+    def issue_share(self, chip: DataSheet = H200) -> float:
         """The time that the schedulers need for the instructions, as a part of what the memory needs for the sectors.
 
         PTX's instructions but for branches, each once for a warp that has any thread in it; and all sectors that loads,

@@ -1,0 +1,44 @@
+"""Small workloads and a wrong peer, for the tests of the benchmark."""
+
+import jax
+
+from jln._bench import measure
+from jln._bench.blocks import Block
+from jln._bench.peers import PEERS
+from jln._bench.workloads import Workload
+
+SETTINGS = measure.Procedure(2)
+# Of each operator, and the forms that take another path: an axis that is not the last, a block, inference.
+SMALL = {
+    w.name: w
+    for w in (
+        Workload("norm", "layer_norm", (6, 40), "small"),
+        Workload("sum", "add_rms_norm", (2, 3, 40), "small"),
+        Workload("linear", "layer_norm_linear", (6, 40), "small", features=8),
+        Workload("no-bias", "rms_norm_linear", (6, 40), "small", features=8, absent=("bias",)),
+        Workload("axis-0", "layer_norm", (40, 3, 2), "small", axis=0),
+        Workload("inference", "rms_norm", (6, 40), "small", directions=("forward",)),
+        Block("block", "block", (2, 4, 16), "small", heads=2),
+    )
+}
+
+
+def off_by(part, which=0):
+    """A peer with one of the gradients off by a part."""
+
+    def function(workload):
+        right = PEERS["jnp"].function(workload)
+
+        @jax.custom_vjp
+        def f(*arguments):
+            return right(*arguments)
+
+        def backward(pullback, dy):
+            gradients = list(pullback(dy))
+            gradients[which] = gradients[which] * (1 + part)
+            return tuple(gradients)
+
+        f.defvjp(lambda *arguments: jax.vjp(right, *arguments), backward)
+        return f
+
+    return function

@@ -1,0 +1,126 @@
+"""The launches that operators would make at any size, for the tests that compile them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jln._norm import signature as norms
+from jln._norm_linear import signature as linears
+from jln._triton.chip import CHIPS as ALL_CHIPS
+from jln._triton.target import Recorder
+
+CHIPS = ("a100", "h200", "b200")
+# x's, the residual's, the parameters'.
+DTYPES = {
+    "bfloat16": ("bfloat16", "bfloat16", "bfloat16"),
+    "float16": ("float16", "float16", "float16"),
+    "float32": ("float32", "float32", "float32"),
+    "float64": ("float64", "float64", "float64"),
+    "bfloat16, float32 parameters": ("bfloat16", "bfloat16", "float32"),
+    "bfloat16, float32 stream": ("bfloat16", "float32", "float32"),
+    "float16, bfloat16 stream": ("float16", "bfloat16", "float32"),
+}
+
+# The most of everything, the least, and what most models have.
+SWITCHES = {
+    "add_rms_norm": {
+        "adds": True,
+        "subtract_mean": False,
+        "zero_centered_scale": False,
+        "scale": True,
+        "offset": False,
+    },
+    "everything": {"adds": True, "subtract_mean": True, "zero_centered_scale": True, "scale": True, "offset": True},
+    "nothing": {"adds": False, "subtract_mean": False, "zero_centered_scale": False, "scale": False, "offset": False},
+}
+
+
+def named(*arrays):
+    """Their dtypes' names, None for what is absent."""
+    return (None if a is None else a.dtype.name for a in arrays)
+
+
+def launches(h, inner, dtypes, chip, switches, trial=None):
+    """The launches of forward and backward at this size, none made."""
+    from jln._norm import launcher
+
+    jax.config.update("jax_enable_x64", True)
+    shape, axis = ((100_000, h), -1) if inner == 1 else ((3, h, inner), -2)
+    x = jax.ShapeDtypeStruct(shape, dtypes[0])
+    added = jax.ShapeDtypeStruct(shape, dtypes[1]) if switches["adds"] else None
+    y = x if len(dtypes) == 3 else jax.ShapeDtypeStruct(shape, dtypes[3])
+    total = x if added is None else jax.ShapeDtypeStruct(shape, jnp.promote_types(*dtypes[:2]))
+    parameter = jax.ShapeDtypeStruct([h if i == len(shape) + axis else 1 for i in range(len(shape))], dtypes[2])
+    rstd = jax.ShapeDtypeStruct(
+        [1 if i == len(shape) + axis else n for i, n in enumerate(shape)], jnp.promote_types(total.dtype, jnp.float32)
+    )
+    mean = rstd if switches["subtract_mean"] else None
+    scale = parameter if switches["scale"] else None
+    offset = parameter if switches["offset"] else None
+    dtotal = None if added is None else total
+    norm = norms.Norm(axis, 1e-6, switches["subtract_mean"], switches["zero_centered_scale"])
+    recorder = Recorder(ALL_CHIPS[chip], trial)
+    wanted = norms.Outcome(*named(y, dtotal, mean, rstd))
+    jax.eval_shape(
+        lambda operands: launcher.forward(operands, norm, wanted, 0, recorder),
+        norms.Operands(x, added, scale, offset),
+    )
+    gradients = norms.Gradients(*named(total, scale, offset, None))
+    jax.eval_shape(
+        lambda operands: launcher.backward(operands, norm, gradients, 0, recorder),
+        norms.Cotangents(y, dtotal, total, scale, None, mean, rstd),
+    )
+    return recorder.launches
+
+
+# LayerNorm+Linear: x's, the kernel's, the norm parameters'.
+LINEAR_DTYPES = {
+    "bfloat16": ("bfloat16", "bfloat16", "float32"),
+    "float16": ("float16", "float16", "float16"),
+    "float32": ("float32", "float32", "float32"),
+    "float64": ("float64", "float64", "float64"),
+    "bfloat16, float32 parameters": ("bfloat16", "float32", "float32"),
+    "float32, bfloat16 kernel": ("float32", "bfloat16", "float32"),
+    "float16, bfloat16 kernel": ("float16", "bfloat16", "float32"),
+}
+
+# M, H, N. Fused: each power of 2 that a product is padded to, with aligned rows of x and dy and without; one chunk and
+# many; few rows, whose columns several programs share.
+FUSED = [
+    (100_000, 4096, 256),
+    (100_000, 1000, 136),
+    (100_000, 8192, 128),
+    (100_000, 4096, 64),
+    (100_000, 1023, 7),
+    (64, 512, 128),
+]
+
+
+def linear_launches(rows, h, n, dtypes, chip, switches, trial=None):
+    """The launches of LayerNorm+Linear forward and backward at this size, none made; a residual is x's like."""
+    from jln._norm_linear import launcher
+
+    jax.config.update("jax_enable_x64", True)
+    x, parameter = jax.ShapeDtypeStruct((rows, h), dtypes[0]), jax.ShapeDtypeStruct((h,), dtypes[2])
+    kernel, bias = (jax.ShapeDtypeStruct(s, dtypes[1]) for s in ((h, n), (n,)))
+    dy = jax.ShapeDtypeStruct((rows, n), jnp.promote_types(*dtypes[:2]))
+    rstd = jax.ShapeDtypeStruct((rows, 1), jnp.promote_types(dtypes[0], jnp.float32))
+    mean = rstd if switches["subtract_mean"] else None
+    scale, offset = (parameter if switches[name] else None for name in ("scale", "offset"))
+    everything = scale is not None
+    bias = bias if everything else None
+    residual = x if switches["adds"] else None  # total and its cotangent are alike
+    norm = norms.Norm(-1, 1e-6, switches["subtract_mean"], switches["zero_centered_scale"])
+    settings = linears.NormLinear(norm, None, (1,), in_one=True)
+    recorder = Recorder(ALL_CHIPS[chip], trial)
+    statistics = named(*((mean, rstd) if everything else (None, None)))
+    wanted = linears.Outcome(tuple(named(dy)), *named(residual), *statistics)
+    operands = linears.Operands(x, residual, scale, offset, (kernel,), (bias,))
+    jax.eval_shape(lambda operands: launcher.forward(operands, settings, wanted, 0, recorder), operands)
+    gradients = linears.Gradients(*named(x, scale, offset), tuple(named(kernel)), tuple(named(bias)))
+    jax.eval_shape(
+        lambda operands: launcher.backward(operands, settings, gradients, 0, recorder),
+        linears.Cotangents((dy,), residual, x, scale, offset, (kernel,), mean, rstd),
+    )
+    return recorder.launches

@@ -1,0 +1,17 @@
+"""What this rung's tests share: each module that imports this is skipped where nothing compiles for an absent GPU."""
+
+import jax
+import pytest
+
+from jln import program
+
+if not program._folders("jax_plugins.xla_cuda13"):
+    pytest.skip('compiling for an absent GPU needs pip install "jln[cuda13]"', allow_module_level=True)
+
+
+def struct(*shape, dtype="bfloat16", sharding=None):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def triton_kernels(report):
+    return [k for k in report.kernels if k.is_triton]

@@ -1,0 +1,120 @@
+"""The benchmark's clocks: what a trace tells, and in which order programs run."""
+
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("typer")
+
+from bench_cases import SMALL
+from jln._bench import numerics, timing, trace
+from jln._bench.timing import Run
+
+pytestmark = pytest.mark.usefixtures("compile_fast", "promoted_ranks")
+
+
+def program(name, size):
+    """A run of a product of matrices and a sine, two kernels or more."""
+
+    def f(x):
+        return jnp.sin(x) @ x
+
+    f.__name__ = name
+    x = jnp.ones((size, size), "float32")
+    compiled = jax.jit(f).lower(x).compile()
+    return Run(name, lambda: compiled(x))
+
+
+def test_each_program_of_a_trace_gets_its_own_time():
+    """On the CPU's threads, through the profiler that a GPU is timed by."""
+    runs = [program("small", 8), program("large", 400)]
+    times = timing.traced(runs, 5, cold_bytes=2**20)
+    assert {name: len(t.seconds) for name, t in times.items()} == {"small": 5, "large": 5}
+    assert times["large"].clock == "device" and times["large"].kernels >= 1
+    assert times["small"].minimum > 0 and 10 * times["small"].minimum < times["large"].minimum  # 125,000 times the work
+
+
+def test_a_run_that_the_trace_lacks_is_an_error(monkeypatch):
+    other = program("other", 8)
+    with pytest.raises(trace.TraceError, match=r"\['jit_other'\] where mine ran"):
+        timing.traced([Run("mine", other.call)], 2, cold_bytes=2**20)
+    monkeypatch.setattr(trace, "of_jax", lambda folder: [])
+    with pytest.raises(trace.TraceError, match="0 runs of 2"):
+        timing.traced([other], 2, cold_bytes=2**20)
+
+
+def test_of_a_gpu_only_its_streams_count(monkeypatch, tmp_path):
+    def event(name, start, duration, **stats):
+        return types.SimpleNamespace(name=name, start_ns=start, duration_ns=duration, stats=stats.items())
+
+    def line(name, *events):
+        return types.SimpleNamespace(name=name, events=events)
+
+    kernels = line("Stream #7(Compute)", event("k2", 5.0, 2.0, hlo_module="jit_f(3)"), event("k1", 1.0, 3.0))
+    modules = line("XLA Modules", event("jit_f", 1.0, 6.0, hlo_module="jit_f"))
+    planes = [
+        types.SimpleNamespace(name="/host:CPU", lines=[line("python", event("f", 0.0, 9.0, hlo_module="jit_f"))]),
+        types.SimpleNamespace(name="/device:GPU:0", lines=[modules, kernels]),
+    ]
+    read = types.SimpleNamespace(from_file=lambda path: types.SimpleNamespace(planes=planes))
+    monkeypatch.setattr(trace.jax.profiler, "ProfileData", read)
+    with pytest.raises(trace.TraceError, match="wrote no trace"):
+        trace.of_jax(tmp_path)
+    (tmp_path / "a.xplane.pb").touch()
+    assert trace.of_jax(tmp_path) == [trace.Event("k1", "", 1.0, 4.0), trace.Event("k2", "jit_f", 5.0, 7.0)]
+
+
+def test_marks_part_the_events():
+    events = [
+        trace.Event(name, name, i, i + 1) for i, name in enumerate(["early", "mark", "mark", "a", "b", "mark", "c"])
+    ]
+    assert [[e.name for e in group] for group in trace.between_marks(events, "mark")] == [["a", "b"], ["c"]]
+
+
+def test_time_is_counted_once_where_kernels_overlap():
+    events = [trace.Event("", "", *span) for span in ((0, 10), (5, 20), (7, 8), (100, 101))]
+    assert trace.busy_seconds(events) == pytest.approx(21e-9)
+    assert trace.busy_seconds([]) == 0.0
+
+
+def test_windows_of_a_pytorch_trace():
+    def entry(category, name, start, duration):
+        return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration}
+
+    text = json.dumps(
+        {
+            "traceEvents": [
+                entry("user_annotation", "window", 100, 50),
+                entry("gpu_user_annotation", "window", 101, 20),
+                entry("user_annotation", "window", 10, 20),
+                entry("kernel", "chill", 5, 4),
+                entry("kernel", "second", 120, 5.5),
+                entry("gpu_memset", "first", 110, 2),
+                entry("cuda_runtime", "launch", 102, 1),
+                {"ph": "M", "name": "process_name"},
+            ]
+        }
+    )
+    assert [[e.name for e in window] for window in trace.of_torch(text, "window")] == [[], ["first", "second"]]
+    assert trace.busy_seconds(trace.of_torch(text, "window")[1]) == pytest.approx(7.5e-6)
+
+
+def test_every_round_has_every_program_in_an_order_of_its_own():
+    runs = [program(name, 4) for name in "abcdef"]
+    rounds = np.reshape([run.name for run in timing.shuffled(runs, 20)], (20, 6))
+    assert (np.sort(rounds) == list("abcdef")).all() and len({tuple(r) for r in rounds}) > 10
+
+
+def test_pytorch_windows_are_found_in_its_trace():
+    torch_peers = pytest.importorskip("torch") and __import__("jln._bench.torch_peers", fromlist=["_windows"])
+    workload = SMALL["norm"]
+    given = numerics.arrays(workload)
+    calls = torch_peers.calls(workload, torch_peers.FUNCTIONS["eager"](workload), *given)
+    runs = [Run(direction, call) for direction, call in calls.items()]
+    assert len(torch_peers._windows(timing.shuffled(runs, 2), lambda: None)) == 2 * len(runs)
+    with pytest.raises(trace.TraceError, match="without kernels"):  # there is no GPU
+        torch_peers.profiled(runs, 2, 2**10)

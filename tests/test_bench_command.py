@@ -1,0 +1,150 @@
+"""`python -m jln bench`: its tables, files and exit statuses, what it takes up again and what another process does."""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import types
+
+import jax
+import pytest
+
+pytest.importorskip("typer")
+
+from bench_cases import SETTINGS, SMALL, off_by
+from command_line import run
+from jln._bench import measure, results, timing
+from jln._bench.peers import PEERS, Peer
+from jln._cli import bench
+
+pytestmark = pytest.mark.usefixtures("compile_fast", "promoted_ranks")
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Two workloads of its own, and no time for ceilings."""
+    two = {name: SMALL[name] for name in ("norm", "inference")}
+    monkeypatch.setattr(bench, "CPU_WORKLOADS", two)
+    for module in (bench, results):
+        monkeypatch.setattr(module, "ALL", {**two, "linear": SMALL["linear"]})
+    monkeypatch.setattr(measure, "ceilings", lambda *_: {"bytes_per_s": 1e9, "flop_per_s": 1e10})
+
+
+COMMON = ("--device", "cpu", "--peers", "jln,jnp", "--repetitions", "2")
+
+
+def test_tables_results_and_plots(capsys, small, tmp_path):
+    pytest.importorskip("matplotlib")
+    status, out, _ = run(capsys, "bench", *COMMON, "--output", str(tmp_path))
+    assert status == 0 and "norm: layer_norm of 6x40 in bfloat16. small" in out
+    assert "copy 1.0 GB/s, matrix product 0.01 TFLOP/s" in out and "wall clock, dispatch included" in out
+    assert [line.split()[:2] for line in out.splitlines() if line.startswith("  jln")] == [
+        ["jln", d] for d in ("forward", "backward", "both", "gradient", "forward")
+    ]
+    assert "both: the fastest JAX peer takes" in out
+    saved = json.loads((tmp_path / "results.json").read_text())
+    assert saved["environment"]["versions"]["jax"] == jax.__version__ and saved["environment"]["chip"]
+    for record in saved["records"]:
+        assert record["gb_per_s"] == pytest.approx(record["bytes_once"] / record["median"] / 1e9)
+        assert record["of_ceiling"] == pytest.approx(record["bytes_once"] / 1e9 / record["median"])
+    moved = {(r["workload"], r["direction"]): r["bytes_once"] for r in saved["records"]}
+    assert moved["norm", "both"] == moved["norm", "forward"] + moved["norm", "backward"]
+    assert moved["norm", "gradient"] == moved["norm", "backward"]
+    for name in ("speed", "ceiling"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_on_a_gpu_the_tuning_in_force_is_recorded(monkeypatch, tmp_path):
+    device = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
+    monkeypatch.setenv("JLN_CHIP", "h200")
+    monkeypatch.setenv("JLN_TUNING", "")
+    assert results.environment(device)["tuning"] == [] and results.environment(jax.devices("cpu")[0])["tuning"] is None
+    (tmp_path / "a.json").write_text('{"schema": 1, "entries": []}')
+    monkeypatch.setenv("JLN_TUNING", str(tmp_path / "a.json"))
+    (only, *_) = results.environment(device)["tuning"]
+    assert only["file"] == str(tmp_path / "a.json") and only["choices"] == 0 and len(only["sha256"]) == 12
+
+
+def test_json(capsys, small):
+    status, out, _ = run(capsys, "bench", "inference", *COMMON, "--json")
+    found = json.loads(out)
+    assert status == 0 and [r["peer"] for r in found["records"]] == ["jln", "jnp"]
+
+
+def test_a_run_that_ends_early_is_taken_up_again(capsys, small, tmp_path, monkeypatch):
+    arguments = (*COMMON, "--output", str(tmp_path), "--resume")
+    status, out, _ = run(capsys, "bench", *arguments, "--seconds", "0")
+    assert status == 3 and "2 workloads were not begun" in out
+    assert run(capsys, "bench", "norm", *arguments)[0] == 0
+    measured = []
+    original = measure.measure
+    monkeypatch.setattr(measure, "measure", lambda w, *rest: measured.append(w.name) or original(w, *rest))
+    assert run(capsys, "bench", *arguments)[0] == 0 and measured == ["inference"]
+    assert {r["workload"] for r in json.loads((tmp_path / "results.json").read_text())["records"]} == {
+        "norm",
+        "inference",
+    }
+    status, _, err = run(capsys, "bench", *arguments, "--repetitions", "3")
+    assert status == 2 and "its repetitions is 2, this one's 3" in err
+    (tmp_path / "results.json").write_text("[]")
+    status, _, err = run(capsys, "bench", *arguments)
+    assert status == 2 and "it is not what this command writes" in err and len(err.splitlines()) == 1
+
+
+def test_exits_with_1_if_ours_is_wrong(capsys, small, monkeypatch):
+    bad = Peer("jln", "", "jln", "jln", off_by(0.1))
+    monkeypatch.setitem(PEERS, "jln", bad)
+    status, out, _ = run(capsys, "bench", "norm", *COMMON)
+    assert status == 1 and "WRONG: jln in norm: dx is off by" in out and "WRONG: another direction's" in out
+
+
+def test_what_another_process_measures(monkeypatch):
+    """As PyTorch is on a GPU; here the workloads are the list's own, the smallest on the CPU."""
+    device = jax.devices("cpu")[0]
+    workload = results.ALL["decode-1"]
+    records = bench._in_another_process([workload], [PEERS["jnp"]], device, SETTINGS, None)
+    assert [(r["workload"], r["peer"], r["status"]) for r in records] == [("decode-1", "jnp", "timed")]
+    nowhere = types.SimpleNamespace(platform="gpu", id=7)
+    records = bench._in_another_process([workload], [PEERS["jnp"]], nowhere, SETTINGS, None)
+    assert [r["status"] for r in records] == ["failed"] and "no device 'gpu:7'" in records[0]["reason"]
+
+
+def test_on_a_gpu_pytorch_has_a_process_of_its_own(monkeypatch):
+    asked = []
+
+    def elsewhere(workloads, peers, *_):
+        asked.append(([w.name for w in workloads], [p.name for p in peers]))
+        return [measure.without(w, p, "skipped", "a test") for w in workloads for p in peers]
+
+    monkeypatch.setattr(bench, "_in_another_process", elsewhere)
+    monkeypatch.setattr(measure, "ceilings", lambda *_: {"bytes_per_s": 1e9, "flop_per_s": 1e10})
+    monkeypatch.setattr(timing, "COLD_BYTES", 2**20)
+    gpu = types.SimpleNamespace(platform="gpu", id=0, device_kind="a GPU")
+    chosen = [PEERS[name] for name in ("jnp", "torch")]
+    given = (gpu, SETTINGS, None, False, None, 0.0)
+    found = bench._run([SMALL["norm"]], chosen, *given)
+    assert asked == [(["norm"], ["torch"])]
+    assert [r["peer"] for r in found["records"]] == ["jnp"] * 3 + ["torch"]
+    monkeypatch.setattr(measure, "measure", lambda w, own, *_: [measure.without(w, own[0], "skipped", "a test")])
+    assert bench._run([SMALL["norm"]], chosen[1:], *given)["ceilings"] is None and len(asked) == 1
+
+
+def test_list(capsys):
+    status, out, _ = run(capsys, "bench", "--list")
+    assert status == 0 and all(name in out for name in (*results.ALL, *PEERS))
+
+
+@pytest.mark.skipif(shutil.which("timeout") is None, reason="gpu_run.sh needs GNU's timeout")
+def test_gpu_run_writes_where_its_caller_means(tmp_path):
+    """Not beside the script. By a Python that passes everything."""
+    script = pathlib.Path(__file__).parents[1] / "benchmarks" / "gpu_run.sh"
+    ran = subprocess.run(
+        ["bash", script, "--cpu", "--results", "found", "--run", "x"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHON": "true"},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert {p.stem for p in (tmp_path / "found" / "x").glob("*.json")} >= {"environment", "kernels", "bench"}

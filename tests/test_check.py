@@ -1,0 +1,159 @@
+"""`python -m jln check`: what it computes, what it finds wrong, and with which implementations."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+pytest.importorskip("typer")
+
+from command_line import process, run
+from jln._catalogue import OPERATORS
+from jln._cli import check, controls, samples
+from jln._cli.samples import Sample
+
+
+def test_one_operator_at_one_size(capsys):
+    status, out, _ = run(capsys, "check", "layer_norm", "--shape", "5x7", "--dtype", "bfloat16")
+    assert status == 0 and out.startswith("layer_norm of 5x7 in bfloat16, normal (seed 0)\n")
+    assert "xla on cpu:0" in out and "triton on cpu:0" in out
+    assert [line.split()[0] for line in out.splitlines() if line.endswith("ok")] == ["y", "dx", "dscale", "doffset"] * 2
+    assert out.endswith("all within their limits\n")
+
+
+@pytest.mark.parametrize("init", samples.get_args(samples.Init))
+@pytest.mark.parametrize("name", OPERATORS)
+def test_every_operator_with_all_data(capsys, name, init):
+    # A width that is no power of two, and a mean that its sum does not give exactly.
+    status, out, _ = run(capsys, "check", name, "--shape", "3x100", "--init", init, "--dtype", "bfloat16", "--json")
+    assert status == 0, out
+    found = json.loads(out)
+    operator = OPERATORS[name]
+    names = [a.name for a in operator.results] + [f"d{a}" for a in operator.names]
+    assert [r["name"] for r in found["runs"][0]["accuracy"]] == names
+
+
+def test_data_is_what_it_is_called():
+    def x(init):
+        return Sample(OPERATORS["layer_norm"], (50, 400), 1, "float32", init).arrays()[0][0]
+
+    assert (x("ones") == 1).all()
+    assert set(x("integers").flat) == {-3, -2, -1, 0, 1, 2, 3}
+    assert abs(x("normal").mean()) < 0.03 and abs(x("normal").std() - 1) < 0.03
+    assert -1 <= x("uniform").min() < -0.99 and 0.99 < x("uniform").max() < 1
+    assert abs(x("large-mean").mean() - 1000) < 0.1 and abs(x("large-mean").std() - 1) < 0.03
+
+
+def test_timing(capsys):
+    arguments = ("check", "layer_norm_linear", "--shape", "64x256", "--features", "32", "--time", "--json")
+    status, out, _ = run(capsys, *arguments, "--implementation", "xla")
+    (only,) = json.loads(out)["runs"]
+    assert status == 0
+    sample = Sample(OPERATORS["layer_norm_linear"], (64, 256), 32, "float32")
+    # x, y, and scale, offset, kernel, bias; then dy, x, dx, scale and kernel again, and their gradients.
+    x, y, parameters = 64 * 256, 64 * 32, 2 * 256 + 256 * 32 + 32
+    moved = {"forward": 4 * (x + y + parameters), "backward": 4 * (y + 2 * x + 256 + 256 * 32 + parameters)}
+    operations = {"forward": 7 * x + 2 * x * 32, "backward": 13 * x + 4 * x * 32}
+    for direction, time in only["time"].items():
+        assert (sample.bytes_once(direction), sample.operations(direction)) == (moved[direction], operations[direction])
+        assert 1e-7 < time["seconds"] < 1
+        assert time["gb_per_s"] == pytest.approx(moved[direction] / time["seconds"] / 1e9)
+        assert time["tflop_per_s"] == pytest.approx(operations[direction] / time["seconds"] / 1e12)
+
+
+def test_the_interpreter_is_not_timed(capsys):
+    status, out, _ = run(capsys, "check", "rms_norm", "--shape", "4x64", "--time")
+    assert status == 0 and "triton on cpu:0: checked, and not timed" in out
+    assert "xla on cpu:0, timed" in out and "GB/s  TFLOP/s" in out
+
+
+def break_it(monkeypatch, name="layer_norm"):
+    """Have an operator's dscale off by a percent."""
+    original = samples.ours
+
+    def broken(operator, implementation):
+        ours = original(operator, implementation)
+        if operator != name or implementation != "xla":
+            return ours
+
+        @jax.custom_vjp
+        def f(*args):
+            return ours(*args)
+
+        def backward(pullback, dy):
+            dx, dscale, *others = pullback(dy)
+            return dx, dscale * 1.01, *others
+
+        f.defvjp(lambda *args: jax.vjp(ours, *args), backward)
+        return f
+
+    for module in (check, samples):
+        monkeypatch.setattr(module, "ours", broken)
+
+
+def test_a_wrong_gradient_is_found_at_one_size(capsys, monkeypatch):
+    break_it(monkeypatch)
+    status, out, _ = run(capsys, "check", "layer_norm", "--shape", "5x100")
+    assert status == 1 and out.endswith("some are NOT within their limits\n")
+    assert [line.split()[0] for line in out.splitlines() if line.endswith("WRONG")] == ["dscale"]
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """The whole check, of two operators in two dtypes at a small size."""
+    monkeypatch.setattr(check, "OPERATORS", {n: OPERATORS[n] for n in ("layer_norm", "rms_norm_linear")})
+    monkeypatch.setattr(check, "DTYPES", ("bfloat16", "float64"))
+    monkeypatch.setattr(check, "NORM_SIZES", (((5, 9), 0),))
+    monkeypatch.setattr(controls, "WRONG", dict(list(controls.WRONG.items())[:2]))
+    monkeypatch.setattr(check, "LINEAR_SIZES", (((5, 9), 3),))
+
+
+def test_everything(capsys, small):
+    status, out, _ = run(capsys, "check")
+    assert status == 0
+    assert [line.split()[:2] for line in out.splitlines() if line.startswith("  ")] == [
+        ["operator", "implementation"],
+        ["layer_norm", "triton"],
+        ["layer_norm", "xla"],
+        ["rms_norm_linear", "triton"],
+        ["rms_norm_linear", "xla"],
+    ]
+    assert "3 of 3 controls were judged rightly" in out and out.endswith("all is right\n")
+
+
+def test_what_is_wrong_is_found_and_said(capsys, small, monkeypatch):
+    break_it(monkeypatch)
+    monkeypatch.setitem(controls.WRONG, "one that is right", controls.RIGHT)
+
+    def crash(*_, **__):
+        raise RuntimeError("a kernel failed")
+
+    monkeypatch.setattr(check, "check_hvp", crash)
+    status, out, _ = run(capsys, "check", "--json")
+    found = json.loads(out)
+    assert status == 1 and not found["ok"] and not found["controls_judged_rightly"]["one that is right"]
+    bad = [c for c in found["devices"][0]["checks"] if not c["ok"]]
+    by_accuracy = {(c["operator"], c["implementation"], c["check"]) for c in bad if c["check"] != "second order"}
+    assert by_accuracy == {("layer_norm", "xla", check) for check in ("bfloat16", "float64", "gradients")}
+    assert {c["where"] for c in bad if c["check"] == "second order"} == {"RuntimeError: a kernel failed"}
+    status, out, _ = run(capsys, "check")
+    assert "WRONG: misjudged one that is right" in out and "WRONG: layer_norm, xla, gradients: argument 1[" in out
+    assert status == 1 and out.endswith("something is WRONG\n")
+
+
+def test_without_triton_it_checks_what_there_is():
+    ran = process("check", "rms_norm", "--shape", "3x4", before="sys.modules['triton'] = None", TRITON_INTERPRET="0")
+    assert ran.returncode == 0, ran.stderr
+    assert "xla on cpu:0" in ran.stdout and "triton on cpu:0: triton is not installed" in ran.stdout
+    ran = process("check", "rms_norm", "--implementation", "triton", before="sys.modules['triton'] = None")
+    assert ran.returncode == 2 and ran.stderr.startswith("jln: triton cannot run: triton is not installed")
+
+
+def test_the_interpreter_runs_the_kernels_unasked():
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "jln", "check", "rms_norm", "--shape", "3x4"]
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert ran.returncode == 0 and "triton on cpu:0\n" in ran.stdout

@@ -1,0 +1,106 @@
+"""What `jax.checkpoint` makes again behind a norm of ours, counted in the traced gradient, beside plain jnp."""
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.interpreters import partial_eval
+
+import jln
+import workbench
+
+H, WIDE, FEW = 16, 300, 8
+SHAPES = {
+    "scale": (H,),
+    **{name: (H, WIDE) for name in ("q", "k", "v", "gate", "up")},
+    **{name: (WIDE, H) for name in ("out", "down")},
+    **{"adapter": (H, FEW), "back": (FEW, H)},
+}
+# Forward products: q, k, v, out, gate, up, adapter, down, back; backward two of each.
+PRODUCTS = 9
+ours, jaxs = jln.checkpoint_policies, jax.checkpoint_policies
+POLICIES = {
+    "JAX's dots": jaxs.dots_saveable,
+    "JAX's dots with no batch": jaxs.dots_with_no_batch_dims_saveable,
+    "dots": ours.dots_saveable,
+    "dots with no batch": ours.dots_with_no_batch_dims_saveable,
+    "dots and statistics": ours.dots_and_statistics_saveable,
+    "dots with no batch and statistics": ours.dots_with_no_batch_dims_and_statistics_saveable,
+    "offloaded": ours.offload_dots_with_no_batch_dims("device", "pinned_host"),
+}
+
+
+def block(module):
+    def call(x, p):
+        q, k, v = module.layer_norm_linear(x, p["scale"], p["scale"], (p["q"], p["k"], p["v"]))
+        branch = (jnp.sin(q) * k * jnp.cos(v)) @ p["out"]
+        (gate, up), x = module.add_rms_norm_linear(branch, x, p["scale"], (p["gate"], p["up"]))
+        few = module.rms_norm_linear(x, p["scale"], p["adapter"])  # in one kernel
+        return x + (jax.nn.silu(gate) * up) @ p["down"] + jnp.sin(few) @ p["back"]
+
+    return call
+
+
+def arguments():
+    parameters = {n: workbench.normal(i, s, "float32") * 0.1 for i, (n, s) in enumerate(SHAPES.items())}
+    return workbench.normal(50, (4, 6, H), "float32"), parameters
+
+
+def gradient(module, policy):
+    call = jax.checkpoint(block(module), policy=policy)
+    return jax.grad(lambda x, p: jnp.sum(jnp.sin(call(x, p))), (0, 1))
+
+
+def equations(jaxpr):
+    for e in jaxpr.eqns:
+        yield e
+        for value in jax.tree.leaves(list(e.params.values()), is_leaf=lambda v: hasattr(v, "eqns")):
+            if hasattr(value, "eqns"):
+                yield from equations(value)
+
+
+def made(module, policy):
+    """From what is made, forward, again and backward, to how often: products; and each operation's results."""
+    jaxpr = jax.make_jaxpr(gradient(module, policy))(*arguments()).jaxpr
+    jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    count = Counter()
+    for e in equations(jaxpr):
+        count["products"] += e.primitive is jax.lax.dot_general_p
+        if e.primitive.name.startswith("jln_norm"):
+            dtypes = e.params["told"].dtypes
+            wanted = [n for n, d in zip(dtypes._fields, dtypes, strict=True) if jax.tree.leaves(d)]
+            count[e.primitive.name, *wanted] += 1
+    return count
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_product_is_made_once(name):
+    """Of ours one each way is in one kernel: forward one, backward two."""
+    assert made(jln.reference, POLICIES[name])["products"] == 3 * PRODUCTS
+    count = made(jln, POLICIES[name])
+    assert count["products"] == 3 * (PRODUCTS - 1)
+    again = [k for k in count if k[0] == "jln_norm_linear_forward" and "y" in k]
+    assert sum(count[k] for k in again) == (2 if "JAX" in name else 1)  # JAX's do not know the name
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_only_statistics_of_norms_are_made_again(name):
+    count = made(jln, POLICIES[name])
+    z = [k for k in count if k[0] == "jln_norm_forward" and "y" in k]
+    assert sum(count[k] for k in z) == 2  # forward: that of q, k, v and that of gate and up
+    again = [k for k in count if k[0] == "jln_norm_forward" and "y" not in k]
+    saved = "statistics" in name or name == "offloaded"
+    assert {tuple(k[1:]) for k in again} == ({("total",)} if saved else {("mean", "rstd"), ("total", "rstd")})
+
+
+def test_without_a_policy_all_is_made_again():
+    assert made(jln, None)["products"] > 3 * (PRODUCTS - 1)
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "offloaded"])  # a CPU has one memory
+def test_gradients_are_those_without_a_checkpoint(name):
+    got = jax.jit(gradient(jln, POLICIES[name]))(*arguments())
+    expected = jax.jit(gradient(jln.reference, jaxs.everything_saveable))(*arguments())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, expected)

@@ -1,0 +1,112 @@
+"""`python -m jln doctor`: what runs where and why, and what is broken."""
+
+import json
+
+import jax
+import pytest
+
+pytest.importorskip("typer")
+
+from command_line import run
+from jln._catalogue import OPERATORS
+from jln._cli import doctor
+from jln._triton import cache
+from jln._triton.chip import CHIP_VARIABLE
+
+
+def test_doctor(capsys):
+    status, out, _ = run(capsys, "doctor")
+    assert status == 0 and out.endswith("nothing is broken\n")
+    assert f"jax                {jax.__version__}" in out
+    status, out, _ = run(capsys, "doctor", "--json")
+    found = json.loads(out)
+    assert found["versions"]["jax"] == jax.__version__ and found["devices"][0]["device"] == "cpu:0"
+    assert {o["runs"] for o in found["operators"]} == {"xla"}
+    assert {o["operator"].split(",")[0] for o in found["operators"]} == set(OPERATORS)
+
+
+class Gpu:
+    platform, id, device_kind = "gpu", 0, "NVIDIA H200"
+
+
+def test_doctor_says_where_tiles_are_from(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "choices", lambda *_: [])
+    assert "Tiles of the kernels: heuristics, as there is no GPU." in run(capsys, "doctor")[1]
+    monkeypatch.setenv(CHIP_VARIABLE, "h200")
+    (tmp_path / "a.json").write_text('{"schema": 1, "entries": []}')
+    monkeypatch.setenv("JLN_TUNING", str(tmp_path / "a.json"))
+    out = run(capsys, "doctor", "--json")[1]
+    assert json.loads(out)["tuning"].startswith(f"0 choices for h200 in {tmp_path / 'a.json'}, else ")
+    (tmp_path / "a.json").write_text("{")
+    found = run(capsys, "doctor")
+    assert found[0] == 1 and f"BROKEN: {tmp_path / 'a.json'} is ignored in part: all of it: Expecting" in found[1]
+    monkeypatch.setenv(CHIP_VARIABLE, "h2000")
+    assert "BROKEN: JLN_CHIP: unknown chip 'h2000'" in run(capsys, "doctor")[1]
+
+
+def test_doctor_says_where_compiled_kernels_are(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "choices", lambda *_: [])
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
+    cache.store("key", {})
+    assert f"Compiled kernels: 1 of at most {cache.LIMIT} in {tmp_path}." in run(capsys, "doctor")[1]
+    monkeypatch.setenv(cache.VARIABLE, "")
+    assert "Compiled kernels: not kept, as JLN_CACHE_DIR says." in run(capsys, "doctor")[1]
+
+
+@pytest.mark.filterwarnings("ignore:jln runs")
+def test_doctor_says_what_runs_on_a_gpu_and_why(monkeypatch):
+    """Lowered for CUDA as JAX would; this machine has none."""
+    import importlib
+
+    if importlib.util.find_spec("jax_triton") is None:
+        pytest.skip("needs jax-triton")
+    monkeypatch.setenv(CHIP_VARIABLE, "h200")
+    monkeypatch.setattr(doctor.target, "missing", lambda: None)
+    rows = {row["operator"]: row for row in doctor.choices(Gpu())}
+    assert rows["layer_norm"]["runs"] == "triton"
+    assert rows["layer_norm"]["forward"] == ["forward_kernel"]
+    assert rows["layer_norm"]["backward"] == ["backward_kernel", "reduce_kernel"]
+    fused = ["row_sums_kernel", "backward_kernel", "parameters_kernel"]
+    assert rows["layer_norm_linear, few features"]["backward"] == fused
+    assert rows["layer_norm_linear"]["backward"][:2] == ["backward_kernel", "reduce_kernel"]
+    monkeypatch.setattr(doctor.target, "missing", lambda: "jax_triton is not installed")
+    row = doctor.choices(Gpu())[0]
+    assert row["runs"] == "xla" and row["forward"] == row["backward"] == []
+    assert row["why_not_the_other"] == "Why not triton on gpu:0 (NVIDIA H200): jax_triton is not installed."
+
+
+GOOD = {"jax": "0.10.2", "jaxlib": "0.10.2", "numpy": "2.4.6", "jax-triton": "0.3.1", "triton": "3.9.0"}
+
+
+@pytest.mark.parametrize(
+    ("versions", "count"),
+    [
+        ({}, 0),
+        ({"jax": "0.12.0", "jaxlib": "0.12.0"}, 0),
+        ({"jax-triton": "0.4.1"}, 0),
+        ({"triton": "3.6.0", "numpy": "2.3.1"}, 0),
+        ({"jax-triton": "0.4.1", "jax": "0.12.0", "jaxlib": "0.12.0"}, 0),
+        ({"jax-triton": "0.4.1", "triton": "3.6.0", "numpy": "2.3.1"}, 0),
+        ({"triton": "3.6.0"}, 1),
+        ({"jax-cuda13-plugin": "0.10.1"}, 1),
+        ({"jax-cuda13-plugin": "0.10.2.dev1"}, 0),
+        ({"triton": "3.6.0", "jax-cuda13-plugin": "0.10.1"}, 2),
+    ],
+)
+def test_doctor_knows_bad_pairs(capsys, monkeypatch, versions, count):
+    monkeypatch.setattr(doctor, "installed", lambda: dict.fromkeys(doctor.PACKAGES) | GOOD | versions)
+    monkeypatch.setattr(doctor, "choices", lambda *_: [])
+    status, out, _ = run(capsys, "doctor")
+    assert status == (1 if count else 0) and out.count("BROKEN: ") == count
+    assert f"{count} of {len(doctor.BAD_PAIRS)} are here" in out
+
+
+def test_doctor_finds_a_gpu_that_is_not_used(capsys, monkeypatch):
+    monkeypatch.setattr(doctor.pathlib.Path, "exists", lambda path: True)
+    monkeypatch.setattr(doctor, "choices", lambda *_: [])
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    status, out, _ = run(capsys, "doctor")
+    assert status == 1 and "JAX_PLATFORMS=cpu hides it" in out
+    monkeypatch.delenv("JAX_PLATFORMS")
+    assert "JAX does not see it: pip install" in run(capsys, "doctor")[1]
+    assert doctor._idle_gpu([Gpu()])[0].startswith("the GPU runs jln without its Triton kernels: ")

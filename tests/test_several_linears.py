@@ -1,0 +1,287 @@
+"""Several Linears behind one norm, a tuple of kernels: values, gradients, transformations, errors and what is kept.
+
+What each product is by itself the other tests hold; here it is what the tuple adds: that z and dz are shared, that
+every array is its own, and that nothing is counted twice.
+"""
+
+import functools
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jln
+import workbench
+from workbench import LINEAR_OPERATORS
+
+CLOSE = {"rtol": 1e-11, "atol": 1e-11}
+# One kernel does all, features of one axis and of two; XLA multiplies, one of them alone too wide for that kernel; a
+# single one, which gives a tuple too.
+FEATURES = (((16,), (2, 3), (5,)), ((300,), (8,)), ((7,),))
+
+
+def ids(features):
+    return "+".join("x".join(map(str, f)) for f in features)
+
+
+def operands_of(name, features, dtype, rows=(37,), width=100, parameter_dtype=None):
+    """All that the operator takes by name, every second Linear without a bias."""
+    operator = LINEAR_OPERATORS[name]
+    made = [
+        workbench.arguments(operator, (*rows, width), dtype, features=f, parameter_dtype=parameter_dtype)
+        for f in features
+    ]
+    names = operator.kind.names
+    shared = {n: a for n, a in zip(names, made[0], strict=True) if a is not None}
+    kernels, biases = (tuple(m[names.index(n)] * (1 + i) for i, m in enumerate(made)) for n in ("kernel", "bias"))
+    return shared | {"kernel": kernels, "bias": tuple(b if i % 2 == 0 else None for i, b in enumerate(biases))}
+
+
+def flat(result):
+    return jax.tree.leaves(result)
+
+
+# Neighbours have the other two dtypes.
+@pytest.mark.parametrize(
+    ("name", "features", "dtype"),
+    [
+        (name, features, dtype)
+        for i, (name, features) in enumerate(itertools.product(LINEAR_OPERATORS, FEATURES))
+        for dtype in (("bfloat16", "float32"), ("float16", "float64"))[i % 2]
+    ],
+)
+def test_every_result_against_float64(name, features, dtype, implementation):
+    """As those of one Linear whose kernel has all columns: each y is a part of its y, each gradient of its gradient."""
+    operands = operands_of(name, features, dtype)
+    operator = LINEAR_OPERATORS[name]
+
+    def run(module, **options):
+        function = functools.partial(getattr(module, name), epsilon=workbench.EPSILON, **options)
+        result, pullback = jax.vjp(lambda a: function(**a), operands)
+        y, total = result if operator.adds else (result, None)
+        dtotal = () if total is None else (workbench.normal(9, total.shape, total.dtype),)
+        dy = tuple(workbench.normal(20 + i, a.shape, a.dtype) for i, a in enumerate(y))
+        (gradients,) = pullback((dy, *dtotal) if dtotal else dy)
+        rows = len(operands["x"])
+        return {
+            "y": np.concatenate([np.asarray(a).reshape(rows, -1) for a in y], -1),
+            **({} if total is None else {"total": np.asarray(total)}),
+            **{f"d{n}": np.asarray(gradients[n]) for n in gradients if n not in ("kernel", "bias")},
+            "dkernel": np.concatenate([np.asarray(a).reshape(len(a), -1) for a in gradients["kernel"]], -1),
+        }, (np.concatenate([np.asarray(a).reshape(rows, -1) for a in dy], -1), *map(np.asarray, dtotal))
+
+    got, cotangent = run(jln, implementation=implementation)
+    plain, _ = run(jln.reference)
+    kernel = np.concatenate([np.asarray(k).reshape(len(k), -1) for k in operands["kernel"]], -1)
+    pairs = zip(operands["kernel"], operands["bias"], strict=True)
+    bias = np.concatenate([np.zeros(k[0].size, k.dtype) if b is None else np.asarray(b).ravel() for k, b in pairs])
+    whole = operands | {"kernel": kernel, "bias": bias}
+    named = tuple(whole.get(n) for n in operator.kind.names)
+    true = workbench.truth(operator, named, cotangent if operator.adds else cotangent[0], total=got.get("total"))
+    workbench.assert_accurate(got, plain, true)
+
+
+def both(transformed, name, implementation):
+    ours = transformed(functools.partial(getattr(jln, name), implementation=implementation))
+    reference = transformed(getattr(jln.reference, name))
+    chex.assert_trees_all_equal_shapes_and_dtypes(ours, reference)
+    chex.assert_trees_all_close(ours, reference, **CLOSE)
+
+
+def loss(function):
+    return lambda a: sum(jnp.sum(jnp.sin((1 + i) * r)) for i, r in enumerate(flat(function(**a))))
+
+
+def stacked(a, n=3):
+    return jnp.stack([a * (1 + i / 7) for i in range(n)])
+
+
+TRANSFORMATIONS = {
+    "grad": lambda f, a: jax.jit(jax.grad(loss(f)))(a),
+    "forward mode": lambda f, a: jax.jvp(lambda a: f(**a), (a,), (jax.tree.map(jnp.cos, a),)),
+    "grad(forward mode)": lambda f, a: jax.grad(
+        lambda a: sum(map(jnp.sum, flat(jax.jvp(lambda a: f(**a), (a,), (jax.tree.map(jnp.cos, a),))[1])))
+    )(a),
+    "hvp": lambda f, a: jax.jvp(jax.grad(loss(f)), (a,), (jax.tree.map(jnp.cos, a),)),
+    "vmap of x": lambda f, a: jax.vmap(lambda x: jax.grad(loss(f))(a | {"x": x}))(stacked(a["x"])),
+    "vmap of one kernel": lambda f, a: jax.vmap(
+        lambda k: jax.grad(loss(f))(a | {"kernel": (*a["kernel"][:-1], k)})
+    )(stacked(a["kernel"][-1])),
+    "grad(vmap) of all": lambda f, a: jax.grad(lambda s: jnp.sum(jax.vmap(loss(f))(s)))(jax.tree.map(stacked, a)),
+    "checkpoint": lambda f, a: jax.grad(loss(jax.checkpoint(lambda **a: f(**a))))(a),
+    "dots saved": lambda f, a: jax.grad(
+        loss(jax.checkpoint(lambda **a: f(**a), policy=jln.checkpoint_policies.dots_saveable))
+    )(a),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("compile_fast")
+@pytest.mark.parametrize("transformation", TRANSFORMATIONS)
+@pytest.mark.parametrize("features", FEATURES[:2], ids=ids)
+@pytest.mark.parametrize("name", LINEAR_OPERATORS)
+def test_transformations(name, features, transformation, implementation):
+    operands = operands_of(name, features, "float64", rows=(2, 3), width=9)
+    forward = "forward" in transformation
+
+    def transformed(f):
+        ours = getattr(f, "func", None) is getattr(jln, name)
+        f = functools.partial(f, forward_mode=True) if forward and ours else f
+        return TRANSFORMATIONS[transformation](f, operands)
+
+    both(transformed, name, implementation)
+
+
+@pytest.mark.usefixtures("compile_fast")
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 2), ("total",), (1, "total")], ids=str)
+@pytest.mark.parametrize("forward_mode", [False, True])
+@pytest.mark.parametrize("features", [FEATURES[0], ((300,), (8,), (2, 4))], ids=ids)
+def test_results_that_are_not_used(features, forward_mode, used, implementation):
+    """Their kernels' gradients are zero, and those of the others as if they were alone."""
+    operands = operands_of("add_layer_norm_linear", features, "float64", rows=(6,), width=9)
+
+    def transformed(f):
+        def chosen(a):
+            y, total = f(**a)
+            return sum(jnp.sum(jnp.sin(total if i == "total" else y[i])) for i in used)
+
+        return jax.grad(chosen)(operands)
+
+    mode = {"forward_mode": forward_mode}
+    ours = transformed(functools.partial(jln.add_layer_norm_linear, implementation=implementation, **mode))
+    chex.assert_trees_all_close(ours, transformed(jln.reference.add_layer_norm_linear), **CLOSE)
+
+
+FROZEN = ("x", "residual", "scale", "offset", "kernel", "bias", "first kernel", "last kernel")
+
+
+@pytest.mark.usefixtures("compile_fast")
+@pytest.mark.parametrize("wanted", [(a,) for a in FROZEN] + [("scale", "last kernel"), ("x", "bias")], ids=str)
+@pytest.mark.parametrize("forward_mode", [False, True])
+@pytest.mark.parametrize("features", [FEATURES[0], ((300,), (8,), (2, 4))], ids=ids)
+def test_frozen_arguments(features, forward_mode, wanted, implementation):
+    operands = operands_of("add_layer_norm_linear", features, "float64", rows=(6,), width=9)
+    kernels = operands["kernel"]
+    parts = operands | {"first kernel": kernels[0], "last kernel": kernels[-1]}
+
+    def transformed(f):
+        def of(wanted):
+            a = operands | {n: v for n, v in wanted.items() if " " not in n}
+            first, last = wanted.get("first kernel", a["kernel"][0]), wanted.get("last kernel", a["kernel"][-1])
+            return loss(f)(a | {"kernel": (first, *a["kernel"][1:-1], last)})
+
+        return jax.grad(of)({n: parts[n] for n in wanted})
+
+    mode = {"forward_mode": forward_mode}
+    ours = transformed(functools.partial(jln.add_layer_norm_linear, implementation=implementation, **mode))
+    chex.assert_trees_all_close(ours, transformed(jln.reference.add_layer_norm_linear), **CLOSE)
+
+
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "bfloat16")])
+@pytest.mark.parametrize("features", FEATURES[:2], ids=ids)
+def test_kernels_of_several_dtypes(features, dtypes, implementation):
+    """Each y has the dtype that x and its own kernel promote to, each gradient that of its argument."""
+    operands = operands_of("layer_norm_linear", features, "bfloat16")
+    kernels = tuple(k.astype(d) for k, d in zip(operands["kernel"], itertools.cycle(dtypes)))
+    operands |= {"kernel": kernels}
+
+    def run(module, **options):
+        y, pullback = jax.vjp(lambda a: module.layer_norm_linear(**a, **options), operands)
+        return y, pullback(tuple(workbench.normal(i, a.shape, a.dtype) for i, a in enumerate(y)))[0]
+
+    (y, gradients), (plain, plain_gradients) = run(jln, implementation=implementation), run(jln.reference)
+    assert [a.dtype for a in y] == [jnp.promote_types("bfloat16", k.dtype) for k in kernels]
+    chex.assert_trees_all_equal_shapes_and_dtypes(gradients, operands)
+    wide = functools.partial(jax.tree.map, lambda a: np.asarray(a, "float64"))
+    chex.assert_trees_all_close(wide((y, gradients)), wide((plain, plain_gradients)), rtol=0.02, atol=0.3)
+
+
+@pytest.mark.parametrize("forward_mode", [False, True])
+@pytest.mark.parametrize("features", FEATURES[:2], ids=ids)
+def test_only_the_total_is_kept_of_its_size(features, forward_mode, implementation):
+    """Between forward and backward: the total, which is returned too, the parameters as they are, mean and rstd."""
+    operands = operands_of("add_layer_norm_linear", features, "bfloat16", rows=(64,), width=32)
+    options = {"implementation": implementation, "forward_mode": forward_mode}
+
+    def held(a):
+        return jax.tree.leaves(jax.vjp(lambda a: jln.add_layer_norm_linear(**a, **options), a)[1])
+
+    large = [a for a in jax.eval_shape(held, operands) if a.size >= 64 * 32]
+    jaxpr = jax.make_jaxpr(held)(operands).jaxpr
+    made = [a.aval.shape for a in jaxpr.outvars if a not in jaxpr.invars and a.aval.size]
+    assert sorted(made) == [(64, 1), (64, 1), (64, 32)]
+    assert [a.shape for a in large].count((64, 32)) == 1
+
+
+K = jnp.ones((8, 3), "float32")
+X = jnp.ones((4, 8), "float32")
+ERRORS = {
+    "a list": (TypeError, r"kernel must be an array; got list \(several Linears are a tuple of arrays\)", [K, K], None),
+    "nothing": (ValueError, r"kernel must have at least one array; got \(\)", (), None),
+    "a tuple in a tuple": (TypeError, r"kernel\[1\] must be an array; got tuple", (K, (K, K)), None),
+    "None": (TypeError, r"kernel\[0\] must be an array; got NoneType", (None, K), None),
+    "another H": (ValueError, r"kernel\[1\] must have shape \(8, \*features\).*got float32\[9,3\]",
+                  (K, jnp.ones((9, 3), "float32")), None),
+    "an integer kernel": (TypeError, r"kernel\[1\] must have one of the dtypes", (K, K.astype("int32")), None),
+    "fewer biases": (ValueError, r"bias must have an array or None for each of 2 kernels; got 1", (K, K), (None,)),
+    "a bias for all": (TypeError, r"bias must be None or a tuple of arrays and Nones.*got float32\[3\]",
+                       (K, K), jnp.ones(3, "float32")),
+    "a list of biases": (TypeError, r"bias must be None or a tuple.*got list", (K, K), [None, None]),
+    "another bias": (ValueError, r"bias\[1\] must have shape \(3,\), that of kernel\[1\]'s axes after the first",
+                     (K, K), (None, jnp.ones(4))),
+    "several biases of one kernel": (TypeError, r"bias must be an array; got tuple, where kernel is one array",
+                                     K, (jnp.ones(3),)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_bad_arguments(case):
+    error, message, kernel, bias = ERRORS[case]
+    with pytest.raises(error, match=message):
+        jln.rms_norm_linear(X, None, kernel, bias)
+    with pytest.raises(error, match=message):
+        jln.add_layer_norm_linear(X, X, None, None, kernel, bias)
+
+
+def test_a_residual_of_another_shape():
+    with pytest.raises(ValueError, match=r"residual must have shape \(4, 8\), that of x; got float32\[8\]"):
+        jln.add_rms_norm_linear(X, X[0], None, K)
+    with pytest.raises(TypeError, match=r"residual must be an array; got NoneType"):
+        jln.add_rms_norm_linear(X, None, None, K)
+
+
+@pytest.mark.parametrize("rows", [(0,), (3, 0)], ids=str)
+def test_no_rows(rows, implementation):
+    x = jnp.ones((*rows, 8))
+    (y, z), total = jln.add_rms_norm_linear(x, x, None, (K, jnp.ones((8, 2, 2))), implementation=implementation)
+    assert (y.shape, z.shape, total.shape) == ((*rows, 3), (*rows, 2, 2), (*rows, 8))
+
+
+# Which axes of the mesh split the features of each kernel. "both alike": each device has a part of every product, and
+# so a share of dz. "one alone": the other product is whole on every device, and must not be counted by each.
+SPLIT = {"both alike": ("tensor", "tensor"), "one alone": ("tensor", None), "differently": ("tensor", "data")}
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("split", SPLIT)
+@pytest.mark.parametrize("features", [((16,), (8,)), ((512,), (8,))], ids=ids)
+def test_on_a_mesh(features, split, kind):
+    devices = np.array(jax.devices()[:8]).reshape(4, 2)
+    mesh = Mesh(devices, ("data", "tensor"), axis_types=(getattr(jax.sharding.AxisType, kind),) * 2)
+    operands = operands_of("add_layer_norm_linear", features, "float64", rows=(4, 2), width=8)
+    rows = P() if split == "differently" else P("data")
+    specs = jax.tree.map(lambda _: P(), operands) | {
+        "x": rows,
+        "residual": rows,
+        "kernel": tuple(P(None, axis) for axis in SPLIT[split]),
+        "bias": (P(SPLIT[split][0]), None),
+    }
+    put = jax.tree.map(lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec)), operands, specs)
+    expected = jax.value_and_grad(loss(jln.reference.add_layer_norm_linear))(operands)
+    with jax.set_mesh(mesh):
+        got = jax.jit(jax.value_and_grad(loss(jln.add_layer_norm_linear)))(put)
+    chex.assert_trees_all_close(got, expected, **CLOSE)
