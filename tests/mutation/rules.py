@@ -167,7 +167,7 @@ RULES = [
     ),
     Mutant(
         "dbias added up over features", LINEAR_RULES,
-        "dbias=Result(of.bias, summed=(Kind.ROW,)", "dbias=Result(of.bias, summed=(Kind.FEATURE, Kind.ROW)",
+        "Result(b, summed=(Kind.ROW,)", "Result(b, summed=(Kind.FEATURE, Kind.ROW)",
         (f"{SHARDING}test_gradient_under_jit[layer_norm_linear-rows and columns]",),
     ),
     Mutant(
@@ -202,8 +202,8 @@ RULES = [
         (f"{FROZEN}test_wide_rows_without_dx_need_no_sums",),
     ),
     Mutant(
-        "z made again for a frozen kernel", XLA_LINEAR, "for d, _, _, wanted, _ in products if wanted is not None]",
-        "for d, _, _, wanted, _ in products]", (f"{FROZEN}test_launches[composed-x-asked for]",),
+        "z made again for a frozen kernel", XLA_LINEAR, "for i in used if dtypes.dkernel[i] is not None]",
+        "for i in used]", (f"{FROZEN}test_launches[composed-x-asked for]",),
     ),
     Mutant(
         "doffset alone of a part of the rows", LINEAR_LAUNCH,
