@@ -47,13 +47,15 @@ def call(workload: Workload, direction: str, target: Target) -> tuple[Callable[.
     if workload.is_linear:
         kernel, bias, y = shapes["kernel"], shapes.get("bias"), shapes["y"]
         settings = ("settings", linears.NormLinear(norm, None, (1,), in_one=True))
-        sizes = workload.rows, *kernel.shape, dtype.name, target.chip
+        h, n = kernel.shape
+        sizes = workload.rows, h, n, dtype.name, target.chip
         if direction == "forward" and tiles.forward_tile(*sizes) is not None:
             dtypes = linears.Outcome((dtype.name,), dtype_of(residual), *saved_statistics)
             operands = linears.Operands(x, residual, scale, offset, (kernel,), (bias,))
             return made(linear_launcher.forward, settings, dtypes), operands
         if direction == "backward" and tiles.backward_plan(*sizes) is not None:
-            dtypes = linears.Gradients(*map(dtype_of, (x, scale, offset)), (dtype_of(kernel),), (dtype_of(bias),))
+            dx, dscale, doffset, dkernel, dbias = map(dtype_of, (x, scale, offset, kernel, bias))
+            dtypes = linears.Gradients(dx, dscale, doffset, (dkernel,), (dbias,))
             operands = linears.Cotangents((y,), dtotal, x, scale, offset, (kernel,), mean, statistic)
             return made(linear_launcher.backward, settings, dtypes), operands
     settings = ("norm", norm)
