@@ -3,6 +3,7 @@
 from targets import (
     FUSED,
     FUSED_SUM,
+    IN_ONE_ON_A_MESH,
     LINEAR,
     LINEAR_LAUNCH,
     LINEAR_RULES,
@@ -58,7 +59,7 @@ LINEARS = [
     Mutant(
         "a gradient asked for of what an unused result was made of", LINEAR_RULES,
         "tuple(None if d is None else p for p, d", "tuple(p for p, d",
-        (f"{SEVERAL}test_results_that_are_not_used[xla-features0-float32-False-(0,)]",),
+        (f"{SEVERAL}test_results_that_are_not_used[triton-features0-float32-False-(0,)]",),
     ),
     Mutant(
         "the bias of another product, fused", LINEAR_LAUNCH,
@@ -69,11 +70,6 @@ LINEARS = [
     Mutant(
         "results parted at the wrong place", LINEAR_LAUNCH, "start += n", "start = n",
         (f"{FUSED}test_several[fused-all]",),
-    ),
-    Mutant(
-        "dz by the features of an unused result, fused", LINEAR_LAUNCH,
-        "if a is not None and f is not None]", "if a is not None]",
-        (f"{SEVERAL}test_results_that_are_not_used[triton-features0-float32-False-(0,)]",),
     ),
     Mutant(
         "the sum's cotangent not handed to the fused kernel", LINEAR_LAUNCH,
@@ -88,11 +84,11 @@ LINEARS = [
     Mutant(
         "dtotal added by every part of the features", MESH,
         "if feature_axes and any(layout.terms):", "if False:",
-        (f"{SEVERAL}test_on_a_mesh[features0-float32-both alike-Auto]",),
+        IN_ONE_ON_A_MESH,
     ),
     Mutant(
         "dtotal added by no part of the features", MESH, "jnp.where(first, a, 0) if is_term", "0 * a if is_term",
-        (f"{SEVERAL}test_on_a_mesh[features0-float32-both alike-Auto]",),
+        IN_ONE_ON_A_MESH,
     ),
     Mutant(
         "a product that is whole on each device counted by each", MESH,

@@ -9,6 +9,7 @@ from targets import (
     FROZEN,
     FUSED,
     GROUPS,
+    IN_ONE_ON_A_MESH,
     LIMITS,
     LINEAR_LAUNCH,
     LINEAR_RULES,
@@ -163,12 +164,12 @@ RULES = [
     ),
     Mutant(
         "features not added up", LINEAR_RULES, "dx=Result(of.x, summed=(Kind.FEATURE,))", "dx=Result(of.x)",
-        (f"{SHARDING}test_gradient_under_jit[layer_norm_linear-columns]",),
+        IN_ONE_ON_A_MESH,
     ),
     Mutant(
         "dbias added up over features", LINEAR_RULES,
         "Result(b, summed=(Kind.ROW,)", "Result(b, summed=(Kind.FEATURE, Kind.ROW)",
-        (f"{SHARDING}test_gradient_under_jit[layer_norm_linear-rows and columns]",),
+        IN_ONE_ON_A_MESH,
     ),
     Mutant(
         "a part of H taken for the whole", XLA_NORM, "return lax.pmean(mean, h_axes) if h_axes else mean",
@@ -200,10 +201,6 @@ RULES = [
         "row sums of rows too wide, without a dx", NORM_LAUNCH,
         "if plan.sums is not None and dtypes.dx is not None:", "if plan.sums is not None:",
         (f"{FROZEN}test_wide_rows_without_dx_need_no_sums",),
-    ),
-    Mutant(
-        "z made again for a frozen kernel", XLA_LINEAR, "for i in used if dtypes.dkernel[i] is not None]",
-        "for i in used]", (f"{FROZEN}test_launches[composed-x-asked for]",),
     ),
     Mutant(
         "doffset alone of a part of the rows", LINEAR_LAUNCH,
