@@ -206,7 +206,9 @@ def compile_tuned(key, tiles):
     if "n" in sizes or sizes.get("wants_y"):
         name = sizes.get("dtype") or {2: "bfloat16", 4: "float16" if sizes["mixed"] else "float32"}[sizes["itemsize"]]
         dtypes = LINEAR_DTYPES[name]
-        made = linear_launches(100_000, h, sizes.get("n", 12288), dtypes, chip, SWITCHES["everything"], trial)
+        # Beside y, with a cotangent of the sum too, other stages follow from the tile's.
+        switches = SWITCHES["everything"] | ({"adds": False} if sizes.get("wants_y") else {})
+        made = linear_launches(100_000, h, sizes.get("n", 12288), dtypes, chip, switches, trial)
     else:
         name = {2: "bfloat16", 4: "float32", 8: "float64"}[sizes["itemsize"]]
         dtypes = DTYPES["bfloat16, float32 stream" if sizes["mixed"] else name]

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from jln._norm.launcher import column_sums
 from jln._norm.signature import Norm
 from jln._norm_linear import launcher, tiles
-from jln._norm_linear.signature import Cotangents, Gradients, NormLinear, Operands, Outcome
+from jln._norm_linear.signature import Cotangents, Gradients, NormLinear, Operands, Outcome, few_features
 from jln._triton.chip import CHIPS, Chip
 from jln._triton.target import INTERPRETED, Interpreter, Recorder, interpreting
 from jln._triton.tile import ceil_div
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not interpreting(), reason="kernels are compiled
 
 def settings(*, subtract_mean=True, zero_centered_scale=False, precision=None):
     norm = Norm(-1, workbench.EPSILON, subtract_mean, zero_centered_scale)
-    return NormLinear(norm, precision, features=1)
+    return NormLinear(norm, precision, (1,), in_one=True)
 
 
 def arguments(m, h, n, dtype):
@@ -38,13 +38,15 @@ def results(x, scale, offset, kernel, bias, dy, *, target=None, batch_dims=0, **
     """What the launchers return, in the order of the operator's results."""
     target, chosen = target or Interpreter(), settings(**switches)
     statistic = jnp.promote_types(x.dtype, "float32").name
-    dtypes = Outcome(dy.dtype.name, statistic if chosen.norm.subtract_mean else None, statistic)
-    operands = Operands(x, scale, offset, kernel, bias)
-    y, *statistics = launcher.forward(operands, chosen, dtypes, batch_dims, target)
+    dtypes = Outcome((dy.dtype.name,), None, statistic if chosen.norm.subtract_mean else None, statistic)
+    operands = Operands(x, None, scale, offset, (kernel,), (bias,))
+    (y,), _, *statistics = launcher.forward(operands, chosen, dtypes, batch_dims, target)
     assert y.dtype == dy.dtype
-    wanted = Gradients(*(None if a is None else a.dtype.name for a in operands))
-    saved = Cotangents(dy, x, scale, offset, kernel, *statistics)
-    return y, *launcher.backward(saved, chosen, wanted, batch_dims, target)
+    names = jax.tree.map(lambda a: a.dtype.name, operands)
+    wanted = Gradients(names.x, names.scale, names.offset, names.kernel, names.bias)
+    saved = Cotangents((dy,), None, x, scale, offset, (kernel,), *statistics)
+    dx, dscale, doffset, (dkernel,), (dbias,) = launcher.backward(saved, chosen, wanted, batch_dims, target)
+    return y, dx, dscale, doffset, dkernel, dbias
 
 
 def launched(operands, dy, **given):
@@ -160,8 +162,7 @@ def test_many_shares_composed():
 )
 def test_precision(precision, fused):
     """An algorithm that the fused kernels do not have is XLA's, to run or refuse."""
-    made = launches(arguments(16, 64, 16, "bfloat16"), normal(6, (16, 16), "bfloat16"), precision=precision)
-    assert ("parameters_kernel" in made) == fused
+    assert few("bfloat16", precision) == fused
 
 
 @pytest.mark.parametrize(
@@ -176,8 +177,25 @@ def test_precision(precision, fused):
 )
 def test_precision_of_float32(precision, fused):
     """On a GPU the fused kernels multiply in TF32."""
-    made = launches(arguments(16, 64, 16, "float32"), normal(6, (16, 16), "float32"), precision=precision)
-    assert ("parameters_kernel" in made) == fused
+    assert few("float32", precision) == fused
+
+
+def few(dtype, precision, n=16, implementation=None):
+    """Whether the operator leaves it to the launchers to fuse."""
+    x, scale, offset, kernel, bias = arguments(16, 64, n, dtype)
+    return few_features(Operands(x, None, scale, offset, (kernel,), (bias,)), precision, implementation)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 256), ("float16", 256), ("float32", 128), ("float64", 0)])
+def test_few_features(dtype, most):
+    """Of all products together; of "xla" none, and none that are multiplied in several dtypes."""
+    for n in (16, 128, 129, 256, 257):
+        assert few(dtype, None, n) == few(dtype, None, n, "triton") == (n <= most)
+    assert not few(dtype, None, implementation="xla")
+    x, scale, offset, kernel, _ = arguments(16, 64, most // 2 or 8, dtype)
+    kernels = [(kernel,) * 2, (kernel,) * 3, (kernel, kernel.astype("float64"))]
+    found = [few_features(Operands(x, None, scale, offset, k, (None,) * len(k)), None, None) for k in kernels]
+    assert found == [most > 0, False, False]
 
 
 @pytest.mark.parametrize(
@@ -282,11 +300,13 @@ def test_column_sums_of_many_rows(rows):
 
 
 def test_statistics_only_where_asked_for():
-    operands = Operands(*arguments(5, 24, 6, "bfloat16"))
-    _, mean, rstd = launcher.forward(operands, settings(), Outcome("bfloat16", None, None), 0, Interpreter())
-    assert mean is None and rstd is None
-    wanted = Outcome("bfloat16", None, "float32")
-    _, mean, rstd = launcher.forward(operands, settings(subtract_mean=False), wanted, 0, Interpreter())
+    x, scale, offset, kernel, bias = arguments(5, 24, 6, "bfloat16")
+    operands = Operands(x, None, scale, offset, (kernel,), (bias,))
+    wanted = Outcome(("bfloat16",), None, None, None)
+    _, total, mean, rstd = launcher.forward(operands, settings(), wanted, 0, Interpreter())
+    assert total is None and mean is None and rstd is None
+    wanted = Outcome(("bfloat16",), None, None, "float32")
+    _, _, mean, rstd = launcher.forward(operands, settings(subtract_mean=False), wanted, 0, Interpreter())
     assert mean is None and rstd.shape == (5, 1) and rstd.dtype == "float32"
 
 
@@ -297,3 +317,55 @@ def test_a_nan_stays_in_its_row(n):
     for name in ("y", "dx"):
         rows = np.isnan(got[name].astype("float32")).any(-1)
         np.testing.assert_array_equal(np.flatnonzero(rows), [66])
+
+
+@pytest.mark.parametrize("n", [16, 300], ids=["fused", "composed"])
+@pytest.mark.parametrize(("x", "residual"), [("bfloat16", "bfloat16"), ("float16", "float32")])
+def test_behind_a_sum(x, residual, n):
+    """It is the rounded sum that is normalised and returned, and its own cotangent that is added."""
+    operator = LINEAR_OPERATORS["add_layer_norm_linear"]
+    given, added, *parameters = workbench.arguments(operator, (70, 100), x, features=(n,))
+    operands = (given, (added + 300).astype(residual), *parameters)  # in 16 bits a sum's rounding is of x's size
+
+    def of(module, **options):
+        return functools.partial(operator, module=module, **options)
+
+    dy = workbench.cotangents(jax.eval_shape(of(jln.reference), *operands))
+    workbench.assert_accurate(*judged(operator, of, operands, dy, dy))
+
+
+@pytest.mark.parametrize("wanted", ["all", "of the offset", "of two results"])
+@pytest.mark.parametrize("n", [16, 100], ids=["fused", "composed"])
+def test_several(n, wanted):
+    """Three of as many features, of two axes, the second without a bias; told apart by their parts of one truth."""
+    operator = LINEAR_OPERATORS["layer_norm_linear"]
+    parts = [slice(i * n, (i + 1) * n) for i in range(3)]
+    x, scale, offset, kernel, bias = workbench.arguments(operator, (70, 60), "bfloat16", features=(3 * n,))
+    used = [True, wanted != "of two results", True]
+
+    def of(module, **options):
+        def function(x, scale, offset, kernel, bias):
+            kernels = tuple(kernel[:, p].reshape(-1, 2, n // 2) for p in parts)
+            first, _, last = (bias[p].reshape(2, n // 2) for p in parts)
+            made = module.layer_norm_linear(x, scale, offset, kernels, (first, None, last), **options)
+            made = [y if is_used else jax.lax.stop_gradient(y) for y, is_used in zip(made, used, strict=True)]
+            return jnp.concatenate([y.reshape(-1, n) for y in made], -1)
+
+        if wanted == "of the offset":
+            return lambda *a: function(*(v if i == 2 else jax.lax.stop_gradient(v) for i, v in enumerate(a)))
+        return function
+
+    operands = (x, scale, offset, kernel, bias.at[parts[1]].set(0))
+    dy = normal(6, (70, 3 * n), "bfloat16")
+    got, plain, true = judged(operator, of, operands, dy, dy if all(used) else dy.at[:, parts[1]].set(0))
+    true[0]["dbias"][parts[1]] = 0
+    if wanted == "of the offset":
+        got, plain = ({name: r[name] for name in ("y", "doffset")} for r in (got, plain))
+    workbench.assert_accurate(got, plain, true)
+
+
+def judged(operator, function, operands, dy, effective_dy):
+    """What the kernels make, what plain jnp does, and the truth under the cotangent that comes to count."""
+    got_by = functools.partial(workbench.value_and_gradients, operator, operands=operands, cotangent=dy)
+    got, plain = (got_by(f) for f in (function(jln, implementation="triton"), function(jln.reference)))
+    return got, plain, workbench.truth(operator, operands, effective_dy, got.get("total"))

@@ -166,7 +166,8 @@ def backward(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: in
     sums = tuple(name for name in ("dscale", "doffset") if getattr(dtypes, name) is not None)
     g = _geometry((dy, dtotal, total, mean, rstd), (scale, offset), norm.axis, batch_dims, bool(sums))
     y = g.like_rows(dtypes.y)
-    plan = tiles.backward(g.h, g.inner, *_moved(dy, dtotal, total, y), y is not None, target)
+    moved = _moved(dy, dtotal, total, y)
+    plan = tiles.backward(g.h, g.inner, *moved, y is not None, target, has_dtotal=dtotal is not None)
     shared, ready = _shared(operands._asdict(), g)
     constants = {"H": g.h, "INNER": g.inner, "SHARED": shared, "ZERO_CENTERED": norm.zero_centered_scale}
 
@@ -187,7 +188,8 @@ def backward(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: in
     programs = chip.sms * tile.programs_per_sm // (g.groups * chunks)
     programs = max(1, min(programs, g.tiles(tile)))
     if y is not None:  # as few as keep memory busy, and of these as few as make the same number of trips
-        programs = min(programs, tiles.busy_programs(tile, total.dtype.itemsize + dy.dtype.itemsize, chip))
+        itemsize = sum(a.dtype.itemsize for a in (dy, dtotal, total) if a is not None)
+        programs = min(programs, tiles.busy_programs(tile, itemsize, chip))
         programs = ceil_div(g.tiles(tile), ceil_div(g.tiles(tile), programs))
     # A program that owns whole rows has read its dy before it writes y.
     overwrites_dy = y is not None and (y.dtype, y.shape) == (dy.dtype, dy.shape) and chunks == 1

@@ -129,6 +129,17 @@ def busy_programs(tile: Tile, itemsize: int, chip: Chip) -> int:
     return ceil_div(34_000 * chip.sms, max(1, tile.stages - 1) * tile.rows * tile.columns * itemsize)
 
 
+def _beside_dtotal(tile: Tile, itemsize: int) -> Tile:
+    """Of a `backward_kernel` that writes y and reads the total's cotangent too.
+
+    Three arrays one tile ahead instead of two arrays two tiles ahead, 48 KB for 64: two ahead would be 131 KB of shared
+    memory at 4096 columns, where an L4 has 99. Two programs for a row of 8192 in float32, of which one would spill 32
+    bytes on an H200 and 16 on an A100.
+    """
+    columns = min(tile.columns, 4096) if itemsize == 4 else tile.columns
+    return dataclasses.replace(tile, columns=columns, stages=min(tile.stages, 2))
+
+
 def reduce_tile(h: int) -> Tile:
     """The tile of `reduce_kernel`: 32 columns a program, so that there is a program for most SMs."""
     return Tile(32, min(32, next_power_of_2(h)), 4)
@@ -159,8 +170,11 @@ def _shared(name: str, tile: Tile, sizes: dict[str, Any]) -> int:
     numbers = vectors * tile.columns
     if sizes["choice"] == "backward" and name == "tile":
         numbers += (4 if in_chunks else 2) * tile.rows
-    ahead = (2 if sizes.get("wants_y", True) else 3) * elements * itemsize + numbers * max(4, itemsize)
-    return max((tile.stages - 1) * ahead, elements * itemsize)
+    arrays, numbers = elements * itemsize, numbers * max(4, itemsize)
+    taken = (tile.stages - 1) * ((2 if sizes.get("wants_y", True) else 3) * arrays + numbers)
+    if sizes.get("wants_y"):
+        taken = max(taken, (_beside_dtotal(tile, itemsize).stages - 1) * (3 * arrays + numbers))
+    return max(taken, arrays)
 
 
 def _too_few_columns(tiles: Tiles, sizes: dict[str, Any]) -> str | None:
@@ -212,11 +226,14 @@ def forward(h: int, inner: int, itemsize: int, mixed: bool, target: Target) -> T
     return tile
 
 
-def backward(h: int, inner: int, itemsize: int, mixed: bool, wants_y: bool, target: Target) -> BackwardPlan:
-    """As `backward_plan`, or as measured."""
+def backward(
+    h: int, inner: int, itemsize: int, mixed: bool, wants_y: bool, target: Target, *, has_dtotal: bool = False
+) -> BackwardPlan:
+    """As `backward_plan`, or as measured. has_dtotal: whether `backward_kernel` reads the total's cotangent."""
     plan = backward_plan(h, inner, itemsize, mixed, wants_y=wants_y)
     sizes = _sizes(h, inner, itemsize, mixed) | {"wants_y": wants_y}
     rules: Tiles = {"tile": plan.tile, "sums": plan.sums}
     chosen = BACKWARD.tiles(target.trial, rules, target.chip, inner, **sizes)
     assert chosen["tile"] is not None
-    return BackwardPlan(chosen["tile"], chosen["sums"])
+    tile = _beside_dtotal(chosen["tile"], itemsize) if wants_y and has_dtotal else chosen["tile"]
+    return BackwardPlan(tile, chosen["sums"])

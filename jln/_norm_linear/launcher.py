@@ -41,7 +41,7 @@ def forward(operands: Operands, settings: NormLinear, dtypes: Outcome, batch_dim
     tile = None
     if not batch_dims and (dtype := formulas.widest(dtypes.y)) is not None:
         n = sum(math.prod(k.shape[1:]) for k, d in zip(operands.kernel, dtypes.y, strict=True) if d is not None)
-        tile = tiles.forward(math.prod(x.shape[:-1]), x.shape[-1], n, dtype, target)
+        tile = tiles.forward(math.prod(x.shape[:-1]), x.shape[-1], n, dtype, target, adds=residual is not None)
     if tile is not None:
         made = _fused_forward(operands, settings, dtypes, tile, target)
     else:

@@ -157,16 +157,20 @@ def _shared(name: str, tile: Tile, sizes: dict[str, Any]) -> int:
     """About what the compiler takes, and no less but for some reductions' few bytes (tests/test_compiler.py).
 
     Every stage, two where it is one, as dy has two layouts, and the operand that stays: of `backward_kernel` the
-    kernel, of the others a tile of dy, which mma wants in registers and so passes through there before the last stage
-    is full.
+    kernel, of `row_sums_kernel` a tile of dy, which mma wants in registers and so passes through there before the last
+    stage is full. Of the forward, stages of x, residual and kernel, while z, and but for mma the kernel, are operands.
     """
     n, elements = features(sizes["n"]), tile.rows * tile.columns
-    staged, operand = elements + tile.columns * n, tile.rows * n
+    ahead, by_mma = max(2, tile.stages) - 1, capability(sizes["chip"]) < 90
+    dy, kernel = tile.rows * n, tile.columns * n
     if name == "backward":
-        staged, operand = elements + operand, tile.columns * n
-    taken = max(2, tile.stages) * staged + operand
-    if name != "backward" and capability(sizes["chip"]) < 90:
-        taken = max(taken - operand, (tile.stages - 1) * staged + operand + elements)
+        taken = (ahead + 1) * (2 * elements + dy) + kernel
+    elif name == "tile":
+        taken = ahead * (2 * elements + kernel) + elements + (0 if by_mma else kernel)
+    elif by_mma:
+        taken = max((ahead + 1) * (elements + kernel), (tile.stages - 1) * (elements + kernel) + dy + elements)
+    else:
+        taken = (ahead + 1) * (elements + kernel) + dy
     return taken * (4 if sizes["dtype"] == "float32" else 2)
 
 
@@ -180,12 +184,18 @@ FORWARD = Choice("fused_forward", _FIELDS, ("tile",), _held, _shared, _free, lea
 BACKWARD = Choice("fused_backward", _FIELDS, ("row_sums", "backward"), _held, _shared, _free, least=_DOT)
 
 
-def forward(rows: int, h: int, n: int, product_dtype: str, target: Target) -> Tile | None:
-    """As `forward_tile`, which alone decides whether it is fused, or as measured."""
+def forward(rows: int, h: int, n: int, product_dtype: str, target: Target, *, adds: bool = False) -> Tile | None:
+    """As `forward_tile`, which alone decides whether it is fused, or as measured. adds: whether there is a residual."""
     tile = forward_tile(rows, h, n, product_dtype, target.chip)
     if tile is None:
         return None
-    return FORWARD.tiles(target.trial, {"tile": tile}, target.chip, h=h, n=n, dtype=product_dtype)["tile"]
+    tile = FORWARD.tiles(target.trial, {"tile": tile}, target.chip, h=h, n=n, dtype=product_dtype)["tile"]
+    assert tile is not None
+    if adds and h % tile.columns:
+        # The masks of two more arrays take registers: 64 columns spill 24 bytes at H = 1000 and N = 136 on an H200, at
+        # 1023 and 7 64 on a B200, and in float32 72 on an H200.
+        tile = dataclasses.replace(tile, columns=min(tile.columns, 32))
+    return tile
 
 
 def backward(rows: int, h: int, n: int, product_dtype: str, target: Target) -> BackwardPlan | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
+import math
 import time
 from collections.abc import Callable
 from unittest import mock
@@ -24,9 +26,6 @@ from ptx import Program
 # With three SMs persistent programs take many tiles each, in a number that the tiles are no multiple of.
 SMALL = {f"small-{c.name}": dataclasses.replace(c, name=f"small-{c.name}", sms=3) for c in CHIPS.values()}
 
-# By letter: what an operator may be given. d and t are the cotangents, of y and of the sum.
-NORM_LETTERS, LINEAR_LETTERS = "xrso", "xsokb"
-
 
 @contextlib.contextmanager
 def lowering_for(chip: str):
@@ -38,20 +37,25 @@ def lowering_for(chip: str):
 class Case:
     """An operator, what it is given, and where it runs.
 
-    shape: x's. features: the Linear's. without: letters of the optional operands that are None, of "sob". over: letters
-    of those that have an axis of EXAMPLES of their own, for vmap; d and t are the cotangents.
+    Operands go by the initials of their names; d and t are the cotangents, of y and of the sum.
+
+    shape: x's. features: the Linear's; or of several a tuple each, with `unbiased`, the places of those that have no
+    bias. without: letters of the optional operands that are None, of "sob". over: letters of those that have an axis of
+    EXAMPLES of their own, for vmap. wanted: letters of those that are differentiated by; all if empty.
     """
 
     operator: str
     shape: tuple[int, ...]
     dtype: str = "float32"
     chip: str = "h200"
-    features: tuple[int, ...] = ()
+    features: tuple[int, ...] | tuple[tuple[int, ...], ...] = ()
+    unbiased: tuple[int, ...] = ()
     axis: int | tuple[int, ...] = -1
     parameters: str = ""
     residual: str = ""
     without: str = ""
     over: str = ""
+    wanted: str = ""
     zero_centered_scale: bool = False
     epsilon: float = workbench.EPSILON
     forward_mode: bool = False
@@ -78,21 +82,38 @@ class Case:
         return (self.axis,) if isinstance(self.axis, int) else self.axis
 
     @property
+    def products(self) -> tuple[tuple[int, ...], ...]:
+        """Each Linear's features."""
+        several = tuple(f for f in self.features if isinstance(f, tuple))
+        return several or (tuple(f for f in self.features if isinstance(f, int)),)
+
+    @property
+    def columns(self) -> list[slice]:
+        """Those of each Linear, where all are side by side."""
+        ends = np.cumsum([0, *(math.prod(f) for f in self.products)]).tolist()
+        return [slice(a, b) for a, b in itertools.pairwise(ends)]
+
+    @property
     def aligned(self) -> bool:
         """Whether rows, or where they lie side by side the elements of one place, start on 16 bytes; and all in one
         dtype, as the narrower of two is read by 8 bytes beside 16 of the wider, and else with gaps between.
         """
-        shape = [*self.shape, *self.features]
         last = self.axis in (-1, tuple(range(-len(self.axes), 0)))
-        runs = [int(np.prod([shape[a] for a in self.axes]))] if last else [int(np.prod(shape[max(self.axes) + 1 :]))]
+        run = [self.shape[a] for a in self.axes] if last else self.shape[max(self.axes) + 1 :]
+        runs = [int(np.prod(run))]
         if self.linear:
-            runs = [self.shape[-1], int(np.prod(self.features))]
+            runs = [self.shape[-1], self.columns[-1].stop]
         one_dtype = self.residual in ("", self.dtype) and (not self.linear or self.parameters in ("", self.dtype))
         return one_dtype and all(run * jnp.dtype(self.dtype).itemsize % 16 == 0 for run in runs)
 
     @property
     def letters(self) -> str:
-        return LINEAR_LETTERS if self.linear else NORM_LETTERS
+        return "".join(name[0] for name in self.kind.kind.names)
+
+    @property
+    def adds(self) -> bool:
+        """Whether it returns a sum too, or a None in its place."""
+        return "r" in self.letters
 
 
 EXAMPLES = 3
@@ -101,16 +122,18 @@ EXAMPLES = 3
 def _one(case: Case) -> dict[str, np.ndarray | None]:
     """By letter, the operands and cotangents of one example."""
     parameters = {"parameter_dtype": case.parameters or None}
-    parameters |= {"features": case.features} if case.linear else {"axis": case.axis}
+    parameters |= {"features": (case.columns[-1].stop,)} if case.linear else {"axis": case.axis}
     operands = workbench.arguments(case.kind, case.shape, case.dtype, **parameters)
     given = dict(zip(case.letters, operands, strict=True))
     given["x"] = ((given["x"] + case.mean) * case.magnitude).astype(case.dtype)
     if case.residual:
         given["r"] = given["r"].astype(case.residual)
     given |= {letter: None for letter in case.without}
+    for i in case.unbiased:
+        given["b"] = given["b"].at[case.columns[i]].set(0)
     outputs = jax.eval_shape(functools.partial(_call, case, jln.reference), given)
     cotangents = workbench.cotangents(outputs)
-    given |= {"d": cotangents} if case.linear else dict(zip("dt", cotangents, strict=True))
+    given |= dict(zip("dt", cotangents, strict=True)) if case.adds else {"d": cotangents}
     return {letter: None if a is None else np.asarray(a) for letter, a in given.items()}
 
 
@@ -124,21 +147,43 @@ def arrays(case: Case) -> dict[str, np.ndarray | None]:
 
 
 def _call(case: Case, module, given):
+    """Several Linears' kernels, biases and y are one array each here, side by side as for a single one."""
     ours = {} if module is jln.reference else {"implementation": "triton", "forward_mode": case.forward_mode}
     options = {"epsilon": case.epsilon, "zero_centered_scale": case.zero_centered_scale}
     axis = {} if case.linear else {"axis": case.axis}
-    return case.kind(*(given[letter] for letter in case.letters), module=module, **options, **axis, **ours)
+    if case.linear:
+        given = given | {"k": _each(case, given["k"]), "b": None if given["b"] is None else _each(case, given["b"])}
+        if len(case.products) == 1:
+            given |= {letter: a and a[0] for letter, a in given.items() if letter in "kb"}
+        elif given["b"] is not None:
+            given["b"] = tuple(None if i in case.unbiased else b for i, b in enumerate(given["b"]))
+    results = case.kind(*(given[letter] for letter in case.letters), module=module, **options, **axis, **ours)
+    if not case.linear:
+        return results
+    y, total = results if case.adds else (results, None)
+    lead = case.shape[:-1]
+    y = jnp.concatenate([a.reshape(*lead, -1) for a in jax.tree.leaves(y)], -1)
+    return (y, total) if case.adds else y
+
+
+def _each(case: Case, a):
+    """Of each Linear, its part of what all have side by side."""
+    parts = (a[..., columns] for columns in case.columns)
+    return tuple(p.reshape(*a.shape[:-1], *features) for p, features in zip(parts, case.products, strict=True))
 
 
 def step(case: Case, module=jln) -> Callable[..., dict[str, jax.Array]]:
-    """The operator's results and every operand's gradient, as a function of `arrays(case)`: from name to array."""
+    """The operator's results and the wanted operands' gradients, a function of `arrays(case)`: from name to array."""
 
     def run(given):
-        operands = {letter: given[letter] for letter in case.letters}
-        outputs, pullback = jax.vjp(functools.partial(_call, case, module), operands)
-        (gradients,) = pullback(given["d"] if case.linear else (given["d"], given["t"]))
-        results = [outputs] if case.linear else [*outputs]
-        results += [gradients[letter] for letter in case.letters]
+        wanted = [letter for letter in case.letters if letter in (case.wanted or case.letters)]
+
+        def function(operands):
+            return _call(case, module, given | operands)
+
+        outputs, pullback = jax.vjp(function, {letter: given[letter] for letter in wanted})
+        (gradients,) = pullback((given["d"], given["t"]) if case.adds else given["d"])
+        results = [*(outputs if case.adds else (outputs,)), *(gradients.get(letter) for letter in case.letters)]
         return {name: a for name, a in zip(case.kind.results, results, strict=True) if a is not None}
 
     if not case.over:
@@ -151,10 +196,7 @@ def as_rows(case: Case, name: str, a: np.ndarray | None) -> np.ndarray | None:
     if a is None:
         return None
     if case.linear:
-        h, n = case.shape[-1], int(np.prod(case.features))
-        return a.reshape(
-            {"k": (h, n), "dkernel": (h, n), "x": (-1, h), "dx": (-1, h), "d": (-1, n), "y": (-1, n)}.get(name, -1)
-        )
+        return a if a.ndim < 2 else a.reshape(-1, a.shape[-1])
     if a.ndim < len(case.shape) or name in ("s", "o", "dscale", "doffset"):
         return a.reshape(-1)
     axes = tuple(range(-len(case.axes), 0))
@@ -171,13 +213,12 @@ def judged(case: Case, given, got, plain) -> dict[str, float]:
 
         rows = {k: as_rows(case, k, example(a, k in case.over)) for k, a in given.items()}
         ours, theirs = ({k: as_rows(case, k, example(a, bool(case.over))) for k, a in r.items()} for r in (got, plain))
-        if case.linear:
-            operands = [rows[k] for k in "xsokb"]
-            cotangent = rows["d"]
-        else:
-            operands, cotangent = [rows[k] for k in "xrso"], [rows["d"], rows["t"]]
+        operands = [rows[letter] for letter in case.letters]
+        cotangent = (rows["d"], rows["t"]) if case.adds else rows["d"]
         options = {"zero_centered_scale": case.zero_centered_scale and rows["s"] is not None, "epsilon": case.epsilon}
         true = workbench.truth(case.kind, operands, cotangent, ours.get("total"), **options)
+        for place in case.unbiased:  # what is not there has no gradient
+            true[0]["dbias"][case.columns[place]] = 0
         for name, share in workbench.shares(ours, theirs, true).items():
             worst[name] = max(worst.get(name, 0.0), share)
     return worst

@@ -3,6 +3,7 @@
 from cases import Case, cases, check
 
 LAYER, RMS = "layer_norm_linear", "rms_norm_linear"
+ADD_LAYER, ADD_RMS = "add_layer_norm_linear", "add_rms_norm_linear"
 # Features: 1, 7: a sixteenth of the narrowest tile and less than half of it. 16, 64, 128, 256: the tiles that there
 # are; 30, 104, 200: between. 64 is the last whose rows may be unaligned. Rows: 1; 64: a tile; 100, 200, 333: several,
 # and the last one ragged. H: 8, 33: less than a tile of columns. 64, 128: one and two. 100, 1000: ragged.
@@ -36,6 +37,25 @@ FUSED = [
     Case(LAYER, (100, 128), "bfloat16", "small-b200", (64,)),
     Case(RMS, (70, 64), "float16", "b200", (104,)),
 ]
+# A residual in front, of another dtype too: the sum is as wide as the wider of the two.
+FUSED_SUMS = [
+    Case(ADD_LAYER, (200, 128), "bfloat16", "small-h200", (32,)),
+    Case(ADD_RMS, (65, 1000), "float16", "small-a100", (64,)),
+    Case(ADD_LAYER, (70, 100), "bfloat16", "small-b200", (48,)),
+    Case(ADD_LAYER, (130, 256), "float32", "h200", (64,)),
+    Case(ADD_RMS, (100, 33), "bfloat16", "l4", (7,), zero_centered_scale=True),
+    Case(ADD_LAYER, (100, 128), "bfloat16", "small-h200", (32,), residual="float32"),
+    Case(ADD_RMS, (70, 64), "float32", "small-a100", (16,), residual="bfloat16", without="sb"),
+    Case(ADD_LAYER, (3, 23, 64), "float16", "h200", (104,), forward_mode=True, without="o"),
+]
+# Several Linears in one kernel: 44 features of 64, 256 of 256, 7 and 9 of 16; with a bias or not; of two axes.
+FUSED_SEVERAL = [
+    Case(LAYER, (200, 128), "bfloat16", "small-h200", ((3, 8), (16,), (4,)), unbiased=(1,)),
+    Case(RMS, (70, 256), "float16", "small-a100", ((2, 64), (64,), (64,)), unbiased=(0, 2)),
+    Case(ADD_LAYER, (100, 192), "bfloat16", "small-b200", ((4, 8), (32,)), unbiased=(0,)),
+    Case(LAYER, (100, 100), "float32", "small-h200", ((7,), (3, 3)), without="b"),
+    Case(ADD_RMS, (70, 64), "float32", "l4", ((40,), (2, 4)), unbiased=(1,)),
+]
 # Composed: in the backward y takes dy's memory.
 COMPOSED = [
     Case(LAYER, (37, 128), "bfloat16", "small-h200", (300,)),
@@ -50,6 +70,44 @@ COMPOSED = [
     Case(LAYER, (20, 128), "bfloat16", "small-b200", (300,), without="so"),
     Case(LAYER, (20, 128), "bfloat16", "small-h200", (300,), without="o", forward_mode=True),
 ]
+# What is left out of the backward where not all is wanted: of x alone the shares, of a kernel dx, of a bias all.
+FUSED_SOME = {
+    Case(LAYER, (200, 128), "bfloat16", "small-h200", (32,), wanted="x"): {"row_sums", "backward"},
+    Case(LAYER, (200, 128), "bfloat16", "small-a100", (32,), wanted="k"): {"backward", "parameters"},
+    Case(ADD_LAYER, (70, 64), "bfloat16", "small-b200", ((4, 4), (8,)), unbiased=(0,), wanted="k"): {
+        "backward",
+        "parameters",
+    },
+    Case(ADD_LAYER, (70, 64), "float32", "small-h200", (16,), wanted="r"): {"row_sums", "backward"},
+    Case(LAYER, (70, 64), "bfloat16", "small-h200", (16,), wanted="s"): {"backward", "parameters"},
+    Case(LAYER, (70, 64), "bfloat16", "small-h200", ((8,), (8,)), wanted="b"): set(),
+    Case(LAYER, (70, 64), "float16", "h200", (16,), wanted="o"): set(),
+}
+COMPOSED_SUMS = [
+    Case(ADD_LAYER, (37, 128), "bfloat16", "small-h200", (300,)),
+    Case(ADD_RMS, (29, 1000), "float16", "small-a100", (257,)),
+    Case(ADD_LAYER, (9, 256), "float32", "small-b200", (300,), without="b"),
+    Case(ADD_LAYER, (29, 1024), "bfloat16", "small-h200", (300,), residual="float32", parameters="float32"),
+    Case(ADD_RMS, (5, 4096), "bfloat16", "small-l4", (272,)),
+    Case(ADD_LAYER, (3, 16384), "float32", "small-h200", (4,), over="k"),
+    Case(ADD_LAYER, (2, 16400), "bfloat16", "small-h200", (4,), over="xk"),
+    Case(ADD_LAYER, (70, 64), "float64", "small-h200", (16,)),
+    Case(ADD_LAYER, (20, 128), "bfloat16", "small-h200", (300,), zero_centered_scale=True, forward_mode=True),
+]
+COMPOSED_SEVERAL = [
+    Case(LAYER, (37, 128), "bfloat16", "small-h200", ((4, 64), (64,), (64,)), unbiased=(1,)),
+    Case(ADD_RMS, (20, 768), "bfloat16", "small-a100", ((300,), (2, 9)), unbiased=(0,)),
+    Case(ADD_LAYER, (20, 100), "float16", "small-b200", ((150,), (150,)), without="b"),
+    Case(RMS, (9, 256), "float32", "small-h200", ((130,), (70,)), unbiased=(0,)),
+]
+COMPOSED_SOME = {
+    Case(LAYER, (37, 128), "bfloat16", "small-h200", (300,), wanted="x"): {"backward"},
+    Case(LAYER, (37, 128), "float32", "small-a100", (300,), wanted="k"): {"forward"},
+    Case(ADD_LAYER, (37, 128), "bfloat16", "small-b200", (300,), wanted="r"): {"backward"},
+    Case(ADD_LAYER, (37, 128), "bfloat16", "small-h200", ((150,), (150,)), unbiased=(0,), wanted="k"): {"forward"},
+    Case(LAYER, (37, 128), "bfloat16", "small-h200", (300,), wanted="so"): {"backward", "reduce"},
+    Case(LAYER, (37, 128), "bfloat16", "small-h200", ((150,), (150,)), wanted="b"): set(),
+}
 # Parameters of each example's own are composed, at every number of features.
 VMAP = [
     Case(LAYER, (30, 64), "bfloat16", "small-h200", (32,), over="xd"),
@@ -57,21 +115,59 @@ VMAP = [
     Case(RMS, (30, 64), "float32", "small-a100", (32,), over="xsd"),
     Case(LAYER, (9, 128), "float16", "small-h200", (16,), over="xsokbd"),
     Case(LAYER, (9, 128), "bfloat16", "b200", (300,), over="xb"),
+    Case(ADD_LAYER, (30, 64), "bfloat16", "small-h200", ((16,), (2, 8)), over="xrdt", unbiased=(0,)),
+    Case(ADD_RMS, (9, 128), "bfloat16", "small-a100", ((16,), (8,)), over="rkt"),
 ]
+
+
+def launched(ran) -> list[str]:
+    return [call.name.removeprefix("jln_").removesuffix("_kernel") for call in ran.program.calls]
 
 
 @cases(FUSED, quick=(1, 3, 7, 10, 14, 19, 22))
 def test_fused(case):
-    kernels = [call.name for call in check(case).program.calls]
-    assert "jln_parameters_kernel" in kernels
+    assert "parameters" in launched(check(case))
+
+
+@cases(FUSED_SUMS, quick=(0, 1, 2, 5))
+def test_fused_behind_a_sum(case):
+    assert "parameters" in launched(check(case))
+
+
+@cases(FUSED_SEVERAL, quick=(0, 1, 2))
+def test_several_in_one_kernel(case):
+    assert launched(check(case)) == ["forward", "row_sums", "backward", "parameters"]
+
+
+@cases(list(FUSED_SOME), quick=(0, 1, 2, 5))
+def test_fused_where_not_all_is_wanted(case):
+    forward, *backward = launched(check(case))
+    assert forward == "forward" and {*backward} == FUSED_SOME[case]
 
 
 @cases(COMPOSED, quick=(0, 4, 7))
 def test_composed(case):
-    kernels = [call.name for call in check(case).program.calls]
-    assert "jln_parameters_kernel" not in kernels
+    assert "parameters" not in launched(check(case))
 
 
-@cases(VMAP, quick=(0, 2))
+@cases(COMPOSED_SUMS, quick=(0, 1, 2, 5))
+def test_composed_behind_a_sum(case):
+    assert "parameters" not in launched(check(case))
+
+
+@cases(COMPOSED_SEVERAL, quick=(0, 1, 2))
+def test_several_composed(case):
+    """One norm, however many products: y is made again once."""
+    kernels = launched(check(case))
+    assert (kernels.count("forward"), kernels.count("backward"), "parameters" in kernels) == (1, 1, False)
+
+
+@cases(list(COMPOSED_SOME), quick=(0, 1, 2, 5))
+def test_composed_where_not_all_is_wanted(case):
+    forward, *backward = launched(check(case))
+    assert forward == "forward" and {*backward} == COMPOSED_SOME[case]
+
+
+@cases(VMAP, quick=(0, 2, 5))
 def test_vmap(case):
     check(case)

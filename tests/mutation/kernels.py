@@ -164,6 +164,10 @@ KERNELS = [
         "            y = _affine(x_hat, scale", "            y = _affine(x_hat, 1.0 + 0.0 * scale", COMPOSED,
     ),
     Mutant(
+        "y of backward without the offset", NORM,
+        "            y = _affine(x_hat, scale, offset_ptr", "            y = _affine(x_hat, scale, None", COMPOSED,
+    ),
+    Mutant(
         "dtotal shared where dy is", NORM, """copy_of(group, SHARED, "dtotal")""", """copy_of(group, SHARED, "dy")""",
         (f"{TRANSFORMED}test_vmap_over_cotangents[triton-dtotal-9]",),
     ),
@@ -267,7 +271,7 @@ KERNELS = [
     ),
     Mutant(
         "shares of dbias not made where dkernel alone needs them", LINEAR_LAUNCH,
-        "dtypes.dbias or dtypes.doffset or (dtypes.dkernel and offset is not None)", "dtypes.dbias or dtypes.doffset",
+        "wants_dbias or dtypes.doffset or (wants_dkernel and offset is not None)", "wants_dbias or dtypes.doffset",
         (f"{FROZEN}test_some_gradients_of_a_fused_linear[kernel]",),
     ),
 ]  # fmt: skip

@@ -6,6 +6,7 @@ axis, sums in too few bits. `old` must be in the file exactly once.
 
 from compiled import COMPILED
 from kernels import KERNELS
+from linears import LINEARS
 from rules import RULES
 
-MUTANTS = [*KERNELS, *COMPILED, *RULES]
+MUTANTS = [*KERNELS, *LINEARS, *COMPILED, *RULES]

@@ -9,16 +9,17 @@ from targets import (
     FROZEN,
     FUSED,
     GROUPS,
+    IN_ONE_ON_A_MESH,
     LIMITS,
     LINEAR_LAUNCH,
-    LINEAR_OPERATOR,
+    LINEAR_RULES,
     LINEAR_TILES,
     LINEARS,
     MESH,
     NORM_LAUNCH,
+    NORM_RULES,
     NORM_TILES,
     OPERATION,
-    OPERATOR,
     OPERATORS,
     REFERENCE,
     REPORT,
@@ -58,9 +59,8 @@ RULES = [
         (f"{TRANSFORMED}test_vmap_of_grad[triton-layer_norm-x]",),
     ),
     Mutant(
-        "dz in float16", LINEAR_LAUNCH,
-        "preferred_element_type=dtype if dtype == jnp.bfloat16 else jnp.promote_types(dtype, jnp.float32)",
-        "preferred_element_type=dtype",
+        "dz in float16", XLA_LINEAR,
+        "sums = dy.dtype if dy.dtype == jnp.bfloat16 else jnp_norms.compute_dtype(dy.dtype)", "sums = dy.dtype",
         (f"{LINEARS}test_dz_does_not_underflow[triton-600]",),
     ),
     Mutant(
@@ -105,26 +105,27 @@ RULES = [
     Mutant("the sum's cotangent dropped", XLA_NORM, "dx = dx + dtotal.astype(dtype)", "dx = dx + 0", XLA),
     Mutant(
         "parameters' gradients summed over vmap's axes", XLA_NORM,
-        "rows = [i for i in range(batch_dims, dy.ndim)", "rows = [i for i in range(dy.ndim)",
+        "rows = [i for i in range(batch_dims, ndim)", "rows = [i for i in range(ndim)",
         (f"{TRANSFORMED}test_vmap_of_grad[xla-layer_norm-x]",),
     ),
     Mutant(
         "y without the bias, XLA", XLA_LINEAR,
-        "y = y + _like_rows(bias.astype(y.dtype), x.ndim, batch_dims)", "y = y + 0", XLA_LINEARS,
+        "y = y + jnp.expand_dims(bias.astype(sums), axes.lead)", "y = y + 0", XLA_LINEARS,
     ),
     Mutant(
         "doffset without dbias, XLA", XLA_LINEAR,
-        "jnp.sum(kernel.astype(dbias.dtype) * jnp.expand_dims(dbias, -2), axis=-1)",
-        "jnp.sum(kernel.astype(dbias.dtype), axis=-1)", XLA_LINEARS,
+        "jnp.sum(kernel.astype(dbias.dtype) * row,", "jnp.sum(kernel.astype(dbias.dtype),",
+        (f"{FROZEN}test_some_gradients_are_those_of_all[xla-layer_norm_linear-offset-False]",),
     ),
     Mutant(
-        "dkernel of a z without offset, XLA", XLA_LINEAR,
-        "z = norms.scaled(x, row_scale, row_offset, mean", "z = norms.scaled(x, row_scale, None, mean", XLA_LINEARS,
+        "dkernel of a z without offset, XLA", XLA_NORM,
+        "y = with_batch(y if offset is None else y + offset.astype(dtype), batch)", "y = with_batch(y, batch)",
+        XLA_LINEARS,
     ),
     Mutant(
         "dz by a kernel not transposed, XLA", XLA_LINEAR,
-        "kernel.astype(dtype), in_kernel, [*rows, h], settings.precision)  # (14)",
-        "kernel.astype(dtype)[..., ::-1], in_kernel, [*rows, h], settings.precision)", XLA_LINEARS,
+        "_product(dy, axes.y, kernel, axes.kernel, axes.x",
+        "_product(dy, axes.y, kernel[..., ::-1], axes.kernel, axes.x", XLA_LINEARS,
     ),
     # The operators and their transformations
     Mutant(
@@ -138,7 +139,7 @@ RULES = [
     ),
     Mutant(
         "x saved where the sum was normed",
-        OPERATOR,
+        NORM_RULES,
         "Saved(operands.x if total is None else total, operands.scale,",
         "Saved(operands.x, operands.scale,",
         ("tests/test_matrix.py::test_reverse_mode[add_layer_norm-so-xla-value_and_grad]",),
@@ -148,8 +149,7 @@ RULES = [
         ("tests/test_matrix.py::test_forward_mode[layer_norm-so-xla-jvp]",),
     ),
     Mutant(
-        "a tangent without the kernel's", XLA_LINEAR, "mean, rstd, settings.norm), dkernel)",
-        "mean, rstd, settings.norm), 0 * dkernel)",
+        "a tangent without the kernel's", XLA_LINEAR, "d = d + product(z, dkernel)", "pass",
         ("tests/test_matrix.py::test_forward_mode[layer_norm_linear-sob-xla-jvp]",),
     ),
     Mutant(
@@ -163,13 +163,13 @@ RULES = [
         (f"{SHARDING}test_gradient_under_jit[layer_norm-rows]",),
     ),
     Mutant(
-        "features not added up", LINEAR_OPERATOR, "dx=Result(of.x, summed=(Kind.FEATURE,))", "dx=Result(of.x)",
-        (f"{SHARDING}test_gradient_under_jit[layer_norm_linear-columns]",),
+        "features not added up", LINEAR_RULES, "dx=Result(of.x, summed=(Kind.FEATURE,))", "dx=Result(of.x)",
+        IN_ONE_ON_A_MESH,
     ),
     Mutant(
-        "dbias added up over features", LINEAR_OPERATOR,
-        "dbias=Result(of.bias, summed=(Kind.ROW,)", "dbias=Result(of.bias, summed=(Kind.FEATURE, Kind.ROW)",
-        (f"{SHARDING}test_gradient_under_jit[layer_norm_linear-rows and columns]",),
+        "dbias added up over features", LINEAR_RULES,
+        "Result(b, summed=(Kind.ROW,)", "Result(b, summed=(Kind.FEATURE, Kind.ROW)",
+        IN_ONE_ON_A_MESH,
     ),
     Mutant(
         "a part of H taken for the whole", XLA_NORM, "return lax.pmean(mean, h_axes) if h_axes else mean",
@@ -185,7 +185,7 @@ RULES = [
         (f"{SHARDING}test_what_does_not_divide_is_not_split",),
     ),
     Mutant(
-        "sums over devices of shares in 16 bits", MESH, "if r is not None and r.wide else d", "if False else d",
+        "sums over devices of shares in 16 bits", MESH, ".name if r.wide else d", ".name if False else d",
         (f"{SHARDING}test_shares_of_16_bit_parameters_are_added_up_in_float32",),
     ),
     # What is frozen
@@ -203,17 +203,13 @@ RULES = [
         (f"{FROZEN}test_wide_rows_without_dx_need_no_sums",),
     ),
     Mutant(
-        "z made again for a frozen kernel", LINEAR_LAUNCH, "None if dtypes.dkernel is None else dtype.name",
-        "dtype.name", (f"{FROZEN}test_launches[composed-x-asked for]",),
-    ),
-    Mutant(
         "doffset alone of a part of the rows", LINEAR_LAUNCH,
-        "sums = norms.column_sums(rows, jnp", "sums = norms.column_sums(rows[..., 1:, :], jnp",
+        "sums = norms.column_sums(rows, dtypes", "sums = norms.column_sums(rows[..., 1:, :], dtypes",
         (f"{FROZEN}test_some_gradients_are_those_of_all[triton-layer_norm_linear-offset-False]",),
     ),
     Mutant(
-        "a tangent of offset and bias without the offset's", LINEAR_OPERATOR,
-        "jnp.tensordot(tangents.offset.astype(dtype)", "0 * jnp.tensordot(tangents.offset.astype(dtype)",
+        "a tangent of offset and bias without the offset's", XLA_LINEAR,
+        "jnp.tensordot(tangents.offset.astype(compute)", "0 * jnp.tensordot(tangents.offset.astype(compute)",
         (f"{FROZEN}test_some_gradients_are_those_of_all[xla-layer_norm_linear-offset-True]",),
     ),
     Mutant(
@@ -230,7 +226,7 @@ RULES = [
         (f"{FROZEN}test_differentiated_by_one_argument_then_another[xla-jit]",),
     ),
     Mutant(
-        "x kept for an offset", OPERATOR, """if "rstd" not in needed:""", "if False:",
+        "x kept for an offset", NORM_RULES, """if "rstd" not in needed:""", "if False:",
         (f"{FROZEN}test_held_between_forward_and_backward[xla-layer_norm-offset-0-False]",),
     ),
     Mutant(
@@ -244,15 +240,16 @@ RULES = [
     ),
     Mutant(
         "all operands needed, whatever is wanted", OPERATION,
-        "for names, dtype in pairs if dtype is not None for", "for names, dtype in pairs for",
+        "for names, wanted in pairs if jax.tree.leaves(wanted) for", "for names, wanted in pairs for",
         (f"{FROZEN}test_held_between_forward_and_backward[xla-layer_norm-offset-0-False]",),
     ),
     Mutant(
-        "what is not needed passed all the same", OPERATION, "a if name in needed else None for", "a for",
+        "what is not needed passed all the same", OPERATION,
+        "a if name in needed else jax.tree.map(lambda _: None, a) for", "a for",
         (f"{FROZEN}test_launches[norm-offset-used]",),
     ),
     Mutant(
-        "the mean forgotten among what dscale is made of", OPERATOR,
+        "the mean forgotten among what dscale is made of", NORM_RULES,
         """dscale=("dy", "total", "mean", "rstd"),""", """dscale=("dy", "total", "rstd"),""",
         (f"{FROZEN}test_some_gradients_are_those_of_all[xla-layer_norm-scale-False]",),
     ),

@@ -182,21 +182,32 @@ def test_linear_with_a_16_bit_kernel():
 
 # One axis of features; heads, which lie behind another axis.
 @pytest.mark.parametrize(("features", "spec"), [((N,), (None, "tensor")), ((3, 8, N // 24), (None, None, "tensor"))])
-def test_linear_with_features_split(features, spec):
-    """Forward: nothing. Backward: dx over "tensor", in its own dtype; dscale and doffset over all; other gradients
-    over "data".
+@pytest.mark.parametrize("kernel_dtype", ["float32", "bfloat16"])
+def test_linear_with_features_split(kernel_dtype, features, spec):
+    """As plain JAX's. Forward: nothing. Backward: dz over "tensor", in the dtype of y; gradients of parameters over
+    "data", the vectors' in float32.
     """
-    arguments = linear(spec, features)
+    arguments = linear(spec, features, kernel_dtype)
     forward = program.compile_for(jln.layer_norm_linear, *arguments, devices=8)
     assert communicated(forward) == []
     report = program.compile_for(gradient(jln.layer_norm_linear, 5), *arguments, devices=8)
-    dx, vectors, rest = 2 * 4 * M // 8 * H, 4 * 2 * H, 4 * (H * N // 2 + N // 2)
-    assert communicated(report) == sorted(("all-reduce", size) for size in (dx, vectors, rest))
+    itemsize = jnp.dtype(kernel_dtype).itemsize
+    dz, dkernel, vectors = itemsize * 4 * M // 8 * H, itemsize * H * N // 2, 4 * (2 * H + N // 2)
+    of_parameters = [dkernel + vectors] if kernel_dtype == "float32" else [dkernel, vectors]
+    assert communicated(report) == sorted(("all-reduce", size) for size in (dz, *of_parameters))
 
 
 def test_linear_with_a_kernel_stored_in_parts():
-    """FSDP: the kernel is gathered, and its gradient scattered as it is added up."""
-    report = program.compile_for(gradient(jln.layer_norm_linear, 5), *linear(("data",)), devices=8)
+    """FSDP: the kernel is gathered, and its gradient scattered as it is added up, where it is asked for in parts."""
+    arguments = linear(("data",))
+
+    def step(*a):
+        gradients = gradient(jln.layer_norm_linear, 5)(*a)
+        return [
+            jax.lax.with_sharding_constraint(g, like.sharding) for g, like in zip(gradients, arguments, strict=True)
+        ]
+
+    report = program.compile_for(step, *arguments, devices=8)
     kinds = [c.kind for c in report.collectives]
     assert sorted(set(kinds)) == ["all-gather", "all-reduce", "reduce-scatter"]
     assert ("reduce-scatter", 4 * H * N) in communicated(report)

@@ -1,0 +1,98 @@
+"""Ways to break several Linears behind one norm, and the residual in front."""
+
+from targets import (
+    FUSED,
+    FUSED_SUM,
+    IN_ONE_ON_A_MESH,
+    LINEAR,
+    LINEAR_LAUNCH,
+    LINEAR_RULES,
+    MESH,
+    SEVERAL,
+    XLA_LINEAR,
+    XLA_LINEARS,
+    Mutant,
+)
+
+LINEARS = [
+    Mutant(
+        "the sum not rounded before it is normed, fused", LINEAR, "x = total.to(COMPUTE)", "pass", FUSED_SUM,
+    ),
+    Mutant(
+        "the sum not returned, fused", LINEAR,
+        "tl.store(total_ptr + row[:, None] * H + column[None, :], total, mask=mask)", "pass", FUSED_SUM,
+    ),
+    Mutant(
+        "the residual of the first columns, fused", LINEAR,
+        "_load_matrix(residual_ptr, row, valid, first,", "_load_matrix(residual_ptr, row, valid, 0 * first,", FUSED_SUM,
+    ),
+    Mutant(
+        "the sum's cotangent not added, fused", LINEAR,
+        "dx += _load_matrix(dtotal_ptr, row, valid, first, H, BLOCK_H, BLOCK_ROWS).to(COMPUTE)", "pass", FUSED_SUM,
+    ),
+    Mutant(
+        "the sum's cotangent times rstd, fused", LINEAR,
+        "dx += _load_matrix(dtotal_ptr, row, valid, first, H, BLOCK_H, BLOCK_ROWS).to(COMPUTE)",
+        "dx += rstd[:, None] * _load_matrix(dtotal_ptr, row, valid, first, H, BLOCK_H, BLOCK_ROWS).to(COMPUTE)",
+        FUSED_SUM,
+    ),
+    Mutant(
+        "the norm's backward not told of the offset", XLA_LINEAR,
+        "norm.Cotangents(dz, dtotal, total, row_scale, row_offset, mean",
+        "norm.Cotangents(dz, dtotal, total, row_scale, None, mean", XLA_LINEARS,
+    ),
+    Mutant(
+        "dz of one product only", XLA_LINEAR,
+        "dz = functools.reduce(jnp.add, (", "dz = functools.reduce(lambda first, _: first, (",
+        (f"{FUSED}test_several[composed-all]",),
+    ),
+    Mutant(
+        "the bias of another product", XLA_LINEAR,
+        "zip(kernels, biases, settings.features", "zip(kernels, (*biases[1:], biases[0]), settings.features",
+        (f"{FUSED}test_several[composed-all]",),
+    ),
+    Mutant(
+        "doffset of the last product only", XLA_LINEAR,
+        "doffset = share if doffset is None else doffset + share", "doffset = share",
+        (f"{FUSED}test_several[composed-of the offset]",),
+    ),
+    Mutant(
+        "a gradient asked for of what an unused result was made of", LINEAR_RULES,
+        "tuple(None if d is None else p for p, d", "tuple(p for p, d",
+        (f"{SEVERAL}test_results_that_are_not_used[triton-features0-float32-False-(0,)]",),
+    ),
+    Mutant(
+        "the bias of another product, fused", LINEAR_LAUNCH,
+        "if b is None else b for k, b in zip(kernel, bias, strict=True)]",
+        "if b is None else b for k, b in zip(kernel, (*bias[1:], bias[0]), strict=True)]",
+        (f"{FUSED}test_several[fused-all]",),
+    ),
+    Mutant(
+        "results parted at the wrong place", LINEAR_LAUNCH, "start += n", "start = n",
+        (f"{FUSED}test_several[fused-all]",),
+    ),
+    Mutant(
+        "the sum's cotangent not handed to the fused kernel", LINEAR_LAUNCH,
+        """"dtotal": operands.dtotal if dtypes.dx else None""", """"dtotal": None""",
+        (f"{FUSED}test_behind_a_sum[bfloat16-bfloat16-fused]",),
+    ),
+    Mutant(
+        "x saved where the sum was normed, before a product", LINEAR_RULES,
+        "saved = Saved(x if total is None else total,", "saved = Saved(x,",
+        (f"{FUSED}test_behind_a_sum[bfloat16-bfloat16-composed]",),
+    ),
+    Mutant(
+        "dtotal added by every part of the features", MESH,
+        "if feature_axes and any(layout.terms):", "if False:",
+        IN_ONE_ON_A_MESH,
+    ),
+    Mutant(
+        "dtotal added by no part of the features", MESH, "jnp.where(first, a, 0) if is_term", "0 * a if is_term",
+        IN_ONE_ON_A_MESH,
+    ),
+    Mutant(
+        "a product that is whole on each device counted by each", MESH,
+        "chosen[dim] = tuple(a for a in chosen[dim] if a in by_all)", "pass",
+        (f"{SEVERAL}test_on_a_mesh[features0-float32-one alone-Auto]",),
+    ),
+]  # fmt: skip
