@@ -94,10 +94,10 @@ def launches(h, inner, dtypes, chip, switches, trial=None):
         lambda operands: launcher.forward(operands, norm, wanted, 0, recorder),
         norms.Operands(x, added, scale, offset),
     )
-    gradients = norms.Gradients(*named(total, scale, offset))
+    gradients = norms.Gradients(*named(total, scale, offset, None))
     jax.eval_shape(
         lambda operands: launcher.backward(operands, norm, gradients, 0, recorder),
-        norms.Cotangents(y, dtotal, total, scale, mean, rstd),
+        norms.Cotangents(y, dtotal, total, scale, None, mean, rstd),
     )
     return recorder.launches
 
@@ -268,7 +268,7 @@ MORE_LINEAR_WIDTHS = [h for h in WIDTHS if 8 <= h not in LINEAR_WIDTHS]
 
 
 def linear_launches(rows, h, n, dtypes, chip, switches, trial=None):
-    """The launches of LayerNorm+Linear forward and backward at this size, none made."""
+    """The launches of LayerNorm+Linear forward and backward at this size, none made; a residual is x's like."""
     from jln._norm_linear import launcher
 
     jax.config.update("jax_enable_x64", True)
@@ -280,16 +280,18 @@ def linear_launches(rows, h, n, dtypes, chip, switches, trial=None):
     scale, offset = (parameter if switches[name] else None for name in ("scale", "offset"))
     everything = scale is not None
     bias = bias if everything else None
+    residual = x if switches["adds"] else None  # total and its cotangent are alike
     norm = norms.Norm(-1, 1e-6, switches["subtract_mean"], switches["zero_centered_scale"])
-    settings = linears.NormLinear(norm, precision=None, features=1)
+    settings = linears.NormLinear(norm, None, (1,), in_one=True)
     recorder = Recorder(ALL_CHIPS[chip], trial)
-    wanted = linears.Outcome(*named(dy, *((mean, rstd) if everything else (None, None))))
-    operands = linears.Operands(x, scale, offset, kernel, bias)
+    statistics = named(*((mean, rstd) if everything else (None, None)))
+    wanted = linears.Outcome(tuple(named(dy)), *named(residual), *statistics)
+    operands = linears.Operands(x, residual, scale, offset, (kernel,), (bias,))
     jax.eval_shape(lambda operands: launcher.forward(operands, settings, wanted, 0, recorder), operands)
-    gradients = linears.Gradients(*named(*operands))
+    gradients = linears.Gradients(*named(x, scale, offset), tuple(named(kernel)), tuple(named(bias)))
     jax.eval_shape(
         lambda operands: launcher.backward(operands, settings, gradients, 0, recorder),
-        linears.Cotangents(dy, x, scale, offset, kernel, mean, rstd),
+        linears.Cotangents((dy,), residual, x, scale, offset, (kernel,), mean, rstd),
     )
     return recorder.launches
 

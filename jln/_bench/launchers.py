@@ -35,6 +35,7 @@ def call(workload: Workload, direction: str, target: Target) -> tuple[Callable[.
     statistic = jax.ShapeDtypeStruct([1 if i == axis % x.ndim else n for i, n in enumerate(x.shape)], accumulator)
     along = [n if i == axis % x.ndim else 1 for i, n in enumerate(x.shape)]
     mean = statistic if norm.subtract_mean else None
+    dtotal = None if residual is None else x
     saved_statistics = None if mean is None else accumulator.name, accumulator.name
 
     def dtype_of(a: jax.ShapeDtypeStruct | None) -> str | None:
@@ -45,16 +46,15 @@ def call(workload: Workload, direction: str, target: Target) -> tuple[Callable[.
 
     if workload.is_linear:
         kernel, bias, y = shapes["kernel"], shapes.get("bias"), shapes["y"]
-        settings = ("settings", linears.NormLinear(norm, None, features=1))
-        h, n = kernel.shape
-        sizes = workload.rows, h, n, dtype.name, target.chip
+        settings = ("settings", linears.NormLinear(norm, None, (1,), in_one=True))
+        sizes = workload.rows, *kernel.shape, dtype.name, target.chip
         if direction == "forward" and tiles.forward_tile(*sizes) is not None:
-            dtypes = linears.Outcome(dtype.name, *saved_statistics)
-            operands = linears.Operands(x, scale, offset, kernel, bias)
+            dtypes = linears.Outcome((dtype.name,), dtype_of(residual), *saved_statistics)
+            operands = linears.Operands(x, residual, scale, offset, (kernel,), (bias,))
             return made(linear_launcher.forward, settings, dtypes), operands
         if direction == "backward" and tiles.backward_plan(*sizes) is not None:
-            dtypes = linears.Gradients(*map(dtype_of, (x, scale, offset, kernel, bias)))
-            operands = linears.Cotangents(y, x, scale, offset, kernel, mean, statistic)
+            dtypes = linears.Gradients(*map(dtype_of, (x, scale, offset)), (dtype_of(kernel),), (dtype_of(bias),))
+            operands = linears.Cotangents((y,), dtotal, x, scale, offset, (kernel,), mean, statistic)
             return made(linear_launcher.backward, settings, dtypes), operands
     settings = ("norm", norm)
     scale, offset = (None if p is None else jax.ShapeDtypeStruct(along, p.dtype) for p in (scale, offset))
@@ -62,11 +62,9 @@ def call(workload: Workload, direction: str, target: Target) -> tuple[Callable[.
         kept = saved_statistics if "backward" in workload.directions else (None, None)
         dtypes = norms.Outcome(dtype.name, dtype_of(residual), *kept)
         return made(norm_launcher.forward, settings, dtypes), norms.Operands(x, residual, scale, offset)
-    gradients = norms.Gradients(dtype.name, dtype_of(scale), dtype_of(offset))
-    if workload.is_linear:
-        dz = jax.ShapeDtypeStruct(x.shape, dtype if dtype == jnp.bfloat16 else accumulator)
-        dtypes = norm_launcher.BackwardAndForward(*gradients, y=dtype.name)
-        launcher: Any = functools.partial(norm_launcher.backward_and_forward, offset=offset, y_dtype=dtype)  # pyright: ignore[reportArgumentType]
-        return made(launcher, settings, dtypes), norms.Cotangents(dz, None, x, scale, mean, statistic)
-    dtotal = None if residual is None else x
-    return made(norm_launcher.backward, settings, gradients), norms.Cotangents(x, dtotal, x, scale, mean, statistic)
+    # Behind the products of a Linear, dz, in the dtype in which they leave it, and its z is made again.
+    dy = jax.ShapeDtypeStruct(x.shape, accumulator) if workload.is_linear and dtype != jnp.bfloat16 else x
+    y_dtype = dtype.name if workload.is_linear else None
+    gradients = norms.Gradients(dtype.name, dtype_of(scale), dtype_of(offset), y_dtype)
+    read = norms.Cotangents(dy, dtotal, x, scale, offset if workload.is_linear else None, mean, statistic)
+    return made(norm_launcher.backward, settings, gradients), read

@@ -159,10 +159,9 @@ def compiled(call: Call, key: Key, tiles: Tiles, chip: Chip) -> Verdict:
 
 
 def _fullest(call: Call) -> Call:
-    if call.workload.is_linear:
-        given: dict[str, Any] = {"operator": fullest(is_linear=True).name}
-    else:
-        given = {"operator": fullest(is_linear=False).name, "features": None, "directions": DIRECTIONS}
+    given: dict[str, Any] = {"operator": fullest(is_linear=call.workload.is_linear, adds=True).name}
+    if not call.workload.is_linear:
+        given |= {"features": None, "directions": DIRECTIONS}
     return dataclasses.replace(call, workload=dataclasses.replace(call.workload, absent=(), **given))
 
 
