@@ -45,10 +45,10 @@ def test_workloads_trace_and_return_what_they_say(name):
     for module in (jln, reference):
         f = w.function(module)
         results = jax.eval_shape(f, *w.arguments())
-        assert jax.tree.leaves(results) == w.cotangents()
-        made = jax.tree.leaves(jax.eval_shape(w.step(f), *w.step_arguments()))
+        assert results == w.signature.packed(w.cotangents())
+        made = jax.eval_shape(w.step(f), *w.step_arguments())
         gradients = [a for name, a in w.arrays().items() if name in w.signature.names and name != "residual"]
-        assert made == w.cotangents() + (gradients if "backward" in w.directions else [])
+        assert made == ((results, gradients) if "backward" in w.directions else results)
 
 
 def test_bytes_and_operations_are_counted():
@@ -61,6 +61,10 @@ def test_bytes_and_operations_are_counted():
     assert linear.bytes_once("forward") == 2 * (35 + 5 + 5 + 15 + 3 + 21)
     assert linear.bytes_once("backward") == 2 * (21 + 35 + 5 + 15 + 35 + 5 + 5 + 15 + 3)
     assert (linear.product_flops("forward"), linear.product_flops()) == (2 * 7 * 5 * 3, 3 * 2 * 7 * 5 * 3)
+    linears = dataclasses.replace(linear, operator="add_layer_norm_linear", features=(3, 4), absent=("bias",))
+    assert linears.bytes_once("forward") == 2 * (2 * 35 + 5 + 5 + 15 + 20 + 21 + 28 + 35)
+    assert linears.bytes_once("backward") == 2 * (21 + 28 + 35 + 35 + 5 + 15 + 20 + 35 + 5 + 5 + 15 + 20)
+    assert linears.product_flops() == 3 * 2 * 7 * 5 * (3 + 4)
     inference = dataclasses.replace(linear, directions=("forward",))
     assert inference.bytes_once() == inference.bytes_once("forward") == linear.bytes_once("forward")
     assert (norm.rows, norm.width) == (7, 5)

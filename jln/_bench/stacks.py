@@ -68,7 +68,9 @@ class Stack:
         a = jax.ShapeDtypeStruct
 
         def norm():
-            return {n: a((self.width,), self.parameter_dtype) for n in (("scale",) if self.gated else ("scale", "bias"))}
+            return {
+                n: a((self.width,), self.parameter_dtype) for n in (("scale",) if self.gated else ("scale", "bias"))
+            }
 
         def linear(h, n):
             kernel = {"kernel": a((h, n), self.parameter_dtype)}
@@ -247,15 +249,16 @@ def jln_loss(stack: Stack, before_attention: Projection, before_mlp: Projection)
         qkv, x = before_attention(p["norm_1"], attention, x, branch)
         branch = linear(p["out"], stack.attend(qkv))
         up, x = before_mlp(p["norm_2"], mlp, x, branch)
-        return x, linear(p["down"], stack.activate(up))
+        branch = linear(p["down"], stack.activate(up))
+        # What a checkpointed block takes is kept: better the sum than what is to be summed.
+        return (x, branch) if stack.policy is None else (x + branch, None)
 
     def loss(parameters, x):
         branch = None
         for i in range(stack.layers):
             x, branch = stack.checkpointed(jax.checkpoint, block)(parameters[f"block_{i}"], x, branch)
-        assert branch is not None
         if before_mlp is no_norm:
-            return square_sum(x + branch)
+            return square_sum(x if branch is None else x + branch)
         return square_sum(add_and_norm(parameters["norm"], x, branch)[0])
 
     return loss

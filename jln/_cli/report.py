@@ -22,7 +22,7 @@ from jln._triton import target
 from jln._triton.chip import named_chip
 
 # Those whose programs XLA compiles.
-COMPARED = ("jln", "jnp", "flax", "tokamax")
+COMPARED = ("jln", "jln-norm", "jnp", "flax", "tokamax")
 
 
 def command(
@@ -37,8 +37,8 @@ def command(
 ) -> None:
     """Count the kernels, bytes and temporary memory of compiled programs: facts, with no GPU, and no times.
 
-    Operators at named sizes, and a 12-layer transformer's forward + backward. Beside jln: plain jnp, Flax's layers,
-    tokamax. Exits with 1 if a program of jln does not compile.
+    Operators at named sizes, and a 12-layer transformer's forward + backward. Beside jln: for Linears its norm
+    and separate products; plain jnp, Flax's layers, tokamax. Exits with 1 if a program of jln does not compile.
     """
     names = _known("workload", workload, (*WORKLOADS, *STACKS))
     peers = ["jln", *(p for p in _known("peer", peer, COMPARED) if p != "jln")]
@@ -58,9 +58,11 @@ def command(
     stacks = [(STACKS[n], products) for n in names if n in STACKS for products in PRODUCTS]
 
     failures: list[str] = []
-    with progress(len(workloads) * len(compared) + sum(len(losses(stack)) for stack, _ in stacks)) as begin:
+    with progress(
+        sum(len(_comparable(w, compared)) for w in workloads) + sum(len(losses(stack)) for stack, _ in stacks)
+    ) as begin:
         count = _Counting(chip, begin, failures)
-        sizes = [(w, count.workload(w, compared)) for w in workloads]
+        sizes = [(w, count.workload(w, _comparable(w, compared))) for w in workloads]
         steps = [(stack, products, count.stack(stack, products)) for stack, products in stacks]
     if as_json:
         print_json(_json(chip, sizes, steps, skipped, failures))
@@ -75,6 +77,10 @@ def _known(what: str, given: list[str] | None, known: tuple[str, ...]) -> list[s
         if name not in known:
             raise UserError(f"unknown {what} {name!r}; known are {', '.join(known)}")
     return list(dict.fromkeys(given or known))
+
+
+def _comparable(workload: Workload, peers: list[str]) -> list[str]:
+    return [p for p in peers if workload.is_linear or PEERS[p].of_norms]
 
 
 class _Counting:
@@ -167,6 +173,8 @@ def _json(chip, sizes, steps, skipped, failures) -> dict[str, Any]:
                 "layers": stack.layers,
                 "shape": stack.shape,
                 "hidden": stack.hidden,
+                "features": stack.projections,
+                "checkpoint_policy": stack.policy,
                 "parameter_dtype": stack.parameter_dtype,
                 "products": products,
                 "programs": {name: _facts(report) for name, report in found.items()},
@@ -212,7 +220,7 @@ def _rows(workload: Workload, found: dict[str, program.Report]) -> list[tuple[st
             workload.name,
             workload.operator,
             _size(workload.shape),
-            str(workload.features or "-"),
+            workload.features_text or "-",
             peer,
             str(report.launches),
             _megabytes(report.bytes_total),
