@@ -23,11 +23,16 @@ ALL = WORKLOADS | CPU_WORKLOADS
 
 def test_the_catalogue_lists_every_operator_with_its_arrays():
     assert set(OPERATORS) == {name for name in jln.__all__ if inspect.isfunction(getattr(reference, name, None))}
+    of_linears = {"kernel": "Kernels", "bias": "Biases"}
     for operator in OPERATORS.values():
-        arrays = [(a.name, "jax.Array | None" if a.optional else "jax.Array") for a in operator.arguments]
+        arrays = [
+            (a.name, of_linears.get(a.role, "jax.Array | None" if a.optional else "jax.Array"))
+            for a in operator.arguments
+        ]
         for function in (operator.function, operator.reference):
             given = inspect.signature(function).parameters.values()
-            assert [(p.name, p.annotation) for p in given if "jax.Array" in p.annotation] == arrays
+            of_arrays = [p for p in given if "jax.Array" in p.annotation or p.annotation in of_linears.values()]
+            assert [(p.name, p.annotation) for p in of_arrays] == arrays
 
 
 def test_names_are_unique_and_reasons_are_given():

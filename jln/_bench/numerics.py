@@ -17,9 +17,8 @@ from jln._bench.workloads import Workload
 
 
 def arrays(workload: Workload, seed: int = 0) -> tuple[list[Any], list[Any]]:
-    """-> (arguments, cotangents), arrays or tuples of them, normal: scales around 1, kernels that keep a result as large as what it is made of.
-
-    All are numbers of the workload's dtype, for peers whose parameters have it.
+    """-> (arguments, cotangents), arrays or tuples of them, normal: scales around 1, kernels that keep a result as
+    large as what it is made of. All are numbers of the workload's dtype, for peers whose parameters have it.
     """
     described = list(zip(workload.signature.arrays, workload.arrays().values(), strict=True))
 
