@@ -23,9 +23,10 @@ FORWARD = ("forward",)
 class Workload:
     """One operator at one size.
 
-    shape: x's, and the residual's. features: N of a Linear, or of each of several behind one norm, else None. axis: the normalised one. dtype: of x, residual,
-    kernel, bias and the results. parameter_dtype: of scale and offset. directions: both in training, "forward" alone in
-    inference. why: what it stands for. absent: the optional arguments that are left out.
+    shape: x's, and the residual's. features: N of a Linear, or of each of several behind one norm, else None. axis:
+    the normalised one. dtype: of x, residual, kernel, bias and the results. parameter_dtype: of scale and offset.
+    directions: both in training, "forward" alone in inference. why: what it stands for. absent: the optional arguments
+    that are left out.
     """
 
     name: str
@@ -56,10 +57,9 @@ class Workload:
     features_text = property(lambda self: "+".join(map(str, self.all_features)))
 
     def sizes(self) -> dict[str, Any]:
-        several = Several((n,) for n in self.all_features)
-        return _catalogue.sizes(
-            self.shape, self.axis, several if isinstance(self.features, tuple) else self.all_features
-        )
+        several = isinstance(self.features, tuple)
+        features = Several((n,) for n in self.all_features) if several else self.all_features
+        return _catalogue.sizes(self.shape, self.axis, features)
 
     def arrays(self) -> dict[str, Any]:
         """Shapes and dtypes of the arguments, in order, then of the results, which are the cotangents' too: of kernels,

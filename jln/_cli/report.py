@@ -58,11 +58,10 @@ def command(
     stacks = [(STACKS[n], products) for n in names if n in STACKS for products in PRODUCTS]
 
     failures: list[str] = []
-    with progress(
-        sum(len(_comparable(w, compared)) for w in workloads) + sum(len(losses(stack)) for stack, _ in stacks)
-    ) as begin:
+    jobs = [(w, [p for p in compared if w.is_linear or PEERS[p].of_norms]) for w in workloads]
+    with progress(sum(len(by) for _, by in jobs) + sum(len(losses(stack)) for stack, _ in stacks)) as begin:
         count = _Counting(chip, begin, failures)
-        sizes = [(w, count.workload(w, _comparable(w, compared))) for w in workloads]
+        sizes = [(w, count.workload(w, by)) for w, by in jobs]
         steps = [(stack, products, count.stack(stack, products)) for stack, products in stacks]
     if as_json:
         print_json(_json(chip, sizes, steps, skipped, failures))
@@ -77,10 +76,6 @@ def _known(what: str, given: list[str] | None, known: tuple[str, ...]) -> list[s
         if name not in known:
             raise UserError(f"unknown {what} {name!r}; known are {', '.join(known)}")
     return list(dict.fromkeys(given or known))
-
-
-def _comparable(workload: Workload, peers: list[str]) -> list[str]:
-    return [p for p in peers if workload.is_linear or PEERS[p].of_norms]
 
 
 class _Counting:
