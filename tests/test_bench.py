@@ -42,9 +42,12 @@ SMALL = {
         Workload("sum", "add_rms_norm", (2, 3, 40), "small"),
         Workload("linear", "layer_norm_linear", (6, 40), "small", features=8),
         Workload("no-bias", "rms_norm_linear", (6, 40), "small", features=8, absent=("bias",)),
+        Workload("several", "layer_norm_linear", (6, 40), "small", features=(8, 4)),
+        Workload("add", "add_rms_norm_linear", (6, 40), "small", features=(8, 4), absent=("bias",)),
         Workload("axis-0", "layer_norm", (40, 3, 2), "small", axis=0),
         Workload("inference", "rms_norm", (6, 40), "small", directions=("forward",)),
         Block("block", "block", (2, 4, 16), "small", heads=2),
+        Block("apart", "block", (2, 4, 16), "small", heads=2, apart=True),
     )
 }
 
@@ -142,12 +145,17 @@ def test_every_round_has_every_program_in_an_order_of_its_own():
 
 
 @pytest.mark.parametrize(
-    ("platform", "name"), [("cpu", "norm"), *(("gpu", n) for n in ("sum", "linear", "axis-0", "inference", "block"))]
+    ("platform", "name"),
+    [
+        ("cpu", "norm"),
+        *(("gpu", n) for n in ("sum", "linear", "several", "add", "axis-0", "inference", "block", "apart")),
+    ],
 )
 def test_all_peers_of_jax_are_right_and_timed(name, platform, monkeypatch):
     """platform: whose way; on "gpu" by the profiler, which works here too."""
     monkeypatch.setattr(timing, "COLD_BYTES", 2**20)
-    names = {"block": ("jln",), "linear": ("jln", "flax")}.get(name, ("jln", "flax", "haiku"))  # the rest is slow
+    by = {"block": ("jln",), "apart": ("jln", "jln-norm"), "linear": ("jln", "flax"), "several": ("jln", "jln-norm")}
+    names = by.get(name, ("jln", "flax", "haiku"))  # the rest is slow
     chosen = [PEERS[p] for p in names]
     records = measure.measure(SMALL[name], chosen, platform, SETTINGS)
     directions = ["forward", "backward", "both"] if "backward" in SMALL[name].directions else ["forward"]
@@ -167,6 +175,11 @@ def test_every_workload_has_a_program_of_every_peer_of_jax(name):
     chosen = PEERS[name]
     pytest.importorskip(chosen.package)
     for workload in results.ALL.values():
+        parts_of = workload.parts() if isinstance(workload, Block) else [workload]
+        if not chosen.of_norms and not all(part.is_linear for part in parts_of):
+            with pytest.raises(parts.Unsupported, match="by itself"):
+                measure.function_of(workload, chosen)
+            continue
         given = [*workload.arguments(), *(workload.cotangents() if "backward" in workload.directions else ())]
         steps = (measure.function_of(workload, chosen), numerics.reference(workload, rounded=False))
         ours, true = (jax.tree.leaves(jax.eval_shape(workload.step(f), *given)) for f in steps)
@@ -267,6 +280,8 @@ def test_bytes_and_operations_of_a_block():
     assert block.bytes_once("forward") == 2 * (2 * tokens * h + parameters) + 4 * 4 * h
     assert block.product_flops("forward") == 2 * tokens * (12 * h * h + 4 * h)
     assert block.product_flops() == 3 * block.product_flops("forward")
+    for name in ("bytes_once", "product_flops"):
+        assert getattr(SMALL["apart"], name)() == getattr(block, name)()
 
 
 # The command

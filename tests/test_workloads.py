@@ -13,6 +13,7 @@ import pytest
 import jln
 from jln import reference
 from jln._bench import stacks
+from jln._bench.peers import PEERS
 from jln._bench.workloads import CPU_WORKLOADS, WORKLOADS, Workload
 from jln._catalogue import OPERATORS
 
@@ -75,6 +76,25 @@ def test_bytes_and_operations_are_counted():
     assert (norm.rows, norm.width) == (7, 5)
     strided = WORKLOADS["alphafold-pair-axis-0"]
     assert (strided.rows, strided.width) == (384 * 384, 128)
+
+
+@pytest.mark.parametrize("name", [name for name, w in WORKLOADS.items() if len(w.all_features) > 1])
+def test_several_linears_hold_x_alone_between_forward_and_backward(name):
+    """And the parameters, and two numbers a row, where a norm and separate products hold the norm's result, too."""
+    w = WORKLOADS[name]
+
+    def held(function):
+        return jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(function, *a)[1], *w.arguments()))
+
+    def size(arrays):
+        return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(arrays))
+
+    arrays = w.arrays()
+    parameters = [arrays[n] for n in ("scale", "offset", "kernel") if n in arrays]
+    with jax.numpy_rank_promotion("allow"):  # of the bias behind the separate products
+        ours, apart = (held(PEERS[by].function(w)) for by in ("jln", "jln-norm"))
+    assert size(ours) == size([arrays["x"], parameters]) + (2 if w.entry.centres else 1) * 4 * w.rows
+    assert size(apart) >= size(ours) + size(arrays["x"])
 
 
 @pytest.mark.parametrize("name", stacks.STACKS)
