@@ -70,7 +70,7 @@ def judge(workload: Workload, arguments: Sequence[Any], cotangents: Sequence[Any
         wide = jax.tree.map(lambda a: a.astype("float64"), given)
         true, nudged = (jax.tree.leaves(step(*a)) for a in (wide, _nudged(wide, _accuracy.rounding(workload.dtype))))
     parameters = [(f"d{a.name}", workload.arrays()[a.name]) for a in workload.signature.parameters]
-    sums = dict.fromkeys(_catalogue.flat_names(parameters), workload.rows)
+    sums: dict[str, int] = {name: workload.rows for name in _catalogue.flat_names(parameters)}
     return Judge(names(workload), true, nudged, plain, workload.dtype, sums)
 
 

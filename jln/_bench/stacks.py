@@ -60,7 +60,8 @@ class Stack:
     @property
     def projections(self) -> tuple[dict[str, int], dict[str, int]]:
         """The Linears behind a block's two norms, and their features."""
-        attention, mlp = self.attention_features, dict.fromkeys(("gate", "up") if self.gated else ("up",), self.hidden)
+        attention = self.attention_features
+        mlp = {name: self.hidden for name in (("gate", "up") if self.gated else ("up",))}
         return (attention, mlp) if self.apart else ({"qkv": sum(attention.values())}, {"up": sum(mlp.values())})
 
     def parameters(self) -> Any:
@@ -211,7 +212,7 @@ def norm_linear(
     """By `layer_norm_linear` or `rms_norm_linear`, which do not; the sum is XLA's."""
     x = x if branch is None else x + branch
     parameters, linears = _norms_and_linears(norm, linears, x.dtype)
-    operator = jln.layer_norm_linear if "bias" in norm else jln.rms_norm_linear
+    operator: Any = jln.layer_norm_linear if "bias" in norm else jln.rms_norm_linear
     return operator(x, *parameters, *linears, epsilon=EPSILON), x
 
 
@@ -222,7 +223,7 @@ def add_norm_linear(
     if branch is None:
         return norm_linear(norm, linears, x, None)
     parameters, linears = _norms_and_linears(norm, linears, x.dtype)
-    operator = jln.add_layer_norm_linear if "bias" in norm else jln.add_rms_norm_linear
+    operator: Any = jln.add_layer_norm_linear if "bias" in norm else jln.add_rms_norm_linear
     return operator(branch, x, *parameters, *linears, epsilon=EPSILON)
 
 
