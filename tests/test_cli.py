@@ -215,7 +215,7 @@ ERRORS = {
     "too many digits": (["check", "layer_norm", "--shape", "9" * 5000], "a shape is written as 8192x4096"),
     "unknown workload": (["report", "--workload", "gpt2"], "unknown workload 'gpt2'; known are layer-norm-1024, "),
     "unknown chip": (["report", "--chip", "v100"], "unknown chip 'v100'; known are a100, h100, h200, b200"),
-    "unknown peer": (["report", "--peer", "apex"], "unknown peer 'apex'; known are jln, jnp, flax, tokamax"),
+    "unknown peer": (["report", "--peer", "apex"], "unknown peer 'apex'; known are jln, jln-norm, jnp, flax, tokamax"),
     "nothing to compile": (["report"], "jln's kernels cannot be compiled: "),
 }
 
