@@ -50,6 +50,12 @@ class Several(tuple[tuple[int, ...], ...]):
     """The features of each of several Linears behind one norm."""
 
 
+def flat_names(named: Iterable[tuple[str, Any]]) -> list[str]:
+    """Of the leaves of named trees: `y`, or `y[0]` and `y[1]`."""
+    paths = [(name, jax.tree.leaves_with_path(tree)) for name, tree in named]
+    return [name + jax.tree_util.keystr(path) for name, leaves in paths for path, _ in leaves]
+
+
 def sizes(shape: tuple[int, ...], axes: int | tuple[int, ...], features: tuple[int, ...] | Several) -> dict[str, Any]:
     """What the dimensions are of an x of that shape, normalised over `axes`."""
     chosen = [a % len(shape) for a in (axes if isinstance(axes, tuple) else (axes,))]

@@ -16,9 +16,12 @@ SMALL = {
         Workload("sum", "add_rms_norm", (2, 3, 40), "small"),
         Workload("linear", "layer_norm_linear", (6, 40), "small", features=8),
         Workload("no-bias", "rms_norm_linear", (6, 40), "small", features=8, absent=("bias",)),
+        Workload("several", "layer_norm_linear", (6, 40), "small", features=(8, 4)),
+        Workload("add", "add_rms_norm_linear", (6, 40), "small", features=(8, 4), absent=("bias",)),
         Workload("axis-0", "layer_norm", (40, 3, 2), "small", axis=0),
         Workload("inference", "rms_norm", (6, 40), "small", directions=("forward",)),
         Block("block", "block", (2, 4, 16), "small", heads=2),
+        Block("apart", "block", (2, 4, 16), "small", heads=2, apart=True),
     )
 }
 

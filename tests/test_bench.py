@@ -8,6 +8,7 @@ pytest.importorskip("typer")
 from bench_cases import SETTINGS, SMALL, off_by
 from jln import _accuracy
 from jln._bench import measure, numerics, parts, results, timing, trace
+from jln._bench.blocks import Block
 from jln._bench.peers import PEERS, Peer
 from jln._bench.workloads import Workload
 
@@ -15,12 +16,17 @@ pytestmark = pytest.mark.usefixtures("compile_fast", "promoted_ranks")
 
 
 @pytest.mark.parametrize(
-    ("platform", "name"), [("cpu", "norm"), *(("gpu", n) for n in ("sum", "linear", "axis-0", "inference", "block"))]
+    ("platform", "name"),
+    [
+        ("cpu", "norm"),
+        *(("gpu", n) for n in ("sum", "linear", "several", "add", "axis-0", "inference", "block", "apart")),
+    ],
 )
 def test_all_peers_of_jax_are_right_and_timed(name, platform, monkeypatch):
     """platform: whose way; on "gpu" by the profiler, which works here too."""
     monkeypatch.setattr(timing, "COLD_BYTES", 2**20)
-    names = {"block": ("jln",), "linear": ("jln", "flax")}.get(name, ("jln", "flax", "haiku"))  # the rest is slow
+    by = {"block": ("jln",), "apart": ("jln", "jln-norm"), "linear": ("jln", "flax"), "several": ("jln", "jln-norm")}
+    names = by.get(name, ("jln", "flax", "haiku"))  # the rest is slow
     chosen = [PEERS[p] for p in names]
     records = measure.measure(SMALL[name], chosen, platform, SETTINGS)
     directions = ["forward", "backward", "both"] if "backward" in SMALL[name].directions else ["forward"]
@@ -40,6 +46,11 @@ def test_every_workload_has_a_program_of_every_peer_of_jax(name):
     chosen = PEERS[name]
     pytest.importorskip(chosen.package)
     for workload in results.ALL.values():
+        parts_of = workload.parts() if isinstance(workload, Block) else [workload]
+        if not chosen.of_norms and not all(part.is_linear for part in parts_of):
+            with pytest.raises(parts.Unsupported, match="by itself"):
+                measure.function_of(workload, chosen)
+            continue
         given = [*workload.arguments(), *(workload.cotangents() if "backward" in workload.directions else ())]
         steps = (measure.function_of(workload, chosen), numerics.reference(workload, rounded=False))
         ours, true = (jax.tree.leaves(jax.eval_shape(workload.step(f), *given)) for f in steps)
@@ -119,6 +130,8 @@ def test_bytes_and_operations_of_a_block():
     assert block.bytes_once("forward") == 2 * (2 * tokens * h + parameters) + 4 * 4 * h
     assert block.product_flops("forward") == 2 * tokens * (12 * h * h + 4 * h)
     assert block.product_flops() == 3 * block.product_flops("forward")
+    for name in ("bytes_once", "product_flops"):
+        assert getattr(SMALL["apart"], name)() == getattr(block, name)()
 
 
 @pytest.mark.parametrize("name", [name for name in SMALL if name != "block"])

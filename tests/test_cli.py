@@ -15,6 +15,15 @@ pytest.importorskip("typer")
 from command_line import process, run
 
 
+def test_several_linears_at_one_size(capsys):
+    arguments = ("check", "add_rms_norm_linear", "--shape", "5x16", "--features", "8+3", "--implementation", "xla")
+    status, out, _ = run(capsys, *arguments)
+    assert status == 0 and out.startswith("add_rms_norm_linear of 5x16 -> 8+3 features in float32, normal (seed 0)\n")
+    found = [line.split()[0] for line in out.splitlines() if line.endswith("ok")]
+    both = [f"{name}[{i}]" for name in ("dkernel", "dbias") for i in (0, 1)]
+    assert found == ["y[0]", "y[1]", "total", "dx", "dresidual", "dscale", *both]
+
+
 def test_pleasant_in_a_terminal_and_plain_in_a_pipe(capsys, monkeypatch):
     arguments = ("check", "rms_norm", "--shape", "3x4", "--implementation", "xla")
     _, plain, err = run(capsys, *arguments)
@@ -44,7 +53,8 @@ ERRORS = {
     "shape is no shape": (["check", "layer_norm", "--shape", "8192,4096"], "a shape is written as 8192x4096"),
     "no shape": (["check", "layer_norm", "--shape", ""], "of positive sizes; got ''"),
     "shape is empty": (["check", "layer_norm", "--shape", "0x8"], "of positive sizes; got '0x8'"),
-    "no features": (["check", "layer_norm_linear", "--features", "0"], "greater than or equal to 1"),
+    "no features": (["check", "layer_norm_linear", "--features", "0"], "64+16+16, all positive; got '0'"),
+    "no features of the second": (["check", "layer_norm_linear", "--features", "4+"], "positive; got '4+'"),
     "features of a norm": (["check", "layer_norm", "--features", "8"], "layer_norm has none"),
     "shape of nothing": (["check", "--shape", "8x8"], "--shape needs an operator"),
     "time of nothing": (["check", "--time"], "--time needs an operator"),
@@ -56,7 +66,7 @@ ERRORS = {
     "too many digits": (["check", "layer_norm", "--shape", "9" * 5000], "a shape is written as 8192x4096"),
     "unknown workload": (["report", "--workload", "gpt2"], "unknown workload 'gpt2'; known are layer-norm-1024, "),
     "unknown chip": (["report", "--chip", "v100"], "unknown chip 'v100'; known are a100, h100, h200, b200"),
-    "unknown peer": (["report", "--peer", "apex"], "unknown peer 'apex'; known are jln, jnp, flax, tokamax"),
+    "unknown peer": (["report", "--peer", "apex"], "unknown peer 'apex'; known are jln, jln-norm, jnp, flax, tokamax"),
     "benchmark of nothing": (["bench", "gpt5"], "unknown workload 'gpt5'"),
     "benchmark against nothing": (["bench", "--peers", "jln,flux"], "unknown peer 'flux'; known are jln, jnp, flax"),
     "benchmark on no device": (["bench", "--device", "gpu:7"], "no device 'gpu:7'"),

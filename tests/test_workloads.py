@@ -13,6 +13,7 @@ import pytest
 import jln
 from jln import reference
 from jln._bench import stacks
+from jln._bench.peers import PEERS
 from jln._bench.workloads import CPU_WORKLOADS, WORKLOADS, Workload
 from jln._catalogue import OPERATORS
 
@@ -23,11 +24,16 @@ ALL = WORKLOADS | CPU_WORKLOADS
 
 def test_the_catalogue_lists_every_operator_with_its_arrays():
     assert set(OPERATORS) == {name for name in jln.__all__ if inspect.isfunction(getattr(reference, name, None))}
+    of_linears = {"kernel": "Kernels", "bias": "Biases"}
     for operator in OPERATORS.values():
-        arrays = [(a.name, "jax.Array | None" if a.optional else "jax.Array") for a in operator.arguments]
+        arrays = [
+            (a.name, of_linears.get(a.role, "jax.Array | None" if a.optional else "jax.Array"))
+            for a in operator.arguments
+        ]
         for function in (operator.function, operator.reference):
             given = inspect.signature(function).parameters.values()
-            assert [(p.name, p.annotation) for p in given if "jax.Array" in p.annotation] == arrays
+            of_arrays = [p for p in given if "jax.Array" in p.annotation or p.annotation in of_linears.values()]
+            assert [(p.name, p.annotation) for p in of_arrays] == arrays
 
 
 def test_names_are_unique_and_reasons_are_given():
@@ -45,10 +51,10 @@ def test_workloads_trace_and_return_what_they_say(name):
     for module in (jln, reference):
         f = w.function(module)
         results = jax.eval_shape(f, *w.arguments())
-        assert jax.tree.leaves(results) == w.cotangents()
-        made = jax.tree.leaves(jax.eval_shape(w.step(f), *w.step_arguments()))
+        assert results == w.signature.packed(w.cotangents())
+        made = jax.eval_shape(w.step(f), *w.step_arguments())
         gradients = [a for name, a in w.arrays().items() if name in w.signature.names and name != "residual"]
-        assert made == w.cotangents() + (gradients if "backward" in w.directions else [])
+        assert made == ((results, gradients) if "backward" in w.directions else results)
 
 
 def test_bytes_and_operations_are_counted():
@@ -61,6 +67,10 @@ def test_bytes_and_operations_are_counted():
     assert linear.bytes_once("forward") == 2 * (35 + 5 + 5 + 15 + 3 + 21)
     assert linear.bytes_once("backward") == 2 * (21 + 35 + 5 + 15 + 35 + 5 + 5 + 15 + 3)
     assert (linear.product_flops("forward"), linear.product_flops()) == (2 * 7 * 5 * 3, 3 * 2 * 7 * 5 * 3)
+    linears = dataclasses.replace(linear, operator="add_layer_norm_linear", features=(3, 4), absent=("bias",))
+    assert linears.bytes_once("forward") == 2 * (2 * 35 + 5 + 5 + 15 + 20 + 21 + 28 + 35)
+    assert linears.bytes_once("backward") == 2 * (21 + 28 + 35 + 35 + 5 + 15 + 20 + 35 + 5 + 5 + 15 + 20)
+    assert linears.product_flops() == 3 * 2 * 7 * 5 * (3 + 4)
     inference = dataclasses.replace(linear, directions=("forward",))
     assert inference.bytes_once() == inference.bytes_once("forward") == linear.bytes_once("forward")
     assert (norm.rows, norm.width) == (7, 5)
@@ -68,13 +78,34 @@ def test_bytes_and_operations_are_counted():
     assert (strided.rows, strided.width) == (384 * 384, 128)
 
 
+@pytest.mark.parametrize("name", [name for name, w in WORKLOADS.items() if len(w.all_features) > 1])
+def test_several_linears_hold_x_alone_between_forward_and_backward(name):
+    """And the parameters, and two numbers a row, where a norm and separate products hold the norm's result, too."""
+    w = WORKLOADS[name]
+
+    def held(function):
+        return jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(function, *a)[1], *w.arguments()))
+
+    def size(arrays):
+        return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(arrays))
+
+    arrays = w.arrays()
+    parameters = [arrays[n] for n in ("scale", "offset", "kernel") if n in arrays]
+    with jax.numpy_rank_promotion("allow"):  # of the bias behind the separate products
+        ours, apart = (held(PEERS[by].function(w)) for by in ("jln", "jln-norm"))
+    assert size(ours) == size([arrays["x"], parameters]) + (2 if w.entry.centres else 1) * 4 * w.rows
+    assert [sum(a.shape == w.shape for a in leaves) for leaves in (ours, apart)] == [1, 2]
+
+
 @pytest.mark.parametrize("name", stacks.STACKS)
 def test_stacks_of_all_variants_are_the_same_function(name):
     """In float64, where only a wrong wire is more than 1e-9: losses, and every gradient by itself."""
     pytest.importorskip("flax")
-    options = {"layers": 2, "shape": (2, 5, 8), "hidden": 12, "heads": 2}
+    options = {"layers": 2, "shape": (2, 5, 16), "hidden": 12, "heads": 4}
+    stack = stacks.STACKS[name]
+    keys = stack.key_heads and 2
     stack = dataclasses.replace(
-        stacks.STACKS[name], **options, attention="xla", dtype="float64", parameter_dtype="float64"
+        stack, **options, key_heads=keys, attention="xla", dtype="float64", parameter_dtype="float64"
     )
     losses = stacks.losses(stack)
     assert list(losses) == ["flax", *stacks.OURS, "no norm at all"]

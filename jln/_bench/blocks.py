@@ -21,13 +21,18 @@ def _linear(name: str, h: str, n: str) -> tuple[Array, Array]:
     return Array(f"kernel_{name}", "kernel", (h, n)), Array(f"bias_{name}", "bias", (n,))
 
 
-_ARGUMENTS = (
-    *(Array("x", "activation", ("x",)), *_norm(1), *_linear("qkv", "H", "3H"), *_linear("out", "H", "H")),
-    *(*_norm(2), *_linear("up", "H", "4H"), *_linear("down", "4H", "H")),
-)
-# Its bytes are of arguments, results and gradients: a bound that no implementation reaches.
-_RESULTS = (Array("y", "activation", ("x",)),)
-_SIGNATURE = Signature("block", _ARGUMENTS, _RESULTS, tuple(a.name for a in _ARGUMENTS))
+def _signature(*projections: tuple[Array, Array]) -> Signature:
+    """projections: kernels and biases of queries, keys and values."""
+    arguments = (
+        *(Array("x", "activation", ("x",)), *_norm(1), *(a for pair in projections for a in pair)),
+        *(*_linear("out", "H", "H"), *_norm(2), *_linear("up", "H", "4H"), *_linear("down", "4H", "H")),
+    )
+    # Its bytes are of arguments, results and gradients: a bound that no implementation reaches.
+    return Signature("block", arguments, (Array("y", "activation", ("x",)),), tuple(a.name for a in arguments))
+
+
+_JOINT = _signature(_linear("qkv", "H", "3H"))
+_APART = _signature(*(_linear(name, "H", "H") for name in "qkv"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +40,16 @@ class Block(Workload):
     """shape: of x, [batch, tokens, width]. `x += out(attention(qkv(norm(x)))); x += down(gelu(up(norm(x))))`, the first
     norm and the Linear behind it one operator, the second one's sum and it another; all the rest is the same program
     for every peer. Its training step is forward and backward: what an optimizer adds is the same for all.
+
+    apart: a Linear each of queries, keys and values, and the second norm's operator has its Linear, too.
     """
 
     heads: int = 0
+    apart: bool = False
 
     @property
     def signature(self) -> Signature:
-        return _SIGNATURE
+        return _APART if self.apart else _JOINT
 
     is_linear = property(lambda self: False)
 
@@ -51,23 +59,32 @@ class Block(Workload):
     def parts(self) -> tuple[Workload, Workload]:
         """The two operators that differ between peers."""
         norm = {"shape": self.shape, "dtype": self.dtype, "parameter_dtype": self.parameter_dtype, "why": self.why}
-        return (
-            Workload(name="qkv", operator="layer_norm_linear", features=3 * self.width, **norm),
-            Workload(name="add", operator="add_layer_norm", **norm),
-        )
+        features = 3 * (self.width,) if self.apart else 3 * self.width
+        qkv = Workload(name="qkv", operator="layer_norm_linear", features=features, **norm)
+        if self.apart:
+            return qkv, Workload(name="up", operator="add_layer_norm_linear", features=4 * self.width, **norm)
+        return qkv, Workload(name="add", operator="add_layer_norm", **norm)
 
     def of(self, norm_linear: Callable[..., Any], add_norm: Callable[..., Any]) -> Callable[..., Any]:
-        """The block with these for its operators."""
+        """The block with these for its operators, those of `parts`."""
 
         def block(*arguments: jax.Array) -> jax.Array:
-            p = dict(zip(_SIGNATURE.names, arguments, strict=True))
-            qkv = norm_linear(p["x"], p["scale_1"], p["offset_1"], p["kernel_qkv"], p["bias_qkv"])
-            q, k, v = (a.reshape(*a.shape[:-1], self.heads, -1) for a in jnp.split(qkv, 3, -1))
+            p = dict(zip(self.signature.names, arguments, strict=True))
+            first, second = ((p[f"scale_{i}"], p[f"offset_{i}"]) for i in (1, 2))
+            if self.apart:
+                kernels, biases = (tuple(p[f"{kind}_{name}"] for name in "qkv") for kind in ("kernel", "bias"))
+                projected = norm_linear(p["x"], *first, kernels, biases)
+            else:
+                projected = jnp.split(norm_linear(p["x"], *first, p["kernel_qkv"], p["bias_qkv"]), 3, -1)
+            q, k, v = (a.reshape(*a.shape[:-1], self.heads, -1) for a in projected)
             attended = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(self.shape)
             branch = attended @ p["kernel_out"] + p["bias_out"]
-            z, x = add_norm(branch, p["x"], p["scale_2"], p["offset_2"])
-            up = jax.nn.gelu(z @ p["kernel_up"] + p["bias_up"])
-            return x + up @ p["kernel_down"] + p["bias_down"]
+            if self.apart:
+                up, x = add_norm(branch, p["x"], *second, p["kernel_up"], p["bias_up"])
+            else:
+                z, x = add_norm(branch, p["x"], *second)
+                up = z @ p["kernel_up"] + p["bias_up"]
+            return x + jax.nn.gelu(up) @ p["kernel_down"] + p["bias_down"]
 
         return block
 
@@ -80,8 +97,12 @@ class Block(Workload):
 
 BLOCKS = {
     b.name: b
+    for width, shape, what, heads in (
+        (1024, (8, 1024, 1024), "GPT-2 medium's block, a training step", 16),
+        (4096, (2, 2048, 4096), "a wide model's block, a training step", 32),
+    )
     for b in (
-        Block("block-1024", "block", (8, 1024, 1024), "GPT-2 medium's block, a training step", heads=16),
-        Block("block-4096", "block", (2, 2048, 4096), "a wide model's block, a training step", heads=32),
+        Block(f"block-{width}", "block", shape, what, heads=heads),
+        Block(f"block-{width}-q-k-v", "block", shape, f"{what}; q, k, v apart", heads=heads, apart=True),
     )
 }

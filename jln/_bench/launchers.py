@@ -45,18 +45,19 @@ def call(workload: Workload, direction: str, target: Target) -> tuple[Callable[.
         return functools.partial(launcher, **{settings[0]: settings[1]}, dtypes=dtypes, batch_dims=0, target=target)
 
     if workload.is_linear:
-        kernel, bias, y = shapes["kernel"], shapes.get("bias"), shapes["y"]
-        settings = ("settings", linears.NormLinear(norm, None, (1,), in_one=True))
-        h, n = kernel.shape
-        sizes = workload.rows, h, n, dtype.name, target.chip
+        features = workload.all_features
+        kernels, y = tuple(jax.tree.leaves(shapes["kernel"])), tuple(jax.tree.leaves(shapes["y"]))
+        biases = tuple(jax.tree.leaves(shapes.get("bias"))) or (None,) * len(features)
+        settings = ("settings", linears.NormLinear(norm, None, (1,) * len(features), in_one=True))
+        sizes = workload.rows, workload.width, sum(features), dtype.name, target.chip
         if direction == "forward" and tiles.forward_tile(*sizes) is not None:
-            dtypes = linears.Outcome((dtype.name,), dtype_of(residual), *saved_statistics)
-            operands = linears.Operands(x, residual, scale, offset, (kernel,), (bias,))
+            dtypes = linears.Outcome((dtype.name,) * len(y), dtype_of(residual), *saved_statistics)
+            operands = linears.Operands(x, residual, scale, offset, kernels, biases)
             return made(linear_launcher.forward, settings, dtypes), operands
         if direction == "backward" and tiles.backward_plan(*sizes) is not None:
-            dx, dscale, doffset, dkernel, dbias = map(dtype_of, (x, scale, offset, kernel, bias))
-            dtypes = linears.Gradients(dx, dscale, doffset, (dkernel,), (dbias,))
-            operands = linears.Cotangents((y,), dtotal, x, scale, offset, (kernel,), mean, statistic)
+            of_each = (tuple(map(dtype_of, arrays)) for arrays in (kernels, biases))
+            dtypes = linears.Gradients(*map(dtype_of, (x, scale, offset)), *of_each)
+            operands = linears.Cotangents(y, dtotal, x, scale, offset, kernels, mean, statistic)
             return made(linear_launcher.backward, settings, dtypes), operands
     settings = ("norm", norm)
     scale, offset = (None if p is None else jax.ShapeDtypeStruct(along, p.dtype) for p in (scale, offset))

@@ -4,35 +4,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import jln
-from jln import _accuracy
+from jln import _accuracy, _catalogue
 from jln._accuracy import Accuracy, Judge
 from jln._bench.blocks import Block
 from jln._bench.workloads import Workload
 
 
-def arrays(workload: Workload, seed: int = 0) -> tuple[list[jax.Array], list[jax.Array]]:
-    """-> (arguments, cotangents), normal: scales around 1, kernels that keep a result as large as what it is made of.
-
-    All are numbers of the workload's dtype, for peers whose parameters have it.
+def arrays(workload: Workload, seed: int = 0) -> tuple[list[Any], list[Any]]:
+    """-> (arguments, cotangents), arrays or tuples of them, normal: scales around 1, kernels that keep a result as
+    large as what it is made of. All are numbers of the workload's dtype, for peers whose parameters have it.
     """
     described = list(zip(workload.signature.arrays, workload.arrays().values(), strict=True))
 
+    def one(role, a, key):
+        values = jax.random.normal(key, a.shape, jnp.float32)
+        if role == "scale":
+            values = values / 4 + 1
+        elif role == "kernel":
+            values = values / math.sqrt(a.shape[0])
+        return values.astype(workload.dtype).astype(a.dtype)
+
     @jax.jit
     def made(key):
-        found = []
-        for (array, a), k in zip(described, jax.random.split(key, len(described)), strict=True):
-            values = jax.random.normal(k, a.shape, jnp.float32)
-            if array.role == "scale":
-                values = values / 4 + 1
-            elif array.role == "kernel":
-                values = values / math.sqrt(a.shape[0])
-            found.append(values.astype(workload.dtype).astype(a.dtype))
-        return found
+        keys = iter(jax.random.split(key, len(jax.tree.leaves([a for _, a in described]))))
+        return [jax.tree.map(lambda a, role=array.role: one(role, a, next(keys)), tree) for array, tree in described]
 
     found = made(jax.random.key(seed))
     count = len(workload.signature.arguments)
@@ -41,9 +42,10 @@ def arrays(workload: Workload, seed: int = 0) -> tuple[list[jax.Array], list[jax
 
 def names(workload: Workload, direction: str = "both") -> list[str]:
     """Of what a program of a direction returns, "gradient" being both, less the results; of a step by default."""
-    results = [a.name for a in workload.signature.results] if direction in ("forward", "both") else []
+    found, signature = workload.arrays(), workload.signature
+    results = [(a.name, found[a.name]) for a in signature.results if direction in ("forward", "both")]
     wanted = direction != "forward" and "backward" in workload.directions
-    return results + [f"d{a.name}" for a in workload.signature.gradients if wanted]
+    return _catalogue.flat_names(results + [(f"d{a.name}", found[a.name]) for a in signature.gradients if wanted])
 
 
 def reference(workload: Workload, rounded: bool) -> Callable[..., jax.Array]:
@@ -55,19 +57,20 @@ def reference(workload: Workload, rounded: bool) -> Callable[..., jax.Array]:
         return workload.of(reference(qkv, rounded), reference(add, rounded))
     if not workload.entry.adds:
         return workload.function(jln.reference)
-    total_dtype = workload.dtype if rounded else None
-    return workload.in_order(_accuracy.of_sum(workload.entry, total_dtype, axis=workload.axis))
+    total_dtype, options = workload.dtype if rounded else None, {} if workload.is_linear else {"axis": workload.axis}
+    return workload.in_order(_accuracy.of_sum(workload.entry, total_dtype, **options))
 
 
-def judge(workload: Workload, arguments: Sequence[jax.Array], cotangents: Sequence[jax.Array]) -> Judge:
+def judge(workload: Workload, arguments: Sequence[Any], cotangents: Sequence[Any]) -> Judge:
     """Of a step's results."""
     given = [*arguments, *(cotangents if "backward" in workload.directions else ())]
     plain = jax.tree.leaves(jax.jit(workload.step(reference(workload, rounded=False)))(*given))
     with jax.enable_x64(True):
         step = jax.jit(workload.step(reference(workload, rounded=True)))
-        wide = [a.astype("float64") for a in given]
+        wide = jax.tree.map(lambda a: a.astype("float64"), given)
         true, nudged = (jax.tree.leaves(step(*a)) for a in (wide, _accuracy.nudged(wide, workload.dtype)))
-    sums = {f"d{a.name}": workload.rows for a in workload.signature.parameters}
+    parameters = [(f"d{a.name}", workload.arrays()[a.name]) for a in workload.signature.parameters]
+    sums: dict[str, int] = {name: workload.rows for name in _catalogue.flat_names(parameters)}
     return Judge(names(workload), true, nudged, plain, workload.dtype, sums)
 
 

@@ -14,7 +14,8 @@ class Unsupported(Exception):
 
 
 def composed(workload: Workload, norm: Callable[..., Any], linear: Callable[..., Any]) -> Callable[..., Any]:
-    """A workload's function of its parts: norm(x, scale, offset or None), linear(z, kernel, bias or None).
+    """A workload's function of its parts: norm(x, scale, offset or None), linear(z, kernel, bias or None), of which
+    several are several.
 
     The sum with a residual is the peer's `+`, in its dtype.
     """
@@ -25,7 +26,7 @@ def composed(workload: Workload, norm: Callable[..., Any], linear: Callable[...,
         x = given["x"] + given["residual"] if adds else given["x"]
         y = norm(x, given.get("scale"), given.get("offset"))
         if workload.is_linear:
-            y = linear(y, given["kernel"], given.get("bias"))
+            y = linears(y, given["kernel"], given.get("bias"), linear)
         return (y, x) if adds else y
 
     return function
@@ -35,6 +36,13 @@ def multiplied(z: Any, kernel: Any, bias: Any) -> Any:
     """A Linear in plain operations, of any framework's arrays."""
     y = z @ kernel
     return y if bias is None else y + bias
+
+
+def linears(z: Any, kernel: Any, bias: Any, linear: Callable[..., Any]) -> Any:
+    """linear(z, kernel, bias), or of each kernel of a tuple."""
+    if not isinstance(kernel, tuple):
+        return linear(z, kernel, bias)
+    return tuple(linear(z, k, b) for k, b in zip(kernel, bias or (None,) * len(kernel), strict=True))
 
 
 def version(distribution: str) -> str | None:

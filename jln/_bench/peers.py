@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jln
-from jln._bench.parts import composed, multiplied
+from jln._bench.parts import Unsupported, composed, linears, multiplied
 from jln._bench.workloads import Workload
 from jln._catalogue import EPSILON
 
@@ -19,7 +19,7 @@ class Peer:
     """function: from a workload to a function of its arguments that returns its results; raises Unsupported.
 
     framework: what the function's arrays are of. package, distribution: to import, and to look the version up. on_cpu:
-    whether it runs there.
+    whether it runs there. of_norms: whether it has norms by themselves, too.
     """
 
     name: str
@@ -29,6 +29,7 @@ class Peer:
     function: Callable[[Workload], Callable[..., Any]]
     framework: str = "jax"
     on_cpu: bool = True
+    of_norms: bool = True
 
     def missing(self, platform: str) -> str | None:
         """Why it cannot be measured here; None where it can."""
@@ -37,6 +38,23 @@ class Peer:
         if platform == "cpu" and not self.on_cpu:
             return f"{self.distribution} needs a GPU"
         return None
+
+
+def _norm_and_products(workload: Workload) -> Callable[..., Any]:
+    if not workload.is_linear:
+        raise Unsupported("a norm by itself is jln's own")
+    entry = workload.entry
+    norm = getattr(jln, workload.operator.removesuffix("_linear"))
+
+    def function(*arguments):
+        given = dict(zip(workload.signature.names, arguments, strict=True))
+        kernel, bias = given.pop("kernel"), given.pop("bias", None)
+        made = norm(**({"offset": None} if entry.centres else {}) | given)
+        z, total = made if entry.adds else (made, None)
+        y = linears(z, kernel, bias, multiplied)
+        return (y, total) if entry.adds else y
+
+    return function
 
 
 def _jnp(workload: Workload) -> Callable[..., Any]:
@@ -62,7 +80,7 @@ def _flax(workload: Workload) -> Callable[..., Any]:
         return layer.apply({"params": {"scale": scale} | ({} if offset is None else {"bias": offset})}, x)
 
     def linear(z, kernel, bias):
-        dense = linen.Dense(workload.features or 0, use_bias=bias is not None, dtype=workload.dtype)
+        dense = linen.Dense(kernel.shape[1], use_bias=bias is not None, dtype=workload.dtype)
         return dense.apply({"params": {"kernel": kernel} | ({} if bias is None else {"bias": bias})}, z)
 
     return composed(workload, norm, linear)
@@ -124,6 +142,7 @@ PEERS = {
     p.name: p
     for p in (
         Peer("jln", "this library", "jln", "jln", Workload.function),
+        Peer("jln-norm", "jln's norm, then jnp's products", "jln", "jln", _norm_and_products, of_norms=False),
         Peer("jnp", "jax.numpy as users write it, by XLA", "jax", "jax", _jnp),
         Peer("flax", "flax.linen's LayerNorm, RMSNorm, Dense", "flax", "flax", _flax),
         Peer("haiku", "Haiku's LayerNorm, RMSNorm, Linear", "haiku", "dm-haiku", _haiku),

@@ -9,6 +9,7 @@ from jln._bench.results import relative
 
 COLOURS = {
     "jln": "#d62728",
+    "jln-norm": "#ff9896",
     "jnp": "#7f7f7f",
     "flax": "#1f77b4",
     "haiku": "#17becf",

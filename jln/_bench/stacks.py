@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -29,8 +29,10 @@ class Stack:
 
     shape: of x [batch, tokens, width]. dtype: x's, and of all arithmetic between norms. hidden: of the MLP. gated:
     RMSNorm, no biases, and an MLP of silu(gate) * up, as in Llama; else LayerNorm, biases and gelu, as in GPT.
-    parameter_dtype: in which the step is given its parameters; others than `dtype` are cast in it. attention: "cudnn"
-    or "xla", of `jax.nn.dot_product_attention`.
+    parameter_dtype: in which the step is given its parameters; others than `dtype` are cast in it. key_heads: of keys
+    and of values, if fewer than of queries. apart: queries, keys and values, gate and up have a Linear each; else those
+    of one norm share one. policy: each block is checkpointed by this one of `jax.checkpoint_policies`. attention:
+    "cudnn" or "xla", of `jax.nn.dot_product_attention`.
     """
 
     name: str
@@ -41,24 +43,44 @@ class Stack:
     heads: int
     gated: bool
     parameter_dtype: str
+    key_heads: int | None = None
+    apart: bool = False
+    policy: str | None = None
     attention: Literal["xla", "cudnn"] = "cudnn"
     dtype: str = "bfloat16"
 
+    width = property(lambda self: self.shape[-1])
+
+    @property
+    def attention_features(self) -> dict[str, int]:
+        """Of queries, keys and values."""
+        keys = self.width * (self.key_heads or self.heads) // self.heads
+        return {"q": self.width, "k": keys, "v": keys}
+
+    @property
+    def projections(self) -> tuple[dict[str, int], dict[str, int]]:
+        """The Linears behind a block's two norms, and their features."""
+        attention = self.attention_features
+        mlp = {name: self.hidden for name in (("gate", "up") if self.gated else ("up",))}
+        return (attention, mlp) if self.apart else ({"qkv": sum(attention.values())}, {"up": sum(mlp.values())})
+
     def parameters(self) -> Any:
         """A tree of shapes and dtypes: `init` fills it."""
-        width, up = self.shape[-1], (2 if self.gated else 1) * self.hidden
         a = jax.ShapeDtypeStruct
 
         def norm():
-            return {n: a((width,), self.parameter_dtype) for n in (("scale",) if self.gated else ("scale", "bias"))}
+            return {
+                n: a((self.width,), self.parameter_dtype) for n in (("scale",) if self.gated else ("scale", "bias"))
+            }
 
         def linear(h, n):
             kernel = {"kernel": a((h, n), self.parameter_dtype)}
             return kernel if self.gated else kernel | {"bias": a((n,), self.parameter_dtype)}
 
         def block():
-            linears = {"qkv": linear(width, 3 * width), "out": linear(width, width)}
-            linears |= {"up": linear(width, up), "down": linear(self.hidden, width)}
+            attention, mlp = ({name: linear(self.width, n) for name, n in of.items()} for of in self.projections)
+            linears = {**attention, "out": linear(self.width, self.width)}
+            linears |= {**mlp, "down": linear(self.hidden, self.width)}
             return {"norm_1": norm(), "norm_2": norm(), **linears}
 
         return {f"block_{i}": block() for i in range(self.layers)} | {"norm": norm()}
@@ -82,16 +104,26 @@ class Stack:
         """(parameters, x) -> (loss, gradients of both): x comes from a layer below, as in a model."""
         return jax.value_and_grad(loss, argnums=(0, 1))
 
-    def attend(self, qkv: jax.Array) -> jax.Array:
-        """Causal self-attention of [batch, tokens, 3 width]: what it is does not depend on the norms around it."""
-        q, k, v = (a.reshape(*a.shape[:-1], self.heads, a.shape[-1] // self.heads) for a in jnp.split(qkv, 3, axis=-1))
-        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=self.attention)
-        return attended.reshape(*qkv.shape[:-1], qkv.shape[-1] // 3)
+    def checkpointed(self, wrap: Callable[..., Any], block: Any) -> Any:
+        """A block as it is, or wrapped by `jax.checkpoint` or Flax's own."""
+        return block if self.policy is None else wrap(block, policy=getattr(jax.checkpoint_policies, self.policy))
 
-    def activate(self, up: jax.Array) -> jax.Array:
+    def attend(self, projected: Sequence[jax.Array]) -> jax.Array:
+        """Causal self-attention of queries, keys and values, [batch, tokens, features] each or in one: what it is does
+        not depend on the norms around it.
+        """
+        if not self.apart:
+            q, k, _ = self.attention_features.values()
+            projected = jnp.split(projected[0], (q, q + k), axis=-1)
+        q, k, v = (a.reshape(*a.shape[:-1], -1, self.width // self.heads) for a in projected)
+        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=self.attention)
+        return attended.reshape(*projected[0].shape[:-1], self.width)
+
+    def activate(self, projected: Sequence[jax.Array]) -> jax.Array:
+        """gelu(up), or silu(gate) * up."""
         if not self.gated:
-            return jax.nn.gelu(up)
-        gate, up = jnp.split(up, 2, axis=-1)
+            return jax.nn.gelu(projected[0])
+        gate, up = projected if self.apart else jnp.split(projected[0], 2, axis=-1)
         return jax.nn.silu(gate) * up
 
 
@@ -99,36 +131,55 @@ def square_sum(y: jax.Array) -> jax.Array:
     return jnp.sum(jnp.square(y.astype(jnp.promote_types(y.dtype, jnp.float32))))
 
 
+_GPT = Stack(
+    "stack-gpt",
+    "LayerNorm, biases, gelu; float32 parameters, cast in the step, as Flax's layers do it",
+    layers=12,
+    shape=(4, 2048, 4096),
+    hidden=16384,
+    heads=32,
+    gated=False,
+    parameter_dtype="float32",
+)
+_LLAMA = Stack(
+    "stack-llama",
+    "RMSNorm, no biases, gated MLP; bfloat16 parameters, whose float32 copies are the optimizer's",
+    layers=12,
+    shape=(4, 2048, 4096),
+    hidden=11008,
+    heads=32,
+    gated=True,
+    parameter_dtype="bfloat16",
+)
+_LLAMA_3 = dataclasses.replace(
+    _LLAMA,
+    name="stack-llama-q-k-v",
+    why="as Llama 3 8B: 8 heads of keys and values, and q, k, v, gate and up apart",
+    hidden=14336,
+    key_heads=8,
+    apart=True,
+)
 STACKS = {
     s.name: s
     for s in (
-        Stack(
-            "stack-gpt",
-            "LayerNorm, biases, gelu; float32 parameters, cast in the step, as Flax's layers do it",
-            layers=12,
-            shape=(4, 2048, 4096),
-            hidden=16384,
-            heads=32,
-            gated=False,
-            parameter_dtype="float32",
-        ),
-        Stack(
-            "stack-llama",
-            "RMSNorm, no biases, gated MLP; bfloat16 parameters, whose float32 copies are the optimizer's",
-            layers=12,
-            shape=(4, 2048, 4096),
-            hidden=11008,
-            heads=32,
-            gated=True,
-            parameter_dtype="bfloat16",
+        _GPT,
+        dataclasses.replace(_GPT, name="stack-gpt-q-k-v", why="the same, q, k and v apart", apart=True),
+        _LLAMA,
+        _LLAMA_3,
+        dataclasses.replace(
+            _LLAMA_3,
+            name="stack-llama-checkpointed",
+            why="the same, each block under jax.checkpoint: products saved, all else made again",
+            policy="dots_with_no_batch_dims_saveable",
         ),
     )
 }
 
 
-# This library's. A projection is the norm and the Linear behind it: (norm's parameters, Linear's, x, branch) ->
-# (features, x + branch); branch, what the layer before would have added to x, or None at the beginning.
-Projection = Callable[[Any, Any, jax.Array, jax.Array | None], tuple[jax.Array, jax.Array]]
+# This library's. A projection is the norm and the Linears behind it: (norm's parameters, the Linears', x, branch) ->
+# (features of each, x + branch); branch, what the layer before would have added to x, or None at the beginning.
+Linears = Sequence[Any]
+Projection = Callable[[Any, Linears, jax.Array, jax.Array | None], tuple[tuple[jax.Array, ...], jax.Array]]
 
 
 def linear(parameters: Any, x: jax.Array) -> jax.Array:
@@ -147,40 +198,68 @@ def add_and_norm(norm: Any, x: jax.Array, branch: jax.Array | None) -> tuple[jax
     return jln.add_rms_norm(branch, x, norm["scale"], epsilon=EPSILON)
 
 
-def add_norm(norm: Any, parameters: Any, x: jax.Array, branch: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """By `add_layer_norm` or `add_rms_norm`, which keep z for the Linear's backward pass."""
+def add_norm(
+    norm: Any, linears: Linears, x: jax.Array, branch: jax.Array | None
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """By `add_layer_norm` or `add_rms_norm`, which keep z for the Linears' backward pass."""
     z, x = add_and_norm(norm, x, branch)
-    return linear(parameters, z), x
+    return tuple(linear(p, z) for p in linears), x
 
 
-def norm_linear(norm: Any, parameters: Any, x: jax.Array, branch: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def norm_linear(
+    norm: Any, linears: Linears, x: jax.Array, branch: jax.Array | None
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """By `layer_norm_linear` or `rms_norm_linear`, which do not; the sum is XLA's."""
     x = x if branch is None else x + branch
-    kernel, bias = parameters["kernel"].astype(x.dtype), parameters.get("bias")
-    bias = None if bias is None else bias.astype(x.dtype)
-    if "bias" in norm:
-        return jln.layer_norm_linear(x, norm["scale"], norm["bias"], kernel, bias, epsilon=EPSILON), x
-    return jln.rms_norm_linear(x, norm["scale"], kernel, bias, epsilon=EPSILON), x
+    parameters, linears = _norms_and_linears(norm, linears, x.dtype)
+    operator: Any = jln.layer_norm_linear if "bias" in norm else jln.rms_norm_linear
+    return operator(x, *parameters, *linears, epsilon=EPSILON), x
 
 
-def no_norm(_: Any, parameters: Any, x: jax.Array, branch: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def add_norm_linear(
+    norm: Any, linears: Linears, x: jax.Array, branch: jax.Array | None
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """By `add_layer_norm_linear` or `add_rms_norm_linear`, where there is something to add."""
+    if branch is None:
+        return norm_linear(norm, linears, x, None)
+    parameters, linears = _norms_and_linears(norm, linears, x.dtype)
+    operator: Any = jln.add_layer_norm_linear if "bias" in norm else jln.add_rms_norm_linear
+    return operator(branch, x, *parameters, *linears, epsilon=EPSILON)
+
+
+def _norms_and_linears(norm: Any, linears: Linears, dtype: Any) -> tuple[tuple[Any, ...], tuple[Any, Any]]:
+    """-> (scale and offset, or scale; kernels and biases, in the dtype of x)"""
+
+    def of_all(name: str) -> Any:
+        return tuple(p[name].astype(dtype) for p in linears) if name in linears[0] else None
+
+    return tuple(norm[name] for name in ("scale", "bias") if name in norm), (of_all("kernel"), of_all("bias"))
+
+
+def no_norm(
+    _: Any, linears: Linears, x: jax.Array, branch: jax.Array | None
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """What would be left if norms cost nothing, and kept XLA from nothing: a bound, and no model."""
     x = x if branch is None else x + branch
-    return linear(parameters, x), x
+    return tuple(linear(p, x) for p in linears), x
 
 
 def jln_loss(stack: Stack, before_attention: Projection, before_mlp: Projection) -> Loss:
+    def block(p, x, branch):
+        attention, mlp = ([p[name] for name in linears] for linears in stack.projections)
+        qkv, x = before_attention(p["norm_1"], attention, x, branch)
+        branch = linear(p["out"], stack.attend(qkv))
+        up, x = before_mlp(p["norm_2"], mlp, x, branch)
+        branch = linear(p["down"], stack.activate(up))
+        # What a checkpointed block takes is kept: better the sum than what is to be summed.
+        return (x, branch) if stack.policy is None else (x + branch, None)
+
     def loss(parameters, x):
         branch = None
         for i in range(stack.layers):
-            p = parameters[f"block_{i}"]
-            qkv, x = before_attention(p["norm_1"], p["qkv"], x, branch)
-            branch = linear(p["out"], stack.attend(qkv))
-            up, x = before_mlp(p["norm_2"], p["up"], x, branch)
-            branch = linear(p["down"], stack.activate(up))
-        assert branch is not None
+            x, branch = stack.checkpointed(jax.checkpoint, block)(parameters[f"block_{i}"], x, branch)
         if before_mlp is no_norm:
-            return square_sum(x + branch)
+            return square_sum(x if branch is None else x + branch)
         return square_sum(add_and_norm(parameters["norm"], x, branch)[0])
 
     return loss
@@ -201,16 +280,17 @@ def flax_loss(stack: Stack) -> Loss:
     class Block(nn.Module):
         @nn.compact
         def __call__(self, x):
-            width = x.shape[-1]
-            x = x + dense(width, "out")(stack.attend(dense(3 * width, "qkv")(norm("norm_1")(x))))
-            up = dense((2 if stack.gated else 1) * stack.hidden, "up")(norm("norm_2")(x))
-            return x + dense(width, "down")(stack.activate(up))
+            attention, mlp = stack.projections
+            z = norm("norm_1")(x)
+            x = x + dense(stack.width, "out")(stack.attend([dense(n, name)(z) for name, n in attention.items()]))
+            z = norm("norm_2")(x)
+            return x + dense(stack.width, "down")(stack.activate([dense(n, name)(z) for name, n in mlp.items()]))
 
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
             for i in range(stack.layers):
-                x = Block(name=f"block_{i}")(x)
+                x = stack.checkpointed(nn.remat, Block)(name=f"block_{i}")(x)
             return norm("norm")(x)
 
     model = Model()
@@ -222,6 +302,7 @@ OURS: dict[str, tuple[Projection, Projection]] = {
     "jln, add_norm": (add_norm, add_norm),
     "jln, norm_linear and add_norm": (norm_linear, add_norm),
     "jln, norm_linear": (norm_linear, norm_linear),
+    "jln, add_norm_linear": (add_norm_linear, add_norm_linear),
 }
 
 

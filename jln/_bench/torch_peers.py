@@ -86,20 +86,19 @@ def finish(_: Any = None) -> None:
 
 
 def calls(
-    workload: Workload, function: Callable[..., Any], arguments: Sequence[jax.Array], cotangents: Sequence[jax.Array]
+    workload: Workload, function: Callable[..., Any], arguments: Sequence[Any], cotangents: Sequence[Any]
 ) -> dict[str, Callable[[], list[torch.Tensor]]]:
     """From each direction to a call that runs it: "forward", "backward", "both" and "gradient", as JAX's programs."""
-    leaves = [to_torch(a, workload.dtype).requires_grad_() for a in arguments]
-    dys = [to_torch(a, workload.dtype) for a in cotangents]
-    wanted = workload.signature.own_gradients(leaves)
+    given = jax.tree.map(lambda a: to_torch(a, workload.dtype).requires_grad_(), arguments)
+    dys = [to_torch(a, workload.dtype) for a in jax.tree.leaves(cotangents)]
+    wanted = jax.tree.leaves(workload.signature.own_gradients(given))
 
-    def results() -> tuple[torch.Tensor, ...]:
-        y = function(*leaves)
-        return y if isinstance(y, tuple) else (y,)
+    def results() -> list[torch.Tensor]:
+        return jax.tree.leaves(function(*given))
 
     def forward() -> list[torch.Tensor]:
         with torch.no_grad():
-            return list(results())
+            return results()
 
     found = {"forward": forward}
     if "backward" in workload.directions:
@@ -115,7 +114,7 @@ def calls(
     return found
 
 
-def peak_bytes(call: Callable[[], Any], arrays: Sequence[jax.Array]) -> int | None:
+def peak_bytes(call: Callable[[], Any], arrays: Sequence[Any]) -> int | None:
     """What a call holds at most: what it allocates, and its arrays (as large as these); None on the CPU, where nobody
     counts.
     """
@@ -126,7 +125,7 @@ def peak_bytes(call: Callable[[], Any], arrays: Sequence[jax.Array]) -> int | No
     before = torch.cuda.memory_allocated()
     call()
     finish()
-    return torch.cuda.max_memory_allocated() - before + sum(a.nbytes for a in arrays)
+    return torch.cuda.max_memory_allocated() - before + sum(a.nbytes for a in jax.tree.leaves(arrays))
 
 
 def profiled(runs: Sequence[Run], repetitions: int, cold_bytes: int = timing.COLD_BYTES) -> dict[str, Times]:

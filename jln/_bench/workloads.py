@@ -14,7 +14,7 @@ import jax
 
 import jln
 from jln import _catalogue
-from jln._catalogue import DIRECTIONS, OPERATORS, Signature
+from jln._catalogue import DIRECTIONS, OPERATORS, Several, Signature
 
 FORWARD = ("forward",)
 
@@ -23,16 +23,17 @@ FORWARD = ("forward",)
 class Workload:
     """One operator at one size.
 
-    shape: x's, and the residual's. features: N of a Linear, else None. axis: the normalised one. dtype: of x, residual,
-    kernel, bias and the results. parameter_dtype: of scale and offset. directions: both in training, "forward" alone in
-    inference. why: what it stands for. absent: the optional arguments that are left out.
+    shape: x's, and the residual's. features: N of a Linear, or of each of several behind one norm, else None. axis:
+    the normalised one. dtype: of x, residual, kernel, bias and the results. parameter_dtype: of scale and offset.
+    directions: both in training, "forward" alone in inference. why: what it stands for. absent: the optional arguments
+    that are left out.
     """
 
     name: str
     operator: str
     shape: tuple[int, ...]
     why: str
-    features: int | None = None
+    features: int | tuple[int, ...] | None = None
     axis: int = -1
     dtype: str = "bfloat16"
     parameter_dtype: str = "float32"
@@ -49,18 +50,29 @@ class Workload:
     def signature(self) -> Signature:
         return self.entry.without(self.absent)
 
-    def sizes(self) -> dict[str, tuple[int, ...]]:
-        return _catalogue.sizes(self.shape, self.axis, (self.features or 0,))
+    @property
+    def all_features(self) -> tuple[int, ...]:
+        """Of every Linear."""
+        return self.features if isinstance(self.features, tuple) else () if self.features is None else (self.features,)
 
-    def arrays(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of the arguments, in order, then of the results, which are the cotangents' too."""
+    features_text = property(lambda self: "+".join(map(str, self.all_features)))
+
+    def sizes(self) -> dict[str, Any]:
+        several = isinstance(self.features, tuple)
+        features = Several((n,) for n in self.all_features) if several else self.all_features
+        return _catalogue.sizes(self.shape, self.axis, features)
+
+    def arrays(self) -> dict[str, Any]:
+        """Shapes and dtypes of the arguments, in order, then of the results, which are the cotangents' too: of kernels,
+        biases and products of several Linears a tuple each.
+        """
         sizes = self.sizes()
         return {a.name: a.of(sizes, self.dtype, self.parameter_dtype) for a in self.signature.arrays}
 
-    def arguments(self) -> list[jax.ShapeDtypeStruct]:
+    def arguments(self) -> list[Any]:
         return list(self.arrays().values())[: len(self.signature.arguments)]
 
-    def cotangents(self) -> list[jax.ShapeDtypeStruct]:
+    def cotangents(self) -> list[Any]:
         return list(self.arrays().values())[len(self.signature.arguments) :]
 
     def function(self, module: Any = jln) -> Callable[..., Any]:
@@ -88,7 +100,7 @@ class Workload:
 
         return both if "backward" in self.directions else forward
 
-    def step_arguments(self) -> list[jax.ShapeDtypeStruct]:
+    def step_arguments(self) -> list[Any]:
         """What `step`'s function takes."""
         return self.arguments() + (self.cotangents() if "backward" in self.directions else [])
 
@@ -97,8 +109,8 @@ class Workload:
         return sum(self.signature.bytes_once(self.arrays(), d) for d in self._directions(direction))
 
     def product_flops(self, direction: str | None = None) -> int:
-        """Of the Linear, an addition and a multiplication counted apart: one product forward, two backward."""
-        elements, features = math.prod(self.shape), self.features or 0
+        """Of the Linears, an addition and a multiplication counted apart: one product forward, two backward."""
+        elements, features = math.prod(self.shape), sum(self.all_features)
         return sum(self.entry.product_operations(elements, features, d) for d in self._directions(direction))
 
     def _directions(self, direction: str | None) -> tuple[str, ...]:
@@ -114,6 +126,8 @@ _GPT2 = {"small": (16, 768), "medium": (16, 1024), "large": (8, 1280), "xl": (8,
 # Rows of 2^25 elements, so that bytes compare by width: the table of benchmarks/README.md.
 _TABLE = (1024, 4096, 8192, 16384, 32768)
 _BIAS = ("bias",)
+# Llama 3 8B: 32 heads of queries, 8 of keys and of values.
+_LLAMA_LINEARS = {"q-k-v": (4096, 1024, 1024), "gate-up": (14336, 14336)}
 
 WORKLOADS = _named(
     *(
@@ -156,6 +170,23 @@ WORKLOADS = _named(
             ("mlp", "gate and up projections in one", 28672),
         )
     ),
+    *(
+        Workload(f"llama-4096-{name}", "rms_norm_linear", (8192, 4096), "Llama 8B, Linears apart", n, absent=_BIAS)
+        for name, n in _LLAMA_LINEARS.items()
+    ),
+    *(
+        Workload(
+            f"llama-4096-add-{name}",
+            "add_rms_norm_linear",
+            (8192, 4096),
+            "the same, the residual added first",
+            n,
+            absent=_BIAS,
+        )
+        for name, n in _LLAMA_LINEARS.items()
+    ),
+    Workload("q-k-v-1024", "layer_norm_linear", (16384, 1024), "QKV of a narrow model, Linears apart", 3 * (1024,)),
+    Workload("add-q-k-v-1024", "add_layer_norm_linear", (16384, 1024), "the same, a residual added first", 3 * (1024,)),
     Workload("alphafold-pair", "layer_norm", (384, 384, 128), "AlphaFold's pair representation: many short rows"),
     Workload(
         "alphafold-pair-axis-0",
@@ -169,6 +200,10 @@ WORKLOADS = _named(
     Workload("linear-1024-3072", "layer_norm_linear", (16384, 1024), "QKV of a narrow model", 3072),
     Workload("router", "rms_norm_linear", (8192, 4096), "a mixture of 64 experts chooses", 64, absent=_BIAS),
     Workload("adapter", "rms_norm_linear", (8192, 4096), "a low-rank adapter's first product", 16, absent=_BIAS),
+    Workload(
+        "adapters", "rms_norm_linear", (8192, 4096), "those of q, k and v, in one kernel", 3 * (16,), absent=_BIAS
+    ),
+    Workload("q-k-v-64", "rms_norm_linear", (8192, 4096), "one small head, in one kernel", 3 * (64,), absent=_BIAS),
     *(
         Workload(f"decode-{m}", "rms_norm", (m, 4096), f"decoding {m} sequences: launch time rules", directions=FORWARD)
         for m in (1, 4, 16, 64)

@@ -188,7 +188,7 @@ def _print(results: dict[str, Any], device: str) -> None:
     times = found_in.relative(results["records"])
     for name in dict.fromkeys(r["workload"] for r in results["records"]):
         w = ALL[name]
-        size = "x".join(map(str, w.shape)) + (f" -> {w.features}" if w.features else "")
+        size = "x".join(map(str, w.shape)) + (f" -> {features}" if (features := w.features_text) else "")
         rows = [_row(r, times) for r in results["records"] if r["workload"] == name]
         print_table(f"{name}: {w.operator} of {size} in {w.dtype}. {w.why}", HEADER, rows, left=(0, 1, len(HEADER) - 1))
     for line in found_in.summary(results["records"]):

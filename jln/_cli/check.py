@@ -24,9 +24,9 @@ from jln.testing import Report, check_hvp, check_vjp
 
 DEFAULT_SHAPE = "64x1024"
 # Several rows a tile and a ragged last one; a row in chunks, a single kernel sharing it. Of the Linear: the fused
-# kernels, and the norm's around XLA's products.
+# kernels, and the norm's around XLA's products, two of them.
 NORM_SIZES = (((37, 100), 0), ((3, 20000), 0))
-LINEAR_SIZES = (((37, 100), 64), ((16, 200), 300))
+LINEAR_SIZES = (((37, 100), 64), ((16, 200), (300, 40)))
 # What the interpreter does in some ten seconds.
 INTERPRETED_ELEMENTS = 2**21
 # Those of `Accuracy`, in its order, and the verdict.
@@ -38,7 +38,9 @@ def command(
         str | None, typer.Argument(help=f"One of {', '.join(OPERATORS)}; at one size. [default: all, at several]")
     ] = None,
     shape: Annotated[str | None, typer.Option(help=f"Of x, as 8192x4096. [default: {DEFAULT_SHAPE}]")] = None,
-    features: Annotated[int | None, typer.Option(min=1, help="Of a Linear. [default: as many as x has]")] = None,
+    features: Annotated[
+        str | None, typer.Option(help="Of a Linear, or of several: 64, 64+16+16. [default: as many as x has]")
+    ] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Of every array. [default: float32]")] = None,
     init: Annotated[Init | None, typer.Option(help="What the arrays hold. [default: normal]")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the data.")] = 0,
@@ -81,18 +83,28 @@ def _sample(operator, shape, features, dtype, init, seed) -> Sample:
     if features is not None and not found.is_linear:
         raise UserError(f"--features is for the fused operators; {operator} has none")
     shape = DEFAULT_SHAPE if shape is None else shape
-    sizes = parsed_shape(shape)
-    if len(sizes) > 32 or math.prod(sizes) * max(features or 1, 1) >= 2**48:
+    sizes, several = parsed_shape(shape), parsed_features(features) if features is not None else ()
+    if len(sizes) > 32 or math.prod(sizes) * max(sum(several), 1) >= 2**48:
         raise UserError(f"too large: {shape}" + (f" to {features} features" if features else ""))
-    return Sample(found, sizes, features or sizes[-1], dtype or "float32", init or "normal", seed)
+    n = several if len(several) > 1 else several[0] if several else sizes[-1]
+    return Sample(found, sizes, n, dtype or "float32", init or "normal", seed)
 
 
 def parsed_shape(text: str) -> tuple[int, ...]:
     """ "8192x4096" -> (8192, 4096)"""
-    sizes = text.split("x")
-    if not all(s.isascii() and s.isdigit() and len(s) <= 18 and int(s) > 0 for s in sizes):
-        raise UserError(f"a shape is written as 8192x4096, of positive sizes; got {text!r}")
-    return tuple(map(int, sizes))
+    return _positive(text, "x", "a shape is written as 8192x4096, of positive sizes")
+
+
+def parsed_features(text: str) -> tuple[int, ...]:
+    """ "64+16" -> (64, 16)"""
+    return _positive(text, "+", "features are written as 64, or 64+16+16, all positive")
+
+
+def _positive(text: str, between: str, rule: str) -> tuple[int, ...]:
+    numbers = text.split(between)
+    if not all(s.isascii() and s.isdigit() and len(s) <= 18 and int(s) > 0 for s in numbers):
+        raise UserError(f"{rule}; got {text!r}")
+    return tuple(map(int, numbers))
 
 
 # One operator at one size
@@ -266,7 +278,7 @@ def _cells(
         samples = [JudgedSample(Sample(operator, s, n, dtype, seed=seed), device) for s, n in sizes]
         for implementation in runnable:
             yield _attempt(operator, implementation, dtype, lambda i=implementation, t=samples: _worst_accuracy(t, i))
-    arguments, _ = Sample(operator, (3, 5), 4, "float64", seed=seed).arrays()
+    arguments, _ = Sample(operator, (3, 5), (4, 2), "float64", seed=seed).arrays()
     for implementation in runnable:
         function, truth = ours(operator.name, implementation), plain(operator.name)
         # A difference would run the interpreter twenty times.

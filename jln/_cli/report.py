@@ -22,7 +22,7 @@ from jln._triton import target
 from jln._triton.chip import named_chip
 
 # Those whose programs XLA compiles.
-COMPARED = ("jln", "jnp", "flax", "tokamax")
+COMPARED = ("jln", "jln-norm", "jnp", "flax", "tokamax")
 
 
 def command(
@@ -37,8 +37,8 @@ def command(
 ) -> None:
     """Count the kernels, bytes and temporary memory of compiled programs: facts, with no GPU, and no times.
 
-    Operators at named sizes, and a 12-layer transformer's forward + backward. Beside jln: plain jnp, Flax's layers,
-    tokamax. Exits with 1 if a program of jln does not compile.
+    Operators at named sizes, and a 12-layer transformer's forward + backward. Beside jln: for Linears its norm
+    and separate products; plain jnp, Flax's layers, tokamax. Exits with 1 if a program of jln does not compile.
     """
     names = known("workload", workload or (*WORKLOADS, *STACKS), (*WORKLOADS, *STACKS))
     peers = ["jln", *(p for p in known("peer", peer or COMPARED, COMPARED) if p != "jln")]
@@ -57,9 +57,10 @@ def command(
     stacks = [(STACKS[n], products) for n in names if n in STACKS for products in PRODUCTS]
 
     failures: list[str] = []
-    with progress(len(workloads) * len(compared) + sum(len(losses(stack)) for stack, _ in stacks)) as begin:
+    jobs = [(w, [p for p in compared if w.is_linear or PEERS[p].of_norms]) for w in workloads]
+    with progress(sum(len(by) for _, by in jobs) + sum(len(losses(stack)) for stack, _ in stacks)) as begin:
         count = _Counting(chip, begin, failures)
-        sizes = [(w, count.workload(w, compared)) for w in workloads]
+        sizes = [(w, count.workload(w, by)) for w, by in jobs]
         steps = [(stack, products, count.stack(stack, products)) for stack, products in stacks]
     if as_json:
         print_json(_json(chip, sizes, steps, skipped, failures))
@@ -146,8 +147,17 @@ def _json(chip, sizes, steps, skipped, failures) -> dict[str, Any]:
             for w, found in sizes
         ],
         "stacks": [
-            {f: getattr(stack, f) for f in ("name", "layers", "shape", "hidden", "parameter_dtype")}
-            | {"products": products, "programs": _all_facts(found)}
+            {
+                "name": stack.name,
+                "layers": stack.layers,
+                "shape": stack.shape,
+                "hidden": stack.hidden,
+                "features": stack.projections,
+                "checkpoint_policy": stack.policy,
+                "parameter_dtype": stack.parameter_dtype,
+                "products": products,
+                "programs": _all_facts(found),
+            }
             for stack, products, found in steps
         ],
         "skipped": skipped,
@@ -189,7 +199,7 @@ def _rows(workload: Workload, found: dict[str, program.CompiledProgram]) -> list
             workload.name,
             workload.operator,
             _size(workload.shape),
-            str(workload.features or "-"),
+            workload.features_text or "-",
             peer,
             str(report.launches),
             _megabytes(report.bytes_total),

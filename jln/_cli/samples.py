@@ -14,7 +14,7 @@ import numpy as np
 
 from jln import _accuracy, _catalogue
 from jln._accuracy import Accuracy, Judge
-from jln._catalogue import EPSILON, OPERATORS, Array, Operator
+from jln._catalogue import EPSILON, OPERATORS, Array, Operator, Several
 from jln._cli.devices import Device
 
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
@@ -47,38 +47,56 @@ def plain(name: str, total_dtype: str | None = None) -> Callable[..., Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One operator at one size, and its data. shape: x's, its last axis normalised. features: N of a Linear."""
+    """One operator at one size, and its data. shape: x's, its last axis normalised. features: N of a Linear, or of each
+    of several.
+    """
 
     operator: Operator
     shape: tuple[int, ...]
-    features: int
+    features: int | tuple[int, ...]
     dtype: str
     init: Init = "normal"
     seed: int = 0
 
     def __str__(self) -> str:
         size = "x".join(map(str, self.shape))
-        features = f" -> {self.features} features" if self.operator.is_linear else ""
+        features = f" -> {'+'.join(map(str, self._all_features))} features" if self.operator.is_linear else ""
         return f"{self.operator.name} of {size}{features} in {self.dtype}, {self.init} (seed {self.seed})"
 
     @property
-    def _shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        sizes = _catalogue.sizes(self.shape, -1, (self.features,))
+    def _all_features(self) -> tuple[int, ...]:
+        return self.features if isinstance(self.features, tuple) else (self.features,)
+
+    @property
+    def _shapes(self) -> dict[str, Any]:
+        several = isinstance(self.features, tuple)
+        features = Several((n,) for n in self._all_features) if several else self._all_features
+        sizes = _catalogue.sizes(self.shape, -1, features)
         return {a.name: a.of(sizes, self.dtype, self.dtype) for a in self.operator.arrays}
 
     def _split(self, arrays: list[Any]) -> tuple[list[Any], Any]:
         count = len(self.operator.arguments)
         return arrays[:count], self.operator.packed(arrays[count:])
 
-    def shapes(self) -> tuple[list[jax.ShapeDtypeStruct], Any]:
+    def shapes(self) -> tuple[list[Any], Any]:
         """-> (arguments, cotangent)"""
         return self._split(list(self._shapes.values()))
 
-    def arrays(self) -> tuple[list[np.ndarray], Any]:
+    def arrays(self) -> tuple[list[Any], Any]:
         """-> (arguments, cotangent)"""
         random = np.random.default_rng(self.seed)
-        made = [self._filled(random, a, self._shapes[a.name].shape) for a in self.operator.arrays]
-        return self._split(made)
+        shapes = self._shapes
+
+        def filled(array: Array) -> Any:
+            return jax.tree.map(lambda a: self._filled(random, array, a.shape), shapes[array.name])
+
+        return self._split(list(map(filled, self.operator.arrays)))
+
+    def names(self) -> list[str]:
+        """Of the results and of the gradients, one for each array."""
+        shapes = self._shapes
+        results = [(a.name, shapes[a.name]) for a in self.operator.results]
+        return _catalogue.flat_names(results + [(f"d{a.name}", shapes[a.name]) for a in self.operator.arguments])
 
     def _filled(self, random: np.random.Generator, array: Array, shape: tuple[int, ...]) -> np.ndarray:
         """ones: every sum can be done in the head. integers: -3 to 3, so products and short sums are exact. normal,
@@ -108,14 +126,14 @@ class Sample:
 
     def operations(self, direction: str) -> int:
         """Each addition and each multiplication counted as one."""
-        return self.operator.operations(math.prod(self.shape), self.features, direction)
+        return self.operator.operations(math.prod(self.shape), sum(self._all_features), direction)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def value_and_gradients(f: Callable[..., Any], arguments: list[Any], cotangent: Any) -> list[Any]:
     """The results of `f` and the gradients of its arguments."""
     results, pullback = jax.vjp(f, *arguments)
-    return [*jax.tree.leaves(results), *pullback(cotangent)]
+    return jax.tree.leaves((results, pullback(cotangent)))
 
 
 class JudgedSample:
@@ -125,7 +143,7 @@ class JudgedSample:
         self.sample, self._device, self._arrays = sample, device, sample.arrays()
         operator, dtype = sample.operator, sample.dtype
         exact = plain(operator.name, dtype)
-        self.names = [a.name for a in operator.results] + [f"d{a.name}" for a in operator.arguments]
+        self.names = sample.names()
         wide = jax.device_put(jax.tree.map(lambda a: a.astype("float64"), self._arrays), device)
         true, nudged = (self._run(exact, a) for a in (wide, _accuracy.nudged(wide, dtype)))
         self._judge = Judge(self.names, true, nudged, self._run(plain(operator.name), self._arrays), dtype)

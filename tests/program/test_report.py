@@ -49,6 +49,22 @@ def test_a_table_of_what_was_asked_for(capsys):
     assert float(rows[2][-2]) < 1.5 < float(rows[3][-2])  # times every array once
 
 
+def test_several_linears_are_beside_the_norm_and_separate_products(capsys):
+    """Of Linears only: a norm by itself would be compared with itself."""
+    names = ("adapters", "decode-4")
+    arguments = (a for name in names for a in ("--workload", name))
+    status, out, _ = run(capsys, *arguments, "--peer", "jln-norm")
+    rows = [line.split() for line in out.splitlines() if line.startswith("  ")][1:]
+    assert status == 0 and "jln-norm has no" not in out
+    assert [[row[0], *row[3:5]] for row in rows] == [
+        ["adapters", "16+16+16", "jln"],
+        ["adapters", "16+16+16", "jln-norm"],
+        ["decode-4", "-", "jln"],
+    ]
+    by = {tuple(row[i] for i in (0, 4)): float(row[-2]) for row in rows}
+    assert by["adapters", "jln"] < 1.5 < by["adapters", "jln-norm"]
+
+
 def test_a_peer_that_is_not_here_is_skipped_with_its_reason(capsys, monkeypatch):
     monkeypatch.setitem(PEERS, "flax", dataclasses.replace(PEERS["flax"], package="jln_no_such_package"))
     status, out, _ = run(capsys, "report", "--workload", "decode-4", "--peer", "flax")
@@ -88,9 +104,6 @@ def test_stacks_are_compared_with_flax(capsys, monkeypatch):
         "jln, add_norm",
         "jln, norm_linear and add_norm",
         "jln, norm_linear",
+        "jln, add_norm_linear",
         "no norm at all",
     ]
-
-
-def outside(counted):
-    return counted.bytes_total - counted.product_bytes

@@ -11,30 +11,70 @@ from jln._bench.stacks import OURS, PRODUCTS, STACKS, losses
 pytest.importorskip("flax")
 
 
+def compiled(stack, variant, products="XLA"):
+    step = stack.step(losses(stack)[variant])
+    return program.compile_for(step, stack.parameters(), stack.x(), compiler_options=PRODUCTS[products])
+
+
+def elsewhere(report):
+    """Bytes outside of products and attention."""
+    return report.bytes_total - report.product_bytes
+
+
 # How much less than Flax's of the bytes outside of products, and of temporary memory, in a stack of four layers, with
-# JAX 0.10.2 and 0.11.2; of twelve it is a little more. Less than nothing is more.
+# JAX 0.10.2; of twelve it is a little more. Less than nothing is more. In the order of `OURS`.
 @pytest.mark.parametrize(
     ("name", "products", "less"),
     [
-        ("stack-gpt", "XLA", ((0.025, -0.02), (0.025, 0.04), (0.01, 0.10))),
-        ("stack-gpt", "cuBLAS", ((0.02, -0.02), (0.015, 0.04), (-0.01, 0.10))),
-        ("stack-llama", "XLA", ((0.05, -0.01), (0.01, 0.07), (-0.06, 0.13))),
-        ("stack-llama", "cuBLAS", ((0.075, -0.01), (0.035, 0.07), (-0.045, 0.15))),
+        ("stack-gpt", "XLA", ((0.025, -0.02), (0.025, 0.04), (0.01, 0.10), (0.01, 0.10))),
+        ("stack-gpt", "cuBLAS", ((0.02, -0.02), (0.015, 0.04), (-0.01, 0.10), (0.01, 0.10))),
+        ("stack-gpt-q-k-v", "XLA", ((0.015, -0.03), (0.015, 0.025), (-0.005, 0.10), (-0.005, 0.09))),
+        ("stack-llama", "XLA", ((0.05, -0.01), (0.01, 0.07), (-0.06, 0.13), (0.03, 0.13))),
+        ("stack-llama", "cuBLAS", ((0.075, -0.01), (0.035, 0.07), (-0.045, 0.15), (0.045, 0.15))),
+        ("stack-llama-q-k-v", "XLA", ((0.03, -0.03), (-0.02, 0.045), (-0.07, 0.10), (0, 0.12))),
+        ("stack-llama-q-k-v", "cuBLAS", ((0.065, -0.01), (0.02, 0.055), (-0.035, 0.105), (0.03, 0.105))),
+        ("stack-llama-checkpointed", "XLA", ((-0.02, -0.085), (-0.02, -0.06), (-0.08, -0.035), (-0.02, -0.035))),
+        ("stack-llama-checkpointed", "cuBLAS", ((0, -0.08), (0, -0.055), (-0.07, -0.03), (0, -0.03))),
     ],
 )
-def test_a_whole_step_moves_and_keeps_less_than_flaxs(name, products, less):
+def test_a_whole_step_beside_flaxs(name, products, less):
     stack = dataclasses.replace(STACKS[name], layers=4)
-
-    def counted(loss):
-        options = PRODUCTS[products]
-        return program.compile_for(stack.step(loss), stack.parameters(), stack.x(), compiler_options=options)
-
-    variants = losses(stack)
-    flax = counted(variants["flax"])
+    flax = compiled(stack, "flax", products)
     assert 0.25 * flax.bytes_total < flax.product_bytes < 0.75 * flax.bytes_total
     for ours, (fewer_bytes, less_memory) in zip(OURS, less, strict=True):
-        found = counted(variants[ours])
-        bytes_less = 1 - (found.bytes_total - found.product_bytes) / (flax.bytes_total - flax.product_bytes)
-        memory_less = 1 - found.temp_bytes / flax.temp_bytes
-        assert bytes_less >= fewer_bytes, ours
-        assert memory_less >= less_memory, ours
+        found = compiled(stack, ours, products)
+        assert 1 - elsewhere(found) / elsewhere(flax) >= fewer_bytes, ours
+        assert 1 - found.temp_bytes / flax.temp_bytes >= less_memory, ours
+
+
+# GB, 55.1 and 7.98 with XLA's products, 42.1 and 7.91 with cuBLAS's.
+@pytest.mark.parametrize(("products", "most"), [("XLA", 55.5), ("cuBLAS", 42.5)])
+def test_with_the_residual_operators_norms_keep_nothing_and_the_step_moves_less_than_flaxs(products, most):
+    found = compiled(STACKS["stack-llama"], "jln, add_norm_linear", products)
+    assert elsewhere(found) <= 1e9 * most
+    assert found.temp_bytes <= 8.0e9
+
+
+@pytest.mark.parametrize(
+    ("name", "linears", "policy"),
+    [
+        ("stack-llama", 4, "dots_with_no_batch_dims_saveable"),
+        ("stack-llama", 4, "dots_saveable"),
+        ("stack-llama", 4, "nothing_saveable"),
+        ("stack-llama-q-k-v", 7, "dots_with_no_batch_dims_saveable"),
+        ("stack-gpt-q-k-v", 6, "dots_saveable"),
+    ],
+)
+def test_a_policy_that_saves_products_has_none_made_again(name, linears, policy):
+    """Three of each Linear in four layers, one forward and two backward. Where nothing is saved, each but the last of a
+    block is made once more: so many would be counted.
+    """
+    stack = dataclasses.replace(STACKS[name], layers=4, policy=policy)
+    again = 4 * (linears - 1) if policy == "nothing_saveable" else 0
+
+    def made(variant):
+        kernels = compiled(stack, variant).kernels
+        return sum(k.times for k in kernels if k.product and not k.kind.startswith("__cudnn$fmha"))
+
+    variants = ("flax", "jln, norm_linear", "jln, add_norm_linear")
+    assert [made(v) for v in variants] == [4 * 3 * linears + again] * 3
