@@ -1,6 +1,5 @@
 """The command line: its exit statuses, its errors in one line, terminals, pipes, full disks and interrupts."""
 
-import functools
 import os
 import pathlib
 import re
@@ -68,7 +67,10 @@ ERRORS = {
     "unknown chip": (["report", "--chip", "v100"], "unknown chip 'v100'; known are a100, h100, h200, b200"),
     "unknown peer": (["report", "--peer", "apex"], "unknown peer 'apex'; known are jln, jln-norm, jnp, flax, tokamax"),
     "benchmark of nothing": (["bench", "gpt5"], "unknown workload 'gpt5'"),
-    "benchmark against nothing": (["bench", "--peers", "jln,flux"], "unknown peer 'flux'; known are jln, jnp, flax"),
+    "benchmark against nothing": (
+        ["bench", "--peers", "jln,flux"],
+        "unknown peer 'flux'; known are jln, jln-norm, jnp, flax",
+    ),
     "benchmark on no device": (["bench", "--device", "gpu:7"], "no device 'gpu:7'"),
     "no repetitions": (["bench", "--repetitions", "0"], "greater than or equal to 1"),
     "resume what": (["bench", "--resume"], "--resume needs --output"),
@@ -161,8 +163,11 @@ def interrupted_in(package, folder):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
     command = [sys.executable, "-m", "jln", "tune", "--dry-run", "decode-1"]
-    heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # in the background a shell has it ignored
-    return subprocess.run(command, capture_output=True, text=True, env=environment, preexec_fn=heard)
+    # What a shell runs in the background ignores the signal, and so would this.
+    heard = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    return subprocess.run(
+        [sys.executable, "-S", "-c", heard, *command], capture_output=True, text=True, env=environment
+    )
 
 
 @pytest.mark.parametrize("package", ["numpy", "jax", "typer"])
