@@ -1,4 +1,4 @@
-"""Equinox's LayerNorm and RMSNorm on jln's operators, and either of them fused with the Linear behind it.
+"""Equinox's LayerNorm and RMSNorm on jln's operators, and either of them fused with the Linears behind it.
 
     from jln.equinox import LayerNorm, RMSNorm    # instead of: from equinox.nn import LayerNorm, RMSNorm
 

@@ -1,4 +1,4 @@
-"""Haiku's LayerNorm and RMSNorm on jln's operators, and either of them fused with the Linear behind it.
+"""Haiku's LayerNorm and RMSNorm on jln's operators, and either of them fused with the Linears behind it.
 
     from jln.haiku import LayerNorm, RMSNorm    # instead of: from haiku import LayerNorm, RMSNorm
 

@@ -1,4 +1,4 @@
-"""Flax Linen's LayerNorm and RMSNorm on jln's operators, and either of them fused with the Dense behind it.
+"""Flax Linen's LayerNorm and RMSNorm on jln's operators, and either of them fused with the Denses behind it.
 
     from jln.linen import LayerNorm, RMSNorm    # instead of: from flax.linen import LayerNorm, RMSNorm
 

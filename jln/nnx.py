@@ -1,4 +1,4 @@
-"""Flax NNX's LayerNorm and RMSNorm on jln's operators, and either of them fused with the Linear behind it.
+"""Flax NNX's LayerNorm and RMSNorm on jln's operators, and either of them fused with the Linears behind it.
 
     from jln.nnx import LayerNorm, RMSNorm    # instead of: from flax.nnx import LayerNorm, RMSNorm
 

@@ -184,4 +184,4 @@ def parity(framework, norm, linears, x, **case):
     theirs, ours = layers(framework, norm, linears, **case)
     wide = {"param_dtype": "float64"} if framework != "haiku" else {}
     true, _ = layers(framework, norm, linears, **(case | {"dtype": None} | wide))
-    return assert_parity(theirs, ours, true, x)
+    return assert_parity(theirs, ours, true, x, products=len(linears))
