@@ -404,7 +404,7 @@ def test_on_a_gpu_pytorch_has_a_process_of_its_own(monkeypatch):
 
 ERRORS = {
     "workload": (["gpt5"], "unknown workload 'gpt5'"),
-    "peer": (["--peers", "jln,flux"], "unknown peer 'flux'; known are jln, jnp, flax"),
+    "peer": (["--peers", "jln,flux"], "unknown peer 'flux'; known are jln, jln-norm, jnp, flax"),
     "device": (["--device", "gpu:7"], "no device 'gpu:7'"),
     "repetitions": (["--repetitions", "0"], "greater than or equal to 1"),
     "resume": (["--resume"], "--resume needs --output"),
