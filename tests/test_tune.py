@@ -32,6 +32,8 @@ SMALL = [
     Workload("many", "add_rms_norm", (40, 100), "small", dtype="float32", directions=("forward",)),
     Workload("axis-0", "layer_norm", (40, 4, 4), "small", axis=0),
     Workload("fused", "layer_norm_linear", (70, 64), "small", features=16),
+    Workload("several", "add_layer_norm_linear", (70, 64), "small", features=(16, 8)),
+    Workload("apart", "add_layer_norm_linear", (6, 100), "small", features=(300, 20)),
     Workload("composed", "rms_norm_linear", (6, 100), "small", features=300, absent=("bias",)),
 ]
 
