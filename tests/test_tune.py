@@ -343,12 +343,12 @@ def test_on_a_gpu(capsys, monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr(tune, "tune", lambda workloads, chip, path, *_: asked.append((len(workloads), path)) or True)
     monkeypatch.setenv(tuning.VARIABLE, str(tmp_path / "mine.json"))
-    status, out, _ = run(capsys)
+    status, out, _ = run(capsys, "tune")
     assert status == 0 and asked == [(len(WORKLOADS), tmp_path / "mine.json")]
     assert f"export JLN_TUNING={tmp_path / 'mine.json'}" in out
     status, _, err = run(capsys, "tune", "--chip", "b200")
     assert status == 2 and "this GPU is a h200 and no b200, for which there is only --dry-run" in err
     gpu.device_kind = "NVIDIA B200"  # and JLN_CHIP says h200
-    assert "this GPU is a b200 and no h200" in run(capsys)[2]
+    assert "this GPU is a b200 and no h200" in run(capsys, "tune")[2]
     monkeypatch.setattr(target, "missing", lambda: "a reason")
     assert "cannot be compiled: a reason" in run(capsys, "tune", "--chip", "h200")[2]

@@ -23,6 +23,9 @@ STRIDED = Case("layer_norm", (3, 24, 40), "float32", "small-h200", axis=1)
 GROUPS = Case("add_layer_norm", (9, 40), "float32", "small-h200", over="rsd")
 FUSED = Case("layer_norm_linear", (100, 128), "bfloat16", "small-h200", (32,))
 FUSED_MMA = dataclasses.replace(FUSED, chip="small-a100")
+FUSED_SUM = Case("add_layer_norm_linear", (100, 128), "bfloat16", "small-h200", (32,))
+COMPOSED_SUM = Case("add_layer_norm_linear", (37, 128), "bfloat16", "small-h200", (300,))
+SEVERAL = Case("layer_norm_linear", (70, 64), "bfloat16", "small-h200", ((8,), (8,), (8,)), unbiased=(1,))
 COMPOSED = Case("layer_norm_linear", (3, 16384), "float32", "small-h200", (4,), over="k")
 
 
@@ -115,6 +118,10 @@ LAUNCHES = [
     ("mean and rstd swapped", CHUNKS, "row_sums", swap_arrays(3, 4)),
     ("c1 and c2 swapped", CHUNKS, "backward", swap_arrays(5, 6)),
     ("dx in dy's memory, which other programs read", SHARED, "backward", alias(0, 0)),
+    ("dtotal and the sum swapped, fused", FUSED_SUM, "backward", swap_arrays(1, 2)),
+    ("the residual and the scale swapped, fused", FUSED_SUM, "forward", swap_arrays(1, 2)),
+    ("dz and the sum swapped beside y", COMPOSED_SUM, "backward", swap_arrays(0, 2)),
+    ("dtotal and the sum swapped beside y", COMPOSED_SUM, "backward", swap_arrays(1, 2)),
     ("half of the warps", WHOLE, "forward", lambda call: setattr(call, "warps", call.warps // 2)),
     ("too little shared memory", STRIDED, "backward", lambda call: setattr(call, "shared", call.shared - 16)),
     ("a barrier dropped", CHUNKS, "forward", text(r"bar\.sync\s+0;", "")),
@@ -145,6 +152,13 @@ SOURCES = [
      "dx += tl.load(dtotal_ptr + at, mask=mask, other=0.0).to(COMPUTE)", "pass"),
     ("y not multiplied by the scale", WHOLE, NORMS,
      "return tl.fma(x_hat, scale[None, :], offset[None, :])", "return x_hat + offset[None, :]"),
+    ("the sum's cotangent not added, fused", FUSED_SUM, LINEARS,
+     "dx += _load_matrix(dtotal_ptr, row, valid, first, H, BLOCK_H, BLOCK_ROWS).to(COMPUTE)", "pass"),
+    ("a sum not written, fused", FUSED_SUM, LINEARS,
+     "tl.store(total_ptr + row[:, None] * H + column[None, :], total, mask=mask)", "pass"),
+    ("a sum's mask dropped, fused", FUSED_SUM, LINEARS,
+     "+ column[None, :], total, mask=mask)", "+ column[None, :], total)"),
+    ("results parted at the wrong place", SEVERAL, LINEAR_LAUNCH, "start += n", "start = n"),
     ("a bias not added", FUSED, LINEARS, "constant = load_vector(bias_ptr", "constant = 0.0 * load_vector(bias_ptr"),
     # What is read or written by name.
     ("shares of dscale in the place of doffset's", WHOLE, NORMS,
@@ -168,7 +182,7 @@ SOURCES = [
     ("a split forgotten", FUSED, LINEAR_LAUNCH, "programs=splits * ceil_div(h, plan.backward.columns)",
      "programs=(splits - 1) * ceil_div(h, plan.backward.columns)"),
     ("c2 for c1, fused", FUSED, LINEAR_LAUNCH,
-     '"c1": sums["c1"], "c2": sums["c2"]', '"c1": sums["c2"], "c2": sums["c1"]'),
+     '"c1": sums["c1"],', '"c1": sums["c2"],'),
     ("the offset for the scale, fused", FUSED, LINEAR_LAUNCH, '"scale": operands.scale if', '"scale": offset if'),
 ]  # fmt: skip
 
