@@ -156,6 +156,46 @@ def test_no_more_is_communicated_than_by_plain_jnp(name, placement):
     assert ours.total() <= plains.total() + of_norm
 
 
+def test_sequence_parallelism():
+    """Megatron's: the axis that splits the features splits the sequence outside of them. Forward z is gathered once for
+    both products, backward once more, as it is made again, beside the cotangent of the last; no kernel is, and nothing
+    is sent from all to all.
+    """
+    width, features = 64, 512  # more than one kernel multiplies
+
+    def on(*spec):
+        return NamedSharding(mesh(), P(*spec))
+
+    x = jax.device_put(workbench.normal(0, (4, 16, width), "float32"), on("data", "tensor"))
+    scale = jax.device_put(jnp.ones(width, "float32"), on())
+    kernels = tuple(workbench.normal(i, (width, features), "float32") / 8 for i in (1, 2))
+    kernels = jax.device_put(kernels, on(None, "tensor"))
+    last = jax.device_put(workbench.normal(3, (features, width), "float32") / 23, on("tensor", None))
+
+    def layer(module):
+        def call(x, scale, kernels, last):
+            y, total = module.add_rms_norm_linear(x, x, scale, kernels)
+            gate, up = (jax.lax.with_sharding_constraint(a, on("data", None, "tensor")) for a in y)
+            branch = jax.lax.with_sharding_constraint((jnp.sin(gate) * up) @ last, on("data", "tensor"))
+            return total + branch
+
+        return call
+
+    arguments = x, scale, kernels, last
+    forward = jax.jit(layer(jln), out_shardings=on("data", "tensor")).lower(*arguments).compile()
+    count, size = communication(forward)
+    assert count["all-gather"] == 1 and size["all-gather"] == 4 * x.size // 4  # of each part of the data
+    wanted = tuple(jax.tree.map(lambda a: a.sharding, arguments))
+    step, plain = (
+        jax.jit(jax.grad(lambda *a, m=m: jnp.sum(jnp.sin(layer(m)(*a))), every(arguments)), out_shardings=wanted)
+        for m in (jln, jln.reference)
+    )
+    count, size = communication(step.lower(*arguments).compile())
+    assert count.keys() == {"all-gather", "all-reduce"} and count["all-gather"] == 3
+    assert size["all-gather"] == 3 * 4 * x.size // 4
+    chex.assert_trees_all_close(step(*arguments), plain(*arguments), rtol=1e-4, atol=1e-4)
+
+
 def test_vmap_over_a_sharded_axis_gathers_nothing():
     function, (x, *rest) = bind("layer_norm", "so")
     xs = jax.device_put(jnp.stack([x, 2 * x, x + 1, -x]), NamedSharding(mesh(), P("data")))
