@@ -1,0 +1,67 @@
+"""What policies of `jax.checkpoint` make again and hold, in four layers of Llama's step compiled for an H200 that need
+not be there, with `jln.add_rms_norm_linear` and with Flax's layers.
+
+    python benchmarks/checkpoint_policies.py
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+import jln
+from jln import program
+from jln._bench.stacks import STACKS, Stack, losses
+
+LAYERS = 4
+ours, jaxs = jln.checkpoint_policies, jax.checkpoint_policies
+POLICIES: dict[str, Any] = {
+    "nothing_saveable": jaxs.nothing_saveable,
+    "save_only_these_names(jln.STATISTICS)": jaxs.save_only_these_names(jln.STATISTICS),
+    "dots_with_no_batch_dims_saveable": jaxs.dots_with_no_batch_dims_saveable,
+    "jln's dots_with_no_batch_dims_and_statistics_saveable": ours.dots_with_no_batch_dims_and_statistics_saveable,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpointed(Stack):
+    """A stack whose blocks are checkpointed by a policy that has no name in JAX."""
+
+    chosen: Any = None
+
+    def checkpointed(self, wrap: Callable[..., Any], block: Any) -> Any:
+        return wrap(block, policy=self.chosen)
+
+
+def compiled(stack: Stack, variant: str) -> program.CompiledProgram:
+    step = stack.step(losses(stack)[variant])
+    return program.compile_for(step, stack.parameters(), stack.x())
+
+
+def row(name: str, stack: Stack) -> str:
+    cells = []
+    for variant in ("jln, add_norm_linear", "flax"):
+        found = compiled(stack, variant)
+        products = sum(k.times for k in found.kernels if k.product and not k.kind.startswith("__cudnn$fmha"))
+        norms = sum(k.times for k in found.kernels if k.is_triton)
+        moved, held = found.bytes_total / 1e9, found.temp_bytes / 1e9
+        cells += [f"{products}", f"{norms or '-'}", f"{moved:.1f}", f"{held:.2f}"]
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+def main() -> None:
+    stack = dataclasses.replace(STACKS["stack-llama-q-k-v"], layers=LAYERS)
+    named = {f.name: getattr(stack, f.name) for f in dataclasses.fields(stack)}
+    heads = ("products", "norm kernels", "all, GB", "temporary, GB")
+    titles = [f"{who}: {what}" for who in ("jln", "Flax") for what in heads]
+    print("|", " | ".join(["policy", *titles]), "|")
+    print("|---" * (1 + len(titles)) + "|")
+    print(row("no checkpoint", stack), flush=True)
+    for name, policy in POLICIES.items():
+        chosen = Checkpointed(**named | {"policy": "chosen"}, chosen=policy)
+        print(row(name, chosen), flush=True)
+
+
+if __name__ == "__main__":
+    main()
