@@ -14,20 +14,21 @@ from jax.sharding import PartitionSpec as P
 import jln
 import matrix
 import workbench
+from jln._catalogue import OPERATORS as CATALOGUE
 from jln._triton import target
 from matrix import OPTIONAL
 from workbench import LINEAR_OPERATORS
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
-OPERANDS = {
-    name: (
-        "x",
-        *(["residual"] if name.startswith("add") else ["kernel"] if name.endswith("linear") else []),
-        *({"s": "scale", "o": "offset", "b": "bias"}[k] for k in given),
-    )
-    for name, given in OPTIONAL.items()
-}
-CASES = [(name, some) for name, names in OPERANDS.items() for n in (1, 2) for some in itertools.combinations(names, n)]
+OPERANDS = {name: tuple(matrix.operands(name)) for name in OPTIONAL}
+# One operand, and every pair of those of an operator with a mean, a residual or a Linear.
+CASES = [
+    (name, some)
+    for name, names in OPERANDS.items()
+    for n in (1, 2)
+    for some in itertools.combinations(names, n)
+    if n == 1 or (CATALOGUE[name].centres and len(names) < 6)
+]
 
 
 def frozen(name, some, **options):
