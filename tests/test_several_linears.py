@@ -88,11 +88,11 @@ def test_every_result_against_float64(name, features, dtype, implementation):
     workbench.assert_accurate(got, plain, true)
 
 
-def both(transformed, name, implementation):
+def both(transformed, name, implementation, dtype):
     ours = transformed(functools.partial(getattr(jln, name), implementation=implementation))
     reference = transformed(getattr(jln.reference, name))
     chex.assert_trees_all_equal_shapes_and_dtypes(ours, reference)
-    chex.assert_trees_all_close(ours, reference, **CLOSE)
+    chex.assert_trees_all_close(ours, reference, **CLOSE_IN[dtype])
 
 
 def loss(function):
@@ -130,10 +130,10 @@ TRANSFORMATIONS = {
 
 @pytest.mark.usefixtures("compile_fast")
 @pytest.mark.parametrize("transformation", TRANSFORMATIONS)
-@pytest.mark.parametrize("features", FEATURES[:2], ids=ids)
-@pytest.mark.parametrize("name", LINEAR_OPERATORS)
-def test_transformations(name, features, transformation, implementation):
-    operands = operands_of(name, features, "float64", rows=(2, 3), width=9)
+@pytest.mark.parametrize(("features", "dtype"), [(FEATURES[0], "float32"), (FEATURES[1], "float64")])
+@pytest.mark.parametrize("name", ["add_layer_norm_linear", "rms_norm_linear"])
+def test_transformations(name, features, dtype, transformation, implementation):
+    operands = operands_of(name, features, dtype, rows=(2, 3), width=9)
     forward = "forward" in transformation
 
     def transformed(f):
@@ -141,7 +141,7 @@ def test_transformations(name, features, transformation, implementation):
         f = functools.partial(f, forward_mode=True) if forward and ours else f
         return TRANSFORMATIONS[transformation](f, operands)
 
-    both(transformed, name, implementation)
+    both(transformed, name, implementation, dtype)
 
 
 @pytest.mark.usefixtures("compile_fast")
@@ -169,8 +169,10 @@ FROZEN = ("x", "residual", "scale", "offset", "kernel", "bias", "first kernel", 
 
 @pytest.mark.usefixtures("compile_fast")
 @pytest.mark.parametrize("wanted", [(a,) for a in FROZEN] + [("scale", "last kernel"), ("x", "bias")], ids=str)
-@pytest.mark.parametrize("forward_mode", [False, True])
-@pytest.mark.parametrize(("features", "dtype"), [(FEATURES[0], "float32"), (((300,), (8,), (2, 4)), "float64")])
+@pytest.mark.parametrize(
+    ("features", "dtype", "forward_mode"),
+    [(FEATURES[0], "float32", False), (FEATURES[0], "float32", True), (((300,), (8,), (2, 4)), "float64", False)],
+)
 def test_frozen_arguments(features, dtype, forward_mode, wanted, implementation):
     operands = operands_of("add_layer_norm_linear", features, dtype, rows=(6,), width=9)
     kernels = operands["kernel"]

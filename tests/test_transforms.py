@@ -79,13 +79,8 @@ def grown(name, axes, examples=3):
 
 
 @pytest.mark.parametrize(("name", "axes"), BATCHED)
-def test_vmap(name, axes, implementation):
-    operands, in_axes = grown(name, axes)
-    agree(lambda f: jax.vmap(lambda a: f(**a), (in_axes,))(operands), name, implementation)
-
-
-@pytest.mark.parametrize(("name", "axes"), BATCHED)
 def test_vmap_of_grad(name, axes, implementation):
+    """And of the value."""
     operands, in_axes = grown(name, axes)
     agree(lambda f: jax.vmap(jax.value_and_grad(loss_by_name(f)), (in_axes,))(operands), name, implementation)
 
