@@ -52,7 +52,7 @@ def dtype(value: Any, default: Any) -> str:
     if value is None:
         return default.name
     try:
-        asked = jnp.dtype(value)
+        asked = jax.dtypes.canonicalize_dtype(value) if value is float else jnp.dtype(value)
     except TypeError:
         raise TypeError(f"dtype must be a dtype or None; got {value!r}") from None
     if asked not in DTYPES:

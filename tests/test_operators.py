@@ -203,8 +203,8 @@ def test_partial_sums_are_not_rounded(dtype):
     statistic = jax.ShapeDtypeStruct((1000, 1), jnp.promote_types(dtype, "float32"))
     norm = Norm(axis=-1, epsilon=0.0, subtract_mean=True, zero_centered_scale=False)
     where = target.Recorder(CHIPS["h200"])
-    operands = Cotangents(x, None, x, p, statistic, statistic)
-    jax.eval_shape(lambda o: launcher.backward(o, norm, Gradients(dtype, dtype, dtype), 0, where), operands)
+    operands = Cotangents(x, None, x, p, None, statistic, statistic)
+    jax.eval_shape(lambda o: launcher.backward(o, norm, Gradients(dtype, dtype, dtype, None), 0, where), operands)
     backward, reduction = where.launches
     shares = backward.results["shares"]
     assert shares.dtype == statistic.dtype

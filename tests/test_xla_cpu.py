@@ -67,7 +67,8 @@ def test_gradient_of_layer_norm_linear(m, h, n, dtype, parameter):
 @pytest.mark.parametrize("returns_y", [False, True])
 def test_layer_norm_linear_under_a_given_cotangent(returns_y, m, h, n, dtype, parameter):
     """No more than plain autodiff needs, but where dy is there before y: autodiff then makes z once for both halves.
-    Ours are two, which the scheduler of JAX 0.10 holds at a time. A page is for sums over rows and features.
+    Ours are two, which the scheduler of JAX 0.10 holds at a time; and two float32 copies of a bfloat16 kernel, in which
+    XLA multiplies on a CPU. A page is for sums over rows and features.
     """
 
     def needed(operator):
@@ -80,5 +81,6 @@ def test_layer_norm_linear_under_a_given_cotangent(returns_y, m, h, n, dtype, pa
 
     more = 0
     if returns_y:
-        more = 4 * m * h if jax.__version_info__ < (0, 11) else 4096
+        copy = 4 * h * n if dtype == parameter == "bfloat16" else 0
+        more = 4 * m * h + copy if jax.__version_info__ < (0, 11) else 4096
     assert needed(jln.layer_norm_linear) <= needed(jln.reference.layer_norm_linear) + more

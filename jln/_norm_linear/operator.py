@@ -37,14 +37,16 @@ def layer_norm_linear(
     """`layer_norm(x, scale, offset) @ kernel + bias`, normalising the last axis of `x`.
 
     With a tuple of kernels, as of queries, keys and values, the result is a tuple too: one norm is read by several
-    Linears.
+    Linears. Under `jax.vmap`, and inside `jax.shard_map`, results go together: where one has an axis of examples, or
+    varies over a mesh axis, all do.
 
     The norm's result `z` is not kept for the backward pass, which makes it again: between the two are held `x`, the
     parameters and two numbers a row. Ba, Kiros, Hinton, "Layer Normalization" (2016).
 
     `z` is rounded once, to the dtype of `y`, in which it is multiplied. The products add up in float32, and the bias is
     added before the one rounding of `y`; for float64 all is in float64. One case has two roundings: where XLA
-    multiplies, a bfloat16 product is rounded before a bfloat16 bias is added, as in `x @ kernel + bias`. The cotangent
+    multiplies, a bfloat16 product is rounded before a bfloat16 bias is added, as in `x @ kernel + bias`. (In float16,
+    where it might overflow, XLA writes the product in float32 and reads it again for the bias.) The cotangent
     of `z` is the sum over the kernels; for bfloat16 it is rounded to bfloat16 where XLA multiplies, as by autodiff.
 
     Up to 256 features in 16 bits, 128 in float32, of all kernels together, may be multiplied by the kernel that
@@ -119,9 +121,7 @@ def add_layer_norm_linear(
     """`(layer_norm(x + residual, scale, offset) @ kernel + bias, x + residual)`, the sum read and written once.
 
     The sum is in the promoted dtype of `x` and `residual`, and it is the rounded sum that is normalised. It is all of
-    the size of `x` that is kept for the backward pass. Inside `jax.shard_map` it varies over every mesh axis that any
-    argument varies over, the kernel's too, though its values do not. Guarantees and errors are those of
-    `layer_norm_linear`.
+    the size of `x` that is kept for the backward pass. Guarantees and errors are those of `layer_norm_linear`.
 
     Args:
       x: as in `layer_norm_linear`.
