@@ -4,9 +4,8 @@
 
 A product behind one of our norms is a `dot_general` where XLA multiplies, and every policy of JAX sees it. Only the
 product of few features that one kernel makes with the norm is none: it has the name `jln.PRODUCT`. To save it without
-the statistics saves no launch, for these need the same pass over x. Row statistics, two
-numbers a row, have the name `jln.STATISTICS`. With either name `jax.checkpoint_policies.save_only_these_names` makes
-policies of any other kind.
+the statistics saves no launch, for these need the same pass over x. Row statistics, two numbers a row, have the name
+`jln.STATISTICS`. With either name `jax.checkpoint_policies.save_only_these_names` makes policies of any other kind.
 
 Under all of these a norm is made again in the backward pass: its statistics alone, unless they are saved, and where a
 product's gradient is wanted its result too, by the kernel that reads x in any case.
