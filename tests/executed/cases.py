@@ -296,8 +296,10 @@ def check(case: Case) -> Ran:
     for stats in ran.program.stats:
         assert not stats.unwritten and not stats.unwaited and not stats.contended, stats
     if case.aligned:
+        # Of a ragged row behind a sum the fused forward takes 32 columns at a time, 64 bytes that lie across 3 sectors.
+        in_half_tiles = case.linear and case.adds and case.shape[-1] % 64
         for found in traffic.of(ran.program):
-            assert found.sectors <= 1.1, found
+            assert found.sectors <= (1.2 if in_half_tiles else 1.1), found
             # The fused kernels' tiles may have fewer elements than their threads could load.
             assert case.linear or found.wide == 1 or not found.widths, found
     return ran

@@ -53,7 +53,7 @@ def test_several_linears_are_beside_the_norm_and_separate_products(capsys):
     """Of Linears only: a norm by itself would be compared with itself."""
     names = ("adapters", "decode-4")
     arguments = (a for name in names for a in ("--workload", name))
-    status, out, _ = run(capsys, *arguments, "--peer", "jln-norm")
+    status, out, _ = run(capsys, "report", *arguments, "--peer", "jln-norm")
     rows = [line.split() for line in out.splitlines() if line.startswith("  ")][1:]
     assert status == 0 and "jln-norm has no" not in out
     assert [[row[0], *row[3:5]] for row in rows] == [
