@@ -9,6 +9,7 @@ x's rows.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -138,12 +139,18 @@ def few_features(operands: Operands, precision: Any, implementation: str | None)
     """Whether a kernel of ours may do norm and products at once, where the program is compiled for a GPU: then they are
     one operation. Else they are the norm's operation and products in plain sight of JAX and XLA.
     """
-    dtypes = {jnp.promote_types(operands.x.dtype, k.dtype).name for k in operands.kernel}
+    kernels = tuple((k.shape, k.dtype) for k in operands.kernel)
+    return implementation != "xla" and _few_features(operands.x.dtype, kernels, precision)
+
+
+@functools.lru_cache(maxsize=1024)  # an eager call has no time for it
+def _few_features(x: Any, kernels: tuple[tuple[tuple[int, ...], Any], ...], precision: Any) -> bool:
+    dtypes = {jnp.promote_types(x, dtype).name for _, dtype in kernels}
     dtype = dtypes.pop()
-    if implementation == "xla" or dtypes or dtype not in FUSED_FEATURES:
+    n = sum(math.prod(shape[1:]) for shape, _ in kernels)
+    if dtypes or dtype not in FUSED_FEATURES or n > FUSED_FEATURES[dtype][0]:
         return False
-    n = sum(math.prod(k.shape[1:]) for k in operands.kernel)
-    return n <= FUSED_FEATURES[dtype][0] and _multiplied_as_asked(precision, dtype)
+    return _multiplied_as_asked(precision, dtype)
 
 
 def _multiplied_as_asked(precision: Any, dtype: str) -> bool:
