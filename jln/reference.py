@@ -29,10 +29,7 @@ def layer_norm(
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
     """`(x - mean) / sqrt(variance + epsilon) * scale + offset`, over `axis`. As `jln.layer_norm`."""
-    compute = jnp.promote_types(x.dtype, jnp.float32)
-    z = x.astype(compute)
-    z = z - jnp.mean(z, axis, keepdims=True)
-    return _scaled(z, scale, offset, axis, epsilon, zero_centered_scale).astype(dtype or x.dtype)
+    return _scaled(_centred(x, axis), scale, offset, axis, epsilon, zero_centered_scale).astype(dtype or x.dtype)
 
 
 def rms_norm(
@@ -45,8 +42,7 @@ def rms_norm(
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
     """`x / sqrt(mean(x**2) + epsilon) * scale`, over `axis`. As `jln.rms_norm`."""
-    compute = jnp.promote_types(x.dtype, jnp.float32)
-    return _scaled(x.astype(compute), scale, None, axis, epsilon, zero_centered_scale).astype(dtype or x.dtype)
+    return _scaled(_wide(x), scale, None, axis, epsilon, zero_centered_scale).astype(dtype or x.dtype)
 
 
 def add_layer_norm(
@@ -102,10 +98,7 @@ def layer_norm_linear(
     precision: jax.lax.PrecisionLike = None,
 ) -> Products:
     """`layer_norm(x, scale, offset) @ kernel + bias`. As `jln.layer_norm_linear`."""
-    compute = jnp.promote_types(x.dtype, jnp.float32)
-    z = x.astype(compute)
-    z = z - jnp.mean(z, -1, keepdims=True)
-    z = _scaled(z, scale, offset, -1, epsilon, zero_centered_scale)
+    z = _scaled(_centred(x, -1), scale, offset, -1, epsilon, zero_centered_scale)
     return _linears(z, x.dtype, kernel, bias, precision)
 
 
@@ -120,8 +113,7 @@ def rms_norm_linear(
     precision: jax.lax.PrecisionLike = None,
 ) -> Products:
     """`rms_norm(x, scale) @ kernel + bias`. As `jln.rms_norm_linear`."""
-    compute = jnp.promote_types(x.dtype, jnp.float32)
-    z = _scaled(x.astype(compute), scale, None, -1, epsilon, zero_centered_scale)
+    z = _scaled(_wide(x), scale, None, -1, epsilon, zero_centered_scale)
     return _linears(z, x.dtype, kernel, bias, precision)
 
 
@@ -139,10 +131,7 @@ def add_layer_norm_linear(
 ) -> tuple[Products, jax.Array]:
     """`(layer_norm(total) @ kernel + bias, total)`, `total` as of `add_layer_norm`. As `jln.add_layer_norm_linear`."""
     total = _sum(x, residual)
-    compute = jnp.promote_types(total.dtype, jnp.float32)
-    z = total.astype(compute)
-    z = z - jnp.mean(z, -1, keepdims=True)
-    z = _scaled(z, scale, offset, -1, epsilon, zero_centered_scale)
+    z = _scaled(_centred(total, -1), scale, offset, -1, epsilon, zero_centered_scale)
     return _linears(z, x.dtype, kernel, bias, precision), total
 
 
@@ -159,8 +148,7 @@ def add_rms_norm_linear(
 ) -> tuple[Products, jax.Array]:
     """`(rms_norm(total) @ kernel + bias, total)`, `total` as of `add_rms_norm`. As `jln.add_rms_norm_linear`."""
     total = _sum(x, residual)
-    compute = jnp.promote_types(total.dtype, jnp.float32)
-    z = _scaled(total.astype(compute), scale, None, -1, epsilon, zero_centered_scale)
+    z = _scaled(_wide(total), scale, None, -1, epsilon, zero_centered_scale)
     return _linears(z, x.dtype, kernel, bias, precision), total
 
 
@@ -181,6 +169,16 @@ def _linear(z, dtype, kernel, bias, precision):
     if bias is not None:
         y = y + jnp.expand_dims(bias.astype(compute), range(y.ndim - bias.ndim))
     return y.astype(dtype)
+
+
+def _wide(x):
+    """In the compute dtype."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _centred(x, axis):
+    z = _wide(x)
+    return z - jnp.mean(z, axis, keepdims=True)
 
 
 def _scaled(z, scale, offset, axis, epsilon, zero_centered_scale):

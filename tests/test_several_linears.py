@@ -21,7 +21,9 @@ from workbench import LINEAR_OPERATORS
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
 # In float64 XLA multiplies whatever there is; in float32 few features are one operation.
-CLOSE_IN = {"float64": CLOSE, "float32": {"rtol": 1e-4, "atol": 1e-4}}
+# (A GPU multiplies float32 in TF32, of ten bits.)
+TOLERANCE = 3e-2 if jax.default_backend() == "gpu" else 1e-4
+CLOSE_IN = {"float64": CLOSE, "float32": {"rtol": TOLERANCE, "atol": TOLERANCE}}
 # One kernel does all, features of one axis and of two; XLA multiplies, one of them alone too wide for that kernel; a
 # single one, which gives a tuple too.
 FEATURES = (((16,), (2, 3), (5,)), ((300,), (8,)), ((7,),))
@@ -280,6 +282,8 @@ SPLIT = {"both alike": ("tensor", "tensor"), "one alone": ("tensor", None), "dif
 @pytest.mark.parametrize("split", SPLIT)
 @pytest.mark.parametrize(("features", "dtype"), [(((16,), (8,)), "float32"), (((512,), (8,)), "float64")])
 def test_on_a_mesh(features, dtype, split, kind):
+    if len(jax.devices()) < 8:
+        pytest.skip("needs eight devices")
     devices = np.array(jax.devices()[:8]).reshape(4, 2)
     mesh = Mesh(devices, ("data", "tensor"), axis_types=(getattr(jax.sharding.AxisType, kind),) * 2)
     operands = operands_of("add_layer_norm_linear", features, dtype, rows=(4, 2), width=8)

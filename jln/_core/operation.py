@@ -89,9 +89,9 @@ class Operation(Generic[Operands, Results]):
         operands: Operands,
         settings: Hashable,
         dtypes: Results,
+        batch_dims: int = 0,
         *,
         implementation: str | None,
-        batch_dims: int = 0,
     ) -> Results:
         given, tree = jax.tree.flatten(self._needed(operands, dtypes))
         told = Told(settings, dtypes, batch_dims)

@@ -264,6 +264,9 @@ def tangent(operands: tuple[Operands, Saved], settings: NormLinear, dtypes: Resu
         batch_dims,
     )
     moves = any(a is not None for a in (dx, dresidual, dscale, doffset))
+    z = None
+    if any(d is not None for d in dkernels):
+        z = jnp_norms.scaled(total, row_scale, row_offset, mean, rstd, settings.norm)
     dy = []
     for kernel, dkernel, dbias, features, dtype in zip(
         kernels, dkernels, dbiases, settings.features, dtypes.y, strict=True
@@ -279,7 +282,7 @@ def tangent(operands: tuple[Operands, Saved], settings: NormLinear, dtypes: Resu
         if moves:
             d = d + product(dz, kernel)
         if dkernel is not None:
-            z = jnp_norms.scaled(total, row_scale, row_offset, mean, rstd, settings.norm)
+            assert z is not None
             d = d + product(z, dkernel)
         if dbias is not None:
             d = d + jnp.expand_dims(dbias.astype(d.dtype), axes.lead)

@@ -6,6 +6,7 @@ save them, Shardy splits them and XLA fuses what is around them as with any othe
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -119,17 +120,11 @@ _column_sums: Operation[Rows, ColumnSums] = Operation(
 
 def _norms(implementation: str | None) -> formulas.Norms:
     """As operations of their own."""
-
-    def forward(operands, settings, dtypes, batch_dims):
-        return norm.forward(operands, settings, dtypes, implementation=implementation, batch_dims=batch_dims)
-
-    def backward(operands, settings, dtypes, batch_dims):
-        return norm.backward(operands, settings, dtypes, implementation=implementation, batch_dims=batch_dims)
-
-    def column_sums(operands, features, dtypes, batch_dims):
-        return _column_sums(operands, features, dtypes, implementation=implementation, batch_dims=batch_dims)
-
-    return formulas.Norms(forward, backward, column_sums)
+    return formulas.Norms(
+        functools.partial(norm.forward, implementation=implementation),
+        functools.partial(norm.backward, implementation=implementation),
+        functools.partial(_column_sums, implementation=implementation),
+    )
 
 
 # The rules
