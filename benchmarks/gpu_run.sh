@@ -129,7 +129,7 @@ export workers=$((cores < 12 ? cores : 12))
 
 # Left out: what is about the CPU, the interpreter, the compiler, or the command line's words.
 kernels=(tests/test_operators.py tests/test_accuracy.py tests/test_linear_accuracy.py tests/test_rounded_sum.py)
-transforms=(tests/test_transforms.py tests/test_matrix.py tests/test_linears.py tests/test_several_linears.py
+transforms=(tests/test_transforms.py tests/test_matrix.py tests/test_linears.py tests/test_several_linears.py tests/test_frozen.py
     tests/test_checkpoint_policies.py tests/test_abuse.py tests/test_properties.py tests/test_result_dtype.py tests/modules)
 check=(check --device gpu)
 benched=() small=() tuned=()

@@ -3,7 +3,7 @@
 It is bound with N-D operands and static settings, and stays a single equation until it is lowered. Only then, for a
 known platform, is it decided what computes it: jnp, or Triton kernels.
 
-`jax.interpreters` promises no stability, so all that is used of it is used in this room.
+`jax.interpreters` promises no stability: what operators use of it is used in this room.
 """
 
 from __future__ import annotations

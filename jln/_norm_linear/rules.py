@@ -208,7 +208,7 @@ def _transposed(
 ) -> Operands:
     """Reverse mode after all, by the backward kernels."""
     total, scale, offset, kernel, mean, rstd = saved
-    parameters = jax.tree.leaves((scale, offset, kernel, tangents[2:]))
+    parameters = jax.tree.leaves((scale, offset, kernel, tangents._replace(x=None, residual=None)))
     shared = only_rows_differ(batch_dims, (*cotangents.y, cotangents.total, total, mean, rstd), parameters)
     if shared:
         saved = jax.tree.map(lambda a: a.reshape(a.shape[batch_dims:]), Saved(None, scale, offset, kernel, None, None))

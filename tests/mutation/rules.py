@@ -44,7 +44,7 @@ RULES = [
     Mutant(
         "what is shared over some of vmap's axes taken for shared over all", NORM_LAUNCH,
         "if batch != geometry.batch and math.prod(batch) == 1:", "if batch != geometry.batch:",
-        (f"{TRANSFORMED}test_nested_vmap_over_different_arguments[triton-layer_norm]",),
+        (f"{TRANSFORMED}test_nested_vmap_over_different_arguments[layer_norm-triton]",),
     ),
     Mutant("a shared operand not said to be", NORM_LAUNCH, "shared.append(name)", "pass", GROUPS),
     Mutant(
