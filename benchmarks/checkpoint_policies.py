@@ -52,14 +52,14 @@ def row(name: str, stack: Stack) -> str:
 
 def main() -> None:
     stack = dataclasses.replace(STACKS["stack-llama-q-k-v"], layers=LAYERS)
-    named = {f.name: getattr(stack, f.name) for f in dataclasses.fields(stack)}
+    named: dict[str, Any] = {f.name: getattr(stack, f.name) for f in dataclasses.fields(stack)}
     heads = ("products", "norm kernels", "all, GB", "temporary, GB")
     titles = [f"{who}: {what}" for who in ("jln", "Flax") for what in heads]
     print("|", " | ".join(["policy", *titles]), "|")
     print("|---" * (1 + len(titles)) + "|")
     print(row("no checkpoint", stack), flush=True)
     for name, policy in POLICIES.items():
-        chosen = Checkpointed(**named | {"policy": "chosen"}, chosen=policy)
+        chosen = Checkpointed(**(named | {"policy": "chosen", "chosen": policy}))
         print(row(name, chosen), flush=True)
 
 

@@ -19,7 +19,7 @@ import pathlib
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 if not pathlib.Path("/dev/nvidia0").exists() and importlib.util.find_spec("triton"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -54,37 +54,38 @@ SIZES = [((4, 4), 8, 16), ((4, 64), 776, 64), ((4, 64), 776, 1000)]
 EPSILON = 1e-5
 
 
-def operands(size: Size, seed: int) -> tuple[dict[str, jax.Array], jax.Array]:
-    """-> (the arguments of all these operators by name, dy): all normal but the kernel, uniform as a Linear's first."""
+def operands(size: Size, operator: Operator, seed: int) -> tuple[dict[str, jax.Array], tuple[jax.Array, ...]]:
+    """-> (the arguments by name, the results' cotangents): all normal but the kernel, uniform as a Linear's first."""
     random = np.random.default_rng(seed)
-    arguments = _catalogue.fullest(is_linear=True).arguments
     sizes = _catalogue.sizes((*size.rows, size.h), -1, (size.n,))
-    arrays = {a.name: random.standard_normal(a.of(sizes, size.dtype, size.dtype).shape) for a in arguments}
-    dy = 0.1 * random.standard_normal((*size.rows, size.n))
-    for array in arguments:
+    arrays = {a.name: random.standard_normal(a.of(sizes, size.dtype, size.dtype).shape) for a in operator.arguments}
+    for array in operator.arguments:
         if array.role == "kernel":
             arrays[array.name] = random.uniform(-1, 1, arrays[array.name].shape) / math.sqrt(size.h)
         elif array.role == "scale":
             arrays[array.name] += 1
-    return {name: jnp.asarray(a, size.dtype) for name, a in arrays.items()}, jnp.asarray(dy, size.dtype)
+    cotangents = [0.1 * random.standard_normal(a.of(sizes, size.dtype, size.dtype).shape) for a in operator.results]
+    return jax.tree.map(lambda a: jnp.asarray(a, size.dtype), (arrays, tuple(cotangents)))
 
 
-def gradients(function, operator: Operator, arrays, dy, device, **options) -> dict[str, np.ndarray]:
-    """y and the gradients, by name."""
+def gradients(function, operator: Operator, arrays, cotangents, device, **options) -> dict[str, np.ndarray]:
+    """The results and the gradients, by name."""
     # "highest": a GPU's own default multiplies float32 with ten bits.
     f = functools.partial(function, epsilon=EPSILON, precision="highest", **options)
 
     @jax.jit
-    def run(arrays, dy):
-        y, pullback = jax.vjp(lambda arrays: f(**arrays), arrays)
-        return {"y": y} | {f"d{name}": a for name, a in pullback(dy)[0].items()}
+    def run(arrays, cotangents):
+        results, pullback = jax.vjp(lambda arrays: f(**arrays), arrays)
+        (of_arguments,) = pullback(operator.packed(cotangents))
+        return [*jax.tree.leaves(results), *(of_arguments[name] for name in operator.names)]
 
-    found = run(*jax.device_put(({name: arrays[name] for name in operator.names}, dy), device))
-    return {name: np.asarray(found[name], "float64") for name in ("y", *(f"d{n}" for n in operator.names))}
+    names = (*(a.name for a in operator.results), *(f"d{name}" for name in operator.names))
+    found = run(*jax.device_put((arrays, cotangents), device))
+    return {name: np.asarray(a, "float64") for name, a in zip(names, found, strict=True)}
 
 
-def implementations() -> Iterator[tuple[jax.Device, str]]:
-    """What can run here."""
+def implementations() -> Iterator[tuple[Any, str]]:
+    """What can run here: (device, implementation)."""
     cpu, default = jax.devices("cpu")[0], jax.devices()[0]
     yield cpu, "xla"
     if target.interpreting() and importlib.util.find_spec("triton"):
@@ -97,15 +98,15 @@ def implementations() -> Iterator[tuple[jax.Device, str]]:
 
 def report(size: Size, operator: Operator, seed: int) -> bool:
     """Print a line for each result of each implementation; whether all are good."""
-    arrays, dy = operands(size, seed)
-    exact = {name: a.astype("float64") for name, a in arrays.items()}
-    true = gradients(operator.reference, operator, exact, dy.astype("float64"), jax.devices("cpu")[0])
+    arrays, cotangents = operands(size, operator, seed)
+    exact = jax.tree.map(lambda a: a.astype("float64"), (arrays, cotangents))
+    true = gradients(operator.reference, operator, *exact, device=jax.devices("cpu")[0])
     shape = "x".join(map(str, size.rows))
     good = True
     for device, implementation in implementations():
         sizes = f"{shape}x{size.h} -> {shape}x{size.n}" if shape else f"{size.h} -> {size.n}"
         print(f"{operator.name}, {sizes}, {size.dtype}, {implementation} on {device.device_kind}")
-        got = gradients(operator.function, operator, arrays, dy, device, implementation=implementation)
+        got = gradients(operator.function, operator, arrays, cotangents, device, implementation=implementation)
         for result, t in true.items():
             largest = np.max(np.abs(t), initial=0.0)
             absolute = np.max(np.abs(got[result] - t), initial=0.0)

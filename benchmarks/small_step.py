@@ -51,7 +51,7 @@ def step_of(norm: Any) -> Any:
 def compiled(norm: Any, given: tuple[Any, ...], *, typed: bool = True, graphs: bool = True) -> Any:
     old = contextlib.nullcontext() if typed else mock.patch.object(lowering, "has_typed_call", lambda: False)
     with old:
-        options = None if graphs else {"xla_gpu_enable_command_buffer": ""}
+        options: dict[str, str | bool] | None = None if graphs else {"xla_gpu_enable_command_buffer": ""}
         return jax.jit(step_of(norm)).lower(*given).compile(options)
 
 
