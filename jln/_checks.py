@@ -71,6 +71,41 @@ def shape(name: str, value: jax.Array | None, expected: tuple[int, ...], why: st
         raise ValueError(f"{name} must have shape {expected}, {why}; got {_described(value)}")
 
 
+def parameter(name: str, value: jax.Array | None, x: jax.Array, axes: tuple[int, ...]) -> None:
+    """The shape of x's normalised axes, or x's rank with 1 or x's size on every other axis."""
+    if value is not None and not _varies_over_x(value, x, axes, ()):
+        normalised = tuple(x.shape[a] for a in axes)
+        raise ValueError(
+            f"{name} must have shape {normalised}, that of x's axes {axes}, or x's rank, with 1 or x's size on every "
+            f"other axis; got {_described(value)} for x {_described(x)}"
+        )
+
+
+def gate(value: Any, x: jax.Array, axes: tuple[int, ...]) -> jax.Array | None:
+    """As an array: of the shapes of a parameter, or with x's rank and 1 on the normalised axes."""
+    if is_number(value) and not isinstance(value, bool):
+        return jnp.full((1,) * x.ndim, value, jnp.promote_types(x.dtype, jnp.float32))
+    if value is None:
+        return None
+    value = array("gate", value)
+    if not _varies_over_x(value, x, axes, axes):
+        normalised = tuple(x.shape[a] for a in axes)
+        raise ValueError(
+            f"gate must be a number, have shape {normalised}, that of x's axes {axes}, or x's rank, with 1 or x's size "
+            f"on every other axis and on all of {axes} together; got {_described(value)} for x {_described(x)}"
+        )
+    return value
+
+
+def _varies_over_x(value: jax.Array, x: jax.Array, axes: tuple[int, ...], may_be_one: tuple[int, ...]) -> bool:
+    if value.shape == tuple(x.shape[a] for a in axes):
+        return True
+    if value.ndim != x.ndim or not all(n in (1, of) for n, of in zip(value.shape, x.shape, strict=True)):
+        return False
+    over_axes = [value.shape[a] for a in axes]
+    return over_axes == [x.shape[a] for a in axes] or (may_be_one == axes and set(over_axes) == {1})
+
+
 def linears(kernel: Any, bias: Any, x: jax.Array) -> tuple[tuple[jax.Array, ...], tuple[jax.Array | None, ...]]:
     """The kernels and biases of one Linear or of a tuple of them, as tuples of arrays."""
     if not isinstance(kernel, tuple):

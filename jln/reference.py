@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 Axis = int | tuple[int, ...]
+Gate = jax.Array | float | None
 Kernels = jax.Array | tuple[jax.Array, ...]
 Biases = jax.Array | None | tuple[jax.Array | None, ...]
 Products = jax.Array | tuple[jax.Array, ...]
@@ -51,13 +52,15 @@ def add_layer_norm(
     scale: jax.Array | None = None,
     offset: jax.Array | None = None,
     *,
+    x_bias: jax.Array | None = None,
+    gate: Gate = None,
     axis: Axis = -1,
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
     dtype: DTypeLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`(layer_norm(total), total)` with `total = x + residual`, rounded to its dtype. As `jln.add_layer_norm`."""
-    total = _sum(x, residual)
+    """`(layer_norm(total), total)`, `total = residual + gate * (x + x_bias)` rounded once. As `jln.add_layer_norm`."""
+    total = _total(x, residual, x_bias, gate, axis)
     options = {"axis": axis, "epsilon": epsilon, "zero_centered_scale": zero_centered_scale}
     return layer_norm(total, scale, offset, **options, dtype=dtype or x.dtype), total
 
@@ -67,23 +70,33 @@ def add_rms_norm(
     residual: jax.Array,
     scale: jax.Array | None = None,
     *,
+    x_bias: jax.Array | None = None,
+    gate: Gate = None,
     axis: Axis = -1,
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
     dtype: DTypeLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`(rms_norm(total), total)` with `total = x + residual`, rounded to its dtype. As `jln.add_rms_norm`."""
-    total = _sum(x, residual)
+    """`(rms_norm(total), total)`, `total` as of `add_layer_norm`. As `jln.add_rms_norm`."""
+    total = _total(x, residual, x_bias, gate, axis)
     options = {"axis": axis, "epsilon": epsilon, "zero_centered_scale": zero_centered_scale}
     return rms_norm(total, scale, **options, dtype=dtype or x.dtype), total
 
 
-def _sum(x: jax.Array, residual: jax.Array) -> jax.Array:
-    """In the dtype to which arrays of these promote, weakly typed ones too, and rounded to it: without the barrier XLA
-    may norm a 16-bit sum that it has not rounded, which is neither what is returned nor what an eager call norms.
+def _total(x: jax.Array, residual: jax.Array, x_bias: jax.Array | None, gate: Gate, axis: Axis) -> jax.Array:
+    """`residual + gate * (x + x_bias)`, in the dtype to which x and residual promote and rounded to it: without the
+    barrier XLA may norm a 16-bit sum that it has not rounded, which is neither what is returned nor what an eager call
+    norms.
     """
     dtype = jnp.promote_types(x.dtype, residual.dtype)
-    return jax.lax.optimization_barrier(x.astype(dtype) + residual.astype(dtype))
+    x, wide = x.astype(dtype), jnp.promote_types(dtype, jnp.float32)
+    if x_bias is not None or gate is not None:
+        x, residual = x.astype(wide), residual.astype(wide)
+    if x_bias is not None:
+        x = x + _spread(x_bias, x, axis)
+    if gate is not None:
+        x = x * _spread(gate, x, axis)
+    return jax.lax.optimization_barrier((x + residual.astype(x.dtype)).astype(dtype))
 
 
 def layer_norm_linear(
@@ -125,12 +138,14 @@ def add_layer_norm_linear(
     kernel: Kernels,
     bias: Biases = None,
     *,
+    x_bias: jax.Array | None = None,
+    gate: Gate = None,
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
     precision: jax.lax.PrecisionLike = None,
 ) -> tuple[Products, jax.Array]:
     """`(layer_norm(total) @ kernel + bias, total)`, `total` as of `add_layer_norm`. As `jln.add_layer_norm_linear`."""
-    total = _sum(x, residual)
+    total = _total(x, residual, x_bias, gate, -1)
     z = _scaled(_centred(total, -1), scale, offset, -1, epsilon, zero_centered_scale)
     return _linears(z, x.dtype, kernel, bias, precision), total
 
@@ -142,12 +157,14 @@ def add_rms_norm_linear(
     kernel: Kernels,
     bias: Biases = None,
     *,
+    x_bias: jax.Array | None = None,
+    gate: Gate = None,
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
     precision: jax.lax.PrecisionLike = None,
 ) -> tuple[Products, jax.Array]:
     """`(rms_norm(total) @ kernel + bias, total)`, `total` as of `add_rms_norm`. As `jln.add_rms_norm_linear`."""
-    total = _sum(x, residual)
+    total = _total(x, residual, x_bias, gate, -1)
     z = _scaled(_wide(total), scale, None, -1, epsilon, zero_centered_scale)
     return _linears(z, x.dtype, kernel, bias, precision), total
 
@@ -190,8 +207,13 @@ def _scaled(z, scale, offset, axis, epsilon, zero_centered_scale):
     return z
 
 
-def _spread(parameter: jax.Array, z: jax.Array, axis: Axis) -> jax.Array:
-    """A parameter with the shape of the normalised axes, in the order given, as one that broadcasts against z."""
+def _spread(parameter: jax.Array | float, z: jax.Array, axis: Axis) -> jax.Array:
+    """A parameter as one that broadcasts against z: it has the shape of the normalised axes, in the order given, or
+    z's rank.
+    """
     axes = [a % z.ndim for a in (axis if isinstance(axis, tuple) else (axis,))]
-    parameter = parameter.astype(z.dtype).transpose(sorted(range(len(axes)), key=axes.__getitem__))
+    parameter = jnp.asarray(parameter, z.dtype)
+    if parameter.shape != tuple(z.shape[a] for a in axes):
+        return parameter
+    parameter = parameter.transpose(sorted(range(len(axes)), key=axes.__getitem__))
     return jnp.expand_dims(parameter, [i for i in range(z.ndim) if i not in axes])

@@ -34,6 +34,7 @@ def call(workload: Workload, direction: str, target: Target) -> tuple[Callable[.
     assert x is not None and scale is not None
     statistic = jax.ShapeDtypeStruct([1 if i == axis % x.ndim else n for i, n in enumerate(x.shape)], accumulator)
     along = [n if i == axis % x.ndim else 1 for i, n in enumerate(x.shape)]
+    scale, offset = (None if p is None else jax.ShapeDtypeStruct(along, p.dtype) for p in (scale, offset))
     mean = statistic if norm.subtract_mean else None
     dtotal = None if residual is None else x
     saved_statistics = None if mean is None else accumulator.name, accumulator.name
@@ -52,7 +53,8 @@ def call(workload: Workload, direction: str, target: Target) -> tuple[Callable[.
         sizes = workload.rows, workload.width, sum(features), dtype.name, target.chip
         if direction == "forward" and tiles.forward_tile(*sizes) is not None:
             dtypes = linears.Outcome((dtype.name,) * len(y), dtype_of(residual), *saved_statistics)
-            operands = linears.Operands(x, residual, scale, offset, kernels, biases)
+            of_norm = norms.Operands(x, residual, scale=scale, offset=offset)
+            operands = linears.Operands(**of_norm._asdict(), kernel=kernels, bias=biases)
             return made(linear_launcher.forward, settings, dtypes), operands
         if direction == "backward" and tiles.backward_plan(*sizes) is not None:
             of_each = (tuple(map(dtype_of, arrays)) for arrays in (kernels, biases))
@@ -60,11 +62,10 @@ def call(workload: Workload, direction: str, target: Target) -> tuple[Callable[.
             operands = linears.Cotangents(y, dtotal, x, scale, offset, kernels, mean, statistic)
             return made(linear_launcher.backward, settings, dtypes), operands
     settings = ("norm", norm)
-    scale, offset = (None if p is None else jax.ShapeDtypeStruct(along, p.dtype) for p in (scale, offset))
     if direction == "forward":
         kept = saved_statistics if "backward" in workload.directions else (None, None)
         dtypes = norms.Outcome(dtype.name, dtype_of(residual), *kept)
-        return made(norm_launcher.forward, settings, dtypes), norms.Operands(x, residual, scale, offset)
+        return made(norm_launcher.forward, settings, dtypes), norms.Operands(x, residual, scale=scale, offset=offset)
     # Behind the products of a Linear, dz, in the dtype in which they leave it, and its z is made again.
     dy = jax.ShapeDtypeStruct(x.shape, accumulator) if workload.is_linear and dtype != jnp.bfloat16 else x
     y_dtype = dtype.name if workload.is_linear else None

@@ -28,8 +28,19 @@ Forward mode. From the same two dependencies, with primed values for tangents (t
     (18) x_hat' = rstd * (t - (1/H) sum_h t - x_hat * (1/H) sum_h t * x_hat)   (no first sum for RMSNorm)
     (19) y'     = x_hat' * s + x_hat * s' + b'
 
-With a residual the row is `total = x + residual`, rounded to its dtype before it is normalised, and it is an output
-too: its own cotangent is added to (9), and the sum is the cotangent of x and of residual alike.
+With a residual r the row is a sum, rounded to its dtype before it is normalised, and an output too. Its parts are the
+branch x, its bias e (0 when absent) and the gate w (1 when absent), of H elements or one value a row:
+
+    (23) total = r + w * (x + e)
+
+Its own cotangent is added to (9), and the sum d is that of the residual. (23) is linear in each of its parts:
+
+    (24) dresidual = d
+    (25) dx        = w * d
+    (26) dx_bias_h = sum_m dx_mh
+    (27) dgate     = d * (x + e), summed over what shares a value of the gate: the rows, or a row's elements
+
+    (28) total' = r' + w * (x' + e') + w' * (x + e)        the t of (18)
 
 Shapes are those of `jln._norm.signature`. A result is in the dtype that `dtypes` names for it, and is not computed
 where that is None. Inside of a program for several devices each of which has a part of H, equally long, `h_axes` names
@@ -50,14 +61,14 @@ faster; one loop for a whole forward is 1.3 times faster than fenced statistics 
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from jln._norm.signature import Cotangents, Gradients, Norm, Operands, Outcome, Results, Saved
+from jln._norm.signature import Branch, Cotangents, Gradients, Norm, Operands, Outcome, Results, Saved
 
 _MANY_ROWS = 4096
 
@@ -84,6 +95,23 @@ def common_batch(batch_dims: int, *operands: Array | None) -> tuple[int, ...]:
 
 def with_batch(a: Array, batch: tuple[int, ...]) -> Array:
     return jnp.broadcast_to(a, batch + a.shape[len(batch) :])
+
+
+def _branch(branch: Branch, dtype: DTypeLike) -> Array:
+    """What (23) adds to the residual, in the compute dtype."""
+    x, x_bias, gate, row_gate = branch
+    wide = x.astype(dtype)
+    if x_bias is not None:
+        wide = wide + x_bias.astype(dtype)
+    return _gated(wide, gate, row_gate)
+
+
+def _gated(a: Array, gate: Array | None, row_gate: Array | None) -> Array:
+    """(25)"""
+    for factor in (gate, row_gate):
+        if factor is not None:
+            a = a * factor.astype(a.dtype)
+    return a
 
 
 def _effective_scale(scale: Array | None, dtype: DTypeLike, norm: Norm) -> Array | float:
@@ -155,16 +183,16 @@ def forward(
     fence: Callable = no_fence,
     h_axes: MeshAxes = (),
 ) -> Outcome:
-    """Normalise `x` or, if there is one, `x + residual`, by terms (1) to (4)."""
-    x, residual, scale, offset = operands
+    """Normalise `x` or, if there is a residual, the sum of (23), by terms (1) to (4)."""
+    x, residual, x_bias, gate, row_gate, scale, offset = operands
     batch = common_batch(batch_dims, *operands)
     total = None
     if residual is not None:
         total_dtype = jnp.promote_types(x.dtype, residual.dtype)
         dtype = compute_dtype(total_dtype)
-        total = (x.astype(dtype) + residual.astype(dtype)).astype(total_dtype)
+        total = _branch(Branch(x, x_bias, gate, row_gate), dtype) + residual.astype(dtype)  # (23)
         # On every platform, or XLA elides the rounding to 16 bits and norms the unrounded sum.
-        x = total = lax.optimization_barrier(total)
+        x = total = lax.optimization_barrier(total.astype(total_dtype))
     y, mean, rstd = normalise(x, scale, offset, norm, keep=dtypes.rstd is not None, fence=fence, h_axes=h_axes)
     made = Outcome(y, total, mean, rstd)
     return Outcome(*(None if d is None else with_batch(a, batch).astype(d) for a, d in zip(made, dtypes, strict=True)))
@@ -179,26 +207,26 @@ def backward(
     fence: Callable = no_fence,
     h_axes: MeshAxes = (),
 ) -> Gradients:
-    """Terms (5) to (9), and (4) again. mean and rstd as saved, or None to compute them here. (5) reads dy alone."""
-    dy, dtotal, total, scale, offset, mean, rstd = operands
+    """Terms (5) to (9), (24) to (27), and (4) again. mean and rstd as saved, or None to compute them here. (5) reads dy
+    alone.
+    """
+    dy, dtotal, total, scale, offset, mean, rstd, *branch = operands
+    branch = Branch(*branch)
     batch = common_batch(batch_dims, *operands)
     dtype = compute_dtype(dy.dtype if total is None else total.dtype)
     ndim = next(a.ndim for a in operands if a is not None)
-    rows = [i for i in range(batch_dims, ndim) if i != ndim + norm.axis]
-    sum_over_rows = functools.partial(jnp.sum, axis=rows, keepdims=True)
+    sum_over_rows = _over_rows(ndim, norm, batch_dims)
+    made: dict[str, Array] = {}
 
-    dx = dscale = doffset = y = None
     if dtypes.doffset is not None:  # (5)
         dy, total = fence((dy, total))
-        doffset = with_batch(sum_over_rows(dy.astype(dtype)), batch).astype(dtypes.doffset)
-    if dtypes.dx is None and dtypes.dscale is None and dtypes.y is None:
-        return Gradients(None, None, doffset, None)
-
-    assert total is not None
-    if _in_one_loop(total, norm.axis, fence):
-        mean = rstd = None
-    elif rstd is None:
-        total, mean, rstd = _statistics(total, norm, fence, h_axes)
+        made["doffset"] = sum_over_rows(dy.astype(dtype))
+    if any(d is not None for d in dtypes._replace(doffset=None)):
+        assert total is not None
+        if _in_one_loop(total, norm.axis, fence):
+            mean = rstd = None
+        elif rstd is None:
+            total, mean, rstd = _statistics(total, norm, fence, h_axes)
 
     def x_hat_and_rstd() -> tuple[Array, Array]:
         m, r = (mean, rstd) if rstd is not None else _statistics(total, norm, h_axes=h_axes)[1:]
@@ -207,55 +235,107 @@ def backward(
     def mean_over_h(divided_by_h: Array) -> Array:
         return _over_parts(jnp.sum(divided_by_h, norm.axis, keepdims=True), h_axes)
 
+    def d() -> Array:
+        """The cotangent of total."""
+        x_hat, r = x_hat_and_rstd()
+        s = _effective_scale(scale, dtype, norm)
+        g = dy.astype(dtype) * s
+        g_over_h = dy.astype(dtype) * (s / total.shape[norm.axis])
+        d = g - x_hat * mean_over_h(g_over_h * x_hat)  # (8)
+        if norm.subtract_mean:
+            d = d - mean_over_h(g_over_h)  # (7)
+        d = r * d  # (9)
+        return d if dtotal is None else d + dtotal.astype(dtype)
+
     if dtypes.dscale is not None:  # (6)
         dy, total, mean, rstd = fence((dy, total, mean, rstd))
         x_hat, _ = x_hat_and_rstd()
-        dscale = with_batch(sum_over_rows(dy.astype(dtype) * x_hat), batch).astype(dtypes.dscale)
+        made["dscale"] = sum_over_rows(dy.astype(dtype) * x_hat)
 
     if dtypes.y is not None:  # (4)
         dy, total, mean, rstd, scale = fence((dy, total, mean, rstd, scale))
         x_hat, _ = x_hat_and_rstd()
         y = x_hat * _effective_scale(scale, dtype, norm)
-        y = with_batch(y if offset is None else y + offset.astype(dtype), batch).astype(dtypes.y)
+        made["y"] = y if offset is None else y + offset.astype(dtype)
 
-    if dtypes.dx is not None:
-        dy, total, mean, rstd, scale = fence((dy, total, mean, rstd, scale))
-        x_hat, r = x_hat_and_rstd()
-        s = _effective_scale(scale, dtype, norm)
-        g = dy.astype(dtype) * s
-        g_over_h = dy.astype(dtype) * (s / total.shape[norm.axis])
-        dx = g - x_hat * mean_over_h(g_over_h * x_hat)  # (8)
-        if norm.subtract_mean:
-            dx = dx - mean_over_h(g_over_h)  # (7)
-        dx = r * dx  # (9)
-        if dtotal is not None:
-            dx = dx + dtotal.astype(dtype)
-        dx = with_batch(dx, batch).astype(dtypes.dx)
-    return Gradients(dx, dscale, doffset, y)
+    for name in _OF_SUM:
+        if getattr(dtypes, name) is not None:
+            dy, total, mean, rstd, scale = fence((dy, total, mean, rstd, scale))
+            made[name] = _of_sum(name, d(), branch, norm, sum_over_rows, h_axes)
+    return _as_wanted(made, dtypes, batch)
+
+
+# dx comes last, so that its buffer can be that of a dead total.
+_OF_SUM = ("dx_bias", "dgate", "drow_gate", "dresidual", "dx")
+
+
+def _of_sum(name: str, d: Array, branch: Branch, norm: Norm, sum_over_rows: Callable, h_axes: MeshAxes) -> Array:
+    """One of terms (24) to (27), from the cotangent of total."""
+    if name == "dresidual":
+        return d
+    if name in ("dgate", "drow_gate"):
+        of_elements = d * _branch(branch._replace(gate=None, row_gate=None), d.dtype)
+        if name == "dgate":
+            return sum_over_rows(of_elements)
+        share = jnp.sum(of_elements, norm.axis, keepdims=True)
+        return lax.psum(share, h_axes) if h_axes else share
+    dx = _gated(d, branch.gate, branch.row_gate)
+    return dx if name == "dx" else sum_over_rows(dx)
+
+
+def of_total_alone(dtotal: Array, branch: Branch, norm: Norm, dtypes: Gradients, batch_dims: int) -> Gradients:
+    """Terms (24) to (27) where y was not used: of the total's own cotangent."""
+    batch = common_batch(batch_dims, dtotal, *branch)
+    sum_over_rows = _over_rows(dtotal.ndim, norm, batch_dims)
+    d = dtotal.astype(compute_dtype(dtotal.dtype))
+    wanted = [name for name in _OF_SUM if getattr(dtypes, name) is not None]
+    return _as_wanted({n: _of_sum(n, d, branch, norm, sum_over_rows, ()) for n in wanted}, dtypes, batch)
+
+
+def _over_rows(ndim: int, norm: Norm, batch_dims: int) -> Callable[[Array], Array]:
+    """The sum over rows, but not over examples."""
+    rows = [i for i in range(batch_dims + norm.examples, ndim) if i != ndim + norm.axis]
+    return functools.partial(jnp.sum, axis=rows, keepdims=True)
+
+
+def _as_wanted(made: dict[str, Array], dtypes: Gradients, batch: tuple[int, ...]) -> Gradients:
+    named = dtypes._asdict().items()
+    return Gradients(**{n: None if d is None else with_batch(made[n], batch).astype(d) for n, d in named})
 
 
 def tangent(operands: tuple[Operands, Saved], norm: Norm, dtypes: Results, batch_dims: int) -> Results:
-    """Terms (18) and (19), linear in the tangents, of which those that are None are zero."""
-    tangents, (total, scale, mean, rstd) = operands
-    dx, dresidual, dscale, doffset = tangents
-    batch = common_batch(batch_dims, *tangents, total, scale, mean, rstd)
+    """Terms (18), (19) and (28), linear in the tangents, of which those that are None are zero."""
+    tangents, (total, scale, mean, rstd, branch) = operands
+    batch = common_batch(batch_dims, *tangents, total, scale, mean, rstd, *branch)
     dtype = rstd.dtype
     x_hat = _centered(total, mean) * rstd
     dy, dtotal = jnp.zeros_like(x_hat), jnp.zeros_like(total)
-    given = [a.astype(dtype) for a in (dx, dresidual) if a is not None]
-    if given:
-        t = functools.reduce(jnp.add, given)
-        dtotal = t.astype(total.dtype)
+    moves = [*_gated_tangents(tangents, branch, dtype)]
+    if moves:
+        t = functools.reduce(jnp.add, moves)
+        dtotal = jnp.broadcast_to(t, jnp.broadcast_shapes(t.shape, total.shape)).astype(total.dtype)
         dy = t - x_hat * jnp.mean(t * x_hat, norm.axis, keepdims=True)
         if norm.subtract_mean:
             dy = dy - jnp.mean(t, norm.axis, keepdims=True)
         dy = dy * rstd * _effective_scale(scale, dtype, norm)
-    if dscale is not None:
-        dy = dy + x_hat * dscale.astype(dtype)
-    if doffset is not None:
-        dy = dy + doffset.astype(dtype)
+    if tangents.scale is not None:
+        dy = dy + x_hat * tangents.scale.astype(dtype)
+    if tangents.offset is not None:
+        dy = dy + tangents.offset.astype(dtype)
     dtotal = None if dtypes.total is None else with_batch(dtotal, batch)
     return Results(with_batch(dy, batch).astype(dtypes.y), dtotal)
+
+
+def _gated_tangents(tangents: Operands, branch: Branch, dtype: DTypeLike) -> Iterator[Array]:
+    """The terms of (28)."""
+    for a in (tangents.x, tangents.x_bias):
+        if a is not None:
+            yield _gated(a.astype(dtype), branch.gate, branch.row_gate)
+    for a in (tangents.gate, tangents.row_gate):
+        if a is not None:
+            yield a.astype(dtype) * _branch(branch._replace(gate=None, row_gate=None), dtype)
+    if tangents.residual is not None:
+        yield tangents.residual.astype(dtype)
 
 
 forward_cpu = functools.partial(forward, fence=lax.optimization_barrier)

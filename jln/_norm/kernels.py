@@ -25,10 +25,33 @@ from jln._norm.access import (
 
 
 @triton.jit
-def _load_total(x_ptr, residual_ptr, at, mask, TOTAL: tl.constexpr, COMPUTE: tl.constexpr):
-    """What is normalised: x, or x + residual rounded to the type in which it is returned."""
+def _load_branch(x_ptr, x_bias_ptr, at, mask, column, exists, COMPUTE: tl.constexpr):
+    """What is gated: x, and its bias."""
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(COMPUTE)
+    if x_bias_ptr is not None:
+        x += tl.load(x_bias_ptr + column, mask=exists, other=0.0).to(COMPUTE)[None, :]
+    return x
+
+
+@triton.jit
+def _gated(a, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE: tl.constexpr):
+    """(25)"""
+    if gate_ptr is not None:
+        a *= tl.load(gate_ptr + column, mask=exists, other=0.0).to(COMPUTE)[None, :]
+    if row_gate_ptr is not None:
+        a *= row_gate[:, None]
+    return a
+
+
+@triton.jit
+def _load_total(
+    x_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists,
+    TOTAL: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """What is normalised: x, or (23) rounded to the type in which it is returned."""
+    x = _load_branch(x_ptr, x_bias_ptr, at, mask, column, exists, COMPUTE)
     if residual_ptr is not None:
+        x = _gated(x, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE)
         residual = tl.load(residual_ptr + at, mask=mask, other=0.0).to(COMPUTE)
         x = (x + residual).to(TOTAL).to(COMPUTE)
     return x
@@ -70,6 +93,9 @@ def _add(total, excess, term):
 def forward_kernel(
     x_ptr,  # [G, rows, H]
     residual_ptr,  # [G, rows, H]
+    x_bias_ptr,  # [G, H]
+    gate_ptr,  # [G, H]
+    row_gate_ptr,  # [G, rows]
     scale_ptr,  # [G, H]
     offset_ptr,  # [G, H]
     rows,
@@ -102,6 +128,12 @@ def forward_kernel(
     x_ptr += copy_of(group, SHARED, "x") * size
     if residual_ptr is not None:
         residual_ptr += copy_of(group, SHARED, "residual") * size
+    if x_bias_ptr is not None:
+        x_bias_ptr += copy_of(group, SHARED, "x_bias") * H
+    if gate_ptr is not None:
+        gate_ptr += copy_of(group, SHARED, "gate") * H
+    if row_gate_ptr is not None:
+        row_gate_ptr += copy_of(group, SHARED, "row_gate") * rows
     if total_ptr is not None:
         total_ptr += group * size
     if scale_ptr is not None:
@@ -112,11 +144,14 @@ def forward_kernel(
         y_ptr += group * size
 
     mean = tl.zeros([BLOCK_ROWS], COMPUTE)
+    row_gate = load_vector(row_gate_ptr, row, valid, BLOCK_ROWS, COMPUTE)
     if BLOCK_H >= H:
         column, step, exists = columns_from(0, H, INNER, BLOCK_H)
         at = start[:, None] + step[None, :]
         mask = valid[:, None] & exists[None, :]
-        x = _load_total(x_ptr, residual_ptr, at, mask, TOTAL, COMPUTE)
+        x = _load_total(
+            x_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists, TOTAL, COMPUTE
+        )
         if SUBTRACT_MEAN:
             mean = tl.sum(x, axis=1) * (1.0 / H)  # (1)
         centred = tl.where(mask, x - mean[:, None], 0.0)
@@ -132,7 +167,20 @@ def forward_kernel(
             column, step, exists = columns_from(first, H, INNER, BLOCK_H)
             at = start[:, None] + step[None, :]
             mask = valid[:, None] & exists[None, :]
-            x = _load_total(x_ptr, residual_ptr, at, mask, TOTAL, COMPUTE)
+            x = _load_total(
+                x_ptr,
+                residual_ptr,
+                x_bias_ptr,
+                gate_ptr,
+                row_gate_ptr,
+                row_gate,
+                at,
+                mask,
+                column,
+                exists,
+                TOTAL,
+                COMPUTE,
+            )
             more = tl.zeros([BLOCK_ROWS], COMPUTE)
             if SUBTRACT_MEAN:
                 count = tl.minimum(BLOCK_H, H - first).to(COMPUTE)
@@ -148,7 +196,20 @@ def forward_kernel(
             column, step, exists = columns_from(first, H, INNER, BLOCK_H)
             at = start[:, None] + step[None, :]
             mask = valid[:, None] & exists[None, :]
-            x = _load_total(x_ptr, residual_ptr, at, mask, TOTAL, COMPUTE)
+            x = _load_total(
+                x_ptr,
+                residual_ptr,
+                x_bias_ptr,
+                gate_ptr,
+                row_gate_ptr,
+                row_gate,
+                at,
+                mask,
+                column,
+                exists,
+                TOTAL,
+                COMPUTE,
+            )
             _store_rows(
                 x, mean, rstd, scale_ptr, offset_ptr, y_ptr, total_ptr, at, mask, column, exists,
                 ZERO_CENTERED, BLOCK_H, COMPUTE,
@@ -251,26 +312,36 @@ def backward_kernel(
     mean_ptr,  # [G, rows]
     rstd_ptr,  # [G, rows]
     offset_ptr,  # [G, H]; for y alone
+    x_ptr,  # [G, rows, H]; for the gates' gradients alone
+    x_bias_ptr,  # [G, H]; likewise
+    gate_ptr,  # [G, H]
+    row_gate_ptr,  # [G, rows]
     c1_ptr,  # [G, rows]
     c2_ptr,  # [G, rows]
     rows,
     programs,
     dx_ptr,  # [G, rows, H]
+    dresidual_ptr,  # [G, rows, H]
+    drow_gate_ptr,  # [chunks, G, rows]
     dscale_ptr,  # [G, H]; of a group's only program
     doffset_ptr,  # [G, H]; likewise
+    dx_bias_ptr,  # [G, H]; likewise
+    dgate_ptr,  # [G, H]; likewise
     shares_ptr,  # [SUMS, G, programs, H]; where there are several
     y_ptr,  # [G, rows, H]
     H: tl.constexpr,
     INNER: tl.constexpr,
     SHARED: tl.constexpr,
     SUMS: tl.constexpr,
+    PULLS: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     COMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Of dx, each program's share of the SUMS (dscale, doffset), and the norm's output once more, what is wanted.
+    """Of dx, dresidual, the gradient of a row's gate, each program's share of the SUMS (dscale, doffset, dx_bias,
+    dgate), and the norm's output once more, what is wanted. PULLS: whether any of it is made of total's cotangent.
 
     A program owns BLOCK_H columns and every `programs`-th tile of rows, and keeps its sums in registers. c1 and c2
     come from the registers where a row fits in BLOCK_H; from a look at the whole row where a few programs share one
@@ -296,8 +367,21 @@ def backward_kernel(
         c1_ptr += group * rows
     if c2_ptr is not None:
         c2_ptr += group * rows
+    if x_ptr is not None:
+        x_ptr += copy_of(group, SHARED, "x") * size
+    if x_bias_ptr is not None:
+        x_bias_ptr += copy_of(group, SHARED, "x_bias") * H
+    if gate_ptr is not None:
+        gate_ptr += copy_of(group, SHARED, "gate") * H
+    if row_gate_ptr is not None:
+        row_gate_ptr += copy_of(group, SHARED, "row_gate") * rows
+    of_all = tl.num_programs(0) // chunks  # programs of all groups
+    if drow_gate_ptr is not None:
+        drow_gate_ptr += (chunk * (of_all // programs) + group) * rows
     if dx_ptr is not None:
         dx_ptr += group * size
+    if dresidual_ptr is not None:
+        dresidual_ptr += group * size
     if y_ptr is not None:
         y_ptr += group * size
     column, step, exists = columns_from(chunk * BLOCK_H, H, INNER, BLOCK_H)
@@ -306,13 +390,15 @@ def backward_kernel(
 
     dscale = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
     doffset = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
+    dx_bias = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
+    dgate = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
     for tile in tl.range(program, tiles_of(rows, INNER, BLOCK_ROWS), programs, num_stages=STAGES):
         row, start, valid = rows_of(tile, rows, H, INNER, BLOCK_ROWS)
         at = start[:, None] + step[None, :]
         mask = valid[:, None] & exists[None, :]
         mean = load_vector(mean_ptr, row, valid, BLOCK_ROWS, COMPUTE)
         rstd = load_vector(rstd_ptr, row, valid, BLOCK_ROWS, COMPUTE)
-        if dx_ptr is not None:
+        if PULLS:
             if c2_ptr is not None:
                 c1 = load_vector(c1_ptr, row, valid, BLOCK_ROWS, COMPUTE)
                 c2 = load_vector(c2_ptr, row, valid, BLOCK_ROWS, COMPUTE)
@@ -324,7 +410,7 @@ def backward_kernel(
         if BLOCK_H < H:  # held through `_row_sums` it would spill
             scale = load_scale(scale_ptr, column, exists, ZERO_CENTERED, BLOCK_H, COMPUTE)
         dy, x_hat, scaled = _load_row_terms(dy_ptr, total_ptr, at, mask, mean, rstd, scale, COMPUTE)
-        if dx_ptr is not None:
+        if PULLS:
             if BLOCK_H >= H:
                 c1 = tl.sum(scaled, axis=1) * (1.0 / H)  # (7)
                 c2 = tl.sum(scaled * x_hat, axis=1) * (1.0 / H)  # (8)
@@ -334,7 +420,20 @@ def backward_kernel(
             dx = tl.fma(scaled, rstd[:, None], dx)
             if dtotal_ptr is not None:
                 dx += tl.load(dtotal_ptr + at, mask=mask, other=0.0).to(COMPUTE)
-            tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            if dresidual_ptr is not None:
+                tl.store(dresidual_ptr + at, dx.to(dresidual_ptr.dtype.element_ty), mask=mask)  # (24)
+            if x_ptr is not None:
+                branch = _load_branch(x_ptr, x_bias_ptr, at, mask, column, exists, COMPUTE)
+                if contains(SUMS, "dgate"):
+                    dgate = tl.fma(dx, branch, dgate)  # (27)
+                if drow_gate_ptr is not None:
+                    tl.store(drow_gate_ptr + row, tl.sum(dx * branch, axis=1), mask=valid)  # (27)
+            row_gate = load_vector(row_gate_ptr, row, valid, BLOCK_ROWS, COMPUTE)
+            dx = _gated(dx, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE)
+            if contains(SUMS, "dx_bias"):
+                dx_bias += dx  # (26)
+            if dx_ptr is not None:
+                tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if y_ptr is not None:
             y = _affine(x_hat, scale, offset_ptr, column, exists, COMPUTE)
             tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -344,44 +443,69 @@ def backward_kernel(
             doffset += dy  # (5)
 
     at = (group * programs + program) * H + column
-    of_all = tl.num_programs(0) // chunks
     if contains(SUMS, "dscale"):
         _store_sum(dscale, dscale_ptr, shares_ptr, at, exists, of_all, "dscale", SUMS, H)
     if contains(SUMS, "doffset"):
         _store_sum(doffset, doffset_ptr, shares_ptr, at, exists, of_all, "doffset", SUMS, H)
+    if contains(SUMS, "dx_bias"):
+        _store_sum(dx_bias, dx_bias_ptr, shares_ptr, at, exists, of_all, "dx_bias", SUMS, H)
+    if contains(SUMS, "dgate"):
+        _store_sum(dgate, dgate_ptr, shares_ptr, at, exists, of_all, "dgate", SUMS, H)
+
+
+@triton.jit
+def _add_shares(
+    sum_ptr, shares_ptr, which, group, programs, of_all, column, exists,
+    NAME: tl.constexpr, SUMS: tl.constexpr, H: tl.constexpr,
+    COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """One of the sums, by the programs that it has."""
+    if sum_ptr is not None:  # noqa: SIM102, as one is known to the compiler
+        if which == position(SUMS, NAME):
+            sum = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
+            for first in range(0, programs, BLOCK_ROWS):
+                program = first + tl.arange(0, BLOCK_ROWS)
+                at = (which * of_all + group * programs + program)[:, None] * H + column[None, :]
+                sum += tl.load(shares_ptr + at, mask=(program < programs)[:, None] & exists[None, :], other=0.0)
+            total = tl.sum(sum, axis=0).to(sum_ptr.dtype.element_ty)
+            tl.store(sum_ptr + group * H + column, total, mask=exists)
 
 
 @triton.jit
 def reduce_kernel(
     shares_ptr,  # [SUMS, G, programs, H]
+    groups,
     programs,
     dscale_ptr,  # [G, H]
     doffset_ptr,  # [G, H]
+    dx_bias_ptr,  # [G, H]
+    dgate_ptr,  # [G, H]
     H: tl.constexpr,
     SUMS: tl.constexpr,
     COMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """The programs' shares of dscale and doffset, added in a fixed order."""
+    """The programs' shares of the sums, added in a fixed order; a sum, a group and BLOCK_H columns a program."""
     chunks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
-    size = (tl.num_programs(0) // chunks).to(tl.int64) * programs * H
-    group = (tl.program_id(0) // chunks).to(tl.int64)
+    which = (tl.program_id(0) // chunks // groups).to(tl.int64)
+    group = (tl.program_id(0) // chunks % groups).to(tl.int64)
     column = tl.program_id(0) % chunks * BLOCK_H + tl.arange(0, BLOCK_H)
     exists = column < H
-    dscale = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
-    doffset = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
-    for first in range(0, programs, BLOCK_ROWS):
-        program = first + tl.arange(0, BLOCK_ROWS)
-        at = (group * programs + program)[:, None] * H + column[None, :]
-        mask = (program < programs)[:, None] & exists[None, :]
-        if dscale_ptr is not None:
-            dscale += tl.load(shares_ptr + position(SUMS, "dscale") * size + at, mask=mask, other=0.0)
-        if doffset_ptr is not None:
-            doffset += tl.load(shares_ptr + position(SUMS, "doffset") * size + at, mask=mask, other=0.0)
-    if dscale_ptr is not None:
-        total = tl.sum(dscale, axis=0).to(dscale_ptr.dtype.element_ty)
-        tl.store(dscale_ptr + group * H + column, total, mask=exists)
-    if doffset_ptr is not None:
-        total = tl.sum(doffset, axis=0).to(doffset_ptr.dtype.element_ty)
-        tl.store(doffset_ptr + group * H + column, total, mask=exists)
+    of_all = groups * programs
+    _add_shares(
+        dscale_ptr, shares_ptr, which, group, programs, of_all, column, exists,
+        "dscale", SUMS, H, COMPUTE, BLOCK_ROWS, BLOCK_H,
+    )  # fmt: skip
+    _add_shares(
+        doffset_ptr, shares_ptr, which, group, programs, of_all, column, exists,
+        "doffset", SUMS, H, COMPUTE, BLOCK_ROWS, BLOCK_H,
+    )  # fmt: skip
+    _add_shares(
+        dx_bias_ptr, shares_ptr, which, group, programs, of_all, column, exists,
+        "dx_bias", SUMS, H, COMPUTE, BLOCK_ROWS, BLOCK_H,
+    )  # fmt: skip
+    _add_shares(
+        dgate_ptr, shares_ptr, which, group, programs, of_all, column, exists,
+        "dgate", SUMS, H, COMPUTE, BLOCK_ROWS, BLOCK_H,
+    )  # fmt: skip

@@ -127,9 +127,15 @@ def _moved(*operands: jax.Array | jax.ShapeDtypeStruct | None) -> tuple[int, boo
     return max(d.itemsize for d in dtypes), len(dtypes) > 1
 
 
+# Gradients that are sums over rows.
+_SUMS = ("dscale", "doffset", "dx_bias", "dgate")
+
+
 def forward(operands: Operands, norm: Norm, dtypes: Outcome, batch_dims: int, target: Target) -> Outcome:
-    x, residual, scale, offset = operands
-    g = _geometry((x, residual), (scale, offset), norm.axis, batch_dims, per_example_gradients=False)
+    x, residual, x_bias, gate, row_gate, scale, offset = operands
+    batch_dims += norm.examples
+    parameters = (x_bias, gate, scale, offset)
+    g = _geometry((x, residual, row_gate), parameters, norm.axis, batch_dims, per_example_gradients=False)
     results = Outcome(
         y=g.like_rows(dtypes.y),
         total=g.like_rows(dtypes.total),
@@ -159,20 +165,23 @@ def forward(operands: Operands, norm: Norm, dtypes: Outcome, batch_dims: int, ta
 
 
 def backward(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: int, target: Target) -> Gradients:
-    dy, dtotal, total, scale, offset, mean, rstd = operands
-    if dtypes.dx is None and dtypes.dscale is None:
+    dy, dtotal, total, scale, offset, mean, rstd, x, x_bias, gate, row_gate = operands
+    pulls = any(d is not None for d in dtypes._replace(dscale=None, doffset=None, y=None))
+    if not pulls and dtypes.dscale is None:
         return _without_pullback(operands, norm, dtypes, batch_dims, target)
+    batch_dims += norm.examples
     chip, compute = target.chip, rstd.dtype
-    sums = tuple(name for name in ("dscale", "doffset") if getattr(dtypes, name) is not None)
-    g = _geometry((dy, dtotal, total, mean, rstd), (scale, offset), norm.axis, batch_dims, bool(sums))
-    y = g.like_rows(dtypes.y)
-    moved = _moved(dy, dtotal, total, y)
+    sums = tuple(name for name in _SUMS if getattr(dtypes, name) is not None)
+    of_rows, parameters = (dy, dtotal, total, mean, rstd, x, row_gate), (scale, offset, x_bias, gate)
+    g = _geometry(of_rows, parameters, norm.axis, batch_dims, bool(sums))
+    y, dx, dresidual = (g.like_rows(d) for d in (dtypes.y, dtypes.dx, dtypes.dresidual))
+    moved = _moved(dy, dtotal, total, x, y, dresidual)
     plan = tiles.backward(g.h, g.inner, *moved, y is not None, target, has_dtotal=dtotal is not None)
     shared, ready = _shared(operands._asdict(), g)
     constants = {"H": g.h, "INNER": g.inner, "SHARED": shared, "ZERO_CENTERED": norm.zero_centered_scale}
 
     c1_and_c2: dict[str, Any] = {"c1": None, "c2": None}
-    if plan.sums is not None and dtypes.dx is not None:
+    if plan.sums is not None and pulls:
         c1_and_c2 = launch(
             target,
             kernels.row_sums_kernel,
@@ -193,7 +202,10 @@ def backward(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: in
         programs = ceil_div(g.tiles(tile), ceil_div(g.tiles(tile), programs))
     # A program that owns whole rows has read its dy before it writes y.
     overwrites_dy = y is not None and (y.dtype, y.shape) == (dy.dtype, dy.shape) and chunks == 1
-    gradients = {name: g.like_parameters(getattr(dtypes, name)) for name in ("dscale", "doffset")}
+    gradients = {name: g.like_parameters(getattr(dtypes, name)) for name in _SUMS}
+    drow_gate = g.like_statistics(None if dtypes.drow_gate is None else compute)
+    if drow_gate is not None:
+        drow_gate = jax.ShapeDtypeStruct((chunks, *drow_gate.shape), compute)
     # One buffer for all shares: XLA finds room for all of it in the memory of dkernel, and would for one only.
     shares = jax.ShapeDtypeStruct((len(sums), g.groups, programs, g.h), compute) if sums and programs > 1 else None
     written = launch(
@@ -201,7 +213,9 @@ def backward(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: in
         kernels.backward_kernel,
         {**ready, **c1_and_c2, "rows": g.rows, "programs": programs},
         {
-            "dx": g.like_rows(dtypes.dx),
+            "dx": dx,
+            "dresidual": dresidual,
+            "drow_gate": drow_gate,
             **(gradients if shares is None else dict.fromkeys(gradients)),
             "shares": shares,
             "y": y,
@@ -211,16 +225,19 @@ def backward(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: in
         compute=compute,
         in_place={"dy": "y"} if overwrites_dy else {},
         SUMS=sums,
+        PULLS=pulls,
         **constants,
     )
+    if drow_gate is not None:
+        written["drow_gate"] = jnp.sum(written["drow_gate"], axis=0).astype(dtypes.drow_gate)
     if shares is not None:
         tile = tiles.reduce_tile(g.h)
         written |= launch(
             target,
             kernels.reduce_kernel,
-            {"shares": written["shares"], "programs": programs},
+            {"shares": written["shares"], "groups": g.groups, "programs": programs},
             gradients,
-            programs=g.groups * g.chunks(tile),
+            programs=len(sums) * g.groups * g.chunks(tile),
             tile=tile,
             compute=compute,
             H=g.h,
@@ -240,13 +257,13 @@ def _without_pullback(
     batch = jnp.broadcast_shapes(*(a.shape[:batch_dims] for a in operands if a is not None))
     doffset = y = None
     if dtypes.doffset is not None:
-        doffset = _doffset(operands.dy, norm.axis, batch_dims, dtypes.doffset)
+        doffset = _doffset(operands.dy, norm.axis, batch_dims + norm.examples, dtypes.doffset)
         doffset = jnp.broadcast_to(doffset, (*batch, *doffset.shape[batch_dims:]))
     if dtypes.y is not None:
-        again = Operands(operands.total, None, operands.scale, operands.offset)
+        again = Operands(operands.total, scale=operands.scale, offset=operands.offset)
         y = forward(again, norm, Outcome(dtypes.y, None, None, None), batch_dims, target).y
         y = jnp.broadcast_to(y, (*batch, *y.shape[batch_dims:]))
-    return Gradients(None, None, doffset, y)
+    return Gradients(doffset=doffset, y=y)
 
 
 def _doffset(dy: jax.Array, axis: int, batch_dims: int, dtype: DTypeLike) -> jax.Array:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import math
 
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jln import _checks
 from jln._core.derivatives import with_automatic_axes
 from jln._norm import rules
-from jln._norm.signature import Norm, Operands, Results, Settings
-
-Axis = int | tuple[int, ...]
+from jln._norm.arguments import Axis, Gate, Given, arranged, checked, merged_axis, on_several_axes
+from jln._norm.signature import Norm, Results, Settings
 
 
 def layer_norm(
@@ -42,7 +40,9 @@ def layer_norm(
     Args:
       x: array of at least one axis: float16, bfloat16, float32 or float64. `M` rows of `H` elements.
       scale: the normalised axes' shape, in the order in which `axis` gives them (`[H]` for one axis); any supported
-        dtype. None: no scale.
+        dtype. Or `x`'s rank, with 1 or `x`'s size on every other axis: `[B, 1, H]` for `x` `[B, T, H]` is a scale for
+        each example. Axes in front are read in place; others along which a parameter varies are transposed. None: no
+        scale.
       offset: as `scale`.
       axis: the axis or axes to normalise over. Adjacent ones are read in place, wherever they are; others are
         transposed.
@@ -65,7 +65,7 @@ def layer_norm(
         negative or too large, or the implementation is unknown.
     """
     static = axis, epsilon, zero_centered_scale, dtype, implementation, forward_mode
-    return _checked(x, None, scale, offset, *static, subtract_mean=True).y
+    return _checked(Given(x, None, scale, offset), *static, subtract_mean=True).y
 
 
 def rms_norm(
@@ -85,7 +85,7 @@ def rms_norm(
     of `layer_norm`.
     """
     static = axis, epsilon, zero_centered_scale, dtype, implementation, forward_mode
-    return _checked(x, None, scale, None, *static, subtract_mean=False).y
+    return _checked(Given(x, None, scale, None), *static, subtract_mean=False).y
 
 
 def add_layer_norm(
@@ -94,6 +94,8 @@ def add_layer_norm(
     scale: jax.Array | None = None,
     offset: jax.Array | None = None,
     *,
+    x_bias: jax.Array | None = None,
+    gate: Gate = None,
     axis: Axis = -1,
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
@@ -101,16 +103,20 @@ def add_layer_norm(
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """`(layer_norm(x + residual, scale, offset), x + residual)`, the sum read and written once.
+    """`(layer_norm(total, scale, offset), total)` with `total = residual + gate * (x + x_bias)`, made and read once.
 
-    The sum is in the promoted dtype of `x` and `residual`, and it is the rounded sum that is normalised. Guarantees and
-    errors are those of `layer_norm`.
+    The sum is in the promoted dtype of `x` and `residual`, made in float32 (float64 for float64) and rounded once; it
+    is the rounded sum that is normalised. Without a gate `total` is all of the size of `x` that is kept for the
+    backward pass, for the gradient of a gate `x` is kept too. Guarantees and errors are those of `layer_norm`.
 
     Args:
       x: as in `layer_norm`.
       residual: `x`'s shape; any supported dtype.
       scale: as in `layer_norm`.
       offset: as in `layer_norm`.
+      x_bias: the bias of the Linear that made `x`: the normalised axes' shape; any supported dtype. None: no bias.
+      gate: a factor of the branch: LayerScale, a gate of adaLN, of stochastic depth. Of the shapes of `scale`, with
+        `x`'s rank also 1 on the normalised axes, or a number. None: 1.
       axis: as in `layer_norm`.
       epsilon: as in `layer_norm`.
       zero_centered_scale: as in `layer_norm`.
@@ -120,10 +126,11 @@ def add_layer_norm(
 
     Returns:
       y: `x`'s shape, in `dtype`.
-      total: `x + residual`, `x`'s shape and the promoted dtype.
+      total: `x`'s shape, in the promoted dtype of `x` and `residual`.
     """
     static = axis, epsilon, zero_centered_scale, dtype, implementation, forward_mode
-    return tuple(_checked(x, residual, scale, offset, *static, adds=True, subtract_mean=True))
+    arrays = Given(x, residual, scale, offset, x_bias, gate)
+    return tuple(_checked(arrays, *static, adds=True, subtract_mean=True))
 
 
 def add_rms_norm(
@@ -131,6 +138,8 @@ def add_rms_norm(
     residual: jax.Array,
     scale: jax.Array | None = None,
     *,
+    x_bias: jax.Array | None = None,
+    gate: Gate = None,
     axis: Axis = -1,
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
@@ -138,9 +147,12 @@ def add_rms_norm(
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """`(rms_norm(x + residual, scale), x + residual)`; arguments and results are those of `add_layer_norm`."""
+    """`(rms_norm(total, scale), total)` with `total = residual + gate * (x + x_bias)`; arguments and results are those
+    of `add_layer_norm`.
+    """
     static = axis, epsilon, zero_centered_scale, dtype, implementation, forward_mode
-    return tuple(_checked(x, residual, scale, None, *static, adds=True, subtract_mean=False))
+    arrays = Given(x, residual, scale, None, x_bias, gate)
+    return tuple(_checked(arrays, *static, adds=True, subtract_mean=False))
 
 
 def normalised(
@@ -160,17 +172,14 @@ def normalised(
     The frameworks' own layers can be differentiated in forward mode, so these can.
     """
     static = axis, epsilon, False, dtype, implementation, True
-    return _checked(x, None, scale, offset, *static, subtract_mean=subtract_mean).y
+    return _checked(Given(x, None, scale, offset), *static, subtract_mean=subtract_mean).y
 
 
 # From the public functions to the operator
 
 
 def _checked(
-    x,
-    residual,
-    scale,
-    offset,
+    given: Given,
     axis: Axis,
     epsilon: float,
     zero_centered_scale: bool,
@@ -181,64 +190,26 @@ def _checked(
     subtract_mean: bool,
     adds: bool = False,
 ) -> Results:
-    x, residual = _checks.array("x", x), _checks.array("residual", residual) if adds else None
-    scale, offset = _checks.optional_array("scale", scale), _checks.optional_array("offset", offset)
-    axes = _checks.axes(axis, x)
-    normalised = tuple(x.shape[a] for a in axes)
-    _checks.shape("residual", residual, x.shape, "that of x")
-    _checks.shape("scale", scale, normalised, f"that of x's axes {axes}")
-    _checks.shape("offset", offset, normalised, f"that of x's axes {axes}")
+    arrays, axes = checked(given, axis, adds=adds)
     norm = Norm(
-        _merged_axis(axes, x.ndim),
-        _checks.epsilon(epsilon, *(a.dtype for a in (x, residual) if a is not None)),
+        merged_axis(axes, arrays.x.ndim),
+        _checks.epsilon(epsilon, *(a.dtype for a in (arrays.x, arrays.residual) if a is not None)),
         subtract_mean,
-        _checks.zero_centered_scale(zero_centered_scale, scale),
+        _checks.zero_centered_scale(zero_centered_scale, arrays.scale),
     )
-    settings = Settings(norm, _checks.dtype(dtype, x.dtype), _checks.implementation(implementation))
+    settings = Settings(norm, _checks.dtype(dtype, arrays.x.dtype), _checks.implementation(implementation))
     forward_mode = _checks.flag("forward_mode", forward_mode)
-    return _jitted(settings, axes, forward_mode, Operands(x, residual, scale, offset))
-
-
-def _adjacent(order: list[int]) -> bool:
-    return order == list(range(order[0], order[-1] + 1))
-
-
-def _merged_axis(axes: tuple[int, ...], ndim: int) -> int:
-    """Where the normalised axes are once they are one, counted from the end: in place if they are adjacent."""
-    order = sorted(axes)
-    return order[-1] - ndim if _adjacent(order) else -1
+    return _jitted(settings, axes, forward_mode, arrays)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
-def _jitted(settings: Settings, axes: tuple[int, ...], forward_mode: bool, operands: Operands) -> Results:
-    def like_x(specs: Operands) -> Results:
+def _jitted(settings: Settings, axes: tuple[int, ...], forward_mode: bool, given: Given) -> Results:
+    def like_x(specs: Given) -> Results:
         return Results(specs.x, None if specs.residual is None else specs.x)
 
-    return with_automatic_axes(functools.partial(_on_one_axis, settings, axes, forward_mode), like_x, operands)
+    def arranged_and_back(given: Given) -> Results:
+        operands, norm, back = arranged(given, axes, settings.norm)
+        results = rules.operator(dataclasses.replace(settings, norm=norm), operands, forward_mode)
+        return jax.tree.map(lambda a: on_several_axes(back(a), given.x.shape, axes), results)
 
-
-def _on_one_axis(settings: Settings, axes: tuple[int, ...], forward_mode: bool, operands: Operands) -> Results:
-    """Make the normalised axes one, and several again."""
-    x, order = operands.x, sorted(axes)
-    h = math.prod(x.shape[a] for a in order)
-    ndim = x.ndim - len(order) + 1
-    first = ndim + settings.norm.axis
-    last = range(first, first + len(order))
-
-    def to_one_axis(a: jax.Array) -> jax.Array:
-        a = a if _adjacent(order) else jnp.moveaxis(a, order, last)
-        return a.reshape(*a.shape[:first], h, *a.shape[first + len(order) :])
-
-    def to_same_rank(parameter: jax.Array) -> jax.Array:
-        in_order = parameter.transpose([axes.index(a) for a in order])
-        return in_order.reshape([h if i == first else 1 for i in range(ndim)])
-
-    def from_one_axis(a: jax.Array) -> jax.Array:
-        if _adjacent(order):
-            return a.reshape(x.shape)
-        moved = a.reshape(*a.shape[:first], *(x.shape[i] for i in order))
-        return jnp.moveaxis(moved, last, order)
-
-    arrays, parameters = (operands.x, operands.residual), (operands.scale, operands.offset)
-    merged = Operands(*jax.tree.map(to_one_axis, arrays), *jax.tree.map(to_same_rank, parameters))
-    return jax.tree.map(from_one_axis, rules.operator(settings, merged, forward_mode))
+    return with_automatic_axes(arranged_and_back, like_x, given)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -9,7 +12,17 @@ from jln._core.derivatives import Rules, Unneeded, named_statistics
 from jln._core.mesh import Dim, Dims, Kind, Layout, Result
 from jln._core.operation import LinearOperation, Operation, only_rows_differ
 from jln._norm import formulas
-from jln._norm.signature import Cotangents, Gradients, Norm, Operands, Outcome, Results, Saved, Settings
+from jln._norm.signature import (
+    Branch,
+    Cotangents,
+    Gradients,
+    Norm,
+    Operands,
+    Outcome,
+    Results,
+    Saved,
+    Settings,
+)
 
 
 def _dims(ndim: int, axis: int, batch_dims: int, stored_as: str = "") -> Dims:
@@ -19,18 +32,36 @@ def _dims(ndim: int, axis: int, batch_dims: int, stored_as: str = "") -> Dims:
     return tuple(dims)
 
 
+def dims_of_operands(ndim: int, norm: Norm, batch_dims: int) -> Operands:
+    rows, parameter = (_dims(ndim, norm.axis, batch_dims + norm.examples, of) for of in ("", "parameter"))
+    return Operands(
+        x=rows, residual=rows, x_bias=parameter, gate=parameter, row_gate=rows, scale=parameter, offset=parameter
+    )
+
+
+def dims_of_cotangents(ndim: int, norm: Norm, batch_dims: int) -> Cotangents:
+    of = dims_of_operands(ndim, norm, batch_dims)
+    read = {name: getattr(of, name) for name in Cotangents._fields if name in Operands._fields}
+    return Cotangents(dy=of.x, dtotal=of.x, total=of.x, mean=of.x, rstd=of.x, **read)
+
+
+def spread_gradients(ndim: int, norm: Norm, batch_dims: int) -> Gradients:
+    of = dims_of_operands(ndim, norm, batch_dims)
+    row, share = Result(of.x), Result(of.scale, summed=(Kind.ROW,), wide=True)
+    return Gradients(
+        dx=row, dscale=share, doffset=share, y=row, dresidual=row, dx_bias=share, dgate=share, drow_gate=row
+    )
+
+
 def _forward_layout(operands: Operands, norm: Norm, dtypes: Outcome, batch_dims: int) -> Layout:
-    rows, parameter = (_dims(operands.x.ndim, norm.axis, batch_dims, of) for of in ("", "parameter"))
-    given = Operands(x=rows, residual=rows, scale=parameter, offset=parameter)
-    return Layout.of(operands, given, dtypes, Outcome(*[Result(rows)] * 4))
+    given = dims_of_operands(operands.x.ndim, norm, batch_dims)
+    row = Result(given.x)
+    return Layout.of(operands, given, dtypes, Outcome(y=row, total=row, mean=row, rstd=row))
 
 
 def _backward_layout(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: int) -> Layout:
-    ndim = jax.tree.leaves(operands)[0].ndim  # as that of all
-    rows, parameter = (_dims(ndim, norm.axis, batch_dims, of) for of in ("", "parameter"))
-    given = Cotangents(dy=rows, dtotal=rows, total=rows, scale=parameter, offset=parameter, mean=rows, rstd=rows)
-    shares = Result(parameter, summed=(Kind.ROW,), wide=True)
-    return Layout.of(operands, given, dtypes, Gradients(Result(rows), shares, shares, y=Result(rows)))
+    how = jax.tree.leaves(operands)[0].ndim, norm, batch_dims  # all have x's rank
+    return Layout.of(operands, dims_of_cotangents(*how), dtypes, spread_gradients(*how))
 
 
 def _launcher():
@@ -39,18 +70,28 @@ def _launcher():
     return launcher
 
 
+# What total is made of, and total's cotangent.
+_SUM = ("x", "residual", "x_bias", "gate", "row_gate")
+_PULLED = ("dy", "dtotal", "total", "scale", "mean", "rstd")
+OUTCOME_MADE_OF = Outcome(y=(*_SUM, "scale", "offset"), total=_SUM, mean=_SUM, rstd=_SUM)
+GRADIENTS_MADE_OF = Gradients(
+    dx=(*_PULLED, "gate", "row_gate"),
+    dscale=("dy", "total", "mean", "rstd"),
+    doffset=("dy",),
+    y=("total", "scale", "offset", "mean", "rstd"),
+    dresidual=_PULLED,
+    dx_bias=(*_PULLED, "gate", "row_gate"),
+    dgate=(*_PULLED, "x", "x_bias"),
+    drow_gate=(*_PULLED, "x", "x_bias"),
+)
+
 forward: Operation[Operands, Outcome] = Operation(
     "jln_norm_forward",
     formulas.forward,
     formula_cpu=formulas.forward_cpu,
     launcher=lambda: _launcher().forward,
     layout=_forward_layout,
-    made_of=Outcome(
-        y=("x", "residual", "scale", "offset"),
-        total=("x", "residual"),
-        mean=("x", "residual"),
-        rstd=("x", "residual"),
-    ),
+    made_of=OUTCOME_MADE_OF,
 )
 backward: Operation[Cotangents, Gradients] = Operation(
     "jln_norm_backward",
@@ -58,29 +99,29 @@ backward: Operation[Cotangents, Gradients] = Operation(
     formula_cpu=formulas.backward_cpu,
     launcher=lambda: _launcher().backward,
     layout=_backward_layout,
-    made_of=Gradients(
-        dx=("dy", "dtotal", "total", "scale", "mean", "rstd"),
-        dscale=("dy", "total", "mean", "rstd"),
-        doffset=("dy",),
-        y=("total", "scale", "offset", "mean", "rstd"),
-    ),
+    made_of=GRADIENTS_MADE_OF,
 )
 
 
 # The rules
 
 
+def total_dtype(operands: Any) -> str:
+    """Of what is normalised: of x, or of its sum with the residual."""
+    x, residual = operands.x, operands.residual
+    return (x.dtype if residual is None else jnp.promote_types(x.dtype, residual.dtype)).name
+
+
 def _outcome(settings: Settings, operands: Operands, keep: bool) -> Outcome:
-    norm, (x, residual, _, _) = settings.norm, operands
-    total = x.dtype if residual is None else jnp.promote_types(x.dtype, residual.dtype)
+    total = total_dtype(operands)
     statistic = jnp.promote_types(total, jnp.float32).name if keep else None
     dtypes = Outcome(
         y=settings.y_dtype,
-        total=None if residual is None else total.name,
-        mean=statistic if norm.subtract_mean else None,
+        total=None if operands.residual is None else total,
+        mean=statistic if settings.norm.subtract_mean else None,
         rstd=statistic,
     )
-    return forward(operands, norm, dtypes, implementation=settings.implementation)
+    return forward(operands, settings.norm, dtypes, implementation=settings.implementation)
 
 
 def _value(settings: Settings, operands: Operands) -> Results:
@@ -88,49 +129,92 @@ def _value(settings: Settings, operands: Operands) -> Results:
     return Results(y, total)
 
 
+def kept(operands: Operands, outcome: Any, needed: Container[str], subtract_mean: bool) -> Saved:
+    """What the derivatives may read, `Unneeded` in the place of what none that is wanted does. needed: by name."""
+    branch = {name: getattr(operands, name) for name in Branch._fields}
+    if not operands.gated:
+        branch |= {"x": None, "x_bias": None}
+    branch = {n: a if a is None or n in needed else Unneeded(a) for n, a in branch.items()}
+    total = operands.x if outcome.total is None else outcome.total
+    if "rstd" in needed:
+        mean, rstd = named_statistics(outcome.mean, outcome.rstd)
+    else:
+        total, rstd = Unneeded(total), Unneeded(outcome.y)
+        mean = rstd if subtract_mean else None
+    return Saved(total, operands.scale, mean, rstd, Branch(**branch))
+
+
 def _saving(settings: Settings, operands: Operands, wanted: Operands) -> tuple[Results, Saved]:
     """Keep what the wanted gradients are made of: that of the offset is made of dy alone."""
-    needed = backward.needs(_dtypes(wanted, settings.y_dtype))
-    y, total, *statistics = _outcome(settings, operands, keep="rstd" in needed)
-    saved = Saved(operands.x if total is None else total, operands.scale, *named_statistics(*statistics))
-    if "rstd" not in needed:
-        nothing = Unneeded(y)
-        saved = Saved(Unneeded(saved.total), saved.scale, nothing if settings.norm.subtract_mean else None, nothing)
-    return Results(y, total), saved
+    needed = backward.needs(gradients_for(wanted, total_dtype(operands), operands.gated))
+    outcome = _outcome(settings, operands, keep="rstd" in needed)
+    return Results(outcome.y, outcome.total), kept(operands, outcome, needed, settings.norm.subtract_mean)
 
 
-def _dtypes(wanted: Operands, total_dtype: str) -> Gradients:
-    """Of the gradients that give those of the wanted operands; dx, that of the total, goes to x and to residual."""
-    through_total = wanted.x is not None or wanted.residual is not None
-    return Gradients(total_dtype if through_total else None, wanted.scale, wanted.offset, None)
+def gradients_for(wanted: Operands, total_dtype: str, gated: bool) -> Gradients:
+    """The dtypes of the gradients that give those of the wanted operands; without a gate dx, that of the total, goes to
+    x and to residual.
+    """
+    dx, dresidual = wanted.x, wanted.residual
+    if not gated:
+        dx, dresidual = None if dx is None and dresidual is None else total_dtype, None
+    return Gradients(
+        dx=dx,
+        dscale=wanted.scale,
+        doffset=wanted.offset,
+        y=None,
+        dresidual=dresidual,
+        dx_bias=wanted.x_bias,
+        dgate=wanted.gate,
+        drow_gate=wanted.row_gate,
+    )
+
+
+def of_operands(found: Any, gated: bool, wanted: Any) -> Operands:
+    """What `gradients_for` asked for, operand by operand."""
+    dresidual = found.dresidual if gated else found.dx
+    dx, dresidual = (
+        None if d is None or a is None else a.astype(d) for d, a in ((wanted.x, found.dx), (wanted.residual, dresidual))
+    )
+    return Operands(dx, dresidual, found.dx_bias, found.dgate, found.drow_gate, found.dscale, found.doffset)
 
 
 def _gradients(settings: Settings, saved: Saved, cotangents: Results, wanted: Operands) -> Operands:
-    dx, dscale, doffset, _ = _pulled_back(cotangents, saved, settings.norm, wanted, 0, settings.implementation)
-    dx, dresidual = (None if d is None or dx is None else dx.astype(d) for d in (wanted.x, wanted.residual))
-    return Operands(dx, dresidual, dscale, doffset)
+    found = _pulled_back(cotangents, saved, settings.norm, wanted, 0, settings.implementation)
+    return of_operands(found, saved.branch.gated, wanted)
 
 
 def _pulled_back(
     cotangents: Results, saved: Saved, norm: Norm, wanted: Operands, batch_dims: int, implementation: str | None
 ) -> Gradients:
     dy, dtotal = cotangents
+    total, scale, mean, rstd, branch = saved
+    dtypes = gradients_for(wanted, (dy if total is None else total).dtype.name, branch.gated)
     if dy is None:
-        return Gradients(dtotal, None, None, None)
-    dtypes = _dtypes(wanted, dy.dtype.name if saved.total is None else saved.total.dtype.name)
-    total, scale, *statistics = saved
-    operands = Cotangents(dy, dtotal, total, scale, None, *statistics)
+        return of_total_alone(dtotal, branch, norm, wanted, batch_dims)
+    operands = Cotangents(dy, dtotal, total, scale, None, mean, rstd, *branch)
     return backward(operands, norm, dtypes, implementation=implementation, batch_dims=batch_dims)
+
+
+def of_total_alone(dtotal: Any, branch: Branch, norm: Norm, wanted: Operands, batch_dims: int) -> Gradients:
+    """The gradients where y was not used."""
+    if dtotal is None:
+        return Gradients()
+    dtypes = gradients_for(wanted, dtotal.dtype.name, branch.gated)._replace(dscale=None, doffset=None)
+    return formulas.of_total_alone(dtotal, branch, norm, dtypes, batch_dims)
 
 
 def _transposed(cotangents: Results, tangents: Operands, saved: Saved, norm: Norm, batch_dims: int, implementation):
     """Reverse mode after all, by the backward kernel."""
-    rows = (*cotangents, saved.total, saved.mean, saved.rstd)
-    if only_rows_differ(batch_dims, rows, (saved.scale, tangents.scale, tangents.offset)):
+    row_gates = (saved.branch.row_gate, tangents.row_gate)
+    rows = (*cotangents, saved.total, saved.mean, saved.rstd, saved.branch.x, *row_gates)
+    parameters = (saved.scale, saved.branch.x_bias, saved.branch.gate)
+    more = (tangents.x_bias, tangents.gate, tangents.scale, tangents.offset)
+    if not norm.examples and only_rows_differ(batch_dims, rows, (*parameters, *more)):
         batch_dims = 0
     wanted = Operands(*(None if a is None else a.dtype.name for a in tangents))
-    dx, dscale, doffset, _ = _pulled_back(cotangents, saved, norm, wanted, batch_dims, implementation)
-    return Operands(dx, dx, dscale, doffset)
+    found = _pulled_back(cotangents, saved, norm, wanted, batch_dims, implementation)
+    return of_operands(found, saved.branch.gated, wanted)
 
 
 _tangent: LinearOperation[tuple[Operands, Saved], Results] = LinearOperation(

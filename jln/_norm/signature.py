@@ -1,9 +1,10 @@
 """What goes into the norm operators, what is kept for their derivatives, and what comes out.
 
-Large arrays are [*lead, H, *inner], with H at the negative `axis`; `scale` and `offset` have the same rank, with 1
-everywhere but at `axis`; `mean` and `rstd` have 1 at `axis`. Inside of an operation the first `batch_dims` axes are
-vmap's: on them any operand may have size 1 instead of the batch's, results always have the batch's, and parameter
-gradients are not summed over them.
+Large arrays are [*lead, H, *inner], with H at the negative `axis`; parameters have the same rank, with 1 everywhere but
+at `axis` and on the axes of examples; what has one value a row has 1 at `axis`. Inside of an operation the first
+`batch_dims` axes are vmap's: on them any operand may have size 1 instead of the batch's, results always have the
+batch's, and parameter gradients are not summed over them. The next `examples` axes are as vmap's, only that every
+operand has their sizes.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from typing import Any, NamedTuple
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """Which norm: everything about it that is static. axis: negative."""
+    """Which norm: everything about it that is static. axis: negative. examples: how many of the first axes are those of
+    examples with parameters of their own.
+    """
 
     axis: int
     epsilon: float
     subtract_mean: bool
     zero_centered_scale: bool
+    examples: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,16 +36,25 @@ class Settings:
 
 
 class Operands(NamedTuple):
-    """x, residual [*lead, H, *inner]; scale, offset [1, ..., H, ..., 1]. All but x may be None."""
+    """x, residual [*lead, H, *inner]; x_bias, gate, scale, offset [1, ..., H, ..., 1]; row_gate [*lead, 1, *inner], the
+    gate where it has one value a row. All but x may be None; without a residual there is neither gate nor x_bias.
+    """
 
     x: Any
-    residual: Any
-    scale: Any
-    offset: Any
+    residual: Any = None
+    x_bias: Any = None
+    gate: Any = None
+    row_gate: Any = None
+    scale: Any = None
+    offset: Any = None
+
+    @property
+    def gated(self) -> bool:
+        return self.gate is not None or self.row_gate is not None
 
 
 class Results(NamedTuple):
-    """y, total [*lead, H, *inner]; total, x + residual, is None where there is no residual."""
+    """y, total [*lead, H, *inner]; total, the residual and what is added to it, is None where there is no residual."""
 
     y: Any
     total: Any
@@ -59,13 +72,29 @@ class Outcome(NamedTuple):
     rstd: Any
 
 
+class Branch(NamedTuple):
+    """What the residual was added to, as far as the gradients of its parts read it; x for the gates' alone."""
+
+    x: Any = None
+    x_bias: Any = None
+    gate: Any = None
+    row_gate: Any = None
+
+    @property
+    def gated(self) -> bool:
+        return self.gate is not None or self.row_gate is not None
+
+
 class Saved(NamedTuple):
-    """What is kept between forward and backward. total: what was normalised, x itself where nothing was added."""
+    """What is kept between forward and backward. total: what was normalised, x itself where nothing was added. branch:
+    a `Branch`.
+    """
 
     total: Any
     scale: Any
     mean: Any
     rstd: Any
+    branch: Any = Branch()
 
 
 class Cotangents(NamedTuple):
@@ -80,14 +109,23 @@ class Cotangents(NamedTuple):
     offset: Any
     mean: Any
     rstd: Any
+    x: Any = None
+    x_bias: Any = None
+    gate: Any = None
+    row_gate: Any = None
 
 
 class Gradients(NamedTuple):
-    """What the backward operation returns. dx: of total, and so of x and of residual alike. y: the forward's once more,
-    from the same read of total, for whoever did not keep it.
+    """What the backward operation returns. dx: of total, and so of x and of residual alike, where there is no gate.
+    dresidual: of total where there is one. y: the forward's once more, from the same read of total, for whoever did not
+    keep it.
     """
 
-    dx: Any
-    dscale: Any
-    doffset: Any
-    y: Any
+    dx: Any = None
+    dscale: Any = None
+    doffset: Any = None
+    y: Any = None
+    dresidual: Any = None
+    dx_bias: Any = None
+    dgate: Any = None
+    drow_gate: Any = None

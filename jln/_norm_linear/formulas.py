@@ -97,20 +97,13 @@ IN_JNP = Norms(jnp_norms.forward, jnp_norms.backward, column_sums)
 IN_JNP_ON_CPU = Norms(jnp_norms.forward_cpu, jnp_norms.backward_cpu, column_sums)
 
 
-def _like_rows(parameter: Array | None, ndim: int, batch_dims: int) -> Array | None:
-    """A parameter [*batch, H] of the rank of x."""
-    if parameter is None:
-        return None
-    return jnp.expand_dims(parameter, range(batch_dims, ndim - parameter.ndim + batch_dims))
-
-
 class _Axes:
     """Numbers for the axes of a product, as einsum has them, of rows with that many dimensions."""
 
     def __init__(self, ndim: int, batch_dims: int, features: int):
         *self.rows, h = range(ndim)
         batch, n = self.rows[:batch_dims], range(ndim, ndim + features)
-        self.lead = self.rows[batch_dims:]
+        self.lead, self.features = self.rows[batch_dims:], features
         self.x, self.y, self.kernel = [*self.rows, h], [*self.rows, *n], [*batch, h, *n]
 
 
@@ -153,11 +146,10 @@ def forward(
     h_axes: jnp_norms.MeshAxes = (),
 ) -> Outcome:
     """Terms (10) and (11)."""
-    x, residual, scale, offset, kernels, biases = operands
+    x, kernels, biases = operands.x, operands.kernel, operands.bias
     batch = jnp_norms.common_batch(batch_dims, *jax.tree.leaves(operands))
-    row_parameters = (_like_rows(a, x.ndim, batch_dims) for a in (scale, offset))
     z, *others = norms.forward(
-        norm.Operands(x, residual, *row_parameters),
+        operands.of_norm,
         settings.norm,
         norm.Outcome(widest(dtypes.y), dtypes.total, dtypes.mean, dtypes.rstd),
         batch_dims,
@@ -186,50 +178,53 @@ def backward(
     h_axes: jnp_norms.MeshAxes = (),
 ) -> Gradients:
     """Terms (12) to (17)."""
-    dy, dtotal, total, scale, offset, kernels, mean, rstd = operands
+    dy, kernels = operands.dy, operands.kernel
     batch = jnp_norms.common_batch(batch_dims, *jax.tree.leaves(operands))
     used = [i for i, d in enumerate(dy) if d is not None]
     axes = {i: _Axes(dy[i].ndim - settings.features[i] + 1, batch_dims, settings.features[i]) for i in used}
-    needs_dz = dtypes.dx is not None or dtypes.dscale is not None
+    of_norm = norm.Gradients(y=None, **{n: d for n, d in dtypes._asdict().items() if n in norm.Gradients._fields})
+    needs_dz = any(d is not None for d in of_norm._replace(doffset=None)) or (
+        dtypes.doffset is not None and settings.norm.examples > 0
+    )
     z_dtype = widest([dy[i].dtype.name for i in used if dtypes.dkernel[i] is not None])
-    dx = dscale = doffset = z = None
+    made = norm.Gradients()
     if needs_dz or z_dtype is not None:
         dz = None
         if needs_dz:
             dz = functools.reduce(jnp.add, (_dz(dy[i], kernels[i], axes[i], settings.precision) for i in used))
-        row_scale, row_offset = (_like_rows(a, total.ndim, batch_dims) for a in (scale, offset))
-        dx, dscale, doffset, z = norms.backward(
-            norm.Cotangents(dz, dtotal, total, row_scale, row_offset, mean, rstd),
+        read = {name: getattr(operands, name) for name in norm.Cotangents._fields if name != "dy"}
+        made = norms.backward(
+            norm.Cotangents(dy=dz, **read),
             settings.norm,
-            norm.Gradients(dtypes.dx, dtypes.dscale, dtypes.doffset if needs_dz else None, z_dtype),
+            of_norm._replace(y=z_dtype, doffset=of_norm.doffset if needs_dz else None),
             batch_dims,
             **({"h_axes": h_axes} if h_axes else {}),
         )  # (15) to (17), and (10) again
-        lead = range(batch_dims, total.ndim - 1)
-        dscale, doffset = (None if a is None else jnp.squeeze(a, lead) for a in (dscale, doffset))
 
+    doffset = made.doffset
     dkernel: list[Array | None] = [None] * len(dy)
     dbias: list[Array | None] = [None] * len(dy)
     from_bias = dtypes.doffset is not None and not needs_dz
     for i in used:
         if (dtype := dtypes.dkernel[i]) is not None:  # (13)
-            assert z is not None
+            assert made.y is not None
             how = {
                 "precision": settings.precision,
                 "preferred_element_type": jnp.promote_types(dtype, dy[i].dtype),
             }
-            z_i = z.astype(dy[i].dtype)
-            dkernel[i] = _product(z_i, axes[i].x, dy[i], axes[i].y, axes[i].kernel, **how).astype(dtype)
+            z = made.y.astype(dy[i].dtype)
+            dkernel[i] = _product(z, axes[i].x, dy[i], axes[i].y, axes[i].kernel, **how).astype(dtype)
         if from_bias or dtypes.dbias[i] is not None:  # (12)
             dtype = jnp_norms.compute_dtype(dy[i].dtype).name if from_bias else dtypes.dbias[i]
             features = settings.features[i]
             sums = norms.column_sums(Rows(dy[i]), features, ColumnSums(dtype), batch_dims).sums
             dbias[i] = None if dtypes.dbias[i] is None else sums.astype(dtypes.dbias[i])
             if from_bias:
-                share = _doffset_from(sums, kernels[i], features)
+                share = _doffset_from(sums, kernels[i], axes[i])
                 doffset = share if doffset is None else doffset + share
     doffset = None if doffset is None else doffset.astype(dtypes.doffset)
-    gradients = Gradients(dx, dscale, doffset, tuple(dkernel), tuple(dbias))
+    of_norm = {name: a for name, a in made._asdict().items() if name in Gradients._fields}
+    gradients = Gradients(**of_norm | {"doffset": doffset}, dkernel=tuple(dkernel), dbias=tuple(dbias))
     return jax.tree.map(lambda a: jnp_norms.with_batch(a, batch), gradients)
 
 
@@ -242,34 +237,28 @@ def _dz(dy: Array, kernel: Array, axes: _Axes, precision: Any) -> Array:
     return _product(dy, axes.y, kernel, axes.kernel, axes.x, precision=precision, preferred_element_type=sums)
 
 
-def _doffset_from(dbias: Array, kernel: Array, features: int) -> Array:
-    """The second form of (15), for dbias [*batch, *features] in the compute dtype."""
-    row = jnp.expand_dims(dbias, dbias.ndim - features)
-    return jnp.sum(kernel.astype(dbias.dtype) * row, axis=range(-features, 0))
+def _doffset_from(dbias: Array, kernel: Array, axes: _Axes) -> Array:
+    """The second form of (15), for dbias [*batch, *features] in the compute dtype: of the rank of x."""
+    row = jnp.expand_dims(dbias, dbias.ndim - axes.features)
+    doffset = jnp.sum(kernel.astype(dbias.dtype) * row, axis=range(-axes.features, 0))
+    return jnp.expand_dims(doffset, axes.lead)
 
 
 def tangent(operands: tuple[Operands, Saved], settings: NormLinear, dtypes: Results, batch_dims: int) -> Results:
     """Term (20), linear in the tangents, of which those that are None are zero."""
-    (dx, dresidual, dscale, doffset, dkernels, dbiases), saved = operands
-    total, scale, offset, kernels, mean, rstd = saved
+    tangents, (of_norm, offset, kernels) = operands
+    total, scale, mean, rstd, _ = of_norm
     batch = jnp_norms.common_batch(batch_dims, *jax.tree.leaves(operands))
-    row_scale, row_offset, dscale, doffset = (
-        _like_rows(a, total.ndim, batch_dims) for a in (scale, offset, dscale, doffset)
-    )
-    compute = rstd.dtype
     dz, dtotal = jnp_norms.tangent(
-        (norm.Operands(dx, dresidual, dscale, doffset), norm.Saved(total, row_scale, mean, rstd)),
-        settings.norm,
-        norm.Results(compute.name, dtypes.total),
-        batch_dims,
+        (tangents.of_norm, of_norm), settings.norm, norm.Results(rstd.dtype.name, dtypes.total), batch_dims
     )
-    moves = any(a is not None for a in (dx, dresidual, dscale, doffset))
+    moves = any(a is not None for a in tangents.of_norm)
     z = None
-    if any(d is not None for d in dkernels):
-        z = jnp_norms.scaled(total, row_scale, row_offset, mean, rstd, settings.norm)
+    if any(d is not None for d in tangents.kernel):
+        z = jnp_norms.scaled(total, scale, offset, mean, rstd, settings.norm)
     dy = []
     for kernel, dkernel, dbias, features, dtype in zip(
-        kernels, dkernels, dbiases, settings.features, dtypes.y, strict=True
+        kernels, tangents.kernel, tangents.bias, settings.features, dtypes.y, strict=True
     ):
         axes = _Axes(total.ndim, batch_dims, features)
 

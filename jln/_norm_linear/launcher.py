@@ -33,11 +33,12 @@ from jln._triton.tile import Tile, ceil_div
 
 def forward(operands: Operands, settings: NormLinear, dtypes: Outcome, batch_dims: int, target: Target) -> Outcome:
     batch = common_batch(batch_dims, *jax.tree.leaves(operands))
-    x, residual, *parameters = operands
-    if batch_dims and only_rows_differ(batch_dims, (x, residual), jax.tree.leaves(parameters)):
+    x, residual = operands.x, operands.residual
+    parameters = jax.tree.leaves(operands._replace(x=None, residual=None))
+    if batch_dims and only_rows_differ(batch_dims, (x, residual), parameters):
         # Where every example has the same parameters, examples are rows like any other.
-        parameters = jax.tree.map(lambda p: p.reshape(p.shape[batch_dims:]), parameters)
-        operands, batch_dims = Operands(x, residual, *parameters), 0
+        kernel, bias = jax.tree.map(lambda p: p.reshape(p.shape[batch_dims:]), (operands.kernel, operands.bias))
+        operands, batch_dims = operands._replace(kernel=kernel, bias=bias), 0
     tile = None
     if not batch_dims and (dtype := formulas.widest(dtypes.y)) is not None:
         n = sum(math.prod(k.shape[1:]) for k, d in zip(operands.kernel, dtypes.y, strict=True) if d is not None)
@@ -112,6 +113,10 @@ def _apart(
     return tuple(parts)
 
 
+# What an operation that is norm and products in one never has.
+_BY_OTHERS = ("x_bias", "gate", "row_gate")
+
+
 def _fused_forward(operands: Operands, settings: NormLinear, dtypes: Outcome, tile: Tile, target: Target) -> Outcome:
     """`forward` without a batch, in one kernel."""
     x, residual, kernel, bias = operands.x, operands.residual, operands.kernel, operands.bias
@@ -129,7 +134,7 @@ def _fused_forward(operands: Operands, settings: NormLinear, dtypes: Outcome, ti
     written = launch(
         target,
         kernels.forward_kernel,
-        {**merged._asdict(), "rows": rows},
+        {**{n: a for n, a in merged._asdict().items() if n not in _BY_OTHERS}, "rows": rows},
         {
             "y": y,
             "total": like_x(dtypes.total, x.shape[-1]),
@@ -168,6 +173,7 @@ def _fused_backward(
     def like(dtype: str | None, *shape: int) -> jax.ShapeDtypeStruct | None:
         return None if dtype is None else jax.ShapeDtypeStruct(shape, dtype)
 
+    parameter = (*[1] * (total.ndim - 1), h)
     programs, parts, splits = plan.row_programs, plan.parts, plan.splits
     given = {
         "dy": dy,
@@ -220,8 +226,8 @@ def _fused_backward(
     )
     gradients: dict[str, Any] = {
         "dkernel": like(formulas.widest(dtypes.dkernel), h, n),
-        "dscale": like(dtypes.dscale, h),
-        "doffset": like(dtypes.doffset, h),
+        "dscale": like(dtypes.dscale, *parameter),
+        "doffset": like(dtypes.doffset, *parameter),
         "dbias": like(formulas.widest(dtypes.dbias), n),
     }
     if any(a is not None for a in gradients.values()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -11,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jln import _checks
 from jln._core.derivatives import with_automatic_axes
+from jln._norm.arguments import Gate, Given, arranged, checked
 from jln._norm.signature import Norm
 from jln._norm_linear import rules
 from jln._norm_linear.signature import NormLinear, Operands, Results, Settings, few_features
@@ -58,7 +60,8 @@ def layer_norm_linear(
 
     Args:
       x: `[..., H]`: float16, bfloat16, float32 or float64.
-      scale: `[H]`; any supported dtype. None: no scale.
+      scale: `[H]`; any supported dtype. Or `x`'s rank, with 1 or `x`'s size on every other axis: `[B, 1, H]` for `x`
+        `[B, T, H]` is a scale for each example. None: no scale.
       offset: as `scale`.
       kernel: `[H, *features]`, one axis of features or more; any supported dtype. Or a tuple of such arrays, whose
         features and dtypes may differ.
@@ -80,7 +83,7 @@ def layer_norm_linear(
         precision or the implementation is unknown.
     """
     static = epsilon, zero_centered_scale, precision, implementation, forward_mode
-    return _checked(x, None, scale, offset, kernel, bias, *static, subtract_mean=True)
+    return _checked(Given(x, None, scale, offset), kernel, bias, *static, subtract_mean=True)
 
 
 def rms_norm_linear(
@@ -101,7 +104,7 @@ def rms_norm_linear(
     of `layer_norm_linear`.
     """
     static = epsilon, zero_centered_scale, precision, implementation, forward_mode
-    return _checked(x, None, scale, None, kernel, bias, *static, subtract_mean=False)
+    return _checked(Given(x, None, scale, None), kernel, bias, *static, subtract_mean=False)
 
 
 def add_layer_norm_linear(
@@ -112,16 +115,20 @@ def add_layer_norm_linear(
     kernel: Kernels,
     bias: Biases = None,
     *,
+    x_bias: jax.Array | None = None,
+    gate: Gate = None,
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
     precision: PrecisionLike = None,
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> tuple[Products, jax.Array]:
-    """`(layer_norm(x + residual, scale, offset) @ kernel + bias, x + residual)`, the sum read and written once.
+    """`(layer_norm(total, scale, offset) @ kernel + bias, total)` with `total = residual + gate * (x + x_bias)`, made
+    and read once.
 
-    The sum is in the promoted dtype of `x` and `residual`, and it is the rounded sum that is normalised. It is all of
-    the size of `x` that is kept for the backward pass. Guarantees and errors are those of `layer_norm_linear`.
+    The sum is in the promoted dtype of `x` and `residual`, made in float32 (float64 for float64) and rounded once; it
+    is the rounded sum that is normalised. It is all of the size of `x` that is kept for the backward pass, but for `x`
+    itself where a gate has a gradient. Guarantees and errors are those of `layer_norm_linear`.
 
     Args:
       x: as in `layer_norm_linear`.
@@ -130,6 +137,8 @@ def add_layer_norm_linear(
       offset: as in `layer_norm_linear`.
       kernel: as in `layer_norm_linear`.
       bias: as in `layer_norm_linear`.
+      x_bias: as in `add_layer_norm`.
+      gate: as in `add_layer_norm`.
       epsilon: as in `layer_norm_linear`.
       zero_centered_scale: as in `layer_norm_linear`.
       precision: as in `layer_norm_linear`.
@@ -138,10 +147,12 @@ def add_layer_norm_linear(
 
     Returns:
       y: as of `layer_norm_linear`.
-      total: `x + residual`, `x`'s shape and the promoted dtype.
+      total: `x`'s shape, in the promoted dtype of `x` and `residual`.
     """
     static = epsilon, zero_centered_scale, precision, implementation, forward_mode
-    return _checked(x, residual, scale, offset, kernel, bias, *static, adds=True, subtract_mean=True)
+    return _checked(
+        Given(x, residual, scale, offset, x_bias, gate), kernel, bias, *static, adds=True, subtract_mean=True
+    )
 
 
 def add_rms_norm_linear(
@@ -151,17 +162,21 @@ def add_rms_norm_linear(
     kernel: Kernels,
     bias: Biases = None,
     *,
+    x_bias: jax.Array | None = None,
+    gate: Gate = None,
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
     precision: PrecisionLike = None,
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> tuple[Products, jax.Array]:
-    """`(rms_norm(x + residual, scale) @ kernel + bias, x + residual)`; arguments and results are those of
-    `add_layer_norm_linear`.
+    """`(rms_norm(total, scale) @ kernel + bias, total)` with `total = residual + gate * (x + x_bias)`; arguments and
+    results are those of `add_layer_norm_linear`.
     """
     static = epsilon, zero_centered_scale, precision, implementation, forward_mode
-    return _checked(x, residual, scale, None, kernel, bias, *static, adds=True, subtract_mean=False)
+    return _checked(
+        Given(x, residual, scale, None, x_bias, gate), kernel, bias, *static, adds=True, subtract_mean=False
+    )
 
 
 def normalised_linear(
@@ -179,17 +194,14 @@ def normalised_linear(
     """What the modules call: any of the operators, those of RMSNorm with an offset too."""
     static = epsilon, False, precision, None, True
     adds = residual is not None
-    return _checked(x, residual, scale, offset, kernel, bias, *static, adds=adds, subtract_mean=subtract_mean)
+    return _checked(Given(x, residual, scale, offset), kernel, bias, *static, adds=adds, subtract_mean=subtract_mean)
 
 
 # From the public functions to the operator
 
 
 def _checked(
-    x,
-    residual,
-    scale,
-    offset,
+    given: Given,
     kernel,
     bias,
     epsilon: float,
@@ -201,25 +213,17 @@ def _checked(
     subtract_mean: bool,
     adds: bool = False,
 ) -> Any:
-    x, residual = _checks.array("x", x), _checks.array("residual", residual) if adds else None
-    scale, offset = _checks.optional_array("scale", scale), _checks.optional_array("offset", offset)
-    _checks.axes(-1, x)
-    kernels, biases = _checks.linears(kernel, bias, x)
-    _checks.shape("residual", residual, x.shape, "that of x")
-    _checks.shape("scale", scale, x.shape[-1:], "that of x's last axis")
-    _checks.shape("offset", offset, x.shape[-1:], "that of x's last axis")
+    arrays, _ = checked(given, -1, adds=adds)
+    kernels, biases = _checks.linears(kernel, bias, arrays.x)
     norm = Norm(
         -1,
-        _checks.epsilon(epsilon, *(a.dtype for a in (x, residual) if a is not None)),
+        _checks.epsilon(epsilon, *(a.dtype for a in (arrays.x, arrays.residual) if a is not None)),
         subtract_mean,
-        _checks.zero_centered_scale(zero_centered_scale, scale),
+        _checks.zero_centered_scale(zero_centered_scale, arrays.scale),
     )
-    operands = Operands(x, residual, scale, offset, kernels, biases)
-    precision, implementation = _checks.precision(precision), _checks.implementation(implementation)
-    features = tuple(k.ndim - 1 for k in kernels)
-    norm_linear = NormLinear(norm, precision, features, few_features(operands, precision, implementation))
-    forward_mode = _checks.flag("forward_mode", forward_mode)
-    y, total = _jitted(Settings(norm_linear, implementation), forward_mode, operands)
+    norm_linear = NormLinear(norm, _checks.precision(precision), tuple(k.ndim - 1 for k in kernels))
+    settings = Settings(norm_linear, _checks.implementation(implementation))
+    y, total = _jitted(settings, _checks.flag("forward_mode", forward_mode), (arrays, kernels, biases))
     y = y if isinstance(kernel, tuple) else y[0]
     return (y, total) if adds else y
 
@@ -230,14 +234,28 @@ def _uses_any_of(axes, others) -> bool:
     return axes is not None and any(names[0] & other for other in names[1:])
 
 
+Arrays = tuple[Given, tuple[jax.Array, ...], tuple[jax.Array | None, ...]]
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _jitted(settings: Settings, forward_mode: bool, operands: Operands) -> Results:
-    def like_y(specs: Operands) -> Results:
-        rows = specs.x[:-1]
+def _jitted(settings: Settings, forward_mode: bool, arrays: Arrays) -> Results:
+    def like_y(specs: Any) -> Results:
+        given, kernels, _ = specs
+        rows = given.x[:-1]
 
         def of(kernel) -> PartitionSpec:
             return PartitionSpec(*rows, *(None if _uses_any_of(axes, rows) else axes for axes in kernel[1:]))
 
-        return Results(tuple(map(of, specs.kernel)), None if specs.residual is None else specs.x)
+        return Results(tuple(map(of, kernels)), None if given.residual is None else given.x)
 
-    return with_automatic_axes(lambda operands: rules.operator(settings, operands, forward_mode), like_y, operands)
+    def arranged_and_back(arrays: Arrays) -> Results:
+        given, kernels, biases = arrays
+        of_norm, norm, back = arranged(given, (given.x.ndim - 1,), settings.norm_linear.norm)
+        operands = Operands(**of_norm._asdict(), kernel=kernels, bias=biases)
+        how = settings.norm_linear.precision, settings.implementation
+        norm_linear = dataclasses.replace(settings.norm_linear, norm=norm, in_one=few_features(operands, norm, *how))
+        settled = dataclasses.replace(settings, norm_linear=norm_linear)
+        y, total = rules.operator(settled, operands, forward_mode)
+        return Results(tuple(map(back, y)), None if total is None else back(total))
+
+    return with_automatic_axes(arranged_and_back, like_y, arrays)

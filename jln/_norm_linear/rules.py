@@ -6,6 +6,7 @@ save them, Shardy splits them and XLA fuses what is around them as with any othe
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jln._core.derivatives import PRODUCT, Rules, Unneeded, named_statistics
+from jln._core.derivatives import PRODUCT, Rules
 from jln._core.mesh import Dim, Dims, Kind, Layout, Result, Term
 from jln._core.operation import LinearOperation, Operation, only_rows_differ
 from jln._norm import rules as norm
@@ -33,25 +34,24 @@ from jln._norm_linear.signature import (
 
 
 class _Dims:
-    """Every array's dimensions."""
+    """The dimensions of what belongs to products."""
 
     def __init__(self, ndim: int, features: tuple[int, ...], batch_dims: int):
         """ndim: x's."""
         batch = tuple(Dim(Kind.BATCH, i) for i in range(batch_dims))
         rows: Dims = (*batch, *(Dim(Kind.ROW, i) for i in range(batch_dims, ndim - 1)))
         of_product = [tuple(Dim(Kind.FEATURE, i, of=of) for i in range(n)) for of, n in enumerate(features)]
-        self.x: Dims = (*rows, Dim(Kind.HIDDEN))
-        self.parameter: Dims = (*batch, Dim(Kind.HIDDEN, stored_as="parameter"))
         self.kernel = tuple((*batch, Dim(Kind.HIDDEN, stored_as="kernel"), *n) for n in of_product)
         self.bias = tuple((*batch, *n) for n in of_product)
         self.y = tuple((*rows, *n) for n in of_product)
 
 
 def _forward_layout(operands: Operands, settings: NormLinear, dtypes: Outcome, batch_dims: int) -> Layout:
-    of = _Dims(operands.x.ndim, settings.features, batch_dims)
-    given = Operands(of.x, of.x, scale=of.parameter, offset=of.parameter, kernel=of.kernel, bias=of.bias)
-    rows = Result(of.x)
-    return Layout.of(operands, given, dtypes, Outcome(tuple(map(Result, of.y)), total=rows, mean=rows, rstd=rows))
+    ndim = operands.x.ndim
+    of, of_norm = _Dims(ndim, settings.features, batch_dims), norm.dims_of_operands(ndim, settings.norm, batch_dims)
+    given = Operands(**of_norm._asdict(), kernel=of.kernel, bias=of.bias)
+    row = Result(of_norm.x)
+    return Layout.of(operands, given, dtypes, Outcome(tuple(map(Result, of.y)), total=row, mean=row, rstd=row))
 
 
 def _backward_layout(operands: Cotangents, settings: NormLinear, dtypes: Gradients, batch_dims: int) -> Layout:
@@ -59,17 +59,20 @@ def _backward_layout(operands: Cotangents, settings: NormLinear, dtypes: Gradien
     ndim = next(
         d.ndim - features + 1 for d, features in zip(operands.dy, settings.features, strict=True) if d is not None
     )
-    of = _Dims(ndim, settings.features, batch_dims)
-    given = Cotangents(of.y, Term(of.x), of.x, of.parameter, of.parameter, of.kernel, mean=of.x, rstd=of.x)
-    over_both = Result(of.parameter, summed=(Kind.FEATURE, Kind.ROW), wide=True)
+    of, how = _Dims(ndim, settings.features, batch_dims), (ndim, settings.norm, batch_dims)
+    of_norm = norm.dims_of_cotangents(*how)
+    given = of_norm._asdict() | {"dy": of.y, "dtotal": Term(of_norm.dtotal), "kernel": of.kernel}
+    shares = {
+        name: dataclasses.replace(result, summed=(Kind.FEATURE, *result.summed))
+        for name, result in norm.spread_gradients(*how)._asdict().items()
+        if name in Gradients._fields
+    }
     gradients = Gradients(
-        dx=Result(of.x, summed=(Kind.FEATURE,)),
-        dscale=over_both,
-        doffset=over_both,
+        **shares,
         dkernel=tuple(Result(k, summed=(Kind.ROW,)) for k in of.kernel),
         dbias=tuple(Result(b, summed=(Kind.ROW,), wide=True) for b in of.bias),
     )
-    return Layout.of(operands, given, dtypes, gradients)
+    return Layout.of(operands, Cotangents(**given), dtypes, gradients)
 
 
 def _launcher():
@@ -85,10 +88,7 @@ _forward: Operation[Operands, Outcome] = Operation(
     launcher=lambda: _launcher().forward,
     layout=_forward_layout,
     made_of=Outcome(
-        y=("x", "residual", "scale", "offset", "kernel", "bias"),
-        total=("x", "residual"),
-        mean=("x", "residual"),
-        rstd=("x", "residual"),
+        y=Operands._fields, **{n: made_of for n, made_of in norm.OUTCOME_MADE_OF._asdict().items() if n != "y"}
     ),
 )
 _backward: Operation[Cotangents, Gradients] = Operation(
@@ -98,10 +98,8 @@ _backward: Operation[Cotangents, Gradients] = Operation(
     launcher=lambda: _launcher().backward,
     layout=_backward_layout,
     made_of=Gradients(
-        dx=("dy", "dtotal", "total", "scale", "kernel", "mean", "rstd"),
-        dscale=("dy", "total", "kernel", "mean", "rstd"),
-        doffset=("dy", "kernel"),
-        dkernel=("dy", "total", "scale", "offset", "mean", "rstd"),
+        **{n: (*of, "kernel") for n, of in norm.GRADIENTS_MADE_OF._asdict().items() if n in Gradients._fields},
+        dkernel=("dy", *norm.GRADIENTS_MADE_OF.y),
         dbias=("dy",),
     ),
 )
@@ -131,12 +129,11 @@ def _norms(implementation: str | None) -> formulas.Norms:
 
 
 def _outcome(settings: Settings, operands: Operands, keep: bool) -> Outcome:
-    norm_linear, x, residual = settings.norm_linear, operands.x, operands.residual
-    total = x.dtype if residual is None else jnp.promote_types(x.dtype, residual.dtype)
+    norm_linear, total = settings.norm_linear, norm.total_dtype(operands)
     statistic = jnp.promote_types(total, jnp.float32).name if keep else None
     dtypes = Outcome(
-        y=tuple(jnp.promote_types(x.dtype, kernel.dtype).name for kernel in operands.kernel),
-        total=None if residual is None else total.name,
+        y=tuple(jnp.promote_types(operands.x.dtype, kernel.dtype).name for kernel in operands.kernel),
+        total=None if operands.residual is None else total,
         mean=statistic if norm_linear.norm.subtract_mean else None,
         rstd=statistic,
     )
@@ -155,27 +152,28 @@ def _saving(settings: Settings, operands: Operands, wanted: Operands) -> tuple[R
     """Keep what the wanted gradients are made of: that of a bias is made of dy alone, that of the offset of dy and the
     kernels.
     """
-    needed = _backward.needs(_dtypes(wanted, "of total"))
-    y, total, *statistics = _outcome(settings, operands, keep="rstd" in needed)
-    x, _, scale, offset, kernel, _ = operands
-    saved = Saved(x if total is None else total, scale, offset, kernel, *named_statistics(*statistics))
-    if "rstd" not in needed:
-        nothing = Unneeded(y[0])
-        mean = nothing if settings.norm_linear.norm.subtract_mean else None
-        saved = saved._replace(total=Unneeded(saved.total), mean=mean, rstd=nothing)
-    return Results(y, total), saved
+    of_norm = operands.of_norm
+    needed = _backward.needs(_dtypes(wanted, norm.total_dtype(operands), of_norm.gated))
+    outcome = _outcome(settings, operands, keep="rstd" in needed)
+    first, centres = outcome._replace(y=outcome.y[0]), settings.norm_linear.norm.subtract_mean
+    saved = Saved(norm.kept(of_norm, first, needed, centres), operands.offset, operands.kernel)
+    return Results(outcome.y, outcome.total), saved
 
 
-def _dtypes(wanted: Operands, total_dtype: str) -> Gradients:
-    """Of the gradients that give those of the wanted operands; dx, that of the total, goes to x and to residual."""
-    x, residual, scale, offset, kernel, bias = wanted
-    return Gradients(None if x is None and residual is None else total_dtype, scale, offset, kernel, bias)
+def _dtypes(wanted: Operands, total_dtype: str, gated: bool) -> Gradients:
+    """Of the gradients that give those of the wanted operands."""
+    of_norm = norm.gradients_for(wanted.of_norm, total_dtype, gated)._asdict()
+    return Gradients(**{n: d for n, d in of_norm.items() if n != "y"}, dkernel=wanted.kernel, dbias=wanted.bias)
+
+
+def _of_operands(found: Gradients, gated: bool, wanted: Operands) -> Operands:
+    of_norm = norm.of_operands(found, gated, wanted)
+    return Operands(**of_norm._asdict(), kernel=found.dkernel, bias=found.dbias)
 
 
 def _gradients(settings: Settings, saved: Saved, cotangents: Results, wanted: Operands) -> Operands:
-    dx, *gradients = _pulled_back(cotangents, saved, settings.norm_linear, wanted, 0, settings.implementation)
-    dx, dresidual = (None if d is None or dx is None else dx.astype(d) for d in (wanted.x, wanted.residual))
-    return Operands(dx, dresidual, *gradients)
+    found = _pulled_back(cotangents, saved, settings.norm_linear, wanted, 0, settings.implementation)
+    return _of_operands(found, saved.of_norm.branch.gated, wanted)
 
 
 def _pulled_back(
@@ -187,16 +185,20 @@ def _pulled_back(
     implementation: str | None,
 ) -> Gradients:
     dy, dtotal = cotangents
+    total, scale, mean, rstd, branch = saved.of_norm
     nothing = (None,) * len(dy)
+    dtypes = _dtypes(wanted, total.dtype.name, branch.gated)
     if all(d is None for d in dy):
-        return Gradients(dtotal, None, None, nothing, nothing)
+        of_norm = norm.of_total_alone(dtotal, branch, norm_linear.norm, wanted.of_norm, batch_dims)
+        of_norm = {n: a for n, a in of_norm._asdict().items() if n != "y"}
+        return Gradients(**of_norm, dkernel=nothing, dbias=nothing)
 
     def of_used(parameters: tuple[Any, ...]) -> tuple[Any, ...]:
         """What an unused y was made of has no part in the gradients."""
         return tuple(None if d is None else p for p, d in zip(parameters, dy, strict=True))
 
-    operands = Cotangents(dy, dtotal, *saved._replace(kernel=of_used(saved.kernel)))
-    dtypes = _dtypes(wanted, saved.total.dtype.name)
+    kernel = of_used(saved.kernel)
+    operands = Cotangents(dy, dtotal, total, scale, saved.offset, kernel, mean, rstd, **branch._asdict())
     dtypes = dtypes._replace(dkernel=of_used(dtypes.dkernel), dbias=of_used(dtypes.dbias))
     if norm_linear.in_one:
         return _backward(operands, norm_linear, dtypes, implementation=implementation, batch_dims=batch_dims)
@@ -207,18 +209,29 @@ def _transposed(
     cotangents: Results, tangents: Operands, saved: Saved, norm_linear: NormLinear, batch_dims: int, implementation
 ) -> Operands:
     """Reverse mode after all, by the backward kernels."""
-    total, scale, offset, kernel, mean, rstd = saved
-    parameters = jax.tree.leaves((scale, offset, kernel, tangents._replace(x=None, residual=None)))
-    shared = only_rows_differ(batch_dims, (*cotangents.y, cotangents.total, total, mean, rstd), parameters)
-    if shared:
-        saved = jax.tree.map(lambda a: a.reshape(a.shape[batch_dims:]), Saved(None, scale, offset, kernel, None, None))
-        saved = saved._replace(total=total, mean=mean, rstd=rstd)
+    of_norm, branch = saved.of_norm, saved.of_norm.branch
+    rows = (*cotangents.y, cotangents.total, of_norm.total, of_norm.mean, of_norm.rstd, branch.x, branch.row_gate)
+    parameters = jax.tree.leaves(
+        (
+            saved._replace(of_norm=of_norm.scale),
+            (branch.x_bias, branch.gate),
+            tangents._replace(x=None, residual=None, row_gate=None),
+        )
+    )
+    shared = not norm_linear.norm.examples and only_rows_differ(batch_dims, (*rows, tangents.row_gate), parameters)
+    if shared:  # a norm's parameters have x's rank, and examples are rows like any other
+
+        def without_batch(kernel: jax.Array) -> jax.Array:
+            return kernel.reshape(kernel.shape[batch_dims:])
+
+        saved = saved._replace(kernel=jax.tree.map(without_batch, saved.kernel))
     wanted = jax.tree.map(lambda a: a.dtype.name, tangents)
     left = 0 if shared else batch_dims
-    dx, *gradients = _pulled_back(cotangents, saved, norm_linear, wanted, left, implementation)
+    found = _pulled_back(cotangents, saved, norm_linear, wanted, left, implementation)
     if shared:
-        gradients = jax.tree.map(lambda a: jnp.expand_dims(a, range(batch_dims)), gradients)
-    return Operands(dx, dx, *gradients)
+        more = jax.tree.map(lambda a: jnp.expand_dims(a, range(batch_dims)), (found.dkernel, found.dbias))
+        found = found._replace(dkernel=more[0], dbias=more[1])
+    return _of_operands(found, branch.gated, wanted)
 
 
 _tangent: LinearOperation[tuple[Operands, Saved], Results] = LinearOperation(
@@ -228,7 +241,7 @@ _tangent: LinearOperation[tuple[Operands, Saved], Results] = LinearOperation(
 
 def _tangents(settings: Settings, saved: Saved, tangents: Operands, results: Results) -> Results:
     norm_linear = settings.norm_linear
-    if saved.rstd is None:  # of the offset and biases alone
+    if saved.of_norm.rstd is None:  # of the offset and biases alone
         dy = formulas.tangents_of_constants(tangents, saved, norm_linear, results)
         return Results(dy, None if results.total is None else jnp.zeros_like(results.total))
     dtypes = jax.tree.map(lambda a: a.dtype.name, results)

@@ -3,20 +3,19 @@
 There may be several Linears behind one norm: kernel, bias and y, and what belongs to them, are tuples of arrays, one
 for each. Inside of an operation the first axes of every array, *batch, are vmap's: on them any operand may have size 1
 instead of the batch's, results always have the batch's, and parameter gradients are not summed over them. *lead are
-x's rows.
+x's rows. Where the norm has parameters for each example, products are still over all rows.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jln._norm.signature import Norm
+from jln._norm import signature as norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,10 +26,10 @@ class NormLinear:
     norm and products are one operation, as `few_features` says.
     """
 
-    norm: Norm
+    norm: norm.Norm
     precision: Any
     features: tuple[int, ...]
-    in_one: bool
+    in_one: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,20 +41,27 @@ class Settings:
 
 
 class Operands(NamedTuple):
-    """x, residual [*batch, *lead, H]; scale, offset [*batch, H]; of each product kernel [*batch, H, *features] and bias
-    [*batch, *features]. residual, scale, offset and every bias may be None.
+    """Those of `jln._norm.signature`, the normalised axis the last; of each product kernel [*batch, H, *features] and
+    bias [*batch, *features], which may be None.
     """
 
     x: Any
     residual: Any
+    x_bias: Any
+    gate: Any
+    row_gate: Any
     scale: Any
     offset: Any
     kernel: Any
     bias: Any
 
+    @property
+    def of_norm(self) -> norm.Operands:
+        return norm.Operands(**{name: getattr(self, name) for name in norm.Operands._fields})
+
 
 class Results(NamedTuple):
-    """Of each product y [*batch, *lead, *features]; total, x + residual, like x, None where there is no residual."""
+    """Of each product y [*batch, *lead, *features]; total, like x, None where there is no residual."""
 
     y: Any
     total: Any
@@ -71,16 +77,13 @@ class Outcome(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What is kept between forward and backward, None where no wanted gradient reads it. total: what was normalised,
-    x itself where nothing was added.
+    """What is kept between forward and backward, None where no wanted gradient reads it. of_norm: what the norm keeps,
+    as in `jln._norm.signature`.
     """
 
-    total: Any
-    scale: Any
+    of_norm: Any
     offset: Any
     kernel: Any
-    mean: Any
-    rstd: Any
 
 
 class Cotangents(NamedTuple):
@@ -96,11 +99,15 @@ class Cotangents(NamedTuple):
     kernel: Any
     mean: Any
     rstd: Any
+    x: Any = None
+    x_bias: Any = None
+    gate: Any = None
+    row_gate: Any = None
 
 
 class Gradients(NamedTuple):
-    """What the backward operation returns, each like what it is the gradient of; dx that of total, and so of x and of
-    residual alike.
+    """What the backward operation returns, each like what it is the gradient of; dx and dresidual as in
+    `jln._norm.signature`.
     """
 
     dx: Any
@@ -108,6 +115,10 @@ class Gradients(NamedTuple):
     doffset: Any
     dkernel: Any
     dbias: Any
+    dresidual: Any = None
+    dx_bias: Any = None
+    dgate: Any = None
+    drow_gate: Any = None
 
 
 class Rows(NamedTuple):
@@ -135,19 +146,16 @@ _ALGORITHMS = {
 }
 
 
-def few_features(operands: Operands, precision: Any, implementation: str | None) -> bool:
+def few_features(operands: Operands, of_norm: norm.Norm, precision: Any, implementation: str | None) -> bool:
     """Whether a kernel of ours may do norm and products at once, where the program is compiled for a GPU: then they are
     one operation. Else they are the norm's operation and products in plain sight of JAX and XLA.
     """
-    kernels = tuple((k.shape, k.dtype) for k in operands.kernel)
-    return implementation != "xla" and _few_features(operands.x.dtype, kernels, precision)
-
-
-@functools.lru_cache(maxsize=1024)  # an eager call has no time for it
-def _few_features(x: Any, kernels: tuple[tuple[tuple[int, ...], Any], ...], precision: Any) -> bool:
-    dtypes = {jnp.promote_types(x, dtype).name for _, dtype in kernels}
+    x, kernels = operands.x, operands.kernel
+    if implementation == "xla" or of_norm.examples or operands.x_bias is not None or operands.of_norm.gated:
+        return False
+    dtypes = {jnp.promote_types(x.dtype, kernel.dtype).name for kernel in kernels}
     dtype = dtypes.pop()
-    n = sum(math.prod(shape[1:]) for shape, _ in kernels)
+    n = sum(math.prod(kernel.shape[1:]) for kernel in kernels)
     if dtypes or dtype not in FUSED_FEATURES or n > FUSED_FEATURES[dtype][0]:
         return False
     return _multiplied_as_asked(precision, dtype)

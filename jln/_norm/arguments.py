@@ -1,0 +1,126 @@
+"""The arrays that a user gives, checked, and laid out as the operations want them: one normalised axis, parameters of
+x's rank, and first the axes of examples that have parameters of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jln import _checks
+from jln._norm.signature import Norm, Operands
+
+Axis = int | tuple[int, ...]
+Gate = jax.Array | float | None
+
+
+class Given(NamedTuple):
+    """The arrays as the user gives them."""
+
+    x: Any
+    residual: Any
+    scale: Any
+    offset: Any
+    x_bias: Any = None
+    gate: Any = None
+
+
+def checked(given: Given, axis: Axis, *, adds: bool) -> tuple[Given, tuple[int, ...]]:
+    """-> (all of them of supported dtypes, and of shapes that they may have; the normalised axes)"""
+    x = _checks.array("x", given.x)
+    residual = _checks.array("residual", given.residual) if adds else None
+    arrays = {n: _checks.optional_array(n, getattr(given, n)) for n in ("scale", "offset", "x_bias")}
+    axes = _checks.axes(axis, x)
+    _checks.shape("residual", residual, x.shape, "that of x")
+    _checks.parameter("scale", arrays["scale"], x, axes)
+    _checks.parameter("offset", arrays["offset"], x, axes)
+    _checks.shape("x_bias", arrays["x_bias"], tuple(x.shape[a] for a in axes), f"that of x's axes {axes}")
+    return Given(x, residual, **arrays, gate=_checks.gate(given.gate, x, axes)), axes
+
+
+def _adjacent(order: list[int]) -> bool:
+    return order == list(range(order[0], order[-1] + 1))
+
+
+def merged_axis(axes: tuple[int, ...], ndim: int) -> int:
+    """Where the normalised axes are once they are one, counted from the end: in place if they are adjacent."""
+    order = sorted(axes)
+    return order[-1] - ndim if _adjacent(order) else -1
+
+
+def arranged(
+    given: Given, axes: tuple[int, ...], norm: Norm
+) -> tuple[Operands, Norm, Callable[[jax.Array], jax.Array]]:
+    """-> (the operands of the norm's operations; the norm, which knows of examples; what puts the axes of rows of a
+    result, whatever is behind them, where they were)
+    """
+    x, order = given.x, sorted(axes)
+    normalised = tuple(x.shape[a] for a in axes)
+    ndim = x.ndim - len(order) + 1
+    first = ndim + norm.axis
+    last = range(first, first + len(order))
+
+    def on_one_axis(a: jax.Array) -> jax.Array:
+        a = a if _adjacent(order) else jnp.moveaxis(a, order, last)
+        return a.reshape(*a.shape[:first], math.prod(a.shape[i] for i in last), *a.shape[first + len(order) :])
+
+    def of_same_rank(parameter: jax.Array) -> jax.Array:
+        if parameter.shape != normalised:
+            return on_one_axis(parameter)
+        in_order = parameter.transpose([axes.index(a) for a in order])
+        return in_order.reshape([in_order.size if i == first else 1 for i in range(ndim)])
+
+    gates = {"gate": given.gate, "row_gate": None}
+    if given.gate is not None and given.gate.shape != normalised and all(given.gate.shape[a] == 1 for a in axes):
+        gates = {"gate": None, "row_gate": given.gate}
+    rows = {"x": x, "residual": given.residual}
+    parameters = {"scale": given.scale, "offset": given.offset, "x_bias": given.x_bias} | gates
+    operands = Operands(**jax.tree.map(on_one_axis, rows), **jax.tree.map(of_same_rank, parameters))
+    operands, norm, places = _with_examples(operands, norm)
+    if places is None:
+        return operands, norm, lambda a: a
+    return operands, norm, lambda a: a.transpose(*places, *range(len(places), a.ndim))
+
+
+def on_several_axes(a: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> jax.Array:
+    """The opposite of making the normalised axes one, for an array as large as x."""
+    order = sorted(axes)
+    if _adjacent(order):
+        return a.reshape(shape)
+    first = len(shape) - len(order)
+    moved = a.reshape(*a.shape[:first], *(shape[i] for i in order))
+    return jnp.moveaxis(moved, range(first, len(shape)), order)
+
+
+def _with_examples(operands: Operands, norm: Norm) -> tuple[Operands, Norm, list[int] | None]:
+    """Axes along which a parameter varies in front; on them every parameter has x's sizes, and a row's gate has them on
+    all axes of rows. Of what is written out so, the gradient is added up in the compute dtype.
+
+    -> (the operands, the norm, where the axes of a result come from if they are elsewhere than they were)
+    """
+    x = operands.x
+    h = x.ndim + norm.axis
+    parameters = [a for a in (operands.scale, operands.offset, operands.gate) if a is not None]
+    examples = [i for i in range(x.ndim) if i != h and any(a.shape[i] != 1 for a in parameters)]
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+
+    def written_out(a: jax.Array, axes: list[int]) -> jax.Array:
+        shape = tuple(x.shape[i] if i in axes else n for i, n in enumerate(a.shape))
+        return a if a.shape == shape else jnp.broadcast_to(a.astype(jnp.promote_types(a.dtype, wide)), shape)
+
+    if operands.row_gate is not None:
+        rows = [i for i in range(x.ndim) if i != h]
+        operands = operands._replace(row_gate=written_out(operands.row_gate, rows))
+    if not examples:
+        return operands, norm, None
+    operands = jax.tree.map(lambda a: a if a.shape == x.shape else written_out(a, examples), operands)
+    order = examples + [i for i in range(x.ndim) if i not in examples]
+    norm = dataclasses.replace(norm, axis=order.index(h) - x.ndim, examples=len(examples))
+    if order == sorted(order):
+        return operands, norm, None
+    return jax.tree.map(lambda a: a.transpose(order), operands), norm, sorted(range(x.ndim), key=order.__getitem__)
