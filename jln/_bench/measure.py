@@ -150,9 +150,15 @@ def _jax_programs(workload, peer, platform, function, arguments, cotangents) -> 
 
         jobs["saved"] = saved, tuple(arguments)
         jobs["backward"] = backward, ()
-        jobs["both"] = workload.step(function), (*arguments, *cotangents)
+        step, step_arguments = workload.step(function), (*arguments, *cotangents)
+        jobs["both"] = step, step_arguments
         if platform == "cpu":
-            jobs["gradient"] = lambda *arrays: workload.step(function)(*arrays)[1:], jobs["both"][1]
+
+            def gradient(*arrays):
+                _, gradients = step(*arrays)
+                return gradients
+
+            jobs["gradient"] = gradient, step_arguments
     lowered: dict[str, jax.stages.Lowered] = {}
     for direction, (f, given) in jobs.items():
         if direction == "backward":
@@ -182,10 +188,11 @@ def identifier(name: str) -> str:
 
 
 def _program(peer: Peer, direction: str, compiled: jax.stages.Compiled, given: Sequence[Any]) -> PeerProgram:
-    memory = compiled.memory_analysis()
-    sizes = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes) if memory else None
+    peak = temporary = None
+    if memory := compiled.memory_analysis():
+        temporary = memory.temp_size_in_bytes
+        peak = memory.argument_size_in_bytes + memory.output_size_in_bytes + temporary
     run = Run(identifier(f"{peer.name}_{direction}"), lambda: compiled(*given))
-    peak, temporary = (sum(sizes), sizes[2]) if sizes else (None, None)
     return PeerProgram(peer, direction, run, lambda: jax.tree.leaves(compiled(*given)), peak, temporary)
 
 

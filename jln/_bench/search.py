@@ -210,7 +210,11 @@ def _tried(function: Callable[..., Any], *arguments: Any) -> Any:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def difference(got: Any, expected: Any, workload: Workload) -> str | None:
+class Wrong(str):
+    """The reason why a program is not timed whose numbers are not those of the heuristics' tiles."""
+
+
+def difference(got: Any, expected: Any, workload: Workload) -> Wrong | None:
     """What is wrong with `got`; None if it differs by the order of sums: sums of n terms by about sqrt(n) roundings of
     the arithmetic, here of at most 8 factors each, and what is rounded to 16 bits, or to TF32 for a product, by two.
     """
@@ -222,7 +226,7 @@ def difference(got: Any, expected: Any, workload: Workload) -> str | None:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
         error, largest = float(jnp.max(jnp.abs(a - b))), float(jnp.max(jnp.abs(b)))
         if not error <= allowed * largest:
-            return f"WRONG: result {i} is off by {error:.2e} of {largest:.2e}"
+            return Wrong(f"WRONG: result {i} is off by {error:.2e} of {largest:.2e}")
     return None
 
 

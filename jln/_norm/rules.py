@@ -22,7 +22,8 @@ def _dims(ndim: int, axis: int, batch_dims: int, stored_as: str = "") -> Dims:
 def _forward_layout(operands: Operands, norm: Norm, dtypes: Outcome, batch_dims: int) -> Layout:
     rows, parameter = (_dims(operands.x.ndim, norm.axis, batch_dims, of) for of in ("", "parameter"))
     given = Operands(x=rows, residual=rows, scale=parameter, offset=parameter)
-    return Layout.of(operands, given, dtypes, Outcome(*[Result(rows)] * 4))
+    of_rows = Result(rows)
+    return Layout.of(operands, given, dtypes, Outcome(y=of_rows, total=of_rows, mean=of_rows, rstd=of_rows))
 
 
 def _backward_layout(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: int) -> Layout:

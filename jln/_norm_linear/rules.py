@@ -151,11 +151,14 @@ def _value(settings: Settings, operands: Operands) -> Results:
     return Results(y, total)
 
 
+_ANY_DTYPE = "float32"  # what is read for a gradient does not depend on its dtype
+
+
 def _saving(settings: Settings, operands: Operands, wanted: Operands) -> tuple[Results, Saved]:
     """Keep what the wanted gradients are made of: that of a bias is made of dy alone, that of the offset of dy and the
     kernels.
     """
-    needed = _backward.needs(_dtypes(wanted, "of total"))
+    needed = _backward.needs(_dtypes(wanted, _ANY_DTYPE))
     y, total, *statistics = _outcome(settings, operands, keep="rstd" in needed)
     x, _, scale, offset, kernel, _ = operands
     saved = Saved(x if total is None else total, scale, offset, kernel, *named_statistics(*statistics))
