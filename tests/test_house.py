@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import pathlib
+import re
 
 import pytest
 
@@ -73,6 +74,15 @@ def room(name: str) -> str:
 
 def test_every_room_has_a_floor():
     assert {room(name) for name in MODULES} == set(FLOOR)
+
+
+def test_the_map_has_every_room():
+    """And not one that is no more."""
+    page = (ROOT.parent / "CONTRIBUTING.md").read_text().split("## The house")[1].split("\n## ")[0]
+    names = [line[4:].split("  ")[0] for line in page.splitlines() if line.startswith("    jln/")]
+    drawn = {name.removeprefix("jln/").removesuffix(".py").rstrip("/") for line in names for name in line.split(", ")}
+    assert drawn <= set(FLOOR)
+    assert [room for room in FLOOR if not re.search(rf"\b{room}(/|\.py\b)", page)] == []
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -41,6 +41,12 @@ def test_custom_partitioning_takes_a_shardy_rule():
     assert wanted <= {*parameters(custom_partitioning.def_partition)}
 
 
+def test_jax_complains_of_devices_where_it_did():
+    from jax._src import xla_bridge
+
+    assert xla_bridge.logger.name == "jax._src.xla_bridge"
+
+
 def test_tritons_interpreter_is_made_of_what_it_was():
     from triton.runtime import interpreter
 
