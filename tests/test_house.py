@@ -104,6 +104,16 @@ def test_no_circles():
     graphlib.TopologicalSorter(within).prepare()
 
 
+def test_ci_runs_every_script():
+    """Or it rots."""
+    repository = ROOT.parent
+    ran = (repository / ".ci/run").read_text()
+    ran += (repository / "benchmarks/gpu_run.sh").read_text() if "benchmarks/gpu_run.sh" in ran else ""
+    files = [*repository.glob("benchmarks/*.py"), *repository.glob("examples/*.py")]
+    scripts = [str(f.relative_to(repository)) for f in files if "__main__" in f.read_text()]
+    assert len(scripts) > 5 and [script for script in scripts if script not in ran] == []
+
+
 def test_a_circle_and_an_arrow_upwards_are_seen():
     text = "def later():\n    from jln._norm import launcher\n    import jln._cli\n"
     assert imported(text) == {"jln._norm.launcher", "jln._cli"}
