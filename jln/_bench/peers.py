@@ -60,7 +60,7 @@ def _norm_and_products(workload: Workload) -> Callable[..., Any]:
 
 
 def _jnp(workload: Workload) -> Callable[..., Any]:
-    options: dict[str, Any] = {} if workload.is_linear else {"axis": workload.axis}
+    options = workload.axis_option
 
     # `jln.reference`'s fused operators sum and keep more than who writes this does, and its `add_*` round the sum.
     def norm(x, scale, offset):

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jln._bench import launchers, timing
+from jln._bench.parts import one_line
 from jln._bench.timing import Run
 from jln._bench.workloads import Workload
 from jln._catalogue import DIRECTIONS, fullest
@@ -207,7 +208,7 @@ def _tried(function: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return function(*arguments)
     except Exception as error:  # of the compiler's or the driver's, about one candidate
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return one_line(error)
 
 
 class Wrong(str):

@@ -12,14 +12,13 @@ import numpy as np
 import typer
 
 from jln import reference
-from jln._accuracy import Accuracy
 from jln._bench import timing
 from jln._catalogue import DIRECTIONS, EPSILON, OPERATORS, Operator
 from jln._cli import controls
 from jln._cli.console import UserError, known, print_json, print_note, print_table, progress
 from jln._cli.devices import Device, described, devices, implementations, interpret_without_a_gpu
 from jln._cli.samples import DTYPES, Dtype, Implementation, Init, JudgedSample, Sample, ours, plain
-from jln._testing.report import finite_or_text
+from jln._testing.report import for_json
 from jln.testing import Report, check_hvp, check_vjp
 
 DEFAULT_SHAPE = "64x1024"
@@ -171,11 +170,7 @@ def _check_one(sample: Sample, chosen: list[tuple[Device, Any]], time: bool, as_
 
 def _as_json(entry: dict[str, Any]) -> dict[str, Any]:
     lines = entry.get("accuracy")
-    return entry if lines is None else {**entry, "accuracy": [_plain(a) for a in lines]}
-
-
-def _plain(a: Accuracy) -> dict[str, Any]:
-    return {k: finite_or_text(v) for k, v in dataclasses.asdict(a).items()} | {"ok": a.ok}
+    return entry if lines is None else {**entry, "accuracy": [for_json(a) | {"ok": a.ok} for a in lines]}
 
 
 def _timed(sample: Sample, device: Device, implementation: str) -> dict[str, dict[str, float]]:
@@ -227,7 +222,7 @@ def _check_all(chosen: list[tuple[Device, Any]], seed: int, as_json: bool) -> bo
             {
                 "device": described(device),
                 "not_run": why_not,
-                "checks": [_cell_as_json(c) for c in found[described(device)]],
+                "checks": list(map(for_json, found[described(device)])),
             }
             for device, (_, why_not) in chosen
         ]
@@ -257,10 +252,6 @@ def _check_all(chosen: list[tuple[Device, Any]], seed: int, as_json: bool) -> bo
         print_note(f"WRONG: misjudged {', '.join(misjudged)}", wrong=True)
     print_note("all is right" if good else "something is WRONG", wrong=not good)
     return good
-
-
-def _cell_as_json(cell: Cell) -> dict[str, Any]:
-    return {**dataclasses.asdict(cell), "part": finite_or_text(cell.part)}
 
 
 def _controls(seed: int) -> dict[str, bool]:

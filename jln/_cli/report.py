@@ -13,7 +13,7 @@ import typer
 
 import jln
 from jln import program
-from jln._bench.parts import Unsupported, version
+from jln._bench.parts import Unsupported, one_line, version
 from jln._bench.peers import PEERS
 from jln._bench.stacks import OURS, PRODUCTS, STACKS, Stack, losses
 from jln._bench.workloads import WORKLOADS, Workload
@@ -116,9 +116,7 @@ class _Counting:
         return found
 
     def _fail(self, whose: str, what: str, error: Exception, is_ours: bool) -> None:
-        first = next(iter(str(error).splitlines()), "")
-        text = f"{whose} does not compile for {what}: {type(error).__name__}: {first[:200]}"
-        self._failures.append(Failure(text, is_ours))
+        self._failures.append(Failure(f"{whose} does not compile for {what}: {one_line(error)}", is_ours))
 
 
 @contextlib.contextmanager
@@ -180,8 +178,8 @@ def _print(chip, sizes, steps, skipped, failures) -> None:
         print_table(_title(sizes), header, [row for w, found in sizes for row in _rows(w, found)], left=(0, 1, 2, 4))
     for stack, products, found in steps:
         print_table(
-            f"{stack.name}: {stack.layers} layers, x {_size(stack.shape)}, hidden {stack.hidden}; {stack.why}; "
-            f"products by {products}",
+            f"{stack.name}: {stack.layers} layers, x {'x'.join(map(str, stack.shape))}, hidden {stack.hidden}; "
+            f"{stack.why}; products by {products}",
             ("by", "kernels", "MB", "MB outside products", "than Flax", "temporary MB", "than Flax"),
             _stack_rows(found),
         )
@@ -196,17 +194,13 @@ def _title(sizes: list[tuple[Workload, Any]]) -> str:
     return f"{'Forward' if only == {('forward',)} else 'Forward + backward (decode: forward)'}, results returned"
 
 
-def _size(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape))
-
-
 def _rows(workload: Workload, found: dict[str, program.CompiledProgram]) -> list[tuple[str, ...]]:
     once = workload.bytes_once()
     return [
         (
             workload.name,
             workload.operator,
-            _size(workload.shape),
+            workload.shape_text,
             workload.features_text or "-",
             peer,
             str(report.launches),
