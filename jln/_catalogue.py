@@ -211,6 +211,7 @@ _NORMS = (
     Operator("layer_norm", (_X, _SCALE, _OFFSET), (_Y,), ("x", "scale"), centres=True, per_element=(7, 13)),
     Operator("rms_norm", (_X, _SCALE), (_Y,), ("x", "scale"), centres=False, per_element=(4, 9)),
 )
+# Each by itself, of a sum, with a Linear behind it, and both.
 _LINEARS = tuple(map(_with_linear, _NORMS))
 OPERATORS: dict[str, Operator] = {o.name: o for family in (_NORMS, _LINEARS) for o in (*family, *map(_adding, family))}
 

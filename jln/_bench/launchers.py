@@ -44,8 +44,8 @@ def call(workload: Workload, direction: str, target: Target) -> tuple[Callable[.
     kept = {"mean": accumulator.name if norm.subtract_mean else None, "rstd": accumulator.name}
     alone: dict[str, Any] = {"batch_dims": 0, "target": target}
 
-    def dtype_of(a: jax.ShapeDtypeStruct | None) -> str | None:
-        return None if a is None else a.dtype.name
+    def dtypes_of(arrays: Any) -> Any:
+        return jax.tree.map(lambda a: a.dtype.name, arrays)
 
     if workload.is_linear:
         features = workload.all_features
@@ -55,28 +55,23 @@ def call(workload: Workload, direction: str, target: Target) -> tuple[Callable[.
         parameters = {"scale": scale, "offset": offset, "kernel": kernels}
         sizes = workload.rows, workload.width, sum(features), dtype.name, target.chip
         if direction == "forward" and tiles.forward_tile(*sizes) is not None:
-            dtypes = linears.Outcome(y=(dtype.name,) * len(y), total=dtype_of(residual), **kept)
+            dtypes = linears.Outcome(y=dtypes_of(y), total=dtypes_of(residual), **kept)
             operands = linears.Operands(x=x, residual=residual, bias=biases, **parameters)
             return functools.partial(linear_launcher.forward, settings=settings, dtypes=dtypes, **alone), operands
         if direction == "backward" and tiles.backward_plan(*sizes) is not None:
-            dtypes = linears.Gradients(
-                dx=dtype.name,
-                dscale=dtype_of(scale),
-                doffset=dtype_of(offset),
-                dkernel=tuple(map(dtype_of, kernels)),
-                dbias=tuple(map(dtype_of, biases)),
-            )
+            gradients = {f"d{name}": dtypes_of(a) for name, a in {"x": x, **parameters, "bias": biases}.items()}
+            dtypes = linears.Gradients(**gradients)
             operands = linears.Cotangents(dy=y, **given, **parameters)
             return functools.partial(linear_launcher.backward, settings=settings, dtypes=dtypes, **alone), operands
     scale, offset = (None if p is None else jax.ShapeDtypeStruct(along, p.dtype) for p in (scale, offset))
     if direction == "forward":
         kept = kept if "backward" in workload.directions else {"mean": None, "rstd": None}
-        dtypes = norms.Outcome(y=dtype.name, total=dtype_of(residual), **kept)
+        dtypes = norms.Outcome(y=dtype.name, total=dtypes_of(residual), **kept)
         operands = norms.Operands(x=x, residual=residual, scale=scale, offset=offset)
         return functools.partial(norm_launcher.forward, norm=norm, dtypes=dtypes, **alone), operands
     # Behind the products of a Linear, dz, in the dtype in which they leave it, and its z is made again.
     dy = jax.ShapeDtypeStruct(x.shape, accumulator) if workload.is_linear and dtype != jnp.bfloat16 else x
     y_dtype = dtype.name if workload.is_linear else None
-    dtypes = norms.Gradients(dx=dtype.name, dscale=dtype_of(scale), doffset=dtype_of(offset), y=y_dtype)
+    dtypes = norms.Gradients(dx=dtype.name, dscale=dtypes_of(scale), doffset=dtypes_of(offset), y=y_dtype)
     operands = norms.Cotangents(dy=dy, scale=scale, offset=offset if workload.is_linear else None, **given)
     return functools.partial(norm_launcher.backward, norm=norm, dtypes=dtypes, **alone), operands

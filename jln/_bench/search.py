@@ -148,7 +148,8 @@ def compiled(call: LauncherCall, key: Key, tiles: Tiles, chip: Chip) -> Verdict:
     """What the compiler makes of the call with these tiles, and of a call that has all there is: others will."""
     worst = Verdict()
     for each in (_fullest(call), call):
-        for made in _recorded(each, {key: tiles}, chip)[0]:
+        launches, _ = _recorded(each, {key: tiles}, chip)
+        for made in launches:
             try:
                 r = compiler.compile_launch(made)
             except Exception as error:  # of whatever kind: the tile is not for this kernel
@@ -251,12 +252,12 @@ def fastest(question: Question, choices: Sequence[Tiles], chip: Chip, clock: Clo
 
     def times(call: LauncherCall, tried: Sequence[Tiles]) -> tuple[float, dict[str, float]]:
         """-> (the heuristics' time, the others')"""
-        runs = prepared(call, question.key, [question.heuristic, *tried], chip)
-        if isinstance(runs[0], str):
-            raise RuntimeError(f"{call.name}: {runs[0]}")
-        failed.update({identified(t): run for t, run in zip(tried, runs[1:], strict=True) if isinstance(run, str)})
-        taken = clock([run for run in runs if isinstance(run, Run)])
-        return taken.pop(runs[0].name), taken
+        own, *others = prepared(call, question.key, [question.heuristic, *tried], chip)
+        if isinstance(own, str):
+            raise RuntimeError(f"{call.name}: {own}")
+        failed.update({identified(t): run for t, run in zip(tried, others, strict=True) if isinstance(run, str)})
+        taken = clock([own, *(run for run in others if isinstance(run, Run))])
+        return taken.pop(own.name), taken
 
     first, *_ = question.calls
     old, taken = times(first, choices)
