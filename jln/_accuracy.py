@@ -91,18 +91,18 @@ class Judge:
 
     def accuracy(self, name: str, got: Any) -> Accuracy:
         """Of a result."""
-        dtype, (largest, rms), plain, limit = self._known[name]
+        dtype, (largest, rms), (plain, rms_plain), (limit, rms_limit) = self._known[name]
         true = self.true[name]
         if got.shape != true.shape:
-            return Accuracy(f"{name}, of shape {got.shape}", largest, math.inf, plain[0], 0.0, math.inf, plain[1], 0.0)
+            return Accuracy(f"{name}, of shape {got.shape}", largest, math.inf, plain, 0.0, math.inf, rms_plain, 0.0)
         # A unit in the last place, at most eps times the value; what is spread evenly over one deviates by its 12th's
         # square root.
         unit = float(jnp.finfo(got.dtype if self._others else dtype).eps)
-        most = limit[0] + unit * largest
-        rms_most = math.inf if self._others else limit[1] + unit * rms / math.sqrt(12)
+        most = limit + unit * largest
+        rms_most = math.inf if self._others else rms_limit + unit * rms / math.sqrt(12)
         with jax.enable_x64(True):
             error, rms_error = deviation(got, true)
-        return Accuracy(name, largest, error, plain[0], most, rms_error, plain[1], rms_most)
+        return Accuracy(name, largest, error, plain, most, rms_error, rms_plain, rms_most)
 
 
 def rounding(dtype: Any) -> float:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 import jln
 
-EPSILON = 1e-6
+EPSILON = 1e-6  # the default of every signature, which has it in figures for who reads it there
 DIRECTIONS = ("forward", "backward")
 Role = Literal["activation", "scale", "offset", "kernel", "bias"]
 
@@ -126,17 +126,19 @@ class Operator(Signature):
     """One of the public functions, and the same in plain jnp.
 
     centres: whether the mean is subtracted. per_element: operations on each element of x, forward and backward, those
-    of a product left out. of_sum: the operator that the sum of x and the residual goes through, if there is one.
+    of a product left out. norm: the operator in front of the product, if there is one. of_sum: the operator that the
+    sum of x and the residual goes through, if there is one.
     """
 
     centres: bool
     per_element: tuple[int, int]
+    norm: Operator | None = None
     of_sum: Operator | None = None
 
     function = property(lambda self: getattr(jln, self.name))
     reference = property(lambda self: getattr(jln.reference, self.name))
     adds = property(lambda self: self.of_sum is not None)
-    is_linear = property(lambda self: any(a.role == "kernel" for a in self.arguments))
+    is_linear = property(lambda self: self.norm is not None)
 
     def in_order(
         self, function: Callable[..., Any], given: Sequence[str] | None = None, **options: Any
@@ -175,46 +177,43 @@ _Y = Array("y", "activation", ("x",))
 _TOTAL = Array("total", "activation", ("x",))
 _PRODUCT = Array("y", "activation", ("rows", "N"))
 
-# An element forward: mean 1, x - mean 1, its square summed 2, times rstd 1, scale 1, offset 1. Backward: x_hat 2, g 1,
-# c1 1, c2 2, dx 4, dscale 2, doffset 1. An RMSNorm has neither mean, c1 nor offset; a sum is one more each way.
-_LAYER = Operator("layer_norm", (_X, _SCALE, _OFFSET), (_Y,), ("x", "scale"), True, (7, 13))
-_RMS = Operator("rms_norm", (_X, _SCALE), (_Y,), ("x", "scale"), False, (4, 9))
-_REREAD, _REREAD_SUM = (("x", "scale", "kernel"), ("total", "scale", "kernel"))
-_LAYER_LINEAR = Operator(
-    "layer_norm_linear", (_X, _SCALE, _OFFSET, _KERNEL, _BIAS), (_PRODUCT,), _REREAD, True, (7, 13)
-)
-_RMS_LINEAR = Operator("rms_norm_linear", (_X, _SCALE, _KERNEL, _BIAS), (_PRODUCT,), _REREAD, False, (4, 9))
-OPERATORS: dict[str, Operator] = {
-    o.name: o
-    for o in (
-        _LAYER,
-        _RMS,
-        Operator(
-            "add_layer_norm", (_X, _RESIDUAL, _SCALE, _OFFSET), (_Y, _TOTAL), ("total", "scale"), True, (8, 14), _LAYER
-        ),
-        Operator("add_rms_norm", (_X, _RESIDUAL, _SCALE), (_Y, _TOTAL), ("total", "scale"), False, (5, 10), _RMS),
-        _LAYER_LINEAR,
-        _RMS_LINEAR,
-        Operator(
-            "add_layer_norm_linear",
-            (_X, _RESIDUAL, _SCALE, _OFFSET, _KERNEL, _BIAS),
-            (_PRODUCT, _TOTAL),
-            _REREAD_SUM,
-            True,
-            (8, 14),
-            _LAYER_LINEAR,
-        ),
-        Operator(
-            "add_rms_norm_linear",
-            (_X, _RESIDUAL, _SCALE, _KERNEL, _BIAS),
-            (_PRODUCT, _TOTAL),
-            _REREAD_SUM,
-            False,
-            (5, 10),
-            _RMS_LINEAR,
-        ),
+
+def _with_linear(norm: Operator) -> Operator:
+    """The norm and the product behind it."""
+    return dataclasses.replace(
+        norm,
+        name=f"{norm.name}_linear",
+        arguments=(*norm.arguments, _KERNEL, _BIAS),
+        results=(_PRODUCT,),
+        reread=(*norm.reread, "kernel"),
+        norm=norm,
     )
-}
+
+
+def _adding(operator: Operator) -> Operator:
+    """The operator of the sum of x and a residual, which is one operation more of each element each way."""
+    forward, backward = operator.per_element
+    return dataclasses.replace(
+        operator,
+        name=f"add_{operator.name}",
+        arguments=(_X, _RESIDUAL, *(a for a in operator.arguments if a != _X)),
+        results=(*operator.results, _TOTAL),
+        reread=tuple("total" if name == "x" else name for name in operator.reread),
+        per_element=(forward + 1, backward + 1),
+        norm=None if operator.norm is None else _adding(operator.norm),
+        of_sum=operator,
+    )
+
+
+# An element forward: mean 1, x - mean 1, its square summed 2, times rstd 1, scale 1, offset 1. Backward: x_hat 2, g 1,
+# c1 1, c2 2, dx 4, dscale 2, doffset 1. An RMSNorm has neither mean, c1 nor offset.
+_NORMS = (
+    Operator("layer_norm", (_X, _SCALE, _OFFSET), (_Y,), ("x", "scale"), centres=True, per_element=(7, 13)),
+    Operator("rms_norm", (_X, _SCALE), (_Y,), ("x", "scale"), centres=False, per_element=(4, 9)),
+)
+# Each by itself, of a sum, with a Linear behind it, and both.
+_LINEARS = tuple(map(_with_linear, _NORMS))
+OPERATORS: dict[str, Operator] = {o.name: o for family in (_NORMS, _LINEARS) for o in (*family, *map(_adding, family))}
 
 
 def fullest(*, is_linear: bool, adds: bool) -> Operator:

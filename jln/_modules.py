@@ -294,25 +294,25 @@ def prepared(
         return f"epsilon is {epsilon!r}, not a static number that is finite and not negative"
     if (fault := _checks.too_large(float(epsilon), x.dtype)) is not None:
         return fault
-    spread: list[Any] = []
-    for name, a in (("scale", scale), ("offset", offset)):
+    spread: dict[str, Any] = {"scale": scale, "offset": offset}
+    for name, a in spread.items():
         if a is None:
-            spread.append(None)
             continue
         shape = _shape_against(x.shape, a.shape, parameter_axes)
         if shape is None:
             return f"{name} of shape {a.shape} does not fit x of shape {x.shape}"
         if any(shape[i] != 1 for i in range(x.ndim) if i not in positive):
             return f"{name} varies along axes that are not normalised"
-        spread.append(_reshaped(a, shape))
-    dtypes = [jnp.dtype(d) for d in (x.dtype, y_dtype, *(a.dtype for a in spread if a is not None))]
+        spread[name] = _reshaped(a, shape)
+    dtypes = [jnp.dtype(d) for d in (x.dtype, y_dtype, *(a.dtype for a in spread.values() if a is not None))]
     for dtype in dtypes:
         if dtype not in _checks.DTYPES or dtype != jax.dtypes.canonicalize_dtype(dtype):
             return f"{dtype} is not a dtype of the operators"
     if jnp.float64 in dtypes and len(set(dtypes)) > 1:
         return f"float64 with {min(dtypes, key=lambda d: d.itemsize)}: some of it would lose float64's digits"
-    norm = NormCall(tuple(positive), _shapes(x, *spread), float(epsilon), subtract_mean, jnp.dtype(y_dtype))
-    return Deferred(x, spread[0], spread[1], norm)
+    shapes = _shapes(x, *spread.values())
+    call = NormCall(tuple(positive), shapes, float(epsilon), subtract_mean, jnp.dtype(y_dtype))
+    return Deferred(x, **spread, call=call)
 
 
 def axes(given: int | Iterable[int]) -> tuple[int, ...]:

@@ -193,10 +193,11 @@ def _plain(layer: EquinoxLayerNorm | EquinoxRMSNorm, x: Any) -> jax.Array:
 def _prepared(layer: EquinoxLayerNorm | EquinoxRMSNorm, x: Any) -> _modules.Deferred | str:
     if not isinstance(x, jax.Array | np.ndarray) or x.shape != layer.shape:
         return f"x does not have the shape {layer.shape}"
-    parameters = [a if used else None for a, used in ((layer.weight, layer.use_weight), (layer.bias, layer.use_bias))]
-    for a, used in zip(parameters, (layer.use_weight, layer.use_bias), strict=True):
+    parameters = []
+    for a, used in ((layer.weight, layer.use_weight), (layer.bias, layer.use_bias)):
         if used and not isinstance(a, jax.Array | np.ndarray):
             return "a parameter is missing" if a is None else f"a parameter is a {type(a).__name__}, not an array"
+        parameters.append(a if used else None)
     return _modules.prepared(
         x,
         *parameters,

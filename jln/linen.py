@@ -54,6 +54,14 @@ class RMSNorm(FlaxRMSNorm):
         return call(self, super().__call__, x, mask=mask)
 
 
+# The fields below that those of the two layers are given, under the same names.
+_OF_THE_NORM = ("epsilon", "dtype", "param_dtype", "use_scale", "scale_init")
+_OF_A_DENSE = (
+    *("use_bias", "dtype", "param_dtype", "precision", "kernel_init", "bias_init", "promote_dtype"),
+    *("dot_general", "dot_general_cls"),
+)
+
+
 class _NormDense(nn.Module):
     """A norm named "norm", and behind it a `flax.linen.DenseGeneral` named "dense", or several by their own names."""
 
@@ -87,25 +95,8 @@ class _NormDense(nn.Module):
         residual, of x's shape, both are of `x + residual`, and the result is followed by this sum.
         """
         given = _modules.summed(x, residual)
-        norm = self._norm(
-            epsilon=self.epsilon,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            use_scale=self.use_scale,
-            scale_init=self.scale_init,
-            name="norm",
-        )
-        options: dict[str, Any] = {
-            "use_bias": self.use_bias,
-            "dtype": self.dtype,
-            "param_dtype": self.param_dtype,
-            "precision": self.precision,
-            "kernel_init": self.kernel_init,
-            "bias_init": self.bias_init,
-            "promote_dtype": self.promote_dtype,
-            "dot_general": self.dot_general,
-            "dot_general_cls": self.dot_general_cls,
-        }
+        norm = self._norm(**{field: getattr(self, field) for field in _OF_THE_NORM}, name="norm")
+        options: dict[str, Any] = {field: getattr(self, field) for field in _OF_A_DENSE}
         several = isinstance(self.features, tuple) and any(isinstance(a, tuple) for a in self.features)
         named: Any = self.features if several else [("dense", {"features": self.features})]
         denses = [nn.DenseGeneral(**{**options, **own}, name=name) for name, own in named]

@@ -246,11 +246,13 @@ def _prepared(layer: FlaxLayerNorm | FlaxRMSNorm, x: Any, mask: Any) -> _modules
         return "mask is given"
     if layer.axis_name is not None:
         return f"statistics are averaged over the mesh axis {layer.axis_name!r}"
-    scale, bias = (None if a is None else a[...] for a in (layer.scale, getattr(layer, "bias", None)))
-    given = (x, scale, bias) if isinstance(layer, FlaxLayerNorm) else (x, scale)
-    promoted = layer.promote_dtype(given, dtype=layer.dtype)
-    y_dtype = dtypes.canonicalize_dtype(*promoted, dtype=layer.dtype)
-    z, scale, bias = (*promoted, None)[:3]
+    scale, bias = None if layer.scale is None else layer.scale[...], None
+    if isinstance(layer, FlaxLayerNorm):
+        bias = None if layer.bias is None else layer.bias[...]
+        z, scale, bias = layer.promote_dtype((x, scale, bias), dtype=layer.dtype)
+    else:
+        z, scale = layer.promote_dtype((x, scale), dtype=layer.dtype)
+    y_dtype = dtypes.canonicalize_dtype(z, scale, bias, dtype=layer.dtype)
     if layer.promote_dtype is dtypes.promote_dtype and _is_narrower(x, z):
         z = x  # the kernels read 16 bits and compute in float32 as well
     return _modules.prepared(

@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import pathlib
+import re
 
 import pytest
 
@@ -75,6 +76,15 @@ def test_every_room_has_a_floor():
     assert {room(name) for name in MODULES} == set(FLOOR)
 
 
+def test_the_map_has_every_room():
+    """And not one that is no more."""
+    page = (ROOT.parent / "CONTRIBUTING.md").read_text().split("## The house")[1].split("\n## ")[0]
+    names = [line[4:].split("  ")[0] for line in page.splitlines() if line.startswith("    jln/")]
+    drawn = {name.removeprefix("jln/").removesuffix(".py").rstrip("/") for line in names for name in line.split(", ")}
+    assert drawn <= set(FLOOR)
+    assert [room for room in FLOOR if not re.search(rf"\b{room}(/|\.py\b)", page)] == []
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_arrows_run_downwards(name):
     upwards = {
@@ -92,6 +102,16 @@ def test_no_circles():
         for name, path in MODULES.items()
     }
     graphlib.TopologicalSorter(within).prepare()
+
+
+def test_ci_runs_every_script():
+    """Or it rots."""
+    repository = ROOT.parent
+    ran = (repository / ".ci/run").read_text()
+    ran += (repository / "benchmarks/gpu_run.sh").read_text() if "benchmarks/gpu_run.sh" in ran else ""
+    files = [*repository.glob("benchmarks/*.py"), *repository.glob("examples/*.py")]
+    scripts = [str(f.relative_to(repository)) for f in files if "__main__" in f.read_text()]
+    assert len(scripts) > 5 and [script for script in scripts if script not in ran] == []
 
 
 def test_a_circle_and_an_arrow_upwards_are_seen():

@@ -2,9 +2,14 @@
 fails on a new version, CONTRIBUTING.md's page on porting says which file to mend.
 """
 
+import ast
+import dataclasses
 import inspect
+import pathlib
+import re
 
 import jax
+import pytest
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive, jaxpr_as_fun
@@ -36,6 +41,12 @@ def test_custom_partitioning_takes_a_shardy_rule():
     assert wanted <= {*parameters(custom_partitioning.def_partition)}
 
 
+def test_jax_complains_of_devices_where_it_did():
+    from jax._src import xla_bridge
+
+    assert xla_bridge.logger.name == "jax._src.xla_bridge"
+
+
 def test_tritons_interpreter_is_made_of_what_it_was():
     from triton.runtime import interpreter
 
@@ -45,3 +56,89 @@ def test_tritons_interpreter_is_made_of_what_it_was():
     assert parameters(interpreter.InterpreterBuilder.create_dot)[:4] == ["self", "a", "b", "d"]
     assert parameters(interpreter.InterpreterBuilder.cast_impl)[:3] == ["self", "src", "dst_type"]
     assert callable(interpreter._patch_lang) and callable(interpreter._get_np_dtype)
+
+
+def test_tritons_compiler_is_asked_as_it_was():
+    """But for what makes PTX, which is jax-triton's: tests/program/test_launch.py."""
+    from triton._C import libtriton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+
+    assert parameters(ASTSource.__init__) == ["self", "fn", "signature", "constexprs", "attrs"]
+    assert parameters(ASTSource.make_ir) == ["self", "target", "options", "codegen_fns", "module_map", "context"]
+    assert parameters(ASTSource.hash) == ["self"]
+    assert [field.name for field in dataclasses.fields(GPUTarget)] == ["backend", "arch", "warp_size"]
+    assert parameters(make_backend) == ["target"]
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    asked = {"load_dialects": 1, "get_codegen_implementation": 1, "get_module_map": 0, "parse_options": 1, "hash": 0}
+    assert {name: len(parameters(getattr(backend, name))) for name in asked} == asked
+    assert callable(libtriton.get_cache_invalidating_env_vars) and callable(libtriton.ir.load_dialects)
+
+
+ROOT = pathlib.Path(__file__).parents[1]
+UNSTABLE = (
+    *("jax._src", "jax.core", "jax.custom_derivatives", "jax.experimental", "jax.extend", "jax.interpreters"),
+    *("jaxlib", "jax_triton", "triton._C", "triton.backends", "triton.compiler", "triton.runtime"),
+)
+
+
+def is_unstable(name: str) -> bool:
+    return any(name == module or name.startswith(f"{module}.") for module in UNSTABLE)
+
+
+def taken(text: str) -> set[str]:
+    """What a file imports of modules that promise nothing, their underscored names that it reads, and what it calls by
+    a string.
+    """
+    found, imported = set(), set()
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if is_unstable(alias.name)}
+        elif isinstance(node, ast.ImportFrom):
+            names = {alias.name for alias in node.names if is_unstable(f"{node.module}.{alias.name}")}
+            found |= names
+            imported |= names
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"[\w.]+", node.value):
+            found |= {node.value} if is_unstable(node.value) and "." in node.value else set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            found |= {node.attr} if isinstance(node.value, ast.Name) and node.value.id in imported else set()
+    return found
+
+
+def table() -> list[tuple[str, str]]:
+    """Of CONTRIBUTING.md's page: (what, where) of each row."""
+    page = (ROOT / "CONTRIBUTING.md").read_text().split("## Porting")[1].split("\n## ")[0]
+    rows = [line.split("|") for line in page.splitlines() if line.startswith("| ")]
+    return [(what, where) for _, _, what, where, *_ in rows]
+
+
+def listed(name: str, path: str) -> bool:
+    return any(
+        re.search(rf"`{re.escape(name)}`", what)
+        and any(path == place or path.startswith(f"{place}/") for place in re.findall("`([^`]+)`", where))
+        for what, where in table()
+    )
+
+
+FILES = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "jln").rglob("*.py"))]
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_the_page_on_porting_lists_what_a_file_takes(path):
+    assert [name for name in sorted(taken((ROOT / path).read_text())) if not listed(name, path)] == []
+
+
+def test_what_is_taken_is_seen_wherever_it_stands():
+    text = """
+def later():
+    from jax._src import core
+    from jaxlib import gpu_triton
+    import triton.backends.nvidia
+    logging.getLogger("jax._src.xla_bridge")
+    return gpu_triton._cuda_triton, self._own
+"""
+    expected = {"core", "gpu_triton", "triton.backends.nvidia", "jax._src.xla_bridge", "_cuda_triton"}
+    assert taken(text) == expected
+    assert not any(listed(name, "jln/nowhere.py") for name in expected)

@@ -15,7 +15,7 @@ from jln import reference
 from jln._bench import stacks
 from jln._bench.peers import PEERS
 from jln._bench.workloads import CPU_WORKLOADS, WORKLOADS, Workload
-from jln._catalogue import OPERATORS
+from jln._catalogue import EPSILON, OPERATORS
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
@@ -34,6 +34,24 @@ def test_the_catalogue_lists_every_operator_with_its_arrays():
             given = inspect.signature(function).parameters.values()
             of_arrays = [p for p in given if "jax.Array" in p.annotation or p.annotation in of_linears.values()]
             assert [(p.name, p.annotation) for p in of_arrays] == arrays
+
+
+def defaults(function):
+    return inspect.signature(function).parameters["epsilon"].default
+
+
+def test_every_signature_shows_the_one_default_epsilon():
+    functions = {f for o in OPERATORS.values() for f in (o.function, o.reference)}
+    assert {defaults(f) for f in functions} == {EPSILON}
+
+
+def test_modules_of_our_own_show_it_too():
+    """Those that stand for a framework's have its own."""
+    pytest.importorskip("flax")
+    from jln import linen, nnx
+
+    fused = (linen.LayerNormDense, linen.RMSNormDense, nnx.LayerNormLinear, nnx.RMSNormLinear)
+    assert {defaults(cls.__init__) for cls in fused} == {EPSILON}
 
 
 def test_names_are_unique_and_reasons_are_given():

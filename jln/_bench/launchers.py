@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jln._bench.workloads import Workload
+from jln._catalogue import EPSILON
 from jln._norm import signature as norms
 from jln._norm_linear import signature as linears
 from jln._norm_linear import tiles
@@ -27,7 +28,7 @@ def call(workload: Workload, direction: str, target: Target) -> tuple[Callable[.
 
     shapes = workload.arrays()
     axis = workload.axis % len(workload.shape) - len(workload.shape)
-    norm = norms.Norm(axis, 1e-6, workload.entry.centres, zero_centered_scale=False)
+    norm = norms.Norm(axis, EPSILON, subtract_mean=workload.entry.centres, zero_centered_scale=False)
     x, residual, scale, offset = (shapes.get(name) for name in ("x", "residual", "scale", "offset"))
     dtype = jnp.dtype(workload.dtype)
     accumulator = jnp.promote_types(dtype, jnp.float32)
@@ -35,40 +36,42 @@ def call(workload: Workload, direction: str, target: Target) -> tuple[Callable[.
     statistic = jax.ShapeDtypeStruct([1 if i == axis % x.ndim else n for i, n in enumerate(x.shape)], accumulator)
     along = [n if i == axis % x.ndim else 1 for i, n in enumerate(x.shape)]
     scale, offset = (None if p is None else jax.ShapeDtypeStruct(along, p.dtype) for p in (scale, offset))
-    mean = statistic if norm.subtract_mean else None
-    dtotal = None if residual is None else x
-    saved_statistics = None if mean is None else accumulator.name, accumulator.name
+    given: dict[str, Any] = {
+        "dtotal": None if residual is None else x,
+        "total": x,
+        "mean": statistic if norm.subtract_mean else None,
+        "rstd": statistic,
+    }
+    kept = {"mean": accumulator.name if norm.subtract_mean else None, "rstd": accumulator.name}
+    alone: dict[str, Any] = {"batch_dims": 0, "target": target}
 
-    def dtype_of(a: jax.ShapeDtypeStruct | None) -> str | None:
-        return None if a is None else a.dtype.name
-
-    def made(launcher: Callable[..., Any], settings: tuple[str, Any], dtypes: Any) -> Callable[..., Any]:
-        return functools.partial(launcher, **{settings[0]: settings[1]}, dtypes=dtypes, batch_dims=0, target=target)
+    def dtypes_of(arrays: Any) -> Any:
+        return jax.tree.map(lambda a: a.dtype.name, arrays)
 
     if workload.is_linear:
         features = workload.all_features
         kernels, y = tuple(jax.tree.leaves(shapes["kernel"])), tuple(jax.tree.leaves(shapes["y"]))
         biases = tuple(jax.tree.leaves(shapes.get("bias"))) or (None,) * len(features)
-        settings = ("settings", linears.NormLinear(norm, None, (1,) * len(features), in_one=True))
+        settings = linears.NormLinear(norm, precision=None, features=(1,) * len(features), in_one=True)
+        parameters = {"scale": scale, "offset": offset, "kernel": kernels}
         sizes = workload.rows, workload.width, sum(features), dtype.name, target.chip
         if direction == "forward" and tiles.forward_tile(*sizes) is not None:
-            dtypes = linears.Outcome((dtype.name,) * len(y), dtype_of(residual), *saved_statistics)
-            of_norm = norms.Operands(x, residual, scale=scale, offset=offset)
-            operands = linears.Operands(**of_norm._asdict(), kernel=kernels, bias=biases)
-            return made(linear_launcher.forward, settings, dtypes), operands
+            dtypes = linears.Outcome(y=dtypes_of(y), total=dtypes_of(residual), **kept)
+            operands = linears.Operands(x=x, residual=residual, bias=biases, **parameters)
+            return functools.partial(linear_launcher.forward, settings=settings, dtypes=dtypes, **alone), operands
         if direction == "backward" and tiles.backward_plan(*sizes) is not None:
-            of_each = (tuple(map(dtype_of, arrays)) for arrays in (kernels, biases))
-            dtypes = linears.Gradients(*map(dtype_of, (x, scale, offset)), *of_each)
-            operands = linears.Cotangents(y, dtotal, x, scale, offset, kernels, mean, statistic)
-            return made(linear_launcher.backward, settings, dtypes), operands
-    settings = ("norm", norm)
+            gradients = {f"d{name}": dtypes_of(a) for name, a in {"x": x, **parameters, "bias": biases}.items()}
+            dtypes = linears.Gradients(**gradients)
+            operands = linears.Cotangents(dy=y, **given, **parameters)
+            return functools.partial(linear_launcher.backward, settings=settings, dtypes=dtypes, **alone), operands
     if direction == "forward":
-        kept = saved_statistics if "backward" in workload.directions else (None, None)
-        dtypes = norms.Outcome(dtype.name, dtype_of(residual), *kept)
-        return made(norm_launcher.forward, settings, dtypes), norms.Operands(x, residual, scale=scale, offset=offset)
+        kept = kept if "backward" in workload.directions else {"mean": None, "rstd": None}
+        dtypes = norms.Outcome(y=dtype.name, total=dtypes_of(residual), **kept)
+        operands = norms.Operands(x=x, residual=residual, scale=scale, offset=offset)
+        return functools.partial(norm_launcher.forward, norm=norm, dtypes=dtypes, **alone), operands
     # Behind the products of a Linear, dz, in the dtype in which they leave it, and its z is made again.
     dy = jax.ShapeDtypeStruct(x.shape, accumulator) if workload.is_linear and dtype != jnp.bfloat16 else x
     y_dtype = dtype.name if workload.is_linear else None
-    gradients = norms.Gradients(dtype.name, dtype_of(scale), dtype_of(offset), y_dtype)
-    read = norms.Cotangents(dy, dtotal, x, scale, offset if workload.is_linear else None, mean, statistic)
-    return made(norm_launcher.backward, settings, gradients), read
+    dtypes = norms.Gradients(dx=dtype.name, dscale=dtypes_of(scale), doffset=dtypes_of(offset), y=y_dtype)
+    operands = norms.Cotangents(dy=dy, scale=scale, offset=offset if workload.is_linear else None, **given)
+    return functools.partial(norm_launcher.backward, norm=norm, dtypes=dtypes, **alone), operands

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jln._accuracy import Accuracy, Judge
 from jln._bench import numerics, timing, trace
 from jln._bench.blocks import Block
-from jln._bench.parts import Unsupported
+from jln._bench.parts import Unsupported, one_line
 from jln._bench.peers import Peer
 from jln._bench.timing import Run, Times
 from jln._bench.workloads import Workload
@@ -60,7 +60,7 @@ def measure(workload: Workload, peers: Sequence[Peer], platform: str, procedure:
         except Unsupported as error:
             why = str(error)
         except Exception as error:  # whatever a peer raises is its own affair, and the others' are measured
-            records.append(without(workload, peer, "failed", _one_line(error)))
+            records.append(without(workload, peer, "failed", one_line(error)))
         if why is not None:
             records.append(without(workload, peer, "skipped", why))
     programs: list[PeerProgram] = []
@@ -70,7 +70,7 @@ def measure(workload: Workload, peers: Sequence[Peer], platform: str, procedure:
         try:
             programs += finish(job.result())
         except Exception as error:
-            records.append(without(workload, peer, "failed", _one_line(error)))
+            records.append(without(workload, peer, "failed", one_line(error)))
     if programs:
         judge = numerics.judge(workload, arguments, cotangents)
         checked = [(program, *_checked(workload, program, judge)) for program in programs]
@@ -89,10 +89,6 @@ def measure(workload: Workload, peers: Sequence[Peer], platform: str, procedure:
 def without(workload: Workload, peer: Peer, status: str, reason: str) -> dict[str, Any]:
     """The record of a peer that has no program."""
     return {"workload": workload.name, "peer": peer.name, "direction": None, "status": status, "reason": reason}
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def function_of(workload: Workload, peer: Peer) -> Callable[..., Any]:
@@ -150,9 +146,15 @@ def _jax_programs(workload, peer, platform, function, arguments, cotangents) -> 
 
         jobs["saved"] = saved, tuple(arguments)
         jobs["backward"] = backward, ()
-        jobs["both"] = workload.step(function), (*arguments, *cotangents)
+        step, step_arguments = workload.step(function), (*arguments, *cotangents)
+        jobs["both"] = step, step_arguments
         if platform == "cpu":
-            jobs["gradient"] = lambda *arrays: workload.step(function)(*arrays)[1:], jobs["both"][1]
+
+            def gradient(*arrays):
+                _, gradients = step(*arrays)
+                return gradients
+
+            jobs["gradient"] = gradient, step_arguments
     lowered: dict[str, jax.stages.Lowered] = {}
     for direction, (f, given) in jobs.items():
         if direction == "backward":
@@ -182,10 +184,11 @@ def identifier(name: str) -> str:
 
 
 def _program(peer: Peer, direction: str, compiled: jax.stages.Compiled, given: Sequence[Any]) -> PeerProgram:
-    memory = compiled.memory_analysis()
-    sizes = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes) if memory else None
+    peak = temporary = None
+    if memory := compiled.memory_analysis():
+        temporary = memory.temp_size_in_bytes
+        peak = memory.argument_size_in_bytes + memory.output_size_in_bytes + temporary
     run = Run(identifier(f"{peer.name}_{direction}"), lambda: compiled(*given))
-    peak, temporary = (sum(sizes), sizes[2]) if sizes else (None, None)
     return PeerProgram(peer, direction, run, lambda: jax.tree.leaves(compiled(*given)), peak, temporary)
 
 
@@ -194,7 +197,7 @@ def _checked(workload: Workload, program: PeerProgram, judge: Judge) -> tuple[st
     try:
         worst = numerics.worst(judge, workload, program.direction, program.outputs())
     except Exception as error:
-        return "failed", None, _one_line(error)
+        return "failed", None, one_line(error)
     if worst.ok:
         return "timed", worst, ""
     return "wrong", worst, f"{worst.name} is off by {worst.error:.2e}, {worst.limit:.2e} is allowed"

@@ -57,8 +57,8 @@ def reference(workload: Workload, rounded: bool) -> Callable[..., jax.Array]:
         return workload.of(reference(qkv, rounded), reference(add, rounded))
     if not workload.entry.adds:
         return workload.function(jln.reference)
-    total_dtype, options = workload.dtype if rounded else None, {} if workload.is_linear else {"axis": workload.axis}
-    return workload.in_order(_accuracy.of_sum(workload.entry, total_dtype, **options))
+    total_dtype = workload.dtype if rounded else None
+    return workload.in_order(_accuracy.of_sum(workload.entry, total_dtype, **workload.axis_option))
 
 
 def judge(workload: Workload, arguments: Sequence[Any], cotangents: Sequence[Any]) -> Judge:

@@ -45,6 +45,11 @@ def linears(z: Any, kernel: Any, bias: Any, linear: Callable[..., Any]) -> Any:
     return tuple(linear(z, k, b) for k, b in zip(kernel, bias or (None,) * len(kernel), strict=True))
 
 
+def one_line(error: Exception) -> str:
+    """Another library's errors run over many."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
 def version(distribution: str) -> str | None:
     """None where it is not installed."""
     try:

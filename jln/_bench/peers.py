@@ -31,6 +31,8 @@ class Peer:
     on_cpu: bool = True
     of_norms: bool = True
 
+    is_ours = property(lambda self: self.package == "jln")
+
     def missing(self, platform: str) -> str | None:
         """Why it cannot be measured here; None where it can."""
         if importlib.util.find_spec(self.package) is None:
@@ -41,10 +43,10 @@ class Peer:
 
 
 def _norm_and_products(workload: Workload) -> Callable[..., Any]:
-    if not workload.is_linear:
-        raise Unsupported("a norm by itself is jln's own")
     entry = workload.entry
-    norm = getattr(jln, workload.operator.removesuffix("_linear"))
+    if entry.norm is None:
+        raise Unsupported("a norm by itself is jln's own")
+    norm = entry.norm.function
 
     def function(*arguments):
         given = dict(zip(workload.signature.names, arguments, strict=True))
@@ -58,7 +60,7 @@ def _norm_and_products(workload: Workload) -> Callable[..., Any]:
 
 
 def _jnp(workload: Workload) -> Callable[..., Any]:
-    options: dict[str, Any] = {} if workload.is_linear else {"axis": workload.axis}
+    options = workload.axis_option
 
     # `jln.reference`'s fused operators sum and keep more than who writes this does, and its `add_*` round the sum.
     def norm(x, scale, offset):

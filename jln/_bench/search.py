@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jln._bench import launchers, timing
+from jln._bench.parts import one_line
 from jln._bench.timing import Run
 from jln._bench.workloads import Workload
 from jln._catalogue import DIRECTIONS, fullest
@@ -147,7 +148,8 @@ def compiled(call: LauncherCall, key: Key, tiles: Tiles, chip: Chip) -> Verdict:
     """What the compiler makes of the call with these tiles, and of a call that has all there is: others will."""
     worst = Verdict()
     for each in (_fullest(call), call):
-        for made in _recorded(each, {key: tiles}, chip)[0]:
+        launches, _ = _recorded(each, {key: tiles}, chip)
+        for made in launches:
             try:
                 r = compiler.compile_launch(made)
             except Exception as error:  # of whatever kind: the tile is not for this kernel
@@ -207,10 +209,14 @@ def _tried(function: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return function(*arguments)
     except Exception as error:  # of the compiler's or the driver's, about one candidate
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return one_line(error)
 
 
-def difference(got: Any, expected: Any, workload: Workload) -> str | None:
+class Wrong(str):
+    """The reason why a program is not timed whose numbers are not those of the heuristics' tiles."""
+
+
+def difference(got: Any, expected: Any, workload: Workload) -> Wrong | None:
     """What is wrong with `got`; None if it differs by the order of sums: sums of n terms by about sqrt(n) roundings of
     the arithmetic, here of at most 8 factors each, and what is rounded to 16 bits, or to TF32 for a product, by two.
     """
@@ -222,7 +228,7 @@ def difference(got: Any, expected: Any, workload: Workload) -> str | None:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
         error, largest = float(jnp.max(jnp.abs(a - b))), float(jnp.max(jnp.abs(b)))
         if not error <= allowed * largest:
-            return f"WRONG: result {i} is off by {error:.2e} of {largest:.2e}"
+            return Wrong(f"WRONG: result {i} is off by {error:.2e} of {largest:.2e}")
     return None
 
 
@@ -246,12 +252,12 @@ def fastest(question: Question, choices: Sequence[Tiles], chip: Chip, clock: Clo
 
     def times(call: LauncherCall, tried: Sequence[Tiles]) -> tuple[float, dict[str, float]]:
         """-> (the heuristics' time, the others')"""
-        runs = prepared(call, question.key, [question.heuristic, *tried], chip)
-        if isinstance(runs[0], str):
-            raise RuntimeError(f"{call.name}: {runs[0]}")
-        failed.update({identified(t): run for t, run in zip(tried, runs[1:], strict=True) if isinstance(run, str)})
-        taken = clock([run for run in runs if isinstance(run, Run)])
-        return taken.pop(runs[0].name), taken
+        own, *others = prepared(call, question.key, [question.heuristic, *tried], chip)
+        if isinstance(own, str):
+            raise RuntimeError(f"{call.name}: {own}")
+        failed.update({identified(t): run for t, run in zip(tried, others, strict=True) if isinstance(run, str)})
+        taken = clock([own, *(run for run in others if isinstance(run, Run))])
+        return taken.pop(own.name), taken
 
     first, *_ = question.calls
     old, taken = times(first, choices)

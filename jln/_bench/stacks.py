@@ -179,7 +179,8 @@ STACKS = {
 # This library's. A projection is the norm and the Linears behind it: (norm's parameters, the Linears', x, branch) ->
 # (features of each, x + branch); branch, what the layer before would have added to x, or None at the beginning.
 Linears = Sequence[Any]
-Projection = Callable[[Any, Linears, jax.Array, jax.Array | None], tuple[tuple[jax.Array, ...], jax.Array]]
+Projected = tuple[tuple[jax.Array, ...], jax.Array]
+Projection = Callable[[Any, Linears, jax.Array, jax.Array | None], Projected]
 
 
 def linear(parameters: Any, x: jax.Array) -> jax.Array:
@@ -189,56 +190,48 @@ def linear(parameters: Any, x: jax.Array) -> jax.Array:
 
 def add_and_norm(norm: Any, x: jax.Array, branch: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """-> (z, x + branch)"""
+    parameters = _norm_parameters(norm)
     if branch is None:
-        if "bias" in norm:
-            return jln.layer_norm(x, norm["scale"], norm["bias"], epsilon=EPSILON), x
-        return jln.rms_norm(x, norm["scale"], epsilon=EPSILON), x
-    if "bias" in norm:
-        return jln.add_layer_norm(branch, x, norm["scale"], norm["bias"], epsilon=EPSILON)
-    return jln.add_rms_norm(branch, x, norm["scale"], epsilon=EPSILON)
+        operator: Any = jln.layer_norm if "bias" in norm else jln.rms_norm
+        return operator(x, *parameters, epsilon=EPSILON), x
+    operator = jln.add_layer_norm if "bias" in norm else jln.add_rms_norm
+    return operator(branch, x, *parameters, epsilon=EPSILON)
 
 
-def add_norm(
-    norm: Any, linears: Linears, x: jax.Array, branch: jax.Array | None
-) -> tuple[tuple[jax.Array, ...], jax.Array]:
+def _norm_parameters(norm: Any) -> tuple[Any, ...]:
+    """Scale and offset, or scale."""
+    return tuple(norm[name] for name in ("scale", "bias") if name in norm)
+
+
+def add_norm(norm: Any, linears: Linears, x: jax.Array, branch: jax.Array | None) -> Projected:
     """By `add_layer_norm` or `add_rms_norm`, which keep z for the Linears' backward pass."""
     z, x = add_and_norm(norm, x, branch)
     return tuple(linear(p, z) for p in linears), x
 
 
-def norm_linear(
-    norm: Any, linears: Linears, x: jax.Array, branch: jax.Array | None
-) -> tuple[tuple[jax.Array, ...], jax.Array]:
+def norm_linear(norm: Any, linears: Linears, x: jax.Array, branch: jax.Array | None) -> Projected:
     """By `layer_norm_linear` or `rms_norm_linear`, which do not; the sum is XLA's."""
     x = x if branch is None else x + branch
-    parameters, linears = _norms_and_linears(norm, linears, x.dtype)
     operator: Any = jln.layer_norm_linear if "bias" in norm else jln.rms_norm_linear
-    return operator(x, *parameters, *linears, epsilon=EPSILON), x
+    return operator(x, *_norm_parameters(norm), *_of_all(linears, x.dtype), epsilon=EPSILON), x
 
 
-def add_norm_linear(
-    norm: Any, linears: Linears, x: jax.Array, branch: jax.Array | None
-) -> tuple[tuple[jax.Array, ...], jax.Array]:
+def add_norm_linear(norm: Any, linears: Linears, x: jax.Array, branch: jax.Array | None) -> Projected:
     """By `add_layer_norm_linear` or `add_rms_norm_linear`, where there is something to add."""
     if branch is None:
         return norm_linear(norm, linears, x, None)
-    parameters, linears = _norms_and_linears(norm, linears, x.dtype)
     operator: Any = jln.add_layer_norm_linear if "bias" in norm else jln.add_rms_norm_linear
-    return operator(branch, x, *parameters, *linears, epsilon=EPSILON)
+    return operator(branch, x, *_norm_parameters(norm), *_of_all(linears, x.dtype), epsilon=EPSILON)
 
 
-def _norms_and_linears(norm: Any, linears: Linears, dtype: Any) -> tuple[tuple[Any, ...], tuple[Any, Any]]:
-    """-> (scale and offset, or scale; kernels and biases, in the dtype of x)"""
-
-    def of_all(name: str) -> Any:
-        return tuple(p[name].astype(dtype) for p in linears) if name in linears[0] else None
-
-    return tuple(norm[name] for name in ("scale", "bias") if name in norm), (of_all("kernel"), of_all("bias"))
+def _of_all(linears: Linears, dtype: Any) -> list[Any]:
+    """Kernels and biases, in the dtype of x."""
+    return [
+        tuple(p[name].astype(dtype) for p in linears) if name in linears[0] else None for name in ("kernel", "bias")
+    ]
 
 
-def no_norm(
-    _: Any, linears: Linears, x: jax.Array, branch: jax.Array | None
-) -> tuple[tuple[jax.Array, ...], jax.Array]:
+def no_norm(_: Any, linears: Linears, x: jax.Array, branch: jax.Array | None) -> Projected:
     """What would be left if norms cost nothing, and kept XLA from nothing: a bound, and no model."""
     x = x if branch is None else x + branch
     return tuple(linear(p, x) for p in linears), x

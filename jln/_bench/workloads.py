@@ -55,6 +55,8 @@ class Workload:
         """Of every Linear."""
         return self.features if isinstance(self.features, tuple) else () if self.features is None else (self.features,)
 
+    axis_option = property(lambda self: {} if self.is_linear else {"axis": self.axis})
+    shape_text = property(lambda self: "x".join(map(str, self.shape)))
     features_text = property(lambda self: "+".join(map(str, self.all_features)))
 
     def sizes(self) -> dict[str, Any]:
@@ -77,7 +79,7 @@ class Workload:
 
     def function(self, module: Any = jln) -> Callable[..., Any]:
         """The operator of `jln` or of `jln.reference`, told the axis, of this workload's arguments in order."""
-        return self.in_order(getattr(module, self.operator), **({} if self.is_linear else {"axis": self.axis}))
+        return self.in_order(getattr(module, self.operator), **self.axis_option)
 
     def in_order(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         """Likewise a function of the operator's arguments by name."""

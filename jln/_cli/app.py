@@ -4,7 +4,6 @@ for output that cannot be written, and 141 without a word, as of any program, wh
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ import typer
 
 from jln import _interrupt
 from jln._cli import bench, check, doctor, report, tune
-from jln._cli.console import UserError, complain
+from jln._cli.console import UserError, complain, drop
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "check": check.command,
@@ -44,12 +43,12 @@ def run(arguments: Sequence[str]) -> int:
         if sys.stdout is not None:  # as of `>&-`
             sys.stdout.flush()  # here, where a failure can be told, and not when Python ends
     except (BrokenPipeError, SystemExit):  # the latter is what rich makes of the former
-        _drop_output()
+        drop(sys.stdout)
         return 128 + signal.SIGPIPE
     except OSError as error:
         if error.filename is not None:  # of another file than stdout
             raise
-        _drop_output()
+        drop(sys.stdout)
         return complain(f"cannot write the output: {error.strerror or error}")
     return status
 
@@ -78,10 +77,3 @@ def _run(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return complain("interrupted", status=130)
     return 0
-
-
-def _drop_output() -> None:
-    """What is still buffered goes nowhere, or Python would try again when it ends, and print a traceback."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)

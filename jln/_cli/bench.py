@@ -76,7 +76,7 @@ def command(
 
 
 def _list() -> None:
-    rows = [(name, w.operator, "x".join(map(str, w.shape)), w.dtype, w.why) for name, w in ALL.items()]
+    rows = [(name, w.operator, w.shape_text, w.dtype, w.why) for name, w in ALL.items()]
     print_table("Workloads", ("", "operator", "x", "dtype", ""), rows, left=(0, 1, 2, 3, 4))
     print_table("Peers", ("", ""), [(p.name, p.what) for p in PEERS.values()], left=(0, 1))
 
@@ -188,7 +188,7 @@ def _print(results: dict[str, Any], device: str) -> None:
     times = found_in.relative(results["records"])
     for name in dict.fromkeys(r["workload"] for r in results["records"]):
         w = ALL[name]
-        size = "x".join(map(str, w.shape)) + (f" -> {features}" if (features := w.features_text) else "")
+        size = w.shape_text + (f" -> {features}" if (features := w.features_text) else "")
         rows = [_row(r, times) for r in results["records"] if r["workload"] == name]
         print_table(f"{name}: {w.operator} of {size} in {w.dtype}. {w.why}", HEADER, rows, left=(0, 1, len(HEADER) - 1))
     for line in found_in.summary(results["records"]):

@@ -12,14 +12,13 @@ import numpy as np
 import typer
 
 from jln import reference
-from jln._accuracy import Accuracy
 from jln._bench import timing
-from jln._catalogue import DIRECTIONS, OPERATORS, Operator
+from jln._catalogue import DIRECTIONS, EPSILON, OPERATORS, Operator
 from jln._cli import controls
 from jln._cli.console import UserError, known, print_json, print_note, print_table, progress
 from jln._cli.devices import Device, described, devices, implementations, interpret_without_a_gpu
 from jln._cli.samples import DTYPES, Dtype, Implementation, Init, JudgedSample, Sample, ours, plain
-from jln._testing.report import finite_or_text
+from jln._testing.report import for_json
 from jln.testing import Report, check_hvp, check_vjp
 
 DEFAULT_SHAPE = "64x1024"
@@ -29,8 +28,16 @@ NORM_SIZES = (((37, 100), 0), ((3, 20000), 0))
 LINEAR_SIZES = (((37, 100), 64), ((16, 200), (300, 40)))
 # What the interpreter does in some ten seconds.
 INTERPRETED_ELEMENTS = 2**21
-# Those of `Accuracy`, in its order, and the verdict.
-ACCURACY_COLUMNS = ("result", "largest", "error", "plain jnp's", "limit", "rms error", "plain jnp's", "limit", "")
+# From the fields of `Accuracy` to what stands above them.
+ACCURACY_COLUMNS = {
+    "largest": "largest",
+    "error": "error",
+    "plain_error": "plain jnp's",
+    "limit": "limit",
+    "rms_error": "rms error",
+    "rms_plain_error": "plain jnp's",
+    "rms_limit": "limit",
+}
 
 
 def command(
@@ -66,7 +73,8 @@ def command(
     interpret_without_a_gpu()
     chosen = [(d, _runnable(d, implementation)) for d in devices(device)]
     if not any(runnable for _, (runnable, _) in chosen):
-        raise UserError(next(f"{name} cannot run: {why}" for name, why in chosen[0][1][1].items()))
+        _, (_, why_not) = chosen[0]
+        raise UserError(next(f"{name} cannot run: {why}" for name, why in why_not.items()))
     good = _check_one(sample, chosen, time, as_json) if sample else _check_all(chosen, seed, as_json)
     raise typer.Exit(0 if good else 1)
 
@@ -141,8 +149,12 @@ def _check_one(sample: Sample, chosen: list[tuple[Device, Any]], time: bool, as_
         if "note" in entry:
             print_note(f"{where}: {entry['note']}")
             continue
-        lines = [(a.name, *(f"{v:.2e}" for v in dataclasses.astuple(a)[1:]), _verdict(a.ok)) for a in entry["accuracy"]]
-        print_table(where, ACCURACY_COLUMNS, lines, left=(0, len(ACCURACY_COLUMNS) - 1))
+        header = ("result", *ACCURACY_COLUMNS.values(), "")
+        lines = [
+            (a.name, *(f"{getattr(a, field):.2e}" for field in ACCURACY_COLUMNS), "ok" if a.ok else "WRONG")
+            for a in entry["accuracy"]
+        ]
+        print_table(where, header, lines, left=(0, len(header) - 1))
         if entry["time"]:
             print_table(
                 f"{where}, timed (every tensor moved once)",
@@ -158,11 +170,7 @@ def _check_one(sample: Sample, chosen: list[tuple[Device, Any]], time: bool, as_
 
 def _as_json(entry: dict[str, Any]) -> dict[str, Any]:
     lines = entry.get("accuracy")
-    return entry if lines is None else {**entry, "accuracy": [_plain(a) for a in lines]}
-
-
-def _plain(a: Accuracy) -> dict[str, Any]:
-    return {k: finite_or_text(v) for k, v in dataclasses.asdict(a).items()} | {"ok": a.ok}
+    return entry if lines is None else {**entry, "accuracy": [for_json(a) | {"ok": a.ok} for a in lines]}
 
 
 def _timed(sample: Sample, device: Device, implementation: str) -> dict[str, dict[str, float]]:
@@ -177,10 +185,6 @@ def _timed(sample: Sample, device: Device, implementation: str) -> dict[str, dic
         moved, operations, took = sample.bytes_once(direction), sample.operations(direction), timing.seconds(run)
         times[direction] = {"seconds": took, "gb_per_s": moved / took / 1e9, "tflop_per_s": operations / took / 1e12}
     return times
-
-
-def _verdict(ok: bool) -> str:
-    return "ok" if ok else "WRONG"
 
 
 # All operators
@@ -218,7 +222,7 @@ def _check_all(chosen: list[tuple[Device, Any]], seed: int, as_json: bool) -> bo
             {
                 "device": described(device),
                 "not_run": why_not,
-                "checks": [_cell_as_json(c) for c in found[described(device)]],
+                "checks": list(map(for_json, found[described(device)])),
             }
             for device, (_, why_not) in chosen
         ]
@@ -250,10 +254,6 @@ def _check_all(chosen: list[tuple[Device, Any]], seed: int, as_json: bool) -> bo
     return good
 
 
-def _cell_as_json(cell: Cell) -> dict[str, Any]:
-    return {**dataclasses.asdict(cell), "part": finite_or_text(cell.part)}
-
-
 def _controls(seed: int) -> dict[str, bool]:
     """Whether each wrong rule is rejected, and a right one in the same dress accepted."""
     random = np.random.default_rng(seed)
@@ -266,7 +266,7 @@ def _controls(seed: int) -> dict[str, bool]:
 
 
 def _layer_norm(x: jax.Array, scale: jax.Array, offset: jax.Array) -> jax.Array:
-    return reference.layer_norm(x, scale, offset, epsilon=controls.EPSILON)
+    return reference.layer_norm(x, scale, offset, epsilon=EPSILON)
 
 
 def _cells(

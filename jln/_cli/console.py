@@ -35,10 +35,15 @@ def known(what: str, names: Iterable[str], among: Iterable[str], hint: str | Non
 def complain(message: str, status: int = 2) -> int:
     try:
         print(f"jln: {' '.join(message.split())}", file=sys.stderr, flush=True)
-    except OSError:  # a full disk: what is still buffered goes nowhere, or Python would try again when it ends
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stderr.fileno())
+    except OSError:  # a full disk
+        drop(sys.stderr)
     return status
+
+
+def drop(stream: Any) -> None:
+    """What is still buffered goes nowhere, or Python would try again when it ends, and print a traceback."""
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def print_table(

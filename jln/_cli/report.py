@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 from unittest import mock
 
 import jax
@@ -13,9 +13,9 @@ import typer
 
 import jln
 from jln import program
-from jln._bench.parts import Unsupported, version
+from jln._bench.parts import Unsupported, one_line, version
 from jln._bench.peers import PEERS
-from jln._bench.stacks import PRODUCTS, STACKS, Stack, losses
+from jln._bench.stacks import OURS, PRODUCTS, STACKS, Stack, losses
 from jln._bench.workloads import WORKLOADS, Workload
 from jln._cli.console import UserError, known, print_json, print_note, print_table, progress
 from jln._triton import target
@@ -56,7 +56,7 @@ def command(
     workloads = [WORKLOADS[n] for n in names if n in WORKLOADS]
     stacks = [(STACKS[n], products) for n in names if n in STACKS for products in PRODUCTS]
 
-    failures: list[str] = []
+    failures: list[Failure] = []
     jobs = [(w, [p for p in compared if w.is_linear or PEERS[p].of_norms]) for w in workloads]
     with progress(sum(len(by) for _, by in jobs) + sum(len(losses(stack)) for stack, _ in stacks)) as begin:
         count = _Counting(chip, begin, failures)
@@ -66,13 +66,20 @@ def command(
         print_json(_json(chip, sizes, steps, skipped, failures))
     else:
         _print(chip, sizes, steps, skipped, failures)
-    raise typer.Exit(1 if any(f.startswith("jln") for f in failures) else 0)
+    raise typer.Exit(1 if any(f.is_ours for f in failures) else 0)
+
+
+class Failure(NamedTuple):
+    """A program that there is not. is_ours: whether it would be this library's, whose every program must compile."""
+
+    text: str
+    is_ours: bool
 
 
 class _Counting:
     """Compiles, and tells `begin` first; what does not compile goes into `failures`."""
 
-    def __init__(self, chip: str, begin: Callable[[str], None], failures: list[str]):
+    def __init__(self, chip: str, begin: Callable[[str], None], failures: list[Failure]):
         self._chip, self._begin, self._failures = chip, begin, failures
 
     def workload(self, workload: Workload, peers: list[str]) -> dict[str, program.CompiledProgram]:
@@ -87,9 +94,9 @@ class _Counting:
                     raise Unsupported("it falls back to jnp")
                 found[peer] = report
             except Unsupported as why:
-                self._failures.append(f"{peer} has no {workload.name}: {why}")
+                self._failures.append(Failure(f"{peer} has no {workload.name}: {why}", PEERS[peer].is_ours))
             except Exception as error:  # another library's trouble with one size must not hide all the others
-                self._fail(peer, workload.name, error)
+                self._fail(peer, workload.name, error, PEERS[peer].is_ours)
         return found
 
     def stack(self, stack: Stack, products: str) -> dict[str, program.CompiledProgram]:
@@ -105,12 +112,11 @@ class _Counting:
                     compiler_options=PRODUCTS[products],
                 )
             except Exception as error:
-                self._fail(name, f"{stack.name}, products by {products}", error)
+                self._fail(name, f"{stack.name}, products by {products}", error, name in OURS)
         return found
 
-    def _fail(self, whose: str, what: str, error: Exception) -> None:
-        first = next(iter(str(error).splitlines()), "")
-        self._failures.append(f"{whose} does not compile for {what}: {type(error).__name__}: {first[:200]}")
+    def _fail(self, whose: str, what: str, error: Exception, is_ours: bool) -> None:
+        self._failures.append(Failure(f"{whose} does not compile for {what}: {one_line(error)}", is_ours))
 
 
 @contextlib.contextmanager
@@ -161,7 +167,7 @@ def _json(chip, sizes, steps, skipped, failures) -> dict[str, Any]:
             for stack, products, found in steps
         ],
         "skipped": skipped,
-        "failures": failures,
+        "failures": [failure.text for failure in failures],
     }
 
 
@@ -172,24 +178,20 @@ def _print(chip, sizes, steps, skipped, failures) -> None:
         print_table(_title(sizes), header, [row for w, found in sizes for row in _rows(w, found)], left=(0, 1, 2, 4))
     for stack, products, found in steps:
         print_table(
-            f"{stack.name}: {stack.layers} layers, x {_size(stack.shape)}, hidden {stack.hidden}; {stack.why}; "
-            f"products by {products}",
+            f"{stack.name}: {stack.layers} layers, x {'x'.join(map(str, stack.shape))}, hidden {stack.hidden}; "
+            f"{stack.why}; products by {products}",
             ("by", "kernels", "MB", "MB outside products", "than Flax", "temporary MB", "than Flax"),
             _stack_rows(found),
         )
     for peer, why in skipped.items():
         print_note(f"Skipped {peer}: {why}.")
     for failure in failures:
-        print_note(failure, wrong=failure.startswith("jln"))
+        print_note(failure.text, wrong=failure.is_ours)
 
 
 def _title(sizes: list[tuple[Workload, Any]]) -> str:
     only = {w.directions for w, _ in sizes}
     return f"{'Forward' if only == {('forward',)} else 'Forward + backward (decode: forward)'}, results returned"
-
-
-def _size(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape))
 
 
 def _rows(workload: Workload, found: dict[str, program.CompiledProgram]) -> list[tuple[str, ...]]:
@@ -198,7 +200,7 @@ def _rows(workload: Workload, found: dict[str, program.CompiledProgram]) -> list
         (
             workload.name,
             workload.operator,
-            _size(workload.shape),
+            workload.shape_text,
             workload.features_text or "-",
             peer,
             str(report.launches),

@@ -14,7 +14,8 @@ import numpy as np
 
 from jln import _accuracy, _catalogue
 from jln._accuracy import Accuracy, Judge
-from jln._catalogue import EPSILON, OPERATORS, Array, Operator, Several
+from jln._bench.workloads import Workload
+from jln._catalogue import EPSILON, OPERATORS, Array, Operator
 from jln._cli.devices import Device
 
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
@@ -59,20 +60,19 @@ class Sample:
     seed: int = 0
 
     def __str__(self) -> str:
-        size = "x".join(map(str, self.shape))
-        features = f" -> {'+'.join(map(str, self._all_features))} features" if self.operator.is_linear else ""
-        return f"{self.operator.name} of {size}{features} in {self.dtype}, {self.init} (seed {self.seed})"
+        w = self._workload
+        features = f" -> {w.features_text} features" if w.is_linear else ""
+        return f"{w.operator} of {w.shape_text}{features} in {self.dtype}, {self.init} (seed {self.seed})"
 
     @property
-    def _all_features(self) -> tuple[int, ...]:
-        return self.features if isinstance(self.features, tuple) else (self.features,)
+    def _workload(self) -> Workload:
+        """Of this size, all in one dtype."""
+        name = self.operator.name
+        return Workload(name, name, self.shape, "", self.features, dtype=self.dtype, parameter_dtype=self.dtype)
 
     @property
     def _shapes(self) -> dict[str, Any]:
-        several = isinstance(self.features, tuple)
-        features = Several((n,) for n in self._all_features) if several else self._all_features
-        sizes = _catalogue.sizes(self.shape, -1, features)
-        return {a.name: a.of(sizes, self.dtype, self.dtype) for a in self.operator.arrays}
+        return self._workload.arrays()
 
     def _split(self, arrays: list[Any]) -> tuple[list[Any], Any]:
         count = len(self.operator.arguments)
@@ -122,11 +122,11 @@ class Sample:
 
     def bytes_once(self, direction: str) -> int:
         """Every tensor once: what is read, and written, if nothing is read twice."""
-        return self.operator.bytes_once(self._shapes, direction)
+        return self._workload.bytes_once(direction)
 
     def operations(self, direction: str) -> int:
         """Each addition and each multiplication counted as one."""
-        return self.operator.operations(math.prod(self.shape), sum(self._all_features), direction)
+        return self.operator.operations(math.prod(self.shape), sum(self._workload.all_features), direction)
 
 
 @functools.partial(jax.jit, static_argnums=0)

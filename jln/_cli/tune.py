@@ -181,7 +181,7 @@ def _found(question: Question, found: Found, candidates: int, sound: int) -> lis
     counts = (str(candidates), str(sound), str(found.timed))
     fastest = "" if found.tiles is None else written(found.tiles)
     ratio = "" if found.tiles is None else f"{found.ratio:.3f}"
-    wrong = next((why for why in found.failed.values() if why.startswith("WRONG")), "")
+    wrong = next((why for why in found.failed.values() if isinstance(why, search.Wrong)), "")
     return [described(question), written(question.heuristic), *counts, fastest, ratio, wrong]
 
 

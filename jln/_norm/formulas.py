@@ -184,13 +184,13 @@ def forward(
     h_axes: MeshAxes = (),
 ) -> Outcome:
     """Normalise `x` or, if there is a residual, the sum of (23), by terms (1) to (4)."""
-    x, residual, x_bias, gate, row_gate, scale, offset = operands
+    x, residual, scale, offset, *branch = operands
     batch = common_batch(batch_dims, *operands)
     total = None
     if residual is not None:
         total_dtype = jnp.promote_types(x.dtype, residual.dtype)
         dtype = compute_dtype(total_dtype)
-        total = _branch(Branch(x, x_bias, gate, row_gate), dtype) + residual.astype(dtype)  # (23)
+        total = _branch(Branch(x, *branch), dtype) + residual.astype(dtype)  # (23)
         # On every platform, or XLA elides the rounding to 16 bits and norms the unrounded sum.
         x = total = lax.optimization_barrier(total.astype(total_dtype))
     y, mean, rstd = normalise(x, scale, offset, norm, keep=dtypes.rstd is not None, fence=fence, h_axes=h_axes)

@@ -132,7 +132,7 @@ _SUMS = ("dscale", "doffset", "dx_bias", "dgate")
 
 
 def forward(operands: Operands, norm: Norm, dtypes: Outcome, batch_dims: int, target: Target) -> Outcome:
-    x, residual, x_bias, gate, row_gate, scale, offset = operands
+    x, residual, scale, offset, x_bias, gate, row_gate = operands
     batch_dims += norm.examples
     parameters = (x_bias, gate, scale, offset)
     g = _geometry((x, residual, row_gate), parameters, norm.axis, batch_dims, per_example_gradients=False)

@@ -176,7 +176,15 @@ def of_operands(found: Any, gated: bool, wanted: Any) -> Operands:
     dx, dresidual = (
         None if d is None or a is None else a.astype(d) for d, a in ((wanted.x, found.dx), (wanted.residual, dresidual))
     )
-    return Operands(dx, dresidual, found.dx_bias, found.dgate, found.drow_gate, found.dscale, found.doffset)
+    return Operands(
+        x=dx,
+        residual=dresidual,
+        scale=found.dscale,
+        offset=found.doffset,
+        x_bias=found.dx_bias,
+        gate=found.dgate,
+        row_gate=found.drow_gate,
+    )
 
 
 def _gradients(settings: Settings, saved: Saved, cotangents: Results, wanted: Operands) -> Operands:

@@ -42,11 +42,11 @@ class Operands(NamedTuple):
 
     x: Any
     residual: Any = None
+    scale: Any = None
+    offset: Any = None
     x_bias: Any = None
     gate: Any = None
     row_gate: Any = None
-    scale: Any = None
-    offset: Any = None
 
     @property
     def gated(self) -> bool:

@@ -47,13 +47,13 @@ class Operands(NamedTuple):
 
     x: Any
     residual: Any
-    x_bias: Any
-    gate: Any
-    row_gate: Any
     scale: Any
     offset: Any
     kernel: Any
     bias: Any
+    x_bias: Any = None
+    gate: Any = None
+    row_gate: Any = None
 
     @property
     def of_norm(self) -> norm.Operands:

@@ -166,8 +166,7 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; what is not finite is text there."""
-        rows = [{k: finite_or_text(v) for k, v in dataclasses.asdict(row).items()} for row in self.rows]
-        return {"title": self.title, "ok": self.ok, "rows": rows}
+        return {"title": self.title, "ok": self.ok, "rows": list(map(for_json, self.rows))}
 
     def __str__(self) -> str:
         seed = ("seed",) if self.by_seed else ()
@@ -200,3 +199,8 @@ def aligned(lines: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
 def finite_or_text(value: Any) -> Any:
     """A number that is not finite as text, which JSON has no other way for."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def for_json(record: Any) -> dict[str, Any]:
+    """A dataclass's fields."""
+    return {name: finite_or_text(value) for name, value in dataclasses.asdict(record).items()}

@@ -87,14 +87,16 @@ def attribute(node: Any, dotted: str) -> Any:
 
 def checked_pair(node: Any, pair: tuple[str, str], norms: Sequence[type], linears: Sequence[type]) -> tuple[Any, Any]:
     """The two layers of a pair."""
-    found = []
-    for name, expected in zip(pair, (norms, linears), strict=True):
-        layer = getattr_or_none(node, name)
-        if type(layer) not in expected:
+
+    def layer(name: str, expected: Sequence[type]) -> Any:
+        found = getattr_or_none(node, name)
+        if type(found) not in expected:
             wanted = " or ".join(map(named, expected))
-            raise ValueError(f"{named(type(node))} declares {name!r} as {wanted}; it is a {named(type(layer))}")
-        found.append(layer)
-    return found[0], found[1]
+            raise ValueError(f"{named(type(node))} declares {name!r} as {wanted}; it is a {named(type(found))}")
+        return found
+
+    norm, linear = pair
+    return layer(norm, norms), layer(linear, linears)
 
 
 def getattr_or_none(node: Any, dotted: str) -> Any:

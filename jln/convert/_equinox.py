@@ -39,11 +39,10 @@ def convert(model: Any, fuse: bool | Mapping[type, Pairs]) -> Conversion:
             norm, linear = checked_pair(node, pair, tuple(SWAPPED.values()), (eqx.nn.Linear,))
             node = _with(node, pair, (ours.DeferredNorm(), _fused(norm, linear)))
             fused.append((path, pair))
-            into = f"{path}.{pair[1]}"
-            changes.append(
-                Change(f"{path}.{pair[0]}", named(type(norm)), named(ours.DeferredNorm), f"moved into {into}")
-            )
-            changes.append(Change(into, named(type(linear)), named(_fused_class(norm)), f"fused with {pair[0]}"))
+            norm_name, linear_name = pair
+            at, into = f"{path}.{norm_name}", f"{path}.{linear_name}"
+            changes.append(Change(at, named(type(norm)), named(ours.DeferredNorm), f"moved into {into}"))
+            changes.append(Change(into, named(type(linear)), named(_fused_class(norm)), f"fused with {norm_name}"))
         return node
 
     converted = _everywhere(model, lambda a: isinstance(a, tuple(SWAPPED)), swap)
@@ -55,7 +54,8 @@ def convert(model: Any, fuse: bool | Mapping[type, Pairs]) -> Conversion:
         def unfuse(path: str, node: Any) -> Any:
             for where, pair in fused:
                 if where == path:
-                    both = attribute(node, pair[1])
+                    _, linear_name = pair
+                    both = attribute(node, linear_name)
                     node = _with(node, pair, (both.norm, both.linear))
             return node
 

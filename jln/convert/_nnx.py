@@ -31,11 +31,11 @@ def convert(model: Any, copy: bool, fuse: bool | Mapping[type, Pairs]) -> Conver
     classes: dict[int, tuple[type, str]] = {}  # by the identity of a layer: its class to be, and why
     for _, module in modules:
         for pair in pairs_of(fuse, module, NORMS.values(), LINEARS.values()):
-            norm, linear = checked_pair(module, pair, tuple(NORMS), tuple(LINEARS))
+            (norm_name, linear_name), (norm, linear) = pair, checked_pair(module, pair, tuple(NORMS), tuple(LINEARS))
             if id(norm) in classes:
-                raise ValueError(f"{named(type(module))}: {pair[0]!r} is in two pairs, and can feed only one Linear")
-            classes[id(norm)] = NORMS[type(norm)], f"fused with {pair[1]}"
-            classes[id(linear)] = LINEARS[type(linear)], f"fused with {pair[0]}"
+                raise ValueError(f"{named(type(module))}: {norm_name!r} is in two pairs, and can feed only one Linear")
+            classes[id(norm)] = NORMS[type(norm)], f"fused with {linear_name}"
+            classes[id(linear)] = LINEARS[type(linear)], f"fused with {norm_name}"
     for _, module in modules:
         if type(module) in SWAPPED:
             classes.setdefault(id(module), (SWAPPED[type(module)], "swapped"))

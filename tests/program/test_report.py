@@ -90,6 +90,16 @@ def test_a_program_that_does_not_compile_is_said_and_only_ours_is_a_fault(capsys
     assert status == 1 and "jln does not compile for decode-4" in out
 
 
+@pytest.mark.parametrize(("variant", "fault"), [("jln, add_norm", 1), ("flax", 0), ("no norm at all", 0)])
+def test_a_stack_that_does_not_compile_is_a_fault_where_its_norms_are_ours(capsys, monkeypatch, variant, fault):
+    def broken(parameters, x):
+        raise NotImplementedError("no such stack")
+
+    monkeypatch.setattr(report, "losses", lambda stack: {variant: broken})
+    status, out, _ = run(capsys, "report", "--workload", "stack-gpt")
+    assert status == fault and f"{variant} does not compile for stack-gpt" in out
+
+
 def test_stacks_are_compared_with_flax(capsys, monkeypatch):
     pytest.importorskip("flax")
     small = dataclasses.replace(STACKS["stack-llama"], layers=1, shape=(1, 512, 1024), hidden=2048, heads=8)
