@@ -34,6 +34,11 @@ SWITCHES = {
     "everything": {"adds": True, "subtract_mean": True, "zero_centered_scale": True, "scale": True, "offset": True},
     "nothing": {"adds": False, "subtract_mean": False, "zero_centered_scale": False, "scale": False, "offset": False},
 }
+SWITCHES |= {
+    "everything and x_bias": SWITCHES["everything"] | {"x_bias": True},
+    "everything and a gate": SWITCHES["everything"] | {"x_bias": True, "gate": True},
+    "everything and a gate of rows": SWITCHES["everything"] | {"x_bias": True, "row_gate": True},
+}
 
 
 def named(*arrays):
@@ -52,24 +57,27 @@ def launches(h, inner, dtypes, chip, switches, trial=None):
     y = x if len(dtypes) == 3 else jax.ShapeDtypeStruct(shape, dtypes[3])
     total = x if added is None else jax.ShapeDtypeStruct(shape, jnp.promote_types(*dtypes[:2]))
     parameter = jax.ShapeDtypeStruct([h if i == len(shape) + axis else 1 for i in range(len(shape))], dtypes[2])
-    rstd = jax.ShapeDtypeStruct(
-        [1 if i == len(shape) + axis else n for i, n in enumerate(shape)], jnp.promote_types(total.dtype, jnp.float32)
-    )
+    of_row = [1 if i == len(shape) + axis else n for i, n in enumerate(shape)]
+    rstd = jax.ShapeDtypeStruct(of_row, jnp.promote_types(total.dtype, jnp.float32))
     mean = rstd if switches["subtract_mean"] else None
-    scale = parameter if switches["scale"] else None
-    offset = parameter if switches["offset"] else None
+    parameters = {name: parameter for name in ("scale", "offset", "x_bias", "gate") if switches.get(name)}
+    parameters |= {"row_gate": rstd} if switches.get("row_gate") else {}
+    gated = {"gate", "row_gate"} & {*parameters}
     dtotal = None if added is None else total
     norm = norms.Norm(axis, 1e-6, switches["subtract_mean"], switches["zero_centered_scale"])
     recorder = Recorder(ALL_CHIPS[chip], trial)
     wanted = norms.Outcome(*named(y, dtotal, mean, rstd))
     jax.eval_shape(
         lambda operands: launcher.forward(operands, norm, wanted, 0, recorder),
-        norms.Operands(x, added, scale, offset),
+        norms.Operands(x, added, **parameters),
     )
-    gradients = norms.Gradients(*named(total, scale, offset, None))
+    gradients = {"dx": x, "dresidual": added} if gated else {"dx": total}
+    gradients |= {f"d{name}": a for name, a in parameters.items()}
+    wanted = norms.Gradients(**{name: a.dtype.name for name, a in gradients.items()})
+    read = {"x": x} | parameters if gated else {"scale": parameters.get("scale")}
     jax.eval_shape(
-        lambda operands: launcher.backward(operands, norm, gradients, 0, recorder),
-        norms.Cotangents(y, dtotal, total, scale, None, mean, rstd),
+        lambda operands: launcher.backward(operands, norm, wanted, 0, recorder),
+        norms.Cotangents(y, dtotal, total, mean=mean, rstd=rstd, **{"scale": None, **read, "offset": None}),
     )
     return recorder.launches
 

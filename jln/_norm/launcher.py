@@ -176,7 +176,8 @@ def backward(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: in
     g = _geometry(of_rows, parameters, norm.axis, batch_dims, bool(sums))
     y, dx, dresidual = (g.like_rows(d) for d in (dtypes.y, dtypes.dx, dtypes.dresidual))
     moved = _moved(dy, dtotal, total, x, y, dresidual)
-    plan = tiles.backward(g.h, g.inner, *moved, y is not None, target, has_dtotal=dtotal is not None)
+    more = max(0, len(sums) - 2) + sum(a is not None for a in (gate, row_gate, x))
+    plan = tiles.backward(g.h, g.inner, *moved, y is not None, target, has_dtotal=dtotal is not None, more=more)
     shared, ready = _shared(operands._asdict(), g)
     constants = {"H": g.h, "INNER": g.inner, "SHARED": shared, "ZERO_CENTERED": norm.zero_centered_scale}
 

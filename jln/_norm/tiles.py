@@ -77,16 +77,23 @@ class BackwardPlan:
     sums: Tile | None
 
 
-def backward_plan(h: int, inner: int, itemsize: int, mixed: bool = False, *, wants_y: bool = False) -> BackwardPlan:
+def backward_plan(
+    h: int, inner: int, itemsize: int, mixed: bool = False, *, wants_y: bool = False, more: int = 0
+) -> BackwardPlan:
     """Whole rows in registers while 16 warps can hold them; rows twice as wide shared by four programs; beyond that a
     pass for the row sums, then programs that own a few columns of all rows.
 
-    wants_y: whether `backward_kernel` writes the norm's output too.
+    wants_y: whether `backward_kernel` writes the norm's output too. more: values an element that it holds beside four:
+    sums over rows after the second, a gate.
     """
     columns = next_power_of_2(h)
     per_thread = _per_thread(BACKWARD_ELEMENTS, h, inner, itemsize, mixed)
-    limit = 512 * per_thread
     is_aligned = aligned(h, inner, itemsize) and not mixed
+    if is_aligned and (more > 1 or (more and (columns <= 4096 or itemsize == 4))):
+        # 16 elements spilled up to 40 bytes with the sum for x's bias (8 where 16 warps hold 8192 columns of 16 bits)
+        # and 192 with a gate; 8 elements at most 8.
+        per_thread //= 2
+    limit = 512 * per_thread
     stages = 2 if is_aligned and columns <= 4096 else 1  # to fetch the next row ahead takes registers too
     if inner == 1:
         rows = max(1, (2048 if is_aligned and itemsize < 8 else 1024) // columns)
@@ -227,10 +234,23 @@ def forward(h: int, inner: int, itemsize: int, mixed: bool, target: Target) -> T
 
 
 def backward(
-    h: int, inner: int, itemsize: int, mixed: bool, wants_y: bool, target: Target, *, has_dtotal: bool = False
+    h: int,
+    inner: int,
+    itemsize: int,
+    mixed: bool,
+    wants_y: bool,
+    target: Target,
+    *,
+    has_dtotal: bool = False,
+    more: int = 0,
 ) -> BackwardPlan:
-    """As `backward_plan`, or as measured. has_dtotal: whether `backward_kernel` reads the total's cotangent."""
-    plan = backward_plan(h, inner, itemsize, mixed, wants_y=wants_y)
+    """As `backward_plan`, or as measured where there is not more. has_dtotal: whether `backward_kernel` reads the
+    total's cotangent.
+    """
+    plan = backward_plan(h, inner, itemsize, mixed, wants_y=wants_y, more=more)
+    if more:
+        tile = _beside_dtotal(plan.tile, itemsize) if wants_y and has_dtotal else plan.tile
+        return BackwardPlan(tile, plan.sums)
     sizes = _sizes(h, inner, itemsize, mixed) | {"wants_y": wants_y}
     rules: Tiles = {"tile": plan.tile, "sums": plan.sums}
     chosen = BACKWARD.tiles(target.trial, rules, target.chip, inner, **sizes)
