@@ -204,8 +204,8 @@ KERNELS = [
         "(column <= COLUMNS)[None, :]", FUSED_KERNELS,
     ),
     Mutant(
-        "y without the offset", LINEAR, "constant += tl.sum(kernel.to(COMPUTE) * offset[:, None], axis=0)", "pass",
-        FUSED_KERNELS,
+        "y without the offset, fused", LINEAR,
+        "constant += tl.sum(kernel.to(COMPUTE) * offset[:, None], axis=0)", "pass", FUSED_KERNELS,
     ),
     Mutant(
         "the product not moved when the mean is", LINEAR,
@@ -215,7 +215,7 @@ KERNELS = [
         "the product not resized when rstd is", LINEAR, "product *= (unit / before)[:, None]", "pass", FUSED_KERNELS,
     ),
     Mutant(
-        "y without the bias", LINEAR,
+        "y without the bias, fused", LINEAR,
         "constant = load_vector(bias_ptr", "constant = 0.0 * load_vector(bias_ptr", FUSED_KERNELS,
     ),
     Mutant(
