@@ -66,7 +66,7 @@ def test_every_result_against_float64(name, features, dtype, implementation):
 
     def run(module, **options):
         function = functools.partial(getattr(module, name), epsilon=workbench.EPSILON, **options)
-        result, pullback = jax.vjp(lambda a: function(**a), operands)
+        result, pullback = jax.vjp(jax.jit(lambda a: function(**a)), operands)
         y, total = result if operator.adds else (result, None)
         dtotal = () if total is None else (workbench.normal(9, total.shape, total.dtype),)
         dy = tuple(workbench.normal(20 + i, a.shape, a.dtype) for i, a in enumerate(y))
@@ -90,9 +90,11 @@ def test_every_result_against_float64(name, features, dtype, implementation):
     workbench.assert_accurate(got, plain, true)
 
 
-def both(transformed, name, implementation, dtype):
-    ours = transformed(functools.partial(getattr(jln, name), implementation=implementation))
-    reference = transformed(getattr(jln.reference, name))
+def both(transformed, name, implementation, operands, dtype, **options):
+    """`transformed(function, operands)` as one program, for our operator and for the reference."""
+    function = functools.partial(getattr(jln, name), implementation=implementation, **options)
+    ours = jax.jit(lambda a: transformed(function, a))(operands)
+    reference = jax.jit(lambda a: transformed(getattr(jln.reference, name), a))(operands)
     chex.assert_trees_all_equal_shapes_and_dtypes(ours, reference)
     chex.assert_trees_all_close(ours, reference, **CLOSE_IN[dtype])
 
@@ -106,7 +108,7 @@ def stacked(a, n=3):
 
 
 TRANSFORMATIONS = {
-    "grad": lambda f, a: jax.jit(jax.grad(loss(f)))(a),
+    "grad": lambda f, a: jax.grad(loss(f))(a),
     "forward mode": lambda f, a: jax.jvp(lambda a: f(**a), (a,), (jax.tree.map(jnp.cos, a),)),
     "grad(forward mode)": lambda f, a: jax.grad(
         lambda a: sum(map(jnp.sum, flat(jax.jvp(lambda a: f(**a), (a,), (jax.tree.map(jnp.cos, a),))[1])))
@@ -136,14 +138,8 @@ TRANSFORMATIONS = {
 @pytest.mark.parametrize("name", ["add_layer_norm_linear", "rms_norm_linear"])
 def test_transformations(name, features, dtype, transformation, implementation):
     operands = operands_of(name, features, dtype, rows=(2, 3), width=9)
-    forward = "forward" in transformation
-
-    def transformed(f):
-        ours = getattr(f, "func", None) is getattr(jln, name)
-        f = functools.partial(f, forward_mode=True) if forward and ours else f
-        return TRANSFORMATIONS[transformation](f, operands)
-
-    both(transformed, name, implementation, dtype)
+    mode = {"forward_mode": "forward" in transformation}
+    both(TRANSFORMATIONS[transformation], name, implementation, operands, dtype, **mode)
 
 
 @pytest.mark.usefixtures("compile_fast")
@@ -154,16 +150,14 @@ def test_results_that_are_not_used(features, dtype, forward_mode, used, implemen
     """Their kernels' gradients are zero, and those of the others as if they were alone."""
     operands = operands_of("add_layer_norm_linear", features, dtype, rows=(6,), width=9)
 
-    def transformed(f):
+    def transformed(f, operands):
         def chosen(a):
             y, total = f(**a)
             return sum(jnp.sum(jnp.sin(total if i == "total" else y[i])) for i in used)
 
         return jax.grad(chosen)(operands)
 
-    mode = {"forward_mode": forward_mode}
-    ours = transformed(functools.partial(jln.add_layer_norm_linear, implementation=implementation, **mode))
-    chex.assert_trees_all_close(ours, transformed(jln.reference.add_layer_norm_linear), **CLOSE_IN[dtype])
+    both(transformed, "add_layer_norm_linear", implementation, operands, dtype, forward_mode=forward_mode)
 
 
 FROZEN = ("x", "residual", "scale", "offset", "kernel", "bias", "first kernel", "last kernel")
@@ -177,10 +171,11 @@ FROZEN = ("x", "residual", "scale", "offset", "kernel", "bias", "first kernel", 
 )
 def test_frozen_arguments(features, dtype, forward_mode, wanted, implementation):
     operands = operands_of("add_layer_norm_linear", features, dtype, rows=(6,), width=9)
-    kernels = operands["kernel"]
-    parts = operands | {"first kernel": kernels[0], "last kernel": kernels[-1]}
 
-    def transformed(f):
+    def transformed(f, operands):
+        kernels = operands["kernel"]
+        parts = operands | {"first kernel": kernels[0], "last kernel": kernels[-1]}
+
         def of(wanted):
             a = operands | {n: v for n, v in wanted.items() if " " not in n}
             first, last = wanted.get("first kernel", a["kernel"][0]), wanted.get("last kernel", a["kernel"][-1])
@@ -188,9 +183,7 @@ def test_frozen_arguments(features, dtype, forward_mode, wanted, implementation)
 
         return jax.grad(of)({n: parts[n] for n in wanted})
 
-    mode = {"forward_mode": forward_mode}
-    ours = transformed(functools.partial(jln.add_layer_norm_linear, implementation=implementation, **mode))
-    chex.assert_trees_all_close(ours, transformed(jln.reference.add_layer_norm_linear), **CLOSE_IN[dtype])
+    both(transformed, "add_layer_norm_linear", implementation, operands, dtype, forward_mode=forward_mode)
 
 
 @pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "bfloat16")])
