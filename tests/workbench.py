@@ -70,6 +70,23 @@ def arguments(operator: Operator, shape, dtype, *, features=(), parameter_dtype=
     return tuple(made(i, a) if a in operator.entry.arguments else None for i, a in enumerate(operator.kind.arguments))
 
 
+def named(name: str, shape, dtype, *, features=(), **options):
+    """All that the operator takes, by name; of several Linears, where `features` has a tuple for each, every second is
+    without a bias.
+    """
+    operator = (OPERATORS | LINEAR_OPERATORS)[name]
+    several = bool(features) and isinstance(features[0], tuple)
+    made = [
+        dict(zip(operator.kind.names, arguments(operator, shape, dtype, features=f, **options), strict=True))
+        for f in (features if several else (features,))
+    ]
+    given = {n: a for n, a in made[0].items() if a is not None}
+    if several:
+        given["kernel"] = tuple(m["kernel"] * (1 + i) for i, m in enumerate(made))
+        given["bias"] = tuple(m["bias"] * (1 + i) if i % 2 == 0 else None for i, m in enumerate(made))
+    return given
+
+
 def cotangents(outputs):
     """Of one shape and yet different: taken for each other they would be noticed."""
     leaves, tree = jax.tree.flatten(outputs)
