@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import defaultdict
 
 import jax
@@ -209,6 +210,19 @@ def assert_accurate(got, plain, true):
             f"{float(error[worst]):.3e}, {float(excess[worst]):.3e} too much; plain jnp's largest is "
             f"{float(plain_error):.3e}"
         )
+
+
+def check(operator: Operator, operands, implementation, cotangent=None, *, epsilon=EPSILON, **options):
+    """Every result and gradient, by `assert_accurate`. Options are the operator's."""
+    ours, plain = (
+        functools.partial(operator, epsilon=epsilon, **options, **of)
+        for of in ({"implementation": implementation}, {"module": jln.reference})
+    )
+    if cotangent is None:
+        cotangent = cotangents(jax.eval_shape(ours, *operands))
+    got = value_and_gradients(operator, ours, operands, cotangent)
+    true = truth(operator, operands, cotangent, total=got.get("total"), epsilon=epsilon, **options)
+    assert_accurate(got, value_and_gradients(operator, plain, operands, cotangent), true)
 
 
 def shares(got, plain, true):

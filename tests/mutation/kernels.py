@@ -41,7 +41,7 @@ KERNELS = [
     Mutant("a shared operand taken for a group's own", ACCESS, "return group * 0", "return group", GROUPS),
     Mutant(
         "scale not zero-centered", ACCESS, "scale + given if ZERO_CENTERED else given", "given",
-        (f"{OPERATORS}test_optional_arguments[triton-layer_norm-True-False-True]",),
+        (f"{ACCURACY}test_optional_arguments[triton-layer_norm-no offset-zero-centered]",),
     ),
     Mutant(
         "the sum not rounded before it is normed", NORM,
