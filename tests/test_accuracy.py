@@ -22,17 +22,25 @@ WIDTHS = (1, 2, 3, 127, 128, 129, 1000, 4096, 16385, 65536)
 ROWS = (1, 5, 1000)
 
 
-def sizes():
-    """A million elements take the interpreter about a second; of the larger ones CI runs two."""
+def by_dtype(cases, is_heavy=lambda *_: False):
+    """Each case in four dtypes; by default in one of 16 bits and a wider one, its neighbours in the other two. Tiles go
+    by an element's size, not by its format.
+    """
     return [
-        pytest.param(rows, width, marks=[pytest.mark.heavy] if rows * width > 1_000_000 else [])
-        for rows in ROWS
-        for width in WIDTHS
+        pytest.param(*case, dtype, marks=[pytest.mark.heavy] if i % 2 != j % 2 or is_heavy(*case) else [])
+        for i, case in enumerate(cases)
+        for j, dtype in enumerate(DTYPES)
     ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "width"), sizes())
+def is_long(rows, width):
+    """A million elements take the interpreter about a second; of the larger ones CI runs two."""
+    return rows * width > 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "dtype"), by_dtype(((rows, width) for width in WIDTHS for rows in ROWS), is_long)
+)
 def test_layer_norm(rows, width, dtype, implementation):
     operator = OPERATORS["layer_norm"]
     check(operator, workbench.arguments(operator, (rows, width), dtype), implementation)
@@ -40,17 +48,27 @@ def test_layer_norm(rows, width, dtype, implementation):
 
 # The tiles are those of layer_norm, so one width of each regime: several rows a tile, a row a tile, a row shared by two
 # programs, chunks.
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["rms_norm", "add_layer_norm", "add_rms_norm"])
-@pytest.mark.parametrize(("rows", "width"), [(37, 100), (5, 4096), (7, 16384), (2, 40000)])
+@pytest.mark.parametrize(
+    ("rows", "width", "name", "dtype"),
+    by_dtype(
+        (*size, name)
+        for size in [(37, 100), (5, 4096), (7, 16384), (2, 40000)]
+        for name in ["rms_norm", "add_layer_norm", "add_rms_norm"]
+    ),
+)
 def test_family(name, rows, width, dtype, implementation):
     operator = OPERATORS[name]
     check(operator, workbench.arguments(operator, (rows, width), dtype), implementation)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["layer_norm", "add_layer_norm"])
-@pytest.mark.parametrize(("rows", "width"), [(5, 3), (37, 1000), (3, 16385), (2, 65536)])
+@pytest.mark.parametrize(
+    ("rows", "width", "name", "dtype"),
+    by_dtype(
+        (*size, name)
+        for name in ["layer_norm", "add_layer_norm"]
+        for size in [(5, 3), (37, 1000), (3, 16385), (2, 65536)]
+    ),
+)
 def test_rows_with_a_mean_1000_times_their_spread(name, rows, width, dtype, implementation):
     """E[x^2] - E[x]^2 would leave nothing of the variance."""
     operator = OPERATORS[name]

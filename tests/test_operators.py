@@ -20,8 +20,14 @@ from workbench import OPERATORS
 
 
 def gradients(function, operands):
-    outputs, pullback = jax.vjp(function, *operands)
-    return outputs, pullback(workbench.cotangents(outputs))
+    """-> the outputs, and all gradients"""
+
+    @jax.jit
+    def run(operands):
+        outputs, pullback = jax.vjp(function, *operands)
+        return outputs, pullback(workbench.cotangents(outputs))
+
+    return run(operands)
 
 
 # 0 and 1: rows lie side by side, in front of one axis and of two. (1, 2): adjacent, read in place. (2, 1): the scale's
