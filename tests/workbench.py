@@ -50,9 +50,10 @@ OPERATORS, LINEAR_OPERATORS = (
 )
 
 
-def normal(seed: int, shape, dtype, mean: float = 0.0) -> jax.Array:
-    values = np.random.default_rng([seed, *shape]).standard_normal(shape) + mean
-    return jnp.asarray(values).astype(dtype)
+def normal(seed: int, shape, dtype, mean: float = 0.0, spread: float = 1.0) -> jax.Array:
+    """Made by NumPy: JAX would compile a program for each shape and dtype."""
+    values = spread * np.random.default_rng([seed, *shape]).standard_normal(shape) + mean
+    return jnp.asarray(values.astype(jnp.dtype(dtype)))
 
 
 def arguments(operator: Operator, shape, dtype, *, features=(), parameter_dtype=None, axis=-1, mean=0.0):
@@ -64,9 +65,8 @@ def arguments(operator: Operator, shape, dtype, *, features=(), parameter_dtype=
     def made(seed, array):
         of_rows = array.role == "activation"
         a = array.of(sizes, dtype if of_rows else parameter_dtype or dtype, parameter_dtype or dtype)
-        if array.role == "kernel":
-            return (normal(seed, a.shape, "float64") / np.sqrt(a.shape[0])).astype(a.dtype)
-        return normal(seed, a.shape, a.dtype, {"x": mean, "scale": 1.0}.get(array.name, 0.0))
+        spread = 1 / np.sqrt(a.shape[0]) if array.role == "kernel" else 1.0
+        return normal(seed, a.shape, a.dtype, {"x": mean, "scale": 1.0}.get(array.name, 0.0), spread)
 
     return tuple(made(i, a) if a in operator.entry.arguments else None for i, a in enumerate(operator.kind.arguments))
 
