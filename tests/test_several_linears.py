@@ -48,11 +48,16 @@ def test_every_result_against_float64(name, features, dtype, implementation):
 
     def run(module, **options):
         function = functools.partial(getattr(module, name), epsilon=workbench.EPSILON, **options)
-        result, pullback = jax.vjp(jax.jit(lambda a: function(**a)), operands)
-        y, total = result if operator.adds else (result, None)
-        dtotal = () if total is None else (workbench.normal(9, total.shape, total.dtype),)
-        dy = tuple(workbench.normal(20 + i, a.shape, a.dtype) for i, a in enumerate(y))
-        (gradients,) = pullback((dy, *dtotal) if dtotal else dy)
+
+        @jax.jit
+        def results_and_gradients(operands):
+            result, pullback = jax.vjp(lambda a: function(**a), operands)
+            y, total = result if operator.adds else (result, None)
+            dtotal = () if total is None else (workbench.normal(9, total.shape, total.dtype),)
+            dy = tuple(workbench.normal(20 + i, a.shape, a.dtype) for i, a in enumerate(y))
+            return y, total, dy, dtotal, *pullback((dy, *dtotal) if dtotal else dy)
+
+        y, total, dy, dtotal, gradients = results_and_gradients(operands)
         rows = len(operands["x"])
         return {
             "y": np.concatenate([np.asarray(a).reshape(rows, -1) for a in y], -1),
@@ -175,8 +180,12 @@ def test_kernels_of_several_dtypes(features, dtypes, implementation):
     operands |= {"kernel": kernels}
 
     def run(module, **options):
-        y, pullback = jax.vjp(lambda a: module.layer_norm_linear(**a, **options), operands)
-        return y, pullback(tuple(workbench.normal(i, a.shape, a.dtype) for i, a in enumerate(y)))[0]
+        @jax.jit
+        def step(operands):
+            y, pullback = jax.vjp(lambda a: module.layer_norm_linear(**a, **options), operands)
+            return y, pullback(tuple(workbench.normal(i, a.shape, a.dtype) for i, a in enumerate(y)))[0]
+
+        return step(operands)
 
     (y, gradients), (plain, plain_gradients) = run(jln, implementation=implementation), run(jln.reference)
     assert [a.dtype for a in y] == [jnp.promote_types("bfloat16", k.dtype) for k in kernels]
