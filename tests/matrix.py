@@ -5,6 +5,8 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh
 
 import jln
 import workbench
@@ -42,6 +44,26 @@ def bind(name, given, module=jln, **options):
 def loss(f):
     """Uses every result, with a gradient that is nowhere zero."""
     return lambda *a: sum(jnp.sum(jnp.sin(r)) for r in jax.tree.leaves(f(*a)))
+
+
+def loss_by_name(f):
+    """The same of a function of arguments by name, each result with a weight of its own."""
+    return lambda a: sum(jnp.sum(jnp.sin((1 + i) * r)) for i, r in enumerate(jax.tree.leaves(f(**a))))
+
+
+def of_some(function, operands, names, some):
+    """A function of operands in the order of `names` as one of some of them alone, and these."""
+    some = [n for n in names if n in some]
+
+    def call(*given):
+        return function(*(dict(zip(some, given, strict=True)).get(n, a) for n, a in zip(names, operands, strict=True)))
+
+    return call, tuple(a for n, a in zip(names, operands, strict=True) if n in some)
+
+
+def mesh(kind=AxisType.Auto):
+    """Of eight devices, which a test asks for first."""
+    return Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("data", "tensor"), axis_types=(kind,) * 2)
 
 
 def first(f):

@@ -1,15 +1,18 @@
 """Every result of every operator against float64 (float64's own against longdouble), for both implementations."""
 
 import functools
+import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jln
 import workbench
-from workbench import OPERATORS
+from workbench import LINEAR_OPERATORS, OPERATORS, check
 
+ALL = OPERATORS | LINEAR_OPERATORS
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 # 1, 2, 3: rows shorter than any tile. 127, 128, 129: either side of a power of two. 1000: a row that starts on 16 bytes
@@ -19,51 +22,57 @@ WIDTHS = (1, 2, 3, 127, 128, 129, 1000, 4096, 16385, 65536)
 ROWS = (1, 5, 1000)
 
 
-def sizes():
-    """A million elements take the interpreter about a second; of the larger ones CI runs two."""
+def by_dtype(cases, is_heavy=lambda *_: False):
+    """Each case in four dtypes; by default in one of 16 bits and a wider one, its neighbours in the other two. Tiles go
+    by an element's size, not by its format.
+    """
     return [
-        pytest.param(rows, width, marks=[pytest.mark.heavy] if rows * width > 1_000_000 else [])
-        for rows in ROWS
-        for width in WIDTHS
+        pytest.param(*case, dtype, marks=[pytest.mark.heavy] if i % 2 != j % 2 or is_heavy(*case) else [])
+        for i, case in enumerate(cases)
+        for j, dtype in enumerate(DTYPES)
     ]
 
 
-def check(operator, rows, width, dtype, implementation, mean=0.0, magnitude=1.0, parameter_dtype=None):
-    x, *others = workbench.arguments(operator, (rows, width), dtype, mean=mean, parameter_dtype=parameter_dtype)
-    operands = ((x * magnitude).astype(dtype), *others)
-
-    def function(*operands, **options):
-        return operator(*operands, epsilon=workbench.EPSILON, **options)
-
-    ours = functools.partial(function, implementation=implementation)
-    plain = functools.partial(function, module=jln.reference)
-    cotangent = workbench.cotangents(jax.eval_shape(ours, *operands))
-    got = workbench.value_and_gradients(operator, ours, operands, cotangent)
-    true = workbench.truth(operator, operands, cotangent, total=got.get("total"))
-    workbench.assert_accurate(got, workbench.value_and_gradients(operator, plain, operands, cotangent), true)
+def is_long(rows, width):
+    """A million elements take the interpreter about a second; of the larger ones CI runs two."""
+    return rows * width > 1_000_000
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "width"), sizes())
+@pytest.mark.parametrize(
+    ("rows", "width", "dtype"), by_dtype(((rows, width) for width in WIDTHS for rows in ROWS), is_long)
+)
 def test_layer_norm(rows, width, dtype, implementation):
-    check(OPERATORS["layer_norm"], rows, width, dtype, implementation)
+    operator = OPERATORS["layer_norm"]
+    check(operator, workbench.arguments(operator, (rows, width), dtype), implementation)
 
 
 # The tiles are those of layer_norm, so one width of each regime: several rows a tile, a row a tile, a row shared by two
 # programs, chunks.
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["rms_norm", "add_layer_norm", "add_rms_norm"])
-@pytest.mark.parametrize(("rows", "width"), [(37, 100), (5, 4096), (7, 16384), (2, 40000)])
+@pytest.mark.parametrize(
+    ("rows", "width", "name", "dtype"),
+    by_dtype(
+        (*size, name)
+        for size in [(37, 100), (5, 4096), (7, 16384), (2, 40000)]
+        for name in ["rms_norm", "add_layer_norm", "add_rms_norm"]
+    ),
+)
 def test_family(name, rows, width, dtype, implementation):
-    check(OPERATORS[name], rows, width, dtype, implementation)
+    operator = OPERATORS[name]
+    check(operator, workbench.arguments(operator, (rows, width), dtype), implementation)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["layer_norm", "add_layer_norm"])
-@pytest.mark.parametrize(("rows", "width"), [(5, 3), (37, 1000), (3, 16385), (2, 65536)])
+@pytest.mark.parametrize(
+    ("rows", "width", "name", "dtype"),
+    by_dtype(
+        (*size, name)
+        for name in ["layer_norm", "add_layer_norm"]
+        for size in [(5, 3), (37, 1000), (3, 16385), (2, 65536)]
+    ),
+)
 def test_rows_with_a_mean_1000_times_their_spread(name, rows, width, dtype, implementation):
     """E[x^2] - E[x]^2 would leave nothing of the variance."""
-    check(OPERATORS[name], rows, width, dtype, implementation, mean=1000.0)
+    operator = OPERATORS[name]
+    check(operator, workbench.arguments(operator, (rows, width), dtype, mean=1000.0), implementation)
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
@@ -84,11 +93,78 @@ def test_long_rows_side_by_side(name, implementation):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_gradients_of_wider_parameters_keep_their_digits(dtype, implementation):
     """In 16 bits the sum's own rounding would hide how it was added up."""
-    check(OPERATORS["layer_norm"], 37, 100, dtype, implementation, parameter_dtype="float32")
+    operator = OPERATORS["layer_norm"]
+    check(operator, workbench.arguments(operator, (37, 100), dtype, parameter_dtype="float32"), implementation)
 
 
 # Spreads far from 1 and still inside float16's range; the square of 1e-3 is as large as epsilon.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("magnitude", [1e-3, 1e3])
 def test_small_and_large_data(dtype, magnitude, implementation):
-    check(OPERATORS["layer_norm"], 9, 257, dtype, implementation, magnitude=magnitude)
+    operator = OPERATORS["layer_norm"]
+    x, *others = workbench.arguments(operator, (9, 257), dtype)
+    check(operator, ((x * magnitude).astype(dtype), *others), implementation)
+
+
+def optional_arguments():
+    """(name, features, what is absent, whether 1 + scale is meant): of a sum of a Linear's, whose parameters have the
+    same part, only all or neither of the norm's. One strategy for a product has the other number of features.
+    """
+    for name, operator in ALL.items():
+        optional = [argument.name for argument in operator.entry.arguments if argument.optional]
+        for absent in itertools.chain(*(itertools.combinations(optional, k) for k in range(len(optional) + 1))):
+            if not operator.entry.is_linear:
+                for zero_centered in (False, True)[: 1 + ("scale" not in absent)]:
+                    yield name, (), absent, zero_centered
+            elif not operator.adds or absent in ((), tuple(n for n in optional if n != "bias")):
+                for features in (64, 1000):
+                    yield name, (features,), absent, False
+
+
+def id_of(case):
+    name, features, absent, zero_centered = case
+    return "-".join([name, *map(str, features), *(f"no {n}" for n in absent), *["zero-centered"] * zero_centered])
+
+
+# A norm in float64, where every slip is larger than rounding; a Linear in bfloat16, where few features are one kernel.
+@pytest.mark.parametrize("case", list(optional_arguments()), ids=id_of)
+def test_optional_arguments(case, implementation):
+    name, features, absent, zero_centered = case
+    operator = ALL[name]
+    shape, dtype = ((70, 100), "bfloat16") if features else ((15, 17), "float64")
+    operands = workbench.arguments(operator, shape, dtype, features=features)
+    given = [None if n in absent else v for n, v in zip(operator.kind.names, operands, strict=True)]
+    check(operator, given, implementation, zero_centered_scale=zero_centered, epsilon=1e-3)
+
+
+# The usual mixed precision; one wide argument beside narrow ones, either way; what is promoted to float32.
+PAIRS = [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "bfloat16")]
+PAIRS += [("float64", "float32"), ("float32", "float64")]
+# With a residual between: the last one of the first is a residual stream kept in float32.
+TRIPLES = [("bfloat16", "bfloat16", "float32"), ("bfloat16", "float32", "float32"), ("float32", "bfloat16", "bfloat16")]
+TRIPLES += [("float16", "bfloat16", "float16"), ("float64", "float32", "float32"), ("float32", "float32", "float64")]
+OF_ROWS = (("layer_norm", ()), ("layer_norm_linear", (64,)), ("layer_norm_linear", (600,)))
+
+
+@pytest.mark.parametrize(
+    ("name", "features", "dtypes"),
+    [(*of, (x, x, parameter)) for of in OF_ROWS for x, parameter in PAIRS]
+    + [("add_layer_norm", (), dtypes) for dtypes in TRIPLES],
+    ids=lambda a: "-".join(map(str, a)) if isinstance(a, tuple) else a,
+)
+def test_mixed_dtypes(name, features, dtypes, implementation):
+    operator, (x, residual, parameter) = ALL[name], dtypes
+    operands = workbench.arguments(operator, (33, 100), x, features=features, parameter_dtype=parameter)
+    given = [a.astype(residual) if n == "residual" and a is not None else a
+             for n, a in zip(operator.kind.names, operands, strict=True)]  # fmt: skip
+    check(operator, given, implementation)
+    y = jax.tree.leaves(jax.eval_shape(functools.partial(operator, implementation=implementation), *given))
+    of_y = jnp.promote_types(x, parameter) if features else x
+    assert [a.dtype for a in y] == [of_y, jnp.promote_types(x, residual)][: 1 + operator.adds]
+
+
+def test_parameters_of_several_dtypes(implementation):
+    operator = LINEAR_OPERATORS["layer_norm_linear"]
+    operands = workbench.arguments(operator, (33, 100), "bfloat16", features=(64,))
+    dtypes = ("bfloat16", "float32", "float16", "bfloat16", "float32")
+    check(operator, [a.astype(d) for a, d in zip(operands, dtypes, strict=True)], implementation)

@@ -8,15 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jln
 import matrix
 import workbench
 from jln._catalogue import OPERATORS as CATALOGUE
 from jln._triton import target
-from matrix import OPTIONAL
+from matrix import OPTIONAL, loss, of_some
 from workbench import LINEAR_OPERATORS
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
@@ -35,15 +33,6 @@ def frozen(name, some, **options):
     """The operator as a function of some of its operands, and these."""
     function, operands = matrix.bind(name, OPTIONAL[name], **options)
     return of_some(function, operands, OPERANDS[name], some)
-
-
-def of_some(function, operands, names, some):
-    some = [n for n in names if n in some]
-
-    def call(*given):
-        return function(*(dict(zip(some, given, strict=True)).get(n, a) for n, a in zip(names, operands, strict=True)))
-
-    return call, tuple(a for n, a in zip(names, operands, strict=True) if n in some)
 
 
 @functools.cache
@@ -226,10 +215,6 @@ def test_differentiated_by_one_argument_then_another(wrap, implementation):
         chex.assert_trees_all_close(jax.jit(step)(*operands), expected[i], **CLOSE)
 
 
-def along(function):
-    return lambda *a: sum(jnp.sum(jnp.sin(r)) for r in jax.tree.leaves(function(*a)))
-
-
 def stacked_layers(name, some, module, wrap):
     """Three layers of parameters stacked, x carried: the gradient of those that are not frozen."""
     function, operands = matrix.bind(name, OPTIONAL[name], module)
@@ -261,13 +246,13 @@ def test_layers_with_frozen_parameters(name, some, wrap):
 
 
 TRANSFORMED = {
-    "vmap(grad)": lambda f, a, x: jax.vmap(lambda x: jax.grad(along(f(x)), matrix.every(a))(*a))(x),
-    "grad(vmap)": lambda f, a, x: jax.grad(lambda *a: jnp.sum(jax.vmap(lambda x: along(f(x))(*a))(x)), matrix.every(a))(
+    "vmap(grad)": lambda f, a, x: jax.vmap(lambda x: jax.grad(loss(f(x)), matrix.every(a))(*a))(x),
+    "grad(vmap)": lambda f, a, x: jax.grad(lambda *a: jnp.sum(jax.vmap(lambda x: loss(f(x))(*a))(x)), matrix.every(a))(
         *a
     ),
-    "jvp(grad)": lambda f, a, x: jax.jvp(jax.grad(along(f(x[0])), matrix.every(a)), a, matrix.directions(a)),
+    "jvp(grad)": lambda f, a, x: jax.jvp(jax.grad(loss(f(x[0])), matrix.every(a)), a, matrix.directions(a)),
     "grad(grad)": lambda f, a, x: jax.grad(matrix.along(f(x[0]), a), matrix.every(a))(*a),
-    "checkpoint": lambda f, a, x: jax.grad(along(jax.checkpoint(f(x[0]))), matrix.every(a))(*a),
+    "checkpoint": lambda f, a, x: jax.grad(loss(jax.checkpoint(f(x[0]))), matrix.every(a))(*a),
 }
 
 
@@ -292,7 +277,12 @@ def test_transformed_with_x_frozen(name, some, how, forward_mode, implementation
         function, operands = matrix.bind(name, OPTIONAL[name], module, **options)
         xs = matrix.examples(operands[:1])[0]
         _, given = of_some(function, operands, OPERANDS[name], some)
-        return TRANSFORMED[how](lambda x: of_some(function, (x, *operands[1:]), OPERANDS[name], some)[0], given, xs)
+
+        @jax.jit
+        def step(given, xs):
+            return TRANSFORMED[how](lambda x: of_some(function, (x, *operands[1:]), OPERANDS[name], some)[0], given, xs)
+
+        return step(given, xs)
 
     ours = run(jln, implementation=implementation, forward_mode=forward_mode)
     chex.assert_trees_all_close(ours, run(jln.reference), **CLOSE)
@@ -310,29 +300,6 @@ def test_an_unused_result_may_have_brought_the_axis_of_vmap(some, implementation
         return step(x, jnp.stack([scale, 2 * scale]), offset)
 
     chex.assert_trees_all_close(run(function), run(matrix.bind("layer_norm", "so", jln.reference)[0]), **CLOSE)
-
-
-@pytest.mark.parametrize(("name", "some"), [c for c in CASES if len(c[1]) == 1], ids=lambda c: "".join(c))
-@pytest.mark.parametrize("split", [P("data"), P("data", None, "tensor")], ids=["rows", "rows and H"])
-def test_on_a_mesh(name, some, split):
-    if len(jax.devices()) < 8:
-        pytest.skip("needs eight devices")
-    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("data", "tensor"))
-    function, operands = matrix.bind(name, OPTIONAL[name])
-    put = [
-        jax.device_put(a, NamedSharding(mesh, split if n in ("x", "residual") else P()))
-        for n, a in zip(OPERANDS[name], operands, strict=True)
-    ]
-
-    def gradients(function, operands):
-        def step(*operands):
-            f, given = of_some(function, operands, OPERANDS[name], some)
-            return jax.grad(along(f), range(len(given)))(*given)
-
-        return jax.jit(step)(*operands)
-
-    exact = matrix.bind(name, OPTIONAL[name], jln.reference)[0]
-    chex.assert_trees_all_close(gradients(function, put), gradients(exact, operands), **CLOSE)
 
 
 def test_the_cpu_makes_what_is_wanted_and_no_temporary():

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import importlib.util
 import pathlib
 import re
 
@@ -46,24 +47,41 @@ def name_of(path: pathlib.Path) -> str:
 MODULES = {name_of(path): path for path in files()}
 
 
-def imported(text: str) -> set[str]:
-    """The modules of jln that a file imports, wherever in it, but for those that only type checkers see."""
-    tree = ast.parse(text)
-    unseen = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for inner in ast.walk(node)
-    }
+ONLY_TYPE_CHECKERS = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def executed(node: ast.AST):
+    """This node and those within, but for what only type checkers see."""
+    yield node
+    inner = list(ast.iter_child_nodes(node))
+    if isinstance(node, ast.If):
+        test = ast.unparse(node.test)
+        if test in ONLY_TYPE_CHECKERS:
+            inner = node.orelse
+        elif test.removeprefix("not ") in ONLY_TYPE_CHECKERS:
+            inner = node.body
+    for child in inner:
+        yield from executed(child)
+
+
+def imported(name: str, text: str) -> set[str]:
+    """The modules of jln that the module of that name imports if `text` is its own, wherever in it."""
+    package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
     found = set()
-    for node in ast.walk(tree):
-        if id(node) in unseen:
-            continue
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name if name in MODULES else node.module for name in names}
+    for node in executed(ast.parse(text)):
+        match node:
+            case ast.Import():
+                found |= {alias.name for alias in node.names}
+            case ast.ImportFrom():
+                source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+                names = {f"{source}.{alias.name}" for alias in node.names}
+                found |= {name if name in MODULES else source for name in names}
+            case ast.Call(
+                func=ast.Name(id="import_module" | "__import__") | ast.Attribute(attr="import_module"),
+                args=[ast.Constant(value=str(target)), *anchor],
+            ):
+                literal = bool(anchor) and isinstance(anchor[0], ast.Constant)
+                found.add(importlib.util.resolve_name(target, anchor[0].value if literal else package))
     return {name for name in found if name in MODULES}
 
 
@@ -85,21 +103,17 @@ def test_the_map_has_every_room():
     assert [room for room in FLOOR if not re.search(rf"\b{room}(/|\.py\b)", page)] == []
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_arrows_run_downwards(name):
-    upwards = {
-        other
-        for other in imported(MODULES[name].read_text())
-        if room(other) != room(name) and FLOOR[room(other)] >= FLOOR[room(name)]
-    }
-    assert upwards == set(), f"{name} is below or beside what it imports"
+def upwards(name: str, text: str) -> set[str]:
+    """What a module imports that is not below it."""
+    others = {other for other in imported(name, text) if room(other) != room(name)}
+    return {other for other in others if FLOOR[room(other)] >= FLOOR[room(name)]}
 
 
-def test_no_circles():
-    """Of files: a room's own may import each other, one way."""
+def in_order(texts: dict[str, str]) -> None:
+    """Raise where files import each other in a circle. A room's own may import each other, one way."""
     within = {
-        name: {other for other in imported(path.read_text()) if other != name and not other.startswith(f"{name}.")}
-        for name, path in MODULES.items()
+        name: {other for other in imported(name, text) if other != name and not other.startswith(f"{name}.")}
+        for name, text in texts.items()
     }
     graphlib.TopologicalSorter(within).prepare()
 
@@ -114,8 +128,60 @@ def test_ci_runs_every_script():
     assert len(scripts) > 5 and [script for script in scripts if script not in ran] == []
 
 
-def test_a_circle_and_an_arrow_upwards_are_seen():
-    text = "def later():\n    from jln._norm import launcher\n    import jln._cli\n"
-    assert imported(text) == {"jln._norm.launcher", "jln._cli"}
+@pytest.mark.parametrize("name", MODULES)
+def test_arrows_run_downwards(name):
+    assert upwards(name, MODULES[name].read_text()) == set(), f"{name} is below or beside what it imports"
+
+
+def test_no_circles():
+    in_order({name: path.read_text() for name, path in MODULES.items()})
+
+
+# In jln/_norm/rules.py; {} is a module.
+IMPORTS = {
+    "a statement": "import {}",
+    "another name": "import {} as launcher",
+    "a name of it": "from {} import something",
+    "within a function": "def later():\n    import {}",
+    "where it may fail": "try:\n    import {}\nexcept ImportError:\n    pass",
+    "import_module": "import importlib\nimportlib.import_module('{}')",
+    "import_module by itself": "from importlib import import_module\nm = import_module('{}').run()",
+    "__import__": "__import__('{}')",
+    "else of TYPE_CHECKING": "if TYPE_CHECKING:\n    pass\nelse:\n    import {}",
+    "elif of TYPE_CHECKING": "if typing.TYPE_CHECKING:\n    pass\nelif True:\n    import {}",
+    "not TYPE_CHECKING": "if not TYPE_CHECKING:\n    import {}",
+    "TYPE_CHECKING or more": "if TYPE_CHECKING or True:\n    import {}",
+}
+UPWARDS = {how: text.format("jln._cli.app") for how, text in IMPORTS.items()} | {
+    "from jln": "from jln._cli import app",
+    "relative": "from .._cli import app",
+    "relative, a name of it": "from .._cli.app import main",
+    "relative, within a function": "def later():\n    from .._cli.app import main",
+    "import_module, relative": "import_module('.._cli.app', __package__)",
+    "import_module, relative to another": "import_module('._cli.app', 'jln')",
+}
+BESIDE = {how: text.format("jln._norm.launcher") for how, text in IMPORTS.items()} | {
+    "relative": "from . import launcher",
+    "relative, a name of it": "from .launcher import forward",
+    "import_module, relative": "import_module('.launcher', __package__)",
+}
+
+
+@pytest.mark.parametrize("how", UPWARDS)
+def test_an_arrow_upwards_is_seen(how):
+    assert upwards("jln._norm.rules", UPWARDS[how]) == {"jln._cli.app"}
+
+
+@pytest.mark.parametrize("how", BESIDE)
+def test_a_circle_is_seen(how):
     with pytest.raises(graphlib.CycleError):
-        graphlib.TopologicalSorter({"a": {"b"}, "b": {"a"}}).prepare()
+        in_order({"jln._norm.rules": BESIDE[how], "jln._norm.launcher": "from . import rules"})
+
+
+def test_a_package_is_what_its_own_relative_imports_start_from():
+    assert imported("jln._norm", "from . import rules\nfrom .. import _cli") == {"jln._norm.rules", "jln._cli"}
+
+
+@pytest.mark.parametrize("text", ["if TYPE_CHECKING:\n    {}", "if not typing.TYPE_CHECKING:\n    pass\nelse:\n    {}"])
+def test_what_only_type_checkers_see_is_no_arrow(text):
+    assert upwards("jln._norm.rules", text.format("from .._cli import app")) == set()

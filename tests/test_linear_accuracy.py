@@ -1,16 +1,15 @@
-"""Every result of the fused operators against float64 (float64's own against longdouble), for both implementations."""
+"""Products behind a norm, against float64: their sizes and strategies, and data that a norm alone does not mind."""
 
 import functools
 import itertools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jln
 import workbench
-from workbench import LINEAR_OPERATORS
+from workbench import LINEAR_OPERATORS, check
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 # 1, 7: narrower than any tile of a product. 16: its least. 64, 128, 256: the fused kernels' tiles. 1000: ragged, and
@@ -35,17 +34,6 @@ SIZES = (
 )
 
 
-def check(operator, operands, implementation, cotangent=None, **options):
-    options["epsilon"] = workbench.EPSILON
-    ours = functools.partial(operator, implementation=implementation, **options)
-    plain = functools.partial(operator, module=jln.reference, **options)
-    if cotangent is None:
-        cotangent = workbench.cotangents(jax.eval_shape(ours, *operands))
-    got = workbench.value_and_gradients(operator, ours, operands, cotangent)
-    true = workbench.truth(operator, operands, cotangent, total=got.get("total"))
-    workbench.assert_accurate(got, workbench.value_and_gradients(operator, plain, operands, cotangent), true)
-
-
 def without(operator, operands, absent):
     return tuple(None if n in absent else a for n, a in zip(operator.kind.names, operands, strict=True))
 
@@ -55,24 +43,6 @@ def without(operator, operands, absent):
 def test_sizes(m, h, n, dtype, implementation):
     operator = LINEAR_OPERATORS["layer_norm_linear"]
     check(operator, workbench.arguments(operator, (m, h), dtype, features=(n,)), implementation)
-
-
-# The other strategy has the other number of features.
-@pytest.mark.parametrize("n", [64, 1000])
-@pytest.mark.parametrize(
-    ("name", "absent"),
-    [
-        (name, absent)
-        for name, operator in LINEAR_OPERATORS.items()
-        for absent in itertools.chain(*(itertools.combinations(OPTIONAL, k) for k in range(4)))
-        if operator.subtract_mean or "offset" not in absent  # RMSNorm has none
-        if not operator.adds or absent in ((), OPTIONAL[:2])  # whose parameters have the same part
-    ],
-)
-def test_optional_arguments(name, absent, n, implementation):
-    operator = LINEAR_OPERATORS[name]
-    operands = workbench.arguments(operator, (70, 100), "bfloat16", features=(n,))
-    check(operator, without(operator, operands, absent), implementation)
 
 
 def every_size():
@@ -195,30 +165,6 @@ def test_dz_does_not_underflow(n, implementation):
     values, _ = workbench.truth(operator, operands, dy)
     error = got["dx"].astype("float64") - values["dx"]
     assert np.linalg.norm(error) <= 2**-6 * np.linalg.norm(values["dx"])
-
-
-@pytest.mark.parametrize(
-    ("x", "parameter"),
-    [
-        ("bfloat16", "float32"),  # the usual mixed precision: y in float32
-        ("float32", "bfloat16"),
-        ("float16", "bfloat16"),  # promoted to float32
-        ("float64", "float32"),
-        ("float32", "float64"),
-    ],
-)
-@pytest.mark.parametrize("n", [64, 600])
-def test_mixed_dtypes(n, x, parameter, implementation):
-    operator = LINEAR_OPERATORS["layer_norm_linear"]
-    operands = workbench.arguments(operator, (33, 100), x, features=(n,), parameter_dtype=parameter)
-    check(operator, operands, implementation)
-
-
-def test_parameters_of_several_dtypes(implementation):
-    operator = LINEAR_OPERATORS["layer_norm_linear"]
-    operands = workbench.arguments(operator, (33, 100), "bfloat16", features=(64,))
-    dtypes = ("bfloat16", "float32", "float16", "bfloat16", "float32")
-    check(operator, [a.astype(d) for a, d in zip(operands, dtypes, strict=True)], implementation)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import jln
@@ -11,7 +10,6 @@ import workbench
 from workbench import LINEAR_OPERATORS
 
 OPERATOR = LINEAR_OPERATORS["layer_norm_linear"]
-P = jnp.ones(8, "float32")
 
 
 def arguments(operator=OPERATOR, rows=(4,), features=(6,)):
@@ -88,58 +86,6 @@ def test_precision_may_be_the_default_of_the_moment():
     with jax.default_matmul_precision("highest"):
         text = str(jax.make_jaxpr(jln.layer_norm_linear)(x, *parameters))
     assert "HIGHEST" in text
-
-
-# No rows; no features; neither; features of several axes, one of them empty.
-@pytest.mark.parametrize(
-    ("rows", "features"), [((0, 3), (5,)), ((2, 3), (0,)), ((0,), (0,)), ((4,), (2, 0, 3))], ids=str
-)
-def test_empty(rows, features, implementation):
-    """An empty result, and gradients of zeros."""
-    x, kernel = jnp.ones((*rows, 8), "bfloat16"), jnp.ones((8, *features), "float32")
-    operands = (x, P, P, kernel, jnp.ones(features, "float32"))
-    y, pullback = jax.vjp(lambda *a: jln.layer_norm_linear(*a, implementation=implementation), *operands)
-    assert y.shape == (*rows, *features) and y.dtype == jnp.float32
-    for gradient, operand in zip(pullback(y), operands, strict=True):
-        assert gradient.dtype == operand.dtype
-        np.testing.assert_array_equal(gradient, jnp.zeros_like(operand))
-
-
-# One of each strategy: float32 is composed, whatever N.
-STRATEGIES = [("bfloat16", 16), ("bfloat16", 600), ("float32", 16)]
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize(("dtype", "n"), STRATEGIES)
-def test_a_bad_row_stays_a_row(bad, dtype, n, implementation):
-    """The others' y and dx do not see it: not a bit, with as many rows and the bad one in the same place."""
-    x, kernel, dy = (jnp.asarray(np.random.default_rng(0).standard_normal(s), dtype) for s in ((7, 8), (8, n), (7, n)))
-
-    def run(x):
-        y, pullback = jax.vjp(lambda x: jln.layer_norm_linear(x, P, P, kernel, implementation=implementation), x)
-        return y, *pullback(dy)
-
-    others = np.arange(7) != 3
-    for clean, dirty in zip(run(x), run(x.at[3, 5].set(bad)), strict=True):
-        assert np.isnan(dirty[3]).any()
-        np.testing.assert_array_equal(clean[others], dirty[others])
-
-
-@pytest.mark.parametrize(("dtype", "n"), STRATEGIES)
-def test_gradients_repeat_bit_for_bit(dtype, n, implementation):
-    """Of one compiled program; where there is a GPU, of its kernels and of the products that XLA chose."""
-    shapes = ((300, 40), (40,), (40,), (40, n), (n,), (300, n))
-    *operands, dy = (jnp.asarray(np.random.default_rng(0).standard_normal(s), dtype) for s in shapes)
-
-    @jax.jit
-    def run(operands):
-        y, pullback = jax.vjp(lambda *a: jln.layer_norm_linear(*a, implementation=implementation), *operands)
-        return y, *pullback(dy)
-
-    first = run(operands)
-    for _ in range(3):
-        for again, once in zip(run(operands), first, strict=True):
-            np.testing.assert_array_equal(again, once)
 
 
 def test_precision_is_understood_once(monkeypatch):

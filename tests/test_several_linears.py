@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jln
 import workbench
+from matrix import loss_by_name
 from workbench import LINEAR_OPERATORS
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
@@ -33,23 +32,6 @@ def ids(features):
     return "+".join("x".join(map(str, f)) for f in features)
 
 
-def operands_of(name, features, dtype, rows=(37,), width=100, parameter_dtype=None):
-    """All that the operator takes by name, every second Linear without a bias."""
-    operator = LINEAR_OPERATORS[name]
-    made = [
-        workbench.arguments(operator, (*rows, width), dtype, features=f, parameter_dtype=parameter_dtype)
-        for f in features
-    ]
-    names = operator.kind.names
-    shared = {n: a for n, a in zip(names, made[0], strict=True) if a is not None}
-    kernels, biases = (tuple(m[names.index(n)] * (1 + i) for i, m in enumerate(made)) for n in ("kernel", "bias"))
-    return shared | {"kernel": kernels, "bias": tuple(b if i % 2 == 0 else None for i, b in enumerate(biases))}
-
-
-def flat(result):
-    return jax.tree.leaves(result)
-
-
 # Neighbours have the other two dtypes.
 @pytest.mark.parametrize(
     ("name", "features", "dtype"),
@@ -61,16 +43,21 @@ def flat(result):
 )
 def test_every_result_against_float64(name, features, dtype, implementation):
     """As those of one Linear whose kernel has all columns: each y is a part of its y, each gradient of its gradient."""
-    operands = operands_of(name, features, dtype)
+    operands = workbench.named(name, (37, 100), dtype, features=features)
     operator = LINEAR_OPERATORS[name]
 
     def run(module, **options):
         function = functools.partial(getattr(module, name), epsilon=workbench.EPSILON, **options)
-        result, pullback = jax.vjp(lambda a: function(**a), operands)
-        y, total = result if operator.adds else (result, None)
-        dtotal = () if total is None else (workbench.normal(9, total.shape, total.dtype),)
-        dy = tuple(workbench.normal(20 + i, a.shape, a.dtype) for i, a in enumerate(y))
-        (gradients,) = pullback((dy, *dtotal) if dtotal else dy)
+
+        @jax.jit
+        def results_and_gradients(operands):
+            result, pullback = jax.vjp(lambda a: function(**a), operands)
+            y, total = result if operator.adds else (result, None)
+            dtotal = () if total is None else (workbench.normal(9, total.shape, total.dtype),)
+            dy = tuple(workbench.normal(20 + i, a.shape, a.dtype) for i, a in enumerate(y))
+            return y, total, dy, dtotal, *pullback((dy, *dtotal) if dtotal else dy)
+
+        y, total, dy, dtotal, gradients = results_and_gradients(operands)
         rows = len(operands["x"])
         return {
             "y": np.concatenate([np.asarray(a).reshape(rows, -1) for a in y], -1),
@@ -90,15 +77,13 @@ def test_every_result_against_float64(name, features, dtype, implementation):
     workbench.assert_accurate(got, plain, true)
 
 
-def both(transformed, name, implementation, dtype):
-    ours = transformed(functools.partial(getattr(jln, name), implementation=implementation))
-    reference = transformed(getattr(jln.reference, name))
+def both(transformed, name, implementation, operands, dtype, **options):
+    """`transformed(function, operands)` as one program, for our operator and for the reference."""
+    function = functools.partial(getattr(jln, name), implementation=implementation, **options)
+    ours = jax.jit(lambda a: transformed(function, a))(operands)
+    reference = jax.jit(lambda a: transformed(getattr(jln.reference, name), a))(operands)
     chex.assert_trees_all_equal_shapes_and_dtypes(ours, reference)
     chex.assert_trees_all_close(ours, reference, **CLOSE_IN[dtype])
-
-
-def loss(function):
-    return lambda a: sum(jnp.sum(jnp.sin((1 + i) * r)) for i, r in enumerate(flat(function(**a))))
 
 
 def stacked(a, n=3):
@@ -106,26 +91,28 @@ def stacked(a, n=3):
 
 
 TRANSFORMATIONS = {
-    "grad": lambda f, a: jax.jit(jax.grad(loss(f)))(a),
+    "grad": lambda f, a: jax.grad(loss_by_name(f))(a),
     "forward mode": lambda f, a: jax.jvp(lambda a: f(**a), (a,), (jax.tree.map(jnp.cos, a),)),
     "grad(forward mode)": lambda f, a: jax.grad(
-        lambda a: sum(map(jnp.sum, flat(jax.jvp(lambda a: f(**a), (a,), (jax.tree.map(jnp.cos, a),))[1])))
+        lambda a: sum(map(jnp.sum, jax.tree.leaves(jax.jvp(lambda a: f(**a), (a,), (jax.tree.map(jnp.cos, a),))[1])))
     )(a),
-    "hvp": lambda f, a: jax.jvp(jax.grad(loss(f)), (a,), (jax.tree.map(jnp.cos, a),)),
-    "vmap of x": lambda f, a: jax.vmap(lambda x: jax.grad(loss(f))(a | {"x": x}))(stacked(a["x"])),
+    "hvp": lambda f, a: jax.jvp(jax.grad(loss_by_name(f)), (a,), (jax.tree.map(jnp.cos, a),)),
+    "vmap of x": lambda f, a: jax.vmap(lambda x: jax.grad(loss_by_name(f))(a | {"x": x}))(stacked(a["x"])),
     "vmap of one kernel": lambda f, a: jax.vmap(
-        lambda k: jax.grad(loss(f))(a | {"kernel": (*a["kernel"][:-1], k)})
+        lambda k: jax.grad(loss_by_name(f))(a | {"kernel": (*a["kernel"][:-1], k)})
     )(stacked(a["kernel"][-1])),
-    "grad(vmap) of all": lambda f, a: jax.grad(lambda s: jnp.sum(jax.vmap(loss(f))(s)))(jax.tree.map(stacked, a)),
+    "grad(vmap) of all": lambda f, a: jax.grad(lambda s: jnp.sum(jax.vmap(loss_by_name(f))(s)))(
+        jax.tree.map(stacked, a)
+    ),
     "grad(vmap) of one kernel": lambda f, a: jax.grad(
-        lambda k, a: jnp.sum(jax.vmap(lambda k: loss(f)(a | {"kernel": (*a["kernel"][:-1], k)}))(k)), (0, 1)
+        lambda k, a: jnp.sum(jax.vmap(lambda k: loss_by_name(f)(a | {"kernel": (*a["kernel"][:-1], k)}))(k)), (0, 1)
     )(stacked(a["kernel"][-1]), a),
     "grad(vmap) of one kernel, forward mode": lambda f, a: jax.grad(
-        lambda k, a: jnp.sum(jax.vmap(lambda k: loss(f)(a | {"kernel": (*a["kernel"][:-1], k)}))(k)), (0, 1)
+        lambda k, a: jnp.sum(jax.vmap(lambda k: loss_by_name(f)(a | {"kernel": (*a["kernel"][:-1], k)}))(k)), (0, 1)
     )(stacked(a["kernel"][-1]), a),
-    "checkpoint": lambda f, a: jax.grad(loss(jax.checkpoint(lambda **a: f(**a))))(a),
+    "checkpoint": lambda f, a: jax.grad(loss_by_name(jax.checkpoint(lambda **a: f(**a))))(a),
     "dots saved": lambda f, a: jax.grad(
-        loss(jax.checkpoint(lambda **a: f(**a), policy=jln.checkpoint_policies.dots_saveable))
+        loss_by_name(jax.checkpoint(lambda **a: f(**a), policy=jln.checkpoint_policies.dots_saveable))
     )(a),
 }  # fmt: skip
 
@@ -135,15 +122,9 @@ TRANSFORMATIONS = {
 @pytest.mark.parametrize(("features", "dtype"), [(FEATURES[0], "float32"), (FEATURES[1], "float64")])
 @pytest.mark.parametrize("name", ["add_layer_norm_linear", "rms_norm_linear"])
 def test_transformations(name, features, dtype, transformation, implementation):
-    operands = operands_of(name, features, dtype, rows=(2, 3), width=9)
-    forward = "forward" in transformation
-
-    def transformed(f):
-        ours = getattr(f, "func", None) is getattr(jln, name)
-        f = functools.partial(f, forward_mode=True) if forward and ours else f
-        return TRANSFORMATIONS[transformation](f, operands)
-
-    both(transformed, name, implementation, dtype)
+    operands = workbench.named(name, (2, 3, 9), dtype, features=features)
+    mode = {"forward_mode": "forward" in transformation}
+    both(TRANSFORMATIONS[transformation], name, implementation, operands, dtype, **mode)
 
 
 @pytest.mark.usefixtures("compile_fast")
@@ -152,18 +133,16 @@ def test_transformations(name, features, dtype, transformation, implementation):
 @pytest.mark.parametrize(("features", "dtype"), [(FEATURES[0], "float32"), (((300,), (8,), (2, 4)), "float64")])
 def test_results_that_are_not_used(features, dtype, forward_mode, used, implementation):
     """Their kernels' gradients are zero, and those of the others as if they were alone."""
-    operands = operands_of("add_layer_norm_linear", features, dtype, rows=(6,), width=9)
+    operands = workbench.named("add_layer_norm_linear", (6, 9), dtype, features=features)
 
-    def transformed(f):
+    def transformed(f, operands):
         def chosen(a):
             y, total = f(**a)
             return sum(jnp.sum(jnp.sin(total if i == "total" else y[i])) for i in used)
 
         return jax.grad(chosen)(operands)
 
-    mode = {"forward_mode": forward_mode}
-    ours = transformed(functools.partial(jln.add_layer_norm_linear, implementation=implementation, **mode))
-    chex.assert_trees_all_close(ours, transformed(jln.reference.add_layer_norm_linear), **CLOSE_IN[dtype])
+    both(transformed, "add_layer_norm_linear", implementation, operands, dtype, forward_mode=forward_mode)
 
 
 FROZEN = ("x", "residual", "scale", "offset", "kernel", "bias", "first kernel", "last kernel")
@@ -176,34 +155,37 @@ FROZEN = ("x", "residual", "scale", "offset", "kernel", "bias", "first kernel", 
     [(FEATURES[0], "float32", False), (FEATURES[0], "float32", True), (((300,), (8,), (2, 4)), "float64", False)],
 )
 def test_frozen_arguments(features, dtype, forward_mode, wanted, implementation):
-    operands = operands_of("add_layer_norm_linear", features, dtype, rows=(6,), width=9)
-    kernels = operands["kernel"]
-    parts = operands | {"first kernel": kernels[0], "last kernel": kernels[-1]}
+    operands = workbench.named("add_layer_norm_linear", (6, 9), dtype, features=features)
 
-    def transformed(f):
+    def transformed(f, operands):
+        kernels = operands["kernel"]
+        parts = operands | {"first kernel": kernels[0], "last kernel": kernels[-1]}
+
         def of(wanted):
             a = operands | {n: v for n, v in wanted.items() if " " not in n}
             first, last = wanted.get("first kernel", a["kernel"][0]), wanted.get("last kernel", a["kernel"][-1])
-            return loss(f)(a | {"kernel": (first, *a["kernel"][1:-1], last)})
+            return loss_by_name(f)(a | {"kernel": (first, *a["kernel"][1:-1], last)})
 
         return jax.grad(of)({n: parts[n] for n in wanted})
 
-    mode = {"forward_mode": forward_mode}
-    ours = transformed(functools.partial(jln.add_layer_norm_linear, implementation=implementation, **mode))
-    chex.assert_trees_all_close(ours, transformed(jln.reference.add_layer_norm_linear), **CLOSE_IN[dtype])
+    both(transformed, "add_layer_norm_linear", implementation, operands, dtype, forward_mode=forward_mode)
 
 
 @pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "bfloat16")])
 @pytest.mark.parametrize("features", FEATURES[:2], ids=ids)
 def test_kernels_of_several_dtypes(features, dtypes, implementation):
     """Each y has the dtype that x and its own kernel promote to, each gradient that of its argument."""
-    operands = operands_of("layer_norm_linear", features, "bfloat16")
+    operands = workbench.named("layer_norm_linear", (37, 100), "bfloat16", features=features)
     kernels = tuple(k.astype(d) for k, d in zip(operands["kernel"], itertools.cycle(dtypes)))
     operands |= {"kernel": kernels}
 
     def run(module, **options):
-        y, pullback = jax.vjp(lambda a: module.layer_norm_linear(**a, **options), operands)
-        return y, pullback(tuple(workbench.normal(i, a.shape, a.dtype) for i, a in enumerate(y)))[0]
+        @jax.jit
+        def step(operands):
+            y, pullback = jax.vjp(lambda a: module.layer_norm_linear(**a, **options), operands)
+            return y, pullback(tuple(workbench.normal(i, a.shape, a.dtype) for i, a in enumerate(y)))[0]
+
+        return step(operands)
 
     (y, gradients), (plain, plain_gradients) = run(jln, implementation=implementation), run(jln.reference)
     assert [a.dtype for a in y] == [jnp.promote_types("bfloat16", k.dtype) for k in kernels]
@@ -216,7 +198,7 @@ def test_kernels_of_several_dtypes(features, dtypes, implementation):
 @pytest.mark.parametrize("features", FEATURES[:2], ids=ids)
 def test_only_the_total_is_kept_of_its_size(features, forward_mode, implementation):
     """Between forward and backward: the total, which is returned too, the parameters as they are, mean and rstd."""
-    operands = operands_of("add_layer_norm_linear", features, "bfloat16", rows=(64,), width=32)
+    operands = workbench.named("add_layer_norm_linear", (64, 32), "bfloat16", features=features)
     options = {"implementation": implementation, "forward_mode": forward_mode}
 
     def held(a):
@@ -271,31 +253,3 @@ def test_no_rows(rows, implementation):
     x = jnp.ones((*rows, 8))
     (y, z), total = jln.add_rms_norm_linear(x, x, None, (K, jnp.ones((8, 2, 2))), implementation=implementation)
     assert (y.shape, z.shape, total.shape) == ((*rows, 3), (*rows, 2, 2), (*rows, 8))
-
-
-# Which axes of the mesh split the features of each kernel. "both alike": each device has a part of every product, and
-# so a share of dz. "one alone": the other product is whole on every device, and must not be counted by each.
-SPLIT = {"both alike": ("tensor", "tensor"), "one alone": ("tensor", None), "differently": ("tensor", "data")}
-
-
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("split", SPLIT)
-@pytest.mark.parametrize(("features", "dtype"), [(((16,), (8,)), "float32"), (((512,), (8,)), "float64")])
-def test_on_a_mesh(features, dtype, split, kind):
-    if len(jax.devices()) < 8:
-        pytest.skip("needs eight devices")
-    devices = np.array(jax.devices()[:8]).reshape(4, 2)
-    mesh = Mesh(devices, ("data", "tensor"), axis_types=(getattr(jax.sharding.AxisType, kind),) * 2)
-    operands = operands_of("add_layer_norm_linear", features, dtype, rows=(4, 2), width=8)
-    rows = P() if split == "differently" else P("data")
-    specs = jax.tree.map(lambda _: P(), operands) | {
-        "x": rows,
-        "residual": rows,
-        "kernel": tuple(P(None, axis) for axis in SPLIT[split]),
-        "bias": (P(SPLIT[split][0]), None),
-    }
-    put = jax.tree.map(lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec)), operands, specs)
-    expected = jax.value_and_grad(loss(jln.reference.add_layer_norm_linear))(operands)
-    with jax.set_mesh(mesh):
-        got = jax.jit(jax.value_and_grad(loss(jln.add_layer_norm_linear)))(put)
-    chex.assert_trees_all_close(got, expected, **CLOSE_IN[dtype])

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
 import jln
 import workbench
 from jln._catalogue import OPERATORS as CATALOGUE
 from jln._triton import target
-from workbench import LINEAR_OPERATORS, OPERATORS
+from matrix import loss_by_name
+from workbench import OPERATORS
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
@@ -25,28 +25,14 @@ def name(request):
     return request.param
 
 
-def operands_of(name, rows=(4,), width=9, features=(6,)):
-    """All that the operator takes, by name."""
-    operator = (OPERATORS | LINEAR_OPERATORS)[name]
-    made = workbench.arguments(operator, (*rows, width), "float64", features=features)
-    return {n: a for n, a in zip(operator.kind.names, made, strict=True) if a is not None}
-
-
-def agree(transformed, name, implementation, **options):
-    """`transformed(function)`, for our operator and for the reference."""
-    ours = transformed(functools.partial(getattr(jln, name), implementation=implementation, **options))
-    reference = transformed(functools.partial(getattr(jln.reference, name), **options))
+def agree(transformed, name, implementation, operands, **options):
+    """`transformed(function, operands)` as one program, for our operator and for the reference."""
+    function = functools.partial(getattr(jln, name), implementation=implementation, **options)
+    ours = jax.jit(lambda a: transformed(function, a))(operands)
+    plain = functools.partial(getattr(jln.reference, name), **options)
+    reference = jax.jit(lambda a: transformed(plain, a))(operands)
     chex.assert_trees_all_equal_shapes_and_dtypes(ours, reference)
     chex.assert_trees_all_close(ours, reference, **CLOSE)
-
-
-def loss_by_name(function):
-    """A loss whose gradient uses every result, and is nowhere zero."""
-
-    def call(operands):
-        return sum(jnp.sum(jnp.sin((1 + i) * r)) for i, r in enumerate(jax.tree.leaves(function(**operands))))
-
-    return call
 
 
 # Of what an operator has of these: which have an axis of examples, and where.
@@ -69,7 +55,7 @@ BATCHED = [
 
 
 def grown(name, axes, examples=3):
-    operands, where = operands_of(name), IN_AXES[axes]
+    operands, where = workbench.named(name, (4, 9), "float64", features=(6,)), IN_AXES[axes]
     in_axes = {n: where.get(n) for n in operands}
     stacked = {
         n: a if in_axes[n] is None else jnp.stack([a * (1 + k / 7) for k in range(examples)], axis=in_axes[n])
@@ -82,35 +68,39 @@ def grown(name, axes, examples=3):
 def test_vmap_of_grad(name, axes, implementation):
     """And of the value."""
     operands, in_axes = grown(name, axes)
-    agree(lambda f: jax.vmap(jax.value_and_grad(loss_by_name(f)), (in_axes,))(operands), name, implementation)
+
+    def transformed(f, a):
+        return jax.vmap(jax.value_and_grad(loss_by_name(f)), (in_axes,))(a)
+
+    agree(transformed, name, implementation, operands)
 
 
 @pytest.mark.parametrize(("name", "axes"), BATCHED)
 def test_grad_of_vmap(name, axes, implementation):
     operands, in_axes = grown(name, axes)
 
-    def total(f):
-        return lambda a: jnp.sum(jax.vmap(loss_by_name(f), (in_axes,))(a))
+    def transformed(f, a):
+        return jax.grad(lambda a: jnp.sum(jax.vmap(loss_by_name(f), (in_axes,))(a)))(a)
 
-    agree(lambda f: jax.grad(total(f))(operands), name, implementation)
+    agree(transformed, name, implementation, operands)
 
 
 def test_nested_vmap_over_different_arguments(name, implementation):
     """The inner axis on the scale, or on the kernel; the outer on x: neither has both."""
-    operands = operands_of(name)
+    operands = workbench.named(name, (4, 9), "float64", features=(6,))
     inner = "kernel" if "kernel" in operands else "scale"
     operands |= {inner: jnp.stack([operands[inner], 2 * operands[inner]])}
     operands |= {"x": jnp.stack([operands["x"], operands["x"] + 1, operands["x"] ** 2])}
 
-    def transformed(f):
+    def transformed(f, a):
         gradients = jax.vmap(jax.grad(loss_by_name(f)), ({n: 0 if n == inner else None for n in operands},))
-        return jax.vmap(gradients, ({n: 0 if n == "x" else None for n in operands},))(operands)
+        return jax.vmap(gradients, ({n: 0 if n == "x" else None for n in operands},))(a)
 
-    agree(transformed, name, implementation)
+    agree(transformed, name, implementation, operands)
 
 
 def test_eager_and_disabled_jit(name, implementation):
-    operands = operands_of(name)
+    operands = workbench.named(name, (4, 9), "float64", features=(6,))
     function = functools.partial(getattr(jln, name), implementation=implementation)
     with jax.disable_jit():
         disabled = function(**operands)
@@ -118,58 +108,30 @@ def test_eager_and_disabled_jit(name, implementation):
 
 
 def test_numpy_arrays_are_accepted(name, implementation):
-    operands = operands_of(name)
-    arrays = jax.tree.map(np.asarray, operands)
-    agree(lambda f: f(**(arrays if f.func is getattr(jln, name) else operands)), name, implementation)
+    operands = workbench.named(name, (4, 9), "float64", features=(6,))
+    y = getattr(jln, name)(**jax.tree.map(np.asarray, operands), implementation=implementation)
+    chex.assert_trees_all_close(y, getattr(jln.reference, name)(**operands), **CLOSE)
 
 
 def test_zero_centered_scale(name, implementation):
     options = {"zero_centered_scale": True, "epsilon": 1e-3}
-    agree(lambda f: jax.grad(loss_by_name(f))(operands_of(name)), name, implementation, **options)
-
-
-# Rows split, and features: then y and dy of a device are its features' and dx is summed over the mesh.
-@pytest.mark.parametrize(
-    ("name", "split"),
-    [(name, "rows") for name in CATALOGUE] + [(name, "features") for name, o in CATALOGUE.items() if o.is_linear],
-)
-def test_shard_map(name, split, implementation):
-    """Checked mode: gradients of what is shared are summed over the mesh, a varying result is not taken for a copy."""
-    if len(jax.devices()) < 2:
-        pytest.skip("needs two devices")
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("d",))
-    operands, operator = operands_of(name), CATALOGUE[name]
-    copied, first, last = PartitionSpec(), PartitionSpec("d"), PartitionSpec(None, "d")
-    by = {"activation": first} if split == "rows" else {"kernel": last, "bias": first}
-    specs = {a.name: by.get(a.role, copied) for a in operator.arguments}
-    out_specs = operator.packed(
-        first if split == "rows" else (last if "N" in r.dimensions else copied) for r in operator.results
+    agree(
+        lambda f, a: jax.grad(loss_by_name(f))(a),
+        name,
+        implementation,
+        workbench.named(name, (4, 9), "float64", features=(6,)),
+        **options,
     )
-
-    def transformed(f):
-        def local(a):
-            result = f(**a)
-            if split == "rows" or not operator.adds:
-                return result
-            y, total = result  # which varies as all results do, wherever any argument does
-            return y, jax.lax.pmean(total, "d")
-
-        sharded = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=out_specs)
-        return jax.jit(jax.value_and_grad(loss_by_name(lambda **a: sharded(a))))(operands)
-
-    agree(transformed, name, implementation)
-    with pytest.raises(ValueError, match="out_specs"):
-        ours = functools.partial(getattr(jln, name), implementation=implementation)
-        jax.shard_map(lambda a: ours(**a), mesh=mesh, in_specs=(specs,), out_specs=copied)(operands)
 
 
 # The norms' kernels: operands in order, absent ones None.
 
 
-def both(transformed, operator, implementation):
-    """`transformed(function)`, for our operator and for the reference."""
-    ours = transformed(lambda *a: operator(*a, implementation=implementation))
-    reference = transformed(lambda *a: operator(*a, module=jln.reference))
+def both(transformed, operator, implementation, *operands):
+    """`transformed(function, *operands)` as one program, for our operator and for the reference."""
+    ours = jax.jit(functools.partial(transformed, functools.partial(operator, implementation=implementation)))
+    reference = jax.jit(functools.partial(transformed, functools.partial(operator, module=jln.reference)))
+    ours, reference = ours(*operands), reference(*operands)
     chex.assert_trees_all_close(ours, reference, **CLOSE)
 
 
@@ -205,7 +167,11 @@ def batched(operator, in_axes, shape=(4, 9), examples=3):
 def test_vmap_of_grad_in_every_regime(shape, in_axes):
     operator = OPERATORS["add_layer_norm"]
     operands, in_axes = batched(operator, in_axes, shape)
-    both(lambda f: jax.vmap(jax.grad(loss(f), argnums=(0, 1, 2, 3)), in_axes)(*operands), operator, "triton")
+
+    def transformed(f, *a):
+        return jax.vmap(jax.grad(loss(f), argnums=(0, 1, 2, 3)), in_axes)(*a)
+
+    both(transformed, operator, "triton", *operands)
 
 
 @pytest.mark.parametrize("in_axes", [(None, None, 0, 0), (0, 0, None, 0)], ids=str)
@@ -236,11 +202,11 @@ def test_vmap_over_cotangents(shared, width, implementation):
     in_axes = (None if shared == "dy" else 0, None if shared == "dtotal" else 0)
     cotangent = tuple(a[0] if i is None else a for a, i in zip((dy, dtotal), in_axes, strict=True))
 
-    def transformed(f):
+    def transformed(f, operands, cotangent):
         _, pullback = jax.vjp(f, *operands)
         return jax.vmap(lambda *c: pullback(c), in_axes)(*cotangent)
 
-    both(transformed, operator, implementation)
+    both(transformed, operator, implementation, operands, cotangent)
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -249,15 +215,13 @@ def test_vmap_where_rows_lie_side_by_side(axis, implementation):
     x, _, scale, offset = workbench.arguments(operator, (6, 5, 7), "float64", axis=axis)
     xs, scales = jnp.stack([x, -x, x**2], axis=1), jnp.stack([scale, scale + 1, scale**2])
 
-    def transformed(f):
+    def transformed(f, xs, scales):
         def gradients(x, scale):
-            return jax.grad(lambda x, s: jnp.sum(jnp.sin(f(x, None, s, offset)[0])), argnums=(0, 1))(x, scale)
+            return jax.grad(lambda x, s: jnp.sum(jnp.sin(f(x, None, s, offset, axis=axis)[0])), (0, 1))(x, scale)
 
         return jax.vmap(gradients, (1, 0))(xs, scales)
 
-    ours = transformed(lambda *a: operator(*a, axis=axis, implementation=implementation))
-    reference = transformed(lambda *a: operator(*a, axis=axis, module=jln.reference))
-    chex.assert_trees_all_close(ours, reference, **CLOSE)
+    both(transformed, operator, implementation, xs, scales)
 
 
 def test_one_program_for_two_platforms_holds_no_python_choice():

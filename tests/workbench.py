@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import defaultdict
 
 import jax
@@ -49,9 +50,10 @@ OPERATORS, LINEAR_OPERATORS = (
 )
 
 
-def normal(seed: int, shape, dtype, mean: float = 0.0) -> jax.Array:
-    values = np.random.default_rng([seed, *shape]).standard_normal(shape) + mean
-    return jnp.asarray(values).astype(dtype)
+def normal(seed: int, shape, dtype, mean: float = 0.0, spread: float = 1.0) -> jax.Array:
+    """Made by NumPy: JAX would compile a program for each shape and dtype."""
+    values = spread * np.random.default_rng([seed, *shape]).standard_normal(shape) + mean
+    return jnp.asarray(values.astype(jnp.dtype(dtype)))
 
 
 def arguments(operator: Operator, shape, dtype, *, features=(), parameter_dtype=None, axis=-1, mean=0.0):
@@ -63,11 +65,27 @@ def arguments(operator: Operator, shape, dtype, *, features=(), parameter_dtype=
     def made(seed, array):
         of_rows = array.role == "activation"
         a = array.of(sizes, dtype if of_rows else parameter_dtype or dtype, parameter_dtype or dtype)
-        if array.role == "kernel":
-            return (normal(seed, a.shape, "float64") / np.sqrt(a.shape[0])).astype(a.dtype)
-        return normal(seed, a.shape, a.dtype, {"x": mean, "scale": 1.0}.get(array.name, 0.0))
+        spread = 1 / np.sqrt(a.shape[0]) if array.role == "kernel" else 1.0
+        return normal(seed, a.shape, a.dtype, {"x": mean, "scale": 1.0}.get(array.name, 0.0), spread)
 
     return tuple(made(i, a) if a in operator.entry.arguments else None for i, a in enumerate(operator.kind.arguments))
+
+
+def named(name: str, shape, dtype, *, features=(), **options):
+    """All that the operator takes, by name; of several Linears, where `features` has a tuple for each, every second is
+    without a bias.
+    """
+    operator = (OPERATORS | LINEAR_OPERATORS)[name]
+    several = bool(features) and isinstance(features[0], tuple)
+    made = [
+        dict(zip(operator.kind.names, arguments(operator, shape, dtype, features=f, **options), strict=True))
+        for f in (features if several else (features,))
+    ]
+    given = {n: a for n, a in made[0].items() if a is not None}
+    if several:
+        given["kernel"] = tuple(m["kernel"] * (1 + i) for i, m in enumerate(made))
+        given["bias"] = tuple(m["bias"] * (1 + i) if i % 2 == 0 else None for i, m in enumerate(made))
+    return given
 
 
 def cotangents(outputs):
@@ -192,6 +210,19 @@ def assert_accurate(got, plain, true):
             f"{float(error[worst]):.3e}, {float(excess[worst]):.3e} too much; plain jnp's largest is "
             f"{float(plain_error):.3e}"
         )
+
+
+def check(operator: Operator, operands, implementation, cotangent=None, *, epsilon=EPSILON, **options):
+    """Every result and gradient, by `assert_accurate`. Options are the operator's."""
+    ours, plain = (
+        functools.partial(operator, epsilon=epsilon, **options, **of)
+        for of in ({"implementation": implementation}, {"module": jln.reference})
+    )
+    if cotangent is None:
+        cotangent = cotangents(jax.eval_shape(ours, *operands))
+    got = value_and_gradients(operator, ours, operands, cotangent)
+    true = truth(operator, operands, cotangent, total=got.get("total"), epsilon=epsilon, **options)
+    assert_accurate(got, value_and_gradients(operator, plain, operands, cotangent), true)
 
 
 def shares(got, plain, true):

@@ -41,7 +41,7 @@ KERNELS = [
     Mutant("a shared operand taken for a group's own", ACCESS, "return group * 0", "return group", GROUPS),
     Mutant(
         "scale not zero-centered", ACCESS, "scale + given if ZERO_CENTERED else given", "given",
-        (f"{OPERATORS}test_optional_arguments[triton-layer_norm-True-False-True]",),
+        (f"{ACCURACY}test_optional_arguments[triton-layer_norm-no offset-zero-centered]",),
     ),
     Mutant(
         "the sum not rounded before it is normed", NORM,
@@ -204,8 +204,8 @@ KERNELS = [
         "(column <= COLUMNS)[None, :]", FUSED_KERNELS,
     ),
     Mutant(
-        "y without the offset", LINEAR, "constant += tl.sum(kernel.to(COMPUTE) * offset[:, None], axis=0)", "pass",
-        FUSED_KERNELS,
+        "y without the offset, fused", LINEAR,
+        "constant += tl.sum(kernel.to(COMPUTE) * offset[:, None], axis=0)", "pass", FUSED_KERNELS,
     ),
     Mutant(
         "the product not moved when the mean is", LINEAR,
@@ -215,7 +215,7 @@ KERNELS = [
         "the product not resized when rstd is", LINEAR, "product *= (unit / before)[:, None]", "pass", FUSED_KERNELS,
     ),
     Mutant(
-        "y without the bias", LINEAR,
+        "y without the bias, fused", LINEAR,
         "constant = load_vector(bias_ptr", "constant = 0.0 * load_vector(bias_ptr", FUSED_KERNELS,
     ),
     Mutant(

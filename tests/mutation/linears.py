@@ -9,6 +9,7 @@ from targets import (
     LINEAR_RULES,
     MESH,
     SEVERAL,
+    SHARDING,
     XLA_LINEAR,
     XLA_LINEARS,
     Mutant,
@@ -93,6 +94,6 @@ LINEARS = [
     Mutant(
         "a product that is whole on each device counted by each", MESH,
         "chosen[dim] = tuple(a for a in chosen[dim] if a in by_all)", "pass",
-        (f"{SEVERAL}test_on_a_mesh[features0-float32-one alone-Auto]",),
+        (f"{SHARDING}test_several_linears[features0-float32-one alone-Auto]",),
     ),
 ]  # fmt: skip

@@ -3,8 +3,8 @@
     python tests/mutation/run.py            # all, some twenty minutes on two cores
     python tests/mutation/run.py c2 dbias   # those whose description has one of these words
 
-Exits with 1 if a mutant survives, if the text of any (chosen or not) is not in its file exactly once, or if its tests
-fail without it.
+Exits with 1 if a mutant survives or its tests fail without it; and before anything is run if of any mutant, chosen or
+not, the description is another's too, the text is not in its file exactly once, or a test is not there.
 """
 
 import argparse
@@ -17,6 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Iterable
 
 from mutants import MUTANTS
 from targets import EXECUTED, Mutant
@@ -39,26 +41,54 @@ def copied() -> pathlib.Path:
     return tree
 
 
-def tests(tree: pathlib.Path, ids: list[str]) -> tuple[int | None, str]:
-    """-> (pytest's exit status, None when it took too long; the last of its output)
-
-    Those that execute compiled kernels have a process of their own: in the others' Triton interprets.
+def processes(ids: Iterable[str]) -> list[list[str]]:
+    """pytest's arguments. The tests that execute compiled kernels have a process of their own: in the others' Triton
+    interprets.
     """
     executed = [test for test in ids if test.startswith(EXECUTED)]
     others = [test for test in ids if not test.startswith(EXECUTED)]
-    status, output = pytest(tree, others) if others else (0, "")
-    return pytest(tree, [f"--confcutdir={EXECUTED}", *executed]) if executed and status == 0 else (status, output)
+    return [others] * bool(others) + [[f"--confcutdir={EXECUTED}", *executed]] * bool(executed)
 
 
-def pytest(tree: pathlib.Path, ids: list[str]) -> tuple[int | None, str]:
+def tests(tree: pathlib.Path, ids: Iterable[str]) -> tuple[int | None, str]:
+    """-> (pytest's exit status, None when it took too long; its output)"""
+    status, output = 0, ""
+    for arguments in processes(ids):
+        if status == 0:
+            status, output = pytest(tree, arguments)
+    return status, output
+
+
+def pytest(tree: pathlib.Path, arguments: list[str]) -> tuple[int | None, str]:
     options = ["-x", "-q", "-n0", "-m", "", "--tb=line", "-p", "no:cacheprovider"]  # -m: heavy ones too, if listed
-    command = [sys.executable, "-m", "pytest", *options, *ids]
+    command = [sys.executable, "-m", "pytest", *options, *arguments]
     environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         ran = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
         return None, ""
-    return ran.returncode, ran.stdout[-2000:] + ran.stderr[-2000:]
+    return ran.returncode, ran.stdout + ran.stderr[-2000:]
+
+
+def stale() -> bool:
+    """Whether a mutant is no longer one, which is printed."""
+    wrong = [f"two mutants are described as {what!r}" for what, n in Counter(m.what for m in MUTANTS).items() if n > 1]
+    for m in MUTANTS:
+        if (count := (ROOT / m.file).read_text().count(m.old)) != 1:
+            wrong.append(f"the text of {m.what!r} is in {m.file} {count} times: {m.old!r}")
+    there = set()
+    for arguments in processes({test.partition("::")[0] for m in MUTANTS for test in m.tests}):
+        status, output = pytest(ROOT, ["--collect-only", *arguments])
+        lines = output.splitlines()
+        there.update(lines, (line.partition("[")[0] for line in lines))  # of a function all, too
+        if status != 0:
+            wrong.append(f"tests cannot be collected\n{output[-2000:]}")
+    wrong += [
+        f"{m.what!r} needs a test that is not there: {test}" for m in MUTANTS for test in m.tests if test not in there
+    ]
+    for line in wrong:
+        print(f"ERROR: {line}")
+    return bool(wrong)
 
 
 def verdict(tree: pathlib.Path, mutant: Mutant) -> str:
@@ -67,14 +97,14 @@ def verdict(tree: pathlib.Path, mutant: Mutant) -> str:
     text = path.read_text()
     try:
         path.write_text(text.replace(mutant.old, mutant.new))
-        status, output = tests(tree, list(mutant.tests))
+        status, output = tests(tree, mutant.tests)
     finally:
         path.write_text(text)
     if status is None:
         return "killed (by the clock)"
     if status == 0:
         return "SURVIVED"
-    return "killed" if status == 1 else f"ERROR: pytest exits with {status}\n{output}"
+    return "killed" if status == 1 else f"ERROR: pytest exits with {status}\n{output[-4000:]}"
 
 
 def main() -> int:
@@ -82,16 +112,12 @@ def main() -> int:
     parser.add_argument("words", nargs="*", help="only the mutants whose description has one of these")
     parser.add_argument("--jobs", type=int, default=2, help="at a time")
     arguments = parser.parse_args()
+    if stale():
+        return 1
     chosen = [m for m in MUTANTS if not arguments.words or any(word in m.what for word in arguments.words)]
     if not chosen:
         print("no mutant is described so", file=sys.stderr)
         return 2
-
-    stale = [(m, n) for m in MUTANTS if (n := (ROOT / m.file).read_text().count(m.old)) != 1]
-    for mutant, count in stale:
-        print(f"ERROR: the text of {mutant.what!r} is in {mutant.file} {count} times: {mutant.old!r}")
-    if stale:
-        return 1
 
     trees: queue.Queue[pathlib.Path] = queue.Queue()
     for _ in range(arguments.jobs):
@@ -109,7 +135,7 @@ def main() -> int:
         status, output = tests(tree, sorted({test for mutant in chosen for test in mutant.tests}))
         trees.put(tree)
         if status != 0:
-            print(f"the tests fail without a mutant, or are not there\n{output}")
+            print(f"the tests fail without a mutant\n{output[-4000:]}")
             return 1
         bad = 0
         with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:

@@ -68,7 +68,7 @@ FUSED_KERNELS = (
 )
 FUSED_SUM = (f"{FUSED}test_behind_a_sum[bfloat16-bfloat16-fused]",)
 # In float32, as in float64 norm and products are apart.
-IN_ONE_ON_A_MESH = (f"{SEVERAL}test_on_a_mesh[features0-float32-both alike-Auto]",)
+IN_ONE_ON_A_MESH = (f"{SHARDING}test_several_linears[features0-float32-both alike-Auto]",)
 COMPOSED = (f"{FUSED}test_composed[33-100-300-float16]",)
 XLA = (f"{ACCURACY}test_family[xla-37-100-add_layer_norm-float32]",)
 XLA_LINEARS = (f"{LINEARS}test_sizes[xla-16-100-128-float32]", f"{LINEARS}test_sizes[xla-333-8-7-float32]")

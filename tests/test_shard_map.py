@@ -1,0 +1,106 @@
+"""The operators in `jax.shard_map`, checked: what varies over the mesh and what does not."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jln
+from jln._catalogue import OPERATORS
+from matrix import OPTIONAL, bind, gradient, loss_by_name, mesh, operands
+
+CLOSE = {"rtol": 1e-11, "atol": 1e-11}
+
+if len(jax.devices()) < 8:
+    pytest.skip("needs eight devices", allow_module_level=True)
+
+# By their roles. "rows": the parameters are shared. "features": y and dy of a device are its features', and dx is added
+# up. "rows and parameters": every device of the second axis has parameters of its own, in front of which that axis is.
+SPLITS = {
+    "rows": {"activation": P("data", "tensor")},
+    "features": {"kernel": P(None, "tensor"), "bias": P("tensor")},
+    "rows and parameters": {
+        "activation": P("data"),
+        **dict.fromkeys(("scale", "offset", "kernel", "bias"), P("tensor")),
+    },
+}
+CASES = [(name, split) for split in SPLITS for name, o in OPERATORS.items() if o.is_linear or split != "features"]
+
+
+def placed(name, split):
+    """-> the operands by name, how each is split, and those that have an axis of the mesh in front."""
+    roles = {a.name: a.role for a in OPERATORS[name].arguments}
+    own = [n for n, role in roles.items() if split == "rows and parameters" and role != "activation"]
+    given = {n: jnp.stack([a, 2 * a]) if n in own else a for n, a in operands(name).items()}
+    return given, {n: SPLITS[split].get(roles[n], P()) for n in given}, own
+
+
+@pytest.mark.parametrize(("name", "split"), CASES)
+def test_gradients_of_what_devices_share_are_added_up(name, split, implementation):
+    """And of nothing else. The loss is that of all results, or itself added up by the devices."""
+    given, specs, own = placed(name, split)
+    function = functools.partial(getattr(jln, name), implementation=implementation)
+    shard = functools.partial(jax.shard_map, mesh=mesh(), in_specs=(specs,))
+
+    if split == "rows and parameters":
+
+        def local(arrays):
+            loss = loss_by_name(function)(arrays | {n: arrays[n][0] for n in own})
+            return jax.lax.psum(loss, ("data", "tensor"))
+
+        sharded = shard(local, out_specs=P())
+    else:
+
+        def local(arrays):
+            result = function(**arrays)
+            if split == "rows" or not OPERATORS[name].adds:
+                return result
+            y, total = result  # which varies as all results do, wherever any argument does
+            return y, jax.lax.pmean(total, "tensor")
+
+        of_y = P("data", "tensor") if split == "rows" else P(None, None, "tensor")
+        out_specs = OPERATORS[name].packed(
+            of_y if r.name == "y" or split == "rows" else P() for r in OPERATORS[name].results
+        )
+        sharded = loss_by_name(lambda **arrays: shard(local, out_specs=out_specs)(arrays))
+
+    def plain(arrays):
+        whole = loss_by_name(getattr(jln.reference, name))
+        return sum(whole(arrays | {n: arrays[n][i] for n in own}) for i in (range(2) if own else [0]))
+
+    ours, expected = (jax.jit(jax.value_and_grad(f))(given) for f in (sharded, plain))
+    chex.assert_trees_all_close(ours, expected, **CLOSE)
+
+
+@pytest.mark.parametrize(("name", "split"), [c for c in CASES if c[1] != "rows and parameters"])
+def test_a_result_that_varies_is_not_taken_for_a_copy(name, split, implementation):
+    given, specs, _ = placed(name, split)
+    function = functools.partial(getattr(jln, name), implementation=implementation)
+    with pytest.raises(ValueError, match="out_specs"):
+        jax.shard_map(lambda a: function(**a), mesh=mesh(), in_specs=(specs,), out_specs=P())(given)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "layer_norm_linear"])
+def test_over_some_axes(name):
+    """The compiler splits H over the others, where no kernel can follow."""
+    function, arrays = bind(name, OPTIONAL[name])
+    roles = {a.name: a.role for a in OPERATORS[name].arguments}
+    on = {"activation": P("data", None, "tensor"), "bias": P()}
+    put = [
+        jax.device_put(a, NamedSharding(mesh(), on.get(roles[n], P("tensor"))))
+        for n, a in zip(operands(name), arrays, strict=True)
+    ]
+    specs = tuple(P("data") if a.shape == arrays[0].shape else P() for a in arrays)
+
+    def gradients(f):
+        part = jax.shard_map(f, mesh=mesh(), in_specs=specs, out_specs=P("data"), axis_names={"data"})
+        return jax.jit(gradient(part, arrays))
+
+    expected = jax.jit(gradient(bind(name, OPTIONAL[name], jln.reference)[0], arrays))(*arrays)
+    chex.assert_trees_all_close(gradients(function)(*put), expected, **CLOSE)
+    with pytest.raises(ValueError, match=r"implementation='triton' cannot run in a shard_map .*\['tensor'\]"):
+        gradients(lambda *a: bind(name, OPTIONAL[name], implementation="triton")[0](*a))(*put)
