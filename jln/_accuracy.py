@@ -148,15 +148,19 @@ def deviation(got: Any, true: Any) -> tuple[float, float]:
 
 
 def of_sum(operator: Operator, rounded_to: str | None, **options: Any) -> Callable[..., Any]:
-    """The reference of an operator that adds, of named arrays. rounded_to: the dtype that the sum is rounded to, its
-    gradient passing through, in the wider dtype that the arrays have; None: it may be left unrounded, as XLA does with
-    what is written so.
+    """The reference of an operator that adds, of named arrays; with extras over the last axis.
+
+    rounded_to: the dtype that the sum is rounded to, its gradient passing through, in the wider dtype that the arrays
+    have; None: it may be left unrounded, as XLA does with what is written so.
     """
     norm = operator.of_sum
     assert norm is not None
 
-    def reference(*, x: jax.Array, residual: jax.Array, **parameters: Any) -> tuple[jax.Array, jax.Array]:
-        total = x + residual
+    def reference(
+        *, x: jax.Array, residual: jax.Array, x_bias: Any = None, gate: Any = None, **parameters: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        branch = x if x_bias is None else x + x_bias
+        total = (branch if gate is None else gate * branch) + residual
         if rounded_to is not None:
             # The barrier keeps XLA from leaving the rounding out. (`reduce_precision` would flush float16's denormals.)
             rounded = jax.lax.optimization_barrier(total.astype(rounded_to)).astype(total.dtype)

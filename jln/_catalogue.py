@@ -18,16 +18,17 @@ import jln
 
 EPSILON = 1e-6  # the default of every signature, which has it in figures for who reads it there
 DIRECTIONS = ("forward", "backward")
-Role = Literal["activation", "scale", "offset", "kernel", "bias"]
+Role = Literal["activation", "scale", "offset", "gate", "kernel", "bias"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Array:
     """An argument or a result.
 
-    role: an activation, of as many rows as x; the norm's scale or offset; a product's kernel or bias. dimensions: "x"
-    for all of x's axes, "rows" for all but the normalised ones, "H" for these, "N" for a Linear's features. optional:
-    may be None. gradient_of: the argument whose gradient is this one's, too, so that a program needs it once.
+    role: an activation, of as many rows as x; the norm's scale or offset; the gate of a sum; a product's kernel or
+    bias. dimensions: "x" for all of x's axes, "rows" for all but the normalised ones, "H" for these, "N" for a Linear's
+    features, "examples" for the first of the axes of rows and 1 for the others. optional: may be None. gradient_of: the
+    argument whose gradient is this one's, too, so that a program needs it once.
     """
 
     name: str
@@ -43,7 +44,8 @@ class Array:
         if "N" in self.dimensions and isinstance(features := sizes["N"], Several):
             return tuple(self.of({**sizes, "N": n}, dtype, parameter_dtype) for n in features)
         shape = tuple(size for dimension in self.dimensions for size in sizes[dimension])
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(parameter_dtype if self.role in ("scale", "offset") else dtype))
+        of_norm = self.role in ("scale", "offset", "gate")
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(parameter_dtype if of_norm else dtype))
 
 
 class Several(tuple[tuple[int, ...], ...]):
@@ -60,7 +62,13 @@ def sizes(shape: tuple[int, ...], axes: int | tuple[int, ...], features: tuple[i
     """What the dimensions are of an x of that shape, normalised over `axes`."""
     chosen = [a % len(shape) for a in (axes if isinstance(axes, tuple) else (axes,))]
     rows = tuple(n for i, n in enumerate(shape) if i not in chosen)
-    return {"x": shape, "rows": rows, "H": tuple(shape[a] for a in chosen), "N": features}
+    return {
+        "x": shape,
+        "rows": rows,
+        "H": tuple(shape[a] for a in chosen),
+        "N": features,
+        "examples": tuple(n if i == 0 else 1 for i, n in enumerate(rows)),
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,18 +135,52 @@ class Operator(Signature):
 
     centres: whether the mean is subtracted. per_element: operations on each element of x, forward and backward, those
     of a product left out. norm: the operator in front of the product, if there is one. of_sum: the operator that the
-    sum of x and the residual goes through, if there is one.
+    sum of x and the residual goes through, if there is one. extras: arrays that it takes by keyword and few models
+    have; `including` makes them arguments.
     """
 
     centres: bool
     per_element: tuple[int, int]
     norm: Operator | None = None
     of_sum: Operator | None = None
+    extras: tuple[Array, ...] = ()
 
     function = property(lambda self: getattr(jln, self.name))
     reference = property(lambda self: getattr(jln.reference, self.name))
     adds = property(lambda self: self.of_sum is not None)
     is_linear = property(lambda self: self.norm is not None)
+
+    @property
+    def given_extras(self) -> tuple[str, ...]:
+        """The names of its operator's extras that this one has among its arguments."""
+        extras = {a.name for a in OPERATORS[self.name].extras}
+        return tuple(name for name in self.names if name in extras)
+
+    @property
+    def title(self) -> str:
+        """What tables call it."""
+        return ", ".join((self.name, " and ".join(self.given_extras))) if self.given_extras else self.name
+
+    def including(self, *extras: str, of_examples: Iterable[str] = ()) -> Operator:
+        """The same with some of its extras among the arguments, and parameters that every example has its own of.
+
+        A gate parts the gradients of x and of the residual, and its own reads x and its bias. It is one operation more
+        of each element forward and three backward; x's bias is one each way.
+        """
+        added = tuple(a for a in self.extras if a.name in extras)
+        forward, backward = self.per_element
+        arguments, reread = self.arguments, self.reread
+        if "gate" in extras:
+            arguments = tuple(dataclasses.replace(a, gradient_of=None) for a in arguments)
+            reread = (*reread, "x", *(a.name for a in added))
+        own = {name: ("examples", "H") for name in of_examples}
+        arguments = tuple(
+            dataclasses.replace(a, dimensions=own.get(a.name, a.dimensions)) for a in (*arguments, *added)
+        )
+        more = 3 * ("gate" in extras) + ("x_bias" in extras)
+        return dataclasses.replace(
+            self, arguments=arguments, reread=reread, extras=(), per_element=(forward + len(added), backward + more)
+        )
 
     def in_order(
         self, function: Callable[..., Any], given: Sequence[str] | None = None, **options: Any
@@ -171,6 +213,8 @@ _X = Array("x", "activation", ("x",))
 _RESIDUAL = Array("residual", "activation", ("x",), gradient_of="x")
 _SCALE = Array("scale", "scale", ("H",), optional=True)
 _OFFSET = Array("offset", "offset", ("H",), optional=True)
+_X_BIAS = Array("x_bias", "bias", ("H",), optional=True)
+_GATE = Array("gate", "gate", ("H",), optional=True)
 _KERNEL = Array("kernel", "kernel", ("H", "N"))
 _BIAS = Array("bias", "bias", ("N",), optional=True)
 _Y = Array("y", "activation", ("x",))
@@ -202,6 +246,7 @@ def _adding(operator: Operator) -> Operator:
         per_element=(forward + 1, backward + 1),
         norm=None if operator.norm is None else _adding(operator.norm),
         of_sum=operator,
+        extras=(_X_BIAS, _GATE),
     )
 
 
@@ -220,3 +265,8 @@ def fullest(*, is_linear: bool, adds: bool) -> Operator:
     """Of the norms, or of those with a product behind, with a residual or without, the one that takes the most."""
     fitting = [o for o in OPERATORS.values() if (o.is_linear, o.adds) == (is_linear, adds)]
     return max(fitting, key=lambda o: len(o.arguments))
+
+
+# The operators as most models have them, then with all that they may be given beside, by title.
+_FULL = (o.including(*(a.name for a in o.extras)) for o in OPERATORS.values() if o.extras)
+FORMS: dict[str, Operator] = OPERATORS | {o.title: o for o in _FULL}

@@ -14,7 +14,7 @@ import jax
 
 import jln
 from jln import _catalogue
-from jln._catalogue import DIRECTIONS, OPERATORS, Several, Signature
+from jln._catalogue import DIRECTIONS, OPERATORS, Operator, Several, Signature
 
 FORWARD = ("forward",)
 
@@ -26,7 +26,8 @@ class Workload:
     shape: x's, and the residual's. features: N of a Linear, or of each of several behind one norm, else None. axis:
     the normalised one. dtype: of x, residual, kernel, bias and the results. parameter_dtype: of scale and offset.
     directions: both in training, "forward" alone in inference. why: what it stands for. absent: the optional arguments
-    that are left out.
+    that are left out. extras: those given that most models have not. of_examples: parameters that every example has its
+    own of.
     """
 
     name: str
@@ -39,8 +40,13 @@ class Workload:
     parameter_dtype: str = "float32"
     directions: tuple[str, ...] = DIRECTIONS
     absent: tuple[str, ...] = ()
+    extras: tuple[str, ...] = ()
+    of_examples: tuple[str, ...] = ()
 
-    entry = property(lambda self: OPERATORS[self.operator])
+    @property
+    def entry(self) -> Operator:
+        return OPERATORS[self.operator].including(*self.extras, of_examples=self.of_examples)
+
     is_linear = property(lambda self: self.entry.is_linear)
     is_over_last = property(lambda self: self.axis in (-1, len(self.shape) - 1))
     width = property(lambda self: self.shape[self.axis])
@@ -189,6 +195,26 @@ WORKLOADS = _named(
     ),
     Workload("q-k-v-1024", "layer_norm_linear", (16384, 1024), "QKV of a narrow model, Linears apart", 3 * (1024,)),
     Workload("add-q-k-v-1024", "add_layer_norm_linear", (16384, 1024), "the same, a residual added first", 3 * (1024,)),
+    *(
+        Workload(f"{name}-{h}", "add_layer_norm", (2**25 // h // 256, 256, h), why, extras=extras)
+        for h in (1024, 4096, 8192)
+        for name, extras, why in (
+            ("x-bias", ("x_bias",), "the bias of the Linear in front and the residual, as in GPT-2"),
+            ("layer-scale", ("x_bias", "gate"), "the same and LayerScale, as in BEiT"),
+        )
+    ),
+    *(
+        Workload(
+            f"ada-norm-{h}",
+            "add_layer_norm",
+            (2**25 // h // 256, 256, h),
+            "a diffusion transformer: scale, offset and gate of each example",
+            parameter_dtype="bfloat16",
+            extras=("gate",),
+            of_examples=("scale", "offset", "gate"),
+        )
+        for h in (1024, 4096, 8192)
+    ),
     Workload("alphafold-pair", "layer_norm", (384, 384, 128), "AlphaFold's pair representation: many short rows"),
     Workload(
         "alphafold-pair-axis-0",

@@ -13,7 +13,7 @@ import typer
 
 from jln import reference
 from jln._bench import timing
-from jln._catalogue import DIRECTIONS, EPSILON, OPERATORS, Operator
+from jln._catalogue import DIRECTIONS, FORMS, OPERATORS, Operator
 from jln._cli import controls
 from jln._cli.console import UserError, known, print_json, print_note, print_table, progress
 from jln._cli.devices import Device, described, devices, implementations, interpret_without_a_gpu
@@ -48,6 +48,7 @@ def command(
     features: Annotated[
         str | None, typer.Option(help="Of a Linear, or of several: 64, 64+16+16. [default: as many as x has]")
     ] = None,
+    extras: Annotated[str | None, typer.Option(help="Of a sum: x_bias, gate, x_bias+gate.")] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Of every array. [default: float32]")] = None,
     init: Annotated[Init | None, typer.Option(help="What the arrays hold. [default: normal]")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the data.")] = 0,
@@ -63,9 +64,16 @@ def command(
     """
     sample = None
     if operator is not None:
-        sample = _sample(operator, shape, features, dtype, init, seed)
+        sample = _sample(operator, shape, features, extras, dtype, init, seed)
     else:
-        given = {"shape": shape, "features": features, "dtype": dtype, "init": init, "time": time or None}
+        given = {
+            "shape": shape,
+            "features": features,
+            "extras": extras,
+            "dtype": dtype,
+            "init": init,
+            "time": time or None,
+        }
         for name, value in given.items():
             if value is not None:
                 raise UserError(f"--{name} needs an operator: one of {', '.join(OPERATORS)}")
@@ -85,11 +93,16 @@ def _runnable(device: Device, only: str | None) -> tuple[list[str], dict[str, st
     return [name for name, why in wanted.items() if why is None], {n: w for n, w in wanted.items() if w is not None}
 
 
-def _sample(operator, shape, features, dtype, init, seed) -> Sample:
+def _sample(operator, shape, features, extras, dtype, init, seed) -> Sample:
     known("operator", [operator], OPERATORS)
     found = OPERATORS[operator]
     if features is not None and not found.is_linear:
         raise UserError(f"--features is for the fused operators; {operator} has none")
+    if extras is not None:
+        if not found.extras:
+            raise UserError(f"--extras is for the operators that add a residual; {operator} adds none")
+        known("extra", extras.split("+"), [a.name for a in found.extras])
+        found = found.including(*extras.split("+"))
     shape = DEFAULT_SHAPE if shape is None else shape
     sizes, several = parsed_shape(shape), parsed_features(features) if features is not None else ()
     if len(sizes) > 32 or math.prod(sizes) * max(sum(several), 1) >= 2**48:
@@ -176,7 +189,7 @@ def _as_json(entry: dict[str, Any]) -> dict[str, Any]:
 def _timed(sample: Sample, device: Device, implementation: str) -> dict[str, dict[str, float]]:
     """Of the forward pass as training runs it, which saves what the backward pass needs, and of the backward pass."""
     arguments, cotangent = jax.device_put(sample.arrays(), device)
-    forward = jax.jit(lambda *a: jax.vjp(ours(sample.operator.name, implementation), *a))
+    forward = jax.jit(lambda *a: jax.vjp(ours(sample.operator, implementation), *a))
     _, pullback = forward(*arguments)
     backward = jax.jit(lambda pullback, cotangent: pullback(cotangent))
     runs = (lambda: forward(*arguments), lambda: backward(pullback, cotangent))
@@ -208,12 +221,12 @@ class Cell:
 def _check_all(chosen: list[tuple[Device, Any]], seed: int, as_json: bool) -> bool:
     columns = (*DTYPES, "gradients", "second order")
     found: dict[str, list[Cell]] = {}
-    with progress(1 + sum(len(OPERATORS) * (len(DTYPES) + 2 * len(runnable)) for _, (runnable, _) in chosen)) as begin:
+    with progress(1 + sum(len(FORMS) * (len(DTYPES) + 2 * len(runnable)) for _, (runnable, _) in chosen)) as begin:
         begin("wrong rules")
         judged = _controls(seed)
         for device, (runnable, _) in chosen:
             cells = found[described(device)] = []
-            for operator in OPERATORS.values() if runnable else ():
+            for operator in FORMS.values() if runnable else ():
                 with jax.default_device(device):
                     cells += _cells(operator, device, runnable, seed, begin)
     good = all(judged.values()) and all(cell.ok for cells in found.values() for cell in cells)
@@ -273,18 +286,18 @@ def _cells(
     operator: Operator, device: Device, runnable: list[str], seed: int, begin: Callable[[str], None]
 ) -> Iterator[Cell]:
     for dtype in DTYPES:
-        begin(f"{operator.name} in {dtype} on {described(device)}")
+        begin(f"{operator.title} in {dtype} on {described(device)}")
         sizes = LINEAR_SIZES if operator.is_linear else NORM_SIZES
         samples = [JudgedSample(Sample(operator, s, n, dtype, seed=seed), device) for s, n in sizes]
         for implementation in runnable:
             yield _attempt(operator, implementation, dtype, lambda i=implementation, t=samples: _worst_accuracy(t, i))
     arguments, _ = Sample(operator, (3, 5), (4, 2), "float64", seed=seed).arrays()
     for implementation in runnable:
-        function, truth = ours(operator.name, implementation), plain(operator.name)
+        function, truth = ours(operator, implementation), plain(operator)
         # A difference would run the interpreter twenty times.
         interpreted = implementation == "triton" and device.platform == "cpu"
         for name, check in (("gradients", check_vjp), ("second order", check_hvp)):
-            begin(f"{operator.name}, {implementation}, {name} on {described(device)}")
+            begin(f"{operator.title}, {implementation}, {name} on {described(device)}")
 
             def run(check=check, f=function, truth=truth, interpreted=interpreted) -> tuple[bool, float, str]:
                 return _worst_row(
@@ -297,9 +310,9 @@ def _cells(
 def _attempt(operator: Operator, implementation: str, check: str, run: Callable[[], tuple[bool, float, str]]) -> Cell:
     """A check that raises has failed, and leaves the others to run."""
     try:
-        return Cell(operator.name, implementation, check, *run())
+        return Cell(operator.title, implementation, check, *run())
     except Exception as error:
-        return Cell(operator.name, implementation, check, False, math.inf, f"{type(error).__name__}: {error}")
+        return Cell(operator.title, implementation, check, False, math.inf, f"{type(error).__name__}: {error}")
 
 
 def _worst_accuracy(samples: list[JudgedSample], implementation: str) -> tuple[bool, float, str]:

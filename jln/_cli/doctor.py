@@ -224,7 +224,7 @@ def choices(device: Device, begin: Callable[[str], None] = lambda what: None) ->
 def _kernels(sample: Sample, device: Device, gradient: bool) -> list[str]:
     """The Triton kernels that the default implementation launches; none for XLA."""
     arguments, cotangent = sample.shapes()
-    f = ours(sample.operator.name, None)
+    f = ours(sample.operator, None)
     with target.recording() as made, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that XLA runs instead: the table says so, and the reason
         platform = "cuda" if device.platform == "gpu" else device.platform

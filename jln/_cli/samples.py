@@ -15,7 +15,7 @@ import numpy as np
 from jln import _accuracy, _catalogue
 from jln._accuracy import Accuracy, Judge
 from jln._bench.workloads import Workload
-from jln._catalogue import EPSILON, OPERATORS, Array, Operator
+from jln._catalogue import EPSILON, Array, Operator
 from jln._cli.devices import Device
 
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
@@ -31,16 +31,14 @@ def _options(operator: Operator) -> dict[str, Any]:
 
 # Equal calls give the same object, so that its programs are compiled once.
 @functools.cache
-def ours(name: str, implementation: str | None) -> Callable[..., Any]:
+def ours(operator: Operator, implementation: str | None) -> Callable[..., Any]:
     """The operator, of its arguments in order."""
-    operator = OPERATORS[name]
     return operator.in_order(operator.function, implementation=implementation, **_options(operator))
 
 
 @functools.cache
-def plain(name: str, total_dtype: str | None = None) -> Callable[..., Any]:
+def plain(operator: Operator, total_dtype: str | None = None) -> Callable[..., Any]:
     """The same in plain jnp. total_dtype: that a sum is rounded to; None: as the operator does."""
-    operator = OPERATORS[name]
     if total_dtype is not None and operator.adds:
         return operator.in_order(_accuracy.of_sum(operator, total_dtype, epsilon=EPSILON))
     return operator.in_order(operator.reference, **_options(operator))
@@ -62,13 +60,14 @@ class Sample:
     def __str__(self) -> str:
         w = self._workload
         features = f" -> {w.features_text} features" if w.is_linear else ""
-        return f"{w.operator} of {w.shape_text}{features} in {self.dtype}, {self.init} (seed {self.seed})"
+        return f"{w.entry.title} of {w.shape_text}{features} in {self.dtype}, {self.init} (seed {self.seed})"
 
     @property
     def _workload(self) -> Workload:
         """Of this size, all in one dtype."""
         name = self.operator.name
-        return Workload(name, name, self.shape, "", self.features, dtype=self.dtype, parameter_dtype=self.dtype)
+        how = {"dtype": self.dtype, "parameter_dtype": self.dtype, "extras": self.operator.given_extras}
+        return Workload(name, name, self.shape, "", self.features, **how)
 
     @property
     def _shapes(self) -> dict[str, Any]:
@@ -142,18 +141,18 @@ class JudgedSample:
     def __init__(self, sample: Sample, device: Device):
         self.sample, self._device, self._arrays = sample, device, sample.arrays()
         operator, dtype = sample.operator, sample.dtype
-        exact = plain(operator.name, dtype)
+        exact = plain(operator, dtype)
         self.names = sample.names()
         wide = jax.device_put(jax.tree.map(lambda a: a.astype("float64"), self._arrays), device)
         true, nudged = (self._run(exact, a) for a in (wide, _accuracy.nudged(wide, dtype)))
-        self._judge = Judge(self.names, true, nudged, self._run(plain(operator.name), self._arrays), dtype)
+        self._judge = Judge(self.names, true, nudged, self._run(plain(operator), self._arrays), dtype)
 
     def _run(self, f: Callable[..., Any], arrays: Any) -> list[jax.Array]:
         return value_and_gradients(f, *jax.device_put(arrays, self._device))
 
     def accuracies(self, implementation: str) -> list[Accuracy]:
         """Of every result of an implementation."""
-        return self.judged(ours(self.sample.operator.name, implementation))
+        return self.judged(ours(self.sample.operator, implementation))
 
     def judged(self, function: Callable[..., Any]) -> list[Accuracy]:
         """Of every result of a function of the operator's arguments, in order."""
