@@ -206,6 +206,19 @@ def test_a_number_has_all_the_digits_of_the_sum():
     np.testing.assert_allclose(total, 0.1 * x.astype("float64") + residual, rtol=1e-15, atol=1e-15)
 
 
+def test_a_number_may_be_traced_and_has_a_gradient(implementation):
+    """As ReZero's."""
+    given, _ = made("add_layer_norm", gate="no gate")
+
+    def run(module, **options):
+        def loss(gate):
+            return sum(jnp.sum(jnp.sin(r)) for r in module.add_layer_norm(**given, gate=gate, **options))
+
+        return jax.jit(jax.value_and_grad(loss))(0.3)
+
+    chex.assert_trees_all_close(run(jln, implementation=implementation), run(jln.reference), **CLOSE)
+
+
 @pytest.mark.parametrize("gate", [2, np.float32(0.5), jnp.bfloat16(0.5)])
 def test_numbers_of_several_kinds(gate, implementation):
     x, residual = workbench.normal(0, (4, 8), "float32"), workbench.normal(1, (4, 8), "float32")
@@ -334,4 +347,4 @@ def test_parameters_of_many_examples_cost_no_copy_for_each_row():
         with target.recording() as launches:
             jax.jit(lambda a: jax.grad(lambda a: sum(jnp.sum(r) for r in jln.add_layer_norm(**a, implementation="triton")))(a)).lower(given)
         shares = [r["shares"] for run in launches if (r := run.results).get("shares") is not None]
-        assert all(s.size <= 4 * given["x"].size // 8 for s in shares)
+        assert shares == [] or all(s.size <= given["x"].size // 8 for s in shares)
