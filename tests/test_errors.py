@@ -153,11 +153,12 @@ JUNCTION = {
     "x_bias is an integer array": (TypeError, r"x_bias must have one of the dtypes .*got int32\[8\]",
                                    {"x_bias": jnp.ones(8, "int32")}),
     "gate is too long": (ValueError, r"gate must be a number, have shape \(8,\), that of x's axes \(2,\), or x's rank, "
-                         r"with 1 or x's size on every other axis and on all of \(2,\) together; got float32\[9\] for x "
-                         r"float32\[2,4,8\]", {"gate": jnp.ones(9, "float32")}),
+                         r"with 1 or x's size on every other axis and on all of \(2,\) together; got float32\[9\] for "
+                         r"x float32\[2,4,8\]", {"gate": jnp.ones(9, "float32")}),
     "gate has another number of examples": (ValueError, r"gate must be .*got float32\[3,1,8\]",
                                             {"gate": jnp.ones((3, 1, 8), "float32")}),
-    "gate has part of H": (ValueError, r"gate must be .*got float32\[2,1,4\]", {"gate": jnp.ones((2, 1, 4), "float32")}),
+    "gate has part of H": (ValueError, r"gate must be .*got float32\[2,1,4\]",
+                           {"gate": jnp.ones((2, 1, 4), "float32")}),
     "gate lacks an axis": (ValueError, r"gate must be .*got float32\[2,4\]", {"gate": jnp.ones((2, 4), "float32")}),
     "gate is an integer array": (TypeError, r"gate must have one of the dtypes .*got int32\[8\]",
                                  {"gate": jnp.ones(8, "int32")}),
@@ -228,7 +229,9 @@ def with_one(name, make):
     """From each function that has the argument to a call with it made so, and all others as they should be."""
     arrays = {n: np.ones(shape, "float32") for n, shape in SHAPES.items()}
     arrays[name] = make(arrays[name])
-    return {f: (lambda f=f, names=names: f(**{n: arrays[n] for n in names})) for f, names in NAMES.items() if name in names}
+    return {
+        f: (lambda f=f, names=names: f(**{n: arrays[n] for n in names})) for f, names in NAMES.items() if name in names
+    }
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -192,7 +192,9 @@ def test_precision_of_float32(precision, fused):
 def few(dtype, precision, n=16, implementation=None):
     """Whether the operator leaves it to the launchers to fuse."""
     x, scale, offset, kernel, bias = arguments(16, 64, n, dtype)
-    return few_features(Operands(x, None, scale, offset, (kernel,), (bias,)), settings().norm, precision, implementation)
+    return few_features(
+        Operands(x, None, scale, offset, (kernel,), (bias,)), settings().norm, precision, implementation
+    )
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 256), ("float16", 256), ("float32", 128), ("float64", 0)])
@@ -203,7 +205,10 @@ def test_few_features(dtype, most):
     assert not few(dtype, None, implementation="xla")
     x, scale, offset, kernel, _ = arguments(16, 64, most // 2 or 8, dtype)
     kernels = [(kernel,) * 2, (kernel,) * 3, (kernel, kernel.astype("float64"))]
-    found = [few_features(Operands(x, None, scale, offset, k, (None,) * len(k)), settings().norm, None, None) for k in kernels]
+    found = [
+        few_features(Operands(x, None, scale, offset, k, (None,) * len(k)), settings().norm, None, None)
+        for k in kernels
+    ]
     assert found == [most > 0, False, False]
 
 
