@@ -24,16 +24,15 @@ ALL = WORKLOADS | CPU_WORKLOADS
 
 def test_the_catalogue_lists_every_operator_with_its_arrays():
     assert set(OPERATORS) == {name for name in jln.__all__ if inspect.isfunction(getattr(reference, name, None))}
-    of_linears = {"kernel": "Kernels", "bias": "Biases"}
+    types = {"kernel": "Kernels", "bias": "Biases", "gate": "Gate"}
     for operator in OPERATORS.values():
-        arrays = [
-            (a.name, of_linears.get(a.role, "jax.Array | None" if a.optional else "jax.Array"))
-            for a in operator.arguments
-        ]
-        for function in (operator.function, operator.reference):
-            given = inspect.signature(function).parameters.values()
-            of_arrays = [p for p in given if "jax.Array" in p.annotation or p.annotation in of_linears.values()]
-            assert [(p.name, p.annotation) for p in of_arrays] == arrays
+        for arrays, kind in ((operator.arguments, "positional"), (operator.extras, "keyword-only")):
+            listed = [(a.name, types.get(a.name, "jax.Array | None" if a.optional else "jax.Array")) for a in arrays]
+            for function in (operator.function, operator.reference):
+                given = inspect.signature(function).parameters.values()
+                given = [p for p in given if p.kind.description.startswith(kind)]
+                of_arrays = [p for p in given if "jax.Array" in p.annotation or p.annotation in types.values()]
+                assert [(p.name, p.annotation) for p in of_arrays] == listed
 
 
 def defaults(function):
@@ -71,8 +70,26 @@ def test_workloads_trace_and_return_what_they_say(name):
         results = jax.eval_shape(f, *w.arguments())
         assert results == w.signature.packed(w.cotangents())
         made = jax.eval_shape(w.step(f), *w.step_arguments())
-        gradients = [a for name, a in w.arrays().items() if name in w.signature.names and name != "residual"]
+        alone = {"residual"} if "gate" not in w.extras else set()
+        gradients = [a for name, a in w.arrays().items() if name in w.signature.names and name not in alone]
         assert made == ((results, gradients) if "backward" in w.directions else results)
+
+
+def test_what_few_models_have_is_counted():
+    """By hand: a gate parts the gradients of x and of the residual, and x and its bias are read again for its own."""
+    plain = Workload("", "add_layer_norm", (3, 7, 5), "", parameter_dtype="float32")
+    x, parameter = 2 * 3 * 7 * 5, 4 * 5
+    assert [plain.bytes_once(d) for d in plain.directions] == [4 * x + 2 * parameter, 4 * x + 3 * parameter]
+    biased = dataclasses.replace(plain, extras=("x_bias",))
+    bias = 2 * 5
+    assert biased.bytes_once("forward") == plain.bytes_once("forward") + bias
+    assert biased.bytes_once("backward") == plain.bytes_once("backward") + bias
+    gated = dataclasses.replace(plain, extras=("x_bias", "gate"), of_examples=("scale", "offset", "gate"))
+    assert gated.bytes_once("forward") == 4 * x + bias + 3 * 3 * parameter
+    assert gated.bytes_once("backward") == (2 + 2 + 2) * x + 2 * bias + (1 + 1 + 3) * 3 * parameter
+    entry, ungated = gated.entry, plain.entry
+    assert entry.title == "add_layer_norm, x_bias and gate" and ungated.title == "add_layer_norm"
+    assert [entry.operations(10, 0, d) - ungated.operations(10, 0, d) for d in gated.directions] == [20, 40]
 
 
 def test_bytes_and_operations_are_counted():

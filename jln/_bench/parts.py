@@ -13,17 +13,27 @@ class Unsupported(Exception):
     """A peer has nothing for a workload, or does not run here; the message says what."""
 
 
-def composed(workload: Workload, norm: Callable[..., Any], linear: Callable[..., Any]) -> Callable[..., Any]:
+def composed(
+    workload: Workload, norm: Callable[..., Any], linear: Callable[..., Any], *, of_examples: bool = False
+) -> Callable[..., Any]:
     """A workload's function of its parts: norm(x, scale, offset or None), linear(z, kernel, bias or None), of which
     several are several.
 
-    The sum with a residual is the peer's `+`, in its dtype.
+    The sum with a residual is the peer's `+`, in its dtype. of_examples: whether the norm may have parameters of each
+    example; raises Unsupported where it may not and has.
     """
     names, adds = workload.signature.names, workload.entry.adds
+    if workload.of_examples and not of_examples:
+        raise Unsupported("its norms have one scale and one offset for all examples")
 
     def function(*arguments: Any) -> Any:
         given = dict(zip(names, arguments, strict=True))
-        x = given["x"] + given["residual"] if adds else given["x"]
+        x = given["x"]
+        if "x_bias" in given:
+            x = x + given["x_bias"]
+        if "gate" in given:
+            x = x * given["gate"]
+        x = x + given["residual"] if adds else x
         y = norm(x, given.get("scale"), given.get("offset"))
         if workload.is_linear:
             y = linears(y, given["kernel"], given.get("bias"), linear)

@@ -68,7 +68,7 @@ def _jnp(workload: Workload) -> Callable[..., Any]:
             return jln.reference.rms_norm(x, scale, **options)
         return jln.reference.layer_norm(x, scale, offset, **options)
 
-    return composed(workload, norm, multiplied)
+    return composed(workload, norm, multiplied, of_examples=True)
 
 
 def _flax(workload: Workload) -> Callable[..., Any]:

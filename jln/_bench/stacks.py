@@ -7,9 +7,10 @@ compute the same function of the same parameters, named as Flax names them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,9 @@ class Stack:
     """Layers of `x += out(attention(qkv(norm(x)))); x += down(activation(up(norm(x))))`, and a norm at the end.
 
     shape: of x [batch, tokens, width]. dtype: x's, and of all arithmetic between norms. hidden: of the MLP. gated:
-    RMSNorm, no biases, and an MLP of silu(gate) * up, as in Llama; else LayerNorm, biases and gelu, as in GPT.
+    RMSNorm, no biases, and an MLP of silu(gate) * up, as in Llama; else LayerNorm, biases and gelu, as in GPT. ada:
+    scale and offset of a block's norms, and gates of its branches, are made for each example by a Linear of the
+    block's (adaLN, as in Peebles and Xie's diffusion transformers).
     parameter_dtype: in which the step is given its parameters; others than `dtype` are cast in it. key_heads: of keys
     and of values, if fewer than of queries. apart: queries, keys and values, gate and up have a Linear each; else those
     of one norm share one. policy: each block is checkpointed by this one of `jax.checkpoint_policies`. attention:
@@ -46,6 +49,7 @@ class Stack:
     key_heads: int | None = None
     apart: bool = False
     policy: str | None = None
+    ada: bool = False
     attention: Literal["xla", "cudnn"] = "cudnn"
     dtype: str = "bfloat16"
 
@@ -81,6 +85,8 @@ class Stack:
             attention, mlp = ({name: linear(self.width, n) for name, n in of.items()} for of in self.projections)
             linears = {**attention, "out": linear(self.width, self.width)}
             linears |= {**mlp, "down": linear(self.hidden, self.width)}
+            if self.ada:
+                return {"ada": linear(self.width, 6 * self.width), **linears}
             return {"norm_1": norm(), "norm_2": norm(), **linears}
 
         return {f"block_{i}": block() for i in range(self.layers)} | {"norm": norm()}
@@ -119,6 +125,10 @@ class Stack:
         attended = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=self.attention)
         return attended.reshape(*projected[0].shape[:-1], self.width)
 
+    def condition(self, x: jax.Array) -> jax.Array | None:
+        """What stands for the embedding of a time and a class: [batch, 1, width]."""
+        return jnp.mean(x, axis=1, keepdims=True) if self.ada else None
+
     def activate(self, projected: Sequence[jax.Array]) -> jax.Array:
         """gelu(up), or silu(gate) * up."""
         if not self.gated:
@@ -140,6 +150,17 @@ _GPT = Stack(
     heads=32,
     gated=False,
     parameter_dtype="float32",
+)
+_DIT = Stack(
+    "stack-dit",
+    "DiT-XL/2 on 512x512 images: 1024 tokens; scale, offset and gate of each example",
+    layers=12,
+    shape=(16, 1024, 1152),
+    hidden=4608,
+    heads=16,
+    gated=False,
+    parameter_dtype="float32",
+    ada=True,
 )
 _LLAMA = Stack(
     "stack-llama",
@@ -164,6 +185,7 @@ STACKS = {
     for s in (
         _GPT,
         dataclasses.replace(_GPT, name="stack-gpt-q-k-v", why="the same, q, k and v apart", apart=True),
+        _DIT,
         _LLAMA,
         _LLAMA_3,
         dataclasses.replace(
@@ -176,11 +198,23 @@ STACKS = {
 }
 
 
+class Branch(NamedTuple):
+    """What the layer before would have added to x: `gate * (x + bias)`, of which bias and gate may be None."""
+
+    x: jax.Array
+    bias: Any = None
+    gate: Any = None
+
+    def __call__(self) -> jax.Array:
+        x = self.x if self.bias is None else self.x + self.bias.astype(self.x.dtype)
+        return x if self.gate is None else x * self.gate
+
+
 # This library's. A projection is the norm and the Linears behind it: (norm's parameters, the Linears', x, branch) ->
-# (features of each, x + branch); branch, what the layer before would have added to x, or None at the beginning.
+# (features of each, x + branch); the branch is None at the beginning.
 Linears = Sequence[Any]
 Projected = tuple[tuple[jax.Array, ...], jax.Array]
-Projection = Callable[[Any, Linears, jax.Array, jax.Array | None], Projected]
+Projection = Callable[[Any, Linears, jax.Array, Branch | None], Projected]
 
 
 def linear(parameters: Any, x: jax.Array) -> jax.Array:
@@ -188,14 +222,19 @@ def linear(parameters: Any, x: jax.Array) -> jax.Array:
     return y + parameters["bias"].astype(x.dtype) if "bias" in parameters else y
 
 
-def add_and_norm(norm: Any, x: jax.Array, branch: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def branch_of(parameters: Any, x: jax.Array, gate: jax.Array | None) -> Branch:
+    """A Linear, its bias left to whoever adds the branch."""
+    return Branch(x @ parameters["kernel"].astype(x.dtype), parameters.get("bias"), gate)
+
+
+def add_and_norm(norm: Any, x: jax.Array, branch: Branch | None) -> tuple[jax.Array, jax.Array]:
     """-> (z, x + branch)"""
     parameters = _norm_parameters(norm)
     if branch is None:
         operator: Any = jln.layer_norm if "bias" in norm else jln.rms_norm
         return operator(x, *parameters, epsilon=EPSILON), x
     operator = jln.add_layer_norm if "bias" in norm else jln.add_rms_norm
-    return operator(branch, x, *parameters, epsilon=EPSILON)
+    return operator(branch.x, x, *parameters, x_bias=branch.bias, gate=branch.gate, epsilon=EPSILON)
 
 
 def _norm_parameters(norm: Any) -> tuple[Any, ...]:
@@ -203,25 +242,26 @@ def _norm_parameters(norm: Any) -> tuple[Any, ...]:
     return tuple(norm[name] for name in ("scale", "bias") if name in norm)
 
 
-def add_norm(norm: Any, linears: Linears, x: jax.Array, branch: jax.Array | None) -> Projected:
+def add_norm(norm: Any, linears: Linears, x: jax.Array, branch: Branch | None) -> Projected:
     """By `add_layer_norm` or `add_rms_norm`, which keep z for the Linears' backward pass."""
     z, x = add_and_norm(norm, x, branch)
     return tuple(linear(p, z) for p in linears), x
 
 
-def norm_linear(norm: Any, linears: Linears, x: jax.Array, branch: jax.Array | None) -> Projected:
+def norm_linear(norm: Any, linears: Linears, x: jax.Array, branch: Branch | None) -> Projected:
     """By `layer_norm_linear` or `rms_norm_linear`, which do not; the sum is XLA's."""
-    x = x if branch is None else x + branch
+    x = x if branch is None else x + branch()
     operator: Any = jln.layer_norm_linear if "bias" in norm else jln.rms_norm_linear
     return operator(x, *_norm_parameters(norm), *_of_all(linears, x.dtype), epsilon=EPSILON), x
 
 
-def add_norm_linear(norm: Any, linears: Linears, x: jax.Array, branch: jax.Array | None) -> Projected:
+def add_norm_linear(norm: Any, linears: Linears, x: jax.Array, branch: Branch | None) -> Projected:
     """By `add_layer_norm_linear` or `add_rms_norm_linear`, where there is something to add."""
     if branch is None:
         return norm_linear(norm, linears, x, None)
     operator: Any = jln.add_layer_norm_linear if "bias" in norm else jln.add_rms_norm_linear
-    return operator(branch, x, *_norm_parameters(norm), *_of_all(linears, x.dtype), epsilon=EPSILON)
+    of_sum = {"x_bias": branch.bias, "gate": branch.gate}
+    return operator(branch.x, x, *_norm_parameters(norm), *_of_all(linears, x.dtype), **of_sum, epsilon=EPSILON)
 
 
 def _of_all(linears: Linears, dtype: Any) -> list[Any]:
@@ -231,28 +271,32 @@ def _of_all(linears: Linears, dtype: Any) -> list[Any]:
     ]
 
 
-def no_norm(_: Any, linears: Linears, x: jax.Array, branch: jax.Array | None) -> Projected:
+def no_norm(_: Any, linears: Linears, x: jax.Array, branch: Branch | None) -> Projected:
     """What would be left if norms cost nothing, and kept XLA from nothing: a bound, and no model."""
-    x = x if branch is None else x + branch
+    x = x if branch is None else x + branch()
     return tuple(linear(p, x) for p in linears), x
 
 
 def jln_loss(stack: Stack, before_attention: Projection, before_mlp: Projection) -> Loss:
-    def block(p, x, branch):
+    def block(p, x, branch, c):
         attention, mlp = ([p[name] for name in linears] for linears in stack.projections)
-        qkv, x = before_attention(p["norm_1"], attention, x, branch)
-        branch = linear(p["out"], stack.attend(qkv))
-        up, x = before_mlp(p["norm_2"], mlp, x, branch)
-        branch = linear(p["down"], stack.activate(up))
+        norm_1, norm_2, gate_1, gate_2 = p.get("norm_1"), p.get("norm_2"), None, None
+        if stack.ada:
+            scale_1, offset_1, gate_1, scale_2, offset_2, gate_2 = jnp.split(linear(p["ada"], c), 6, axis=-1)
+            norm_1, norm_2 = {"scale": 1 + scale_1, "bias": offset_1}, {"scale": 1 + scale_2, "bias": offset_2}
+        qkv, x = before_attention(norm_1, attention, x, branch)
+        branch = branch_of(p["out"], stack.attend(qkv), gate_1)
+        up, x = before_mlp(norm_2, mlp, x, branch)
+        branch = branch_of(p["down"], stack.activate(up), gate_2)
         # What a checkpointed block takes is kept: better the sum than what is to be summed.
-        return (x, branch) if stack.policy is None else (x + branch, None)
+        return (x, branch) if stack.policy is None else (x + branch(), None)
 
     def loss(parameters, x):
-        branch = None
+        branch, c = None, stack.condition(x)
         for i in range(stack.layers):
-            x, branch = stack.checkpointed(jax.checkpoint, block)(parameters[f"block_{i}"], x, branch)
+            x, branch = stack.checkpointed(jax.checkpoint, block)(parameters[f"block_{i}"], x, branch, c)
         if before_mlp is no_norm:
-            return square_sum(x if branch is None else x + branch)
+            return square_sum(x if branch is None else x + branch())
         return square_sum(add_and_norm(parameters["norm"], x, branch)[0])
 
     return loss
@@ -267,23 +311,36 @@ def flax_loss(stack: Stack) -> Loss:
     def norm(name):
         return (nn.RMSNorm if stack.gated else nn.LayerNorm)(epsilon=EPSILON, name=name, **dtypes)
 
+    def modulated(x, scale, offset):
+        plain = nn.LayerNorm(epsilon=EPSILON, use_scale=False, use_bias=False, **dtypes)
+        return plain(x) * (1 + scale) + offset
+
     def dense(features, name):
         return nn.Dense(features, use_bias=not stack.gated, name=name, **dtypes)
 
     class Block(nn.Module):
         @nn.compact
-        def __call__(self, x):
+        def __call__(self, x, c):
             attention, mlp = stack.projections
-            z = norm("norm_1")(x)
-            x = x + dense(stack.width, "out")(stack.attend([dense(n, name)(z) for name, n in attention.items()]))
-            z = norm("norm_2")(x)
-            return x + dense(stack.width, "down")(stack.activate([dense(n, name)(z) for name, n in mlp.items()]))
+            norm_1, norm_2, gate_1, gate_2 = None, None, 1, 1
+            if stack.ada:
+                made = jnp.split(dense(6 * stack.width, "ada")(c), 6, axis=-1)
+                scale_1, offset_1, gate_1, scale_2, offset_2, gate_2 = made
+                norm_1 = functools.partial(modulated, scale=scale_1, offset=offset_1)
+                norm_2 = functools.partial(modulated, scale=scale_2, offset=offset_2)
+            z = (norm_1 or norm("norm_1"))(x)
+            attended = stack.attend([dense(n, name)(z) for name, n in attention.items()])
+            x = x + gate_1 * dense(stack.width, "out")(attended)
+            z = (norm_2 or norm("norm_2"))(x)
+            active = stack.activate([dense(n, name)(z) for name, n in mlp.items()])
+            return x + gate_2 * dense(stack.width, "down")(active)
 
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
+            c = stack.condition(x)
             for i in range(stack.layers):
-                x = stack.checkpointed(nn.remat, Block)(name=f"block_{i}")(x)
+                x = stack.checkpointed(nn.remat, Block)(name=f"block_{i}")(x, c)
             return norm("norm")(x)
 
     model = Model()

@@ -13,7 +13,7 @@ import typer
 
 from jln import reference
 from jln._bench import timing
-from jln._catalogue import DIRECTIONS, FORMS, OPERATORS, Operator
+from jln._catalogue import DIRECTIONS, EPSILON, FORMS, OPERATORS, Operator
 from jln._cli import controls
 from jln._cli.console import UserError, known, print_json, print_note, print_table, progress
 from jln._cli.devices import Device, described, devices, implementations, interpret_without_a_gpu
