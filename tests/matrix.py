@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import re
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +72,19 @@ def of_some(function, operands, names, some):
 def mesh(kind=AxisType.Auto):
     """Of eight devices, which a test asks for first."""
     return Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("data", "tensor"), axis_types=(kind,) * 2)
+
+
+def communication(compiled):
+    """Of a compiled program: how many collectives of each kind there are, and the bytes of each kind's results."""
+    count, size = Counter(), Counter()
+    pattern = r" = (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+    for shapes, kind in re.findall(pattern, compiled.as_text()):
+        count[kind] += 1
+        arrays = re.findall(r"(f64|f32|bf16|s32)\[([\d,]*)\]", shapes)
+        size[kind] += sum(
+            {"f64": 8, "f32": 4, "bf16": 2, "s32": 4}[t] * int(np.prod(eval(f"[{n}]"))) for t, n in arrays
+        )
+    return count, size
 
 
 def first(f):
