@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from junctions import GATES, VARIES, made
 
 import jln
 import matrix
@@ -16,6 +15,7 @@ import workbench
 from jln._catalogue import OPERATORS
 from jln._triton import target
 from jln._triton.chip import CHIPS
+from junctions import GATES, VARIES, made
 from matrix import of_some
 
 # Rounding of sums of up to a hundred terms near 10, through a second derivative.

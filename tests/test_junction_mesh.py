@@ -9,11 +9,11 @@ import jax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from junctions import made
 
 import jln
 from jln._catalogue import OPERATORS
-from matrix import ROWS, H, loss_by_name, mesh
+from junctions import made
+from matrix import ROWS, H, communication, loss_by_name, mesh
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
 
