@@ -81,13 +81,18 @@ def parameter(name: str, value: jax.Array | None, x: jax.Array, axes: tuple[int,
         )
 
 
-def gate(value: Any, x: jax.Array, axes: tuple[int, ...]) -> jax.Array | None:
-    """As an array: of the shapes of a parameter, or with x's rank and 1 on the normalised axes."""
+def gate(value: Any, x: jax.Array, residual: jax.Array | None, axes: tuple[int, ...]) -> jax.Array | None:
+    """As an array: of the shapes of a parameter, or with x's rank and 1 on the normalised axes. A number, which may be
+    an array too, has 1 everywhere; a static one is in the dtype in which the sum is made.
+    """
     if is_number(value) and not isinstance(value, bool):
-        return jnp.full((1,) * x.ndim, value, jnp.promote_types(x.dtype, jnp.float32))
+        is_wide = any(a is not None and a.dtype == jnp.float64 for a in (x, residual))
+        return jnp.full((1,) * x.ndim, value, jnp.float64 if is_wide else jnp.float32)
     if value is None:
         return None
     value = array("gate", value)
+    if value.ndim == 0:
+        return value.reshape((1,) * x.ndim)
     if not _varies_over_x(value, x, axes, axes):
         normalised = tuple(x.shape[a] for a in axes)
         raise ValueError(

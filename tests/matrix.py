@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import re
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +13,22 @@ from jax.sharding import AxisType, Mesh
 import jln
 import workbench
 from jln import _catalogue
-from jln._catalogue import OPERATORS
+from jln._catalogue import FORMS
 
 # By their initials.
-OPTIONAL = {name: "".join(a.name[0] for a in o.arguments if a.optional) for name, o in OPERATORS.items()}
-CASES = [
-    (name, "".join(given))
-    for name, optional in OPTIONAL.items()
-    for n in range(len(optional) + 1)
-    for given in itertools.combinations(optional, n)
-]
+OPTIONAL = {name: "".join(a.name[0] for a in o.arguments if a.optional) for name, o in FORMS.items()}
+
+
+def _sets(name):
+    """Of the optional arguments; of a form with extras those with all else."""
+    extras = "".join(n[0] for n in FORMS[name].given_extras)
+    chosen, rest = (extras, OPTIONAL[name].removesuffix(extras)) if extras else (OPTIONAL[name], "")
+    for n in range(bool(extras), len(chosen) + 1):
+        for given in itertools.combinations(chosen, n):
+            yield rest + "".join(given)
+
+
+CASES = [(name, given) for name in OPTIONAL for given in _sets(name)]
 ROWS, H = (4, 2), 8  # What a mesh of 4x2 divides.
 
 
@@ -28,17 +36,17 @@ ROWS, H = (4, 2), 8  # What a mesh of 4x2 divides.
 def operands(name):
     """What it needs, then the optional arguments: a dict from name to array."""
     sizes = _catalogue.sizes((*ROWS, H), -1, (2, H // 2))
-    ordered = sorted(OPERATORS[name].arguments, key=lambda a: a.optional)
+    ordered = sorted(FORMS[name].arguments, key=lambda a: a.optional)
     arrays = [a.of(sizes, "float64", "float64") for a in ordered]
     return {a.name: workbench.normal(i, s.shape, s.dtype) for i, (a, s) in enumerate(zip(ordered, arrays, strict=True))}
 
 
 def bind(name, given, module=jln, **options):
     """The operator as a function of x, what it needs beside, and the optional arguments that are given; and those."""
-    operator, complete = OPERATORS[name], operands(name)
+    operator, complete = FORMS[name], operands(name)
     absent = [a.name for a in operator.arguments if a.optional and a.name[0] not in given]
     chosen = {n: a for n, a in complete.items() if n not in absent}
-    return operator.in_order(getattr(module, name), tuple(chosen), **options), tuple(chosen.values())
+    return operator.in_order(getattr(module, operator.name), tuple(chosen), **options), tuple(chosen.values())
 
 
 def loss(f):
@@ -64,6 +72,19 @@ def of_some(function, operands, names, some):
 def mesh(kind=AxisType.Auto):
     """Of eight devices, which a test asks for first."""
     return Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("data", "tensor"), axis_types=(kind,) * 2)
+
+
+def communication(compiled):
+    """Of a compiled program: how many collectives of each kind there are, and the bytes of each kind's results."""
+    count, size = Counter(), Counter()
+    pattern = r" = (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+    for shapes, kind in re.findall(pattern, compiled.as_text()):
+        count[kind] += 1
+        arrays = re.findall(r"(f64|f32|bf16|s32)\[([\d,]*)\]", shapes)
+        size[kind] += sum(
+            {"f64": 8, "f32": 4, "bf16": 2, "s32": 4}[t] * int(np.prod(eval(f"[{n}]"))) for t, n in arrays
+        )
+    return count, size
 
 
 def first(f):

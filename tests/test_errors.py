@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jln
-from jln._catalogue import OPERATORS
+from jln._catalogue import FORMS, OPERATORS
 
 X = jnp.ones((4, 8), "float32")
 SCALE = jnp.ones(8, "float32")
@@ -26,7 +26,13 @@ CASES = {
     "rows are empty": (ValueError, r"axis -1 of shape \(4, 0\) is empty", lambda f: f(jnp.ones((4, 0)))),
     "scale is too long": (ValueError, r"scale must have shape \(8,\), that of x's .*; got float32\[9\]",
                           lambda f: f(X, jnp.ones(9, "float32"))),
-    "scale has another rank": (ValueError, r"scale must have shape \(8,\).*got float32\[4,8\]", lambda f: f(X, X)),
+    "scale has another rank": (ValueError, r"scale must have shape \(8,\).*got float32\[1,4,8\]",
+                               lambda f: f(X, X[None])),
+    "scale has another number of examples": (ValueError, r"scale must have shape \(8,\), .*or x's rank, with 1 or x's "
+                                             r"size on every other axis; got float32\[2,8\] for x float32\[4,8\]",
+                                             lambda f: f(X, X[:2])),
+    "scale is one number for each row": (ValueError, r"scale must have .*got float32\[4,1\]",
+                                         lambda f: f(X, X[:, :1])),
     "scale is an integer array": (TypeError, r"scale must have one of the dtypes", lambda f: f(X, jnp.ones(8, "int8"))),
     "scale is a number": (TypeError, r"scale must be an array; got float", lambda f: f(X, 1.0)),
     "epsilon is negative": (ValueError, r"epsilon must be finite and not negative; got -1e-06",
@@ -58,8 +64,8 @@ CASES = {
     "implementation is no text": (ValueError, r"implementation must be None", lambda f: f(X, implementation=True)),
 }  # fmt: skip
 AXES = {
-    "scale's axes are in another order": (ValueError, r"scale must have shape \(8, 4\), that of x's axes \(1, 0\)",
-                                          lambda f: f(X, X, axis=(1, 0))),
+    "scale's axes are in another order": (ValueError, r"scale must have shape \(5, 4\), that of x's axes \(2, 1\)",
+                                          lambda f: f(jnp.ones((3, 4, 5)), jnp.ones((4, 5)), axis=(2, 1))),
     "axis is too large": (ValueError, r"axis 2 is out of range for x of shape \(4, 8\)", lambda f: f(X, axis=2)),
     "axis is too small": (ValueError, r"axis -3 is out of range", lambda f: f(X, axis=-3)),
     "axis comes twice": (ValueError, r"axis names an axis of x twice: \(1, -1\)", lambda f: f(X, axis=(1, -1))),
@@ -137,6 +143,49 @@ def test_residual(function):
         function(X, jnp.ones((4, 8), "int32"))
 
 
+# Of the functions that add x and a residual of the shape (2, 4, 8).
+JUNCTION = {
+    "x_bias is too long": (ValueError, r"x_bias must have shape \(8,\), that of x's axes \(2,\); got float32\[9\]",
+                           {"x_bias": jnp.ones(9, "float32")}),
+    "x_bias is each example's": (ValueError, r"x_bias must have shape \(8,\).*got float32\[2,1,8\]",
+                                 {"x_bias": jnp.ones((2, 1, 8), "float32")}),
+    "x_bias is a number": (TypeError, r"x_bias must be an array; got float", {"x_bias": 1.0}),
+    "x_bias is an integer array": (TypeError, r"x_bias must have one of the dtypes .*got int32\[8\]",
+                                   {"x_bias": jnp.ones(8, "int32")}),
+    "gate is too long": (ValueError, r"gate must be a number, have shape \(8,\), that of x's axes \(2,\), or x's rank, "
+                         r"with 1 or x's size on every other axis and on all of \(2,\) together; got float32\[9\] for "
+                         r"x float32\[2,4,8\]", {"gate": jnp.ones(9, "float32")}),
+    "gate has another number of examples": (ValueError, r"gate must be .*got float32\[3,1,8\]",
+                                            {"gate": jnp.ones((3, 1, 8), "float32")}),
+    "gate has part of H": (ValueError, r"gate must be .*got float32\[2,1,4\]",
+                           {"gate": jnp.ones((2, 1, 4), "float32")}),
+    "gate lacks an axis": (ValueError, r"gate must be .*got float32\[2,4\]", {"gate": jnp.ones((2, 4), "float32")}),
+    "gate is an integer array": (TypeError, r"gate must have one of the dtypes .*got int32\[8\]",
+                                 {"gate": jnp.ones(8, "int32")}),
+    "gate is a mask": (TypeError, r"gate must have one of the dtypes .*got bool\[2,1,1\]",
+                       {"gate": jnp.ones((2, 1, 1), bool)}),
+    "gate is a bool": (TypeError, r"gate must be an array; got bool", {"gate": True}),
+    "gate is complex": (TypeError, r"gate must be an array; got complex", {"gate": 1j}),
+    "gate is text": (TypeError, r"gate must be an array; got str", {"gate": "0.5"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", JUNCTION)
+@pytest.mark.parametrize("name", [name for name, o in OPERATORS.items() if o.extras])
+def test_x_bias_and_gate(name, case):
+    error, message, wrong = JUNCTION[case]
+    x, named = jnp.ones((2, 4, 8), "float32"), {"scale": SCALE, "offset": None, "kernel": K, "bias": None}
+    named |= {"x": x, "residual": x}
+    with pytest.raises(error, match=message):
+        OPERATORS[name].function(**{n: named[n] for n in OPERATORS[name].names}, **wrong)
+
+
+def test_no_sum_has_no_x_bias_and_no_gate():
+    for name in ("layer_norm", "rms_norm_linear"):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'gate'"):
+            OPERATORS[name].function(X, gate=0.5)
+
+
 def test_errors_come_while_tracing():
     with pytest.raises(ValueError, match="scale must have shape"):
         jax.eval_shape(jln.layer_norm, X, jax.ShapeDtypeStruct((9,), "float32"))
@@ -171,15 +220,18 @@ class Holder:
         return self.value
 
 
-NAMES = {entry.function: entry.names for entry in OPERATORS.values()}
+NAMES = {entry.function: entry.names for entry in FORMS.values()}
 SHAPES = {"x": (4, 8), "residual": (4, 8), "scale": (8,), "offset": (8,), "kernel": (8, 3), "bias": (3,)}
+SHAPES |= {"x_bias": (8,), "gate": (8,)}
 
 
 def with_one(name, make):
     """From each function that has the argument to a call with it made so, and all others as they should be."""
     arrays = {n: np.ones(shape, "float32") for n, shape in SHAPES.items()}
     arrays[name] = make(arrays[name])
-    return {f: (lambda f=f, names=names: f(*(arrays[n] for n in names))) for f, names in NAMES.items() if name in names}
+    return {
+        f: (lambda f=f, names=names: f(**{n: arrays[n] for n in names})) for f, names in NAMES.items() if name in names
+    }
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -39,14 +39,23 @@ def results(x, scale, offset, kernel, bias, dy, *, target=None, batch_dims=0, **
     target, chosen = target or Interpreter(), settings(**switches)
     statistic = jnp.promote_types(x.dtype, "float32").name
     dtypes = Outcome((dy.dtype.name,), None, statistic if chosen.norm.subtract_mean else None, statistic)
-    operands = Operands(x, None, scale, offset, (kernel,), (bias,))
+
+    def of_rank(parameter):
+        """The launchers', that of x."""
+        lead = range(batch_dims, x.ndim - 1)
+        return None if parameter is None else jnp.expand_dims(parameter, lead)
+
+    operands = Operands(x, None, of_rank(scale), of_rank(offset), (kernel,), (bias,))
     (y,), _, *statistics = launcher.forward(operands, chosen, dtypes, batch_dims, target)
     assert y.dtype == dy.dtype
     names = jax.tree.map(lambda a: a.dtype.name, operands)
     wanted = Gradients(names.x, names.scale, names.offset, names.kernel, names.bias)
-    saved = Cotangents((dy,), None, x, scale, offset, (kernel,), *statistics)
-    dx, dscale, doffset, (dkernel,), (dbias,) = launcher.backward(saved, chosen, wanted, batch_dims, target)
-    return y, dx, dscale, doffset, dkernel, dbias
+    saved = Cotangents((dy,), None, x, operands.scale, operands.offset, (kernel,), *statistics)
+    found = launcher.backward(saved, chosen, wanted, batch_dims, target)
+    of_norm = (
+        None if d is None else d.reshape(*d.shape[:batch_dims], d.shape[-1]) for d in (found.dscale, found.doffset)
+    )
+    return y, found.dx, *of_norm, *found.dkernel, *found.dbias
 
 
 def launched(operands, dy, **given):
@@ -183,7 +192,9 @@ def test_precision_of_float32(precision, fused):
 def few(dtype, precision, n=16, implementation=None):
     """Whether the operator leaves it to the launchers to fuse."""
     x, scale, offset, kernel, bias = arguments(16, 64, n, dtype)
-    return few_features(Operands(x, None, scale, offset, (kernel,), (bias,)), precision, implementation)
+    return few_features(
+        Operands(x, None, scale, offset, (kernel,), (bias,)), settings().norm, precision, implementation
+    )
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 256), ("float16", 256), ("float32", 128), ("float64", 0)])
@@ -194,7 +205,10 @@ def test_few_features(dtype, most):
     assert not few(dtype, None, implementation="xla")
     x, scale, offset, kernel, _ = arguments(16, 64, most // 2 or 8, dtype)
     kernels = [(kernel,) * 2, (kernel,) * 3, (kernel, kernel.astype("float64"))]
-    found = [few_features(Operands(x, None, scale, offset, k, (None,) * len(k)), None, None) for k in kernels]
+    found = [
+        few_features(Operands(x, None, scale, offset, k, (None,) * len(k)), settings().norm, None, None)
+        for k in kernels
+    ]
     assert found == [most > 0, False, False]
 
 
@@ -301,7 +315,7 @@ def test_column_sums_of_many_rows(rows):
 
 def test_statistics_only_where_asked_for():
     x, scale, offset, kernel, bias = arguments(5, 24, 6, "bfloat16")
-    operands = Operands(x, None, scale, offset, (kernel,), (bias,))
+    operands = Operands(x, None, scale[None], offset[None], (kernel,), (bias,))
     wanted = Outcome(("bfloat16",), None, None, None)
     _, total, mean, rstd = launcher.forward(operands, settings(), wanted, 0, Interpreter())
     assert total is None and mean is None and rstd is None

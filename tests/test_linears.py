@@ -43,17 +43,21 @@ def test_no_operand_is_written_out_over_a_batch():
 
 @pytest.mark.parametrize("features", [(24,), (2, 12)])
 def test_only_x_is_kept_of_its_size(features, implementation):
-    """Between forward and backward: x, the parameters as they are, mean and rstd; no z, no y, no bias."""
+    """Between forward and backward: x, the parameters, those of the norm in x's rank, mean and rstd; no z, no y, no
+    bias.
+    """
     operands = workbench.arguments(OPERATOR, (64, 32), "bfloat16", features=features, parameter_dtype="float32")
     _, pullback = jax.vjp(lambda *a: OPERATOR(*a, implementation=implementation), *operands)
     held = sorted((a.dtype.name, a.shape) for a in jax.tree.leaves(pullback) if a.size)
-    parameters = [("float32", (32,)), ("float32", (32,)), ("float32", (32, *features))]
+    parameters = [("float32", (1, 32)), ("float32", (1, 32)), ("float32", (32, *features))]
     statistics = [("float32", (64, 1)), ("float32", (64, 1))]
     assert held == sorted([("bfloat16", (64, 32)), *parameters, *statistics])
 
 
 def test_x_is_kept_as_it_is(implementation):
-    """Not a copy of it, nor of a parameter: what is kept are the arguments themselves and what is new of a row."""
+    """Not a copy of it, nor of a kernel: what is kept are the arguments themselves, the norm's parameters in x's rank,
+    and what is new of a row.
+    """
     operands = workbench.arguments(OPERATOR, (64, 32), "bfloat16", features=(24,), parameter_dtype="float32")
 
     def held(*operands):
@@ -61,7 +65,9 @@ def test_x_is_kept_as_it_is(implementation):
 
     jaxpr = jax.make_jaxpr(held)(*operands).jaxpr
     made = [a.aval.shape for a in jaxpr.outvars if a not in jaxpr.invars and a.aval.size]
-    assert made == [(64, 1), (64, 1)] and jaxpr.invars[0] in jaxpr.outvars
+    assert sorted(made) == [(1, 32), (1, 32), (64, 1), (64, 1)]
+    x, *_, kernel, _ = jaxpr.invars
+    assert {x, kernel} <= {*jaxpr.outvars}
 
 
 @pytest.mark.parametrize("precision", ["highest", ("high", "default"), jax.lax.Precision.HIGH, "BF16_BF16_F32", None])

@@ -12,6 +12,7 @@ import pytest
 from jax.test_util import check_grads
 
 import jln
+from jln._catalogue import FORMS
 from matrix import CASES, FORWARD, OPTIONAL, REVERSE, bind, first, one_row
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
@@ -20,9 +21,9 @@ pytestmark = pytest.mark.usefixtures("compile_fast")
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
 
-# RMSNorm is LayerNorm's primitive with a switch, which no transformation touches: by default only those that reach
-# another rule of the primitive each.
-OF_RMS = ("value_and_grad", "vmap(grad), over all", "grad(vmap), over x", "scan(checkpoint)", "grad(grad)", "jvp", True)
+# RMSNorm is LayerNorm's primitive with a switch, which no transformation touches, and a Linear behind a gated sum is
+# that sum's norm and a product: by default only those that reach another rule of the primitive each.
+OF_FEW = ("value_and_grad", "vmap(grad), over all", "grad(vmap), over x", "scan(checkpoint)", "grad(grad)", "jvp", True)
 
 
 def cells(rows, implementations=("xla", "triton"), always=lambda *_: True):
@@ -32,7 +33,8 @@ def cells(rows, implementations=("xla", "triton"), always=lambda *_: True):
 
     def light(name, given, implementation, row):
         complete = given == OPTIONAL[name]
-        return complete and always(implementation, row) and ("rms" not in name or row in OF_RMS)
+        few = "rms" in name or (FORMS[name].is_linear and FORMS[name].given_extras)
+        return complete and always(implementation, row) and (not few or row in OF_FEW)
 
     return [
         pytest.param(

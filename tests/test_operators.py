@@ -160,9 +160,9 @@ def test_reduction_of_many_partial_sums(programs):
         return launch(
             where,
             kernels.reduce_kernel,
-            {"shares": jnp.stack([partial, -partial]), "programs": programs},
-            {"dscale": result, "doffset": result},
-            programs=2 * (-(-40 // tile.columns)),
+            {"shares": jnp.stack([partial, -partial]), "groups": 2, "programs": programs},
+            {"dscale": result, "doffset": result, "dx_bias": None, "dgate": None},
+            programs=2 * 2 * (-(-40 // tile.columns)),
             tile=tile,
             compute=jnp.dtype("float32"),
             H=40,

@@ -2,10 +2,8 @@
 
 import functools
 import os
-import re
 import subprocess
 import sys
-from collections import Counter
 
 import chex
 import jax
@@ -17,11 +15,11 @@ from jax.sharding import PartitionSpec as P
 
 import jln
 import workbench
-from jln._catalogue import OPERATORS
-from matrix import OPTIONAL, bind, every, gradient, loss, loss_by_name, mesh, of_some, operands
+from jln._catalogue import FORMS
+from matrix import OPTIONAL, bind, communication, every, gradient, loss, loss_by_name, mesh, of_some, operands
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
-LINEAR = [name for name, o in OPERATORS.items() if o.is_linear]
+LINEAR = [name for name, o in FORMS.items() if o.is_linear]
 
 if len(jax.devices()) < 8:
     pytest.skip("needs eight devices", allow_module_level=True)
@@ -33,8 +31,10 @@ PLACEMENTS = {
     "rows": ROWS,
     "rows over both axes": {"activation": P("data", "tensor")},
     "parameters stored in parts": ROWS
-    | {"scale": P("data"), "offset": P("tensor"), "kernel": P("data"), "bias": P("tensor")},
-    "H": {"activation": P("data", None, "tensor"), **dict.fromkeys(("scale", "offset", "kernel"), P("tensor"))},
+    | {"scale": P("data"), "offset": P("tensor"), "kernel": P("data"), "bias": P("tensor")}
+    | {"x_bias": P("tensor"), "gate": P("data")},
+    "H": {"activation": P("data", None, "tensor")}
+    | dict.fromkeys(("scale", "offset", "x_bias", "gate", "kernel"), P("tensor")),
     "H of x alone": {"activation": P(None, None, "data")},
     "columns": {"kernel": P(None, "tensor"), "bias": P("tensor")},
     "rows and columns": {**ROWS, "kernel": P(None, "tensor"), "bias": P("tensor")},
@@ -51,7 +51,7 @@ def cases():
 def placed(name, placement, mesh):
     """The operator as a function, and its operands on the mesh."""
     function, arrays = bind(name, OPTIONAL[name])
-    roles = {a.name: a.role for a in OPERATORS[name].arguments}
+    roles = {a.name: a.role for a in FORMS[name].arguments} | {"x_bias": "x_bias"}  # not the product's
     specs = [PLACEMENTS[placement].get(roles[n], P()) for n in operands(name)]
     put = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arrays, specs, strict=True)]
     return function, arrays, put
@@ -62,19 +62,6 @@ def reference(name):
     """The gradients by plain jnp, on one device."""
     function, arrays = bind(name, OPTIONAL[name], jln.reference)
     return jax.jit(gradient(function, arrays))(*arrays)
-
-
-def communication(compiled):
-    """Of a compiled program: how many collectives of each kind there are, and the bytes of each kind's results."""
-    count, size = Counter(), Counter()
-    pattern = r" = (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
-    for shapes, kind in re.findall(pattern, compiled.as_text()):
-        count[kind] += 1
-        arrays = re.findall(r"(f64|f32|bf16|s32)\[([\d,]*)\]", shapes)
-        size[kind] += sum(
-            {"f64": 8, "f32": 4, "bf16": 2, "s32": 4}[t] * int(np.prod(eval(f"[{n}]"))) for t, n in arrays
-        )
-    return count, size
 
 
 @pytest.mark.parametrize(("name", "placement"), cases())
@@ -161,6 +148,9 @@ EXPECTED = {
     ("rms_norm", "rows"): (1, 0, 0),
     ("add_layer_norm", "rows"): (1, 0, 0),
     ("add_rms_norm", "rows over both axes"): (1, 0, 0),
+    ("add_layer_norm, x_bias and gate", "rows"): (1, 0, 0),
+    ("add_rms_norm, x_bias and gate", "rows over both axes"): (1, 0, 0),
+    ("add_layer_norm, x_bias and gate", "H"): (4, 0, 0),  # as layer_norm, with dx_bias and dgate in the last
     ("layer_norm", "H"): (4, 0, 0),  # mean; variance; c1 with c2; dscale with doffset
     ("rms_norm", "H"): (3, 0, 0),
     ("layer_norm_linear", "rows"): (1, 0, 0),
@@ -180,17 +170,17 @@ def test_communication(name, placement):
     assert tuple(count[k] for k in kinds) == EXPECTED[name, placement]
     assert count.total() == sum(EXPECTED[name, placement])
     if EXPECTED[name, placement] == (1, 0, 0) and placement != "columns":
-        assert size["all-reduce"] == sum(operands(name)[a.name].nbytes for a in OPERATORS[name].parameters)
+        assert size["all-reduce"] == sum(operands(name)[a.name].nbytes for a in FORMS[name].parameters)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("name", ["add_layer_norm_linear", "rms_norm_linear"])
+@pytest.mark.parametrize("name", ["add_layer_norm_linear", "rms_norm_linear", "add_rms_norm_linear, x_bias and gate"])
 def test_no_more_is_communicated_than_by_plain_jnp(name, placement):
     """Bytes; but for gradients of scale and offset, whose parts a device may have to send."""
     function, _, put = placed(name, placement, mesh())
     plain = bind(name, OPTIONAL[name], jln.reference)[0]
     ours, plains = (communication(jax.jit(gradient(f, put)).lower(*put).compile())[1] for f in (function, plain))
-    of_norm = sum(operands(name)[a.name].nbytes for a in OPERATORS[name].parameters if a.role in ("scale", "offset"))
+    of_norm = sum(operands(name)[a.name].nbytes for a in FORMS[name].parameters if a.role in ("scale", "offset"))
     assert ours.total() <= plains.total() + of_norm
 
 

@@ -30,7 +30,8 @@ class Operator:
     @property
     def kind(self):
         is_linear = self.entry.is_linear
-        return _catalogue.fullest(is_linear=is_linear, adds=self.adds or not is_linear)
+        fullest = _catalogue.fullest(is_linear=is_linear, adds=self.adds or not is_linear)
+        return fullest.including(*self.entry.given_extras)
 
     @property
     def results(self):
@@ -48,6 +49,8 @@ OPERATORS, LINEAR_OPERATORS = (
     {name: Operator(entry) for name, entry in _catalogue.OPERATORS.items() if entry.is_linear == is_linear}
     for is_linear in (False, True)
 )
+# With arrays that few models have.
+FORMS = {name: Operator(entry) for name, entry in _catalogue.FORMS.items() if entry.given_extras}
 
 
 def normal(seed: int, shape, dtype, mean: float = 0.0, spread: float = 1.0) -> jax.Array:
@@ -114,7 +117,7 @@ def truth(operator: Operator, operands, cotangent, total=None, *, zero_centered_
     intermediate may change: `(values, roundings)`, roundings a number a row or an element (of parameters' gradients, a
     number an element).
 
-    Of x [M, H] and kernel [H, N]. `total` is the rounded sum that was normalised.
+    Of x [M, H], kernel [H, N] and gate [H] or [M, 1]. `total` is the rounded sum that was normalised.
     """
     given = {n: np.asarray(a) for n, a in zip(operator.kind.names, operands, strict=True) if a is not None}
     x, kernel = given["x"], given.get("kernel")
@@ -124,7 +127,9 @@ def truth(operator: Operator, operands, cotangent, total=None, *, zero_centered_
     eps = float(jnp.finfo(jnp.promote_types(dtype, jnp.float32)).eps)
     s, b, c = (given[n].astype(wide) if n in given else d for n, d in (("scale", 1), ("offset", 0), ("bias", 0)))
     s = s + zero_centered_scale
+    e = given["x_bias"].astype(wide) if "x_bias" in given else 0
     m, h = x.shape
+    gate = np.broadcast_to(given.get("gate", np.ones((1, 1), x.dtype)), x.shape)
     values, roundings = defaultdict(list), defaultdict(list)
     # Independent errors: each factor's own, and that of each addition, relative to a partial sum as large as the square
     # root of the number of terms.
@@ -133,10 +138,13 @@ def truth(operator: Operator, operands, cotangent, total=None, *, zero_centered_
     for first in range(0, m, block):
         rows = slice(first, first + block)
         v, d = (np.asarray(a)[rows].astype(wide) for a in (x, dy))
+        branch, w = v + e, gate[rows].astype(wide)
         if "residual" in given:
-            v = v + given["residual"][rows].astype(wide)
+            v = w * branch + given["residual"][rows].astype(wide)
             values["total"].append(v)
-            roundings["total"].append(eps * _largest(v))
+            # Terms that are larger than their sum have been rounded, too, if they are made here.
+            terms = _largest(w * branch) + _largest(w) * np.max(np.abs(e)) if {"x_bias", "gate"} & {*given} else 0
+            roundings["total"].append(eps * (_largest(v) + terms))
             v = total[rows].astype(wide)
         rounding = eps * _largest(v)  # of the mean, and so of x - mean
         if operator.subtract_mean:
@@ -165,12 +173,25 @@ def truth(operator: Operator, operands, cotangent, total=None, *, zero_centered_
         g_rounding = np.sqrt(dz_square) * np.abs(s) + eps * _largest(g)
         values["y"].append(y)
         roundings["y"].append(y_rounding)
-        values["dx"].append(
-            rstd * (g - c1 - x_hat * c2) + (0 if dtotal is None else np.asarray(dtotal)[rows].astype(wide))
-        )
+        of_total = rstd * (g - c1 - x_hat * c2) + (0 if dtotal is None else np.asarray(dtotal)[rows].astype(wide))
+        values["dresidual"].append(of_total)
+        values["dx"].append(w * of_total)
         # Of a constant row x_hat is 0 but for rounding, which then counts squared.
         statistics = rounding * (np.abs(c2) + _largest(g) * (_largest(x_hat) + rounding))
-        roundings["dx"].append(rstd * (_largest(g_rounding) + statistics))
+        of_total_rounding = rstd * (_largest(g_rounding) + statistics)
+        roundings["dresidual"].append(of_total_rounding)
+        roundings["dx"].append(of_total_rounding * _largest(w) + eps * _largest(w * of_total) * ("gate" in given))
+        if "x_bias" in given:
+            sums["dx_bias"] += (w * of_total).sum(0)
+            squares["dx_bias"] += ((w * of_total_rounding) ** 2 + m * (eps * w * of_total) ** 2).sum(0)
+        if "gate" in given:
+            of_gate, square = of_total * branch, (branch * of_total_rounding) ** 2 + (eps * of_total * branch) ** 2
+            if given["gate"].shape == x.shape[1:]:
+                sums["dgate"] += of_gate.sum(0)
+                squares["dgate"] += (square + (m - 1) * (eps * of_gate) ** 2).sum(0)
+            else:
+                values["dgate"].append(of_gate.sum(1, keepdims=True))
+                roundings["dgate"].append(np.sqrt((square + (h - 1) * (eps * of_gate) ** 2).sum(1, keepdims=True)))
         sums["dscale"] += (dz * x_hat).sum(0)
         squares["dscale"] += (dz_square * x_hat**2 + (dz * rounding) ** 2 + m * (eps * dz * x_hat) ** 2).sum(0)
         sums["doffset"] += dz.sum(0)
@@ -178,7 +199,6 @@ def truth(operator: Operator, operands, cotangent, total=None, *, zero_centered_
     values, roundings = ({n: np.concatenate(a) for n, a in of_rows.items()} for of_rows in (values, roundings))
     values |= sums
     roundings |= {n: np.sqrt(a) for n, a in squares.items()}
-    values["dresidual"], roundings["dresidual"] = values["dx"], roundings["dx"]
     return values, roundings
 
 

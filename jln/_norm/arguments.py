@@ -40,7 +40,7 @@ def checked(given: Given, axis: Axis, *, adds: bool) -> tuple[Given, tuple[int, 
     _checks.parameter("scale", arrays["scale"], x, axes)
     _checks.parameter("offset", arrays["offset"], x, axes)
     _checks.shape("x_bias", arrays["x_bias"], tuple(x.shape[a] for a in axes), f"that of x's axes {axes}")
-    return Given(x, residual, **arrays, gate=_checks.gate(given.gate, x, axes)), axes
+    return Given(x, residual, **arrays, gate=_checks.gate(given.gate, x, residual, axes)), axes
 
 
 def _adjacent(order: list[int]) -> bool:
@@ -81,7 +81,8 @@ def arranged(
     rows = {"x": x, "residual": given.residual}
     parameters = {"scale": given.scale, "offset": given.offset, "x_bias": given.x_bias} | gates
     operands = Operands(**jax.tree.map(on_one_axis, rows), **jax.tree.map(of_same_rank, parameters))
-    operands, norm, places = _with_examples(operands, norm)
+    with jax.numpy_dtype_promotion("standard"):  # every dtype is chosen on purpose, whatever the user's mode
+        operands, norm, places = _with_examples(operands, norm)
     if places is None:
         return operands, norm, lambda a: a
     return operands, norm, lambda a: a.transpose(*places, *range(len(places), a.ndim))

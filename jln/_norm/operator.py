@@ -116,7 +116,7 @@ def add_layer_norm(
       offset: as in `layer_norm`.
       x_bias: the bias of the Linear that made `x`: the normalised axes' shape; any supported dtype. None: no bias.
       gate: a factor of the branch: LayerScale, a gate of adaLN, of stochastic depth. Of the shapes of `scale`, with
-        `x`'s rank also 1 on the normalised axes, or a number. None: 1.
+        `x`'s rank also 1 on the normalised axes; or a number, static or an array. None: 1.
       axis: as in `layer_norm`.
       epsilon: as in `layer_norm`.
       zero_centered_scale: as in `layer_norm`.

@@ -285,12 +285,12 @@ def tangents_of_constants(
     """(20) of the offset and the biases alone, which reads the kernels."""
     dy = []
     for y, kernel, dbias, features in zip(results.y, saved.kernel, tangents.bias, settings.features, strict=True):
-        compute = jnp_norms.compute_dtype(y.dtype)
-        row = jnp.zeros(y.shape[y.ndim - features :], compute)
+        compute, lead = jnp_norms.compute_dtype(y.dtype), range(y.ndim - features)
+        row = jnp.zeros((*[1] * len(lead), *y.shape[len(lead) :]), compute)
         if tangents.offset is not None:
             row = row + jnp.tensordot(tangents.offset.astype(compute), kernel.astype(compute), 1, precision="highest")
         if dbias is not None:
-            row = row + dbias.astype(compute)
+            row = row + jnp.expand_dims(dbias.astype(compute), lead)
         dy.append(jnp.broadcast_to(row, y.shape).astype(y.dtype))
     return tuple(dy)
 

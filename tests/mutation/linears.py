@@ -39,8 +39,7 @@ LINEARS = [
     ),
     Mutant(
         "the norm's backward not told of the offset", XLA_LINEAR,
-        "norm.Cotangents(dz, dtotal, total, row_scale, row_offset, mean",
-        "norm.Cotangents(dz, dtotal, total, row_scale, None, mean", XLA_LINEARS,
+        "norm.Cotangents(dy=dz, **read)", """norm.Cotangents(dy=dz, **read | {"offset": None})""", XLA_LINEARS,
     ),
     Mutant(
         "dz of one product only", XLA_LINEAR,
@@ -79,7 +78,8 @@ LINEARS = [
     ),
     Mutant(
         "x saved where the sum was normed, before a product", LINEAR_RULES,
-        "saved = Saved(x if total is None else total,", "saved = Saved(x,",
+        "first, centres = outcome._replace(y=outcome.y[0]),",
+        "first, centres = outcome._replace(y=outcome.y[0], total=None),",
         (f"{FUSED}test_behind_a_sum[bfloat16-bfloat16-composed]",),
     ),
     Mutant(

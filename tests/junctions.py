@@ -1,0 +1,46 @@
+"""Arguments of the sums with x's bias and every kind of gate, and of norms whose parameters vary over axes of rows."""
+
+import workbench
+from jln._catalogue import OPERATORS
+
+SHAPE = (3, 4, 5, 8)
+
+# Along which of x's axes of rows, counted among these, a parameter varies; with None it has the normalised axes' shape.
+VARIES = {"shared": None, "by example": (0,), "over an axis in the middle": (1,), "by row": (0, 1, 2)}
+GATES = {
+    "no gate": None,
+    "H": ("shared", True),
+    "rows": ("by row", False),
+    "a row's of each example": ("by example", False),
+    "by example": ("by example", True),
+    "over an axis in the middle": ("over an axis in the middle", True),
+    "one element": (None, False),
+    "a number": 0.3,
+}
+
+
+def parameter_shape(shape, axes, varies, of_h=True):
+    if varies == "shared":
+        return tuple(shape[a] for a in axes)
+    rows = [i for i in range(len(shape)) if i not in axes]
+    chosen = [rows[i] for i in VARIES.get(varies, ()) if i < len(rows)]
+    return tuple(n if i in chosen or (of_h and i in axes) else 1 for i, n in enumerate(shape))
+
+
+def made(name, *, gate="H", varies="shared", axis=-1, shape=SHAPE, dtype="float64"):
+    """-> (all that the operator takes, by name, its gate of that kind, scale and offset varying so; the options)"""
+    axes = tuple(a % len(shape) for a in (axis if isinstance(axis, tuple) else (axis,)))
+    shapes = {"x": shape, "scale": parameter_shape(shape, axes, varies)}
+    if OPERATORS[name].centres:
+        # The offset's way may be another than the scale's.
+        shapes["offset"] = parameter_shape(shape, axes, "shared" if varies == "by row" else varies)
+    if OPERATORS[name].adds:
+        shapes |= {"residual": shape, "x_bias": parameter_shape(shape, axes, "shared")}
+        if isinstance(GATES[gate], tuple):
+            shapes["gate"] = parameter_shape(shape, axes, *GATES[gate])
+    if OPERATORS[name].is_linear:
+        shapes |= {"kernel": (shape[-1], 2, 3), "bias": (2, 3)}
+    options = {} if OPERATORS[name].is_linear else {"axis": axis}
+    if isinstance(GATES[gate], float) and OPERATORS[name].adds:
+        options["gate"] = GATES[gate]
+    return {n: workbench.normal(i, s, dtype) for i, (n, s) in enumerate(shapes.items())}, options

@@ -1,0 +1,325 @@
+"""Sums with x's bias and a gate, and parameters of each example: values, gradients and what they cost."""
+
+import functools
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jln
+import matrix
+import workbench
+from jln._catalogue import OPERATORS
+from jln._triton import target
+from jln._triton.chip import CHIPS
+from junctions import GATES, VARIES, made
+from matrix import of_some
+
+# Rounding of sums of up to a hundred terms near 10, through a second derivative.
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def results_and_gradients(function, given):
+    """Under random cotangents, all gradients, and each as a program has it that wants no other."""
+    cotangent = workbench.cotangents(jax.eval_shape(lambda a: function(**a), given))
+    results, pullback = jax.vjp(lambda a: function(**a), given)
+    alone = {}
+    for n, a in given.items():
+        (alone[n],) = jax.vjp(lambda a, n=n: function(**given | {n: a}), a)[1](cotangent)
+    return results, pullback(cotangent)[0], alone
+
+
+@functools.cache
+def expected(name, gate, varies, axis):
+    given, options = made(name, gate=gate, varies=varies, axis=axis)
+    results, gradients, _ = jax.jit(
+        lambda a: results_and_gradients(functools.partial(getattr(jln.reference, name), **options), a)
+    )(given)
+    return results, gradients
+
+
+ADDING = [name for name, o in OPERATORS.items() if o.adds]
+AXES = (-1, 1, (3, 1), (2, 3))
+CASES = [
+    # Every kind of gate, the normalised axis the last.
+    *itertools.product(("add_layer_norm", "add_rms_norm_linear"), GATES, ("shared", "by example"), (-1,)),
+    *itertools.product(("add_rms_norm", "add_layer_norm_linear"), ("rows", "by example"), ("by row",), (-1,)),
+    # Other axes, and several.
+    *itertools.product(("add_layer_norm",), ("H", "rows", "by example"), ("shared", "by example"), AXES[1:]),
+    # Scale and offset that vary, gates that do not, and axes of rows in another order than x's.
+    *itertools.product(("add_layer_norm",), ("H", "rows"), ("over an axis in the middle", "by row"), (-1, (3, 1))),
+    # Without a sum.
+    *itertools.product(("layer_norm",), ("no gate",), tuple(VARIES)[1:], AXES),
+    *itertools.product(("rms_norm", "layer_norm_linear"), ("no gate",), tuple(VARIES)[1:], (-1,)),
+]
+
+
+@pytest.mark.usefixtures("compile_fast")
+@pytest.mark.parametrize(("name", "gate", "varies", "axis"), CASES)
+def test_values_and_every_gradient(name, gate, varies, axis, implementation):
+    """In float64, all at once and each by itself."""
+    given, options = made(name, gate=gate, varies=varies, axis=axis)
+    function = functools.partial(getattr(jln, name), implementation=implementation, **options)
+    results, gradients, alone = jax.jit(lambda a: results_and_gradients(function, a))(given)
+    true_results, true_gradients = expected(name, gate, varies, axis)
+    chex.assert_trees_all_equal_shapes_and_dtypes((results, gradients), (true_results, true_gradients))
+    chex.assert_trees_all_close(results, true_results, **CLOSE)
+    chex.assert_trees_all_close(gradients, true_gradients, **CLOSE)
+    chex.assert_trees_all_close(alone, true_gradients, **CLOSE)
+
+
+# Of gates that the forms of the matrix do not have, and parameters of each example.
+TRANSFORMED = {
+    "vmap(grad), over x": matrix.REVERSE,
+    "vmap(grad), over parameters": matrix.REVERSE,
+    "vmap(grad), over all": matrix.REVERSE,
+    "grad(vmap), over x": matrix.REVERSE,
+    "grad(vmap), over all": matrix.REVERSE,
+    "scan(checkpoint)": matrix.REVERSE,
+    "jvp(grad)": matrix.REVERSE,
+    "grad(grad)": matrix.REVERSE,
+    "jvp": matrix.FORWARD,
+    "jvp, of the last alone": matrix.FORWARD,
+    "jvp(vmap)": matrix.FORWARD,
+}
+
+
+@pytest.mark.usefixtures("compile_fast")
+@pytest.mark.parametrize("transformation", TRANSFORMED)
+@pytest.mark.parametrize(
+    ("name", "gate", "varies"),
+    [
+        ("add_layer_norm", "rows", "shared"),
+        ("add_layer_norm", "by example", "by example"),
+        ("add_rms_norm_linear", "a row's of each example", "by example"),
+        ("layer_norm", "no gate", "by example"),
+        ("layer_norm_linear", "no gate", "over an axis in the middle"),
+    ],
+)
+@pytest.mark.parametrize("forward_mode", [False, True])
+def test_transformed(name, gate, varies, transformation, forward_mode, implementation):
+    if TRANSFORMED[transformation] is matrix.FORWARD and not forward_mode:
+        pytest.skip("has no forward mode")
+    given, _ = made(name, gate=gate, varies=varies, shape=(*matrix.ROWS, matrix.H))
+
+    def run(module, **options):
+        function = OPERATORS[name].including("x_bias", "gate").in_order(getattr(module, name), tuple(given), **options)
+        return jax.jit(lambda a: TRANSFORMED[transformation][transformation](function, a))(tuple(given.values()))
+
+    ours, plain = run(jln, implementation=implementation, forward_mode=forward_mode), run(jln.reference)
+    chex.assert_trees_all_equal_shapes_and_dtypes(ours, plain)
+    chex.assert_trees_all_close(ours, plain, **CLOSE)
+
+
+@pytest.mark.usefixtures("compile_fast")
+@pytest.mark.parametrize("forward_mode", [False, True])
+@pytest.mark.parametrize("unused", ["y", "total"])
+@pytest.mark.parametrize("gate", ["no gate", "H", "rows", "by example"])
+@pytest.mark.parametrize("name", ["add_layer_norm", "add_rms_norm_linear"])
+def test_a_result_that_is_not_used(name, gate, unused, forward_mode, implementation):
+    given, options = made(name, gate=gate, varies="by example" if gate == "by example" else "shared")
+
+    def run(module, **more):
+        function = functools.partial(getattr(module, name), **options, **more)
+        used = lambda a: function(**a)[0 if unused == "total" else 1]  # noqa: E731
+        alone = [jax.grad(lambda v, n=n: jnp.sum(jnp.sin(used(given | {n: v}))))(a) for n, a in given.items()]
+        return jax.grad(lambda a: jnp.sum(jnp.sin(used(a))))(given), alone
+
+    ours = jax.jit(lambda: run(jln, implementation=implementation, forward_mode=forward_mode))()
+    chex.assert_trees_all_close(ours, jax.jit(lambda: run(jln.reference))(), **CLOSE)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("shape", [(37, 100), (150, 127), (2, 20000)], ids=str)
+@pytest.mark.parametrize("gate", ["H", "rows"])
+@pytest.mark.parametrize("name", [n for n in workbench.FORMS if "linear" not in n])
+def test_accuracy(name, gate, shape, dtype, implementation):
+    """Of a norm of every regime, against float64, by the judge of all operators."""
+    operator = workbench.FORMS[name]
+    operands = workbench.arguments(operator, shape, dtype)
+    if gate == "rows":
+        operands = (*operands[:-1], workbench.normal(5, (shape[0], 1), dtype))
+    workbench.check(operator, operands, implementation)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", [n for n in workbench.FORMS if "linear" in n])
+def test_accuracy_of_linears(name, dtype, implementation):
+    """Even of few features, which without an x_bias and a gate may be one operation with the norm."""
+    operator = workbench.FORMS[name]
+    operands = workbench.arguments(operator, (64, 128), dtype, features=(16,))
+    workbench.check(operator, operands, implementation)
+
+
+def test_a_number_has_all_the_digits_of_the_sum():
+    """x in 16 bits, the stream in float64: 0.1 in float32 would be another number."""
+    x, residual = workbench.normal(0, (4, 8), "bfloat16"), workbench.normal(1, (4, 8), "float64")
+    _, total = jax.jit(lambda x, r: jln.add_rms_norm(x, r, gate=0.1))(x, residual)
+    np.testing.assert_allclose(total, 0.1 * x.astype("float64") + residual, rtol=1e-15, atol=1e-15)
+
+
+def test_a_number_may_be_traced_and_has_a_gradient(implementation):
+    """As ReZero's."""
+    given, _ = made("add_layer_norm", gate="no gate")
+
+    def run(module, **options):
+        def loss(gate):
+            return sum(jnp.sum(jnp.sin(r)) for r in module.add_layer_norm(**given, gate=gate, **options))
+
+        return jax.jit(jax.value_and_grad(loss))(0.3)
+
+    chex.assert_trees_all_close(run(jln, implementation=implementation), run(jln.reference), **CLOSE)
+
+
+@pytest.mark.parametrize("gate", [2, np.float32(0.5), jnp.bfloat16(0.5)])
+def test_numbers_of_several_kinds(gate, implementation):
+    x, residual = workbench.normal(0, (4, 8), "float32"), workbench.normal(1, (4, 8), "float32")
+    _, total = jln.add_rms_norm(x, residual, gate=gate, implementation=implementation)
+    np.testing.assert_allclose(total, float(gate) * x + residual, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("gate", ["H", "rows", "by example", "a number"])
+@pytest.mark.parametrize("shape", [(0, 4, 8), (3, 0, 8)], ids=str)
+def test_without_rows(shape, gate, implementation):
+    """Gradients of what has no rows are zero."""
+    given, options = made("add_layer_norm", gate=gate, varies="by example", shape=shape)
+    function = functools.partial(jln.add_layer_norm, implementation=implementation, **options)
+    results, gradients, alone = jax.jit(lambda a: results_and_gradients(function, a))(given)
+    assert all(a.shape == shape for a in results)
+    for n, a in given.items():
+        assert gradients[n].shape == a.shape and (gradients[n] == 0).all() and (alone[n] == 0).all()
+
+
+# Per gate and wanted gradients: how many arrays of x's size are held, and how many of one number a row.
+HELD = [
+    ("H", ("x",), 1, 2),
+    ("H", ("residual",), 1, 2),
+    ("H", ("x", "residual", "scale", "offset", "x_bias"), 1, 2),
+    ("H", ("gate",), 2, 2),
+    ("H", ("x", "gate"), 2, 2),
+    ("rows", ("residual",), 1, 2),
+    ("rows", ("x",), 1, 3),
+    ("rows", ("gate",), 2, 2),
+    ("rows", ("x", "gate"), 2, 3),
+    ("no gate", ("x", "x_bias"), 1, 2),
+    ("a number", ("x", "residual", "x_bias"), 1, 3),
+    ("H", ("offset",), 0, 0),
+    ("rows", ("offset",), 0, 0),
+]
+
+
+@pytest.mark.parametrize("forward_mode", [False, True])
+@pytest.mark.parametrize(("gate", "some", "rows", "numbers"), HELD)
+def test_held_between_forward_and_backward(gate, some, rows, numbers, forward_mode, implementation):
+    """x only where a gate's gradient is wanted; a gate that is a number is a row's each."""
+    shape = (6, 8)
+    given, options = made("add_layer_norm", gate=gate, shape=shape)
+    function = functools.partial(
+        jln.add_layer_norm, implementation=implementation, forward_mode=forward_mode, **options
+    )
+    alone, operands = of_some(lambda *a: function(**dict(zip(given, a, strict=True))), given.values(), given, some)
+    held = [a.shape for a in jax.tree.leaves(jax.vjp(alone, *operands)[1])]
+    assert (held.count(shape), held.count((shape[0], 1))) == (rows, numbers)
+
+
+def launched(step, *operands):
+    """The kernels, each with the names of what it writes."""
+    with target.recording() as launches:
+        jax.jit(step).lower(*operands)
+    return [(run.kernel.fn.__name__, *run.results) for run in launches]
+
+
+BACKWARD, REDUCE = "backward_kernel", "reduce_kernel"
+LAUNCHES = [
+    ("H", None, (BACKWARD, "dx", "dresidual", "shares"), (REDUCE, "dscale", "doffset", "dx_bias", "dgate")),
+    ("rows", None, (BACKWARD, "dx", "dresidual", "drow_gate", "shares"), (REDUCE, "dscale", "doffset", "dx_bias")),
+    ("no gate", None, (BACKWARD, "dx", "shares"), (REDUCE, "dscale", "doffset", "dx_bias")),
+    ("a number", ("x", "residual"), (BACKWARD, "dx", "dresidual")),
+    ("H", ("residual",), (BACKWARD, "dresidual")),
+    ("H", ("gate",), (BACKWARD, "shares"), (REDUCE, "dgate")),
+    ("rows", ("gate",), (BACKWARD, "drow_gate")),
+]
+
+
+@pytest.mark.parametrize(("gate", "some", "expected"), [(g, s, e) for g, s, *e in LAUNCHES])
+def test_one_kernel_each_way_and_a_reduction(gate, some, expected):
+    """Whatever is wanted; and what is not wanted has no place in memory."""
+    if not target.interpreting():
+        pytest.skip("kernels are compiled here")
+    given, options = made("add_layer_norm", gate=gate, shape=(400, 64), dtype="bfloat16")
+    function = functools.partial(jln.add_layer_norm, implementation="triton", **options)
+    some = some or tuple(given)
+
+    def step(arrays):
+        def loss(wanted):
+            y, total = function(**arrays | wanted)
+            return jnp.sum(jnp.sin(y.astype("float32"))) + jnp.sum(jnp.sin(total.astype("float32")))
+
+        return jax.grad(loss)({n: arrays[n] for n in some})
+
+    (forward, *_), *backward = launched(step, given)
+    assert forward == "forward_kernel" and backward == expected
+
+
+@pytest.mark.parametrize("gate", ["H", "rows", "by example"])
+def test_rows_are_independent_and_runs_alike(gate):
+    """Bit for bit: y, total, dx, dresidual and a row's gate's gradient of some rows by themselves are what they are
+    among all, and a second run gives the first one's.
+    """
+    given, _ = made("add_layer_norm", gate=gate, varies="by example", shape=(5, 19, 100), dtype="float32")
+    cotangent = workbench.normal(9, (2, 5, 19, 100), "float32")
+    of_examples = [n for n, a in given.items() if a.ndim == 3]
+    of_rows = [n for n in of_examples if given[n].shape[1] > 1]
+
+    @jax.jit
+    def run(arrays, cotangent):
+        results, pullback = jax.vjp(lambda a: jln.add_layer_norm(**a, implementation="triton"), arrays)
+        return results, pullback((cotangent[0], cotangent[1]))[0]
+
+    (y, total), gradients = run(given, cotangent)
+    chex.assert_trees_all_equal(((y, total), gradients), run(given, cotangent))
+    for some in (slice(0, 1), slice(2, 4)):
+        part = {n: a[some] if n in of_examples else a for n, a in given.items()}
+        of_part, gradients_of_part = run(part, cotangent[:, some])
+        chex.assert_trees_all_equal(of_part, (y[some], total[some]))
+        for n in of_rows:
+            np.testing.assert_array_equal(gradients_of_part[n], gradients[n][some])
+
+
+def test_parameters_of_each_example_cost_no_copy_for_each_row():
+    """Beside what a program with shared ones takes: theirs and their gradients', some of them twice."""
+
+    def temporary(gate, varies):
+        given, _ = made("add_layer_norm", gate=gate, varies=varies, shape=(64, 64, 256), dtype="float32")
+
+        def step(arrays, weight):
+            return jax.grad(lambda a: sum(jnp.vdot(weight, r) for r in jln.add_layer_norm(**a)))(arrays)
+
+        compiled = jax.jit(step).lower(given, given["x"]).compile()
+        return given, compiled.memory_analysis().temp_size_in_bytes
+
+    given, of_examples = temporary("by example", "by example")
+    _, shared = temporary("H", "shared")
+    assert of_examples <= shared + 6 * given["scale"].nbytes < shared + given["x"].nbytes / 10
+
+
+def test_gradients_of_many_examples_need_no_buffer_of_the_size_of_x():
+    """256 examples of 256 rows: the programs' shares are few to an example, or none."""
+    if not target.interpreting():
+        pytest.skip("kernels are compiled here")
+    shapes = {"x": (256, 256, 1024), "residual": (256, 256, 1024)}
+    shapes |= dict.fromkeys(("scale", "offset", "gate"), (256, 1, 1024))
+    given = {n: jax.ShapeDtypeStruct(s, "bfloat16") for n, s in shapes.items()}
+
+    def step(arrays, dy):
+        _, pullback = jax.vjp(lambda a: jln.add_layer_norm(**a, implementation="triton"), arrays)
+        return pullback((dy, dy))
+
+    with target.using(recorder := target.Recorder(CHIPS["h200"])):
+        jax.jit(step).lower(given, given["x"])
+    buffers = [run.results.get("shares") for run in recorder.launches]
+    bytes_of_shares = sum(a.size * a.dtype.itemsize for a in buffers if a is not None)
+    assert bytes_of_shares <= given["x"].size * 2 / 8
