@@ -23,9 +23,9 @@ class Given(NamedTuple):
     """The arrays as the user gives them."""
 
     x: Any
-    residual: Any
-    scale: Any
-    offset: Any
+    residual: Any = None
+    scale: Any = None
+    offset: Any = None
     x_bias: Any = None
     gate: Any = None
 
