@@ -53,7 +53,8 @@ def layer_norm_linear(
 
     Up to 256 features in 16 bits, 128 in float32, of all kernels together, may be multiplied by the kernel that
     normalises: that product has the name `jln.PRODUCT` for policies of `jax.checkpoint`. More features XLA multiplies,
-    in plain sight of policies (`dots_saveable`) and of the partitioner.
+    in plain sight of policies (`dots_saveable`) and of the partitioner; so it does where examples have parameters of
+    their own, and behind a sum with `x_bias` or `gate`.
 
     Every gradient has its argument's dtype and shape. Gradients are bitwise the same in every run of one compiled
     program; where XLA multiplies on a GPU, a program compiled again may multiply otherwise, as its autotuner found.
