@@ -6,7 +6,13 @@ from jln._catalogue import OPERATORS
 SHAPE = (3, 4, 5, 8)
 
 # Along which of x's axes of rows, counted among these, a parameter varies; with None it has the normalised axes' shape.
-VARIES = {"shared": None, "by example": (0,), "over an axis in the middle": (1,), "by row": (0, 1, 2)}
+VARIES = {
+    "shared": None,
+    "by example": (0,),
+    "over an axis in the middle": (1,),
+    "over the last": (2,),
+    "by row": (0, 1, 2),
+}
 GATES = {
     "no gate": None,
     "H": ("shared", True),

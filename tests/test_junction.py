@@ -58,7 +58,7 @@ CASES = [
 
 
 @pytest.mark.usefixtures("compile_fast")
-@pytest.mark.parametrize(("name", "gate", "varies", "axis"), CASES)
+@pytest.mark.parametrize(("name", "gate", "varies", "axis"), CASES, ids=str)
 def test_values_and_every_gradient(name, gate, varies, axis, implementation):
     """In float64, all at once and each by itself."""
     given, options = made(name, gate=gate, varies=varies, axis=axis)
