@@ -89,7 +89,8 @@ SUMS = [
         "of_elements = d * _branch(branch._replace(x_bias=None, gate=None, row_gate=None)", OF_H["xla"],
     ),
     Mutant(
-        "a gate left out of dx, XLA", XLA_NORM, "dx = _gated(d, branch.gate, branch.row_gate)", "dx = d", OF_ROWS["xla"],
+        "a gate left out of dx, XLA", XLA_NORM, "dx = _gated(d, branch.gate, branch.row_gate)", "dx = d",
+        OF_ROWS["xla"],
     ),
     Mutant(
         "dx_bias before the gate, XLA", XLA_NORM, """return dx if name == "dx" else sum_over_rows(dx)""",
