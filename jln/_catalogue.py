@@ -38,14 +38,13 @@ class Array:
     gradient_of: str | None = None
 
     def of(self, sizes: Mapping[str, Any], dtype: Any, parameter_dtype: Any) -> Any:
-        """parameter_dtype: of the norm's parameters; those of a product are given in `dtype`, as x is. -> its shape and
+        """parameter_dtype: of the norm's parameters; all others are given in `dtype`, as x is. -> its shape and
         dtype; where `sizes` has several Linears' features and this has features, a tuple of these.
         """
         if "N" in self.dimensions and isinstance(features := sizes["N"], Several):
             return tuple(self.of({**sizes, "N": n}, dtype, parameter_dtype) for n in features)
         shape = tuple(size for dimension in self.dimensions for size in sizes[dimension])
-        of_norm = self.role in ("scale", "offset", "gate")
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(parameter_dtype if of_norm else dtype))
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(parameter_dtype if self.role in ("scale", "offset") else dtype))
 
 
 class Several(tuple[tuple[int, ...], ...]):

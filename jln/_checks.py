@@ -71,14 +71,17 @@ def shape(name: str, value: jax.Array | None, expected: tuple[int, ...], why: st
         raise ValueError(f"{name} must have shape {expected}, {why}; got {_described(value)}")
 
 
-def parameter(name: str, value: jax.Array | None, x: jax.Array, axes: tuple[int, ...]) -> None:
-    """The shape of x's normalised axes, or x's rank with 1 or x's size on every other axis."""
-    if value is not None and not _varies_over_x(value, x, axes, ()):
-        normalised = tuple(x.shape[a] for a in axes)
+def parameter(name: str, value: Any, x: jax.Array, axes: tuple[int, ...], normalised: tuple[int, ...]) -> Any:
+    """Of `normalised`, the shape of x's normalised axes, or of x's rank with 1 or x's size on every other axis."""
+    if value is None:
+        return None
+    value = array(name, value)
+    if value.shape != normalised and not _varies_over_x(value, x, axes, (normalised,)):
         raise ValueError(
             f"{name} must have shape {normalised}, that of x's axes {axes}, or x's rank, with 1 or x's size on every "
             f"other axis; got {_described(value)} for x {_described(x)}"
         )
+    return value
 
 
 def gate(value: Any, x: jax.Array, residual: jax.Array | None, axes: tuple[int, ...]) -> jax.Array | None:
@@ -93,8 +96,8 @@ def gate(value: Any, x: jax.Array, residual: jax.Array | None, axes: tuple[int, 
     value = array("gate", value)
     if value.ndim == 0:
         return value.reshape((1,) * x.ndim)
-    if not _varies_over_x(value, x, axes, axes):
-        normalised = tuple(x.shape[a] for a in axes)
+    normalised = tuple(x.shape[a] for a in axes)
+    if value.shape != normalised and not _varies_over_x(value, x, axes, (normalised, (1,) * len(axes))):
         raise ValueError(
             f"gate must be a number, have shape {normalised}, that of x's axes {axes}, or x's rank, with 1 or x's size "
             f"on every other axis and on all of {axes} together; got {_described(value)} for x {_described(x)}"
@@ -102,13 +105,11 @@ def gate(value: Any, x: jax.Array, residual: jax.Array | None, axes: tuple[int, 
     return value
 
 
-def _varies_over_x(value: jax.Array, x: jax.Array, axes: tuple[int, ...], may_be_one: tuple[int, ...]) -> bool:
-    if value.shape == tuple(x.shape[a] for a in axes):
-        return True
+def _varies_over_x(value: jax.Array, x: jax.Array, axes: tuple[int, ...], of_axes: tuple[tuple[int, ...], ...]) -> bool:
+    """Whether it has x's rank, 1 or x's size on every axis, and on the normalised ones one of the shapes `of_axes`."""
     if value.ndim != x.ndim or not all(n in (1, of) for n, of in zip(value.shape, x.shape, strict=True)):
         return False
-    over_axes = [value.shape[a] for a in axes]
-    return over_axes == [x.shape[a] for a in axes] or (may_be_one == axes and set(over_axes) == {1})
+    return tuple(value.shape[a] for a in axes) in of_axes
 
 
 def linears(kernel: Any, bias: Any, x: jax.Array) -> tuple[tuple[jax.Array, ...], tuple[jax.Array | None, ...]]:

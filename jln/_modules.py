@@ -18,7 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jln import _checks
+from jln._norm.arguments import Gate, Given, checked
 from jln._norm.operator import normalised
+from jln._norm.signature import Results
 from jln._norm_linear.operator import normalised_linear
 from jln._routes import Route, listening, note
 
@@ -116,35 +118,28 @@ class Deferred(NoArray):
         scale, offset = (None if a is None or like is None else a.reshape(like.shape) for a, like in given)
         return dataclasses.replace(self, scale=scale, offset=offset)
 
-    def value(self) -> jax.Array:
-        """The norm by itself."""
+    def value(self, read: Given | None = None) -> Results:
+        """The norm by itself, of x or of what is read in its place: addends."""
         n = self.call
-        return normalised(
-            self.x,
-            self._parameter(self.scale),
-            self._parameter(self.offset),
-            axis=n.axes,
-            epsilon=n.epsilon,
-            subtract_mean=n.subtract_mean,
-            dtype=n.y_dtype,
-        )
+        options = {"epsilon": n.epsilon, "subtract_mean": n.subtract_mean, "dtype": n.y_dtype}
+        return normalised(self._with_own(Given(self.x) if read is None else read), axis=n.axes, **options)
 
-    def linears(self, linears: Sequence[Linear], x: jax.Array, residual: jax.Array | None) -> Any:
-        """The norm of `x`, or of its sum with a residual, and the Linears as one operator, which nothing must keep from
-        being one. -> the products, and with a residual the total.
+    def linears(self, linears: Sequence[Linear], read: Given) -> Any:
+        """The norm of what is read, x or addends, and the Linears as one operator, which nothing must keep from being
+        one. -> the products, and of addends the total.
         """
         n = self.call
         return normalised_linear(
-            x,
-            self._parameter(self.scale),
-            self._parameter(self.offset),
+            self._with_own(read),
             tuple(a.kernel.astype(n.y_dtype) for a in linears),
             tuple(None if a.bias is None else a.bias.astype(n.y_dtype) for a in linears),
-            residual=residual,
             epsilon=n.epsilon,
             subtract_mean=n.subtract_mean,
             precision=linears[0].precision,
         )
+
+    def _with_own(self, read: Given) -> Given:
+        return read._replace(scale=self._parameter(self.scale), offset=self._parameter(self.offset))
 
     def _parameter(self, a: jax.Array | None) -> jax.Array | None:
         """In the shape of the normalised axes."""
@@ -198,32 +193,68 @@ def named(argument: str, linears: Mapping[Any, Any], cls: type, taken: tuple[str
     return {name: dict(a) if isinstance(a, Mapping) else {argument: a} for name, a in linears.items()}
 
 
+AS_GIVEN = "all arguments are the operator's"
+
+
 class Summed(NamedTuple):
     """What is normalised, and where it is a sum its addends, as the operators take them."""
 
     total: Any
-    addends: tuple[jax.Array, jax.Array] | None = None
+    addends: Given | None = None
 
-    def result(self, products: Products, several: bool) -> Any:
+    def read_by(self, norm: Deferred, reads_as_given: bool) -> tuple[Given, str]:
+        """What the operator is given for `norm` of the total, and why.
+
+        reads_as_given: whether the norm's x is the total, but for a cast.
+        """
+        if self.addends is None:
+            return Given(norm.x), AS_GIVEN
+        if not reads_as_given or norm.x.dtype != self.total.dtype:
+            return Given(norm.x), "but for the sum of x and the residual: the norm promotes what it reads"
+        return self.addends, AS_GIVEN
+
+    def result(self, products: Products, several: bool = False) -> Any:
         """As the modules' users have it."""
         ys, total = products
         y = ys if several else ys[0]
         return y if self.addends is None else (y, total)
 
 
-def summed(x: Any, residual: Any) -> Summed:
-    """
+def summed(x: Any, residual: Any, x_bias: Any, gate: Gate, over: int | Iterable[int] = -1) -> Summed:
+    """`residual + gate * (x + x_bias)`, or `x` where there is no residual.
+
+    x_bias, gate: as of `jln.add_layer_norm`, with the normalised axes in ascending order. over: these.
+
     Raises:
-      TypeError: a residual is given, and it or `x` is no array or has an unsupported dtype.
-      ValueError: the residual does not have the shape of `x`.
+      TypeError: a residual is given, and an array is none or has an unsupported dtype.
+      ValueError: the residual or what goes with it does not fit `x`, or there is no residual with which it goes.
     """
     if residual is None:
+        for name, a in (("x_bias", x_bias), ("gate", gate)):
+            if a is not None:
+                raise ValueError(f"{name} needs a residual, to which x is added with it; got residual=None")
         return Summed(x)
-    x, residual = _checks.array("x", x), _checks.array("residual", residual)
-    _checks.shape("residual", residual, x.shape, "that of x")
-    dtype = jnp.promote_types(x.dtype, residual.dtype)
+    x = _checks.array("x", x)
+    order = tuple(sorted({a + x.ndim if a < 0 else a for a in axes(over)}))
+    addends, order = checked(Given(x, residual, None, None, x_bias, gate), order, adds=True)
+    dtype = jnp.promote_types(x.dtype, addends.residual.dtype)
     # The operators add up for themselves; a sum that nothing reads is not in a compiled program.
-    return Summed(x.astype(dtype) + residual.astype(dtype), (x, residual))
+    return Summed(_sum(addends, order, dtype).astype(dtype), addends)
+
+
+def _sum(addends: Given, order: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Of more than two as wide as the operators make it."""
+    x, bias, gate = addends.x, addends.x_bias, addends.gate
+    if bias is None and gate is None:
+        return x.astype(dtype) + addends.residual.astype(dtype)
+
+    def spread(a: jax.Array) -> jax.Array:
+        a = a.astype(wide)
+        return a if a.ndim == x.ndim else jnp.expand_dims(a, [i for i in range(x.ndim) if i not in order])
+
+    wide = jnp.promote_types(dtype, jnp.float32)
+    branch = x.astype(wide) if bias is None else x.astype(wide) + spread(bias)
+    return addends.residual.astype(wide) + (branch if gate is None else spread(gate) * branch)
 
 
 Products = tuple[tuple[Any, ...], Any]  # of each Linear, and the total
@@ -233,7 +264,7 @@ class Fused(NamedTuple):
     """A norm and Linears that are one operator. why: this is the path."""
 
     compute: Callable[[], Products]
-    why: str = "all arguments are the operator's"
+    why: str
 
 
 def fused(
@@ -241,8 +272,7 @@ def fused(
 ) -> Fused | str:
     """`norm`, of the total, and the Linears behind it as one operator, or why they cannot be one.
 
-    linears: by name, each in the operators' terms, or why it cannot be. reads_as_given: whether the norm's x is the
-      total, but for a cast.
+    linears: by name, each in the operators' terms, or why it cannot be. reads_as_given: as of `Summed.read_by`.
     """
     known: list[Linear] = []
     for name, linear in linears.items():
@@ -252,13 +282,10 @@ def fused(
         known.append(linear)
     if any(a.precision != known[0].precision for a in known):
         return "the Linears differ in precision"
-    if given.addends is None:
-        return Fused(lambda: (norm.linears(known, norm.x, None), given.total))
-    if not reads_as_given or norm.x.dtype != given.total.dtype:
-        why = "but for the sum of x and the residual: the norm promotes what it reads"
-        return Fused(lambda: (norm.linears(known, norm.x, None), given.total), why)
-    x, residual = given.addends
-    return Fused(lambda: norm.linears(known, x, residual))
+    read, why = given.read_by(norm, reads_as_given)
+    if read.residual is not None:
+        return Fused(lambda: norm.linears(known, read), why)
+    return Fused(lambda: (norm.linears(known, read), given.total), why)
 
 
 Parameter = jax.Array | np.ndarray | jax.ShapeDtypeStruct
@@ -345,18 +372,24 @@ def _shape_against(
     return shape if math.prod(shape) == math.prod(parameter) else None
 
 
-def computed(layer: str, found: Deferred | str, plain: Callable[[], Any]) -> Any:
-    """A norm's result: what was prepared, or the framework's own."""
+def computed(
+    layer: str, found: Deferred | str, given: Summed, plain: Callable[[Any], Any], reads_as_given: bool = True
+) -> Any:
+    """A norm's result: by what was prepared, or by the framework's own code from the total."""
     if isinstance(found, str):
-        note(layer, "plain", found)
-        return plain()
-    note(layer, "norm", "all arguments are the operator's")
-    return found.value()
+        return given.result(((deferred(layer, found, lambda: plain(given.total)),), given.total))
+    read, why = given.read_by(found, reads_as_given)
+    note(layer, "norm", why)
+    y, total = found.value(read)
+    return given.result(((y,), given.total if total is None else total))
 
 
 def deferred(layer: str, found: Deferred | str, plain: Callable[[], Any]) -> Any:
     """Likewise for a Linear that knows what to do with a `Deferred`, and that will note the path."""
-    return computed(layer, found, plain) if isinstance(found, str) else found
+    if isinstance(found, str):
+        note(layer, "plain", found)
+        return plain()
+    return found
 
 
 def layers_computed(
@@ -388,6 +421,6 @@ def linears_computed(layer: str, norm: Deferred, found: Fused | str, plain: Call
         raise TypeError(f"the norm's result was transformed before the Linear read it: {norm!r}")
     if isinstance(found, str):
         note(layer, "norm", f"not fused: {found}")
-        return plain(norm.value())
+        return plain(norm.value().y)
     note(layer, "fused", found.why)
     return found.compute()

@@ -32,9 +32,22 @@ EquinoxRMSNorm = eqx.nn.RMSNorm
 _ABSENT: Any = object()
 
 
-def _call(self: Any, x: jax.Array, state: Any = _ABSENT, *, key: jax.Array | None = None) -> Any:
-    """x: of `shape`. With `state` the result is `(y, state)`; `key` is ignored, as by Equinox."""
-    y = _modules.computed(f"jln.equinox.{_kind(self)}", _prepared(self, x), lambda: _plain(self, x))
+def _call(
+    self: Any,
+    x: jax.Array,
+    state: Any = _ABSENT,
+    *,
+    key: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    x_bias: jax.Array | None = None,
+    gate: _modules.Gate = None,
+) -> Any:
+    """x: of `shape`. With `state` the result is `(y, state)`; `key` is ignored, as by Equinox. With a residual y is
+    `(y, total)`, as of `jln.add_layer_norm` or `jln.add_rms_norm`, with `x_bias` and `gate` as there.
+    """
+    given = _modules.summed(x, residual, x_bias, gate, range(-len(self.shape), 0))
+    found = _prepared(self, given.total)
+    y = _modules.computed(f"jln.equinox.{_kind(self)}", found, given, lambda total: _plain(self, total))
     return _with_state(y, state)
 
 
@@ -89,11 +102,20 @@ class _NormLinear(eqx.Module):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
         return self.linear[names.index(name)]
 
-    def __call__(self, x: jax.Array, *, residual: jax.Array | None = None, key: jax.Array | None = None) -> Any:
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        residual: jax.Array | None = None,
+        x_bias: jax.Array | None = None,
+        gate: _modules.Gate = None,
+        key: jax.Array | None = None,
+    ) -> Any:
         """x `[H]` -> `[N]`, of several Linears a tuple in their order; `key` is ignored, as by Equinox. With a
-        residual, of x's shape, both are of `x + residual`, and the result is followed by this sum.
+        residual, of x's shape, both are of `residual + gate * (x + x_bias)`, and the result is followed by this sum;
+        `x_bias` and `gate` are as of `jln.add_layer_norm`.
         """
-        given = _modules.summed(x, residual)
+        given = _modules.summed(x, residual, x_bias, gate)
         linears = self.linear if isinstance(self.linear, tuple) else (self.linear,)
 
         def apart(z: jax.Array) -> _modules.Products:
@@ -102,7 +124,7 @@ class _NormLinear(eqx.Module):
         name = f"jln.equinox.{_kind(self.norm)}Linear"
         norm = _prepared(self.norm, given.total)
         if isinstance(norm, str):
-            products = apart(_modules.computed(name, norm, lambda: _plain(self.norm, given.total)))
+            products = apart(_modules.deferred(name, norm, lambda: _plain(self.norm, given.total)))
         else:
             described = zip(self.names or ("linear",), (_described(a, norm) for a in linears), strict=True)
             found = _modules.fused(norm, dict(described), given)
@@ -177,8 +199,18 @@ class FusedRMSNormLinear(RMSNormLinear):
 class DeferredNorm(eqx.Module):
     """Stands where a norm was that `jln.convert.equinox` fused with the Linear behind it."""
 
-    def __call__(self, x: jax.Array, state: Any = _ABSENT, *, key: jax.Array | None = None) -> Any:
-        return _with_state(DeferredInput(x), state)
+    def __call__(
+        self,
+        x: jax.Array,
+        state: Any = _ABSENT,
+        *,
+        key: jax.Array | None = None,
+        residual: jax.Array | None = None,
+        x_bias: jax.Array | None = None,
+        gate: _modules.Gate = None,
+    ) -> Any:
+        given = _modules.summed(x, residual, x_bias, gate, range(np.ndim(x)))
+        return _with_state(given.result(((DeferredInput(given.total),), given.total)), state)
 
 
 def _kind(layer: EquinoxLayerNorm | EquinoxRMSNorm) -> str:

@@ -40,17 +40,37 @@ Norm: TypeAlias = HaikuLayerNorm | HaikuRMSNorm
 class LayerNorm(HaikuLayerNorm):
     """`haiku.LayerNorm` on `jln.layer_norm`: the same arguments, parameters, results and errors."""
 
-    def __call__(self, inputs: jax.Array, scale: jax.Array | None = None, offset: jax.Array | None = None) -> jax.Array:
-        """inputs: `[..., H]`, or as `axis` says; scale, offset: broadcast against it."""
-        return call(self, super().__call__, inputs, scale, offset)
+    def __call__(
+        self,
+        inputs: jax.Array,
+        scale: jax.Array | None = None,
+        offset: jax.Array | None = None,
+        *,
+        residual: jax.Array | None = None,
+        x_bias: jax.Array | None = None,
+        gate: _modules.Gate = None,
+    ) -> Any:
+        """inputs: `[..., H]`, or as `axis` says; scale, offset: broadcast against it. With a residual the result is
+        `(y, total)`, as of `jln.add_layer_norm`, with `x_bias` and `gate` as there.
+        """
+        return call(self, super().__call__, inputs, scale, offset, residual=residual, x_bias=x_bias, gate=gate)
 
 
 class RMSNorm(HaikuRMSNorm):
     """`haiku.RMSNorm` on `jln.rms_norm`: the same arguments, parameters, results and errors."""
 
-    def __call__(self, inputs: jax.Array) -> jax.Array:
-        """inputs: `[..., H]`, or as `axis` says."""
-        return call(self, super().__call__, inputs)
+    def __call__(
+        self,
+        inputs: jax.Array,
+        *,
+        residual: jax.Array | None = None,
+        x_bias: jax.Array | None = None,
+        gate: _modules.Gate = None,
+    ) -> Any:
+        """inputs: `[..., H]`, or as `axis` says. With a residual the result is `(y, total)`, as of `jln.add_rms_norm`,
+        with `x_bias` and `gate` as there.
+        """
+        return call(self, super().__call__, inputs, residual=residual, x_bias=x_bias, gate=gate)
 
 
 class _NormLinear(hk.Module):
@@ -61,13 +81,19 @@ class _NormLinear(hk.Module):
     _several: bool
 
     def __call__(
-        self, inputs: jax.Array, *, residual: jax.Array | None = None, precision: jax.lax.PrecisionLike = None
+        self,
+        inputs: jax.Array,
+        *,
+        residual: jax.Array | None = None,
+        x_bias: jax.Array | None = None,
+        gate: _modules.Gate = None,
+        precision: jax.lax.PrecisionLike = None,
     ) -> Any:
         """inputs `[..., H]` -> `[..., output_size]`, of several Linears a tuple in their order; `precision` is the
-        Linears'. With a residual, of the inputs' shape, both are of `inputs + residual`, and the result is followed by
-        this sum.
+        Linears'. With a residual, of the inputs' shape, both are of `residual + gate * (inputs + x_bias)`, and the
+        result is followed by this sum; `x_bias` and `gate` are as of `jln.add_layer_norm`.
         """
-        given = _modules.summed(inputs, residual)
+        given = _modules.summed(inputs, residual, x_bias, gate)
         norm = self._norm()
         linears = {name: make() for name, make in self._linears.items()}
         products = _modules.layers_computed(
@@ -203,13 +229,26 @@ def _fused(norm: Any, linears: Mapping[str, Any], given: _modules.Summed, precis
     return _modules.fused(ready, {name: described(linear) for name, linear in linears.items()}, given)
 
 
-def call(layer: Norm, plain: Callable[..., jax.Array], inputs: Any, scale: Any = None, offset: Any = None) -> jax.Array:
+def call(
+    layer: Norm,
+    plain: Callable[..., jax.Array],
+    inputs: Any,
+    scale: Any = None,
+    offset: Any = None,
+    *,
+    residual: Any = None,
+    x_bias: Any = None,
+    gate: Any = None,
+) -> Any:
     """The call of a norm, from within it; `plain` is Haiku's own."""
     if not isinstance(layer, HaikuLayerNorm) and (scale is not None or offset is not None):
         return plain(inputs, scale, offset)  # which takes no such arguments, and says so
-    given = (scale, offset) if isinstance(layer, HaikuLayerNorm) else ()
-    found = _prepared(layer, inputs, scale, offset, _parameter)
-    return _modules.computed(f"jln.haiku.{_kind(layer)} {layer.module_name}", found, lambda: plain(inputs, *given))
+    own = (scale, offset) if isinstance(layer, HaikuLayerNorm) else ()
+    axes = () if residual is None else _axes(layer.axis, np.ndim(inputs), wrap=isinstance(layer, HaikuLayerNorm))
+    given = _modules.summed(inputs, residual, x_bias, gate, axes)
+    found = _prepared(layer, given.total, scale, offset, _parameter)
+    name = f"jln.haiku.{_kind(layer)} {layer.module_name}"
+    return _modules.computed(name, found, given, lambda total: plain(total, *own))
 
 
 def _kind(layer: Norm) -> str:

@@ -40,18 +40,38 @@ class LayerNorm(FlaxLayerNorm):
     """`flax.linen.LayerNorm` on `jln.layer_norm`: the same fields, parameters, results and errors."""
 
     @nn.compact
-    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        """x: `[..., H]`, or as `reduction_axes` and `feature_axes` say."""
-        return call(self, super().__call__, x, mask=mask)
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        residual: jax.Array | None = None,
+        x_bias: jax.Array | None = None,
+        gate: _modules.Gate = None,
+    ) -> Any:
+        """x: `[..., H]`, or as `reduction_axes` and `feature_axes` say. With a residual the result is `(y, total)`, as
+        of `jln.add_layer_norm`, with `x_bias` and `gate` as there.
+        """
+        return call(self, super().__call__, x, mask=mask, residual=residual, x_bias=x_bias, gate=gate)
 
 
 class RMSNorm(FlaxRMSNorm):
     """`flax.linen.RMSNorm` on `jln.rms_norm`: the same fields, parameters, results and errors."""
 
     @nn.compact
-    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        """x: `[..., H]`, or as `reduction_axes` and `feature_axes` say."""
-        return call(self, super().__call__, x, mask=mask)
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        residual: jax.Array | None = None,
+        x_bias: jax.Array | None = None,
+        gate: _modules.Gate = None,
+    ) -> Any:
+        """x: `[..., H]`, or as `reduction_axes` and `feature_axes` say. With a residual the result is `(y, total)`, as
+        of `jln.add_rms_norm`, with `x_bias` and `gate` as there.
+        """
+        return call(self, super().__call__, x, mask=mask, residual=residual, x_bias=x_bias, gate=gate)
 
 
 # The fields below that those of the two layers are given, under the same names.
@@ -90,11 +110,20 @@ class _NormDense(nn.Module):
         super().__post_init__()
 
     @nn.compact
-    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None, residual: jax.Array | None = None) -> Any:
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        residual: jax.Array | None = None,
+        x_bias: jax.Array | None = None,
+        gate: _modules.Gate = None,
+    ) -> Any:
         """x `[..., H]` -> `[..., *features]`, of several Denses a tuple in their order; `mask` is the norm's. With a
-        residual, of x's shape, both are of `x + residual`, and the result is followed by this sum.
+        residual, of x's shape, both are of `residual + gate * (x + x_bias)`, and the result is followed by this sum;
+        `x_bias` and `gate` are as of `jln.add_layer_norm`.
         """
-        given = _modules.summed(x, residual)
+        given = _modules.summed(x, residual, x_bias, gate)
         norm = self._norm(**{field: getattr(self, field) for field in _OF_THE_NORM}, name="norm")
         options: dict[str, Any] = {field: getattr(self, field) for field in _OF_A_DENSE}
         several = isinstance(self.features, tuple) and any(isinstance(a, tuple) for a in self.features)
@@ -159,14 +188,25 @@ class RMSNormDense(_NormDense):
         return RMSNorm(**options)
 
 
-def call(layer: Norm, plain: Callable[..., jax.Array], x: Any, *, mask: Any = None) -> jax.Array:
+def call(
+    layer: Norm,
+    plain: Callable[..., jax.Array],
+    x: Any,
+    *,
+    mask: Any = None,
+    residual: Any = None,
+    x_bias: Any = None,
+    gate: Any = None,
+) -> Any:
     """The call of a norm, from within it; `plain` is Flax's own."""
 
     def parameter(name: str, init: Any, shape: Sequence[int]) -> jax.Array:
         return layer.param(name, init, shape, layer.param_dtype)
 
     name = f"jln.linen.{_kind(layer)} {'/'.join(layer.path)}".rstrip()
-    return _modules.computed(name, _prepared(layer, x, mask, parameter), lambda: plain(x, mask=mask))
+    given = _modules.summed(x, residual, x_bias, gate, layer.reduction_axes)
+    found = _prepared(layer, given.total, mask, parameter)
+    return _modules.computed(name, found, given, lambda total: plain(total, mask=mask))
 
 
 def _kind(layer: Norm) -> str:

@@ -39,17 +39,37 @@ FlaxRMSNorm = nnx.RMSNorm
 class LayerNorm(FlaxLayerNorm):
     """`flax.nnx.LayerNorm` on `jln.layer_norm`: the same arguments, parameters, results and errors."""
 
-    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        """x: `[..., num_features]`, or as `reduction_axes` and `feature_axes` say."""
-        return _modules.computed("jln.nnx.LayerNorm", _prepared(self, x, mask), lambda: _plain(self, x, mask))
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        residual: jax.Array | None = None,
+        x_bias: jax.Array | None = None,
+        gate: _modules.Gate = None,
+    ) -> Any:
+        """x: `[..., num_features]`, or as `reduction_axes` and `feature_axes` say. With a residual the result is
+        `(y, total)`, as of `jln.add_layer_norm`, with `x_bias` and `gate` as there.
+        """
+        return _computed(self, x, mask, residual, x_bias, gate)
 
 
 class RMSNorm(FlaxRMSNorm):
     """`flax.nnx.RMSNorm` on `jln.rms_norm`: the same arguments, parameters, results and errors."""
 
-    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-        """x: `[..., num_features]`, or as `reduction_axes` and `feature_axes` say."""
-        return _modules.computed("jln.nnx.RMSNorm", _prepared(self, x, mask), lambda: _plain(self, x, mask))
+    def __call__(
+        self,
+        x: jax.Array,
+        mask: jax.Array | None = None,
+        *,
+        residual: jax.Array | None = None,
+        x_bias: jax.Array | None = None,
+        gate: _modules.Gate = None,
+    ) -> Any:
+        """x: `[..., num_features]`, or as `reduction_axes` and `feature_axes` say. With a residual the result is
+        `(y, total)`, as of `jln.add_rms_norm`, with `x_bias` and `gate` as there.
+        """
+        return _computed(self, x, mask, residual, x_bias, gate)
 
 
 # Of one Linear, or by name of each of several: out_features, or a mapping of all that is its own.
@@ -70,14 +90,23 @@ class _NormLinear(nnx.Module):
         for name, own in linears.items():
             setattr(self, name, _linear(in_features, **{**options, **own}))
 
-    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None, residual: jax.Array | None = None) -> Any:
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        residual: jax.Array | None = None,
+        x_bias: jax.Array | None = None,
+        gate: _modules.Gate = None,
+    ) -> Any:
         """x `[..., H]` -> `[..., *features]`, of several Linears a tuple in their order; `mask` is the norm's. With a
-        residual, of x's shape, both are of `x + residual`, and the result is followed by this sum.
+        residual, of x's shape, both are of `residual + gate * (x + x_bias)`, and the result is followed by this sum;
+        `x_bias` and `gate` are as of `jln.add_layer_norm`.
         """
+        given = _modules.summed(x, residual, x_bias, gate)
         linears = {name: getattr(self, name) for name in self.names or ("linear",)}
         if not self.names and residual is None:
             return linears["linear"](_deferred(self.norm, x, mask))
-        given = _modules.summed(x, residual)
 
         def apart(z: jax.Array) -> _modules.Products:
             return tuple(linear(z) for linear in linears.values()), given.total
@@ -85,7 +114,7 @@ class _NormLinear(nnx.Module):
         z = self.norm(given.total, mask=mask) if _is_captured(self) else _deferred(self.norm, given.total, mask)
         if isinstance(z, _modules.Deferred):
             described = {name: _described(linear, z) for name, linear in linears.items()}
-            found = _modules.fused(z, described, given, self.norm.promote_dtype is dtypes.promote_dtype)
+            found = _modules.fused(z, described, given, _reads_as_given(self.norm))
             products = _modules.linears_computed(f"jln.nnx.{z.call.name}Linear", z, found, apart)
         else:
             products = apart(z)
@@ -207,15 +236,31 @@ class DeferringLayerNorm(LayerNorm):
     `jln.convert.nnx` makes it.
     """
 
-    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> Any:
-        return super().__call__(x, mask=mask) if _is_captured(self) else _deferred(self, x, mask)
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        residual: jax.Array | None = None,
+        x_bias: jax.Array | None = None,
+        gate: _modules.Gate = None,
+    ) -> Any:
+        return _computed(self, x, mask, residual, x_bias, gate, defers=not _is_captured(self))
 
 
 class DeferringRMSNorm(RMSNorm):
     """Likewise."""
 
-    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> Any:
-        return super().__call__(x, mask) if _is_captured(self) else _deferred(self, x, mask)
+    def __call__(
+        self,
+        x: jax.Array,
+        mask: jax.Array | None = None,
+        *,
+        residual: jax.Array | None = None,
+        x_bias: jax.Array | None = None,
+        gate: _modules.Gate = None,
+    ) -> Any:
+        return _computed(self, x, mask, residual, x_bias, gate, defers=not _is_captured(self))
 
 
 def _is_captured(layer: nnx.Module) -> bool:
@@ -253,7 +298,7 @@ def _prepared(layer: FlaxLayerNorm | FlaxRMSNorm, x: Any, mask: Any) -> _modules
     else:
         z, scale = layer.promote_dtype((x, scale), dtype=layer.dtype)
     y_dtype = dtypes.canonicalize_dtype(z, scale, bias, dtype=layer.dtype)
-    if layer.promote_dtype is dtypes.promote_dtype and _is_narrower(x, z):
+    if _reads_as_given(layer) and _is_narrower(x, z):
         z = x  # the kernels read 16 bits and compute in float32 as well
     return _modules.prepared(
         z,
@@ -267,6 +312,10 @@ def _prepared(layer: FlaxLayerNorm | FlaxRMSNorm, x: Any, mask: Any) -> _modules
     )
 
 
+def _reads_as_given(layer: FlaxLayerNorm | FlaxRMSNorm) -> bool:
+    return layer.promote_dtype is dtypes.promote_dtype
+
+
 def _is_narrower(x: Any, promoted: Any) -> bool:
     if not isinstance(x, jax.Array | np.ndarray):
         return False
@@ -278,9 +327,23 @@ def _plain(layer: FlaxLayerNorm | FlaxRMSNorm, x: Any, mask: Any) -> jax.Array:
     return cls.__call__(layer, x, mask=mask)
 
 
+def _kind(layer: FlaxLayerNorm | FlaxRMSNorm) -> str:
+    return "LayerNorm" if isinstance(layer, FlaxLayerNorm) else "RMSNorm"
+
+
+def _computed(
+    norm: LayerNorm | RMSNorm, x: Any, mask: Any, residual: Any, x_bias: Any, gate: Any, defers: bool = False
+) -> Any:
+    """A norm's call, from within it; defers: leave the norm to the Linear behind it."""
+    given = _modules.summed(x, residual, x_bias, gate, norm.reduction_axes)
+    if defers:
+        return given.result(((_deferred(norm, given.total, mask),), given.total))
+    found, plain = _prepared(norm, given.total, mask), lambda total: _plain(norm, total, mask)
+    return _modules.computed(f"jln.nnx.{_kind(norm)}", found, given, plain, _reads_as_given(norm))
+
+
 def _deferred(norm: FlaxLayerNorm | FlaxRMSNorm, x: Any, mask: Any) -> Any:
-    name = f"jln.nnx.{'LayerNorm' if isinstance(norm, FlaxLayerNorm) else 'RMSNorm'}"
-    return _modules.deferred(name, _prepared(norm, x, mask), lambda: _plain(norm, x, mask))
+    return _modules.deferred(f"jln.nnx.{_kind(norm)}", _prepared(norm, x, mask), lambda: _plain(norm, x, mask))
 
 
 def _linear_computed(

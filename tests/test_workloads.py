@@ -85,8 +85,9 @@ def test_what_few_models_have_is_counted():
     assert biased.bytes_once("forward") == plain.bytes_once("forward") + bias
     assert biased.bytes_once("backward") == plain.bytes_once("backward") + bias
     gated = dataclasses.replace(plain, extras=("x_bias", "gate"), of_examples=("scale", "offset", "gate"))
-    assert gated.bytes_once("forward") == 4 * x + bias + 3 * 3 * parameter
-    assert gated.bytes_once("backward") == (2 + 2 + 2) * x + 2 * bias + (1 + 1 + 3) * 3 * parameter
+    own, gate = 3 * parameter, 3 * bias
+    assert gated.bytes_once("forward") == 4 * x + bias + gate + 2 * own
+    assert gated.bytes_once("backward") == (2 + 2 + 2) * x + 2 * bias + 2 * gate + 3 * own
     entry, ungated = gated.entry, plain.entry
     assert entry.title == "add_layer_norm, x_bias and gate" and ungated.title == "add_layer_norm"
     assert [entry.operations(10, 0, d) - ungated.operations(10, 0, d) for d in gated.directions] == [20, 40]

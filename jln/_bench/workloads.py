@@ -215,6 +215,10 @@ WORKLOADS = _named(
         )
         for h in (1024, 4096, 8192)
     ),
+    *(
+        Workload(f"qk-norm-{d}", "rms_norm", (4, 2048, 4096 // d, d), "an attention's queries, each head by itself")
+        for d in (64, 128, 256)
+    ),
     Workload("alphafold-pair", "layer_norm", (384, 384, 128), "AlphaFold's pair representation: many short rows"),
     Workload(
         "alphafold-pair-axis-0",

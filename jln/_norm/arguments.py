@@ -23,9 +23,9 @@ class Given(NamedTuple):
     """The arrays as the user gives them."""
 
     x: Any
-    residual: Any
-    scale: Any
-    offset: Any
+    residual: Any = None
+    scale: Any = None
+    offset: Any = None
     x_bias: Any = None
     gate: Any = None
 
@@ -34,13 +34,14 @@ def checked(given: Given, axis: Axis, *, adds: bool) -> tuple[Given, tuple[int, 
     """-> (all of them of supported dtypes, and of shapes that they may have; the normalised axes)"""
     x = _checks.array("x", given.x)
     residual = _checks.array("residual", given.residual) if adds else None
-    arrays = {n: _checks.optional_array(n, getattr(given, n)) for n in ("scale", "offset", "x_bias")}
     axes = _checks.axes(axis, x)
+    normalised = tuple(x.shape[a] for a in axes)
     _checks.shape("residual", residual, x.shape, "that of x")
-    _checks.parameter("scale", arrays["scale"], x, axes)
-    _checks.parameter("offset", arrays["offset"], x, axes)
-    _checks.shape("x_bias", arrays["x_bias"], tuple(x.shape[a] for a in axes), f"that of x's axes {axes}")
-    return Given(x, residual, **arrays, gate=_checks.gate(given.gate, x, residual, axes)), axes
+    scale = _checks.parameter("scale", given.scale, x, axes, normalised)
+    offset = _checks.parameter("offset", given.offset, x, axes, normalised)
+    x_bias = _checks.optional_array("x_bias", given.x_bias)
+    _checks.shape("x_bias", x_bias, normalised, "that of x's normalised axes")
+    return Given(x, residual, scale, offset, x_bias, _checks.gate(given.gate, x, residual, axes)), axes
 
 
 def _adjacent(order: list[int]) -> bool:

@@ -156,23 +156,21 @@ def add_rms_norm(
 
 
 def normalised(
-    x,
-    scale,
-    offset,
+    given: Given,
     *,
     axis: Axis,
     epsilon: float,
     subtract_mean: bool,
     dtype: DTypeLike,
     implementation: str | None = None,
-) -> jax.Array:
-    """What the modules call: `layer_norm` or `rms_norm`, this one with an offset too.
+) -> Results:
+    """What the modules call: any of the operators, those of RMSNorm with an offset too.
 
     A module's dtype may be wider than x's (bfloat16 x, float32 parameters) or narrower; there is one rounding still.
     The frameworks' own layers can be differentiated in forward mode, so these can.
     """
     static = axis, epsilon, False, dtype, implementation, True
-    return _checked(Given(x, None, scale, offset), *static, subtract_mean=subtract_mean).y
+    return _checked(given, *static, adds=given.residual is not None, subtract_mean=subtract_mean)
 
 
 # From the public functions to the operator

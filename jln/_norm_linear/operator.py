@@ -180,21 +180,11 @@ def add_rms_norm_linear(
 
 
 def normalised_linear(
-    x,
-    scale,
-    offset,
-    kernel,
-    bias,
-    *,
-    residual=None,
-    epsilon: float,
-    subtract_mean: bool,
-    precision: PrecisionLike,
+    given: Given, kernel: Kernels, bias: Biases, *, epsilon: float, subtract_mean: bool, precision: PrecisionLike
 ) -> Any:
     """What the modules call: any of the operators, those of RMSNorm with an offset too."""
     static = epsilon, False, precision, None, True
-    adds = residual is not None
-    return _checked(Given(x, residual, scale, offset), kernel, bias, *static, adds=adds, subtract_mean=subtract_mean)
+    return _checked(given, kernel, bias, *static, adds=given.residual is not None, subtract_mean=subtract_mean)
 
 
 # From the public functions to the operator

@@ -5,6 +5,7 @@ import functools
 import equinox as eqx
 import haiku as hk
 import jax
+import jax.numpy as jnp
 from flax import linen, nnx
 
 import jln
@@ -16,31 +17,54 @@ FRAMEWORKS = ("linen", "nnx", "haiku", "equinox")
 
 
 def with_residual(function):
-    """Whose last argument may be a pair of x and the residual."""
+    """Whose last argument may be a pair of x and the residual, or a dict with what goes with them."""
 
     def call(*arguments, **options):
         *others, x = arguments
         if isinstance(x, tuple):
-            return function(*others, x[0], residual=x[1], **options)
+            x = {"x": x[0], "residual": x[1]}
+        if isinstance(x, dict):
+            return function(*others, x["x"], **{name: a for name, a in x.items() if name != "x"}, **options)
         return function(*others, x, **options)
 
     return call
 
 
+def total_of(x):
+    """Of 16 bits in float32, where it is more than the sum of two."""
+    if isinstance(x, tuple):
+        return sum(x)
+    if not isinstance(x, dict):
+        return x
+    dtype = jnp.promote_types(x["x"].dtype, x["residual"].dtype)
+    rank = (1,) * x["x"].ndim
+    x = {name: a.reshape((rank + a.shape)[-len(rank) :]) for name, a in x.items()}
+    wide = {name: a.astype(jnp.promote_types(dtype, "float32")) for name, a in x.items()}
+    branch = wide.get("gate", 1) * (wide["x"] + wide.get("x_bias", 0))
+    return (wide["residual"] + branch).astype(dtype)
+
+
 def applied(x, norm, linears):
-    """What separate layers compute of x, or of a pair of x and the residual; of one Linear no tuple."""
-    total = sum(x) if isinstance(x, tuple) else x
-    z = norm(total)
-    ys = tuple(linear(z) for linear in linears)
+    """What separate layers compute of x, or of x, the residual and what goes with them; of one Linear no tuple, and of
+    none what the norm gives.
+    """
+    adds = isinstance(x, tuple | dict)
+    if type(norm).__module__.startswith("jln."):
+        z, total = with_residual(norm)(x)
+    else:
+        total = total_of(x)
+        z = norm(total)
+    ys = tuple(linear(z) for linear in linears) or (z,)
     y = ys if len(ys) > 1 else ys[0]
-    return (y, total) if isinstance(x, tuple) else y
+    return (y, total) if adds else y
 
 
-# The separate layers as a user writes them, one class a framework. `linears`: [(name, features, other arguments)].
+# The separate layers as a user writes them, one class a framework, with the framework's norm or ours. `linears`:
+# [(name, features, other arguments)].
 
 
 class LinenLayers(linen.Module):
-    norm: str
+    norm: type
     linears: tuple
     both: dict
     use_scale: bool
@@ -48,7 +72,7 @@ class LinenLayers(linen.Module):
 
     @linen.compact
     def __call__(self, x):
-        norm = getattr(linen, self.norm)(use_scale=self.use_scale, name="norm", **self.both)
+        norm = self.norm(use_scale=self.use_scale, name="norm", **self.both)
         options = {"precision": self.precision, **self.both}
         return applied(
             x, norm, [linen.DenseGeneral(n, **{**options, **own}, name=name) for name, n, own in self.linears]
@@ -57,7 +81,7 @@ class LinenLayers(linen.Module):
 
 class NnxLayers(nnx.Module):
     def __init__(self, norm, linears, both, use_scale, precision, rngs):
-        self.norm = getattr(nnx, norm)(8, use_scale=use_scale, **both, rngs=rngs)
+        self.norm = norm(8, use_scale=use_scale, **both, rngs=rngs)
         self.names = tuple(name for name, *_ in linears)
         for name, n, own in linears:
             cls = nnx.Linear if isinstance(n, int) else nnx.LinearGeneral
@@ -69,9 +93,9 @@ class NnxLayers(nnx.Module):
 
 class HaikuLayers(hk.Module):
     def __init__(self, norm, linears, use_scale, precision):
-        super().__init__(name="layer_norm_linear" if norm == "LayerNorm" else "rms_norm_linear")
-        options = {"create_offset": True} if norm == "LayerNorm" else {}
-        self.norm = functools.partial(getattr(hk, norm), -1, create_scale=use_scale, **options)
+        super().__init__(name="layer_norm_linear" if norm.__name__ == "LayerNorm" else "rms_norm_linear")
+        options = {"create_offset": True} if norm.__name__ == "LayerNorm" else {}
+        self.norm = functools.partial(norm, -1, create_scale=use_scale, **options)
         self.linears, self.precision = linears, precision
 
     def __call__(self, x):
@@ -81,17 +105,17 @@ class HaikuLayers(hk.Module):
 
 class EquinoxLayers(eqx.Module):
     norm: eqx.nn.LayerNorm | eqx.nn.RMSNorm
-    q: eqx.nn.Linear
+    q: eqx.nn.Linear | None
     k: eqx.nn.Linear | None
     v: eqx.nn.Linear | None
 
     def __init__(self, norm, linears, use_scale, dtype, *, key):
-        self.norm = getattr(eqx.nn, norm)(8, use_weight=use_scale, dtype=dtype)
-        keys = jax.random.split(key, len(linears)) if len(linears) > 1 else [key]
+        self.norm = norm(8, use_weight=use_scale, dtype=dtype)
+        keys = jax.random.split(key, len(linears)) if len(linears) > 1 else [key] * len(linears)
         made = [
             eqx.nn.Linear(8, n, **{"dtype": dtype, **own}, key=k) for k, (_, n, own) in zip(keys, linears, strict=True)
         ]
-        self.q, self.k, self.v = (*made, None, None)[:3]
+        self.q, self.k, self.v = (*made, None, None, None)[:3]
 
     def __call__(self, x):
         return applied(x, self.norm, [linear for linear in (self.q, self.k, self.v) if linear is not None])
@@ -125,7 +149,10 @@ def equinox_layer(make, call=lambda module: module):
 
     def apply(variables, x):
         one = call(eqx.combine(tree.unflatten(variables), rest))
-        return jax.vmap(jax.vmap(one))(x)
+        rows = max(jax.tree.leaves(x), key=lambda a: a.size).shape[:2]
+        of_rows = jax.tree.map(lambda a: a if a.ndim == 1 else jnp.broadcast_to(a, rows + a.shape[2:]), x)
+        axes = (jax.tree.map(lambda a: None if a.ndim == 1 else 0, x),)
+        return jax.vmap(jax.vmap(one, axes), axes)(of_rows)
 
     return Layer(lambda x: leaves, apply)
 
@@ -142,35 +169,56 @@ def as_given(framework, linears):
     return {name: {FEATURES[framework]: n, **own} if own else n for name, n, own in linears}
 
 
-def layers(framework, norm, linears, use_scale=True, dtype=None, param_dtype="float32", precision=None):
-    """-> the separate layers, and ours. Haiku and Equinox have no dtype beside that of their parameters."""
+LIBRARIES = {
+    "linen": (linen, jln.linen),
+    "nnx": (nnx, jln.nnx),
+    "haiku": (hk, jln_haiku),
+    "equinox": (eqx.nn, jln_equinox),
+}
+
+
+def separate(framework, norm, linears, use_scale=True, dtype=None, param_dtype="float32", precision=None):
+    """The separate layers, behind a norm of this class."""
+    if framework == "haiku":
+        return haiku_layer(lambda x: HaikuLayers(norm, linears, use_scale, precision)(x))
+    if framework == "equinox":
+        key = jax.random.key(0)
+        return equinox_layer(lambda: EquinoxLayers(norm, linears, use_scale, param_dtype, key=key))
+    both = {"dtype": dtype, "param_dtype": param_dtype}
+    if framework == "linen":
+        return linen_layer(LinenLayers(norm, linears, both, use_scale, precision))
+    return nnx_layer(lambda rngs: NnxLayers(norm, linears, both, use_scale, precision, rngs))
+
+
+def layers(framework, norm, linears, apart=False, **case):
+    """-> the separate layers, and ours: one module, or apart, our norm and the framework's Linears. Haiku and Equinox
+    have no dtype beside that of their parameters.
+    """
     linears = tuple((name, n, dict(own)) for name, n, own in linears)
+    theirs, ours = (getattr(library, norm) for library in LIBRARIES[framework])
+    second = separate(framework, ours, linears, **case) if apart else together(framework, norm, linears, **case)
+    return separate(framework, theirs, linears, **case), second
+
+
+def together(framework, norm, linears, use_scale=True, dtype=None, param_dtype="float32", precision=None):
+    """Our module that stands for all."""
     given = as_given(framework, linears)
     if framework == "linen":
         both = {"dtype": dtype, "param_dtype": param_dtype}
         own = getattr(jln.linen, f"{norm}Dense")(given, use_scale=use_scale, precision=precision, **both)
-        return linen_layer(LinenLayers(norm, linears, both, use_scale, precision)), linen_layer(own, with_residual)
+        return linen_layer(own, with_residual)
     if framework == "nnx":
         both = {"dtype": dtype, "param_dtype": param_dtype}
         cls = getattr(jln.nnx, f"{norm}Linear")
-        return (
-            nnx_layer(lambda rngs: NnxLayers(norm, linears, both, use_scale, precision, rngs)),
-            nnx_layer(
-                lambda rngs: cls(8, given, use_scale=use_scale, precision=precision, **both, rngs=rngs), with_residual
-            ),
+        return nnx_layer(
+            lambda rngs: cls(8, given, use_scale=use_scale, precision=precision, **both, rngs=rngs), with_residual
         )
     if framework == "haiku":
         cls = getattr(jln_haiku, f"{norm}Linear")
-        return (
-            haiku_layer(lambda x: HaikuLayers(norm, linears, use_scale, precision)(x)),
-            haiku_layer(lambda x: with_residual(cls(given, create_scale=use_scale))(x, precision=precision)),
-        )
+        return haiku_layer(lambda x: with_residual(cls(given, create_scale=use_scale))(x, precision=precision))
     cls = getattr(jln_equinox, f"{norm}Linear")
     key = jax.random.key(0)
-    return (
-        equinox_layer(lambda: EquinoxLayers(norm, linears, use_scale, param_dtype, key=key)),
-        equinox_layer(lambda: cls(8, given, use_weight=use_scale, dtype=param_dtype, key=key), with_residual),
-    )
+    return equinox_layer(lambda: cls(8, given, use_weight=use_scale, dtype=param_dtype, key=key), with_residual)
 
 
 def qkv(**own):

@@ -60,7 +60,7 @@ def test_workloads(name):
 @pytest.mark.parametrize("name", [n for n, w in WORKLOADS.items() if w.extras])
 def test_what_stands_before_a_sum_is_no_pass_of_its_own(name, operator):
     """Of x's bias, a gate, and parameters of each example: every tensor once, 1.07 times at most; XLA's own program
-    moves 1.8 to 2 times that.
+    moves twice that.
     """
     of_examples = tuple(n for n in WORKLOADS[name].of_examples if "rms" not in operator or n != "offset")
     workload = dataclasses.replace(WORKLOADS[name], operator=operator, of_examples=of_examples)
