@@ -45,7 +45,7 @@ def made(name, *, gate="H", varies="shared", axis=-1, shape=SHAPE, dtype="float6
         if isinstance(GATES[gate], tuple):
             shapes["gate"] = parameter_shape(shape, axes, *GATES[gate])
     if OPERATORS[name].is_linear:
-        shapes |= {"kernel": (shape[-1], 2, 3), "bias": (2, 3)}
+        shapes |= {"kernel": (shape[-1], 2, shape[-1] // 2), "bias": (2, shape[-1] // 2)}
     options = {} if OPERATORS[name].is_linear else {"axis": axis}
     if isinstance(GATES[gate], float) and OPERATORS[name].adds:
         options["gate"] = GATES[gate]
