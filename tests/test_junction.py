@@ -111,7 +111,7 @@ def cells():
 
 @pytest.mark.usefixtures("compile_fast")
 @pytest.mark.parametrize(
-    ("name", "gate", "varies", "transformation", "forward_mode", "implementation"), cells(), ids=str
+    ("name", "gate", "varies", "transformation", "forward_mode", "implementation"), list(cells()), ids=str
 )
 def test_transformed(name, gate, varies, transformation, forward_mode, implementation):
     given, _ = made(name, gate=gate, varies=varies, shape=(*matrix.ROWS, matrix.H))
