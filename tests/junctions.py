@@ -6,7 +6,13 @@ from jln._catalogue import OPERATORS
 SHAPE = (3, 4, 5, 8)
 
 # Along which of x's axes of rows, counted among these, a parameter varies; with None it has the normalised axes' shape.
-VARIES = {"shared": None, "by example": (0,), "over an axis in the middle": (1,), "by row": (0, 1, 2)}
+VARIES = {
+    "shared": None,
+    "by example": (0,),
+    "over an axis in the middle": (1,),
+    "over the last": (2,),
+    "by row": (0, 1, 2),
+}
 GATES = {
     "no gate": None,
     "H": ("shared", True),
@@ -39,7 +45,7 @@ def made(name, *, gate="H", varies="shared", axis=-1, shape=SHAPE, dtype="float6
         if isinstance(GATES[gate], tuple):
             shapes["gate"] = parameter_shape(shape, axes, *GATES[gate])
     if OPERATORS[name].is_linear:
-        shapes |= {"kernel": (shape[-1], 2, 3), "bias": (2, 3)}
+        shapes |= {"kernel": (shape[-1], 2, shape[-1] // 2), "bias": (2, shape[-1] // 2)}
     options = {} if OPERATORS[name].is_linear else {"axis": axis}
     if isinstance(GATES[gate], float) and OPERATORS[name].adds:
         options["gate"] = GATES[gate]

@@ -34,7 +34,8 @@ SWITCHES = {
     "everything": {"adds": True, "subtract_mean": True, "zero_centered_scale": True, "scale": True, "offset": True},
     "nothing": {"adds": False, "subtract_mean": False, "zero_centered_scale": False, "scale": False, "offset": False},
 }
-SWITCHES |= {
+# With what few models have.
+SUM_SWITCHES = {
     "everything and x_bias": SWITCHES["everything"] | {"x_bias": True},
     "everything and a gate": SWITCHES["everything"] | {"x_bias": True, "gate": True},
     "everything and a gate of rows": SWITCHES["everything"] | {"x_bias": True, "row_gate": True},

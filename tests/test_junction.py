@@ -58,7 +58,7 @@ CASES = [
 
 
 @pytest.mark.usefixtures("compile_fast")
-@pytest.mark.parametrize(("name", "gate", "varies", "axis"), CASES)
+@pytest.mark.parametrize(("name", "gate", "varies", "axis"), CASES, ids=str)
 def test_values_and_every_gradient(name, gate, varies, axis, implementation):
     """In float64, all at once and each by itself."""
     given, options = made(name, gate=gate, varies=varies, axis=axis)
@@ -87,22 +87,33 @@ TRANSFORMED = {
 }
 
 
+FORMS = [
+    ("add_layer_norm", "rows", "shared"),
+    ("add_layer_norm", "by example", "by example"),
+    ("add_rms_norm_linear", "a row's of each example", "by example"),
+    ("layer_norm", "no gate", "by example"),
+    ("layer_norm_linear", "no gate", "over an axis in the middle"),
+]
+# The tangent is the same jnp whatever the implementation; reverse mode goes through its transpose.
+TRANSPOSED = ("grad(vmap), over x", "grad(vmap), over all", "scan(checkpoint)", "jvp")
+
+
+def cells():
+    """Heavy: in the interpreter, the forms whose kernels another has too, and in forward mode most."""
+    for form, how, forward_mode, implementation in itertools.product(
+        FORMS, TRANSFORMED, (False, True), ("xla", "triton")
+    ):
+        if forward_mode or TRANSFORMED[how] is matrix.REVERSE:
+            light = form in FORMS[:2] and (how in TRANSPOSED or not forward_mode)
+            marks = () if implementation == "xla" or light else pytest.mark.heavy
+            yield pytest.param(*form, how, forward_mode, implementation, marks=marks)
+
+
 @pytest.mark.usefixtures("compile_fast")
-@pytest.mark.parametrize("transformation", TRANSFORMED)
 @pytest.mark.parametrize(
-    ("name", "gate", "varies"),
-    [
-        ("add_layer_norm", "rows", "shared"),
-        ("add_layer_norm", "by example", "by example"),
-        ("add_rms_norm_linear", "a row's of each example", "by example"),
-        ("layer_norm", "no gate", "by example"),
-        ("layer_norm_linear", "no gate", "over an axis in the middle"),
-    ],
+    ("name", "gate", "varies", "transformation", "forward_mode", "implementation"), list(cells()), ids=str
 )
-@pytest.mark.parametrize("forward_mode", [False, True])
 def test_transformed(name, gate, varies, transformation, forward_mode, implementation):
-    if TRANSFORMED[transformation] is matrix.FORWARD and not forward_mode:
-        pytest.skip("has no forward mode")
     given, _ = made(name, gate=gate, varies=varies, shape=(*matrix.ROWS, matrix.H))
 
     def run(module, **options):

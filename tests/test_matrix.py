@@ -21,8 +21,9 @@ pytestmark = pytest.mark.usefixtures("compile_fast")
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
 
-# RMSNorm is LayerNorm's primitive with a switch, which no transformation touches, and a Linear behind a gated sum is
-# that sum's norm and a product: by default only those that reach another rule of the primitive each.
+# RMSNorm is LayerNorm's primitive with a switch, which no transformation touches; a Linear behind a gated sum is that
+# sum's norm and a product, and the kernels of a gated sum are those of any other: by default only those that reach
+# another rule of the primitive each.
 OF_FEW = ("value_and_grad", "vmap(grad), over all", "grad(vmap), over x", "scan(checkpoint)", "grad(grad)", "jvp", True)
 
 
@@ -33,7 +34,8 @@ def cells(rows, implementations=("xla", "triton"), always=lambda *_: True):
 
     def light(name, given, implementation, row):
         complete = given == OPTIONAL[name]
-        few = "rms" in name or (FORMS[name].is_linear and FORMS[name].given_extras)
+        is_more = bool(FORMS[name].given_extras)
+        few = "rms" in name or (is_more and (FORMS[name].is_linear or implementation == "triton"))
         return complete and always(implementation, row) and (not few or row in OF_FEW)
 
     return [

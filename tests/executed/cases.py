@@ -37,11 +37,13 @@ def lowering_for(chip: str):
 class Case:
     """An operator, what it is given, and where it runs.
 
-    Operands go by the initials of their names; d and t are the cotangents, of y and of the sum.
+    Operands go by the initials of their names, e is x_bias; d and t are the cotangents, of y and of the sum.
 
     shape: x's. features: the Linear's; or of several a tuple each, with `unbiased`, the places of those that have no
-    bias. without: letters of the optional operands that are None, of "sob". over: letters of those that have an axis of
-    EXAMPLES of their own, for vmap. wanted: letters of those that are differentiated by; all if empty.
+    bias. without: letters of the optional operands that are None, of "sobeg". over: letters of those that have an axis
+    of EXAMPLES of their own, for vmap. wanted: letters of those that are differentiated by; all if empty. gate_of_rows:
+    whether a gate has one value a row. of_examples: whether x's first axis is that of examples, each of which has a
+    scale, an offset and a gate of its own; there is no x_bias then.
     """
 
     operator: str
@@ -56,6 +58,8 @@ class Case:
     without: str = ""
     over: str = ""
     wanted: str = ""
+    gate_of_rows: bool = False
+    of_examples: bool = False
     zero_centered_scale: bool = False
     epsilon: float = workbench.EPSILON
     forward_mode: bool = False
@@ -75,7 +79,7 @@ class Case:
 
     @property
     def kind(self):
-        return (workbench.LINEAR_OPERATORS if self.linear else workbench.OPERATORS)[self.operator]
+        return (workbench.LINEAR_OPERATORS | workbench.OPERATORS | workbench.FORMS)[self.operator]
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -108,12 +112,21 @@ class Case:
 
     @property
     def letters(self) -> str:
-        return "".join(name[0] for name in self.kind.kind.names)
+        return "".join("e" if name == "x_bias" else name[0] for name in self.kind.kind.names)
 
     @property
     def adds(self) -> bool:
         """Whether it returns a sum too, or a None in its place."""
         return "r" in self.letters
+
+    def parameter_shape(self, letter: str) -> tuple[int, ...]:
+        """Of a scale, an offset or a gate of x's rank."""
+        of_rows = letter == "g" and self.gate_of_rows
+        axes = [a % len(self.shape) for a in self.axes]
+        return tuple(
+            n if (i not in axes if of_rows else i in axes or (i == 0 and self.of_examples)) else 1
+            for i, n in enumerate(self.shape)
+        )
 
 
 EXAMPLES = 3
@@ -128,6 +141,9 @@ def _one(case: Case) -> dict[str, np.ndarray | None]:
     given["x"] = ((given["x"] + case.mean) * case.magnitude).astype(case.dtype)
     if case.residual:
         given["r"] = given["r"].astype(case.residual)
+    for i, letter in enumerate("sog"):
+        if given.get(letter) is not None and (case.of_examples or (letter == "g" and case.gate_of_rows)):
+            given[letter] = workbench.normal(30 + i, case.parameter_shape(letter), case.parameters or case.dtype)
     given |= {letter: None for letter in case.without}
     for i in case.unbiased:
         given["b"] = given["b"].at[case.columns[i]].set(0)
@@ -195,6 +211,10 @@ def as_rows(case: Case, name: str, a: np.ndarray | None) -> np.ndarray | None:
     """An operand or a result of one example as workbench's `truth` has it: normalised axes last, the others one."""
     if a is None:
         return None
+    if case.gate_of_rows and name in ("g", "dgate"):
+        return a.reshape(-1, 1)
+    if case.of_examples and name in ("s", "o", "g", "dscale", "doffset", "dgate"):
+        return a.reshape(-1)
     if case.linear:
         return a if a.ndim < 2 else a.reshape(-1, a.shape[-1])
     if a.ndim < len(case.shape) or name in ("s", "o", "dscale", "doffset"):
@@ -206,9 +226,11 @@ def as_rows(case: Case, name: str, a: np.ndarray | None) -> np.ndarray | None:
 def judged(case: Case, given, got, plain) -> dict[str, float]:
     """Each result's largest error as a part of what is allowed: 1 is all of it."""
     worst: dict[str, float] = {}
-    for i in range(EXAMPLES if case.over else 1):
+    for i in range(EXAMPLES if case.over else case.shape[0] if case.of_examples else 1):
 
         def example(a, batched, i=i):
+            if case.of_examples and a is not None:
+                return a[i : i + 1]
             return a[i] if a is not None and batched else a
 
         rows = {k: as_rows(case, k, example(a, k in case.over)) for k, a in given.items()}
@@ -300,8 +322,10 @@ def check(case: Case) -> Ran:
         in_half_tiles = case.linear and case.adds and case.shape[-1] % 64
         for found in traffic.of(ran.program):
             assert found.sectors <= (1.2 if in_half_tiles else 1.1), found
-            # The fused kernels' tiles may have fewer elements than their threads could load.
-            assert case.linear or found.wide == 1 or not found.widths, found
+            # The fused kernels' tiles, and those of rows in chunks beside a gate or an x_bias, may have fewer elements
+            # than their threads could load.
+            in_parts = bool(case.kind.entry.given_extras) and min(found.widths, default=16) >= 8
+            assert case.linear or in_parts or found.wide == 1 or not found.widths, found
     return ran
 
 

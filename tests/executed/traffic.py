@@ -53,7 +53,7 @@ def _traffic(ptx, stats):
     sectors = asked = 0
     for (kind, line, width), (_, moved, wanted) in stats.accesses.items():
         text = source.get(line, "x_ptr")  # what is from nowhere counts
-        if not LARGE.search(text):
+        if not LARGE.search(_who_loads(text)):
             continue
         sectors, asked = sectors + 32 * int(moved), asked + int(wanted)
         if kind == "read":
@@ -61,6 +61,14 @@ def _traffic(ptx, stats):
             if width < 16:
                 narrow[text, width] += int(wanted)
     return Traffic(stats.name, dict(widths), sectors / max(1, asked), dict(narrow), stats.issued)
+
+
+def _who_loads(text: str) -> str:
+    """Of a line and that from which it was called the one that tells what is loaded: the first, where it names it. A
+    parameter's load that the compiler moved is where its function returns.
+    """
+    line = text.split(" <- ")[0]
+    return line if "_ptr" in line or line.startswith("return") else text
 
 
 @functools.lru_cache(64)

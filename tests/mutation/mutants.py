@@ -5,8 +5,9 @@ axis, sums in too few bits. `old` must be in the file exactly once.
 """
 
 from compiled import COMPILED
+from junction import SUMS
 from kernels import KERNELS
 from linears import LINEARS
 from rules import RULES
 
-MUTANTS = [*KERNELS, *LINEARS, *COMPILED, *RULES]
+MUTANTS = [*KERNELS, *LINEARS, *SUMS, *COMPILED, *RULES]

@@ -43,7 +43,7 @@ _INSTRUCTION = re.compile(r"(?:@(!?)(%\w+)\s+)?([a-z][\w.:]*)\s*(.*)$")
 def parse(ptx: str, entry: str) -> Listing:
     """Read the kernel `entry`."""
     ptx = re.sub(r"\b(ld|st)\.shared::cta\b", r"\1.shared", ptx)  # Triton 3.8 writes out what is the default
-    lines = _without_blocks(ptx.splitlines())
+    lines = _without_blocks(_without_tables(ptx).splitlines())
     head = next(n for n, text in enumerate(lines) if re.match(rf"\.visible \.entry {re.escape(entry)}\b", text))
     body = next(n for n in range(head, len(lines)) if lines[n].startswith("{"))
     declared = "\n".join(lines[head:body])
@@ -64,6 +64,14 @@ def parse(ptx: str, entry: str) -> Listing:
     for instruction in code:
         instruction.run = instructions.compile(instruction)
     return Listing(code, labels, parameters, threads=int(re.search(r"\.reqntid (\d+)", declared)[1]))
+
+
+def _without_tables(ptx: str) -> str:
+    """The text with each table of labels where it is branched by, and as many lines."""
+    table = re.compile(r"^(\w+):\s*\.branchtargets([^;]*);", re.M)
+    tables = {name: ", ".join(re.findall(r"\$\w+", labels)) for name, labels in table.findall(ptx)}
+    ptx = table.sub(lambda found: "\n" * found[0].count("\n"), ptx)
+    return re.sub(r"(brx\.idx\s+%\w+),\s*(\w+);", lambda found: f"{found[1]}, {tables[found[2]]};", ptx)
 
 
 def _without_blocks(lines: list[str]) -> list[str]:

@@ -8,6 +8,7 @@ warp or of a program they wait for the others.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -76,12 +77,14 @@ class Machine:
                 everyone = bool(active.all())
             self.now = instruction = code[at]
             self.active = None if everyone else active
-            leaves = instruction.op[0] in ("bra", "ret")
+            leaves = instruction.op[0] in ("bra", "brx", "ret")
             if leaves:
                 mask = self.mask()
                 taken = active if mask is None else mask
                 if instruction.op[0] == "bra" and taken.any():
                     wait_at(labels[instruction.args[0]], taken)
+                elif instruction.op[0] == "brx":
+                    self._part(instruction, taken, wait_at)
                 if (rest := active & ~taken).any():
                     wait_at(at + 1, rest)
                 if not waiting:
@@ -101,6 +104,16 @@ class Machine:
             everyone = bool(active.all())
         if self.copies.under_way or self.products.under_way or not self.tensor_memory.quiet:
             self.fail("the kernel ends with a copy or a product that nobody waited for, or with tensor memory")
+
+    def _part(self, instruction: Any, taken: np.ndarray, wait_at: Callable[[int, np.ndarray], None]) -> None:
+        """Every thread goes to the label that its register chooses of the table."""
+        register, *table = instruction.args
+        chosen = np.broadcast_to(self.read_register(register), taken.shape)
+        if (chosen[taken] >= len(table)).any():
+            self.fail(f"a branch past the {len(table)} labels of its table", np.flatnonzero(taken))
+        for i, label in enumerate(table):
+            if (threads := taken & (chosen == i)).any():
+                wait_at(self.listing.labels[label], threads)
 
     def _lacks(self, together: int, active: np.ndarray) -> bool:
         """Whether of any `together` threads, 0 for those of a program, only some are there."""

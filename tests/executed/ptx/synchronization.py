@@ -47,4 +47,5 @@ def _control(i):
     return lambda m: None
 
 
-TABLE = {"bar": _bar, "barrier": _bar, "fence": _fence, "trap": _trap, "bra": _control, "ret": _control}
+TABLE = {"bar": _bar, "barrier": _bar, "fence": _fence, "trap": _trap}
+TABLE |= dict.fromkeys(("bra", "brx", "ret"), _control)

@@ -1,0 +1,125 @@
+"""Ways to break x_bias, gates and parameters of each example."""
+
+from targets import (
+    JUNCTION,
+    JUNCTION_MESH,
+    LINEAR_SIGNATURE,
+    NORM,
+    NORM_ARGUMENTS,
+    NORM_LAUNCH,
+    NORM_RULES,
+    XLA_NORM,
+    Mutant,
+)
+
+VALUES = f"{JUNCTION}test_values_and_every_gradient"
+# Of H elements; one a row; each example's own, with a scale and an offset.
+OF_H, OF_ROWS, OF_EXAMPLES = (
+    {how: (f"{VALUES}[{how}-add_layer_norm-{kind}--1]",) for how in ("triton", "xla")}
+    for kind in ("H-shared", "rows-shared", "by example-by example")
+)
+CHUNKS_OF_ROWS = (f"{JUNCTION}test_accuracy[triton-add_layer_norm, x_bias and gate-rows-(2, 20000)-float32]",)
+SEVERAL_PROGRAMS = (f"{JUNCTION}test_accuracy[triton-add_layer_norm, x_bias and gate-H-(150, 127)-float32]",)
+GATED = "dx = _gated(dx, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE)"
+
+SUMS = [
+    Mutant(
+        "x_bias left out of the sum", NORM,
+        "x += tl.load(x_bias_ptr + column, mask=exists, other=0.0).to(COMPUTE)[None, :]", "pass", OF_H["triton"],
+    ),
+    Mutant(
+        "x_bias left out of a gate's gradient", NORM, "branch = _load_branch(x_ptr, x_bias_ptr, at",
+        "branch = _load_branch(x_ptr, None, at", OF_H["triton"],
+    ),
+    Mutant("a gate left out of dx", NORM, GATED, "pass", OF_H["triton"]),
+    Mutant(
+        "dx_bias before the gate", NORM,
+        f"            {GATED}\n            if contains(SUMS, \"dx_bias\"):\n                dx_bias += dx  # (26)\n",
+        f"            if contains(SUMS, \"dx_bias\"):\n                dx_bias += dx  # (26)\n            {GATED}\n",
+        OF_H["triton"],
+    ),
+    Mutant(
+        "dresidual of the gated cotangent", NORM,
+        "tl.store(dresidual_ptr + at, dx.to(",
+        f"tl.store(dresidual_ptr + at, {GATED.removeprefix('dx = ').replace('row_gate, column', 'rstd, column')}.to(",
+        OF_H["triton"],
+    ),
+    Mutant(
+        "another row's gate", NORM,
+        f"load_vector(row_gate_ptr, row, valid, BLOCK_ROWS, COMPUTE)\n            {GATED}",
+        f"load_vector(row_gate_ptr, rows - 1 - row, valid, BLOCK_ROWS, COMPUTE)\n            {GATED}",
+        OF_ROWS["triton"],
+    ),
+    Mutant(
+        "all chunks' shares of a row's gate in one place", NORM,
+        "drow_gate_ptr += (chunk * (of_all // programs) + group) * rows", "drow_gate_ptr += group * rows",
+        CHUNKS_OF_ROWS,
+    ),
+    Mutant(
+        "a row's gate's gradient of one chunk", NORM_LAUNCH,
+        """jnp.sum(written["drow_gate"], axis=0)""", """written["drow_gate"][0]""", CHUNKS_OF_ROWS,
+    ),
+    Mutant(
+        "all sums' shares in the first one's place", NORM,
+        "first = position(SUMS, NAME) * programs_of_all_groups", "first = 0 * programs_of_all_groups",
+        SEVERAL_PROGRAMS,
+    ),
+    Mutant(
+        "every sum of the first one's shares", NORM,
+        "at = (which * of_all + group * programs + program)", "at = (group * programs + program)", SEVERAL_PROGRAMS,
+    ),
+    Mutant(
+        "the first example's gate for all", NORM,
+        """gate_ptr += copy_of(group, SHARED, "gate") * H
+    if row_gate_ptr is not None:
+        row_gate_ptr += copy_of(group, SHARED, "row_gate") * rows
+    if total_ptr""",
+        """gate_ptr += 0
+    if row_gate_ptr is not None:
+        row_gate_ptr += copy_of(group, SHARED, "row_gate") * rows
+    if total_ptr""",
+        OF_EXAMPLES["triton"],
+    ),
+    Mutant(
+        "x_bias left out of the sum, XLA", XLA_NORM, "wide = wide + x_bias.astype(dtype)", "pass", OF_H["xla"],
+    ),
+    Mutant(
+        "x_bias left out of a gate's gradient, XLA", XLA_NORM,
+        "of_elements = d * _branch(branch._replace(gate=None, row_gate=None)",
+        "of_elements = d * _branch(branch._replace(x_bias=None, gate=None, row_gate=None)", OF_H["xla"],
+    ),
+    Mutant(
+        "a gate left out of dx, XLA", XLA_NORM, "dx = _gated(d, branch.gate, branch.row_gate)", "dx = d",
+        OF_ROWS["xla"],
+    ),
+    Mutant(
+        "dx_bias before the gate, XLA", XLA_NORM, """return dx if name == "dx" else sum_over_rows(dx)""",
+        """return dx if name == "dx" else sum_over_rows(d)""", OF_H["xla"],
+    ),
+    Mutant(
+        "a gate's tangent without x_bias", XLA_NORM,
+        "yield a.astype(dtype) * _branch(branch._replace(gate=None, row_gate=None)",
+        "yield a.astype(dtype) * _branch(branch._replace(x_bias=None, gate=None, row_gate=None)",
+        ("tests/test_matrix.py::test_forward_mode[add_layer_norm, x_bias and gate-soxg-xla-jvp]",),
+    ),
+    Mutant(
+        "a row's gate's gradient of a device's part of H", XLA_NORM,
+        "return lax.psum(share, h_axes) if h_axes else share", "return share",
+        (f"{JUNCTION_MESH}test_gradient_under_jit[add_layer_norm-rows-shared-examples and H-parameters in parts]",),
+    ),
+    Mutant(
+        "x kept although no gate's gradient is wanted", NORM_RULES,
+        "n: a if a is None or n in needed else Unneeded(a)", "n: a",
+        (f"{JUNCTION}test_held_between_forward_and_backward[xla-H-some0-1-2-False]",),
+    ),
+    Mutant(
+        "axes of rows put back in the order in which they were moved", NORM_ARGUMENTS,
+        "sorted(range(x.ndim), key=order.__getitem__)", "order",
+        (f"{VALUES}[xla-layer_norm-no gate-over the last--1]",),
+    ),
+    Mutant(
+        "a gate forgotten where norm and product are one kernel", LINEAR_SIGNATURE,
+        " or operands.x_bias is not None or operands.of_norm.gated", "",
+        (f"{JUNCTION}test_accuracy_of_linears[triton-add_layer_norm_linear, x_bias and gate-float32]",),
+    ),
+]  # fmt: skip
