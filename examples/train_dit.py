@@ -36,8 +36,8 @@ from digits import batches, console, patches
 
 WIDTH, HEADS, BLOCKS, FREQUENCIES = 64, 4, 3, 16
 GOAL = 0.6  # of the first loss, which the last must be under: 0.5 is seen after 60 steps
-# Of a loss, between trainings that round differently. Seen on the CPU: 1e-7 over 60 steps, 7e-7 over 300, 1e-4 over 600;
-# with the bias left out of one of them 3e-3 over 60.
+# Of a loss, between trainings that round differently. Seen on the CPU: 1e-7 over 60 steps, 7e-7 over 300, 1e-4 over
+# 600; with the bias left out of one of them 3e-3 over 60.
 APART = 1e-3
 zeros = nnx.initializers.zeros
 
