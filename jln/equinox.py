@@ -52,7 +52,11 @@ def _call(
 
 
 class LayerNorm(EquinoxLayerNorm):
-    """`equinox.nn.LayerNorm` on `jln.layer_norm`: the same arguments, fields, results and errors."""
+    """`equinox.nn.LayerNorm` on `jln.layer_norm`: the same arguments, fields, results and errors.
+
+    adaLN's scale and offset of each example are not a module's to hold: for them call `jln.add_layer_norm(x,
+    residual, scale, offset, gate=gate, zero_centered_scale=True)` in its place: without a vmap with arrays `[B, 1, H]`.
+    """
 
     __call__ = _call
 

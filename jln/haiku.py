@@ -38,7 +38,11 @@ Norm: TypeAlias = HaikuLayerNorm | HaikuRMSNorm
 
 
 class LayerNorm(HaikuLayerNorm):
-    """`haiku.LayerNorm` on `jln.layer_norm`: the same arguments, parameters, results and errors."""
+    """`haiku.LayerNorm` on `jln.layer_norm`: the same arguments, parameters, results and errors.
+
+    adaLN's scale and offset of each example are not a module's to hold: for them call `jln.add_layer_norm(x,
+    residual, scale, offset, gate=gate, zero_centered_scale=True)` in its place, with arrays `[B, 1, H]`.
+    """
 
     def __call__(
         self,

@@ -37,7 +37,11 @@ Norm: TypeAlias = FlaxLayerNorm | FlaxRMSNorm
 
 
 class LayerNorm(FlaxLayerNorm):
-    """`flax.linen.LayerNorm` on `jln.layer_norm`: the same fields, parameters, results and errors."""
+    """`flax.linen.LayerNorm` on `jln.layer_norm`: the same fields, parameters, results and errors.
+
+    adaLN's scale and offset of each example are not a module's to hold: for them call `jln.add_layer_norm(x,
+    residual, scale, offset, gate=gate, zero_centered_scale=True)` in its place, with arrays `[B, 1, H]`.
+    """
 
     @nn.compact
     def __call__(
