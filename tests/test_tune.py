@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from command_line import run
 from jln._bench import launchers, search, timing
 from jln._bench.search import Verdict
-from jln._bench.workloads import WORKLOADS, Workload
+from jln._bench.workloads import TUNABLE, WORKLOADS, Workload
 from jln._cli import tune
 from jln._norm import tiles as norm_tiles
 from jln._triton import compiler, target, tuning
@@ -63,9 +63,9 @@ def test_what_is_asked_is_what_the_operators_ask(workload):
 
 
 def test_all_workloads_are_asked_about_and_share_choices():
-    asked = search.questions(list(WORKLOADS.values()), CHIPS["h200"])
+    asked = search.questions(list(TUNABLE.values()), CHIPS["h200"])
     calls = [call for q in asked for call in q.calls]
-    assert len(calls) == len(set(calls)) == sum(len(w.directions) for w in WORKLOADS.values())
+    assert len(calls) == len(set(calls)) == sum(len(w.directions) for w in TUNABLE.values())
     assert {q.sizes["choice"] for q in asked} == set(tuning.CHOICES) and len(asked) < len(calls) / 2
     for q in asked:
         assert [c.workload.rows for c in q.calls] == sorted((c.workload.rows for c in q.calls), reverse=True)
@@ -74,13 +74,13 @@ def test_all_workloads_are_asked_about_and_share_choices():
 def test_a_choice_is_measured_in_every_workload_that_has_it():
     """Or one decode step would settle it for a batch."""
     chip = CHIPS["h200"]
-    everywhere = {q.key: set(q.calls) for q in search.questions(list(WORKLOADS.values()), chip)}
-    asked = search.questions([WORKLOADS["decode-1"]], chip, WORKLOADS.values())
+    everywhere = {q.key: set(q.calls) for q in search.questions(list(TUNABLE.values()), chip)}
+    asked = search.questions([WORKLOADS["decode-1"]], chip, TUNABLE.values())
     assert len(asked) == 1 and len(asked[0].calls) > 5 and set(asked[0].calls) == everywhere[asked[0].key]
 
 
 def test_candidates_are_few_near_and_fit():
-    for q in search.questions(list(WORKLOADS.values()), CHIPS["h200"]):
+    for q in search.questions(list(TUNABLE.values()), CHIPS["h200"]):
         found = search.candidates(q)
         assert 4 <= len(found) <= 130 and q.heuristic not in found
         assert len({search.identified(tiles) for tiles in found}) == len(found)
@@ -344,7 +344,7 @@ def test_on_a_gpu(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(tune, "tune", lambda workloads, chip, path, *_: asked.append((len(workloads), path)) or True)
     monkeypatch.setenv(tuning.VARIABLE, str(tmp_path / "mine.json"))
     status, out, _ = run(capsys, "tune")
-    assert status == 0 and asked == [(len(WORKLOADS), tmp_path / "mine.json")]
+    assert status == 0 and asked == [(len(TUNABLE), tmp_path / "mine.json")]
     assert f"export JLN_TUNING={tmp_path / 'mine.json'}" in out
     status, _, err = run(capsys, "tune", "--chip", "b200")
     assert status == 2 and "this GPU is a h200 and no b200, for which there is only --dry-run" in err

@@ -69,8 +69,11 @@ def judge(workload: Workload, arguments: Sequence[Any], cotangents: Sequence[Any
         step = jax.jit(workload.step(reference(workload, rounded=True)))
         wide = jax.tree.map(lambda a: a.astype("float64"), given)
         true, nudged = (jax.tree.leaves(step(*a)) for a in (wide, _accuracy.nudged(wide, workload.dtype)))
-    parameters = [(f"d{a.name}", workload.arrays()[a.name]) for a in workload.signature.parameters]
-    sums: dict[str, int] = {name: workload.rows for name in _catalogue.flat_names(parameters)}
+    examples = math.prod(workload.sizes().get("examples", ()))
+    sums: dict[str, int] = {}
+    for a in workload.signature.parameters:
+        rows = workload.rows // (examples if "examples" in a.dimensions else 1)
+        sums |= {name: rows for name in _catalogue.flat_names([(f"d{a.name}", workload.arrays()[a.name])])}
     return Judge(names(workload), true, nudged, plain, workload.dtype, sums)
 
 

@@ -254,6 +254,9 @@ WORKLOADS = _named(
     ),
 )
 
+# The backward pass of a sum with a bias or a gate has tiles by rules alone.
+TUNABLE = {name: w for name, w in WORKLOADS.items() if not w.extras}
+
 CPU_WORKLOADS = _named(
     *(
         Workload(

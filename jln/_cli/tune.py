@@ -20,7 +20,7 @@ import jln
 from jln._bench import results, search
 from jln._bench.search import Clock, Found, Question, Verdict
 from jln._bench.trace import TraceError
-from jln._bench.workloads import WORKLOADS, Workload
+from jln._bench.workloads import TUNABLE, Workload
 from jln._cli.console import UserError, known, print_note, print_table, progress
 from jln._cli.devices import devices
 from jln._triton import compiler, target, tuning
@@ -67,9 +67,9 @@ def command(
 
 def _workloads(names: Sequence[str] | None, dtype: str | None) -> list[Workload]:
     hint = "`python -m jln bench --list` prints them, those for a GPU first"
-    chosen = known("workload", names or WORKLOADS, WORKLOADS, hint)
+    chosen = known("workload", names or TUNABLE, TUNABLE, hint)
     known("dtype", [dtype] if dtype is not None else [], get_args(Dtype))
-    return [dataclasses.replace(w, dtype=dtype or w.dtype) for w in map(WORKLOADS.__getitem__, chosen)]
+    return [dataclasses.replace(w, dtype=dtype or w.dtype) for w in map(TUNABLE.__getitem__, chosen)]
 
 
 def _chip(name: str | None, dry_run: bool) -> Chip:
@@ -96,7 +96,7 @@ def _processes() -> int:
 
 def survey(workloads: Sequence[Workload], chip: Chip, seconds: float | None, started: float) -> bool:
     """Print what would be timed, and what the compiler says of the rest. -> whether there was time for all"""
-    asked = search.questions(workloads, chip, WORKLOADS.values())
+    asked = search.questions(workloads, chip, TUNABLE.values())
     with compiler.workers(_processes()) as pool, progress(len(asked)) as begin:
         for question in asked:
             if _late(seconds, started):
@@ -122,7 +122,7 @@ def tune(
     """Find the fastest tiles, write them, and print them. -> whether there was time for all"""
     rows, finished = [], True
     keep(path, [])  # or say that it cannot be written before anything is timed
-    asked = [q for q in search.questions(workloads, chip, WORKLOADS.values()) if not _known(q, path)]
+    asked = [q for q in search.questions(workloads, chip, TUNABLE.values()) if not _known(q, path)]
     with compiler.workers(_processes()) as pool, progress(len(asked)) as begin:
         for question in asked:
             if _late(seconds, started):

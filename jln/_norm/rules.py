@@ -197,7 +197,7 @@ def _pulled_back(
 ) -> Gradients:
     dy, dtotal = cotangents
     total, scale, mean, rstd, branch = saved
-    dtypes = gradients_for(wanted, (dy if total is None else total).dtype.name, branch.gated)
+    dtypes = gradients_for(wanted, total.dtype.name, branch.gated)
     if dy is None:
         return of_total_alone(dtotal, branch, norm, wanted, batch_dims)
     operands = Cotangents(dy, dtotal, total, scale, None, mean, rstd, *branch)
