@@ -81,7 +81,7 @@ def break_it(monkeypatch, name="layer_norm"):
 
     def broken(operator, implementation):
         ours = original(operator, implementation)
-        if operator != name or implementation != "xla":
+        if operator.title != name or implementation != "xla":
             return ours
 
         @jax.custom_vjp
@@ -109,7 +109,7 @@ def test_a_wrong_gradient_is_found_at_one_size(capsys, monkeypatch):
 @pytest.fixture
 def small(monkeypatch):
     """The whole check, of two operators in two dtypes at a small size."""
-    monkeypatch.setattr(check, "OPERATORS", {n: OPERATORS[n] for n in ("layer_norm", "rms_norm_linear")})
+    monkeypatch.setattr(check, "FORMS", {n: OPERATORS[n] for n in ("layer_norm", "rms_norm_linear")})
     monkeypatch.setattr(check, "DTYPES", ("bfloat16", "float64"))
     monkeypatch.setattr(check, "NORM_SIZES", (((5, 9), 0),))
     monkeypatch.setattr(controls, "WRONG", dict(list(controls.WRONG.items())[:2]))

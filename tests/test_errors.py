@@ -145,7 +145,7 @@ def test_residual(function):
 
 # Of the functions that add x and a residual of the shape (2, 4, 8).
 JUNCTION = {
-    "x_bias is too long": (ValueError, r"x_bias must have shape \(8,\), that of x's axes \(2,\); got float32\[9\]",
+    "x_bias is too long": (ValueError, r"x_bias must have shape \(8,\), that of x's normalised axes; got float32\[9\]",
                            {"x_bias": jnp.ones(9, "float32")}),
     "x_bias is each example's": (ValueError, r"x_bias must have shape \(8,\).*got float32\[2,1,8\]",
                                  {"x_bias": jnp.ones((2, 1, 8), "float32")}),
