@@ -88,6 +88,7 @@ def backward_plan(
     """
     columns = next_power_of_2(h)
     per_thread = _per_thread(BACKWARD_ELEMENTS, h, inner, itemsize, mixed)
+    of_sums = per_thread  # `row_sums_kernel` holds none of it
     is_aligned = aligned(h, inner, itemsize) and not mixed
     if is_aligned and (more > 1 or (more and (columns <= 4096 or itemsize == 4))):
         # 16 elements spilled up to 40 bytes with the sum for x's bias (8 where 16 warps hold 8192 columns of 16 bits)
@@ -120,12 +121,12 @@ def backward_plan(
         )
     if inner == 1:  # whole lines of columns, and as many rows at a time as 16 warps hold
         tile = _tile(2 * per_thread, 128, per_thread // 2, stages, programs_per_sm=2)
-        return BackwardPlan(tile, _tile(1, 256 * per_thread, per_thread // 2))
+        return BackwardPlan(tile, _tile(1, 256 * of_sums, of_sums // 2))
     rows = _side_by_side(1, inner, itemsize, limit)
     # As few elements a thread as one load takes, so that many warps hide the latency.
     narrow = max(per_thread // 4, 16 // itemsize if is_aligned else 1)
     tile = _tile(rows, 1024 // rows, narrow, stages, programs_per_sm=4)
-    return BackwardPlan(tile, _tile(rows, 1024 // rows, per_thread // 2))
+    return BackwardPlan(tile, _tile(rows, 1024 // rows, of_sums // 2))
 
 
 def busy_programs(tile: Tile, itemsize: int, chip: Chip) -> int:
