@@ -106,7 +106,7 @@ CHOOSE = ("forward", "forward_tile", "backward", "backward_plan", "reduce_tile")
 @pytest.mark.parametrize("choose", [getattr(norm_tiles, name) for name in CHOOSE], ids=CHOOSE)
 def test_choices_cannot_depend_on_the_number_of_rows(choose):
     """Nor a file's: a row's result would depend on how many there are."""
-    of_arrays = {"wants_y", "has_dtotal"}
+    of_arrays = {"wants_y", "has_dtotal", "more"}
     assert set(inspect.signature(choose).parameters) - of_arrays <= {"h", "inner", "itemsize", "mixed", "target"}
     assert {f.name for f in dataclasses.fields(Target)} == {"chip", "trial"}
     assert len(tuning.CHOICES) == 4 and not any("rows" in choice.fields for choice in tuning.CHOICES.values())

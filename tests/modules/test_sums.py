@@ -112,7 +112,9 @@ def test_what_goes_with_a_residual_does_not_go_alone_or_in_another_shape(framewo
             module(x, **{name: a})
     with pytest.raises(ValueError, match=r"^residual must have shape \(8,\), that of x; got float32\[1\]"):
         module(x, residual=x[:1])
-    with pytest.raises(ValueError, match=r"^x_bias must have shape \(8,\), that of x's axes \(0,\); got float32\[4\]"):
+    with pytest.raises(
+        ValueError, match=r"^x_bias must have shape \(8,\), that of x's normalised axes; got float32\[4\]"
+    ):
         module(x, residual=x, x_bias=x[:4])
     with pytest.raises(ValueError, match=r"^gate must be a number, have shape \(8,\)"):
         module(x, residual=x, gate=x[:4])
