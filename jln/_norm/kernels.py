@@ -454,24 +454,6 @@ def backward_kernel(
 
 
 @triton.jit
-def _add_shares(
-    sum_ptr, shares_ptr, which, group, programs, of_all, column, exists,
-    NAME: tl.constexpr, SUMS: tl.constexpr, H: tl.constexpr,
-    COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """One of the sums, by the programs that it has."""
-    if sum_ptr is not None:  # noqa: SIM102, as one is known to the compiler
-        if which == position(SUMS, NAME):
-            sum = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
-            for first in range(0, programs, BLOCK_ROWS):
-                program = first + tl.arange(0, BLOCK_ROWS)
-                at = (which * of_all + group * programs + program)[:, None] * H + column[None, :]
-                sum += tl.load(shares_ptr + at, mask=(program < programs)[:, None] & exists[None, :], other=0.0)
-            total = tl.sum(sum, axis=0).to(sum_ptr.dtype.element_ty)
-            tl.store(sum_ptr + group * H + column, total, mask=exists)
-
-
-@triton.jit
 def reduce_kernel(
     shares_ptr,  # [SUMS, G, programs, H]
     groups,
@@ -492,20 +474,23 @@ def reduce_kernel(
     group = (tl.program_id(0) // chunks % groups).to(tl.int64)
     column = tl.program_id(0) % chunks * BLOCK_H + tl.arange(0, BLOCK_H)
     exists = column < H
-    of_all = groups * programs
-    _add_shares(
-        dscale_ptr, shares_ptr, which, group, programs, of_all, column, exists,
-        "dscale", SUMS, H, COMPUTE, BLOCK_ROWS, BLOCK_H,
-    )  # fmt: skip
-    _add_shares(
-        doffset_ptr, shares_ptr, which, group, programs, of_all, column, exists,
-        "doffset", SUMS, H, COMPUTE, BLOCK_ROWS, BLOCK_H,
-    )  # fmt: skip
-    _add_shares(
-        dx_bias_ptr, shares_ptr, which, group, programs, of_all, column, exists,
-        "dx_bias", SUMS, H, COMPUTE, BLOCK_ROWS, BLOCK_H,
-    )  # fmt: skip
-    _add_shares(
-        dgate_ptr, shares_ptr, which, group, programs, of_all, column, exists,
-        "dgate", SUMS, H, COMPUTE, BLOCK_ROWS, BLOCK_H,
-    )  # fmt: skip
+    shares_ptr += (which * groups + group) * programs * H
+    sum = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
+    for first in range(0, programs, BLOCK_ROWS):
+        program = first + tl.arange(0, BLOCK_ROWS)
+        mask = (program < programs)[:, None] & exists[None, :]
+        sum += tl.load(shares_ptr + program[:, None] * H + column[None, :], mask=mask, other=0.0)
+    total = tl.sum(sum, axis=0)
+    at = group * H + column
+    if dscale_ptr is not None:
+        mask = exists & (which == position(SUMS, "dscale"))
+        tl.store(dscale_ptr + at, total.to(dscale_ptr.dtype.element_ty), mask=mask)
+    if doffset_ptr is not None:
+        mask = exists & (which == position(SUMS, "doffset"))
+        tl.store(doffset_ptr + at, total.to(doffset_ptr.dtype.element_ty), mask=mask)
+    if dx_bias_ptr is not None:
+        mask = exists & (which == position(SUMS, "dx_bias"))
+        tl.store(dx_bias_ptr + at, total.to(dx_bias_ptr.dtype.element_ty), mask=mask)
+    if dgate_ptr is not None:
+        mask = exists & (which == position(SUMS, "dgate"))
+        tl.store(dgate_ptr + at, total.to(dgate_ptr.dtype.element_ty), mask=mask)

@@ -318,10 +318,11 @@ def check(case: Case) -> Ran:
     for stats in ran.program.stats:
         assert not stats.unwritten and not stats.unwaited and not stats.contended, stats
     if case.aligned:
-        # Of a ragged row behind a sum the fused forward takes 32 columns at a time, 64 bytes that lie across 3 sectors.
+        # Of a ragged row behind a sum the fused forward takes 32 columns at a time: 64 bytes, which in every other row
+        # lie across 3 sectors.
         in_half_tiles = case.linear and case.adds and case.shape[-1] % 64
         for found in traffic.of(ran.program):
-            assert found.sectors <= (1.2 if in_half_tiles else 1.1), found
+            assert found.sectors <= (1.25 if in_half_tiles else 1.1), found
             # The fused kernels' tiles, and those of rows in chunks beside a gate or an x_bias, may have fewer elements
             # than their threads could load.
             in_parts = bool(case.kind.entry.given_extras) and min(found.widths, default=16) >= 8

@@ -164,7 +164,7 @@ SOURCES = [
     ("shares of dscale in the place of doffset's", WHOLE, NORMS,
      'at, exists, of_all, "dscale"', 'at, exists, of_all, "doffset"'),
     ("doffset's shares behind a dscale that is not there", dataclasses.replace(WHOLE, without="s"), NORMS,
-     'shares_ptr + position(SUMS, "doffset") * size', "shares_ptr + size"),
+     "first = position(SUMS, NAME) * programs", "first = 1 * programs"),
     ("dtotal shared where dy is", GROUPS, NORMS, 'copy_of(group, SHARED, "dtotal")', 'copy_of(group, SHARED, "dy")'),
     # Launchers: the grid, operands, scalars, switches and aliases as they are written.
     ("a grid of one tile less", WHOLE, NORM_LAUNCH, "programs=g.programs(tile),", "programs=g.programs(tile) - 1,"),
