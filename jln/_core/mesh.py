@@ -11,7 +11,7 @@ import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -149,16 +149,21 @@ def _spec(sharding: NamedSharding, ndim: int) -> list[MeshAxes]:
     return [() if axes is None else axes if isinstance(axes, tuple) else (axes,) for axes in spec]
 
 
-def _with_prime_axes(mesh: Any) -> Any:
+def _with_prime_axes(mesh: Any, manual: Container[str]) -> tuple[Any, Any]:
     """The same devices, every axis as axes of prime sizes. Shardy splits an axis where a reshape splits the dimension
     that it shards, and a part of an axis is what these are.
+
+    -> (the mesh, and of it what one device sees of the axes that are not manual)
     """
-    sizes, names = [], []
+    sizes, names, seen, left = [], [], [], []
     for name, size in mesh.shape.items():
         for prime in _prime_factors(size):
             names.append(f"{name}.{len(names)}")
             sizes.append(prime)
-    return jax.sharding.Mesh(mesh.devices.reshape(sizes), tuple(names))
+            seen.append(0 if name in manual else slice(None))
+            left += [] if name in manual else names[-1:]
+    devices = mesh.devices.reshape(sizes)
+    return jax.sharding.Mesh(devices, tuple(names)), jax.sharding.Mesh(devices[tuple(seen)], tuple(left))
 
 
 def _prime_factors(n: int) -> Iterator[int]:
@@ -177,6 +182,8 @@ def _on_mesh(mesh: Any, a: Any) -> jax.ShapeDtypeStruct:
     if given is None:
         return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole)
     shape = (mesh.devices.size,) * a.ndim  # divides into any tiles
+    # Of manual axes XLA tells nothing: of these devices alone.
+    given = type(given)(tuple(mesh.devices.flat), given._to_xla_hlo_sharding(a.ndim))
     tiles = given.devices_indices_map(shape)
     starts = np.array([[index.start or 0 for index in tiles[device]] for device in mesh.devices.flat])
     starts = starts.reshape(*mesh.devices.shape, a.ndim)
@@ -228,19 +235,17 @@ def partitioned(
     compute_on_part_of_h: Callable[..., list[jax.Array]] | None,
     layout: Layout,
     accumulate: Callable[..., list[jax.Array]],
-    devices: Sequence[Any] | None,
+    context: Context,
 ) -> Callable[..., list[jax.Array]]:
     """`compute` of the operands that are present, on every device by itself.
 
     compute_on_part_of_h: takes the mesh axes that split H, and the operands; None where H must not be split.
     accumulate: as `compute`, with the results that are added up wide in a dtype for it.
-    devices: those of the program, for where JAX knows no mesh, as under `jax.set_mesh` with nothing sharded.
+    context: where the program runs.
     """
 
     def plan(mesh: Any, operands: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
-        if mesh.empty and devices is not None:
-            mesh = jax.sharding.Mesh(np.array(list(devices)), ("all",))
-        mesh = _with_prime_axes(mesh)
+        whole, mesh = _with_prime_axes(context.mesh if mesh.empty else mesh, context.manual)
         operands, results = ([_on_mesh(mesh, a) for a in arrays] for arrays in (operands, results))
         placement = place(mesh, layout, operands, results, compute_on_part_of_h is not None)
         h_axes = placement.over(Kind.HIDDEN)
@@ -265,7 +270,7 @@ def partitioned(
             totals = [_sum(a, axes, dims) for a, axes, dims in zip(shares, summed, scattered, strict=True)]
             return tuple(a.astype(r.dtype) for a, r in zip(totals, results, strict=True))
 
-        return mesh, _apart_from_context(on_each_device), tuple(map(_with_scattered, out, scattered)), in_
+        return whole, _apart_from_context(on_each_device), tuple(map(_with_scattered, out, scattered)), in_
 
     def call(*operands: jax.Array) -> list[jax.Array]:
         shapes = jax.eval_shape(compute, *operands)
@@ -344,17 +349,31 @@ def needs_devices() -> ClosedJaxpr:
     return jax.make_jaxpr(function)(jax.ShapeDtypeStruct((1,), jnp.float32))
 
 
-def spreading(context: mlir.ModuleContext) -> tuple[bool, str | None]:
-    """Whether JAX's partitioner will spread the program over devices, and why a kernel cannot run if it cannot."""
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """The devices for which a program is lowered.
+
+    mesh: all of them, for where JAX knows no mesh, as under `jax.set_mesh` with nothing sharded. manual: axes of it
+    over which `jax.shard_map` has spread the program already.
+    """
+
+    mesh: Any
+    manual: frozenset[str] = frozenset()
+
+
+def spreading(context: mlir.ModuleContext) -> tuple[Context | None, str | None]:
+    """-> (over which devices JAX's partitioner will spread the program, None if it will not; why a kernel cannot run
+    if it cannot)
+    """
     axis_context: Any = context.axis_context
     manual = getattr(axis_context, "manual_axes", None)
     if manual is not None:  # inside shard_map
-        automatic = [a for a, size in axis_context.mesh.shape.items() if a not in manual and size > 1]
-        if automatic:
-            return False, f"in a shard_map that leaves mesh axes {automatic} to the compiler: name all axes"
-        return False, None
+        mesh = axis_context.mesh
+        automatic = [a for a, size in mesh.shape.items() if a not in manual and size > 1]
+        return (Context(mesh, frozenset(manual)) if automatic else None), None
     if getattr(axis_context, "num_devices", 1) == 1:
-        return False, None
+        return None, None
     if context.lowering_parameters.for_export:
-        return False, "in an export for several devices, except inside jax.shard_map"
-    return True, None
+        return None, "in an export for several devices, except inside jax.shard_map"
+    devices = axis_context.device_assignment
+    return Context(jax.sharding.Mesh(np.array(list(devices)), ("all",))), None

@@ -22,7 +22,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jln._core.mesh import Layout, leaves_or_none, needs_devices, partitioned, spreading
+from jln._core.mesh import Context, Layout, leaves_or_none, needs_devices, partitioned, spreading
 from jln._triton import target
 
 # NamedTuples of arrays and of tuples of arrays, or of what stands for them (shapes, dtypes); None where one is absent.
@@ -180,21 +180,20 @@ class Operation(Generic[Operands, Results]):
             implementation = "xla"
         elif 0 in sizes:  # never worth a kernel
             implementation = "xla"
-        spread, reason = (False, None) if self._layout is None else spreading(ctx.module_context)
+        spread, reason = (None, None) if self._layout is None else spreading(ctx.module_context)
         if reason is not None:
             if implementation == "triton":
                 raise ValueError(f"implementation='triton' cannot run {reason}")
             implementation = "xla"
-        compute = self._chosen(platform, implementation, spread)
+        compute = self._chosen(platform, implementation, spread is not None)
         function = _of_leaves(compute, tree, told)
-        if spread:
+        if spread is not None:
             assert self._layout is not None
             layout = self._layout(tree.unflatten(ctx.avals_in), *told.arguments())
-            devices = getattr(ctx.module_context.axis_context, "device_assignment", None)
-            function = self._spread(compute, layout, tree, told, devices, may_split_h=implementation != "triton")
+            function = self._spread(compute, layout, tree, told, spread, may_split_h=implementation != "triton")
         return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 
-    def _spread(self, compute, layout: Layout, tree, told, devices, may_split_h: bool) -> Callable[..., Any]:
+    def _spread(self, compute, layout: Layout, tree, told, context: Context, may_split_h: bool) -> Callable[..., Any]:
         """`compute` on every device by itself, shares of sums that are of parameters' size in a wide dtype."""
         exact = dataclasses.replace(told, dtypes=layout.widened(told.dtypes))
 
@@ -206,7 +205,7 @@ class Operation(Generic[Operands, Results]):
             on_part_of_h if may_split_h else None,
             layout,
             _of_leaves(compute, tree, exact),
-            devices,
+            context,
         )
 
     def _chosen(self, platform: str | None, implementation: str | None, spread: bool) -> Callable[..., Results]:
