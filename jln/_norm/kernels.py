@@ -2,8 +2,8 @@
 
 Every kernel sees `x` as `[G, rows, H]`. A row's elements lie `INNER` apart: 1 when the normalised axis is the last
 one; otherwise rows that differ in the axes behind it are neighbours in memory, and a tile takes `BLOCK_ROWS` of these.
-`G` counts the groups that vmap put in front; SHARED names the operands that have one copy for all groups. An array that
-is not there, and a result that nobody wants, is None for the compiler.
+`G` counts the groups that vmap put in front; SHARED names the operands that have one copy for all groups, and is None
+where there is only one group. An array that is not there, and a result that nobody wants, is None for the compiler.
 
 The numbers in brackets are the equations of `jln._norm.formulas`.
 """
@@ -15,6 +15,7 @@ from jln._norm.access import (
     columns_from,
     contains,
     copy_of,
+    group_of,
     load_scale,
     load_vector,
     position,
@@ -122,9 +123,8 @@ def forward_kernel(
     merged by the formula of Chan, Golub and LeVeque (1979), which loses nothing when the mean is large; nor do the
     thousands of chunks that rows side by side may have, by compensated sums.
     """
-    tiles = tiles_of(rows, INNER, BLOCK_ROWS)
-    group = (tl.program_id(0) // tiles).to(tl.int64)
-    row, base, start, valid = rows_of(tl.program_id(0) % tiles, rows, H, INNER, BLOCK_ROWS)
+    group, tile = group_of(tl.program_id(0), tiles_of(rows, INNER, BLOCK_ROWS), SHARED)
+    row, base, start, valid = rows_of(tile, rows, H, INNER, BLOCK_ROWS)
     size = size_of(rows, H, INNER)
     x_ptr += copy_of(group, SHARED, "x") * size + base
     if residual_ptr is not None:
@@ -269,9 +269,8 @@ def row_sums_kernel(
     BLOCK_H: tl.constexpr,
 ):
     """c1 and c2 of one tile of rows a program, for rows too wide for `backward_kernel` to add up itself."""
-    tiles = tiles_of(rows, INNER, BLOCK_ROWS)
-    group = (tl.program_id(0) // tiles).to(tl.int64)
-    row, base, start, valid = rows_of(tl.program_id(0) % tiles, rows, H, INNER, BLOCK_ROWS)
+    group, tile = group_of(tl.program_id(0), tiles_of(rows, INNER, BLOCK_ROWS), SHARED)
+    row, base, start, valid = rows_of(tile, rows, H, INNER, BLOCK_ROWS)
     size = size_of(rows, H, INNER)
     dy_ptr += copy_of(group, SHARED, "dy") * size + base
     total_ptr += copy_of(group, SHARED, "total") * size + base
@@ -350,8 +349,7 @@ def backward_kernel(
     """
     chunks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     chunk = tl.program_id(0) % chunks
-    program = tl.program_id(0) // chunks % programs
-    group = (tl.program_id(0) // chunks // programs).to(tl.int64)
+    group, program = group_of(tl.program_id(0) // chunks, programs, SHARED)
     size = size_of(rows, H, INNER)
     dy_ptr += copy_of(group, SHARED, "dy") * size
     total_ptr += copy_of(group, SHARED, "total") * size
