@@ -89,7 +89,9 @@ def copy_of(group, SHARED: tl.constexpr, OPERAND: tl.constexpr):
 
 @triton.jit
 def widened(a, COMPUTE: tl.constexpr):
-    """`a` in the compute dtype."""
+    """`a` in the compute dtype. Of a word with two elements of bfloat16 each takes one instruction so, where a conversion
+    takes three for both; not so where they come from shared memory, as `backward_kernel`'s do.
+    """
     if a.dtype == tl.bfloat16 and COMPUTE == tl.float32:
         return (a.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -97,12 +99,12 @@ def widened(a, COMPUTE: tl.constexpr):
 
 
 @triton.jit
-def load_scale(scale_ptr, column, exists, ZERO_CENTERED: tl.constexpr, BLOCK_H: tl.constexpr, COMPUTE: tl.constexpr):
+def load_scale(scale_ptr, column, exists, NORM: tl.constexpr, BLOCK_H: tl.constexpr, COMPUTE: tl.constexpr):
     """The factor of every column; 1 where there is no scale."""
     scale = tl.full([BLOCK_H], 1.0, COMPUTE)
     if scale_ptr is not None:
         given = tl.load(scale_ptr + column, mask=exists, other=0.0).to(COMPUTE)
-        scale = scale + given if ZERO_CENTERED else given
+        scale = scale + given if NORM.zero_centered_scale else given  # pyright: ignore[reportAttributeAccessIssue]
     return scale
 
 
