@@ -89,13 +89,12 @@ def copy_of(group, SHARED: tl.constexpr, OPERAND: tl.constexpr):
 
 @triton.jit
 def widened(a, COMPUTE: tl.constexpr):
-    """`a` in the compute dtype. Of a word with two elements of bfloat16 each takes one instruction so, where a conversion
-    takes three for both; not so where they come from shared memory, as `backward_kernel`'s do.
+    """`a` in the compute dtype. Two elements of bfloat16 in a register take an instruction each, where conversions take
+    three; but not those that come from shared memory, as what a loop reads ahead.
     """
-    if a.dtype == tl.bfloat16 and COMPUTE == tl.float32:
-        return (a.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    else:
-        return a.to(COMPUTE)
+    if a.dtype == tl.bfloat16:
+        a = (a.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return a.to(COMPUTE)
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import pathlib
 import re
 import tempfile
@@ -12,22 +13,27 @@ from typing import Any
 import numpy as np
 
 from jln import program
+from jln._triton import target
+from jln._triton.chip import CHIPS
 from ptx import Call, Program, Stats, listing
 from ptx.machine import Machine
 from ptx.memory import READABLE, WRITABLE, Buffers
 from ptx.operands import TYPES
 
 _THREADS = 1 << 14  # to execute, about, of a kernel's many
-_ROOM = 1 << 26  # bytes of an array, as far as the first programs reach
+_FEW = 1000  # programs: persistent ones, each of which goes through many tiles
 
 
 def compiled(step: Callable[..., Any], *shapes: Any) -> tuple[program.CompiledProgram, dict[str, float]]:
     """-> the program for an H200, and {kernel: instructions, times warps}, branches left out as in `ptx.statistics`."""
     with tempfile.TemporaryDirectory() as folder:
         found = program.compile_for(step, *shapes, compiler_options={"xla_dump_to": folder})
-        calls = [*Program(step, *shapes).calls, *_of_xla(pathlib.Path(folder))]
+        with target.using(target.Gpu(CHIPS["h200"])):
+            ours = Program(lambda *args: step(*args), *shapes).calls
+        calls = [*ours, *_of_xla(pathlib.Path(folder))]
     assert len(calls) == found.launches, [call.name for call in calls]
-    return found, {call.name: issued(call) for call in calls}
+    room = 4 * max(math.prod(a.shape) for a in shapes)
+    return found, {call.name: issued(call, room) for call in calls}
 
 
 def _of_xla(folder: pathlib.Path) -> list[Call]:
@@ -60,12 +66,11 @@ def _arrays(text: str) -> list[None]:
     return [None] * len(re.findall(r"\.param \.u64", text))
 
 
-def issued(call: Call) -> float:
-    """Instructions of all programs of a call, by those of the first of them."""
+def issued(call: Call, room: int) -> float:
+    """Instructions of all programs of a call, by those of the first of them. room: bytes of its largest array."""
     kernel = listing.parse(call.ptx, call.entry)
-    # A persistent program, of which there are few, goes through many tiles.
-    programs = min(call.grid[0], 4 if call.grid[0] < 1000 else max(1, _THREADS // kernel.threads))
-    buffers = Buffers([_ROOM] * call.parameters.count(None))
+    programs = min(call.grid[0], 4 if call.grid[0] < _FEW else _THREADS // kernel.threads)
+    buffers = Buffers([room] * call.parameters.count(None))
     buffers.space.bytes[:] = 0
     buffers.space.state[:] = READABLE | WRITABLE
     addresses = iter(range(len(call.parameters)))

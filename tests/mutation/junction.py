@@ -40,8 +40,8 @@ SUMS = [
     ),
     Mutant(
         "dresidual of the gated cotangent", NORM,
-        "tl.store(dresidual_ptr + base + at, dx.to(",
-        f"tl.store(dresidual_ptr + base + at, {GATED.removeprefix('dx = ').replace('row_gate, column', 'rstd, column')}.to(",
+        "dresidual_ptr + base + at, dx.to(",
+        f"dresidual_ptr + base + at, {GATED.removeprefix('dx = ').replace('row_gate, column', 'rstd, column')}.to(",
         OF_H["triton"],
     ),
     Mutant(
