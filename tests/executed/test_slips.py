@@ -98,7 +98,7 @@ def text(pattern, new, count=1):
 
 
 LAUNCHES = [
-    ("a program too many", WHOLE, "forward", grid(1)),
+    ("a program too many", GROUPS, "forward", grid(1)),
     ("a program too few", WHOLE, "forward", grid(-1)),
     ("a group of programs too many", GROUPS, "backward", grid(1)),
     ("a program too few, which owns columns", CHUNKS, "backward", grid(-1)),
@@ -106,7 +106,7 @@ LAUNCHES = [
     ("a row too many", WHOLE, "forward", scalar(0, 1)),
     ("a row too few", WHOLE, "forward", scalar(0, -1)),
     ("a row too many, backward", CHUNKS, "backward", scalar(0, 1)),
-    ("a row too few, side by side", STRIDED, "forward", scalar(0, -40)),
+    ("a row too few, side by side", dataclasses.replace(STRIDED, over="sd"), "forward", scalar(0, -40)),
     ("a program more than there is", MANY, "backward", scalar(1, 1)),
     ("a share too many", WHOLE, "reduce", scalar(0, 1)),
     ("a share too few", WHOLE, "reduce", scalar(0, -1)),
