@@ -271,7 +271,7 @@ KERNELS = [
     ),
     Mutant(
         "shares of dbias not made where dkernel alone needs them", LINEAR_LAUNCH,
-        "wants_dbias or dtypes.doffset or (wants_dkernel and offset is not None)", "wants_dbias or dtypes.doffset",
+        "wants_dbias or of_norm.doffset or (wants_dkernel and offset is not None)", "wants_dbias or of_norm.doffset",
         (f"{FROZEN}test_some_gradients_of_a_fused_linear[kernel]",),
     ),
 ]  # fmt: skip
