@@ -6,12 +6,13 @@ import chex
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jln
 from jln._catalogue import OPERATORS
-from matrix import OPTIONAL, bind, gradient, loss_by_name, mesh, operands
+from jln._core.operation import Operation
+from matrix import loss_by_name, mesh, operands
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
 
@@ -84,23 +85,38 @@ def test_a_result_that_varies_is_not_taken_for_a_copy(name, split, implementatio
         jax.shard_map(lambda a: function(**a), mesh=mesh(), in_specs=(specs,), out_specs=P())(given)
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "layer_norm_linear"])
-def test_over_some_axes(name):
-    """The compiler splits H over the others, where no kernel can follow."""
-    function, arrays = bind(name, OPTIONAL[name])
+# Of a mesh with a pipeline's stages: which axes are left to the compiler, wherever they stand in it.
+STAGED = [("stage", "data", "tensor"), ("data", "stage", "tensor"), ("data", "tensor", "stage")]
+
+
+@pytest.mark.parametrize("axes", STAGED, ids="-".join)
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("by", ["jnp", "kernels"])
+def test_over_some_axes(name, axes, by, monkeypatch):
+    """A stage has parameters of its own; the compiler splits its rows, and H where no kernel is. Where kernels would
+    run, jnp does, which JAX cannot look into either.
+    """
+    if by == "kernels":
+        monkeypatch.setattr(Operation, "_chosen", lambda self, *_: functools.partial(self._formula))
+    staged = jax.make_mesh((2, 2, 2), axes, axis_types=(AxisType.Auto,) * 3)
+    given = {n: jnp.stack([a, 2 * a]) for n, a in operands(name).items()}
     roles = {a.name: a.role for a in OPERATORS[name].arguments}
-    on = {"activation": P("data", None, "tensor"), "bias": P()}
-    put = [
-        jax.device_put(a, NamedSharding(mesh(), on.get(roles[n], P("tensor"))))
-        for n, a in zip(operands(name), arrays, strict=True)
-    ]
-    specs = tuple(P("data") if a.shape == arrays[0].shape else P() for a in arrays)
+    on = {"activation": P("stage", "data", None, "tensor"), "kernel": P("stage", None, "tensor")}
+    put = {n: jax.device_put(a, NamedSharding(staged, on.get(roles[n], P("stage")))) for n, a in given.items()}
 
-    def gradients(f):
-        part = jax.shard_map(f, mesh=mesh(), in_specs=specs, out_specs=P("data"), axis_names={"data"})
-        return jax.jit(gradient(part, arrays))
+    def stage(arrays):
+        results = getattr(jln, name)(**{n: a[0] for n, a in arrays.items()})
+        return jax.tree.map(lambda a: a[None], results)
 
-    expected = jax.jit(gradient(bind(name, OPTIONAL[name], jln.reference)[0], arrays))(*arrays)
-    chex.assert_trees_all_close(gradients(function)(*put), expected, **CLOSE)
-    with pytest.raises(ValueError, match=r"implementation='triton' cannot run in a shard_map .*\['tensor'\]"):
-        gradients(lambda *a: bind(name, OPTIONAL[name], implementation="triton")[0](*a))(*put)
+    def staged_results(**arrays):
+        specs = {"mesh": staged, "in_specs": P("stage"), "out_specs": P("stage"), "axis_names": {"stage"}}
+        return jax.shard_map(stage, **specs)(arrays)
+
+    def one_by_one(**arrays):
+        of_each = [getattr(jln.reference, name)(**{n: a[i] for n, a in arrays.items()}) for i in range(2)]
+        return jax.tree.map(lambda *a: jnp.stack(a), *of_each)
+
+    ours, expected = (
+        jax.jit(jax.value_and_grad(loss_by_name(f)))(a) for f, a in ((staged_results, put), (one_by_one, given))
+    )
+    chex.assert_trees_all_close(ours, expected, **CLOSE)

@@ -34,6 +34,7 @@ class Kind(enum.IntEnum):
     ROW = 1
     FEATURE = 2
     HIDDEN = 3  # the normalised axis
+    SHARE = 4  # those of a sum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,21 +150,16 @@ def _spec(sharding: NamedSharding, ndim: int) -> list[MeshAxes]:
     return [() if axes is None else axes if isinstance(axes, tuple) else (axes,) for axes in spec]
 
 
-def _with_prime_axes(mesh: Any, manual: Container[str]) -> tuple[Any, Any]:
+def _with_prime_axes(mesh: Any) -> Any:
     """The same devices, every axis as axes of prime sizes. Shardy splits an axis where a reshape splits the dimension
     that it shards, and a part of an axis is what these are.
-
-    -> (the mesh, and of it what one device sees of the axes that are not manual)
     """
-    sizes, names, seen, left = [], [], [], []
+    sizes, names = [], []
     for name, size in mesh.shape.items():
         for prime in _prime_factors(size):
             names.append(f"{name}.{len(names)}")
             sizes.append(prime)
-            seen.append(0 if name in manual else slice(None))
-            left += [] if name in manual else names[-1:]
-    devices = mesh.devices.reshape(sizes)
-    return jax.sharding.Mesh(devices, tuple(names)), jax.sharding.Mesh(devices[tuple(seen)], tuple(left))
+    return jax.sharding.Mesh(mesh.devices.reshape(sizes), tuple(names))
 
 
 def _prime_factors(n: int) -> Iterator[int]:
@@ -182,7 +178,7 @@ def _on_mesh(mesh: Any, a: Any) -> jax.ShapeDtypeStruct:
     if given is None:
         return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole)
     shape = (mesh.devices.size,) * a.ndim  # divides into any tiles
-    # Of manual axes XLA tells nothing: of these devices alone.
+    # In terms of the mesh's devices: of those along manual axes XLA tells nothing.
     given = type(given)(tuple(mesh.devices.flat), given._to_xla_hlo_sharding(a.ndim))
     tiles = given.devices_indices_map(shape)
     starts = np.array([[index.start or 0 for index in tiles[device]] for device in mesh.devices.flat])
@@ -202,14 +198,16 @@ def _on_mesh(mesh: Any, a: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding if known else whole)
 
 
-def place(mesh: Any, layout: Layout, operands: Sequence[Any], results: Sequence[Any], split_h: bool) -> Placement:
-    """Which mesh axes split which dimension, for arrays of these shardings."""
+def place(
+    mesh: Any, layout: Layout, operands: Sequence[Any], results: Sequence[Any], whole: Container[Kind] = ()
+) -> Placement:
+    """Which mesh axes split which dimension, for arrays of these shardings. whole: what none may split."""
     sizes: dict[Dim, int] = {}
     wanted: dict[Dim, MeshAxes] = {}
     described = (*layout.given, *(r.dims for r in layout.written))
     for dims, a in zip(described, (*operands, *results), strict=True):
         for dim, size, axes in zip(dims, a.shape, _spec(a.sharding, a.ndim), strict=True):
-            if size > 1 and not dim.stored_as and (split_h or dim.kind != Kind.HIDDEN):
+            if size > 1 and not dim.stored_as and dim.kind not in whole:
                 sizes[dim] = size
                 wanted[dim] = wanted.get(dim) or axes
     products = {dim.of for dims in described for dim in dims if dim.kind == Kind.FEATURE}
@@ -245,9 +243,9 @@ def partitioned(
     """
 
     def plan(mesh: Any, operands: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
-        whole, mesh = _with_prime_axes(context.mesh if mesh.empty else mesh, context.manual)
+        mesh = _with_prime_axes(context.mesh if mesh.empty else mesh)
         operands, results = ([_on_mesh(mesh, a) for a in arrays] for arrays in (operands, results))
-        placement = place(mesh, layout, operands, results, compute_on_part_of_h is not None)
+        placement = place(mesh, layout, operands, results, () if compute_on_part_of_h else (Kind.HIDDEN,))
         h_axes = placement.over(Kind.HIDDEN)
         summed = [tuple(placement.over(kind) for kind in r.summed) for r in layout.written]
         in_ = tuple(placement.sharding(d, a.shape) for d, a in zip(layout.given, operands, strict=True))
@@ -270,7 +268,7 @@ def partitioned(
             totals = [_sum(a, axes, dims) for a, axes, dims in zip(shares, summed, scattered, strict=True)]
             return tuple(a.astype(r.dtype) for a, r in zip(totals, results, strict=True))
 
-        return whole, _apart_from_context(on_each_device), tuple(map(_with_scattered, out, scattered)), in_
+        return mesh, _apart_from_context(on_each_device), tuple(map(_with_scattered, out, scattered)), in_
 
     def call(*operands: jax.Array) -> list[jax.Array]:
         shapes = jax.eval_shape(compute, *operands)
@@ -286,6 +284,64 @@ def partitioned(
             sharding_rule=layout.rule(operands, shapes),
         )
         return list(function(*operands))
+
+    return call
+
+
+def partitioned_in_shares(
+    compute: Callable[..., list[jax.Array]],
+    layout: Layout,
+    accumulate: Callable[..., list[jax.Array]],
+    context: Context,
+) -> Callable[..., list[jax.Array]]:
+    """As `partitioned`, in a `shard_map` that leaves mesh axes to the compiler.
+
+    XLA tells there how arrays are split, but not which device has which part, so that devices cannot be made to add
+    anything up. What is a sum over rows leaves as shares, along an axis in front, and XLA adds them up. H is never
+    split, nor are features over which a result is summed.
+    """
+    axes = {name: size for name, size in context.mesh.shape.items() if name not in context.manual}
+    devices = math.prod(axes.values())
+    some = context.mesh.devices[tuple(slice(None) if name in axes else 0 for name in context.mesh.shape)]
+    mesh = _with_prime_axes(jax.sharding.Mesh(some, tuple(axes)))
+    summed = [bool(r.summed) for r in layout.written]
+    whole = {Kind.HIDDEN} | {kind for r in layout.written for kind in r.summed if kind != Kind.ROW}
+    # The axis in front has no part in how anything else is split.
+    of_shares = Dim(Kind.SHARE, stored_as="shares")
+    written = [Result((of_shares, *r.dims)) if r.summed else r for r in layout.written]
+    layout = dataclasses.replace(layout, written=written)
+
+    def in_shares(results: Sequence[jax.Array], parts: int) -> tuple[jax.Array, ...]:
+        """What is summed as the first of as many shares as a device has of `devices`, the others zeros."""
+        left = [(0, devices // parts - 1)]
+        pairs = zip(results, summed, strict=True)
+        return tuple(jnp.pad(a[None], left + [(0, 0)] * a.ndim) if s else a for a, s in pairs)
+
+    def plan(_: Any, operands: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
+        operands, results = ([_on_mesh(mesh, a) for a in arrays] for arrays in (operands, results))
+        placement = place(mesh, layout, operands, results, whole)
+        rows = placement.over(Kind.ROW)
+        placement.axes[of_shares.computed] = rows
+        parts = math.prod(mesh.shape[a] for a in rows)
+        in_ = tuple(placement.sharding(d, a.shape) for d, a in zip(layout.given, operands, strict=True))
+        out = tuple(placement.sharding(r.dims, a.shape) for r, a in zip(written, results, strict=True))
+        on_each_device = _apart_from_context(lambda *operands: in_shares(accumulate(*operands), parts))
+        return mesh, on_each_device, out, in_
+
+    def call(*operands: jax.Array) -> list[jax.Array]:
+        @custom_partitioning
+        def function(*operands: jax.Array) -> tuple[jax.Array, ...]:
+            return in_shares(accumulate(*operands), 1)
+
+        function.def_partition(
+            partition=plan,
+            infer_sharding_from_operands=lambda mesh, a, r: plan(mesh, a, r)[2],
+            decode_shardings=False,
+            sharding_rule=layout.rule(operands, jax.eval_shape(function.fun, *operands)),
+        )
+        made, wanted = function(*operands), jax.eval_shape(compute, *operands)
+        totals = [jnp.sum(a, axis=0) if s else a for a, s in zip(made, summed, strict=True)]
+        return [a.astype(w.dtype) for a, w in zip(totals, wanted, strict=True)]
 
     return call
 

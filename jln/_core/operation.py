@@ -22,7 +22,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jln._core.mesh import Context, Layout, leaves_or_none, needs_devices, partitioned, spreading
+from jln._core.mesh import Context, Layout, leaves_or_none, needs_devices, partitioned, partitioned_in_shares, spreading
 from jln._triton import target
 
 # NamedTuples of arrays and of tuples of arrays, or of what stands for them (shapes, dtypes); None where one is absent.
@@ -190,7 +190,12 @@ class Operation(Generic[Operands, Results]):
         if spread is not None:
             assert self._layout is not None
             layout = self._layout(tree.unflatten(ctx.avals_in), *told.arguments())
-            function = self._spread(compute, layout, tree, told, spread, may_split_h=implementation != "triton")
+            by_kernels = not (compute is self._formula or compute is self._formula_cpu)
+            if not spread.manual:
+                function = self._spread(compute, layout, tree, told, spread, may_split_h=implementation != "triton")
+            elif by_kernels:
+                exact = dataclasses.replace(told, dtypes=layout.widened(told.dtypes))
+                function = partitioned_in_shares(function, layout, _of_leaves(compute, tree, exact), spread)
         return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 
     def _spread(self, compute, layout: Layout, tree, told, context: Context, may_split_h: bool) -> Callable[..., Any]:

@@ -153,6 +153,29 @@ def test_norm_with_h_split():
     assert communicated(report) == [("all-reduce", 4 * 4 * M)] * 2
 
 
+def in_a_stage(f):
+    """`f` in a shard_map over the pipeline's stages, which leaves "data" and "tensor" to the compiler."""
+
+    def stage(*arrays):
+        return jax.tree.map(lambda a: a[None], f(*(a[0] for a in arrays)))
+
+    specs = {"in_specs": P("stage"), "out_specs": P("stage"), "axis_names": {"stage"}}
+    return jax.shard_map(stage, mesh=program.mesh("h200", (2, 2, 2), ("stage", "data", "tensor")), **specs)
+
+
+def test_kernels_run_where_mesh_axes_are_left_to_the_compiler():
+    """On each device's rows, with an all-reduce of the parameters' gradients and no other: as plain jnp has it."""
+    on = NamedSharding(program.mesh("h200", (2, 2, 2), ("stage", "data", "tensor")), P("stage", "data"))
+    x = struct(2, 16, M, H, sharding=on)
+    parameters = [struct(2, H, dtype="float32", sharding=NamedSharding(on.mesh, P("stage")))] * 2
+    report = program.compile_for(gradient(in_a_stage(jln.layer_norm)), x, *parameters, devices=8)
+    plain = program.compile_for(gradient(in_a_stage(jln.reference.layer_norm)), x, *parameters, devices=8)
+    assert launches(report) == [1, 1, 1]
+    kinds, of_plain = ([c.kind for c in r.collectives] for r in (report, plain))
+    assert set(kinds) == set(of_plain) == {"all-reduce"} and len(kinds) <= len(of_plain)
+    assert sum(c.bytes for c in report.collectives) <= sum(c.bytes for c in plain.collectives)
+
+
 def test_named_triton_gathers_h():
     """The kernels need whole rows, and what is named runs."""
     x = on_mesh(16, M, H, spec=("data", None, "tensor"))
