@@ -46,6 +46,24 @@ def rms_norm(
     return _scaled(_wide(x), scale, None, axis, epsilon, zero_centered_scale).astype(dtype or x.dtype)
 
 
+def rms_norm_gated(
+    x: jax.Array,
+    z: jax.Array,
+    scale: jax.Array | None = None,
+    *,
+    norm_before_gate: bool = True,
+    axis: Axis = -1,
+    epsilon: float = 1e-6,
+    zero_centered_scale: bool = False,
+    dtype: DTypeLike | None = None,
+) -> jax.Array:
+    """`rms_norm(x, scale) * silu(z)`, or `rms_norm(x * silu(z), scale)`, over `axis`. As `jln.rms_norm_gated`."""
+    wide = _wide(x)
+    u = jax.nn.silu(z.astype(wide.dtype))
+    y = _scaled(wide if norm_before_gate else wide * u, scale, None, axis, epsilon, zero_centered_scale)
+    return (y * u if norm_before_gate else y).astype(dtype or x.dtype)
+
+
 def add_layer_norm(
     x: jax.Array,
     residual: jax.Array,

@@ -28,6 +28,7 @@ class Given(NamedTuple):
     offset: Any = None
     x_bias: Any = None
     gate: Any = None
+    z: Any = None
 
 
 def checked(given: Given, axis: Axis, *, adds: bool) -> tuple[Given, tuple[int, ...]]:
@@ -41,7 +42,9 @@ def checked(given: Given, axis: Axis, *, adds: bool) -> tuple[Given, tuple[int, 
     offset = _checks.parameter("offset", given.offset, x, axes, normalised)
     x_bias = _checks.optional_array("x_bias", given.x_bias)
     _checks.shape("x_bias", x_bias, normalised, "that of x's normalised axes")
-    return Given(x, residual, scale, offset, x_bias, _checks.gate(given.gate, x, residual, axes)), axes
+    z = _checks.optional_array("z", given.z)
+    _checks.shape("z", z, x.shape, "that of x")
+    return Given(x, residual, scale, offset, x_bias, _checks.gate(given.gate, x, residual, axes), z), axes
 
 
 def _adjacent(order: list[int]) -> bool:
@@ -79,7 +82,7 @@ def arranged(
     gates = {"gate": given.gate, "row_gate": None}
     if given.gate is not None and given.gate.shape != normalised and all(given.gate.shape[a] == 1 for a in axes):
         gates = {"gate": None, "row_gate": given.gate}
-    rows = {"x": x, "residual": given.residual}
+    rows = {"x": x, "residual": given.residual, "z": given.z}
     parameters = {"scale": given.scale, "offset": given.offset, "x_bias": given.x_bias} | gates
     operands = Operands(**jax.tree.map(on_one_axis, rows), **jax.tree.map(of_same_rank, parameters))
     with jax.numpy_dtype_promotion("standard"):  # every dtype is chosen on purpose, whatever the user's mode
@@ -100,8 +103,9 @@ def on_several_axes(a: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...])
 
 
 def _with_examples(operands: Operands, norm: Norm) -> tuple[Operands, Norm, list[int] | None]:
-    """Axes along which a parameter varies in front; on them every parameter has x's sizes, and a row's gate has them on
-    all axes of rows. Of what is written out so, the gradient is added up in the compute dtype.
+    """Axes along which a parameter varies in front, or where they are if they lie in front or directly before the
+    normalised one; on them every parameter has x's sizes, and a row's gate has them on all axes of rows. Of what is
+    written out so, the gradient is added up in the compute dtype.
 
     -> (the operands, the norm, where the axes of a result come from if they are elsewhere than they were)
     """
@@ -121,8 +125,10 @@ def _with_examples(operands: Operands, norm: Norm) -> tuple[Operands, Norm, list
     if not examples:
         return operands, norm, None
     operands = jax.tree.map(lambda a: a if a.shape == x.shape else written_out(a, examples), operands)
+    in_front = next((i for i in range(h) if i not in examples), h)
+    interleaved = len(examples) - in_front
+    if examples == [*range(in_front), *range(h - interleaved, h)]:
+        return operands, dataclasses.replace(norm, examples=in_front, interleaved=interleaved), None
     order = examples + [i for i in range(x.ndim) if i not in examples]
     norm = dataclasses.replace(norm, axis=order.index(h) - x.ndim, examples=len(examples))
-    if order == sorted(order):
-        return operands, norm, None
     return jax.tree.map(lambda a: a.transpose(order), operands), norm, sorted(range(x.ndim), key=order.__getitem__)

@@ -41,8 +41,8 @@ def layer_norm(
       x: array of at least one axis: float16, bfloat16, float32 or float64. `M` rows of `H` elements.
       scale: the normalised axes' shape, in the order in which `axis` gives them (`[H]` for one axis); any supported
         dtype. Or `x`'s rank, with 1 or `x`'s size on every other axis: `[B, 1, H]` for `x` `[B, T, H]` is a scale for
-        each example. Axes in front are read in place; others along which a parameter varies are transposed. None: no
-        scale.
+        each example. Axes in front and directly before the normalised ones are read in place; others along which a
+        parameter varies are transposed. None: no scale.
       offset: as `scale`.
       axis: the axis or axes to normalise over. Adjacent ones are read in place, wherever they are; others are
         transposed.
@@ -86,6 +86,45 @@ def rms_norm(
     """
     static = axis, epsilon, zero_centered_scale, dtype, implementation, forward_mode
     return _checked(Given(x, None, scale, None), *static, subtract_mean=False).y
+
+
+def rms_norm_gated(
+    x: jax.Array,
+    z: jax.Array,
+    scale: jax.Array | None = None,
+    *,
+    norm_before_gate: bool = True,
+    axis: Axis = -1,
+    epsilon: float = 1e-6,
+    zero_centered_scale: bool = False,
+    dtype: DTypeLike | None = None,
+    implementation: str | None = None,
+    forward_mode: bool = False,
+) -> jax.Array:
+    """`rms_norm(x, scale) * silu(z)`, as in Qwen 3 Next, or `rms_norm(x * silu(z), scale)`, as in Mamba 2.
+
+    One kernel each way, for whose sake `x` and `z` are kept. Nothing is rounded but the result. Guarantees and errors
+    are those of `layer_norm`. For several groups in a row, as Mamba 2 has them, give `x` and `z` an axis of groups in
+    front of the normalised one, `[..., G, D]`, and a scale that varies over it, `[1, ..., G, D]`.
+
+    Args:
+      x: as in `layer_norm`.
+      z: `x`'s shape; any supported dtype.
+      scale: as in `layer_norm`.
+      norm_before_gate: whether `silu(z)` multiplies the norm's result, or `x`.
+      axis: as in `layer_norm`.
+      epsilon: as in `layer_norm`.
+      zero_centered_scale: as in `layer_norm`.
+      dtype: as in `layer_norm`.
+      implementation: as in `layer_norm`.
+      forward_mode: as in `layer_norm`.
+
+    Returns:
+      y: `x`'s shape, in `dtype`.
+    """
+    static = axis, epsilon, zero_centered_scale, dtype, implementation, forward_mode
+    arrays = Given(x, scale=scale, z=_checks.array("z", z))
+    return _checked(arrays, *static, subtract_mean=False, norm_before_gate=norm_before_gate).y
 
 
 def add_layer_norm(
@@ -162,6 +201,7 @@ def normalised(
     epsilon: float,
     subtract_mean: bool,
     dtype: DTypeLike,
+    norm_before_gate: bool = True,
     implementation: str | None = None,
 ) -> Results:
     """What the modules call: any of the operators, those of RMSNorm with an offset too.
@@ -170,7 +210,8 @@ def normalised(
     The frameworks' own layers can be differentiated in forward mode, so these can.
     """
     static = axis, epsilon, False, dtype, implementation, True
-    return _checked(given, *static, adds=given.residual is not None, subtract_mean=subtract_mean)
+    adds = given.residual is not None
+    return _checked(given, *static, adds=adds, subtract_mean=subtract_mean, norm_before_gate=norm_before_gate)
 
 
 # From the public functions to the operator
@@ -187,6 +228,7 @@ def _checked(
     *,
     subtract_mean: bool,
     adds: bool = False,
+    norm_before_gate: bool = True,
 ) -> Results:
     arrays, axes = checked(given, axis, adds=adds)
     norm = Norm(
@@ -194,6 +236,7 @@ def _checked(
         _checks.epsilon(epsilon, *(a.dtype for a in (arrays.x, arrays.residual) if a is not None)),
         subtract_mean,
         _checks.zero_centered_scale(zero_centered_scale, arrays.scale),
+        norm_before_gate=_checks.flag("norm_before_gate", norm_before_gate),
     )
     settings = Settings(norm, _checks.dtype(dtype, arrays.x.dtype), _checks.implementation(implementation))
     forward_mode = _checks.flag("forward_mode", forward_mode)

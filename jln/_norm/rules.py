@@ -25,18 +25,18 @@ from jln._norm.signature import (
 )
 
 
-def _dims(ndim: int, axis: int, batch_dims: int, stored_as: str = "") -> Dims:
+def _dims(ndim: int, norm: Norm, batch_dims: int, stored_as: str = "") -> Dims:
     """Every array's dimensions: all have the same rank, with 1 where they have less than x."""
-    dims = [Dim(Kind.BATCH if i < batch_dims else Kind.ROW, i) for i in range(ndim)]
-    dims[axis] = Dim(Kind.HIDDEN, stored_as=stored_as)
+    of_examples = norm.axes_of_examples(ndim, batch_dims)
+    dims = [Dim(Kind.BATCH if i in of_examples else Kind.ROW, i) for i in range(ndim)]
+    dims[norm.axis] = Dim(Kind.HIDDEN, stored_as=stored_as)
     return tuple(dims)
 
 
 def dims_of_operands(ndim: int, norm: Norm, batch_dims: int) -> Operands:
-    rows, parameter = (_dims(ndim, norm.axis, batch_dims + norm.examples, of) for of in ("", "parameter"))
-    return Operands(
-        x=rows, residual=rows, x_bias=parameter, gate=parameter, row_gate=rows, scale=parameter, offset=parameter
-    )
+    rows, parameter = (_dims(ndim, norm, batch_dims, of) for of in ("", "parameter"))
+    parameters = dict.fromkeys(("x_bias", "gate", "scale", "offset"), parameter)
+    return Operands(x=rows, residual=rows, row_gate=rows, z=rows, **parameters)
 
 
 def dims_of_cotangents(ndim: int, norm: Norm, batch_dims: int) -> Cotangents:
@@ -48,9 +48,8 @@ def dims_of_cotangents(ndim: int, norm: Norm, batch_dims: int) -> Cotangents:
 def spread_gradients(ndim: int, norm: Norm, batch_dims: int) -> Gradients:
     of = dims_of_operands(ndim, norm, batch_dims)
     row, share = Result(of.x), Result(of.scale, summed=(Kind.ROW,), wide=True)
-    return Gradients(
-        dx=row, dscale=share, doffset=share, y=row, dresidual=row, dx_bias=share, dgate=share, drow_gate=row
-    )
+    shares = dict.fromkeys(("dscale", "doffset", "dx_bias", "dgate"), share)
+    return Gradients(dx=row, y=row, dresidual=row, drow_gate=row, dz=row, **shares)
 
 
 def _forward_layout(operands: Operands, norm: Norm, dtypes: Outcome, batch_dims: int) -> Layout:
@@ -71,18 +70,19 @@ def _launcher():
 
 
 # What total is made of, and total's cotangent.
-_SUM = ("x", "residual", "x_bias", "gate", "row_gate")
-_PULLED = ("dy", "dtotal", "total", "scale", "mean", "rstd")
+_SUM = ("x", "residual", "x_bias", "gate", "row_gate", "z")
+_PULLED = ("dy", "dtotal", "total", "scale", "mean", "rstd", "z")
 OUTCOME_MADE_OF = Outcome(y=(*_SUM, "scale", "offset"), total=_SUM, mean=_SUM, rstd=_SUM)
 GRADIENTS_MADE_OF = Gradients(
     dx=(*_PULLED, "gate", "row_gate"),
-    dscale=("dy", "total", "mean", "rstd"),
+    dscale=("dy", "total", "mean", "rstd", "z"),
     doffset=("dy",),
     y=("total", "scale", "offset", "mean", "rstd"),
     dresidual=_PULLED,
     dx_bias=(*_PULLED, "gate", "row_gate"),
     dgate=(*_PULLED, "x", "x_bias"),
     drow_gate=(*_PULLED, "x", "x_bias"),
+    dz=_PULLED,
 )
 
 forward: Operation[Operands, Outcome] = Operation(
@@ -135,13 +135,14 @@ def kept(operands: Operands, outcome: Any, needed: Container[str], subtract_mean
     if not operands.gated:
         branch |= {"x": None, "x_bias": None}
     branch = {n: a if a is None or n in needed else Unneeded(a) for n, a in branch.items()}
-    total = operands.x if outcome.total is None else outcome.total
+    total, z = operands.x if outcome.total is None else outcome.total, operands.z
     if "rstd" in needed:
         mean, rstd = named_statistics(outcome.mean, outcome.rstd)
     else:
         total, rstd = Unneeded(total), Unneeded(outcome.y)
         mean = rstd if subtract_mean else None
-    return Saved(total, operands.scale, mean, rstd, Branch(**branch))
+        z = None if z is None else Unneeded(z)
+    return Saved(total, operands.scale, mean, rstd, Branch(**branch), z)
 
 
 def _saving(settings: Settings, operands: Operands, wanted: Operands) -> tuple[Results, Saved]:
@@ -167,6 +168,7 @@ def gradients_for(wanted: Operands, total_dtype: str, gated: bool) -> Gradients:
         dx_bias=wanted.x_bias,
         dgate=wanted.gate,
         drow_gate=wanted.row_gate,
+        dz=wanted.z,
     )
 
 
@@ -184,6 +186,7 @@ def of_operands(found: Any, gated: bool, wanted: Any) -> Operands:
         x_bias=found.dx_bias,
         gate=found.dgate,
         row_gate=found.drow_gate,
+        z=found.dz,
     )
 
 
@@ -196,11 +199,11 @@ def _pulled_back(
     cotangents: Results, saved: Saved, norm: Norm, wanted: Operands, batch_dims: int, implementation: str | None
 ) -> Gradients:
     dy, dtotal = cotangents
-    total, scale, mean, rstd, branch = saved
+    total, scale, mean, rstd, branch, z = saved
     dtypes = gradients_for(wanted, total.dtype.name, branch.gated)
     if dy is None:
         return of_total_alone(dtotal, branch, norm, wanted, batch_dims)
-    operands = Cotangents(dy, dtotal, total, scale, None, mean, rstd, *branch)
+    operands = Cotangents(dy, dtotal, total, scale, None, mean, rstd, *branch, z)
     return backward(operands, norm, dtypes, implementation=implementation, batch_dims=batch_dims)
 
 
@@ -215,7 +218,7 @@ def of_total_alone(dtotal: Any, branch: Branch, norm: Norm, wanted: Operands, ba
 def _transposed(cotangents: Results, tangents: Operands, saved: Saved, norm: Norm, batch_dims: int, implementation):
     """Reverse mode after all, by the backward kernel."""
     row_gates = (saved.branch.row_gate, tangents.row_gate)
-    rows = (*cotangents, saved.total, saved.mean, saved.rstd, saved.branch.x, *row_gates)
+    rows = (*cotangents, saved.total, saved.mean, saved.rstd, saved.branch.x, *row_gates, saved.z, tangents.z)
     parameters = (saved.scale, saved.branch.x_bias, saved.branch.gate)
     more = (tangents.x_bias, tangents.gate, tangents.scale, tangents.offset)
     if not norm.examples and only_rows_differ(batch_dims, rows, (*parameters, *more)):

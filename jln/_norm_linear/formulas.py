@@ -184,7 +184,7 @@ def backward(
     axes = {i: _Axes(dy[i].ndim - settings.features[i] + 1, batch_dims, settings.features[i]) for i in used}
     of_norm = norm.Gradients(y=None, **{n: d for n, d in dtypes._asdict().items() if n in norm.Gradients._fields})
     needs_dz = any(d is not None for d in of_norm._replace(doffset=None)) or (
-        dtypes.doffset is not None and settings.norm.examples > 0
+        dtypes.doffset is not None and settings.norm.of_examples
     )
     z_dtype = widest([dy[i].dtype.name for i in used if dtypes.dkernel[i] is not None])
     made = norm.Gradients()
@@ -247,7 +247,7 @@ def _doffset_from(dbias: Array, kernel: Array, axes: _Axes) -> Array:
 def tangent(operands: tuple[Operands, Saved], settings: NormLinear, dtypes: Results, batch_dims: int) -> Results:
     """Term (20), linear in the tangents, of which those that are None are zero."""
     tangents, (of_norm, offset, kernels) = operands
-    total, scale, mean, rstd, _ = of_norm
+    total, scale, mean, rstd, *_ = of_norm
     batch = jnp_norms.common_batch(batch_dims, *jax.tree.leaves(operands))
     dz, dtotal = jnp_norms.tangent(
         (tangents.of_norm, of_norm), settings.norm, norm.Results(rstd.dtype.name, dtypes.total), batch_dims

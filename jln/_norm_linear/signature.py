@@ -41,8 +41,8 @@ class Settings:
 
 
 class Operands(NamedTuple):
-    """Those of `jln._norm.signature`, the normalised axis the last; of each product kernel [*batch, H, *features] and
-    bias [*batch, *features], which may be None.
+    """Those of `jln._norm.signature`, the normalised axis the last, z always None; of each product kernel
+    [*batch, H, *features] and bias [*batch, *features], which may be None.
     """
 
     x: Any
@@ -54,6 +54,7 @@ class Operands(NamedTuple):
     x_bias: Any = None
     gate: Any = None
     row_gate: Any = None
+    z: Any = None
 
     @property
     def of_norm(self) -> norm.Operands:
@@ -103,6 +104,7 @@ class Cotangents(NamedTuple):
     x_bias: Any = None
     gate: Any = None
     row_gate: Any = None
+    z: Any = None
 
 
 class Gradients(NamedTuple):
@@ -119,6 +121,7 @@ class Gradients(NamedTuple):
     dx_bias: Any = None
     dgate: Any = None
     drow_gate: Any = None
+    dz: Any = None
 
 
 class Rows(NamedTuple):
@@ -151,7 +154,7 @@ def few_features(operands: Operands, of_norm: norm.Norm, precision: Any, impleme
     one operation. Else they are the norm's operation and products in plain sight of JAX and XLA.
     """
     x, kernels = operands.x, operands.kernel
-    if implementation == "xla" or of_norm.examples or operands.x_bias is not None or operands.of_norm.gated:
+    if implementation == "xla" or of_norm.of_examples or operands.x_bias is not None or operands.of_norm.gated:
         return False
     dtypes = {jnp.promote_types(x.dtype, kernel.dtype).name for kernel in kernels}
     dtype = dtypes.pop()
