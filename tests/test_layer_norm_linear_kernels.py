@@ -14,7 +14,7 @@ from workbench import LINEAR_OPERATORS, normal
 pytest.importorskip("triton")
 
 from jln._norm.launcher import column_sums
-from jln._norm.signature import Norm
+from jln._norm.signature import Norm, Switches
 from jln._norm_linear import launcher, tiles
 from jln._norm_linear.signature import Cotangents, Gradients, NormLinear, Operands, Outcome, few_features
 from jln._triton.chip import CHIPS, Chip
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(not interpreting(), reason="kernels are compiled
 
 
 def settings(*, subtract_mean=True, zero_centered_scale=False, precision=None):
-    norm = Norm(-1, workbench.EPSILON, subtract_mean, zero_centered_scale)
+    norm = Norm(-1, workbench.EPSILON, Switches(subtract_mean, zero_centered_scale))
     return NormLinear(norm, precision, (1,), in_one=True)
 
 
@@ -38,7 +38,7 @@ def results(x, scale, offset, kernel, bias, dy, *, target=None, batch_dims=0, **
     """What the launchers return, in the order of the operator's results."""
     target, chosen = target or Interpreter(), settings(**switches)
     statistic = jnp.promote_types(x.dtype, "float32").name
-    dtypes = Outcome((dy.dtype.name,), None, statistic if chosen.norm.subtract_mean else None, statistic)
+    dtypes = Outcome((dy.dtype.name,), None, statistic if chosen.norm.switches.subtract_mean else None, statistic)
 
     def of_rank(parameter):
         """The launchers', that of x."""

@@ -29,7 +29,7 @@ def call(workload: Workload, direction: str, target: Target) -> tuple[Callable[.
     assert not workload.extras, "their tiles are by rules alone"
     shapes = workload.arrays()
     axis = workload.axis % len(workload.shape) - len(workload.shape)
-    norm = norms.Norm(axis, EPSILON, subtract_mean=workload.entry.centres, zero_centered_scale=False)
+    norm = norms.Norm(axis, EPSILON, norms.Switches(subtract_mean=workload.entry.centres))
     x, residual, scale, offset = (shapes.get(name) for name in ("x", "residual", "scale", "offset"))
     dtype = jnp.dtype(workload.dtype)
     accumulator = jnp.promote_types(dtype, jnp.float32)
@@ -40,10 +40,10 @@ def call(workload: Workload, direction: str, target: Target) -> tuple[Callable[.
     given: dict[str, Any] = {
         "dtotal": None if residual is None else x,
         "total": x,
-        "mean": statistic if norm.subtract_mean else None,
+        "mean": statistic if norm.switches.subtract_mean else None,
         "rstd": statistic,
     }
-    kept = {"mean": accumulator.name if norm.subtract_mean else None, "rstd": accumulator.name}
+    kept = {"mean": accumulator.name if norm.switches.subtract_mean else None, "rstd": accumulator.name}
     alone: dict[str, Any] = {"batch_dims": 0, "target": target}
 
     def dtypes_of(arrays: Any) -> Any:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jln import _checks
-from jln._norm.signature import Norm, Operands
+from jln._norm.signature import Norm, Operands, Switches
 
 Axis = int | tuple[int, ...]
 Gate = jax.Array | float | None
@@ -30,11 +30,26 @@ class Given(NamedTuple):
     gate: Any = None
     z: Any = None
 
+    def present(self) -> dict[str, Any]:
+        return {name: a for name, a in self._asdict().items() if a is not None}
 
-def checked(given: Given, axis: Axis, *, adds: bool) -> tuple[Given, tuple[int, ...]]:
-    """-> (all of them of supported dtypes, and of shapes that they may have; the normalised axes)"""
+
+def checked(
+    *,
+    axis: Axis = -1,
+    epsilon: float,
+    subtract_mean: bool,
+    zero_centered_scale: bool = False,
+    norm_before_gate: bool = True,
+    **arrays: Any,
+) -> tuple[Given, tuple[int, ...], Norm]:
+    """-> (the arrays, of supported dtypes and of shapes that they may have; the normalised axes; the norm)
+
+    arrays: those of `Given`; with "residual" or "z" among them there must be one.
+    """
+    given = Given(**arrays)
     x = _checks.array("x", given.x)
-    residual = _checks.array("residual", given.residual) if adds else None
+    residual = _checks.array("residual", given.residual) if "residual" in arrays else None
     axes = _checks.axes(axis, x)
     normalised = tuple(x.shape[a] for a in axes)
     _checks.shape("residual", residual, x.shape, "that of x")
@@ -42,16 +57,25 @@ def checked(given: Given, axis: Axis, *, adds: bool) -> tuple[Given, tuple[int, 
     offset = _checks.parameter("offset", given.offset, x, axes, normalised)
     x_bias = _checks.optional_array("x_bias", given.x_bias)
     _checks.shape("x_bias", x_bias, normalised, "that of x's normalised axes")
-    z = _checks.optional_array("z", given.z)
+    z = _checks.array("z", given.z) if "z" in arrays else None
     _checks.shape("z", z, x.shape, "that of x")
-    return Given(x, residual, scale, offset, x_bias, _checks.gate(given.gate, x, residual, axes), z), axes
+    norm = Norm(
+        _merged_axis(axes, x.ndim),
+        _checks.epsilon(epsilon, *(a.dtype for a in (x, residual) if a is not None)),
+        Switches(
+            subtract_mean,
+            _checks.zero_centered_scale(zero_centered_scale, scale),
+            _checks.flag("norm_before_gate", norm_before_gate),
+        ),
+    )
+    return Given(x, residual, scale, offset, x_bias, _checks.gate(given.gate, x, residual, axes), z), axes, norm
 
 
 def _adjacent(order: list[int]) -> bool:
     return order == list(range(order[0], order[-1] + 1))
 
 
-def merged_axis(axes: tuple[int, ...], ndim: int) -> int:
+def _merged_axis(axes: tuple[int, ...], ndim: int) -> int:
     """Where the normalised axes are once they are one, counted from the end: in place if they are adjacent."""
     order = sorted(axes)
     return order[-1] - ndim if _adjacent(order) else -1

@@ -154,7 +154,7 @@ def _effective_scale(scale: Array | None, dtype: DTypeLike, norm: Norm) -> Array
     """The s of (4)."""
     if scale is None:
         return 1.0
-    return 1.0 + scale.astype(dtype) if norm.zero_centered_scale else scale.astype(dtype)
+    return 1.0 + scale.astype(dtype) if norm.switches.zero_centered_scale else scale.astype(dtype)
 
 
 def _centered(x: Array | _Product, mean: Array | None) -> Array:
@@ -179,7 +179,7 @@ def _statistics(
 ) -> tuple[Any, Array | None, Array]:
     """Terms (1) and (2): -> (x, mean, rstd), each of them fenced."""
     mean = None
-    if norm.subtract_mean:
+    if norm.switches.subtract_mean:
         x, mean = fence((x, _over_parts(jnp.mean(_centered(x, None), norm.axis, keepdims=True), h_axes)))
     variance = _over_parts(jnp.mean(jnp.square(_centered(x, mean)), norm.axis, keepdims=True), h_axes)
     return fence((x, mean, lax.rsqrt(variance + norm.epsilon)))
@@ -223,7 +223,7 @@ def forward(
     x, residual, scale, offset, *branch, z = operands
     batch = common_batch(batch_dims, *operands)
     total = None
-    if z is not None and not norm.norm_before_gate:
+    if z is not None and not norm.switches.norm_before_gate:
         x = _Product(x, z)
     if residual is not None:
         total_dtype = jnp.promote_types(x.dtype, residual.dtype)
@@ -232,7 +232,7 @@ def forward(
         # On every platform, or XLA elides the rounding to 16 bits and norms the unrounded sum.
         x = total = lax.optimization_barrier(total.astype(total_dtype))
     y, mean, rstd = normalise(x, scale, offset, norm, keep=dtypes.rstd is not None, fence=fence, h_axes=h_axes)
-    if z is not None and norm.norm_before_gate:
+    if z is not None and norm.switches.norm_before_gate:
         y = _wide(_Product(y, z))  # (42)
     made = Outcome(y, total, mean, rstd)
     return Outcome(*(None if d is None else with_batch(a, batch).astype(d) for a, d in zip(made, dtypes, strict=True)))
@@ -258,7 +258,7 @@ def backward(
     sum_over_rows = _over_rows(ndim, norm, batch_dims)
     made: dict[str, Array] = {}
     if z is not None:
-        if norm.norm_before_gate:
+        if norm.switches.norm_before_gate:
             dy = _Product(dy, z)
         elif total is not None:
             total = _Product(total, z)
@@ -287,7 +287,7 @@ def backward(
         g = _wide(dy, dtype) * s
         g_over_h = _wide(dy, dtype) * (s / x_hat.shape[norm.axis])
         d = g - x_hat * mean_over_h(g_over_h * x_hat)  # (8)
-        if norm.subtract_mean:
+        if norm.switches.subtract_mean:
             d = d - mean_over_h(g_over_h)  # (7)
         d = r * d  # (9)
         return d if dtotal is None else d + dtotal.astype(dtype)
@@ -366,7 +366,7 @@ def tangent(operands: tuple[Operands, Saved], norm: Norm, dtypes: Results, batch
     batch = common_batch(batch_dims, *tangents, total, scale, mean, rstd, *branch, z)
     dtype = rstd.dtype
     u, slope = (None, None) if z is None else _silu(z, dtype)
-    if u is None or norm.norm_before_gate:
+    if u is None or norm.switches.norm_before_gate:
         x_hat = _centered(total, mean) * rstd
         moves = [*_gated_tangents(tangents, branch, dtype)]
     else:
@@ -378,14 +378,14 @@ def tangent(operands: tuple[Operands, Saved], norm: Norm, dtypes: Results, batch
         t = functools.reduce(jnp.add, moves)
         dtotal = jnp.broadcast_to(t, jnp.broadcast_shapes(t.shape, total.shape)).astype(total.dtype)
         dy = t - x_hat * jnp.mean(t * x_hat, norm.axis, keepdims=True)
-        if norm.subtract_mean:
+        if norm.switches.subtract_mean:
             dy = dy - jnp.mean(t, norm.axis, keepdims=True)
         dy = dy * rstd * _effective_scale(scale, dtype, norm)
     if tangents.scale is not None:
         dy = dy + x_hat * tangents.scale.astype(dtype)
     if tangents.offset is not None:
         dy = dy + tangents.offset.astype(dtype)
-    if u is not None and norm.norm_before_gate:  # (46)
+    if u is not None and norm.switches.norm_before_gate:  # (46)
         dy = dy * u
         if tangents.z is not None:
             dy = dy + x_hat * _effective_scale(scale, dtype, norm) * slope * tangents.z.astype(dtype)

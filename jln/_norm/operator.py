@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 from jax.typing import DTypeLike
@@ -11,8 +12,8 @@ from jax.typing import DTypeLike
 from jln import _checks
 from jln._core.derivatives import with_automatic_axes
 from jln._norm import rules
-from jln._norm.arguments import Axis, Gate, Given, arranged, checked, merged_axis, on_several_axes
-from jln._norm.signature import Norm, Results, Settings
+from jln._norm.arguments import Axis, Gate, Given, arranged, checked, on_several_axes
+from jln._norm.signature import Results, Settings
 
 
 def layer_norm(
@@ -64,8 +65,7 @@ def layer_norm(
       ValueError: shapes do not match, an axis is out of range or twice there, the normalised axes are empty, epsilon is
         negative or too large, or the implementation is unknown.
     """
-    static = axis, epsilon, zero_centered_scale, dtype, implementation, forward_mode
-    return _checked(Given(x, None, scale, offset), *static, subtract_mean=True).y
+    return _checked(**locals(), subtract_mean=True).y
 
 
 def rms_norm(
@@ -84,8 +84,7 @@ def rms_norm(
     Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019). Arguments, dtypes, guarantees and errors are those
     of `layer_norm`.
     """
-    static = axis, epsilon, zero_centered_scale, dtype, implementation, forward_mode
-    return _checked(Given(x, None, scale, None), *static, subtract_mean=False).y
+    return _checked(**locals(), subtract_mean=False).y
 
 
 def rms_norm_gated(
@@ -122,9 +121,7 @@ def rms_norm_gated(
     Returns:
       y: `x`'s shape, in `dtype`.
     """
-    static = axis, epsilon, zero_centered_scale, dtype, implementation, forward_mode
-    arrays = Given(x, scale=scale, z=_checks.array("z", z))
-    return _checked(arrays, *static, subtract_mean=False, norm_before_gate=norm_before_gate).y
+    return _checked(**locals(), subtract_mean=False).y
 
 
 def add_layer_norm(
@@ -167,9 +164,7 @@ def add_layer_norm(
       y: `x`'s shape, in `dtype`.
       total: `x`'s shape, in the promoted dtype of `x` and `residual`.
     """
-    static = axis, epsilon, zero_centered_scale, dtype, implementation, forward_mode
-    arrays = Given(x, residual, scale, offset, x_bias, gate)
-    return tuple(_checked(arrays, *static, adds=True, subtract_mean=True))
+    return tuple(_checked(**locals(), subtract_mean=True))
 
 
 def add_rms_norm(
@@ -189,9 +184,7 @@ def add_rms_norm(
     """`(rms_norm(total, scale), total)` with `total = residual + gate * (x + x_bias)`; arguments and results are those
     of `add_layer_norm`.
     """
-    static = axis, epsilon, zero_centered_scale, dtype, implementation, forward_mode
-    arrays = Given(x, residual, scale, None, x_bias, gate)
-    return tuple(_checked(arrays, *static, adds=True, subtract_mean=False))
+    return tuple(_checked(**locals(), subtract_mean=False))
 
 
 def normalised(
@@ -209,38 +202,19 @@ def normalised(
     A module's dtype may be wider than x's (bfloat16 x, float32 parameters) or narrower; there is one rounding still.
     The frameworks' own layers can be differentiated in forward mode, so these can.
     """
-    static = axis, epsilon, False, dtype, implementation, True
-    adds = given.residual is not None
-    return _checked(given, *static, adds=adds, subtract_mean=subtract_mean, norm_before_gate=norm_before_gate)
+    static = {"epsilon": epsilon, "subtract_mean": subtract_mean, "dtype": dtype, "implementation": implementation}
+    static |= {"norm_before_gate": norm_before_gate}
+    return _checked(**given.present(), axis=axis, forward_mode=True, **static)
 
 
 # From the public functions to the operator
 
 
-def _checked(
-    given: Given,
-    axis: Axis,
-    epsilon: float,
-    zero_centered_scale: bool,
-    dtype: DTypeLike | None,
-    implementation: str | None,
-    forward_mode: bool,
-    *,
-    subtract_mean: bool,
-    adds: bool = False,
-    norm_before_gate: bool = True,
-) -> Results:
-    arrays, axes = checked(given, axis, adds=adds)
-    norm = Norm(
-        merged_axis(axes, arrays.x.ndim),
-        _checks.epsilon(epsilon, *(a.dtype for a in (arrays.x, arrays.residual) if a is not None)),
-        subtract_mean,
-        _checks.zero_centered_scale(zero_centered_scale, arrays.scale),
-        norm_before_gate=_checks.flag("norm_before_gate", norm_before_gate),
-    )
+def _checked(*, dtype: DTypeLike | None, implementation: str | None, forward_mode: bool, **of_norm: Any) -> Results:
+    """of_norm: the arguments of `checked`."""
+    arrays, axes, norm = checked(**of_norm)
     settings = Settings(norm, _checks.dtype(dtype, arrays.x.dtype), _checks.implementation(implementation))
-    forward_mode = _checks.flag("forward_mode", forward_mode)
-    return _jitted(settings, axes, forward_mode, arrays)
+    return _jitted(settings, axes, _checks.flag("forward_mode", forward_mode), arrays)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)

@@ -13,20 +13,27 @@ import dataclasses
 from typing import Any, NamedTuple
 
 
+class Switches(NamedTuple):
+    """What kernels are compiled for: the constexpr NORM. norm_before_gate: whether silu(z), where there is a z,
+    multiplies the norm's result, or x.
+    """
+
+    subtract_mean: bool
+    zero_centered_scale: bool = False
+    norm_before_gate: bool = True
+
+
 @dataclasses.dataclass(frozen=True)
 class Norm:
     """Which norm: everything about it that is static. axis: negative. examples: how many of the first axes are those of
     examples with parameters of their own. interleaved: how many of those directly before the normalised one are, too.
-    norm_before_gate: whether silu(z), where there is a z, multiplies the norm's result, or x.
     """
 
     axis: int
     epsilon: float
-    subtract_mean: bool
-    zero_centered_scale: bool
+    switches: Switches
     examples: int = 0
     interleaved: int = 0
-    norm_before_gate: bool = True
 
     @property
     def of_examples(self) -> bool:

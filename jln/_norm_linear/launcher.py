@@ -144,7 +144,6 @@ def _fused_forward(operands: Operands, settings: NormLinear, dtypes: Outcome, ti
         programs=ceil_div(rows, tile.rows),
         tile=tile,
         BY_REGISTERS=target.chip.capability >= 90 and y.dtype == jnp.float32,
-        SUBTRACT_MEAN=settings.norm.subtract_mean,
         EPSILON=settings.norm.epsilon,
         TOTAL=x.dtype if residual is None else jnp.promote_types(x.dtype, residual.dtype),
         **_constants(settings, x.shape[-1], n),
@@ -191,7 +190,7 @@ def _fused_backward(
             kernels.row_sums_kernel,
             {**given, "rows": rows, "programs": programs},
             {
-                "c1": float32(settings.norm.subtract_mean, parts, rows),
+                "c1": float32(settings.norm.switches.subtract_mean, parts, rows),
                 "c2": float32(True, parts, rows),
                 "dbias": float32(needs_dbias, programs, n),
             },
@@ -261,5 +260,5 @@ def _constants(settings: NormLinear, h: int, n: int) -> dict[str, Any]:
         "H": h,
         "N": n,
         "BLOCK_N": tiles.features(n),
-        "ZERO_CENTERED": settings.norm.zero_centered_scale,
+        "NORM": settings.norm.switches,
     }

@@ -134,7 +134,7 @@ def _outcome(settings: Settings, operands: Operands, keep: bool) -> Outcome:
     dtypes = Outcome(
         y=tuple(jnp.promote_types(operands.x.dtype, kernel.dtype).name for kernel in operands.kernel),
         total=None if operands.residual is None else total,
-        mean=statistic if norm_linear.norm.subtract_mean else None,
+        mean=statistic if norm_linear.norm.switches.subtract_mean else None,
         rstd=statistic,
     )
     if not norm_linear.in_one:
@@ -155,7 +155,7 @@ def _saving(settings: Settings, operands: Operands, wanted: Operands) -> tuple[R
     of_norm = operands.of_norm
     needed = _backward.needs(_dtypes(wanted, norm.total_dtype(operands), of_norm.gated))
     outcome = _outcome(settings, operands, keep="rstd" in needed)
-    first, centres = outcome._replace(y=outcome.y[0]), settings.norm_linear.norm.subtract_mean
+    first, centres = outcome._replace(y=outcome.y[0]), settings.norm_linear.norm.switches.subtract_mean
     saved = Saved(norm.kept(of_norm, first, needed, centres), operands.offset, operands.kernel)
     return Results(outcome.y, outcome.total), saved
 

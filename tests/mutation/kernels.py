@@ -40,7 +40,7 @@ KERNELS = [
     Mutant("a column too many", ACCESS, "column * INNER, column < H", "column * INNER, column <= H", WHOLE),
     Mutant("a shared operand taken for a group's own", ACCESS, "return group * 0", "return group", GROUPS),
     Mutant(
-        "scale not zero-centered", ACCESS, "scale + given if ZERO_CENTERED else given", "given",
+        "scale not zero-centered", ACCESS, "scale + given if NORM.zero_centered_scale else given", "given",
         (f"{ACCURACY}test_optional_arguments[triton-layer_norm-no offset-zero-centered]",),
     ),
     Mutant(

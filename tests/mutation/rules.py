@@ -82,7 +82,7 @@ RULES = [
     ),
     Mutant(
         "scale not zero-centered, XLA", XLA_NORM,
-        "return 1.0 + scale.astype(dtype) if norm.zero_centered_scale else scale.astype(dtype)",
+        "return 1.0 + scale.astype(dtype) if norm.switches.zero_centered_scale else scale.astype(dtype)",
         "return scale.astype(dtype)",
         (f"{ACCURACY}test_optional_arguments[xla-layer_norm-no offset-zero-centered]",),
     ),
