@@ -7,16 +7,49 @@ import triton.language as tl
 
 
 @triton.jit
-def rows_of(tile, rows, H: tl.constexpr, INNER: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """The rows of one tile: their numbers, the offsets of their first elements, and which of them exist."""
+def rows_of(tile, rows, H: tl.constexpr, INNER: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """The rows of one tile of a group, counted from the group's first: where they are among all rows, the offsets of
+    their first elements, and which of them exist.
+    """
     if INNER == 1:
         row = tl.cast(tile, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        return row, row * H, row < rows
+        return row * INTERLEAVED, row * (H * INTERLEAVED), row < rows
     else:
         tiles: tl.constexpr = (INNER + BLOCK_ROWS - 1) // BLOCK_ROWS
         outer = tl.cast(tile // tiles, tl.int64)
         inner = tl.cast(tile % tiles, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        return outer * INNER + inner, outer * (H * INNER) + inner, inner < INNER
+        return outer * (INNER * INTERLEAVED) + inner, outer * (H * INNER * INTERLEAVED) + inner, inner < INNER
+
+
+@triton.jit
+def first_row_of(group, rows, INNER: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Where a group's first row is among all, of which each `INTERLEAVED` groups lie interleaved."""
+    if INTERLEAVED == 1:
+        return group * rows
+    else:
+        return group // INTERLEAVED * (tl.cast(rows, tl.int64) * INTERLEAVED) + group % INTERLEAVED * INNER
+
+
+@triton.jit
+def start_of(group, rows, H: tl.constexpr, INNER: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The offset of a group's first element."""
+    if INTERLEAVED == 1:
+        return group * size_of(rows, H, INNER)
+    else:
+        together = size_of(rows, H, INNER) * INTERLEAVED
+        return group // INTERLEAVED * together + group % INTERLEAVED * (H * INNER)
+
+
+@triton.jit
+def group_and_tile(tiles, INTERLEAVED: tl.constexpr):
+    """What a program takes, where each tile has one: of groups that lie interleaved, neighbours take neighbours."""
+    program = tl.program_id(0)
+    if INTERLEAVED == 1:
+        return (program // tiles).to(tl.int64), program % tiles
+    else:
+        together = program // INTERLEAVED
+        group = together // tiles * INTERLEAVED + program % INTERLEAVED
+        return group.to(tl.int64), together % tiles
 
 
 @triton.jit
@@ -60,10 +93,10 @@ def position(names, name):
 
 
 @triton.jit
-def copy_of(group, SHARED: tl.constexpr, OPERAND: tl.constexpr):
-    """The group whose copy of an operand to read."""
+def copy_of(group, SHARED: tl.constexpr, OPERAND: tl.constexpr, INTERLEAVED: tl.constexpr = 1):
+    """The group whose copy of an operand to read: what is shared has one for each of those that lie interleaved."""
     if contains(SHARED, OPERAND):
-        return group * 0
+        return group % INTERLEAVED
     else:
         return group
 
