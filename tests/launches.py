@@ -40,6 +40,12 @@ SUM_SWITCHES = {
     "everything and a gate": SWITCHES["everything"] | {"x_bias": True, "gate": True},
     "everything and a gate of rows": SWITCHES["everything"] | {"x_bias": True, "row_gate": True},
 }
+# With z: what is silu(z) times the norm's result, and the norm of silu(z) times x.
+_GATED = SWITCHES["add_rms_norm"] | {"adds": False, "z": True}
+GATED_SWITCHES = {
+    "the norm before its gate": _GATED | {"norm_before_gate": True},
+    "the gate before the norm": _GATED | {"norm_before_gate": False},
+}
 
 
 def named(*arrays):
@@ -64,21 +70,23 @@ def launches(h, inner, dtypes, chip, switches, trial=None):
     parameters = {name: parameter for name in ("scale", "offset", "x_bias", "gate") if switches.get(name)}
     parameters |= {"row_gate": rstd} if switches.get("row_gate") else {}
     gated = {"gate", "row_gate"} & {*parameters}
+    z = x if switches.get("z") else None
     dtotal = None if added is None else total
-    norm = norms.Norm(axis, 1e-6, norms.Switches(switches["subtract_mean"], switches["zero_centered_scale"]))
+    of_norm = {n: switches[n] for n in norms.Switches._fields if n in switches}
+    norm = norms.Norm(axis, 1e-6, norms.Switches(**of_norm))
     recorder = Recorder(ALL_CHIPS[chip], trial)
     wanted = norms.Outcome(*named(y, dtotal, mean, rstd))
     jax.eval_shape(
         lambda operands: launcher.forward(operands, norm, wanted, 0, recorder),
-        norms.Operands(x, added, **parameters),
+        norms.Operands(x, added, **parameters, z=z),
     )
     gradients = {"dx": x, "dresidual": added} if gated else {"dx": total}
-    gradients |= {f"d{name}": a for name, a in parameters.items()}
-    wanted = norms.Gradients(**{name: a.dtype.name for name, a in gradients.items()})
+    gradients |= {"dz": z} | {f"d{name}": a for name, a in parameters.items()}
+    wanted = norms.Gradients(**dict(zip(gradients, named(*gradients.values()), strict=True)))
     read = {"x": x} | parameters if gated else {"scale": parameters.get("scale")}
     jax.eval_shape(
         lambda operands: launcher.backward(operands, norm, wanted, 0, recorder),
-        norms.Cotangents(y, dtotal, total, mean=mean, rstd=rstd, **{"scale": None, **read, "offset": None}),
+        norms.Cotangents(y, dtotal, total, mean=mean, rstd=rstd, **{"scale": None, **read, "offset": None}, z=z),
     )
     return recorder.launches
 
