@@ -107,7 +107,7 @@ def load_scale(scale_ptr, column, exists, NORM: tl.constexpr, BLOCK_H: tl.conste
     scale = tl.full([BLOCK_H], 1.0, COMPUTE)
     if scale_ptr is not None:
         given = tl.load(scale_ptr + column, mask=exists, other=0.0).to(COMPUTE)
-        scale = scale + given if NORM.zero_centered_scale else given
+        scale = scale + given if NORM.zero_centered_scale else given  # pyright: ignore[reportAttributeAccessIssue]
     return scale
 
 

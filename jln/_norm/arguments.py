@@ -47,10 +47,26 @@ def checked(
 
     arrays: those of `Given`; with "residual" or "z" among them there must be one.
     """
+    x = _checks.array("x", arrays["x"])
+    axes = _checks.axes(axis, x)
+    given = checked_arrays(axes, **arrays)
+    norm = Norm(
+        _merged_axis(axes, x.ndim),
+        _checks.epsilon(epsilon, *(a.dtype for a in (x, given.residual) if a is not None)),
+        Switches(
+            subtract_mean,
+            _checks.zero_centered_scale(zero_centered_scale, given.scale),
+            _checks.flag("norm_before_gate", norm_before_gate),
+        ),
+    )
+    return given, axes, norm
+
+
+def checked_arrays(axes: tuple[int, ...], **arrays: Any) -> Given:
+    """Of supported dtypes and of shapes that they may have. axes: the normalised ones of x, from 0 on."""
     given = Given(**arrays)
     x = _checks.array("x", given.x)
     residual = _checks.array("residual", given.residual) if "residual" in arrays else None
-    axes = _checks.axes(axis, x)
     normalised = tuple(x.shape[a] for a in axes)
     _checks.shape("residual", residual, x.shape, "that of x")
     scale = _checks.parameter("scale", given.scale, x, axes, normalised)
@@ -59,16 +75,7 @@ def checked(
     _checks.shape("x_bias", x_bias, normalised, "that of x's normalised axes")
     z = _checks.array("z", given.z) if "z" in arrays else None
     _checks.shape("z", z, x.shape, "that of x")
-    norm = Norm(
-        _merged_axis(axes, x.ndim),
-        _checks.epsilon(epsilon, *(a.dtype for a in (x, residual) if a is not None)),
-        Switches(
-            subtract_mean,
-            _checks.zero_centered_scale(zero_centered_scale, scale),
-            _checks.flag("norm_before_gate", norm_before_gate),
-        ),
-    )
-    return Given(x, residual, scale, offset, x_bias, _checks.gate(given.gate, x, residual, axes), z), axes, norm
+    return Given(x, residual, scale, offset, x_bias, _checks.gate(given.gate, x, residual, axes), z)
 
 
 def _adjacent(order: list[int]) -> bool:

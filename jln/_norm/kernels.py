@@ -490,6 +490,13 @@ def backward_kernel(
 
 
 @triton.jit
+def _store_if(which, sum_ptr, at, total, exists, NAME: tl.constexpr, SUMS: tl.constexpr):
+    if sum_ptr is not None:  # noqa: SIM102, as one is known to the compiler
+        if which == position(SUMS, NAME):
+            tl.store(sum_ptr + at, total.to(sum_ptr.dtype.element_ty), mask=exists)
+
+
+@triton.jit
 def reduce_kernel(
     shares_ptr,  # [SUMS, G, programs, H]
     groups,
@@ -518,15 +525,7 @@ def reduce_kernel(
         sum += tl.load(shares_ptr + program[:, None] * H + column[None, :], mask=mask, other=0.0)
     total = tl.sum(sum, axis=0)
     at = group * H + column
-    if dscale_ptr is not None:
-        mask = exists & (which == position(SUMS, "dscale"))
-        tl.store(dscale_ptr + at, total.to(dscale_ptr.dtype.element_ty), mask=mask)
-    if doffset_ptr is not None:
-        mask = exists & (which == position(SUMS, "doffset"))
-        tl.store(doffset_ptr + at, total.to(doffset_ptr.dtype.element_ty), mask=mask)
-    if dx_bias_ptr is not None:
-        mask = exists & (which == position(SUMS, "dx_bias"))
-        tl.store(dx_bias_ptr + at, total.to(dx_bias_ptr.dtype.element_ty), mask=mask)
-    if dgate_ptr is not None:
-        mask = exists & (which == position(SUMS, "dgate"))
-        tl.store(dgate_ptr + at, total.to(dgate_ptr.dtype.element_ty), mask=mask)
+    _store_if(which, dscale_ptr, at, total, exists, "dscale", SUMS)
+    _store_if(which, doffset_ptr, at, total, exists, "doffset", SUMS)
+    _store_if(which, dx_bias_ptr, at, total, exists, "dx_bias", SUMS)
+    _store_if(which, dgate_ptr, at, total, exists, "dgate", SUMS)

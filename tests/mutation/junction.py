@@ -66,7 +66,7 @@ SUMS = [
     ),
     Mutant(
         "every sum of the first one's shares", NORM,
-        "at = (which * of_all + group * programs + program)", "at = (group * programs + program)", SEVERAL_PROGRAMS,
+        "shares_ptr += (which * groups + group)", "shares_ptr += group", SEVERAL_PROGRAMS,
     ),
     Mutant(
         "the first example's gate for all", NORM,
