@@ -2,10 +2,10 @@
 
 Every kernel sees `x` as `[G, rows, H]`. A row's elements lie `INNER` apart: 1 when the normalised axis is the last
 one; otherwise rows that differ in the axes behind it are neighbours in memory, and a tile takes `BLOCK_ROWS` of these.
-`G` counts the groups that vmap put in front, and examples of which each has its own parameters; SHARED names the
-operands that have one copy for all groups. Each INTERLEAVED groups have not one after the other's rows, but in turn one
-row each, where their axis lies directly before the normalised one: [G / INTERLEAVED, rows, INTERLEAVED, H]. An array that
-is not there, and a result that nobody wants, is None for the compiler.
+`G` counts the groups that vmap put in front, and the examples that have parameters of their own. Where these differ in
+axes directly before the normalised one, INTERLEAVED of them lie as `[G / INTERLEAVED, rows, INTERLEAVED, H]`, a row of
+each in turn; else that is 1. SHARED names the operands that have one copy for all groups. An array that is not there,
+and a result that nobody wants, is None for the compiler.
 
 The numbers in brackets are the equations of `jln._norm.formulas`.
 """

@@ -100,7 +100,8 @@ def _geometry(
     batch_dims: int,
     per_example_gradients: bool,
 ) -> _Geometry:
-    """Batch axes, and those of examples in front, on which no operand is shared, no parameter varies and no sum is kept are rows like any other.
+    """Batch axes, and those of examples in front, on which no operand is shared, no parameter varies and no sum is kept
+    are rows like any other.
 
     Raises ValueError where a row is too long for the kernels' 32-bit numbers of columns.
     """
