@@ -93,7 +93,7 @@ def position(names, name):
 
 
 @triton.jit
-def copy_of(group, SHARED: tl.constexpr, OPERAND: tl.constexpr, INTERLEAVED: tl.constexpr = 1):
+def copy_of(group, SHARED: tl.constexpr, OPERAND: tl.constexpr, INTERLEAVED: tl.constexpr):
     """The group whose copy of an operand to read: what is shared has one for each of those that lie interleaved."""
     if contains(SHARED, OPERAND):
         return group % INTERLEAVED

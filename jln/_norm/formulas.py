@@ -222,16 +222,16 @@ def forward(
     """Normalise `x`, or the sum of (23), or the product of (41), by terms (1) to (4)."""
     x, residual, scale, offset, *branch, z = operands
     batch = common_batch(batch_dims, *operands)
-    total = None
+    total, read = None, x
     if z is not None and not norm.switches.norm_before_gate:
-        x = _Product(x, z)
+        read = _Product(x, z)
     if residual is not None:
         total_dtype = jnp.promote_types(x.dtype, residual.dtype)
         dtype = compute_dtype(total_dtype)
         total = _branch(Branch(x, *branch), dtype) + residual.astype(dtype)  # (23)
         # On every platform, or XLA elides the rounding to 16 bits and norms the unrounded sum.
-        x = total = lax.optimization_barrier(total.astype(total_dtype))
-    y, mean, rstd = normalise(x, scale, offset, norm, keep=dtypes.rstd is not None, fence=fence, h_axes=h_axes)
+        read = total = lax.optimization_barrier(total.astype(total_dtype))
+    y, mean, rstd = normalise(read, scale, offset, norm, keep=dtypes.rstd is not None, fence=fence, h_axes=h_axes)
     if z is not None and norm.switches.norm_before_gate:
         y = _wide(_Product(y, z))  # (42)
     made = Outcome(y, total, mean, rstd)
@@ -366,7 +366,7 @@ def tangent(operands: tuple[Operands, Saved], norm: Norm, dtypes: Results, batch
     batch = common_batch(batch_dims, *tangents, total, scale, mean, rstd, *branch, z)
     dtype = rstd.dtype
     u, slope = (None, None) if z is None else _silu(z, dtype)
-    if u is None or norm.switches.norm_before_gate:
+    if z is None or norm.switches.norm_before_gate:
         x_hat = _centered(total, mean) * rstd
         moves = [*_gated_tangents(tangents, branch, dtype)]
     else:

@@ -48,7 +48,7 @@ class _Geometry:
         return (math.prod(self.batch) if self.grouped else 1) * self.interleaved_groups
 
     @property
-    def constants(self) -> dict[str, int]:
+    def constants(self) -> dict[str, Any]:
         """The kernels' constexprs."""
         return {"H": self.h, "INNER": self.inner, "INTERLEAVED": self.interleaved_groups}
 

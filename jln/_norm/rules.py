@@ -203,7 +203,7 @@ def _pulled_back(
     dtypes = gradients_for(wanted, total.dtype.name, branch.gated)
     if dy is None:
         return of_total_alone(dtotal, branch, norm, wanted, batch_dims)
-    operands = Cotangents(dy, dtotal, total, scale, None, mean, rstd, *branch, z)
+    operands = Cotangents(dy, dtotal, total, scale, None, mean, rstd, **branch._asdict(), z=z)
     return backward(operands, norm, dtypes, implementation=implementation, batch_dims=batch_dims)
 
 
