@@ -29,6 +29,8 @@ class Operator:
 
     @property
     def kind(self):
+        if self.entry.is_gated:
+            return self.entry
         is_linear = self.entry.is_linear
         fullest = _catalogue.fullest(is_linear=is_linear, adds=self.adds or not is_linear)
         return fullest.including(*self.entry.given_extras)
@@ -39,16 +41,20 @@ class Operator:
         return (*(a.name for a in self.kind.results), *(f"d{name}" for name in self.kind.names))
 
     def __call__(self, *operands, module=jln, **options):
-        """-> y of a Linear, or (y, total); of a norm (y, total), where `total` is None if nothing is added."""
+        """-> y of a Linear or of a gated norm, or (y, total); of a norm (y, total), where `total` is None if nothing is
+        added.
+        """
         named = dict(zip(self.kind.names, operands, strict=True))
-        result = getattr(module, self.name)(**{name: named[name] for name in self.entry.names}, **options)
-        return result if self.entry.is_linear or self.adds else (result, None)
+        static = dict(self.entry.options) | options
+        result = getattr(module, self.name)(**{name: named[name] for name in self.entry.names}, **static)
+        return result if self.entry.is_linear or self.adds or self.entry.is_gated else (result, None)
 
 
 OPERATORS, LINEAR_OPERATORS = (
-    {name: Operator(entry) for name, entry in _catalogue.OPERATORS.items() if entry.is_linear == is_linear}
+    {n: Operator(e) for n, e in _catalogue.OPERATORS.items() if e.is_linear == is_linear and not e.is_gated}
     for is_linear in (False, True)
 )
+GATED = {name: Operator(entry) for name, entry in _catalogue.FORMS.items() if entry.is_gated}
 # With arrays that few models have.
 FORMS = {name: Operator(entry) for name, entry in _catalogue.FORMS.items() if entry.given_extras}
 
@@ -129,6 +135,7 @@ def truth(operator: Operator, operands, cotangent, total=None, *, zero_centered_
     s = s + zero_centered_scale
     e = given["x_bias"].astype(wide) if "x_bias" in given else 0
     m, h = x.shape
+    gate_first = operator.entry.options == _catalogue.GATE_FIRST
     gate = np.broadcast_to(given.get("gate", np.ones((1, 1), x.dtype)), x.shape)
     values, roundings = defaultdict(list), defaultdict(list)
     # Independent errors: each factor's own, and that of each addition, relative to a partial sum as large as the square
@@ -138,7 +145,7 @@ def truth(operator: Operator, operands, cotangent, total=None, *, zero_centered_
     for first in range(0, m, block):
         rows = slice(first, first + block)
         v, d = (np.asarray(a)[rows].astype(wide) for a in (x, dy))
-        branch, w = v + e, gate[rows].astype(wide)
+        x_wide, branch, w = v, v + e, gate[rows].astype(wide)
         if "residual" in given:
             v = w * branch + given["residual"][rows].astype(wide)
             values["total"].append(v)
@@ -146,15 +153,30 @@ def truth(operator: Operator, operands, cotangent, total=None, *, zero_centered_
             terms = _largest(w * branch) + _largest(w) * np.max(np.abs(e)) if {"x_bias", "gate"} & {*given} else 0
             roundings["total"].append(eps * (_largest(v) + terms))
             v = total[rows].astype(wide)
+        # Of silu and of what multiplies it.
+        silu_rounding = 4 * eps
+        if "z" in given:
+            z = given["z"][rows].astype(wide)
+            share = 1 / (1 + np.exp(-z))
+            u, slope = z * share, share * (1 + z * (1 - share))
+            if gate_first:
+                v = v * u
         rounding = eps * _largest(v)  # of the mean, and so of x - mean
         if operator.subtract_mean:
             v = v - v.mean(-1, keepdims=True)
         rstd = 1 / np.sqrt((v * v).mean(-1, keepdims=True) + wide(epsilon))
         x_hat = v * rstd
         rounding = rounding * rstd + eps * _largest(x_hat)
+        if gate_first:
+            rounding = rounding + silu_rounding * _largest(x_hat)
         y = z = x_hat * s + b
         y_rounding = z_rounding = rounding * np.max(np.abs(s)) + eps * _largest(z)
         dz, dz_square = d, 0
+        if "z" in given and not gate_first:
+            y, dz, dz_square = z * u, d * u, (silu_rounding * d * u) ** 2
+            y_rounding = y_rounding * np.abs(u) + silu_rounding * np.abs(y)
+            values["dz"].append(d * z * slope)
+            roundings["dz"].append(z_rounding * np.abs(d * slope) + silu_rounding * np.abs(d * z))
         if kernel is not None:
             k = kernel.astype(wide)
             if dtype.itemsize < 4:  # an operand of the product
@@ -181,6 +203,12 @@ def truth(operator: Operator, operands, cotangent, total=None, *, zero_centered_
         of_total_rounding = rstd * (_largest(g_rounding) + statistics)
         roundings["dresidual"].append(of_total_rounding)
         roundings["dx"].append(of_total_rounding * _largest(w) + eps * _largest(w * of_total) * ("gate" in given))
+        if gate_first:
+            values["dx"][-1] = of_total * u
+            roundings["dx"][-1] = of_total_rounding * np.abs(u) + silu_rounding * np.abs(of_total * u)
+            values["dz"].append(of_total * x_wide * slope)
+            of_slope = silu_rounding * np.abs(of_total * x_wide)
+            roundings["dz"].append(of_total_rounding * np.abs(x_wide * slope) + of_slope)
         if "x_bias" in given:
             sums["dx_bias"] += (w * of_total).sum(0)
             squares["dx_bias"] += ((w * of_total_rounding) ** 2 + m * (eps * w * of_total) ** 2).sum(0)

@@ -26,7 +26,7 @@ def call(workload: Workload, direction: str, target: Target) -> tuple[Callable[.
     from jln._norm import launcher as norm_launcher
     from jln._norm_linear import launcher as linear_launcher
 
-    assert not workload.extras, "their tiles are by rules alone"
+    assert not workload.extras and not workload.entry.is_gated, "their tiles are by rules alone"
     shapes = workload.arrays()
     axis = workload.axis % len(workload.shape) - len(workload.shape)
     norm = norms.Norm(axis, EPSILON, norms.Switches(subtract_mean=workload.entry.centres))

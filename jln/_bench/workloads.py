@@ -14,7 +14,7 @@ import jax
 
 import jln
 from jln import _catalogue
-from jln._catalogue import DIRECTIONS, OPERATORS, Operator, Several, Signature
+from jln._catalogue import DIRECTIONS, GATE_FIRST, OPERATORS, Operator, Several, Signature
 
 FORWARD = ("forward",)
 
@@ -27,7 +27,7 @@ class Workload:
     the normalised one. dtype: of x, residual, kernel, bias and the results. parameter_dtype: of scale and offset.
     directions: both in training, "forward" alone in inference. why: what it stands for. absent: the optional arguments
     that are left out. extras: those given that most models have not. of_examples: parameters that every example has its
-    own of.
+    own of. options: of the operator's form, as in the catalogue.
     """
 
     name: str
@@ -42,10 +42,11 @@ class Workload:
     absent: tuple[str, ...] = ()
     extras: tuple[str, ...] = ()
     of_examples: tuple[str, ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
 
     @property
     def entry(self) -> Operator:
-        return OPERATORS[self.operator].including(*self.extras, of_examples=self.of_examples)
+        return OPERATORS[self.operator].including(*self.extras, of_examples=self.of_examples, options=self.options)
 
     is_linear = property(lambda self: self.entry.is_linear)
     is_over_last = property(lambda self: self.axis in (-1, len(self.shape) - 1))
@@ -219,6 +220,14 @@ WORKLOADS = _named(
         Workload(f"qk-norm-{d}", "rms_norm", (4, 2048, 4096 // d, d), "an attention's queries, each head by itself")
         for d in (64, 128, 256)
     ),
+    *(
+        Workload(
+            f"{name}-{h}", "rms_norm_gated", (2**25 // h // 256, 256, h), "2^25 elements, as " + why, options=options
+        )
+        for h in (1024, 4096, 8192)
+        for name, options, why in (("gated", (), "Qwen 3 Next gates"), ("gate-first", GATE_FIRST, "Mamba 2 gates"))
+    ),
+    Workload("gated-128", "rms_norm_gated", (4, 2048, 32, 128), "Qwen 3 Next: each head's output of linear attention"),
     Workload("alphafold-pair", "layer_norm", (384, 384, 128), "AlphaFold's pair representation: many short rows"),
     Workload(
         "alphafold-pair-axis-0",
@@ -254,8 +263,8 @@ WORKLOADS = _named(
     ),
 )
 
-# The backward pass of a sum with a bias or a gate has tiles by rules alone.
-TUNABLE = {name: w for name, w in WORKLOADS.items() if not w.extras}
+# The backward pass of a sum with a bias or a gate, and that of a gated norm, have tiles by rules alone.
+TUNABLE = {name: w for name, w in WORKLOADS.items() if not w.extras and not w.entry.is_gated}
 
 CPU_WORKLOADS = _named(
     *(
