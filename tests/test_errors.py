@@ -107,7 +107,7 @@ def given(entry):
         named = {"x": x, "residual": x if isinstance(x, jax.Array) else jnp.ones(()), "scale": scale, "offset": None}
         if x is not X and kernel is K:  # as many rows as x has columns
             kernel = jnp.ones((*(getattr(x, "shape", ()) or (8,))[-1:], 3), "float32")
-        named |= {"kernel": kernel, "bias": bias}
+        named |= {"kernel": kernel, "bias": bias, "z": named["residual"]}
         return entry.function(**{name: named[name] for name in entry.names}, **options)
 
     return call
@@ -141,6 +141,20 @@ def test_residual(function):
         function(X, None)
     with pytest.raises(TypeError, match=r"residual must have one of the dtypes"):
         function(X, jnp.ones((4, 8), "int32"))
+
+
+def test_gated_norms():
+    with pytest.raises(ValueError, match=r"z must have shape \(4, 8\), that of x; got float32\[8\]"):
+        jln.rms_norm_gated(X, SCALE)
+    with pytest.raises(ValueError, match=r"z must have shape \(4, 8\), that of x; got float32\[4,1\]"):
+        jln.rms_norm_gated(X, jnp.ones((4, 1), "float32"))
+    with pytest.raises(TypeError, match=r"z must be an array; got NoneType"):
+        jln.rms_norm_gated(X, None)
+    with pytest.raises(TypeError, match=r"z must have one of the dtypes .*got int32\[4,8\]"):
+        jln.rms_norm_gated(X, jnp.ones((4, 8), "int32"))
+    for wrong in (1, None, "yes", jnp.asarray(True)):
+        with pytest.raises(TypeError, match="norm_before_gate must be a static bool"):
+            jln.rms_norm_gated(X, X, norm_before_gate=wrong)
 
 
 # Of the functions that add x and a residual of the shape (2, 4, 8).
@@ -222,7 +236,7 @@ class Holder:
 
 NAMES = {entry.function: entry.names for entry in FORMS.values()}
 SHAPES = {"x": (4, 8), "residual": (4, 8), "scale": (8,), "offset": (8,), "kernel": (8, 3), "bias": (3,)}
-SHAPES |= {"x_bias": (8,), "gate": (8,)}
+SHAPES |= {"x_bias": (8,), "gate": (8,), "z": (4, 8)}
 
 
 def with_one(name, make):

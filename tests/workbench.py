@@ -153,14 +153,10 @@ def truth(operator: Operator, operands, cotangent, total=None, *, zero_centered_
             terms = _largest(w * branch) + _largest(w) * np.max(np.abs(e)) if {"x_bias", "gate"} & {*given} else 0
             roundings["total"].append(eps * (_largest(v) + terms))
             v = total[rows].astype(wide)
-        # Of silu and of what multiplies it.
-        silu_rounding = 4 * eps
-        if "z" in given:
-            z = given["z"][rows].astype(wide)
-            share = 1 / (1 + np.exp(-z))
-            u, slope = z * share, share * (1 + z * (1 - share))
-            if gate_first:
-                v = v * u
+        silu_rounding = 4 * eps  # its own, and that of what it multiplies
+        u, slope = _silu(given["z"][rows].astype(wide)) if "z" in given else (1, 0)
+        if gate_first:
+            v = v * u
         rounding = eps * _largest(v)  # of the mean, and so of x - mean
         if operator.subtract_mean:
             v = v - v.mean(-1, keepdims=True)
@@ -228,6 +224,12 @@ def truth(operator: Operator, operands, cotangent, total=None, *, zero_centered_
     values |= sums
     roundings |= {n: np.sqrt(a) for n, a in squares.items()}
     return values, roundings
+
+
+def _silu(z):
+    """It and its derivative."""
+    share = 1 / (1 + np.exp(-z))
+    return z * share, share * (1 + z * (1 - share))
 
 
 def _largest(a):
