@@ -191,7 +191,9 @@ def backward(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: in
     g = _geometry(of_rows, parameters, norm, batch_dims, bool(sums))
     y, dx, dresidual, dz = (g.like_rows(d) for d in (dtypes.y, dtypes.dx, dtypes.dresidual, dtypes.dz))
     moved = _moved(dy, dtotal, total, x, y, dresidual, z, dz)
-    more = max(0, len(sums) - 2) + sum(a is not None for a in (gate, row_gate, x, z, dz))
+    more = max(0, len(sums) - 2) + sum(a is not None for a in (gate, row_gate, x, z))
+    if z is not None and not norm.switches.norm_before_gate:
+        more += 1  # silu(z), and what dz is made of, wait for the sums of their row
     plan = tiles.backward(g.h, g.inner, *moved, y is not None, target, has_dtotal=dtotal is not None, more=more)
     shared, ready = _shared(operands._asdict(), g)
     constants = {**g.constants, "SHARED": shared, "NORM": norm.switches}

@@ -70,6 +70,45 @@ def test_what_stands_before_a_sum_is_no_pass_of_its_own(name, operator):
     assert report.temp_bytes <= 15 * MB
 
 
+@pytest.mark.parametrize("name", [n for n, w in WORKLOADS.items() if w.entry.is_gated])
+def test_a_gated_norm_is_one_kernel_each_way(name):
+    """Every tensor once, 1.07 times at most, whichever goes first."""
+    workload = WORKLOADS[name]
+    report = program.compile_for(workload.step(workload.function()), *workload.step_arguments())
+    assert report.launches == len(triton_kernels(report)) == 3
+    assert report.bytes_total <= 1.07 * workload.bytes_once()
+    assert report.temp_bytes <= 5 * MB  # the partial sums of dscale
+
+
+@pytest.mark.parametrize("axis", [-1, 2])
+@pytest.mark.parametrize("form", ["gated", "rms_norm", "add_layer_norm"])
+def test_groups_in_a_row_are_read_in_place(form, axis):
+    """A scale of each group, on the axis directly before the normalised one: no copy of x, z or y, and dscale from the
+    same kernels.
+    """
+    x, scale = struct(4, 2048, 8, 512), struct(1, 1, 8, 512)
+    if axis == 2:
+        x, scale = struct(4, 64, 64, 2048), struct(1, 64, 64, 1)
+    rows = 3 if form == "gated" else 2 if form == "rms_norm" else 4
+
+    def step(x, more, scale, dy, dtotal):
+        def f(x, more, scale):
+            if form == "gated":
+                return jln.rms_norm_gated(x, more, scale, norm_before_gate=False, axis=axis)
+            if form == "rms_norm":
+                return jln.rms_norm(x, scale, axis=axis)
+            return jln.add_layer_norm(x, more, scale, axis=axis)
+
+        results, pullback = jax.vjp(f, x, more, scale)
+        gradients = pullback((dy, dtotal) if form == "add_layer_norm" else dy)
+        return results, gradients if form == "gated" else gradients[::2]
+
+    report = program.compile_for(step, x, x, scale, x, x)
+    assert report.launches == len(triton_kernels(report)) == 3
+    backward = {"gated": 5, "rms_norm": 3, "add_layer_norm": 4}[form]
+    assert report.bytes_total <= 1.03 * (rows + backward) * 2 * x.size
+
+
 def test_the_parameters_gradients_of_many_examples_cost_no_pass():
     """256 examples of 256 rows."""
     x, own = struct(256, 256, 512), struct(256, 1, 512)
