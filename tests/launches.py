@@ -133,11 +133,11 @@ def linear_launches(rows, h, n, dtypes, chip, switches, trial=None):
     recorder = Recorder(ALL_CHIPS[chip], trial)
     statistics = named(*((mean, rstd) if everything else (None, None)))
     wanted = linears.Outcome(tuple(named(dy)), *named(residual), *statistics)
-    operands = linears.Operands(x, residual, scale, offset, (kernel,), (bias,))
+    operands = linears.Operands(norms.Operands(x, residual, scale, offset), (kernel,), (bias,))
     jax.eval_shape(lambda operands: launcher.forward(operands, settings, wanted, 0, recorder), operands)
-    gradients = linears.Gradients(*named(x, scale, offset), tuple(named(kernel)), tuple(named(bias)))
+    gradients = linears.Gradients(norms.Gradients(*named(x, scale, offset)), tuple(named(kernel)), tuple(named(bias)))
     jax.eval_shape(
         lambda operands: launcher.backward(operands, settings, gradients, 0, recorder),
-        linears.Cotangents((dy,), residual, x, scale, offset, (kernel,), mean, rstd),
+        linears.Cotangents((dy,), norms.Cotangents(None, residual, x, scale, offset, mean, rstd), (kernel,)),
     )
     return recorder.launches

@@ -54,16 +54,14 @@ def call(workload: Workload, direction: str, target: Target) -> tuple[Callable[.
         kernels, y = tuple(jax.tree.leaves(shapes["kernel"])), tuple(jax.tree.leaves(shapes["y"]))
         biases = tuple(jax.tree.leaves(shapes.get("bias"))) or (None,) * len(features)
         settings = linears.NormLinear(norm, precision=None, features=(1,) * len(features), in_one=True)
-        parameters = {"scale": scale, "offset": offset, "kernel": kernels}
         sizes = workload.rows, workload.width, sum(features), dtype.name, target.chip
         if direction == "forward" and tiles.forward_tile(*sizes) is not None:
             dtypes = linears.Outcome(y=dtypes_of(y), total=dtypes_of(residual), **kept)
-            operands = linears.Operands(x=x, residual=residual, bias=biases, **parameters)
+            operands = linears.Operands(norms.Operands(x, residual, scale, offset), kernels, biases)
             return functools.partial(linear_launcher.forward, settings=settings, dtypes=dtypes, **alone), operands
         if direction == "backward" and tiles.backward_plan(*sizes) is not None:
-            gradients = {f"d{name}": dtypes_of(a) for name, a in {"x": x, **parameters, "bias": biases}.items()}
-            dtypes = linears.Gradients(**gradients)
-            operands = linears.Cotangents(dy=y, **given, **parameters)
+            dtypes = linears.Gradients(norms.Gradients(*dtypes_of((x, scale, offset))), *dtypes_of((kernels, biases)))
+            operands = linears.Cotangents(y, norms.Cotangents(dy=None, scale=scale, offset=offset, **given), kernels)
             return functools.partial(linear_launcher.backward, settings=settings, dtypes=dtypes, **alone), operands
     if direction == "forward":
         kept = kept if "backward" in workload.directions else {"mean": None, "rstd": None}

@@ -8,17 +8,24 @@ import triton.language as tl
 
 @triton.jit
 def rows_of(tile, rows, H: tl.constexpr, INNER: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """The rows of one tile of a group, counted from the group's first: where they are among all rows, the offsets of
-    their first elements, and which of them exist.
+    """The rows of one tile of a group, counted from the group's first: where they are among all rows, the offset of the
+    tile's first element, those of their first elements from there, and which of them exist.
+
+    What differs between a thread's rows has 32 bits where it can, and is a constant.
     """
+    local = tl.arange(0, BLOCK_ROWS)
+    wide: tl.constexpr = tl.int64 if BLOCK_ROWS * H * INNER * INTERLEAVED >= 2**31 else tl.int32
     if INNER == 1:
-        row = tl.cast(tile, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        return row * INTERLEAVED, row * (H * INTERLEAVED), row < rows
+        first = tl.cast(tile, tl.int64) * BLOCK_ROWS
+        left = tl.minimum(rows - first, BLOCK_ROWS).to(tl.int32)
+        row = (first + local) * INTERLEAVED
+        return row, first * (H * INTERLEAVED), local.to(wide) * (H * INTERLEAVED), local < left
     else:
         tiles: tl.constexpr = (INNER + BLOCK_ROWS - 1) // BLOCK_ROWS
         outer = tl.cast(tile // tiles, tl.int64)
-        inner = tl.cast(tile % tiles, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        return outer * (INNER * INTERLEAVED) + inner, outer * (H * INNER * INTERLEAVED) + inner, inner < INNER
+        inner = tl.cast(tile % tiles, tl.int64) * BLOCK_ROWS
+        row = outer * (INNER * INTERLEAVED) + inner + local
+        return row, outer * (H * INNER * INTERLEAVED) + inner, local.to(wide), inner + local < INNER
 
 
 @triton.jit
@@ -38,18 +45,6 @@ def start_of(group, rows, H: tl.constexpr, INNER: tl.constexpr, INTERLEAVED: tl.
     else:
         together = size_of(rows, H, INNER) * INTERLEAVED
         return group // INTERLEAVED * together + group % INTERLEAVED * (H * INNER)
-
-
-@triton.jit
-def group_and_tile(tiles, INTERLEAVED: tl.constexpr):
-    """What a program takes, where each tile has one: of groups that lie interleaved, neighbours take neighbours."""
-    program = tl.program_id(0)
-    if INTERLEAVED == 1:
-        return (program // tiles).to(tl.int64), program % tiles
-    else:
-        together = program // INTERLEAVED
-        group = together // tiles * INTERLEAVED + program % INTERLEAVED
-        return group.to(tl.int64), together % tiles
 
 
 @triton.jit
@@ -76,20 +71,43 @@ def size_of(rows, H: tl.constexpr, INNER: tl.constexpr):
 def columns_from(first, H: tl.constexpr, INNER: tl.constexpr, BLOCK_H: tl.constexpr):
     """Column numbers from `first` on, their offsets in a row, and which of them exist."""
     column = first + tl.arange(0, BLOCK_H)
+    exists = column < H if H % BLOCK_H else tl.full([BLOCK_H], True, tl.int1)
     if H * INNER >= 2**31:
-        return column, column.to(tl.int64) * INNER, column < H
+        return column, column.to(tl.int64) * INNER, exists
     else:
-        return column, column * INNER, column < H
+        return column, column * INNER, exists
 
 
 @triton.constexpr_function
 def contains(names, name):
-    return name in names
+    return names is not None and name in names
 
 
 @triton.constexpr_function
 def position(names, name):
     return next(i for i, other in enumerate(names) if other == name)  # Triton's tuple has no `index`
+
+
+@triton.jit
+def group_of(program, programs, SHARED: tl.constexpr):
+    """A program's group, and its number there. SHARED is None where there is one group: to divide takes 28 of the 630
+    instructions of a thread that norms 64 elements, in `forward_kernel`.
+    """
+    if SHARED is None:
+        return (program * 0).to(tl.int64), program
+    else:
+        return (program // programs).to(tl.int64), program % programs
+
+
+@triton.jit
+def group_and_tile(tiles, SHARED: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """What a program takes, where each tile has one: of groups that lie interleaved, neighbours take neighbours."""
+    if INTERLEAVED == 1:
+        return group_of(tl.program_id(0), tiles, SHARED)
+    else:
+        together = tl.program_id(0) // INTERLEAVED
+        group = together // tiles * INTERLEAVED + tl.program_id(0) % INTERLEAVED
+        return group.to(tl.int64), together % tiles
 
 
 @triton.jit
@@ -99,6 +117,16 @@ def copy_of(group, SHARED: tl.constexpr, OPERAND: tl.constexpr, INTERLEAVED: tl.
         return group % INTERLEAVED
     else:
         return group
+
+
+@triton.jit
+def widened(a, COMPUTE: tl.constexpr):
+    """`a` in the compute dtype. Two elements of bfloat16 in a register take an instruction each, where conversions take
+    three; but not those that come from shared memory, as what a loop reads ahead.
+    """
+    if a.dtype == tl.bfloat16:
+        a = (a.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return a.to(COMPUTE)
 
 
 @triton.jit

@@ -4,8 +4,8 @@ Every kernel sees `x` as `[G, rows, H]`. A row's elements lie `INNER` apart: 1 w
 one; otherwise rows that differ in the axes behind it are neighbours in memory, and a tile takes `BLOCK_ROWS` of these.
 `G` counts the groups that vmap put in front, and the examples that have parameters of their own. Where these differ in
 axes directly before the normalised one, INTERLEAVED of them lie as `[G / INTERLEAVED, rows, INTERLEAVED, H]`, a row of
-each in turn; else that is 1. SHARED names the operands that have one copy for all groups. An array that is not there,
-and a result that nobody wants, is None for the compiler.
+each in turn; else that is 1. SHARED names the operands that have one copy for all groups, and is None where there is
+only one group. An array that is not there, and a result that nobody wants, is None for the compiler.
 
 The numbers in brackets are the equations of `jln._norm.formulas`.
 """
@@ -19,19 +19,21 @@ from jln._norm.access import (
     copy_of,
     first_row_of,
     group_and_tile,
+    group_of,
     load_scale,
     load_vector,
     position,
     rows_of,
     start_of,
     tiles_of,
+    widened,
 )
 
 
 @triton.jit
 def _load_branch(x_ptr, x_bias_ptr, at, mask, column, exists, COMPUTE: tl.constexpr):
     """What is gated: x, and its bias."""
-    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(COMPUTE)
+    x = widened(tl.load(x_ptr + at, mask=mask, other=0.0), COMPUTE)
     if x_bias_ptr is not None:
         x += tl.load(x_bias_ptr + column, mask=exists, other=0.0).to(COMPUTE)[None, :]
     return x
@@ -50,7 +52,7 @@ def _gated(a, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE: tl.cons
 @triton.jit
 def _load_silu(z_ptr, at, mask, COMPUTE: tl.constexpr):
     """(40)"""
-    z = tl.load(z_ptr + at, mask=mask, other=0.0).to(COMPUTE)
+    z = widened(tl.load(z_ptr + at, mask=mask, other=0.0), COMPUTE)
     share = 1.0 / (1.0 + tl.exp(-z))
     u = z * share
     return u, tl.fma(u, 1.0 - share, share)
@@ -65,7 +67,7 @@ def _load_total(
     x = _load_branch(x_ptr, x_bias_ptr, at, mask, column, exists, COMPUTE)
     if residual_ptr is not None:
         x = _gated(x, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE)
-        residual = tl.load(residual_ptr + at, mask=mask, other=0.0).to(COMPUTE)
+        residual = widened(tl.load(residual_ptr + at, mask=mask, other=0.0), COMPUTE)
         x = (x + residual).to(TOTAL).to(COMPUTE)
     if z_ptr is not None and not NORM.norm_before_gate:
         u, _ = _load_silu(z_ptr, at, mask, COMPUTE)
@@ -141,14 +143,13 @@ def forward_kernel(
     merged by the formula of Chan, Golub and LeVeque (1979), which loses nothing when the mean is large; nor do the
     thousands of chunks that rows side by side may have, by compensated sums.
     """
-    tiles = tiles_of(rows, INNER, BLOCK_ROWS)
-    group, tile = group_and_tile(tiles, INTERLEAVED)
-    row, start, valid = rows_of(tile, rows, H, INNER, INTERLEAVED, BLOCK_ROWS)
-    x_ptr += start_of(copy_of(group, SHARED, "x", INTERLEAVED), rows, H, INNER, INTERLEAVED)
+    group, tile = group_and_tile(tiles_of(rows, INNER, BLOCK_ROWS), SHARED, INTERLEAVED)
+    row, base, start, valid = rows_of(tile, rows, H, INNER, INTERLEAVED, BLOCK_ROWS)
+    x_ptr += start_of(copy_of(group, SHARED, "x", INTERLEAVED), rows, H, INNER, INTERLEAVED) + base
     if z_ptr is not None:
-        z_ptr += start_of(copy_of(group, SHARED, "z", INTERLEAVED), rows, H, INNER, INTERLEAVED)
+        z_ptr += start_of(copy_of(group, SHARED, "z", INTERLEAVED), rows, H, INNER, INTERLEAVED) + base
     if residual_ptr is not None:
-        residual_ptr += start_of(copy_of(group, SHARED, "residual", INTERLEAVED), rows, H, INNER, INTERLEAVED)
+        residual_ptr += start_of(copy_of(group, SHARED, "residual", INTERLEAVED), rows, H, INNER, INTERLEAVED) + base
     if x_bias_ptr is not None:
         x_bias_ptr += copy_of(group, SHARED, "x_bias", INTERLEAVED) * H
     if gate_ptr is not None:
@@ -156,13 +157,13 @@ def forward_kernel(
     if row_gate_ptr is not None:
         row_gate_ptr += first_row_of(copy_of(group, SHARED, "row_gate", INTERLEAVED), rows, INNER, INTERLEAVED)
     if total_ptr is not None:
-        total_ptr += start_of(group, rows, H, INNER, INTERLEAVED)
+        total_ptr += start_of(group, rows, H, INNER, INTERLEAVED) + base
     if scale_ptr is not None:
         scale_ptr += copy_of(group, SHARED, "scale", INTERLEAVED) * H
     if offset_ptr is not None:
         offset_ptr += copy_of(group, SHARED, "offset", INTERLEAVED) * H
     if y_ptr is not None:
-        y_ptr += start_of(group, rows, H, INNER, INTERLEAVED)
+        y_ptr += start_of(group, rows, H, INNER, INTERLEAVED) + base
 
     mean = tl.zeros([BLOCK_ROWS], COMPUTE)
     row_gate = load_vector(row_gate_ptr, row, valid, BLOCK_ROWS, COMPUTE)
@@ -176,7 +177,7 @@ def forward_kernel(
         )  # fmt: skip
         if NORM.subtract_mean:
             mean = tl.sum(x, axis=1) * (1.0 / H)  # (1)
-        centred = tl.where(mask, x - mean[:, None], 0.0)
+        centred = tl.where(exists[None, :], x - mean[:, None], 0.0)
         rstd = tl.rsqrt(tl.sum(centred * centred, axis=1) * (1.0 / H) + EPSILON)  # (2)
         _store_rows(
             x, mean, rstd, z_ptr, scale_ptr, offset_ptr, y_ptr, total_ptr, at, mask, column, exists,
@@ -225,28 +226,29 @@ def forward_kernel(
 
 @triton.jit
 def _load_row_terms(
-    dy_ptr, total_ptr, z_ptr, at, mask, mean, rstd, scale, NORM: tl.constexpr, COMPUTE: tl.constexpr
+    dy_ptr, total_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, NORM: tl.constexpr, COMPUTE: tl.constexpr
 ):  # fmt: skip
     """dy, x_hat and dy * scale of a tile, 0 outside: there -mean * rstd might overflow, and 0 * inf is NaN. With z also
     silu(z), and what dz is a multiple of by (43) or (44); dy is then the cotangent of the norm's result.
     """
-    x = tl.load(total_ptr + at, mask=mask, other=0.0).to(COMPUTE)
-    dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(COMPUTE)
+    x = tl.load(total_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
+    dy = tl.load(dy_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
     u, of_dz = x, x
     if z_ptr is not None:
-        u, of_dz = _load_silu(z_ptr, at, mask, COMPUTE)
+        u, of_dz = _load_silu(z_ptr + base, at, mask, COMPUTE)
         if NORM.norm_before_gate:
             of_dz *= dy
             dy *= u
         else:
             of_dz *= x
             x *= u
-    return dy, tl.where(mask, (x - mean[:, None]) * rstd[:, None], 0.0), dy * scale[None, :], u, of_dz
+    x_hat = tl.where(exists[None, :], (x - mean[:, None]) * rstd[:, None], 0.0)
+    return dy, x_hat, dy * scale[None, :], u, of_dz
 
 
 @triton.jit
 def _row_sums(
-    dy_ptr, total_ptr, z_ptr, scale_ptr, start, valid, mean, rstd,
+    dy_ptr, total_ptr, z_ptr, base, scale_ptr, start, valid, mean, rstd,
     H: tl.constexpr, INNER: tl.constexpr, NORM: tl.constexpr,
     COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -259,8 +261,8 @@ def _row_sums(
         mask = valid[:, None] & exists[None, :]
         scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
         _, x_hat, scaled, _, _ = _load_row_terms(
-            dy_ptr, total_ptr, z_ptr, at, mask, mean, rstd, scale, NORM, COMPUTE
-        )  # fmt: skip
+            dy_ptr, total_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, NORM, COMPUTE
+        )
         c1 += scaled
         c2 = tl.fma(scaled, x_hat, c2)
     return tl.sum(c1, axis=1) * (1.0 / H), tl.sum(c2, axis=1) * (1.0 / H)  # (7), (8)
@@ -287,9 +289,8 @@ def row_sums_kernel(
     BLOCK_H: tl.constexpr,
 ):
     """c1 and c2 of one tile of rows a program, for rows too wide for `backward_kernel` to add up itself."""
-    tiles = tiles_of(rows, INNER, BLOCK_ROWS)
-    group, tile = group_and_tile(tiles, INTERLEAVED)
-    row, start, valid = rows_of(tile, rows, H, INNER, INTERLEAVED, BLOCK_ROWS)
+    group, tile = group_and_tile(tiles_of(rows, INNER, BLOCK_ROWS), SHARED, INTERLEAVED)
+    row, base, start, valid = rows_of(tile, rows, H, INNER, INTERLEAVED, BLOCK_ROWS)
     dy_ptr += start_of(copy_of(group, SHARED, "dy", INTERLEAVED), rows, H, INNER, INTERLEAVED)
     total_ptr += start_of(copy_of(group, SHARED, "total", INTERLEAVED), rows, H, INNER, INTERLEAVED)
     if z_ptr is not None:
@@ -302,7 +303,7 @@ def row_sums_kernel(
     mean = load_vector(mean_ptr, row, valid, BLOCK_ROWS, COMPUTE)
     rstd = load_vector(rstd_ptr, row, valid, BLOCK_ROWS, COMPUTE)
     c1, c2 = _row_sums(
-        dy_ptr, total_ptr, z_ptr, scale_ptr, start, valid, mean, rstd,
+        dy_ptr, total_ptr, z_ptr, base, scale_ptr, start, valid, mean, rstd,
         H, INNER, NORM, COMPUTE, BLOCK_ROWS, BLOCK_H,
     )  # fmt: skip
     if c1_ptr is not None:
@@ -373,8 +374,7 @@ def backward_kernel(
     """
     chunks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     chunk = tl.program_id(0) % chunks
-    program = tl.program_id(0) // chunks % programs
-    group = (tl.program_id(0) // chunks // programs).to(tl.int64)
+    group, program = group_of(tl.program_id(0) // chunks, programs, SHARED)
     dy_ptr += start_of(copy_of(group, SHARED, "dy", INTERLEAVED), rows, H, INNER, INTERLEAVED)
     total_ptr += start_of(copy_of(group, SHARED, "total", INTERLEAVED), rows, H, INNER, INTERLEAVED)
     rstd_ptr += first_row_of(copy_of(group, SHARED, "rstd", INTERLEAVED), rows, INNER, INTERLEAVED)
@@ -420,7 +420,7 @@ def backward_kernel(
     dx_bias = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
     dgate = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
     for tile in tl.range(program, tiles_of(rows, INNER, BLOCK_ROWS), programs, num_stages=STAGES):
-        row, start, valid = rows_of(tile, rows, H, INNER, INTERLEAVED, BLOCK_ROWS)
+        row, base, start, valid = rows_of(tile, rows, H, INNER, INTERLEAVED, BLOCK_ROWS)
         at = start[:, None] + step[None, :]
         mask = valid[:, None] & exists[None, :]
         mean = load_vector(mean_ptr, row, valid, BLOCK_ROWS, COMPUTE)
@@ -431,17 +431,17 @@ def backward_kernel(
                 c2 = load_vector(c2_ptr, row, valid, BLOCK_ROWS, COMPUTE)
             elif BLOCK_H < H:
                 c1, c2 = _row_sums(
-                    dy_ptr, total_ptr, z_ptr, scale_ptr, start, valid, mean, rstd,
+                    dy_ptr, total_ptr, z_ptr, base, scale_ptr, start, valid, mean, rstd,
                     H, INNER, NORM, COMPUTE, BLOCK_ROWS, BLOCK_H,
                 )  # fmt: skip
         if BLOCK_H < H:  # held through `_row_sums` it would spill
             scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
         dy, x_hat, scaled, u, of_dz = _load_row_terms(
-            dy_ptr, total_ptr, z_ptr, at, mask, mean, rstd, scale, NORM, COMPUTE
-        )  # fmt: skip
+            dy_ptr, total_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, NORM, COMPUTE
+        )
         if dz_ptr is not None and NORM.norm_before_gate:
             dz = of_dz * (x_hat * scale[None, :])  # (43)
-            tl.store(dz_ptr + at, dz.to(dz_ptr.dtype.element_ty), mask=mask)
+            tl.store(dz_ptr + base + at, dz.to(dz_ptr.dtype.element_ty), mask=mask)
         if PULLS:
             if BLOCK_H >= H:
                 c1 = tl.sum(scaled, axis=1) * (1.0 / H)  # (7)
@@ -451,15 +451,15 @@ def backward_kernel(
                 dx = tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1 * rstd)[:, None])
             dx = tl.fma(scaled, rstd[:, None], dx)
             if dtotal_ptr is not None:
-                dx += tl.load(dtotal_ptr + at, mask=mask, other=0.0).to(COMPUTE)
+                dx += tl.load(dtotal_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
             if z_ptr is not None and not NORM.norm_before_gate:  # (44)
                 if dz_ptr is not None:
-                    tl.store(dz_ptr + at, (dx * of_dz).to(dz_ptr.dtype.element_ty), mask=mask)
+                    tl.store(dz_ptr + base + at, (dx * of_dz).to(dz_ptr.dtype.element_ty), mask=mask)
                 dx *= u
             if dresidual_ptr is not None:
-                tl.store(dresidual_ptr + at, dx.to(dresidual_ptr.dtype.element_ty), mask=mask)  # (24)
+                tl.store(dresidual_ptr + base + at, dx.to(dresidual_ptr.dtype.element_ty), mask=mask)  # (24)
             if x_ptr is not None:
-                branch = _load_branch(x_ptr, x_bias_ptr, at, mask, column, exists, COMPUTE)
+                branch = _load_branch(x_ptr + base, x_bias_ptr, at, mask, column, exists, COMPUTE)
                 if contains(SUMS, "dgate"):
                     dgate = tl.fma(dx, branch, dgate)  # (27)
                 if drow_gate_ptr is not None:
@@ -469,10 +469,10 @@ def backward_kernel(
             if contains(SUMS, "dx_bias"):
                 dx_bias += dx  # (26)
             if dx_ptr is not None:
-                tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+                tl.store(dx_ptr + base + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if y_ptr is not None:
             y = _affine(x_hat, scale, offset_ptr, column, exists, COMPUTE)
-            tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+            tl.store(y_ptr + base + at, y.to(y_ptr.dtype.element_ty), mask=mask)
         if contains(SUMS, "dscale"):
             dscale = tl.fma(dy, x_hat, dscale)  # (6)
         if contains(SUMS, "doffset"):

@@ -217,7 +217,7 @@ def _jitted(settings: Settings, forward_mode: bool, arrays: Arrays) -> Results:
     def arranged_and_back(arrays: Arrays) -> Results:
         given, kernels, biases = arrays
         of_norm, norm, back = arranged(given, (given.x.ndim - 1,), settings.norm_linear.norm)
-        operands = Operands(**of_norm._asdict(), kernel=kernels, bias=biases)
+        operands = Operands(of_norm, kernels, biases)
         how = settings.norm_linear.precision, settings.implementation
         norm_linear = dataclasses.replace(settings.norm_linear, norm=norm, in_one=few_features(operands, norm, *how))
         settled = dataclasses.replace(settings, norm_linear=norm_linear)
