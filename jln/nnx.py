@@ -266,8 +266,11 @@ class DeferringRMSNorm(RMSNorm):
         residual: jax.Array | None = None,
         x_bias: jax.Array | None = None,
         gate: _modules.Gate = None,
+        z: jax.Array | None = None,
+        norm_before_gate: bool = True,
     ) -> Any:
-        return _computed(self, x, mask, residual, x_bias, gate, defers=not _is_captured(self))
+        of_gate = {"z": z, "norm_before_gate": norm_before_gate}
+        return _computed(self, x, mask, residual, x_bias, gate, z is None and not _is_captured(self), **of_gate)
 
 
 def _is_captured(layer: nnx.Module) -> bool:

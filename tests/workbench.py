@@ -84,7 +84,7 @@ def named(name: str, shape, dtype, *, features=(), **options):
     """All that the operator takes, by name; of several Linears, where `features` has a tuple for each, every second is
     without a bias.
     """
-    operator = (OPERATORS | LINEAR_OPERATORS)[name]
+    operator = (OPERATORS | LINEAR_OPERATORS | GATED)[name]
     several = bool(features) and isinstance(features[0], tuple)
     made = [
         dict(zip(operator.kind.names, arguments(operator, shape, dtype, features=f, **options), strict=True))
