@@ -211,6 +211,20 @@ def test_one_kernel_each_way_and_a_reduction(form, some, expected):
     assert forward[0] == "forward_kernel" and backward == expected
 
 
+def test_dz_alone_needs_no_row_sums():
+    """Where the norm goes first: rows of several chunks are read once."""
+    if not target.interpreting():
+        pytest.skip("kernels are compiled here")
+    given, function = made(GATED[0], shape=(3, 70000), dtype="float32")
+
+    def of_z(z):
+        return jnp.sum(function(jln, implementation="triton")(**given | {"z": z}))
+
+    with target.recording() as launches:
+        jax.jit(jax.grad(of_z)).lower(given["z"])
+    assert [run.kernel.fn.__name__ for run in launches] == ["forward_kernel", BACKWARD]
+
+
 @pytest.mark.parametrize("form", (*GATED, "layer_norm"))
 def test_rows_are_independent_and_runs_alike(form):
     """Bit for bit, of groups whose rows lie interleaved: y, dx and dz of some rows by themselves are what they are

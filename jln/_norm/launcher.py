@@ -118,7 +118,7 @@ def _geometry(
     plain = all(a is None or a.shape[:batch_dims] == batch for a in row_operands) and all(
         a is None or math.prod(a.shape[:batch_dims]) == 1 for a in parameters
     )
-    return _Geometry(shape, axis, batch, per_example_gradients or not plain, norm.interleaved)
+    return _Geometry(shape, axis, batch, grouped=per_example_gradients or not plain, interleaved=norm.interleaved)
 
 
 def _shared(operands: dict[str, jax.Array | None], geometry: _Geometry) -> tuple[Any, dict[str, Any]]:

@@ -135,7 +135,8 @@ def kept(operands: Operands, outcome: Any, needed: Container[str], subtract_mean
     if not operands.gated:
         branch |= {"x": None, "x_bias": None}
     branch = {n: a if a is None or n in needed else Unneeded(a) for n, a in branch.items()}
-    total, z = operands.x if outcome.total is None else outcome.total, operands.z
+    total = operands.x if outcome.total is None else outcome.total
+    z = operands.z
     if "rstd" in needed:
         mean, rstd = named_statistics(outcome.mean, outcome.rstd)
     else:

@@ -5,9 +5,10 @@ axis, sums in too few bits. `old` must be in the file exactly once.
 """
 
 from compiled import COMPILED
+from gated import GATED_NORMS
 from junction import SUMS
 from kernels import KERNELS
 from linears import LINEARS
 from rules import RULES
 
-MUTANTS = [*KERNELS, *LINEARS, *SUMS, *COMPILED, *RULES]
+MUTANTS = [*KERNELS, *LINEARS, *SUMS, *GATED_NORMS, *COMPILED, *RULES]

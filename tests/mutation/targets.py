@@ -51,6 +51,7 @@ FROZEN = "tests/test_frozen.py::"
 DIFFERENCES = "tests/test_testing_differences.py::"
 SHARDING = "tests/test_sharding.py::"
 JUNCTION = "tests/test_junction.py::"
+GATED = "tests/test_gated.py::"
 JUNCTION_MESH = "tests/test_junction_mesh.py::"
 EXECUTED = "tests/executed/"
 
