@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm, alone and with a residual added first: one operator, four public functions."""
+"""LayerNorm and RMSNorm, alone, with a residual added first, and gated: one operator, five public functions."""
 
 from __future__ import annotations
 
