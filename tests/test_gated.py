@@ -73,7 +73,8 @@ AXES = (-1, 1, (3, 1), (2, 3))
 CASES = [
     *itertools.product(GATED, ("shared", "by example", GROUPS), AXES),
     *itertools.product(GATED, ("by row",), (-1,)),
-    *itertools.product(("layer_norm", "add_layer_norm"), (GROUPS,), (-1, 2)),
+    *itertools.product(("layer_norm", "add_layer_norm"), (GROUPS,), (-1,)),
+    *itertools.product((*GATED, "layer_norm"), ("over an axis in the middle",), (2,)),
 ]
 
 

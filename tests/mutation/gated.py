@@ -7,9 +7,10 @@ FIRST, LAST = (
     {how: (f"{VALUES}[{how}-the {form} first-shared--1]",) for how in ("triton", "xla")} for form in ("norm", "gate")
 )
 GROUPS = (f"{VALUES}[triton-the gate first-over the last--1]",)
-GROUPS_SIDE_BY_SIDE = (
-    f"{VALUES}[triton-the norm first-over the last-1]",
-    f"{VALUES}[triton-layer_norm-over the last-2]",
+GROUPS_SIDE_BY_SIDE = (f"{VALUES}[triton-the norm first-over an axis in the middle-2]",)
+GROUPS_OF_TILES = (
+    f"{EXECUTED}test_gated.py::test_groups[rms_norm_gated,norm_before_gate=False-40x4x128-bfloat16-small-h200-"
+    "of_groups=True]",
 )
 IN_CHUNKS = (f"{GATED}test_accuracy[triton-rms_norm_gated, norm_before_gate=False-(2, 20000)-float32]",)
 SHARED = (f"{GATED}test_groups_under_vmap_of_some_arguments[triton]",)
@@ -135,7 +136,7 @@ GATED_NORMS = [
         ("tests/test_matrix.py::test_forward_mode[rms_norm_gated-s-xla-jvp]",),
     ),
     # Groups that lie interleaved
-    Mutant("rows of a group taken for neighbours", ACCESS, "first * (H * INTERLEAVED)", "first * H", GROUPS),
+    Mutant("rows of a group taken for neighbours", ACCESS, "first * (H * INTERLEAVED)", "first * H", GROUPS_OF_TILES),
     Mutant("a group's first row where its block's is", ACCESS, "+ group % INTERLEAVED * (H * INNER)", "", GROUPS),
     Mutant("a group's statistics where its block's are", ACCESS, "+ group % INTERLEAVED * INNER", "", GROUPS),
     Mutant(
@@ -160,10 +161,7 @@ GATED_NORMS = [
         NORM_LAUNCH,
         "geometry.grouped or geometry.interleaved else None",
         "geometry.grouped else None",
-        (
-            f"{EXECUTED}test_gated.py::test_groups[rms_norm_gated,norm_before_gate=False-"
-            "40x4x128-bfloat16-small-h200-of_groups=True]",
-        ),
+        GROUPS,
     ),
     Mutant(
         "a sum of all groups",
