@@ -245,7 +245,7 @@ def _doffset_from(dbias: Array, kernel: Array, axes: _Axes) -> Array:
 def tangent(operands: tuple[Operands, Saved], settings: NormLinear, dtypes: Results, batch_dims: int) -> Results:
     """Term (20), linear in the tangents, of which those that are None are zero."""
     tangents, (of_norm, offset, kernels) = operands
-    total, scale, mean, rstd, _ = of_norm
+    total, scale, mean, rstd, *_ = of_norm
     batch = jnp_norms.common_batch(batch_dims, *jax.tree.leaves(operands))
     dz, dtotal = jnp_norms.tangent(
         (tangents.of_norm, of_norm), settings.norm, norm.Results(rstd.dtype.name, dtypes.total), batch_dims
