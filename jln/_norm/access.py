@@ -18,14 +18,16 @@ def rows_of(tile, rows, H: tl.constexpr, INNER: tl.constexpr, INTERLEAVED: tl.co
     if INNER == 1:
         first = tl.cast(tile, tl.int64) * BLOCK_ROWS
         left = tl.minimum(rows - first, BLOCK_ROWS).to(tl.int32)
+        valid = local < left if BLOCK_ROWS > 1 else tl.full([1], True, tl.int1)  # a tile has a row
         row = (first + local) * INTERLEAVED
-        return row, first * (H * INTERLEAVED), local.to(wide) * (H * INTERLEAVED), local < left
+        return row, first * (H * INTERLEAVED), local.to(wide) * (H * INTERLEAVED), valid
     else:
         tiles: tl.constexpr = (INNER + BLOCK_ROWS - 1) // BLOCK_ROWS
         outer = tl.cast(tile // tiles, tl.int64)
         inner = tl.cast(tile % tiles, tl.int64) * BLOCK_ROWS
+        valid = inner + local < INNER if INNER % BLOCK_ROWS else tl.full([BLOCK_ROWS], True, tl.int1)
         row = outer * (INNER * INTERLEAVED) + inner + local
-        return row, outer * (H * INNER * INTERLEAVED) + inner, local.to(wide), inner + local < INNER
+        return row, outer * (H * INNER * INTERLEAVED) + inner, local.to(wide), valid
 
 
 @triton.jit
