@@ -20,7 +20,9 @@ Gate = jax.Array | float | None
 
 
 class Given(NamedTuple):
-    """The arrays as the user gives them."""
+    """The arrays as the user gives them. A residual is `residual` where the norm is of the sum, `added` where it is in
+    the sum.
+    """
 
     x: Any
     residual: Any = None
@@ -28,20 +30,25 @@ class Given(NamedTuple):
     offset: Any = None
     x_bias: Any = None
     gate: Any = None
+    added: Any = None
 
 
-def checked(given: Given, axis: Axis, *, adds: bool) -> tuple[Given, tuple[int, ...]]:
-    """-> (all of them of supported dtypes, and of shapes that they may have; the normalised axes)"""
+def checked(given: Given, axis: Axis, *, adds: str | None) -> tuple[Given, tuple[int, ...]]:
+    """adds: which of the two residuals there must be.
+
+    -> (all of them of supported dtypes, and of shapes that they may have; the normalised axes)
+    """
     x = _checks.array("x", given.x)
-    residual = _checks.array("residual", given.residual) if adds else None
+    summand = _checks.array("residual", getattr(given, adds)) if adds else None
     axes = _checks.axes(axis, x)
     normalised = tuple(x.shape[a] for a in axes)
-    _checks.shape("residual", residual, x.shape, "that of x")
+    _checks.shape("residual", summand, x.shape, "that of x")
     scale = _checks.parameter("scale", given.scale, x, axes, normalised)
     offset = _checks.parameter("offset", given.offset, x, axes, normalised)
     x_bias = _checks.optional_array("x_bias", given.x_bias)
     _checks.shape("x_bias", x_bias, normalised, "that of x's normalised axes")
-    return Given(x, residual, scale, offset, x_bias, _checks.gate(given.gate, x, residual, axes)), axes
+    residual, added = (summand if adds == which else None for which in ("residual", "added"))
+    return Given(x, residual, scale, offset, x_bias, _checks.gate(given.gate, x, residual, axes), added), axes
 
 
 def _adjacent(order: list[int]) -> bool:
@@ -79,7 +86,7 @@ def arranged(
     gates = {"gate": given.gate, "row_gate": None}
     if given.gate is not None and given.gate.shape != normalised and all(given.gate.shape[a] == 1 for a in axes):
         gates = {"gate": None, "row_gate": given.gate}
-    rows = {"x": x, "residual": given.residual}
+    rows = {"x": x, "residual": given.residual, "added": given.added}
     parameters = {"scale": given.scale, "offset": given.offset, "x_bias": given.x_bias} | gates
     operands = Operands(**jax.tree.map(on_one_axis, rows), **jax.tree.map(of_same_rank, parameters))
     with jax.numpy_dtype_promotion("standard"):  # every dtype is chosen on purpose, whatever the user's mode

@@ -68,7 +68,7 @@ def _affine(x_hat, scale, offset_ptr, column, exists, COMPUTE: tl.constexpr):
 
 @triton.jit
 def _store_rows(
-    x, mean, rstd, scale_ptr, offset_ptr, y_ptr, total_ptr, at, mask, column, exists,
+    x, mean, rstd, scale_ptr, offset_ptr, added_ptr, y_ptr, total_ptr, at, mask, column, exists,
     ZERO_CENTERED: tl.constexpr, BLOCK_H: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Of what was normalised and its norm, what is wanted."""
@@ -78,6 +78,8 @@ def _store_rows(
         scale = load_scale(scale_ptr, column, exists, ZERO_CENTERED, BLOCK_H, COMPUTE)
         x_hat = (x - mean[:, None]) * rstd[:, None]  # (3)
         y = _affine(x_hat, scale, offset_ptr, column, exists, COMPUTE)
+        if added_ptr is not None:
+            y = y + tl.load(added_ptr + at, mask=mask, other=0.0)  # (30), in the wider of the two types
         tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -98,6 +100,7 @@ def forward_kernel(
     row_gate_ptr,  # [G, rows]
     scale_ptr,  # [G, H]
     offset_ptr,  # [G, H]
+    added_ptr,  # [G, rows, H]
     rows,
     y_ptr,  # [G, rows, H]
     total_ptr,  # [G, rows, H]
@@ -140,6 +143,8 @@ def forward_kernel(
         scale_ptr += copy_of(group, SHARED, "scale") * H
     if offset_ptr is not None:
         offset_ptr += copy_of(group, SHARED, "offset") * H
+    if added_ptr is not None:
+        added_ptr += copy_of(group, SHARED, "added") * size
     if y_ptr is not None:
         y_ptr += group * size
 
@@ -157,7 +162,7 @@ def forward_kernel(
         centred = tl.where(mask, x - mean[:, None], 0.0)
         rstd = tl.rsqrt(tl.sum(centred * centred, axis=1) * (1.0 / H) + EPSILON)  # (2)
         _store_rows(
-            x, mean, rstd, scale_ptr, offset_ptr, y_ptr, total_ptr, at, mask, column, exists,
+            x, mean, rstd, scale_ptr, offset_ptr, added_ptr, y_ptr, total_ptr, at, mask, column, exists,
             ZERO_CENTERED, BLOCK_H, COMPUTE,
         )  # fmt: skip
     else:
@@ -211,7 +216,7 @@ def forward_kernel(
                 COMPUTE,
             )
             _store_rows(
-                x, mean, rstd, scale_ptr, offset_ptr, y_ptr, total_ptr, at, mask, column, exists,
+                x, mean, rstd, scale_ptr, offset_ptr, added_ptr, y_ptr, total_ptr, at, mask, column, exists,
                 ZERO_CENTERED, BLOCK_H, COMPUTE,
             )  # fmt: skip
 

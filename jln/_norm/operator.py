@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm, alone and with a residual added first: one operator, four public functions."""
+"""LayerNorm and RMSNorm, alone, and with a residual added in front or behind: one operator, six public functions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jln import _checks
@@ -130,7 +131,7 @@ def add_layer_norm(
     """
     static = axis, epsilon, zero_centered_scale, dtype, implementation, forward_mode
     arrays = Given(x, residual, scale, offset, x_bias, gate)
-    return tuple(_checked(arrays, *static, adds=True, subtract_mean=True))
+    return tuple(_checked(arrays, *static, adds="residual", subtract_mean=True))
 
 
 def add_rms_norm(
@@ -152,7 +153,62 @@ def add_rms_norm(
     """
     static = axis, epsilon, zero_centered_scale, dtype, implementation, forward_mode
     arrays = Given(x, residual, scale, None, x_bias, gate)
-    return tuple(_checked(arrays, *static, adds=True, subtract_mean=False))
+    return tuple(_checked(arrays, *static, adds="residual", subtract_mean=False))
+
+
+def layer_norm_add(
+    x: jax.Array,
+    residual: jax.Array,
+    scale: jax.Array | None = None,
+    offset: jax.Array | None = None,
+    *,
+    axis: Axis = -1,
+    epsilon: float = 1e-6,
+    zero_centered_scale: bool = False,
+    dtype: DTypeLike | None = None,
+    implementation: str | None = None,
+    forward_mode: bool = False,
+) -> jax.Array:
+    """`residual + layer_norm(x, scale, offset)`: a norm of the branch alone, in front of the sum (Swin 2).
+
+    The norm and the sum are in float32 (float64 for a float64 `x`, and the sum for a float64 `residual`) and rounded
+    once. `x` is all of its size that is kept for the backward pass, and the gradient of `residual` is that of the
+    result. Guarantees and errors are those of `layer_norm`.
+
+    Args:
+      x: as in `layer_norm`.
+      residual: `x`'s shape; any supported dtype.
+      scale: as in `layer_norm`.
+      offset: as in `layer_norm`.
+      axis: as in `layer_norm`.
+      epsilon: as in `layer_norm`.
+      zero_centered_scale: as in `layer_norm`.
+      dtype: of the result. None: the promoted dtype of `x` and `residual`.
+      implementation: as in `layer_norm`.
+      forward_mode: as in `layer_norm`.
+
+    Returns:
+      y: `x`'s shape, in `dtype`.
+    """
+    static = axis, epsilon, zero_centered_scale, dtype, implementation, forward_mode
+    return _checked(Given(x, None, scale, offset, added=residual), *static, adds="added", subtract_mean=True).y
+
+
+def rms_norm_add(
+    x: jax.Array,
+    residual: jax.Array,
+    scale: jax.Array | None = None,
+    *,
+    axis: Axis = -1,
+    epsilon: float = 1e-6,
+    zero_centered_scale: bool = False,
+    dtype: DTypeLike | None = None,
+    implementation: str | None = None,
+    forward_mode: bool = False,
+) -> jax.Array:
+    """`residual + rms_norm(x, scale)` (OLMo 2); arguments and result are those of `layer_norm_add`."""
+    static = axis, epsilon, zero_centered_scale, dtype, implementation, forward_mode
+    return _checked(Given(x, None, scale, added=residual), *static, adds="added", subtract_mean=False).y
 
 
 def normalised(
@@ -170,7 +226,8 @@ def normalised(
     The frameworks' own layers can be differentiated in forward mode, so these can.
     """
     static = axis, epsilon, False, dtype, implementation, True
-    return _checked(given, *static, adds=given.residual is not None, subtract_mean=subtract_mean)
+    adds = next((name for name in ("residual", "added") if getattr(given, name) is not None), None)
+    return _checked(given, *static, adds=adds, subtract_mean=subtract_mean)
 
 
 # From the public functions to the operator
@@ -186,8 +243,9 @@ def _checked(
     forward_mode: bool,
     *,
     subtract_mean: bool,
-    adds: bool = False,
+    adds: str | None = None,
 ) -> Results:
+    """adds: which residual of `Given` there must be."""
     arrays, axes = checked(given, axis, adds=adds)
     norm = Norm(
         merged_axis(axes, arrays.x.ndim),
@@ -195,7 +253,8 @@ def _checked(
         subtract_mean,
         _checks.zero_centered_scale(zero_centered_scale, arrays.scale),
     )
-    settings = Settings(norm, _checks.dtype(dtype, arrays.x.dtype), _checks.implementation(implementation))
+    given = arrays.x.dtype if arrays.added is None else jnp.promote_types(arrays.x.dtype, arrays.added.dtype)
+    settings = Settings(norm, _checks.dtype(dtype, given), _checks.implementation(implementation))
     forward_mode = _checks.flag("forward_mode", forward_mode)
     return _jitted(settings, axes, forward_mode, arrays)
 

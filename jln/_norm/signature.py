@@ -36,8 +36,9 @@ class Settings:
 
 
 class Operands(NamedTuple):
-    """x, residual [*lead, H, *inner]; x_bias, gate, scale, offset [1, ..., H, ..., 1]; row_gate [*lead, 1, *inner], the
-    gate where it has one value a row. All but x may be None; without a residual there is neither gate nor x_bias.
+    """x, residual, added [*lead, H, *inner]; x_bias, gate, scale, offset [1, ..., H, ..., 1]; row_gate [*lead, 1,
+    *inner], the gate where it has one value a row. All but x may be None; without a residual, which is added in front
+    of the norm, there is neither gate nor x_bias. added: what y is added to.
     """
 
     x: Any
@@ -47,6 +48,7 @@ class Operands(NamedTuple):
     x_bias: Any = None
     gate: Any = None
     row_gate: Any = None
+    added: Any = None
 
     @property
     def gated(self) -> bool:

@@ -204,7 +204,7 @@ def _checked(
     subtract_mean: bool,
     adds: bool = False,
 ) -> Any:
-    arrays, _ = checked(given, -1, adds=adds)
+    arrays, _ = checked(given, -1, adds="residual" if adds else None)
     kernels, biases = _checks.linears(kernel, bias, arrays.x)
     norm = Norm(
         -1,
@@ -242,7 +242,7 @@ def _jitted(settings: Settings, forward_mode: bool, arrays: Arrays) -> Results:
     def arranged_and_back(arrays: Arrays) -> Results:
         given, kernels, biases = arrays
         of_norm, norm, back = arranged(given, (given.x.ndim - 1,), settings.norm_linear.norm)
-        operands = Operands(**of_norm._asdict(), kernel=kernels, bias=biases)
+        operands = Operands.of(of_norm, kernel=kernels, bias=biases)
         how = settings.norm_linear.precision, settings.implementation
         norm_linear = dataclasses.replace(settings.norm_linear, norm=norm, in_one=few_features(operands, norm, *how))
         settled = dataclasses.replace(settings, norm_linear=norm_linear)

@@ -49,7 +49,7 @@ class _Dims:
 def _forward_layout(operands: Operands, settings: NormLinear, dtypes: Outcome, batch_dims: int) -> Layout:
     ndim = operands.x.ndim
     of, of_norm = _Dims(ndim, settings.features, batch_dims), norm.dims_of_operands(ndim, settings.norm, batch_dims)
-    given = Operands(**of_norm._asdict(), kernel=of.kernel, bias=of.bias)
+    given = Operands.of(of_norm, kernel=of.kernel, bias=of.bias)
     row = Result(of_norm.x)
     return Layout.of(operands, given, dtypes, Outcome(tuple(map(Result, of.y)), total=row, mean=row, rstd=row))
 
@@ -168,7 +168,7 @@ def _dtypes(wanted: Operands, total_dtype: str, gated: bool) -> Gradients:
 
 def _of_operands(found: Gradients, gated: bool, wanted: Operands) -> Operands:
     of_norm = norm.of_operands(found, gated, wanted)
-    return Operands(**of_norm._asdict(), kernel=found.dkernel, bias=found.dbias)
+    return Operands.of(of_norm, kernel=found.dkernel, bias=found.dbias)
 
 
 def _gradients(settings: Settings, saved: Saved, cotangents: Results, wanted: Operands) -> Operands:

@@ -55,9 +55,15 @@ class Operands(NamedTuple):
     gate: Any = None
     row_gate: Any = None
 
+    @classmethod
+    def of(cls, of_norm: norm.Operands, *, kernel: Any, bias: Any) -> Operands:
+        """of_norm: what is the norm's, of which some only a norm without a product takes."""
+        taken = {name: a for name, a in of_norm._asdict().items() if name in cls._fields}
+        return cls(**taken, kernel=kernel, bias=bias)
+
     @property
     def of_norm(self) -> norm.Operands:
-        return norm.Operands(**{name: getattr(self, name) for name in norm.Operands._fields})
+        return norm.Operands(**{n: a for n, a in self._asdict().items() if n in norm.Operands._fields})
 
 
 class Results(NamedTuple):
