@@ -62,7 +62,7 @@ def backward(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: in
         g = _geometry(of_rows, (scale, x_scale), norm.axis, batch_dims + norm.examples, bool(sums))
         dx, dresidual = g.like_rows(dtypes.dx), g.like_rows(dtypes.dresidual)
         if g.inner == 1:
-            tile = tiles.backward(g.h, *_moved(dy, dtotal, total, x, dx, dresidual))
+            tile = tiles.backward(g.h, *_moved(dy, dtotal, total, x, dx, dresidual), target.chip)
     if tile is None:
         one = functools.partial(norms.backward, target=target)
         return composed_backward(operands, norm, dtypes, batch_dims, one)

@@ -36,9 +36,9 @@ def rms_norm_add_rms_norm(
     is the rounded sum that is normalised. `x`, `total` and a row's two statistics are kept for the backward pass.
     Guarantees and errors are those of `layer_norm`.
 
-    One Triton kernel each way takes rows of up to 32 KB that lie along the last axis (of up to 8192 elements backward,
-    4096 where they do not start on 16 bytes or the dtypes differ, 2048 and 1024 of float64). Wider rows, and other
-    axes, take two kernels each way, between which the sum and its gradient are read once more.
+    One Triton kernel each way takes rows along the last axis of up to 8192 elements (4096 where they do not start on 16
+    bytes or the dtypes differ; of float64 a quarter of these). Wider rows, and other axes, take two kernels each way,
+    between which the sum and its gradient are read once more.
 
     Args:
       x: as in `layer_norm`.
