@@ -255,9 +255,7 @@ def _added(norm: Operator) -> Operator:
     forward, backward = norm.per_element
     residual = dataclasses.replace(_RESIDUAL, gradient_of="y")
     arguments = (_X, residual, *norm.arguments[1:])
-    return dataclasses.replace(
-        norm, name=f"{norm.name}_add", arguments=arguments, per_element=(forward + 1, backward)
-    )
+    return dataclasses.replace(norm, name=f"{norm.name}_add", arguments=arguments, per_element=(forward + 1, backward))
 
 
 # An element forward: mean 1, x - mean 1, its square summed 2, times rstd 1, scale 1, offset 1. Backward: x_hat 2, g 1,

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jln import _checks
-from jln._norm.arguments import Gate, Given, checked
+from jln._norm.arguments import Gate, Given, checked_arrays
 from jln._norm.operator import normalised
 from jln._norm.signature import Results
 from jln._norm_linear.operator import normalised_linear
@@ -236,7 +236,7 @@ def summed(x: Any, residual: Any, x_bias: Any, gate: Gate, over: int | Iterable[
         return Summed(x)
     x = _checks.array("x", x)
     order = tuple(sorted({a + x.ndim if a < 0 else a for a in axes(over)}))
-    addends, order = checked(Given(x, residual, None, None, x_bias, gate), order, adds=True)
+    addends = checked_arrays(order, x=x, residual=residual, x_bias=x_bias, gate=gate)
     dtype = jnp.promote_types(x.dtype, addends.residual.dtype)
     # The operators add up for themselves; a sum that nothing reads is not in a compiled program.
     return Summed(_sum(addends, order, dtype).astype(dtype), addends)

@@ -65,7 +65,7 @@ def launches(h, inner, dtypes, chip, switches, trial=None):
     parameters |= {"row_gate": rstd} if switches.get("row_gate") else {}
     gated = {"gate", "row_gate"} & {*parameters}
     dtotal = None if added is None else total
-    norm = norms.Norm(axis, 1e-6, switches["subtract_mean"], switches["zero_centered_scale"])
+    norm = norms.Norm(axis, 1e-6, norms.Switches(switches["subtract_mean"], switches["zero_centered_scale"]))
     recorder = Recorder(ALL_CHIPS[chip], trial)
     wanted = norms.Outcome(*named(y, dtotal, mean, rstd))
     jax.eval_shape(
@@ -120,16 +120,16 @@ def linear_launches(rows, h, n, dtypes, chip, switches, trial=None):
     everything = scale is not None
     bias = bias if everything else None
     residual = x if switches["adds"] else None  # total and its cotangent are alike
-    norm = norms.Norm(-1, 1e-6, switches["subtract_mean"], switches["zero_centered_scale"])
+    norm = norms.Norm(-1, 1e-6, norms.Switches(switches["subtract_mean"], switches["zero_centered_scale"]))
     settings = linears.NormLinear(norm, None, (1,), in_one=True)
     recorder = Recorder(ALL_CHIPS[chip], trial)
     statistics = named(*((mean, rstd) if everything else (None, None)))
     wanted = linears.Outcome(tuple(named(dy)), *named(residual), *statistics)
-    operands = linears.Operands(x, residual, scale, offset, (kernel,), (bias,))
+    operands = linears.Operands(norms.Operands(x, residual, scale, offset), (kernel,), (bias,))
     jax.eval_shape(lambda operands: launcher.forward(operands, settings, wanted, 0, recorder), operands)
-    gradients = linears.Gradients(*named(x, scale, offset), tuple(named(kernel)), tuple(named(bias)))
+    gradients = linears.Gradients(norms.Gradients(*named(x, scale, offset)), tuple(named(kernel)), tuple(named(bias)))
     jax.eval_shape(
         lambda operands: launcher.backward(operands, settings, gradients, 0, recorder),
-        linears.Cotangents((dy,), residual, x, scale, offset, (kernel,), mean, rstd),
+        linears.Cotangents((dy,), norms.Cotangents(None, residual, x, scale, offset, mean, rstd), (kernel,)),
     )
     return recorder.launches

@@ -13,8 +13,9 @@ from workbench import LINEAR_OPERATORS, normal
 
 pytest.importorskip("triton")
 
+from jln._norm import signature as norm
 from jln._norm.launcher import column_sums
-from jln._norm.signature import Norm
+from jln._norm.signature import Norm, Switches
 from jln._norm_linear import launcher, tiles
 from jln._norm_linear.signature import Cotangents, Gradients, NormLinear, Operands, Outcome, few_features
 from jln._triton.chip import CHIPS, Chip
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.skipif(not interpreting(), reason="kernels are compiled
 
 
 def settings(*, subtract_mean=True, zero_centered_scale=False, precision=None):
-    norm = Norm(-1, workbench.EPSILON, subtract_mean, zero_centered_scale)
+    norm = Norm(-1, workbench.EPSILON, Switches(subtract_mean, zero_centered_scale))
     return NormLinear(norm, precision, (1,), in_one=True)
 
 
@@ -38,24 +39,25 @@ def results(x, scale, offset, kernel, bias, dy, *, target=None, batch_dims=0, **
     """What the launchers return, in the order of the operator's results."""
     target, chosen = target or Interpreter(), settings(**switches)
     statistic = jnp.promote_types(x.dtype, "float32").name
-    dtypes = Outcome((dy.dtype.name,), None, statistic if chosen.norm.subtract_mean else None, statistic)
+    dtypes = Outcome((dy.dtype.name,), None, statistic if chosen.norm.switches.subtract_mean else None, statistic)
 
     def of_rank(parameter):
         """The launchers', that of x."""
         lead = range(batch_dims, x.ndim - 1)
         return None if parameter is None else jnp.expand_dims(parameter, lead)
 
-    operands = Operands(x, None, of_rank(scale), of_rank(offset), (kernel,), (bias,))
+    of_norm = norm.Operands(x, None, of_rank(scale), of_rank(offset))
+    operands = Operands(of_norm, (kernel,), (bias,))
     (y,), _, *statistics = launcher.forward(operands, chosen, dtypes, batch_dims, target)
     assert y.dtype == dy.dtype
     names = jax.tree.map(lambda a: a.dtype.name, operands)
-    wanted = Gradients(names.x, names.scale, names.offset, names.kernel, names.bias)
-    saved = Cotangents((dy,), None, x, operands.scale, operands.offset, (kernel,), *statistics)
+    wanted = names.of_norm
+    wanted = Gradients(norm.Gradients(wanted.x, wanted.scale, wanted.offset), names.kernel, names.bias)
+    saved = norm.Cotangents(None, None, x, of_norm.scale, of_norm.offset, *statistics)
+    saved = Cotangents((dy,), saved, (kernel,))
     found = launcher.backward(saved, chosen, wanted, batch_dims, target)
-    of_norm = (
-        None if d is None else d.reshape(*d.shape[:batch_dims], d.shape[-1]) for d in (found.dscale, found.doffset)
-    )
-    return y, found.dx, *of_norm, *found.dkernel, *found.dbias
+    of_norm = (None if d is None else d.reshape(*d.shape[:batch_dims], d.shape[-1]) for d in found.of_norm[1:3])
+    return y, found.of_norm.dx, *of_norm, *found.dkernel, *found.dbias
 
 
 def launched(operands, dy, **given):
@@ -193,7 +195,7 @@ def few(dtype, precision, n=16, implementation=None):
     """Whether the operator leaves it to the launchers to fuse."""
     x, scale, offset, kernel, bias = arguments(16, 64, n, dtype)
     return few_features(
-        Operands(x, None, scale, offset, (kernel,), (bias,)), settings().norm, precision, implementation
+        Operands(norm.Operands(x, None, scale, offset), (kernel,), (bias,)), settings().norm, precision, implementation
     )
 
 
@@ -206,7 +208,7 @@ def test_few_features(dtype, most):
     x, scale, offset, kernel, _ = arguments(16, 64, most // 2 or 8, dtype)
     kernels = [(kernel,) * 2, (kernel,) * 3, (kernel, kernel.astype("float64"))]
     found = [
-        few_features(Operands(x, None, scale, offset, k, (None,) * len(k)), settings().norm, None, None)
+        few_features(Operands(norm.Operands(x, None, scale, offset), k, (None,) * len(k)), settings().norm, None, None)
         for k in kernels
     ]
     assert found == [most > 0, False, False]
@@ -315,7 +317,7 @@ def test_column_sums_of_many_rows(rows):
 
 def test_statistics_only_where_asked_for():
     x, scale, offset, kernel, bias = arguments(5, 24, 6, "bfloat16")
-    operands = Operands(x, None, scale[None], offset[None], (kernel,), (bias,))
+    operands = Operands(norm.Operands(x, None, scale[None], offset[None]), (kernel,), (bias,))
     wanted = Outcome(("bfloat16",), None, None, None)
     _, total, mean, rstd = launcher.forward(operands, settings(), wanted, 0, Interpreter())
     assert total is None and mean is None and rstd is None

@@ -12,7 +12,7 @@ import jln
 import workbench
 from invariance import assert_rows_are_independent
 from jln._norm import kernels, launcher, tiles
-from jln._norm.signature import Cotangents, Gradients, Norm
+from jln._norm.signature import Cotangents, Gradients, Norm, Switches
 from jln._triton import target
 from jln._triton.chip import CHIPS
 from jln._triton.launch import launch
@@ -179,7 +179,7 @@ def test_partial_sums_are_not_rounded(dtype):
     """dscale's and doffset's [P, H] in float32 (float64 for float64), whatever the parameters are."""
     x, p = jax.ShapeDtypeStruct((1000, 64), dtype), jax.ShapeDtypeStruct((1, 64), dtype)
     statistic = jax.ShapeDtypeStruct((1000, 1), jnp.promote_types(dtype, "float32"))
-    norm = Norm(axis=-1, epsilon=0.0, subtract_mean=True, zero_centered_scale=False)
+    norm = Norm(axis=-1, epsilon=0.0, switches=Switches(subtract_mean=True))
     where = target.Recorder(CHIPS["h200"])
     operands = Cotangents(x, None, x, p, None, statistic, statistic)
     jax.eval_shape(lambda o: launcher.backward(o, norm, Gradients(dtype, dtype, dtype, None), 0, where), operands)

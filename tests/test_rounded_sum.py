@@ -13,7 +13,7 @@ import pytest
 import jln
 import workbench
 from jln._norm import formulas
-from jln._norm.signature import Norm, Operands, Outcome
+from jln._norm.signature import Norm, Operands, Outcome, Switches
 from workbench import OPERATORS
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -62,7 +62,7 @@ def test_it_is_what_is_returned_that_is_normed(name, run, jitted):
 
 def formula_of_other_platforms(x, residual, scale, offset):
     """That of the CPU has fences of its own."""
-    norm = Norm(axis=-1, epsilon=1e-6, subtract_mean=True, zero_centered_scale=False)
+    norm = Norm(axis=-1, epsilon=1e-6, switches=Switches(subtract_mean=True))
     operands = Operands(x, residual, scale[None, :], offset[None, :])
     made = formulas.forward(operands, norm, Outcome(x.dtype, x.dtype, None, None), batch_dims=0)
     return made.y, made.total

@@ -29,7 +29,7 @@ def call(workload: Workload, direction: str, target: Target) -> tuple[Callable[.
     assert not workload.extras, "their tiles are by rules alone"
     shapes = workload.arrays()
     axis = workload.axis % len(workload.shape) - len(workload.shape)
-    norm = norms.Norm(axis, EPSILON, subtract_mean=workload.entry.centres, zero_centered_scale=False)
+    norm = norms.Norm(axis, EPSILON, norms.Switches(subtract_mean=workload.entry.centres))
     x, residual, scale, offset = (shapes.get(name) for name in ("x", "residual", "scale", "offset"))
     residual, added = (residual, None) if workload.entry.adds else (None, residual)
     dtype = jnp.dtype(workload.dtype)
@@ -41,10 +41,10 @@ def call(workload: Workload, direction: str, target: Target) -> tuple[Callable[.
     given: dict[str, Any] = {
         "dtotal": None if residual is None else x,
         "total": x,
-        "mean": statistic if norm.subtract_mean else None,
+        "mean": statistic if norm.switches.subtract_mean else None,
         "rstd": statistic,
     }
-    kept = {"mean": accumulator.name if norm.subtract_mean else None, "rstd": accumulator.name}
+    kept = {"mean": accumulator.name if norm.switches.subtract_mean else None, "rstd": accumulator.name}
     alone: dict[str, Any] = {"batch_dims": 0, "target": target}
 
     def dtypes_of(arrays: Any) -> Any:
@@ -55,16 +55,14 @@ def call(workload: Workload, direction: str, target: Target) -> tuple[Callable[.
         kernels, y = tuple(jax.tree.leaves(shapes["kernel"])), tuple(jax.tree.leaves(shapes["y"]))
         biases = tuple(jax.tree.leaves(shapes.get("bias"))) or (None,) * len(features)
         settings = linears.NormLinear(norm, precision=None, features=(1,) * len(features), in_one=True)
-        parameters = {"scale": scale, "offset": offset, "kernel": kernels}
         sizes = workload.rows, workload.width, sum(features), dtype.name, target.chip
         if direction == "forward" and tiles.forward_tile(*sizes) is not None:
             dtypes = linears.Outcome(y=dtypes_of(y), total=dtypes_of(residual), **kept)
-            operands = linears.Operands(x=x, residual=residual, bias=biases, **parameters)
+            operands = linears.Operands(norms.Operands(x, residual, scale, offset), kernels, biases)
             return functools.partial(linear_launcher.forward, settings=settings, dtypes=dtypes, **alone), operands
         if direction == "backward" and tiles.backward_plan(*sizes) is not None:
-            gradients = {f"d{name}": dtypes_of(a) for name, a in {"x": x, **parameters, "bias": biases}.items()}
-            dtypes = linears.Gradients(**gradients)
-            operands = linears.Cotangents(dy=y, **given, **parameters)
+            dtypes = linears.Gradients(norms.Gradients(*dtypes_of((x, scale, offset))), *dtypes_of((kernels, biases)))
+            operands = linears.Cotangents(y, norms.Cotangents(dy=None, scale=scale, offset=offset, **given), kernels)
             return functools.partial(linear_launcher.backward, settings=settings, dtypes=dtypes, **alone), operands
     if direction == "forward":
         kept = kept if "backward" in workload.directions else {"mean": None, "rstd": None}

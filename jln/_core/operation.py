@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -58,7 +58,8 @@ class Operation(Generic[Operands, Results]):
         program is first lowered for one, so that Triton is imported then.
     layout: what `jln._core.mesh` must know of the arrays, from the formula's arguments.
     made_of: beside the results, the names of the operands that each is made of, for an operation of which not all
-        results may be wanted. What is needed for none that are wanted is not read, and need not be kept.
+        results may be wanted; where an operand or a result is a NamedTuple, of its fields. What is needed for none that
+        are wanted is not read, and need not be kept.
     """
 
     def __init__(
@@ -102,15 +103,12 @@ class Operation(Generic[Operands, Results]):
 
     def needs(self, dtypes: Results) -> set[str]:
         """The names of the operands that the results with a dtype are made of."""
-        pairs = zip(self._made_of, dtypes, strict=True)  # pyright: ignore[reportArgumentType, reportCallIssue]
-        return {name for names, wanted in pairs if jax.tree.leaves(wanted) for name in names}
+        return {name for names, wanted in _fields(self._made_of, dtypes) if jax.tree.leaves(wanted) for name in names}
 
     def _needed(self, operands: Any, dtypes: Results) -> Any:
         if self._made_of is None:
             return operands
-        needed = self.needs(dtypes)
-        pairs = zip(operands._fields, operands, strict=True)
-        return type(operands)(*(a if name in needed else jax.tree.map(lambda _: None, a) for name, a in pairs))
+        return _named(operands, self.needs(dtypes))
 
     def _without_unused(self, used, *more):
         """For JAX's removal of dead code, which from 0.12 on also tells which inputs are alive: the equation without
@@ -222,6 +220,23 @@ class Operation(Generic[Operands, Results]):
             warnings.warn(f"jln runs {self._primitive.name} without its Triton kernels: {reason}", stacklevel=2)
             return formula
         return functools.partial(self._launcher(), target=target.on(platform, spread))
+
+
+def _fields(record: Any, like: Any) -> Iterator[tuple[Any, Any]]:
+    """The fields of a NamedTuple and of those in it, each with that of another which is built like it."""
+    for a, b in zip(record, like, strict=True):
+        yield from _fields(a, b) if hasattr(a, "_fields") else [(a, b)]
+
+
+def _named(record: Any, names: Container[str]) -> Any:
+    """A NamedTuple and those in it with None for whatever has none of these names."""
+
+    def kept(name: str, a: Any) -> Any:
+        if hasattr(a, "_fields"):
+            return _named(a, names)
+        return a if name in names else jax.tree.map(lambda _: None, a)
+
+    return type(record)(*map(kept, record._fields, record))
 
 
 class LinearOperation(Operation[Operands, Results]):

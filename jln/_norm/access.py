@@ -69,12 +69,12 @@ def copy_of(group, SHARED: tl.constexpr, OPERAND: tl.constexpr):
 
 
 @triton.jit
-def load_scale(scale_ptr, column, exists, ZERO_CENTERED: tl.constexpr, BLOCK_H: tl.constexpr, COMPUTE: tl.constexpr):
+def load_scale(scale_ptr, column, exists, NORM: tl.constexpr, BLOCK_H: tl.constexpr, COMPUTE: tl.constexpr):
     """The factor of every column; 1 where there is no scale."""
     scale = tl.full([BLOCK_H], 1.0, COMPUTE)
     if scale_ptr is not None:
         given = tl.load(scale_ptr + column, mask=exists, other=0.0).to(COMPUTE)
-        scale = scale + given if ZERO_CENTERED else given
+        scale = scale + given if NORM.zero_centered_scale else given  # pyright: ignore[reportAttributeAccessIssue]
     return scale
 
 

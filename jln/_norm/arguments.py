@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jln import _checks
-from jln._norm.signature import Norm, Operands
+from jln._norm.signature import Norm, Operands, Switches
 
 Axis = int | tuple[int, ...]
 Gate = jax.Array | float | None
@@ -32,30 +32,50 @@ class Given(NamedTuple):
     gate: Any = None
     added: Any = None
 
+    def present(self) -> dict[str, Any]:
+        return {name: a for name, a in self._asdict().items() if a is not None}
 
-def checked(given: Given, axis: Axis, *, adds: str | None) -> tuple[Given, tuple[int, ...]]:
-    """adds: which of the two residuals there must be.
 
-    -> (all of them of supported dtypes, and of shapes that they may have; the normalised axes)
+def checked(
+    *, axis: Axis = -1, epsilon: float, subtract_mean: bool, zero_centered_scale: bool = False, **arrays: Any
+) -> tuple[Given, tuple[int, ...], Norm]:
+    """-> (the arrays, of supported dtypes and of shapes that they may have; the normalised axes; the norm)
+
+    arrays: those of `Given`; with "residual" or "added" among them there must be one.
     """
-    x = _checks.array("x", given.x)
-    summand = _checks.array("residual", getattr(given, adds)) if adds else None
+    x = _checks.array("x", arrays["x"])
     axes = _checks.axes(axis, x)
+    given = checked_arrays(axes, **arrays)
+    norm = Norm(
+        _merged_axis(axes, x.ndim),
+        _checks.epsilon(epsilon, *(a.dtype for a in (x, given.residual) if a is not None)),
+        Switches(subtract_mean, _checks.zero_centered_scale(zero_centered_scale, given.scale)),
+    )
+    return given, axes, norm
+
+
+def checked_arrays(axes: tuple[int, ...], **arrays: Any) -> Given:
+    """Of supported dtypes and of shapes that they may have. axes: the normalised ones of x, from 0 on."""
+    given = Given(**arrays)
+    x = _checks.array("x", given.x)
+    residual, added = (
+        _checks.array("residual", getattr(given, which)) if which in arrays else None for which in ("residual", "added")
+    )
     normalised = tuple(x.shape[a] for a in axes)
-    _checks.shape("residual", summand, x.shape, "that of x")
+    for summand in (residual, added):
+        _checks.shape("residual", summand, x.shape, "that of x")
     scale = _checks.parameter("scale", given.scale, x, axes, normalised)
     offset = _checks.parameter("offset", given.offset, x, axes, normalised)
     x_bias = _checks.optional_array("x_bias", given.x_bias)
     _checks.shape("x_bias", x_bias, normalised, "that of x's normalised axes")
-    residual, added = (summand if adds == which else None for which in ("residual", "added"))
-    return Given(x, residual, scale, offset, x_bias, _checks.gate(given.gate, x, residual, axes), added), axes
+    return Given(x, residual, scale, offset, x_bias, _checks.gate(given.gate, x, residual, axes), added)
 
 
 def _adjacent(order: list[int]) -> bool:
     return order == list(range(order[0], order[-1] + 1))
 
 
-def merged_axis(axes: tuple[int, ...], ndim: int) -> int:
+def _merged_axis(axes: tuple[int, ...], ndim: int) -> int:
     """Where the normalised axes are once they are one, counted from the end: in place if they are adjacent."""
     order = sorted(axes)
     return order[-1] - ndim if _adjacent(order) else -1

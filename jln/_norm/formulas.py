@@ -122,7 +122,7 @@ def _effective_scale(scale: Array | None, dtype: DTypeLike, norm: Norm) -> Array
     """The s of (4)."""
     if scale is None:
         return 1.0
-    return 1.0 + scale.astype(dtype) if norm.zero_centered_scale else scale.astype(dtype)
+    return 1.0 + scale.astype(dtype) if norm.switches.zero_centered_scale else scale.astype(dtype)
 
 
 def _centered(x: Array, mean: Array | None) -> Array:
@@ -147,7 +147,7 @@ def _statistics(
 ) -> tuple[Array, Array | None, Array]:
     """Terms (1) and (2): -> (x, mean, rstd), each of them fenced."""
     mean = None
-    if norm.subtract_mean:
+    if norm.switches.subtract_mean:
         x, mean = fence((x, _over_parts(jnp.mean(_centered(x, None), norm.axis, keepdims=True), h_axes)))
     variance = _over_parts(jnp.mean(jnp.square(_centered(x, mean)), norm.axis, keepdims=True), h_axes)
     return fence((x, mean, lax.rsqrt(variance + norm.epsilon)))
@@ -249,7 +249,7 @@ def backward(
         g = dy.astype(dtype) * s
         g_over_h = dy.astype(dtype) * (s / total.shape[norm.axis])
         d = g - x_hat * mean_over_h(g_over_h * x_hat)  # (8)
-        if norm.subtract_mean:
+        if norm.switches.subtract_mean:
             d = d - mean_over_h(g_over_h)  # (7)
         d = r * d  # (9)
         return d if dtotal is None else d + dtotal.astype(dtype)
@@ -322,7 +322,7 @@ def tangent(operands: tuple[Operands, Saved], norm: Norm, dtypes: Results, batch
         t = functools.reduce(jnp.add, moves)
         dtotal = jnp.broadcast_to(t, jnp.broadcast_shapes(t.shape, total.shape)).astype(total.dtype)
         dy = t - x_hat * jnp.mean(t * x_hat, norm.axis, keepdims=True)
-        if norm.subtract_mean:
+        if norm.switches.subtract_mean:
             dy = dy - jnp.mean(t, norm.axis, keepdims=True)
         dy = dy * rstd * _effective_scale(scale, dtype, norm)
     if tangents.scale is not None:

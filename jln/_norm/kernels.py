@@ -69,13 +69,13 @@ def _affine(x_hat, scale, offset_ptr, column, exists, COMPUTE: tl.constexpr):
 @triton.jit
 def _store_rows(
     x, mean, rstd, scale_ptr, offset_ptr, added_ptr, y_ptr, total_ptr, at, mask, column, exists,
-    ZERO_CENTERED: tl.constexpr, BLOCK_H: tl.constexpr, COMPUTE: tl.constexpr,
+    NORM: tl.constexpr, BLOCK_H: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Of what was normalised and its norm, what is wanted."""
     if total_ptr is not None:
         tl.store(total_ptr + at, x.to(total_ptr.dtype.element_ty), mask=mask)
     if y_ptr is not None:
-        scale = load_scale(scale_ptr, column, exists, ZERO_CENTERED, BLOCK_H, COMPUTE)
+        scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
         x_hat = (x - mean[:, None]) * rstd[:, None]  # (3)
         y = _affine(x_hat, scale, offset_ptr, column, exists, COMPUTE)
         if added_ptr is not None:
@@ -109,8 +109,7 @@ def forward_kernel(
     H: tl.constexpr,
     INNER: tl.constexpr,
     SHARED: tl.constexpr,
-    SUBTRACT_MEAN: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
+    NORM: tl.constexpr,
     EPSILON: tl.constexpr,
     TOTAL: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -157,13 +156,13 @@ def forward_kernel(
         x = _load_total(
             x_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists, TOTAL, COMPUTE
         )
-        if SUBTRACT_MEAN:
+        if NORM.subtract_mean:
             mean = tl.sum(x, axis=1) * (1.0 / H)  # (1)
         centred = tl.where(mask, x - mean[:, None], 0.0)
         rstd = tl.rsqrt(tl.sum(centred * centred, axis=1) * (1.0 / H) + EPSILON)  # (2)
         _store_rows(
             x, mean, rstd, scale_ptr, offset_ptr, added_ptr, y_ptr, total_ptr, at, mask, column, exists,
-            ZERO_CENTERED, BLOCK_H, COMPUTE,
+            NORM, BLOCK_H, COMPUTE,
         )  # fmt: skip
     else:
         squares = tl.zeros([BLOCK_ROWS], COMPUTE)
@@ -187,7 +186,7 @@ def forward_kernel(
                 COMPUTE,
             )
             more = tl.zeros([BLOCK_ROWS], COMPUTE)
-            if SUBTRACT_MEAN:
+            if NORM.subtract_mean:
                 count = tl.minimum(BLOCK_H, H - first).to(COMPUTE)
                 chunk_mean = tl.sum(x, axis=1) / count
                 x = tl.where(mask, x - chunk_mean[:, None], 0.0)
@@ -217,7 +216,7 @@ def forward_kernel(
             )
             _store_rows(
                 x, mean, rstd, scale_ptr, offset_ptr, added_ptr, y_ptr, total_ptr, at, mask, column, exists,
-                ZERO_CENTERED, BLOCK_H, COMPUTE,
+                NORM, BLOCK_H, COMPUTE,
             )  # fmt: skip
 
     if rstd_ptr is not None:
@@ -237,7 +236,7 @@ def _load_row_terms(dy_ptr, total_ptr, at, mask, mean, rstd, scale, COMPUTE: tl.
 @triton.jit
 def _row_sums(
     dy_ptr, total_ptr, scale_ptr, start, valid, mean, rstd,
-    H: tl.constexpr, INNER: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    H: tl.constexpr, INNER: tl.constexpr, NORM: tl.constexpr,
     COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """c1 and c2 of rows wider than BLOCK_H."""
@@ -247,7 +246,7 @@ def _row_sums(
         column, step, exists = columns_from(first, H, INNER, BLOCK_H)
         at = start[:, None] + step[None, :]
         mask = valid[:, None] & exists[None, :]
-        scale = load_scale(scale_ptr, column, exists, ZERO_CENTERED, BLOCK_H, COMPUTE)
+        scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
         _, x_hat, scaled = _load_row_terms(dy_ptr, total_ptr, at, mask, mean, rstd, scale, COMPUTE)
         c1 += scaled
         c2 = tl.fma(scaled, x_hat, c2)
@@ -267,7 +266,7 @@ def row_sums_kernel(
     H: tl.constexpr,
     INNER: tl.constexpr,
     SHARED: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
+    NORM: tl.constexpr,
     COMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -287,7 +286,7 @@ def row_sums_kernel(
     mean = load_vector(mean_ptr, row, valid, BLOCK_ROWS, COMPUTE)
     rstd = load_vector(rstd_ptr, row, valid, BLOCK_ROWS, COMPUTE)
     c1, c2 = _row_sums(
-        dy_ptr, total_ptr, scale_ptr, start, valid, mean, rstd, H, INNER, ZERO_CENTERED, COMPUTE, BLOCK_ROWS, BLOCK_H
+        dy_ptr, total_ptr, scale_ptr, start, valid, mean, rstd, H, INNER, NORM, COMPUTE, BLOCK_ROWS, BLOCK_H
     )
     if c1_ptr is not None:
         tl.store(c1_ptr + group * rows + row, c1, mask=valid)
@@ -339,7 +338,7 @@ def backward_kernel(
     SHARED: tl.constexpr,
     SUMS: tl.constexpr,
     PULLS: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
+    NORM: tl.constexpr,
     COMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -391,7 +390,7 @@ def backward_kernel(
         y_ptr += group * size
     column, step, exists = columns_from(chunk * BLOCK_H, H, INNER, BLOCK_H)
     if BLOCK_H >= H:
-        scale = load_scale(scale_ptr, column, exists, ZERO_CENTERED, BLOCK_H, COMPUTE)
+        scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
 
     dscale = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
     doffset = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
@@ -410,10 +409,10 @@ def backward_kernel(
             elif BLOCK_H < H:
                 c1, c2 = _row_sums(
                     dy_ptr, total_ptr, scale_ptr, start, valid, mean, rstd,
-                    H, INNER, ZERO_CENTERED, COMPUTE, BLOCK_ROWS, BLOCK_H,
+                    H, INNER, NORM, COMPUTE, BLOCK_ROWS, BLOCK_H,
                 )  # fmt: skip
         if BLOCK_H < H:  # held through `_row_sums` it would spill
-            scale = load_scale(scale_ptr, column, exists, ZERO_CENTERED, BLOCK_H, COMPUTE)
+            scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
         dy, x_hat, scaled = _load_row_terms(dy_ptr, total_ptr, at, mask, mean, rstd, scale, COMPUTE)
         if PULLS:
             if BLOCK_H >= H:
@@ -459,6 +458,13 @@ def backward_kernel(
 
 
 @triton.jit
+def _store_if(which, sum_ptr, at, total, exists, NAME: tl.constexpr, SUMS: tl.constexpr):
+    if sum_ptr is not None:  # noqa: SIM102, as one is known to the compiler
+        if which == position(SUMS, NAME):
+            tl.store(sum_ptr + at, total.to(sum_ptr.dtype.element_ty), mask=exists)
+
+
+@triton.jit
 def reduce_kernel(
     shares_ptr,  # [SUMS, G, programs, H]
     groups,
@@ -487,15 +493,7 @@ def reduce_kernel(
         sum += tl.load(shares_ptr + program[:, None] * H + column[None, :], mask=mask, other=0.0)
     total = tl.sum(sum, axis=0)
     at = group * H + column
-    if dscale_ptr is not None:
-        mask = exists & (which == position(SUMS, "dscale"))
-        tl.store(dscale_ptr + at, total.to(dscale_ptr.dtype.element_ty), mask=mask)
-    if doffset_ptr is not None:
-        mask = exists & (which == position(SUMS, "doffset"))
-        tl.store(doffset_ptr + at, total.to(doffset_ptr.dtype.element_ty), mask=mask)
-    if dx_bias_ptr is not None:
-        mask = exists & (which == position(SUMS, "dx_bias"))
-        tl.store(dx_bias_ptr + at, total.to(dx_bias_ptr.dtype.element_ty), mask=mask)
-    if dgate_ptr is not None:
-        mask = exists & (which == position(SUMS, "dgate"))
-        tl.store(dgate_ptr + at, total.to(dgate_ptr.dtype.element_ty), mask=mask)
+    _store_if(which, dscale_ptr, at, total, exists, "dscale", SUMS)
+    _store_if(which, doffset_ptr, at, total, exists, "doffset", SUMS)
+    _store_if(which, dx_bias_ptr, at, total, exists, "dx_bias", SUMS)
+    _store_if(which, dgate_ptr, at, total, exists, "dgate", SUMS)

@@ -156,8 +156,7 @@ def forward(operands: Operands, norm: Norm, dtypes: Outcome, batch_dims: int, ta
         H=g.h,
         INNER=g.inner,
         SHARED=shared,
-        SUBTRACT_MEAN=norm.subtract_mean,
-        ZERO_CENTERED=norm.zero_centered_scale,
+        NORM=norm.switches,
         EPSILON=norm.epsilon,
         TOTAL=total,
     )
@@ -179,7 +178,7 @@ def backward(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: in
     more = max(0, len(sums) - 2) + sum(a is not None for a in (gate, row_gate, x))
     plan = tiles.backward(g.h, g.inner, *moved, y is not None, target, has_dtotal=dtotal is not None, more=more)
     shared, ready = _shared(operands._asdict(), g)
-    constants = {"H": g.h, "INNER": g.inner, "SHARED": shared, "ZERO_CENTERED": norm.zero_centered_scale}
+    constants = {"H": g.h, "INNER": g.inner, "SHARED": shared, "NORM": norm.switches}
 
     c1_and_c2: dict[str, Any] = {"c1": None, "c2": None}
     if plan.sums is not None and pulls:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,8 @@ from jax.typing import DTypeLike
 from jln import _checks
 from jln._core.derivatives import with_automatic_axes
 from jln._norm import rules
-from jln._norm.arguments import Axis, Gate, Given, arranged, checked, merged_axis, on_several_axes
-from jln._norm.signature import Norm, Results, Settings
+from jln._norm.arguments import Axis, Gate, Given, arranged, checked, on_several_axes
+from jln._norm.signature import Results, Settings
 
 
 def layer_norm(
@@ -65,8 +66,7 @@ def layer_norm(
       ValueError: shapes do not match, an axis is out of range or twice there, the normalised axes are empty, epsilon is
         negative or too large, or the implementation is unknown.
     """
-    static = axis, epsilon, zero_centered_scale, dtype, implementation, forward_mode
-    return _checked(Given(x, None, scale, offset), *static, subtract_mean=True).y
+    return _checked(**locals(), subtract_mean=True).y
 
 
 def rms_norm(
@@ -85,8 +85,7 @@ def rms_norm(
     Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019). Arguments, dtypes, guarantees and errors are those
     of `layer_norm`.
     """
-    static = axis, epsilon, zero_centered_scale, dtype, implementation, forward_mode
-    return _checked(Given(x, None, scale, None), *static, subtract_mean=False).y
+    return _checked(**locals(), subtract_mean=False).y
 
 
 def add_layer_norm(
@@ -129,9 +128,7 @@ def add_layer_norm(
       y: `x`'s shape, in `dtype`.
       total: `x`'s shape, in the promoted dtype of `x` and `residual`.
     """
-    static = axis, epsilon, zero_centered_scale, dtype, implementation, forward_mode
-    arrays = Given(x, residual, scale, offset, x_bias, gate)
-    return tuple(_checked(arrays, *static, adds="residual", subtract_mean=True))
+    return tuple(_checked(**locals(), subtract_mean=True))
 
 
 def add_rms_norm(
@@ -151,9 +148,7 @@ def add_rms_norm(
     """`(rms_norm(total, scale), total)` with `total = residual + gate * (x + x_bias)`; arguments and results are those
     of `add_layer_norm`.
     """
-    static = axis, epsilon, zero_centered_scale, dtype, implementation, forward_mode
-    arrays = Given(x, residual, scale, None, x_bias, gate)
-    return tuple(_checked(arrays, *static, adds="residual", subtract_mean=False))
+    return tuple(_checked(**locals(), subtract_mean=False))
 
 
 def layer_norm_add(
@@ -190,8 +185,8 @@ def layer_norm_add(
     Returns:
       y: `x`'s shape, in `dtype`.
     """
-    static = axis, epsilon, zero_centered_scale, dtype, implementation, forward_mode
-    return _checked(Given(x, None, scale, offset, added=residual), *static, adds="added", subtract_mean=True).y
+    given = locals()
+    return _checked(added=given.pop("residual"), **given, subtract_mean=True).y
 
 
 def rms_norm_add(
@@ -207,8 +202,8 @@ def rms_norm_add(
     forward_mode: bool = False,
 ) -> jax.Array:
     """`residual + rms_norm(x, scale)` (OLMo 2); arguments and result are those of `layer_norm_add`."""
-    static = axis, epsilon, zero_centered_scale, dtype, implementation, forward_mode
-    return _checked(Given(x, None, scale, added=residual), *static, adds="added", subtract_mean=False).y
+    given = locals()
+    return _checked(added=given.pop("residual"), **given, subtract_mean=False).y
 
 
 def normalised(
@@ -225,38 +220,19 @@ def normalised(
     A module's dtype may be wider than x's (bfloat16 x, float32 parameters) or narrower; there is one rounding still.
     The frameworks' own layers can be differentiated in forward mode, so these can.
     """
-    static = axis, epsilon, False, dtype, implementation, True
-    adds = next((name for name in ("residual", "added") if getattr(given, name) is not None), None)
-    return _checked(given, *static, adds=adds, subtract_mean=subtract_mean)
+    static = {"epsilon": epsilon, "subtract_mean": subtract_mean, "dtype": dtype, "implementation": implementation}
+    return _checked(**given.present(), axis=axis, forward_mode=True, **static)
 
 
 # From the public functions to the operator
 
 
-def _checked(
-    given: Given,
-    axis: Axis,
-    epsilon: float,
-    zero_centered_scale: bool,
-    dtype: DTypeLike | None,
-    implementation: str | None,
-    forward_mode: bool,
-    *,
-    subtract_mean: bool,
-    adds: str | None = None,
-) -> Results:
-    """adds: which residual of `Given` there must be."""
-    arrays, axes = checked(given, axis, adds=adds)
-    norm = Norm(
-        merged_axis(axes, arrays.x.ndim),
-        _checks.epsilon(epsilon, *(a.dtype for a in (arrays.x, arrays.residual) if a is not None)),
-        subtract_mean,
-        _checks.zero_centered_scale(zero_centered_scale, arrays.scale),
-    )
+def _checked(*, dtype: DTypeLike | None, implementation: str | None, forward_mode: bool, **of_norm: Any) -> Results:
+    """of_norm: the arguments of `checked`."""
+    arrays, axes, norm = checked(**of_norm)
     given = arrays.x.dtype if arrays.added is None else jnp.promote_types(arrays.x.dtype, arrays.added.dtype)
     settings = Settings(norm, _checks.dtype(dtype, given), _checks.implementation(implementation))
-    forward_mode = _checks.flag("forward_mode", forward_mode)
-    return _jitted(settings, axes, forward_mode, arrays)
+    return _jitted(settings, axes, _checks.flag("forward_mode", forward_mode), arrays)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)

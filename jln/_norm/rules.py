@@ -126,7 +126,7 @@ def _outcome(settings: Settings, operands: Operands, keep: bool) -> Outcome:
     dtypes = Outcome(
         y=settings.y_dtype,
         total=None if operands.residual is None else total,
-        mean=statistic if settings.norm.subtract_mean else None,
+        mean=statistic if settings.norm.switches.subtract_mean else None,
         rstd=statistic,
     )
     return forward(operands, settings.norm, dtypes, implementation=settings.implementation)
@@ -156,7 +156,7 @@ def _saving(settings: Settings, operands: Operands, wanted: Operands) -> tuple[R
     """Keep what the wanted gradients are made of: that of the offset is made of dy alone."""
     needed = backward.needs(gradients_for(wanted, total_dtype(operands), operands.gated))
     outcome = _outcome(settings, operands, keep="rstd" in needed)
-    return Results(outcome.y, outcome.total), kept(operands, outcome, needed, settings.norm.subtract_mean)
+    return Results(outcome.y, outcome.total), kept(operands, outcome, needed, settings.norm.switches.subtract_mean)
 
 
 def gradients_for(wanted: Operands, total_dtype: str, gated: bool) -> Gradients:

@@ -13,6 +13,13 @@ import dataclasses
 from typing import Any, NamedTuple
 
 
+class Switches(NamedTuple):
+    """What kernels are compiled for: the constexpr NORM."""
+
+    subtract_mean: bool
+    zero_centered_scale: bool = False
+
+
 @dataclasses.dataclass(frozen=True)
 class Norm:
     """Which norm: everything about it that is static. axis: negative. examples: how many of the first axes are those of
@@ -21,8 +28,7 @@ class Norm:
 
     axis: int
     epsilon: float
-    subtract_mean: bool
-    zero_centered_scale: bool
+    switches: Switches
     examples: int = 0
 
 

@@ -30,7 +30,7 @@ def forward_kernel(
     rstd_ptr,  # [G, rows]
     H: tl.constexpr,
     SHARED: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
+    NORM: tl.constexpr,
     EPSILON: tl.constexpr,
     TOTAL: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -54,7 +54,7 @@ def forward_kernel(
 
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(COMPUTE)
     x_rstd = _rstd(x, H, EPSILON)  # (31)
-    x_scale = load_scale(x_scale_ptr, column, exists, ZERO_CENTERED, BLOCK_H, COMPUTE)
+    x_scale = load_scale(x_scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
     residual = tl.load(residual_ptr + at, mask=mask, other=0.0).to(COMPUTE)
     total = tl.fma(x * x_rstd[:, None], x_scale[None, :], residual).to(TOTAL)  # (32), (33)
     if total_ptr is not None:
@@ -62,7 +62,7 @@ def forward_kernel(
     total = total.to(COMPUTE)
     rstd = _rstd(total, H, EPSILON)  # (2)
     if y_ptr is not None:
-        scale = load_scale(scale_ptr, column, exists, ZERO_CENTERED, BLOCK_H, COMPUTE)
+        scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
         y = total * rstd[:, None] * scale[None, :]  # (3), (4)
         tl.store(y_ptr + group * size + at, y.to(y_ptr.dtype.element_ty), mask=mask)
     if x_rstd_ptr is not None:
@@ -91,7 +91,7 @@ def backward_kernel(
     H: tl.constexpr,
     SHARED: tl.constexpr,
     SUMS: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
+    NORM: tl.constexpr,
     COMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -131,8 +131,8 @@ def backward_kernel(
         x_hat = tl.load(total_ptr + at, mask=mask, other=0.0).to(COMPUTE) * rstd[:, None]
         if contains(SUMS, "dscale"):
             dscale = tl.fma(dy, x_hat, dscale)  # (6)
-        # The scales anew for every tile, from L1 or L2: held over the loop they take registers that a row of 8192 wants.
-        scale = load_scale(scale_ptr, column, exists, ZERO_CENTERED, BLOCK_H, COMPUTE)
+        # The scales anew for every tile, from L2: a row of 8192 leaves no registers to hold them over the loop.
+        scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
         dy *= scale[None, :]
         c2 = tl.sum(dy * x_hat, axis=1) * (1.0 / H)  # (8)
         d = tl.fma(dy, rstd[:, None], x_hat * -(c2 * rstd)[:, None])  # (9)
@@ -144,7 +144,7 @@ def backward_kernel(
         if contains(SUMS, "dx_scale"):
             dx_scale = tl.fma(d, u, dx_scale)  # (35)
         if dx_ptr is not None:
-            d *= load_scale(x_scale_ptr, column, exists, ZERO_CENTERED, BLOCK_H, COMPUTE)[None, :]
+            d *= load_scale(x_scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)[None, :]
             c = tl.sum(d * u, axis=1) * (1.0 / H)
             dx = tl.fma(d, x_rstd[:, None], u * -(c * x_rstd)[:, None])  # (36)
             tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)

@@ -46,7 +46,7 @@ def forward(operands: Operands, norm: Norm, dtypes: Outcome, batch_dims: int, ta
         compute=jnp.promote_types(total, jnp.float32),
         H=g.h,
         SHARED=shared,
-        ZERO_CENTERED=norm.zero_centered_scale,
+        NORM=norm.switches,
         EPSILON=norm.epsilon,
         TOTAL=total,
     )
@@ -87,7 +87,7 @@ def backward(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: in
         H=g.h,
         SHARED=shared,
         SUMS=sums,
-        ZERO_CENTERED=norm.zero_centered_scale,
+        NORM=norm.switches,
     )
     if shares is not None:
         # `reduce_kernel` knows the sums of a norm, in which x's scale has the place of a gate: (35) is (27) of u.

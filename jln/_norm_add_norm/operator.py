@@ -10,8 +10,8 @@ from jax.typing import DTypeLike
 
 from jln import _checks
 from jln._core.derivatives import with_automatic_axes
-from jln._norm.arguments import Axis, Given, arranged, checked, merged_axis, on_several_axes
-from jln._norm.signature import Norm, Settings
+from jln._norm.arguments import Axis, Given, arranged, checked, on_several_axes
+from jln._norm.signature import Settings, Switches
 from jln._norm_add_norm import rules
 from jln._norm_add_norm.signature import Operands, Results
 
@@ -56,20 +56,15 @@ def rms_norm_add_rms_norm(
       y: `x`'s shape, in `dtype`.
       total: `x`'s shape, in the promoted dtype of `x` and `residual`.
     """
-    arrays, axes = checked(Given(x, residual, scale), axis, adds="residual")
-    x = arrays.x
+    given, axes, norm = checked(x=x, residual=residual, scale=scale, axis=axis, epsilon=epsilon, subtract_mean=False)
+    x = given.x
     x_scale = _checks.parameter("x_scale", x_scale, x, axes, tuple(x.shape[a] for a in axes))
-    norm = Norm(
-        merged_axis(axes, x.ndim),
-        _checks.epsilon(epsilon, x.dtype),
-        subtract_mean=False,
-        zero_centered_scale=_checks.zero_centered_scale(
-            zero_centered_scale, x_scale if arrays.scale is None else arrays.scale
-        ),
-    )
+    either = x_scale if given.scale is None else given.scale
+    switches = Switches(False, _checks.zero_centered_scale(zero_centered_scale, either))
+    norm = dataclasses.replace(norm, switches=switches)
     settings = Settings(norm, _checks.dtype(dtype, x.dtype), _checks.implementation(implementation))
     forward_mode = _checks.flag("forward_mode", forward_mode)
-    return tuple(_jitted(settings, axes, forward_mode, Operands(x, arrays.residual, x_scale, arrays.scale)))
+    return tuple(_jitted(settings, axes, forward_mode, Operands(x, given.residual, x_scale, given.scale)))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)

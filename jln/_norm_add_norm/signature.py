@@ -1,7 +1,7 @@
 """What goes into the operator of a norm on both sides of a sum, what is kept for its derivatives, and what comes out.
 
-Arrays lie as in `jln._norm.signature`: large ones [*lead, H, *inner], parameters [1, ..., H, ..., 1], a row's statistics
-[*lead, 1, *inner]. What is named x_... is of the norm in front of the sum, the rest of the one behind it.
+Arrays lie as in `jln._norm.signature`. What is named x_... is of the norm in front of the sum, the rest of the one
+behind it.
 """
 
 from __future__ import annotations

@@ -146,18 +146,18 @@ def forward(
     h_axes: jnp_norms.MeshAxes = (),
 ) -> Outcome:
     """Terms (10) and (11)."""
-    x, kernels, biases = operands.x, operands.kernel, operands.bias
+    of_norm, kernels, biases = operands
     batch = jnp_norms.common_batch(batch_dims, *jax.tree.leaves(operands))
     z, *others = norms.forward(
-        operands.of_norm,
+        of_norm,
         settings.norm,
-        norm.Outcome(widest(dtypes.y), dtypes.total, dtypes.mean, dtypes.rstd),
+        dtypes._replace(y=widest(dtypes.y)),
         batch_dims,
         **({"h_axes": h_axes} if h_axes else {}),
     )
     y = []
     for kernel, bias, features, dtype in zip(kernels, biases, settings.features, dtypes.y, strict=True):
-        axes = _Axes(x.ndim, batch_dims, features)
+        axes = _Axes(of_norm.x.ndim, batch_dims, features)
         y.append(None if dtype is None else _affine(z.astype(dtype), kernel, bias, axes, settings.precision, h_axes))
     return jax.tree.map(lambda a: jnp_norms.with_batch(a, batch), Outcome(tuple(y), *others))
 
@@ -178,13 +178,13 @@ def backward(
     h_axes: jnp_norms.MeshAxes = (),
 ) -> Gradients:
     """Terms (12) to (17)."""
-    dy, kernels = operands.dy, operands.kernel
+    dy, saved, kernels = operands
+    of_norm = dtypes.of_norm
     batch = jnp_norms.common_batch(batch_dims, *jax.tree.leaves(operands))
     used = [i for i, d in enumerate(dy) if d is not None]
     axes = {i: _Axes(dy[i].ndim - settings.features[i] + 1, batch_dims, settings.features[i]) for i in used}
-    of_norm = norm.Gradients(y=None, **{n: d for n, d in dtypes._asdict().items() if n in norm.Gradients._fields})
     needs_dz = any(d is not None for d in of_norm._replace(doffset=None)) or (
-        dtypes.doffset is not None and settings.norm.examples > 0
+        of_norm.doffset is not None and settings.norm.examples > 0
     )
     z_dtype = widest([dy[i].dtype.name for i in used if dtypes.dkernel[i] is not None])
     made = norm.Gradients()
@@ -192,9 +192,8 @@ def backward(
         dz = None
         if needs_dz:
             dz = functools.reduce(jnp.add, (_dz(dy[i], kernels[i], axes[i], settings.precision) for i in used))
-        read = {name: getattr(operands, name) for name in norm.Cotangents._fields if name != "dy"}
         made = norms.backward(
-            norm.Cotangents(dy=dz, **read),
+            saved._replace(dy=dz),
             settings.norm,
             of_norm._replace(y=z_dtype, doffset=of_norm.doffset if needs_dz else None),
             batch_dims,
@@ -204,7 +203,7 @@ def backward(
     doffset = made.doffset
     dkernel: list[Array | None] = [None] * len(dy)
     dbias: list[Array | None] = [None] * len(dy)
-    from_bias = dtypes.doffset is not None and not needs_dz
+    from_bias = of_norm.doffset is not None and not needs_dz
     for i in used:
         if (dtype := dtypes.dkernel[i]) is not None:  # (13)
             assert made.y is not None
@@ -222,9 +221,8 @@ def backward(
             if from_bias:
                 share = _doffset_from(sums, kernels[i], axes[i])
                 doffset = share if doffset is None else doffset + share
-    doffset = None if doffset is None else doffset.astype(dtypes.doffset)
-    of_norm = {name: a for name, a in made._asdict().items() if name in Gradients._fields}
-    gradients = Gradients(**of_norm | {"doffset": doffset}, dkernel=tuple(dkernel), dbias=tuple(dbias))
+    doffset = None if doffset is None else doffset.astype(of_norm.doffset)
+    gradients = Gradients(made._replace(y=None, doffset=doffset), tuple(dkernel), tuple(dbias))
     return jax.tree.map(lambda a: jnp_norms.with_batch(a, batch), gradients)
 
 
@@ -287,8 +285,10 @@ def tangents_of_constants(
     for y, kernel, dbias, features in zip(results.y, saved.kernel, tangents.bias, settings.features, strict=True):
         compute, lead = jnp_norms.compute_dtype(y.dtype), range(y.ndim - features)
         row = jnp.zeros((*[1] * len(lead), *y.shape[len(lead) :]), compute)
-        if tangents.offset is not None:
-            row = row + jnp.tensordot(tangents.offset.astype(compute), kernel.astype(compute), 1, precision="highest")
+        if tangents.of_norm.offset is not None:
+            row = row + jnp.tensordot(
+                tangents.of_norm.offset.astype(compute), kernel.astype(compute), 1, precision="highest"
+            )
         if dbias is not None:
             row = row + jnp.expand_dims(dbias.astype(compute), lead)
         dy.append(jnp.broadcast_to(row, y.shape).astype(y.dtype))

@@ -46,8 +46,7 @@ def forward_kernel(
     rstd_ptr,  # [M]
     H: tl.constexpr,
     N: tl.constexpr,
-    SUBTRACT_MEAN: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
+    NORM: tl.constexpr,
     EPSILON: tl.constexpr,
     TOTAL: tl.constexpr,
     BY_REGISTERS: tl.constexpr,
@@ -95,8 +94,8 @@ def forward_kernel(
                 tl.store(total_ptr + row[:, None] * H + column[None, :], total, mask=mask)
             x = total.to(COMPUTE)
         kernel = _load_matrix(kernel_ptr, column, exists, 0, N, BLOCK_N, BLOCK_H)
-        scale = load_scale(scale_ptr, column, exists, ZERO_CENTERED, BLOCK_H, COMPUTE)
-        if SUBTRACT_MEAN:
+        scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
+        if NORM.subtract_mean:
             count = seen - first
             step = (tl.sum(x, axis=1) / count - mean) * (count / seen)
             mean += step  # (1)
@@ -144,7 +143,7 @@ def row_sums_kernel(
     H: tl.constexpr,
     N: tl.constexpr,
     PARTS: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
+    NORM: tl.constexpr,
     COMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -174,7 +173,7 @@ def row_sums_kernel(
             exists = column < H
             x = _load_matrix(total_ptr, row, valid, first, H, BLOCK_H, BLOCK_ROWS).to(COMPUTE)
             kernel = _load_matrix(kernel_ptr, column, exists, 0, N, BLOCK_N, BLOCK_H)
-            scale = load_scale(scale_ptr, column, exists, ZERO_CENTERED, BLOCK_H, COMPUTE)
+            scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
             scaled = tl.dot(dy, tl.trans(kernel.to(dy.dtype)), input_precision="tf32") * scale[None, :]
             c1 += scaled
             # Masked, since outside -mean * rstd might overflow, and 0 * inf is NaN.
@@ -206,7 +205,7 @@ def backward_kernel(
     H: tl.constexpr,
     N: tl.constexpr,
     PARTS: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
+    NORM: tl.constexpr,
     COMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -221,7 +220,7 @@ def backward_kernel(
     exists = column < H
     if kernel_ptr is not None:
         kernel = _load_matrix(kernel_ptr, column, exists, 0, N, BLOCK_N, BLOCK_H)
-    scale = load_scale(scale_ptr, column, exists, ZERO_CENTERED, BLOCK_H, COMPUTE)
+    scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
     g = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
     dscale = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
     for tile in tl.range(split, tiles_of(rows, 1, BLOCK_ROWS), splits, num_stages=STAGES):
@@ -274,7 +273,7 @@ def parameters_kernel(
     dbias_ptr,  # [N]
     H: tl.constexpr,
     N: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
+    NORM: tl.constexpr,
     COMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -302,7 +301,7 @@ def parameters_kernel(
     if dscale_ptr is not None:
         tl.store(dscale_ptr + column, tl.sum(dscale, axis=0).to(dscale_ptr.dtype.element_ty), mask=exists)
     if dkernel_ptr is not None:
-        scale = load_scale(scale_ptr, column, exists, ZERO_CENTERED, BLOCK_H, COMPUTE)
+        scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
         dkernel = tl.sum(g, axis=0) * scale[:, None]  # (22)
     if dbias_partial_ptr is not None:
         shares: tl.constexpr = BLOCK_ROWS * BLOCK_H  # as many elements as of g

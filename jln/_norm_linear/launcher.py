@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jln._core.operation import only_rows_differ
 from jln._norm import launcher as norms
+from jln._norm import signature as norm
 from jln._norm.formulas import common_batch, with_batch
 from jln._norm_linear import formulas, kernels, tiles
 from jln._norm_linear.signature import (
@@ -33,8 +34,8 @@ from jln._triton.tile import Tile, ceil_div
 
 def forward(operands: Operands, settings: NormLinear, dtypes: Outcome, batch_dims: int, target: Target) -> Outcome:
     batch = common_batch(batch_dims, *jax.tree.leaves(operands))
-    x, residual = operands.x, operands.residual
-    parameters = jax.tree.leaves(operands._replace(x=None, residual=None))
+    x, residual = operands.of_norm.x, operands.of_norm.residual
+    parameters = jax.tree.leaves(operands._replace(of_norm=operands.of_norm._replace(x=None, residual=None)))
     if batch_dims and only_rows_differ(batch_dims, (x, residual), parameters):
         # Where every example has the same parameters, examples are rows like any other.
         kernel, bias = jax.tree.map(lambda p: p.reshape(p.shape[batch_dims:]), (operands.kernel, operands.bias))
@@ -53,9 +54,10 @@ def forward(operands: Operands, settings: NormLinear, dtypes: Outcome, batch_dim
 def backward(
     operands: Cotangents, settings: NormLinear, dtypes: Gradients, batch_dims: int, target: Target
 ) -> Gradients:
-    plan = None
-    if not batch_dims and any(a is not None for a in (dtypes.dx, dtypes.dscale, *dtypes.dkernel)):
-        rows, h = math.prod(operands.total.shape[:-1]), operands.total.shape[-1]
+    plan, of_norm = None, dtypes.of_norm
+    if not batch_dims and any(a is not None for a in (of_norm.dx, of_norm.dscale, *dtypes.dkernel)):
+        *lead, h = operands.of_norm.total.shape
+        rows = math.prod(lead)
         dy = [d for d in operands.dy if d is not None]
         plan = tiles.backward(rows, h, sum(d.size for d in dy) // rows, dy[0].dtype.name, target)
     if plan is not None:
@@ -113,13 +115,10 @@ def _apart(
     return tuple(parts)
 
 
-# What an operation that is norm and products in one never has.
-_BY_OTHERS = ("x_bias", "gate", "row_gate")
-
-
 def _fused_forward(operands: Operands, settings: NormLinear, dtypes: Outcome, tile: Tile, target: Target) -> Outcome:
     """`forward` without a batch, in one kernel."""
-    x, residual, kernel, bias = operands.x, operands.residual, operands.kernel, operands.bias
+    given, kernel, bias = operands
+    x, residual = given.x, given.residual
     features = [None if d is None else k.shape[1:] for k, d in zip(kernel, dtypes.y, strict=True)]
     rows, n = math.prod(x.shape[:-1]), sum(math.prod(f) for f in features if f is not None)
 
@@ -128,13 +127,20 @@ def _fused_forward(operands: Operands, settings: NormLinear, dtypes: Outcome, ti
 
     if any(b is not None for b in bias):
         bias = [jnp.zeros(k.shape[1:], k.dtype) if b is None else b for k, b in zip(kernel, bias, strict=True)]
-    merged = operands._replace(kernel=_side_by_side(kernel, features), bias=_side_by_side(bias, features))
     y = like_x(formulas.widest(dtypes.y), n)
     assert y is not None
     written = launch(
         target,
         kernels.forward_kernel,
-        {**{n: a for n, a in merged._asdict().items() if n not in _BY_OTHERS}, "rows": rows},
+        {
+            "x": x,
+            "residual": residual,
+            "scale": given.scale,
+            "offset": given.offset,
+            "kernel": _side_by_side(kernel, features),
+            "bias": _side_by_side(bias, features),
+            "rows": rows,
+        },
         {
             "y": y,
             "total": like_x(dtypes.total, x.shape[-1]),
@@ -144,7 +150,6 @@ def _fused_forward(operands: Operands, settings: NormLinear, dtypes: Outcome, ti
         programs=ceil_div(rows, tile.rows),
         tile=tile,
         BY_REGISTERS=target.chip.capability >= 90 and y.dtype == jnp.float32,
-        SUBTRACT_MEAN=settings.norm.subtract_mean,
         EPSILON=settings.norm.epsilon,
         TOTAL=x.dtype if residual is None else jnp.promote_types(x.dtype, residual.dtype),
         **_constants(settings, x.shape[-1], n),
@@ -158,7 +163,8 @@ def _fused_backward(
     """`backward` without a batch, in up to three kernels: row sums and shares of dbias, where dx is wanted; dx and
     shares of G and dscale; and what adds up the shares.
     """
-    total, offset = operands.total, operands.offset
+    saved, of_norm = operands.of_norm, dtypes.of_norm
+    total, offset = saved.total, saved.offset
     pairs = zip(operands.dy, settings.features, strict=True)
     features = [None if d is None else d.shape[d.ndim - axes :] for d, axes in pairs]
     dy, kernel = _side_by_side(operands.dy, features), _side_by_side(operands.kernel, features)
@@ -178,20 +184,20 @@ def _fused_backward(
     given = {
         "dy": dy,
         "total": total,
-        "scale": operands.scale,
+        "scale": saved.scale,
         "kernel": kernel,
-        "mean": operands.mean,
-        "rstd": operands.rstd,
+        "mean": saved.mean,
+        "rstd": saved.rstd,
     }
-    needs_dbias = wants_dbias or dtypes.doffset or (wants_dkernel and offset is not None)
+    needs_dbias = wants_dbias or of_norm.doffset or (wants_dkernel and offset is not None)
     sums: dict[str, Any] = {"c1": None, "c2": None, "dbias": None}
-    if dtypes.dx:
+    if of_norm.dx:
         sums = launch(
             target,
             kernels.row_sums_kernel,
             {**given, "rows": rows, "programs": programs},
             {
-                "c1": float32(settings.norm.subtract_mean, parts, rows),
+                "c1": float32(settings.norm.switches.subtract_mean, parts, rows),
                 "c2": float32(True, parts, rows),
                 "dbias": float32(needs_dbias, programs, n),
             },
@@ -208,16 +214,16 @@ def _fused_backward(
         kernels.backward_kernel,
         {
             **given,
-            "dtotal": operands.dtotal if dtypes.dx else None,
+            "dtotal": saved.dtotal if of_norm.dx else None,
             "c1": sums["c1"],
             "c2": sums["c2"],
             "rows": rows,
             "splits": splits,
         },
         {
-            "dx": like(dtypes.dx, *total.shape),
+            "dx": like(of_norm.dx, *total.shape),
             "g": float32(wants_dkernel, splits, h, n),
-            "dscale": float32(dtypes.dscale, splits, h),
+            "dscale": float32(of_norm.dscale, splits, h),
         },
         programs=splits * ceil_div(h, plan.backward.columns),
         tile=plan.backward,
@@ -226,8 +232,8 @@ def _fused_backward(
     )
     gradients: dict[str, Any] = {
         "dkernel": like(formulas.widest(dtypes.dkernel), h, n),
-        "dscale": like(dtypes.dscale, *parameter),
-        "doffset": like(dtypes.doffset, *parameter),
+        "dscale": like(of_norm.dscale, *parameter),
+        "doffset": like(of_norm.doffset, *parameter),
         "dbias": like(formulas.widest(dtypes.dbias), n),
     }
     if any(a is not None for a in gradients.values()):
@@ -238,9 +244,9 @@ def _fused_backward(
                 "g_partial": written["g"],
                 "dscale_partial": written["dscale"],
                 "dbias_partial": sums["dbias"],
-                "scale": operands.scale if wants_dkernel else None,
+                "scale": saved.scale if wants_dkernel else None,
                 "offset": offset if wants_dkernel else None,
-                "kernel": kernel if dtypes.doffset else None,
+                "kernel": kernel if of_norm.doffset else None,
                 "splits": splits,
                 "programs": programs,
             },
@@ -251,7 +257,8 @@ def _fused_backward(
         )
     for name, wanted in (("dkernel", dtypes.dkernel), ("dbias", dtypes.dbias)):
         gradients[name] = _apart(gradients[name], features, wanted)
-    return Gradients(dx=written["dx"], **gradients)
+    made = norm.Gradients(dx=written["dx"], dscale=gradients["dscale"], doffset=gradients["doffset"])
+    return Gradients(made, gradients["dkernel"], gradients["dbias"])
 
 
 def _constants(settings: NormLinear, h: int, n: int) -> dict[str, Any]:
@@ -261,5 +268,5 @@ def _constants(settings: NormLinear, h: int, n: int) -> dict[str, Any]:
         "H": h,
         "N": n,
         "BLOCK_N": tiles.features(n),
-        "ZERO_CENTERED": settings.norm.zero_centered_scale,
+        "NORM": settings.norm.switches,
     }

@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec
 from jln import _checks
 from jln._core.derivatives import with_automatic_axes
 from jln._norm.arguments import Gate, Given, arranged, checked
-from jln._norm.signature import Norm
 from jln._norm_linear import rules
 from jln._norm_linear.signature import NormLinear, Operands, Results, Settings, few_features
 
@@ -83,8 +82,7 @@ def layer_norm_linear(
       ValueError: shapes do not match, the last axis of `x` is empty, epsilon is negative or too large, or the
         precision or the implementation is unknown.
     """
-    static = epsilon, zero_centered_scale, precision, implementation, forward_mode
-    return _checked(Given(x, None, scale, offset), kernel, bias, *static, subtract_mean=True)
+    return _checked(**locals(), subtract_mean=True)
 
 
 def rms_norm_linear(
@@ -104,8 +102,7 @@ def rms_norm_linear(
     Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019). Arguments, dtypes, guarantees and errors are those
     of `layer_norm_linear`.
     """
-    static = epsilon, zero_centered_scale, precision, implementation, forward_mode
-    return _checked(Given(x, None, scale, None), kernel, bias, *static, subtract_mean=False)
+    return _checked(**locals(), subtract_mean=False)
 
 
 def add_layer_norm_linear(
@@ -150,10 +147,7 @@ def add_layer_norm_linear(
       y: as of `layer_norm_linear`.
       total: `x`'s shape, in the promoted dtype of `x` and `residual`.
     """
-    static = epsilon, zero_centered_scale, precision, implementation, forward_mode
-    return _checked(
-        Given(x, residual, scale, offset, x_bias, gate), kernel, bias, *static, adds=True, subtract_mean=True
-    )
+    return _checked(**locals(), subtract_mean=True)
 
 
 def add_rms_norm_linear(
@@ -174,49 +168,30 @@ def add_rms_norm_linear(
     """`(rms_norm(total, scale) @ kernel + bias, total)` with `total = residual + gate * (x + x_bias)`; arguments and
     results are those of `add_layer_norm_linear`.
     """
-    static = epsilon, zero_centered_scale, precision, implementation, forward_mode
-    return _checked(
-        Given(x, residual, scale, None, x_bias, gate), kernel, bias, *static, adds=True, subtract_mean=False
-    )
+    return _checked(**locals(), subtract_mean=False)
 
 
 def normalised_linear(
     given: Given, kernel: Kernels, bias: Biases, *, epsilon: float, subtract_mean: bool, precision: PrecisionLike
 ) -> Any:
     """What the modules call: any of the operators, those of RMSNorm with an offset too."""
-    static = epsilon, False, precision, None, True
-    return _checked(given, kernel, bias, *static, adds=given.residual is not None, subtract_mean=subtract_mean)
+    products = {"kernel": kernel, "bias": bias, "precision": precision}
+    static = {"epsilon": epsilon, "subtract_mean": subtract_mean}
+    return _checked(**given.present(), **products, **static, implementation=None, forward_mode=True)
 
 
 # From the public functions to the operator
 
 
-def _checked(
-    given: Given,
-    kernel,
-    bias,
-    epsilon: float,
-    zero_centered_scale: bool,
-    precision: Any,
-    implementation: str | None,
-    forward_mode: bool,
-    *,
-    subtract_mean: bool,
-    adds: bool = False,
-) -> Any:
-    arrays, _ = checked(given, -1, adds="residual" if adds else None)
+def _checked(*, kernel, bias, precision: Any, implementation: str | None, forward_mode: bool, **of_norm: Any) -> Any:
+    """of_norm: the arguments of the norm's `checked`."""
+    arrays, _, norm = checked(**of_norm)
     kernels, biases = _checks.linears(kernel, bias, arrays.x)
-    norm = Norm(
-        -1,
-        _checks.epsilon(epsilon, *(a.dtype for a in (arrays.x, arrays.residual) if a is not None)),
-        subtract_mean,
-        _checks.zero_centered_scale(zero_centered_scale, arrays.scale),
-    )
     norm_linear = NormLinear(norm, _checks.precision(precision), tuple(k.ndim - 1 for k in kernels))
     settings = Settings(norm_linear, _checks.implementation(implementation))
     y, total = _jitted(settings, _checks.flag("forward_mode", forward_mode), (arrays, kernels, biases))
     y = y if isinstance(kernel, tuple) else y[0]
-    return (y, total) if adds else y
+    return y if total is None else (y, total)
 
 
 def _uses_any_of(axes, others) -> bool:
@@ -242,7 +217,7 @@ def _jitted(settings: Settings, forward_mode: bool, arrays: Arrays) -> Results:
     def arranged_and_back(arrays: Arrays) -> Results:
         given, kernels, biases = arrays
         of_norm, norm, back = arranged(given, (given.x.ndim - 1,), settings.norm_linear.norm)
-        operands = Operands.of(of_norm, kernel=kernels, bias=biases)
+        operands = Operands(of_norm, kernels, biases)
         how = settings.norm_linear.precision, settings.implementation
         norm_linear = dataclasses.replace(settings.norm_linear, norm=norm, in_one=few_features(operands, norm, *how))
         settled = dataclasses.replace(settings, norm_linear=norm_linear)

@@ -47,9 +47,9 @@ class _Dims:
 
 
 def _forward_layout(operands: Operands, settings: NormLinear, dtypes: Outcome, batch_dims: int) -> Layout:
-    ndim = operands.x.ndim
+    ndim = operands.of_norm.x.ndim
     of, of_norm = _Dims(ndim, settings.features, batch_dims), norm.dims_of_operands(ndim, settings.norm, batch_dims)
-    given = Operands.of(of_norm, kernel=of.kernel, bias=of.bias)
+    given = Operands(of_norm, of.kernel, of.bias)
     row = Result(of_norm.x)
     return Layout.of(operands, given, dtypes, Outcome(tuple(map(Result, of.y)), total=row, mean=row, rstd=row))
 
@@ -61,18 +61,14 @@ def _backward_layout(operands: Cotangents, settings: NormLinear, dtypes: Gradien
     )
     of, how = _Dims(ndim, settings.features, batch_dims), (ndim, settings.norm, batch_dims)
     of_norm = norm.dims_of_cotangents(*how)
-    given = of_norm._asdict() | {"dy": of.y, "dtotal": Term(of_norm.dtotal), "kernel": of.kernel}
-    shares = {
-        name: dataclasses.replace(result, summed=(Kind.FEATURE, *result.summed))
-        for name, result in norm.spread_gradients(*how)._asdict().items()
-        if name in Gradients._fields
-    }
+    given = Cotangents(of.y, of_norm._replace(dtotal=Term(of_norm.dtotal)), of.kernel)
+    shares = (dataclasses.replace(r, summed=(Kind.FEATURE, *r.summed)) for r in norm.spread_gradients(*how))
     gradients = Gradients(
-        **shares,
+        of_norm=norm.Gradients(*shares),
         dkernel=tuple(Result(k, summed=(Kind.ROW,)) for k in of.kernel),
         dbias=tuple(Result(b, summed=(Kind.ROW,), wide=True) for b in of.bias),
     )
-    return Layout.of(operands, Cotangents(**given), dtypes, gradients)
+    return Layout.of(operands, given, dtypes, gradients)
 
 
 def _launcher():
@@ -87,9 +83,7 @@ _forward: Operation[Operands, Outcome] = Operation(
     formula_cpu=formulas.forward_cpu,
     launcher=lambda: _launcher().forward,
     layout=_forward_layout,
-    made_of=Outcome(
-        y=Operands._fields, **{n: made_of for n, made_of in norm.OUTCOME_MADE_OF._asdict().items() if n != "y"}
-    ),
+    made_of=norm.OUTCOME_MADE_OF._replace(y=(*norm.OUTCOME_MADE_OF.y, "kernel", "bias")),
 )
 _backward: Operation[Cotangents, Gradients] = Operation(
     "jln_norm_linear_backward",
@@ -98,7 +92,7 @@ _backward: Operation[Cotangents, Gradients] = Operation(
     launcher=lambda: _launcher().backward,
     layout=_backward_layout,
     made_of=Gradients(
-        **{n: (*of, "kernel") for n, of in norm.GRADIENTS_MADE_OF._asdict().items() if n in Gradients._fields},
+        of_norm=norm.Gradients(*((*of, "kernel") for of in norm.GRADIENTS_MADE_OF)),
         dkernel=("dy", *norm.GRADIENTS_MADE_OF.y),
         dbias=("dy",),
     ),
@@ -129,12 +123,12 @@ def _norms(implementation: str | None) -> formulas.Norms:
 
 
 def _outcome(settings: Settings, operands: Operands, keep: bool) -> Outcome:
-    norm_linear, total = settings.norm_linear, norm.total_dtype(operands)
+    norm_linear, total = settings.norm_linear, norm.total_dtype(operands.of_norm)
     statistic = jnp.promote_types(total, jnp.float32).name if keep else None
     dtypes = Outcome(
-        y=tuple(jnp.promote_types(operands.x.dtype, kernel.dtype).name for kernel in operands.kernel),
-        total=None if operands.residual is None else total,
-        mean=statistic if norm_linear.norm.subtract_mean else None,
+        y=tuple(jnp.promote_types(operands.of_norm.x.dtype, kernel.dtype).name for kernel in operands.kernel),
+        total=None if operands.of_norm.residual is None else total,
+        mean=statistic if norm_linear.norm.switches.subtract_mean else None,
         rstd=statistic,
     )
     if not norm_linear.in_one:
@@ -153,22 +147,20 @@ def _saving(settings: Settings, operands: Operands, wanted: Operands) -> tuple[R
     kernels.
     """
     of_norm = operands.of_norm
-    needed = _backward.needs(_dtypes(wanted, norm.total_dtype(operands), of_norm.gated))
+    needed = _backward.needs(_dtypes(wanted, norm.total_dtype(of_norm), of_norm.gated))
     outcome = _outcome(settings, operands, keep="rstd" in needed)
-    first, centres = outcome._replace(y=outcome.y[0]), settings.norm_linear.norm.subtract_mean
-    saved = Saved(norm.kept(of_norm, first, needed, centres), operands.offset, operands.kernel)
+    first, centres = outcome._replace(y=outcome.y[0]), settings.norm_linear.norm.switches.subtract_mean
+    saved = Saved(norm.kept(of_norm, first, needed, centres), of_norm.offset, operands.kernel)
     return Results(outcome.y, outcome.total), saved
 
 
 def _dtypes(wanted: Operands, total_dtype: str, gated: bool) -> Gradients:
     """Of the gradients that give those of the wanted operands."""
-    of_norm = norm.gradients_for(wanted.of_norm, total_dtype, gated)._asdict()
-    return Gradients(**{n: d for n, d in of_norm.items() if n != "y"}, dkernel=wanted.kernel, dbias=wanted.bias)
+    return Gradients(norm.gradients_for(wanted.of_norm, total_dtype, gated), wanted.kernel, wanted.bias)
 
 
 def _of_operands(found: Gradients, gated: bool, wanted: Operands) -> Operands:
-    of_norm = norm.of_operands(found, gated, wanted)
-    return Operands.of(of_norm, kernel=found.dkernel, bias=found.dbias)
+    return Operands(norm.of_operands(found.of_norm, gated, wanted.of_norm), found.dkernel, found.dbias)
 
 
 def _gradients(settings: Settings, saved: Saved, cotangents: Results, wanted: Operands) -> Operands:
@@ -190,15 +182,14 @@ def _pulled_back(
     dtypes = _dtypes(wanted, total.dtype.name, branch.gated)
     if all(d is None for d in dy):
         of_norm = norm.of_total_alone(dtotal, branch, norm_linear.norm, wanted.of_norm, batch_dims)
-        of_norm = {n: a for n, a in of_norm._asdict().items() if n != "y"}
-        return Gradients(**of_norm, dkernel=nothing, dbias=nothing)
+        return Gradients(of_norm, dkernel=nothing, dbias=nothing)
 
     def of_used(parameters: tuple[Any, ...]) -> tuple[Any, ...]:
         """What an unused y was made of has no part in the gradients."""
         return tuple(None if d is None else p for p, d in zip(parameters, dy, strict=True))
 
-    kernel = of_used(saved.kernel)
-    operands = Cotangents(dy, dtotal, total, scale, saved.offset, kernel, mean, rstd, **branch._asdict())
+    of_norm = norm.Cotangents(None, dtotal, total, scale, saved.offset, mean, rstd, *branch)
+    operands = Cotangents(dy, of_norm, of_used(saved.kernel))
     dtypes = dtypes._replace(dkernel=of_used(dtypes.dkernel), dbias=of_used(dtypes.dbias))
     if norm_linear.in_one:
         return _backward(operands, norm_linear, dtypes, implementation=implementation, batch_dims=batch_dims)
@@ -215,10 +206,12 @@ def _transposed(
         (
             saved._replace(of_norm=of_norm.scale),
             (branch.x_bias, branch.gate),
-            tangents._replace(x=None, residual=None, row_gate=None),
+            tangents._replace(of_norm=tangents.of_norm._replace(x=None, residual=None, row_gate=None)),
         )
     )
-    shared = not norm_linear.norm.examples and only_rows_differ(batch_dims, (*rows, tangents.row_gate), parameters)
+    shared = not norm_linear.norm.examples and only_rows_differ(
+        batch_dims, (*rows, tangents.of_norm.row_gate), parameters
+    )
     if shared:  # a norm's parameters have x's rank, and examples are rows like any other
 
         def without_batch(kernel: jax.Array) -> jax.Array:

@@ -1,9 +1,10 @@
 """What goes into LayerNorm+Linear, what is kept for its derivatives, and what comes out.
 
 There may be several Linears behind one norm: kernel, bias and y, and what belongs to them, are tuples of arrays, one
-for each. Inside of an operation the first axes of every array, *batch, are vmap's: on them any operand may have size 1
-instead of the batch's, results always have the batch's, and parameter gradients are not summed over them. *lead are
-x's rows. Where the norm has parameters for each example, products are still over all rows.
+for each. `Results` and `Outcome` are the norm's, with such a y: [*batch, *lead, *features] of each product. Inside of
+an operation the first axes of every array, *batch, are vmap's: on them any operand may have size 1 instead of the
+batch's, results always have the batch's, and parameter gradients are not summed over them. *lead are x's rows. Where
+the norm has parameters for each example, products are still over all rows.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from jln._norm import signature as norm
+from jln._norm.signature import Outcome as Outcome
+from jln._norm.signature import Results as Results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,45 +44,13 @@ class Settings:
 
 
 class Operands(NamedTuple):
-    """Those of `jln._norm.signature`, the normalised axis the last; of each product kernel [*batch, H, *features] and
-    bias [*batch, *features], which may be None.
+    """of_norm: those of the norm, the normalised axis the last. Of each product kernel [*batch, H, *features] and bias
+    [*batch, *features], which may be None.
     """
 
-    x: Any
-    residual: Any
-    scale: Any
-    offset: Any
+    of_norm: norm.Operands
     kernel: Any
     bias: Any
-    x_bias: Any = None
-    gate: Any = None
-    row_gate: Any = None
-
-    @classmethod
-    def of(cls, of_norm: norm.Operands, *, kernel: Any, bias: Any) -> Operands:
-        """of_norm: what is the norm's, of which some only a norm without a product takes."""
-        taken = {name: a for name, a in of_norm._asdict().items() if name in cls._fields}
-        return cls(**taken, kernel=kernel, bias=bias)
-
-    @property
-    def of_norm(self) -> norm.Operands:
-        return norm.Operands(**{n: a for n, a in self._asdict().items() if n in norm.Operands._fields})
-
-
-class Results(NamedTuple):
-    """Of each product y [*batch, *lead, *features]; total, like x, None where there is no residual."""
-
-    y: Any
-    total: Any
-
-
-class Outcome(NamedTuple):
-    """What the forward operation returns: results, and mean and rstd [*batch, *lead, 1] as in `jln._norm.signature`."""
-
-    y: Any
-    total: Any
-    mean: Any
-    rstd: Any
 
 
 class Saved(NamedTuple):
@@ -93,38 +64,21 @@ class Saved(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """What the backward operation reads: the cotangents of the results, None where one was not used, and what was
-    saved.
+    """What the backward operation reads: dy of each product, None where y was not used, and the kernels. of_norm: what
+    the norm's backward operation reads, less its own dy, that of the norm's result, which is made of these.
     """
 
     dy: Any
-    dtotal: Any
-    total: Any
-    scale: Any
-    offset: Any
+    of_norm: norm.Cotangents
     kernel: Any
-    mean: Any
-    rstd: Any
-    x: Any = None
-    x_bias: Any = None
-    gate: Any = None
-    row_gate: Any = None
 
 
 class Gradients(NamedTuple):
-    """What the backward operation returns, each like what it is the gradient of; dx and dresidual as in
-    `jln._norm.signature`.
-    """
+    """What the backward operation returns. of_norm: the norm's gradients, and no y."""
 
-    dx: Any
-    dscale: Any
-    doffset: Any
+    of_norm: norm.Gradients
     dkernel: Any
     dbias: Any
-    dresidual: Any = None
-    dx_bias: Any = None
-    dgate: Any = None
-    drow_gate: Any = None
 
 
 class Rows(NamedTuple):
@@ -156,10 +110,10 @@ def few_features(operands: Operands, of_norm: norm.Norm, precision: Any, impleme
     """Whether a kernel of ours may do norm and products at once, where the program is compiled for a GPU: then they are
     one operation. Else they are the norm's operation and products in plain sight of JAX and XLA.
     """
-    x, kernels = operands.x, operands.kernel
-    if implementation == "xla" or of_norm.examples or operands.x_bias is not None or operands.of_norm.gated:
+    given, kernels = operands.of_norm, operands.kernel
+    if implementation == "xla" or of_norm.examples or given.x_bias is not None or given.gated:
         return False
-    dtypes = {jnp.promote_types(x.dtype, kernel.dtype).name for kernel in kernels}
+    dtypes = {jnp.promote_types(given.x.dtype, kernel.dtype).name for kernel in kernels}
     dtype = dtypes.pop()
     n = sum(math.prod(kernel.shape[1:]) for kernel in kernels)
     if dtypes or dtype not in FUSED_FEATURES or n > FUSED_FEATURES[dtype][0]:

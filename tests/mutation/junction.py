@@ -66,7 +66,7 @@ SUMS = [
     ),
     Mutant(
         "every sum of the first one's shares", NORM,
-        "at = (which * of_all + group * programs + program)", "at = (group * programs + program)", SEVERAL_PROGRAMS,
+        "shares_ptr += (which * groups + group)", "shares_ptr += group", SEVERAL_PROGRAMS,
     ),
     Mutant(
         "the first example's gate for all", NORM,
@@ -119,7 +119,7 @@ SUMS = [
     ),
     Mutant(
         "a gate forgotten where norm and product are one kernel", LINEAR_SIGNATURE,
-        " or operands.x_bias is not None or operands.of_norm.gated", "",
+        " or given.x_bias is not None or given.gated", "",
         (f"{JUNCTION}test_accuracy_of_linears[triton-add_layer_norm_linear, x_bias and gate-float32]",),
     ),
 ]  # fmt: skip

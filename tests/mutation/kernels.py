@@ -40,7 +40,7 @@ KERNELS = [
     Mutant("a column too many", ACCESS, "column * INNER, column < H", "column * INNER, column <= H", WHOLE),
     Mutant("a shared operand taken for a group's own", ACCESS, "return group * 0", "return group", GROUPS),
     Mutant(
-        "scale not zero-centered", ACCESS, "scale + given if ZERO_CENTERED else given", "given",
+        "scale not zero-centered", ACCESS, "scale + given if NORM.zero_centered_scale else given", "given",
         (f"{ACCURACY}test_optional_arguments[triton-layer_norm-no offset-zero-centered]",),
     ),
     Mutant(
@@ -183,8 +183,8 @@ KERNELS = [
     ),
     Mutant(
         "a share too many added up", NORM,
-        "mask=(program < programs)[:, None] & exists[None, :]",
-        "mask=(program <= programs)[:, None] & exists[None, :]",
+        "mask = (program < programs)[:, None] & exists[None, :]",
+        "mask = (program <= programs)[:, None] & exists[None, :]",
         (f"{OPERATORS}test_reduction_of_many_partial_sums[33]",),
     ),
     Mutant(
@@ -194,7 +194,7 @@ KERNELS = [
     ),
     Mutant(
         "all groups' sums in the first one's place", NORM,
-        "tl.store(sum_ptr + group * H + column, total", "tl.store(sum_ptr + column, total",
+        "at = group * H + column", "at = column",
         (f"{OPERATORS}test_reduction_of_many_partial_sums[33]",),
     ),
     # The fused kernels
