@@ -134,8 +134,8 @@ class Operator(Signature):
 
     centres: whether the mean is subtracted. per_element: operations on each element of x, forward and backward, those
     of a product left out. norm: the operator in front of the product, if there is one. of_sum: the operator that the
-    sum of x and the residual goes through, if there is one; in_front: the one that x goes through before. extras: arrays that it takes by keyword and few models
-    have; `including` makes them arguments.
+    sum of x and the residual goes through, if there is one; in_front: the one that x goes through before. extras:
+    arrays that it takes by keyword and few models have; `including` makes them arguments.
     """
 
     centres: bool
@@ -148,6 +148,7 @@ class Operator(Signature):
     function = property(lambda self: getattr(jln, self.name))
     reference = property(lambda self: getattr(jln.reference, self.name))
     adds = property(lambda self: self.of_sum is not None)
+    adds_behind = property(lambda self: not self.adds and "residual" in self.names)
     is_linear = property(lambda self: self.norm is not None)
 
     @property

@@ -31,7 +31,7 @@ def call(workload: Workload, direction: str, target: Target) -> tuple[Callable[.
     axis = workload.axis % len(workload.shape) - len(workload.shape)
     norm = norms.Norm(axis, EPSILON, norms.Switches(subtract_mean=workload.entry.centres))
     x, residual, scale, offset = (shapes.get(name) for name in ("x", "residual", "scale", "offset"))
-    residual, added = (residual, None) if workload.entry.adds else (None, residual)
+    residual, added = (None, residual) if workload.entry.adds_behind else (residual, None)
     dtype = jnp.dtype(workload.dtype)
     accumulator = jnp.promote_types(dtype, jnp.float32)
     assert x is not None and scale is not None

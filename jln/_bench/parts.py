@@ -37,7 +37,7 @@ def composed(
             x = norm(x, given.get("x_scale"), None)
         x = x + given["residual"] if adds else x
         y = norm(x, given.get("scale"), given.get("offset"))
-        if not adds and "residual" in given:
+        if workload.entry.adds_behind:
             y = given["residual"] + y
         if workload.is_linear:
             y = linears(y, given["kernel"], given.get("bias"), linear)
