@@ -210,8 +210,8 @@ STACKS = {
 
 
 class Branch(NamedTuple):
-    """What the layer before would have added to x: `gate * (x + bias)`, or the norm of x with the parameters `norm`. All
-    but x may be None.
+    """What the layer before would have added to x: `gate * (x + bias)`, or the norm of x with the parameters `norm`.
+    All but x may be None.
     """
 
     x: jax.Array
