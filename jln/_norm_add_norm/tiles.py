@@ -27,7 +27,7 @@ def backward(h: int, itemsize: int, mixed: bool, chip: Chip) -> Tile | None:
     if columns > 512 * most:
         return None
     rows = max(1, 1024 // columns)
-    per_thread = most if columns > 256 * most else min(most, 8)
+    per_thread = most if columns > 256 * most else max(1, most // 2)
     warps = max(1, rows * columns // (32 * per_thread))
     ahead = 4 * rows * columns * itemsize + 1024
     stages = 2 if ahead <= SHARED_LIMIT[chip.capability] else 1
