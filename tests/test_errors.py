@@ -198,6 +198,7 @@ JUNCTION = {
 def test_x_bias_and_gate(name, case):
     error, message, wrong = JUNCTION[case]
     x, named = jnp.ones((2, 4, 8), "float32"), {"scale": SCALE, "offset": None, "kernel": K, "bias": None}
+    named["x_scale"] = SCALE
     named |= {"x": x, "residual": x}
     with pytest.raises(error, match=message):
         OPERATORS[name].function(**{n: named[n] for n in OPERATORS[name].names}, **wrong)

@@ -47,7 +47,7 @@ NORMS = [
     ),
     Mutant(
         "the unrounded sum normalised", BOTH, "residual).to(TOTAL)  # (32)", "residual)  # (32)",
-        (f"{FAMILY}[triton-37-100-rms_norm_add_rms_norm-bfloat16]",),
+        ("tests/test_rounded_sum.py::test_so_it_is_between_norms_on_both_sides[triton-whole]",),
     ),
     Mutant("x's mean square over the tile's columns", BOTH, "axis=1) * (1.0 / H) + EPS", "axis=1) * 0.01 + EPS",
         (f"{FAMILY}[triton-5-4096-rms_norm_add_rms_norm-float32]",),
