@@ -238,9 +238,3 @@ def implementation(value: Any) -> str | None:
     if not (value is None or isinstance(value, str)) or value not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be None, 'triton' or 'xla'; got {value!r}")
     return value
-
-
-def zero_centered_scale(value: Any, scale: jax.Array | None) -> bool:
-    if flag("zero_centered_scale", value) and scale is None:
-        raise ValueError("zero_centered_scale=True needs a scale; got scale=None")
-    return bool(value)

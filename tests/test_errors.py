@@ -198,7 +198,6 @@ JUNCTION = {
 def test_x_bias_and_gate(name, case):
     error, message, wrong = JUNCTION[case]
     x, named = jnp.ones((2, 4, 8), "float32"), {"scale": SCALE, "offset": None, "kernel": K, "bias": None}
-    named["x_scale"] = SCALE
     named |= {"x": x, "residual": x}
     with pytest.raises(error, match=message):
         OPERATORS[name].function(**{n: named[n] for n in OPERATORS[name].names}, **wrong)
@@ -246,7 +245,7 @@ class Holder:
 
 NAMES = {entry.function: entry.names for entry in FORMS.values()}
 SHAPES = {"x": (4, 8), "residual": (4, 8), "scale": (8,), "offset": (8,), "kernel": (8, 3), "bias": (3,)}
-SHAPES |= {"x_bias": (8,), "gate": (8,)}
+SHAPES |= {"x_bias": (8,), "gate": (8,), "x_scale": (8,)}
 
 
 def with_one(name, make):

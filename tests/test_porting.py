@@ -55,7 +55,17 @@ def test_tritons_interpreter_is_made_of_what_it_was():
     assert parameters(interpreter.InterpretedFunction.rewrite) == ["self"]
     assert parameters(interpreter.InterpreterBuilder.create_dot)[:4] == ["self", "a", "b", "d"]
     assert parameters(interpreter.InterpreterBuilder.cast_impl)[:3] == ["self", "src", "dst_type"]
+    assert callable(interpreter.GridExecutor._restore_args_dev)
+    assert parameters(interpreter.InterpreterBuilder.create_fp_to_fp)[:3] == ["self", "src", "dst_type"]
     assert callable(interpreter._patch_lang) and callable(interpreter._get_np_dtype)
+    assert interpreter.tl.float32.name == "fp32"
+
+
+def test_a_kernel_tells_its_function_and_its_arguments():
+    from jln._norm.kernels import reduce_kernel
+
+    assert reduce_kernel.fn.__name__ == reduce_kernel.__name__ == "reduce_kernel"
+    assert reduce_kernel.arg_names == parameters(reduce_kernel.fn)
 
 
 def test_tritons_compiler_is_asked_as_it_was():

@@ -8,15 +8,22 @@ import triton.language as tl
 
 @triton.jit
 def rows_of(tile, rows, H: tl.constexpr, INNER: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """The rows of one tile: their numbers, the offsets of their first elements, and which of them exist."""
+    """The rows of one tile: their numbers, the offset of the tile's first element, those of their first elements from
+    there, and which of them exist.
+
+    What differs between a thread's rows has 32 bits where it can, and is a constant.
+    """
+    local = tl.arange(0, BLOCK_ROWS)
+    wide: tl.constexpr = tl.int64 if BLOCK_ROWS * H * INNER >= 2**31 else tl.int32
     if INNER == 1:
-        row = tl.cast(tile, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        return row, row * H, row < rows
+        first = tl.cast(tile, tl.int64) * BLOCK_ROWS
+        left = tl.minimum(rows - first, BLOCK_ROWS).to(tl.int32)
+        return first + local, first * H, local.to(wide) * H, local < left
     else:
         tiles: tl.constexpr = (INNER + BLOCK_ROWS - 1) // BLOCK_ROWS
         outer = tl.cast(tile // tiles, tl.int64)
-        inner = tl.cast(tile % tiles, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        return outer * INNER + inner, outer * (H * INNER) + inner, inner < INNER
+        inner = tl.cast(tile % tiles, tl.int64) * BLOCK_ROWS
+        return outer * INNER + inner + local, outer * (H * INNER) + inner, local.to(wide), inner + local < INNER
 
 
 @triton.jit
@@ -43,20 +50,32 @@ def size_of(rows, H: tl.constexpr, INNER: tl.constexpr):
 def columns_from(first, H: tl.constexpr, INNER: tl.constexpr, BLOCK_H: tl.constexpr):
     """Column numbers from `first` on, their offsets in a row, and which of them exist."""
     column = first + tl.arange(0, BLOCK_H)
+    exists = column < H if H % BLOCK_H else tl.full([BLOCK_H], True, tl.int1)
     if H * INNER >= 2**31:
-        return column, column.to(tl.int64) * INNER, column < H
+        return column, column.to(tl.int64) * INNER, exists
     else:
-        return column, column * INNER, column < H
+        return column, column * INNER, exists
 
 
 @triton.constexpr_function
 def contains(names, name):
-    return name in names
+    return names is not None and name in names
 
 
 @triton.constexpr_function
 def position(names, name):
     return next(i for i, other in enumerate(names) if other == name)  # Triton's tuple has no `index`
+
+
+@triton.jit
+def group_of(program, programs, SHARED: tl.constexpr):
+    """A program's group, and its number there. SHARED is None where there is one group: to divide takes 28 of the 630
+    instructions of a thread that norms 64 elements, in `forward_kernel`.
+    """
+    if SHARED is None:
+        return (program * 0).to(tl.int64), program
+    else:
+        return (program // programs).to(tl.int64), program % programs
 
 
 @triton.jit
@@ -66,6 +85,16 @@ def copy_of(group, SHARED: tl.constexpr, OPERAND: tl.constexpr):
         return group * 0
     else:
         return group
+
+
+@triton.jit
+def widened(a, COMPUTE: tl.constexpr):
+    """`a` in the compute dtype. Two elements of bfloat16 in a register take an instruction each, where conversions take
+    three; but not those that come from shared memory, as what a loop reads ahead.
+    """
+    if a.dtype == tl.bfloat16:
+        a = (a.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return a.to(COMPUTE)
 
 
 @triton.jit

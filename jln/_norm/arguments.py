@@ -46,12 +46,11 @@ def checked(
     x = _checks.array("x", arrays["x"])
     axes = _checks.axes(axis, x)
     given = checked_arrays(axes, **arrays)
-    norm = Norm(
-        _merged_axis(axes, x.ndim),
-        _checks.epsilon(epsilon, *(a.dtype for a in (x, given.residual) if a is not None)),
-        Switches(subtract_mean, _checks.zero_centered_scale(zero_centered_scale, given.scale)),
-    )
-    return given, axes, norm
+    epsilon = _checks.epsilon(epsilon, *(a.dtype for a in (x, given.residual) if a is not None))
+    if _checks.flag("zero_centered_scale", zero_centered_scale) and given.scale is None:
+        raise ValueError("zero_centered_scale=True needs a scale; got scale=None")
+    switches = Switches(subtract_mean, bool(zero_centered_scale))
+    return given, axes, Norm(_merged_axis(axes, x.ndim), epsilon, switches)
 
 
 def checked_arrays(axes: tuple[int, ...], **arrays: Any) -> Given:

@@ -2,8 +2,8 @@
 
 Every kernel sees `x` as `[G, rows, H]`. A row's elements lie `INNER` apart: 1 when the normalised axis is the last
 one; otherwise rows that differ in the axes behind it are neighbours in memory, and a tile takes `BLOCK_ROWS` of these.
-`G` counts the groups that vmap put in front; SHARED names the operands that have one copy for all groups. An array that
-is not there, and a result that nobody wants, is None for the compiler.
+`G` counts the groups that vmap put in front; SHARED names the operands that have one copy for all groups, and is None
+where there is only one group. An array that is not there, and a result that nobody wants, is None for the compiler.
 
 The numbers in brackets are the equations of `jln._norm.formulas`.
 """
@@ -15,19 +15,21 @@ from jln._norm.access import (
     columns_from,
     contains,
     copy_of,
+    group_of,
     load_scale,
     load_vector,
     position,
     rows_of,
     size_of,
     tiles_of,
+    widened,
 )
 
 
 @triton.jit
 def _load_branch(x_ptr, x_bias_ptr, at, mask, column, exists, COMPUTE: tl.constexpr):
     """What is gated: x, and its bias."""
-    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(COMPUTE)
+    x = widened(tl.load(x_ptr + at, mask=mask, other=0.0), COMPUTE)
     if x_bias_ptr is not None:
         x += tl.load(x_bias_ptr + column, mask=exists, other=0.0).to(COMPUTE)[None, :]
     return x
@@ -52,7 +54,7 @@ def _load_total(
     x = _load_branch(x_ptr, x_bias_ptr, at, mask, column, exists, COMPUTE)
     if residual_ptr is not None:
         x = _gated(x, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE)
-        residual = tl.load(residual_ptr + at, mask=mask, other=0.0).to(COMPUTE)
+        residual = widened(tl.load(residual_ptr + at, mask=mask, other=0.0), COMPUTE)
         x = (x + residual).to(TOTAL).to(COMPUTE)
     return x
 
@@ -79,7 +81,8 @@ def _store_rows(
         x_hat = (x - mean[:, None]) * rstd[:, None]  # (3)
         y = _affine(x_hat, scale, offset_ptr, column, exists, COMPUTE)
         if added_ptr is not None:
-            y = y + tl.load(added_ptr + at, mask=mask, other=0.0)  # (30), in the wider of the two types
+            added = tl.load(added_ptr + at, mask=mask, other=0.0)
+            y = y + (widened(added, COMPUTE) if added.dtype == tl.bfloat16 else added)  # (30), in the wider type
         tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -123,13 +126,12 @@ def forward_kernel(
     merged by the formula of Chan, Golub and LeVeque (1979), which loses nothing when the mean is large; nor do the
     thousands of chunks that rows side by side may have, by compensated sums.
     """
-    tiles = tiles_of(rows, INNER, BLOCK_ROWS)
-    group = (tl.program_id(0) // tiles).to(tl.int64)
-    row, start, valid = rows_of(tl.program_id(0) % tiles, rows, H, INNER, BLOCK_ROWS)
+    group, tile = group_of(tl.program_id(0), tiles_of(rows, INNER, BLOCK_ROWS), SHARED)
+    row, base, start, valid = rows_of(tile, rows, H, INNER, BLOCK_ROWS)
     size = size_of(rows, H, INNER)
-    x_ptr += copy_of(group, SHARED, "x") * size
+    x_ptr += copy_of(group, SHARED, "x") * size + base
     if residual_ptr is not None:
-        residual_ptr += copy_of(group, SHARED, "residual") * size
+        residual_ptr += copy_of(group, SHARED, "residual") * size + base
     if x_bias_ptr is not None:
         x_bias_ptr += copy_of(group, SHARED, "x_bias") * H
     if gate_ptr is not None:
@@ -137,15 +139,15 @@ def forward_kernel(
     if row_gate_ptr is not None:
         row_gate_ptr += copy_of(group, SHARED, "row_gate") * rows
     if total_ptr is not None:
-        total_ptr += group * size
+        total_ptr += group * size + base
     if scale_ptr is not None:
         scale_ptr += copy_of(group, SHARED, "scale") * H
     if offset_ptr is not None:
         offset_ptr += copy_of(group, SHARED, "offset") * H
     if added_ptr is not None:
-        added_ptr += copy_of(group, SHARED, "added") * size
+        added_ptr += copy_of(group, SHARED, "added") * size + base
     if y_ptr is not None:
-        y_ptr += group * size
+        y_ptr += group * size + base
 
     mean = tl.zeros([BLOCK_ROWS], COMPUTE)
     row_gate = load_vector(row_gate_ptr, row, valid, BLOCK_ROWS, COMPUTE)
@@ -158,7 +160,7 @@ def forward_kernel(
         )
         if NORM.subtract_mean:
             mean = tl.sum(x, axis=1) * (1.0 / H)  # (1)
-        centred = tl.where(mask, x - mean[:, None], 0.0)
+        centred = tl.where(exists[None, :], x - mean[:, None], 0.0)
         rstd = tl.rsqrt(tl.sum(centred * centred, axis=1) * (1.0 / H) + EPSILON)  # (2)
         _store_rows(
             x, mean, rstd, scale_ptr, offset_ptr, added_ptr, y_ptr, total_ptr, at, mask, column, exists,
@@ -226,11 +228,11 @@ def forward_kernel(
 
 
 @triton.jit
-def _load_row_terms(dy_ptr, total_ptr, at, mask, mean, rstd, scale, COMPUTE: tl.constexpr):
+def _load_row_terms(dy_ptr, total_ptr, at, mask, exists, mean, rstd, scale, COMPUTE: tl.constexpr):
     """dy, x_hat and dy * scale of a tile, 0 outside: there -mean * rstd might overflow, and 0 * inf is NaN."""
     x = tl.load(total_ptr + at, mask=mask, other=0.0).to(COMPUTE)
     dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(COMPUTE)
-    return dy, tl.where(mask, (x - mean[:, None]) * rstd[:, None], 0.0), dy * scale[None, :]
+    return dy, tl.where(exists[None, :], (x - mean[:, None]) * rstd[:, None], 0.0), dy * scale[None, :]
 
 
 @triton.jit
@@ -247,7 +249,7 @@ def _row_sums(
         at = start[:, None] + step[None, :]
         mask = valid[:, None] & exists[None, :]
         scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
-        _, x_hat, scaled = _load_row_terms(dy_ptr, total_ptr, at, mask, mean, rstd, scale, COMPUTE)
+        _, x_hat, scaled = _load_row_terms(dy_ptr, total_ptr, at, mask, exists, mean, rstd, scale, COMPUTE)
         c1 += scaled
         c2 = tl.fma(scaled, x_hat, c2)
     return tl.sum(c1, axis=1) * (1.0 / H), tl.sum(c2, axis=1) * (1.0 / H)  # (7), (8)
@@ -272,12 +274,11 @@ def row_sums_kernel(
     BLOCK_H: tl.constexpr,
 ):
     """c1 and c2 of one tile of rows a program, for rows too wide for `backward_kernel` to add up itself."""
-    tiles = tiles_of(rows, INNER, BLOCK_ROWS)
-    group = (tl.program_id(0) // tiles).to(tl.int64)
-    row, start, valid = rows_of(tl.program_id(0) % tiles, rows, H, INNER, BLOCK_ROWS)
+    group, tile = group_of(tl.program_id(0), tiles_of(rows, INNER, BLOCK_ROWS), SHARED)
+    row, base, start, valid = rows_of(tile, rows, H, INNER, BLOCK_ROWS)
     size = size_of(rows, H, INNER)
-    dy_ptr += copy_of(group, SHARED, "dy") * size
-    total_ptr += copy_of(group, SHARED, "total") * size
+    dy_ptr += copy_of(group, SHARED, "dy") * size + base
+    total_ptr += copy_of(group, SHARED, "total") * size + base
     if scale_ptr is not None:
         scale_ptr += copy_of(group, SHARED, "scale") * H
     if mean_ptr is not None:
@@ -353,8 +354,7 @@ def backward_kernel(
     """
     chunks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     chunk = tl.program_id(0) % chunks
-    program = tl.program_id(0) // chunks % programs
-    group = (tl.program_id(0) // chunks // programs).to(tl.int64)
+    group, program = group_of(tl.program_id(0) // chunks, programs, SHARED)
     size = size_of(rows, H, INNER)
     dy_ptr += copy_of(group, SHARED, "dy") * size
     total_ptr += copy_of(group, SHARED, "total") * size
@@ -397,7 +397,7 @@ def backward_kernel(
     dx_bias = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
     dgate = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
     for tile in tl.range(program, tiles_of(rows, INNER, BLOCK_ROWS), programs, num_stages=STAGES):
-        row, start, valid = rows_of(tile, rows, H, INNER, BLOCK_ROWS)
+        row, base, start, valid = rows_of(tile, rows, H, INNER, BLOCK_ROWS)
         at = start[:, None] + step[None, :]
         mask = valid[:, None] & exists[None, :]
         mean = load_vector(mean_ptr, row, valid, BLOCK_ROWS, COMPUTE)
@@ -408,12 +408,14 @@ def backward_kernel(
                 c2 = load_vector(c2_ptr, row, valid, BLOCK_ROWS, COMPUTE)
             elif BLOCK_H < H:
                 c1, c2 = _row_sums(
-                    dy_ptr, total_ptr, scale_ptr, start, valid, mean, rstd,
+                    dy_ptr + base, total_ptr + base, scale_ptr, start, valid, mean, rstd,
                     H, INNER, NORM, COMPUTE, BLOCK_ROWS, BLOCK_H,
                 )  # fmt: skip
         if BLOCK_H < H:  # held through `_row_sums` it would spill
             scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
-        dy, x_hat, scaled = _load_row_terms(dy_ptr, total_ptr, at, mask, mean, rstd, scale, COMPUTE)
+        dy, x_hat, scaled = _load_row_terms(
+            dy_ptr + base, total_ptr + base, at, mask, exists, mean, rstd, scale, COMPUTE
+        )
         if PULLS:
             if BLOCK_H >= H:
                 c1 = tl.sum(scaled, axis=1) * (1.0 / H)  # (7)
@@ -423,11 +425,11 @@ def backward_kernel(
                 dx = tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1 * rstd)[:, None])
             dx = tl.fma(scaled, rstd[:, None], dx)
             if dtotal_ptr is not None:
-                dx += tl.load(dtotal_ptr + at, mask=mask, other=0.0).to(COMPUTE)
+                dx += tl.load(dtotal_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
             if dresidual_ptr is not None:
-                tl.store(dresidual_ptr + at, dx.to(dresidual_ptr.dtype.element_ty), mask=mask)  # (24)
+                tl.store(dresidual_ptr + base + at, dx.to(dresidual_ptr.dtype.element_ty), mask=mask)  # (24)
             if x_ptr is not None:
-                branch = _load_branch(x_ptr, x_bias_ptr, at, mask, column, exists, COMPUTE)
+                branch = _load_branch(x_ptr + base, x_bias_ptr, at, mask, column, exists, COMPUTE)
                 if contains(SUMS, "dgate"):
                     dgate = tl.fma(dx, branch, dgate)  # (27)
                 if drow_gate_ptr is not None:
@@ -437,10 +439,10 @@ def backward_kernel(
             if contains(SUMS, "dx_bias"):
                 dx_bias += dx  # (26)
             if dx_ptr is not None:
-                tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+                tl.store(dx_ptr + base + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if y_ptr is not None:
             y = _affine(x_hat, scale, offset_ptr, column, exists, COMPUTE)
-            tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+            tl.store(y_ptr + base + at, y.to(y_ptr.dtype.element_ty), mask=mask)
         if contains(SUMS, "dscale"):
             dscale = tl.fma(dy, x_hat, dscale)  # (6)
         if contains(SUMS, "doffset"):

@@ -105,9 +105,9 @@ def _geometry(
     return _Geometry(shape, axis, batch, grouped=per_example_gradients or not plain)
 
 
-def _shared(operands: dict[str, jax.Array | None], geometry: _Geometry) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """-> (the names of operands with one copy for all groups, the operands). One that is shared over some batch axes
-    and not over others is written out over all of them.
+def _shared(operands: dict[str, jax.Array | None], geometry: _Geometry) -> tuple[Any, dict[str, Any]]:
+    """-> (the names of operands with one copy for all groups, None if there is one group; the operands). One that is
+    shared over some batch axes and not over others is written out over all of them.
     """
     shared, ready = [], {}
     for name, operand in operands.items():
@@ -118,7 +118,7 @@ def _shared(operands: dict[str, jax.Array | None], geometry: _Geometry) -> tuple
             elif batch != geometry.batch:
                 operand = jnp.broadcast_to(operand, geometry.batch + operand.shape[len(batch) :])
         ready[name] = operand
-    return tuple(shared), ready
+    return tuple(shared) if geometry.grouped else None, ready
 
 
 def _moved(*operands: jax.Array | jax.ShapeDtypeStruct | None) -> tuple[int, bool]:

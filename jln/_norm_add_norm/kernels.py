@@ -7,7 +7,18 @@ As in `jln._norm.kernels`; the numbers in brackets are the equations of `jln._no
 import triton
 import triton.language as tl
 
-from jln._norm.access import columns_from, contains, copy_of, load_scale, load_vector, rows_of, size_of, tiles_of
+from jln._norm.access import (
+    columns_from,
+    contains,
+    copy_of,
+    group_of,
+    load_scale,
+    load_vector,
+    rows_of,
+    size_of,
+    tiles_of,
+    widened,
+)
 from jln._norm.kernels import _store_sum
 
 
@@ -38,12 +49,11 @@ def forward_kernel(
     BLOCK_H: tl.constexpr,
 ):
     """y, total and both norms' rstd of one tile of rows a program."""
-    tiles = tiles_of(rows, 1, BLOCK_ROWS)
-    group = (tl.program_id(0) // tiles).to(tl.int64)
-    row, start, valid = rows_of(tl.program_id(0) % tiles, rows, H, 1, BLOCK_ROWS)
+    group, tile = group_of(tl.program_id(0), tiles_of(rows, 1, BLOCK_ROWS), SHARED)
+    row, base, start, valid = rows_of(tile, rows, H, 1, BLOCK_ROWS)
     size = size_of(rows, H, 1)
-    x_ptr += copy_of(group, SHARED, "x") * size
-    residual_ptr += copy_of(group, SHARED, "residual") * size
+    x_ptr += copy_of(group, SHARED, "x") * size + base
+    residual_ptr += copy_of(group, SHARED, "residual") * size + base
     if x_scale_ptr is not None:
         x_scale_ptr += copy_of(group, SHARED, "x_scale") * H
     if scale_ptr is not None:
@@ -52,19 +62,19 @@ def forward_kernel(
     at = start[:, None] + step[None, :]
     mask = valid[:, None] & exists[None, :]
 
-    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(COMPUTE)
+    x = widened(tl.load(x_ptr + at, mask=mask, other=0.0), COMPUTE)
     x_rstd = _rstd(x, H, EPSILON)  # (31)
     x_scale = load_scale(x_scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
-    residual = tl.load(residual_ptr + at, mask=mask, other=0.0).to(COMPUTE)
+    residual = widened(tl.load(residual_ptr + at, mask=mask, other=0.0), COMPUTE)
     total = tl.fma(x * x_rstd[:, None], x_scale[None, :], residual).to(TOTAL)  # (32), (33)
     if total_ptr is not None:
-        tl.store(total_ptr + group * size + at, total, mask=mask)
+        tl.store(total_ptr + (group * size + base) + at, total, mask=mask)
     total = total.to(COMPUTE)
     rstd = _rstd(total, H, EPSILON)  # (2)
     if y_ptr is not None:
         scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
         y = total * rstd[:, None] * scale[None, :]  # (3), (4)
-        tl.store(y_ptr + group * size + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+        tl.store(y_ptr + (group * size + base) + at, y.to(y_ptr.dtype.element_ty), mask=mask)
     if x_rstd_ptr is not None:
         tl.store(x_rstd_ptr + group * rows + row, x_rstd.to(x_rstd_ptr.dtype.element_ty), mask=valid)
     if rstd_ptr is not None:
@@ -100,8 +110,7 @@ def backward_kernel(
     """dx, dresidual and each program's share of the SUMS (dx_scale, dscale), what is wanted of them. A program owns
     every `programs`-th tile of rows.
     """
-    program = tl.program_id(0) % programs
-    group = (tl.program_id(0) // programs).to(tl.int64)
+    group, program = group_of(tl.program_id(0), programs, SHARED)
     size = size_of(rows, H, 1)
     dy_ptr += copy_of(group, SHARED, "dy") * size
     total_ptr += copy_of(group, SHARED, "total") * size
@@ -122,13 +131,13 @@ def backward_kernel(
     dscale = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
     dx_scale = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
     for tile in tl.range(program, tiles_of(rows, 1, BLOCK_ROWS), programs, num_stages=STAGES):
-        row, start, valid = rows_of(tile, rows, H, 1, BLOCK_ROWS)
+        row, base, start, valid = rows_of(tile, rows, H, 1, BLOCK_ROWS)
         at = start[:, None] + step[None, :]
         mask = valid[:, None] & exists[None, :]
         rstd = load_vector(rstd_ptr, row, valid, BLOCK_ROWS, COMPUTE)
         x_rstd = load_vector(x_rstd_ptr, row, valid, BLOCK_ROWS, COMPUTE)
-        dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(COMPUTE)
-        x_hat = tl.load(total_ptr + at, mask=mask, other=0.0).to(COMPUTE) * rstd[:, None]
+        dy = tl.load(dy_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
+        x_hat = tl.load(total_ptr + base + at, mask=mask, other=0.0).to(COMPUTE) * rstd[:, None]
         if contains(SUMS, "dscale"):
             dscale = tl.fma(dy, x_hat, dscale)  # (6)
         # The scales anew for every tile, from L2: a row of 8192 leaves no registers to hold them over the loop.
@@ -137,17 +146,17 @@ def backward_kernel(
         c2 = tl.sum(dy * x_hat, axis=1) * (1.0 / H)  # (8)
         d = tl.fma(dy, rstd[:, None], x_hat * -(c2 * rstd)[:, None])  # (9)
         if dtotal_ptr is not None:
-            d += tl.load(dtotal_ptr + at, mask=mask, other=0.0).to(COMPUTE)
+            d += tl.load(dtotal_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
         if dresidual_ptr is not None:
-            tl.store(dresidual_ptr + at, d.to(dresidual_ptr.dtype.element_ty), mask=mask)  # (34)
-        u = tl.load(x_ptr + at, mask=mask, other=0.0).to(COMPUTE) * x_rstd[:, None]  # (32)
+            tl.store(dresidual_ptr + base + at, d.to(dresidual_ptr.dtype.element_ty), mask=mask)  # (34)
+        u = tl.load(x_ptr + base + at, mask=mask, other=0.0).to(COMPUTE) * x_rstd[:, None]  # (32)
         if contains(SUMS, "dx_scale"):
             dx_scale = tl.fma(d, u, dx_scale)  # (35)
         if dx_ptr is not None:
             d *= load_scale(x_scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)[None, :]
             c = tl.sum(d * u, axis=1) * (1.0 / H)
             dx = tl.fma(d, x_rstd[:, None], u * -(c * x_rstd)[:, None])  # (36)
-            tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            tl.store(dx_ptr + base + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
     at = (group * programs + program) * H + column
     of_all = tl.num_programs(0)

@@ -56,13 +56,13 @@ def forward(operands: Operands, norm: Norm, dtypes: Outcome, batch_dims: int, ta
 def backward(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: int, target: Target) -> Gradients:
     dy, dtotal, total, scale, rstd, x, x_scale, x_rstd = operands
     sums = tuple(name for name in _SUMS if getattr(dtypes, name) is not None)
+    g = _geometry(
+        (dy, dtotal, total, rstd, x, x_rstd), (scale, x_scale), norm.axis, batch_dims + norm.examples, bool(sums)
+    )
+    dx, dresidual = g.like_rows(dtypes.dx), g.like_rows(dtypes.dresidual)
     tile = None
-    if dtypes.dx is not None or dtypes.dx_scale is not None:
-        of_rows = (dy, dtotal, total, rstd, x, x_rstd)
-        g = _geometry(of_rows, (scale, x_scale), norm.axis, batch_dims + norm.examples, bool(sums))
-        dx, dresidual = g.like_rows(dtypes.dx), g.like_rows(dtypes.dresidual)
-        if g.inner == 1:
-            tile = tiles.backward(g.h, *_moved(dy, dtotal, total, x, dx, dresidual), target.chip)
+    if g.inner == 1 and not (dtypes.dx is None and dtypes.dx_scale is None):  # else the norm's kernel is all
+        tile = tiles.backward(g.h, *_moved(dy, dtotal, total, x, dx, dresidual), target.chip)
     if tile is None:
         one = functools.partial(norms.backward, target=target)
         return composed_backward(operands, norm, dtypes, batch_dims, one)

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jln import _checks
 from jln._core.derivatives import with_automatic_axes
 from jln._norm.arguments import Axis, Given, arranged, checked, on_several_axes
-from jln._norm.signature import Settings, Switches
+from jln._norm.signature import Settings
 from jln._norm_add_norm import rules
 from jln._norm_add_norm.signature import Operands, Results
 
@@ -59,8 +59,9 @@ def rms_norm_add_rms_norm(
     given, axes, norm = checked(x=x, residual=residual, scale=scale, axis=axis, epsilon=epsilon, subtract_mean=False)
     x = given.x
     x_scale = _checks.parameter("x_scale", x_scale, x, axes, tuple(x.shape[a] for a in axes))
-    either = x_scale if given.scale is None else given.scale
-    switches = Switches(False, _checks.zero_centered_scale(zero_centered_scale, either))
+    if _checks.flag("zero_centered_scale", zero_centered_scale) and x_scale is None and given.scale is None:
+        raise ValueError("zero_centered_scale=True needs a scale; got x_scale=None, scale=None")
+    switches = norm.switches._replace(zero_centered_scale=bool(zero_centered_scale))
     norm = dataclasses.replace(norm, switches=switches)
     settings = Settings(norm, _checks.dtype(dtype, x.dtype), _checks.implementation(implementation))
     forward_mode = _checks.flag("forward_mode", forward_mode)

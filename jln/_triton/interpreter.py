@@ -16,12 +16,10 @@ from ml_dtypes import bfloat16
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpretedFunction, InterpreterBuilder, TensorHandle
 
-from jln._triton.launch import Launch
+from jln._triton.launch import TYPE_NAMES, Launch
 
 GUARD_BYTES = 4096
 GUARD_BYTE = 0xFF  # all ones is a NaN in every floating-point type
-
-TRITON_NAMES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 
 # The interpreter keeps the program's index in a module-level object.
 _lock = threading.Lock()
@@ -37,7 +35,7 @@ class Buffer:
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype, value: np.ndarray | None = None):
         self.shape = shape
         self.np_dtype = np.dtype(dtype)
-        self.dtype = TRITON_NAMES[self.np_dtype.name]
+        self.dtype = TYPE_NAMES[self.np_dtype.name]
         size = int(np.prod(shape)) * self.np_dtype.itemsize
         self._bytes = np.full(size + 2 * GUARD_BYTES, GUARD_BYTE, np.uint8)
         self._inside = slice(GUARD_BYTES, GUARD_BYTES + size)

@@ -16,6 +16,9 @@ from jln._triton.tuning import Trial
 # The calls of jaxlib's CUDA plugin that launch a kernel in a compiled program, the typed one first.
 TRITON_CALLS = ("triton_kernel_call_ffi", "triton_kernel_call")
 
+# Triton's names of the dtypes that its kernels may be given.
+TYPE_NAMES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+
 
 @dataclasses.dataclass(frozen=True, eq=False)  # a primitive's parameter: it must hash, and `constants` does not
 class Launch:

@@ -24,10 +24,9 @@ from jax.interpreters import mlir
 from jaxlib import gpu_triton
 
 from jln._triton import cache
-from jln._triton.launch import TRITON_CALLS, Launch
+from jln._triton.launch import TRITON_CALLS, TYPE_NAMES, Launch
 
 TYPED, UNTYPED = TRITON_CALLS
-TYPE_NAMES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 
 
 def call(launch: Launch, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:

@@ -20,12 +20,12 @@ from cases import execute  # noqa: E402
 from ptx import Violation  # noqa: E402
 
 EVERY = [
-    *test_traffic.MEMORY, *test_norms.SIZES, *test_norms.OPTIONS, *test_norms.MIXED, *test_norms.STRIDED,
-    *test_norms.VMAP, *test_linears.FUSED, *test_linears.COMPOSED, *test_linears.VMAP,
+    *test_traffic.MEMORY, *test_traffic.HEADS, *test_norms.SIZES, *test_norms.OPTIONS, *test_norms.MIXED,
+    *test_norms.STRIDED, *test_norms.VMAP, *test_linears.FUSED, *test_linears.COMPOSED, *test_linears.VMAP,
     *test_linears.FUSED_SUMS, *test_linears.FUSED_SEVERAL, *test_linears.FUSED_SOME, *test_linears.COMPOSED_SUMS,
     *test_linears.COMPOSED_SEVERAL, *test_linears.COMPOSED_SOME,
 ]  # fmt: skip
-BY_DEFAULT = [*test_traffic.MEMORY, *test_norms.STRIDED, *test_linears.FUSED]
+BY_DEFAULT = [*test_traffic.MEMORY, *test_traffic.HEADS, *test_norms.STRIDED, *test_linears.FUSED]
 
 
 def rows(case):
@@ -35,7 +35,7 @@ def rows(case):
     except Violation as violation:
         yield [str(case), str(violation)[:60], *[""] * 5]
         return
-    issued = test_traffic.issue_shares(case, ran.program) if case in test_traffic.MEMORY else {}
+    issued = test_traffic.issue_shares(case, ran.program) if case in (*test_traffic.MEMORY, *test_traffic.HEADS) else {}
     for i, found in enumerate(traffic.of(ran.program)):
         share = issued.get(found.kernel)
         yield [

@@ -98,7 +98,7 @@ def text(pattern, new, count=1):
 
 
 LAUNCHES = [
-    ("a program too many", WHOLE, "forward", grid(1)),
+    ("a program too many", GROUPS, "forward", grid(1)),
     ("a program too few", WHOLE, "forward", grid(-1)),
     ("a group of programs too many", GROUPS, "backward", grid(1)),
     ("a program too few, which owns columns", CHUNKS, "backward", grid(-1)),
@@ -106,7 +106,7 @@ LAUNCHES = [
     ("a row too many", WHOLE, "forward", scalar(0, 1)),
     ("a row too few", WHOLE, "forward", scalar(0, -1)),
     ("a row too many, backward", CHUNKS, "backward", scalar(0, 1)),
-    ("a row too few, side by side", STRIDED, "forward", scalar(0, -40)),
+    ("a row too few, side by side", dataclasses.replace(STRIDED, over="sd"), "forward", scalar(0, -40)),
     ("a program more than there is", MANY, "backward", scalar(1, 1)),
     ("a share too many", WHOLE, "reduce", scalar(0, 1)),
     ("a share too few", WHOLE, "reduce", scalar(0, -1)),
@@ -136,7 +136,7 @@ LAUNCHES = [
 
 SOURCES = [
     # Row strides, bounds and masks.
-    ("rows at the tile's width", WHOLE, ACCESS, "return row, row * H, row < rows", "return row, row * 128, row < rows"),
+    ("rows at the tile's width", WHOLE, ACCESS, "first * H, local.to(wide) * H", "first * 128, local.to(wide) * 128"),
     ("a fused row stride of the tile's width", dataclasses.replace(FUSED, shape=(100, 120)), LINEARS,
      "tl.load(matrix_ptr + row[:, None] * COLUMNS + column[None, :], mask=mask",
      "tl.load(matrix_ptr + row[:, None] * ((COLUMNS + 63) // 64 * 64) + column[None, :], mask=mask"),
@@ -149,7 +149,7 @@ SOURCES = [
      "tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1", "tl.fma(x_hat, 0.0 * rstd[:, None], -(c1"),
     ("c1 dropped", WHOLE, NORMS, "-(c1 * rstd)[:, None])", "0.0 * rstd[:, None])"),
     ("the sum's cotangent not added", WHOLE, NORMS,
-     "dx += tl.load(dtotal_ptr + at, mask=mask, other=0.0).to(COMPUTE)", "pass"),
+     "dx += tl.load(dtotal_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)", "pass"),
     ("y not multiplied by the scale", WHOLE, NORMS,
      "return tl.fma(x_hat, scale[None, :], offset[None, :])", "return x_hat + offset[None, :]"),
     ("the sum's cotangent not added, fused", FUSED_SUM, LINEARS,
@@ -183,7 +183,7 @@ SOURCES = [
      "programs=(splits - 1) * ceil_div(h, plan.backward.columns)"),
     ("c2 for c1, fused", FUSED, LINEAR_LAUNCH,
      '"c1": sums["c1"],', '"c1": sums["c2"],'),
-    ("the offset for the scale, fused", FUSED, LINEAR_LAUNCH, '"scale": operands.scale if', '"scale": offset if'),
+    ("the offset for the scale, fused", FUSED, LINEAR_LAUNCH, '"scale": saved.scale if', '"scale": offset if'),
 ]  # fmt: skip
 
 

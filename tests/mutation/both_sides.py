@@ -22,11 +22,11 @@ MATRIX = "tests/test_matrix.py::test_"
 NORMS = [
     Mutant(
         "no residual behind a norm", NORM,
-        "y = y + tl.load(added_ptr + at, mask=mask, other=0.0)", "pass", BEHIND,
+        "y = y + (widened(added, COMPUTE) if added.dtype == tl.bfloat16 else added)", "pass", BEHIND,
     ),
     Mutant(
         "the first example's residual behind a norm for all", NORM,
-        """added_ptr += copy_of(group, SHARED, "added") * size""", "added_ptr += 0",
+        """added_ptr += copy_of(group, SHARED, "added") * size + base""", "added_ptr += base",
         (f"{MATRIX}reverse_mode[rms_norm_add-s-triton-vmap(grad), over all]",),
     ),
     Mutant(

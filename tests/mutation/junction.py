@@ -28,8 +28,8 @@ SUMS = [
         "x += tl.load(x_bias_ptr + column, mask=exists, other=0.0).to(COMPUTE)[None, :]", "pass", OF_H["triton"],
     ),
     Mutant(
-        "x_bias left out of a gate's gradient", NORM, "branch = _load_branch(x_ptr, x_bias_ptr, at",
-        "branch = _load_branch(x_ptr, None, at", OF_H["triton"],
+        "x_bias left out of a gate's gradient", NORM, "branch = _load_branch(x_ptr + base, x_bias_ptr, at",
+        "branch = _load_branch(x_ptr + base, None, at", OF_H["triton"],
     ),
     Mutant("a gate left out of dx", NORM, GATED, "pass", OF_H["triton"]),
     Mutant(
@@ -40,8 +40,8 @@ SUMS = [
     ),
     Mutant(
         "dresidual of the gated cotangent", NORM,
-        "tl.store(dresidual_ptr + at, dx.to(",
-        f"tl.store(dresidual_ptr + at, {GATED.removeprefix('dx = ').replace('row_gate, column', 'rstd, column')}.to(",
+        "dresidual_ptr + base + at, dx.to(",
+        f"dresidual_ptr + base + at, {GATED.removeprefix('dx = ').replace('row_gate, column', 'rstd, column')}.to(",
         OF_H["triton"],
     ),
     Mutant(

@@ -24,20 +24,20 @@ from targets import (
 
 KERNELS = [
     # The norms' kernels
-    Mutant("a row too many", ACCESS, "row * H, row < rows", "row * H, row <= rows", WHOLE),
+    Mutant("a row too many", ACCESS, "local < left", "local <= left", WHOLE),
     Mutant(
         "what a sum of chunks loses", NORM, "return new, (new - total) - term", "return new, 0.0 * term",
         (f"{ACCURACY}test_long_rows_side_by_side[triton-layer_norm]",),
     ),
     Mutant(
         "a neighbour too many", ACCESS,
-        "outer * (H * INNER) + inner, inner < INNER", "outer * (H * INNER) + inner, inner <= INNER", STRIDED,
+        "inner + local < INNER", "inner + local <= INNER", STRIDED,
     ),
     Mutant(
         "outer rows too near each other", ACCESS,
-        "outer * (H * INNER) + inner, inner", "outer * (H + INNER) + inner, inner", STRIDED,
+        "outer * (H * INNER) + inner, local", "outer * (H + INNER) + inner, local", STRIDED,
     ),
-    Mutant("a column too many", ACCESS, "column * INNER, column < H", "column * INNER, column <= H", WHOLE),
+    Mutant("a column too many", ACCESS, "exists = column < H", "exists = column <= H", WHOLE),
     Mutant("a shared operand taken for a group's own", ACCESS, "return group * 0", "return group", GROUPS),
     Mutant(
         "scale not zero-centered", ACCESS, "scale + given if NORM.zero_centered_scale else given", "given",
@@ -62,7 +62,7 @@ KERNELS = [
     ),
     Mutant(
         "columns that are not there in the variance", NORM,
-        "centred = tl.where(mask, x - mean[:, None], 0.0)", "centred = x - mean[:, None]", WHOLE,
+        "centred = tl.where(exists[None, :], x - mean[:, None], 0.0)", "centred = x - mean[:, None]", WHOLE,
     ),
     Mutant(
         "epsilon forgotten", NORM, "axis=1) * (1.0 / H) + EPSILON)  # (2)", "axis=1) * (1.0 / H))",
@@ -115,7 +115,7 @@ KERNELS = [
     ),
     Mutant(
         "x_hat not masked", NORM,
-        "tl.where(mask, (x - mean[:, None]) * rstd[:, None], 0.0)", "(x - mean[:, None]) * rstd[:, None]",
+        "tl.where(exists[None, :], (x - mean[:, None]) * rstd[:, None], 0.0)", "(x - mean[:, None]) * rstd[:, None]",
         (f"{OPERATORS}test_columns_that_are_not_there_cannot_overflow[triton]",),
     ),
     Mutant("c1 of chunks dropped", NORM, "c1 += scaled\n", "c1 += scaled * 0.0\n", CHUNKS),
@@ -171,7 +171,7 @@ KERNELS = [
         "dtotal shared where dy is", NORM, """copy_of(group, SHARED, "dtotal")""", """copy_of(group, SHARED, "dy")""",
         (f"{TRANSFORMED}test_vmap_over_cotangents[triton-dtotal-9]",),
     ),
-    Mutant("what is shared taken for what is not", ACCESS, "return name in names", "return name not in names", GROUPS),
+    Mutant("what is shared taken for what is not", ACCESS, "and name in names", "and name not in names", GROUPS),
     Mutant(
         "shares of dscale and doffset on top of each other", NORM,
         "first = position(SUMS, NAME) * programs", "first = 0 * programs", MANY_TILES,
@@ -271,7 +271,7 @@ KERNELS = [
     ),
     Mutant(
         "shares of dbias not made where dkernel alone needs them", LINEAR_LAUNCH,
-        "wants_dbias or dtypes.doffset or (wants_dkernel and offset is not None)", "wants_dbias or dtypes.doffset",
+        "wants_dbias or of_norm.doffset or (wants_dkernel and offset is not None)", "wants_dbias or of_norm.doffset",
         (f"{FROZEN}test_some_gradients_of_a_fused_linear[kernel]",),
     ),
 ]  # fmt: skip

@@ -39,7 +39,7 @@ LINEARS = [
     ),
     Mutant(
         "the norm's backward not told of the offset", XLA_LINEAR,
-        "norm.Cotangents(dy=dz, **read)", """norm.Cotangents(dy=dz, **read | {"offset": None})""", XLA_LINEARS,
+        "saved._replace(dy=dz)", "saved._replace(dy=dz, offset=None)", XLA_LINEARS,
     ),
     Mutant(
         "dz of one product only", XLA_LINEAR,
@@ -73,7 +73,7 @@ LINEARS = [
     ),
     Mutant(
         "the sum's cotangent not handed to the fused kernel", LINEAR_LAUNCH,
-        """"dtotal": operands.dtotal if dtypes.dx else None""", """"dtotal": None""",
+        """"dtotal": saved.dtotal if of_norm.dx else None""", """"dtotal": None""",
         (f"{FUSED}test_behind_a_sum[bfloat16-bfloat16-fused]",),
     ),
     Mutant(

@@ -1,0 +1,94 @@
+"""What all kernels of a program issue, XLA's and ours: of each some programs of its grid are executed, on zeros."""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+import re
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jln import program
+from jln._triton import target
+from jln._triton.chip import CHIPS
+from ptx import Call, Program, Stats, listing
+from ptx.machine import Machine
+from ptx.memory import Buffers
+from ptx.operands import TYPES
+
+_THREADS = 1 << 14  # to execute, about, of a kernel's many
+_FEW = 1000  # programs: persistent ones, each of which goes through many tiles
+
+
+def compiled(step: Callable[..., Any], *shapes: Any) -> tuple[program.CompiledProgram, dict[str, float]]:
+    """-> the program for an H200, and {kernel: instructions, times warps}, branches left out as in `ptx.statistics`."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = program.compile_for(step, *shapes, compiler_options={"xla_dump_to": folder})
+        with target.using(target.Gpu(CHIPS["h200"])):
+            ours = Program(lambda *args: step(*args), *shapes).calls
+        calls = [*ours, *_of_xla(pathlib.Path(folder))]
+    assert len(calls) == found.launches, [call.name for call in calls]
+    return found, {call.name: issued(call) for call in calls}
+
+
+def _of_xla(folder: pathlib.Path) -> list[Call]:
+    """XLA's own kernels, from what it dumps: PTX, and the launches as text."""
+    (sequence,) = folder.glob("*.thunk_sequence.txt")
+    launches = re.findall(
+        r"(\w+) grid: \[(\d+), 1, 1\] threads: \[(\d+), 1, 1\] +shared_memory: (\d+)", sequence.read_text()
+    )
+    texts = {entry: text for text in map(_as_tritons, folder.glob("*.ptx")) for entry in _entries(text)}
+    return [
+        Call(name, name, text, int(threads) // 32, int(shared) + _shared(text), (int(grid), 1, 1), _arrays(text))
+        for name, grid, threads, shared in launches
+        if (text := texts.get(name))
+    ]
+
+
+def _as_tritons(file: pathlib.Path) -> str:
+    """XLA's PTX in the words of Triton's: no waits for the kernel before, one name for shared memory."""
+    text = re.sub(r"griddepcontrol\.\w+;", "", file.read_text())
+    return re.sub(r"\bshared_\d+\b", "global_smem", text).replace("cvta.to.global.u64", "mov.b64").replace(".nc.", ".")
+
+
+def _entries(text: str) -> list[str]:
+    return re.findall(r"\.visible \.entry (\w+)", text)
+
+
+def _shared(text: str) -> int:
+    return sum(map(int, re.findall(r"\.shared .*\[(\d+)\]", text)))
+
+
+def _arrays(text: str) -> list[None]:
+    return [None] * len(re.findall(r"\.param \.u64", text))
+
+
+class _Counting(Machine):
+    """A machine whose global memory is zeros wherever it is read, so that the arrays may be as large as they are."""
+
+    def in_global(self, addresses: np.ndarray, *_: Any) -> np.ndarray:
+        return addresses
+
+    def load_global(self, at: np.ndarray, lanes: np.ndarray, width: int, what: str) -> np.ndarray:
+        return np.zeros((len(lanes), width), np.uint8)
+
+    def store_global(self, *_: Any) -> None:
+        pass
+
+
+def issued(call: Call) -> float:
+    """Instructions of all programs of a call, by those of the first of them."""
+    kernel = listing.parse(call.ptx, call.entry)
+    programs = min(call.grid[0], 4 if call.grid[0] < _FEW else _THREADS // kernel.threads)
+    values = [("u64", 0) if p is None else p for p in call.parameters]
+    given = {
+        name: np.array(value, TYPES[ptx_type])
+        for (name, _), (ptx_type, value) in itertools.zip_longest(kernel.parameters, values, fillvalue=("u64", 0))
+    }
+    stats = Stats(call.name)
+    with np.errstate(all="ignore"):
+        _Counting(call, kernel, Buffers([]), given, stats, first_wins=False, allow_contended=True).run(0, programs)
+    return stats.issued / programs * call.grid[0]
