@@ -137,7 +137,7 @@ BOTH_SIDES_WIDTHS = (33, 128, 768, 1000, 1023, 1024, 2048, 4095, 4096, 7168, 819
 )
 def test_no_spills_of_norms_on_both_sides(worker, switches, chip, dtype):
     made = worker.submit(compile_both_sides, DTYPES[dtype], chip, SWITCHES[switches], BOTH_SIDES_WIDTHS).result()
-    allowed = 0 if chip == "h200" and dtype != "float64" else BY_CHOICE
+    allowed = BY_CHOICE if chip != "h200" or dtype == "float64" or "stream" in dtype else OF_A_SUM
     assert [what for what, spilled, *_ in made if spilled > allowed] == []
     assert [what for what, _, shared, limit in made if shared > limit] == []
 
