@@ -92,8 +92,9 @@ def test_no_spills_of_modules(worker, chip, dtype):
 
 
 # Beside a gate or x_bias a thread holds up to four sums and what they are made of, in tiles of half the elements; at
-# some sizes the assembler keeps a number or two of them on the stack, whose 8 bytes L1 gives back.
-OF_A_SUM = 8
+# some sizes the assembler keeps two of them on the stack, in the forward kernel of rows in chunks four, whose 16 bytes
+# L1 gives back.
+OF_A_SUM = 16
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -35,10 +35,10 @@ def load_widths(dtype, layouts):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_rows_side_by_side_are_loaded_16_bytes_at_a_time(worker, dtype):
-    """Statistics, of which there is one a row, take 4."""
+    """Statistics, of which there is one a row, may take 4."""
     made = worker.submit(load_widths, dtype, WIDE).result()
     assert len(made) >= 2 * len(WIDE)
-    wrong = [m for m in made if m[1] != ({16} if m[0].startswith("forward") else {16, 4})]
+    wrong = [m for m in made if m[1] - {4} != {16} or (4 in m[1] and m[0].startswith("forward"))]
     assert wrong == []
 
 

@@ -18,12 +18,14 @@ def rows_of(tile, rows, H: tl.constexpr, INNER: tl.constexpr, BLOCK_ROWS: tl.con
     if INNER == 1:
         first = tl.cast(tile, tl.int64) * BLOCK_ROWS
         left = tl.minimum(rows - first, BLOCK_ROWS).to(tl.int32)
-        return first + local, first * H, local.to(wide) * H, local < left
+        valid = local < left if BLOCK_ROWS > 1 else tl.full([1], True, tl.int1)  # a tile has a row
+        return first + local, first * H, local.to(wide) * H, valid
     else:
         tiles: tl.constexpr = (INNER + BLOCK_ROWS - 1) // BLOCK_ROWS
         outer = tl.cast(tile // tiles, tl.int64)
         inner = tl.cast(tile % tiles, tl.int64) * BLOCK_ROWS
-        return outer * INNER + inner + local, outer * (H * INNER) + inner, local.to(wide), inner + local < INNER
+        valid = inner + local < INNER if INNER % BLOCK_ROWS else tl.full([BLOCK_ROWS], True, tl.int1)
+        return outer * INNER + inner + local, outer * (H * INNER) + inner, local.to(wide), valid
 
 
 @triton.jit
