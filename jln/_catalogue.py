@@ -28,7 +28,7 @@ class Array:
     role: an activation, of as many rows as x; the norm's scale or offset; the gate of a sum; a product's kernel or
     bias. dimensions: "x" for all of x's axes, "rows" for all but the normalised ones, "H" for these, "N" for a Linear's
     features, "examples" for the first of the axes of rows and 1 for the others. optional: may be None. gradient_of: the
-    argument whose gradient is this one's, too, so that a program needs it once.
+    argument whose gradient is this one's, too, so that a program needs it once; or the result whose cotangent it is.
     """
 
     name: str
@@ -134,21 +134,23 @@ class Operator(Signature):
 
     centres: whether the mean is subtracted. per_element: operations on each element of x, forward and backward, those
     of a product left out. norm: the operator in front of the product, if there is one. of_sum: the operator that the
-    sum of x and the residual goes through, if there is one. extras: arrays that it takes by keyword and few models
-    have; `including` makes them arguments. options: static keywords that say which form of the operator this is, none
-    for that of the defaults.
+    sum of x and the residual goes through, if there is one; in_front: the one that x goes through before. extras:
+    arrays that it takes by keyword and few models have; `including` makes them arguments. options: static keywords that
+    say which form of the operator this is, none for that of the defaults.
     """
 
     centres: bool
     per_element: tuple[int, int]
     norm: Operator | None = None
     of_sum: Operator | None = None
+    in_front: Operator | None = None
     extras: tuple[Array, ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
 
     function = property(lambda self: getattr(jln, self.name))
     reference = property(lambda self: getattr(jln.reference, self.name))
     adds = property(lambda self: self.of_sum is not None)
+    adds_behind = property(lambda self: not self.adds and "residual" in self.names)
     is_linear = property(lambda self: self.norm is not None)
     is_gated = property(lambda self: _Z in self.arguments)
 
@@ -262,6 +264,14 @@ def _adding(operator: Operator) -> Operator:
     )
 
 
+def _added(norm: Operator) -> Operator:
+    """The operator that adds a residual behind the norm: its gradient is y's cotangent."""
+    forward, backward = norm.per_element
+    residual = dataclasses.replace(_RESIDUAL, gradient_of="y")
+    arguments = (_X, residual, *norm.arguments[1:])
+    return dataclasses.replace(norm, name=f"{norm.name}_add", arguments=arguments, per_element=(forward + 1, backward))
+
+
 # An element forward: mean 1, x - mean 1, its square summed 2, times rstd 1, scale 1, offset 1. Backward: x_hat 2, g 1,
 # c1 1, c2 2, dx 4, dscale 2, doffset 1. An RMSNorm has neither mean, c1 nor offset.
 _NORMS = (
@@ -270,15 +280,32 @@ _NORMS = (
 )
 # silu(z) 4, the product 1. Backward: silu 4, its derivative 2, x or dy times silu(z) 1, dz 2, dx or y times silu(z) 1.
 _GATED = Operator("rms_norm_gated", (_X, _Z, _SCALE), (_Y,), ("x", "z", "scale"), centres=False, per_element=(9, 19))
-# Each by itself, of a sum, with a Linear behind it, and both.
+# Behind x's norm and the sum of both gradients: the norm in front of the sum, of x and its own scale.
+_BOTH_SIDES = Operator(
+    "rms_norm_add_rms_norm",
+    (_X, dataclasses.replace(_RESIDUAL, gradient_of=None), dataclasses.replace(_SCALE, name="x_scale"), _SCALE),
+    (_Y, _TOTAL),
+    ("x", "x_scale", "total", "scale"),
+    centres=False,
+    per_element=(9, 19),
+    in_front=_NORMS[1],
+    of_sum=_NORMS[1],
+)
+# Each by itself, of a sum, in a sum, gated, with a Linear behind it, and that of a sum.
 _LINEARS = tuple(map(_with_linear, _NORMS))
-_FAMILIES = [(*family, *map(_adding, family)) for family in (_NORMS, _LINEARS)]
-OPERATORS: dict[str, Operator] = {o.name: o for o in (*_FAMILIES[0], _GATED, *_FAMILIES[1])}
+OPERATORS: dict[str, Operator] = {
+    o.name: o
+    for family in (
+        (*_NORMS, *map(_adding, _NORMS), *map(_added, _NORMS), _BOTH_SIDES, _GATED),
+        (*_LINEARS, *map(_adding, _LINEARS)),
+    )
+    for o in family
+}
 
 
 def fullest(*, is_linear: bool, adds: bool) -> Operator:
-    """Of the norms that are not gated, or of those with a product behind, with a residual or without, the one that
-    takes the most.
+    """Of the norms that are not gated, or of those with a product behind, with a residual in front or without, the one
+    that takes the most.
     """
     fitting = [o for o in OPERATORS.values() if (o.is_linear, o.adds, o.is_gated) == (is_linear, adds, False)]
     return max(fitting, key=lambda o: len(o.arguments))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jln._norm import signature as norms
+from jln._norm_add_norm import signature as both
 from jln._norm_linear import signature as linears
 from jln._triton.chip import CHIPS as ALL_CHIPS
 from jln._triton.target import Recorder
@@ -88,6 +89,26 @@ def launches(h, inner, dtypes, chip, switches, trial=None):
         lambda operands: launcher.backward(operands, norm, wanted, 0, recorder),
         norms.Cotangents(y, dtotal, total, mean=mean, rstd=rstd, **{"scale": None, **read, "offset": None}, z=z),
     )
+    return recorder.launches
+
+
+def both_sides_launches(h, dtypes, chip, switches):
+    """The launches of a norm on both sides of a sum forward and backward at this size, none made."""
+    from jln._norm_add_norm import launcher
+
+    jax.config.update("jax_enable_x64", True)
+    x, residual = (jax.ShapeDtypeStruct((100_000, h), d) for d in dtypes[:2])
+    total = jax.ShapeDtypeStruct(x.shape, jnp.promote_types(*dtypes[:2]))
+    x_rstd, rstd = (jax.ShapeDtypeStruct((100_000, 1), jnp.promote_types(a.dtype, "float32")) for a in (x, total))
+    scale = jax.ShapeDtypeStruct((1, h), dtypes[2]) if switches["scale"] else None
+    norm = norms.Norm(-1, 1e-6, norms.Switches(False, switches["zero_centered_scale"]))
+    recorder = Recorder(ALL_CHIPS[chip])
+    wanted = both.Outcome(*named(x, total, x_rstd, rstd))
+    operands = both.Operands(x, residual, scale, scale)
+    jax.eval_shape(lambda operands: launcher.forward(operands, norm, wanted, 0, recorder), operands)
+    gradients = both.Gradients(*named(x, residual, scale, scale))
+    cotangents = both.Cotangents(x, total, total, scale, rstd, x, scale, x_rstd)
+    jax.eval_shape(lambda operands: launcher.backward(operands, norm, gradients, 0, recorder), cotangents)
     return recorder.launches
 
 

@@ -29,7 +29,7 @@ class Operator:
 
     @property
     def kind(self):
-        if self.entry.is_gated:
+        if self.entry.in_front is not None or self.entry.is_gated:
             return self.entry
         is_linear = self.entry.is_linear
         fullest = _catalogue.fullest(is_linear=is_linear, adds=self.adds or not is_linear)
@@ -75,9 +75,9 @@ def arguments(operator: Operator, shape, dtype, *, features=(), parameter_dtype=
         of_rows = array.role == "activation"
         a = array.of(sizes, dtype if of_rows else parameter_dtype or dtype, parameter_dtype or dtype)
         spread = 1 / np.sqrt(a.shape[0]) if array.role == "kernel" else 1.0
-        return normal(seed, a.shape, a.dtype, {"x": mean, "scale": 1.0}.get(array.name, 0.0), spread)
+        return normal(seed, a.shape, a.dtype, {"x": mean, "scale": 1.0, "x_scale": 1.0}.get(array.name, 0.0), spread)
 
-    return tuple(made(i, a) if a in operator.entry.arguments else None for i, a in enumerate(operator.kind.arguments))
+    return tuple(made(i, a) if a.name in operator.entry.names else None for i, a in enumerate(operator.kind.arguments))
 
 
 def named(name: str, shape, dtype, *, features=(), **options):
@@ -146,11 +146,16 @@ def truth(operator: Operator, operands, cotangent, total=None, *, zero_centered_
         rows = slice(first, first + block)
         v, d = (np.asarray(a)[rows].astype(wide) for a in (x, dy))
         x_wide, branch, w = v, v + e, gate[rows].astype(wide)
-        if "residual" in given:
+        if in_front := operator.entry.in_front is not None:
+            x_rstd = 1 / np.sqrt((v * v).mean(-1, keepdims=True) + wide(epsilon))
+            t = given["x_scale"].astype(wide) + zero_centered_scale if "x_scale" in given else np.ones(h, wide)
+            x_hat_in_front, branch = v * x_rstd, v * x_rstd * t
+        if operator.adds:
             v = w * branch + given["residual"][rows].astype(wide)
             values["total"].append(v)
             # Terms that are larger than their sum have been rounded, too, if they are made here.
-            terms = _largest(w * branch) + _largest(w) * np.max(np.abs(e)) if {"x_bias", "gate"} & {*given} else 0
+            more = in_front or {"x_bias", "gate"} & {*given}
+            terms = _largest(w * branch) + _largest(w) * np.max(np.abs(e)) if more else 0
             roundings["total"].append(eps * (_largest(v) + terms))
             v = total[rows].astype(wide)
         silu_rounding = 4 * eps  # its own, and that of what it multiplies
@@ -167,6 +172,9 @@ def truth(operator: Operator, operands, cotangent, total=None, *, zero_centered_
             rounding = rounding + silu_rounding * _largest(x_hat)
         y = z = x_hat * s + b
         y_rounding = z_rounding = rounding * np.max(np.abs(s)) + eps * _largest(z)
+        if operator.entry.adds_behind:
+            y = y + given["residual"][rows].astype(wide)
+            y_rounding = y_rounding + eps * _largest(y)
         dz, dz_square = d, 0
         if "z" in given and not gate_first:
             y, dz, dz_square = z * u, d * u, (silu_rounding * d * u) ** 2
@@ -192,19 +200,34 @@ def truth(operator: Operator, operands, cotangent, total=None, *, zero_centered_
         values["y"].append(y)
         roundings["y"].append(y_rounding)
         of_total = rstd * (g - c1 - x_hat * c2) + (0 if dtotal is None else np.asarray(dtotal)[rows].astype(wide))
-        values["dresidual"].append(of_total)
-        values["dx"].append(w * of_total)
+        values["dresidual"].append(d if operator.entry.adds_behind else of_total)
+        if not in_front:
+            values["dx"].append(w * of_total)
         # Of a constant row x_hat is 0 but for rounding, which then counts squared.
         statistics = rounding * (np.abs(c2) + _largest(g) * (_largest(x_hat) + rounding))
         of_total_rounding = rstd * (_largest(g_rounding) + statistics)
         roundings["dresidual"].append(of_total_rounding)
-        roundings["dx"].append(of_total_rounding * _largest(w) + eps * _largest(w * of_total) * ("gate" in given))
-        if gate_first:
+        if in_front:
+            of_u, u_rounding = of_total * t, eps * _largest(x_hat_in_front)
+            c = (of_u * x_hat_in_front).mean(-1, keepdims=True)
+            values["dx"].append(x_rstd * (of_u - x_hat_in_front * c))
+            statistics = u_rounding * (np.abs(c) + _largest(of_u) * (_largest(x_hat_in_front) + u_rounding))
+            of_u_rounding = of_total_rounding * np.max(np.abs(t)) + eps * _largest(of_u)
+            roundings["dx"].append(x_rstd * (of_u_rounding + statistics))
+            sums["dx_scale"] += (of_total * x_hat_in_front).sum(0)
+            squares["dx_scale"] += (
+                (of_total_rounding * x_hat_in_front) ** 2
+                + (of_total * u_rounding) ** 2
+                + m * (eps * of_total * x_hat_in_front) ** 2
+            ).sum(0)
+        elif gate_first:
             values["dx"][-1] = of_total * u
-            roundings["dx"][-1] = of_total_rounding * np.abs(u) + silu_rounding * np.abs(of_total * u)
+            roundings["dx"].append(of_total_rounding * np.abs(u) + silu_rounding * np.abs(of_total * u))
             values["dz"].append(of_total * x_wide * slope)
             of_slope = silu_rounding * np.abs(of_total * x_wide)
             roundings["dz"].append(of_total_rounding * np.abs(x_wide * slope) + of_slope)
+        else:
+            roundings["dx"].append(of_total_rounding * _largest(w) + eps * _largest(w * of_total) * ("gate" in given))
         if "x_bias" in given:
             sums["dx_bias"] += (w * of_total).sum(0)
             squares["dx_bias"] += ((w * of_total_rounding) ** 2 + m * (eps * w * of_total) ** 2).sum(0)

@@ -40,12 +40,16 @@ def composed(
             x = x + given["x_bias"]
         if "gate" in given:
             x = x * given["gate"]
+        if workload.entry.in_front is not None:
+            x = norm(x, given.get("x_scale"), None)
         x = x + given["residual"] if adds else x
         if gate_first:
             x = x * silu(given["z"])
         y = norm(x, given.get("scale"), given.get("offset"))
         if "z" in given and not gate_first:
             y = y * silu(given["z"])
+        if workload.entry.adds_behind:
+            y = given["residual"] + y
         if workload.is_linear:
             y = linears(y, given["kernel"], given.get("bias"), linear)
         return (y, x) if adds else y

@@ -217,6 +217,17 @@ WORKLOADS = _named(
         for h in (1024, 4096, 8192)
     ),
     *(
+        Workload(
+            f"norms-both-sides-{h}",
+            "rms_norm_add_rms_norm",
+            (2**25 // h, h),
+            "Gemma 2 and 3: the norm behind a sublayer, the residual, the norm in front of the next",
+        )
+        for h in (1024, 4096, 8192)
+    ),
+    Workload("post-rms-norm", "rms_norm_add", (8192, 4096), "OLMo 2: the norm of a branch, then the residual"),
+    Workload("post-layer-norm", "layer_norm_add", (8192, 4096), "Swin 2: likewise"),
+    *(
         Workload(f"qk-norm-{d}", "rms_norm", (4, 2048, 4096 // d, d), "an attention's queries, each head by itself")
         for d in (64, 128, 256)
     ),
@@ -263,8 +274,11 @@ WORKLOADS = _named(
     ),
 )
 
-# The backward pass of a sum with a bias or a gate, and that of a gated norm, have tiles by rules alone.
-TUNABLE = {name: w for name, w in WORKLOADS.items() if not w.extras and not w.entry.is_gated}
+# By rules alone are the tiles of the backward pass of a sum with a bias or a gate, of a gated norm, and of a norm on
+# both sides.
+TUNABLE = {
+    name: w for name, w in WORKLOADS.items() if not (w.extras or w.entry.is_gated or w.entry.in_front is not None)
+}
 
 CPU_WORKLOADS = _named(
     *(

@@ -14,7 +14,7 @@ def rows_of(tile, rows, H: tl.constexpr, INNER: tl.constexpr, INTERLEAVED: tl.co
     What differs between a thread's rows has 32 bits where it can, and is a constant.
     """
     local = tl.arange(0, BLOCK_ROWS)
-    wide: tl.constexpr = tl.int64 if BLOCK_ROWS * H * INNER * INTERLEAVED >= 2**31 else tl.int32
+    wide = tl.int64 if BLOCK_ROWS * H * INNER * INTERLEAVED >= 2**31 else tl.int32
     if INNER == 1:
         first = tl.cast(tile, tl.int64) * BLOCK_ROWS
         left = tl.minimum(rows - first, BLOCK_ROWS).to(tl.int32)

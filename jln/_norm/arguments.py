@@ -20,7 +20,9 @@ Gate = jax.Array | float | None
 
 
 class Given(NamedTuple):
-    """The arrays as the user gives them."""
+    """The arrays as the user gives them. A residual is `residual` where the norm is of the sum, `added` where it is in
+    the sum.
+    """
 
     x: Any
     residual: Any = None
@@ -29,6 +31,7 @@ class Given(NamedTuple):
     x_bias: Any = None
     gate: Any = None
     z: Any = None
+    added: Any = None
 
     def present(self) -> dict[str, Any]:
         return {name: a for name, a in self._asdict().items() if a is not None}
@@ -45,7 +48,7 @@ def checked(
 ) -> tuple[Given, tuple[int, ...], Norm]:
     """-> (the arrays, of supported dtypes and of shapes that they may have; the normalised axes; the norm)
 
-    arrays: those of `Given`; with "residual" or "z" among them there must be one.
+    arrays: those of `Given`; with "residual", "z" or "added" among them there must be one.
     """
     x = _checks.array("x", arrays["x"])
     axes = _checks.axes(axis, x)
@@ -62,16 +65,19 @@ def checked_arrays(axes: tuple[int, ...], **arrays: Any) -> Given:
     """Of supported dtypes and of shapes that they may have. axes: the normalised ones of x, from 0 on."""
     given = Given(**arrays)
     x = _checks.array("x", given.x)
-    residual = _checks.array("residual", given.residual) if "residual" in arrays else None
+    residual, added = (
+        _checks.array("residual", getattr(given, which)) if which in arrays else None for which in ("residual", "added")
+    )
     normalised = tuple(x.shape[a] for a in axes)
-    _checks.shape("residual", residual, x.shape, "that of x")
+    for summand in (residual, added):
+        _checks.shape("residual", summand, x.shape, "that of x")
     scale = _checks.parameter("scale", given.scale, x, axes, normalised)
     offset = _checks.parameter("offset", given.offset, x, axes, normalised)
     x_bias = _checks.optional_array("x_bias", given.x_bias)
     _checks.shape("x_bias", x_bias, normalised, "that of x's normalised axes")
     z = _checks.array("z", given.z) if "z" in arrays else None
     _checks.shape("z", z, x.shape, "that of x")
-    return Given(x, residual, scale, offset, x_bias, _checks.gate(given.gate, x, residual, axes), z)
+    return Given(x, residual, scale, offset, x_bias, _checks.gate(given.gate, x, residual, axes), z, added)
 
 
 def _adjacent(order: list[int]) -> bool:
@@ -109,7 +115,7 @@ def arranged(
     gates = {"gate": given.gate, "row_gate": None}
     if given.gate is not None and given.gate.shape != normalised and all(given.gate.shape[a] == 1 for a in axes):
         gates = {"gate": None, "row_gate": given.gate}
-    rows = {"x": x, "residual": given.residual, "z": given.z}
+    rows = {"x": x, "residual": given.residual, "z": given.z, "added": given.added}
     parameters = {"scale": given.scale, "offset": given.offset, "x_bias": given.x_bias} | gates
     operands = Operands(**jax.tree.map(on_one_axis, rows), **jax.tree.map(of_same_rank, parameters))
     with jax.numpy_dtype_promotion("standard"):  # every dtype is chosen on purpose, whatever the user's mode

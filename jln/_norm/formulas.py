@@ -23,10 +23,14 @@ cotangent of mean is -rstd * sum_h g (the variance's own part vanishes, as sum_h
     (8) c2_m = (1/H) sum_h g_mh * x_hat_mh
     (9) dx   = rstd * (g - c1 - x_hat * c2)
 
+With a residual r behind the norm, its cotangent being dy:
+
+    (30) y = x_hat * s + b + r
+
 Forward mode. From the same two dependencies, with primed values for tangents (t_mh is that of x_mh),
 
     (18) x_hat' = rstd * (t - (1/H) sum_h t - x_hat * (1/H) sum_h t * x_hat)   (no first sum for RMSNorm)
-    (19) y'     = x_hat' * s + x_hat * s' + b'
+    (19) y'     = x_hat' * s + x_hat * s' + b' + r'     (the last where r is behind the norm)
 
 With a residual r the row is a sum, rounded to its dtype before it is normalised, and an output too. Its parts are the
 branch x, its bias e (0 when absent) and the gate w (1 when absent), of H elements or one value a row:
@@ -219,8 +223,8 @@ def forward(
     fence: Callable = no_fence,
     h_axes: MeshAxes = (),
 ) -> Outcome:
-    """Normalise `x`, or the sum of (23), or the product of (41), by terms (1) to (4)."""
-    x, residual, scale, offset, *branch, z = operands
+    """Normalise `x`, or the sum of (23), or the product of (41), by terms (1) to (4), and add by (30)."""
+    x, residual, scale, offset, *branch, z, added = operands
     batch = common_batch(batch_dims, *operands)
     total, read = None, x
     if z is not None and not norm.switches.norm_before_gate:
@@ -234,6 +238,9 @@ def forward(
     y, mean, rstd = normalise(read, scale, offset, norm, keep=dtypes.rstd is not None, fence=fence, h_axes=h_axes)
     if z is not None and norm.switches.norm_before_gate:
         y = _wide(_Product(y, z))  # (42)
+    if added is not None:
+        dtype = jnp.promote_types(y.dtype, added.dtype)
+        y = y.astype(dtype) + added.astype(dtype)  # (30)
     made = Outcome(y, total, mean, rstd)
     return Outcome(*(None if d is None else with_batch(a, batch).astype(d) for a, d in zip(made, dtypes, strict=True)))
 
@@ -389,6 +396,9 @@ def tangent(operands: tuple[Operands, Saved], norm: Norm, dtypes: Results, batch
         dy = dy * u
         if tangents.z is not None:
             dy = dy + x_hat * _effective_scale(scale, dtype, norm) * slope * tangents.z.astype(dtype)
+    if tangents.added is not None:
+        wide = jnp.promote_types(dtype, tangents.added.dtype)
+        dy = dy.astype(wide) + tangents.added.astype(wide)
     dtotal = None if dtypes.total is None else with_batch(dtotal, batch)
     return Results(with_batch(dy, batch).astype(dtypes.y), dtotal)
 

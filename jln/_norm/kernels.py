@@ -86,7 +86,7 @@ def _affine(x_hat, scale, offset_ptr, column, exists, COMPUTE: tl.constexpr):
 
 @triton.jit
 def _store_rows(
-    x, mean, rstd, z_ptr, scale_ptr, offset_ptr, y_ptr, total_ptr, at, mask, column, exists,
+    x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_ptr, total_ptr, at, mask, column, exists,
     NORM: tl.constexpr, BLOCK_H: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Of what was normalised and its norm, what is wanted."""
@@ -99,6 +99,9 @@ def _store_rows(
         if z_ptr is not None and NORM.norm_before_gate:
             u, _ = _load_silu(z_ptr, at, mask, COMPUTE)
             y *= u  # (42)
+        if added_ptr is not None:
+            added = tl.load(added_ptr + at, mask=mask, other=0.0)
+            y = y + (widened(added, COMPUTE) if added.dtype == tl.bfloat16 else added)  # (30), in the wider type
         tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -120,6 +123,7 @@ def forward_kernel(
     row_gate_ptr,  # [G, rows]
     scale_ptr,  # [G, H]
     offset_ptr,  # [G, H]
+    added_ptr,  # [G, rows, H]
     rows,
     y_ptr,  # [G, rows, H]
     total_ptr,  # [G, rows, H]
@@ -162,6 +166,8 @@ def forward_kernel(
         scale_ptr += copy_of(group, SHARED, "scale", INTERLEAVED) * H
     if offset_ptr is not None:
         offset_ptr += copy_of(group, SHARED, "offset", INTERLEAVED) * H
+    if added_ptr is not None:
+        added_ptr += start_of(copy_of(group, SHARED, "added", INTERLEAVED), rows, H, INNER, INTERLEAVED) + base
     if y_ptr is not None:
         y_ptr += start_of(group, rows, H, INNER, INTERLEAVED) + base
 
@@ -180,7 +186,7 @@ def forward_kernel(
         centred = tl.where(exists[None, :], x - mean[:, None], 0.0)
         rstd = tl.rsqrt(tl.sum(centred * centred, axis=1) * (1.0 / H) + EPSILON)  # (2)
         _store_rows(
-            x, mean, rstd, z_ptr, scale_ptr, offset_ptr, y_ptr, total_ptr, at, mask, column, exists,
+            x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_ptr, total_ptr, at, mask, column, exists,
             NORM, BLOCK_H, COMPUTE,
         )  # fmt: skip
     else:
@@ -214,7 +220,7 @@ def forward_kernel(
                 NORM, TOTAL, COMPUTE,
             )  # fmt: skip
             _store_rows(
-                x, mean, rstd, z_ptr, scale_ptr, offset_ptr, y_ptr, total_ptr, at, mask, column, exists,
+                x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_ptr, total_ptr, at, mask, column, exists,
                 NORM, BLOCK_H, COMPUTE,
             )  # fmt: skip
 

@@ -148,9 +148,9 @@ _SUMS = ("dscale", "doffset", "dx_bias", "dgate")
 
 
 def forward(operands: Operands, norm: Norm, dtypes: Outcome, batch_dims: int, target: Target) -> Outcome:
-    x, residual, scale, offset, x_bias, gate, row_gate, z = operands
+    x, residual, scale, offset, x_bias, gate, row_gate, z, added = operands
     parameters = (x_bias, gate, scale, offset)
-    g = _geometry((x, residual, row_gate, z), parameters, norm, batch_dims, per_example_gradients=False)
+    g = _geometry((x, residual, row_gate, z, added), parameters, norm, batch_dims, per_example_gradients=False)
     results = Outcome(
         y=g.like_rows(dtypes.y),
         total=g.like_rows(dtypes.total),
@@ -158,7 +158,7 @@ def forward(operands: Operands, norm: Norm, dtypes: Outcome, batch_dims: int, ta
         rstd=g.like_statistics(dtypes.rstd),
     )
     total = x.dtype if residual is None else jnp.promote_types(x.dtype, residual.dtype)
-    tile = tiles.forward(g.h, g.inner, *_moved(x, residual, z, results.y), target)
+    tile = tiles.forward(g.h, g.inner, *_moved(x, residual, z, added, results.y), target)
     shared, ready = _shared(operands._asdict(), g)
     written = launch(
         target,

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm, alone, with a residual added first, and gated: one operator, five public functions."""
+"""LayerNorm and RMSNorm, alone, with a residual added in front or behind, and gated: one operator, seven functions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jln import _checks
@@ -187,6 +188,61 @@ def add_rms_norm(
     return tuple(_checked(**locals(), subtract_mean=False))
 
 
+def layer_norm_add(
+    x: jax.Array,
+    residual: jax.Array,
+    scale: jax.Array | None = None,
+    offset: jax.Array | None = None,
+    *,
+    axis: Axis = -1,
+    epsilon: float = 1e-6,
+    zero_centered_scale: bool = False,
+    dtype: DTypeLike | None = None,
+    implementation: str | None = None,
+    forward_mode: bool = False,
+) -> jax.Array:
+    """`residual + layer_norm(x, scale, offset)`: a norm of the branch alone, in front of the sum (Swin 2).
+
+    The norm and the sum are in float32 (float64 for a float64 `x`, and the sum for a float64 `residual`) and rounded
+    once. `x` is all of its size that is kept for the backward pass, and the gradient of `residual` is that of the
+    result. Guarantees and errors are those of `layer_norm`.
+
+    Args:
+      x: as in `layer_norm`.
+      residual: `x`'s shape; any supported dtype.
+      scale: as in `layer_norm`.
+      offset: as in `layer_norm`.
+      axis: as in `layer_norm`.
+      epsilon: as in `layer_norm`.
+      zero_centered_scale: as in `layer_norm`.
+      dtype: of the result. None: the promoted dtype of `x` and `residual`.
+      implementation: as in `layer_norm`.
+      forward_mode: as in `layer_norm`.
+
+    Returns:
+      y: `x`'s shape, in `dtype`.
+    """
+    given = locals()
+    return _checked(added=given.pop("residual"), **given, subtract_mean=True).y
+
+
+def rms_norm_add(
+    x: jax.Array,
+    residual: jax.Array,
+    scale: jax.Array | None = None,
+    *,
+    axis: Axis = -1,
+    epsilon: float = 1e-6,
+    zero_centered_scale: bool = False,
+    dtype: DTypeLike | None = None,
+    implementation: str | None = None,
+    forward_mode: bool = False,
+) -> jax.Array:
+    """`residual + rms_norm(x, scale)` (OLMo 2); arguments and result are those of `layer_norm_add`."""
+    given = locals()
+    return _checked(added=given.pop("residual"), **given, subtract_mean=False).y
+
+
 def normalised(
     given: Given,
     *,
@@ -213,7 +269,8 @@ def normalised(
 def _checked(*, dtype: DTypeLike | None, implementation: str | None, forward_mode: bool, **of_norm: Any) -> Results:
     """of_norm: the arguments of `checked`."""
     arrays, axes, norm = checked(**of_norm)
-    settings = Settings(norm, _checks.dtype(dtype, arrays.x.dtype), _checks.implementation(implementation))
+    given = arrays.x.dtype if arrays.added is None else jnp.promote_types(arrays.x.dtype, arrays.added.dtype)
+    settings = Settings(norm, _checks.dtype(dtype, given), _checks.implementation(implementation))
     return _jitted(settings, axes, _checks.flag("forward_mode", forward_mode), arrays)
 
 

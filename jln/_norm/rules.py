@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Container
 from typing import Any
 
@@ -36,7 +37,7 @@ def _dims(ndim: int, norm: Norm, batch_dims: int, stored_as: str = "") -> Dims:
 def dims_of_operands(ndim: int, norm: Norm, batch_dims: int) -> Operands:
     rows, parameter = (_dims(ndim, norm, batch_dims, of) for of in ("", "parameter"))
     parameters = dict.fromkeys(("x_bias", "gate", "scale", "offset"), parameter)
-    return Operands(x=rows, residual=rows, row_gate=rows, z=rows, **parameters)
+    return Operands(x=rows, residual=rows, row_gate=rows, z=rows, added=rows, **parameters)
 
 
 def dims_of_cotangents(ndim: int, norm: Norm, batch_dims: int) -> Cotangents:
@@ -72,7 +73,7 @@ def _launcher():
 # What total is made of, and total's cotangent.
 _SUM = ("x", "residual", "x_bias", "gate", "row_gate", "z")
 _PULLED = ("dy", "dtotal", "total", "scale", "mean", "rstd", "z")
-OUTCOME_MADE_OF = Outcome(y=(*_SUM, "scale", "offset"), total=_SUM, mean=_SUM, rstd=_SUM)
+OUTCOME_MADE_OF = Outcome(y=(*_SUM, "scale", "offset", "added"), total=_SUM, mean=_SUM, rstd=_SUM)
 GRADIENTS_MADE_OF = Gradients(
     dx=(*_PULLED, "gate", "row_gate"),
     dscale=("dy", "total", "mean", "rstd", "z"),
@@ -173,8 +174,8 @@ def gradients_for(wanted: Operands, total_dtype: str, gated: bool) -> Gradients:
     )
 
 
-def of_operands(found: Any, gated: bool, wanted: Any) -> Operands:
-    """What `gradients_for` asked for, operand by operand."""
+def of_operands(found: Any, gated: bool, wanted: Any, dadded: Any = None) -> Operands:
+    """What `gradients_for` asked for, operand by operand. dadded: y's own cotangent."""
     dresidual = found.dresidual if gated else found.dx
     dx, dresidual = (
         None if d is None or a is None else a.astype(d) for d, a in ((wanted.x, found.dx), (wanted.residual, dresidual))
@@ -188,12 +189,18 @@ def of_operands(found: Any, gated: bool, wanted: Any) -> Operands:
         gate=found.dgate,
         row_gate=found.drow_gate,
         z=found.dz,
+        added=dadded,
     )
 
 
 def _gradients(settings: Settings, saved: Saved, cotangents: Results, wanted: Operands) -> Operands:
     found = _pulled_back(cotangents, saved, settings.norm, wanted, 0, settings.implementation)
-    return of_operands(found, saved.branch.gated, wanted)
+    return of_operands(found, saved.branch.gated, wanted, _of_added(cotangents.y, wanted))
+
+
+def _of_added(dy: Any, wanted: Operands) -> Any:
+    """Of what y was added to, by no kernel."""
+    return None if dy is None or wanted.added is None else dy.astype(wanted.added)
 
 
 def _pulled_back(
@@ -204,6 +211,8 @@ def _pulled_back(
     dtypes = gradients_for(wanted, total.dtype.name, branch.gated)
     if dy is None:
         return of_total_alone(dtotal, branch, norm, wanted, batch_dims)
+    if not jax.tree.leaves(dtypes):
+        return Gradients()
     operands = Cotangents(dy, dtotal, total, scale, None, mean, rstd, **branch._asdict(), z=z)
     return backward(operands, norm, dtypes, implementation=implementation, batch_dims=batch_dims)
 
@@ -226,7 +235,7 @@ def _transposed(cotangents: Results, tangents: Operands, saved: Saved, norm: Nor
         batch_dims = 0
     wanted = Operands(*(None if a is None else a.dtype.name for a in tangents))
     found = _pulled_back(cotangents, saved, norm, wanted, batch_dims, implementation)
-    return of_operands(found, saved.branch.gated, wanted)
+    return of_operands(found, saved.branch.gated, wanted, _of_added(cotangents.y, wanted))
 
 
 _tangent: LinearOperation[tuple[Operands, Saved], Results] = LinearOperation(
@@ -236,9 +245,11 @@ _tangent: LinearOperation[tuple[Operands, Saved], Results] = LinearOperation(
 
 def _tangents(settings: Settings, saved: Saved, tangents: Operands, results: Results) -> Results:
     y, total = results
-    if saved.rstd is None:  # (19) of the offset alone, which reads nothing
-        wide = tangents.offset.astype(jnp.promote_types(tangents.offset.dtype, formulas.compute_dtype(y.dtype)))
-        dy = jnp.broadcast_to(wide, y.shape).astype(y.dtype)
+    if saved.rstd is None:  # (19) of the offset and of what y is added to, which read nothing
+        terms = [a for a in (tangents.offset, tangents.added) if a is not None]
+        wide = functools.reduce(jnp.promote_types, (a.dtype for a in terms), formulas.compute_dtype(y.dtype))
+        dy = functools.reduce(jnp.add, (a.astype(wide) for a in terms))
+        dy = jnp.broadcast_to(dy, y.shape).astype(y.dtype)
         return Results(dy, None if total is None else jnp.zeros_like(total))
     dtypes = Results(y.dtype.name, None if total is None else total.dtype.name)
     return _tangent((tangents, saved), settings.norm, dtypes, implementation=settings.implementation)

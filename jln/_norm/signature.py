@@ -55,9 +55,10 @@ class Settings:
 
 
 class Operands(NamedTuple):
-    """x, residual, z [*lead, H, *inner]; x_bias, gate, scale, offset [1, ..., H, ..., 1]; row_gate [*lead, 1, *inner],
-    the gate where it has one value a row. All but x may be None; without a residual there is neither gate nor x_bias;
-    beside z there is neither a residual nor an offset.
+    """x, residual, z, added [*lead, H, *inner]; x_bias, gate, scale, offset [1, ..., H, ..., 1]; row_gate [*lead, 1,
+    *inner], the gate where it has one value a row. All but x may be None; without a residual, which is added in front
+    of the norm, there is neither gate nor x_bias; beside z there is neither a residual nor an offset. added: what y is
+    added to.
     """
 
     x: Any
@@ -68,6 +69,7 @@ class Operands(NamedTuple):
     gate: Any = None
     row_gate: Any = None
     z: Any = None
+    added: Any = None
 
     @property
     def gated(self) -> bool:

@@ -37,10 +37,10 @@ def lowering_for(chip: str):
 class Case:
     """An operator, what it is given, and where it runs.
 
-    Operands go by the initials of their names, e is x_bias; d and t are the cotangents, of y and of the sum.
+    Operands go by the initials of their names, e is x_bias, p x_scale; d and t are the cotangents, of y and of the sum.
 
     shape: x's. features: the Linear's; or of several a tuple each, with `unbiased`, the places of those that have no
-    bias. without: letters of the optional operands that are None, of "sobeg". over: letters of those that have an axis
+    bias. without: letters of the optional operands that are None, of "sobegp". over: letters of those that have an axis
     of EXAMPLES of their own, for vmap. wanted: letters of those that are differentiated by; all if empty. gate_of_rows:
     whether a gate has one value a row. of_examples: whether x's first axis is that of examples, each of which has a
     scale, an offset and a gate of its own; there is no x_bias then. of_groups: the same of the axis directly before the
@@ -114,7 +114,7 @@ class Case:
 
     @property
     def letters(self) -> str:
-        return "".join("e" if name == "x_bias" else name[0] for name in self.kind.kind.names)
+        return "".join({"x_bias": "e", "x_scale": "p"}.get(name, name[0]) for name in self.kind.kind.names)
 
     @property
     def adds(self) -> bool:
@@ -224,7 +224,7 @@ def as_rows(case: Case, name: str, a: np.ndarray | None) -> np.ndarray | None:
         return a.reshape(-1)
     if case.linear:
         return a if a.ndim < 2 else a.reshape(-1, a.shape[-1])
-    if a.ndim < len(case.shape) or name in ("s", "o", "dscale", "doffset"):
+    if a.ndim < len(case.shape) or name in ("s", "o", "p", "dscale", "doffset", "dx_scale"):
         return a.reshape(-1)
     axes = tuple(range(-len(case.axes), 0))
     return np.moveaxis(a, case.axes, axes).reshape(-1, int(np.prod([case.shape[i] for i in case.axes])))

@@ -99,14 +99,14 @@ KERNELS = [
     ),
     Mutant(
         "the sum of whole rows not returned", NORM,
-        "(\n            x, mean, rstd, z_ptr, scale_ptr, offset_ptr, y_ptr, total_ptr,",
-        "(\n            x, mean, rstd, z_ptr, scale_ptr, offset_ptr, y_ptr, None,",
+        "(\n            x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_ptr, total_ptr,",
+        "(\n            x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_ptr, None,",
         WHOLE,
     ),
     Mutant(
         "the sum of chunks not returned", NORM,
-        "(\n                x, mean, rstd, z_ptr, scale_ptr, offset_ptr, y_ptr, total_ptr,",
-        "(\n                x, mean, rstd, z_ptr, scale_ptr, offset_ptr, y_ptr, None,",
+        "(\n                x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_ptr, total_ptr,",
+        "(\n                x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_ptr, None,",
         CHUNKS_ADD,
     ),
     Mutant(
