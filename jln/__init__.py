@@ -5,7 +5,16 @@ from typing import Any
 
 from jln import _interrupt, reference  # noqa: F401  _interrupt goes before JAX, which reference imports
 from jln._core.derivatives import PRODUCT, STATISTICS
-from jln._norm.operator import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from jln._norm.operator import (
+    add_layer_norm,
+    add_rms_norm,
+    layer_norm,
+    layer_norm_add,
+    rms_norm,
+    rms_norm_add,
+    rms_norm_gated,
+)
+from jln._norm_add_norm.operator import rms_norm_add_rms_norm
 from jln._norm_linear.operator import (
     add_layer_norm_linear,
     add_rms_norm_linear,
@@ -24,9 +33,13 @@ __all__ = [
     "add_rms_norm_linear",
     "explain",
     "layer_norm",
+    "layer_norm_add",
     "layer_norm_linear",
     "reference",
     "rms_norm",
+    "rms_norm_add",
+    "rms_norm_add_rms_norm",
+    "rms_norm_gated",
     "rms_norm_linear",
 ]
 __version__ = "0.1.0"

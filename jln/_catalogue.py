@@ -28,7 +28,7 @@ class Array:
     role: an activation, of as many rows as x; the norm's scale or offset; the gate of a sum; a product's kernel or
     bias. dimensions: "x" for all of x's axes, "rows" for all but the normalised ones, "H" for these, "N" for a Linear's
     features, "examples" for the first of the axes of rows and 1 for the others. optional: may be None. gradient_of: the
-    argument whose gradient is this one's, too, so that a program needs it once.
+    argument whose gradient is this one's, too, so that a program needs it once; or the result whose cotangent it is.
     """
 
     name: str
@@ -134,20 +134,25 @@ class Operator(Signature):
 
     centres: whether the mean is subtracted. per_element: operations on each element of x, forward and backward, those
     of a product left out. norm: the operator in front of the product, if there is one. of_sum: the operator that the
-    sum of x and the residual goes through, if there is one. extras: arrays that it takes by keyword and few models
-    have; `including` makes them arguments.
+    sum of x and the residual goes through, if there is one; in_front: the one that x goes through before. extras:
+    arrays that it takes by keyword and few models have; `including` makes them arguments. options: static keywords that
+    say which form of the operator this is, none for that of the defaults.
     """
 
     centres: bool
     per_element: tuple[int, int]
     norm: Operator | None = None
     of_sum: Operator | None = None
+    in_front: Operator | None = None
     extras: tuple[Array, ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
 
     function = property(lambda self: getattr(jln, self.name))
     reference = property(lambda self: getattr(jln.reference, self.name))
     adds = property(lambda self: self.of_sum is not None)
+    adds_behind = property(lambda self: not self.adds and "residual" in self.names)
     is_linear = property(lambda self: self.norm is not None)
+    is_gated = property(lambda self: _Z in self.arguments)
 
     @property
     def given_extras(self) -> tuple[str, ...]:
@@ -158,9 +163,12 @@ class Operator(Signature):
     @property
     def title(self) -> str:
         """What tables call it."""
-        return ", ".join((self.name, " and ".join(self.given_extras))) if self.given_extras else self.name
+        said = [*(" and ".join(self.given_extras),), *(f"{name}={value}" for name, value in self.options)]
+        return ", ".join((self.name, *filter(None, said)))
 
-    def including(self, *extras: str, of_examples: Iterable[str] = ()) -> Operator:
+    def including(
+        self, *extras: str, of_examples: Iterable[str] = (), options: tuple[tuple[str, Any], ...] = ()
+    ) -> Operator:
         """The same with some of its extras among the arguments, and parameters that every example has its own of.
 
         A gate parts the gradients of x and of the residual, and its own reads x and its bias. It is one operation more
@@ -178,7 +186,12 @@ class Operator(Signature):
         )
         more = 3 * ("gate" in extras) + ("x_bias" in extras)
         return dataclasses.replace(
-            self, arguments=arguments, reread=reread, extras=(), per_element=(forward + len(added), backward + more)
+            self,
+            arguments=arguments,
+            reread=reread,
+            extras=(),
+            per_element=(forward + len(added), backward + more),
+            options=options,
         )
 
     def in_order(
@@ -191,7 +204,8 @@ class Operator(Signature):
 
         def of_arrays(*arrays: Any, **more: Any) -> Any:
             named = dict(zip(names, arrays, strict=True))
-            return function(**{name: named.get(name) for name in self.names}, **options, **more)
+            static = dict(self.options) | options
+            return function(**{name: named.get(name) for name in self.names}, **static, **more)
 
         # The names that `jln.testing` reports by.
         parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in names]
@@ -212,6 +226,7 @@ _X = Array("x", "activation", ("x",))
 _RESIDUAL = Array("residual", "activation", ("x",), gradient_of="x")
 _SCALE = Array("scale", "scale", ("H",), optional=True)
 _OFFSET = Array("offset", "offset", ("H",), optional=True)
+_Z = Array("z", "activation", ("x",))
 _X_BIAS = Array("x_bias", "bias", ("H",), optional=True)
 _GATE = Array("gate", "gate", ("H",), optional=True)
 _KERNEL = Array("kernel", "kernel", ("H", "N"))
@@ -249,23 +264,55 @@ def _adding(operator: Operator) -> Operator:
     )
 
 
+def _added(norm: Operator) -> Operator:
+    """The operator that adds a residual behind the norm: its gradient is y's cotangent."""
+    forward, backward = norm.per_element
+    residual = dataclasses.replace(_RESIDUAL, gradient_of="y")
+    arguments = (_X, residual, *norm.arguments[1:])
+    return dataclasses.replace(norm, name=f"{norm.name}_add", arguments=arguments, per_element=(forward + 1, backward))
+
+
 # An element forward: mean 1, x - mean 1, its square summed 2, times rstd 1, scale 1, offset 1. Backward: x_hat 2, g 1,
 # c1 1, c2 2, dx 4, dscale 2, doffset 1. An RMSNorm has neither mean, c1 nor offset.
 _NORMS = (
     Operator("layer_norm", (_X, _SCALE, _OFFSET), (_Y,), ("x", "scale"), centres=True, per_element=(7, 13)),
     Operator("rms_norm", (_X, _SCALE), (_Y,), ("x", "scale"), centres=False, per_element=(4, 9)),
 )
-# Each by itself, of a sum, with a Linear behind it, and both.
+# silu(z) 4, the product 1. Backward: silu 4, its derivative 2, x or dy times silu(z) 1, dz 2, dx or y times silu(z) 1.
+_GATED = Operator("rms_norm_gated", (_X, _Z, _SCALE), (_Y,), ("x", "z", "scale"), centres=False, per_element=(9, 19))
+# Behind x's norm and the sum of both gradients: the norm in front of the sum, of x and its own scale.
+_BOTH_SIDES = Operator(
+    "rms_norm_add_rms_norm",
+    (_X, dataclasses.replace(_RESIDUAL, gradient_of=None), dataclasses.replace(_SCALE, name="x_scale"), _SCALE),
+    (_Y, _TOTAL),
+    ("x", "x_scale", "total", "scale"),
+    centres=False,
+    per_element=(9, 19),
+    in_front=_NORMS[1],
+    of_sum=_NORMS[1],
+)
+# Each by itself, of a sum, in a sum, gated, with a Linear behind it, and that of a sum.
 _LINEARS = tuple(map(_with_linear, _NORMS))
-OPERATORS: dict[str, Operator] = {o.name: o for family in (_NORMS, _LINEARS) for o in (*family, *map(_adding, family))}
+OPERATORS: dict[str, Operator] = {
+    o.name: o
+    for family in (
+        (*_NORMS, *map(_adding, _NORMS), *map(_added, _NORMS), _BOTH_SIDES, _GATED),
+        (*_LINEARS, *map(_adding, _LINEARS)),
+    )
+    for o in family
+}
 
 
 def fullest(*, is_linear: bool, adds: bool) -> Operator:
-    """Of the norms, or of those with a product behind, with a residual or without, the one that takes the most."""
-    fitting = [o for o in OPERATORS.values() if (o.is_linear, o.adds) == (is_linear, adds)]
+    """Of the norms that are not gated, or of those with a product behind, with a residual in front or without, the one
+    that takes the most.
+    """
+    fitting = [o for o in OPERATORS.values() if (o.is_linear, o.adds, o.is_gated) == (is_linear, adds, False)]
     return max(fitting, key=lambda o: len(o.arguments))
 
 
-# The operators as most models have them, then with all that they may be given beside, by title.
-_FULL = (o.including(*(a.name for a in o.extras)) for o in OPERATORS.values() if o.extras)
-FORMS: dict[str, Operator] = OPERATORS | {o.title: o for o in _FULL}
+# The operators as most models have them, then with all that they may be given beside, and in their other forms, by
+# title.
+_FULL = [o.including(*(a.name for a in o.extras)) for o in OPERATORS.values() if o.extras]
+GATE_FIRST = (("norm_before_gate", False),)
+FORMS: dict[str, Operator] = OPERATORS | {o.title: o for o in (*_FULL, _GATED.including(options=GATE_FIRST))}

@@ -118,10 +118,11 @@ class Deferred(NoArray):
         scale, offset = (None if a is None or like is None else a.reshape(like.shape) for a, like in given)
         return dataclasses.replace(self, scale=scale, offset=offset)
 
-    def value(self, read: Given | None = None) -> Results:
-        """The norm by itself, of x or of what is read in its place: addends."""
+    def value(self, read: Given | None = None, norm_before_gate: bool = True) -> Results:
+        """The norm by itself, of x or of what is read in its place: addends, or x and z."""
         n = self.call
         options = {"epsilon": n.epsilon, "subtract_mean": n.subtract_mean, "dtype": n.y_dtype}
+        options |= {"norm_before_gate": norm_before_gate}
         return normalised(self._with_own(Given(self.x) if read is None else read), axis=n.axes, **options)
 
     def linears(self, linears: Sequence[Linear], read: Given) -> Any:
@@ -196,11 +197,19 @@ def named(argument: str, linears: Mapping[Any, Any], cls: type, taken: tuple[str
 AS_GIVEN = "all arguments are the operator's"
 
 
+class Gated(NamedTuple):
+    """What silu of `z` multiplies: the norm's result, or x."""
+
+    z: jax.Array
+    norm_before_gate: bool
+
+
 class Summed(NamedTuple):
-    """What is normalised, and where it is a sum its addends, as the operators take them."""
+    """What is normalised, and where it is a sum its addends, as the operators take them; or x, and its gate."""
 
     total: Any
     addends: Given | None = None
+    gated: Gated | None = None
 
     def read_by(self, norm: Deferred, reads_as_given: bool) -> tuple[Given, str]:
         """What the operator is given for `norm` of the total, and why.
@@ -240,6 +249,25 @@ def summed(x: Any, residual: Any, x_bias: Any, gate: Gate, over: int | Iterable[
     dtype = jnp.promote_types(x.dtype, addends.residual.dtype)
     # The operators add up for themselves; a sum that nothing reads is not in a compiled program.
     return Summed(_sum(addends, order, dtype).astype(dtype), addends)
+
+
+def gated(x: Any, z: Any, norm_before_gate: bool, residual: Any, x_bias: Any, gate: Any, over: int | Iterable[int]):
+    """As `summed`, of a norm that takes a `z` too, as of `jln.rms_norm_gated`.
+
+    Raises:
+      TypeError: z is given, and it or x is no array or has an unsupported dtype; or `norm_before_gate` is no bool.
+      ValueError: z does not fit `x`; or one of these is given with the other's companions.
+    """
+    norm_before_gate = _checks.flag("norm_before_gate", norm_before_gate)
+    if z is None:
+        if not norm_before_gate:
+            raise ValueError("norm_before_gate=False needs a z, whose silu multiplies x; got z=None")
+        return summed(x, residual, x_bias, gate, over)
+    for name, a in (("residual", residual), ("x_bias", x_bias), ("gate", gate)):
+        if a is not None:
+            raise ValueError(f"z goes without a {name}: the sum is not gated")
+    given = checked_arrays((), x=x, z=z)
+    return Summed(given.x, gated=Gated(given.z, norm_before_gate))
 
 
 def _sum(addends: Given, order: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -376,12 +404,28 @@ def computed(
     layer: str, found: Deferred | str, given: Summed, plain: Callable[[Any], Any], reads_as_given: bool = True
 ) -> Any:
     """A norm's result: by what was prepared, or by the framework's own code from the total."""
+    if given.gated is not None:
+        return _of_gated(layer, found, given.total, given.gated, plain)
     if isinstance(found, str):
         return given.result(((deferred(layer, found, lambda: plain(given.total)),), given.total))
     read, why = given.read_by(found, reads_as_given)
     note(layer, "norm", why)
     y, total = found.value(read)
     return given.result(((y,), given.total if total is None else total))
+
+
+def _of_gated(layer: str, found: Deferred | str, x: jax.Array, of: Gated, plain: Callable[[Any], Any]) -> jax.Array:
+    if isinstance(found, Deferred) and found.offset is not None:
+        found = "the norm has an offset, and the gated operator has none"
+    if isinstance(found, Deferred):
+        note(layer, "norm", AS_GIVEN)
+        return found.value(Given(found.x, z=of.z), of.norm_before_gate).y
+    note(layer, "plain", found)
+    u = jax.nn.silu(of.z.astype(jnp.promote_types(x.dtype, jnp.float32)))
+    if not of.norm_before_gate:
+        return plain((x * u).astype(x.dtype))
+    y = plain(x)
+    return (y * u).astype(y.dtype)
 
 
 def deferred(layer: str, found: Deferred | str, plain: Callable[[], Any]) -> Any:

@@ -45,7 +45,10 @@ def _call(
     """x: of `shape`. With `state` the result is `(y, state)`; `key` is ignored, as by Equinox. With a residual y is
     `(y, total)`, as of `jln.add_layer_norm` or `jln.add_rms_norm`, with `x_bias` and `gate` as there.
     """
-    given = _modules.summed(x, residual, x_bias, gate, range(-len(self.shape), 0))
+    return _computed(self, _modules.summed(x, residual, x_bias, gate, range(-len(self.shape), 0)), state)
+
+
+def _computed(self: Any, given: _modules.Summed, state: Any) -> Any:
     found = _prepared(self, given.total)
     y = _modules.computed(f"jln.equinox.{_kind(self)}", found, given, lambda total: _plain(self, total))
     return _with_state(y, state)
@@ -64,7 +67,24 @@ class LayerNorm(EquinoxLayerNorm):
 class RMSNorm(EquinoxRMSNorm):
     """`equinox.nn.RMSNorm` on `jln.rms_norm`: the same arguments, fields, results and errors."""
 
-    __call__ = _call
+    def __call__(
+        self,
+        x: jax.Array,
+        state: Any = _ABSENT,
+        *,
+        key: jax.Array | None = None,
+        residual: jax.Array | None = None,
+        x_bias: jax.Array | None = None,
+        gate: _modules.Gate = None,
+        z: jax.Array | None = None,
+        norm_before_gate: bool = True,
+    ) -> Any:
+        """As `LayerNorm`'s. With z, of x's shape, y is `rms_norm(x) * silu(z)`, or without `norm_before_gate`
+        `rms_norm(x * silu(z))`, as of `jln.rms_norm_gated`.
+        """
+        over = range(-len(self.shape), 0)
+        given = _modules.gated(x, z, norm_before_gate, residual, x_bias, gate, over)
+        return _computed(self, given, state)
 
 
 class _NormLinear(eqx.Module):

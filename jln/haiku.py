@@ -70,11 +70,15 @@ class RMSNorm(HaikuRMSNorm):
         residual: jax.Array | None = None,
         x_bias: jax.Array | None = None,
         gate: _modules.Gate = None,
+        z: jax.Array | None = None,
+        norm_before_gate: bool = True,
     ) -> Any:
         """inputs: `[..., H]`, or as `axis` says. With a residual the result is `(y, total)`, as of `jln.add_rms_norm`,
-        with `x_bias` and `gate` as there.
+        with `x_bias` and `gate` as there. With z, of the inputs' shape, it is `rms_norm(inputs) * silu(z)`, or without
+        `norm_before_gate` `rms_norm(inputs * silu(z))`, as of `jln.rms_norm_gated`.
         """
-        return call(self, super().__call__, inputs, residual=residual, x_bias=x_bias, gate=gate)
+        of_gate = {"z": z, "norm_before_gate": norm_before_gate}
+        return call(self, super().__call__, inputs, residual=residual, x_bias=x_bias, gate=gate, **of_gate)
 
 
 class _NormLinear(hk.Module):
@@ -243,13 +247,15 @@ def call(
     residual: Any = None,
     x_bias: Any = None,
     gate: Any = None,
+    z: Any = None,
+    norm_before_gate: bool = True,
 ) -> Any:
     """The call of a norm, from within it; `plain` is Haiku's own."""
     if not isinstance(layer, HaikuLayerNorm) and (scale is not None or offset is not None):
         return plain(inputs, scale, offset)  # which takes no such arguments, and says so
     own = (scale, offset) if isinstance(layer, HaikuLayerNorm) else ()
     axes = () if residual is None else _axes(layer.axis, np.ndim(inputs), wrap=isinstance(layer, HaikuLayerNorm))
-    given = _modules.summed(inputs, residual, x_bias, gate, axes)
+    given = _modules.gated(inputs, z, norm_before_gate, residual, x_bias, gate, axes)
     found = _prepared(layer, given.total, scale, offset, _parameter)
     name = f"jln.haiku.{_kind(layer)} {layer.module_name}"
     return _modules.computed(name, found, given, lambda total: plain(total, *own))

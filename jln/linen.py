@@ -71,11 +71,15 @@ class RMSNorm(FlaxRMSNorm):
         residual: jax.Array | None = None,
         x_bias: jax.Array | None = None,
         gate: _modules.Gate = None,
+        z: jax.Array | None = None,
+        norm_before_gate: bool = True,
     ) -> Any:
         """x: `[..., H]`, or as `reduction_axes` and `feature_axes` say. With a residual the result is `(y, total)`, as
-        of `jln.add_rms_norm`, with `x_bias` and `gate` as there.
+        of `jln.add_rms_norm`, with `x_bias` and `gate` as there. With z, of x's shape, it is `rms_norm(x) * silu(z)`,
+        or without `norm_before_gate` `rms_norm(x * silu(z))`, as of `jln.rms_norm_gated`.
         """
-        return call(self, super().__call__, x, mask=mask, residual=residual, x_bias=x_bias, gate=gate)
+        of_gate = {"z": z, "norm_before_gate": norm_before_gate}
+        return call(self, super().__call__, x, mask=mask, residual=residual, x_bias=x_bias, gate=gate, **of_gate)
 
 
 # The fields below that those of the two layers are given, under the same names.
@@ -201,6 +205,8 @@ def call(
     residual: Any = None,
     x_bias: Any = None,
     gate: Any = None,
+    z: Any = None,
+    norm_before_gate: bool = True,
 ) -> Any:
     """The call of a norm, from within it; `plain` is Flax's own."""
 
@@ -208,7 +214,7 @@ def call(
         return layer.param(name, init, shape, layer.param_dtype)
 
     name = f"jln.linen.{_kind(layer)} {'/'.join(layer.path)}".rstrip()
-    given = _modules.summed(x, residual, x_bias, gate, layer.reduction_axes)
+    given = _modules.gated(x, z, norm_before_gate, residual, x_bias, gate, layer.reduction_axes)
     found = _prepared(layer, given.total, mask, parameter)
     return _modules.computed(name, found, given, lambda total: plain(total, mask=mask))
 

@@ -69,11 +69,14 @@ class RMSNorm(FlaxRMSNorm):
         residual: jax.Array | None = None,
         x_bias: jax.Array | None = None,
         gate: _modules.Gate = None,
+        z: jax.Array | None = None,
+        norm_before_gate: bool = True,
     ) -> Any:
         """x: `[..., num_features]`, or as `reduction_axes` and `feature_axes` say. With a residual the result is
-        `(y, total)`, as of `jln.add_rms_norm`, with `x_bias` and `gate` as there.
+        `(y, total)`, as of `jln.add_rms_norm`, with `x_bias` and `gate` as there. With z, of x's shape, it is
+        `rms_norm(x) * silu(z)`, or without `norm_before_gate` `rms_norm(x * silu(z))`, as of `jln.rms_norm_gated`.
         """
-        return _computed(self, x, mask, residual, x_bias, gate)
+        return _computed(self, x, mask, residual, x_bias, gate, z=z, norm_before_gate=norm_before_gate)
 
 
 # Of one Linear, or by name of each of several: out_features, or a mapping of all that is its own.
@@ -263,8 +266,11 @@ class DeferringRMSNorm(RMSNorm):
         residual: jax.Array | None = None,
         x_bias: jax.Array | None = None,
         gate: _modules.Gate = None,
+        z: jax.Array | None = None,
+        norm_before_gate: bool = True,
     ) -> Any:
-        return _computed(self, x, mask, residual, x_bias, gate, defers=not _is_captured(self))
+        of_gate = {"z": z, "norm_before_gate": norm_before_gate}
+        return _computed(self, x, mask, residual, x_bias, gate, z is None and not _is_captured(self), **of_gate)
 
 
 def _is_captured(layer: nnx.Module) -> bool:
@@ -336,10 +342,19 @@ def _kind(layer: FlaxLayerNorm | FlaxRMSNorm) -> str:
 
 
 def _computed(
-    norm: LayerNorm | RMSNorm, x: Any, mask: Any, residual: Any, x_bias: Any, gate: Any, defers: bool = False
+    norm: LayerNorm | RMSNorm,
+    x: Any,
+    mask: Any,
+    residual: Any,
+    x_bias: Any,
+    gate: Any,
+    defers: bool = False,
+    *,
+    z: Any = None,
+    norm_before_gate: bool = True,
 ) -> Any:
     """A norm's call, from within it; defers: leave the norm to the Linear behind it."""
-    given = _modules.summed(x, residual, x_bias, gate, norm.reduction_axes)
+    given = _modules.gated(x, z, norm_before_gate, residual, x_bias, gate, norm.reduction_axes)
     if defers:
         return given.result(((_deferred(norm, given.total, mask),), given.total))
     found, plain = _prepared(norm, given.total, mask), lambda total: _plain(norm, total, mask)

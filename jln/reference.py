@@ -46,6 +46,24 @@ def rms_norm(
     return _scaled(_wide(x), scale, None, axis, epsilon, zero_centered_scale).astype(dtype or x.dtype)
 
 
+def rms_norm_gated(
+    x: jax.Array,
+    z: jax.Array,
+    scale: jax.Array | None = None,
+    *,
+    norm_before_gate: bool = True,
+    axis: Axis = -1,
+    epsilon: float = 1e-6,
+    zero_centered_scale: bool = False,
+    dtype: DTypeLike | None = None,
+) -> jax.Array:
+    """`rms_norm(x, scale) * silu(z)`, or `rms_norm(x * silu(z), scale)`, over `axis`. As `jln.rms_norm_gated`."""
+    wide = _wide(x)
+    u = jax.nn.silu(z.astype(wide.dtype))
+    y = _scaled(wide if norm_before_gate else wide * u, scale, None, axis, epsilon, zero_centered_scale)
+    return (y * u if norm_before_gate else y).astype(dtype or x.dtype)
+
+
 def add_layer_norm(
     x: jax.Array,
     residual: jax.Array,
@@ -81,6 +99,61 @@ def add_rms_norm(
     total = _total(x, residual, x_bias, gate, axis)
     options = {"axis": axis, "epsilon": epsilon, "zero_centered_scale": zero_centered_scale}
     return rms_norm(total, scale, **options, dtype=dtype or x.dtype), total
+
+
+def layer_norm_add(
+    x: jax.Array,
+    residual: jax.Array,
+    scale: jax.Array | None = None,
+    offset: jax.Array | None = None,
+    *,
+    axis: Axis = -1,
+    epsilon: float = 1e-6,
+    zero_centered_scale: bool = False,
+    dtype: DTypeLike | None = None,
+) -> jax.Array:
+    """`residual + layer_norm(x, scale, offset)`, rounded once. As `jln.layer_norm_add`."""
+    y = _scaled(_centred(x, axis), scale, offset, axis, epsilon, zero_centered_scale)
+    return _added(y, x, residual, dtype)
+
+
+def rms_norm_add(
+    x: jax.Array,
+    residual: jax.Array,
+    scale: jax.Array | None = None,
+    *,
+    axis: Axis = -1,
+    epsilon: float = 1e-6,
+    zero_centered_scale: bool = False,
+    dtype: DTypeLike | None = None,
+) -> jax.Array:
+    """`residual + rms_norm(x, scale)`, rounded once. As `jln.rms_norm_add`."""
+    return _added(_scaled(_wide(x), scale, None, axis, epsilon, zero_centered_scale), x, residual, dtype)
+
+
+def rms_norm_add_rms_norm(
+    x: jax.Array,
+    residual: jax.Array,
+    x_scale: jax.Array | None = None,
+    scale: jax.Array | None = None,
+    *,
+    axis: Axis = -1,
+    epsilon: float = 1e-6,
+    zero_centered_scale: bool = False,
+    dtype: DTypeLike | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`(rms_norm(total, scale), total)`, `total = residual + rms_norm(x, x_scale)` rounded once, and normed rounded. As
+    `jln.rms_norm_add_rms_norm`.
+    """
+    options = {"axis": axis, "epsilon": epsilon, "zero_centered_scale": zero_centered_scale}
+    total = jax.lax.optimization_barrier(rms_norm_add(x, residual, x_scale, **options))
+    return rms_norm(total, scale, **options, dtype=dtype or x.dtype), total
+
+
+def _added(y: jax.Array, x: jax.Array, residual: jax.Array, dtype: DTypeLike | None) -> jax.Array:
+    wide = jnp.promote_types(y.dtype, residual.dtype)
+    total = y.astype(wide) + residual.astype(wide)
+    return total.astype(dtype or jnp.promote_types(x.dtype, residual.dtype))
 
 
 def _total(x: jax.Array, residual: jax.Array, x_bias: jax.Array | None, gate: Gate, axis: Axis) -> jax.Array:

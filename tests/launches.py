@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jln._norm import signature as norms
+from jln._norm_add_norm import signature as both
 from jln._norm_linear import signature as linears
 from jln._triton.chip import CHIPS as ALL_CHIPS
 from jln._triton.target import Recorder
@@ -40,6 +41,12 @@ SUM_SWITCHES = {
     "everything and a gate": SWITCHES["everything"] | {"x_bias": True, "gate": True},
     "everything and a gate of rows": SWITCHES["everything"] | {"x_bias": True, "row_gate": True},
 }
+# With z: what is silu(z) times the norm's result, and the norm of silu(z) times x.
+_GATED = SWITCHES["add_rms_norm"] | {"adds": False, "z": True}
+GATED_SWITCHES = {
+    "the norm before its gate": _GATED | {"norm_before_gate": True},
+    "the gate before the norm": _GATED | {"norm_before_gate": False},
+}
 
 
 def named(*arrays):
@@ -64,22 +71,44 @@ def launches(h, inner, dtypes, chip, switches, trial=None):
     parameters = {name: parameter for name in ("scale", "offset", "x_bias", "gate") if switches.get(name)}
     parameters |= {"row_gate": rstd} if switches.get("row_gate") else {}
     gated = {"gate", "row_gate"} & {*parameters}
+    z = x if switches.get("z") else None
     dtotal = None if added is None else total
-    norm = norms.Norm(axis, 1e-6, norms.Switches(switches["subtract_mean"], switches["zero_centered_scale"]))
+    of_norm = {n: switches[n] for n in norms.Switches._fields if n in switches}
+    norm = norms.Norm(axis, 1e-6, norms.Switches(**of_norm))
     recorder = Recorder(ALL_CHIPS[chip], trial)
     wanted = norms.Outcome(*named(y, dtotal, mean, rstd))
     jax.eval_shape(
         lambda operands: launcher.forward(operands, norm, wanted, 0, recorder),
-        norms.Operands(x, added, **parameters),
+        norms.Operands(x, added, **parameters, z=z),
     )
     gradients = {"dx": x, "dresidual": added} if gated else {"dx": total}
-    gradients |= {f"d{name}": a for name, a in parameters.items()}
-    wanted = norms.Gradients(**{name: a.dtype.name for name, a in gradients.items()})
+    gradients |= {"dz": z} | {f"d{name}": a for name, a in parameters.items()}
+    wanted = norms.Gradients(**dict(zip(gradients, named(*gradients.values()), strict=True)))
     read = {"x": x} | parameters if gated else {"scale": parameters.get("scale")}
     jax.eval_shape(
         lambda operands: launcher.backward(operands, norm, wanted, 0, recorder),
-        norms.Cotangents(y, dtotal, total, mean=mean, rstd=rstd, **{"scale": None, **read, "offset": None}),
+        norms.Cotangents(y, dtotal, total, mean=mean, rstd=rstd, **{"scale": None, **read, "offset": None}, z=z),
     )
+    return recorder.launches
+
+
+def both_sides_launches(h, dtypes, chip, switches):
+    """The launches of a norm on both sides of a sum forward and backward at this size, none made."""
+    from jln._norm_add_norm import launcher
+
+    jax.config.update("jax_enable_x64", True)
+    x, residual = (jax.ShapeDtypeStruct((100_000, h), d) for d in dtypes[:2])
+    total = jax.ShapeDtypeStruct(x.shape, jnp.promote_types(*dtypes[:2]))
+    x_rstd, rstd = (jax.ShapeDtypeStruct((100_000, 1), jnp.promote_types(a.dtype, "float32")) for a in (x, total))
+    scale = jax.ShapeDtypeStruct((1, h), dtypes[2]) if switches["scale"] else None
+    norm = norms.Norm(-1, 1e-6, norms.Switches(False, switches["zero_centered_scale"]))
+    recorder = Recorder(ALL_CHIPS[chip])
+    wanted = both.Outcome(*named(x, total, x_rstd, rstd))
+    operands = both.Operands(x, residual, scale, scale)
+    jax.eval_shape(lambda operands: launcher.forward(operands, norm, wanted, 0, recorder), operands)
+    gradients = both.Gradients(*named(x, residual, scale, scale))
+    cotangents = both.Cotangents(x, total, total, scale, rstd, x, scale, x_rstd)
+    jax.eval_shape(lambda operands: launcher.backward(operands, norm, gradients, 0, recorder), cotangents)
     return recorder.launches
 
 

@@ -53,7 +53,8 @@ def test_layer_norm(rows, width, dtype, implementation):
     by_dtype(
         (*size, name)
         for size in [(37, 100), (5, 4096), (7, 16384), (2, 40000)]
-        for name in ["rms_norm", "add_layer_norm", "add_rms_norm"]
+        for name in OPERATORS
+        if name != "layer_norm"
     ),
 )
 def test_family(name, rows, width, dtype, implementation):
@@ -149,7 +150,7 @@ OF_ROWS = (("layer_norm", ()), ("layer_norm_linear", (64,)), ("layer_norm_linear
 @pytest.mark.parametrize(
     ("name", "features", "dtypes"),
     [(*of, (x, x, parameter)) for of in OF_ROWS for x, parameter in PAIRS]
-    + [("add_layer_norm", (), dtypes) for dtypes in TRIPLES],
+    + [(n, (), dtypes) for n in ("add_layer_norm", "layer_norm_add", "rms_norm_add_rms_norm") for dtypes in TRIPLES],
     ids=lambda a: "-".join(map(str, a)) if isinstance(a, tuple) else a,
 )
 def test_mixed_dtypes(name, features, dtypes, implementation):
@@ -160,6 +161,7 @@ def test_mixed_dtypes(name, features, dtypes, implementation):
     check(operator, given, implementation)
     y = jax.tree.leaves(jax.eval_shape(functools.partial(operator, implementation=implementation), *given))
     of_y = jnp.promote_types(x, parameter) if features else x
+    of_y = jnp.promote_types(x, residual) if operator.entry.adds_behind else of_y
     assert [a.dtype for a in y] == [of_y, jnp.promote_types(x, residual)][: 1 + operator.adds]
 
 

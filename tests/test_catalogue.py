@@ -98,6 +98,7 @@ RIGHT = {
     "min over an axis": (functools.partial(jnp.min, axis=1), normal((3, 4))),
     "layer_norm": (jln.layer_norm, normal((3, 4), (4,), (4,))),
     "rms_norm": (jln.rms_norm, normal((3, 4), (4,))),
+    "rms_norm_gated": (jln.rms_norm_gated, normal((3, 4), (3, 4), (4,))),
     "add_layer_norm": (jln.add_layer_norm, normal((3, 4), (3, 4), (4,), (4,))),
     "add_rms_norm": (jln.add_rms_norm, normal((3, 4), (3, 4), (4,))),
     "layer_norm_linear": (jln.layer_norm_linear, normal((3, 4), (4,), (4,), (4, 2), (2,))),

@@ -15,7 +15,18 @@ from jln._triton.chip import CHIPS as ALL_CHIPS
 from jln._triton.chip import SHARED_LIMIT
 from jln._triton.tile import Tile
 from jln._triton.tuning import Trial
-from launches import CHIPS, DTYPES, FUSED, LINEAR_DTYPES, SUM_SWITCHES, SWITCHES, launches, linear_launches
+from launches import (
+    CHIPS,
+    DTYPES,
+    FUSED,
+    GATED_SWITCHES,
+    LINEAR_DTYPES,
+    SUM_SWITCHES,
+    SWITCHES,
+    both_sides_launches,
+    launches,
+    linear_launches,
+)
 
 pytest.importorskip("triton")
 
@@ -95,14 +106,51 @@ def test_no_spills_of_sums_with_a_gate(worker, switches, dtype):
     assert [what for what, _, shared, limit in made if shared > limit] == []
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("switches", GATED_SWITCHES)
+def test_no_spills_of_gated_norms(worker, switches, dtype):
+    """8192: as wide as whole rows get in 16 bits."""
+    layouts = [*MODULE_LAYOUTS, (128, 1), (8191, 1), (8192, 1)]
+    made = worker.submit(compile_all, DTYPES[dtype], "h200", GATED_SWITCHES[switches], layouts).result()
+    assert [what for what, spilled, *_ in made if spilled > 0] == []
+    assert [what for what, _, shared, limit in made if shared > limit] == []
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("switches", SUM_SWITCHES)
+@pytest.mark.parametrize("switches", SUM_SWITCHES | GATED_SWITCHES)
 def test_no_spills_of_sums_with_a_gate_at_any_size(worker, switches, chip, dtype):
-    made = worker.submit(compile_all, DTYPES[dtype], chip, SUM_SWITCHES[switches], LAYOUTS).result()
+    made = worker.submit(compile_all, DTYPES[dtype], chip, (SUM_SWITCHES | GATED_SWITCHES)[switches], LAYOUTS).result()
     few = chip == "h200" and dtype in ("bfloat16", "float32")
     assert [what for what, spilled, *_ in made if spilled > (OF_A_SUM if few else BY_CHOICE)] == []
+    assert [what for what, _, shared, limit in made if shared > limit] == []
+
+
+def compile_both_sides(dtypes, chip, switches, widths):
+    """Runs in the worker: as `compile_all`."""
+    made = []
+    for h in widths:
+        for launch in both_sides_launches(h, dtypes, chip, switches):
+            resources = compiler.compile_launch(launch)
+            what = f"{launch.kernel.fn.__name__} {dtypes} H={h} {launch.tile}"
+            made.append((what, resources.spilled, resources.shared, SHARED_LIMIT[launch.chip.capability]))
+    return made
+
+
+# One of every kind of tile, aligned and not, with a mask and without; and those of the byte table.
+BOTH_SIDES_WIDTHS = (33, 128, 768, 1000, 1023, 1024, 2048, 4095, 4096, 7168, 8192)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chip", [pytest.param(c, marks=[] if c == "h200" else [pytest.mark.heavy]) for c in CHIPS])
+@pytest.mark.parametrize(
+    "switches", [pytest.param(s, marks=pytest.mark.heavy if s == "nothing" else ()) for s in ("everything", "nothing")]
+)
+def test_no_spills_of_norms_on_both_sides(worker, switches, chip, dtype):
+    made = worker.submit(compile_both_sides, DTYPES[dtype], chip, SWITCHES[switches], BOTH_SIDES_WIDTHS).result()
+    allowed = BY_CHOICE if chip != "h200" or dtype == "float64" or "stream" in dtype else OF_A_SUM
+    assert [what for what, spilled, *_ in made if spilled > allowed] == []
     assert [what for what, _, shared, limit in made if shared > limit] == []
 
 

@@ -107,7 +107,7 @@ def given(entry):
         named = {"x": x, "residual": x if isinstance(x, jax.Array) else jnp.ones(()), "scale": scale, "offset": None}
         if x is not X and kernel is K:  # as many rows as x has columns
             kernel = jnp.ones((*(getattr(x, "shape", ()) or (8,))[-1:], 3), "float32")
-        named |= {"kernel": kernel, "bias": bias}
+        named |= {"kernel": kernel, "bias": bias, "z": named["residual"], "x_scale": None}
         return entry.function(**{name: named[name] for name in entry.names}, **options)
 
     return call
@@ -118,6 +118,29 @@ def runs():
         cases = CASES | (LINEARS if entry.is_linear else AXES)
         for case in cases:
             yield pytest.param(given(entry), *cases[case], id=f"{name}-{case}")
+
+
+@pytest.mark.parametrize("name", ["layer_norm_add", "rms_norm_add", "rms_norm_add_rms_norm"])
+def test_a_residual_behind_a_norm(name):
+    operator = getattr(jln, name)
+    with pytest.raises(TypeError, match=r"residual must be an array; got NoneType"):
+        operator(X, None)
+    with pytest.raises(ValueError, match=r"residual must have shape \(4, 8\), that of x; got float32\[8\]"):
+        operator(X, SCALE)
+    with pytest.raises(TypeError, match=r"residual must have one of the dtypes .*got int32\[4,8\]"):
+        operator(X, X.astype("int32"))
+
+
+def test_the_scale_of_x_on_both_sides():
+    message = r"x_scale must have shape \(8,\), that of x's axes \(1,\), .*; got float32\[9\] for x float32\[4,8\]"
+    with pytest.raises(ValueError, match=message):
+        jln.rms_norm_add_rms_norm(X, X, jnp.ones(9, "float32"))
+    with pytest.raises(TypeError, match=r"x_scale must be an array; got float"):
+        jln.rms_norm_add_rms_norm(X, X, 1.0)
+    with pytest.raises(ValueError, match=r"zero_centered_scale=True needs a scale"):
+        jln.rms_norm_add_rms_norm(X, X, zero_centered_scale=True)
+    for scales in ((SCALE, None), (None, SCALE)):  # it takes effect on the one that is there
+        jln.rms_norm_add_rms_norm(X, X, *scales, zero_centered_scale=True)
 
 
 @pytest.mark.parametrize(("function", "error", "message", "call"), list(runs()))
@@ -141,6 +164,20 @@ def test_residual(function):
         function(X, None)
     with pytest.raises(TypeError, match=r"residual must have one of the dtypes"):
         function(X, jnp.ones((4, 8), "int32"))
+
+
+def test_gated_norms():
+    with pytest.raises(ValueError, match=r"z must have shape \(4, 8\), that of x; got float32\[8\]"):
+        jln.rms_norm_gated(X, SCALE)
+    with pytest.raises(ValueError, match=r"z must have shape \(4, 8\), that of x; got float32\[4,1\]"):
+        jln.rms_norm_gated(X, jnp.ones((4, 1), "float32"))
+    with pytest.raises(TypeError, match=r"z must be an array; got NoneType"):
+        jln.rms_norm_gated(X, None)
+    with pytest.raises(TypeError, match=r"z must have one of the dtypes .*got int32\[4,8\]"):
+        jln.rms_norm_gated(X, jnp.ones((4, 8), "int32"))
+    for wrong in (1, None, "yes", jnp.asarray(True)):
+        with pytest.raises(TypeError, match="norm_before_gate must be a static bool"):
+            jln.rms_norm_gated(X, X, norm_before_gate=wrong)
 
 
 # Of the functions that add x and a residual of the shape (2, 4, 8).
@@ -222,7 +259,7 @@ class Holder:
 
 NAMES = {entry.function: entry.names for entry in FORMS.values()}
 SHAPES = {"x": (4, 8), "residual": (4, 8), "scale": (8,), "offset": (8,), "kernel": (8, 3), "bias": (3,)}
-SHAPES |= {"x_bias": (8,), "gate": (8,)}
+SHAPES |= {"x_bias": (8,), "gate": (8,), "z": (4, 8), "x_scale": (8,)}
 
 
 def with_one(name, make):

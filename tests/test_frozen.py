@@ -184,6 +184,39 @@ def test_held_between_forward_and_backward(name, some, rows_held, forward_mode, 
     assert of_rows == [(*matrix.ROWS, 1), (*matrix.ROWS, 1), (*matrix.ROWS, matrix.H)] * rows_held
 
 
+@pytest.mark.parametrize("forward_mode", [False, True])
+@pytest.mark.parametrize(
+    ("name", "some", "rows_held", "numbers"),
+    [
+        ("rms_norm_add", ("x",), 1, 1),
+        ("rms_norm_add", ("residual",), 0, 0),
+        ("rms_norm_add_rms_norm", ("x",), 2, 2),
+        ("rms_norm_add_rms_norm", ("x_scale",), 2, 2),
+        ("rms_norm_add_rms_norm", ("residual",), 1, 1),
+        ("rms_norm_add_rms_norm", ("scale",), 1, 1),
+    ],
+    ids=lambda c: "+".join(c) if isinstance(c, tuple) else str(c),
+)
+def test_held_by_norms_in_front_of_a_sum(name, some, rows_held, numbers, forward_mode, implementation):
+    """x for its own gradient and its scale's alone, the residual never."""
+    function, operands = frozen(name, some, implementation=implementation, forward_mode=forward_mode)
+    held = [a.shape for a in jax.tree.leaves(jax.vjp(function, *operands)[1])]
+    of_rows = sorted(shape for shape in held if shape[: len(matrix.ROWS)] == matrix.ROWS)
+    assert of_rows == [(*matrix.ROWS, 1)] * numbers + [(*matrix.ROWS, matrix.H)] * rows_held
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_one_result_alone_of_norms_on_both_sides(which, implementation):
+    """The other's cotangent is not there, and no gradient is forgotten."""
+    function, operands = matrix.bind("rms_norm_add_rms_norm", "xs", implementation=implementation)
+    exact, _ = matrix.bind("rms_norm_add_rms_norm", "xs", jln.reference)
+
+    def gradients(f):
+        return jax.jit(jax.grad(lambda *a: jnp.sum(jnp.sin(f(*a)[which])), range(4)))(*operands)
+
+    chex.assert_trees_all_close(gradients(function), gradients(exact), **CLOSE)
+
+
 @pytest.mark.parametrize("wrap", [lambda f: f, lambda f: jax.vmap(f, (0, *[None] * 4))], ids=["jit", "jit(vmap)"])
 def test_differentiated_by_one_argument_then_another(wrap, implementation):
     """JAX traces a function once, and remembers of a forward rule's residuals what it saw last."""

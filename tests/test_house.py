@@ -24,7 +24,7 @@ FLOORS = (
     {"_catalogue"},
     {"__init__"},
     {"checkpoint_policies"},
-    {"_norm_linear"},
+    {"_norm_linear", "_norm_add_norm"},
     {"_norm"},
     {"_core", "program"},
     {"_hlo"},

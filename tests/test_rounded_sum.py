@@ -60,6 +60,19 @@ def test_it_is_what_is_returned_that_is_normed(name, run, jitted):
             assert np.max(np.abs(unrounded - expected) / allowed) > 10
 
 
+@pytest.mark.parametrize("width", [100, 20000], ids=["whole", "chunks"])
+@pytest.mark.parametrize("run", RUNS)
+def test_so_it_is_between_norms_on_both_sides(run, width):
+    """In float32, which tells the rounded sum from the other."""
+    x, residual, x_scale, scale = workbench.arguments(OPERATORS["rms_norm_add_rms_norm"], (5, width), "bfloat16")
+    options = {} if run == "reference" else {"implementation": run}
+    both = functools.partial(RUNS[run].rms_norm_add_rms_norm, dtype="float32", **options)
+    y, total = jax.jit(both)(x, residual, x_scale, scale)
+    assert (total.dtype, y.dtype) == (jnp.bfloat16, jnp.float32)
+    expected = np.asarray(jln.reference.rms_norm(jnp.asarray(total, "float64"), jnp.asarray(scale, "float64")))
+    np.testing.assert_allclose(y, expected, rtol=2e-6, atol=0)
+
+
 def formula_of_other_platforms(x, residual, scale, offset):
     """That of the CPU has fences of its own."""
     norm = Norm(axis=-1, epsilon=1e-6, switches=Switches(subtract_mean=True))

@@ -29,6 +29,8 @@ class Operator:
 
     @property
     def kind(self):
+        if self.entry.in_front is not None or self.entry.is_gated:
+            return self.entry
         is_linear = self.entry.is_linear
         fullest = _catalogue.fullest(is_linear=is_linear, adds=self.adds or not is_linear)
         return fullest.including(*self.entry.given_extras)
@@ -39,16 +41,20 @@ class Operator:
         return (*(a.name for a in self.kind.results), *(f"d{name}" for name in self.kind.names))
 
     def __call__(self, *operands, module=jln, **options):
-        """-> y of a Linear, or (y, total); of a norm (y, total), where `total` is None if nothing is added."""
+        """-> y of a Linear or of a gated norm, or (y, total); of a norm (y, total), where `total` is None if nothing is
+        added.
+        """
         named = dict(zip(self.kind.names, operands, strict=True))
-        result = getattr(module, self.name)(**{name: named[name] for name in self.entry.names}, **options)
-        return result if self.entry.is_linear or self.adds else (result, None)
+        static = dict(self.entry.options) | options
+        result = getattr(module, self.name)(**{name: named[name] for name in self.entry.names}, **static)
+        return result if self.entry.is_linear or self.adds or self.entry.is_gated else (result, None)
 
 
 OPERATORS, LINEAR_OPERATORS = (
-    {name: Operator(entry) for name, entry in _catalogue.OPERATORS.items() if entry.is_linear == is_linear}
+    {n: Operator(e) for n, e in _catalogue.OPERATORS.items() if e.is_linear == is_linear and not e.is_gated}
     for is_linear in (False, True)
 )
+GATED = {name: Operator(entry) for name, entry in _catalogue.FORMS.items() if entry.is_gated}
 # With arrays that few models have.
 FORMS = {name: Operator(entry) for name, entry in _catalogue.FORMS.items() if entry.given_extras}
 
@@ -69,16 +75,16 @@ def arguments(operator: Operator, shape, dtype, *, features=(), parameter_dtype=
         of_rows = array.role == "activation"
         a = array.of(sizes, dtype if of_rows else parameter_dtype or dtype, parameter_dtype or dtype)
         spread = 1 / np.sqrt(a.shape[0]) if array.role == "kernel" else 1.0
-        return normal(seed, a.shape, a.dtype, {"x": mean, "scale": 1.0}.get(array.name, 0.0), spread)
+        return normal(seed, a.shape, a.dtype, {"x": mean, "scale": 1.0, "x_scale": 1.0}.get(array.name, 0.0), spread)
 
-    return tuple(made(i, a) if a in operator.entry.arguments else None for i, a in enumerate(operator.kind.arguments))
+    return tuple(made(i, a) if a.name in operator.entry.names else None for i, a in enumerate(operator.kind.arguments))
 
 
 def named(name: str, shape, dtype, *, features=(), **options):
     """All that the operator takes, by name; of several Linears, where `features` has a tuple for each, every second is
     without a bias.
     """
-    operator = (OPERATORS | LINEAR_OPERATORS)[name]
+    operator = (OPERATORS | LINEAR_OPERATORS | GATED)[name]
     several = bool(features) and isinstance(features[0], tuple)
     made = [
         dict(zip(operator.kind.names, arguments(operator, shape, dtype, features=f, **options), strict=True))
@@ -129,6 +135,7 @@ def truth(operator: Operator, operands, cotangent, total=None, *, zero_centered_
     s = s + zero_centered_scale
     e = given["x_bias"].astype(wide) if "x_bias" in given else 0
     m, h = x.shape
+    gate_first = operator.entry.options == _catalogue.GATE_FIRST
     gate = np.broadcast_to(given.get("gate", np.ones((1, 1), x.dtype)), x.shape)
     values, roundings = defaultdict(list), defaultdict(list)
     # Independent errors: each factor's own, and that of each addition, relative to a partial sum as large as the square
@@ -138,23 +145,42 @@ def truth(operator: Operator, operands, cotangent, total=None, *, zero_centered_
     for first in range(0, m, block):
         rows = slice(first, first + block)
         v, d = (np.asarray(a)[rows].astype(wide) for a in (x, dy))
-        branch, w = v + e, gate[rows].astype(wide)
-        if "residual" in given:
+        x_wide, branch, w = v, v + e, gate[rows].astype(wide)
+        if in_front := operator.entry.in_front is not None:
+            x_rstd = 1 / np.sqrt((v * v).mean(-1, keepdims=True) + wide(epsilon))
+            t = given["x_scale"].astype(wide) + zero_centered_scale if "x_scale" in given else np.ones(h, wide)
+            x_hat_in_front, branch = v * x_rstd, v * x_rstd * t
+        if operator.adds:
             v = w * branch + given["residual"][rows].astype(wide)
             values["total"].append(v)
             # Terms that are larger than their sum have been rounded, too, if they are made here.
-            terms = _largest(w * branch) + _largest(w) * np.max(np.abs(e)) if {"x_bias", "gate"} & {*given} else 0
+            more = in_front or {"x_bias", "gate"} & {*given}
+            terms = _largest(w * branch) + _largest(w) * np.max(np.abs(e)) if more else 0
             roundings["total"].append(eps * (_largest(v) + terms))
             v = total[rows].astype(wide)
+        silu_rounding = 4 * eps  # its own, and that of what it multiplies
+        u, slope = _silu(given["z"][rows].astype(wide)) if "z" in given else (1, 0)
+        if gate_first:
+            v = v * u
         rounding = eps * _largest(v)  # of the mean, and so of x - mean
         if operator.subtract_mean:
             v = v - v.mean(-1, keepdims=True)
         rstd = 1 / np.sqrt((v * v).mean(-1, keepdims=True) + wide(epsilon))
         x_hat = v * rstd
         rounding = rounding * rstd + eps * _largest(x_hat)
+        if gate_first:
+            rounding = rounding + silu_rounding * _largest(x_hat)
         y = z = x_hat * s + b
         y_rounding = z_rounding = rounding * np.max(np.abs(s)) + eps * _largest(z)
+        if operator.entry.adds_behind:
+            y = y + given["residual"][rows].astype(wide)
+            y_rounding = y_rounding + eps * _largest(y)
         dz, dz_square = d, 0
+        if "z" in given and not gate_first:
+            y, dz, dz_square = z * u, d * u, (silu_rounding * d * u) ** 2
+            y_rounding = y_rounding * np.abs(u) + silu_rounding * np.abs(y)
+            values["dz"].append(d * z * slope)
+            roundings["dz"].append(z_rounding * np.abs(d * slope) + silu_rounding * np.abs(d * z))
         if kernel is not None:
             k = kernel.astype(wide)
             if dtype.itemsize < 4:  # an operand of the product
@@ -174,13 +200,34 @@ def truth(operator: Operator, operands, cotangent, total=None, *, zero_centered_
         values["y"].append(y)
         roundings["y"].append(y_rounding)
         of_total = rstd * (g - c1 - x_hat * c2) + (0 if dtotal is None else np.asarray(dtotal)[rows].astype(wide))
-        values["dresidual"].append(of_total)
-        values["dx"].append(w * of_total)
+        values["dresidual"].append(d if operator.entry.adds_behind else of_total)
+        if not in_front:
+            values["dx"].append(w * of_total)
         # Of a constant row x_hat is 0 but for rounding, which then counts squared.
         statistics = rounding * (np.abs(c2) + _largest(g) * (_largest(x_hat) + rounding))
         of_total_rounding = rstd * (_largest(g_rounding) + statistics)
         roundings["dresidual"].append(of_total_rounding)
-        roundings["dx"].append(of_total_rounding * _largest(w) + eps * _largest(w * of_total) * ("gate" in given))
+        if in_front:
+            of_u, u_rounding = of_total * t, eps * _largest(x_hat_in_front)
+            c = (of_u * x_hat_in_front).mean(-1, keepdims=True)
+            values["dx"].append(x_rstd * (of_u - x_hat_in_front * c))
+            statistics = u_rounding * (np.abs(c) + _largest(of_u) * (_largest(x_hat_in_front) + u_rounding))
+            of_u_rounding = of_total_rounding * np.max(np.abs(t)) + eps * _largest(of_u)
+            roundings["dx"].append(x_rstd * (of_u_rounding + statistics))
+            sums["dx_scale"] += (of_total * x_hat_in_front).sum(0)
+            squares["dx_scale"] += (
+                (of_total_rounding * x_hat_in_front) ** 2
+                + (of_total * u_rounding) ** 2
+                + m * (eps * of_total * x_hat_in_front) ** 2
+            ).sum(0)
+        elif gate_first:
+            values["dx"][-1] = of_total * u
+            roundings["dx"].append(of_total_rounding * np.abs(u) + silu_rounding * np.abs(of_total * u))
+            values["dz"].append(of_total * x_wide * slope)
+            of_slope = silu_rounding * np.abs(of_total * x_wide)
+            roundings["dz"].append(of_total_rounding * np.abs(x_wide * slope) + of_slope)
+        else:
+            roundings["dx"].append(of_total_rounding * _largest(w) + eps * _largest(w * of_total) * ("gate" in given))
         if "x_bias" in given:
             sums["dx_bias"] += (w * of_total).sum(0)
             squares["dx_bias"] += ((w * of_total_rounding) ** 2 + m * (eps * w * of_total) ** 2).sum(0)
@@ -200,6 +247,12 @@ def truth(operator: Operator, operands, cotangent, total=None, *, zero_centered_
     values |= sums
     roundings |= {n: np.sqrt(a) for n, a in squares.items()}
     return values, roundings
+
+
+def _silu(z):
+    """It and its derivative."""
+    share = 1 / (1 + np.exp(-z))
+    return z * share, share * (1 + z * (1 - share))
 
 
 def _largest(a):

@@ -26,11 +26,12 @@ def call(workload: Workload, direction: str, target: Target) -> tuple[Callable[.
     from jln._norm import launcher as norm_launcher
     from jln._norm_linear import launcher as linear_launcher
 
-    assert not workload.extras, "their tiles are by rules alone"
+    assert not workload.extras and not workload.entry.is_gated, "their tiles are by rules alone"
     shapes = workload.arrays()
     axis = workload.axis % len(workload.shape) - len(workload.shape)
     norm = norms.Norm(axis, EPSILON, norms.Switches(subtract_mean=workload.entry.centres))
     x, residual, scale, offset = (shapes.get(name) for name in ("x", "residual", "scale", "offset"))
+    residual, added = (None, residual) if workload.entry.adds_behind else (residual, None)
     dtype = jnp.dtype(workload.dtype)
     accumulator = jnp.promote_types(dtype, jnp.float32)
     assert x is not None and scale is not None
@@ -66,7 +67,7 @@ def call(workload: Workload, direction: str, target: Target) -> tuple[Callable[.
     if direction == "forward":
         kept = kept if "backward" in workload.directions else {"mean": None, "rstd": None}
         dtypes = norms.Outcome(y=dtype.name, total=dtypes_of(residual), **kept)
-        operands = norms.Operands(x=x, residual=residual, scale=scale, offset=offset)
+        operands = norms.Operands(x=x, residual=residual, scale=scale, offset=offset, added=added)
         return functools.partial(norm_launcher.forward, norm=norm, dtypes=dtypes, **alone), operands
     # Behind the products of a Linear, dz, in the dtype in which they leave it, and its z is made again.
     dy = jax.ShapeDtypeStruct(x.shape, accumulator) if workload.is_linear and dtype != jnp.bfloat16 else x

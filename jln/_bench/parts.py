@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jln._bench.workloads import Workload
+from jln._catalogue import GATE_FIRST
 
 
 class Unsupported(Exception):
@@ -14,15 +15,21 @@ class Unsupported(Exception):
 
 
 def composed(
-    workload: Workload, norm: Callable[..., Any], linear: Callable[..., Any], *, of_examples: bool = False
+    workload: Workload,
+    norm: Callable[..., Any],
+    linear: Callable[..., Any],
+    silu: Callable[[Any], Any],
+    *,
+    of_examples: bool = False,
 ) -> Callable[..., Any]:
     """A workload's function of its parts: norm(x, scale, offset or None), linear(z, kernel, bias or None), of which
-    several are several.
+    several are several, silu(z).
 
     The sum with a residual is the peer's `+`, in its dtype. of_examples: whether the norm may have parameters of each
     example; raises Unsupported where it may not and has.
     """
     names, adds = workload.signature.names, workload.entry.adds
+    gate_first = workload.options == GATE_FIRST
     if workload.of_examples and not of_examples:
         raise Unsupported("its norms have one scale and one offset for all examples")
 
@@ -33,8 +40,16 @@ def composed(
             x = x + given["x_bias"]
         if "gate" in given:
             x = x * given["gate"]
+        if workload.entry.in_front is not None:
+            x = norm(x, given.get("x_scale"), None)
         x = x + given["residual"] if adds else x
+        if gate_first:
+            x = x * silu(given["z"])
         y = norm(x, given.get("scale"), given.get("offset"))
+        if "z" in given and not gate_first:
+            y = y * silu(given["z"])
+        if workload.entry.adds_behind:
+            y = given["residual"] + y
         if workload.is_linear:
             y = linears(y, given["kernel"], given.get("bias"), linear)
         return (y, x) if adds else y

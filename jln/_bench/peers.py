@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 import jln
 from jln._bench.parts import Unsupported, composed, linears, multiplied
 from jln._bench.workloads import Workload
@@ -61,6 +63,8 @@ def _norm_and_products(workload: Workload) -> Callable[..., Any]:
 
 def _jnp(workload: Workload) -> Callable[..., Any]:
     options = workload.axis_option
+    if workload.entry.is_gated:
+        return workload.function(jln.reference)
 
     # `jln.reference`'s fused operators sum and keep more than who writes this does, and its `add_*` round the sum.
     def norm(x, scale, offset):
@@ -68,7 +72,7 @@ def _jnp(workload: Workload) -> Callable[..., Any]:
             return jln.reference.rms_norm(x, scale, **options)
         return jln.reference.layer_norm(x, scale, offset, **options)
 
-    return composed(workload, norm, multiplied, of_examples=True)
+    return composed(workload, norm, multiplied, jax.nn.silu, of_examples=True)
 
 
 def _flax(workload: Workload) -> Callable[..., Any]:
@@ -85,7 +89,7 @@ def _flax(workload: Workload) -> Callable[..., Any]:
         dense = linen.Dense(kernel.shape[1], use_bias=bias is not None, dtype=workload.dtype)
         return dense.apply({"params": {"kernel": kernel} | ({} if bias is None else {"bias": bias})}, z)
 
-    return composed(workload, norm, linear)
+    return composed(workload, norm, linear, jax.nn.silu)
 
 
 def _haiku(workload: Workload) -> Callable[..., Any]:
@@ -113,7 +117,7 @@ def _haiku(workload: Workload) -> Callable[..., Any]:
         layer = haiku.transform(lambda z: haiku.Linear(kernel.shape[1], with_bias=bias is not None, name="linear")(z))
         return haiku.without_apply_rng(layer).apply(parameters, z)
 
-    return composed(workload, norm, linear)
+    return composed(workload, norm, linear, jax.nn.silu)
 
 
 def _tokamax(workload: Workload) -> Callable[..., Any]:
@@ -128,7 +132,7 @@ def _tokamax(workload: Workload) -> Callable[..., Any]:
             x, scale, offset, axis=workload.axis, epsilon=EPSILON, subtract_mean=workload.entry.centres
         )
 
-    return composed(workload, norm, multiplied)
+    return composed(workload, norm, multiplied, jax.nn.silu)
 
 
 def _torch(kind: str) -> Callable[[Workload], Callable[..., Any]]:

@@ -31,7 +31,8 @@ class Stack:
     shape: of x [batch, tokens, width]. dtype: x's, and of all arithmetic between norms. hidden: of the MLP. gated:
     RMSNorm, no biases, and an MLP of silu(gate) * up, as in Llama; else LayerNorm, biases and gelu, as in GPT. ada:
     scale and offset of a block's norms, and gates of its branches, are made for each example by a Linear of the
-    block's (adaLN, as in Peebles and Xie's diffusion transformers).
+    block's (adaLN, as in Peebles and Xie's diffusion transformers). both_sides: an RMSNorm behind attention and MLP
+    too, of the branch alone, as in Gemma 2 and 3.
     parameter_dtype: in which the step is given its parameters; others than `dtype` are cast in it. key_heads: of keys
     and of values, if fewer than of queries. apart: queries, keys and values, gate and up have a Linear each; else those
     of one norm share one. policy: each block is checkpointed by this one of `jax.checkpoint_policies`. attention:
@@ -50,6 +51,7 @@ class Stack:
     apart: bool = False
     policy: str | None = None
     ada: bool = False
+    both_sides: bool = False
     attention: Literal["xla", "cudnn"] = "cudnn"
     dtype: str = "bfloat16"
 
@@ -87,7 +89,8 @@ class Stack:
             linears |= {**mlp, "down": linear(self.hidden, self.width)}
             if self.ada:
                 return {"ada": linear(self.width, 6 * self.width), **linears}
-            return {"norm_1": norm(), "norm_2": norm(), **linears}
+            behind = {"post_1": norm(), "post_2": norm()} if self.both_sides else {}
+            return {"norm_1": norm(), "norm_2": norm(), **behind, **linears}
 
         return {f"block_{i}": block() for i in range(self.layers)} | {"norm": norm()}
 
@@ -180,6 +183,13 @@ _LLAMA_3 = dataclasses.replace(
     key_heads=8,
     apart=True,
 )
+_GEMMA = dataclasses.replace(
+    _LLAMA_3,
+    name="stack-gemma",
+    why="as Gemma 2: a norm behind attention and MLP too, half as many heads of keys and values, gated MLP",
+    key_heads=16,
+    both_sides=True,
+)
 STACKS = {
     s.name: s
     for s in (
@@ -188,6 +198,7 @@ STACKS = {
         _DIT,
         _LLAMA,
         _LLAMA_3,
+        _GEMMA,
         dataclasses.replace(
             _LLAMA_3,
             name="stack-llama-checkpointed",
@@ -199,15 +210,24 @@ STACKS = {
 
 
 class Branch(NamedTuple):
-    """What the layer before would have added to x: `gate * (x + bias)`, of which bias and gate may be None."""
+    """What the layer before would have added to x: `gate * (x + bias)`, or the norm of x with the parameters `norm`.
+    All but x may be None.
+    """
 
     x: jax.Array
     bias: Any = None
     gate: Any = None
+    norm: Any = None
 
-    def __call__(self) -> jax.Array:
+    def added_to(self, stream: jax.Array) -> jax.Array:
+        if self.norm is not None:
+            return jln.rms_norm_add(self.x, stream, *_norm_parameters(self.norm), epsilon=EPSILON)
+        return self.added_in_jnp(stream)
+
+    def added_in_jnp(self, stream: jax.Array) -> jax.Array:
         x = self.x if self.bias is None else self.x + self.bias.astype(self.x.dtype)
-        return x if self.gate is None else x * self.gate
+        x = x if self.norm is None else jln.reference.rms_norm(x, self.norm["scale"], epsilon=EPSILON)
+        return stream + (x if self.gate is None else x * self.gate)
 
 
 # This library's. A projection is the norm and the Linears behind it: (norm's parameters, the Linears', x, branch) ->
@@ -222,9 +242,9 @@ def linear(parameters: Any, x: jax.Array) -> jax.Array:
     return y + parameters["bias"].astype(x.dtype) if "bias" in parameters else y
 
 
-def branch_of(parameters: Any, x: jax.Array, gate: jax.Array | None) -> Branch:
-    """A Linear, its bias left to whoever adds the branch."""
-    return Branch(x @ parameters["kernel"].astype(x.dtype), parameters.get("bias"), gate)
+def branch_of(parameters: Any, x: jax.Array, gate: jax.Array | None, norm: Any) -> Branch:
+    """A Linear, its bias and the norm behind it left to whoever adds the branch."""
+    return Branch(x @ parameters["kernel"].astype(x.dtype), parameters.get("bias"), gate, norm)
 
 
 def add_and_norm(norm: Any, x: jax.Array, branch: Branch | None) -> tuple[jax.Array, jax.Array]:
@@ -233,6 +253,8 @@ def add_and_norm(norm: Any, x: jax.Array, branch: Branch | None) -> tuple[jax.Ar
     if branch is None:
         operator: Any = jln.layer_norm if "bias" in norm else jln.rms_norm
         return operator(x, *parameters, epsilon=EPSILON), x
+    if branch.norm is not None:
+        return jln.rms_norm_add_rms_norm(branch.x, x, *_norm_parameters(branch.norm), *parameters, epsilon=EPSILON)
     operator = jln.add_layer_norm if "bias" in norm else jln.add_rms_norm
     return operator(branch.x, x, *parameters, x_bias=branch.bias, gate=branch.gate, epsilon=EPSILON)
 
@@ -249,16 +271,16 @@ def add_norm(norm: Any, linears: Linears, x: jax.Array, branch: Branch | None) -
 
 
 def norm_linear(norm: Any, linears: Linears, x: jax.Array, branch: Branch | None) -> Projected:
-    """By `layer_norm_linear` or `rms_norm_linear`, which do not; the sum is XLA's."""
-    x = x if branch is None else x + branch()
+    """By `layer_norm_linear` or `rms_norm_linear`, which do not; the sum is XLA's, or `rms_norm_add`'s."""
+    x = x if branch is None else branch.added_to(x)
     operator: Any = jln.layer_norm_linear if "bias" in norm else jln.rms_norm_linear
     return operator(x, *_norm_parameters(norm), *_of_all(linears, x.dtype), epsilon=EPSILON), x
 
 
 def add_norm_linear(norm: Any, linears: Linears, x: jax.Array, branch: Branch | None) -> Projected:
     """By `add_layer_norm_linear` or `add_rms_norm_linear`, where there is something to add."""
-    if branch is None:
-        return norm_linear(norm, linears, x, None)
+    if branch is None or branch.norm is not None:
+        return norm_linear(norm, linears, x, branch)
     operator: Any = jln.add_layer_norm_linear if "bias" in norm else jln.add_rms_norm_linear
     of_sum = {"x_bias": branch.bias, "gate": branch.gate}
     return operator(branch.x, x, *_norm_parameters(norm), *_of_all(linears, x.dtype), **of_sum, epsilon=EPSILON)
@@ -273,8 +295,20 @@ def _of_all(linears: Linears, dtype: Any) -> list[Any]:
 
 def no_norm(_: Any, linears: Linears, x: jax.Array, branch: Branch | None) -> Projected:
     """What would be left if norms cost nothing, and kept XLA from nothing: a bound, and no model."""
-    x = x if branch is None else x + branch()
+    x = x if branch is None else branch._replace(norm=None).added_to(x)
     return tuple(linear(p, x) for p in linears), x
+
+
+def plain_jnp(norm: Any, linears: Linears, x: jax.Array, branch: Branch | None) -> Projected:
+    """As users write it."""
+    z, x = _plainly_normed(norm, x, branch)
+    return tuple(linear(p, z) for p in linears), x
+
+
+def _plainly_normed(norm: Any, x: jax.Array, branch: Branch | None) -> tuple[jax.Array, jax.Array]:
+    operator: Any = jln.reference.layer_norm if "bias" in norm else jln.reference.rms_norm
+    x = x if branch is None else branch.added_in_jnp(x)
+    return operator(x, *_norm_parameters(norm), epsilon=EPSILON), x
 
 
 def jln_loss(stack: Stack, before_attention: Projection, before_mlp: Projection) -> Loss:
@@ -285,19 +319,20 @@ def jln_loss(stack: Stack, before_attention: Projection, before_mlp: Projection)
             scale_1, offset_1, gate_1, scale_2, offset_2, gate_2 = jnp.split(linear(p["ada"], c), 6, axis=-1)
             norm_1, norm_2 = {"scale": 1 + scale_1, "bias": offset_1}, {"scale": 1 + scale_2, "bias": offset_2}
         qkv, x = before_attention(norm_1, attention, x, branch)
-        branch = branch_of(p["out"], stack.attend(qkv), gate_1)
+        branch = branch_of(p["out"], stack.attend(qkv), gate_1, p.get("post_1"))
         up, x = before_mlp(norm_2, mlp, x, branch)
-        branch = branch_of(p["down"], stack.activate(up), gate_2)
+        branch = branch_of(p["down"], stack.activate(up), gate_2, p.get("post_2"))
         # What a checkpointed block takes is kept: better the sum than what is to be summed.
-        return (x, branch) if stack.policy is None else (x + branch(), None)
+        return (x, branch) if stack.policy is None else (branch.added_to(x), None)
 
     def loss(parameters, x):
         branch, c = None, stack.condition(x)
         for i in range(stack.layers):
             x, branch = stack.checkpointed(jax.checkpoint, block)(parameters[f"block_{i}"], x, branch, c)
         if before_mlp is no_norm:
-            return square_sum(x if branch is None else x + branch())
-        return square_sum(add_and_norm(parameters["norm"], x, branch)[0])
+            return square_sum(x if branch is None else branch._replace(norm=None).added_to(x))
+        last = _plainly_normed if before_mlp is plain_jnp else add_and_norm
+        return square_sum(last(parameters["norm"], x, branch)[0])
 
     return loss
 
@@ -310,6 +345,9 @@ def flax_loss(stack: Stack) -> Loss:
 
     def norm(name):
         return (nn.RMSNorm if stack.gated else nn.LayerNorm)(epsilon=EPSILON, name=name, **dtypes)
+
+    def behind(name):
+        return norm(name) if stack.both_sides else lambda x: x
 
     def modulated(x, scale, offset):
         plain = nn.LayerNorm(epsilon=EPSILON, use_scale=False, use_bias=False, **dtypes)
@@ -330,10 +368,10 @@ def flax_loss(stack: Stack) -> Loss:
                 norm_2 = functools.partial(modulated, scale=scale_2, offset=offset_2)
             z = (norm_1 or norm("norm_1"))(x)
             attended = stack.attend([dense(n, name)(z) for name, n in attention.items()])
-            x = x + gate_1 * dense(stack.width, "out")(attended)
+            x = x + gate_1 * behind("post_1")(dense(stack.width, "out")(attended))
             z = (norm_2 or norm("norm_2"))(x)
             active = stack.activate([dense(n, name)(z) for name, n in mlp.items()])
-            return x + gate_2 * dense(stack.width, "down")(active)
+            return x + gate_2 * behind("post_2")(dense(stack.width, "down")(active))
 
     class Model(nn.Module):
         @nn.compact
@@ -359,5 +397,6 @@ OURS: dict[str, tuple[Projection, Projection]] = {
 def losses(stack: Stack) -> dict[str, Loss]:
     """Flax's first, which the others are compared with, if it is installed."""
     found = {"flax": flax_loss(stack)} if importlib.util.find_spec("flax") else {}
+    found |= {"jnp": jln_loss(stack, plain_jnp, plain_jnp)}
     found |= {name: jln_loss(stack, *projections) for name, projections in OURS.items()}
     return found | {"no norm at all": jln_loss(stack, no_norm, no_norm)}

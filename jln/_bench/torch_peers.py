@@ -41,7 +41,7 @@ def _eager(workload: Workload) -> Callable[..., Any]:
             z = F.layer_norm(z, (workload.width,), scale, offset, EPSILON)
         return z if last else z.movedim(-1, workload.axis)
 
-    return composed(workload, norm, multiplied)
+    return composed(workload, norm, multiplied, F.silu)
 
 
 def _compiled(workload: Workload) -> Callable[..., Any]:
@@ -65,7 +65,7 @@ def _liger(workload: Workload) -> Callable[..., Any]:
             return LigerRMSNormFunction.apply(x, scale, EPSILON, 0.0, "llama", False)
         return LigerLayerNormFunction.apply(x, scale, offset, EPSILON)
 
-    return composed(workload, norm, multiplied)
+    return composed(workload, norm, multiplied, F.silu)
 
 
 FUNCTIONS = {"eager": _eager, "compiled": _compiled, "liger": _liger}

@@ -14,7 +14,7 @@ import jax
 
 import jln
 from jln import _catalogue
-from jln._catalogue import DIRECTIONS, OPERATORS, Operator, Several, Signature
+from jln._catalogue import DIRECTIONS, GATE_FIRST, OPERATORS, Operator, Several, Signature
 
 FORWARD = ("forward",)
 
@@ -27,7 +27,7 @@ class Workload:
     the normalised one. dtype: of x, residual, kernel, bias and the results. parameter_dtype: of scale and offset.
     directions: both in training, "forward" alone in inference. why: what it stands for. absent: the optional arguments
     that are left out. extras: those given that most models have not. of_examples: parameters that every example has its
-    own of.
+    own of. options: of the operator's form, as in the catalogue.
     """
 
     name: str
@@ -42,10 +42,11 @@ class Workload:
     absent: tuple[str, ...] = ()
     extras: tuple[str, ...] = ()
     of_examples: tuple[str, ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
 
     @property
     def entry(self) -> Operator:
-        return OPERATORS[self.operator].including(*self.extras, of_examples=self.of_examples)
+        return OPERATORS[self.operator].including(*self.extras, of_examples=self.of_examples, options=self.options)
 
     is_linear = property(lambda self: self.entry.is_linear)
     is_over_last = property(lambda self: self.axis in (-1, len(self.shape) - 1))
@@ -216,9 +217,28 @@ WORKLOADS = _named(
         for h in (1024, 4096, 8192)
     ),
     *(
+        Workload(
+            f"norms-both-sides-{h}",
+            "rms_norm_add_rms_norm",
+            (2**25 // h, h),
+            "Gemma 2 and 3: the norm behind a sublayer, the residual, the norm in front of the next",
+        )
+        for h in (1024, 4096, 8192)
+    ),
+    Workload("post-rms-norm", "rms_norm_add", (8192, 4096), "OLMo 2: the norm of a branch, then the residual"),
+    Workload("post-layer-norm", "layer_norm_add", (8192, 4096), "Swin 2: likewise"),
+    *(
         Workload(f"qk-norm-{d}", "rms_norm", (4, 2048, 4096 // d, d), "an attention's queries, each head by itself")
         for d in (64, 128, 256)
     ),
+    *(
+        Workload(
+            f"{name}-{h}", "rms_norm_gated", (2**25 // h // 256, 256, h), "2^25 elements, as " + why, options=options
+        )
+        for h in (1024, 4096, 8192)
+        for name, options, why in (("gated", (), "Qwen 3 Next gates"), ("gate-first", GATE_FIRST, "Mamba 2 gates"))
+    ),
+    Workload("gated-128", "rms_norm_gated", (4, 2048, 32, 128), "Qwen 3 Next: each head's output of linear attention"),
     Workload("alphafold-pair", "layer_norm", (384, 384, 128), "AlphaFold's pair representation: many short rows"),
     Workload(
         "alphafold-pair-axis-0",
@@ -254,8 +274,11 @@ WORKLOADS = _named(
     ),
 )
 
-# The backward pass of a sum with a bias or a gate has tiles by rules alone.
-TUNABLE = {name: w for name, w in WORKLOADS.items() if not w.extras}
+# By rules alone are the tiles of the backward pass of a sum with a bias or a gate, of a gated norm, and of a norm on
+# both sides.
+TUNABLE = {
+    name: w for name, w in WORKLOADS.items() if not (w.extras or w.entry.is_gated or w.entry.in_front is not None)
+}
 
 CPU_WORKLOADS = _named(
     *(

@@ -67,6 +67,7 @@ class Sample:
         """Of this size, all in one dtype."""
         name = self.operator.name
         how = {"dtype": self.dtype, "parameter_dtype": self.dtype, "extras": self.operator.given_extras}
+        how["options"] = self.operator.options
         return Workload(name, name, self.shape, "", self.features, **how)
 
     @property

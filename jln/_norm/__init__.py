@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm, alone and with a residual added first.
+"""LayerNorm and RMSNorm, alone, with a residual added first, and gated.
 
 operator.py: the public functions. arguments.py: what they are given. rules.py: what they are made of, and their
 derivatives. signature.py: what goes in, is kept, comes out.

@@ -7,25 +7,46 @@ import triton.language as tl
 
 
 @triton.jit
-def rows_of(tile, rows, H: tl.constexpr, INNER: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """The rows of one tile: their numbers, the offset of the tile's first element, those of their first elements from
-    there, and which of them exist.
+def rows_of(tile, rows, H: tl.constexpr, INNER: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """The rows of one tile of a group, counted from the group's first: where they are among all rows, the offset of the
+    tile's first element, those of their first elements from there, and which of them exist.
 
     What differs between a thread's rows has 32 bits where it can, and is a constant.
     """
     local = tl.arange(0, BLOCK_ROWS)
-    wide: tl.constexpr = tl.int64 if BLOCK_ROWS * H * INNER >= 2**31 else tl.int32
+    wide = tl.int64 if BLOCK_ROWS * H * INNER * INTERLEAVED >= 2**31 else tl.int32
     if INNER == 1:
         first = tl.cast(tile, tl.int64) * BLOCK_ROWS
         left = tl.minimum(rows - first, BLOCK_ROWS).to(tl.int32)
         valid = local < left if BLOCK_ROWS > 1 else tl.full([1], True, tl.int1)  # a tile has a row
-        return first + local, first * H, local.to(wide) * H, valid
+        row = (first + local) * INTERLEAVED
+        return row, first * (H * INTERLEAVED), local.to(wide) * (H * INTERLEAVED), valid
     else:
         tiles: tl.constexpr = (INNER + BLOCK_ROWS - 1) // BLOCK_ROWS
         outer = tl.cast(tile // tiles, tl.int64)
         inner = tl.cast(tile % tiles, tl.int64) * BLOCK_ROWS
         valid = inner + local < INNER if INNER % BLOCK_ROWS else tl.full([BLOCK_ROWS], True, tl.int1)
-        return outer * INNER + inner + local, outer * (H * INNER) + inner, local.to(wide), valid
+        row = outer * (INNER * INTERLEAVED) + inner + local
+        return row, outer * (H * INNER * INTERLEAVED) + inner, local.to(wide), valid
+
+
+@triton.jit
+def first_row_of(group, rows, INNER: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Where a group's first row is among all, of which each `INTERLEAVED` groups lie interleaved."""
+    if INTERLEAVED == 1:
+        return group * rows
+    else:
+        return group // INTERLEAVED * (tl.cast(rows, tl.int64) * INTERLEAVED) + group % INTERLEAVED * INNER
+
+
+@triton.jit
+def start_of(group, rows, H: tl.constexpr, INNER: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The offset of a group's first element."""
+    if INTERLEAVED == 1:
+        return group * size_of(rows, H, INNER)
+    else:
+        together = size_of(rows, H, INNER) * INTERLEAVED
+        return group // INTERLEAVED * together + group % INTERLEAVED * (H * INNER)
 
 
 @triton.jit
@@ -81,10 +102,21 @@ def group_of(program, programs, SHARED: tl.constexpr):
 
 
 @triton.jit
-def copy_of(group, SHARED: tl.constexpr, OPERAND: tl.constexpr):
-    """The group whose copy of an operand to read."""
+def group_and_tile(tiles, SHARED: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """What a program takes, where each tile has one: of groups that lie interleaved, neighbours take neighbours."""
+    if INTERLEAVED == 1:
+        return group_of(tl.program_id(0), tiles, SHARED)
+    else:
+        together = tl.program_id(0) // INTERLEAVED
+        group = together // tiles * INTERLEAVED + tl.program_id(0) % INTERLEAVED
+        return group.to(tl.int64), together % tiles
+
+
+@triton.jit
+def copy_of(group, SHARED: tl.constexpr, OPERAND: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The group whose copy of an operand to read: what is shared has one for each of those that lie interleaved."""
     if contains(SHARED, OPERAND):
-        return group * 0
+        return group % INTERLEAVED
     else:
         return group
 

@@ -20,7 +20,9 @@ Gate = jax.Array | float | None
 
 
 class Given(NamedTuple):
-    """The arrays as the user gives them."""
+    """The arrays as the user gives them. A residual is `residual` where the norm is of the sum, `added` where it is in
+    the sum.
+    """
 
     x: Any
     residual: Any = None
@@ -28,17 +30,25 @@ class Given(NamedTuple):
     offset: Any = None
     x_bias: Any = None
     gate: Any = None
+    z: Any = None
+    added: Any = None
 
     def present(self) -> dict[str, Any]:
         return {name: a for name, a in self._asdict().items() if a is not None}
 
 
 def checked(
-    *, axis: Axis = -1, epsilon: float, subtract_mean: bool, zero_centered_scale: bool = False, **arrays: Any
+    *,
+    axis: Axis = -1,
+    epsilon: float,
+    subtract_mean: bool,
+    zero_centered_scale: bool = False,
+    norm_before_gate: bool = True,
+    **arrays: Any,
 ) -> tuple[Given, tuple[int, ...], Norm]:
     """-> (the arrays, of supported dtypes and of shapes that they may have; the normalised axes; the norm)
 
-    arrays: those of `Given`; with "residual" among them there must be one.
+    arrays: those of `Given`; with "residual", "z" or "added" among them there must be one.
     """
     x = _checks.array("x", arrays["x"])
     axes = _checks.axes(axis, x)
@@ -46,7 +56,8 @@ def checked(
     epsilon = _checks.epsilon(epsilon, *(a.dtype for a in (x, given.residual) if a is not None))
     if _checks.flag("zero_centered_scale", zero_centered_scale) and given.scale is None:
         raise ValueError("zero_centered_scale=True needs a scale; got scale=None")
-    switches = Switches(subtract_mean, bool(zero_centered_scale))
+    norm_before_gate = _checks.flag("norm_before_gate", norm_before_gate)
+    switches = Switches(subtract_mean, bool(zero_centered_scale), norm_before_gate)
     return given, axes, Norm(_merged_axis(axes, x.ndim), epsilon, switches)
 
 
@@ -54,14 +65,19 @@ def checked_arrays(axes: tuple[int, ...], **arrays: Any) -> Given:
     """Of supported dtypes and of shapes that they may have. axes: the normalised ones of x, from 0 on."""
     given = Given(**arrays)
     x = _checks.array("x", given.x)
-    residual = _checks.array("residual", given.residual) if "residual" in arrays else None
+    residual, added = (
+        _checks.array("residual", getattr(given, which)) if which in arrays else None for which in ("residual", "added")
+    )
     normalised = tuple(x.shape[a] for a in axes)
-    _checks.shape("residual", residual, x.shape, "that of x")
+    for summand in (residual, added):
+        _checks.shape("residual", summand, x.shape, "that of x")
     scale = _checks.parameter("scale", given.scale, x, axes, normalised)
     offset = _checks.parameter("offset", given.offset, x, axes, normalised)
     x_bias = _checks.optional_array("x_bias", given.x_bias)
     _checks.shape("x_bias", x_bias, normalised, "that of x's normalised axes")
-    return Given(x, residual, scale, offset, x_bias, _checks.gate(given.gate, x, residual, axes))
+    z = _checks.array("z", given.z) if "z" in arrays else None
+    _checks.shape("z", z, x.shape, "that of x")
+    return Given(x, residual, scale, offset, x_bias, _checks.gate(given.gate, x, residual, axes), z, added)
 
 
 def _adjacent(order: list[int]) -> bool:
@@ -99,7 +115,7 @@ def arranged(
     gates = {"gate": given.gate, "row_gate": None}
     if given.gate is not None and given.gate.shape != normalised and all(given.gate.shape[a] == 1 for a in axes):
         gates = {"gate": None, "row_gate": given.gate}
-    rows = {"x": x, "residual": given.residual}
+    rows = {"x": x, "residual": given.residual, "z": given.z, "added": given.added}
     parameters = {"scale": given.scale, "offset": given.offset, "x_bias": given.x_bias} | gates
     operands = Operands(**jax.tree.map(on_one_axis, rows), **jax.tree.map(of_same_rank, parameters))
     with jax.numpy_dtype_promotion("standard"):  # every dtype is chosen on purpose, whatever the user's mode
@@ -120,8 +136,9 @@ def on_several_axes(a: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...])
 
 
 def _with_examples(operands: Operands, norm: Norm) -> tuple[Operands, Norm, list[int] | None]:
-    """Axes along which a parameter varies in front; on them every parameter has x's sizes, and a row's gate has them on
-    all axes of rows. Of what is written out so, the gradient is added up in the compute dtype.
+    """Axes along which a parameter varies in front, or where they are if they lie in front or directly before the
+    normalised one; on them every parameter has x's sizes, and a row's gate has them on all axes of rows. Of what is
+    written out so, the gradient is added up in the compute dtype.
 
     -> (the operands, the norm, where the axes of a result come from if they are elsewhere than they were)
     """
@@ -141,8 +158,10 @@ def _with_examples(operands: Operands, norm: Norm) -> tuple[Operands, Norm, list
     if not examples:
         return operands, norm, None
     operands = jax.tree.map(lambda a: a if a.shape == x.shape else written_out(a, examples), operands)
+    in_front = next((i for i in range(h) if i not in examples), h)
+    interleaved = len(examples) - in_front
+    if examples == [*range(in_front), *range(h - interleaved, h)]:
+        return operands, dataclasses.replace(norm, examples=in_front, interleaved=interleaved), None
     order = examples + [i for i in range(x.ndim) if i not in examples]
     norm = dataclasses.replace(norm, axis=order.index(h) - x.ndim, examples=len(examples))
-    if order == sorted(order):
-        return operands, norm, None
     return jax.tree.map(lambda a: a.transpose(order), operands), norm, sorted(range(x.ndim), key=order.__getitem__)

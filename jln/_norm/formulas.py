@@ -23,10 +23,14 @@ cotangent of mean is -rstd * sum_h g (the variance's own part vanishes, as sum_h
     (8) c2_m = (1/H) sum_h g_mh * x_hat_mh
     (9) dx   = rstd * (g - c1 - x_hat * c2)
 
+With a residual r behind the norm, its cotangent being dy:
+
+    (30) y = x_hat * s + b + r
+
 Forward mode. From the same two dependencies, with primed values for tangents (t_mh is that of x_mh),
 
     (18) x_hat' = rstd * (t - (1/H) sum_h t - x_hat * (1/H) sum_h t * x_hat)   (no first sum for RMSNorm)
-    (19) y'     = x_hat' * s + x_hat * s' + b'
+    (19) y'     = x_hat' * s + x_hat * s' + b' + r'     (the last where r is behind the norm)
 
 With a residual r the row is a sum, rounded to its dtype before it is normalised, and an output too. Its parts are the
 branch x, its bias e (0 when absent) and the gate w (1 when absent), of H elements or one value a row:
@@ -41,6 +45,19 @@ Its own cotangent is added to (9), and the sum d is that of the residual. (23) i
     (27) dgate     = d * (x + e), summed over what shares a value of the gate: the rows, or a row's elements
 
     (28) total' = r' + w * (x' + e') + w' * (x + e)        the t of (18)
+
+With a gate z, u = silu(z) multiplies what is normalised or the norm's result; there is no offset then:
+
+    (40) u     = z / (1 + exp(-z)),   its derivative u' = (1 + u * exp(-z)) / (1 + exp(-z))
+    (41) total = x * u                in the compute dtype, not rounded: of it (1) to (4)     (the gate before the norm)
+    (42) y     = (x_hat * s) * u                                                              (the norm before the gate)
+
+By (42) the cotangent of the norm's result, which (6) to (9) call dy, is dy * u; by (41) that of x is d * u:
+
+    (43) dz = dy * (x_hat * s) * u'                                                           (the norm before the gate)
+    (44) dx = d * u,   dz = d * x * u'                                                        (the gate before the norm)
+    (45) t  = x' * u + x * u' * z'    the t of (18)                                           (the gate before the norm)
+    (46) y' = (19) * u + (x_hat * s) * u' * z'                                                (the norm before the gate)
 
 Shapes are those of `jln._norm.signature`. A result is in the dtype that `dtypes` names for it, and is not computed
 where that is None. Inside of a program for several devices each of which has a part of H, equally long, `h_axes` names
@@ -62,7 +79,7 @@ faster; one loop for a whole forward is 1.3 times faster than fenced statistics 
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -79,14 +96,37 @@ def no_fence(operands: Any) -> Any:
     return operands
 
 
-def _in_one_loop(x: Array, axis: int, fence: Callable) -> bool:
+def _in_one_loop(x: Any, axis: int, fence: Callable) -> bool:
     """Whether every result computes its own statistics."""
+    x = x.a if isinstance(x, _Product) else x
     size = math.prod(x.shape)  # in an export with symbolic shapes not an int, and nothing is known
     return fence is not no_fence and isinstance(size, int) and size >= _MANY_ROWS * x.shape[axis]
 
 
+class _Product(NamedTuple):
+    """a * silu(z), which is made again wherever it is read: no array that XLA might write."""
+
+    a: Array
+    z: Array
+
+
 def compute_dtype(dtype: DTypeLike) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
+
+
+def _silu(z: Array, dtype: DTypeLike) -> tuple[Array, Array]:
+    """(40)"""
+    z = z.astype(dtype)
+    share = lax.logistic(z)
+    u = z * share
+    return u, share + u * (1 - share)
+
+
+def _wide(a: Array | _Product, dtype: DTypeLike | None = None) -> Array:
+    """In `dtype`, or in the compute dtype."""
+    given = a.a if isinstance(a, _Product) else a
+    wide = given.astype(compute_dtype(given.dtype) if dtype is None else dtype)
+    return wide * _silu(a.z, wide.dtype)[0] if isinstance(a, _Product) else wide
 
 
 def common_batch(batch_dims: int, *operands: Array | None) -> tuple[int, ...]:
@@ -121,13 +161,13 @@ def _effective_scale(scale: Array | None, dtype: DTypeLike, norm: Norm) -> Array
     return 1.0 + scale.astype(dtype) if norm.switches.zero_centered_scale else scale.astype(dtype)
 
 
-def _centered(x: Array, mean: Array | None) -> Array:
+def _centered(x: Array | _Product, mean: Array | None) -> Array:
     """x - mean in the compute dtype."""
-    x = x.astype(compute_dtype(x.dtype))
-    return x if mean is None else x - mean
+    wide = _wide(x)
+    return wide if mean is None else wide - mean
 
 
-def scaled(x: Array, scale: Array | None, offset: Array | None, mean: Array | None, rstd: Array, norm: Norm) -> Array:
+def scaled(x: Any, scale: Array | None, offset: Array | None, mean: Array | None, rstd: Array, norm: Norm) -> Array:
     """Terms (3) and (4), in the compute dtype."""
     y = _centered(x, mean) * rstd * _effective_scale(scale, rstd.dtype, norm)
     return y if offset is None else y + offset.astype(rstd.dtype)
@@ -139,8 +179,8 @@ def _over_parts(mean: Array, h_axes: MeshAxes) -> Array:
 
 
 def _statistics(
-    x: Array, norm: Norm, fence: Callable = no_fence, h_axes: MeshAxes = ()
-) -> tuple[Array, Array | None, Array]:
+    x: Any, norm: Norm, fence: Callable = no_fence, h_axes: MeshAxes = ()
+) -> tuple[Any, Array | None, Array]:
     """Terms (1) and (2): -> (x, mean, rstd), each of them fenced."""
     mean = None
     if norm.switches.subtract_mean:
@@ -150,7 +190,7 @@ def _statistics(
 
 
 def normalise(
-    x: Array,
+    x: Any,
     scale: Array | None,
     offset: Array | None,
     norm: Norm,
@@ -159,7 +199,7 @@ def normalise(
     fence: Callable = no_fence,
     h_axes: MeshAxes = (),
 ) -> tuple[Array, Array | None, Array | None]:
-    """Terms (1) to (4): -> (y, mean, rstd) in the compute dtype, without `forward`'s batch.
+    """Terms (1) to (4), of an array or a product: -> (y, mean, rstd) in the compute dtype, without `forward`'s batch.
 
     mean and rstd are None unless kept; mean also where none is subtracted.
     """
@@ -183,17 +223,24 @@ def forward(
     fence: Callable = no_fence,
     h_axes: MeshAxes = (),
 ) -> Outcome:
-    """Normalise `x` or, if there is a residual, the sum of (23), by terms (1) to (4)."""
-    x, residual, scale, offset, *branch = operands
+    """Normalise `x`, or the sum of (23), or the product of (41), by terms (1) to (4), and add by (30)."""
+    x, residual, scale, offset, *branch, z, added = operands
     batch = common_batch(batch_dims, *operands)
-    total = None
+    total, read = None, x
+    if z is not None and not norm.switches.norm_before_gate:
+        read = _Product(x, z)
     if residual is not None:
         total_dtype = jnp.promote_types(x.dtype, residual.dtype)
         dtype = compute_dtype(total_dtype)
         total = _branch(Branch(x, *branch), dtype) + residual.astype(dtype)  # (23)
         # On every platform, or XLA elides the rounding to 16 bits and norms the unrounded sum.
-        x = total = lax.optimization_barrier(total.astype(total_dtype))
-    y, mean, rstd = normalise(x, scale, offset, norm, keep=dtypes.rstd is not None, fence=fence, h_axes=h_axes)
+        read = total = lax.optimization_barrier(total.astype(total_dtype))
+    y, mean, rstd = normalise(read, scale, offset, norm, keep=dtypes.rstd is not None, fence=fence, h_axes=h_axes)
+    if z is not None and norm.switches.norm_before_gate:
+        y = _wide(_Product(y, z))  # (42)
+    if added is not None:
+        dtype = jnp.promote_types(y.dtype, added.dtype)
+        y = y.astype(dtype) + added.astype(dtype)  # (30)
     made = Outcome(y, total, mean, rstd)
     return Outcome(*(None if d is None else with_batch(a, batch).astype(d) for a, d in zip(made, dtypes, strict=True)))
 
@@ -207,20 +254,25 @@ def backward(
     fence: Callable = no_fence,
     h_axes: MeshAxes = (),
 ) -> Gradients:
-    """Terms (5) to (9), (24) to (27), and (4) again. mean and rstd as saved, or None to compute them here. (5) reads dy
-    alone.
+    """Terms (5) to (9), (24) to (27), (43), (44), and (4) again. mean and rstd as saved, or None to compute them here.
+    (5) reads dy alone.
     """
-    dy, dtotal, total, scale, offset, mean, rstd, *branch = operands
+    dy, dtotal, total, scale, offset, mean, rstd, *branch, z = operands
     branch = Branch(*branch)
     batch = common_batch(batch_dims, *operands)
     dtype = compute_dtype(dy.dtype if total is None else total.dtype)
     ndim = next(a.ndim for a in operands if a is not None)
     sum_over_rows = _over_rows(ndim, norm, batch_dims)
     made: dict[str, Array] = {}
+    if z is not None:
+        if norm.switches.norm_before_gate:
+            dy = _Product(dy, z)
+        elif total is not None:
+            total = _Product(total, z)
 
     if dtypes.doffset is not None:  # (5)
         dy, total = fence((dy, total))
-        made["doffset"] = sum_over_rows(dy.astype(dtype))
+        made["doffset"] = sum_over_rows(_wide(dy, dtype))
     if any(d is not None for d in dtypes._replace(doffset=None)):
         assert total is not None
         if _in_one_loop(total, norm.axis, fence):
@@ -239,8 +291,8 @@ def backward(
         """The cotangent of total."""
         x_hat, r = x_hat_and_rstd()
         s = _effective_scale(scale, dtype, norm)
-        g = dy.astype(dtype) * s
-        g_over_h = dy.astype(dtype) * (s / total.shape[norm.axis])
+        g = _wide(dy, dtype) * s
+        g_over_h = _wide(dy, dtype) * (s / x_hat.shape[norm.axis])
         d = g - x_hat * mean_over_h(g_over_h * x_hat)  # (8)
         if norm.switches.subtract_mean:
             d = d - mean_over_h(g_over_h)  # (7)
@@ -250,7 +302,7 @@ def backward(
     if dtypes.dscale is not None:  # (6)
         dy, total, mean, rstd = fence((dy, total, mean, rstd))
         x_hat, _ = x_hat_and_rstd()
-        made["dscale"] = sum_over_rows(dy.astype(dtype) * x_hat)
+        made["dscale"] = sum_over_rows(_wide(dy, dtype) * x_hat)
 
     if dtypes.y is not None:  # (4)
         dy, total, mean, rstd, scale = fence((dy, total, mean, rstd, scale))
@@ -258,10 +310,21 @@ def backward(
         y = x_hat * _effective_scale(scale, dtype, norm)
         made["y"] = y if offset is None else y + offset.astype(dtype)
 
+    if dtypes.dz is not None:
+        dy, total, mean, rstd, scale = fence((dy, total, mean, rstd, scale))
+        if isinstance(dy, _Product):  # (43)
+            x_hat, _ = x_hat_and_rstd()
+            by, slope = dy.a.astype(dtype) * _effective_scale(scale, dtype, norm), _silu(dy.z, dtype)[1]
+            made["dz"] = by * x_hat * slope
+        else:  # (44)
+            made["dz"] = d() * total.a.astype(dtype) * _silu(total.z, dtype)[1]
+
     for name in _OF_SUM:
         if getattr(dtypes, name) is not None:
             dy, total, mean, rstd, scale = fence((dy, total, mean, rstd, scale))
             made[name] = _of_sum(name, d(), branch, norm, sum_over_rows, h_axes)
+    if "dx" in made and isinstance(total, _Product):
+        made["dx"] = _wide(_Product(made["dx"], total.z))  # (44)
     return _as_wanted(made, dtypes, batch)
 
 
@@ -294,7 +357,8 @@ def of_total_alone(dtotal: Array, branch: Branch, norm: Norm, dtypes: Gradients,
 
 def _over_rows(ndim: int, norm: Norm, batch_dims: int) -> Callable[[Array], Array]:
     """The sum over rows, but not over examples."""
-    rows = [i for i in range(batch_dims + norm.examples, ndim) if i != ndim + norm.axis]
+    others = {*norm.axes_of_examples(ndim, batch_dims), ndim + norm.axis}
+    rows = [i for i in range(ndim) if i not in others]
     return functools.partial(jnp.sum, axis=rows, keepdims=True)
 
 
@@ -304,13 +368,19 @@ def _as_wanted(made: dict[str, Array], dtypes: Gradients, batch: tuple[int, ...]
 
 
 def tangent(operands: tuple[Operands, Saved], norm: Norm, dtypes: Results, batch_dims: int) -> Results:
-    """Terms (18), (19) and (28), linear in the tangents, of which those that are None are zero."""
-    tangents, (total, scale, mean, rstd, branch) = operands
-    batch = common_batch(batch_dims, *tangents, total, scale, mean, rstd, *branch)
+    """Terms (18), (19), (28), (45) and (46), linear in the tangents, of which those that are None are zero."""
+    tangents, (total, scale, mean, rstd, branch, z) = operands
+    batch = common_batch(batch_dims, *tangents, total, scale, mean, rstd, *branch, z)
     dtype = rstd.dtype
-    x_hat = _centered(total, mean) * rstd
+    u, slope = (None, None) if z is None else _silu(z, dtype)
+    if z is None or norm.switches.norm_before_gate:
+        x_hat = _centered(total, mean) * rstd
+        moves = [*_gated_tangents(tangents, branch, dtype)]
+    else:
+        x_hat = _centered(_Product(total, z), mean) * rstd
+        pairs = ((tangents.x, u), (tangents.z, total.astype(dtype) * slope))
+        moves = [a.astype(dtype) * factor for a, factor in pairs if a is not None]  # (45)
     dy, dtotal = jnp.zeros_like(x_hat), jnp.zeros_like(total)
-    moves = [*_gated_tangents(tangents, branch, dtype)]
     if moves:
         t = functools.reduce(jnp.add, moves)
         dtotal = jnp.broadcast_to(t, jnp.broadcast_shapes(t.shape, total.shape)).astype(total.dtype)
@@ -322,6 +392,13 @@ def tangent(operands: tuple[Operands, Saved], norm: Norm, dtypes: Results, batch
         dy = dy + x_hat * tangents.scale.astype(dtype)
     if tangents.offset is not None:
         dy = dy + tangents.offset.astype(dtype)
+    if u is not None and norm.switches.norm_before_gate:  # (46)
+        dy = dy * u
+        if tangents.z is not None:
+            dy = dy + x_hat * _effective_scale(scale, dtype, norm) * slope * tangents.z.astype(dtype)
+    if tangents.added is not None:
+        wide = jnp.promote_types(dtype, tangents.added.dtype)
+        dy = dy.astype(wide) + tangents.added.astype(wide)
     dtotal = None if dtypes.total is None else with_batch(dtotal, batch)
     return Results(with_batch(dy, batch).astype(dtypes.y), dtotal)
 

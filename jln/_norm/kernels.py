@@ -2,8 +2,10 @@
 
 Every kernel sees `x` as `[G, rows, H]`. A row's elements lie `INNER` apart: 1 when the normalised axis is the last
 one; otherwise rows that differ in the axes behind it are neighbours in memory, and a tile takes `BLOCK_ROWS` of these.
-`G` counts the groups that vmap put in front; SHARED names the operands that have one copy for all groups, and is None
-where there is only one group. An array that is not there, and a result that nobody wants, is None for the compiler.
+`G` counts the groups that vmap put in front, and the examples that have parameters of their own. Where these differ in
+axes directly before the normalised one, INTERLEAVED of them lie as `[G / INTERLEAVED, rows, INTERLEAVED, H]`, a row of
+each in turn; else that is 1. SHARED names the operands that have one copy for all groups, and is None where there is
+only one group. An array that is not there, and a result that nobody wants, is None for the compiler.
 
 The numbers in brackets are the equations of `jln._norm.formulas`.
 """
@@ -15,12 +17,14 @@ from jln._norm.access import (
     columns_from,
     contains,
     copy_of,
+    first_row_of,
+    group_and_tile,
     group_of,
     load_scale,
     load_vector,
     position,
     rows_of,
-    size_of,
+    start_of,
     tiles_of,
     widened,
 )
@@ -46,16 +50,28 @@ def _gated(a, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE: tl.cons
 
 
 @triton.jit
+def _load_silu(z_ptr, at, mask, COMPUTE: tl.constexpr):
+    """(40)"""
+    z = widened(tl.load(z_ptr + at, mask=mask, other=0.0), COMPUTE)
+    share = 1.0 / (1.0 + tl.exp(-z))
+    u = z * share
+    return u, tl.fma(u, 1.0 - share, share)
+
+
+@triton.jit
 def _load_total(
-    x_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists,
-    TOTAL: tl.constexpr, COMPUTE: tl.constexpr,
+    x_ptr, z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists,
+    NORM: tl.constexpr, TOTAL: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """What is normalised: x, or (23) rounded to the type in which it is returned."""
+    """What is normalised: x, or (41), or (23) rounded to the type in which it is returned."""
     x = _load_branch(x_ptr, x_bias_ptr, at, mask, column, exists, COMPUTE)
     if residual_ptr is not None:
         x = _gated(x, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE)
         residual = widened(tl.load(residual_ptr + at, mask=mask, other=0.0), COMPUTE)
         x = (x + residual).to(TOTAL).to(COMPUTE)
+    if z_ptr is not None and not NORM.norm_before_gate:
+        u, _ = _load_silu(z_ptr, at, mask, COMPUTE)
+        x *= u
     return x
 
 
@@ -70,7 +86,7 @@ def _affine(x_hat, scale, offset_ptr, column, exists, COMPUTE: tl.constexpr):
 
 @triton.jit
 def _store_rows(
-    x, mean, rstd, scale_ptr, offset_ptr, y_ptr, total_ptr, at, mask, column, exists,
+    x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_ptr, total_ptr, at, mask, column, exists,
     NORM: tl.constexpr, BLOCK_H: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Of what was normalised and its norm, what is wanted."""
@@ -80,6 +96,12 @@ def _store_rows(
         scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
         x_hat = (x - mean[:, None]) * rstd[:, None]  # (3)
         y = _affine(x_hat, scale, offset_ptr, column, exists, COMPUTE)
+        if z_ptr is not None and NORM.norm_before_gate:
+            u, _ = _load_silu(z_ptr, at, mask, COMPUTE)
+            y *= u  # (42)
+        if added_ptr is not None:
+            added = tl.load(added_ptr + at, mask=mask, other=0.0)
+            y = y + (widened(added, COMPUTE) if added.dtype == tl.bfloat16 else added)  # (30), in the wider type
         tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -94,12 +116,14 @@ def _add(total, excess, term):
 @triton.jit
 def forward_kernel(
     x_ptr,  # [G, rows, H]
+    z_ptr,  # [G, rows, H]
     residual_ptr,  # [G, rows, H]
     x_bias_ptr,  # [G, H]
     gate_ptr,  # [G, H]
     row_gate_ptr,  # [G, rows]
     scale_ptr,  # [G, H]
     offset_ptr,  # [G, H]
+    added_ptr,  # [G, rows, H]
     rows,
     y_ptr,  # [G, rows, H]
     total_ptr,  # [G, rows, H]
@@ -107,6 +131,7 @@ def forward_kernel(
     rstd_ptr,  # [G, rows]
     H: tl.constexpr,
     INNER: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     SHARED: tl.constexpr,
     NORM: tl.constexpr,
     EPSILON: tl.constexpr,
@@ -122,26 +147,29 @@ def forward_kernel(
     merged by the formula of Chan, Golub and LeVeque (1979), which loses nothing when the mean is large; nor do the
     thousands of chunks that rows side by side may have, by compensated sums.
     """
-    group, tile = group_of(tl.program_id(0), tiles_of(rows, INNER, BLOCK_ROWS), SHARED)
-    row, base, start, valid = rows_of(tile, rows, H, INNER, BLOCK_ROWS)
-    size = size_of(rows, H, INNER)
-    x_ptr += copy_of(group, SHARED, "x") * size + base
+    group, tile = group_and_tile(tiles_of(rows, INNER, BLOCK_ROWS), SHARED, INTERLEAVED)
+    row, base, start, valid = rows_of(tile, rows, H, INNER, INTERLEAVED, BLOCK_ROWS)
+    x_ptr += start_of(copy_of(group, SHARED, "x", INTERLEAVED), rows, H, INNER, INTERLEAVED) + base
+    if z_ptr is not None:
+        z_ptr += start_of(copy_of(group, SHARED, "z", INTERLEAVED), rows, H, INNER, INTERLEAVED) + base
     if residual_ptr is not None:
-        residual_ptr += copy_of(group, SHARED, "residual") * size + base
+        residual_ptr += start_of(copy_of(group, SHARED, "residual", INTERLEAVED), rows, H, INNER, INTERLEAVED) + base
     if x_bias_ptr is not None:
-        x_bias_ptr += copy_of(group, SHARED, "x_bias") * H
+        x_bias_ptr += copy_of(group, SHARED, "x_bias", INTERLEAVED) * H
     if gate_ptr is not None:
-        gate_ptr += copy_of(group, SHARED, "gate") * H
+        gate_ptr += copy_of(group, SHARED, "gate", INTERLEAVED) * H
     if row_gate_ptr is not None:
-        row_gate_ptr += copy_of(group, SHARED, "row_gate") * rows
+        row_gate_ptr += first_row_of(copy_of(group, SHARED, "row_gate", INTERLEAVED), rows, INNER, INTERLEAVED)
     if total_ptr is not None:
-        total_ptr += group * size + base
+        total_ptr += start_of(group, rows, H, INNER, INTERLEAVED) + base
     if scale_ptr is not None:
-        scale_ptr += copy_of(group, SHARED, "scale") * H
+        scale_ptr += copy_of(group, SHARED, "scale", INTERLEAVED) * H
     if offset_ptr is not None:
-        offset_ptr += copy_of(group, SHARED, "offset") * H
+        offset_ptr += copy_of(group, SHARED, "offset", INTERLEAVED) * H
+    if added_ptr is not None:
+        added_ptr += start_of(copy_of(group, SHARED, "added", INTERLEAVED), rows, H, INNER, INTERLEAVED) + base
     if y_ptr is not None:
-        y_ptr += group * size + base
+        y_ptr += start_of(group, rows, H, INNER, INTERLEAVED) + base
 
     mean = tl.zeros([BLOCK_ROWS], COMPUTE)
     row_gate = load_vector(row_gate_ptr, row, valid, BLOCK_ROWS, COMPUTE)
@@ -150,14 +178,15 @@ def forward_kernel(
         at = start[:, None] + step[None, :]
         mask = valid[:, None] & exists[None, :]
         x = _load_total(
-            x_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists, TOTAL, COMPUTE
-        )
+            x_ptr, z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists,
+            NORM, TOTAL, COMPUTE,
+        )  # fmt: skip
         if NORM.subtract_mean:
             mean = tl.sum(x, axis=1) * (1.0 / H)  # (1)
         centred = tl.where(exists[None, :], x - mean[:, None], 0.0)
         rstd = tl.rsqrt(tl.sum(centred * centred, axis=1) * (1.0 / H) + EPSILON)  # (2)
         _store_rows(
-            x, mean, rstd, scale_ptr, offset_ptr, y_ptr, total_ptr, at, mask, column, exists,
+            x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_ptr, total_ptr, at, mask, column, exists,
             NORM, BLOCK_H, COMPUTE,
         )  # fmt: skip
     else:
@@ -168,19 +197,9 @@ def forward_kernel(
             at = start[:, None] + step[None, :]
             mask = valid[:, None] & exists[None, :]
             x = _load_total(
-                x_ptr,
-                residual_ptr,
-                x_bias_ptr,
-                gate_ptr,
-                row_gate_ptr,
-                row_gate,
-                at,
-                mask,
-                column,
-                exists,
-                TOTAL,
-                COMPUTE,
-            )
+                x_ptr, z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists,
+                NORM, TOTAL, COMPUTE,
+            )  # fmt: skip
             more = tl.zeros([BLOCK_ROWS], COMPUTE)
             if NORM.subtract_mean:
                 count = tl.minimum(BLOCK_H, H - first).to(COMPUTE)
@@ -197,41 +216,45 @@ def forward_kernel(
             at = start[:, None] + step[None, :]
             mask = valid[:, None] & exists[None, :]
             x = _load_total(
-                x_ptr,
-                residual_ptr,
-                x_bias_ptr,
-                gate_ptr,
-                row_gate_ptr,
-                row_gate,
-                at,
-                mask,
-                column,
-                exists,
-                TOTAL,
-                COMPUTE,
-            )
+                x_ptr, z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists,
+                NORM, TOTAL, COMPUTE,
+            )  # fmt: skip
             _store_rows(
-                x, mean, rstd, scale_ptr, offset_ptr, y_ptr, total_ptr, at, mask, column, exists,
+                x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_ptr, total_ptr, at, mask, column, exists,
                 NORM, BLOCK_H, COMPUTE,
             )  # fmt: skip
 
     if rstd_ptr is not None:
-        tl.store(rstd_ptr + group * rows + row, rstd, mask=valid)
+        tl.store(rstd_ptr + first_row_of(group, rows, INNER, INTERLEAVED) + row, rstd, mask=valid)
     if mean_ptr is not None:
-        tl.store(mean_ptr + group * rows + row, mean, mask=valid)
+        tl.store(mean_ptr + first_row_of(group, rows, INNER, INTERLEAVED) + row, mean, mask=valid)
 
 
 @triton.jit
-def _load_row_terms(dy_ptr, total_ptr, at, mask, exists, mean, rstd, scale, COMPUTE: tl.constexpr):
-    """dy, x_hat and dy * scale of a tile, 0 outside: there -mean * rstd might overflow, and 0 * inf is NaN."""
-    x = tl.load(total_ptr + at, mask=mask, other=0.0).to(COMPUTE)
-    dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(COMPUTE)
-    return dy, tl.where(exists[None, :], (x - mean[:, None]) * rstd[:, None], 0.0), dy * scale[None, :]
+def _load_row_terms(
+    dy_ptr, total_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, NORM: tl.constexpr, COMPUTE: tl.constexpr
+):  # fmt: skip
+    """dy, x_hat and dy * scale of a tile, 0 outside: there -mean * rstd might overflow, and 0 * inf is NaN. With z also
+    silu(z), and what dz is a multiple of by (43) or (44); dy is then the cotangent of the norm's result.
+    """
+    x = tl.load(total_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
+    dy = tl.load(dy_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
+    u, of_dz = x, x
+    if z_ptr is not None:
+        u, of_dz = _load_silu(z_ptr + base, at, mask, COMPUTE)
+        if NORM.norm_before_gate:
+            of_dz *= dy
+            dy *= u
+        else:
+            of_dz *= x
+            x *= u
+    x_hat = tl.where(exists[None, :], (x - mean[:, None]) * rstd[:, None], 0.0)
+    return dy, x_hat, dy * scale[None, :], u, of_dz
 
 
 @triton.jit
 def _row_sums(
-    dy_ptr, total_ptr, scale_ptr, start, valid, mean, rstd,
+    dy_ptr, total_ptr, z_ptr, base, scale_ptr, start, valid, mean, rstd,
     H: tl.constexpr, INNER: tl.constexpr, NORM: tl.constexpr,
     COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -243,7 +266,9 @@ def _row_sums(
         at = start[:, None] + step[None, :]
         mask = valid[:, None] & exists[None, :]
         scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
-        _, x_hat, scaled = _load_row_terms(dy_ptr, total_ptr, at, mask, exists, mean, rstd, scale, COMPUTE)
+        _, x_hat, scaled, _, _ = _load_row_terms(
+            dy_ptr, total_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, NORM, COMPUTE
+        )
         c1 += scaled
         c2 = tl.fma(scaled, x_hat, c2)
     return tl.sum(c1, axis=1) * (1.0 / H), tl.sum(c2, axis=1) * (1.0 / H)  # (7), (8)
@@ -253,6 +278,7 @@ def _row_sums(
 def row_sums_kernel(
     dy_ptr,  # [G, rows, H]
     total_ptr,  # [G, rows, H]
+    z_ptr,  # [G, rows, H]
     scale_ptr,  # [G, H]
     mean_ptr,  # [G, rows]
     rstd_ptr,  # [G, rows]
@@ -261,6 +287,7 @@ def row_sums_kernel(
     c2_ptr,  # [G, rows]
     H: tl.constexpr,
     INNER: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     SHARED: tl.constexpr,
     NORM: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -268,24 +295,26 @@ def row_sums_kernel(
     BLOCK_H: tl.constexpr,
 ):
     """c1 and c2 of one tile of rows a program, for rows too wide for `backward_kernel` to add up itself."""
-    group, tile = group_of(tl.program_id(0), tiles_of(rows, INNER, BLOCK_ROWS), SHARED)
-    row, base, start, valid = rows_of(tile, rows, H, INNER, BLOCK_ROWS)
-    size = size_of(rows, H, INNER)
-    dy_ptr += copy_of(group, SHARED, "dy") * size + base
-    total_ptr += copy_of(group, SHARED, "total") * size + base
+    group, tile = group_and_tile(tiles_of(rows, INNER, BLOCK_ROWS), SHARED, INTERLEAVED)
+    row, base, start, valid = rows_of(tile, rows, H, INNER, INTERLEAVED, BLOCK_ROWS)
+    dy_ptr += start_of(copy_of(group, SHARED, "dy", INTERLEAVED), rows, H, INNER, INTERLEAVED)
+    total_ptr += start_of(copy_of(group, SHARED, "total", INTERLEAVED), rows, H, INNER, INTERLEAVED)
+    if z_ptr is not None:
+        z_ptr += start_of(copy_of(group, SHARED, "z", INTERLEAVED), rows, H, INNER, INTERLEAVED)
     if scale_ptr is not None:
-        scale_ptr += copy_of(group, SHARED, "scale") * H
+        scale_ptr += copy_of(group, SHARED, "scale", INTERLEAVED) * H
     if mean_ptr is not None:
-        mean_ptr += copy_of(group, SHARED, "mean") * rows
-    rstd_ptr += copy_of(group, SHARED, "rstd") * rows
+        mean_ptr += first_row_of(copy_of(group, SHARED, "mean", INTERLEAVED), rows, INNER, INTERLEAVED)
+    rstd_ptr += first_row_of(copy_of(group, SHARED, "rstd", INTERLEAVED), rows, INNER, INTERLEAVED)
     mean = load_vector(mean_ptr, row, valid, BLOCK_ROWS, COMPUTE)
     rstd = load_vector(rstd_ptr, row, valid, BLOCK_ROWS, COMPUTE)
     c1, c2 = _row_sums(
-        dy_ptr, total_ptr, scale_ptr, start, valid, mean, rstd, H, INNER, NORM, COMPUTE, BLOCK_ROWS, BLOCK_H
-    )
+        dy_ptr, total_ptr, z_ptr, base, scale_ptr, start, valid, mean, rstd,
+        H, INNER, NORM, COMPUTE, BLOCK_ROWS, BLOCK_H,
+    )  # fmt: skip
     if c1_ptr is not None:
-        tl.store(c1_ptr + group * rows + row, c1, mask=valid)
-    tl.store(c2_ptr + group * rows + row, c2, mask=valid)
+        tl.store(c1_ptr + first_row_of(group, rows, INNER, INTERLEAVED) + row, c1, mask=valid)
+    tl.store(c2_ptr + first_row_of(group, rows, INNER, INTERLEAVED) + row, c2, mask=valid)
 
 
 @triton.jit
@@ -307,6 +336,7 @@ def backward_kernel(
     dy_ptr,  # [G, rows, H]
     dtotal_ptr,  # [G, rows, H]
     total_ptr,  # [G, rows, H]
+    z_ptr,  # [G, rows, H]
     scale_ptr,  # [G, H]
     mean_ptr,  # [G, rows]
     rstd_ptr,  # [G, rows]
@@ -320,6 +350,7 @@ def backward_kernel(
     rows,
     programs,
     dx_ptr,  # [G, rows, H]
+    dz_ptr,  # [G, rows, H]
     dresidual_ptr,  # [G, rows, H]
     drow_gate_ptr,  # [chunks, G, rows]
     dscale_ptr,  # [G, H]; of a group's only program
@@ -330,6 +361,7 @@ def backward_kernel(
     y_ptr,  # [G, rows, H]
     H: tl.constexpr,
     INNER: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     SHARED: tl.constexpr,
     SUMS: tl.constexpr,
     PULLS: tl.constexpr,
@@ -339,7 +371,7 @@ def backward_kernel(
     BLOCK_H: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Of dx, dresidual, the gradient of a row's gate, each program's share of the SUMS (dscale, doffset, dx_bias,
+    """Of dx, dz, dresidual, the gradient of a row's gate, each program's share of the SUMS (dscale, doffset, dx_bias,
     dgate), and the norm's output once more, what is wanted. PULLS: whether any of it is made of total's cotangent.
 
     A program owns BLOCK_H columns and every `programs`-th tile of rows, and keeps its sums in registers. c1 and c2
@@ -349,39 +381,42 @@ def backward_kernel(
     chunks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     chunk = tl.program_id(0) % chunks
     group, program = group_of(tl.program_id(0) // chunks, programs, SHARED)
-    size = size_of(rows, H, INNER)
-    dy_ptr += copy_of(group, SHARED, "dy") * size
-    total_ptr += copy_of(group, SHARED, "total") * size
-    rstd_ptr += copy_of(group, SHARED, "rstd") * rows
+    dy_ptr += start_of(copy_of(group, SHARED, "dy", INTERLEAVED), rows, H, INNER, INTERLEAVED)
+    total_ptr += start_of(copy_of(group, SHARED, "total", INTERLEAVED), rows, H, INNER, INTERLEAVED)
+    rstd_ptr += first_row_of(copy_of(group, SHARED, "rstd", INTERLEAVED), rows, INNER, INTERLEAVED)
+    if z_ptr is not None:
+        z_ptr += start_of(copy_of(group, SHARED, "z", INTERLEAVED), rows, H, INNER, INTERLEAVED)
     if dtotal_ptr is not None:
-        dtotal_ptr += copy_of(group, SHARED, "dtotal") * size
+        dtotal_ptr += start_of(copy_of(group, SHARED, "dtotal", INTERLEAVED), rows, H, INNER, INTERLEAVED)
     if scale_ptr is not None:
-        scale_ptr += copy_of(group, SHARED, "scale") * H
+        scale_ptr += copy_of(group, SHARED, "scale", INTERLEAVED) * H
     if mean_ptr is not None:
-        mean_ptr += copy_of(group, SHARED, "mean") * rows
+        mean_ptr += first_row_of(copy_of(group, SHARED, "mean", INTERLEAVED), rows, INNER, INTERLEAVED)
     if offset_ptr is not None:
-        offset_ptr += copy_of(group, SHARED, "offset") * H
+        offset_ptr += copy_of(group, SHARED, "offset", INTERLEAVED) * H
     if c1_ptr is not None:
-        c1_ptr += group * rows
+        c1_ptr += first_row_of(group, rows, INNER, INTERLEAVED)
     if c2_ptr is not None:
-        c2_ptr += group * rows
+        c2_ptr += first_row_of(group, rows, INNER, INTERLEAVED)
     if x_ptr is not None:
-        x_ptr += copy_of(group, SHARED, "x") * size
+        x_ptr += start_of(copy_of(group, SHARED, "x", INTERLEAVED), rows, H, INNER, INTERLEAVED)
     if x_bias_ptr is not None:
-        x_bias_ptr += copy_of(group, SHARED, "x_bias") * H
+        x_bias_ptr += copy_of(group, SHARED, "x_bias", INTERLEAVED) * H
     if gate_ptr is not None:
-        gate_ptr += copy_of(group, SHARED, "gate") * H
+        gate_ptr += copy_of(group, SHARED, "gate", INTERLEAVED) * H
     if row_gate_ptr is not None:
-        row_gate_ptr += copy_of(group, SHARED, "row_gate") * rows
+        row_gate_ptr += first_row_of(copy_of(group, SHARED, "row_gate", INTERLEAVED), rows, INNER, INTERLEAVED)
     of_all = tl.num_programs(0) // chunks  # programs of all groups
     if drow_gate_ptr is not None:
-        drow_gate_ptr += (chunk * (of_all // programs) + group) * rows
+        drow_gate_ptr += first_row_of(chunk * (of_all // programs) + group, rows, INNER, INTERLEAVED)
     if dx_ptr is not None:
-        dx_ptr += group * size
+        dx_ptr += start_of(group, rows, H, INNER, INTERLEAVED)
+    if dz_ptr is not None:
+        dz_ptr += start_of(group, rows, H, INNER, INTERLEAVED)
     if dresidual_ptr is not None:
-        dresidual_ptr += group * size
+        dresidual_ptr += start_of(group, rows, H, INNER, INTERLEAVED)
     if y_ptr is not None:
-        y_ptr += group * size
+        y_ptr += start_of(group, rows, H, INNER, INTERLEAVED)
     column, step, exists = columns_from(chunk * BLOCK_H, H, INNER, BLOCK_H)
     if BLOCK_H >= H:
         scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
@@ -391,7 +426,7 @@ def backward_kernel(
     dx_bias = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
     dgate = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
     for tile in tl.range(program, tiles_of(rows, INNER, BLOCK_ROWS), programs, num_stages=STAGES):
-        row, base, start, valid = rows_of(tile, rows, H, INNER, BLOCK_ROWS)
+        row, base, start, valid = rows_of(tile, rows, H, INNER, INTERLEAVED, BLOCK_ROWS)
         at = start[:, None] + step[None, :]
         mask = valid[:, None] & exists[None, :]
         mean = load_vector(mean_ptr, row, valid, BLOCK_ROWS, COMPUTE)
@@ -402,14 +437,17 @@ def backward_kernel(
                 c2 = load_vector(c2_ptr, row, valid, BLOCK_ROWS, COMPUTE)
             elif BLOCK_H < H:
                 c1, c2 = _row_sums(
-                    dy_ptr + base, total_ptr + base, scale_ptr, start, valid, mean, rstd,
+                    dy_ptr, total_ptr, z_ptr, base, scale_ptr, start, valid, mean, rstd,
                     H, INNER, NORM, COMPUTE, BLOCK_ROWS, BLOCK_H,
                 )  # fmt: skip
         if BLOCK_H < H:  # held through `_row_sums` it would spill
             scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
-        dy, x_hat, scaled = _load_row_terms(
-            dy_ptr + base, total_ptr + base, at, mask, exists, mean, rstd, scale, COMPUTE
+        dy, x_hat, scaled, u, of_dz = _load_row_terms(
+            dy_ptr, total_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, NORM, COMPUTE
         )
+        if dz_ptr is not None and NORM.norm_before_gate:
+            dz = of_dz * (x_hat * scale[None, :])  # (43)
+            tl.store(dz_ptr + base + at, dz.to(dz_ptr.dtype.element_ty), mask=mask)
         if PULLS:
             if BLOCK_H >= H:
                 c1 = tl.sum(scaled, axis=1) * (1.0 / H)  # (7)
@@ -420,6 +458,10 @@ def backward_kernel(
             dx = tl.fma(scaled, rstd[:, None], dx)
             if dtotal_ptr is not None:
                 dx += tl.load(dtotal_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
+            if z_ptr is not None and not NORM.norm_before_gate:  # (44)
+                if dz_ptr is not None:
+                    tl.store(dz_ptr + base + at, (dx * of_dz).to(dz_ptr.dtype.element_ty), mask=mask)
+                dx *= u
             if dresidual_ptr is not None:
                 tl.store(dresidual_ptr + base + at, dx.to(dresidual_ptr.dtype.element_ty), mask=mask)  # (24)
             if x_ptr is not None:

@@ -20,12 +20,15 @@ from jln._triton.tile import Tile, ceil_div
 
 @dataclasses.dataclass(frozen=True)
 class _Geometry:
-    """`[*batch, *lead, H, *inner]` as the kernels' `[groups, rows, H]`, a row's elements `inner` apart."""
+    """`[*batch, *lead, *examples, H, *inner]` as the kernels' `[groups, rows, H]`, a row's elements `inner` apart.
+    interleaved: how many axes of examples lie directly before H.
+    """
 
     shape: tuple[int, ...]
     axis: int
     batch: tuple[int, ...]
     grouped: bool
+    interleaved: int
 
     @property
     def h(self) -> int:
@@ -36,8 +39,18 @@ class _Geometry:
         return math.prod(self.shape[len(self.shape) + self.axis + 1 :])
 
     @property
+    def interleaved_groups(self) -> int:
+        axis = len(self.shape) + self.axis
+        return math.prod(self.shape[axis - self.interleaved : axis])
+
+    @property
     def groups(self) -> int:
-        return math.prod(self.batch) if self.grouped else 1
+        return (math.prod(self.batch) if self.grouped else 1) * self.interleaved_groups
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The kernels' constexprs."""
+        return {"H": self.h, "INNER": self.inner, "INTERLEAVED": self.interleaved_groups}
 
     @property
     def rows(self) -> int:
@@ -71,7 +84,8 @@ class _Geometry:
 
     def like_parameters(self, dtype: DTypeLike | None) -> jax.ShapeDtypeStruct | None:
         axis, batch = len(self.shape) + self.axis, len(self.batch)
-        return _shape(tuple(n if i < batch or i == axis else 1 for i, n in enumerate(self.shape)), dtype)
+        own = {*range(batch), *range(axis - self.interleaved, axis + 1)}
+        return _shape(tuple(n if i in own else 1 for i, n in enumerate(self.shape)), dtype)
 
 
 def _shape(shape: tuple[int, ...], dtype: DTypeLike | None) -> jax.ShapeDtypeStruct | None:
@@ -82,14 +96,16 @@ def _shape(shape: tuple[int, ...], dtype: DTypeLike | None) -> jax.ShapeDtypeStr
 def _geometry(
     row_operands: Sequence[jax.Array | None],
     parameters: Sequence[jax.Array | None],
-    axis: int,
+    norm: Norm,
     batch_dims: int,
     per_example_gradients: bool,
 ) -> _Geometry:
-    """Batch axes on which no operand is shared, no parameter varies and no sum is kept are rows like any other.
+    """Batch axes, and those of examples in front, on which no operand is shared, no parameter varies and no sum is kept
+    are rows like any other.
 
     Raises ValueError where a row is too long for the kernels' 32-bit numbers of columns.
     """
+    axis, batch_dims = norm.axis, batch_dims + norm.examples
     present = [a for a in (*row_operands, *parameters) if a is not None]
     batch = jnp.broadcast_shapes(*(a.shape[:batch_dims] for a in present))
     x = next(a for a in row_operands if a is not None)
@@ -102,7 +118,7 @@ def _geometry(
     plain = all(a is None or a.shape[:batch_dims] == batch for a in row_operands) and all(
         a is None or math.prod(a.shape[:batch_dims]) == 1 for a in parameters
     )
-    return _Geometry(shape, axis, batch, grouped=per_example_gradients or not plain)
+    return _Geometry(shape, axis, batch, grouped=per_example_gradients or not plain, interleaved=norm.interleaved)
 
 
 def _shared(operands: dict[str, jax.Array | None], geometry: _Geometry) -> tuple[Any, dict[str, Any]]:
@@ -118,7 +134,7 @@ def _shared(operands: dict[str, jax.Array | None], geometry: _Geometry) -> tuple
             elif batch != geometry.batch:
                 operand = jnp.broadcast_to(operand, geometry.batch + operand.shape[len(batch) :])
         ready[name] = operand
-    return tuple(shared) if geometry.grouped else None, ready
+    return tuple(shared) if geometry.grouped or geometry.interleaved else None, ready
 
 
 def _moved(*operands: jax.Array | jax.ShapeDtypeStruct | None) -> tuple[int, bool]:
@@ -132,10 +148,9 @@ _SUMS = ("dscale", "doffset", "dx_bias", "dgate")
 
 
 def forward(operands: Operands, norm: Norm, dtypes: Outcome, batch_dims: int, target: Target) -> Outcome:
-    x, residual, scale, offset, x_bias, gate, row_gate = operands
-    batch_dims += norm.examples
+    x, residual, scale, offset, x_bias, gate, row_gate, z, added = operands
     parameters = (x_bias, gate, scale, offset)
-    g = _geometry((x, residual, row_gate), parameters, norm.axis, batch_dims, per_example_gradients=False)
+    g = _geometry((x, residual, row_gate, z, added), parameters, norm, batch_dims, per_example_gradients=False)
     results = Outcome(
         y=g.like_rows(dtypes.y),
         total=g.like_rows(dtypes.total),
@@ -143,7 +158,7 @@ def forward(operands: Operands, norm: Norm, dtypes: Outcome, batch_dims: int, ta
         rstd=g.like_statistics(dtypes.rstd),
     )
     total = x.dtype if residual is None else jnp.promote_types(x.dtype, residual.dtype)
-    tile = tiles.forward(g.h, g.inner, *_moved(x, residual, results.y), target)
+    tile = tiles.forward(g.h, g.inner, *_moved(x, residual, z, added, results.y), target)
     shared, ready = _shared(operands._asdict(), g)
     written = launch(
         target,
@@ -153,8 +168,7 @@ def forward(operands: Operands, norm: Norm, dtypes: Outcome, batch_dims: int, ta
         programs=g.programs(tile),
         tile=tile,
         compute=jnp.promote_types(total, jnp.float32),
-        H=g.h,
-        INNER=g.inner,
+        **g.constants,
         SHARED=shared,
         NORM=norm.switches,
         EPSILON=norm.epsilon,
@@ -164,28 +178,32 @@ def forward(operands: Operands, norm: Norm, dtypes: Outcome, batch_dims: int, ta
 
 
 def backward(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: int, target: Target) -> Gradients:
-    dy, dtotal, total, scale, offset, mean, rstd, x, x_bias, gate, row_gate = operands
-    pulls = any(d is not None for d in dtypes._replace(dscale=None, doffset=None, y=None))
-    if not pulls and dtypes.dscale is None:
+    dy, dtotal, total, scale, offset, mean, rstd, x, x_bias, gate, row_gate, z = operands
+    of_pull = dtypes._replace(dscale=None, doffset=None, y=None)
+    if norm.switches.norm_before_gate:
+        of_pull = of_pull._replace(dz=None)
+    pulls = any(d is not None for d in of_pull)
+    if not pulls and dtypes.dscale is None and dtypes.dz is None:
         return _without_pullback(operands, norm, dtypes, batch_dims, target)
-    batch_dims += norm.examples
     chip, compute = target.chip, rstd.dtype
     sums = tuple(name for name in _SUMS if getattr(dtypes, name) is not None)
-    of_rows, parameters = (dy, dtotal, total, mean, rstd, x, row_gate), (scale, offset, x_bias, gate)
-    g = _geometry(of_rows, parameters, norm.axis, batch_dims, bool(sums))
-    y, dx, dresidual = (g.like_rows(d) for d in (dtypes.y, dtypes.dx, dtypes.dresidual))
-    moved = _moved(dy, dtotal, total, x, y, dresidual)
-    more = max(0, len(sums) - 2) + sum(a is not None for a in (gate, row_gate, x))
+    of_rows, parameters = (dy, dtotal, total, mean, rstd, x, row_gate, z), (scale, offset, x_bias, gate)
+    g = _geometry(of_rows, parameters, norm, batch_dims, bool(sums))
+    y, dx, dresidual, dz = (g.like_rows(d) for d in (dtypes.y, dtypes.dx, dtypes.dresidual, dtypes.dz))
+    moved = _moved(dy, dtotal, total, x, y, dresidual, z, dz)
+    more = max(0, len(sums) - 2) + sum(a is not None for a in (gate, row_gate, x, z))
+    if z is not None and not norm.switches.norm_before_gate:
+        more += 1  # silu(z), and what dz is made of, wait for the sums of their row
     plan = tiles.backward(g.h, g.inner, *moved, y is not None, target, has_dtotal=dtotal is not None, more=more)
     shared, ready = _shared(operands._asdict(), g)
-    constants = {"H": g.h, "INNER": g.inner, "SHARED": shared, "NORM": norm.switches}
+    constants = {**g.constants, "SHARED": shared, "NORM": norm.switches}
 
     c1_and_c2: dict[str, Any] = {"c1": None, "c2": None}
     if plan.sums is not None and pulls:
         c1_and_c2 = launch(
             target,
             kernels.row_sums_kernel,
-            {**{name: ready[name] for name in ("dy", "total", "scale", "mean", "rstd")}, "rows": g.rows},
+            {**{name: ready[name] for name in ("dy", "total", "z", "scale", "mean", "rstd")}, "rows": g.rows},
             {"c1": g.like_statistics(None if mean is None else compute), "c2": g.like_statistics(compute)},
             programs=g.programs(plan.sums),
             tile=plan.sums,
@@ -214,6 +232,7 @@ def backward(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: in
         {**ready, **c1_and_c2, "rows": g.rows, "programs": programs},
         {
             "dx": dx,
+            "dz": dz,
             "dresidual": dresidual,
             "drow_gate": drow_gate,
             **(gradients if shares is None else dict.fromkeys(gradients)),
@@ -257,7 +276,7 @@ def _without_pullback(
     batch = jnp.broadcast_shapes(*(a.shape[:batch_dims] for a in operands if a is not None))
     doffset = y = None
     if dtypes.doffset is not None:
-        doffset = _doffset(operands.dy, norm.axis, batch_dims + norm.examples, dtypes.doffset)
+        doffset = _doffset(operands.dy, norm, batch_dims, dtypes.doffset)
         doffset = jnp.broadcast_to(doffset, (*batch, *doffset.shape[batch_dims:]))
     if dtypes.y is not None:
         again = Operands(operands.total, scale=operands.scale, offset=operands.offset)
@@ -266,13 +285,15 @@ def _without_pullback(
     return Gradients(doffset=doffset, y=y)
 
 
-def _doffset(dy: jax.Array, axis: int, batch_dims: int, dtype: DTypeLike) -> jax.Array:
+def _doffset(dy: jax.Array, norm: Norm, batch_dims: int, dtype: DTypeLike) -> jax.Array:
     """doffset alone, of which XLA makes one read of `dy`: with the rank of `dy`, 1 on the axes of rows."""
-    shape = [n if i < batch_dims or i == dy.ndim + axis else 1 for i, n in enumerate(dy.shape)]
-    if axis == -1:
-        sums = column_sums(dy.reshape(*dy.shape[:batch_dims], -1, dy.shape[-1]), dtype)
+    own = {*norm.axes_of_examples(dy.ndim, batch_dims), dy.ndim + norm.axis}
+    rows = [i for i in range(dy.ndim) if i not in own]
+    shape = [n if i in own else 1 for i, n in enumerate(dy.shape)]
+    if norm.axis == -1:  # the columns of all groups that lie interleaved side by side
+        columns = math.prod(shape[dy.ndim - 1 - norm.interleaved :])
+        sums = column_sums(dy.reshape(*dy.shape[: batch_dims + norm.examples], -1, columns), dtype)
     else:
-        rows = [i for i in range(batch_dims, dy.ndim) if i != dy.ndim + axis]
         sums = jnp.sum(dy.astype(_sum_dtype(dy, dtype)), axis=rows).astype(dtype)
     return sums.reshape(shape)
 

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm, alone and with a residual added first: one operator, four public functions."""
+"""LayerNorm and RMSNorm, alone, with a residual added in front or behind, and gated: one operator, seven functions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jln import _checks
@@ -42,8 +43,8 @@ def layer_norm(
       x: array of at least one axis: float16, bfloat16, float32 or float64. `M` rows of `H` elements.
       scale: the normalised axes' shape, in the order in which `axis` gives them (`[H]` for one axis); any supported
         dtype. Or `x`'s rank, with 1 or `x`'s size on every other axis: `[B, 1, H]` for `x` `[B, T, H]` is a scale for
-        each example. Axes in front are read in place; others along which a parameter varies are transposed. None: no
-        scale.
+        each example. Axes in front and directly before the normalised ones are read in place; others along which a
+        parameter varies are transposed. None: no scale.
       offset: as `scale`.
       axis: the axis or axes to normalise over. Adjacent ones are read in place, wherever they are; others are
         transposed.
@@ -83,6 +84,43 @@ def rms_norm(
 
     Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019). Arguments, dtypes, guarantees and errors are those
     of `layer_norm`.
+    """
+    return _checked(**locals(), subtract_mean=False).y
+
+
+def rms_norm_gated(
+    x: jax.Array,
+    z: jax.Array,
+    scale: jax.Array | None = None,
+    *,
+    norm_before_gate: bool = True,
+    axis: Axis = -1,
+    epsilon: float = 1e-6,
+    zero_centered_scale: bool = False,
+    dtype: DTypeLike | None = None,
+    implementation: str | None = None,
+    forward_mode: bool = False,
+) -> jax.Array:
+    """`rms_norm(x, scale) * silu(z)`, as in Qwen 3 Next, or `rms_norm(x * silu(z), scale)`, as in Mamba 2.
+
+    One kernel each way, for whose sake `x` and `z` are kept. Nothing is rounded but the result. Guarantees and errors
+    are those of `layer_norm`. For several groups in a row, as Mamba 2 has them, give `x` and `z` an axis of groups in
+    front of the normalised one, `[..., G, D]`, and a scale that varies over it, `[1, ..., G, D]`.
+
+    Args:
+      x: as in `layer_norm`.
+      z: `x`'s shape; any supported dtype.
+      scale: as in `layer_norm`.
+      norm_before_gate: whether `silu(z)` multiplies the norm's result, or `x`.
+      axis: as in `layer_norm`.
+      epsilon: as in `layer_norm`.
+      zero_centered_scale: as in `layer_norm`.
+      dtype: as in `layer_norm`.
+      implementation: as in `layer_norm`.
+      forward_mode: as in `layer_norm`.
+
+    Returns:
+      y: `x`'s shape, in `dtype`.
     """
     return _checked(**locals(), subtract_mean=False).y
 
@@ -150,6 +188,61 @@ def add_rms_norm(
     return tuple(_checked(**locals(), subtract_mean=False))
 
 
+def layer_norm_add(
+    x: jax.Array,
+    residual: jax.Array,
+    scale: jax.Array | None = None,
+    offset: jax.Array | None = None,
+    *,
+    axis: Axis = -1,
+    epsilon: float = 1e-6,
+    zero_centered_scale: bool = False,
+    dtype: DTypeLike | None = None,
+    implementation: str | None = None,
+    forward_mode: bool = False,
+) -> jax.Array:
+    """`residual + layer_norm(x, scale, offset)`: a norm of the branch alone, in front of the sum (Swin 2).
+
+    The norm and the sum are in float32 (float64 for a float64 `x`, and the sum for a float64 `residual`) and rounded
+    once. `x` is all of its size that is kept for the backward pass, and the gradient of `residual` is that of the
+    result. Guarantees and errors are those of `layer_norm`.
+
+    Args:
+      x: as in `layer_norm`.
+      residual: `x`'s shape; any supported dtype.
+      scale: as in `layer_norm`.
+      offset: as in `layer_norm`.
+      axis: as in `layer_norm`.
+      epsilon: as in `layer_norm`.
+      zero_centered_scale: as in `layer_norm`.
+      dtype: of the result. None: the promoted dtype of `x` and `residual`.
+      implementation: as in `layer_norm`.
+      forward_mode: as in `layer_norm`.
+
+    Returns:
+      y: `x`'s shape, in `dtype`.
+    """
+    given = locals()
+    return _checked(added=given.pop("residual"), **given, subtract_mean=True).y
+
+
+def rms_norm_add(
+    x: jax.Array,
+    residual: jax.Array,
+    scale: jax.Array | None = None,
+    *,
+    axis: Axis = -1,
+    epsilon: float = 1e-6,
+    zero_centered_scale: bool = False,
+    dtype: DTypeLike | None = None,
+    implementation: str | None = None,
+    forward_mode: bool = False,
+) -> jax.Array:
+    """`residual + rms_norm(x, scale)` (OLMo 2); arguments and result are those of `layer_norm_add`."""
+    given = locals()
+    return _checked(added=given.pop("residual"), **given, subtract_mean=False).y
+
+
 def normalised(
     given: Given,
     *,
@@ -157,6 +250,7 @@ def normalised(
     epsilon: float,
     subtract_mean: bool,
     dtype: DTypeLike,
+    norm_before_gate: bool = True,
     implementation: str | None = None,
 ) -> Results:
     """What the modules call: any of the operators, those of RMSNorm with an offset too.
@@ -165,6 +259,7 @@ def normalised(
     The frameworks' own layers can be differentiated in forward mode, so these can.
     """
     static = {"epsilon": epsilon, "subtract_mean": subtract_mean, "dtype": dtype, "implementation": implementation}
+    static |= {"norm_before_gate": norm_before_gate}
     return _checked(**given.present(), axis=axis, forward_mode=True, **static)
 
 
@@ -174,7 +269,8 @@ def normalised(
 def _checked(*, dtype: DTypeLike | None, implementation: str | None, forward_mode: bool, **of_norm: Any) -> Results:
     """of_norm: the arguments of `checked`."""
     arrays, axes, norm = checked(**of_norm)
-    settings = Settings(norm, _checks.dtype(dtype, arrays.x.dtype), _checks.implementation(implementation))
+    given = arrays.x.dtype if arrays.added is None else jnp.promote_types(arrays.x.dtype, arrays.added.dtype)
+    settings = Settings(norm, _checks.dtype(dtype, given), _checks.implementation(implementation))
     return _jitted(settings, axes, _checks.flag("forward_mode", forward_mode), arrays)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Container
 from typing import Any
 
@@ -25,18 +26,18 @@ from jln._norm.signature import (
 )
 
 
-def _dims(ndim: int, axis: int, batch_dims: int, stored_as: str = "") -> Dims:
+def _dims(ndim: int, norm: Norm, batch_dims: int, stored_as: str = "") -> Dims:
     """Every array's dimensions: all have the same rank, with 1 where they have less than x."""
-    dims = [Dim(Kind.BATCH if i < batch_dims else Kind.ROW, i) for i in range(ndim)]
-    dims[axis] = Dim(Kind.HIDDEN, stored_as=stored_as)
+    of_examples = norm.axes_of_examples(ndim, batch_dims)
+    dims = [Dim(Kind.BATCH if i in of_examples else Kind.ROW, i) for i in range(ndim)]
+    dims[norm.axis] = Dim(Kind.HIDDEN, stored_as=stored_as)
     return tuple(dims)
 
 
 def dims_of_operands(ndim: int, norm: Norm, batch_dims: int) -> Operands:
-    rows, parameter = (_dims(ndim, norm.axis, batch_dims + norm.examples, of) for of in ("", "parameter"))
-    return Operands(
-        x=rows, residual=rows, x_bias=parameter, gate=parameter, row_gate=rows, scale=parameter, offset=parameter
-    )
+    rows, parameter = (_dims(ndim, norm, batch_dims, of) for of in ("", "parameter"))
+    parameters = dict.fromkeys(("x_bias", "gate", "scale", "offset"), parameter)
+    return Operands(x=rows, residual=rows, row_gate=rows, z=rows, added=rows, **parameters)
 
 
 def dims_of_cotangents(ndim: int, norm: Norm, batch_dims: int) -> Cotangents:
@@ -48,9 +49,8 @@ def dims_of_cotangents(ndim: int, norm: Norm, batch_dims: int) -> Cotangents:
 def spread_gradients(ndim: int, norm: Norm, batch_dims: int) -> Gradients:
     of = dims_of_operands(ndim, norm, batch_dims)
     row, share = Result(of.x), Result(of.scale, summed=(Kind.ROW,), wide=True)
-    return Gradients(
-        dx=row, dscale=share, doffset=share, y=row, dresidual=row, dx_bias=share, dgate=share, drow_gate=row
-    )
+    shares = dict.fromkeys(("dscale", "doffset", "dx_bias", "dgate"), share)
+    return Gradients(dx=row, y=row, dresidual=row, drow_gate=row, dz=row, **shares)
 
 
 def _forward_layout(operands: Operands, norm: Norm, dtypes: Outcome, batch_dims: int) -> Layout:
@@ -71,18 +71,19 @@ def _launcher():
 
 
 # What total is made of, and total's cotangent.
-_SUM = ("x", "residual", "x_bias", "gate", "row_gate")
-_PULLED = ("dy", "dtotal", "total", "scale", "mean", "rstd")
-OUTCOME_MADE_OF = Outcome(y=(*_SUM, "scale", "offset"), total=_SUM, mean=_SUM, rstd=_SUM)
+_SUM = ("x", "residual", "x_bias", "gate", "row_gate", "z")
+_PULLED = ("dy", "dtotal", "total", "scale", "mean", "rstd", "z")
+OUTCOME_MADE_OF = Outcome(y=(*_SUM, "scale", "offset", "added"), total=_SUM, mean=_SUM, rstd=_SUM)
 GRADIENTS_MADE_OF = Gradients(
     dx=(*_PULLED, "gate", "row_gate"),
-    dscale=("dy", "total", "mean", "rstd"),
+    dscale=("dy", "total", "mean", "rstd", "z"),
     doffset=("dy",),
     y=("total", "scale", "offset", "mean", "rstd"),
     dresidual=_PULLED,
     dx_bias=(*_PULLED, "gate", "row_gate"),
     dgate=(*_PULLED, "x", "x_bias"),
     drow_gate=(*_PULLED, "x", "x_bias"),
+    dz=_PULLED,
 )
 
 forward: Operation[Operands, Outcome] = Operation(
@@ -136,12 +137,14 @@ def kept(operands: Operands, outcome: Any, needed: Container[str], subtract_mean
         branch |= {"x": None, "x_bias": None}
     branch = {n: a if a is None or n in needed else Unneeded(a) for n, a in branch.items()}
     total = operands.x if outcome.total is None else outcome.total
+    z = operands.z
     if "rstd" in needed:
         mean, rstd = named_statistics(outcome.mean, outcome.rstd)
     else:
         total, rstd = Unneeded(total), Unneeded(outcome.y)
         mean = rstd if subtract_mean else None
-    return Saved(total, operands.scale, mean, rstd, Branch(**branch))
+        z = None if z is None else Unneeded(z)
+    return Saved(total, operands.scale, mean, rstd, Branch(**branch), z)
 
 
 def _saving(settings: Settings, operands: Operands, wanted: Operands) -> tuple[Results, Saved]:
@@ -167,11 +170,12 @@ def gradients_for(wanted: Operands, total_dtype: str, gated: bool) -> Gradients:
         dx_bias=wanted.x_bias,
         dgate=wanted.gate,
         drow_gate=wanted.row_gate,
+        dz=wanted.z,
     )
 
 
-def of_operands(found: Any, gated: bool, wanted: Any) -> Operands:
-    """What `gradients_for` asked for, operand by operand."""
+def of_operands(found: Any, gated: bool, wanted: Any, dadded: Any = None) -> Operands:
+    """What `gradients_for` asked for, operand by operand. dadded: y's own cotangent."""
     dresidual = found.dresidual if gated else found.dx
     dx, dresidual = (
         None if d is None or a is None else a.astype(d) for d, a in ((wanted.x, found.dx), (wanted.residual, dresidual))
@@ -184,23 +188,32 @@ def of_operands(found: Any, gated: bool, wanted: Any) -> Operands:
         x_bias=found.dx_bias,
         gate=found.dgate,
         row_gate=found.drow_gate,
+        z=found.dz,
+        added=dadded,
     )
 
 
 def _gradients(settings: Settings, saved: Saved, cotangents: Results, wanted: Operands) -> Operands:
     found = _pulled_back(cotangents, saved, settings.norm, wanted, 0, settings.implementation)
-    return of_operands(found, saved.branch.gated, wanted)
+    return of_operands(found, saved.branch.gated, wanted, _of_added(cotangents.y, wanted))
+
+
+def _of_added(dy: Any, wanted: Operands) -> Any:
+    """Of what y was added to, by no kernel."""
+    return None if dy is None or wanted.added is None else dy.astype(wanted.added)
 
 
 def _pulled_back(
     cotangents: Results, saved: Saved, norm: Norm, wanted: Operands, batch_dims: int, implementation: str | None
 ) -> Gradients:
     dy, dtotal = cotangents
-    total, scale, mean, rstd, branch = saved
+    total, scale, mean, rstd, branch, z = saved
     dtypes = gradients_for(wanted, total.dtype.name, branch.gated)
     if dy is None:
         return of_total_alone(dtotal, branch, norm, wanted, batch_dims)
-    operands = Cotangents(dy, dtotal, total, scale, None, mean, rstd, *branch)
+    if not jax.tree.leaves(dtypes):
+        return Gradients()
+    operands = Cotangents(dy, dtotal, total, scale, None, mean, rstd, **branch._asdict(), z=z)
     return backward(operands, norm, dtypes, implementation=implementation, batch_dims=batch_dims)
 
 
@@ -215,14 +228,14 @@ def of_total_alone(dtotal: Any, branch: Branch, norm: Norm, wanted: Operands, ba
 def _transposed(cotangents: Results, tangents: Operands, saved: Saved, norm: Norm, batch_dims: int, implementation):
     """Reverse mode after all, by the backward kernel."""
     row_gates = (saved.branch.row_gate, tangents.row_gate)
-    rows = (*cotangents, saved.total, saved.mean, saved.rstd, saved.branch.x, *row_gates)
+    rows = (*cotangents, saved.total, saved.mean, saved.rstd, saved.branch.x, *row_gates, saved.z, tangents.z)
     parameters = (saved.scale, saved.branch.x_bias, saved.branch.gate)
     more = (tangents.x_bias, tangents.gate, tangents.scale, tangents.offset)
     if not norm.examples and only_rows_differ(batch_dims, rows, (*parameters, *more)):
         batch_dims = 0
     wanted = Operands(*(None if a is None else a.dtype.name for a in tangents))
     found = _pulled_back(cotangents, saved, norm, wanted, batch_dims, implementation)
-    return of_operands(found, saved.branch.gated, wanted)
+    return of_operands(found, saved.branch.gated, wanted, _of_added(cotangents.y, wanted))
 
 
 _tangent: LinearOperation[tuple[Operands, Saved], Results] = LinearOperation(
@@ -232,9 +245,11 @@ _tangent: LinearOperation[tuple[Operands, Saved], Results] = LinearOperation(
 
 def _tangents(settings: Settings, saved: Saved, tangents: Operands, results: Results) -> Results:
     y, total = results
-    if saved.rstd is None:  # (19) of the offset alone, which reads nothing
-        wide = tangents.offset.astype(jnp.promote_types(tangents.offset.dtype, formulas.compute_dtype(y.dtype)))
-        dy = jnp.broadcast_to(wide, y.shape).astype(y.dtype)
+    if saved.rstd is None:  # (19) of the offset and of what y is added to, which read nothing
+        terms = [a for a in (tangents.offset, tangents.added) if a is not None]
+        wide = functools.reduce(jnp.promote_types, (a.dtype for a in terms), formulas.compute_dtype(y.dtype))
+        dy = functools.reduce(jnp.add, (a.astype(wide) for a in terms))
+        dy = jnp.broadcast_to(dy, y.shape).astype(y.dtype)
         return Results(dy, None if total is None else jnp.zeros_like(total))
     dtypes = Results(y.dtype.name, None if total is None else total.dtype.name)
     return _tangent((tangents, saved), settings.norm, dtypes, implementation=settings.implementation)

@@ -3,8 +3,8 @@
 Large arrays are [*lead, H, *inner], with H at the negative `axis`; parameters have the same rank, with 1 everywhere but
 at `axis` and on the axes of examples; what has one value a row has 1 at `axis`. Inside of an operation the first
 `batch_dims` axes are vmap's: on them any operand may have size 1 instead of the batch's, results always have the
-batch's, and parameter gradients are not summed over them. The next `examples` axes are as vmap's, only that every
-operand has their sizes.
+batch's, and parameter gradients are not summed over them. The next `examples` axes, and the `interleaved` ones directly
+before H, are as vmap's, only that every operand has their sizes.
 """
 
 from __future__ import annotations
@@ -14,22 +14,35 @@ from typing import Any, NamedTuple
 
 
 class Switches(NamedTuple):
-    """What kernels are compiled for: the constexpr NORM."""
+    """What kernels are compiled for: the constexpr NORM. norm_before_gate: whether silu(z), where there is a z,
+    multiplies the norm's result, or x.
+    """
 
     subtract_mean: bool
     zero_centered_scale: bool = False
+    norm_before_gate: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
     """Which norm: everything about it that is static. axis: negative. examples: how many of the first axes are those of
-    examples with parameters of their own.
+    examples with parameters of their own. interleaved: how many of those directly before the normalised one are, too.
     """
 
     axis: int
     epsilon: float
     switches: Switches
     examples: int = 0
+    interleaved: int = 0
+
+    @property
+    def of_examples(self) -> bool:
+        return self.examples + self.interleaved > 0
+
+    def axes_of_examples(self, ndim: int, batch_dims: int) -> list[int]:
+        """Of arrays with so many axes, vmap's included."""
+        h = ndim + self.axis
+        return [*range(batch_dims + self.examples), *range(h - self.interleaved, h)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +55,10 @@ class Settings:
 
 
 class Operands(NamedTuple):
-    """x, residual [*lead, H, *inner]; x_bias, gate, scale, offset [1, ..., H, ..., 1]; row_gate [*lead, 1, *inner], the
-    gate where it has one value a row. All but x may be None; without a residual there is neither gate nor x_bias.
+    """x, residual, z, added [*lead, H, *inner]; x_bias, gate, scale, offset [1, ..., H, ..., 1]; row_gate [*lead, 1,
+    *inner], the gate where it has one value a row. All but x may be None; without a residual, which is added in front
+    of the norm, there is neither gate nor x_bias; beside z there is neither a residual nor an offset. added: what y is
+    added to.
     """
 
     x: Any
@@ -53,6 +68,8 @@ class Operands(NamedTuple):
     x_bias: Any = None
     gate: Any = None
     row_gate: Any = None
+    z: Any = None
+    added: Any = None
 
     @property
     def gated(self) -> bool:
@@ -92,8 +109,8 @@ class Branch(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What is kept between forward and backward. total: what was normalised, x itself where nothing was added. branch:
-    a `Branch`.
+    """What is kept between forward and backward. total: what was normalised, x itself where nothing was added, even
+    where x * silu(z) was normalised. branch: a `Branch`.
     """
 
     total: Any
@@ -101,6 +118,7 @@ class Saved(NamedTuple):
     mean: Any
     rstd: Any
     branch: Any = Branch()
+    z: Any = None
 
 
 class Cotangents(NamedTuple):
@@ -119,12 +137,13 @@ class Cotangents(NamedTuple):
     x_bias: Any = None
     gate: Any = None
     row_gate: Any = None
+    z: Any = None
 
 
 class Gradients(NamedTuple):
     """What the backward operation returns. dx: of total, and so of x and of residual alike, where there is no gate.
     dresidual: of total where there is one. y: the forward's once more, from the same read of total, for whoever did not
-    keep it.
+    keep it, and not beside z.
     """
 
     dx: Any = None
@@ -135,3 +154,4 @@ class Gradients(NamedTuple):
     dx_bias: Any = None
     dgate: Any = None
     drow_gate: Any = None
+    dz: Any = None

@@ -184,7 +184,7 @@ def backward(
     used = [i for i, d in enumerate(dy) if d is not None]
     axes = {i: _Axes(dy[i].ndim - settings.features[i] + 1, batch_dims, settings.features[i]) for i in used}
     needs_dz = any(d is not None for d in of_norm._replace(doffset=None)) or (
-        of_norm.doffset is not None and settings.norm.examples > 0
+        of_norm.doffset is not None and settings.norm.of_examples
     )
     z_dtype = widest([dy[i].dtype.name for i in used if dtypes.dkernel[i] is not None])
     made = norm.Gradients()
@@ -245,7 +245,7 @@ def _doffset_from(dbias: Array, kernel: Array, axes: _Axes) -> Array:
 def tangent(operands: tuple[Operands, Saved], settings: NormLinear, dtypes: Results, batch_dims: int) -> Results:
     """Term (20), linear in the tangents, of which those that are None are zero."""
     tangents, (of_norm, offset, kernels) = operands
-    total, scale, mean, rstd, _ = of_norm
+    total, scale, mean, rstd, *_ = of_norm
     batch = jnp_norms.common_batch(batch_dims, *jax.tree.leaves(operands))
     dz, dtotal = jnp_norms.tangent(
         (tangents.of_norm, of_norm), settings.norm, norm.Results(rstd.dtype.name, dtypes.total), batch_dims

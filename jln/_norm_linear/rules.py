@@ -177,7 +177,7 @@ def _pulled_back(
     implementation: str | None,
 ) -> Gradients:
     dy, dtotal = cotangents
-    total, scale, mean, rstd, branch = saved.of_norm
+    total, scale, mean, rstd, branch, _ = saved.of_norm
     nothing = (None,) * len(dy)
     dtypes = _dtypes(wanted, total.dtype.name, branch.gated)
     if all(d is None for d in dy):

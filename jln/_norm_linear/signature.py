@@ -111,7 +111,7 @@ def few_features(operands: Operands, of_norm: norm.Norm, precision: Any, impleme
     one operation. Else they are the norm's operation and products in plain sight of JAX and XLA.
     """
     given, kernels = operands.of_norm, operands.kernel
-    if implementation == "xla" or of_norm.examples or given.x_bias is not None or given.gated:
+    if implementation == "xla" or of_norm.of_examples or given.x_bias is not None or given.gated:
         return False
     dtypes = {jnp.promote_types(given.x.dtype, kernel.dtype).name for kernel in kernels}
     dtype = dtypes.pop()

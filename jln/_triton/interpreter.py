@@ -94,6 +94,10 @@ def _mended():
         # Triton's own multiplies the bit patterns of bfloat16, which it holds as uint16.
         return original_dot(self, widened(a), widened(b), d, *options)
 
+    def splat(self, to, a):
+        # Triton's own makes integers of a comparison of two numbers, and no mask may be made of these.
+        return TensorHandle(np.full(to.shape, a.data, a.data.dtype), a.dtype.scalar)
+
     def widened(a):
         if a.dtype.scalar.name != "bf16":
             return a
@@ -104,6 +108,7 @@ def _mended():
     stack.enter_context(mock.patch.object(InterpreterBuilder, "cast_impl", cast))
     stack.enter_context(mock.patch.object(InterpreterBuilder, "create_fp_to_fp", cast))
     stack.enter_context(mock.patch.object(InterpreterBuilder, "create_dot", dot))
+    stack.enter_context(mock.patch.object(InterpreterBuilder, "create_splat", splat))
     return stack
 
 

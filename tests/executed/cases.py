@@ -37,13 +37,14 @@ def lowering_for(chip: str):
 class Case:
     """An operator, what it is given, and where it runs.
 
-    Operands go by the initials of their names, e is x_bias; d and t are the cotangents, of y and of the sum.
+    Operands go by the initials of their names, e is x_bias, p x_scale; d and t are the cotangents, of y and of the sum.
 
     shape: x's. features: the Linear's; or of several a tuple each, with `unbiased`, the places of those that have no
-    bias. without: letters of the optional operands that are None, of "sobeg". over: letters of those that have an axis
+    bias. without: letters of the optional operands that are None, of "sobegp". over: letters of those that have an axis
     of EXAMPLES of their own, for vmap. wanted: letters of those that are differentiated by; all if empty. gate_of_rows:
     whether a gate has one value a row. of_examples: whether x's first axis is that of examples, each of which has a
-    scale, an offset and a gate of its own; there is no x_bias then.
+    scale, an offset and a gate of its own; there is no x_bias then. of_groups: the same of the axis directly before the
+    normalised one.
     """
 
     operator: str
@@ -60,6 +61,7 @@ class Case:
     wanted: str = ""
     gate_of_rows: bool = False
     of_examples: bool = False
+    of_groups: bool = False
     zero_centered_scale: bool = False
     epsilon: float = workbench.EPSILON
     forward_mode: bool = False
@@ -79,7 +81,7 @@ class Case:
 
     @property
     def kind(self):
-        return (workbench.LINEAR_OPERATORS | workbench.OPERATORS | workbench.FORMS)[self.operator]
+        return (workbench.LINEAR_OPERATORS | workbench.OPERATORS | workbench.FORMS | workbench.GATED)[self.operator]
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -112,19 +114,24 @@ class Case:
 
     @property
     def letters(self) -> str:
-        return "".join("e" if name == "x_bias" else name[0] for name in self.kind.kind.names)
+        return "".join({"x_bias": "e", "x_scale": "p"}.get(name, name[0]) for name in self.kind.kind.names)
 
     @property
     def adds(self) -> bool:
         """Whether it returns a sum too, or a None in its place."""
         return "r" in self.letters
 
+    @property
+    def own_axis(self) -> int | None:
+        """That of examples or of groups."""
+        return 0 if self.of_examples else self.axes[0] % len(self.shape) - 1 if self.of_groups else None
+
     def parameter_shape(self, letter: str) -> tuple[int, ...]:
         """Of a scale, an offset or a gate of x's rank."""
         of_rows = letter == "g" and self.gate_of_rows
         axes = [a % len(self.shape) for a in self.axes]
         return tuple(
-            n if (i not in axes if of_rows else i in axes or (i == 0 and self.of_examples)) else 1
+            n if (i not in axes if of_rows else i in axes or i == self.own_axis) else 1
             for i, n in enumerate(self.shape)
         )
 
@@ -142,7 +149,7 @@ def _one(case: Case) -> dict[str, np.ndarray | None]:
     if case.residual:
         given["r"] = given["r"].astype(case.residual)
     for i, letter in enumerate("sog"):
-        if given.get(letter) is not None and (case.of_examples or (letter == "g" and case.gate_of_rows)):
+        if given.get(letter) is not None and (case.own_axis is not None or (letter == "g" and case.gate_of_rows)):
             given[letter] = workbench.normal(30 + i, case.parameter_shape(letter), case.parameters or case.dtype)
     given |= {letter: None for letter in case.without}
     for i in case.unbiased:
@@ -213,11 +220,11 @@ def as_rows(case: Case, name: str, a: np.ndarray | None) -> np.ndarray | None:
         return None
     if case.gate_of_rows and name in ("g", "dgate"):
         return a.reshape(-1, 1)
-    if case.of_examples and name in ("s", "o", "g", "dscale", "doffset", "dgate"):
+    if case.own_axis is not None and name in ("s", "o", "g", "dscale", "doffset", "dgate"):
         return a.reshape(-1)
     if case.linear:
         return a if a.ndim < 2 else a.reshape(-1, a.shape[-1])
-    if a.ndim < len(case.shape) or name in ("s", "o", "dscale", "doffset"):
+    if a.ndim < len(case.shape) or name in ("s", "o", "p", "dscale", "doffset", "dx_scale"):
         return a.reshape(-1)
     axes = tuple(range(-len(case.axes), 0))
     return np.moveaxis(a, case.axes, axes).reshape(-1, int(np.prod([case.shape[i] for i in case.axes])))
@@ -226,11 +233,11 @@ def as_rows(case: Case, name: str, a: np.ndarray | None) -> np.ndarray | None:
 def judged(case: Case, given, got, plain) -> dict[str, float]:
     """Each result's largest error as a part of what is allowed: 1 is all of it."""
     worst: dict[str, float] = {}
-    for i in range(EXAMPLES if case.over else case.shape[0] if case.of_examples else 1):
+    for i in range(EXAMPLES if case.over else 1 if case.own_axis is None else case.shape[case.own_axis]):
 
         def example(a, batched, i=i):
-            if case.of_examples and a is not None:
-                return a[i : i + 1]
+            if case.own_axis is not None and a is not None:
+                return np.take(a, [i], case.own_axis)
             return a[i] if a is not None and batched else a
 
         rows = {k: as_rows(case, k, example(a, k in case.over)) for k, a in given.items()}
@@ -323,9 +330,10 @@ def check(case: Case) -> Ran:
         in_half_tiles = case.linear and case.adds and case.shape[-1] % 64
         for found in traffic.of(ran.program):
             assert found.sectors <= (1.25 if in_half_tiles else 1.1), found
-            # The fused kernels' tiles, and those of rows in chunks beside a gate or an x_bias, may have fewer elements
-            # than their threads could load.
-            in_parts = bool(case.kind.entry.given_extras) and min(found.widths, default=16) >= 8
+            # The fused kernels' tiles, and those of rows in chunks beside a gate, an x_bias or z, may have fewer
+            # elements than their threads could load.
+            entry = case.kind.entry
+            in_parts = bool(entry.given_extras or entry.is_gated) and min(found.widths, default=16) >= 8
             assert case.linear or in_parts or found.wide == 1 or not found.widths, found
     return ran
 

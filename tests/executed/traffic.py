@@ -11,7 +11,7 @@ import re
 from ptx.statistics import H200
 
 # Arrays of rows, and a Linear's matrix; what else there is, is small and met again and again, in L1 or L2.
-LARGE = re.compile(r"\b(x|residual|total|dy|dtotal|dx|y|kernel)_ptr\b")
+LARGE = re.compile(r"\b(x|residual|added|total|dy|dtotal|dx|dresidual|y|kernel)_ptr\b")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,7 +52,7 @@ SUMS = [
     ),
     Mutant(
         "all chunks' shares of a row's gate in one place", NORM,
-        "drow_gate_ptr += (chunk * (of_all // programs) + group) * rows", "drow_gate_ptr += group * rows",
+        "first_row_of(chunk * (of_all // programs) + group,", "first_row_of(group,",
         CHUNKS_OF_ROWS,
     ),
     Mutant(
@@ -70,13 +70,13 @@ SUMS = [
     ),
     Mutant(
         "the first example's gate for all", NORM,
-        """gate_ptr += copy_of(group, SHARED, "gate") * H
+        """gate_ptr += copy_of(group, SHARED, "gate", INTERLEAVED) * H
     if row_gate_ptr is not None:
-        row_gate_ptr += copy_of(group, SHARED, "row_gate") * rows
+        row_gate_ptr += first_row_of(copy_of(group, SHARED, "row_gate", INTERLEAVED), rows, INNER, INTERLEAVED)
     if total_ptr""",
         """gate_ptr += 0
     if row_gate_ptr is not None:
-        row_gate_ptr += copy_of(group, SHARED, "row_gate") * rows
+        row_gate_ptr += first_row_of(copy_of(group, SHARED, "row_gate", INTERLEAVED), rows, INNER, INTERLEAVED)
     if total_ptr""",
         OF_EXAMPLES["triton"],
     ),

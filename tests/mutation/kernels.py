@@ -35,10 +35,10 @@ KERNELS = [
     ),
     Mutant(
         "outer rows too near each other", ACCESS,
-        "outer * (H * INNER) + inner, local", "outer * (H + INNER) + inner, local", STRIDED,
+        "outer * (H * INNER * INTERLEAVED)", "outer * (H + INNER)", STRIDED,
     ),
     Mutant("a column too many", ACCESS, "exists = column < H", "exists = column <= H", WHOLE),
-    Mutant("a shared operand taken for a group's own", ACCESS, "return group * 0", "return group", GROUPS),
+    Mutant("a shared operand taken for a group's own", ACCESS, "return group % INTERLEAVED", "return group", GROUPS),
     Mutant(
         "scale not zero-centered", ACCESS, "scale + given if NORM.zero_centered_scale else given", "given",
         (f"{ACCURACY}test_optional_arguments[triton-layer_norm-no offset-zero-centered]",),
@@ -99,19 +99,20 @@ KERNELS = [
     ),
     Mutant(
         "the sum of whole rows not returned", NORM,
-        "(\n            x, mean, rstd, scale_ptr, offset_ptr, y_ptr, total_ptr,",
-        "(\n            x, mean, rstd, scale_ptr, offset_ptr, y_ptr, None,",
+        "(\n            x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_ptr, total_ptr,",
+        "(\n            x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_ptr, None,",
         WHOLE,
     ),
     Mutant(
         "the sum of chunks not returned", NORM,
-        "(\n                x, mean, rstd, scale_ptr, offset_ptr, y_ptr, total_ptr,",
-        "(\n                x, mean, rstd, scale_ptr, offset_ptr, y_ptr, None,",
+        "(\n                x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_ptr, total_ptr,",
+        "(\n                x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_ptr, None,",
         CHUNKS_ADD,
     ),
     Mutant(
         "all groups' means in the first one's place", NORM,
-        "tl.store(mean_ptr + group * rows + row, mean", "tl.store(mean_ptr + row, mean", GROUPS,
+        "tl.store(mean_ptr + first_row_of(group, rows, INNER, INTERLEAVED) + row, mean",
+        "tl.store(mean_ptr + row, mean", GROUPS,
     ),
     Mutant(
         "x_hat not masked", NORM,
@@ -125,7 +126,8 @@ KERNELS = [
     ),
     Mutant(
         "all groups' row sums in the first one's place", NORM,
-        "tl.store(c2_ptr + group * rows + row, c2", "tl.store(c2_ptr + row, c2", GROUPS,
+        "tl.store(c2_ptr + first_row_of(group, rows, INNER, INTERLEAVED) + row, c2",
+        "tl.store(c2_ptr + row, c2", GROUPS,
     ),
     Mutant(
         "c2 dropped", NORM, "tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1", "tl.fma(x_hat, 0.0 * rstd[:, None], -(c1",
@@ -168,7 +170,7 @@ KERNELS = [
         "            y = _affine(x_hat, scale, offset_ptr", "            y = _affine(x_hat, scale, None", COMPOSED,
     ),
     Mutant(
-        "dtotal shared where dy is", NORM, """copy_of(group, SHARED, "dtotal")""", """copy_of(group, SHARED, "dy")""",
+        "dtotal shared where dy is", NORM, """copy_of(group, SHARED, "dtotal",""", """copy_of(group, SHARED, "dy",""",
         (f"{TRANSFORMED}test_vmap_over_cotangents[triton-dtotal-9]",),
     ),
     Mutant("what is shared taken for what is not", ACCESS, "and name in names", "and name not in names", GROUPS),

@@ -4,10 +4,12 @@ Each is one small slip of the kind that a person makes: a term dropped, a mask s
 axis, sums in too few bits. `old` must be in the file exactly once.
 """
 
+from both_sides import NORMS
 from compiled import COMPILED
+from gated import GATED_NORMS
 from junction import SUMS
 from kernels import KERNELS
 from linears import LINEARS
 from rules import RULES
 
-MUTANTS = [*KERNELS, *LINEARS, *SUMS, *COMPILED, *RULES]
+MUTANTS = [*KERNELS, *LINEARS, *SUMS, *NORMS, *GATED_NORMS, *COMPILED, *RULES]

@@ -94,18 +94,18 @@ RULES = [
     ),
     Mutant(
         "doffset added up in the dtype of dy", XLA_NORM,
-        "sum_over_rows(dy.astype(dtype))\n", "sum_over_rows(dy)\n",
+        "sum_over_rows(_wide(dy, dtype))\n", "sum_over_rows(dy)\n",
         (f"{ACCURACY}test_gradients_of_wider_parameters_keep_their_digits[xla-bfloat16]",),
     ),
     Mutant(
         "dscale of x and not of x_hat", XLA_NORM,
-        "sum_over_rows(dy.astype(dtype) * x_hat)",
-        "sum_over_rows(dy.astype(dtype) * total)", XLA,
+        "sum_over_rows(_wide(dy, dtype) * x_hat)",
+        "sum_over_rows(_wide(dy, dtype) * total)", XLA,
     ),
     Mutant("the sum's cotangent dropped", XLA_NORM, "d if dtotal is None else d + dtotal.astype(dtype)", "d", XLA),
     Mutant(
         "parameters' gradients summed over vmap's axes", XLA_NORM,
-        "rows = [i for i in range(batch_dims + norm.examples, ndim)", "rows = [i for i in range(ndim)",
+        "others = {*norm.axes_of_examples(ndim, batch_dims), ndim + norm.axis}", "others = {ndim + norm.axis}",
         (f"{TRANSFORMED}test_vmap_of_grad[xla-layer_norm-x]",),
     ),
     Mutant(
@@ -190,8 +190,9 @@ RULES = [
     ),
     # What is frozen
     Mutant(
-        "dx of a frozen x written", NORM_LAUNCH, "for d in (dtypes.y, dtypes.dx, dtypes.dresidual)",
-        "for d in (dtypes.y, total.dtype, dtypes.dresidual)", (f"{FROZEN}test_launches[norm-scale-asked for]",),
+        "dx of a frozen x written", NORM_LAUNCH, "for d in (dtypes.y, dtypes.dx, dtypes.dresidual, dtypes.dz)",
+        "for d in (dtypes.y, total.dtype, dtypes.dresidual, dtypes.dz)",
+        (f"{FROZEN}test_launches[norm-scale-asked for]",),
     ),
     Mutant(
         "dscale of a frozen scale", NORM_LAUNCH, "for name in _SUMS if getattr(dtypes, name) is not None)",
@@ -251,7 +252,7 @@ RULES = [
     ),
     Mutant(
         "the mean forgotten among what dscale is made of", NORM_RULES,
-        """dscale=("dy", "total", "mean", "rstd"),""", """dscale=("dy", "total", "rstd"),""",
+        """dscale=("dy", "total", "mean", "rstd", "z"),""", """dscale=("dy", "total", "rstd", "z"),""",
         (f"{FROZEN}test_some_gradients_are_those_of_all[xla-layer_norm-scale-False]",),
     ),
     # The reference and the checker

@@ -111,6 +111,7 @@ def test_stacks_are_compared_with_flax(capsys, monkeypatch):
     assert rows == 2 * [
         "by",
         "flax",
+        "jnp",
         "jln, add_norm",
         "jln, norm_linear and add_norm",
         "jln, norm_linear",

@@ -33,6 +33,7 @@ def elsewhere(report):
         ("stack-llama", "cuBLAS", ((0.075, -0.01), (0.035, 0.07), (-0.045, 0.15), (0.045, 0.15))),
         ("stack-llama-q-k-v", "XLA", ((0.03, -0.03), (-0.02, 0.045), (-0.07, 0.10), (0, 0.12))),
         ("stack-llama-q-k-v", "cuBLAS", ((0.065, -0.01), (0.02, 0.055), (-0.035, 0.105), (0.03, 0.105))),
+        ("stack-gemma", "XLA", ((0.165, -0.035), (0.115, 0.03), (0.05, 0.09), (0.05, 0.09))),
         ("stack-llama-checkpointed", "XLA", ((-0.02, -0.085), (-0.02, -0.06), (-0.08, -0.035), (-0.02, -0.035))),
         ("stack-llama-checkpointed", "cuBLAS", ((0, -0.08), (0, -0.055), (-0.07, -0.03), (0, -0.03))),
     ],
@@ -59,6 +60,12 @@ def test_with_the_residual_operators_norms_keep_nothing_and_the_step_moves_less_
     found = compiled(STACKS["stack-llama"], "jln, add_norm_linear", products)
     assert elsewhere(found) <= 1e9 * most
     assert found.temp_bytes <= 8.0e9
+
+
+# GB, 50.8 with XLA's products and 41.9 with cuBLAS's, where Flax's layers, and plain jnp, move 62.3 and 54.2.
+@pytest.mark.parametrize(("products", "most"), [("XLA", 51.5), ("cuBLAS", 42.5)])
+def test_norms_on_both_sides_of_the_sums_move_a_fifth_less_than_flaxs(products, most):
+    assert elsewhere(compiled(STACKS["stack-gemma"], "jln, add_norm", products)) <= 1e9 * most
 
 
 @pytest.mark.parametrize(

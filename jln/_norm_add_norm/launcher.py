@@ -1,0 +1,113 @@
+"""Launchers of the kernels of a norm on both sides of a sum, and of a norm's twice where these do not take the rows."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jln._norm import kernels as norm_kernels
+from jln._norm import launcher as norms
+from jln._norm import tiles as norm_tiles
+from jln._norm.launcher import _Geometry, _geometry, _moved, _shared
+from jln._norm.signature import Norm
+from jln._norm_add_norm import kernels, tiles
+from jln._norm_add_norm.formulas import composed_backward, composed_forward
+from jln._norm_add_norm.signature import Cotangents, Gradients, Operands, Outcome
+from jln._triton.launch import launch
+from jln._triton.target import Target
+
+_SUMS = ("dx_scale", "dscale")
+
+
+def _in_rows(geometry: _Geometry) -> bool:
+    """Whether a group's rows follow each other, and a row's elements do."""
+    return geometry.inner == 1 and not geometry.interleaved
+
+
+def forward(operands: Operands, norm: Norm, dtypes: Outcome, batch_dims: int, target: Target) -> Outcome:
+    x, residual, x_scale, scale = operands
+    g = _geometry((x, residual), (x_scale, scale), norm, batch_dims, False)
+    results = Outcome(
+        y=g.like_rows(dtypes.y),
+        total=g.like_rows(dtypes.total),
+        x_rstd=g.like_statistics(dtypes.x_rstd),
+        rstd=g.like_statistics(dtypes.rstd),
+    )
+    total = jnp.promote_types(x.dtype, residual.dtype)
+    tile = None
+    if _in_rows(g):
+        tile = tiles.forward(g.h, *_moved(x, residual, results.y, results.total), target)
+    if tile is None:
+        one = functools.partial(norms.forward, target=target)
+        return composed_forward(operands, norm, dtypes, batch_dims, one)
+    shared, ready = _shared(operands._asdict(), g)
+    written = launch(
+        target,
+        kernels.forward_kernel,
+        {**ready, "rows": g.rows},
+        results._asdict(),
+        programs=g.programs(tile),
+        tile=tile,
+        compute=jnp.promote_types(total, jnp.float32),
+        H=g.h,
+        SHARED=shared,
+        NORM=norm.switches,
+        EPSILON=norm.epsilon,
+        TOTAL=total,
+    )
+    return Outcome(**written)
+
+
+def backward(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: int, target: Target) -> Gradients:
+    dy, dtotal, total, scale, rstd, x, x_scale, x_rstd = operands
+    sums = tuple(name for name in _SUMS if getattr(dtypes, name) is not None)
+    g = _geometry((dy, dtotal, total, rstd, x, x_rstd), (scale, x_scale), norm, batch_dims, bool(sums))
+    dx, dresidual = g.like_rows(dtypes.dx), g.like_rows(dtypes.dresidual)
+    tile = None
+    if _in_rows(g) and not (dtypes.dx is None and dtypes.dx_scale is None):  # else the norm's kernel is all
+        tile = tiles.backward(g.h, *_moved(dy, dtotal, total, x, dx, dresidual), target.chip)
+    if tile is None:
+        one = functools.partial(norms.backward, target=target)
+        return composed_backward(operands, norm, dtypes, batch_dims, one)
+    programs = max(1, min(target.chip.sms * tile.programs_per_sm // g.groups, g.tiles(tile)))
+    compute = rstd.dtype
+    gradients = {name: g.like_parameters(getattr(dtypes, name)) for name in _SUMS}
+    shares = jax.ShapeDtypeStruct((len(sums), g.groups, programs, g.h), compute) if sums and programs > 1 else None
+    shared, ready = _shared(operands._asdict(), g)
+    written = launch(
+        target,
+        kernels.backward_kernel,
+        {**ready, "rows": g.rows, "programs": programs},
+        {
+            "dx": dx,
+            "dresidual": dresidual,
+            **(gradients if shares is None else dict.fromkeys(gradients)),
+            "shares": shares,
+        },
+        programs=g.groups * programs,
+        tile=tile,
+        compute=compute,
+        H=g.h,
+        SHARED=shared,
+        SUMS=sums,
+        NORM=norm.switches,
+    )
+    if shares is not None:
+        # `reduce_kernel` knows the sums of a norm, in which x's scale has the place of a gate: (35) is (27) of u.
+        as_of_norm = {"dscale": "dscale", "dx_scale": "dgate"}
+        tile = norm_tiles.reduce_tile(g.h)
+        reduced = launch(
+            target,
+            norm_kernels.reduce_kernel,
+            {"shares": written["shares"], "groups": g.groups, "programs": programs},
+            {"doffset": None, "dx_bias": None} | {as_of_norm[name]: a for name, a in gradients.items()},
+            programs=len(sums) * g.groups * g.chunks(tile),
+            tile=tile,
+            compute=compute,
+            H=g.h,
+            SUMS=tuple(as_of_norm[name] for name in sums),
+        )
+        written |= {name: reduced[of_norm] for name, of_norm in as_of_norm.items()}
+    return Gradients(**{name: written[name] for name in Gradients._fields})

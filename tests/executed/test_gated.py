@@ -1,0 +1,59 @@
+"""The kernels of gated norms, and of groups whose rows lie interleaved, as they are compiled."""
+
+from cases import Case, cases, check
+
+FIRST = "rms_norm_gated"
+LAST = "rms_norm_gated, norm_before_gate=False"
+
+# Whole rows, several programs and ragged; one row; as wide as whole rows get; programs that share a row; chunks.
+SIZES = [
+    Case(FIRST, (70, 128), "bfloat16", "small-h200"),
+    Case(LAST, (70, 128), "bfloat16", "small-h200"),
+    Case(FIRST, (29, 1000), "float32", "small-l4"),
+    Case(LAST, (1, 64), "float16", "a100"),
+    Case(LAST, (33, 768), "bfloat16", "small-b200", parameters="float32", zero_centered_scale=True),
+    Case(FIRST, (9, 33), "bfloat16", "h200", without="s"),
+    Case(LAST, (5, 4096), "float32", "small-h200"),
+    Case(FIRST, (5, 8192), "bfloat16", "small-h200"),
+    Case(LAST, (3, 16384), "bfloat16", "small-a100"),
+    Case(FIRST, (2, 40000), "float32", "small-h200"),
+    Case(LAST, (2, 40000), "bfloat16", "small-h200"),
+    Case(FIRST, (19, 100), "bfloat16", "small-a100", wanted="z"),
+    Case(LAST, (19, 100), "bfloat16", "small-a100", wanted="zs"),
+    Case(FIRST, (19, 100), "bfloat16", "small-a100", wanted="x", forward_mode=True),
+    Case(FIRST, (5, 100, 7), "float32", "l4", axis=1),
+    Case(LAST, (5, 40, 64), "bfloat16", "small-b200", axis=1),
+]
+
+# The groups' axis directly before the normalised one, which is the last or not; several programs each, and one.
+GROUPS = [
+    Case(LAST, (40, 4, 128), "bfloat16", "small-h200", of_groups=True),
+    Case(FIRST, (9, 3, 100), "float32", "l4", of_groups=True),
+    Case(LAST, (3, 4, 40, 16), "bfloat16", "small-h200", axis=2, of_groups=True),
+    Case("layer_norm", (29, 5, 1000), "float32", "small-h200", of_groups=True),
+    Case("rms_norm", (3, 4, 2, 16400), "bfloat16", "small-a100", of_groups=True),
+    Case("add_layer_norm, x_bias and gate", (9, 3, 100), "float32", "h200", without="e", of_groups=True),
+    Case("add_layer_norm, x_bias and gate", (9, 3, 5, 8), "float32", "h200", without="eso", axis=2, of_groups=True,
+         gate_of_rows=True),
+]  # fmt: skip
+
+VMAP = [
+    Case(LAST, (9, 40), "float32", "small-h200", over="zd"),
+    Case(FIRST, (9, 40), "float32", "small-h200", over="xs"),
+    Case(LAST, (5, 768), "bfloat16", "b200", over="xzsd"),
+]
+
+
+@cases(SIZES, quick=(0, 4, 6, 8, 9, 11, 15))
+def test_sizes(case):
+    check(case)
+
+
+@cases(GROUPS, quick=(0, 2, 4, 5))
+def test_groups(case):
+    check(case)
+
+
+@cases(VMAP, quick=(0, 1))
+def test_vmap(case):
+    check(case)

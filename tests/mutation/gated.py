@@ -1,0 +1,181 @@
+"""Ways to break gated norms, and groups whose rows lie interleaved."""
+
+from targets import ACCESS, EXECUTED, GATED, NORM, NORM_ARGUMENTS, NORM_LAUNCH, NORM_RULES, XLA_NORM, Mutant
+
+VALUES = f"{GATED}test_values_and_every_gradient"
+FIRST, LAST = (
+    {how: (f"{VALUES}[{how}-the {form} first-shared--1]",) for how in ("triton", "xla")} for form in ("norm", "gate")
+)
+GROUPS = (f"{VALUES}[triton-the gate first-over the last--1]",)
+GROUPS_SIDE_BY_SIDE = (f"{VALUES}[triton-the norm first-over an axis in the middle-2]",)
+GROUPS_OF_TILES = (
+    f"{EXECUTED}test_gated.py::test_groups[rms_norm_gated,norm_before_gate=False-40x4x128-bfloat16-small-h200-"
+    "of_groups=True]",
+)
+IN_CHUNKS = (f"{GATED}test_accuracy[triton-rms_norm_gated, norm_before_gate=False-(2, 20000)-float32]",)
+SHARED = (f"{GATED}test_groups_under_vmap_of_some_arguments[triton]",)
+
+GATED_NORMS = [
+    Mutant("silu' without its second term", NORM, "tl.fma(u, 1.0 - share, share)", "share", FIRST["triton"]),
+    Mutant(
+        "silu' of the logistic alone", NORM, "tl.fma(u, 1.0 - share, share)", "share * (1.0 - share)", LAST["triton"]
+    ),
+    Mutant("the gate left out of the norm's result", NORM, "y *= u  # (42)", "pass", FIRST["triton"]),
+    Mutant(
+        "the gate left out of what is normalised",
+        NORM,
+        "u, _ = _load_silu(z_ptr, at, mask, COMPUTE)\n        x *= u",
+        "pass",
+        LAST["triton"],
+    ),
+    Mutant("dy without the gate behind it", NORM, "            dy *= u\n", "            pass\n", FIRST["triton"]),
+    Mutant(
+        "x without the gate, backward",
+        NORM,
+        "            of_dz *= x\n            x *= u\n",
+        "            of_dz *= x\n",
+        LAST["triton"],
+    ),
+    Mutant(
+        "dz of dy that is gated",
+        NORM,
+        "            of_dz *= dy\n            dy *= u\n",
+        "            dy *= u\n            of_dz *= dy\n",
+        FIRST["triton"],
+    ),
+    Mutant(
+        "dz of x that is gated",
+        NORM,
+        "            of_dz *= x\n            x *= u\n",
+        "            x *= u\n            of_dz *= x\n",
+        LAST["triton"],
+    ),
+    Mutant(
+        "dz without the scale", NORM, "dz = of_dz * (x_hat * scale[None, :])", "dz = of_dz * x_hat", FIRST["triton"]
+    ),
+    Mutant("dz of dx that is gated", NORM, "(dx * of_dz).to(", "(dx * u * of_dz).to(", LAST["triton"]),
+    Mutant("dx without the gate", NORM, "                dx *= u\n", "                pass\n", LAST["triton"]),
+    Mutant(
+        "z left out of the row sums",
+        NORM,
+        "dy_ptr, total_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, NORM, COMPUTE\n        )\n        c1 +=",
+        "dy_ptr, total_ptr, None, base, at, mask, exists, mean, rstd, scale, NORM, COMPUTE\n        )\n        c1 +=",
+        IN_CHUNKS,
+    ),
+    Mutant(
+        "another group's z",
+        NORM,
+        'z_ptr += start_of(copy_of(group, SHARED, "z", INTERLEAVED), rows, H, INNER, INTERLEAVED) + base',
+        "z_ptr += base",
+        GROUPS,
+    ),
+    Mutant(
+        "a frozen x's dx written beside dz",
+        NORM_LAUNCH,
+        "(dtypes.y, dtypes.dx, dtypes.dresidual, dtypes.dz)",
+        "(dtypes.y, dtypes.dx or x and dtypes.dz, dtypes.dresidual, dtypes.dz or dtypes.dx)",
+        (f"{GATED}test_one_kernel_each_way_and_a_reduction[the norm first-('x',)-[('backward_kernel', 'dx')]]",),
+    ),
+    Mutant(
+        "dz pulled back where the norm goes first",
+        NORM_LAUNCH,
+        "of_pull = of_pull._replace(dz=None)",
+        "pass",
+        (f"{GATED}test_dz_alone_needs_no_row_sums",),
+    ),
+    # In jnp
+    Mutant("silu' without its second term, XLA", XLA_NORM, "share + u * (1 - share)", "share", FIRST["xla"]),
+    Mutant(
+        "the gate left out of the norm's result, XLA",
+        XLA_NORM,
+        "y = _wide(_Product(y, z))  # (42)",
+        "pass",
+        FIRST["xla"],
+    ),
+    Mutant("the gate left out of what is normalised, XLA", XLA_NORM, "read = _Product(x, z)", "pass", LAST["xla"]),
+    Mutant(
+        "dy without the gate behind it, XLA",
+        XLA_NORM,
+        "dy = _Product(dy, z)",
+        "dy = _Product(dy, jnp.ones_like(z))",
+        FIRST["xla"],
+    ),
+    Mutant(
+        "dx without the gate, XLA",
+        XLA_NORM,
+        """made["dx"] = _wide(_Product(made["dx"], total.z))""",
+        "pass",
+        LAST["xla"],
+    ),
+    Mutant(
+        "dz without the scale, XLA",
+        XLA_NORM,
+        """made["dz"] = by * x_hat * slope""",
+        """made["dz"] = dy.a.astype(dtype) * x_hat * slope""",
+        FIRST["xla"],
+    ),
+    Mutant(
+        "z's tangent dropped, the gate first",
+        XLA_NORM,
+        "pairs = ((tangents.x, u), (tangents.z, total.astype(dtype) * slope))",
+        "pairs = ((tangents.x, u),)",
+        ("tests/test_matrix.py::test_forward_mode[rms_norm_gated, norm_before_gate=False-s-xla-jvp]",),
+    ),
+    Mutant(
+        "z's tangent without the scale",
+        XLA_NORM,
+        "x_hat * _effective_scale(scale, dtype, norm) * slope * tangents.z",
+        "x_hat * slope * tangents.z",
+        ("tests/test_matrix.py::test_forward_mode[rms_norm_gated-s-xla-jvp]",),
+    ),
+    Mutant(
+        "the tangent not gated",
+        XLA_NORM,
+        "        dy = dy * u\n",
+        "        pass\n",
+        ("tests/test_matrix.py::test_forward_mode[rms_norm_gated-s-xla-jvp]",),
+    ),
+    # Groups that lie interleaved
+    Mutant("rows of a group taken for neighbours", ACCESS, "first * (H * INTERLEAVED)", "first * H", GROUPS_OF_TILES),
+    Mutant("a group's first row where its block's is", ACCESS, "+ group % INTERLEAVED * (H * INNER)", "", GROUPS),
+    Mutant("a group's statistics where its block's are", ACCESS, "+ group % INTERLEAVED * INNER", "", GROUPS),
+    Mutant(
+        "outer rows of one group together",
+        ACCESS,
+        "outer * (INNER * INTERLEAVED) + inner",
+        "outer * INNER + inner",
+        GROUPS_SIDE_BY_SIDE,
+    ),
+    Mutant(
+        "neighbouring programs in one group",
+        ACCESS,
+        "group = together // tiles * INTERLEAVED + tl.program_id(0) % INTERLEAVED",
+        "group = together // tiles * INTERLEAVED + together % INTERLEAVED",
+        GROUPS,
+    ),
+    Mutant(
+        "one copy of what is shared for all groups", ACCESS, "return group % INTERLEAVED", "return group * 0", SHARED
+    ),
+    Mutant(
+        "groups in one that lie interleaved",
+        NORM_LAUNCH,
+        "geometry.grouped or geometry.interleaved else None",
+        "geometry.grouped else None",
+        GROUPS,
+    ),
+    Mutant(
+        "a sum of all groups",
+        NORM_LAUNCH,
+        "own = {*range(batch), *range(axis - self.interleaved, axis + 1)}",
+        "own = {*range(batch), axis}",
+        GROUPS,
+    ),
+    Mutant(
+        "x transposed for its groups' sake",
+        NORM_ARGUMENTS,
+        "interleaved = len(examples) - in_front",
+        "interleaved = 0",
+        (f"{GATED}test_parameters_of_groups_transpose_nothing[layer_norm--1-(1, 1, 5, 8)-(1, 4, 1, 8)]",),
+    ),
+    Mutant("z not kept", NORM_RULES, "    z = operands.z\n", "    z = None\n", FIRST["xla"]),
+]
