@@ -340,7 +340,12 @@ def partitioned_in_shares(
             sharding_rule=layout.rule(operands, jax.eval_shape(function.fun, *operands)),
         )
         made, wanted = function(*operands), jax.eval_shape(compute, *operands)
-        totals = [jnp.sum(a, axis=0) if s else a for a, s in zip(made, summed, strict=True)]
+        # Each device its own share: of an axis that no sharding has reached XLA would gather them all first.
+        spread = NamedSharding(jax.typeof(operands[0]).sharding.mesh, PartitionSpec(tuple(axes)))
+        totals = [
+            jnp.sum(jax.lax.with_sharding_constraint(a, spread), axis=0) if s else a
+            for a, s in zip(made, summed, strict=True)
+        ]
         return [a.astype(w.dtype) for a, w in zip(totals, wanted, strict=True)]
 
     return call
@@ -424,12 +429,13 @@ def spreading(context: mlir.ModuleContext) -> tuple[Context | None, str | None]:
     axis_context: Any = context.axis_context
     manual = getattr(axis_context, "manual_axes", None)
     if manual is not None:  # inside shard_map
-        mesh = axis_context.mesh
-        automatic = [a for a, size in mesh.shape.items() if a not in manual and size > 1]
-        return (Context(mesh, frozenset(manual)) if automatic else None), None
-    if getattr(axis_context, "num_devices", 1) == 1:
+        spread = Context(axis_context.mesh, frozenset(manual))
+        if all(size == 1 for name, size in spread.mesh.shape.items() if name not in manual):
+            return None, None
+    elif getattr(axis_context, "num_devices", 1) == 1:
         return None, None
+    else:
+        spread = Context(jax.sharding.Mesh(np.array(list(axis_context.device_assignment or ())), ("all",)))
     if context.lowering_parameters.for_export:
-        return None, "in an export for several devices, except inside jax.shard_map"
-    devices = axis_context.device_assignment
-    return Context(jax.sharding.Mesh(np.array(list(devices)), ("all",))), None
+        return None, "in an export for several devices, except in a jax.shard_map over all of them"
+    return spread, None
