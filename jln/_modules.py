@@ -21,6 +21,7 @@ from jln import _checks
 from jln._norm.arguments import Gate, Given, checked_arrays
 from jln._norm.operator import normalised
 from jln._norm.signature import Results
+from jln._norm_add_norm.operator import rms_norm_add_rms_norm
 from jln._norm_linear.operator import normalised_linear
 from jln._routes import Route, listening, note
 
@@ -119,11 +120,23 @@ class Deferred(NoArray):
         return dataclasses.replace(self, scale=scale, offset=offset)
 
     def value(self, read: Given | None = None, norm_before_gate: bool = True) -> Results:
-        """The norm by itself, of x or of what is read in its place: addends, or x and z."""
+        """The norm by itself, of x or of what is read in its place: addends, x and z, or x and what y is added to."""
         n = self.call
-        options = {"epsilon": n.epsilon, "subtract_mean": n.subtract_mean, "dtype": n.y_dtype}
+        read = Given(self.x) if read is None else read
+        dtype = n.y_dtype if read.added is None else self.dtype_added_to(read.added)
+        options = {"epsilon": n.epsilon, "subtract_mean": n.subtract_mean, "dtype": dtype}
         options |= {"norm_before_gate": norm_before_gate}
-        return normalised(self._with_own(Given(self.x) if read is None else read), axis=n.axes, **options)
+        return normalised(self._with_own(read), axis=n.axes, **options)
+
+    def dtype_added_to(self, residual: jax.Array) -> jnp.dtype:
+        """Of the sum of the norm's result and this."""
+        return jnp.promote_types(residual.dtype, self.dtype)
+
+    def followed_by(self, norm: Deferred, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`norm` of `residual +` this norm as one operator, which nothing must keep from being one. -> (y, total)"""
+        scales = self._parameter(self.scale), norm._parameter(norm.scale)
+        n = {"axis": self.call.axes, "epsilon": self.call.epsilon, "dtype": norm.dtype, "forward_mode": True}
+        return rms_norm_add_rms_norm(self.x, residual, *scales, **n)
 
     def linears(self, linears: Sequence[Linear], read: Given) -> Any:
         """The norm of what is read, x or addends, and the Linears as one operator, which nothing must keep from being
@@ -205,11 +218,15 @@ class Gated(NamedTuple):
 
 
 class Summed(NamedTuple):
-    """What is normalised, and where it is a sum its addends, as the operators take them; or x, and its gate."""
+    """What is normalised, and where it is a sum its addends, as the operators take them; or x, and its gate, or what
+    the norm's result is added to. With an `x_norm`, which must be called first, there are addends and no total yet.
+    """
 
     total: Any
     addends: Given | None = None
     gated: Gated | None = None
+    added_to: jax.Array | None = None
+    x_norm: Any = None
 
     def read_by(self, norm: Deferred, reads_as_given: bool) -> tuple[Given, str]:
         """What the operator is given for `norm` of the total, and why.
@@ -251,23 +268,51 @@ def summed(x: Any, residual: Any, x_bias: Any, gate: Gate, over: int | Iterable[
     return Summed(_sum(addends, order, dtype).astype(dtype), addends)
 
 
-def gated(x: Any, z: Any, norm_before_gate: bool, residual: Any, x_bias: Any, gate: Any, over: int | Iterable[int]):
-    """As `summed`, of a norm that takes a `z` too, as of `jln.rms_norm_gated`.
+def taken(
+    x: Any,
+    over: int | Iterable[int],
+    *,
+    residual: Any = None,
+    x_bias: Any = None,
+    gate: Gate = None,
+    added_to: Any = None,
+    x_norm: Any = None,
+    z: Any = None,
+    norm_before_gate: bool = True,
+) -> Summed:
+    """As `summed`, of all that a norm by itself may take.
+
+    z, norm_before_gate: as of `jln.rms_norm_gated`. added_to: to which the norm's result is. x_norm: a norm of x, whose
+      result is added to the residual.
 
     Raises:
-      TypeError: z is given, and it or x is no array or has an unsupported dtype; or `norm_before_gate` is no bool.
-      ValueError: z does not fit `x`; or one of these is given with the other's companions.
+      TypeError: an array is none or has an unsupported dtype; or `norm_before_gate` is no bool.
+      ValueError: an array does not fit `x`, or something is given with or without what it goes with.
     """
-    norm_before_gate = _checks.flag("norm_before_gate", norm_before_gate)
-    if z is None:
-        if not norm_before_gate:
-            raise ValueError("norm_before_gate=False needs a z, whose silu multiplies x; got z=None")
-        return summed(x, residual, x_bias, gate, over)
-    for name, a in (("residual", residual), ("x_bias", x_bias), ("gate", gate)):
-        if a is not None:
-            raise ValueError(f"z goes without a {name}: the sum is not gated")
-    given = checked_arrays((), x=x, z=z)
-    return Summed(given.x, gated=Gated(given.z, norm_before_gate))
+    of_x = {"x_bias": x_bias, "gate": gate}
+    if not _checks.flag("norm_before_gate", norm_before_gate) and z is None:
+        raise ValueError("norm_before_gate=False needs a z, whose silu multiplies x; got z=None")
+    _go_without("added_to", added_to, "the norm's result is added", residual=residual, x_norm=x_norm, z=z, **of_x)
+    _go_without("x_norm", x_norm, "its result is added to the residual", z=z, **of_x)
+    _go_without("z", z, "the sum is not gated", residual=residual, **of_x)
+    if x_norm is not None:
+        if residual is None:
+            raise ValueError("x_norm needs a residual, to which its result is added; got residual=None")
+        return Summed(None, checked_arrays((), x=x, residual=residual), x_norm=x_norm)
+    if added_to is not None:
+        x, added_to = _checks.array("x", x), _checks.array("added_to", added_to)
+        _checks.shape("added_to", added_to, x.shape, "that of x")
+        return Summed(x, added_to=added_to)
+    if z is not None:
+        given = checked_arrays((), x=x, z=z)
+        return Summed(given.x, gated=Gated(given.z, bool(norm_before_gate)))
+    return summed(x, residual, x_bias, gate, over)
+
+
+def _go_without(name: str, given: Any, why: str, **others: Any) -> None:
+    for other, a in others.items():
+        if given is not None and a is not None:
+            raise ValueError(f"{name} goes without {other}: {why}")
 
 
 def _sum(addends: Given, order: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -406,6 +451,8 @@ def computed(
     """A norm's result: by what was prepared, or by the framework's own code from the total."""
     if given.gated is not None:
         return _of_gated(layer, found, given.total, given.gated, plain)
+    if given.added_to is not None:
+        return _added(layer, found, given.total, given.added_to, plain)
     if isinstance(found, str):
         return given.result(((deferred(layer, found, lambda: plain(given.total)),), given.total))
     read, why = given.read_by(found, reads_as_given)
@@ -426,6 +473,70 @@ def _of_gated(layer: str, found: Deferred | str, x: jax.Array, of: Gated, plain:
         return plain((x * u).astype(x.dtype))
     y = plain(x)
     return (y * u).astype(y.dtype)
+
+
+def _added(layer: str, found: Deferred | str, x: jax.Array, to: jax.Array, plain: Callable[[Any], Any]) -> jax.Array:
+    if isinstance(found, Deferred):
+        note(layer, "norm", AS_GIVEN)
+        return found.value(Given(found.x, added=to)).y
+    y = deferred(layer, found, lambda: plain(x))
+    dtype = jnp.promote_types(to.dtype, y.dtype)
+    return to.astype(dtype) + y.astype(dtype)
+
+
+def pair(
+    layer: str,
+    given: Summed,
+    norm: Any,
+    cls: type,
+    prepared: Callable[[Any, Any], Deferred | str],
+    apart: Callable[[jax.Array], Any],
+    reads_as_given: bool = True,
+) -> tuple[Any, jax.Array]:
+    """`(norm(total), total)` with `total = residual + x_norm(x)`: as one operator, or each norm for itself.
+
+    cls: of `x_norm`. prepared: of a norm, and what it reads. apart: `norm`, of the total.
+    """
+    assert given.addends is not None
+    x, residual = given.addends.x, given.addends.residual
+    if not isinstance(given.x_norm, cls):
+        raise TypeError(f"x_norm must be a {cls.__module__}.{cls.__name__}; got a {type(given.x_norm).__name__}")
+    found = prepared(given.x_norm, x)
+    if isinstance(found, Deferred):  # the residual has the total's shape, and that is all that is asked
+        then = prepared(norm, residual.astype(found.dtype_added_to(residual)))
+        why = _pair_obstacle(found, then, residual, reads_as_given)
+        if isinstance(then, Deferred) and why is None:
+            note(layer, "norm", f"{AS_GIVEN}, those of x_norm too")
+            return found.followed_by(then, residual)
+    else:
+        why = found
+    total = given.x_norm(x, added_to=residual)
+    own: list[Route] = []
+    with listening((own,)):
+        y = apart(total)
+    for route in own:
+        note(*route[:2], f"not one operator with x_norm: {why}" if route.path == "norm" else route.why)
+    return y, total
+
+
+def _pair_obstacle(first: Deferred, second: Deferred | str, residual: jax.Array, reads_as_given: bool) -> str | None:
+    """Why two norms, the second of the residual plus the first, cannot be one operator; None where they can."""
+    if isinstance(second, str):
+        return second
+    if any(norm.call.subtract_mean or norm.offset is not None for norm in (first, second)):
+        return "one of the two subtracts a mean or has an offset"
+    for name, a, b in (
+        ("axes", first.call.axes, second.call.axes),
+        ("epsilon", first.call.epsilon, second.call.epsilon),
+    ):
+        if a != b:
+            return f"the two differ in {name}: {a} and {b}"
+    total = first.dtype_added_to(residual)
+    if jnp.promote_types(first.x.dtype, residual.dtype) != total:
+        return f"x is {first.x.dtype}, the residual {residual.dtype}, their sum behind the norm {total}"
+    if not reads_as_given or second.x.dtype != total:
+        return "the norm promotes what it reads"
+    return None
 
 
 def deferred(layer: str, found: Deferred | str, plain: Callable[[], Any]) -> Any:
