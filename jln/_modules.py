@@ -500,7 +500,8 @@ def pair(
     assert given.addends is not None
     x, residual = given.addends.x, given.addends.residual
     if not isinstance(given.x_norm, cls):
-        raise TypeError(f"x_norm must be a {cls.__module__}.{cls.__name__}; got a {type(given.x_norm).__name__}")
+        got = type(given.x_norm)
+        raise TypeError(f"x_norm must be a {cls.__module__}.{cls.__name__}; got a {got.__name__} of {got.__module__}")
     found = prepared(given.x_norm, x)
     if isinstance(found, Deferred):  # the residual has the total's shape, and that is all that is asked
         then = prepared(norm, residual.astype(found.dtype_added_to(residual)))
@@ -525,12 +526,10 @@ def _pair_obstacle(first: Deferred, second: Deferred | str, residual: jax.Array,
         return second
     if any(norm.call.subtract_mean or norm.offset is not None for norm in (first, second)):
         return "one of the two subtracts a mean or has an offset"
-    for name, a, b in (
-        ("axes", first.call.axes, second.call.axes),
-        ("epsilon", first.call.epsilon, second.call.epsilon),
-    ):
-        if a != b:
-            return f"the two differ in {name}: {a} and {b}"
+    if first.call.axes != second.call.axes:
+        return f"the two differ in axes: {first.call.axes} and {second.call.axes}"
+    if first.call.epsilon != second.call.epsilon:
+        return f"the two differ in epsilon: {first.call.epsilon:g} and {second.call.epsilon:g}"
     total = first.dtype_added_to(residual)
     if jnp.promote_types(first.x.dtype, residual.dtype) != total:
         return f"x is {first.x.dtype}, the residual {residual.dtype}, their sum behind the norm {total}"
