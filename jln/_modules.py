@@ -479,9 +479,12 @@ def _added(layer: str, found: Deferred | str, x: jax.Array, to: jax.Array, plain
     if isinstance(found, Deferred):
         note(layer, "norm", AS_GIVEN)
         return found.value(Given(found.x, added=to)).y
-    y = deferred(layer, found, lambda: plain(x))
-    dtype = jnp.promote_types(to.dtype, y.dtype)
-    return to.astype(dtype) + y.astype(dtype)
+    return _promoted_sum(to, deferred(layer, found, lambda: plain(x)))
+
+
+def _promoted_sum(a: jax.Array, b: jax.Array) -> jax.Array:
+    dtype = jnp.promote_types(a.dtype, b.dtype)
+    return a.astype(dtype) + b.astype(dtype)
 
 
 def pair(
@@ -502,7 +505,8 @@ def pair(
     if not isinstance(given.x_norm, cls):
         got = type(given.x_norm)
         raise TypeError(f"x_norm must be a {cls.__module__}.{cls.__name__}; got a {got.__name__} of {got.__module__}")
-    found = prepared(given.x_norm, x)
+    called_as_ours = type(given.x_norm).__call__ is cls.__call__
+    found = prepared(given.x_norm, x) if called_as_ours else "x_norm has a call of its own"
     if isinstance(found, Deferred):  # the residual has the total's shape, and that is all that is asked
         then = prepared(norm, residual.astype(found.dtype_added_to(residual)))
         why = _pair_obstacle(found, then, residual, reads_as_given)
@@ -511,7 +515,7 @@ def pair(
             return found.followed_by(then, residual)
     else:
         why = found
-    total = given.x_norm(x, added_to=residual)
+    total = given.x_norm(x, added_to=residual) if called_as_ours else _promoted_sum(residual, given.x_norm(x))
     own: list[Route] = []
     with listening((own,)):
         y = apart(total)

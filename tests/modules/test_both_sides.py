@@ -206,6 +206,19 @@ def test_what_one_operator_would_do_otherwise_is_done_apart(framework):
     assert parity(framework, "RMSNorm", apart, paired, x, **options) == "norm"
 
 
+def test_a_subclass_may_compute_something_else():
+    class Twice(jln.nnx.RMSNorm):
+        def __call__(self, x, **given):
+            return 2 * super().__call__(x, **given)
+
+    norm, twice, x = jln.nnx.RMSNorm(8, rngs=nnx.Rngs(0)), Twice(8, rngs=nnx.Rngs(0)), arguments()
+    with _routes.noting() as routes:
+        y, total = norm(**x, x_norm=twice)
+    assert [route.why for route in routes] == [WHOLE, "not one operator with x_norm: x_norm has a call of its own"]
+    np.testing.assert_array_equal(total, x["residual"] + twice(x["x"]))
+    np.testing.assert_array_equal(y, norm(total))
+
+
 def masked(post, pre, x, residual):
     return pre(x, residual=residual, x_norm=post, mask=MASK)
 
