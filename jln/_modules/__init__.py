@@ -22,7 +22,6 @@ from jln._modules.calls import (
 from jln._modules.norms import Deferred, Linear, NoArray
 
 __all__ = [
-]
     "Deferred",
     "Fused",
     "Gate",

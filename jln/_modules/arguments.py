@@ -76,7 +76,7 @@ def summed(x: Any, residual: Any, x_bias: Any, gate: Gate, over: int | Iterable[
     x = _checks.array("x", x)
     order = tuple(sorted({a + x.ndim if a < 0 else a for a in axes(over)}))
     addends = checked_arrays(order, x=x, residual=residual, x_bias=x_bias, gate=gate)
-    dtype = jnp.promote_types(x.dtype, addends.residual.dtype)
+    dtype = _checks.promoted(x.dtype, addends.residual.dtype)
     # The operators add up for themselves; a sum that nothing reads is not in a compiled program.
     return Summed(_sum(addends, order, dtype).astype(dtype), addends)
 

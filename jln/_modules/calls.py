@@ -1,4 +1,4 @@
-"""From a module's call to the operator that computes it or to the framework's own code, with a note of which and why."""
+"""From a module's call to the operator that computes it or to the framework's own code, noting which and why."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def _added(layer: str, found: Deferred | str, x: jax.Array, to: jax.Array, plain
 
 
 def _promoted_sum(a: jax.Array, b: jax.Array) -> jax.Array:
-    dtype = jnp.promote_types(a.dtype, b.dtype)
+    dtype = _checks.promoted(a.dtype, b.dtype)
     return a.astype(dtype) + b.astype(dtype)
 
 
@@ -234,7 +234,7 @@ def _pair_obstacle(first: Deferred, second: Deferred | str, residual: jax.Array,
     if first.call.epsilon != second.call.epsilon:
         return f"the two differ in epsilon: {first.call.epsilon:g} and {second.call.epsilon:g}"
     total = first.dtype_added_to(residual)
-    if jnp.promote_types(first.x.dtype, residual.dtype) != total:
+    if _checks.promoted(first.x.dtype, residual.dtype) != total:
         return f"x is {first.x.dtype}, the residual {residual.dtype}, their sum behind the norm {total}"
     if not reads_as_given or second.x.dtype != total:
         return "the norm promotes what it reads"

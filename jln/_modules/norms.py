@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 
+from jln import _checks
 from jln._norm.arguments import Given
 from jln._norm.operator import normalised
 from jln._norm.signature import Results
@@ -116,7 +117,7 @@ class Deferred(NoArray):
 
     def dtype_added_to(self, residual: jax.Array) -> jnp.dtype:
         """Of the sum of the norm's result and this."""
-        return jnp.promote_types(residual.dtype, self.dtype)
+        return _checks.promoted(residual.dtype, self.dtype)
 
     def followed_by(self, norm: Deferred, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`norm` of `residual +` this norm as one operator, which nothing must keep from being one. -> (y, total)"""
