@@ -90,7 +90,10 @@ def gate(value: Any, x: jax.Array, residual: jax.Array | None, axes: tuple[int, 
     """
     if is_number(value) and not isinstance(value, bool):
         is_wide = any(a is not None and a.dtype == jnp.float64 for a in (x, residual))
-        return jnp.full((1,) * x.ndim, value, jnp.float64 if is_wide else jnp.float32)
+        dtype = np.dtype("float64" if is_wide else "float32")
+        if not abs(value) <= float(np.finfo(dtype).max):
+            raise ValueError(f"gate must be a number that {dtype} holds; got {value}")
+        return jnp.full((1,) * x.ndim, value, dtype)
     if value is None:
         return None
     value = array("gate", value)
@@ -103,6 +106,12 @@ def gate(value: Any, x: jax.Array, residual: jax.Array | None, axes: tuple[int, 
             f"on every other axis and on all of {axes} together; got {_described(value)} for x {_described(x)}"
         )
     return value
+
+
+def promoted(*dtypes: Any) -> Any:
+    """What they promote to in JAX's own mode, whatever the user's: where it is documented, nobody is surprised."""
+    with jax.numpy_dtype_promotion("standard"):
+        return functools.reduce(jnp.promote_types, dtypes)
 
 
 def _varies_over_x(value: jax.Array, x: jax.Array, axes: tuple[int, ...], of_axes: tuple[tuple[int, ...], ...]) -> bool:

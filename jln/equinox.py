@@ -41,17 +41,21 @@ def _call(
     residual: jax.Array | None = None,
     x_bias: jax.Array | None = None,
     gate: _modules.Gate = None,
+    added_to: jax.Array | None = None,
 ) -> Any:
     """x: of `shape`. With `state` the result is `(y, state)`; `key` is ignored, as by Equinox. With a residual y is
-    `(y, total)`, as of `jln.add_layer_norm` or `jln.add_rms_norm`, with `x_bias` and `gate` as there.
+    `(y, total)`, as of `jln.add_layer_norm` or `jln.add_rms_norm`, with `x_bias` and `gate` as there. With added_to, of
+    x's shape, y is `added_to + norm(x)`, as of `jln.layer_norm_add` or `jln.rms_norm_add`.
     """
-    return _computed(self, _modules.summed(x, residual, x_bias, gate, range(-len(self.shape), 0)), state)
+    return _with_state(_computed(self, x, residual=residual, x_bias=x_bias, gate=gate, added_to=added_to), state)
 
 
-def _computed(self: Any, given: _modules.Summed, state: Any) -> Any:
-    found = _prepared(self, given.total)
-    y = _modules.computed(f"jln.equinox.{_kind(self)}", found, given, lambda total: _plain(self, total))
-    return _with_state(y, state)
+def _computed(self: Any, x: Any, **of_x: Any) -> Any:
+    """of_x: the other arguments of `_modules.taken`."""
+    given, name = _modules.taken(x, range(-len(self.shape), 0), **of_x), f"jln.equinox.{_kind(self)}"
+    if given.x_norm is not None:
+        return _modules.pair(name, given, self, RMSNorm, _prepared, lambda total: _computed(self, total))
+    return _modules.computed(name, _prepared(self, given.total), given, lambda total: _plain(self, total))
 
 
 class LayerNorm(EquinoxLayerNorm):
@@ -76,15 +80,17 @@ class RMSNorm(EquinoxRMSNorm):
         residual: jax.Array | None = None,
         x_bias: jax.Array | None = None,
         gate: _modules.Gate = None,
+        added_to: jax.Array | None = None,
+        x_norm: RMSNorm | None = None,
         z: jax.Array | None = None,
         norm_before_gate: bool = True,
     ) -> Any:
-        """As `LayerNorm`'s. With z, of x's shape, y is `rms_norm(x) * silu(z)`, or without `norm_before_gate`
-        `rms_norm(x * silu(z))`, as of `jln.rms_norm_gated`.
+        """As `LayerNorm`'s. With a residual and `x_norm`, another RMSNorm, y is `(y, total)` of `total = residual +
+        x_norm(x)`, and without offsets they are one operator, `jln.rms_norm_add_rms_norm`. With z, of x's shape, y is
+        `rms_norm(x) * silu(z)`, or without `norm_before_gate` `rms_norm(x * silu(z))`, as of `jln.rms_norm_gated`.
         """
-        over = range(-len(self.shape), 0)
-        given = _modules.gated(x, z, norm_before_gate, residual, x_bias, gate, over)
-        return _computed(self, given, state)
+        given = {"residual": residual, "x_bias": x_bias, "gate": gate, "added_to": added_to, "x_norm": x_norm}
+        return _with_state(_computed(self, x, z=z, norm_before_gate=norm_before_gate, **given), state)
 
 
 class _NormLinear(eqx.Module):

@@ -37,6 +37,13 @@ HaikuRMSNorm = hk.RMSNorm
 Norm: TypeAlias = HaikuLayerNorm | HaikuRMSNorm
 
 
+class _Read(hk.Module):
+    """A module whose parameters another one reads: under its name, through the user's getters."""
+
+    def parameter(self, name: str, shape: Any, dtype: Any, init: Any) -> jax.Array:
+        return _parameter(name, shape, dtype, init)
+
+
 class LayerNorm(HaikuLayerNorm):
     """`haiku.LayerNorm` on `jln.layer_norm`: the same arguments, parameters, results and errors.
 
@@ -53,14 +60,17 @@ class LayerNorm(HaikuLayerNorm):
         residual: jax.Array | None = None,
         x_bias: jax.Array | None = None,
         gate: _modules.Gate = None,
+        added_to: jax.Array | None = None,
     ) -> Any:
         """inputs: `[..., H]`, or as `axis` says; scale, offset: broadcast against it. With a residual the result is
-        `(y, total)`, as of `jln.add_layer_norm`, with `x_bias` and `gate` as there.
+        `(y, total)`, as of `jln.add_layer_norm`, with `x_bias` and `gate` as there. With added_to, of the inputs'
+        shape, it is `added_to + layer_norm(inputs)`, as of `jln.layer_norm_add`.
         """
-        return call(self, super().__call__, inputs, scale, offset, residual=residual, x_bias=x_bias, gate=gate)
+        given = {"residual": residual, "x_bias": x_bias, "gate": gate, "added_to": added_to}
+        return call(self, super().__call__, inputs, scale, offset, **given)
 
 
-class RMSNorm(HaikuRMSNorm):
+class RMSNorm(_Read, HaikuRMSNorm):
     """`haiku.RMSNorm` on `jln.rms_norm`: the same arguments, parameters, results and errors."""
 
     def __call__(
@@ -70,15 +80,21 @@ class RMSNorm(HaikuRMSNorm):
         residual: jax.Array | None = None,
         x_bias: jax.Array | None = None,
         gate: _modules.Gate = None,
+        added_to: jax.Array | None = None,
+        x_norm: RMSNorm | None = None,
         z: jax.Array | None = None,
         norm_before_gate: bool = True,
     ) -> Any:
         """inputs: `[..., H]`, or as `axis` says. With a residual the result is `(y, total)`, as of `jln.add_rms_norm`,
-        with `x_bias` and `gate` as there. With z, of the inputs' shape, it is `rms_norm(inputs) * silu(z)`, or without
+        with `x_bias` and `gate` as there, or with `x_norm`, another RMSNorm, of `total = residual + x_norm(inputs)`, as
+        of `jln.rms_norm_add_rms_norm`. With added_to, of the inputs' shape, it is `added_to + rms_norm(inputs)`, as of
+        `jln.rms_norm_add`. With z, of the inputs' shape, it is `rms_norm(inputs) * silu(z)`, or without
         `norm_before_gate` `rms_norm(inputs * silu(z))`, as of `jln.rms_norm_gated`.
+
+        Where the two norms are one operator, interceptors see of `x_norm` only how its parameters are read.
         """
-        of_gate = {"z": z, "norm_before_gate": norm_before_gate}
-        return call(self, super().__call__, inputs, residual=residual, x_bias=x_bias, gate=gate, **of_gate)
+        given = {"residual": residual, "x_bias": x_bias, "gate": gate, "added_to": added_to, "x_norm": x_norm}
+        return call(self, super().__call__, inputs, z=z, norm_before_gate=norm_before_gate, **given)
 
 
 class _NormLinear(hk.Module):
@@ -186,24 +202,13 @@ class RMSNormLinear(_NormLinear):
         name: str | None = None,
     ):
         super().__init__(name=name)
-        self._norm = functools.partial(_ReadRMSNorm, -1, eps, scale_init, "rms_norm", create_scale, param_axis=-1)
+        self._norm = functools.partial(RMSNorm, -1, eps, scale_init, "rms_norm", create_scale, param_axis=-1)
         self._several = isinstance(output_size, Mapping)
         options = {"with_bias": with_bias, "w_init": w_init, "b_init": b_init}
         self._linears = _makers(output_size, RMSNormLinear, "rms_norm", options)
 
 
-class _Read(hk.Module):
-    """A module whose parameters another one reads: under its name, through the user's getters."""
-
-    def parameter(self, name: str, shape: Any, dtype: Any, init: Any) -> jax.Array:
-        return _parameter(name, shape, dtype, init)
-
-
 class _ReadLayerNorm(_Read, LayerNorm):
-    pass
-
-
-class _ReadRMSNorm(_Read, RMSNorm):
     pass
 
 
@@ -243,21 +248,25 @@ def call(
     inputs: Any,
     scale: Any = None,
     offset: Any = None,
-    *,
-    residual: Any = None,
-    x_bias: Any = None,
-    gate: Any = None,
-    z: Any = None,
-    norm_before_gate: bool = True,
+    **of_x: Any,
 ) -> Any:
-    """The call of a norm, from within it; `plain` is Haiku's own."""
+    """The call of a norm, from within it; `plain` is Haiku's own; of_x: the other arguments of `_modules.taken`."""
     if not isinstance(layer, HaikuLayerNorm) and (scale is not None or offset is not None):
         return plain(inputs, scale, offset)  # which takes no such arguments, and says so
     own = (scale, offset) if isinstance(layer, HaikuLayerNorm) else ()
-    axes = () if residual is None else _axes(layer.axis, np.ndim(inputs), wrap=isinstance(layer, HaikuLayerNorm))
-    given = _modules.gated(inputs, z, norm_before_gate, residual, x_bias, gate, axes)
-    found = _prepared(layer, given.total, scale, offset, _parameter)
+    adds = of_x.get("residual") is not None
+    axes = _axes(layer.axis, np.ndim(inputs), wrap=isinstance(layer, HaikuLayerNorm)) if adds else ()
+    given = _modules.taken(inputs, axes, **of_x)
     name = f"jln.haiku.{_kind(layer)} {layer.module_name}"
+    if given.x_norm is not None:
+
+        def existing(norm: Any, read: Any) -> _modules.Deferred | str:
+            if hk.running_init():
+                return "Haiku's own code makes the parameters"
+            return _prepared(norm, read, None, None, _parameter if norm is layer else norm.parameter)
+
+        return _modules.pair(name, given, layer, RMSNorm, existing, lambda total: call(layer, plain, total, *own))
+    found = _prepared(layer, given.total, scale, offset, _parameter)
     return _modules.computed(name, found, given, lambda total: plain(total, *own))
 
 

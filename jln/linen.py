@@ -52,11 +52,14 @@ class LayerNorm(FlaxLayerNorm):
         residual: jax.Array | None = None,
         x_bias: jax.Array | None = None,
         gate: _modules.Gate = None,
+        added_to: jax.Array | None = None,
     ) -> Any:
         """x: `[..., H]`, or as `reduction_axes` and `feature_axes` say. With a residual the result is `(y, total)`, as
-        of `jln.add_layer_norm`, with `x_bias` and `gate` as there.
+        of `jln.add_layer_norm`, with `x_bias` and `gate` as there. With added_to, of x's shape, it is `added_to +
+        layer_norm(x)`, as of `jln.layer_norm_add`.
         """
-        return call(self, super().__call__, x, mask=mask, residual=residual, x_bias=x_bias, gate=gate)
+        given = {"residual": residual, "x_bias": x_bias, "gate": gate, "added_to": added_to}
+        return call(self, super().__call__, x, mask=mask, **given)
 
 
 class RMSNorm(FlaxRMSNorm):
@@ -71,15 +74,22 @@ class RMSNorm(FlaxRMSNorm):
         residual: jax.Array | None = None,
         x_bias: jax.Array | None = None,
         gate: _modules.Gate = None,
+        added_to: jax.Array | None = None,
+        x_norm: RMSNorm | None = None,
         z: jax.Array | None = None,
         norm_before_gate: bool = True,
     ) -> Any:
         """x: `[..., H]`, or as `reduction_axes` and `feature_axes` say. With a residual the result is `(y, total)`, as
-        of `jln.add_rms_norm`, with `x_bias` and `gate` as there. With z, of x's shape, it is `rms_norm(x) * silu(z)`,
-        or without `norm_before_gate` `rms_norm(x * silu(z))`, as of `jln.rms_norm_gated`.
+        of `jln.add_rms_norm`, with `x_bias` and `gate` as there, or with `x_norm`, another RMSNorm, of `total =
+        residual + x_norm(x)`, as of `jln.rms_norm_add_rms_norm`. With added_to, of x's shape, it is `added_to +
+        rms_norm(x)`, as of `jln.rms_norm_add`. With z, of x's shape, it is `rms_norm(x) * silu(z)`, or without
+        `norm_before_gate` `rms_norm(x * silu(z))`, as of `jln.rms_norm_gated`.
+
+        Where the two norms are one operator, `x_norm` is not called: `nn.intercept_methods` and `capture_intermediates`
+        see this layer's call alone. In `init` it is.
         """
-        of_gate = {"z": z, "norm_before_gate": norm_before_gate}
-        return call(self, super().__call__, x, mask=mask, residual=residual, x_bias=x_bias, gate=gate, **of_gate)
+        given = {"residual": residual, "x_bias": x_bias, "gate": gate, "added_to": added_to, "x_norm": x_norm}
+        return call(self, super().__call__, x, mask=mask, z=z, norm_before_gate=norm_before_gate, **given)
 
 
 # The fields below that those of the two layers are given, under the same names.
@@ -202,19 +212,21 @@ def call(
     x: Any,
     *,
     mask: Any = None,
-    residual: Any = None,
-    x_bias: Any = None,
-    gate: Any = None,
-    z: Any = None,
-    norm_before_gate: bool = True,
+    **of_x: Any,
 ) -> Any:
-    """The call of a norm, from within it; `plain` is Flax's own."""
+    """The call of a norm, from within it; `plain` is Flax's own; of_x: the other arguments of `_modules.taken`."""
 
     def parameter(name: str, init: Any, shape: Sequence[int]) -> jax.Array:
         return layer.param(name, init, shape, layer.param_dtype)
 
     name = f"jln.linen.{_kind(layer)} {'/'.join(layer.path)}".rstrip()
-    given = _modules.gated(x, z, norm_before_gate, residual, x_bias, gate, layer.reduction_axes)
+    given = _modules.taken(x, layer.reduction_axes, **of_x)
+    if given.x_norm is not None:
+
+        def existing(norm: Norm, read: Any) -> _modules.Deferred | str:
+            return _existing(norm, read, mask if norm is layer else None)
+
+        return _modules.pair(name, given, layer, RMSNorm, existing, lambda total: call(layer, plain, total, mask=mask))
     found = _prepared(layer, given.total, mask, parameter)
     return _modules.computed(name, found, given, lambda total: plain(total, mask=mask))
 
@@ -225,17 +237,20 @@ def _kind(layer: Norm) -> str:
 
 def _fused(norm: Norm, denses: Sequence[nn.DenseGeneral], given: _modules.Summed, mask: Any) -> _modules.Fused | str:
     """All layers as one operator, or why they must be called. None is called here: nobody sees half a result."""
-    x = given.total
-    if not isinstance(x, jax.Array | np.ndarray) or x.ndim == 0:
-        return "x has no axes"
-    use_offset = isinstance(norm, FlaxLayerNorm) and norm.use_bias
-    read = _read(norm, {"scale": (norm.use_scale, x.shape[-1:]), "bias": (use_offset, x.shape[-1:])})
-    if isinstance(read, str):
-        return read
-    ready = _prepared(norm, x, mask, lambda name, *_: read[name])
+    ready = _existing(norm, given.total, mask)
     if isinstance(ready, str):
         return ready
     return _modules.fused(ready, {str(dense.name): _described(dense, ready) for dense in denses}, given)
+
+
+def _existing(norm: Norm, x: Any, mask: Any) -> _modules.Deferred | str:
+    """As `_prepared`, with the parameters that a call of the norm has made."""
+    if not isinstance(x, jax.Array | np.ndarray) or x.ndim == 0:
+        return "x has no axes"
+    shape = tuple(x.shape[a] for a in sorted({a % x.ndim for a in _modules.axes(norm.feature_axes)}))
+    use_offset = isinstance(norm, FlaxLayerNorm) and norm.use_bias
+    read = _read(norm, {"scale": (norm.use_scale, shape), "bias": (use_offset, shape)})
+    return read if isinstance(read, str) else _prepared(norm, x, mask, lambda name, *_: read[name])
 
 
 def _described(dense: nn.DenseGeneral, norm: _modules.Deferred) -> _modules.Linear | str:

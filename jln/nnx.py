@@ -51,11 +51,13 @@ class LayerNorm(FlaxLayerNorm):
         residual: jax.Array | None = None,
         x_bias: jax.Array | None = None,
         gate: _modules.Gate = None,
+        added_to: jax.Array | None = None,
     ) -> Any:
         """x: `[..., num_features]`, or as `reduction_axes` and `feature_axes` say. With a residual the result is
-        `(y, total)`, as of `jln.add_layer_norm`, with `x_bias` and `gate` as there.
+        `(y, total)`, as of `jln.add_layer_norm`, with `x_bias` and `gate` as there. With added_to, of x's shape, it is
+        `added_to + layer_norm(x)`, as of `jln.layer_norm_add`.
         """
-        return _computed(self, x, mask, residual, x_bias, gate)
+        return _computed(self, x, mask, residual=residual, x_bias=x_bias, gate=gate, added_to=added_to)
 
 
 class RMSNorm(FlaxRMSNorm):
@@ -69,14 +71,19 @@ class RMSNorm(FlaxRMSNorm):
         residual: jax.Array | None = None,
         x_bias: jax.Array | None = None,
         gate: _modules.Gate = None,
+        added_to: jax.Array | None = None,
+        x_norm: RMSNorm | None = None,
         z: jax.Array | None = None,
         norm_before_gate: bool = True,
     ) -> Any:
         """x: `[..., num_features]`, or as `reduction_axes` and `feature_axes` say. With a residual the result is
-        `(y, total)`, as of `jln.add_rms_norm`, with `x_bias` and `gate` as there. With z, of x's shape, it is
-        `rms_norm(x) * silu(z)`, or without `norm_before_gate` `rms_norm(x * silu(z))`, as of `jln.rms_norm_gated`.
+        `(y, total)`, as of `jln.add_rms_norm`, with `x_bias` and `gate` as there, or with `x_norm`, another RMSNorm, of
+        `total = residual + x_norm(x)`, as of `jln.rms_norm_add_rms_norm`. With added_to, of x's shape, it is `added_to
+        + rms_norm(x)`, as of `jln.rms_norm_add`. With z, of x's shape, it is `rms_norm(x) * silu(z)`, or without
+        `norm_before_gate` `rms_norm(x * silu(z))`, as of `jln.rms_norm_gated`.
         """
-        return _computed(self, x, mask, residual, x_bias, gate, z=z, norm_before_gate=norm_before_gate)
+        given = {"residual": residual, "x_bias": x_bias, "gate": gate, "added_to": added_to, "x_norm": x_norm}
+        return _computed(self, x, mask, z=z, norm_before_gate=norm_before_gate, **given)
 
 
 # Of one Linear, or by name of each of several: out_features, or a mapping of all that is its own.
@@ -239,8 +246,8 @@ class RMSNormLinear(_NormLinear):
 
 
 class DeferringLayerNorm(LayerNorm):
-    """A LayerNorm that leaves its work to the one Linear behind it, unless `nnx.capture` watches and wants an array;
-    `jln.convert.nnx` makes it.
+    """A LayerNorm that leaves its work to the one Linear behind it, unless `nnx.capture` watches and wants an array, or
+    a norm alone is not all that there is to do; `jln.convert.nnx` makes it.
     """
 
     def __call__(
@@ -251,8 +258,10 @@ class DeferringLayerNorm(LayerNorm):
         residual: jax.Array | None = None,
         x_bias: jax.Array | None = None,
         gate: _modules.Gate = None,
+        added_to: jax.Array | None = None,
     ) -> Any:
-        return _computed(self, x, mask, residual, x_bias, gate, defers=not _is_captured(self))
+        given = {"residual": residual, "x_bias": x_bias, "gate": gate, "added_to": added_to}
+        return _computed(self, x, mask, defers=True, **given)
 
 
 class DeferringRMSNorm(RMSNorm):
@@ -266,11 +275,13 @@ class DeferringRMSNorm(RMSNorm):
         residual: jax.Array | None = None,
         x_bias: jax.Array | None = None,
         gate: _modules.Gate = None,
+        added_to: jax.Array | None = None,
+        x_norm: RMSNorm | None = None,
         z: jax.Array | None = None,
         norm_before_gate: bool = True,
     ) -> Any:
-        of_gate = {"z": z, "norm_before_gate": norm_before_gate}
-        return _computed(self, x, mask, residual, x_bias, gate, z is None and not _is_captured(self), **of_gate)
+        given = {"residual": residual, "x_bias": x_bias, "gate": gate, "added_to": added_to, "x_norm": x_norm}
+        return _computed(self, x, mask, defers=True, z=z, norm_before_gate=norm_before_gate, **given)
 
 
 def _is_captured(layer: nnx.Module) -> bool:
@@ -341,24 +352,23 @@ def _kind(layer: FlaxLayerNorm | FlaxRMSNorm) -> str:
     return "LayerNorm" if isinstance(layer, FlaxLayerNorm) else "RMSNorm"
 
 
-def _computed(
-    norm: LayerNorm | RMSNorm,
-    x: Any,
-    mask: Any,
-    residual: Any,
-    x_bias: Any,
-    gate: Any,
-    defers: bool = False,
-    *,
-    z: Any = None,
-    norm_before_gate: bool = True,
-) -> Any:
-    """A norm's call, from within it; defers: leave the norm to the Linear behind it."""
-    given = _modules.gated(x, z, norm_before_gate, residual, x_bias, gate, norm.reduction_axes)
-    if defers:
+def _computed(norm: LayerNorm | RMSNorm, x: Any, mask: Any, defers: bool = False, **of_x: Any) -> Any:
+    """A norm's call, from within it.
+
+    defers: leave the norm to the Linear behind it, where that can do it. of_x: the other arguments of `_modules.taken`.
+    """
+    given, name = _modules.taken(x, norm.reduction_axes, **of_x), f"jln.nnx.{_kind(norm)}"
+    if given.x_norm is not None:
+
+        def prepared(a: Any, read: Any) -> _modules.Deferred | str:
+            return "nnx.capture watches x_norm" if _is_captured(a) else _prepared(a, read, mask if a is norm else None)
+
+        apart, reads_as_given = lambda total: _computed(norm, total, mask), _reads_as_given(norm)
+        return _modules.pair(name, given, norm, RMSNorm, prepared, apart, reads_as_given)
+    if defers and given.gated is None and given.added_to is None and not _is_captured(norm):
         return given.result(((_deferred(norm, given.total, mask),), given.total))
     found, plain = _prepared(norm, given.total, mask), lambda total: _plain(norm, total, mask)
-    return _modules.computed(f"jln.nnx.{_kind(norm)}", found, given, plain, _reads_as_given(norm))
+    return _modules.computed(name, found, given, plain, _reads_as_given(norm))
 
 
 def _deferred(norm: FlaxLayerNorm | FlaxRMSNorm, x: Any, mask: Any) -> Any:

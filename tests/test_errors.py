@@ -204,6 +204,9 @@ JUNCTION = {
     "gate is a bool": (TypeError, r"gate must be an array; got bool", {"gate": True}),
     "gate is complex": (TypeError, r"gate must be an array; got complex", {"gate": 1j}),
     "gate is text": (TypeError, r"gate must be an array; got str", {"gate": "0.5"}),
+    "gate is beyond float32": (ValueError, r"gate must be a number that float32 holds; got 1e\+39", {"gate": 1e39}),
+    "gate is beyond every float": (ValueError, r"gate must be a number that float32 holds", {"gate": 10**400}),
+    "gate is no number": (ValueError, r"gate must be a number that float32 holds; got nan", {"gate": float("nan")}),
 }  # fmt: skip
 
 

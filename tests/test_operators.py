@@ -11,6 +11,7 @@ import pytest
 import jln
 import workbench
 from invariance import assert_rows_are_independent
+from jln import _catalogue
 from jln._norm import kernels, launcher, tiles
 from jln._norm.signature import Cotangents, Gradients, Norm, Switches
 from jln._triton import target
@@ -222,11 +223,21 @@ def test_what_was_not_used_cannot_spoil_what_was(implementation):
     assert "jln_norm_backward" not in str(jax.make_jaxpr(jax.grad(loss))(x, jnp.ones(4)))
 
 
-def test_strict_promotion(implementation):
+@pytest.mark.parametrize("name", _catalogue.OPERATORS)
+def test_strict_promotion(name, implementation):
+    """Every x in 16 bits, and all else in 32."""
+    operator = _catalogue.OPERATORS[name]
+    sizes = _catalogue.sizes((3, 8), -1, (4,))
+    given = {a.name: jnp.ones(a.of(sizes, "float32", "float32").shape) for a in operator.arguments}
+    given |= {"x": given["x"].astype("bfloat16")}
+
+    def loss(given):
+        return sum(jnp.sum(a.astype("float32")) for a in jax.tree.leaves(operator.function(**given, **options)))
+
+    options = {"implementation": implementation}
     with jax.numpy_dtype_promotion("strict"):
-        x, scale = jnp.ones((3, 8), "bfloat16"), jnp.ones(8, "float32")
-        run = jax.jit(jax.grad(lambda *a: jln.add_layer_norm(*a, implementation=implementation)[0].sum(), argnums=2))
-        assert run(x, x.astype("float32"), scale).dtype == jnp.float32
+        gradients = jax.jit(jax.grad(loss))(given)
+    chex.assert_trees_all_equal_dtypes(gradients, given)
 
 
 def test_weak_types_promote_as_arrays_do(implementation):

@@ -7,7 +7,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jln import _checks
@@ -269,7 +268,7 @@ def normalised(
 def _checked(*, dtype: DTypeLike | None, implementation: str | None, forward_mode: bool, **of_norm: Any) -> Results:
     """of_norm: the arguments of `checked`."""
     arrays, axes, norm = checked(**of_norm)
-    given = arrays.x.dtype if arrays.added is None else jnp.promote_types(arrays.x.dtype, arrays.added.dtype)
+    given = arrays.x.dtype if arrays.added is None else _checks.promoted(arrays.x.dtype, arrays.added.dtype)
     settings = Settings(norm, _checks.dtype(dtype, given), _checks.implementation(implementation))
     return _jitted(settings, axes, _checks.flag("forward_mode", forward_mode), arrays)
 

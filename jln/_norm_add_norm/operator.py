@@ -37,8 +37,8 @@ def rms_norm_add_rms_norm(
     Guarantees and errors are those of `layer_norm`.
 
     One Triton kernel each way takes rows along the last axis of up to 8192 elements (4096 where they do not start on 16
-    bytes or the dtypes differ; of float64 a quarter of these). Wider rows, and other axes, take two kernels each way,
-    between which the sum and its gradient are read once more.
+    bytes or the dtypes differ; of float64 a quarter of these). Wider rows, other axes, and scales that vary along the
+    axis before the normalised one take two kernels each way, between which the sum and its gradient are read once more.
 
     Args:
       x: as in `layer_norm`.

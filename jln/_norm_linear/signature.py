@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jln import _checks
 from jln._norm import signature as norm
 from jln._norm.signature import Outcome as Outcome
 from jln._norm.signature import Results as Results
@@ -113,7 +114,7 @@ def few_features(operands: Operands, of_norm: norm.Norm, precision: Any, impleme
     given, kernels = operands.of_norm, operands.kernel
     if implementation == "xla" or of_norm.of_examples or given.x_bias is not None or given.gated:
         return False
-    dtypes = {jnp.promote_types(given.x.dtype, kernel.dtype).name for kernel in kernels}
+    dtypes = {_checks.promoted(given.x.dtype, kernel.dtype).name for kernel in kernels}
     dtype = dtypes.pop()
     n = sum(math.prod(kernel.shape[1:]) for kernel in kernels)
     if dtypes or dtype not in FUSED_FEATURES or n > FUSED_FEATURES[dtype][0]:

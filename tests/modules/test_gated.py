@@ -94,7 +94,7 @@ def test_wrong_arguments_are_named():
     pytest.importorskip("flax")
     cases = [
         (ValueError, r"z must have shape \(4, 6, 16\), that of x", {"z": Z[0]}),
-        (ValueError, "z goes without a residual", {"z": Z, "residual": X}),
+        (ValueError, "z goes without residual", {"z": Z, "residual": X}),
         (ValueError, "norm_before_gate=False needs a z", {"norm_before_gate": False}),
         (TypeError, "norm_before_gate must be a static bool", {"z": Z, "norm_before_gate": 1}),
     ]

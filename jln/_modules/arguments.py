@@ -1,0 +1,143 @@
+"""What a module's call takes beside x, checked: a residual with what goes with it, a gate, another norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jln import _checks
+from jln._modules.norms import Deferred
+from jln._norm.arguments import Gate, Given, checked_arrays
+
+Products = tuple[tuple[Any, ...], Any]  # of each Linear, and the total
+
+
+def axes(given: int | Iterable[int]) -> tuple[int, ...]:
+    """As a tuple, where Flax takes one by itself too."""
+    return tuple(given) if isinstance(given, Iterable) else (given,)
+
+
+AS_GIVEN = "all arguments are the operator's"
+
+
+class Gated(NamedTuple):
+    """What silu of `z` multiplies: the norm's result, or x."""
+
+    z: jax.Array
+    norm_before_gate: bool
+
+
+class Summed(NamedTuple):
+    """What is normalised, and where it is a sum its addends, as the operators take them; or x, and its gate, or what
+    the norm's result is added to. With an `x_norm`, which must be called first, there are addends and no total yet.
+    """
+
+    total: Any
+    addends: Given | None = None
+    gated: Gated | None = None
+    added_to: jax.Array | None = None
+    x_norm: Any = None
+
+    def read_by(self, norm: Deferred, reads_as_given: bool) -> tuple[Given, str]:
+        """What the operator is given for `norm` of the total, and why.
+
+        reads_as_given: whether the norm's x is the total, but for a cast.
+        """
+        if self.addends is None:
+            return Given(norm.x), AS_GIVEN
+        if not reads_as_given or norm.x.dtype != self.total.dtype:
+            return Given(norm.x), "but for the sum of x and the residual: the norm promotes what it reads"
+        return self.addends, AS_GIVEN
+
+    def result(self, products: Products, several: bool = False) -> Any:
+        """As the modules' users have it."""
+        ys, total = products
+        y = ys if several else ys[0]
+        return y if self.addends is None else (y, total)
+
+
+def summed(x: Any, residual: Any, x_bias: Any, gate: Gate, over: int | Iterable[int] = -1) -> Summed:
+    """`residual + gate * (x + x_bias)`, or `x` where there is no residual.
+
+    x_bias, gate: as of `jln.add_layer_norm`, with the normalised axes in ascending order. over: these.
+
+    Raises:
+      TypeError: a residual is given, and an array is none or has an unsupported dtype.
+      ValueError: the residual or what goes with it does not fit `x`, or there is no residual with which it goes.
+    """
+    if residual is None:
+        for name, a in (("x_bias", x_bias), ("gate", gate)):
+            if a is not None:
+                raise ValueError(f"{name} needs a residual, to which x is added with it; got residual=None")
+        return Summed(x)
+    x = _checks.array("x", x)
+    order = tuple(sorted({a + x.ndim if a < 0 else a for a in axes(over)}))
+    addends = checked_arrays(order, x=x, residual=residual, x_bias=x_bias, gate=gate)
+    dtype = _checks.promoted(x.dtype, addends.residual.dtype)
+    # The operators add up for themselves; a sum that nothing reads is not in a compiled program.
+    return Summed(_sum(addends, order, dtype).astype(dtype), addends)
+
+
+def taken(
+    x: Any,
+    over: int | Iterable[int],
+    *,
+    residual: Any = None,
+    x_bias: Any = None,
+    gate: Gate = None,
+    added_to: Any = None,
+    x_norm: Any = None,
+    z: Any = None,
+    norm_before_gate: bool = True,
+) -> Summed:
+    """As `summed`, of all that a norm by itself may take.
+
+    z, norm_before_gate: as of `jln.rms_norm_gated`. added_to: to which the norm's result is. x_norm: a norm of x, whose
+      result is added to the residual.
+
+    Raises:
+      TypeError: an array is none or has an unsupported dtype; or `norm_before_gate` is no bool.
+      ValueError: an array does not fit `x`, or something is given with or without what it goes with.
+    """
+    of_x = {"x_bias": x_bias, "gate": gate}
+    if not _checks.flag("norm_before_gate", norm_before_gate) and z is None:
+        raise ValueError("norm_before_gate=False needs a z, whose silu multiplies x; got z=None")
+    _go_without("added_to", added_to, "the norm's result is added", residual=residual, x_norm=x_norm, z=z, **of_x)
+    _go_without("x_norm", x_norm, "its result is added to the residual", z=z, **of_x)
+    _go_without("z", z, "the sum is not gated", residual=residual, **of_x)
+    if x_norm is not None:
+        if residual is None:
+            raise ValueError("x_norm needs a residual, to which its result is added; got residual=None")
+        return Summed(None, checked_arrays((), x=x, residual=residual), x_norm=x_norm)
+    if added_to is not None:
+        x, added_to = _checks.array("x", x), _checks.array("added_to", added_to)
+        _checks.shape("added_to", added_to, x.shape, "that of x")
+        return Summed(x, added_to=added_to)
+    if z is not None:
+        given = checked_arrays((), x=x, z=z)
+        return Summed(given.x, gated=Gated(given.z, bool(norm_before_gate)))
+    return summed(x, residual, x_bias, gate, over)
+
+
+def _go_without(name: str, given: Any, why: str, **others: Any) -> None:
+    for other, a in others.items():
+        if given is not None and a is not None:
+            raise ValueError(f"{name} goes without {other}: {why}")
+
+
+def _sum(addends: Given, order: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Of more than two as wide as the operators make it."""
+    x, bias, gate = addends.x, addends.x_bias, addends.gate
+    if bias is None and gate is None:
+        return x.astype(dtype) + addends.residual.astype(dtype)
+
+    def spread(a: jax.Array) -> jax.Array:
+        a = a.astype(wide)
+        return a if a.ndim == x.ndim else jnp.expand_dims(a, [i for i in range(x.ndim) if i not in order])
+
+    wide = jnp.promote_types(dtype, jnp.float32)
+    branch = x.astype(wide) if bias is None else x.astype(wide) + spread(bias)
+    return addends.residual.astype(wide) + (branch if gate is None else spread(gate) * branch)

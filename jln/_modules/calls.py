@@ -1,0 +1,283 @@
+"""From a module's call to the operator that computes it or to the framework's own code, noting which and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jln import _checks
+from jln._modules.arguments import AS_GIVEN, Gated, Products, Summed
+from jln._modules.norms import Deferred, Linear, NormCall
+from jln._norm.arguments import Given
+from jln._routes import Route, listening, note
+
+
+def named(argument: str, linears: Mapping[Any, Any], cls: type, taken: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """The arguments of each of several Linears, by name and in order.
+
+    argument: of `cls`, that they were given as; it is a Linear's too. Each value is its value for that Linear, or a
+      mapping of this Linear's own arguments. taken: names of which the class does not know.
+    """
+    if not linears:
+        raise ValueError(f"{argument} must name at least one Linear; got {dict(linears)}")
+    for name in linears:
+        if not isinstance(name, str):
+            raise TypeError(f"{argument} must name each Linear with a str; got {name!r}")
+        if not name.isidentifier() or name in taken or hasattr(cls, name):
+            raise ValueError(
+                f"{argument} cannot name a Linear {name!r}, which is no identifier or another's name in {cls.__name__}"
+            )
+        if isinstance(own := linears[name], Mapping) and argument not in own:
+            raise TypeError(f"{argument} of the Linear {name!r} must be among its own arguments; got {dict(own)}")
+    return {name: dict(a) if isinstance(a, Mapping) else {argument: a} for name, a in linears.items()}
+
+
+class Fused(NamedTuple):
+    """A norm and Linears that are one operator. why: this is the path."""
+
+    compute: Callable[[], Products]
+    why: str
+
+
+def fused(
+    norm: Deferred, linears: Mapping[str, Linear | str], given: Summed, reads_as_given: bool = True
+) -> Fused | str:
+    """`norm`, of the total, and the Linears behind it as one operator, or why they cannot be one.
+
+    linears: by name, each in the operators' terms, or why it cannot be. reads_as_given: as of `Summed.read_by`.
+    """
+    known: list[Linear] = []
+    for name, linear in linears.items():
+        obstacle = linear if isinstance(linear, str) else norm.linear_obstacle(linear.kernel.shape, linear.dtype)
+        if isinstance(linear, str) or obstacle is not None:
+            return f"{name}: {obstacle}" if len(linears) > 1 else str(obstacle)
+        known.append(linear)
+    if any(a.precision != known[0].precision for a in known):
+        return "the Linears differ in precision"
+    read, why = given.read_by(norm, reads_as_given)
+    if read.residual is not None:
+        return Fused(lambda: norm.linears(known, read), why)
+    return Fused(lambda: (norm.linears(known, read), given.total), why)
+
+
+Parameter = jax.Array | np.ndarray | jax.ShapeDtypeStruct
+
+
+def prepared(
+    x: Any,
+    scale: Parameter | None,
+    offset: Parameter | None,
+    *,
+    axes: Sequence[int],
+    parameter_axes: Sequence[int] | None = None,
+    epsilon: Any,
+    subtract_mean: bool,
+    y_dtype: Any,
+) -> Deferred | str:
+    """The norm of `x` in the operators' terms, or why they cannot compute it.
+
+    scale, offset: where they are not known yet, their shapes and dtypes, to be replaced by `with_parameters`.
+    axes: to normalise over, in any order, negative ones counted from the end; what is wrong with them is for the
+      framework to say, and so for every other argument. parameter_axes: the parameters are spread over these, in
+        ascending order; None: they broadcast against x as they are.
+    """
+    if not isinstance(x, jax.Array | np.ndarray):
+        return f"x is a {type(x).__name__}, not an array"
+    x = jnp.asarray(x)
+    if x.size == 0:
+        return "x is empty"
+    positive = sorted({a + x.ndim if a < 0 else a for a in axes})
+    if not positive or not all(0 <= a < x.ndim for a in positive):
+        return f"x of shape {x.shape} has no axes {tuple(axes)}"
+    if not _checks.is_number(epsilon) or not 0 <= epsilon < math.inf:
+        return f"epsilon is {epsilon!r}, not a static number that is finite and not negative"
+    if (fault := _checks.too_large(float(epsilon), x.dtype)) is not None:
+        return fault
+    spread: dict[str, Any] = {"scale": scale, "offset": offset}
+    for name, a in spread.items():
+        if a is None:
+            continue
+        shape = _shape_against(x.shape, a.shape, parameter_axes)
+        if shape is None:
+            return f"{name} of shape {a.shape} does not fit x of shape {x.shape}"
+        if any(shape[i] != 1 for i in range(x.ndim) if i not in positive):
+            return f"{name} varies along axes that are not normalised"
+        spread[name] = _reshaped(a, shape)
+    dtypes = [jnp.dtype(d) for d in (x.dtype, y_dtype, *(a.dtype for a in spread.values() if a is not None))]
+    for dtype in dtypes:
+        if dtype not in _checks.DTYPES or dtype != jax.dtypes.canonicalize_dtype(dtype):
+            return f"{dtype} is not a dtype of the operators"
+    if jnp.float64 in dtypes and len(set(dtypes)) > 1:
+        return f"float64 with {min(dtypes, key=lambda d: d.itemsize)}: some of it would lose float64's digits"
+    shapes = _shapes(x, *spread.values())
+    call = NormCall(tuple(positive), shapes, float(epsilon), subtract_mean, jnp.dtype(y_dtype))
+    return Deferred(x, **spread, call=call)
+
+
+def _shapes(*arrays: Parameter | None) -> tuple[tuple[int, ...] | None, ...]:
+    return tuple(None if a is None else a.shape for a in arrays)
+
+
+def _reshaped(a: Parameter, shape: tuple[int, ...]) -> Parameter:
+    if isinstance(a, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, a.dtype)
+    return jnp.asarray(a).reshape(shape)
+
+
+def _shape_against(
+    x: tuple[int, ...], parameter: tuple[int, ...], axes: Sequence[int] | None
+) -> tuple[int, ...] | None:
+    """The shape of x's rank with which a parameter broadcasts against it; None where there is none."""
+    if axes is None:
+        shape = (1,) * (len(x) - len(parameter)) + parameter
+        fits = len(shape) == len(x) and all(n in (1, m) for n, m in zip(shape, x, strict=True))
+        return shape if fits else None
+    axes = [a + len(x) if a < 0 else a for a in axes]
+    if not all(0 <= a < len(x) for a in axes):
+        return None
+    shape = tuple(n if i in axes else 1 for i, n in enumerate(x))
+    return shape if math.prod(shape) == math.prod(parameter) else None
+
+
+def computed(
+    layer: str, found: Deferred | str, given: Summed, plain: Callable[[Any], Any], reads_as_given: bool = True
+) -> Any:
+    """A norm's result: by what was prepared, or by the framework's own code from the total."""
+    if given.gated is not None:
+        return _of_gated(layer, found, given.total, given.gated, plain)
+    if given.added_to is not None:
+        return _added(layer, found, given.total, given.added_to, plain)
+    if isinstance(found, str):
+        return given.result(((deferred(layer, found, lambda: plain(given.total)),), given.total))
+    read, why = given.read_by(found, reads_as_given)
+    note(layer, "norm", why)
+    y, total = found.value(read)
+    return given.result(((y,), given.total if total is None else total))
+
+
+def _of_gated(layer: str, found: Deferred | str, x: jax.Array, of: Gated, plain: Callable[[Any], Any]) -> jax.Array:
+    if isinstance(found, Deferred) and found.offset is not None:
+        found = "the norm has an offset, and the gated operator has none"
+    if isinstance(found, Deferred):
+        note(layer, "norm", AS_GIVEN)
+        return found.value(Given(found.x, z=of.z), of.norm_before_gate).y
+    note(layer, "plain", found)
+    u = jax.nn.silu(of.z.astype(jnp.promote_types(x.dtype, jnp.float32)))
+    if not of.norm_before_gate:
+        return plain((x * u).astype(x.dtype))
+    y = plain(x)
+    return (y * u).astype(y.dtype)
+
+
+def _added(layer: str, found: Deferred | str, x: jax.Array, to: jax.Array, plain: Callable[[Any], Any]) -> jax.Array:
+    if isinstance(found, Deferred):
+        note(layer, "norm", AS_GIVEN)
+        return found.value(Given(found.x, added=to)).y
+    return _promoted_sum(to, deferred(layer, found, lambda: plain(x)))
+
+
+def _promoted_sum(a: jax.Array, b: jax.Array) -> jax.Array:
+    dtype = _checks.promoted(a.dtype, b.dtype)
+    return a.astype(dtype) + b.astype(dtype)
+
+
+def pair(
+    layer: str,
+    given: Summed,
+    norm: Any,
+    cls: type,
+    prepared: Callable[[Any, Any], Deferred | str],
+    apart: Callable[[jax.Array], Any],
+    reads_as_given: bool = True,
+) -> tuple[Any, jax.Array]:
+    """`(norm(total), total)` with `total = residual + x_norm(x)`: as one operator, or each norm for itself.
+
+    cls: of `x_norm`. prepared: of a norm, and what it reads. apart: `norm`, of the total.
+    """
+    assert given.addends is not None
+    x, residual = given.addends.x, given.addends.residual
+    if not isinstance(given.x_norm, cls):
+        got = type(given.x_norm)
+        raise TypeError(f"x_norm must be a {cls.__module__}.{cls.__name__}; got a {got.__name__} of {got.__module__}")
+    called_as_ours = type(given.x_norm).__call__ is cls.__call__
+    found = prepared(given.x_norm, x) if called_as_ours else "x_norm has a call of its own"
+    if isinstance(found, Deferred):  # the residual has the total's shape, and that is all that is asked
+        then = prepared(norm, residual.astype(found.dtype_added_to(residual)))
+        why = _pair_obstacle(found, then, residual, reads_as_given)
+        if isinstance(then, Deferred) and why is None:
+            note(layer, "norm", f"{AS_GIVEN}, those of x_norm too")
+            return found.followed_by(then, residual)
+    else:
+        why = found
+    total = given.x_norm(x, added_to=residual) if called_as_ours else _promoted_sum(residual, given.x_norm(x))
+    own: list[Route] = []
+    with listening((own,)):
+        y = apart(total)
+    for route in own:
+        note(*route[:2], f"not one operator with x_norm: {why}" if route.path == "norm" else route.why)
+    return y, total
+
+
+def _pair_obstacle(first: Deferred, second: Deferred | str, residual: jax.Array, reads_as_given: bool) -> str | None:
+    """Why two norms, the second of the residual plus the first, cannot be one operator; None where they can."""
+    if isinstance(second, str):
+        return second
+    if any(norm.call.subtract_mean or norm.offset is not None for norm in (first, second)):
+        return "one of the two subtracts a mean or has an offset"
+    if first.call.axes != second.call.axes:
+        return f"the two differ in axes: {first.call.axes} and {second.call.axes}"
+    if first.call.epsilon != second.call.epsilon:
+        return f"the two differ in epsilon: {first.call.epsilon:g} and {second.call.epsilon:g}"
+    total = first.dtype_added_to(residual)
+    if _checks.promoted(first.x.dtype, residual.dtype) != total:
+        return f"x is {first.x.dtype}, the residual {residual.dtype}, their sum behind the norm {total}"
+    if not reads_as_given or second.x.dtype != total:
+        return "the norm promotes what it reads"
+    return None
+
+
+def deferred(layer: str, found: Deferred | str, plain: Callable[[], Any]) -> Any:
+    """Likewise for a Linear that knows what to do with a `Deferred`, and that will note the path."""
+    if isinstance(found, str):
+        note(layer, "plain", found)
+        return plain()
+    return found
+
+
+def layers_computed(
+    layer: str, found: Fused | str, norm: Callable[[], Any], linears: Callable[[Any], Products]
+) -> Products:
+    """What a norm and the Linears behind it compute: as one operator, or each called for itself because of `found`.
+
+    Only arrays pass between the layers, for a framework may show each call to its users.
+    """
+    if isinstance(found, Fused):
+        note(layer, "fused", found.why)
+        return found.compute()
+    taken: list[Route] = []
+    with listening((taken,)):
+        z = norm()
+    own = [route for route in taken if route.path == "plain"]
+    for route in own or [Route(layer, "norm" if taken else "plain", f"not fused: {found}")]:
+        note(*route)
+    return linears(z)
+
+
+def linears_computed(layer: str, norm: Deferred, found: Fused | str, plain: Callable[[jax.Array], Any]) -> Products:
+    """The Linears' results: of all as one operator, or by the framework's Linears behind jln's norm.
+
+    Raises:
+      TypeError: `norm` does not have the shapes of its call, for which its axes were meant.
+    """
+    if _shapes(norm.x, norm.scale, norm.offset) != norm.call.shapes:  # after a vmap, a scan, ... around the norm alone
+        raise TypeError(f"the norm's result was transformed before the Linear read it: {norm!r}")
+    if isinstance(found, str):
+        note(layer, "norm", f"not fused: {found}")
+        return plain(norm.value().y)
+    note(layer, "fused", found.why)
+    return found.compute()
