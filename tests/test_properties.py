@@ -90,9 +90,14 @@ def arguments(name, rows, width, features, dtype, seed):
         operands = (x, scale, offset if operator.subtract_mean else None, kernel, normal((features,)))
         return operands, normal((rows, features))
     operator = OPERATORS[name]
-    residual = normal((rows, width)) if operator.adds else None
-    operands = (x, residual, scale, offset if operator.subtract_mean else None)
+    given = {"x": x, "residual": normal((rows, width)), "scale": scale, "offset": offset, "x_scale": 1 - scale}
+    operands = operands_of(operator, given)
     return operands, (normal((rows, width)), normal((rows, width)) if operator.adds else None)
+
+
+def operands_of(operator, given):
+    """In order, and None for what it does not take."""
+    return tuple(given[name] if name in operator.entry.names else None for name in operator.kind.names)
 
 
 def replaced(operands, index, value):
@@ -228,7 +233,8 @@ def test_any_axes(name, implementation, shape, data, seed):
     operator = OPERATORS[name]
     x, residual, dy, dtotal = (jnp.asarray(random.standard_normal(shape)) for _ in range(4))
     scale, offset = (jnp.asarray(random.standard_normal([shape[a] for a in axis])) for _ in range(2))
-    operands = (x, residual if operator.adds else None, scale, offset if operator.subtract_mean else None)
+    given = {"x": x, "residual": residual, "scale": scale, "offset": offset, "x_scale": 1 - scale}
+    operands = operands_of(operator, given)
     cotangent = (dy, dtotal if operator.adds else None)
     got = ours(name, implementation, operands, cotangent, axis=axis)
     expected = plain(name, operands, cotangent, axis=axis)

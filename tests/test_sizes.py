@@ -37,12 +37,12 @@ def last_tile_kernel(
 ):
     """What every kernel knows of its last tile, as float64."""
     tiles = access.tiles_of(rows, INNER, BLOCK_ROWS)
-    row, start, valid = access.rows_of(tiles - 1, rows, H, INNER, BLOCK_ROWS)
+    row, base, start, valid = access.rows_of(tiles - 1, rows, H, INNER, 1, BLOCK_ROWS)
     at = tl.arange(0, BLOCK_ROWS)
     tl.store(tiles_ptr, tiles.to(COMPUTE))
     tl.store(size_ptr, access.size_of(rows, H, INNER).to(COMPUTE))
     tl.store(row_ptr + at, row.to(COMPUTE))
-    tl.store(start_ptr + at, start.to(COMPUTE))
+    tl.store(start_ptr + at, (base + start).to(COMPUTE))
     tl.store(valid_ptr + at, valid.to(COMPUTE))
 
 
