@@ -177,12 +177,17 @@ def memory_stays(steps, implementation):
             operands = tuple(a - 1e-4 * g for a, g in zip(operands, slopes, strict=True))
         jax.block_until_ready(operands)
 
-    train(steps // 5)
-    arrays, before = len(jax.live_arrays()), resident_bytes()
-    train(steps - steps // 5)
+    def grown():
+        before = resident_bytes()
+        train(steps)
+        return resident_bytes() - before
+
+    train(steps // 4)
+    arrays = len(jax.live_arrays())
+    # An array a step, the smallest of 128 bytes, would come to half a megabyte; an x of 64 KB to 256. What leaks does
+    # so every time, and an allocator takes pages now and then.
+    assert any(grown() < max(2**19, 100 * steps) for _ in range(3))
     assert len(jax.live_arrays()) <= arrays
-    # An array a step, the smallest of 128 bytes, would come to half a megabyte; an x of 64 KB to 256.
-    assert resident_bytes() - before < max(2**19, 100 * steps)
 
 
 def test_memory_stays_over_5000_steps():
