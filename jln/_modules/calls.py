@@ -167,11 +167,13 @@ def _of_gated(layer: str, found: Deferred | str, x: jax.Array, of: Gated, plain:
         note(layer, "norm", AS_GIVEN)
         return found.value(Given(found.x, z=of.z), of.norm_before_gate).y
     note(layer, "plain", found)
-    u = jax.nn.silu(of.z.astype(jnp.promote_types(x.dtype, jnp.float32)))
-    if not of.norm_before_gate:
-        return plain((x * u).astype(x.dtype))
-    y = plain(x)
-    return (y * u).astype(y.dtype)
+
+    def times_silu(a: jax.Array) -> jax.Array:
+        """Rounded as between the framework's own layers."""
+        wide = _checks.promoted(a.dtype, jnp.float32)
+        return (a.astype(wide) * jax.nn.silu(of.z.astype(wide))).astype(a.dtype)
+
+    return times_silu(plain(x)) if of.norm_before_gate else plain(times_silu(x))
 
 
 def _added(layer: str, found: Deferred | str, x: jax.Array, to: jax.Array, plain: Callable[[Any], Any]) -> jax.Array:
