@@ -89,17 +89,10 @@ def test_a_result_that_varies_is_not_taken_for_a_copy(name, split, implementatio
 STAGED = [("stage", "data", "tensor"), ("data", "stage", "tensor"), ("data", "tensor", "stage")]
 
 
-@pytest.mark.parametrize("axes", STAGED, ids="-".join)
-@pytest.mark.parametrize("name", OPERATORS)
-@pytest.mark.parametrize("by", ["jnp", "kernels"])
-def test_over_some_axes(name, axes, by, monkeypatch):
-    """A stage has parameters of its own; the compiler splits its rows, and H where no kernel is. Where kernels would
-    run, jnp does, which JAX cannot look into either.
-    """
-    if by == "kernels":
-        monkeypatch.setattr(Operation, "_chosen", lambda self, *_: functools.partial(self._formula))
+def by_stages(name, axes, given):
+    """-> the loss and its gradients of two stages, each with its own of what is given, and in plain jnp one by one"""
     staged = jax.make_mesh((2, 2, 2), axes, axis_types=(AxisType.Auto,) * 3)
-    given = {n: jnp.stack([a, 2 * a]) for n, a in operands(name).items()}
+    given = {n: jnp.stack([a, 2 * a]) for n, a in given.items()}
     roles = {a.name: a.role for a in OPERATORS[name].arguments}
     on = {"activation": P("stage", "data", None, "tensor"), "kernel": P("stage", None, "tensor")}
     put = {n: jax.device_put(a, NamedSharding(staged, on.get(roles[n], P("stage")))) for n, a in given.items()}
@@ -116,7 +109,25 @@ def test_over_some_axes(name, axes, by, monkeypatch):
         of_each = [getattr(jln.reference, name)(**{n: a[i] for n, a in arrays.items()}) for i in range(2)]
         return jax.tree.map(lambda *a: jnp.stack(a), *of_each)
 
-    ours, expected = (
-        jax.jit(jax.value_and_grad(loss_by_name(f)))(a) for f, a in ((staged_results, put), (one_by_one, given))
-    )
-    chex.assert_trees_all_close(ours, expected, **CLOSE)
+    return (jax.jit(jax.value_and_grad(loss_by_name(f)))(a) for f, a in ((staged_results, put), (one_by_one, given)))
+
+
+@pytest.fixture(params=["jnp", "kernels"])
+def by(request, monkeypatch):
+    """Where kernels would run jnp does, which JAX cannot look into either."""
+    if request.param == "kernels":
+        monkeypatch.setattr(Operation, "_chosen", lambda self, *_: functools.partial(self._formula))
+
+
+@pytest.mark.parametrize("axes", STAGED, ids="-".join)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_over_some_axes(name, axes, by):
+    """A stage has parameters of its own; the compiler splits its rows, and H where no kernel is."""
+    chex.assert_trees_all_close(*by_stages(name, axes, operands(name)), **CLOSE)
+
+
+@pytest.mark.parametrize("name", [name for name, o in OPERATORS.items() if o.is_linear])
+def test_few_features_over_some_axes(name, by):
+    """In float32 norm and product are one operation, whose dx is a sum over the features."""
+    given = {n: a.astype("float32") for n, a in operands(name).items()}
+    chex.assert_trees_all_close(*by_stages(name, STAGED[0], given), rtol=1e-3, atol=1e-3)

@@ -304,11 +304,12 @@ def partitioned_in_shares(
     devices = math.prod(axes.values())
     some = context.mesh.devices[tuple(slice(None) if name in axes else 0 for name in context.mesh.shape)]
     mesh = _with_prime_axes(jax.sharding.Mesh(some, tuple(axes)))
-    summed = [bool(r.summed) for r in layout.written]
+    summed = [Kind.ROW in r.summed for r in layout.written]
     whole = {Kind.HIDDEN} | {kind for r in layout.written for kind in r.summed if kind != Kind.ROW}
     # The axis in front has no part in how anything else is split.
     of_shares = Dim(Kind.SHARE, stored_as="shares")
-    written = [Result((of_shares, *r.dims)) if r.summed else r for r in layout.written]
+    dims = [(of_shares, *r.dims) if s else r.dims for r, s in zip(layout.written, summed, strict=True)]
+    written = [Result(d) for d in dims]
     layout = dataclasses.replace(layout, written=written)
 
     def in_shares(results: Sequence[jax.Array], parts: int) -> tuple[jax.Array, ...]:

@@ -34,6 +34,8 @@ from targets import (
     Mutant,
 )
 
+OVER_SOME = "tests/test_shard_map.py::test_over_some_axes[kernels-"
+
 RULES = [
     # Launchers
     Mutant(
@@ -161,6 +163,20 @@ RULES = [
         "no device told of the others' rows", MESH, "share = jax.lax.psum(share, left) if left else share",
         "pass",
         (f"{SHARDING}test_gradient_under_jit[layer_norm-rows]",),
+    ),
+    Mutant(
+        "H split where no device can ask another", MESH, "whole = {Kind.HIDDEN} | {", "whole = {",
+        (f"{OVER_SOME}layer_norm-stage-data-tensor]",),
+    ),
+    Mutant(
+        "features split where dx is their sum and no device can ask another", MESH,
+        "for kind in r.summed if kind != Kind.ROW}", "for kind in r.summed if kind == Kind.HIDDEN}",
+        ("tests/test_shard_map.py::test_few_features_over_some_axes[kernels-layer_norm_linear]",),
+    ),
+    Mutant(
+        "one device's share for the sum", MESH,
+        "jnp.sum(jax.lax.with_sharding_constraint(a, spread), axis=0) if s", "a[0] if s",
+        (f"{OVER_SOME}layer_norm-stage-data-tensor]",),
     ),
     Mutant(
         "features not added up", LINEAR_RULES, "summed=(Kind.FEATURE, *r.summed)", "summed=r.summed",
