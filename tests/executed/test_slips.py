@@ -136,7 +136,8 @@ LAUNCHES = [
 
 SOURCES = [
     # Row strides, bounds and masks.
-    ("rows at the tile's width", WHOLE, ACCESS, "first * H, local.to(wide) * H", "first * 128, local.to(wide) * 128"),
+    ("rows at the tile's width", WHOLE, ACCESS, "first * (H * INTERLEAVED), local.to(wide) * (H * INTERLEAVED)",
+     "first * 128, local.to(wide) * 128"),
     ("a fused row stride of the tile's width", dataclasses.replace(FUSED, shape=(100, 120)), LINEARS,
      "tl.load(matrix_ptr + row[:, None] * COLUMNS + column[None, :], mask=mask",
      "tl.load(matrix_ptr + row[:, None] * ((COLUMNS + 63) // 64 * 64) + column[None, :], mask=mask"),
@@ -165,7 +166,8 @@ SOURCES = [
      'at, exists, of_all, "dscale"', 'at, exists, of_all, "doffset"'),
     ("doffset's shares behind a dscale that is not there", dataclasses.replace(WHOLE, without="s"), NORMS,
      "first = position(SUMS, NAME) * programs", "first = 1 * programs"),
-    ("dtotal shared where dy is", GROUPS, NORMS, 'copy_of(group, SHARED, "dtotal")', 'copy_of(group, SHARED, "dy")'),
+    ("dtotal shared where dy is", GROUPS, NORMS, 'copy_of(group, SHARED, "dtotal", ',
+     'copy_of(group, SHARED, "dy", '),
     # Launchers: the grid, operands, scalars, switches and aliases as they are written.
     ("a grid of one tile less", WHOLE, NORM_LAUNCH, "programs=g.programs(tile),", "programs=g.programs(tile) - 1,"),
     ("groups forgotten in the grid", GROUPS, NORM_LAUNCH,
