@@ -41,6 +41,16 @@ def test_custom_partitioning_takes_a_shardy_rule():
     assert wanted <= {*parameters(custom_partitioning.def_partition)}
 
 
+def test_a_sharding_is_made_for_other_devices():
+    from jax._src.sharding_impls import GSPMDSharding
+
+    devices = jax.devices() * 2  # there may be one
+    split = jax.sharding.NamedSharding(jax.sharding.Mesh(devices[:1], "x"), jax.sharding.PartitionSpec("x"))
+    given = GSPMDSharding(tuple(devices[:1]), split._to_xla_hlo_sharding(1))
+    other = type(given)(tuple(devices[1:2]), given._to_xla_hlo_sharding(1))
+    assert {*other.devices_indices_map((2,))} == {devices[1]}
+
+
 def test_jax_complains_of_devices_where_it_did():
     from jax._src import xla_bridge
 

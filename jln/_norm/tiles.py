@@ -47,8 +47,8 @@ def forward_tile(h: int, inner: int, itemsize: int, mixed: bool = False) -> Tile
     if inner == 1:
         if per_thread == FORWARD_ELEMENTS and columns <= 32 * 32 * per_thread:
             # The fewest instructions, which in 16 bits took longer than memory does: with 8 elements a thread 0.99,
-            # 1.39 and 0.98 of an H200's time to move the bytes at H = 128, 768 and 1024; so they take 0.47, 0.67 and
-            # 0.52 (`python tests/executed/table.py bfloat16`), as scale, offset and addresses are those of many. A row
+            # 1.39 and 0.98 of an H200's time to move the bytes at H = 128, 768 and 1024; so they take 0.47, 0.66 and
+            # 0.51 (`python tests/executed/table.py bfloat16`), as scale, offset and addresses are those of many. A row
             # of up to 1024 elements is one warp's, so that nothing passes through shared memory, and where warps come
             # round more than once, as for 768 of 1024 columns, the compiler leaves out a round that has no columns.
             if columns <= 512:
