@@ -97,7 +97,7 @@ IN_JNP = Norms(jnp_norms.forward, jnp_norms.backward, column_sums)
 IN_JNP_ON_CPU = Norms(jnp_norms.forward_cpu, jnp_norms.backward_cpu, column_sums)
 
 
-class _Axes:
+class Axes:
     """Numbers for the axes of a product, as einsum has them, of rows with that many dimensions."""
 
     def __init__(self, ndim: int, batch_dims: int, features: int):
@@ -114,8 +114,14 @@ def _product(
     return jnp.einsum(a, a_axes, b, b_axes, axes, **how)
 
 
+def product_of_rows(z: Array, kernel: Array, axes: Axes, dtype: str, precision: Any) -> Array:
+    """z @ K of operands in `dtype`, in the compute dtype."""
+    how = {"precision": precision, "preferred_element_type": jnp_norms.compute_dtype(dtype)}
+    return _product(z.astype(dtype), axes.x, kernel.astype(dtype), axes.kernel, axes.y, **how)
+
+
 def _affine(
-    z: Array, kernel: Array, bias: Array | None, axes: _Axes, precision: Any, h_axes: jnp_norms.MeshAxes
+    z: Array, kernel: Array, bias: Array | None, axes: Axes, precision: Any, h_axes: jnp_norms.MeshAxes
 ) -> Array:
     """(11), rounded once to the dtype of z; in bfloat16 with a bfloat16 bias, twice.
 
@@ -157,7 +163,7 @@ def forward(
     )
     y = []
     for kernel, bias, features, dtype in zip(kernels, biases, settings.features, dtypes.y, strict=True):
-        axes = _Axes(of_norm.x.ndim, batch_dims, features)
+        axes = Axes(of_norm.x.ndim, batch_dims, features)
         y.append(None if dtype is None else _affine(z.astype(dtype), kernel, bias, axes, settings.precision, h_axes))
     return jax.tree.map(lambda a: jnp_norms.with_batch(a, batch), Outcome(tuple(y), *others))
 
@@ -182,7 +188,7 @@ def backward(
     of_norm = dtypes.of_norm
     batch = jnp_norms.common_batch(batch_dims, *jax.tree.leaves(operands))
     used = [i for i, d in enumerate(dy) if d is not None]
-    axes = {i: _Axes(dy[i].ndim - settings.features[i] + 1, batch_dims, settings.features[i]) for i in used}
+    axes = {i: Axes(dy[i].ndim - settings.features[i] + 1, batch_dims, settings.features[i]) for i in used}
     needs_dz = any(d is not None for d in of_norm._replace(doffset=None)) or (
         of_norm.doffset is not None and settings.norm.of_examples
     )
@@ -226,7 +232,7 @@ def backward(
     return jax.tree.map(lambda a: jnp_norms.with_batch(a, batch), gradients)
 
 
-def _dz(dy: Array, kernel: Array, axes: _Axes, precision: Any) -> Array:
+def _dz(dy: Array, kernel: Array, axes: Axes, precision: Any) -> Array:
     """(14) for one product. It goes through memory: bfloat16 only rounds it there, and in float16 what is under 6e-8
     would vanish.
     """
@@ -235,7 +241,7 @@ def _dz(dy: Array, kernel: Array, axes: _Axes, precision: Any) -> Array:
     return _product(dy, axes.y, kernel, axes.kernel, axes.x, precision=precision, preferred_element_type=sums)
 
 
-def _doffset_from(dbias: Array, kernel: Array, axes: _Axes) -> Array:
+def _doffset_from(dbias: Array, kernel: Array, axes: Axes) -> Array:
     """The second form of (15), for dbias [*batch, *features] in the compute dtype: of the rank of x."""
     row = jnp.expand_dims(dbias, dbias.ndim - axes.features)
     doffset = jnp.sum(kernel.astype(dbias.dtype) * row, axis=range(-axes.features, 0))
@@ -258,19 +264,17 @@ def tangent(operands: tuple[Operands, Saved], settings: NormLinear, dtypes: Resu
     for kernel, dkernel, dbias, features, dtype in zip(
         kernels, tangents.kernel, tangents.bias, settings.features, dtypes.y, strict=True
     ):
-        axes = _Axes(total.ndim, batch_dims, features)
+        axes = Axes(total.ndim, batch_dims, features)
 
-        def product(z: Array, kernel: Array, axes: _Axes = axes, dtype: str = dtype) -> Array:
-            z, kernel = z.astype(dtype), kernel.astype(dtype)
-            how = {"precision": settings.precision, "preferred_element_type": jnp_norms.compute_dtype(dtype)}
-            return _product(z, axes.x, kernel, axes.kernel, axes.y, **how)
+        def of_rows(z: Array, kernel: Array, axes: Axes = axes, dtype: str = dtype) -> Array:
+            return product_of_rows(z, kernel, axes, dtype, settings.precision)
 
         d = jnp.zeros((*total.shape[:-1], *kernel.shape[kernel.ndim - features :]), jnp_norms.compute_dtype(dtype))
         if moves:
-            d = d + product(dz, kernel)
+            d = d + of_rows(dz, kernel)
         if dkernel is not None:
             assert z is not None
-            d = d + product(z, dkernel)
+            d = d + of_rows(z, dkernel)
         if dbias is not None:
             d = d + jnp.expand_dims(dbias.astype(d.dtype), axes.lead)
         dy.append(d.astype(dtype))

@@ -7,13 +7,14 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.lax import PrecisionLike
 from jax.sharding import PartitionSpec
 
 from jln import _checks
 from jln._core.derivatives import with_automatic_axes
 from jln._norm.arguments import Gate, Given, arranged, checked
-from jln._norm_linear import rules
+from jln._norm_linear import reading, rules
 from jln._norm_linear.signature import NormLinear, Operands, Results, Settings, few_features
 
 # One array, or one for each of several Linears.
@@ -180,6 +181,45 @@ def normalised_linear(
     return _checked(**given.present(), **products, **static, implementation=None, forward_mode=True)
 
 
+def linear_of_normalised(
+    z: jax.Array,
+    given: Given,
+    kernel: jax.Array,
+    bias: jax.Array | None,
+    *,
+    epsilon: float,
+    subtract_mean: bool,
+    precision: PrecisionLike,
+) -> jax.Array:
+    """`z @ kernel + bias` of a `z` that the norm of what is given has made: also for the modules.
+
+    z: `[..., H]`. given: x, of z's shape, and scale and offset. kernel: `[H, *features]`, of y's dtype, in which it is
+    multiplied; bias: `features`.
+
+    Either the norm is multiplied where it is made, and z is not read (few features); or x is kept for the gradients in
+    the place of z, as in `jln._norm_linear.reading`.
+    """
+    arrays, _, norm = checked(**given.present(), epsilon=epsilon, subtract_mean=subtract_mean)
+    norm_linear = NormLinear(norm, _checks.precision(precision), (kernel.ndim - 1,))
+    return _jitted_reading(norm_linear, (z, arrays, kernel, bias))
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _jitted_reading(norm_linear: NormLinear, arrays: tuple[Any, ...]) -> jax.Array:
+    def call(arrays: tuple[Any, ...]) -> jax.Array:
+        z, given, kernel, bias = arrays
+        made_of, norm, _ = arranged(given, (z.ndim - 1,), norm_linear.norm)
+        in_one = z.dtype == kernel.dtype == jnp.promote_types(given.x.dtype, kernel.dtype)
+        operands = Operands(made_of, (kernel,), (bias,))
+        if in_one and few_features(operands, norm, norm_linear.precision, None):
+            settings = Settings(dataclasses.replace(norm_linear, in_one=True), None)
+            return rules.operator(settings, operands, True).y[0]
+        settings = reading.Settings(norm_linear, z.dtype.name, kernel.dtype.name, None)
+        return reading.operator(settings, reading.Operands(z, kernel, bias, made_of), True).y
+
+    return with_automatic_axes(call, lambda specs: _spec_of_y(specs[0][:-1], specs[2]), arrays)
+
+
 # From the public functions to the operator
 
 
@@ -200,6 +240,10 @@ def _uses_any_of(axes, others) -> bool:
     return axes is not None and any(names[0] & other for other in names[1:])
 
 
+def _spec_of_y(rows: Any, kernel: Any) -> PartitionSpec:
+    return PartitionSpec(*rows, *(None if _uses_any_of(axes, rows) else axes for axes in kernel[1:]))
+
+
 Arrays = tuple[Given, tuple[jax.Array, ...], tuple[jax.Array | None, ...]]
 
 
@@ -209,10 +253,9 @@ def _jitted(settings: Settings, forward_mode: bool, arrays: Arrays) -> Results:
         given, kernels, _ = specs
         rows = given.x[:-1]
 
-        def of(kernel) -> PartitionSpec:
-            return PartitionSpec(*rows, *(None if _uses_any_of(axes, rows) else axes for axes in kernel[1:]))
-
-        return Results(tuple(map(of, kernels)), None if given.residual is None else given.x)
+        return Results(
+            tuple(_spec_of_y(rows, kernel) for kernel in kernels), None if given.residual is None else given.x
+        )
 
     def arranged_and_back(arrays: Arrays) -> Results:
         given, kernels, biases = arrays
