@@ -1,7 +1,7 @@
 """What the modules share: a framework's call put in the operators' terms, or the reason why it cannot be.
 
 A module overrides nothing of its framework's class but the call. It describes the call to `prepared`, which answers
-with a `Deferred` norm, ready for the operators, or with a sentence that says why the framework's own code must run.
+with a `Prepared` norm, ready for the operators, or with a sentence that says why the framework's own code must run.
 Every call notes the answer, and so `explain` tells what a call does by making one.
 """
 
@@ -11,34 +11,34 @@ from jln._modules.arguments import Gate, Products, Summed, axes, summed, taken
 from jln._modules.calls import (
     Fused,
     computed,
-    deferred,
     fused,
     layers_computed,
-    linears_computed,
+    linear_computed,
     named,
+    noted,
     pair,
     prepared,
 )
-from jln._modules.norms import Deferred, Linear, NoArray
+from jln._modules.norms import Linear, Prepared, product_of_last_axis
 
 __all__ = [
-    "Deferred",
     "Fused",
     "Gate",
     "Linear",
-    "NoArray",
+    "Prepared",
     "Products",
     "Summed",
     "axes",
     "computed",
-    "deferred",
     "fused",
     "layers_computed",
-    "linears_computed",
+    "linear_computed",
     "missing",
     "named",
+    "noted",
     "pair",
     "prepared",
+    "product_of_last_axis",
     "summed",
     "taken",
 ]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jln import _checks
-from jln._modules.norms import Deferred
+from jln._modules.norms import Prepared
 from jln._norm.arguments import Gate, Given, checked_arrays
 
 Products = tuple[tuple[Any, ...], Any]  # of each Linear, and the total
@@ -41,7 +41,7 @@ class Summed(NamedTuple):
     added_to: jax.Array | None = None
     x_norm: Any = None
 
-    def read_by(self, norm: Deferred, reads_as_given: bool) -> tuple[Given, str]:
+    def read_by(self, norm: Prepared, reads_as_given: bool) -> tuple[Given, str]:
         """What the operator is given for `norm` of the total, and why.
 
         reads_as_given: whether the norm's x is the total, but for a cast.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jln import _checks
+from jln._modules import origins
 from jln._modules.arguments import AS_GIVEN, Gated, Products, Summed
-from jln._modules.norms import Deferred, Linear, NormCall
+from jln._modules.norms import Linear, NormCall, Prepared
 from jln._norm.arguments import Given
 from jln._routes import Route, listening, note
 
@@ -45,7 +47,7 @@ class Fused(NamedTuple):
 
 
 def fused(
-    norm: Deferred, linears: Mapping[str, Linear | str], given: Summed, reads_as_given: bool = True
+    norm: Prepared, linears: Mapping[str, Linear | str], given: Summed, reads_as_given: bool = True
 ) -> Fused | str:
     """`norm`, of the total, and the Linears behind it as one operator, or why they cannot be one.
 
@@ -53,7 +55,7 @@ def fused(
     """
     known: list[Linear] = []
     for name, linear in linears.items():
-        obstacle = linear if isinstance(linear, str) else norm.linear_obstacle(linear.kernel.shape, linear.dtype)
+        obstacle = linear if isinstance(linear, str) else norm.linear_obstacle(linear)
         if isinstance(linear, str) or obstacle is not None:
             return f"{name}: {obstacle}" if len(linears) > 1 else str(obstacle)
         known.append(linear)
@@ -78,7 +80,7 @@ def prepared(
     epsilon: Any,
     subtract_mean: bool,
     y_dtype: Any,
-) -> Deferred | str:
+) -> Prepared | str:
     """The norm of `x` in the operators' terms, or why they cannot compute it.
 
     scale, offset: where they are not known yet, their shapes and dtypes, to be replaced by `with_parameters`.
@@ -114,13 +116,8 @@ def prepared(
             return f"{dtype} is not a dtype of the operators"
     if jnp.float64 in dtypes and len(set(dtypes)) > 1:
         return f"float64 with {min(dtypes, key=lambda d: d.itemsize)}: some of it would lose float64's digits"
-    shapes = _shapes(x, *spread.values())
-    call = NormCall(tuple(positive), shapes, float(epsilon), subtract_mean, jnp.dtype(y_dtype))
-    return Deferred(x, **spread, call=call)
-
-
-def _shapes(*arrays: Parameter | None) -> tuple[tuple[int, ...] | None, ...]:
-    return tuple(None if a is None else a.shape for a in arrays)
+    call = NormCall(tuple(positive), float(epsilon), subtract_mean, jnp.dtype(y_dtype))
+    return Prepared(x, **spread, call=call)
 
 
 def _reshaped(a: Parameter, shape: tuple[int, ...]) -> Parameter:
@@ -145,7 +142,7 @@ def _shape_against(
 
 
 def computed(
-    layer: str, found: Deferred | str, given: Summed, plain: Callable[[Any], Any], reads_as_given: bool = True
+    layer: str, found: Prepared | str, given: Summed, plain: Callable[[Any], Any], reads_as_given: bool = True
 ) -> Any:
     """A norm's result: by what was prepared, or by the framework's own code from the total."""
     if given.gated is not None:
@@ -153,17 +150,18 @@ def computed(
     if given.added_to is not None:
         return _added(layer, found, given.total, given.added_to, plain)
     if isinstance(found, str):
-        return given.result(((deferred(layer, found, lambda: plain(given.total)),), given.total))
+        return given.result(((noted(layer, found, lambda: plain(given.total)),), given.total))
     read, why = given.read_by(found, reads_as_given)
     note(layer, "norm", why)
     y, total = found.value(read)
+    origins.remember(y, found if total is None else dataclasses.replace(found, x=total))
     return given.result(((y,), given.total if total is None else total))
 
 
-def _of_gated(layer: str, found: Deferred | str, x: jax.Array, of: Gated, plain: Callable[[Any], Any]) -> jax.Array:
-    if isinstance(found, Deferred) and found.offset is not None:
+def _of_gated(layer: str, found: Prepared | str, x: jax.Array, of: Gated, plain: Callable[[Any], Any]) -> jax.Array:
+    if isinstance(found, Prepared) and found.offset is not None:
         found = "the norm has an offset, and the gated operator has none"
-    if isinstance(found, Deferred):
+    if isinstance(found, Prepared):
         note(layer, "norm", AS_GIVEN)
         return found.value(Given(found.x, z=of.z), of.norm_before_gate).y
     note(layer, "plain", found)
@@ -176,11 +174,11 @@ def _of_gated(layer: str, found: Deferred | str, x: jax.Array, of: Gated, plain:
     return times_silu(plain(x)) if of.norm_before_gate else plain(times_silu(x))
 
 
-def _added(layer: str, found: Deferred | str, x: jax.Array, to: jax.Array, plain: Callable[[Any], Any]) -> jax.Array:
-    if isinstance(found, Deferred):
+def _added(layer: str, found: Prepared | str, x: jax.Array, to: jax.Array, plain: Callable[[Any], Any]) -> jax.Array:
+    if isinstance(found, Prepared):
         note(layer, "norm", AS_GIVEN)
         return found.value(Given(found.x, added=to)).y
-    return _promoted_sum(to, deferred(layer, found, lambda: plain(x)))
+    return _promoted_sum(to, noted(layer, found, lambda: plain(x)))
 
 
 def _promoted_sum(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -193,7 +191,7 @@ def pair(
     given: Summed,
     norm: Any,
     cls: type,
-    prepared: Callable[[Any, Any], Deferred | str],
+    prepared: Callable[[Any, Any], Prepared | str],
     apart: Callable[[jax.Array], Any],
     reads_as_given: bool = True,
 ) -> tuple[Any, jax.Array]:
@@ -208,12 +206,15 @@ def pair(
         raise TypeError(f"x_norm must be a {cls.__module__}.{cls.__name__}; got a {got.__name__} of {got.__module__}")
     called_as_ours = type(given.x_norm).__call__ is cls.__call__
     found = prepared(given.x_norm, x) if called_as_ours else "x_norm has a call of its own"
-    if isinstance(found, Deferred):  # the residual has the total's shape, and that is all that is asked
+    if isinstance(found, Prepared):  # the residual has the total's shape, and that is all that is asked
         then = prepared(norm, residual.astype(found.dtype_added_to(residual)))
         why = _pair_obstacle(found, then, residual, reads_as_given)
-        if isinstance(then, Deferred) and why is None:
+        if isinstance(then, Prepared) and why is None:
             note(layer, "norm", f"{AS_GIVEN}, those of x_norm too")
-            return found.followed_by(then, residual)
+            assert isinstance(then, Prepared)
+            y, total = found.followed_by(then, residual)
+            origins.remember(y, dataclasses.replace(then, x=total))
+            return y, total
     else:
         why = found
     total = given.x_norm(x, added_to=residual) if called_as_ours else _promoted_sum(residual, given.x_norm(x))
@@ -225,7 +226,7 @@ def pair(
     return y, total
 
 
-def _pair_obstacle(first: Deferred, second: Deferred | str, residual: jax.Array, reads_as_given: bool) -> str | None:
+def _pair_obstacle(first: Prepared, second: Prepared | str, residual: jax.Array, reads_as_given: bool) -> str | None:
     """Why two norms, the second of the residual plus the first, cannot be one operator; None where they can."""
     if isinstance(second, str):
         return second
@@ -243,12 +244,10 @@ def _pair_obstacle(first: Deferred, second: Deferred | str, residual: jax.Array,
     return None
 
 
-def deferred(layer: str, found: Deferred | str, plain: Callable[[], Any]) -> Any:
-    """Likewise for a Linear that knows what to do with a `Deferred`, and that will note the path."""
-    if isinstance(found, str):
-        note(layer, "plain", found)
-        return plain()
-    return found
+def noted(layer: str, why: str, plain: Callable[[], Any]) -> Any:
+    """The framework's own code, because of `why`."""
+    note(layer, "plain", why)
+    return plain()
 
 
 def layers_computed(
@@ -270,16 +269,19 @@ def layers_computed(
     return linears(z)
 
 
-def linears_computed(layer: str, norm: Deferred, found: Fused | str, plain: Callable[[jax.Array], Any]) -> Products:
-    """The Linears' results: of all as one operator, or by the framework's Linears behind jln's norm.
-
-    Raises:
-      TypeError: `norm` does not have the shapes of its call, for which its axes were meant.
+def linear_computed(
+    layer: str, z: Any, described: Callable[[Prepared], Linear | str], plain: Callable[[], jax.Array]
+) -> jax.Array:
+    """A Linear's result. If z is a norm's result, it keeps what the norm was made of in its place; else, and where
+    `described` says why not, it is the framework's own code.
     """
-    if _shapes(norm.x, norm.scale, norm.offset) != norm.call.shapes:  # after a vmap, a scan, ... around the norm alone
-        raise TypeError(f"the norm's result was transformed before the Linear read it: {norm!r}")
-    if isinstance(found, str):
-        note(layer, "norm", f"not fused: {found}")
-        return plain(norm.value().y)
-    note(layer, "fused", found.why)
-    return found.compute()
+    norm = origins.of(z)
+    if norm is None:
+        return plain()
+    found = described(norm)
+    obstacle = found if isinstance(found, str) else norm.reading_obstacle(found)
+    if obstacle is not None:
+        return noted(layer, f"keeps the {norm.call.name}'s result: {obstacle}", plain)
+    assert not isinstance(found, str)
+    note(layer, "fused", f"keeps what the {norm.call.name} in front read, not its result")
+    return norm.linear(z, found)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,18 +14,14 @@ from jln._norm.arguments import Given
 from jln._norm.operator import normalised
 from jln._norm.signature import Results
 from jln._norm_add_norm.operator import rms_norm_add_rms_norm
-from jln._norm_linear.operator import normalised_linear
+from jln._norm_linear.operator import linear_of_normalised, normalised_linear
 
 
 @dataclasses.dataclass(frozen=True)
 class NormCall:
-    """A norm in the operators' terms.
-
-    axes: not negative, ascending. shapes: of x, scale and offset as they were when the norm was called.
-    """
+    """A norm in the operators' terms. axes: not negative, ascending."""
 
     axes: tuple[int, ...]
-    shapes: tuple[tuple[int, ...] | None, ...]
     epsilon: float
     subtract_mean: bool
     y_dtype: jnp.dtype
@@ -36,57 +31,9 @@ class NormCall:
         return "LayerNorm" if self.subtract_mean else "RMSNorm"
 
 
-def no_array(deferred: object) -> TypeError:
-    return TypeError(f"{deferred!r} is no array: only the Linear with which the norm was fused can read it")
-
-
-class NoArray:
-    """A norm's result that is not there yet: it has the sizes of the norm's input `x`, and no numbers."""
-
-    x: jax.Array
-
-    def __repr__(self) -> str:
-        return f"Deferred({self.x.dtype}{list(self.x.shape)}, a norm left to the Linear with which it was fused)"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "x":  # a protocol's name, or of an object that is being made
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-        raise _NoSuchAttribute(str(no_array(self)))
-
-    @property
-    def __jax_array__(self) -> Any:
-        raise no_array(self)  # a method that JAX could call would not be called everywhere
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.x.shape
-
-    @property
-    def ndim(self) -> int:
-        return self.x.ndim
-
-
-class _NoSuchAttribute(TypeError, AttributeError):
-    """What `hasattr` takes for its answer, and who wants the numbers for `no_array`."""
-
-
-def _refuse(deferred: Any, *_: Any, **__: Any) -> NoReturn:
-    raise no_array(deferred)
-
-
-# What Python, NumPy and JAX ask for numbers by. Python's own answers, as False of `z == y`, would count as numbers.
-_CONVERSIONS = "array bool int float complex index round floor ceil trunc hash len iter contains getitem setitem"
-_OPERATORS = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or"
-_OF_ONE = "neg pos abs invert eq ne lt le gt ge"
-for _name in (*_CONVERSIONS.split(), *_OF_ONE.split(), *_OPERATORS.split(), *(f"r{n}" for n in _OPERATORS.split())):
-    setattr(NoArray, f"__{_name}__", _refuse)
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["x", "scale", "offset"], meta_fields=["call"])
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Deferred(NoArray):
-    """A norm that has not been computed yet, because the Linear behind it may do that. Its sizes and its dtype are
-    known; who wants its numbers gets a TypeError.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prepared:
+    """A norm, ready for the operators.
 
     scale, offset: of x's rank, with 1 on the axes that are not normalised; or None.
     """
@@ -100,7 +47,15 @@ class Deferred(NoArray):
     def dtype(self) -> jnp.dtype:
         return self.call.y_dtype
 
-    def with_parameters(self, scale: jax.Array | None, offset: jax.Array | None) -> Deferred:
+    def mapped(self, axes: int) -> Prepared:
+        """Of an x which has so many more axes in front, over which the norm is mapped."""
+        if axes == 0:
+            return self
+        call = dataclasses.replace(self.call, axes=tuple(a + axes for a in self.call.axes))
+        scale, offset = (None if a is None else jnp.expand_dims(a, range(axes)) for a in (self.scale, self.offset))
+        return Prepared(self.x, scale, offset, call)
+
+    def with_parameters(self, scale: jax.Array | None, offset: jax.Array | None) -> Prepared:
         """In place of stand-ins of the same sizes."""
         given = ((scale, self.scale), (offset, self.offset))
         scale, offset = (None if a is None or like is None else a.reshape(like.shape) for a, like in given)
@@ -119,7 +74,7 @@ class Deferred(NoArray):
         """Of the sum of the norm's result and this."""
         return _checks.promoted(residual.dtype, self.dtype)
 
-    def followed_by(self, norm: Deferred, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def followed_by(self, norm: Prepared, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`norm` of `residual +` this norm as one operator, which nothing must keep from being one. -> (y, total)"""
         scales = self._parameter(self.scale), norm._parameter(norm.scale)
         n = {"axis": self.call.axes, "epsilon": self.call.epsilon, "dtype": norm.dtype, "forward_mode": True}
@@ -153,12 +108,31 @@ class Deferred(NoArray):
             a = jnp.broadcast_to(a.astype(jnp.promote_types(a.dtype, jnp.float32)), normalised_shape)
         return a
 
-    def linear_obstacle(self, kernel_shape: tuple[int, ...], product_dtype: Any) -> str | None:
-        """Why a Linear that multiplies in `product_dtype` cannot be fused with the norm; None where it can."""
+    def linear(self, z: jax.Array, linear: Linear) -> jax.Array:
+        """The Linear of `z`, this norm's result, which nothing must keep from being one of it."""
+        read = self._with_own(Given(self.x))
+        bias = None if linear.bias is None else linear.bias.astype(linear.dtype)
+        n = {"epsilon": self.call.epsilon, "subtract_mean": self.call.subtract_mean, "precision": linear.precision}
+        y = linear_of_normalised(z, read, linear.kernel.astype(linear.dtype), bias, **n)
+        return y if linear.result_axes is None else y.transpose(linear.result_axes)
+
+    def reading_obstacle(self, linear: Linear) -> str | None:
+        """Why a Linear cannot be told what this norm's result, which it reads, is made of; None where it can."""
         if self.call.axes != (self.x.ndim - 1,):
             return "the norm is not over the last axis"
-        if len(kernel_shape) < 2 or kernel_shape[0] != self.x.shape[-1]:
+        if linear.kernel.ndim < 2 or linear.kernel.shape[0] != self.x.shape[-1]:
             return "the kernel does not have the shape that the last axis asks for"
+        if jnp.dtype(linear.dtype) not in _checks.DTYPES:
+            return f"the product is {jnp.dtype(linear.dtype)}, not of the operators' dtypes"
+        return None
+
+    def linear_obstacle(self, linear: Linear) -> str | None:
+        """Why a Linear cannot be one operator with the norm; None where it can."""
+        if (obstacle := self.reading_obstacle(linear)) is not None:
+            return obstacle
+        if linear.result_axes is not None:
+            return "the result has its axes in another order"
+        product_dtype = linear.dtype
         if self.dtype != product_dtype or jnp.promote_types(self.x.dtype, product_dtype) != product_dtype:
             dtypes = f"x is {self.x.dtype}, the norm's result {self.dtype}, the product {jnp.dtype(product_dtype)}"
             return f"{dtypes}: one operator would round differently"
@@ -166,9 +140,36 @@ class Deferred(NoArray):
 
 
 class Linear(NamedTuple):
-    """A Linear in the operators' terms. dtype: in which it multiplies."""
+    """A Linear in the operators' terms. dtype: in which it multiplies. result_axes: which axes of the product, rows
+    before features, become those of the result; None where they stay.
+    """
 
     kernel: jax.Array
     bias: jax.Array | None
     dtype: Any
     precision: Any
+    result_axes: tuple[int, ...] | None = None
+
+
+class ProductAxes(NamedTuple):
+    """Of an einsum that is a Linear: which axes of its kernel are `[H, *features]`; `Linear.result_axes`."""
+
+    kernel: tuple[int, ...]
+    result: tuple[int, ...]
+
+
+def product_of_last_axis(equation: str, x_ndim: int) -> ProductAxes | None:
+    """Of an einsum of x and a kernel, if it is a sum over the last axis of x alone."""
+    operands, _, result = equation.replace(" ", "").partition("->")
+    x, _, kernel = operands.partition(",")
+    if "..." in kernel:
+        return None
+    rest = "".join(map(str, range(x_ndim - len(x.replace("...", "")))))
+    x, result = x.replace("...", rest), result.replace("...", rest)
+    h, rows = x[-1:], x[:-1]
+    features = [c for c in result if c in kernel]
+    once = all(len(set(labels)) == len(labels) for labels in (x, kernel, result))
+    if not once or len(x) != x_ndim or {*x} & {*kernel} != {h} or {*result} != {*rows} | {*kernel} - {h}:
+        return None
+    made = [*rows, *features]
+    return ProductAxes(tuple(kernel.index(c) for c in (h, *features)), tuple(made.index(c) for c in result))

@@ -251,11 +251,8 @@ Arrays = tuple[Given, tuple[jax.Array, ...], tuple[jax.Array | None, ...]]
 def _jitted(settings: Settings, forward_mode: bool, arrays: Arrays) -> Results:
     def like_y(specs: Any) -> Results:
         given, kernels, _ = specs
-        rows = given.x[:-1]
-
-        return Results(
-            tuple(_spec_of_y(rows, kernel) for kernel in kernels), None if given.residual is None else given.x
-        )
+        ys = tuple(_spec_of_y(given.x[:-1], kernel) for kernel in kernels)
+        return Results(ys, None if given.residual is None else given.x)
 
     def arranged_and_back(arrays: Arrays) -> Results:
         given, kernels, biases = arrays

@@ -130,7 +130,8 @@ def _transposed(
     shared = only_rows_differ(batch_dims, rows, parameters)
     if shared and saved.kernel is not None:  # the norm's parameters have x's rank, and examples are rows like any other
         saved = saved._replace(kernel=saved.kernel.reshape(saved.kernel.shape[batch_dims:]))
-    wanted = Operands(*(None if a is None else a.dtype.name for a in tangents[:3]), norm.Operands(None))
+    z, kernel, bias = (None if a is None else a.dtype.name for a in tangents[:3])
+    wanted = Operands(z, kernel, bias, norm.Operands(None))
     found = _pulled_back(cotangents.y, saved, settings, wanted, 0 if shared else batch_dims, implementation)
     if shared and found.kernel is not None:
         found = found._replace(kernel=jnp.expand_dims(found.kernel, range(batch_dims)))
