@@ -28,11 +28,12 @@ try:
 except ImportError as error:
     raise ImportError(_modules.missing("jln.haiku", "Haiku", "haiku")) from error
 
-__all__ = ["LayerNorm", "LayerNormLinear", "RMSNorm", "RMSNormLinear"]
+__all__ = ["LayerNorm", "LayerNormLinear", "Linear", "RMSNorm", "RMSNormLinear"]
 
 # As they are now, should somebody put ours in their place.
 HaikuLayerNorm = hk.LayerNorm
 HaikuRMSNorm = hk.RMSNorm
+HaikuLinear = hk.Linear
 
 Norm: TypeAlias = HaikuLayerNorm | HaikuRMSNorm
 
@@ -95,6 +96,15 @@ class RMSNorm(_Read, HaikuRMSNorm):
         """
         given = {"residual": residual, "x_bias": x_bias, "gate": gate, "added_to": added_to, "x_norm": x_norm}
         return call(self, super().__call__, inputs, z=z, norm_before_gate=norm_before_gate, **given)
+
+
+class Linear(HaikuLinear):
+    """`haiku.Linear`, which keeps for the backward pass, where it reads the result of a norm of this module, not that
+    but what the norm read. Few features (up to 256 in 16 bits, 128 in float32) one kernel makes with the norm.
+    """
+
+    def __call__(self, inputs: jax.Array, *, precision: jax.lax.PrecisionLike = None) -> jax.Array:
+        return linear_call(self, super().__call__, inputs, precision=precision)
 
 
 class _NormLinear(hk.Module):
@@ -231,15 +241,30 @@ def _fused(norm: Any, linears: Mapping[str, Any], given: _modules.Summed, precis
     ready = _prepared(norm, given.total, None, None, norm.parameter)
     if isinstance(ready, str):
         return ready
-    dtype = ready.dtype
+    described = {name: _described(a, ready, a.parameter, precision) for name, a in linears.items()}
+    return _modules.fused(ready, described, given)
 
-    def described(linear: Any) -> _modules.Linear:
-        shape = [ready.x.shape[-1], linear.output_size]
-        w = linear.parameter("w", shape, dtype, linear.w_init)
-        b = linear.parameter("b", shape[1:], dtype, linear.b_init) if linear.with_bias else None
-        return _modules.Linear(w, b, jnp.result_type(dtype, w, *([] if b is None else [b])), precision)
 
-    return _modules.fused(ready, {name: described(linear) for name, linear in linears.items()}, given)
+def linear_call(
+    layer: HaikuLinear, plain: Callable[..., jax.Array], inputs: Any, *, precision: Any = None
+) -> jax.Array:
+    """The call of a Linear, from within it; `plain` is Haiku's own."""
+
+    def described(norm: _modules.Prepared) -> _modules.Linear | str:
+        if hk.running_init():
+            return "Haiku's own code makes the parameters"
+        return _described(layer, norm, _parameter, precision)
+
+    name = f"jln.haiku.Linear {layer.module_name}"
+    return _modules.linear_computed(name, inputs, described, lambda: plain(inputs, precision=precision))
+
+
+def _described(linear: Any, norm: _modules.Prepared, parameter: Callable[..., Any], precision: Any) -> _modules.Linear:
+    """A Linear in the operators' terms. parameter: reads one as Haiku does."""
+    dtype, shape = norm.dtype, [norm.x.shape[-1], linear.output_size]
+    w = parameter("w", shape, dtype, linear.w_init)
+    b = parameter("b", shape[1:], dtype, linear.b_init) if linear.with_bias else None
+    return _modules.Linear(w, b, jnp.result_type(dtype, w, *([] if b is None else [b])), precision)
 
 
 def call(
@@ -260,7 +285,7 @@ def call(
     name = f"jln.haiku.{_kind(layer)} {layer.module_name}"
     if given.x_norm is not None:
 
-        def existing(norm: Any, read: Any) -> _modules.Deferred | str:
+        def existing(norm: Any, read: Any) -> _modules.Prepared | str:
             if hk.running_init():
                 return "Haiku's own code makes the parameters"
             return _prepared(norm, read, None, None, _parameter if norm is layer else norm.parameter)
@@ -280,7 +305,7 @@ def _parameter(name: str, shape: Any, dtype: Any, init: Any) -> jax.Array:
 
 def _prepared(
     layer: Norm, inputs: Any, scale: Any, offset: Any, parameter: Callable[..., jax.Array]
-) -> _modules.Deferred | str:
+) -> _modules.Prepared | str:
     """parameter: makes or reads one as Haiku does. It is called unless there is a reason to be returned: then Haiku's
     own code makes or reads them, or has.
     """

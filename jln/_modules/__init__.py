@@ -20,6 +20,7 @@ from jln._modules.calls import (
     prepared,
 )
 from jln._modules.norms import Linear, Prepared, product_of_last_axis
+from jln._modules.recipes import Recipe, checked_recipes, computed_by_recipe, described_by
 
 __all__ = [
     "Fused",
@@ -27,9 +28,13 @@ __all__ = [
     "Linear",
     "Prepared",
     "Products",
+    "Recipe",
     "Summed",
     "axes",
+    "checked_recipes",
     "computed",
+    "computed_by_recipe",
+    "described_by",
     "fused",
     "layers_computed",
     "linear_computed",

@@ -80,6 +80,7 @@ def prepared(
     epsilon: Any,
     subtract_mean: bool,
     y_dtype: Any,
+    zero_centered_scale: bool = False,
 ) -> Prepared | str:
     """The norm of `x` in the operators' terms, or why they cannot compute it.
 
@@ -116,7 +117,7 @@ def prepared(
             return f"{dtype} is not a dtype of the operators"
     if jnp.float64 in dtypes and len(set(dtypes)) > 1:
         return f"float64 with {min(dtypes, key=lambda d: d.itemsize)}: some of it would lose float64's digits"
-    call = NormCall(tuple(positive), float(epsilon), subtract_mean, jnp.dtype(y_dtype))
+    call = NormCall(tuple(positive), float(epsilon), subtract_mean, jnp.dtype(y_dtype), zero_centered_scale)
     return Prepared(x, **spread, call=call)
 
 

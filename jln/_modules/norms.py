@@ -25,6 +25,13 @@ class NormCall:
     epsilon: float
     subtract_mean: bool
     y_dtype: jnp.dtype
+    zero_centered_scale: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the operators take, behind the arrays, beside the axes and the dtype."""
+        names = ("epsilon", "subtract_mean", "zero_centered_scale")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def name(self) -> str:
@@ -66,9 +73,8 @@ class Prepared:
         n = self.call
         read = Given(self.x) if read is None else read
         dtype = n.y_dtype if read.added is None else self.dtype_added_to(read.added)
-        options = {"epsilon": n.epsilon, "subtract_mean": n.subtract_mean, "dtype": dtype}
-        options |= {"norm_before_gate": norm_before_gate}
-        return normalised(self._with_own(read), axis=n.axes, **options)
+        how = n.options | {"dtype": dtype, "norm_before_gate": norm_before_gate}
+        return normalised(self._with_own(read), axis=n.axes, **how)
 
     def dtype_added_to(self, residual: jax.Array) -> jnp.dtype:
         """Of the sum of the norm's result and this."""
@@ -89,9 +95,8 @@ class Prepared:
             self._with_own(read),
             tuple(a.kernel.astype(n.y_dtype) for a in linears),
             tuple(None if a.bias is None else a.bias.astype(n.y_dtype) for a in linears),
-            epsilon=n.epsilon,
-            subtract_mean=n.subtract_mean,
             precision=linears[0].precision,
+            **n.options,
         )
 
     def _with_own(self, read: Given) -> Given:
@@ -112,8 +117,8 @@ class Prepared:
         """The Linear of `z`, this norm's result, which nothing must keep from being one of it."""
         read = self._with_own(Given(self.x))
         bias = None if linear.bias is None else linear.bias.astype(linear.dtype)
-        n = {"epsilon": self.call.epsilon, "subtract_mean": self.call.subtract_mean, "precision": linear.precision}
-        y = linear_of_normalised(z, read, linear.kernel.astype(linear.dtype), bias, **n)
+        how = self.call.options | {"precision": linear.precision}
+        y = linear_of_normalised(z, read, linear.kernel.astype(linear.dtype), bias, **how)
         return y if linear.result_axes is None else y.transpose(linear.result_axes)
 
     def reading_obstacle(self, linear: Linear) -> str | None:

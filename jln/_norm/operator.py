@@ -245,21 +245,16 @@ def rms_norm_add(
 def normalised(
     given: Given,
     *,
-    axis: Axis,
-    epsilon: float,
-    subtract_mean: bool,
     dtype: DTypeLike,
-    norm_before_gate: bool = True,
     implementation: str | None = None,
+    **of_norm: Any,
 ) -> Results:
-    """What the modules call: any of the operators, those of RMSNorm with an offset too.
+    """What the modules call: any of the operators, those of RMSNorm with an offset too. of_norm: as of `checked`.
 
     A module's dtype may be wider than x's (bfloat16 x, float32 parameters) or narrower; there is one rounding still.
     The frameworks' own layers can be differentiated in forward mode, so these can.
     """
-    static = {"epsilon": epsilon, "subtract_mean": subtract_mean, "dtype": dtype, "implementation": implementation}
-    static |= {"norm_before_gate": norm_before_gate}
-    return _checked(**given.present(), axis=axis, forward_mode=True, **static)
+    return _checked(**given.present(), dtype=dtype, implementation=implementation, forward_mode=True, **of_norm)
 
 
 # From the public functions to the operator

@@ -172,13 +172,12 @@ def add_rms_norm_linear(
     return _checked(**locals(), subtract_mean=False)
 
 
-def normalised_linear(
-    given: Given, kernel: Kernels, bias: Biases, *, epsilon: float, subtract_mean: bool, precision: PrecisionLike
-) -> Any:
-    """What the modules call: any of the operators, those of RMSNorm with an offset too."""
+def normalised_linear(given: Given, kernel: Kernels, bias: Biases, *, precision: PrecisionLike, **of_norm: Any) -> Any:
+    """What the modules call: any of the operators, those of RMSNorm with an offset too. of_norm: as of the norm's
+    `checked`.
+    """
     products = {"kernel": kernel, "bias": bias, "precision": precision}
-    static = {"epsilon": epsilon, "subtract_mean": subtract_mean}
-    return _checked(**given.present(), **products, **static, implementation=None, forward_mode=True)
+    return _checked(**given.present(), **products, **of_norm, implementation=None, forward_mode=True)
 
 
 def linear_of_normalised(
@@ -187,9 +186,8 @@ def linear_of_normalised(
     kernel: jax.Array,
     bias: jax.Array | None,
     *,
-    epsilon: float,
-    subtract_mean: bool,
     precision: PrecisionLike,
+    **of_norm: Any,
 ) -> jax.Array:
     """`z @ kernel + bias` of a `z` that the norm of what is given has made: also for the modules.
 
@@ -199,7 +197,7 @@ def linear_of_normalised(
     Either the norm is multiplied where it is made, and z is not read (few features); or x is kept for the gradients in
     the place of z, as in `jln._norm_linear.reading`.
     """
-    arrays, _, norm = checked(**given.present(), epsilon=epsilon, subtract_mean=subtract_mean)
+    arrays, _, norm = checked(**given.present(), **of_norm)
     norm_linear = NormLinear(norm, _checks.precision(precision), (kernel.ndim - 1,))
     return _jitted_reading(norm_linear, (z, arrays, kernel, bias))
 

@@ -5,20 +5,22 @@
     with jln.convert.linen() as routes: ...     # Flax Linen: every call in the context, the model's code untouched
     with jln.convert.haiku() as routes: ...     # Haiku: likewise
 
-Only `LayerNorm` and `RMSNorm` themselves are swapped, for classes that are theirs but for the call: parameters,
-metadata and checkpoints stay what they are. A subclass may compute something else; it is left alone, and named.
+A framework's `LayerNorm` and `RMSNorm` are swapped for classes that are theirs but for the call: parameters, metadata
+and checkpoints stay what they are. A subclass that ends in the framework's own call, by `super().__call__`, ends in
+jln's. A model's own norm is left alone, and named, until a recipe tells what it computes:
 
-A norm that feeds exactly one Linear can be fused with it (Flax NNX and Equinox). Which one that is only the model
-knows, so it must be declared: by an attribute of its class, `norm_linear_pairs = [("norm", "qkv"), ("ln", "mlp.up")]`,
-and `fuse=True`, or for a class that was not written for jln by `fuse={Block: [("norm", "qkv")]}`, which holds for its
-subclasses too. If anything else reads the norm's result, it raises TypeError: what it gets is no array. It has an
-array's `shape`, `ndim` and `dtype`, and every other attribute raises an error that is an AttributeError, too: `hasattr`
-and `getattr` with a default answer for it. It is a pytree that holds
-the norm's input and, in Flax NNX, its parameters, so what maps over a pytree (`jax.lax.psum`, `jax.tree.map`, ...) must
-not stand between the two, nor may the norm alone be differentiated (`jax.jvp`, `jax.vjp`): that would be of those
-instead of the result. A transformation around the norm alone that gives them another shape (`jax.vmap`,
-`jax.lax.scan`) raises TypeError. While `nnx.capture` watches, the norm's result is an array, and nothing is fused;
-`sow` without it stores that pytree.
+    norms={RMSNorm: lambda m: dict(kind="rms_norm", scale=m.scale, epsilon=m.eps, zero_centered_scale=True)}
+
+A recipe is a function of the module that returns a mapping: `kind` ("layer_norm" or "rms_norm") and `epsilon`, and
+where they apply `scale`, `offset`, `zero_centered_scale`, `axis` (an int or a tuple) and `dtype` of the result, by
+default that of the module's own. It is called after the module's own call, so that parameters are there which that
+makes; of the result of that call a compiled program has no trace.
+
+With `fuse` a Linear keeps for the backward pass, where it reads a norm's result, not that but what the norm read, and
+makes the result again: one kernel a norm, for all Linears that read it. Few features (up to 256 in 16 bits, 128 in
+float32) one kernel makes with the norm, forward and backward. The norm's result is an array, which anything else may
+read as well. Nothing has to be declared: a Linear knows the result by its identity, also in another module, but not
+behind a cast, a dropout, or the border of a `jax.jit`, `jax.checkpoint` or scan between the two.
 """
 
 from __future__ import annotations
@@ -27,14 +29,18 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jln._modules import Recipe
 from jln.convert import _interceptors
-from jln.convert._common import Change, Conversion, Pairs
+from jln.convert._common import Change, Conversion, Fuse
 from jln.convert._interceptors import Routes
 
 __all__ = ["Change", "Conversion", "Routes", "equinox", "haiku", "linen", "nnx"]
 
 
-def nnx(model: Any, *, copy: bool = False, fuse: bool | Mapping[type, Pairs] = False) -> Conversion:
+Norms = Mapping[type, Recipe]
+
+
+def nnx(model: Any, *, copy: bool = False, fuse: Fuse = False, norms: Norms | None = None) -> Conversion:
     """Every `flax.nnx.LayerNorm` and `RMSNorm` of a model as jln's.
 
     The layer objects stay the same and change their class, so all that refers to them or to their parameters (an
@@ -43,68 +49,77 @@ def nnx(model: Any, *, copy: bool = False, fuse: bool | Mapping[type, Pairs] = F
     Args:
       model: a `flax.nnx.Module`.
       copy: leave `model` as it is and convert a clone, `conversion.model`.
-      fuse: see `jln.convert`.
+      fuse: True: every `Linear`, `LinearGeneral` and `Einsum`. Or those that a mapping names,
+        `{Block: [("norm", ("q", "k", "v")), ("norm2", "mlp.layers[0]")]}`, which holds for subclasses too.
+      norms: recipes of the model's own norms; see `jln.convert`.
 
     Returns:
       The `Conversion`; its `undo()` gives the layers their classes back, with the parameters as they are then.
 
     Raises:
-      TypeError: `model` is not a `flax.nnx.Module`, or `fuse` is malformed.
-      ValueError: a pair to be fused is not a LayerNorm or RMSNorm and a Linear or LinearGeneral of Flax, or a norm is
-        in two pairs, or the model has nothing of a class that `fuse` names. Nothing has been changed then.
+      TypeError: `model` is not a `flax.nnx.Module`, or `fuse`, `norms` or a recipe is malformed.
+      ValueError: what `fuse` names is not a norm and Linears, or the model has nothing of a class that it names; or a
+        recipe's kind is unknown. Nothing has been changed then.
     """
     from jln.convert import _nnx
 
-    return _nnx.convert(model, copy, fuse)
+    return _nnx.convert(model, copy, fuse, norms)
 
 
-def equinox(model: Any, *, fuse: bool | Mapping[type, Pairs] = False) -> Conversion:
+def equinox(model: Any, *, fuse: Fuse = False, norms: Norms | None = None) -> Conversion:
     """Every `equinox.nn.LayerNorm` and `RMSNorm` of a tree as jln's, in a new tree with the same leaves.
-
-    A norm that is fused moves into the layer that takes the Linear's place, which holds both, `norm` and `linear`, and
-    remains the Linear for every other array that the model gives it. So the leaves of a tree with fused norms may have
-    another order, in which `eqx.tree_deserialise_leaves` would read a file of the unfused tree without an error into
-    the wrong layers: read the file before the conversion, or into the unfused tree, and write `conversion.undo(tree)`.
 
     Args:
       model: any pytree of Equinox modules.
-      fuse: see `jln.convert`.
+      fuse: True: every `Linear`. Or those that a mapping names, as of `nnx`.
+      norms: recipes of the model's own norms; see `jln.convert`.
 
     Returns:
       The `Conversion`: `conversion.model` is the new tree; `conversion.undo(tree)` gives `tree`, the converted one with
       whatever leaves it has by then, its former classes back.
 
     Raises:
-      TypeError: `fuse` is malformed.
-      ValueError: a pair to be fused is not a LayerNorm or RMSNorm and a Linear of Equinox, or a norm is in two pairs,
-        or the tree has nothing of a class that `fuse` names.
+      TypeError: `fuse`, `norms` or a recipe is malformed.
+      ValueError: what `fuse` names is not a norm and Linears, or the tree has nothing of a class that it names; or a
+        recipe's kind is unknown.
     """
     from jln.convert import _equinox
 
-    return _equinox.convert(model, fuse)
+    return _equinox.convert(model, fuse, norms)
 
 
 @contextlib.contextmanager
-def linen() -> Iterator[Routes]:
+def linen(*, fuse: bool = False, norms: Norms | None = None) -> Iterator[Routes]:
     """A context in which every `flax.linen.LayerNorm` and `RMSNorm` that is called computes as jln's.
 
     A function under `jax.jit` is traced again inside, and runs as before outside. Yields a list that grows with every
     layer that is called or traced in the context (of nested ones, the outermost): its name, path and why, as in
     `jln.explain`. What an earlier context traced JAX does not trace again; such layers are in the list's `earlier`, and
     `jln.explain(function, *args)` in the context tells which of them are a function's.
-    """
-    from jln import linen as ours
 
-    norms = (ours.FlaxLayerNorm, ours.FlaxRMSNorm)
-    with _interceptors.swapping("linen", norms, ours, ours.nn.intercept_methods) as routes:
+    Args:
+      fuse: True: also every `Dense`, `DenseGeneral` and `Einsum`, as `jln.convert` says.
+      norms: recipes of the model's own norms; see `jln.convert`. What a module makes in its call a recipe finds as
+        `m.get_variable("params", "scale")`.
+
+    Raises:
+      TypeError: `fuse`, `norms` or, in a call, a recipe is malformed.
+      ValueError: `norms` names a class of Flax's; or, in a call, a recipe's kind is unknown.
+    """
+    from jln.convert._linen import LINEN
+
+    with _interceptors.swapping(LINEN, fuse, norms) as routes:
         yield routes
 
 
 @contextlib.contextmanager
-def haiku() -> Iterator[Routes]:
-    """A context in which every `haiku.LayerNorm` and `RMSNorm` that is called computes as jln's; see `linen`."""
-    from jln import haiku as ours
+def haiku(*, fuse: bool = False, norms: Norms | None = None) -> Iterator[Routes]:
+    """A context in which every `haiku.LayerNorm` and `RMSNorm` that is called computes as jln's; see `linen`.
 
-    norms = (ours.HaikuLayerNorm, ours.HaikuRMSNorm)
-    with _interceptors.swapping("haiku", norms, ours, ours.hk.intercept_methods) as routes:
+    With `fuse` every `haiku.Linear`, too. What a module makes in its call a recipe finds as
+    `m.params_dict()[f"{m.module_name}/scale"]`.
+    """
+    from jln.convert._haiku import HAIKU
+
+    with _interceptors.swapping(HAIKU, fuse, norms) as routes:
         yield routes

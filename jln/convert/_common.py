@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-Pairs = Sequence[tuple[str, str]]
-DECLARATION = "norm_linear_pairs"
+from jln._modules import Recipe, described_by
+
+_BY_RECIPE = "_jln_by_recipe"
+
+# A norm, and the Linear or the Linears that read its result, by the names of a block's attributes.
+Pairs = Sequence[tuple[str, str | Sequence[str]]]
+Fuse = bool | Mapping[type, Pairs]
+
+WHY_SWAPPED = "swapped"
+WHY_LINEAR = "where it reads a norm's result it keeps what the norm read instead"
+WHY_RECIPE = "as its recipe says"
+HINT = (
+    'jln does not know what it computes; tell it by norms={{{0}: lambda m: dict(kind="rms_norm", scale=m.scale, '
+    "epsilon=m.epsilon)}}"
+)
 
 
 class Change(NamedTuple):
@@ -37,73 +51,131 @@ class Conversion:
         return "\n".join(map(str, self.changes)) or "nothing to convert"
 
 
-def pairs_of(
-    fuse: bool | Mapping[type, Pairs], node: Any, fused_norms: Iterable[type], fused_linears: Iterable[type]
-) -> Pairs:
-    """What `node` and `fuse` declare and an earlier conversion has not fused: pairs of attribute names, which may be
-    dotted.
+def fused_linears(fuse: Fuse, nodes: Iterable[Any], norms: tuple[type, ...], linears: tuple[type, ...]) -> list[Any]:
+    """The Linears that `fuse` names, of all nodes of a model.
+
+    Raises:
+      TypeError: `fuse` is malformed.
+      ValueError: what it names is not there, or is something else.
     """
-    if not fuse:
-        return ()
-    if fuse is True:
-        pairs = getattr(type(node), DECLARATION, ())
-        _check(pairs, f"{named(type(node))}.{DECLARATION}")
-    else:
-        pairs = next((fuse[cls] for cls in type(node).__mro__ if cls in fuse), ())
-    norms = [norm for norm, _ in pairs]
-    if len(set(norms)) != len(norms):
-        raise ValueError(f"{named(type(node))} declares a norm in two pairs, and it can feed only one: {pairs}")
-    fused = tuple(fused_norms), tuple(fused_linears)
-    return [p for p in pairs if any(type(getattr_or_none(node, a)) not in c for a, c in zip(p, fused, strict=True))]
-
-
-def check_fuse(fuse: Any, nodes: Iterable[Any]) -> None:
-    """Raises if `fuse` is malformed, or has pairs for a class of which no node is."""
+    nodes = list(nodes)
     if isinstance(fuse, bool):
-        return
+        return [node for node in nodes if fuse and isinstance(node, linears)]
     if not isinstance(fuse, Mapping) or not all(isinstance(cls, type) for cls in fuse):
         raise TypeError(f"fuse must be a bool or a mapping from classes to pairs; got {fuse!r}")
-    for cls, pairs in fuse.items():
-        _check(pairs, f"fuse[{named(cls)}]")
-    met = {cls for node in nodes for cls in type(node).__mro__}
+    pairs = {cls: _checked(pairs, f"fuse[{named(cls)}]") for cls, pairs in fuse.items()}
+    found: list[Any] = []
+    met: set[type] = set()
+    for node in nodes:
+        cls = next((cls for cls in type(node).__mro__ if cls in pairs), None)
+        met.update(type(node).__mro__)
+        for norm, of_norm in pairs[cls] if cls is not None else ():
+            _layer(node, norm, norms)
+            found += [_layer(node, linear, linears) for linear in of_norm]
     if unmet := [named(cls) for cls in fuse if cls not in met]:
         raise ValueError(f"fuse names {', '.join(unmet)}, of which the model has none")
+    return found
 
 
-def _check(pairs: Any, name: str) -> None:
-    if not isinstance(pairs, Sequence) or not all(
-        isinstance(pair, Sequence)
-        and len(pair) == 2
-        and not isinstance(pair, str)
-        and all(isinstance(a, str) for a in pair)
-        for pair in pairs
-    ):
-        raise TypeError(f"{name} must be a list of pairs of attribute names; got {pairs!r}")
+def _checked(pairs: Any, name: str) -> list[tuple[str, tuple[str, ...]]]:
+    """Each with a tuple of Linears."""
+
+    def is_sequence(a: Any) -> bool:
+        return isinstance(a, Sequence) and not isinstance(a, str)
+
+    def is_pair(pair: Any) -> bool:
+        if not is_sequence(pair) or len(pair) != 2 or not isinstance(pair[0], str):
+            return False
+        return isinstance(pair[1], str) or (is_sequence(pair[1]) and all(isinstance(a, str) for a in pair[1]))
+
+    if not is_sequence(pairs) or not all(map(is_pair, pairs)):
+        wanted = "a list of pairs, of a norm's name and a Linear's or a tuple of these"
+        raise TypeError(f"{name} must be {wanted}; got {pairs!r}")
+    return [(norm, (linears,) if isinstance(linears, str) else tuple(linears)) for norm, linears in pairs]
 
 
-def attribute(node: Any, dotted: str) -> Any:
-    return functools.reduce(getattr, dotted.split("."), node)
+def _layer(node: Any, name: str, expected: tuple[type, ...]) -> Any:
+    found = attribute(node, name)
+    if not isinstance(found, expected):
+        wanted = " or ".join(dict.fromkeys(map(named, expected)))
+        raise ValueError(f"fuse names {name!r} of {named(type(node))} as {wanted}; it is a {named(type(found))}")
+    return found
 
 
-def checked_pair(node: Any, pair: tuple[str, str], norms: Sequence[type], linears: Sequence[type]) -> tuple[Any, Any]:
-    """The two layers of a pair."""
+def attribute(node: Any, path: str) -> Any:
+    """By a path as a conversion prints it, `mlp.layers[0]`; None where there is nothing."""
 
-    def layer(name: str, expected: Sequence[type]) -> Any:
-        found = getattr_or_none(node, name)
-        if type(found) not in expected:
-            wanted = " or ".join(map(named, expected))
-            raise ValueError(f"{named(type(node))} declares {name!r} as {wanted}; it is a {named(type(found))}")
-        return found
+    def step(a: Any, name: str) -> Any:
+        try:
+            return a[_key(name)] if name.startswith("[") else getattr(a, name)
+        except (AttributeError, LookupError, TypeError):
+            return None
 
-    norm, linear = pair
-    return layer(norm, norms), layer(linear, linears)
+    return functools.reduce(step, re.findall(r"\[[^]]*\]|[^.[]+", path), node)
 
 
-def getattr_or_none(node: Any, dotted: str) -> Any:
-    try:
-        return attribute(node, dotted)
-    except AttributeError:
-        return None
+def _key(bracketed: str) -> Any:
+    inner = bracketed[1:-1]
+    return int(inner) if inner.lstrip("-").isdigit() else inner.strip("'\"")
+
+
+class Swap(NamedTuple):
+    """The class that a layer gets, None if it keeps its own; what that is called, and why. Without a reason there is
+    nothing to be said.
+    """
+
+    cls: type | None
+    name: str
+    why: str
+
+
+class Classes(NamedTuple):
+    """Of a framework, its classes with jln's in their place, and by a recipe the model's own.
+
+    call: `call(cls, recipe)`, the `__call__` of a class with a recipe.
+    """
+
+    framework: str
+    norms: Mapping[type, type]
+    linears: Mapping[type, type]
+    call: Callable[[type, Recipe], Callable[..., Any]]
+
+    def of(self, layer: Any, recipes: Mapping[type, Recipe], is_fused: bool) -> Swap:
+        cls = type(layer)
+        known = {**self.norms, **(self.linears if is_fused else {})}
+        if cls.__dict__.get(_BY_RECIPE) or issubclass(cls, tuple(known.values())):
+            return Swap(None, "", "")
+        for theirs, own in known.items():
+            why = WHY_SWAPPED if theirs in self.norms else WHY_LINEAR
+            if cls is theirs:
+                return Swap(own, named(own), why)
+            if issubclass(cls, theirs):
+                return Swap(_subclass(cls, own), named(own), f"{why}, by the call of a subclass")
+        if (recipe := next((recipes[c] for c in cls.__mro__ if c in recipes), None)) is not None:
+            described_by(recipe, layer)
+            return Swap(_by_recipe(cls, recipe, self.call), "jln", WHY_RECIPE)
+        return Swap(None, "", hint_for(cls, self.framework))
+
+
+@functools.cache
+def _subclass(cls: type, of: type) -> type:
+    """A subclass of a framework's layer in which the call that it inherits, or makes by `super()`, is `of`'s."""
+    return type(cls)(cls.__name__, (cls, of), _like(cls))
+
+
+@functools.cache
+def _by_recipe(cls: type, recipe: Recipe, call: Callable[[type, Recipe], Any]) -> type:
+    return type(cls)(cls.__name__, (cls,), {**_like(cls), "__call__": call(cls, recipe), _BY_RECIPE: True})
+
+
+def _like(cls: type) -> dict[str, Any]:
+    return {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+
+
+def hint_for(cls: type, framework: str) -> str:
+    """What to do about a class of somebody's own that is named as norms are; "" for any other."""
+    is_known = cls.__module__.partition(".")[0] in (framework, "jln")
+    return "" if is_known or not cls.__name__.endswith("Norm") else HINT.format(cls.__name__)
 
 
 def named(cls: type) -> str:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
 
-from jln import _routes
+from jln import _modules, _routes
 from jln._routes import Route
+from jln.convert._common import hint_for
 
-# What JAX has traced and kept outside of a context must not be taken for what is traced inside, nor the reverse.
-_swapping = jax.make_user_context(default_value=False)
+# What JAX has traced and kept outside of a context must not be taken for what is traced inside, nor the reverse; nor
+# that of one context for what another traces which converts otherwise.
+_swapping = jax.make_user_context(default_value=None)
 
 
 # Per framework, without repetition: what a context may run without a trace of its own.
@@ -32,30 +34,67 @@ class Routes(list[Route]):
         self.earlier = tuple(earlier)
 
 
-@contextlib.contextmanager
-def swapping(framework: str, theirs: tuple[type, ...], ours: Any, intercept: Callable[..., Any]) -> Iterator[Routes]:
-    """A context in which the norms `theirs` are called as those of the module `ours`.
+class Framework(NamedTuple):
+    """What a context has to know of one.
 
-    intercept: the framework's own context for an interceptor of calls.
+    name: jln's module of it. root: that of its own classes. module: the class of all modules. intercept: its own
+    context for an interceptor of calls. norms, linears: its layers that jln has too. own: jln's. call, linear_call:
+    `call(layer, plain, *args, **kwargs)`, jln's in the place of theirs, `plain`. defined_in: from what an interceptor is
+    told, and a class, whether it is this class's call that is made. path: a layer's place in the model.
     """
-    own, routes = (ours.LayerNorm, ours.RMSNorm), Routes(_traced[framework])
+
+    name: str
+    root: str
+    module: type
+    intercept: Callable[..., Any]
+    norms: tuple[type, ...]
+    linears: tuple[type, ...]
+    own: tuple[type, ...]
+    call: Callable[..., Any]
+    linear_call: Callable[..., Any]
+    defined_in: Callable[[Any, type], bool]
+    path: Callable[[Any], str]
+
+
+@contextlib.contextmanager
+def swapping(of: Framework, fuse: bool, norms: Mapping[type, _modules.Recipe] | None) -> Iterator[Routes]:
+    """A context in which a framework's norms, and with `fuse` its Linears, are called as jln's."""
+    if not isinstance(fuse, bool):
+        raise TypeError(f"fuse must be a bool; got {fuse!r}")
+    recipes = _modules.checked_recipes(norms, of.module, of.norms)
+    routes = Routes(_traced[of.name])
+
+    def called(next_fun: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
+        layer, cls = context.module, type(context.module)
+        name = f"{cls.__module__}.{cls.__qualname__} {of.path(layer)}".rstrip()
+        if isinstance(layer, of.own):
+            return next_fun(*args, **kwargs)
+        for classes, call in ((of.norms, of.call), (of.linears if fuse else (), of.linear_call)):
+            if any(of.defined_in(context, c) for c in classes if isinstance(layer, c)):
+                return call(layer, next_fun, *args, **kwargs)
+        if isinstance(layer, of.norms):
+            with _routes.noting() as inner:
+                result = next_fun(*args, **kwargs)
+            if not inner:
+                _routes.note(name, "plain", "a subclass of the framework's norm, whose call it does not make")
+            return result
+        for c in recipes:
+            if isinstance(layer, c) and of.defined_in(context, c):
+                return _modules.computed_by_recipe(name, recipes[c], layer, next_fun, args, kwargs)
+        if hint := hint_for(cls, of.root):
+            _routes.note(name, "plain", hint)
+        return next_fun(*args, **kwargs)
 
     def interceptor(next_fun: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
         """With Flax's signature and Haiku's. A route is listed once, however often it is taken."""
-        layer = context.module
-        if context.method_name != "__call__" or not isinstance(layer, theirs) or isinstance(layer, own):
+        if context.method_name != "__call__":
             return next_fun(*args, **kwargs)
         with _routes.noting() as taken:
-            if type(layer) in theirs:
-                result = ours.call(layer, next_fun, *args, **kwargs)
-            else:
-                name = f"{type(layer).__module__}.{type(layer).__qualname__}"
-                _routes.note(name, "plain", "not swapped: a subclass may compute something else")
-                result = next_fun(*args, **kwargs)
+            result = called(next_fun, args, kwargs, context)
         routes.extend(route for route in dict.fromkeys(taken) if route not in routes)
-        if isinstance(result, Tracer):
-            _traced[framework].update(dict.fromkeys(taken))
+        if any(isinstance(a, Tracer) for a in jax.tree.leaves(result)):
+            _traced[of.name].update(dict.fromkeys(taken))
         return result
 
-    with intercept(interceptor), _swapping(True):
+    with of.intercept(interceptor), _swapping((fuse, tuple(recipes.items()))):
         yield routes

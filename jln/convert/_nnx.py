@@ -2,54 +2,50 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
-from jln import _routes
+from jln import _modules, _routes
 from jln import nnx as ours
-from jln.convert._common import Change, Conversion, Pairs, check_fuse, checked_pair, named, pairs_of
+from jln.convert._common import Change, Classes, Conversion, Fuse, fused_linears, named
 from jln.nnx import nnx
 
-SWAPPED = {ours.FlaxLayerNorm: ours.LayerNorm, ours.FlaxRMSNorm: ours.RMSNorm}
-NORMS = {
-    ours.FlaxLayerNorm: ours.DeferringLayerNorm,
-    ours.LayerNorm: ours.DeferringLayerNorm,
-    ours.FlaxRMSNorm: ours.DeferringRMSNorm,
-    ours.RMSNorm: ours.DeferringRMSNorm,
-}
-LINEARS = {nnx.Linear: ours.FusedLinear, nnx.LinearGeneral: ours.FusedLinearGeneral}
-FINAL = (*SWAPPED.values(), *NORMS.values())
+
+def _call_by_recipe(cls: Any, recipe: _modules.Recipe) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = functools.partial(cls.__call__, self)
+        return _modules.computed_by_recipe(named(cls), recipe, self, plain, args, kwargs)
+
+    return call
 
 
-def convert(model: Any, copy: bool, fuse: bool | Mapping[type, Pairs]) -> Conversion:
+CLASSES = Classes(
+    "flax",
+    {ours.FlaxLayerNorm: ours.LayerNorm, ours.FlaxRMSNorm: ours.RMSNorm},
+    {ours.FlaxLinear: ours.Linear, ours.FlaxLinearGeneral: ours.LinearGeneral, ours.FlaxEinsum: ours.Einsum},
+    _call_by_recipe,
+)
+
+
+def convert(model: Any, copy: bool, fuse: Fuse, norms: Mapping[type, _modules.Recipe] | None) -> Conversion:
     if not isinstance(model, nnx.Module):
         raise TypeError(f"model must be a flax.nnx.Module; got {type(model).__name__}")
-    check_fuse(fuse, (module for _, module in nnx.iter_modules(model)))
+    recipes = _modules.checked_recipes(norms, nnx.Module, tuple(CLASSES.norms))
     if copy:
         model = nnx.clone(model)
     modules = [(".".join(map(str, path)), module) for path, module in nnx.iter_modules(model)]
-    classes: dict[int, tuple[type, str]] = {}  # by the identity of a layer: its class to be, and why
-    for _, module in modules:
-        for pair in pairs_of(fuse, module, NORMS.values(), LINEARS.values()):
-            (norm_name, linear_name), (norm, linear) = pair, checked_pair(module, pair, tuple(NORMS), tuple(LINEARS))
-            if id(norm) in classes:
-                raise ValueError(f"{named(type(module))}: {norm_name!r} is in two pairs, and can feed only one Linear")
-            classes[id(norm)] = NORMS[type(norm)], f"fused with {linear_name}"
-            classes[id(linear)] = LINEARS[type(linear)], f"fused with {norm_name}"
-    for _, module in modules:
-        if type(module) in SWAPPED:
-            classes.setdefault(id(module), (SWAPPED[type(module)], "swapped"))
+    norms_known, linears_known = (*CLASSES.norms, *recipes), tuple(CLASSES.linears)
+    wanted = {id(a) for a in fused_linears(fuse, [module for _, module in modules], norms_known, linears_known)}
 
     changes, former = [], []
     for path, module in modules:
-        before = type(module)
-        if id(module) in classes:
-            after, why = classes[id(module)]
-            object.__setattr__(module, "__class__", after)
-            changes.append(Change(path, named(before), named(after), why))
-            former.append((module, before, after))
-        elif isinstance(module, tuple(SWAPPED)) and not isinstance(module, FINAL):
-            changes.append(Change(path, named(before), "", "a subclass may compute something else"))
+        before, swap = type(module), CLASSES.of(module, recipes, id(module) in wanted)
+        if swap.cls is not None:
+            object.__setattr__(module, "__class__", swap.cls)
+            former.append((module, before, swap.cls))
+        if swap.why:
+            changes.append(Change(path, named(before), swap.name, swap.why))
     _routes.converted()
 
     def undo() -> Any:

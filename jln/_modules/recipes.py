@@ -1,0 +1,84 @@
+"""A model's own norm, of which a recipe tells what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jln._modules.arguments import Summed, axes
+from jln._modules.calls import computed, noted, prepared
+
+# From a module to what its norm is: `kind` and `epsilon`, and where they apply `scale`, `offset`,
+# `zero_centered_scale`, `axis` and `dtype`.
+Recipe = Callable[[Any], Mapping[str, Any]]
+
+KINDS = {"layer_norm": True, "rms_norm": False}  # whether they subtract the mean
+_KNOWN = ("kind", "epsilon", "scale", "offset", "zero_centered_scale", "axis", "dtype")
+
+
+def computed_by_recipe(
+    layer: str, recipe: Recipe, module: Any, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """What `module` computes, by the operators; plain, args, kwargs: its own call. That is made first, so that
+    parameters are there which only a call makes, and says of what dtype the result is; a compiled program has no trace
+    of it.
+
+    Raises:
+      TypeError, ValueError: what the recipe returns is not as it must be.
+    """
+    result = plain(*args, **kwargs)
+    described = described_by(recipe, module)
+    if len(args) != 1 or kwargs:
+        return noted(layer, "it is called with more than an array", lambda: result)
+    if not isinstance(result, jax.Array) or result.shape != np.shape(args[0]):
+        return noted(layer, "its result does not have the shape of what it reads", lambda: result)
+    over = axes(described.get("axis", -1))
+    found = prepared(
+        args[0],
+        described.get("scale"),
+        described.get("offset"),
+        axes=over,
+        parameter_axes=sorted(a % result.ndim for a in over) if result.ndim else (),
+        epsilon=described["epsilon"],
+        subtract_mean=KINDS[described["kind"]],
+        zero_centered_scale=bool(described.get("zero_centered_scale", False)),
+        y_dtype=described.get("dtype") or result.dtype,
+    )
+    return computed(layer, found, Summed(args[0]), lambda _: result)
+
+
+def described_by(recipe: Recipe, module: Any) -> Mapping[str, Any]:
+    """What the recipe says of the module. Raises as `computed_by_recipe`."""
+    described, name = recipe(module), f"norms[{type(module).__name__}]"
+    if not isinstance(described, Mapping) or not {"kind", "epsilon"} <= {*described}:
+        raise TypeError(f"{name} must return a mapping with kind and epsilon; got {described!r}")
+    if unknown := [key for key in described if key not in _KNOWN]:
+        raise TypeError(
+            f"{name} returns {', '.join(map(repr, unknown))}, of which jln knows nothing; it knows {_KNOWN}"
+        )
+    if described["kind"] not in KINDS:
+        raise ValueError(f"{name} must return a kind of {tuple(KINDS)}; got {described['kind']!r}")
+    if described.get("zero_centered_scale") and described.get("scale") is None:
+        raise ValueError(f"{name} returns zero_centered_scale=True, which needs a scale")
+    return described
+
+
+def checked_recipes(norms: Any, base: type, theirs: tuple[type, ...]) -> dict[type, Recipe]:
+    """norms: as the user gives them. base: of all modules. theirs: the framework's norms, of which jln knows.
+
+    Raises:
+      TypeError: `norms` is not a mapping from classes of modules to functions.
+      ValueError: a class is the framework's.
+    """
+    norms = {} if norms is None else norms
+    if not isinstance(norms, Mapping) or not all(callable(recipe) for recipe in norms.values()):
+        raise TypeError(f"norms must be a mapping from classes to functions of a module; got {norms!r}")
+    for cls in norms:
+        if not isinstance(cls, type) or not issubclass(cls, base):
+            raise TypeError(f"norms must name classes of {base.__module__}.{base.__name__}; got {cls!r}")
+        if cls in theirs:
+            raise ValueError(f"norms names {cls.__module__}.{cls.__name__}, which jln knows without a recipe")
+    return dict(norms)
