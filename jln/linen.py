@@ -312,10 +312,10 @@ def _described(dense: Any, norm: _modules.Prepared) -> _modules.Linear | str:
         kernel_shape = (h, *features)
         own_product = dense.dot_general is not None or dense.dot_general_cls is not None
     if own_product:
-        return "the Dense has a product or an element type of its own"
-    if isinstance(dense, FlaxDenseGeneral):
-        if _modules.axes(dense.axis) not in ((-1,), (norm.x.ndim - 1,)) or dense.batch_dims:
-            return "the Dense is not over the last axis alone"
+        return "the Dense has a product of its own"
+    last = ((-1,), (norm.x.ndim - 1,))
+    if isinstance(dense, FlaxDenseGeneral) and (_modules.axes(dense.axis) not in last or dense.batch_dims):
+        return "the Dense is not over the last axis alone"
     read = _read(dense, {"kernel": (True, kernel_shape), "bias": (dense.use_bias, features)})
     if isinstance(read, str):
         return read

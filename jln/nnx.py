@@ -269,7 +269,7 @@ class Einsum(FlaxEinsum):
 
 
 def _linear(in_features: int, out_features: int | Sequence[int], **options: Any) -> Any:
-    cls: Any = Linear if isinstance(out_features, int) else LinearGeneral
+    cls: Any = FlaxLinear if isinstance(out_features, int) else FlaxLinearGeneral
     return cls(in_features, out_features, **options)
 
 

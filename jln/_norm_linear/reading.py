@@ -150,7 +150,9 @@ def _tangents(settings: Settings, saved: Saved, tangents: Operands, results: Res
         of_product = tangents._replace(bias=None, made_of=norm.Operands(None))
         dtypes = Results(y.dtype.name)
         dy = _tangent((of_product, saved), settings, dtypes, implementation=settings.implementation).y
-    return Results(dy if tangents.bias is None else dy + tangents.bias.astype(y.dtype))
+    if tangents.bias is not None:
+        dy = dy + jnp.broadcast_to(tangents.bias.astype(y.dtype), y.shape)
+    return Results(dy)
 
 
 operator = Rules(_value, _saving, _gradients, _tangents).operator()

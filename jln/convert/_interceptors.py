@@ -39,8 +39,8 @@ class Framework(NamedTuple):
 
     name: jln's module of it. root: that of its own classes. module: the class of all modules. intercept: its own
     context for an interceptor of calls. norms, linears: its layers that jln has too. own: jln's. call, linear_call:
-    `call(layer, plain, *args, **kwargs)`, jln's in the place of theirs, `plain`. defined_in: from what an interceptor is
-    told, and a class, whether it is this class's call that is made. path: a layer's place in the model.
+    `call(layer, plain, *args, **kwargs)`, jln's in the place of theirs, `plain`. defined_in: from what an interceptor
+    is told, and a class, whether it is this class's call that is made. path: a layer's place in the model.
     """
 
     name: str
