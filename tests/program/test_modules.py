@@ -87,13 +87,13 @@ def test_nnx_step():
     model = NnxModel(nnx.Rngs(0))
     plain = nnx_report(model)
     swapped = nnx_report(convert.nnx(model, copy=True).model)
-    fused = nnx_report(convert.nnx(model, copy=True, fuse={NnxBlock: [("norm", "qkv"), ("norm2", "up")]}).model)
+    fused = nnx_report(convert.nnx(model, copy=True, fuse=True).model)
     for name, report in (("Flax", plain), ("swapped", swapped), ("fused", fused)):
         print(f"{name}: {report.bytes_total / 1e6:.0f} MB moved, {report.temp_bytes / 1e6:.0f} MB temporary")
     assert triton_kernels(plain) == []
     assert len(triton_kernels(swapped)) == 3 * (2 * LAYERS + 1)
-    # composed at this size: a fused pair's backward norm kernel also makes z again
-    assert len(triton_kernels(fused)) >= 3 * (2 * LAYERS + 1)
+    # of many features: what a norm made is made again by one kernel, for whichever Linear reads it
+    assert len(triton_kernels(fused)) == 4 * 2 * LAYERS + 3
     assert fused.bytes_total < plain.bytes_total
     assert swapped.bytes_total < plain.bytes_total
     assert fused.temp_bytes < swapped.temp_bytes < plain.temp_bytes
@@ -104,7 +104,7 @@ def test_equinox_step():
     blocks = [EqxBlock(k) for k in jax.random.split(jax.random.key(0), LAYERS)]
     plain = eqx_report(blocks)
     swapped = eqx_report(convert.equinox(blocks).model)
-    fused = eqx_report(convert.equinox(blocks, fuse={EqxBlock: [("norm", "up")]}).model)
+    fused = eqx_report(convert.equinox(blocks, fuse=True).model)
     assert triton_kernels(plain) == []
     assert len(triton_kernels(swapped)) == 3 * 2 * LAYERS
     assert swapped.bytes_total < plain.bytes_total
