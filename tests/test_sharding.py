@@ -271,6 +271,23 @@ def test_shares_of_16_bit_parameters_are_added_up_in_float32():
     np.testing.assert_array_equal(found, np.full(8, 4, "bfloat16"))
 
 
+@pytest.mark.parametrize("features", [(8,), (300,), (8, 16)], ids=str)  # in one operation; by XLA; of several
+def test_shares_of_16_bit_biases_are_added_up_in_float32(features):
+    """Likewise."""
+    rows = NamedSharding(mesh(), P(("data", "tensor")))
+    x = jax.device_put(workbench.normal(0, (16, 8), "bfloat16"), rows)
+    kernels = tuple(workbench.normal(n, (8, n), "bfloat16") for n in features)
+    column = jnp.tile(jnp.array([256, 1, -256, 0], "bfloat16"), 4)[:, None]
+    dy = tuple(jax.device_put(column * jnp.ones((1, n), "bfloat16"), rows) for n in features)
+
+    @jax.jit
+    def dbias(x, biases, dy):
+        return jax.vjp(lambda biases: jln.rms_norm_linear(x, None, kernels, biases), biases)[1](dy)[0]
+
+    found = dbias(x, tuple(jnp.zeros(n, "bfloat16") for n in features), dy)
+    jax.tree.map(np.testing.assert_array_equal, found, tuple(np.full(n, 4, "bfloat16") for n in features))
+
+
 @pytest.mark.parametrize("name", ["layer_norm", "layer_norm_linear"])
 @pytest.mark.parametrize("shape", [(2, 4, 2, 8), (4, 2, 2, 8)], ids=str)
 def test_a_part_of_a_mesh_axis(shape, name):

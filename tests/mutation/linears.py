@@ -96,4 +96,14 @@ LINEARS = [
         "chosen[dim] = tuple(a for a in chosen[dim] if a in by_all)", "pass",
         (f"{SHARDING}test_several_linears[features0-float32-one alone-Auto]",),
     ),
+    Mutant(
+        "shares of dbias added up over devices in 16 bits", LINEAR_RULES,
+        "Result(b, summed=(Kind.ROW,), wide=True) for b", "Result(b, summed=(Kind.ROW,)) for b",
+        (f"{SHARDING}test_shares_of_16_bit_biases_are_added_up_in_float32[(8,)]",),
+    ),
+    Mutant(
+        "shares of a column's sum added up over devices in 16 bits", LINEAR_RULES,
+        "Result(of.bias[0], summed=(Kind.ROW,), wide=True)", "Result(of.bias[0], summed=(Kind.ROW,))",
+        (f"{SHARDING}test_shares_of_16_bit_biases_are_added_up_in_float32[(300,)]",),
+    ),
 ]  # fmt: skip
