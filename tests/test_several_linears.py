@@ -200,6 +200,23 @@ def test_kernels_of_several_dtypes(features, dtypes, implementation):
     chex.assert_trees_all_close(wide((y, gradients)), wide((plain, plain_gradients)), rtol=0.02, atol=0.3)
 
 
+def test_one_kernel_of_several_dtypes(implementation):
+    """Where each product is in float32, no kernel or bias is rounded to the dtype of its neighbours."""
+    operands = workbench.named("layer_norm_linear", (37, 100), "float32", features=((16,), (8,), (5,)))
+    narrow = lambda a: None if a is None else a.astype("bfloat16")  # noqa: E731
+    (k, *kernels), (b, *biases) = operands["kernel"], operands["bias"]
+    operands |= {"kernel": (narrow(k), *kernels), "bias": (narrow(b), *biases)}
+
+    def step(f, **options):
+        def of_x(x):
+            return f(**operands | {"x": x}, **options)
+
+        return jax.jit(lambda x: (of_x(x), jax.vjp(of_x, x)[1](tuple(map(jnp.sin, of_x(x))))))(operands["x"])
+
+    got = step(jln.layer_norm_linear, implementation=implementation)
+    chex.assert_trees_all_close(got, step(jln.reference.layer_norm_linear), **CLOSE_IN["float32"])
+
+
 @pytest.mark.parametrize("forward_mode", [False, True])
 @pytest.mark.parametrize("features", FEATURES[:2], ids=ids)
 def test_only_the_total_is_kept_of_its_size(features, forward_mode, implementation):

@@ -106,4 +106,9 @@ LINEARS = [
         "Result(of.bias[0], summed=(Kind.ROW,), wide=True)", "Result(of.bias[0], summed=(Kind.ROW,))",
         (f"{SHARDING}test_shares_of_16_bit_biases_are_added_up_in_float32[(300,)]",),
     ),
+    Mutant(
+        "all kernels in the dtype of the first, fused", LINEAR_LAUNCH,
+        "wide = jnp.result_type(*(a for a, _ in given))", "wide = given[0][0].dtype",
+        (f"{SEVERAL}test_one_kernel_of_several_dtypes[triton]",),
+    ),
 ]  # fmt: skip
