@@ -111,4 +111,10 @@ LINEARS = [
         "wide = jnp.result_type(*(a for a, _ in given))", "wide = given[0][0].dtype",
         (f"{SEVERAL}test_one_kernel_of_several_dtypes[triton]",),
     ),
+    Mutant(
+        "z made again in the dtype of the first product", XLA_LINEAR,
+        "z_dtype = widest([dy[i].dtype.name for i in used if dtypes.dkernel[i] is not None])",
+        "z_dtype = next((dy[i].dtype.name for i in used if dtypes.dkernel[i] is not None), None)",
+        (f"{SEVERAL}test_kernels_of_several_dtypes[xla-300+8-dtypes0]",),
+    ),
 ]  # fmt: skip
