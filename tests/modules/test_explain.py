@@ -104,8 +104,8 @@ def test_equinox_layers_have_the_place_that_a_conversion_prints():
     tree = eqx.nn.Sequential([eqx.nn.LayerNorm(8), eqx.nn.Linear(8, 300, key=jax.random.key(0))])
     conversion = jln.convert.equinox(tree, fuse=True)
     model, x = conversion.model, jnp.ones(8)
-    for question, x in ((model, x), (jax.vmap(model), x[None]), (model.__call__, x)):
-        layers = [r.layer.partition(" ")[2] for r in jln.explain(question, x)]
+    for question, of in ((model, x), (jax.vmap(model), x[None])):
+        layers = [r.layer.partition(" ")[2] for r in jln.explain(question, of)]
         assert layers == [change.path for change in conversion.changes] == [".layers[0]", ".layers[1]"]
 
 
