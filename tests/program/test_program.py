@@ -257,6 +257,12 @@ def test_the_plugin_is_brought_back_when_jax_has_turned_it_away():
         report = program.compile_for(lambda x: x + 1, jax.numpy.ones((256, 256), 'float32'))
         assert report.bytes_total == 2 * 256 * 256 * 4
         assert jax.default_backend() == "cpu"
+
+        import jln  # whose operators XLA asks JAX to partition
+
+        rows = jax.NamedSharding(program.mesh("h200", (8,), ("x",)), jax.P("x"))
+        x = jax.ShapeDtypeStruct((256, 256), "float32", sharding=rows)
+        assert len(program.compile_for(jln.rms_norm, x, devices=8).kernels) == 1
     """
     kept = {k: v for k, v in os.environ.items() if k not in ("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "JAX_PLATFORMS")}
     subprocess.run([sys.executable, "-c", code], env=kept | {"PYTHONPATH": os.pathsep.join(sys.path)}, check=True)
