@@ -15,7 +15,8 @@ import jln
 from jln import program
 from jln._bench.parts import Unsupported, one_line, version
 from jln._bench.peers import PEERS
-from jln._bench.stacks import OURS, PRODUCTS, STACKS, Stack, losses
+from jln._bench.losses import OURS, losses
+from jln._bench.stacks import PRODUCTS, STACKS, Stack
 from jln._bench.workloads import WORKLOADS, Workload
 from jln._cli.console import UserError, known, print_json, print_note, print_table, progress
 from jln._triton import target
