@@ -14,8 +14,11 @@ import jax
 import jax.numpy as jnp
 
 import jln
+from jln._bench.layouts import Layout
 from jln._bench.stacks import Loss, Stack
 from jln._catalogue import EPSILON
+
+ON_ONE_DEVICE = Layout()
 
 
 def square_sum(y: jax.Array) -> jax.Array:
@@ -55,9 +58,9 @@ def linear(parameters: Any, x: jax.Array) -> jax.Array:
     return y + parameters["bias"].astype(x.dtype) if "bias" in parameters else y
 
 
-def branch_of(parameters: Any, x: jax.Array, gate: jax.Array | None, norm: Any) -> Branch:
+def branch_of(parameters: Any, x: jax.Array, gate: jax.Array | None, norm: Any, layout: Layout) -> Branch:
     """A Linear, its bias and the norm behind it left to whoever adds the branch."""
-    return Branch(x @ parameters["kernel"].astype(x.dtype), parameters.get("bias"), gate, norm)
+    return Branch(layout.stream(x @ parameters["kernel"].astype(x.dtype)), parameters.get("bias"), gate, norm)
 
 
 def add_and_norm(norm: Any, x: jax.Array, branch: Branch | None) -> tuple[jax.Array, jax.Array]:
@@ -124,7 +127,9 @@ def _plainly_normed(norm: Any, x: jax.Array, branch: Branch | None) -> tuple[jax
     return operator(x, *_norm_parameters(norm), epsilon=EPSILON), x
 
 
-def jln_loss(stack: Stack, before_attention: Projection, before_mlp: Projection) -> Loss:
+def jln_loss(
+    stack: Stack, before_attention: Projection, before_mlp: Projection, layout: Layout = ON_ONE_DEVICE
+) -> Loss:
     def block(p, x, branch, c):
         attention, mlp = ([p[name] for name in linears] for linears in stack.projections)
         norm_1, norm_2, gate_1, gate_2 = p.get("norm_1"), p.get("norm_2"), None, None
@@ -132,22 +137,35 @@ def jln_loss(stack: Stack, before_attention: Projection, before_mlp: Projection)
             scale_1, offset_1, gate_1, scale_2, offset_2, gate_2 = jnp.split(linear(p["ada"], c), 6, axis=-1)
             norm_1, norm_2 = {"scale": 1 + scale_1, "bias": offset_1}, {"scale": 1 + scale_2, "bias": offset_2}
         qkv, x = before_attention(norm_1, attention, x, branch)
-        branch = branch_of(p["out"], stack.attend(qkv), gate_1, p.get("post_1"))
+        attended = layout.features(layout.locally(stack.attend)([layout.features(y) for y in qkv]))
+        branch = branch_of(p["out"], attended, gate_1, p.get("post_1"), layout)
         up, x = before_mlp(norm_2, mlp, x, branch)
-        branch = branch_of(p["down"], stack.activate(up), gate_2, p.get("post_2"))
+        active = layout.features(stack.activate([layout.features(y) for y in up]))
+        branch = branch_of(p["down"], active, gate_2, p.get("post_2"), layout)
         # What a checkpointed block takes is kept: better the sum than what is to be summed.
         return (x, branch) if stack.policy is None else (branch.added_to(x), None)
 
-    def loss(parameters, x):
+    def blocks(parameters, x):
         branch, c = None, stack.condition(x)
-        for i in range(stack.layers):
+        for i in range(stack.layers // layout.stages):
             x, branch = stack.checkpointed(jax.checkpoint, block)(parameters[f"block_{i}"], x, branch, c)
+        return x, branch
+
+    def end(norm, x, branch=None):
         if before_mlp is no_norm:
             return square_sum(x if branch is None else branch._replace(norm=None).added_to(x))
         last = _plainly_normed if before_mlp is plain_jnp else add_and_norm
-        return square_sum(last(parameters["norm"], x, branch)[0])
+        return square_sum(last(norm, x, branch)[0])
 
-    return loss
+    def added_up(parameters, x):
+        x, branch = blocks(parameters, x)
+        if branch is None:
+            return x
+        return branch.added_in_jnp(x) if before_mlp is plain_jnp else branch.added_to(x)
+
+    if layout.stages > 1:
+        return layout.pipelined(added_up, end)
+    return lambda parameters, x: end(parameters["norm"], *blocks(parameters, x))
 
 
 def flax_loss(stack: Stack) -> Loss:
@@ -210,6 +228,10 @@ OURS: dict[str, tuple[Projection, Projection]] = {
 def losses(stack: Stack) -> dict[str, Loss]:
     """Flax's first, which the others are compared with, if it is installed."""
     found = {"flax": flax_loss(stack)} if importlib.util.find_spec("flax") else {}
-    found |= {"jnp": jln_loss(stack, plain_jnp, plain_jnp)}
-    found |= {name: jln_loss(stack, *projections) for name, projections in OURS.items()}
-    return found | {"no norm at all": jln_loss(stack, no_norm, no_norm)}
+    return found | sharded_losses(stack, ON_ONE_DEVICE) | {"no norm at all": jln_loss(stack, no_norm, no_norm)}
+
+
+def sharded_losses(stack: Stack, layout: Layout) -> dict[str, Loss]:
+    """Plain jnp's first, which the others are compared with."""
+    variants = {"jnp": (plain_jnp, plain_jnp), **OURS}
+    return {name: jln_loss(stack, *projections, layout) for name, projections in variants.items()}

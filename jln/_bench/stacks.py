@@ -121,7 +121,7 @@ class Stack:
             projected = jnp.split(projected[0], (q, q + k), axis=-1)
         q, k, v = (a.reshape(*a.shape[:-1], -1, self.width // self.heads) for a in projected)
         attended = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=self.attention)
-        return attended.reshape(*projected[0].shape[:-1], self.width)
+        return attended.reshape(*projected[0].shape[:-1], -1)
 
     def condition(self, x: jax.Array) -> jax.Array | None:
         """What stands for the embedding of a time and a class: [batch, 1, width]."""
