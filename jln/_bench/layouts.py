@@ -22,47 +22,44 @@ from jln._bench.stacks import Loss, Stack
 STAGES, TENSOR = "pipeline", "tensor"
 ROWS = ("data", "fsdp")  # what splits the batch; the second splits what is stored of each kernel, too
 AXES = (STAGES, *ROWS, TENSOR)  # from the outside of a cluster inwards
+NO_MESH = Mesh(np.empty((), object), ())
 SPLIT_BY_ROWS = ("out", "down")  # the Linears that lead back to the stream: tensor parallelism splits their products
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where everything is. mesh: of axes from `AXES`, or None for one device.
+    """Where everything is. mesh: of axes from `AXES`; one of none is one device.
 
     sequence: between the blocks the stream is split by its tokens over "tensor", whose devices split the features of
     the Linears (Megatron's sequence parallelism); else each of them has it whole.
     """
 
-    mesh: Mesh | None = None
+    mesh: Mesh = NO_MESH
     sequence: bool = False
 
     def size(self, *axes: str) -> int:
-        return math.prod(self.mesh.shape.get(axis, 1) for axis in axes) if self.mesh else 1
+        return math.prod(self.mesh.shape.get(axis, 1) for axis in axes)
 
     stages = property(lambda self: self.size(STAGES))
 
-    @property
-    def sizes(self) -> str:
-        assert self.mesh is not None
-        return " x ".join(f"{axis} {size}" for axis, size in self.mesh.shape.items())
+    sizes = property(lambda self: " x ".join(f"{axis} {size}" for axis, size in self.mesh.shape.items()))
 
     def fitted(self, stack: Stack) -> Stack:
         """The stack with as many sequences as the batch's axes need. Raises ValueError for what cannot be split."""
-        tensor, rows = self.size(TENSOR), self.size(*ROWS)
+        rows = self.size(*ROWS)
         batch, tokens, width = stack.shape
-        parts = {
-            "heads": stack.heads,
-            "heads of keys": stack.key_heads or stack.heads,
-            "hidden features": stack.hidden,
-            "features": width,
-        } | ({"tokens": tokens} if self.sequence else {})
-        for what, count in parts.items():
-            if count % tensor:
-                raise ValueError(f"{stack.name} has {count} {what}, which tensor={tensor} does not divide")
-        if stack.layers % self.stages:
-            raise ValueError(f"{stack.name} has {stack.layers} layers, which pipeline={self.stages} does not divide")
-        if width % self.size("fsdp"):
-            raise ValueError(f"{stack.name} has {width} features, which fsdp={self.size('fsdp')} does not divide")
+        split = [
+            (STAGES, stack.layers, "layers"),
+            ("fsdp", width, "features"),
+            (TENSOR, width, "features"),
+            (TENSOR, stack.hidden, "hidden features"),
+            (TENSOR, stack.heads, "heads"),
+            (TENSOR, stack.key_heads or stack.heads, "heads of keys"),
+            (TENSOR, tokens if self.sequence else 0, "tokens"),
+        ]
+        for axis, count, what in split:
+            if count % self.size(axis):
+                raise ValueError(f"{stack.name} has {count} {what}, which {axis}={self.size(axis)} does not divide")
         return dataclasses.replace(stack, shape=(math.ceil(batch / rows) * rows, tokens, width))
 
     def stream(self, x: jax.Array) -> jax.Array:
@@ -77,7 +74,7 @@ class Layout:
         """The attention of features. In a stage it is a `shard_map` of its own, since JAX cannot partition cuDNN's
         where some axes are manual; and what it holds, whose sharding JAX would get wrong there, is made again.
         """
-        if self.mesh is None or self.stages == 1:
+        if self.stages == 1:
             return attend
         spec, inner = self._spec(ROWS, None, TENSOR), {*self.mesh.axis_names} - {STAGES}
         return jax.shard_map(jax.checkpoint(attend), in_specs=spec, out_specs=spec, axis_names=inner)
@@ -86,9 +83,7 @@ class Layout:
         """A step's (parameters, x) in their places. With a pipeline, parameters of blocks have an axis of stages in
         front, and x one of microbatches, as many as stages.
         """
-        assert self.mesh is not None
-        blocks = stack.layers // self.stages
-        parameters = dataclasses.replace(stack, layers=blocks).parameters()
+        parameters = dataclasses.replace(stack, layers=stack.layers // self.stages).parameters()
 
         def placed(path: Any, a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             names = [key.key for key in path]
@@ -140,7 +135,6 @@ class Layout:
 
     def among(self, group: Sequence[int] | None) -> tuple[str, ...]:
         """The axes along which the devices of a collective's group differ."""
-        assert self.mesh is not None
         sizes = tuple(self.mesh.shape.values())
         at = np.unravel_index(range(self.mesh.size) if group is None else group, sizes)
         return tuple(axis for axis, where in zip(self.mesh.axis_names, at, strict=True) if len({*where}) > 1)
@@ -166,7 +160,7 @@ class Layout:
         return P(*map(there, axes))
 
     def _constrained(self, a: jax.Array, spec: P) -> jax.Array:
-        if self.mesh is None:
+        if self.mesh.empty:
             return a
         within: Mesh | AbstractMesh = jax.sharding.get_abstract_mesh()  # in a stage, one whose axis of stages is manual
         spec = P(*(None,) * (a.ndim - len(spec)), *spec)

@@ -234,4 +234,4 @@ def losses(stack: Stack) -> dict[str, Loss]:
 def sharded_losses(stack: Stack, layout: Layout) -> dict[str, Loss]:
     """Plain jnp's first, which the others are compared with."""
     variants = {"jnp": (plain_jnp, plain_jnp), **OURS}
-    return {name: jln_loss(stack, *projections, layout) for name, projections in variants.items()}
+    return {name: jln_loss(stack, *projections, layout=layout) for name, projections in variants.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from jln._cli.console import UserError, known, megabytes, print_table
 
 SHARDED = tuple(stack.name for stack in STACKS.values() if stack.apart)
 BLOCKS = 2  # of each stage; the fewest that have a norm between two blocks. More are more of the same
+MOST = 1 << 14
 Key = tuple[str, tuple[str, ...]]  # a collective's kind, and the axes along which devices communicate
 
 
@@ -33,6 +35,8 @@ def parsed(text: str, chip: str, sequence: bool) -> Layout:
         if axis in sizes or not size.isdecimal() or int(size) < 1:
             raise UserError(f"--mesh {text}: each axis once and with a size, as in data=2,tensor=4")
         sizes[axis] = int(size)
+    if math.prod(sizes.values()) > MOST:
+        raise UserError(f"--mesh {text}: of more than {MOST} GPUs")
     if sequence and sizes.get("tensor", 1) == 1:
         raise UserError(f"--mesh {text}: --sequence splits tokens over an axis tensor=...")
     sizes = {axis: sizes[axis] for axis in AXES if axis in sizes}
@@ -69,7 +73,6 @@ def totals(report: program.CompiledProgram, layout: Layout) -> dict[Key, tuple[i
 
 def facts(step: Step) -> dict[str, Any]:
     stack, layout = step.stack, step.layout
-    assert layout.mesh is not None
     return {
         "name": stack.name,
         "mesh": dict(layout.mesh.shape),
@@ -94,7 +97,6 @@ def facts(step: Step) -> dict[str, Any]:
 def print_step(step: Step, chip: str) -> None:
     """A table, with a column for each variant."""
     stack, layout = step.stack, step.layout
-    assert layout.mesh is not None
     microbatches = f"{layout.stages} microbatches of " if layout.stages > 1 else ""
     tokens = "; the stream split by its tokens over tensor" if layout.sequence else ""
     title = (
