@@ -70,14 +70,16 @@ class Layout:
         """[..., batch, tokens, features] as they are behind a norm's Linears."""
         return self._constrained(y, self._spec(ROWS, None, TENSOR))
 
-    def locally(self, attend: Callable[[Sequence[jax.Array]], jax.Array]) -> Callable[[Sequence[jax.Array]], jax.Array]:
-        """The attention of features. In a stage it is a `shard_map` of its own, since JAX cannot partition cuDNN's
-        where some axes are manual; and what it holds, whose sharding JAX would get wrong there, is made again.
+    def attend(self, stack: Stack, projected: Sequence[jax.Array]) -> jax.Array:
+        """The stack's attention. JAX cannot partition cuDNN's in a stage, where some axes are manual: there it is in a
+        `shard_map` of its own; and what it holds, whose sharding JAX would get wrong, is made again.
         """
-        if self.stages == 1:
-            return attend
-        spec, inner = self._spec(ROWS, None, TENSOR), {*self.mesh.axis_names} - {STAGES}
-        return jax.shard_map(jax.checkpoint(attend), in_specs=spec, out_specs=spec, axis_names=inner)
+        projected = [self.features(y) for y in projected]
+        attend = stack.attend
+        if self.stages > 1 and stack.attention == "cudnn":
+            spec, inner = self._spec(ROWS, None, TENSOR), {*self.mesh.axis_names} - {STAGES}
+            attend = jax.shard_map(jax.checkpoint(attend), in_specs=spec, out_specs=spec, axis_names=inner)
+        return self.features(attend(projected))
 
     def arguments(self, stack: Stack) -> tuple[Any, jax.ShapeDtypeStruct]:
         """A step's (parameters, x) in their places. With a pipeline, parameters of blocks have an axis of stages in

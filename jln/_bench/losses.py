@@ -137,8 +137,7 @@ def jln_loss(
             scale_1, offset_1, gate_1, scale_2, offset_2, gate_2 = jnp.split(linear(p["ada"], c), 6, axis=-1)
             norm_1, norm_2 = {"scale": 1 + scale_1, "bias": offset_1}, {"scale": 1 + scale_2, "bias": offset_2}
         qkv, x = before_attention(norm_1, attention, x, branch)
-        attended = layout.features(layout.locally(stack.attend)([layout.features(y) for y in qkv]))
-        branch = branch_of(p["out"], attended, gate_1, p.get("post_1"), layout)
+        branch = branch_of(p["out"], layout.attend(stack, qkv), gate_1, p.get("post_1"), layout)
         up, x = before_mlp(norm_2, mlp, x, branch)
         active = layout.features(stack.activate([layout.features(y) for y in up]))
         branch = branch_of(p["down"], active, gate_2, p.get("post_2"), layout)

@@ -112,7 +112,7 @@ def rows(step: Step) -> list[tuple[str, ...]]:
     all_totals = [totals(report, step.layout) for report in reports]
 
     def cell(times: int, size: int) -> str:
-        return f"{times} / {megabytes(size)}" if times else "-"
+        return f"{times} / {megabytes(size) if size >= 1000 else f'{size} B'}" if times else "-"
 
     of_kinds = [
         (key[0], " x ".join(key[1]), *(cell(*found.get(key, (0, 0))) for found in all_totals))
