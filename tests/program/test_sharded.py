@@ -64,9 +64,9 @@ MADE_AGAIN = {"jln, add_norm": 0, "jln, norm_linear and add_norm": 1, "jln, norm
 def test_nothing_is_communicated_that_plain_jnps_step_does_not(arguments, table):
     """But z gathered again instead of held, and small sums: of float32, and of a kind apart from another's."""
     title, header, *rows = table
-    blocks = int(re.search(r"(\d+) blocks", title[0])[1])
+    (blocks,) = map(int, re.findall(r"(\d+) blocks", title[0]))
     small = {variant: [] for variant in header[2:]}
-    assert [name for name in header[3:]] == list(MADE_AGAIN)
+    assert header[3:] == list(MADE_AGAIN)
     for kind, among, *cells in [row for row in rows if len(row) == len(header)]:
         jnp, *ours = [times_and_bytes(cell) for cell in cells]
         if max(size for _, size in (jnp, *ours)) < 1e6:
@@ -77,7 +77,7 @@ def test_nothing_is_communicated_that_plain_jnps_step_does_not(arguments, table)
             if (kind, among) == ("all-gather", "tensor") and "pipeline" not in title[0]:
                 each = 2 * 2048 * 4096  # one sequence's z on one device, of 16 bits
                 times, size = times - blocks * again, size - blocks * again * each
-            assert times == jnp[0] + (among == "pipeline" and times > jnp[0]), (kind, among)
+            assert times - jnp[0] in ((0, 1) if among == "pipeline" else (0,)), (kind, among)
             assert size == pytest.approx(jnp[1], rel=0.005), (kind, among)
     jnp = small.pop("jnp")
     for found in small.values():
