@@ -32,7 +32,7 @@ def parsed(text: str, chip: str, sequence: bool) -> Layout:
     for part in text.split(","):
         axis, _, size = part.partition("=")
         known("axis of --mesh", [axis], AXES)
-        if axis in sizes or not size.isdecimal() or int(size) < 1:
+        if axis in sizes or not size.isdecimal() or len(size) > 9 or int(size) < 1:
             raise UserError(f"--mesh {text}: each axis once and with a size, as in data=2,tensor=4")
         sizes[axis] = int(size)
     if math.prod(sizes.values()) > MOST:
@@ -118,7 +118,7 @@ def rows(step: Step) -> list[tuple[str, ...]]:
         (key[0], " x ".join(key[1]), *(cell(*found.get(key, (0, 0))) for found in all_totals))
         for key in sorted({key for found in all_totals for key in found})
     ]
-    added = [cell(*map(sum, zip(*found.values(), strict=True))) for found in all_totals]
+    added = [cell(sum(t for t, _ in found.values()), sum(size for _, size in found.values())) for found in all_totals]
     return [
         *of_kinds,
         ("all of them", "", *added),

@@ -104,6 +104,7 @@ ON_A_MESH = {
     "data": "--mesh data: each axis once and with a size, as in data=2,tensor=4",
     "data=2,data=2": "each axis once",
     "data=0": "each axis once",
+    "data=" + 5000 * "9": "each axis once",
     "model=2": "unknown axis of --mesh 'model'; known are pipeline, data, fsdp, tensor",
     "tensor=3": "stack-llama-q-k-v has 4096 features, which tensor=3 does not divide",
     "data=2": "--sequence splits tokens over an axis tensor=...",
@@ -115,6 +116,11 @@ ON_A_MESH = {
 def test_a_mesh_that_cannot_be_is_one_line_and_status_2(capsys, mesh):
     status, out, err = run(capsys, "report", "--workload", "stack-llama-q-k-v", "--mesh", mesh, "--sequence")
     assert (status, out) == (2, "") and ON_A_MESH[mesh] in err
+
+
+def test_a_mesh_of_one_device_communicates_nothing(capsys):
+    status, out, _ = run(capsys, "report", "--workload", "stack-llama-q-k-v", "--mesh", "data=1")
+    assert status == 0 and "all of them" in out and " / " not in out.split("\n", 3)[3]
 
 
 def test_json_of_a_mesh_has_every_collective(capsys, monkeypatch):
