@@ -16,7 +16,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import AxisType, NamedSharding
 
-from jln._core.mesh import leaves_or_none
+from jln._core.layout import leaves_or_none
 
 # The `jax.ad_checkpoint.checkpoint_name` of row statistics, and of products that one kernel makes with the norm.
 STATISTICS = "jln_statistics"

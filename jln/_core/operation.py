@@ -22,7 +22,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jln._core.mesh import Context, Layout, leaves_or_none, needs_devices, partitioned, partitioned_in_shares, spreading
+from jln._core.devices import Context, needs_devices, spreading
+from jln._core.in_shares import partitioned_in_shares
+from jln._core.layout import Layout, leaves_or_none
+from jln._core.partitioned import partitioned
 from jln._triton import target
 
 # NamedTuples of arrays and of tuples of arrays, or of what stands for them (shapes, dtypes); None where one is absent.
@@ -56,7 +59,7 @@ class Operation(Generic[Operands, Results]):
     formula_cpu: the same, written for XLA's CPU backend.
     launcher: returns `launch(operands, settings, dtypes, batch_dims, target)`, the same by kernels; called when a
         program is first lowered for one, so that Triton is imported then.
-    layout: what `jln._core.mesh` must know of the arrays, from the formula's arguments.
+    layout: what `jln._core.partitioned` must know of the arrays, from the formula's arguments.
     made_of: beside the results, the names of the operands that each is made of, for an operation of which not all
         results may be wanted; where an operand or a result is a NamedTuple, of its fields. What is needed for none that
         are wanted is not read, and need not be kept.

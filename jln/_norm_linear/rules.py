@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jln._core.derivatives import PRODUCT, Rules
-from jln._core.mesh import Dim, Dims, Kind, Layout, Result, Term
+from jln._core.layout import Dim, Dims, Kind, Layout, Result, Term
 from jln._core.operation import LinearOperation, Operation, only_rows_differ
 from jln._norm import rules as norm
 from jln._norm_linear import formulas
