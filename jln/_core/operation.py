@@ -205,16 +205,12 @@ class Operation(Generic[Operands, Results]):
         """`compute` on every device by itself, shares of sums that are of parameters' size in a wide dtype."""
         exact = dataclasses.replace(told, dtypes=layout.widened(told.dtypes))
 
-        def on_part_of_h(h_axes, *operands):
-            return _of_leaves(functools.partial(self._formula, h_axes=h_axes), tree, exact)(*operands)
+        def shares(h_axes, gathered, *operands):
+            function = self._formula if h_axes else compute
+            how = {name: axes for name, axes in (("h_axes", h_axes), ("gathered", gathered)) if axes}
+            return _of_leaves(functools.partial(function, **how), tree, exact)(*operands)
 
-        return partitioned(
-            _of_leaves(compute, tree, told),
-            on_part_of_h if may_split_h else None,
-            layout,
-            _of_leaves(compute, tree, exact),
-            context,
-        )
+        return partitioned(_of_leaves(compute, tree, told), layout, shares, context, may_split_h)
 
     def _chosen(self, platform: str | None, implementation: str | None, spread: bool) -> Callable[..., Results]:
         """What computes the operation on `platform`."""

@@ -23,29 +23,30 @@ from jln._core.placement import MeshAxes, on_mesh, place, split_by, with_prime_a
 
 def partitioned(
     compute: Callable[..., list[jax.Array]],
-    compute_on_part_of_h: Callable[..., list[jax.Array]] | None,
     layout: Layout,
-    accumulate: Callable[..., list[jax.Array]],
+    shares: Callable[..., list[jax.Array]],
     context: Context,
+    may_split_h: bool,
 ) -> Callable[..., list[jax.Array]]:
     """`compute` of the operands that are present, on every device by itself.
 
-    compute_on_part_of_h: takes the mesh axes that split H, and the operands; None where H must not be split.
-    accumulate: as `compute`, with the results that are added up wide in a dtype for it.
+    shares: as `compute`, of a device's share of what is summed, with the results that are added up wide in a dtype for
+        it; takes the mesh axes that split H, and `Placement.gathered`, in front of the operands.
     context: where the program runs.
     """
+    whole = () if may_split_h else (Kind.HIDDEN,)
 
     def plan(mesh: Any, operands: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
         mesh = with_prime_axes(context.mesh if mesh.empty else mesh)
         operands, results = ([on_mesh(mesh, a) for a in arrays] for arrays in (operands, results))
-        placement = place(mesh, layout, operands, results, () if compute_on_part_of_h else (Kind.HIDDEN,))
-        h_axes = placement.over(Kind.HIDDEN)
-        summed = [tuple(placement.over(kind) for kind in r.summed) for r in layout.written]
+        placement = place(mesh, layout, operands, results, whole, may_gather=True)
+        h_axes, gathered = placement.over(Kind.HIDDEN), placement.gathered()
+        summed = [placement.summed(r) for r in layout.written]
         in_ = tuple(placement.sharding(d, a.shape) for d, a in zip(layout.given, operands, strict=True))
         out = [placement.sharding(r.dims, a.shape) for r, a in zip(layout.written, results, strict=True)]
         scattered = [_scatter(o, r, s) for o, r, s in zip(out, results, summed, strict=True)]
-
-        feature_axes = placement.over(Kind.FEATURE)
+        shared = {a for _, axes in gathered for a in axes}
+        feature_axes = [a for a in placement.over(Kind.FEATURE) if a not in shared]
 
         def on_each_device(*parts: jax.Array) -> tuple[jax.Array, ...]:
             if feature_axes and any(layout.terms):
@@ -53,12 +54,9 @@ def partitioned(
                 parts = tuple(
                     jnp.where(first, a, 0) if is_term else a for a, is_term in zip(parts, layout.terms, strict=True)
                 )
-            if h_axes:
-                assert compute_on_part_of_h is not None
-                shares = compute_on_part_of_h(h_axes, *parts)
-            else:
-                shares = (accumulate if any(map(any, summed)) else compute)(*parts)
-            totals = [_sum(a, axes, dims) for a, axes, dims in zip(shares, summed, scattered, strict=True)]
+            is_whole = not (h_axes or gathered or any(map(any, summed)))
+            made = compute(*parts) if is_whole else shares(h_axes, gathered, *parts)
+            totals = [_sum(a, axes, dims) for a, axes, dims in zip(made, summed, scattered, strict=True)]
             return tuple(a.astype(r.dtype) for a, r in zip(totals, results, strict=True))
 
         return mesh, on_one_device(on_each_device), tuple(map(_with_scattered, out, scattered)), in_
@@ -81,7 +79,7 @@ def partitioned(
     return call
 
 
-def _scatter(sharding: NamedSharding, result: Any, summed: tuple[MeshAxes, ...]) -> dict[int, MeshAxes]:
+def _scatter(sharding: NamedSharding, result: Any, summed: Sequence[MeshAxes]) -> dict[int, MeshAxes]:
     """Dimensions of a result of which every device is asked for a part only, over axes of the mesh that it is summed
     over: a reduce-scatter does both.
     """
@@ -105,7 +103,7 @@ def _with_scattered(sharding: NamedSharding, scattered: dict[int, MeshAxes]) -> 
     return NamedSharding(sharding.mesh, PartitionSpec(*spec))
 
 
-def _sum(share: jax.Array, summed: tuple[MeshAxes, ...], scattered: dict[int, MeshAxes]) -> jax.Array:
+def _sum(share: jax.Array, summed: Sequence[MeshAxes], scattered: dict[int, MeshAxes]) -> jax.Array:
     """Over one kind of dimension after the other, as XLA makes one all-reduce of those over the same devices."""
     for dim, axes in scattered.items():
         share = jax.lax.psum_scatter(share, axes, scatter_dimension=dim, tiled=True)

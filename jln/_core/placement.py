@@ -11,25 +11,51 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jln._core.layout import Dim, Dims, Kind, Layout
+from jln._core.layout import Dim, Dims, Kind, Layout, Result
 
 MeshAxes = tuple[str, ...]
+Gathered = tuple[tuple[int, MeshAxes], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Which mesh axes split which dimension."""
+    """Which mesh axes split which dimension. One axis may split the rows of arrays without features, and the features
+    of arrays that have them, whose rows it does not split then.
+    """
 
     mesh: Any
     axes: dict[Dim, MeshAxes]
 
     def sharding(self, dims: Dims, shape: tuple[int, ...]) -> NamedSharding:
-        spec = [None if n == 1 else self.axes.get(d.computed) or None for d, n in zip(dims, shape, strict=True)]
-        return NamedSharding(self.mesh, PartitionSpec(*spec))
+        of_features = self._of_features(dims)
+
+        def split(dim: Dim) -> MeshAxes | None:
+            axes = self.axes.get(dim.computed, ())
+            return (tuple(a for a in axes if a not in of_features) if dim.kind == Kind.ROW else axes) or None
+
+        return NamedSharding(
+            self.mesh, PartitionSpec(*(None if n == 1 else split(d) for d, n in zip(dims, shape, strict=True)))
+        )
 
     def over(self, kind: Kind) -> MeshAxes:
         """The mesh axes that split dimensions of this kind."""
         return tuple(dict.fromkeys(a for dim, axes in self.axes.items() if dim.kind == kind for a in axes))
+
+    def gathered(self) -> Gathered:
+        """The axes of x whose rows a product needs of all devices along mesh axes, and these."""
+        of_features = self.over(Kind.FEATURE)
+        rows = {d.index: axes for d, axes in self.axes.items() if d.kind == Kind.ROW}
+        shared = ((i, tuple(a for a in axes if a in of_features)) for i, axes in rows.items())
+        return tuple((i, axes) for i, axes in shared if axes)
+
+    def summed(self, result: Result) -> list[MeshAxes]:
+        """For each kind over which the result is a sum, over which mesh axes devices have shares of it."""
+        gathered = {a for _, axes in self.gathered() for a in axes}
+        left_out = {Kind.FEATURE: gathered, Kind.ROW: self._of_features(result.dims)}
+        return [tuple(a for a in self.over(kind) if a not in left_out.get(kind, ())) for kind in result.summed]
+
+    def _of_features(self, dims: Dims) -> set[str]:
+        return {a for d in dims if d.kind == Kind.FEATURE for a in self.axes.get(d.computed, ())}
 
 
 def split_by(sharding: NamedSharding, ndim: int) -> list[MeshAxes]:
@@ -87,30 +113,66 @@ def on_mesh(mesh: Any, a: Any) -> jax.ShapeDtypeStruct:
 
 
 def place(
-    mesh: Any, layout: Layout, operands: Sequence[Any], results: Sequence[Any], whole: Container[Kind] = ()
+    mesh: Any,
+    layout: Layout,
+    operands: Sequence[Any],
+    results: Sequence[Any],
+    whole: Container[Kind] = (),
+    may_gather: bool = False,
 ) -> Placement:
-    """Which mesh axes split which dimension, for arrays of these shardings. whole: what none may split."""
+    """Which mesh axes split which dimension, for arrays of these shardings.
+
+    Where an axis splits rows of one array and features of another, those that have both tell whether its devices share
+    the features (Megatron's sequence parallelism) or only store them in parts (FSDP).
+
+    whole: what none may split. may_gather: whether rows of some arrays may stay split over axes that split features.
+    """
     sizes: dict[Dim, int] = {}
     wanted: dict[Dim, MeshAxes] = {}
+    told: dict[Kind, set[str]] = {Kind.ROW: set(), Kind.FEATURE: set()}
     described = (*layout.given, *(r.dims for r in layout.written))
     for dims, a in zip(described, (*operands, *results), strict=True):
+        has_both = told.keys() <= {dim.kind for dim in dims}
         for dim, size, axes in zip(dims, a.shape, split_by(a.sharding, a.ndim), strict=True):
             if size > 1 and not dim.stored_as and dim.kind not in whole:
                 sizes[dim] = size
                 wanted[dim] = wanted.get(dim) or axes
+                if has_both and dim.kind in told:
+                    told[dim.kind] |= {*axes}
     products = {dim.of for dims in described for dim in dims if dim.kind == Kind.FEATURE}
-    chosen: dict[Dim, MeshAxes] = {}
-    for dim in sorted(wanted, key=lambda dim: dim.kind):
-        # The features of several products may be split by the same axes.
-        rivals = [d for d in chosen if not d.kind == dim.kind == Kind.FEATURE or d.of == dim.of]
-        axes = tuple(a for a in wanted[dim] if all(a not in chosen[d] for d in rivals))
-        if axes and sizes[dim] % math.prod(mesh.shape[a] for a in axes) == 0:  # no device may have padding for rows
-            chosen[dim] = axes
-    # They must be: what is a sum over all features has a share of each product on every device.
-    split = {
-        of: {a for d, axes in chosen.items() if (d.kind, d.of) == (Kind.FEATURE, of) for a in axes} for of in products
-    }
-    by_all = set.intersection(*split.values()) if split else set()
-    for dim in [d for d in chosen if d.kind == Kind.FEATURE]:
-        chosen[dim] = tuple(a for a in chosen[dim] if a in by_all)
-    return Placement(mesh, chosen)
+
+    def chosen(of_features: set[str]) -> Placement:
+        """of_features: axes that split features, whatever else they split."""
+
+        def may_share(axis: str, one: Dim, other: Dim) -> bool:
+            if one.kind == other.kind == Kind.FEATURE:
+                return one.of != other.of
+            return (one.kind, other.kind) == (Kind.ROW, Kind.FEATURE) and axis in of_features
+
+        split: dict[Dim, MeshAxes] = {}
+        for dim in sorted(wanted, key=lambda dim: dim.kind):
+            axes = wanted[dim]
+            if dim.kind == Kind.ROW:
+                # Rows that are gathered lie side by side only if they are split by the last axes.
+                last = len(axes)
+                while may_gather and last and axes[last - 1] in of_features:
+                    last -= 1
+                axes = (*(a for a in axes[:last] if a not in of_features), *axes[last:])
+            taken = {a for d, others in split.items() for a in others if not may_share(a, d, dim)}
+            axes = tuple(a for a in axes if a not in taken)
+            if axes and sizes[dim] % math.prod(mesh.shape[a] for a in axes) == 0:  # no device may have padding for rows
+                split[dim] = axes
+        # What is a sum over all features has a share of each product on every device.
+        of_each = [
+            {a for d, axes in split.items() if (d.kind, d.of) == (Kind.FEATURE, of) for a in axes} for of in products
+        ]
+        by_all = set.intersection(*of_each) if of_each else set()
+        for dim in [d for d in split if d.kind == Kind.FEATURE]:
+            split[dim] = tuple(a for a in split[dim] if a in by_all)
+        return Placement(mesh, split)
+
+    of_features = told[Kind.FEATURE] - told[Kind.ROW]
+    placement = chosen(of_features)
+    if lost := of_features - {*placement.over(Kind.FEATURE)}:
+        placement = chosen(of_features - lost)
+    return placement
