@@ -3,7 +3,6 @@ kernels, so that rows are gathered between the norm and the products, and what f
 """
 
 import functools
-import math
 
 import chex
 import jax
@@ -16,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jln
 import workbench
 from jln._norm_linear import signature
-from matrix import communication, loss_by_name
+from matrix import communication
 
 if len(jax.devices()) < 8:
     pytest.skip("needs eight devices", allow_module_level=True)
@@ -41,6 +40,15 @@ def on(spec, kind=AxisType.Auto):
     return NamedSharding(mesh(kind), spec)
 
 
+def loss_by_name(f):
+    """A row in another's place changes it."""
+
+    def weighed(a, i):
+        return jnp.sum(jnp.sin(jnp.arange(1.0, 1 + a.size)).reshape(a.shape) * jnp.sin((1 + i) * a))
+
+    return lambda arrays: sum(weighed(a, i) for i, a in enumerate(jax.tree.leaves(f(**arrays))))
+
+
 @pytest.fixture(params=["few features", "many"])
 def by(request, monkeypatch):
     """Few features are one operation, which splits its own; in float64 only here."""
@@ -60,10 +68,10 @@ def arguments(name, features, rows=ROWS, width=WIDTH):
 SPECS = {"x": BY_ROWS, "residual": BY_ROWS, "kernel": P(None, "tensor"), "bias": P("tensor")}
 
 
-def placed(arrays):
+def placed(arrays, specs=SPECS, kind=AxisType.Auto):
     """Kernels by their first axis of features."""
-    specs = {n: jax.tree.map(lambda _, n=n: SPECS.get(n, P()), a) for n, a in arrays.items()}
-    return jax.tree.map(lambda a, spec: jax.device_put(a, on(spec)), arrays, specs)
+    where = {n: on(specs.get(n, P()), kind) for n in arrays}
+    return {n: jax.tree.map(lambda v, n=n: jax.device_put(v, where[n]), a) for n, a in arrays.items()}
 
 
 def asked(name, of_y, module=jln):
@@ -154,8 +162,7 @@ def test_what_a_product_by_rows_scatters_is_normalised_where_it_arrives(name, by
         "hidden": jnp.tile(x, 2)[..., :hidden],
         "lead": jnp.sin(jnp.arange(1.0 * hidden * WIDTH)).reshape(hidden, WIDTH),
     }
-    specs = SPECS | {"hidden": BY_FEATURES, "lead": P("tensor")}
-    put = {n: jax.tree.map(lambda v, n=n: jax.device_put(v, on(specs.get(n, P()))), a) for n, a in arrays.items()}
+    put = placed(arrays, SPECS | {"hidden": BY_FEATURES, "lead": P("tensor")})
 
     def layer(module):
         def call(hidden, lead, **others):
@@ -175,39 +182,35 @@ def test_what_a_product_by_rows_scatters_is_normalised_where_it_arrives(name, by
     chex.assert_trees_all_close(gradient(layer(jln), put)(put), plain, **CLOSE)
 
 
+# x's rows, and the features of each product, of which four devices cannot have equal parts.
 UNEVEN = {
-    "rows": ({"x": P("data", "tensor")}, (4, 6), ((32,),)),
-    "features": ({"kernel": P(None, "tensor")}, ROWS, ((6,),)),
-    "one of several products": ({"kernel": P(None, "tensor")}, ROWS, ((32,), (6,))),
+    "rows": ((4, 6), ((32,),)),
+    "features": (ROWS, ((6,),)),
+    "one of several products": (ROWS, ((32,), (6,))),
 }
 
 
 @pytest.mark.parametrize("uneven", UNEVEN)
 def test_what_does_not_divide_is_not_split(uneven, by):
-    specs, rows, features = UNEVEN[uneven]
-    arrays = arguments("layer_norm_linear", features, rows)
+    arrays = arguments("layer_norm_linear", UNEVEN[uneven][1], UNEVEN[uneven][0])
 
-    def constrained(arrays):
+    def constrained(**arrays):
+        specs = {n: on(SPECS.get(n, P())) for n in arrays}
         given = {
-            n: jax.tree.map(
-                lambda v, n=n: jax.lax.with_sharding_constraint(v, on(SPECS.get(n, P()) if n != "bias" else P())), a
-            )
-            for n, a in arrays.items()
+            n: jax.tree.map(lambda v, n=n: jax.lax.with_sharding_constraint(v, specs[n]), a) for n, a in arrays.items()
         }
         return asked("layer_norm_linear", BY_FEATURES)(**given)
 
-    got = jax.jit(jax.value_and_grad(loss_by_name(lambda **a: constrained(a))))(arrays)
-    plain = jax.jit(jax.value_and_grad(loss_by_name(jln.reference.layer_norm_linear)))(arrays)
+    got, plain = (
+        jax.jit(jax.value_and_grad(loss_by_name(f)))(arrays) for f in (constrained, jln.reference.layer_norm_linear)
+    )
     chex.assert_trees_all_close(got, plain, **CLOSE)
 
 
 def test_on_an_explicit_mesh_rows_stay_split(by):
     """Where JAX would refuse a product whose result one axis splits twice; `auto_axes` asks for the features."""
     arrays = arguments("layer_norm_linear", FEATURES["one"])
-    explicit = {
-        n: jax.tree.map(lambda v, n=n: jax.device_put(v, on(SPECS.get(n, P()), AxisType.Explicit)), a)
-        for n, a in arrays.items()
-    }
+    explicit = placed(arrays, kind=AxisType.Explicit)
     with jax.set_mesh(mesh(AxisType.Explicit)):
         (y,) = jax.jit(jln.layer_norm_linear)(**explicit)
         assert jax.typeof(y).sharding.spec == P("data", "tensor", None)
@@ -215,3 +218,19 @@ def test_on_an_explicit_mesh_rows_stay_split(by):
         count, _ = communication(automatic.lower(explicit).compile())
         assert count == {"all-gather": 1} and jax.typeof(automatic(explicit)).sharding.spec == BY_FEATURES
         chex.assert_trees_all_close(automatic(explicit), y, **CLOSE)
+
+
+def test_products_that_are_split_alike_over_some_axes_alone(by):
+    """Rows and one product over two axes, the other over one of these."""
+    on_three = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("data", "outer", "inner"))
+    arrays = arguments("layer_norm_linear", FEATURES["several"][:2])
+    rows, outer, both = P("data", ("outer", "inner")), P(None, "outer"), P(None, ("outer", "inner"))
+    specs = {n: jax.tree.map(lambda _: P(), a) for n, a in arrays.items()} | {"x": rows, "kernel": (both, outer)}
+    put = jax.tree.map(lambda a, spec: jax.device_put(a, NamedSharding(on_three, spec)), arrays, specs)
+
+    def call(**arrays):
+        pairs = zip(jln.layer_norm_linear(**arrays), (both, outer), strict=True)
+        return [jax.lax.with_sharding_constraint(y, NamedSharding(on_three, P("data", *of))) for y, of in pairs]
+
+    plain = jax.jit(jax.grad(loss_by_name(jln.reference.layer_norm_linear)))(arrays)
+    chex.assert_trees_all_close(jax.jit(jax.grad(loss_by_name(call)))(put), plain, **CLOSE)

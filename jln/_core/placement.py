@@ -129,16 +129,15 @@ def place(
     """
     sizes: dict[Dim, int] = {}
     wanted: dict[Dim, MeshAxes] = {}
-    told: dict[Kind, set[str]] = {Kind.ROW: set(), Kind.FEATURE: set()}
+    asked: set[str] = set()
     described = (*layout.given, *(r.dims for r in layout.written))
     for dims, a in zip(described, (*operands, *results), strict=True):
-        has_both = told.keys() <= {dim.kind for dim in dims}
+        has_rows = any(dim.kind == Kind.ROW for dim in dims)
         for dim, size, axes in zip(dims, a.shape, split_by(a.sharding, a.ndim), strict=True):
             if size > 1 and not dim.stored_as and dim.kind not in whole:
                 sizes[dim] = size
                 wanted[dim] = wanted.get(dim) or axes
-                if has_both and dim.kind in told:
-                    told[dim.kind] |= {*axes}
+                asked |= {*axes} if has_rows and dim.kind == Kind.FEATURE else set()
     products = {dim.of for dims in described for dim in dims if dim.kind == Kind.FEATURE}
 
     def chosen(of_features: set[str]) -> Placement:
@@ -171,8 +170,5 @@ def place(
             split[dim] = tuple(a for a in split[dim] if a in by_all)
         return Placement(mesh, split)
 
-    of_features = told[Kind.FEATURE] - told[Kind.ROW]
-    placement = chosen(of_features)
-    if lost := of_features - {*placement.over(Kind.FEATURE)}:
-        placement = chosen(of_features - lost)
-    return placement
+    placement = chosen(asked)
+    return placement if asked <= {*placement.over(Kind.FEATURE)} else chosen(asked & {*placement.over(Kind.FEATURE)})
