@@ -220,17 +220,24 @@ def test_on_an_explicit_mesh_rows_stay_split(by):
         chex.assert_trees_all_close(automatic(explicit), y, **CLOSE)
 
 
-def test_products_that_are_split_alike_over_some_axes_alone(by):
-    """Rows and one product over two axes, the other over one of these."""
+# Over which of the two axes that split x's rows each of two products is split.
+PARTLY = {"one product by both": (("outer", "inner"), "outer"), "outer": ("outer",) * 2, "inner": ("inner",) * 2}
+
+
+@pytest.mark.parametrize("partly", PARTLY)
+def test_features_over_some_of_the_axes_of_the_rows(partly, by):
+    """Every row has its place, whichever part of the rows is gathered."""
     on_three = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("data", "outer", "inner"))
     arrays = arguments("layer_norm_linear", FEATURES["several"][:2])
-    rows, outer, both = P("data", ("outer", "inner")), P(None, "outer"), P(None, ("outer", "inner"))
-    specs = {n: jax.tree.map(lambda _: P(), a) for n, a in arrays.items()} | {"x": rows, "kernel": (both, outer)}
+    specs = {n: jax.tree.map(lambda _: P(), a) for n, a in arrays.items()}
+    specs |= {"x": P("data", ("outer", "inner")), "kernel": tuple(P(None, axes) for axes in PARTLY[partly])}
     put = jax.tree.map(lambda a, spec: jax.device_put(a, NamedSharding(on_three, spec)), arrays, specs)
 
     def call(**arrays):
-        pairs = zip(jln.layer_norm_linear(**arrays), (both, outer), strict=True)
-        return [jax.lax.with_sharding_constraint(y, NamedSharding(on_three, P("data", *of))) for y, of in pairs]
+        pairs = zip(jln.layer_norm_linear(**arrays), PARTLY[partly], strict=True)
+        return [
+            jax.lax.with_sharding_constraint(y, NamedSharding(on_three, P("data", None, axes))) for y, axes in pairs
+        ]
 
     plain = jax.jit(jax.grad(loss_by_name(jln.reference.layer_norm_linear)))(arrays)
     chex.assert_trees_all_close(jax.jit(jax.grad(loss_by_name(call)))(put), plain, **CLOSE)
