@@ -318,12 +318,6 @@ def test_the_partitioner_before_shardy():
     assert ran.returncode == 0, ran.stderr[-2000:]
 
 
-def test_the_interpreter_is_for_one_device():
-    x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh(), P("data")))
-    with pytest.raises(ValueError, match="one CPU device at a time"):
-        jax.jit(lambda x: jln.layer_norm(x, implementation="triton"))(x)
-
-
 @pytest.mark.parametrize("placement", ["rows", "H"])
 @pytest.mark.parametrize("name", ["add_layer_norm", "layer_norm_linear"])
 def test_export_for_several_devices(name, placement):

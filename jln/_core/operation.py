@@ -188,7 +188,8 @@ class Operation(Generic[Operands, Results]):
             if implementation == "triton":
                 raise ValueError(f"implementation='triton' cannot run {reason}")
             implementation = "xla"
-        compute = self._chosen(platform, implementation, spread is not None)
+        add = None if spread is None else functools.partial(_add_host_callback, ctx.module_context)
+        compute = self._chosen(platform, implementation, add)
         function = _of_leaves(compute, tree, told)
         if spread is not None:
             assert self._layout is not None
@@ -212,8 +213,8 @@ class Operation(Generic[Operands, Results]):
 
         return partitioned(_of_leaves(compute, tree, told), layout, shares, context, may_split_h)
 
-    def _chosen(self, platform: str | None, implementation: str | None, spread: bool) -> Callable[..., Results]:
-        """What computes the operation on `platform`."""
+    def _chosen(self, platform: str | None, implementation: str | None, add: Any) -> Callable[..., Results]:
+        """What computes the operation on `platform`. add: as `target.on` takes it."""
         formula = self._formula_cpu if platform == "cpu" else self._formula
         if implementation == "xla" or self._launcher is None:
             return formula
@@ -222,7 +223,7 @@ class Operation(Generic[Operands, Results]):
         if implementation is None and (reason := target.missing()) is not None:
             warnings.warn(f"jln runs {self._primitive.name} without its Triton kernels: {reason}", stacklevel=2)
             return formula
-        return functools.partial(self._launcher(), target=target.on(platform, spread))
+        return functools.partial(self._launcher(), target=target.on(platform, add))
 
 
 def _fields(record: Any, like: Any) -> Iterator[tuple[Any, Any]]:
@@ -278,6 +279,11 @@ def only_rows_differ(batch_dims: int, rows: Sequence[Any], parameters: Sequence[
     """
     batches = {a.shape[:batch_dims] for a in rows if a is not None}
     return len(batches) == 1 and all(p is None or math.prod(p.shape[:batch_dims]) == 1 for p in parameters)
+
+
+def _add_host_callback(context: mlir.ModuleContext, function: Callable[..., Any]) -> int:
+    context.add_host_callback(function)
+    return len(context.host_callbacks) - 1
 
 
 def _like(aval: ShapedArray, gradient: jax.Array | None) -> Any:
