@@ -94,7 +94,7 @@ LINEARS = [
     ),
     Mutant(
         "a product that is whole on each device counted by each", PLACEMENT,
-        "chosen[dim] = tuple(a for a in chosen[dim] if a in by_all)", "pass",
+        "split[dim] = tuple(a for a in split[dim] if a in by_all)", "pass",
         (f"{SHARDING}test_several_linears[features0-float32-one alone-Auto]",),
     ),
 ]  # fmt: skip
