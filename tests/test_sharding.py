@@ -81,6 +81,51 @@ def test_gradient_on_an_explicit_mesh(name, placement):
     assert [jax.typeof(g).sharding.spec for g in gradients] == [jax.typeof(a).sharding.spec for a in put]
 
 
+@pytest.mark.parametrize("forward_mode", [False, True])
+@pytest.mark.parametrize("name", ["layer_norm", "add_rms_norm", "layer_norm_linear", "rms_norm_add_rms_norm"])
+def test_gradient_on_an_explicit_mesh_outside_of_jit(name, forward_mode):
+    """JAX refuses arguments on the mesh with automatic and with explicit axes in one program, as residuals and
+    cotangents of `auto_axes` are.
+    """
+    _, _, put = placed(name, "rows", mesh(AxisType.Explicit))
+    function, _ = bind(name, OPTIONAL[name], forward_mode=forward_mode)
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        gradients = gradient(function, put)(*put)
+    chex.assert_trees_all_close(gradients, reference(name), **CLOSE)
+    assert [jax.typeof(g).sharding.spec for g in gradients] == [jax.typeof(a).sharding.spec for a in put]
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "layer_norm_linear"])
+def test_some_axes_left_explicit_in_a_shard_map(name):
+    """Values, and derivatives taken inside of it. Outside JAX has none for its own `auto_axes` either."""
+    on = mesh(AxisType.Explicit)
+    function, arrays, put = placed(name, "rows", on)
+    of_each = {
+        "mesh": on,
+        "in_specs": (P("data"), *[P()] * (len(put) - 1)),
+        "out_specs": P("data"),
+        "axis_names": {"data"},
+    }
+    exact = bind(name, OPTIONAL[name], jln.reference)[0]
+
+    def slope(f):
+        return lambda x, *rest: jax.grad(lambda x: loss(f)(x, *rest))(x)
+
+    with jax.set_mesh(on):
+        spread = jax.shard_map(function, **of_each)
+        chex.assert_trees_all_close(jax.jit(spread)(*put), exact(*arrays), **CLOSE)
+        chex.assert_trees_all_close(
+            jax.jit(jax.shard_map(slope(function), **of_each))(*put), slope(exact)(*arrays), **CLOSE
+        )
+        doubled = jax.shard_map(
+            jax.sharding.auto_axes(lambda x: x * x, axes="tensor", out_sharding=P()),
+            **of_each | {"in_specs": P("data")},
+        )
+        for f, given in ((spread, put), (doubled, put[:1])):
+            with pytest.raises(NotImplementedError, match="sharded on `Explicit` axes"):
+                jax.jit(gradient(f, given))(*given)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("name", ["layer_norm", "layer_norm_linear"])
 @pytest.mark.parametrize("sharded", ["nothing", "what is closed over", "the scale alone"])
