@@ -65,7 +65,7 @@ def _backward_layout(operands: Cotangents, settings: NormLinear, dtypes: Gradien
     shares = (dataclasses.replace(r, summed=(Kind.FEATURE, *r.summed)) for r in norm.spread_gradients(*how))
     gradients = Gradients(
         of_norm=norm.Gradients(*shares),
-        dkernel=tuple(Result(k, summed=(Kind.ROW,)) for k in of.kernel),
+        dkernel=tuple(Result(k, summed=(Kind.ROW,), wide=True) for k in of.kernel),
         dbias=tuple(Result(b, summed=(Kind.ROW,), wide=True) for b in of.bias),
     )
     return Layout.of(operands, given, dtypes, gradients)
