@@ -263,3 +263,28 @@ def test_linear_with_a_kernel_stored_in_parts():
     assert sorted(set(kinds)) == ["all-gather", "all-reduce", "reduce-scatter"]
     assert ("reduce-scatter", 4 * H * N) in communicated(report)
     assert ("all-reduce", 4 * (2 * H + N)) in communicated(report)
+
+
+@pytest.mark.parametrize("features", [128, N])
+def test_gradients_asked_for_in_parts_are_scattered(features):
+    """All of them, over the axes that split the rows; what is left to add up is added up in parts."""
+
+    def step(*arguments):
+        def call(*a):
+            gradients = gradient(jln.layer_norm_linear, 5)(*a)
+            pairs = zip(gradients, arguments, strict=True)
+            return [jax.lax.with_sharding_constraint(g, like.sharding) for g, like in pairs]
+
+        return communicated(program.compile_for(call, *arguments, devices=8))
+
+    def arguments(*parts):
+        kernel, bias = on_mesh(H, features, spec=(parts,)), on_mesh(features, spec=(parts,), dtype="float32")
+        scale = on_mesh(H, spec=(parts,), dtype="float32")
+        return on_mesh(16, M // 8, H, spec=(("data", "tensor"),)), scale, scale, kernel, bias
+
+    vectors = 4 * (2 * H + features)
+    sums = [vectors + 4 * H * features] if features == 128 else [vectors, 2 * H * features]
+    scattered = [("reduce-scatter", size) for size in sums]
+    assert [c for c in step(*arguments("data", "tensor")) if c[0] != "all-gather"] == scattered
+    of_parts = [("all-reduce", size // 4) for size in sums]
+    assert [c for c in step(*arguments("data")) if c[0] != "all-gather"] == of_parts + scattered
