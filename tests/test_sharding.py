@@ -95,35 +95,42 @@ def test_gradient_on_an_explicit_mesh_outside_of_jit(name, forward_mode):
     assert [jax.typeof(g).sharding.spec for g in gradients] == [jax.typeof(a).sharding.spec for a in put]
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "layer_norm_linear"])
-def test_some_axes_left_explicit_in_a_shard_map(name):
-    """Values, and derivatives taken inside of it. Outside JAX has none for its own `auto_axes` either."""
-    on = mesh(AxisType.Explicit)
-    function, arrays, put = placed(name, "rows", on)
-    of_each = {
-        "mesh": on,
-        "in_specs": (P("data"), *[P()] * (len(put) - 1)),
-        "out_specs": P("data"),
-        "axis_names": {"data"},
-    }
-    exact = bind(name, OPTIONAL[name], jln.reference)[0]
+ROWS_SPLIT = [c for c in cases() if c[1] in ("rows over both axes", "rows and columns")]
 
-    def slope(f):
-        return lambda x, *rest: jax.grad(lambda x: loss(f)(x, *rest))(x)
+
+@pytest.mark.parametrize(("name", "placement"), ROWS_SPLIT)
+def test_gradient_of_a_shard_map_that_leaves_axes_explicit(name, placement):
+    """Of what the devices of "data" share, too. JAX has none there for its own `auto_axes`."""
+    on = mesh(AxisType.Explicit)
+    function, _, put = placed(name, placement, on)
+    rows = [a.name for a in FORMS[name].arguments if a.role == "activation"]
+    in_specs = tuple(P("data") if n in rows else P() for n in operands(name))
+    with jax.set_mesh(on):
+        spread = jax.shard_map(function, mesh=on, in_specs=in_specs, out_specs=P("data"), axis_names={"data"})
+        gradients = jax.jit(gradient(spread, put))(*put)
+    chex.assert_trees_all_close(gradients, reference(name), **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["add_layer_norm", "layer_norm_linear"])
+def test_forward_mode_in_a_shard_map_that_leaves_axes_explicit(name):
+    on = mesh(AxisType.Explicit)
+    _, arrays, put = placed(name, "rows", on)
+    rows = [a.name for a in FORMS[name].arguments if a.role == "activation"]
+    in_specs = tuple(P("data") if n in rows else P() for n in operands(name))
+
+    def tangent(f):
+        return jax.jit(lambda *a: jax.jvp(f, a, tuple(jnp.cos(v) for v in a))[1])
 
     with jax.set_mesh(on):
-        spread = jax.shard_map(function, **of_each)
-        chex.assert_trees_all_close(jax.jit(spread)(*put), exact(*arrays), **CLOSE)
-        chex.assert_trees_all_close(
-            jax.jit(jax.shard_map(slope(function), **of_each))(*put), slope(exact)(*arrays), **CLOSE
-        )
-        doubled = jax.shard_map(
-            jax.sharding.auto_axes(lambda x: x * x, axes="tensor", out_sharding=P()),
-            **of_each | {"in_specs": P("data")},
-        )
-        for f, given in ((spread, put), (doubled, put[:1])):
-            with pytest.raises(NotImplementedError, match="sharded on `Explicit` axes"):
-                jax.jit(gradient(f, given))(*given)
+        function, _ = bind(name, OPTIONAL[name], forward_mode=True)
+        spread = jax.shard_map(function, mesh=on, in_specs=in_specs, out_specs=P("data"), axis_names={"data"})
+        found = tangent(spread)(*put)
+        function, _ = bind(name, OPTIONAL[name])
+        spread = jax.shard_map(function, mesh=on, in_specs=in_specs, out_specs=P("data"), axis_names={"data"})
+        with pytest.raises(TypeError, match="forward_mode=True"):
+            tangent(spread)(*put)
+    expected = tangent(bind(name, OPTIONAL[name], jln.reference)[0])(*arrays)
+    chex.assert_trees_all_close(found, expected, **CLOSE)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

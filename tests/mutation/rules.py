@@ -182,6 +182,16 @@ RULES = [
         (f"{OVER_SOME}layer_norm-stage-data-tensor]",),
     ),
     Mutant(
+        "the derivative of what mesh axes are left explicit in left to JAX", DERIVATIVES,
+        "if forward_mode or AxisType.Manual not in mesh.axis_types:", "if True:",
+        (f"{SHARDING}test_gradient_of_a_shard_map_that_leaves_axes_explicit[layer_norm-rows over both axes]",),
+    ),
+    Mutant(
+        "the first function on the host called in another's place", OPERATION,
+        "return len(context.host_callbacks) - 1", "return 0",
+        ("tests/test_sharded_kernels.py::test_every_operator[layer_norm-rows]",),
+    ),
+    Mutant(
         "features not added up", LINEAR_RULES, "summed=(Kind.FEATURE, *r.summed)", "summed=r.summed",
         IN_ONE_ON_A_MESH,
     ),
