@@ -400,3 +400,5 @@ def test_bad_meshes():
         jax.jit(lambda x: jln.layer_norm(jax.lax.with_sharding_constraint(x, NamedSharding(mesh(), P("model")))))(x)
     with pytest.raises(Exception, match="divi"):
         jax.device_put(jnp.ones((7, 8)), NamedSharding(mesh(), P("data")))
+    with pytest.raises(Exception, match="duplicate entries for `data`"):
+        NamedSharding(mesh(), P("data", "data"))
