@@ -131,3 +131,29 @@ def test_few_features_over_some_axes(name, by):
     """In float32 norm and product are one operation, whose dx is a sum over the features."""
     given = {n: a.astype("float32") for n, a in operands(name).items()}
     chex.assert_trees_all_close(*by_stages(name, STAGED[0], given), rtol=1e-3, atol=1e-3)
+
+
+def test_sequence_parallelism_over_some_axes(by):
+    """Of few features the compiler gathers x for the forward operation; the backward one has its kernel whole."""
+    staged = jax.make_mesh((2, 2, 2), STAGED[0], axis_types=(AxisType.Auto,) * 3)
+    given = {n: jnp.stack([a, 2 * a]).astype("float32") for n, a in operands("layer_norm_linear").items()}
+    specs = {"x": P("stage", "data", "tensor"), "kernel": P("stage", None, "tensor")}
+    put = {n: jax.device_put(a, NamedSharding(staged, specs.get(n, P("stage")))) for n, a in given.items()}
+
+    def of_stage(arrays):
+        return jln.layer_norm_linear(**{n: a[0] for n, a in arrays.items()})[None]
+
+    def by_features(**arrays):
+        y = jax.shard_map(of_stage, mesh=staged, in_specs=P("stage"), out_specs=P("stage"), axis_names={"stage"})(
+            arrays
+        )
+        y = jax.lax.with_sharding_constraint(y, NamedSharding(staged, P("stage", "data", None, "tensor")))
+        return jnp.cumsum(y, 2)  # in which rows have places
+
+    def one_by_one(**arrays):
+        return jnp.cumsum(jax.vmap(lambda a: jln.reference.layer_norm_linear(**a))(arrays), 2)
+
+    got, expected = (
+        jax.jit(jax.value_and_grad(loss_by_name(f)))(a) for f, a in ((by_features, put), (one_by_one, given))
+    )
+    chex.assert_trees_all_close(got, expected, rtol=1e-3, atol=1e-3)

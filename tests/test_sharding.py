@@ -81,6 +81,58 @@ def test_gradient_on_an_explicit_mesh(name, placement):
     assert [jax.typeof(g).sharding.spec for g in gradients] == [jax.typeof(a).sharding.spec for a in put]
 
 
+@pytest.mark.parametrize("forward_mode", [False, True])
+@pytest.mark.parametrize("name", ["layer_norm", "add_rms_norm", "layer_norm_linear", "rms_norm_add_rms_norm"])
+def test_gradient_on_an_explicit_mesh_outside_of_jit(name, forward_mode):
+    """JAX refuses arguments on the mesh with automatic and with explicit axes in one program, as residuals and
+    cotangents of `auto_axes` are.
+    """
+    _, _, put = placed(name, "rows", mesh(AxisType.Explicit))
+    function, _ = bind(name, OPTIONAL[name], forward_mode=forward_mode)
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        gradients = gradient(function, put)(*put)
+    chex.assert_trees_all_close(gradients, reference(name), **CLOSE)
+    assert [jax.typeof(g).sharding.spec for g in gradients] == [jax.typeof(a).sharding.spec for a in put]
+
+
+ROWS_SPLIT = [c for c in cases() if c[1] in ("rows over both axes", "rows and columns")]
+
+
+@pytest.mark.parametrize(("name", "placement"), ROWS_SPLIT)
+def test_gradient_of_a_shard_map_that_leaves_axes_explicit(name, placement):
+    """Of what the devices of "data" share, too. JAX has none there for its own `auto_axes`."""
+    on = mesh(AxisType.Explicit)
+    function, _, put = placed(name, placement, on)
+    rows = [a.name for a in FORMS[name].arguments if a.role == "activation"]
+    in_specs = tuple(P("data") if n in rows else P() for n in operands(name))
+    with jax.set_mesh(on):
+        spread = jax.shard_map(function, mesh=on, in_specs=in_specs, out_specs=P("data"), axis_names={"data"})
+        gradients = jax.jit(gradient(spread, put))(*put)
+    chex.assert_trees_all_close(gradients, reference(name), **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["add_layer_norm", "layer_norm_linear"])
+def test_forward_mode_in_a_shard_map_that_leaves_axes_explicit(name):
+    on = mesh(AxisType.Explicit)
+    _, arrays, put = placed(name, "rows", on)
+    rows = [a.name for a in FORMS[name].arguments if a.role == "activation"]
+    in_specs = tuple(P("data") if n in rows else P() for n in operands(name))
+
+    def tangent(f):
+        return jax.jit(lambda *a: jax.jvp(f, a, tuple(jnp.cos(v) for v in a))[1])
+
+    with jax.set_mesh(on):
+        function, _ = bind(name, OPTIONAL[name], forward_mode=True)
+        spread = jax.shard_map(function, mesh=on, in_specs=in_specs, out_specs=P("data"), axis_names={"data"})
+        found = tangent(spread)(*put)
+        function, _ = bind(name, OPTIONAL[name])
+        spread = jax.shard_map(function, mesh=on, in_specs=in_specs, out_specs=P("data"), axis_names={"data"})
+        with pytest.raises(TypeError, match="forward_mode=True"):
+            tangent(spread)(*put)
+    expected = tangent(bind(name, OPTIONAL[name], jln.reference)[0])(*arrays)
+    chex.assert_trees_all_close(found, expected, **CLOSE)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("name", ["layer_norm", "layer_norm_linear"])
 @pytest.mark.parametrize("sharded", ["nothing", "what is closed over", "the scale alone"])
@@ -337,12 +389,6 @@ def test_the_partitioner_before_shardy():
     assert ran.returncode == 0, ran.stderr[-2000:]
 
 
-def test_the_interpreter_is_for_one_device():
-    x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh(), P("data")))
-    with pytest.raises(ValueError, match="one CPU device at a time"):
-        jax.jit(lambda x: jln.layer_norm(x, implementation="triton"))(x)
-
-
 @pytest.mark.parametrize("placement", ["rows", "H"])
 @pytest.mark.parametrize("name", ["add_layer_norm", "layer_norm_linear"])
 def test_export_for_several_devices(name, placement):
@@ -373,3 +419,5 @@ def test_bad_meshes():
         jax.jit(lambda x: jln.layer_norm(jax.lax.with_sharding_constraint(x, NamedSharding(mesh(), P("model")))))(x)
     with pytest.raises(Exception, match="divi"):
         jax.device_put(jnp.ones((7, 8)), NamedSharding(mesh(), P("data")))
+    with pytest.raises(Exception, match="duplicate entries for `data`"):
+        NamedSharding(mesh(), P("data", "data"))

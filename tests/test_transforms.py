@@ -248,3 +248,22 @@ def test_statistics_are_saved_and_y_is_not():
     held = sorted((a.shape, a.dtype.name) for a in jax.tree.leaves(pullback))
     np.testing.assert_array_equal(sum(s == (64, 32) for s, _ in held), 1)
     assert sum(np.prod(s) * np.dtype("float32").itemsize for s, _ in held if s != (64, 32)) <= 4 * (2 * 64 + 32)
+
+
+def test_a_transpose_by_the_kernel():
+    """With forward_mode, where products are XLA's. JAX transposes neither a custom_vjp function, which the operator is
+    without, nor the name that policies know a fused product by.
+    """
+    x, kernel = workbench.normal(0, (6, 8), "float64"), workbench.normal(1, (8, 4), "float64")
+
+    def transpose(module, kernel, **options):
+        linear = jax.linear_transpose(lambda k: module.rms_norm_linear(x, None, k, **options), kernel)
+        return linear(jnp.cos(x[:, :4]).astype(jnp.promote_types(x.dtype, kernel.dtype)))
+
+    found = transpose(jln, kernel, forward_mode=True)
+    chex.assert_trees_all_close(found, transpose(jln.reference, kernel), **CLOSE)
+    with pytest.raises(NotImplementedError, match="custom_vjp_call"):
+        transpose(jln, kernel)
+    x = x.astype("float32")
+    with pytest.raises(NotImplementedError, match="'name'"):
+        transpose(jln, kernel.astype("float32"), forward_mode=True)

@@ -16,7 +16,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import AxisType, NamedSharding
 
-from jln._core.mesh import leaves_or_none
+from jln._core.layout import leaves_or_none
 
 # The `jax.ad_checkpoint.checkpoint_name` of row statistics, and of products that one kernel makes with the norm.
 STATISTICS = "jln_statistics"
@@ -246,9 +246,14 @@ def _varying_together(operands: Any) -> Any:
     return jax.tree.map(cast, operands)
 
 
-def with_automatic_axes(function: Callable[..., Any], specs: Callable[..., Any], operands: Any) -> Any:
+def with_automatic_axes(
+    function: Callable[..., Any], specs: Callable[..., Any], operands: Any, forward_mode: bool
+) -> Any:
     """`function(operands)`; on a mesh with explicit axes as if they were automatic, with results sharded as `specs`,
     called with the operands' PartitionSpecs, says.
+
+    In a `shard_map` that leaves axes explicit JAX cannot keep what reverse mode needs of `auto_axes`. So a function
+    without forward mode makes it again, from the operands.
     """
     meshes = [jax.typeof(a).sharding.mesh for a in jax.tree.leaves(operands)]
     mesh = next((mesh for mesh in meshes if not mesh.empty), meshes[0])
@@ -256,6 +261,45 @@ def with_automatic_axes(function: Callable[..., Any], specs: Callable[..., Any],
     explicit = tuple(a for a, kind in kinds if kind == AxisType.Explicit)
     if not explicit:
         return function(operands)
-    given = specs(jax.tree.map(lambda a: jax.typeof(a).sharding.spec, operands))
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), given)
-    return jax.sharding.auto_axes(function, axes=explicit, out_sharding=shardings)(operands)
+    given = jax.tree.map(lambda a: jax.typeof(a).sharding.spec, operands)
+
+    def automatic(function: Callable[..., Any], specs: Any) -> Callable[..., Any]:
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+        return jax.sharding.auto_axes(function, axes=explicit, out_sharding=shardings)
+
+    call = automatic(function, specs(given))
+    if forward_mode or AxisType.Manual not in mesh.axis_types:
+        return call(operands)
+
+    def pulled_back(operands: Any, cotangents: Any) -> Any:
+        def pull(operands: Any, cotangents: Any) -> Any:
+            return jax.vjp(function, operands)[1](cotangents)[0]
+
+        return (automatic(pull, given)(operands, cotangents),)
+
+    differentiable = jax.custom_vjp(call)
+    differentiable.defvjp(lambda operands: (call(operands), operands), pulled_back)
+    return differentiable(_in_reverse_mode_only(operands))
+
+
+def in_one_program(static: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For a function that calls an operator, with so many static arguments in front: where it is called by itself it is
+    compiled as one program (5 us a call; its equations one by one take 400).
+
+    Not where mesh axes are explicit. What JAX keeps there for the derivative of `auto_axes` lies on the mesh with
+    automatic axes, cotangents on that with explicit ones, and from 0.11 on it refuses both as arguments of one program
+    that looks for its devices.
+    """
+
+    def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+        compiled = jax.jit(function, static_argnums=range(static), inline=True)
+
+        @functools.wraps(function)
+        def call(*arguments: Any) -> Any:
+            if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+                return function(*arguments)
+            return compiled(*arguments)
+
+        return call
+
+    return decorated

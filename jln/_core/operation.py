@@ -22,7 +22,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jln._core.mesh import Context, Layout, leaves_or_none, needs_devices, partitioned, partitioned_in_shares, spreading
+from jln._core.devices import Context, needs_devices, spreading
+from jln._core.in_shares import partitioned_in_shares
+from jln._core.layout import Layout, leaves_or_none
+from jln._core.partitioned import partitioned
 from jln._triton import target
 
 # NamedTuples of arrays and of tuples of arrays, or of what stands for them (shapes, dtypes); None where one is absent.
@@ -56,7 +59,7 @@ class Operation(Generic[Operands, Results]):
     formula_cpu: the same, written for XLA's CPU backend.
     launcher: returns `launch(operands, settings, dtypes, batch_dims, target)`, the same by kernels; called when a
         program is first lowered for one, so that Triton is imported then.
-    layout: what `jln._core.mesh` must know of the arrays, from the formula's arguments.
+    layout: what `jln._core.partitioned` must know of the arrays, from the formula's arguments.
     made_of: beside the results, the names of the operands that each is made of, for an operation of which not all
         results may be wanted; where an operand or a result is a NamedTuple, of its fields. What is needed for none that
         are wanted is not read, and need not be kept.
@@ -185,7 +188,8 @@ class Operation(Generic[Operands, Results]):
             if implementation == "triton":
                 raise ValueError(f"implementation='triton' cannot run {reason}")
             implementation = "xla"
-        compute = self._chosen(platform, implementation, spread is not None)
+        add = None if spread is None else functools.partial(_add_host_callback, ctx.module_context)
+        compute = self._chosen(platform, implementation, add)
         function = _of_leaves(compute, tree, told)
         if spread is not None:
             assert self._layout is not None
@@ -202,19 +206,15 @@ class Operation(Generic[Operands, Results]):
         """`compute` on every device by itself, shares of sums that are of parameters' size in a wide dtype."""
         exact = dataclasses.replace(told, dtypes=layout.widened(told.dtypes))
 
-        def on_part_of_h(h_axes, *operands):
-            return _of_leaves(functools.partial(self._formula, h_axes=h_axes), tree, exact)(*operands)
+        def shares(h_axes, gathered, *operands):
+            function = self._formula if h_axes else compute
+            how = {name: axes for name, axes in (("h_axes", h_axes), ("gathered", gathered)) if axes}
+            return _of_leaves(functools.partial(function, **how), tree, exact)(*operands)
 
-        return partitioned(
-            _of_leaves(compute, tree, told),
-            on_part_of_h if may_split_h else None,
-            layout,
-            _of_leaves(compute, tree, exact),
-            context,
-        )
+        return partitioned(_of_leaves(compute, tree, told), layout, shares, context, may_split_h)
 
-    def _chosen(self, platform: str | None, implementation: str | None, spread: bool) -> Callable[..., Results]:
-        """What computes the operation on `platform`."""
+    def _chosen(self, platform: str | None, implementation: str | None, add: Any) -> Callable[..., Results]:
+        """What computes the operation on `platform`. add: as `target.on` takes it."""
         formula = self._formula_cpu if platform == "cpu" else self._formula
         if implementation == "xla" or self._launcher is None:
             return formula
@@ -223,7 +223,7 @@ class Operation(Generic[Operands, Results]):
         if implementation is None and (reason := target.missing()) is not None:
             warnings.warn(f"jln runs {self._primitive.name} without its Triton kernels: {reason}", stacklevel=2)
             return formula
-        return functools.partial(self._launcher(), target=target.on(platform, spread))
+        return functools.partial(self._launcher(), target=target.on(platform, add))
 
 
 def _fields(record: Any, like: Any) -> Iterator[tuple[Any, Any]]:
@@ -280,6 +280,11 @@ def only_rows_differ(batch_dims: int, rows: Sequence[Any], parameters: Sequence[
     """
     batches = {a.shape[:batch_dims] for a in rows if a is not None}
     return len(batches) == 1 and all(p is None or math.prod(p.shape[:batch_dims]) == 1 for p in parameters)
+
+
+def _add_host_callback(context: mlir.ModuleContext, function: Callable[..., Any]) -> int:
+    context.add_host_callback(function)
+    return len(context.host_callbacks) - 1
 
 
 def _like(aval: ShapedArray, gradient: jax.Array | None) -> Any:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 from jax.typing import DTypeLike
 
 from jln import _checks
-from jln._core.derivatives import with_automatic_axes
+from jln._core.derivatives import in_one_program, with_automatic_axes
 from jln._norm import rules
 from jln._norm.arguments import Axis, Gate, Given, arranged, checked, on_several_axes
 from jln._norm.signature import Results, Settings
@@ -273,11 +272,11 @@ def _checked(*, dtype: DTypeLike | None, implementation: str | None, forward_mod
     arrays, axes, norm = checked(**of_norm)
     given = arrays.x.dtype if arrays.added is None else _checks.promoted(arrays.x.dtype, arrays.added.dtype)
     settings = Settings(norm, _checks.dtype(dtype, given), _checks.implementation(implementation))
-    return _jitted(settings, axes, _checks.flag("forward_mode", forward_mode), arrays)
+    return _called(settings, axes, _checks.flag("forward_mode", forward_mode), arrays)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
-def _jitted(settings: Settings, axes: tuple[int, ...], forward_mode: bool, given: Given) -> Results:
+@in_one_program(static=3)
+def _called(settings: Settings, axes: tuple[int, ...], forward_mode: bool, given: Given) -> Results:
     def like_x(specs: Given) -> Results:
         return Results(specs.x, None if specs.residual is None else specs.x)
 
@@ -286,4 +285,4 @@ def _jitted(settings: Settings, axes: tuple[int, ...], forward_mode: bool, given
         results = rules.operator(dataclasses.replace(settings, norm=norm), operands, forward_mode)
         return jax.tree.map(lambda a: on_several_axes(back(a), given.x.shape, axes), results)
 
-    return with_automatic_axes(arranged_and_back, like_x, given)
+    return with_automatic_axes(arranged_and_back, like_x, given, forward_mode)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jln._core.derivatives import Rules, Unneeded, named_statistics
-from jln._core.mesh import Dim, Dims, Kind, Layout, Result
+from jln._core.layout import Dim, Dims, Kind, Layout, Result
 from jln._core.operation import LinearOperation, Operation, only_rows_differ
 from jln._norm import formulas
 from jln._norm.signature import (

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 from jax.typing import DTypeLike
 
 from jln import _checks
-from jln._core.derivatives import with_automatic_axes
+from jln._core.derivatives import in_one_program, with_automatic_axes
 from jln._norm.arguments import Axis, Given, arranged, checked, on_several_axes
 from jln._norm.signature import Settings
 from jln._norm_add_norm import rules
@@ -67,11 +66,11 @@ def rms_norm_add_rms_norm(
     norm = dataclasses.replace(norm, switches=switches)
     settings = Settings(norm, _checks.dtype(dtype, x.dtype), _checks.implementation(implementation))
     forward_mode = _checks.flag("forward_mode", forward_mode)
-    return tuple(_jitted(settings, axes, forward_mode, Operands(x, given.residual, x_scale, given.scale)))
+    return tuple(_called(settings, axes, forward_mode, Operands(x, given.residual, x_scale, given.scale)))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
-def _jitted(settings: Settings, axes: tuple[int, ...], forward_mode: bool, given: Operands) -> Results:
+@in_one_program(static=3)
+def _called(settings: Settings, axes: tuple[int, ...], forward_mode: bool, given: Operands) -> Results:
     def arranged_and_back(given: Operands) -> Results:
         x, residual, x_scale, scale = given
         # x's scale goes where an offset would, whose shapes it has.
@@ -80,4 +79,4 @@ def _jitted(settings: Settings, axes: tuple[int, ...], forward_mode: bool, given
         results = rules.operator(dataclasses.replace(settings, norm=norm), operands, forward_mode)
         return jax.tree.map(lambda a: on_several_axes(back(a), x.shape, axes), results)
 
-    return with_automatic_axes(arranged_and_back, lambda specs: Results(specs.x, specs.x), given)
+    return with_automatic_axes(arranged_and_back, lambda specs: Results(specs.x, specs.x), given, forward_mode)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jln._core.derivatives import Rules, Unneeded, named_statistics
-from jln._core.mesh import Kind, Layout, Result
+from jln._core.layout import Kind, Layout, Result
 from jln._core.operation import LinearOperation, Operation, only_rows_differ
 from jln._norm import rules as norms
 from jln._norm import signature as of_norm

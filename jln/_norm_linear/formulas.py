@@ -46,7 +46,9 @@ simulating bfloat16 and float16 operands with float32 sums.
 Shapes are those of `jln._norm_linear.signature`. No operand is written out over vmap's axes: einsum drops axes of
 size 1 that the other side has longer. A result is in the dtype that `dtypes` names for it, and is not computed, nor
 what only it needs, where that is None. With `h_axes`, as in `jln._norm.formulas`, the sums of (11) are taken over the
-devices too.
+devices too. With `gathered`, axes of x and for each the mesh axes that split it, a device has its own rows of x and of
+all that has x's shape, and those of all devices along these axes of y and dy, whose features they split (Megatron's
+sequence parallelism): z is gathered, and dz added up where its rows are.
 
 Dtypes: a product's operands are in promote_types(x.dtype, kernel.dtype), the dtype of its y, and its sums in the
 compute dtype, float32 or for float64 float64. y is rounded once, with one exception (`_affine`).
@@ -81,6 +83,9 @@ def column_sums(operands: Rows, features: int, dtypes: ColumnSums, batch_dims: i
     lead = range(batch_dims, rows.ndim - features)
     wide = jnp.promote_types(jnp_norms.compute_dtype(rows.dtype), dtypes.sums)
     return ColumnSums(jnp.sum(rows.astype(wide), lead).astype(dtypes.sums))
+
+
+Gathered = tuple[tuple[int, jnp_norms.MeshAxes], ...]
 
 
 class Norms(NamedTuple):
@@ -150,6 +155,7 @@ def forward(
     *,
     norms: Norms = IN_JNP,
     h_axes: jnp_norms.MeshAxes = (),
+    gathered: Gathered = (),
 ) -> Outcome:
     """Terms (10) and (11)."""
     of_norm, kernels, biases = operands
@@ -161,11 +167,18 @@ def forward(
         batch_dims,
         **({"h_axes": h_axes} if h_axes else {}),
     )
+    z = _all_rows(z, gathered)
     y = []
     for kernel, bias, features, dtype in zip(kernels, biases, settings.features, dtypes.y, strict=True):
         axes = Axes(of_norm.x.ndim, batch_dims, features)
         y.append(None if dtype is None else _affine(z.astype(dtype), kernel, bias, axes, settings.precision, h_axes))
     return jax.tree.map(lambda a: jnp_norms.with_batch(a, batch), Outcome(tuple(y), *others))
+
+
+def _all_rows(z: Array | None, gathered: Gathered) -> Any:
+    for axis, over in gathered:
+        z = z if z is None else lax.all_gather(z, over, axis=axis, tiled=True)
+    return z
 
 
 def widest(dtypes: Sequence[str | None]) -> str | None:
@@ -182,6 +195,7 @@ def backward(
     *,
     norms: Norms = IN_JNP,
     h_axes: jnp_norms.MeshAxes = (),
+    gathered: Gathered = (),
 ) -> Gradients:
     """Terms (12) to (17)."""
     dy, saved, kernels = operands
@@ -193,11 +207,13 @@ def backward(
         of_norm.doffset is not None and settings.norm.of_examples
     )
     z_dtype = widest([dy[i].dtype.name for i in used if dtypes.dkernel[i] is not None])
-    made = norm.Gradients()
+    made, z = norm.Gradients(), None
     if needs_dz or z_dtype is not None:
         dz = None
         if needs_dz:
             dz = functools.reduce(jnp.add, (_dz(dy[i], kernels[i], axes[i], settings.precision) for i in used))
+            for axis, over in gathered:
+                dz = lax.psum_scatter(dz, over, scatter_dimension=axis, tiled=True)
         made = norms.backward(
             saved._replace(dy=dz),
             settings.norm,
@@ -205,6 +221,7 @@ def backward(
             batch_dims,
             **({"h_axes": h_axes} if h_axes else {}),
         )  # (15) to (17), and (10) again
+        z = _all_rows(made.y, gathered)
 
     doffset = made.doffset
     dkernel: list[Array | None] = [None] * len(dy)
@@ -212,13 +229,14 @@ def backward(
     from_bias = of_norm.doffset is not None and not needs_dz
     for i in used:
         if (dtype := dtypes.dkernel[i]) is not None:  # (13)
-            assert made.y is not None
+            assert z is not None
             how = {
                 "precision": settings.precision,
                 "preferred_element_type": jnp.promote_types(dtype, dy[i].dtype),
             }
-            z = made.y.astype(dy[i].dtype)
-            dkernel[i] = _product(z, axes[i].x, dy[i], axes[i].y, axes[i].kernel, **how).astype(dtype)
+            dkernel[i] = _product(z.astype(dy[i].dtype), axes[i].x, dy[i], axes[i].y, axes[i].kernel, **how).astype(
+                dtype
+            )
         if from_bias or dtypes.dbias[i] is not None:  # (12)
             dtype = jnp_norms.compute_dtype(dy[i].dtype).name if from_bias else dtypes.dbias[i]
             features = settings.features[i]

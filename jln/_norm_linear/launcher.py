@@ -32,7 +32,14 @@ from jln._triton.target import Target
 from jln._triton.tile import Tile, ceil_div
 
 
-def forward(operands: Operands, settings: NormLinear, dtypes: Outcome, batch_dims: int, target: Target) -> Outcome:
+def forward(
+    operands: Operands,
+    settings: NormLinear,
+    dtypes: Outcome,
+    batch_dims: int,
+    target: Target,
+    gathered: formulas.Gathered = (),
+) -> Outcome:
     batch = common_batch(batch_dims, *jax.tree.leaves(operands))
     x, residual = operands.of_norm.x, operands.of_norm.residual
     parameters = jax.tree.leaves(operands._replace(of_norm=operands.of_norm._replace(x=None, residual=None)))
@@ -41,28 +48,33 @@ def forward(operands: Operands, settings: NormLinear, dtypes: Outcome, batch_dim
         kernel, bias = jax.tree.map(lambda p: p.reshape(p.shape[batch_dims:]), (operands.kernel, operands.bias))
         operands, batch_dims = operands._replace(kernel=kernel, bias=bias), 0
     tile = None
-    if not batch_dims and (dtype := formulas.widest(dtypes.y)) is not None:
+    if not (batch_dims or gathered) and (dtype := formulas.widest(dtypes.y)) is not None:
         n = sum(math.prod(k.shape[1:]) for k, d in zip(operands.kernel, dtypes.y, strict=True) if d is not None)
         tile = tiles.forward(math.prod(x.shape[:-1]), x.shape[-1], n, dtype, target, adds=residual is not None)
     if tile is not None:
         made = _fused_forward(operands, settings, dtypes, tile, target)
     else:
-        made = formulas.forward(operands, settings, dtypes, batch_dims, norms=_norms(target))
+        made = formulas.forward(operands, settings, dtypes, batch_dims, norms=_norms(target), gathered=gathered)
     return jax.tree.map(lambda a: with_batch(a, batch), made)
 
 
 def backward(
-    operands: Cotangents, settings: NormLinear, dtypes: Gradients, batch_dims: int, target: Target
+    operands: Cotangents,
+    settings: NormLinear,
+    dtypes: Gradients,
+    batch_dims: int,
+    target: Target,
+    gathered: formulas.Gathered = (),
 ) -> Gradients:
     plan, of_norm = None, dtypes.of_norm
-    if not batch_dims and any(a is not None for a in (of_norm.dx, of_norm.dscale, *dtypes.dkernel)):
+    if not (batch_dims or gathered) and any(a is not None for a in (of_norm.dx, of_norm.dscale, *dtypes.dkernel)):
         *lead, h = operands.of_norm.total.shape
         rows = math.prod(lead)
         dy = [d for d in operands.dy if d is not None]
         plan = tiles.backward(rows, h, sum(d.size for d in dy) // rows, dy[0].dtype.name, target)
     if plan is not None:
         return _fused_backward(operands, settings, dtypes, plan, target)
-    return formulas.backward(operands, settings, dtypes, batch_dims, norms=_norms(target))
+    return formulas.backward(operands, settings, dtypes, batch_dims, norms=_norms(target), gathered=gathered)
 
 
 def _norms(target: Target) -> formulas.Norms:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ from jax.lax import PrecisionLike
 from jax.sharding import PartitionSpec
 
 from jln import _checks
-from jln._core.derivatives import with_automatic_axes
+from jln._core.derivatives import in_one_program, with_automatic_axes
 from jln._norm.arguments import Gate, Given, arranged, checked
 from jln._norm_linear import reading, rules
 from jln._norm_linear.signature import NormLinear, Operands, Results, Settings, few_features
@@ -232,7 +231,7 @@ def _checked(*, kernel, bias, precision: Any, implementation: str | None, forwar
     kernels, biases = _checks.linears(kernel, bias, arrays.x)
     norm_linear = NormLinear(norm, _checks.precision(precision), tuple(k.ndim - 1 for k in kernels))
     settings = Settings(norm_linear, _checks.implementation(implementation))
-    y, total = _jitted(settings, _checks.flag("forward_mode", forward_mode), (arrays, kernels, biases))
+    y, total = _called(settings, _checks.flag("forward_mode", forward_mode), (arrays, kernels, biases))
     y = y if isinstance(kernel, tuple) else y[0]
     return y if total is None else (y, total)
 
@@ -250,8 +249,8 @@ def _spec_of_y(rows: Any, kernel: Any) -> PartitionSpec:
 Arrays = tuple[Given, tuple[jax.Array, ...], tuple[jax.Array | None, ...]]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _jitted(settings: Settings, forward_mode: bool, arrays: Arrays) -> Results:
+@in_one_program(static=2)
+def _called(settings: Settings, forward_mode: bool, arrays: Arrays) -> Results:
     def like_y(specs: Any) -> Results:
         given, kernels, _ = specs
         ys = tuple(_spec_of_y(given.x[:-1], kernel) for kernel in kernels)
@@ -267,4 +266,4 @@ def _jitted(settings: Settings, forward_mode: bool, arrays: Arrays) -> Results:
         y, total = rules.operator(settled, operands, forward_mode)
         return Results(tuple(map(back, y)), None if total is None else back(total))
 
-    return with_automatic_axes(arranged_and_back, like_y, arrays)
+    return with_automatic_axes(arranged_and_back, like_y, arrays, forward_mode)

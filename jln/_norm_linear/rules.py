@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jln._core.derivatives import PRODUCT, Rules
-from jln._core.mesh import Dim, Dims, Kind, Layout, Result, Term
+from jln._core.layout import Dim, Dims, Kind, Layout, Result, Term
 from jln._core.operation import LinearOperation, Operation, only_rows_differ
 from jln._norm import rules as norm
 from jln._norm_linear import formulas
@@ -65,7 +65,7 @@ def _backward_layout(operands: Cotangents, settings: NormLinear, dtypes: Gradien
     shares = (dataclasses.replace(r, summed=(Kind.FEATURE, *r.summed)) for r in norm.spread_gradients(*how))
     gradients = Gradients(
         of_norm=norm.Gradients(*shares),
-        dkernel=tuple(Result(k, summed=(Kind.ROW,)) for k in of.kernel),
+        dkernel=tuple(Result(k, summed=(Kind.ROW,), wide=True) for k in of.kernel),
         dbias=tuple(Result(b, summed=(Kind.ROW,), wide=True) for b in of.bias),
     )
     return Layout.of(operands, given, dtypes, gradients)

@@ -7,11 +7,12 @@ import contextvars
 import dataclasses
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jln._triton import chip as chips
 from jln._triton.chip import Chip
@@ -29,17 +30,51 @@ class Gpu(Target):
         return lowering.call(launch, arrays)
 
 
+@dataclasses.dataclass(frozen=True)
 class Interpreter(Target):
-    """Triton's interpreter, on the host."""
+    """Triton's interpreter, on the host.
+
+    of_program: what the program being lowered has on the host of ours; None where JAX sees to that.
+    """
+
+    of_program: OnHost | None = None
 
     def run(self, launch: Launch, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        results = list(launch.results.values())
+        if self.of_program is not None:
+            return self.of_program.call(launch, results, arrays)
+
         def interpreted(*arrays: Any) -> Any:
             from jln._triton import interpreter
 
             return interpreter.run(launch, arrays)
 
-        results = list(launch.results.values())
         return jax.pure_callback(interpreted, results, *arrays, vmap_method="sequential")
+
+
+class OnHost:
+    """The launches of a program that JAX spreads over CPU devices, as one function on the host.
+
+    JAX lowers what each device does as a module of its own, and forgets the functions on the host that are called in
+    it, so that `jax.pure_callback` ends the process there (seen in JAX 0.10.2, 0.11.2 and 0.12.0). This function is of
+    the whole program, which keeps it, and is called by its number there. JAX's own call does the same.
+    """
+
+    def __init__(self, add: Callable[[Callable[..., Any]], int]):
+        """add: makes a function one of the program's, and returns its number."""
+        self._launches: list[Launch] = []
+        self._number = add(self._interpreted)
+
+    def call(self, launch: Launch, results: Sequence[Any], arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        self._launches.append(launch)
+        which = np.int32(len(self._launches) - 1)
+        function = jax.ffi.ffi_call("xla_ffi_python_cpu_callback", results)
+        return function(which, *arrays, index=np.uint64(self._number))
+
+    def _interpreted(self, which: Any, *arrays: Any) -> Any:
+        from jln._triton import interpreter
+
+        return tuple(interpreter.run(self._launches[int(which)], arrays))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,10 +140,13 @@ def missing() -> str | None:
     return None
 
 
-def on(platform: str | None, over_devices: bool) -> Target:
-    """Where to launch what is lowered for `platform`, spread over devices by JAX or not.
+def on(platform: str | None, add: Callable[[Callable[..., Any]], int] | None) -> Target:
+    """Where to launch what is lowered for `platform`.
 
-    Raises RuntimeError or ValueError where kernels cannot run, with what to do.
+    add: makes a function one that the program calls on the host, and returns its number; for a program that JAX spreads
+    over devices.
+
+    Raises RuntimeError where kernels cannot run, with what to do.
     """
     used = _used.get()
     if isinstance(used, Recorder):
@@ -126,8 +164,4 @@ def on(platform: str | None, over_devices: bool) -> Target:
             "implementation='triton' runs on NVIDIA GPUs. To run the kernels on the CPU, by Triton's interpreter "
             "(slowly), install triton and set the environment variable TRITON_INTERPRET=1 before Python starts"
         )
-    if over_devices:
-        raise ValueError(
-            "implementation='triton' is interpreted on one CPU device at a time: use jax.shard_map on several"
-        )
-    return Interpreter()
+    return Interpreter(of_program=None if add is None else OnHost(add))

@@ -7,7 +7,8 @@ from targets import (
     LINEAR,
     LINEAR_LAUNCH,
     LINEAR_RULES,
-    MESH,
+    PARTITIONED,
+    PLACEMENT,
     SEVERAL,
     SHARDING,
     XLA_LINEAR,
@@ -83,17 +84,17 @@ LINEARS = [
         (f"{FUSED}test_behind_a_sum[bfloat16-bfloat16-composed]",),
     ),
     Mutant(
-        "dtotal added by every part of the features", MESH,
+        "dtotal added by every part of the features", PARTITIONED,
         "if feature_axes and any(layout.terms):", "if False:",
         IN_ONE_ON_A_MESH,
     ),
     Mutant(
-        "dtotal added by no part of the features", MESH, "jnp.where(first, a, 0) if is_term", "0 * a if is_term",
+        "dtotal added by no part of the features", PARTITIONED, "jnp.where(first, a, 0) if is_term", "0 * a if is_term",
         IN_ONE_ON_A_MESH,
     ),
     Mutant(
-        "a product that is whole on each device counted by each", MESH,
-        "chosen[dim] = tuple(a for a in chosen[dim] if a in by_all)", "pass",
+        "a product that is whole on each device counted by each", PLACEMENT,
+        "split[dim] = tuple(a for a in split[dim] if a in by_all)", "pass",
         (f"{SHARDING}test_several_linears[features0-float32-one alone-Auto]",),
     ),
     Mutant(

@@ -11,5 +11,6 @@ from junction import SUMS
 from kernels import KERNELS
 from linears import LINEARS
 from rules import RULES
+from sequence import ROWS_GATHERED
 
-MUTANTS = [*KERNELS, *LINEARS, *SUMS, *NORMS, *GATED_NORMS, *COMPILED, *RULES]
+MUTANTS = [*KERNELS, *LINEARS, *SUMS, *NORMS, *GATED_NORMS, *ROWS_GATHERED, *COMPILED, *RULES]

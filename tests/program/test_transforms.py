@@ -203,6 +203,34 @@ def test_linear_with_a_16_bit_kernel():
     assert communicated(report) == [("all-reduce", 4 * (2 * H + N)), ("all-reduce", 2 * H * N)]
 
 
+def test_few_features_of_a_16_bit_kernel():
+    """The operator adds up all its parameters' gradients in float32: one all-reduce."""
+    report = program.compile_for(gradient(jln.layer_norm_linear, 5), *linear((), (128,), "bfloat16"), devices=8)
+    assert communicated(report) == [("all-reduce", 4 * (H * 128 + 2 * H + 128))]
+
+
+def test_layers_of_16_bit_kernels_take_no_more_all_reduces_than_plain_jnp():
+    """One element type is all that an all-reduce has, and XLA makes one of equal types: float32 vectors of all layers
+    go together, and 16-bit kernels as they are, where plain jnp adds those in front of it up in float32.
+    """
+    x, scale, _, kernel, bias = linear((), kernel_dtype="bfloat16")
+    layer = (scale, scale, kernel, bias, on_mesh(N, H))
+
+    def step(module):
+        def network(x, layers):
+            for *arrays, back in layers:
+                x = x + jnp.tanh(module.layer_norm_linear(x, *arrays)) @ back
+            return jnp.sum(jnp.sin(x.astype("float32")))
+
+        return jax.grad(network, 1)
+
+    ours, plain = (communicated(program.compile_for(step(m), x, [layer] * 2, devices=8)) for m in (jln, jln.reference))
+    assert {kind for kind, _ in ours} == {"all-reduce"} and len(ours) <= len(plain)
+    vectors, kernels = 2 * 4 * (2 * H + N), 2 * 2 * 2 * H * N
+    assert sum(size for _, size in ours) == vectors + kernels
+    assert sum(size for _, size in plain) == vectors + kernels * 3 // 2
+
+
 # One axis of features; heads, which lie behind another axis.
 @pytest.mark.parametrize(("features", "spec"), [((N,), (None, "tensor")), ((3, 8, N // 24), (None, None, "tensor"))])
 @pytest.mark.parametrize("kernel_dtype", ["float32", "bfloat16"])
@@ -235,3 +263,28 @@ def test_linear_with_a_kernel_stored_in_parts():
     assert sorted(set(kinds)) == ["all-gather", "all-reduce", "reduce-scatter"]
     assert ("reduce-scatter", 4 * H * N) in communicated(report)
     assert ("all-reduce", 4 * (2 * H + N)) in communicated(report)
+
+
+@pytest.mark.parametrize("features", [128, N])
+def test_gradients_asked_for_in_parts_are_scattered(features):
+    """All of them, over the axes that split the rows; what is left to add up is added up in parts."""
+
+    def step(*arguments):
+        def call(*a):
+            gradients = gradient(jln.layer_norm_linear, 5)(*a)
+            pairs = zip(gradients, arguments, strict=True)
+            return [jax.lax.with_sharding_constraint(g, like.sharding) for g, like in pairs]
+
+        return communicated(program.compile_for(call, *arguments, devices=8))
+
+    def arguments(*parts):
+        kernel, bias = on_mesh(H, features, spec=(parts,)), on_mesh(features, spec=(parts,), dtype="float32")
+        scale = on_mesh(H, spec=(parts,), dtype="float32")
+        return on_mesh(16, M // 8, H, spec=(("data", "tensor"),)), scale, scale, kernel, bias
+
+    vectors = 4 * (2 * H + features)
+    sums = [vectors + 4 * H * features] if features == 128 else [vectors, 2 * H * features]
+    scattered = [("reduce-scatter", size) for size in sums]
+    assert [c for c in step(*arguments("data", "tensor")) if c[0] != "all-gather"] == scattered
+    of_parts = [("all-reduce", size // 4) for size in sums]
+    assert [c for c in step(*arguments("data")) if c[0] != "all-gather"] == of_parts + scattered

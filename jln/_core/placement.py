@@ -1,0 +1,174 @@
+"""Which axes of a mesh split which dimension of an operation, from how its arrays are split."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Container, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jln._core.layout import Dim, Dims, Kind, Layout, Result
+
+MeshAxes = tuple[str, ...]
+Gathered = tuple[tuple[int, MeshAxes], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Which mesh axes split which dimension. One axis may split the rows of arrays without features, and the features
+    of arrays that have them, whose rows it does not split then.
+    """
+
+    mesh: Any
+    axes: dict[Dim, MeshAxes]
+
+    def sharding(self, dims: Dims, shape: tuple[int, ...]) -> NamedSharding:
+        of_features = self._of_features(dims)
+
+        def split(dim: Dim) -> MeshAxes | None:
+            axes = self.axes.get(dim.computed, ())
+            return (tuple(a for a in axes if a not in of_features) if dim.kind == Kind.ROW else axes) or None
+
+        return NamedSharding(
+            self.mesh, PartitionSpec(*(None if n == 1 else split(d) for d, n in zip(dims, shape, strict=True)))
+        )
+
+    def over(self, kind: Kind) -> MeshAxes:
+        """The mesh axes that split dimensions of this kind."""
+        return tuple(dict.fromkeys(a for dim, axes in self.axes.items() if dim.kind == kind for a in axes))
+
+    def gathered(self) -> Gathered:
+        """The axes of x whose rows a product needs of all devices along mesh axes, and these."""
+        of_features = self.over(Kind.FEATURE)
+        rows = {d.index: axes for d, axes in self.axes.items() if d.kind == Kind.ROW}
+        shared = ((i, tuple(a for a in axes if a in of_features)) for i, axes in rows.items())
+        return tuple((i, axes) for i, axes in shared if axes)
+
+    def summed(self, result: Result) -> list[MeshAxes]:
+        """For each kind over which the result is a sum, over which mesh axes devices have shares of it."""
+        gathered = {a for _, axes in self.gathered() for a in axes}
+        left_out = {Kind.FEATURE: gathered, Kind.ROW: self._of_features(result.dims)}
+        return [tuple(a for a in self.over(kind) if a not in left_out.get(kind, ())) for kind in result.summed]
+
+    def _of_features(self, dims: Dims) -> set[str]:
+        return {a for d in dims if d.kind == Kind.FEATURE for a in self.axes.get(d.computed, ())}
+
+
+def split_by(sharding: NamedSharding, ndim: int) -> list[MeshAxes]:
+    """The mesh axes that split each dimension."""
+    spec = [*sharding.spec, *[None] * ndim][:ndim]
+    return [() if axes is None else axes if isinstance(axes, tuple) else (axes,) for axes in spec]
+
+
+def with_prime_axes(mesh: Any) -> Any:
+    """The same devices, every axis as axes of prime sizes. Shardy splits an axis where a reshape splits the dimension
+    that it shards, and a part of an axis is what these are.
+    """
+    sizes, names = [], []
+    for name, size in mesh.shape.items():
+        for prime in _prime_factors(size):
+            names.append(f"{name}.{len(names)}")
+            sizes.append(prime)
+    return jax.sharding.Mesh(mesh.devices.reshape(sizes), tuple(names))
+
+
+def _prime_factors(n: int) -> Iterator[int]:
+    prime = 2
+    while n > 1:
+        while n % prime == 0:
+            yield prime
+            n //= prime
+        prime += 1
+
+
+def on_mesh(mesh: Any, a: Any) -> jax.ShapeDtypeStruct:
+    """`a`, whose sharding XLA has written down as tiles, in terms of the mesh; or whole, where it has none."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    given = getattr(a, "sharding", None) if isinstance(a, jax.ShapeDtypeStruct) else None
+    if given is None:
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole)
+    shape = (mesh.devices.size,) * a.ndim  # divides into any tiles
+    # In terms of the mesh's devices: of those along manual axes XLA tells nothing.
+    given = type(given)(tuple(mesh.devices.flat), given._to_xla_hlo_sharding(a.ndim))
+    tiles = given.devices_indices_map(shape)
+    starts = np.array([[index.start or 0 for index in tiles[device]] for device in mesh.devices.flat])
+    starts = starts.reshape(*mesh.devices.shape, a.ndim)
+    # Where the second device along each axis has its tile.
+    steps = [starts[tuple(int(i == axis) for i in range(mesh.devices.ndim))] for axis in range(mesh.devices.ndim)]
+    spec = [
+        tuple(
+            name
+            for step, name in sorted(zip((s[dim] for s in steps), mesh.axis_names, strict=True), reverse=True)
+            if step
+        )
+        for dim in range(a.ndim)
+    ]
+    sharding = NamedSharding(mesh, PartitionSpec(*(axes or None for axes in spec)))
+    known = sharding.devices_indices_map(shape) == tiles
+    return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding if known else whole)
+
+
+def place(
+    mesh: Any,
+    layout: Layout,
+    operands: Sequence[Any],
+    results: Sequence[Any],
+    whole: Container[Kind] = (),
+    may_gather: bool = False,
+) -> Placement:
+    """Which mesh axes split which dimension, for arrays of these shardings.
+
+    Where an axis splits rows of one array and features of another, those that have both tell whether its devices share
+    the features (Megatron's sequence parallelism) or only store them in parts (FSDP).
+
+    whole: what none may split. may_gather: whether rows of some arrays may stay split over axes that split features.
+    """
+    sizes: dict[Dim, int] = {}
+    wanted: dict[Dim, MeshAxes] = {}
+    asked: set[str] = set()
+    described = (*layout.given, *(r.dims for r in layout.written))
+    for dims, a in zip(described, (*operands, *results), strict=True):
+        has_rows = any(dim.kind == Kind.ROW for dim in dims)
+        for dim, size, axes in zip(dims, a.shape, split_by(a.sharding, a.ndim), strict=True):
+            if size > 1 and not dim.stored_as and dim.kind not in whole:
+                sizes[dim] = size
+                wanted[dim] = wanted.get(dim) or axes
+                asked |= {*axes} if has_rows and dim.kind == Kind.FEATURE else set()
+    products = {dim.of for dims in described for dim in dims if dim.kind == Kind.FEATURE}
+
+    def chosen(of_features: set[str]) -> Placement:
+        """of_features: axes that split features, whatever else they split."""
+
+        def may_share(axis: str, one: Dim, other: Dim) -> bool:
+            if one.kind == other.kind == Kind.FEATURE:
+                return one.of != other.of
+            return (one.kind, other.kind) == (Kind.ROW, Kind.FEATURE) and axis in of_features
+
+        split: dict[Dim, MeshAxes] = {}
+        for dim in sorted(wanted, key=lambda dim: dim.kind):
+            axes = wanted[dim]
+            if dim.kind == Kind.ROW:
+                # Rows that are gathered lie side by side only if they are split by the last axes.
+                last = len(axes)
+                while may_gather and last and axes[last - 1] in of_features:
+                    last -= 1
+                axes = (*(a for a in axes[:last] if a not in of_features), *axes[last:])
+            taken = {a for d, others in split.items() for a in others if not may_share(a, d, dim)}
+            axes = tuple(a for a in axes if a not in taken)
+            if axes and sizes[dim] % math.prod(mesh.shape[a] for a in axes) == 0:  # no device may have padding for rows
+                split[dim] = axes
+        # What is a sum over all features has a share of each product on every device.
+        of_each = [
+            {a for d, axes in split.items() if (d.kind, d.of) == (Kind.FEATURE, of) for a in axes} for of in products
+        ]
+        by_all = set.intersection(*of_each) if of_each else set()
+        for dim in [d for d in split if d.kind == Kind.FEATURE]:
+            split[dim] = tuple(a for a in split[dim] if a in by_all)
+        return Placement(mesh, split)
+
+    placement = chosen(asked)
+    return placement if asked <= {*placement.over(Kind.FEATURE)} else chosen(asked & {*placement.over(Kind.FEATURE)})
