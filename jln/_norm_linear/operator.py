@@ -203,11 +203,11 @@ def linear_of_normalised(
     """
     arrays, _, norm = checked(**given.present(), **of_norm)
     norm_linear = NormLinear(norm, _checks.precision(precision), (kernel.ndim - 1,))
-    return _jitted_reading(norm_linear, (z, arrays, kernel, bias))
+    return _called_reading(norm_linear, (z, arrays, kernel, bias))
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=True)
-def _jitted_reading(norm_linear: NormLinear, arrays: tuple[Any, ...]) -> jax.Array:
+@in_one_program(static=1)
+def _called_reading(norm_linear: NormLinear, arrays: tuple[Any, ...]) -> jax.Array:
     def call(arrays: tuple[Any, ...]) -> jax.Array:
         z, given, kernel, bias = arrays
         made_of, norm, _ = arranged(given, (z.ndim - 1,), norm_linear.norm)
@@ -219,7 +219,7 @@ def _jitted_reading(norm_linear: NormLinear, arrays: tuple[Any, ...]) -> jax.Arr
         settings = reading.Settings(norm_linear, z.dtype.name, kernel.dtype.name, None)
         return reading.operator(settings, reading.Operands(z, kernel, bias, made_of), True).y
 
-    return with_automatic_axes(call, lambda specs: _spec_of_y(specs[0][:-1], specs[2]), arrays)
+    return with_automatic_axes(call, lambda specs: _spec_of_y(specs[0][:-1], specs[2]), arrays, True)
 
 
 # From the public functions to the operator

@@ -15,7 +15,7 @@ import haiku as hk
 from flax import nnx
 
 import jln
-from jln import _routes
+from jln import _explain, _routes
 from jln import equinox as jln_equinox
 from jln import haiku as jln_haiku
 from parity import MASK, SHAPE, doubled, every_equation, named, normal, pairwise_parameters
@@ -73,7 +73,7 @@ def called(module):
     """Of Linen or Haiku, with its initial variables."""
 
     def call(x, **given):
-        with _routes.unnoted():
+        with _explain.unasked():
             variables = module.init(jax.random.key(0), x)
         return module.apply(variables, x, **given)
 
