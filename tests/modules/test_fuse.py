@@ -421,3 +421,14 @@ def test_a_product_in_another_dtype_than_the_norms(norm_dtype, dtype):
     for a, b in zip(jax.tree.leaves(own), jax.tree.leaves(wanted), strict=True):
         scale = float(jnp.abs(b).max())  # a rounding to bfloat16 is 2**-8 of a term; sums are of 64 and 300 of them
         np.testing.assert_allclose(np.asarray(a, "float64"), np.asarray(b, "float64"), rtol=0.05, atol=0.02 * scale)
+
+
+@pytest.mark.parametrize("wide", [3, WIDE])
+def test_the_result_of_what_has_been_donated_since_is_a_result_still(wide):
+    model = nnx.Sequential(nnx.LayerNorm(H, rngs=nnx.Rngs(0)), nnx.Linear(H, wide, rngs=nnx.Rngs(0)))
+    x = normal(0, SHAPE, "float32")
+    expected = model(x)
+    norm, linear = convert.nnx(model, fuse=True).model.layers
+    z = norm(x)
+    x.delete()
+    np.testing.assert_allclose(linear(z), expected, rtol=1e-5, atol=1e-5)
