@@ -17,6 +17,7 @@ Fuse = bool | Mapping[type, Pairs]
 
 WHY_SWAPPED = "swapped"
 WHY_LINEAR = "where it reads a norm's result it keeps what the norm read instead"
+WHERE_CALLED = ", if its own call makes the framework's"
 WHY_RECIPE = "as its recipe says"
 HINT = (
     'jln does not know what it computes; tell it by norms={{{0}: lambda m: dict(kind="rms_norm", scale=m.scale, '
@@ -150,7 +151,9 @@ class Classes(NamedTuple):
             if cls is theirs:
                 return Swap(own, named(own), why)
             if issubclass(cls, theirs):
-                return Swap(_subclass(cls, own), named(own), f"{why}, by the call of a subclass")
+                before = cls.__mro__[: cls.__mro__.index(theirs)]
+                has_own = any("__call__" in vars(c) for c in before)
+                return Swap(_subclass(cls, own), named(own), why + WHERE_CALLED * has_own)
         if (recipe := next((recipes[c] for c in cls.__mro__ if c in recipes), None)) is not None:
             described_by(recipe, layer)
             return Swap(_by_recipe(cls, recipe, self.call), "jln", WHY_RECIPE)
@@ -160,16 +163,33 @@ class Classes(NamedTuple):
 @functools.cache
 def _subclass(cls: type, of: type) -> type:
     """A subclass of a framework's layer in which the call that it inherits, or makes by `super()`, is `of`'s."""
-    return type(cls)(cls.__name__, (cls, of), _like(cls))
+    return type(cls)(cls.__name__, (cls, of), _like(cls, _subclass, of))
 
 
 @functools.cache
 def _by_recipe(cls: type, recipe: Recipe, call: Callable[[type, Recipe], Any]) -> type:
-    return type(cls)(cls.__name__, (cls,), {**_like(cls), "__call__": call(cls, recipe), _BY_RECIPE: True})
+    made = {"__call__": call(cls, recipe), _BY_RECIPE: True}
+    return type(cls)(cls.__name__, (cls,), {**_like(cls, _by_recipe, recipe, call), **made})
 
 
-def _like(cls: type) -> dict[str, Any]:
-    return {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+def _like(cls: type, make: Callable[..., type], *how: Any) -> dict[str, Any]:
+    """What a class that `make(cls, *how)` makes has from `cls`. Its name is that of `cls`, by which pickle would find
+    the wrong one.
+    """
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        reduced = super(type(self), self).__reduce_ex__(protocol)
+        if isinstance(reduced, str) or reduced[1][:1] != (type(self),):  # by a method of the model's own
+            return reduced
+        new, (_, *args), *state = reduced
+        return _unpickled, (make, (cls, *how), new, args), *state
+
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return {**names, "__reduce_ex__": __reduce_ex__}
+
+
+def _unpickled(make: Callable[..., type], how: Any, new: Callable[..., Any], args: Any) -> Any:
+    return new(make(*how), *args)
 
 
 def hint_for(cls: type, framework: str) -> str:

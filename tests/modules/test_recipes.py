@@ -1,6 +1,8 @@
 """A model's own norms, converted by recipes: its numbers, and a hint where there is no recipe."""
 
+import copy
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -251,3 +253,42 @@ def test_recipes_that_are_wrong(wrong, error, match):
 def test_norms_that_are_wrong(norms, error, match):
     with pytest.raises(error, match=match):
         convert.nnx(Own(), norms=norms)
+
+
+class NnxSubclass(nnx.LayerNorm):
+    def __call__(self, x):
+        return super().__call__(x)
+
+
+class EqxSubclass(eqx.nn.LayerNorm):
+    pass
+
+
+def gemma_norm(m):
+    return {"kind": "rms_norm", "scale": m.weight, "epsilon": m.eps, "zero_centered_scale": True}
+
+
+@pytest.mark.parametrize("protocol", [2, 5])
+def test_converted_subclasses_and_own_norms_are_pickled(protocol):
+    """They have the name of the model's class, by which pickle finds this and not the converted one."""
+    x = normal(0, SHAPE, "float32")
+    norms = [NnxGemmaNorm(), NnxSubclass(H, rngs=nnx.Rngs(0))]
+    models = [convert.nnx(norm, norms={NnxGemmaNorm: gemma_norm}).model for norm in norms]
+    for norm in (EqxGemmaNorm(jnp.ones(H), 1e-3), EqxSubclass(H)):
+        models.append(convert.equinox(norm, norms={EqxGemmaNorm: gemma_norm}).model)
+    for model in models:
+        again, read = pickle.loads(pickle.dumps(model, protocol)), x if isinstance(model, nnx.Module) else x[0, 0]
+        assert type(again) is type(model)
+        np.testing.assert_array_equal(again(read), model(read))
+        assert type(copy.deepcopy(model)) is type(model)
+
+
+def test_an_own_norm_is_listed_with_its_place():
+    model = nnx.Sequential(NnxGemmaNorm(), NnxGemmaNorm())
+    convert.nnx(model, norms={NnxGemmaNorm: gemma_norm})
+    routes = jln.explain(model, normal(0, SHAPE, "float32"))
+    assert [r.layer.partition(" ")[2] for r in routes] == ["layers.0", "layers.1"]
+    tree = eqx.nn.Sequential([eqx.nn.Lambda(jnp.sin), EqxGemmaNorm(jnp.ones(H), 1e-3)])
+    tree = convert.equinox(tree, norms={EqxGemmaNorm: gemma_norm}).model
+    (route,) = jln.explain(tree, normal(0, (H,), "float32"))
+    assert route.layer.partition(" ")[2] == ".layers[1]"
