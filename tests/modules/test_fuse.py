@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -432,3 +433,30 @@ def test_the_result_of_what_has_been_donated_since_is_a_result_still(wide):
     z = norm(x)
     x.delete()
     np.testing.assert_allclose(linear(z), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("wide", [3, WIDE])
+def test_a_result_is_the_result_of_what_was_read_however_either_is_mapped(wide):
+    """Of the norm's own vmap, of its parameters', over other axes, of the Linear alone; and of a sum."""
+    of = {"param_dtype": "float64", "rngs": nnx.Rngs(0)}
+    theirs = nnx.Sequential(nnx.LayerNorm(H, **of), nnx.Linear(H, wide, **of))
+    ours = convert.nnx(theirs, copy=True, fuse=True).model
+    x = normal(0, (H, H, H), "float64")
+
+    def results(model):
+        norm, linear = model.layers
+        graph, parameters = nnx.split(norm)
+        several = jax.tree.map(lambda a: jnp.stack([a + i for i in range(H)]), parameters)
+        of_each = jax.vmap(lambda parameters, x: nnx.merge(graph, parameters)(x))
+        yield jax.vmap(linear)(of_each(several, x))
+        yield jax.vmap(linear)(norm(x))
+        yield linear(jax.vmap(norm)(x))
+        for axes in itertools.product((0, 1), repeat=4):
+            yield jax.vmap(linear, *axes[:2])(jax.vmap(norm, *axes[2:])(x))
+        yield jax.vmap(jax.vmap(linear), 1)(jax.vmap(jax.vmap(norm))(x))
+        yield jax.vmap(jax.vmap(linear, spmd_axis_name="i"))(jax.vmap(jax.vmap(norm), spmd_axis_name="j")(x))
+
+    for ours_y, theirs_y in zip(results(ours), results(theirs), strict=True):
+        close(ours_y, theirs_y)
+    norm, linear = ours.layers
+    close(linear(norm(x, residual=x * x)[0]), theirs(x + x * x))

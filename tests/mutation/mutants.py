@@ -10,6 +10,7 @@ from gated import GATED_NORMS
 from junction import SUMS
 from kernels import KERNELS
 from linears import LINEARS
+from modules import MODULES
 from rules import RULES
 
-MUTANTS = [*KERNELS, *LINEARS, *SUMS, *NORMS, *GATED_NORMS, *COMPILED, *RULES]
+MUTANTS = [*KERNELS, *LINEARS, *SUMS, *NORMS, *GATED_NORMS, *COMPILED, *RULES, *MODULES]
