@@ -20,7 +20,7 @@ WHY_LINEAR = "where it reads a norm's result it keeps what the norm read instead
 WHERE_CALLED = ", if its own call makes the framework's"
 WHY_RECIPE = "as its recipe says"
 HINT = (
-    'jln does not know what it computes; tell it by norms={{{0}: lambda m: dict(kind="rms_norm", scale=m.scale, '
+    'jln does not know what it computes; tell it by norms={{{0}: lambda m: dict(kind="rms_norm", scale={1}, '
     "epsilon=m.epsilon)}}"
 )
 
@@ -146,6 +146,9 @@ class Classes(NamedTuple):
         known = {**self.norms, **(self.linears if is_fused else {})}
         if cls.__dict__.get(_BY_RECIPE) or issubclass(cls, tuple(known.values())):
             return Swap(None, "", "")
+        if (recipe := next((recipes[c] for c in cls.__mro__ if c in recipes), None)) is not None:
+            described_by(recipe, layer)
+            return Swap(_by_recipe(cls, recipe, self.call), "jln", WHY_RECIPE)
         for theirs, own in known.items():
             why = WHY_SWAPPED if theirs in self.norms else WHY_LINEAR
             if cls is theirs:
@@ -154,9 +157,6 @@ class Classes(NamedTuple):
                 before = cls.__mro__[: cls.__mro__.index(theirs)]
                 has_own = any("__call__" in vars(c) for c in before)
                 return Swap(_subclass(cls, own), named(own), why + WHERE_CALLED * has_own)
-        if (recipe := next((recipes[c] for c in cls.__mro__ if c in recipes), None)) is not None:
-            described_by(recipe, layer)
-            return Swap(_by_recipe(cls, recipe, self.call), "jln", WHY_RECIPE)
         return Swap(None, "", hint_for(cls, self.framework))
 
 
@@ -192,10 +192,10 @@ def _unpickled(make: Callable[..., type], how: Any, new: Callable[..., Any], arg
     return new(make(*how), *args)
 
 
-def hint_for(cls: type, framework: str) -> str:
+def hint_for(cls: type, framework: str, parameter: str = "m.scale") -> str:
     """What to do about a class of somebody's own that is named as norms are; "" for any other."""
     is_known = cls.__module__.partition(".")[0] in (framework, "jln")
-    return "" if is_known or not cls.__name__.endswith("Norm") else HINT.format(cls.__name__)
+    return "" if is_known or not cls.__name__.endswith("Norm") else HINT.format(cls.__name__, parameter)
 
 
 def named(cls: type) -> str:

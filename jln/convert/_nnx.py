@@ -39,8 +39,9 @@ def convert(model: Any, copy: bool, fuse: Fuse, norms: Mapping[type, _modules.Re
     wanted = {id(a) for a in fused_linears(fuse, [module for _, module in modules], norms_known, linears_known)}
 
     changes, former = [], []
-    for path, module in modules:
-        before, swap = type(module), CLASSES.of(module, recipes, id(module) in wanted)
+    swaps = [CLASSES.of(module, recipes, id(module) in wanted) for _, module in modules]  # any may raise
+    for (path, module), swap in zip(modules, swaps, strict=True):
+        before = type(module)
         if swap.cls is not None:
             object.__setattr__(module, "__class__", swap.cls)
             former.append((module, before, swap.cls))

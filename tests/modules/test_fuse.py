@@ -443,8 +443,8 @@ def test_a_result_is_the_result_of_what_was_read_however_either_is_mapped(wide):
     ours = convert.nnx(theirs, copy=True, fuse=True).model
     x = normal(0, (H, H, H), "float64")
 
-    def results(model):
-        norm, linear = model.layers
+    def results(model, of_linear):
+        norm, linear = model.layers[0], nnx.merge(nnx.graphdef(model.layers[1]), of_linear)
         graph, parameters = nnx.split(norm)
         several = jax.tree.map(lambda a: jnp.stack([a + i for i in range(H)]), parameters)
         of_each = jax.vmap(lambda parameters, x: nnx.merge(graph, parameters)(x))
@@ -456,7 +456,12 @@ def test_a_result_is_the_result_of_what_was_read_however_either_is_mapped(wide):
         yield jax.vmap(jax.vmap(linear), 1)(jax.vmap(jax.vmap(norm))(x))
         yield jax.vmap(jax.vmap(linear, spmd_axis_name="i"))(jax.vmap(jax.vmap(norm), spmd_axis_name="j")(x))
 
-    for ours_y, theirs_y in zip(results(ours), results(theirs), strict=True):
+    def total(of_linear, model):
+        return sum(jnp.sum(jnp.sin(y)) for y in results(model, of_linear))
+
+    of_linear = nnx.state(theirs.layers[1])
+    for ours_y, theirs_y in zip(results(ours, of_linear), results(theirs, of_linear), strict=True):
         close(ours_y, theirs_y)
+    jax.tree.map(close, jax.grad(total)(of_linear, ours), jax.grad(total)(of_linear, theirs))
     norm, linear = ours.layers
     close(linear(norm(x, residual=x * x)[0]), theirs(x + x * x))
