@@ -226,8 +226,13 @@ def _(model: eqx.Module) -> Mapping[int, str]:
     return found
 
 
+def placed(layer: Any, cls: str) -> str:
+    """A layer as `explain` lists it: its class, and its place where that is known."""
+    return f"{cls} {_routes.place(layer)}".rstrip()
+
+
 def _name(layer: Any, kind: str) -> str:
-    return f"jln.equinox.{kind} {_routes.place(layer)}".rstrip()
+    return placed(layer, f"jln.equinox.{kind}")
 
 
 def _kind(layer: EquinoxLayerNorm | EquinoxRMSNorm) -> str:

@@ -414,5 +414,10 @@ def _traceable(model: nnx.Module, function: Callable[..., Any]) -> Callable[...,
 _PATH = "_jln_path"
 
 
+def placed(layer: nnx.Module, cls: str) -> str:
+    """A layer as `explain` lists it: its class, and its place where that is known."""
+    return f"{cls} {getattr(layer, _PATH, '')}".rstrip()
+
+
 def _name(layer: nnx.Module, kind: str) -> str:
-    return f"jln.nnx.{kind} {getattr(layer, _PATH, '')}".rstrip()
+    return placed(layer, f"jln.nnx.{kind}")

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 from jax.core import Tracer
 
 from jln._modules.norms import NormCall, Prepared
@@ -60,6 +61,8 @@ def of(z: Any) -> Prepared | None:
     if any(isinstance(held, weakref.ref) and held() is None for held in known.made_of):
         return None
     x, scale, offset = (held() for held in known.made_of)
+    if any(_is_deleted(a) for a in (x, scale, offset)):
+        return None
     for tracer in reversed(inside):
         x = type(tracer)(tracer._trace, x, 0)
     return Prepared(x, scale, offset, known.call).mapped(known.mapped - len(inside))
@@ -70,6 +73,11 @@ def _held(a: Any) -> Callable[[], Any]:
     by whoever holds one of its arrays.
     """
     return weakref.ref(a) if hasattr(getattr(a, "_trace", None), "frame") else lambda: a
+
+
+def _is_deleted(a: Any) -> bool:
+    """Donated to a program since, for one."""
+    return isinstance(a, jax.Array) and not isinstance(a, Tracer) and a.is_deleted()
 
 
 def _is_mapped(a: Any) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jln._modules.arguments import Summed, axes
@@ -31,13 +32,15 @@ def computed_by_recipe(
     """
     result = plain(*args, **kwargs)
     described = described_by(recipe, module)
-    if len(args) != 1 or any(a is not None for a in kwargs.values()):
+    read = [*args, *(a for a in kwargs.values() if a is not None)]
+    if len(read) != 1:
         return noted(layer, "it is called with more than an array", lambda: result)
-    if not isinstance(result, jax.Array) or result.shape != np.shape(args[0]):
+    (x,) = read
+    if not isinstance(result, jax.Array) or result.shape != np.shape(x):
         return noted(layer, "its result does not have the shape of what it reads", lambda: result)
     over = axes(described.get("axis", -1))
     found = prepared(
-        args[0],
+        x,
         described.get("scale"),
         described.get("offset"),
         axes=over,
@@ -47,12 +50,17 @@ def computed_by_recipe(
         zero_centered_scale=bool(described.get("zero_centered_scale", False)),
         y_dtype=described.get("dtype") or result.dtype,
     )
-    return computed(layer, found, Summed(args[0]), lambda _: result)
+    return computed(layer, found, Summed(x), lambda _: result)
 
 
 def described_by(recipe: Recipe, module: Any) -> Mapping[str, Any]:
     """What the recipe says of the module. Raises as `computed_by_recipe`."""
-    described, name = recipe(module), f"norms[{type(module).__name__}]"
+    name = f"norms[{type(module).__name__}]"
+    try:
+        described = recipe(module)
+    except Exception as error:
+        error.add_note(f"raised by {name}, a recipe")
+        raise
     if not isinstance(described, Mapping) or not {"kind", "epsilon"} <= {*described}:
         raise TypeError(f"{name} must return a mapping with kind and epsilon; got {described!r}")
     if unknown := [key for key in described if key not in _KNOWN]:
@@ -63,6 +71,16 @@ def described_by(recipe: Recipe, module: Any) -> Mapping[str, Any]:
         raise ValueError(f"{name} must return a kind of {tuple(KINDS)}; got {described['kind']!r}")
     if described.get("zero_centered_scale") and described.get("scale") is None:
         raise ValueError(f"{name} returns zero_centered_scale=True, which needs a scale")
+    for key in ("scale", "offset"):
+        if not (described.get(key) is None or hasattr(described[key], "shape")):
+            raise TypeError(f"{name} must return an array or None as {key}; got {described[key]!r}")
+    axis = described.get("axis", -1)
+    if not all(isinstance(a, int) for a in axes(axis)):
+        raise TypeError(f"{name} must return an int or a tuple of them as axis; got {axis!r}")
+    try:
+        jnp.dtype(described.get("dtype"))
+    except TypeError as error:
+        raise TypeError(f"{name} must return a dtype or None as dtype; got {described['dtype']!r}") from error
     return described
 
 

@@ -17,9 +17,10 @@ Fuse = bool | Mapping[type, Pairs]
 
 WHY_SWAPPED = "swapped"
 WHY_LINEAR = "where it reads a norm's result it keeps what the norm read instead"
+WHERE_CALLED = ", if its own call makes the framework's"
 WHY_RECIPE = "as its recipe says"
 HINT = (
-    'jln does not know what it computes; tell it by norms={{{0}: lambda m: dict(kind="rms_norm", scale=m.scale, '
+    'jln does not know what it computes; tell it by norms={{{0}: lambda m: dict(kind="rms_norm", scale={1}, '
     "epsilon=m.epsilon)}}"
 )
 
@@ -145,37 +146,56 @@ class Classes(NamedTuple):
         known = {**self.norms, **(self.linears if is_fused else {})}
         if cls.__dict__.get(_BY_RECIPE) or issubclass(cls, tuple(known.values())):
             return Swap(None, "", "")
+        if (recipe := next((recipes[c] for c in cls.__mro__ if c in recipes), None)) is not None:
+            described_by(recipe, layer)
+            return Swap(_by_recipe(cls, recipe, self.call), "jln", WHY_RECIPE)
         for theirs, own in known.items():
             why = WHY_SWAPPED if theirs in self.norms else WHY_LINEAR
             if cls is theirs:
                 return Swap(own, named(own), why)
             if issubclass(cls, theirs):
-                return Swap(_subclass(cls, own), named(own), f"{why}, by the call of a subclass")
-        if (recipe := next((recipes[c] for c in cls.__mro__ if c in recipes), None)) is not None:
-            described_by(recipe, layer)
-            return Swap(_by_recipe(cls, recipe, self.call), "jln", WHY_RECIPE)
+                before = cls.__mro__[: cls.__mro__.index(theirs)]
+                has_own = any("__call__" in vars(c) for c in before)
+                return Swap(_subclass(cls, own), named(own), why + WHERE_CALLED * has_own)
         return Swap(None, "", hint_for(cls, self.framework))
 
 
 @functools.cache
 def _subclass(cls: type, of: type) -> type:
     """A subclass of a framework's layer in which the call that it inherits, or makes by `super()`, is `of`'s."""
-    return type(cls)(cls.__name__, (cls, of), _like(cls))
+    return type(cls)(cls.__name__, (cls, of), _like(cls, _subclass, of))
 
 
 @functools.cache
 def _by_recipe(cls: type, recipe: Recipe, call: Callable[[type, Recipe], Any]) -> type:
-    return type(cls)(cls.__name__, (cls,), {**_like(cls), "__call__": call(cls, recipe), _BY_RECIPE: True})
+    made = {"__call__": call(cls, recipe), _BY_RECIPE: True}
+    return type(cls)(cls.__name__, (cls,), {**_like(cls, _by_recipe, recipe, call), **made})
 
 
-def _like(cls: type) -> dict[str, Any]:
-    return {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+def _like(cls: type, make: Callable[..., type], *how: Any) -> dict[str, Any]:
+    """What a class that `make(cls, *how)` makes has from `cls`. Its name is that of `cls`, by which pickle would find
+    the wrong one.
+    """
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        reduced = super(type(self), self).__reduce_ex__(protocol)
+        if isinstance(reduced, str) or reduced[1][:1] != (type(self),):  # by a method of the model's own
+            return reduced
+        new, (_, *args), *state = reduced
+        return _unpickled, (make, (cls, *how), new, args), *state
+
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return {**names, "__reduce_ex__": __reduce_ex__}
 
 
-def hint_for(cls: type, framework: str) -> str:
+def _unpickled(make: Callable[..., type], how: Any, new: Callable[..., Any], args: Any) -> Any:
+    return new(make(*how), *args)
+
+
+def hint_for(cls: type, framework: str, parameter: str = "m.scale") -> str:
     """What to do about a class of somebody's own that is named as norms are; "" for any other."""
     is_known = cls.__module__.partition(".")[0] in (framework, "jln")
-    return "" if is_known or not cls.__name__.endswith("Norm") else HINT.format(cls.__name__)
+    return "" if is_known or not cls.__name__.endswith("Norm") else HINT.format(cls.__name__, parameter)
 
 
 def named(cls: type) -> str:

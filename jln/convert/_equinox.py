@@ -18,7 +18,7 @@ from jln.equinox import eqx
 def _call_by_recipe(cls: Any, recipe: _modules.Recipe) -> Any:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         plain = functools.partial(cls.__call__, self)
-        return _modules.computed_by_recipe(named(cls), recipe, self, plain, args, kwargs)
+        return _modules.computed_by_recipe(ours.placed(self, named(cls)), recipe, self, plain, args, kwargs)
 
     return __call__
 

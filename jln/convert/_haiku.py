@@ -13,6 +13,7 @@ HAIKU = Framework(
     norms=(ours.HaikuLayerNorm, ours.HaikuRMSNorm),
     linears=(ours.HaikuLinear,),
     own=(ours.LayerNorm, ours.RMSNorm, ours.Linear),
+    parameter='m.params_dict()[f"{m.module_name}/scale"]',
     call=ours.call,
     linear_call=ours.linear_call,
     defined_in=lambda context, cls: context.orig_class is cls,

@@ -38,9 +38,10 @@ class Framework(NamedTuple):
     """What a context has to know of one.
 
     name: jln's module of it. root: that of its own classes. module: the class of all modules. intercept: its own
-    context for an interceptor of calls. norms, linears: its layers that jln has too. own: jln's. call, linear_call:
-    `call(layer, plain, *args, **kwargs)`, jln's in the place of theirs, `plain`. defined_in: from what an interceptor
-    is told, and a class, whether it is this class's call that is made. path: a layer's place in the model.
+    context for an interceptor of calls. norms, linears: its layers that jln has too. own: jln's. parameter: how a
+    recipe finds a parameter named scale. call, linear_call: `call(layer, plain, *args, **kwargs)`, jln's in the place
+    of theirs, `plain`. defined_in: from what an interceptor is told, and a class, whether it is this class's call that
+    is made. path: a layer's place in the model.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Framework(NamedTuple):
     norms: tuple[type, ...]
     linears: tuple[type, ...]
     own: tuple[type, ...]
+    parameter: str
     call: Callable[..., Any]
     linear_call: Callable[..., Any]
     defined_in: Callable[[Any, type], bool]
@@ -69,6 +71,9 @@ def swapping(of: Framework, fuse: bool, norms: Mapping[type, _modules.Recipe] | 
         name = f"{cls.__module__}.{cls.__qualname__} {of.path(layer)}".rstrip()
         if isinstance(layer, of.own):
             return next_fun(*args, **kwargs)
+        for c in recipes:
+            if isinstance(layer, c) and of.defined_in(context, c):
+                return _modules.computed_by_recipe(name, recipes[c], layer, next_fun, args, kwargs)
         for classes, call in ((of.norms, of.call), (of.linears if fuse else (), of.linear_call)):
             if any(of.defined_in(context, c) for c in classes if isinstance(layer, c)):
                 return call(layer, next_fun, *args, **kwargs)
@@ -78,10 +83,7 @@ def swapping(of: Framework, fuse: bool, norms: Mapping[type, _modules.Recipe] | 
             if not inner:
                 _routes.note(name, "plain", "a subclass of the framework's norm, whose call it does not make")
             return result
-        for c in recipes:
-            if isinstance(layer, c) and of.defined_in(context, c):
-                return _modules.computed_by_recipe(name, recipes[c], layer, next_fun, args, kwargs)
-        if hint := hint_for(cls, of.root):
+        if hint := hint_for(cls, of.root, of.parameter):
             _routes.note(name, "plain", hint)
         return next_fun(*args, **kwargs)
 

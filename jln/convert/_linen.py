@@ -21,6 +21,7 @@ LINEN = Framework(
     norms=(ours.FlaxLayerNorm, ours.FlaxRMSNorm),
     linears=(ours.FlaxDense, ours.FlaxDenseGeneral, ours.FlaxEinsum),
     own=(ours.LayerNorm, ours.RMSNorm, ours.Dense, ours.DenseGeneral, ours.Einsum),
+    parameter='m.get_variable("params", "scale")',
     call=ours.call,
     linear_call=ours.linear_call,
     defined_in=_defined_in,

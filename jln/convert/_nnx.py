@@ -15,7 +15,7 @@ from jln.nnx import nnx
 def _call_by_recipe(cls: Any, recipe: _modules.Recipe) -> Any:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         plain = functools.partial(cls.__call__, self)
-        return _modules.computed_by_recipe(named(cls), recipe, self, plain, args, kwargs)
+        return _modules.computed_by_recipe(ours.placed(self, named(cls)), recipe, self, plain, args, kwargs)
 
     return call
 
@@ -39,8 +39,9 @@ def convert(model: Any, copy: bool, fuse: Fuse, norms: Mapping[type, _modules.Re
     wanted = {id(a) for a in fused_linears(fuse, [module for _, module in modules], norms_known, linears_known)}
 
     changes, former = [], []
-    for path, module in modules:
-        before, swap = type(module), CLASSES.of(module, recipes, id(module) in wanted)
+    swaps = [CLASSES.of(module, recipes, id(module) in wanted) for _, module in modules]  # any may raise
+    for (path, module), swap in zip(modules, swaps, strict=True):
+        before = type(module)
         if swap.cls is not None:
             object.__setattr__(module, "__class__", swap.cls)
             former.append((module, before, swap.cls))

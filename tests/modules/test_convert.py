@@ -158,6 +158,7 @@ def test_nnx_shared_layers_metadata_and_subclasses():
     assert [(c.path, c.after) for c in conversion.changes] == [
         (path, "jln.nnx.LayerNorm") for path in ("again", "mine", "other")
     ]
+    assert [c.why for c in conversion.changes] == ["swapped", *["swapped, if its own call makes the framework's"] * 2]
     assert isinstance(model.mine, Mine)
     close(model.mine(x), y)
     assert model.other(x) is x

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -421,3 +422,46 @@ def test_a_product_in_another_dtype_than_the_norms(norm_dtype, dtype):
     for a, b in zip(jax.tree.leaves(own), jax.tree.leaves(wanted), strict=True):
         scale = float(jnp.abs(b).max())  # a rounding to bfloat16 is 2**-8 of a term; sums are of 64 and 300 of them
         np.testing.assert_allclose(np.asarray(a, "float64"), np.asarray(b, "float64"), rtol=0.05, atol=0.02 * scale)
+
+
+@pytest.mark.parametrize("wide", [3, WIDE])
+def test_the_result_of_what_has_been_donated_since_is_a_result_still(wide):
+    model = nnx.Sequential(nnx.LayerNorm(H, rngs=nnx.Rngs(0)), nnx.Linear(H, wide, rngs=nnx.Rngs(0)))
+    x = normal(0, SHAPE, "float32")
+    expected = model(x)
+    norm, linear = convert.nnx(model, fuse=True).model.layers
+    z = norm(x)
+    x.delete()
+    np.testing.assert_allclose(linear(z), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("wide", [3, WIDE])
+def test_a_result_is_the_result_of_what_was_read_however_either_is_mapped(wide):
+    """Of the norm's own vmap, of its parameters', over other axes, of the Linear alone; and of a sum."""
+    of = {"param_dtype": "float64", "rngs": nnx.Rngs(0)}
+    theirs = nnx.Sequential(nnx.LayerNorm(H, **of), nnx.Linear(H, wide, **of))
+    ours = convert.nnx(theirs, copy=True, fuse=True).model
+    x = normal(0, (H, H, H), "float64")
+
+    def results(model, of_linear):
+        norm, linear = model.layers[0], nnx.merge(nnx.graphdef(model.layers[1]), of_linear)
+        graph, parameters = nnx.split(norm)
+        several = jax.tree.map(lambda a: jnp.stack([a + i for i in range(H)]), parameters)
+        of_each = jax.vmap(lambda parameters, x: nnx.merge(graph, parameters)(x))
+        yield jax.vmap(linear)(of_each(several, x))
+        yield jax.vmap(linear)(norm(x))
+        yield linear(jax.vmap(norm)(x))
+        for axes in itertools.product((0, 1), repeat=4):
+            yield jax.vmap(linear, *axes[:2])(jax.vmap(norm, *axes[2:])(x))
+        yield jax.vmap(jax.vmap(linear), 1)(jax.vmap(jax.vmap(norm))(x))
+        yield jax.vmap(jax.vmap(linear, spmd_axis_name="i"))(jax.vmap(jax.vmap(norm), spmd_axis_name="j")(x))
+
+    def total(of_linear, model):
+        return sum(jnp.sum(jnp.sin(y)) for y in results(model, of_linear))
+
+    of_linear = nnx.state(theirs.layers[1])
+    for ours_y, theirs_y in zip(results(ours, of_linear), results(theirs, of_linear), strict=True):
+        close(ours_y, theirs_y)
+    jax.tree.map(close, jax.grad(total)(of_linear, ours), jax.grad(total)(of_linear, theirs))
+    norm, linear = ours.layers
+    close(linear(norm(x, residual=x * x)[0]), theirs(x + x * x))

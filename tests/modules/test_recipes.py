@@ -1,6 +1,8 @@
 """A model's own norms, converted by recipes: its numbers, and a hint where there is no recipe."""
 
+import copy
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -130,19 +132,20 @@ def test_an_own_norm_and_the_linear_behind_it(framework):
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_without_a_recipe_it_is_named_with_the_line_that_would_do(framework):
-    line = 'norms={{{}: lambda m: dict(kind="rms_norm", scale=m.scale, epsilon=m.epsilon)}}'
+    line = 'norms={{{}: lambda m: dict(kind="rms_norm", scale={}, epsilon=m.epsilon)}}'
     if framework in ("nnx", "equinox"):
         model = NnxGemmaNorm() if framework == "nnx" else EqxGemmaNorm(jnp.ones(H), 1e-3)
         conversion = getattr(convert, framework)(model)
         assert [c.after for c in conversion.changes] == [""]
-        assert line.format(type(model).__name__) in str(conversion)
+        assert line.format(type(model).__name__, "m.scale") in str(conversion)
         return
     (theirs, parameters), _ = FRAMEWORKS[framework](None)
     with getattr(convert, framework)() as routes:
         theirs(parameters, jnp.ones(SHAPE))
     (route,) = routes
     assert route.path == "plain" and "GemmaNorm" in route.layer
-    assert line.format(route.layer.rpartition(".")[2].partition(" ")[0]) in route.why
+    scale = {"linen": 'm.get_variable("params", "scale")', "haiku": 'm.params_dict()[f"{m.module_name}/scale"]'}
+    assert line.format(route.layer.rpartition(".")[2].partition(" ")[0], scale[framework]) in route.why
 
 
 def test_norms_that_are_the_frameworks_are_not_named():
@@ -223,15 +226,18 @@ WRONG = [
     (lambda m: {"kind": "rms_norm", "epsilon": 1e-6, "eps": 1}, TypeError, "'eps'"),
     (lambda m: {"kind": "batch_norm", "epsilon": 1e-6}, ValueError, "got 'batch_norm'"),
     (lambda m: {"kind": "rms_norm", "epsilon": 1e-6, "zero_centered_scale": True}, ValueError, "needs a scale"),
+    (lambda m: {"kind": "rms_norm", "epsilon": 1e-6, "scale": 2.0}, TypeError, "an array or None as scale; got 2.0"),
+    (lambda m: {"kind": "rms_norm", "epsilon": 1e-6, "axis": "H"}, TypeError, "as axis; got 'H'"),
+    (lambda m: {"kind": "rms_norm", "epsilon": 1e-6, "dtype": "flaot"}, TypeError, "as dtype; got 'flaot'"),
 ]
 
 
 @pytest.mark.parametrize(("wrong", "error", "match"), WRONG)
 def test_recipes_that_are_wrong(wrong, error, match):
-    model = Own()
+    model = nnx.List([nnx.LayerNorm(H, rngs=nnx.Rngs(0)), Own(), nnx.LayerNorm(H, rngs=nnx.Rngs(0))])
     with pytest.raises(error, match=match):
         convert.nnx(model, norms={Own: wrong})
-    assert type(model) is Own
+    assert [type(m) for m in model] == [nnx.LayerNorm, Own, nnx.LayerNorm]
     module = nn.Sequential([LinenGemmaNorm()])
     variables = module.init(jax.random.key(0), jnp.ones((2, H)))
     with convert.linen(norms={LinenGemmaNorm: wrong}), pytest.raises(error, match=match):
@@ -251,3 +257,83 @@ def test_recipes_that_are_wrong(wrong, error, match):
 def test_norms_that_are_wrong(norms, error, match):
     with pytest.raises(error, match=match):
         convert.nnx(Own(), norms=norms)
+
+
+class NnxSubclass(nnx.LayerNorm):
+    def __call__(self, x):
+        return super().__call__(x)
+
+
+class EqxSubclass(eqx.nn.LayerNorm):
+    pass
+
+
+def gemma_norm(m):
+    return {"kind": "rms_norm", "scale": m.weight, "epsilon": m.eps, "zero_centered_scale": True}
+
+
+@pytest.mark.parametrize("protocol", [2, 5])
+def test_converted_subclasses_and_own_norms_are_pickled(protocol):
+    """They have the name of the model's class, by which pickle finds this and not the converted one."""
+    x = normal(0, SHAPE, "float32")
+    norms = [NnxGemmaNorm(), NnxSubclass(H, rngs=nnx.Rngs(0))]
+    models = [convert.nnx(norm, norms={NnxGemmaNorm: gemma_norm}).model for norm in norms]
+    for norm in (EqxGemmaNorm(jnp.ones(H), 1e-3), EqxSubclass(H)):
+        models.append(convert.equinox(norm, norms={EqxGemmaNorm: gemma_norm}).model)
+    for model in models:
+        again, read = pickle.loads(pickle.dumps(model, protocol)), x if isinstance(model, nnx.Module) else x[0, 0]
+        assert type(again) is type(model)
+        np.testing.assert_array_equal(again(read), model(read))
+        assert type(copy.deepcopy(model)) is type(model)
+
+
+def test_an_own_norm_is_listed_with_its_place():
+    model = nnx.Sequential(NnxGemmaNorm(), NnxGemmaNorm())
+    convert.nnx(model, norms={NnxGemmaNorm: gemma_norm})
+    routes = jln.explain(model, normal(0, SHAPE, "float32"))
+    assert [r.layer.partition(" ")[2] for r in routes] == ["layers.0", "layers.1"]
+    tree = eqx.nn.Sequential([eqx.nn.Lambda(jnp.sin), EqxGemmaNorm(jnp.ones(H), 1e-3)])
+    tree = convert.equinox(tree, norms={EqxGemmaNorm: gemma_norm}).model
+    (route,) = jln.explain(tree, normal(0, (H,), "float32"))
+    assert route.layer.partition(" ")[2] == ".layers[1]"
+
+
+def test_what_a_recipe_raises_tells_which_it_was():
+    with pytest.raises(AttributeError, match="gamma") as raised:
+        convert.nnx(Own(), norms={Own: lambda m: {"kind": "rms_norm", "scale": m.gamma}})
+    assert raised.value.__notes__ == ["raised by norms[Own], a recipe"]
+
+
+def test_an_own_norm_may_be_called_by_keyword():
+    model, x = convert.nnx(NnxGemmaNorm(), norms={NnxGemmaNorm: gemma_norm}).model, normal(0, SHAPE, "float64")
+    (route,) = jln.explain(lambda x: model(x=x), x)
+    assert route.path == "norm"
+    np.testing.assert_array_equal(model(x=x), model(x))
+
+
+class NnxOwnCall(nnx.RMSNorm):
+    def __call__(self, x):
+        return rms(x, 1 + self.scale[...], 1e-3)
+
+
+class LinenOwnCall(nn.RMSNorm):
+    @nn.compact
+    def __call__(self, x):
+        return rms(x, 1 + self.param("scale", nn.initializers.ones, x.shape[-1:]), 1e-3)
+
+
+def test_a_frameworks_heir_with_a_call_of_its_own_has_its_own_recipe():
+    x = normal(0, SHAPE, "float64")
+    of = {"kind": "rms_norm", "epsilon": 1e-3, "zero_centered_scale": True}
+    norm = NnxOwnCall(H, param_dtype="float64", rngs=nnx.Rngs(0))
+    y = norm(x)
+    convert.nnx(norm, norms={NnxOwnCall: lambda m: of | {"scale": m.scale}})
+    assert [r.path for r in jln.explain(norm, x)] == ["norm"]
+    np.testing.assert_allclose(norm(x), y, rtol=1e-5, atol=1e-6)
+    norm = LinenOwnCall()
+    variables = norm.init(jax.random.key(0), x)
+    y = norm.apply(variables, x)
+    recipes = {LinenOwnCall: lambda m: of | {"scale": m.get_variable("params", "scale")}}
+    with convert.linen(norms=recipes) as routes:
+        np.testing.assert_allclose(norm.apply(variables, x), y, rtol=1e-5, atol=1e-6)
+    assert [r.path for r in routes] == ["norm"]
