@@ -19,8 +19,9 @@ from zoo import CLIENTS, SMALL, functions, held
 pytestmark = pytest.mark.usefixtures("promoted_ranks")
 each_client = pytest.mark.parametrize("name", CLIENTS)
 
-# Of an array's largest element: sums of up to 24 products in float64, in two layers one behind the other.
-TOLERANCE = 1e-12
+# Of an array's largest element: sums of up to 24 products in float64, in two layers one behind the other. Where an
+# exact gradient is zero, as that of the keys' bias in front of a softmax, roundings are left of the largest's size.
+TOLERANCE, ROUNDING = 1e-12, 1e-15
 
 
 @functools.cache
@@ -35,11 +36,12 @@ def drawn(tree):
 
 
 def same(own, wanted):
+    greatest = max(np.abs(a).max() for a in jax.tree.leaves(wanted))
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(own), jax.tree.leaves(wanted), strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape
         difference, largest = np.abs(a - b).max(), np.abs(b).max()
         assert largest > 0, f"{path}: a gradient of zeros tells nothing"
-        assert difference <= TOLERANCE * largest, f"{path}: {difference / largest:.1e}"
+        assert difference <= TOLERANCE * largest + ROUNDING * greatest, f"{path}: {difference / largest:.1e}"
 
 
 @each_client
@@ -79,21 +81,24 @@ def programs(jaxpr):
 
 @each_client
 def test_every_norm_and_every_linear_behind_one_is_found_and_explained(name):
-    """As many lines as the program has operators."""
+    """As many lines as the program has operators; a scan's body, which Flax traces twice, counts once."""
     client, model = of(name), CLIENTS[name]
-    paths = [route.path for route in jln.explain(client.converted, client.parameters, client.x)]
+    routes = jln.explain(client.converted, client.parameters, client.x)
+    paths = [route.path for route in (dict.fromkeys(routes) if model.framework == "linen" else routes)]
     expected = {"norm": model.norms(SMALL.layers), "fused": model.fused(SMALL.layers), "plain": 0}
     assert {path: paths.count(path) for path in expected} == expected
     program = jax.make_jaxpr(client.converted)(client.parameters, client.x).jaxpr
     equations = [e for p in programs(program) for e in p.eqns]
     assert sum(e.primitive.name == "jln_norm_forward" for e in equations) == expected["norm"]
-    operators = [e for e in equations if e.primitive.name == "custom_jvp_call" and e.params["name"] == "_value"]
-    assert len(operators) == len(paths)
+    operators = [e.params["call_jaxpr"].eqns for e in equations if e.primitive.name == "custom_jvp_call"]
+    products = [any(e.primitive.name == "dot_general" for e in inner) for inner in operators]
+    assert sum(products) == expected["fused"]
 
 
-# Whose norm is read by nothing but Linears: 2 of width [B, T, H] less in a layer.
-@pytest.mark.parametrize("name", ["GPT-2", "T5", "Llama, GQA and QK-norm", "Gemma 3", "Parallel block"])
-def test_what_linears_read_is_not_kept(name):
-    client = of(name)
-    plain, converted = (held(f, client.parameters, client.x) for f in (client.plain, client.converted))
+@each_client
+def test_less_is_kept_between_forward_and_backward(name):
+    """Of rows much wider than a kernel: XLA's attention, which keeps its weights, is the same in both."""
+    client = CLIENTS[name]
+    model = functions(client, client.large._replace(attention="xla"))
+    plain, converted = (held(f, model.parameters, model.x) for f in (model.plain, model.converted))
     assert converted < plain

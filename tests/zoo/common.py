@@ -33,7 +33,7 @@ class Size(NamedTuple):
 
 
 # Of every model: what differs between any two axes.
-SMALL = Size(2, 6, 16, 4, 5, 24, 2, "float64", "float64", "xla")
+SMALL = Size(2, 8, 16, 4, 5, 24, 2, "float64", "float64", "xla")
 LARGE = Size(4, 2048, 2048, 16, 128, 8192, 2, "bfloat16", "float32", "cudnn")
 
 
