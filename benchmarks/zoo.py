@@ -1,12 +1,13 @@
 """What one call makes of the models in tests/zoo: norms, Linears, numbers, and bytes on an H200, before and after.
 
-    python benchmarks/zoo.py              # needs jax[cuda13], Flax, Haiku, Equinox, no GPU; ten minutes
+    python benchmarks/zoo.py              # needs jax[cuda13], Flax, Haiku, Equinox, no GPU; twelve minutes
     python benchmarks/zoo.py GPT-2 T5     # of all models those whose names have one of these words
 
-Norms and Linears: those that `jln.explain` lists. Lines: that a user changes, the call and a recipe for a norm of the
-model's own. Difference: of any gradient in float64 at the tests' size, as a part of that gradient's largest element
-(or, where that is a rounding itself, of the largest of all). The rest is a training step of two blocks (of the ViT
-four) in bfloat16 at the model's large size, compiled for an H200: what is held between forward and backward, beside the
+Norms and Linears: calls that are jln's afterwards, as tests/modules/test_zoo.py holds them; those of a scan's body once.
+Lines: that a user changes, the call and a recipe for a norm of the model's own. Difference: of any gradient in float64
+at the tests' size, as a part of that gradient's largest element (or, where that is a rounding itself, of the largest of
+all). The rest is a training step of two blocks (of the ViT four) in bfloat16 at the model's large size, compiled for an
+H200, as it was, with its norms converted, and with `fuse=True`: what is held between forward and backward, beside the
 parameters and x; what all kernels move; the compiled program's temporary memory.
 """
 
@@ -54,38 +55,26 @@ def gradient_difference(client: Any) -> float:
         return max(float(jnp.abs(a - b).max()) / size for a, b, size in zip(own, wanted, sizes, strict=True))
 
 
-def compiled(client: Any, size: Any) -> tuple[Any, list[tuple[int, Any]]]:
-    """-> the model; of the plain step and of the converted, what is held, and the compiled program."""
-    model = zoo.functions(client, size)
-    found = []
-    for f in (model.plain, model.converted):
+def compiled(function: Any, model: Any) -> tuple[int, int, int]:
+    """-> bytes held, moved, temporary"""
 
-        def step(parameters: Any, x: Any, f: Any = f) -> Any:
-            def loss(parameters: Any, x: Any) -> Any:
-                return jnp.mean(f(parameters, x).astype(jnp.float32) ** 2)
+    def step(parameters: Any, x: Any) -> Any:
+        def loss(parameters: Any, x: Any) -> Any:
+            return jnp.mean(function(parameters, x).astype(jnp.float32) ** 2)
 
-            return jax.value_and_grad(loss, (0, 1))(parameters, x)
+        return jax.value_and_grad(loss, (0, 1))(parameters, x)
 
-        held = zoo.held(f, model.parameters, model.x)
-        found.append((held, jln.program.compile_for(step, model.parameters, model.x)))
-    return model, found
+    program = jln.program.compile_for(step, model.parameters, model.x)
+    return zoo.held(function, model.parameters, model.x), program.bytes_total, program.temp_bytes
 
 
 def row(name: str) -> list[str]:
     client = zoo.CLIENTS[name]
     difference = gradient_difference(client)
-    model, programs = compiled(client, client.large)
-    paths = [route.path for route in dict.fromkeys(jln.explain(model.converted, model.parameters, model.x))]
-    layers = client.large.layers
-    del paths
-    (held, plain), (held_after, converted) = programs
-    pairs = (
-        (held, held_after),
-        (plain.bytes_total, converted.bytes_total),
-        (plain.temp_bytes, converted.temp_bytes),
-    )
-    cells = [f"{before / GB:.2f} -> {after / GB:.2f}" for before, after in pairs]
-    counts = [str(client.norms(layers)), str(client.fused(layers))]
+    model, norms = (zoo.functions(client, client.large, fuse=fuse) for fuse in (True, False))
+    measured = [compiled(function, model) for function in (model.plain, norms.converted, model.converted)]
+    cells = [" / ".join(f"{a / GB:.2f}" for a in column) for column in zip(*measured, strict=True)]
+    counts = [str(count(client.large.layers)) for count in (client.norms, client.fused)]
     return [name, client.framework, *counts, str(zoo.lines(client)), f"{difference:.0e}", *cells]
 
 

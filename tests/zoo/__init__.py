@@ -45,14 +45,14 @@ def lines(client: Client) -> int:
     return 1 + len(client.recipes)
 
 
-def functions(client: Client, size: Size) -> Functions:
+def functions(client: Client, size: Size, *, fuse: bool = True) -> Functions:
     x = jax.ShapeDtypeStruct(size.shape, size.dtype)
-    return Functions(*_OF[client.framework](client, size, x), x)
+    return Functions(*_OF[client.framework](client, size, x, fuse), x)
 
 
-def _of_nnx(client: Client, size: Size, _: Any) -> tuple:
+def _of_nnx(client: Client, size: Size, _: Any, fuse: bool) -> tuple:
     model = nnx.eval_shape(lambda: client.model(size))
-    conversion = convert.nnx(model, copy=True, fuse=True, norms=client.recipes)
+    conversion = convert.nnx(model, copy=True, fuse=fuse, norms=client.recipes)
 
     def of(model: Any) -> tuple[Callable, Any]:
         graph, state = nnx.split(model)
@@ -62,9 +62,9 @@ def _of_nnx(client: Client, size: Size, _: Any) -> tuple:
     return plain, converted, state, own
 
 
-def _of_equinox(client: Client, size: Size, _: Any) -> tuple:
+def _of_equinox(client: Client, size: Size, _: Any, fuse: bool) -> tuple:
     model = eqx.filter_eval_shape(client.model, size)
-    conversion = convert.equinox(model, fuse=True, norms=client.recipes)
+    conversion = convert.equinox(model, fuse=fuse, norms=client.recipes)
 
     def of(model: Any) -> tuple[Callable, Any]:
         arrays, rest = eqx.partition(model, lambda a: isinstance(a, jax.ShapeDtypeStruct))
@@ -75,12 +75,12 @@ def _of_equinox(client: Client, size: Size, _: Any) -> tuple:
     return plain, converted, leaves, own
 
 
-def _of_transformed(context: Callable) -> Callable[[Client, Size, Any], tuple]:
-    def of(client: Client, size: Size, x: Any) -> tuple:
+def _of_transformed(context: Callable) -> Callable[[Client, Size, Any, bool], tuple]:
+    def of(client: Client, size: Size, x: Any, fuse: bool) -> tuple:
         model: nn.Module | hk.Transformed = client.model(size)
 
         def converted(parameters: Any, x: Any) -> jax.Array:
-            with context(fuse=True, norms=client.recipes):
+            with context(fuse=fuse, norms=client.recipes):
                 return model.apply(parameters, x)
 
         def init(key: jax.Array, x: Any) -> Any:
@@ -88,7 +88,7 @@ def _of_transformed(context: Callable) -> Callable[[Client, Size, Any], tuple]:
 
         key = jax.random.key(0)
         parameters = jax.eval_shape(init, key, x)
-        with context(fuse=True, norms=client.recipes):
+        with context(fuse=fuse, norms=client.recipes):
             return model.apply, converted, parameters, jax.eval_shape(lambda *args: init(*args), key, x)
 
     return of
