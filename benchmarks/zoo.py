@@ -3,7 +3,7 @@
     python benchmarks/zoo.py              # needs jax[cuda13], Flax, Haiku, Equinox, no GPU; twelve minutes
     python benchmarks/zoo.py GPT-2 T5     # of all models those whose names have one of these words
 
-Norms and Linears: calls that are jln's afterwards, as tests/modules/test_zoo.py holds them; those of a scan's body once.
+Norms and Linears: those that are jln's afterwards, as tests/modules/test_zoo.py holds them; a scan's body counts once.
 Lines: that a user changes, the call and a recipe for a norm of the model's own. Difference: of any gradient in float64
 at the tests' size, as a part of that gradient's largest element (or, where that is a rounding itself, of the largest of
 all). The rest is a training step of two blocks (of the ViT four) in bfloat16 at the model's large size, compiled for an
@@ -26,9 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "tests"))
-import zoo  # pyright: ignore[reportMissingImports]
-
 import jln
+import zoo  # pyright: ignore[reportMissingImports]
 
 GB = 1e9
 ROUNDING = 1e-15

@@ -14,7 +14,7 @@ import jln
 for _name in ("flax", "haiku", "equinox"):
     pytest.importorskip(_name)
 
-from zoo import CLIENTS, SMALL, functions, held
+from zoo import CLIENTS, SMALL, functions, held  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("promoted_ranks")
 each_client = pytest.mark.parametrize("name", CLIENTS)
