@@ -10,6 +10,7 @@ import numpy as np
 
 from jln._modules.arguments import Summed, axes
 from jln._modules.calls import computed, noted, prepared
+from jln._routes import unnoted
 
 # From a module to what its norm is: `kind` and `epsilon`, and where they apply `scale`, `offset`,
 # `zero_centered_scale`, `axis` and `dtype`.
@@ -29,7 +30,8 @@ def computed_by_recipe(
     Raises:
       TypeError, ValueError: what the recipe returns is not as it must be.
     """
-    result = plain(*args, **kwargs)
+    with unnoted():
+        result = plain(*args, **kwargs)
     described = described_by(recipe, module)
     if len(args) != 1 or kwargs:
         return noted(layer, "it is called with more than an array", lambda: result)

@@ -145,15 +145,15 @@ class Classes(NamedTuple):
         known = {**self.norms, **(self.linears if is_fused else {})}
         if cls.__dict__.get(_BY_RECIPE) or issubclass(cls, tuple(known.values())):
             return Swap(None, "", "")
+        if (recipe := next((recipes[c] for c in cls.__mro__ if c in recipes), None)) is not None:
+            described_by(recipe, layer)
+            return Swap(_by_recipe(cls, recipe, self.call), "jln", WHY_RECIPE)
         for theirs, own in known.items():
             why = WHY_SWAPPED if theirs in self.norms else WHY_LINEAR
             if cls is theirs:
                 return Swap(own, named(own), why)
             if issubclass(cls, theirs):
                 return Swap(_subclass(cls, own), named(own), f"{why}, by the call of a subclass")
-        if (recipe := next((recipes[c] for c in cls.__mro__ if c in recipes), None)) is not None:
-            described_by(recipe, layer)
-            return Swap(_by_recipe(cls, recipe, self.call), "jln", WHY_RECIPE)
         return Swap(None, "", hint_for(cls, self.framework))
 
 

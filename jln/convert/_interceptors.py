@@ -69,6 +69,9 @@ def swapping(of: Framework, fuse: bool, norms: Mapping[type, _modules.Recipe] | 
         name = f"{cls.__module__}.{cls.__qualname__} {of.path(layer)}".rstrip()
         if isinstance(layer, of.own):
             return next_fun(*args, **kwargs)
+        for c in recipes:
+            if isinstance(layer, c) and of.defined_in(context, c):
+                return _modules.computed_by_recipe(name, recipes[c], layer, next_fun, args, kwargs)
         for classes, call in ((of.norms, of.call), (of.linears if fuse else (), of.linear_call)):
             if any(of.defined_in(context, c) for c in classes if isinstance(layer, c)):
                 return call(layer, next_fun, *args, **kwargs)
@@ -78,9 +81,6 @@ def swapping(of: Framework, fuse: bool, norms: Mapping[type, _modules.Recipe] | 
             if not inner:
                 _routes.note(name, "plain", "a subclass of the framework's norm, whose call it does not make")
             return result
-        for c in recipes:
-            if isinstance(layer, c) and of.defined_in(context, c):
-                return _modules.computed_by_recipe(name, recipes[c], layer, next_fun, args, kwargs)
         if hint := hint_for(cls, of.root):
             _routes.note(name, "plain", hint)
         return next_fun(*args, **kwargs)

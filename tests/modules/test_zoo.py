@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.interpreters import partial_eval
 
 import jln
 
-for _name in ("flax", "haiku", "equinox"):
+nnx = pytest.importorskip("flax.nnx")
+for _name in ("haiku", "equinox"):
     pytest.importorskip(_name)
 
 from zoo import CLIENTS, SMALL, functions, held  # noqa: E402
@@ -87,7 +89,8 @@ def test_every_norm_and_every_linear_behind_one_is_found_and_explained(name):
     paths = [route.path for route in (dict.fromkeys(routes) if model.framework == "linen" else routes)]
     expected = {"norm": model.norms(SMALL.layers), "fused": model.fused(SMALL.layers), "plain": 0}
     assert {path: paths.count(path) for path in expected} == expected
-    program = jax.make_jaxpr(client.converted)(client.parameters, client.x).jaxpr
+    traced = jax.make_jaxpr(client.converted)(client.parameters, client.x).jaxpr
+    program, _ = partial_eval.dce_jaxpr(traced, [True])  # without the calls that only made parameters
     equations = [e for p in programs(program) for e in p.eqns]
     assert sum(e.primitive.name == "jln_norm_forward" for e in equations) == expected["norm"]
     operators = [e.params["call_jaxpr"].eqns for e in equations if e.primitive.name == "custom_jvp_call"]
@@ -102,3 +105,21 @@ def test_less_is_kept_between_forward_and_backward(name):
     model = functions(client, client.large._replace(attention="xla"))
     plain, converted = (held(f, model.parameters, model.x) for f in (model.plain, model.converted))
     assert converted < plain
+
+
+def test_a_recipe_goes_before_the_call_that_a_subclass_ends_in():
+    """Which may be of an array of another dtype, as AlphaFold's."""
+    name = "AlphaFold's, with a recipe"
+    client = of(name)
+    (route,) = jln.explain(client.converted, client.parameters, client.x)
+    assert route.layer == "zoo.haiku_models.LayerNorm transition/input_layer_norm"
+
+    class Half(nnx.RMSNorm):
+        def __call__(self, x):
+            return super().__call__(x.astype("float32")).astype(x.dtype)
+
+    model = nnx.Sequential(Half(8, rngs=nnx.Rngs(0)))
+    recipe = {Half: lambda m: {"kind": "rms_norm", "scale": m.scale, "epsilon": m.epsilon}}
+    (change,) = jln.convert.nnx(model, norms=recipe).changes
+    assert change.after == "jln" and "recipe" in change.why
+    assert [route.path for route in jln.explain(model, jnp.ones((2, 8), "bfloat16"))] == ["norm"]

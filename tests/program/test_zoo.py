@@ -19,10 +19,10 @@ from zoo import CLIENTS, functions, held  # noqa: E402
 @pytest.mark.parametrize(
     ("name", "held_part", "moved_part", "norms"),
     [
-        ("GPT-2", 9.0, 9.0, 3),
-        ("BERT", 9.0, 9.0, 3),
-        ("AlphaFold's transition", 9.0, 9.0, 1),
-        ("Parallel block", 9.0, 9.0, 2),
+        ("GPT-2", 0.66, 1.04, 3),
+        ("BERT", 0.66, 1.03, 3),
+        ("AlphaFold's, with a recipe", 0.71, 0.91, 1),
+        ("Parallel block", 0.74, 0.92, 2),
     ],
 )
 def test_a_converted_model_holds_less_and_moves_about_as_much(name, held_part, moved_part, norms):
@@ -39,6 +39,5 @@ def test_a_converted_model_holds_less_and_moves_about_as_much(name, held_part, m
     assert absent_gpu.triton_kernels(plain) == []
     assert len(absent_gpu.triton_kernels(converted)) >= 3 * norms
     kept, before = (held(f, model.parameters, model.x) for f in (model.converted, model.plain))
-    print(name, kept / before, converted.bytes_total / plain.bytes_total)
     assert kept <= held_part * before
     assert converted.bytes_total <= moved_part * plain.bytes_total

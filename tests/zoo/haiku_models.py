@@ -80,10 +80,23 @@ def alphafold(size: Size) -> hk.Transformed:
     return hk.without_apply_rng(hk.transform(of))
 
 
+def of_subclass(m: LayerNorm) -> dict:
+    """What its call computes, of x as it is."""
+    scale, offset = (m.params_dict()[f"{m.module_name}/{name}"] for name in ("scale", "offset"))
+    return {"kind": "layer_norm", "epsilon": m.eps, "scale": scale, "offset": offset}
+
+
+ALPHAFOLD = Client(
+    # Pairs of 384 residues, of 128 features each.
+    "haiku",
+    alphafold,
+    lambda _: 1,
+    lambda _: 0,
+    large=LARGE._replace(batch=384, tokens=384, width=128),
+)
+
 CLIENTS = {
     "Perceiver": Client("haiku", perceiver, lambda layers: 2 * layers + 3, lambda layers: 4 * layers + 4),
-    # Pairs of 384 residues, of 128 features each.
-    "AlphaFold's transition": Client(
-        "haiku", alphafold, lambda _: 1, lambda _: 0, large=LARGE._replace(batch=384, tokens=384, width=128)
-    ),
+    "AlphaFold's transition": ALPHAFOLD,
+    "AlphaFold's, with a recipe": ALPHAFOLD._replace(recipes={LayerNorm: of_subclass}),
 }
