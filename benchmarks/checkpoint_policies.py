@@ -1,5 +1,5 @@
 """What policies of `jax.checkpoint` make again and hold, in four layers of Llama's step compiled for an H200 that need
-not be there, with `jln.add_rms_norm_linear` and with Flax's layers.
+not be there, with `jln.add_rms_norm_linear`, in plain jnp and with Flax's layers.
 
     python benchmarks/checkpoint_policies.py
 """
@@ -12,7 +12,8 @@ import jax
 
 import jln
 from jln import program
-from jln._bench.stacks import STACKS, Stack, losses
+from jln._bench.losses import losses
+from jln._bench.stacks import STACKS, Stack
 
 LAYERS = 4
 ours, jaxs = jln.checkpoint_policies, jax.checkpoint_policies
@@ -21,7 +22,9 @@ POLICIES: dict[str, Any] = {
     "save_only_these_names(jln.STATISTICS)": jaxs.save_only_these_names(jln.STATISTICS),
     "dots_with_no_batch_dims_saveable": jaxs.dots_with_no_batch_dims_saveable,
     "jln's dots_with_no_batch_dims_and_statistics_saveable": ours.dots_with_no_batch_dims_and_statistics_saveable,
+    "jln's offload_dots_with_no_batch_dims": ours.offload_dots_with_no_batch_dims("device", "pinned_host"),
 }
+VARIANTS = {"jln": "jln, add_norm_linear", "jnp": "jnp", "Flax": "flax"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +44,11 @@ def compiled(stack: Stack, variant: str) -> program.CompiledProgram:
 
 def row(name: str, stack: Stack) -> str:
     cells = []
-    for variant in ("jln, add_norm_linear", "flax"):
+    for who, variant in VARIANTS.items():
         found = compiled(stack, variant)
         products = sum(k.times for k in found.kernels if k.product and not k.kind.startswith("__cudnn$fmha"))
-        norms = sum(k.times for k in found.kernels if k.is_triton)
-        moved, held = found.bytes_total / 1e9, found.temp_bytes / 1e9
-        cells += [f"{products}", f"{norms or '-'}", f"{moved:.1f}", f"{held:.2f}"]
+        norms = [str(sum(k.times for k in found.kernels if k.is_triton))] if who == "jln" else []
+        cells += [f"{products}", *norms, f"{found.bytes_total / 1e9:.1f}", f"{found.temp_bytes / 1e9:.2f}"]
     return f"| {name} | {' | '.join(cells)} |"
 
 
@@ -54,7 +56,7 @@ def main() -> None:
     stack = dataclasses.replace(STACKS["stack-llama-q-k-v"], layers=LAYERS)
     named: dict[str, Any] = {f.name: getattr(stack, f.name) for f in dataclasses.fields(stack)}
     heads = ("products", "norm kernels", "all, GB", "temporary, GB")
-    titles = [f"{who}: {what}" for who in ("jln", "Flax") for what in heads]
+    titles = [f"{who}: {what}" for who in VARIANTS for what in heads if who == "jln" or what != "norm kernels"]
     print("|", " | ".join(["policy", *titles]), "|")
     print("|---" * (1 + len(titles)) + "|")
     print(row("no checkpoint", stack), flush=True)

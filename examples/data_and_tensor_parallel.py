@@ -1,6 +1,7 @@
 """Train the model of train_lm.py on many devices, without a change to it, and compare with one device step by step.
 
     python examples/data_and_tensor_parallel.py                 # every GPU here, or 8 virtual CPU devices as 4 x 2
+    python examples/data_and_tensor_parallel.py --sequence      # the stream between the Linears split by sequence, too
     python examples/data_and_tensor_parallel.py --processes 2   # the same 8 as two processes, which this starts
 
 On several machines, start it once on each, which differ in --process only:
@@ -10,6 +11,10 @@ On several machines, start it once on each, which differ in --process only:
 The devices are a mesh. Along "data" each has its own sequences of the batch. Along "tensor" each has its own heads and
 its own part of the MLP: the Linears behind the norms are split by columns, those that lead back by rows. All that says
 so is where parameters and batch are placed; JAX's partitioner derives the rest, and asks jln how its operators follow.
+
+Between the Linears each device along "tensor" would do the same for the same tokens. With --sequence it has its part of
+each sequence there (Megatron's sequence parallelism): a norm's result is gathered for the Linear behind it, and the sum
+behind a Linear that leads back is scattered. What says so is where the Linears' arguments and results are placed.
 """
 
 import dataclasses
@@ -48,11 +53,45 @@ PLACES = {
     ("mlp_up", "bias"): P("tensor"),
     ("mlp_down", "kernel"): P("tensor", None),  # [4C, C]
 }
+TOKENS, FEATURES = P("data", "tensor"), P("data", None, "tensor")  # of activations [B, T, C], with --sequence
 # A mesh adds up in another order than one device, and training amplifies the difference. By how much, further runs on
 # one device show, whose parameters all begin one rounding off. They are a few draws of what rounding can do, and the
 # mesh is another: so this many times the largest that they have come to differ by is allowed, and as many roundings of
 # the loss itself.
 DRAWS, ALLOWED = 3, 8
+
+
+class SequenceNorm(JlnNorm):
+    """Takes the stream split by tokens; of a Linear behind it each device gives its own features, of all tokens."""
+
+    def __init__(self, features: int, *, mesh: Mesh, **options):
+        super().__init__(features, **options)
+        self.mesh = mesh
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return super().__call__(placed(x, self.mesh, TOKENS))
+
+    def linear(self, x: jax.Array, linear: nnx.Linear) -> jax.Array:
+        return placed(super().linear(placed(x, self.mesh, TOKENS), linear), self.mesh, FEATURES)
+
+
+def leading_back(mesh: Mesh, x: jax.Array, *kernel_and_dimensions, **options) -> jax.Array:
+    """The product of a Linear that leads back: each device has features of all tokens, and is to have tokens."""
+    product = jax.lax.dot_general(placed(x, mesh, FEATURES), *kernel_and_dimensions, **options)
+    return placed(product, mesh, TOKENS)
+
+
+def placed(x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def new_model(config: Config, seed: int, mesh: Mesh, sequence: bool) -> GPT:
+    if not sequence:
+        return GPT(config, JlnNorm, nnx.Rngs(seed))
+    model = GPT(config, functools.partial(SequenceNorm, mesh=mesh), nnx.Rngs(seed))
+    for block in model.blocks:
+        block.attention_out.dot_general = block.mlp_down.dot_general = functools.partial(leading_back, mesh)
+    return model
 
 
 def shardings(tree, mesh: Mesh):
@@ -65,11 +104,13 @@ def shardings(tree, mesh: Mesh):
     return jax.tree_util.tree_map_with_path(place, tree)
 
 
-def train(config: Config, seed: int, mesh: Mesh, text: np.ndarray, draws: int = 0) -> tuple[str, list[list[float]]]:
+def train(
+    config: Config, seed: int, mesh: Mesh, text: np.ndarray, *, sequence: bool = False, draws: int = 0
+) -> tuple[str, list[list[float]]]:
     """The compiled step's HLO, and the loss of every step of 1 + draws runs; only the first begins as `seed` says."""
 
     def new():
-        model = GPT(config, JlnNorm, nnx.Rngs(seed))
+        model = new_model(config, seed, mesh, sequence)
         return model, make_optimizer(model, config)
 
     def batch(step: int) -> jax.Array:  # each process adds what its own devices are to have
@@ -95,8 +136,8 @@ def one_rounding_off(generator: np.random.Generator, dtype: str, parameter: jax.
     return parameter * (1 + float(jnp.finfo(dtype).eps) * signs).astype(parameter.dtype)
 
 
-def print_collectives(hlo: str, console: Console) -> bool:
-    """Print what devices tell each other in a step. Returns whether it is sums alone, and nothing is gathered."""
+def print_collectives(hlo: str, console: Console) -> list[tuple[str, int]]:
+    """Print what devices tell each other in a step. Returns the kinds and bytes of what is not a sum."""
     count = Counter()
     for each in program.collectives(hlo):
         count[each.kind, each.devices, each.bytes] += each.times
@@ -107,7 +148,17 @@ def print_collectives(hlo: str, console: Console) -> bool:
         table.add_row(kind, f"{devices}", f"{times}", f"{size:,}", f"{times * size:,}")
     table.add_row("in all", "", f"{count.total()}", "", f"{sum(key[2] * times for key, times in count.items()):,}")
     console.print(table)
-    return all(kind in ("all-reduce", "reduce-scatter") for kind, _, _ in count)
+    return [(kind, size) for kind, _, size in count if kind not in ("all-reduce", "reduce-scatter")]
+
+
+def is_of_sequences(config: Config, data: int, kind: str, size: int) -> bool:
+    """Whether it is what split sequences need: activations [B, T, C] gathered, of which XLA makes one of several; with
+    them the gradient of the positions [T, C]; or the token behind a device's last.
+    """
+    sequences = config.batch // data
+    positions = config.context * config.width * jnp.dtype(config.dtype).itemsize
+    of_tokens = kind == "collective-permute" and size <= sequences * jnp.int32.dtype.itemsize
+    return of_tokens or (kind == "all-gather" and size % (sequences * positions) in (0, positions))
 
 
 def print_losses(mesh: list[float], one_device: list[list[float]], console: Console) -> bool:
@@ -161,6 +212,7 @@ def main(
     processes: Annotated[int, typer.Option(min=1, help="How many there are; more than one talk to each other.")] = 1,
     process: Annotated[int | None, typer.Option(min=0, help="Which one this is. [default: start all, here]")] = None,
     coordinator: Annotated[str | None, typer.Option(help="host:port of process 0, which is to listen there.")] = None,
+    sequence: Annotated[bool, typer.Option("--sequence", help="Split sequences over tensor between Linears.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of weights and batches.")] = 0,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that processes started here may take.")] = 600,
 ):
@@ -189,15 +241,17 @@ def main(
 
     text = load_corpus()[0]
     started = time.perf_counter()
-    hlo, (losses,) = train(config, seed, mesh, text)
-    only_sums = print_collectives(hlo, console)
+    hlo, (losses,) = train(config, seed, mesh, text, sequence=sequence)
+    besides_sums = print_collectives(hlo, console)
+    as_meant = all(sequence and is_of_sequences(config, shape[0], *each) for each in besides_sums)
     console.print(f"{steps} steps in {time.perf_counter() - started:.1f} s, with compilation")
     if jax.process_index() != 0:  # one is enough for what one device does
         return
-    same = print_losses(losses, train(config, seed, single, text, DRAWS)[1], console)
+    same = print_losses(losses, train(config, seed, single, text, draws=DRAWS)[1], console)
     console.print(f"{'the same' if same else 'NOT the same'} loss as on one device", end="; ")
-    console.print("nothing but sums is communicated" if only_sums else "MORE than sums is communicated")
-    if not (same and only_sums):
+    meant = "sums and gathered activations" if sequence else "sums"
+    console.print(f"nothing but {meant} is communicated" if as_meant else f"MORE than {meant} is communicated")
+    if not (same and as_meant):
         raise typer.Exit(1)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from jln import _interrupt, reference  # noqa: F401  _interrupt goes before JAX, which reference imports
 from jln._core.derivatives import PRODUCT, STATISTICS
+from jln._explain import explain
 from jln._norm.operator import (
     add_layer_norm,
     add_rms_norm,
@@ -21,7 +22,7 @@ from jln._norm_linear.operator import (
     layer_norm_linear,
     rms_norm_linear,
 )
-from jln._routes import Route, explain
+from jln._routes import Route
 
 __all__ = [
     "PRODUCT",

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from jln._triton.launch import TRITON_CALLS
 
 
@@ -34,7 +36,8 @@ class Kernel:
 class Collective:
     """One communication. bytes: what goes in or what comes out on one device, whichever is more.
 
-    devices: how many communicate with each other; None where HLO does not say it as groups.
+    group: the numbers, in the mesh's order, of devices that communicate with each other, as one example of all; None
+        where HLO does not say it.
     """
 
     kind: str
@@ -42,7 +45,9 @@ class Collective:
     name: str
     times: int = 1
     exact: bool = True
-    devices: int | None = None
+    group: tuple[int, ...] | None = None
+
+    devices = property(lambda self: self.group and len(self.group))  # how many communicate with each other
 
 
 def launches(hlo: str) -> list[Kernel | Collective]:
@@ -155,19 +160,36 @@ def _is_product(kernel: _Value, kind: str) -> bool:
     return kernel.kind == "fusion" and any(value.kind == "dot" for value in kernel.callees[0].values.values())
 
 
-def _group(attributes: str) -> int | None:
-    """How many devices a group has, in any of HLO's notations: {{0,1},{2,3}}, [2,2]<=[4], mesh['a'=2,'b'=2] ... {'b'},
+def _group(attributes: str) -> tuple[int, ...] | None:
+    """The first group of devices, in any of HLO's notations: {{0,1},{2,3}}, [2,2]<=[4], mesh['a'=2,'b'=2] ... {'b'},
     where an axis that is split may stand for a part of it: 'b':(1)2.
     """
-    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", attributes):
-        return listed[1].count(",") + 1
-    if counted := re.search(r"replica_groups=\[\d+,(\d+)\]<=", attributes):
-        return int(counted[1])
-    if named := re.search(r"replica_groups=mesh\[([^\]]*)\].*? \{([^}]*)\}", attributes):
-        sizes = dict(re.findall(r"'([^']*)'=(\d+)", named[1]))
-        axes = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", named[2])
-        return math.prod(int(part or sizes[axis]) for axis, part in axes)
+    if listed := re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}", attributes):
+        return tuple(int(device) for device in listed[1].split(","))
+    if counted := re.search(rf"replica_groups=\[\d+,(\d+)\]<={_ORDER}", attributes):
+        return tuple(_ordered(*counted.groups()[1:])[: int(counted[1])].tolist())
+    if named := re.search(rf"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\({_ORDER}\))? \{{([^}}]*)\}}", attributes):
+        mesh, dims, order, within = named.groups()
+        sizes = {axis: int(size) for axis, size in re.findall(r"'([^']*)'=(\d+)", mesh)}
+        parts = {a: (b, p) for a, b, p in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", within)}
+        shape, index = [], []
+        for axis, size in sizes.items():
+            before, part = parts.get(axis, ("", ""))
+            before, part = int(before or 1), int(part or size)
+            shape += [before, part, size // before // part]
+            index += [0, slice(None) if axis in parts else 0, 0]
+        devices = _ordered(dims or f"{math.prod(sizes.values())}", order)
+        return tuple(devices.reshape(shape)[tuple(index)].ravel().tolist())
     return None
+
+
+_ORDER = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
+
+
+def _ordered(dims: str, order: str | None) -> np.ndarray:
+    """The devices' numbers as [4,2]T(1,0) has them."""
+    numbers = np.arange(math.prod(shape := [int(size) for size in dims.split(",")])).reshape(shape)
+    return (numbers.transpose([int(axis) for axis in order.split(",")]) if order else numbers).ravel()
 
 
 def _read(kernel: _Value) -> int:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jln import _modules
+from jln import _explain, _modules, _routes
 
 try:
     import equinox as eqx
@@ -54,7 +54,7 @@ def _call(
 
 def _computed(self: Any, x: Any, **of_x: Any) -> Any:
     """of_x: the other arguments of `_modules.taken`."""
-    given, name = _modules.taken(x, range(-len(self.shape), 0), **of_x), f"jln.equinox.{_kind(self)}"
+    given, name = _modules.taken(x, range(-len(self.shape), 0), **of_x), _name(self, _kind(self))
     if given.x_norm is not None:
         return _modules.pair(name, given, self, RMSNorm, _prepared, lambda total: _computed(self, total))
     return _modules.computed(name, _prepared(self, given.total), given, lambda total: _plain(self, total))
@@ -156,7 +156,7 @@ class _NormLinear(eqx.Module):
             described = zip(self.names or ("linear",), (_described(a, norm) for a in linears), strict=True)
             found = _modules.fused(norm, dict(described), given)
         products = _modules.layers_computed(
-            f"jln.equinox.{_kind(self.norm)}Linear",
+            _name(self, f"{_kind(self.norm)}Linear"),
             found,
             lambda: self.norm(given.total),
             lambda z: (tuple(linear(z) for linear in linears), given.total),
@@ -207,7 +207,27 @@ class Linear(EquinoxLinear):
         """x `[H]` -> `[N]`; `key` is ignored, as by Equinox."""
         described = functools.partial(_described, self)
         plain = functools.partial(super().__call__, x, key=key)
-        return _modules.linear_computed("jln.equinox.Linear", x, described, plain)
+        return _modules.linear_computed(_name(self, "Linear"), x, described, plain)
+
+
+@_explain.places.register(eqx.Module)
+def _(model: eqx.Module) -> Mapping[int, str]:
+    found: dict[int, str] = {}
+
+    def enter(path: str, node: Any) -> None:
+        def inner(relative: Any, a: Any) -> None:
+            if isinstance(a, eqx.Module):
+                enter(path + jax.tree_util.keystr(relative), a)
+
+        found[id(node)] = path
+        jax.tree_util.tree_map_with_path(inner, node, is_leaf=lambda a: a is not node and isinstance(a, eqx.Module))
+
+    enter("", model)
+    return found
+
+
+def _name(layer: Any, kind: str) -> str:
+    return f"jln.equinox.{kind} {_routes.place(layer)}".rstrip()
 
 
 def _kind(layer: EquinoxLayerNorm | EquinoxRMSNorm) -> str:

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jln import _modules, _routes
+from jln import _explain, _modules
 
 try:
     import haiku as hk
@@ -361,16 +361,16 @@ def _must_name_param_axis(layer: Norm) -> bool:
     return asks and isinstance(layer, HaikuLayerNorm) and not layer._param_axis_passed_explicitly
 
 
-@_routes.traceable.register(hk.Transformed)
-@_routes.traceable.register(hk.TransformedWithState)
-@_routes.traceable.register(hk.MultiTransformed)
-@_routes.traceable.register(hk.MultiTransformedWithState)
+@_explain.traceable.register(hk.Transformed)
+@_explain.traceable.register(hk.TransformedWithState)
+@_explain.traceable.register(hk.MultiTransformed)
+@_explain.traceable.register(hk.MultiTransformedWithState)
 def _(model: Any) -> Callable[..., Any]:
     """Of `hk.multi_transform` every function is called, in the order of the tree, with the same arguments."""
 
     def traced(*args: Any, **kwargs: Any) -> None:
         key = jax.random.key(0)
-        with _routes.unnoted():  # of the call that makes the parameters, in which nothing is fused
+        with _explain.unasked():  # of the call that makes the parameters, in which nothing is fused
             made = model.init(key, *args, **kwargs)
         made = made if isinstance(model, hk.TransformedWithState | hk.MultiTransformedWithState) else (made,)
         for apply in jax.tree.leaves(model.apply):

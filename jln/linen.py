@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jln import _modules, _routes
+from jln import _explain, _modules
 
 try:
     from flax import linen as nn
@@ -386,12 +386,12 @@ def _stand_in(layer: Norm, name: str, shape: Sequence[int]) -> jax.ShapeDtypeStr
     return jax.ShapeDtypeStruct(tuple(shape), dtype)
 
 
-@_routes.traceable.register(nn.Module)
+@_explain.traceable.register(nn.Module)
 def _(model: nn.Module) -> Callable[..., Any]:
     def traced(*args: Any, **kwargs: Any) -> Any:
         key = jax.random.key(0)
         rngs = {"params": key, "dropout": key}
-        with _routes.unnoted():  # of the call that makes the variables, in which nothing is fused
+        with _explain.unasked():  # of the call that makes the variables, in which nothing is fused
             variables = model.init(rngs, *args, **kwargs)
         return model.apply(variables, *args, rngs=rngs, mutable=True, **kwargs)
 

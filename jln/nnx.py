@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jln import _modules, _routes
+from jln import _explain, _modules
 
 try:
     from flax import nnx
@@ -123,7 +123,7 @@ class _NormLinear(nnx.Module):
         given = _modules.summed(x, residual, x_bias, gate)
         linears = {name: getattr(self, name) for name in self.names or ("linear",)}
         products = _modules.layers_computed(
-            f"jln.nnx.{_kind(self.norm)}Linear",
+            _name(self, f"{_kind(self.norm)}Linear"),
             _fused(self.norm, linears, given, mask),
             lambda: self.norm(given.total, mask=mask),
             lambda z: (tuple(linear(z) for linear in linears.values()), given.total),
@@ -320,7 +320,7 @@ def _kind(layer: FlaxLayerNorm | FlaxRMSNorm) -> str:
 
 def _computed(norm: LayerNorm | RMSNorm, x: Any, mask: Any, **of_x: Any) -> Any:
     """A norm's call, from within it; of_x: the other arguments of `_modules.taken`."""
-    given, name = _modules.taken(x, norm.reduction_axes, **of_x), f"jln.nnx.{_kind(norm)}"
+    given, name = _modules.taken(x, norm.reduction_axes, **of_x), _name(norm, _kind(norm))
     if given.x_norm is not None:
 
         def prepared(a: Any, read: Any) -> _modules.Prepared | str:
@@ -353,7 +353,7 @@ def _linear_computed(
             return "it is called with more than the result"
         return _described(layer, norm)
 
-    name = f"jln.nnx.{next(cls.__name__ for cls in LINEARS if isinstance(layer, cls))}"
+    name = _name(layer, next(cls.__name__ for cls in LINEARS if isinstance(layer, cls)))
     return _modules.linear_computed(name, inputs, described, lambda: plain(inputs, *args, **kwargs))
 
 
@@ -387,12 +387,12 @@ def _described(layer: Any, norm: _modules.Prepared) -> _modules.Linear | str:
     return _modules.Linear(kernel, bias, dtype, layer.precision, of_einsum.result)
 
 
-@_routes.traceable.register(nnx.Module)
+@_explain.traceable.register(nnx.Module)
 def _(model: nnx.Module) -> Callable[..., Any]:
     return _traceable(model, type(model).__call__)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@_routes.traceable.register(MethodType)
+@_explain.traceable.register(MethodType)
 def _(method: MethodType) -> Callable[..., Any]:
     return _traceable(method.__self__, method.__func__) if isinstance(method.__self__, nnx.Module) else method
 
@@ -400,4 +400,19 @@ def _(method: MethodType) -> Callable[..., Any]:
 def _traceable(model: nnx.Module, function: Callable[..., Any]) -> Callable[..., Any]:
     """Of a copy of the model, for a trace must not write into the model's own counts and statistics."""
     graphdef, state = nnx.split(model)
-    return lambda *args, **kwargs: function(nnx.merge(graphdef, state, copy=True), *args, **kwargs)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        copy = nnx.merge(graphdef, state, copy=True)
+        for path, module in list(nnx.iter_modules(copy)):
+            setattr(module, _PATH, ".".join(map(str, path)))
+        return function(copy, *args, **kwargs)
+
+    return call
+
+
+# An attribute that layers have where `explain` traces them: Flax's transformations keep it, and no object.
+_PATH = "_jln_path"
+
+
+def _name(layer: nnx.Module, kind: str) -> str:
+    return f"jln.nnx.{kind} {getattr(layer, _PATH, '')}".rstrip()

@@ -169,7 +169,16 @@ def _devices(chip: str, count: int) -> tuple[Any, ...]:
         return tuple(topologies.get_topology_desc(chip, "cuda", **options).devices)
     except NotImplementedError:  # JAX met its plugins before the variable was set, and turned this one away
         importlib.import_module(_PLUGIN).initialize()
+        _tell_plugin()
         return tuple(topologies.get_topology_desc(chip, "cuda", **options).devices)
+
+
+def _tell_plugin() -> None:
+    """What JAX tells plugins when it meets them: who partitions its custom calls, above all."""
+    from jax._src import xla_bridge
+
+    for callback in xla_bridge._plugin_callbacks:
+        callback(c_api=xla_bridge._backend_factories["cuda"].c_api)
 
 
 def _folders(package: str) -> list[str]:

@@ -32,12 +32,12 @@ POLICIES = {
 }
 
 
-def block(module):
+def block(module, **options):
     def call(x, p):
-        q, k, v = module.layer_norm_linear(x, p["scale"], p["scale"], (p["q"], p["k"], p["v"]))
+        q, k, v = module.layer_norm_linear(x, p["scale"], p["scale"], (p["q"], p["k"], p["v"]), **options)
         branch = (jnp.sin(q) * k * jnp.cos(v)) @ p["out"]
-        (gate, up), x = module.add_rms_norm_linear(branch, x, p["scale"], (p["gate"], p["up"]))
-        few = module.rms_norm_linear(x, p["scale"], p["adapter"])  # in one kernel
+        (gate, up), x = module.add_rms_norm_linear(branch, x, p["scale"], (p["gate"], p["up"]), **options)
+        few = module.rms_norm_linear(x, p["scale"], p["adapter"], **options)  # in one kernel
         return x + (jax.nn.silu(gate) * up) @ p["down"] + jnp.sin(few) @ p["back"]
 
     return call
@@ -48,8 +48,8 @@ def arguments():
     return workbench.normal(50, (4, 6, H), "float32"), parameters
 
 
-def gradient(module, policy):
-    call = jax.checkpoint(block(module), policy=policy)
+def gradient(module, policy, **options):
+    call = jax.checkpoint(block(module, **options), policy=policy)
     return jax.grad(lambda x, p: jnp.sum(jnp.sin(call(x, p))), (0, 1))
 
 
@@ -61,9 +61,9 @@ def equations(jaxpr):
                 yield from equations(value)
 
 
-def made(module, policy):
+def made(module, policy, **options):
     """From what is made, forward, again and backward, to how often: products; and each operation's results."""
-    jaxpr = jax.make_jaxpr(gradient(module, policy))(*arguments()).jaxpr
+    jaxpr = jax.make_jaxpr(gradient(module, policy, **options))(*arguments()).jaxpr
     jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     count = Counter()
     for e in equations(jaxpr):
@@ -75,19 +75,21 @@ def made(module, policy):
     return count
 
 
+@pytest.mark.parametrize("forward_mode", [False, True])  # True: as the modules call them
 @pytest.mark.parametrize("name", POLICIES)
-def test_every_product_is_made_once(name):
+def test_every_product_is_made_once(name, forward_mode):
     """Of ours one each way is in one kernel: forward one, backward two."""
     assert made(jln.reference, POLICIES[name])["products"] == 3 * PRODUCTS
-    count = made(jln, POLICIES[name])
+    count = made(jln, POLICIES[name], forward_mode=forward_mode)
     assert count["products"] == 3 * (PRODUCTS - 1)
     again = [k for k in count if k[0] == "jln_norm_linear_forward" and "y" in k]
     assert sum(count[k] for k in again) == (2 if "JAX" in name else 1)  # JAX's do not know the name
 
 
+@pytest.mark.parametrize("forward_mode", [False, True])
 @pytest.mark.parametrize("name", POLICIES)
-def test_only_statistics_of_norms_are_made_again(name):
-    count = made(jln, POLICIES[name])
+def test_only_statistics_of_norms_are_made_again(name, forward_mode):
+    count = made(jln, POLICIES[name], forward_mode=forward_mode)
     z = [k for k in count if k[0] == "jln_norm_forward" and "y" in k]
     assert sum(count[k] for k in z) == 2  # forward: that of q, k, v and that of gate and up
     again = [k for k in count if k[0] == "jln_norm_forward" and "y" not in k]

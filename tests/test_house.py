@@ -23,7 +23,7 @@ FLOORS = (
     {"_modules"},
     {"_catalogue"},
     {"__init__"},
-    {"checkpoint_policies"},
+    {"checkpoint_policies", "_explain"},
     {"_norm_linear", "_norm_add_norm"},
     {"_norm"},
     {"_core", "program"},

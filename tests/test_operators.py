@@ -223,9 +223,10 @@ def test_what_was_not_used_cannot_spoil_what_was(implementation):
     assert "jln_norm_backward" not in str(jax.make_jaxpr(jax.grad(loss))(x, jnp.ones(4)))
 
 
+@pytest.mark.parametrize("forward_mode", [False, True])
 @pytest.mark.parametrize("name", _catalogue.OPERATORS)
-def test_strict_promotion(name, implementation):
-    """Every x in 16 bits, and all else in 32."""
+def test_strict_promotion(name, implementation, forward_mode):
+    """Every x in 16 bits, and all else in 32; of several kernels one in each."""
     operator = _catalogue.OPERATORS[name]
     sizes = _catalogue.sizes((3, 8), -1, (4,))
     given = {a.name: jnp.ones(a.of(sizes, "float32", "float32").shape) for a in operator.arguments}
@@ -234,7 +235,10 @@ def test_strict_promotion(name, implementation):
     def loss(given):
         return sum(jnp.sum(a.astype("float32")) for a in jax.tree.leaves(operator.function(**given, **options)))
 
-    options = {"implementation": implementation}
+    if "kernel" in given:
+        kernel, bias = given["kernel"], given.pop("bias", None)
+        given |= {"kernel": (kernel, kernel.astype("bfloat16")), "bias": (bias, None)}
+    options = {"implementation": implementation, "forward_mode": forward_mode}
     with jax.numpy_dtype_promotion("strict"):
         gradients = jax.jit(jax.grad(loss))(given)
     chex.assert_trees_all_equal_dtypes(gradients, given)

@@ -98,6 +98,12 @@ TRANSFORMATIONS = {
     )(a),
     "hvp": lambda f, a: jax.jvp(jax.grad(loss_by_name(f)), (a,), (jax.tree.map(jnp.cos, a),)),
     "vmap of x": lambda f, a: jax.vmap(lambda x: jax.grad(loss_by_name(f))(a | {"x": x}))(stacked(a["x"])),
+    "grad(vmap of x), forward mode": lambda f, a: jax.grad(
+        lambda a, x: jnp.sum(jax.vmap(lambda x: loss_by_name(f)(a | {"x": x}))(x)), (0, 1)
+    )(a, stacked(a["x"])),
+    "grad(vmap of all rows), forward mode": lambda f, a: jax.grad(
+        lambda a, rows: jnp.sum(jax.vmap(lambda rows: loss_by_name(f)(a | rows))(rows)), (0, 1)
+    )(a, {n: stacked(a[n]) for n in ("x", "residual") if n in a}),
     "vmap of one kernel": lambda f, a: jax.vmap(
         lambda k: jax.grad(loss_by_name(f))(a | {"kernel": (*a["kernel"][:-1], k)})
     )(stacked(a["kernel"][-1])),
@@ -192,6 +198,27 @@ def test_kernels_of_several_dtypes(features, dtypes, implementation):
     chex.assert_trees_all_equal_shapes_and_dtypes(gradients, operands)
     wide = functools.partial(jax.tree.map, lambda a: np.asarray(a, "float64"))
     chex.assert_trees_all_close(wide((y, gradients)), wide((plain, plain_gradients)), rtol=0.02, atol=0.3)
+    # What is float32 has its digits, whatever its neighbours are: z is not made again in theirs.
+    exact = [i for i, k in enumerate(kernels) if k.dtype == y[i].dtype == jnp.float32]
+    dkernel, plain_dkernel = ([g["kernel"][i] for i in exact] for g in (gradients, plain_gradients))
+    chex.assert_trees_all_close(dkernel, plain_dkernel, rtol=10 * TOLERANCE, atol=10 * TOLERANCE)
+
+
+def test_one_kernel_of_several_dtypes(implementation):
+    """Where each product is in float32, no kernel or bias is rounded to the dtype of its neighbours."""
+    operands = workbench.named("layer_norm_linear", (37, 100), "float32", features=((16,), (8,), (5,)))
+    narrow = lambda a: None if a is None else a.astype("bfloat16")  # noqa: E731
+    (k, *kernels), (b, *biases) = operands["kernel"], operands["bias"]
+    operands |= {"kernel": (narrow(k), *kernels), "bias": (narrow(b), *biases)}
+
+    def step(f, **options):
+        def of_x(x):
+            return f(**operands | {"x": x}, **options)
+
+        return jax.jit(lambda x: (of_x(x), jax.vjp(of_x, x)[1](tuple(map(jnp.sin, of_x(x))))))(operands["x"])
+
+    got = step(jln.layer_norm_linear, implementation=implementation)
+    chex.assert_trees_all_close(got, step(jln.reference.layer_norm_linear), **CLOSE_IN["float32"])
 
 
 @pytest.mark.parametrize("forward_mode", [False, True])
@@ -248,6 +275,23 @@ def test_a_residual_of_another_shape():
         jln.add_rms_norm_linear(X, X[0], None, K)
     with pytest.raises(TypeError, match=r"residual must be an array; got NoneType"):
         jln.add_rms_norm_linear(X, None, None, K)
+
+
+@pytest.mark.parametrize("forward_mode", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])  # in one operation, and by XLA
+def test_more_linears_than_an_array_has_axes(dtype, forward_mode):
+    """One for each of 40 experts or tasks; of the last alone the gradient is wanted, then of all."""
+    x = workbench.normal(0, (3, 4), dtype)
+    kernels = tuple(workbench.normal(i, (4, 2), dtype) for i in range(40))
+
+    def gradients(f, **options):
+        def loss(last, others):
+            return sum(jnp.sum(jnp.sin(y)) for y in f(x, None, (*others, last), **options))
+
+        return jax.jit(lambda *a: (jax.grad(loss)(*a), jax.grad(loss, (0, 1))(*a)))(kernels[-1], kernels[:-1])
+
+    got = gradients(jln.rms_norm_linear, forward_mode=forward_mode)
+    chex.assert_trees_all_close(got, gradients(jln.reference.rms_norm_linear), **CLOSE_IN[dtype])
 
 
 @pytest.mark.parametrize("rows", [(0,), (3, 0)], ids=str)

@@ -117,7 +117,8 @@ def test_the_gradient_of_one_argument_alone(name, argument, placement):
 
 # Which axes of the mesh split the features of each kernel. "both alike": each device has a part of every product, and
 # so a share of dz. "one alone": the other product is whole on every device, and must not be counted by each.
-SPLIT = {"both alike": ("tensor", "tensor"), "one alone": ("tensor", None), "differently": ("tensor", "data")}
+# By the features of each kernel, or by H.
+SPLIT = {"both alike": ("tensor", "tensor"), "one alone": ("tensor", None), "differently": ("tensor", "data"), "H": "H"}
 
 
 # In float32 few features are one operation (of ten bits on a GPU), in float64 XLA multiplies.
@@ -126,13 +127,14 @@ SPLIT = {"both alike": ("tensor", "tensor"), "one alone": ("tensor", None), "dif
 @pytest.mark.parametrize(("features", "dtype"), [(((16,), (8,)), "float32"), (((512,), (8,)), "float64")])
 def test_several_linears(features, dtype, split, kind):
     arrays = workbench.named("add_layer_norm_linear", (4, 2, 8), dtype, features=features)
-    rows = P() if split == "differently" else P("data")
-    specs = jax.tree.map(lambda _: P(), arrays) | {
-        "x": rows,
-        "residual": rows,
-        "kernel": tuple(P(None, axis) for axis in SPLIT[split]),
-        "bias": (P(SPLIT[split][0]), None),
-    }
+    specs = jax.tree.map(lambda _: P(), arrays)
+    if split == "H":
+        specs |= dict.fromkeys(("x", "residual"), P("data", None, "tensor"))
+        specs |= {"scale": P("tensor"), "kernel": (P("tensor"), P("tensor"))}
+    else:
+        specs |= dict.fromkeys(("x", "residual"), P() if split == "differently" else P("data"))
+        specs["kernel"] = tuple(P(None, axis) for axis in SPLIT[split])
+        specs["bias"] = (P(SPLIT[split][0]), None)
     on = mesh(getattr(AxisType, kind))
     put = jax.tree.map(lambda a, spec: jax.device_put(a, NamedSharding(on, spec)), arrays, specs)
     expected = jax.jit(jax.value_and_grad(loss_by_name(jln.reference.add_layer_norm_linear)))(arrays)
@@ -267,6 +269,23 @@ def test_shares_of_16_bit_parameters_are_added_up_in_float32():
 
     found = doffset(x, jnp.zeros(8, "bfloat16"), jax.device_put(dy, rows))
     np.testing.assert_array_equal(found, np.full(8, 4, "bfloat16"))
+
+
+@pytest.mark.parametrize("features", [(8,), (300,), (8, 16)], ids=str)  # in one operation; by XLA; of several
+def test_shares_of_16_bit_biases_are_added_up_in_float32(features):
+    """Likewise."""
+    rows = NamedSharding(mesh(), P(("data", "tensor")))
+    x = jax.device_put(workbench.normal(0, (16, 8), "bfloat16"), rows)
+    kernels = tuple(workbench.normal(n, (8, n), "bfloat16") for n in features)
+    column = jnp.tile(jnp.array([256, 1, -256, 0], "bfloat16"), 4)[:, None]
+    dy = tuple(jax.device_put(column * jnp.ones((1, n), "bfloat16"), rows) for n in features)
+
+    @jax.jit
+    def dbias(x, biases, dy):
+        return jax.vjp(lambda biases: jln.rms_norm_linear(x, None, kernels, biases), biases)[1](dy)[0]
+
+    found = dbias(x, tuple(jnp.zeros(n, "bfloat16") for n in features), dy)
+    jax.tree.map(np.testing.assert_array_equal, found, tuple(np.full(n, 4, "bfloat16") for n in features))
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "layer_norm_linear"])

@@ -12,8 +12,9 @@ import pytest
 
 import jln
 from jln import reference
-from jln._bench import stacks
+from jln._bench.losses import OURS, losses
 from jln._bench.peers import PEERS
+from jln._bench.stacks import STACKS
 from jln._bench.workloads import CPU_WORKLOADS, WORKLOADS, Workload
 from jln._catalogue import EPSILON, OPERATORS
 
@@ -133,20 +134,20 @@ def test_several_linears_hold_x_alone_between_forward_and_backward(name):
     assert [sum(a.shape == w.shape for a in leaves) for leaves in (ours, apart)] == [1, 2]
 
 
-@pytest.mark.parametrize("name", stacks.STACKS)
+@pytest.mark.parametrize("name", STACKS)
 def test_stacks_of_all_variants_are_the_same_function(name):
     """In float64, where only a wrong wire is more than 1e-9: losses, and every gradient by itself."""
     pytest.importorskip("flax")
     options = {"layers": 2, "shape": (2, 5, 16), "hidden": 12, "heads": 4}
-    stack = stacks.STACKS[name]
+    stack = STACKS[name]
     keys = stack.key_heads and 2
     stack = dataclasses.replace(
         stack, **options, key_heads=keys, attention="xla", dtype="float64", parameter_dtype="float64"
     )
-    losses = stacks.losses(stack)
-    assert list(losses) == ["flax", "jnp", *stacks.OURS, "no norm at all"]
+    variants = losses(stack)
+    assert list(variants) == ["flax", "jnp", *OURS, "no norm at all"]
     with jax.numpy_rank_promotion("allow"):  # Flax's
-        found = {n: jax.jit(stack.step(loss))(*stack.init(jax.random.key(0))) for n, loss in losses.items()}
+        found = {n: jax.jit(stack.step(loss))(*stack.init(jax.random.key(0))) for n, loss in variants.items()}
     flax = found.pop("flax")
     assert abs(found.pop("no norm at all")[0] / flax[0] - 1) > 0.1
     for value, gradients in found.values():

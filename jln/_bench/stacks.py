@@ -1,22 +1,17 @@
-"""Whole training steps: a pre-norm transformer, forward and backward, with this library's operators and with Flax's.
+"""Whole training steps: sizes, parameters and the parts without a norm of pre-norm transformers, forward and backward.
 
-A custom call keeps XLA from fusing its neighbours, so an operator's own bytes are not the whole truth. All variants
-compute the same function of the same parameters, named as Flax names them.
+A custom call keeps XLA from fusing its neighbours, so an operator's own bytes are not the whole truth. `losses.py` has
+the norms around these parts, by this library's operators and by others.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib.util
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-
-import jln
-from jln._catalogue import EPSILON
 
 Loss = Callable[[Any, jax.Array], jax.Array]
 # Whose kernels do the products, and XLA's options for it. With no GPU it cannot try them, as it would where there is
@@ -126,7 +121,7 @@ class Stack:
             projected = jnp.split(projected[0], (q, q + k), axis=-1)
         q, k, v = (a.reshape(*a.shape[:-1], -1, self.width // self.heads) for a in projected)
         attended = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=self.attention)
-        return attended.reshape(*projected[0].shape[:-1], self.width)
+        return attended.reshape(*projected[0].shape[:-1], -1)
 
     def condition(self, x: jax.Array) -> jax.Array | None:
         """What stands for the embedding of a time and a class: [batch, 1, width]."""
@@ -138,10 +133,6 @@ class Stack:
             return jax.nn.gelu(projected[0])
         gate, up = projected if self.apart else jnp.split(projected[0], 2, axis=-1)
         return jax.nn.silu(gate) * up
-
-
-def square_sum(y: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.square(y.astype(jnp.promote_types(y.dtype, jnp.float32))))
 
 
 _GPT = Stack(
@@ -207,196 +198,3 @@ STACKS = {
         ),
     )
 }
-
-
-class Branch(NamedTuple):
-    """What the layer before would have added to x: `gate * (x + bias)`, or the norm of x with the parameters `norm`.
-    All but x may be None.
-    """
-
-    x: jax.Array
-    bias: Any = None
-    gate: Any = None
-    norm: Any = None
-
-    def added_to(self, stream: jax.Array) -> jax.Array:
-        if self.norm is not None:
-            return jln.rms_norm_add(self.x, stream, *_norm_parameters(self.norm), epsilon=EPSILON)
-        return self.added_in_jnp(stream)
-
-    def added_in_jnp(self, stream: jax.Array) -> jax.Array:
-        x = self.x if self.bias is None else self.x + self.bias.astype(self.x.dtype)
-        x = x if self.norm is None else jln.reference.rms_norm(x, self.norm["scale"], epsilon=EPSILON)
-        return stream + (x if self.gate is None else x * self.gate)
-
-
-# This library's. A projection is the norm and the Linears behind it: (norm's parameters, the Linears', x, branch) ->
-# (features of each, x + branch); the branch is None at the beginning.
-Linears = Sequence[Any]
-Projected = tuple[tuple[jax.Array, ...], jax.Array]
-Projection = Callable[[Any, Linears, jax.Array, Branch | None], Projected]
-
-
-def linear(parameters: Any, x: jax.Array) -> jax.Array:
-    y = x @ parameters["kernel"].astype(x.dtype)
-    return y + parameters["bias"].astype(x.dtype) if "bias" in parameters else y
-
-
-def branch_of(parameters: Any, x: jax.Array, gate: jax.Array | None, norm: Any) -> Branch:
-    """A Linear, its bias and the norm behind it left to whoever adds the branch."""
-    return Branch(x @ parameters["kernel"].astype(x.dtype), parameters.get("bias"), gate, norm)
-
-
-def add_and_norm(norm: Any, x: jax.Array, branch: Branch | None) -> tuple[jax.Array, jax.Array]:
-    """-> (z, x + branch)"""
-    parameters = _norm_parameters(norm)
-    if branch is None:
-        operator: Any = jln.layer_norm if "bias" in norm else jln.rms_norm
-        return operator(x, *parameters, epsilon=EPSILON), x
-    if branch.norm is not None:
-        return jln.rms_norm_add_rms_norm(branch.x, x, *_norm_parameters(branch.norm), *parameters, epsilon=EPSILON)
-    operator = jln.add_layer_norm if "bias" in norm else jln.add_rms_norm
-    return operator(branch.x, x, *parameters, x_bias=branch.bias, gate=branch.gate, epsilon=EPSILON)
-
-
-def _norm_parameters(norm: Any) -> tuple[Any, ...]:
-    """Scale and offset, or scale."""
-    return tuple(norm[name] for name in ("scale", "bias") if name in norm)
-
-
-def add_norm(norm: Any, linears: Linears, x: jax.Array, branch: Branch | None) -> Projected:
-    """By `add_layer_norm` or `add_rms_norm`, which keep z for the Linears' backward pass."""
-    z, x = add_and_norm(norm, x, branch)
-    return tuple(linear(p, z) for p in linears), x
-
-
-def norm_linear(norm: Any, linears: Linears, x: jax.Array, branch: Branch | None) -> Projected:
-    """By `layer_norm_linear` or `rms_norm_linear`, which do not; the sum is XLA's, or `rms_norm_add`'s."""
-    x = x if branch is None else branch.added_to(x)
-    operator: Any = jln.layer_norm_linear if "bias" in norm else jln.rms_norm_linear
-    return operator(x, *_norm_parameters(norm), *_of_all(linears, x.dtype), epsilon=EPSILON), x
-
-
-def add_norm_linear(norm: Any, linears: Linears, x: jax.Array, branch: Branch | None) -> Projected:
-    """By `add_layer_norm_linear` or `add_rms_norm_linear`, where there is something to add."""
-    if branch is None or branch.norm is not None:
-        return norm_linear(norm, linears, x, branch)
-    operator: Any = jln.add_layer_norm_linear if "bias" in norm else jln.add_rms_norm_linear
-    of_sum = {"x_bias": branch.bias, "gate": branch.gate}
-    return operator(branch.x, x, *_norm_parameters(norm), *_of_all(linears, x.dtype), **of_sum, epsilon=EPSILON)
-
-
-def _of_all(linears: Linears, dtype: Any) -> list[Any]:
-    """Kernels and biases, in the dtype of x."""
-    return [
-        tuple(p[name].astype(dtype) for p in linears) if name in linears[0] else None for name in ("kernel", "bias")
-    ]
-
-
-def no_norm(_: Any, linears: Linears, x: jax.Array, branch: Branch | None) -> Projected:
-    """What would be left if norms cost nothing, and kept XLA from nothing: a bound, and no model."""
-    x = x if branch is None else branch._replace(norm=None).added_to(x)
-    return tuple(linear(p, x) for p in linears), x
-
-
-def plain_jnp(norm: Any, linears: Linears, x: jax.Array, branch: Branch | None) -> Projected:
-    """As users write it."""
-    z, x = _plainly_normed(norm, x, branch)
-    return tuple(linear(p, z) for p in linears), x
-
-
-def _plainly_normed(norm: Any, x: jax.Array, branch: Branch | None) -> tuple[jax.Array, jax.Array]:
-    operator: Any = jln.reference.layer_norm if "bias" in norm else jln.reference.rms_norm
-    x = x if branch is None else branch.added_in_jnp(x)
-    return operator(x, *_norm_parameters(norm), epsilon=EPSILON), x
-
-
-def jln_loss(stack: Stack, before_attention: Projection, before_mlp: Projection) -> Loss:
-    def block(p, x, branch, c):
-        attention, mlp = ([p[name] for name in linears] for linears in stack.projections)
-        norm_1, norm_2, gate_1, gate_2 = p.get("norm_1"), p.get("norm_2"), None, None
-        if stack.ada:
-            scale_1, offset_1, gate_1, scale_2, offset_2, gate_2 = jnp.split(linear(p["ada"], c), 6, axis=-1)
-            norm_1, norm_2 = {"scale": 1 + scale_1, "bias": offset_1}, {"scale": 1 + scale_2, "bias": offset_2}
-        qkv, x = before_attention(norm_1, attention, x, branch)
-        branch = branch_of(p["out"], stack.attend(qkv), gate_1, p.get("post_1"))
-        up, x = before_mlp(norm_2, mlp, x, branch)
-        branch = branch_of(p["down"], stack.activate(up), gate_2, p.get("post_2"))
-        # What a checkpointed block takes is kept: better the sum than what is to be summed.
-        return (x, branch) if stack.policy is None else (branch.added_to(x), None)
-
-    def loss(parameters, x):
-        branch, c = None, stack.condition(x)
-        for i in range(stack.layers):
-            x, branch = stack.checkpointed(jax.checkpoint, block)(parameters[f"block_{i}"], x, branch, c)
-        if before_mlp is no_norm:
-            return square_sum(x if branch is None else branch._replace(norm=None).added_to(x))
-        last = _plainly_normed if before_mlp is plain_jnp else add_and_norm
-        return square_sum(last(parameters["norm"], x, branch)[0])
-
-    return loss
-
-
-def flax_loss(stack: Stack) -> Loss:
-    """Of Flax Linen's own layers, which keep nothing from XLA."""
-    import flax.linen as nn
-
-    dtypes: dict[str, Any] = {"dtype": jnp.dtype(stack.dtype), "param_dtype": jnp.dtype(stack.parameter_dtype)}
-
-    def norm(name):
-        return (nn.RMSNorm if stack.gated else nn.LayerNorm)(epsilon=EPSILON, name=name, **dtypes)
-
-    def behind(name):
-        return norm(name) if stack.both_sides else lambda x: x
-
-    def modulated(x, scale, offset):
-        plain = nn.LayerNorm(epsilon=EPSILON, use_scale=False, use_bias=False, **dtypes)
-        return plain(x) * (1 + scale) + offset
-
-    def dense(features, name):
-        return nn.Dense(features, use_bias=not stack.gated, name=name, **dtypes)
-
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x, c):
-            attention, mlp = stack.projections
-            norm_1, norm_2, gate_1, gate_2 = None, None, 1, 1
-            if stack.ada:
-                made = jnp.split(dense(6 * stack.width, "ada")(c), 6, axis=-1)
-                scale_1, offset_1, gate_1, scale_2, offset_2, gate_2 = made
-                norm_1 = functools.partial(modulated, scale=scale_1, offset=offset_1)
-                norm_2 = functools.partial(modulated, scale=scale_2, offset=offset_2)
-            z = (norm_1 or norm("norm_1"))(x)
-            attended = stack.attend([dense(n, name)(z) for name, n in attention.items()])
-            x = x + gate_1 * behind("post_1")(dense(stack.width, "out")(attended))
-            z = (norm_2 or norm("norm_2"))(x)
-            active = stack.activate([dense(n, name)(z) for name, n in mlp.items()])
-            return x + gate_2 * behind("post_2")(dense(stack.width, "down")(active))
-
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            c = stack.condition(x)
-            for i in range(stack.layers):
-                x = stack.checkpointed(nn.remat, Block)(name=f"block_{i}")(x, c)
-            return norm("norm")(x)
-
-    model = Model()
-    apply: Any = model.apply
-    return lambda parameters, x: square_sum(apply({"params": parameters}, x))
-
-
-OURS: dict[str, tuple[Projection, Projection]] = {
-    "jln, add_norm": (add_norm, add_norm),
-    "jln, norm_linear and add_norm": (norm_linear, add_norm),
-    "jln, norm_linear": (norm_linear, norm_linear),
-    "jln, add_norm_linear": (add_norm_linear, add_norm_linear),
-}
-
-
-def losses(stack: Stack) -> dict[str, Loss]:
-    """Flax's first, which the others are compared with, if it is installed."""
-    found = {"flax": flax_loss(stack)} if importlib.util.find_spec("flax") else {}
-    found |= {"jnp": jln_loss(stack, plain_jnp, plain_jnp)}
-    found |= {name: jln_loss(stack, *projections) for name, projections in OURS.items()}
-    return found | {"no norm at all": jln_loss(stack, no_norm, no_norm)}

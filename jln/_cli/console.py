@@ -76,6 +76,10 @@ def _style(cells: Sequence[str]) -> str:
     return next((STYLES[word] for cell in cells if (word := cell.split(" ")[0]) in STYLES), "")
 
 
+def megabytes(size: int) -> str:
+    return f"{size / 1e6:.0f}" if size >= 1e8 else f"{size / 1e6:.1f}" if size >= 1e6 else f"{size / 1e6:.3f}"
+
+
 def print_note(text: str, *, wrong: bool = False) -> None:
     console = Console()
     if console.is_terminal:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, NamedTuple
 from unittest import mock
 
@@ -13,11 +13,14 @@ import typer
 
 import jln
 from jln import program
+from jln._bench.layouts import AXES, Layout
+from jln._bench.losses import OURS, losses, sharded_losses
 from jln._bench.parts import Unsupported, one_line, version
 from jln._bench.peers import PEERS
-from jln._bench.stacks import OURS, PRODUCTS, STACKS, Stack, losses
+from jln._bench.stacks import PRODUCTS, STACKS, Stack
 from jln._bench.workloads import WORKLOADS, Workload
-from jln._cli.console import UserError, known, print_json, print_note, print_table, progress
+from jln._cli.console import UserError, known, megabytes, print_json, print_note, print_table, progress
+from jln._cli.sharded import SHARDED, Step, facts, fitted, parsed, print_step
 from jln._triton import target
 from jln._triton.chip import named_chip
 
@@ -32,14 +35,32 @@ def command(
     peer: Annotated[
         list[str] | None, typer.Option(help="Beside jln only this; may be repeated. [default: all]", show_default=False)
     ] = None,
+    mesh: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"A step on a mesh instead, as data=2,fsdp=2,tensor=2; may be repeated. Axes: {', '.join(AXES)}.",
+            show_default=False,
+        ),
+    ] = None,
+    sequence: Annotated[
+        bool, typer.Option("--sequence", help="With --mesh: between Linears tokens are split over tensor, too.")
+    ] = False,
     chip: Annotated[str, typer.Option(help=f"To compile for: {', '.join(program.CHIPS)}.")] = "h200",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Count the kernels, bytes and temporary memory of compiled programs: facts, with no GPU, and no times.
 
     Operators at named sizes, and a 12-layer transformer's forward + backward. Beside jln: for Linears its norm
-    and separate products; plain jnp, Flax's layers, tokamax. Exits with 1 if a program of jln does not compile.
+    and separate products; plain jnp, Flax's layers, tokamax. With --mesh: what two blocks' forward + backward, sharded
+    as trainers do, communicate and keep on each GPU, beside plain jnp. Exits with 1 if a program of jln does not
+    compile.
     """
+    if not mesh and sequence:
+        raise UserError("--sequence is of a --mesh")
+    if mesh and peer:
+        raise UserError("a step on a --mesh is beside plain jnp, without --peer")
+    if mesh:
+        known("workload with --mesh", workload or (), SHARDED)
     names = known("workload", workload or (*WORKLOADS, *STACKS), (*WORKLOADS, *STACKS))
     peers = ["jln", *(p for p in known("peer", peer or COMPARED, COMPARED) if p != "jln")]
     known("chip", [chip], program.CHIPS)
@@ -51,6 +72,9 @@ def command(
         program.mesh(chip, (1,), ("gpu",))
     except RuntimeError as error:
         raise UserError(str(error)) from None
+    if mesh:
+        _on_meshes(workload or SHARDED, [parsed(text, chip, sequence) for text in mesh], chip, as_json)
+        return
     skipped = {p: why for p in peers if (why := PEERS[p].missing("gpu")) is not None}
     compared = [p for p in peers if p not in skipped]
     workloads = [WORKLOADS[n] for n in names if n in WORKLOADS]
@@ -66,6 +90,23 @@ def command(
         print_json(_json(chip, sizes, steps, skipped, failures))
     else:
         _print(chip, sizes, steps, skipped, failures)
+    raise typer.Exit(1 if any(f.is_ours for f in failures) else 0)
+
+
+def _on_meshes(names: Sequence[str], layouts: Sequence[Layout], chip: str, as_json: bool) -> None:
+    jobs = [(fitted(name, layout), layout) for layout in layouts for name in dict.fromkeys(names)]
+    failures: list[Failure] = []
+    with progress(sum(len(sharded_losses(*job)) for job in jobs)) as begin:
+        count = _Counting(chip, begin, failures)
+        steps = [Step(*job, count.sharded(*job)) for job in jobs]
+    if as_json:
+        steps_facts = [facts(step) for step in steps]
+        print_json(_of_all(chip) | {"steps": steps_facts, "failures": [failure.text for failure in failures]})
+    else:
+        _print_versions(chip)
+        for step in steps:
+            print_step(step, chip)
+        _print_failures(failures)
     raise typer.Exit(1 if any(f.is_ours for f in failures) else 0)
 
 
@@ -115,6 +156,17 @@ class _Counting:
                 self._fail(name, f"{stack.name}, products by {products}", error, name in OURS)
         return found
 
+    def sharded(self, stack: Stack, layout: Layout) -> dict[str, program.CompiledProgram]:
+        found = {}
+        for name, loss in sharded_losses(stack, layout).items():
+            self._begin(f"{stack.name} by {name} on {layout.sizes}")
+            try:
+                step, arguments = layout.step(stack, loss), layout.arguments(stack)
+                found[name] = program.compile_for(step, *arguments, chip=self._chip, devices=layout.size(*AXES))
+            except Exception as error:
+                self._fail(name, f"{stack.name} on {layout.sizes}", error, name in OURS)
+        return found
+
     def _fail(self, whose: str, what: str, error: Exception, is_ours: bool) -> None:
         self._failures.append(Failure(f"{whose} does not compile for {what}: {one_line(error)}", is_ours))
 
@@ -142,11 +194,22 @@ def _all_facts(found: dict[str, program.CompiledProgram]) -> dict[str, dict[str,
     }
 
 
+def _of_all(chip: str) -> dict[str, Any]:
+    packages = ("jax", "jaxlib", "jax-triton", "triton", "flax", "tokamax")
+    return {"chip": chip, "versions": {"jln": jln.__version__} | {p: version(p) for p in packages}}
+
+
+def _print_versions(chip: str) -> None:
+    print_note(f"Compiled for {chip} with jax {jax.__version__}, jln {jln.__version__}; MB is 10^6 bytes.\n")
+
+
+def _print_failures(failures: Sequence[Failure]) -> None:
+    for failure in failures:
+        print_note(failure.text, wrong=failure.is_ours)
+
+
 def _json(chip, sizes, steps, skipped, failures) -> dict[str, Any]:
-    return {
-        "chip": chip,
-        "versions": {"jln": jln.__version__}
-        | {p: version(p) for p in ("jax", "jaxlib", "jax-triton", "triton", "flax", "tokamax")},
+    return _of_all(chip) | {
         "workloads": [
             {f: getattr(w, f) for f in ("name", "operator", "shape", "features", "axis", "dtype", "parameter_dtype")}
             | {"directions": w.directions, "bytes_once": w.bytes_once(), "programs": _all_facts(found)}
@@ -172,7 +235,7 @@ def _json(chip, sizes, steps, skipped, failures) -> dict[str, Any]:
 
 
 def _print(chip, sizes, steps, skipped, failures) -> None:
-    print_note(f"Compiled for {chip} with jax {jax.__version__}, jln {jln.__version__}; MB is 10^6 bytes.\n")
+    _print_versions(chip)
     if sizes:
         header = ("workload", "operator", "x", "N", "by", "kernels", "MB", "once MB", "ratio", "temporary MB")
         print_table(_title(sizes), header, [row for w, found in sizes for row in _rows(w, found)], left=(0, 1, 2, 4))
@@ -185,8 +248,7 @@ def _print(chip, sizes, steps, skipped, failures) -> None:
         )
     for peer, why in skipped.items():
         print_note(f"Skipped {peer}: {why}.")
-    for failure in failures:
-        print_note(failure.text, wrong=failure.is_ours)
+    _print_failures(failures)
 
 
 def _title(sizes: list[tuple[Workload, Any]]) -> str:
@@ -204,17 +266,13 @@ def _rows(workload: Workload, found: dict[str, program.CompiledProgram]) -> list
             workload.features_text or "-",
             peer,
             str(report.launches),
-            _megabytes(report.bytes_total),
-            _megabytes(once),
+            megabytes(report.bytes_total),
+            megabytes(once),
             f"{report.bytes_total / once:.2f}",
-            _megabytes(report.temp_bytes),
+            megabytes(report.temp_bytes),
         )
         for peer, report in found.items()
     ]
-
-
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:.0f}" if size >= 1e8 else f"{size / 1e6:.1f}" if size >= 1e6 else f"{size / 1e6:.3f}"
 
 
 def _stack_rows(found: dict[str, program.CompiledProgram]) -> list[tuple[str, ...]]:
@@ -230,10 +288,10 @@ def _stack_rows(found: dict[str, program.CompiledProgram]) -> list[tuple[str, ..
         (
             name,
             str(report.launches),
-            _megabytes(report.bytes_total),
-            _megabytes(outside(report)),
+            megabytes(report.bytes_total),
+            megabytes(outside(report)),
             compared(outside, report),
-            _megabytes(report.temp_bytes),
+            megabytes(report.temp_bytes),
             compared(lambda r: r.temp_bytes, report),
         )
         for name, report in found.items()

@@ -124,18 +124,18 @@ class _Static:
     value: Any
 
 
-def _told(flags: list[bool]) -> np.ndarray:
-    """What differs with what is wanted, as a residual: the shape of an array without elements.
+def _told(flags: list[bool]) -> list[np.ndarray]:
+    """What differs with what is wanted, as residuals: the shapes of arrays without elements.
 
     Residuals may differ in their shapes, and in nothing else: where a traced function is differentiated by one
     argument, then another, then the first again, JAX takes their structure (and under vmap, axes) from what it saw
-    last.
+    last. An array has at most 64 axes, and an operator of many Linears more operands.
     """
-    return np.zeros((0, *map(int, flags)), bool)
+    return [np.zeros((0, *map(int, flags[i : i + 32])), bool) for i in range(0, len(flags), 32)]
 
 
-def _heard(told: Any) -> list[bool]:
-    return [bool(n) for n in told.shape[1:]]
+def _heard(told: Sequence[Any]) -> list[bool]:
+    return [bool(n) for a in told for n in a.shape[1:]]
 
 
 def _only(arrays: Any, flags: Sequence[bool]) -> Any:

@@ -265,7 +265,8 @@ class LinearOperation(Operation[Operands, Results]):
         tangents, _ = tree.unflatten([a.aval if ad.is_undefined_primal(a) else None for a in operands])
         _, others = tree.unflatten(operands)
         places, _ = tree.unflatten(range(len(operands)))
-        gradients = self._transposed(cotangents, tangents, others, told.settings, told.batch_dims, implementation)
+        with jax.numpy_dtype_promotion("standard"):  # JAX transposes once the rules have returned
+            gradients = self._transposed(cotangents, tangents, others, told.settings, told.batch_dims, implementation)
         found: list[Any] = [None] * len(operands)
         for place, aval, gradient in zip(*map(leaves_or_none, (places, tangents, gradients)), strict=True):
             if aval is not None:

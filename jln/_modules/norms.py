@@ -15,6 +15,7 @@ from jln._norm.operator import normalised
 from jln._norm.signature import Results
 from jln._norm_add_norm.operator import rms_norm_add_rms_norm
 from jln._norm_linear.operator import linear_of_normalised, normalised_linear
+from jln._routes import listening
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +85,8 @@ class Prepared:
         """`norm` of `residual +` this norm as one operator, which nothing must keep from being one. -> (y, total)"""
         scales = self._parameter(self.scale), norm._parameter(norm.scale)
         n = {"axis": self.call.axes, "epsilon": self.call.epsilon, "dtype": norm.dtype, "forward_mode": True}
-        return rms_norm_add_rms_norm(self.x, residual, *scales, **n)
+        with listening(()):  # it is listed as a layer
+            return rms_norm_add_rms_norm(self.x, residual, *scales, **n)
 
     def linears(self, linears: Sequence[Linear], read: Given) -> Any:
         """The norm of what is read, x or addends, and the Linears as one operator, which nothing must keep from being

@@ -33,7 +33,7 @@ def computed_by_recipe(
     with unnoted():
         result = plain(*args, **kwargs)
     described = described_by(recipe, module)
-    if len(args) != 1 or kwargs:
+    if len(args) != 1 or any(a is not None for a in kwargs.values()):
         return noted(layer, "it is called with more than an array", lambda: result)
     if not isinstance(result, jax.Array) or result.shape != np.shape(args[0]):
         return noted(layer, "its result does not have the shape of what it reads", lambda: result)

@@ -14,8 +14,10 @@ from jln._core.derivatives import with_automatic_axes
 from jln._norm import rules
 from jln._norm.arguments import Axis, Gate, Given, arranged, checked, on_several_axes
 from jln._norm.signature import Results, Settings
+from jln._routes import listed
 
 
+@listed("norm")
 def layer_norm(
     x: jax.Array,
     scale: jax.Array | None = None,
@@ -68,6 +70,7 @@ def layer_norm(
     return _checked(**locals(), subtract_mean=True).y
 
 
+@listed("norm")
 def rms_norm(
     x: jax.Array,
     scale: jax.Array | None = None,
@@ -87,6 +90,7 @@ def rms_norm(
     return _checked(**locals(), subtract_mean=False).y
 
 
+@listed("norm")
 def rms_norm_gated(
     x: jax.Array,
     z: jax.Array,
@@ -124,6 +128,7 @@ def rms_norm_gated(
     return _checked(**locals(), subtract_mean=False).y
 
 
+@listed("norm")
 def add_layer_norm(
     x: jax.Array,
     residual: jax.Array,
@@ -167,6 +172,7 @@ def add_layer_norm(
     return tuple(_checked(**locals(), subtract_mean=True))
 
 
+@listed("norm")
 def add_rms_norm(
     x: jax.Array,
     residual: jax.Array,
@@ -187,6 +193,7 @@ def add_rms_norm(
     return tuple(_checked(**locals(), subtract_mean=False))
 
 
+@listed("norm")
 def layer_norm_add(
     x: jax.Array,
     residual: jax.Array,
@@ -225,6 +232,7 @@ def layer_norm_add(
     return _checked(added=given.pop("residual"), **given, subtract_mean=True).y
 
 
+@listed("norm")
 def rms_norm_add(
     x: jax.Array,
     residual: jax.Array,

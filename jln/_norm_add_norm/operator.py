@@ -14,8 +14,10 @@ from jln._norm.arguments import Axis, Given, arranged, checked, on_several_axes
 from jln._norm.signature import Settings
 from jln._norm_add_norm import rules
 from jln._norm_add_norm.signature import Operands, Results
+from jln._routes import listed
 
 
+@listed("norm")
 def rms_norm_add_rms_norm(
     x: jax.Array,
     residual: jax.Array,

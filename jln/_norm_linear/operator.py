@@ -16,6 +16,7 @@ from jln._core.derivatives import with_automatic_axes
 from jln._norm.arguments import Gate, Given, arranged, checked
 from jln._norm_linear import reading, rules
 from jln._norm_linear.signature import NormLinear, Operands, Results, Settings, few_features
+from jln._routes import listed
 
 # One array, or one for each of several Linears.
 Kernels = jax.Array | tuple[jax.Array, ...]
@@ -23,6 +24,7 @@ Biases = jax.Array | None | tuple[jax.Array | None, ...]
 Products = Any  # as the kernels: an array or a tuple of arrays
 
 
+@listed("fused")
 def layer_norm_linear(
     x: jax.Array,
     scale: jax.Array | None,
@@ -86,6 +88,7 @@ def layer_norm_linear(
     return _checked(**locals(), subtract_mean=True)
 
 
+@listed("fused")
 def rms_norm_linear(
     x: jax.Array,
     scale: jax.Array | None,
@@ -106,6 +109,7 @@ def rms_norm_linear(
     return _checked(**locals(), subtract_mean=False)
 
 
+@listed("fused")
 def add_layer_norm_linear(
     x: jax.Array,
     residual: jax.Array,
@@ -151,6 +155,7 @@ def add_layer_norm_linear(
     return _checked(**locals(), subtract_mean=True)
 
 
+@listed("fused")
 def add_rms_norm_linear(
     x: jax.Array,
     residual: jax.Array,

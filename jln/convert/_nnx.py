@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from jln import _modules, _routes
+from jln import _explain, _modules
 from jln import nnx as ours
 from jln.convert._common import Change, Classes, Conversion, Fuse, fused_linears, named
 from jln.nnx import nnx
@@ -46,14 +46,14 @@ def convert(model: Any, copy: bool, fuse: Fuse, norms: Mapping[type, _modules.Re
             former.append((module, before, swap.cls))
         if swap.why:
             changes.append(Change(path, named(before), swap.name, swap.why))
-    _routes.converted()
+    _explain.converted()
 
     def undo() -> Any:
         """-> the model"""
         for module, before, after in former:
             if type(module) is after:
                 object.__setattr__(module, "__class__", before)
-        _routes.converted()
+        _explain.converted()
         return model
 
     return Conversion(model, changes, undo)

@@ -61,11 +61,60 @@ def test_each_call_is_listed_in_its_place_and_the_body_of_a_loop_once():
         assert [route.path for route in jln.explain(jax.vmap(jax.jit(function)), x[None])] == paths
 
 
+def test_where_a_layer_is_and_what_is_around_it():
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Sequential(nnx.List([jln.nnx.RMSNorm(8, rngs=nnx.Rngs(0))])[0], nnx.Dict(norm=1) and jnp.sin)
+    x = jnp.ones((4, 8))
+    assert [r.layer for r in jln.explain(model, x)] == ["jln.nnx.RMSNorm layers.0"]
+
+    def function(x, policy):
+        inner = jax.checkpoint(lambda x: jln.rms_norm_linear(x, None, jnp.ones((8, 3))), policy=policy)
+        return inner(jln.add_layer_norm(x, x)[0])
+
+    saved, ours = jax.checkpoint_policies, jln.checkpoint_policies
+    products, one, statistics = "products", "products of one kernel", "row statistics"
+    for policy, kept in (
+        (None, ["nothing of it"]),
+        (saved.everything_saveable, [products, one, statistics]),
+        (saved.dots_with_no_batch_dims_saveable, [products]),
+        (saved.save_only_these_names(jln.STATISTICS), [statistics]),
+        (saved.save_any_names_but_these(jln.PRODUCT), [statistics]),
+        (saved.save_and_offload_only_these_names(
+            names_which_can_be_saved=[], names_which_can_be_offloaded=[jln.PRODUCT], offload_src="device",
+            offload_dst="pinned_host"), [one]),
+        (ours.dots_saveable, [products, one]),
+        (ours.offload_dots_with_no_batch_dims("device", "pinned_host"), [products, one, statistics]),
+    ):  # fmt: skip
+        first, second = jln.explain(lambda x, policy=policy: function(x, policy), x)
+        assert str(first) == "jln.add_layer_norm: norm (called as a function)"
+        assert (second.layer, second.path) == ("jln.rms_norm_linear", "fused")
+        assert second.why == f"called as a function; in a jax.checkpoint that keeps {' and '.join(kept)}"
+
+
+def test_an_operator_that_a_module_calls_is_listed_as_the_module():
+    nnx = pytest.importorskip("flax.nnx")
+    norm, post = (jln.nnx.RMSNorm(8, rngs=nnx.Rngs(0)) for _ in range(2))
+    x = jnp.ones((4, 8))
+    (route,) = jln.explain(lambda x: norm(x, residual=x, x_norm=post), x)
+    assert route.layer == "jln.nnx.RMSNorm"
+
+
+def test_equinox_layers_have_the_place_that_a_conversion_prints():
+    eqx = pytest.importorskip("equinox")
+    tree = eqx.nn.Sequential([eqx.nn.LayerNorm(8), eqx.nn.Linear(8, 300, key=jax.random.key(0))])
+    conversion = jln.convert.equinox(tree, fuse=True)
+    model, x = conversion.model, jnp.ones(8)
+    for question, of in ((model, x), (jax.vmap(model), x[None])):
+        layers = [r.layer.partition(" ")[2] for r in jln.explain(question, of)]
+        assert layers == [change.path for change in conversion.changes] == [".layers[0]", ".layers[1]"]
+
+
 def test_a_branch_and_a_shard_of_it_are_listed():
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     function = jax.shard_map(network(), mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d"))
     routes = jln.explain(lambda x: jax.lax.cond(x[0, 0] > 0, function, jnp.sin, x), jnp.ones((4, 8)))
     assert [route.path for route in routes] == ["norm", "norm", "norm", "fused"]
+    assert all("; in a jax.shard_map over d" in route.why for route in routes)
 
 
 def test_questions_keep_nothing():

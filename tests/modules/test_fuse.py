@@ -25,12 +25,6 @@ SHAPE = (3, 5, H)
 close = functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12)
 
 
-@pytest.fixture(autouse=True)
-def float64():
-    with jax.enable_x64(True):
-        yield
-
-
 class NnxMlp(nnx.Module):
     def __init__(self, rngs):
         self.layers = nnx.List([nnx.Linear(H, WIDE, param_dtype="float64", rngs=rngs)])

@@ -122,4 +122,14 @@ SUMS = [
         " or given.x_bias is not None or given.gated", "",
         (f"{JUNCTION}test_accuracy_of_linears[triton-add_layer_norm_linear, x_bias and gate-float32]",),
     ),
+    Mutant(
+        "an x_bias alone forgotten where norm and product are one kernel", LINEAR_SIGNATURE,
+        " or given.x_bias is not None", "",
+        (f"{JUNCTION}test_few_features_behind_a_sum_of_one_kind[triton-add_layer_norm_linear-x_bias]",),
+    ),
+    Mutant(
+        "examples' parameters forgotten where norm and product are one kernel", LINEAR_SIGNATURE,
+        " or of_norm.of_examples", "",
+        (f"{JUNCTION}test_few_features_behind_a_sum_of_one_kind[triton-add_layer_norm_linear-by example]",),
+    ),
 ]  # fmt: skip

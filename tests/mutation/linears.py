@@ -96,4 +96,25 @@ LINEARS = [
         "chosen[dim] = tuple(a for a in chosen[dim] if a in by_all)", "pass",
         (f"{SHARDING}test_several_linears[features0-float32-one alone-Auto]",),
     ),
+    Mutant(
+        "shares of dbias added up over devices in 16 bits", LINEAR_RULES,
+        "Result(b, summed=(Kind.ROW,), wide=True) for b", "Result(b, summed=(Kind.ROW,)) for b",
+        (f"{SHARDING}test_shares_of_16_bit_biases_are_added_up_in_float32[(8,)]",),
+    ),
+    Mutant(
+        "shares of a column's sum added up over devices in 16 bits", LINEAR_RULES,
+        "Result(of.bias[0], summed=(Kind.ROW,), wide=True)", "Result(of.bias[0], summed=(Kind.ROW,))",
+        (f"{SHARDING}test_shares_of_16_bit_biases_are_added_up_in_float32[(300,)]",),
+    ),
+    Mutant(
+        "all kernels in the dtype of the first, fused", LINEAR_LAUNCH,
+        "wide = jnp.result_type(*(a for a, _ in given))", "wide = given[0][0].dtype",
+        (f"{SEVERAL}test_one_kernel_of_several_dtypes[triton]",),
+    ),
+    Mutant(
+        "z made again in the dtype of the first product", XLA_LINEAR,
+        "z_dtype = widest([dy[i].dtype.name for i in used if dtypes.dkernel[i] is not None])",
+        "z_dtype = next((dy[i].dtype.name for i in used if dtypes.dkernel[i] is not None), None)",
+        (f"{SEVERAL}test_kernels_of_several_dtypes[xla-300+8-dtypes0]",),
+    ),
 ]  # fmt: skip

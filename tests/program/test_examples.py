@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import sys
+from collections import Counter
 
 import jax
 import pytest
@@ -23,12 +24,12 @@ from flax import nnx  # noqa: E402
 LAYERS = 2  # the shortest that has a norm between two blocks
 
 
-def test_the_example_only_sums():
-    config = dataclasses.replace(example.CONFIGS["gpu"], layers=LAYERS)
+def compiled(config, sequence):
+    """-> the report, and of how many elements the model's parameters are"""
     mesh = program.mesh("h200", (4, 2), ("data", "tensor"))
 
     def new():
-        model = example.GPT(config, example.JlnNorm, nnx.Rngs(0))
+        model = example.new_model(config, 0, mesh, sequence)
         return model, example.make_optimizer(model, config)
 
     graph, state = nnx.split(nnx.eval_shape(new))
@@ -42,15 +43,35 @@ def test_the_example_only_sums():
 
     batch = jax.ShapeDtypeStruct((config.batch, config.context + 1), "uint8")
     batch = struct(batch, NamedSharding(mesh, PartitionSpec("data")))
-    report = program.compile_for(step, jax.tree.map(struct, state, example.shardings(state, mesh)), batch, devices=8)
+    arguments = jax.tree.map(struct, state, example.shardings(state, mesh)), batch
+    parameters = sum(a.size for a in jax.tree.leaves(state[0]))
+    return program.compile_for(step, *arguments, devices=8), parameters
 
+
+CONFIG = dataclasses.replace(example.CONFIGS["gpu"], layers=LAYERS)
+ACTIVATION = CONFIG.batch // 4 * CONFIG.context * CONFIG.width * 2  # bytes on one device
+KERNELS = 3 * (2 * LAYERS + 1)  # forward, backward, the sum of its partial gradients
+
+
+def test_the_example_only_sums():
+    report, parameters = compiled(CONFIG, sequence=False)
     assert {c.kind for c in report.collectives} == {"all-reduce"}
-    activations = config.batch // 4 * config.context * config.width * 2
-    large = [c for c in report.collectives if c.bytes == activations]
+    large = [c for c in report.collectives if c.bytes == ACTIVATION]
     assert [c.devices for c in large] == [2] * 4 * LAYERS  # behind two products forward, the dx of two norms backward
     rest = [c for c in report.collectives if c not in large]
     assert len(rest) <= 4  # whatever is left travels together: one for each set of devices and dtype
-    parameters = sum(a.size for a in jax.tree.leaves(state[0]))
     assert sum(c.bytes for c in rest) < 4 * parameters  # and is no more than every gradient, whole, in float32
-    kernels = sum(k.times for k in report.kernels if k.is_triton)
-    assert kernels == 3 * (2 * LAYERS + 1)  # forward, backward, the sum of its partial gradients
+    assert sum(k.times for k in report.kernels if k.is_triton) == KERNELS
+
+
+def test_with_sequence_parallelism_the_example_gathers_activations_alone():
+    report, parameters = compiled(CONFIG, sequence=True)
+    of_tensor = Counter()
+    for c in report.collectives:
+        of_tensor[c.kind, c.group] += c.bytes // ACTIVATION
+    # Of each block gathered: for two products by columns, forward and again backward; for two by rows backward.
+    assert of_tensor["all-gather", (0, 1)] == 6 * LAYERS and of_tensor["reduce-scatter", (0, 1)] == 4 * LAYERS
+    others = [c for c in report.collectives if c.kind not in ("all-reduce", "reduce-scatter")]
+    assert all(example.is_of_sequences(CONFIG, 4, c.kind, c.bytes) for c in others)
+    assert sum(c.bytes for c in report.collectives if c.kind == "all-reduce") < 4 * parameters
+    assert sum(k.times for k in report.kernels if k.is_triton) == KERNELS

@@ -87,13 +87,13 @@ def test_nnx_step():
     model = NnxModel(nnx.Rngs(0))
     plain = nnx_report(model)
     swapped = nnx_report(convert.nnx(model, copy=True).model)
-    fused = nnx_report(convert.nnx(model, copy=True, fuse={NnxBlock: [("norm", "qkv"), ("norm2", "up")]}).model)
+    fused = nnx_report(convert.nnx(model, copy=True, fuse=True).model)
     for name, report in (("Flax", plain), ("swapped", swapped), ("fused", fused)):
         print(f"{name}: {report.bytes_total / 1e6:.0f} MB moved, {report.temp_bytes / 1e6:.0f} MB temporary")
     assert triton_kernels(plain) == []
     assert len(triton_kernels(swapped)) == 3 * (2 * LAYERS + 1)
-    # composed at this size: a fused pair's backward norm kernel also makes z again
-    assert len(triton_kernels(fused)) >= 3 * (2 * LAYERS + 1)
+    # of many features: what a norm made is made again by one kernel, for whichever Linear reads it
+    assert len(triton_kernels(fused)) == 4 * 2 * LAYERS + 3
     assert fused.bytes_total < plain.bytes_total
     assert swapped.bytes_total < plain.bytes_total
     assert fused.temp_bytes < swapped.temp_bytes < plain.temp_bytes
@@ -104,7 +104,7 @@ def test_equinox_step():
     blocks = [EqxBlock(k) for k in jax.random.split(jax.random.key(0), LAYERS)]
     plain = eqx_report(blocks)
     swapped = eqx_report(convert.equinox(blocks).model)
-    fused = eqx_report(convert.equinox(blocks, fuse={EqxBlock: [("norm", "up")]}).model)
+    fused = eqx_report(convert.equinox(blocks, fuse=True).model)
     assert triton_kernels(plain) == []
     assert len(triton_kernels(swapped)) == 3 * 2 * LAYERS
     assert swapped.bytes_total < plain.bytes_total
@@ -120,3 +120,64 @@ def test_bfloat16_input_and_float32_parameters():
     assert kernel.is_triton
     elements = 16 * 256 * WIDTH
     assert (kernel.bytes_read, kernel.bytes_written) == (2 * elements + 2 * 4 * WIDTH, 4 * elements)
+
+
+class Queries(nnx.Module):
+    """Three Linears behind one norm."""
+
+    def __init__(self, rngs):
+        options = {"dtype": jnp.bfloat16, "use_bias": False, "rngs": rngs}
+        self.norm = nnx.RMSNorm(WIDTH, dtype=jnp.bfloat16, rngs=rngs)
+        self.q, self.k, self.v = (nnx.Linear(WIDTH, n, **options) for n in (WIDTH, 512, 512))
+
+    def __call__(self, x):
+        z = self.norm(x)
+        return self.q(z), self.k(z), self.v(z)
+
+
+def of_queries(model, sharding=None):
+    """The step's gradients of parameters and x, on one device or where the shardings say."""
+    graphdef, state = nnx.split(model)
+
+    def step(state, x):
+        def loss(state, x):
+            return sum(jnp.mean(y.astype("float32") ** 2) for y in nnx.merge(graphdef, state)(x))
+
+        return jax.grad(loss, (0, 1))(state, x)
+
+    if sharding is None:
+        return program.compile_for(step, state, X)
+    rows, columns, whole = sharding
+
+    def placed(a):
+        of = columns if a.ndim == 2 else whole
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=of)
+
+    x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=rows)
+    return program.compile_for(step, jax.tree.map(placed, state), x, devices=8)
+
+
+def test_the_result_is_made_again_once_for_all_linears_that_read_it():
+    """XLA sees that their three copies are one; so x is read once more, and the result not kept."""
+    model = Queries(nnx.Rngs(0))
+    swapped = of_queries(convert.nnx(model, copy=True).model)
+    fused = of_queries(convert.nnx(model, copy=True, fuse=True).model)
+    assert len(triton_kernels(swapped)) == 3 and len(triton_kernels(fused)) == 4
+    large = X.size * 2
+    assert fused.bytes_total <= swapped.bytes_total + 2.05 * large  # one of x and z each, and row statistics
+
+
+@pytest.mark.parametrize("rows", [("data", None), (None, "tensor")], ids=["batch", "sequence"])
+def test_making_the_result_again_communicates_no_more_than_keeping_it_but_one_gather_of_a_sequence(rows):
+    mesh = program.mesh("h200", (2, 4), ("data", "tensor"))
+
+    def of(*axes):
+        return jax.NamedSharding(mesh, jax.P(*axes))
+
+    sharding = of("data", rows[1]), of(None, "tensor"), of()
+    model = Queries(nnx.Rngs(0))
+    swapped = of_queries(convert.nnx(model, copy=True).model, sharding)
+    fused = of_queries(convert.nnx(model, copy=True, fuse=True).model, sharding)
+    more = sum(c.bytes for c in fused.collectives) - sum(c.bytes for c in swapped.collectives)
+    gather = X.size * 2 // 2  # of all that one of the two data shards has
+    assert more <= (gather if rows[1] else 0)

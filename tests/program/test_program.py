@@ -212,25 +212,27 @@ def test_collectives_of_a_sharded_program():
 
 
 @pytest.mark.parametrize(
-    "groups, devices",
+    "groups, first",
     [
-        ("{{0,2,4,6},{1,3,5,7}}", 4),
-        ("[4,2]<=[8]", 2),
-        ("[2,4]<=[4,2]T(1,0)", 4),
-        ("mesh['axis_0'=4,'axis_1'=1,'axis_2'=2] {'axis_0'}", 4),
-        ("mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0)) {'axis_0','axis_1'}", 8),
-        ("mesh['axis_0'=8] {'axis_0':(2)4}", 4),  # a part of an axis: behind one of size 2
+        ("{{0,2,4,6},{1,3,5,7}}", (0, 2, 4, 6)),
+        ("[4,2]<=[8]", (0, 1)),
+        ("[2,4]<=[4,2]T(1,0)", (0, 2, 4, 6)),
+        ("mesh['axis_0'=4,'axis_1'=1,'axis_2'=2] {'axis_0'}", (0, 2, 4, 6)),
+        ("mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0)) {'axis_0','axis_1'}", (0, 2, 4, 6, 1, 3, 5, 7)),
+        ("mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0)) {'axis_0'}", (0, 1)),
+        ("mesh['axis_0'=8] {'axis_0':(2)4}", (0, 1, 2, 3)),  # a part of an axis: behind one of size 2
         ("{}", None),  # all of them
     ],
 )
-def test_groups_of_a_collective(groups, devices):
+def test_groups_of_a_collective(groups, first):
     hlo = f"""
 ENTRY %main (x: f32[16]) -> f32[16] {{
   %x = f32[16]{{0}} parameter(0)
   ROOT %sum = f32[16]{{0}} all-reduce(%x), channel_id=1, replica_groups={groups}, metadata={{op="{{8}}"}}
 }}"""
     (collective,) = program.collectives(hlo)
-    assert collective == program.Collective("all-reduce", 64, "sum", devices=devices)
+    assert collective == program.Collective("all-reduce", 64, "sum", group=first)
+    assert collective.devices == (first and len(first))
 
 
 def test_errors_name_what_is_wrong(monkeypatch):
@@ -257,6 +259,12 @@ def test_the_plugin_is_brought_back_when_jax_has_turned_it_away():
         report = program.compile_for(lambda x: x + 1, jax.numpy.ones((256, 256), 'float32'))
         assert report.bytes_total == 2 * 256 * 256 * 4
         assert jax.default_backend() == "cpu"
+
+        import jln  # whose operators XLA asks JAX to partition
+
+        rows = jax.NamedSharding(program.mesh("h200", (8,), ("x",)), jax.P("x"))
+        x = jax.ShapeDtypeStruct((256, 256), "float32", sharding=rows)
+        assert len(program.compile_for(jln.rms_norm, x, devices=8).kernels) == 1
     """
     kept = {k: v for k, v in os.environ.items() if k not in ("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "JAX_PLATFORMS")}
     subprocess.run([sys.executable, "-c", code], env=kept | {"PYTHONPATH": os.pathsep.join(sys.path)}, check=True)

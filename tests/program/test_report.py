@@ -100,6 +100,55 @@ def test_a_stack_that_does_not_compile_is_a_fault_where_its_norms_are_ours(capsy
     assert status == fault and f"{variant} does not compile for stack-gpt" in out
 
 
+ON_A_MESH = {
+    "data": "--mesh data: each axis once and with a size, as in data=2,tensor=4",
+    "data=2,data=2": "each axis once",
+    "data=0": "each axis once",
+    "data=" + 5000 * "9": "each axis once",
+    "model=2": "unknown axis of --mesh 'model'; known are pipeline, data, fsdp, tensor",
+    "tensor=3": "stack-llama-q-k-v has 4096 features, which tensor=3 does not divide",
+    "data=2": "--sequence splits tokens over an axis tensor=...",
+    "data=65536,tensor=2": "of more than 16384 GPUs",
+}
+
+
+@pytest.mark.parametrize("mesh", ON_A_MESH)
+def test_a_mesh_that_cannot_be_is_one_line_and_status_2(capsys, mesh):
+    status, out, err = run(capsys, "report", "--workload", "stack-llama-q-k-v", "--mesh", mesh, "--sequence")
+    assert (status, out) == (2, "") and ON_A_MESH[mesh] in err
+
+
+def test_a_mesh_of_one_device_communicates_nothing(capsys):
+    status, out, _ = run(capsys, "report", "--workload", "stack-llama-q-k-v", "--mesh", "data=1")
+    assert status == 0 and "all of them" in out and " / " not in out.split("\n", 3)[3]
+
+
+def test_json_of_a_mesh_has_every_collective(capsys, monkeypatch):
+    small = dataclasses.replace(STACKS["stack-llama-q-k-v"], shape=(1, 256, 512), hidden=1024, heads=8)
+    monkeypatch.setitem(STACKS, small.name, small)
+    arguments = ("--workload", small.name, "--mesh", "tensor=2", "--sequence", "--json")
+    status, out, _ = run(capsys, "report", *arguments)
+    found = json.loads(out)
+    (step,) = found["steps"]
+    assert status == 0 and found["failures"] == [] and found["chip"] == "h200"
+    assert step["mesh"] == {"tensor": 2} and step["sequence"] and step["layers"] == 2 and step["shape"] == [1, 256, 512]
+    plain, ours = step["programs"]["jnp"], step["programs"]["jln, add_norm"]
+    assert ours["collectives"] == plain["collectives"]
+    scattered = {"kind": "reduce-scatter", "among": ["tensor"], "bytes": 256 * 512 * 2, "times": 8}
+    assert scattered in ours["collectives"]
+    assert ours["argument_bytes"] > 0 and ours["temporary_bytes"] > 0 and ours["kernels"] > 0
+
+
+def test_a_step_on_a_mesh_that_does_not_compile_is_a_fault_where_its_norms_are_ours(capsys, monkeypatch):
+    def broken(parameters, x):
+        raise NotImplementedError("no such step")
+
+    for variant, fault in (("jln, add_norm", 1), ("jnp", 0)):
+        monkeypatch.setattr(report, "sharded_losses", lambda stack, layout, variant=variant: {variant: broken})
+        status, out, _ = run(capsys, "report", "--workload", "stack-llama-q-k-v", "--mesh", "data=2")
+        assert status == fault and f"{variant} does not compile for stack-llama-q-k-v on data 2" in out
+
+
 def test_stacks_are_compared_with_flax(capsys, monkeypatch):
     pytest.importorskip("flax")
     small = dataclasses.replace(STACKS["stack-llama"], layers=1, shape=(1, 512, 1024), hidden=2048, heads=8)

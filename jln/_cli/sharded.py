@@ -1,0 +1,128 @@
+"""`python -m jln report --mesh`: what a step sharded over absent GPUs communicates, and keeps on each."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from typing import Any, NamedTuple
+
+from jln import program
+from jln._bench.layouts import AXES, Layout
+from jln._bench.stacks import STACKS, Stack
+from jln._cli.console import UserError, known, megabytes, print_table
+
+SHARDED = tuple(stack.name for stack in STACKS.values() if stack.apart)
+BLOCKS = 2  # of each stage; the fewest that have a norm between two blocks. More are more of the same
+MOST = 1 << 14
+Key = tuple[str, tuple[str, ...]]  # a collective's kind, and the axes along which devices communicate
+
+
+class Step(NamedTuple):
+    """A stack on a mesh, and its programs by variant."""
+
+    stack: Stack
+    layout: Layout
+    programs: dict[str, program.CompiledProgram]
+
+
+def parsed(text: str, chip: str, sequence: bool) -> Layout:
+    """Of "data=2,tensor=4". Raises UserError."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = part.partition("=")
+        known("axis of --mesh", [axis], AXES)
+        if axis in sizes or not size.isdecimal() or len(size) > 9 or int(size) < 1:
+            raise UserError(f"--mesh {text}: each axis once and with a size, as in data=2,tensor=4")
+        sizes[axis] = int(size)
+    if math.prod(sizes.values()) > MOST:
+        raise UserError(f"--mesh {text}: of more than {MOST} GPUs")
+    if sequence and sizes.get("tensor", 1) == 1:
+        raise UserError(f"--mesh {text}: --sequence splits tokens over an axis tensor=...")
+    sizes = {axis: sizes[axis] for axis in AXES if axis in sizes}
+    return Layout(program.mesh(chip, tuple(sizes.values()), tuple(sizes)), sequence)
+
+
+def fitted(name: str, layout: Layout) -> Stack:
+    """The stack of that name with `BLOCKS` a stage. Raises UserError for what the mesh cannot split."""
+    try:
+        return layout.fitted(dataclasses.replace(STACKS[name], layers=BLOCKS * layout.stages))
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def communicated(report: program.CompiledProgram, layout: Layout) -> Counter[tuple[Key, int]]:
+    """How often, by key and bytes of each."""
+    found: Counter[tuple[Key, int]] = Counter()
+    for each in report.collectives:
+        found[(each.kind, layout.among(each.group)), each.bytes] += each.times
+    return found
+
+
+def totals(report: program.CompiledProgram, layout: Layout) -> dict[Key, tuple[int, int]]:
+    """-> {key: (times, bytes of all together)}"""
+    found = communicated(report, layout)
+    return {
+        key: (
+            sum(times for (other, _), times in found.items() if other == key),
+            sum(times * size for (other, size), times in found.items() if other == key),
+        )
+        for key in sorted({key for key, _ in found})
+    }
+
+
+def facts(step: Step) -> dict[str, Any]:
+    stack, layout = step.stack, step.layout
+    return {
+        "name": stack.name,
+        "mesh": dict(layout.mesh.shape),
+        "sequence": layout.sequence,
+        "layers": stack.layers,
+        "shape": stack.shape,
+        "programs": {
+            name: {
+                "kernels": report.launches,
+                "argument_bytes": report.argument_bytes,
+                "temporary_bytes": report.temp_bytes,
+                "collectives": [
+                    {"kind": kind, "among": axes, "bytes": size, "times": times}
+                    for ((kind, axes), size), times in sorted(communicated(report, layout).items())
+                ],
+            }
+            for name, report in step.programs.items()
+        },
+    }
+
+
+def print_step(step: Step, chip: str) -> None:
+    """A table, with a column for each variant."""
+    stack, layout = step.stack, step.layout
+    microbatches = f"{layout.stages} microbatches of " if layout.stages > 1 else ""
+    tokens = "; the stream split by its tokens over tensor" if layout.sequence else ""
+    title = (
+        f"{stack.name}: {layout.mesh.size} x {chip}, {layout.sizes}{tokens}; {stack.layers} "
+        f"blocks, x {microbatches}{'x'.join(map(str, stack.shape))}; times / MB on one device"
+    )
+    print_table(title, ("collective", "among", *step.programs), rows(step), left=(0, 1))
+
+
+def rows(step: Step) -> list[tuple[str, ...]]:
+    """Of the table: kinds of collectives, all of them, and what each device launches and keeps."""
+    reports = step.programs.values()
+    all_totals = [totals(report, step.layout) for report in reports]
+
+    def cell(times: int, size: int) -> str:
+        return f"{times} / {megabytes(size) if size >= 1000 else f'{size} B'}" if times else "-"
+
+    of_kinds = [
+        (key[0], " x ".join(key[1]), *(cell(*found.get(key, (0, 0))) for found in all_totals))
+        for key in sorted({key for found in all_totals for key in found})
+    ]
+    added = [cell(sum(t for t, _ in found.values()), sum(size for _, size in found.values())) for found in all_totals]
+    return [
+        *of_kinds,
+        ("all of them", "", *added),
+        ("kernels", "", *(f"{report.launches}" for report in reports)),
+        ("arguments, MB", "", *(megabytes(report.argument_bytes) for report in reports)),
+        ("temporary, MB", "", *(megabytes(report.temp_bytes) for report in reports)),
+    ]

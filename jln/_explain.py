@@ -1,0 +1,167 @@
+"""What a function's calls run, read from its traced program."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from jln._core.derivatives import PRODUCT, STATISTICS
+from jln._routes import Route, heard_by, listening, places_known
+
+
+def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Route, ...]:
+    """The path, and why, of every jln layer and operator that `function(*args, **kwargs)` calls, in the order of the
+    calls. What is called in a loop or a scan is listed once, with the number of its turns, and what is called inside of
+    a `jax.checkpoint` with what that keeps.
+
+    Nothing is computed: the call is traced as by `jax.eval_shape`, so arrays may be `jax.ShapeDtypeStruct`s. A "norm"
+    or "fused" call reaches jln's operators, which run Triton kernels where the program is compiled for an NVIDIA GPU
+    with jax-triton installed, and XLA elsewhere. The framework's own layers are not listed: convert the model first, or
+    call inside of `jln.convert.linen()` or `jln.convert.haiku()`.
+
+    What is under `jax.jit` JAX does not trace again, so of an object that it has closed over you hear what was so when
+    you first asked, as JAX runs what was so when it first ran. Conversions by `jln.convert` are an exception.
+
+    Args:
+      function: a layer or a model of Flax NNX or Equinox; a Linen module or what `hk.transform` returns, whose
+        parameters are made up; or any function of arrays.
+      *args: what it is called with.
+      **kwargs: likewise.
+
+    Raises:
+      ValueError: `function` has closed over a Flax NNX model that Flax lets it use only as an argument.
+      Whatever else the call raises.
+    """
+    call = traceable(function)
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    is_array = [hasattr(a, "shape") and hasattr(a, "dtype") for a in leaves]
+
+    def traced(arrays):
+        given = iter(arrays)
+        args, kwargs = tree.unflatten([next(given) if known else a for a, known in zip(leaves, is_array, strict=True)])
+        call(*args, **kwargs)
+
+    arrays = [a for a, known in zip(leaves, is_array, strict=True) if known]
+    model = inspect.unwrap(function)
+    known = places_known.set(places(getattr(model, "__self__", model)))
+    with heard_by(_Program()), _asked(_conversions):
+        try:
+            program = jax.make_jaxpr(traced)(arrays)
+        except Exception as error:
+            if "trace level" not in str(error):  # of Flax, in errors of several classes
+                raise
+            raise ValueError(
+                "explain traces the function, and in a trace Flax NNX neither transforms (nnx.scan, nnx.jit, ...) nor "
+                "changes a model that the function has closed over: call jln.explain(model, x) or "
+                "jln.explain(model.method, x), or make it an argument, jln.explain(lambda model, x: ..., model, x)"
+            ) from error
+        finally:
+            places_known.reset(known)
+    return tuple(_routes_of(program.jaxpr))
+
+
+@functools.singledispatch
+def places(model: Any) -> Mapping[int, str]:
+    """Where the layers of a model are, by their identity; a framework's module registers its own."""
+    return {}
+
+
+@functools.singledispatch
+def traceable(function: Any) -> Callable[..., Any]:
+    """`function` as one that JAX can trace; a framework's module registers what its models need."""
+    return function
+
+
+# What JAX has traced and kept for the user has no such equations, and the reverse. The value is the same in every
+# question, for JAX keeps what it has traced under each: but another one as soon as models that JAX has seen are others.
+_asked = jax.make_user_context(default_value=0)
+_conversions = 1
+
+
+@contextlib.contextmanager
+def unasked() -> Iterator[None]:
+    """A context whose calls are not collected."""
+    with listening(()), _asked(0):
+        yield
+
+
+def converted() -> None:
+    """Have `explain` forget what it has seen: a layer has changed its class under JAX's caches."""
+    global _conversions
+    _conversions += 1
+
+
+class _Program:
+    """Writes what is noted into the program that is traced, where JAX keeps it with all else of a cached trace."""
+
+    def append(self, route: Route) -> None:
+        _primitive().bind(route=route)
+
+
+@functools.cache
+def _primitive() -> Primitive:
+    """An equation without operands and results, but with the effect of `jax.debug.callback`: so JAX keeps it and allows
+    it in every transformation. It does nothing.
+    """
+    primitive = Primitive("jln_route")
+    primitive.multiple_results = True
+    effects = jax.make_jaxpr(lambda: jax.debug.callback(lambda: None))().effects
+    primitive.def_impl(lambda **_: [])
+    primitive.def_effectful_abstract_eval(lambda **_: ([], effects))
+    mlir.register_lowering(primitive, lambda ctx, **_: [])
+    return primitive
+
+
+def _routes_of(jaxpr: Any) -> Iterator[Route]:
+    """In the order of the program, those inside of an equation in its place."""
+    for equation in jaxpr.eqns:
+        if equation.primitive is _primitive():
+            yield equation.params["route"]
+        within = _within(equation)
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
+            if _is_jaxpr(value):
+                for route in _routes_of(value):
+                    yield route._replace(why=route.why + within)
+
+
+def _within(equation: Any) -> str:
+    """What an equation makes of the calls inside of it."""
+    name, params = equation.primitive.name, equation.params
+    if name == "scan":
+        return f"; in a loop of {params['length']}"
+    if name == "shard_map":
+        axes = params.get("newly_manual_axes") or params.get("manual_axes") or params["mesh"].axis_names
+        return f"; in a jax.shard_map over {', '.join(sorted(axes))}"
+    if "prevent_cse" in params and "policy" in params:  # a jax.checkpoint
+        kept = [what for what, is_kept in _kept(params["policy"]).items() if is_kept]
+        return f"; in a jax.checkpoint that keeps {' and '.join(kept) or 'nothing of it'}"
+    return ""
+
+
+def _kept(policy: Any) -> dict[str, bool]:
+    """What a policy of `jax.checkpoint` keeps of a norm and of the products behind it."""
+
+    def keeps(function: Callable[..., Any], ndim: int) -> bool:
+        (equation,) = jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct((1,) * ndim, "float32")] * ndim).eqns
+        avals = [v.aval for v in equation.invars]
+        found = policy is not None and policy(equation.primitive, *avals, **equation.params)
+        return found is True or ("Recompute" not in f"{type(found).__name__} {found}" and found is not False)
+
+    return {
+        "products": keeps(lambda a, b: jax.lax.dot(a, b), 2),
+        "products of one kernel": keeps(lambda a: checkpoint_name(a, PRODUCT), 1),
+        "row statistics": keeps(lambda a: checkpoint_name(a, STATISTICS), 1),
+    }
+
+
+def _is_jaxpr(value: Any) -> bool:
+    """Of either kind, closed or not."""
+    return hasattr(value, "eqns")
