@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jln._explain import unasked
 from jln._modules.arguments import Summed, axes
 from jln._modules.calls import computed, noted, prepared
-from jln._routes import unnoted
 
 # From a module to what its norm is: `kind` and `epsilon`, and where they apply `scale`, `offset`,
 # `zero_centered_scale`, `axis` and `dtype`.
@@ -30,7 +30,7 @@ def computed_by_recipe(
     Raises:
       TypeError, ValueError: what the recipe returns is not as it must be.
     """
-    with unnoted():
+    with unasked():
         result = plain(*args, **kwargs)
     described = described_by(recipe, module)
     if len(args) != 1 or any(a is not None for a in kwargs.values()):

@@ -1,4 +1,4 @@
-"""Rung 4: of the table that `python benchmarks/zoo.py` prints, a line of each framework: what a converted model's step
+"""Rung 4: of the table that `python benchmarks/real_models.py` prints, a part: what a converted model's step
 holds and moves, as a part of what the original's does.
 """
 
