@@ -13,8 +13,8 @@ from jax.interpreters import partial_eval
 import jln
 
 nnx = pytest.importorskip("flax.nnx")
-for _name in ("haiku", "equinox"):
-    pytest.importorskip(_name)
+eqx = pytest.importorskip("equinox")
+pytest.importorskip("haiku")
 
 from zoo import CLIENTS, SMALL, functions, held  # noqa: E402
 
@@ -85,8 +85,8 @@ def programs(jaxpr):
 def test_every_norm_and_every_linear_behind_one_is_found_and_explained(name):
     """As many lines as the program has operators; a scan's body, which Flax traces twice, counts once."""
     client, model = of(name), CLIENTS[name]
-    routes = jln.explain(client.converted, client.parameters, client.x)
-    paths = [route.path for route in (dict.fromkeys(routes) if model.framework == "linen" else routes)]
+    routes = [(route.layer, route.path) for route in jln.explain(client.converted, client.parameters, client.x)]
+    paths = [path for _, path in (dict.fromkeys(routes) if model.framework == "linen" else routes)]
     expected = {"norm": model.norms(SMALL.layers), "fused": model.fused(SMALL.layers), "plain": 0}
     assert {path: paths.count(path) for path in expected} == expected
     traced = jax.make_jaxpr(client.converted)(client.parameters, client.x).jaxpr
@@ -100,11 +100,37 @@ def test_every_norm_and_every_linear_behind_one_is_found_and_explained(name):
 
 @each_client
 def test_less_is_kept_between_forward_and_backward(name):
-    """Of rows much wider than a kernel: XLA's attention, which keeps its weights, is the same in both."""
+    """Of rows much wider than a kernel: XLA's attention, which keeps its weights, is the same in all."""
     client = CLIENTS[name]
-    model = functions(client, client.large._replace(attention="xla"))
-    plain, converted = (held(f, model.parameters, model.x) for f in (model.plain, model.converted))
-    assert converted < plain
+    size = client.large._replace(attention="xla")
+    fused, norms = (functions(client, size, fuse=fuse) for fuse in (True, False))
+    kept = [held(f, fused.parameters, fused.x) for f in (fused.plain, norms.converted, fused.converted)]
+    assert kept[1] < kept[0] and kept[2] < kept[0]
+    if client.fused(size.layers) and client.framework != "equinox":  # whose kernels are kept transposed
+        assert kept[2] < kept[1]
+
+
+@pytest.mark.parametrize("name", [name for name, client in CLIENTS.items() if client.framework == "nnx"])
+def test_an_nnx_model_is_converted_in_place_and_back(name):
+    client = CLIENTS[name]
+    model = client.model(SMALL)
+    before = [type(module) for _, module in nnx.iter_modules(model)]
+    state = nnx.state(model)
+    conversion = jln.convert.nnx(model, fuse=True, norms=client.recipes)
+    assert len(conversion.changes) >= client.norms(SMALL.layers)
+    nnx.update(model, jax.tree.map(lambda a: a + 1, state))  # as a checkpoint of the original is loaded
+    assert conversion.undo() is model
+    assert [type(module) for _, module in nnx.iter_modules(model)] == before
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model), jax.tree.map(lambda a: a + 1, state))
+
+
+def test_an_equinox_model_is_converted_and_back():
+    model = CLIENTS["Parallel block"].model(SMALL)
+    conversion = jln.convert.equinox(model, fuse=True)
+    loaded = jax.tree.map(lambda a: a + 1 if eqx.is_array(a) else a, conversion.model)
+    wanted = jax.tree.map(lambda a: a + 1 if eqx.is_array(a) else a, model)
+    assert not eqx.tree_equal(loaded, wanted)  # other classes
+    assert eqx.tree_equal(conversion.undo(loaded), wanted)
 
 
 def test_a_recipe_goes_before_the_call_that_a_subclass_ends_in():
