@@ -14,6 +14,7 @@ from jln import _routes
 
 nnx = pytest.importorskip("flax.nnx")
 nn = pytest.importorskip("flax.linen")
+hk = pytest.importorskip("haiku")
 
 import jln.linen  # noqa: E402
 import jln.nnx  # noqa: E402
@@ -55,7 +56,7 @@ def test_the_code_runs_and_nothing_is_left_plain(title):
         compared.append(functions)
         same(*functions)
 
-    names = {"jax": jax, "jnp": jnp, "jln": jln, "nnx": nnx, "nn": nn, "x": X, "same": counted}
+    names = {"jax": jax, "jnp": jnp, "jln": jln, "nnx": nnx, "nn": nn, "hk": hk, "x": X, "same": counted}
     with _routes.noting() as routes:
         for code in blocks(title):
             before = len(compared)

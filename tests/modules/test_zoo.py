@@ -115,13 +115,13 @@ def test_an_nnx_model_is_converted_in_place_and_back(name):
     client = CLIENTS[name]
     model = client.model(SMALL)
     before = [type(module) for _, module in nnx.iter_modules(model)]
-    state = nnx.state(model)
+    loaded = jax.tree.map(lambda a: a + 1, nnx.state(model))
     conversion = jln.convert.nnx(model, fuse=True, norms=client.recipes)
     assert len(conversion.changes) >= client.norms(SMALL.layers)
-    nnx.update(model, jax.tree.map(lambda a: a + 1, state))  # as a checkpoint of the original is loaded
+    nnx.update(model, loaded)  # as a checkpoint of the original
     assert conversion.undo() is model
     assert [type(module) for _, module in nnx.iter_modules(model)] == before
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(model), jax.tree.map(lambda a: a + 1, state))
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model), loaded)
 
 
 def test_an_equinox_model_is_converted_and_back():
