@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jln._explain import unasked
 from jln._modules.arguments import Summed, axes
 from jln._modules.calls import computed, noted, prepared
 
@@ -30,7 +31,8 @@ def computed_by_recipe(
     Raises:
       TypeError, ValueError: what the recipe returns is not as it must be.
     """
-    result = plain(*args, **kwargs)
+    with unasked():
+        result = plain(*args, **kwargs)
     described = described_by(recipe, module)
     read = [*args, *(a for a in kwargs.values() if a is not None)]
     if len(read) != 1:

@@ -1,0 +1,89 @@
+"""What one call makes of the models in tests/zoo: norms, Linears, numbers, and bytes on an H200, before and after.
+
+    python benchmarks/real_models.py              # needs jax[cuda13], Flax, Haiku, Equinox, no GPU; twelve minutes
+    python benchmarks/real_models.py GPT-2 T5     # of all models those whose names have one of these words
+
+Norms and Linears: those that are jln's afterwards, as tests/modules/test_zoo.py holds them; a scan's body counts once.
+Lines: that a user changes, the call and a recipe for a norm of the model's own. Difference: of any gradient in float64
+at the tests' size, as a part of that gradient's largest element (or, where that is a rounding itself, of the largest of
+all). The rest is a training step of two blocks (of the ViT four) in bfloat16 at the model's large size, compiled for an
+H200, as it was, with its norms converted, and with `fuse=True`: what is held between forward and backward, beside the
+parameters and x; what all kernels move; the compiled program's temporary memory.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+from typing import Any
+
+os.environ.setdefault("JLN_CHIP", "h200")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "tests"))
+import jln
+import zoo  # pyright: ignore[reportMissingImports]
+
+GB = 1e9
+ROUNDING = 1e-15
+HEADER = ("model", "framework", "norms", "Linears", "lines", "difference", "held, GB", "moved, GB", "temporary, GB")
+
+
+def drawn(tree: Any) -> Any:
+    r = np.random.default_rng(0)
+    return jax.tree.map(lambda a: jnp.asarray(0.3 * r.normal(size=a.shape), a.dtype), tree)
+
+
+def gradient_difference(client: Any) -> float:
+    with jax.enable_x64(True):
+        model = zoo.functions(client, zoo.SMALL)
+        parameters, x = drawn((model.parameters, model.x))
+        weight = drawn(jax.eval_shape(model.plain, parameters, x))
+
+        def gradients(f: Any) -> list[Any]:
+            return jax.tree.leaves(jax.jit(jax.grad(lambda *args: jnp.sum(weight * f(*args)), (0, 1)))(parameters, x))
+
+        own, wanted = gradients(model.converted), gradients(model.plain)
+        greatest = max(float(jnp.abs(b).max()) for b in wanted)
+        sizes = [max(float(jnp.abs(b).max()), ROUNDING / 1e-12 * greatest) for b in wanted]
+        return max(float(jnp.abs(a - b).max()) / size for a, b, size in zip(own, wanted, sizes, strict=True))
+
+
+def compiled(function: Any, model: Any) -> tuple[int, int, int]:
+    """-> bytes held, moved, temporary"""
+
+    def step(parameters: Any, x: Any) -> Any:
+        def loss(parameters: Any, x: Any) -> Any:
+            return jnp.mean(function(parameters, x).astype(jnp.float32) ** 2)
+
+        return jax.value_and_grad(loss, (0, 1))(parameters, x)
+
+    program = jln.program.compile_for(step, model.parameters, model.x)
+    return zoo.held(function, model.parameters, model.x), program.bytes_total, program.temp_bytes
+
+
+def row(name: str) -> list[str]:
+    client = zoo.CLIENTS[name]
+    difference = gradient_difference(client)
+    model, norms = (zoo.functions(client, client.large, fuse=fuse) for fuse in (True, False))
+    measured = [compiled(function, model) for function in (model.plain, norms.converted, model.converted)]
+    cells = [" / ".join(f"{a / GB:.2f}" for a in column) for column in zip(*measured, strict=True)]
+    counts = [str(count(client.large.layers)) for count in (client.norms, client.fused)]
+    return [name, client.framework, *counts, str(zoo.lines(client)), f"{difference:.0e}", *cells]
+
+
+def main() -> None:
+    print("| " + " | ".join(HEADER) + " |")
+    print("|" + "---|" * len(HEADER))
+    for name in zoo.CLIENTS:
+        if len(sys.argv) == 1 or any(word in name for word in sys.argv[1:]):
+            print("| " + " | ".join(row(name)) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

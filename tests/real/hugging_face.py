@@ -1,0 +1,190 @@
+"""Hugging Face's own Flax models, with random weights, converted by one call: the same loss and gradients.
+
+    pip install "transformers==4.57.6"    # the last with models in JAX
+    python tests/real/hugging_face.py     # a minute, nothing is downloaded
+
+For every model: which of its norms and Linears jln computes, and the largest difference of any gradient, as a part of
+that gradient's largest element. Those of Flax's own norms compute in float64; T5, Llama and Gemma take a norm's
+variance in float32 whatever they are told, so they are compared in float32. Exits with 1 where a number differs, or
+fewer layers are found than there are.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from transformers import BertConfig, GemmaConfig, GPT2Config, LlamaConfig, T5Config, ViTConfig
+from transformers.models.bert.modeling_flax_bert import FlaxBertForMaskedLM
+from transformers.models.gemma.modeling_flax_gemma import FlaxGemmaForCausalLM, FlaxGemmaRMSNorm
+from transformers.models.gpt2.modeling_flax_gpt2 import FlaxGPT2LMHeadModel
+from transformers.models.llama.modeling_flax_llama import FlaxLlamaForCausalLM, FlaxLlamaRMSNorm
+from transformers.models.t5 import modeling_flax_t5
+from transformers.models.t5.modeling_flax_t5 import FlaxT5ForConditionalGeneration, FlaxT5LayerNorm
+from transformers.models.vit.modeling_flax_vit import FlaxViTForImageClassification
+
+import jln
+
+LAYERS, WIDTH, WORDS = 2, 32, 50
+TOKENS = np.random.default_rng(0).integers(2, WORDS, (2, 12))
+IMAGES = np.random.default_rng(1).normal(size=(2, 3, 8, 8))
+
+# Of an array's largest element: sums of 32 to 96 terms, of which float64 rounds each by 1e-16 and float32 by 6e-8.
+# Where an exact gradient is zero, as the keys' bias's, roundings of the largest gradient's size are left.
+TOLERANCES = {"float64": (1e-12, 1e-15), "float32": (3e-5, 1e-6)}
+
+
+class _Numpy:
+    """`jax.numpy` as T5's file wants it: with the name `a_max` in `clip`, which JAX has taken away."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(jnp, name)
+
+    def clip(self, a: Any, a_max: Any) -> jax.Array:
+        return jnp.clip(a, max=a_max)
+
+
+modeling_flax_t5.jnp = _Numpy()
+
+
+class Real(NamedTuple):
+    """inputs: what the model is called with. norms, fused: calls of norms, and Linears that read one's result."""
+
+    make: Callable[..., Any]
+    config: Any
+    inputs: Mapping[str, Any]
+    norms: int
+    fused: int
+    dtype: str = "float64"
+    recipes: Mapping[type, Callable[[Any], Mapping[str, Any]]] = {}
+
+
+def config(cls: type, **more: Any) -> Any:
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 3 * WIDTH, "num_hidden_layers": LAYERS, "vocab_size": WORDS}
+    return cls(num_attention_heads=4, **sizes, **more)
+
+
+GROUPED = {"num_key_value_heads": 2, "max_position_embeddings": 16}
+MODELS = {
+    # Its Linears but the head are a class of its own, FlaxConv1D.
+    "GPT-2": Real(
+        FlaxGPT2LMHeadModel,
+        GPT2Config(n_embd=WIDTH, n_layer=LAYERS, n_head=4, vocab_size=WORDS, n_positions=16),
+        {"input_ids": TOKENS},
+        norms=2 * LAYERS + 1,
+        fused=1,
+    ),
+    # The head has a norm of its own, which is read by a Linear whose kernel are the embeddings.
+    "BERT": Real(
+        FlaxBertForMaskedLM, config(BertConfig), {"input_ids": TOKENS}, norms=2 * LAYERS + 2, fused=4 * LAYERS + 2
+    ),
+    "ViT": Real(
+        FlaxViTForImageClassification,
+        config(ViTConfig, image_size=8, patch_size=4),
+        {"pixel_values": IMAGES},
+        norms=2 * LAYERS + 1,
+        fused=4 * LAYERS,
+    ),
+    # The decoder's keys and values read the encoder's last norm.
+    "T5": Real(
+        FlaxT5ForConditionalGeneration,
+        T5Config(
+            d_model=WIDTH,
+            d_kv=8,
+            d_ff=96,
+            num_layers=LAYERS,
+            num_heads=4,
+            vocab_size=WORDS,
+            feed_forward_proj="gated-gelu",
+        ),
+        {"input_ids": TOKENS, "decoder_input_ids": TOKENS[:, :7]},
+        norms=5 * LAYERS + 2,
+        fused=(5 + 8) * LAYERS,
+        dtype="float32",
+        recipes={FlaxT5LayerNorm: lambda m: {"kind": "rms_norm", "scale": m.weight, "epsilon": m.eps}},
+    ),
+    "Llama": Real(
+        FlaxLlamaForCausalLM,
+        config(LlamaConfig, **GROUPED),
+        {"input_ids": TOKENS},
+        norms=2 * LAYERS + 1,
+        fused=5 * LAYERS + 1,
+        dtype="float32",
+        recipes={FlaxLlamaRMSNorm: lambda m: {"kind": "rms_norm", "scale": m.weight, "epsilon": m.epsilon}},
+    ),
+    "Gemma": Real(
+        FlaxGemmaForCausalLM,
+        config(GemmaConfig, head_dim=8, **GROUPED),
+        {"input_ids": TOKENS},
+        norms=2 * LAYERS + 1,
+        fused=5 * LAYERS + 1,
+        dtype="float32",
+        recipes={
+            FlaxGemmaRMSNorm: lambda m: {
+                "kind": "rms_norm",
+                "scale": m.weight,
+                "epsilon": m.epsilon,
+                "zero_centered_scale": True,
+            }
+        },
+    ),
+}
+
+
+def difference(own: Any, wanted: Any, tolerances: tuple[float, float]) -> tuple[float, bool]:
+    """The largest of any array, as a part of its largest element; and whether all are small enough."""
+    pairs = [(float(np.abs(a - b).max()), float(np.abs(b).max())) for a, b in zip(own, wanted, strict=True)]
+    greatest = max(size for _, size in pairs)
+    relative, rounding = tolerances
+    allowed = [error <= relative * size + rounding * greatest for error, size in pairs]
+    significant = [error / size for error, size in pairs if size > rounding / relative * greatest]
+    return max(significant), all(allowed)
+
+
+def checked(name: str, real: Real) -> bool:
+    model = real.make(real.config, dtype=jnp.dtype(real.dtype), seed=0, **sizes(real))
+    r = np.random.default_rng(2)
+    parameters = jax.tree.map(lambda a: jnp.asarray(a + 0.1 * r.normal(size=a.shape), real.dtype), model.params)
+
+    def loss(parameters: Any) -> jax.Array:
+        return jnp.sum(jnp.sin(model(**real.inputs, params=parameters, train=False).logits))
+
+    def found() -> list[Any]:
+        value, gradients = jax.jit(jax.value_and_grad(loss))(parameters)
+        return [value, *jax.tree.leaves(gradients)]
+
+    wanted = found()
+    with jln.convert.linen(fuse=True, norms=real.recipes):
+        own = found()
+        paths = [route.path for route in jln.explain(loss, parameters)]
+    largest, is_right = difference(own, wanted, TOLERANCES[real.dtype])
+    counts = {path: paths.count(path) for path in ("norm", "fused", "plain")}
+    is_right &= counts == {"norm": real.norms, "fused": real.fused, "plain": 0}
+    print(
+        f"{name:<6} {real.dtype} {counts} largest difference {largest:.0e}: {'ok' if is_right else 'WRONG'}", flush=True
+    )
+    return is_right
+
+
+def sizes(real: Real) -> dict[str, Any]:
+    """What the model is made for."""
+    return {} if "pixel_values" in real.inputs else {"input_shape": (1, 4)}
+
+
+def main() -> None:
+    jax.config.update("jax_enable_x64", True)
+    wanted = sys.argv[1:] or list(MODELS)
+    results = [checked(name, MODELS[name]) for name in wanted]
+    sys.exit(0 if all(results) else 1)
+
+
+if __name__ == "__main__":
+    main()

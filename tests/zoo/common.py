@@ -1,0 +1,74 @@
+"""What the models of the zoo are made of, in every framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+HEAD_FREQUENCY = 10_000.0
+
+
+class Size(NamedTuple):
+    """dtype: in which a model computes, and what it reads. param_dtype: of its parameters, where a framework keeps the
+    two apart. attention: JAX's implementation of it.
+    """
+
+    batch: int
+    tokens: int
+    width: int
+    heads: int
+    head: int
+    hidden: int
+    layers: int
+    dtype: str
+    param_dtype: str
+    attention: Any
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.batch, self.tokens, self.width
+
+
+# Of every model: what differs between any two axes.
+SMALL = Size(2, 8, 16, 4, 5, 24, 2, "float64", "float64", "xla")
+LARGE = Size(4, 2048, 2048, 16, 128, 8192, 2, "bfloat16", "float32", "cudnn")
+
+
+class Client(NamedTuple):
+    """A model as its users have it, and what a conversion must find.
+
+    model: of a size. recipes: of its own norms. norms: calls of norms, all of which are jln's afterwards; fused:
+    Linears that read such a result; a body of a scan counts once. large: the size to compile.
+    """
+
+    framework: str
+    model: Callable[[Size], Any]
+    norms: Callable[[int], int]
+    fused: Callable[[int], int]
+    recipes: Mapping[type, Callable[[Any], Mapping[str, Any]]] = {}
+    large: Size = LARGE
+
+
+def attention(size: Size, q: jax.Array, k: jax.Array, v: jax.Array, *, is_causal: bool = False) -> jax.Array:
+    """q [B, T, N, D]; k, v [B, S, K, D], where K divides N. -> [B, T, N * D]"""
+    y = jax.nn.dot_product_attention(q, k, v, is_causal=is_causal, implementation=size.attention)
+    return y.reshape(*y.shape[:-2], -1)
+
+
+def by_heads(a: jax.Array, head: int) -> jax.Array:
+    """[..., N * D] -> [..., N, D]"""
+    return a.reshape(*a.shape[:-1], -1, head)
+
+
+def rotated(a: jax.Array) -> jax.Array:
+    """Rotary positions of [B, T, N, D], the first of each half; of an odd D the last stays."""
+    half = a.shape[-1] // 2
+    wide = jnp.promote_types(a.dtype, jnp.float32)
+    angle = jnp.arange(a.shape[1], dtype=wide)[:, None] / HEAD_FREQUENCY ** (jnp.arange(half, dtype=wide) / half)
+    cos, sin = (f(angle)[None, :, None] for f in (jnp.cos, jnp.sin))
+    left, right, rest = a[..., :half].astype(wide), a[..., half : 2 * half].astype(wide), a[..., 2 * half :]
+    turned = (left * cos - right * sin, left * sin + right * cos)
+    return jnp.concatenate([*(b.astype(a.dtype) for b in turned), rest], axis=-1)
