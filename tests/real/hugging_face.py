@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("USE_TORCH", "0")
 
 import jax
 import jax.numpy as jnp
