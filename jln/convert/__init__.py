@@ -14,7 +14,8 @@ jln's. A model's own norm is left alone, and named, until a recipe tells what it
 A recipe is a function of the module that returns a mapping: `kind` ("layer_norm" or "rms_norm") and `epsilon`, and
 where they apply `scale`, `offset`, `zero_centered_scale`, `axis` (an int or a tuple) and `dtype` of the result, by
 default that of the module's own. It is called after the module's own call, so that parameters are there which that
-makes; of the result of that call a compiled program has no trace.
+makes; of the result of that call a compiled program has no trace. A recipe goes before all that jln knows of a class,
+so a framework's heir with a call of its own may have one.
 
 With `fuse` a Linear keeps for the backward pass, where it reads a norm's result, not that but what the norm read, and
 makes the result again: one kernel a norm, for all Linears that read it. Few features (up to 256 in 16 bits, 128 in
@@ -100,7 +101,7 @@ def linen(*, fuse: bool = False, norms: Norms | None = None) -> Iterator[Routes]
     Args:
       fuse: True: also every `Dense`, `DenseGeneral` and `Einsum`, as `jln.convert` says.
       norms: recipes of the model's own norms; see `jln.convert`. What a module makes in its call a recipe finds as
-        `m.get_variable("params", "scale")`.
+        `m.get_variable("params", "scale")`. In a loop give the same functions each time: for others JAX traces again.
 
     Raises:
       TypeError: `fuse`, `norms` or, in a call, a recipe is malformed.

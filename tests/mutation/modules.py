@@ -1,6 +1,17 @@
 """Ways to break what the modules and conversions make of a model's layers."""
 
-from targets import CALLS, CONVERSIONS, EXPLAIN, FUSE, NORMS_OF_MODULES, ORIGINS, READING, RECIPES, Mutant
+from targets import (
+    CONTEXTS,
+    CONVERSION_OF_NNX,
+    CONVERSIONS,
+    EXPLAIN,
+    FUSE,
+    NORMS_OF_MODULES,
+    ORIGINS,
+    READING,
+    RECIPES,
+    Mutant,
+)
 
 MAPPED = (f"{FUSE}test_a_result_is_the_result_of_what_was_read_however_either_is_mapped[300]",)
 EVERY_LINEAR = (f"{FUSE}test_every_linear_behind_a_norm_is_found_and_all_numbers_are_the_frameworks[nnx]",)
@@ -29,11 +40,6 @@ MODULES = [
         (f"{FUSE}test_the_result_of_what_has_been_donated_since_is_a_result_still",),
     ),
     Mutant(
-        "the norm of a sum remembered as that of x", CALLS,
-        "found if total is None else dataclasses.replace(found, x=total)", "found",
-        MAPPED,
-    ),
-    Mutant(
         "a result's axes in the order of the product", NORMS_OF_MODULES,
         "y if linear.result_axes is None else y.transpose(linear.result_axes)", "y",
         EVERY_LINEAR,
@@ -42,6 +48,19 @@ MODULES = [
         "a recipe's zero-centred scale not centred", RECIPES,
         "zero_centered_scale=bool(described.get(\"zero_centered_scale\", False))", "zero_centered_scale=False",
         (f"{OF_RECIPES}test_an_own_norm_and_the_linear_behind_it[nnx]",),
+    ),
+    Mutant(
+        "an heir's recipe behind the framework's call", CONTEXTS,
+        "if isinstance(layer, c) and of.defined_in(context, c):\n                return _modules",
+        "if isinstance(layer, c) and not isinstance(layer, of.norms) and of.defined_in(context, c):\n"
+        "                return _modules",
+        (f"{OF_RECIPES}test_a_frameworks_heir_with_a_call_of_its_own_has_its_own_recipe",),
+    ),
+    Mutant(
+        "a module converted before what may be wrong is known", CONVERSION_OF_NNX,
+        "swaps = [CLASSES.of(module, recipes, id(module) in wanted) for _, module in modules]",
+        "swaps = (CLASSES.of(module, recipes, id(module) in wanted) for _, module in modules)",
+        (f"{OF_RECIPES}test_recipes_that_are_wrong",),
     ),
     Mutant(
         "a recipe's dtype ignored", RECIPES,
