@@ -19,8 +19,8 @@ from jln._routes import Route, heard_by, listening, places_known
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Route, ...]:
     """The path, and why, of every jln layer and operator that `function(*args, **kwargs)` calls, in the order of the
-    calls. What is called in a loop or a scan is listed once, with the number of its turns, and what is called inside of
-    a `jax.checkpoint` with what that keeps.
+    calls. What is called in a loop or a scan is listed once, with the number of its turns where that is known, and what
+    is called inside of a `jax.checkpoint` with what that keeps.
 
     Nothing is computed: the call is traced as by `jax.eval_shape`, so arrays may be `jax.ShapeDtypeStruct`s. A "norm"
     or "fused" call reaches jln's operators, which run Triton kernels where the program is compiled for an NVIDIA GPU
@@ -47,7 +47,12 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Ro
     def traced(arrays):
         given = iter(arrays)
         args, kwargs = tree.unflatten([next(given) if known else a for a, known in zip(leaves, is_array, strict=True)])
-        call(*args, **kwargs)
+        made_again = [place for a in (*args, *kwargs.values()) for place in places(a).items()]
+        known = places_known.set({**places_known.get(), **dict(made_again)})
+        try:
+            call(*args, **kwargs)
+        finally:
+            places_known.reset(known)
 
     arrays = [a for a, known in zip(leaves, is_array, strict=True) if known]
     model = inspect.unwrap(function)
@@ -137,6 +142,8 @@ def _within(equation: Any) -> str:
     name, params = equation.primitive.name, equation.params
     if name == "scan":
         return f"; in a loop of {params['length']}"
+    if name == "while":
+        return "; in a loop"
     if name == "shard_map":
         axes = params.get("newly_manual_axes") or params.get("manual_axes") or params["mesh"].axis_names
         return f"; in a jax.shard_map over {', '.join(sorted(axes))}"

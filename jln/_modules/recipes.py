@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
@@ -99,6 +99,8 @@ def checked_recipes(norms: Any, base: type, theirs: tuple[type, ...]) -> dict[ty
     for cls in norms:
         if not isinstance(cls, type) or not issubclass(cls, base):
             raise TypeError(f"norms must name classes of {base.__module__}.{base.__name__}; got {cls!r}")
+        if not isinstance(norms[cls], Hashable):  # JAX keeps a program for each recipe
+            raise TypeError(f"norms must name functions that can be hashed; got {norms[cls]!r}")
         if cls in theirs:
             raise ValueError(f"norms names {cls.__module__}.{cls.__name__}, which jln knows without a recipe")
     return dict(norms)

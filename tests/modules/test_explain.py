@@ -107,6 +107,18 @@ def test_equinox_layers_have_the_place_that_a_conversion_prints():
     for question, of in ((model, x), (jax.vmap(model), x[None])):
         layers = [r.layer.partition(" ")[2] for r in jln.explain(question, of)]
         assert layers == [change.path for change in conversion.changes] == [".layers[0]", ".layers[1]"]
+    routes = jln.explain(lambda model, x: model(x), model, x)
+    assert [r.layer.partition(" ")[2] for r in routes] == [".layers[0]", ".layers[1]"]
+
+
+def test_a_loop_whose_turns_nobody_knows_is_a_loop():
+    (route,) = jln.explain(lambda x, n: jax.lax.fori_loop(0, n, lambda _, x: jln.rms_norm(x, None), x), jnp.ones(8), 3)
+    assert route.why == "called as a function; in a loop of 3"
+    unknown = jnp.asarray(3)
+    (route,) = jln.explain(
+        lambda x, n: jax.lax.fori_loop(0, n, lambda _, x: jln.rms_norm(x, None), x), jnp.ones(8), unknown
+    )
+    assert route.why == "called as a function; in a loop"
 
 
 def test_a_branch_and_a_shard_of_it_are_listed():

@@ -244,6 +244,13 @@ def test_recipes_that_are_wrong(wrong, error, match):
         module.apply(variables, jnp.ones((2, H)))
 
 
+class Unhashable:
+    __hash__ = None
+
+    def __call__(self, m):
+        return recipe(m)
+
+
 @pytest.mark.parametrize(
     ("norms", "error", "match"),
     [
@@ -251,6 +258,7 @@ def test_recipes_that_are_wrong(wrong, error, match):
         ({Own: "rms_norm"}, TypeError, "must be a mapping from classes to functions"),
         ({"Own": recipe}, TypeError, "must name classes of"),
         ({dict: recipe}, TypeError, "must name classes of"),
+        ({Own: Unhashable()}, TypeError, "that can be hashed"),
         ({nnx.LayerNorm: recipe}, ValueError, "which jln knows without a recipe"),
     ],
 )
