@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import ad, batching, mlir
 
 from jln._core.derivatives import PRODUCT, STATISTICS
 from jln._routes import Route, heard_by, listening, places_known
@@ -57,7 +57,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Ro
     arrays = [a for a, known in zip(leaves, is_array, strict=True) if known]
     model = inspect.unwrap(function)
     known = places_known.set(places(getattr(model, "__self__", model)))
-    with heard_by(_Program()), _asked(_conversions):
+    with heard_by(_written), _asked(_conversions):
         try:
             program = jax.make_jaxpr(traced)(arrays)
         except Exception as error:
@@ -94,7 +94,7 @@ _conversions = 1
 @contextlib.contextmanager
 def unasked() -> Iterator[None]:
     """A context whose calls are not collected."""
-    with listening(()), _asked(0):
+    with listening(), _asked(0):
         yield
 
 
@@ -104,24 +104,25 @@ def converted() -> None:
     _conversions += 1
 
 
-class _Program:
-    """Writes what is noted into the program that is traced, where JAX keeps it with all else of a cached trace."""
-
-    def append(self, route: Route) -> None:
-        _primitive().bind(route=route)
+def _written(route: Route, read: Any) -> None:
+    """Write what is noted into the program that is traced, where JAX keeps it with all else of a cached trace."""
+    _primitive().bind(*([read] if isinstance(read, jax.Array) else []), route=route)
 
 
 @functools.cache
 def _primitive() -> Primitive:
-    """An equation without operands and results, but with the effect of `jax.debug.callback`: so JAX keeps it and allows
-    it in every transformation. It does nothing.
+    """An equation without results, but with the effect of `jax.debug.callback`: so JAX keeps it and allows it in every
+    transformation. Its operand, what the layer reads, keeps it in its place: Flax traces a scan's body twice, first for
+    what does not depend on the carry. It does nothing.
     """
     primitive = Primitive("jln_route")
     primitive.multiple_results = True
     effects = jax.make_jaxpr(lambda: jax.debug.callback(lambda: None))().effects
-    primitive.def_impl(lambda **_: [])
-    primitive.def_effectful_abstract_eval(lambda **_: ([], effects))
-    mlir.register_lowering(primitive, lambda ctx, **_: [])
+    primitive.def_impl(lambda *_, **__: [])
+    primitive.def_effectful_abstract_eval(lambda *_, **__: ([], effects))
+    mlir.register_lowering(primitive, lambda ctx, *_, **__: [])
+    batching.primitive_batchers[primitive] = lambda operands, dims, **of: (primitive.bind(*operands, **of), [])
+    ad.primitive_jvps[primitive] = lambda primals, tangents, **of: (primitive.bind(*primals, **of), [])
     return primitive
 
 

@@ -7,7 +7,7 @@ import contextvars
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 
 class Route(NamedTuple):
@@ -28,15 +28,13 @@ class Route(NamedTuple):
         return f"{self.layer}: {self.path} ({self.why})"
 
 
-class _Listener(Protocol):
-    def append(self, route: Route, /) -> None: ...
-
-
-_listeners: contextvars.ContextVar[tuple[_Listener, ...]] = contextvars.ContextVar("jln_listeners", default=())
+# Told of a route, and of what the layer reads.
+Listener = Callable[[Route, Any], None]
+_listeners: contextvars.ContextVar[tuple[Listener, ...]] = contextvars.ContextVar("jln_listeners", default=())
 
 
 @contextlib.contextmanager
-def listening(listeners: tuple[_Listener, ...]) -> Iterator[None]:
+def listening(*listeners: Listener) -> Iterator[None]:
     """Tell these of the calls made in the context, and no others."""
     token = _listeners.set(listeners)
     try:
@@ -45,22 +43,27 @@ def listening(listeners: tuple[_Listener, ...]) -> Iterator[None]:
         _listeners.reset(token)
 
 
-def heard_by(listener: _Listener) -> contextlib.AbstractContextManager[None]:
+def heard_by(listener: Listener) -> contextlib.AbstractContextManager[None]:
     """Tell this one too."""
-    return listening((*_listeners.get(), listener))
+    return listening(*_listeners.get(), listener)
+
+
+def into(routes: list[Route]) -> Listener:
+    return lambda route, _: routes.append(route)
 
 
 @contextlib.contextmanager
 def noting() -> Iterator[list[Route]]:
     """Collect the routes of the calls made in the context."""
     routes: list[Route] = []
-    with heard_by(routes):
+    with heard_by(into(routes)):
         yield routes
 
 
-def note(layer: str, path: str, why: str) -> None:
+def note(layer: str, path: str, why: str, read: Any = None) -> None:
+    """read: the array that the layer reads."""
     for listener in _listeners.get():
-        listener.append(Route(layer, path, why))
+        listener(Route(layer, path, why), read)
 
 
 P = ParamSpec("P")
@@ -73,7 +76,8 @@ def listed(path: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            note(f"jln.{function.__name__}", path, "called as a function")
+            read = args[0] if args else kwargs.get("x")
+            note(f"jln.{function.__name__}", path, "called as a function", read)
             return function(*args, **kwargs)
 
         return call

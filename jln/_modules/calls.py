@@ -16,7 +16,7 @@ from jln._modules import origins
 from jln._modules.arguments import AS_GIVEN, Gated, Products, Summed
 from jln._modules.norms import Linear, NormCall, Prepared
 from jln._norm.arguments import Given
-from jln._routes import Route, listening, note
+from jln._routes import Route, into, listening, note
 
 
 def named(argument: str, linears: Mapping[Any, Any], cls: type, taken: tuple[str, ...]) -> dict[str, dict[str, Any]]:
@@ -40,10 +40,11 @@ def named(argument: str, linears: Mapping[Any, Any], cls: type, taken: tuple[str
 
 
 class Fused(NamedTuple):
-    """A norm and Linears that are one operator. why: this is the path."""
+    """A norm and Linears that are one operator. why: this is the path. read: what the norm reads."""
 
     compute: Callable[[], Products]
     why: str
+    read: Any
 
 
 def fused(
@@ -63,8 +64,8 @@ def fused(
         return "the Linears differ in precision"
     read, why = given.read_by(norm, reads_as_given)
     if read.residual is not None:
-        return Fused(lambda: norm.linears(known, read), why)
-    return Fused(lambda: (norm.linears(known, read), given.total), why)
+        return Fused(lambda: norm.linears(known, read), why, norm.x)
+    return Fused(lambda: (norm.linears(known, read), given.total), why, norm.x)
 
 
 Parameter = jax.Array | np.ndarray | jax.ShapeDtypeStruct
@@ -151,9 +152,9 @@ def computed(
     if given.added_to is not None:
         return _added(layer, found, given.total, given.added_to, plain)
     if isinstance(found, str):
-        return given.result(((noted(layer, found, lambda: plain(given.total)),), given.total))
+        return given.result(((noted(layer, found, given.total, lambda: plain(given.total)),), given.total))
     read, why = given.read_by(found, reads_as_given)
-    note(layer, "norm", why)
+    note(layer, "norm", why, found.x)
     y, total = found.value(read)
     origins.remember(y, found if total is None else dataclasses.replace(found, x=total))
     return given.result(((y,), given.total if total is None else total))
@@ -163,9 +164,9 @@ def _of_gated(layer: str, found: Prepared | str, x: jax.Array, of: Gated, plain:
     if isinstance(found, Prepared) and found.offset is not None:
         found = "the norm has an offset, and the gated operator has none"
     if isinstance(found, Prepared):
-        note(layer, "norm", AS_GIVEN)
+        note(layer, "norm", AS_GIVEN, found.x)
         return found.value(Given(found.x, z=of.z), of.norm_before_gate).y
-    note(layer, "plain", found)
+    note(layer, "plain", found, x)
 
     def times_silu(a: jax.Array) -> jax.Array:
         """Rounded as between the framework's own layers."""
@@ -177,9 +178,9 @@ def _of_gated(layer: str, found: Prepared | str, x: jax.Array, of: Gated, plain:
 
 def _added(layer: str, found: Prepared | str, x: jax.Array, to: jax.Array, plain: Callable[[Any], Any]) -> jax.Array:
     if isinstance(found, Prepared):
-        note(layer, "norm", AS_GIVEN)
+        note(layer, "norm", AS_GIVEN, found.x)
         return found.value(Given(found.x, added=to)).y
-    return _promoted_sum(to, noted(layer, found, lambda: plain(x)))
+    return _promoted_sum(to, noted(layer, found, x, lambda: plain(x)))
 
 
 def _promoted_sum(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -211,7 +212,7 @@ def pair(
         then = prepared(norm, residual.astype(found.dtype_added_to(residual)))
         why = _pair_obstacle(found, then, residual, reads_as_given)
         if isinstance(then, Prepared) and why is None:
-            note(layer, "norm", f"{AS_GIVEN}, those of x_norm too")
+            note(layer, "norm", f"{AS_GIVEN}, those of x_norm too", x)
             assert isinstance(then, Prepared)
             y, total = found.followed_by(then, residual)
             origins.remember(y, dataclasses.replace(then, x=total))
@@ -220,10 +221,10 @@ def pair(
         why = found
     total = given.x_norm(x, added_to=residual) if called_as_ours else _promoted_sum(residual, given.x_norm(x))
     own: list[Route] = []
-    with listening((own,)):
+    with listening(into(own)):
         y = apart(total)
     for route in own:
-        note(*route[:2], f"not one operator with x_norm: {why}" if route.path == "norm" else route.why)
+        note(*route[:2], f"not one operator with x_norm: {why}" if route.path == "norm" else route.why, x)
     return y, total
 
 
@@ -245,9 +246,9 @@ def _pair_obstacle(first: Prepared, second: Prepared | str, residual: jax.Array,
     return None
 
 
-def noted(layer: str, why: str, plain: Callable[[], Any]) -> Any:
+def noted(layer: str, why: str, read: Any, plain: Callable[[], Any]) -> Any:
     """The framework's own code, because of `why`."""
-    note(layer, "plain", why)
+    note(layer, "plain", why, read)
     return plain()
 
 
@@ -259,14 +260,14 @@ def layers_computed(
     Only arrays pass between the layers, for a framework may show each call to its users.
     """
     if isinstance(found, Fused):
-        note(layer, "fused", found.why)
+        note(layer, "fused", found.why, found.read)
         return found.compute()
     taken: list[Route] = []
-    with listening((taken,)):
+    with listening(into(taken)):
         z = norm()
     own = [route for route in taken if route.path == "plain"]
     for route in own or [Route(layer, "norm" if taken else "plain", f"not fused: {found}")]:
-        note(*route)
+        note(*route, z)
     return linears(z)
 
 
@@ -282,7 +283,7 @@ def linear_computed(
     found = described(norm)
     obstacle = found if isinstance(found, str) else norm.reading_obstacle(found)
     if obstacle is not None:
-        return noted(layer, f"keeps the {norm.call.name}'s result: {obstacle}", plain)
+        return noted(layer, f"keeps the {norm.call.name}'s result: {obstacle}", z, plain)
     assert not isinstance(found, str)
-    note(layer, "fused", f"keeps what the {norm.call.name} in front read, not its result")
+    note(layer, "fused", f"keeps what the {norm.call.name} in front read, not its result", z)
     return norm.linear(z, found)

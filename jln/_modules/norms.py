@@ -85,7 +85,7 @@ class Prepared:
         """`norm` of `residual +` this norm as one operator, which nothing must keep from being one. -> (y, total)"""
         scales = self._parameter(self.scale), norm._parameter(norm.scale)
         n = {"axis": self.call.axes, "epsilon": self.call.epsilon, "dtype": norm.dtype, "forward_mode": True}
-        with listening(()):  # it is listed as a layer
+        with listening():  # it is listed as a layer
             return rms_norm_add_rms_norm(self.x, residual, *scales, **n)
 
     def linears(self, linears: Sequence[Linear], read: Given) -> Any:

@@ -36,10 +36,10 @@ def computed_by_recipe(
     described = described_by(recipe, module)
     read = [*args, *(a for a in kwargs.values() if a is not None)]
     if len(read) != 1:
-        return noted(layer, "it is called with more than an array", lambda: result)
+        return noted(layer, "it is called with more than an array", result, lambda: result)
     (x,) = read
     if not isinstance(result, jax.Array) or result.shape != np.shape(x):
-        return noted(layer, "its result does not have the shape of what it reads", lambda: result)
+        return noted(layer, "its result does not have the shape of what it reads", result, lambda: result)
     over = axes(described.get("axis", -1))
     found = prepared(
         x,

@@ -81,10 +81,10 @@ def swapping(of: Framework, fuse: bool, norms: Mapping[type, _modules.Recipe] | 
             with _routes.noting() as inner:
                 result = next_fun(*args, **kwargs)
             if not inner:
-                _routes.note(name, "plain", "a subclass of the framework's norm, whose call it does not make")
+                _routes.note(name, "plain", "a subclass of the framework's norm, whose call it does not make", result)
             return result
         if hint := hint_for(cls, of.root, of.parameter):
-            _routes.note(name, "plain", hint)
+            _routes.note(name, "plain", hint, args[0] if args else None)
         return next_fun(*args, **kwargs)
 
     def interceptor(next_fun: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
