@@ -13,7 +13,7 @@ from targets import (
     Mutant,
 )
 
-MAPPED = (f"{FUSE}test_a_result_is_the_result_of_what_was_read_however_either_is_mapped[300]",)
+MAPPED = ("tests/modules/test_products.py::test_a_result_is_the_result_of_what_was_read_however_either_is_mapped[300]",)
 EVERY_LINEAR = (f"{FUSE}test_every_linear_behind_a_norm_is_found_and_all_numbers_are_the_frameworks[nnx]",)
 OF_RECIPES = "tests/modules/test_recipes.py::"
 OF_READING = "tests/test_reading_linear.py::"
@@ -37,7 +37,7 @@ MODULES = [
     Mutant(
         "what was donated read again", ORIGINS,
         "if any(_is_deleted(a) for a in (x, scale, offset)):", "if False:",
-        (f"{FUSE}test_the_result_of_what_has_been_donated_since_is_a_result_still",),
+        ("tests/modules/test_products.py::test_the_result_of_what_has_been_donated_since_is_a_result_still",),
     ),
     Mutant(
         "a result's axes in the order of the product", NORMS_OF_MODULES,
