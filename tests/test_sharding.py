@@ -340,6 +340,18 @@ def test_shares_of_16_bit_biases_are_added_up_in_float32(features):
     jax.tree.map(np.testing.assert_array_equal, found, tuple(np.full(n, 4, "bfloat16") for n in features))
 
 
+def test_parts_of_a_16_bit_product_over_h_are_rounded_once_all_added_up():
+    """A device's part, 24.1875, is none that bfloat16 has, and all add up to 0.75. XLA must not keep its digits."""
+    x = jnp.ones((4, 192), jnp.bfloat16)  # so is its norm
+    column = jnp.where(jnp.arange(192) < 96, 1 + 2**-7, -1.0).astype(jnp.bfloat16)
+    kernel = jnp.stack([column] * 5, 1)
+    over_h = NamedSharding(Mesh(np.array(jax.devices()[:8]), ("h",)), P(None, "h"))
+    as_written = {"xla_allow_excess_precision": False}
+    step = jax.jit(lambda x, k: jln.rms_norm_linear(x, None, k, epsilon=0.0), compiler_options=as_written)
+    y = step(jax.device_put(x, over_h), kernel)
+    np.testing.assert_array_equal(y.astype("float32"), 0.75)
+
+
 @pytest.mark.parametrize("name", ["layer_norm", "layer_norm_linear"])
 @pytest.mark.parametrize("shape", [(2, 4, 2, 8), (4, 2, 2, 8)], ids=str)
 def test_a_part_of_a_mesh_axis(shape, name):

@@ -118,4 +118,8 @@ LINEARS = [
         "z_dtype = next((dy[i].dtype.name for i in used if dtypes.dkernel[i] is not None), None)",
         (f"{SEVERAL}test_kernels_of_several_dtypes[xla-300+8-dtypes0]",),
     ),
-]  # fmt: skip
+    Mutant(
+        "a 16-bit product's part of H rounded by itself", XLA_LINEAR, "rounded_first = not h_axes and (", "rounded_first = (",
+        (f"{SHARDING}test_parts_of_a_16_bit_product_over_h_are_rounded_once_all_added_up",),
+    ),
+]
