@@ -119,7 +119,8 @@ LINEARS = [
         (f"{SEVERAL}test_kernels_of_several_dtypes[xla-300+8-dtypes0]",),
     ),
     Mutant(
-        "a 16-bit product's part of H rounded by itself", XLA_LINEAR, "rounded_first = not h_axes and (", "rounded_first = (",
+        "a 16-bit product's part of H rounded by itself", XLA_LINEAR,
+        "rounded_first = not h_axes and (", "rounded_first = (",
         (f"{SHARDING}test_parts_of_a_16_bit_product_over_h_are_rounded_once_all_added_up",),
     ),
 ]
