@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jln._modules import Recipe, described_by
+from jln._modules import Recipe, computed_by_recipe, described_by
 
 _BY_RECIPE = "_jln_by_recipe"
 
@@ -133,13 +133,13 @@ class Swap(NamedTuple):
 class Classes(NamedTuple):
     """Of a framework, its classes with jln's in their place, and by a recipe the model's own.
 
-    call: `call(cls, recipe)`, the `__call__` of a class with a recipe.
+    placed: `placed(layer, cls)`, how `explain` lists a layer of that class.
     """
 
     framework: str
     norms: Mapping[type, type]
     linears: Mapping[type, type]
-    call: Callable[[type, Recipe], Callable[..., Any]]
+    placed: Callable[[Any, str], str]
 
     def of(self, layer: Any, recipes: Mapping[type, Recipe], is_fused: bool) -> Swap:
         cls = type(layer)
@@ -148,7 +148,7 @@ class Classes(NamedTuple):
             return Swap(None, "", "")
         if (recipe := next((recipes[c] for c in cls.__mro__ if c in recipes), None)) is not None:
             described_by(recipe, layer)
-            return Swap(_by_recipe(cls, recipe, self.call), "jln", WHY_RECIPE)
+            return Swap(_by_recipe(cls, recipe, self.placed), "jln", WHY_RECIPE)
         for theirs, own in known.items():
             why = WHY_SWAPPED if theirs in self.norms else WHY_LINEAR
             if cls is theirs:
@@ -167,9 +167,15 @@ def _subclass(cls: type, of: type) -> type:
 
 
 @functools.cache
-def _by_recipe(cls: type, recipe: Recipe, call: Callable[[type, Recipe], Any]) -> type:
-    made = {"__call__": call(cls, recipe), _BY_RECIPE: True}
-    return type(cls)(cls.__name__, (cls,), {**_like(cls, _by_recipe, recipe, call), **made})
+def _by_recipe(cls: Any, recipe: Recipe, placed: Callable[[Any, str], str]) -> type:
+    """A subclass of a model's own norm whose call is the recipe's."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = functools.partial(cls.__call__, self)
+        return computed_by_recipe(placed(self, named(cls)), recipe, self, plain, args, kwargs)
+
+    made = {"__call__": __call__, _BY_RECIPE: True}
+    return type(cls)(cls.__name__, (cls,), {**_like(cls, _by_recipe, recipe, placed), **made})
 
 
 def _like(cls: type, make: Callable[..., type], *how: Any) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,20 +13,11 @@ from jln import equinox as ours
 from jln.convert._common import Change, Classes, Conversion, Fuse, fused_linears, named
 from jln.equinox import eqx
 
-
-def _call_by_recipe(cls: Any, recipe: _modules.Recipe) -> Any:
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        plain = functools.partial(cls.__call__, self)
-        return _modules.computed_by_recipe(ours.placed(self, named(cls)), recipe, self, plain, args, kwargs)
-
-    return __call__
-
-
 CLASSES = Classes(
     "equinox",
     {ours.EquinoxLayerNorm: ours.LayerNorm, ours.EquinoxRMSNorm: ours.RMSNorm},
     {ours.EquinoxLinear: ours.Linear},
-    _call_by_recipe,
+    ours.placed,
 )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,20 +10,11 @@ from jln import nnx as ours
 from jln.convert._common import Change, Classes, Conversion, Fuse, fused_linears, named
 from jln.nnx import nnx
 
-
-def _call_by_recipe(cls: Any, recipe: _modules.Recipe) -> Any:
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        plain = functools.partial(cls.__call__, self)
-        return _modules.computed_by_recipe(ours.placed(self, named(cls)), recipe, self, plain, args, kwargs)
-
-    return call
-
-
 CLASSES = Classes(
     "flax",
     {ours.FlaxLayerNorm: ours.LayerNorm, ours.FlaxRMSNorm: ours.RMSNorm},
     {ours.FlaxLinear: ours.Linear, ours.FlaxLinearGeneral: ours.LinearGeneral, ours.FlaxEinsum: ours.Einsum},
-    _call_by_recipe,
+    ours.placed,
 )
 
 
