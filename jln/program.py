@@ -47,7 +47,7 @@ class XlaChip:
         """The text proto."""
         own = " ".join(f"{k}: {v}" for k, v in vars(self).items() if k not in ("chip", "description"))
         major, minor = divmod(self.chip.capability, 10)
-        return f"""gpu_device_info {{ {own} core_count: {self.chip.sms}
+        return f"""gpu_device_info {{ {own} core_count: {self.chip.cores}
             threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
             shared_memory_per_block: 49152 registers_per_core_limit: 65536 registers_per_block_limit: 65536
             driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"

@@ -108,7 +108,7 @@ def test_target_chip(monkeypatch):
     with target.using(target.Gpu(CHIPS["b200"])) as used:
         assert used.chip.capability == 100 and target.target_chip() == used.chip
     monkeypatch.setenv(CHIP_VARIABLE, "a100")
-    assert target.target_chip().sms == 108
+    assert target.target_chip().cores == 108
     monkeypatch.setenv(CHIP_VARIABLE, "h2000")
     with pytest.raises(ValueError, match="unknown chip 'h2000'; known are a100"):
         target.target_chip()

@@ -131,7 +131,7 @@ def test_backward_programs_fill_the_chip(h, rows):
     chip = CHIPS["h200"]
     plan = tiles.backward_plan(rows, h, 256, "bfloat16", chip)
     for programs in (plan.splits * ceil_div(h, plan.backward.columns), plan.row_programs * plan.parts):
-        assert programs >= 0.9 * chip.sms * ceil_div(programs, chip.sms)
+        assert programs >= 0.9 * chip.cores * ceil_div(programs, chip.cores)
 
 
 def test_the_forward_is_fused_where_its_walk_pays():

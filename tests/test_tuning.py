@@ -131,7 +131,7 @@ TILES = {
     "absurd warps": (GOOD | {"warps": 64}, "warps are 64"),
     "negative": (GOOD | {"rows": -4}, "rows are -4"),
     "absurd stages": (GOOD | {"stages": 99}, "stages are 99"),
-    "absurd programs": (GOOD | {"programs_per_sm": 0}, "programs_per_sm are 0"),
+    "absurd programs": (GOOD | {"programs_per_core": 0}, "programs_per_core are 0"),
     "too much to hold": (GOOD | {"rows": 1024, "warps": 1}, "4096 elements to hold"),
     "shared memory": (
         GOOD | {"rows": 128, "warps": 8, "stages": 8},

@@ -137,7 +137,7 @@ def verdicts(
         if why is None and verdict.shared > limit:
             why = f"needs {verdict.shared} bytes of shared memory, of which there are {limit}"
         tile = tiles.get("tile") or Tile(1, 1, 1)
-        together = tile.programs_per_sm
+        together = tile.programs_per_core
         if why is None and together > 1 and 32 * tile.warps * together * verdict.registers > 65536:
             why = f"{together} programs do not fit on an SM"
         found.append(dataclasses.replace(verdict, why=why))

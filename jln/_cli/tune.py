@@ -161,7 +161,7 @@ def written(tiles: Tiles) -> str:
     for name, tile in tiles.items():
         if tile is not None:
             numbers = f"{tile.rows}x{tile.columns} warps {tile.warps} stages {tile.stages}"
-            numbers += f" programs {tile.programs_per_sm}" if tile.programs_per_sm > 1 else ""
+            numbers += f" programs {tile.programs_per_core}" if tile.programs_per_core > 1 else ""
             texts.append(numbers if name == "tile" else f"{name} {numbers}")
     return ", ".join(texts)
 

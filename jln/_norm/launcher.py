@@ -212,7 +212,7 @@ def backward(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: in
         )
 
     tile, chunks = plan.tile, g.chunks(plan.tile)
-    programs = chip.sms * tile.programs_per_sm // (g.groups * chunks)
+    programs = chip.cores * tile.programs_per_core // (g.groups * chunks)
     programs = max(1, min(programs, g.tiles(tile)))
     if y is not None:  # as few as keep memory busy, and of these as few as make the same number of trips
         itemsize = sum(a.dtype.itemsize for a in (dy, dtotal, total) if a is not None)

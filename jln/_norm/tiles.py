@@ -26,9 +26,9 @@ def _per_thread(elements: int, h: int, inner: int, itemsize: int, mixed: bool) -
     return elements // (1 if easy else 2) // (4 if itemsize == 8 else 1)
 
 
-def _tile(rows: int, columns: int, per_thread: int, stages: int = 1, programs_per_sm: int = 1) -> Tile:
+def _tile(rows: int, columns: int, per_thread: int, stages: int = 1, programs_per_core: int = 1) -> Tile:
     warps = min(32, max(1, rows * columns // (32 * max(1, per_thread))))
-    return Tile(rows, columns, warps, stages, programs_per_sm)
+    return Tile(rows, columns, warps, stages, programs_per_core)
 
 
 def _side_by_side(columns: int, inner: int, itemsize: int, limit: int) -> int:
@@ -113,20 +113,20 @@ def backward_plan(
             stages += stages > 1 and columns == h
         tile = _tile(rows, columns, per_thread // 2 if crowded else per_thread, stages)
         # 16 warps an SM hide the latency; more than 4 programs an SM would pay for it in partial sums.
-        programs_per_sm = 1 if few else max(1, min(4, 16 // tile.warps))
-        return BackwardPlan(dataclasses.replace(tile, programs_per_sm=programs_per_sm), None)
+        programs_per_core = 1 if few else max(1, min(4, 16 // tile.warps))
+        return BackwardPlan(dataclasses.replace(tile, programs_per_core=programs_per_core), None)
     if inner == 1 and columns == 2 * limit and itemsize < 8:
         # With y too, half of that tile: 4096 columns in float32 spill on sm_89.
         return BackwardPlan(
             _tile(1, limit // 4, per_thread // 4) if wants_y else _tile(1, limit // 2, per_thread // 2), None
         )
     if inner == 1:  # whole lines of columns, and as many rows at a time as 16 warps hold
-        tile = _tile(2 * per_thread, 128, per_thread // 2, stages, programs_per_sm=2)
+        tile = _tile(2 * per_thread, 128, per_thread // 2, stages, programs_per_core=2)
         return BackwardPlan(tile, _tile(1, 256 * of_sums, of_sums // 2))
     rows = _side_by_side(1, inner, itemsize, limit)
     # As few elements a thread as one load takes, so that many warps hide the latency.
     narrow = max(per_thread // 4, 16 // itemsize if is_aligned else 1)
-    tile = _tile(rows, 1024 // rows, narrow, stages, programs_per_sm=4)
+    tile = _tile(rows, 1024 // rows, narrow, stages, programs_per_core=4)
     return BackwardPlan(tile, _tile(rows, 1024 // rows, of_sums // 2))
 
 
@@ -135,7 +135,7 @@ def busy_programs(tile: Tile, itemsize: int, chip: Chip) -> int:
 
     34 KB an SM are 4.5 MB on an H200, as much as it moves in 0.9 us.
     """
-    return ceil_div(34_000 * chip.sms, max(1, tile.stages - 1) * tile.rows * tile.columns * itemsize)
+    return ceil_div(34_000 * chip.cores, max(1, tile.stages - 1) * tile.rows * tile.columns * itemsize)
 
 
 def _beside_dtotal(tile: Tile, itemsize: int) -> Tile:
@@ -200,7 +200,7 @@ def _free(name: str, tile: Tile, sizes: dict[str, Any]) -> tuple[str, ...]:
         *("rows", "warps"),
         *(() if whole else ("columns",)),
         *(("stages",) if persistent or not whole else ()),
-        *(("programs_per_sm",) if persistent else ()),
+        *(("programs_per_core",) if persistent else ()),
     )
 
 

@@ -71,7 +71,7 @@ def backward(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: in
     if tile is None:
         one = functools.partial(norms.backward, target=target)
         return composed_backward(operands, norm, dtypes, batch_dims, one)
-    programs = max(1, min(target.chip.sms * tile.programs_per_sm // g.groups, g.tiles(tile)))
+    programs = max(1, min(target.chip.cores * tile.programs_per_core // g.groups, g.tiles(tile)))
     compute = rstd.dtype
     gradients = {name: g.like_parameters(getattr(dtypes, name)) for name in _SUMS}
     shares = jax.ShapeDtypeStruct((len(sums), g.groups, programs, g.h), compute) if sums and programs > 1 else None

@@ -82,10 +82,10 @@ def forward_tile(rows: int, h: int, n: int, product_dtype: str, chip: Chip) -> T
         return None
     if chip.capability < 90 and features(n) > 128:  # by mma, as below, a wider tile spills on sm_89
         tile = dataclasses.replace(tile, columns=32, stages=3)
-    walks = ceil_div(ceil_div(rows, tile.rows), chip.sms)
+    walks = ceil_div(ceil_div(rows, tile.rows), chip.cores)
     itemsize = 4 if product_dtype == "float32" else 2
     fused = walks * itemsize * h * (tile.rows + features(n)) / L2_RATE
-    composed = LAUNCH_TIME + 3 * itemsize * rows * h / (MEMORY_RATE * chip.sms)
+    composed = LAUNCH_TIME + 3 * itemsize * rows * h / (MEMORY_RATE * chip.cores)
     return tile if fused <= composed else None
 
 
@@ -128,23 +128,23 @@ def backward_tiles(h: int, n: int, product_dtype: str, chip: Chip) -> tuple[Tile
 
 
 def backward_grid(rows: int, h: int, n: int, chip: Chip, row_sums: Tile, backward: Tile) -> BackwardPlan:
-    row_programs = min(ceil_div(rows, row_sums.rows), chip.sms)
+    row_programs = min(ceil_div(rows, row_sums.rows), chip.cores)
     # A power of 2, for fewer variants to compile; not more than the sums of 8, which every program has to read.
-    parts = next_power_of_2(min(8, chip.sms // row_programs, ceil_div(h, row_sums.columns)) + 1) // 2
-    splits = _splits(ceil_div(rows, backward.rows), ceil_div(h, backward.columns), chip.sms)
+    parts = next_power_of_2(min(8, chip.cores // row_programs, ceil_div(h, row_sums.columns)) + 1) // 2
+    splits = _splits(ceil_div(rows, backward.rows), ceil_div(h, backward.columns), chip.cores)
     # A program or more for most SMs, and 4096 elements at a time, so that the shares are not met one after another.
-    columns = min(32, next_power_of_2(ceil_div(h, chip.sms)))
+    columns = min(32, next_power_of_2(ceil_div(h, chip.cores)))
     shares = min(next_power_of_2(splits), max(1, 4096 // (columns * features(n))))
     return BackwardPlan(row_sums, row_programs, parts, backward, splits, Tile(shares, columns, 8))
 
 
-def _splits(row_tiles: int, chunks: int, sms: int) -> int:
+def _splits(row_tiles: int, chunks: int, cores: int) -> int:
     """Among how many programs to share the rows of each of `chunks` tiles of columns, for the least time: a program a
     round and SM, each with its trips over tiles of rows and its share of G, written and read again like 4 more.
     """
     return min(
-        range(1, min(row_tiles, sms) + 1),
-        key=lambda splits: ceil_div(splits * chunks, sms) * (ceil_div(row_tiles, splits) + 4),
+        range(1, min(row_tiles, cores) + 1),
+        key=lambda splits: ceil_div(splits * chunks, cores) * (ceil_div(row_tiles, splits) + 4),
     )
 
 

@@ -8,15 +8,43 @@ import os
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """An NVIDIA GPU as the launchers see it.
+    """A GPU as the launchers see it.
 
-    capability: compute capability as an integer, 90 for 9.0.
-    sms: streaming multiprocessors, one `sm` running several programs at a time.
+    architecture: NVIDIA's compute capability as an integer, 90 for 9.0, or AMD's name, "gfx942".
+    cores: NVIDIA's streaming multiprocessors or AMD's compute units, each of which runs several programs at a time.
     """
 
     name: str
-    capability: int
-    sms: int
+    architecture: int | str
+    cores: int
+
+    @property
+    def is_amd(self) -> bool:
+        return isinstance(self.architecture, str)
+
+    @property
+    def platform(self) -> str:
+        """JAX's."""
+        return "rocm" if self.is_amd else "cuda"
+
+    @property
+    def capability(self) -> int:
+        """Of NVIDIA's."""
+        assert isinstance(self.architecture, int)
+        return self.architecture
+
+    @property
+    def threads(self) -> int:
+        """Of a warp, or of a wave."""
+        return 64 if self.is_amd else 32
+
+    @property
+    def shared(self) -> int:
+        """The bytes of shared memory that one program may have; of what is not known the least."""
+        return SHARED_LIMIT.get(self.architecture, min(SHARED_LIMIT.values()))
+
+    def __str__(self) -> str:
+        return str(self.architecture) if self.is_amd else f"sm_{self.architecture}"
 
 
 CHIPS = {
@@ -28,12 +56,28 @@ CHIPS = {
         Chip("h100", 90, 132),
         Chip("h200", 90, 132),
         Chip("b200", 100, 148),
+        # Of an MI250X each of its two dies is a device. AMD's data sheets.
+        Chip("mi250x", "gfx90a", 110),
+        Chip("mi300x", "gfx942", 304),
+        Chip("mi325x", "gfx942", 304),
+        Chip("mi350x", "gfx950", 256),
+        Chip("mi355x", "gfx950", 256),
     )
 }
 
-# Bytes of shared memory one block may have, by compute capability (CUDA C++ programming guide, table of
-# technical specifications).
-SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+# Bytes of shared memory one block may have, by compute capability (CUDA C++ programming guide, table of technical
+# specifications), and of LDS one workgroup may have (AMD's guides to the instruction sets of CDNA 2, 3 and 4).
+SHARED_LIMIT: dict[int | str, int] = {
+    80: 166912,
+    86: 101376,
+    89: 101376,
+    90: 232448,
+    100: 232448,
+    120: 101376,
+    "gfx90a": 65536,
+    "gfx942": 65536,
+    "gfx950": 163840,
+}
 
 CHIP_VARIABLE = "JLN_CHIP"
 
@@ -54,9 +98,12 @@ def default_chip() -> Chip | None:
 def _local_chip() -> Chip | None:
     import jax
 
-    try:
-        device = jax.local_devices(backend="cuda")[0]
-    except RuntimeError:  # no CUDA backend in this process
-        return None
-    capability = int(str(device.compute_capability).replace(".", ""))
-    return Chip(device.device_kind, capability, device.core_count)
+    for platform in ("cuda", "rocm"):
+        try:
+            device = jax.local_devices(backend=platform)[0]
+        except RuntimeError:  # no such backend in this process
+            continue
+        given = str(device.compute_capability)
+        architecture = given.partition(":")[0] if platform == "rocm" else int(given.replace(".", ""))
+        return Chip(device.device_kind, architecture, device.core_count)
+    return None

@@ -20,14 +20,14 @@ FP_FUSION = False
 class Tile:
     """One program's tile of `rows` by `columns` elements of `[M, H]`, and the warps that share it.
 
-    programs_per_sm: how many persistent programs the grid has for each SM (kernels that loop over tiles).
+    programs_per_core: how many persistent programs the grid has for each SM (kernels that loop over tiles).
     """
 
     rows: int
     columns: int
     warps: int
     stages: int = 1
-    programs_per_sm: int = 1
+    programs_per_core: int = 1
 
     def options(self) -> dict[str, int]:
         """What Triton's compiler is asked for.
@@ -36,7 +36,7 @@ class Tile:
         16 warps can have, for 4096 columns of float32 in `backward_kernel`, and every other program would wait.
         """
         options = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": FP_FUSION}
-        if self.programs_per_sm > 1 and self.warps * self.programs_per_sm <= 16:
+        if self.programs_per_core > 1 and self.warps * self.programs_per_core <= 16:
             options["maxnreg"] = 128
         return options
 

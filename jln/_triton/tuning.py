@@ -97,7 +97,7 @@ class Choice:
             ):
                 if number != next_power_of_2(number) or not low <= number <= high:
                     return f"{name}'s {what} are {number}, which is no power of 2 from {low} to {high}"
-            for what, number, high in (("stages", tile.stages, 8), ("programs_per_sm", tile.programs_per_sm, 16)):
+            for what, number, high in (("stages", tile.stages, 8), ("programs_per_core", tile.programs_per_core, 16)):
                 if not 1 <= number <= high:
                     return f"{name}'s {what} are {number}, which is not from 1 to {high}"
             held = self.held(tile, sizes)

@@ -24,7 +24,7 @@ from jln._triton.chip import CHIPS
 from ptx import Program
 
 # With three SMs persistent programs take many tiles each, in a number that the tiles are no multiple of.
-SMALL = {f"small-{c.name}": dataclasses.replace(c, name=f"small-{c.name}", sms=3) for c in CHIPS.values()}
+SMALL = {f"small-{c.name}": dataclasses.replace(c, name=f"small-{c.name}", cores=3) for c in CHIPS.values()}
 
 
 @contextlib.contextmanager

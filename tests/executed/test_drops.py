@@ -61,7 +61,7 @@ def prepared(name):
     f, dtype, shapes = CASES[name]
     random = np.random.default_rng(0)
     arrays = [random.standard_normal(shape, np.float32).astype(jnp.dtype(dtype)) for shape in shapes]
-    chip = dataclasses.replace(CHIPS[os.environ["JLN_CHIP"]], sms=2)
+    chip = dataclasses.replace(CHIPS[os.environ["JLN_CHIP"]], cores=2)
     with target.using(target.Gpu(chip)):
         return Program(step(f), *[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]), arrays
 
