@@ -189,7 +189,7 @@ def compile_linear(dtypes, chip, switches, sizes):
     for m, h, n in sizes:
         for launch in linear_launches(m, h, n, dtypes, chip, switches):
             resources = compiler.compile_launch(launch)
-            sass = compiler.dump(resources.cubin, "--dump-sass")
+            sass = compiler.dump(resources.binary, "--dump-sass")
             what = f"{launch.kernel.fn.__name__} {dtypes} M={m} H={h} N={n} {launch.tile}"
             limit = SHARED_LIMIT[launch.chip.capability]
             made.append((what, resources.spilled, resources.shared, limit, sass.count(" HGMMA."), sass.count(" HMMA.")))

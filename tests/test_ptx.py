@@ -25,7 +25,7 @@ def load_widths(dtype, layouts):
     made = []
     for h, inner in layouts:
         for launch in launches(h, inner, DTYPES[dtype], "h200", SWITCHES["nothing"]):
-            ptx = compiler.compile_launch(launch).ptx
+            ptx = compiler.compile_launch(launch).assembly
             loads = re.findall(r"ld\.global(?:\.\w+)*?(?:\.v(\d))?\.b(\d+)", ptx)
             widths = {int(vector or 1) * int(bits) // 8 for vector, bits in loads}
             widths |= {int(n, 16) for n in re.findall(r"cp\.async\.\w+\.shared\.global \[.*?\], \[.*?\], 0x(\w+)", ptx)}
@@ -48,7 +48,7 @@ def copies_of_a_fused_forward(shape, dtype):
     launch = linear_launches(m, h, n, LINEAR_DTYPES[dtype], "h200", SWITCHES["nothing"])[0]
     assert launch.kernel.fn.__module__ == "jln._norm_linear.kernels" and launch.kernel.fn.__name__ == "forward_kernel"
     copies = re.findall(
-        r"cp\.async\.\w+\.shared\.global \[.*?\], \[.*?\], 0x(\w+)", compiler.compile_launch(launch).ptx
+        r"cp\.async\.\w+\.shared\.global \[.*?\], \[.*?\], 0x(\w+)", compiler.compile_launch(launch).assembly
     )
     return {int(n, 16) for n in copies}
 
@@ -64,7 +64,7 @@ def contractible(chip):
     made += linear_launches(200, 64, 16, LINEAR_DTYPES["bfloat16"], chip, SWITCHES["everything"])
     found = {}
     for launch in made:
-        ptx = compiler.compile_launch(launch).ptx
+        ptx = compiler.compile_launch(launch).assembly
         assert "add.rn.f32" in ptx or "fma.rn.f32" in ptx
         found[launch.kernel.fn.__module__, launch.kernel.fn.__name__] = re.findall(r"\b(?:mul|add|sub)\.f\d\d", ptx)
     return found
@@ -110,7 +110,7 @@ def fences_of_fused_kernels(chip, dtype, sizes):
     made = []
     for m, h, n in sizes:
         for launch in linear_launches(m, h, n, LINEAR_DTYPES[dtype], chip, SWITCHES["everything"]):
-            ptx = compiler.compile_launch(launch).ptx
+            ptx = compiler.compile_launch(launch).assembly
             products = len(re.findall(r"wgmma\.mma_async|tcgen05\.mma\b", ptx))
             made.append((f"{launch.kernel.fn.__name__} M={m} H={h} N={n}", products, unfenced_products(ptx)))
     return made

@@ -23,7 +23,7 @@ from jln._bench.timing import Run
 from jln._bench.workloads import Workload
 from jln._catalogue import DIRECTIONS, fullest
 from jln._triton import compiler, tuning
-from jln._triton.chip import SHARED_LIMIT, Chip
+from jln._triton.chip import Chip
 from jln._triton.launch import Launch
 from jln._triton.target import Gpu, Recorder
 from jln._triton.tile import Tile, next_power_of_2
@@ -128,7 +128,7 @@ def verdicts(
     tried = (question.heuristic, *choices)
     jobs = [pool.submit(compiled, question.calls[0], question.key, tiles, chip) for tiles in tried]
     own, *others = (job.result() for job in jobs)
-    limit = SHARED_LIMIT.get(chip.capability, min(SHARED_LIMIT.values()))
+    limit = chip.shared
     found = []
     for verdict, tiles in zip(others, choices, strict=True):
         why = verdict.why

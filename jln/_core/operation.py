@@ -85,7 +85,7 @@ class Operation(Generic[Operands, Results]):
         ad.primitive_jvps[primitive] = self._jvp
         if made_of is not None:
             partial_eval.dce_rules[primitive] = self._without_unused
-        for platform in (None, "cpu", "cuda"):
+        for platform in (None, "cpu", "cuda", "rocm"):
             mlir.register_lowering(primitive, functools.partial(self._lower, platform), platform=platform)
 
     def __call__(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jln._norm import tiles as norms
-from jln._triton.chip import SHARED_LIMIT, Chip
+from jln._triton.chip import Chip
 from jln._triton.target import Target
 from jln._triton.tile import Tile, aligned, next_power_of_2
 
@@ -32,5 +32,5 @@ def backward(h: int, itemsize: int, mixed: bool, chip: Chip) -> Tile | None:
     ahead = 2 * 4 * rows * columns * itemsize + 1024  # and the four that are being read
     # A third is left to L1, which has the scales; a row of 8192 in 16 bits, which so an H200 fetches ahead and an A100
     # does not, would spill 64 bytes there.
-    stages = 2 if easy and 3 * ahead <= 2 * SHARED_LIMIT[chip.capability] else 1
+    stages = 2 if easy and 3 * ahead <= 2 * chip.shared else 1
     return Tile(rows, columns, warps, stages, max(1, min(4, 16 // warps)))

@@ -11,7 +11,7 @@ from jln._norm_linear.signature import FUSED_FEATURES
 from jln._triton.chip import Chip
 from jln._triton.target import INTERPRETED, Target
 from jln._triton.tile import Tile, aligned, ceil_div, next_power_of_2
-from jln._triton.tuning import Choice, Tiles, capability
+from jln._triton.tuning import Choice, Tiles, known_or_newest
 
 # Of an H200, estimates: bytes a microsecond that one SM can take in, and its share of what memory gives to all; what a
 # launch more costs, in microseconds. By them `fused_forward` weighs long walks of few programs.
@@ -29,13 +29,18 @@ def features(n: int) -> int:
 FENCED_TRITON = (3, 7, 1)
 
 
+def has_wgmma(chip: Chip) -> bool:
+    """Whether products read their operands from shared memory, by wgmma or its successor, and not from registers."""
+    return not chip.is_amd and chip.capability >= 90
+
+
 def unfenced(chip: Chip) -> str | None:
     """Why a product on `chip` might read its operands from shared memory too early; None where it waits."""
-    if chip.capability < 90 or chip.name == INTERPRETED.name or _triton_version() >= FENCED_TRITON:
+    if not has_wgmma(chip) or chip.name == INTERPRETED.name or _triton_version() >= FENCED_TRITON:
         return None
     return (
         f"Triton {'.'.join(map(str, _triton_version()))} leaves out fences before the products of kernels for "
-        f"sm_{chip.capability}: LayerNorm+Linear is composed of a norm's kernels and XLA's products, and with "
+        f"{chip}: LayerNorm+Linear is composed of a norm's kernels and XLA's products, and with "
         f"triton>={'.'.join(map(str, FENCED_TRITON))} fused where that is faster"
     )
 
@@ -56,7 +61,7 @@ def _fused_tile(h: int, n: int, product_dtype: str, chip: Chip) -> Tile | None:
     registers; nor its small chips, with less shared memory than an H100 and no wgmma. Nor a kernel [H, N] with 2**31
     elements, whose offsets have 32 bits. Nor by a Triton that leaves out fences.
     """
-    if product_dtype not in FUSED_FEATURES or chip.capability > 103 or unfenced(chip):
+    if product_dtype not in FUSED_FEATURES or chip.is_amd or chip.capability > 103 or unfenced(chip):
         return None
     if product_dtype == "float32" and chip.capability >= 100:
         return None
@@ -65,7 +70,7 @@ def _fused_tile(h: int, n: int, product_dtype: str, chip: Chip) -> Tile | None:
         return None
     # A stage is 8 KB of x, which comes from memory, and up to 32 KB of dy or kernel, which L2 has; some 16 KB of x in
     # flight an SM hide the latency. Eight warps: with four the backward kernel takes all 255 registers at N = 64.
-    stages = 2 if chip.capability < 90 or product_dtype == "float32" else 4 if features(n) <= 64 else 3
+    stages = 2 if not has_wgmma(chip) or product_dtype == "float32" else 4 if features(n) <= 64 else 3
     return Tile(64, 64, 8, stages)
 
 
@@ -80,7 +85,7 @@ def forward_tile(rows: int, h: int, n: int, product_dtype: str, chip: Chip) -> T
     tile = _fused_tile(h, n, product_dtype, chip)
     if tile is None:
         return None
-    if chip.capability < 90 and features(n) > 128:  # by mma, as below, a wider tile spills on sm_89
+    if not has_wgmma(chip) and features(n) > 128:  # by mma, as below, a wider tile spills on sm_89
         tile = dataclasses.replace(tile, columns=32, stages=3)
     walks = ceil_div(ceil_div(rows, tile.rows), chip.cores)
     itemsize = 4 if product_dtype == "float32" else 2
@@ -124,7 +129,7 @@ def backward_tiles(h: int, n: int, product_dtype: str, chip: Chip) -> tuple[Tile
     # mma holds operands in registers, where wgmma reads shared memory: more rows spill on sm_80. wgmma wants the 64,
     # below which a product silently becomes mma.
     mma_rows = 32 if features(n) <= 128 and aligned(h, 1, 2) else 16
-    return tile, dataclasses.replace(tile, rows=64 if chip.capability >= 90 else mma_rows)
+    return tile, dataclasses.replace(tile, rows=64 if has_wgmma(chip) else mma_rows)
 
 
 def backward_grid(rows: int, h: int, n: int, chip: Chip, row_sums: Tile, backward: Tile) -> BackwardPlan:
@@ -161,7 +166,7 @@ def _shared(name: str, tile: Tile, sizes: dict[str, Any]) -> int:
     stage is full. Of the forward, stages of x, residual and kernel, while z, and but for mma the kernel, are operands.
     """
     n, elements = features(sizes["n"]), tile.rows * tile.columns
-    ahead, by_mma = max(2, tile.stages) - 1, capability(sizes["chip"]) < 90
+    ahead, by_mma = max(2, tile.stages) - 1, not has_wgmma(known_or_newest(sizes["chip"]))
     dy, kernel = tile.rows * n, tile.columns * n
     if name == "backward":
         taken = (ahead + 1) * (2 * elements + dy) + kernel

@@ -14,18 +14,20 @@ import tempfile
 from collections.abc import Iterator
 
 from jln._triton.launch import Launch
-from jln._triton.lowering import source
+from jln._triton.lowering import source, triton_target
 
 
 @dataclasses.dataclass(frozen=True)
 class Resources:
-    """registers: a thread. spilled, shared: bytes, a thread and a block. ptx: text, of which the cubin was made."""
+    """registers: a thread. spilled, shared: bytes, a thread and a program. binary: a cubin or an AMD code object;
+    assembly: the text of which it was made, PTX or AMD's.
+    """
 
     registers: int
     spilled: int
     shared: int
-    cubin: bytes = dataclasses.field(repr=False)
-    ptx: str = dataclasses.field(repr=False)
+    binary: bytes = dataclasses.field(repr=False)
+    assembly: str = dataclasses.field(repr=False)
 
 
 def compile_launch(launch: Launch) -> Resources:
@@ -34,16 +36,30 @@ def compile_launch(launch: Launch) -> Resources:
     Raises RuntimeError where Triton is only interpreting (TRITON_INTERPRET=1).
     """
     import triton
-    from triton.backends.compiler import GPUTarget
 
     if not isinstance(launch.kernel, triton.JITFunction):
         raise RuntimeError("kernels cannot be compiled in a process with TRITON_INTERPRET=1")
-    target = GPUTarget("cuda", launch.chip.capability, 32)
-    compiled = triton.compile(source(launch), target=target, options=launch.tile.options())
-    return _resources(compiled.asm["cubin"], compiled.metadata.shared, compiled.asm["ptx"])
+    chip = launch.chip
+    target, options = triton_target(chip.architecture), launch.tile.options(chip)
+    compiled = triton.compile(source(launch), target=target, options=options)
+    if chip.is_amd:
+        return _of_amd(compiled.asm["hsaco"], compiled.metadata.shared, compiled.asm["amdgcn"])
+    return _of_nvidia(compiled.asm["cubin"], compiled.metadata.shared, compiled.asm["ptx"])
 
 
-def _resources(cubin: bytes, dynamic_shared: int, ptx: str) -> Resources:
+def _of_amd(code: bytes, shared: int, assembly: str) -> Resources:
+    """What the assembler notes of a kernel. Vector registers only: scalar ones are not what runs out. Scratch is what a
+    thread has beside its registers.
+    """
+
+    def noted(name: str) -> int:
+        return int(re.search(rf"\.{name}:\s+(\d+)", assembly)[1])  # pyright: ignore[reportOptionalSubscript]
+
+    spilled = max(noted("private_segment_fixed_size"), 4 * (noted("vgpr_spill_count") + noted("sgpr_spill_count")))
+    return Resources(noted("vgpr_count"), spilled, shared, code, assembly)
+
+
+def _of_nvidia(cubin: bytes, dynamic_shared: int, ptx: str) -> Resources:
     usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", dump(cubin, "--dump-resource-usage"))
     assert usage is not None, "cuobjdump printed no resource usage"
     registers, stack, _ = map(int, usage.groups())

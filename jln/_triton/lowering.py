@@ -1,17 +1,23 @@
-"""A launch on an NVIDIA GPU: the one place that knows jax-triton.
+"""A launch on a GPU: the one place that knows jax-triton.
 
 The call is ours: a primitive whose lowering writes XLA's custom call. Of others' private names it takes jax-triton's
-`compile_ttir_to_ptx_inplace`, which has Triton's backend make PTX, and from jaxlib's `gpu_triton` the protobuf that its
-CUDA plugin launches. `tests/program/test_launch.py` holds their signatures.
+`compile_ttir_to_ptx_inplace` and `compile_ttir_to_hsaco_inplace`, which have Triton's backend make PTX and AMD's code
+objects, and from jaxlib's `gpu_triton` the protobuf that its plugin launches. `tests/program/test_launch.py` holds their
+signatures.
 """
 
 from __future__ import annotations
 
+import atexit
+import base64
 import dataclasses
 import functools
 import hashlib
 import importlib.metadata
 import os
+import pathlib
+import shutil
+import tempfile
 import threading
 import zlib
 from collections.abc import Sequence
@@ -44,43 +50,70 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, launch: Launch) -> Any
     names, results = list(launch.arrays), list(launch.results)
     aliases = {names.index(operand): results.index(result) for operand, result in launch.in_place.items()}
     opaque = zlib.compress(_protobuf(launch, compiled(launch)))
-    if has_typed_call():
+    if has_typed_call(launch.chip.platform):
         return jax.ffi.ffi_lowering(TYPED, operand_output_aliases=aliases)(ctx, *operands, opaque=opaque)
     rule = jax.ffi.ffi_lowering(UNTYPED, api_version=2, backend_config=opaque, operand_output_aliases=aliases)  # pyright: ignore[reportArgumentType]
     return rule(ctx, *operands)
 
 
-mlir.register_lowering(_call, _lower, platform="cuda")
+for _platform in ("cuda", "rocm"):
+    mlir.register_lowering(_call, _lower, platform=_platform)
 
 
-def missing() -> str | None:
+def missing(platform: str) -> str | None:
     """What cannot be used of jax-triton or of jaxlib; None where all can."""
     try:
-        _compile_to_ptx()
-    except Exception as error:  # 0.3.1 raises AttributeError without a CUDA plugin, others ImportError
+        _jax_triton()
+    except Exception as error:  # 0.3.1 raises AttributeError without a plugin, others ImportError
         return f"jax_triton cannot be used ({error!r})"
-    if not hasattr(gpu_triton, "TritonKernelCall"):
-        return "JAX has no CUDA plugin here"
+    if _plugin(platform) is None:
+        return f"JAX has no {'ROCm' if platform == 'rocm' else 'CUDA'} plugin here"
     return None
 
 
-def has_typed_call() -> bool:
-    """Whether the CUDA plugin has the call that XLA can put into CUDA graphs, as it has from jaxlib 0.10.1 on."""
-    return TYPED in getattr(gpu_triton._cuda_triton, "registrations", dict)()
+def _plugin(platform: str) -> Any:
+    """The part of a plugin that launches Triton's kernels; None where it is missing or cannot be imported."""
+    return gpu_triton._hip_triton if platform == "rocm" else gpu_triton._cuda_triton
+
+
+def has_typed_call(platform: str) -> bool:
+    """Whether the plugin has the call that XLA can put into graphs, as CUDA's has from jaxlib 0.10.1 on."""
+    return TYPED in getattr(_plugin(platform), "registrations", dict)()
 
 
 def _protobuf(launch: Launch, binary: Binary) -> bytes:
+    plugin, chip = _plugin(launch.chip.platform), launch.chip
     parameters = [
-        gpu_triton.create_scalar_parameter(a, _type_name(a))
+        plugin.create_scalar_parameter(a, _type_name(a))
         if isinstance(a, int)
-        else gpu_triton.create_array_parameter(0, ALIGNMENT)  # none of its bytes to be zeroed
+        else plugin.create_array_parameter(0, ALIGNMENT)  # none of its bytes to be zeroed
         for a in launch.arguments.values()
         if a != 1  # a constant of the kernel
     ]
-    facts = (launch.tile.warps, 1, binary.shared, binary.ptx, binary.ttir, launch.chip.capability)  # 1 block a cluster
-    kernel = gpu_triton.TritonKernel(binary.name, *facts)
-    call = gpu_triton.TritonKernelCall(kernel, launch.programs, 1, 1, parameters)
+    code, capability = (_in_a_file(binary), 0) if chip.is_amd else (binary.code, chip.capability)
+    facts = (launch.tile.warps_of(chip), 1, binary.shared, code, binary.ttir, capability)  # 1 block a cluster
+    kernel = plugin.TritonKernel(binary.name, *facts)
+    call = plugin.TritonKernelCall(kernel, launch.programs, 1, 1, parameters)
     return call.to_proto(f"jln_{launch.kernel.fn.__name__}", b"")
+
+
+def _in_a_file(binary: Binary) -> str:
+    """The path of a file with an AMD code object, which the ROCm plugin reads where the kernel is launched first; then
+    it deletes the file, and remembers the path.
+    """
+    code = base64.b64decode(binary.code)
+    path = pathlib.Path(_folder()) / f"{hashlib.sha256(code).hexdigest()}.hsaco"
+    if not path.exists():
+        path.write_bytes(code)
+    return str(path)
+
+
+@functools.cache
+def _folder() -> str:
+    """For as long as the process lives."""
+    folder = tempfile.mkdtemp(prefix="jln-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 # What XLA promises of every array's address, in bytes.
@@ -110,11 +143,13 @@ def _type_name(argument: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Binary:
-    """A kernel for one kind of chip. name: of its entry. shared: bytes. ttir: what it was made of, for debuggers."""
+    """A kernel for one kind of chip. name: of its entry. shared: bytes. code: PTX, or AMD's code object in base 64.
+    ttir: what it was made of, for debuggers.
+    """
 
     name: str
     shared: int
-    ptx: str
+    code: str
     ttir: str
 
 
@@ -129,8 +164,8 @@ def compiled(launch: Launch) -> Binary:
     are in it (SystemError: AST constructor recursion depth mismatch).
     """
     with _lock:
-        wanted, backend = source(launch), _backend(launch.chip.capability)
-        options = backend.parse_options(launch.tile.options())
+        wanted, backend = source(launch), _backend(launch.chip.architecture)
+        options = backend.parse_options(launch.tile.options(launch.chip))
         key = _key(wanted, backend, options)
         if key not in _binaries:
             stored = _stored(key)
@@ -141,13 +176,13 @@ def compiled(launch: Launch) -> Binary:
 
 
 # To be raised where a binary that was stored before is none that would be compiled now.
-SCHEMA = 1
+SCHEMA = 2
 
 
 def _stored(key: str) -> Binary | None:
     """What `cache` has, if it is a binary."""
     entry = cache.load(key) or {}
-    kinds = {"name": str, "shared": int, "ptx": str, "ttir": str}
+    kinds = {"name": str, "shared": int, "code": str, "ttir": str}
     if {name: type(value) for name, value in entry.items()} != kinds:
         return None
     return Binary(**entry)
@@ -175,11 +210,17 @@ def _compilers() -> tuple[str, ...]:
 
 
 @functools.cache
-def _backend(capability: int) -> Any:
-    from triton.backends.compiler import GPUTarget
+def _backend(architecture: int | str) -> Any:
     from triton.compiler import make_backend
 
-    return make_backend(GPUTarget("cuda", capability, 32))
+    return make_backend(triton_target(architecture))
+
+
+def triton_target(architecture: int | str) -> Any:
+    """Triton's GPUTarget."""
+    from triton.backends.compiler import GPUTarget
+
+    return GPUTarget("cuda", architecture, 32) if isinstance(architecture, int) else GPUTarget("hip", architecture, 64)
 
 
 def _compile(source: Any, backend: Any, options: Any) -> Binary:
@@ -191,13 +232,20 @@ def _compile(source: Any, backend: Any, options: Any) -> Binary:
     functions = backend.get_codegen_implementation(options)
     module = source.make_ir(backend.target, options, functions, backend.get_module_map(), context)
     ttir = str(module)  # before it is overwritten
-    made = _compile_to_ptx()(module, backend, options, backend.target.arch)
-    return Binary(made.name, made.shared_mem_bytes, made.binary, ttir)
+    if backend.target.backend == "hip":
+        made = _jax_triton().compile_ttir_to_hsaco_inplace(module, backend, options, 0)
+        path = pathlib.Path(made.binary)
+        code = base64.b64encode(path.read_bytes()).decode()
+        path.unlink()
+    else:
+        made = _jax_triton().compile_ttir_to_ptx_inplace(module, backend, options, backend.target.arch)
+        code = made.binary
+    return Binary(made.name, made.shared_mem_bytes, code, ttir)
 
 
 @functools.cache
-def _compile_to_ptx() -> Any:
-    """jax-triton's function, imported once. Its import empties or deletes TRITON_CACHE_DIR, which is not its own: with
+def _jax_triton() -> Any:
+    """The module that has Triton's backends compile, imported once. Its import empties or deletes TRITON_CACHE_DIR, which is not its own: with
     an empty one `triton.compile` fails.
     """
     name = "TRITON_CACHE_DIR"
@@ -208,4 +256,4 @@ def _compile_to_ptx() -> Any:
         os.environ.pop(name, None)
         if before is not None:
             os.environ[name] = before
-    return triton_lib.compile_ttir_to_ptx_inplace
+    return triton_lib

@@ -18,7 +18,7 @@ from jln._triton import chip as chips
 from jln._triton.chip import Chip
 from jln._triton.launch import INTERPRETED, Launch, Target  # noqa: F401  where targets are asked for
 
-INSTALL = 'pip install "jln[cuda13]" (or "jln[cuda12]")'
+INSTALL = {"cuda": 'pip install "jln[cuda13]" (or "jln[cuda12]")', "rocm": 'pip install "jln[rocm7]"'}
 
 
 class Gpu(Target):
@@ -119,24 +119,24 @@ def target_chip() -> Chip | None:
     return chips.default_chip() if used is None else used.chip
 
 
-def missing() -> str | None:
-    """Why a kernel cannot be lowered for CUDA in this process; None where it can."""
+def missing(platform: str = "cuda") -> str | None:
+    """Why a kernel cannot be lowered for CUDA, or for ROCm, in this process; None where it can."""
     if isinstance(_used.get(), Recorder):
         return None
     for package in ("triton", "jax_triton"):
         if importlib.util.find_spec(package) is None:
-            return f"{package} is not installed: {INSTALL}"
+            return f"{package} is not installed: {INSTALL[platform]}"
     if interpreting():
         return "TRITON_INTERPRET=1 is set, which leaves nothing to compile: unset it"
     from jln._triton import lowering
 
-    if (reason := lowering.missing()) is not None:
-        return f"{reason}: {INSTALL}"
-    if target_chip() is None:
-        return (
-            "there is no GPU in this process and no chip was named: "
-            f"set {chips.CHIP_VARIABLE} to one of {', '.join(sorted(chips.CHIPS))}"
-        )
+    if (reason := lowering.missing(platform)) is not None:
+        return f"{reason}: {INSTALL[platform]}"
+    chip = target_chip()
+    if chip is None or chip.platform != platform:
+        names = sorted(name for name, chip in chips.CHIPS.items() if chip.platform == platform)
+        there = "there is no GPU in this process and no chip was named" if chip is None else f"the chip is {chip.name}"
+        return f"{there}: set {chips.CHIP_VARIABLE} to one of {', '.join(names)}"
     return None
 
 
@@ -151,17 +151,17 @@ def on(platform: str | None, add: Callable[[Callable[..., Any]], int] | None) ->
     used = _used.get()
     if isinstance(used, Recorder):
         return used
-    if platform == "cuda":
-        if (reason := missing()) is not None:
+    if platform in ("cuda", "rocm"):
+        if (reason := missing(platform)) is not None:
             raise RuntimeError(f"implementation='triton' cannot run: {reason}")
         chip = target_chip()
         assert chip is not None
         return used or Gpu(chip)
     if platform != "cpu":
-        raise RuntimeError("implementation='triton' runs on NVIDIA GPUs; this program is for another platform")
+        raise RuntimeError("implementation='triton' runs on NVIDIA and AMD GPUs; this program is for another platform")
     if not interpreting():
         raise RuntimeError(
-            "implementation='triton' runs on NVIDIA GPUs. To run the kernels on the CPU, by Triton's interpreter "
+            "implementation='triton' runs on NVIDIA and AMD GPUs. To run the kernels on the CPU, by Triton's interpreter "
             "(slowly), install triton and set the environment variable TRITON_INTERPRET=1 before Python starts"
         )
     return Interpreter(of_program=None if add is None else OnHost(add))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from jln._triton.chip import Chip
+
 # Whether LLVM may contract `a * b + c` to one instruction with one rounding. No: where a thread holds one element of a
 # sum of products, the two threads of a shuffle would each round the other's product and not its own, and store two
 # results at one address. So what may round once is written `tl.fma`: all but sums of products within a tile, which take
@@ -18,9 +20,10 @@ FP_FUSION = False
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """One program's tile of `rows` by `columns` elements of `[M, H]`, and the warps that share it.
+    """One program's tile of `rows` by `columns` elements of `[M, H]`, and the warps of 32 threads that share it, or half
+    as many waves of 64.
 
-    programs_per_core: how many persistent programs the grid has for each SM (kernels that loop over tiles).
+    programs_per_core: how many persistent programs the grid has for each core (kernels that loop over tiles).
     """
 
     rows: int
@@ -29,14 +32,19 @@ class Tile:
     stages: int = 1
     programs_per_core: int = 1
 
-    def options(self) -> dict[str, int]:
+    def warps_of(self, chip: Chip) -> int:
+        """With as many threads as 32 a warp are."""
+        return max(1, self.warps * 32 // chip.threads)
+
+    def options(self, chip: Chip) -> dict[str, int]:
         """What Triton's compiler is asked for.
 
-        Programs that share an SM share its 65536 registers; unasked, the compiler takes 155 of the 128 that a thread of
-        16 warps can have, for 4096 columns of float32 in `backward_kernel`, and every other program would wait.
+        Programs that share one of NVIDIA's cores share its 65536 registers; unasked, the compiler takes 155 of the 128
+        that a thread of 16 warps can have, for 4096 columns of float32 in `backward_kernel`, and every other program
+        would wait.
         """
-        options = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": FP_FUSION}
-        if self.programs_per_core > 1 and self.warps * self.programs_per_core <= 16:
+        options = {"num_warps": self.warps_of(chip), "num_stages": self.stages, "enable_fp_fusion": FP_FUSION}
+        if not chip.is_amd and self.programs_per_core > 1 and self.warps * self.programs_per_core <= 16:
             options["maxnreg"] = 128
         return options
 

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jln._triton import files
-from jln._triton.chip import CHIPS, SHARED_LIMIT, Chip
+from jln._triton.chip import CHIPS, Chip
 from jln._triton.tile import Tile, next_power_of_2
 
 SCHEMA = 1
@@ -103,7 +103,7 @@ class Choice:
             held = self.held(tile, sizes)
             if held > 128 * 32 * tile.warps:  # of 255 registers
                 return f"{name} gives each thread {held // (32 * tile.warps)} elements to hold, more than 128"
-            shared, limit = self.shared(name, tile, sizes), SHARED_LIMIT[capability(sizes["chip"])]
+            shared, limit = self.shared(name, tile, sizes), known_or_newest(sizes["chip"]).shared
             if shared > limit:
                 return f"{name} may need {shared} bytes of shared memory, of which there are {limit}"
         return self.fault(tiles, sizes)
@@ -254,6 +254,6 @@ def _tile(given: Any) -> Tile:
     return Tile(**given)
 
 
-def capability(chip: str) -> int:
-    """Of a chip that is not known the newest, of which most is asked."""
-    return CHIPS[chip].capability if chip in CHIPS else max(SHARED_LIMIT)
+def known_or_newest(chip: str) -> Chip:
+    """By the name under which its measurements are; of one that is not known the newest, of which most is asked."""
+    return CHIPS.get(chip, CHIPS["b200"])

@@ -112,7 +112,7 @@ def recorded(*, chip=H200, shape=X, scalars=None, **options):
 
 
 def key(launched):
-    backend = lowering._backend(launched.chip.capability)
+    backend = lowering._backend(launched.chip.architecture)
     return lowering._key(lowering.source(launched), backend, backend.parse_options(launched.tile.options()))
 
 
