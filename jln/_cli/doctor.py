@@ -186,7 +186,7 @@ def _facts(device: Device) -> dict[str, str]:
     chip = "-"
     if device.platform == "gpu":
         known = target.target_chip()
-        chip = f"sm_{known.capability}, {known.sms} SMs" if known else "unknown"
+        chip = f"{known}, {known.cores} cores" if known else "unknown"
     return {"device": described(device), "kind": device.device_kind, "chip": chip}
 
 

@@ -1,9 +1,8 @@
 """A launch on a GPU: the one place that knows jax-triton.
 
 The call is ours: a primitive whose lowering writes XLA's custom call. Of others' private names it takes jax-triton's
-`compile_ttir_to_ptx_inplace` and `compile_ttir_to_hsaco_inplace`, which have Triton's backend make PTX and AMD's code
-objects, and from jaxlib's `gpu_triton` the protobuf that its plugin launches. `tests/program/test_launch.py` holds their
-signatures.
+`compile_ttir_to_ptx_inplace`, which has Triton's backend make PTX, and from jaxlib's `gpu_triton` the protobuf that its
+plugin launches. `tests/program/test_launch.py` holds their signatures. For AMD's chips Triton compiles alone.
 """
 
 from __future__ import annotations
@@ -224,6 +223,12 @@ def triton_target(architecture: int | str) -> Any:
 
 
 def _compile(source: Any, backend: Any, options: Any) -> Binary:
+    if backend.target.backend == "hip":  # where jax-triton 0.3.1 does not know what Triton 3.9 asks for
+        import triton
+
+        made = triton.compile(source, target=backend.target, options=vars(options))
+        code = base64.b64encode(made.asm["hsaco"]).decode()
+        return Binary(made.metadata.name, made.metadata.shared, code, str(made.asm["ttir"]))
     from triton._C.libtriton import ir
 
     context = ir.context()
@@ -232,21 +237,14 @@ def _compile(source: Any, backend: Any, options: Any) -> Binary:
     functions = backend.get_codegen_implementation(options)
     module = source.make_ir(backend.target, options, functions, backend.get_module_map(), context)
     ttir = str(module)  # before it is overwritten
-    if backend.target.backend == "hip":
-        made = _jax_triton().compile_ttir_to_hsaco_inplace(module, backend, options, 0)
-        path = pathlib.Path(made.binary)
-        code = base64.b64encode(path.read_bytes()).decode()
-        path.unlink()
-    else:
-        made = _jax_triton().compile_ttir_to_ptx_inplace(module, backend, options, backend.target.arch)
-        code = made.binary
-    return Binary(made.name, made.shared_mem_bytes, code, ttir)
+    made = _jax_triton().compile_ttir_to_ptx_inplace(module, backend, options, backend.target.arch)
+    return Binary(made.name, made.shared_mem_bytes, made.binary, ttir)
 
 
 @functools.cache
 def _jax_triton() -> Any:
-    """The module that has Triton's backends compile, imported once. Its import empties or deletes TRITON_CACHE_DIR, which is not its own: with
-    an empty one `triton.compile` fails.
+    """The module that has Triton's backends compile, imported once. Its import empties or deletes TRITON_CACHE_DIR,
+    which is not its own: with an empty one `triton.compile` fails.
     """
     name = "TRITON_CACHE_DIR"
     before = os.environ.get(name)

@@ -20,8 +20,8 @@ FP_FUSION = False
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """One program's tile of `rows` by `columns` elements of `[M, H]`, and the warps of 32 threads that share it, or half
-    as many waves of 64.
+    """One program's tile of `rows` by `columns` elements of `[M, H]`, and the warps that share it: of 32 threads, or
+    half as many waves of 64.
 
     programs_per_core: how many persistent programs the grid has for each core (kernels that loop over tiles).
     """
