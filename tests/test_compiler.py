@@ -12,7 +12,6 @@ from jln._bench.workloads import WORKLOADS
 from jln._norm_linear import tiles as linear_tiles
 from jln._triton import compiler, tuning
 from jln._triton.chip import CHIPS as ALL_CHIPS
-from jln._triton.chip import SHARED_LIMIT
 from jln._triton.tile import Tile
 from jln._triton.tuning import Trial
 from launches import (
@@ -52,7 +51,7 @@ def compile_all(dtypes, chip, switches, layouts):
         for launch in launches(h, inner, dtypes, chip, switches):
             resources = compiler.compile_launch(launch)
             what = f"{launch.kernel.fn.__name__} {dtypes} H={h} inner={inner} {launch.tile}"
-            made.append((what, resources.spilled, resources.shared, SHARED_LIMIT[launch.chip.capability]))
+            made.append((what, resources.spilled, resources.shared, launch.chip.shared))
     return made
 
 
@@ -134,7 +133,7 @@ def compile_both_sides(dtypes, chip, switches, widths):
         for launch in both_sides_launches(h, dtypes, chip, switches):
             resources = compiler.compile_launch(launch)
             what = f"{launch.kernel.fn.__name__} {dtypes} H={h} {launch.tile}"
-            made.append((what, resources.spilled, resources.shared, SHARED_LIMIT[launch.chip.capability]))
+            made.append((what, resources.spilled, resources.shared, launch.chip.shared))
     return made
 
 
@@ -191,7 +190,7 @@ def compile_linear(dtypes, chip, switches, sizes):
             resources = compiler.compile_launch(launch)
             sass = compiler.dump(resources.binary, "--dump-sass")
             what = f"{launch.kernel.fn.__name__} {dtypes} M={m} H={h} N={n} {launch.tile}"
-            limit = SHARED_LIMIT[launch.chip.capability]
+            limit = launch.chip.shared
             made.append((what, resources.spilled, resources.shared, limit, sass.count(" HGMMA."), sass.count(" HMMA.")))
     return made
 
@@ -312,5 +311,5 @@ def test_tuned_tiles_do_not_spill_and_need_no_more_than_is_reckoned(worker, key,
         reckoned = max(choice.shared(name, tile, sizes) for name in names)
         assert spilled == 0, (kernel, tile)
         # A reduction takes 4 bytes a row and warp, twice, beside it.
-        limit = SHARED_LIMIT[ALL_CHIPS[sizes["chip"]].capability]
+        limit = ALL_CHIPS[sizes["chip"]].shared
         assert shared <= min(reckoned + 8 * tile.rows * tile.warps + 64, limit), (kernel, tile)

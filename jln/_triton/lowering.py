@@ -223,12 +223,6 @@ def triton_target(architecture: int | str) -> Any:
 
 
 def _compile(source: Any, backend: Any, options: Any) -> Binary:
-    if backend.target.backend == "hip":  # where jax-triton 0.3.1 does not know what Triton 3.9 asks for
-        import triton
-
-        made = triton.compile(source, target=backend.target, options=vars(options))
-        code = base64.b64encode(made.asm["hsaco"]).decode()
-        return Binary(made.metadata.name, made.metadata.shared, code, str(made.asm["ttir"]))
     from triton._C.libtriton import ir
 
     context = ir.context()
@@ -237,6 +231,12 @@ def _compile(source: Any, backend: Any, options: Any) -> Binary:
     functions = backend.get_codegen_implementation(options)
     module = source.make_ir(backend.target, options, functions, backend.get_module_map(), context)
     ttir = str(module)  # before it is overwritten
+    if backend.target.backend == "hip":  # by Triton alone: jax-triton 0.3.1 does not tell 3.9 all that it asks for
+        stages, known = {}, {"target": backend.target, **vars(options)}
+        backend.add_stages(stages, options, source.language)
+        for stage in stages.values():
+            module = stage(module, known)
+        return Binary(known["name"], known["shared"], base64.b64encode(module).decode(), ttir)
     made = _jax_triton().compile_ttir_to_ptx_inplace(module, backend, options, backend.target.arch)
     return Binary(made.name, made.shared_mem_bytes, made.binary, ttir)
 

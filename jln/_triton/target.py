@@ -162,6 +162,7 @@ def on(platform: str | None, add: Callable[[Callable[..., Any]], int] | None) ->
     if not interpreting():
         raise RuntimeError(
             "implementation='triton' runs on NVIDIA and AMD GPUs. To run the kernels on the CPU, by Triton's "
-            "interpreter (slowly), install triton and set the environment variable TRITON_INTERPRET=1 before Python starts"
+            "interpreter (slowly), install triton and set the environment variable TRITON_INTERPRET=1 before Python "
+            "starts"
         )
     return Interpreter(of_program=None if add is None else OnHost(add))

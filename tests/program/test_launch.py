@@ -113,7 +113,9 @@ def recorded(*, chip=H200, shape=X, scalars=None, **options):
 
 def key(launched):
     backend = lowering._backend(launched.chip.architecture)
-    return lowering._key(lowering.source(launched), backend, backend.parse_options(launched.tile.options()))
+    return lowering._key(
+        lowering.source(launched), backend, backend.parse_options(launched.tile.options(launched.chip))
+    )
 
 
 def test_call_is_typed_with_the_kernel_as_its_attribute():
@@ -129,7 +131,7 @@ def test_call_is_typed_with_the_kernel_as_its_attribute():
 
 def test_call_is_the_old_one_where_the_plugin_has_no_other(monkeypatch):
     (typed,) = custom_calls(add, X, X)
-    monkeypatch.setattr(lowering, "has_typed_call", lambda: False)
+    monkeypatch.setattr(lowering, "has_typed_call", lambda platform: False)
     (call,) = custom_calls(add, X, X)
     assert (call["call_target_name"], call["api_version"]) == ('"triton_kernel_call"', "2 : i32")
     for name in ("opaque", "operand_layouts", "result_layouts"):
@@ -139,7 +141,7 @@ def test_call_is_the_old_one_where_the_plugin_has_no_other(monkeypatch):
 @pytest.mark.parametrize("typed", [True, False])
 def test_result_in_place_of_an_operand_is_an_alias_of_arrays(typed, monkeypatch):
     """The second array, which is the third operand: XLA does not see the integer between."""
-    monkeypatch.setattr(lowering, "has_typed_call", lambda: typed)
+    monkeypatch.setattr(lowering, "has_typed_call", lambda platform: typed)
     (call,) = custom_calls(lambda x, y: add(x, y, in_place={"y": "out"}), X, X)
     (alias,) = re.findall(r"output_tuple_indices = \[(.*?)\], operand_index = (\d+)", call["output_operand_aliases"])
     assert alias == ("", "1")
@@ -171,14 +173,14 @@ def command_buffers(tmp_path):
 
 
 def test_xla_puts_every_kernel_into_one_cuda_graph(tmp_path):
-    if not lowering.has_typed_call():
+    if not lowering.has_typed_call("cuda"):
         pytest.skip("this plugin has only the call that no graph can hold")
     versions, buffers, captured, ours = command_buffers(tmp_path)
     assert versions == {"TYPED_FFI"} and buffers == 1 and captured == ours
 
 
 def test_xla_puts_the_old_call_into_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(lowering, "has_typed_call", lambda: False)
+    monkeypatch.setattr(lowering, "has_typed_call", lambda platform: False)
     versions, _, captured, _ = command_buffers(tmp_path)
     assert versions == {"STATUS_RETURNING"} and captured == 0
 

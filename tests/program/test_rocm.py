@@ -1,0 +1,107 @@
+"""Rung 4 as far as it goes for AMD: programs lowered for ROCm beside the same for CUDA. CUDA's plugin stands in for the
+one call that wants ROCm's library, which writes the protobuf of a launch: both plugins have the same.
+"""
+
+import re
+import zlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jaxlib import gpu_triton
+from jaxlib.mlir import ir
+
+import absent_gpu  # noqa: F401
+import jln
+from jln import program
+from jln._triton import lowering
+
+pytest.importorskip("jax_triton")
+
+ROWS, H = 512, 1024
+X = jax.ShapeDtypeStruct((ROWS, H), jnp.bfloat16)
+SCALE = jax.ShapeDtypeStruct((H,), jnp.float32)
+KERNEL = jax.ShapeDtypeStruct((H, 64), jnp.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def rocm(monkeypatch):
+    program.mesh("h200", (1,), ("x",))
+    monkeypatch.setattr(gpu_triton, "_hip_triton", gpu_triton._cuda_triton)
+
+
+def norm(x, scale, offset):
+    y, pull = jax.vjp(lambda *a: jln.layer_norm(*a, implementation="triton"), x, scale, offset)
+    return y, pull(y)
+
+
+def total(x, residual, scale):
+    y, pull = jax.vjp(lambda *a: jln.add_rms_norm(*a, implementation="triton"), x, residual, scale)
+    return y, pull(y)
+
+
+def linear(x, scale, kernel):
+    y, pull = jax.vjp(lambda *a: jln.rms_norm_linear(*a, implementation="triton"), x, scale, kernel)
+    return y, pull(y)
+
+
+def calls(function, *args, chip, platform, monkeypatch):
+    """The attributes of each call of a kernel, less what the kernel is; its protobuf."""
+    monkeypatch.setenv("JLN_CHIP", chip)
+    jax.clear_caches()
+    module = jax.jit(function).trace(*args).lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
+    found = []
+
+    def visit(op):
+        if op.name == "stablehlo.custom_call" and "triton" in str(op.attributes["call_target_name"]):
+            attributes = {name: str(op.attributes[name]) for name in op.attributes}
+            protobuf = zlib.decompress(op.attributes["mhlo.backend_config"]["opaque"].value_bytes)
+            attributes.pop("mhlo.backend_config")
+            types = [str(value.type) for value in (*op.operands, *op.results)]
+            found.append((attributes, types, protobuf))
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(visit)
+    return found
+
+
+@pytest.mark.parametrize(("function", "args"), [(norm, (X, SCALE, SCALE)), (total, (X, X, SCALE))])
+def test_calls_have_cudas_operands_results_and_aliases(function, args, monkeypatch):
+    on_cuda = calls(function, *args, chip="h200", platform="cuda", monkeypatch=monkeypatch)
+    on_rocm = calls(function, *args, chip="mi300x", platform="rocm", monkeypatch=monkeypatch)
+    assert len(on_rocm) == len(on_cuda) == 3
+    for (ours, types, protobuf), (theirs, their_types, _) in zip(on_rocm, on_cuda, strict=True):
+        grown = "backward_kernel" in protobuf.decode(errors="ignore") or "reduce" in protobuf.decode(errors="ignore")
+        assert ours == theirs or grown  # of shares there are as many as cores
+        assert types == their_types or grown
+
+
+def test_a_code_object_lies_where_its_launch_says(monkeypatch):
+    (call, *_) = calls(norm, X, SCALE, SCALE, chip="mi355x", platform="rocm", monkeypatch=monkeypatch)
+    (path,) = re.findall(rb"/[\w./-]+\.hsaco", call[2])
+    with open(path, "rb") as file:
+        code = file.read()
+    assert code.startswith(b"\x7fELF") and b"gfx950" in code and b"forward_kernel" in code
+
+
+def test_a_linear_is_composed(monkeypatch):
+    found = calls(linear, X, SCALE, KERNEL, chip="mi300x", platform="rocm", monkeypatch=monkeypatch)
+    assert len(found) == 3
+
+
+def test_none_is_xla_until_a_card_has_measured_it(monkeypatch):
+    monkeypatch.setenv("JLN_CHIP", "mi300x")
+    lowered = jax.jit(lambda x: jln.rms_norm(x)).trace(X).lower(lowering_platforms=("rocm",)).as_text()
+    assert "triton" not in lowered
+
+
+def test_what_is_missing_is_said(monkeypatch):
+    monkeypatch.setattr(gpu_triton, "_hip_triton", None)
+    monkeypatch.setenv("JLN_CHIP", "mi300x")
+    with pytest.raises(RuntimeError, match=r"no ROCm plugin here: pip install .jln\[rocm7\]"):
+        jax.jit(lambda x: jln.rms_norm(x, implementation="triton")).trace(X).lower(lowering_platforms=("rocm",))
+    monkeypatch.setenv("JLN_CHIP", "h200")
+    monkeypatch.setattr(gpu_triton, "_hip_triton", gpu_triton._cuda_triton)
+    with pytest.raises(RuntimeError, match="the chip is h200: set JLN_CHIP to one of mi250x"):
+        jax.jit(lambda x: jln.rms_norm(x, implementation="triton")).trace(X).lower(lowering_platforms=("rocm",))
+    assert lowering.missing("cuda") is None
