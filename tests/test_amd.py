@@ -1,44 +1,71 @@
-"""Rung 3 on AMD's chips: launches compiled for gfx90a, gfx942 and gfx950 use their registers, and nothing of memory but
-what they read and write.
+"""Rungs 2 and 3 on AMD's chips: kernels are right with the tiles that waves take, and compiled for gfx90a, gfx942 and
+gfx950 they use registers, and of memory what they read and write.
 """
 
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import jln
 from jln._triton import compiler
-from jln._triton.chip import CHIPS
-from jln._triton.target import Recorder
-from launches import DTYPES, LINEAR_DTYPES, SWITCHES, both_sides_launches, launches, linear_launches
+from jln._triton.chip import CHIPS, Chip
+from jln._triton.target import Interpreter, Recorder, using
+from launches import DTYPES, FUSED, LINEAR_DTYPES, SWITCHES, both_sides_launches, launches, linear_launches
 
 pytest.importorskip("triton")
 
 # One of each architecture.
 AMD = ("mi250x", "mi300x", "mi355x")
+OF_EACH = [pytest.param(c, marks=[] if c == "mi300x" else [pytest.mark.heavy]) for c in AMD]
 # One of every kind of tile, aligned and not, and rows that lie side by side.
 LAYOUTS = [(h, 1) for h in (128, 1000, 1024, 4096, 8192, 16384, 20000)] + [(256, 147456)]
+# Two waves a SIMD have so many vector registers each.
+REGISTERS = 256
 
 
-def compiled(chip, dtype):
+def resources(made, dtype):
     """Runs in the worker: of each launch what it is, and its resources less the binary."""
-    made = [a for h, inner in LAYOUTS for a in launches(h, inner, DTYPES[dtype], chip, SWITCHES["everything"])]
-    made += [a for h in (1024, 4096) for a in both_sides_launches(h, DTYPES[dtype], chip, SWITCHES["add_rms_norm"])]
     found = []
     for launch in made:
         of = compiler.compile_launch(launch)
-        wide = sum(
-            of.assembly.count(f"{kind}_load_{size}") for kind in ("global", "buffer") for size in ("dwordx4", "b128")
-        )
         h = max(a.shape[-1] for a in launch.arrays.values())
-        found.append((f"{launch.kernel.fn.__name__} {dtype} H={h}", of.registers, of.spilled, of.shared, wide))
+        products = of.assembly.count("v_mfma")
+        found.append((f"{launch.kernel.fn.__name__} {dtype} H={h}", of.registers, of.spilled, of.shared))
+        found[-1] += (of.widest_load, products)
     return found
 
 
+def norms(chip, dtype):
+    made = [a for h, inner in LAYOUTS for a in launches(h, inner, DTYPES[dtype], chip, SWITCHES["everything"])]
+    made += [a for h in (1024, 4096) for a in both_sides_launches(h, DTYPES[dtype], chip, SWITCHES["add_rms_norm"])]
+    return resources(made, dtype)
+
+
+def linears(chip, dtype):
+    sizes = [*FUSED, (3000, 768, 64)]
+    made = [a for size in sizes for a in linear_launches(*size, LINEAR_DTYPES[dtype], chip, SWITCHES["everything"])]
+    return resources([launch for launch in made if launch.kernel.fn.__module__.endswith("_norm_linear.kernels")], dtype)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("chip", [pytest.param(c, marks=[] if c == "mi300x" else [pytest.mark.heavy]) for c in AMD])
+@pytest.mark.parametrize("chip", OF_EACH)
 def test_norms_keep_to_registers(worker, chip, dtype):
-    """Two waves a SIMD have 256 vector registers each."""
-    found = worker.submit(compiled, chip, dtype).result()
-    assert [f for f in found if f[1] > 256 or f[2] > 0 or f[3] > CHIPS[chip].shared] == []
-    assert [f for f in found if "forward" in f[0] and "H=1000" not in f[0] and not f[4]] == []
+    found = worker.submit(norms, chip, dtype).result()
+    assert [f for f in found if f[1] > REGISTERS or f[2] > 0 or f[3] > CHIPS[chip].shared] == []
+    assert [f for f in found if "forward" in f[0] and "H=1000" not in f[0] and f[4] != 16] == []
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "bfloat16, float32 parameters"])
+@pytest.mark.parametrize("chip", OF_EACH)
+def test_fused_linears_keep_to_registers_and_multiply_by_mfma(worker, chip, dtype):
+    found = worker.submit(linears, chip, dtype).result()
+    names = {f[0].split()[0] for f in found}
+    assert names == {"forward_kernel", "row_sums_kernel", "backward_kernel", "parameters_kernel"}
+    assert [f for f in found if f[1] > REGISTERS or f[2] > 0 or f[3] > CHIPS[chip].shared] == []
+    assert [f for f in found if "parameters" not in f[0] and not f[5]] == []
 
 
 def test_half_as_many_waves_of_twice_the_threads():
@@ -47,13 +74,88 @@ def test_half_as_many_waves_of_twice_the_threads():
         assert options["num_warps"] == max(1, launch.tile.warps // 2) and "maxnreg" not in options
 
 
-@pytest.mark.parametrize("dtype", LINEAR_DTYPES)
-def test_linears_are_composed(dtype):
-    made = linear_launches(100_000, 1024, 64, LINEAR_DTYPES[dtype], "mi300x", SWITCHES["everything"])
-    assert made and not any("_norm_linear" in launch.kernel.fn.__module__ for launch in made)
-
-
 def test_a_chip_says_what_it_is():
     assert [str(CHIPS[name]) for name in ("h200", "mi300x", "mi355x")] == ["sm_90", "gfx942", "gfx950"]
     assert {chip.platform for chip in CHIPS.values() if chip.is_amd} == {"rocm"}
     assert Recorder(CHIPS["mi355x"]).chip.shared == 163840
+    assert [CHIPS[name].threads for name in ("h200", "mi300x")] == [32, 64]
+    assert [CHIPS[name].registers for name in ("h200", "mi300x")] == [65536, 131072]
+
+
+CASES = {
+    "add_layer_norm": ((5, 1000), ("x", "residual", "scale", "offset"), {}),
+    "rms_norm_gated": ((5, 256), ("x", "z", "scale"), {}),
+    "rms_norm, rows side by side": ((2, 96, 40), ("x", "scale"), {"axis": 1}),
+    "layer_norm_linear": ((70, 96), ("x", "scale", "offset", "kernel", "bias"), {}),
+    "rms_norm_linear": ((70, 96), ("x", "scale", "kernel"), {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_tiles_of_waves_are_right_in_the_interpreter(case):
+    """With an AMD chip of three compute units, so that programs of the backward kernels loop over tiles."""
+    shape, names, options = CASES[case]
+    operator = case.partition(",")[0]
+    h, random = shape[options.get("axis", -1)], np.random.default_rng(3)
+    shapes = {"scale": (h,), "offset": (h,), "kernel": (h, 24), "bias": (24,)}
+    arrays = [jnp.asarray(random.standard_normal(shapes.get(name, shape)), "float32") for name in names]
+
+    def cotangent(result):
+        return jnp.cos(jnp.arange(result.size, dtype=result.dtype)).reshape(result.shape)
+
+    def step(function, *arrays):
+        results, pull = jax.vjp(lambda *a: function(*a, **options), *arrays)
+        return results, pull(jax.tree.map(cotangent, results))
+
+    expected = step(getattr(jln.reference, operator), *(a.astype("float64") for a in arrays))
+    with using(Interpreter(Chip("waves", "gfx942", 3))):
+        ours = step(lambda *a, **o: getattr(jln, operator)(*a, implementation="triton", **o), *arrays)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * max(1.0, float(jnp.abs(b).max())))
+
+
+def test_the_tiles_of_waves_are_not_those_of_warps():
+    size = 70, 96, 24, LINEAR_DTYPES["float32"]
+    warps, waves = (linear_launches(*size, chip, SWITCHES["everything"]) for chip in ("h200", "mi300x"))
+    assert [launch.tile for launch in warps] != [launch.tile for launch in waves]
+
+
+def test_doctor_says_that_none_stays_xla(capsys, monkeypatch):
+    pytest.importorskip("typer")
+    from command_line import run
+
+    monkeypatch.setenv("JLN_CHIP", "mi300x")
+    _, out, _ = run(capsys, "doctor")
+    (line,) = [line for line in out.splitlines() if line.startswith("On mi300x")]
+    assert 'None stays XLA until a card has measured the kernels; implementation="triton" asks for them' in line
+    _, out, _ = run(capsys, "doctor", "--json")
+    assert json.loads(out)["why_not_unasked"] + "." == line
+    monkeypatch.setenv("JLN_CHIP", "h200")
+    _, out, _ = run(capsys, "doctor", "--json")
+    assert json.loads(out)["why_not_unasked"] is None
+
+
+def test_each_kernel_of_a_workload_is_counted_for_a_chip(capsys):
+    pytest.importorskip("typer")
+    from command_line import run
+
+    status, out, _ = run(capsys, "report", "--kernels", "--chip", "mi300x", "--workload", "router", "--json")
+    found = json.loads(out)
+    assert status == 0 and found["chip"] == "mi300x" and found["failures"] == []
+    kernels = {k["kernel"]: k for k in found["kernels"]}
+    assert [*kernels] == ["forward_kernel", "row_sums_kernel", "backward_kernel", "parameters_kernel"]
+    assert all(0 < k["registers"] <= REGISTERS and k["spilled"] == 0 for k in kernels.values())
+    assert kernels["forward_kernel"]["widest_load"] == 16 and kernels["forward_kernel"]["warps"] == 4
+    status, out, _ = run(capsys, "report", "--kernels", "--chip", "mi300x", "--workload", "decode-1")
+    assert status == 0 and "mi300x (gfx942), 65.5 KB" in out and "waves" in out
+    status, _, error = run(capsys, "report", "--chip", "mi300x")
+    assert status == 2 and error == "jln: a whole program for mi300x takes a ROCm compiler; --kernels needs none\n"
+
+
+def test_candidates_for_a_chip_are_compiled(capsys):
+    pytest.importorskip("typer")
+    from command_line import run
+
+    status, out, _ = run(capsys, "tune", "decode-1", "--chip", "mi300x", "--dry-run", "--seconds", "600")
+    registers = [line.split() for line in out.splitlines() if " warps " in line and "by heuristics" not in line]
+    assert status == 0 and registers

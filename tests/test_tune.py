@@ -104,7 +104,7 @@ def test_what_spills_or_does_not_fit_is_not_timed():
         spilling, good, crowded = search.verdicts(pool, q, [{"tile": t, "sums": None} for t in tiles], h200)
     assert spilling.spilled > 100 and spilling.why == f"spills {spilling.spilled} bytes"
     assert good.why is None and 0 < good.registers < 255 and good.spilled == 0 < good.shared
-    assert crowded.why == "16 programs do not fit on an SM"
+    assert crowded.why == "16 programs do not fit on a core"
 
 
 def test_what_does_not_compile_or_needs_too_much_memory_is_not_timed():

@@ -8,10 +8,17 @@ from typing import Any
 
 from jln._bench.workloads import Workload
 from jln._catalogue import GATE_FIRST
+from jln._triton import target
 
 
 class Unsupported(Exception):
     """A peer has nothing for a workload, or does not run here; the message says what."""
+
+
+def kernels_asked_for() -> dict[str, str]:
+    """The arguments with which an operator runs its kernels on the chip in use; none where it does so unasked."""
+    chip = target.target_chip()
+    return {} if chip is None or chip.platform in target.UNASKED else {"implementation": "triton"}
 
 
 def composed(

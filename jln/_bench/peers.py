@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 import jax
 
 import jln
-from jln._bench.parts import Unsupported, composed, linears, multiplied
+from jln._bench.parts import Unsupported, composed, kernels_asked_for, linears, multiplied
 from jln._bench.workloads import Workload
 from jln._catalogue import EPSILON
 
@@ -44,11 +45,15 @@ class Peer:
         return None
 
 
+def _jln(workload: Workload) -> Callable[..., Any]:
+    return workload.in_order(getattr(jln, workload.operator), **workload.axis_option, **kernels_asked_for())
+
+
 def _norm_and_products(workload: Workload) -> Callable[..., Any]:
     entry = workload.entry
     if entry.norm is None:
         raise Unsupported("a norm by itself is jln's own")
-    norm = entry.norm.function
+    norm = functools.partial(entry.norm.function, **kernels_asked_for())
 
     def function(*arguments):
         given = dict(zip(workload.signature.names, arguments, strict=True))
@@ -147,7 +152,7 @@ def _torch(kind: str) -> Callable[[Workload], Callable[..., Any]]:
 PEERS = {
     p.name: p
     for p in (
-        Peer("jln", "this library", "jln", "jln", Workload.function),
+        Peer("jln", "this library", "jln", "jln", _jln),
         Peer("jln-norm", "jln's norm, then jnp's products", "jln", "jln", _norm_and_products, of_norms=False),
         Peer("jnp", "jax.numpy as users write it, by XLA", "jax", "jax", _jnp),
         Peer("flax", "flax.linen's LayerNorm, RMSNorm, Dense", "flax", "flax", _flax),

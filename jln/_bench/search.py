@@ -138,8 +138,8 @@ def verdicts(
             why = f"needs {verdict.shared} bytes of shared memory, of which there are {limit}"
         tile = tiles.get("tile") or Tile(1, 1, 1)
         together = tile.programs_per_core
-        if why is None and together > 1 and 32 * tile.warps * together * verdict.registers > 65536:
-            why = f"{together} programs do not fit on an SM"
+        if why is None and together > 1 and 32 * tile.warps * together * verdict.registers > chip.registers:
+            why = f"{together} programs do not fit on a core"
         found.append(dataclasses.replace(verdict, why=why))
     return found
 

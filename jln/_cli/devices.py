@@ -13,6 +13,7 @@ import jax
 
 from jln._cli.console import UserError
 from jln._triton import target
+from jln._triton.chip import platform_of
 
 Device = Any  # a jax.Device, which type checkers take for a variable
 
@@ -76,13 +77,13 @@ def interpret_without_a_gpu() -> None:
 def implementations(device: Device) -> dict[str, str | None]:
     """From each implementation to why it cannot run there; None where it can."""
     if device.platform == "gpu":
-        return {"triton": target.missing(), "xla": None}
+        return {"triton": target.missing(platform_of(device)), "xla": None}
     if device.platform != "cpu":
-        return {"triton": "the kernels are for NVIDIA GPUs", "xla": None}
+        return {"triton": "the kernels are for NVIDIA and AMD GPUs", "xla": None}
     if importlib.util.find_spec("triton") is None:
-        reason = f"triton is not installed; its interpreter would run the kernels: {target.INSTALL}"
+        reason = f"triton is not installed; its interpreter would run the kernels: {target.INSTALL['cuda']}"
     elif not target.interpreting():
-        reason = "the kernels are for NVIDIA GPUs; TRITON_INTERPRET=1 has Triton's interpreter run them, slowly"
+        reason = "the kernels are for NVIDIA and AMD GPUs; TRITON_INTERPRET=1 has Triton's interpreter run them, slowly"
     else:
         reason = None
     return {"triton": reason, "xla": None}

@@ -21,7 +21,7 @@ from jln._cli.devices import Device, complaints, described, devices, implementat
 from jln._cli.samples import Sample, ours, value_and_gradients
 from jln._norm_linear.tiles import unfenced
 from jln._triton import cache, target, tuning
-from jln._triton.chip import CHIP_VARIABLE
+from jln._triton.chip import CHIP_VARIABLE, Chip, platform_of
 
 # Distribution -> what it is for here, and how it comes.
 PACKAGES = {
@@ -30,12 +30,15 @@ PACKAGES = {
     "numpy": ("everything", "pip install jln"),
     "jax-cuda13-plugin": ("NVIDIA GPUs, CUDA 13", 'pip install "jln[cuda13]"'),
     "jax-cuda12-plugin": ("NVIDIA GPUs, CUDA 12", 'pip install "jln[cuda12]"'),
-    "jax-triton": ("Triton kernels", target.INSTALL),
-    "triton": ("Triton kernels, their interpreter", target.INSTALL),
+    "jax-rocm7-plugin": ("AMD GPUs, ROCm 7", target.INSTALL["rocm"]),
+    "jax-triton": ("Triton kernels", target.INSTALL["cuda"]),
+    "triton": ("Triton kernels, their interpreter", target.INSTALL["cuda"]),
     "flax": ("Flax modules", 'pip install "jln[flax]"'),
     "dm-haiku": ("Haiku modules", 'pip install "jln[haiku]"'),
     "equinox": ("Equinox modules", 'pip install "jln[equinox]"'),
 }
+
+PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin")
 
 Versions = dict[str, tuple[int, ...]]
 
@@ -62,12 +65,10 @@ BAD_PAIRS = (
         lambda v: _between(v, "triton", (0,), (3, 9)) and _between(v, "numpy", (2, 4), _EVER),
     ),
     BadPair(
-        "a CUDA plugin of another version than jaxlib",
+        "a CUDA or ROCm plugin of another version than jaxlib",
         "JAX leaves the plugin, and so the GPU, unused",
-        "install both at one version: pip install -U jax[cuda13] (or [cuda12])",
-        lambda v: any(
-            v[plugin][:3] != v["jaxlib"][:3] for plugin in ("jax-cuda12-plugin", "jax-cuda13-plugin") if plugin in v
-        ),
+        "install both at one version: pip install -U jax[cuda13] (or [cuda12], [rocm7-local])",
+        lambda v: any(v[plugin][:3] != v["jaxlib"][:3] for plugin in PLUGINS if plugin in v),
     ),
 )
 
@@ -95,6 +96,7 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
             "tuning": tiles,
             "compiled_kernels": _compiled_kernels(),
             "why_not_fused": _why_not_fused(),
+            "why_not_unasked": _why_not_unasked(),
             "jax_says": complaints,
             "faults": faults,
         }
@@ -125,8 +127,9 @@ def _print(versions, found, operators, tiles, bad, faults) -> None:
         print_note(reason)
     print_note(f"Tiles of the kernels: {tiles}.")
     print_note(f"Compiled kernels: {_compiled_kernels()}.")
-    if (why_not_fused := _why_not_fused()) is not None:
-        print_note(f"{why_not_fused}.")
+    for why_not in (_why_not_fused(), _why_not_unasked()):
+        if why_not is not None:
+            print_note(f"{why_not}.")
     print_note(f"Known bad pairs of versions: {len(bad)} of {len(BAD_PAIRS)} are here.")
     for complaint in complaints:
         print_note(f"JAX says: {complaint}")
@@ -158,13 +161,26 @@ def _compiled_kernels() -> str:
     return f"{len(found)} of at most {cache.LIMIT} in {folder}"
 
 
+def _chip() -> Chip | None:
+    """The chip of this process; None without one, or with a fault in JLN_CHIP."""
+    try:
+        return target.target_chip()
+    except ValueError:
+        return None
+
+
 def _why_not_fused() -> str | None:
     """Why no Linear is fused with its norm for the chip of this process; None where nothing forbids it."""
-    try:
-        chip = target.target_chip()
-    except ValueError:  # of JLN_CHIP, which is a fault
+    return None if (chip := _chip()) is None else unfenced(chip)
+
+
+def _why_not_unasked() -> str | None:
+    """Why the kernels must be asked for by name on the chip of this process; None where they need not."""
+    if (chip := _chip()) is None or chip.platform in target.UNASKED:
         return None
-    return None if chip is None else unfenced(chip)
+    reason = target.missing(chip.platform)
+    asked = 'implementation="triton" asks for them' + ("" if reason is None else f" and cannot run here: {reason}")
+    return f"On {chip.name} {STAYS_XLA}; {asked}"
 
 
 def installed() -> dict[str, str | None]:
@@ -207,7 +223,7 @@ def choices(device: Device, begin: Callable[[str], None] = lambda what: None) ->
             forward, both = (_kernels(sample, device, gradient) for gradient in (False, True))
             uses = "triton" if both else "xla"
             other = "xla" if uses == "triton" else "triton"
-            why_not = reasons[other] or f'triton goes first; implementation="{other}" asks for it'
+            why_not = reasons[other] or f'{_first(device)}; implementation="{other}" asks for it'
             rows.append(
                 {
                     "operator": f"{operator.name}, {label}" if label else operator.name,
@@ -221,13 +237,23 @@ def choices(device: Device, begin: Callable[[str], None] = lambda what: None) ->
     return rows
 
 
+STAYS_XLA = "None stays XLA until a card has measured the kernels"
+
+
+def _first(device: Device) -> str:
+    """What `implementation=None` takes where both can run."""
+    if platform_of(device) in target.UNASKED or device.platform == "cpu":
+        return "triton goes first"
+    return STAYS_XLA
+
+
 def _kernels(sample: Sample, device: Device, gradient: bool) -> list[str]:
     """The Triton kernels that the default implementation launches; none for XLA."""
     arguments, cotangent = sample.shapes()
     f = ours(sample.operator, None)
     with target.recording() as made, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that XLA runs instead: the table says so, and the reason
-        platform = "cuda" if device.platform == "gpu" else device.platform
+        platform = platform_of(device)
         if gradient:
             traced = jax.jit(lambda a, c: value_and_gradients(f, a, c)).trace(arguments, cotangent)
         else:
@@ -240,10 +266,12 @@ def _idle_gpu(found: list[Device]) -> list[str]:
     """A GPU that is here and that JAX, or Triton, does not use."""
     gpus = [device for device in found if device.platform == "gpu"]
     if gpus:
-        why = target.missing()
+        why = target.missing(platform_of(gpus[0]))
         return [] if why is None else [f"the GPU runs jln without its Triton kernels: {why}"]
-    if not pathlib.Path("/dev/nvidia0").exists():
-        return []
-    if "cuda" not in (platforms := os.environ.get("JAX_PLATFORMS", "cuda")) and "gpu" not in platforms:
-        return [f"there is an NVIDIA GPU, and JAX_PLATFORMS={platforms} hides it: unset it"]
-    return [f"there is an NVIDIA GPU, and JAX does not see it: {target.INSTALL}"]
+    for name, maker, path in (("cuda", "NVIDIA", "/dev/nvidia0"), ("rocm", "AMD", "/dev/kfd")):
+        if not pathlib.Path(path).exists():
+            continue
+        if name not in (platforms := os.environ.get("JAX_PLATFORMS", name)) and "gpu" not in platforms:
+            return [f"there is an {maker} GPU, and JAX_PLATFORMS={platforms} hides it: unset it"]
+        return [f"there is an {maker} GPU, and JAX does not see it: {target.INSTALL[name]}"]
+    return []

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import importlib.util
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, NoReturn
 from unittest import mock
 
 import jax
@@ -20,9 +22,10 @@ from jln._bench.peers import PEERS
 from jln._bench.stacks import PRODUCTS, STACKS, Stack
 from jln._bench.workloads import WORKLOADS, Workload
 from jln._cli.console import UserError, known, megabytes, print_json, print_note, print_table, progress
+from jln._cli.kernels import of_all, print_kernels
 from jln._cli.sharded import SHARDED, Step, facts, fitted, parsed, print_step
 from jln._triton import target
-from jln._triton.chip import named_chip
+from jln._triton.chip import CHIPS, named_chip
 
 # Those whose programs XLA compiles.
 COMPARED = ("jln", "jln-norm", "jnp", "flax", "tokamax")
@@ -45,16 +48,27 @@ def command(
     sequence: Annotated[
         bool, typer.Option("--sequence", help="With --mesh: between Linears tokens are split over tensor, too.")
     ] = False,
-    chip: Annotated[str, typer.Option(help=f"To compile for: {', '.join(program.CHIPS)}.")] = "h200",
+    kernels: Annotated[
+        bool,
+        typer.Option("--kernels", help="Each kernel by itself instead; for AMD's chips, too."),
+    ] = False,
+    chip: Annotated[str, typer.Option(help=f"To compile for: {', '.join(CHIPS)}.")] = "h200",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Count the kernels, bytes and temporary memory of compiled programs: facts, with no GPU, and no times.
 
     Operators at named sizes, and a 12-layer transformer's forward + backward. Beside jln: for Linears its norm
     and separate products; plain jnp, Flax's layers, tokamax. With --mesh: what two blocks' forward + backward, sharded
-    as trainers do, communicate and keep on each GPU, beside plain jnp. Exits with 1 if a program of jln does not
-    compile.
+    as trainers do, communicate and keep on each GPU, beside plain jnp. With --kernels: registers, spills, shared memory
+    and loads of each kernel by itself. Exits with 1 if a program or a kernel of jln does not compile.
     """
+    known("chip", [chip], CHIPS)
+    if kernels:
+        if mesh or peer or sequence:
+            raise UserError("--kernels are jln's, of one GPU: without --peer, --mesh and --sequence")
+        _of_kernels(known("workload", workload or WORKLOADS, WORKLOADS), chip, as_json)
+    if chip not in program.CHIPS:
+        raise UserError(f"a whole program for {chip} takes a ROCm compiler; --kernels needs none")
     if not mesh and sequence:
         raise UserError("--sequence is of a --mesh")
     if mesh and peer:
@@ -63,7 +77,6 @@ def command(
         known("workload with --mesh", workload or (), SHARDED)
     names = known("workload", workload or (*WORKLOADS, *STACKS), (*WORKLOADS, *STACKS))
     peers = ["jln", *(p for p in known("peer", peer or COMPARED, COMPARED) if p != "jln")]
-    known("chip", [chip], program.CHIPS)
     with target.using(target.Gpu(named_chip(chip))):
         why = target.missing()
     if why is not None:
@@ -108,6 +121,21 @@ def _on_meshes(names: Sequence[str], layouts: Sequence[Layout], chip: str, as_js
             print_step(step, chip)
         _print_failures(failures)
     raise typer.Exit(1 if any(f.is_ours for f in failures) else 0)
+
+
+def _of_kernels(names: Sequence[str], chip: str, as_json: bool) -> NoReturn:
+    if importlib.util.find_spec("triton") is None:
+        raise UserError(f"triton is not installed: {target.INSTALL[named_chip(chip).platform]}")
+    with progress(len(names)) as begin:
+        kernels, failures = of_all(names, chip, begin)
+    if as_json:
+        rows = [dataclasses.asdict(kernel) for kernel in kernels]
+        print_json(_of_all(chip) | {"kernels": rows, "failures": failures})
+    else:
+        _print_versions(chip)
+        print_kernels(kernels, chip)
+        _print_failures([Failure(text, is_ours=True) for text in failures])
+    raise typer.Exit(1 if failures else 0)
 
 
 class Failure(NamedTuple):

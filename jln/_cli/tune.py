@@ -54,7 +54,7 @@ def command(
     started = time.monotonic()
     chosen = _workloads(workloads, dtype)
     if importlib.util.find_spec("triton") is None:
-        raise UserError(f"triton is not installed: {target.INSTALL}")
+        raise UserError(f"triton is not installed: {target.INSTALL['cuda']}")
     searched = _chip(chip, dry_run)
     path = output or pathlib.Path(os.path.expanduser(os.environ.get(tuning.VARIABLE) or "jln-tuning.json"))
     if dry_run:

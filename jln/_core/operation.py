@@ -218,9 +218,9 @@ class Operation(Generic[Operands, Results]):
         formula = self._formula_cpu if platform == "cpu" else self._formula
         if implementation == "xla" or self._launcher is None:
             return formula
-        if implementation is None and platform != "cuda":
+        if implementation is None and platform not in target.UNASKED:
             return formula
-        if implementation is None and (reason := target.missing()) is not None:
+        if implementation is None and (reason := target.missing(platform)) is not None:
             warnings.warn(f"jln runs {self._primitive.name} without its Triton kernels: {reason}", stacklevel=2)
             return formula
         return functools.partial(self._launcher(), target=target.on(platform, add))

@@ -54,6 +54,7 @@ def forward_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """y, total, mean and rstd of one tile of rows a program, from one read of x and of the residual.
@@ -115,7 +116,7 @@ def forward_kernel(
         kernel = kernel.to(operand)
         if BY_REGISTERS:
             kernel += 0.0
-        product = tl.dot(z.to(operand), kernel, product, input_precision="tf32")
+        product = tl.dot(z.to(operand), kernel, product, input_precision=PRECISION)
 
     rstd = tl.rsqrt(squares * (1.0 / H) + EPSILON)  # (2)
     y = tl.fma(product, (rstd / unit)[:, None], constant[None, :])
@@ -148,6 +149,7 @@ def row_sums_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """One of PARTS shares of c1 and c2 of every `programs`-th tile of rows, and the program's share of dbias.
@@ -174,7 +176,7 @@ def row_sums_kernel(
             x = _load_matrix(total_ptr, row, valid, first, H, BLOCK_H, BLOCK_ROWS).to(COMPUTE)
             kernel = _load_matrix(kernel_ptr, column, exists, 0, N, BLOCK_N, BLOCK_H)
             scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
-            scaled = tl.dot(dy, tl.trans(kernel.to(dy.dtype)), input_precision="tf32") * scale[None, :]
+            scaled = tl.dot(dy, tl.trans(kernel.to(dy.dtype)), input_precision=PRECISION) * scale[None, :]
             c1 += scaled
             # Masked, since outside -mean * rstd might overflow, and 0 * inf is NaN.
             c2 = tl.fma(scaled, tl.where(exists[None, :], (x - mean[:, None]) * rstd[:, None], 0.0), c2)
@@ -210,6 +212,7 @@ def backward_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """dx, and the program's share of G and dscale: it owns BLOCK_H columns and every `splits`-th tile of rows."""
@@ -237,9 +240,9 @@ def backward_kernel(
         dy = _load_matrix(dy_ptr, row, valid, 0, N, BLOCK_N, BLOCK_ROWS)
         x_hat = (x - mean[:, None]) * rstd[:, None]  # (3)
         if g_ptr is not None:
-            g = tl.dot(tl.trans(x_hat.to(dy.dtype)), dy, g, input_precision="tf32")  # (21)
+            g = tl.dot(tl.trans(x_hat.to(dy.dtype)), dy, g, input_precision=PRECISION)  # (21)
         if dx_ptr is not None or dscale_ptr is not None:
-            dz = tl.dot(dy, tl.trans(kernel.to(dy.dtype)), input_precision="tf32")  # (14)
+            dz = tl.dot(dy, tl.trans(kernel.to(dy.dtype)), input_precision=PRECISION)  # (14)
         if dx_ptr is not None:
             dx = tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1 * rstd)[:, None])  # (17), its factor rstd inside
             dx = tl.fma(dz * scale[None, :], rstd[:, None], dx)

@@ -161,7 +161,7 @@ def _fused_forward(operands: Operands, settings: NormLinear, dtypes: Outcome, ti
         },
         programs=ceil_div(rows, tile.rows),
         tile=tile,
-        BY_REGISTERS=tiles.has_wgmma(target.chip) and y.dtype == jnp.float32,
+        BY_REGISTERS=target.chip.has_wgmma and y.dtype == jnp.float32,
         EPSILON=settings.norm.epsilon,
         TOTAL=x.dtype if residual is None else jnp.promote_types(x.dtype, residual.dtype),
         **_constants(settings, x.shape[-1], n),

@@ -13,9 +13,11 @@ from jln._triton.target import INTERPRETED, Target
 from jln._triton.tile import Tile, aligned, ceil_div, next_power_of_2
 from jln._triton.tuning import Choice, Tiles, known_or_newest
 
-# Of an H200, estimates: bytes a microsecond that one SM can take in, and its share of what memory gives to all; what a
-# launch more costs, in microseconds. By them `fused_forward` weighs long walks of few programs.
+# Estimates, of an H200: bytes a microsecond that one SM can take in, and its share of what memory gives to all; what a
+# launch more costs, in microseconds. By them `forward_tile` weighs long walks of few programs. A compute unit of an
+# MI300X takes in as much, of 5.3 TB/s its share is less.
 L2_RATE, MEMORY_RATE, LAUNCH_TIME = 64_000, 36_000, 5
+AMD_MEMORY_RATE = 17_000
 
 
 def features(n: int) -> int:
@@ -29,14 +31,9 @@ def features(n: int) -> int:
 FENCED_TRITON = (3, 7, 1)
 
 
-def has_wgmma(chip: Chip) -> bool:
-    """Whether products read their operands from shared memory, by wgmma or its successor, and not from registers."""
-    return not chip.is_amd and chip.capability >= 90
-
-
 def unfenced(chip: Chip) -> str | None:
     """Why a product on `chip` might read its operands from shared memory too early; None where it waits."""
-    if not has_wgmma(chip) or chip.name == INTERPRETED.name or _triton_version() >= FENCED_TRITON:
+    if not chip.has_wgmma or chip.name == INTERPRETED.name or _triton_version() >= FENCED_TRITON:
         return None
     return (
         f"Triton {'.'.join(map(str, _triton_version()))} leaves out fences before the products of kernels for "
@@ -61,16 +58,21 @@ def _fused_tile(h: int, n: int, product_dtype: str, chip: Chip) -> Tile | None:
     registers; nor its small chips, with less shared memory than an H100 and no wgmma. Nor a kernel [H, N] with 2**31
     elements, whose offsets have 32 bits. Nor by a Triton that leaves out fences.
     """
-    if product_dtype not in FUSED_FEATURES or chip.is_amd or chip.capability > 103 or unfenced(chip):
+    if product_dtype not in FUSED_FEATURES or unfenced(chip):
         return None
-    if product_dtype == "float32" and chip.capability >= 100:
+    if not chip.is_amd and (chip.capability > 103 or (product_dtype == "float32" and chip.capability >= 100)):
         return None
     widest, widest_unaligned = FUSED_FEATURES[product_dtype]
     if n > (widest if aligned(h, 1, 2) and aligned(n, 1, 2) else widest_unaligned) or h * n >= 2**31:
         return None
+    if chip.is_amd:
+        # Two waves a SIMD have 256 vector registers each. In 16 bits at N = 128 the backward kernel takes up to 414 for
+        # 64 columns, 281 for 32 in two stages and 230 in one; where that does not fit, 16 columns do in two.
+        narrow = features(n) > 128 or product_dtype == "float32"
+        return Tile(64, 16, 8, 2) if narrow else Tile(64, 32, 8, 1)
     # A stage is 8 KB of x, which comes from memory, and up to 32 KB of dy or kernel, which L2 has; some 16 KB of x in
     # flight an SM hide the latency. Eight warps: with four the backward kernel takes all 255 registers at N = 64.
-    stages = 2 if not has_wgmma(chip) or product_dtype == "float32" else 4 if features(n) <= 64 else 3
+    stages = 2 if not chip.has_wgmma or product_dtype == "float32" else 4 if features(n) <= 64 else 3
     return Tile(64, 64, 8, stages)
 
 
@@ -85,12 +87,13 @@ def forward_tile(rows: int, h: int, n: int, product_dtype: str, chip: Chip) -> T
     tile = _fused_tile(h, n, product_dtype, chip)
     if tile is None:
         return None
-    if not has_wgmma(chip) and features(n) > 128:  # by mma, as below, a wider tile spills on sm_89
+    if not chip.has_wgmma and not chip.is_amd and features(n) > 128:  # by mma, as below, a wider tile spills on sm_89
         tile = dataclasses.replace(tile, columns=32, stages=3)
     walks = ceil_div(ceil_div(rows, tile.rows), chip.cores)
     itemsize = 4 if product_dtype == "float32" else 2
     fused = walks * itemsize * h * (tile.rows + features(n)) / L2_RATE
-    composed = LAUNCH_TIME + 3 * itemsize * rows * h / (MEMORY_RATE * chip.cores)
+    memory_rate = AMD_MEMORY_RATE if chip.is_amd else MEMORY_RATE
+    composed = LAUNCH_TIME + 3 * itemsize * rows * h / (memory_rate * chip.cores)
     return tile if fused <= composed else None
 
 
@@ -129,7 +132,7 @@ def backward_tiles(h: int, n: int, product_dtype: str, chip: Chip) -> tuple[Tile
     # mma holds operands in registers, where wgmma reads shared memory: more rows spill on sm_80. wgmma wants the 64,
     # below which a product silently becomes mma.
     mma_rows = 32 if features(n) <= 128 and aligned(h, 1, 2) else 16
-    return tile, dataclasses.replace(tile, rows=64 if has_wgmma(chip) else mma_rows)
+    return tile, dataclasses.replace(tile, rows=64 if chip.has_wgmma else mma_rows)
 
 
 def backward_grid(rows: int, h: int, n: int, chip: Chip, row_sums: Tile, backward: Tile) -> BackwardPlan:
@@ -166,7 +169,7 @@ def _shared(name: str, tile: Tile, sizes: dict[str, Any]) -> int:
     stage is full. Of the forward, stages of x, residual and kernel, while z, and but for mma the kernel, are operands.
     """
     n, elements = features(sizes["n"]), tile.rows * tile.columns
-    ahead, by_mma = max(2, tile.stages) - 1, not has_wgmma(known_or_newest(sizes["chip"]))
+    ahead, by_mma = max(2, tile.stages) - 1, not known_or_newest(sizes["chip"]).has_wgmma
     dy, kernel = tile.rows * n, tile.columns * n
     if name == "backward":
         taken = (ahead + 1) * (2 * elements + dy) + kernel

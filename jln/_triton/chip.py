@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,9 +35,24 @@ class Chip:
         return self.architecture
 
     @property
+    def has_wgmma(self) -> bool:
+        """Whether products read their operands from shared memory, by wgmma or its successor."""
+        return not self.is_amd and self.capability >= 90
+
+    @property
+    def precision(self) -> str:
+        """Of float32 products where nobody asks for more, as Triton names it and XLA chooses it: AMD's are exact."""
+        return "ieee" if self.is_amd else "tf32"
+
+    @property
     def threads(self) -> int:
         """Of a warp, or of a wave."""
         return 64 if self.is_amd else 32
+
+    @property
+    def registers(self) -> int:
+        """Of one core, each of 32 bits. AMD's vector registers, 512 for each thread of one wave on each of 4 SIMDs."""
+        return 131072 if self.is_amd else 65536
 
     @property
     def shared(self) -> int:
@@ -90,15 +106,25 @@ def named_chip(name: str) -> Chip:
 
 
 def default_chip() -> Chip | None:
-    """The environment variable JLN_CHIP's, else the first local GPU, else None."""
+    """The chip that the environment variable JLN_CHIP names, else the first local GPU, else None."""
     name = os.environ.get(CHIP_VARIABLE)
     return named_chip(name) if name else _local_chip()
+
+
+PLATFORMS = ("cuda", "rocm")
+
+
+def platform_of(device: Any) -> str:
+    """JAX's name of a device's platform for lowering: of a GPU "cuda" or "rocm", where the device says "gpu"."""
+    if device.platform != "gpu":
+        return device.platform
+    return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
 
 
 def _local_chip() -> Chip | None:
     import jax
 
-    for platform in ("cuda", "rocm"):
+    for platform in PLATFORMS:
         try:
             device = jax.local_devices(backend=platform)[0]
         except RuntimeError:  # no such backend in this process

@@ -19,13 +19,17 @@ from jln._triton.lowering import source, triton_target
 
 @dataclasses.dataclass(frozen=True)
 class Resources:
-    """registers: a thread. spilled, shared: bytes, a thread and a program. binary: a cubin or an AMD code object;
-    assembly: the text of which it was made, PTX or AMD's.
+    """What a kernel is compiled to.
+
+    registers: of a thread. spilled, shared: bytes, of a thread and of a program. widest_load: bytes of global memory
+    that one instruction loads for a thread. binary: a cubin or an AMD code object. assembly: what it was made of, PTX
+    or AMD's.
     """
 
     registers: int
     spilled: int
     shared: int
+    widest_load: int
     binary: bytes = dataclasses.field(repr=False)
     assembly: str = dataclasses.field(repr=False)
 
@@ -55,15 +59,21 @@ def _of_amd(code: bytes, shared: int, assembly: str) -> Resources:
     def noted(name: str) -> int:
         return int(re.search(rf"\.{name}:\s+(\d+)", assembly)[1])  # pyright: ignore[reportOptionalSubscript]
 
+    sizes = {"dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16, "ushort": 2, "short": 2, "ubyte": 1}
+    loads = re.findall(r"(?:global|buffer)_load_(?:lds_)?([a-w]+(?:x\d)?)", assembly)
+    widest = max((sizes[load] for load in loads), default=0)
     spilled = max(noted("private_segment_fixed_size"), 4 * (noted("vgpr_spill_count") + noted("sgpr_spill_count")))
-    return Resources(noted("vgpr_count"), spilled, shared, code, assembly)
+    return Resources(noted("vgpr_count"), spilled, shared, widest, code, assembly)
 
 
 def _of_nvidia(cubin: bytes, dynamic_shared: int, ptx: str) -> Resources:
     usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", dump(cubin, "--dump-resource-usage"))
     assert usage is not None, "cuobjdump printed no resource usage"
     registers, stack, _ = map(int, usage.groups())
-    return Resources(registers, stack, dynamic_shared, cubin, ptx)
+    loads = re.findall(r"ld\.global[\w.:]*?(?:\.v(\d))?\.[bfsu](\d+) ", ptx)
+    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global .*?, (0x\w+)", ptx)
+    widest = max([0, *(int(n or 1) * int(bits) // 8 for n, bits in loads), *(int(size, 16) for size in copies)])
+    return Resources(registers, stack, dynamic_shared, widest, cubin, ptx)
 
 
 def dump(cubin: bytes, option: str) -> str:

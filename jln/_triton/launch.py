@@ -91,6 +91,7 @@ def launch(
         "BLOCK_ROWS": tile.rows,
         "BLOCK_H": tile.columns,
         "STAGES": tile.stages,
+        "PRECISION": target.chip.precision,
         "COMPUTE": compute,
         **constants,
     }

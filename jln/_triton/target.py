@@ -20,6 +20,9 @@ from jln._triton.launch import INTERPRETED, Launch, Target  # noqa: F401  where 
 
 INSTALL = {"cuda": 'pip install "jln[cuda13]" (or "jln[cuda12]")', "rocm": 'pip install "jln[rocm7]"'}
 
+# JAX's platforms where `implementation=None` runs the kernels. On ROCm it is XLA until an AMD card has measured them.
+UNASKED = ("cuda",)
+
 
 class Gpu(Target):
     """Kernels compiled for the chip when the program is lowered."""
@@ -119,10 +122,15 @@ def target_chip() -> Chip | None:
     return chips.default_chip() if used is None else used.chip
 
 
-def missing(platform: str = "cuda") -> str | None:
-    """Why a kernel cannot be lowered for CUDA, or for ROCm, in this process; None where it can."""
+def missing(platform: str | None = None) -> str | None:
+    """Why a kernel cannot be lowered in this process for "cuda" or for "rocm"; None where it can.
+
+    platform: by default the chip's that programs are lowered for, CUDA without one.
+    """
     if isinstance(_used.get(), Recorder):
         return None
+    chip = target_chip()
+    platform = platform or ("cuda" if chip is None else chip.platform)
     for package in ("triton", "jax_triton"):
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed: {INSTALL[platform]}"
@@ -132,7 +140,6 @@ def missing(platform: str = "cuda") -> str | None:
 
     if (reason := lowering.missing(platform)) is not None:
         return f"{reason}: {INSTALL[platform]}"
-    chip = target_chip()
     if chip is None or chip.platform != platform:
         names = sorted(name for name, chip in chips.CHIPS.items() if chip.platform == platform)
         there = "there is no GPU in this process and no chip was named" if chip is None else f"the chip is {chip.name}"
@@ -151,6 +158,8 @@ def on(platform: str | None, add: Callable[[Callable[..., Any]], int] | None) ->
     used = _used.get()
     if isinstance(used, Recorder):
         return used
+    if isinstance(used, Interpreter):
+        return dataclasses.replace(used, of_program=None if add is None else OnHost(add))
     if platform in ("cuda", "rocm"):
         if (reason := missing(platform)) is not None:
             raise RuntimeError(f"implementation='triton' cannot run: {reason}")

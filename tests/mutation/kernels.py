@@ -231,8 +231,8 @@ KERNELS = [
     ),
     Mutant(
         "row sums without the scale", LINEAR,
-        """scaled = tl.dot(dy, tl.trans(kernel.to(dy.dtype)), input_precision="tf32") * scale[None, :]""",
-        """scaled = tl.dot(dy, tl.trans(kernel.to(dy.dtype)), input_precision="tf32")""",
+        """scaled = tl.dot(dy, tl.trans(kernel.to(dy.dtype)), input_precision=PRECISION) * scale[None, :]""",
+        """scaled = tl.dot(dy, tl.trans(kernel.to(dy.dtype)), input_precision=PRECISION)""",
         FUSED_KERNELS,
     ),
     Mutant(
@@ -243,8 +243,8 @@ KERNELS = [
     Mutant("c2 dropped, fused", LINEAR, "-(c2 * rstd)[:, None]", "0.0 * rstd[:, None]", FUSED_KERNELS),
     Mutant(
         "G of a program's last tile", LINEAR,
-        """g = tl.dot(tl.trans(x_hat.to(dy.dtype)), dy, g, input_precision="tf32")""",
-        """g = tl.dot(tl.trans(x_hat.to(dy.dtype)), dy, input_precision="tf32")""",
+        """g = tl.dot(tl.trans(x_hat.to(dy.dtype)), dy, g, input_precision=PRECISION)""",
+        """g = tl.dot(tl.trans(x_hat.to(dy.dtype)), dy, input_precision=PRECISION)""",
         FUSED_KERNELS,
     ),
     Mutant(

@@ -1,0 +1,95 @@
+"""`python -m jln report --kernels`: what Triton's compiler makes of each kernel that the workloads launch."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jln._bench.parts import one_line
+from jln._bench.peers import PEERS
+from jln._bench.workloads import WORKLOADS
+from jln._cli.console import print_table
+from jln._triton import compiler
+from jln._triton.chip import CHIPS
+from jln._triton.target import Recorder, using
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What one launch of a workload is compiled to.
+
+    warps: of a program, on AMD's chips waves. registers: of a thread. spilled, shared: bytes, of a thread and of a
+    program. widest_load: bytes that one instruction loads for a thread.
+    """
+
+    workload: str
+    kernel: str
+    rows: int
+    columns: int
+    warps: int
+    registers: int
+    spilled: int
+    shared: int
+    widest_load: int
+
+
+def compiled(workload: str, chip: str) -> list[Kernel] | str:
+    """Every launch of the workload on the chip, in order; or why there is none."""
+    step = WORKLOADS[workload]
+    try:
+        with using(recorder := Recorder(CHIPS[chip])):
+            traced = jax.jit(step.step(PEERS["jln"].function(step))).trace(*step.step_arguments())
+            traced.lower(lowering_platforms=(CHIPS[chip].platform,))
+        return [_kernel(workload, launch) for launch in recorder.launches]
+    except Exception as error:  # said beside the others' numbers, and the command then fails
+        return f"{workload} does not compile for {chip}: {one_line(error)}"
+
+
+def _kernel(workload: str, launch: Any) -> Kernel:
+    made, tile = compiler.compile_launch(launch), launch.tile
+    measured = made.registers, made.spilled, made.shared, made.widest_load
+    return Kernel(workload, launch.kernel.fn.__name__, tile.rows, tile.columns, tile.warps_of(launch.chip), *measured)
+
+
+def of_all(workloads: Sequence[str], chip: str, begin: Callable[[str], None]) -> tuple[list[Kernel], list[str]]:
+    """-> (the kernels of all workloads, what does not compile)"""
+    count = min(16, os.cpu_count() or 1)
+    kernels, failures = [], []
+    with compiler.workers(count) as pool:
+        jobs = [(name, pool.submit(compiled, name, chip)) for name in workloads]
+        for name, job in jobs:
+            begin(f"{name} for {chip}")
+            found = job.result()
+            if isinstance(found, str):
+                failures.append(found)
+            else:
+                kernels += found
+    return kernels, failures
+
+
+def print_kernels(kernels: Sequence[Kernel], chip: str) -> None:
+    """One row a launch, and what of all is the most."""
+    architecture = CHIPS[chip]
+    rows = [
+        (
+            k.workload,
+            k.kernel,
+            f"{k.rows}x{k.columns}",
+            str(k.warps),
+            str(k.registers),
+            str(k.spilled),
+            f"{k.shared / 1e3:.1f}",
+            str(k.widest_load),
+        )
+        for k in kernels
+    ]
+    most = [max((getattr(k, field) for k in kernels), default=0) for field in ("registers", "spilled", "shared")]
+    rows.append(("the most of all", "", "", "", str(most[0]), str(most[1]), f"{most[2] / 1e3:.1f}", ""))
+    title = f"Kernels for {chip} ({architecture}), {architecture.shared / 1e3:.1f} KB of shared memory a program"
+    warps = "waves" if architecture.is_amd else "warps"
+    header = ("workload", "kernel", "tile", warps, "registers", "spilled", "shared KB", "widest load")
+    print_table(title, header, rows, left=(0, 1, 2))
