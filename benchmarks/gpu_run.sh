@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that a GPU is needed for, in one command of under nine minutes: the tests through the compiled kernels,
 # `python -m jln check`, `python -m jln bench`, a small model's step. Needs nothing but this checkout and a Python with
-# JAX for CUDA.
+# JAX for CUDA or ROCm. On ROCm `check`, `bench` and the step ask for the kernels by name, as None is XLA there.
 #
 #     benchmarks/gpu_run.sh [--run NAME] [--results FOLDER] [--wheels FOLDER] [--minutes N] [--tune] [--cpu]
 #
@@ -30,7 +30,10 @@ while (($#)); do
 done
 [[ $minutes =~ ^[0-9]+$ && $minutes -gt 0 ]] || usage "--minutes is a positive whole number, not '$minutes'"
 [[ -z $wheels || -n $(compgen -G "$wheels/*.whl") ]] || usage "there are no wheels in '$wheels'"
-[[ -n $rehearsal || -e /dev/nvidia0 ]] || usage "there is no NVIDIA GPU here; --cpu rehearses without one"
+platform=''
+[[ ! -e /dev/nvidia0 ]] || platform=cuda
+[[ -n $platform || ! -e /dev/kfd ]] || platform=rocm
+[[ -n $rehearsal || -n $platform ]] || usage "there is no NVIDIA or AMD GPU here; --cpu rehearses without one"
 command -v "$python" >/dev/null || usage "there is no '$python'; set PYTHON"
 
 deadline=$(($(date +%s) + 60 * minutes))
@@ -47,8 +50,8 @@ export PYTHONPATH=$root:$scratch${PYTHONPATH:+:$PYTHONPATH} PYTHONDONTWRITEBYTEC
 export XLA_PYTHON_CLIENT_PREALLOCATE=false # several processes share the card
 if [[ -n $rehearsal ]]; then
     export JAX_PLATFORMS=cpu TRITON_INTERPRET=1
-else # or tests that see no /dev/nvidia0 would run the interpreter, and pass
-    export JAX_PLATFORMS=cuda,cpu TRITON_INTERPRET=0
+else # or tests that see no GPU would run the interpreter, and pass
+    export JAX_PLATFORMS=$platform,cpu TRITON_INTERPRET=0
 fi
 if [[ -n $wheels ]]; then
     "$python" -m pip install -q --no-index --no-deps --no-compile --target "$scratch" "$wheels"/*.whl || exit 2
@@ -89,7 +92,7 @@ stage() { # stage NAME COMMAND...: run it in the time that is left, unless it ha
 }
 
 environment() {
-    { command -v nvidia-smi >/dev/null && nvidia-smi; } || true
+    { command -v nvidia-smi >/dev/null && nvidia-smi; } || { command -v rocm-smi >/dev/null && rocm-smi; } || true
     "$python" -m jln doctor --json # its verdict is also on what a GPU has no need of; what matters follows
     "$python" - <<'PYTHON'
 import sys, jax, pytest, typer, xdist  # what the stages need, said here if it is missing

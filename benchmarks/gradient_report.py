@@ -15,13 +15,12 @@ import importlib.util
 import itertools
 import math
 import os
-import pathlib
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-if not pathlib.Path("/dev/nvidia0").exists() and importlib.util.find_spec("triton"):
+if importlib.util.find_spec("triton") and not any(map(os.path.exists, ("/dev/nvidia0", "/dev/kfd"))):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import jax

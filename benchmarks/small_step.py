@@ -9,6 +9,7 @@ with no graphs at all. Losses and parameters are compared with plain jnp's first
 
 import argparse
 import contextlib
+import functools
 import json
 import pathlib
 import sys
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 
 import jln
 from jln._bench import results, timing
+from jln._bench.parts import kernels_asked_for
 from jln._triton import lowering
 
 RATE = 1e-3
@@ -49,7 +51,7 @@ def step_of(norm: Any) -> Any:
 
 
 def compiled(norm: Any, given: tuple[Any, ...], *, typed: bool = True, graphs: bool = True) -> Any:
-    old = contextlib.nullcontext() if typed else mock.patch.object(lowering, "has_typed_call", lambda: False)
+    old = contextlib.nullcontext() if typed else mock.patch.object(lowering, "has_typed_call", lambda platform: False)
     with old:
         options: dict[str, str | bool] | None = None if graphs else {"xla_gpu_enable_command_buffer": ""}
         return jax.jit(step_of(norm)).lower(*given).compile(options)
@@ -73,14 +75,15 @@ def main() -> int:
     asked = parser.parse_args()
     x = jax.random.normal(jax.random.key(1), (asked.tokens, asked.width), jnp.bfloat16)
     given = parameters(asked.layers, asked.width), x
+    norm = functools.partial(jln.layer_norm, **kernels_asked_for())
     programs = {
         "jnp": compiled(jln.reference.layer_norm, given),
-        "jln": compiled(jln.layer_norm, given),
+        "jln": compiled(norm, given),
     }
     if jax.devices()[0].platform == "gpu":
-        programs["jln, a call that no graph holds"] = compiled(jln.layer_norm, given, typed=False)
+        programs["jln, a call that no graph holds"] = compiled(norm, given, typed=False)
         programs["jnp, no graphs"] = compiled(jln.reference.layer_norm, given, graphs=False)
-        programs["jln, no graphs"] = compiled(jln.layer_norm, given, graphs=False)
+        programs["jln, no graphs"] = compiled(norm, given, graphs=False)
     expected = programs["jnp"](*given)
     errors = {name: error(program(*given), expected) for name, program in programs.items()}
     seconds = {name: timing.seconds(lambda p=program: p(*given)) for name, program in programs.items()}

@@ -3,7 +3,7 @@
 import os
 import pathlib
 
-HAS_GPU = pathlib.Path("/dev/nvidia0").exists()
+HAS_GPU = any(pathlib.Path(device).exists() for device in ("/dev/nvidia0", "/dev/kfd"))
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
