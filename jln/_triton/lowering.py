@@ -12,6 +12,7 @@ import base64
 import dataclasses
 import functools
 import hashlib
+import importlib
 import importlib.metadata
 import os
 import pathlib
@@ -60,14 +61,23 @@ for _platform in ("cuda", "rocm"):
 
 
 def missing(platform: str) -> str | None:
-    """What cannot be used of jax-triton or of jaxlib; None where all can."""
+    """What cannot be used of jax-triton or of JAX's plugin for the platform; None where all can."""
+    if platform == "rocm":
+        return None if _plugin(platform) is not None else _without_rocm()
     try:
         _jax_triton()
     except Exception as error:  # 0.3.1 raises AttributeError without a plugin, others ImportError
         return f"jax_triton cannot be used ({error!r})"
-    if _plugin(platform) is None:
-        return f"JAX has no {'ROCm' if platform == 'rocm' else 'CUDA'} plugin here"
-    return None
+    return None if _plugin(platform) is not None else "JAX has no CUDA plugin here"
+
+
+def _without_rocm() -> str:
+    """Why JAX's plugin for ROCm has no part that launches kernels: it is not installed, or ROCm's library is not."""
+    try:
+        importlib.import_module("jax_rocm7_plugin._triton")
+    except ImportError as error:
+        return f"JAX's ROCm plugin cannot be used ({error})"
+    return "JAX does not use its ROCm plugin here"
 
 
 def _plugin(platform: str) -> Any:
@@ -194,18 +204,20 @@ def _key(source: Any, backend: Any, options: Any) -> str:
     from triton._C import libtriton
 
     switches = sorted(libtriton.get_cache_invalidating_env_vars().items())
-    parts = (SCHEMA, source.name, source.hash(), backend.hash(), options.hash(), switches, *_compilers())
+    parts = (SCHEMA, source.name, source.hash(), backend.hash(), options.hash(), switches)
+    parts += _compilers(backend.target.backend)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 @functools.cache
-def _compilers() -> tuple[str, ...]:
-    """Triton's and jax-triton's versions, and of Triton's library what tells two builds of one version apart."""
+def _compilers(backend: str) -> tuple[str, ...]:
+    """The versions of Triton and, for CUDA, of jax-triton, and what tells two builds of one Triton apart."""
     import triton
     from triton._C import libtriton
 
     library = os.stat(str(libtriton.__file__))
-    return triton.__version__, importlib.metadata.version("jax-triton"), f"{library.st_size} {library.st_mtime_ns}"
+    jax_triton = importlib.metadata.version("jax-triton") if backend == "cuda" else ""
+    return triton.__version__, jax_triton, f"{library.st_size} {library.st_mtime_ns}"
 
 
 @functools.cache

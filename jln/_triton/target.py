@@ -131,7 +131,7 @@ def missing(platform: str | None = None) -> str | None:
         return None
     chip = target_chip()
     platform = platform or ("cuda" if chip is None else chip.platform)
-    for package in ("triton", "jax_triton"):
+    for package in ("triton",) if platform == "rocm" else ("triton", "jax_triton"):
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed: {INSTALL[platform]}"
     if interpreting():

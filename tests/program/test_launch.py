@@ -249,10 +249,10 @@ def test_key_has_all_that_a_binary_depends_on(monkeypatch):
     monkeypatch.setenv("DISABLE_LLVM_OPT", "1")  # one of Triton's switches
     keys[key(recorded())] += 1
     monkeypatch.undo()
-    for i, version in enumerate(lowering._compilers()):
-        others = [*lowering._compilers()]
+    for i, version in enumerate(lowering._compilers("cuda")):
+        others = [*lowering._compilers("cuda")]
         others[i] = version + "1"
-        monkeypatch.setattr(lowering, "_compilers", lambda others=others: tuple(others))
+        monkeypatch.setattr(lowering, "_compilers", lambda backend, others=others: tuple(others))
         keys[key(recorded())] += 1
         monkeypatch.undo()
     monkeypatch.setattr(type(lowering._backend(90)), "hash", lambda self: "another ptxas")
