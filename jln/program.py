@@ -160,7 +160,8 @@ def _devices(chip: str, count: int) -> tuple[Any, ...]:
     if count < 1:
         raise ValueError(f"a program needs at least one device, not {count}")
     if not _folders(_PLUGIN):
-        raise RuntimeError('compiling for a GPU needs the CUDA packages of JAX: pip install "jln[cuda13]"')
+        how = 'pip install -e ".[cuda13]" in a clone of jln'
+        raise RuntimeError(f"compiling for a GPU needs the CUDA packages of JAX: {how}")
     # XLA runs the first ptxas on PATH, and one older than the plugin rejects its PTX.
     os.environ["PATH"] = os.pathsep.join([f"{folder}/bin" for folder in _folders("nvidia.cu13")] + [os.environ["PATH"]])
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")

@@ -18,7 +18,7 @@ from jln._triton import chip as chips
 from jln._triton.chip import Chip
 from jln._triton.launch import INTERPRETED, Launch, Target  # noqa: F401  where targets are asked for
 
-INSTALL = 'pip install "jln[cuda13]" (or "jln[cuda12]")'
+INSTALL = 'pip install -e ".[cuda13]" (or ".[cuda12]") in a clone of jln'
 
 
 class Gpu(Target):
