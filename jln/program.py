@@ -4,7 +4,7 @@
 
 XLA compiles the function for the named chip and everything is read from the optimised HLO: facts of the program, not
 measurements. A kernel reads its distinct operands (of one that is only sliced, the slices) and writes its results (of
-an update in place, the update). Sizes are bytes on one device. Needs the packages of `jln[cuda13]` and no GPU.
+an update in place, the update). Sizes are bytes on one device. Needs the packages of the extra `cuda13` and no GPU.
 """
 
 from __future__ import annotations
