@@ -1,6 +1,6 @@
 """Print the mutants as a page, slip by slip with the tests that must notice:
 
-python tests/mutation/table.py > tests/mutation/README.md
+    python tests/mutation/table.py > tests/mutation/README.md
 
 tests/test_pages.py holds the page to this.
 """
@@ -14,9 +14,9 @@ HEAD = """\
 # Slips, and the tests that notice
 
 `python tests/mutation/table.py` makes this page of the {count} mutants beside it, and `python tests/mutation/run.py`
-breaks a copy of the code in each of these ways and sees the tests fail. A slip is of the kind that a person makes: a term
-dropped, a mask swapped, a bound off by one, a wrong axis, sums in too few bits. Of a test with parameters one or a few
-cases are run.
+breaks a copy of the code in each of these ways and sees the tests fail. A slip is of the kind that a person makes: a
+term dropped, a mask swapped, a bound off by one, a wrong axis, sums in too few bits. Of a test with parameters one or a
+few cases are run.
 
 | file | slips |
 |---|---|
