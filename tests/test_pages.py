@@ -15,6 +15,7 @@ import jax
 import pytest
 import typer
 
+from jln._bench.peers import PEERS
 from jln._bench.results import ALL
 from jln._bench.stacks import STACKS
 from jln._cli.app import application
@@ -331,9 +332,10 @@ def test_the_first_pages_figures_are_those_of_the_page_on_benchmarks():
     assert [figure for figure in figures if f" {figure} " not in PAGES["benchmarks/README.md"]] == []
 
 
-def test_the_first_pages_sizes_have_names():
-    names = re.findall(r"\| `([\w-]+)` \|$", PAGES["README.md"], re.M)
-    assert len(names) > 5 and [name for name in names if name not in {**ALL, **STACKS}] == []
+@pytest.mark.parametrize("page", ["README.md", "benchmarks/README.md"])
+def test_sizes_have_the_names_that_commands_know(page):
+    names = re.findall(r"`(?:--workload )?([a-z0-9]+(?:-[a-z0-9]+)+)`", PAGES[page])
+    assert len(names) > 5 and [name for name in names if name not in {**ALL, **STACKS, **PEERS}] == []
 
 
 def test_the_page_on_mutants_is_made_of_them():
