@@ -1,4 +1,4 @@
-"""Print the mutants as a page, slip by slip with the tests that must notice:
+"""Print the mutants as a page, slip by slip, with the tests that must notice.
 
     python tests/mutation/table.py > tests/mutation/README.md
 
@@ -24,7 +24,7 @@ few cases are run.
 
 
 def files() -> dict[str, list[Mutant]]:
-    """The mutants of each file, of files as they lie in the tree."""
+    """The mutants by the file that they break, in the order of the tree."""
     found: dict[str, list[Mutant]] = {}
     for mutant in sorted(MUTANTS, key=lambda m: m.file):
         found.setdefault(mutant.file, []).append(mutant)
@@ -32,7 +32,7 @@ def files() -> dict[str, list[Mutant]]:
 
 
 def tests(mutant: Mutant) -> str:
-    """Without their parameters, and without the folder."""
+    """The names of a mutant's tests, without their parameters and the folder."""
     names = dict.fromkeys(test.partition("[")[0].removeprefix("tests/") for test in mutant.tests)
     return ", ".join(f"`{name}`" for name in names)
 
@@ -51,7 +51,7 @@ def lines() -> Iterator[str]:
 
 
 def anchor(heading: str) -> str:
-    """As the places where repositories are browsed make it of a heading."""
+    """The anchor of a heading, where repositories are browsed."""
     return "".join(c for c in heading.lower().replace(" ", "-") if c.isalnum() or c in "-_")
 
 
