@@ -7,7 +7,8 @@ import sys
 def main() -> int:
     missing = [package for package in ("typer", "rich") if importlib.util.find_spec(package) is None]
     if missing:
-        print(f'jln: the command line needs {" and ".join(missing)}: pip install "jln[cli]"', file=sys.stderr)
+        needed = " and ".join(missing)
+        print(f'jln: the command line needs {needed}: pip install -e ".[cli]" in a clone of jln', file=sys.stderr)
         return 2
     from jln._cli.app import run
 

@@ -4,7 +4,7 @@
 
 XLA compiles the function for the named chip and everything is read from the optimised HLO: facts of the program, not
 measurements. A kernel reads its distinct operands (of one that is only sliced, the slices) and writes its results (of
-an update in place, the update). Sizes are bytes on one device. Needs the packages of `jln[cuda13]` and no GPU.
+an update in place, the update). Sizes are bytes on one device. Needs the packages of the extra `cuda13` and no GPU.
 """
 
 from __future__ import annotations
@@ -160,7 +160,8 @@ def _devices(chip: str, count: int) -> tuple[Any, ...]:
     if count < 1:
         raise ValueError(f"a program needs at least one device, not {count}")
     if not _folders(_PLUGIN):
-        raise RuntimeError('compiling for a GPU needs the CUDA packages of JAX: pip install "jln[cuda13]"')
+        how = 'pip install -e ".[cuda13]" in a clone of jln'
+        raise RuntimeError(f"compiling for a GPU needs the CUDA packages of JAX: {how}")
     # XLA runs the first ptxas on PATH, and one older than the plugin rejects its PTX.
     os.environ["PATH"] = os.pathsep.join([f"{folder}/bin" for folder in _folders("nvidia.cu13")] + [os.environ["PATH"]])
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")

@@ -156,7 +156,7 @@ def test_no_stdout_is_no_error():
 def test_without_the_extra_it_says_which():
     ran = process("doctor", before="sys.modules['typer'] = None")
     assert ran.returncode == 2 and ran.stdout == ""
-    assert ran.stderr == 'jln: the command line needs typer: pip install "jln[cli]"\n'
+    assert ran.stderr == 'jln: the command line needs typer: pip install -e ".[cli]" in a clone of jln\n'
 
 
 def interrupted_in(package, folder):

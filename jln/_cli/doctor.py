@@ -23,19 +23,19 @@ from jln._norm_linear.tiles import unfenced
 from jln._triton import cache, target, tuning
 from jln._triton.chip import CHIP_VARIABLE, Chip, platform_of
 
-# Distribution -> what it is for here, and how it comes.
+# Distribution -> what it is for here, and how it comes; extras in a clone of jln.
 PACKAGES = {
-    "jax": ("everything", "pip install jln"),
-    "jaxlib": ("everything", "pip install jln"),
-    "numpy": ("everything", "pip install jln"),
-    "jax-cuda13-plugin": ("NVIDIA GPUs, CUDA 13", 'pip install "jln[cuda13]"'),
-    "jax-cuda12-plugin": ("NVIDIA GPUs, CUDA 12", 'pip install "jln[cuda12]"'),
-    "jax-rocm7-plugin": ("AMD GPUs, ROCm 7", target.INSTALL["rocm"]),
+    "jax": ("everything", "pip install jax"),
+    "jaxlib": ("everything", "pip install jaxlib"),
+    "numpy": ("everything", "pip install numpy"),
+    "jax-cuda13-plugin": ("NVIDIA GPUs, CUDA 13", 'pip install -e ".[cuda13]"'),
+    "jax-cuda12-plugin": ("NVIDIA GPUs, CUDA 12", 'pip install -e ".[cuda12]"'),
+    "jax-rocm7-plugin": ("AMD GPUs, ROCm 7", 'pip install -e ".[rocm7]"'),
     "jax-triton": ("Triton kernels", target.INSTALL["cuda"]),
     "triton": ("Triton kernels, their interpreter", target.INSTALL["cuda"]),
-    "flax": ("Flax modules", 'pip install "jln[flax]"'),
-    "dm-haiku": ("Haiku modules", 'pip install "jln[haiku]"'),
-    "equinox": ("Equinox modules", 'pip install "jln[equinox]"'),
+    "flax": ("Flax modules", 'pip install -e ".[flax]"'),
+    "dm-haiku": ("Haiku modules", 'pip install -e ".[haiku]"'),
+    "equinox": ("Equinox modules", 'pip install -e ".[equinox]"'),
 }
 
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin")
@@ -111,7 +111,7 @@ def _print(versions, found, operators, tiles, bad, faults) -> None:
     for package, version in versions.items():
         use, how = PACKAGES[package]
         rows.append((package, version or "-", "" if version else f"for {use}: {how}"))
-    print_table("Versions", ("", "installed", "if you want it"), rows, left=(0, 1, 2))
+    print_table("Versions", ("", "installed", "if you want it, in a clone of jln"), rows, left=(0, 1, 2))
     facts = [_facts(device) for device in found]
     print_table("Devices", ("", "kind", "chip"), [tuple(f.values()) for f in facts], left=(0, 1, 2))
     print_table(

@@ -51,4 +51,4 @@ __all__ = [
 
 def missing(module: str, framework: str, extra: str) -> str:
     """The message of a module's ImportError."""
-    return f'{module} needs {framework}: pip install "jln[{extra}]"'
+    return f'{module} needs {framework}: pip install -e ".[{extra}]" in a clone of jln'

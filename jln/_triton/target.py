@@ -18,7 +18,10 @@ from jln._triton import chip as chips
 from jln._triton.chip import Chip
 from jln._triton.launch import INTERPRETED, Launch, Target  # noqa: F401  where targets are asked for
 
-INSTALL = {"cuda": 'pip install "jln[cuda13]" (or "jln[cuda12]")', "rocm": 'pip install "jln[rocm7]"'}
+INSTALL = {
+    "cuda": 'pip install -e ".[cuda13]" (or ".[cuda12]") in a clone of jln',
+    "rocm": 'pip install -e ".[rocm7]" in a clone of jln',
+}
 
 # JAX's platforms where `implementation=None` runs the kernels. On ROCm it is XLA until an AMD card has measured them.
 UNASKED = ("cuda",)

@@ -211,7 +211,7 @@ except ImportError as error:
     print(error)
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert f'pip install "jln[{extra}]"' in run.stdout
+    assert f'pip install -e ".[{extra}]" in a clone of jln' in run.stdout
     assert run.stdout.startswith(f"jln.{module} needs ")
 
 

@@ -6,7 +6,7 @@ import pytest
 from jln import program
 
 if not program._folders("jax_plugins.xla_cuda13"):
-    pytest.skip('compiling for an absent GPU needs pip install "jln[cuda13]"', allow_module_level=True)
+    pytest.skip('compiling for an absent GPU needs pip install -e ".[cuda13]"', allow_module_level=True)
 
 
 def struct(*shape, dtype="bfloat16", sharding=None):

@@ -15,7 +15,7 @@ import absent_gpu  # noqa: F401
 from jln import program
 
 for name in ("flax", "matplotlib", "optax", "orbax.checkpoint", "rich", "typer"):
-    pytest.importorskip(name, reason='the example needs pip install "jln[examples]"')
+    pytest.importorskip(name, reason='the example needs pip install -e ".[examples]"')
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
 
 import data_and_tensor_parallel as example  # noqa: E402

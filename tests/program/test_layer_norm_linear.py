@@ -12,7 +12,7 @@ from jln._bench.peers import PEERS
 from jln._bench.workloads import WORKLOADS
 
 if not program._folders("jax_plugins.xla_cuda13"):
-    pytest.skip('compiling for an absent GPU needs pip install "jln[cuda13]"', allow_module_level=True)
+    pytest.skip('compiling for an absent GPU needs pip install -e ".[cuda13]"', allow_module_level=True)
 
 MB = 10**6
 

@@ -104,7 +104,7 @@ def test_none_is_xla_until_a_card_has_measured_it(monkeypatch):
 def test_what_is_missing_is_said(monkeypatch):
     monkeypatch.setattr(gpu_triton, "_hip_triton", None)
     monkeypatch.setenv("JLN_CHIP", "mi300x")
-    with pytest.raises(RuntimeError, match=r"ROCm plugin cannot be used .*: pip install .jln\[rocm7\]"):
+    with pytest.raises(RuntimeError, match=r"ROCm plugin cannot be used .*: pip install -e .\.\[rocm7\]"):
         jax.jit(lambda x: jln.rms_norm(x, implementation="triton")).trace(X).lower(lowering_platforms=("rocm",))
     monkeypatch.setenv("JLN_CHIP", "h200")
     monkeypatch.setattr(gpu_triton, "_hip_triton", gpu_triton._cuda_triton)
