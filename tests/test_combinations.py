@@ -1,0 +1,55 @@
+"""The combinations of parameters that run by default."""
+
+import itertools
+
+from combinations import covering
+
+pytest_plugins = ["pytester"]
+
+VALUES = {"name": ("a", "b", "c", "d"), "dtype": ("x", "y", "z"), "jitted": ("0", "1"), "device": ("0", "1")}
+ALL = [dict(zip(VALUES, values, strict=True)) for values in itertools.product(*VALUES.values())]
+
+
+def pairs(combinations):
+    return {pair for values in combinations for pair in itertools.combinations(sorted(values.items()), 2)}
+
+
+def test_every_pair_of_values_is_in_one():
+    chosen = [ALL[i] for i in covering(ALL)]
+    assert pairs(chosen) == pairs(ALL)
+    assert 12 <= len(chosen) <= 16 < len(ALL) == 48  # 12 are the pairs of the two parameters with the most values
+
+
+def test_pairs_that_never_occur_are_not_asked_for():
+    some = [values for values in ALL if values["name"] == "a" or values["dtype"] == "x"]
+    assert pairs(some[i] for i in covering(some)) == pairs(some)
+
+
+def test_of_one_parameter_or_two_all_run():
+    assert covering([{"name": name} for name in "abc"]) == {0, 1, 2}
+    two = [{"name": a, "dtype": b} for a in "abc" for b in "xy"]
+    assert covering(two) == set(range(6))
+
+
+def test_the_choice_is_the_same_each_time():
+    assert covering(ALL) == covering(list(ALL))
+
+
+def test_the_others_run_when_asked_for(pytester):
+    pytester.makeconftest("from combinations import pytest_collection_modifyitems, pytest_configure")
+    pytester.makepyfile(
+        test_it="""
+        import pytest
+        @pytest.mark.parametrize("a", [0, 1])
+        @pytest.mark.parametrize("b", [0, 1])
+        @pytest.mark.parametrize("c", [0, 1])
+        def test_one(a, b, c): pass
+        """
+    )
+
+    def run(*arguments):
+        return pytester.runpytest_inprocess("-n0", "-p", "no:cacheprovider", *arguments)
+
+    run("-m", "not combination").assert_outcomes(passed=4, deselected=4)
+    run().assert_outcomes(passed=8)
+    run("-m", "not combination", "test_it.py::test_one[1-1-1]").assert_outcomes(passed=1)
