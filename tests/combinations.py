@@ -40,8 +40,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     tests = collections.defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("heavy"):
-            tests[item.parent, item.originalname].append(item)
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            is_heavy = item.get_closest_marker("heavy") is not None  # what is light has its own pairs
+            tests[item.parent, item.originalname, is_heavy].append(item)
     for same in tests.values():
         kept = covering([{name: repr(value) for name, value in i.callspec.params.items()} for i in same])
         for i, item in enumerate(same):
