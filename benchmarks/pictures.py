@@ -3,12 +3,12 @@
     python benchmarks/pictures.py             # pip install -e ".[test,bench]"; seconds
     python benchmarks/pictures.py --compile   # what is in them is compiled again first: ".[cuda13,bench]", five minutes
 
-| picture | of |
-|---|---|
-| `examples/pictures/block.svg` | what stands between two Linears of a block, kernel by kernel: `results/h200/junction.json` |
-| `jln/pictures/passes.svg` | the tile that a program of each kernel has: the rules of `jln/_norm` and `jln/_norm_linear` |
-| `benchmarks/pictures/saves.svg`, `steps.svg` | `python -m jln report`: `results/h200/report.json` |
-| `benchmarks/results/cpu/speed.svg`, `memory.svg` | `python -m jln bench`: `results/cpu/results.json` |
+| picture | of | from |
+|---|---|---|
+| `examples/pictures/block.svg` | what stands between two Linears, kernel by kernel | `results/h200/junction.json` |
+| `jln/pictures/passes.svg` | what one program of each kernel has | the launchers |
+| `benchmarks/pictures/saves.svg`, `steps.svg` | `python -m jln report` | `results/h200/report.json` |
+| `benchmarks/results/cpu/speed.svg`, `memory.svg` | `python -m jln bench` | `results/cpu/results.json` |
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import subprocess
 import sys
 from typing import Any
 
+from picture_of_passes import passes
+
 from jln._bench import plots
 from jln._bench.canvas import BAND, GREYS, INK, MARGIN, OURS, SOFT, Canvas
-from picture_of_passes import passes
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -141,10 +142,11 @@ def block(junction: dict[str, Any], report: dict[str, Any]) -> Canvas:
     top = 134
     strips = (top - 26, top + forward + 4, top + forward + 34 + backward + 4)
     canvas = Canvas(strips[2] + 40)
+    shape = " x ".join(map(str, workload["shape"]))
     canvas.title(
         "Between two Linears of a transformer block: bias, residual, LayerNorm",
-        f"Boxes are kernels, arrows are what they read and write. x is {' x '.join(map(str, workload['shape']))} in bfloat16,"
-        f" {_mb(2 * math.prod(workload['shape']))} an array; compiled for an H200.",
+        f"Boxes are kernels, arrows are what they read and write. x is {shape} in bfloat16, "
+        f"{_mb(2 * math.prod(workload['shape']))} an array; compiled for an H200.",
     )
     heads = {"jnp": ("before: plain jnp", INK), "jln": ("after: jln.add_layer_norm", OURS)}
     for i, (peer, (ahead, behind)) in enumerate(panels.items()):

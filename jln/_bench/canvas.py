@@ -1,4 +1,4 @@
-"""A sheet to draw pictures on, measured in the pixels of the page that shows it, and saved as an SVG, always the same."""
+"""A sheet to draw pictures on: measured in the pixels of the page that shows it, saved as an SVG, always the same."""
 
 from __future__ import annotations
 
@@ -74,11 +74,21 @@ class Canvas:
         align: str = "left", fixed: bool = False,
     ) -> None:  # fmt: skip
         """One line, whose middle is at the height `y`. fixed: in letters of one width, as code."""
+        if not text:
+            return
         self.told.append(text)
         self.axes.text(
             x, y, text, fontsize=size * _POINTS, color=colour, fontweight="bold" if bold else "normal",
             ha=align, va="center_baseline", family="DejaVu Sans Mono" if fixed else "DejaVu Sans", parse_math=False,
         )  # fmt: skip
+
+    def width(self, text: str, *, size: float = 11, bold: bool = False) -> float:
+        """The pixels that a text takes, at most."""
+        from matplotlib.font_manager import FontProperties
+        from matplotlib.textpath import TextToPath
+
+        font = FontProperties(family="DejaVu Sans", weight="bold" if bold else "normal", size=size)
+        return TextToPath().get_text_width_height_descent(text, font, ismath=False)[0]
 
     def title(self, title: str, *lines: str) -> None:
         """What is shown, and in which units."""
@@ -92,7 +102,7 @@ class Canvas:
 
         renderer = FigureCanvasAgg(self.figure).get_renderer()
         found, texts = [], []
-        for text in (t for t in self.axes.texts if t.get_text()):
+        for text in self.axes.texts:
             box = text.get_window_extent(renderer)
             texts.append((text.get_text(), (box.x0, self.height - box.y1, box.x1, self.height - box.y0)))
         for i, (text, a) in enumerate(texts):
@@ -114,7 +124,7 @@ class Canvas:
         # a third of the file would say nothing.
         text = drawn.getvalue().replace("'DejaVu Sans Mono'", "Menlo, Consolas, 'DejaVu Sans Mono', monospace")
         text = text.replace(" font-family: 'DejaVu Sans';", "")
-        text = text.replace("<style type=\"text/css\">", f"<style type=\"text/css\">text{{font-family: {_FONTS}}} ")
+        text = text.replace('<style type="text/css">', f'<style type="text/css">text{{font-family: {_FONTS}}} ')
         path.write_text(re.sub(r' transform="rotate\(-0 [^"]*\)"| *<!--.*?-->\n', "", text), encoding="utf-8")
 
 

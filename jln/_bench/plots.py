@@ -108,7 +108,8 @@ def draw_bar(canvas: Canvas, bar: Bar, left: float, top: float, unit: float) -> 
     end, middle = left + unit * bar.length + 5, top + 8
     canvas.text(end, middle, bar.strong, size=10.5, colour=OURS if ours else INK, bold=True)
     if bar.text:
-        canvas.text(end + 7.4 * len(bar.strong) + 3, middle, bar.text, size=10.5, colour=OURS if ours else SOFT)
+        end += canvas.width(bar.strong, size=10.5, bold=True) + 4
+        canvas.text(end, middle, bar.text, size=10.5, colour=OURS if ours else SOFT)
 
 
 def _compared(values: dict[str, float], unit: float, said: Callable[[str], str]) -> list[Bar]:
@@ -148,15 +149,19 @@ def _operator(workload: dict[str, Any], programs: dict[str, dict[str, Any]]) -> 
     def kept(peer: str) -> str:
         return _size(held[peer]) if peer == "jln" else f"{NAMES[peer]} {_size(held[peer])}"
 
-    features, more = workload["features"], workload["title"].removeprefix(workload["operator"]).lstrip(", ")
-    size = " x ".join(map(str, workload["shape"]))
-    if features:
-        size += " to " + " + ".join(map(str, features if isinstance(features, list) else [features]))
-    own = workload["of_examples"]
-    notes = [size, *([more] if more else []), *(["parameters of each example"] if own else [])]
-    columns = (_compared(moved, workload["bytes_once"], all_of), _compared(held, workload["bytes_once"], kept))
+    notes = [" x ".join(map(str, workload["shape"]))]
+    if isinstance(workload["features"], list):
+        notes.append("to " + " + ".join(map(str, workload["features"])))
+    elif workload["features"]:
+        notes[0] += f" to {workload['features']}"
+    more = workload["title"].removeprefix(workload["operator"]).lstrip(", ")
+    notes += [more] if more else []
+    notes += ["parameters of each example"] if workload["of_examples"] else []
+    notes += [] if "backward" in workload["directions"] else ["forward alone"]
+    once = workload["bytes_once"]
+    columns = (_compared(moved, once, all_of), _compared(held, once, kept) if "jln" in held else ())
     gain = geometric_mean([b / moved["jln"] for peer, b in moved.items() if peer != "jln"])
-    return gain, Row(workload["operator"], notes, columns if held else (columns[0], ()))
+    return gain, Row(workload["operator"], notes, columns)
 
 
 def operators(report: dict[str, Any]) -> Canvas | None:
@@ -199,7 +204,7 @@ def steps(report: dict[str, Any], products: str | None = None) -> Canvas | None:
             values = {peer: float(p[fact]) for peer, p in programs.items()}
             columns.append(_beside(values))
         notes = [f"{s['layers']} layers of {s['shape'][-1]}", f"products by {s['products']}"]
-        rows.append(Row(s["name"].removeprefix("stack-"), notes[:1] if products else notes, columns))
+        rows.append(Row(s["name"], notes[:1] if products else notes, columns))
     if not rows:
         return None
     return Chart(
