@@ -21,7 +21,7 @@ NAMES = {
     "torch": "PyTorch",
     "torch.compile": "torch.compile",
     "liger": "Liger",
-    "jln-norm": "jln's norm, then products",
+    "jln-norm": "jln-norm",
     "bound": "no norm",
 }
 COLOURS = {name: OURS if name == "jln" else GREYS[min(i, len(GREYS)) - 1] for i, name in enumerate(NAMES)}
@@ -305,10 +305,10 @@ def _timed(
     """A row for each workload, and in front of them the geometric means, where there are several; the row whose
     fastest peer is furthest behind in the last column is the first.
     """
-    found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    found: dict[tuple[str, str], dict[str, tuple[float, dict[str, Any]]]] = {}
     for r in results["records"]:
-        if r["direction"] in _DIRECTIONS and r["status"] == "timed" and value(r):
-            found.setdefault((r["workload"], r["direction"]), {})[r["peer"]] = r
+        if r["direction"] in _DIRECTIONS and r["status"] == "timed" and (measured := value(r)):
+            found.setdefault((r["workload"], r["direction"]), {})[r["peer"]] = measured, r
     compared = {key: by for key, by in found.items() if "jln" in by and len(by) > 1}
     shown = [d for d in _DIRECTIONS if any(direction == d for _, direction in compared)]
     shown = [d for d in shown if not (d == "backward" and "gradient" in shown)]
@@ -321,8 +321,8 @@ def _timed(
         for direction in shown:
             by = compared.get((workload, direction), {})
             bars = []
-            for peer, r in by.items():
-                ratio = value(r) / value(by["jln"])  # pyright: ignore[reportOptionalOperand]
+            for peer, (measured, r) in by.items():
+                ratio = measured / by["jln"][0]
                 bars.append(Bar(peer, ratio, *(("jln", ours(r)) if peer == "jln" else (times(ratio), NAMES[peer]))))
                 ratios[direction].setdefault(peer, []).append(ratio)
             columns.append(_in_order(bars))
