@@ -50,17 +50,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Column:
-    """title: what its bars are lengths of. part: of the sheet's width that it takes. text: pixels for what stands at
-    the end of a bar. line: a length to draw a line at, and what it means.
+    """title: what its bars are lengths of. part: of the sheet's width that it takes. line: a length to draw a line at,
+    and what it means.
     """
 
     title: str
     part: float = 1.0
-    text: float = 118
     line: tuple[float, str] | None = None
 
-    def longest(self, bars: Sequence[Bar]) -> float:
-        return max([bar.length for bar in bars] + ([self.line[0]] if self.line else []), default=1.0)
+    def unit(self, canvas: Canvas, bars: Sequence[Bar], width: float) -> float:
+        """The pixels of a length of 1: as many as leave room for what stands at the bars' ends."""
+        rooms = [(width - sum(_widths(canvas, bar)), bar.length) for bar in bars]
+        return min((room / length for room, length in rooms if length), default=width)
 
 
 @dataclass
@@ -85,7 +86,7 @@ class Chart:
         for i, column in enumerate(self.columns):
             width = room * column.part / sum(c.part for c in self.columns)
             canvas.text(left, top - 26, column.title, bold=True)
-            unit = (width - column.text) / column.longest([bar for row in self.rows for bar in row.columns[i]])
+            unit = column.unit(canvas, [bar for row in self.rows for bar in row.columns[i]], width - 10)
             if column.line:
                 at, meaning = left + unit * column.line[0], column.line[1]
                 canvas.line((at, top - 8), (at, end - 8), colour=SOFT if meaning else RULE, dashed=True)
@@ -107,9 +108,13 @@ def draw_bar(canvas: Canvas, bar: Bar, left: float, top: float, unit: float) -> 
     canvas.box(left, top + 2, max(1.0, unit * bar.length), _PITCH - 3, COLOURS[bar.peer])
     end, middle = left + unit * bar.length + 5, top + 8
     canvas.text(end, middle, bar.strong, size=10.5, colour=OURS if ours else INK, bold=True)
-    if bar.text:
-        end += canvas.width(bar.strong, size=10.5, bold=True) + 4
-        canvas.text(end, middle, bar.text, size=10.5, colour=OURS if ours else SOFT)
+    end += _widths(canvas, bar)[0]
+    canvas.text(end, middle, bar.text, size=10.5, colour=OURS if ours else SOFT)
+
+
+def _widths(canvas: Canvas, bar: Bar) -> tuple[float, float]:
+    """What stands at its end takes, and the space behind each."""
+    return canvas.width(bar.strong, size=10.5, bold=True) + 5, canvas.width(bar.text, size=10.5) + 5
 
 
 def _compared(values: dict[str, float], unit: float, said: Callable[[str], str]) -> list[Bar]:
@@ -183,8 +188,8 @@ def operators(report: dict[str, Any]) -> Canvas | None:
             "Held: what jax.vjp hands from forward to backward; a step in one jit keeps less of it.",
         ),
         (
-            Column("moved by all kernels", 1.35, 222, (1.0, "every array once")),
-            Column("held between forward and backward", 1.0, 140),
+            Column("moved by all kernels", 1.35, (1.0, "every array once")),
+            Column("held between forward and backward", 1.0),
         ),
         names=160,
         rows=[row for _, row in sorted(rows, key=lambda item: -item[0])],
@@ -215,8 +220,8 @@ def steps(report: dict[str, Any], products: str | None = None) -> Canvas | None:
             "No norm: the same step with its norms left out, a bound and no model.",
         ),
         (
-            Column("moved outside of products and attention", 1.0, 205),
-            Column("temporary memory", 1.0, 205),
+            Column("moved outside of products and attention"),
+            Column("temporary memory"),
         ),
         names=120,
         rows=rows,
@@ -333,7 +338,7 @@ def _timed(
         rows.insert(0, Row("geometric mean", (f"of {len(rows)} workloads",), means))
     where, versions = results["environment"], results["environment"]["versions"]
     run = f"{where['chip']}, jln {versions['jln']} at {where['commit']}, JAX {versions['jax']}."
-    columns = [Column(_DIRECTIONS[d], text=108, line=(1.0, "")) for d in shown]
+    columns = [Column(_DIRECTIONS[d], line=(1.0, "")) for d in shown]
     return Chart(title, (run, *lines), columns, names=150, rows=rows).drawn()
 
 
