@@ -164,13 +164,14 @@ def results(records):
 def test_times_are_ratios_whose_mean_stands_in_front():
     records = [
         *(timed("near", "jln", "both", 2e-3, of_ceiling=0.5), timed("near", "flax", "both", 3e-3)),
-        *(timed("far", "jln", "both", 1e-5), timed("far", "flax", "both", 8e-5)),
+        *(timed("far", "jln", "both", 1e-5), timed("far", "flax", "both", 8e-5), timed("far", "torch", "both", 4e-5)),
         *(timed("far", "jnp", "both", 1e-6) | {"status": "wrong"}, timed("alone", "jln", "both", 1.0)),
     ]
     canvas = plots.speed(results(records))
-    shown = told(canvas, "jln", "us", "ms", plots.TIMES, "Flax", "jnp")
+    shown = told(canvas, "jln", "us", "ms", plots.TIMES, "Flax", "jnp", "Torch")
     assert shown[2:] == [
-        *("jln", "3.5×", "Flax", "jln", "10 us", "8.0×", "Flax", "jln", "2 ms, 50 %", "1.50×", "Flax"),  # noqa: RUF001
+        *("jln", "3.5×", "Flax", "4.0×", "PyTorch, of 1"),  # noqa: RUF001
+        *("jln", "10 us", "4.0×", "PyTorch", "8.0×", "Flax", "jln", "2 ms, 50 %", "1.50×", "Flax"),  # noqa: RUF001
     ]
     assert canvas.told[-4:] == ["geometric mean", "of 2 workloads", "far", "near"]
     assert plots.memory(results(records)) is None

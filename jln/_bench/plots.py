@@ -334,7 +334,7 @@ def _timed(
         rows.append(Row(workload.removeprefix("cpu-"), (), columns))
     rows.sort(key=lambda row: -min((b.length for b in row.columns[-1] if b.peer != "jln"), default=math.inf))
     if len(rows) > 1:
-        means = [_in_order([_mean(peer, of) for peer, of in by.items()]) for by in ratios.values()]
+        means = [_in_order([_mean(peer, of, len(by["jln"])) for peer, of in by.items()]) for by in ratios.values()]
         rows.insert(0, Row("geometric mean", (f"of {len(rows)} workloads",), means))
     where, versions = results["environment"], results["environment"]["versions"]
     run = f"{where['chip']}, jln {versions['jln']} at {where['commit']}, JAX {versions['jax']}."
@@ -342,9 +342,11 @@ def _timed(
     return Chart(title, (run, *lines), columns, names=150, rows=rows).drawn()
 
 
-def _mean(peer: str, ratios: list[float]) -> Bar:
+def _mean(peer: str, ratios: list[float], all_there_are: int) -> Bar:
+    """It says of how many, where a peer is not in all of them."""
     mean = geometric_mean(ratios)
-    return Bar(peer, mean, *(("jln",) if peer == "jln" else (times(mean), NAMES[peer])))
+    less = f", of {len(ratios)}" if len(ratios) < all_there_are else ""
+    return Bar(peer, mean, *(("jln",) if peer == "jln" else (times(mean), NAMES[peer] + less)))
 
 
 def draw_bench(results: dict[str, Any], folder: pathlib.Path) -> list[pathlib.Path]:
