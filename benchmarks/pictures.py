@@ -1,6 +1,7 @@
 """Draw the pictures of the pages from what is kept in `benchmarks/results`, the same file each time.
 
     python benchmarks/pictures.py             # pip install -e ".[test,bench]"; seconds
+    python benchmarks/pictures.py FOLDER      # into a folder, and not where they belong
     python benchmarks/pictures.py --compile   # what is in them is compiled again first: ".[cuda13,bench]", five minutes
 
 | picture | of | from |
@@ -37,7 +38,7 @@ WORKLOADS = (
 
 
 def pictures() -> dict[pathlib.Path, Canvas]:
-    """Each by its file."""
+    """Each by its path in the repository."""
     report = json.loads((RESULTS / "h200" / "report.json").read_text())
     bench = json.loads((RESULTS / "cpu" / "results.json").read_text())
     junction = json.loads((RESULTS / "h200" / "junction.json").read_text())
@@ -49,7 +50,7 @@ def pictures() -> dict[pathlib.Path, Canvas]:
         "benchmarks/results/cpu/speed.svg": plots.speed(bench),
         "benchmarks/results/cpu/memory.svg": plots.memory(bench),
     }
-    return {ROOT / path: canvas for path, canvas in drawn.items() if canvas is not None}
+    return {pathlib.Path(path): canvas for path, canvas in drawn.items() if canvas is not None}
 
 
 # What the programs do, compiled.
@@ -262,10 +263,11 @@ def main() -> None:
         for drawn in folder.glob("*.svg"):  # they lie with the other pictures
             drawn.unlink()
         (folder / "junction.json").write_text(json.dumps(compiled_junction(), indent=1) + "\n")
+    root = next((pathlib.Path(a) for a in sys.argv[1:] if a != "--compile"), ROOT)
     for path, canvas in pictures().items():
         assert not (collisions := canvas.collisions()), f"{path.name}: {collisions}"
-        canvas.save(path)
-        print(path.relative_to(ROOT))
+        canvas.save(root / path)
+        print(path)
 
 
 if __name__ == "__main__":
