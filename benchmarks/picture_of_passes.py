@@ -39,7 +39,7 @@ WORDS = {
 
 
 def recorded(name: str, direction: str) -> list[Any]:
-    """The launches of a workload's operator on an H200, none made."""
+    """Return the launches of a workload's operator on an H200, none made."""
     recorder = Recorder(named_chip("h200"))
     function, operands = launchers.call(WORKLOADS[name], direction, recorder)
     jax.eval_shape(function, operands)
@@ -47,7 +47,7 @@ def recorded(name: str, direction: str) -> list[Any]:
 
 
 def passes() -> Canvas:
-    """What one program of each kernel has of `[rows, H]`, and what it does with it."""
+    """Draw what one program of each kernel has of `[rows, H]`, and what it does with it."""
     (forward,), (backward, reduce) = (recorded("layer-norm-4096", d) for d in ("forward", "backward"))
     (fused,), (sums, gradient, parameters) = (recorded("linear-4096-256", d) for d in ("forward", "backward"))
     shares, splits = backward.scalars["programs"], gradient.scalars["splits"]
@@ -101,7 +101,7 @@ def passes() -> Canvas:
 def _panel(
     canvas: Canvas, place: int, top: float, launch: Any, has: tuple[str, str], tiles: Tiles, lines: Iterable[str]
 ) -> None:
-    """A kernel's name, what a program has of the grid, and its passes."""
+    """Draw a kernel's name, what a program has of the grid, and its passes."""
     left = MARGIN + place * (_PANEL + _GAP)
     canvas.text(left, top + 24, launch.kernel.__name__, size=11, bold=True, fixed=True)
     canvas.text(left, top + 42, f"{launch.programs} programs, {has[0]},", size=10, colour=SOFT)

@@ -38,7 +38,7 @@ WORKLOADS = (
 
 
 def pictures() -> dict[pathlib.Path, Canvas]:
-    """Each by its path in the repository."""
+    """Draw every picture; return each by its path in the repository."""
     report = json.loads((RESULTS / "h200" / "report.json").read_text())
     bench = json.loads((RESULTS / "cpu" / "results.json").read_text())
     junction = json.loads((RESULTS / "h200" / "junction.json").read_text())
@@ -57,7 +57,7 @@ def pictures() -> dict[pathlib.Path, Canvas]:
 
 
 def compiled_junction() -> dict[str, Any]:
-    """The kernels of the junction by plain jnp and by jln, with the bytes of each array that they read and write."""
+    """Compile the junction by plain jnp and by jln: their kernels, with the bytes of each array read and written."""
     import jax
 
     from jln import program
@@ -81,8 +81,8 @@ def compiled_junction() -> dict[str, Any]:
 
 
 def flow(hlo: str, arguments: list[str], outputs: list[str]) -> list[dict[str, Any]]:
-    """Each kernel of a program without loops, with the bytes of the arrays that it reads and writes. Arrays that are
-    neither arguments nor results have their kernel's name and their place among its results.
+    """List the kernels of a program without loops, with the bytes of the arrays that each reads and writes. Arrays that
+    are neither arguments nor results have their kernel's name and their place among its results.
     """
     from jln import _hlo
 
@@ -114,7 +114,7 @@ LAUNCHES = {
 
 
 def named(kernels: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """With the names that jln's kernels and what they write have in its source."""
+    """Give jln's kernels, and what they write, the names that these have in the source."""
     names = {
         f"{kernel['name']} index={i}": name
         for kernel, results in zip(kernels, LAUNCHES.values(), strict=True)
@@ -133,7 +133,7 @@ _SMALL = 100_000  # bytes, below which an array has no name beside larger ones
 
 
 def block(junction: dict[str, Any], report: dict[str, Any]) -> Canvas:
-    """What the junction's kernels read and write, before and after."""
+    """Draw what the junction's kernels read and write, before and after."""
     (workload,) = (w for w in report["workloads"] if w["name"] == junction["workload"])
     panels = {peer: _directions(kernels) for peer, kernels in junction["kernels"].items()}
     for peer, kernels in junction["kernels"].items():
@@ -175,7 +175,7 @@ def _moved(kernels: list[dict[str, Any]]) -> int:
 
 
 def _directions(kernels: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Those that need no cotangent, and those that do."""
+    """Part kernels into those that need no cotangent and those that do."""
     after = {"dy", "dtotal"}
     forward, backward = [], []
     for kernel in kernels:
@@ -194,7 +194,7 @@ _ORDER = ("x", "residual", "y", "dy", "dtotal", "total", "dx", "dscale", "doffse
 
 
 def _told(arrays: dict[str, int]) -> list[str]:
-    """The names of a kernel's arrays, in lines; those that stand for nothing are called temporary."""
+    """Name a kernel's arrays, in lines; those that stand for nothing are called temporary."""
     large = [a for a, size in arrays.items() if size >= _SMALL] or list(arrays)
     large.sort(key=lambda a: _ORDER.index(a) if a in _ORDER else len(_ORDER))
     names = ["temporary" if "fusion" in a else a for a in large]
@@ -240,7 +240,7 @@ def _kernel(canvas: Canvas, kernel: dict[str, Any], left: float, top: float, *, 
 
 
 def _totals(canvas: Canvas, workload: dict[str, Any], left: float, top: float) -> None:
-    """All bytes as bars, beside every array once."""
+    """Draw all bytes as bars, beside every array once."""
     programs = workload["programs"]
     canvas.text(left, top, "all of it, MB", size=10, bold=True)
     unit = (_PANEL - 205) / max(p["bytes"] for p in programs.values())

@@ -198,7 +198,7 @@ def _read(kernel: _Value) -> int:
 
 
 def reads(kernel: _Value) -> dict[tuple[str, str], int]:
-    """Bytes that one launch reads of each of its operands, by what names their memory."""
+    """Return the bytes that one launch reads of each of its operands, by what names their memory."""
     shares: dict[tuple[str, str], tuple[float, int]] = {}
     for index, operand in enumerate(kernel.operands):
         share = _share(kernel, index, {kernel}) + shares.get(operand.buffer(), (0.0, 0))[0]

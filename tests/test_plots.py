@@ -28,7 +28,7 @@ def pictures():
 
 
 def drawn(path):
-    """-> the texts of a picture, the colours of its shapes, and the numbers of their outlines."""
+    """Return the texts of a picture, the colours of its shapes, and the numbers of their outlines."""
     texts, colours, numbers = [], [], []
     for element in ElementTree.parse(path).iter():
         if element.tag == f"{SVG}text":
@@ -90,7 +90,7 @@ def test_the_arrows_of_a_block_are_all_bytes_that_the_report_counts(pictures):
 
 
 def workload(programs, **more):
-    """One of a report, with bytes, kernels and what is held of each program."""
+    """Make a report's, with bytes, kernels and what is held of each program."""
     programs = {
         peer: {"bytes": moved, "kernels": kernels, "held_bytes": held}
         for peer, (moved, kernels, held) in programs.items()
@@ -100,7 +100,7 @@ def workload(programs, **more):
 
 
 def told(canvas, *words):
-    """Of what a picture tells, in order, that which has one of the words in it."""
+    """Return what a picture tells, in order, with one of the words in it."""
     return [text for text in canvas.told if any(word in text for word in words)]
 
 

@@ -39,7 +39,7 @@ class Canvas:
         self, x: float, y: float, width: float, height: float, face: str, *, edge: str = "none", radius: float = 0,
         line: float = 1,
     ) -> None:  # fmt: skip
-        """A rectangle; `radius` rounds its corners."""
+        """Draw a rectangle. radius: of its corners."""
         from matplotlib.patches import FancyBboxPatch, Rectangle
 
         kind: dict[str, Any] = {"facecolor": face, "edgecolor": edge, "linewidth": line * _POINTS, "clip_on": False}
@@ -57,7 +57,7 @@ class Canvas:
         self.axes.plot(xs, ys, color=colour, linewidth=width * _POINTS, dashes=dashes, zorder=0.9, clip_on=False)
 
     def arrow(self, start: tuple[float, float], end: tuple[float, float], width: float, colour: str) -> None:
-        """A horizontal one, whose shaft is `width` thick."""
+        """Draw a horizontal arrow. width: of its shaft."""
         (x, y), (tip, _) = start, end
         head = (4 + width / 2) * (1 if tip > x else -1)
         half = width / 2
@@ -73,7 +73,7 @@ class Canvas:
         self, x: float, y: float, text: str, *, size: float = 11, colour: str = INK, bold: bool = False,
         align: str = "left", fixed: bool = False,
     ) -> None:  # fmt: skip
-        """One line, whose middle is at the height `y`. fixed: in letters of one width, as code."""
+        """Write one line, whose middle is at the height `y`. fixed: in letters of one width, as code."""
         if not text:
             return
         self.told.append(text)
@@ -83,7 +83,7 @@ class Canvas:
         )  # fmt: skip
 
     def width(self, text: str, *, size: float = 11, bold: bool = False) -> float:
-        """The pixels that a text takes, at most: where letters are set on whole pixels, a twentieth more."""
+        """Return how many pixels a text takes at most: where letters are set on whole pixels, a twentieth more."""
         from matplotlib.font_manager import FontProperties
         from matplotlib.textpath import TextToPath
 
@@ -91,13 +91,13 @@ class Canvas:
         return 1.06 * TextToPath().get_text_width_height_descent(text, font, ismath=False)[0]
 
     def title(self, title: str, *lines: str) -> None:
-        """What is shown, and in which units."""
+        """Write what the picture shows, and lines that say how to read it."""
         self.text(MARGIN, 24, title, size=15, bold=True)
         for i, line in enumerate(lines):
             self.text(MARGIN, 44 + 15 * i, line, colour=SOFT)
 
     def collisions(self) -> list[str]:
-        """Texts that lie on one another, across the edge of a box, or beyond the card's."""
+        """Find texts that lie on one another, across the edge of a box, or beyond the card's."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
 
         renderer = FigureCanvasAgg(self.figure).get_renderer()
@@ -112,7 +112,7 @@ class Canvas:
         return found
 
     def save(self, path: pathlib.Path) -> None:
-        """As an SVG whose letters are the page's, and which has every text on it as its description."""
+        """Write an SVG whose letters are the page's, and which has every text on it as its description."""
         import matplotlib
 
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,7 +129,7 @@ class Canvas:
 
 
 def _overlap(a: Sequence[float], b: Sequence[float]) -> bool:
-    """Whether two boxes share more than an edge: x, y of the upper left corner, then of the lower right one."""
+    """Tell whether two boxes share more than an edge: x, y of the upper left corner, then of the lower right one."""
     return min(a[2], b[2]) - max(a[0], b[0]) > 0.5 and min(a[3], b[3]) - max(a[1], b[1]) > 1.5
 
 

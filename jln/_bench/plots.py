@@ -31,7 +31,7 @@ _PITCH = 14  # of bars, their text included
 
 @dataclass(frozen=True)
 class Bar:
-    """peer: whose it is. strong, text: what stands at its end."""
+    """A bar. peer: whose it is. strong, text: what stands at its end."""
 
     peer: str
     length: float
@@ -41,7 +41,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Row:
-    """What is compared: its name, things to know about it, and for each column of the picture its bars."""
+    """A thing compared: its name, notes on it, and for each column of the picture its bars."""
 
     name: str
     notes: Sequence[str]
@@ -50,7 +50,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Column:
-    """title: what its bars are lengths of. part: of the sheet's width that it takes. line: a length to draw a line at,
+    """A column of bars. title: what they are lengths of. part: of the sheet's width. line: a length to draw a line at,
     and what it means.
     """
 
@@ -59,7 +59,7 @@ class Column:
     line: tuple[float, str] | None = None
 
     def unit(self, canvas: Canvas, bars: Sequence[Bar], width: float) -> float:
-        """The pixels of a length of 1: as many as leave room for what stands at the bars' ends."""
+        """Return the pixels of a length of 1: as many as leave room for what stands at the bars' ends."""
         rooms = [(width - sum(_widths(canvas, bar)), bar.length) for bar in bars]
         return min((room / length for room, length in rooms if length), default=width)
 
@@ -103,7 +103,7 @@ class Chart:
 
 
 def draw_bar(canvas: Canvas, bar: Bar, left: float, top: float, unit: float) -> None:
-    """A bar of `unit` pixels for each of its length, and what stands at its end."""
+    """Draw a bar, `unit` pixels for a length of 1, and what stands at its end."""
     ours = bar.peer == "jln"
     canvas.box(left, top + 2, max(1.0, unit * bar.length), _PITCH - 3, COLOURS[bar.peer])
     end, middle = left + unit * bar.length + 5, top + 8
@@ -113,12 +113,12 @@ def draw_bar(canvas: Canvas, bar: Bar, left: float, top: float, unit: float) -> 
 
 
 def _widths(canvas: Canvas, bar: Bar) -> tuple[float, float]:
-    """What stands at its end takes, and the space behind each."""
+    """Return the pixels of what stands at a bar's end, each with the space behind it."""
     return canvas.width(bar.strong, size=10.5, bold=True) + 5, canvas.width(bar.text, size=10.5) + 5
 
 
 def _compared(values: dict[str, float], unit: float, said: Callable[[str], str]) -> list[Bar]:
-    """Bars of lengths in `unit`, the shortest first, with how many times ours each is."""
+    """Make bars of lengths in `unit`, the shortest first, with how many times ours each is."""
     ours = values["jln"]
     strong = {peer: "jln" if peer == "jln" else times(value / ours) for peer, value in values.items()}
     return _in_order([Bar(peer, value / unit, strong[peer], said(peer)) for peer, value in values.items()])
@@ -143,7 +143,7 @@ def _size(value: float) -> str:
 
 
 def _operator(workload: dict[str, Any], programs: dict[str, dict[str, Any]]) -> tuple[float, Row]:
-    """How many times our bytes the others move, and the row."""
+    """Return how many times our bytes the others move, and a workload's row."""
     moved = {peer: p["bytes"] for peer, p in programs.items()}
     held = {peer: p["held_bytes"] for peer, p in programs.items() if p["held_bytes"]}
 
@@ -170,8 +170,8 @@ def _operator(workload: dict[str, Any], programs: dict[str, dict[str, Any]]) -> 
 
 
 def operators(report: dict[str, Any]) -> Canvas | None:
-    """Bytes that programs move beside every array once, and bytes held between forward and backward; what gains most
-    comes first.
+    """Draw the bytes that programs move beside every array once, and those held between forward and backward. What
+    gains most comes first.
     """
     rows: list[tuple[float, Row]] = []
     for w in report["workloads"]:
@@ -198,7 +198,7 @@ def operators(report: dict[str, Any]) -> Canvas | None:
 
 
 def steps(report: dict[str, Any], products: str | None = None) -> Canvas | None:
-    """Whole steps: what moves outside of products and attention, and temporary memory. products: of one kind alone."""
+    """Draw whole steps: bytes outside of products and attention, and temporary memory. products: by these alone."""
     rows = []
     for s in report["stacks"]:
         programs = s["programs"]
@@ -240,7 +240,7 @@ _VARIANTS = {
 
 
 def _beside(values: dict[str, float]) -> list[Bar]:
-    """How each differs from Flax's layers, or from plain jnp; the shortest first, and last what is a bound."""
+    """Make bars that say how each differs from Flax's layers, or from plain jnp: the shortest first, last the bound."""
     base = "flax" if "flax" in values else "jnp"
     bars = []
     for variant, (peer, name) in _VARIANTS.items():
@@ -258,7 +258,7 @@ def _chip(report: dict[str, Any]) -> str:
 
 
 def draw_report(report: dict[str, Any], folder: pathlib.Path) -> list[pathlib.Path]:
-    """-> the files: of operators and of whole steps, if there are any."""
+    """Draw operators and whole steps, if there are any, and return the files."""
     return _saved({"operators": operators(report), "steps": steps(report)}, folder)
 
 
@@ -276,7 +276,7 @@ _DIRECTIONS = {"forward": "forward", "backward": "backward", "gradient": "gradie
 
 
 def speed(results: dict[str, Any]) -> Canvas | None:
-    """Each peer's median time, jln's being 1."""
+    """Draw each peer's median time, jln's being 1."""
 
     def ours(r: dict[str, Any]) -> str:
         return _duration(r["median"]) + (f", {100 * r['of_ceiling']:.0f} %" if "of_ceiling" in r else "")
@@ -289,7 +289,7 @@ def speed(results: dict[str, Any]) -> Canvas | None:
 
 
 def memory(results: dict[str, Any]) -> Canvas | None:
-    """The most memory that each peer's program needs at once, jln's being 1."""
+    """Draw the most memory that each peer's program needs at once, jln's being 1."""
     lines = (f"All that a program needs at once, its arguments and results too. n{TIMES}: so many times jln's.",)
     return _timed(
         results, "Memory: less is better", lines, lambda r: r.get("peak_bytes"), lambda r: _size(r["peak_bytes"])
@@ -307,8 +307,8 @@ def _timed(
     value: Callable[[dict[str, Any]], float | None],
     ours: Callable[[dict[str, Any]], str],
 ) -> Canvas | None:
-    """A row for each workload, and in front of them the geometric means, where there are several; the row whose
-    fastest peer is furthest behind in the last column is the first.
+    """Draw a row for each workload, behind one of the geometric means where there are several. The row whose fastest
+    peer is furthest behind in the last column is the first.
     """
     found: dict[tuple[str, str], dict[str, tuple[float, dict[str, Any]]]] = {}
     for r in results["records"]:
@@ -343,12 +343,12 @@ def _timed(
 
 
 def _mean(peer: str, ratios: list[float], all_there_are: int) -> Bar:
-    """It says of how many, where a peer is not in all of them."""
+    """Make the bar of a geometric mean, which says of how many where a peer is not in all rows."""
     mean = geometric_mean(ratios)
     less = f", of {len(ratios)}" if len(ratios) < all_there_are else ""
     return Bar(peer, mean, *(("jln",) if peer == "jln" else (times(mean), NAMES[peer] + less)))
 
 
 def draw_bench(results: dict[str, Any], folder: pathlib.Path) -> list[pathlib.Path]:
-    """-> the files: time, and memory where it is known, of each peer beside jln's."""
+    """Draw time, and memory where it is known, of each peer beside jln's, and return the files."""
     return _saved({"speed": speed(results), "memory": memory(results)}, folder)

@@ -118,8 +118,8 @@ class Workload:
         return sum(self.signature.bytes_once(self.arrays(), d) for d in self._directions(direction))
 
     def held_bytes(self, function: Callable[..., Any]) -> int | None:
-        """What `jax.vjp` of the function hands from forward to backward, x and the parameters it needs among it; None
-        in inference. XLA may keep less of it in a program that has both.
+        """Return the bytes that `jax.vjp` of the function hands from forward to backward, x and the parameters that it
+        needs among them; None in inference. XLA may keep less in a program that has both.
         """
         if "backward" not in self.directions:
             return None

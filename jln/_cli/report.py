@@ -133,7 +133,7 @@ class Failure(NamedTuple):
 
 
 class _Counting:
-    """Compiles, and tells `begin` first; what does not compile goes into `failures`.
+    """Compiles programs, tells `begin` before each, and collects in `failures` those that do not compile.
 
     held: by workload and peer, what `jax.vjp` hands from forward to backward.
     """
