@@ -194,11 +194,16 @@ def _ordered(dims: str, order: str | None) -> np.ndarray:
 
 def _read(kernel: _Value) -> int:
     """Bytes that one launch reads."""
+    return sum(reads(kernel).values())
+
+
+def reads(kernel: _Value) -> dict[tuple[str, str], int]:
+    """Return the bytes that one launch reads of each of its operands, by what names their memory."""
     shares: dict[tuple[str, str], tuple[float, int]] = {}
     for index, operand in enumerate(kernel.operands):
         share = _share(kernel, index, {kernel}) + shares.get(operand.buffer(), (0.0, 0))[0]
         shares[operand.buffer()] = min(share, 1.0), operand.bytes
-    return sum(round(share * size) for share, size in shares.values())
+    return {buffer: round(share * size) for buffer, (share, size) in shares.items()}
 
 
 def _share(user: _Value, index: int, updates: set[_Value]) -> float:

@@ -16,7 +16,7 @@ from bench_cases import SETTINGS, SMALL, off_by
 from command_line import run
 from jln._bench import measure, results, timing
 from jln._bench.peers import PEERS, Peer
-from jln._cli import bench
+from jln._cli import bench, console
 
 pytestmark = pytest.mark.usefixtures("compile_fast", "promoted_ranks")
 
@@ -51,8 +51,16 @@ def test_tables_results_and_plots(capsys, small, tmp_path):
     moved = {(r["workload"], r["direction"]): r["bytes_once"] for r in saved["records"]}
     assert moved["norm", "both"] == moved["norm", "forward"] + moved["norm", "backward"]
     assert moved["norm", "gradient"] == moved["norm", "backward"]
-    for name in ("speed", "ceiling"):
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert {p.name for p in tmp_path.iterdir()} == {"results.json", "speed.svg", "memory.svg"}
+    assert "plain jnp" in (tmp_path / "speed.svg").read_text()
+
+
+def test_without_a_library_to_draw_with_there_are_results_alone(capsys, small, tmp_path, monkeypatch):
+    found = console.importlib.util.find_spec
+    monkeypatch.setattr(console.importlib.util, "find_spec", lambda n: None if n == "matplotlib" else found(n))
+    status, out, _ = run(capsys, "bench", "inference", *COMMON, "--output", str(tmp_path))
+    assert status == 0 and 'no plots: matplotlib is not installed; pip install "jln[bench]"' in out
+    assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
 
 
 def test_on_a_gpu_the_tuning_in_force_is_recorded(monkeypatch, tmp_path):

@@ -117,6 +117,16 @@ class Workload:
         """If every array is moved once: in a direction, or in all of this workload's."""
         return sum(self.signature.bytes_once(self.arrays(), d) for d in self._directions(direction))
 
+    def held_bytes(self, function: Callable[..., Any]) -> int | None:
+        """Return the bytes that `jax.vjp` of the function hands from forward to backward, x and the parameters that it
+        needs among them; None in inference. XLA may keep less in a program that has both.
+        """
+        if "backward" not in self.directions:
+            return None
+        program = jax.make_jaxpr(lambda *a: jax.vjp(function, *a)[1])(*self.arguments()).jaxpr
+        arrays = [v.aval for v in dict.fromkeys(program.outvars)]
+        return sum(a.size * a.dtype.itemsize for a in arrays)
+
     def product_flops(self, direction: str | None = None) -> int:
         """Of the Linears, an addition and a multiplication counted apart: one product forward, two backward."""
         elements, features = math.prod(self.shape), sum(self.all_features)

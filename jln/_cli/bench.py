@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import pathlib
 import subprocess
@@ -22,7 +21,7 @@ from jln._bench.measure import Procedure, without
 from jln._bench.peers import PEERS, Peer
 from jln._bench.results import ALL
 from jln._bench.workloads import CPU_WORKLOADS, WORKLOADS, Workload
-from jln._cli.console import UserError, known, print_json, print_note, print_table, progress
+from jln._cli.console import UserError, draw_plots, known, print_json, print_note, print_table, progress
 from jln._cli.devices import described, devices
 
 RESULTS = "results.json"
@@ -64,7 +63,7 @@ def command(
     with jax.default_device(chosen):
         results = _run(chosen_workloads, chosen_peers, chosen, procedure, output, resume, seconds, started)
     if output is not None:
-        _draw(results, output)
+        draw_plots("draw_bench", results, output)
     if as_json:
         print_json(results)
     else:
@@ -164,15 +163,6 @@ def _in_another_process(workloads, peers, device, procedure, seconds) -> list[di
     measured = {record["workload"] for record in records}
     missing = [(w, p) for w in workloads for p in peers if w.name not in measured]
     return records + [without(w, p, "failed", reason) for w, p in missing]
-
-
-def _draw(results: dict[str, Any], folder: pathlib.Path) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        print_note("no plots: matplotlib is not installed")
-        return
-    from jln._bench import plots
-
-    plots.draw(results, folder)
 
 
 def _print(results: dict[str, Any], device: str) -> None:

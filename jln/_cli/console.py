@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
+import pathlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -90,6 +92,16 @@ def print_note(text: str, *, wrong: bool = False) -> None:
 
 def print_json(data: Any) -> None:
     print(json.dumps(data, indent=2, allow_nan=False))
+
+
+def draw_plots(kind: str, found: dict[str, Any], folder: pathlib.Path) -> None:
+    """Draw what was found by a function of `jln._bench.plots`, if there is a library to draw with."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print_note('no plots: matplotlib is not installed; pip install "jln[bench]"')
+        return
+    from jln._bench import plots
+
+    getattr(plots, kind)(found, folder)
 
 
 @contextlib.contextmanager

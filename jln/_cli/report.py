@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import logging
+import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, NamedTuple, NoReturn
 from unittest import mock
@@ -19,9 +20,10 @@ from jln._bench.layouts import AXES, Layout
 from jln._bench.losses import OURS, losses, sharded_losses
 from jln._bench.parts import Unsupported, one_line, version
 from jln._bench.peers import PEERS
+from jln._bench.results import save
 from jln._bench.stacks import PRODUCTS, STACKS, Stack
 from jln._bench.workloads import WORKLOADS, Workload
-from jln._cli.console import UserError, known, megabytes, print_json, print_note, print_table, progress
+from jln._cli.console import UserError, draw_plots, known, megabytes, print_json, print_note, print_table, progress
 from jln._cli.kernels import of_all, print_kernels
 from jln._cli.sharded import SHARDED, Step, facts, fitted, parsed, print_step
 from jln._triton import target
@@ -29,6 +31,7 @@ from jln._triton.chip import CHIPS, named_chip
 
 # Those whose programs XLA compiles.
 COMPARED = ("jln", "jln-norm", "jnp", "flax", "tokamax")
+REPORT = "report.json"
 
 
 def command(
@@ -49,10 +52,10 @@ def command(
         bool, typer.Option("--sequence", help="With --mesh: between Linears tokens are split over tensor, too.")
     ] = False,
     kernels: Annotated[
-        bool,
-        typer.Option("--kernels", help="Each kernel by itself instead; for AMD's chips, too."),
+        bool, typer.Option("--kernels", help="Each kernel by itself instead; for AMD's chips, too.")
     ] = False,
     chip: Annotated[str, typer.Option(help=f"To compile for: {', '.join(CHIPS)}.")] = "h200",
+    output: Annotated[pathlib.Path | None, typer.Option(help=f"A folder, for {REPORT} and plots.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Count the kernels, bytes and temporary memory of compiled programs: facts, with no GPU, and no times.
@@ -66,7 +69,7 @@ def command(
     if kernels:
         if mesh or peer or sequence:
             raise UserError("--kernels are jln's, of one GPU: without --peer, --mesh and --sequence")
-        _of_kernels(known("workload", workload or WORKLOADS, WORKLOADS), chip, as_json)
+        _of_kernels(known("workload", workload or WORKLOADS, WORKLOADS), chip, output, as_json)
     if chip not in program.CHIPS:
         raise UserError(f"a whole program for {chip} takes a ROCm compiler; --kernels needs none")
     if not mesh and sequence:
@@ -86,7 +89,7 @@ def command(
     except RuntimeError as error:
         raise UserError(str(error)) from None
     if mesh:
-        _on_meshes(workload or SHARDED, [parsed(text, chip, sequence) for text in mesh], chip, as_json)
+        _on_meshes(workload or SHARDED, [parsed(text, chip, sequence) for text in mesh], chip, output, as_json)
         return
     skipped = {p: why for p in peers if (why := PEERS[p].missing("gpu")) is not None}
     compared = [p for p in peers if p not in skipped]
@@ -99,22 +102,33 @@ def command(
         count = _Counting(chip, begin, failures)
         sizes = [(w, count.workload(w, by)) for w, by in jobs]
         steps = [(stack, products, count.stack(stack, products)) for stack, products in stacks]
+    found = _json(chip, sizes, steps, skipped, failures, count.held)
+    if output is not None:
+        save(found, output / REPORT)
+        draw_plots("draw_report", found, output)
     if as_json:
-        print_json(_json(chip, sizes, steps, skipped, failures))
+        print_json(found)
     else:
-        _print(chip, sizes, steps, skipped, failures)
+        _print(chip, sizes, steps, skipped, failures, count.held)
     raise typer.Exit(1 if any(f.is_ours for f in failures) else 0)
 
 
-def _on_meshes(names: Sequence[str], layouts: Sequence[Layout], chip: str, as_json: bool) -> None:
+def _on_meshes(
+    names: Sequence[str], layouts: Sequence[Layout], chip: str, output: pathlib.Path | None, as_json: bool
+) -> None:
     jobs = [(fitted(name, layout), layout) for layout in layouts for name in dict.fromkeys(names)]
     failures: list[Failure] = []
     with progress(sum(len(sharded_losses(*job)) for job in jobs)) as begin:
         count = _Counting(chip, begin, failures)
         steps = [Step(*job, count.sharded(*job)) for job in jobs]
+    found = _of_all(chip) | {
+        "steps": [facts(step) for step in steps],
+        "failures": [failure.text for failure in failures],
+    }
+    if output is not None:
+        save(found, output / REPORT)
     if as_json:
-        steps_facts = [facts(step) for step in steps]
-        print_json(_of_all(chip) | {"steps": steps_facts, "failures": [failure.text for failure in failures]})
+        print_json(found)
     else:
         _print_versions(chip)
         for step in steps:
@@ -123,14 +137,17 @@ def _on_meshes(names: Sequence[str], layouts: Sequence[Layout], chip: str, as_js
     raise typer.Exit(1 if any(f.is_ours for f in failures) else 0)
 
 
-def _of_kernels(names: Sequence[str], chip: str, as_json: bool) -> NoReturn:
+def _of_kernels(names: Sequence[str], chip: str, output: pathlib.Path | None, as_json: bool) -> NoReturn:
     if importlib.util.find_spec("triton") is None:
         raise UserError(f"triton is not installed: {target.INSTALL[named_chip(chip).platform]}")
     with progress(len(names)) as begin:
         kernels, failures = of_all(names, chip, begin)
+    rows = [dataclasses.asdict(kernel) for kernel in kernels]
+    found = _of_all(chip) | {"kernels": rows, "failures": failures}
+    if output is not None:
+        save(found, output / REPORT)
     if as_json:
-        rows = [dataclasses.asdict(kernel) for kernel in kernels]
-        print_json(_of_all(chip) | {"kernels": rows, "failures": failures})
+        print_json(found)
     else:
         _print_versions(chip)
         print_kernels(kernels, chip)
@@ -146,19 +163,24 @@ class Failure(NamedTuple):
 
 
 class _Counting:
-    """Compiles, and tells `begin` first; what does not compile goes into `failures`."""
+    """Compiles programs, tells `begin` before each, and collects in `failures` those that do not compile.
+
+    held: by workload and peer, what `jax.vjp` hands from forward to backward.
+    """
 
     def __init__(self, chip: str, begin: Callable[[str], None], failures: list[Failure]):
         self._chip, self._begin, self._failures = chip, begin, failures
+        self.held: dict[tuple[str, str], int | None] = {}
 
     def workload(self, workload: Workload, peers: list[str]) -> dict[str, program.CompiledProgram]:
         found = {}
         for peer in peers:
             self._begin(f"{workload.name} by {peer}")
             try:
-                step = workload.step(PEERS[peer].function(workload))
+                function = PEERS[peer].function(workload)
                 with _gpu_for_tokamax(self._chip) if peer == "tokamax" else contextlib.nullcontext():
-                    report = program.compile_for(step, *workload.step_arguments(), chip=self._chip)
+                    report = program.compile_for(workload.step(function), *workload.step_arguments(), chip=self._chip)
+                    self.held[workload.name, peer] = workload.held_bytes(function)
                 if peer == "tokamax" and not any("triton" in k.kind for k in report.kernels):
                     raise Unsupported("it falls back to jnp")
                 found[peer] = report
@@ -236,12 +258,20 @@ def _print_failures(failures: Sequence[Failure]) -> None:
         print_note(failure.text, wrong=failure.is_ours)
 
 
-def _json(chip, sizes, steps, skipped, failures) -> dict[str, Any]:
+def _json(chip, sizes, steps, skipped, failures, held) -> dict[str, Any]:
+    programs = {
+        w.name: {by: facts | {"held_bytes": held[w.name, by]} for by, facts in _all_facts(found).items()}
+        for w, found in sizes
+    }
     return _of_all(chip) | {
         "workloads": [
-            {f: getattr(w, f) for f in ("name", "operator", "shape", "features", "axis", "dtype", "parameter_dtype")}
-            | {"directions": w.directions, "bytes_once": w.bytes_once(), "programs": _all_facts(found)}
-            for w, found in sizes
+            {
+                f: getattr(w, f)
+                for f in ("name", "operator", "shape", "features", "axis", "dtype", "parameter_dtype", "of_examples")
+            }
+            | {"title": w.entry.title, "directions": w.directions, "bytes_once": w.bytes_once()}
+            | {"programs": programs[w.name]}
+            for w, _ in sizes
         ],
         "stacks": [
             {
@@ -262,11 +292,12 @@ def _json(chip, sizes, steps, skipped, failures) -> dict[str, Any]:
     }
 
 
-def _print(chip, sizes, steps, skipped, failures) -> None:
+def _print(chip, sizes, steps, skipped, failures, held) -> None:
     _print_versions(chip)
     if sizes:
         header = ("workload", "operator", "x", "N", "by", "kernels", "MB", "once MB", "ratio", "temporary MB")
-        print_table(_title(sizes), header, [row for w, found in sizes for row in _rows(w, found)], left=(0, 1, 2, 4))
+        rows = [row for w, found in sizes for row in _rows(w, found, held)]
+        print_table(_title(sizes), (*header, "held MB"), rows, left=(0, 1, 2, 4))
     for stack, products, found in steps:
         print_table(
             f"{stack.name}: {stack.layers} layers, x {'x'.join(map(str, stack.shape))}, hidden {stack.hidden}; "
@@ -284,7 +315,7 @@ def _title(sizes: list[tuple[Workload, Any]]) -> str:
     return f"{'Forward' if only == {('forward',)} else 'Forward + backward (decode: forward)'}, results returned"
 
 
-def _rows(workload: Workload, found: dict[str, program.CompiledProgram]) -> list[tuple[str, ...]]:
+def _rows(workload: Workload, found: dict[str, program.CompiledProgram], held) -> list[tuple[str, ...]]:
     once = workload.bytes_once()
     return [
         (
@@ -298,6 +329,7 @@ def _rows(workload: Workload, found: dict[str, program.CompiledProgram]) -> list
             megabytes(once),
             f"{report.bytes_total / once:.2f}",
             megabytes(report.temp_bytes),
+            "-" if (kept := held[workload.name, peer]) is None else megabytes(kept),
         )
         for peer, report in found.items()
     ]

@@ -32,7 +32,20 @@ def test_json_is_what_the_programs_do(capsys):
         "bytes": counted.bytes_total,
         "bytes_outside_products": counted.bytes_total,
         "temporary_bytes": counted.temp_bytes,
+        "held_bytes": 2**25 * 2 + 1024 * 4 + 2 * 32768 * 4,  # x, scale, mean and rstd
     }
+    assert only["programs"]["jnp"]["held_bytes"] > 4 * 2**25 * 2
+
+
+def test_a_folder_gets_what_json_prints_and_plots(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    arguments = ("--workload", "gated-128", "--workload", "decode-4", "--peer", "jnp", "--json")
+    status, out, _ = run(capsys, "report", *arguments, "--output", str(tmp_path))
+    assert status == 0 and {p.name for p in tmp_path.iterdir()} == {"report.json", "operators.svg"}
+    assert json.loads((tmp_path / "report.json").read_text()) == json.loads(out)
+    drawn = (tmp_path / "operators.svg").read_text()
+    assert ">4 x 2048 x 32 x 128<" in drawn and ">forward alone<" in drawn
+    assert [w["programs"]["jln"]["held_bytes"] is None for w in json.loads(out)["workloads"]] == [False, True]
 
 
 def test_a_table_of_what_was_asked_for(capsys):
@@ -46,7 +59,7 @@ def test_a_table_of_what_was_asked_for(capsys):
         ["router", "rms_norm_linear", "8192x4096", "64", "jln", "4"],
         ["router", "rms_norm_linear", "8192x4096", "64", "flax", rows[3][5]],
     ]
-    assert float(rows[2][-2]) < 1.5 < float(rows[3][-2])  # times every array once
+    assert float(rows[2][-3]) < 1.5 < float(rows[3][-3])  # times every array once
 
 
 def test_several_linears_are_beside_the_norm_and_separate_products(capsys):
@@ -61,7 +74,7 @@ def test_several_linears_are_beside_the_norm_and_separate_products(capsys):
         ["adapters", "16+16+16", "jln-norm"],
         ["decode-4", "-", "jln"],
     ]
-    by = {tuple(row[i] for i in (0, 4)): float(row[-2]) for row in rows}
+    by = {tuple(row[i] for i in (0, 4)): float(row[-3]) for row in rows}
     assert by["adapters", "jln"] < 1.5 < by["adapters", "jln-norm"]
 
 
@@ -123,13 +136,14 @@ def test_a_mesh_of_one_device_communicates_nothing(capsys):
     assert status == 0 and "all of them" in out and " / " not in out.split("\n", 3)[3]
 
 
-def test_json_of_a_mesh_has_every_collective(capsys, monkeypatch):
+def test_json_of_a_mesh_has_every_collective(capsys, monkeypatch, tmp_path):
     small = dataclasses.replace(STACKS["stack-llama-q-k-v"], shape=(1, 256, 512), hidden=1024, heads=8)
     monkeypatch.setitem(STACKS, small.name, small)
     arguments = ("--workload", small.name, "--mesh", "tensor=2", "--sequence", "--json")
-    status, out, _ = run(capsys, "report", *arguments)
+    status, out, _ = run(capsys, "report", *arguments, "--output", str(tmp_path))
     found = json.loads(out)
     (step,) = found["steps"]
+    assert json.loads((tmp_path / "report.json").read_text()) == found
     assert status == 0 and found["failures"] == [] and found["chip"] == "h200"
     assert step["mesh"] == {"tensor": 2} and step["sequence"] and step["layers"] == 2 and step["shape"] == [1, 256, 512]
     plain, ours = step["programs"]["jnp"], step["programs"]["jln, add_norm"]
