@@ -1,4 +1,4 @@
-"""What users would have instead: the same operators of other libraries, as functions of the workload's arguments."""
+"""The peers: what users would have instead, the same operators of other libraries."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ from jln._catalogue import EPSILON
 
 @dataclass(frozen=True)
 class Peer:
-    """function: from a workload to a function of its arguments that returns its results; raises Unsupported.
+    """Another library's implementation of the workloads.
 
-    framework: what the function's arrays are of. package, distribution: to import, and to look the version up. on_cpu:
-    whether it runs there. of_norms: whether it has norms by themselves, too.
+    function: from a workload to a function of its arguments that returns its results; raises Unsupported.
+    framework: the framework whose arrays the function takes.
+    package, distribution: the name to import, and the name under which the version is known.
+    on_cpu: whether it runs on the CPU.
+    of_norms: whether it has norms by themselves, too.
     """
 
     name: str
@@ -36,7 +39,7 @@ class Peer:
     is_ours = property(lambda self: self.package == "jln")
 
     def missing(self, platform: str) -> str | None:
-        """Why it cannot be measured here; None where it can."""
+        """The reason why this peer cannot be measured here; None where it can."""
         if importlib.util.find_spec(self.package) is None:
             return f"{self.distribution} is not installed"
         if platform == "cpu" and not self.on_cpu:

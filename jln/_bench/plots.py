@@ -1,4 +1,4 @@
-"""Pictures of the benchmark's results."""
+"""Plots of the benchmark's results."""
 
 from __future__ import annotations
 
