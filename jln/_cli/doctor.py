@@ -1,4 +1,5 @@
-"""`python -m jln doctor`: what is installed here, what each operator will run on, and how to mend what is missing."""
+"""The command `python -m jln doctor`: what is installed, what each operator runs on, and how to mend what is missing.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ Versions = dict[str, tuple[int, ...]]
 
 
 class BadPair(NamedTuple):
-    """Versions that do not work together."""
+    """Two packages' versions that do not work together."""
 
     what: str
     effect: str
@@ -136,7 +137,7 @@ def _print(versions, found, operators, tiles, bad, faults) -> None:
 
 
 def _tuning() -> tuple[str, list[str]]:
-    """-> (where the kernels' tiles are from, what is wrong with the files that were named)"""
+    """Return where the kernels' tiles are from, and what is wrong with the files that were named."""
     try:
         chip = target.target_chip()
     except ValueError as error:  # of JLN_CHIP
@@ -150,7 +151,7 @@ def _tuning() -> tuple[str, list[str]]:
 
 
 def _compiled_kernels() -> str:
-    """Where they are kept."""
+    """A sentence on where compiled kernels are kept."""
     folder, found = cache.folder(), cache.entries()
     if folder is None:
         why = f"{cache.VARIABLE} says" if cache.VARIABLE in os.environ else "the user has no folder for such"
@@ -159,7 +160,7 @@ def _compiled_kernels() -> str:
 
 
 def _why_not_fused() -> str | None:
-    """Why no Linear is fused with its norm for the chip of this process; None where nothing forbids it."""
+    """The reason why no Linear is fused with its norm on this process's chip; None where nothing forbids it."""
     try:
         chip = target.target_chip()
     except ValueError:  # of JLN_CHIP, which is a fault
@@ -168,12 +169,12 @@ def _why_not_fused() -> str | None:
 
 
 def installed() -> dict[str, str | None]:
-    """From each package to its version; None where it is not installed."""
+    """The version of each package by name; None where it is not installed."""
     return {package: parts.version(package) for package in PACKAGES}
 
 
 def parsed(version: str) -> tuple[int, ...]:
-    """The numbers at its beginning: 0.4.1.dev3 is (0, 4, 1)."""
+    """The numbers at the beginning of a version: 0.4.1.dev3 is (0, 4, 1)."""
     match = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, match[0].split("."))) if match else ()
 
@@ -195,7 +196,8 @@ SIZES = {"": ((256, 1024), 1024), "few features": ((256, 1024), 64)}
 
 
 def choices(device: Device, begin: Callable[[str], None] = lambda what: None) -> list[dict[str, Any]]:
-    """What each operator takes there, found by lowering its gradient for the device's platform as JAX would."""
+    """The implementation of each operator on a device, found by lowering its gradient for that platform as JAX would.
+    """
     reasons = implementations(device)
     rows = []
     for operator in OPERATORS.values():
@@ -222,7 +224,7 @@ def choices(device: Device, begin: Callable[[str], None] = lambda what: None) ->
 
 
 def _kernels(sample: Sample, device: Device, gradient: bool) -> list[str]:
-    """The Triton kernels that the default implementation launches; none for XLA."""
+    """The Triton kernels that the default implementation launches on a device; none where that is XLA."""
     arguments, cotangent = sample.shapes()
     f = ours(sample.operator, None)
     with target.recording() as made, warnings.catch_warnings():
@@ -237,7 +239,7 @@ def _kernels(sample: Sample, device: Device, gradient: bool) -> list[str]:
 
 
 def _idle_gpu(found: list[Device]) -> list[str]:
-    """A GPU that is here and that JAX, or Triton, does not use."""
+    """A sentence on a GPU that is here and that JAX, or Triton, does not use."""
     gpus = [device for device in found if device.platform == "gpu"]
     if gpus:
         why = target.missing()

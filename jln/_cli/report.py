@@ -1,4 +1,4 @@
-"""`python -m jln report`: what compiled programs launch, move and keep on a GPU that need not be here."""
+"""The command `python -m jln report`: what compiled programs launch, move and keep on a GPU that need not be here."""
 
 from __future__ import annotations
 
@@ -111,14 +111,15 @@ def _on_meshes(names: Sequence[str], layouts: Sequence[Layout], chip: str, as_js
 
 
 class Failure(NamedTuple):
-    """A program that there is not. is_ours: whether it would be this library's, whose every program must compile."""
+    """The failure of a program to compile. is_ours: the program is this library's, all of whose programs must compile.
+    """
 
     text: str
     is_ours: bool
 
 
 class _Counting:
-    """Compiles, and tells `begin` first; what does not compile goes into `failures`."""
+    """Compiles programs, tells `begin` before each, and collects in `failures` those that do not compile."""
 
     def __init__(self, chip: str, begin: Callable[[str], None], failures: list[Failure]):
         self._chip, self._begin, self._failures = chip, begin, failures
@@ -173,7 +174,7 @@ class _Counting:
 
 @contextlib.contextmanager
 def _gpu_for_tokamax(chip: str) -> Iterator[None]:
-    """It asks the GPU of this process for its size, and takes jnp without one: tell it of the chip."""
+    """Tell tokamax that the chip is this process's GPU: it asks the GPU for its size, and takes jnp without one."""
     import tokamax  # pyright: ignore[reportMissingImports]
 
     logging.getLogger("absl").setLevel(logging.ERROR)  # that it has not been tuned for this chip, once a size

@@ -1,4 +1,4 @@
-"""`python -m jln tune`: which tiles are the fastest on this chip?"""
+"""The command `python -m jln tune`, which finds the fastest tiles on this chip."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ def _processes() -> int:
 
 
 def survey(workloads: Sequence[Workload], chip: Chip, seconds: float | None, started: float) -> bool:
-    """Print what would be timed, and what the compiler says of the rest. -> whether there was time for all"""
+    """Print what would be timed, and the compiler's reasons against the rest. Returns whether there was time for all.
+    """
     asked = search.questions(workloads, chip, TUNABLE.values())
     with compiler.workers(_processes()) as pool, progress(len(asked)) as begin:
         for question in asked:
@@ -119,7 +120,7 @@ def tune(
     seconds: float | None = None,
     started: float = 0.0,
 ) -> bool:
-    """Find the fastest tiles, write them, and print them. -> whether there was time for all"""
+    """Find the fastest tiles, write them, and print them. Returns whether there was time for all."""
     rows, finished = [], True
     keep(path, [])  # or say that it cannot be written before anything is timed
     asked = [q for q in search.questions(workloads, chip, TUNABLE.values()) if not _known(q, path)]
@@ -186,7 +187,7 @@ def _found(question: Question, found: Found, candidates: int, sound: int) -> lis
 
 
 def entry(question: Question, found: Found, chip: Chip) -> dict[str, Any]:
-    """As `tuning` reads it, with where it is from."""
+    """An entry of a tuning file, as `jln._triton.tuning` reads it, with how it was measured."""
     return question.sizes | {
         "tiles": None if found.tiles is None else _numbers(found.tiles),
         "measured": {
@@ -209,7 +210,7 @@ def _versions() -> dict[str, str]:
 
 
 def _content(path: pathlib.Path) -> dict[str, Any]:
-    """The file's, or that of a new one. What is there and cannot be read is not written over."""
+    """The content of a tuning file, or that of a new one. Raises UserError for a file that cannot be read."""
     if not path.exists():
         return {"schema": tuning.SCHEMA, "entries": []}
     try:
@@ -225,9 +226,7 @@ def _is(raw: Any, key: tuning.Key) -> bool:
 
 
 def _known(question: Question, path: pathlib.Path) -> bool:
-    """Whether the file has this choice, measured with the same versions beside the same heuristics in no fewer
-    workloads.
-    """
+    """True where the file has this choice, measured with the same versions and heuristics, in no fewer workloads."""
     same = {"versions": _versions(), "heuristics": _numbers(question.heuristic)}
     for raw in _content(path)["entries"]:
         measured = raw.get("measured") if _is(raw, question.key) else None
@@ -238,7 +237,7 @@ def _known(question: Question, path: pathlib.Path) -> bool:
 
 
 def keep(path: pathlib.Path, new: Sequence[dict[str, Any]]) -> None:
-    """Each in the place of the file's former one; all others stay as they are, those that are unsound, too."""
+    """Write new entries to a file, each in the place of its former one; all other entries stay, sound or not."""
     content = _content(path)
     for entry in new:
         key = tuning.parsed(entry)[0]
