@@ -256,10 +256,11 @@ def normalised(
     implementation: str | None = None,
     **of_norm: Any,
 ) -> Results:
-    """What the modules call: any of the operators, those of RMSNorm with an offset too. of_norm: as of `checked`.
+    """Call any of the norm operators for a module, those of RMSNorm with an offset too.
 
-    A module's dtype may be wider than x's (bfloat16 x, float32 parameters) or narrower; there is one rounding still.
-    The frameworks' own layers can be differentiated in forward mode, so these can.
+    A module's dtype may be wider than x's (bfloat16 x, float32 parameters) or narrower; the result is still rounded
+    once. The frameworks' own layers can be differentiated in forward mode, so these can. of_norm: the static arguments
+    of `checked`.
     """
     return _checked(**given.present(), dtype=dtype, implementation=implementation, forward_mode=True, **of_norm)
 
@@ -268,7 +269,7 @@ def normalised(
 
 
 def _checked(*, dtype: DTypeLike | None, implementation: str | None, forward_mode: bool, **of_norm: Any) -> Results:
-    """of_norm: the arguments of `checked`."""
+    """Check the arguments and call the operator. of_norm: the arguments of `checked`."""
     arrays, axes, norm = checked(**of_norm)
     given = arrays.x.dtype if arrays.added is None else _checks.promoted(arrays.x.dtype, arrays.added.dtype)
     settings = Settings(norm, _checks.dtype(dtype, given), _checks.implementation(implementation))

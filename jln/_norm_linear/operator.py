@@ -177,8 +177,9 @@ def add_rms_norm_linear(
 
 
 def normalised_linear(given: Given, kernel: Kernels, bias: Biases, *, precision: PrecisionLike, **of_norm: Any) -> Any:
-    """What the modules call: any of the operators, those of RMSNorm with an offset too. of_norm: as of the norm's
-    `checked`.
+    """Call any of the `*_linear` operators for a module, those of RMSNorm with an offset too.
+
+    of_norm: the static arguments of `jln._norm.arguments.checked`.
     """
     products = {"kernel": kernel, "bias": bias, "precision": precision}
     return _checked(**given.present(), **products, **of_norm, implementation=None, forward_mode=True)
@@ -193,13 +194,16 @@ def linear_of_normalised(
     precision: PrecisionLike,
     **of_norm: Any,
 ) -> jax.Array:
-    """`z @ kernel + bias` of a `z` that the norm of what is given has made: also for the modules.
+    """`z @ kernel + bias` for a module, where z is the result of the norm of `given`.
 
-    z: `[..., H]`. given: x, of z's shape, and scale and offset. kernel: `[H, *features]`, of y's dtype, in which it is
-    multiplied; bias: `features`.
+    z: `[..., H]`.
+    given: x, of z's shape, and scale and offset.
+    kernel: `[H, *features]`, of y's dtype, in which it is multiplied.
+    bias: `features`.
+    of_norm: the static arguments of `jln._norm.arguments.checked`.
 
-    Either the norm is multiplied where it is made, and z is not read (few features); or x is kept for the gradients in
-    the place of z, as in `jln._norm_linear.reading`.
+    For few features one kernel computes the norm again and multiplies it, and z is not read. Otherwise z is read, and x
+    is kept for the gradients in place of z, as in `jln._norm_linear.reading`.
     """
     arrays, _, norm = checked(**given.present(), **of_norm)
     norm_linear = NormLinear(norm, _checks.precision(precision), (kernel.ndim - 1,))
@@ -226,7 +230,7 @@ def _called_reading(norm_linear: NormLinear, arrays: tuple[Any, ...]) -> jax.Arr
 
 
 def _checked(*, kernel, bias, precision: Any, implementation: str | None, forward_mode: bool, **of_norm: Any) -> Any:
-    """of_norm: the arguments of the norm's `checked`."""
+    """Check the arguments and call the operator. of_norm: the arguments of the norm's `checked`."""
     arrays, _, norm = checked(**of_norm)
     kernels, biases = _checks.linears(kernel, bias, arrays.x)
     norm_linear = NormLinear(norm, _checks.precision(precision), tuple(k.ndim - 1 for k in kernels))
@@ -237,7 +241,7 @@ def _checked(*, kernel, bias, precision: Any, implementation: str | None, forwar
 
 
 def _uses_any_of(axes, others) -> bool:
-    """Whether an entry of a PartitionSpec names mesh axes that other entries do."""
+    """True where an entry of a PartitionSpec names mesh axes that other entries name."""
     names = [set(a if isinstance(a, tuple) else (a,)) for a in (axes, *others) if a is not None]
     return axes is not None and any(names[0] & other for other in names[1:])
 

@@ -46,7 +46,7 @@ def named_chip(name: str) -> Chip:
 
 
 def default_chip() -> Chip | None:
-    """The environment variable JLN_CHIP's, else the first local GPU, else None."""
+    """The chip that the environment variable JLN_CHIP names, else the first local GPU, else None."""
     name = os.environ.get(CHIP_VARIABLE)
     return named_chip(name) if name else _local_chip()
 

@@ -1,4 +1,4 @@
-"""What the compiler makes of a launch: registers, spills, shared memory and machine code, with no GPU needed."""
+"""Compilation of a launch to machine code, with no GPU: registers, spills, shared memory and the code itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from jln._triton.lowering import source
 
 @dataclasses.dataclass(frozen=True)
 class Resources:
-    """registers: a thread. spilled, shared: bytes, a thread and a block. ptx: text, of which the cubin was made."""
+    """The resources of a compiled kernel.
+
+    registers: a thread. spilled, shared: bytes, a thread and a block. ptx: text, of which the cubin was made.
+    """
 
     registers: int
     spilled: int
@@ -51,7 +54,7 @@ def _resources(cubin: bytes, dynamic_shared: int, ptx: str) -> Resources:
 
 
 def dump(cubin: bytes, option: str) -> str:
-    """What the `cuobjdump` that comes with Triton prints of a cubin."""
+    """The output of the `cuobjdump` that comes with Triton, for a cubin."""
     import triton.backends.nvidia
 
     tool = pathlib.Path(triton.backends.nvidia.__path__[0]) / "bin" / "cuobjdump"
@@ -63,8 +66,9 @@ def dump(cubin: bytes, option: str) -> str:
 
 @contextlib.contextmanager
 def workers(count: int) -> Iterator[concurrent.futures.ProcessPoolExecutor]:
-    """Processes that compile, whatever this one does: without Triton's interpreter, and they leave the GPU alone. What
-    nobody waits for any more, as after an interrupt, is not begun.
+    """Processes that compile, whatever this one does: without Triton's interpreter, and they leave the GPU alone.
+
+    A task that nobody waits for any more, as after an interrupt, is not begun.
     """
     context = multiprocessing.get_context("spawn")
     pool = concurrent.futures.ProcessPoolExecutor(count, mp_context=context, initializer=_compile_only)

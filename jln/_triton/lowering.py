@@ -1,4 +1,4 @@
-"""A launch on an NVIDIA GPU: the one place that knows jax-triton.
+"""Lowering of a launch for an NVIDIA GPU: the one place that knows jax-triton.
 
 The call is ours: a primitive whose lowering writes XLA's custom call. Of others' private names it takes jax-triton's
 `compile_ttir_to_ptx_inplace`, which has Triton's backend make PTX, and from jaxlib's `gpu_triton` the protobuf that its
@@ -54,7 +54,7 @@ mlir.register_lowering(_call, _lower, platform="cuda")
 
 
 def missing() -> str | None:
-    """What cannot be used of jax-triton or of jaxlib; None where all can."""
+    """The reason why jax-triton or jaxlib cannot be used; None where both can."""
     try:
         _compile_to_ptx()
     except Exception as error:  # 0.3.1 raises AttributeError without a CUDA plugin, others ImportError
@@ -65,7 +65,7 @@ def missing() -> str | None:
 
 
 def has_typed_call() -> bool:
-    """Whether the CUDA plugin has the call that XLA can put into CUDA graphs, as it has from jaxlib 0.10.1 on."""
+    """True where the CUDA plugin has the call that XLA can put into CUDA graphs, as it has from jaxlib 0.10.1 on."""
     return TYPED in getattr(gpu_triton._cuda_triton, "registrations", dict)()
 
 
@@ -102,7 +102,7 @@ def source(launch: Launch) -> Any:
 
 
 def _type_name(argument: Any) -> str:
-    """As Triton has it."""
+    """Triton's name for the type of an argument."""
     if isinstance(argument, int):
         return "i32" if -(2**31) <= argument < 2**31 else "i64"
     return f"*{TYPE_NAMES[argument.dtype.name]}"
@@ -110,7 +110,10 @@ def _type_name(argument: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Binary:
-    """A kernel for one kind of chip. name: of its entry. shared: bytes. ttir: what it was made of, for debuggers."""
+    """A kernel compiled for one kind of chip.
+
+    name: that of its entry. shared: bytes. ttir: the code that it was made of, for debuggers.
+    """
 
     name: str
     shared: int
@@ -125,8 +128,8 @@ _lock = threading.Lock()
 def compiled(launch: Launch) -> Binary:
     """The launch's kernel, from memory, from `cache`'s files, or compiled.
 
-    One thread at a time: in Python 3.11 `ast.parse`, by which Triton reads kernels, fails now and then where several
-    are in it (SystemError: AST constructor recursion depth mismatch).
+    One thread compiles at a time: in Python 3.11 `ast.parse`, by which Triton reads kernels, fails now and then where
+    several threads are in it (SystemError: AST constructor recursion depth mismatch).
     """
     with _lock:
         wanted, backend = source(launch), _backend(launch.chip.capability)
@@ -145,7 +148,7 @@ SCHEMA = 1
 
 
 def _stored(key: str) -> Binary | None:
-    """What `cache` has, if it is a binary."""
+    """The binary that `cache` has under the key; None where it has none."""
     entry = cache.load(key) or {}
     kinds = {"name": str, "shared": int, "ptx": str, "ttir": str}
     if {name: type(value) for name, value in entry.items()} != kinds:
@@ -154,8 +157,10 @@ def _stored(key: str) -> Binary | None:
 
 
 def _key(source: Any, backend: Any, options: Any) -> str:
-    """All that a binary depends on. The source has the kernel's code with the functions it calls, types, constants and
-    alignment; the backend has the capability and ptxas' version; the switches are Triton's environment variables.
+    """A hash of all that a binary depends on.
+
+    The source has the kernel's code with the functions it calls, types, constants and alignment; the backend has the
+    capability and ptxas' version; the switches are Triton's environment variables.
     """
     from triton._C import libtriton
 
@@ -197,8 +202,9 @@ def _compile(source: Any, backend: Any, options: Any) -> Binary:
 
 @functools.cache
 def _compile_to_ptx() -> Any:
-    """jax-triton's function, imported once. Its import empties or deletes TRITON_CACHE_DIR, which is not its own: with
-    an empty one `triton.compile` fails.
+    """The function of jax-triton, imported once.
+
+    Its import empties or deletes TRITON_CACHE_DIR, which is not its own: with an empty one `triton.compile` fails.
     """
     name = "TRITON_CACHE_DIR"
     before = os.environ.get(name)

@@ -1,4 +1,4 @@
-"""Tiles, and what the rules that choose them share: pure functions of sizes and chips.
+"""Tiles, and the common part of the rules that choose them: pure functions of sizes and chips.
 
 Every choice is a function of the row length `H`, the element type, the chip and the memory layout, and never of the
 number of rows: that is what makes a row's result independent of how many others it is computed with.
@@ -30,7 +30,7 @@ class Tile:
     programs_per_sm: int = 1
 
     def options(self) -> dict[str, int]:
-        """What Triton's compiler is asked for.
+        """The options for Triton's compiler.
 
         Programs that share an SM share its 65536 registers; unasked, the compiler takes 155 of the 128 that a thread of
         16 warps can have, for 4096 columns of float32 in `backward_kernel`, and every other program would wait.
@@ -50,5 +50,5 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def aligned(h: int, inner: int, itemsize: int) -> bool:
-    """Whether every row, or every group of rows that lie side by side, starts on 16 bytes."""
+    """True where every row, or every group of rows that lie side by side, starts on 16 bytes."""
     return (h if inner == 1 else inner) * itemsize % 16 == 0
