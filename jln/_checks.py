@@ -123,8 +123,7 @@ def promoted(*dtypes: Any) -> Any:
 
 
 def _varies_over_x(value: jax.Array, x: jax.Array, axes: tuple[int, ...], of_axes: tuple[tuple[int, ...], ...]) -> bool:
-    """True where `value` has x's rank, 1 or x's size on every axis, and on the axes `axes` one of the shapes `of_axes`.
-    """
+    """True where `value` has x's rank, 1 or x's size on every axis, and on `axes` one of the shapes `of_axes`."""
     if value.ndim != x.ndim or not all(n in (1, of) for n, of in zip(value.shape, x.shape, strict=True)):
         return False
     return tuple(value.shape[a] for a in axes) in of_axes
@@ -200,8 +199,7 @@ def is_number(value: Any) -> bool:
 
 
 def too_large(epsilon: float, *dtypes: Any) -> str | None:
-    """A message where epsilon is beyond the dtype in which arrays of `dtypes`, or their sum, are normalised; else None.
-    """
+    """A message where epsilon exceeds the dtype in which arrays of `dtypes`, or their sum, are normalised, or None."""
     if epsilon <= _FLOAT32_MAX or jnp.dtype("float64") in dtypes:
         return None
     given = " + ".join(d.name for d in dtypes)
@@ -238,8 +236,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def precision(value: Any) -> Any:
-    """A hashable precision that means what `value` means to `jax.lax.dot_general`, with JAX's current default for None.
-    """
+    """A hashable precision that means what `value` means to `jax.lax.dot_general`; for None JAX's current default."""
     default = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
     if value is None and default is None:
         return None

@@ -48,6 +48,7 @@ def _call(
     """Normalise `x`, or its sum with a residual.
 
     Args:
+      self: the norm.
       x: `shape`, as of Equinox.
       state: as of Equinox; given back beside the result.
       key: ignored, as by Equinox.

@@ -292,8 +292,7 @@ def _linears(z, x_dtype, kernel, bias, precision):
 
 
 def _linear(z, dtype, kernel, bias, precision):
-    """The product of z and the kernel, with operands in `dtype`, sum and bias in the compute dtype, and rounded once.
-    """
+    """The product of z and the kernel, operands in `dtype`, sum and bias in the compute dtype, rounded once."""
     compute = jnp.promote_types(dtype, jnp.float32)
     z, kernel = z.astype(dtype), kernel.astype(dtype)
     y = jnp.tensordot(z, kernel, 1, precision=precision, preferred_element_type=compute)

@@ -109,8 +109,7 @@ class Layout:
         return jax.tree_util.tree_map_with_path(placed, parameters), x.update(sharding=NamedSharding(self.mesh, of_x))
 
     def step(self, stack: Stack, loss: Loss) -> Callable[..., Any]:
-        """Return a function (parameters, x) -> (loss, gradients of both), with each gradient sharded like its argument.
-        """
+        """Return a function (parameters, x) -> (loss, gradients of both), each gradient sharded like its argument."""
         places = jax.tree.map(lambda a: a.sharding, self.arguments(stack))
 
         def step(*arguments: Any) -> Any:

@@ -22,7 +22,7 @@ DIRECTIONS = {"forward": "forward", "backward": "backward", "both": "forward + b
 
 
 def draw(results: dict[str, Any], folder: pathlib.Path) -> list[pathlib.Path]:
-    """-> the files: each peer's time over jln's, and the part of the machine's ceiling that each reaches."""
+    """Draw each peer's time over jln's, and the part of the machine's ceiling that each reaches; return the files."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator
 

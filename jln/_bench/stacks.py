@@ -112,8 +112,7 @@ class Stack:
         return jax.tree.unflatten(tree, filled), jax.random.normal(keys[0], self.shape, self.dtype)
 
     def step(self, loss: Loss) -> Callable[..., Any]:
-        """Return a function (parameters, x) -> (loss, gradients of both): in a model, x would come from a layer below.
-        """
+        """Return a function (parameters, x) -> (loss, gradients of both): in a model, x comes from a layer below."""
         return jax.value_and_grad(loss, argnums=(0, 1))
 
     def checkpointed(self, wrap: Callable[..., Any], block: Any) -> Any:

@@ -1,5 +1,4 @@
-"""The command `python -m jln doctor`: what is installed, what each operator runs on, and how to mend what is missing.
-"""
+"""The command `python -m jln doctor`: what is installed, what operators run on, and how to mend what is missing."""
 
 from __future__ import annotations
 
@@ -196,8 +195,7 @@ SIZES = {"": ((256, 1024), 1024), "few features": ((256, 1024), 64)}
 
 
 def choices(device: Device, begin: Callable[[str], None] = lambda what: None) -> list[dict[str, Any]]:
-    """The implementation of each operator on a device, found by lowering its gradient for that platform as JAX would.
-    """
+    """The implementation of each operator on a device, found by lowering its gradient for the device's platform."""
     reasons = implementations(device)
     rows = []
     for operator in OPERATORS.values():

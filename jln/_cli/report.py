@@ -111,8 +111,7 @@ def _on_meshes(names: Sequence[str], layouts: Sequence[Layout], chip: str, as_js
 
 
 class Failure(NamedTuple):
-    """The failure of a program to compile. is_ours: the program is this library's, all of whose programs must compile.
-    """
+    """The failure of a program to compile. is_ours: the program is this library's, all of which must compile."""
 
     text: str
     is_ours: bool

@@ -95,8 +95,7 @@ def _processes() -> int:
 
 
 def survey(workloads: Sequence[Workload], chip: Chip, seconds: float | None, started: float) -> bool:
-    """Print what would be timed, and the compiler's reasons against the rest. Returns whether there was time for all.
-    """
+    """Print what would be timed, and the compiler's reasons against the rest. Returns whether time sufficed for all."""
     asked = search.questions(workloads, chip, TUNABLE.values())
     with compiler.workers(_processes()) as pool, progress(len(asked)) as begin:
         for question in asked:

@@ -229,8 +229,7 @@ class Operation(Generic[Operands, Results]):
 
 
 def _fields(record: Any, like: Any) -> Iterator[tuple[Any, Any]]:
-    """Pairs of a field of `record` and the same field of `like`, another NamedTuple of the same structure, nested too.
-    """
+    """Pairs of a field of `record` and the same field of `like`, a NamedTuple of the same structure, nested or not."""
     for a, b in zip(record, like, strict=True):
         yield from _fields(a, b) if hasattr(a, "_fields") else [(a, b)]
 
@@ -301,8 +300,7 @@ def _like(aval: ShapedArray, gradient: jax.Array | None) -> Any:
 
 
 def _of_leaves(function: Callable[..., Any], tree: Any, told: Told) -> Callable[..., list[jax.Array]]:
-    """A function of the operands' leaves that returns the results' leaves, from `function` of trees; None is no leaf.
-    """
+    """A function from the operands' leaves to the results' leaves, from `function` of trees; None is no leaf."""
 
     def call(*leaves):
         with jax.numpy_dtype_promotion("standard"):  # every dtype is chosen on purpose, whatever the user's mode

@@ -51,8 +51,7 @@ class Placement:
         return tuple((i, axes) for i, axes in shared if axes)
 
     def summed(self, result: Result) -> list[MeshAxes]:
-        """The mesh axes over which devices have shares of a result, for each kind of dimension over which it is a sum.
-        """
+        """The mesh axes over which devices have shares of a result, for each kind of dimension it is summed over."""
         gathered = {a for _, axes in self.gathered() for a in axes}
         left_out = {Kind.FEATURE: gathered, Kind.ROW: self._of_features(result.dims)}
         return [tuple(a for a in self.over(kind) if a not in left_out.get(kind, ())) for kind in result.summed]

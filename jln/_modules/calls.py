@@ -233,8 +233,7 @@ def pair(
 
 
 def _pair_obstacle(first: Prepared, second: Prepared | str, residual: jax.Array, reads_as_given: bool) -> str | None:
-    """The reason why two norms, the second of the residual plus the first, cannot be one operator; None where they can.
-    """
+    """The reason why two norms, the second of the residual plus the first, cannot be one operator; None: they can."""
     if isinstance(second, str):
         return second
     if any(norm.call.subtract_mean or norm.offset is not None for norm in (first, second)):

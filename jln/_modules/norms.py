@@ -131,8 +131,7 @@ class Prepared:
         return y if linear.result_axes is None else y.transpose(linear.result_axes)
 
     def reading_obstacle(self, linear: Linear) -> str | None:
-        """The reason why a Linear that reads this norm's result cannot be told what it is made of; None where it can.
-        """
+        """The reason why a Linear that reads this norm's result cannot be told what it is made of; None: it can."""
         if self.call.axes != (self.x.ndim - 1,):
             return "the norm is not over the last axis"
         if linear.kernel.ndim < 2 or linear.kernel.shape[0] != self.x.shape[-1]:

@@ -121,8 +121,7 @@ def group_and_tile(tiles, SHARED: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 @triton.jit
 def copy_of(group, SHARED: tl.constexpr, OPERAND: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The group whose copy of an operand to read: a shared operand has one copy for each group that lies interleaved.
-    """
+    """The group whose copy of an operand to read: a shared one has a copy for each group that lies interleaved."""
     if contains(SHARED, OPERAND):
         return group % INTERLEAVED
     else:

@@ -1,5 +1,4 @@
-"""Launchers of the norm kernels: N-D operands in, grids out, for the operations that `jln._norm.formulas` has in jnp.
-"""
+"""Launchers of the norm kernels: N-D operands in, grids out, for the operations of `jln._norm.formulas`."""
 
 from __future__ import annotations
 

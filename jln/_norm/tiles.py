@@ -32,8 +32,7 @@ def _tile(rows: int, columns: int, per_thread: int, stages: int = 1, programs_pe
 
 
 def _side_by_side(columns: int, inner: int, itemsize: int, limit: int) -> int:
-    """The rows that a tile takes where rows are neighbours in memory: a 128-byte line of them, if `columns` leave room.
-    """
+    """The rows that a tile takes where rows are neighbours in memory: a 128-byte line, if `columns` leave room."""
     return min(128 // itemsize, next_power_of_2(inner), max(1, limit // columns))
 
 

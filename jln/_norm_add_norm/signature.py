@@ -49,8 +49,7 @@ class Saved(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """The operands of the backward operation: the cotangents of the results (dtotal may be None), and what was saved.
-    """
+    """The operands of the backward operation: the results' cotangents (dtotal may be None), and what was saved."""
 
     dy: Any
     dtotal: Any

@@ -212,8 +212,7 @@ def backward_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Compute dx, and the program's shares of G and dscale; it owns BLOCK_H columns and every `splits`-th tile of rows.
-    """
+    """Compute dx, and a program's shares of G and dscale: of BLOCK_H columns and every `splits`-th tile of rows."""
     chunks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     first = tl.program_id(0) % chunks * BLOCK_H
     split = tl.program_id(0) // chunks

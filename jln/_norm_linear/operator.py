@@ -1,5 +1,4 @@
-"""The public fused operators: LayerNorm or RMSNorm and the Linears behind it, keeping nothing of the size of x but x.
-"""
+"""The public fused operators: a norm and the Linears behind it, keeping nothing of the size of x but x."""
 
 from __future__ import annotations
 

@@ -277,8 +277,7 @@ class Problem:
         return cls(FlatCall(f, tree, floating, name), tuple(floats), tuple(rest), names)
 
     def like(self, other: Problem) -> Problem:
-        """A problem of this one's arguments and the other's function, whose programs were compiled for such arguments.
-        """
+        """A problem of this one's arguments and the other's function, whose programs were compiled for their shapes."""
         kinds = [
             (p.call.tree, p.call.floating, *((a.shape, a.dtype) for a in (*p.floats, *p.rest))) for p in (self, other)
         ]

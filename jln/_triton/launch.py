@@ -55,8 +55,7 @@ INTERPRETED = Chip("interpreter", 90, 3)
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A target of launches. chip: the chip whose tiles are chosen. trial: tiles to be taken instead, if there are any.
-    """
+    """A target of launches. chip: the one whose tiles are chosen. trial: tiles to be taken instead, or None."""
 
     chip: Chip = INTERPRETED
     trial: Trial | None = None

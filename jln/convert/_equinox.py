@@ -58,8 +58,7 @@ def _nodes(tree: Any) -> list[Any]:
 
 
 def _everywhere(node: Any, change: Callable[[str, Any, Any], Any], path: str = "") -> Any:
-    """Rebuild `node` with `change(path, a, b)` in place of every module `a`; `b` is `a` with its inner modules changed.
-    """
+    """Rebuild `node` with `change(path, a, b)` in place of every module `a`; `b` is `a` with changed inner modules."""
 
     def inner(relative: Any, a: Any) -> Any:
         return _everywhere(a, change, path + jax.tree_util.keystr(relative)) if isinstance(a, eqx.Module) else a
