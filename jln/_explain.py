@@ -37,7 +37,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Ro
 
     Returns:
       A `jln.Route` for each call, in the order of the calls. A call in a loop or a scan is listed once, with the number
-      of turns where that is known; a call inside of a `jax.checkpoint` with what that keeps.
+        of turns where that is known; a call inside of a `jax.checkpoint` with what that keeps.
 
     Raises:
       ValueError: `function` has closed over a Flax NNX model that Flax lets it use only as an argument.

@@ -5,6 +5,8 @@
 XLA compiles the function for the named chip and everything is read from the optimised HLO: facts of the program, not
 measurements. A kernel reads its distinct operands (of one that is only sliced, the slices) and writes its results (of
 an update in place, the update). Sizes are bytes on one device. Needs the packages of `jln[cuda13]` and no GPU.
+
+`CHIPS` has the chips that programs are compiled for, by name.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@
 Gradients under a random cotangent (a rule that ignores its cotangent is right under one of ones) are compared element
 by element with a reference's autodiff and with central differences of the function itself. All of it happens in float64
 unless another dtype is asked for: differences of a float32 function have three digits, and miss real bugs.
+
+`TOLERANCES` has the `Tolerance` for each dtype that is taken where none is given.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ def numerical_gradient(
 
     Returns:
       A tuple like `args` of NumPy float64 arrays of each argument's shape; None in place of an argument that was held
-      fixed.
+        fixed.
 
     Raises:
       TypeError: `f` is no function, or does not return arrays; an argument is complex, or none is floating.
@@ -136,7 +138,7 @@ def check_vjp(
 
     Returns:
       A `Report`: `.ok`, and a row for each argument with its worst element. `str()` of it is a table. With several
-      seeds it is of the worst, and `.by_seed` has a report of each.
+        seeds it is of the worst, and `.by_seed` has a report of each.
 
     Raises:
       TypeError: as `numerical_gradient`.

@@ -77,7 +77,7 @@ def equinox(model: Any, *, fuse: Fuse = False, norms: Norms | None = None) -> Co
 
     Returns:
       The `Conversion`: `conversion.model` is the new tree; `conversion.undo(tree)` gives `tree`, the converted one with
-      whatever leaves it has by then, its former classes back.
+        whatever leaves it has by then, its former classes back.
 
     Raises:
       TypeError: `fuse`, `norms` or a recipe is malformed.
@@ -103,8 +103,8 @@ def linen(*, fuse: bool = False, norms: Norms | None = None) -> Iterator[Routes]
 
     Returns:
       A context that yields a list of `jln.Route`. It grows with every layer that is called or traced in the context (of
-      nested ones, the outermost). Layers traced in an earlier context are in the list's `earlier`, and
-      `jln.explain(function, *args)` in the context tells which of them are a function's.
+        nested ones, the outermost). Layers traced in an earlier context are in the list's `earlier`, and
+        `jln.explain(function, *args)` in the context tells which of them are a function's.
 
     Raises:
       TypeError: `fuse`, `norms` or, in a call, a recipe is malformed.

@@ -25,8 +25,9 @@ _traced: dict[str, dict[Route, None]] = {"linen": {}, "haiku": {}}
 class Routes(list[Route]):
     """The routes of a context, without repetition.
 
-    earlier: the routes traced in earlier contexts. JAX keeps such a program and does not trace it again, so one that
-      this context runs has its layers here and not in the list.
+    Attributes:
+      earlier: the routes traced in earlier contexts. JAX keeps such a program and does not trace it again, so one that
+        this context runs has its layers here and not in the list.
     """
 
     def __init__(self, earlier: Iterable[Route] = ()):
