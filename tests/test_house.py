@@ -208,9 +208,12 @@ def stands_alone(word: str) -> bool:
     return (word[0] == "`" or word[0].isupper()) and word.rstrip(".,:;").lower() not in NO_BEGINNINGS.split()
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_docstrings_begin_with_a_verb_or_a_noun(name):
-    assert [(of, word) for of, word in beginnings(MODULES[name].read_text()) if not stands_alone(word)] == []
+READ = [path for folder in ("jln", "benchmarks", "examples") for path in sorted((ROOT.parent / folder).rglob("*.py"))]
+
+
+@pytest.mark.parametrize("path", READ, ids=lambda path: str(path.relative_to(ROOT.parent)))
+def test_docstrings_begin_with_a_verb_or_a_noun(path):
+    assert [(of, word) for of, word in beginnings(path.read_text()) if not stands_alone(word)] == []
 
 
 @pytest.mark.parametrize("doc", ["Of a result.", "What it takes.", "Likewise.", "-> rows", "x: of a row.", "(31)"])
