@@ -208,7 +208,12 @@ def stands_alone(word: str) -> bool:
     return (word[0] == "`" or word[0].isupper()) and word.rstrip(".,:;").lower() not in NO_BEGINNINGS.split()
 
 
-READ = [path for folder in ("jln", "benchmarks", "examples") for path in sorted((ROOT.parent / folder).rglob("*.py"))]
+READ = [
+    path
+    for folder in ("jln", "benchmarks", "examples", "tests")
+    for path in sorted((ROOT.parent / folder).rglob("*.py"))
+    if not path.name.startswith("test_")  # there a docstring goes on from the test's name
+]
 
 
 @pytest.mark.parametrize("path", READ, ids=lambda path: str(path.relative_to(ROOT.parent)))
