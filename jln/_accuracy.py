@@ -26,9 +26,9 @@ import jax.numpy as jnp
 
 from jln._catalogue import Operator
 
-# Of every operand. One is enough for random data. The roundings of a sum of terms near each other all go one way: the
-# most that was seen in dx is 4.1 for 1000 ones, and 9.2 for a mean of 1000 in float64, where plain jnp's error, being
-# the truth's own, counts for nothing.
+# The roundings of every operand that an error may be worth. One is enough for random data. The roundings of a sum of
+# terms near each other all go one way: the most that was seen in dx is 4.1 for 1000 ones, and 9.2 for a mean of 1000 in
+# float64, where plain jnp's error, being the truth's own, counts for nothing.
 ROUNDINGS = 16
 
 
@@ -104,8 +104,8 @@ class Judge:
         true = self.true[name]
         if got.shape != true.shape:
             return Accuracy(f"{name}, of shape {got.shape}", largest, math.inf, plain, 0.0, math.inf, rms_plain, 0.0)
-        # A unit in the last place, at most eps times the value; what is spread evenly over one deviates by its 12th's
-        # square root.
+        # A unit in the last place is at most eps times the value; errors spread evenly over one unit deviate by
+        # 1 / sqrt(12) of it.
         unit = float(jnp.finfo(got.dtype if self._others else dtype).eps)
         most = limit + unit * largest
         rms_most = math.inf if self._others else rms_limit + unit * rms / math.sqrt(12)

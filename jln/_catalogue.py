@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 import jln
 
-EPSILON = 1e-6  # the default of every signature, which has it in figures for who reads it there
+EPSILON = 1e-6  # the default of every signature, where it stands in figures for its readers
 DIRECTIONS = ("forward", "backward")
 Role = Literal["activation", "scale", "offset", "gate", "kernel", "bias"]
 
@@ -305,7 +305,7 @@ _BOTH_SIDES = Operator(
     in_front=_NORMS[1],
     of_sum=_NORMS[1],
 )
-# Each by itself, of a sum, in a sum, gated, with a Linear behind it, and that of a sum.
+# The norms by themselves, of a sum, in a sum, on both sides of one, gated; with a Linear behind, and that of a sum.
 _LINEARS = tuple(map(_with_linear, _NORMS))
 OPERATORS: dict[str, Operator] = {
     o.name: o
@@ -326,8 +326,7 @@ def fullest(*, is_linear: bool, adds: bool) -> Operator:
     return max(fitting, key=lambda o: len(o.arguments))
 
 
-# The operators as most models have them, then with all that they may be given beside, and in their other forms, by
-# title.
+# The operators by title: as most models have them, then with all their extras, and in their other forms.
 _FULL = [o.including(*(a.name for a in o.extras)) for o in OPERATORS.values() if o.extras]
 GATE_FIRST = (("norm_before_gate", False),)
 FORMS: dict[str, Operator] = OPERATORS | {o.title: o for o in (*_FULL, _GATED.including(options=GATE_FIRST))}

@@ -88,8 +88,9 @@ def traceable(function: Any) -> Callable[..., Any]:
     return function
 
 
-# What JAX has traced and kept for the user has no such equations, and the reverse. The value is the same in every
-# question, for JAX keeps what it has traced under each: but another one as soon as models that JAX has seen are others.
+# A part of the key of JAX's caches: programs traced for the user have no equations of `_primitive`, those traced for
+# `explain` have them. The value is the same in every call of `explain`, as JAX keeps what it has traced under each; it is
+# another one once a conversion has changed the classes of models that JAX has seen.
 _asked = jax.make_user_context(default_value=0)
 _conversions = 1
 

@@ -29,7 +29,7 @@ class Route(NamedTuple):
         return f"{self.layer}: {self.path} ({self.why})"
 
 
-# Told of a route, and of what the layer reads.
+# A function that is told of each route, with the array that the layer reads.
 Listener = Callable[[Route, Any], None]
 _listeners: contextvars.ContextVar[tuple[Listener, ...]] = contextvars.ContextVar("jln_listeners", default=())
 
@@ -86,7 +86,7 @@ def listed(path: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-# Of layers, by identity: where they are in the model that a question is about.
+# The places of layers in the model that a question is about, by the layers' identity.
 places_known: contextvars.ContextVar[Mapping[int, str]] = contextvars.ContextVar(
     "jln_places", default=MappingProxyType({})
 )

@@ -26,7 +26,7 @@ except ImportError as error:
 
 __all__ = ["LayerNorm", "LayerNormLinear", "Linear", "RMSNorm", "RMSNormLinear"]
 
-# As they are now, should somebody put ours in their place.
+# Equinox's own classes, even where somebody puts ours in their place later.
 EquinoxLayerNorm = eqx.nn.LayerNorm
 EquinoxRMSNorm = eqx.nn.RMSNorm
 EquinoxLinear = eqx.nn.Linear

@@ -30,7 +30,7 @@ except ImportError as error:
 
 __all__ = ["LayerNorm", "LayerNormLinear", "Linear", "RMSNorm", "RMSNormLinear"]
 
-# As they are now, should somebody put ours in their place.
+# Haiku's own classes, even where somebody puts ours in their place later.
 HaikuLayerNorm = hk.LayerNorm
 HaikuRMSNorm = hk.RMSNorm
 HaikuLinear = hk.Linear

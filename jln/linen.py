@@ -29,7 +29,7 @@ except ImportError as error:
 
 __all__ = ["Dense", "DenseGeneral", "Einsum", "LayerNorm", "LayerNormDense", "RMSNorm", "RMSNormDense"]
 
-# As they are now, should somebody put ours in their place.
+# Flax's own classes, even where somebody puts ours in their place later.
 FlaxLayerNorm = nn.LayerNorm
 FlaxRMSNorm = nn.RMSNorm
 FlaxDense = nn.Dense

@@ -31,7 +31,7 @@ import jln.linen  # noqa: F401  `explain` traces an nnx.bridge.ToLinen as it doe
 
 __all__ = ["Einsum", "LayerNorm", "LayerNormLinear", "Linear", "LinearGeneral", "RMSNorm", "RMSNormLinear"]
 
-# As they are now, should somebody put ours in their place.
+# Flax's own classes, even where somebody puts ours in their place later.
 FlaxLayerNorm = nnx.LayerNorm
 FlaxRMSNorm = nnx.RMSNorm
 FlaxLinear = nnx.Linear
@@ -108,7 +108,7 @@ class RMSNorm(FlaxRMSNorm):
         return _computed(self, x, mask, z=z, norm_before_gate=norm_before_gate, **given)
 
 
-# Of one Linear, or by name of each of several: out_features, or a mapping of all that is its own.
+# out_features of one Linear, or by the name of each of several; or a mapping of all arguments that are its own.
 Features = int | Sequence[int] | Mapping[str, int | Sequence[int] | Mapping[str, Any]]
 
 

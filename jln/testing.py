@@ -35,10 +35,10 @@ __all__ = [
     "numerical_gradient",
 ]
 
-# Of steps, each a quarter of the one before, that `check_vjp` extrapolates from: the smallest is 1.5e-11 of the size of
-# an element, near enough for 1/x at 1e-8 of the other elements' size.
+# The number of steps, each a quarter of the one before, that `check_vjp` extrapolates from: the smallest is 1.5e-11 of
+# the size of an element, near enough for 1/x at 1e-8 of the other elements' size.
 _EXTRAPOLATIONS = 16
-# Of arguments: a tuple of them, or a function that draws one.
+# A sequence of arguments, or a function that draws one.
 Args = Sequence[Any] | Callable[[np.random.Generator], Sequence[Any]]
 
 

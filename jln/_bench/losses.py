@@ -48,8 +48,8 @@ class Branch(NamedTuple):
         return stream + (x if self.gate is None else x * self.gate)
 
 
-# This library's. A projection is the norm and the Linears behind it: (norm's parameters, the Linears', x, branch) ->
-# (features of each, x + branch); the branch is None at the beginning.
+# The variants of this library. A projection is the norm and the Linears behind it: (norm's parameters, the Linears', x,
+# branch) -> (features of each, x + branch); the branch is None at the beginning.
 Linears = Sequence[Any]
 Projected = tuple[tuple[jax.Array, ...], jax.Array]
 Projection = Callable[[Any, Linears, jax.Array, Branch | None], Projected]
@@ -146,7 +146,7 @@ def jln_loss(
         up, x = before_mlp(norm_2, mlp, x, branch)
         active = layout.features(stack.activate([layout.features(y) for y in up]))
         branch = branch_of(p["down"], active, gate_2, p.get("post_2"), layout)
-        # What a checkpointed block takes is kept: better the sum than what is to be summed.
+        # A checkpointed block's arguments are kept: better the sum than its addends.
         return (x, branch) if stack.policy is None else (branch.added_to(x), None)
 
     def blocks(parameters, x):

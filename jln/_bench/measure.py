@@ -249,7 +249,7 @@ def _record(workload, program, status, worst, reason, times: Times | None) -> di
         found["reason"] = reason
     if times is None:
         return found
-    if program.direction == "gradient":  # of bytes at least what the backward pass alone takes
+    if program.direction == "gradient":  # its bytes are at least those of the backward pass alone
         moved, flops = workload.bytes_once("backward"), workload.product_flops()
     else:
         direction = None if program.direction == "both" else program.direction
@@ -270,7 +270,7 @@ def _record(workload, program, status, worst, reason, times: Times | None) -> di
 
 
 def ceilings(platform: str, procedure: Procedure) -> dict[str, float]:
-    """The bytes/s and flop/s that this machine reaches in programs that only copy, or only multiply."""
+    """The bytes/s and flop/s that this machine reaches in programs that only copy or negate, or only multiply."""
     # Elements of 2 bytes: 1 GiB in and out; 16 MiB as the workloads' arrays, whose memory a CPU's allocator keeps.
     large = 2**29 if platform == "gpu" else 2**23
     side = 8192 if platform == "gpu" else 1024

@@ -99,7 +99,7 @@ def _haiku(workload: Workload) -> Callable[..., Any]:
     import haiku
 
     axis = workload.axis
-    # Of parameters along another axis it wants x's rank.
+    # Along another axis than the last, parameters must have x's rank.
     shape = [-1 if i == axis % len(workload.shape) else 1 for i, _ in enumerate(workload.shape)]
     shape = (-1,) if workload.is_over_last else shape
 
@@ -109,7 +109,7 @@ def _haiku(workload: Workload) -> Callable[..., Any]:
                 return haiku.RMSNorm(axis, EPSILON, create_scale=True, name="norm", param_axis=axis)(x)
             return haiku.LayerNorm(axis, True, True, EPSILON, name="norm", param_axis=axis)(x)
 
-        # In float32, as its mixed-precision policies have it for norms: in 16 bits it would sum in 16 bits.
+        # Norms in float32, as Haiku's mixed-precision policies have them: in 16 bits they would sum in 16 bits.
         given = {"scale": scale, "offset": offset}
         parameters = {"norm": {name: a.reshape(shape) for name, a in given.items() if a is not None}}
         transformed = haiku.without_apply_rng(haiku.transform(layer))

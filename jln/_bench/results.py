@@ -29,7 +29,7 @@ def environment(device: Any) -> dict[str, Any]:
     kind = device.device_kind
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        # Where there is no repository, only a copy of its files, somebody must say.
+        # A copy of the files, without a repository, has no commit: then the caller must name it.
         "commit": os.environ.get("JLN_COMMIT")
         or _printed("git", "-C", str(pathlib.Path(jln.__file__).parent), "describe", "--always", "--dirty"),
         "platform": device.platform,
@@ -102,7 +102,7 @@ def geometric_mean(numbers: list[float]) -> float:
 
 
 def summary(records: list[dict[str, Any]]) -> list[str]:
-    """A summary: the norms compared with the fastest peer and with each peer, and where a peer is faster."""
+    """A summary in lines: the norms beside the fastest JAX peer, peers that are faster than jln, and wrong numbers."""
     lines = []
     found = relative(records)
     norms = {k: v for k, v in found.items() if k[0] in ALL and not ALL[k[0]].is_linear and k[0] not in BLOCKS}

@@ -25,7 +25,7 @@ from jln._bench import trace
 
 # Twice the largest L2 there is (B200's, 126 MB).
 COLD_BYTES = 2**28
-# Of a wall clock's single measurement: a clock read is 1e-7, waking a thread up 1e-5.
+# Seconds of a wall clock's single measurement: a clock read is 1e-7, waking a thread up 1e-5.
 WALL_SECONDS = 2e-3
 _MARK = "jln_bench_mark"
 BATCHES = 7

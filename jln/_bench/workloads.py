@@ -281,8 +281,8 @@ WORKLOADS = _named(
     ),
 )
 
-# By rules alone are the tiles of the backward pass of a sum with a bias or a gate, of a gated norm, and of a norm on
-# both sides.
+# The workloads whose tiles may be tuned. Rules alone choose the tiles of the backward pass of a sum with a bias or a
+# gate, of a gated norm, and of a norm on both sides.
 TUNABLE = {
     name: w for name, w in WORKLOADS.items() if not (w.extras or w.entry.is_gated or w.entry.in_front is not None)
 }

@@ -58,7 +58,7 @@ def run(arguments: Sequence[str]) -> int:
 def _run(arguments: Sequence[str]) -> int:
     command = typer.main.get_command(application())
     try:
-        # What its `main` does, less its own opinion of closed pipes: exit status 1.
+        # As the command's own `main` does it, but without exit status 1 for a closed pipe.
         with (
             _interrupt.as_exception(),
             command.make_context("python -m jln", list(arguments) or ["--help"]) as context,

@@ -26,9 +26,9 @@ DEFAULT_SHAPE = "64x1024"
 # kernels, and the norm's around XLA's products, two of them.
 NORM_SIZES = (((37, 100), 0), ((3, 20000), 0))
 LINEAR_SIZES = (((37, 100), 64), ((16, 200), (300, 40)))
-# What the interpreter does in some ten seconds.
+# The elements that the interpreter takes some ten seconds for.
 INTERPRETED_ELEMENTS = 2**21
-# From the fields of `Accuracy` to what stands above them.
+# The fields of `Accuracy` that are printed, with their columns' titles.
 ACCURACY_COLUMNS = {
     "largest": "largest",
     "error": "error",

@@ -237,7 +237,7 @@ def _kernels(sample: Sample, device: Device, gradient: bool) -> list[str]:
 
 
 def _idle_gpu(found: list[Device]) -> list[str]:
-    """A sentence on a GPU that is here and that JAX, or Triton, does not use."""
+    """Sentences on a GPU that is here and that JAX, or Triton, does not use; none where all is used."""
     gpus = [device for device in found if device.platform == "gpu"]
     if gpus:
         why = target.missing()

@@ -99,7 +99,7 @@ def on_mesh(mesh: Any, a: Any) -> jax.ShapeDtypeStruct:
     if given is None:
         return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole)
     shape = (mesh.devices.size,) * a.ndim  # divides into any tiles
-    # In terms of the mesh's devices: of those along manual axes XLA tells nothing.
+    # A sharding of the mesh's devices alone: XLA tells nothing of the devices along manual axes.
     given = type(given)(tuple(mesh.devices.flat), given._to_xla_hlo_sharding(a.ndim))
     tiles = given.devices_indices_map(shape)
     starts = np.array([[index.start or 0 for index in tiles[device]] for device in mesh.devices.flat])
@@ -169,7 +169,7 @@ def place(
             axes = tuple(a for a in axes if a not in taken)
             if axes and sizes[dim] % math.prod(mesh.shape[a] for a in axes) == 0:  # no device may have padding for rows
                 split[dim] = axes
-        # What is a sum over all features has a share of each product on every device.
+        # Of a sum over the features of all products every device has a share of each product.
         of_each = [
             {a for d, axes in split.items() if (d.kind, d.of) == (Kind.FEATURE, of) for a in axes} for of in products
         ]

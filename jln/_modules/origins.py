@@ -32,7 +32,7 @@ class _Known(NamedTuple):
     mapped: int
 
 
-# By the identity of a norm's result, for as long as that lives.
+# The origins of norms' results by identity, each for as long as its array lives.
 _known: dict[int, _Known] = {}
 
 

@@ -13,7 +13,7 @@ from jln._explain import unasked
 from jln._modules.arguments import Summed, axes
 from jln._modules.calls import computed, noted, prepared
 
-# From a module to what its norm is: `kind` and `epsilon`, and where they apply `scale`, `offset`,
+# A function from a module to what its norm is: `kind` and `epsilon`, and where they apply `scale`, `offset`,
 # `zero_centered_scale`, `axis` and `dtype`.
 Recipe = Callable[[Any], Mapping[str, Any]]
 

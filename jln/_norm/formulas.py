@@ -210,7 +210,7 @@ def normalise(
     y = scaled(x, scale, offset, mean, rstd, norm)
     if not keep:
         mean = rstd = None
-    elif in_one_loop:  # a loop of their own, dropped where only a backward rule that recomputes them follows
+    elif in_one_loop:  # in a loop of their own, which is dropped where the backward rule computes them again
         _, mean, rstd = _statistics(fence(x), norm, fence, h_axes)
     return y, mean, rstd
 
@@ -234,7 +234,7 @@ def forward(
         total_dtype = jnp.promote_types(x.dtype, residual.dtype)
         dtype = compute_dtype(total_dtype)
         total = _branch(Branch(x, *branch), dtype) + residual.astype(dtype)  # (23)
-        # On every platform, or XLA elides the rounding to 16 bits and norms the unrounded sum.
+        # A barrier on every platform, or XLA leaves out the rounding to 16 bits and norms the unrounded sum.
         read = total = lax.optimization_barrier(total.astype(total_dtype))
     y, mean, rstd = normalise(read, scale, offset, norm, keep=dtypes.rstd is not None, fence=fence, h_axes=h_axes)
     if z is not None and norm.switches.norm_before_gate:

@@ -70,7 +70,7 @@ def _launcher():
     return launcher
 
 
-# What total is made of, and total's cotangent.
+# The operands that total is made of, and those that total's cotangent is made of.
 _SUM = ("x", "residual", "x_bias", "gate", "row_gate", "z")
 _PULLED = ("dy", "dtotal", "total", "scale", "mean", "rstd", "z")
 OUTCOME_MADE_OF = Outcome(y=(*_SUM, "scale", "offset", "added"), total=_SUM, mean=_SUM, rstd=_SUM)

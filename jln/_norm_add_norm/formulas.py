@@ -44,7 +44,7 @@ def composed_forward(
     total_dtype = jnp.promote_types(x.dtype, residual.dtype).name
     summands = of_norm.Operands(x, scale=x_scale, added=residual)
     total, _, _, x_rstd = forward(summands, norm, of_norm.Outcome(total_dtype, None, None, dtypes.x_rstd), batch_dims)
-    # Or XLA elides the rounding to 16 bits and norms the unrounded sum.
+    # A barrier, or XLA leaves out the rounding to 16 bits and norms the unrounded sum.
     total = lax.optimization_barrier(total)
     made = Outcome(None, total, x_rstd, None)
     if dtypes.y is not None or dtypes.rstd is not None:

@@ -38,7 +38,7 @@ def _launcher():
 
 
 _SUM = ("x", "residual", "x_scale")
-# What the total's cotangent is made of, and what of that and of x the branch's gradients are.
+# The operands that the total's cotangent is made of, and those of the gradients of the branch.
 _OF_TOTAL = ("dy", "dtotal", "total", "scale", "rstd")
 _OF_BRANCH = (*_OF_TOTAL, "x", "x_rstd")
 

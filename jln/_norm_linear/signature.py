@@ -101,8 +101,8 @@ class ColumnSums(NamedTuple):
     sums: Any
 
 
-# By their operands' dtype, the most features that one program can hold (64 rows of sums, float32) beside a tile of x
-# and one of the kernel; and where rows do not start on 16 bytes, and pairs of elements take registers for their
+# The most features that one program can hold (64 rows of sums, float32) beside a tile of x and one of the kernel, by
+# the operands' dtype; and the most where rows do not start on 16 bytes, and pairs of elements take registers for their
 # addresses.
 FUSED_FEATURES = {"bfloat16": (256, 64), "float16": (256, 64), "float32": (128, 32)}
 

@@ -89,7 +89,7 @@ def slope_dtype(floats: Sequence[Any]) -> Any:
 
 def _pulled_back(call: Any, floats: Sequence[Any], rest: Any, cotangent: Sequence[Any]) -> list[jax.Array]:
     results, pullback = jax.vjp(lambda floats: call(floats, rest), list(floats))
-    # Those of a function that computes in float32 inside stay float32, whatever its arguments are cast to.
+    # Results of a function that computes in float32 inside are float32, whatever its arguments are cast to.
     return pullback([c.astype(r.dtype) for c, r in zip(cotangent, results, strict=True)])[0]
 
 

@@ -13,12 +13,12 @@ from jln import _modules, _routes
 from jln._routes import Route
 from jln.convert._common import hint_for
 
-# What JAX has traced and kept outside of a context must not be taken for what is traced inside, nor the reverse; nor
-# that of one context for what another traces which converts otherwise.
+# A part of the key of JAX's caches: a program traced outside of a context is not that of the inside, nor the reverse,
+# nor is that of one context that of another which converts otherwise.
 _swapping = jax.make_user_context(default_value=None)
 
 
-# Per framework, without repetition: what a context may run without a trace of its own.
+# The routes traced so far, by framework: programs that a context may run without a trace of its own.
 _traced: dict[str, dict[Route, None]] = {"linen": {}, "haiku": {}}
 
 
