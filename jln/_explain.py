@@ -89,8 +89,8 @@ def traceable(function: Any) -> Callable[..., Any]:
 
 
 # A part of the key of JAX's caches: programs traced for the user have no equations of `_primitive`, those traced for
-# `explain` have them. The value is the same in every call of `explain`, as JAX keeps what it has traced under each; it is
-# another one once a conversion has changed the classes of models that JAX has seen.
+# `explain` have them. The value is the same in every call of `explain`, as JAX keeps what it has traced under each. It
+# is another one once a conversion has changed the classes of models that JAX has seen.
 _asked = jax.make_user_context(default_value=0)
 _conversions = 1
 
