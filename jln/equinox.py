@@ -3,8 +3,9 @@
     from jln.equinox import LayerNorm, RMSNorm    # instead of: from equinox.nn import LayerNorm, RMSNorm
 
 Constructors, fields, initial values and serialised leaves are Equinox's own: the classes are Equinox's with another
-call. They work on one example and are vmapped, as Equinox's are. What the operators cannot do (integer or empty input,
-a shape of no axes, ...) Equinox's own code does; `jln.explain(layer, x)` tells which of them a call takes, and why.
+call. They work on one example and are vmapped, as Equinox's are. A call that the operators cannot compute (integer or
+empty input, a shape of no axes, ...) runs Equinox's own code; `jln.explain(layer, x)` tells which of the two a call
+takes, and why.
 """
 
 from __future__ import annotations

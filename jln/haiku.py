@@ -3,10 +3,10 @@
     from jln.haiku import LayerNorm, RMSNorm    # instead of: from haiku import LayerNorm, RMSNorm
 
 Constructors, parameters, initial values, module names and checkpoints are Haiku's own: the classes are Haiku's with
-another call. What the operators cannot do (parameters on axes that are not normalised, ...) Haiku's own code does;
-`jln.explain` tells which of them a call takes, and why. Haiku computes in the dtype of its inputs, rounding every
-intermediate of a 16-bit input to 16 bits, and its `use_fast_variance=True` loses the variance of a row whose mean is
-large against its spread; here all is in float32, rounded once, and the variance is two-pass.
+another call. A call that the operators cannot compute (parameters on axes that are not normalised, ...) runs Haiku's
+own code; `jln.explain` tells which of the two a call takes, and why. Haiku computes in the dtype of its inputs,
+rounding every intermediate of a 16-bit input to 16 bits, and its `use_fast_variance=True` loses the variance of a row
+whose mean is large against its spread; here all is in float32, rounded once, and the variance is two-pass.
 """
 
 from __future__ import annotations

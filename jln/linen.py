@@ -3,10 +3,10 @@
     from jln.linen import LayerNorm, RMSNorm    # instead of: from flax.linen import LayerNorm, RMSNorm
 
 Fields, parameters, initial values, automatic names and checkpoints are Flax's own: the classes are Flax's with another
-call. What the operators cannot do (`mask`, `axis_name`, `force_float32_reductions=False`, parameters on axes that are
-not normalised, ...) Flax's own code does; `jln.explain(layer, x)` tells which of them a call takes, and why. Results
-differ by rounding, but where Flax's `use_fast_variance=True` loses the variance of a row whose mean is large against
-its spread: here it is two-pass always.
+call. A call that the operators cannot compute (`mask`, `axis_name`, `force_float32_reductions=False`, parameters on
+axes that are not normalised, ...) runs Flax's own code; `jln.explain(layer, x)` tells which of the two a call takes,
+and why. Results differ by rounding, but where Flax's `use_fast_variance=True` loses the variance of a row whose mean is
+large against its spread: here it is two-pass always.
 """
 
 from __future__ import annotations

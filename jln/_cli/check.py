@@ -59,8 +59,8 @@ def command(
 ) -> None:
     """Compare values and gradients with float64, autodiff and central differences, on every device.
 
-    Without OPERATOR: all operators in all dtypes, to second order, and wrong rules that must be rejected. With one: it
-    at one size. Exits with 1 if anything is wrong.
+    Without OPERATOR: all operators in all dtypes, to second order, and wrong rules that must be rejected. With
+    OPERATOR: one operator at one size. Exits with 1 if anything is wrong.
     """
     sample = None
     if operator is not None:

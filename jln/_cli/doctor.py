@@ -75,7 +75,7 @@ BAD_PAIRS = (
 def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Say what is installed, what the operators will run on here, and how to mend what is missing.
 
-    Exits with 1 if something is broken, and with 2 if there is no device; that there is no GPU is no fault.
+    Exits with 1 if something is broken, and with 2 if there is no device; a missing GPU is no fault.
     """
     found = devices()
     versions = installed()

@@ -47,8 +47,8 @@ def command(
 ) -> None:
     """Search for faster tiles of the kernels that the workloads launch, and write them to a file for JLN_TUNING.
 
-    What the compiler finds fault with is not timed; what differs from the heuristics' numbers is not taken; and what is
-    not faster than they are by 2 %, or is slower by as much in one of the workloads, is not either. The file is written
+    Tiles in which the compiler finds a fault are not timed. Tiles are kept only if their numbers are those of the
+    heuristics' tiles, and if they are faster by 2 % and slower by as much in none of the workloads. The file is written
     after each choice: a search that ends early is taken up again by the same command.
     """
     started = time.monotonic()

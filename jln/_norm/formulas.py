@@ -174,7 +174,7 @@ def scaled(x: Any, scale: Array | None, offset: Array | None, mean: Array | None
 
 
 def _over_parts(mean: Array, h_axes: MeshAxes) -> Array:
-    """The mean over H from that over this device's part of it."""
+    """The mean over all of H, from the mean over this device's part of H."""
     return lax.pmean(mean, h_axes) if h_axes else mean
 
 

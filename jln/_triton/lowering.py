@@ -171,7 +171,7 @@ def _key(source: Any, backend: Any, options: Any) -> str:
 
 @functools.cache
 def _compilers() -> tuple[str, ...]:
-    """Triton's and jax-triton's versions, and of Triton's library what tells two builds of one version apart."""
+    """The versions of Triton and of jax-triton, and what tells two builds of one version of Triton apart."""
     import triton
     from triton._C import libtriton
 

@@ -115,7 +115,7 @@ CHOICES: dict[str, Choice] = {}
 
 @dataclasses.dataclass
 class Trial:
-    """Tiles to be taken, whatever the files say, and what was asked for, with what the rules say; for the search."""
+    """Tiles to be taken whatever the files say, with a note of the choices asked for and the answers of the rules."""
 
     tiles: dict[Key, Tiles]
     asked: dict[Key, Tiles] = dataclasses.field(default_factory=dict)
