@@ -69,14 +69,14 @@ class LayerNorm(HaikuLayerNorm):
           inputs: `[..., H]`, or as `axis` says.
           scale: broadcasts against the inputs, as of `haiku.LayerNorm`.
           offset: broadcasts against the inputs, as of `haiku.LayerNorm`.
-          residual: `inputs`'s shape. The norm is of `total = residual + gate * (inputs + x_bias)`, as of
+          residual: `inputs`' shape. The norm is of `total = residual + gate * (inputs + x_bias)`, as of
             `jln.add_layer_norm`.
           x_bias: as of `jln.add_layer_norm`; goes with a residual.
           gate: as of `jln.add_layer_norm`; goes with a residual.
-          added_to: `inputs`'s shape. The norm's result is added to it, as of `jln.layer_norm_add`.
+          added_to: `inputs`' shape. The norm's result is added to it, as of `jln.layer_norm_add`.
 
         Returns:
-          `y` of `inputs`'s shape; with a residual `(y, total)`.
+          `y` of `inputs`' shape; with a residual `(y, total)`.
         """
         given = {"residual": residual, "x_bias": x_bias, "gate": gate, "added_to": added_to}
         return call(self, super().__call__, inputs, scale, offset, **given)
@@ -101,18 +101,18 @@ class RMSNorm(_Read, HaikuRMSNorm):
 
         Args:
           inputs: `[..., H]`, or as `axis` says.
-          residual: `inputs`'s shape. The norm is of `total = residual + gate * (inputs + x_bias)`, as of
+          residual: `inputs`' shape. The norm is of `total = residual + gate * (inputs + x_bias)`, as of
             `jln.add_rms_norm`.
           x_bias: as of `jln.add_rms_norm`; goes with a residual.
           gate: as of `jln.add_rms_norm`; goes with a residual.
-          added_to: `inputs`'s shape. The norm's result is added to it, as of `jln.rms_norm_add`.
+          added_to: `inputs`' shape. The norm's result is added to it, as of `jln.rms_norm_add`.
           x_norm: another RMSNorm. The norm is of `total = residual + x_norm(inputs)`, as of
             `jln.rms_norm_add_rms_norm`.
-          z: `inputs`'s shape. The result is gated by `silu(z)`, as of `jln.rms_norm_gated`.
+          z: `inputs`' shape. The result is gated by `silu(z)`, as of `jln.rms_norm_gated`.
           norm_before_gate: as of `jln.rms_norm_gated`.
 
         Returns:
-          `y` of `inputs`'s shape; with a residual `(y, total)`.
+          `y` of `inputs`' shape; with a residual `(y, total)`.
 
         Where the two norms are one operator, interceptors see of `x_norm` only how its parameters are read.
         """
@@ -152,7 +152,7 @@ class _NormLinear(hk.Module):
 
         Args:
           inputs: `[..., H]`.
-          residual: `inputs`'s shape. The norm is of `total = residual + gate * (inputs + x_bias)`, as of
+          residual: `inputs`' shape. The norm is of `total = residual + gate * (inputs + x_bias)`, as of
             `jln.add_layer_norm`.
           x_bias: as of `jln.add_layer_norm`; goes with a residual.
           gate: as of `jln.add_layer_norm`; goes with a residual.
