@@ -11,17 +11,17 @@ jln's. A model's own norm is left alone, and named, until a recipe tells what it
 
     norms={RMSNorm: lambda m: dict(kind="rms_norm", scale=m.scale, epsilon=m.eps, zero_centered_scale=True)}
 
-A recipe is a function of the module that returns a mapping. `kind` ("layer_norm" or "rms_norm") and `epsilon` must be in
-it; `scale`, `offset`, `zero_centered_scale`, `axis` (an int or a tuple) and `dtype` are where they apply. `dtype` is that
-of the result, by default the result's own. A recipe is called after the module's own call, so it finds parameters that
-only the call makes; a compiled program has no trace of that call. A recipe goes before all that jln knows of a class, so
-a subclass of a framework's norm with a call of its own may have one.
+A recipe is a function of the module that returns a mapping. `kind` ("layer_norm" or "rms_norm") and `epsilon` must be
+in it; `scale`, `offset`, `zero_centered_scale`, `axis` (an int or a tuple) and `dtype` are where they apply. `dtype` is
+that of the result, by default the result's own. A recipe is called after the module's own call, so it finds parameters
+that only the call makes; a compiled program has no trace of that call. A recipe goes before all that jln knows of a
+class, so a subclass of a framework's norm with a call of its own may have one.
 
-With `fuse` a Linear that reads a norm's result keeps the norm's input for the backward pass in place of that result, and
-makes the result again: one kernel a norm, for all Linears that read it. Few features (up to 256 in 16 bits, 128 in
+With `fuse` a Linear that reads a norm's result keeps the norm's input for the backward pass in place of that result,
+and makes the result again: one kernel a norm, for all Linears that read it. Few features (up to 256 in 16 bits, 128 in
 float32) are multiplied by the norm's own kernels. Anything else may read the norm's result as well. Nothing has to be
-declared: a Linear knows the result by its identity, also in another module. It does not know it behind a cast, a dropout,
-or the border of a `jax.jit`, a `jax.checkpoint` or a scan.
+declared: a Linear knows the result by its identity, also in another module. It does not know it behind a cast, a
+dropout, or the border of a `jax.jit`, a `jax.checkpoint` or a scan.
 """
 
 from __future__ import annotations
