@@ -14,6 +14,7 @@ EXPECTED = {
     r"tests/test_bench\.py::test_(tokamax_.*|every_workload_.*\[tokamax\])": "tokamax",
     r"tests/test_bench_command\.py::test_tables_results_and_plots": "matplotlib",
     r"tests/test_plots\.py(::.*)?": "matplotlib",
+    r"tests/test_api_reference\.py(::.*)?": "griffe2md",
     r"tests/test_doctor\.py::test_doctor_says_what_runs_on_a_gpu_and_why": "jax_triton",
 }
 

@@ -1,7 +1,9 @@
-"""What policies of `jax.checkpoint` make again and hold, in four layers of Llama's step compiled for an H200 that need
-not be there, with `jln.add_rms_norm_linear`, in plain jnp and with Flax's layers.
+"""Print what policies of `jax.checkpoint` make again and hold, in four layers of Llama's step.
 
     python benchmarks/checkpoint_policies.py
+
+The step is compiled for an H200 that need not be there, with `jln.add_rms_norm_linear`, in plain jnp and with Flax's
+layers.
 """
 
 import dataclasses

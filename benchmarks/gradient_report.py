@@ -1,4 +1,4 @@
-"""How far the fused operators' results and gradients are from float64 autodiff of the reference, line by line.
+"""Print the errors of the fused operators' results and gradients against float64 autodiff of the reference.
 
     python benchmarks/gradient_report.py                                # the CPU, and a GPU if there is one
     python benchmarks/gradient_report.py --size 8x128x512:64 --dtype bfloat16
@@ -34,7 +34,7 @@ from jln._triton import target
 
 
 class Size(NamedTuple):
-    """x [*rows, H], kernel [H, N]; limits are of the absolute error, or None: of the relative one, by dtype."""
+    """The size of a case: x [*rows, H] and kernel [H, N]. limits: of the absolute error; None: of the relative one."""
 
     rows: tuple[int, ...]
     h: int
@@ -54,7 +54,7 @@ EPSILON = 1e-5
 
 
 def operands(size: Size, operator: Operator, seed: int) -> tuple[dict[str, jax.Array], tuple[jax.Array, ...]]:
-    """-> (the arguments by name, the results' cotangents): all normal but the kernel, uniform as a Linear's first."""
+    """Return the arguments by name and the results' cotangents: all normal but the kernel, uniform as a Linear's."""
     random = np.random.default_rng(seed)
     sizes = _catalogue.sizes((*size.rows, size.h), -1, (size.n,))
     arrays = {a.name: random.standard_normal(a.of(sizes, size.dtype, size.dtype).shape) for a in operator.arguments}
@@ -84,7 +84,7 @@ def gradients(function, operator: Operator, arrays, cotangents, device, **option
 
 
 def implementations() -> Iterator[tuple[Any, str]]:
-    """What can run here: (device, implementation)."""
+    """The pairs of a device and an implementation that can run here."""
     cpu, default = jax.devices("cpu")[0], jax.devices()[0]
     yield cpu, "xla"
     if target.interpreting() and importlib.util.find_spec("triton"):
@@ -96,7 +96,7 @@ def implementations() -> Iterator[tuple[Any, str]]:
 
 
 def report(size: Size, operator: Operator, seed: int) -> bool:
-    """Print a line for each result of each implementation; whether all are good."""
+    """Print a line for each result of each implementation. Returns whether all are good."""
     arrays, cotangents = operands(size, operator, seed)
     exact = jax.tree.map(lambda a: a.astype("float64"), (arrays, cotangents))
     true = gradients(operator.reference, operator, *exact, device=jax.devices("cpu")[0])
@@ -122,7 +122,7 @@ def report(size: Size, operator: Operator, seed: int) -> bool:
 
 
 def parsed(size: str) -> tuple[tuple[int, ...], int, int]:
-    """-> (rows, H, N)"""
+    """The numbers (rows, H, N) of a size's text."""
     try:
         x, n = size.split(":")
         *rows, h, n = (int(word) for word in (*x.split("x"), n))

@@ -1,7 +1,9 @@
-"""What an operator costs beside its arithmetic, as ratios to plain jnp in one run: an eager call of it (to a jitted jnp
-function of the same), and tracing and lowering the gradient of 24 layers.
+"""Print what an operator costs beside its arithmetic, as ratios to plain jnp in one run.
 
     python benchmarks/overhead.py
+
+The costs are those of an eager call (the ratio is to a jitted jnp function of the same), and of tracing and lowering
+the gradient of 24 layers.
 """
 
 import time
@@ -17,7 +19,7 @@ LAYERS = 24
 
 
 def least(function: Callable[[], Any], repeats: int) -> float:
-    """Seconds of the fastest call."""
+    """The seconds of the fastest of `repeats` calls."""
     function()
     times = []
     for _ in range(repeats):

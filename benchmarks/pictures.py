@@ -81,8 +81,9 @@ def compiled_junction() -> dict[str, Any]:
 
 
 def flow(hlo: str, arguments: list[str], outputs: list[str]) -> list[dict[str, Any]]:
-    """List the kernels of a program without loops, with the bytes of the arrays that each reads and writes. Arrays that
-    are neither arguments nor results have their kernel's name and their place among its results.
+    """List the kernels of a program without loops, with the bytes of the arrays that each reads and writes.
+
+    Arrays that are neither arguments nor results have their kernel's name and their place among its results.
     """
     from jln import _hlo
 

@@ -1,13 +1,13 @@
-"""What norms of short rows cost where a rotary embedding stands behind them, as in an attention's queries and keys.
+"""Print what norms of short rows cost with a rotary embedding behind them, as in an attention's queries and keys.
 
     python benchmarks/qk_norm.py                  # needs jax[cuda13], no GPU; four minutes
-    python benchmarks/qk_norm.py rms_norm 128     # of all lines those that have all of these words
+    python benchmarks/qk_norm.py rms_norm 128     # only lines that have all of these words
 
 Forward, and forward and backward, of `rope(norm(q))` of 8192 tokens and 4096 features, compiled for an H200, by jln's
-norm and by plain jnp, which XLA fuses with the rotation: kernels, bytes, and what all of the kernels issue, the
-rotation's too: the time that the schedulers need for the instructions, as a part of the memory's for the bytes. Some
-programs of each kernel are executed for it (tests/executed/whole.py). Once are q, the result, and their cotangents, q
-twice.
+norm and by plain jnp, which XLA fuses with the rotation. A line has the kernels, the bytes, and what all kernels issue,
+the rotation's too: the time that the schedulers need for the instructions, as a part of the memory's for the bytes.
+Some programs of each kernel are executed for it (tests/executed/whole.py). "Once" counts q, the result, and their
+cotangents, q twice.
 
 What was decided by it:
 
@@ -15,8 +15,8 @@ What was decided by it:
   times the bytes and issues 1.1 to 2.2 times the instructions (at D = 128 in bfloat16 rms_norm takes 127 us of memory
   and 45 of the schedulers, plain jnp 157 and 98): what adds up a row for the backward reads it apart from the rotation.
 - Forward alone is the other way round: XLA makes one kernel of the norm and the rotation, 135 MB where our norm and
-  XLA's rotation move 269, though it issues for as long as memory takes. What stands behind a norm no lowering rule
-  sees; who only infers says `implementation="xla"`. (In training XLA's forward before our backward, which would add up
+  XLA's rotation move 269, though it issues for as long as memory takes. No lowering rule sees what stands behind a
+  norm; who only infers says `implementation="xla"`. (In training XLA's forward before our backward, which would add up
   rstd again, would move 542 MB and not 609, and issue 62 us and not 45: too near to choose without a clock.)
 - The rotation stays outside of our kernels. One that did both would leave out 269 MB of a step's 609, 56 us, where the
   products of such a layer take 10 ms at an H200's peak; and it would have to know each model's halves or pairs, the
@@ -44,13 +44,13 @@ MB = 10**6
 
 
 def rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Su et al., "RoFormer" (2021): x [batch, tokens, heads, D]; cos, sin [1, tokens, 1, D / 2]."""
+    """Rotate x [batch, tokens, heads, D] by cos, sin [1, tokens, 1, D / 2]: Su et al., "RoFormer" (2021)."""
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
 
 
 def compiled(norm: Any, size: int, dtype: str = "bfloat16", *, backward: bool = True) -> tuple[Any, float]:
-    """-> the program, and its instructions' part of the memory's time."""
+    """Return the compiled program, and the time of its instructions as a part of the memory's time."""
     q = jax.ShapeDtypeStruct((BATCH, TOKENS, FEATURES // size, size), dtype)
     scale = jax.ShapeDtypeStruct((size,), jnp.float32)
     angle = jax.ShapeDtypeStruct((1, TOKENS, 1, size // 2), jnp.float32)

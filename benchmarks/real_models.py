@@ -1,7 +1,7 @@
-"""What one call makes of the models in tests/zoo: norms, Linears, numbers, and bytes on an H200, before and after.
+"""Print what one call makes of the models in tests/zoo: norms, Linears, numbers, and bytes on an H200.
 
     python benchmarks/real_models.py              # needs jax[cuda13], Flax, Haiku, Equinox, no GPU; twelve minutes
-    python benchmarks/real_models.py GPT-2 T5     # of all models those whose names have one of these words
+    python benchmarks/real_models.py GPT-2 T5     # only models whose names have one of these words
 
 Norms and Linears: those that are jln's afterwards, as tests/modules/test_zoo.py holds them; a scan's body counts once.
 Lines: that a user changes, the call and a recipe for a norm of the model's own. Difference: of any gradient in float64
@@ -55,7 +55,7 @@ def gradient_difference(client: Any) -> float:
 
 
 def compiled(function: Any, model: Any) -> tuple[int, int, int]:
-    """-> bytes held, moved, temporary"""
+    """The bytes that a model's compiled step holds, moves, and takes as temporary memory."""
 
     def step(parameters: Any, x: Any) -> Any:
         def loss(parameters: Any, x: Any) -> Any:

@@ -1,10 +1,10 @@
-"""The step of a model so small that launches are what counts, beside plain jnp's: seconds of the wall clock, one step's
-dispatch behind the run of the one before, as in training.
+"""Time the step of a model so small that launches are what counts, beside plain jnp's.
 
     python benchmarks/small_step.py [--layers 8] [--tokens 512] [--width 256] [--output FOLDER]
 
-On a GPU also with the call to a kernel that no CUDA graph can hold, which cuts the step's graphs at every norm, and
-with no graphs at all. Losses and parameters are compared with plain jnp's first, and with 1 it exits where one differs.
+Seconds are the wall clock's, one step's dispatch behind the run of the one before, as in training. On a GPU also with
+the call to a kernel that no CUDA graph can hold, which cuts the step's graphs at every norm, and with no graphs at all.
+Losses and parameters are compared with plain jnp's first; the exit status is 1 where one differs.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def compiled(norm: Any, given: tuple[Any, ...], *, typed: bool = True, graphs: b
 
 
 def error(got: Any, expected: Any) -> float:
-    """The worst of all arrays, as a part of the largest value of its own."""
+    """The worst error of all arrays, as a part of the largest value of the array."""
 
     def one(a, b):
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)

@@ -62,7 +62,7 @@ DRAWS, ALLOWED = 3, 8
 
 
 class SequenceNorm(JlnNorm):
-    """Takes the stream split by tokens; of a Linear behind it each device gives its own features, of all tokens."""
+    """A norm that takes the stream split by tokens; of a Linear behind it each device gives its own features."""
 
     def __init__(self, features: int, *, mesh: Mesh, **options):
         super().__init__(features, **options)
@@ -131,7 +131,7 @@ def train(
 
 
 def one_rounding_off(generator: np.random.Generator, dtype: str, parameter: jax.Array) -> jax.Array:
-    """Up or down by the spacing of the numbers that the model computes in."""
+    """The parameter with each element up or down by the spacing of the numbers that the model computes in."""
     signs = generator.choice([-1.0, 1.0], parameter.shape)
     return parameter * (1 + float(jnp.finfo(dtype).eps) * signs).astype(parameter.dtype)
 
@@ -152,8 +152,10 @@ def print_collectives(hlo: str, console: Console) -> list[tuple[str, int]]:
 
 
 def is_of_sequences(config: Config, data: int, kind: str, size: int) -> bool:
-    """Whether it is what split sequences need: activations [B, T, C] gathered, of which XLA makes one of several; with
-    them the gradient of the positions [T, C]; or the token behind a device's last.
+    """True for a collective that split sequences need.
+
+    These are activations [B, T, C] gathered, of which XLA makes one of several; with them the gradient of the positions
+    [T, C]; or the token behind a device's last.
     """
     sequences = config.batch // data
     positions = config.context * config.width * jnp.dtype(config.dtype).itemsize
@@ -162,7 +164,7 @@ def is_of_sequences(config: Config, data: int, kind: str, size: int) -> bool:
 
 
 def print_losses(mesh: list[float], one_device: list[list[float]], console: Console) -> bool:
-    """Print them side by side. Returns whether the mesh's are those of one device, but for rounding."""
+    """Print the losses side by side. Returns whether the mesh's are those of one device, but for rounding."""
     table = Table(title="Loss, nats per byte")
     for heading in ("step", "mesh", "one device", "difference", "allowed"):
         table.add_column(heading, justify="right")

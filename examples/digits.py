@@ -1,4 +1,4 @@
-"""What the examples on handwritten digits share: the data, the epochs, and the table of results."""
+"""The common part of the examples on handwritten digits: the data, the epochs, and the table of results."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ APART = 0.03  # of the test digits: two trainings that round differently part, t
 
 
 def patches() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """scikit-learn's 8x8 digits, which come with it, as (training, test), each (patches [B, 16, 4], labels [B])."""
+    """Return (training, test) of scikit-learn's own 8x8 digits, each (patches [B, 16, 4], labels [B])."""
     data = load_digits()
     images = data.images.astype(np.float32).reshape(-1, 4, 2, 4, 2) / 16
     x = images.transpose(0, 1, 3, 2, 4).reshape(-1, 16, 4)
@@ -37,7 +37,7 @@ def batches(x: np.ndarray, labels: np.ndarray, size: int, steps: int, seed: int)
 
 @dataclass
 class Run:
-    """What a training run ends with. note: what else there is to say."""
+    """The outcome of a training run. note: what else there is to say."""
 
     name: str
     loss: float
@@ -57,7 +57,7 @@ def timed(name: str, train: Callable[[], tuple[Any, float, str]], accuracy: Call
 
 
 def report(runs: Sequence[Run], goal: float) -> bool:
-    """Print the runs, jln's and the framework's by turns; whether all reached the goal and no pair parted."""
+    """Print the runs, jln's and the framework's by turns. Returns whether all reached the goal and no pair parted."""
     table = Table("layers", "last loss", "test accuracy", "seconds", title=f"{TEST} test digits, {jax.devices()[0]}")
     for run in runs:
         table.add_row(run.name, f"{run.loss:.4f}", f"{run.accuracy:.1%}", f"{run.seconds:.1f}")

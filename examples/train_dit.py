@@ -43,7 +43,7 @@ zeros = nnx.initializers.zeros
 
 
 class Waiting(NamedTuple):
-    """What is still to be added to the residual stream: gate * (product + bias)."""
+    """The part of a branch that is still to be added to the residual stream: gate * (product + bias)."""
 
     product: jax.Array  # [B, T, C]
     bias: jax.Array  # [C]
@@ -69,7 +69,7 @@ def jnp_junction(waiting, x, scale, shift):
 
 
 def attention(qkv: jax.Array) -> jax.Array:
-    """[B, T, 3 C] -> [B, T, C]."""
+    """Attention of queries, keys and values in one array: [B, T, 3 C] -> [B, T, C]."""
     q, k, v = jnp.split(qkv.reshape(*qkv.shape[:2], 3 * HEADS, -1), 3, axis=2)
     return jax.nn.dot_product_attention(q, k, v).reshape(*qkv.shape[:2], -1)
 
@@ -85,7 +85,10 @@ class Layer(nnx.Module):
         self.down = nnx.Linear(down, WIDTH, rngs=rngs)
 
     def __call__(self, waiting: Waiting | None, x: jax.Array, c: jax.Array) -> tuple[Waiting, jax.Array]:
-        """x: [B, T, C]. c, what the model is asked for: [B, 1, C]."""
+        """Return the branch, still to be added, and the stream.
+
+        x: [B, T, C]. c, what the model is asked for: [B, 1, C].
+        """
         scale, shift, gate = jnp.split(self.modulation(c), 3, axis=-1)
         h, x = self.junction(waiting, x, scale, shift)
         # The bias is not added here but in the next junction, with the gate.
@@ -93,7 +96,7 @@ class Layer(nnx.Module):
 
 
 class DiT(nnx.Module):
-    """Noisy patches [B, T, 4], times [B] and digits [B] -> velocities [B, T, 4]."""
+    """A model from noisy patches [B, T, 4], times [B] and digits [B] to velocities [B, T, 4]."""
 
     def __init__(self, junction: Junction, rngs: nnx.Rngs):
         self.junction = junction
@@ -121,7 +124,7 @@ class DiT(nnx.Module):
 
 
 def train(model: DiT, steps: int, seed: int) -> np.ndarray:
-    """-> the loss of every step."""
+    """Train the model and return the loss of every step."""
     graph, params = nnx.split(model)
     optimizer = optax.adam(optax.warmup_cosine_decay_schedule(0, 3e-3, steps // 10, steps))
 

@@ -25,7 +25,7 @@ GOAL = 0.95  # of the test digits
 
 
 def mixer(norms: ModuleType, x: jax.Array) -> jax.Array:
-    """[B, T, 4] -> logits [B, 10]; `norms` is the module that LayerNorm comes from."""
+    """The logits [B, 10] of patches [B, T, 4]; `norms` is the module that LayerNorm comes from."""
 
     def norm(x):
         return norms.LayerNorm(axis=-1, create_scale=True, create_offset=True, param_axis=-1)(x)

@@ -41,7 +41,7 @@ LAYERS_OF = {"jln.linen": (jln.linen.LayerNorm, jln.linen.LayerNormDense), "flax
 
 
 class ViT(nn.Module):
-    """[B, T, 4] -> logits [B, 10], float32."""
+    """A transformer from patches [B, T, 4] to logits [B, 10], float32."""
 
     norm: Any
     norm_dense: Any
@@ -61,7 +61,7 @@ class ViT(nn.Module):
 
 
 def train(model: ViT, params, data, steps: int, seed: int):
-    """-> (parameters, last loss, what happened to the scale)"""
+    """Train the model and return its parameters, the last loss, and what happened to the loss scale."""
     optimizer = optax.adam(optax.cosine_decay_schedule(2e-3, steps))
     state = optimizer.init(params)
     scale = DynamicScale(growth_interval=200, scale=FIRST_SCALE) if model.dtype == jnp.float16 else None

@@ -77,7 +77,7 @@ def load_corpus(limit: int = 12_000_000) -> tuple[np.ndarray, np.ndarray]:
 
 
 def windows(text: np.ndarray, starts: np.ndarray, context: int) -> np.ndarray:
-    """Rows of `context + 1` bytes: the model reads all but the last and predicts all but the first.  [B, T + 1]"""
+    """Rows of `context + 1` bytes [B, T + 1]: the model reads all but the last and predicts all but the first."""
     return text[starts[:, None] + np.arange(context + 1)]
 
 
@@ -100,14 +100,14 @@ class JlnNorm(nnx.Module):
         return self.operators.layer_norm(x, self.scale[...], self.bias[...], epsilon=1e-6)
 
     def linear(self, x: jax.Array, linear: nnx.Linear) -> jax.Array:
-        """linear(norm(x)), keeping x alone for the backward pass; the product in x's dtype, as linear's."""
+        """Return linear(norm(x)), keeping x alone for the backward pass; the product is in x's dtype, as linear's."""
         kernel = linear.kernel[...].astype(x.dtype)
         norm = (self.scale[...], self.bias[...])
         return self.operators.layer_norm_linear(x, *norm, kernel, linear.bias[...], epsilon=1e-6)
 
 
 class SeparateNorm(JlnNorm):
-    """jln's LayerNorm and a Linear by itself, which keeps the norm's result for its backward pass."""
+    """A LayerNorm of jln's and a Linear by itself, which keeps the norm's result for its backward pass."""
 
     def linear(self, x: jax.Array, linear: nnx.Linear) -> jax.Array:
         return linear(self(x))
@@ -225,7 +225,7 @@ def gradients_agree(model: GPT, config: Config, batch: np.ndarray) -> bool:
 
 
 def held_bytes(config: Config, norm, batch: np.ndarray) -> int:
-    """What one step's forward pass leaves for its backward pass, each array once and parameters aside."""
+    """The bytes that one step's forward pass leaves for its backward pass, each array once and parameters aside."""
     graph, parameters, rest = nnx.split(GPT(config, norm, nnx.Rngs(0)), nnx.Param, ...)
 
     def left_by_forward(parameters):

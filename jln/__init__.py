@@ -49,7 +49,7 @@ _ON_DEMAND = ("checkpoint_policies", "convert", "equinox", "haiku", "linen", "nn
 
 
 def __getattr__(name: str) -> Any:
-    """What is beside the operators, and may need a framework: imported when it is asked for."""
+    """Import the modules beside the operators, which may need a framework, when they are asked for."""
     if name in _ON_DEMAND:
         return importlib.import_module(f"jln.{name}")
     raise AttributeError(f"module 'jln' has no attribute {name!r}")

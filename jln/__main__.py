@@ -1,4 +1,4 @@
-"""`python -m jln`: the command line. It needs the extra `cli`; the library does not."""
+"""The command line, `python -m jln`. It needs the extra `cli`; the library does not."""
 
 import importlib.util
 import sys

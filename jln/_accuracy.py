@@ -1,18 +1,17 @@
-"""How far a program's results and gradients are from float64, and how far they may be: the one rule of `check` and of
-`bench`.
+"""The one rule by which `check` and `bench` judge how far a program's results may be from float64.
 
-An error may be twice that of plain jnp in the same dtype, plus one rounding to the dtype of the result, plus what
-some roundings of every operand, to the dtype of the arithmetic, would change: where a result is badly conditioned (a
-row without spread, where rstd is 1000) no program can be better than its inputs are known.
+An error may be twice that of plain jnp in the same dtype, plus one rounding to the dtype of the result, plus what some
+roundings of every operand, to the dtype of the arithmetic, would change. The last term is for results that are badly
+conditioned: in a row without spread, where rstd is 1000, no program can be better than its inputs are known.
 
-That holds for the largest error, which finds an element that is off, and for the root mean square, which finds what is
-off a little everywhere: in bfloat16 the largest rounding of a large element hides a percent of all the others.
+The rule holds for two measures. The largest error finds an element that is off. The root mean square finds a result
+that is off a little everywhere: in bfloat16 the largest rounding of a large element hides a percent of all the others.
 
-Of other libraries less is asked. They may give a result in another dtype, to which it is rounded then, and add up a
-parameter's gradient, a sum over M rows, in whatever order: M more roundings of partial sums that are at most about as
-large as the largest result, each independent of the others, so sqrt(M) times as much as one. And only the largest error
-is held against them: a dbias that XLA adds up in bfloat16, as it does for who writes `z @ kernel + bias`, is at 1.4 of
-the limit in the root mean square (256 rows), and is what users have.
+Programs of other libraries are judged more mildly. They may round a result to another dtype. They may add up a
+parameter's gradient, a sum over M rows, in any order: that is M more roundings of partial sums at most about as large
+as the largest result, each independent of the others, so sqrt(M) times one rounding. And only their largest error is
+judged: a dbias that XLA adds up in bfloat16, as it does for users who write `z @ kernel + bias`, is at 1.4 of the limit
+in the root mean square (256 rows), and is what users have.
 """
 
 from __future__ import annotations
@@ -27,16 +26,20 @@ import jax.numpy as jnp
 
 from jln._catalogue import Operator
 
-# Of every operand. One is enough for random data. The roundings of a sum of terms near each other all go one way: the
-# most that was seen in dx is 4.1 for 1000 ones, and 9.2 for a mean of 1000 in float64, where plain jnp's error, being
-# the truth's own, counts for nothing.
+# The roundings of every operand that an error may be worth. One is enough for random data. The roundings of a sum of
+# terms near each other all go one way: the most that was seen in dx is 4.1 for 1000 ones, and 9.2 for a mean of 1000 in
+# float64, where plain jnp's error, being the truth's own, counts for nothing.
 ROUNDINGS = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Accuracy:
-    """Of one result. largest: of the true values; error, plain_error: the largest, of the program and of plain jnp;
-    those called rms: their root mean squares.
+    """The accuracy of one result of a program.
+
+    largest: the largest of the true values.
+    error, plain_error: the largest error of the program, and of plain jnp.
+    limit: what `error` may be at most.
+    rms_error, rms_plain_error, rms_limit: the root mean squares of the same.
     """
 
     name: str
@@ -54,7 +57,7 @@ class Accuracy:
 
     @property
     def part(self) -> float:
-        """Of the limit that is nearer."""
+        """The error as a part of its limit, of the two measures the one that is nearer to its limit or beyond."""
         parts = (_part(self.error, self.limit), _part(self.rms_error, self.rms_limit))
         return max(parts) if not any(map(math.isnan, parts)) else math.nan
 
@@ -64,7 +67,7 @@ def _part(error: float, limit: float) -> float:
 
 
 class Judge:
-    """What is true, and how far from it a program may be."""
+    """The true results of a computation, and how far from them a program may be."""
 
     def __init__(
         self,
@@ -75,9 +78,15 @@ class Judge:
         dtype: Any,
         sums: Mapping[str, int] | None = None,
     ):
-        """names: of the results, whose arrays are: true, in float64; nudged, the same of operands that are each off by
-        at most a rounding of the arithmetic; plain, those of plain jnp. dtype: the operands'. sums: where programs
-        of other libraries are judged, from each gradient that is a sum over rows to how many these are.
+        """Take the true results and what sets their limits.
+
+        names: the results' names, in the order of the three iterables of arrays.
+        true: the results in float64.
+        nudged: the results, in float64, of operands each of which is off by at most a rounding of the arithmetic.
+        plain: the results of plain jnp in `dtype`.
+        dtype: the operands' dtype.
+        sums: for each gradient that is a sum over rows, the number of rows. Given where programs of other libraries are
+          judged.
         """
         self.true = dict(zip(names, true, strict=True))
         self._others = sums is not None
@@ -90,13 +99,13 @@ class Judge:
                 self._known[name] = jnp.dtype(a.dtype), size, error, limit
 
     def accuracy(self, name: str, got: Any) -> Accuracy:
-        """Of a result."""
+        """The accuracy of `got`, a program's result of that name."""
         dtype, (largest, rms), (plain, rms_plain), (limit, rms_limit) = self._known[name]
         true = self.true[name]
         if got.shape != true.shape:
             return Accuracy(f"{name}, of shape {got.shape}", largest, math.inf, plain, 0.0, math.inf, rms_plain, 0.0)
-        # A unit in the last place, at most eps times the value; what is spread evenly over one deviates by its 12th's
-        # square root.
+        # A unit in the last place is at most eps times the value; errors spread evenly over one unit deviate by
+        # 1 / sqrt(12) of it.
         unit = float(jnp.finfo(got.dtype if self._others else dtype).eps)
         most = limit + unit * largest
         rms_most = math.inf if self._others else rms_limit + unit * rms / math.sqrt(12)
@@ -106,12 +115,12 @@ class Judge:
 
 
 def rounding(dtype: Any) -> float:
-    """Of the arithmetic on arrays of a dtype."""
+    """The relative size of one rounding in the arithmetic on arrays of a dtype."""
     return float(jnp.finfo(jnp.promote_types(dtype, jnp.float32)).eps)
 
 
 def nudged(wide: Any, dtype: Any) -> Any:
-    """Float64 arrays, each element off by at most a rounding of the arithmetic on arrays of a dtype."""
+    """Float64 arrays with each element off by at most a rounding of the arithmetic on arrays of `dtype`."""
     leaves, tree = jax.tree.flatten(wide)
     keys = jax.random.split(jax.random.key(1), len(leaves))
     eps = rounding(dtype)
@@ -140,18 +149,19 @@ def _difference(got: jax.Array, true: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def deviation(got: Any, true: Any) -> tuple[float, float]:
-    """The largest error and the root mean square, where 64 bits are switched on; none where the true value overflows
-    to the infinity that was got.
+    """The largest error of `got` and its root mean square error; call it where 64 bits are switched on.
+
+    An infinity is no error where the true value overflows to it.
     """
     largest, rms = _difference(got, true)
     return float(largest), float(rms)
 
 
 def of_sum(operator: Operator, rounded_to: str | None, **options: Any) -> Callable[..., Any]:
-    """The reference of an operator that adds, of named arrays; with extras over the last axis.
+    """The reference of an operator that adds a residual, as a function of named arrays; extras are over the last axis.
 
-    rounded_to: the dtype that the sum is rounded to, its gradient passing through, in the wider dtype that the arrays
-    have; None: it may be left unrounded, as XLA does with what is written so.
+    rounded_to: the dtype to which the sum is rounded, while it and its gradient stay in the wider dtype of the arrays.
+      None: the sum may stay unrounded, as XLA leaves the sum of a program written so.
     """
     norm = operator.of_sum
     assert norm is not None

@@ -1,4 +1,4 @@
-"""The public operators: what each takes, gives and computes.
+"""The catalogue of public operators: what each takes, gives and computes.
 
 `check`, `bench`, `report`, `tune`, `doctor`, the tests and the reports go over this one list, and guess nothing from
 names: a new operator joins them all by its entry here.
@@ -16,19 +16,22 @@ import jax.numpy as jnp
 
 import jln
 
-EPSILON = 1e-6  # the default of every signature, which has it in figures for who reads it there
+EPSILON = 1e-6  # the default of every signature, where it stands in figures for its readers
 DIRECTIONS = ("forward", "backward")
 Role = Literal["activation", "scale", "offset", "gate", "kernel", "bias"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """An argument or a result.
+    """An argument or a result of an operator.
 
-    role: an activation, of as many rows as x; the norm's scale or offset; the gate of a sum; a product's kernel or
-    bias. dimensions: "x" for all of x's axes, "rows" for all but the normalised ones, "H" for these, "N" for a Linear's
-    features, "examples" for the first of the axes of rows and 1 for the others. optional: may be None. gradient_of: the
-    argument whose gradient is this one's, too, so that a program needs it once; or the result whose cotangent it is.
+    role: "activation" (of as many rows as x), "scale" or "offset" of a norm, "gate" of a sum, "kernel" or "bias" of a
+      product.
+    dimensions: "x" for all of x's axes, "rows" for all but the normalised ones, "H" for the normalised ones, "N" for a
+      Linear's features, "examples" for the first axis of rows with 1 for the others.
+    optional: may be None.
+    gradient_of: another argument whose gradient is this one's too, so that a program needs it once; or the result whose
+      cotangent is this one's gradient.
     """
 
     name: str
@@ -38,8 +41,9 @@ class Array:
     gradient_of: str | None = None
 
     def of(self, sizes: Mapping[str, Any], dtype: Any, parameter_dtype: Any) -> Any:
-        """parameter_dtype: of the norm's parameters; all others are given in `dtype`, as x is. -> its shape and
-        dtype; where `sizes` has several Linears' features and this has features, a tuple of these.
+        """The array's shape and dtype at these sizes; a tuple of them where it belongs to each of several Linears.
+
+        dtype: that of all arrays but the norm's scale and offset, which have `parameter_dtype`.
         """
         if "N" in self.dimensions and isinstance(features := sizes["N"], Several):
             return tuple(self.of({**sizes, "N": n}, dtype, parameter_dtype) for n in features)
@@ -52,13 +56,13 @@ class Several(tuple[tuple[int, ...], ...]):
 
 
 def flat_names(named: Iterable[tuple[str, Any]]) -> list[str]:
-    """Of the leaves of named trees: `y`, or `y[0]` and `y[1]`."""
+    """Names of the leaves of named trees: `y` for an array, `y[0]` and `y[1]` for a tuple."""
     paths = [(name, jax.tree.leaves_with_path(tree)) for name, tree in named]
     return [name + jax.tree_util.keystr(path) for name, leaves in paths for path, _ in leaves]
 
 
 def sizes(shape: tuple[int, ...], axes: int | tuple[int, ...], features: tuple[int, ...] | Several) -> dict[str, Any]:
-    """What the dimensions are of an x of that shape, normalised over `axes`."""
+    """The sizes of each of the dimensions of `Array`, for an x of that shape normalised over `axes`."""
     chosen = [a % len(shape) for a in (axes if isinstance(axes, tuple) else (axes,))]
     rows = tuple(n for i, n in enumerate(shape) if i not in chosen)
     return {
@@ -72,8 +76,9 @@ def sizes(shape: tuple[int, ...], axes: int | tuple[int, ...], features: tuple[i
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """What a function of named arrays takes and returns, in order. reread: what its backward pass reads beside the
-    results' cotangents, of arguments and results.
+    """The arguments and results of a function of named arrays, in order.
+
+    reread: the arguments and results that its backward pass reads, beside the results' cotangents.
     """
 
     name: str
@@ -98,24 +103,27 @@ class Signature:
         return tuple(a for a in self.arguments if a.gradient_of is None)
 
     def without(self, absent: Iterable[str]) -> Signature:
-        """The same, less some optional arguments."""
+        """The signature without some optional arguments."""
         left = tuple(a for a in self.arguments if a.name not in absent)
         return Signature(self.name, left, self.results, tuple(n for n in self.reread if n not in absent))
 
     def packed(self, results: Iterable[Any]) -> Any:
-        """The results, or their cotangents, as the function has them: one by itself, several as a tuple."""
+        """The results, or their cotangents, as the function returns them: one by itself, several as a tuple."""
         several = tuple(results)
         return several if len(self.results) > 1 else several[0]
 
     def own_gradients(self, gradients: Iterable[Any]) -> list[Any]:
-        """Of all arguments' gradients those that are no other's, too: a program that returned both would copy one."""
+        """The gradients of `gradients` that are not another argument's, too.
+
+        A program that returned one array as two gradients would copy it. gradients: those of all arguments, in order.
+        """
         return [g for a, g in zip(self.arguments, gradients, strict=True) if a.gradient_of is None]
 
     def bytes_once(self, arrays: Mapping[str, Any], direction: str) -> int:
-        """What a direction moves of arguments and results of these shapes, if each is moved once.
+        """The bytes of arguments and results of these shapes that a direction moves, if it moves each once.
 
-        Forward reads the arguments and writes the results. Backward reads the cotangents and what it reads again, and
-        writes the gradients.
+        Forward reads the arguments and writes the results. Backward reads the cotangents and the arrays of `reread`,
+        and writes the gradients.
         """
 
         def sizes(names: Iterable[str]) -> int:
@@ -130,13 +138,15 @@ class Signature:
 
 @dataclasses.dataclass(frozen=True)
 class Operator(Signature):
-    """One of the public functions, and the same in plain jnp.
+    """A public operator, as a function and as the same function in plain jnp.
 
-    centres: whether the mean is subtracted. per_element: operations on each element of x, forward and backward, those
-    of a product left out. norm: the operator in front of the product, if there is one. of_sum: the operator that the
-    sum of x and the residual goes through, if there is one; in_front: the one that x goes through before. extras:
-    arrays that it takes by keyword and few models have; `including` makes them arguments. options: static keywords that
-    say which form of the operator this is, none for that of the defaults.
+    centres: whether the mean is subtracted.
+    per_element: operations on each element of x, forward and backward, without those of a product.
+    norm: the operator in front of the product; None without a product.
+    of_sum: the operator that the sum of x and the residual goes through; None without such a sum.
+    in_front: the operator that x goes through before the sum; None without one.
+    extras: the arrays that it takes by keyword and few models have; `including` makes them arguments.
+    options: static keywords that say which form of the operator this is; empty for the defaults.
     """
 
     centres: bool
@@ -156,23 +166,26 @@ class Operator(Signature):
 
     @property
     def given_extras(self) -> tuple[str, ...]:
-        """The names of its operator's extras that this one has among its arguments."""
+        """The names of the extras that are among the arguments of this form of the operator."""
         extras = {a.name for a in OPERATORS[self.name].extras}
         return tuple(name for name in self.names if name in extras)
 
     @property
     def title(self) -> str:
-        """What tables call it."""
+        """The operator's name in tables, with its extras and options."""
         said = [*(" and ".join(self.given_extras),), *(f"{name}={value}" for name, value in self.options)]
         return ", ".join((self.name, *filter(None, said)))
 
     def including(
         self, *extras: str, of_examples: Iterable[str] = (), options: tuple[tuple[str, Any], ...] = ()
     ) -> Operator:
-        """The same with some of its extras among the arguments, and parameters that every example has its own of.
+        """The operator with some of its extras among the arguments.
 
-        A gate parts the gradients of x and of the residual, and its own reads x and its bias. It is one operation more
-        of each element forward and three backward; x's bias is one each way.
+        With a gate the gradients of x and of the residual are two arrays, and the gate's own reads x and its bias. A
+        gate is one operation more of each element forward and three backward; x's bias is one each way.
+
+        of_examples: the parameters of which every example has its own.
+        options: static keywords that say which form of the operator it is.
         """
         added = tuple(a for a in self.extras if a.name in extras)
         forward, backward = self.per_element
@@ -197,8 +210,9 @@ class Operator(Signature):
     def in_order(
         self, function: Callable[..., Any], given: Sequence[str] | None = None, **options: Any
     ) -> Callable[..., Any]:
-        """A function of this one's arguments, as one of the arrays named in `given` (all), in that order: the others
-        are None.
+        """A function of the arrays named in `given`, in order, from a function of this operator's arguments by name.
+
+        given: None: all arguments. Those that are not given are None.
         """
         names = self.names if given is None else given
 
@@ -213,12 +227,12 @@ class Operator(Signature):
         return of_arrays
 
     def operations(self, elements: int, features: int, direction: str) -> int:
-        """Of so many elements of x, each addition and each multiplication counted as one."""
+        """The operations on `elements` elements of x in a direction; an addition and a multiplication are two."""
         products = self.product_operations(elements, features, direction)
         return self.per_element[DIRECTIONS.index(direction)] * elements + products
 
     def product_operations(self, elements: int, features: int, direction: str) -> int:
-        """Of those the product's: one forward, two backward."""
+        """The operations of the product alone: one product forward, two backward."""
         return 2 * (1 + DIRECTIONS.index(direction)) * elements * features if self.is_linear else 0
 
 
@@ -237,7 +251,7 @@ _PRODUCT = Array("y", "activation", ("rows", "N"))
 
 
 def _with_linear(norm: Operator) -> Operator:
-    """The norm and the product behind it."""
+    """The operator of a norm and the product behind it."""
     return dataclasses.replace(
         norm,
         name=f"{norm.name}_linear",
@@ -249,7 +263,7 @@ def _with_linear(norm: Operator) -> Operator:
 
 
 def _adding(operator: Operator) -> Operator:
-    """The operator of the sum of x and a residual, which is one operation more of each element each way."""
+    """The same operator of the sum of x and a residual, one operation more of each element each way."""
     forward, backward = operator.per_element
     return dataclasses.replace(
         operator,
@@ -265,7 +279,7 @@ def _adding(operator: Operator) -> Operator:
 
 
 def _added(norm: Operator) -> Operator:
-    """The operator that adds a residual behind the norm: its gradient is y's cotangent."""
+    """The operator that adds a residual behind the norm: the residual's gradient is y's cotangent."""
     forward, backward = norm.per_element
     residual = dataclasses.replace(_RESIDUAL, gradient_of="y")
     arguments = (_X, residual, *norm.arguments[1:])
@@ -291,7 +305,7 @@ _BOTH_SIDES = Operator(
     in_front=_NORMS[1],
     of_sum=_NORMS[1],
 )
-# Each by itself, of a sum, in a sum, gated, with a Linear behind it, and that of a sum.
+# The norms by themselves, of a sum, in a sum, on both sides of one, gated; with a Linear behind, and that of a sum.
 _LINEARS = tuple(map(_with_linear, _NORMS))
 OPERATORS: dict[str, Operator] = {
     o.name: o
@@ -304,15 +318,15 @@ OPERATORS: dict[str, Operator] = {
 
 
 def fullest(*, is_linear: bool, adds: bool) -> Operator:
-    """Of the norms that are not gated, or of those with a product behind, with a residual in front or without, the one
-    that takes the most.
+    """The operator with the most arguments among those of a kind, gated ones left out.
+
+    is_linear: with a product behind the norm. adds: with a residual in front of it.
     """
     fitting = [o for o in OPERATORS.values() if (o.is_linear, o.adds, o.is_gated) == (is_linear, adds, False)]
     return max(fitting, key=lambda o: len(o.arguments))
 
 
-# The operators as most models have them, then with all that they may be given beside, and in their other forms, by
-# title.
+# The operators by title: as most models have them, then with all their extras, and in their other forms.
 _FULL = [o.including(*(a.name for a in o.extras)) for o in OPERATORS.values() if o.extras]
 GATE_FIRST = (("norm_before_gate", False),)
 FORMS: dict[str, Operator] = OPERATORS | {o.title: o for o in (*_FULL, _GATED.including(options=GATE_FIRST))}

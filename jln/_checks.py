@@ -1,4 +1,7 @@
-"""What the operators accept. Every error is raised while tracing, and names the argument and what was expected."""
+"""Checks of the operators' arguments.
+
+Every error is raised while tracing, names the argument and says what was expected.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ def _described(a: Any) -> str:
 
 
 def array(name: str, value: Any) -> jax.Array:
-    """`value`, a JAX or NumPy array or what stands for one (`__jax_array__`), as a JAX array of a supported dtype."""
+    """`value` as a JAX array of a supported dtype: a JAX or NumPy array, or an object with `__jax_array__`."""
     if isinstance(value, jax.Array) and value.dtype in DTYPES:  # at once: an eager call takes no longer than its checks
         if value.dtype == jnp.float64 and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
             raise TypeError(f"{name} is {_described(value)}, made while jax_enable_x64 was on; now it is off")
@@ -40,7 +43,7 @@ def array(name: str, value: Any) -> jax.Array:
 
 
 def _foreign(name: str, value: jax.Array | np.ndarray | np.generic) -> str:
-    """What to do about an array that was written on, or for, another kind of machine."""
+    """A hint for an array of a supported dtype in another byte order than this machine's; "" for any other."""
     dtype = value.dtype
     if getattr(dtype, "isnative", True) or dtype.newbyteorder("=") not in DTYPES:
         return ""
@@ -48,7 +51,7 @@ def _foreign(name: str, value: jax.Array | np.ndarray | np.generic) -> str:
 
 
 def dtype(value: Any, default: Any) -> str:
-    """The name of the dtype asked for, as JAX makes it; that of `default` for None."""
+    """The name of the dtype asked for, as JAX has it; for None the name of `default`."""
     if value is None:
         return default.name
     try:
@@ -72,7 +75,10 @@ def shape(name: str, value: jax.Array | None, expected: tuple[int, ...], why: st
 
 
 def parameter(name: str, value: Any, x: jax.Array, axes: tuple[int, ...], normalised: tuple[int, ...]) -> Any:
-    """Of `normalised`, the shape of x's normalised axes, or of x's rank with 1 or x's size on every other axis."""
+    """`value` as an array of shape `normalised`, or of x's rank with 1 or x's size on every other axis than `axes`.
+
+    Raises ValueError for any other shape. normalised: the shape of x's normalised axes.
+    """
     if value is None:
         return None
     value = array(name, value)
@@ -85,8 +91,10 @@ def parameter(name: str, value: Any, x: jax.Array, axes: tuple[int, ...], normal
 
 
 def gate(value: Any, x: jax.Array, residual: jax.Array | None, axes: tuple[int, ...]) -> jax.Array | None:
-    """As an array: of the shapes of a parameter, or with x's rank and 1 on the normalised axes. A number, which may be
-    an array too, has 1 everywhere; a static one is in the dtype in which the sum is made.
+    """`value` as an array: of the shapes that a parameter may have, or of x's rank with 1 on the normalised axes.
+
+    A number, static or an array, becomes an array of x's rank with 1 everywhere; a static one is in the dtype of the
+    sum.
     """
     if is_number(value) and not isinstance(value, bool):
         is_wide = any(a is not None and a.dtype == jnp.float64 for a in (x, residual))
@@ -109,13 +117,13 @@ def gate(value: Any, x: jax.Array, residual: jax.Array | None, axes: tuple[int, 
 
 
 def promoted(*dtypes: Any) -> Any:
-    """What they promote to in JAX's own mode, whatever the user's: where it is documented, nobody is surprised."""
+    """The dtype to which `dtypes` promote in JAX's own mode, the documented one, whatever mode the user has set."""
     with jax.numpy_dtype_promotion("standard"):
         return functools.reduce(jnp.promote_types, dtypes)
 
 
 def _varies_over_x(value: jax.Array, x: jax.Array, axes: tuple[int, ...], of_axes: tuple[tuple[int, ...], ...]) -> bool:
-    """Whether it has x's rank, 1 or x's size on every axis, and on the normalised ones one of the shapes `of_axes`."""
+    """True where `value` has x's rank, 1 or x's size on every axis, and on `axes` one of the shapes `of_axes`."""
     if value.ndim != x.ndim or not all(n in (1, of) for n, of in zip(value.shape, x.shape, strict=True)):
         return False
     return tuple(value.shape[a] for a in axes) in of_axes
@@ -184,14 +192,14 @@ def axes(axis: Any, x: jax.Array) -> tuple[int, ...]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a real number of Python, of NumPy or of ml_dtypes, and not traced."""
+    """True for a real number of Python, of NumPy or of ml_dtypes; False for anything traced."""
     return isinstance(value, int | float) or (
         isinstance(value, np.generic) and (isinstance(value, np.integer) or jnp.issubdtype(value.dtype, jnp.floating))
     )
 
 
 def too_large(epsilon: float, *dtypes: Any) -> str | None:
-    """What is wrong with epsilon where arrays of these dtypes, or their sum, are normalised; None if nothing is."""
+    """A message where epsilon exceeds the dtype in which arrays of `dtypes`, or their sum, are normalised, or None."""
     if epsilon <= _FLOAT32_MAX or jnp.dtype("float64") in dtypes:
         return None
     given = " + ".join(d.name for d in dtypes)
@@ -202,7 +210,10 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def epsilon(value: Any, *dtypes: Any) -> float:
-    """dtypes: of what is normalised, or of what is added up to it."""
+    """`value` as a float that is not negative and fits the arithmetic. Raises TypeError or ValueError for any other.
+
+    dtypes: those of the array that is normalised, or of all that are added up to it.
+    """
     if isinstance(value, bool) or not is_number(value):
         raise TypeError(
             f"epsilon must be a static Python or NumPy number; got {value!r} of type {type(value).__name__}"
@@ -225,7 +236,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def precision(value: Any) -> Any:
-    """As `jax.lax.dot_general` understands it where it is called, the default of the moment included; hashable."""
+    """A hashable precision that means what `value` means to `jax.lax.dot_general`; for None JAX's current default."""
     default = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
     if value is None and default is None:
         return None

@@ -1,4 +1,4 @@
-"""What a function's calls run, read from its traced program."""
+"""The function `explain`: what a function's calls run, read from its traced program."""
 
 from __future__ import annotations
 
@@ -18,27 +18,30 @@ from jln._routes import Route, heard_by, listening, places_known
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Route, ...]:
-    """The path, and why, of every jln layer and operator that `function(*args, **kwargs)` calls, in the order of the
-    calls. What is called in a loop or a scan is listed once, with the number of its turns where that is known, and what
-    is called inside of a `jax.checkpoint` with what that keeps.
+    """Trace `function(*args, **kwargs)` and list how each jln layer and operator that it calls is computed, and why.
 
     Nothing is computed: the call is traced as by `jax.eval_shape`, so arrays may be `jax.ShapeDtypeStruct`s. A "norm"
     or "fused" call reaches jln's operators, which run Triton kernels where the program is compiled for an NVIDIA GPU
     with jax-triton installed, and XLA elsewhere. The framework's own layers are not listed: convert the model first, or
     call inside of `jln.convert.linen()` or `jln.convert.haiku()`.
 
-    What is under `jax.jit` JAX does not trace again, so of an object that it has closed over you hear what was so when
-    you first asked, as JAX runs what was so when it first ran. Conversions by `jln.convert` are an exception.
+    JAX does not trace again what is under `jax.jit`. Of an object that such a function has closed over, you see the
+    state at the first call of `explain`, as JAX runs the state of the function's first call. Conversions by
+    `jln.convert` are an exception.
 
     Args:
       function: a layer or a model of Flax NNX or Equinox; a Linen module or what `hk.transform` returns, whose
         parameters are made up; or any function of arrays.
-      *args: what it is called with.
-      **kwargs: likewise.
+      *args: the positional arguments of `function`.
+      **kwargs: the keyword arguments of `function`.
+
+    Returns:
+      A `jln.Route` for each call, in the order of the calls. A call in a loop or a scan is listed once, with the number
+        of turns where that is known; a call inside of a `jax.checkpoint` with what that keeps.
 
     Raises:
       ValueError: `function` has closed over a Flax NNX model that Flax lets it use only as an argument.
-      Whatever else the call raises.
+      Exception: whatever the call itself raises.
     """
     call = traceable(function)
     leaves, tree = jax.tree.flatten((args, kwargs))
@@ -75,7 +78,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Ro
 
 @functools.singledispatch
 def places(model: Any) -> Mapping[int, str]:
-    """Where the layers of a model are, by their identity; a framework's module registers its own."""
+    """The places of a model's layers by their identity; a framework's module registers its own."""
     return {}
 
 
@@ -85,8 +88,9 @@ def traceable(function: Any) -> Callable[..., Any]:
     return function
 
 
-# What JAX has traced and kept for the user has no such equations, and the reverse. The value is the same in every
-# question, for JAX keeps what it has traced under each: but another one as soon as models that JAX has seen are others.
+# A part of the key of JAX's caches: programs traced for the user have no equations of `_primitive`, those traced for
+# `explain` have them. The value is the same in every call of `explain`, as JAX keeps what it has traced under each. It
+# is another one once a conversion has changed the classes of models that JAX has seen.
 _asked = jax.make_user_context(default_value=0)
 _conversions = 1
 
@@ -105,15 +109,17 @@ def converted() -> None:
 
 
 def _written(route: Route, read: Any) -> None:
-    """Write what is noted into the program that is traced, where JAX keeps it with all else of a cached trace."""
+    """Write a route into the program that is traced, where JAX keeps it with the rest of a cached trace."""
     _primitive().bind(*([read] if isinstance(read, jax.Array) else []), route=route)
 
 
 @functools.cache
 def _primitive() -> Primitive:
-    """An equation without results, but with the effect of `jax.debug.callback`: so JAX keeps it and allows it in every
-    transformation. Its operand, what the layer reads, keeps it in its place: Flax traces a scan's body twice, first for
-    what does not depend on the carry. It does nothing.
+    """A primitive that carries a route, and does nothing.
+
+    Its equation has no results, but the effect of `jax.debug.callback`: so JAX keeps it, and allows it in every
+    transformation. Its operand, the array that the layer reads, keeps it in its place: Flax traces a scan's body twice,
+    first for what does not depend on the carry.
     """
     primitive = Primitive("jln_route")
     primitive.multiple_results = True
@@ -127,7 +133,7 @@ def _primitive() -> Primitive:
 
 
 def _routes_of(jaxpr: Any) -> Iterator[Route]:
-    """In the order of the program, those inside of an equation in its place."""
+    """The routes in a program, in its order, those inside of an equation at that equation's place."""
     for equation in jaxpr.eqns:
         if equation.primitive is _primitive():
             yield equation.params["route"]
@@ -139,7 +145,7 @@ def _routes_of(jaxpr: Any) -> Iterator[Route]:
 
 
 def _within(equation: Any) -> str:
-    """What an equation makes of the calls inside of it."""
+    """A remark on the calls inside of an equation: in a loop, in a `jax.shard_map`, in a `jax.checkpoint`; else ""."""
     name, params = equation.primitive.name, equation.params
     if name == "scan":
         return f"; in a loop of {params['length']}"
@@ -155,7 +161,7 @@ def _within(equation: Any) -> str:
 
 
 def _kept(policy: Any) -> dict[str, bool]:
-    """What a policy of `jax.checkpoint` keeps of a norm and of the products behind it."""
+    """The things of a norm and of the products behind it, and whether a policy of `jax.checkpoint` keeps each."""
 
     def keeps(function: Callable[..., Any], ndim: int) -> bool:
         (equation,) = jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct((1,) * ndim, "float32")] * ndim).eqns
@@ -171,5 +177,5 @@ def _kept(policy: Any) -> dict[str, bool]:
 
 
 def _is_jaxpr(value: Any) -> bool:
-    """Of either kind, closed or not."""
+    """True for a jaxpr of either kind, closed or not."""
     return hasattr(value, "eqns")

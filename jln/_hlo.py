@@ -14,11 +14,18 @@ from jln._triton.launch import TRITON_CALLS
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel and the bytes of one launch. kind: HLO's opcode ("fusion", "copy"), or a custom call's target.
+    """One kernel of a compiled program, with the bytes that one launch reads and writes on one device.
 
-    times: launches per run. exact: False where data decides them; then a loop is counted as one trip, a conditional as
-    all of its branches. product: a matrix product or an attention, as XLA's own kernel or a library's. is_triton: a
-    kernel of this library or another's, by either of the calls that jaxlib has for them.
+    Attributes:
+      name: its name in the HLO.
+      kind: HLO's opcode ("fusion", "copy"), or a custom call's target.
+      bytes_read: the bytes of its distinct operands; of one that is only sliced, those of the slices.
+      bytes_written: the bytes of its results; of an update in place, those of the update.
+      times: launches per run.
+      exact: False where data decide how often it is launched; then a loop is counted as one trip, a conditional as all
+        of its branches.
+      product: whether it is a matrix product or an attention, XLA's own kernel or a library's.
+      is_triton: whether it is a Triton kernel of this library or another's, by either of jaxlib's calls for them.
     """
 
     name: str
@@ -34,10 +41,17 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Collective:
-    """One communication. bytes: what goes in or what comes out on one device, whichever is more.
+    """One communication of a compiled program.
 
-    group: the numbers, in the mesh's order, of devices that communicate with each other, as one example of all; None
-        where HLO does not say it.
+    Attributes:
+      kind: HLO's opcode, as "all-reduce".
+      bytes: the bytes that go in or that come out on one device, whichever is more.
+      name: its name in the HLO.
+      times: communications per run.
+      exact: as of `Kernel`.
+      group: the numbers, in the mesh's order, of the devices of one group that communicate with each other; None where
+        HLO does not say it.
+      devices: how many devices communicate with each other.
     """
 
     kind: str
@@ -51,7 +65,7 @@ class Collective:
 
 
 def launches(hlo: str) -> list[Kernel | Collective]:
-    """What running the program launches, in order."""
+    """The kernels and collectives that a run of the program launches, in order."""
     return list(_of(_parse(hlo)))
 
 
@@ -69,7 +83,10 @@ _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # and which operand is wri
 
 @dataclass(eq=False)
 class _Value:
-    """The result of one line. kind: its opcode, `x` for `x-start`. users: and as which of their operands."""
+    """The result of one line of HLO.
+
+    kind: its opcode, `x` for `x-start`. users: the values that read it, each with the index of the operand that it is.
+    """
 
     name: str
     kind: str
@@ -80,7 +97,7 @@ class _Value:
     users: list[tuple[_Value, int]] = field(default_factory=list)
 
     def buffer(self) -> tuple[str, str]:
-        """What names the memory that holds it."""
+        """A name of the memory that holds the value."""
         if self.kind == "bitcast":
             return self.operands[0].buffer()
         if self.kind == "get-tuple-element":
@@ -88,7 +105,7 @@ class _Value:
         return self.name, ""
 
     def updated_bytes(self) -> int:
-        """Of an update in place, the bytes written."""
+        """The bytes that an update in place writes."""
         return self.operands[_UPDATES[self.kind]].bytes
 
 
@@ -125,7 +142,10 @@ def _parse(hlo: str) -> _Computation:
 
 
 def _bytes(shape: str) -> int:
-    """Of an array or a tuple of them. The first number in a dtype is its bits; pred has none, a token no bytes."""
+    """The bytes of an array or of a tuple of arrays, from its shape in HLO.
+
+    The first number in a dtype is its bits; pred has none, and a token has no bytes.
+    """
     total = 0
     for dtype, bits, dims in _ARRAY.findall(shape):
         count = math.prod(int(size) for size in re.findall(r"\d+", dims))
@@ -134,7 +154,7 @@ def _bytes(shape: str) -> int:
 
 
 def _of(computation: _Computation, times: int = 1, exact: bool = True) -> Iterator[Kernel | Collective]:
-    """What running the computation launches, in order."""
+    """The kernels and collectives that a run of the computation launches, in order."""
     for value in computation.values.values():
         if value.kind in _SILENT or value.kind.endswith("-done"):
             continue
@@ -161,8 +181,9 @@ def _is_product(kernel: _Value, kind: str) -> bool:
 
 
 def _group(attributes: str) -> tuple[int, ...] | None:
-    """The first group of devices, in any of HLO's notations: {{0,1},{2,3}}, [2,2]<=[4], mesh['a'=2,'b'=2] ... {'b'},
-    where an axis that is split may stand for a part of it: 'b':(1)2.
+    """The first group of devices of a collective, in any of HLO's notations.
+
+    {{0,1},{2,3}}, [2,2]<=[4], or mesh['a'=2,'b'=2] ... {'b'}, where a part of an axis may stand for it: 'b':(1)2.
     """
     if listed := re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}", attributes):
         return tuple(int(device) for device in listed[1].split(","))
@@ -187,7 +208,7 @@ _ORDER = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 
 
 def _ordered(dims: str, order: str | None) -> np.ndarray:
-    """The devices' numbers as [4,2]T(1,0) has them."""
+    """The devices' numbers in the order of HLO's notation, as [4,2]T(1,0)."""
     numbers = np.arange(math.prod(shape := [int(size) for size in dims.split(",")])).reshape(shape)
     return (numbers.transpose([int(axis) for axis in order.split(",")]) if order else numbers).ravel()
 
@@ -207,7 +228,7 @@ def reads(kernel: _Value) -> dict[tuple[str, str], int]:
 
 
 def _share(user: _Value, index: int, updates: set[_Value]) -> float:
-    """The part of an operand that `user` reads, 0 to 1; `updates` are those that happen in place."""
+    """The part of an operand that `user` reads, from 0 to 1; `updates` are those that happen in place."""
     operand, uses = user.operands[index], user.users
     if index == 0 and user.kind in _SLICES:
         return user.bytes / operand.bytes
@@ -223,7 +244,7 @@ def _share(user: _Value, index: int, updates: set[_Value]) -> float:
 
 
 def _written(kernel: _Value) -> int:
-    """Bytes that one launch writes."""
+    """The bytes that one launch writes."""
     if kernel.kind in _UPDATES:
         return kernel.updated_bytes()
     if kernel.kind != "fusion":

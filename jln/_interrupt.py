@@ -1,7 +1,7 @@
-"""^C while `python -m jln` starts.
+"""Handling of ^C while `python -m jln` starts.
 
-It imports the package first, and JAX with it, which takes a second: an exception would end in a traceback, or in the
-extension module that is being imported and catches it.
+Python imports the package first, and JAX with it, which takes a second. An exception would end in a traceback, or in
+the extension module that is being imported and catches it.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 
 def _deadly() -> None:
-    """Until a command runs ^C ends the process, without a word."""
+    """Let ^C end the process without a word, until a command runs."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # and not what else is imported by, or ignores it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -22,7 +22,7 @@ if sys.argv[:1] == ["-m"] and "jln" in sys.orig_argv:
 
 @contextlib.contextmanager
 def as_exception() -> Iterator[None]:
-    """For a command, which says that it was interrupted."""
+    """Let ^C raise KeyboardInterrupt again, for a command that says that it was interrupted."""
     deadly = signal.getsignal(signal.SIGINT) is signal.SIG_DFL
     if deadly:
         signal.signal(signal.SIGINT, signal.default_int_handler)

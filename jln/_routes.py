@@ -1,4 +1,4 @@
-"""How a call of a layer was computed, for who wants to know: noted at every call."""
+"""Routes: a note of how each call of a layer was computed, made at every call."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 
 class Route(NamedTuple):
-    """How one call of a layer was computed.
+    """The way in which one call of a layer was computed, as `jln.explain` and `jln.convert` list it.
 
-    layer: its class, and its place in the model where that is known; or the name of an operator that is called as a
-      function.
-    path: "norm" (jln's norm by itself), "fused" (norm and Linear as one operator, or a Linear that keeps what the norm
-      in front of it read) or "plain" (the framework's own code).
-    why: a few words.
+    Attributes:
+      layer: the layer's class, and its place in the model where that is known; or the name of an operator that is
+        called as a function.
+      path: "norm" (jln's norm by itself), "fused" (norm and Linear as one operator, or a Linear that keeps what the
+        norm in front of it read) or "plain" (the framework's own code).
+      why: the reason, in a few words.
     """
 
     layer: str
@@ -28,14 +29,14 @@ class Route(NamedTuple):
         return f"{self.layer}: {self.path} ({self.why})"
 
 
-# Told of a route, and of what the layer reads.
+# A function that is told of each route, with the array that the layer reads.
 Listener = Callable[[Route, Any], None]
 _listeners: contextvars.ContextVar[tuple[Listener, ...]] = contextvars.ContextVar("jln_listeners", default=())
 
 
 @contextlib.contextmanager
 def listening(*listeners: Listener) -> Iterator[None]:
-    """Tell these of the calls made in the context, and no others."""
+    """Tell these listeners of the calls made in the context, and no others."""
     token = _listeners.set(listeners)
     try:
         yield
@@ -44,7 +45,7 @@ def listening(*listeners: Listener) -> Iterator[None]:
 
 
 def heard_by(listener: Listener) -> contextlib.AbstractContextManager[None]:
-    """Tell this one too."""
+    """Tell this listener too of the calls made in the context."""
     return listening(*_listeners.get(), listener)
 
 
@@ -61,7 +62,7 @@ def noting() -> Iterator[list[Route]]:
 
 
 def note(layer: str, path: str, why: str, read: Any = None) -> None:
-    """read: the array that the layer reads."""
+    """Tell the listeners of a call of a layer. read: the array that the layer reads."""
     for listener in _listeners.get():
         listener(Route(layer, path, why), read)
 
@@ -85,12 +86,12 @@ def listed(path: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-# Of layers, by identity: where they are in the model that a question is about.
+# The places of layers in the model that a question is about, by the layers' identity.
 places_known: contextvars.ContextVar[Mapping[int, str]] = contextvars.ContextVar(
     "jln_places", default=MappingProxyType({})
 )
 
 
 def place(layer: Any) -> str:
-    """Where a layer is in the model that a question is about; "" where nobody knows."""
+    """The place of a layer in the model that a question is about; "" where it is not known."""
     return places_known.get().get(id(layer), "")

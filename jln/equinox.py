@@ -3,8 +3,9 @@
     from jln.equinox import LayerNorm, RMSNorm    # instead of: from equinox.nn import LayerNorm, RMSNorm
 
 Constructors, fields, initial values and serialised leaves are Equinox's own: the classes are Equinox's with another
-call. They work on one example and are vmapped, as Equinox's are. What the operators cannot do (integer or empty input,
-a shape of no axes, ...) Equinox's own code does; `jln.explain(layer, x)` tells which of them a call takes, and why.
+call. They work on one example and are vmapped, as Equinox's are. A call that the operators cannot compute (integer or
+empty input, a shape of no axes, ...) runs Equinox's own code; `jln.explain(layer, x)` tells which of the two a call
+takes, and why.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ except ImportError as error:
 
 __all__ = ["LayerNorm", "LayerNormLinear", "Linear", "RMSNorm", "RMSNormLinear"]
 
-# As they are now, should somebody put ours in their place.
+# Equinox's own classes, even where somebody puts ours in their place later.
 EquinoxLayerNorm = eqx.nn.LayerNorm
 EquinoxRMSNorm = eqx.nn.RMSNorm
 EquinoxLinear = eqx.nn.Linear
@@ -45,15 +46,26 @@ def _call(
     gate: _modules.Gate = None,
     added_to: jax.Array | None = None,
 ) -> Any:
-    """x: of `shape`. With `state` the result is `(y, state)`; `key` is ignored, as by Equinox. With a residual y is
-    `(y, total)`, as of `jln.add_layer_norm` or `jln.add_rms_norm`, with `x_bias` and `gate` as there. With added_to, of
-    x's shape, y is `added_to + norm(x)`, as of `jln.layer_norm_add` or `jln.rms_norm_add`.
+    """Normalise `x`, or its sum with a residual.
+
+    Args:
+      self: the norm.
+      x: `shape`, as of Equinox.
+      state: as of Equinox; given back beside the result.
+      key: ignored, as by Equinox.
+      residual: `x`'s shape. The norm is of `total = residual + gate * (x + x_bias)`, as of `jln.add_layer_norm`.
+      x_bias: as of `jln.add_layer_norm`; goes with a residual.
+      gate: as of `jln.add_layer_norm`; goes with a residual.
+      added_to: `x`'s shape. The norm's result is added to it, as of `jln.layer_norm_add`.
+
+    Returns:
+      `y` of `x`'s shape; with a residual `(y, total)`. With a state a tuple of that and the state.
     """
     return _with_state(_computed(self, x, residual=residual, x_bias=x_bias, gate=gate, added_to=added_to), state)
 
 
 def _computed(self: Any, x: Any, **of_x: Any) -> Any:
-    """of_x: the other arguments of `_modules.taken`."""
+    """The call of a norm, from within it. of_x: the other arguments of `_modules.taken`."""
     given, name = _modules.taken(x, range(-len(self.shape), 0), **of_x), _name(self, _kind(self))
     if given.x_norm is not None:
         return _modules.pair(name, given, self, RMSNorm, _prepared, lambda total: _computed(self, total))
@@ -63,8 +75,9 @@ def _computed(self: Any, x: Any, **of_x: Any) -> Any:
 class LayerNorm(EquinoxLayerNorm):
     """`equinox.nn.LayerNorm` on `jln.layer_norm`: the same arguments, fields, results and errors.
 
-    adaLN's scale and offset of each example are not a module's to hold: for them call `jln.add_layer_norm(x,
-    residual, scale, offset, gate=gate, zero_centered_scale=True)` in its place: without a vmap with arrays `[B, 1, H]`.
+    adaLN's scale and offset of each example are no parameters of a module: for them call `jln.add_layer_norm(x,
+    residual, scale, offset, gate=gate, zero_centered_scale=True)` in its place, with arrays `[B, 1, H]` and without a
+    vmap.
     """
 
     __call__ = _call
@@ -87,16 +100,29 @@ class RMSNorm(EquinoxRMSNorm):
         z: jax.Array | None = None,
         norm_before_gate: bool = True,
     ) -> Any:
-        """As `LayerNorm`'s. With a residual and `x_norm`, another RMSNorm, y is `(y, total)` of `total = residual +
-        x_norm(x)`, and without offsets they are one operator, `jln.rms_norm_add_rms_norm`. With z, of x's shape, y is
-        `rms_norm(x) * silu(z)`, or without `norm_before_gate` `rms_norm(x * silu(z))`, as of `jln.rms_norm_gated`.
+        """Normalise `x`, or its sum with a residual.
+
+        Args:
+          x: `shape`, as of Equinox.
+          state: as of Equinox; given back beside the result.
+          key: ignored, as by Equinox.
+          residual: `x`'s shape. The norm is of `total = residual + gate * (x + x_bias)`, as of `jln.add_rms_norm`.
+          x_bias: as of `jln.add_rms_norm`; goes with a residual.
+          gate: as of `jln.add_rms_norm`; goes with a residual.
+          added_to: `x`'s shape. The norm's result is added to it, as of `jln.rms_norm_add`.
+          x_norm: another RMSNorm. The norm is of `total = residual + x_norm(x)`, as of `jln.rms_norm_add_rms_norm`.
+          z: `x`'s shape. The result is gated by `silu(z)`, as of `jln.rms_norm_gated`.
+          norm_before_gate: as of `jln.rms_norm_gated`.
+
+        Returns:
+          `y` of `x`'s shape; with a residual `(y, total)`. With a state a tuple of that and the state.
         """
         given = {"residual": residual, "x_bias": x_bias, "gate": gate, "added_to": added_to, "x_norm": x_norm}
         return _with_state(_computed(self, x, z=z, norm_before_gate=norm_before_gate, **given), state)
 
 
 class _NormLinear(eqx.Module):
-    """A norm of `_norm_class` and the Linear behind it, or a tuple of Linears, whose names `names` has."""
+    """A norm of the class `_norm_class` and the Linear behind it, or a tuple of Linears with names."""
 
     norm: EquinoxLayerNorm | EquinoxRMSNorm
     linear: Any  # an equinox.nn.Linear, or a tuple of them
@@ -143,9 +169,17 @@ class _NormLinear(eqx.Module):
         gate: _modules.Gate = None,
         key: jax.Array | None = None,
     ) -> Any:
-        """x `[H]` -> `[N]`, of several Linears a tuple in their order; `key` is ignored, as by Equinox. With a
-        residual, of x's shape, both are of `residual + gate * (x + x_bias)`, and the result is followed by this sum;
-        `x_bias` and `gate` are as of `jln.add_layer_norm`.
+        """Apply the norm and the Linear to `x`, or to its sum with a residual.
+
+        Args:
+          x: `[H]`.
+          residual: `x`'s shape. The norm is of `total = residual + gate * (x + x_bias)`, as of `jln.add_layer_norm`.
+          x_bias: as of `jln.add_layer_norm`; goes with a residual.
+          gate: as of `jln.add_layer_norm`; goes with a residual.
+          key: ignored, as by Equinox.
+
+        Returns:
+          `y` `[N]`, of several Linears a tuple in their order; with a residual `(y, total)`.
         """
         given = _modules.summed(x, residual, x_bias, gate)
         linears = self.linear if isinstance(self.linear, tuple) else (self.linear,)
@@ -165,21 +199,23 @@ class _NormLinear(eqx.Module):
 
 
 class LayerNormLinear(_NormLinear):
-    """A `LayerNorm` and the `equinox.nn.Linear` behind it, `linear(norm(x))`, as one operator that keeps only `x` for
-    the backward. Its fields are the two layers, the second with the initial values that `key` gives it in Equinox.
-    Several Linears may read one norm:
+    """A `LayerNorm` and the Linear behind it, `linear(norm(x))`, as one operator that keeps only `x` for the backward.
+
+    Its fields are the two layers, `norm` and an `equinox.nn.Linear`, `linear`, the second with the initial values that
+    `key` gives it in Equinox. Several Linears may read one norm:
 
         layer = LayerNormLinear(1024, {"q": 1024, "k": 256, "v": 256}, key=key)  # layer.q.weight, layer.k.weight ...
         q, k, v = layer(x)
         (q, k, v), total = layer(x, residual=residual)  # of total = x + residual
 
-    They are a tuple in their order, with which leaves are serialised as those of fields `norm`, `q`, `k` and `v` are.
+    Several Linears are a tuple in their order, with which leaves are serialised as those of fields `norm`, `q`, `k` and
+    `v` are.
 
     Args:
       in_features: H.
-      out_features: N, or "scalar". Or a mapping with the name and either of these for each of several Linears, which
-        take the keys `jax.random.split(key, len(out_features))`; or in place of them a mapping of the arguments in
-        which it differs from the others, as `{"out_features": 256, "use_bias": False}`.
+      out_features: N, or "scalar". For several Linears a mapping from each one's name to either of these, or to a
+        mapping of the arguments in which it differs from the others, as `{"out_features": 256, "use_bias": False}`;
+        they take the keys `jax.random.split(key, len(out_features))`.
       eps: as of `equinox.nn.LayerNorm`.
       use_weight: of the norm.
       use_offset: the norm's `use_bias`.
@@ -192,19 +228,24 @@ class LayerNormLinear(_NormLinear):
 
 
 class RMSNormLinear(_NormLinear):
-    """Likewise with an `RMSNorm`, which in Equinox has an offset too; the arguments are those of `LayerNormLinear`."""
+    """An `RMSNorm` and the Linear behind it, `linear(norm(x))`, as one operator that keeps only `x` for the backward.
+
+    The arguments are those of `LayerNormLinear`: in Equinox an RMSNorm has an offset too.
+    """
 
     _norm_class: ClassVar[Any] = RMSNorm
 
 
 class Linear(EquinoxLinear):
-    """`equinox.nn.Linear`, which keeps for the backward pass, where it reads the result of a norm of this module, not
-    that but what the norm read; so it does where each of the two is vmapped over the first axis of a batch. Few
-    features (up to 256 in 16 bits, 128 in float32) one kernel makes with the norm.
+    """`equinox.nn.Linear` that, behind a norm of this module, keeps the norm's input for the backward pass.
+
+    Where it reads the result of such a norm, the backward pass makes that result again instead of keeping it. Each of
+    the two may be vmapped over the first axis of a batch. Few features (up to 256 in 16 bits, 128 in float32) are
+    multiplied by the kernel that normalises. Anywhere else it is `equinox.nn.Linear`.
     """
 
     def __call__(self, x: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
-        """x `[H]` -> `[N]`; `key` is ignored, as by Equinox."""
+        """Apply the Linear: x `[H]` -> `[N]`; `key` is ignored, as by Equinox."""
         described = functools.partial(_described, self)
         plain = functools.partial(super().__call__, x, key=key)
         return _modules.linear_computed(_name(self, "Linear"), x, described, plain)
@@ -227,7 +268,7 @@ def _(model: eqx.Module) -> Mapping[int, str]:
 
 
 def placed(layer: Any, cls: str) -> str:
-    """A layer as `explain` lists it: its class, and its place where that is known."""
+    """The name under which `explain` lists a layer: its class, and its place where that is known."""
     return f"{cls} {_routes.place(layer)}".rstrip()
 
 
@@ -263,7 +304,7 @@ def _prepared(layer: EquinoxLayerNorm | EquinoxRMSNorm, x: Any) -> _modules.Prep
 
 
 def _described(linear: eqx.nn.Linear, norm: _modules.Prepared) -> _modules.Linear | str:
-    """A Linear in the operators' terms, or why it cannot be."""
+    """A Linear in the operators' terms, or the reason why it cannot be."""
     if "scalar" in (linear.in_features, linear.out_features):
         return "the Linear has a scalar side"
     kernel, bias = linear.weight.T, linear.bias

@@ -3,10 +3,10 @@
     from jln.haiku import LayerNorm, RMSNorm    # instead of: from haiku import LayerNorm, RMSNorm
 
 Constructors, parameters, initial values, module names and checkpoints are Haiku's own: the classes are Haiku's with
-another call. What the operators cannot do (parameters on axes that are not normalised, ...) Haiku's own code does;
-`jln.explain` tells which of them a call takes, and why. Haiku computes in the dtype of its inputs, rounding every
-intermediate of a 16-bit input to 16 bits, and its `use_fast_variance=True` loses the variance of a row whose mean is
-large against its spread; here all is in float32, rounded once, and the variance is two-pass.
+another call. A call that the operators cannot compute (parameters on axes that are not normalised, ...) runs Haiku's
+own code; `jln.explain` tells which of the two a call takes, and why. Haiku computes in the dtype of its inputs,
+rounding every intermediate of a 16-bit input to 16 bits, and its `use_fast_variance=True` loses the variance of a row
+whose mean is large against its spread; here all is in float32, rounded once, and the variance is two-pass.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ except ImportError as error:
 
 __all__ = ["LayerNorm", "LayerNormLinear", "Linear", "RMSNorm", "RMSNormLinear"]
 
-# As they are now, should somebody put ours in their place.
+# Haiku's own classes, even where somebody puts ours in their place later.
 HaikuLayerNorm = hk.LayerNorm
 HaikuRMSNorm = hk.RMSNorm
 HaikuLinear = hk.Linear
@@ -39,7 +39,7 @@ Norm: TypeAlias = HaikuLayerNorm | HaikuRMSNorm
 
 
 class _Read(hk.Module):
-    """A module whose parameters another one reads: under its name, through the user's getters."""
+    """A module whose parameters another module reads, under this one's name and through the user's getters."""
 
     def parameter(self, name: str, shape: Any, dtype: Any, init: Any) -> jax.Array:
         return _parameter(name, shape, dtype, init)
@@ -48,7 +48,7 @@ class _Read(hk.Module):
 class LayerNorm(HaikuLayerNorm):
     """`haiku.LayerNorm` on `jln.layer_norm`: the same arguments, parameters, results and errors.
 
-    adaLN's scale and offset of each example are not a module's to hold: for them call `jln.add_layer_norm(x,
+    adaLN's scale and offset of each example are no parameters of a module: for them call `jln.add_layer_norm(x,
     residual, scale, offset, gate=gate, zero_centered_scale=True)` in its place, with arrays `[B, 1, H]`.
     """
 
@@ -63,9 +63,20 @@ class LayerNorm(HaikuLayerNorm):
         gate: _modules.Gate = None,
         added_to: jax.Array | None = None,
     ) -> Any:
-        """inputs: `[..., H]`, or as `axis` says; scale, offset: broadcast against it. With a residual the result is
-        `(y, total)`, as of `jln.add_layer_norm`, with `x_bias` and `gate` as there. With added_to, of the inputs'
-        shape, it is `added_to + layer_norm(inputs)`, as of `jln.layer_norm_add`.
+        """Normalise `inputs`, or its sum with a residual.
+
+        Args:
+          inputs: `[..., H]`, or as `axis` says.
+          scale: broadcasts against the inputs, as of `haiku.LayerNorm`.
+          offset: broadcasts against the inputs, as of `haiku.LayerNorm`.
+          residual: `inputs`' shape. The norm is of `total = residual + gate * (inputs + x_bias)`, as of
+            `jln.add_layer_norm`.
+          x_bias: as of `jln.add_layer_norm`; goes with a residual.
+          gate: as of `jln.add_layer_norm`; goes with a residual.
+          added_to: `inputs`' shape. The norm's result is added to it, as of `jln.layer_norm_add`.
+
+        Returns:
+          `y` of `inputs`' shape; with a residual `(y, total)`.
         """
         given = {"residual": residual, "x_bias": x_bias, "gate": gate, "added_to": added_to}
         return call(self, super().__call__, inputs, scale, offset, **given)
@@ -86,11 +97,22 @@ class RMSNorm(_Read, HaikuRMSNorm):
         z: jax.Array | None = None,
         norm_before_gate: bool = True,
     ) -> Any:
-        """inputs: `[..., H]`, or as `axis` says. With a residual the result is `(y, total)`, as of `jln.add_rms_norm`,
-        with `x_bias` and `gate` as there, or with `x_norm`, another RMSNorm, of `total = residual + x_norm(inputs)`, as
-        of `jln.rms_norm_add_rms_norm`. With added_to, of the inputs' shape, it is `added_to + rms_norm(inputs)`, as of
-        `jln.rms_norm_add`. With z, of the inputs' shape, it is `rms_norm(inputs) * silu(z)`, or without
-        `norm_before_gate` `rms_norm(inputs * silu(z))`, as of `jln.rms_norm_gated`.
+        """Normalise `inputs`, or its sum with a residual.
+
+        Args:
+          inputs: `[..., H]`, or as `axis` says.
+          residual: `inputs`' shape. The norm is of `total = residual + gate * (inputs + x_bias)`, as of
+            `jln.add_rms_norm`.
+          x_bias: as of `jln.add_rms_norm`; goes with a residual.
+          gate: as of `jln.add_rms_norm`; goes with a residual.
+          added_to: `inputs`' shape. The norm's result is added to it, as of `jln.rms_norm_add`.
+          x_norm: another RMSNorm. The norm is of `total = residual + x_norm(inputs)`, as of
+            `jln.rms_norm_add_rms_norm`.
+          z: `inputs`' shape. The result is gated by `silu(z)`, as of `jln.rms_norm_gated`.
+          norm_before_gate: as of `jln.rms_norm_gated`.
+
+        Returns:
+          `y` of `inputs`' shape; with a residual `(y, total)`.
 
         Where the two norms are one operator, interceptors see of `x_norm` only how its parameters are read.
         """
@@ -99,8 +121,11 @@ class RMSNorm(_Read, HaikuRMSNorm):
 
 
 class Linear(HaikuLinear):
-    """`haiku.Linear`, which keeps for the backward pass, where it reads the result of a norm of this module, not that
-    but what the norm read. Few features (up to 256 in 16 bits, 128 in float32) one kernel makes with the norm.
+    """`haiku.Linear` that, behind a norm of this module, keeps the norm's input for the backward pass.
+
+    Where it reads the result of such a norm, the backward pass makes that result again instead of keeping it. Few
+    features (up to 256 in 16 bits, 128 in float32) are multiplied by the kernel that normalises. Anywhere else it is
+    `haiku.Linear`.
     """
 
     def __call__(self, inputs: jax.Array, *, precision: jax.lax.PrecisionLike = None) -> jax.Array:
@@ -123,9 +148,18 @@ class _NormLinear(hk.Module):
         gate: _modules.Gate = None,
         precision: jax.lax.PrecisionLike = None,
     ) -> Any:
-        """inputs `[..., H]` -> `[..., output_size]`, of several Linears a tuple in their order; `precision` is the
-        Linears'. With a residual, of the inputs' shape, both are of `residual + gate * (inputs + x_bias)`, and the
-        result is followed by this sum; `x_bias` and `gate` are as of `jln.add_layer_norm`.
+        """Apply the norm and the Linear to `inputs`, or to its sum with a residual.
+
+        Args:
+          inputs: `[..., H]`.
+          residual: `inputs`' shape. The norm is of `total = residual + gate * (inputs + x_bias)`, as of
+            `jln.add_layer_norm`.
+          x_bias: as of `jln.add_layer_norm`; goes with a residual.
+          gate: as of `jln.add_layer_norm`; goes with a residual.
+          precision: of the Linears.
+
+        Returns:
+          `y` `[..., output_size]`, of several Linears a tuple in their order; with a residual `(y, total)`.
         """
         given = _modules.summed(inputs, residual, x_bias, gate)
         norm = self._norm()
@@ -140,9 +174,10 @@ class _NormLinear(hk.Module):
 
 
 class LayerNormLinear(_NormLinear):
-    """A `haiku.LayerNorm` over the last axis and the `haiku.Linear` behind it as one operator that keeps only the
-    inputs for the backward. Parameters and initial values are those of Haiku's two modules, "layer_norm" and "linear".
-    Several Linears may read one norm, under names of their own:
+    """A LayerNorm over the last axis and the Linear behind it, as one operator that keeps only the inputs.
+
+    Parameters and initial values are those of Haiku's two modules, "layer_norm" and "linear". Several Linears may read
+    one norm, under names of their own:
 
         layer = LayerNormLinear({"q": 1024, "k": 256, "v": 256})  # modules "layer_norm", "q", "k" and "v"
         q, k, v = layer(x)
@@ -151,9 +186,8 @@ class LayerNormLinear(_NormLinear):
     Where both are one operator the two modules are not called, and interceptors see only how their parameters are read.
 
     Args:
-      output_size: as of `haiku.Linear`. Or a mapping with the name and the size of each of several Linears; or in place
-        of the size a mapping of the arguments in which it differs from the others, as
-        `{"output_size": 256, "with_bias": False}`.
+      output_size: as of `haiku.Linear`. For several Linears a mapping from each one's name to its size, or to a mapping
+        of the arguments in which it differs from the others, as `{"output_size": 256, "with_bias": False}`.
       create_scale: as of `haiku.LayerNorm`.
       create_offset: as of `haiku.LayerNorm`.
       eps: as of `haiku.LayerNorm`.
@@ -187,7 +221,10 @@ class LayerNormLinear(_NormLinear):
 
 
 class RMSNormLinear(_NormLinear):
-    """Likewise with a `haiku.RMSNorm`, named "rms_norm".
+    """An RMSNorm over the last axis and the Linear behind it, as one operator that keeps only the inputs.
+
+    Parameters and initial values are those of Haiku's two modules, "rms_norm" and "linear". Several Linears may read
+    one norm, as of `LayerNormLinear`.
 
     Args:
       output_size: as of `LayerNormLinear`, also of several Linears.
@@ -227,7 +264,10 @@ class _ReadLinear(_Read, hk.Linear):
 
 
 def _makers(output_size: Any, cls: type, norm: str, options: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
-    """Of each Linear, by name; `options` are those of all. No method, which interceptors would see."""
+    """The constructors of the Linears, by name; `options` are those of all.
+
+    It is no method, which interceptors would see.
+    """
     linears: dict[str, dict[str, Any]] = {"linear": {"output_size": output_size}}
     if isinstance(output_size, Mapping):
         linears = _modules.named("output_size", output_size, cls, (norm,))
@@ -235,7 +275,10 @@ def _makers(output_size: Any, cls: type, norm: str, options: Mapping[str, Any]) 
 
 
 def _fused(norm: Any, linears: Mapping[str, Any], given: _modules.Summed, precision: Any) -> _modules.Fused | str:
-    """All modules as one operator, or why they must be called. None is called here: nobody sees half a result."""
+    """A norm and Linears as one operator, or the reason why they must be called.
+
+    No module is called here: nobody sees half a result.
+    """
     if hk.running_init():
         return "Haiku's own code makes the parameters"
     ready = _prepared(norm, given.total, None, None, norm.parameter)
@@ -248,7 +291,7 @@ def _fused(norm: Any, linears: Mapping[str, Any], given: _modules.Summed, precis
 def linear_call(
     layer: HaikuLinear, plain: Callable[..., jax.Array], inputs: Any, *, precision: Any = None
 ) -> jax.Array:
-    """The call of a Linear, from within it; `plain` is Haiku's own."""
+    """The call of a Linear, from within it; `plain` is Haiku's own code."""
 
     def described(norm: _modules.Prepared) -> _modules.Linear | str:
         if hk.running_init():
@@ -260,7 +303,7 @@ def linear_call(
 
 
 def _described(linear: Any, norm: _modules.Prepared, parameter: Callable[..., Any], precision: Any) -> _modules.Linear:
-    """A Linear in the operators' terms. parameter: reads one as Haiku does."""
+    """A Linear in the operators' terms, or the reason why it cannot be. parameter: reads one as Haiku does."""
     dtype, shape = norm.dtype, [norm.x.shape[-1], linear.output_size]
     w = parameter("w", shape, dtype, linear.w_init)
     b = parameter("b", shape[1:], dtype, linear.b_init) if linear.with_bias else None
@@ -275,7 +318,10 @@ def call(
     offset: Any = None,
     **of_x: Any,
 ) -> Any:
-    """The call of a norm, from within it; `plain` is Haiku's own; of_x: the other arguments of `_modules.taken`."""
+    """The call of a norm, from within it.
+
+    plain: Haiku's own code. of_x: the other arguments of `_modules.taken`.
+    """
     if not isinstance(layer, HaikuLayerNorm) and (scale is not None or offset is not None):
         return plain(inputs, scale, offset)  # which takes no such arguments, and says so
     own = (scale, offset) if isinstance(layer, HaikuLayerNorm) else ()
@@ -306,8 +352,10 @@ def _parameter(name: str, shape: Any, dtype: Any, init: Any) -> jax.Array:
 def _prepared(
     layer: Norm, inputs: Any, scale: Any, offset: Any, parameter: Callable[..., jax.Array]
 ) -> _modules.Prepared | str:
-    """parameter: makes or reads one as Haiku does. It is called unless there is a reason to be returned: then Haiku's
-    own code makes or reads them, or has.
+    """The norm in the operators' terms, or the reason why they cannot compute it.
+
+    parameter: makes or reads one as Haiku does. It is not called where a reason is returned: then Haiku's own code
+      makes or reads the parameters, or has.
     """
     if not all(a is None or isinstance(a, jax.Array | np.ndarray) for a in (inputs, scale, offset)):
         return "an argument is not an array"
@@ -342,21 +390,21 @@ def _prepared(
 
 
 def _axes(axis: Any, ndim: int, wrap: bool) -> tuple[int, ...]:
-    """wrap: as Haiku's LayerNorm does, beyond ndim too, and each axis once."""
+    """The axes as a tuple. wrap: modulo ndim, and each axis once, as Haiku's LayerNorm takes them."""
     if isinstance(axis, slice):
         return tuple(range(ndim)[axis])
     return tuple(sorted({a % ndim for a in axis})) if wrap else tuple(axis)
 
 
 def _parameter_shape(axes: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of x's rank, but for the last axis alone, which keeps the form of old checkpoints."""
+    """The shape of a parameter: x's rank, but for the last axis alone `[H]`, the form of old checkpoints."""
     if axes == (len(shape) - 1,):
         return shape[-1:]
     return tuple(n if i in axes else 1 for i, n in enumerate(shape))
 
 
 def _must_name_param_axis(layer: Norm) -> bool:
-    """Haiku has a switch in the making that refuses to guess param_axis."""
+    """True where Haiku's switch that refuses to guess param_axis is on."""
     asks = getattr(sys.modules[HaikuLayerNorm.__module__], "ERROR_IF_PARAM_AXIS_NOT_EXPLICIT", False)
     return asks and isinstance(layer, HaikuLayerNorm) and not layer._param_axis_passed_explicitly
 
@@ -366,7 +414,7 @@ def _must_name_param_axis(layer: Norm) -> bool:
 @_explain.traceable.register(hk.MultiTransformed)
 @_explain.traceable.register(hk.MultiTransformedWithState)
 def _(model: Any) -> Callable[..., Any]:
-    """Of `hk.multi_transform` every function is called, in the order of the tree, with the same arguments."""
+    """Call every function of an `hk.multi_transform`, in the order of the tree, with the same arguments."""
 
     def traced(*args: Any, **kwargs: Any) -> None:
         key = jax.random.key(0)

@@ -3,10 +3,10 @@
     from jln.linen import LayerNorm, RMSNorm    # instead of: from flax.linen import LayerNorm, RMSNorm
 
 Fields, parameters, initial values, automatic names and checkpoints are Flax's own: the classes are Flax's with another
-call. What the operators cannot do (`mask`, `axis_name`, `force_float32_reductions=False`, parameters on axes that are
-not normalised, ...) Flax's own code does; `jln.explain(layer, x)` tells which of them a call takes, and why. Results
-differ by rounding, but where Flax's `use_fast_variance=True` loses the variance of a row whose mean is large against
-its spread: here it is two-pass always.
+call. A call that the operators cannot compute (`mask`, `axis_name`, `force_float32_reductions=False`, parameters on
+axes that are not normalised, ...) runs Flax's own code; `jln.explain(layer, x)` tells which of the two a call takes,
+and why. Results differ by rounding, but where Flax's `use_fast_variance=True` loses the variance of a row whose mean is
+large against its spread: here it is two-pass always.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ except ImportError as error:
 
 __all__ = ["Dense", "DenseGeneral", "Einsum", "LayerNorm", "LayerNormDense", "RMSNorm", "RMSNormDense"]
 
-# As they are now, should somebody put ours in their place.
+# Flax's own classes, even where somebody puts ours in their place later.
 FlaxLayerNorm = nn.LayerNorm
 FlaxRMSNorm = nn.RMSNorm
 FlaxDense = nn.Dense
@@ -42,7 +42,7 @@ Norm: TypeAlias = FlaxLayerNorm | FlaxRMSNorm
 class LayerNorm(FlaxLayerNorm):
     """`flax.linen.LayerNorm` on `jln.layer_norm`: the same fields, parameters, results and errors.
 
-    adaLN's scale and offset of each example are not a module's to hold: for them call `jln.add_layer_norm(x,
+    adaLN's scale and offset of each example are no parameters of a module: for them call `jln.add_layer_norm(x,
     residual, scale, offset, gate=gate, zero_centered_scale=True)` in its place, with arrays `[B, 1, H]`.
     """
 
@@ -57,9 +57,18 @@ class LayerNorm(FlaxLayerNorm):
         gate: _modules.Gate = None,
         added_to: jax.Array | None = None,
     ) -> Any:
-        """x: `[..., H]`, or as `reduction_axes` and `feature_axes` say. With a residual the result is `(y, total)`, as
-        of `jln.add_layer_norm`, with `x_bias` and `gate` as there. With added_to, of x's shape, it is `added_to +
-        layer_norm(x)`, as of `jln.layer_norm_add`.
+        """Normalise `x`, or its sum with a residual.
+
+        Args:
+          x: `[..., H]`, or as `reduction_axes` and `feature_axes` say.
+          mask: as of `flax.linen.LayerNorm`, whose code then runs.
+          residual: `x`'s shape. The norm is of `total = residual + gate * (x + x_bias)`, as of `jln.add_layer_norm`.
+          x_bias: as of `jln.add_layer_norm`; goes with a residual.
+          gate: as of `jln.add_layer_norm`; goes with a residual.
+          added_to: `x`'s shape. The norm's result is added to it, as of `jln.layer_norm_add`.
+
+        Returns:
+          `y` of `x`'s shape; with a residual `(y, total)`.
         """
         given = {"residual": residual, "x_bias": x_bias, "gate": gate, "added_to": added_to}
         return call(self, super().__call__, x, mask=mask, **given)
@@ -82,11 +91,21 @@ class RMSNorm(FlaxRMSNorm):
         z: jax.Array | None = None,
         norm_before_gate: bool = True,
     ) -> Any:
-        """x: `[..., H]`, or as `reduction_axes` and `feature_axes` say. With a residual the result is `(y, total)`, as
-        of `jln.add_rms_norm`, with `x_bias` and `gate` as there, or with `x_norm`, another RMSNorm, of `total =
-        residual + x_norm(x)`, as of `jln.rms_norm_add_rms_norm`. With added_to, of x's shape, it is `added_to +
-        rms_norm(x)`, as of `jln.rms_norm_add`. With z, of x's shape, it is `rms_norm(x) * silu(z)`, or without
-        `norm_before_gate` `rms_norm(x * silu(z))`, as of `jln.rms_norm_gated`.
+        """Normalise `x`, or its sum with a residual.
+
+        Args:
+          x: `[..., H]`, or as `reduction_axes` and `feature_axes` say.
+          mask: as of `flax.linen.RMSNorm`, whose code then runs.
+          residual: `x`'s shape. The norm is of `total = residual + gate * (x + x_bias)`, as of `jln.add_rms_norm`.
+          x_bias: as of `jln.add_rms_norm`; goes with a residual.
+          gate: as of `jln.add_rms_norm`; goes with a residual.
+          added_to: `x`'s shape. The norm's result is added to it, as of `jln.rms_norm_add`.
+          x_norm: another RMSNorm. The norm is of `total = residual + x_norm(x)`, as of `jln.rms_norm_add_rms_norm`.
+          z: `x`'s shape. The result is gated by `silu(z)`, as of `jln.rms_norm_gated`.
+          norm_before_gate: as of `jln.rms_norm_gated`.
+
+        Returns:
+          `y` of `x`'s shape; with a residual `(y, total)`.
 
         Where the two norms are one operator, `x_norm` is not called: `nn.intercept_methods` and `capture_intermediates`
         see this layer's call alone. In `init` it is.
@@ -96,8 +115,11 @@ class RMSNorm(FlaxRMSNorm):
 
 
 class Dense(FlaxDense):
-    """`flax.linen.Dense`, which keeps for the backward pass, where it reads the result of a norm of this module, not
-    that but what the norm read. Few features (up to 256 in 16 bits, 128 in float32) one kernel makes with the norm.
+    """`flax.linen.Dense` that, behind a norm of this module, keeps the norm's input for the backward pass.
+
+    Where it reads the result of such a norm, the backward pass makes that result again instead of keeping it. Few
+    features (up to 256 in 16 bits, 128 in float32) are multiplied by the kernel that normalises. Anywhere else it is
+    `flax.linen.Dense`.
     """
 
     @nn.compact
@@ -106,7 +128,12 @@ class Dense(FlaxDense):
 
 
 class DenseGeneral(FlaxDenseGeneral):
-    """`flax.linen.DenseGeneral`, likewise where it is over the last axis."""
+    """`flax.linen.DenseGeneral` that, behind a norm of this module, keeps the norm's input for the backward pass.
+
+    Where it reads the result of such a norm over the last axis, the backward pass makes that result again instead of
+    keeping it. Few features (up to 256 in 16 bits, 128 in float32) are multiplied by the kernel that normalises.
+    Anywhere else it is `flax.linen.DenseGeneral`.
+    """
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
@@ -114,7 +141,12 @@ class DenseGeneral(FlaxDenseGeneral):
 
 
 class Einsum(FlaxEinsum):
-    """`flax.linen.Einsum`, likewise where it is a product over the last axis."""
+    """`flax.linen.Einsum` that, behind a norm of this module, keeps the norm's input for the backward pass.
+
+    Where it reads the result of such a norm and is a product over the last axis, the backward pass makes that result
+    again instead of keeping it. Few features (up to 256 in 16 bits, 128 in float32) are multiplied by the kernel that
+    normalises. Anywhere else it is `flax.linen.Einsum`.
+    """
 
     @nn.compact
     def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
@@ -166,9 +198,17 @@ class _NormDense(nn.Module):
         x_bias: jax.Array | None = None,
         gate: _modules.Gate = None,
     ) -> Any:
-        """x `[..., H]` -> `[..., *features]`, of several Denses a tuple in their order; `mask` is the norm's. With a
-        residual, of x's shape, both are of `residual + gate * (x + x_bias)`, and the result is followed by this sum;
-        `x_bias` and `gate` are as of `jln.add_layer_norm`.
+        """Apply the norm and the Dense to `x`, or to its sum with a residual.
+
+        Args:
+          x: `[..., H]`.
+          mask: as of the norm, which Flax's own code then computes.
+          residual: `x`'s shape. The norm is of `total = residual + gate * (x + x_bias)`, as of `jln.add_layer_norm`.
+          x_bias: as of `jln.add_layer_norm`; goes with a residual.
+          gate: as of `jln.add_layer_norm`; goes with a residual.
+
+        Returns:
+          `y` `[..., *features]`, of several Denses a tuple in their order; with a residual `(y, total)`.
         """
         given = _modules.summed(x, residual, x_bias, gate)
         norm = self._norm(**{field: getattr(self, field) for field in _OF_THE_NORM}, name="norm")
@@ -186,9 +226,10 @@ class _NormDense(nn.Module):
 
 
 class LayerNormDense(_NormDense):
-    """A `LayerNorm` named "norm" and a `flax.linen.DenseGeneral` named "dense" behind it, `dense(norm(x))`, as one
-    operator that keeps only `x` for the backward. Parameters and initial values are those of Flax's two layers. Several
-    Denses may read one norm, under names of their own:
+    """A `LayerNorm` and the Dense behind it, `dense(norm(x))`, as one operator that keeps only `x` for the backward.
+
+    The layers are named "norm" and, a `flax.linen.DenseGeneral`, "dense". Parameters and initial values are those of
+    Flax's two layers. Several Denses may read one norm, under names of their own:
 
         layer = LayerNormDense({"q": 1024, "k": 256, "v": 256})  # parameters norm/scale, q/kernel, k/kernel ...
         q, k, v = layer.apply(variables, x)
@@ -198,9 +239,9 @@ class LayerNormDense(_NormDense):
     this layer's call alone. Where they are not, and in `init`, each is called.
 
     Attributes:
-      features: int or tuple, the number of output features. Or a mapping with the name and either of these for each of
-        several Denses; or in place of them a mapping of the attributes in which it differs from the others, as
-        `{"features": 256, "use_bias": False}`.
+      features: int or tuple, the number of output features. For several Denses a mapping from each one's name to either
+        of these, or to a mapping of the attributes in which it differs from the others, as `{"features": 256,
+        "use_bias": False}`.
       use_bias: of the Dense.
       dtype: of both layers.
       param_dtype: of both layers.
@@ -226,8 +267,10 @@ class LayerNormDense(_NormDense):
 
 
 class RMSNormDense(_NormDense):
-    """Likewise with an `RMSNorm`. Its attributes are those of `LayerNormDense` without `use_offset` and `offset_init`,
-    which an RMSNorm does not have.
+    """An `RMSNorm` and the Dense behind it, `dense(norm(x))`, as one operator that keeps only `x` for the backward.
+
+    Names, parameters and attributes are those of `LayerNormDense` without `use_offset` and `offset_init`, which an
+    RMSNorm does not have.
     """
 
     @nn.nowrap
@@ -243,7 +286,10 @@ def call(
     mask: Any = None,
     **of_x: Any,
 ) -> Any:
-    """The call of a norm, from within it; `plain` is Flax's own; of_x: the other arguments of `_modules.taken`."""
+    """The call of a norm, from within it.
+
+    plain: Flax's own code. of_x: the other arguments of `_modules.taken`.
+    """
 
     def parameter(name: str, init: Any, shape: Sequence[int]) -> jax.Array:
         return layer.param(name, init, shape, layer.param_dtype)
@@ -265,7 +311,10 @@ def _kind(layer: Norm) -> str:
 
 
 def _fused(norm: Norm, denses: Sequence[nn.DenseGeneral], given: _modules.Summed, mask: Any) -> _modules.Fused | str:
-    """All layers as one operator, or why they must be called. None is called here: nobody sees half a result."""
+    """A norm and Denses as one operator, or the reason why they must be called.
+
+    No layer is called here: nobody sees half a result.
+    """
     ready = _existing(norm, given.total, mask)
     if isinstance(ready, str):
         return ready
@@ -273,7 +322,7 @@ def _fused(norm: Norm, denses: Sequence[nn.DenseGeneral], given: _modules.Summed
 
 
 def _existing(norm: Norm, x: Any, mask: Any) -> _modules.Prepared | str:
-    """As `_prepared`, with the parameters that a call of the norm has made."""
+    """The norm in the operators' terms, as of `_prepared`, with the parameters that a call of it has made."""
     if not isinstance(x, jax.Array | np.ndarray) or x.ndim == 0:
         return "x has no axes"
     shape = tuple(x.shape[a] for a in sorted({a % x.ndim for a in _modules.axes(norm.feature_axes)}))
@@ -283,7 +332,10 @@ def _existing(norm: Norm, x: Any, mask: Any) -> _modules.Prepared | str:
 
 
 def linear_call(layer: nn.Module, plain: Callable[..., jax.Array], inputs: Any, *args: Any, **kwargs: Any) -> jax.Array:
-    """The call of a Dense, from within it; `plain` is Flax's own; args, kwargs: what it takes beside the inputs."""
+    """The call of a Dense, from within it.
+
+    plain: Flax's own code. args, kwargs: the arguments beside the inputs.
+    """
 
     def described(norm: _modules.Prepared) -> _modules.Linear | str:
         if any(a is not None for a in (*args, *kwargs.values())):
@@ -296,7 +348,7 @@ def linear_call(layer: nn.Module, plain: Callable[..., jax.Array], inputs: Any, 
 
 
 def _described(dense: Any, norm: _modules.Prepared) -> _modules.Linear | str:
-    """A Dense in the operators' terms, or why it cannot be."""
+    """A Dense in the operators' terms, or the reason why it cannot be."""
     if dense.promote_dtype is not dtypes.promote_dtype:
         return "the Dense has its own promote_dtype"
     h, of_einsum = norm.x.shape[-1], None
@@ -327,7 +379,10 @@ def _described(dense: Any, norm: _modules.Prepared) -> _modules.Linear | str:
 
 
 def _read(layer: nn.Module, wanted: Mapping[str, tuple[bool, tuple[int, ...]]]) -> dict[str, Any] | str:
-    """A layer's parameters of these names, where they are used and have these shapes, or why it must make them."""
+    """The parameters of a layer by name, or the reason why the layer must make them.
+
+    wanted: from each name to whether the parameter is used, and the shape that it must have.
+    """
     found = {}
     for name, (used, shape) in wanted.items():
         if not used:
@@ -341,8 +396,10 @@ def _read(layer: nn.Module, wanted: Mapping[str, tuple[bool, tuple[int, ...]]]) 
 
 
 def _prepared(layer: Norm, x: Any, mask: Any, parameter: Callable[..., jax.Array]) -> _modules.Prepared | str:
-    """parameter: (name, init, shape) -> a parameter, made or read as Flax does; it is called unless there is a reason
-    to be returned: then Flax's own code makes or reads them.
+    """The norm in the operators' terms, or the reason why they cannot compute it.
+
+    parameter: (name, init, shape) -> a parameter, made or read as Flax does. It is not called where a reason is
+      returned: then Flax's own code makes or reads the parameters.
     """
     if mask is not None:
         return "mask is given"
@@ -379,7 +436,7 @@ def _prepared(layer: Norm, x: Any, mask: Any, parameter: Callable[..., jax.Array
 
 
 def _stand_in(layer: Norm, name: str, shape: Sequence[int]) -> jax.ShapeDtypeStruct:
-    """For a parameter that Flax's own code would find unmade."""
+    """A stand-in for a parameter that Flax's own code would find unmade."""
     dtype = layer.param_dtype
     if layer.has_variable("params", name):
         dtype = nn.meta.unbox(layer.get_variable("params", name)).dtype

@@ -3,10 +3,10 @@
     from jln.nnx import LayerNorm, RMSNorm    # instead of: from flax.nnx import LayerNorm, RMSNorm
 
 Constructors, parameters, initial values, metadata and checkpoints are Flax's own: the classes are Flax's with another
-call. What the operators cannot do (`mask`, `axis_name`, parameters on axes that are not normalised, ...) Flax's own
-code does; `jln.explain(layer, x)` tells which of them a call takes, and why. Results differ by rounding, but where
-Flax's `use_fast_variance=True` loses the variance of a row whose mean is large against its spread: here it is two-pass
-always.
+call. A call that the operators cannot compute (`mask`, `axis_name`, parameters on axes that are not normalised, ...)
+runs Flax's own code; `jln.explain(layer, x)` tells which of the two a call takes, and why. Results differ by rounding,
+but where Flax's `use_fast_variance=True` loses the variance of a row whose mean is large against its spread: here it is
+two-pass always.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import jln.linen  # noqa: F401  `explain` traces an nnx.bridge.ToLinen as it doe
 
 __all__ = ["Einsum", "LayerNorm", "LayerNormLinear", "Linear", "LinearGeneral", "RMSNorm", "RMSNormLinear"]
 
-# As they are now, should somebody put ours in their place.
+# Flax's own classes, even where somebody puts ours in their place later.
 FlaxLayerNorm = nnx.LayerNorm
 FlaxRMSNorm = nnx.RMSNorm
 FlaxLinear = nnx.Linear
@@ -42,7 +42,7 @@ FlaxEinsum = nnx.Einsum
 class LayerNorm(FlaxLayerNorm):
     """`flax.nnx.LayerNorm` on `jln.layer_norm`: the same arguments, parameters, results and errors.
 
-    adaLN's scale and offset of each example are not a module's to hold: for them call `jln.add_layer_norm(x,
+    adaLN's scale and offset of each example are no parameters of a module: for them call `jln.add_layer_norm(x,
     residual, scale, offset, gate=gate, zero_centered_scale=True)` in its place, with arrays `[B, 1, H]`.
     """
 
@@ -56,9 +56,18 @@ class LayerNorm(FlaxLayerNorm):
         gate: _modules.Gate = None,
         added_to: jax.Array | None = None,
     ) -> Any:
-        """x: `[..., num_features]`, or as `reduction_axes` and `feature_axes` say. With a residual the result is
-        `(y, total)`, as of `jln.add_layer_norm`, with `x_bias` and `gate` as there. With added_to, of x's shape, it is
-        `added_to + layer_norm(x)`, as of `jln.layer_norm_add`.
+        """Normalise `x`, or its sum with a residual.
+
+        Args:
+          x: `[..., num_features]`, or as `reduction_axes` and `feature_axes` say.
+          mask: as of `flax.nnx.LayerNorm`, whose code then runs.
+          residual: `x`'s shape. The norm is of `total = residual + gate * (x + x_bias)`, as of `jln.add_layer_norm`.
+          x_bias: as of `jln.add_layer_norm`; goes with a residual.
+          gate: as of `jln.add_layer_norm`; goes with a residual.
+          added_to: `x`'s shape. The norm's result is added to it, as of `jln.layer_norm_add`.
+
+        Returns:
+          `y` of `x`'s shape; with a residual `(y, total)`.
         """
         return _computed(self, x, mask, residual=residual, x_bias=x_bias, gate=gate, added_to=added_to)
 
@@ -79,22 +88,32 @@ class RMSNorm(FlaxRMSNorm):
         z: jax.Array | None = None,
         norm_before_gate: bool = True,
     ) -> Any:
-        """x: `[..., num_features]`, or as `reduction_axes` and `feature_axes` say. With a residual the result is
-        `(y, total)`, as of `jln.add_rms_norm`, with `x_bias` and `gate` as there, or with `x_norm`, another RMSNorm, of
-        `total = residual + x_norm(x)`, as of `jln.rms_norm_add_rms_norm`. With added_to, of x's shape, it is `added_to
-        + rms_norm(x)`, as of `jln.rms_norm_add`. With z, of x's shape, it is `rms_norm(x) * silu(z)`, or without
-        `norm_before_gate` `rms_norm(x * silu(z))`, as of `jln.rms_norm_gated`.
+        """Normalise `x`, or its sum with a residual.
+
+        Args:
+          x: `[..., num_features]`, or as `reduction_axes` and `feature_axes` say.
+          mask: as of `flax.nnx.RMSNorm`, whose code then runs.
+          residual: `x`'s shape. The norm is of `total = residual + gate * (x + x_bias)`, as of `jln.add_rms_norm`.
+          x_bias: as of `jln.add_rms_norm`; goes with a residual.
+          gate: as of `jln.add_rms_norm`; goes with a residual.
+          added_to: `x`'s shape. The norm's result is added to it, as of `jln.rms_norm_add`.
+          x_norm: another RMSNorm. The norm is of `total = residual + x_norm(x)`, as of `jln.rms_norm_add_rms_norm`.
+          z: `x`'s shape. The result is gated by `silu(z)`, as of `jln.rms_norm_gated`.
+          norm_before_gate: as of `jln.rms_norm_gated`.
+
+        Returns:
+          `y` of `x`'s shape; with a residual `(y, total)`.
         """
         given = {"residual": residual, "x_bias": x_bias, "gate": gate, "added_to": added_to, "x_norm": x_norm}
         return _computed(self, x, mask, z=z, norm_before_gate=norm_before_gate, **given)
 
 
-# Of one Linear, or by name of each of several: out_features, or a mapping of all that is its own.
+# out_features of one Linear, or by the name of each of several; or a mapping of all arguments that are its own.
 Features = int | Sequence[int] | Mapping[str, int | Sequence[int] | Mapping[str, Any]]
 
 
 class _NormLinear(nnx.Module):
-    """A norm, and behind it "linear", or the several Linears whose names `names` has."""
+    """A norm, and behind it a Linear named "linear", or several whose names `names` has."""
 
     norm: LayerNorm | RMSNorm
     names: tuple[str, ...] = ()
@@ -116,9 +135,17 @@ class _NormLinear(nnx.Module):
         x_bias: jax.Array | None = None,
         gate: _modules.Gate = None,
     ) -> Any:
-        """x `[..., H]` -> `[..., *features]`, of several Linears a tuple in their order; `mask` is the norm's. With a
-        residual, of x's shape, both are of `residual + gate * (x + x_bias)`, and the result is followed by this sum;
-        `x_bias` and `gate` are as of `jln.add_layer_norm`.
+        """Apply the norm and the Linear to `x`, or to its sum with a residual.
+
+        Args:
+          x: `[..., H]`.
+          mask: as of the norm, which Flax's own code then computes.
+          residual: `x`'s shape. The norm is of `total = residual + gate * (x + x_bias)`, as of `jln.add_layer_norm`.
+          x_bias: as of `jln.add_layer_norm`; goes with a residual.
+          gate: as of `jln.add_layer_norm`; goes with a residual.
+
+        Returns:
+          `y` `[..., *features]`, of several Linears a tuple in their order; with a residual `(y, total)`.
         """
         given = _modules.summed(x, residual, x_bias, gate)
         linears = {name: getattr(self, name) for name in self.names or ("linear",)}
@@ -134,8 +161,8 @@ class _NormLinear(nnx.Module):
 class LayerNormLinear(_NormLinear):
     """A `LayerNorm` and the Linear behind it, `linear(norm(x))`, as one operator that keeps only `x` for the backward.
 
-    Its parameters are those of the two, `norm.scale`, `norm.bias`, `linear.kernel` and `linear.bias`, with the initial
-    values that Flax's layers, made in this order, get from the same `rngs`. Several Linears may read one norm:
+    Its parameters are those of the two layers, `norm.scale`, `norm.bias`, `linear.kernel` and `linear.bias`, with the
+    initial values that Flax's layers, made in this order, get from the same `rngs`. Several Linears may read one norm:
 
         layer = LayerNormLinear(1024, {"q": 1024, "k": 256, "v": 256}, rngs=rngs)  # norm.scale, q.kernel, k.kernel ...
         q, k, v = layer(x)
@@ -143,9 +170,9 @@ class LayerNormLinear(_NormLinear):
 
     Args:
       in_features: H.
-      out_features: N, or a tuple: then the Linear is a `flax.nnx.LinearGeneral`. Or a mapping with the attribute's name
-        and either of these for each of several Linears; or in place of them a mapping of the arguments in which it
-        differs from the others, as `{"out_features": 256, "use_bias": False}`.
+      out_features: N, or a tuple: then the Linear is a `flax.nnx.LinearGeneral`. For several Linears a mapping from
+        each one's attribute name to either of these, or to a mapping of the arguments in which it differs from the
+        others, as `{"out_features": 256, "use_bias": False}`.
       epsilon: as of `flax.nnx.LayerNorm`.
       use_scale: as of `flax.nnx.LayerNorm`.
       use_offset: `flax.nnx.LayerNorm`'s `use_bias`.
@@ -196,7 +223,10 @@ class LayerNormLinear(_NormLinear):
 
 
 class RMSNormLinear(_NormLinear):
-    """An `RMSNorm` and the Linear behind it, likewise; parameters `norm.scale`, `linear.kernel` and `linear.bias`.
+    """An `RMSNorm` and the Linear behind it, `linear(norm(x))`, as one operator that keeps only `x` for the backward.
+
+    Its parameters are `norm.scale`, `linear.kernel` and `linear.bias`. Several Linears may read one norm, as of
+    `LayerNormLinear`.
 
     Args:
       in_features: H.
@@ -246,8 +276,11 @@ def _is_captured(layer: nnx.Module) -> bool:
 
 
 class Linear(FlaxLinear):
-    """`flax.nnx.Linear`, which keeps for the backward pass, where it reads the result of a norm of this module, not
-    that but what the norm read. Few features (up to 256 in 16 bits, 128 in float32) one kernel makes with the norm.
+    """`flax.nnx.Linear` that, behind a norm of this module, keeps the norm's input for the backward pass.
+
+    Where it reads the result of such a norm, the backward pass makes that result again instead of keeping it. Few
+    features (up to 256 in 16 bits, 128 in float32) are multiplied by the kernel that normalises. Anywhere else it is
+    `flax.nnx.Linear`.
     """
 
     def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> jax.Array:
@@ -255,14 +288,24 @@ class Linear(FlaxLinear):
 
 
 class LinearGeneral(FlaxLinearGeneral):
-    """`flax.nnx.LinearGeneral`, likewise where it is over the last axis."""
+    """`flax.nnx.LinearGeneral` that, behind a norm of this module, keeps the norm's input for the backward pass.
+
+    Where it reads the result of such a norm over the last axis, the backward pass makes that result again instead of
+    keeping it. Few features (up to 256 in 16 bits, 128 in float32) are multiplied by the kernel that normalises.
+    Anywhere else it is `flax.nnx.LinearGeneral`.
+    """
 
     def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> jax.Array:
         return _linear_computed(self, super().__call__, inputs, args, kwargs)
 
 
 class Einsum(FlaxEinsum):
-    """`flax.nnx.Einsum`, likewise where it is a product over the last axis."""
+    """`flax.nnx.Einsum` that, behind a norm of this module, keeps the norm's input for the backward pass.
+
+    Where it reads the result of such a norm and is a product over the last axis, the backward pass makes that result
+    again instead of keeping it. Few features (up to 256 in 16 bits, 128 in float32) are multiplied by the kernel that
+    normalises. Anywhere else it is `flax.nnx.Einsum`.
+    """
 
     def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> jax.Array:
         return _linear_computed(self, super().__call__, inputs, args, kwargs)
@@ -319,7 +362,7 @@ def _kind(layer: FlaxLayerNorm | FlaxRMSNorm) -> str:
 
 
 def _computed(norm: LayerNorm | RMSNorm, x: Any, mask: Any, **of_x: Any) -> Any:
-    """A norm's call, from within it; of_x: the other arguments of `_modules.taken`."""
+    """The call of a norm, from within it. of_x: the other arguments of `_modules.taken`."""
     given, name = _modules.taken(x, norm.reduction_axes, **of_x), _name(norm, _kind(norm))
     if given.x_norm is not None:
 
@@ -333,7 +376,10 @@ def _computed(norm: LayerNorm | RMSNorm, x: Any, mask: Any, **of_x: Any) -> Any:
 
 
 def _fused(norm: Any, linears: Mapping[str, Any], given: _modules.Summed, mask: Any) -> _modules.Fused | str:
-    """All layers as one operator, or why they must be called. None is called here: nobody sees half a result."""
+    """A norm and Linears as one operator, or the reason why they must be called.
+
+    No layer is called here: nobody sees half a result.
+    """
     if _is_captured(norm):
         return "nnx.capture watches the norm"
     found = _prepared(norm, given.total, mask)
@@ -346,7 +392,10 @@ def _fused(norm: Any, linears: Mapping[str, Any], given: _modules.Summed, mask: 
 def _linear_computed(
     layer: Any, plain: Callable[..., jax.Array], inputs: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> jax.Array:
-    """A Linear's call, from within it; `plain` is Flax's own; args, kwargs: what it takes beside the inputs."""
+    """The call of a Linear, from within it.
+
+    plain: Flax's own code. args, kwargs: the arguments beside the inputs.
+    """
 
     def described(norm: _modules.Prepared) -> _modules.Linear | str:
         if any(a is not None for a in (*args, *kwargs.values())):
@@ -361,7 +410,7 @@ LINEARS = (Linear, LinearGeneral, Einsum)
 
 
 def _described(layer: Any, norm: _modules.Prepared) -> _modules.Linear | str:
-    """A Linear in the operators' terms, or why it cannot be."""
+    """A Linear in the operators' terms, or the reason why it cannot be."""
     of_einsum = None
     if isinstance(layer, FlaxLinearGeneral):
         if tuple(layer.axis) not in ((-1,), (norm.x.ndim - 1,)) or layer.batch_axis:
@@ -398,7 +447,7 @@ def _(method: MethodType) -> Callable[..., Any]:
 
 
 def _traceable(model: nnx.Module, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Of a copy of the model, for a trace must not write into the model's own counts and statistics."""
+    """`function` of a copy of the model, for a trace must not write into the model's own counts and statistics."""
     graphdef, state = nnx.split(model)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -415,7 +464,7 @@ _PATH = "_jln_path"
 
 
 def placed(layer: nnx.Module, cls: str) -> str:
-    """A layer as `explain` lists it: its class, and its place where that is known."""
+    """The name under which `explain` lists a layer: its class, and its place where that is known."""
     return f"{cls} {getattr(layer, _PATH, '')}".rstrip()
 
 

@@ -1,10 +1,12 @@
-"""What a compiled program does on a GPU that is not here: its kernels, their bytes, its memory and its collectives.
+"""Compiled programs for a GPU that is not here: their kernels, the kernels' bytes, their memory and their collectives.
 
     print(program.compile_for(fn, *args, chip="h200"))
 
 XLA compiles the function for the named chip and everything is read from the optimised HLO: facts of the program, not
 measurements. A kernel reads its distinct operands (of one that is only sliced, the slices) and writes its results (of
 an update in place, the update). Sizes are bytes on one device. Needs the packages of the extra `cuda13` and no GPU.
+
+`CHIPS` has the chips that programs are compiled for, by name.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ class XlaChip:
     device_memory_size: int
 
     def target_config(self) -> str:
-        """The text proto."""
+        """The description of the GPU as a text proto."""
         own = " ".join(f"{k}: {v}" for k, v in vars(self).items() if k not in ("chip", "description"))
         major, minor = divmod(self.chip.capability, 10)
         return f"""gpu_device_info {{ {own} core_count: {self.chip.cores}
@@ -70,7 +72,22 @@ CHIPS = {
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """A compiled program, as each of its devices runs it. The totals are over `kernels`, each times its launches."""
+    """A compiled program, as each of its devices runs it; `str()` of it is a table. Sizes are in bytes on one device.
+
+    Attributes:
+      chip: the name of the chip, one of `CHIPS`.
+      kernels: what it launches that computes, in order.
+      collectives: what it communicates, in order.
+      temp_bytes: temporary memory.
+      argument_bytes: memory of the arguments.
+      output_bytes: memory of the results.
+      hlo: the text of the optimised HLO.
+      launches: the number of kernels that a run launches.
+      bytes_read: the bytes that all launches read.
+      bytes_written: the bytes that all launches write.
+      bytes_total: both of these.
+      product_bytes: the bytes that matrix products and attention read and write.
+    """
 
     chip: str
     kernels: tuple[Kernel, ...]
@@ -100,7 +117,18 @@ class CompiledProgram:
 
 
 def mesh(chip: str, shape: Sequence[int], names: Sequence[str], axis_types: Any = None) -> jax.sharding.Mesh:
-    """A mesh of `prod(shape)` absent GPUs, for the shardings of `compile_for`'s arguments. Raises as it does."""
+    """A mesh of `prod(shape)` absent GPUs, for the shardings of `compile_for`'s arguments.
+
+    Args:
+      chip: one of `CHIPS`.
+      shape: the sizes of the mesh's axes.
+      names: the names of the mesh's axes.
+      axis_types: as of `jax.sharding.Mesh`.
+
+    Raises:
+      ValueError: the chip is unknown.
+      RuntimeError: JAX's CUDA packages are not installed.
+    """
     gpus = np.array(_devices(chip, math.prod(shape))).reshape(shape)
     return jax.sharding.Mesh(gpus, tuple(names), axis_types=axis_types)
 
@@ -114,12 +142,21 @@ def compile_for(
 ) -> CompiledProgram:
     """Compile `fn(*args)` for a number of GPUs of one kind, and say what the program does.
 
-    fn: a function, jitted or not (a jitted one's donations and static arguments are not taken over).
-    args: pytrees of arrays or `jax.ShapeDtypeStruct`, whose values do not matter; if `devices > 1` they carry shardings
-        over a `program.mesh(chip, ...)` of that many.
-    compiler_options: XLA's, as `jax.jit` takes them. With no GPU there is no autotuning, and XLA's own Triton kernels
+    Args:
+      fn: a function, jitted or not (a jitted one's donations and static arguments are not taken over).
+      *args: pytrees of arrays or `jax.ShapeDtypeStruct`, whose values do not matter; if `devices > 1` they carry
+        shardings over a `program.mesh(chip, ...)` of that many.
+      chip: one of `CHIPS`.
+      devices: how many GPUs.
+      compiler_options: XLA's, as `jax.jit` takes them. With no GPU there is no autotuning, and XLA's own Triton kernels
         do most products; `{"xla_gpu_enable_triton_gemm": False}` gives them to cuBLAS, as a tuned program would most.
-    Raises ValueError for an unknown chip or arguments that lie on none of the GPUs, RuntimeError without CUDA packages.
+
+    Returns:
+      A `CompiledProgram`.
+
+    Raises:
+      ValueError: the chip is unknown, or the arguments lie on none of the GPUs.
+      RuntimeError: JAX's CUDA packages are not installed.
     """
     gpus = _devices(chip, devices)
     args = jax.tree.map(functools.partial(_place, gpus=gpus), args)
@@ -135,7 +172,14 @@ def compile_for(
 
 
 def collectives(hlo: str) -> tuple[Collective, ...]:
-    """Those of a program compiled for any platform, from `jax.jit(fn).lower(...).compile().as_text()`."""
+    """The collectives of a program compiled for any platform, from its HLO.
+
+    Args:
+      hlo: the text of `jax.jit(fn).lower(...).compile().as_text()`.
+
+    Returns:
+      A `Collective` for each, in order.
+    """
     return tuple(item for item in launches(hlo) if isinstance(item, Collective))
 
 
@@ -175,7 +219,7 @@ def _devices(chip: str, count: int) -> tuple[Any, ...]:
 
 
 def _tell_plugin() -> None:
-    """What JAX tells plugins when it meets them: who partitions its custom calls, above all."""
+    """Tell the plugin what JAX tells plugins when it meets them: who partitions its custom calls, above all."""
     from jax._src import xla_bridge
 
     for callback in xla_bridge._plugin_callbacks:
@@ -183,7 +227,7 @@ def _tell_plugin() -> None:
 
 
 def _folders(package: str) -> list[str]:
-    """Where a package is installed, if it is."""
+    """The folders where a package is installed; none where it is not."""
     try:
         spec = importlib.util.find_spec(package)
     except ModuleNotFoundError:  # nor its parent

@@ -1,7 +1,7 @@
-"""The truth: every operator in plain jnp, without a custom rule, for autodiff to differentiate.
+"""The references: every operator in plain jnp, without a custom rule, for autodiff to differentiate.
 
-Same arguments as the operators, less `implementation`. Arithmetic is in float32 for 16-bit and float32 inputs and in
-float64 for float64 ones, the result is rounded once, and the variance is two-pass.
+Arguments are those of the operators, without `implementation` and `forward_mode`. Arithmetic is in float32 for 16-bit
+and float32 inputs and in float64 for float64 ones, the result is rounded once, and the variance is two-pass.
 
 Ba, Kiros, Hinton, "Layer Normalization" (2016); Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019).
 """
@@ -29,7 +29,10 @@ def layer_norm(
     zero_centered_scale: bool = False,
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """`(x - mean) / sqrt(variance + epsilon) * scale + offset`, over `axis`. As `jln.layer_norm`."""
+    """Return `(x - mean) / sqrt(variance + epsilon) * scale + offset`, over `axis`, in plain jnp.
+
+    Arguments, shapes and dtypes are those of `jln.layer_norm`.
+    """
     return _scaled(_centred(x, axis), scale, offset, axis, epsilon, zero_centered_scale).astype(dtype or x.dtype)
 
 
@@ -42,7 +45,10 @@ def rms_norm(
     zero_centered_scale: bool = False,
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """`x / sqrt(mean(x**2) + epsilon) * scale`, over `axis`. As `jln.rms_norm`."""
+    """Return `x / sqrt(mean(x**2) + epsilon) * scale`, over `axis`, in plain jnp.
+
+    Arguments, shapes and dtypes are those of `jln.rms_norm`.
+    """
     return _scaled(_wide(x), scale, None, axis, epsilon, zero_centered_scale).astype(dtype or x.dtype)
 
 
@@ -57,7 +63,10 @@ def rms_norm_gated(
     zero_centered_scale: bool = False,
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """`rms_norm(x, scale) * silu(z)`, or `rms_norm(x * silu(z), scale)`, over `axis`. As `jln.rms_norm_gated`."""
+    """Return `rms_norm(x, scale) * silu(z)`, or `rms_norm(x * silu(z), scale)`, over `axis`, in plain jnp.
+
+    Arguments, shapes and dtypes are those of `jln.rms_norm_gated`.
+    """
     wide = _wide(x)
     u = jax.nn.silu(z.astype(wide.dtype))
     y = _scaled(wide if norm_before_gate else wide * u, scale, None, axis, epsilon, zero_centered_scale)
@@ -77,7 +86,11 @@ def add_layer_norm(
     zero_centered_scale: bool = False,
     dtype: DTypeLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`(layer_norm(total), total)`, `total = residual + gate * (x + x_bias)` rounded once. As `jln.add_layer_norm`."""
+    """Return `(layer_norm(total, scale, offset), total)` in plain jnp.
+
+    `total = residual + gate * (x + x_bias)` is rounded once. Arguments, shapes and dtypes are those of
+    `jln.add_layer_norm`.
+    """
     total = _total(x, residual, x_bias, gate, axis)
     options = {"axis": axis, "epsilon": epsilon, "zero_centered_scale": zero_centered_scale}
     return layer_norm(total, scale, offset, **options, dtype=dtype or x.dtype), total
@@ -95,7 +108,11 @@ def add_rms_norm(
     zero_centered_scale: bool = False,
     dtype: DTypeLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`(rms_norm(total), total)`, `total` as of `add_layer_norm`. As `jln.add_rms_norm`."""
+    """Return `(rms_norm(total, scale), total)` in plain jnp.
+
+    `total = residual + gate * (x + x_bias)` is rounded once. Arguments, shapes and dtypes are those of
+    `jln.add_rms_norm`.
+    """
     total = _total(x, residual, x_bias, gate, axis)
     options = {"axis": axis, "epsilon": epsilon, "zero_centered_scale": zero_centered_scale}
     return rms_norm(total, scale, **options, dtype=dtype or x.dtype), total
@@ -112,7 +129,10 @@ def layer_norm_add(
     zero_centered_scale: bool = False,
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """`residual + layer_norm(x, scale, offset)`, rounded once. As `jln.layer_norm_add`."""
+    """Return `residual + layer_norm(x, scale, offset)`, rounded once, in plain jnp.
+
+    Arguments, shapes and dtypes are those of `jln.layer_norm_add`.
+    """
     y = _scaled(_centred(x, axis), scale, offset, axis, epsilon, zero_centered_scale)
     return _added(y, x, residual, dtype)
 
@@ -127,7 +147,10 @@ def rms_norm_add(
     zero_centered_scale: bool = False,
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """`residual + rms_norm(x, scale)`, rounded once. As `jln.rms_norm_add`."""
+    """Return `residual + rms_norm(x, scale)`, rounded once, in plain jnp.
+
+    Arguments, shapes and dtypes are those of `jln.rms_norm_add`.
+    """
     return _added(_scaled(_wide(x), scale, None, axis, epsilon, zero_centered_scale), x, residual, dtype)
 
 
@@ -142,7 +165,9 @@ def rms_norm_add_rms_norm(
     zero_centered_scale: bool = False,
     dtype: DTypeLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`(rms_norm(total, scale), total)`, `total = residual + rms_norm(x, x_scale)` rounded once, and normed rounded. As
+    """Return `(rms_norm(total, scale), total)` with `total = residual + rms_norm(x, x_scale)`, in plain jnp.
+
+    The sum is rounded once, and the rounded sum is normalised. Arguments, shapes and dtypes are those of
     `jln.rms_norm_add_rms_norm`.
     """
     options = {"axis": axis, "epsilon": epsilon, "zero_centered_scale": zero_centered_scale}
@@ -157,9 +182,10 @@ def _added(y: jax.Array, x: jax.Array, residual: jax.Array, dtype: DTypeLike | N
 
 
 def _total(x: jax.Array, residual: jax.Array, x_bias: jax.Array | None, gate: Gate, axis: Axis) -> jax.Array:
-    """`residual + gate * (x + x_bias)`, in the dtype to which x and residual promote and rounded to it: without the
-    barrier XLA may norm a 16-bit sum that it has not rounded, which is neither what is returned nor what an eager call
-    norms.
+    """The sum `residual + gate * (x + x_bias)`, in the dtype to which x and residual promote, and rounded to it.
+
+    Without the barrier XLA may norm a 16-bit sum that it has not rounded, which is neither what is returned nor what an
+    eager call norms.
     """
     dtype = jnp.promote_types(x.dtype, residual.dtype)
     x, wide = x.astype(dtype), jnp.promote_types(dtype, jnp.float32)
@@ -183,7 +209,10 @@ def layer_norm_linear(
     zero_centered_scale: bool = False,
     precision: jax.lax.PrecisionLike = None,
 ) -> Products:
-    """`layer_norm(x, scale, offset) @ kernel + bias`. As `jln.layer_norm_linear`."""
+    """Return `layer_norm(x, scale, offset) @ kernel + bias` in plain jnp.
+
+    Arguments, shapes and dtypes are those of `jln.layer_norm_linear`.
+    """
     z = _scaled(_centred(x, -1), scale, offset, -1, epsilon, zero_centered_scale)
     return _linears(z, x.dtype, kernel, bias, precision)
 
@@ -198,7 +227,10 @@ def rms_norm_linear(
     zero_centered_scale: bool = False,
     precision: jax.lax.PrecisionLike = None,
 ) -> Products:
-    """`rms_norm(x, scale) @ kernel + bias`. As `jln.rms_norm_linear`."""
+    """Return `rms_norm(x, scale) @ kernel + bias` in plain jnp.
+
+    Arguments, shapes and dtypes are those of `jln.rms_norm_linear`.
+    """
     z = _scaled(_wide(x), scale, None, -1, epsilon, zero_centered_scale)
     return _linears(z, x.dtype, kernel, bias, precision)
 
@@ -217,7 +249,11 @@ def add_layer_norm_linear(
     zero_centered_scale: bool = False,
     precision: jax.lax.PrecisionLike = None,
 ) -> tuple[Products, jax.Array]:
-    """`(layer_norm(total) @ kernel + bias, total)`, `total` as of `add_layer_norm`. As `jln.add_layer_norm_linear`."""
+    """Return `(layer_norm(total, scale, offset) @ kernel + bias, total)` in plain jnp.
+
+    `total = residual + gate * (x + x_bias)` is rounded once. Arguments, shapes and dtypes are those of
+    `jln.add_layer_norm_linear`.
+    """
     total = _total(x, residual, x_bias, gate, -1)
     z = _scaled(_centred(total, -1), scale, offset, -1, epsilon, zero_centered_scale)
     return _linears(z, x.dtype, kernel, bias, precision), total
@@ -236,7 +272,11 @@ def add_rms_norm_linear(
     zero_centered_scale: bool = False,
     precision: jax.lax.PrecisionLike = None,
 ) -> tuple[Products, jax.Array]:
-    """`(rms_norm(total) @ kernel + bias, total)`, `total` as of `add_rms_norm`. As `jln.add_rms_norm_linear`."""
+    """Return `(rms_norm(total, scale) @ kernel + bias, total)` in plain jnp.
+
+    `total = residual + gate * (x + x_bias)` is rounded once. Arguments, shapes and dtypes are those of
+    `jln.add_rms_norm_linear`.
+    """
     total = _total(x, residual, x_bias, gate, -1)
     z = _scaled(_wide(total), scale, None, -1, epsilon, zero_centered_scale)
     return _linears(z, x.dtype, kernel, bias, precision), total
@@ -252,7 +292,7 @@ def _linears(z, x_dtype, kernel, bias, precision):
 
 
 def _linear(z, dtype, kernel, bias, precision):
-    """Operands in `dtype`, the sum and the bias in the compute dtype, rounded once."""
+    """The product of z and the kernel, operands in `dtype`, sum and bias in the compute dtype, rounded once."""
     compute = jnp.promote_types(dtype, jnp.float32)
     z, kernel = z.astype(dtype), kernel.astype(dtype)
     y = jnp.tensordot(z, kernel, 1, precision=precision, preferred_element_type=compute)
@@ -262,7 +302,7 @@ def _linear(z, dtype, kernel, bias, precision):
 
 
 def _wide(x):
-    """In the compute dtype."""
+    """The array in the compute dtype."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
@@ -281,8 +321,9 @@ def _scaled(z, scale, offset, axis, epsilon, zero_centered_scale):
 
 
 def _spread(parameter: jax.Array | float, z: jax.Array, axis: Axis) -> jax.Array:
-    """A parameter as one that broadcasts against z: it has the shape of the normalised axes, in the order given, or
-    z's rank.
+    """A parameter as one that broadcasts against z.
+
+    It has the shape of the normalised axes, in the order given, or z's rank.
     """
     axes = [a % z.ndim for a in (axis if isinstance(axis, tuple) else (axis,))]
     parameter = jnp.asarray(parameter, z.dtype)

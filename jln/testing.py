@@ -1,4 +1,4 @@
-"""Gradient checking: is the reverse-mode rule of a JAX function the derivative of that function?
+"""Gradient checking: tells whether the reverse-mode rule of a JAX function is the derivative of that function.
 
     from jln.testing import assert_vjp
 
@@ -7,6 +7,8 @@
 Gradients under a random cotangent (a rule that ignores its cotangent is right under one of ones) are compared element
 by element with a reference's autodiff and with central differences of the function itself. All of it happens in float64
 unless another dtype is asked for: differences of a float32 function have three digits, and miss real bugs.
+
+`TOLERANCES` has the `Tolerance` for each dtype that is taken where none is given.
 """
 
 from __future__ import annotations
@@ -33,10 +35,10 @@ __all__ = [
     "numerical_gradient",
 ]
 
-# Of steps, each a quarter of the one before, that `check_vjp` extrapolates from: the smallest is 1.5e-11 of the size of
-# an element, near enough for 1/x at 1e-8 of the other elements' size.
+# The number of steps, each a quarter of the one before, that `check_vjp` extrapolates from: the smallest is 1.5e-11 of
+# the size of an element, near enough for 1/x at 1e-8 of the other elements' size.
 _EXTRAPOLATIONS = 16
-# Of arguments: a tuple of them, or a function that draws one.
+# A sequence of arguments, or a function that draws one.
 Args = Sequence[Any] | Callable[[np.random.Generator], Sequence[Any]]
 
 
@@ -49,7 +51,7 @@ def numerical_gradient(
     richardson: int = 0,
     dtype: Any = "float64",
 ) -> tuple[Any, ...]:
-    """The gradient of `sum(cotangent * f(*args))`, element by element, by central differences.
+    """Compute the gradient of `sum(cotangent * f(*args))`, element by element, by central differences.
 
     Args:
       f: any function of arrays, or pytrees of them, that JAX can trace; it returns an array or a pytree of them.
@@ -64,7 +66,8 @@ def numerical_gradient(
         few digits.
 
     Returns:
-      A tuple like `args` of NumPy float64 arrays of each argument's shape; None in place of what was held fixed.
+      A tuple like `args` of NumPy float64 arrays of each argument's shape; None in place of an argument that was held
+        fixed.
 
     Raises:
       TypeError: `f` is no function, or does not return arrays; an argument is complex, or none is floating.
@@ -101,37 +104,41 @@ def check_vjp(
     """Compare the reverse-mode gradients of `f` with a reference's and with central differences.
 
     An element passes if `|got - expected| <= absolute + relative * |expected|`; a NaN never does. Every element is
-    compared with the reference, `elements` of each argument with the differences. Gradients smaller than the absolute
-    tolerance pass whatever they are, as a note below the table says: give arguments a size near 1, or a tolerance. A
-    sum whose terms cancel is known to few digits in the dtype of its terms, and may fail there though no program could
-    do better. The 16-bit tolerances are for single operations and chains of them: a norm computed in 16 bits, whose
-    sums cancel, fails them, and is to be checked in float64. Where the
-    differences themselves lack the digits, as those of a function that computes in float32 inside, or of a sigmoid at
-    1e-30, which no step of such a size changes, a row is "unsure": not `ok`, unless a reference says that it is. At a
-    kink (relu at exactly 0) central differences are the mean of both slopes, which a right rule need not give.
+    compared with the reference, `elements` of each argument with the differences.
+
+    Gradients smaller than the absolute tolerance pass whatever they are, as a note below the table says: give arguments
+    a size near 1, or a tolerance. A sum whose terms cancel is known to few digits in the dtype of its terms, and may
+    fail there though no program could do better. The 16-bit tolerances are for single operations and chains of them: a
+    norm computed in 16 bits, whose sums cancel, fails them, and is to be checked in float64.
+
+    A row is "unsure" where the differences themselves lack the digits, as those of a function that computes in float32
+    inside, or of a sigmoid at 1e-30, which no step of such a size changes. It is then not `ok`, unless a reference says
+    that it is. At a kink (relu at exactly 0) central differences are the mean of both slopes, which a right rule need
+    not give.
 
     Args:
       f: any function of arrays, or pytrees of them, that JAX can trace; it returns an array or a pytree of them.
       args: its arguments; integers, booleans and random keys among them are held fixed, and traced: what must be static
-        is for `functools.partial`. Or a function that draws them, all of one
-        structure and shape, from a NumPy generator of each seed.
-      reference: the same function, for JAX to differentiate; its results are compared too. None: the differences
-        alone decide.
+        is for `functools.partial`. Or a function that draws them, all of one structure and shape, from a NumPy
+        generator of each seed.
+      reference: the same function, for JAX to differentiate; its results are compared too. None: the differences alone
+        decide.
       differences: whether to compare with central differences of `f`.
-      dtype: what floating arguments are cast to before `f` sees them. None: as given; then what they are compared with
-        is still computed in float64, so that `f` is held to the truth and not to another's roundings.
+      dtype: the dtype to which floating arguments are cast before `f` sees them. None: as given; the values that they
+        are compared with are still computed in float64, so that `f` is held to the truth and not to another's
+        roundings.
       tolerance: None: that of `TOLERANCES` for the coarsest dtype among the arguments (as cast) and results of `f`.
       step: as in `numerical_gradient`; None: that of `tolerance`, if it is given.
       richardson: as in `numerical_gradient`.
-      elements: how many of an argument's elements to take differences of, chosen at random. None: all. Where these are
-        fewer than there are, and there is no reference, one that is not finite is among them if there is any, and all
-        of them together are compared along one random direction: a row "direction", if that is what fails.
-      seed: of the cotangent and of that choice, and of `args` where it is a function. Several of them share programs
-        that are compiled once.
+      elements: how many of an argument's elements to take differences of, chosen at random. None: all. Where some are
+        left out, and there is no reference, one that is not finite is among the chosen if there is any, and all of them
+        together are compared along one random direction: a row "direction", if that is what fails.
+      seed: of the cotangent and of the choice of elements, and of `args` where it is a function. Several seeds share
+        programs that are compiled once.
 
     Returns:
-      A report: `.ok`, and a row for each argument with its worst element. `str()` of it is a table. With several seeds
-      it is of the worst, and `.by_seed` has a report of each.
+      A `Report`: `.ok`, and a row for each argument with its worst element. `str()` of it is a table. With several
+        seeds it is of the worst, and `.by_seed` has a report of each.
 
     Raises:
       TypeError: as `numerical_gradient`.
@@ -168,10 +175,10 @@ def check_hvp(
     elements: int | None = 256,
     seed: int | Sequence[int] = 0,
 ) -> Report:
-    """`check_vjp` for second order: Hessian-vector products of `sum(cotangent * f(*args))`, both vectors random.
+    """Compare Hessian-vector products of `sum(cotangent * f(*args))`, with random vectors: `check_vjp` of second order.
 
     The differences are those of the gradient of `f` along the vector, so they tell whether the rule is differentiated
-    rightly, not whether it is right: that is `check_vjp`'s.
+    rightly. `check_vjp` tells whether the rule is right.
 
     Args:
       f: as in `check_vjp`.
@@ -187,7 +194,7 @@ def check_hvp(
       seed: as in `check_vjp`.
 
     Returns:
-      A report, as `check_vjp`.
+      A `Report`, as `check_vjp`.
 
     Raises:
       TypeError: as `check_vjp`.
@@ -213,12 +220,30 @@ def check_hvp(
 
 
 def assert_vjp(f: Callable[..., Any], args: Args, **options: Any) -> None:
-    """`check_vjp`, raising AssertionError with the report's table unless it is `ok`."""
+    """Check gradients by `check_vjp`, and raise unless the report is `ok`.
+
+    Args:
+      f: as in `check_vjp`.
+      args: as in `check_vjp`.
+      **options: the other arguments of `check_vjp`.
+
+    Raises:
+      AssertionError: a row is not `ok`; the message is the report's table.
+    """
     _assert(check_vjp(f, args, **options))
 
 
 def assert_hvp(f: Callable[..., Any], args: Args, **options: Any) -> None:
-    """`check_hvp`, raising AssertionError with the report's table unless it is `ok`."""
+    """Check Hessian-vector products by `check_hvp`, and raise unless the report is `ok`.
+
+    Args:
+      f: as in `check_hvp`.
+      args: as in `check_hvp`.
+      **options: the other arguments of `check_hvp`.
+
+    Raises:
+      AssertionError: a row is not `ok`; the message is the report's table.
+    """
     _assert(check_hvp(f, args, **options))
 
 

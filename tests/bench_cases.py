@@ -27,7 +27,7 @@ SMALL = {
 
 
 def off_by(part, which=0):
-    """A peer with one of the gradients off by a part."""
+    """A peer with one of its gradients off by a part."""
 
     def function(workload):
         right = PEERS["jnp"].function(workload)

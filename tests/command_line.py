@@ -1,4 +1,4 @@
-"""`python -m jln`, in this process or in one of its own."""
+"""Runs of `python -m jln`, in this process or in one of its own."""
 
 import os
 import subprocess
@@ -8,14 +8,14 @@ from jln._cli import app
 
 
 def run(capsys, *arguments):
-    """-> (exit status, stdout, stderr)"""
+    """Run the command line in this process and return its exit status, stdout and stderr."""
     status = app.run(arguments)
     captured = capsys.readouterr()
     return status, captured.out, captured.err
 
 
 def process(*arguments, before="", **environment):
-    """The same in a process of its own: `python -m jln`, after some code."""
+    """Run some code and then `python -m jln` in a process of its own."""
     code = (
         f"import sys, runpy\n{before}\nsys.argv = ['jln', *{arguments!r}]\nrunpy.run_module('jln', run_name='__main__')"
     )

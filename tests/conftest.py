@@ -1,4 +1,7 @@
-"""Kernels run on the GPU where there is one, else in Triton's interpreter, which must be chosen before triton loads."""
+"""Fixtures of all tests. Kernels run on the GPU where there is one, else in Triton's interpreter.
+
+The interpreter must be chosen before triton is imported.
+"""
 
 import os
 import pathlib
@@ -25,7 +28,7 @@ def implementation(request):
 
 @pytest.fixture
 def compile_fast():
-    """For tests of what JAX makes of an operator, not XLA: many small programs, each of which runs once."""
+    """Compile without XLA's optimisations, for tests of many small programs that run once each."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
@@ -33,7 +36,7 @@ def compile_fast():
 
 @pytest.fixture
 def promoted_ranks():
-    """Other libraries rely on it."""
+    """Let JAX promote ranks, which other libraries rely on."""
     with jax.numpy_rank_promotion("allow"):
         yield
 

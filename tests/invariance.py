@@ -1,4 +1,4 @@
-"""Batch invariance, as several tests ask for it."""
+"""Batch invariance, for the tests of several operators."""
 
 import jax
 import numpy as np
@@ -9,8 +9,9 @@ from workbench import OPERATORS
 
 
 def assert_rows_are_independent(rows, width):
-    """Bit for bit, y and dx of some rows by themselves are what they are among all. In float32: 16 bits would round
-    away what another order of additions changes.
+    """Assert that y and dx of some rows by themselves are, bit for bit, what they are among all rows.
+
+    In float32: 16 bits would round away what another order of additions changes.
     """
     x, _, scale, offset = workbench.arguments(OPERATORS["layer_norm"], (rows, width), "float32")
     dy = workbench.normal(9, x.shape, x.dtype)

@@ -34,7 +34,10 @@ def parameter_shape(shape, axes, varies, of_h=True):
 
 
 def made(name, *, gate="H", varies="shared", axis=-1, shape=SHAPE, dtype="float64"):
-    """-> (all that the operator takes, by name, its gate of that kind, scale and offset varying so; the options)"""
+    """Return the operator's arguments by name, and its options.
+
+    gate: its kind. varies: how scale and offset vary over axes of rows.
+    """
     axes = tuple(a % len(shape) for a in (axis if isinstance(axis, tuple) else (axis,)))
     shapes = {"x": shape, "scale": parameter_shape(shape, axes, varies)}
     if OPERATORS[name].centres:

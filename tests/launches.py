@@ -50,7 +50,7 @@ GATED_SWITCHES = {
 
 
 def named(*arrays):
-    """Their dtypes' names, None for what is absent."""
+    """The names of the arrays' dtypes, None for what is absent."""
     return (None if a is None else a.dtype.name for a in arrays)
 
 
@@ -136,7 +136,7 @@ FUSED = [
 
 
 def linear_launches(rows, h, n, dtypes, chip, switches, trial=None):
-    """The launches of LayerNorm+Linear forward and backward at this size, none made; a residual is x's like."""
+    """The launches of LayerNorm+Linear forward and backward at this size, none made; a residual has x's dtype."""
     from jln._norm_linear import launcher
 
     jax.config.update("jax_enable_x64", True)

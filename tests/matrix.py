@@ -1,4 +1,4 @@
-"""The operators as functions of what they are given, and the transformations that a test can put them under."""
+"""The operators as functions of their arguments, and the transformations that a test can put them under."""
 
 import functools
 import itertools
@@ -20,7 +20,7 @@ OPTIONAL = {name: "".join(a.name[0] for a in o.arguments if a.optional) for name
 
 
 def _sets(name):
-    """Of the optional arguments; of a form with extras those with all else."""
+    """The sets of optional arguments to try; for a form with extras each with all of them."""
     extras = "".join(n[0] for n in FORMS[name].given_extras)
     chosen, rest = (extras, OPTIONAL[name].removesuffix(extras)) if extras else (OPTIONAL[name], "")
     for n in range(bool(extras), len(chosen) + 1):
@@ -34,7 +34,7 @@ ROWS, H = (4, 2), 8  # What a mesh of 4x2 divides.
 
 @functools.cache
 def operands(name):
-    """What it needs, then the optional arguments: a dict from name to array."""
+    """The arrays that an operator needs, then its optional ones, by name."""
     sizes = _catalogue.sizes((*ROWS, H), -1, (2, H // 2))
     ordered = sorted(FORMS[name].arguments, key=lambda a: a.optional)
     arrays = [a.of(sizes, "float64", "float64") for a in ordered]
@@ -42,7 +42,7 @@ def operands(name):
 
 
 def bind(name, given, module=jln, **options):
-    """The operator as a function of x, what it needs beside, and the optional arguments that are given; and those."""
+    """The operator as a function of x, what it needs beside, and the given optional arguments; and those arrays."""
     operator, complete = FORMS[name], operands(name)
     absent = [a.name for a in operator.arguments if a.optional and a.name[0] not in given]
     chosen = {n: a for n, a in complete.items() if n not in absent}
@@ -50,12 +50,12 @@ def bind(name, given, module=jln, **options):
 
 
 def loss(f):
-    """Uses every result, with a gradient that is nowhere zero."""
+    """A loss that uses every result, with a gradient that is nowhere zero."""
     return lambda *a: sum(jnp.sum(jnp.sin(r)) for r in jax.tree.leaves(f(*a)))
 
 
 def loss_by_name(f):
-    """The same of a function of arguments by name, each result with a weight of its own."""
+    """A loss of a function of arguments by name, each result with a weight of its own."""
     return lambda a: sum(jnp.sum(jnp.sin((1 + i) * r)) for i, r in enumerate(jax.tree.leaves(f(**a))))
 
 
@@ -70,12 +70,12 @@ def of_some(function, operands, names, some):
 
 
 def mesh(kind=AxisType.Auto):
-    """Of eight devices, which a test asks for first."""
+    """A mesh of eight devices, which a test asks for first."""
     return Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("data", "tensor"), axis_types=(kind,) * 2)
 
 
 def communication(compiled):
-    """Of a compiled program: how many collectives of each kind there are, and the bytes of each kind's results."""
+    """The number of collectives of each kind in a compiled program, and the bytes of each kind's results."""
     count, size = Counter(), Counter()
     pattern = r" = (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
     for shapes, kind in re.findall(pattern, compiled.as_text()):
@@ -88,7 +88,7 @@ def communication(compiled):
 
 
 def first(f):
-    """y alone, of the shape of x."""
+    """The function with its first result alone, y, of the shape of x."""
     return lambda *a: jax.tree.leaves(f(*a))[0].reshape(a[0].shape)
 
 
@@ -135,7 +135,7 @@ save_statistics = jax.checkpoint_policies.save_only_these_names(jln.STATISTICS)
 
 
 def vmapped(f, a, which):
-    """vmap over the arguments that `which` picks."""
+    """A vmap over the arguments that `which` picks."""
     grown = [examples([v])[0] if which(i) else v for i, v in enumerate(a)]
     return grown, [0 if which(i) else None for i in every(a)]
 

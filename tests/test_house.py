@@ -1,4 +1,4 @@
-"""Who imports whom: arrows run downwards, and nothing runs in a circle. jln/README.md has the map."""
+"""House rules: imports run downwards and never in a circle (jln/README.md has the map); docstrings stand alone."""
 
 import ast
 import graphlib
@@ -185,3 +185,43 @@ def test_a_package_is_what_its_own_relative_imports_start_from():
 @pytest.mark.parametrize("text", ["if TYPE_CHECKING:\n    {}", "if not typing.TYPE_CHECKING:\n    pass\nelse:\n    {}"])
 def test_what_only_type_checkers_see_is_no_arrow(text):
     assert upwards("jln._norm.rules", text.format("from .._cli import app")) == set()
+
+
+# A docstring that begins so is the rest of a sentence, a question, or about something said elsewhere.
+NO_BEGINNINGS = """
+about after also and as at because before behind beside but by during for from in into of on onto only or over per since
+so than through to under until unless via with within without not nor else otherwise likewise
+how if what when where whether which while who whom whose why
+he her here his it its she that their them then there these they this those we you
+"""
+
+
+def beginnings(text: str):
+    """The first word of each docstring, with the name of what it is of."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (doc := ast.get_docstring(node)):
+            yield getattr(node, "name", "the module"), doc.split()[0]
+
+
+def stands_alone(word: str) -> bool:
+    """Whether a docstring may begin so: with code or a capital letter, and with a verb or a noun."""
+    return (word[0] == "`" or word[0].isupper()) and word.rstrip(".,:;").lower() not in NO_BEGINNINGS.split()
+
+
+READ = [
+    path
+    for folder in ("jln", "benchmarks", "examples", "tests")
+    for path in sorted((ROOT.parent / folder).rglob("*.py"))
+    if not path.name.startswith("test_")  # there a docstring goes on from the test's name
+]
+
+
+@pytest.mark.parametrize("path", READ, ids=lambda path: str(path.relative_to(ROOT.parent)))
+def test_docstrings_begin_with_a_verb_or_a_noun(path):
+    assert [(of, word) for of, word in beginnings(path.read_text()) if not stands_alone(word)] == []
+
+
+@pytest.mark.parametrize("doc", ["Of a result.", "What it takes.", "Likewise.", "-> rows", "x: of a row.", "(31)"])
+def test_a_docstring_that_does_not_stand_alone_is_seen(doc):
+    for text in (f'"""{doc}"""', f'def f():\n    """{doc}"""', f'class A:\n    def f(self):\n        """{doc}"""'):
+        assert [stands_alone(word) for _, word in beginnings(text)] == [False]

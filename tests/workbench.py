@@ -17,8 +17,9 @@ from jln._catalogue import EPSILON
 
 @dataclasses.dataclass(frozen=True)
 class Operator:
-    """A public function as the tests call it: of all that functions of its kind take, in order, absent ones None. Those
-    of the norms take a residual, which may be None.
+    """A public function as the tests call it: with all arguments of its kind in order, absent ones None.
+
+    Those of the norms take a residual, which may be None.
     """
 
     entry: _catalogue.Operator
@@ -37,12 +38,13 @@ class Operator:
 
     @property
     def results(self):
-        """The names of what it returns, and of its operands' gradients."""
+        """The names of the operator's results, and of its operands' gradients."""
         return (*(a.name for a in self.kind.results), *(f"d{name}" for name in self.kind.names))
 
     def __call__(self, *operands, module=jln, **options):
-        """-> y of a Linear or of a gated norm, or (y, total); of a norm (y, total), where `total` is None if nothing is
-        added.
+        """Call the operator: y of a Linear or of a gated norm, or (y, total).
+
+        A norm returns (y, total), where `total` is None if nothing is added.
         """
         named = dict(zip(self.kind.names, operands, strict=True))
         static = dict(self.entry.options) | options
@@ -60,14 +62,15 @@ FORMS = {name: Operator(entry) for name, entry in _catalogue.FORMS.items() if en
 
 
 def normal(seed: int, shape, dtype, mean: float = 0.0, spread: float = 1.0) -> jax.Array:
-    """Made by NumPy: JAX would compile a program for each shape and dtype."""
+    """Random numbers, made by NumPy: JAX would compile a program for each shape and dtype."""
     values = spread * np.random.default_rng([seed, *shape]).standard_normal(shape) + mean
     return jnp.asarray(values.astype(jnp.dtype(dtype)))
 
 
 def arguments(operator: Operator, shape, dtype, *, features=(), parameter_dtype=None, axis=-1, mean=0.0):
-    """All that functions of its kind take, absent ones None; every row of x has the given mean and spread 1, and y of a
-    Linear is of the size of its bias.
+    """All arguments that functions of an operator's kind take, absent ones None.
+
+    Every row of x has the given mean and spread 1, and y of a Linear is of the size of its bias.
     """
     sizes = _catalogue.sizes(shape, axis, features)
 
@@ -81,8 +84,9 @@ def arguments(operator: Operator, shape, dtype, *, features=(), parameter_dtype=
 
 
 def named(name: str, shape, dtype, *, features=(), **options):
-    """All that the operator takes, by name; of several Linears, where `features` has a tuple for each, every second is
-    without a bias.
+    """All arguments that the operator takes, by name.
+
+    Of several Linears, where `features` has a tuple for each, every second is without a bias.
     """
     operator = (OPERATORS | LINEAR_OPERATORS | GATED)[name]
     several = bool(features) and isinstance(features[0], tuple)
@@ -98,7 +102,7 @@ def named(name: str, shape, dtype, *, features=(), **options):
 
 
 def cotangents(outputs):
-    """Of one shape and yet different: taken for each other they would be noticed."""
+    """Cotangents of one shape and yet different: taken for each other they would be noticed."""
     leaves, tree = jax.tree.flatten(outputs)
     return jax.tree.unflatten(tree, [normal(6 + i, a.shape, a.dtype) for i, a in enumerate(leaves)])
 
@@ -119,9 +123,10 @@ def value_and_gradients(operator: Operator, function, operands, cotangent=None):
 
 
 def truth(operator: Operator, operands, cotangent, total=None, *, zero_centered_scale=False, epsilon=EPSILON):
-    """The same in float64 (longdouble for float64 operands), in NumPy, in blocks of rows, and what one rounding of each
-    intermediate may change: `(values, roundings)`, roundings a number a row or an element (of parameters' gradients, a
-    number an element).
+    """The true values of all results and gradients, and what roundings may change of them: `(values, roundings)`.
+
+    They are in float64 (longdouble for float64 operands), in NumPy, in blocks of rows. roundings is what one rounding
+    of each intermediate may change, a number a row or an element (of parameters' gradients, a number an element).
 
     Of x [M, H], kernel [H, N] and gate [H] or [M, 1]. `total` is the rounded sum that was normalised.
     """
@@ -250,7 +255,7 @@ def truth(operator: Operator, operands, cotangent, total=None, *, zero_centered_
 
 
 def _silu(z):
-    """It and its derivative."""
+    """The value of silu and its derivative."""
     share = 1 / (1 + np.exp(-z))
     return z * share, share * (1 + z * (1 - share))
 
@@ -260,8 +265,9 @@ def _largest(a):
 
 
 def errors(got, plain, true):
-    """Each result's error and what is allowed of it, by element: at most twice that of plain jnp in the same dtype,
-    plus one rounding. Yields (name, error, allowed, plain jnp's largest error).
+    """Yield of each result (name, error, allowed, plain jnp's largest error), error and allowed by element.
+
+    Allowed is at most twice the error of plain jnp in the same dtype, plus one rounding.
     """
     values, roundings = true
     assert got.keys() == plain.keys()
@@ -286,7 +292,7 @@ def assert_accurate(got, plain, true):
 
 
 def check(operator: Operator, operands, implementation, cotangent=None, *, epsilon=EPSILON, **options):
-    """Every result and gradient, by `assert_accurate`. Options are the operator's."""
+    """Check every result and gradient by `assert_accurate`. Options are the operator's."""
     ours, plain = (
         functools.partial(operator, epsilon=epsilon, **options, **of)
         for of in ({"implementation": implementation}, {"module": jln.reference})
@@ -299,7 +305,7 @@ def check(operator: Operator, operands, implementation, cotangent=None, *, epsil
 
 
 def shares(got, plain, true):
-    """From each result's name to its largest error as a part of what is allowed; infinite where one is not a number."""
+    """The largest error of each result by name, as a part of what is allowed; infinite where one is not a number."""
     return {
         name: float(np.max(np.where(error == 0, 0, np.nan_to_num(error / allowed, nan=np.inf)), initial=0.0))
         for name, error, allowed, _ in errors(got, plain, true)

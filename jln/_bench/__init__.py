@@ -1,1 +1,1 @@
-"""What is measured: named workloads, whole training steps, and what users would have instead of this library."""
+"""Benchmarks: named workloads, whole training steps, and the programs that users would have without this library."""

@@ -1,4 +1,4 @@
-"""A whole pre-norm block, as each peer's norms make it: what a layer is worth is seen in the step it is a part of."""
+"""A whole pre-norm block, with the norms of each peer: a layer's worth shows in the step that it is a part of."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _linear(name: str, h: str, n: str) -> tuple[Array, Array]:
 
 
 def _signature(*projections: tuple[Array, Array]) -> Signature:
-    """projections: kernels and biases of queries, keys and values."""
+    """The signature of a block, whose queries, keys and values are made by `projections`: pairs of kernel and bias."""
     arguments = (
         *(Array("x", "activation", ("x",)), *_norm(1), *(a for pair in projections for a in pair)),
         *(*_linear("out", "H", "H"), *_norm(2), *_linear("up", "H", "4H"), *_linear("down", "4H", "H")),
@@ -37,11 +37,14 @@ _APART = _signature(*(_linear(name, "H", "H") for name in "qkv"))
 
 @dataclasses.dataclass(frozen=True)
 class Block(Workload):
-    """shape: of x, [batch, tokens, width]. `x += out(attention(qkv(norm(x)))); x += down(gelu(up(norm(x))))`, the first
-    norm and the Linear behind it one operator, the second one's sum and it another; all the rest is the same program
-    for every peer. Its training step is forward and backward: what an optimizer adds is the same for all.
+    """A block `x += out(attention(qkv(norm(x)))); x += down(gelu(up(norm(x))))` of `x [batch, tokens, width]`.
 
-    apart: a Linear each of queries, keys and values, and the second norm's operator has its Linear, too.
+    Two operators differ between peers: the first norm with the Linear behind it, and the second norm with the sum in
+    front. All the rest is the same program for every peer. The training step is forward and backward: an optimizer
+    would add the same to each.
+
+    shape: x's, `[batch, tokens, width]`.
+    apart: queries, keys and values have a Linear each, and the second operator has its Linear, too.
     """
 
     heads: int = 0
@@ -57,7 +60,7 @@ class Block(Workload):
         return {"x": self.shape, "H": (self.width,), "3H": (3 * self.width,), "4H": (4 * self.width,)}
 
     def parts(self) -> tuple[Workload, Workload]:
-        """The two operators that differ between peers."""
+        """The two operators that differ between peers, as workloads."""
         norm = {"shape": self.shape, "dtype": self.dtype, "parameter_dtype": self.parameter_dtype, "why": self.why}
         features = 3 * (self.width,) if self.apart else 3 * self.width
         qkv = Workload(name="qkv", operator="layer_norm_linear", features=features, **norm)
@@ -66,7 +69,7 @@ class Block(Workload):
         return qkv, Workload(name="add", operator="add_layer_norm", **norm)
 
     def of(self, norm_linear: Callable[..., Any], add_norm: Callable[..., Any]) -> Callable[..., Any]:
-        """The block with these for its operators, those of `parts`."""
+        """The block as a function of its arguments, made with a peer's functions of the two workloads of `parts`."""
 
         def block(*arguments: jax.Array) -> jax.Array:
             p = dict(zip(self.signature.names, arguments, strict=True))
@@ -89,7 +92,7 @@ class Block(Workload):
         return block
 
     def product_flops(self, direction: str | None = None) -> int:
-        """Of the four Linears (12 H^2 parameters) and of attention, of which the causal half."""
+        """The operations of the four Linears (12 H^2 parameters) and of the causal half of attention."""
         h, tokens = self.width, self.shape[1]
         forward = 2 * self.rows * (12 * h * h + tokens * h)
         return sum(forward * (1 + DIRECTIONS.index(d)) for d in self._directions(direction))

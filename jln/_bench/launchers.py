@@ -1,7 +1,7 @@
-"""The launchers, called as the operators call them at a workload's size: what `python -m jln tune` compiles and times.
+"""The launchers, called as the operators call them at a workload's size, for `python -m jln tune`.
 
-A Linear's launcher where its kernels are fused; where they are not, the norm's beside XLA's products, which are none of
-tuning's business and would drown what is.
+A fused Linear is its own launcher. Any other is represented by its norm's launcher: XLA's products around it are not
+tuned, and their time would hide that of the norm.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jln._triton.target import Target
 
 
 def call(workload: Workload, direction: str, target: Target) -> tuple[Callable[..., Any], Any]:
-    """-> (a launcher that wants nothing but its operands, their shapes)"""
+    """Return a launcher that takes nothing but its operands, and the operands' shapes."""
     from jln._norm import launcher as norm_launcher
     from jln._norm_linear import launcher as linear_launcher
 

@@ -1,7 +1,7 @@
-"""How a stack's parameters, its stream and its features lie on a mesh, as trainers shard them.
+"""The layout of a stack's parameters, stream and features on a mesh, as trainers shard them.
 
-Only stacks whose Linears are `apart`: to split one's features into queries, keys and values would move them between
-devices.
+Only stacks whose Linears are `apart` have a layout: to split the features of a joint Linear into queries, keys and
+values would move them between devices.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ SPLIT_BY_ROWS = ("out", "down")  # the Linears that lead back to the stream: ten
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where everything is. mesh: of axes from `AXES`; one of none is one device.
+    """The places of a stack's arrays on a mesh.
 
-    sequence: between the blocks the stream is split by its tokens over "tensor", whose devices split the features of
-    the Linears (Megatron's sequence parallelism); else each of them has it whole.
+    mesh: its axes are some of `AXES`; a mesh without axes is one device.
+    sequence: between the blocks the stream is split by tokens over the axis "tensor", whose devices split the Linears'
+      features (Megatron's sequence parallelism). Otherwise each of these devices has the whole stream.
     """
 
     mesh: Mesh = NO_MESH
@@ -45,7 +46,10 @@ class Layout:
     sizes = property(lambda self: " x ".join(f"{axis} {size}" for axis, size in self.mesh.shape.items()))
 
     def fitted(self, stack: Stack) -> Stack:
-        """The stack with as many sequences as the batch's axes need. Raises ValueError for what cannot be split."""
+        """The stack with as many sequences as the batch's axes need.
+
+        Raises ValueError for sizes that the mesh cannot split.
+        """
         rows = self.size(*ROWS)
         batch, tokens, width = stack.shape
         split = [
@@ -63,16 +67,19 @@ class Layout:
         return dataclasses.replace(stack, shape=(math.ceil(batch / rows) * rows, tokens, width))
 
     def stream(self, x: jax.Array) -> jax.Array:
-        """[..., batch, tokens, width] as it is between Linears that lead back and norms."""
+        """Shard `x [..., batch, tokens, width]` as the stream is between blocks."""
         return self._constrained(x, self._of_stream())
 
     def features(self, y: jax.Array) -> jax.Array:
-        """[..., batch, tokens, features] as they are behind a norm's Linears."""
+        """Shard `y [..., batch, tokens, features]` as the features behind a norm's Linears are."""
         return self._constrained(y, self._spec(ROWS, None, TENSOR))
 
     def attend(self, stack: Stack, projected: Sequence[jax.Array]) -> jax.Array:
-        """The stack's attention. JAX cannot partition cuDNN's in a stage, where some axes are manual: there it is in a
-        `shard_map` of its own; and what it holds, whose sharding JAX would get wrong, is made again.
+        """The stack's attention, sharded.
+
+        In a pipeline's stage, where some mesh axes are manual, JAX cannot partition cuDNN's attention: there it is in a
+        `shard_map` of its own. JAX would give what it keeps for the backward pass a wrong sharding, so it is made
+        again.
         """
         projected = [self.features(y) for y in projected]
         attend = stack.attend
@@ -82,8 +89,10 @@ class Layout:
         return self.features(attend(projected))
 
     def arguments(self, stack: Stack) -> tuple[Any, jax.ShapeDtypeStruct]:
-        """A step's (parameters, x) in their places. With a pipeline, parameters of blocks have an axis of stages in
-        front, and x one of microbatches, as many as stages.
+        """A step's (parameters, x) as shapes with their shardings.
+
+        In a pipeline the parameters of blocks have an axis of stages in front, and x has one of microbatches, as many
+        as there are stages.
         """
         parameters = dataclasses.replace(stack, layers=stack.layers // self.stages).parameters()
 
@@ -100,7 +109,7 @@ class Layout:
         return jax.tree_util.tree_map_with_path(placed, parameters), x.update(sharding=NamedSharding(self.mesh, of_x))
 
     def step(self, stack: Stack, loss: Loss) -> Callable[..., Any]:
-        """(parameters, x) -> (loss, gradients of both), each gradient where its argument is."""
+        """Return a function (parameters, x) -> (loss, gradients of both), each gradient sharded like its argument."""
         places = jax.tree.map(lambda a: a.sharding, self.arguments(stack))
 
         def step(*arguments: Any) -> Any:
@@ -110,8 +119,11 @@ class Layout:
         return step
 
     def pipelined(self, blocks: Callable[[Any, jax.Array], jax.Array], end: Callable[[Any, jax.Array], Any]) -> Loss:
-        """Of the stages' `blocks` (parameters, x) -> x and of what is behind the last, `end`: (norm's parameters, x) ->
-        loss. Each stage passes a microbatch on to the next; their axis is manual, all others are the compiler's.
+        """The loss of a pipeline, in which each stage passes a microbatch on to the next.
+
+        blocks: a stage's (parameters, x) -> x.
+        end: what follows the last stage, (the final norm's parameters, x) -> loss.
+        The mesh axis of stages is manual; all others are left to the compiler.
         """
         last = self.stages - 1
 
@@ -136,7 +148,7 @@ class Layout:
         return loss
 
     def among(self, group: Sequence[int] | None) -> tuple[str, ...]:
-        """The axes along which the devices of a collective's group differ."""
+        """The mesh axes along which the devices of a collective's group differ."""
         sizes = tuple(self.mesh.shape.values())
         at = np.unravel_index(range(self.mesh.size) if group is None else group, sizes)
         return tuple(axis for axis, where in zip(self.mesh.axis_names, at, strict=True) if len({*where}) > 1)
@@ -153,7 +165,7 @@ class Layout:
         return self._spec(TENSOR) if split else P()
 
     def _spec(self, *axes: str | tuple[str, ...] | None) -> P:
-        """Of the axes that the mesh has."""
+        """A PartitionSpec of the given axes, without those that the mesh lacks."""
 
         def there(named: str | tuple[str, ...] | None) -> tuple[str, ...] | None:
             names = (named,) if isinstance(named, str) else named or ()

@@ -26,8 +26,10 @@ def square_sum(y: jax.Array) -> jax.Array:
 
 
 class Branch(NamedTuple):
-    """What the layer before would have added to x: `gate * (x + bias)`, or the norm of x with the parameters `norm`.
-    All but x may be None.
+    """The branch that the layer before would have added to x: `gate * (x + bias)`, or a norm of x.
+
+    bias, gate: None where there is none.
+    norm: the parameters of the norm of x; None where the branch has no norm.
     """
 
     x: jax.Array
@@ -46,8 +48,8 @@ class Branch(NamedTuple):
         return stream + (x if self.gate is None else x * self.gate)
 
 
-# This library's. A projection is the norm and the Linears behind it: (norm's parameters, the Linears', x, branch) ->
-# (features of each, x + branch); the branch is None at the beginning.
+# The variants of this library. A projection is the norm and the Linears behind it: (norm's parameters, the Linears', x,
+# branch) -> (features of each, x + branch); the branch is None at the beginning.
 Linears = Sequence[Any]
 Projected = tuple[tuple[jax.Array, ...], jax.Array]
 Projection = Callable[[Any, Linears, jax.Array, Branch | None], Projected]
@@ -59,12 +61,12 @@ def linear(parameters: Any, x: jax.Array) -> jax.Array:
 
 
 def branch_of(parameters: Any, x: jax.Array, gate: jax.Array | None, norm: Any, layout: Layout) -> Branch:
-    """A Linear, its bias and the norm behind it left to whoever adds the branch."""
+    """The branch that a Linear ends: its product, with bias, gate and norm left to whoever adds the branch."""
     return Branch(layout.stream(x @ parameters["kernel"].astype(x.dtype)), parameters.get("bias"), gate, norm)
 
 
 def add_and_norm(norm: Any, x: jax.Array, branch: Branch | None) -> tuple[jax.Array, jax.Array]:
-    """-> (z, x + branch)"""
+    """Return (the norm of x + branch, x + branch), by the one operator that makes both."""
     parameters = _norm_parameters(norm)
     if branch is None:
         operator: Any = jln.layer_norm if "bias" in norm else jln.rms_norm
@@ -76,25 +78,28 @@ def add_and_norm(norm: Any, x: jax.Array, branch: Branch | None) -> tuple[jax.Ar
 
 
 def _norm_parameters(norm: Any) -> tuple[Any, ...]:
-    """Scale and offset, or scale."""
+    """A norm's scale and offset, or its scale alone."""
     return tuple(norm[name] for name in ("scale", "bias") if name in norm)
 
 
 def add_norm(norm: Any, linears: Linears, x: jax.Array, branch: Branch | None) -> Projected:
-    """By `add_layer_norm` or `add_rms_norm`, which keep z for the Linears' backward pass."""
+    """A projection by `add_layer_norm` or `add_rms_norm`, which keep z for the Linears' backward pass."""
     z, x = add_and_norm(norm, x, branch)
     return tuple(linear(p, z) for p in linears), x
 
 
 def norm_linear(norm: Any, linears: Linears, x: jax.Array, branch: Branch | None) -> Projected:
-    """By `layer_norm_linear` or `rms_norm_linear`, which do not; the sum is XLA's, or `rms_norm_add`'s."""
+    """A projection by `layer_norm_linear` or `rms_norm_linear`, which do not keep z.
+
+    The sum in front is XLA's, or `rms_norm_add`'s where the branch has a norm.
+    """
     x = x if branch is None else branch.added_to(x)
     operator: Any = jln.layer_norm_linear if "bias" in norm else jln.rms_norm_linear
     return operator(x, *_norm_parameters(norm), *_of_all(linears, x.dtype), epsilon=EPSILON), x
 
 
 def add_norm_linear(norm: Any, linears: Linears, x: jax.Array, branch: Branch | None) -> Projected:
-    """By `add_layer_norm_linear` or `add_rms_norm_linear`, where there is something to add."""
+    """A projection by `add_layer_norm_linear` or `add_rms_norm_linear`, or by `norm_linear` without a branch."""
     if branch is None or branch.norm is not None:
         return norm_linear(norm, linears, x, branch)
     operator: Any = jln.add_layer_norm_linear if "bias" in norm else jln.add_rms_norm_linear
@@ -103,20 +108,20 @@ def add_norm_linear(norm: Any, linears: Linears, x: jax.Array, branch: Branch | 
 
 
 def _of_all(linears: Linears, dtype: Any) -> list[Any]:
-    """Kernels and biases, in the dtype of x."""
+    """The Linears' kernels and biases, cast to `dtype`."""
     return [
         tuple(p[name].astype(dtype) for p in linears) if name in linears[0] else None for name in ("kernel", "bias")
     ]
 
 
 def no_norm(_: Any, linears: Linears, x: jax.Array, branch: Branch | None) -> Projected:
-    """What would be left if norms cost nothing, and kept XLA from nothing: a bound, and no model."""
+    """A projection without its norm: a lower bound of the cost, as if norms were free and hid nothing from XLA."""
     x = x if branch is None else branch._replace(norm=None).added_to(x)
     return tuple(linear(p, x) for p in linears), x
 
 
 def plain_jnp(norm: Any, linears: Linears, x: jax.Array, branch: Branch | None) -> Projected:
-    """As users write it."""
+    """A projection in plain jnp, as users write it."""
     z, x = _plainly_normed(norm, x, branch)
     return tuple(linear(p, z) for p in linears), x
 
@@ -141,7 +146,7 @@ def jln_loss(
         up, x = before_mlp(norm_2, mlp, x, branch)
         active = layout.features(stack.activate([layout.features(y) for y in up]))
         branch = branch_of(p["down"], active, gate_2, p.get("post_2"), layout)
-        # What a checkpointed block takes is kept: better the sum than what is to be summed.
+        # A checkpointed block's arguments are kept: better the sum than its addends.
         return (x, branch) if stack.policy is None else (branch.added_to(x), None)
 
     def blocks(parameters, x):
@@ -168,7 +173,7 @@ def jln_loss(
 
 
 def flax_loss(stack: Stack) -> Loss:
-    """Of Flax Linen's own layers, which keep nothing from XLA."""
+    """The loss made of Flax Linen's own layers, which hide nothing from XLA."""
     import flax.linen as nn
 
     dtypes: dict[str, Any] = {"dtype": jnp.dtype(stack.dtype), "param_dtype": jnp.dtype(stack.parameter_dtype)}
@@ -225,12 +230,18 @@ OURS: dict[str, tuple[Projection, Projection]] = {
 
 
 def losses(stack: Stack) -> dict[str, Loss]:
-    """Flax's first, which the others are compared with, if it is installed."""
+    """The losses of a stack by variant.
+
+    The others are compared with the first: Flax's or, where Flax is not installed, plain jnp's.
+    """
     found = {"flax": flax_loss(stack)} if importlib.util.find_spec("flax") else {}
     return found | sharded_losses(stack, ON_ONE_DEVICE) | {"no norm at all": jln_loss(stack, no_norm, no_norm)}
 
 
 def sharded_losses(stack: Stack, layout: Layout) -> dict[str, Loss]:
-    """Plain jnp's first, which the others are compared with."""
+    """The losses of a stack on a mesh by variant.
+
+    The others are compared with the first, plain jnp's.
+    """
     variants = {"jnp": (plain_jnp, plain_jnp), **OURS}
     return {name: jln_loss(stack, *projections, layout=layout) for name, projections in variants.items()}

@@ -1,4 +1,4 @@
-"""One workload, all peers: programs compiled, their numbers checked, then timed together."""
+"""Measurement of one workload: all peers' programs compiled, their numbers checked, then all timed together."""
 
 from __future__ import annotations
 
@@ -24,8 +24,12 @@ from jln._testing.report import finite_or_text
 
 @dataclass(frozen=True)
 class Procedure:
-    """repetitions: of each program. cold: whether the L2 of a GPU is overwritten before each run. seed: of the data.
-    even_wrong: whether peers whose numbers are wrong are timed, too.
+    """Settings of a measurement.
+
+    repetitions: runs of each program.
+    cold: overwrite a GPU's L2 before each run.
+    seed: of the data.
+    even_wrong: time peers whose numbers are wrong, too.
     """
 
     repetitions: int
@@ -36,8 +40,10 @@ class Procedure:
 
 @dataclass(frozen=True)
 class PeerProgram:
-    """One peer in one direction. peak, temporary: bytes that it holds at most, arguments and results included, and
-    beyond those; None where nobody counts.
+    """A compiled program of one peer in one direction.
+
+    peak, temporary: the most bytes that it holds, with its arguments and results, and without. None where nobody
+      counts.
     """
 
     peer: Peer
@@ -49,7 +55,7 @@ class PeerProgram:
 
 
 def measure(workload: Workload, peers: Sequence[Peer], platform: str, procedure: Procedure) -> list[dict[str, Any]]:
-    """A record for each peer and direction, or for a peer with the reason why there is none."""
+    """Return a record for each peer and direction, or one for a peer with the reason why there is no measurement."""
     arguments, cotangents = numerics.arrays(workload, procedure.seed)
     records: list[dict[str, Any]] = []
     pending: list[_Pending] = []
@@ -102,7 +108,11 @@ def function_of(workload: Workload, peer: Peer) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class _Pending:
-    """A peer's programs before they are compiled. compile: may run in another thread. finish: from its result."""
+    """The programs of a peer before they are compiled.
+
+    compile: compiles them, and may run in another thread.
+    finish: makes the programs of its result.
+    """
 
     peer: Peer
     compile: Callable[[], Any]
@@ -128,8 +138,10 @@ def _pending(workload, peer, platform, arguments, cotangents) -> list[_Pending]:
 
 
 def _jax_programs(workload, peer, platform, function, arguments, cotangents) -> _Pending:
-    """The backward program takes what another one, which nobody times, leaves for it. On the CPU, where writing y out
-    is a good part of the time, there is one more program, "gradient": both directions, and y thrown away.
+    """The programs of a JAX peer, to be compiled.
+
+    The backward program takes what another program, which nobody times, leaves for it. On the CPU, where writing y is a
+    good part of the time, there is one more program, "gradient": both directions with y thrown away.
     """
     dy = workload.signature.packed(cotangents)
     jobs: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {"forward": (function, tuple(arguments))}
@@ -179,7 +191,7 @@ def _lowered(name: str, function: Callable[..., Any], given: Sequence[Any]) -> j
 
 
 def identifier(name: str) -> str:
-    """Under which a program is in a trace."""
+    """The name by which a trace shows a program."""
     return re.sub(r"\W", "_", name)
 
 
@@ -193,7 +205,7 @@ def _program(peer: Peer, direction: str, compiled: jax.stages.Compiled, given: S
 
 
 def _checked(workload: Workload, program: PeerProgram, judge: Judge) -> tuple[str, Accuracy | None, str]:
-    """-> (status, the worst result, reason)"""
+    """Return a program's status, its worst result, and the reason for the status."""
     try:
         worst = numerics.worst(judge, workload, program.direction, program.outputs())
     except Exception as error:
@@ -204,7 +216,7 @@ def _checked(workload: Workload, program: PeerProgram, judge: Judge) -> tuple[st
 
 
 def _timed(programs: Sequence[PeerProgram], platform: str, procedure: Procedure) -> dict[str, Times]:
-    """By the device's clock on a GPU, each framework by its own profiler; else by the wall's, all in one."""
+    """The times of programs: on a GPU by the device's clock, in each framework's profiler; else by the wall clock."""
     if platform != "gpu":
         return timing.walled([program.run for program in programs], procedure.repetitions) if programs else {}
     times = {}
@@ -237,7 +249,7 @@ def _record(workload, program, status, worst, reason, times: Times | None) -> di
         found["reason"] = reason
     if times is None:
         return found
-    if program.direction == "gradient":  # of bytes at least what the backward pass alone takes
+    if program.direction == "gradient":  # its bytes are at least those of the backward pass alone
         moved, flops = workload.bytes_once("backward"), workload.product_flops()
     else:
         direction = None if program.direction == "both" else program.direction
@@ -258,7 +270,7 @@ def _record(workload, program, status, worst, reason, times: Times | None) -> di
 
 
 def ceilings(platform: str, procedure: Procedure) -> dict[str, float]:
-    """What this machine reaches where nothing but memory, or nothing but arithmetic, counts: bytes/s and flop/s."""
+    """The bytes/s and flop/s that this machine reaches in programs that only copy or negate, or only multiply."""
     # Elements of 2 bytes: 1 GiB in and out; 16 MiB as the workloads' arrays, whose memory a CPU's allocator keeps.
     large = 2**29 if platform == "gpu" else 2**23
     side = 8192 if platform == "gpu" else 1024

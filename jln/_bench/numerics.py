@@ -1,4 +1,4 @@
-"""Whether a peer's numbers are right, before anybody times them: by the rule of `_accuracy`, on the device."""
+"""The check of a peer's numbers before it is timed: on its device, by the rule of `jln._accuracy`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from jln._bench.workloads import Workload
 
 
 def arrays(workload: Workload, seed: int = 0) -> tuple[list[Any], list[Any]]:
-    """-> (arguments, cotangents), arrays or tuples of them, normal: scales around 1, kernels that keep a result as
-    large as what it is made of. All are numbers of the workload's dtype, for peers whose parameters have it.
+    """Return a workload's arguments and cotangents, filled with normal random numbers.
+
+    Each is an array or a tuple of arrays. Scales are around 1, and kernels are small enough to keep a result as large
+    as what it is made of. All numbers fit the workload's dtype, for peers whose parameters have it.
     """
     described = list(zip(workload.signature.arrays, workload.arrays().values(), strict=True))
 
@@ -41,7 +43,7 @@ def arrays(workload: Workload, seed: int = 0) -> tuple[list[Any], list[Any]]:
 
 
 def names(workload: Workload, direction: str = "both") -> list[str]:
-    """Of what a program of a direction returns, "gradient" being both, less the results; of a step by default."""
+    """The names of what a program returns, by default of a whole step. "gradient" is "both" without the results."""
     found, signature = workload.arrays(), workload.signature
     results = [(a.name, found[a.name]) for a in signature.results if direction in ("forward", "both")]
     wanted = direction != "forward" and "backward" in workload.directions
@@ -49,8 +51,10 @@ def names(workload: Workload, direction: str = "both") -> list[str]:
 
 
 def reference(workload: Workload, rounded: bool) -> Callable[..., jax.Array]:
-    """Plain jnp. rounded: a sum with the residual is rounded to the workload's dtype, whatever the arguments' is; else
-    it may be left unrounded, as XLA does with what peers write.
+    """The workload's function in plain jnp.
+
+    rounded: round the sum with the residual to the workload's dtype, whatever the arguments' dtype. Otherwise the sum
+      may stay unrounded, as in what XLA makes of a peer's sum.
     """
     if isinstance(workload, Block):
         qkv, add = workload.parts()
@@ -62,7 +66,7 @@ def reference(workload: Workload, rounded: bool) -> Callable[..., jax.Array]:
 
 
 def judge(workload: Workload, arguments: Sequence[Any], cotangents: Sequence[Any]) -> Judge:
-    """Of a step's results."""
+    """The judge of a workload's training step at these arguments."""
     given = [*arguments, *(cotangents if "backward" in workload.directions else ())]
     plain = jax.tree.leaves(jax.jit(workload.step(reference(workload, rounded=False)))(*given))
     with jax.enable_x64(True):
@@ -78,6 +82,6 @@ def judge(workload: Workload, arguments: Sequence[Any], cotangents: Sequence[Any
 
 
 def worst(judge: Judge, workload: Workload, direction: str, got: Sequence[jax.Array]) -> Accuracy:
-    """Of what a program of that direction returned, what is the nearest to its limit, or beyond."""
+    """The accuracy of that result of a program which is nearest to its limit, or furthest beyond it."""
     found = [judge.accuracy(name, a) for name, a in zip(names(workload, direction), got, strict=True)]
     return max(found, key=lambda a: math.inf if math.isnan(a.part) else a.part)

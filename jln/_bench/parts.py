@@ -1,4 +1,4 @@
-"""What peers of every framework are made of, and their versions."""
+"""Helpers of the peers, whatever their framework."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jln._triton import target
 
 
 class Unsupported(Exception):
-    """A peer has nothing for a workload, or does not run here; the message says what."""
+    """The error of a peer that has nothing for a workload, or does not run on this machine; its message says why."""
 
 
 def kernels_asked_for() -> dict[str, str]:
@@ -29,11 +29,13 @@ def composed(
     *,
     of_examples: bool = False,
 ) -> Callable[..., Any]:
-    """A workload's function of its parts: norm(x, scale, offset or None), linear(z, kernel, bias or None), of which
-    several are several, silu(z).
+    """A workload's function, composed of `norm(x, scale, offset)`, `linear(z, kernel, bias)` and `silu(z)`.
 
-    The sum with a residual is the peer's `+`, in its dtype. of_examples: whether the norm may have parameters of each
-    example; raises Unsupported where it may not and has.
+    offset and bias may be None. Several Linears are several calls. The sum with a residual is the framework's `+`, in
+    its dtype.
+
+    of_examples: whether the norm can take parameters of each example. Where it cannot, a workload that has them raises
+      Unsupported.
     """
     names, adds = workload.signature.names, workload.entry.adds
     gate_first = workload.options == GATE_FIRST
@@ -65,25 +67,25 @@ def composed(
 
 
 def multiplied(z: Any, kernel: Any, bias: Any) -> Any:
-    """A Linear in plain operations, of any framework's arrays."""
+    """A Linear in plain operations, for arrays of any framework."""
     y = z @ kernel
     return y if bias is None else y + bias
 
 
 def linears(z: Any, kernel: Any, bias: Any, linear: Callable[..., Any]) -> Any:
-    """linear(z, kernel, bias), or of each kernel of a tuple."""
+    """`linear(z, kernel, bias)`, or for a tuple of kernels a tuple of such products."""
     if not isinstance(kernel, tuple):
         return linear(z, kernel, bias)
     return tuple(linear(z, k, b) for k, b in zip(kernel, bias or (None,) * len(kernel), strict=True))
 
 
 def one_line(error: Exception) -> str:
-    """Another library's errors run over many."""
+    """The message of an error of another library on one line, however many it has."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def version(distribution: str) -> str | None:
-    """None where it is not installed."""
+    """The version of an installed distribution; None where it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What users would have instead: the same operators of other libraries, as functions of the workload's arguments."""
+"""The peers: what users would have instead, the same operators of other libraries."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ from jln._catalogue import EPSILON
 
 @dataclass(frozen=True)
 class Peer:
-    """function: from a workload to a function of its arguments that returns its results; raises Unsupported.
+    """Another library's implementation of the workloads.
 
-    framework: what the function's arrays are of. package, distribution: to import, and to look the version up. on_cpu:
-    whether it runs there. of_norms: whether it has norms by themselves, too.
+    function: from a workload to a function of its arguments that returns its results; raises Unsupported.
+    framework: the framework whose arrays the function takes.
+    package, distribution: the name to import, and the name under which the version is known.
+    on_cpu: whether it runs on the CPU.
+    of_norms: whether it has norms by themselves, too.
     """
 
     name: str
@@ -37,7 +40,7 @@ class Peer:
     is_ours = property(lambda self: self.package == "jln")
 
     def missing(self, platform: str) -> str | None:
-        """Why it cannot be measured here; None where it can."""
+        """The reason why this peer cannot be measured here; None where it can."""
         if importlib.util.find_spec(self.package) is None:
             return f"{self.distribution} is not installed"
         if platform == "cpu" and not self.on_cpu:
@@ -101,7 +104,7 @@ def _haiku(workload: Workload) -> Callable[..., Any]:
     import haiku
 
     axis = workload.axis
-    # Of parameters along another axis it wants x's rank.
+    # Along another axis than the last, parameters must have x's rank.
     shape = [-1 if i == axis % len(workload.shape) else 1 for i, _ in enumerate(workload.shape)]
     shape = (-1,) if workload.is_over_last else shape
 
@@ -111,7 +114,7 @@ def _haiku(workload: Workload) -> Callable[..., Any]:
                 return haiku.RMSNorm(axis, EPSILON, create_scale=True, name="norm", param_axis=axis)(x)
             return haiku.LayerNorm(axis, True, True, EPSILON, name="norm", param_axis=axis)(x)
 
-        # In float32, as its mixed-precision policies have it for norms: in 16 bits it would sum in 16 bits.
+        # Norms in float32, as Haiku's mixed-precision policies have them: in 16 bits they would sum in 16 bits.
         given = {"scale": scale, "offset": offset}
         parameters = {"norm": {name: a.reshape(shape) for name, a in given.items() if a is not None}}
         transformed = haiku.without_apply_rng(haiku.transform(layer))

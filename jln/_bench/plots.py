@@ -50,7 +50,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of bars. title: what they are lengths of. part: of the sheet's width. line: a length to draw a line at,
+    """A column of bars.
+
+    title: what the bars are lengths of. part: the column's part of the sheet's width. line: a length to draw a line at,
     and what it means.
     """
 
@@ -170,8 +172,9 @@ def _operator(workload: dict[str, Any], programs: dict[str, dict[str, Any]]) -> 
 
 
 def operators(report: dict[str, Any]) -> Canvas | None:
-    """Draw the bytes that programs move beside every array once, and those held between forward and backward. What
-    gains most comes first.
+    """Draw the bytes that programs move beside every array once, and those held between forward and backward.
+
+    The operator that gains most comes first.
     """
     rows: list[tuple[float, Row]] = []
     for w in report["workloads"]:
@@ -307,8 +310,9 @@ def _timed(
     value: Callable[[dict[str, Any]], float | None],
     ours: Callable[[dict[str, Any]], str],
 ) -> Canvas | None:
-    """Draw a row for each workload, behind one of the geometric means where there are several. The row whose fastest
-    peer is furthest behind in the last column is the first.
+    """Draw a row for each workload, behind one of the geometric means where there are several.
+
+    The row whose fastest peer is furthest behind in the last column is the first.
     """
     found: dict[tuple[str, str], dict[str, tuple[float, dict[str, Any]]]] = {}
     for r in results["records"]:

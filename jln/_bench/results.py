@@ -1,4 +1,4 @@
-"""What a run of the benchmark found, with where and how: as JSON, and what follows from it."""
+"""Results of a benchmark with the machine and the versions that they are from: as JSON, and as a summary."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def environment(device: Any) -> dict[str, Any]:
     kind = device.device_kind
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        # Where there is no repository, only a copy of its files, somebody must say.
+        # A copy of the files, without a repository, has no commit: then the caller must name it.
         "commit": os.environ.get("JLN_COMMIT")
         or _printed("git", "-C", str(pathlib.Path(jln.__file__).parent), "describe", "--always", "--dirty"),
         "platform": device.platform,
@@ -58,8 +58,9 @@ def _processor() -> str:
 
 
 def add_ceiling(record: dict[str, Any], ceilings: dict[str, float] | None) -> dict[str, Any]:
-    """With the part of what this machine can do that was reached: the least time, for the bytes or for the arithmetic,
-    by the time taken.
+    """The record with the part of the machine's ceiling that it reached: the least possible time over the time taken.
+
+    The least time is that for the bytes or for the arithmetic, whichever is longer.
     """
     if "median" not in record or ceilings is None:
         return record
@@ -68,7 +69,7 @@ def add_ceiling(record: dict[str, Any], ceilings: dict[str, float] | None) -> di
 
 
 def save(results: dict[str, Any], path: pathlib.Path) -> None:
-    """At once or not at all, so that a run that is stopped leaves what it had."""
+    """Write the results at once or not at all, so that an interrupted run leaves the file of before."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f"{path.name}.{os.getpid()}.part")  # of this process: another may write the same file
     scratch.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
@@ -76,7 +77,7 @@ def save(results: dict[str, Any], path: pathlib.Path) -> None:
 
 
 def load(path: pathlib.Path) -> dict[str, Any]:
-    """Raises ValueError where it is no result of `save`."""
+    """The results in a file that `save` has written. Raises ValueError for any other file."""
     found = json.loads(path.read_text())
     if not isinstance(found, dict) or not {"environment", "ceilings", "records"} <= found.keys():
         raise ValueError("it is not what this command writes")
@@ -84,7 +85,7 @@ def load(path: pathlib.Path) -> dict[str, Any]:
 
 
 def relative(records: list[dict[str, Any]], statistic: str = "median") -> dict[tuple[str, str], dict[str, float]]:
-    """From (workload, direction) to each peer's time over jln's, where both were timed."""
+    """The time of each peer over jln's, by (workload, direction), where both were timed."""
     times: dict[tuple[str, str], dict[str, float]] = {}
     for record in records:
         if "median" in record:
@@ -101,7 +102,7 @@ def geometric_mean(numbers: list[float]) -> float:
 
 
 def summary(records: list[dict[str, Any]]) -> list[str]:
-    """What to take away: how the norms compare with the fastest peer, and each peer; where a peer is faster."""
+    """A summary in lines: the norms beside the fastest JAX peer, peers that are faster than jln, and wrong numbers."""
     lines = []
     found = relative(records)
     norms = {k: v for k, v in found.items() if k[0] in ALL and not ALL[k[0]].is_linear and k[0] not in BLOCKS}

@@ -42,7 +42,7 @@ Clock = Callable[[Sequence[Run]], dict[str, float]]
 
 @dataclasses.dataclass(frozen=True)
 class LauncherCall:
-    """One launcher's call."""
+    """A call of one launcher at the size of one workload."""
 
     workload: Workload
     direction: str
@@ -52,7 +52,7 @@ class LauncherCall:
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A choice, what the heuristics say, and what depends on it: the most rows first."""
+    """A choice of tiles to be settled, the heuristics' answer, and the calls that depend on it, most rows first."""
 
     key: Key
     heuristic: Tiles
@@ -63,7 +63,7 @@ class Question:
 
 
 def questions(workloads: Sequence[Workload], chip: Chip, others: Iterable[Workload] = ()) -> list[Question]:
-    """The choices that these workloads depend on, and with them what of the others does."""
+    """The choices that `workloads` depend on, each with the calls of `workloads` and of `others` that depend on it."""
     found: dict[Key, tuple[Tiles, list[LauncherCall]]] = {}
     for workload in (*workloads, *(w for w in others if w not in workloads)):
         for direction in workload.directions:
@@ -85,8 +85,10 @@ def _recorded(call: LauncherCall, tiles: dict[Key, Tiles], chip: Chip) -> tuple[
 
 
 def candidates(question: Question) -> list[Tiles]:
-    """What is within two steps of the heuristics', a step twice or half of a number, or a stage; rows whose sums have a
-    kernel without it, and the reverse. Only what a kernel can run, and never the heuristics' own.
+    """The tiles to try: those within two steps of the heuristics', without the heuristics' own.
+
+    A step doubles or halves a number, adds or removes a stage, or does the row sums in a kernel of their own or not.
+    Only tiles that a kernel can run are tried.
     """
     sizes, heuristic, choice = question.sizes, question.heuristic, question.choice
     width = next_power_of_2(sizes["h"])
@@ -113,7 +115,7 @@ def _neighbours(tile: Tile, names: Sequence[str]) -> Iterator[Tile]:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The compiler's, of the kernels that a choice launches, the worst of each. why: the reason not to time it."""
+    """The compiler's verdict on tiles: the worst of the kernels that they launch. why: the reason not to time them."""
 
     registers: int = 0
     spilled: int = 0
@@ -124,7 +126,7 @@ class Verdict:
 def verdicts(
     pool: concurrent.futures.Executor, question: Question, choices: Sequence[Tiles], chip: Chip
 ) -> list[Verdict]:
-    """Of each choice, whether it is worth a GPU's time: `why` None."""
+    """The compiler's verdict on each choice; those with no reason against them are worth a GPU's time."""
     tried = (question.heuristic, *choices)
     jobs = [pool.submit(compiled, question.calls[0], question.key, tiles, chip) for tiles in tried]
     own, *others = (job.result() for job in jobs)
@@ -145,7 +147,7 @@ def verdicts(
 
 
 def compiled(call: LauncherCall, key: Key, tiles: Tiles, chip: Chip) -> Verdict:
-    """What the compiler makes of the call with these tiles, and of a call that has all there is: others will."""
+    """Compile a call with these tiles, and the same call with every optional operand, which other users may give."""
     worst = Verdict()
     for each in (_fullest(call), call):
         launches, _ = _recorded(each, {key: tiles}, chip)
@@ -168,14 +170,17 @@ def _fullest(call: LauncherCall) -> LauncherCall:
 
 
 def identified(tiles: Tiles) -> str:
-    """A name under which a program with these tiles is in a trace."""
+    """The name by which a trace shows a program with these tiles."""
     return "tiles_" + "_".join(
         "no" if t is None else "_".join(map(str, dataclasses.astuple(t))) for t in tiles.values()
     )
 
 
 def prepared(call: LauncherCall, key: Key, choices: Sequence[Tiles], chip: Chip) -> list[Run | str]:
-    """Of each choice a program on this device, or why not; its numbers are held to those of the first."""
+    """A program on this device for each choice of tiles, or the reason why there is none.
+
+    A program whose numbers are not those of the first has a reason.
+    """
     _, shapes = launchers.call(call.workload, call.direction, Gpu(chip))
     leaves, tree = jax.tree.flatten(shapes)
     arrays = tree.unflatten(jax.random.normal(jax.random.key(i), a.shape, a.dtype) for i, a in enumerate(leaves))
@@ -213,12 +218,14 @@ def _tried(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class Wrong(str):
-    """The reason why a program is not timed whose numbers are not those of the heuristics' tiles."""
+    """The reason not to time a program: its numbers are not those of the heuristics' tiles."""
 
 
 def difference(got: Any, expected: Any, workload: Workload) -> Wrong | None:
-    """What is wrong with `got`; None if it differs by the order of sums: sums of n terms by about sqrt(n) roundings of
-    the arithmetic, here of at most 8 factors each, and what is rounded to 16 bits, or to TF32 for a product, by two.
+    """The way in which `got` is wrong; None where the order of sums explains how it differs from `expected`.
+
+    Sums of n terms may differ by about sqrt(n) roundings of the arithmetic, here of at most 8 factors each; results
+    rounded to 16 bits, and products rounded to TF32, by two roundings.
     """
     terms = max(workload.rows, workload.width)
     eps = float(jnp.finfo(jnp.float32).eps)
@@ -234,8 +241,11 @@ def difference(got: Any, expected: Any, workload: Workload) -> Wrong | None:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """tiles: the fastest, None for the heuristics'. seconds: of each call, by the heuristics' and by `tiles`. failed:
-    the candidates that were not timed, each with the reason.
+    """The outcome of a search.
+
+    tiles: the fastest; None where the heuristics' own are.
+    seconds: for each call, its time with the heuristics' tiles and with `tiles`.
+    failed: the candidates that were not timed, each with the reason.
     """
 
     tiles: Tiles | None
@@ -247,11 +257,11 @@ class Found:
 
 
 def fastest(question: Question, choices: Sequence[Tiles], chip: Chip, clock: Clock) -> Found:
-    """Raises RuntimeError where the heuristics' own tiles cannot be timed."""
+    """Time the choices and return the fastest. Raises RuntimeError where the heuristics' own tiles cannot be timed."""
     failed: dict[str, str] = {}
 
     def times(call: LauncherCall, tried: Sequence[Tiles]) -> tuple[float, dict[str, float]]:
-        """-> (the heuristics' time, the others')"""
+        """Return the time of a call with the heuristics' tiles, and its times with each of `tried`."""
         own, *others = prepared(call, question.key, [question.heuristic, *tried], chip)
         if isinstance(own, str):
             raise RuntimeError(f"{call.name}: {own}")
@@ -282,5 +292,5 @@ def fastest(question: Question, choices: Sequence[Tiles], chip: Chip, clock: Clo
 
 
 def by_the_device(repetitions: int) -> Clock:
-    """Medians by the profiler's clock, the L2 cold."""
+    """A clock that gives medians of the profiler's times, with a cold L2."""
     return lambda runs: {name: t.median for name, t in timing.traced(runs, repetitions).items()}

@@ -1,7 +1,7 @@
-"""Whole training steps: sizes, parameters and the parts without a norm of pre-norm transformers, forward and backward.
+"""Whole training steps of pre-norm transformers: their sizes, parameters and the parts without a norm.
 
 A custom call keeps XLA from fusing its neighbours, so an operator's own bytes are not the whole truth. `losses.py` has
-the norms around these parts, by this library's operators and by others.
+the norms around these parts, of this library and of others.
 """
 
 from __future__ import annotations
@@ -23,15 +23,19 @@ PRODUCTS: dict[str, dict[str, Any]] = {"XLA": {}, "cuBLAS": {"xla_gpu_enable_tri
 class Stack:
     """Layers of `x += out(attention(qkv(norm(x)))); x += down(activation(up(norm(x))))`, and a norm at the end.
 
-    shape: of x [batch, tokens, width]. dtype: x's, and of all arithmetic between norms. hidden: of the MLP. gated:
-    RMSNorm, no biases, and an MLP of silu(gate) * up, as in Llama; else LayerNorm, biases and gelu, as in GPT. ada:
-    scale and offset of a block's norms, and gates of its branches, are made for each example by a Linear of the
-    block's (adaLN, as in Peebles and Xie's diffusion transformers). both_sides: an RMSNorm behind attention and MLP
-    too, of the branch alone, as in Gemma 2 and 3.
-    parameter_dtype: in which the step is given its parameters; others than `dtype` are cast in it. key_heads: of keys
-    and of values, if fewer than of queries. apart: queries, keys and values, gate and up have a Linear each; else those
-    of one norm share one. policy: each block is checkpointed by this one of `jax.checkpoint_policies`. attention:
-    "cudnn" or "xla", of `jax.nn.dot_product_attention`.
+    shape: x's, `[batch, tokens, width]`.
+    dtype: x's, and that of all arithmetic between norms.
+    hidden: the width of the MLP.
+    gated: RMSNorm, no biases and an MLP of silu(gate) * up, as in Llama; otherwise LayerNorm, biases and gelu, as in
+      GPT.
+    ada: a Linear in each block makes, for each example, the scales and offsets of its norms and the gates of its
+      branches (adaLN: Peebles and Xie, "Scalable Diffusion Models with Transformers", 2023).
+    both_sides: an RMSNorm behind attention and behind the MLP too, of the branch alone, as in Gemma 2 and 3.
+    parameter_dtype: the dtype in which the step gets its parameters, which it casts to `dtype`.
+    key_heads: the heads of keys and of values, where they are fewer than those of queries.
+    apart: queries, keys and values, gate and up have a Linear each; otherwise those of one norm share one.
+    policy: the name in `jax.checkpoint_policies` with which each block is checkpointed.
+    attention: "cudnn" or "xla", as `jax.nn.dot_product_attention` takes it.
     """
 
     name: str
@@ -54,19 +58,19 @@ class Stack:
 
     @property
     def attention_features(self) -> dict[str, int]:
-        """Of queries, keys and values."""
+        """The numbers of features of queries, of keys and of values."""
         keys = self.width * (self.key_heads or self.heads) // self.heads
         return {"q": self.width, "k": keys, "v": keys}
 
     @property
     def projections(self) -> tuple[dict[str, int], dict[str, int]]:
-        """The Linears behind a block's two norms, and their features."""
+        """The Linears behind each of a block's two norms, by name with their features."""
         attention = self.attention_features
         mlp = {name: self.hidden for name in (("gate", "up") if self.gated else ("up",))}
         return (attention, mlp) if self.apart else ({"qkv": sum(attention.values())}, {"up": sum(mlp.values())})
 
     def parameters(self) -> Any:
-        """A tree of shapes and dtypes: `init` fills it."""
+        """A tree of the parameters' shapes and dtypes, which `init` fills."""
         a = jax.ShapeDtypeStruct
 
         def norm():
@@ -93,7 +97,10 @@ class Stack:
         return jax.ShapeDtypeStruct(self.shape, jnp.dtype(self.dtype))
 
     def init(self, key: jax.Array) -> tuple[Any, jax.Array]:
-        """-> (parameters, x) of random numbers; the kernels' spread keeps each branch's result about the size of x."""
+        """Return parameters and x of random numbers.
+
+        The kernels' spread keeps each branch's result about the size of x.
+        """
         leaves, tree = jax.tree.flatten(self.parameters())
         keys = jax.random.split(key, len(leaves) + 1)
 
@@ -105,16 +112,17 @@ class Stack:
         return jax.tree.unflatten(tree, filled), jax.random.normal(keys[0], self.shape, self.dtype)
 
     def step(self, loss: Loss) -> Callable[..., Any]:
-        """(parameters, x) -> (loss, gradients of both): x comes from a layer below, as in a model."""
+        """Return a function (parameters, x) -> (loss, gradients of both): in a model, x comes from a layer below."""
         return jax.value_and_grad(loss, argnums=(0, 1))
 
     def checkpointed(self, wrap: Callable[..., Any], block: Any) -> Any:
-        """A block as it is, or wrapped by `jax.checkpoint` or Flax's own."""
+        """A block as it is or, where the stack has a policy, wrapped by `jax.checkpoint` or Flax's own."""
         return block if self.policy is None else wrap(block, policy=getattr(jax.checkpoint_policies, self.policy))
 
     def attend(self, projected: Sequence[jax.Array]) -> jax.Array:
-        """Causal self-attention of queries, keys and values, [batch, tokens, features] each or in one: what it is does
-        not depend on the norms around it.
+        """Causal self-attention of queries, keys and values, each [batch, tokens, features], or all in one array.
+
+        No norm has a part in it, so all variants share it.
         """
         if not self.apart:
             q, k, _ = self.attention_features.values()
@@ -124,11 +132,11 @@ class Stack:
         return attended.reshape(*projected[0].shape[:-1], -1)
 
     def condition(self, x: jax.Array) -> jax.Array | None:
-        """What stands for the embedding of a time and a class: [batch, 1, width]."""
+        """A stand-in for the embedding of a time and a class, [batch, 1, width]."""
         return jnp.mean(x, axis=1, keepdims=True) if self.ada else None
 
     def activate(self, projected: Sequence[jax.Array]) -> jax.Array:
-        """gelu(up), or silu(gate) * up."""
+        """The MLP's activation: gelu(up), or silu(gate) * up."""
         if not self.gated:
             return jax.nn.gelu(projected[0])
         gate, up = projected if self.apart else jnp.split(projected[0], 2, axis=-1)

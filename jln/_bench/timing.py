@@ -1,9 +1,9 @@
-"""How long programs take: many of them in one measurement, in shuffled order, so that a drift of the clock is shared.
+"""Clocks: many programs in one measurement, in shuffled order, so that a drift of the clock is shared.
 
-Three clocks, each labelled in the results. The profiler's (`traced`, and `torch_peers.profiled`) is the device's own;
-it is the one for a GPU. The wall clock's is for the CPU, and for a GPU whose profiler cannot be read, where it has the
-dispatch in it. On a GPU a buffer that is larger than any L2 is written before each run, so inputs come from memory.
-`check` has one program, and `seconds`.
+Three clocks, each labelled in the results. The profiler's (`traced`, and `torch_peers.profiled`) is the device's own,
+and is the one for a GPU. The wall clock is for the CPU, and for a GPU whose profiler cannot be read; there it includes
+the dispatch. On a GPU a buffer larger than any L2 is written before each run, so inputs come from memory. `check`,
+which times one program, uses `seconds`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jln._bench import trace
 
 # Twice the largest L2 there is (B200's, 126 MB).
 COLD_BYTES = 2**28
-# Of a wall clock's single measurement: a clock read is 1e-7, waking a thread up 1e-5.
+# Seconds of a wall clock's single measurement: a clock read is 1e-7, waking a thread up 1e-5.
 WALL_SECONDS = 2e-3
 _MARK = "jln_bench_mark"
 BATCHES = 7
@@ -34,8 +34,10 @@ BATCH_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Run:
-    """A program with its arguments. call: starts it, and returns what `wait` waits for. pause: seconds in which to
-    leave the machine alone afterwards, for threads that spin before they sleep.
+    """A program with its arguments, to be timed.
+
+    call: starts it, and returns what `wait` waits for.
+    pause: seconds to leave the machine alone afterwards, for threads that spin before they sleep.
     """
 
     name: str
@@ -46,7 +48,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Times:
-    """Of one program. kernels: how many it launched, where the clock can tell."""
+    """The times of one program. kernels: how many it launched, where the clock can tell."""
 
     seconds: tuple[float, ...]
     clock: str
@@ -57,13 +59,13 @@ class Times:
 
 
 def shuffled(runs: Sequence[Run], repetitions: int) -> list[Run]:
-    """Each as often, every round in an order of its own."""
+    """Each run `repetitions` times, in rounds that have an order of their own each."""
     order = random.Random(0)
     return [run for _ in range(repetitions) for run in order.sample(runs, len(runs))]
 
 
 def walled(runs: Sequence[Run], repetitions: int) -> dict[str, Times]:
-    """By the wall clock, dispatch included, caches as the run before left them."""
+    """Times by the wall clock, dispatch included, with caches as the run before left them."""
     calls = {}
     for run in runs:
         run.wait(run.call())  # compiles
@@ -82,8 +84,9 @@ def walled(runs: Sequence[Run], repetitions: int) -> dict[str, Times]:
 
 
 def seconds(run: Callable[[], Any]) -> float:
-    """Of one call by the wall clock, the dispatch of one hidden behind the run of another: the best of several batches
-    of calls, each waited for once. The caches are as the last call left them.
+    """The seconds of one call by the wall clock, the dispatch of a call hidden behind the run of the one before.
+
+    The best of several batches of calls, each batch waited for once. The caches are as the last call left them.
     """
     jax.block_until_ready(run())  # compiles
     start = time.perf_counter()
@@ -100,7 +103,7 @@ def seconds(run: Callable[[], Any]) -> float:
 
 @functools.cache
 def _marker(size: int) -> Callable[[], jax.Array]:
-    """A program that reads and writes a buffer of that size, and that a trace shows between two others."""
+    """A program that reads and writes a buffer of that size: a trace shows it between two timed programs."""
 
     def jln_bench_mark(a):
         return a + 1
@@ -111,7 +114,7 @@ def _marker(size: int) -> Callable[[], jax.Array]:
 
 
 def traced(runs: Sequence[Run], repetitions: int, cold_bytes: int = COLD_BYTES) -> dict[str, Times]:
-    """By JAX's profiler, with a buffer of `cold_bytes` written before each run.
+    """Times by JAX's profiler, with a buffer of `cold_bytes` written before each run.
 
     Every run is a JAX program compiled under its `name`. Raises TraceError where the trace lacks one.
     """
@@ -149,5 +152,5 @@ def _assigned(order: Sequence[Run], groups: Sequence[Sequence[trace.Event]]) -> 
 
 
 def of_events(runs: Sequence[Sequence[trace.Event]]) -> Times:
-    """Of the runs of one program, what each did on the device."""
+    """The times of one program from the events of each of its runs on the device."""
     return Times(tuple(map(trace.busy_seconds, runs)), "device", statistics.mode(map(len, runs)))

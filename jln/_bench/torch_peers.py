@@ -1,7 +1,7 @@
-"""PyTorch's side: the workloads' functions, their directions as programs, and its profiler as a clock.
+"""PyTorch's peers: the workloads' functions, their directions as programs, and its profiler as a clock.
 
-Parameters are in x's dtype, as its models keep them, and as its kernels for GPUs want them. Imported only when a peer
-of it is asked for.
+Parameters are in x's dtype, as PyTorch's models keep them and its kernels for GPUs want them. This module is imported
+only when one of PyTorch's peers is asked for.
 """
 
 # pyright: reportMissingImports=false
@@ -88,7 +88,7 @@ def finish(_: Any = None) -> None:
 def calls(
     workload: Workload, function: Callable[..., Any], arguments: Sequence[Any], cotangents: Sequence[Any]
 ) -> dict[str, Callable[[], list[torch.Tensor]]]:
-    """From each direction to a call that runs it: "forward", "backward", "both" and "gradient", as JAX's programs."""
+    """Calls that run each direction: "forward", "backward", "both" and "gradient", as the programs of JAX's peers."""
     given = jax.tree.map(lambda a: to_torch(a, workload.dtype).requires_grad_(), arguments)
     dys = [to_torch(a, workload.dtype) for a in jax.tree.leaves(cotangents)]
     wanted = jax.tree.leaves(workload.signature.own_gradients(given))
@@ -115,9 +115,7 @@ def calls(
 
 
 def peak_bytes(call: Callable[[], Any], arrays: Sequence[Any]) -> int | None:
-    """What a call holds at most: what it allocates, and its arrays (as large as these); None on the CPU, where nobody
-    counts.
-    """
+    """The most bytes that a call holds, with `arrays` and what it allocates; None on the CPU, where nobody counts."""
     if not torch.cuda.is_available():
         return None
     finish()
@@ -129,7 +127,10 @@ def peak_bytes(call: Callable[[], Any], arrays: Sequence[Any]) -> int | None:
 
 
 def profiled(runs: Sequence[Run], repetitions: int, cold_bytes: int = timing.COLD_BYTES) -> dict[str, Times]:
-    """`timing.traced` for PyTorch on a GPU. Raises TraceError where the trace shows no kernel of a run."""
+    """Times by PyTorch's profiler on a GPU, as `timing.traced` has them from JAX's.
+
+    Raises TraceError where the trace shows no kernel of a run.
+    """
     buffer = torch.zeros(cold_bytes // 4, dtype=torch.int32, device="cuda" if torch.cuda.is_available() else "cpu")
     for run in runs:
         run.call()
@@ -161,7 +162,7 @@ def _windows(order: Sequence[Run], chill: Callable[[], Any]) -> list[list[trace.
 
 
 def evented(runs: Sequence[Run], repetitions: int, cold_bytes: int = timing.COLD_BYTES) -> dict[str, Times]:
-    """By CUDA events, for a GPU whose profiler cannot be read: gaps between kernels are in it."""
+    """Times by CUDA events, for a GPU whose profiler cannot be read: gaps between kernels are included."""
     buffer = torch.zeros(cold_bytes // 4, dtype=torch.int32, device="cuda")
     taken: dict[str, list[float]] = {run.name: [] for run in runs}
     for run in runs:

@@ -1,8 +1,8 @@
 """Profiler traces as lists of what ran on the device, and when.
 
-A kernel's time is the device's own account of it (CUPTI's, through the profilers of JAX and of PyTorch): no dispatch,
-no launch queue, and the same kind of number for every peer. What a program takes is the time in which at least one of
-its kernels ran, so gaps between kernels, which a larger program around them would fill, are nobody's.
+A kernel's time is the device's own account of it (from CUPTI, through the profilers of JAX and of PyTorch): no
+dispatch, no launch queue, and the same kind of number for every peer. A program's time is the time in which at least
+one of its kernels ran: gaps between kernels, which a larger program would fill, do not count.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import jax
 
 
 class TraceError(RuntimeError):
-    """A trace in which what was asked for cannot be found."""
+    """The error of a trace that does not show what was asked for."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """One kernel or copy. program: the HLO module that it is of, "" where the trace does not say. Nanoseconds."""
+    """One kernel or copy; times are in nanoseconds. program: its HLO module, "" where the trace does not say."""
 
     name: str
     program: str
@@ -31,7 +31,7 @@ class Event:
 
 
 def of_jax(folder: pathlib.Path) -> list[Event]:
-    """What `jax.profiler` saw a GPU do, or the CPU's threads where there is no GPU in the trace; by start."""
+    """The events that `jax.profiler` saw on a GPU or, where the trace has no GPU, in the CPU's threads; by start."""
     files = sorted(folder.rglob("*.xplane.pb"))
     if not files:
         raise TraceError("the profiler wrote no trace")
@@ -53,7 +53,7 @@ def of_jax(folder: pathlib.Path) -> list[Event]:
 
 
 def between_marks(events: Iterable[Event], mark: str) -> list[list[Event]]:
-    """The events after each run of the program `mark`, up to the next."""
+    """Lists of events: those after each run of the program `mark`, up to the next run of it."""
     groups: list[list[Event]] = []
     marking = False
     for event in events:
@@ -68,9 +68,11 @@ def between_marks(events: Iterable[Event], mark: str) -> list[list[Event]]:
 
 
 def of_torch(text: str, window: str) -> list[list[Event]]:
-    """What a GPU did in each of the windows (`torch.profiler.record_function`) whose name starts so, by their start.
+    """A GPU's events in each of the windows whose name starts with `window`, in the order of the windows.
 
-    text: the trace as JSON, as `export_chrome_trace` writes it; its times are microseconds.
+    A window is a `torch.profiler.record_function`.
+
+    text: the trace as JSON, as `export_chrome_trace` writes it; its times are in microseconds.
     """
     entries = [e for e in json.loads(text)["traceEvents"] if e.get("ph") == "X"]
     device = [e for e in entries if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
@@ -86,7 +88,7 @@ def of_torch(text: str, window: str) -> list[list[Event]]:
 
 
 def busy_seconds(events: Sequence[Event]) -> float:
-    """How long at least one of them ran."""
+    """The seconds in which at least one of the events was running."""
     total, until = 0.0, float("-inf")
     for event in sorted(events, key=lambda event: event.start):
         total += max(0.0, event.end - max(event.start, until))

@@ -1,6 +1,6 @@
-"""Named sizes at which real models run the operators: one list for tests, benchmarks and the report of programs.
+"""Workloads, the named sizes at which real models run the operators: one list for tests, benchmarks and reports.
 
-`WORKLOADS` are for a GPU, `CPU_WORKLOADS` for the other. Names are unique over both.
+`WORKLOADS` are for a GPU, `CPU_WORKLOADS` for the CPU. Names are unique over both.
 """
 
 from __future__ import annotations
@@ -23,11 +23,17 @@ FORWARD = ("forward",)
 class Workload:
     """One operator at one size.
 
-    shape: x's, and the residual's. features: N of a Linear, or of each of several behind one norm, else None. axis:
-    the normalised one. dtype: of x, residual, kernel, bias and the results. parameter_dtype: of scale and offset.
-    directions: both in training, "forward" alone in inference. why: what it stands for. absent: the optional arguments
-    that are left out. extras: those given that most models have not. of_examples: parameters that every example has its
-    own of. options: of the operator's form, as in the catalogue.
+    shape: x's, and the residual's.
+    features: N of a Linear, or a tuple of those of several Linears behind one norm; None for a norm.
+    axis: the normalised one.
+    dtype: that of x, residual, kernel, bias and the results.
+    parameter_dtype: that of scale and offset.
+    directions: both in training, "forward" alone in inference.
+    why: the model and the place that this size is from.
+    absent: the optional arguments that are left out.
+    extras: the rare optional arguments that are given.
+    of_examples: the parameters of which every example has its own.
+    options: the operator's form, as in the catalogue.
     """
 
     name: str
@@ -59,7 +65,7 @@ class Workload:
 
     @property
     def all_features(self) -> tuple[int, ...]:
-        """Of every Linear."""
+        """The features of all Linears together."""
         return self.features if isinstance(self.features, tuple) else () if self.features is None else (self.features,)
 
     axis_option = property(lambda self: {} if self.is_linear else {"axis": self.axis})
@@ -72,8 +78,9 @@ class Workload:
         return _catalogue.sizes(self.shape, self.axis, features)
 
     def arrays(self) -> dict[str, Any]:
-        """Shapes and dtypes of the arguments, in order, then of the results, which are the cotangents' too: of kernels,
-        biases and products of several Linears a tuple each.
+        """Shapes and dtypes of the arguments in order, then those of the results, which are their cotangents' too.
+
+        The kernels, biases and products of several Linears are a tuple each.
         """
         sizes = self.sizes()
         return {a.name: a.of(sizes, self.dtype, self.parameter_dtype) for a in self.signature.arrays}
@@ -85,15 +92,15 @@ class Workload:
         return list(self.arrays().values())[len(self.signature.arguments) :]
 
     def function(self, module: Any = jln) -> Callable[..., Any]:
-        """The operator of `jln` or of `jln.reference`, told the axis, of this workload's arguments in order."""
+        """The operator of `module`, `jln` or `jln.reference`, as a function of this workload's arguments in order."""
         return self.in_order(getattr(module, self.operator), **self.axis_option)
 
     def in_order(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """Likewise a function of the operator's arguments by name."""
+        """A function of this workload's arguments in order, from a `function` of the operator's arguments by name."""
         return self.entry.in_order(function, self.signature.names, **options)
 
     def step(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """(*arguments, *cotangents) -> results, and the gradients where both directions are asked for.
+        """Return a function (*arguments, *cotangents) -> results, and gradients where both directions are asked for.
 
         dresidual is left out: it is dx, and a program that returned both would copy it.
         """
@@ -110,16 +117,17 @@ class Workload:
         return both if "backward" in self.directions else forward
 
     def step_arguments(self) -> list[Any]:
-        """What `step`'s function takes."""
+        """The arguments of the function that `step` returns."""
         return self.arguments() + (self.cotangents() if "backward" in self.directions else [])
 
     def bytes_once(self, direction: str | None = None) -> int:
-        """If every array is moved once: in a direction, or in all of this workload's."""
+        """The bytes moved if every array is moved once: in a direction, or in all of this workload's."""
         return sum(self.signature.bytes_once(self.arrays(), d) for d in self._directions(direction))
 
     def held_bytes(self, function: Callable[..., Any]) -> int | None:
-        """Return the bytes that `jax.vjp` of the function hands from forward to backward, x and the parameters that it
-        needs among them; None in inference. XLA may keep less in a program that has both.
+        """Return the bytes that `jax.vjp` of the function hands from forward to backward; None in inference.
+
+        x and the parameters that the function needs are among them. XLA may keep less in a program that has both.
         """
         if "backward" not in self.directions:
             return None
@@ -128,7 +136,7 @@ class Workload:
         return sum(a.size * a.dtype.itemsize for a in arrays)
 
     def product_flops(self, direction: str | None = None) -> int:
-        """Of the Linears, an addition and a multiplication counted apart: one product forward, two backward."""
+        """The additions and multiplications of the Linears: one product forward, two backward."""
         elements, features = math.prod(self.shape), sum(self.all_features)
         return sum(self.entry.product_operations(elements, features, d) for d in self._directions(direction))
 
@@ -284,8 +292,8 @@ WORKLOADS = _named(
     ),
 )
 
-# By rules alone are the tiles of the backward pass of a sum with a bias or a gate, of a gated norm, and of a norm on
-# both sides.
+# The workloads whose tiles may be tuned. Rules alone choose the tiles of the backward pass of a sum with a bias or a
+# gate, of a gated norm, and of a norm on both sides.
 TUNABLE = {
     name: w for name, w in WORKLOADS.items() if not (w.extras or w.entry.is_gated or w.entry.in_front is not None)
 }

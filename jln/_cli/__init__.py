@@ -1,1 +1,1 @@
-"""The command line: `app` has the table of commands, a file each; `console` is how all of them talk."""
+"""The command line: `app` has the table of commands, each command a file; `console` prints for all of them."""

@@ -1,5 +1,7 @@
-"""The table of commands, and how a run of one ends: 0 for good, 1 for a finding, 2 with one line for a bad request or
-for output that cannot be written, and 141 without a word, as of any program, where its reader has gone (`| head -1`).
+"""The table of commands, and how a run of one ends.
+
+Exit status 0: all is well. 1: a finding. 2, with one line: a bad request, or output that cannot be written. 141,
+without a word: the reader of the output has gone (`| head -1`), as any program ends then.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def application() -> typer.Typer:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """-> the exit status"""
+    """Run the command line and return its exit status."""
     try:
         status = _run(arguments)
         if sys.stdout is not None:  # as of `>&-`
@@ -56,7 +58,7 @@ def run(arguments: Sequence[str]) -> int:
 def _run(arguments: Sequence[str]) -> int:
     command = typer.main.get_command(application())
     try:
-        # What its `main` does, less its own opinion of closed pipes: exit status 1.
+        # As the command's own `main` does it, but without exit status 1 for a closed pipe.
         with (
             _interrupt.as_exception(),
             command.make_context("python -m jln", list(arguments) or ["--help"]) as context,

@@ -1,4 +1,4 @@
-"""`python -m jln bench`: how fast are the operators here, beside what they would replace?"""
+"""The command `python -m jln bench`, which times the operators beside what they would replace."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _workloads(names: Sequence[str] | None, platform: str) -> list[Workload]:
 
 
 def _done(results: dict[str, Any], peers: Sequence[Peer]) -> set[str]:
-    """The workloads of which there is something from each of the peers."""
+    """The names of the workloads that have a record for each of the peers."""
     by: dict[str, set[str]] = {}
     for record in results["records"]:
         by.setdefault(record["workload"], set()).add(record["peer"])
@@ -147,7 +147,7 @@ def _keep(results: dict[str, Any], records: list[dict[str, Any]], path: pathlib.
 
 
 def _in_another_process(workloads, peers, device, procedure, seconds) -> list[dict[str, Any]]:
-    """The records of the same command for these peers, and the reason where it dies."""
+    """The records of the same command run for these peers in another process, or the reason where that dies."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "jln", "bench", *(w.name for w in workloads)]
         command += ["--peers", ",".join(p.name for p in peers), "--device", f"{device.platform}:{device.id}"]

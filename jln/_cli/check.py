@@ -1,4 +1,4 @@
-"""`python -m jln check`: are the operators right on this machine?"""
+"""The command `python -m jln check`, which tells whether the operators are right on this machine."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ DEFAULT_SHAPE = "64x1024"
 # kernels, and the norm's around XLA's products, two of them.
 NORM_SIZES = (((37, 100), 0), ((3, 20000), 0))
 LINEAR_SIZES = (((37, 100), 64), ((16, 200), (300, 40)))
-# What the interpreter does in some ten seconds.
+# The elements that the interpreter takes some ten seconds for.
 INTERPRETED_ELEMENTS = 2**21
-# From the fields of `Accuracy` to what stands above them.
+# The fields of `Accuracy` that are printed, with their columns' titles.
 ACCURACY_COLUMNS = {
     "largest": "largest",
     "error": "error",
@@ -59,8 +59,8 @@ def command(
 ) -> None:
     """Compare values and gradients with float64, autodiff and central differences, on every device.
 
-    Without OPERATOR: all operators in all dtypes, to second order, and wrong rules that must be rejected. With one: it
-    at one size. Exits with 1 if anything is wrong.
+    Without OPERATOR: all operators in all dtypes, to second order, and wrong rules that must be rejected. With
+    OPERATOR: one operator at one size. Exits with 1 if anything is wrong.
     """
     sample = None
     if operator is not None:
@@ -88,7 +88,7 @@ def command(
 
 
 def _runnable(device: Device, only: str | None) -> tuple[list[str], dict[str, str]]:
-    """-> (what can run, why the others cannot)"""
+    """Return the implementations that run on a device, and for each of the others the reason why not."""
     wanted = {name: why for name, why in implementations(device).items() if only in (None, name)}
     return [name for name, why in wanted.items() if why is None], {n: w for n, w in wanted.items() if w is not None}
 
@@ -112,12 +112,12 @@ def _sample(operator, shape, features, extras, dtype, init, seed) -> Sample:
 
 
 def parsed_shape(text: str) -> tuple[int, ...]:
-    """ "8192x4096" -> (8192, 4096)"""
+    """The shape in a text: "8192x4096" is (8192, 4096)."""
     return _positive(text, "x", "a shape is written as 8192x4096, of positive sizes")
 
 
 def parsed_features(text: str) -> tuple[int, ...]:
-    """ "64+16" -> (64, 16)"""
+    """The features of one or several Linears in a text: "64+16" is (64, 16)."""
     return _positive(text, "+", "features are written as 64, or 64+16+16, all positive")
 
 
@@ -187,7 +187,7 @@ def _as_json(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _timed(sample: Sample, device: Device, implementation: str) -> dict[str, dict[str, float]]:
-    """Of the forward pass as training runs it, which saves what the backward pass needs, and of the backward pass."""
+    """Time the forward pass as training runs it, which saves what the backward pass needs, and the backward pass."""
     arguments, cotangent = jax.device_put(sample.arrays(), device)
     forward = jax.jit(lambda *a: jax.vjp(ours(sample.operator, implementation), *a))
     _, pullback = forward(*arguments)
@@ -205,7 +205,10 @@ def _timed(sample: Sample, device: Device, implementation: str) -> dict[str, dic
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One check of one operator. part: the largest error as a part of its limit. where: the result that has it."""
+    """One check of one operator.
+
+    part: the largest error as a part of its limit. where: the result that has the largest error.
+    """
 
     operator: str
     implementation: str
@@ -268,7 +271,10 @@ def _check_all(chosen: list[tuple[Device, Any]], seed: int, as_json: bool) -> bo
 
 
 def _controls(seed: int) -> dict[str, bool]:
-    """Whether each wrong rule is rejected, and a right one in the same dress accepted."""
+    """Check the checker: each wrong rule must be rejected, and a right rule written in the same way accepted.
+
+    Returns for each control whether it was judged rightly.
+    """
     random = np.random.default_rng(seed)
     args = (random.standard_normal((4, 6)), 1 + random.standard_normal(6), random.standard_normal(6))
 
@@ -308,7 +314,7 @@ def _cells(
 
 
 def _attempt(operator: Operator, implementation: str, check: str, run: Callable[[], tuple[bool, float, str]]) -> Cell:
-    """A check that raises has failed, and leaves the others to run."""
+    """A cell of the table from one check. A check that raises has failed, and leaves the others to run."""
     try:
         return Cell(operator.title, implementation, check, *run())
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What the commands share: tables and notes that are pleasant in a terminal and plain in a pipe, progress, errors."""
+"""Output of all commands: tables and notes that are pleasant in a terminal and plain in a pipe, progress, errors."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ STYLES = {"WRONG": "bold red", "no": "bold red", "ok": "green"}
 
 
 class UserError(Exception):
-    """Something that the user can mend: one line on stderr, exit status 2."""
+    """An error that the user can mend: one line on stderr, exit status 2."""
 
 
 def known(what: str, names: Iterable[str], among: Iterable[str], hint: str | None = None) -> list[str]:
-    """Each of the names once. Raises UserError for one that is not `among` those there are, which are listed."""
+    """The names, each once. Raises UserError, which lists those of `among`, for a name that is not one of them."""
     among = list(among)
     for name in names:
         if name not in among:
@@ -43,7 +43,7 @@ def complain(message: str, status: int = 2) -> int:
 
 
 def drop(stream: Any) -> None:
-    """What is still buffered goes nowhere, or Python would try again when it ends, and print a traceback."""
+    """Send a stream's buffered output nowhere: at its end Python would try again to write it, and print a traceback."""
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), stream.fileno())
 
@@ -51,7 +51,7 @@ def drop(stream: Any) -> None:
 def print_table(
     title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,)
 ) -> None:
-    """left: the columns of text; the others, of numbers, end together."""
+    """Print a table. left: the columns of text; the other columns, of numbers, are aligned to the right."""
     console = Console()
     if not console.is_terminal:
         print("\n".join([title, *(f"  {line}" for line in aligned([header, *rows], left)), ""]))
@@ -74,7 +74,7 @@ def print_table(
 
 
 def _style(cells: Sequence[str]) -> str:
-    """Of the first of them that has one."""
+    """The style of the first cell that has one."""
     return next((STYLES[word] for cell in cells if (word := cell.split(" ")[0]) in STYLES), "")
 
 
@@ -106,7 +106,10 @@ def draw_plots(kind: str, found: dict[str, Any], folder: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr, if that is a terminal; to call with what is about to be done, `total` times."""
+    """A bar on stderr, if that is a terminal.
+
+    The function that it yields is to be called `total` times, with what is about to be done.
+    """
     console = Console(stderr=True)
     columns = (
         rich.progress.TextColumn("{task.description}"),

@@ -1,7 +1,7 @@
 """Wrong backward rules of LayerNorm that a checker must reject: two that are widely copied, and common slips.
 
-The proof that `check` can fail. Each has the right value and is wrong in one thing; the terms are those of
-`jln._norm.formulas`.
+They prove that `check` can fail. Each returns the right value and has one error in its gradients; the terms are those
+of `jln._norm.formulas`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _right(x, scale, dy):
 
 
 def column_sums_for_row_means(x, scale, dy):
-    """The parameters' gradients, sums over rows, where the sums over a row belong."""
+    """A wrong rule: the parameters' gradients, sums over rows, stand where the sums over a row belong."""
     x_hat, rstd, s = _terms(x, scale)
     _, dscale, doffset = _right(x, scale, dy)
     h = x.shape[-1]
@@ -37,14 +37,14 @@ def column_sums_for_row_means(x, scale, dy):
 
 
 def only_the_diagonal(x, scale, dy):
-    """dx_h from dy_h alone, as if a row's elements did not meet in its statistics."""
+    """A wrong rule: dx_h is made of dy_h alone, as if a row's elements did not share their statistics."""
     x_hat, rstd, s = _terms(x, scale)
     h = x.shape[-1]
     return dy * s * rstd * (1 - 1 / h - x_hat**2 / h), *_right(x, scale, dy)[1:]
 
 
 def without_c2(x, scale, dy):
-    """The variance taken for a constant."""
+    """A wrong rule: the variance is taken for a constant."""
     _, rstd, s = _terms(x, scale)
     g = dy * s
     return rstd * (g - jnp.mean(g, -1, keepdims=True)), *_right(x, scale, dy)[1:]
@@ -60,19 +60,19 @@ def doffset_of_one_row(x, scale, dy):
 
 
 def cotangent_ignored(x, scale, dy):
-    """Right for the loss `y.sum()`, and for no other."""
+    """A wrong rule: right for the loss `y.sum()`, and for no other."""
     return _right(x, scale, jnp.ones_like(dy))
 
 
 def unbiased_variance(x, scale, dy):
-    """dx too large by sqrt(H / (H - 1))."""
+    """A wrong rule: dx is too large by sqrt(H / (H - 1))."""
     h = x.shape[-1]
     dx, dscale, doffset = _right(x, scale, dy)
     return dx * (h / (h - 1)) ** 0.5, dscale, doffset
 
 
 def _norm_with(rule: Callable) -> Callable:
-    """LayerNorm of x [M, H] with this backward rule."""
+    """LayerNorm of x [M, H] with a given backward rule."""
 
     @jax.custom_vjp
     def norm(x, scale, offset):

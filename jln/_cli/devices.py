@@ -19,7 +19,7 @@ Device = Any  # a jax.Device, which type checkers take for a variable
 
 
 def devices(wanted: str | None = None) -> list[Device]:
-    """JAX's own, and the CPU. `wanted`: "cpu", "gpu", or one of them, as "gpu:1"."""
+    """JAX's devices, and the CPU. `wanted`: "cpu", "gpu", or one device, as "gpu:1"."""
     try:
         with _listening():
             found = jax.local_devices()
@@ -46,7 +46,7 @@ complaints: list[str] = []
 
 @contextlib.contextmanager
 def _listening() -> Iterator[None]:
-    """Keep JAX's complaints from stderr, and remember them."""
+    """Keep JAX's complaints from stderr, and collect them."""
     logger = logging.getLogger("jax._src.xla_bridge")
     before = logger.handlers, logger.propagate
     handler = logging.Handler(logging.WARNING)
@@ -63,19 +63,19 @@ def named(device: Device) -> str:
 
 
 def described(device: Device) -> str:
-    """With its model, where that says more than the platform."""
+    """A device by its platform and number, with its model where that says more than the platform."""
     kind = device.device_kind
     return named(device) if kind == device.platform else f"{named(device)} ({kind})"
 
 
 def interpret_without_a_gpu() -> None:
-    """Have Triton's interpreter run the kernels on the CPU where nothing else could. Before triton is imported."""
+    """Have Triton's interpreter run the kernels on the CPU where there is no GPU; call it before triton is imported."""
     if importlib.util.find_spec("triton") and not any(d.platform == "gpu" for d in devices()):
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def implementations(device: Device) -> dict[str, str | None]:
-    """From each implementation to why it cannot run there; None where it can."""
+    """The reason why each implementation cannot run on a device, by implementation; None for one that can."""
     if device.platform == "gpu":
         return {"triton": target.missing(platform_of(device)), "xla": None}
     if device.platform != "cpu":

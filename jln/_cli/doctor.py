@@ -1,4 +1,4 @@
-"""`python -m jln doctor`: what is installed here, what each operator will run on, and how to mend what is missing."""
+"""The command `python -m jln doctor`: what is installed, what operators run on, and how to mend what is missing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Versions = dict[str, tuple[int, ...]]
 
 
 class BadPair(NamedTuple):
-    """Versions that do not work together."""
+    """Two packages' versions that do not work together."""
 
     what: str
     effect: str
@@ -76,7 +76,7 @@ BAD_PAIRS = (
 def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Say what is installed, what the operators will run on here, and how to mend what is missing.
 
-    Exits with 1 if something is broken, and with 2 if there is no device; that there is no GPU is no fault.
+    Exits with 1 if something is broken, and with 2 if there is no device; a missing GPU is no fault.
     """
     found = devices()
     versions = installed()
@@ -139,7 +139,7 @@ def _print(versions, found, operators, tiles, bad, faults) -> None:
 
 
 def _tuning() -> tuple[str, list[str]]:
-    """-> (where the kernels' tiles are from, what is wrong with the files that were named)"""
+    """Return where the kernels' tiles are from, and what is wrong with the files that were named."""
     try:
         chip = target.target_chip()
     except ValueError as error:  # of JLN_CHIP
@@ -153,7 +153,7 @@ def _tuning() -> tuple[str, list[str]]:
 
 
 def _compiled_kernels() -> str:
-    """Where they are kept."""
+    """A sentence on where compiled kernels are kept."""
     folder, found = cache.folder(), cache.entries()
     if folder is None:
         why = f"{cache.VARIABLE} says" if cache.VARIABLE in os.environ else "the user has no folder for such"
@@ -170,12 +170,12 @@ def _chip() -> Chip | None:
 
 
 def _why_not_fused() -> str | None:
-    """Why no Linear is fused with its norm for the chip of this process; None where nothing forbids it."""
+    """The reason why no Linear is fused with its norm on this process's chip; None where nothing forbids it."""
     return None if (chip := _chip()) is None else unfenced(chip)
 
 
 def _why_not_unasked() -> str | None:
-    """Why the kernels must be asked for by name on the chip of this process; None where they need not."""
+    """The reason why kernels must be asked for by name on this process's chip; None where they need not."""
     if (chip := _chip()) is None or chip.platform in target.UNASKED:
         return None
     reason = target.missing(chip.platform)
@@ -184,12 +184,12 @@ def _why_not_unasked() -> str | None:
 
 
 def installed() -> dict[str, str | None]:
-    """From each package to its version; None where it is not installed."""
+    """The version of each package by name; None where it is not installed."""
     return {package: parts.version(package) for package in PACKAGES}
 
 
 def parsed(version: str) -> tuple[int, ...]:
-    """The numbers at its beginning: 0.4.1.dev3 is (0, 4, 1)."""
+    """The numbers at the beginning of a version: 0.4.1.dev3 is (0, 4, 1)."""
     match = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, match[0].split("."))) if match else ()
 
@@ -211,7 +211,7 @@ SIZES = {"": ((256, 1024), 1024), "few features": ((256, 1024), 64)}
 
 
 def choices(device: Device, begin: Callable[[str], None] = lambda what: None) -> list[dict[str, Any]]:
-    """What each operator takes there, found by lowering its gradient for the device's platform as JAX would."""
+    """The implementation of each operator on a device, found by lowering its gradient for the device's platform."""
     reasons = implementations(device)
     rows = []
     for operator in OPERATORS.values():
@@ -241,14 +241,14 @@ STAYS_XLA = "None stays XLA until a card has measured the kernels"
 
 
 def _first(device: Device) -> str:
-    """What `implementation=None` takes where both can run."""
+    """The implementation that `implementation=None` takes on a device where both can run, in words."""
     if platform_of(device) in target.UNASKED or device.platform == "cpu":
         return "triton goes first"
     return STAYS_XLA
 
 
 def _kernels(sample: Sample, device: Device, gradient: bool) -> list[str]:
-    """The Triton kernels that the default implementation launches; none for XLA."""
+    """The Triton kernels that the default implementation launches on a device; none where that is XLA."""
     arguments, cotangent = sample.shapes()
     f = ours(sample.operator, None)
     with target.recording() as made, warnings.catch_warnings():
@@ -263,7 +263,7 @@ def _kernels(sample: Sample, device: Device, gradient: bool) -> list[str]:
 
 
 def _idle_gpu(found: list[Device]) -> list[str]:
-    """A GPU that is here and that JAX, or Triton, does not use."""
+    """Sentences on a GPU that is here and that JAX, or Triton, does not use; none where all is used."""
     gpus = [device for device in found if device.platform == "gpu"]
     if gpus:
         why = target.missing(platform_of(gpus[0]))

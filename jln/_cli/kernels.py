@@ -20,7 +20,7 @@ from jln._triton.target import Recorder, using
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """What one launch of a workload is compiled to.
+    """The compiled kernel of one launch of a workload.
 
     warps: of a program, on AMD's chips waves. registers: of a thread. spilled, shared: bytes, of a thread and of a
     program. widest_load: bytes that one instruction loads for a thread.
@@ -38,7 +38,7 @@ class Kernel:
 
 
 def compiled(workload: str, chip: str) -> list[Kernel] | str:
-    """Every launch of the workload on the chip, in order; or why there is none."""
+    """The compiled kernels of the workload's launches on the chip, in order; or a sentence why there is none."""
     step = WORKLOADS[workload]
     try:
         with using(recorder := Recorder(CHIPS[chip])):
@@ -56,7 +56,7 @@ def _kernel(workload: str, launch: Any) -> Kernel:
 
 
 def of_all(workloads: Sequence[str], chip: str, begin: Callable[[str], None]) -> tuple[list[Kernel], list[str]]:
-    """-> (the kernels of all workloads, what does not compile)"""
+    """Compile the launches of all workloads. -> (the kernels, sentences on what does not compile)."""
     count = min(16, os.cpu_count() or 1)
     kernels, failures = [], []
     with compiler.workers(count) as pool:
@@ -72,7 +72,7 @@ def of_all(workloads: Sequence[str], chip: str, begin: Callable[[str], None]) ->
 
 
 def print_kernels(kernels: Sequence[Kernel], chip: str) -> None:
-    """One row a launch, and what of all is the most."""
+    """Print a row for each kernel, and the most that any takes."""
     architecture = CHIPS[chip]
     rows = [
         (

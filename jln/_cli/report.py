@@ -1,4 +1,4 @@
-"""`python -m jln report`: what compiled programs launch, move and keep on a GPU that need not be here."""
+"""The command `python -m jln report`: what compiled programs launch, move and keep on a GPU that need not be here."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def _of_kernels(names: Sequence[str], chip: str, output: pathlib.Path | None, as
 
 
 class Failure(NamedTuple):
-    """A program that there is not. is_ours: whether it would be this library's, whose every program must compile."""
+    """The failure of a program to compile. is_ours: the program is this library's, all of which must compile."""
 
     text: str
     is_ours: bool
@@ -223,7 +223,7 @@ class _Counting:
 
 @contextlib.contextmanager
 def _gpu_for_tokamax(chip: str) -> Iterator[None]:
-    """It asks the GPU of this process for its size, and takes jnp without one: tell it of the chip."""
+    """Tell tokamax that the chip is this process's GPU: it asks the GPU for its size, and takes jnp without one."""
     import tokamax  # pyright: ignore[reportMissingImports]
 
     logging.getLogger("absl").setLevel(logging.ERROR)  # that it has not been tuned for this chip, once a size

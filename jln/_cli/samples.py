@@ -1,4 +1,4 @@
-"""The operators as `check` and `doctor` try them: arguments of any size and kind, and what is true of them."""
+"""Samples of the operators for `check` and `doctor`: arguments of any size and kind, and their true results."""
 
 from __future__ import annotations
 
@@ -32,13 +32,16 @@ def _options(operator: Operator) -> dict[str, Any]:
 # Equal calls give the same object, so that its programs are compiled once.
 @functools.cache
 def ours(operator: Operator, implementation: str | None) -> Callable[..., Any]:
-    """The operator, of its arguments in order."""
+    """The operator of this library as a function of its arguments in order."""
     return operator.in_order(operator.function, implementation=implementation, **_options(operator))
 
 
 @functools.cache
 def plain(operator: Operator, total_dtype: str | None = None) -> Callable[..., Any]:
-    """The same in plain jnp. total_dtype: that a sum is rounded to; None: as the operator does."""
+    """The operator in plain jnp as a function of its arguments in order.
+
+    total_dtype: the dtype to which a sum is rounded; None: the operator's own.
+    """
     if total_dtype is not None and operator.adds:
         return operator.in_order(_accuracy.of_sum(operator, total_dtype, epsilon=EPSILON))
     return operator.in_order(operator.reference, **_options(operator))
@@ -46,8 +49,9 @@ def plain(operator: Operator, total_dtype: str | None = None) -> Callable[..., A
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One operator at one size, and its data. shape: x's, its last axis normalised. features: N of a Linear, or of each
-    of several.
+    """One operator at one size, with its data.
+
+    shape: x's, of which the last axis is normalised. features: N of a Linear, or a tuple of those of several.
     """
 
     operator: Operator
@@ -64,7 +68,7 @@ class Sample:
 
     @property
     def _workload(self) -> Workload:
-        """Of this size, all in one dtype."""
+        """The workload of this size, with all arrays in one dtype."""
         name = self.operator.name
         how = {"dtype": self.dtype, "parameter_dtype": self.dtype, "extras": self.operator.given_extras}
         how["options"] = self.operator.options
@@ -79,11 +83,11 @@ class Sample:
         return arrays[:count], self.operator.packed(arrays[count:])
 
     def shapes(self) -> tuple[list[Any], Any]:
-        """-> (arguments, cotangent)"""
+        """Return the shapes and dtypes of the arguments, and those of the cotangent."""
         return self._split(list(self._shapes.values()))
 
     def arrays(self) -> tuple[list[Any], Any]:
-        """-> (arguments, cotangent)"""
+        """Return the arguments and the cotangent."""
         random = np.random.default_rng(self.seed)
         shapes = self._shapes
 
@@ -93,15 +97,19 @@ class Sample:
         return self._split(list(map(filled, self.operator.arrays)))
 
     def names(self) -> list[str]:
-        """Of the results and of the gradients, one for each array."""
+        """The names of the results and of the gradients, one for each array."""
         shapes = self._shapes
         results = [(a.name, shapes[a.name]) for a in self.operator.results]
         return _catalogue.flat_names(results + [(f"d{a.name}", shapes[a.name]) for a in self.operator.arguments])
 
     def _filled(self, random: np.random.Generator, array: Array, shape: tuple[int, ...]) -> np.ndarray:
-        """ones: every sum can be done in the head. integers: -3 to 3, so products and short sums are exact. normal,
-        uniform: spread 1, or -1 to 1. large-mean: x has 1000 times its spread for a mean, which a variance in one pass
-        does not survive, and y's cotangent 10 times, with a scale of 1, so that c1 is large and dx is not.
+        """An array of the sample's kind of data.
+
+        ones: every sum can be done in the head.
+        integers: from -3 to 3, so that products and short sums are exact.
+        normal, uniform: of spread 1, or from -1 to 1.
+        large-mean: x's mean is 1000 times its spread, which a variance in one pass does not survive. The mean of y's
+        cotangent is 10 times its spread, with a scale of 1, so that c1 is large and dx is not.
         """
         if self.init == "ones":
             a = np.ones(shape)
@@ -121,11 +129,11 @@ class Sample:
         return a.astype(jnp.dtype(self.dtype))
 
     def bytes_once(self, direction: str) -> int:
-        """Every tensor once: what is read, and written, if nothing is read twice."""
+        """The bytes that a direction reads and writes if it moves every tensor once."""
         return self._workload.bytes_once(direction)
 
     def operations(self, direction: str) -> int:
-        """Each addition and each multiplication counted as one."""
+        """The operations of a direction; an addition and a multiplication are two."""
         return self.operator.operations(math.prod(self.shape), sum(self._workload.all_features), direction)
 
 
@@ -137,7 +145,7 @@ def value_and_gradients(f: Callable[..., Any], arguments: list[Any], cotangent: 
 
 
 class JudgedSample:
-    """A sample on a device, and what is true of it for all implementations."""
+    """A sample on a device, and the judge of all implementations' results for it."""
 
     def __init__(self, sample: Sample, device: Device):
         self.sample, self._device, self._arrays = sample, device, sample.arrays()
@@ -152,9 +160,9 @@ class JudgedSample:
         return value_and_gradients(f, *jax.device_put(arrays, self._device))
 
     def accuracies(self, implementation: str) -> list[Accuracy]:
-        """Of every result of an implementation."""
+        """The accuracy of every result of an implementation."""
         return self.judged(ours(self.sample.operator, implementation))
 
     def judged(self, function: Callable[..., Any]) -> list[Accuracy]:
-        """Of every result of a function of the operator's arguments, in order."""
+        """The accuracy of every result of a function of the operator's arguments in order."""
         return list(map(self._judge.accuracy, self.names, self._run(function, self._arrays)))

@@ -1,4 +1,4 @@
-"""`python -m jln report --mesh`: what a step sharded over absent GPUs communicates, and keeps on each."""
+"""The command `python -m jln report --mesh`: what a step sharded over absent GPUs communicates, and keeps on each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Key = tuple[str, tuple[str, ...]]  # a collective's kind, and the axes along whi
 
 
 class Step(NamedTuple):
-    """A stack on a mesh, and its programs by variant."""
+    """A stack on a mesh, and its compiled programs by variant."""
 
     stack: Stack
     layout: Layout
@@ -27,7 +27,7 @@ class Step(NamedTuple):
 
 
 def parsed(text: str, chip: str, sequence: bool) -> Layout:
-    """Of "data=2,tensor=4". Raises UserError."""
+    """The layout in a text such as "data=2,tensor=4". Raises UserError."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
         axis, _, size = part.partition("=")
@@ -52,7 +52,7 @@ def fitted(name: str, layout: Layout) -> Stack:
 
 
 def communicated(report: program.CompiledProgram, layout: Layout) -> Counter[tuple[Key, int]]:
-    """How often, by key and bytes of each."""
+    """The number of collectives by kind, mesh axes and bytes."""
     found: Counter[tuple[Key, int]] = Counter()
     for each in report.collectives:
         found[(each.kind, layout.among(each.group)), each.bytes] += each.times
@@ -60,7 +60,7 @@ def communicated(report: program.CompiledProgram, layout: Layout) -> Counter[tup
 
 
 def totals(report: program.CompiledProgram, layout: Layout) -> dict[Key, tuple[int, int]]:
-    """-> {key: (times, bytes of all together)}"""
+    """The collectives by kind and mesh axes: how many, and the bytes of all together."""
     found = communicated(report, layout)
     return {
         key: (
@@ -95,7 +95,7 @@ def facts(step: Step) -> dict[str, Any]:
 
 
 def print_step(step: Step, chip: str) -> None:
-    """A table, with a column for each variant."""
+    """Print a table of a step, with a column for each variant."""
     stack, layout = step.stack, step.layout
     microbatches = f"{layout.stages} microbatches of " if layout.stages > 1 else ""
     tokens = "; the stream split by its tokens over tensor" if layout.sequence else ""
@@ -107,7 +107,7 @@ def print_step(step: Step, chip: str) -> None:
 
 
 def rows(step: Step) -> list[tuple[str, ...]]:
-    """Of the table: kinds of collectives, all of them, and what each device launches and keeps."""
+    """The rows of a step's table: each kind of collective, all of them, and what each device launches and keeps."""
     reports = step.programs.values()
     all_totals = [totals(report, step.layout) for report in reports]
 

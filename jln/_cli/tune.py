@@ -1,4 +1,4 @@
-"""`python -m jln tune`: which tiles are the fastest on this chip?"""
+"""The command `python -m jln tune`, which finds the fastest tiles on this chip."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def command(
 ) -> None:
     """Search for faster tiles of the kernels that the workloads launch, and write them to a file for JLN_TUNING.
 
-    What the compiler finds fault with is not timed; what differs from the heuristics' numbers is not taken; and what is
-    not faster than they are by 2 %, or is slower by as much in one of the workloads, is not either. The file is written
+    Tiles in which the compiler finds a fault are not timed. Tiles are kept only if their numbers are those of the
+    heuristics' tiles, and if they are faster by 2 % and slower by as much in none of the workloads. The file is written
     after each choice: a search that ends early is taken up again by the same command.
     """
     started = time.monotonic()
@@ -95,7 +95,7 @@ def _processes() -> int:
 
 
 def survey(workloads: Sequence[Workload], chip: Chip, seconds: float | None, started: float) -> bool:
-    """Print what would be timed, and what the compiler says of the rest. -> whether there was time for all"""
+    """Print what would be timed, and the compiler's reasons against the rest. Returns whether time sufficed for all."""
     asked = search.questions(workloads, chip, TUNABLE.values())
     with compiler.workers(_processes()) as pool, progress(len(asked)) as begin:
         for question in asked:
@@ -119,7 +119,7 @@ def tune(
     seconds: float | None = None,
     started: float = 0.0,
 ) -> bool:
-    """Find the fastest tiles, write them, and print them. -> whether there was time for all"""
+    """Find the fastest tiles, write them, and print them. Returns whether there was time for all."""
     rows, finished = [], True
     keep(path, [])  # or say that it cannot be written before anything is timed
     asked = [q for q in search.questions(workloads, chip, TUNABLE.values()) if not _known(q, path)]
@@ -186,7 +186,7 @@ def _found(question: Question, found: Found, candidates: int, sound: int) -> lis
 
 
 def entry(question: Question, found: Found, chip: Chip) -> dict[str, Any]:
-    """As `tuning` reads it, with where it is from."""
+    """An entry of a tuning file, as `jln._triton.tuning` reads it, with how it was measured."""
     return question.sizes | {
         "tiles": None if found.tiles is None else _numbers(found.tiles),
         "measured": {
@@ -209,7 +209,7 @@ def _versions() -> dict[str, str]:
 
 
 def _content(path: pathlib.Path) -> dict[str, Any]:
-    """The file's, or that of a new one. What is there and cannot be read is not written over."""
+    """The content of a tuning file, or that of a new one. Raises UserError for a file that cannot be read."""
     if not path.exists():
         return {"schema": tuning.SCHEMA, "entries": []}
     try:
@@ -225,9 +225,7 @@ def _is(raw: Any, key: tuning.Key) -> bool:
 
 
 def _known(question: Question, path: pathlib.Path) -> bool:
-    """Whether the file has this choice, measured with the same versions beside the same heuristics in no fewer
-    workloads.
-    """
+    """True where the file has this choice, measured with the same versions and heuristics, in no fewer workloads."""
     same = {"versions": _versions(), "heuristics": _numbers(question.heuristic)}
     for raw in _content(path)["entries"]:
         measured = raw.get("measured") if _is(raw, question.key) else None
@@ -238,7 +236,7 @@ def _known(question: Question, path: pathlib.Path) -> bool:
 
 
 def keep(path: pathlib.Path, new: Sequence[dict[str, Any]]) -> None:
-    """Each in the place of the file's former one; all others stay as they are, those that are unsound, too."""
+    """Write new entries to a file, each in the place of its former one; all other entries stay, sound or not."""
     content = _content(path)
     for entry in new:
         key = tuning.parsed(entry)[0]

@@ -1,1 +1,1 @@
-"""How formulas and kernels become operators that JAX can transform: knows no operator."""
+"""The core: formulas and kernels become operators that JAX can transform. It knows no operator."""

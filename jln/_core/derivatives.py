@@ -1,4 +1,4 @@
-"""How an operator is differentiated: its rules, wired into `jax.custom_vjp` and, for forward mode, `jax.custom_jvp`."""
+"""Differentiation of an operator: its rules, wired into `jax.custom_vjp` and, for forward mode, `jax.custom_jvp`."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ PRODUCT = "jln_product"
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """An operator by its rules. Operands and results are NamedTuples of arrays and of tuples of arrays, None where one
-    is absent.
+    """The rules that make an operator. Operands and results are NamedTuples of arrays, or of tuples of arrays.
+
+    An array that is absent is None in them.
 
     value: `value(settings, operands)` -> results.
-    saving: `saving(settings, operands, wanted)` -> (results, saved), a NamedTuple of what the derivatives may read;
-        what the wanted ones do not is `Unneeded`.
-    gradients: `gradients(settings, saved, cotangents, wanted)` -> the operands' gradients; a cotangent is None where a
-        result was not used, a gradient where it is zero or not wanted.
+    saving: `saving(settings, operands, wanted)` -> (results, saved), a NamedTuple of what the derivatives may read; in
+      the place of what the wanted derivatives do not read stands an `Unneeded`.
+    gradients: `gradients(settings, saved, cotangents, wanted)` -> the operands' gradients. A cotangent is None where a
+      result was not used, a gradient where it is zero or not wanted.
     tangents: `tangents(settings, saved, tangents, results)` -> the results' tangents, linear in those of the operands,
-        None where zero, and transposed to `gradients` by its own means.
+      None where zero. Their transpose must be `gradients`.
 
-    `wanted` is a NamedTuple of the operands' dtypes by name, None for those whose gradient nobody wants. In `saved`
-    what is unneeded is an empty array for `gradients`, and None for `tangents`.
+    `wanted` is a NamedTuple of the operands' dtypes by name, None for operands whose gradient nobody wants. In `saved`
+    an `Unneeded` is an empty array for `gradients`, and None for `tangents`.
     """
 
     value: Callable[..., Any]
@@ -46,7 +47,7 @@ class Rules:
     tangents: Callable[..., Any]
 
     def operator(self) -> Callable[..., Any]:
-        """`operator(settings, operands, forward_mode)`, the differentiable function."""
+        """Return the differentiable function `operator(settings, operands, forward_mode)`."""
         value, saving, gradients, tangents = map(
             _with_standard_promotion, (self._value, self._saving, self._gradients, self._tangents)
         )
@@ -91,7 +92,7 @@ class Rules:
 
 
 def _with_standard_promotion(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """The rule in JAX's own mode of promotion: every dtype is chosen on purpose, whatever the user's mode."""
+    """Run a rule in JAX's own mode of dtype promotion, whatever the user's: the rule chooses every dtype on purpose."""
 
     @functools.wraps(rule)
     def call(*arguments: Any) -> Any:
@@ -108,7 +109,10 @@ def named_statistics(*statistics: jax.Array | None) -> tuple[jax.Array | None, .
 
 @dataclasses.dataclass(frozen=True)
 class Unneeded:
-    """In the place of what no wanted gradient reads. like: an array that vmap batches as it would batch that."""
+    """A stand-in for an array that no wanted gradient reads.
+
+    like: an array that vmap batches as it would batch the one that is not needed.
+    """
 
     like: jax.Array
 
@@ -119,17 +123,17 @@ class Unneeded:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Static:
-    """What goes from the forward to the backward rule without being an array, the same for every trace of a call."""
+    """A value that the forward rule hands to the backward rule, no array, and the same for every trace of a call."""
 
     value: Any
 
 
 def _told(flags: list[bool]) -> list[np.ndarray]:
-    """What differs with what is wanted, as residuals: the shapes of arrays without elements.
+    """The flags of what is wanted as residuals: they are the shapes of arrays without elements. `_heard` reads them.
 
     Residuals may differ in their shapes, and in nothing else: where a traced function is differentiated by one
     argument, then another, then the first again, JAX takes their structure (and under vmap, axes) from what it saw
-    last. An array has at most 64 axes, and an operator of many Linears more operands.
+    last. An array has at most 64 axes, and an operator of many Linears more operands: hence several arrays.
     """
     return [np.zeros((0, *map(int, flags[i : i + 32])), bool) for i in range(0, len(flags), 32)]
 
@@ -139,22 +143,23 @@ def _heard(told: Sequence[Any]) -> list[bool]:
 
 
 def _only(arrays: Any, flags: Sequence[bool]) -> Any:
-    """The same tree, with None for what has no flag."""
+    """The tree with None in place of each leaf whose flag is False."""
     leaves, tree = jax.tree.flatten(arrays, is_leaf=lambda a: a is None)
     return tree.unflatten([a if flag else None for a, flag in zip(leaves, flags, strict=True)])
 
 
 def _without_zeros(tree: Any) -> Any:
-    """None where JAX says that a value is zero."""
+    """The tree with None in place of each leaf that JAX marks as zero."""
     zero = lambda a: isinstance(a, SymbolicZero)  # noqa: E731
     return jax.tree.map(lambda a: None if zero(a) else a, tree, is_leaf=zero)
 
 
 def _batching_primitive() -> Primitive:
-    """The identity; under vmap all its results have the axis of examples if any has it.
+    """A primitive of the identity; under vmap all its results have the axis of examples if any of them has it.
 
-    Results of a custom_vjp function must: where one has not, JAX gives the backward rule its cotangent for all examples
-    together, and adds up what the rule makes of it for each (seen in JAX 0.10.2 and 0.11.2).
+    The results of a custom_vjp function need this: where one of them lacks the axis, JAX gives the backward rule one
+    cotangent for all examples together, and adds up the gradients that the rule makes of it for each (seen in JAX
+    0.10.2 and 0.11.2).
     """
     together = Primitive("jln_batched_together")
     together.multiple_results = True
@@ -199,10 +204,11 @@ def _refuse_forward_mode(*_, **__):
 
 
 def _reverse_mode_primitive() -> Primitive:
-    """The identity, on the way of arguments into a custom_vjp function. JAX's own error does not tell what to do.
+    """A primitive of the identity that raises in forward mode, with what to do, which JAX's own error does not tell.
 
-    Its tangents pass through another identity, which reverse mode transposes and never evaluates. It takes all
-    arguments together: where one is differentiated in reverse mode, forward mode over it is right for the others.
+    Arguments pass through it on their way into a custom_vjp function. Their tangents pass through another identity,
+    which reverse mode transposes and never evaluates. All arguments are passed together: where one is differentiated in
+    reverse mode, forward mode over it is right for the others.
     """
     through, tangent = Primitive("jln_reverse_mode"), Primitive("jln_reverse_mode_tangent")
     through.multiple_results = True
@@ -226,15 +232,15 @@ _reverse_mode = _reverse_mode_primitive()
 
 
 def _in_reverse_mode_only(operands: Any) -> Any:
-    """The operands, with an error for who differentiates in forward mode."""
+    """The operands, made to raise an error where they are differentiated in forward mode."""
     given, tree = jax.tree.flatten(operands)
     return tree.unflatten(_reverse_mode.bind(*given))
 
 
 def _varying_together(operands: Any) -> Any:
-    """Inside shard_map: every operand as one that varies over each mesh axis that any of them varies over.
+    """Cast the operands, inside shard_map, so that each varies over each mesh axis that any of them varies over.
 
-    Outside of the operator's custom_vjp, so that it is JAX that adds up a shared parameter's gradient over these axes.
+    The cast is outside of the operator's custom_vjp, so that JAX adds up a shared parameter's gradient over these axes.
     """
     over = jax.tree.map(lambda a: jax.typeof(a).manual_axis_type.varying, operands)
     union = frozenset().union(*jax.tree.leaves(over, is_leaf=lambda axes: isinstance(axes, frozenset)))
@@ -249,11 +255,12 @@ def _varying_together(operands: Any) -> Any:
 def with_automatic_axes(
     function: Callable[..., Any], specs: Callable[..., Any], operands: Any, forward_mode: bool
 ) -> Any:
-    """`function(operands)`; on a mesh with explicit axes as if they were automatic, with results sharded as `specs`,
-    called with the operands' PartitionSpecs, says.
+    """Call `function(operands)`; on a mesh with explicit axes, as if these were automatic.
 
-    In a `shard_map` that leaves axes explicit JAX cannot keep what reverse mode needs of `auto_axes`. So a function
-    without forward mode makes it again, from the operands.
+    specs: from the operands' PartitionSpecs to those that the results have on a mesh with explicit axes.
+
+    In a `shard_map` that leaves axes explicit, JAX cannot keep the residuals of `auto_axes` for reverse mode. So
+    without `forward_mode` they are not kept, and the backward pass makes them again from the operands.
     """
     meshes = [jax.typeof(a).sharding.mesh for a in jax.tree.leaves(operands)]
     mesh = next((mesh for mesh in meshes if not mesh.empty), meshes[0])
@@ -283,12 +290,13 @@ def with_automatic_axes(
 
 
 def in_one_program(static: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """For a function that calls an operator, with so many static arguments in front: where it is called by itself it is
-    compiled as one program (5 us a call; its equations one by one take 400).
+    """A decorator for a function that calls an operator: where it is called eagerly it is compiled as one program.
 
-    Not where mesh axes are explicit. What JAX keeps there for the derivative of `auto_axes` lies on the mesh with
-    automatic axes, cotangents on that with explicit ones, and from 0.11 on it refuses both as arguments of one program
-    that looks for its devices.
+    That takes 5 us a call; its equations one by one take 400. static: the number of static arguments, which come first.
+
+    It is not compiled where mesh axes are explicit: what JAX keeps there for the derivative of `auto_axes` lies on the
+    mesh with automatic axes, cotangents on that with explicit ones, and from 0.11 on JAX refuses both as arguments of
+    one program that looks for its devices.
     """
 
     def decorated(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,8 +17,10 @@ from jax.interpreters import mlir
 
 @functools.cache
 def needs_devices() -> ClosedJaxpr:
-    """As a parameter of a primitive: lowering it must know the devices. Before a program is lowered JAX looks for
-    `custom_partitioning` in it, and in every jaxpr that it contains.
+    """A jaxpr that, as a parameter of a primitive, has JAX tell the primitive's lowering which devices there are.
+
+    Before a program is lowered JAX looks for `custom_partitioning` in it, and in every jaxpr that it contains. This one
+    contains it.
     """
     function = custom_partitioning(lambda a: a)
     function.def_partition(lambda *_: None, sharding_rule="i -> i")
@@ -29,8 +31,8 @@ def needs_devices() -> ClosedJaxpr:
 class Context:
     """The devices for which a program is lowered.
 
-    mesh: all of them, for where JAX knows no mesh, as under `jax.set_mesh` with nothing sharded. manual: axes of it
-    over which `jax.shard_map` has spread the program already.
+    mesh: all of them. One axis has them all where JAX knows no mesh, as under `jax.set_mesh` with nothing sharded.
+    manual: the mesh axes over which a `jax.shard_map` has spread the program already.
     """
 
     mesh: Any
@@ -38,8 +40,9 @@ class Context:
 
 
 def spreading(context: mlir.ModuleContext) -> tuple[Context | None, str | None]:
-    """-> (over which devices JAX's partitioner will spread the program, None if it will not; why a kernel cannot run
-    if it cannot)
+    """Return the devices over which JAX's partitioner will spread the program, and why a kernel cannot run.
+
+    The first is None where the partitioner spreads nothing, the second where a kernel can run.
     """
     axis_context: Any = context.axis_context
     manual = getattr(axis_context, "manual_axes", None)
@@ -57,8 +60,9 @@ def spreading(context: mlir.ModuleContext) -> tuple[Context | None, str | None]:
 
 
 def on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which sees one device, traced as if nobody had set a mesh: on one with explicit axes every value
-    would be taken for an array that is spread over it.
+    """Wrap a `function` of one device's arrays to be traced as if nobody had set a mesh.
+
+    On a mesh with explicit axes every value would be taken for an array that is spread over it.
     """
 
     def call(*operands: jax.Array) -> Any:

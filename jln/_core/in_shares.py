@@ -1,4 +1,4 @@
-"""An operation on every device's part of its operands, where mesh axes are left to the compiler, which adds up."""
+"""An operation on every device's part of its operands, where the compiler owns mesh axes and adds up the shares."""
 
 from __future__ import annotations
 
@@ -23,11 +23,16 @@ def partitioned_in_shares(
     accumulate: Callable[..., list[jax.Array]],
     context: Context,
 ) -> Callable[..., list[jax.Array]]:
-    """As `jln._core.partitioned.partitioned`, in a `shard_map` that leaves mesh axes to the compiler.
+    """Partition `compute` in a `shard_map` that leaves mesh axes to the compiler.
 
-    XLA tells there how arrays are split, but not which device has which part, so that devices cannot be made to add
-    anything up. What is a sum over rows leaves as shares, along an axis in front, and XLA adds them up. H is never
-    split, nor are features over which a result is summed.
+    XLA tells there how arrays are split, but not which device has which part, so devices cannot be made to add anything
+    up. A result that is a sum over rows leaves each device as a share, along an axis in front, and XLA adds the shares
+    up. H is never split, nor are features over which a result is summed.
+
+    compute: the operation of the operands that are present.
+    layout: the dimensions of operands and results.
+    accumulate: as `compute`, with the results that are added up wide in a dtype for it.
+    context: the devices of the program.
     """
     axes = {name: size for name, size in context.mesh.shape.items() if name not in context.manual}
     devices = math.prod(axes.values())
@@ -42,7 +47,10 @@ def partitioned_in_shares(
     layout = dataclasses.replace(layout, written=written)
 
     def in_shares(results: Sequence[jax.Array], parts: int) -> tuple[jax.Array, ...]:
-        """What is summed as the first of as many shares as a device has of `devices`, the others zeros."""
+        """The results, each sum in them as the first of `devices / parts` shares, of which the others are zeros.
+
+        parts: how many devices have a share of their own of each sum.
+        """
         left = [(0, devices // parts - 1)]
         pairs = zip(results, summed, strict=True)
         return tuple(jnp.pad(a[None], left + [(0, 0)] * a.ndim) if s else a for a, s in pairs)

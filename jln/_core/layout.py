@@ -1,4 +1,4 @@
-"""What dimensions the arrays of an operation share, and over which its results are sums."""
+"""Layouts: the dimensions that the arrays of an operation share, and those over which its results are sums."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import jax.numpy as jnp
 
 
 class Kind(enum.IntEnum):
-    """What a dimension counts. Mesh axes are given out in this order: where one splits the rows and a parameter, it is
-    the parameter that is gathered.
+    """The kinds of dimension, in the order in which they are given mesh axes.
+
+    Where one mesh axis splits the rows and a parameter, rows come first, and the parameter is gathered.
     """
 
     BATCH = 0  # vmap's axes
@@ -25,10 +26,10 @@ class Kind(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Dim:
-    """A dimension that operands and results share. One of size 1 where others have more has no part in it.
+    """A dimension that operands and results share. An array that has 1 where others have more has no part in it.
 
-    stored_as: the array whose dimension this is alone: it is computed as any other, but shardings do not propagate from
-    it. So parameters that are only stored in parts (FSDP) are gathered, instead of splitting the rows.
+    stored_as: the name of an array whose dimension this is alone, in which shardings do not propagate: parameters that
+      are only stored in parts (FSDP) are gathered, instead of splitting the rows.
     of: which of several products' features.
     """
 
@@ -42,7 +43,7 @@ class Dim:
         return Dim(self.kind, self.index, of=self.of)
 
     def factor(self) -> str:
-        """Its name in a Shardy rule."""
+        """The dimension's name in a Shardy rule."""
         return f"{self.kind.name.lower()}{self.index}of{self.of}{self.stored_as}"
 
 
@@ -50,20 +51,26 @@ Dims = tuple[Dim, ...]
 
 
 def leaves_or_none(tree: Any) -> list[Any]:
-    """The leaves of a tree, those that are None among them."""
+    """The leaves of a tree, with None counted as a leaf."""
     return jax.tree.leaves(tree, is_leaf=lambda a: a is None)
 
 
 def _present(arrays: Any, described: Any) -> list[Any]:
-    """Of what is described for each of the arrays, what describes one that is there."""
+    """The descriptions of those arrays that are not None.
+
+    described: a tree like `arrays`, with a description in place of each array.
+    """
     given, tree = jax.tree.flatten(arrays, is_leaf=lambda a: a is None)
     return [d for a, d in zip(given, tree.flatten_up_to(described), strict=True) if a is not None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """summed: the kinds of dimension over which every device has only its share of a sum, in the order in which they
-    are to be added up: by results that are to travel together. wide: added up in float32 at least.
+    """A result of an operation.
+
+    summed: the kinds of dimension over which every device has only its share of the sum. They are added up in this
+      order, the same for results that are to travel together.
+    wide: whether the shares are added up in float32 at least.
     """
 
     dims: Dims
@@ -73,14 +80,17 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """An operand that is added to a sum over features: where every device has a share of that, by one of them only."""
+    """An operand that is added to a sum over features: where every device has a share of the sum, only one adds it."""
 
     dims: Dims
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Of an operation's operands, and of its results, those that are there, in order. terms: which are `Term`s."""
+    """The dimensions of the operands and results of an operation, without those that are absent, in order.
+
+    terms: for each operand, whether it is a `Term`.
+    """
 
     given: list[Dims]
     terms: list[bool]
@@ -88,13 +98,17 @@ class Layout:
 
     @classmethod
     def of(cls, operands: Any, dims: Any, dtypes: Any, results: Any) -> Layout:
-        """`dims` and `results` describe everything: what `operands` and `dtypes`, beside them, say is absent goes."""
+        """A layout from descriptions of all operands and results, less those that are absent.
+
+        dims, results: a description in place of each operand and of each result.
+        operands, dtypes: trees like these two, with None for what is absent.
+        """
         given = _present(operands, dims)
         terms = [isinstance(d, Term) for d in given]
         return cls([d.dims if isinstance(d, Term) else d for d in given], terms, _present(dtypes, results))
 
     def widened(self, dtypes: Any) -> Any:
-        """The results' dtypes with those that are added up wide made wide."""
+        """The results' dtypes, at least float32 for results that are added up wide."""
         names, tree = jax.tree.flatten(dtypes)
         wide = [
             jnp.promote_types(d, jnp.float32).name if r.wide else d for d, r in zip(names, self.written, strict=True)
@@ -102,7 +116,7 @@ class Layout:
         return tree.unflatten(wide)
 
     def rule(self, operands: Sequence[Any], results: Sequence[Any]) -> str:
-        """In Shardy's notation, for arrays of these shapes."""
+        """The layout as a Shardy rule, for arrays of these shapes."""
         alone = iter(range(sum(a.ndim for a in (*operands, *results))))
 
         def factors(dims: Dims, shape: tuple[int, ...]) -> str:

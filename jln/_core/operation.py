@@ -1,9 +1,9 @@
-"""One operation: a JAX primitive with named operands that compiles for every platform, batches and differentiates.
+"""Operations: a JAX primitive with named operands that compiles for every platform, batches and differentiates.
 
-It is bound with N-D operands and static settings, and stays a single equation until it is lowered. Only then, for a
-known platform, is it decided what computes it: jnp, or Triton kernels.
+An operation is bound with N-D operands and static settings, and stays a single equation until it is lowered. Only then,
+for a known platform, is it decided what computes it: jnp, or Triton kernels.
 
-`jax.interpreters` promises no stability: what operators use of it is used in this room.
+`jax.interpreters` promises no stability: operators use it only through this room.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ Results = TypeVar("Results")
 
 @dataclasses.dataclass(frozen=True)
 class Told(Generic[Results]):
-    """What an operation is told beside its operands.
+    """The static parameters of an operation, beside its operands.
 
-    settings: the operator's own static record. dtypes: the name of each result's, None for a result that nobody wants,
-    which then costs nothing. (Names, because `None == np.dtype("float64")` is True.) batch_dims: how many leading axes
-    vmap has put in front of every operand, of size 1 where it is shared.
+    settings: the operator's own static record.
+    dtypes: the name of each result's dtype, None for a result that nobody wants, which then costs nothing. (Names,
+      because `None == np.dtype("float64")` is True.)
+    batch_dims: how many leading axes vmap has put in front of every operand; they have size 1 where it is shared.
     """
 
     settings: Hashable
@@ -47,7 +48,7 @@ class Told(Generic[Results]):
     batch_dims: int = 0
 
     def arguments(self) -> tuple[Any, Results, int]:
-        """In the order in which formulas and launchers take them, behind the operands."""
+        """The parameters in the order in which formulas and launchers take them, behind the operands."""
         return self.settings, self.dtypes, self.batch_dims
 
 
@@ -55,14 +56,14 @@ class Operation(Generic[Operands, Results]):
     """A function from operands to results, as one primitive.
 
     formula: `formula(operands, settings, dtypes, batch_dims)` in jnp, which defines the results' shapes and is what JAX
-        differentiates. Results are in the dtypes told.
-    formula_cpu: the same, written for XLA's CPU backend.
-    launcher: returns `launch(operands, settings, dtypes, batch_dims, target)`, the same by kernels; called when a
-        program is first lowered for one, so that Triton is imported then.
-    layout: what `jln._core.partitioned` must know of the arrays, from the formula's arguments.
-    made_of: beside the results, the names of the operands that each is made of, for an operation of which not all
-        results may be wanted; where an operand or a result is a NamedTuple, of its fields. What is needed for none that
-        are wanted is not read, and need not be kept.
+      differentiates. Results have the dtypes of `dtypes`.
+    formula_cpu: the same function, written for XLA's CPU backend.
+    launcher: returns `launch(operands, settings, dtypes, batch_dims, target)`, the same function by kernels. It is
+      called when a program is first lowered for kernels, so that Triton is imported only then.
+    layout: from the formula's arguments to the `Layout` of its arrays, for `jln._core.partitioned`.
+    made_of: a record like the results with, for each, the names of the operands that it is made of; where an operand or
+      a result is a NamedTuple, of its fields. For an operation of which not all results may be wanted: an operand that
+      no wanted result is made of is not read, and need not be kept.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Operation(Generic[Operands, Results]):
         return jax.tree.unflatten(jax.tree.structure(dtypes), written)
 
     def needs(self, dtypes: Results) -> set[str]:
-        """The names of the operands that the results with a dtype are made of."""
+        """The names of the operands that the wanted results, those with a dtype, are made of."""
         return {name for names, wanted in _fields(self._made_of, dtypes) if jax.tree.leaves(wanted) for name in names}
 
     def _needed(self, operands: Any, dtypes: Results) -> Any:
@@ -114,8 +115,9 @@ class Operation(Generic[Operands, Results]):
         return _named(operands, self.needs(dtypes))
 
     def _without_unused(self, used, *more):
-        """For JAX's removal of dead code, which from 0.12 on also tells which inputs are alive: the equation without
-        the results that are not used, and without the operands that are needed for these alone.
+        """A rule for JAX's removal of dead code: the equation without unused results, and without what only they need.
+
+        From JAX 0.12 on a rule is also told which inputs are alive.
         """
         eqn = more[-1]
         if not any(used) or all(used):
@@ -167,7 +169,7 @@ class Operation(Generic[Operands, Results]):
         return results, [0] * len(results)
 
     def _jvp(self, primals, tangents, *, tree, told, **params):
-        """The kernels' results, with the formula's tangents."""
+        """Results by the kernels, tangents by differentiating the formula."""
         formula = _of_leaves(self._formula, tree, told)
         tangents = tuple(ad.instantiate_zeros(t) for t in tangents)
         _, tangents_out = jax.jvp(formula, tuple(primals), tangents)
@@ -203,7 +205,7 @@ class Operation(Generic[Operands, Results]):
         return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 
     def _spread(self, compute, layout: Layout, tree, told, context: Context, may_split_h: bool) -> Callable[..., Any]:
-        """`compute` on every device by itself, shares of sums that are of parameters' size in a wide dtype."""
+        """`compute` on every device by itself; shares of sums of a parameter's size are in a wide dtype."""
         exact = dataclasses.replace(told, dtypes=layout.widened(told.dtypes))
 
         def shares(h_axes, gathered, *operands):
@@ -214,7 +216,7 @@ class Operation(Generic[Operands, Results]):
         return partitioned(_of_leaves(compute, tree, told), layout, shares, context, may_split_h)
 
     def _chosen(self, platform: str | None, implementation: str | None, add: Any) -> Callable[..., Results]:
-        """What computes the operation on `platform`. add: as `target.on` takes it."""
+        """The function that computes the operation on `platform`. add: as `jln._triton.target.on` takes it."""
         formula = self._formula_cpu if platform == "cpu" else self._formula
         if implementation == "xla" or self._launcher is None:
             return formula
@@ -227,13 +229,13 @@ class Operation(Generic[Operands, Results]):
 
 
 def _fields(record: Any, like: Any) -> Iterator[tuple[Any, Any]]:
-    """The fields of a NamedTuple and of those in it, each with that of another which is built like it."""
+    """Pairs of a field of `record` and the same field of `like`, a NamedTuple of the same structure, nested or not."""
     for a, b in zip(record, like, strict=True):
         yield from _fields(a, b) if hasattr(a, "_fields") else [(a, b)]
 
 
 def _named(record: Any, names: Container[str]) -> Any:
-    """A NamedTuple and those in it with None for whatever has none of these names."""
+    """A NamedTuple, nested ones included, with None for every field that has none of these names."""
 
     def kept(name: str, a: Any) -> Any:
         if hasattr(a, "_fields"):
@@ -246,11 +248,11 @@ def _named(record: Any, names: Container[str]) -> Any:
 class LinearOperation(Operation[Operands, Results]):
     """An operation linear in the first of its two operands, and the transpose of another that has kernels.
 
-    The operands are a pair: tangents, a NamedTuple, None for those that are zero; and whatever else the formula reads.
-    It is computed by its formula, on every platform and however it is sharded.
+    The operands are a pair: the tangents, a NamedTuple with None for those that are zero; and whatever else the formula
+    reads. It is computed by its formula, on every platform and however it is sharded.
 
-    transpose: `transpose(cotangents, tangents, others, settings, batch_dims, implementation)`, with the results'
-        cotangents and the tangents' avals, None where there is none, returns the cotangents of the tangents.
+    transpose: `transpose(cotangents, tangents, others, settings, batch_dims, implementation)` returns the cotangents of
+      the tangents from the results' cotangents and the tangents' avals; None stands for one that is absent.
     """
 
     def __init__(self, name: str, formula: Callable[..., Results], *, transpose: Callable[..., Any]):
@@ -275,8 +277,10 @@ class LinearOperation(Operation[Operands, Results]):
 
 
 def only_rows_differ(batch_dims: int, rows: Sequence[Any], parameters: Sequence[Any]) -> bool:
-    """Whether vmap's axes are axes of rows like any other: on all of them every array of rows differs from example to
-    example, and no parameter does. Each is an array, an aval or None.
+    """True where vmap's axes are axes of rows like any other.
+
+    On all of these axes every array of rows differs from example to example, and no parameter does. Each of `rows` and
+    `parameters` is an array, an aval or None.
     """
     batches = {a.shape[:batch_dims] for a in rows if a is not None}
     return len(batches) == 1 and all(p is None or math.prod(p.shape[:batch_dims]) == 1 for p in parameters)
@@ -288,7 +292,7 @@ def _add_host_callback(context: mlir.ModuleContext, function: Callable[..., Any]
 
 
 def _like(aval: ShapedArray, gradient: jax.Array | None) -> Any:
-    """The gradient of an operand, summed over those of vmap's axes on which it was shared."""
+    """The gradient of an operand, summed over those of vmap's axes on which the operand was shared."""
     if gradient is None:
         return ad.Zero(aval)
     shared = [i for i, (n, of) in enumerate(zip(gradient.shape, aval.shape, strict=True)) if n != of]
@@ -296,7 +300,7 @@ def _like(aval: ShapedArray, gradient: jax.Array | None) -> Any:
 
 
 def _of_leaves(function: Callable[..., Any], tree: Any, told: Told) -> Callable[..., list[jax.Array]]:
-    """`function` of the operands that are there, returning the results that are."""
+    """A function from the operands' leaves to the results' leaves, from `function` of trees; None is no leaf."""
 
     def call(*leaves):
         with jax.numpy_dtype_promotion("standard"):  # every dtype is chosen on purpose, whatever the user's mode
@@ -314,5 +318,5 @@ def _result_shapes(formula, arrays, tree, told, x64: bool) -> list[jax.ShapeDtyp
 
 @functools.lru_cache(maxsize=1024)
 def _jitted(primitive: Primitive, params: tuple) -> Callable:
-    """For the rare case that an operation is evaluated outside of jit."""
+    """A jitted call of a primitive, for the rare case that an operation is evaluated outside of jit."""
     return jax.jit(functools.partial(primitive.bind, **dict(params)))

@@ -1,4 +1,4 @@
-"""An operation on every device's part of its operands, where devices add up what they share by themselves.
+"""An operation on every device's part of its operands, where the devices add up their shares of sums by themselves.
 
 JAX's partitioner cannot look into a kernel, and would gather its operands on every device. `custom_partitioning` lets
 it ask instead: a Shardy rule tells how shardings propagate, and a callback what to compute where they are known.
@@ -28,11 +28,13 @@ def partitioned(
     context: Context,
     may_split_h: bool,
 ) -> Callable[..., list[jax.Array]]:
-    """`compute` of the operands that are present, on every device by itself.
+    """Partition `compute`, a function of the operands that are present: every device computes its part by itself.
 
-    shares: as `compute`, of a device's share of what is summed, with the results that are added up wide in a dtype for
-        it; takes the mesh axes that split H, and `Placement.gathered`, in front of the operands.
-    context: where the program runs.
+    layout: the dimensions of operands and results.
+    shares: as `compute`, for a device that has a share of a sum: results that are added up wide are in a dtype for it.
+      It takes the mesh axes that split H, and `Placement.gathered`, in front of the operands.
+    context: the devices of the program.
+    may_split_h: whether H may stay split.
     """
     whole = () if may_split_h else (Kind.HIDDEN,)
 
@@ -80,8 +82,9 @@ def partitioned(
 
 
 def _scatter(sharding: NamedSharding, result: Any, summed: Sequence[MeshAxes]) -> dict[int, MeshAxes]:
-    """Dimensions of a result of which every device is asked for a part only, over axes of the mesh that it is summed
-    over: a reduce-scatter does both.
+    """The dimensions of a result that a reduce-scatter may split, each with its mesh axes.
+
+    On these dimensions every device is asked for a part only, over mesh axes over which the result is also summed.
     """
     scattered = {}
     have, wanted = split_by(sharding, result.ndim), split_by(result.sharding, result.ndim)
@@ -104,7 +107,10 @@ def _with_scattered(sharding: NamedSharding, scattered: dict[int, MeshAxes]) -> 
 
 
 def _sum(share: jax.Array, summed: Sequence[MeshAxes], scattered: dict[int, MeshAxes]) -> jax.Array:
-    """Over one kind of dimension after the other, as XLA makes one all-reduce of those over the same devices."""
+    """Add up a device's share over the mesh axes of one kind of dimension after the other.
+
+    XLA makes one all-reduce of the sums over the same devices.
+    """
     for dim, axes in scattered.items():
         share = jax.lax.psum_scatter(share, axes, scatter_dimension=dim, tiled=True)
     done = {a for axes in scattered.values() for a in axes}

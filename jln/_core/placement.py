@@ -1,4 +1,4 @@
-"""Which axes of a mesh split which dimension of an operation, from how its arrays are split."""
+"""Placement: which axes of a mesh split which dimension of an operation, from how its arrays are split."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ Gathered = tuple[tuple[int, MeshAxes], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Which mesh axes split which dimension. One axis may split the rows of arrays without features, and the features
-    of arrays that have them, whose rows it does not split then.
+    """The mesh axes that split each dimension.
+
+    One mesh axis may split both the rows of arrays without features and the features of arrays that have them; it does
+    not split the rows of the latter.
     """
 
     mesh: Any
@@ -42,14 +44,14 @@ class Placement:
         return tuple(dict.fromkeys(a for dim, axes in self.axes.items() if dim.kind == kind for a in axes))
 
     def gathered(self) -> Gathered:
-        """The axes of x whose rows a product needs of all devices along mesh axes, and these."""
+        """The axes of x whose rows a product needs of all devices along some mesh axes, each with these mesh axes."""
         of_features = self.over(Kind.FEATURE)
         rows = {d.index: axes for d, axes in self.axes.items() if d.kind == Kind.ROW}
         shared = ((i, tuple(a for a in axes if a in of_features)) for i, axes in rows.items())
         return tuple((i, axes) for i, axes in shared if axes)
 
     def summed(self, result: Result) -> list[MeshAxes]:
-        """For each kind over which the result is a sum, over which mesh axes devices have shares of it."""
+        """The mesh axes over which devices have shares of a result, for each kind of dimension it is summed over."""
         gathered = {a for _, axes in self.gathered() for a in axes}
         left_out = {Kind.FEATURE: gathered, Kind.ROW: self._of_features(result.dims)}
         return [tuple(a for a in self.over(kind) if a not in left_out.get(kind, ())) for kind in result.summed]
@@ -65,8 +67,10 @@ def split_by(sharding: NamedSharding, ndim: int) -> list[MeshAxes]:
 
 
 def with_prime_axes(mesh: Any) -> Any:
-    """The same devices, every axis as axes of prime sizes. Shardy splits an axis where a reshape splits the dimension
-    that it shards, and a part of an axis is what these are.
+    """The mesh with every axis as several axes of prime sizes.
+
+    Where a reshape splits a dimension, Shardy splits the mesh axis that shards it: the part of the axis is then one of
+    these.
     """
     sizes, names = [], []
     for name, size in mesh.shape.items():
@@ -86,13 +90,16 @@ def _prime_factors(n: int) -> Iterator[int]:
 
 
 def on_mesh(mesh: Any, a: Any) -> jax.ShapeDtypeStruct:
-    """`a`, whose sharding XLA has written down as tiles, in terms of the mesh; or whole, where it has none."""
+    """The shape of `a` with its sharding, which XLA has written down as tiles, in terms of the mesh.
+
+    An array without a sharding, or with one that the mesh cannot express, is whole on every device.
+    """
     whole = NamedSharding(mesh, PartitionSpec())
     given = getattr(a, "sharding", None) if isinstance(a, jax.ShapeDtypeStruct) else None
     if given is None:
         return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole)
     shape = (mesh.devices.size,) * a.ndim  # divides into any tiles
-    # In terms of the mesh's devices: of those along manual axes XLA tells nothing.
+    # A sharding of the mesh's devices alone: XLA tells nothing of the devices along manual axes.
     given = type(given)(tuple(mesh.devices.flat), given._to_xla_hlo_sharding(a.ndim))
     tiles = given.devices_indices_map(shape)
     starts = np.array([[index.start or 0 for index in tiles[device]] for device in mesh.devices.flat])
@@ -120,12 +127,13 @@ def place(
     whole: Container[Kind] = (),
     may_gather: bool = False,
 ) -> Placement:
-    """Which mesh axes split which dimension, for arrays of these shardings.
+    """Choose the mesh axes that split each dimension, for arrays of these shardings.
 
-    Where an axis splits rows of one array and features of another, those that have both tell whether its devices share
-    the features (Megatron's sequence parallelism) or only store them in parts (FSDP).
+    Where an axis splits rows of one array and features of another, the arrays that have both tell whether its devices
+    share the features (Megatron's sequence parallelism) or only store them in parts (FSDP).
 
-    whole: what none may split. may_gather: whether rows of some arrays may stay split over axes that split features.
+    whole: the kinds of dimension that no axis may split.
+    may_gather: whether rows of some arrays may stay split over axes that split features.
     """
     sizes: dict[Dim, int] = {}
     wanted: dict[Dim, MeshAxes] = {}
@@ -141,7 +149,7 @@ def place(
     products = {dim.of for dims in described for dim in dims if dim.kind == Kind.FEATURE}
 
     def chosen(of_features: set[str]) -> Placement:
-        """of_features: axes that split features, whatever else they split."""
+        """The placement in which the axes `of_features` split features, whatever else they split."""
 
         def may_share(axis: str, one: Dim, other: Dim) -> bool:
             if one.kind == other.kind == Kind.FEATURE:
@@ -161,7 +169,7 @@ def place(
             axes = tuple(a for a in axes if a not in taken)
             if axes and sizes[dim] % math.prod(mesh.shape[a] for a in axes) == 0:  # no device may have padding for rows
                 split[dim] = axes
-        # What is a sum over all features has a share of each product on every device.
+        # Of a sum over the features of all products every device has a share of each product.
         of_each = [
             {a for d, axes in split.items() if (d.kind, d.of) == (Kind.FEATURE, of) for a in axes} for of in products
         ]

@@ -1,4 +1,4 @@
-"""What the modules share: a framework's call put in the operators' terms, or the reason why it cannot be.
+"""The common part of all modules: a framework's call put in the operators' terms, or the reason why it cannot be.
 
 A module overrides nothing of its framework's class but the call. It describes the call to `prepared`, which answers
 with a `Prepared` norm, ready for the operators, or with a sentence that says why the framework's own code must run.

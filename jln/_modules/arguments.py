@@ -1,4 +1,4 @@
-"""What a module's call takes beside x, checked: a residual with what goes with it, a gate, another norm."""
+"""The arguments of a module's call beside x, checked: a residual with its bias and gate, a gate, another norm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Products = tuple[tuple[Any, ...], Any]  # of each Linear, and the total
 
 
 def axes(given: int | Iterable[int]) -> tuple[int, ...]:
-    """As a tuple, where Flax takes one by itself too."""
+    """The axes as a tuple, where Flax takes an int too."""
     return tuple(given) if isinstance(given, Iterable) else (given,)
 
 
@@ -24,15 +24,20 @@ AS_GIVEN = "all arguments are the operator's"
 
 
 class Gated(NamedTuple):
-    """What silu of `z` multiplies: the norm's result, or x."""
+    """The gate of a gated norm: silu of `z` multiplies the norm's result or, without `norm_before_gate`, x."""
 
     z: jax.Array
     norm_before_gate: bool
 
 
 class Summed(NamedTuple):
-    """What is normalised, and where it is a sum its addends, as the operators take them; or x, and its gate, or what
-    the norm's result is added to. With an `x_norm`, which must be called first, there are addends and no total yet.
+    """The array that a norm reads, with the other arrays that go with it.
+
+    total: the array that is normalised, x or the sum of x and a residual; None where `x_norm` must be called first.
+    addends: the addends of a sum, as the operators take them; None where nothing is added in front.
+    gated: the gate; None without one.
+    added_to: the array to which the norm's result is added; None without one.
+    x_norm: another norm, whose result for x is added to the residual; None without one.
     """
 
     total: Any
@@ -42,7 +47,7 @@ class Summed(NamedTuple):
     x_norm: Any = None
 
     def read_by(self, norm: Prepared, reads_as_given: bool) -> tuple[Given, str]:
-        """What the operator is given for `norm` of the total, and why.
+        """Return the arrays that the operator takes for `norm` of the total, and why.
 
         reads_as_given: whether the norm's x is the total, but for a cast.
         """
@@ -53,20 +58,21 @@ class Summed(NamedTuple):
         return self.addends, AS_GIVEN
 
     def result(self, products: Products, several: bool = False) -> Any:
-        """As the modules' users have it."""
+        """The result as the modules' users get it: y, or (y, total) of a sum; for several products y is a tuple."""
         ys, total = products
         y = ys if several else ys[0]
         return y if self.addends is None else (y, total)
 
 
 def summed(x: Any, residual: Any, x_bias: Any, gate: Gate, over: int | Iterable[int] = -1) -> Summed:
-    """`residual + gate * (x + x_bias)`, or `x` where there is no residual.
+    """The record of `residual + gate * (x + x_bias)`, or of `x` where there is no residual.
 
-    x_bias, gate: as of `jln.add_layer_norm`, with the normalised axes in ascending order. over: these.
+    x_bias, gate: as of `jln.add_layer_norm`, with the normalised axes in ascending order.
+    over: the normalised axes.
 
     Raises:
       TypeError: a residual is given, and an array is none or has an unsupported dtype.
-      ValueError: the residual or what goes with it does not fit `x`, or there is no residual with which it goes.
+      ValueError: the residual, `x_bias` or `gate` does not fit `x`; or one of the latter is given without a residual.
     """
     if residual is None:
         for name, a in (("x_bias", x_bias), ("gate", gate)):
@@ -93,14 +99,17 @@ def taken(
     z: Any = None,
     norm_before_gate: bool = True,
 ) -> Summed:
-    """As `summed`, of all that a norm by itself may take.
+    """The record of all that a norm by itself may take.
 
-    z, norm_before_gate: as of `jln.rms_norm_gated`. added_to: to which the norm's result is. x_norm: a norm of x, whose
-      result is added to the residual.
+    over, residual, x_bias, gate: as of `summed`.
+    added_to: the array to which the norm's result is added.
+    x_norm: another norm, whose result for x is added to the residual.
+    z, norm_before_gate: as of `jln.rms_norm_gated`.
 
     Raises:
       TypeError: an array is none or has an unsupported dtype; or `norm_before_gate` is no bool.
-      ValueError: an array does not fit `x`, or something is given with or without what it goes with.
+      ValueError: an array does not fit `x`, or two arguments are given that exclude each other, or one without another
+        that it needs.
     """
     of_x = {"x_bias": x_bias, "gate": gate}
     if not _checks.flag("norm_before_gate", norm_before_gate) and z is None:
@@ -129,7 +138,7 @@ def _go_without(name: str, given: Any, why: str, **others: Any) -> None:
 
 
 def _sum(addends: Given, order: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Of more than two as wide as the operators make it."""
+    """The sum of the addends; more than two are added in float32 at least, as the operators do."""
     x, bias, gate = addends.x, addends.x_bias, addends.gate
     if bias is None and gate is None:
         return x.astype(dtype) + addends.residual.astype(dtype)

@@ -1,4 +1,4 @@
-"""From a module's call to the operator that computes it or to the framework's own code, noting which and why."""
+"""The way from a module's call to the operator, or to the framework's own code, with a note of which and why."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from jln._routes import Route, into, listening, note
 
 
 def named(argument: str, linears: Mapping[Any, Any], cls: type, taken: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """The arguments of each of several Linears, by name and in order.
+    """The arguments of each of several Linears, by the Linear's name and in order.
 
-    argument: of `cls`, that they were given as; it is a Linear's too. Each value is its value for that Linear, or a
-      mapping of this Linear's own arguments. taken: names of which the class does not know.
+    argument: the name of the argument of `cls` in which the Linears were given, which is an argument of a Linear too.
+    linears: by name, the value of that argument for a Linear, or a mapping of the Linear's own arguments.
+    taken: names that no Linear may have, and of which the class does not know.
     """
     if not linears:
         raise ValueError(f"{argument} must name at least one Linear; got {dict(linears)}")
@@ -40,7 +41,7 @@ def named(argument: str, linears: Mapping[Any, Any], cls: type, taken: tuple[str
 
 
 class Fused(NamedTuple):
-    """A norm and Linears that are one operator. why: this is the path. read: what the norm reads."""
+    """A norm and Linears that are one operator. why: the reason for this path. read: the array that the norm reads."""
 
     compute: Callable[[], Products]
     why: str
@@ -50,9 +51,10 @@ class Fused(NamedTuple):
 def fused(
     norm: Prepared, linears: Mapping[str, Linear | str], given: Summed, reads_as_given: bool = True
 ) -> Fused | str:
-    """`norm`, of the total, and the Linears behind it as one operator, or why they cannot be one.
+    """`norm` of the total and the Linears behind it as one operator, or the reason why they cannot be one.
 
-    linears: by name, each in the operators' terms, or why it cannot be. reads_as_given: as of `Summed.read_by`.
+    linears: by name, each in the operators' terms, or the reason why it cannot be.
+    reads_as_given: as of `Summed.read_by`.
     """
     known: list[Linear] = []
     for name, linear in linears.items():
@@ -83,12 +85,12 @@ def prepared(
     y_dtype: Any,
     zero_centered_scale: bool = False,
 ) -> Prepared | str:
-    """The norm of `x` in the operators' terms, or why they cannot compute it.
+    """The norm of `x` in the operators' terms, or the reason why they cannot compute it.
 
     scale, offset: where they are not known yet, their shapes and dtypes, to be replaced by `with_parameters`.
-    axes: to normalise over, in any order, negative ones counted from the end; what is wrong with them is for the
-      framework to say, and so for every other argument. parameter_axes: the parameters are spread over these, in
-        ascending order; None: they broadcast against x as they are.
+    axes: the normalised axes, in any order, negative ones counted from the end. What is wrong with them, or with any
+      other argument, is for the framework to say.
+    parameter_axes: the axes over which the parameters are spread, in ascending order. None: they broadcast against x.
     """
     if not isinstance(x, jax.Array | np.ndarray):
         return f"x is a {type(x).__name__}, not an array"
@@ -131,7 +133,7 @@ def _reshaped(a: Parameter, shape: tuple[int, ...]) -> Parameter:
 def _shape_against(
     x: tuple[int, ...], parameter: tuple[int, ...], axes: Sequence[int] | None
 ) -> tuple[int, ...] | None:
-    """The shape of x's rank with which a parameter broadcasts against it; None where there is none."""
+    """The shape of x's rank with which a parameter broadcasts against x; None where there is none."""
     if axes is None:
         shape = (1,) * (len(x) - len(parameter)) + parameter
         fits = len(shape) == len(x) and all(n in (1, m) for n, m in zip(shape, x, strict=True))
@@ -146,7 +148,7 @@ def _shape_against(
 def computed(
     layer: str, found: Prepared | str, given: Summed, plain: Callable[[Any], Any], reads_as_given: bool = True
 ) -> Any:
-    """A norm's result: by what was prepared, or by the framework's own code from the total."""
+    """A norm's result: by the operators if `found` is prepared, else by `plain`, the framework's own code."""
     if given.gated is not None:
         return _of_gated(layer, found, given.total, given.gated, plain)
     if given.added_to is not None:
@@ -169,7 +171,7 @@ def _of_gated(layer: str, found: Prepared | str, x: jax.Array, of: Gated, plain:
     note(layer, "plain", found, x)
 
     def times_silu(a: jax.Array) -> jax.Array:
-        """Rounded as between the framework's own layers."""
+        """`a * silu(z)`, rounded to a's dtype as between the framework's own layers."""
         wide = _checks.promoted(a.dtype, jnp.float32)
         return (a.astype(wide) * jax.nn.silu(of.z.astype(wide))).astype(a.dtype)
 
@@ -197,9 +199,11 @@ def pair(
     apart: Callable[[jax.Array], Any],
     reads_as_given: bool = True,
 ) -> tuple[Any, jax.Array]:
-    """`(norm(total), total)` with `total = residual + x_norm(x)`: as one operator, or each norm for itself.
+    """Compute `(norm(total), total)` with `total = residual + x_norm(x)`: as one operator, or each norm by itself.
 
-    cls: of `x_norm`. prepared: of a norm, and what it reads. apart: `norm`, of the total.
+    cls: the class that `x_norm` must have.
+    prepared: from a norm and the array that it reads to the norm in the operators' terms.
+    apart: `norm` of the total.
     """
     assert given.addends is not None
     x, residual = given.addends.x, given.addends.residual
@@ -229,7 +233,7 @@ def pair(
 
 
 def _pair_obstacle(first: Prepared, second: Prepared | str, residual: jax.Array, reads_as_given: bool) -> str | None:
-    """Why two norms, the second of the residual plus the first, cannot be one operator; None where they can."""
+    """The reason why two norms, the second of the residual plus the first, cannot be one operator; None: they can."""
     if isinstance(second, str):
         return second
     if any(norm.call.subtract_mean or norm.offset is not None for norm in (first, second)):
@@ -247,7 +251,7 @@ def _pair_obstacle(first: Prepared, second: Prepared | str, residual: jax.Array,
 
 
 def noted(layer: str, why: str, read: Any, plain: Callable[[], Any]) -> Any:
-    """The framework's own code, because of `why`."""
+    """Run `plain`, the framework's own code, and note the reason `why`."""
     note(layer, "plain", why, read)
     return plain()
 
@@ -255,7 +259,7 @@ def noted(layer: str, why: str, read: Any, plain: Callable[[], Any]) -> Any:
 def layers_computed(
     layer: str, found: Fused | str, norm: Callable[[], Any], linears: Callable[[Any], Products]
 ) -> Products:
-    """What a norm and the Linears behind it compute: as one operator, or each called for itself because of `found`.
+    """Compute a norm and the Linears behind it: as one operator, or each called by itself for the reason `found`.
 
     Only arrays pass between the layers, for a framework may show each call to its users.
     """
@@ -274,8 +278,9 @@ def layers_computed(
 def linear_computed(
     layer: str, z: Any, described: Callable[[Prepared], Linear | str], plain: Callable[[], jax.Array]
 ) -> jax.Array:
-    """A Linear's result. If z is a norm's result, it keeps what the norm was made of in its place; else, and where
-    `described` says why not, it is the framework's own code.
+    """A Linear's result. Where z is a norm's result, the Linear keeps what the norm was made of instead of z.
+
+    Where z is not, or `described` returns a reason why not, the result is by `plain`, the framework's own code.
     """
     norm = origins.of(z)
     if norm is None:

@@ -1,4 +1,4 @@
-"""A framework's norm and its Linears in the operators' terms, as they are before anything is computed."""
+"""A framework's norm and Linears in the operators' terms, before anything is computed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jln._routes import listening
 
 @dataclasses.dataclass(frozen=True)
 class NormCall:
-    """A norm in the operators' terms. axes: not negative, ascending."""
+    """The static arguments of a norm in the operators' terms. axes: not negative, ascending."""
 
     axes: tuple[int, ...]
     epsilon: float
@@ -30,7 +30,7 @@ class NormCall:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the operators take, behind the arrays, beside the axes and the dtype."""
+        """The operators' keyword arguments beside the axes and the dtype."""
         names = ("epsilon", "subtract_mean", "zero_centered_scale")
         return {name: getattr(self, name) for name in names}
 
@@ -56,7 +56,7 @@ class Prepared:
         return self.call.y_dtype
 
     def mapped(self, axes: int) -> Prepared:
-        """Of an x which has so many more axes in front, over which the norm is mapped."""
+        """The norm of an x that has `axes` more axes in front, over which the norm is mapped."""
         if axes == 0:
             return self
         call = dataclasses.replace(self.call, axes=tuple(a + axes for a in self.call.axes))
@@ -64,13 +64,13 @@ class Prepared:
         return Prepared(self.x, scale, offset, call)
 
     def with_parameters(self, scale: jax.Array | None, offset: jax.Array | None) -> Prepared:
-        """In place of stand-ins of the same sizes."""
+        """The norm with its parameters in place of stand-ins of the same sizes."""
         given = ((scale, self.scale), (offset, self.offset))
         scale, offset = (None if a is None or like is None else a.reshape(like.shape) for a, like in given)
         return dataclasses.replace(self, scale=scale, offset=offset)
 
     def value(self, read: Given | None = None, norm_before_gate: bool = True) -> Results:
-        """The norm by itself, of x or of what is read in its place: addends, x and z, or x and what y is added to."""
+        """The norm's results for x, or for `read`: addends, x and z, or x and an array to which y is added."""
         n = self.call
         read = Given(self.x) if read is None else read
         dtype = n.y_dtype if read.added is None else self.dtype_added_to(read.added)
@@ -78,19 +78,23 @@ class Prepared:
         return normalised(self._with_own(read), axis=n.axes, **how)
 
     def dtype_added_to(self, residual: jax.Array) -> jnp.dtype:
-        """Of the sum of the norm's result and this."""
+        """The dtype of the sum of `residual` and the norm's result."""
         return _checks.promoted(residual.dtype, self.dtype)
 
     def followed_by(self, norm: Prepared, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """`norm` of `residual +` this norm as one operator, which nothing must keep from being one. -> (y, total)"""
+        """Return (y, total) of `norm` of `total = residual +` this norm, as one operator.
+
+        The caller has checked that nothing keeps them from being one.
+        """
         scales = self._parameter(self.scale), norm._parameter(norm.scale)
         n = {"axis": self.call.axes, "epsilon": self.call.epsilon, "dtype": norm.dtype, "forward_mode": True}
         with listening():  # it is listed as a layer
             return rms_norm_add_rms_norm(self.x, residual, *scales, **n)
 
     def linears(self, linears: Sequence[Linear], read: Given) -> Any:
-        """The norm of what is read, x or addends, and the Linears as one operator, which nothing must keep from being
-        one. -> the products, and of addends the total.
+        """The products of the norm of `read` and the Linears, as one operator; with the total where `read` has addends.
+
+        The caller has checked that nothing keeps them from being one.
         """
         n = self.call
         return normalised_linear(
@@ -105,7 +109,7 @@ class Prepared:
         return read._replace(scale=self._parameter(self.scale), offset=self._parameter(self.offset))
 
     def _parameter(self, a: jax.Array | None) -> jax.Array | None:
-        """In the shape of the normalised axes."""
+        """A parameter in the shape of the normalised axes."""
         if a is None:
             return None
         axes = self.call.axes
@@ -116,7 +120,10 @@ class Prepared:
         return a
 
     def linear(self, z: jax.Array, linear: Linear) -> jax.Array:
-        """The Linear of `z`, this norm's result, which nothing must keep from being one of it."""
+        """The product of a Linear and `z`, this norm's result; what z was made of is kept for the gradients.
+
+        The caller has checked that `reading_obstacle` is None.
+        """
         read = self._with_own(Given(self.x))
         bias = None if linear.bias is None else linear.bias.astype(linear.dtype)
         how = self.call.options | {"precision": linear.precision}
@@ -124,7 +131,7 @@ class Prepared:
         return y if linear.result_axes is None else y.transpose(linear.result_axes)
 
     def reading_obstacle(self, linear: Linear) -> str | None:
-        """Why a Linear cannot be told what this norm's result, which it reads, is made of; None where it can."""
+        """The reason why a Linear that reads this norm's result cannot be told what it is made of; None: it can."""
         if self.call.axes != (self.x.ndim - 1,):
             return "the norm is not over the last axis"
         if linear.kernel.ndim < 2 or linear.kernel.shape[0] != self.x.shape[-1]:
@@ -134,7 +141,7 @@ class Prepared:
         return None
 
     def linear_obstacle(self, linear: Linear) -> str | None:
-        """Why a Linear cannot be one operator with the norm; None where it can."""
+        """The reason why a Linear cannot be one operator with the norm; None where it can."""
         if (obstacle := self.reading_obstacle(linear)) is not None:
             return obstacle
         if linear.result_axes is not None:
@@ -147,8 +154,10 @@ class Prepared:
 
 
 class Linear(NamedTuple):
-    """A Linear in the operators' terms. dtype: in which it multiplies. result_axes: which axes of the product, rows
-    before features, become those of the result; None where they stay.
+    """A Linear in the operators' terms.
+
+    dtype: that in which it multiplies.
+    result_axes: the axes of the product, rows before features, in the result's order; None where they stay.
     """
 
     kernel: jax.Array
@@ -159,14 +168,17 @@ class Linear(NamedTuple):
 
 
 class ProductAxes(NamedTuple):
-    """Of an einsum that is a Linear: which axes of its kernel are `[H, *features]`; `Linear.result_axes`."""
+    """The axes of an einsum that is a Linear.
+
+    kernel: the axes of its kernel that are `[H, *features]`, in that order. result: as `Linear.result_axes`.
+    """
 
     kernel: tuple[int, ...]
     result: tuple[int, ...]
 
 
 def product_of_last_axis(equation: str, x_ndim: int) -> ProductAxes | None:
-    """Of an einsum of x and a kernel, if it is a sum over the last axis of x alone."""
+    """The axes of an einsum of x and a kernel, if it is a sum over the last axis of x alone; else None."""
     operands, _, result = equation.replace(" ", "").partition("->")
     x, _, kernel = operands.partition(",")
     if "..." in kernel:

@@ -1,8 +1,8 @@
-"""Which norm an array is the result of, for the Linear that reads this very array.
+"""A record of which norm an array is the result of, for the Linear that reads this very array.
 
-The array is an array, and whoever reads it gets its numbers. That a Linear reads it is known by its identity: nothing
-stands between the two. What a cast, a dropout or a `jax.jit` around either of them hands on is another array, of which
-nothing is known.
+The result of a norm is an array as any other, and whoever reads it gets its numbers. A Linear knows it by its identity:
+nothing stands between the norm and the Linear. A cast, a dropout or a `jax.jit` around either of them hands on another
+array, of which nothing is known.
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ from jln._modules.norms import NormCall, Prepared
 
 
 class _Known(NamedTuple):
-    """result: the array. call: the norm's. made_of: x, scale and offset, x with as many more axes in front as `mapped`
-    says, over which `jax.vmap` has mapped the call. All are functions that return what they hold, or None.
+    """The origin of one array.
+
+    result: a function that returns the array, or None once it is gone.
+    call: the norm's static arguments.
+    made_of: functions that return x, scale and offset, or None once these are gone.
+    mapped: how many axes x has in front, over which `jax.vmap` has mapped the call.
     """
 
     result: Callable[[], Any]
@@ -28,12 +32,12 @@ class _Known(NamedTuple):
     mapped: int
 
 
-# By the identity of a norm's result, for as long as that lives.
+# The origins of norms' results by identity, each for as long as its array lives.
 _known: dict[int, _Known] = {}
 
 
 def remember(z: Any, norm: Prepared) -> None:
-    """`z` is the result of `norm`; where this happens under `jax.vmap`, also as it is behind it."""
+    """Note that `z` is the result of `norm`; under `jax.vmap` also for the array behind the map."""
     x: Any = norm.x
     parameters = norm.scale, norm.offset
     mapped = 0
@@ -49,7 +53,7 @@ def remember(z: Any, norm: Prepared) -> None:
 
 
 def of(z: Any) -> Prepared | None:
-    """The norm of which `z` is the result, if there is one that is known."""
+    """The norm whose result `z` is known to be; None where none is known."""
     inside: list[Any] = []
     while (known := _known.get(id(z))) is None or known.result() is not z:
         if not _is_mapped(z):
@@ -69,17 +73,19 @@ def of(z: Any) -> Prepared | None:
 
 
 def _held(a: Any) -> Callable[[], Any]:
-    """A trace that stages a program keeps what it reads as long as what it makes; and is kept, if it ends in an error,
-    by whoever holds one of its arrays.
+    """A function that returns `a`; of a traced program's array it keeps only a weak reference, and may return None.
+
+    A trace that stages a program keeps its arrays as long as the results made of them. A strong reference would keep a
+    trace that ends in an error.
     """
     return weakref.ref(a) if hasattr(getattr(a, "_trace", None), "frame") else lambda: a
 
 
 def _is_deleted(a: Any) -> bool:
-    """Donated to a program since, for one."""
+    """True for an array that is gone, as one that was donated to a program."""
     return isinstance(a, jax.Array) and not isinstance(a, Tracer) and a.is_deleted()
 
 
 def _is_mapped(a: Any) -> bool:
-    """By the innermost `jax.vmap` that knows it, over its first axis."""
+    """True for a tracer of the innermost `jax.vmap` around it, mapped over its first axis."""
     return isinstance(a, Tracer) and getattr(a, "batch_dim", None) == 0

@@ -1,4 +1,4 @@
-"""A model's own norm, of which a recipe tells what it computes."""
+"""Recipes: functions that tell of a model's own norm what it computes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jln._explain import unasked
 from jln._modules.arguments import Summed, axes
 from jln._modules.calls import computed, noted, prepared
 
-# From a module to what its norm is: `kind` and `epsilon`, and where they apply `scale`, `offset`,
+# A function from a module to what its norm is: `kind` and `epsilon`, and where they apply `scale`, `offset`,
 # `zero_centered_scale`, `axis` and `dtype`.
 Recipe = Callable[[Any], Mapping[str, Any]]
 
@@ -24,9 +24,10 @@ _KNOWN = ("kind", "epsilon", "scale", "offset", "zero_centered_scale", "axis", "
 def computed_by_recipe(
     layer: str, recipe: Recipe, module: Any, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """What `module` computes, by the operators; plain, args, kwargs: its own call. That is made first, so that
-    parameters are there which only a call makes, and says of what dtype the result is; a compiled program has no trace
-    of it.
+    """The result of `module`, a model's own norm, by the operators.
+
+    plain, args, kwargs: the module's own call, which is made first: parameters may be there only after it, and it tells
+      the dtype of the result. A compiled program has no trace of it.
 
     Raises:
       TypeError, ValueError: what the recipe returns is not as it must be.
@@ -56,7 +57,7 @@ def computed_by_recipe(
 
 
 def described_by(recipe: Recipe, module: Any) -> Mapping[str, Any]:
-    """What the recipe says of the module. Raises as `computed_by_recipe`."""
+    """The mapping that the recipe returns for the module, checked. Raises TypeError or ValueError where it is wrong."""
     name = f"norms[{type(module).__name__}]"
     try:
         described = recipe(module)
@@ -87,7 +88,11 @@ def described_by(recipe: Recipe, module: Any) -> Mapping[str, Any]:
 
 
 def checked_recipes(norms: Any, base: type, theirs: tuple[type, ...]) -> dict[type, Recipe]:
-    """norms: as the user gives them. base: of all modules. theirs: the framework's norms, of which jln knows.
+    """The user's recipes as a dictionary by class.
+
+    norms: as the user gives them.
+    base: the class of all of the framework's modules.
+    theirs: the framework's own norms, which jln knows without a recipe.
 
     Raises:
       TypeError: `norms` is not a mapping from classes of modules to functions.

@@ -1,5 +1,6 @@
-"""Where a program's rows, columns and groups lie, and how it loads what has one value a row or a column: what the
-norms' kernels and the fused operators' share.
+"""Addresses in the norms' and the fused operators' kernels: where a program's rows, columns and groups lie.
+
+It also loads what has one value a row or a column.
 """
 
 import triton
@@ -8,10 +9,11 @@ import triton.language as tl
 
 @triton.jit
 def rows_of(tile, rows, H: tl.constexpr, INNER: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """The rows of one tile of a group, counted from the group's first: where they are among all rows, the offset of the
-    tile's first element, those of their first elements from there, and which of them exist.
+    """The rows of one tile of a group, numbered from the group's first row.
 
-    What differs between a thread's rows has 32 bits where it can, and is a constant.
+    Returns where the rows are among all rows, the offset of the tile's first element, the offsets of the rows' first
+    elements from there, and which rows exist. What differs between a thread's rows has 32 bits where it can, and is a
+    constant.
     """
     local = tl.arange(0, BLOCK_ROWS)
     wide = tl.int64 if BLOCK_ROWS * H * INNER * INTERLEAVED >= 2**31 else tl.int32
@@ -32,7 +34,7 @@ def rows_of(tile, rows, H: tl.constexpr, INNER: tl.constexpr, INTERLEAVED: tl.co
 
 @triton.jit
 def first_row_of(group, rows, INNER: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Where a group's first row is among all, of which each `INTERLEAVED` groups lie interleaved."""
+    """The place of a group's first row among all rows, of which each `INTERLEAVED` groups lie interleaved."""
     if INTERLEAVED == 1:
         return group * rows
     else:
@@ -51,7 +53,7 @@ def start_of(group, rows, H: tl.constexpr, INNER: tl.constexpr, INTERLEAVED: tl.
 
 @triton.jit
 def tiles_of(rows, INNER: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """How many tiles a group has. A tile never crosses the axes in front of the normalised one.
+    """The number of tiles of a group. A tile never crosses the axes in front of the normalised one.
 
     A grid has less than 2**31 programs, whatever the number of rows, which comes as uint32 or int64 from 2**31 on.
     """
@@ -63,8 +65,9 @@ def tiles_of(rows, INNER: tl.constexpr, BLOCK_ROWS: tl.constexpr):
 
 @triton.jit
 def size_of(rows, H: tl.constexpr, INNER: tl.constexpr):
-    """The elements of a group, as a product from which the compiler sees what they are a multiple of: it loads no wider
-    than that allows.
+    """The number of elements of a group, as a product from which the compiler sees what divides it.
+
+    The compiler loads no wider than that allows.
     """
     return tl.cast(rows // INNER, tl.int64) * (H * INNER)
 
@@ -92,8 +95,9 @@ def position(names, name):
 
 @triton.jit
 def group_of(program, programs, SHARED: tl.constexpr):
-    """A program's group, and its number there. SHARED is None where there is one group: to divide takes 28 of the 630
-    instructions of a thread that norms 64 elements, in `forward_kernel`.
+    """A program's group, and its number in that group. SHARED is None where there is one group.
+
+    To divide takes 28 of the 630 instructions of a thread that norms 64 elements, in `forward_kernel`.
     """
     if SHARED is None:
         return (program * 0).to(tl.int64), program
@@ -103,7 +107,10 @@ def group_of(program, programs, SHARED: tl.constexpr):
 
 @triton.jit
 def group_and_tile(tiles, SHARED: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """What a program takes, where each tile has one: of groups that lie interleaved, neighbours take neighbours."""
+    """A program's group and tile, where each tile has a program.
+
+    Neighbouring programs take neighbouring groups of those that lie interleaved.
+    """
     if INTERLEAVED == 1:
         return group_of(tl.program_id(0), tiles, SHARED)
     else:
@@ -114,7 +121,7 @@ def group_and_tile(tiles, SHARED: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 @triton.jit
 def copy_of(group, SHARED: tl.constexpr, OPERAND: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The group whose copy of an operand to read: what is shared has one for each of those that lie interleaved."""
+    """The group whose copy of an operand to read: a shared one has a copy for each group that lies interleaved."""
     if contains(SHARED, OPERAND):
         return group % INTERLEAVED
     else:
@@ -123,8 +130,10 @@ def copy_of(group, SHARED: tl.constexpr, OPERAND: tl.constexpr, INTERLEAVED: tl.
 
 @triton.jit
 def widened(a, COMPUTE: tl.constexpr):
-    """`a` in the compute dtype. Two elements of bfloat16 in a register take an instruction each, where conversions take
-    three; but not those that come from shared memory, as what a loop reads ahead.
+    """`a` in the compute dtype.
+
+    By bits, two elements of bfloat16 in a register take an instruction each, where conversions take three; but not
+    those that come from shared memory, as what a loop reads ahead.
     """
     if a.dtype == tl.bfloat16:
         a = (a.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -143,7 +152,7 @@ def load_scale(scale_ptr, column, exists, NORM: tl.constexpr, BLOCK_H: tl.conste
 
 @triton.jit
 def load_vector(vector_ptr, at, exists, BLOCK: tl.constexpr, COMPUTE: tl.constexpr):
-    """Zeros where there is none."""
+    """The elements of a vector at `at`, in the compute dtype; zeros where there is no vector."""
     vector = tl.zeros([BLOCK], COMPUTE)
     if vector_ptr is not None:
         vector = tl.load(vector_ptr + at, mask=exists, other=0.0).to(COMPUTE)

@@ -1,5 +1,7 @@
-"""The arrays that a user gives, checked, and laid out as the operations want them: one normalised axis, parameters of
-x's rank, and first the axes of examples that have parameters of their own.
+"""The user's arrays, checked, and laid out as the operations want them.
+
+The operations have one normalised axis, parameters of x's rank, and in front the axes of examples that have parameters
+of their own.
 """
 
 from __future__ import annotations
@@ -20,8 +22,10 @@ Gate = jax.Array | float | None
 
 
 class Given(NamedTuple):
-    """The arrays as the user gives them. A residual is `residual` where the norm is of the sum, `added` where it is in
-    the sum.
+    """The arrays as the user gives them.
+
+    residual: where the norm is of the sum. added: where the sum is of the norm's result; the user's argument
+      `residual`.
     """
 
     x: Any
@@ -46,9 +50,10 @@ def checked(
     norm_before_gate: bool = True,
     **arrays: Any,
 ) -> tuple[Given, tuple[int, ...], Norm]:
-    """-> (the arrays, of supported dtypes and of shapes that they may have; the normalised axes; the norm)
+    """Check a norm's arguments, and return the arrays, the normalised axes and the norm.
 
-    arrays: those of `Given`; with "residual", "z" or "added" among them there must be one.
+    arrays: those of `Given`. A key "residual", "z" or "added" says that the operator has this array, which must then be
+      given.
     """
     x = _checks.array("x", arrays["x"])
     axes = _checks.axes(axis, x)
@@ -62,7 +67,7 @@ def checked(
 
 
 def checked_arrays(axes: tuple[int, ...], **arrays: Any) -> Given:
-    """Of supported dtypes and of shapes that they may have. axes: the normalised ones of x, from 0 on."""
+    """The user's arrays, checked for their dtypes and shapes. axes: the normalised ones of x, not negative."""
     given = Given(**arrays)
     x = _checks.array("x", given.x)
     residual, added = (
@@ -85,7 +90,7 @@ def _adjacent(order: list[int]) -> bool:
 
 
 def _merged_axis(axes: tuple[int, ...], ndim: int) -> int:
-    """Where the normalised axes are once they are one, counted from the end: in place if they are adjacent."""
+    """The place of the normalised axes once they are one, counted from the end: in place if adjacent, else last."""
     order = sorted(axes)
     return order[-1] - ndim if _adjacent(order) else -1
 
@@ -93,8 +98,10 @@ def _merged_axis(axes: tuple[int, ...], ndim: int) -> int:
 def arranged(
     given: Given, axes: tuple[int, ...], norm: Norm
 ) -> tuple[Operands, Norm, Callable[[jax.Array], jax.Array]]:
-    """-> (the operands of the norm's operations; the norm, which knows of examples; what puts the axes of rows of a
-    result, whatever is behind them, where they were)
+    """Lay out the user's arrays for the norm's operations.
+
+    Returns the operands; the norm, with the axes of examples; and a function that puts a result's axes of rows back
+    where they were, whatever axes are behind them.
     """
     x, order = given.x, sorted(axes)
     normalised = tuple(x.shape[a] for a in axes)
@@ -126,7 +133,7 @@ def arranged(
 
 
 def on_several_axes(a: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> jax.Array:
-    """The opposite of making the normalised axes one, for an array as large as x."""
+    """Split the one normalised axis of an array as large as x into the several axes that the user's x has."""
     order = sorted(axes)
     if _adjacent(order):
         return a.reshape(shape)
@@ -136,11 +143,12 @@ def on_several_axes(a: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...])
 
 
 def _with_examples(operands: Operands, norm: Norm) -> tuple[Operands, Norm, list[int] | None]:
-    """Axes along which a parameter varies in front, or where they are if they lie in front or directly before the
-    normalised one; on them every parameter has x's sizes, and a row's gate has them on all axes of rows. Of what is
-    written out so, the gradient is added up in the compute dtype.
+    """Move the axes along which a parameter varies to where the kernels read them: in front, or directly before H.
 
-    -> (the operands, the norm, where the axes of a result come from if they are elsewhere than they were)
+    They stay where they are if they lie there. On them every parameter is written out to x's sizes, and a row's gate on
+    all axes of rows; the gradient of what is written out is added up in the compute dtype.
+
+    Returns the operands, the norm, and for each axis of a result where it comes from; None where no axis has moved.
     """
     x = operands.x
     h = x.ndim + norm.axis

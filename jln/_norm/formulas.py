@@ -97,14 +97,14 @@ def no_fence(operands: Any) -> Any:
 
 
 def _in_one_loop(x: Any, axis: int, fence: Callable) -> bool:
-    """Whether every result computes its own statistics."""
+    """True where every result computes its own statistics, in one loop."""
     x = x.a if isinstance(x, _Product) else x
     size = math.prod(x.shape)  # in an export with symbolic shapes not an int, and nothing is known
     return fence is not no_fence and isinstance(size, int) and size >= _MANY_ROWS * x.shape[axis]
 
 
 class _Product(NamedTuple):
-    """a * silu(z), which is made again wherever it is read: no array that XLA might write."""
+    """The product a * silu(z), made again wherever it is read: it is no array that XLA might write."""
 
     a: Array
     z: Array
@@ -115,7 +115,7 @@ def compute_dtype(dtype: DTypeLike) -> Any:
 
 
 def _silu(z: Array, dtype: DTypeLike) -> tuple[Array, Array]:
-    """(40)"""
+    """Term (40): silu of z, and its derivative."""
     z = z.astype(dtype)
     share = lax.logistic(z)
     u = z * share
@@ -123,7 +123,7 @@ def _silu(z: Array, dtype: DTypeLike) -> tuple[Array, Array]:
 
 
 def _wide(a: Array | _Product, dtype: DTypeLike | None = None) -> Array:
-    """In `dtype`, or in the compute dtype."""
+    """The array, or the product's value, in `dtype`; by default in the compute dtype."""
     given = a.a if isinstance(a, _Product) else a
     wide = given.astype(compute_dtype(given.dtype) if dtype is None else dtype)
     return wide * _silu(a.z, wide.dtype)[0] if isinstance(a, _Product) else wide
@@ -138,7 +138,7 @@ def with_batch(a: Array, batch: tuple[int, ...]) -> Array:
 
 
 def _branch(branch: Branch, dtype: DTypeLike) -> Array:
-    """What (23) adds to the residual, in the compute dtype."""
+    """The term of (23) that is added to the residual, in the compute dtype."""
     x, x_bias, gate, row_gate = branch
     wide = x.astype(dtype)
     if x_bias is not None:
@@ -147,7 +147,7 @@ def _branch(branch: Branch, dtype: DTypeLike) -> Array:
 
 
 def _gated(a: Array, gate: Array | None, row_gate: Array | None) -> Array:
-    """(25)"""
+    """Term (25): `a` times the gate."""
     for factor in (gate, row_gate):
         if factor is not None:
             a = a * factor.astype(a.dtype)
@@ -155,14 +155,14 @@ def _gated(a: Array, gate: Array | None, row_gate: Array | None) -> Array:
 
 
 def _effective_scale(scale: Array | None, dtype: DTypeLike, norm: Norm) -> Array | float:
-    """The s of (4)."""
+    """The factor s of (4)."""
     if scale is None:
         return 1.0
     return 1.0 + scale.astype(dtype) if norm.switches.zero_centered_scale else scale.astype(dtype)
 
 
 def _centered(x: Array | _Product, mean: Array | None) -> Array:
-    """x - mean in the compute dtype."""
+    """The difference x - mean in the compute dtype."""
     wide = _wide(x)
     return wide if mean is None else wide - mean
 
@@ -174,14 +174,14 @@ def scaled(x: Any, scale: Array | None, offset: Array | None, mean: Array | None
 
 
 def _over_parts(mean: Array, h_axes: MeshAxes) -> Array:
-    """The mean over H from that over this device's part of it."""
+    """The mean over all of H, from the mean over this device's part of H."""
     return lax.pmean(mean, h_axes) if h_axes else mean
 
 
 def _statistics(
     x: Any, norm: Norm, fence: Callable = no_fence, h_axes: MeshAxes = ()
 ) -> tuple[Any, Array | None, Array]:
-    """Terms (1) and (2): -> (x, mean, rstd), each of them fenced."""
+    """Terms (1) and (2). Returns (x, mean, rstd), each of them fenced."""
     mean = None
     if norm.switches.subtract_mean:
         x, mean = fence((x, _over_parts(jnp.mean(_centered(x, None), norm.axis, keepdims=True), h_axes)))
@@ -199,9 +199,10 @@ def normalise(
     fence: Callable = no_fence,
     h_axes: MeshAxes = (),
 ) -> tuple[Array, Array | None, Array | None]:
-    """Terms (1) to (4), of an array or a product: -> (y, mean, rstd) in the compute dtype, without `forward`'s batch.
+    """Terms (1) to (4) of an array or a product. Returns (y, mean, rstd) in the compute dtype.
 
-    mean and rstd are None unless kept; mean also where none is subtracted.
+    Nothing is broadcast to vmap's axes. mean and rstd are None unless `keep` is True; mean also where none is
+    subtracted.
     """
     x, scale, offset = fence((x, scale, offset))
     in_one_loop = _in_one_loop(x, norm.axis, fence)
@@ -209,7 +210,7 @@ def normalise(
     y = scaled(x, scale, offset, mean, rstd, norm)
     if not keep:
         mean = rstd = None
-    elif in_one_loop:  # a loop of their own, dropped where only a backward rule that recomputes them follows
+    elif in_one_loop:  # in a loop of their own, which is dropped where the backward rule computes them again
         _, mean, rstd = _statistics(fence(x), norm, fence, h_axes)
     return y, mean, rstd
 
@@ -233,7 +234,7 @@ def forward(
         total_dtype = jnp.promote_types(x.dtype, residual.dtype)
         dtype = compute_dtype(total_dtype)
         total = _branch(Branch(x, *branch), dtype) + residual.astype(dtype)  # (23)
-        # On every platform, or XLA elides the rounding to 16 bits and norms the unrounded sum.
+        # A barrier on every platform, or XLA leaves out the rounding to 16 bits and norms the unrounded sum.
         read = total = lax.optimization_barrier(total.astype(total_dtype))
     y, mean, rstd = normalise(read, scale, offset, norm, keep=dtypes.rstd is not None, fence=fence, h_axes=h_axes)
     if z is not None and norm.switches.norm_before_gate:
@@ -254,8 +255,9 @@ def backward(
     fence: Callable = no_fence,
     h_axes: MeshAxes = (),
 ) -> Gradients:
-    """Terms (5) to (9), (24) to (27), (43), (44), and (4) again. mean and rstd as saved, or None to compute them here.
-    (5) reads dy alone.
+    """Terms (5) to (9), (24) to (27), (43), (44), and (4) again for a y that is wanted.
+
+    mean and rstd are as saved, or None to be computed here. (5) reads dy alone.
     """
     dy, dtotal, total, scale, offset, mean, rstd, *branch, z = operands
     branch = Branch(*branch)
@@ -347,7 +349,7 @@ def _of_sum(name: str, d: Array, branch: Branch, norm: Norm, sum_over_rows: Call
 
 
 def of_total_alone(dtotal: Array, branch: Branch, norm: Norm, dtypes: Gradients, batch_dims: int) -> Gradients:
-    """Terms (24) to (27) where y was not used: of the total's own cotangent."""
+    """Terms (24) to (27) where y was not used: from the total's own cotangent."""
     batch = common_batch(batch_dims, dtotal, *branch)
     sum_over_rows = _over_rows(dtotal.ndim, norm, batch_dims)
     d = dtotal.astype(compute_dtype(dtotal.dtype))
@@ -356,7 +358,7 @@ def of_total_alone(dtotal: Array, branch: Branch, norm: Norm, dtypes: Gradients,
 
 
 def _over_rows(ndim: int, norm: Norm, batch_dims: int) -> Callable[[Array], Array]:
-    """The sum over rows, but not over examples."""
+    """A function that sums over the rows, but not over the examples."""
     others = {*norm.axes_of_examples(ndim, batch_dims), ndim + norm.axis}
     rows = [i for i in range(ndim) if i not in others]
     return functools.partial(jnp.sum, axis=rows, keepdims=True)

@@ -1,11 +1,11 @@
 """LayerNorm and RMSNorm kernels, with or without a residual: one text for the family, switched by constexprs.
 
-Every kernel sees `x` as `[G, rows, H]`. A row's elements lie `INNER` apart: 1 when the normalised axis is the last
-one; otherwise rows that differ in the axes behind it are neighbours in memory, and a tile takes `BLOCK_ROWS` of these.
-`G` counts the groups that vmap put in front, and the examples that have parameters of their own. Where these differ in
-axes directly before the normalised one, INTERLEAVED of them lie as `[G / INTERLEAVED, rows, INTERLEAVED, H]`, a row of
-each in turn; else that is 1. SHARED names the operands that have one copy for all groups, and is None where there is
-only one group. An array that is not there, and a result that nobody wants, is None for the compiler.
+Every kernel sees `x` as `[G, rows, H]`. A row's elements lie `INNER` apart: 1 when the normalised axis is the last one;
+otherwise rows that differ in the axes behind it are neighbours in memory, and a tile takes `BLOCK_ROWS` of these. `G`
+counts the groups that vmap put in front, and the examples that have parameters of their own. Where examples differ in
+axes directly before the normalised one, INTERLEAVED of the groups lie as `[G / INTERLEAVED, rows, INTERLEAVED, H]`, a
+row of each in turn; otherwise INTERLEAVED is 1. SHARED names the operands that have one copy for all groups, and is
+None where there is only one group. An operand that is absent, and a result that nobody wants, is None for the compiler.
 
 The numbers in brackets are the equations of `jln._norm.formulas`.
 """
@@ -32,7 +32,7 @@ from jln._norm.access import (
 
 @triton.jit
 def _load_branch(x_ptr, x_bias_ptr, at, mask, column, exists, COMPUTE: tl.constexpr):
-    """What is gated: x, and its bias."""
+    """The branch that is gated: x plus its bias."""
     x = widened(tl.load(x_ptr + at, mask=mask, other=0.0), COMPUTE)
     if x_bias_ptr is not None:
         x += tl.load(x_bias_ptr + column, mask=exists, other=0.0).to(COMPUTE)[None, :]
@@ -41,7 +41,7 @@ def _load_branch(x_ptr, x_bias_ptr, at, mask, column, exists, COMPUTE: tl.conste
 
 @triton.jit
 def _gated(a, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE: tl.constexpr):
-    """(25)"""
+    """Term (25): `a` times the gate, or times the row's gate."""
     if gate_ptr is not None:
         a *= tl.load(gate_ptr + column, mask=exists, other=0.0).to(COMPUTE)[None, :]
     if row_gate_ptr is not None:
@@ -51,7 +51,7 @@ def _gated(a, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE: tl.cons
 
 @triton.jit
 def _load_silu(z_ptr, at, mask, COMPUTE: tl.constexpr):
-    """(40)"""
+    """Term (40): silu of z, and its derivative."""
     z = widened(tl.load(z_ptr + at, mask=mask, other=0.0), COMPUTE)
     share = 1.0 / (1.0 + tl.exp(-z))
     u = z * share
@@ -63,7 +63,7 @@ def _load_total(
     x_ptr, z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists,
     NORM: tl.constexpr, TOTAL: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """What is normalised: x, or (41), or (23) rounded to the type in which it is returned."""
+    """The rows that are normalised: x, or (41), or (23) rounded to the type in which it is returned."""
     x = _load_branch(x_ptr, x_bias_ptr, at, mask, column, exists, COMPUTE)
     if residual_ptr is not None:
         x = _gated(x, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE)
@@ -89,7 +89,7 @@ def _store_rows(
     x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_ptr, total_ptr, at, mask, column, exists,
     NORM: tl.constexpr, BLOCK_H: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Of what was normalised and its norm, what is wanted."""
+    """Normalise rows, and store their norm and the rows themselves, each if it is wanted."""
     if total_ptr is not None:
         tl.store(total_ptr + at, x.to(total_ptr.dtype.element_ty), mask=mask)
     if y_ptr is not None:
@@ -107,7 +107,7 @@ def _store_rows(
 
 @triton.jit
 def _add(total, excess, term):
-    """total + term, and by how much it is too large, which the next term takes along (Kahan, 1965)."""
+    """The sum total + term, and by how much it is too large, which the next term takes along (Kahan, 1965)."""
     term -= excess
     new = total + term
     return new, (new - total) - term
@@ -140,11 +140,11 @@ def forward_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """y, total, mean and rstd of one tile of rows a program.
+    """Compute y, total, mean and rstd, one tile of rows a program.
 
     A row that fits in BLOCK_H stays in registers and is read once. A wider one is taken chunk by chunk, twice, the
-    second read being served by L2; every chunk has its own two-pass mean and sum of squares, and the chunks' are
-    merged by the formula of Chan, Golub and LeVeque (1979), which loses nothing when the mean is large; nor do the
+    second read being served by L2. Every chunk has its own two-pass mean and sum of squares, and those of the chunks
+    are merged by the formula of Chan, Golub and LeVeque (1979), which loses nothing when the mean is large. Nor do the
     thousands of chunks that rows side by side may have, by compensated sums.
     """
     group, tile = group_and_tile(tiles_of(rows, INNER, BLOCK_ROWS), SHARED, INTERLEAVED)
@@ -234,8 +234,9 @@ def forward_kernel(
 def _load_row_terms(
     dy_ptr, total_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, NORM: tl.constexpr, COMPUTE: tl.constexpr
 ):  # fmt: skip
-    """dy, x_hat and dy * scale of a tile, 0 outside: there -mean * rstd might overflow, and 0 * inf is NaN. With z also
-    silu(z), and what dz is a multiple of by (43) or (44); dy is then the cotangent of the norm's result.
+    """The terms dy, x_hat and dy * scale of a tile, 0 outside: there -mean * rstd might overflow, and 0 * inf is NaN.
+
+    With z also silu(z), and the factor of dz in (43) or (44); dy is then the cotangent of the norm's result.
     """
     x = tl.load(total_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
     dy = tl.load(dy_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
@@ -258,7 +259,7 @@ def _row_sums(
     H: tl.constexpr, INNER: tl.constexpr, NORM: tl.constexpr,
     COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """c1 and c2 of rows wider than BLOCK_H."""
+    """The row sums c1 and c2 of rows wider than BLOCK_H."""
     c1 = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
     c2 = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
     for first in range(0, H, BLOCK_H):
@@ -294,7 +295,7 @@ def row_sums_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """c1 and c2 of one tile of rows a program, for rows too wide for `backward_kernel` to add up itself."""
+    """Compute c1 and c2, one tile of rows a program, for rows too wide for `backward_kernel` to add up itself."""
     group, tile = group_and_tile(tiles_of(rows, INNER, BLOCK_ROWS), SHARED, INTERLEAVED)
     row, base, start, valid = rows_of(tile, rows, H, INNER, INTERLEAVED, BLOCK_ROWS)
     dy_ptr += start_of(copy_of(group, SHARED, "dy", INTERLEAVED), rows, H, INNER, INTERLEAVED)
@@ -322,7 +323,7 @@ def _store_sum(
     sum, sum_ptr, shares_ptr, at, exists, programs_of_all_groups,
     NAME: tl.constexpr, SUMS: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
-    """A program's sum over its rows: its place in the result where it is alone, else its share."""
+    """Store a program's sum over its rows: in the result where the program is alone, else as its share."""
     total = tl.sum(sum, axis=0)
     if shares_ptr is None:
         tl.store(sum_ptr + at, total.to(sum_ptr.dtype.element_ty), mask=exists)
@@ -371,12 +372,14 @@ def backward_kernel(
     BLOCK_H: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Of dx, dz, dresidual, the gradient of a row's gate, each program's share of the SUMS (dscale, doffset, dx_bias,
-    dgate), and the norm's output once more, what is wanted. PULLS: whether any of it is made of total's cotangent.
+    """Compute the wanted gradients of the operands, each program's shares of the SUMS, and the norm's output once more.
 
-    A program owns BLOCK_H columns and every `programs`-th tile of rows, and keeps its sums in registers. c1 and c2
-    come from the registers where a row fits in BLOCK_H; from a look at the whole row where a few programs share one
-    (what the neighbour reads too comes from L2); from `row_sums_kernel` where many do.
+    The gradients are dx, dz, dresidual and that of a row's gate, the SUMS dscale, doffset, dx_bias and dgate; each is
+    left out unless it is wanted. PULLS: whether any of them is made of total's cotangent.
+
+    A program owns BLOCK_H columns and every `programs`-th tile of rows, and keeps its sums in registers. c1 and c2 come
+    from the registers where a row fits in BLOCK_H; from a look at the whole row where a few programs share one (what
+    the neighbour reads too comes from L2); from `row_sums_kernel` where many do.
     """
     chunks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     chunk = tl.program_id(0) % chunks
@@ -517,7 +520,7 @@ def reduce_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """The programs' shares of the sums, added in a fixed order; a sum, a group and BLOCK_H columns a program."""
+    """Add up the programs' shares of the sums in a fixed order; a sum, a group and BLOCK_H columns a program."""
     chunks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     which = (tl.program_id(0) // chunks // groups).to(tl.int64)
     group = (tl.program_id(0) // chunks % groups).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Launchers of the norm kernels: N-D operands in, grids out, as `jln._norm.formulas` does it in jnp."""
+"""Launchers of the norm kernels: N-D operands in, grids out, for the operations of `jln._norm.formulas`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from jln._triton.tile import Tile, ceil_div
 
 @dataclasses.dataclass(frozen=True)
 class _Geometry:
-    """`[*batch, *lead, *examples, H, *inner]` as the kernels' `[groups, rows, H]`, a row's elements `inner` apart.
-    interleaved: how many axes of examples lie directly before H.
+    """The layout of rows for the kernels: `[*batch, *lead, *examples, H, *inner]` as `[groups, rows, H]`.
+
+    The elements of a row lie `inner` apart. interleaved: the number of axes of examples that lie directly before H.
     """
 
     shape: tuple[int, ...]
@@ -57,13 +58,13 @@ class _Geometry:
         return math.prod(self.shape) // (self.h * self.groups)
 
     def tiles(self, tile: Tile) -> int:
-        """Tiles of rows in a group; as `tiles_of` in the kernels."""
+        """The number of tiles of rows in a group, the same as of `tiles_of` in the kernels."""
         if self.inner == 1:
             return ceil_div(self.rows, tile.rows)
         return self.rows // self.inner * ceil_div(self.inner, tile.rows)
 
     def programs(self, tile: Tile) -> int:
-        """One for each tile of rows. Raises ValueError where no grid has so many."""
+        """The number of programs, one for each tile of rows. Raises ValueError where no grid has so many."""
         programs = self.groups * self.tiles(tile)
         if programs >= 2**31:
             raise ValueError(
@@ -89,7 +90,7 @@ class _Geometry:
 
 
 def _shape(shape: tuple[int, ...], dtype: DTypeLike | None) -> jax.ShapeDtypeStruct | None:
-    """None for a result that nobody wants."""
+    """The shape and dtype of a result; None for a result that nobody wants."""
     return None if dtype is None else jax.ShapeDtypeStruct(shape, dtype)
 
 
@@ -100,8 +101,10 @@ def _geometry(
     batch_dims: int,
     per_example_gradients: bool,
 ) -> _Geometry:
-    """Batch axes, and those of examples in front, on which no operand is shared, no parameter varies and no sum is kept
-    are rows like any other.
+    """The layout of these operands for the kernels.
+
+    The axes of vmap, and those of examples in front, become rows like any other where no operand is shared on them, no
+    parameter varies and no sum is kept.
 
     Raises ValueError where a row is too long for the kernels' 32-bit numbers of columns.
     """
@@ -122,8 +125,9 @@ def _geometry(
 
 
 def _shared(operands: dict[str, jax.Array | None], geometry: _Geometry) -> tuple[Any, dict[str, Any]]:
-    """-> (the names of operands with one copy for all groups, None if there is one group; the operands). One that is
-    shared over some batch axes and not over others is written out over all of them.
+    """Return the names of the operands with one copy for all groups, None for one group, and the operands.
+
+    An operand that is shared over some batch axes and not over others is written out over all of them.
     """
     shared, ready = [], {}
     for name, operand in operands.items():
@@ -138,7 +142,7 @@ def _shared(operands: dict[str, jax.Array | None], geometry: _Geometry) -> tuple
 
 
 def _moved(*operands: jax.Array | jax.ShapeDtypeStruct | None) -> tuple[int, bool]:
-    """The widest element's bytes, and whether there are several dtypes."""
+    """The bytes of the widest element, and whether the arrays have several dtypes."""
     dtypes = {a.dtype for a in operands if a is not None}
     return max(d.itemsize for d in dtypes), len(dtypes) > 1
 
@@ -272,7 +276,7 @@ def backward(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: in
 def _without_pullback(
     operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: int, target: Target
 ) -> Gradients:
-    """doffset, which reads dy alone, and y, which does not."""
+    """Compute doffset, which reads dy alone, and y, which does not read dy, where no other gradient is wanted."""
     batch = jnp.broadcast_shapes(*(a.shape[:batch_dims] for a in operands if a is not None))
     doffset = y = None
     if dtypes.doffset is not None:
@@ -286,7 +290,7 @@ def _without_pullback(
 
 
 def _doffset(dy: jax.Array, norm: Norm, batch_dims: int, dtype: DTypeLike) -> jax.Array:
-    """doffset alone, of which XLA makes one read of `dy`: with the rank of `dy`, 1 on the axes of rows."""
+    """The sum doffset alone, for which XLA reads `dy` once: of the rank of `dy`, with 1 on the axes of rows."""
     own = {*norm.axes_of_examples(dy.ndim, batch_dims), dy.ndim + norm.axis}
     rows = [i for i in range(dy.ndim) if i not in own]
     shape = [n if i in own else 1 for i, n in enumerate(dy.shape)]
@@ -305,16 +309,16 @@ _GROUP = 2048
 
 
 def column_sums(a: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """[*batch, rows, C] -> [*batch, C], added in float32 (float64 for float64, or for a result in it).
+    """Sum rows: [*batch, rows, C] -> [*batch, C], in float32 (float64 for float64, or for a result in it).
 
-    By XLA, which does it in the kernel that makes `a` where that is its own, as the derivative of an activation: no
-    kernel of ours would be worth the pass over `a` that it needs.
+    XLA does it, in the kernel that makes `a` where that is XLA's own, as for the derivative of an activation: no kernel
+    of ours would be worth the pass over `a` that it needs.
     """
     return jnp.sum(column_shares(a, dtype), axis=-2).astype(dtype)
 
 
 def column_shares(a: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """The sums of some rows each, for whoever adds them up: [*batch, rows, C] -> [*batch, shares, C]."""
+    """Sum some rows each, for another sum to add up: [*batch, rows, C] -> [*batch, shares, C]."""
     *batch, rows, columns = a.shape
     a = a.astype(_sum_dtype(a, dtype))
     if rows > _GROUP and rows % _GROUP == 0:

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm, alone, with a residual added in front or behind, and gated: one operator, seven functions."""
+"""The public norms: LayerNorm and RMSNorm, alone, with a residual added in front or behind, and gated."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def layer_norm(
 ) -> jax.Array:
     """Layer normalisation: `y = (x - mean) / sqrt(variance + epsilon) * scale + offset`.
 
-    Mean and (biased, two-pass) variance are taken over `axis`, for each element of the other axes by itself.
-    Ba, Kiros, Hinton, "Layer Normalization" (2016).
+    Mean and (biased, two-pass) variance are taken over `axis`, for each element of the other axes by itself. Ba, Kiros,
+    Hinton, "Layer Normalization" (2016).
 
     All arithmetic is in float32, for float64 `x` in float64; the result is rounded once. Every gradient has its
     argument's dtype and shape. Gradients are bitwise the same from run to run. From the Triton kernels a row's `y` and
@@ -63,7 +63,7 @@ def layer_norm(
 
     Raises:
       TypeError: an argument has an unsupported type or dtype, or is traced where it must be static.
-      ValueError: shapes do not match, an axis is out of range or twice there, the normalised axes are empty, epsilon is
+      ValueError: shapes do not match, an axis is out of range or given twice, the normalised axes are empty, epsilon is
         negative or too large, or the implementation is unknown.
     """
     return _checked(**locals(), subtract_mean=True).y
@@ -83,8 +83,21 @@ def rms_norm(
 ) -> jax.Array:
     """Root-mean-square normalisation: `y = x / sqrt(mean(x**2) + epsilon) * scale`.
 
-    Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019). Arguments, dtypes, guarantees and errors are those
-    of `layer_norm`.
+    The mean is taken over `axis`. Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019). Dtypes, guarantees
+    and errors are those of `layer_norm`.
+
+    Args:
+      x: array of at least one axis: float16, bfloat16, float32 or float64. `M` rows of `H` elements.
+      scale: as in `layer_norm`: `[H]`, or `x`'s rank with 1 or `x`'s size on every other axis. None: no scale.
+      axis: as in `layer_norm`.
+      epsilon: added to the mean square, as in `layer_norm`.
+      zero_centered_scale: multiply by `1 + scale`.
+      dtype: of the result. None: that of `x`.
+      implementation: as in `layer_norm`.
+      forward_mode: as in `layer_norm`.
+
+    Returns:
+      y: `x`'s shape, in `dtype`.
     """
     return _checked(**locals(), subtract_mean=False).y
 
@@ -103,11 +116,13 @@ def rms_norm_gated(
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> jax.Array:
-    """`rms_norm(x, scale) * silu(z)`, as in Qwen 3 Next, or `rms_norm(x * silu(z), scale)`, as in Mamba 2.
+    """Return `rms_norm(x, scale) * silu(z)`, as in Qwen 3 Next, or `rms_norm(x * silu(z), scale)`, as in Mamba 2.
 
-    One kernel each way, for whose sake `x` and `z` are kept. Nothing is rounded but the result. Guarantees and errors
-    are those of `layer_norm`. For several groups in a row, as Mamba 2 has them, give `x` and `z` an axis of groups in
-    front of the normalised one, `[..., G, D]`, and a scale that varies over it, `[1, ..., G, D]`.
+    One kernel each way, for whose sake `x` and `z` are kept. Nothing is rounded but the result. Zhang, Sennrich, "Root
+    Mean Square Layer Normalization" (2019). Guarantees and errors are those of `layer_norm`.
+
+    For several groups in a row, as Mamba 2 has them, give `x` and `z` an axis of groups in front of the normalised one,
+    `[..., G, D]`, and a scale that varies over it, `[1, ..., G, D]`.
 
     Args:
       x: as in `layer_norm`.
@@ -143,11 +158,12 @@ def add_layer_norm(
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """`(layer_norm(total, scale, offset), total)` with `total = residual + gate * (x + x_bias)`, made and read once.
+    """Return `(layer_norm(total, scale, offset), total)` with `total = residual + gate * (x + x_bias)`.
 
-    The sum is in the promoted dtype of `x` and `residual`, made in float32 (float64 for float64) and rounded once; it
-    is the rounded sum that is normalised. Without a gate `total` is all of the size of `x` that is kept for the
-    backward pass, for the gradient of a gate `x` is kept too. Guarantees and errors are those of `layer_norm`.
+    The sum is made and read once. It is in the promoted dtype of `x` and `residual`, made in float32 (float64 for
+    float64) and rounded once; it is the rounded sum that is normalised. Without a gate `total` is all of the size of
+    `x` that is kept for the backward pass; for the gradient of a gate `x` is kept too. Guarantees and errors are those
+    of `layer_norm`.
 
     Args:
       x: as in `layer_norm`.
@@ -186,8 +202,26 @@ def add_rms_norm(
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """`(rms_norm(total, scale), total)` with `total = residual + gate * (x + x_bias)`; arguments and results are those
-    of `add_layer_norm`.
+    """Return `(rms_norm(total, scale), total)` with `total = residual + gate * (x + x_bias)`.
+
+    The sum is made and read once, as in `add_layer_norm`, whose guarantees and errors hold.
+
+    Args:
+      x: as in `layer_norm`.
+      residual: `x`'s shape; any supported dtype.
+      scale: as in `layer_norm`.
+      x_bias: as in `add_layer_norm`.
+      gate: as in `add_layer_norm`.
+      axis: as in `layer_norm`.
+      epsilon: as in `layer_norm`.
+      zero_centered_scale: as in `layer_norm`.
+      dtype: of `y`, as in `layer_norm`.
+      implementation: as in `layer_norm`.
+      forward_mode: as in `layer_norm`.
+
+    Returns:
+      y: `x`'s shape, in `dtype`.
+      total: `x`'s shape, in the promoted dtype of `x` and `residual`.
     """
     return tuple(_checked(**locals(), subtract_mean=False))
 
@@ -206,7 +240,7 @@ def layer_norm_add(
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> jax.Array:
-    """`residual + layer_norm(x, scale, offset)`: a norm of the branch alone, in front of the sum (Swin 2).
+    """Return `residual + layer_norm(x, scale, offset)`: a norm of the branch alone, in front of the sum (Swin 2).
 
     The norm and the sum are in float32 (float64 for a float64 `x`, and the sum for a float64 `residual`) and rounded
     once. `x` is all of its size that is kept for the backward pass, and the gradient of `residual` is that of the
@@ -244,7 +278,24 @@ def rms_norm_add(
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> jax.Array:
-    """`residual + rms_norm(x, scale)` (OLMo 2); arguments and result are those of `layer_norm_add`."""
+    """Return `residual + rms_norm(x, scale)`: a norm of the branch alone, in front of the sum (OLMo 2).
+
+    Dtypes, what is kept, guarantees and errors are those of `layer_norm_add`.
+
+    Args:
+      x: as in `layer_norm`.
+      residual: `x`'s shape; any supported dtype.
+      scale: as in `layer_norm`.
+      axis: as in `layer_norm`.
+      epsilon: as in `layer_norm`.
+      zero_centered_scale: as in `layer_norm`.
+      dtype: of the result. None: the promoted dtype of `x` and `residual`.
+      implementation: as in `layer_norm`.
+      forward_mode: as in `layer_norm`.
+
+    Returns:
+      y: `x`'s shape, in `dtype`.
+    """
     given = locals()
     return _checked(added=given.pop("residual"), **given, subtract_mean=False).y
 
@@ -256,10 +307,11 @@ def normalised(
     implementation: str | None = None,
     **of_norm: Any,
 ) -> Results:
-    """What the modules call: any of the operators, those of RMSNorm with an offset too. of_norm: as of `checked`.
+    """Call any of the norm operators for a module, those of RMSNorm with an offset too.
 
-    A module's dtype may be wider than x's (bfloat16 x, float32 parameters) or narrower; there is one rounding still.
-    The frameworks' own layers can be differentiated in forward mode, so these can.
+    A module's dtype may be wider than x's (bfloat16 x, float32 parameters) or narrower; the result is still rounded
+    once. The frameworks' own layers can be differentiated in forward mode, so these can. of_norm: the static arguments
+    of `checked`.
     """
     return _checked(**given.present(), dtype=dtype, implementation=implementation, forward_mode=True, **of_norm)
 
@@ -268,7 +320,7 @@ def normalised(
 
 
 def _checked(*, dtype: DTypeLike | None, implementation: str | None, forward_mode: bool, **of_norm: Any) -> Results:
-    """of_norm: the arguments of `checked`."""
+    """Check the arguments and call the operator. of_norm: the arguments of `checked`."""
     arrays, axes, norm = checked(**of_norm)
     given = arrays.x.dtype if arrays.added is None else _checks.promoted(arrays.x.dtype, arrays.added.dtype)
     settings = Settings(norm, _checks.dtype(dtype, given), _checks.implementation(implementation))

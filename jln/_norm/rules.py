@@ -27,7 +27,7 @@ from jln._norm.signature import (
 
 
 def _dims(ndim: int, norm: Norm, batch_dims: int, stored_as: str = "") -> Dims:
-    """Every array's dimensions: all have the same rank, with 1 where they have less than x."""
+    """The dimensions of every array: all have the same rank, with 1 where they have less than x."""
     of_examples = norm.axes_of_examples(ndim, batch_dims)
     dims = [Dim(Kind.BATCH if i in of_examples else Kind.ROW, i) for i in range(ndim)]
     dims[norm.axis] = Dim(Kind.HIDDEN, stored_as=stored_as)
@@ -70,7 +70,7 @@ def _launcher():
     return launcher
 
 
-# What total is made of, and total's cotangent.
+# The operands that total is made of, and those that total's cotangent is made of.
 _SUM = ("x", "residual", "x_bias", "gate", "row_gate", "z")
 _PULLED = ("dy", "dtotal", "total", "scale", "mean", "rstd", "z")
 OUTCOME_MADE_OF = Outcome(y=(*_SUM, "scale", "offset", "added"), total=_SUM, mean=_SUM, rstd=_SUM)
@@ -108,7 +108,7 @@ backward: Operation[Cotangents, Gradients] = Operation(
 
 
 def total_dtype(operands: Any) -> str:
-    """Of what is normalised: of x, or of its sum with the residual."""
+    """The dtype of the array that is normalised: of x, or of its sum with the residual."""
     x, residual = operands.x, operands.residual
     return (x.dtype if residual is None else jnp.promote_types(x.dtype, residual.dtype)).name
 
@@ -131,7 +131,10 @@ def _value(settings: Settings, operands: Operands) -> Results:
 
 
 def kept(operands: Operands, outcome: Any, needed: Container[str], subtract_mean: bool) -> Saved:
-    """What the derivatives may read, `Unneeded` in the place of what none that is wanted does. needed: by name."""
+    """The arrays that the derivatives may read, with `Unneeded` in place of those that no wanted one does.
+
+    needed: the names of the arrays that the wanted derivatives read.
+    """
     branch = {name: getattr(operands, name) for name in Branch._fields}
     if not operands.gated:
         branch |= {"x": None, "x_bias": None}
@@ -148,15 +151,16 @@ def kept(operands: Operands, outcome: Any, needed: Container[str], subtract_mean
 
 
 def _saving(settings: Settings, operands: Operands, wanted: Operands) -> tuple[Results, Saved]:
-    """Keep what the wanted gradients are made of: that of the offset is made of dy alone."""
+    """Keep the arrays that the wanted gradients are made of: that of the offset is made of dy alone."""
     needed = backward.needs(gradients_for(wanted, total_dtype(operands), operands.gated))
     outcome = _outcome(settings, operands, keep="rstd" in needed)
     return Results(outcome.y, outcome.total), kept(operands, outcome, needed, settings.norm.switches.subtract_mean)
 
 
 def gradients_for(wanted: Operands, total_dtype: str, gated: bool) -> Gradients:
-    """The dtypes of the gradients that give those of the wanted operands; without a gate dx, that of the total, goes to
-    x and to residual.
+    """The dtypes of the gradients to be computed for those of the wanted operands.
+
+    Without a gate dx is the gradient of the total, and goes to both x and residual.
     """
     dx, dresidual = wanted.x, wanted.residual
     if not gated:
@@ -175,7 +179,7 @@ def gradients_for(wanted: Operands, total_dtype: str, gated: bool) -> Gradients:
 
 
 def of_operands(found: Any, gated: bool, wanted: Any, dadded: Any = None) -> Operands:
-    """What `gradients_for` asked for, operand by operand. dadded: y's own cotangent."""
+    """The gradients that `gradients_for` asked for, operand by operand. dadded: the gradient of what y was added to."""
     dresidual = found.dresidual if gated else found.dx
     dx, dresidual = (
         None if d is None or a is None else a.astype(d) for d, a in ((wanted.x, found.dx), (wanted.residual, dresidual))
@@ -199,7 +203,7 @@ def _gradients(settings: Settings, saved: Saved, cotangents: Results, wanted: Op
 
 
 def _of_added(dy: Any, wanted: Operands) -> Any:
-    """Of what y was added to, by no kernel."""
+    """The gradient of the array to which the norm's result was added: y's cotangent, with no kernel."""
     return None if dy is None or wanted.added is None else dy.astype(wanted.added)
 
 
@@ -218,7 +222,7 @@ def _pulled_back(
 
 
 def of_total_alone(dtotal: Any, branch: Branch, norm: Norm, wanted: Operands, batch_dims: int) -> Gradients:
-    """The gradients where y was not used."""
+    """The gradients where y was not used, from the total's cotangent."""
     if dtotal is None:
         return Gradients()
     dtypes = gradients_for(wanted, dtotal.dtype.name, branch.gated)._replace(dscale=None, doffset=None)
@@ -226,7 +230,7 @@ def of_total_alone(dtotal: Any, branch: Branch, norm: Norm, wanted: Operands, ba
 
 
 def _transposed(cotangents: Results, tangents: Operands, saved: Saved, norm: Norm, batch_dims: int, implementation):
-    """Reverse mode after all, by the backward kernel."""
+    """The transpose of the tangents, by the backward kernel: reverse mode of a function made for forward mode."""
     row_gates = (saved.branch.row_gate, tangents.row_gate)
     rows = (*cotangents, saved.total, saved.mean, saved.rstd, saved.branch.x, *row_gates, saved.z, tangents.z)
     parameters = (saved.scale, saved.branch.x_bias, saved.branch.gate)

@@ -1,10 +1,11 @@
-"""What goes into the norm operators, what is kept for their derivatives, and what comes out.
+"""Records of the norm operators: what goes in, what is kept for their derivatives, and what comes out.
 
-Large arrays are [*lead, H, *inner], with H at the negative `axis`; parameters have the same rank, with 1 everywhere but
-at `axis` and on the axes of examples; what has one value a row has 1 at `axis`. Inside of an operation the first
-`batch_dims` axes are vmap's: on them any operand may have size 1 instead of the batch's, results always have the
-batch's, and parameter gradients are not summed over them. The next `examples` axes, and the `interleaved` ones directly
-before H, are as vmap's, only that every operand has their sizes.
+Large arrays are [*lead, H, *inner], with H at the negative `axis`. Parameters have the same rank, with 1 everywhere but
+at `axis` and on the axes of examples. Arrays with one value a row have 1 at `axis`.
+
+Inside of an operation the first `batch_dims` axes are vmap's: on them any operand may have size 1 instead of the
+batch's, results always have the batch's, and parameter gradients are not summed over them. The next `examples` axes,
+and the `interleaved` ones directly before H, are as vmap's, but every operand has their sizes.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import Any, NamedTuple
 
 
 class Switches(NamedTuple):
-    """What kernels are compiled for: the constexpr NORM. norm_before_gate: whether silu(z), where there is a z,
-    multiplies the norm's result, or x.
+    """The static switches for which kernels are compiled: the constexpr NORM.
+
+    norm_before_gate: whether silu(z), where there is a z, multiplies the norm's result, or x.
     """
 
     subtract_mean: bool
@@ -25,8 +27,10 @@ class Switches(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """Which norm: everything about it that is static. axis: negative. examples: how many of the first axes are those of
-    examples with parameters of their own. interleaved: how many of those directly before the normalised one are, too.
+    """A norm, in all that is static about it.
+
+    axis: negative. examples: how many of the first axes are those of examples with parameters of their own.
+      interleaved: how many axes of examples are directly before the normalised one.
     """
 
     axis: int
@@ -40,7 +44,7 @@ class Norm:
         return self.examples + self.interleaved > 0
 
     def axes_of_examples(self, ndim: int, batch_dims: int) -> list[int]:
-        """Of arrays with so many axes, vmap's included."""
+        """The axes of examples of arrays with `ndim` axes, vmap's included."""
         h = ndim + self.axis
         return [*range(batch_dims + self.examples), *range(h - self.interleaved, h)]
 
@@ -55,10 +59,14 @@ class Settings:
 
 
 class Operands(NamedTuple):
-    """x, residual, z, added [*lead, H, *inner]; x_bias, gate, scale, offset [1, ..., H, ..., 1]; row_gate [*lead, 1,
-    *inner], the gate where it has one value a row. All but x may be None; without a residual, which is added in front
-    of the norm, there is neither gate nor x_bias; beside z there is neither a residual nor an offset. added: what y is
-    added to.
+    """The operands of the forward operation. All but x may be None.
+
+    x, residual, z, added: [*lead, H, *inner]. residual: added to x in front of the norm. added: the array to which y is
+      added.
+    x_bias, gate, scale, offset: [1, ..., H, ..., 1].
+    row_gate: [*lead, 1, *inner], the gate where it has one value a row.
+
+    Without a residual there is neither gate nor x_bias; beside z there is neither a residual nor an offset.
     """
 
     x: Any
@@ -77,16 +85,19 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """y, total [*lead, H, *inner]; total, the residual and what is added to it, is None where there is no residual."""
+    """The operator's results: y and total, both [*lead, H, *inner].
+
+    total, the residual and what is added to it, is None where there is no residual.
+    """
 
     y: Any
     total: Any
 
 
 class Outcome(NamedTuple):
-    """What the forward operation returns: the results, and row statistics [*lead, 1, *inner] in the compute dtype.
+    """The results of the forward operation, with row statistics [*lead, 1, *inner] in the compute dtype.
 
-    mean is None where none is subtracted, both where they are not kept.
+    mean is None where none is subtracted, mean and rstd are None where they are not kept.
     """
 
     y: Any
@@ -96,7 +107,7 @@ class Outcome(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """What the residual was added to, as far as the gradients of its parts read it; x for the gates' alone."""
+    """The addend of the residual, as far as the gradients of its parts read it: x for the gates' alone."""
 
     x: Any = None
     x_bias: Any = None
@@ -109,8 +120,10 @@ class Branch(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What is kept between forward and backward. total: what was normalised, x itself where nothing was added, even
-    where x * silu(z) was normalised. branch: a `Branch`.
+    """The arrays kept between forward and backward.
+
+    total: the array that was normalised; x itself where nothing was added, even where x * silu(z) was normalised.
+      branch: a `Branch`.
     """
 
     total: Any
@@ -122,8 +135,9 @@ class Saved(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """What the backward operation reads: the cotangents of the results (dtotal may be None), what was saved, and the
-    offset for a y that is made again.
+    """The operands of the backward operation: the results' cotangents, what was saved, and an offset.
+
+    dtotal may be None. offset: for a y that is made again.
     """
 
     dy: Any
@@ -141,9 +155,12 @@ class Cotangents(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What the backward operation returns. dx: of total, and so of x and of residual alike, where there is no gate.
-    dresidual: of total where there is one. y: the forward's once more, from the same read of total, for whoever did not
-    keep it, and not beside z.
+    """The results of the backward operation.
+
+    dx: the gradient of total, and so of x and of residual alike, where there is no gate.
+    dresidual: the gradient of total where there is a gate.
+    y: the forward's result once more, from the same read of total, for an operator that did not keep it; never beside
+      z.
     """
 
     dx: Any = None

@@ -1,4 +1,4 @@
-"""How large the norm kernels' tiles are: rules first found by compiling, then whatever was measured (`tuning`)."""
+"""Tiles of the norm kernels: rules first found by compiling, then whatever was measured (`tuning`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _tile(rows: int, columns: int, per_thread: int, stages: int = 1, programs_pe
 
 
 def _side_by_side(columns: int, inner: int, itemsize: int, limit: int) -> int:
-    """Rows that a tile takes where rows are neighbours in memory: a 128-byte line of them, if `columns` leave room."""
+    """The rows that a tile takes where rows are neighbours in memory: a 128-byte line, if `columns` leave room."""
     return min(128 // itemsize, next_power_of_2(inner), max(1, limit // columns))
 
 
@@ -69,7 +69,7 @@ def forward_tile(h: int, inner: int, itemsize: int, mixed: bool = False) -> Tile
 
 @dataclasses.dataclass(frozen=True)
 class BackwardPlan:
-    """How dx, dscale and doffset are found.
+    """A plan for dx, dscale and doffset.
 
     tile: of `backward_kernel`. sums: the tile of `row_sums_kernel`, or None where `backward_kernel` adds up the rows.
     """
@@ -81,11 +81,13 @@ class BackwardPlan:
 def backward_plan(
     h: int, inner: int, itemsize: int, mixed: bool = False, *, wants_y: bool = False, more: int = 0
 ) -> BackwardPlan:
-    """Whole rows in registers while 16 warps can hold them; rows twice as wide shared by four programs; beyond that a
-    pass for the row sums, then programs that own a few columns of all rows.
+    """The plan of the backward pass for rows of length h.
+
+    Whole rows stay in registers while 16 warps can hold them; rows twice as wide are shared by four programs; beyond
+    that there is a pass for the row sums, then programs that own a few columns of all rows.
 
     wants_y: whether `backward_kernel` writes the norm's output too. more: values an element that it holds beside four:
-    sums over rows after the second, a gate.
+      sums over rows after the second, a gate.
     """
     columns = next_power_of_2(h)
     per_thread = _per_thread(BACKWARD_ELEMENTS, h, inner, itemsize, mixed)
@@ -131,7 +133,7 @@ def backward_plan(
 
 
 def busy_programs(tile: Tile, itemsize: int, chip: Chip) -> int:
-    """How many programs have enough in flight to cover the latency of memory, at `itemsize` bytes an element.
+    """The number of programs that have enough in flight to cover the latency of memory, at `itemsize` bytes an element.
 
     34 KB an SM are 4.5 MB on an H200, as much as it moves in 0.9 us.
     """
@@ -139,7 +141,7 @@ def busy_programs(tile: Tile, itemsize: int, chip: Chip) -> int:
 
 
 def _beside_dtotal(tile: Tile, itemsize: int) -> Tile:
-    """Of a `backward_kernel` that writes y and reads the total's cotangent too.
+    """The plan of a `backward_kernel` that writes y and reads the total's cotangent too.
 
     Three arrays one tile ahead instead of two arrays two tiles ahead, 48 KB for 64: two ahead would be 131 KB of shared
     memory at 4096 columns, where an L4 has 99. Two programs for a row of 8192 in float32, of which one would spill 32
@@ -168,11 +170,11 @@ def _held(tile: Tile, sizes: dict[str, Any]) -> int:
 
 
 def _shared(name: str, tile: Tile, sizes: dict[str, Any]) -> int:
-    """About what the compiler takes, and no less but for some reductions' few bytes (tests/test_compiler.py).
+    """The shared memory of a kernel in bytes: about what the compiler takes.
 
-    What is read in a loop, a stage ahead: arrays of rows, the rows' mean, rstd, c1 and c2 where it is a loop over rows,
-    and of parameters y's offset, or scale and offset of each chunk; or one array that changes its layout, in their
-    place.
+    It is no less than that but for some reductions' few bytes (tests/test_compiler.py). A loop reads a stage ahead:
+    arrays of rows, the rows' mean, rstd, c1 and c2 where it is a loop over rows, and of parameters y's offset, or scale
+    and offset of each chunk; or one array that changes its layout, in their place.
     """
     elements, itemsize, in_chunks = tile.rows * tile.columns, sizes["itemsize"], tile.columns < sizes["h"]
     vectors = 2 if in_chunks else int(sizes.get("wants_y", False))
@@ -228,7 +230,7 @@ BACKWARD = Choice(
 
 
 def forward(h: int, inner: int, itemsize: int, mixed: bool, target: Target) -> Tile:
-    """As `forward_tile`, or as measured."""
+    """The tile of `forward_kernel`: as measured where it was, else by `forward_tile`."""
     rules: Tiles = {"tile": forward_tile(h, inner, itemsize, mixed)}
     tile = FORWARD.tiles(target.trial, rules, target.chip, inner, **_sizes(h, inner, itemsize, mixed))["tile"]
     assert tile is not None
@@ -246,8 +248,9 @@ def backward(
     has_dtotal: bool = False,
     more: int = 0,
 ) -> BackwardPlan:
-    """As `backward_plan`, or as measured where there is not more. has_dtotal: whether `backward_kernel` reads the
-    total's cotangent.
+    """The plan of the backward pass: as measured where it was and `more` is 0, else by `backward_plan`.
+
+    has_dtotal: whether `backward_kernel` reads the total's cotangent.
     """
     plan = backward_plan(h, inner, itemsize, mixed, wants_y=wants_y, more=more)
     if more:

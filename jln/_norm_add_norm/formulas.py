@@ -38,13 +38,13 @@ from jln._norm_add_norm.signature import Cotangents, Gradients, Operands, Outcom
 def composed_forward(
     operands: Operands, norm: Norm, dtypes: Outcome, batch_dims: int, forward: Callable[..., of_norm.Outcome]
 ) -> Outcome:
-    """By two of `forward`, a norm's."""
+    """Terms (31) to (33) by two calls of `forward`, a norm's."""
     x, residual, x_scale, scale = operands
     batch = common_batch(batch_dims, *operands)
     total_dtype = jnp.promote_types(x.dtype, residual.dtype).name
     summands = of_norm.Operands(x, scale=x_scale, added=residual)
     total, _, _, x_rstd = forward(summands, norm, of_norm.Outcome(total_dtype, None, None, dtypes.x_rstd), batch_dims)
-    # Or XLA elides the rounding to 16 bits and norms the unrounded sum.
+    # A barrier, or XLA leaves out the rounding to 16 bits and norms the unrounded sum.
     total = lax.optimization_barrier(total)
     made = Outcome(None, total, x_rstd, None)
     if dtypes.y is not None or dtypes.rstd is not None:
@@ -57,7 +57,7 @@ def composed_forward(
 def composed_backward(
     operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: int, backward: Callable[..., of_norm.Gradients]
 ) -> Gradients:
-    """By one or two of `backward`, a norm's."""
+    """Terms (34) to (36), and (6) of total, by one or two calls of `backward`, a norm's."""
     dy, dtotal, total, scale, rstd, x, x_scale, x_rstd = operands
     batch = common_batch(batch_dims, *operands)
     pulls = any(d is not None for d in dtypes._replace(dscale=None))
@@ -84,7 +84,7 @@ def forward(
     fence: Callable = no_fence,
     h_axes: MeshAxes = (),
 ) -> Outcome:
-    """(31) to (33)"""
+    """Terms (31) to (33)."""
     one = functools.partial(norms.forward, fence=fence, h_axes=h_axes)
     return composed_forward(operands, norm, dtypes, batch_dims, one)
 
@@ -98,13 +98,13 @@ def backward(
     fence: Callable = no_fence,
     h_axes: MeshAxes = (),
 ) -> Gradients:
-    """(34) to (36), and (6) of total."""
+    """Terms (34) to (36), and (6) of total."""
     one = functools.partial(norms.backward, fence=fence, h_axes=h_axes)
     return composed_backward(operands, norm, dtypes, batch_dims, one)
 
 
 def tangent(operands: tuple[Operands, Saved], norm: Norm, dtypes: Results, batch_dims: int) -> Results:
-    """(18) and (19) of both norms, linear in the tangents, of which those that are None are zero."""
+    """Terms (18) and (19) of both norms, linear in the tangents, of which those that are None are zero."""
     tangents, (total, scale, rstd, x, x_scale, x_rstd) = operands
     batch = common_batch(batch_dims, *(a for tree in operands for a in tree))
     wide = compute_dtype(total.dtype).name

@@ -24,7 +24,7 @@ from jln._norm.kernels import _store_sum
 
 @triton.jit
 def _rstd(x, H: tl.constexpr, EPSILON: tl.constexpr):
-    """Of a tile that is 0 where there is no column."""
+    """The rstd of a row in a tile that is 0 where there is no column."""
     return tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / H) + EPSILON)
 
 
@@ -48,7 +48,7 @@ def forward_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """y, total and both norms' rstd of one tile of rows a program."""
+    """Compute y, total and both norms' rstd, one tile of rows a program."""
     group, tile = group_of(tl.program_id(0), tiles_of(rows, 1, BLOCK_ROWS), SHARED)
     row, base, start, valid = rows_of(tile, rows, H, 1, 1, BLOCK_ROWS)
     size = size_of(rows, H, 1)
@@ -107,8 +107,9 @@ def backward_kernel(
     BLOCK_H: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dx, dresidual and each program's share of the SUMS (dx_scale, dscale), what is wanted of them. A program owns
-    every `programs`-th tile of rows.
+    """Compute dx, dresidual and each program's share of the SUMS (dx_scale, dscale), each if it is wanted.
+
+    A program owns every `programs`-th tile of rows.
     """
     group, program = group_of(tl.program_id(0), programs, SHARED)
     size = size_of(rows, H, 1)

@@ -1,4 +1,4 @@
-"""Launchers of the kernels of a norm on both sides of a sum, and of a norm's twice where these do not take the rows."""
+"""Launchers of a norm on both sides of a sum: its own kernels, or a norm's twice where these do not take the rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SUMS = ("dx_scale", "dscale")
 
 
 def _in_rows(geometry: _Geometry) -> bool:
-    """Whether a group's rows follow each other, and a row's elements do."""
+    """True where a group's rows follow each other in memory, and a row's elements do."""
     return geometry.inner == 1 and not geometry.interleaved
 
 

@@ -30,8 +30,10 @@ def rms_norm_add_rms_norm(
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """`(rms_norm(total, scale), total)` with `total = residual + rms_norm(x, x_scale)`: the norm behind one sublayer,
-    the sum, and the norm in front of the next (Gemma 2 and 3), every large array read and written once each way.
+    """Return `(rms_norm(total, scale), total)` with `total = residual + rms_norm(x, x_scale)`.
+
+    These are the norm behind one sublayer, the sum, and the norm in front of the next (Gemma 2 and 3), with every large
+    array read and written once each way. Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019).
 
     The sum is in the promoted dtype of `x` and `residual`, made in float32 (float64 for float64) and rounded once; it
     is the rounded sum that is normalised. `x`, `total` and a row's two statistics are kept for the backward pass.
@@ -44,8 +46,8 @@ def rms_norm_add_rms_norm(
     Args:
       x: as in `layer_norm`.
       residual: `x`'s shape; any supported dtype.
-      x_scale: of `x`'s norm, as `scale` in `layer_norm`.
-      scale: of the sum's, likewise.
+      x_scale: the scale of `x`'s norm; shapes and dtypes as of `scale` in `layer_norm`.
+      scale: the scale of the sum's norm; shapes and dtypes as in `layer_norm`.
       axis: as in `layer_norm`, of both norms.
       epsilon: as in `layer_norm`, of both norms.
       zero_centered_scale: multiply by `1 + x_scale` and by `1 + scale`.

@@ -38,7 +38,7 @@ def _launcher():
 
 
 _SUM = ("x", "residual", "x_scale")
-# What the total's cotangent is made of, and what of that and of x the branch's gradients are.
+# The operands that the total's cotangent is made of, and those of the gradients of the branch.
 _OF_TOTAL = ("dy", "dtotal", "total", "scale", "rstd")
 _OF_BRANCH = (*_OF_TOTAL, "x", "x_rstd")
 
@@ -87,7 +87,7 @@ def _gradients_for(wanted: Operands) -> Gradients:
 
 
 def _saving(settings: Settings, operands: Operands, wanted: Operands) -> tuple[Results, Saved]:
-    """Keep what the wanted gradients are made of: x for its own and its scale's alone."""
+    """Keep the arrays that the wanted gradients are made of: x is needed for its own and its scale's alone."""
     of_x = wanted.x is not None or wanted.x_scale is not None
     y, total, x_rstd, rstd = _outcome(settings, operands, keep=True, keep_x=of_x)
     x_rstd, rstd = named_statistics(x_rstd, rstd)
@@ -122,7 +122,7 @@ def _pulled_back(
 
 
 def _transposed(cotangents: Results, tangents: Operands, saved: Saved, norm: Norm, batch_dims: int, implementation):
-    """Reverse mode after all, by the backward kernel."""
+    """The transpose of the tangents, by the backward kernel: reverse mode of a function made for forward mode."""
     rows = (*cotangents, saved.total, saved.rstd, saved.x, saved.x_rstd)
     parameters = (saved.scale, saved.x_scale, tangents.scale, tangents.x_scale)
     if not norm.examples and only_rows_differ(batch_dims, rows, parameters):

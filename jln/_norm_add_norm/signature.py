@@ -1,7 +1,7 @@
-"""What goes into the operator of a norm on both sides of a sum, what is kept for its derivatives, and what comes out.
+"""Records of a norm on both sides of a sum: what goes in, what is kept for its derivatives, and what comes out.
 
-Arrays lie as in `jln._norm.signature`. What is named x_... is of the norm in front of the sum, the rest of the one
-behind it.
+Arrays lie as in `jln._norm.signature`. A name x_... is of the norm in front of the sum, any other of the norm behind
+it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from typing import Any, NamedTuple
 
 
 class Operands(NamedTuple):
-    """x, residual [*lead, H, *inner]; x_scale, scale [1, ..., H, ..., 1], each of which may be None."""
+    """The operands of the forward operation.
+
+    x, residual: [*lead, H, *inner]. x_scale, scale: [1, ..., H, ..., 1], each of which may be None.
+    """
 
     x: Any
     residual: Any
@@ -19,14 +22,14 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """y, total [*lead, H, *inner]"""
+    """The operator's results: y and total, both [*lead, H, *inner]."""
 
     y: Any
     total: Any
 
 
 class Outcome(NamedTuple):
-    """What the forward operation returns: the results, and x_rstd, rstd [*lead, 1, *inner] in the compute dtype."""
+    """The results of the forward operation, with x_rstd and rstd [*lead, 1, *inner] in the compute dtype."""
 
     y: Any
     total: Any
@@ -35,7 +38,7 @@ class Outcome(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What is kept between forward and backward."""
+    """The arrays kept between forward and backward."""
 
     total: Any
     scale: Any
@@ -46,7 +49,7 @@ class Saved(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """What the backward operation reads: the cotangents of the results (dtotal may be None), and what was saved."""
+    """The operands of the backward operation: the results' cotangents (dtotal may be None), and what was saved."""
 
     dy: Any
     dtotal: Any
@@ -59,7 +62,7 @@ class Cotangents(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What the backward operation returns, each like what it is the gradient of."""
+    """The results of the backward operation, each like the operand that it is the gradient of."""
 
     dx: Any = None
     dresidual: Any = None

@@ -1,4 +1,4 @@
-"""How large the tiles of a norm on both sides of a sum are, and whether one kernel takes a row at all."""
+"""Tiles of a norm on both sides of a sum, and whether one kernel takes a row at all."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from jln._triton.tile import Tile, aligned, next_power_of_2
 
 
 def forward(h: int, itemsize: int, mixed: bool, target: Target) -> Tile | None:
-    """As the norm's, whose kernel reads a residual too; None where that takes a row in several chunks."""
+    """The norm's tile, whose kernel reads a residual too; None where that takes a row in several chunks."""
     tile = norms.forward(h, 1, itemsize, mixed, target)
     return tile if tile.columns >= h else None
 
 
 def backward(h: int, itemsize: int, mixed: bool, chip: Chip) -> Tile | None:
-    """Whole rows, the next one's four arrays fetched ahead where shared memory has room; None where 16 warps cannot
-    hold a row.
+    """The tile of `backward_kernel`, whole rows; None where 16 warps cannot hold a row.
 
-    Found by compiling: 16 elements a thread with the sums of both scales take 127 registers of the 128 that 16 warps
-    may have, with 8 111; rows that do not start on 16 bytes spill with 16, and with 8 where the next is fetched ahead.
+    The next row's four arrays are fetched ahead where shared memory has room. Found by compiling: 16 elements a thread
+    with the sums of both scales take 127 registers of the 128 that 16 warps may have, with 8 111; rows that do not
+    start on 16 bytes spill with 16, and with 8 where the next is fetched ahead.
     """
     columns = next_power_of_2(h)
     easy = aligned(h, 1, itemsize) and not mixed

@@ -78,7 +78,7 @@ from jln._norm_linear.signature import (
 
 
 def column_sums(operands: Rows, features: int, dtypes: ColumnSums, batch_dims: int) -> ColumnSums:
-    """(12)"""
+    """Term (12): the sum of each column over all rows."""
     (rows,) = operands
     lead = range(batch_dims, rows.ndim - features)
     wide = jnp.promote_types(jnp_norms.compute_dtype(rows.dtype), dtypes.sums)
@@ -89,8 +89,10 @@ Gathered = tuple[tuple[int, jnp_norms.MeshAxes], ...]
 
 
 class Norms(NamedTuple):
-    """What is between the products, by whatever computes it: the norm's two operations and sums over rows, as functions
-    of (operands, settings, dtypes, batch_dims).
+    """The norm between the products, by whatever computes it.
+
+    forward, backward: the norm's two operations. column_sums: sums over rows. All are functions of (operands, settings,
+      dtypes, batch_dims).
     """
 
     forward: Callable[..., norm.Outcome]
@@ -103,7 +105,7 @@ IN_JNP_ON_CPU = Norms(jnp_norms.forward_cpu, jnp_norms.backward_cpu, column_sums
 
 
 class Axes:
-    """Numbers for the axes of a product, as einsum has them, of rows with that many dimensions."""
+    """Numbers for the axes of a product, as einsum takes them, of rows with that many dimensions."""
 
     def __init__(self, ndim: int, batch_dims: int, features: int):
         *self.rows, h = range(ndim)
@@ -115,12 +117,12 @@ class Axes:
 def _product(
     a: Array, a_axes: Sequence[int], b: Array, b_axes: Sequence[int], axes: Sequence[int], **how: Any
 ) -> Array:
-    """The sum over the axes that are not in `axes`."""
+    """The product of a and b, summed over the axes that are not in `axes`."""
     return jnp.einsum(a, a_axes, b, b_axes, axes, **how)
 
 
 def product_of_rows(z: Array, kernel: Array, axes: Axes, dtype: str, precision: Any) -> Array:
-    """z @ K of operands in `dtype`, in the compute dtype."""
+    """The product z @ K with operands in `dtype`, in the compute dtype."""
     how = {"precision": precision, "preferred_element_type": jnp_norms.compute_dtype(dtype)}
     return _product(z.astype(dtype), axes.x, kernel.astype(dtype), axes.kernel, axes.y, **how)
 
@@ -128,12 +130,12 @@ def product_of_rows(z: Array, kernel: Array, axes: Axes, dtype: str, precision: 
 def _affine(
     z: Array, kernel: Array, bias: Array | None, axes: Axes, precision: Any, h_axes: jnp_norms.MeshAxes
 ) -> Array:
-    """(11), rounded once to the dtype of z; in bfloat16 with a bfloat16 bias, twice.
+    """Term (11), rounded once to the dtype of z; in bfloat16 with a bfloat16 bias, twice.
 
     XLA adds a 16-bit bias inside its product only if the product is rounded to 16 bits first, else it writes the
-    product in float32 and reads it again: (8192, 4096, 12288) in bfloat16 moves 503 MB forward or 1309. That is
-    bfloat16's price, whose range is float32's; a float16 product may overflow where y does not. A float32 bias it adds
-    to the float32 product inside, if the bias is an argument of the program.
+    product in float32 and reads it again: (8192, 4096, 12288) in bfloat16 moves 503 MB forward or 1309. Two roundings
+    are the price in bfloat16, whose range is float32's; a float16 product may overflow where y does not. A float32 bias
+    XLA adds to the float32 product inside, if the bias is an argument of the program.
     """
     compute = jnp_norms.compute_dtype(z.dtype)
     rounded_first = not h_axes and (bias is None or z.dtype == bias.dtype == jnp.bfloat16)
@@ -182,7 +184,7 @@ def _all_rows(z: Array | None, gathered: Gathered) -> Any:
 
 
 def widest(dtypes: Sequence[str | None]) -> str | None:
-    """What the dtypes that there are promote to."""
+    """The dtype to which those of `dtypes` that are not None promote."""
     given = [jnp.dtype(d) for d in dtypes if d is not None]
     return functools.reduce(jnp.promote_types, given).name if given else None
 
@@ -251,8 +253,9 @@ def backward(
 
 
 def _dz(dy: Array, kernel: Array, axes: Axes, precision: Any) -> Array:
-    """(14) for one product. It goes through memory: bfloat16 only rounds it there, and in float16 what is under 6e-8
-    would vanish.
+    """Term (14) for one product. It goes through memory, and is rounded to the dtype in which it is written.
+
+    In bfloat16 dz only loses digits; in float16 values under 6e-8 would vanish, so it is written wider.
     """
     sums = dy.dtype if dy.dtype == jnp.bfloat16 else jnp_norms.compute_dtype(dy.dtype)
     kernel = kernel.astype(dy.dtype)
@@ -260,7 +263,7 @@ def _dz(dy: Array, kernel: Array, axes: Axes, precision: Any) -> Array:
 
 
 def _doffset_from(dbias: Array, kernel: Array, axes: Axes) -> Array:
-    """The second form of (15), for dbias [*batch, *features] in the compute dtype: of the rank of x."""
+    """The second form of (15), for dbias [*batch, *features] in the compute dtype; of the rank of x."""
     row = jnp.expand_dims(dbias, dbias.ndim - axes.features)
     doffset = jnp.sum(kernel.astype(dbias.dtype) * row, axis=range(-axes.features, 0))
     return jnp.expand_dims(doffset, axes.lead)
@@ -302,7 +305,7 @@ def tangent(operands: tuple[Operands, Saved], settings: NormLinear, dtypes: Resu
 def tangents_of_constants(
     tangents: Operands, saved: Saved, settings: NormLinear, results: Results
 ) -> tuple[Array, ...]:
-    """(20) of the offset and the biases alone, which reads the kernels."""
+    """Term (20) of the offset and the biases alone, which reads the kernels."""
     dy = []
     for y, kernel, dbias, features in zip(results.y, saved.kernel, tangents.bias, settings.features, strict=True):
         compute, lead = jnp_norms.compute_dtype(y.dtype), range(y.ndim - features)

@@ -16,7 +16,7 @@ from jln._norm.access import load_scale, load_vector, tiles_of
 
 @triton.jit
 def _rows(tile, rows, BLOCK_ROWS: tl.constexpr):
-    """The row numbers of one tile, and which of them exist."""
+    """The row numbers of one tile, and which of the rows exist."""
     row = tl.cast(tile, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     return row, row < rows
 
@@ -25,7 +25,7 @@ def _rows(tile, rows, BLOCK_ROWS: tl.constexpr):
 def _load_matrix(
     matrix_ptr, row, row_exists, first, COLUMNS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr
 ):
-    """A tile of a matrix with COLUMNS columns, those from `first` on; 0 outside."""
+    """A tile of a matrix with COLUMNS columns, from the column `first` on; 0 outside."""
     column = first + tl.arange(0, BLOCK_COLUMNS)
     mask = row_exists[:, None] & (column < COLUMNS)[None, :]
     return tl.load(matrix_ptr + row[:, None] * COLUMNS + column[None, :], mask=mask, other=0.0)
@@ -57,7 +57,7 @@ def forward_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """y, total, mean and rstd of one tile of rows a program, from one read of x and of the residual.
+    """Compute y, total, mean and rstd, one tile of rows a program, from one read of x and of the residual.
 
     Chunk by chunk, x is normalised by the statistics of what has been seen of its row, this chunk included, and where
     they move the product so far is moved with them: for x_c and kernel_c the columns seen,
@@ -71,8 +71,8 @@ def forward_kernel(
     before a chunk of another size; it bounds an operand by sqrt(H) * |scale|, as in the reference.
 
     BY_REGISTERS: wgmma takes float32 operands along H only, so that a copy of the kernel straight from memory into that
-    order is one of 4 bytes at a time, of a sector each. An addition in between, which the compiler cannot leave out as
-    it turns -0 into 0, has it copied as it lies, 16 bytes at a time, and turned round in registers.
+      order is one of 4 bytes at a time, of a sector each. An addition in between, which the compiler cannot leave out
+      as it turns -0 into 0, has it copied as it lies, 16 bytes at a time, and turned round in registers.
     """
     row, valid = _rows(tl.program_id(0), rows, BLOCK_ROWS)
     feature = tl.arange(0, BLOCK_N)
@@ -152,10 +152,10 @@ def row_sums_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One of PARTS shares of c1 and c2 of every `programs`-th tile of rows, and the program's share of dbias.
+    """Compute one of PARTS shares of c1 and c2 of every `programs`-th tile of rows, and the program's share of dbias.
 
-    The direct sums over dz, which never leaves the registers. Those over dy and y need y without bias and offset: in
-    the rounded y of a large bias they drown, and another residual [M, N] would have to be kept.
+    They are the direct sums over dz, which never leaves the registers. Sums over dy and y would need y without bias and
+    offset: in the rounded y of a large bias they drown, and another residual [M, N] would have to be kept.
     """
     part = tl.program_id(0) % PARTS
     program = tl.program_id(0) // PARTS
@@ -215,7 +215,7 @@ def backward_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dx, and the program's share of G and dscale: it owns BLOCK_H columns and every `splits`-th tile of rows."""
+    """Compute dx, and a program's shares of G and dscale: of BLOCK_H columns and every `splits`-th tile of rows."""
     chunks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     first = tl.program_id(0) % chunks * BLOCK_H
     split = tl.program_id(0) // chunks
@@ -282,7 +282,10 @@ def parameters_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The parameters' gradients of BLOCK_H rows of the kernel, shares added in a fixed order, BLOCK_ROWS at a time."""
+    """Compute the parameters' gradients of BLOCK_H rows of the kernel.
+
+    Shares are added in a fixed order, BLOCK_ROWS at a time.
+    """
     column = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     exists = column < H
     feature = tl.arange(0, BLOCK_N)

@@ -1,6 +1,6 @@
 """Launchers of LayerNorm+Linear: fused kernels for few features (`tiles`), else norm kernels around XLA's products.
 
-N are the features of all products together.
+N counts the features of all products together.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def backward(
 
 
 def _norms(target: Target) -> formulas.Norms:
-    """The norm by its own kernels, around XLA's products."""
+    """The norm's own kernels, to be called around XLA's products."""
     return formulas.Norms(
         functools.partial(norms.forward, target=target),
         functools.partial(norms.backward, target=target),
@@ -87,7 +87,7 @@ def _norms(target: Target) -> formulas.Norms:
 
 
 def column_sums(operands: Rows, features: int, dtypes: ColumnSums, batch_dims: int, target: Target) -> ColumnSums:
-    """By XLA, which does it in the kernel that makes the rows where that is its own."""
+    """Sum rows by XLA, in the kernel that makes the rows where that is XLA's own."""
     del target
     a = operands.rows
     columns = a.shape[a.ndim - features :]
@@ -101,7 +101,10 @@ def column_sums(operands: Rows, features: int, dtypes: ColumnSums, batch_dims: i
 
 
 def _side_by_side(arrays: Sequence[jax.Array | None], features: Sequence[tuple[int, ...] | None]) -> jax.Array | None:
-    """Those that are there as one, whose last axis has all features. features: of each product, its axes' sizes."""
+    """The arrays that are not None as one, whose last axis has the features of all products; None where all are None.
+
+    features: for each product the sizes of its axes of features.
+    """
     given = [(a, f) for a, f in zip(arrays, features, strict=True) if a is not None and f is not None]
     if not given:
         return None
@@ -113,7 +116,10 @@ def _side_by_side(arrays: Sequence[jax.Array | None], features: Sequence[tuple[i
 def _apart(
     a: jax.Array | None, features: Sequence[tuple[int, ...] | None], dtypes: Sequence[str | None]
 ) -> tuple[jax.Array | None, ...]:
-    """The opposite, each in its dtype. features: None for a product that has no part in it."""
+    """Split an array's last axis into an array for each product, each in its dtype: the inverse of `_side_by_side`.
+
+    features: for each product the sizes of its axes of features; None for a product that has no part in the array.
+    """
     parts: list[jax.Array | None] = []
     start = 0
     for f, dtype in zip(features, dtypes, strict=True):
@@ -128,7 +134,7 @@ def _apart(
 
 
 def _fused_forward(operands: Operands, settings: NormLinear, dtypes: Outcome, tile: Tile, target: Target) -> Outcome:
-    """`forward` without a batch, in one kernel."""
+    """The forward operation without a batch, in one kernel."""
     given, kernel, bias = operands
     x, residual = given.x, given.residual
     features = [None if d is None else k.shape[1:] for k, d in zip(kernel, dtypes.y, strict=True)]
@@ -172,8 +178,10 @@ def _fused_forward(operands: Operands, settings: NormLinear, dtypes: Outcome, ti
 def _fused_backward(
     operands: Cotangents, settings: NormLinear, dtypes: Gradients, plan: tiles.BackwardPlan, target: Target
 ) -> Gradients:
-    """`backward` without a batch, in up to three kernels: row sums and shares of dbias, where dx is wanted; dx and
-    shares of G and dscale; and what adds up the shares.
+    """The backward operation without a batch, in up to three kernels.
+
+    They compute the row sums and shares of dbias, where dx is wanted; then dx and shares of G and dscale; and then add
+    up the shares.
     """
     saved, of_norm = operands.of_norm, dtypes.of_norm
     total, offset = saved.total, saved.offset
@@ -274,7 +282,7 @@ def _fused_backward(
 
 
 def _constants(settings: NormLinear, h: int, n: int) -> dict[str, Any]:
-    """What all fused kernels are told."""
+    """The constexprs that all fused kernels take."""
     return {
         "compute": jnp.dtype("float32"),
         "H": h,

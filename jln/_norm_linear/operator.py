@@ -1,4 +1,4 @@
-"""LayerNorm or RMSNorm and the Linears behind it as one operator, which keeps nothing of the size of x but x."""
+"""The public fused operators: a norm and the Linears behind it, keeping nothing of the size of x but x."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def layer_norm_linear(
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> Products:
-    """`layer_norm(x, scale, offset) @ kernel + bias`, normalising the last axis of `x`.
+    """Return `layer_norm(x, scale, offset) @ kernel + bias`, normalising the last axis of `x`.
 
     With a tuple of kernels, as of queries, keys and values, the result is a tuple too: one norm is read by several
     Linears. Under `jax.vmap`, and inside `jax.shard_map`, results go together: where one has an axis of examples, or
@@ -49,13 +49,13 @@ def layer_norm_linear(
     `z` is rounded once, to the dtype of `y`, in which it is multiplied. The products add up in float32, and the bias is
     added before the one rounding of `y`; for float64 all is in float64. One case has two roundings: where XLA
     multiplies, a bfloat16 product is rounded before a bfloat16 bias is added, as in `x @ kernel + bias`. (In float16,
-    where it might overflow, XLA writes the product in float32 and reads it again for the bias.) The cotangent
-    of `z` is the sum over the kernels; for bfloat16 it is rounded to bfloat16 where XLA multiplies, as by autodiff.
+    where it might overflow, XLA writes the product in float32 and reads it again for the bias.) The cotangent of `z` is
+    the sum over the kernels; for bfloat16 it is rounded to bfloat16 where XLA multiplies, as by autodiff.
 
     Up to 256 features in 16 bits, 128 in float32, of all kernels together, may be multiplied by the kernel that
-    normalises: that product has the name `jln.PRODUCT` for policies of `jax.checkpoint`. More features XLA multiplies,
-    in plain sight of policies (`dots_saveable`) and of the partitioner; so it does where examples have parameters of
-    their own, and behind a sum with `x_bias` or `gate`.
+    normalises: that product has the name `jln.PRODUCT` for policies of `jax.checkpoint`. More features are multiplied
+    by XLA, in plain sight of policies (`dots_saveable`) and of the partitioner; so are those where examples have
+    parameters of their own, and those behind a sum with `x_bias` or `gate`.
 
     Every gradient has its argument's dtype and shape. Gradients are bitwise the same in every run of one compiled
     program; where XLA multiplies on a GPU, a program compiled again may multiply otherwise, as its autotuner found.
@@ -69,7 +69,7 @@ def layer_norm_linear(
         features and dtypes may differ.
       bias: `features`; any supported dtype. None: no bias. For a tuple of kernels a tuple, with an array or None for
         each, or None.
-      epsilon: as of `layer_norm`.
+      epsilon: as in `layer_norm`.
       zero_centered_scale: multiply by `1 + scale`.
       precision: of the products, forward and backward, as in `jax.lax.dot_general`.
       implementation: "triton" (kernels; on the CPU with TRITON_INTERPRET=1), "xla", or None: Triton where the program
@@ -81,8 +81,8 @@ def layer_norm_linear(
 
     Raises:
       TypeError: an argument has an unsupported type or dtype, or is traced where it must be static.
-      ValueError: shapes do not match, the last axis of `x` is empty, epsilon is negative or too large, or the
-        precision or the implementation is unknown.
+      ValueError: shapes do not match, the last axis of `x` is empty, epsilon is negative or too large, or the precision
+        or the implementation is unknown.
     """
     return _checked(**locals(), subtract_mean=True)
 
@@ -100,10 +100,24 @@ def rms_norm_linear(
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> Products:
-    """`rms_norm(x, scale) @ kernel + bias`, normalising the last axis of `x`.
+    """Return `rms_norm(x, scale) @ kernel + bias`, normalising the last axis of `x`.
 
-    Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019). Arguments, dtypes, guarantees and errors are those
-    of `layer_norm_linear`.
+    Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019). Dtypes, what is kept, guarantees and errors are
+    those of `layer_norm_linear`.
+
+    Args:
+      x: `[..., H]`: float16, bfloat16, float32 or float64.
+      scale: as in `layer_norm_linear`.
+      kernel: as in `layer_norm_linear`: `[H, *features]`, or a tuple of such arrays.
+      bias: as in `layer_norm_linear`.
+      epsilon: as in `layer_norm`.
+      zero_centered_scale: multiply by `1 + scale`.
+      precision: as in `layer_norm_linear`.
+      implementation: as in `layer_norm`.
+      forward_mode: as in `layer_norm`.
+
+    Returns:
+      y: `[..., *features]`, in the promoted dtype of `x` and `kernel`; for a tuple of kernels a tuple of such arrays.
     """
     return _checked(**locals(), subtract_mean=False)
 
@@ -125,12 +139,12 @@ def add_layer_norm_linear(
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> tuple[Products, jax.Array]:
-    """`(layer_norm(total, scale, offset) @ kernel + bias, total)` with `total = residual + gate * (x + x_bias)`, made
-    and read once.
+    """Return `(layer_norm(total, scale, offset) @ kernel + bias, total)`, `total = residual + gate * (x + x_bias)`.
 
-    The sum is in the promoted dtype of `x` and `residual`, made in float32 (float64 for float64) and rounded once; it
-    is the rounded sum that is normalised. It is all of the size of `x` that is kept for the backward pass, but for `x`
-    itself where a gate has a gradient. Guarantees and errors are those of `layer_norm_linear`.
+    The sum is made and read once. It is in the promoted dtype of `x` and `residual`, made in float32 (float64 for
+    float64) and rounded once; it is the rounded sum that is normalised. It is all of the size of `x` that is kept for
+    the backward pass, but for `x` itself where a gate has a gradient. Guarantees and errors are those of
+    `layer_norm_linear`.
 
     Args:
       x: as in `layer_norm_linear`.
@@ -170,15 +184,35 @@ def add_rms_norm_linear(
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> tuple[Products, jax.Array]:
-    """`(rms_norm(total, scale) @ kernel + bias, total)` with `total = residual + gate * (x + x_bias)`; arguments and
-    results are those of `add_layer_norm_linear`.
+    """Return `(rms_norm(total, scale) @ kernel + bias, total)`, `total = residual + gate * (x + x_bias)`.
+
+    The sum is made and read once, as in `add_layer_norm_linear`, whose guarantees and errors hold.
+
+    Args:
+      x: as in `layer_norm_linear`.
+      residual: `x`'s shape; any supported dtype.
+      scale: as in `layer_norm_linear`.
+      kernel: as in `layer_norm_linear`.
+      bias: as in `layer_norm_linear`.
+      x_bias: as in `add_layer_norm`.
+      gate: as in `add_layer_norm`.
+      epsilon: as in `layer_norm_linear`.
+      zero_centered_scale: as in `layer_norm_linear`.
+      precision: as in `layer_norm_linear`.
+      implementation: as in `layer_norm_linear`.
+      forward_mode: as in `layer_norm_linear`.
+
+    Returns:
+      y: as of `layer_norm_linear`.
+      total: `x`'s shape, in the promoted dtype of `x` and `residual`.
     """
     return _checked(**locals(), subtract_mean=False)
 
 
 def normalised_linear(given: Given, kernel: Kernels, bias: Biases, *, precision: PrecisionLike, **of_norm: Any) -> Any:
-    """What the modules call: any of the operators, those of RMSNorm with an offset too. of_norm: as of the norm's
-    `checked`.
+    """Call any of the `*_linear` operators for a module, those of RMSNorm with an offset too.
+
+    of_norm: the static arguments of `jln._norm.arguments.checked`.
     """
     products = {"kernel": kernel, "bias": bias, "precision": precision}
     return _checked(**given.present(), **products, **of_norm, implementation=None, forward_mode=True)
@@ -193,13 +227,16 @@ def linear_of_normalised(
     precision: PrecisionLike,
     **of_norm: Any,
 ) -> jax.Array:
-    """`z @ kernel + bias` of a `z` that the norm of what is given has made: also for the modules.
+    """`z @ kernel + bias` for a module, where z is the result of the norm of `given`.
 
-    z: `[..., H]`. given: x, of z's shape, and scale and offset. kernel: `[H, *features]`, of y's dtype, in which it is
-    multiplied; bias: `features`.
+    z: `[..., H]`.
+    given: x, of z's shape, and scale and offset.
+    kernel: `[H, *features]`, of y's dtype, in which it is multiplied.
+    bias: `features`.
+    of_norm: the static arguments of `jln._norm.arguments.checked`.
 
-    Either the norm is multiplied where it is made, and z is not read (few features); or x is kept for the gradients in
-    the place of z, as in `jln._norm_linear.reading`.
+    For few features one kernel computes the norm again and multiplies it, and z is not read. Otherwise z is read, and x
+    is kept for the gradients in place of z, as in `jln._norm_linear.reading`.
     """
     arrays, _, norm = checked(**given.present(), **of_norm)
     norm_linear = NormLinear(norm, _checks.precision(precision), (kernel.ndim - 1,))
@@ -226,7 +263,7 @@ def _called_reading(norm_linear: NormLinear, arrays: tuple[Any, ...]) -> jax.Arr
 
 
 def _checked(*, kernel, bias, precision: Any, implementation: str | None, forward_mode: bool, **of_norm: Any) -> Any:
-    """of_norm: the arguments of the norm's `checked`."""
+    """Check the arguments and call the operator. of_norm: the arguments of the norm's `checked`."""
     arrays, _, norm = checked(**of_norm)
     kernels, biases = _checks.linears(kernel, bias, arrays.x)
     norm_linear = NormLinear(norm, _checks.precision(precision), tuple(k.ndim - 1 for k in kernels))
@@ -237,7 +274,7 @@ def _checked(*, kernel, bias, precision: Any, implementation: str | None, forwar
 
 
 def _uses_any_of(axes, others) -> bool:
-    """Whether an entry of a PartitionSpec names mesh axes that other entries do."""
+    """True where an entry of a PartitionSpec names mesh axes that other entries name."""
     names = [set(a if isinstance(a, tuple) else (a,)) for a in (axes, *others) if a is not None]
     return axes is not None and any(names[0] & other for other in names[1:])
 

@@ -1,10 +1,11 @@
-"""A Linear that reads a norm's result which is there already, and others may read, too. For its kernel's gradient it
-keeps not that result but what the norm was made of, and makes it again.
+"""A Linear that reads the result of a norm, which others may read, too.
+
+For its kernel's gradient it keeps what the norm was made of in place of the norm's result, and makes the result again.
 
 The terms are those of `jln._norm_linear.formulas`: (11) forward, (12) to (14) backward with (10) again, (20) without
 the norm's part in forward mode. dz goes to the norm, which is another operator, by JAX's own differentiation; so the
-cotangents of several Linears are added up in front of one norm. What they make again is one kernel's work where XLA
-sees that it is the same, as it does in a compiled program.
+cotangents of several Linears are added up in front of one norm. What several Linears make again is one kernel's work
+where XLA sees that it is the same, as it does in a compiled program.
 """
 
 from __future__ import annotations
@@ -26,8 +27,12 @@ from jln._norm_linear.signature import Operands as OfOneOperator
 
 
 class Operands(NamedTuple):
-    """z [*lead, H], the norm's result; kernel [H, *features]; bias [*features] or None; made_of: x, scale and offset,
-    which make z again, as the norm's operations take them.
+    """The operands of a Linear that reads a norm's result.
+
+    z: [*lead, H], the norm's result.
+    kernel: [H, *features].
+    bias: [*features] or None.
+    made_of: x, scale and offset, which make z again, as the norm's operations take them.
     """
 
     z: Any
@@ -37,13 +42,13 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """y [*lead, *features]."""
+    """The Linear's result y [*lead, *features]."""
 
     y: Any
 
 
 class Saved(NamedTuple):
-    """What is kept between forward and backward."""
+    """The arrays kept between forward and backward."""
 
     kernel: Any
     made_of: Any
@@ -51,7 +56,7 @@ class Saved(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The operator's static arguments. z_dtype, dtype: names, of the norm's result and of the product."""
+    """The operator's static arguments. z_dtype, dtype: names of the dtypes of the norm's result and of the product."""
 
     norm_linear: NormLinear
     z_dtype: str
@@ -88,7 +93,7 @@ def _pulled_back(
     made_of: Any = saved.made_of
 
     def of_norm(read: norm.Cotangents, of: norm.Norm, dtypes: norm.Gradients, batch_dims: int) -> norm.Gradients:
-        """In the place of the norm's own gradients: their dy, and z again."""
+        """A stand-in for the norm's gradients: it returns their dy, and z made again."""
         z = None
         if dtypes.y is not None:
             of_z = Outcome(settings.z_dtype, None, None, None)
@@ -105,7 +110,7 @@ def _pulled_back(
 def _tangent_of_product(
     operands: tuple[Operands, Saved], settings: Settings, dtypes: Results, batch_dims: int
 ) -> Results:
-    """(20) of z and of the kernel, of which one is there."""
+    """Term (20) of z and of the kernel, at least one of which has a tangent."""
     tangents, (kernel, made_of) = operands
     rows = tangents.z if tangents.z is not None else made_of.x
     axes = formulas.Axes(rows.ndim, batch_dims, *settings.norm_linear.features)
@@ -124,7 +129,7 @@ def _tangent_of_product(
 def _transposed(
     cotangents: Results, tangents: Operands, saved: Saved, settings: Settings, batch_dims: int, implementation
 ) -> Operands:
-    """Reverse mode after all."""
+    """The transpose of the tangents: reverse mode of a function made for forward mode."""
     rows = (cotangents.y, tangents.z, None if saved.made_of is None else saved.made_of.x)
     parameters = jax.tree.leaves((saved.kernel, tangents.kernel, saved.made_of and saved.made_of._replace(x=None)))
     shared = only_rows_differ(batch_dims, rows, parameters)

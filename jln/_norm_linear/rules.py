@@ -1,7 +1,8 @@
 """LayerNorm+Linear's operations and their derivatives.
 
-Where XLA multiplies in any case, the operator is the norm's operation and products in plain sight: checkpoint policies
-save them, Shardy splits them and XLA fuses what is around them as with any others. Few features are one operation.
+More features than one kernel multiplies are XLA's in any case: the operator is then the norm's operation and products
+in plain sight, which checkpoint policies save, Shardy splits, and XLA fuses with what is around them, as any others.
+Few features are one operation.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from jln._norm_linear.signature import (
 
 
 class _Dims:
-    """The dimensions of what belongs to products."""
+    """The dimensions of the arrays that belong to products."""
 
     def __init__(self, ndim: int, features: tuple[int, ...], batch_dims: int):
-        """ndim: x's."""
+        """Take x's rank, the number of axes of features of each product, and the number of vmap's axes."""
         batch = tuple(Dim(Kind.BATCH, i) for i in range(batch_dims))
         rows: Dims = (*batch, *(Dim(Kind.ROW, i) for i in range(batch_dims, ndim - 1)))
         of_product = [tuple(Dim(Kind.FEATURE, i, of=of) for i in range(n)) for of, n in enumerate(features)]
@@ -55,7 +56,10 @@ def _forward_layout(operands: Operands, settings: NormLinear, dtypes: Outcome, b
 
 
 def _backward_layout(operands: Cotangents, settings: NormLinear, dtypes: Gradients, batch_dims: int) -> Layout:
-    """All is linear in dy, so a device that has a part of the features has a share of what is not split by features."""
+    """The layout of the backward operation, which is linear in dy.
+
+    So a device that has a part of the features has a share of each result that is not split by features.
+    """
     ndim = next(
         d.ndim - features + 1 for d, features in zip(operands.dy, settings.features, strict=True) if d is not None
     )
@@ -111,7 +115,7 @@ _column_sums: Operation[Rows, ColumnSums] = Operation(
 
 
 def norms(implementation: str | None) -> formulas.Norms:
-    """As operations of their own."""
+    """The norm's operations, by themselves."""
     return formulas.Norms(
         functools.partial(norm.forward, implementation=implementation),
         functools.partial(norm.backward, implementation=implementation),
@@ -143,8 +147,9 @@ def _value(settings: Settings, operands: Operands) -> Results:
 
 
 def _saving(settings: Settings, operands: Operands, wanted: Operands) -> tuple[Results, Saved]:
-    """Keep what the wanted gradients are made of: that of a bias is made of dy alone, that of the offset of dy and the
-    kernels.
+    """Keep the arrays that the wanted gradients are made of.
+
+    That of a bias is made of dy alone, that of the offset of dy and the kernels.
     """
     of_norm = operands.of_norm
     needed = _backward.needs(_dtypes(wanted, norm.total_dtype(of_norm), of_norm.gated))
@@ -155,7 +160,7 @@ def _saving(settings: Settings, operands: Operands, wanted: Operands) -> tuple[R
 
 
 def _dtypes(wanted: Operands, total_dtype: str, gated: bool) -> Gradients:
-    """Of the gradients that give those of the wanted operands."""
+    """The dtypes of the gradients to be computed for those of the wanted operands."""
     return Gradients(norm.gradients_for(wanted.of_norm, total_dtype, gated), wanted.kernel, wanted.bias)
 
 
@@ -185,7 +190,7 @@ def _pulled_back(
         return Gradients(of_norm, dkernel=nothing, dbias=nothing)
 
     def of_used(parameters: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What an unused y was made of has no part in the gradients."""
+        """The parameters, with None for those of a product that was not used: they have no part in the gradients."""
         return tuple(None if d is None else p for p, d in zip(parameters, dy, strict=True))
 
     of_norm = norm.Cotangents(None, dtotal, total, scale, saved.offset, mean, rstd, *branch)
@@ -199,7 +204,7 @@ def _pulled_back(
 def _transposed(
     cotangents: Results, tangents: Operands, saved: Saved, norm_linear: NormLinear, batch_dims: int, implementation
 ) -> Operands:
-    """Reverse mode after all, by the backward kernels."""
+    """The transpose of the tangents, by the backward kernels: reverse mode of a function made for forward mode."""
     of_norm, branch = saved.of_norm, saved.of_norm.branch
     rows = (*cotangents.y, cotangents.total, of_norm.total, of_norm.mean, of_norm.rstd, branch.x, branch.row_gate)
     parameters = jax.tree.leaves(

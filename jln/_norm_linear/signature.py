@@ -1,7 +1,7 @@
-"""What goes into LayerNorm+Linear, what is kept for its derivatives, and what comes out.
+"""Records of LayerNorm+Linear: what goes in, what is kept for its derivatives, and what comes out.
 
 There may be several Linears behind one norm: kernel, bias and y, and what belongs to them, are tuples of arrays, one
-for each. `Results` and `Outcome` are the norm's, with such a y: [*batch, *lead, *features] of each product. Inside of
+for each. `Results` and `Outcome` are the norm's, with a tuple y: [*batch, *lead, *features] of each product. Inside of
 an operation the first axes of every array, *batch, are vmap's: on them any operand may have size 1 instead of the
 batch's, results always have the batch's, and parameter gradients are not summed over them. *lead are x's rows. Where
 the norm has parameters for each example, products are still over all rows.
@@ -24,10 +24,10 @@ from jln._norm.signature import Results as Results
 
 @dataclasses.dataclass(frozen=True)
 class NormLinear:
-    """Which norm and which products: all about them that is static.
+    """A norm and the products behind it, in all that is static about them.
 
-    precision: as `jax.lax.dot_general` has it. features: how many axes of features each kernel has. in_one: whether
-    norm and products are one operation, as `few_features` says.
+    precision: as `jax.lax.dot_general` takes it. features: how many axes of features each kernel has. in_one: whether
+      norm and products are one operation, as `few_features` says.
     """
 
     norm: norm.Norm
@@ -45,8 +45,11 @@ class Settings:
 
 
 class Operands(NamedTuple):
-    """of_norm: those of the norm, the normalised axis the last. Of each product kernel [*batch, H, *features] and bias
-    [*batch, *features], which may be None.
+    """The operands of norm and products.
+
+    of_norm: those of the norm, of which the last axis is normalised.
+    kernel: for each product [*batch, H, *features].
+    bias: for each product [*batch, *features] or None.
     """
 
     of_norm: norm.Operands
@@ -55,8 +58,9 @@ class Operands(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What is kept between forward and backward, None where no wanted gradient reads it. of_norm: what the norm keeps,
-    as in `jln._norm.signature`.
+    """The arrays kept between forward and backward, None where no wanted gradient reads them.
+
+    of_norm: what the norm keeps, as in `jln._norm.signature`.
     """
 
     of_norm: Any
@@ -65,8 +69,11 @@ class Saved(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """What the backward operation reads: dy of each product, None where y was not used, and the kernels. of_norm: what
-    the norm's backward operation reads, less its own dy, that of the norm's result, which is made of these.
+    """The operands of the backward operation.
+
+    dy: for each product, None where y was not used. kernel: those of the products.
+    of_norm: what the norm's backward operation reads, without its own dy, that of the norm's result, which is made
+      here.
     """
 
     dy: Any
@@ -75,7 +82,7 @@ class Cotangents(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What the backward operation returns. of_norm: the norm's gradients, and no y."""
+    """The results of the backward operation. of_norm: the norm's gradients, without y."""
 
     of_norm: norm.Gradients
     dkernel: Any
@@ -83,19 +90,19 @@ class Gradients(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """[*batch, *lead, *features], to be added up over *lead."""
+    """The rows of a column sum: [*batch, *lead, *features], to be added up over *lead."""
 
     rows: Any
 
 
 class ColumnSums(NamedTuple):
-    """[*batch, *features]."""
+    """The sums over rows: [*batch, *features]."""
 
     sums: Any
 
 
-# By their operands' dtype, the most features that one program can hold (64 rows of sums, float32) beside a tile of x
-# and one of the kernel; and where rows do not start on 16 bytes, and pairs of elements take registers for their
+# The most features that one program can hold (64 rows of sums, float32) beside a tile of x and one of the kernel, by
+# the operands' dtype; and the most where rows do not start on 16 bytes, and pairs of elements take registers for their
 # addresses.
 FUSED_FEATURES = {"bfloat16": (256, 64), "float16": (256, 64), "float32": (128, 32)}
 
@@ -108,8 +115,9 @@ _ALGORITHMS = {
 
 
 def few_features(operands: Operands, of_norm: norm.Norm, precision: Any, implementation: str | None) -> bool:
-    """Whether a kernel of ours may do norm and products at once, where the program is compiled for a GPU: then they are
-    one operation. Else they are the norm's operation and products in plain sight of JAX and XLA.
+    """True where one kernel may do norm and products at once, on a GPU: then they are one operation.
+
+    Otherwise they are the norm's operation and products in plain sight of JAX and XLA.
     """
     given, kernels = operands.of_norm, operands.kernel
     if implementation == "xla" or of_norm.of_examples or given.x_bias is not None or given.gated:
@@ -123,8 +131,9 @@ def few_features(operands: Operands, of_norm: norm.Norm, precision: Any, impleme
 
 
 def _multiplied_as_asked(precision: Any, dtype: str) -> bool:
-    """Whether the fused kernels' products of operands of this dtype are what `precision` means on a GPU, where float32
-    is multiplied in TF32 by default, and 16 bits alike at all levels.
+    """True where the fused kernels multiply operands of this dtype as `precision` asks for on a GPU.
+
+    There float32 is multiplied in TF32 by default, and 16 bits alike at all levels.
     """
     if isinstance(precision, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset):
         return precision == _ALGORITHMS[dtype]

@@ -1,4 +1,4 @@
-"""How large the fused LayerNorm+Linear kernels' tiles are, and whether they run at all."""
+"""Tiles of the fused LayerNorm+Linear kernels, and whether these run at all."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FENCED_TRITON = (3, 7, 1)
 
 
 def unfenced(chip: Chip) -> str | None:
-    """Why a product on `chip` might read its operands from shared memory too early; None where it waits."""
+    """The reason why a product on `chip` might read its operands from shared memory too early; None where it waits."""
     if not chip.has_wgmma or chip.name == INTERPRETED.name or _triton_version() >= FENCED_TRITON:
         return None
     return (
@@ -54,9 +54,9 @@ def _triton_version() -> tuple[int, ...]:
 def _fused_tile(h: int, n: int, product_dtype: str, chip: Chip) -> Tile | None:
     """The tile of rows and columns of x that the fused LayerNorm+Linear kernels take; None where they cannot run.
 
-    Not float64, which is XLA's business. Nor float32 on Blackwell, where `backward_kernel` at N = 128 has too few
-    registers; nor its small chips, with less shared memory than an H100 and no wgmma. Nor a kernel [H, N] with 2**31
-    elements, whose offsets have 32 bits. Nor by a Triton that leaves out fences.
+    They do not take float64, which is XLA's business. Nor float32 on Blackwell, where `backward_kernel` at N = 128 has
+    too few registers; nor its small chips, with less shared memory than an H100 and no wgmma. Nor a kernel [H, N] with
+    2**31 elements, whose offsets have 32 bits. Nor do they run by a Triton that leaves out fences.
     """
     if product_dtype not in FUSED_FEATURES or unfenced(chip):
         return None
@@ -77,12 +77,12 @@ def _fused_tile(h: int, n: int, product_dtype: str, chip: Chip) -> Tile | None:
 
 
 def forward_tile(rows: int, h: int, n: int, product_dtype: str, chip: Chip) -> Tile | None:
-    """How LayerNorm+Linear forward runs as one kernel; None where it is composed: the norm's kernel and XLA's product.
+    """The tile of LayerNorm+Linear forward as one kernel; None where it is composed of the norm's and XLA's product.
 
     A program walks over all H of its rows and of the kernel, which L2 gives it at its own pace, however few other
-    programs there are; all SMs together read and write [M, H] three times instead of once, in one launch more. The
-    faster of the two is chosen: with 132 SMs and H = 4096 the walk takes 41 us at N = 256, 16 at N = 64, so that it
-    pays from 7200 rows on, or from 2200; at H = 768 and N = 64 it always does.
+    programs there are. Composed, all SMs together read and write [M, H] three times instead of once, in one launch
+    more. The faster of the two is chosen: with 132 SMs and H = 4096 the walk takes 41 us at N = 256, 16 at N = 64, so
+    that it pays from 7200 rows on, or from 2200; at H = 768 and N = 64 it always does.
     """
     tile = _fused_tile(h, n, product_dtype, chip)
     if tile is None:
@@ -115,17 +115,17 @@ class BackwardPlan:
 
 
 def backward_plan(rows: int, h: int, n: int, product_dtype: str, chip: Chip) -> BackwardPlan | None:
-    """How LayerNorm+Linear backward runs as three kernels; None where it is composed: XLA's products, a norm's kernel.
+    """The plan of LayerNorm+Linear backward as three kernels; None where it is composed of XLA's products and a norm's.
 
-    Fused for every number of rows: [M, H] crosses the memory bus 3 times (x twice, dx), composed 6 times and in six
-    launches, and few rows leave no long walk, since programs share them by columns.
+    It is fused for every number of rows: [M, H] crosses the memory bus 3 times (x twice, dx), composed 6 times and in
+    six launches, and few rows leave no long walk, since programs share them by columns.
     """
     tiles = backward_tiles(h, n, product_dtype, chip)
     return None if tiles is None else backward_grid(rows, h, n, chip, *tiles)
 
 
 def backward_tiles(h: int, n: int, product_dtype: str, chip: Chip) -> tuple[Tile, Tile] | None:
-    """Those of the row sums and of `backward_kernel`."""
+    """The tiles of the row sums and of `backward_kernel`."""
     tile = _fused_tile(h, n, product_dtype, chip)
     if tile is None:
         return None
@@ -147,8 +147,10 @@ def backward_grid(rows: int, h: int, n: int, chip: Chip, row_sums: Tile, backwar
 
 
 def _splits(row_tiles: int, chunks: int, cores: int) -> int:
-    """Among how many programs to share the rows of each of `chunks` tiles of columns, for the least time: a program a
-    round and SM, each with its trips over tiles of rows and its share of G, written and read again like 4 more.
+    """The number of programs that share the rows of each of `chunks` tiles of columns, for the least time.
+
+    An SM runs a program a round, each with its trips over tiles of rows and its share of G, which is written and read
+    again like 4 more.
     """
     return min(
         range(1, min(row_tiles, cores) + 1),
@@ -162,11 +164,12 @@ def _held(tile: Tile, sizes: dict[str, Any]) -> int:
 
 
 def _shared(name: str, tile: Tile, sizes: dict[str, Any]) -> int:
-    """About what the compiler takes, and no less but for some reductions' few bytes (tests/test_compiler.py).
+    """The shared memory of a kernel in bytes: about what the compiler takes.
 
-    Every stage, two where it is one, as dy has two layouts, and the operand that stays: of `backward_kernel` the
-    kernel, of `row_sums_kernel` a tile of dy, which mma wants in registers and so passes through there before the last
-    stage is full. Of the forward, stages of x, residual and kernel, while z, and but for mma the kernel, are operands.
+    It is no less than that but for some reductions' few bytes (tests/test_compiler.py). It counts every stage, two
+    where it is one, as dy has two layouts, and the operand that stays: of `backward_kernel` the kernel, of
+    `row_sums_kernel` a tile of dy, which mma wants in registers and so passes through there before the last stage is
+    full. Of the forward, stages of x, residual and kernel, while z, and but for mma the kernel, are operands.
     """
     n, elements = features(sizes["n"]), tile.rows * tile.columns
     ahead, by_mma = max(2, tile.stages) - 1, not known_or_newest(sizes["chip"]).has_wgmma
@@ -193,7 +196,10 @@ BACKWARD = Choice("fused_backward", _FIELDS, ("row_sums", "backward"), _held, _s
 
 
 def forward(rows: int, h: int, n: int, product_dtype: str, target: Target, *, adds: bool = False) -> Tile | None:
-    """As `forward_tile`, which alone decides whether it is fused, or as measured. adds: whether there is a residual."""
+    """The tile of the fused forward: as measured where it was, else by `forward_tile`.
+
+    `forward_tile` alone decides whether to fuse. adds: whether there is a residual.
+    """
     tile = forward_tile(rows, h, n, product_dtype, target.chip)
     if tile is None:
         return None
@@ -207,7 +213,10 @@ def forward(rows: int, h: int, n: int, product_dtype: str, target: Target, *, ad
 
 
 def backward(rows: int, h: int, n: int, product_dtype: str, target: Target) -> BackwardPlan | None:
-    """As `backward_plan`, which alone decides whether it is fused, or as measured."""
+    """The plan of the fused backward: as measured where it was, else by `backward_plan`.
+
+    `backward_plan` alone decides whether to fuse.
+    """
     tiles = backward_tiles(h, n, product_dtype, target.chip)
     if tiles is None:
         return None

@@ -1,1 +1,1 @@
-"""What `jln.testing` is made of."""
+"""The parts of `jln.testing`."""

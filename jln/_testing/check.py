@@ -38,7 +38,10 @@ def _tolerance(label: str) -> Tolerance:
 
 
 def check(f, args, *, order, derivative, reference, differences, dtype, tolerance, step, richardson, elements, seed):
-    """Each program is made once, for the shapes of the first seed, and run with the numbers of all."""
+    """Check the gradients of a function, for each seed, and report.
+
+    Each program is made once, for the shapes of the first seed, and run with the numbers of all.
+    """
     check_steps(step, richardson)
     seeds = _seeds(seed)
     if reference is None and not differences:
@@ -49,7 +52,7 @@ def check(f, args, *, order, derivative, reference, differences, dtype, toleranc
         raise TypeError(f"tolerance must be a Tolerance; got {type(tolerance).__name__}")
 
     def problems(seed):
-        """`f` as asked for, and in float64; the reference."""
+        """Three problems: `f` as asked for, `f` in float64, and the reference in float64."""
         given: Any = args(np.random.default_rng(seed)) if callable(args) else args
         yield Problem.of(f, given, dtype=dtype)
         yield Problem.of(f, given, dtype="float64", after=dtype)
@@ -114,7 +117,9 @@ def check(f, args, *, order, derivative, reference, differences, dtype, toleranc
                 yield from rows
 
     def doubt(expected: np.ndarray, off: np.ndarray, defined: bool) -> np.ndarray:
-        """How far off differences may be. Without extrapolation nothing is known, and the tolerance alone decides.
+        """The uncertainty of differences.
+
+        Without extrapolation nothing is known of it, and the tolerance alone decides.
 
         defined: no gradient is infinite or NaN where all values are finite. Differences that overflow tell nothing.
         """
@@ -130,12 +135,12 @@ def check(f, args, *, order, derivative, reference, differences, dtype, toleranc
 
 
 def _of_order(order: int, call: FlatCall) -> Any:
-    """What is differentiated."""
+    """The function that is differentiated: `call` itself, or for second order its derivative along a direction."""
     return call if order == 1 else derivatives.Slope(call)
 
 
 def _operands(order: int, problem: Problem, cotangent: Sequence[Any], direction: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """-> (floats, rest, cotangent) of what is differentiated."""
+    """Return (floats, rest, cotangent) of the function that is differentiated."""
     if order == 1:
         return problem.floats, problem.rest, cotangent
     one = [np.ones((), derivatives.slope_dtype(problem.floats))]
@@ -143,7 +148,7 @@ def _operands(order: int, problem: Problem, cotangent: Sequence[Any], direction:
 
 
 def _with_what_is_not_finite(indices: np.ndarray, got: np.ndarray) -> np.ndarray:
-    """One of those that are not, if there are any, among as many indices as before: a sample could miss it."""
+    """The indices with one of an element that is not finite among them, if there is any: a sample could miss it."""
     lost = np.flatnonzero(~np.isfinite(got.astype("float64")))
     return np.sort(np.append(indices[1:], lost[0])) if len(lost) and lost[0] not in indices else indices
 

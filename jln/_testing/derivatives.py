@@ -29,7 +29,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 @dataclasses.dataclass(frozen=True, eq=False)  # JAX takes equal functions for one, and keeps what it traced of them
 class FlatCall:
-    """`f(*args)`, of the leaves of `args`."""
+    """The function `f(*args)` as a function of the leaves of `args`."""
 
     f: Callable[..., Any]
     tree: Any
@@ -53,7 +53,10 @@ class FlatCall:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Slope:
-    """The derivative of `sum(cotangent * call)` along a direction: what is fixed is `(rest, cotangent, direction)`."""
+    """The derivative of `sum(cotangent * call)` along a direction.
+
+    Its fixed arguments are `(rest, cotangent, direction)`.
+    """
 
     call: FlatCall
 
@@ -68,9 +71,9 @@ class Slope:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Along:
-    """`call` of floats that are moved along a direction each, as a function of how far: one number each.
+    """`call` as a function of how far its floats are moved, each along a direction: one number for each of the floats.
 
-    What is fixed is `(rest, floats, directions)`.
+    Its fixed arguments are `(rest, floats, directions)`.
     """
 
     call: FlatCall | Slope
@@ -86,7 +89,7 @@ def slope_dtype(floats: Sequence[Any]) -> Any:
 
 def _pulled_back(call: Any, floats: Sequence[Any], rest: Any, cotangent: Sequence[Any]) -> list[jax.Array]:
     results, pullback = jax.vjp(lambda floats: call(floats, rest), list(floats))
-    # Those of a function that computes in float32 inside stay float32, whatever its arguments are cast to.
+    # Results of a function that computes in float32 inside are float32, whatever its arguments are cast to.
     return pullback([c.astype(r.dtype) for c, r in zip(cotangent, results, strict=True)])[0]
 
 
@@ -96,7 +99,10 @@ def reverse(call: FlatCall | Slope) -> Program:
 
 
 def forward_over_reverse(slope: Slope) -> Program:
-    """As `reverse` of a slope, whose gradient is the Hessian times the direction: the Hessian is symmetric."""
+    """A program for the gradient of a slope, by forward over reverse mode.
+
+    The gradient of a slope is the Hessian times the direction, since the Hessian is symmetric.
+    """
 
     def product(floats, rest, cotangent):
         del cotangent  # of a slope: one
@@ -130,22 +136,24 @@ def differences(call: FlatCall | Slope | Along) -> Callable[..., list[tuple[np.n
 
 
 def _steps(a: np.ndarray, chosen: np.ndarray, step: float, richardson: int) -> np.ndarray:
-    """[n, K]: of each chosen element, each a part of the one before."""
+    """The steps [n, K] of each chosen element, each a part of the one before."""
     return step * _sizes(a)[chosen][:, None] * float(RATIO) ** -np.arange(richardson + 1)
 
 
 def _sizes(a: np.ndarray) -> np.ndarray:
-    """Of the flattened elements: their own, or the median where that is larger."""
+    """The sizes of the flattened elements: their own, or the median where that is larger."""
     size = np.abs(np.asarray(a, "float64").reshape(-1))
     size = np.maximum(size, np.median(size)) if size.size else size
     return np.where((size > 0) & np.isfinite(size), size, 1.0)
 
 
 def _quotients(call, rest, cotangent, floats, indices, steps):
-    """For each of `floats`, indices [n] and steps [n, K]: the quotients, how much of them is rounding, how much
-    rounding may hide of a result that no step changes, and what part of the results changes, all [n, K].
+    """The difference quotients of each of `floats`, from indices [n] and steps [n, K].
 
-    One evaluation after another, which any function bears; the results are subtracted before they are summed, so that
+    Returns, all [n, K]: the quotients, how much of them is rounding, how much rounding may hide of a result that no
+    step changes, and what part of the results changes.
+
+    One evaluation follows another, which any function bears. The results are subtracted before they are summed, so that
     large ones that do not change take no digits, and are not counted as rounded.
     """
 
@@ -191,13 +199,13 @@ def _quotients(call, rest, cotangent, floats, indices, steps):
 def _extrapolated(
     quotients: np.ndarray, roundings: np.ndarray, hidden: np.ndarray, moves: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ridders' choice: of all extrapolations of [n, K] quotients the one least different from those it is made of.
+    """The best extrapolation of [n, K] quotients, by Ridders' choice: the one least different from those it is made of.
 
     Large steps may agree by chance, as those of whole periods of a sine do: three finer quotients that agree refute it.
     Where even the finest step is one of many periods, which changes the results by much that the estimate knows nothing
     of, nothing is known.
 
-    -> (it, that difference with the rounding)
+    Returns the extrapolation, and that difference with the rounding.
     """
     best = quotients[:, 0]
     least = np.full(best.shape, np.inf)
@@ -227,7 +235,7 @@ def _extrapolated(
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A function and its arguments, ready to be differentiated. names: of the floating leaves."""
+    """A function and its arguments, ready to be differentiated. names: those of the floating leaves."""
 
     call: FlatCall
     floats: tuple[np.ndarray, ...]
@@ -244,7 +252,11 @@ class Problem:
         after: Any = None,
         name: str = "f",
     ) -> Problem:
-        """dtype: that floating leaves are cast to, after a first cast to `after`; None for no cast."""
+        """The problem of `f` at `args`.
+
+        dtype: the dtype to which floating leaves are cast, after a first cast to `after`; None for no cast. name: that
+          of `f` in errors.
+        """
         dtype, after = dtype_name(dtype), dtype_name(after)
         if not callable(f):
             raise TypeError(f"{name} must be a function; got {type(f).__name__}")
@@ -265,7 +277,7 @@ class Problem:
         return cls(FlatCall(f, tree, floating, name), tuple(floats), tuple(rest), names)
 
     def like(self, other: Problem) -> Problem:
-        """This one's arguments for the other's function, whose programs were compiled for such."""
+        """A problem of this one's arguments and the other's function, whose programs were compiled for their shapes."""
         kinds = [
             (p.call.tree, p.call.floating, *((a.shape, a.dtype) for a in (*p.floats, *p.rest))) for p in (self, other)
         ]
@@ -274,7 +286,7 @@ class Problem:
         return dataclasses.replace(other, floats=self.floats, rest=self.rest)
 
     def context(self) -> contextlib.AbstractContextManager:
-        """In which float64 stays float64."""
+        """A context in which float64 stays float64."""
         return jax.enable_x64(True) if any(a.dtype == np.float64 for a in self.floats) else contextlib.nullcontext()
 
     def results(self) -> list[Any]:
@@ -307,7 +319,10 @@ class Problem:
 
 
 def random_direction(random: np.random.Generator, a: np.ndarray) -> np.ndarray:
-    """Every element moves, up or down, by its size: independent signs, so that errors do not add up but by chance."""
+    """A direction in which every element moves, up or down, by its size.
+
+    The signs are independent, so that errors do not add up but by chance.
+    """
     return (_sizes(a) * random.choice([-1.0, 1.0], a.size)).reshape(a.shape)
 
 
@@ -316,7 +331,7 @@ def random_like(random: np.random.Generator, arrays: Sequence[Any]) -> list[np.n
 
 
 def dtype_name(dtype: Any) -> str | None:
-    """Of whatever NumPy takes for a dtype; None for None. Raises ValueError unless it is one of `DTYPES`."""
+    """The name of a dtype, however NumPy takes it; None for None. Raises ValueError unless it is one of `DTYPES`."""
     if dtype is None:
         return None
     try:
@@ -359,7 +374,7 @@ def _hashable(f: Any) -> bool:
 
 
 def _names(f: Callable[..., Any], paths: Sequence[Any]) -> tuple[str, ...]:
-    """`x`, or `params['w']`: parameters' names where the signature tells them."""
+    """The names of the leaves of arguments, `x` or `params['w']`, by the parameters' names where `f` tells them."""
     try:
         given = inspect.signature(f).parameters.values()
         parameters = [p.name for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

@@ -1,4 +1,4 @@
-"""What a gradient check found, as data and as a table."""
+"""Reports of gradient checks, as data and as tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ UNSURE = "unsure: the differences lack the digits to tell (is x far from 1, or f
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """An element passes if `|got - expected| <= absolute + relative * |expected|`; step: of central differences."""
+    """A tolerance: an element passes if `|got - expected| <= absolute + relative * |expected|`.
+
+    Attributes:
+      relative: allowed error as a part of the expected value.
+      absolute: allowed error beside that.
+      step: the step of central differences, relative to the size of an element.
+    """
 
     relative: float
     absolute: float
@@ -41,12 +47,23 @@ TOLERANCES: Mapping[str, Tolerance] = MappingProxyType(
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The worst element of one argument's gradient (or of one result): the one that is most of its tolerance away.
+    """The worst element of one argument's gradient, or of one result: the element whose error is most of its tolerance.
 
-    against: "reference", "differences", or "direction": the derivative along a random direction of all elements, where
-    differences of some of them told nothing; its index is empty. compared: how many elements were. size: how many there
-    are. unsure: whether it is not `ok` for want of digits in the differences, and may yet be right. seed: with which it
-    was found. small: whether it is `ok` and zeros, which it is not, would be too, in every seed.
+    Attributes:
+      name: the argument or result.
+      against: "reference", "differences", or "direction": the derivative along a random direction of all elements,
+        where differences of some of them told nothing.
+      index: of the worst element; empty for a direction.
+      got: the value under test.
+      expected: the value that it is compared with.
+      error: the distance between the two.
+      tolerance: the largest error allowed.
+      compared: how many elements were compared.
+      size: how many elements there are.
+      ok: whether all of them are within their tolerance.
+      unsure: whether it is not `ok` for want of digits in the differences, and may yet be right.
+      seed: the seed with which it was found.
+      small: whether it is `ok` and so would zeros be, which it is not, in every seed.
     """
 
     name: str
@@ -75,7 +92,11 @@ class Row:
         uncertainty: Any = 0.0,
         seed: int | None = None,
     ) -> Row:
-        """indices: of the flattened elements that `expected` has, if not all. uncertainty: how far off it may be."""
+        """The row of the worst element.
+
+        indices: those of the flattened elements that `expected` has; None: all. uncertainty: how far `expected` may be
+          off.
+        """
         shape, size = np.shape(got), np.size(got)
         indices = np.arange(size) if indices is None else indices
         a = np.asarray(got, "float64").reshape(-1)[indices]
@@ -102,7 +123,7 @@ class Row:
     def along(
         cls, row: Row, got: Any, direction: np.ndarray, expected: Any, tolerance: Tolerance, uncertainty: Any
     ) -> Row:
-        """Of the argument of `row`, whose derivative along a direction is expected to be that.
+        """The row of a derivative along a direction, of the argument of `row`.
 
         Errors of the size of the tolerance, under independent signs, add up to four times the root of the sum of their
         squares with a probability of 2 exp(-8), by Hoeffding's inequality.
@@ -117,7 +138,7 @@ class Row:
 
     @property
     def badness(self) -> float:
-        """The error as a part of what is allowed; at most 1 where it passes."""
+        """The error as a part of the tolerance; at most 1 where the row passes."""
         if self.error == 0:
             return 0.0
         return self.error / self.tolerance if self.tolerance and math.isfinite(self.error) else math.inf
@@ -128,12 +149,12 @@ class Row:
 
     @staticmethod
     def of_one_seed(rows: Iterable[Row]) -> tuple[Row, ...]:
-        """One row for each name, in order: the worse one; of an unsure one and another, the other."""
+        """One row for each name, in order: the worse one; if one of two is unsure, the other."""
         return _worst(rows, lambda row: (not row.unsure, not row.ok, row.badness))
 
     @staticmethod
     def of_seeds(rows: Iterable[Row]) -> tuple[Row, ...]:
-        """One row for each name, in order: the worst one, and what is wrong for sure is worse than what may be."""
+        """One row for each name, in order: the worst one, where a wrong row is worse than an unsure one."""
         return _worst(rows, lambda row: (not row.ok, not row.unsure, row.badness))
 
 
@@ -148,8 +169,14 @@ def _worst(rows: Iterable[Row], rank: Callable[[Row], Any]) -> tuple[Row, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a check found. rows: one for each argument, and with a reference one for each result of the function; with
-    several seeds the worst of all of them. by_seed: the report of each seed, where there are several.
+    """The outcome of a check; `str()` of it is a table.
+
+    Attributes:
+      title: the function, the kind of derivative and the dtype.
+      rows: a `Row` for each argument, and with a reference one for each result of the function; with several seeds the
+        worst of all of them.
+      by_seed: the report of each seed, where there are several.
+      ok: whether every row is.
     """
 
     title: str
@@ -161,11 +188,11 @@ class Report:
         return all(row.ok for row in self.rows)
 
     def row(self, name: str) -> Row:
-        """The row of that argument. Raises KeyError where there is none."""
+        """The row of an argument or result by name. Raises KeyError where there is none."""
         return {row.name: row for row in self.rows}[name]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; what is not finite is text there."""
+        """The report as a dictionary for JSON, in which a number that is not finite is text."""
         return {"title": self.title, "ok": self.ok, "rows": list(map(for_json, self.rows))}
 
     def __str__(self) -> str:
@@ -186,7 +213,7 @@ class Report:
 
 
 def aligned(lines: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
-    """Rows of cells as lines of text, columns two blanks apart; those in `left` start together, the others end so."""
+    """Rows of cells as lines of text, columns two blanks apart; those in `left` are aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
         "  ".join(
@@ -197,10 +224,10 @@ def aligned(lines: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
 
 
 def finite_or_text(value: Any) -> Any:
-    """A number that is not finite as text, which JSON has no other way for."""
+    """A number that is not finite as text, for JSON, which has no such numbers; any other value as it is."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def for_json(record: Any) -> dict[str, Any]:
-    """A dataclass's fields."""
+    """The fields of a dataclass by name, for JSON."""
     return {name: finite_or_text(value) for name, value in dataclasses.asdict(record).items()}

@@ -1,1 +1,1 @@
-"""Triton kernels and their launchers. Nothing here imports triton until a kernel is launched."""
+"""Triton kernels and their launches, with no knowledge of any operator. Nothing here imports triton until a launch."""

@@ -24,7 +24,7 @@ _SUFFIX = ".jln"
 
 
 def folder() -> pathlib.Path | None:
-    """Where entries are kept, there or not yet; None where they are not."""
+    """The folder of the entries, there or not yet; None where entries are not kept."""
     named = os.environ.get(VARIABLE)
     if named is not None:
         return pathlib.Path(os.path.expanduser(named)) if named else None
@@ -33,7 +33,7 @@ def folder() -> pathlib.Path | None:
 
 
 def entries() -> list[pathlib.Path]:
-    """Those that are there."""
+    """The files of all entries."""
     where = folder()
     try:
         return [] if where is None else [path for path in where.iterdir() if path.suffix == _SUFFIX]
@@ -42,7 +42,7 @@ def entries() -> list[pathlib.Path]:
 
 
 def load(key: str) -> dict[str, Any] | None:
-    """What was stored under the key; None where nothing was, or where it cannot be read."""
+    """The entry stored under the key; None where there is none, or where it cannot be read."""
     where = folder()
     if where is None:
         return None
@@ -63,7 +63,7 @@ def load(key: str) -> dict[str, Any] | None:
 
 
 def store(key: str, entry: dict[str, Any]) -> None:
-    """Write an entry that is there whole or not at all, whoever else writes or reads it; where none can be, nothing."""
+    """Write an entry, whole or not at all, whoever else writes or reads it; nothing where none can be written."""
     where = folder()
     if where is None:
         return
@@ -81,7 +81,7 @@ def store(key: str, entry: dict[str, Any]) -> None:
 
 
 def _remove_oldest() -> None:
-    """Room for one more, and for as many as a tenth of them: looking at all of them is then rare."""
+    """Make room for one more entry, and for as many as a tenth of all: looking at all of them is then rare."""
     found = entries()
     if len(found) < LIMIT:
         return

@@ -25,33 +25,39 @@ class Chip:
 
     @property
     def platform(self) -> str:
-        """JAX's."""
+        """The platform that JAX lowers programs for, "cuda" or "rocm"."""
         return "rocm" if self.is_amd else "cuda"
 
     @property
     def capability(self) -> int:
-        """Of NVIDIA's."""
+        """The compute capability of an NVIDIA GPU, 90 for 9.0."""
         assert isinstance(self.architecture, int)
         return self.architecture
 
     @property
     def has_wgmma(self) -> bool:
-        """Whether products read their operands from shared memory, by wgmma or its successor."""
+        """True where products read their operands from shared memory, by wgmma or its successor."""
         return not self.is_amd and self.capability >= 90
 
     @property
     def precision(self) -> str:
-        """Of float32 products where nobody asks for more, as Triton names it and XLA chooses it: AMD's are exact."""
+        """The precision of float32 products where nobody asks for more, as Triton names it and XLA chooses it.
+
+        XLA multiplies with ten bits on NVIDIA's GPUs, and exactly on AMD's.
+        """
         return "ieee" if self.is_amd else "tf32"
 
     @property
     def threads(self) -> int:
-        """Of a warp, or of a wave."""
+        """The threads of a warp, or of a wave."""
         return 64 if self.is_amd else 32
 
     @property
     def registers(self) -> int:
-        """Of one core, each of 32 bits. AMD's vector registers, 512 for each thread of one wave on each of 4 SIMDs."""
+        """The registers of one core, each of 32 bits; AMD's vector registers.
+
+        A compute unit has 512 for each thread of one wave on each of its 4 SIMDs.
+        """
         return 131072 if self.is_amd else 65536
 
     @property

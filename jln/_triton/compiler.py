@@ -1,4 +1,4 @@
-"""What the compiler makes of a launch: registers, spills, shared memory and machine code, with no GPU needed."""
+"""Compilation of a launch to machine code, with no GPU: registers, spills, shared memory and the code itself."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from jln._triton.lowering import source, triton_target
 
 @dataclasses.dataclass(frozen=True)
 class Resources:
-    """What a kernel is compiled to.
+    """A compiled kernel and what it takes.
 
-    registers: of a thread. spilled, shared: bytes, of a thread and of a program. widest_load: bytes of global memory
-    that one instruction loads for a thread. binary: a cubin or an AMD code object. assembly: what it was made of, PTX
-    or AMD's.
+    registers: those of a thread. spilled, shared: bytes, of a thread and of a program. widest_load: bytes of global
+    memory that one instruction loads for a thread. binary: a cubin or an AMD code object. assembly: what it was made
+    of, PTX or AMD's.
     """
 
     registers: int
@@ -52,8 +52,9 @@ def compile_launch(launch: Launch) -> Resources:
 
 
 def _of_amd(code: bytes, shared: int, assembly: str) -> Resources:
-    """What the assembler notes of a kernel. Vector registers only: scalar ones are not what runs out. Scratch is what a
-    thread has beside its registers.
+    """The resources that the assembler notes of a kernel for AMD.
+
+    Registers are vector registers: scalar ones do not run out. Scratch is what a thread has beside its registers.
     """
 
     def noted(name: str) -> int:
@@ -77,7 +78,7 @@ def _of_nvidia(cubin: bytes, dynamic_shared: int, ptx: str) -> Resources:
 
 
 def dump(cubin: bytes, option: str) -> str:
-    """What the `cuobjdump` that comes with Triton prints of a cubin."""
+    """The output of the `cuobjdump` that comes with Triton, for a cubin."""
     import triton.backends.nvidia
 
     tool = pathlib.Path(triton.backends.nvidia.__path__[0]) / "bin" / "cuobjdump"
@@ -89,8 +90,9 @@ def dump(cubin: bytes, option: str) -> str:
 
 @contextlib.contextmanager
 def workers(count: int) -> Iterator[concurrent.futures.ProcessPoolExecutor]:
-    """Processes that compile, whatever this one does: without Triton's interpreter, and they leave the GPU alone. What
-    nobody waits for any more, as after an interrupt, is not begun.
+    """Processes that compile, whatever this one does: without Triton's interpreter, and they leave the GPU alone.
+
+    A task that nobody waits for any more, as after an interrupt, is not begun.
     """
     context = multiprocessing.get_context("spawn")
     pool = concurrent.futures.ProcessPoolExecutor(count, mp_context=context, initializer=_compile_only)

@@ -26,7 +26,7 @@ _lock = threading.Lock()
 
 
 class OutOfBoundsStore(RuntimeError):
-    """A kernel wrote outside one of its buffers."""
+    """The error of a kernel that wrote outside one of its buffers."""
 
 
 class Buffer:
@@ -68,7 +68,7 @@ class _Executor(GridExecutor):
 
 
 def _mended():
-    """Patches of the interpreter, for one run."""
+    """Patch the interpreter for one run."""
     patched = set()
     original_cast = InterpreterBuilder.cast_impl
     original_dot = InterpreterBuilder.create_dot
@@ -115,7 +115,7 @@ def _mended():
 def run(launch: Launch, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Run a launch's kernel for every program and return the results.
 
-    A result in an operand's place is in that of a copy of it.
+    A result that takes an operand's place is in the place of a copy of the operand.
     """
     kernel = launch.kernel
     if not isinstance(kernel, InterpretedFunction):

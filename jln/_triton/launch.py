@@ -1,4 +1,4 @@
-"""A launch: a kernel, its operands and results by name, and a tile, for a target to make of it what it does."""
+"""Launches: a kernel, its operands and results by name, and a tile, for a target to run, compile or record."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ TYPE_NAMES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64
 class Launch:
     """One kernel launch on a grid of `programs`.
 
-    arrays, results: shapes by name, in the kernel's order; the kernel's pointer to x is x_ptr. scalars: passed by
-    value. constants: the kernel's constexprs, a pointer to what is absent among them, as None. in_place: from the name
-    of an operand to that of the result that takes its memory.
+    arrays, results: shapes by name, in the kernel's order; the kernel's pointer to x is x_ptr.
+    scalars: integers passed by value.
+    constants: the kernel's constexprs; among them, as None, the pointer to an array that is absent.
+    in_place: from the name of an operand to that of the result that takes its memory.
     """
 
     kernel: Any
@@ -41,7 +42,7 @@ class Launch:
 
     @property
     def arguments(self) -> dict[str, jax.ShapeDtypeStruct | int]:
-        """Of the kernel's arguments, in order and by its own names, those that are no constants."""
+        """The kernel's arguments that are no constants, in order and by the kernel's own names."""
         pointers = {f"{name}_ptr": a for name, a in (self.arrays | self.results).items()}
         given = pointers | self.scalars
         return {name: given[name] for name in self.kernel.arg_names if name in given}
@@ -54,7 +55,7 @@ INTERPRETED = Chip("interpreter", 90, 3)
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """chip: whose tiles are chosen. trial: tiles to be taken instead of those, if there are any."""
+    """A target of launches. chip: the one whose tiles are chosen. trial: tiles to be taken instead, or None."""
 
     chip: Chip = INTERPRETED
     trial: Trial | None = None

@@ -1,4 +1,4 @@
-"""A launch on a GPU: the one place that knows jax-triton.
+"""Lowering of a launch for a GPU: the one place that knows jax-triton.
 
 The call is ours: a primitive whose lowering writes XLA's custom call. Of others' private names it takes jax-triton's
 `compile_ttir_to_ptx_inplace`, which has Triton's backend make PTX, and from jaxlib's `gpu_triton` the protobuf that its
@@ -61,7 +61,7 @@ for _platform in ("cuda", "rocm"):
 
 
 def missing(platform: str) -> str | None:
-    """What cannot be used of jax-triton or of JAX's plugin for the platform; None where all can."""
+    """The reason why jax-triton or JAX's plugin for the platform cannot be used; None where both can."""
     if platform == "rocm":
         return None if _plugin(platform) is not None else _without_rocm()
     try:
@@ -72,7 +72,7 @@ def missing(platform: str) -> str | None:
 
 
 def _without_rocm() -> str:
-    """Why JAX's plugin for ROCm has no part that launches kernels: it is not installed, or ROCm's library is not."""
+    """The reason why JAX's plugin for ROCm launches no kernels: it is not installed, or ROCm's library is not."""
     try:
         importlib.import_module("jax_rocm7_plugin._triton")
     except ImportError as error:
@@ -86,7 +86,7 @@ def _plugin(platform: str) -> Any:
 
 
 def has_typed_call(platform: str) -> bool:
-    """Whether the plugin has the call that XLA can put into graphs, as CUDA's has from jaxlib 0.10.1 on."""
+    """True where the plugin has the call that XLA can put into graphs, as CUDA's has from jaxlib 0.10.1 on."""
     return TYPED in getattr(_plugin(platform), "registrations", dict)()
 
 
@@ -107,8 +107,9 @@ def _protobuf(launch: Launch, binary: Binary) -> bytes:
 
 
 def _in_a_file(binary: Binary) -> str:
-    """The path of a file with an AMD code object, which the ROCm plugin reads where the kernel is launched first; then
-    it deletes the file, and remembers the path.
+    """The path of a file with an AMD code object.
+
+    The ROCm plugin reads the file where the kernel is launched first, deletes it, and remembers the path.
     """
     code = base64.b64decode(binary.code)
     path = pathlib.Path(_folder()) / f"{hashlib.sha256(code).hexdigest()}.hsaco"
@@ -119,7 +120,7 @@ def _in_a_file(binary: Binary) -> str:
 
 @functools.cache
 def _folder() -> str:
-    """For as long as the process lives."""
+    """A folder that lives as long as the process."""
     folder = tempfile.mkdtemp(prefix="jln-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
@@ -144,7 +145,7 @@ def source(launch: Launch) -> Any:
 
 
 def _type_name(argument: Any) -> str:
-    """As Triton has it."""
+    """Triton's name for the type of an argument."""
     if isinstance(argument, int):
         return "i32" if -(2**31) <= argument < 2**31 else "i64"
     return f"*{TYPE_NAMES[argument.dtype.name]}"
@@ -152,8 +153,10 @@ def _type_name(argument: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Binary:
-    """A kernel for one kind of chip. name: of its entry. shared: bytes. code: PTX, or AMD's code object in base 64.
-    ttir: what it was made of, for debuggers.
+    """A kernel compiled for one kind of chip.
+
+    name: that of its entry. shared: bytes. code: PTX, or AMD's code object in base 64. ttir: the code that it was made
+    of, for debuggers.
     """
 
     name: str
@@ -169,8 +172,8 @@ _lock = threading.Lock()
 def compiled(launch: Launch) -> Binary:
     """The launch's kernel, from memory, from `cache`'s files, or compiled.
 
-    One thread at a time: in Python 3.11 `ast.parse`, by which Triton reads kernels, fails now and then where several
-    are in it (SystemError: AST constructor recursion depth mismatch).
+    One thread compiles at a time: in Python 3.11 `ast.parse`, by which Triton reads kernels, fails now and then where
+    several threads are in it (SystemError: AST constructor recursion depth mismatch).
     """
     with _lock:
         wanted, backend = source(launch), _backend(launch.chip.architecture)
@@ -189,7 +192,7 @@ SCHEMA = 2
 
 
 def _stored(key: str) -> Binary | None:
-    """What `cache` has, if it is a binary."""
+    """The binary that `cache` has under the key; None where it has none."""
     entry = cache.load(key) or {}
     kinds = {"name": str, "shared": int, "code": str, "ttir": str}
     if {name: type(value) for name, value in entry.items()} != kinds:
@@ -198,8 +201,10 @@ def _stored(key: str) -> Binary | None:
 
 
 def _key(source: Any, backend: Any, options: Any) -> str:
-    """All that a binary depends on. The source has the kernel's code with the functions it calls, types, constants and
-    alignment; the backend has the capability and ptxas' version; the switches are Triton's environment variables.
+    """A hash of all that a binary depends on.
+
+    The source has the kernel's code with the functions it calls, types, constants and alignment; the backend has the
+    capability and ptxas' version; the switches are Triton's environment variables.
     """
     from triton._C import libtriton
 
@@ -255,8 +260,9 @@ def _compile(source: Any, backend: Any, options: Any) -> Binary:
 
 @functools.cache
 def _jax_triton() -> Any:
-    """The module that has Triton's backends compile, imported once. Its import empties or deletes TRITON_CACHE_DIR,
-    which is not its own: with an empty one `triton.compile` fails.
+    """The module of jax-triton that has Triton's backends compile, imported once.
+
+    Its import empties or deletes TRITON_CACHE_DIR, which is not its own: with an empty one `triton.compile` fails.
     """
     name = "TRITON_CACHE_DIR"
     before = os.environ.get(name)

@@ -1,4 +1,4 @@
-"""What a program's kernels are launched on: a GPU, Triton's interpreter, or a recorder that launches nothing."""
+"""Targets of a program's kernels: a GPU, Triton's interpreter, or a recorder that launches nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UNASKED = ("cuda",)
 
 
 class Gpu(Target):
-    """Kernels compiled for the chip when the program is lowered."""
+    """A GPU, for whose chip kernels are compiled when the program is lowered."""
 
     def run(self, launch: Launch, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
         from jln._triton import lowering
@@ -40,7 +40,8 @@ class Gpu(Target):
 class Interpreter(Target):
     """Triton's interpreter, on the host.
 
-    of_program: what the program being lowered has on the host of ours; None where JAX sees to that.
+    of_program: the one function on the host of a program that JAX spreads over devices; None where JAX keeps callbacks
+      itself.
     """
 
     of_program: OnHost | None = None
@@ -62,12 +63,12 @@ class OnHost:
     """The launches of a program that JAX spreads over CPU devices, as one function on the host.
 
     JAX lowers what each device does as a module of its own, and forgets the functions on the host that are called in
-    it, so that `jax.pure_callback` ends the process there (seen in JAX 0.10.2, 0.11.2 and 0.12.0). This function is of
-    the whole program, which keeps it, and is called by its number there. JAX's own call does the same.
+    it, so that `jax.pure_callback` ends the process there (seen in JAX 0.10.2, 0.11.2 and 0.12.0). This function
+    belongs to the whole program, which keeps it, and is called by its number there. JAX's own call does the same.
     """
 
     def __init__(self, add: Callable[[Callable[..., Any]], int]):
-        """add: makes a function one of the program's, and returns its number."""
+        """Register the function with `add`, which makes a function one of the program's and returns its number."""
         self._launches: list[Launch] = []
         self._number = add(self._interpreted)
 
@@ -115,7 +116,7 @@ def recording() -> Iterator[list[Launch]]:
 
 
 def interpreting() -> bool:
-    """Whether Triton's interpreter was asked for, by TRITON_INTERPRET=1."""
+    """True where Triton's interpreter was asked for, by TRITON_INTERPRET=1."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
@@ -126,9 +127,9 @@ def target_chip() -> Chip | None:
 
 
 def missing(platform: str | None = None) -> str | None:
-    """Why a kernel cannot be lowered in this process for "cuda" or for "rocm"; None where it can.
+    """The reason why a kernel cannot be lowered in this process for "cuda" or "rocm"; None where it can.
 
-    platform: by default the chip's that programs are lowered for, CUDA without one.
+    platform: by default that of the chip which programs are lowered for, and CUDA without one.
     """
     if isinstance(_used.get(), Recorder):
         return None
@@ -151,10 +152,10 @@ def missing(platform: str | None = None) -> str | None:
 
 
 def on(platform: str | None, add: Callable[[Callable[..., Any]], int] | None) -> Target:
-    """Where to launch what is lowered for `platform`.
+    """The target for kernels of a program that is lowered for `platform`.
 
-    add: makes a function one that the program calls on the host, and returns its number; for a program that JAX spreads
-    over devices.
+    add: for a program that JAX spreads over devices, makes a function one that the program calls on the host, and
+      returns its number.
 
     Raises RuntimeError where kernels cannot run, with what to do.
     """

@@ -1,4 +1,4 @@
-"""Tiles, and what the rules that choose them share: pure functions of sizes and chips.
+"""Tiles, and the common part of the rules that choose them: pure functions of sizes and chips.
 
 Every choice is a function of the row length `H`, the element type, the chip and the memory layout, and never of the
 number of rows: that is what makes a row's result independent of how many others it is computed with.
@@ -20,9 +20,9 @@ FP_FUSION = False
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """One program's tile of `rows` by `columns` elements of `[M, H]`, and the warps that share it: of 32 threads, or
-    half as many waves of 64.
+    """One program's tile of `rows` by `columns` elements of `[M, H]`, and the warps that share it.
 
+    warps: of 32 threads each, or half as many waves of 64.
     programs_per_core: how many persistent programs the grid has for each core (kernels that loop over tiles).
     """
 
@@ -33,11 +33,11 @@ class Tile:
     programs_per_core: int = 1
 
     def warps_of(self, chip: Chip) -> int:
-        """With as many threads as 32 a warp are."""
+        """The number of warps or waves that have as many threads as `warps` of 32."""
         return max(1, self.warps * 32 // chip.threads)
 
     def options(self, chip: Chip) -> dict[str, int]:
-        """What Triton's compiler is asked for.
+        """The options for Triton's compiler.
 
         Programs that share one of NVIDIA's cores share its 65536 registers; unasked, the compiler takes 155 of the 128
         that a thread of 16 warps can have, for 4096 columns of float32 in `backward_kernel`, and every other program
@@ -58,5 +58,5 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def aligned(h: int, inner: int, itemsize: int) -> bool:
-    """Whether every row, or every group of rows that lie side by side, starts on 16 bytes."""
+    """True where every row, or every group of rows that lie side by side, starts on 16 bytes."""
     return (h if inner == 1 else inner) * itemsize % 16 == 0

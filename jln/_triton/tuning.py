@@ -44,13 +44,13 @@ Tiles = dict[str, Tile | None]
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What a measurement may settle: the tiles of the kernels that are launched together.
+    """A choice that a measurement may settle: the tiles of the kernels that are launched together.
 
     name: in the files. fields: what the choice depends on beside the chip. kernels: whose tiles it is. optional: of
-    these the kernels that may not be launched. least: of a tile's sides. Of a kernel's tile, at the sizes that the
-    choice depends on, held: the elements that a program keeps in registers at once; shared: the bytes of shared memory
-    that it may need; free: the numbers that mean something to it, and are not settled. others: what else a search may
-    try. fault: why these tiles cannot run together, None where they can.
+      these the kernels that may not be launched. least: of a tile's sides. Of a kernel's tile, at the sizes that the
+      choice depends on, held: the elements that a program keeps in registers at once; shared: the bytes of shared
+      memory that it may need; free: the numbers that mean something to it, and are not settled. others: what else a
+      search may try. fault: why these tiles cannot run together, None where they can.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Choice:
         CHOICES[self.name] = self
 
     def tiles(self, trial: Trial | None, rules: Tiles, chip: Chip, rows_side_by_side: int = 1, **sizes: Any) -> Tiles:
-        """Those of a trial, or of the files, else `rules`."""
+        """The tiles of a trial, or those of the files, else `rules`."""
         key = _key(choice=self.name, chip=chip_name(chip), **sizes)
         if trial is not None:
             trial.asked[key] = rules
@@ -84,7 +84,7 @@ class Choice:
         return rules
 
     def unfit(self, sizes: dict[str, Any], tiles: Tiles) -> str | None:
-        """Why kernels cannot run these, or only by accident; None where they can."""
+        """The reason why kernels cannot run these tiles, or only by accident; None where they can."""
         for name, tile in tiles.items():
             if tile is None:
                 if name not in self.optional:
@@ -115,7 +115,7 @@ CHOICES: dict[str, Choice] = {}
 
 @dataclasses.dataclass
 class Trial:
-    """Tiles to be taken, whatever the files say, and what was asked for, with what the rules say; for the search."""
+    """Tiles to be taken whatever the files say, with a note of the choices asked for and the answers of the rules."""
 
     tiles: dict[Key, Tiles]
     asked: dict[Key, Tiles] = dataclasses.field(default_factory=dict)
@@ -126,20 +126,20 @@ def _key(**values: Any) -> Key:
 
 
 def unfit(key: Key, tiles: Tiles) -> str | None:
-    """Why kernels cannot run these tiles of that choice; None where they can."""
+    """The reason why kernels cannot run these tiles of the choice that `key` names; None where they can."""
     sizes = dict(key)
     return CHOICES[sizes["choice"]].unfit(sizes, tiles)
 
 
 def chip_name(chip: Chip) -> str:
-    """Under which its measurements are: "h200" for "NVIDIA H200", and for "NVIDIA H200 NVL" too."""
+    """The name of a chip in measurements: "h200" for "NVIDIA H200", and for "NVIDIA H200 NVL" too."""
     words = chip.name.lower().replace("-", " ").split()
     known = [word for word in words if word in CHIPS]
     return known[0] if known else "-".join(word for word in words if word != "nvidia")
 
 
 def _files(chip: Chip) -> list[pathlib.Path]:
-    """In the order in which they are asked."""
+    """The tuning files for a chip, in the order in which they are asked."""
     named = os.environ.get(VARIABLE)
     if named == "":
         return []
@@ -149,8 +149,9 @@ def _files(chip: Chip) -> list[pathlib.Path]:
 
 
 def in_force(chip: Chip) -> list[dict[str, Any]]:
-    """The files that are asked for this chip, with how many choices each has for it, what it is known by, and what of
-    it is ignored.
+    """The files that are asked for this chip.
+
+    Each with how many choices it has for the chip, a hash of its content, and what in it is ignored.
     """
     found = []
     for path in _files(chip):
@@ -173,7 +174,7 @@ _said: set[tuple[pathlib.Path, bytes | str]] = set()
 
 
 def _read(path: pathlib.Path) -> dict[Key, Tiles | None]:
-    """What is sound in the file, as it is now; what is not, in a warning, once."""
+    """The sound entries of the file, as it is now; of the others a warning tells, once."""
     content = _bytes(path)
     with _lock:
         entries, faults = _parsed(content)
@@ -187,13 +188,16 @@ def _read(path: pathlib.Path) -> dict[Key, Tiles | None]:
 
 
 def _bytes(path: pathlib.Path) -> bytes | str:
-    """The file's content, or why there is none."""
+    """The file's content, or the reason why there is none."""
     return files.content(path, LARGEST)
 
 
 @functools.lru_cache(maxsize=32)
 def _parsed(content: bytes | str) -> tuple[dict[Key, Tiles | None], list[str]]:
-    """-> (its entries, what is wrong with it). By the content: a file's times may not tell one from the next."""
+    """Return a file's entries and what is wrong with it.
+
+    They are remembered by content: a file's times may not tell one content from the next.
+    """
     try:
         listed = loaded(content)["entries"]
     except (ValueError, RecursionError) as error:
@@ -210,7 +214,10 @@ def _parsed(content: bytes | str) -> tuple[dict[Key, Tiles | None], list[str]]:
 
 
 def loaded(content: bytes | str) -> dict[str, Any]:
-    """Raises ValueError where it is no tuning file's, or (a str) only the reason why it could not be read."""
+    """The JSON object in the content of a tuning file.
+
+    Raises ValueError where it is no such content, or (a str) only the reason why the file could not be read.
+    """
     if isinstance(content, str):
         raise ValueError(content)
     found = json.loads(content)
@@ -222,12 +229,12 @@ def loaded(content: bytes | str) -> dict[str, Any]:
 
 
 def load(path: pathlib.Path) -> dict[str, Any]:
-    """The file's content. Raises ValueError with the reason where that is none."""
+    """The content of a tuning file. Raises ValueError with the reason where there is none."""
     return loaded(_bytes(path))
 
 
 def parsed(entry: Any) -> tuple[Key, Tiles | None]:
-    """Raises ValueError where it is no choice, or one that a kernel cannot run."""
+    """The key and the tiles of an entry. Raises ValueError where it is no choice, or one that a kernel cannot run."""
     if not isinstance(entry, dict) or entry.get("choice") not in tuple(CHOICES):
         raise ValueError(f"its choice is not one of {', '.join(CHOICES)}")
     choice = CHOICES[entry["choice"]]
@@ -255,5 +262,5 @@ def _tile(given: Any) -> Tile:
 
 
 def known_or_newest(chip: str) -> Chip:
-    """By the name under which its measurements are; of one that is not known the newest, of which most is asked."""
+    """The chip by the name of its measurements; for an unknown name the newest, of which most is asked."""
     return CHIPS.get(chip, CHIPS["b200"])

@@ -1,4 +1,4 @@
-"""What a conversion is, whatever the framework."""
+"""The common part of conversions of every framework."""
 
 from __future__ import annotations
 
@@ -26,8 +26,13 @@ HINT = (
 
 
 class Change(NamedTuple):
-    """What happened to a layer. path: where it is in the model. before, after: its classes; `after` is empty for one
-    that was left as it was. why: a few words.
+    """A change of one layer by a conversion.
+
+    Attributes:
+      path: where the layer is in the model.
+      before: its class before.
+      after: its class after; empty for a layer that was left as it was.
+      why: the reason, in a few words.
     """
 
     path: str
@@ -41,7 +46,13 @@ class Change(NamedTuple):
 
 
 class Conversion:
-    """A converted model, what was changed in it, and the way back."""
+    """A converted model, what was changed in it, and the way back; `str()` of it lists the changes.
+
+    Attributes:
+      model: the converted model.
+      changes: a `Change` for each layer that was changed, or left for a reason.
+      undo: gives the layers their former classes back; `nnx` and `equinox` say how it is called.
+    """
 
     def __init__(self, model: Any, changes: Sequence[Change], undo: Callable[..., Any]):
         self.model = model
@@ -53,7 +64,7 @@ class Conversion:
 
 
 def fused_linears(fuse: Fuse, nodes: Iterable[Any], norms: tuple[type, ...], linears: tuple[type, ...]) -> list[Any]:
-    """The Linears that `fuse` names, of all nodes of a model.
+    """The Linears that `fuse` names, among all nodes of a model.
 
     Raises:
       TypeError: `fuse` is malformed.
@@ -79,7 +90,7 @@ def fused_linears(fuse: Fuse, nodes: Iterable[Any], norms: tuple[type, ...], lin
 
 
 def _checked(pairs: Any, name: str) -> list[tuple[str, tuple[str, ...]]]:
-    """Each with a tuple of Linears."""
+    """The pairs of a norm's name and a tuple of Linears' names. Raises TypeError where `pairs` is malformed."""
 
     def is_sequence(a: Any) -> bool:
         return isinstance(a, Sequence) and not isinstance(a, str)
@@ -104,7 +115,7 @@ def _layer(node: Any, name: str, expected: tuple[type, ...]) -> Any:
 
 
 def attribute(node: Any, path: str) -> Any:
-    """By a path as a conversion prints it, `mlp.layers[0]`; None where there is nothing."""
+    """A part of a node by a path as a conversion prints it, `mlp.layers[0]`; None where there is nothing."""
 
     def step(a: Any, name: str) -> Any:
         try:
@@ -121,8 +132,10 @@ def _key(bracketed: str) -> Any:
 
 
 class Swap(NamedTuple):
-    """The class that a layer gets, None if it keeps its own; what that is called, and why. Without a reason there is
-    nothing to be said.
+    """A class for a layer.
+
+    cls: the class, None if the layer keeps its own. name: what that is called. why: the reason; "" where there is
+      nothing to be said.
     """
 
     cls: type | None
@@ -131,7 +144,7 @@ class Swap(NamedTuple):
 
 
 class Classes(NamedTuple):
-    """Of a framework, its classes with jln's in their place, and by a recipe the model's own.
+    """The classes of a framework with jln's in their place, and by a recipe those of a model's own norms.
 
     placed: `placed(layer, cls)`, how `explain` lists a layer of that class.
     """
@@ -179,8 +192,9 @@ def _by_recipe(cls: Any, recipe: Recipe, placed: Callable[[Any, str], str]) -> t
 
 
 def _like(cls: type, make: Callable[..., type], *how: Any) -> dict[str, Any]:
-    """What a class that `make(cls, *how)` makes has from `cls`. Its name is that of `cls`, by which pickle would find
-    the wrong one.
+    """The attributes that a class made by `make(cls, *how)` has from `cls`.
+
+    Its name is that of `cls`, by which pickle would find the wrong class: so it has a method for pickle too.
     """
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
@@ -199,7 +213,7 @@ def _unpickled(make: Callable[..., type], how: Any, new: Callable[..., Any], arg
 
 
 def hint_for(cls: type, framework: str, parameter: str = "m.scale") -> str:
-    """What to do about a class of somebody's own that is named as norms are; "" for any other."""
+    """A hint for a class of somebody's own that is named as norms are: to give it a recipe; "" for any other class."""
     is_known = cls.__module__.partition(".")[0] in (framework, "jln")
     return "" if is_known or not cls.__name__.endswith("Norm") else HINT.format(cls.__name__, parameter)
 

@@ -1,4 +1,4 @@
-"""Equinox: a new tree, with other classes around the same leaves."""
+"""Conversion of Equinox models: a new tree, with other classes around the same leaves."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def convert(model: Any, fuse: Fuse, norms: Mapping[type, _modules.Recipe] | None
     converted = _everywhere(model, change)
 
     def undo(tree: Any = converted) -> Any:
-        """`tree`, the converted model with whatever leaves it has by now, in its former classes."""
+        """Give `tree`, the converted model with whatever leaves it has by now, its former classes back."""
 
         def back(path: str, _: Any, changed: Any) -> Any:
             return _as(former[path], changed) if path in former else changed
@@ -58,7 +58,7 @@ def _nodes(tree: Any) -> list[Any]:
 
 
 def _everywhere(node: Any, change: Callable[[str, Any, Any], Any], path: str = "") -> Any:
-    """`node` with `change(path, a, b)` in place of every module `a`, the inner ones first: they are changed in `b`."""
+    """Rebuild `node` with `change(path, a, b)` in place of every module `a`; `b` is `a` with changed inner modules."""
 
     def inner(relative: Any, a: Any) -> Any:
         return _everywhere(a, change, path + jax.tree_util.keystr(relative)) if isinstance(a, eqx.Module) else a
@@ -70,7 +70,7 @@ def _everywhere(node: Any, change: Callable[[str, Any, Any], Any], path: str = "
 
 
 def _as(cls: type, layer: Any) -> Any:
-    """The layer's fields in another class, whose constructor would make new ones."""
+    """The layer's fields in another class, without its constructor, which would make new ones."""
     return _made(cls, {f.name: getattr(layer, f.name) for f in dataclasses.fields(layer)})
 
 

@@ -1,4 +1,4 @@
-"""Haiku, as interceptors see it."""
+"""The description of Haiku for interceptors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linen and Haiku: calls are intercepted while a context is open."""
+"""Conversion in Linen and Haiku: calls are intercepted while a context is open."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from jln import _modules, _routes
 from jln._routes import Route
 from jln.convert._common import hint_for
 
-# What JAX has traced and kept outside of a context must not be taken for what is traced inside, nor the reverse; nor
-# that of one context for what another traces which converts otherwise.
+# A part of the key of JAX's caches: a program traced outside of a context is not that of the inside, nor the reverse,
+# nor is that of one context that of another which converts otherwise.
 _swapping = jax.make_user_context(default_value=None)
 
 
-# Per framework, without repetition: what a context may run without a trace of its own.
+# The routes traced so far, by framework: programs that a context may run without a trace of its own.
 _traced: dict[str, dict[Route, None]] = {"linen": {}, "haiku": {}}
 
 
 class Routes(list[Route]):
     """The routes of a context, without repetition.
 
-    earlier: what was traced in earlier contexts. JAX keeps such a program and does not trace it again, so one that this
-      context runs has its layers here and not in the list.
+    Attributes:
+      earlier: the routes traced in earlier contexts. JAX keeps such a program and does not trace it again, so one that
+        this context runs has its layers here and not in the list.
     """
 
     def __init__(self, earlier: Iterable[Route] = ()):
@@ -35,13 +36,18 @@ class Routes(list[Route]):
 
 
 class Framework(NamedTuple):
-    """What a context has to know of one.
+    """A framework as a context of intercepted calls needs to know it.
 
-    name: jln's module of it. root: that of its own classes. module: the class of all modules. intercept: its own
-    context for an interceptor of calls. norms, linears: its layers that jln has too. own: jln's. parameter: how a
-    recipe finds a parameter named scale. call, linear_call: `call(layer, plain, *args, **kwargs)`, jln's in the place
-    of theirs, `plain`. defined_in: from what an interceptor is told, and a class, whether it is this class's call that
-    is made. path: a layer's place in the model.
+    name: that of jln's module for it.
+    root: the package of its own classes.
+    module: the class of all modules.
+    intercept: its own context for an interceptor of calls.
+    norms, linears: its layers that jln has too.
+    own: jln's layers.
+    parameter: how a recipe finds a parameter named scale.
+    call, linear_call: `call(layer, plain, *args, **kwargs)`, jln's call in place of the framework's, `plain`.
+    defined_in: from what an interceptor is told, and a class, to whether the call is this class's.
+    path: from a layer to its place in the model.
     """
 
     name: str
@@ -88,7 +94,7 @@ def swapping(of: Framework, fuse: bool, norms: Mapping[type, _modules.Recipe] | 
         return next_fun(*args, **kwargs)
 
     def interceptor(next_fun: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
-        """With Flax's signature and Haiku's. A route is listed once, however often it is taken."""
+        """Intercept a call, with Flax's signature and Haiku's. A route is listed once, however often it is taken."""
         if context.method_name != "__call__":
             return next_fun(*args, **kwargs)
         with _routes.noting() as taken:

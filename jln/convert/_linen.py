@@ -1,4 +1,4 @@
-"""Flax Linen, as interceptors see it."""
+"""The description of Flax Linen for interceptors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from jln.convert._interceptors import Framework
 
 
 def _defined_in(context: Any, cls: Any) -> bool:
-    """Flax hands over the function that it has wrapped, and a class has the wrapper."""
+    """True where the intercepted call is that of `cls`.
+
+    Flax hands over the function that it wraps, and a class has the wrapper.
+    """
     return context.orig_method.func is getattr(cls.__call__, "__wrapped__", None)
 
 

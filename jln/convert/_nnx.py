@@ -1,4 +1,4 @@
-"""Flax NNX: a layer object gets another class, and keeps all the rest."""
+"""Conversion of Flax NNX models: a layer object gets another class, and keeps all the rest."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def convert(model: Any, copy: bool, fuse: Fuse, norms: Mapping[type, _modules.Re
     _explain.converted()
 
     def undo() -> Any:
-        """-> the model"""
+        """Give the layers their former classes back, and return the model."""
         for module, before, after in former:
             if type(module) is after:
                 object.__setattr__(module, "__class__", before)

@@ -35,16 +35,20 @@ def lowering_for(chip: str):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An operator, what it is given, and where it runs.
+    """An operator, its operands, and the chip it runs on.
 
-    Operands go by the initials of their names, e is x_bias, p x_scale; d and t are the cotangents, of y and of the sum.
+    Letters stand for operands by their initials; e is x_bias, p x_scale; d and t are the cotangents of y and of the
+    sum.
 
-    shape: x's. features: the Linear's; or of several a tuple each, with `unbiased`, the places of those that have no
-    bias. without: letters of the optional operands that are None, of "sobegp". over: letters of those that have an axis
-    of EXAMPLES of their own, for vmap. wanted: letters of those that are differentiated by; all if empty. gate_of_rows:
-    whether a gate has one value a row. of_examples: whether x's first axis is that of examples, each of which has a
-    scale, an offset and a gate of its own; there is no x_bias then. of_groups: the same of the axis directly before the
-    normalised one.
+    shape: x's.
+    features: the Linear's; or of several a tuple each, with `unbiased`, the places of those that have no bias.
+    without: letters of the optional operands that are None, of "sobegp".
+    over: letters of the operands that have an axis of EXAMPLES of their own, for vmap.
+    wanted: letters of the operands whose gradients are taken; all if empty.
+    gate_of_rows: whether a gate has one value a row.
+    of_examples: whether x's first axis is that of examples, each of which has a scale, an offset and a gate of its own;
+      there is no x_bias then.
+    of_groups: the same of the axis directly before the normalised one.
     """
 
     operator: str
@@ -69,7 +73,7 @@ class Case:
     magnitude: float = 1.0
 
     def __str__(self):
-        """The fields that are not the usual ones."""
+        """The fields that are not at their defaults."""
         rest = dataclasses.fields(self)[4:]
         special = [f"{f.name}={getattr(self, f.name)}" for f in rest if getattr(self, f.name) != f.default]
         shape = "x".join(map(str, self.shape))
@@ -89,20 +93,22 @@ class Case:
 
     @property
     def products(self) -> tuple[tuple[int, ...], ...]:
-        """Each Linear's features."""
+        """The features of each Linear."""
         several = tuple(f for f in self.features if isinstance(f, tuple))
         return several or (tuple(f for f in self.features if isinstance(f, int)),)
 
     @property
     def columns(self) -> list[slice]:
-        """Those of each Linear, where all are side by side."""
+        """The columns of each Linear, where the products of all are side by side."""
         ends = np.cumsum([0, *(math.prod(f) for f in self.products)]).tolist()
         return [slice(a, b) for a, b in itertools.pairwise(ends)]
 
     @property
     def aligned(self) -> bool:
-        """Whether rows, or where they lie side by side the elements of one place, start on 16 bytes; and all in one
-        dtype, as the narrower of two is read by 8 bytes beside 16 of the wider, and else with gaps between.
+        """True where rows start on 16 bytes, and all arrays are in one dtype.
+
+        Of rows that lie side by side, the elements of one place start there. The narrower of two dtypes would be read
+        by 8 bytes beside 16 of the wider, and else with gaps between.
         """
         last = self.axis in (-1, tuple(range(-len(self.axes), 0)))
         run = [self.shape[a] for a in self.axes] if last else self.shape[max(self.axes) + 1 :]
@@ -118,16 +124,16 @@ class Case:
 
     @property
     def adds(self) -> bool:
-        """Whether it returns a sum too, or a None in its place."""
+        """True where the operator returns a sum too, or a None in its place."""
         return "r" in self.letters
 
     @property
     def own_axis(self) -> int | None:
-        """That of examples or of groups."""
+        """The axis of examples or of groups."""
         return 0 if self.of_examples else self.axes[0] % len(self.shape) - 1 if self.of_groups else None
 
     def parameter_shape(self, letter: str) -> tuple[int, ...]:
-        """Of a scale, an offset or a gate of x's rank."""
+        """The shape of a scale, an offset or a gate of x's rank."""
         of_rows = letter == "g" and self.gate_of_rows
         axes = [a % len(self.shape) for a in self.axes]
         return tuple(
@@ -140,7 +146,7 @@ EXAMPLES = 3
 
 
 def _one(case: Case) -> dict[str, np.ndarray | None]:
-    """By letter, the operands and cotangents of one example."""
+    """The operands and cotangents of one example, by letter."""
     parameters = {"parameter_dtype": case.parameters or None}
     parameters |= {"features": (case.columns[-1].stop,)} if case.linear else {"axis": case.axis}
     operands = workbench.arguments(case.kind, case.shape, case.dtype, **parameters)
@@ -161,7 +167,7 @@ def _one(case: Case) -> dict[str, np.ndarray | None]:
 
 
 def arrays(case: Case) -> dict[str, np.ndarray | None]:
-    """By letter, operands and cotangents; those in `over` have EXAMPLES in front, no two of them alike."""
+    """The operands and cotangents by letter; those in `over` have EXAMPLES in front, no two of them alike."""
     factors = 1 + np.arange(EXAMPLES) / 7
     return {
         letter: a if a is None or letter not in case.over else np.stack([(a * f).astype(a.dtype) for f in factors])
@@ -170,7 +176,10 @@ def arrays(case: Case) -> dict[str, np.ndarray | None]:
 
 
 def _call(case: Case, module, given):
-    """Several Linears' kernels, biases and y are one array each here, side by side as for a single one."""
+    """Call the operator.
+
+    Kernels, biases and y of several Linears are one array each here, side by side as for a single Linear.
+    """
     ours = {} if module is jln.reference else {"implementation": "triton", "forward_mode": case.forward_mode}
     options = {"epsilon": case.epsilon, "zero_centered_scale": case.zero_centered_scale}
     axis = {} if case.linear else {"axis": case.axis}
@@ -190,7 +199,7 @@ def _call(case: Case, module, given):
 
 
 def _each(case: Case, a):
-    """Of each Linear, its part of what all have side by side."""
+    """The part that each Linear has of an array in which all are side by side."""
     parts = (a[..., columns] for columns in case.columns)
     return tuple(p.reshape(*a.shape[:-1], *features) for p, features in zip(parts, case.products, strict=True))
 
@@ -215,7 +224,7 @@ def step(case: Case, module=jln) -> Callable[..., dict[str, jax.Array]]:
 
 
 def as_rows(case: Case, name: str, a: np.ndarray | None) -> np.ndarray | None:
-    """An operand or a result of one example as workbench's `truth` has it: normalised axes last, the others one."""
+    """An operand or a result of one example as workbench's `truth` takes it: normalised axes last, the others one."""
     if a is None:
         return None
     if case.gate_of_rows and name in ("g", "dgate"):
@@ -255,7 +264,7 @@ def judged(case: Case, given, got, plain) -> dict[str, float]:
 
 @dataclasses.dataclass
 class Ran:
-    """What executing a case came to."""
+    """The outcome of executing a case."""
 
     got: dict[str, np.ndarray]
     shares: dict[str, float]
@@ -290,7 +299,7 @@ _tf32_product.defvjp(lambda z, kernel: (_tf32_product(z, kernel), (z, kernel)), 
 
 
 def _linear_as_on_a_gpu(z, dtype, kernel, bias, precision):
-    """In place of the reference's, which on the CPU multiplies float32 in full, and XLA on a GPU in TF32 by default."""
+    """A stand-in for the reference's Linear, which on the CPU multiplies float32 in full, and not in TF32."""
     if dtype != np.float32:
         return _linear(z, dtype, kernel, bias, precision)
     y = _tf32_product(z.astype(dtype), kernel.astype(dtype))
@@ -308,7 +317,10 @@ def _plain(case: Case):
 
 
 def execute(case: Case, *, edit=None) -> Ran:
-    """`edit` may change a call before it runs. Raises ptx.Violation where the GPU would do what nobody can count on."""
+    """Execute a case. `edit` may change a call before it runs.
+
+    Raises ptx.Violation where a GPU would do what nobody can count on.
+    """
     start = time.perf_counter()
     given, plain = _plain(case)
     with lowering_for(case.chip):

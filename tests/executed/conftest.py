@@ -1,4 +1,4 @@
-"""The compiled kernels, executed: programs are lowered for CUDA, which needs its plugin and no GPU.
+"""Fixtures of the executed kernels: programs are lowered for CUDA, which needs its plugin and no GPU.
 
 They run by themselves, `pytest -n0 --confcutdir=tests/executed tests/executed`: tests/conftest.py chooses Triton's
 interpreter.

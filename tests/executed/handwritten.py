@@ -12,7 +12,7 @@ _REGISTER = {2: "%rs", 4: "%r", 8: "%rd"}
 
 
 def kernel(body: str, arrays: int, threads: int = 32) -> str:
-    """A kernel of this body. It finds its thread in %r0, array i at %rd<i> and behind them its registers free."""
+    """A kernel of this body. It finds its thread in %r0 and array i at %rd<i>; the registers behind them are free."""
     parameters = ",\n".join(f"\t.param .u64 .ptr .global .align 1 k_param_{i}" for i in range(arrays + 2))
     pointers = "\n".join(f"\tld.param.b64 \t%rd{i}, [k_param_{i}];" for i in range(arrays))
     return f""".version 8.7
@@ -33,7 +33,7 @@ def kernel(body: str, arrays: int, threads: int = 32) -> str:
 
 
 def run(body: str, *operands: np.ndarray, result: np.ndarray, threads: int = 32, shared: int = 256, grid: int = 1):
-    """-> what the kernel wrote to a result like `result`, and its Stats"""
+    """Run a body and return what it wrote to a result like `result`, and its Stats."""
     arrays, stats = len(operands) + 1, Stats("k")
     call = Call("k", "k", kernel(body, arrays, threads), threads // 32, shared, (grid, 1, 1), [None] * arrays)
     options = {"first_wins": False, "allow_contended": False}

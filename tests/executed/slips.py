@@ -24,7 +24,7 @@ USERS = {"jln._norm.access": ["jln._norm.kernels", "jln._norm_linear.kernels"]}
 
 @contextlib.contextmanager
 def broken(name: str, old: str, new: str):
-    """While the context is open, the module of this name is one in which `old`, there exactly once, is `new`."""
+    """Replace the module of this name, while the context is open, by one with `new` for `old`, there exactly once."""
     original = pathlib.Path(importlib.import_module(name).__file__)
     text = original.read_text()
     assert text.count(old) == 1, f"{text.count(old)} times in {name}: {old!r}"
@@ -39,7 +39,7 @@ def broken(name: str, old: str, new: str):
 
 @contextlib.contextmanager
 def loaded(name: str, path: str | pathlib.Path):
-    """While the context is open, the module of this name is what that file holds."""
+    """Replace the module of this name, while the context is open, by what that file holds."""
     package, _, last = name.rpartition(".")
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)

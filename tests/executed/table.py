@@ -29,7 +29,7 @@ BY_DEFAULT = [*test_traffic.MEMORY, *test_traffic.HEADS, *test_norms.STRIDED, *t
 
 
 def rows(case):
-    """One for each call: kernel, worst error of the case, sectors, the narrowest loads, instructions, seconds."""
+    """A row for each call: kernel, worst error of the case, sectors, the narrowest loads, instructions, seconds."""
     try:
         ran = execute(case)
     except Violation as violation:

@@ -1,4 +1,4 @@
-"""How a call reached memory, and how busy its instructions kept the schedulers, from what the executor counted."""
+"""Traffic of a call: how it reached memory, and how busy its instructions kept the schedulers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ LARGE = re.compile(r"\b(x|residual|added|total|dy|dtotal|dx|dresidual|y|kernel)_
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """One call's.
+    """The traffic of one call.
 
-    widths: bytes that its loads of large arrays asked for, by width. sectors: the bytes that its loads and stores of
-    large arrays moved, in sectors of 32, for a byte asked for. narrow: {(line of the kernel, width): bytes} of loads of
-    less than 16. issued: instructions, times warps.
+    widths: bytes that its loads of large arrays asked for, by width.
+    sectors: the bytes that its loads and stores of large arrays moved, in sectors of 32, for a byte asked for.
+    narrow: {(line of the kernel, width): bytes} of loads of less than 16.
+    issued: instructions, times warps.
     """
 
     kernel: str
@@ -37,13 +38,13 @@ class Traffic:
     def issue_share(self, nbytes: int) -> float:
         """The time that an H200's schedulers take for the instructions, as a part of its memory's for `nbytes`.
 
-        Unlike `Stats.issue_share` of all sectors asked for: scale and offset come from a cache.
+        Unlike in `Stats.issue_share` of all sectors asked for, scale and offset come from a cache.
         """
         return self.issued / H200.issues / (nbytes / H200.memory)
 
 
 def of(program) -> list[Traffic]:
-    """Each call of a program that ran."""
+    """The traffic of each call of a program that ran."""
     return [_traffic(call.ptx, stats) for call, stats in zip(program.calls, program.stats, strict=True)]
 
 
@@ -64,8 +65,9 @@ def _traffic(ptx, stats):
 
 
 def _who_loads(text: str) -> str:
-    """Of a line and that from which it was called the one that tells what is loaded: the first, where it names it. A
-    parameter's load that the compiler moved is where its function returns.
+    """The line that tells what is loaded: the line of the load if it names it, else the line from which it was called.
+
+    A parameter's load that the compiler moved is where its function returns.
     """
     line = text.split(" <- ")[0]
     return line if "_ptr" in line or line.startswith("return") else text
@@ -73,7 +75,7 @@ def _who_loads(text: str) -> str:
 
 @functools.lru_cache(64)
 def sources(ptx: str) -> dict[int, str]:
-    """From a line of PTX to the kernel's line that it is from, and that from which this was called."""
+    """The kernel's line that each line of PTX is from, and the line from which that was called."""
     files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', ptx, re.M))
     found, text = {}, None
     for number, line in enumerate(ptx.splitlines(), 1):

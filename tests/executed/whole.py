@@ -1,4 +1,4 @@
-"""What all kernels of a program issue, XLA's and ours: of each some programs of its grid are executed, on zeros."""
+"""The instructions of all kernels of a program, XLA's and ours: some programs of each grid are executed, on zeros."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ _FEW = 1000  # programs: persistent ones, each of which goes through many tiles
 
 
 def compiled(step: Callable[..., Any], *shapes: Any) -> tuple[program.CompiledProgram, dict[str, float]]:
-    """-> the program for an H200, and {kernel: instructions, times warps}, branches left out as in `ptx.statistics`."""
+    """Return the program for an H200, and {kernel: instructions, times warps}.
+
+    Branches are left out, as in `ptx.statistics`.
+    """
     with tempfile.TemporaryDirectory() as folder:
         found = program.compile_for(step, *shapes, compiler_options={"xla_dump_to": folder})
         with target.using(target.Gpu(CHIPS["h200"])):
@@ -35,7 +38,7 @@ def compiled(step: Callable[..., Any], *shapes: Any) -> tuple[program.CompiledPr
 
 
 def _of_xla(folder: pathlib.Path) -> list[Call]:
-    """XLA's own kernels, from what it dumps: PTX, and the launches as text."""
+    """XLA's own kernels, from its dumps: PTX, and the launches as text."""
     (sequence,) = folder.glob("*.thunk_sequence.txt")
     launches = re.findall(
         r"(\w+) grid: \[(\d+), 1, 1\] threads: \[(\d+), 1, 1\] +shared_memory: (\d+)", sequence.read_text()
@@ -80,7 +83,7 @@ class _Counting(Machine):
 
 
 def issued(call: Call) -> float:
-    """Instructions of all programs of a call, by those of the first of them."""
+    """The instructions of all programs of a call, from those of the first of them."""
     kernel = listing.parse(call.ptx, call.entry)
     programs = min(call.grid[0], 4 if call.grid[0] < _FEW else _THREADS // kernel.threads)
     values = [("u64", 0) if p is None else p for p in call.parameters]

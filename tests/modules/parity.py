@@ -1,4 +1,4 @@
-"""What it means that a layer of ours equals the framework's own.
+"""Parity: what it means that a layer of ours equals the framework's own.
 
 The same constructor arguments give the same variable tree: names, shapes, dtypes, initial values. Then, with the same
 variables, an input and a random cotangent, the result and every gradient have the same dtype and shape, and
@@ -31,7 +31,10 @@ MASK = np.random.default_rng(0).random(SHAPE) > 0.3
 
 
 class Layer(NamedTuple):
-    """init: x -> variables, a pytree. apply: (variables, x) -> y. x and y: an array, or a pytree of several."""
+    """A layer as two functions. init: x -> variables, a pytree. apply: (variables, x) -> y.
+
+    x and y are an array, or a pytree of several.
+    """
 
     init: Callable[[Any], Any]
     apply: Callable[[Any, Any], Any]
@@ -49,11 +52,11 @@ def doubled(args, dtype=None):
 
 
 def pairwise(arguments: Mapping[str, Sequence[Any]], only_layer_norm: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Few choices of a value for each argument, in which every pair of values of two arguments occurs; the first is
-    every argument's first value, the default. Where the argument "norm" is "RMSNorm", those that only a LayerNorm has
-    are left out.
+    """A few choices of a value for each argument, in which every pair of values of two arguments occurs.
 
-    Greedy: each row takes, argument by argument, the value that settles most pairs still open.
+    The first choice is every argument's first value, the default. Where the argument "norm" is "RMSNorm", those that
+    only a LayerNorm has are left out. Greedy: each choice takes, argument by argument, the value that settles most
+    pairs still open.
     """
     names = sorted(arguments, key=lambda name: name != "norm")
     rms = list(arguments.get("norm", ())).index("RMSNorm") if "norm" in arguments else None
@@ -92,7 +95,7 @@ def pairwise(arguments: Mapping[str, Sequence[Any]], only_layer_norm: Sequence[s
 
 
 def pairwise_parameters(arguments: Mapping[str, Sequence[Any]], only_layer_norm: Sequence[str] = ()) -> list[Any]:
-    """`pairwise` for parametrize. Without the heavy ones every single value still occurs."""
+    """The choices of `pairwise` for parametrize. Without the heavy ones every single value still occurs."""
     seen: set[tuple[str, int]] = set()
     parameters = []
     for row in pairwise(arguments, only_layer_norm):
@@ -104,7 +107,7 @@ def pairwise_parameters(arguments: Mapping[str, Sequence[Any]], only_layer_norm:
 
 
 def every_equation(jaxpr: Any) -> Iterator[Any]:
-    """Of a jaxpr and of those within it."""
+    """The equations of a jaxpr and of those within it."""
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield equation
         if not equation.primitive.name.startswith("jln_"):  # which carry their computation with them
@@ -114,12 +117,12 @@ def every_equation(jaxpr: Any) -> Iterator[Any]:
 
 
 def equations(jaxpr: Any) -> Counter[str]:
-    """How often each primitive occurs in a jaxpr and in those within it."""
+    """The number of times that each primitive occurs in a jaxpr and in those within it."""
     return Counter(equation.primitive.name for equation in every_equation(jaxpr))
 
 
 def precisions(apply: Callable[[Any, Any], jax.Array], variables: Any, x: jax.Array) -> list[Any]:
-    """Of the products of a fused pair, forward and backward, of which on a CPU no number tells."""
+    """The precisions of the products of a fused pair, forward and backward, which no number tells on a CPU."""
     jaxpr = jax.make_jaxpr(jax.grad(lambda variables: jnp.sum(apply(variables, x))))(variables)
     operators = [e for e in every_equation(jaxpr) if e.primitive.name.startswith("jln_norm_linear")]
     products = [e for e in every_equation(jaxpr) if e.primitive.name == "dot_general"]
@@ -129,7 +132,7 @@ def precisions(apply: Callable[[Any, Any], jax.Array], variables: Any, x: jax.Ar
 
 
 def described(case: Mapping[str, Any]) -> str:
-    """A test's name, the same in every process."""
+    """A test's name for a case, the same in every process."""
     plain = (int, float, str, tuple, list, slice, type(None), jax.lax.Precision)
 
     def value(v: Any) -> Any:
@@ -152,13 +155,13 @@ def assert_same_variables(theirs: Any, ours: Any) -> None:
 
 
 def randomised(variables: Any) -> Any:
-    """Around 1, for at 0 and 1 themselves a layer might forget to multiply or to add."""
+    """Variables around 1: at 0 and 1 themselves a layer might forget to multiply or to add."""
     leaves, tree = jax.tree.flatten(variables)
     return tree.unflatten([1 + 0.5 * normal(i, a.shape, a.dtype) for i, a in enumerate(leaves)])
 
 
 def results(layer: Layer, variables: Any, x: Any, dy: Any) -> dict[str, np.ndarray]:
-    """y and every gradient under `dy`."""
+    """The results of a layer: y and every gradient under `dy`."""
 
     @jax.jit
     def run(variables, x, dy):
@@ -171,7 +174,10 @@ def results(layer: Layer, variables: Any, x: Any, dy: Any) -> dict[str, np.ndarr
 
 
 def assert_parity(theirs: Layer, ours: Layer, true: Layer, x: Any, products: int = 1) -> str:
-    """-> the path that ours took. `true` is theirs for float64 variables and x. products: that read one norm."""
+    """Assert that two layers are equal, and return the path that ours took.
+
+    true: the framework's layer for float64 variables and x. products: how many read one norm.
+    """
     try:
         variables = theirs.init(x)
         shape = jax.eval_shape(theirs.apply, variables, x)
@@ -206,7 +212,9 @@ def assert_parity(theirs: Layer, ours: Layer, true: Layer, x: Any, products: int
 def assert_close(
     name: str, ours: np.ndarray, theirs: np.ndarray, true: np.ndarray, y_dtype: Any, sums: int = 0
 ) -> None:
-    """The dtype of a float32 gradient that was rounded to 16 bits on its way, as that of y, is those.
+    """Assert that a result of ours is no further from the truth than theirs, but for roundings.
+
+    The dtype of a float32 gradient that was rounded to 16 bits on its way, as that of y, is those 16 bits.
 
     sums: of cotangents that autodiff added up in that dtype before a kernel read them, or rounded to it behind one.
       Each is half a rounding of the largest, which XLA leaves out where all is the framework's own code.

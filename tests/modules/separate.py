@@ -17,7 +17,7 @@ FRAMEWORKS = ("linen", "nnx", "haiku", "equinox")
 
 
 def with_residual(function):
-    """Whose last argument may be a pair of x and the residual, or a dict with what goes with them."""
+    """A function whose last argument may be a pair of x and the residual, or a dict with what goes with them."""
 
     def call(*arguments, **options):
         *others, x = arguments
@@ -31,7 +31,7 @@ def with_residual(function):
 
 
 def total_of(x):
-    """Of 16 bits in float32, where it is more than the sum of two."""
+    """The sum of x and what goes with it; of more than two addends in 16 bits it is made in float32."""
     if isinstance(x, tuple):
         return sum(x)
     if not isinstance(x, dict):
@@ -45,8 +45,9 @@ def total_of(x):
 
 
 def applied(x, norm, linears):
-    """What separate layers compute of x, or of x, the residual and what goes with them; of one Linear no tuple, and of
-    none what the norm gives.
+    """The result of separate layers of x, or of x, the residual and what goes with them.
+
+    Of one Linear it is no tuple, and of none it is the norm's result.
     """
     adds = isinstance(x, tuple | dict)
     if type(norm).__module__.startswith("jln."):
@@ -143,7 +144,7 @@ def haiku_layer(function):
 
 
 def equinox_layer(make, call=lambda module: module):
-    """vmapped over the rows. The variables are the leaves in the order in which a file has them."""
+    """An Equinox module vmapped over the rows. The variables are the leaves in the order in which a file has them."""
     arrays, rest = eqx.partition(make(), eqx.is_array)
     leaves, tree = jax.tree.flatten(arrays)
 
@@ -163,7 +164,7 @@ BIAS = {"linen": "use_bias", "nnx": "use_bias", "haiku": "with_bias", "equinox":
 
 
 def as_given(framework, linears):
-    """As the module takes them: a mapping, or of one Linear its features."""
+    """The Linears as the module takes them: a mapping, or of one Linear its features."""
     if len(linears) == 1:
         return linears[0][1]
     return {name: {FEATURES[framework]: n, **own} if own else n for name, n, own in linears}
@@ -191,8 +192,9 @@ def separate(framework, norm, linears, use_scale=True, dtype=None, param_dtype="
 
 
 def layers(framework, norm, linears, apart=False, **case):
-    """-> the separate layers, and ours: one module, or apart, our norm and the framework's Linears. Haiku and Equinox
-    have no dtype beside that of their parameters.
+    """Return the separate layers, and ours: one module, or apart, our norm and the framework's Linears.
+
+    Haiku and Equinox have no dtype beside that of their parameters.
     """
     linears = tuple((name, n, dict(own)) for name, n, own in linears)
     theirs, ours = (getattr(library, norm) for library in LIBRARIES[framework])
@@ -201,7 +203,7 @@ def layers(framework, norm, linears, apart=False, **case):
 
 
 def together(framework, norm, linears, use_scale=True, dtype=None, param_dtype="float32", precision=None):
-    """Our module that stands for all."""
+    """The module of ours that stands for all layers."""
     given = as_given(framework, linears)
     if framework == "linen":
         both = {"dtype": dtype, "param_dtype": param_dtype}
@@ -222,13 +224,13 @@ def together(framework, norm, linears, use_scale=True, dtype=None, param_dtype="
 
 
 def qkv(**own):
-    """`own`: the further arguments of k."""
+    """Three Linears; `own`: the further arguments of k."""
     (n,) = [own.pop(name) for name in set(FEATURES.values()) & set(own)] or [3]
     return (("q", 6, {}), ("k", n, own), ("v", 3, {}))
 
 
 def parity(framework, norm, linears, x, **case):
-    """-> the path that ours took."""
+    """Assert that our module equals the separate layers, and return the path that ours took."""
     theirs, ours = layers(framework, norm, linears, **case)
     wide = {"param_dtype": "float64"} if framework != "haiku" else {}
     true, _ = layers(framework, norm, linears, **(case | {"dtype": None} | wide))

@@ -3,8 +3,8 @@
     python tests/mutation/run.py            # all, some twenty minutes on two cores
     python tests/mutation/run.py c2 dbias   # those whose description has one of these words
 
-Exits with 1 if a mutant survives or its tests fail without it; and before anything is run if of any mutant, chosen or
-not, the description is another's too, the text is not in its file exactly once, or a test is not there.
+Exits with 1 if a mutant survives or its tests fail without it. Before anything is run it also does so if of any mutant,
+chosen or not, the description is another's too, the text is not in its file exactly once, or a test is not there.
 """
 
 import argparse
@@ -42,8 +42,9 @@ def copied() -> pathlib.Path:
 
 
 def processes(ids: Iterable[str]) -> list[list[str]]:
-    """pytest's arguments. The tests that execute compiled kernels have a process of their own: in the others' Triton
-    interprets.
+    """The arguments of pytest, a list for each process.
+
+    The tests that execute compiled kernels have a process of their own: in the others' Triton interprets.
     """
     executed = [test for test in ids if test.startswith(EXECUTED)]
     others = [test for test in ids if not test.startswith(EXECUTED)]
@@ -51,7 +52,7 @@ def processes(ids: Iterable[str]) -> list[list[str]]:
 
 
 def tests(tree: pathlib.Path, ids: Iterable[str]) -> tuple[int | None, str]:
-    """-> (pytest's exit status, None when it took too long; its output)"""
+    """Run tests, and return pytest's exit status (None when it took too long) and its output."""
     status, output = 0, ""
     for arguments in processes(ids):
         if status == 0:
@@ -71,7 +72,7 @@ def pytest(tree: pathlib.Path, arguments: list[str]) -> tuple[int | None, str]:
 
 
 def stale() -> bool:
-    """Whether a mutant is no longer one, which is printed."""
+    """Print the mutants that are none any more. Returns whether there are any."""
     wrong = [f"two mutants are described as {what!r}" for what, n in Counter(m.what for m in MUTANTS).items() if n > 1]
     for m in MUTANTS:
         if (count := (ROOT / m.file).read_text().count(m.old)) != 1:
@@ -92,7 +93,7 @@ def stale() -> bool:
 
 
 def verdict(tree: pathlib.Path, mutant: Mutant) -> str:
-    """ "killed", or what is amiss."""
+    """The verdict on a mutant: "killed", or what is amiss."""
     path = tree / mutant.file
     text = path.read_text()
     try:

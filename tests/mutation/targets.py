@@ -1,4 +1,4 @@
-"""What a mutant is, and the names of the files to break and of the tests that must notice."""
+"""The record of a mutant, and the names of the files to break and of the tests that must notice."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Mutant(NamedTuple):
-    """In `file`, `old` becomes `new`; `tests` are pytest's node ids, the likeliest to fail first."""
+    """A mutant: in `file`, `old` becomes `new`; `tests` are pytest's node ids, the likeliest to fail first."""
 
     what: str
     file: str

@@ -1,4 +1,4 @@
-"""What this rung's tests share: each module that imports this is skipped where nothing compiles for an absent GPU."""
+"""The condition of this rung's tests: modules that import it are skipped if nothing compiles for an absent GPU."""
 
 import jax
 import pytest

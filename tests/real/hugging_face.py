@@ -44,7 +44,7 @@ TOLERANCES = {"float64": (1e-12, 1e-15), "float32": (3e-5, 1e-6)}
 
 
 class _Numpy:
-    """`jax.numpy` as T5's file wants it: with the name `a_max` in `clip`, which JAX has taken away."""
+    """A `jax.numpy` as T5's file wants it: with the name `a_max` in `clip`, which JAX has taken away."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(jnp, name)
@@ -57,7 +57,10 @@ modeling_flax_t5.jnp = _Numpy()
 
 
 class Real(NamedTuple):
-    """inputs: what the model is called with. norms, fused: calls of norms, and Linears that read one's result."""
+    """A model of Hugging Face's.
+
+    inputs: what the model is called with. norms, fused: calls of norms, and Linears that read one's result.
+    """
 
     make: Callable[..., Any]
     config: Any
@@ -141,7 +144,7 @@ MODELS = {
 
 
 def difference(own: Any, wanted: Any, tolerances: tuple[float, float]) -> tuple[float, bool]:
-    """The largest of any array, as a part of its largest element; and whether all are small enough."""
+    """The largest difference of any array, as a part of its largest element; and whether all are small enough."""
     pairs = [(float(np.abs(a - b).max()), float(np.abs(b).max())) for a, b in zip(own, wanted, strict=True)]
     greatest = max(size for _, size in pairs)
     relative, rounding = tolerances
@@ -176,7 +179,7 @@ def checked(name: str, real: Real) -> bool:
 
 
 def sizes(real: Real) -> dict[str, Any]:
-    """What the model is made for."""
+    """The model's own argument for the shape of its inputs; none where they are images."""
     return {} if "pixel_values" in real.inputs else {"input_shape": (1, 4)}
 
 

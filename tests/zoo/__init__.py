@@ -1,7 +1,7 @@
-"""The shapes of blocks that people train, as small models in the framework that such models use; each by one call
-converted with everything that applies.
+"""The zoo: the shapes of blocks that people train, as small models in the framework that such models use.
 
-The models know nothing of jln. Their sizes are those of tests, `SMALL`, and for compiling, each client's `large`.
+Each is converted by one call, with everything that applies. The models know nothing of jln. Their sizes are those of
+tests, `SMALL`, and for compiling, each client's `large`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ CLIENTS: Mapping[str, Client] = (
 
 
 class Functions(NamedTuple):
-    """Of parameters and x: a model's function, and the converted one's. parameters, x: their shapes and dtypes.
-    converted_parameters: those that the converted model makes by itself.
+    """A model's function of parameters and x, and the converted one's.
+
+    parameters, x: their shapes and dtypes. converted_parameters: those that the converted model makes by itself.
     """
 
     plain: Callable[[Any, Any], jax.Array]
@@ -41,7 +42,7 @@ class Functions(NamedTuple):
 
 
 def lines(client: Client) -> int:
-    """That a user changes: the call, and for each of the model's own norms a recipe."""
+    """The number of lines that a user changes: the call, and for each of the model's own norms a recipe."""
     return 1 + len(client.recipes)
 
 
@@ -103,7 +104,7 @@ _OF = {
 
 
 def held(function: Callable[[Any, Any], Any], parameters: Any, x: Any) -> int:
-    """Bytes that are kept between forward and backward, beside the parameters and x."""
+    """The bytes that are kept between forward and backward, beside the parameters and x."""
 
     def pulling(parameters: Any, x: Any) -> Any:
         return jax.vjp(function, parameters, x)[1]

@@ -1,4 +1,4 @@
-"""What the models of the zoo are made of, in every framework."""
+"""The common parts of the zoo's models, in every framework."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ HEAD_FREQUENCY = 10_000.0
 
 
 class Size(NamedTuple):
-    """dtype: in which a model computes, and what it reads. param_dtype: of its parameters, where a framework keeps the
-    two apart. attention: JAX's implementation of it.
+    """The size of a model.
+
+    dtype: that in which a model computes, and of what it reads. param_dtype: that of its parameters, where a framework
+      keeps the two apart. attention: JAX's implementation of it.
     """
 
     batch: int
@@ -40,8 +42,11 @@ LARGE = Size(4, 2048, 2048, 16, 128, 8192, 2, "bfloat16", "float32", "cudnn")
 class Client(NamedTuple):
     """A model as its users have it, and what a conversion must find.
 
-    model: of a size. recipes: of its own norms. norms: calls of norms, all of which are jln's afterwards; fused:
-    Linears that read such a result; a body of a scan counts once. large: the size to compile.
+    model: from a size to the model.
+    recipes: those of its own norms.
+    norms: calls of norms, all of which are jln's afterwards.
+    fused: Linears that read such a result; a body of a scan counts once.
+    large: the size to compile.
     """
 
     framework: str
@@ -53,13 +58,13 @@ class Client(NamedTuple):
 
 
 def attention(size: Size, q: jax.Array, k: jax.Array, v: jax.Array, *, is_causal: bool = False) -> jax.Array:
-    """q [B, T, N, D]; k, v [B, S, K, D], where K divides N. -> [B, T, N * D]"""
+    """Attention of q [B, T, N, D] and k, v [B, S, K, D], where K divides N: [B, T, N * D]."""
     y = jax.nn.dot_product_attention(q, k, v, is_causal=is_causal, implementation=size.attention)
     return y.reshape(*y.shape[:-2], -1)
 
 
 def by_heads(a: jax.Array, head: int) -> jax.Array:
-    """[..., N * D] -> [..., N, D]"""
+    """The features parted by heads: [..., N * D] -> [..., N, D]."""
     return a.reshape(*a.shape[:-1], -1, head)
 
 

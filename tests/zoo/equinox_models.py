@@ -30,7 +30,7 @@ class ParallelBlock(eqx.Module):
         self.down = eqx.nn.Linear(size.hidden, size.width, key=keys[5], **of)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """x: [T, H], one example"""
+        """Apply the block to x [T, H], one example."""
         y = jax.vmap(self.norm)(x)
         q, k, v = (by_heads(jax.vmap(linear)(y), self.size.head) for linear in (self.q, self.k, self.v))
         attended = jax.vmap(self.out)(attention(self.size, q, k, v, is_causal=True))
@@ -46,7 +46,7 @@ class Parallel(eqx.Module):
         self.norm = eqx.nn.LayerNorm(size.width, dtype=size.dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """x: [B, T, H]"""
+        """Apply the model to x [B, T, H]."""
 
         def of_example(x: jax.Array) -> jax.Array:
             for block in self.blocks:

@@ -17,7 +17,7 @@ def norm() -> hk.LayerNorm:
 
 
 class Attend(hk.Module):
-    """With norms of its own, one for the queries and in a cross-attention another for what is read."""
+    """Attention with norms of its own, one for the queries and in a cross-attention another for what is read."""
 
     def __init__(self, size: Size, name: str):
         super().__init__(name)
@@ -46,14 +46,14 @@ def perceiver(size: Size) -> hk.Transformed:
 
 
 class LayerNorm(hk.LayerNorm):
-    """In float32 whatever it reads, by the framework's own call."""
+    """A LayerNorm in float32 whatever it reads, by the framework's own call."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return super().__call__(x.astype(jnp.promote_types(x.dtype, jnp.float32))).astype(x.dtype)
 
 
 class OwnLinear(hk.Module):
-    """With the model's own names and initial values."""
+    """A Linear with the model's own names and initial values."""
 
     def __init__(self, features: int, name: str):
         super().__init__(name)
@@ -81,7 +81,7 @@ def alphafold(size: Size) -> hk.Transformed:
 
 
 def of_subclass(m: LayerNorm) -> dict:
-    """What its call computes, of x as it is."""
+    """The recipe of that LayerNorm's call, for x as it is."""
     scale, offset = (m.params_dict()[f"{m.module_name}/{name}"] for name in ("scale", "offset"))
     return {"kind": "layer_norm", "epsilon": m.eps, "scale": scale, "offset": offset}
 

@@ -30,7 +30,7 @@ class SelfAttention(nn.Module):
 
 
 class BertLayer(nn.Module):
-    """A norm's result is read by Linears and by the sum in front of the next norm."""
+    """A layer in which a norm's result is read by Linears and by the sum in front of the next norm."""
 
     size: Size
 
@@ -69,7 +69,7 @@ def vit_attention(size: Size) -> nn.Module:
 
 
 class VitBlock(nn.Module):
-    """What reads a norm's result is in other modules, some of them Flax's."""
+    """A block in which the readers of a norm's result are in other modules, some of them Flax's."""
 
     size: Size
 
@@ -97,7 +97,7 @@ class Vit(nn.Module):
 
 
 class T5LayerNorm(nn.Module):
-    """The model's own, which makes its parameter in setup."""
+    """T5's own norm, which makes its parameter in setup."""
 
     features: int
     dtype: str
@@ -140,7 +140,7 @@ def modulated(y: jax.Array, shift: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 class DitBlock(nn.Module):
-    """adaLN-Zero: each example has its own scale, shift and gate; the norm itself has no parameters."""
+    """A block with adaLN-Zero: each example has its own scale, shift and gate; the norm itself has no parameters."""
 
     size: Size
 

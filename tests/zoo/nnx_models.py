@@ -54,7 +54,7 @@ def gpt2(size: Size) -> Stack:
 
 
 class GroupedAttention(nnx.Module):
-    """With a norm, `norm(features)`, of each head's queries and keys."""
+    """Attention with a norm, `norm(features)`, of each head's queries and keys."""
 
     def __init__(self, size: Size, norm, rngs: nnx.Rngs):
         of, inner = {"use_bias": False, **options(size, rngs)}, size.heads * size.head
@@ -108,8 +108,10 @@ def llama(size: Size) -> Stack:
 
 
 class Experts(nnx.Module):
-    """The router is a Linear of few features; the experts' kernels are one parameter each, so what they read is the
-    norm's result itself.
+    """A mixture of experts, all of which read one norm's result.
+
+    The router is a Linear of few features; the experts' kernels are one parameter each, so what they read is the norm's
+    result itself.
     """
 
     def __init__(self, size: Size, rngs: nnx.Rngs):
@@ -135,7 +137,7 @@ def qwen_moe(size: Size) -> Stack:
 
 
 class GemmaRMSNorm(nnx.Module):
-    """The model's own: in float32, of a scale around zero."""
+    """Gemma's own norm: in float32, of a scale around zero."""
 
     def __init__(self, features: int, epsilon: float, param_dtype: str, rngs: nnx.Rngs):
         self.scale = nnx.Param(nnx.initializers.zeros(rngs.params(), (features,), param_dtype))
@@ -149,7 +151,7 @@ class GemmaRMSNorm(nnx.Module):
 
 
 class GemmaBlock(nnx.Module):
-    """With norms on both sides of attention and of the MLP."""
+    """A block with norms on both sides of attention and of the MLP."""
 
     def __init__(self, size: Size, rngs: nnx.Rngs):
         def norm(features):

@@ -1,4 +1,4 @@
-"""add, mul, fma, div, sqrt, ...; setp and selp; cvt."""
+"""Arithmetic instructions: add, mul, fma, div, sqrt, ...; setp and selp; cvt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _wider(ptx_type: str) -> str:
 
 
 def _quotient(a, b):
-    """Truncated; by zero it is anything."""
+    """The truncated quotient; by zero it is anything."""
     b = np.where(b == 0, 1, b).astype(a.dtype)
     if a.dtype.kind == "u":
         return a // b
@@ -46,7 +46,7 @@ def _shifted(left: bool):
 
 
 def _fma(a, b, c):
-    """A float32 product is exact in float64, so the sum is rounded twice at most."""
+    """The sum a * b + c. A float32 product is exact in float64, so the sum is rounded twice at most."""
     up = np.float64 if a.dtype.itemsize < 8 else np.longdouble
     return (a.astype(up) * b.astype(up) + c.astype(up)).astype(a.dtype)
 
@@ -104,12 +104,12 @@ def _compile(i: Any):
 
 
 def _flushed(a):
-    """Without subnormal numbers."""
+    """The numbers with zeros for subnormal ones."""
     return np.where(np.abs(a) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), a), a).astype(np.float32)
 
 
 def _packed(i, function, part):
-    """Two narrow numbers in one register, computed in float32 and rounded."""
+    """An operation on two narrow numbers in one register, computed in float32 and rounded."""
     whole = f"b{16 * part.itemsize}"
     get = [operand(a, whole) for a in i.args[1:]]
 
@@ -121,7 +121,10 @@ def _packed(i, function, part):
 
 
 def _narrow(i, function, ptx_type):
-    """16 bits, computed in float32 and rounded; fma.rn.f32.bf16 of sm_100 adds to a float32 and stays one."""
+    """An operation on 16 bits, computed in float32 and rounded.
+
+    fma.rn.f32.bf16 of sm_100 adds to a float32, and its result stays one.
+    """
     if i.op[-2] == "f32":
         get = [operand(a, ptx_type) for a in i.args[1:-1]] + [operand(i.args[-1], "f32")]
         target = TYPES["f32"]
@@ -136,7 +139,7 @@ def _narrow(i, function, ptx_type):
 
 
 def _wide(i, ptx_type):
-    """mul.wide and mad.wide: the third operand is wide already."""
+    """The instructions mul.wide and mad.wide, whose third operand is wide already."""
     wide = _wider(ptx_type)
     a, b = (operand(x, ptx_type) for x in i.args[1:3])
     c = operand(i.args[3], wide) if len(i.args) > 3 else lambda m: TYPES[wide].type(0)
@@ -149,7 +152,7 @@ def _wide(i, ptx_type):
 
 
 def _ordered(compare):
-    """False where one is a NaN, as numpy's comparisons are; `a != b` is not."""
+    """A comparison that is False where one number is a NaN, as numpy's are; `a != b` is not."""
     return lambda a, b: compare(a, b) & (a == a) & (b == b)
 
 

@@ -1,4 +1,4 @@
-"""What works behind the threads' backs: the copies of cp.async and the products of wgmma, until they are waited for."""
+"""Asynchronous work: the copies of cp.async and the products of wgmma, until they are waited for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ptx.memory import READABLE, WRITTEN, granules
 
 
 class _Copy(NamedTuple):
-    """For each thread the place in shared memory, the bytes that come there, and the group."""
+    """A copy: for each thread the place in shared memory, the bytes that come there, and the group."""
 
     lanes: np.ndarray
     at: np.ndarray
@@ -19,7 +19,7 @@ class _Copy(NamedTuple):
 
 
 class Copies:
-    """cp.async: the bytes are taken from global memory at once, and arrive when their thread waits."""
+    """The copies of cp.async: bytes are taken from global memory at once, and arrive when their thread waits."""
 
     def __init__(self, machine: Any):
         self._machine = machine
@@ -41,7 +41,7 @@ class Copies:
         self._groups = self._groups + (1 if mask is None else mask)
 
     def wait(self, newest: int | None) -> None:
-        """All but the `newest` groups arrive; with None those that are not committed too.
+        """Let all but the `newest` groups arrive; with None also the copies that are not committed.
 
         They are there for the threads that wait; for others, behind the next barrier.
         """
@@ -79,7 +79,10 @@ class _Product(NamedTuple):
 
 
 class Products:
-    """wgmma: computed at once, but nobody may touch its registers or change what it reads until it is waited for."""
+    """The products of wgmma: computed at once, but guarded until they are waited for.
+
+    Until then nobody may touch their registers or change what they read.
+    """
 
     def __init__(self, machine: Any):
         self._machine = machine
@@ -92,7 +95,7 @@ class Products:
         self.touched, self._fenced = set(), True
 
     def start(self, sums: list[str], factors: list[str]) -> None:
-        """One wgmma after another may add to the same sums."""
+        """Start a product. One after another may add to the same sums."""
         m = self._machine
         if not self._fenced:
             m.fail("no wgmma.fence before, or none since wgmma.wait_group")
@@ -100,7 +103,7 @@ class Products:
             m.fail(f"no wgmma.fence since {min(touched)} was written")
 
     def read(self, addresses: np.ndarray, lanes: np.ndarray, width: int) -> tuple[np.ndarray, Any]:
-        """[n, width] bytes of shared memory, and a note of what was read, for `finish`."""
+        """Read [n, width] bytes of shared memory, and note what was read, for `finish`."""
         m = self._machine
         at = m.in_shared(addresses, lanes, width, "a product's read")
         data = m.load_shared(at, lanes, width, "a product's read")
@@ -125,7 +128,7 @@ class Products:
         self._groups = self._groups + (1 if mask is None else mask)
 
     def wait(self, newest: int) -> None:
-        """All but the `newest` groups are done."""
+        """Finish all but the `newest` groups."""
         m = self._machine
         here = np.zeros(m.n, bool)
         here[m.lanes()] = True

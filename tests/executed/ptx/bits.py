@@ -1,4 +1,4 @@
-"""mov with its packing, and what picks bits: lop3, prmt, shf, bfe."""
+"""Instructions on bits: mov with its packing, and lop3, prmt, shf, bfe."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _pack(i, to, parts):
 
 
 def _lop3(i):
-    """Any function of three bits, by its table of eight."""
+    """The instruction lop3: any function of three bits, by its table of eight."""
     get, table = [operand(a, "b32") for a in i.args[1:4]], int(i.args[4], 0)
 
     def run(m):
@@ -63,7 +63,7 @@ def _lop3(i):
 
 
 def _prmt(i):
-    """Four of eight bytes; a selector's fourth bit asks for the byte's sign instead."""
+    """The instruction prmt: four of eight bytes; a selector's fourth bit asks for the byte's sign instead."""
     if len(i.op) > 2:
         raise NotImplementedError(i.text)
     get = [operand(a, "b32") for a in i.args[1:4]]
@@ -95,7 +95,7 @@ def _shf(i):
 
 
 def _bfe(i):
-    """Bits of a number from one on; of a signed number with the sign of the last."""
+    """The instruction bfe: bits of a number from one on; of a signed number with the sign of the last."""
     get, start, length = operand(i.args[1], i.op[-1]), int(i.args[2], 0), int(i.args[3], 0)
     whole = 8 * TYPES[i.op[-1]].itemsize
     if not 0 < length <= whole - start:

@@ -33,7 +33,7 @@ class Call:
 
 
 def is_call(operation: Any) -> bool:
-    """Whether this operation of an MLIR module launches a Triton kernel."""
+    """True for an operation of an MLIR module that launches a Triton kernel."""
     return operation.name == "stablehlo.custom_call" and operation.attributes["call_target_name"].value in TARGETS
 
 
@@ -85,7 +85,7 @@ def _parameter(data: bytes) -> tuple[str, int | float] | None:
 
 
 def _fields(data: bytes) -> list[tuple[int, Any]]:
-    """A protobuf message as (number, integer or bytes) in its order."""
+    """The fields of a protobuf message as (number, integer or bytes), in its order."""
     found, at = [], 0
 
     def varint():

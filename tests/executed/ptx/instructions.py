@@ -1,4 +1,4 @@
-"""From an instruction to the function that executes it: by its first word, in the tables of the files for each kind.
+"""The table of instructions: by its first word, from an instruction to the function that executes it.
 
 Those functions take the machine, and act for all of its threads at once; compiling looks at the text once.
 """
@@ -24,7 +24,7 @@ _OF_A_WARP = {"shfl", "elect", "ldmatrix", "stmatrix", "mma"}
 
 
 def together(op: list[str]) -> int:
-    """How many threads must execute it together; 0 for all threads of the program."""
+    """The number of threads that must execute an instruction together; 0 for all threads of the program."""
     if op[0] == "wgmma":
         return 128
     if op[0] in _OF_A_WARP or op[:2] == ["bar", "warp"] or (op[0] == "tcgen05" and "sync" in op):

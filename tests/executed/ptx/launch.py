@@ -26,7 +26,7 @@ def execute(
     stats: Stats,
     **options: Any,
 ) -> list[np.ndarray]:
-    """-> what the kernel wrote, at the shapes and dtypes of `results`
+    """Execute a call and return what the kernel wrote, at the shapes and dtypes of `results`.
 
     Operands with one number in `same` are one buffer, but for those that a result takes the place of.
     """

@@ -106,7 +106,7 @@ class Machine:
             self.fail("the kernel ends with a copy or a product that nobody waited for, or with tensor memory")
 
     def _part(self, instruction: Any, taken: np.ndarray, wait_at: Callable[[int, np.ndarray], None]) -> None:
-        """Every thread goes to the label that its register chooses of the table."""
+        """Send every thread to the label that its register chooses of the table."""
         register, *table = instruction.args
         chosen = np.broadcast_to(self.read_register(register), taken.shape)
         if (chosen[taken] >= len(table)).any():
@@ -116,7 +116,7 @@ class Machine:
                 wait_at(self.listing.labels[label], threads)
 
     def _lacks(self, together: int, active: np.ndarray) -> bool:
-        """Whether of any `together` threads, 0 for those of a program, only some are there."""
+        """True where of any `together` threads, 0 for those of a program, only some are there."""
         present = active.reshape(-1, together or self.threads)
         return bool((present.any(1) & ~present.all(1)).any())
 
@@ -150,7 +150,7 @@ class Machine:
         return predicate if self.active is None else predicate & self.active
 
     def lanes(self) -> np.ndarray:
-        """Their numbers."""
+        """The numbers of the threads that execute this instruction."""
         mask = self.mask()
         return self.lane if mask is None else np.flatnonzero(mask)
 
@@ -162,7 +162,7 @@ class Machine:
                 self.fail("only some threads of a warp get here", lanes)
 
     def whole_programs(self, lanes: np.ndarray) -> np.ndarray:
-        """The programs that these are; fail if only some threads of one are there."""
+        """The programs that these threads are; fail if only some threads of one are there."""
         present = np.bincount(self.local[lanes], minlength=self.programs)
         if ((present > 0) & (present < self.threads)).any():
             self.fail("only some threads of the program get here", lanes)
@@ -171,7 +171,7 @@ class Machine:
     # Registers
 
     def write_register(self, name: str, value: np.ndarray) -> None:
-        """In the threads that execute this; `_` is no register."""
+        """Write a register, checked, in the threads that execute this instruction; `_` is no register."""
         if name != "_":
             if name in self.unread or name in self.held:
                 self.fail(f"{name} is written before {self.unread.get(name) or self.held[name]}")
@@ -180,14 +180,14 @@ class Machine:
             self.set_register(name, value)
 
     def set_register(self, name: str, value: np.ndarray) -> None:
-        """The same without a check."""
+        """Write a register without a check."""
         mask = self.mask()
         if mask is not None:
             value = np.where(mask, value, self.registers[name] if name in self.registers else _nobodys(value))
         self.registers[name] = value
 
     def write_bits(self, name: str, value: np.ndarray) -> None:
-        """The bits of any type, into a register that may be wider."""
+        """Write bits of any type into a register that may be wider."""
         if name == "_":
             return
         value = value if value.dtype == bool else value.view(f"u{value.dtype.itemsize}")
@@ -204,20 +204,20 @@ class Machine:
         return self.registers[name]
 
     def spread(self, value: Any) -> np.ndarray:
-        """A value in every thread."""
+        """The value as an array over all threads."""
         return np.broadcast_to(value, (self.n,))
 
     # Memory
 
     def who(self, lanes: np.ndarray) -> np.ndarray:
-        """[lanes, 1], as `races` knows them."""
+        """The identities [lanes, 1] of threads, as `races` knows them."""
         local, warp = self.local[lanes], lanes // 32
         return races.identity(self.program[lanes], self.barriers[local], self.warp_barriers[warp], self.thread[lanes])[
             :, None
         ]
 
     def address(self, argument: str, dtype: type) -> np.ndarray:
-        """[register + offset] in every thread: uint64 for global memory, int64 for shared."""
+        """The address [register + offset] in every thread: uint64 for global memory, int64 for shared."""
         match = _ADDRESS.match(argument)
         assert match is not None, argument
         base, offset = match[1], int(match[2] or "0", 0)
@@ -228,7 +228,7 @@ class Machine:
         return self.spread(start).astype(dtype) + dtype(offset % 2**64 if dtype is np.uint64 else offset)
 
     def in_global(self, addresses: np.ndarray, lanes: np.ndarray, width: int, what: str) -> np.ndarray:
-        """Addresses of one access of each of these lanes, as places in global memory."""
+        """The places in global memory of one access of each of these lanes, checked."""
         bad = addresses % np.uint64(width) != 0
         if bad.any():
             self.fail(
@@ -240,7 +240,7 @@ class Machine:
         return at
 
     def in_shared(self, addresses: np.ndarray, lanes: np.ndarray, width: int, what: str) -> np.ndarray:
-        """Likewise in shared memory."""
+        """The places in shared memory of one access of each of these lanes, checked."""
         offset = addresses - SHARED_BASE
         bad = offset % width != 0
         if bad.any():
@@ -255,7 +255,7 @@ class Machine:
         return offset + self.local[lanes] * self.shared.room
 
     def load_global(self, at: np.ndarray, lanes: np.ndarray, width: int, what: str) -> np.ndarray:
-        """[lanes, width] bytes"""
+        """Load [lanes, width] bytes of global memory."""
         space, places = self.buffers.space, at[:, None] + np.arange(width)
         self._initialised(space, places, lanes, what)
         if (space.state[at] & WRITABLE).any():  # operands have no writers
@@ -265,7 +265,7 @@ class Machine:
         return space.bytes[places]
 
     def load_shared(self, at: np.ndarray, lanes: np.ndarray, width: int, what: str) -> np.ndarray:
-        """[lanes, width] bytes"""
+        """Load [lanes, width] bytes of shared memory."""
         space, places = self.shared, at[:, None] + np.arange(width)
         cells = granules(places)
         self.check_quiet(cells, lanes, what)
@@ -276,7 +276,7 @@ class Machine:
         return space.bytes[places]
 
     def store_global(self, at: np.ndarray, lanes: np.ndarray, data: np.ndarray, what: str) -> None:
-        """`data` [lanes, width] bytes"""
+        """Store `data`, [lanes, width] bytes, to global memory."""
         space, places = self.buffers.space, at[:, None] + np.arange(data.shape[1])
         bad = (space.state[places] & WRITABLE == 0).any(1)
         if bad.any():
@@ -284,7 +284,7 @@ class Machine:
         self._store(space, places, lanes, data, what)
 
     def store_shared(self, at: np.ndarray, lanes: np.ndarray, data: np.ndarray, what: str) -> None:
-        """`data` [lanes, width] bytes"""
+        """Store `data`, [lanes, width] bytes, to shared memory."""
         places = at[:, None] + np.arange(data.shape[1])
         cells = granules(places)
         self.check_quiet(cells, lanes, what)
@@ -321,7 +321,7 @@ class Machine:
     def _contended(
         self, space: Any, places: np.ndarray, lanes: np.ndarray, data: np.ndarray, lost: np.ndarray, what: str
     ) -> None:
-        """Several threads stored different values to one place at once: `lost` are those whose value did not stay."""
+        """Judge several threads' different values for one place at once: `lost` are those whose value did not stay."""
         if not self.allow_contended:
             self.fail(f"{what} of different values by several threads at once", lanes[lost])
         dtype = np.float64 if self.now.op[-1].endswith("64") else np.float32
@@ -334,6 +334,6 @@ class Machine:
 
 
 def _nobodys(value: np.ndarray) -> np.ndarray:
-    """What is in a register that was never written: all ones, a NaN."""
+    """The content of a register that was never written: all ones, a NaN."""
     dtype = np.asarray(value).dtype
     return np.bool_(True) if dtype.kind == "b" else np.array(-1).astype(dtype)

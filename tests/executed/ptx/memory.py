@@ -13,12 +13,12 @@ _OFFSET = np.uint64((1 << _APART) - 1)
 
 
 def granules(places: np.ndarray) -> np.ndarray:
-    """[n, bytes] places as the [n, granules] that `races` keeps."""
+    """The [n, granules] that `races` keeps of [n, bytes] places."""
     return places[:, ::GRANULE] // GRANULE
 
 
 class Space:
-    """Bytes, what may be done to each, and who did it."""
+    """A memory: bytes, what may be done to each, and who did it."""
 
     def __init__(self, size: int, state: int = 0):
         self.bytes = np.full(size, NOT_WRITTEN, np.uint8)
@@ -39,12 +39,12 @@ class Buffers:
         return (buffer + 1) << _APART
 
     def span(self, buffer: int, nbytes: int) -> slice:
-        """Where a buffer lies in `space`."""
+        """The place of a buffer in `space`."""
         start = int(self._starts[buffer])
         return slice(start, start + nbytes)
 
     def find(self, addresses: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Addresses as places in `space`, and whether all `width` bytes there are one buffer's."""
+        """The places of addresses in `space`, and whether all `width` bytes there are one buffer's."""
         buffer = (addresses >> np.uint64(_APART)).astype(np.int64) - 1
         offset = (addresses & _OFFSET).astype(np.int64)
         known = (buffer >= 0) & (buffer < len(self._sizes))

@@ -1,4 +1,4 @@
-"""Between registers and memory: ld, st, ldmatrix, stmatrix, cp.async; and between threads of a warp: shfl."""
+"""Moves between registers and memory: ld, st, ldmatrix, stmatrix, cp.async; and between threads of a warp: shfl."""
 
 from __future__ import annotations
 
@@ -67,7 +67,10 @@ def _st(i):
 
 
 def _matrix(i):
-    """ldmatrix and stmatrix: 8 by 8 elements of 16 bits; thread 8k + r has the address of row r of matrix k."""
+    """The instructions ldmatrix and stmatrix: 8 by 8 elements of 16 bits.
+
+    Thread 8k + r has the address of row r of matrix k.
+    """
     loads = i.op[0] == "ldmatrix"
     registers, address = (group(i.args[0]), i.args[1]) if loads else (group(i.args[1]), i.args[0])
     transposed = "trans" in i.op

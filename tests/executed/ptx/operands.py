@@ -1,4 +1,4 @@
-"""PTX's types and registers, and operands as functions of the machine."""
+"""Operands: PTX's types and registers as functions of the machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def is_register(argument: str) -> bool:
 
 
 def group(argument: str) -> list[str]:
-    """The registers of `{...}`, or of one that stands alone."""
+    """The registers of `{...}`, or of a register that stands alone."""
     return [a.strip() for a in argument[1:-1].split(",")] if argument[0] == "{" else [argument]
 
 

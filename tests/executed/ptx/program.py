@@ -22,7 +22,7 @@ _CALLBACK = "xla_ffi_python_cpu_callback"  # what jax.pure_callback is on the CP
 
 
 class Program:
-    """`f` lowered for CUDA at these shapes. `edit` may change each `Call` first, to see that it is noticed.
+    """A function lowered for CUDA at these shapes. `edit` may change each `Call` first, to see that it is noticed.
 
     Each Triton call becomes a call back to the executor, where it stands: within a `scan`, a `while` or a branch it is
     executed as often as it is reached.
@@ -60,7 +60,7 @@ class Program:
         return [site.call for site in self._sites]
 
     def run(self, *arrays: Any, first_wins: bool = False, allow_contended: bool = False) -> Any:
-        """The function's results on these arrays. `stats` has then what each of `calls` did, however often it ran.
+        """Run the function on these arrays. Afterwards `stats` has what each of `calls` did, however often it ran.
 
         Of several threads that store different values to one place at once PTX leaves open which one's stays. That is a
         Violation; `allow_contended` counts it instead, where the values are as good as equal. The last thread's value
@@ -82,7 +82,10 @@ class Program:
         return jax.tree.unflatten(self._tree, results)
 
     def _callback(self, index: int) -> Callable[..., tuple[np.ndarray, ...]]:
-        """What XLA calls in the place of a Triton call. Of an error XLA keeps only the text, so `run` has it."""
+        """The function that XLA calls in the place of a Triton call.
+
+        Its error is kept for `run`, as XLA hands on only the text.
+        """
         site = self._sites[index]
 
         def execute(*operands):
@@ -144,6 +147,6 @@ def _replace(operation: Any, index: int) -> None:
 
 
 def _dtype(element_type: Any) -> np.dtype:
-    """Of an MLIR type: i1, i32, ui8, bf16, f32."""
+    """The dtype of an MLIR type: i1, i32, ui8, bf16, f32."""
     name = str(element_type)
     return TYPES["pred"] if name == "i1" else TYPES[name.replace("ui", "u").replace("i", "s")]

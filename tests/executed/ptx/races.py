@@ -1,4 +1,4 @@
-"""Who read and who wrote each place last, and whether what comes now is ordered behind it."""
+"""Races: the last readers and writers of each place, and whether an access is ordered behind theirs."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ MOST = {"barriers": 1 << 16, "warp barriers": 1 << 14, "threads": 1 << 10}
 
 
 def identity(program: np.ndarray, barriers: np.ndarray, warp_barriers: np.ndarray, thread: np.ndarray) -> np.ndarray:
-    """These threads, now, as one number each."""
+    """The identities of these threads at this moment, as one number each."""
     return program.astype(np.int64) << 42 | barriers << 26 | warp_barriers << 12 | thread
 
 
 def _compare(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Whether two are of one program; of one program with no bar.sync between; of one warp."""
+    """Return where two are of one program; of one program with no bar.sync between; of one warp."""
     return a >> 42 == b >> 42, a >> 26 == b >> 26, (a ^ b) & 0x7E0 == 0
 
 
 def _unordered(before: np.ndarray, now: np.ndarray) -> np.ndarray:
-    """Whether nothing orders `now` behind `before`: not the same thread, no barrier between."""
+    """True where nothing orders `now` behind `before`: not the same thread, no barrier between."""
     program, no_barrier, warp = _compare(before, now)
     ordered = (before & 4095 == now & 4095) | (warp & (before >> 12 != now >> 12))
     return (before >= 0) & ~(program & (~no_barrier | ordered))
@@ -59,11 +59,14 @@ class Races:
         return bad
 
     def write(self, at: np.ndarray, who: np.ndarray, changes: np.ndarray) -> np.ndarray:
-        """Note a write, likewise. `changes` [n]: whether it is not what is there; the same once more harms nobody."""
+        """Note a write of the granules `at` [n, granules] by `who` [n, 1]. Returns which of the n no barrier orders.
+
+        changes: [n], whether a write changes what is there; the same once more harms nobody.
+        """
         bad = _unordered(self.readers[at], who) | (_unordered(self.writer[at], who) & changes[:, None])
         self.writer[at] = who
         return bad.any(1)
 
     def settle(self, at: np.ndarray, who: np.ndarray) -> None:
-        """What was written behind the threads' backs counts from now on as written by `who`."""
+        """Note that what was written asynchronously counts from now on as written by `who`."""
         self.writer[at] = who

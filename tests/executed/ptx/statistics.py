@@ -1,4 +1,4 @@
-"""What a call did, counted while it was executed."""
+"""Statistics of a call, counted while it is executed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SECTOR = 32  # bytes that a GPU moves at least
 
 @dataclasses.dataclass(frozen=True)
 class DataSheet:
-    """What a chip moves and issues in a second, by its maker's data sheet."""
+    """The bytes and the instructions of a chip in a second, by its maker's data sheet."""
 
     sms: int
     clock: float  # Hz, the highest
@@ -44,7 +44,7 @@ class Stats:
     )
 
     def moved(self, kind: str) -> tuple[int, int, dict[int, int]]:
-        """-> (bytes of sectors, bytes asked for, {width: bytes asked for}) of "read" or "written" global memory."""
+        """Return the bytes of sectors, the bytes asked for, and these by width, "read" or "written" globally."""
         sectors, widths = 0, collections.Counter()
         for (of, _, width), (_, moved, asked) in self.accesses.items():
             if of == kind:
@@ -55,8 +55,9 @@ class Stats:
     def issue_share(self, chip: DataSheet = H200) -> float:
         """The time that the schedulers need for the instructions, as a part of what the memory needs for the sectors.
 
-        PTX's instructions but for branches, each once for a warp that has any thread in it; and all sectors that loads,
-        stores and copies asked for, those that a cache may have kept (scale and offset, in every program) too.
+        Counted are PTX's instructions but for branches, each once for a warp that has any thread in it; and all sectors
+        that loads, stores and copies asked for, those that a cache may have kept (scale and offset, in every program)
+        too.
         """
         moved = sum(self.moved(kind)[0] for kind in ("read", "written"))
         return self.issued / chip.issues / (moved / chip.memory)

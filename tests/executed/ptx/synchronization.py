@@ -1,4 +1,4 @@
-"""bar, fence, and the ends of a thread."""
+"""Synchronisation: bar, fence, and the ends of a thread."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def _bar_warp(m):
 
 
 def _fence(i):
-    """fence.proxy.async: what these threads wrote to shared memory may from now on be read asynchronously."""
+    """The instruction fence.proxy.async.
+
+    What these threads wrote to shared memory may from now on be read asynchronously.
+    """
     if i.op[1:3] != ["proxy", "async"]:
         raise NotImplementedError(i.text)
 
@@ -43,7 +46,7 @@ def _trap(i):
 
 
 def _control(i):
-    """Branches are the machine's own."""
+    """A branch, which is the machine's own."""
     return lambda m: None
 
 

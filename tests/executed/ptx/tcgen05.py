@@ -1,4 +1,4 @@
-"""tcgen05, the tensor cores of sm_100, for one program: alloc, ld, st, mma, commit; and the mbarriers that go with it.
+"""The tensor cores of sm_100, for one program: tcgen05's alloc, ld, st, mma, commit; and their mbarriers.
 
 Of the shapes those that Triton makes of our kernels: products of 64 rows, loads and stores of 16 lanes in two halves.
 """
@@ -57,7 +57,10 @@ def _dealloc(i):
 
 
 def _move(i):
-    """ld and st: half of a warp has 16 lanes, a column for each register; the other half the same, `split` further."""
+    """The instructions ld and st.
+
+    Half of a warp has 16 lanes, a column for each register; the other half the same, `split` further.
+    """
     loads = i.op[1] == "ld"
     address, split = i.args[1:] if loads else i.args[:2]
     registers = group(i.args[0] if loads else i.args[2])
@@ -91,7 +94,10 @@ def _move(i):
 
 
 def _mma(i):
-    """D [64, n] = A [64, k] times B [k, n] (+ D), by one thread. D is in tensor memory, A too or in shared memory."""
+    """The product D [64, n] = A [64, k] times B [k, n] (+ D), by one thread.
+
+    D is in tensor memory, A too or in shared memory.
+    """
     if i.op[2] != "cta_group::1" or len(i.args) != 5:
         raise NotImplementedError(i.text)
     kind = i.op[3]
@@ -143,7 +149,7 @@ def _mma(i):
 
 
 def _described(word, kind, text):
-    """-> (operands' type, n, whether A and B are turned) of a product's description in 32 bits"""
+    """Return the operands' type, n, and whether A and B are turned, from a product's description in 32 bits."""
     of = _TYPES.get((kind, word >> 7 & 7))
     if of is None or word >> 10 & 7 != word >> 7 & 7 or word >> 4 & 3 != 1 or word >> 24 & 31 != _ROWS // 16:
         raise NotImplementedError(f"{text} of {word:#x}")

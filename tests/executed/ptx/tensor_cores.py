@@ -1,4 +1,4 @@
-"""mma of a warp and wgmma of four: operands of 16 bits or tf32, sums in float32.
+"""The tensor cores: mma of a warp and wgmma of four, with operands of 16 bits or tf32 and sums in float32.
 
 The products are summed in float64 and rounded once; hardware's order of sums is not known.
 """
@@ -17,14 +17,17 @@ _ROW, _COLUMN = np.arange(32) // 4, np.arange(32) % 4
 
 
 def numbers(bits: np.ndarray, of: str) -> np.ndarray:
-    """Operands of a product in float64."""
+    """The operands of a product in float64."""
     if of == "tf32":  # the last 13 bits are not looked at
         return (bits & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
     return bits.view(TYPES[of]).astype(np.float64)
 
 
 def _fragment(m, registers, rows, columns, shape, of) -> np.ndarray:
-    """[warps, *shape]: register r of a thread has the elements at (rows[r], columns[r]) and to its right."""
+    """An operand [warps, *shape] from registers.
+
+    Register r of a thread has the elements at (rows[r], columns[r]) and to its right.
+    """
     matrix = np.zeros((m.n // 32, *shape))
     size = 4 if of in ("tf32", "f32") else 2
     for register, row, column in zip(registers, rows, columns, strict=True):
@@ -36,7 +39,7 @@ def _fragment(m, registers, rows, columns, shape, of) -> np.ndarray:
 
 
 def _mma(i: Any):
-    """m16n8k16 of 16 bits, m16n8k8 of tf32: D [16, 8] = A [16, k] times B [k, 8] + C."""
+    """The products m16n8k16 of 16 bits and m16n8k8 of tf32: D [16, 8] = A [16, k] times B [k, 8] + C."""
     shape = next(word for word in i.op if re.match(r"m\d", word))
     d_type, of, b_type, c_type = i.op[-4:]
     if (shape, of == "tf32") not in {("m16n8k16", False), ("m16n8k8", True)} or d_type != "f32" or c_type != "f32":
@@ -72,7 +75,10 @@ def _wgmma(i):
 
 
 def _wgmma_mma(i):
-    """D [64, n] = A [64, k] times B [k, n] (+ D), for each four warps. B is in shared memory, A too or in registers."""
+    """The product D [64, n] = A [64, k] times B [k, n] (+ D), for each four warps.
+
+    B is in shared memory, A too or in registers.
+    """
     shape = re.match(r"m64n(\d+)k(\d+)", i.op[4])
     d, of = group(i.args[0]), i.op[-1]
     if i.op[1] != "mma_async" or i.op[5] != "f32" or [int(x, 0) for x in i.args[4:6]] != [1, 1]:
@@ -116,7 +122,7 @@ def _wgmma_mma(i):
 
 
 def _wgmma_operand(m, groups, descriptor, rows, k, of, turned, reads):
-    """[groups, rows, k] from shared memory. `turned`: neighbours in memory are rows, not columns."""
+    """An operand [groups, rows, k] from shared memory. `turned`: neighbours in memory are rows, not columns."""
     words = m.spread(descriptor).reshape(-1, 128)[groups]
     if (words != words[:, :1]).any():
         m.fail("several descriptors in one group of warps", groups * 128)
@@ -129,7 +135,7 @@ def _wgmma_operand(m, groups, descriptor, rows, k, of, turned, reads):
 
 
 def matrix_places(words: np.ndarray, rows: int, k: int, size: int, turned: bool) -> np.ndarray:
-    """[words, rows, k] addresses in shared memory of the elements of the matrices that descriptors tell of.
+    """The addresses [words, rows, k] in shared memory of the elements of matrices, from their descriptors.
 
     A matrix is of atoms of eight lines, 32, 64 or 128 bytes wide, whose 16-byte pieces are swizzled: a piece's number
     is combined with the line's by exclusive or. An address's bits do it by themselves.

@@ -1,4 +1,4 @@
-"""The tensor memory of sm_100: 128 lanes of 32-bit columns, what fills it, and the barriers that products arrive at."""
+"""The tensor memory of sm_100: 128 lanes of 32-bit columns, their users, and the barriers that products arrive at."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Product(NamedTuple):
 
 
 class TensorMemory:
-    """Of the programs that run. Cells are numbered through: program, lane, column."""
+    """The tensor memory of the programs that run. Cells are numbered through: program, lane, column."""
 
     def __init__(self, machine: Any):
         self._machine = machine
@@ -34,11 +34,11 @@ class TensorMemory:
 
     @property
     def quiet(self) -> bool:
-        """Whether all of it was given back."""
+        """True where all of it was given back."""
         return not self._columns
 
     def allocate(self, columns: int, lanes: np.ndarray) -> int:
-        """-> the address"""
+        """Allocate columns and return the address."""
         m = self._machine
         if len(lanes) != 32 * m.programs:
             raise NotImplementedError("tensor memory for some programs only")
@@ -61,7 +61,7 @@ class TensorMemory:
         self._columns = 0
 
     def cells(self, programs: np.ndarray, lane: np.ndarray, column: np.ndarray) -> np.ndarray:
-        """Numbers of cells; arrays that broadcast together, `column` counted as addresses count."""
+        """The numbers of cells; arrays that broadcast together, `column` counted as addresses count."""
         column = column - _FIRST_COLUMN
         if ((column < 0) | (column >= self._columns) | (lane >= LANES)).any():
             self._machine.fail(f"outside the {self._columns} columns of tensor memory that are allocated")
@@ -70,7 +70,7 @@ class TensorMemory:
     # Threads of a warp
 
     def load(self, cells: np.ndarray, lanes: np.ndarray) -> np.ndarray:
-        """[threads, cells] values. Nobody may change them before `wait_loads`.
+        """Load [threads, cells] values. Nobody may change them before `wait_loads`.
 
         PTX leaves open what is in the registers until then. That is not checked: LLVM puts Triton's arithmetic in front
         of the wait, and ptxas the wait in front of the arithmetic again (seen in its code for sm_100).
@@ -120,7 +120,7 @@ class TensorMemory:
     # Products
 
     def factors(self, cells: np.ndarray, lanes: np.ndarray) -> np.ndarray:
-        """A product's read: [lanes, cells] by one thread of each program."""
+        """Read a product's operand: [lanes, cells] by one thread of each program."""
         m = self._machine
         if self._storing[cells].any():
             m.fail("a product reads tensor memory before tcgen05.wait::st")
@@ -138,7 +138,7 @@ class TensorMemory:
         factors: np.ndarray | None,
         reads: list[tuple[np.ndarray, np.ndarray]],
     ) -> None:
-        """A product's write: computed at once, but nobody may touch it until its mbarrier was waited for."""
+        """Write a product: computed at once, but nobody may touch it until its mbarrier was waited for."""
         m = self._machine
         if self._races.write(sums, m.who(lanes), np.ones(len(lanes), bool)).any():
             m.fail("a product writes tensor memory where another thread reads or writes, and no barrier between", lanes)
@@ -151,7 +151,7 @@ class TensorMemory:
         self._products.append(_Product(m.local[lanes], None, sums, factors, reads))
 
     def commit(self, barrier: int, lanes: np.ndarray) -> None:
-        """The products so far arrive at this mbarrier, which thereby completes a phase."""
+        """Let the products so far arrive at this mbarrier, which thereby completes a phase."""
         m = self._machine
         programs = m.local[lanes]
         if barrier not in self._phases or (self._phases[barrier][programs] < 0).any():
@@ -168,7 +168,7 @@ class TensorMemory:
             self._phases[barrier][self._machine.local[lanes]] = -1
 
     def passed(self, barrier: int, parity: np.ndarray, lanes: np.ndarray) -> None:
-        """These threads wait for the phase of this parity. Then the products that arrived are there for all."""
+        """Let these threads wait for the phase of this parity. Then the products that arrived are there for all."""
         m = self._machine
         programs = m.local[lanes]
         phase = self._phases.get(barrier, np.full(m.programs, -1))[programs]

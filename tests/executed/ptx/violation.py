@@ -1,5 +1,5 @@
-"""What the executor raises."""
+"""The error that the executor raises."""
 
 
 class Violation(Exception):
-    """Something in a kernel or in its launch that a GPU would let pass, or punish at random."""
+    """A fault of a kernel or of its launch that a GPU would let pass, or punish at random."""

@@ -1,0 +1,39 @@
+"""The API reference, jln/API.md: it is what the docstrings say, and has every public name."""
+
+import importlib
+import re
+
+import pytest
+
+pytest.importorskip("griffe2md")
+
+import api_reference
+import jln
+from api_reference import IN_PROSE, PAGE, SECTIONS
+
+
+def test_the_page_is_what_the_docstrings_say():
+    assert PAGE.read_text() == api_reference.page(), "python tests/api_reference.py writes it"
+
+
+@pytest.mark.parametrize("path", {path: None for _, path, _ in SECTIONS})
+def test_every_public_name_is_on_the_page(path):
+    module = importlib.import_module(path)
+    public = getattr(module, "__all__", jln.__all__ if module is jln else ())
+    if module is jln.reference:
+        public = [name for name in jln.__all__ if hasattr(module, name)]
+    described = {name for _, of, found in SECTIONS for name in found if of == path}
+    assert {*public} - described == IN_PROSE.get(path, set())
+
+
+def test_every_link_leads_to_a_heading():
+    text = PAGE.read_text()
+    anchors = [api_reference.anchor(heading) for heading in re.findall(r"^#{1,4} (.*)$", text, flags=re.M)]
+    links = re.findall(r"\]\(#([^)]*)\)", text)
+    assert len(links) > 100 and {*links} <= {*anchors}
+    assert all(anchors.count(link) == 1 for link in links), "GitHub numbers headings that are alike"
+
+
+def test_nothing_but_markdown_is_left():
+    """griffe2md makes HTML of types, and of a paragraph of a docstring that looks like a section."""
+    assert re.findall(r"</?[a-z]+[^>\n]*>", re.sub(r"`[^`]*`", "", PAGE.read_text())) == []
