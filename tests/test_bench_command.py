@@ -59,7 +59,7 @@ def test_without_a_library_to_draw_with_there_are_results_alone(capsys, small, t
     found = console.importlib.util.find_spec
     monkeypatch.setattr(console.importlib.util, "find_spec", lambda n: None if n == "matplotlib" else found(n))
     status, out, _ = run(capsys, "bench", "inference", *COMMON, "--output", str(tmp_path))
-    assert status == 0 and 'no plots: matplotlib is not installed; pip install "jln[bench]"' in out
+    assert status == 0 and 'no plots: matplotlib is not installed; pip install -e ".[bench]"' in out
     assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
 
 

@@ -97,7 +97,7 @@ def print_json(data: Any) -> None:
 def draw_plots(kind: str, found: dict[str, Any], folder: pathlib.Path) -> None:
     """Draw what was found by a function of `jln._bench.plots`, if there is a library to draw with."""
     if importlib.util.find_spec("matplotlib") is None:
-        print_note('no plots: matplotlib is not installed; pip install "jln[bench]"')
+        print_note('no plots: matplotlib is not installed; pip install -e ".[bench]"')
         return
     from jln._bench import plots
 
