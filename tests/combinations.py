@@ -1,8 +1,9 @@
 """A pytest plugin: of a test with many parameters, run by default as few combinations as have every pair of values.
 
 Few bugs take more than two parameters to show (Kuhn, Wallace and Gallo, "Software fault interactions and implications
-for software testing", 2004). The other combinations get the mark `combination`, which the default run deselects:
-`pytest -m 'not heavy'` runs all of them, and a test that is named with its parameters always runs.
+for software testing", 2004). In a pair, operators of one room of `jln` stand for each other, as they share their rules
+and kernels; each is in a combination all the same. The other combinations get the mark `combination`, which the default
+run deselects: `pytest -m 'not heavy'` runs all of them, and a test that is named with its parameters always runs.
 """
 
 from __future__ import annotations
@@ -10,23 +11,38 @@ from __future__ import annotations
 import collections
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 
+from jln._catalogue import OPERATORS
 
-def covering(combinations: Sequence[Mapping[str, str]]) -> set[int]:
-    """The places of a few of the combinations that have every pair of values of two parameters which occurs in any.
+ROOMS = {name: operator.function.__module__ for name, operator in OPERATORS.items()}
+
+
+def kind(value: Any) -> str:
+    """The room of the operator that the value names or begins with; any other value by itself."""
+    of = [name for name in ROOMS if isinstance(value, str) and value.startswith(name)]
+    return ROOMS[max(of, key=len)] if of else repr(value)
+
+
+def covering(combinations: Sequence[Mapping[str, Any]]) -> set[int]:
+    """The places of a few of the combinations that have every value, and every pair of kinds that occurs in any.
 
     combinations: from each parameter's name to its value.
 
-    Greedy, and the same whenever the combinations are: the first of those that bring the most new pairs.
+    Greedy, and the same whenever the combinations are: the first of those that bring the most that is new.
     """
-    pairs = [set(itertools.combinations(sorted(values.items()), 2)) or {*values.items()} for values in combinations]
-    missing, chosen = set().union(*pairs), set()
+    brought = []
+    for values in combinations:
+        kinds = sorted((name, kind(value)) for name, value in values.items())
+        alone = {(name, repr(value)) for name, value in values.items()} - ({*kinds} if len(kinds) > 1 else set())
+        brought.append(alone.union(itertools.combinations(kinds, 2)))
+    missing, chosen = set().union(*brought), set()
     while missing:
-        best = max(range(len(pairs)), key=lambda i: len(pairs[i] & missing))
+        best = max(range(len(brought)), key=lambda i: len(brought[i] & missing))
         chosen.add(best)
-        missing -= pairs[best]
+        missing -= brought[best]
     return chosen
 
 
@@ -44,7 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             is_heavy = item.get_closest_marker("heavy") is not None  # what is light has its own pairs
             tests[item.parent, item.originalname, is_heavy].append(item)
     for same in tests.values():
-        kept = covering([{name: repr(value) for name, value in i.callspec.params.items()} for i in same])
+        kept = covering([item.callspec.params for item in same])
         for i, item in enumerate(same):
             if i not in kept:
                 item.add_marker("combination")

@@ -2,7 +2,7 @@
 
 import itertools
 
-from combinations import covering
+from combinations import covering, kind
 
 pytest_plugins = ["pytester"]
 
@@ -29,6 +29,16 @@ def test_of_one_parameter_or_two_all_run():
     assert covering([{"name": name} for name in "abc"]) == {0, 1, 2}
     two = [{"name": a, "dtype": b} for a in "abc" for b in "xy"]
     assert covering(two) == set(range(6))
+
+
+def test_operators_of_one_room_stand_for_each_other_and_each_is_there():
+    names = ("layer_norm", "rms_norm", "add_rms_norm", "layer_norm_linear", "rms_norm_linear, few features")
+    every = [{"name": name, "jitted": jitted, "rows": rows} for name in names for jitted in "01" for rows in (1, 2, 3)]
+    chosen = [every[i] for i in covering(every)]
+    assert {values["name"] for values in chosen} == {*names} and len(chosen) == 6
+    assert kind("layer_norm_linear, 3 of them") == kind("rms_norm_linear") != kind("rms_norm") == kind("layer_norm")
+    for jitted, rows in itertools.product("01", (1, 2, 3)):
+        assert any(values["jitted"] == jitted and values["rows"] == rows for values in chosen)
 
 
 def test_the_choice_is_the_same_each_time():
