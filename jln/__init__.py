@@ -43,7 +43,7 @@ __all__ = [
     "rms_norm_gated",
     "rms_norm_linear",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _ON_DEMAND = ("checkpoint_policies", "convert", "equinox", "haiku", "linen", "nnx", "program", "testing")
 
