@@ -1,6 +1,6 @@
 """What must hold for all data: hypothesis looks for what breaks it.
 
-200 examples in all by default, always the same ones; `JLN_EXAMPLES=10000 pytest -n0 tests/test_properties.py` looks for
+80 examples in all by default, always the same ones; `JLN_EXAMPLES=10000 pytest -n0 tests/test_properties.py` looks for
 that many new ones, by night.
 """
 
@@ -18,11 +18,11 @@ import workbench
 from workbench import OPERATORS
 
 PROPERTIES = 8  # in this file
-EXAMPLES = int(os.environ.get("JLN_EXAMPLES", "200"))
+EXAMPLES = int(os.environ.get("JLN_EXAMPLES", "80"))
 settings.register_profile(
     "jln",
     max_examples=-(-EXAMPLES // PROPERTIES),
-    derandomize=EXAMPLES == 200,
+    derandomize=EXAMPLES == 80,
     database=None,
     deadline=None,  # an example that compiles takes long
     phases=(Phase.explicit, Phase.generate, Phase.shrink),
