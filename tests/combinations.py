@@ -46,10 +46,6 @@ def covering(combinations: Sequence[Mapping[str, Any]]) -> set[int]:
     return chosen
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "combination: of values whose every pair another one has; deselected by default")
-
-
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if any("[" in argument for argument in config.args):

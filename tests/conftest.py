@@ -15,7 +15,7 @@ if not HAS_GPU:
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from combinations import pytest_collection_modifyitems, pytest_configure  # noqa: E402, F401
+from combinations import pytest_collection_modifyitems  # noqa: E402, F401
 
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -13,7 +13,17 @@ import jln
 from jln._triton import compiler
 from jln._triton.chip import CHIPS, Chip
 from jln._triton.target import Interpreter, Recorder, using
-from launches import DTYPES, FUSED, LINEAR_DTYPES, SWITCHES, both_sides_launches, launches, linear_launches
+from launches import (
+    DTYPES,
+    FUSED,
+    GATED_SWITCHES,
+    LINEAR_DTYPES,
+    SUM_SWITCHES,
+    SWITCHES,
+    both_sides_launches,
+    launches,
+    linear_launches,
+)
 
 pytest.importorskip("triton")
 
@@ -22,6 +32,8 @@ AMD = ("mi250x", "mi300x", "mi355x")
 OF_EACH = [pytest.param(c, marks=[] if c == "mi300x" else [pytest.mark.heavy]) for c in AMD]
 # One of every kind of tile, aligned and not, and rows that lie side by side.
 LAYOUTS = [(h, 1) for h in (128, 1000, 1024, 4096, 8192, 16384, 20000)] + [(256, 147456)]
+OTHERS = [SUM_SWITCHES["everything and a gate"], GATED_SWITCHES["the norm before its gate"]]
+RARER = [pytest.param(d, marks=pytest.mark.heavy) for d in ("float16", "float64", "bfloat16, float32 stream")]
 # Two waves a SIMD have so many vector registers each.
 REGISTERS = 256
 
@@ -40,6 +52,7 @@ def resources(made, dtype):
 
 def norms(chip, dtype):
     made = [a for h, inner in LAYOUTS for a in launches(h, inner, DTYPES[dtype], chip, SWITCHES["everything"])]
+    made += [a for h in (1000, 4096, 8192) for s in OTHERS for a in launches(h, 1, DTYPES[dtype], chip, s)]
     made += [a for h in (1024, 4096) for a in both_sides_launches(h, DTYPES[dtype], chip, SWITCHES["add_rms_norm"])]
     return resources(made, dtype)
 
@@ -50,7 +63,7 @@ def linears(chip, dtype):
     return resources([launch for launch in made if launch.kernel.fn.__module__.endswith("_norm_linear.kernels")], dtype)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", *RARER])
 @pytest.mark.parametrize("chip", OF_EACH)
 def test_norms_keep_to_registers(worker, chip, dtype):
     found = worker.submit(norms, chip, dtype).result()

@@ -46,7 +46,8 @@ def test_the_choice_is_the_same_each_time():
 
 
 def test_the_others_run_when_asked_for(pytester):
-    pytester.makeconftest("from combinations import pytest_collection_modifyitems, pytest_configure")
+    pytester.makeini("[pytest]\nmarkers = combination")
+    pytester.makeconftest("from combinations import pytest_collection_modifyitems")
     pytester.makepyfile(
         test_it="""
         import pytest

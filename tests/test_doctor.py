@@ -1,6 +1,7 @@
 """`python -m jln doctor`: what runs where and why, and what is broken."""
 
 import json
+import types
 
 import jax
 import pytest
@@ -27,6 +28,12 @@ def test_doctor(capsys):
 
 class Gpu:
     platform, id, device_kind = "gpu", 0, "NVIDIA H200"
+    client = types.SimpleNamespace(platform_version="PJRT C API\ncuda 13000")
+
+
+class AmdGpu(Gpu):
+    device_kind = "AMD Instinct MI300X"
+    client = types.SimpleNamespace(platform_version="PJRT C API\nrocm 70000")
 
 
 def test_doctor_says_where_tiles_are_from(capsys, monkeypatch, tmp_path):
@@ -61,7 +68,7 @@ def test_doctor_says_what_runs_on_a_gpu_and_why(monkeypatch):
     if importlib.util.find_spec("jax_triton") is None:
         pytest.skip("needs jax-triton")
     monkeypatch.setenv(CHIP_VARIABLE, "h200")
-    monkeypatch.setattr(doctor.target, "missing", lambda: None)
+    monkeypatch.setattr(doctor.target, "missing", lambda platform=None: None)
     rows = {row["operator"]: row for row in doctor.choices(Gpu())}
     assert rows["layer_norm"]["runs"] == "triton"
     assert rows["layer_norm"]["forward"] == ["forward_kernel"]
@@ -69,10 +76,21 @@ def test_doctor_says_what_runs_on_a_gpu_and_why(monkeypatch):
     fused = ["row_sums_kernel", "backward_kernel", "parameters_kernel"]
     assert rows["layer_norm_linear, few features"]["backward"] == fused
     assert rows["layer_norm_linear"]["backward"][:2] == ["backward_kernel", "reduce_kernel"]
-    monkeypatch.setattr(doctor.target, "missing", lambda: "jax_triton is not installed")
+    monkeypatch.setattr(doctor.target, "missing", lambda platform=None: "jax_triton is not installed")
     row = doctor.choices(Gpu())[0]
     assert row["runs"] == "xla" and row["forward"] == row["backward"] == []
     assert row["why_not_the_other"] == "Why not triton on gpu:0 (NVIDIA H200): jax_triton is not installed."
+
+
+def test_doctor_says_that_an_amd_gpu_runs_xla_unless_asked(monkeypatch):
+    monkeypatch.setenv(CHIP_VARIABLE, "mi300x")
+    monkeypatch.setattr(doctor.target, "missing", lambda platform=None: None)
+    row = doctor.choices(AmdGpu())[0]
+    assert row["runs"] == "xla" and row["forward"] == row["backward"] == []
+    assert row["why_not_the_other"] == (
+        "Why not triton on gpu:0 (AMD Instinct MI300X): None stays XLA until a card has measured the kernels; "
+        'implementation="triton" asks for it.'
+    )
 
 
 GOOD = {"jax": "0.10.2", "jaxlib": "0.10.2", "numpy": "2.4.6", "jax-triton": "0.3.1", "triton": "3.9.0"}

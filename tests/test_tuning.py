@@ -73,6 +73,10 @@ def test_a_file_is_read_again_when_it_changes(tuning_file):
         ("NVIDIA A100-SXM4-80GB", "a100"),
         ("NVIDIA GH200 480GB", "gh200-480gb"),
         ("NVIDIA GeForce RTX 4090", "geforce-rtx-4090"),
+        ("AMD Instinct MI300X OAM", "mi300x"),
+        ("AMD Instinct MI250X / MI250", "mi250x"),
+        ("AMD Instinct MI250X/MI250", "mi250x"),
+        ("AMD Instinct MI300A", "amd-instinct-mi300a"),
     ],
 )
 def test_chips_by_their_marketing_names(kind, name, tuning_file):
@@ -80,6 +84,11 @@ def test_chips_by_their_marketing_names(kind, name, tuning_file):
     assert tuning.chip_name(chip) == name
     write(tuning_file, norm("forward", {"tile": OTHER}, chip=name))
     assert chosen(chip) == OTHER
+
+
+def test_a_chip_of_an_unknown_name_is_its_makers_newest():
+    assert tuning.known_or_newest("amd-instinct-mi300a").name == "mi355x"
+    assert tuning.known_or_newest("gh200-480gb").name == "b200"
 
 
 def test_other_elements_layouts_and_results_have_choices_of_their_own(tuning_file):

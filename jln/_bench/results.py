@@ -34,7 +34,8 @@ def environment(device: Any) -> dict[str, Any]:
         or _printed("git", "-C", str(pathlib.Path(jln.__file__).parent), "describe", "--always", "--dirty"),
         "platform": device.platform,
         "chip": kind if kind != device.platform else _processor(),
-        "driver": _printed("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": _printed("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        or _printed("cat", "/sys/module/amdgpu/version"),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "load": os.getloadavg()[0],
         "versions": versions,

@@ -162,7 +162,7 @@ def _windows(order: Sequence[Run], chill: Callable[[], Any]) -> list[list[trace.
 
 
 def evented(runs: Sequence[Run], repetitions: int, cold_bytes: int = timing.COLD_BYTES) -> dict[str, Times]:
-    """Times by CUDA events, for a GPU whose profiler cannot be read: gaps between kernels are included."""
+    """Times by events, for a GPU whose profiler cannot be read: gaps between kernels are included."""
     buffer = torch.zeros(cold_bytes // 4, dtype=torch.int32, device="cuda")
     taken: dict[str, list[float]] = {run.name: [] for run in runs}
     for run in runs:

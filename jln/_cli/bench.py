@@ -187,7 +187,7 @@ def _print(results: dict[str, Any], device: str) -> None:
 
 CLOCKS = {
     "device": "the device's own, by its profiler",
-    "events": "CUDA events around a call, gaps between its kernels included",
+    "events": "the GPU's events around a call, gaps between its kernels included",
     "wall": "wall clock, dispatch included",
 }
 HEADER = (

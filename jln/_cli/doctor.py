@@ -31,7 +31,7 @@ PACKAGES = {
     "jax-cuda13-plugin": ("NVIDIA GPUs, CUDA 13", 'pip install -e ".[cuda13]"'),
     "jax-cuda12-plugin": ("NVIDIA GPUs, CUDA 12", 'pip install -e ".[cuda12]"'),
     "jax-rocm7-plugin": ("AMD GPUs, ROCm 7", 'pip install -e ".[rocm7]"'),
-    "jax-triton": ("Triton kernels", target.INSTALL["cuda"]),
+    "jax-triton": ("Triton kernels on NVIDIA GPUs", target.INSTALL["cuda"]),
     "triton": ("Triton kernels, their interpreter", target.INSTALL["cuda"]),
     "flax": ("Flax modules", 'pip install -e ".[flax]"'),
     "dm-haiku": ("Haiku modules", 'pip install -e ".[haiku]"'),

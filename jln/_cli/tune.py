@@ -53,9 +53,9 @@ def command(
     """
     started = time.monotonic()
     chosen = _workloads(workloads, dtype)
-    if importlib.util.find_spec("triton") is None:
-        raise UserError(f"triton is not installed: {target.INSTALL['cuda']}")
     searched = _chip(chip, dry_run)
+    if importlib.util.find_spec("triton") is None:
+        raise UserError(f"triton is not installed: {target.INSTALL[searched.platform]}")
     path = output or pathlib.Path(os.path.expanduser(os.environ.get(tuning.VARIABLE) or "jln-tuning.json"))
     if dry_run:
         finished = survey(chosen, searched, seconds, started)

@@ -39,11 +39,13 @@ class Context:
     manual: frozenset[str] = frozenset()
 
 
-def spreading(context: mlir.ModuleContext) -> tuple[Context | None, str | None]:
+def spreading(context: mlir.ModuleContext, platform: str | None) -> tuple[Context | None, str | None]:
     """Return the devices over which JAX's partitioner will spread the program, and why a kernel cannot run.
 
     The first is None where the partitioner spreads nothing, the second where a kernel can run.
     """
+    if platform == "rocm" and context.lowering_parameters.for_export:
+        return None, "in an export for ROCm, whose plugin reads kernels from files that this process has"
     axis_context: Any = context.axis_context
     manual = getattr(axis_context, "manual_axes", None)
     if manual is not None:  # inside shard_map

@@ -185,7 +185,7 @@ class Operation(Generic[Operands, Results]):
             implementation = "xla"
         elif 0 in sizes:  # never worth a kernel
             implementation = "xla"
-        spread, reason = (None, None) if self._layout is None else spreading(ctx.module_context)
+        spread, reason = (None, None) if self._layout is None else spreading(ctx.module_context, platform)
         if reason is not None:
             if implementation == "triton":
                 raise ValueError(f"implementation='triton' cannot run {reason}")

@@ -133,7 +133,7 @@ def few_features(operands: Operands, of_norm: norm.Norm, precision: Any, impleme
 def _multiplied_as_asked(precision: Any, dtype: str) -> bool:
     """True where the fused kernels multiply operands of this dtype as `precision` asks for on a GPU.
 
-    There float32 is multiplied in TF32 by default, and 16 bits alike at all levels.
+    There 16 bits are multiplied alike at all levels, and float32 by default in TF32, or on AMD's GPUs exactly.
     """
     if isinstance(precision, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset):
         return precision == _ALGORITHMS[dtype]

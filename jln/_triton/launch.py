@@ -13,7 +13,7 @@ from jln._triton.chip import Chip
 from jln._triton.tile import Tile
 from jln._triton.tuning import Trial
 
-# The calls of jaxlib's CUDA plugin that launch a kernel in a compiled program, the typed one first.
+# The calls of jaxlib's plugins for CUDA and ROCm that launch a kernel in a compiled program, the typed one first.
 TRITON_CALLS = ("triton_kernel_call_ffi", "triton_kernel_call")
 
 # Triton's names of the dtypes that its kernels may be given.
@@ -48,7 +48,7 @@ class Launch:
         return {name: given[name] for name in self.kernel.arg_names if name in given}
 
 
-# The interpreter runs programs one after another; three "SMs" make every program of the backward kernel loop over
+# The interpreter runs programs one after another; three cores make every program of the backward kernel loop over
 # several tiles, and leave some loops one trip shorter than others.
 INTERPRETED = Chip("interpreter", 90, 3)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import base64
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -107,23 +108,46 @@ def _protobuf(launch: Launch, binary: Binary) -> bytes:
 
 
 def _in_a_file(binary: Binary) -> str:
-    """The path of a file with an AMD code object.
+    """The path of a file with an AMD code object, the same in every process that lowers the same launch.
 
-    The ROCm plugin reads the file where the kernel is launched first, deletes it, and remembers the path.
+    The ROCm plugin reads the file where the kernel is launched first, deletes it, and remembers the path: processes
+    cannot share a file. Nor may their paths differ, or JAX's compilation cache would know no program again. So the path
+    goes through the number by which a process knows its own folder.
     """
     code = base64.b64decode(binary.code)
-    path = pathlib.Path(_folder()) / f"{hashlib.sha256(code).hexdigest()}.hsaco"
+    path = pathlib.Path(_folder(os.getpid())) / f"{hashlib.sha256(code).hexdigest()}.hsaco"
     if not path.exists():
-        path.write_bytes(code)
+        scratch = path.with_suffix(f".{threading.get_ident()}")
+        scratch.write_bytes(code)
+        scratch.replace(path)  # whole, whichever thread lowers or launches meanwhile
     return str(path)
 
 
+# Of a folder: fewer than the 1024 that a process may commonly have, and more than it has when it lowers its programs.
+DESCRIPTOR = 900
+
+
 @functools.cache
-def _folder() -> str:
-    """A folder that lives as long as the process."""
+def _folder(process: int) -> str:
+    """The path of a folder that lives as long as the process. process: its number, as a fork has a folder of its own.
+
+    Where DESCRIPTOR is taken it is the next number: the path is then another than in other processes, and as good.
+    """
+    import fcntl
+
     folder = tempfile.mkdtemp(prefix="jln-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+    opened = os.open(folder, os.O_RDONLY)
+    descriptor = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, DESCRIPTOR)
+    os.close(opened)
+    with contextlib.suppress(OSError):  # of a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # or systemd-tmpfiles would remove it after ten days
+
+    def remove() -> None:
+        if os.getpid() == process:  # and not a fork of it, which ends earlier
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    return f"/proc/self/fd/{descriptor}"
 
 
 # What XLA promises of every array's address, in bytes.

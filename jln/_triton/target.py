@@ -148,6 +148,9 @@ def missing(platform: str | None = None) -> str | None:
         names = sorted(name for name, chip in chips.CHIPS.items() if chip.platform == platform)
         there = "there is no GPU in this process and no chip was named" if chip is None else f"the chip is {chip.name}"
         return f"{there}: set {chips.CHIP_VARIABLE} to one of {', '.join(names)}"
+    if chip.is_amd and chip.architecture not in chips.SHARED_LIMIT:
+        known = sorted({str(chip) for chip in chips.CHIPS.values() if chip.is_amd})
+        return f"the kernels are for {', '.join(known)}, whose waves have 64 threads, and {chip.name} is {chip}"
     return None
 
 

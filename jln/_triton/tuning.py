@@ -22,6 +22,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 import threading
 import warnings
 from collections.abc import Callable
@@ -132,8 +133,11 @@ def unfit(key: Key, tiles: Tiles) -> str | None:
 
 
 def chip_name(chip: Chip) -> str:
-    """The name of a chip in measurements: "h200" for "NVIDIA H200", and for "NVIDIA H200 NVL" too."""
-    words = chip.name.lower().replace("-", " ").split()
+    """The name of a chip in measurements.
+
+    "h200" for "NVIDIA H200", and for "NVIDIA H200 NVL" too; "mi250x" for "AMD Instinct MI250X / MI250".
+    """
+    words = re.findall(r"[a-z0-9]+", chip.name.lower())
     known = [word for word in words if word in CHIPS]
     return known[0] if known else "-".join(word for word in words if word != "nvidia")
 
@@ -262,5 +266,5 @@ def _tile(given: Any) -> Tile:
 
 
 def known_or_newest(chip: str) -> Chip:
-    """The chip by the name of its measurements; for an unknown name the newest, of which most is asked."""
-    return CHIPS.get(chip, CHIPS["b200"])
+    """The chip by the name of its measurements; for an unknown name its maker's newest, of which most is asked."""
+    return CHIPS.get(chip, CHIPS["mi355x" if chip.startswith("amd-") else "b200"])

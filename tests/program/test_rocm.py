@@ -3,7 +3,10 @@ one call that wants ROCm's library, which writes the protobuf of a launch: both 
 """
 
 import dataclasses
+import os
 import re
+import subprocess
+import sys
 import zlib
 
 import jax
@@ -16,7 +19,8 @@ import absent_gpu  # noqa: F401
 import jln
 from jln import program
 from jln._triton import lowering
-from jln._triton.chip import CHIPS
+from jln._triton.chip import CHIPS, Chip
+from jln._triton.target import Gpu, using
 
 pytest.importorskip("jax_triton")
 
@@ -93,6 +97,70 @@ def test_a_code_object_lies_where_its_launch_says(monkeypatch):
     with open(path, "rb") as file:
         code = file.read()
     assert code.startswith(b"\x7fELF") and b"gfx950" in code and b"forward_kernel" in code
+
+
+TWICE = """
+import os, pathlib
+from unittest import mock
+import jax, jax.numpy as jnp
+from jaxlib import gpu_triton
+import jln
+from jln import program
+from jln._triton import lowering
+program.mesh("h200", (1,), ("x",))
+gpu_triton._hip_triton = gpu_triton._cuda_triton
+x = jax.ShapeDtypeStruct((64, 512), jnp.bfloat16)
+traced = jax.jit(lambda x: jln.rms_norm(x, implementation="triton")).trace(x)
+text = traced.lower(lowering_platforms=("rocm",)).as_text()
+with mock.patch.object(lowering.atexit, "register", wraps=lowering.atexit.register) as register:
+    lowering._folder.cache_clear()
+    folder = pathlib.Path(lowering._folder(os.getpid()))
+folder.joinpath("a file").touch()
+if (child := os.fork()) == 0:
+    register.call_args.args[0]()  # as if the fork had ended
+    os._exit(0)
+os.waitpid(child, 0)
+assert folder.joinpath("a file").exists()
+print(text)
+"""
+
+
+def test_programs_of_two_processes_are_the_same_and_their_files_are_not(tmp_path):
+    """JAX's compilation cache knows a program by its text; each process reads, and its plugin deletes, its own file."""
+    environment = os.environ | {"JLN_CHIP": "mi300x", "TMPDIR": str(tmp_path)}
+    command, how = [sys.executable, "-W", "ignore", "-c", TWICE], {"capture_output": True, "text": True, "timeout": 120}
+    one, two = (subprocess.run(command, env=environment, **how) for _ in range(2))
+    assert one.returncode == two.returncode == 0, one.stderr[-2000:] + two.stderr[-2000:]
+    assert one.stdout == two.stdout and "triton_kernel_call" in one.stdout
+    assert list(tmp_path.iterdir()) == []  # once they have ended
+
+
+def test_a_launch_whose_file_was_read_and_deleted_is_lowered_again(monkeypatch):
+    for _ in range(2):
+        (call, *_) = calls(norm, X, SCALE, SCALE, chip="mi300x", platform="rocm", monkeypatch=monkeypatch)
+        (path,) = re.findall(rb"/[\w./-]+\.hsaco", call[2])
+        os.unlink(path)
+
+
+def test_an_export_for_rocm_has_no_kernels(monkeypatch):
+    """They would be files of this process, and the export is for another."""
+    monkeypatch.setenv("JLN_CHIP", "mi300x")
+    export = jax.export.export
+    with pytest.raises(ValueError, match="cannot run in an export for ROCm, whose plugin reads kernels from files"):
+        export(jax.jit(lambda x: jln.rms_norm(x, implementation="triton")), platforms=("rocm",))(X)
+    exported = export(jax.jit(lambda x: jln.rms_norm(x)), platforms=("cpu", "cuda", "rocm"))
+    with pytest.warns(UserWarning, match="the chip is mi300x"):  # and so no kernels for CUDA
+        assert "triton" not in exported(X).mlir_module()
+
+
+def test_a_card_of_other_waves_is_refused():
+    """Such a card's threads are not those of a launch, which has 64 for each of the plugin's waves."""
+    radeon = Gpu(Chip("AMD Radeon RX 7900 XTX", "gfx1100", 96))
+    with using(radeon), pytest.raises(RuntimeError, match=r"for gfx90a, gfx942, gfx950, .* is gfx1100"):
+        jax.jit(lambda x: jln.rms_norm(x, implementation="triton")).trace(X).lower(lowering_platforms=("rocm",))
+    unknown_name = Gpu(Chip("AMD Instinct MI300A", "gfx942", 228))
+    with using(unknown_name):
+        jax.jit(lambda x: jln.rms_norm(x, implementation="triton")).trace(X).lower(lowering_platforms=("rocm",))
 
 
 def test_none_is_xla_until_a_card_has_measured_it(monkeypatch):
