@@ -241,6 +241,7 @@ def test_composed_linear_does_not_spill(worker, widths, switches, chip, dtype):
     assert_fits(made, stack=0 if (switches, chip, dtype) == ("everything", "h200", "bfloat16") else BY_CHOICE)
 
 
+@pytest.mark.heavy  # a minute; `test_fused_linear_does_not_spill_and_uses_wgmma` has a size of each kind
 def test_linear_workloads_do_not_spill(worker):
     sizes = sorted({(w.rows, w.width, sum(w.all_features)) for w in WORKLOADS.values() if w.is_linear})
     made = worker.submit(compile_linear, LINEAR_DTYPES["bfloat16"], "h200", SWITCHES["everything"], sizes).result()

@@ -136,7 +136,7 @@ def test_several_linears_hold_x_alone_between_forward_and_backward(name):
 
 @pytest.mark.parametrize("name", STACKS)
 def test_stacks_of_all_variants_are_the_same_function(name):
-    """In float64, where only a wrong wire is more than 1e-9: losses, and every gradient by itself."""
+    """Losses, and every gradient by itself, in float64 but for JAX's attention, whose softmax is in float32."""
     pytest.importorskip("flax")
     options = {"layers": 2, "shape": (2, 5, 16), "hidden": 12, "heads": 4}
     stack = STACKS[name]
@@ -151,7 +151,7 @@ def test_stacks_of_all_variants_are_the_same_function(name):
     flax = found.pop("flax")
     assert abs(found.pop("no norm at all")[0] / flax[0] - 1) > 0.1
     for value, gradients in found.values():
-        np.testing.assert_allclose(value, flax[0], rtol=1e-9)
+        np.testing.assert_allclose(value, flax[0], rtol=1e-6)
         for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(flax[1]), strict=True):
             assert jnp.linalg.norm(b) > 0
-            np.testing.assert_allclose(a, b, rtol=0, atol=1e-9 * jnp.abs(b).max())
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * jnp.abs(b).max())
