@@ -162,7 +162,9 @@ def test_each_kernel_of_a_workload_is_counted_for_a_chip(capsys):
     status, out, _ = run(capsys, "report", "--kernels", "--chip", "mi300x", "--workload", "decode-1")
     assert status == 0 and "mi300x (gfx942), 65.5 KB" in out and "waves" in out
     status, _, error = run(capsys, "report", "--chip", "mi300x")
-    assert status == 2 and error == "jln: a whole program for mi300x takes a ROCm compiler; --kernels needs none\n"
+    assert (
+        status == 2 and error == "jln: a whole program for mi300x takes a ROCm compiler; --kernels prints its kernels\n"
+    )
 
 
 def test_candidates_for_a_chip_are_compiled(capsys):

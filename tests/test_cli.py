@@ -64,7 +64,11 @@ ERRORS = {
     "too many features": (["check", "rms_norm_linear", "--features", "9" * 18], "too large: 64x1024 to 9999"),
     "too many digits": (["check", "layer_norm", "--shape", "9" * 5000], "a shape is written as 8192x4096"),
     "unknown workload": (["report", "--workload", "gpt2"], "unknown workload 'gpt2'; known are layer-norm-1024, "),
-    "unknown chip": (["report", "--chip", "v100"], "unknown chip 'v100'; known are a100, h100, h200, b200"),
+    "unknown chip": (["report", "--chip", "v100"], "unknown chip 'v100'; known are a100, l4, l40s, h100, h200, b200"),
+    "a program for no such chip": (
+        ["report", "--chip", "l4"],
+        "a whole program for l4 is none of a100, h100, h200, b200",
+    ),
     "unknown peer": (["report", "--peer", "apex"], "unknown peer 'apex'; known are jln, jln-norm, jnp, flax, tokamax"),
     "sequences of no mesh": (["report", "--sequence"], "--sequence is of a --mesh"),
     "peers on a mesh": (["report", "--mesh", "data=2", "--peer", "flax"], "a step on a --mesh is beside plain jnp"),

@@ -17,6 +17,7 @@ from jln._bench.peers import PEERS
 from jln._bench.stacks import STACKS
 from jln._bench.workloads import CPU_WORKLOADS, WORKLOADS, Workload
 from jln._catalogue import EPSILON, OPERATORS
+from workbench import AS_IT_IS
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
@@ -136,7 +137,7 @@ def test_several_linears_hold_x_alone_between_forward_and_backward(name):
 
 @pytest.mark.parametrize("name", STACKS)
 def test_stacks_of_all_variants_are_the_same_function(name):
-    """Losses, and every gradient by itself, in float64 but for JAX's attention, whose softmax is in float32."""
+    """In float64, where only a wrong wire is more than 1e-9: losses, and every gradient by itself."""
     pytest.importorskip("flax")
     options = {"layers": 2, "shape": (2, 5, 16), "hidden": 12, "heads": 4}
     stack = STACKS[name]
@@ -147,11 +148,14 @@ def test_stacks_of_all_variants_are_the_same_function(name):
     variants = losses(stack)
     assert list(variants) == ["flax", "jnp", *OURS, "no norm at all"]
     with jax.numpy_rank_promotion("allow"):  # Flax's
-        found = {n: jax.jit(stack.step(loss))(*stack.init(jax.random.key(0))) for n, loss in variants.items()}
+        found = {
+            n: jax.jit(stack.step(loss), compiler_options=AS_IT_IS)(*stack.init(jax.random.key(0)))
+            for n, loss in variants.items()
+        }
     flax = found.pop("flax")
     assert abs(found.pop("no norm at all")[0] / flax[0] - 1) > 0.1
     for value, gradients in found.values():
-        np.testing.assert_allclose(value, flax[0], rtol=1e-6)
+        np.testing.assert_allclose(value, flax[0], rtol=1e-9)
         for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(flax[1]), strict=True):
             assert jnp.linalg.norm(b) > 0
-            np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * max(1.0, jnp.abs(b).max()))
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-9 * jnp.abs(b).max())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections import defaultdict
 
 import jax
@@ -13,6 +14,10 @@ import numpy as np
 import jln
 from jln import _catalogue
 from jln._catalogue import EPSILON
+
+# Compiler options by which XLA compiles a program as users have it, where conftest.py has it compile faster: without
+# its emitters attention's float64 is right to 1e-8 only.
+AS_IT_IS = {"xla_cpu_use_fusion_emitters": True} if "emitters=false" in os.environ.get("XLA_FLAGS", "") else {}
 
 
 @dataclasses.dataclass(frozen=True)

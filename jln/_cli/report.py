@@ -71,7 +71,8 @@ def command(
             raise UserError("--kernels are jln's, of one GPU: without --peer, --mesh and --sequence")
         _of_kernels(known("workload", workload or WORKLOADS, WORKLOADS), chip, output, as_json)
     if chip not in program.CHIPS:
-        raise UserError(f"a whole program for {chip} takes a ROCm compiler; --kernels needs none")
+        why = "takes a ROCm compiler" if CHIPS[chip].is_amd else f"is none of {', '.join(program.CHIPS)}"
+        raise UserError(f"a whole program for {chip} {why}; --kernels prints its kernels")
     if not mesh and sequence:
         raise UserError("--sequence is of a --mesh")
     if mesh and peer:

@@ -8,7 +8,7 @@ from typing import Any
 from jln._triton.chip import Chip
 from jln._triton.target import Target
 from jln._triton.tile import Tile, aligned, ceil_div, next_power_of_2
-from jln._triton.tuning import Choice, Tiles
+from jln._triton.tuning import Choice, Tiles, known_or_newest
 
 # Columns have 32-bit numbers, and a loop over chunks of them ends at a multiple of a chunk of up to 2**15.
 LONGEST_ROW = 2**31 - 2**16
@@ -177,6 +177,8 @@ def _shared(name: str, tile: Tile, sizes: dict[str, Any]) -> int:
     and offset of each chunk; or one array that changes its layout, in their place.
     """
     elements, itemsize, in_chunks = tile.rows * tile.columns, sizes["itemsize"], tile.columns < sizes["h"]
+    if known_or_newest(sizes["chip"]).is_amd:  # where what is read ahead waits in registers
+        return elements * max(4, itemsize)
     vectors = 2 if in_chunks else int(sizes.get("wants_y", False))
     numbers = vectors * tile.columns
     if sizes["choice"] == "backward" and name == "tile":
