@@ -50,6 +50,6 @@ COMPILED = [
         "ones passed though they are constants", LOWERING,
         "if a != 1  # a constant", "if a != -1  # a constant", ONE_ROW,
     ),
-    Mutant("always four warps", LOWERING, "facts = (launch.tile.warps, 1,", "facts = (4, 1,", SEVERAL_TILES),
-    Mutant("no shared memory asked for", LOWERING, "1, binary.shared, binary.ptx", "1, 0, binary.ptx", SEVERAL_TILES),
+    Mutant("always four warps", LOWERING, "facts = (launch.tile.warps_of(chip), 1,", "facts = (4, 1,", SEVERAL_TILES),
+    Mutant("no shared memory asked for", LOWERING, "1, binary.shared, code", "1, 0, code", SEVERAL_TILES),
 ]  # fmt: skip
