@@ -12,8 +12,8 @@ if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     flags = "--xla_force_host_platform_device_count=8"
-    # XLA compiles many small programs in two thirds of the time without its emitters of fusions. What users run has
-    # them, so `.ci/run` has some files with JLN_XLA=as_is, too. From JAX 0.11 on there is no such flag.
+    # XLA compiles many small programs faster without its emitters of fusions. What users run has them, so `.ci/run` has
+    # some files with JLN_XLA=as_is, too. From JAX 0.11 on there is no such flag.
     if os.environ.get("JLN_XLA") != "as_is" and importlib.metadata.version("jaxlib").startswith("0.10."):
         flags += " --xla_cpu_use_fusion_emitters=false"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"

@@ -91,6 +91,7 @@ def test_a_chip_says_what_it_is():
     assert [str(CHIPS[name]) for name in ("h200", "mi300x", "mi355x")] == ["sm_90", "gfx942", "gfx950"]
     assert {chip.platform for chip in CHIPS.values() if chip.is_amd} == {"rocm"}
     assert Recorder(CHIPS["mi355x"]).chip.shared == 163840
+    assert Chip("b300", 103, 148).shared == 101376  # of an unknown one the least of its maker's
     assert [CHIPS[name].threads for name in ("h200", "mi300x")] == [32, 64]
     assert [CHIPS[name].registers for name in ("h200", "mi300x")] == [65536, 131072]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,9 +56,8 @@ def _kernel(workload: str, launch: Any) -> Kernel:
 
 def of_all(workloads: Sequence[str], chip: str, begin: Callable[[str], None]) -> tuple[list[Kernel], list[str]]:
     """Compile the launches of all workloads. -> (the kernels, sentences on what does not compile)."""
-    count = min(16, os.cpu_count() or 1)
     kernels, failures = [], []
-    with compiler.workers(count) as pool:
+    with compiler.workers() as pool:
         jobs = [(name, pool.submit(compiled, name, chip)) for name in workloads]
         for name, job in jobs:
             begin(f"{name} for {chip}")

@@ -90,14 +90,10 @@ def _chip(name: str | None, dry_run: bool) -> Chip:
     return chip
 
 
-def _processes() -> int:
-    return min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-
-
 def survey(workloads: Sequence[Workload], chip: Chip, seconds: float | None, started: float) -> bool:
     """Print what would be timed, and the compiler's reasons against the rest. Returns whether time sufficed for all."""
     asked = search.questions(workloads, chip, TUNABLE.values())
-    with compiler.workers(_processes()) as pool, progress(len(asked)) as begin:
+    with compiler.workers() as pool, progress(len(asked)) as begin:
         for question in asked:
             if _late(seconds, started):
                 return False
@@ -123,7 +119,7 @@ def tune(
     rows, finished = [], True
     keep(path, [])  # or say that it cannot be written before anything is timed
     asked = [q for q in search.questions(workloads, chip, TUNABLE.values()) if not _known(q, path)]
-    with compiler.workers(_processes()) as pool, progress(len(asked)) as begin:
+    with compiler.workers() as pool, progress(len(asked)) as begin:
         for question in asked:
             if _late(seconds, started):
                 finished = False

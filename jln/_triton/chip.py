@@ -63,7 +63,8 @@ class Chip:
     @property
     def shared(self) -> int:
         """The bytes of shared memory that one program may have; of what is not known the least."""
-        return SHARED_LIMIT.get(self.architecture, min(SHARED_LIMIT.values()))
+        least = min(limit for of, limit in SHARED_LIMIT.items() if isinstance(of, str) == self.is_amd)
+        return SHARED_LIMIT.get(self.architecture, least)
 
     def __str__(self) -> str:
         return str(self.architecture) if self.is_amd else f"sm_{self.architecture}"

@@ -62,7 +62,7 @@ def _of_amd(code: bytes, shared: int, assembly: str) -> Resources:
 
     sizes = {"dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16, "ushort": 2, "short": 2, "ubyte": 1}
     loads = re.findall(r"(?:global|buffer)_load_(?:lds_)?([a-w]+(?:x\d)?)", assembly)
-    widest = max((sizes[load] for load in loads), default=0)
+    widest = max((sizes.get(load, 1) for load in loads), default=0)
     spilled = max(noted("private_segment_fixed_size"), 4 * (noted("vgpr_spill_count") + noted("sgpr_spill_count")))
     return Resources(noted("vgpr_count"), spilled, shared, widest, code, assembly)
 
@@ -89,11 +89,15 @@ def dump(cubin: bytes, option: str) -> str:
 
 
 @contextlib.contextmanager
-def workers(count: int) -> Iterator[concurrent.futures.ProcessPoolExecutor]:
+def workers(count: int | None = None) -> Iterator[concurrent.futures.ProcessPoolExecutor]:
     """Processes that compile, whatever this one does: without Triton's interpreter, and they leave the GPU alone.
 
-    A task that nobody waits for any more, as after an interrupt, is not begun.
+    A task that nobody waits for any more, as after an interrupt, is not begun. count: by default one for each core that
+    this process may use, and at most 16.
     """
+    if count is None:
+        usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        count = min(16, usable)
     context = multiprocessing.get_context("spawn")
     pool = concurrent.futures.ProcessPoolExecutor(count, mp_context=context, initializer=_compile_only)
     try:

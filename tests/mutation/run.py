@@ -1,6 +1,6 @@
 """Break the code in every way of `mutants.py`, in a copy, and see the tests fail.
 
-    python tests/mutation/run.py            # all, some twenty minutes on two cores
+    python tests/mutation/run.py            # all
     python tests/mutation/run.py c2 dbias   # those whose description has one of these words
 
 Exits with 1 if a mutant survives or its tests fail without it. Before anything is run it also does so if of any mutant,
