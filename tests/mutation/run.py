@@ -51,21 +51,21 @@ def processes(ids: Iterable[str]) -> list[list[str]]:
     return [others] * bool(others) + [[f"--confcutdir={EXECUTED}", *executed]] * bool(executed)
 
 
-def tests(tree: pathlib.Path, ids: Iterable[str]) -> tuple[int | None, str]:
-    """Run tests, and return pytest's exit status (None when it took too long) and its output."""
+def tests(tree: pathlib.Path, ids: Iterable[str], timeout: int | None = None) -> tuple[int | None, str]:
+    """Run tests, and return pytest's exit status (None when it took longer than timeout seconds) and its output."""
     status, output = 0, ""
     for arguments in processes(ids):
         if status == 0:
-            status, output = pytest(tree, arguments)
+            status, output = pytest(tree, arguments, timeout)
     return status, output
 
 
-def pytest(tree: pathlib.Path, arguments: list[str]) -> tuple[int | None, str]:
+def pytest(tree: pathlib.Path, arguments: list[str], timeout: int | None = None) -> tuple[int | None, str]:
     options = ["-x", "-q", "-n0", "-m", "", "--tb=line", "-p", "no:cacheprovider"]  # -m: heavy ones too, if listed
     command = [sys.executable, "-m", "pytest", *options, *arguments]
     environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
-        ran = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+        ran = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:
         return None, ""
     return ran.returncode, ran.stdout + ran.stderr[-2000:]
@@ -98,7 +98,7 @@ def verdict(tree: pathlib.Path, mutant: Mutant) -> str:
     text = path.read_text()
     try:
         path.write_text(text.replace(mutant.old, mutant.new))
-        status, output = tests(tree, mutant.tests)
+        status, output = tests(tree, mutant.tests, TIMEOUT)
     finally:
         path.write_text(text)
     if status is None:
