@@ -1,4 +1,4 @@
-"""What operators must survive: stores out of bounds, numbers near the end of their range, threads, long runs."""
+"""Tests of what operators survive: stores out of bounds, numbers near the end of their range, threads, long runs."""
 
 import concurrent.futures
 import dataclasses
@@ -21,7 +21,7 @@ NAMES = [*OPERATORS, *LINEAR_OPERATORS]
 
 
 def problem(name, rows, width, features, dtype, parameter_dtype=None):
-    """-> (operator, operands)"""
+    """Return (operator, operands) for x of [rows, width]; only a Linear uses `features`."""
     if name in OPERATORS:
         operator = OPERATORS[name]
         return operator, workbench.arguments(operator, (rows, width), dtype, parameter_dtype=parameter_dtype)
@@ -30,7 +30,7 @@ def problem(name, rows, width, features, dtype, parameter_dtype=None):
 
 
 def gradients(operator, implementation):
-    """A jitted function of the operands: a loss that uses every result, and its gradients."""
+    """Return a jitted function of the operands that gives a loss of every result and the loss's gradients."""
 
     @jax.jit
     def run(*operands):
@@ -45,9 +45,9 @@ def gradients(operator, implementation):
     return run
 
 
-# Of the kernels with guard words
+# Kernels between guard words
 
-# By the kernel, with the room that it is of.
+# The kernels by room and name, each with the results that it writes in these tests.
 OUTPUTS = {
     "_norm.forward_kernel": ("y", "total", "mean", "rstd"),
     "_norm.row_sums_kernel": ("c1", "c2"),
@@ -62,8 +62,10 @@ OUTPUTS = {
 
 @pytest.mark.skipif(not interpreting(), reason="kernels are compiled here")
 def test_every_output_of_every_kernel_is_guarded_and_written(monkeypatch):
-    """With a buffer one element too short the guard behind it is hit: the last element is stored to, and a store
-    beyond any buffer is seen. With a program too few there is NaN: nothing else writes that program's part.
+    """Guard words follow every output of every kernel, and every program writes a part of the outputs.
+
+    With a buffer one element too short the guard behind it is hit: the kernel stores the last element, and a store
+    beyond the buffer is noticed. With one program fewer there is NaN, as nothing else writes that program's part.
     """
     from jln._triton import interpreter
 
@@ -100,11 +102,11 @@ def test_every_output_of_every_kernel_is_guarded_and_written(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-# Whole rows, and rows in chunks: the fused Linear takes chunks of any.
+# The norm takes a row of 100 columns whole and one of 20000 in chunks; the fused Linear takes every row in chunks.
 @pytest.mark.parametrize(("linear", "width"), [(False, 100), (False, 20000), (True, 100)])
 def test_a_mean_whose_square_overflows(linear, width, dtype, implementation):
-    """3e19, spread 3e15: nothing that matters overflows."""
-    if dtype == "bfloat16":  # has no such neighbours: one element in a hundred a step away
+    """Rows of mean 3e19 and spread 3e15 are normalised right, although the mean's square overflows float32."""
+    if dtype == "bfloat16":  # its numbers are not so close together: one element in a hundred is 3.05e19
         x = jnp.full((3, width), 3e19, dtype).at[:, ::100].set(jnp.asarray(3.05e19, dtype))
     else:
         x = (3e19 * (1 + 1e-4 * workbench.normal(0, (3, width), "float64"))).astype(dtype)
@@ -122,7 +124,7 @@ def test_a_mean_whose_square_overflows(linear, width, dtype, implementation):
     y, dx = both(x, jln, implementation=implementation)
     true, _ = both(x.astype("float64"), jln.reference)
     assert np.isfinite(y.astype("float64")).all() and np.isfinite(dx.astype("float64")).all()
-    # The mean is rounded to eps of itself, which is so much of the spread.
+    # The mean is rounded by eps of itself, which this is as a part of the spread.
     spread = float(jnp.std(x.astype("float64")))
     eps = float(jnp.finfo("float32").eps)
     rounding = 4 * eps * 3e19 / spread + float(jnp.finfo(dtype).eps) * np.max(np.abs(true))
@@ -133,7 +135,10 @@ def test_a_mean_whose_square_overflows(linear, width, dtype, implementation):
 
 
 def test_eight_threads_trace_and_run_at_once(implementation):
-    """Each its own sizes, which it compiles, and one that all share; every result is that of a thread alone."""
+    """Eight threads that trace, compile and run operators at once get, bit for bit, the results of a thread alone.
+
+    Each thread has an operator of sizes of its own, which it compiles, and a layer_norm that all share.
+    """
     threads = 8
     barrier = threading.Barrier(threads)
 
@@ -158,7 +163,7 @@ def test_eight_threads_trace_and_run_at_once(implementation):
 
 
 def resident_bytes():
-    """Of this process, garbage collected."""
+    """Return the resident memory of this process in bytes, after garbage collection."""
     gc.collect()
     pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096
@@ -184,8 +189,8 @@ def memory_stays(steps, implementation):
 
     train(steps // 4)
     arrays = len(jax.live_arrays())
-    # An array a step, the smallest of 128 bytes, would come to half a megabyte; an x of 64 KB to 256. What leaks does
-    # so every time, and an allocator takes pages now and then.
+    # Leaking an array a step would take more than half a megabyte in 5000 steps, as the smallest array has 128 bytes;
+    # x has 64 KB, and would take 300 MB. A leak shows in every trial; an allocator takes pages only now and then.
     assert any(grown() < max(2**19, 100 * steps) for _ in range(3))
     assert len(jax.live_arrays()) <= arrays
 
@@ -206,7 +211,7 @@ jax.monitoring.register_event_duration_secs_listener(
 
 
 def cache_sizes():
-    """Of whatever in jln remembers programs or shapes."""
+    """Return the sizes of all caches of programs or shapes in jln's modules, by module and name."""
     sizes = {}
     for module in [m for name, m in sys.modules.items() if name.split(".")[0] == "jln"]:
         for name, a in vars(module).items():
@@ -219,7 +224,7 @@ def cache_sizes():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_repeated_calls_compile_nothing(name, implementation):
-    """Eager, jitted and differentiated."""
+    """Repeated calls compile nothing and grow no cache, whether eager, jitted or differentiated."""
     operator, operands = problem(name, 3, 10, 4, "float32")
     run = gradients(operator, implementation)
 

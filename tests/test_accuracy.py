@@ -1,4 +1,4 @@
-"""Every result of every operator against float64 (float64's own against longdouble), for both implementations."""
+"""Tests of every result of every operator against float64 (longdouble for float64), for both implementations."""
 
 import functools
 import itertools
@@ -23,8 +23,10 @@ ROWS = (1, 5, 1000)
 
 
 def by_dtype(cases, is_heavy=lambda *_: False):
-    """Each case in four dtypes; by default in one of 16 bits and a wider one, its neighbours in the other two. Tiles go
-    by an element's size, not by its format.
+    """Return each case in four dtypes as pytest parameters, two of the four dtypes marked as heavy.
+
+    By default a case runs in one dtype of 16 bits and a wider one, and the next case in the other two. That is enough,
+    as tiles depend on an element's size and not on its format.
     """
     return [
         pytest.param(*case, dtype, marks=[pytest.mark.heavy] if i % 2 != j % 2 or is_heavy(*case) else [])
@@ -34,7 +36,10 @@ def by_dtype(cases, is_heavy=lambda *_: False):
 
 
 def is_long(rows, width):
-    """A million elements take the interpreter about a second; of the larger ones CI runs two."""
+    """Return whether x has more than a million elements.
+
+    The interpreter takes about a second for a million elements. CI runs one of the larger sizes, in bfloat16.
+    """
     return rows * width > 1_000_000
 
 
@@ -46,8 +51,8 @@ def test_layer_norm(rows, width, dtype, implementation):
     check(operator, workbench.arguments(operator, (rows, width), dtype), implementation)
 
 
-# The tiles are those of layer_norm, so one width of each regime: several rows a tile, a row a tile, a row shared by two
-# programs, chunks.
+# The tiles are those of layer_norm, so one width of each regime is enough: several rows a tile, a row a tile, a row
+# shared by two programs, chunks.
 @pytest.mark.parametrize(
     ("rows", "width", "name", "dtype"),
     by_dtype(
@@ -71,14 +76,17 @@ def test_family(name, rows, width, dtype, implementation):
     ),
 )
 def test_rows_with_a_mean_1000_times_their_spread(name, rows, width, dtype, implementation):
-    """E[x^2] - E[x]^2 would leave nothing of the variance."""
+    """Rows whose mean is 1000 times their spread keep their variance, of which E[x^2] - E[x]^2 would leave nothing."""
     operator = OPERATORS[name]
     check(operator, workbench.arguments(operator, (rows, width), dtype, mean=1000.0), implementation)
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
 def test_long_rows_side_by_side(name, implementation):
-    """Of which a chunk has few elements: 512 chunks, each of whose statistics is a rounding more."""
+    """Rows of 16384 elements that lie side by side in memory are as accurate as plain jnp.
+
+    A chunk of such rows has few elements of each: there are 512 chunks, each of whose statistics is a rounding more.
+    """
     x = 3 + workbench.normal(0, (16384, 32), "float32")
     wide = np.asarray(x, "float64")
     wide = wide - wide.mean(0) if name == "layer_norm" else wide
@@ -93,7 +101,10 @@ def test_long_rows_side_by_side(name, implementation):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_gradients_of_wider_parameters_keep_their_digits(dtype, implementation):
-    """In 16 bits the sum's own rounding would hide how it was added up."""
+    """Float32 parameters of an x in 16 bits have gradients as accurate as float32.
+
+    With parameters in 16 bits the gradient's own rounding would hide how its sum over rows was added up.
+    """
     operator = OPERATORS["layer_norm"]
     check(operator, workbench.arguments(operator, (37, 100), dtype, parameter_dtype="float32"), implementation)
 
@@ -108,8 +119,11 @@ def test_small_and_large_data(dtype, magnitude, implementation):
 
 
 def optional_arguments():
-    """(name, features, what is absent, whether 1 + scale is meant): of a sum of a Linear's, whose parameters have the
-    same part, only all or neither of the norm's. One strategy for a product has the other number of features.
+    """Yield (name, features, names of absent arguments, zero_centered_scale) for every operator.
+
+    A norm has every set of absent arguments, and where it has a scale both values of `zero_centered_scale`. A Linear
+    has 64 features and 1000, one number for each strategy for a product. Behind a sum a Linear lacks nothing or all of
+    the norm's parameters, since these play the same part as without the sum.
     """
     for name, operator in ALL.items():
         optional = [argument.name for argument in operator.entry.arguments if argument.optional]
@@ -138,10 +152,11 @@ def test_optional_arguments(case, implementation):
     check(operator, given, implementation, zero_centered_scale=zero_centered, epsilon=1e-3)
 
 
-# The usual mixed precision; one wide argument beside narrow ones, either way; what is promoted to float32.
+# (x, parameters): the usual mixed precision; then the other way round; two formats of 16 bits, promoted to float32; and
+# float64 beside float32, either way.
 PAIRS = [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "bfloat16")]
 PAIRS += [("float64", "float32"), ("float32", "float64")]
-# With a residual between: the last one of the first is a residual stream kept in float32.
+# (x, residual, parameters): the second is a residual stream kept in float32.
 TRIPLES = [("bfloat16", "bfloat16", "float32"), ("bfloat16", "float32", "float32"), ("float32", "bfloat16", "bfloat16")]
 TRIPLES += [("float16", "bfloat16", "float16"), ("float64", "float32", "float32"), ("float32", "float32", "float64")]
 OF_ROWS = (("layer_norm", ()), ("layer_norm_linear", (64,)), ("layer_norm_linear", (600,)))

@@ -1,5 +1,7 @@
-"""Rungs 2 and 3 on AMD's chips: kernels are right with the tiles that waves take, and compiled for gfx90a, gfx942 and
-gfx950 they use registers, and of memory what they read and write.
+"""Tests of the kernels on AMD's chips, of rungs 2 and 3.
+
+The kernels are right in the interpreter with the tiles that waves take. Compiled for gfx90a, gfx942 and gfx950 they
+keep their values in registers and use memory only for what they read and write.
 """
 
 import json
@@ -34,12 +36,15 @@ OF_EACH = [pytest.param(c, marks=[] if c == "mi300x" else [pytest.mark.heavy]) f
 LAYOUTS = [(h, 1) for h in (128, 1000, 1024, 4096, 8192, 16384, 20000)] + [(256, 147456)]
 OTHERS = [SUM_SWITCHES["everything and a gate"], GATED_SWITCHES["the norm before its gate"]]
 RARER = [pytest.param(d, marks=pytest.mark.heavy) for d in ("float16", "float64", "bfloat16, float32 stream")]
-# Two waves a SIMD have so many vector registers each.
+# The vector registers that a thread of each of two waves on a SIMD may have.
 REGISTERS = 256
 
 
 def resources(made, dtype):
-    """Runs in the worker: of each launch what it is, and its resources less the binary."""
+    """Compile the launches and return the name, registers, spills, shared memory, widest load and mfmas of each.
+
+    This runs in the worker process, which returns everything but the binaries.
+    """
     found = []
     for launch in made:
         of = compiler.compile_launch(launch)
@@ -91,7 +96,7 @@ def test_a_chip_says_what_it_is():
     assert [str(CHIPS[name]) for name in ("h200", "mi300x", "mi355x")] == ["sm_90", "gfx942", "gfx950"]
     assert {chip.platform for chip in CHIPS.values() if chip.is_amd} == {"rocm"}
     assert Recorder(CHIPS["mi355x"]).chip.shared == 163840
-    assert Chip("b300", 103, 148).shared == 101376  # of an unknown one the least of its maker's
+    assert Chip("b300", 103, 148).shared == 101376  # an unknown chip has the least of its maker's chips
     assert [CHIPS[name].threads for name in ("h200", "mi300x")] == [32, 64]
     assert [CHIPS[name].registers for name in ("h200", "mi300x")] == [65536, 131072]
 
@@ -107,7 +112,10 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_tiles_of_waves_are_right_in_the_interpreter(case):
-    """With an AMD chip of three compute units, so that programs of the backward kernels loop over tiles."""
+    """Results and gradients are right to 1e-5 with the tiles of an AMD chip.
+
+    The chip has three compute units, so that programs of the backward kernels loop over tiles.
+    """
     shape, names, options = CASES[case]
     operator = case.partition(",")[0]
     h, random = shape[options.get("axis", -1)], np.random.default_rng(3)

@@ -1,4 +1,4 @@
-"""The API reference, jln/API.md: it is what the docstrings say, and has every public name."""
+"""Tests of the API reference, jln/API.md: it is what the docstrings say, and has every public name."""
 
 import importlib
 import re
@@ -35,5 +35,5 @@ def test_every_link_leads_to_a_heading():
 
 
 def test_nothing_but_markdown_is_left():
-    """griffe2md makes HTML of types, and of a paragraph of a docstring that looks like a section."""
+    """The page has no HTML, which griffe2md makes of types and of docstring paragraphs that look like a section."""
     assert re.findall(r"</?[a-z]+[^>\n]*>", re.sub(r"`[^`]*`", "", PAGE.read_text())) == []

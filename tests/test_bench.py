@@ -1,4 +1,4 @@
-"""The benchmark: its judgement of numbers, and what it does where peers or profilers are missing."""
+"""Tests of the benchmark: its judgement of numbers, and what it does where peers or profilers are missing."""
 
 import jax
 import pytest
@@ -23,7 +23,10 @@ pytestmark = pytest.mark.usefixtures("compile_fast", "promoted_ranks")
     ],
 )
 def test_all_peers_of_jax_are_right_and_timed(name, platform, monkeypatch):
-    """platform: whose way; on "gpu" by the profiler, which works here too."""
+    """Every peer of JAX is right and is timed in each direction, the CPU's way and a GPU's.
+
+    platform: "cpu" for times by the wall clock, "gpu" for times by the profiler, which works on a CPU too.
+    """
     monkeypatch.setattr(timing, "COLD_BYTES", 2**20)
     by = {"block": ("jln",), "apart": ("jln", "jln-norm"), "linear": ("jln", "flax"), "several": ("jln", "jln-norm")}
     names = by.get(name, ("jln", "flax", "haiku"))  # the rest is slow
@@ -42,7 +45,11 @@ def test_all_peers_of_jax_are_right_and_timed(name, platform, monkeypatch):
 
 @pytest.mark.parametrize("name", [p.name for p in PEERS.values() if p.framework == "jax"])
 def test_every_workload_has_a_program_of_every_peer_of_jax(name):
-    """That gives what the reference does, in shapes; at full size nothing is run."""
+    """Each peer of JAX has a program for every workload, with results of the reference's shapes and dtypes.
+
+    Where a peer cannot compute a workload it raises `Unsupported` with the reason. Nothing is run, as the sizes are
+    full.
+    """
     chosen = PEERS[name]
     pytest.importorskip(chosen.package)
     for workload in results.ALL.values():
@@ -117,7 +124,10 @@ def test_without_a_profiler_a_gpu_is_timed_by_the_wall_clock(monkeypatch):
 
 
 def test_limits_are_of_the_size_of_roundings():
-    """In float32: some of the largest result's, and for sums over rows as many more as the root of their number."""
+    """A limit in float32 is at most some roundings of the largest element, and 8 more for a sum over rows.
+
+    8 is the square root of the number of rows, 64.
+    """
     workload = Workload("norm", "layer_norm", (64, 100), "small", dtype="float32")
     judge = numerics.judge(workload, *numerics.arrays(workload))
     assert list(judge.true) == numerics.names(workload) == ["y", "dx", "dscale", "doffset"]
@@ -138,7 +148,7 @@ def test_bytes_and_operations_of_a_block():
         assert getattr(SMALL["apart"], name)() == getattr(block, name)()
 
 
-@pytest.mark.parametrize("name", [name for name in SMALL if name not in ("block", "apart")])  # of which it has none
+@pytest.mark.parametrize("name", [name for name in SMALL if name not in ("block", "apart")])  # PyTorch has no blocks
 def test_pytorch_is_right_and_timed(name):
     pytest.importorskip("torch")
     workload = SMALL[name]

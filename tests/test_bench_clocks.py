@@ -1,4 +1,4 @@
-"""The benchmark's clocks: what a trace tells, and in which order programs run."""
+"""Tests of the benchmark's clocks: what is read from a trace, and in which order programs run."""
 
 import json
 import types
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("compile_fast", "promoted_ranks")
 
 
 def program(name, size):
-    """A run of a product of matrices and a sine, two kernels or more."""
+    """Return a `Run` of a compiled program that multiplies matrices and takes a sine."""
 
     def f(x):
         return jnp.sin(x) @ x
@@ -30,7 +30,7 @@ def program(name, size):
 
 
 def test_each_program_of_a_trace_gets_its_own_time():
-    """On the CPU's threads, through the profiler that a GPU is timed by."""
+    """The profiler, by which a GPU is timed, tells two programs' times on the CPU's threads apart."""
     runs = [program("small", 8), program("large", 400)]
     times = timing.traced(runs, 5, cold_bytes=2**20)
     assert {name: len(t.seconds) for name, t in times.items()} == {"small": 5, "large": 5}

@@ -1,4 +1,4 @@
-"""`python -m jln bench`: its tables, files and exit statuses, what it takes up again and what another process does."""
+"""Tests of `python -m jln bench`: tables, files, exit statuses, runs taken up again, and work of other processes."""
 
 import json
 import os
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("compile_fast", "promoted_ranks")
 
 @pytest.fixture
 def small(monkeypatch):
-    """Two workloads of its own, and no time for ceilings."""
+    """Let the command run two small workloads by default, and give it ceilings so that it does not measure any."""
     two = {name: SMALL[name] for name in ("norm", "inference")}
     monkeypatch.setattr(bench, "CPU_WORKLOADS", two)
     for module in (bench, results):
@@ -108,7 +108,11 @@ def test_exits_with_1_if_ours_is_wrong(capsys, small, monkeypatch):
 
 
 def test_what_another_process_measures(monkeypatch):
-    """As PyTorch is on a GPU; here the workloads are the list's own, the smallest on the CPU."""
+    """Another process measures a workload on the CPU, and one that has no such device gives the reason.
+
+    On a GPU PyTorch is measured in this way. The other process knows the list's own workloads only, so this test takes
+    one of the smallest on the CPU.
+    """
     device = jax.devices("cpu")[0]
     workload = results.ALL["decode-1"]
     records = bench._in_another_process([workload], [PEERS["jnp"]], device, SETTINGS, None)
@@ -145,7 +149,10 @@ def test_list(capsys):
 
 @pytest.mark.skipif(shutil.which("timeout") is None, reason="gpu_run.sh needs GNU's timeout")
 def test_gpu_run_writes_where_its_caller_means(tmp_path):
-    """Not beside the script. By a Python that passes everything."""
+    """`gpu_run.sh --results found` writes below its caller's folder, not beside the script.
+
+    `true` stands in for Python, so that every step passes at once.
+    """
     script = pathlib.Path(__file__).parents[1] / "benchmarks" / "gpu_run.sh"
     ran = subprocess.run(
         ["bash", script, "--cpu", "--results", "found", "--run", "x"],

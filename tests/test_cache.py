@@ -1,5 +1,7 @@
-"""Files of compiled kernels: where they are, and that nothing that is wrong with them matters. (What their names depend
-on: tests/program/test_launch.py.)"""
+"""Tests of the files of compiled kernels: where they are, and that a file with anything wrong does no harm.
+
+What the files' names depend on is tested in tests/program/test_launch.py.
+"""
 
 import concurrent.futures
 import multiprocessing

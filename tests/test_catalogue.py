@@ -34,7 +34,7 @@ def classes(random):
 
 
 def near_zero(random):
-    """A thousandth of the other elements' size, among them."""
+    """Return (x,), six positive numbers of which every third is a thousandth of the others' size."""
     x = random.uniform(0.5, 2, 6)
     x[::3] /= 1000
     return (x,)
@@ -108,14 +108,17 @@ RIGHT = {
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_rules_are_accepted(name):
-    """By central differences alone; our operators by the reference's autodiff as well."""
+    """Right rules are accepted by central differences, and our operators by the reference's autodiff as well."""
     f, args = RIGHT[name]
     testing.assert_vjp(f, args, reference=getattr(jln.reference, name, None), seed=SEEDS)
 
 
 @pytest.mark.parametrize("name", [name for name in RIGHT if hasattr(jln.reference, name)])
 def test_right_kernels_are_accepted(name):
-    """By autodiff alone: one difference is twenty runs of the interpreter."""
+    """Right kernels are accepted by autodiff of the reference alone.
+
+    A central difference would be twenty runs of the interpreter.
+    """
     f, args = RIGHT[name]
     f = functools.partial(f, implementation="triton")
     testing.assert_vjp(f, args, reference=getattr(jln.reference, name), differences=False, seed=SEEDS)
@@ -123,13 +126,13 @@ def test_right_kernels_are_accepted(name):
 
 @pytest.mark.parametrize(("name", "mode"), [("add_layer_norm", "reverse"), ("layer_norm_linear", "forward")])
 def test_right_second_derivatives_are_accepted(name, mode):
-    """One of each rule; test_transforms.py has all of them."""
+    """Right second derivatives are accepted, of one operator in each mode; test_transforms.py has all of them."""
     f, args = RIGHT[name]
     testing.assert_hvp(f, args, reference=getattr(jln.reference, name), mode=mode, seed=SEEDS)
 
 
 def wrong(function, rule):
-    """`function` with the rule `(*arguments, dy) -> gradients`."""
+    """Return `function` with the backward rule `(*arguments, dy) -> gradients`."""
 
     @jax.custom_vjp
     def f(*args):
@@ -189,13 +192,13 @@ def test_wrong_rules_are_rejected(name):
 
 @pytest.mark.parametrize("name", controls.WRONG)
 def test_wrong_rules_are_rejected_in_float32(name):
-    """What a float32 gradient is compared with is float64 all the same."""
+    """Wrong rules are rejected in float32 too, as a float32 gradient is compared with one in float64."""
     arguments = normal((3, 4), (4,), (4,))
     all_are_rejected(controls.WRONG[name], lambda random: [a.astype("float32") for a in arguments(random)], None)
 
 
 def all_are_rejected(f, args, dtype):
-    """By the differences alone, and by the reference's autodiff alone."""
+    """Check that every seed is rejected, by the differences alone and by the reference's autodiff alone."""
     for options in ({}, {"reference": f.__wrapped__, "differences": False}):
         report = testing.check_vjp(f, args, dtype=dtype, seed=SEEDS, **options)
         accepted = [seed for seed, of_seed in report.by_seed.items() if of_seed.ok]
@@ -203,7 +206,10 @@ def all_are_rejected(f, args, dtype):
 
 
 def test_right_norm_in_the_dress_of_the_wrong_ones_is_accepted():
-    """Or the wrong ones might be rejected for their dress."""
+    """The right norm is accepted in the form in which the wrong ones are written.
+
+    Otherwise the wrong ones might be rejected for that form.
+    """
     testing.assert_vjp(controls.RIGHT, normal((3, 4), (4,), (4,)), seed=SEEDS)
 
 
@@ -215,13 +221,13 @@ def test_right_norm_in_the_dress_of_the_wrong_ones_is_accepted():
     ],
 )
 def test_broadcast_gradients_not_summed_are_refused(function, rule, arguments):
-    """A gradient of another shape than its argument is not even a number to compare: JAX says so."""
+    """JAX raises for a gradient of another shape than its argument, which leaves no numbers to compare."""
     with pytest.raises(ValueError, match="shape"):
         testing.check_vjp(wrong(function, rule), arguments(np.random.default_rng(0)))
 
 
 def test_a_wrong_second_derivative_is_rejected():
-    """The gradient is right, and its own rule is not."""
+    """A second derivative is rejected where the gradient is right and the gradient's own rule is wrong."""
     slope = wrong(jnp.cos, lambda x, dy: (dy * jnp.sin(x),))
     f = wrong(jnp.sin, lambda x, dy: (dy * slope(x),))
     args = normal((3, 4))

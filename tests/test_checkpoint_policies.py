@@ -1,4 +1,4 @@
-"""What `jax.checkpoint` makes again behind a norm of ours, counted in the traced gradient, beside plain jnp."""
+"""Tests of what `jax.checkpoint` recomputes behind a norm of ours, counted in the traced gradient."""
 
 from collections import Counter
 
@@ -18,7 +18,7 @@ SHAPES = {
     **{name: (WIDE, H) for name in ("out", "down")},
     **{"adapter": (H, FEW), "back": (FEW, H)},
 }
-# Forward products: q, k, v, out, gate, up, adapter, down, back; backward two of each.
+# The forward pass has the products q, k, v, out, gate, up, adapter, down and back; the backward pass has two for each.
 PRODUCTS = 9
 ours, jaxs = jln.checkpoint_policies, jax.checkpoint_policies
 POLICIES = {
@@ -62,7 +62,10 @@ def equations(jaxpr):
 
 
 def made(module, policy, **options):
-    """From what is made, forward, again and backward, to how often: products; and each operation's results."""
+    """Return a `Counter` of what the traced gradient computes: forward, recomputed and backward together.
+
+    Its keys are "products", and for each norm operation a tuple of its name and the results that are wanted of it.
+    """
     jaxpr = jax.make_jaxpr(gradient(module, policy, **options))(*arguments()).jaxpr
     jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     count = Counter()
@@ -78,12 +81,16 @@ def made(module, policy, **options):
 @pytest.mark.parametrize("forward_mode", [False, True])  # True: as the modules call them
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_product_is_made_once(name, forward_mode):
-    """Of ours one each way is in one kernel: forward one, backward two."""
+    """No policy recomputes a product that is an operation of JAX: each has one forward and two backward.
+
+    Of our products one is a single operation each way together with its norm. Policies of jln compute it forward once;
+    JAX's compute it twice, as they do not know its name.
+    """
     assert made(jln.reference, POLICIES[name])["products"] == 3 * PRODUCTS
     count = made(jln, POLICIES[name], forward_mode=forward_mode)
     assert count["products"] == 3 * (PRODUCTS - 1)
     again = [k for k in count if k[0] == "jln_norm_linear_forward" and "y" in k]
-    assert sum(count[k] for k in again) == (2 if "JAX" in name else 1)  # JAX's do not know the name
+    assert sum(count[k] for k in again) == (2 if "JAX" in name else 1)  # JAX's policies do not know the name
 
 
 @pytest.mark.parametrize("forward_mode", [False, True])
@@ -91,7 +98,7 @@ def test_every_product_is_made_once(name, forward_mode):
 def test_only_statistics_of_norms_are_made_again(name, forward_mode):
     count = made(jln, POLICIES[name], forward_mode=forward_mode)
     z = [k for k in count if k[0] == "jln_norm_forward" and "y" in k]
-    assert sum(count[k] for k in z) == 2  # forward: that of q, k, v and that of gate and up
+    assert sum(count[k] for k in z) == 2  # forward only: the norms before q, k, v and before gate, up
     again = [k for k in count if k[0] == "jln_norm_forward" and "y" not in k]
     saved = "statistics" in name or name == "offloaded"
     assert {tuple(k[1:]) for k in again} == ({("total",)} if saved else {("mean", "rstd"), ("total", "rstd")})
