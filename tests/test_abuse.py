@@ -105,7 +105,10 @@ def test_every_output_of_every_kernel_is_guarded_and_written(monkeypatch):
 # The norm takes a row of 100 columns whole and one of 20000 in chunks; the fused Linear takes every row in chunks.
 @pytest.mark.parametrize(("linear", "width"), [(False, 100), (False, 20000), (True, 100)])
 def test_a_mean_whose_square_overflows(linear, width, dtype, implementation):
-    """Rows of mean 3e19 and spread 3e15 are normalised right, although the mean's square overflows float32."""
+    """Rows of mean 3e19 are normalised right, although the mean's square overflows float32.
+
+    Their spread is 3e15, in bfloat16 5e16. Nothing that matters overflows.
+    """
     if dtype == "bfloat16":  # its numbers are not so close together: one element in a hundred is 3.05e19
         x = jnp.full((3, width), 3e19, dtype).at[:, ::100].set(jnp.asarray(3.05e19, dtype))
     else:
@@ -124,7 +127,7 @@ def test_a_mean_whose_square_overflows(linear, width, dtype, implementation):
     y, dx = both(x, jln, implementation=implementation)
     true, _ = both(x.astype("float64"), jln.reference)
     assert np.isfinite(y.astype("float64")).all() and np.isfinite(dx.astype("float64")).all()
-    # The mean is rounded by eps of itself, which this is as a part of the spread.
+    # Each row's mean may be off by some eps of itself, here counted in spreads.
     spread = float(jnp.std(x.astype("float64")))
     eps = float(jnp.finfo("float32").eps)
     rounding = 4 * eps * 3e19 / spread + float(jnp.finfo(dtype).eps) * np.max(np.abs(true))

@@ -1,4 +1,4 @@
-"""The command line: its exit statuses, its errors in one line, terminals, pipes, full disks and interrupts."""
+"""Tests of the command line: exit statuses, errors in one line, terminals, pipes, full disks and interrupts."""
 
 import os
 import pathlib
@@ -108,7 +108,10 @@ def test_no_device_is_one_line_and_status_2(command):
 
 
 def piped(command, **options):
-    """-> (exit status, stderr) of `python -m jln`, whose reader is gone before it writes, or as options say."""
+    """Run `python -m jln` with some options of `Popen` and return (exit status, stderr).
+
+    Where stdout is a pipe its reader is gone before anything is written.
+    """
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     arguments = [sys.executable, "-m", "jln", *command]
     ran = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env=environment, **options)
@@ -118,14 +121,17 @@ def piped(command, **options):
     return ran.returncode, err
 
 
-# doctor prints; check asked for help has rich print.
+# doctor prints by itself; check prints its help by rich.
 @pytest.mark.parametrize("command", [["doctor"], ["doctor", "--json"], ["check", "--help"]])
 def test_a_reader_that_has_gone_is_no_error(command):
     assert piped(command, stdout=subprocess.PIPE) == (128 + signal.SIGPIPE, "")
 
 
 def test_a_reader_that_goes_early_is_no_error():
-    """As of `| head -1`, with more lines to come, and no buffer to hold them."""
+    """A reader that goes while more lines are to come, as of `| head -1`, is no error.
+
+    Python runs with -u, so that no buffer holds those lines.
+    """
     command = (
         f"{sys.executable} -u -m jln check rms_norm --shape 3x4 --implementation xla | head -1; exit ${{PIPESTATUS[0]}}"
     )
@@ -164,7 +170,7 @@ def test_without_the_extra_it_says_which():
 
 
 def interrupted_in(package, folder):
-    """`python -m jln tune --dry-run`, which ^C meets while it imports a package."""
+    """Run `python -m jln tune --dry-run` where importing `package` sends ^C to the process, and return how it ended."""
     (folder / package).mkdir()
     (folder / package / "__init__.py").write_text(
         "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n"
@@ -173,7 +179,7 @@ def interrupted_in(package, folder):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
     command = [sys.executable, "-m", "jln", "tune", "--dry-run", "decode-1"]
-    # What a shell runs in the background ignores the signal, and so would this.
+    # A process that a shell runs in the background ignores SIGINT, and so would its child: set it to its default.
     heard = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
     return subprocess.run(
         [sys.executable, "-S", "-c", heard, *command], capture_output=True, text=True, env=environment
@@ -182,12 +188,18 @@ def interrupted_in(package, folder):
 
 @pytest.mark.parametrize("package", ["numpy", "jax", "typer"])
 def test_an_interrupt_while_it_starts_ends_it_without_a_word(package, tmp_path):
-    """These are what the time goes to. (numpy makes an ImportError of a KeyboardInterrupt.)"""
+    """An interrupt during the imports that take the time of the start ends the process by SIGINT, with no output.
+
+    numpy is among them because it turns a KeyboardInterrupt into an ImportError.
+    """
     ran = interrupted_in(package, tmp_path)
     assert (ran.returncode, ran.stdout, ran.stderr) == (-signal.SIGINT, "", "")
 
 
 def test_an_interrupt_of_a_command_is_one_line(tmp_path):
-    """It is the command that imports this one."""
+    """An interrupt of a running command is one line and status 130.
+
+    It comes while triton is imported, which the command does and not the start.
+    """
     ran = interrupted_in("triton", tmp_path)
     assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "jln: interrupted\n")

@@ -1,4 +1,4 @@
-"""The combinations of parameters that run by default."""
+"""Tests of the choice of which combinations of parameters run by default."""
 
 import itertools
 

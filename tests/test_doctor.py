@@ -1,4 +1,4 @@
-"""`python -m jln doctor`: what runs where and why, and what is broken."""
+"""Tests of `python -m jln doctor`, which says what runs where and why, and what is broken."""
 
 import json
 import types
@@ -62,7 +62,10 @@ def test_doctor_says_where_compiled_kernels_are(capsys, monkeypatch, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:jln runs")
 def test_doctor_says_what_runs_on_a_gpu_and_why(monkeypatch):
-    """Lowered for CUDA as JAX would; this machine has none."""
+    """The doctor names the kernels of each operator on a GPU, or the reason why there are none.
+
+    Programs are lowered for CUDA as JAX would lower them, on a machine without a GPU.
+    """
     import importlib
 
     if importlib.util.find_spec("jax_triton") is None:

@@ -1,4 +1,4 @@
-"""Bad arguments: the type of the error, and that it names the argument and what was expected."""
+"""Tests of bad arguments: the type of the error, and that it names the argument and what was expected."""
 
 import fractions
 
@@ -14,7 +14,7 @@ from jln._catalogue import FORMS, OPERATORS
 X = jnp.ones((4, 8), "float32")
 SCALE = jnp.ones(8, "float32")
 
-# Of all operators, given x and a scale.
+# Cases for all operators, as functions of x and a scale.
 CASES = {
     "x is not an array": (TypeError, r"x must be an array; got list", lambda f: f([1.0, 2.0])),
     "x is an integer array": (TypeError, r"x must have one of the dtypes float16.*got int32\[4,8\]",
@@ -75,7 +75,7 @@ AXES = {
     "axis is None": (TypeError, r"axis must be a static int", lambda f: f(X, axis=None)),
     "axis is traced": (TypeError, r"axis must be a static int", lambda f: jax.jit(lambda a: f(X, axis=a))(1)),
 }  # fmt: skip
-# Of those with a Linear, given x, a scale and a kernel.
+# Cases for the operators with a Linear, as functions of x, a scale, a kernel and a bias.
 LINEARS = {
     "kernel is too long": (ValueError, r"kernel must have shape \(8, \*features\).*got float32\[9,3\] for x",
                            lambda f: f(X, P, jnp.ones((9, 3), "float32"))),
@@ -101,7 +101,10 @@ P = SCALE
 
 
 def given(entry):
-    """The operator as a function of x and of what the cases have beside; the residual is like x, whatever that is."""
+    """Return the operator as a function of x and of what the cases give beside x.
+
+    The residual and z are x itself, or a scalar where x is no array of JAX.
+    """
 
     def call(x, scale=None, kernel=K, bias=None, **options):
         named = {"x": x, "residual": x if isinstance(x, jax.Array) else jnp.ones(()), "scale": scale, "offset": None}
@@ -180,7 +183,7 @@ def test_gated_norms():
             jln.rms_norm_gated(X, X, norm_before_gate=wrong)
 
 
-# Of the functions that add x and a residual of the shape (2, 4, 8).
+# Cases for the functions that add x and a residual, both of the shape (2, 4, 8).
 JUNCTION = {
     "x_bias is too long": (ValueError, r"x_bias must have shape \(8,\), that of x's normalised axes; got float32\[9\]",
                            {"x_bias": jnp.ones(9, "float32")}),
@@ -232,7 +235,7 @@ def test_errors_come_while_tracing():
 
 
 DTYPE = "must have one of the dtypes .*got"
-# By what it is: how an array of x's values is made, and what is said of it beside its name.
+# Odd arrays by what they are: how one is made of a right array, and what the error says after the argument's name.
 ODD_ARRAYS = {
     "in another byte order": (lambda a: a.astype(a.dtype.newbyteorder()), DTYPE + r" float32\[.* in another byte order "
                               r"than this machine's: {name}\.astype\('float32'\)"),
@@ -251,7 +254,7 @@ ODD_ARRAYS = {
 
 
 class Holder:
-    """What stands for an array, as Flax's variables do."""
+    """A stand-in for an array, as Flax's variables are."""
 
     def __init__(self, value):
         self.value = value
@@ -266,7 +269,10 @@ SHAPES |= {"x_bias": (8,), "gate": (8,), "z": (4, 8), "x_scale": (8,)}
 
 
 def with_one(name, make):
-    """From each function that has the argument to a call with it made so, and all others as they should be."""
+    """Return for each function that takes the argument a call without arguments of its own.
+
+    In this call `make` has made the argument, and all others are as they should be.
+    """
     arrays = {n: np.ones(shape, "float32") for n, shape in SHAPES.items()}
     arrays[name] = make(arrays[name])
     return {
@@ -285,7 +291,7 @@ def test_odd_arrays(case, name):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_odd_arrays_that_are_arrays_all_the_same(name):
-    """Of NumPy's subclasses, of other memory, and what says that it stands for one."""
+    """Subclasses of NumPy's array, other memory layouts, stand-ins for arrays and ml_dtypes' bfloat16 are accepted."""
     kinds = (
         lambda a: a.view(np.recarray),
         lambda a: np.broadcast_to(a[..., ::-1], a.shape),
@@ -299,7 +305,10 @@ def test_odd_arrays_that_are_arrays_all_the_same(name):
 
 
 def test_what_is_almost_an_error():
-    """NumPy's and ml_dtypes' numbers are static; epsilon may be zero, and as large as what is computed in."""
+    """Numbers of NumPy and ml_dtypes count as static, and epsilon may be zero or the largest number of the dtype.
+
+    The dtype is that of the computation.
+    """
     jln.layer_norm(X, axis=np.int64(1), epsilon=np.float32(1e-5))
     for epsilon in (ml_dtypes.bfloat16(0.25), ml_dtypes.float8_e5m2(0.25), np.longdouble(0.25), np.float16(0.25)):
         np.testing.assert_array_equal(jln.rms_norm(X, epsilon=epsilon), jln.rms_norm(X, epsilon=0.25))
@@ -312,7 +321,7 @@ def test_what_is_almost_an_error():
 
 
 def test_float64_without_x64():
-    """The error of a moment, which leaves nothing behind."""
+    """An x of float64 raises while jax_enable_x64 is off, and later calls are not affected."""
     x = jnp.ones((3, 4), "float64")
     with jax.enable_x64(False), pytest.raises(TypeError, match=r"x is float64\[3,4\].*jax_enable_x64"):
         jln.layer_norm(x)

@@ -1,4 +1,4 @@
-"""What nobody wants is not computed: gradients of some arguments only, in every operator and implementation."""
+"""Tests of gradients of some arguments only, in every operator: what nobody wants is not computed."""
 
 import functools
 import itertools
@@ -19,7 +19,8 @@ from workbench import LINEAR_OPERATORS
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
 OPERANDS = {name: tuple(matrix.operands(name)) for name in OPTIONAL}
-# One operand, and every pair of those of an operator with a mean, and a residual or a Linear.
+# Each operand alone; and every pair of operands, of the operators that subtract a mean and do not have both a residual
+# and a Linear.
 CASES = [
     (name, some)
     for name, names in OPERANDS.items()
@@ -30,7 +31,7 @@ CASES = [
 
 
 def frozen(name, some, **options):
-    """The operator as a function of some of its operands, and these."""
+    """Return the operator as a function of some of its operands, and these operands."""
     function, operands = matrix.bind(name, OPTIONAL[name], **options)
     return of_some(function, operands, OPERANDS[name], some)
 
@@ -45,8 +46,10 @@ def all_gradients(name, implementation, forward_mode):
 @pytest.mark.parametrize("forward_mode", [False, True])
 @pytest.mark.parametrize(("name", "some"), CASES, ids=lambda c: c if isinstance(c, str) else "+".join(c))
 def test_some_gradients_are_those_of_all(name, some, forward_mode, implementation):
-    """In float64, where a Linear is composed. The kernels give the same bits of what needs a kernel; a sum of dy alone
-    may be another's.
+    """Gradients of some arguments are those of all arguments, by kernels bit for bit.
+
+    They are in float64, where a Linear is composed. doffset and dbias are sums of dy alone, which may be added up by
+    something else than a kernel where no other gradient needs one.
     """
     function, operands = frozen(name, some, implementation=implementation, forward_mode=forward_mode)
     got = dict(zip(some, jax.jit(matrix.gradient(function, operands))(*operands), strict=True))
@@ -65,7 +68,10 @@ GRADIENT = {name: f"d{name}" for name in ("x", "scale", "offset", "kernel", "bia
     "some", [c for n in range(1, 5) for c in itertools.combinations(GRADIENT, n)], ids=lambda c: "+".join(c)
 )
 def test_some_gradients_of_a_fused_linear(some):
-    """In bfloat16, by the rule of `workbench.assert_accurate`: several tiles of rows and of columns, all ragged."""
+    """Gradients of some arguments of a fused Linear in bfloat16 are right by `workbench.assert_accurate`.
+
+    There are several tiles of rows and of columns, all ragged.
+    """
     operator = LINEAR_OPERATORS["layer_norm_linear"]
     operands = workbench.arguments(operator, (150, 100), "bfloat16", features=(20,))
     dy = workbench.normal(6, (150, 20), "bfloat16")
@@ -82,20 +88,20 @@ def test_some_gradients_of_a_fused_linear(some):
 
 
 def written(step, *operands):
-    """The kernels that a program launches, each with the names of the results that it writes."""
+    """Return the kernels that a program launches, each with the names of the results that it writes."""
     with target.recording() as made:
         jax.jit(step).lower(*operands)
     return [(run.kernel.fn.__name__, *run.results) for run in made]
 
 
-# For a loss that is linear in y, so that y is not needed.
+# The launches for a loss that is linear in y, so that y is not needed, by the gradients that are wanted.
 FORWARD, BACKWARD = ("forward_kernel", "mean", "rstd"), "backward_kernel"
 NORM_LAUNCHES = {
     ("x",): [FORWARD, (BACKWARD, "dx")],
     ("scale",): [FORWARD, (BACKWARD, "shares"), ("reduce_kernel", "dscale")],
     ("offset",): [],
     ("x", "offset"): [FORWARD, (BACKWARD, "dx", "shares"), ("reduce_kernel", "doffset")],
-    ("scale", "offset"): [FORWARD, (BACKWARD, "shares"), ("reduce_kernel", "dscale", "doffset")],  # in one buffer
+    ("scale", "offset"): [FORWARD, (BACKWARD, "shares"), ("reduce_kernel", "dscale", "doffset")],  # one buffer for both
 }
 SUMS = "row_sums_kernel"
 FUSED_LAUNCHES = {
@@ -129,7 +135,10 @@ COMPOSED_LAUNCHES = {
     ],
 )
 def test_launches(features, some, expected, how):
-    """Gradients of some arguments; of all, of which some are used: only these have a kernel, or a place in memory."""
+    """Only wanted gradients have a kernel or a place in memory.
+
+    They are asked for alone, or are those of all gradients that the program uses.
+    """
     if not target.interpreting():
         pytest.skip("kernels are compiled here")
     operator = LINEAR_OPERATORS["layer_norm_linear"]
@@ -151,7 +160,7 @@ def test_launches(features, some, expected, how):
 
 
 def test_wide_rows_without_dx_need_no_sums():
-    """c1 and c2 are dx's: rows so wide that a kernel of their own would find them."""
+    """dscale alone launches no kernel for row sums, even of rows so wide that dx needs one for c1 and c2."""
     if not target.interpreting():
         pytest.skip("kernels are compiled here")
     x, _, scale, _ = workbench.arguments(workbench.OPERATORS["layer_norm"], (2, 40000), "float32")
@@ -177,7 +186,10 @@ def test_wide_rows_without_dx_need_no_sums():
     ids=lambda c: "+".join(c) if isinstance(c, tuple) else str(c),
 )
 def test_held_between_forward_and_backward(name, some, rows_held, forward_mode, implementation):
-    """For offset and bias nothing of a row, for the others x (of a sum, the sum) and two numbers."""
+    """For gradients of offset and bias nothing of a row is kept, for the others x and two numbers a row.
+
+    Of an operator that adds a residual the sum is kept in x's place.
+    """
     function, operands = frozen(name, some, implementation=implementation, forward_mode=forward_mode)
     held = [a.shape for a in jax.tree.leaves(jax.vjp(function, *operands)[1])]
     of_rows = sorted(shape for shape in held if shape[: len(matrix.ROWS)] == matrix.ROWS)
@@ -198,7 +210,7 @@ def test_held_between_forward_and_backward(name, some, rows_held, forward_mode, 
     ids=lambda c: "+".join(c) if isinstance(c, tuple) else str(c),
 )
 def test_held_by_norms_in_front_of_a_sum(name, some, rows_held, numbers, forward_mode, implementation):
-    """x for its own gradient and its scale's alone, the residual never."""
+    """A norm in front of a sum keeps x only for its own gradient and its scale's, and never the residual."""
     function, operands = frozen(name, some, implementation=implementation, forward_mode=forward_mode)
     held = [a.shape for a in jax.tree.leaves(jax.vjp(function, *operands)[1])]
     of_rows = sorted(shape for shape in held if shape[: len(matrix.ROWS)] == matrix.ROWS)
@@ -207,7 +219,7 @@ def test_held_by_norms_in_front_of_a_sum(name, some, rows_held, numbers, forward
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_one_result_alone_of_norms_on_both_sides(which, implementation):
-    """The other's cotangent is not there, and no gradient is forgotten."""
+    """Every gradient is right where only one of the two results is used, so that the other has no cotangent."""
     function, operands = matrix.bind("rms_norm_add_rms_norm", "xs", implementation=implementation)
     exact, _ = matrix.bind("rms_norm_add_rms_norm", "xs", jln.reference)
 
@@ -219,7 +231,10 @@ def test_one_result_alone_of_norms_on_both_sides(which, implementation):
 
 @pytest.mark.parametrize("wrap", [lambda f: f, lambda f: jax.vmap(f, (0, *[None] * 4))], ids=["jit", "jit(vmap)"])
 def test_differentiated_by_one_argument_then_another(wrap, implementation):
-    """JAX traces a function once, and remembers of a forward rule's residuals what it saw last."""
+    """A jitted operator that is differentiated by one argument and then by another gives the right gradients each time.
+
+    JAX traces a function once, and remembers of a forward rule's residuals what it saw last.
+    """
     function, operands = matrix.bind("layer_norm_linear", "sob", implementation=implementation)
     exact = matrix.bind("layer_norm_linear", "sob", jln.reference)[0]
     operands = (jnp.stack([operands[0], 2 * operands[0]]), *operands[1:])
@@ -229,14 +244,14 @@ def test_differentiated_by_one_argument_then_another(wrap, implementation):
         y, pull = jax.vjp(lambda a: f(*operands[:i], a, *operands[i + 1 :]), operands[i])
         return lambda: pull(jnp.cos(y))
 
-    arguments = [0, 3, 1, 0, 4, 3, 2, 1, 0]  # x; offset; the kernel
+    arguments = [0, 3, 1, 0, 4, 3, 2, 1, 0]  # x, offset, kernel, x, bias, offset, scale, kernel, x
     expected = {i: pullback(jax.jit(wrap(exact)), i)() for i in {*arguments}}
     for i in arguments:
         chex.assert_trees_all_close(pullback(traced, i)(), expected[i], **CLOSE)
     pending = [(i, pullback(traced, i)) for i in arguments]
     for i, pull in reversed(pending):
         chex.assert_trees_all_close(pull(), expected[i], **CLOSE)
-    for i in arguments:  # a new program each, of an operator that is traced once
+    for i in arguments:  # a new program for each, of an operator that is traced once
 
         def step(*operands, i=i):
             def f(a):
@@ -249,7 +264,10 @@ def test_differentiated_by_one_argument_then_another(wrap, implementation):
 
 
 def stacked_layers(name, some, module, wrap):
-    """Three layers of parameters stacked, x carried: the gradient of those that are not frozen."""
+    """Return the gradients of a network of three layers, whose parameters are stacked, by those in `some`.
+
+    The others are frozen; x is carried from layer to layer.
+    """
     function, operands = matrix.bind(name, OPTIONAL[name], module)
     x, rest = operands[0], matrix.examples(operands[1:])
     names = OPERANDS[name]
@@ -304,7 +322,10 @@ TRANSFORMED = {
     ],
 )
 def test_transformed_with_x_frozen(name, some, how, forward_mode, implementation):
-    """x differs from example to example, what is differentiated does not."""
+    """Gradients of other arguments than x are right under each transformation.
+
+    Under vmap x differs from example to example, and the arguments that are differentiated do not.
+    """
 
     def run(module, **options):
         function, operands = matrix.bind(name, OPTIONAL[name], module, **options)
@@ -323,7 +344,10 @@ def test_transformed_with_x_frozen(name, some, how, forward_mode, implementation
 
 @pytest.mark.parametrize("some", [("x",), ("scale",), ("offset",)], ids="+".join)
 def test_an_unused_result_may_have_brought_the_axis_of_vmap(some, implementation):
-    """dy is the same for all examples, which differ in their scale alone: doffset has an axis of them all the same."""
+    """Each gradient is right alone where the examples of a vmap differ in their scale only.
+
+    dy is the same for all examples, and doffset has an axis of examples all the same.
+    """
     function, (x, scale, offset) = matrix.bind("layer_norm", "so", implementation=implementation)
     names = OPERANDS["layer_norm"]
 
@@ -336,7 +360,10 @@ def test_an_unused_result_may_have_brought_the_axis_of_vmap(some, implementation
 
 
 def test_the_cpu_makes_what_is_wanted_and_no_temporary():
-    """By XLA's CPU backend, which keeps whatever stands behind a fence."""
+    """One gradient takes at most 0.2 MiB of temporary memory on the CPU, where x has 16 MiB.
+
+    XLA's CPU backend keeps whatever stands behind a fence (`optimization_barrier`), wanted or not.
+    """
     x, scale, offset = jnp.ones((4096, 1024), "float32"), jnp.ones(1024), jnp.ones(1024)
 
     def loops(n):

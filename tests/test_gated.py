@@ -1,4 +1,7 @@
-"""Gated norms, and parameters that vary over an axis directly before the normalised one: values, gradients, costs."""
+"""Tests of gated norms, and of parameters that vary over an axis directly before the normalised one.
+
+They hold values, gradients and costs.
+"""
 
 import functools
 import itertools
@@ -21,12 +24,16 @@ from matrix import ROWS, H, loss_by_name, of_some
 # Rounding of sums of up to a hundred terms near 10, through a second derivative.
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 GATED = ("the norm first", "the gate first")
-# Mamba 2's groups, where the normalised axis is the last: parameters of each place on the axis directly before it.
+# Mamba 2's groups: the normalised axis is the last, and each place on the axis directly before it has parameters of its
+# own.
 GROUPS = "over the last"
 
 
 def made(form, *, varies="shared", axis=-1, shape=SHAPE, dtype="float64"):
-    """-> (the arrays by name; the function of `jln` or of `jln.reference`, from the module and more options)"""
+    """Return (arrays by name, function) of a form of the operators.
+
+    The function takes `jln` or `jln.reference` and more options, and returns that module's operator.
+    """
     axes = tuple(a % len(shape) for a in (axis if isinstance(axis, tuple) else (axis,)))
     of_scale = parameter_shape(shape, axes, varies)
     shapes = {"x": shape, "z": shape, "scale": of_scale} if form in GATED else {"x": shape, "scale": of_scale}
@@ -43,7 +50,10 @@ def made(form, *, varies="shared", axis=-1, shape=SHAPE, dtype="float64"):
 
 
 def results_and_gradients(function, given):
-    """Under random cotangents, all gradients, and each as a program has it that wants no other."""
+    """Return (results, gradients, gradients alone) of a function of arrays by name, under random cotangents.
+
+    The gradients are those of one program for all arrays. Each gradient alone is of a program that wants no other.
+    """
     cotangent = workbench.cotangents(jax.eval_shape(lambda a: function(**a), given))
     results, pullback = jax.vjp(lambda a: function(**a), given)
     alone = {}
@@ -56,14 +66,17 @@ def results_and_gradients(function, given):
 @pytest.mark.parametrize("shape", [(37, 100), (150, 127), (2, 20000)], ids=str)
 @pytest.mark.parametrize("name", workbench.GATED)
 def test_accuracy(name, shape, dtype, implementation):
-    """Of every regime of tiles, against float64, by the judge of all operators."""
+    """Gated norms are as accurate as all operators must be, against float64, in every regime of tiles."""
     operator = workbench.GATED[name]
     workbench.check(operator, workbench.arguments(operator, shape, dtype), implementation)
 
 
 @pytest.mark.parametrize("name", workbench.GATED)
 def test_gates_far_from_zero_are_nothing_or_all(name, implementation):
-    """exp(-z) overflows there, and silu(z) is 0; or it vanishes."""
+    """Gates far from zero are right, where silu(z) is 0 or z.
+
+    For very negative gates exp(-z) overflows; for very positive ones it vanishes.
+    """
     operator = workbench.GATED[name]
     x, z, scale = workbench.arguments(operator, (9, 100), "float32")
     workbench.check(operator, (x, 100 * z, scale), implementation)
@@ -81,7 +94,7 @@ CASES = [
 @pytest.mark.usefixtures("compile_fast")
 @pytest.mark.parametrize(("form", "varies", "axis"), CASES, ids=str)
 def test_values_and_every_gradient(form, varies, axis, implementation):
-    """In float64, all at once and each by itself."""
+    """Values and gradients in float64 are those of the reference, all gradients at once and each alone."""
     given, function = made(form, varies=varies, axis=axis)
 
     def run(function):
@@ -93,7 +106,10 @@ def test_values_and_every_gradient(form, varies, axis, implementation):
 
 
 def test_groups_under_vmap_of_some_arguments(implementation):
-    """What has no axis of vmap is read in place, of each group its own."""
+    """Gradients under a vmap of some arguments are those of the reference.
+
+    Arguments without an axis of vmap are read in place, by each group its own.
+    """
     given, function = made("the gate first", varies=GROUPS)
     grown = {n: jnp.stack([a, 2 * a, 1 - a]) for n, a in given.items()}
 
@@ -128,7 +144,10 @@ TRANSFORMED = {
 @pytest.mark.parametrize("transformation", TRANSFORMED)
 @pytest.mark.parametrize("form", (*GATED, "add_layer_norm"))
 def test_groups_transformed(form, transformation, forward_mode):
-    """Shared scales are in the matrix of all operators; the kernels are those of `test_values_and_every_gradient`."""
+    """Scales of each group are right under each transformation, by XLA.
+
+    Shared scales are in the matrix of all operators; the kernels are those of `test_values_and_every_gradient`.
+    """
     if TRANSFORMED[transformation] is matrix.FORWARD and not forward_mode:
         return
     given, function = made(form, varies="over an axis in the middle", shape=(*ROWS, H))
@@ -149,7 +168,10 @@ def test_groups_transformed(form, transformation, forward_mode):
 @pytest.mark.parametrize("varies", ["shared", "over an axis in the middle"])
 @pytest.mark.parametrize("form", GATED)
 def test_on_a_mesh(form, varies, split):
-    """Rows, groups or both in parts; a scale of each group where its group is. Nothing is gathered."""
+    """Gradients on a mesh gather nothing, with rows, groups or both in parts.
+
+    A scale of each group lies where its group is.
+    """
     if len(jax.devices()) < 8:
         pytest.skip("needs eight devices")
     given, function = made(form, varies=varies, shape=(*ROWS, H))
@@ -165,7 +187,7 @@ def test_on_a_mesh(form, varies, split):
     assert count.keys() <= {"all-reduce"}, count
 
 
-# Per form and wanted gradients, what is held beside x and z: how many numbers a row.
+# The form, the wanted gradients (() for all), and how many numbers a row are held beside x and z.
 HELD = [(form, some, n) for form in GATED for some, n in ((("x",), 1), (("z",), 1), (("scale",), 1), ((), 1))]
 
 
@@ -193,7 +215,7 @@ LAUNCHES = [
 @pytest.mark.parametrize(("some", "expected"), [(s, e) for s, *e in LAUNCHES], ids=str)
 @pytest.mark.parametrize("form", GATED)
 def test_one_kernel_each_way_and_a_reduction(form, some, expected):
-    """What nobody wants has no place in memory."""
+    """Each pass is one kernel, and a reduction for dscale; what nobody wants has no place in memory."""
     if not target.interpreting():
         pytest.skip("kernels are compiled here")
     given, function = made(form, shape=(400, 64), dtype="bfloat16")
@@ -213,7 +235,7 @@ def test_one_kernel_each_way_and_a_reduction(form, some, expected):
 
 
 def test_dz_alone_needs_no_row_sums():
-    """Where the norm goes first: rows of several chunks are read once."""
+    """The backward pass for dz alone reads rows of several chunks once, where the norm goes first."""
     if not target.interpreting():
         pytest.skip("kernels are compiled here")
     given, function = made(GATED[0], shape=(3, 70000), dtype="float32")
@@ -228,8 +250,9 @@ def test_dz_alone_needs_no_row_sums():
 
 @pytest.mark.parametrize("form", (*GATED, "layer_norm"))
 def test_rows_are_independent_and_runs_alike(form):
-    """Bit for bit, of groups whose rows lie interleaved: y, dx and dz of some rows by themselves are what they are
-    among all, and a second run gives the first one's.
+    """Rows of interleaved groups do not depend on each other, and a second run gives the same bits.
+
+    y, dx and dz of some rows by themselves are, bit for bit, what they are among all rows.
     """
     given, function = made(form, varies="over an axis in the middle", shape=(19, 3, 100), dtype="float32")
     cotangent = workbench.normal(9, (19, 3, 100), "float32")
@@ -255,7 +278,10 @@ def test_rows_are_independent_and_runs_alike(form):
 )
 @pytest.mark.parametrize("form", (*GATED, "layer_norm", "add_layer_norm"))
 def test_parameters_of_groups_transpose_nothing(form, axis, before, elsewhere):
-    """Of an axis directly before the normalised one, which is the last or is not; others are put in front."""
+    """Parameters that vary over the axis directly before the normalised one transpose nothing.
+
+    The normalised axis is the last or is not. Other axes that parameters vary over are put in front.
+    """
     given, function = made(form, axis=axis)
 
     def transposes(shape):

@@ -1,4 +1,4 @@
-"""The interpreter's guards: a kernel that stores outside its buffers, or not at all, must not pass for a right one."""
+"""Tests of the interpreter's guards: no kernel passes that stores outside its buffers, or not at all."""
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +65,7 @@ def test_a_load_out_of_bounds_is_nan():
 
 
 def test_casts_to_bfloat16_round_to_nearest_even():
-    """Triton's own interpreter truncates."""
+    """Casts to bfloat16 round to nearest even, where Triton's own interpreter truncates."""
     x = np.random.default_rng(0).standard_normal(1000).astype("float32")
     x[:4] = [1 + 2**-8, 1 + 3 * 2**-8, np.inf, -np.inf]  # two ties
     np.testing.assert_array_equal(copy(jnp.asarray(x), result="bfloat16"), x.astype(ml_dtypes.bfloat16))
@@ -79,7 +79,7 @@ def dot_kernel(a_ptr, b_ptr, c_ptr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.conste
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_dot_multiplies_numbers(dtype):
-    """Triton's own interpreter multiplies the bit patterns of bfloat16."""
+    """`tl.dot` multiplies numbers, where Triton's own interpreter multiplies the bit patterns of bfloat16."""
     rng = np.random.default_rng(0)
     a, b = (jnp.asarray(rng.standard_normal((16, 16))).astype(dtype) for _ in range(2))
     c = launch(
@@ -97,7 +97,10 @@ def test_dot_multiplies_numbers(dtype):
 
 @triton.jit
 def reversed_kernel(x_ptr, y_ptr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr, COMPUTE: tl.constexpr):
-    """One element a program, at the other end: in place, each of the last half meets what the first has written."""
+    """Store each element at the other end, one element a program.
+
+    In place, each program of the last half reads what one of the first half has written.
+    """
     at, last = tl.program_id(0), tl.num_programs(0) - 1
     tl.store(y_ptr + at, tl.load(x_ptr + last - at))
 

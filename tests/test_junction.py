@@ -1,4 +1,4 @@
-"""Sums with x's bias and a gate, and parameters of each example: values, gradients and what they cost."""
+"""Tests of sums with x's bias and a gate, and of parameters of each example: values, gradients and costs."""
 
 import functools
 import itertools
@@ -23,7 +23,10 @@ CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
 
 def results_and_gradients(function, given):
-    """Under random cotangents, all gradients, and each as a program has it that wants no other."""
+    """Return (results, gradients, gradients alone) of a function of arrays by name, under random cotangents.
+
+    The gradients are those of one program for all arrays. Each gradient alone is of a program that wants no other.
+    """
     cotangent = workbench.cotangents(jax.eval_shape(lambda a: function(**a), given))
     results, pullback = jax.vjp(lambda a: function(**a), given)
     alone = {}
@@ -44,10 +47,10 @@ def expected(name, gate, varies, axis):
 ADDING = [name for name, o in OPERATORS.items() if o.adds]
 AXES = (-1, 1, (3, 1), (2, 3))
 CASES = [
-    # Every kind of gate, the normalised axis the last.
+    # Every kind of gate, where the normalised axis is the last.
     *itertools.product(("add_layer_norm", "add_rms_norm_linear"), GATES, ("shared", "by example"), (-1,)),
     *itertools.product(("add_rms_norm", "add_layer_norm_linear"), ("rows", "by example"), ("by row",), (-1,)),
-    # Other axes, and several.
+    # Other normalised axes, and several.
     *itertools.product(("add_layer_norm",), ("H", "rows", "by example"), ("shared", "by example"), AXES[1:]),
     # Scale and offset that vary, gates that do not, and axes of rows in another order than x's.
     *itertools.product(("add_layer_norm",), ("H", "rows"), ("over an axis in the middle", "by row"), (-1, (3, 1))),
@@ -60,7 +63,7 @@ CASES = [
 @pytest.mark.usefixtures("compile_fast")
 @pytest.mark.parametrize(("name", "gate", "varies", "axis"), CASES, ids=str)
 def test_values_and_every_gradient(name, gate, varies, axis, implementation):
-    """In float64, all at once and each by itself."""
+    """Values and gradients in float64 are those of the reference, all gradients at once and each alone."""
     given, options = made(name, gate=gate, varies=varies, axis=axis)
     function = functools.partial(getattr(jln, name), implementation=implementation, **options)
     results, gradients, alone = jax.jit(lambda a: results_and_gradients(function, a))(given)
@@ -71,7 +74,7 @@ def test_values_and_every_gradient(name, gate, varies, axis, implementation):
     chex.assert_trees_all_close(alone, true_gradients, **CLOSE)
 
 
-# Of gates that the forms of the matrix do not have, and parameters of each example.
+# The transformations of gates that the forms of `test_matrix.py` do not have, and of parameters of each example.
 TRANSFORMED = {
     "vmap(grad), over x": matrix.REVERSE,
     "vmap(grad), over parameters": matrix.REVERSE,
@@ -94,12 +97,15 @@ FORMS = [
     ("layer_norm", "no gate", "by example"),
     ("layer_norm_linear", "no gate", "over an axis in the middle"),
 ]
-# The tangent is the same jnp whatever the implementation; reverse mode goes through its transpose.
+# In forward mode the tangent is the same jnp code whatever the implementation; reverse mode goes through its transpose.
 TRANSPOSED = ("grad(vmap), over x", "grad(vmap), over all", "scan(checkpoint)", "jvp")
 
 
 def cells():
-    """Heavy: in the interpreter, the forms whose kernels another has too, and in forward mode most."""
+    """Yield the cases of `test_transformed`, some of which are heavy in the interpreter.
+
+    Heavy are the forms whose kernels another form has too, and in forward mode most transformations.
+    """
     for form, how, forward_mode, implementation in itertools.product(
         FORMS, TRANSFORMED, (False, True), ("xla", "triton")
     ):
@@ -148,7 +154,7 @@ def test_a_result_that_is_not_used(name, gate, unused, forward_mode, implementat
 @pytest.mark.parametrize("gate", ["H", "rows"])
 @pytest.mark.parametrize("name", [n for n in workbench.FORMS if "linear" not in n])
 def test_accuracy(name, gate, shape, dtype, implementation):
-    """Of a norm of every regime, against float64, by the judge of all operators."""
+    """Norms of a sum with a gate are as accurate as all operators must be, against float64, in every regime."""
     operator = workbench.FORMS[name]
     operands = workbench.arguments(operator, shape, dtype)
     if gate == "rows":
@@ -159,13 +165,16 @@ def test_accuracy(name, gate, shape, dtype, implementation):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [n for n in workbench.FORMS if "linear" in n])
 def test_accuracy_of_linears(name, dtype, implementation):
-    """Even of few features, which without an x_bias and a gate may be one operation with the norm."""
+    """Linears behind a sum with an x_bias and a gate are accurate even with few features.
+
+    Without an x_bias and a gate these may be one operation with the norm.
+    """
     operator = workbench.FORMS[name]
     operands = workbench.arguments(operator, (64, 128), dtype, features=(16,))
     workbench.check(operator, operands, implementation)
 
 
-# Of which one alone keeps norm and product apart: an x_bias, a gate, parameters of each example.
+# Each of these alone keeps the norm and a product of few features apart: an x_bias, a gate, parameters of each example.
 ALONE = {
     "x_bias": ("no gate", "shared"),
     "a gate of H": ("H", "shared"),
@@ -185,20 +194,23 @@ def test_few_features_behind_a_sum_of_one_kind(name, alone, implementation):
     ours = functools.partial(getattr(jln, name), implementation=implementation, **options)
     plain = functools.partial(getattr(jln.reference, name), **options)
     got, expected = (jax.jit(jax.value_and_grad(matrix.loss_by_name(f)))(given) for f in (ours, plain))
-    # sums over 60 rows, of 8 products in float32 (of ten bits on a GPU)
+    # Gradients are sums over 60 rows, of sums of 8 products in float32 (which on a GPU have ten bits).
     tolerance = 3e-2 if jax.default_backend() == "gpu" else 1e-4
     chex.assert_trees_all_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_a_number_has_all_the_digits_of_the_sum():
-    """x in 16 bits, the stream in float64: 0.1 in float32 would be another number."""
+    """A number as gate has all the digits of the sum's dtype.
+
+    x has 16 bits and the stream is in float64: 0.1 rounded to float32 would be another number.
+    """
     x, residual = workbench.normal(0, (4, 8), "bfloat16"), workbench.normal(1, (4, 8), "float64")
     _, total = jax.jit(lambda x, r: jln.add_rms_norm(x, r, gate=0.1))(x, residual)
     np.testing.assert_allclose(total, 0.1 * x.astype("float64") + residual, rtol=1e-15, atol=1e-15)
 
 
 def test_a_number_may_be_traced_and_has_a_gradient(implementation):
-    """As ReZero's."""
+    """A gate that is a traced number, as in ReZero, has the reference's value and gradient."""
     given, _ = made("add_layer_norm", gate="no gate")
 
     def run(module, **options):
@@ -220,7 +232,7 @@ def test_numbers_of_several_kinds(gate, implementation):
 @pytest.mark.parametrize("gate", ["H", "rows", "by example", "a number"])
 @pytest.mark.parametrize("shape", [(0, 4, 8), (3, 0, 8)], ids=str)
 def test_without_rows(shape, gate, implementation):
-    """Gradients of what has no rows are zero."""
+    """Gradients of arrays without rows are zero."""
     given, options = made("add_layer_norm", gate=gate, varies="by example", shape=shape)
     function = functools.partial(jln.add_layer_norm, implementation=implementation, **options)
     results, gradients, alone = jax.jit(lambda a: results_and_gradients(function, a))(given)
@@ -229,7 +241,7 @@ def test_without_rows(shape, gate, implementation):
         assert gradients[n].shape == a.shape and (gradients[n] == 0).all() and (alone[n] == 0).all()
 
 
-# Per gate and wanted gradients: how many arrays of x's size are held, and how many of one number a row.
+# The gate, the wanted gradients, how many arrays of x's size are held, and how many of one number a row.
 HELD = [
     ("H", ("x",), 1, 2),
     ("H", ("residual",), 1, 2),
@@ -250,7 +262,7 @@ HELD = [
 @pytest.mark.parametrize("forward_mode", [False, True])
 @pytest.mark.parametrize(("gate", "some", "rows", "numbers"), HELD)
 def test_held_between_forward_and_backward(gate, some, rows, numbers, forward_mode, implementation):
-    """x only where a gate's gradient is wanted; a gate that is a number is a row's each."""
+    """x is kept beside the sum only where a gate's gradient is wanted; a gate that is a number is kept for each row."""
     shape = (6, 8)
     given, options = made("add_layer_norm", gate=gate, shape=shape)
     function = functools.partial(
@@ -262,7 +274,7 @@ def test_held_between_forward_and_backward(gate, some, rows, numbers, forward_mo
 
 
 def launched(step, *operands):
-    """The kernels, each with the names of what it writes."""
+    """Return the kernels that a program launches, each with the names of the results that it writes."""
     with target.recording() as launches:
         jax.jit(step).lower(*operands)
     return [(run.kernel.fn.__name__, *run.results) for run in launches]
@@ -282,7 +294,7 @@ LAUNCHES = [
 
 @pytest.mark.parametrize(("gate", "some", "expected"), [(g, s, e) for g, s, *e in LAUNCHES])
 def test_one_kernel_each_way_and_a_reduction(gate, some, expected):
-    """Whatever is wanted; and what is not wanted has no place in memory."""
+    """Each pass is one kernel, and a reduction, whatever gradients are wanted; others have no place in memory."""
     if not target.interpreting():
         pytest.skip("kernels are compiled here")
     given, options = made("add_layer_norm", gate=gate, shape=(400, 64), dtype="bfloat16")
@@ -302,8 +314,10 @@ def test_one_kernel_each_way_and_a_reduction(gate, some, expected):
 
 @pytest.mark.parametrize("gate", ["H", "rows", "by example"])
 def test_rows_are_independent_and_runs_alike(gate):
-    """Bit for bit: y, total, dx, dresidual and a row's gate's gradient of some rows by themselves are what they are
-    among all, and a second run gives the first one's.
+    """Rows do not depend on each other, and a second run gives the same bits.
+
+    y, total, dx, dresidual and the gradient of a row's gate of some rows by themselves are, bit for bit, what they are
+    among all rows.
     """
     given, _ = made("add_layer_norm", gate=gate, varies="by example", shape=(5, 19, 100), dtype="float32")
     cotangent = workbench.normal(9, (2, 5, 19, 100), "float32")
@@ -326,7 +340,10 @@ def test_rows_are_independent_and_runs_alike(gate):
 
 
 def test_parameters_of_each_example_cost_no_copy_for_each_row():
-    """Beside what a program with shared ones takes: theirs and their gradients', some of them twice."""
+    """Parameters of each example take six times the scale's size more temporary memory than shared ones, at most.
+
+    That is room for them and their gradients, some of them twice.
+    """
 
     def temporary(gate, varies):
         given, _ = made("add_layer_norm", gate=gate, varies=varies, shape=(64, 64, 256), dtype="float32")
@@ -343,7 +360,10 @@ def test_parameters_of_each_example_cost_no_copy_for_each_row():
 
 
 def test_gradients_of_many_examples_need_no_buffer_of_the_size_of_x():
-    """256 examples of 256 rows: the programs' shares are few to an example, or none."""
+    """The programs' shares of 256 examples of 256 rows take at most an eighth of x's size.
+
+    There are few shares to an example, or none.
+    """
     if not target.interpreting():
         pytest.skip("kernels are compiled here")
     shapes = {"x": (256, 256, 1024), "residual": (256, 256, 1024)}

@@ -1,5 +1,6 @@
-"""Gates of rows and parameters of each example on a mesh of eight CPU devices; x_bias and gates of H elements are among
-the forms of `test_sharding.py`.
+"""Tests of gates of rows and parameters of each example, on a mesh of eight CPU devices.
+
+x_bias and gates of H elements are among the forms of `test_sharding.py`.
 """
 
 import functools
@@ -20,7 +21,7 @@ CLOSE = {"rtol": 1e-11, "atol": 1e-11}
 if len(jax.devices()) < 8:
     pytest.skip("needs eight devices", allow_module_level=True)
 
-# How the axes of x [examples, rows of one, H] are split; a parameter's are where it varies along them.
+# How the axes of x [examples, rows of an example, H] are split, and those of a parameter that varies along them.
 SPLITS = {
     "examples": ("data", None, None),
     "rows of an example": (None, "tensor", None),
@@ -35,7 +36,7 @@ FORMS = [
     ("add_rms_norm", "over an axis in the middle", "shared"),
     ("layer_norm_linear", "no gate", "by example"),
 ]
-# For what has the shape of x's last axis.
+# The arguments whose first axis has H elements, where they are not of x's rank.
 LAST = ("scale", "offset", "x_bias", "gate", "kernel")
 
 
@@ -46,7 +47,7 @@ def spec(name, shape, split):
 
 
 def placed(name, gate, varies, split, on, *, parameters_in_parts=True):
-    """-> (the arguments, and the same on the mesh; the options)"""
+    """Return (arguments by name, the same on the mesh, options)."""
     given, options = made(name, gate=gate, varies=varies, shape=(*ROWS, H))
     activations = [a.name for a in OPERATORS[name].arguments if a.role == "activation"]
     specs = {n: spec(n, a.shape, split) if parameters_in_parts or n in activations else P() for n, a in given.items()}
@@ -67,7 +68,7 @@ def expected(name, gate, varies):
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize(("name", "gate", "varies"), FORMS)
 def test_gradient_under_jit(name, gate, varies, split, parameters_in_parts):
-    """And no array is gathered that is not whole to begin with."""
+    """Gradients under jit are those of the reference, and nothing is gathered where the parameters lie in parts."""
     _, put, options = placed(name, gate, varies, split, mesh(), parameters_in_parts=parameters_in_parts)
     step = gradient(jln, name, options)
     chex.assert_trees_all_close(step(put), expected(name, gate, varies), **CLOSE)
@@ -75,8 +76,8 @@ def test_gradient_under_jit(name, gate, varies, split, parameters_in_parts):
         count, size = communication(step.lower(put).compile())
         assert count.keys() <= {"all-reduce"}, count
         if split == "examples" and not OPERATORS[name].is_linear:
-            # Gradients of what all examples share, and of nothing else; where an axis in the middle has parameters of
-            # its own, a share of each of its places.
+            # Added up are gradients of what all examples share, and of nothing else; where parameters vary over an axis
+            # in the middle, there is a share for each of its places.
             places = ROWS[1] if "middle" in gate else 1
             shared = [a for a in put.values() if a.ndim == 1 or a.shape[0] == 1]
             assert size["all-reduce"] == sum(a.nbytes * (places if a.ndim == 1 else 1) for a in shared)
@@ -85,7 +86,7 @@ def test_gradient_under_jit(name, gate, varies, split, parameters_in_parts):
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize(("name", "gate", "varies"), FORMS)
 def test_gradient_on_an_explicit_mesh(name, gate, varies, split):
-    """Each gradient has its argument's sharding, as a type."""
+    """Gradients on an explicit mesh are those of the reference, and have their arguments' shardings as types."""
     on = mesh(AxisType.Explicit)
     _, put, options = placed(name, gate, varies, split, on)
     with jax.set_mesh(on):
@@ -98,7 +99,10 @@ def test_gradient_on_an_explicit_mesh(name, gate, varies, split):
 @pytest.mark.parametrize("split", ["examples", "examples and rows"])
 @pytest.mark.parametrize(("name", "gate", "varies"), FORMS)
 def test_gradient_in_shard_map(name, gate, varies, split, implementation):
-    """Each device has its examples' parameters; those that all share are added up."""
+    """Gradients in shard_map are those of the reference.
+
+    Each device has its examples' parameters; gradients of parameters that all share are added up.
+    """
     on = mesh()
     given, put, options = placed(name, gate, varies, split, on)
     specs = {n: spec(n, a.shape, split) for n, a in given.items()}

@@ -1,4 +1,4 @@
-"""Which implementation runs where, and that launch choices depend on nothing they must not."""
+"""Tests of which implementation runs where, and that launch choices depend on nothing they must not."""
 
 import os
 import subprocess
@@ -68,7 +68,7 @@ jln.layer_norm(jnp.ones((2, 4)), implementation="triton")
 
 
 def test_default_is_not_the_interpreter():
-    """TRITON_INTERPRET=1 makes the kernels possible on the CPU, not the default."""
+    """TRITON_INTERPRET=1 makes the kernels possible on the CPU, and not the default."""
     lowered = jax.jit(jln.layer_norm).lower(jnp.ones((2, 4))).as_text()
     assert ("callback" in lowered) is False
     if target.interpreting():

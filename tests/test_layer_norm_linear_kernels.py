@@ -1,4 +1,7 @@
-"""The LayerNorm+Linear launchers against float64, in the interpreter: both strategies, each result by itself."""
+"""Tests of the LayerNorm+Linear launchers against float64, in the interpreter.
+
+They hold each result by itself, of both strategies.
+"""
 
 import functools
 
@@ -31,18 +34,18 @@ def settings(*, subtract_mean=True, zero_centered_scale=False, precision=None):
 
 
 def arguments(m, h, n, dtype):
-    """(x, scale, offset, kernel, bias)"""
+    """Return (x, scale, offset, kernel, bias) for x of [m, h] and n features."""
     return workbench.arguments(LINEAR_OPERATORS["layer_norm_linear"], (m, h), dtype, features=(n,))
 
 
 def results(x, scale, offset, kernel, bias, dy, *, target=None, batch_dims=0, **switches):
-    """What the launchers return, in the order of the operator's results."""
+    """Return what the launchers make, in the order of the operator's results: y, then gradients."""
     target, chosen = target or Interpreter(), settings(**switches)
     statistic = jnp.promote_types(x.dtype, "float32").name
     dtypes = Outcome((dy.dtype.name,), None, statistic if chosen.norm.switches.subtract_mean else None, statistic)
 
     def of_rank(parameter):
-        """The launchers', that of x."""
+        """Return the parameter with x's rank, as the launchers take it."""
         lead = range(batch_dims, x.ndim - 1)
         return None if parameter is None else jnp.expand_dims(parameter, lead)
 
@@ -66,14 +69,14 @@ def launched(operands, dy, **given):
 
 
 def launches(operands, dy, chip=INTERPRETED, **given):
-    """{kernel's name: its launch}, none made."""
+    """Return the launches by their kernels' names, without making them."""
     recorder = Recorder(chip)
     jax.eval_shape(lambda *a: results(*a, target=recorder, **given), *operands, dy)
     return {r.kernel.fn.__name__: r for r in recorder.launches}
 
 
 def plain(operands, dy, *, subtract_mean=True, zero_centered_scale=False):
-    """The same by autodiff of plain jnp, in the same dtypes."""
+    """Return the results and gradients of plain jnp by autodiff, in the same dtypes."""
     options = {"epsilon": workbench.EPSILON, "zero_centered_scale": zero_centered_scale}
     operator = operator_that(subtract_mean)
     function = functools.partial(operator, module=jln.reference, **options)
@@ -85,7 +88,7 @@ def operator_that(subtract_mean):
 
 
 def assert_accurate(operands, dy, got=None, *, subtract_mean=True, zero_centered_scale=False, **given):
-    """By the rule of `workbench.assert_accurate`, for what the launchers return or for `got`."""
+    """Check `got`, or what the launchers return, by the rule of `workbench.assert_accurate`."""
     switches = {"subtract_mean": subtract_mean, "zero_centered_scale": zero_centered_scale}
     if got is None:
         got = launched(operands, dy, **switches, **given)
@@ -94,16 +97,18 @@ def assert_accurate(operands, dy, got=None, *, subtract_mean=True, zero_centered
 
 
 def is_fused(m, h, n, dtype, chip=INTERPRETED):
-    """In both directions; false where it is in none."""
+    """Return whether the Linear is fused, which it is in both directions or in none."""
     forward, backward = (choose(m, h, n, dtype, chip) for choose in (tiles.forward_tile, tiles.backward_plan))
     assert (forward is None) == (backward is None)
     return forward is not None
 
 
-# Five tiles of rows over three splits, one loop shorter than the others, all ragged; then one element of everything;
-# a ragged row tile and two ragged chunks; whole tiles; more chunks than SMs, and two programs that share the row sums.
+# First five tiles of rows over three splits, so that one split's loop is shorter, all ragged; then one row and one
+# feature; a ragged tile of rows and two chunks, one of them ragged; whole tiles; more chunks than SMs, where two
+# programs share the row sums.
 FUSED = [(300, 60, 7), (1, 8, 1), (65, 104, 128), (64, 128, 64), (16, 300, 16)]
-# Past the fused kernels' features, the second with aligned rows; features, then rows, that are not aligned.
+# The first two have more features than the fused kernels take, and the second of them has aligned rows. In the third
+# the features are not aligned, in the last the rows are not.
 COMPOSED = [(33, 100, 300), (16, 256, 257), (9, 64, 130), (9, 100, 72)]
 
 
@@ -117,7 +122,7 @@ def test_fused(m, h, n, dtype):
 
 @pytest.mark.parametrize(("m", "h", "n"), [(100, 60, 16), (40, 72, 256)])
 def test_fused_for_mma(m, h, n):
-    """The tiles of fewer rows that sm_80 and sm_89 take, in several trips each."""
+    """The fused kernels are right with the tiles of fewer rows that sm_80 and sm_89 take, in several trips each."""
     chip = Chip(INTERPRETED.name, 80, 3)
     assert is_fused(m, h, n, "bfloat16", chip)
     assert tiles.backward_plan(m, h, n, "bfloat16", chip).backward.rows == 16
@@ -127,7 +132,10 @@ def test_fused_for_mma(m, h, n):
 @pytest.mark.parametrize("rows", [2048, 8192])
 @pytest.mark.parametrize("h", [768, 1024, 4096, 5120, 8192, 12288])
 def test_backward_programs_fill_the_chip(h, rows):
-    """However many tiles of columns there are, and at few rows in the pass for the row sums, too."""
+    """The programs of the fused backward pass fill at least 90 % of the rounds that an H200's SMs make.
+
+    This holds however many tiles of columns there are, and at few rows for the programs of the row sums too.
+    """
     chip = CHIPS["h200"]
     plan = tiles.backward_plan(rows, h, 256, "bfloat16", chip)
     for programs in (plan.splits * ceil_div(h, plan.backward.columns), plan.row_programs * plan.parts):
@@ -135,7 +143,10 @@ def test_backward_programs_fill_the_chip(h, rows):
 
 
 def test_the_forward_is_fused_where_its_walk_pays():
-    """By the model of `tiles.forward_tile`: not few rows of a wide H, unless there are few features."""
+    """The forward is fused where the model of `tiles.forward_tile` says so: not for few rows of a wide H.
+
+    With few features it is fused for few rows too. 8512 rows are a tile more than 132 SMs take at a time.
+    """
     chip = CHIPS["h200"]
     chosen = {
         (rows, h, n): tiles.forward_tile(rows, h, n, "bfloat16", chip) is not None
@@ -145,7 +156,7 @@ def test_the_forward_is_fused_where_its_walk_pays():
 
 
 def test_many_shares():
-    """A chip on which the shares of G and of dbias are more than `parameters_kernel` adds at a time."""
+    """Fused gradients are right where `parameters_kernel` cannot add up all shares of G and of dbias at a time."""
     m, h, n, chip = 3000, 64, 256, Chip(INTERPRETED.name, 90, 40)
     plan = tiles.backward_plan(m, h, n, "bfloat16", chip)
     assert plan.splits > plan.parameters.rows and plan.row_programs > plan.parameters.rows * plan.parameters.columns
@@ -153,7 +164,7 @@ def test_many_shares():
 
 
 def test_many_shares_composed():
-    """More than the 32 of dscale and doffset that `reduce_kernel` adds at a time."""
+    """Gradients are right where dscale and doffset have more than the 32 shares that `reduce_kernel` adds at a time."""
     chip = Chip(INTERPRETED.name, 90, 40)
     operands, dy = arguments(90, 1023, 130, "float32"), normal(6, (90, 130), "float32")
     assert launches(operands, dy, chip)["reduce_kernel"].scalars["programs"] > 32
@@ -172,7 +183,7 @@ def test_many_shares_composed():
     ],
 )
 def test_precision(precision, fused):
-    """An algorithm that the fused kernels do not have is XLA's, to run or refuse."""
+    """Algorithms of a product that the fused kernels do not have are left to XLA, to run or to refuse."""
     assert few("bfloat16", precision) == fused
 
 
@@ -187,12 +198,12 @@ def test_precision(precision, fused):
     ],
 )
 def test_precision_of_float32(precision, fused):
-    """On a GPU the fused kernels multiply in TF32."""
+    """Float32 products that need more than TF32 are left to XLA, as on a GPU the fused kernels multiply in TF32."""
     assert few("float32", precision) == fused
 
 
 def few(dtype, precision, n=16, implementation=None):
-    """Whether the operator leaves it to the launchers to fuse."""
+    """Return whether the operator leaves it to the launchers to fuse n features."""
     x, scale, offset, kernel, bias = arguments(16, 64, n, dtype)
     return few_features(
         Operands(norm.Operands(x, None, scale, offset), (kernel,), (bias,)), settings().norm, precision, implementation
@@ -201,7 +212,10 @@ def few(dtype, precision, n=16, implementation=None):
 
 @pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 256), ("float16", 256), ("float32", 128), ("float64", 0)])
 def test_few_features(dtype, most):
-    """Of all products together; of "xla" none, and none that are multiplied in several dtypes."""
+    """The limit of features counts all products behind a norm together, and depends on their dtype.
+
+    With "xla" nothing is fused, nor are products that are multiplied in several dtypes.
+    """
     for n in (16, 128, 129, 256, 257):
         assert few(dtype, None, n) == few(dtype, None, n, "triton") == (n <= most)
     assert not few(dtype, None, implementation="xla")
@@ -226,7 +240,7 @@ def test_fused_in_float32(x, kernel):
 
 
 def test_fused_of_the_widest():
-    """All 256 features, under float32 norm parameters."""
+    """The fused kernels are right with all 256 features, under float32 parameters of the norm."""
     assert is_fused(70, 72, 256, "bfloat16")
     x, scale, offset, *linear = arguments(70, 72, 256, "bfloat16")
     operands = (x, scale.astype("float32"), offset.astype("float32"), *linear)
@@ -234,7 +248,7 @@ def test_fused_of_the_widest():
 
 
 def test_programs_that_share_rows_do_not_overwrite_what_others_read():
-    """Each of four programs looks at whole rows of dz: z must not take dz's place."""
+    """The composed backward pass does not write z in place of dz, of which each of four programs reads whole rows."""
     assert not is_fused(3, 4099, 40, "float32")
     operands = arguments(3, 4099, 40, "float32")
     assert_accurate(operands, normal(6, (3, 40), "float32"))
@@ -272,7 +286,7 @@ def test_leading_axes():
 
 @pytest.mark.parametrize("shared", ["none", "parameters", "x", "kernel and bias"])
 def test_batch(shared):
-    """vmap's axis, with operands of size 1 where they are shared: for every example what it gives by itself."""
+    """Each example of vmap's axis is as accurate as by itself; shared operands have size 1 along that axis."""
     example = arguments(5, 24, 6, "float32")
     keep_one = {"none": (), "parameters": (1, 2, 3, 4), "x": (0,), "kernel and bias": (3, 4)}[shared]
     operands = tuple(
@@ -296,7 +310,10 @@ EXTREME_ROWS = {
 @pytest.mark.parametrize("row", EXTREME_ROWS)
 @pytest.mark.parametrize("scaled", ["no scale", "scale", "zero-centred scale"])
 def test_extreme_rows(scaled, row):
-    """rstd is large or 0: nothing may become 0 * inf, not in the columns past the last one, and not on the way."""
+    """Every result that is finite in plain jnp is finite for rows whose rstd is large or 0.
+
+    Nothing may become 0 * inf: not in the columns past the last one, and not on the way.
+    """
     dtype, change = EXTREME_ROWS[row]
     x, scale, offset, kernel, bias = arguments(70, 100, 16, dtype)
     operands = (x.at[5].set(change(x[5])), None if scaled == "no scale" else scale, offset, kernel, bias)
@@ -309,7 +326,10 @@ def test_extreme_rows(scaled, row):
 
 @pytest.mark.parametrize("rows", [4096, 6144, 2048, 2049], ids=["two groups", "three", "one", "not divisible"])
 def test_column_sums_of_many_rows(rows):
-    """Integers, so that every order of adding gives the same; beyond what bfloat16 could count."""
+    """Sums over many rows of integers are exact, although bfloat16 could not count so far.
+
+    Integers give the same sum in every order.
+    """
     a = jnp.asarray(np.random.default_rng(0).integers(-3, 5, (2, rows, 5)), "bfloat16")
     sums = jax.jit(column_sums, static_argnums=1)(a, "float32")
     np.testing.assert_array_equal(sums, np.asarray(a, "float64").sum(1))
@@ -338,7 +358,7 @@ def test_a_nan_stays_in_its_row(n):
 @pytest.mark.parametrize("n", [16, 300], ids=["fused", "composed"])
 @pytest.mark.parametrize(("x", "residual"), [("bfloat16", "bfloat16"), ("float16", "float32")])
 def test_behind_a_sum(x, residual, n):
-    """It is the rounded sum that is normalised and returned, and its own cotangent that is added."""
+    """Behind a sum the rounded sum is normalised and returned, and its own cotangent is added to its gradient."""
     operator = LINEAR_OPERATORS["add_layer_norm_linear"]
     given, added, *parameters = workbench.arguments(operator, (70, 100), x, features=(n,))
     operands = (given, (added + 300).astype(residual), *parameters)  # in 16 bits a sum's rounding is of x's size
@@ -353,7 +373,10 @@ def test_behind_a_sum(x, residual, n):
 @pytest.mark.parametrize("wanted", ["all", "of the offset", "of two results"])
 @pytest.mark.parametrize("n", [16, 100], ids=["fused", "composed"])
 def test_several(n, wanted):
-    """Three of as many features, of two axes, the second without a bias; told apart by their parts of one truth."""
+    """Three Linears behind a norm are accurate, each of n features on two axes and the second without a bias.
+
+    The truth is that of one Linear with the features of all three, each of which has its part.
+    """
     operator = LINEAR_OPERATORS["layer_norm_linear"]
     parts = [slice(i * n, (i + 1) * n) for i in range(3)]
     x, scale, offset, kernel, bias = workbench.arguments(operator, (70, 60), "bfloat16", features=(3 * n,))
@@ -381,7 +404,10 @@ def test_several(n, wanted):
 
 
 def judged(operator, function, operands, dy, effective_dy):
-    """What the kernels make, what plain jnp does, and the truth under the cotangent that comes to count."""
+    """Return what the kernels make, what plain jnp makes, and the truth.
+
+    The truth is that under `effective_dy`, the cotangent that comes to count.
+    """
     got_by = functools.partial(workbench.value_and_gradients, operator, operands=operands, cotangent=dy)
     got, plain = (got_by(f) for f in (function(jln, implementation="triton"), function(jln.reference)))
     return got, plain, workbench.truth(operator, operands, effective_dy, got.get("total"))

@@ -1,4 +1,4 @@
-"""The stacks on a mesh, as `python -m jln report --mesh` compiles them, are the stacks on one device."""
+"""Tests that the stacks on a mesh, as `python -m jln report --mesh` compiles them, are the stacks on one device."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ AXES = {"data": ("data", "fsdp", "tensor"), "pipeline": ("pipeline", "fsdp", "te
 
 
 def small(name):
-    """Two blocks, of sizes that two devices divide."""
+    """Return a stack of two blocks in float64, of sizes that two devices divide."""
     options = {"layers": 2, "shape": (2, 6, 16), "hidden": 12, "heads": 4, "key_heads": 2, "attention": "xla"}
     return dataclasses.replace(STACKS[name], **options, dtype="float64", parameter_dtype="float64")
 
@@ -30,7 +30,7 @@ def layout_of(axes, sequence):
 
 
 def staged(tree):
-    """Two blocks, one of each stage, in one array."""
+    """Return the parameters of two blocks, one of each stage, stacked in one array each."""
     return {"block_0": jax.tree.map(lambda *a: jnp.stack(a), tree["block_0"], tree["block_1"]), "norm": tree["norm"]}
 
 
@@ -41,7 +41,10 @@ VARIANTS = ("jnp", "jln, add_norm", "jln, add_norm_linear")  # the others are ma
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize(("name", "axes"), CASES)
 def test_a_stack_on_a_mesh_is_the_same_function(name, axes, sequence, compile_fast, promoted_ranks):
-    """In float64, but for JAX's softmax: losses, and every gradient by itself, where its argument is."""
+    """A stack on a mesh has the loss and the gradients of one device, and each gradient lies where its argument is.
+
+    All is in float64 but JAX's softmax, so that values agree to 1e-6.
+    """
     layout = layout_of(axes, sequence)
     stack = layout.fitted(small(name))
     parameters, x = stack.init(jax.random.key(0))
@@ -58,7 +61,7 @@ def test_a_stack_on_a_mesh_is_the_same_function(name, axes, sequence, compile_fa
         np.testing.assert_allclose(found, value, rtol=1e-6, err_msg=variant)
         for a, b, at in zip(*map(jax.tree.leaves, (gradients, (as_given(of_parameters), of_x), places)), strict=True):
             assert a.sharding.is_equivalent_to(at.sharding, a.ndim)
-            size = 1 + jnp.abs(b).max()  # that of the keys' bias is nothing but roundings
+            size = 1 + jnp.abs(b).max()  # the gradient of the keys' bias is nothing but roundings
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * size, err_msg=variant)
 
 

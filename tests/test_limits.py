@@ -1,4 +1,4 @@
-"""What `python -m jln check` lets pass: the limits of an accuracy accept what is right and reject what is not."""
+"""Tests of the limits by which `python -m jln check` judges: they accept what is right and reject what is wrong."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,10 @@ def judged(name, shape, dtype, init="normal", seed=0, features=20):
 
 
 def all_are_right(name, dtype, implementation, seeds):
-    """A width that is no power of two, and a mean that its sum does not give exactly."""
+    """Check that every result of x of 7x100 is accepted, for each kind of data and each seed.
+
+    100 is no power of two, so that a sum divided by it gives a mean that is not exact.
+    """
     for init in INITS:
         for seed in seeds:
             for line in judged(name, (7, 100), dtype, init, seed).accuracies(implementation):
@@ -40,7 +43,10 @@ def test_right_rules_and_kernels_are_accepted_over_many_seeds(name, dtype, imple
 
 
 def layer_norm(slip=None):
-    """LayerNorm in plain jnp, its result and each gradient rounded once, but for one slip."""
+    """Return LayerNorm in plain jnp with one slip in it, or none.
+
+    Its result and each gradient are rounded once.
+    """
 
     def terms(x, scale):
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -78,8 +84,8 @@ def layer_norm(slip=None):
     return norm
 
 
-# The data that shows each, and the results that are off then. In 16 bits c1 is rounded to no effect but where it is
-# large beside dx, and one pass loses the variance where the mean is large.
+# For each slip the data that shows it, and the results that are off then. In 16 bits the rounding of c1 shows only
+# where c1 is large beside dx, and one pass loses the variance only where the mean is large.
 SLIPS = {
     "dscale off by a percent": ("normal", {"dscale"}),
     "dx off by a percent": ("normal", {"dx"}),
@@ -103,7 +109,7 @@ def test_slips_are_rejected_by_what_they_break(dtype):
 
 
 def test_limits_are_no_wider_than_what_they_are_made_of():
-    """For well-conditioned float32 data: plain jnp's error twice, and some thirty roundings."""
+    """The limits for well-conditioned float32 data are at most plain jnp's error twice and some thirty roundings."""
     for line in judged("layer_norm", (16, 128), "float32").accuracies("xla"):
         assert line.limit - 2 * line.plain_error < 4e-6 * line.largest, line
         assert line.rms_limit - 2 * line.rms_plain_error < 1e-6 * line.largest, line

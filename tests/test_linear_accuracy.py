@@ -1,4 +1,4 @@
-"""Products behind a norm, against float64: their sizes and strategies, and data that a norm alone does not mind."""
+"""Tests of Linears behind a norm against float64: sizes, strategies, and data that a norm alone does not mind."""
 
 import functools
 import itertools
@@ -12,8 +12,8 @@ import workbench
 from workbench import LINEAR_OPERATORS, check
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-# 1, 7: narrower than any tile of a product. 16: its least. 64, 128, 256: the fused kernels' tiles. 1000: ragged, and
-# more than they take.
+# 1, 7: narrower than any tile of a product. 16: its narrowest tile. 64, 128, 256: the fused kernels' tiles. 1000:
+# ragged, and more than they take.
 FEATURES = (1, 7, 16, 64, 128, 256, 1000)
 # 8: less than a tile. 100, 768: ragged for tiles of a power of two. 4096: many tiles.
 WIDTHS = (8, 100, 768, 1024, 4096)
@@ -38,7 +38,8 @@ def without(operator, operands, absent):
     return tuple(None if n in absent else a for n, a in zip(operator.kind.names, operands, strict=True))
 
 
-# Neighbours in SIZES have the other two dtypes: a case compiles two programs. The full product is test_every_size.
+# A size has two of the four dtypes, and the next size the other two, as every case compiles two programs.
+# `test_every_size` has the full product.
 @pytest.mark.parametrize(("m", "h", "n", "dtype"), [(*s, d) for i, s in enumerate(SIZES) for d in DTYPES[i % 2 :: 2]])
 def test_sizes(m, h, n, dtype, implementation):
     operator = LINEAR_OPERATORS["layer_norm_linear"]
@@ -46,9 +47,10 @@ def test_sizes(m, h, n, dtype, implementation):
 
 
 def every_size():
-    """The full product, each size in its four dtypes lacking another of the optional arguments, or none.
+    """Yield the full product of sizes and dtypes, without one of the optional arguments or with all of them.
 
-    A quarter of it, each size in one dtype, has that in its name: CI has no time for all.
+    Each of the four dtypes of a size lacks another argument, or none. A quarter of the cases, each size in one dtype,
+    has "quarter" in its name, as CI has no time for all.
     """
     for i, size in enumerate(itertools.product(ROWS, WIDTHS, FEATURES)):
         for j, dtype in enumerate(DTYPES):
@@ -66,7 +68,7 @@ def test_every_size(m, h, n, dtype, absent, implementation):
 
 
 def with_large_bias(x, scale, offset, kernel, bias, dy):
-    """c2 from a rounded y would have lost its digits."""
+    """Return operands with a large bias, for which c2 made from a rounded y would have lost its digits."""
     return (x, scale, offset, kernel, bias + 1000), dy
 
 
@@ -75,12 +77,15 @@ def with_large_offset(x, scale, offset, kernel, bias, dy):
 
 
 def with_an_outlier_channel(x, scale, offset, kernel, bias, dy):
-    """As real transformers have: dscale as sum_n kernel*G would have lost its digits."""
+    """Return operands with one large column of x, as real transformers have.
+
+    For these dscale made as sum_n kernel*G would have lost its digits.
+    """
     return (x.at[:, 3].add(1000), scale, offset, kernel, bias), dy
 
 
 def with_a_large_mean(x, scale, offset, kernel, bias, dy):
-    """E[x^2] - E[x]^2 would leave nothing of the variance."""
+    """Return operands with a mean of x of which E[x^2] - E[x]^2 would leave nothing of the variance."""
     return (x + 100, scale, offset, kernel, bias), dy
 
 
@@ -89,12 +94,12 @@ def with_a_larger_mean(x, scale, offset, kernel, bias, dy):
 
 
 def with_first_columns_large(x, scale, offset, kernel, bias, dy):
-    """What the fused forward takes first tells nothing of the mean,"""
+    """Return operands whose first columns, which the fused forward takes first, tell nothing of the mean."""
     return (x.at[:, :64].add(1000), scale, offset, kernel, bias), dy
 
 
 def with_first_columns_equal(x, scale, offset, kernel, bias, dy):
-    """or of the spread."""
+    """Return operands whose first columns, which the fused forward takes first, tell nothing of the spread."""
     return (x.at[:, :64].set(0), scale, offset, kernel, bias), dy
 
 
@@ -116,7 +121,8 @@ NASTY = (
 FUSED, COMPOSED = (130, 300, 16), (16, 768, 1000)
 
 
-# Only the fused forward treats a row's first columns apart. Neighbours have the other two dtypes of three.
+# Only the fused forward treats a row's first columns apart. By default a case runs in two of three dtypes, and the next
+# case in another two.
 @pytest.mark.parametrize(
     ("data", "m", "h", "n", "dtype"),
     [
@@ -133,12 +139,15 @@ def test_nasty_data(data, m, h, n, dtype, implementation):
     check(operator, [a.astype(dtype) for a in operands], implementation, cotangent=dy.astype(dtype))
 
 
-# 64: the fused kernels. Where XLA multiplies, dz is bfloat16 as by autodiff.
+# 64 features are fused. bfloat16 by XLA is left out, as XLA's product gives dz in bfloat16, as autodiff does.
 @pytest.mark.parametrize(
     ("dtype", "implementation"), [("float16", "xla"), ("float16", "triton"), ("bfloat16", "triton")]
 )
 def test_a_wider_scale_keeps_its_gradients_digits(dtype, implementation):
-    """dscale is a sum of float32 factors, dz among them; plain jnp's is not, and no measure."""
+    """The gradient of a float32 scale keeps the digits of a sum of float32 factors, dz among them.
+
+    Plain jnp's gradient is no such sum, and so no measure.
+    """
     operator = LINEAR_OPERATORS["layer_norm_linear"]
     x, scale, offset, kernel, bias = workbench.arguments(operator, (37, 100), dtype, features=(64,))
     operands = (x, scale.astype("float32"), offset, kernel, bias)
@@ -153,8 +162,10 @@ def test_a_wider_scale_keeps_its_gradients_digits(dtype, implementation):
 
 @pytest.mark.parametrize("n", [7, 600])
 def test_dz_does_not_underflow(n, implementation):
-    """dz of 1e-7 has a bit or two in float16; dx, 100 times as large for a spread of 0.01, has eight. Plain jnp rounds
-    dz, so the rule above does not see it.
+    """dx in float16 keeps its digits where dz in float16 would underflow.
+
+    dz of 1e-7 has a bit or two in float16; dx, 100 times as large for a spread of 0.01, has eight. Plain jnp rounds dz,
+    so the rule of `workbench.check` does not see it.
     """
     operator = LINEAR_OPERATORS["layer_norm_linear"]
     x, scale, offset, kernel, bias = workbench.arguments(operator, (16, 768), "float16", features=(n,))
@@ -177,7 +188,10 @@ def test_dz_does_not_underflow(n, implementation):
 )
 @pytest.mark.parametrize("n", [16, 300])  # one of each strategy
 def test_bias_is_added_before_the_rounding(n, dtype, bias_dtype, offset, bias, implementation):
-    """Where it cancels most of the product, whose every term is exactly the offset."""
+    """The bias is added before the result is rounded, which shows where it cancels most of the product.
+
+    Every term of the product is exactly the offset.
+    """
     h = 120
     zeros = jnp.zeros(h, dtype)
     operands = (

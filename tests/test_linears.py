@@ -1,4 +1,4 @@
-"""What only the operators with a Linear have: features, a kernel, a precision; and what they keep."""
+"""Tests of what only the operators with a Linear have: features, a kernel, a precision, and what they keep."""
 
 import chex
 import jax
@@ -16,7 +16,7 @@ def arguments(operator=OPERATOR, rows=(4,), features=(6,)):
     return workbench.arguments(operator, (*rows, 9), "float64", features=features)
 
 
-# One axis of x; three, and as many of features.
+# First x of one axis, without rows' axes; then three axes of rows and three of features.
 @pytest.mark.parametrize(("rows", "features"), [((), (6,)), ((2, 1, 3), (2, 3, 2))], ids=str)
 @pytest.mark.parametrize("name", LINEAR_OPERATORS)
 def test_axes_of_rows_and_of_features(name, rows, features, implementation):
@@ -34,7 +34,7 @@ def test_axes_of_rows_and_of_features(name, rows, features, implementation):
 
 
 def test_no_operand_is_written_out_over_a_batch():
-    """vmap over x alone is a longer x: one product, without a copy of the kernel for every example."""
+    """A vmap over x alone is one product of a longer x, without a copy of the kernel for every example."""
     x, *parameters = workbench.arguments(OPERATOR, (64, 8, 32), "float32", features=(16,))
     function = jax.vmap(lambda x: jln.layer_norm_linear(x, *parameters, implementation="xla"))
     text = jax.jit(function).lower(x).as_text()
@@ -43,8 +43,9 @@ def test_no_operand_is_written_out_over_a_batch():
 
 @pytest.mark.parametrize("features", [(24,), (2, 12)])
 def test_only_x_is_kept_of_its_size(features, implementation):
-    """Between forward and backward: x, the parameters, those of the norm in x's rank, mean and rstd; no z, no y, no
-    bias.
+    """Only x is kept of its size between forward and backward: no z, no y.
+
+    Beside it there are the kernel, the norm's parameters in x's rank, mean and rstd, and no bias.
     """
     operands = workbench.arguments(OPERATOR, (64, 32), "bfloat16", features=features, parameter_dtype="float32")
     _, pullback = jax.vjp(lambda *a: OPERATOR(*a, implementation=implementation), *operands)
@@ -55,8 +56,9 @@ def test_only_x_is_kept_of_its_size(features, implementation):
 
 
 def test_x_is_kept_as_it_is(implementation):
-    """Not a copy of it, nor of a kernel: what is kept are the arguments themselves, the norm's parameters in x's rank,
-    and what is new of a row.
+    """x and the kernel themselves are kept between forward and backward, not copies of them.
+
+    New are only the norm's parameters in x's rank, and the mean and rstd of each row.
     """
     operands = workbench.arguments(OPERATOR, (64, 32), "bfloat16", features=(24,), parameter_dtype="float32")
 
@@ -72,7 +74,7 @@ def test_x_is_kept_as_it_is(implementation):
 
 @pytest.mark.parametrize("precision", ["highest", ("high", "default"), jax.lax.Precision.HIGH, "BF16_BF16_F32", None])
 def test_precision_is_that_of_every_product(precision):
-    """Of the forward's, of the backward's two, and of none other."""
+    """The precision is that of the forward's product and of the backward's two, and there is no other product."""
     x, *parameters = (jnp.asarray(a, "float32") for a in arguments())
 
     def step(f, *operands):
@@ -95,7 +97,7 @@ def test_precision_may_be_the_default_of_the_moment():
 
 
 def test_precision_is_understood_once(monkeypatch):
-    """An eager call with a precision traces nothing to learn what it means."""
+    """A second eager call with a precision traces nothing to learn what the precision means."""
     x, kernel = jnp.ones((3, 4)), jnp.ones((4, 5))
     jln.layer_norm_linear(x, None, None, kernel, precision="highest")
     monkeypatch.setattr(jax, "make_jaxpr", None)
