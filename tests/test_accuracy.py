@@ -16,7 +16,7 @@ ALL = OPERATORS | LINEAR_OPERATORS
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 # 1, 2, 3: rows shorter than any tile. 127, 128, 129: either side of a power of two. 1000: a row that starts on 16 bytes
-# and is no power of two. 4096: whole rows in registers. 16385: just wider than any row that is. 65536: many chunks.
+# and is no power of two. 4096: whole rows in registers. 16385: just too wide for these. 65536: many chunks.
 WIDTHS = (1, 2, 3, 127, 128, 129, 1000, 4096, 16385, 65536)
 # 1: a tile of one row. 5: fewer rows than a tile. 1000: programs of the backward kernel take many tiles each.
 ROWS = (1, 5, 1000)
@@ -85,7 +85,7 @@ def test_rows_with_a_mean_1000_times_their_spread(name, rows, width, dtype, impl
 def test_long_rows_side_by_side(name, implementation):
     """Rows of 16384 elements that lie side by side in memory are as accurate as plain jnp.
 
-    A chunk of such rows has few elements of each: there are 512 chunks, each of whose statistics is a rounding more.
+    Such a row is read in 512 chunks of few elements, each of whose statistics is a rounding more.
     """
     x = 3 + workbench.normal(0, (16384, 32), "float32")
     wide = np.asarray(x, "float64")
@@ -122,8 +122,8 @@ def optional_arguments():
     """Yield (name, features, names of absent arguments, zero_centered_scale) for every operator.
 
     A norm has every set of absent arguments, and where it has a scale both values of `zero_centered_scale`. A Linear
-    has 64 features and 1000, one number for each strategy for a product. Behind a sum a Linear lacks nothing or all of
-    the norm's parameters, since these play the same part as without the sum.
+    has 64 features and 1000, one number for each strategy for a product. Behind a sum it is given all optional
+    arguments or the bias alone, since the norm's parameters play the same part as without a sum.
     """
     for name, operator in ALL.items():
         optional = [argument.name for argument in operator.entry.arguments if argument.optional]

@@ -36,7 +36,7 @@ OF_EACH = [pytest.param(c, marks=[] if c == "mi300x" else [pytest.mark.heavy]) f
 LAYOUTS = [(h, 1) for h in (128, 1000, 1024, 4096, 8192, 16384, 20000)] + [(256, 147456)]
 OTHERS = [SUM_SWITCHES["everything and a gate"], GATED_SWITCHES["the norm before its gate"]]
 RARER = [pytest.param(d, marks=pytest.mark.heavy) for d in ("float16", "float64", "bfloat16, float32 stream")]
-# The vector registers that a thread of each of two waves on a SIMD may have.
+# The vector registers of a thread, where a SIMD has two waves.
 REGISTERS = 256
 
 

@@ -128,7 +128,7 @@ def test_a_reader_that_has_gone_is_no_error(command):
 
 
 def test_a_reader_that_goes_early_is_no_error():
-    """A reader that goes while more lines are to come, as of `| head -1`, is no error.
+    """A reader that goes while more lines are to come, as in `| head -1`, is no error.
 
     Python runs with -u, so that no buffer holds those lines.
     """

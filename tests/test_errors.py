@@ -142,7 +142,7 @@ def test_the_scale_of_x_on_both_sides():
         jln.rms_norm_add_rms_norm(X, X, 1.0)
     with pytest.raises(ValueError, match=r"zero_centered_scale=True needs a scale"):
         jln.rms_norm_add_rms_norm(X, X, zero_centered_scale=True)
-    for scales in ((SCALE, None), (None, SCALE)):  # it takes effect on the one that is there
+    for scales in ((SCALE, None), (None, SCALE)):  # zero_centered_scale applies to the scale that is there
         jln.rms_norm_add_rms_norm(X, X, *scales, zero_centered_scale=True)
 
 
@@ -269,9 +269,9 @@ SHAPES |= {"x_bias": (8,), "gate": (8,), "z": (4, 8), "x_scale": (8,)}
 
 
 def with_one(name, make):
-    """Return for each function that takes the argument a call without arguments of its own.
+    """Return calls without arguments, by the functions that take the argument `name`.
 
-    In this call `make` has made the argument, and all others are as they should be.
+    In each call `make` has made this argument, and all others are as they should be.
     """
     arrays = {n: np.ones(shape, "float32") for n, shape in SHAPES.items()}
     arrays[name] = make(arrays[name])
@@ -305,9 +305,9 @@ def test_odd_arrays_that_are_arrays_all_the_same(name):
 
 
 def test_what_is_almost_an_error():
-    """Numbers of NumPy and ml_dtypes count as static, and epsilon may be zero or the largest number of the dtype.
+    """Numbers of NumPy and ml_dtypes count as static, and epsilon may be zero or very large.
 
-    The dtype is that of the computation.
+    Its largest value is that of the dtype in which x is normalised.
     """
     jln.layer_norm(X, axis=np.int64(1), epsilon=np.float32(1e-5))
     for epsilon in (ml_dtypes.bfloat16(0.25), ml_dtypes.float8_e5m2(0.25), np.longdouble(0.25), np.float16(0.25)):

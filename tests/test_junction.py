@@ -232,7 +232,7 @@ def test_numbers_of_several_kinds(gate, implementation):
 @pytest.mark.parametrize("gate", ["H", "rows", "by example", "a number"])
 @pytest.mark.parametrize("shape", [(0, 4, 8), (3, 0, 8)], ids=str)
 def test_without_rows(shape, gate, implementation):
-    """Gradients of arrays without rows are zero."""
+    """All gradients of an operator without rows are zero."""
     given, options = made("add_layer_norm", gate=gate, varies="by example", shape=shape)
     function = functools.partial(jln.add_layer_norm, implementation=implementation, **options)
     results, gradients, alone = jax.jit(lambda a: results_and_gradients(function, a))(given)
@@ -340,7 +340,7 @@ def test_rows_are_independent_and_runs_alike(gate):
 
 
 def test_parameters_of_each_example_cost_no_copy_for_each_row():
-    """Parameters of each example take six times the scale's size more temporary memory than shared ones, at most.
+    """Parameters of each example take at most six times the scale's size more temporary memory than shared ones.
 
     That is room for them and their gradients, some of them twice.
     """

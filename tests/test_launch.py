@@ -96,7 +96,7 @@ except RuntimeError as error:
 
 
 def test_export_for_two_platforms_at_once():
-    pytest.importorskip("flatbuffers")  # what jax.export serialises with
+    pytest.importorskip("flatbuffers")  # jax.export serialises by it
     exported = jax.export.export(jax.jit(jax.grad(lambda x: jln.layer_norm(x, implementation="xla").sum())),
                                  platforms=("cpu", "cuda"))(jax.ShapeDtypeStruct((2, 4), "float32"))  # fmt: skip
     again = jax.export.deserialize(exported.serialize())

@@ -1,4 +1,4 @@
-"""Tests that the stacks on a mesh, as `python -m jln report --mesh` compiles them, are the stacks on one device."""
+"""Tests that stacks on a mesh, as `python -m jln report --mesh` compiles them, compute what one device does."""
 
 import dataclasses
 import functools
@@ -35,7 +35,7 @@ def staged(tree):
 
 
 CASES = [("stack-gpt-q-k-v", "data"), ("stack-llama-q-k-v", "pipeline")]
-VARIANTS = ("jnp", "jln, add_norm", "jln, add_norm_linear")  # the others are made of the same
+VARIANTS = ("jnp", "jln, add_norm", "jln, add_norm_linear")  # the other variants are made of the same parts
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -49,7 +49,7 @@ def test_a_stack_on_a_mesh_is_the_same_function(name, axes, sequence, compile_fa
     stack = layout.fitted(small(name))
     parameters, x = stack.init(jax.random.key(0))
     plain, as_given = losses(stack)["jnp"], (lambda tree: tree)
-    if axes == "pipeline":  # of two microbatches with different numbers
+    if axes == "pipeline":  # two microbatches with different numbers
         x, as_given = jnp.stack([x, 2 * x]), staged
         plain = functools.partial(added_up, plain)
     value, (of_parameters, of_x) = jax.jit(stack.step(plain))(parameters, x)

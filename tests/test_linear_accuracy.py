@@ -181,9 +181,9 @@ def test_dz_does_not_underflow(n, implementation):
 @pytest.mark.parametrize(
     ("dtype", "bias_dtype", "offset", "bias"),
     [
-        ("float16", "float16", 600, -60000),  # a product of 72000, which float16 has not
+        ("float16", "float16", 600, -60000),  # the product is 72000, which float16 cannot hold
         ("float16", "float32", 600, -60000),
-        ("bfloat16", "float32", 1 + 2**-7, -120.75),  # of 120.9375, which rounds to 121
+        ("bfloat16", "float32", 1 + 2**-7, -120.75),  # the product is 120.9375, which rounds to 121
     ],
 )
 @pytest.mark.parametrize("n", [16, 300])  # one of each strategy
