@@ -46,11 +46,12 @@ def forward_tile(h: int, inner: int, itemsize: int, mixed: bool = False) -> Tile
     per_thread = _per_thread(FORWARD_ELEMENTS, h, inner, itemsize, mixed)
     if inner == 1:
         if per_thread == FORWARD_ELEMENTS and columns <= 32 * 32 * per_thread:
-            # The fewest instructions, which in 16 bits took longer than memory does: with 8 elements a thread 0.99,
-            # 1.39 and 0.98 of an H200's time to move the bytes at H = 128, 768 and 1024; so they take 0.47, 0.66 and
-            # 0.51 (`python tests/executed/table.py bfloat16`), as scale, offset and addresses are those of many. A row
-            # of up to 1024 elements is one warp's, so that nothing passes through shared memory, and where warps come
-            # round more than once, as for 768 of 1024 columns, the compiler leaves out a round that has no columns.
+            # These tiles take the fewest instructions, which in 16 bits may take longer than memory. With 8 elements a
+            # thread they took 0.99, 1.39 and 0.98 of the time in which an H200 moves the bytes, at H = 128, 768 and
+            # 1024. With these tiles they take 0.47, 0.66 and 0.51 (`python tests/executed/table.py bfloat16`), as many
+            # elements share a thread's scale, offset and addresses. A row of up to 1024 elements is one warp's, so that
+            # nothing passes through shared memory. Where warps come round more than once, as for 768 of 1024 columns,
+            # the compiler leaves out a round that has no columns.
             if columns <= 512:
                 return _tile(4096 // itemsize // columns, columns, 128 // itemsize)
             return _tile(1, columns, 32 if columns <= 1024 else 64 // itemsize)
@@ -59,9 +60,9 @@ def forward_tile(h: int, inner: int, itemsize: int, mixed: bool = False) -> Tile
         if columns <= 32 * 32 * per_thread:
             return _tile(1, columns, per_thread)
         return _tile(1, 256 * per_thread, per_thread // 2)
-    limit = 256 * per_thread  # 8 warps, which may have twice the registers of 16
+    limit = 256 * per_thread  # what 8 warps hold, which may have twice the registers of 16
     rows = _side_by_side(columns, inner, itemsize, limit)
-    if rows * itemsize < 32 and rows < inner:  # less than a sector of each line
+    if rows * itemsize < 32 and rows < inner:  # a tile would have less than a sector of each line
         rows = _side_by_side(1, inner, itemsize, limit)
         columns = 1024 // rows
     return _tile(rows, columns, per_thread)
@@ -91,14 +92,14 @@ def backward_plan(
     """
     columns = next_power_of_2(h)
     per_thread = _per_thread(BACKWARD_ELEMENTS, h, inner, itemsize, mixed)
-    of_sums = per_thread  # `row_sums_kernel` holds none of it
+    of_sums = per_thread  # `row_sums_kernel` holds none of what `more` counts
     is_aligned = aligned(h, inner, itemsize) and not mixed
     if is_aligned and (more > 1 or (more and (columns <= 4096 or itemsize == 4))):
-        # 16 elements spilled up to 40 bytes with the sum for x's bias (8 where 16 warps hold 8192 columns of 16 bits)
-        # and 192 with a gate; 8 elements at most 8.
+        # With 16 elements a thread the kernel spilled up to 40 bytes with the sum for x's bias (8 where 16 warps hold
+        # 8192 columns of 16 bits) and up to 192 with a gate; with 8 elements it spills at most 8 bytes.
         per_thread //= 2
     limit = 512 * per_thread
-    stages = 2 if is_aligned and columns <= 4096 else 1  # to fetch the next row ahead takes registers too
+    stages = 2 if is_aligned and columns <= 4096 else 1  # fetching the next row ahead takes registers too
     if inner == 1:
         rows = max(1, (2048 if is_aligned and itemsize < 8 else 1024) // columns)
         whole = columns <= limit
@@ -108,9 +109,10 @@ def backward_plan(
     if whole:
         crowded = inner > 1 or (not is_aligned and itemsize < 8)
         if few := wants_y and not crowded and itemsize < 8:
-            # One program of 16 warps where there would be four of 4, for a quarter of the partial sums; and two tiles
-            # ahead, so that half of the SMs keep memory busy (`busy_programs`), for half of them again: 1 MB and not 9
-            # in the 725 that (16384, 1024, 3072) in bfloat16 may move. Masked columns leave no registers for the third.
+            # One program of 16 warps takes the place of four of 4 warps, and makes a quarter of their partial sums. Two
+            # tiles are fetched ahead, so that half of the SMs keep memory busy (`busy_programs`), which halves the
+            # partial sums again. They take 1 MB instead of 9, of the 725 MB that (16384, 1024, 3072) in bfloat16 may
+            # move. Masked columns leave no registers for the third stage.
             rows = max(rows, 16384 // itemsize // columns)
             stages += stages > 1 and columns == h
         tile = _tile(rows, columns, per_thread // 2 if crowded else per_thread, stages)
@@ -118,15 +120,15 @@ def backward_plan(
         programs_per_core = 1 if few else max(1, min(4, 16 // tile.warps))
         return BackwardPlan(dataclasses.replace(tile, programs_per_core=programs_per_core), None)
     if inner == 1 and columns == 2 * limit and itemsize < 8:
-        # With y too, half of that tile: 4096 columns in float32 spill on sm_89.
+        # Where y is written too the tile is half as wide, as 4096 columns in float32 spill on sm_89.
         return BackwardPlan(
             _tile(1, limit // 4, per_thread // 4) if wants_y else _tile(1, limit // 2, per_thread // 2), None
         )
-    if inner == 1:  # whole lines of columns, and as many rows at a time as 16 warps hold
+    if inner == 1:  # a tile has whole lines of columns, and as many rows as 16 warps hold
         tile = _tile(2 * per_thread, 128, per_thread // 2, stages, programs_per_core=2)
         return BackwardPlan(tile, _tile(1, 256 * of_sums, of_sums // 2))
     rows = _side_by_side(1, inner, itemsize, limit)
-    # As few elements a thread as one load takes, so that many warps hide the latency.
+    # A thread has as few elements as one load takes, so that many warps hide the latency.
     narrow = max(per_thread // 4, 16 // itemsize if is_aligned else 1)
     tile = _tile(rows, 1024 // rows, narrow, stages, programs_per_core=4)
     return BackwardPlan(tile, _tile(rows, 1024 // rows, of_sums // 2))
@@ -156,7 +158,7 @@ def reduce_tile(h: int) -> Tile:
     return Tile(32, min(32, next_power_of_2(h)), 4)
 
 
-# The files' words for how a row lies in memory.
+# The words of the tuning files for how a row lies in memory.
 LAYOUTS = ("last axis", "other axis", "other axis, unaligned")
 
 
@@ -177,7 +179,7 @@ def _shared(name: str, tile: Tile, sizes: dict[str, Any]) -> int:
     and offset of each chunk; or one array that changes its layout, in their place.
     """
     elements, itemsize, in_chunks = tile.rows * tile.columns, sizes["itemsize"], tile.columns < sizes["h"]
-    if known_or_newest(sizes["chip"]).is_amd:  # where what is read ahead waits in registers
+    if known_or_newest(sizes["chip"]).is_amd:  # AMD's chips hold in registers what is read ahead
         return elements * max(4, itemsize)
     vectors = 2 if in_chunks else int(sizes.get("wants_y", False))
     numbers = vectors * tile.columns
@@ -198,7 +200,7 @@ def _too_few_columns(tiles: Tiles, sizes: dict[str, Any]) -> str | None:
 
 
 def _free(name: str, tile: Tile, sizes: dict[str, Any]) -> tuple[str, ...]:
-    whole = tile.columns >= sizes["h"]  # in registers, where it is read once
+    whole = tile.columns >= sizes["h"]  # then the row is in registers and is read once
     persistent = (sizes["choice"], name) == ("backward", "tile")
     return (
         *("rows", "warps"),

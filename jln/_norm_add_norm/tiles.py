@@ -29,8 +29,8 @@ def backward(h: int, itemsize: int, mixed: bool, chip: Chip) -> Tile | None:
     rows = max(1, 1024 // columns)
     per_thread = most if columns > 256 * most else max(1, most // 2)
     warps = max(1, rows * columns // (32 * per_thread))
-    ahead = 2 * 4 * rows * columns * itemsize + 1024  # and the four that are being read
-    # A third is left to L1, which has the scales; a row of 8192 in 16 bits, which so an H200 fetches ahead and an A100
-    # does not, would spill 64 bytes there.
+    ahead = 2 * 4 * rows * columns * itemsize + 1024  # four arrays ahead, and the four being read
+    # A third of shared memory is left to L1, which has the scales. So an H200 fetches a row of 8192 in 16 bits ahead,
+    # and an A100 does not, where it would spill 64 bytes.
     stages = 2 if easy and 3 * ahead <= 2 * chip.shared else 1
     return Tile(rows, columns, warps, stages, max(1, min(4, 16 // warps)))

@@ -13,9 +13,9 @@ from jln._triton.target import INTERPRETED, Target
 from jln._triton.tile import Tile, aligned, ceil_div, next_power_of_2
 from jln._triton.tuning import Choice, Tiles, known_or_newest
 
-# Estimates, of an H200: bytes a microsecond that one SM can take in, and its share of what memory gives to all; what a
-# launch more costs, in microseconds. By them `forward_tile` weighs long walks of few programs. A compute unit of an
-# MI300X takes in as much, of 5.3 TB/s its share is less.
+# Estimates for an H200: the bytes a microsecond that one SM can take in from L2, an SM's share of the bytes that memory
+# gives to all of them, and the microseconds that one launch more costs. `forward_tile` uses them to weigh long walks of
+# few programs. A compute unit of an MI300X takes in as much from L2, and its share of memory's 5.3 TB/s is smaller.
 L2_RATE, MEMORY_RATE, LAUNCH_TIME = 64_000, 36_000, 5
 AMD_MEMORY_RATE = 17_000
 
@@ -25,9 +25,9 @@ def features(n: int) -> int:
     return max(16, next_power_of_2(n))
 
 
-# Before it, Triton leaves out fences: 3.6.0 and 3.7.0 have none between the store of a tile to shared memory and the
-# wgmma (sm_90) or tcgen05.mma (sm_100) that reads it in the fused forward, nor for sm_90 in one of two places of the
-# backward in 16 bits; 3.7.1, 3.8.0 and 3.9.0 have all (`test_products_wait_for_what_is_stored_to_shared_memory`).
+# Older versions of Triton leave out fences. 3.6.0 and 3.7.0 have none between the store of a tile to shared memory and
+# the wgmma (sm_90) or tcgen05.mma (sm_100) that reads it in the fused forward, nor for sm_90 in one of two places of
+# the backward in 16 bits. 3.7.1, 3.8.0 and 3.9.0 have all (`test_products_wait_for_what_is_stored_to_shared_memory`).
 FENCED_TRITON = (3, 7, 1)
 
 
@@ -66,12 +66,14 @@ def _fused_tile(h: int, n: int, product_dtype: str, chip: Chip) -> Tile | None:
     if n > (widest if aligned(h, 1, 2) and aligned(n, 1, 2) else widest_unaligned) or h * n >= 2**31:
         return None
     if chip.is_amd:
-        # Two waves a SIMD have 256 vector registers each. In 16 bits at N = 128 the backward kernel takes up to 414 for
-        # 64 columns, 281 for 32 in two stages and 230 in one; where that does not fit, 16 columns do in two.
+        # Where a SIMD has two waves, each of them has 256 vector registers. In 16 bits at N = 128 the backward kernel
+        # takes up to 414 for 64 columns, 281 for 32 columns in two stages, and 230 for 32 columns in one stage. Where
+        # that does not fit, 16 columns in two stages do.
         narrow = features(n) > 128 or product_dtype == "float32"
         return Tile(64, 16, 8, 2) if narrow else Tile(64, 32, 8, 1)
-    # A stage is 8 KB of x, which comes from memory, and up to 32 KB of dy or kernel, which L2 has; some 16 KB of x in
-    # flight an SM hide the latency. Eight warps: with four the backward kernel takes all 255 registers at N = 64.
+    # A stage is 8 KB of x, which comes from memory, and up to 32 KB of dy or kernel, which L2 has. Some 16 KB of x in
+    # flight on each SM hide the latency. There are eight warps, as with four the backward kernel takes all 255
+    # registers at N = 64.
     stages = 2 if not chip.has_wgmma or product_dtype == "float32" else 4 if features(n) <= 64 else 3
     return Tile(64, 64, 8, stages)
 
@@ -87,7 +89,7 @@ def forward_tile(rows: int, h: int, n: int, product_dtype: str, chip: Chip) -> T
     tile = _fused_tile(h, n, product_dtype, chip)
     if tile is None:
         return None
-    if not chip.has_wgmma and not chip.is_amd and features(n) > 128:  # by mma, as below, a wider tile spills on sm_89
+    if not chip.has_wgmma and not chip.is_amd and features(n) > 128:  # a wider tile for mma spills on sm_89
         tile = dataclasses.replace(tile, columns=32, stages=3)
     walks = ceil_div(ceil_div(rows, tile.rows), chip.cores)
     itemsize = 4 if product_dtype == "float32" else 2
@@ -129,18 +131,20 @@ def backward_tiles(h: int, n: int, product_dtype: str, chip: Chip) -> tuple[Tile
     tile = _fused_tile(h, n, product_dtype, chip)
     if tile is None:
         return None
-    # mma holds operands in registers, where wgmma reads shared memory: more rows spill on sm_80. wgmma wants the 64,
-    # below which a product silently becomes mma.
+    # mma holds operands in registers, where wgmma reads them from shared memory, so that more rows spill on sm_80.
+    # wgmma needs 64 rows: with fewer a product silently becomes mma.
     mma_rows = 32 if features(n) <= 128 and aligned(h, 1, 2) else 16
     return tile, dataclasses.replace(tile, rows=64 if chip.has_wgmma else mma_rows)
 
 
 def backward_grid(rows: int, h: int, n: int, chip: Chip, row_sums: Tile, backward: Tile) -> BackwardPlan:
     row_programs = min(ceil_div(rows, row_sums.rows), chip.cores)
-    # A power of 2, for fewer variants to compile; not more than the sums of 8, which every program has to read.
+    # The parts are a power of 2, so that there are fewer variants to compile, and not more than 8, as every program of
+    # `backward_kernel` has to read the sums of all parts.
     parts = next_power_of_2(min(8, chip.cores // row_programs, ceil_div(h, row_sums.columns)) + 1) // 2
     splits = _splits(ceil_div(rows, backward.rows), ceil_div(h, backward.columns), chip.cores)
-    # A program or more for most SMs, and 4096 elements at a time, so that the shares are not met one after another.
+    # `parameters_kernel` has a program or more for most SMs, and takes 4096 elements at a time, so that it does not
+    # meet the shares one after another.
     columns = min(32, next_power_of_2(ceil_div(h, chip.cores)))
     shares = min(next_power_of_2(splits), max(1, 4096 // (columns * features(n))))
     return BackwardPlan(row_sums, row_programs, parts, backward, splits, Tile(shares, columns, 8))
@@ -206,8 +210,8 @@ def forward(rows: int, h: int, n: int, product_dtype: str, target: Target, *, ad
     tile = FORWARD.tiles(target.trial, {"tile": tile}, target.chip, h=h, n=n, dtype=product_dtype)["tile"]
     assert tile is not None
     if adds and h % tile.columns:
-        # The masks of two more arrays take registers: 64 columns spill 24 bytes at H = 1000 and N = 136 on an H200, at
-        # 1023 and 7 64 on a B200, and in float32 72 on an H200.
+        # The masks of two more arrays take registers. 64 columns spill 24 bytes on an H200 at H = 1000 and N = 136, and
+        # at H = 1023 and N = 7 they spill 64 bytes on a B200, and 72 bytes in float32 on an H200.
         tile = dataclasses.replace(tile, columns=min(tile.columns, 32))
     return tile
 

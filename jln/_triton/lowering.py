@@ -41,7 +41,8 @@ def call(launch: Launch, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
     return _call.bind(*arrays, launch=launch)
 
 
-# Of a launch on a GPU, which is compiled when the program is lowered: what is only traced costs nothing.
+# The primitive of a launch on a GPU. A launch is compiled when the program is lowered, so that a program that is only
+# traced costs nothing.
 _call = Primitive("jln_kernel")
 _call.multiple_results = True
 _call.def_abstract_eval(lambda *_, launch: [ShapedArray(r.shape, r.dtype) for r in launch.results.values()])
@@ -67,7 +68,7 @@ def missing(platform: str) -> str | None:
         return None if _plugin(platform) is not None else _without_rocm()
     try:
         _jax_triton()
-    except Exception as error:  # 0.3.1 raises AttributeError without a plugin, others ImportError
+    except Exception as error:  # without a plugin 0.3.1 raises AttributeError, other versions ImportError
         return f"jax_triton cannot be used ({error!r})"
     return None if _plugin(platform) is not None else "JAX has no CUDA plugin here"
 
@@ -96,7 +97,7 @@ def _protobuf(launch: Launch, binary: Binary) -> bytes:
     parameters = [
         plugin.create_scalar_parameter(a, _type_name(a))
         if isinstance(a, int)
-        else plugin.create_array_parameter(0, ALIGNMENT)  # none of its bytes to be zeroed
+        else plugin.create_array_parameter(0, ALIGNMENT)  # 0: none of its bytes are zeroed
         for a in launch.arguments.values()
         if a != 1  # a constant of the kernel
     ]
@@ -119,11 +120,12 @@ def _in_a_file(binary: Binary) -> str:
     if not path.exists():
         scratch = path.with_suffix(f".{threading.get_ident()}")
         scratch.write_bytes(code)
-        scratch.replace(path)  # whole, whichever thread lowers or launches meanwhile
+        scratch.replace(path)  # the file is whole, whichever thread lowers or launches meanwhile
     return str(path)
 
 
-# Of a folder: fewer than the 1024 that a process may commonly have, and more than it has when it lowers its programs.
+# The number of a folder's file descriptor. It is less than the 1024 that a process may commonly have open, and more
+# than a process has open when it lowers its programs.
 DESCRIPTOR = 900
 
 
@@ -139,18 +141,18 @@ def _folder(process: int) -> str:
     opened = os.open(folder, os.O_RDONLY)
     descriptor = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, DESCRIPTOR)
     os.close(opened)
-    with contextlib.suppress(OSError):  # of a file system without locks
-        fcntl.flock(descriptor, fcntl.LOCK_EX)  # or systemd-tmpfiles would remove it after ten days
+    with contextlib.suppress(OSError):  # the file system may have no locks
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # systemd-tmpfiles would remove an unlocked folder after ten days
 
     def remove() -> None:
-        if os.getpid() == process:  # and not a fork of it, which ends earlier
+        if os.getpid() == process:  # a fork of the process ends earlier, and leaves the folder
             shutil.rmtree(folder, ignore_errors=True)
 
     atexit.register(remove)
     return f"/proc/self/fd/{descriptor}"
 
 
-# What XLA promises of every array's address, in bytes.
+# The alignment in bytes that XLA promises for the address of every array.
 ALIGNMENT = 16
 
 
@@ -211,7 +213,7 @@ def compiled(launch: Launch) -> Binary:
         return _binaries[key]
 
 
-# To be raised where a binary that was stored before is none that would be compiled now.
+# Raise this number where a binary that was stored before is not what would be compiled now.
 SCHEMA = 2
 
 
@@ -271,8 +273,8 @@ def _compile(source: Any, backend: Any, options: Any) -> Binary:
     backend.load_dialects(context)
     functions = backend.get_codegen_implementation(options)
     module = source.make_ir(backend.target, options, functions, backend.get_module_map(), context)
-    ttir = str(module)  # before it is overwritten
-    if backend.target.backend == "hip":  # by Triton alone: jax-triton 0.3.1 does not tell 3.9 all that it asks for
+    ttir = str(module)  # compiling overwrites the module
+    if backend.target.backend == "hip":  # Triton compiles alone, as jax-triton 0.3.1 does not tell 3.9 all it asks for
         stages, known = {}, {"target": backend.target, **vars(options)}
         backend.add_stages(stages, options, source.language)
         for stage in stages.values():

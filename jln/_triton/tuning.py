@@ -34,12 +34,12 @@ from jln._triton.tile import Tile, next_power_of_2
 
 SCHEMA = 1
 VARIABLE = "JLN_TUNING"
-LARGEST = 2**22  # bytes of a file, some 3000 entries as `tune` writes them
+LARGEST = 2**22  # bytes of the largest file that is read, some 3000 entries as `tune` writes them
 PACKAGED = pathlib.Path(__file__).parent / "tuned"
 
-# From the name of each to its value, sorted: what a choice may depend on.
+# All that a choice may depend on, as sorted pairs of a name and its value.
 Key = tuple[tuple[str, Any], ...]
-# None for a kernel that is not launched.
+# The tiles of kernels by the kernels' names, None for a kernel that is not launched.
 Tiles = dict[str, Tile | None]
 
 
@@ -78,7 +78,7 @@ class Choice:
             entries = _read(path)
             if key in entries:
                 found = entries[key] or rules
-                # Where fewer rows than a tile's lie side by side, most of it would be nobody's.
+                # Where a tile has at least twice as many rows as lie side by side, much of it would be empty.
                 few = rows_side_by_side
                 wasteful = few > 1 and any(t is not None and t.rows >= 2 * few for t in found.values())
                 return rules if wasteful else found
@@ -102,7 +102,7 @@ class Choice:
                 if not 1 <= number <= high:
                     return f"{name}'s {what} are {number}, which is not from 1 to {high}"
             held = self.held(tile, sizes)
-            if held > 128 * 32 * tile.warps:  # of 255 registers
+            if held > 128 * 32 * tile.warps:  # a thread has 255 registers
                 return f"{name} gives each thread {held // (32 * tile.warps)} elements to hold, more than 128"
             shared, limit = self.shared(name, tile, sizes), known_or_newest(sizes["chip"]).shared
             if shared > limit:
@@ -110,7 +110,7 @@ class Choice:
         return self.fault(tiles, sizes)
 
 
-# By name; the operators' rooms fill it.
+# All choices by their names; each operator's room adds its own.
 CHOICES: dict[str, Choice] = {}
 
 
