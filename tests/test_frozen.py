@@ -135,9 +135,9 @@ COMPOSED_LAUNCHES = {
     ],
 )
 def test_launches(features, some, expected, how):
-    """Only wanted gradients have a kernel or a place in memory.
+    """Gradients that nobody wants have no kernel and no place in memory.
 
-    They are asked for alone, or are those of all gradients that the program uses.
+    The wanted ones are asked for alone, or the program uses them out of all gradients.
     """
     if not target.interpreting():
         pytest.skip("kernels are compiled here")
@@ -160,7 +160,10 @@ def test_launches(features, some, expected, how):
 
 
 def test_wide_rows_without_dx_need_no_sums():
-    """dscale alone launches no kernel for row sums, even of rows so wide that dx needs one for c1 and c2."""
+    """The gradient dscale alone launches no kernel for row sums.
+
+    The rows are so wide that dx would need such a kernel, for its c1 and c2.
+    """
     if not target.interpreting():
         pytest.skip("kernels are compiled here")
     x, _, scale, _ = workbench.arguments(workbench.OPERATORS["layer_norm"], (2, 40000), "float32")
@@ -186,7 +189,7 @@ def test_wide_rows_without_dx_need_no_sums():
     ids=lambda c: "+".join(c) if isinstance(c, tuple) else str(c),
 )
 def test_held_between_forward_and_backward(name, some, rows_held, forward_mode, implementation):
-    """For gradients of offset and bias nothing of a row is kept, for the others x and two numbers a row.
+    """Nothing of a row is kept for gradients of offset and bias, and x and two numbers a row for the others.
 
     Of an operator that adds a residual the sum is kept in x's place.
     """
@@ -219,7 +222,7 @@ def test_held_by_norms_in_front_of_a_sum(name, some, rows_held, numbers, forward
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_one_result_alone_of_norms_on_both_sides(which, implementation):
-    """Every gradient is right where only one of the two results is used, so that the other has no cotangent."""
+    """Every gradient is right where only one of the two results is used and the other has no cotangent."""
     function, operands = matrix.bind("rms_norm_add_rms_norm", "xs", implementation=implementation)
     exact, _ = matrix.bind("rms_norm_add_rms_norm", "xs", jln.reference)
 
@@ -264,9 +267,9 @@ def test_differentiated_by_one_argument_then_another(wrap, implementation):
 
 
 def stacked_layers(name, some, module, wrap):
-    """Return the gradients of a network of three layers, whose parameters are stacked, by those in `some`.
+    """Return the gradients by the arguments in `some` of a network of three layers with stacked parameters.
 
-    The others are frozen; x is carried from layer to layer.
+    The other arguments are frozen. x is carried from layer to layer.
     """
     function, operands = matrix.bind(name, OPTIONAL[name], module)
     x, rest = operands[0], matrix.examples(operands[1:])
@@ -344,9 +347,10 @@ def test_transformed_with_x_frozen(name, some, how, forward_mode, implementation
 
 @pytest.mark.parametrize("some", [("x",), ("scale",), ("offset",)], ids="+".join)
 def test_an_unused_result_may_have_brought_the_axis_of_vmap(some, implementation):
-    """Each gradient is right alone where the examples of a vmap differ in their scale only.
+    """Each gradient by itself is right where the examples of a vmap differ in their scale only.
 
-    dy is the same for all examples, and doffset has an axis of examples all the same.
+    dy is the same for all examples. doffset has an axis of examples all the same, which it may have from an unused
+    result.
     """
     function, (x, scale, offset) = matrix.bind("layer_norm", "so", implementation=implementation)
     names = OPERANDS["layer_norm"]

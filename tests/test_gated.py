@@ -1,6 +1,6 @@
 """Tests of gated norms, and of parameters that vary over an axis directly before the normalised one.
 
-They hold values, gradients and costs.
+Values, gradients and costs are tested.
 """
 
 import functools

@@ -262,7 +262,10 @@ HELD = [
 @pytest.mark.parametrize("forward_mode", [False, True])
 @pytest.mark.parametrize(("gate", "some", "rows", "numbers"), HELD)
 def test_held_between_forward_and_backward(gate, some, rows, numbers, forward_mode, implementation):
-    """x is kept beside the sum only where a gate's gradient is wanted; a gate that is a number is kept for each row."""
+    """The sum is kept, and x beside it only where a gate's gradient is wanted.
+
+    A gate that is a number is kept as a number for each row.
+    """
     shape = (6, 8)
     given, options = made("add_layer_norm", gate=gate, shape=shape)
     function = functools.partial(

@@ -1,6 +1,6 @@
 """Tests of the LayerNorm+Linear launchers against float64, in the interpreter.
 
-They hold each result by itself, of both strategies.
+Each result is judged by itself, for both strategies.
 """
 
 import functools
@@ -358,7 +358,7 @@ def test_a_nan_stays_in_its_row(n):
 @pytest.mark.parametrize("n", [16, 300], ids=["fused", "composed"])
 @pytest.mark.parametrize(("x", "residual"), [("bfloat16", "bfloat16"), ("float16", "float32")])
 def test_behind_a_sum(x, residual, n):
-    """Behind a sum the rounded sum is normalised and returned, and its own cotangent is added to its gradient."""
+    """The rounded sum is what a norm behind a sum normalises and returns, and its own cotangent is added."""
     operator = LINEAR_OPERATORS["add_layer_norm_linear"]
     given, added, *parameters = workbench.arguments(operator, (70, 100), x, features=(n,))
     operands = (given, (added + 300).astype(residual), *parameters)  # in 16 bits a sum's rounding is of x's size

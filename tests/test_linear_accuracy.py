@@ -162,7 +162,7 @@ def test_a_wider_scale_keeps_its_gradients_digits(dtype, implementation):
 
 @pytest.mark.parametrize("n", [7, 600])
 def test_dz_does_not_underflow(n, implementation):
-    """dx in float16 keeps its digits where dz in float16 would underflow.
+    """The gradient dx in float16 keeps its digits where dz in float16 would underflow.
 
     dz of 1e-7 has a bit or two in float16; dx, 100 times as large for a spread of 0.01, has eight. Plain jnp rounds dz,
     so the rule of `workbench.check` does not see it.

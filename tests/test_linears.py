@@ -43,9 +43,9 @@ def test_no_operand_is_written_out_over_a_batch():
 
 @pytest.mark.parametrize("features", [(24,), (2, 12)])
 def test_only_x_is_kept_of_its_size(features, implementation):
-    """Only x is kept of its size between forward and backward: no z, no y.
+    """No array of x's size is kept between forward and backward but x: no z, no y.
 
-    Beside it there are the kernel, the norm's parameters in x's rank, mean and rstd, and no bias.
+    Beside x there are the kernel, the norm's parameters in x's rank, mean and rstd. The bias is not kept.
     """
     operands = workbench.arguments(OPERATOR, (64, 32), "bfloat16", features=features, parameter_dtype="float32")
     _, pullback = jax.vjp(lambda *a: OPERATOR(*a, implementation=implementation), *operands)
@@ -56,7 +56,7 @@ def test_only_x_is_kept_of_its_size(features, implementation):
 
 
 def test_x_is_kept_as_it_is(implementation):
-    """x and the kernel themselves are kept between forward and backward, not copies of them.
+    """The arrays x and kernel themselves are kept between forward and backward, not copies of them.
 
     New are only the norm's parameters in x's rank, and the mean and rstd of each row.
     """
