@@ -1,10 +1,9 @@
 """Each barrier, wait and fence of compiled kernels is dropped from the PTX, one at a time, and must be missed.
 
-    JLN_CHIP=h200 python tests/executed/test_drops.py
+One that is not missed must be needless, for a reason that the function `needless` gives.
 
-prints a table: chip, case, kernel, instruction, how many were dropped, how many were missed, the lines of the others.
-
-An instruction that is not missed must be needless, for a reason that the function `needless` gives.
+`JLN_CHIP=h200 python tests/executed/test_drops.py` prints a table: chip, case, kernel, instruction, how many were
+dropped, how many of them were missed, the lines of the others.
 """
 
 import collections

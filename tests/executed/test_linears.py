@@ -49,8 +49,8 @@ FUSED_SUMS = [
     Case(ADD_RMS, (70, 64), "float32", "small-a100", (16,), residual="bfloat16", without="sb"),
     Case(ADD_LAYER, (3, 23, 64), "float16", "h200", (104,), forward_mode=True, without="o"),
 ]
-# Several Linears in one kernel: together they fill 44 of a tile's 64 columns, all 256 of 256, or as 7 and 9 all 16 of
-# 16. Some have no bias, and some have two axes of features.
+# Several Linears in one kernel. Together they fill 44 of a tile's 64 columns, all 256, or with 7 and 9 features all 16.
+# Some have no bias, and some have two axes of features.
 FUSED_SEVERAL = [
     Case(LAYER, (200, 128), "bfloat16", "small-h200", ((3, 8), (16,), (4,)), unbiased=(1,)),
     Case(RMS, (70, 256), "float16", "small-a100", ((2, 64), (64,), (64,)), unbiased=(0, 2)),

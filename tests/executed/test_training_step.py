@@ -70,7 +70,7 @@ def test_a_step_leaves_the_parameters_that_it_leaves_on_the_cpu(dtype):
     squares = np.zeros(2)
     for name, ours, theirs, t in leaves:
         errors = [np.linalg.norm(np.asarray(a, "float64") - np.asarray(t)) for a in (ours, theirs)]
-        if name.startswith("[1]"):  # name is a parameter's
+        if name.startswith("[1]"):  # the name of a parameter
             squares += np.square(errors)
         else:
             rounding = float(jax.numpy.finfo(dtype).eps) * np.linalg.norm(t)

@@ -95,7 +95,7 @@ def test_nnx_transformer(fuse, copy):
     jax.tree.map(close, nnx_pure(new_gradients), nnx_pure(gradients))
 
     routes = jln.explain(conversion.model, TOKENS)
-    reading = LAYERS * 4 + 1 if fuse else 0  # in a block those of queries, keys, values and up, and the head
+    reading = LAYERS * 4 + 1 if fuse else 0  # of each block queries, keys, values and up, and the head
     assert [r.path for r in routes].count("fused") == reading
     assert [r.path for r in routes].count("norm") == len(routes) - reading == LAYERS * 4 + 1
 
@@ -255,7 +255,7 @@ def test_equinox_transformer(fuse):
     close(new_loss, loss)
     jax.tree.map(close, conversion.undo(new_gradients), gradients)
     routes = jln.explain(jax.vmap(conversion.model), TOKENS)
-    reading = LAYERS * 4 + 1 if fuse else 0  # in a block those of queries, keys, values and up, and the head
+    reading = LAYERS * 4 + 1 if fuse else 0  # of each block queries, keys, values and up, and the head
     assert [r.path for r in routes].count("fused") == reading
     assert [r.path for r in routes].count("norm") == len(routes) - reading == LAYERS * 2 + 1
     for a, b in zip(jax.tree.leaves(conversion.model), jax.tree.leaves(model), strict=True):

@@ -303,7 +303,7 @@ def test_rejected_alike(library, name, bad):
         with pytest.raises(type(error)):
             call(OURS)
     else:
-        assert bad == "features that x does not have" and library == "linen"  # which takes x's
+        assert bad == "features that x does not have" and library == "linen"  # Linen takes x's
         call(OURS)
 
 

@@ -18,7 +18,7 @@ nn = pytest.importorskip("flax.linen")
 hk = pytest.importorskip("haiku")
 eqx = pytest.importorskip("equinox")
 
-H, WIDE = 8, 300  # features, too many for one kernel with the norm
+H, WIDE = 8, 300  # 300 features are too many for one kernel
 SHAPE = (3, 5, H)
 
 # The tolerance for two float64 programs of a norm and products of 8 and 300 terms.

@@ -344,7 +344,7 @@ def test_rejected_calls(call):
 
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
 def test_parameters_go_both_ways(name):
-    """Parameters of Haiku's norms and of ours are the same tree, which is Haiku's checkpoint, and either reads both."""
+    """Parameters of Haiku's norm or of ours give the same result in both; their tree is Haiku's checkpoint."""
     x = normal(0, SHAPE, "float32")
     arguments = (-1, True, True) if name == "LayerNorm" else (-1,)
     theirs, own = (

@@ -16,7 +16,7 @@ from parity import MASK, SHAPE, described, normal, randomised
 
 
 def test_statistics_come_from_the_input_as_it_is():
-    """With dtype=bfloat16 Linen rounds the result and not x: numbers of spread 1 around 1024 keep their digits."""
+    """Linen with dtype=bfloat16 rounds the result and not x: numbers of spread 1 around 1024 keep their digits."""
     x = 1024 + normal(0, (4, 64), "float32")
     wide = np.asarray(x, "float64")
     true = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-6)

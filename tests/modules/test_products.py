@@ -14,7 +14,7 @@ from parity import normal
 
 nnx = pytest.importorskip("flax.nnx")
 
-H, WIDE = 8, 300  # features, too many for one kernel with the norm
+H, WIDE = 8, 300  # 300 features are too many for one kernel
 SHAPE = (3, 5, H)
 
 # The tolerance for two float64 programs of a norm and products of 8 and 300 terms.

@@ -71,7 +71,7 @@ def test_the_code_runs_and_nothing_is_left_plain(title):
 def test_the_lines_for_maxtext(zero_centered, with_scale, dtype):
     """The page's lines for MaxText compute RMSNorm from an object with that class's fields.
 
-    With explicit sharding they leave the call to the lines behind them.
+    With explicit sharding they return nothing, and leave the call to MaxText's own lines.
     """
     names = {"jnp": jnp, "jln": jln, "ShardMode": types.SimpleNamespace(EXPLICIT="explicit")}
     (code,) = blocks("MaxText")

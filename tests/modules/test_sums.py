@@ -130,7 +130,7 @@ def test_a_number_is_a_gate_and_nones_are_as_if_they_were_not_there(framework):
         module = made(framework)
         halved = {"x": 0.5 * x["x"], "residual": x["residual"]}
         for got, wanted in zip(module(**x, gate=0.5), module(**halved), strict=True):
-            np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)  # half of x is exact, the norm is rounded
+            np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)  # half of x is exact, its norm is rounded
         np.testing.assert_array_equal(module(x["x"], residual=None, x_bias=None, gate=None), module(x["x"]))
 
 

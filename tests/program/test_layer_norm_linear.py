@@ -67,7 +67,7 @@ def test_composed_is_few_kernels(m, h, n, launches):
 
 
 def test_dbias_is_added_up_where_dy_is_made():
-    """In front of an activation, as in every MLP, no kernel reads dy for dbias alone."""
+    """No kernel reads dy for dbias alone in front of an activation, as in every MLP."""
     m, h, n = 8192, 4096, 16384
 
     def step(x, scale, offset, kernel, bias, d):
@@ -80,9 +80,9 @@ def test_dbias_is_added_up_where_dy_is_made():
 
 
 def test_float32_kernel():
-    """Float32 parameters are fused with bfloat16 x too, up to 128 features.
+    """A step with bfloat16 x and float32 parameters is fused too, up to 128 features.
 
-    Three times x, and dx, y and dy once, are moved.
+    It reads x three times, and moves dx, y and dy once.
     """
     dy, _, *parameters = arguments(8192, 4096, 128, "float32", "float32")
     report = program.compile_for(step, dy, struct(8192, 4096), *parameters)

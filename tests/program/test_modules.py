@@ -92,7 +92,7 @@ def test_nnx_step():
         print(f"{name}: {report.bytes_total / 1e6:.0f} MB moved, {report.temp_bytes / 1e6:.0f} MB temporary")
     assert triton_kernels(plain) == []
     assert len(triton_kernels(swapped)) == 3 * (2 * LAYERS + 1)
-    # Linears of many features are not fused: one kernel more makes a norm's result again for the Linear behind it.
+    # XLA multiplies for Linears of many features, and one more kernel makes a norm's result again for them.
     assert len(triton_kernels(fused)) == 4 * 2 * LAYERS + 3
     assert fused.bytes_total < plain.bytes_total
     assert swapped.bytes_total < plain.bytes_total
@@ -100,7 +100,7 @@ def test_nnx_step():
 
 
 def test_equinox_step():
-    """Under two vmaps examples still share the parameters: a norm is three kernels, and no gradient is per example."""
+    """Examples under two vmaps share the parameters still: a norm is three kernels, and no gradient is per example."""
     blocks = [EqxBlock(k) for k in jax.random.split(jax.random.key(0), LAYERS)]
     plain = eqx_report(blocks)
     swapped = eqx_report(convert.equinox(blocks).model)
@@ -113,7 +113,7 @@ def test_equinox_step():
 
 
 def test_bfloat16_input_and_float32_parameters():
-    """With Flax's default dtypes one kernel reads x in bfloat16 and writes y in float32, with no float32 copy of x."""
+    """Flax's default dtypes take one kernel, which reads bfloat16 x and writes float32 y, and no float32 copy of x."""
     graphdef, state = nnx.split(convert.nnx(nnx.LayerNorm(WIDTH, rngs=nnx.Rngs(0))).model)
     report = program.compile_for(lambda state, x: nnx.merge(graphdef, state)(x), state, X)
     (kernel,) = report.kernels

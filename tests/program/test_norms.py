@@ -179,7 +179,7 @@ def test_a_gate_of_rows_is_read_once_a_row(gate):
 
 
 def test_wide_rows_read_twice_are_counted_twice():
-    """Past 16384 elements a kernel of its own finds a row's sums, and the report counts its second read of x and dy."""
+    """Rows past 16384 elements take a kernel for their sums, and the report counts its second read of x and dy."""
     h = 65536
     x, p = struct(ELEMENTS // h, h), struct(h)
     report = program.compile_for(layer_norm_step, x, p, p, x)

@@ -75,7 +75,7 @@ def test_z_is_gathered_and_dz_scattered_in_16_bits(features):
 
 @pytest.mark.parametrize("features", [None, "many", "few"])
 def test_a_scatter_feeds_local_rows(features):
-    """Behind a product by rows a scatter adds up its shares and the norm is local; z is gathered if a product reads it."""
+    """One scatter adds up the shares of a product by rows, the norm is local, and only a product gathers z."""
     hidden, lead = array(B, T, 1024, spec=BY_FEATURES), array(1024, H, spec=P("tensor"))
     scale, _, kernels = parameters(FEATURES[features or "few"])
     arguments = hidden, lead, array(B, T, H, spec=BY_ROWS), scale, kernels

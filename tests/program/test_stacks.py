@@ -83,7 +83,7 @@ def test_norms_on_both_sides_of_the_sums_move_a_fifth_less_than_flaxs(products, 
 def test_a_policy_that_saves_products_has_none_made_again(name, linears, policy):
     """Each Linear of four layers is three products, one forward and two backward, and none is made again.
 
-    Where nothing is saved, each Linear but the last of a block is made once more, which shows that such would be
+    Where nothing is saved, all Linears of a block except the last are made once more, which shows that such would be
     counted.
     """
     stack = dataclasses.replace(STACKS[name], layers=4, policy=policy)

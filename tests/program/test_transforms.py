@@ -92,7 +92,7 @@ def test_forward_mode_keeps_no_more():
 
 
 def test_vmap_over_scales_writes_no_copies_of_x():
-    """64 scales, over the same 32 rows or over 32 rows each, move little more than one scale over as many rows."""
+    """A vmap over 64 scales, of 32 rows each or the same 32, moves little more than one scale over 64 x 32 rows."""
     scale, offset = scale_and_offset()
     scales = struct(64, H, dtype="float32")
     flat = program.compile_for(gradient(jln.layer_norm), struct(64 * 32, H), scale, offset)
@@ -103,7 +103,7 @@ def test_vmap_over_scales_writes_no_copies_of_x():
 
 
 def test_forward_mode_sums_over_shared_parameters():
-    """With forward_mode grad(vmap) moves as many bytes as without vmap.
+    """The program of grad(vmap) with forward_mode moves as many bytes as without vmap.
 
     custom_vjp must write every example's dkernel first.
     """
@@ -151,7 +151,7 @@ def test_shares_of_16_bit_parameters_are_added_up_in_float32():
 
 
 def test_norm_with_h_split():
-    """With H split the means over H are communicated, 4 bytes a row and sum, and x is not."""
+    """A split H has the means over H communicated, 4 bytes a row and sum, and not x."""
     x = on_mesh(16, M, H, spec=("data", None, "tensor"))
     report = program.compile_for(jln.layer_norm, x, *[on_mesh(H, spec=("tensor",), dtype="float32")] * 2, devices=8)
     assert communicated(report) == [("all-reduce", 4 * 4 * M)] * 2
@@ -181,7 +181,7 @@ def test_kernels_run_where_mesh_axes_are_left_to_the_compiler():
 
 
 def test_named_triton_gathers_h():
-    """With implementation="triton" a split H is gathered, as the kernels need whole rows and what is named runs."""
+    """A split H is gathered for implementation="triton", as the kernels need whole rows and what is named runs."""
     x = on_mesh(16, M, H, spec=("data", None, "tensor"))
     report = program.compile_for(lambda x: jln.layer_norm(x, implementation="triton"), x, devices=8)
     assert launches(report) == [1]
@@ -277,7 +277,7 @@ def test_linear_with_a_kernel_stored_in_parts():
 def test_gradients_asked_for_in_parts_are_scattered(features):
     """Gradients asked for in parts are all scattered over the axes that split the rows.
 
-    Where an axis of the rows splits no gradient, the parts are added up over it.
+    Over an axis of the rows that splits no gradient the parts are added up by an all-reduce.
     """
 
     def step(*arguments):
