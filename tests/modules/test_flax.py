@@ -29,7 +29,7 @@ FLAX = {"linen": linen, "nnx": nnx}
 OURS = {"linen": jln.linen, "nnx": jln.nnx}
 
 
-# Arguments that the operators lack, or of which they take only some values, and the axes that they do take.
+# Arguments that the operators lack, or take some values of only, and the axes that they do take.
 LACKING = ("force_float32_reductions", "mask", "axis_name", "reduction_axes", "feature_axes")
 AXES = [(-1, -1), ((1, 2), -1), ((1, 2), (1, 2)), ((-1, 0), (2,))]
 ARGUMENTS = {

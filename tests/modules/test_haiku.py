@@ -382,7 +382,7 @@ class TestHaikusLayerNorm(_Swapped, haikus("layer_norm_test").LayerNormTest):
     swapped = (haikus("layer_norm"), "LayerNorm", ours.LayerNorm)
 
 
-# One of Haiku's tests returns a value, of which unittest warns.
+# One of Haiku's tests returns a value, and unittest warns about it.
 @pytest.mark.filterwarnings("ignore:It is deprecated to return a value:DeprecationWarning")
 class TestHaikusRMSNorm(_Swapped, haikus("rms_norm_test").RMSNormTest):
     swapped = (haikus("rms_norm"), "RMSNorm", ours.RMSNorm)

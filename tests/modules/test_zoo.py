@@ -86,7 +86,7 @@ def programs(jaxpr):
 
 @each_client
 def test_every_norm_and_every_linear_behind_one_is_found_and_explained(name):
-    """The lines of `explain` are as many as the program's operators, of which those in a scan's body count once."""
+    """The lines of `explain` are as many as the program's operators; an operator in a scan's body counts once."""
     client, model = of(name), CLIENTS[name]
     paths = [route.path for route in jln.explain(client.converted, client.parameters, client.x)]
     expected = {"norm": model.norms(SMALL.layers), "fused": model.fused(SMALL.layers), "plain": 0}

@@ -216,8 +216,8 @@ def test_few_features_of_a_16_bit_kernel():
 def test_layers_of_16_bit_kernels_take_no_more_all_reduces_than_plain_jnp():
     """Layers with 16-bit kernels take no more all-reduces than plain jnp's, and fewer bytes.
 
-    An all-reduce has one element type, and XLA joins those of equal type. Float32 vectors of all layers go together,
-    and 16-bit kernels as they are, half of which plain jnp adds up in float32.
+    An all-reduce has one element type, and XLA joins those of equal type. The float32 vectors of all layers go
+    together, and the 16-bit kernels go as they are. Plain jnp adds up half of the kernels in float32.
     """
     x, scale, _, kernel, bias = linear((), kernel_dtype="bfloat16")
     layer = (scale, scale, kernel, bias, on_mesh(N, H))
