@@ -1,11 +1,11 @@
-"""The kernels of a norm behind and on both sides of a sum, as they are compiled."""
+"""Compiled kernels of a norm in front of a sum, and of norms on both sides of one, executed."""
 
 from cases import Case, cases, check
 
 BOTH = "rms_norm_add_rms_norm"
 
-# Several rows a tile, several programs and ragged; one row; aligned and not; a float32 stream; as wide as a tile gets;
-# wider, by two kernels each way; and rows side by side, likewise.
+# Tiles of several rows, several programs and a ragged last tile; one row; rows on 16 bytes and not; a float32 residual;
+# the widest rows that a tile holds. Wider rows, and rows side by side, take two kernels forward and two backward.
 WHOLE = [
     Case(BOTH, (70, 128), "bfloat16", "small-h200"),
     Case(BOTH, (37, 17), "float32", "l4"),

@@ -1,10 +1,9 @@
-"""Every barrier, wait and fence of compiled kernels, dropped from their PTX one at a time: is it noticed?
+"""Each barrier, wait and fence of compiled kernels is dropped from the PTX, one at a time, and must be missed.
 
-    JLN_CHIP=h200 python tests/executed/test_drops.py
+One that is not missed must be needless, for a reason that the function `needless` gives.
 
-prints a table: chip, case, kernel, instruction, how many were dropped, how many noticed, the lines of the others.
-
-What is not noticed is needless, for a reason of `needless`.
+`JLN_CHIP=h200 python tests/executed/test_drops.py` prints a table: chip, case, kernel, instruction, how many were
+dropped, how many of them were missed, the lines of the others.
 """
 
 import collections
@@ -39,7 +38,7 @@ def step(f):
     return both
 
 
-# Where loops take several trips, the last one ragged: a chip of 2 SMs has few programs.
+# Shapes for which loops take several trips, the last one ragged, on a chip of 2 SMs, which has few programs.
 CASES = {
     "layer_norm 300x128 float32": (jln.layer_norm, "float32", [(300, 128), (128,), (128,)]),
     "rms_norm 60x776 bfloat16": (jln.rms_norm, "bfloat16", [(60, 776), (776,)]),
@@ -67,13 +66,13 @@ def prepared(name):
 
 
 def drops(ptx):
-    """-> (line, instruction) of all that can be dropped"""
+    """Return [(line, instruction)] of all barriers, waits and fences of a PTX text."""
     found = ((n, ORDERING.match(text)) for n, text in enumerate(ptx.splitlines()))
     return [(n, match[1]) for n, match in found if match]
 
 
 def tried(name):
-    """-> [(kernel, line, instruction, what noticed it or None)] of each dropped by itself"""
+    """Return [(kernel, line, instruction, what noticed it or None)] of each instruction, dropped by itself."""
     program, arrays = prepared(name)
     options = {"allow_contended": True}
     whole = [np.asarray(a) for a in jax.tree.leaves(program.run(*arrays, **options))]
@@ -82,7 +81,7 @@ def tried(name):
         ptx = call.ptx
         for n, instruction in drops(ptx):
             lines = ptx.splitlines()
-            if instruction.startswith("mbarrier"):  # with the loop around it
+            if instruction.startswith("mbarrier"):  # dropped with the branch of its loop, which is the next line
                 lines[n + 1] = ""
             lines[n] = ""
             call.ptx = "\n".join(lines)
@@ -102,7 +101,7 @@ def noticed(program, arrays, whole, options):
 
 
 def needless(ptx, line, instruction):
-    """Why a kernel is right without this, as far as its text says; None if there is no reason."""
+    """Return the reason why a kernel is right without an instruction, as far as its text says, or None."""
     after = [found for n, found in drops(ptx) if n >= line]
     waits = [k for k, found in enumerate(after) if found == "cp.async.wait_group"]
     if instruction == "cp.async.commit_group" and instruction in after[: waits[0] if waits else None]:
@@ -113,9 +112,9 @@ def needless(ptx, line, instruction):
     return None
 
 
-# Barriers that another one covers, by case and kernel, as read from the text: the float32 kernel of a Linear is turned
-# round through shared memory of its own between its copy and the product, so that the copy's place was read before an
-# earlier barrier, and the product's is written again only behind the next trip's.
+# The number of barriers that other barriers cover, by case and kernel, as read from the PTX. A Linear's float32 kernel
+# is copied into one part of shared memory and transposed into another, from which the product reads. An earlier barrier
+# comes after all reads of the first part, and the next trip's barrier comes before any write to the second.
 COVERED = {("layer_norm_linear 300x128x32 float32", "jln_forward_kernel"): 1}
 
 

@@ -1,4 +1,4 @@
-"""Programs as a whole: calls wherever they stand, what is counted, and launches that were changed."""
+"""Whole programs in the executor: calls inside of control flow, statistics, and launches that were changed."""
 
 import re
 
@@ -34,7 +34,7 @@ X, SCALE = draw(8, 128), draw(128)
         (lambda x, s: jax.lax.cond(x[0, 0] > 9, lambda: block(x, s), lambda: jln.layer_norm(x, s)), [1, 0]),
         (lambda x, s: jax.jit(block)(jax.jit(block)(x, s), s), [2]),
         (lambda x, s: jax.lax.map(lambda row: block(row, s), x), [8]),
-        # Rematerialised inside of a scan: forward, and for each step back forward once more.
+        # Rematerialised inside of a scan: the forward kernel runs once a step, and again in each step of the backward.
         (
             lambda x, s: jax.grad(
                 lambda x: jnp.sum(jax.lax.scan(lambda x, _: (jax.checkpoint(block)(x, s), None), x, length=3)[0] ** 2)
@@ -66,7 +66,7 @@ def edited(change):
 
 
 def different(change):
-    """Whether the program is noticed: by a Violation, or by what it returns."""
+    """Return whether a change of the calls is noticed, by a Violation or by different results."""
     try:
         got = edited(change).run(*OPERANDS, allow_contended=True)
     except Violation:
@@ -76,7 +76,7 @@ def different(change):
 
 
 def change_of(name):
-    """A decorator: the change is only of the call that has this name."""
+    """Return a decorator that restricts a change to the calls whose names contain `name`."""
     return lambda change: lambda call: change(call) if name in call.name else None
 
 
@@ -128,7 +128,7 @@ def test_less_shared_memory_than_the_kernel_uses_is_noticed():
 
 
 def test_a_result_in_the_place_of_an_operand_that_others_read_is_noticed():
-    """Every program of the backward kernel reads scale."""
+    """The backward kernel may not write dx into scale's memory, as every program reads scale."""
 
     @change_of("backward")
     def in_place(call):
@@ -138,7 +138,7 @@ def test_a_result_in_the_place_of_an_operand_that_others_read_is_noticed():
 
 
 def test_a_hint_of_alignment_that_does_not_hold_is_noticed():
-    """Rows of 127 elements of 2 bytes are not aligned: loads of 4 bytes, as if they were, are misaligned."""
+    """Loads of 4 bytes are misaligned in rows of 127 bfloat16 elements, as rows start on multiples of 2 bytes only."""
     x = draw(4, 127, dtype="bfloat16")
 
     def wide(call):
@@ -155,7 +155,7 @@ def test_a_hint_of_alignment_that_does_not_hold_is_noticed():
 
 
 def test_sectors_and_instructions_are_counted():
-    """x and y once, the parameters in every program; in sectors of 32 bytes, 16 bytes at a time."""
+    """The statistics count x and y once and scale in every program, in whole sectors and by 16 bytes an access."""
     x, scale = draw(64, 1024, dtype="bfloat16"), draw(1024)
     program = Program(jln.rms_norm, *structs(x, scale))
     program.run(x, scale)

@@ -1,11 +1,12 @@
-"""The kernels of gated norms, and of groups whose rows lie interleaved, as they are compiled."""
+"""Compiled kernels of gated norms, and of groups whose rows are interleaved in memory, executed."""
 
 from cases import Case, cases, check
 
 FIRST = "rms_norm_gated"
 LAST = "rms_norm_gated, norm_before_gate=False"
 
-# Whole rows, several programs and ragged; one row; as wide as whole rows get; programs that share a row; chunks.
+# Whole rows, with several programs and a ragged last tile; one row; the widest whole rows; rows that several programs
+# share; rows in chunks.
 SIZES = [
     Case(FIRST, (70, 128), "bfloat16", "small-h200"),
     Case(LAST, (70, 128), "bfloat16", "small-h200"),
@@ -25,7 +26,7 @@ SIZES = [
     Case(LAST, (5, 40, 64), "bfloat16", "small-b200", axis=1),
 ]
 
-# The groups' axis directly before the normalised one, which is the last or not; several programs each, and one.
+# The groups' axis is directly before the normalised one, which is the last or not. A group has several programs or one.
 GROUPS = [
     Case(LAST, (40, 4, 128), "bfloat16", "small-h200", of_groups=True),
     Case(FIRST, (9, 3, 100), "float32", "l4", of_groups=True),

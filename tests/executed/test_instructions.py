@@ -1,4 +1,4 @@
-"""Each kind of instruction against numpy, or against what the PTX ISA says of it."""
+"""Each kind of PTX instruction in the executor, against numpy or against what the PTX ISA says of it."""
 
 import ml_dtypes
 import numpy as np
@@ -10,7 +10,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def floats(dtype="float32", n=32):
-    """Of many sizes and both signs, with the numbers that are like no others."""
+    """Return floats of many magnitudes and both signs; the first six are 0, -0, inf, -inf, NaN and 1."""
     values = RANDOM.standard_normal(n) * 10.0 ** RANDOM.integers(-3, 4, n)
     values[:6] = 0, -0.0, np.inf, -np.inf, np.nan, 1
     return values.astype(dtype)
@@ -24,7 +24,7 @@ def integers(dtype="int32", n=32):
 
 
 def same(a, b):
-    """Bit for bit, but that one NaN is as good as another."""
+    """Assert that two arrays are the same bit for bit, except that any NaN equals any other."""
     a, b = np.asarray(a), np.asarray(b)
     assert a.dtype == b.dtype
     bits = [np.where(v != v, 0, v.view(f"u{v.itemsize}")) for v in (a, b)]
@@ -46,7 +46,7 @@ D, W, H = F.astype("f8"), K.view("u8"), F.astype(BF16)
         ("sub.f64 {d}, {0}, {1}", (D, D[::-1].copy()), lambda a, b: a - b),
         ("mul.rn.f32 {d}, {0}, {1}", (F, G), lambda a, b: a * b),
         ("div.full.f32 {d}, {0}, {1}", (F, G), lambda a, b: a / b),
-        ("max.f32 {d}, {0}, {1}", (F, G), np.fmax),  # the number where the other is a NaN
+        ("max.f32 {d}, {0}, {1}", (F, G), np.fmax),  # where one operand is a NaN, the other one
         ("fma.rn.f32 {d}, {0}, {1}, {0}", (F, G), lambda a, b: (a.astype("f8") * b + a).astype("f4")),
         ("rsqrt.approx.ftz.f32 {d}, {0}", (abs(F),), lambda a: (1 / np.sqrt(a.astype("f8"))).astype("f4")),
         ("ex2.approx.f32 {d}, {0}", (F,), lambda a: np.exp2(a.astype("f8")).astype("f4")),
@@ -56,11 +56,11 @@ D, W, H = F.astype("f8"), K.view("u8"), F.astype(BF16)
         ("mul.hi.s64 {d}, {0}, {1}", (L, K), lambda a, b: (a.astype(object) * b.astype(object) >> 64).astype("i8")),
         ("mul.wide.s32 {d}, {0}, {1}", (S, T), lambda a, b: a.astype("i8") * b),
         ("mad.wide.u32 {d}, {0}, 12, {1}", (U, W), lambda a, b: a.astype("u8") * np.uint64(12) + b),
-        ("div.s32 {d}, {0}, 7", (S,), lambda a: np.trunc(a / 7).astype("i4")),  # towards 0, not downwards
+        ("div.s32 {d}, {0}, 7", (S,), lambda a: np.trunc(a / 7).astype("i4")),  # rounded towards 0, not down
         ("rem.s32 {d}, {0}, 7", (S,), lambda a: np.fmod(a, np.int32(7))),
         ("shr.s32 {d}, {0}, 5", (S,), lambda a: a >> 5),
         ("shr.u32 {d}, {0}, 5", (U,), lambda a: a >> np.uint32(5)),
-        ("shl.b32 {d}, {0}, 33", (U,), lambda a: a * np.uint32(0)),  # all bits are gone
+        ("shl.b32 {d}, {0}, 33", (U,), lambda a: a * np.uint32(0)),  # a shift by 32 or more leaves no bits
         ("bfe.s32 {d}, {0}, 3, 5", (S,), lambda a: a << 24 >> 27),
         ("lop3.b32 {d}, {0}, {1}, 255, 0x1b", (U, V), lambda a, b: lop3(a, b, np.uint32(255), 0x1B)),
         ("prmt.b32 {d}, {0}, {1}, 0x5410", (U, V), lambda a, b: a & np.uint32(0xFFFF) | b << np.uint32(16)),
@@ -167,7 +167,7 @@ def test_cp_async_brings_what_it_is_told_and_zeros():
 
 
 def test_threads_that_part_meet_again():
-    """Each goes round a loop as often as its number says; then all pass one barrier."""
+    """Threads that go round a loop a different number of times, each its own, all pass the barrier behind it."""
     body = """
     mov.b32 %r1, 0;
     mov.b32 %r2, 0;

@@ -1,10 +1,11 @@
-"""The kernels of sums with x's bias and a gate, and of parameters of each example, as they are compiled."""
+"""Compiled kernels of sums with x's bias and a gate, and of parameters of each example's own, executed."""
 
 from cases import Case, cases, check
 
 LAYER, RMS = "add_layer_norm, x_bias and gate", "add_rms_norm, x_bias and gate"
 
-# Whole rows, several programs and ragged; one row; as wide as whole rows get; programs that share a row; chunks.
+# Whole rows, with several programs and a ragged last tile; one row; the widest whole rows; rows that several programs
+# share; rows in chunks.
 SUMS = [
     Case(LAYER, (70, 128), "bfloat16", "small-h200"),
     Case(LAYER, (29, 1000), "float32", "small-l4"),
@@ -31,7 +32,7 @@ OF_ROWS = [
     Case(RMS, (5, 40, 64), "bfloat16", "small-b200", axis=1, gate_of_rows=True, wanted="gx"),
 ]
 
-# Groups of several programs each, and of one.
+# Examples whose rows take several programs each, and examples whose rows take one.
 OF_EXAMPLES = [
     Case(LAYER, (3, 70, 128), "bfloat16", "small-h200", without="e", of_examples=True),
     Case("layer_norm", (3, 29, 1000), "float32", "l4", of_examples=True),
@@ -41,7 +42,7 @@ OF_EXAMPLES = [
     Case(LAYER, (3, 9, 100), "float32", "h200", without="eso", of_examples=True, gate_of_rows=True),
 ]
 
-# Norm and product apart, even of few features.
+# With x_bias and a gate, norm and product are composed even where there are few features.
 LINEARS = [
     Case("add_layer_norm_linear, x_bias and gate", (70, 128), "bfloat16", "small-h200", features=(16,)),
     Case("add_rms_norm_linear, x_bias and gate", (33, 104), "float32", "a100", features=(300,)),

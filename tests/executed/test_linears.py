@@ -1,12 +1,13 @@
-"""LayerNorm+Linear's kernels as they are compiled: fused and composed, values and every gradient."""
+"""Compiled kernels of LayerNorm+Linear, fused and composed, executed: values and every gradient."""
 
 from cases import Case, cases, check
 
 LAYER, RMS = "layer_norm_linear", "rms_norm_linear"
 ADD_LAYER, ADD_RMS = "add_layer_norm_linear", "add_rms_norm_linear"
-# Features: 1, 7: a sixteenth of the narrowest tile and less than half of it. 16, 64, 128, 256: the tiles that there
-# are; 30, 104, 200: between. 64 is the last whose rows may be unaligned. Rows: 1; 64: a tile; 100, 200, 333: several,
-# and the last one ragged. H: 8, 33: less than a tile of columns. 64, 128: one and two. 100, 1000: ragged.
+# Features. 1 and 7: a sixteenth of the narrowest tile, and less than half of it. 16, 64, 128 and 256: the widths of
+# tiles. 30, 104 and 200: between those. 64 is the most for which rows may be unaligned.
+# Rows. 1; 64: one tile; 100, 200 and 333: several tiles, the last one ragged.
+# H. 8 and 33: less than a tile of columns; 64 and 128: one tile and two; 100 and 1000: ragged.
 FUSED = [
     Case(LAYER, (1, 8), "bfloat16", "h200", (1,)),
     Case(LAYER, (64, 64), "float16", "small-h200", (7,)),
@@ -22,11 +23,11 @@ FUSED = [
     Case(LAYER, (70, 256), "float32", "h200", (64,)),
     Case(RMS, (100, 128), "float32", "a100", (128,)),
     Case(LAYER, (100, 33), "float32", "small-a100", (7,)),
-    # Operands of several dtypes: products in the promoted one.
+    # Operands of several dtypes, whose products are computed in the promoted dtype.
     Case(LAYER, (100, 128), "bfloat16", "h200", (32,), parameters="float32"),
     Case(LAYER, (100, 128), "float32", "small-h200", (32,), parameters="bfloat16"),
     Case(RMS, (40, 64), "float16", "a100", (16,), parameters="bfloat16"),
-    # Options
+    # Optional operands left out, and other options.
     Case(LAYER, (70, 64), "bfloat16", "small-h200", (32,), without="sob"),
     Case(LAYER, (70, 64), "bfloat16", "small-h200", (32,), without="s"),
     Case(LAYER, (70, 64), "float16", "small-a100", (32,), without="o"),
@@ -37,7 +38,7 @@ FUSED = [
     Case(LAYER, (100, 128), "bfloat16", "small-b200", (64,)),
     Case(RMS, (70, 64), "float16", "b200", (104,)),
 ]
-# A residual in front, of another dtype too: the sum is as wide as the wider of the two.
+# A residual in front of the norm, in some cases of another dtype: the sum has the wider of the two dtypes.
 FUSED_SUMS = [
     Case(ADD_LAYER, (200, 128), "bfloat16", "small-h200", (32,)),
     Case(ADD_RMS, (65, 1000), "float16", "small-a100", (64,)),
@@ -48,7 +49,8 @@ FUSED_SUMS = [
     Case(ADD_RMS, (70, 64), "float32", "small-a100", (16,), residual="bfloat16", without="sb"),
     Case(ADD_LAYER, (3, 23, 64), "float16", "h200", (104,), forward_mode=True, without="o"),
 ]
-# Several Linears in one kernel: 44 features of 64, 256 of 256, 7 and 9 of 16; with a bias or not; of two axes.
+# Several Linears in one kernel. Together they fill 44 of a tile's 64 columns, all 256, or with 7 and 9 features all 16.
+# Some have no bias, and some have two axes of features.
 FUSED_SEVERAL = [
     Case(LAYER, (200, 128), "bfloat16", "small-h200", ((3, 8), (16,), (4,)), unbiased=(1,)),
     Case(RMS, (70, 256), "float16", "small-a100", ((2, 64), (64,), (64,)), unbiased=(0, 2)),
@@ -56,7 +58,7 @@ FUSED_SEVERAL = [
     Case(LAYER, (100, 100), "float32", "small-h200", ((7,), (3, 3)), without="b"),
     Case(ADD_RMS, (70, 64), "float32", "l4", ((40,), (2, 4)), unbiased=(1,)),
 ]
-# Composed: in the backward y takes dy's memory.
+# Composed: the norm's backward kernel writes y, made again, into dy's memory.
 COMPOSED = [
     Case(LAYER, (37, 128), "bfloat16", "small-h200", (300,)),
     Case(LAYER, (37, 100), "float16", "h200", (257,)),
@@ -70,7 +72,8 @@ COMPOSED = [
     Case(LAYER, (20, 128), "bfloat16", "small-b200", (300,), without="so"),
     Case(LAYER, (20, 128), "bfloat16", "small-h200", (300,), without="o", forward_mode=True),
 ]
-# What is left out of the backward where not all is wanted: of x alone the shares, of a kernel dx, of a bias all.
+# Cases in which not all gradients are wanted, with the backward kernels that run. For x alone no shares of parameters
+# are added up, for a kernel alone no row sums for dx are made, and a bias or an offset alone takes no kernel of ours.
 FUSED_SOME = {
     Case(LAYER, (200, 128), "bfloat16", "small-h200", (32,), wanted="x"): {"row_sums", "backward"},
     Case(LAYER, (200, 128), "bfloat16", "small-a100", (32,), wanted="k"): {"backward", "parameters"},
@@ -108,7 +111,7 @@ COMPOSED_SOME = {
     Case(LAYER, (37, 128), "bfloat16", "small-h200", (300,), wanted="so"): {"backward", "reduce"},
     Case(LAYER, (37, 128), "bfloat16", "small-h200", ((150,), (150,)), wanted="b"): set(),
 }
-# Parameters of each example's own are composed, at every number of features.
+# Operators whose parameters are each example's own are composed, whatever their number of features.
 VMAP = [
     Case(LAYER, (30, 64), "bfloat16", "small-h200", (32,), over="xd"),
     Case(LAYER, (30, 64), "bfloat16", "small-h200", (32,), over="so"),
@@ -157,7 +160,7 @@ def test_composed_behind_a_sum(case):
 
 @cases(COMPOSED_SEVERAL, quick=(0, 1, 2))
 def test_several_composed(case):
-    """One norm, however many products: y is made again once."""
+    """Several composed Linears behind one norm launch one forward and one backward kernel, which makes y again."""
     kernels = launched(check(case))
     assert (kernels.count("forward"), kernels.count("backward"), "parameters" in kernels) == (1, 1, False)
 

@@ -1,12 +1,13 @@
-"""The norms' kernels as they are compiled: values and every gradient, where the kernels change their way."""
+"""Compiled kernels of the norms, executed: values and every gradient, at sizes where the kernels work differently."""
 
 from cases import Case, cases, check
 
-# Which rows: 1: one element, and a variance of 0. 17, 33, 65: a thread has one element. 64, 128, 256, 1024: full tiles,
-# several rows or one. 768: a quarter of the tile is masked. 1000: ragged, and on 16 bytes; 1001: not. 4096: two tiles
-# ahead at most. 8192: as wide as whole rows get in 16 bits; 16384: two to four programs a row; 16385: chunks, and a
-# pass for the row sums. float64 comes to the last two at 4096 and 4097.
-# How many: 1; fewer than a tile; one more than a multiple; on three SMs, several tiles a program, the last ragged.
+# Row lengths. 1: one element, and a variance of 0. 17, 33 and 65: a thread has one element. 64, 128, 256 and 1024: full
+# tiles of several rows or one. 768: a quarter of the tile is masked. 1000: ragged, with rows on 16 bytes; 1001: ragged,
+# with rows off them. 4096: at most two tiles are loaded ahead. 8192: the widest whole rows in 16 bits. 16384: two to
+# four programs a row. 16385: chunks, and a kernel for the row sums. In float64 the last two come at 4096 and 4097.
+# Numbers of rows. 1; fewer than a tile has; one more than whole tiles have; and on three SMs, several tiles a program,
+# the last one ragged.
 SIZES = [
     Case("layer_norm", (1, 1)),
     Case("rms_norm", (5, 1), "bfloat16", "a100"),
@@ -55,7 +56,7 @@ OPTIONS = [
     Case("layer_norm", (3, 16385), "float32", mean=1000.0),
 ]
 
-# The arrays of rows, or the parameters, of another dtype.
+# The residual, or the parameters, have another dtype than x.
 MIXED = [
     Case("layer_norm", (37, 256), "bfloat16", "small-h200", parameters="float32"),
     Case("rms_norm", (37, 768), "float32", "a100", parameters="bfloat16"),
@@ -68,8 +69,8 @@ MIXED = [
     Case("add_layer_norm", (2, 16392), "bfloat16", "small-h200", residual="float32"),
 ]
 
-# Rows side by side. 33 x 768 over axis 0: 768 neighbours, on 16 bytes; 7 and 63 are not. 4 and 2: less than a sector.
-# A long axis 0: chunks, and the row sums' own pass.
+# Rows that lie side by side. 33 x 768 over axis 0: 768 neighbours, which start on 16 bytes; 7 and 63 neighbours do not;
+# 4 and 2 are less than a sector of 32 bytes. A long axis takes chunks, and a kernel of its own for the row sums.
 STRIDED = [
     Case("layer_norm", (33, 768), "bfloat16", axis=0),
     Case("rms_norm", (33, 768), "float32", "small-a100", axis=0),
@@ -85,7 +86,8 @@ STRIDED = [
     Case("add_layer_norm", (9000, 24), "bfloat16", "small-h200", axis=0, residual="float32"),
 ]
 
-# vmap: groups, some of whose operands are shared. Whole rows, several programs a group; chunks; side by side.
+# vmap makes groups of rows, which share some operands: whole rows, with several programs a group; chunks; rows that lie
+# side by side.
 VMAP = [
     *(
         Case("add_layer_norm", (9, 40), "float32", "small-h200", over=over)

@@ -1,4 +1,4 @@
-"""The rung can fail: launches, kernels and launchers broken on purpose, each of which must raise or differ."""
+"""Launches, kernels and launchers broken on purpose: each must raise a Violation or give a wrong result."""
 
 import dataclasses
 import re
@@ -12,8 +12,8 @@ from slips import broken
 ACCESS = "jln._norm.access"
 NORMS, NORM_LAUNCH = "jln._norm.kernels", "jln._norm.launcher"
 LINEARS, LINEAR_LAUNCH = "jln._norm_linear.kernels", "jln._norm_linear.launcher"
-# Several tiles, the last one ragged, of rows that are no power of two; more tiles than programs; rows shared by
-# programs; chunks; side by side; several groups.
+# In turn: several tiles, the last one ragged, of rows whose length is no power of two; more tiles than programs; rows
+# that several programs share; rows in chunks; rows that lie side by side; several groups.
 WHOLE = Case("add_layer_norm", (37, 100), "float32", "small-h200")
 UNALIGNED = Case("layer_norm", (29, 1001), "bfloat16", "small-h200")
 MANY = dataclasses.replace(WHOLE, shape=(401, 100))
@@ -30,7 +30,7 @@ COMPOSED = Case("layer_norm_linear", (3, 16384), "float32", "small-h200", (4,), 
 
 
 def noticed(case, edit=None) -> str | None:
-    """What was amiss; None where nothing was."""
+    """Return a description of what is wrong with a case's execution, or None where nothing is."""
     try:
         ran = execute(case, edit=edit)
     except Violation as violation:
@@ -42,7 +42,7 @@ def noticed(case, edit=None) -> str | None:
 
 
 def on(kernel, change):
-    """Edit the calls of one kernel; the test fails if there are none."""
+    """Return an edit that makes `change` in one kernel's calls, and asserts that each of them is changed."""
 
     def edit(call):
         if call.name == f"jln_{kernel}_kernel":
@@ -58,7 +58,7 @@ def grid(more):
 
 
 def scalar(index, more):
-    """The `index`-th scalar is another number."""
+    """Return a change that adds `more` to the `index`-th scalar of a call."""
 
     def change(call):
         where = [i for i, p in enumerate(call.parameters) if p is not None][index]
@@ -75,7 +75,7 @@ def swap_scalars(call):
 
 
 def swap_arrays(a, b):
-    """The kernel takes its parameters `a` and `b` for each other."""
+    """Return a change by which the kernel takes its parameters `a` and `b` for each other."""
 
     def change(call):
         names = {f"[{call.entry}_param_{i}]": f"[{call.entry}_param_{j}]" for i, j in ((a, b), (b, a))}
@@ -89,7 +89,7 @@ def alias(operand, result):
 
 
 def text(pattern, new, count=1):
-    """In the PTX; `count` 0 for everywhere."""
+    """Return a change that replaces `pattern` by `new` in the PTX, `count` times at most, or everywhere if it is 0."""
 
     def change(call):
         call.ptx = re.sub(pattern, new, call.ptx, count=count)
@@ -145,7 +145,7 @@ SOURCES = [
      "tl.store(dkernel_ptr + at, dkernel.to(dkernel_ptr.dtype.element_ty), mask=mask)",
      "tl.store(dkernel_ptr + at, dkernel.to(dkernel_ptr.dtype.element_ty))"),
     ("a fused dx without c1", FUSED, LINEARS, "-(c1 * rstd)[:, None])", "0.0 * rstd[:, None])"),
-    # Terms.
+    # Terms of the formulas.
     ("c2 dropped", WHOLE, NORMS,
      "tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1", "tl.fma(x_hat, 0.0 * rstd[:, None], -(c1"),
     ("c1 dropped", WHOLE, NORMS, "-(c1 * rstd)[:, None])", "0.0 * rstd[:, None])"),
@@ -161,14 +161,14 @@ SOURCES = [
      "+ column[None, :], total, mask=mask)", "+ column[None, :], total)"),
     ("results parted at the wrong place", SEVERAL, LINEAR_LAUNCH, "start += n", "start = n"),
     ("a bias not added", FUSED, LINEARS, "constant = load_vector(bias_ptr", "constant = 0.0 * load_vector(bias_ptr"),
-    # What is read or written by name.
+    # Operands and shares, which the kernels find by name.
     ("shares of dscale in the place of doffset's", WHOLE, NORMS,
      'at, exists, of_all, "dscale"', 'at, exists, of_all, "doffset"'),
     ("doffset's shares behind a dscale that is not there", dataclasses.replace(WHOLE, without="s"), NORMS,
      "first = position(SUMS, NAME) * programs", "first = 1 * programs"),
     ("dtotal shared where dy is", GROUPS, NORMS, 'copy_of(group, SHARED, "dtotal", ',
      'copy_of(group, SHARED, "dy", '),
-    # Launchers: the grid, operands, scalars, switches and aliases as they are written.
+    # What launchers say: grids, operands, scalars, switches and aliases.
     ("a grid of one tile less", WHOLE, NORM_LAUNCH, "programs=g.programs(tile),", "programs=g.programs(tile) - 1,"),
     ("groups forgotten in the grid", GROUPS, NORM_LAUNCH,
      "programs=g.groups * programs * chunks", "programs=programs * chunks"),

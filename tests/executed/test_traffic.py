@@ -1,4 +1,4 @@
-"""Whether instructions keep up with memory, where memory is what a norm waits for."""
+"""Compiled kernels of norms issue their instructions in less time than memory takes to move their arrays."""
 
 import math
 
@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import traffic
 from cases import Case, cases, check, execute
 
-# Widths of real models, and rows for four tiles a program or more, so that what it does once counts for little.
+# Widths of real models, and so many rows that a program has four tiles or more and what it does once counts for little.
 WIDTHS = (128, 256, 768, 1024, 4096)
 ELEMENTS = 196_608
 MEMORY = [Case("layer_norm", (ELEMENTS // h, h), d, "small-h200") for h in WIDTHS for d in ("bfloat16", "float32")]
-# Heads of an attention, whose norms stand beside a rotary embedding (benchmarks/qk_norm.py).
+# Attention heads, whose norms stand beside a rotary embedding (benchmarks/qk_norm.py).
 HEADS = [Case(operator, (ELEMENTS // h, h), "bfloat16", "small-h200", parameters="float32")
          for operator in ("rms_norm", "layer_norm") for h in (64, 128, 256)]  # fmt: skip
 HEADS_LIMITS = {
@@ -20,10 +20,10 @@ HEADS_LIMITS = {
     ("layer_norm", "jln_forward_kernel"): 0.49,
     ("layer_norm", "jln_backward_kernel"): 0.54,
 }
-# x and y; dy, x and dx.
+# How many arrays of rows a kernel reads and writes: x and y; dy, x and dx.
 ARRAYS = {"jln_forward_kernel": 2, "jln_backward_kernel": 3}
-LIMIT = 0.6  # the rest is for what PTX does not show: addresses, waits, what the compiler adds
-# Over the limit, and how high it may be at most: above is a step back, below the limit a line to strike out here.
+LIMIT = 0.6  # the rest of the time is for what PTX does not show: addresses, waits, what the compiler adds
+# Kernels over LIMIT, and the most that each may take. One that comes to less than LIMIT is to be struck out here.
 OVER = {
     ("jln_forward_kernel", 768, "bfloat16"): 0.69,
     ("jln_backward_kernel", 768, "bfloat16"): 0.76,
@@ -31,7 +31,7 @@ OVER = {
 
 
 def issue_shares(case, program) -> dict[str, float]:
-    """By kernel: the part of the time in which memory moves the arrays of rows that instructions take to issue."""
+    """Return {kernel: the time to issue its instructions, as a part of the time to move its arrays of rows}."""
     nbytes = math.prod(case.shape) * jnp.dtype(case.dtype).itemsize
     return {
         found.kernel: found.issue_share(ARRAYS[found.kernel] * nbytes)
@@ -60,7 +60,7 @@ def test_norms_of_heads_leave_the_schedulers_half_of_the_time(case):
 
 
 def test_what_is_narrow_is_seen():
-    """Rows that start anywhere are read by 2 bytes, and the line of the kernel that does so is named."""
+    """Rows of 1001 bfloat16 elements are read by 2 bytes at a time, and the kernel's line that does so is named."""
     found = traffic.of(execute(Case("layer_norm", (29, 1001), "bfloat16", "small-h200")).program)[0]
     assert found.wide == 0
     assert all(width == 2 and "x_ptr" in line for line, width in found.narrow)

@@ -1,4 +1,4 @@
-"""A whole step of examples/train_lm.py, lowered for an H200 and executed: its loss, gradients and parameters."""
+"""A whole training step of examples/train_lm.py, lowered for an H200 and executed: loss, gradients and parameters."""
 
 import dataclasses
 import pathlib
@@ -15,15 +15,15 @@ from ptx import Program
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "examples"))
 import train_lm
 
-# In bfloat16 both Linears behind a norm are fused (192 and 256 features), in float32 neither is. Fewer than ten steps
-# in all have no warm-up, in which the first one changes nothing.
+# In bfloat16 both Linears behind a norm are fused (192 and 256 features), in float32 neither is. A training of fewer
+# than ten steps has no warm-up, whose first step would change nothing.
 TINY = train_lm.Config(
     layers=2, width=64, heads=2, context=16, batch=4, learning_rate=1e-2, dtype="bfloat16", steps=9, evaluate_every=9
 )
 
 
 def step_and_state(config, norm, dtype="float32"):
-    """-> (a function of state and batch that returns the loss and the new parameters, the state)"""
+    """Return (step, state), where step returns the loss, the new parameters and the optimizer's new state."""
     model = train_lm.GPT(config, norm, nnx.Rngs(0))
     graph, state = nnx.split((model, train_lm.make_optimizer(model, config)))
 
@@ -37,16 +37,18 @@ def step_and_state(config, norm, dtype="float32"):
 
 @pytest.fixture(autouse=True)
 def ranks_may_differ():
-    """In the example they do."""
+    """Allow rank promotion, which examples/train_lm.py uses."""
     with jax.numpy_rank_promotion("allow"):
         yield
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_step_leaves_the_parameters_that_it_leaves_on_the_cpu(dtype):
-    """None of it is further from a step in float64 than twice what plain jnp's is on the CPU: the loss; Adam's moments,
-    which are the gradients and their squares, one by one; and the parameters together, as Adam moves one whose gradient
-    is rounding by as much as any other.
+    """An executed step is at most twice as far from the same step in float64 as plain jnp's is on the CPU.
+
+    The loss and Adam's moments, which are the gradients and their squares, are compared one by one, with one rounding
+    more allowed. The parameters are compared together, as Adam moves one whose gradient is only rounding by as much as
+    any other.
     """
     config = dataclasses.replace(TINY, dtype=dtype)
     batch = np.random.default_rng(0).integers(97, 123, (config.batch, config.context + 1)).astype("uint8")
@@ -68,7 +70,7 @@ def test_a_step_leaves_the_parameters_that_it_leaves_on_the_cpu(dtype):
     squares = np.zeros(2)
     for name, ours, theirs, t in leaves:
         errors = [np.linalg.norm(np.asarray(a, "float64") - np.asarray(t)) for a in (ours, theirs)]
-        if name.startswith("[1]"):  # a parameter
+        if name.startswith("[1]"):  # the name of a parameter
             squares += np.square(errors)
         else:
             rounding = float(jax.numpy.finfo(dtype).eps) * np.linalg.norm(t)

@@ -1,4 +1,4 @@
-"""Compiled kernels inside of scan, cond, checkpoint and vmap, against the reference under the same, in float64."""
+"""Compiled kernels inside of scan, cond, checkpoint and vmap, executed, against the reference inside of the same."""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def test_inside(name, given, transformation):
 
 
 def test_a_stack_of_layers_runs_each_kernel_once_a_layer():
-    """Fused kernels in a scan over stacked parameters, forward and backward, checkpointed."""
+    """A checkpointed scan over stacked parameters runs each fused kernel, forward and backward, once a layer."""
     layers, rows, h = 3, 40, 64
     kernels = (workbench.normal(1, (layers, h, h), "float32") / 8).astype("bfloat16")
     scales, x = workbench.normal(2, (layers, h), "bfloat16", 1.0), workbench.normal(3, (rows, h), "bfloat16")

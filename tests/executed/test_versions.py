@@ -1,4 +1,4 @@
-"""What must hold with every supported Triton: CI runs this file with each of them."""
+"""Executed kernels that must be right with every supported Triton: CI runs this file with each version."""
 
 import dataclasses
 
@@ -25,7 +25,10 @@ def test_kernels_are_right(case):
 
 
 def test_linears_are_fused_where_triton_fences_their_products():
-    """And right either way: a product that reads a tile too early would be a Violation."""
+    """A Linear is fused only with a Triton that fences its products, and is right fused or composed.
+
+    A product that reads a tile too early would raise a Violation.
+    """
     ran = check(LINEAR)
     kernels = [found.kernel for found in traffic.of(ran.program)]
     assert ("jln_parameters_kernel" in kernels) == (unfenced(CHIPS["h200"]) is None)

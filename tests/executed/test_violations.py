@@ -1,4 +1,4 @@
-"""The executor notices what a GPU would let pass: small kernels that each do one thing that they may not."""
+"""Small kernels that each do one thing that a GPU would let pass and the executor must notice."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,8 @@ from ptx import Violation
 X = np.arange(32, dtype="u4")
 TWO_WARPS = np.arange(64, dtype="u4")
 
-# Thread t's element of x in %r4; the address of its element of the result in %rd32, and in shared memory in %r3.
+# Loads thread t's element of x into %r4. The address of its element of the result is in %rd32, that of its place in
+# shared memory in %r3.
 LOAD = """
     mul.wide.u32 %rd30, %r0, 4;
     add.s64 %rd31, %rd0, %rd30;
@@ -20,7 +21,7 @@ LOAD = """
     ld.global.b32 %r4, [%rd31];
 """
 STORE = "st.global.b32 [%rd32], %r4;"
-# Through shared memory to the other end of the program.
+# Hands each element through shared memory to another thread: thread t of 64 gets that of thread 63 - t.
 TURNED = """
     st.shared.b32 [%r3], %r4;
     bar.sync 0;
@@ -82,7 +83,7 @@ def test_the_kernels_that_these_were_made_of_are_let_pass(body):
 
 
 def test_programs_of_a_grid_that_write_one_place_are_noticed():
-    """Thread t of program p stores p: no barrier orders programs."""
+    """Two programs whose threads store different values at one address are a race, as no barrier orders programs."""
     body = LOAD + "mov.u32 %r4, %ctaid.x;" + STORE
     run(body, X, result=X, grid=1)
     with pytest.raises(Violation, match=r"no barrier between|by several threads at once"):

@@ -1,5 +1,6 @@
-"""Norms behind a sublayer, in front of the sum: alone, and with the norm of the sum behind them. In every framework,
-against its separate layers, whose checkpoints load.
+"""Norms in front of a sum, alone or with a norm of the sum behind them, against each framework's separate layers.
+
+The variables are those of the separate layers, so that their checkpoints load.
 """
 
 import functools
@@ -85,7 +86,10 @@ class EquinoxBlock(eqx.Module):
 
 
 def layer(framework, norm, function, ours, block=LinenBlock, dtype=None, param_dtype="float32", of_pre=None, **options):
-    """A block of two norms, of which `function` makes something. of_pre: the second's own options."""
+    """Return a Layer of two norms, `post` and `pre`, which `function` calls.
+
+    `of_pre` are options of `pre` alone.
+    """
     cls = getattr(LIBRARIES[framework][ours], norm)
     options = {"linen": {"dtype": dtype}, "nnx": {"dtype": dtype}}.get(framework, {}) | options
     options |= {} if framework == "haiku" else {"dtype" if framework == "equinox" else "param_dtype": param_dtype}
@@ -111,11 +115,11 @@ def arguments(x="float32", residual="float32"):
 
 
 def parity(framework, norm, theirs, ours, x, **case):
-    """-> the path that ours took."""
+    """Assert that ours equals the separate layers, and return the path that ours took."""
     wide = {"param_dtype": "float64"} if framework != "haiku" else {}
     true = layer(framework, norm, theirs, False, **case | {"dtype": None} | wide)
     layers = (layer(framework, norm, function, i, **case) for i, function in enumerate((theirs, ours)))
-    return assert_parity(*layers, true, x, products=2)  # one sum of cotangents, of the total's two readers
+    return assert_parity(*layers, true, x, products=2)  # the sum has two readers, whose cotangents are added
 
 
 CASES = {
@@ -144,7 +148,7 @@ def test_values_and_gradients_are_those_of_the_separate_layers_and_a_sum(framewo
 
 
 def taken(framework, function, x, norm="RMSNorm", **options):
-    """-> the routes of a call, and how often each primitive is in the program of its gradients."""
+    """Return the routes of a call, and how often each of our primitives is in the jaxpr of its gradients."""
     block = layer(framework, norm, function, True, **options)
     variables = block.init(x)
 
@@ -313,12 +317,12 @@ def test_a_linear_behind_both_norms_keeps_their_sum_and_one_behind_a_sum_its_inp
     with _routes.noting() as routes:
         got = model(**x)
     assert [route.path for route in routes] == ["norm", "fused", "norm"]
-    # a row of 8 float32 numbers and a product of as many terms
+    # float32 rows of 8 numbers, and products of 8 terms
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, wanted)
 
 
 def norms(framework):
-    """Two of ours and one of the framework's, that may be called."""
+    """Return two norms of ours and one of the framework's own, ready to be called."""
     if framework == "nnx":
         return [cls(8, rngs=nnx.Rngs(0)) for cls in (jln.nnx.RMSNorm, jln.nnx.RMSNorm, nnx.RMSNorm)]
     if framework == "equinox":
@@ -333,7 +337,7 @@ def test_wrong_arguments_are_named(framework):
     x = jnp.ones((8,), "float32")
 
     def raised(given):
-        """given: a function of a second norm, and of one of the framework's own."""
+        """Call a norm with the keywords that `given` makes of a second norm of ours and one of the framework's."""
         norm, other, plain = norms(framework)
         call = functools.partial(norm.init, jax.random.key(0)) if framework == "linen" else norm
         call(x, **given(other, plain))

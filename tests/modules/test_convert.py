@@ -1,4 +1,4 @@
-"""Models that were not written for jln, converted: the same numbers, the kernels in the step, and the way back."""
+"""Conversions of NNX and Equinox models: their numbers stay, their step has the kernels, and `undo` goes back."""
 
 import functools
 
@@ -18,7 +18,7 @@ optax = pytest.importorskip("optax")
 WIDTH, HEADS, LAYERS = 16, 2, 3
 TOKENS = np.random.default_rng(0).integers(0, 11, (2, 6))
 
-# Two float32 programs that differ by the rounding of a dozen norms.
+# The tolerance for two float32 programs that differ by the rounding of a dozen norms.
 close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6)
 
 
@@ -84,9 +84,9 @@ def test_nnx_transformer(fuse, copy):
     assert (conversion.model is model) != copy
     assert type(model.norm) is nnx.LayerNorm if copy else isinstance(model.norm, jln.nnx.LayerNorm)
     swapped = [c for c in conversion.changes if c.after.startswith("jln.nnx.")]
-    # A block has two more norms in its attention, and there four more Linears.
+    # The attention of a block has two more norms and four more Linears.
     assert len(swapped) == LAYERS * 4 + 1 + (LAYERS * 6 + 1 if fuse else 0)
-    jax.tree.map(np.testing.assert_array_equal, nnx_pure(conversion.model), before)  # the same tree of variables
+    jax.tree.map(np.testing.assert_array_equal, nnx_pure(conversion.model), before)  # the tree of variables is the same
     if not copy:
         assert [id(p) for _, p in nnx.iter_graph(model) if isinstance(p, nnx.Param)] == parameters
 
@@ -95,13 +95,13 @@ def test_nnx_transformer(fuse, copy):
     jax.tree.map(close, nnx_pure(new_gradients), nnx_pure(gradients))
 
     routes = jln.explain(conversion.model, TOKENS)
-    reading = LAYERS * 4 + 1 if fuse else 0  # queries, keys, values and up; head
+    reading = LAYERS * 4 + 1 if fuse else 0  # of each block queries, keys, values and up, and the head
     assert [r.path for r in routes].count("fused") == reading
     assert [r.path for r in routes].count("norm") == len(routes) - reading == LAYERS * 4 + 1
 
     graphdef, state = nnx.split(conversion.model)
     step = equations(jax.make_jaxpr(lambda s: jax.tree.leaves(nnx_step(nnx.merge(graphdef, s))))(state))
-    # Few features are one kernel's, and nothing else reads a norm but the two within attention.
+    # Every norm is fused with its Linears, which have few features, except the two within attention, which have none.
     assert step["jln_norm_backward"] == (LAYERS * 2 if fuse else LAYERS * 4 + 1)
     assert step["jln_norm_linear_backward"] == reading
 
@@ -164,12 +164,12 @@ def test_nnx_shared_layers_metadata_and_subclasses():
     assert model.other(x) is x
     assert [r.path for r in jln.explain(model.mine, x)] == ["norm"]
     assert not jln.explain(model.other, x)
-    assert convert.nnx(Model(nnx.Rngs(0))).model.mine.__class__ is model.mine.__class__  # or every model is another
+    assert convert.nnx(Model(nnx.Rngs(0))).model.mine.__class__ is model.mine.__class__  # one class for all models
     assert not convert.nnx(model).changes
     conversion.undo()
     assert type(model.mine) is Mine
     assert str(convert.nnx(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))) == "nothing to convert"
-    assert convert.nnx(nnx.LayerNorm(8, rngs=nnx.Rngs(0))).changes[0].path == ""  # the model may be the layer
+    assert convert.nnx(nnx.LayerNorm(8, rngs=nnx.Rngs(0))).changes[0].path == ""  # a model may be a norm itself
 
 
 @pytest.mark.parametrize(
@@ -255,14 +255,14 @@ def test_equinox_transformer(fuse):
     close(new_loss, loss)
     jax.tree.map(close, conversion.undo(new_gradients), gradients)
     routes = jln.explain(jax.vmap(conversion.model), TOKENS)
-    reading = LAYERS * 4 + 1 if fuse else 0  # queries, keys, values and up; head
+    reading = LAYERS * 4 + 1 if fuse else 0  # of each block queries, keys, values and up, and the head
     assert [r.path for r in routes].count("fused") == reading
     assert [r.path for r in routes].count("norm") == len(routes) - reading == LAYERS * 2 + 1
     for a, b in zip(jax.tree.leaves(conversion.model), jax.tree.leaves(model), strict=True):
         assert a is b
 
     step = equations(eqx.filter_make_jaxpr(eqx_step)(conversion.model)[0])
-    assert step["jln_norm_backward"] == (0 if fuse else LAYERS * 2 + 1)  # few features are one kernel's
+    assert step["jln_norm_backward"] == (0 if fuse else LAYERS * 2 + 1)  # norms are fused with Linears of few features
     assert step["jln_norm_linear_backward"] == reading
 
     doubled = conversion.undo(jax.tree.map(lambda a: 2 * a, conversion.model))

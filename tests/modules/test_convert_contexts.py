@@ -1,4 +1,4 @@
-"""Linen and Haiku models whose code is untouched: swapped while a context is open."""
+"""Linen and Haiku models whose norms are swapped, with their code untouched, while a context is open."""
 
 import contextlib
 import functools
@@ -17,12 +17,12 @@ hk = pytest.importorskip("haiku")
 
 WIDTH, LAYERS = 16, 3
 
-# Two float32 programs that differ by the rounding of a dozen norms.
+# The tolerance for two float32 programs that differ by the rounding of a dozen norms.
 close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6)
 
 
 class LinenModel(nn.Module):
-    """A Linen model with what may stand in the way: lifted scan, remat, a norm used twice, a subclass."""
+    """A Linen model with what might hinder a conversion: a lifted scan, remat, a norm used twice and a subclass."""
 
     @nn.compact
     def __call__(self, x):
@@ -59,7 +59,7 @@ def test_linen_context():
         own = step(variables)
         inside = equations(jax.make_jaxpr(step)(variables))
         seen = jln.explain(model, x)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-2, atol=1e-4), own, theirs)  # a norm in bfloat16
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-2, atol=1e-4), own, theirs)  # a norm is bfloat16
     assert {(r.layer, r.path) for r in routes} == {
         ("jln.linen.LayerNorm blocks/LayerNorm_0", "norm"),
         ("jln.linen.RMSNorm blocks/RMSNorm_0", "norm"),
@@ -70,7 +70,7 @@ def test_linen_context():
     within = "; in a jax.checkpoint that keeps nothing of it; in a loop of 3"
     assert {r.layer for r in seen if r.why.endswith(within)} == {r.layer for r in seen if "blocks/" in r.layer} != set()
     assert inside["jln_norm_backward"] == 5
-    assert equations(jax.make_jaxpr(step)(variables))["jln_norm_backward"] == 0  # outside all is as before
+    assert equations(jax.make_jaxpr(step)(variables))["jln_norm_backward"] == 0  # outside nothing is swapped
     jax.tree.map(np.testing.assert_array_equal, step(variables), theirs)
 
 
@@ -144,7 +144,7 @@ def test_haiku_context_refuses_what_haiku_refuses(create_scale):
     ],
 )
 def test_a_second_context_reports_what_the_first_one_traced(context, module, name):
-    """JAX does not trace it again, and the list alone would be silent about it."""
+    """A context's `earlier` names the layers that an earlier context traced, as JAX does not trace a step again."""
     x = normal(0, (4, 8), "float32")
     params = module.init(jax.random.key(0), x)
     step = jax.jit(lambda params: module.apply(params, x, rngs=None) if context is convert.linen else

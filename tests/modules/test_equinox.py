@@ -1,4 +1,4 @@
-"""jln.equinox against equinox.nn: every argument, alone and in pairs."""
+"""Norms and LayerNorm+Linear of jln.equinox against equinox.nn: every argument, alone and in pairs."""
 
 import functools
 import io
@@ -27,7 +27,7 @@ ARGUMENTS = {
 
 
 def layer(cls, **options):
-    """vmapped over a batch, as users do."""
+    """Return a Layer of `cls`, vmapped over a batch as users do."""
     made = cls(**options)
     arrays, rest = eqx.partition(made, eqx.is_array)
     return Layer(lambda x: _fields(arrays), lambda fields, x: jax.vmap(_with_fields(arrays, rest, fields))(x))
@@ -38,7 +38,7 @@ def _fields(arrays):
 
 
 def _with_fields(arrays, rest, fields):
-    leaves = [fields[name] for name in _fields(arrays)]  # JAX sorts dicts
+    leaves = [fields[name] for name in _fields(arrays)]  # in the layer's own order, as JAX sorts a dict
     return eqx.combine(jax.tree.unflatten(jax.tree.structure(arrays), leaves), rest)
 
 
@@ -76,7 +76,7 @@ def test_path(name, shape, dtype, path):
 
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
 def test_state_and_key(name):
-    """`state` is handed through, `key` is ignored."""
+    """A norm hands `state` through and ignores `key`, as Equinox's own does."""
     x = normal(0, (8,), "float32")
     for module in (eqx.nn, ours):
         norm = getattr(module, name)(8)
@@ -100,7 +100,7 @@ LINEAR = {
 
 
 class Pair(eqx.Module):
-    """What LayerNormLinear and RMSNormLinear stand for, in Equinox's own layers."""
+    """A norm and a Linear in Equinox's own layers, for which LayerNormLinear and RMSNormLinear stand."""
 
     norm: eqx.nn.LayerNorm | eqx.nn.RMSNorm
     linear: eqx.nn.Linear
@@ -172,7 +172,7 @@ def test_put_in_place_of_equinoxs(monkeypatch):
 
 
 def test_forward_mode():
-    """As of Equinox's own layer: jvp, jacfwd and a Hessian-vector product forward over reverse."""
+    """The results of jvp, jacfwd and a forward-over-reverse Hessian-vector product are those of Equinox's own layer."""
     x, v = normal(0, (8,), "float32"), normal(1, (8,), "float32")
 
     def derivatives(cls):
@@ -194,7 +194,7 @@ def test_deprecated_argument():
 
 
 def test_inside_of_transformations():
-    """Nested vmap, filter_jit, filter_grad, filter_checkpoint and scan over stacked layers."""
+    """Gradients are Equinox's inside of nested vmap, filter_jit, filter_checkpoint and a scan over stacked layers."""
     x = normal(0, (2, 3, 8), "float32")
 
     def gradients(cls):
@@ -214,7 +214,7 @@ def test_inside_of_transformations():
 
     theirs, own = gradients(eqx.nn.LayerNorm), gradients(ours.LayerNorm)
     for a, b in zip(jax.tree.leaves(own), jax.tree.leaves(theirs), strict=True):
-        # three layers of float32, each gradient the sum of 6 rows
+        # three layers in float32; each gradient is the sum of 6 rows
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""The query, and what happens where a framework is missing."""
+"""Tests of `jln.explain`, and of what is raised where a framework is not installed."""
 
 import gc
 import subprocess
@@ -38,7 +38,7 @@ def test_what_jax_has_traced_before_is_listed_again():
 
 
 def network():
-    """Layers under jit, checkpoint and scan, and jnp's own functions, which JAX jits too."""
+    """Return a function with layers under jit, checkpoint and scan, and with functions of jnp that JAX jits too."""
     nnx = pytest.importorskip("flax.nnx")
     from jln.nnx import LayerNorm, LayerNormLinear
 
@@ -130,7 +130,7 @@ def test_a_branch_and_a_shard_of_it_are_listed():
 
 
 def test_questions_keep_nothing():
-    """JAX keeps what it has traced for as long as the process lives."""
+    """Calls of `explain` keep no objects, though JAX keeps what it has traced for as long as the process lives."""
     function, x = network(), jax.ShapeDtypeStruct((4, 8), jnp.float32)
 
     def held_after(questions):
@@ -140,7 +140,7 @@ def test_questions_keep_nothing():
         return len(gc.get_objects())
 
     before = held_after(3)
-    assert held_after(30) - before < 30  # less than an object a question
+    assert held_after(30) - before < 30  # fewer than one object for each call
 
 
 def test_a_function_that_was_asked_about_is_traced_again_after_a_conversion():
@@ -216,7 +216,7 @@ except ImportError as error:
 
 
 def test_explain_of_nnx_inside_of_linen():
-    """A bridge is a Linen module; nobody need have imported jln.linen."""
+    """An NNX module in a bridge to Linen is explained even where nobody has imported jln.linen."""
     pytest.importorskip("flax")
     code = """
 import jax.numpy as jnp, jln, jln.nnx

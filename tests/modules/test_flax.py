@@ -1,4 +1,4 @@
-"""jln.linen and jln.nnx against Flax, in what both have: every argument, alone and in pairs."""
+"""The layers of jln.linen and jln.nnx against Flax, where both have the same arguments: each alone and in pairs."""
 
 import functools
 
@@ -29,7 +29,7 @@ FLAX = {"linen": linen, "nnx": nnx}
 OURS = {"linen": jln.linen, "nnx": jln.nnx}
 
 
-# What the operators lack, and the axes for which they have a norm.
+# Arguments that the operators lack, or take some values of only, and the axes that they do take.
 LACKING = ("force_float32_reductions", "mask", "axis_name", "reduction_axes", "feature_axes")
 AXES = [(-1, -1), ((1, 2), -1), ((1, 2), (1, 2)), ((-1, 0), (2,))]
 ARGUMENTS = {
@@ -67,7 +67,7 @@ PAIR = {
     "precision": [None, jax.lax.Precision.HIGHEST],
     "kernel_init": [nnx.initializers.lecun_normal(), nnx.initializers.normal(1.0)],
 }
-# A product of the Linear's own, which the operators leave to Flax.
+# Arguments by which a Linear has a product of its own, which the operators leave to Flax.
 PAIR = {
     "linen": PAIR | {"dot_general": [None, jax.lax.dot_general]},
     "nnx": PAIR | {"preferred_element_type": [None, "float32"]},
@@ -89,7 +89,7 @@ def for_each_library(tables, only_layer_norm):
 
 def linen_layer(module, mask=None, axis_name=None):
     def over_rows(call):
-        """Where the statistics are averaged over a mapped axis, x and 2 x lie along it."""
+        """Return the call, mapped over x and 2 x where statistics are averaged over a mapped axis."""
         if not axis_name:
             return call
         return lambda x: jax.vmap(call, axis_name=axis_name, out_axes=(0, None))(jnp.stack([x, 2 * x]))
@@ -104,7 +104,7 @@ def linen_layer(module, mask=None, axis_name=None):
 
 
 def nnx_layer(make, mask=None, axis_name=None):
-    """The parameters are a dict of arrays."""
+    """Return the Layer of what `make` returns, with its variables as a dict of arrays."""
 
     def apply(variables, x):
         graphdef, state = nnx.split(make(nnx.Rngs(0)))
@@ -150,7 +150,7 @@ def test_norms(library, case):
 
 
 class LinenPair(linen.Module):
-    """What LayerNormDense and RMSNormDense stand for, in Flax's own layers."""
+    """A norm and a Linear in Flax's own layers, for which LayerNormDense and RMSNormDense stand."""
 
     norm: str
     both: dict
@@ -164,7 +164,7 @@ class LinenPair(linen.Module):
 
 
 class NnxPair(nnx.Module):
-    """Likewise LayerNormLinear and RMSNormLinear."""
+    """A norm and a Linear in Flax's own layers, for which LayerNormLinear and RMSNormLinear stand."""
 
     def __init__(self, norm, both, norm_options, linear_options, rngs):
         self.norm = getattr(nnx, norm)(8, **norm_options, **both, rngs=rngs)
@@ -214,7 +214,7 @@ def test_precision_reaches_every_product(library, norm, features, precision):
     assert set(precisions(module.apply, module.init(x), x)) == {precision}
 
 
-# What makes the framework's own code run, one argument at a time; everything else is the operators'.
+# The path that a call takes with these arguments changed: "plain" where the framework's own code runs.
 PATHS = [
     ({}, "norm"),
     ({"x": "bfloat16"}, "norm"),
@@ -239,8 +239,8 @@ ONLY_LINEN = [
 ONLY_NNX = [
     ({"promote_dtype": doubled}, "norm"),
     ({"epsilon": jnp.float32(1e-3)}, "plain"),
-    ({"x": "int32"}, "norm"),  # Flax makes it float32 before anything else
-    ({"x": "float64", "dtype": "float32"}, "norm"),  # likewise
+    ({"x": "int32"}, "norm"),  # Flax converts x to float32 before anything else
+    ({"x": "float64", "dtype": "float32"}, "norm"),  # Flax converts x to float32 before anything else
     ({"x": "float32", "param_dtype": "float64"}, "norm"),
 ]
 
@@ -303,7 +303,7 @@ def test_rejected_alike(library, name, bad):
         with pytest.raises(type(error)):
             call(OURS)
     else:
-        assert bad == "features that x does not have" and library == "linen"  # where there is nothing to contradict
+        assert bad == "features that x does not have" and library == "linen"  # Linen takes x's
         call(OURS)
 
 

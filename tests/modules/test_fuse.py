@@ -1,4 +1,4 @@
-"""Linears that read a norm's result, found by themselves or named: the framework's numbers, and only x is kept."""
+"""Linears that read a norm's result, found or named: the numbers are the framework's, and of x and z only x is kept."""
 
 import functools
 import gc
@@ -18,10 +18,10 @@ nn = pytest.importorskip("flax.linen")
 hk = pytest.importorskip("haiku")
 eqx = pytest.importorskip("equinox")
 
-H, WIDE = 8, 300  # of features more than one kernel makes with the norm
+H, WIDE = 8, 300  # 300 features are too many for one kernel
 SHAPE = (3, 5, H)
 
-# Two float64 programs of a norm and products of 8 and 300 terms.
+# The tolerance for two float64 programs of a norm and products of 8 and 300 terms.
 close = functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12)
 
 
@@ -34,7 +34,7 @@ class NnxMlp(nnx.Module):
 
 
 class NnxBlock(nnx.Module):
-    """Linears of every kind, one of them in another module, and the norm's result itself."""
+    """A norm whose result every kind of Linear reads, one of them in another module, and sin too."""
 
     def __init__(self, rngs):
         of = {"param_dtype": "float64", "rngs": rngs}
@@ -84,7 +84,7 @@ class EqxBlock(eqx.Module):
         self.mlp = eqx.nn.Sequential([eqx.nn.Linear(H, WIDE, key=keys[2], **of)])
 
     def __call__(self, x):
-        """Of a sequence, or of a batch of them."""
+        """Return the results for a sequence, or for a batch of sequences."""
 
         def mapped(f):
             return functools.reduce(lambda f, _: jax.vmap(f), range(x.ndim - 1), f)
@@ -99,7 +99,7 @@ def haiku_block(x):
 
 
 def nnx_functions():
-    """-> (the model's function of parameters and x, the same converted, parameters, what is noted of Linears)"""
+    """Return (a model as a function of parameters and x, the same converted, the parameters, its Linears' names)."""
     model = NnxBlock(nnx.Rngs(0))
     converted = convert.nnx(model, copy=True, fuse=True).model
 
@@ -182,7 +182,10 @@ def test_every_linear_behind_a_norm_is_found_and_all_numbers_are_the_frameworks(
 
 @each_framework
 def test_of_a_norms_size_only_x_is_kept(framework):
-    """Less what reads the result besides, of which nobody knows; in the framework's own model z is kept as well."""
+    """A converted model keeps x alone of x's size for the backward pass, where the framework's own keeps z as well.
+
+    The model's last result, sin(z), is left out: what other readers of z keep is not known.
+    """
     theirs, ours, parameters, _ = functions(framework)
     x = normal(0, (7, 11, H), "float64")
 
@@ -237,7 +240,7 @@ def test_nothing_is_remembered_for_longer_than_a_trace(framework):
 
 @each_framework
 def test_what_is_between_the_norm_and_the_linear_makes_another_array(framework):
-    """A border of a trace, or any operation."""
+    """A Linear is fused if it reads the norm's own result, and not if jit or any operation is in between."""
     x = normal(0, SHAPE, "float64")
 
     def routes(between):

@@ -1,4 +1,4 @@
-"""RMSNorm with a z, in every framework: the parameters are RMSNorm's, the numbers those of `jln.reference`."""
+"""RMSNorm with a gate z in every framework: its parameters are RMSNorm's, its numbers those of `jln.reference`."""
 
 import functools
 
@@ -75,7 +75,7 @@ def test_values_and_gradients(framework, norm_before_gate):
 @pytest.mark.usefixtures("promoted_ranks")
 @pytest.mark.parametrize("norm_before_gate", [True, False])
 def test_what_the_operator_cannot_do_the_framework_does(norm_before_gate):
-    """A mask of Flax's, an offset of Equinox's: its own norm, and the gate beside it."""
+    """The framework's own norm runs for Flax's mask or Equinox's offset, with the gate computed beside it."""
     pytest.importorskip("flax")
     pytest.importorskip("equinox")
     of_gate = {"z": Z, "norm_before_gate": norm_before_gate}

@@ -1,4 +1,7 @@
-"""jln.haiku against haiku: every argument, alone and in pairs; and Haiku's own tests with our classes in place."""
+"""Norms and LayerNorm+Linear of jln.haiku against Haiku: every argument, alone and in pairs.
+
+Haiku's own tests of its norms pass with our classes in their place.
+"""
 
 import contextlib
 import functools
@@ -35,7 +38,7 @@ ARGUMENTS = {
 ONLY_LAYER_NORM = ("create_offset", "offset_init", "use_fast_variance", "scale", "offset")
 
 
-# The axes for which the operators have a norm, and a parameter as it is created, given or absent.
+# The axes that the operators can normalise, with those of the parameters, and the ways to have a parameter or none.
 AXES = [(-1, -1), ((1, 2), -1), ((1, 2), (2, 1)), (slice(1, None), None), ([2], -1), ((-1, 0), slice(2, None))]
 PARAMETER = {
     "created": (True, None),
@@ -45,7 +48,7 @@ PARAMETER = {
 }
 BY_THE_OPERATOR = {
     "norm": ARGUMENTS["norm"],
-    "x": ARGUMENTS["x"][:3],  # float64 with a given float32 is Haiku's own
+    "x": ARGUMENTS["x"][:3],  # not float64: beside a given float32 it is left to Haiku's own code
     "axes": AXES,
     "a_scale": list(PARAMETER),
     "an_offset": list(PARAMETER),
@@ -64,7 +67,7 @@ def parity(case):
     case = dict(case)
     name = case.pop("norm")
     x = normal(1, SHAPE, case.pop("x"))
-    if not case["create_scale"]:  # Haiku rejects an initialiser for what it does not create: in another test
+    if not case["create_scale"]:  # Haiku rejects an initialiser of what it does not create
         case["scale_init"] = None
     if not case.get("create_offset", True):
         case["offset_init"] = None
@@ -123,7 +126,7 @@ def test_path(name, changed, path):
     assert route.layer.startswith(f"jln.haiku.{name} ")
 
 
-# broadcast against x: along the normalised axis alone, and along others
+# Shapes that broadcast against x, along the normalised axis alone or along others too.
 @pytest.mark.parametrize(
     ("shape", "path"), [((8,), "norm"), ((), "norm"), ((1, 1, 8), "norm"), ((4, 1), "plain"), ((4, 8), "plain")]
 )
@@ -171,7 +174,7 @@ LINEAR = {
 
 
 class Pair(hk.Module):
-    """What LayerNormLinear and RMSNormLinear stand for, in Haiku's own modules."""
+    """A norm and a Linear in Haiku's own modules, for which LayerNormLinear and RMSNormLinear stand."""
 
     def __init__(self, norm, output_size, create_scale, eps, with_bias, w_init, b_init, create_offset=None):
         super().__init__(name="layer_norm_linear" if norm == "LayerNorm" else "rms_norm_linear")
@@ -199,7 +202,7 @@ def test_pairs(case):
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("eps", [np.float64(1e-5), np.float32(1e-5), 0])
 def test_epsilon_of_numpy_promotes_as_in_haiku(name, eps):
-    """numpy's float64 is a Python float too, but Haiku's RMSNorm adds it as an array."""
+    """An epsilon of numpy promotes as in Haiku: its float64, though a Python float, is added as an array."""
     x = normal(0, SHAPE, "bfloat16")
     options = {"eps": eps} | ({"create_scale": True, "create_offset": True} if name == "LayerNorm" else {})
     theirs, own = (layer(getattr(module, name), axis=-1, **options) for module in (hk, ours))
@@ -215,7 +218,7 @@ def test_precision_reaches_every_product(cls, precision):
 
 
 def test_epsilon_takes_the_dtype_of_the_inputs():
-    """1e-8 is zero in float16, as in Haiku: a constant row is 0 / 0."""
+    """An epsilon of 1e-8 is zero in float16, as in Haiku, and so a constant row gives 0 / 0, NaN."""
     x = jnp.ones(SHAPE, "float16")
     for cls in (hk.LayerNorm, ours.LayerNorm):
         made = layer(cls, axis=-1, create_scale=True, create_offset=True, eps=1e-8)
@@ -223,7 +226,10 @@ def test_epsilon_takes_the_dtype_of_the_inputs():
 
 
 def test_linear_of_another_dtype_is_not_fused():
-    """Parameters that a getter or a checkpoint gives another dtype: the framework's own promotion, and no fusion."""
+    """A Linear whose parameters have another dtype than the norm's is not fused, and promotes as Haiku's does.
+
+    A getter or a checkpoint can give them that dtype.
+    """
     x = normal(0, SHAPE, "bfloat16")
     module = hk.without_apply_rng(hk.transform(lambda x: ours.LayerNormLinear(5)(x)))
     variables = module.init(jax.random.key(0), x)
@@ -239,7 +245,7 @@ def test_linear_of_another_dtype_is_not_fused():
 
 @pytest.mark.parametrize("cls", [ours.LayerNormLinear, ours.RMSNormLinear])
 def test_what_haiku_shows_of_a_pair_are_arrays(cls):
-    """Interceptors and `tabulate` see no norm that is not computed yet, and getters the modules' own parameters."""
+    """Interceptors and `tabulate` see no norm that is not computed yet, and getters see the modules' own parameters."""
     x = normal(0, (3, 8), "float32")
     module = hk.without_apply_rng(hk.transform(lambda x: cls(5)(x)))
     params = module.init(jax.random.key(0), x)
@@ -269,7 +275,7 @@ def test_what_haiku_shows_of_a_pair_are_arrays(cls):
 
 
 def multi(function):
-    """As two functions."""
+    """Return an argument of `hk.multi_transform`: two functions that both call `function`."""
 
     def made():
         return function, {"one": function, "two": lambda x: 2 * function(x)}
@@ -338,7 +344,7 @@ def test_rejected_calls(call):
 
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
 def test_parameters_go_both_ways(name):
-    """A checkpoint of Haiku's is the tree of parameters."""
+    """Parameters of Haiku's norm or of ours give the same result in both; their tree is Haiku's checkpoint."""
     x = normal(0, SHAPE, "float32")
     arguments = (-1, True, True) if name == "LayerNorm" else (-1,)
     theirs, own = (
@@ -350,12 +356,12 @@ def test_parameters_go_both_ways(name):
 
 
 class _Swapped:
-    """Haiku's own test case, with our class where the tests look for Haiku's."""
+    """A mixin for Haiku's own test cases that puts our class where the tests look for Haiku's."""
 
     def setUp(self):
         super().setUp()
         self.contexts = contextlib.ExitStack()
-        self.contexts.enter_context(jax.enable_x64(False))  # as Haiku runs them
+        self.contexts.enter_context(jax.enable_x64(False))  # Haiku runs its tests so
         self.contexts.enter_context(pytest.MonkeyPatch.context()).setattr(*self.swapped)
 
     def tearDown(self):
@@ -376,7 +382,7 @@ class TestHaikusLayerNorm(_Swapped, haikus("layer_norm_test").LayerNormTest):
     swapped = (haikus("layer_norm"), "LayerNorm", ours.LayerNorm)
 
 
-# One of Haiku's tests returns what it made.
+# One of Haiku's tests returns a value, and unittest warns about it.
 @pytest.mark.filterwarnings("ignore:It is deprecated to return a value:DeprecationWarning")
 class TestHaikusRMSNorm(_Swapped, haikus("rms_norm_test").RMSNormTest):
     swapped = (haikus("rms_norm"), "RMSNorm", ours.RMSNorm)

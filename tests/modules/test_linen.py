@@ -1,4 +1,4 @@
-"""What jln.linen does that jln.nnx does not, or otherwise; test_flax.py has what both do."""
+"""Behaviour of jln.linen that jln.nnx lacks or does not share; test_flax.py has what both do."""
 
 import functools
 
@@ -16,13 +16,13 @@ from parity import MASK, SHAPE, described, normal, randomised
 
 
 def test_statistics_come_from_the_input_as_it_is():
-    """With dtype=bfloat16 Linen rounds the result and not x: numbers of spread 1 around 1024 keep their digits."""
+    """Linen with dtype=bfloat16 rounds the result and not x: numbers of spread 1 around 1024 keep their digits."""
     x = 1024 + normal(0, (4, 64), "float32")
     wide = np.asarray(x, "float64")
     true = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-6)
     y, _ = ours.LayerNorm(dtype=jnp.bfloat16).init_with_output(jax.random.key(0), x)
     assert y.dtype == jnp.bfloat16
-    # the result's rounding, and one float32 rounding of the mean
+    # one rounding of the result, and one float32 rounding of the mean
     allowed = float(jnp.finfo(jnp.bfloat16).eps) * np.abs(true) + 2 * 1024 * np.finfo("float32").eps
     assert np.all(np.abs(np.asarray(y, "float64") - true) <= allowed)
 
@@ -38,7 +38,7 @@ def test_bfloat16_input_and_float32_parameters_give_float32():
 
 
 def test_parameters_of_another_dtype_than_declared():
-    """Linen checks a loaded parameter's shape, not its dtype; the result follows what is there."""
+    """The result's dtype follows loaded parameters, whose shape Linen checks and whose dtype it does not."""
     x = normal(0, SHAPE, "bfloat16")
     variables = {"params": {"scale": jnp.ones(8, "bfloat16"), "bias": jnp.zeros(8, "bfloat16")}}
     assert ours.LayerNorm().apply(variables, x).dtype == nn.LayerNorm().apply(variables, x).dtype == jnp.bfloat16
@@ -81,7 +81,7 @@ def test_what_flax_shows_of_a_pair_are_arrays(cls):
         calls.clear()
         y, captured = module.apply(variables, x, capture_intermediates=True)
         assert calls == [(None, "__call__")]
-        cls((2, 3), dot_general=jax.lax.dot_general).apply(variables, x)  # apart: as in Flax
+        cls((2, 3), dot_general=jax.lax.dot_general).apply(variables, x)  # calls norm and Dense, as Flax does
         assert calls[1:] == [("norm", "__call__"), ("dense", "__call__"), (None, "__call__")]
     assert captured == {"intermediates": {"__call__": (y,)}}
     table = module.tabulate(jax.random.key(0), x, console_kwargs={"width": 200})
@@ -113,7 +113,7 @@ def test_wrong_or_missing_parameters_of_the_dense(params):
 
 
 def test_automatic_names_metadata_and_lifted_transformations():
-    """A model that takes its norm from either library: remat, scan over layers, partitioning boxes."""
+    """A model's variables and gradients are Flax's under remat, a scan over layers and partitioning boxes."""
     x = normal(0, (4, 8), "float32")
 
     class Block(nn.Module):
@@ -143,13 +143,13 @@ def test_automatic_names_metadata_and_lifted_transformations():
     def gradients(library):
         return jax.jit(jax.grad(lambda v: jnp.sum(jnp.cos(Model(library).apply(v, x)))))(theirs)
 
-    # six layers of float32, each gradient the sum of 4 rows
+    # six layers in float32; each gradient is the sum of 4 rows
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), gradients(ours), gradients(nn))
 
 
 @pytest.mark.parametrize("cls", [ours.LayerNormDense, ours.RMSNormDense])
 def test_pairs_inside_of_lifted_transformations(cls):
-    """vmap with parameters of each example's own, map_variables, and a scope shared with the parent."""
+    """A pair is fused and right in vmap with parameters of each example, in map_variables and in a shared scope."""
     x = normal(0, (4, 8), "float32")
 
     class Shared(nn.Module):
@@ -170,7 +170,7 @@ def test_pairs_inside_of_lifted_transformations(cls):
     np.testing.assert_array_equal(doubled.apply(variables, x), cls(8).apply(twice, x))
     own = randomised(each.init(jax.random.key(0), x))
     rows = [cls(8).apply(jax.tree.map(lambda a, i=i: a[i], own), x[i]) for i in range(4)]
-    # sums of 8 float32 products
+    # the tolerance for sums of 8 float32 products
     np.testing.assert_allclose(each.apply(own, x), jnp.stack(rows), rtol=1e-5, atol=1e-5)
     for module, params in ((Shared(), variables), (doubled, variables), (each, own)):
         assert [route.path for route in jln.explain(module.apply, params, x)] == ["fused"]

@@ -1,4 +1,4 @@
-"""What jln.nnx does that jln.linen does not, or otherwise; test_flax.py has what both do."""
+"""Behaviour of jln.nnx that jln.linen lacks or does not share; test_flax.py has what both do."""
 
 import functools
 
@@ -17,25 +17,26 @@ from parity import MASK, SHAPE, doubled, normal
 
 
 def test_promotion_comes_before_the_statistics():
-    """With dtype=bfloat16 NNX rounds x first: here to one number a row, and to zero once its mean is gone."""
+    """NNX with dtype=bfloat16 rounds x before the statistics, so that few values are left of numbers around 1024."""
     x = 1024 + normal(0, (4, 8), "float32")
     for cls in (nnx.LayerNorm, ours.LayerNorm):
         y = cls(8, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))(x)
-        assert np.max(np.abs(y)) <= 2  # few values are left, whole multiples of 8 apart
+        assert np.max(np.abs(y)) <= 2  # x is 1024 or 1020: bfloat16 numbers are 4 apart below 1024
         distinct = np.unique(np.asarray(y, "float32"))
         assert len(distinct) <= 8
 
 
 def test_promotion_of_the_users_own_is_applied():
-    """x is not read as it is where promote_dtype may be more than a cast."""
+    """A promote_dtype of the user's own, which may be more than a cast, is applied before the norm reads x."""
     x = normal(0, SHAPE, "bfloat16")
     theirs, own = (c.LayerNorm(8, epsilon=0.5, promote_dtype=doubled, rngs=nnx.Rngs(0)) for c in (nnx, ours))
     assert [r.path for r in jln.explain(own, x)] == ["norm"]
-    np.testing.assert_allclose(own(x), theirs(x), rtol=1e-5, atol=1e-5)  # the doubled epsilon alone would be 10 % off
+    # If x were not doubled, epsilon alone would make a difference of 10 %.
+    np.testing.assert_allclose(own(x), theirs(x), rtol=1e-5, atol=1e-5)
 
 
 def test_a_parameter_shared_by_rows_has_its_gradient_summed_in_float32():
-    """A scale [8] spread over normalised axes [512, 8]: each gradient is a sum of 512, rounded to 16 bits once."""
+    """A bias [8] spread over normalised axes [512, 8] has a gradient that is a sum of 512, rounded to 16 bits once."""
     x = normal(0, (2, 512, 8), "float16")
     norm = ours.LayerNorm(8, reduction_axes=(1, 2), param_dtype=jnp.float16, rngs=nnx.Rngs(0))
     graphdef, state = nnx.split(norm)
@@ -50,7 +51,7 @@ def test_a_parameter_shared_by_rows_has_its_gradient_summed_in_float32():
 
 
 def test_fast_variance_is_not_copied():
-    """Flax's E[x^2] - E[x]^2 loses all digits where the mean is 3000 times the spread; ours is right, and says so."""
+    """Flax's E[x^2] - E[x]^2 loses all digits where the mean is 3000 times the spread, and our variance does not."""
     x = 3000 + normal(0, (4, 256), "float32")
     wide = np.asarray(x, "float64")
     true = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-6)
@@ -87,7 +88,7 @@ def test_metadata_is_flaxs():
 
 
 def numbers(model):
-    """All of a model's state but its random keys, copied."""
+    """Return copies of all arrays in a model's state except its random keys."""
     leaves = jax.tree.leaves(nnx.to_pure_dict(nnx.state(model)))
     return [np.array(a) for a in leaves if not jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key)]
 
@@ -115,7 +116,10 @@ def test_explain_of_a_model_with_state(make):
 
 
 def test_put_in_place_of_flaxs(monkeypatch):
-    """`nnx.LayerNorm = jln.nnx.LayerNorm` converts a library that cannot be edited; the plain path is still Flax's."""
+    """Setting `nnx.LayerNorm = jln.nnx.LayerNorm` converts a library that cannot be edited.
+
+    With a mask the numbers are still those of Flax's own code.
+    """
     x = normal(0, SHAPE, "float32")
     wanted = nnx.LayerNorm(8, rngs=nnx.Rngs(0))(x, mask=MASK)
     monkeypatch.setattr(nnx, "LayerNorm", ours.LayerNorm)
@@ -127,7 +131,7 @@ def test_put_in_place_of_flaxs(monkeypatch):
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 @pytest.mark.parametrize("epsilon", [1e308, ml_dtypes.bfloat16(0.25)], ids=str)
 def test_an_epsilon_that_few_would_give(epsilon):
-    """Flax does what it does with one that float32 cannot hold; one of ml_dtypes is a number."""
+    """An epsilon too large for float32 is left to Flax's own code, and a scalar of ml_dtypes is taken as a number."""
     x = normal(0, (2, 8), "float32")
     own, theirs = (cls(8, epsilon=epsilon, rngs=nnx.Rngs(0)) for cls in (ours.LayerNorm, nnx.LayerNorm))
     np.testing.assert_allclose(own(x), theirs(x), rtol=1e-5, atol=1e-6)
@@ -136,7 +140,7 @@ def test_an_epsilon_that_few_would_give(epsilon):
 
 
 def test_inside_of_transformations():
-    """nnx.jit, nnx.remat, nnx.value_and_grad and nnx.scan over layers see a module like any other."""
+    """A norm works like any NNX module inside of nnx.jit, nnx.remat, nnx.value_and_grad and nnx.scan over layers."""
     x = normal(0, (4, 8), "float32")
 
     def model(cls):
@@ -155,5 +159,5 @@ def test_inside_of_transformations():
     (theirs, their_gradients), (own, own_gradients) = model(nnx.LayerNorm), model(ours.LayerNorm)
     np.testing.assert_allclose(own, theirs, rtol=1e-5)
     a, b = (nnx.to_pure_dict(g) for g in (own_gradients, their_gradients))
-    # three layers of float32, each gradient the sum of 4 rows
+    # three layers in float32; each gradient is the sum of 4 rows
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), a, b)

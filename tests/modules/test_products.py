@@ -1,4 +1,4 @@
-"""What a Linear behind a norm may be: any product of the last axis, in any dtype, placed and mapped in any way."""
+"""Linears behind a norm: any product of the last axis, in any dtype, sharded and mapped in any way."""
 
 import functools
 import itertools
@@ -14,10 +14,10 @@ from parity import normal
 
 nnx = pytest.importorskip("flax.nnx")
 
-H, WIDE = 8, 300  # of features more than one kernel makes with the norm
+H, WIDE = 8, 300  # 300 features are too many for one kernel
 SHAPE = (3, 5, H)
 
-# Two float64 programs of a norm and products of 8 and 300 terms.
+# The tolerance for two float64 programs of a norm and products of 8 and 300 terms.
 close = functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12)
 
 
@@ -32,7 +32,10 @@ close = functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12)
     ],
 )
 def test_a_linear_that_is_more_than_a_product_of_the_last_axis_is_the_frameworks(options, why):
-    """Of a square x, so that every shape fits."""
+    """A Linear over other axes, or with a product, element type or promotion of its own, runs the framework's code.
+
+    Every one of these Linears fits x, as x is square.
+    """
     x = normal(0, (8, 8), "float64")
     of = {"param_dtype": "float64", "rngs": nnx.Rngs(0)}
     model = nnx.Sequential(nnx.LayerNorm(8, **of), nnx.LinearGeneral(8, 3, **options, **of))
@@ -87,7 +90,7 @@ def test_a_sharding_asked_for_is_given():
 @pytest.mark.parametrize("norm_dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", None])
 def test_a_product_in_another_dtype_than_the_norms(norm_dtype, dtype):
-    """z is rounded as the framework rounds it, also where it is made again."""
+    """The norm's result z is rounded as the framework rounds it, also where the backward pass makes it again."""
     x = normal(0, (64, H), "bfloat16")
     rngs = nnx.Rngs(0)
     norm, linear = nnx.LayerNorm(H, dtype=norm_dtype, rngs=rngs), nnx.Linear(H, WIDE, dtype=dtype, rngs=rngs)
@@ -102,7 +105,7 @@ def test_a_product_in_another_dtype_than_the_norms(norm_dtype, dtype):
     assert [r.path for r in jln.explain(model, x)] == ["norm", "fused"]
     own = nnx.to_pure_dict(gradient(model))
     for a, b in zip(jax.tree.leaves(own), jax.tree.leaves(wanted), strict=True):
-        scale = float(jnp.abs(b).max())  # a rounding to bfloat16 is 2**-8 of a term; sums are of 64 and 300 of them
+        scale = float(jnp.abs(b).max())  # bfloat16 rounds a term by 2**-8 of it, and sums have 64 and 300 terms
         np.testing.assert_allclose(np.asarray(a, "float64"), np.asarray(b, "float64"), rtol=0.05, atol=0.02 * scale)
 
 
@@ -119,7 +122,10 @@ def test_the_result_of_what_has_been_donated_since_is_a_result_still(wide):
 
 @pytest.mark.parametrize("wide", [3, WIDE])
 def test_a_result_is_the_result_of_what_was_read_however_either_is_mapped(wide):
-    """Of the norm's own vmap, of its parameters', over other axes, of the Linear alone; and of a sum."""
+    """A fused Linear has the framework's results and gradients however it and its norm are mapped.
+
+    The norm is mapped, its parameters are, both over several axes, or the Linear alone. One norm is that of a sum.
+    """
     of = {"param_dtype": "float64", "rngs": nnx.Rngs(0)}
     theirs = nnx.Sequential(nnx.LayerNorm(H, **of), nnx.Linear(H, wide, **of))
     ours = convert.nnx(theirs, copy=True, fuse=True).model

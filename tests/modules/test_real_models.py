@@ -1,4 +1,4 @@
-"""The code of `examples/real_models.md`: it runs, and what it claims to be the same is."""
+"""The code blocks of `examples/real_models.md` run, and the functions that they hold to be the same are the same."""
 
 import pathlib
 import re
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("promoted_ranks")
 
 @pytest.fixture(autouse=True)
 def float32():
-    """As the page's readers have it."""
+    """Switch x64 off, as it is for the page's readers."""
     with jax.enable_x64(False):
         yield
 
@@ -38,7 +38,7 @@ def blocks(title):
 
 
 def same(before, after):
-    """Two float32 programs of sums of up to 32 terms."""
+    """Assert that two functions of X have the same result and gradient, in float32 with sums of up to 32 terms."""
 
     def numbers(f):
         return f(X), jax.grad(lambda x: jnp.sum(jnp.sin(f(x))))(X)
@@ -69,7 +69,10 @@ def test_the_code_runs_and_nothing_is_left_plain(title):
 @pytest.mark.parametrize("with_scale", [True, False])
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_the_lines_for_maxtext(zero_centered, with_scale, dtype):
-    """In a module with the fields of that class."""
+    """The page's lines for MaxText compute RMSNorm from an object with that class's fields.
+
+    With explicit sharding they return nothing, and leave the call to MaxText's own lines.
+    """
     names = {"jnp": jnp, "jln": jln, "ShardMode": types.SimpleNamespace(EXPLICIT="explicit")}
     (code,) = blocks("MaxText")
     exec(code, names)

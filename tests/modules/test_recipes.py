@@ -1,4 +1,4 @@
-"""A model's own norms, converted by recipes: its numbers, and a hint where there is no recipe."""
+"""A model's own norms, converted by recipes: they keep their numbers, and without a recipe there is a hint."""
 
 import copy
 import functools
@@ -21,7 +21,7 @@ eqx = pytest.importorskip("equinox")
 H = 16
 SHAPE = (3, 5, H)
 
-# Two float64 programs of a norm over 16 elements.
+# The tolerance for two float64 programs of a norm over 16 elements.
 close = functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12)
 
 
@@ -127,7 +127,7 @@ def test_an_own_norm_and_the_linear_behind_it(framework):
         close(a, b)
     assert [r.path for r in jln.explain(ours, converted, x)] == ["norm", "fused"]
     compiled = jax.jit(ours).lower(converted, x).as_text()
-    assert compiled.count("stablehlo.rsqrt") == 1  # of the model's own call nothing is left
+    assert compiled.count("stablehlo.rsqrt") == 1  # nothing is left of the model's own call
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -154,7 +154,7 @@ def test_norms_that_are_the_frameworks_are_not_named():
 
 
 class Own(nnx.Module):
-    """As `kind` and the others say, of x [5, 16] over the first axis or the last."""
+    """A model's own LayerNorm or RMSNorm of x [5, 16], by `kind`, over the first axis or the last."""
 
     def __init__(self, kind="layer_norm", axis=-1, dtype=None):
         n = 5 if axis == 0 else H
@@ -185,7 +185,8 @@ def test_kind_offset_axis_and_the_dtype_of_its_own_result(kind, axis, dtype, x_d
     convert.nnx(model, norms={Own: recipe})
     own = model(x)
     assert own.dtype == y.dtype
-    # a rounding of the result's dtype, twice in 16 bits where the two differ by a float32 one before it
+    # One rounding of the result's dtype. In bfloat16 it is two, as results that differ by a float32 rounding may be
+    # rounded to two neighbours.
     tolerance = 2**-7 if own.dtype == jnp.bfloat16 else 1e-6
     np.testing.assert_allclose(own.astype("float32"), y.astype("float32"), rtol=tolerance, atol=tolerance)
     assert [r.path for r in jln.explain(model, x)] == ["norm"]
@@ -282,7 +283,7 @@ def gemma_norm(m):
 
 @pytest.mark.parametrize("protocol", [2, 5])
 def test_converted_subclasses_and_own_norms_are_pickled(protocol):
-    """They have the name of the model's class, by which pickle finds this and not the converted one."""
+    """Converted norms can be pickled, though under their class's name pickle finds the model's own class."""
     x = normal(0, SHAPE, "float32")
     norms = [NnxGemmaNorm(), NnxSubclass(H, rngs=nnx.Rngs(0))]
     models = [convert.nnx(norm, norms={NnxGemmaNorm: gemma_norm}).model for norm in norms]

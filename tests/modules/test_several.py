@@ -45,7 +45,7 @@ CASES = {
 FLAX_CASES = CASES | {
     "dtype": [None, "bfloat16", "float32"],
     "param_dtype": ["float32", "bfloat16"],
-    "q": [6, (2, 3), 300],  # the last is more than one kernel multiplies
+    "q": [6, (2, 3), 300],  # 300 features are too many for one kernel
 }
 TABLES = {
     "linen": FLAX_CASES,
@@ -112,14 +112,14 @@ def test_one_that_cannot_be_fused_has_all_called(framework, own, why, adds):
     (route,) = routes
     assert route.path == "norm"
     assert route.why.startswith(f"not fused: {why}"), route
-    # float32 but for a product in bfloat16, of 8 terms
+    # float32, except for products of 8 terms in bfloat16
     tolerance = 2e-2 if own.get("dtype") else 1e-5
     close = functools.partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance)
     jax.tree.map(close, got, theirs.apply(variables, x))
 
 
 def test_a_haiku_linear_of_another_dtype_has_all_called():
-    """As a checkpoint may hold it."""
+    """All Linears are called as Haiku's where one has parameters of another dtype, as a checkpoint may hold them."""
     x = normal(1, SHAPE, "bfloat16")
     theirs, ours = layers("haiku", "LayerNorm", qkv())
     variables = randomised(theirs.init(x))
@@ -155,7 +155,7 @@ def test_what_the_norm_cannot_do_is_flaxs_own_code_on_the_sum(framework):
 
 
 def test_a_sum_that_nnx_promotes_is_made_in_front():
-    """And not by the operator, which would normalise what it adds up."""
+    """A sum that NNX promotes is made in front of the operator, which would normalise it without the promotion."""
     x = normal(1, SHAPE, "float32"), normal(2, SHAPE, "float32")
     rngs, plain = nnx.Rngs(0), {"promote_dtype": nnx.nn.dtypes.promote_dtype}
     features = {"q": {"out_features": 6, **plain}, "k": {"out_features": 3, **plain}}
@@ -164,8 +164,9 @@ def test_a_sum_that_nnx_promotes_is_made_in_front():
     (q, k), total = own(x[0], residual=x[1])
     z = theirs(x[0] + x[1])
     np.testing.assert_array_equal(total, x[0] + x[1])
+    # If the sum were not doubled, epsilon alone would make a difference of 10 %.
     for got, linear in ((q, own.q), (k, own.k)):
-        np.testing.assert_allclose(got, linear(z), rtol=1e-5, atol=1e-5)  # the doubled epsilon alone would be 10 % off
+        np.testing.assert_allclose(got, linear(z), rtol=1e-5, atol=1e-5)
     narrow = jln.nnx.LayerNormLinear(8, {"q": 6}, dtype=jnp.bfloat16, rngs=rngs)
     for module in (own, narrow):
         (route,) = jln.explain(module, x[0], residual=x[1])
@@ -180,7 +181,7 @@ NORMS = ["jln_norm_backward", "jln_norm_forward"]
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("adds", [False, True])
 def test_explain_and_the_operations_of_a_call(framework, adds):
-    """One norm, forward and backward, whatever multiplies."""
+    """A call has one operation of a norm forward and one backward, whether one kernel multiplies too or XLA does."""
     x = normal(1, SHAPE, "float32")
     x = (x, normal(2, SHAPE, "float32")) if adds else x
     for n, operators in ((6, ["jln_norm_linear_backward", "jln_norm_linear_forward"]), (300, NORMS)):
@@ -202,7 +203,7 @@ def test_explain_and_the_operations_of_a_call(framework, adds):
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_file_of_the_separate_layers_is_read(framework):
-    """Of k and v of one size: their order in the file counts."""
+    """A file of the separate layers is read in its order, which matters as k and v have the same size."""
     x = normal(0, SHAPE, "float32")
     theirs, ours = layers(framework, "LayerNorm", qkv())
     written, template = randomised(theirs.init(x)), ours.init(x)
@@ -215,11 +216,11 @@ def test_a_file_of_the_separate_layers_is_read(framework):
         read = serialization.from_bytes(template, serialization.to_bytes(written))
     assert named(read).keys() == named(written).keys()
     for got, wanted in zip(ours.apply(read, x), theirs.apply(written, x), strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)  # sums of 8 float32 products
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)  # for sums of 8 float32 products
 
 
 def made(framework, linears, norm="LayerNorm"):
-    """Our module, of these Linears."""
+    """Return our module of these Linears with its initial parameters, ready to be called."""
     if framework == "linen":
         module = getattr(jln.linen, f"{norm}Dense")(linears)
         return module.bind(module.init(jax.random.key(0), jnp.ones((2, 8))))
@@ -289,7 +290,7 @@ def test_a_mapping_of_one_gives_a_tuple_of_one(framework):
 
 
 def test_linen_modules_of_another_order_are_others():
-    """JAX keeps a compiled program for each, and finds it by the module's equality."""
+    """Modules with their Linears in another order are unequal, as JAX finds a compiled program by their equality."""
     x = normal(0, (4, 8), "float32")
     one, other = (jln.linen.LayerNormDense(dict(items)) for items in ([("q", 3), ("k", 5)], [("k", 5), ("q", 3)]))
     variables = one.init(jax.random.key(0), x)
@@ -314,7 +315,7 @@ class LinenBlock(linen.Module):
 
 
 def scanned(framework, carry):
-    """Three layers in a scan, each under checkpoint. -> result, and those of one layer after the other."""
+    """Return the result of three layers in a scan, each under checkpoint, and the layers as functions of the carry."""
     if framework == "linen":
         stacked = linen.scan(
             linen.remat(LinenBlock), variable_axes={"params": 0}, split_rngs={"params": True}, length=3
@@ -349,7 +350,7 @@ def test_stacked_layers_in_a_scan(framework):
     got, each = scanned(framework, carry)
     for layer in each:
         carry = layer(carry)
-    # three layers of float32
+    # the tolerance for three layers in float32
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, carry)
 
 

@@ -22,7 +22,7 @@ from parity import MASK, SHAPE, doubled, every_equation, named, normal, pairwise
 from separate import FRAMEWORKS, ONE, layers, parity, total_of
 
 WHOLE = "all arguments are the operator's"
-# Of a layer (LayerScale), of each example (adaLN), of each row; SHAPE is (3, 4, 8).
+# Shapes of a layer's gate (LayerScale), of one for each example (adaLN) and of one for each row; SHAPE is (3, 4, 8).
 GATES = {"layer": (8,), "examples": (3, 1, 8), "rows": (3, 4, 1)}
 
 CASES = {
@@ -40,7 +40,7 @@ TABLES = dict.fromkeys(FRAMEWORKS, CASES) | dict.fromkeys(
 
 
 def arguments(x="float32", residual="float32", x_bias="float32", gate="layer"):
-    """Of a call, by name; of each its dtype, or its kind, or None."""
+    """Return the arrays of a call by name, each of the dtype or kind given here, without those given as None."""
     given = {"x": normal(1, SHAPE, x), "residual": normal(2, SHAPE, residual)}
     if x_bias is not None:
         given["x_bias"] = normal(3, SHAPE[-1:], x_bias)
@@ -70,7 +70,7 @@ def test_values_and_gradients_are_those_of_a_sum_and_the_separate_layers(framewo
 
 
 def called(module):
-    """Of Linen or Haiku, with its initial variables."""
+    """Return a function that calls a module of Linen or Haiku with its initial variables."""
 
     def call(x, **given):
         with _explain.unasked():
@@ -81,7 +81,7 @@ def called(module):
 
 
 def norm_alone(framework, norm="LayerNorm", **options):
-    """Our norm of 8 numbers, or of a shape, in each framework's own way, to be called with arrays by name."""
+    """Return our norm as its framework makes it, of 8 numbers if `options` name no axes, to be called with arrays."""
     if framework == "linen":
         return called(getattr(jln.linen, norm)(**options))
     if framework == "nnx":
@@ -130,14 +130,17 @@ def test_a_number_is_a_gate_and_nones_are_as_if_they_were_not_there(framework):
         module = made(framework)
         halved = {"x": 0.5 * x["x"], "residual": x["residual"]}
         for got, wanted in zip(module(**x, gate=0.5), module(**halved), strict=True):
-            np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)  # half of x is exact, its rounded norm is not
+            np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)  # half of x is exact, its norm is rounded
         np.testing.assert_array_equal(module(x["x"], residual=None, x_bias=None, gate=None), module(x["x"]))
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])
 def test_explain_and_the_operations_of_a_norm_and_its_sum(framework, norm):
-    """One forward, one backward, and both make and read the total; the sum that autodiff would see is not computed."""
+    """A norm and its sum are one operation forward, which makes the sum, and one backward, which gives all gradients.
+
+    The sum is not computed once more for autodiff.
+    """
     x = arguments()
     _, ours = layers(framework, norm, (), apart=True)
     variables = ours.init(x)
@@ -169,7 +172,7 @@ PLAIN = [
 
 @pytest.mark.parametrize(("framework", "options", "given", "why"), PLAIN, ids=[f"{a} {d}" for a, _, _, d in PLAIN])
 def test_what_the_operators_lack_is_the_frameworks_own_code_on_the_sum(framework, options, given, why):
-    """The same bits, and the same gradients of what was added."""
+    """The plain path has the bits of the framework's norm of the sum, and its gradients of all that was added."""
     x = arguments("bfloat16", "bfloat16", gate="examples")
     if options.get("reduction_axes", options.get("axis")) in (1, -2):
         x["x_bias"] = normal(3, SHAPE[1:2], "float32")
@@ -221,7 +224,7 @@ def test_over_several_axes_bias_and_gate_have_their_shape_in_ascending_order(fra
 
 
 def test_a_sum_that_nnx_promotes_is_made_in_front_of_the_norm():
-    """And not by the operator, which would normalise what it adds up."""
+    """A sum that NNX promotes is made in front of the operator, which would normalise it without the promotion."""
     x = arguments()
     theirs, ours = (a(8, promote_dtype=doubled, rngs=nnx.Rngs(0)) for a in (nnx.LayerNorm, jln.nnx.LayerNorm))
     (route,) = jln.explain(ours, **x)
@@ -274,5 +277,5 @@ def test_a_linear_behind_the_norm_of_a_sum_keeps_the_sum(framework):
     with _routes.noting() as routes:
         got = model(**x)
     assert [route.path for route in routes] == ["norm", "fused"]
-    # a row of 8 float32 numbers and a product of as many terms
+    # float32 rows of 8 numbers, and products of 8 terms
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, wanted)

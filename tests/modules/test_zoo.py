@@ -1,5 +1,6 @@
-"""Models in the shape of those that people train, converted by one call each: the original's numbers in float64, its
-parameters, and lines of `explain` that are true.
+"""Models in the shape of those that people train, converted by one call each.
+
+They have the original's numbers in float64 and its parameters, and the lines of `explain` are true of them.
 """
 
 import functools
@@ -22,8 +23,9 @@ from zoo import CLIENTS, SMALL, functions, held  # noqa: E402
 pytestmark = pytest.mark.usefixtures("promoted_ranks")
 each_client = pytest.mark.parametrize("name", CLIENTS)
 
-# Of an array's largest element: sums of up to 24 products in float64, in two layers one behind the other. Where an
-# exact gradient is zero, as that of the keys' bias in front of a softmax, roundings are left of the largest's size.
+# TOLERANCE is a part of an array's largest element, for sums of up to 24 products in float64 in each of two layers.
+# ROUNDING is a part of the largest element of all arrays. Where an exact gradient is zero, as that of the keys' bias in
+# front of a softmax, roundings of that size are left.
 TOLERANCE, ROUNDING = 1e-12, 1e-15
 
 
@@ -33,7 +35,7 @@ def of(name):
 
 
 def drawn(tree):
-    """Parameters of which none is at its initial value, so that a scale left out is seen."""
+    """Return random parameters, none of which is at its initial value, so that a scale left out is seen."""
     r = np.random.default_rng(0)
     return jax.tree.map(lambda a: jnp.asarray(0.3 * r.normal(size=a.shape), a.dtype), tree)
 
@@ -74,7 +76,7 @@ def test_a_converted_model_makes_and_reads_the_originals_parameters(name):
 
 
 def programs(jaxpr):
-    """A program and all that are in it."""
+    """Yield a jaxpr and all jaxprs within it."""
     yield jaxpr
     for equation in jaxpr.eqns:
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda a: hasattr(a, "eqns")):
@@ -84,7 +86,7 @@ def programs(jaxpr):
 
 @each_client
 def test_every_norm_and_every_linear_behind_one_is_found_and_explained(name):
-    """As many lines as the program has operators, of which a scan's body has one each."""
+    """The lines of `explain` are as many as the program's operators; an operator in a scan's body counts once."""
     client, model = of(name), CLIENTS[name]
     paths = [route.path for route in jln.explain(client.converted, client.parameters, client.x)]
     expected = {"norm": model.norms(SMALL.layers), "fused": model.fused(SMALL.layers), "plain": 0}
@@ -100,13 +102,16 @@ def test_every_norm_and_every_linear_behind_one_is_found_and_explained(name):
 
 @each_client
 def test_less_is_kept_between_forward_and_backward(name):
-    """Of rows much wider than a kernel: XLA's attention, which keeps its weights, is the same in all."""
+    """A converted model keeps fewer bytes between forward and backward, and with fused Linears fewer still.
+
+    Models have the size for compiling, and XLA's attention, which keeps its weights in all of them alike.
+    """
     client = CLIENTS[name]
     size = client.large._replace(attention="xla")
     fused, norms = (functions(client, size, fuse=fuse) for fuse in (True, False))
     kept = [held(f, fused.parameters, fused.x) for f in (fused.plain, norms.converted, fused.converted)]
     assert kept[1] < kept[0] and kept[2] < kept[0]
-    if client.fused(size.layers) and client.framework != "equinox":  # whose kernels are kept transposed
+    if client.fused(size.layers) and client.framework != "equinox":  # it keeps kernels transposed
         assert kept[2] < kept[1]
 
 
@@ -118,7 +123,7 @@ def test_an_nnx_model_is_converted_in_place_and_back(name):
     loaded = jax.tree.map(lambda a: a + 1, nnx.state(model))
     conversion = jln.convert.nnx(model, fuse=True, norms=client.recipes)
     assert len(conversion.changes) >= client.norms(SMALL.layers)
-    nnx.update(model, loaded)  # as a checkpoint of the original
+    nnx.update(model, loaded)  # as if from a checkpoint of the original
     assert conversion.undo() is model
     assert [type(module) for _, module in nnx.iter_modules(model)] == before
     jax.tree.map(np.testing.assert_array_equal, nnx.state(model), loaded)
@@ -129,12 +134,15 @@ def test_an_equinox_model_is_converted_and_back():
     conversion = jln.convert.equinox(model, fuse=True)
     loaded = jax.tree.map(lambda a: a + 1 if eqx.is_array(a) else a, conversion.model)
     wanted = jax.tree.map(lambda a: a + 1 if eqx.is_array(a) else a, model)
-    assert not eqx.tree_equal(loaded, wanted)  # other classes
+    assert not eqx.tree_equal(loaded, wanted)  # their classes differ
     assert eqx.tree_equal(conversion.undo(loaded), wanted)
 
 
 def test_a_recipe_goes_before_the_call_that_a_subclass_ends_in():
-    """Which may be of an array of another dtype, as AlphaFold's."""
+    """A recipe takes precedence over the framework's call that a subclass ends in.
+
+    That call may read an array of another dtype, as AlphaFold's does.
+    """
     name = "AlphaFold's, with a recipe"
     client = of(name)
     (route,) = jln.explain(client.converted, client.parameters, client.x)

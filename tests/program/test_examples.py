@@ -1,4 +1,4 @@
-"""The step of `examples/data_and_tensor_parallel.py`, compiled for eight GPUs."""
+"""The step of `examples/data_and_tensor_parallel.py`, compiled for eight GPUs, and what it communicates."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
 import data_and_tensor_parallel as example  # noqa: E402
 from flax import nnx  # noqa: E402
 
-LAYERS = 2  # the shortest that has a norm between two blocks
+LAYERS = 2  # the fewest that have a norm between two blocks
 
 
 def compiled(config, sequence):
-    """-> the report, and of how many elements the model's parameters are"""
+    """Return the report of the example's step on eight GPUs, and the number of elements of the model's parameters."""
     mesh = program.mesh("h200", (4, 2), ("data", "tensor"))
 
     def new():
@@ -57,7 +57,7 @@ def test_the_example_only_sums():
     report, parameters = compiled(CONFIG, sequence=False)
     assert {c.kind for c in report.collectives} == {"all-reduce"}
     large = [c for c in report.collectives if c.bytes == ACTIVATION]
-    assert [c.devices for c in large] == [2] * 4 * LAYERS  # behind two products forward, the dx of two norms backward
+    assert [c.devices for c in large] == [2] * 4 * LAYERS  # of two products forward, of two norms' dx backward
     rest = [c for c in report.collectives if c not in large]
     assert len(rest) <= 4  # whatever is left travels together: one for each set of devices and dtype
     assert sum(c.bytes for c in rest) < 4 * parameters  # and is no more than every gradient, whole, in float32
@@ -69,7 +69,7 @@ def test_with_sequence_parallelism_the_example_gathers_activations_alone():
     of_tensor = Counter()
     for c in report.collectives:
         of_tensor[c.kind, c.group] += c.bytes // ACTIVATION
-    # Of each block gathered: for two products by columns, forward and again backward; for two by rows backward.
+    # A block gathers for its two products by columns, forward and again backward, and for its two by rows backward.
     assert of_tensor["all-gather", (0, 1)] == 6 * LAYERS and of_tensor["reduce-scatter", (0, 1)] == 4 * LAYERS
     others = [c for c in report.collectives if c.kind not in ("all-reduce", "reduce-scatter")]
     assert all(example.is_of_sequences(CONFIG, 4, c.kind, c.bytes) for c in others)

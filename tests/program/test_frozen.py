@@ -1,4 +1,4 @@
-"""Rung 4: what the backward pass moves on an H200 where some arguments are frozen, as under LoRA."""
+"""Rung 4: bytes that the backward pass moves on an H200 where some arguments are frozen, as under LoRA."""
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +15,14 @@ LINEAR = (*NORM, "kernel", "bias")
 
 
 def operands(n=None):
-    """dy, and what an operator takes."""
+    """Return the shapes of dy and of an operator's operands: the norm's, or with `n` features the Linear's too."""
     parameter = struct(H, dtype="float32")
     norm = (struct(M, n or H), struct(M, H), parameter, parameter)
     return norm if n is None else (*norm, struct(H, n), struct(n))
 
 
 def gradients(function, names, some):
-    """y, and the gradients of some arguments."""
+    """Return a step that returns y and the gradients of the arguments that `some` names."""
 
     def step(dy, *operands):
         def of_some(given):
@@ -35,7 +35,7 @@ def gradients(function, names, some):
 
 
 def backward(function, names, some):
-    """The gradients alone: y is used for nothing."""
+    """Return a step that returns the gradients alone, so that y is used for nothing."""
     step = gradients(function, names, some)
     return lambda *operands: step(*operands)[1]
 
@@ -44,21 +44,24 @@ def backward(function, names, some):
 @pytest.mark.parametrize(
     ("some", "megabytes", "launches"),
     [
-        (("x",), 269, 2),  # x is read twice, dy once, dx written; y is not
-        (("scale",), 211, 3),  # x twice, dy; shares of dscale
-        (("offset",), 68, 2),  # dy
+        (("x",), 269, 2),  # x is read twice and dy once, dx is written, y is not
+        (("scale",), 211, 3),  # x is read twice and dy once, shares of dscale are written
+        (("offset",), 68, 2),  # dy is read
         (("x", "scale"), 278, 3),
         (NORM, 286, 3),
     ],
 )
 def test_norm(some, megabytes, launches, forward_mode):
-    """y is not written where only its derivatives are used. With everything computed these were 344 and 353 MB."""
+    """No y is written where only its derivatives are used, and no gradient that is not asked for.
+
+    With everything computed the step moved 344 or 353 MB.
+    """
 
     def norm(*a):
         return jln.layer_norm(*a, forward_mode=forward_mode)
 
     report = program.compile_for(backward(norm, NORM, some), *operands())
-    slack = 3 if forward_mode and some == ("offset",) else 0  # XLA's own sum of rows, by shares of 64 to 128
+    slack = 3 if forward_mode and some == ("offset",) else 0  # XLA sums the rows in shares of 64 to 128
     assert report.bytes_total / MB <= megabytes + slack
     assert report.launches <= launches
 
@@ -69,7 +72,10 @@ def test_norm(some, megabytes, launches, forward_mode):
     [(("x",), 1074, 4), (("x", "scale", "offset"), 1092, 5), (("kernel",), 1007, 4), (("offset",), 807, 5)],
 )
 def test_composed_linear(some, megabytes, launches, forward_mode):
-    """With a z that nobody needed, or a dz, they were 1143, 1146, 1512 and 1146 MB."""
+    """No z or dz is computed for gradients that do not need it.
+
+    With them the four steps moved 1143, 1146, 1512 and 1146 MB.
+    """
 
     def linear(*a):
         return jln.layer_norm_linear(*a, forward_mode=forward_mode)
@@ -93,9 +99,9 @@ def test_a_frozen_linear_costs_what_norm_and_product_do():
 @pytest.mark.parametrize(
     ("some", "megabytes", "launches"),
     [
-        (("x",), 288, 3),  # x three times, dx
+        (("x",), 288, 3),  # x is read three times, dx is written
         (("x", "scale", "offset"), 291, 4),
-        (("kernel",), 173, 4),  # x twice
+        (("kernel",), 173, 4),  # x is read twice
         (("bias",), 78, 3),
         (LINEAR, 310, 4),
     ],
@@ -108,7 +114,10 @@ def test_fused_linear(some, megabytes, launches):
 
 @pytest.mark.parametrize("some", [("x",), ("scale",), ("offset",)], ids="+".join)
 def test_what_is_not_used_of_all_gradients_is_not_computed(some):
-    """As where an optimizer leaves a parameter alone: the program is that of the gradients that are used."""
+    """Gradients that are asked for and not used, as where an optimizer leaves a parameter alone, cost nothing.
+
+    The program moves and launches what that of the used gradients does.
+    """
     every = backward(jln.layer_norm, NORM, NORM)
     report = program.compile_for(lambda *a: [every(*a)[0][n] for n in some], *operands())
     asked = program.compile_for(backward(jln.layer_norm, NORM, some), *operands())
@@ -116,12 +125,12 @@ def test_what_is_not_used_of_all_gradients_is_not_computed(some):
 
 
 def lora(x, scale, offset, kernel, bias, a, b):
-    """A frozen Linear behind a norm, beside it a product of low rank that is trained."""
+    """Return a frozen Linear behind a norm plus a product of low rank, which is trained."""
     return jln.layer_norm_linear(x, scale, offset, kernel, bias) + jln.layer_norm(x, scale, offset) @ a @ b
 
 
 def test_layers_under_lora():
-    """Three layers in a scan, checkpointed or not: no kernel writes a dscale, a doffset, or a z for dkernel."""
+    """Three checkpointed layers in a scan have no kernel that writes a dscale, a doffset, or a z for dkernel."""
     n, rank = H, 16
     parameters = [struct(3, *a.shape, dtype=a.dtype) for a in operands(n)[2:]]
     adapters = [struct(3, H, rank), struct(3, rank, n)]
@@ -134,7 +143,7 @@ def test_layers_under_lora():
 
     report = program.compile_for(jax.grad(loss), adapters, struct(M, H), *parameters)
     written = [k.bytes_written for k in report.kernels if k.is_triton]
-    assert len(written) <= 6  # forward, again for the backward, and backward, of each norm
+    assert len(written) <= 6  # of each norm: forward, forward again, and backward
     assert max(written) <= 2 * M * H + 2 * 4 * M
 
 

@@ -1,4 +1,4 @@
-"""Rung 4: the call that XLA is given for a kernel, and what compiling that kernel depends on."""
+"""Rung 4: the call that XLA is given for a kernel, and what the compilation of that kernel depends on."""
 
 import collections
 import concurrent.futures
@@ -82,7 +82,7 @@ def add(x, y, kernel=add_kernel, tile=TILE, on=ON_H200, in_place=None):
 
 
 def custom_calls(function, *shapes):
-    """The attributes of each in the program that XLA is given, as texts; of the kernel, as bytes."""
+    """Return the attributes of each custom call in the program that XLA is given, as texts, the kernel's as bytes."""
     module = (
         jax.jit(lambda *arrays: function(*arrays))
         .trace(*shapes)
@@ -104,7 +104,7 @@ def custom_calls(function, *shapes):
 
 
 def recorded(*, chip=H200, shape=X, scalars=None, **options):
-    """The launch of `add`, with some of it replaced."""
+    """Return the recorded launch of `add`, with some of it replaced."""
     recorder = target.Recorder(chip)
     jax.eval_shape(lambda x, y: add(x, y, on=recorder, **options), shape, shape)
     (made,) = recorder.launches
@@ -140,7 +140,7 @@ def test_call_is_the_old_one_where_the_plugin_has_no_other(monkeypatch):
 
 @pytest.mark.parametrize("typed", [True, False])
 def test_result_in_place_of_an_operand_is_an_alias_of_arrays(typed, monkeypatch):
-    """The second array, which is the third operand: XLA does not see the integer between."""
+    """The alias names y as array 1, though it is the launch's operand 2: XLA does not see the integer in between."""
     monkeypatch.setattr(lowering, "has_typed_call", lambda platform: typed)
     (call,) = custom_calls(lambda x, y: add(x, y, in_place={"y": "out"}), X, X)
     (alias,) = re.findall(r"output_tuple_indices = \[(.*?)\], operand_index = (\d+)", call["output_operand_aliases"])
@@ -148,7 +148,7 @@ def test_result_in_place_of_an_operand_is_an_alias_of_arrays(typed, monkeypatch)
 
 
 def command_buffers(tmp_path):
-    """-> (kinds of our calls, command buffers, calls in them, calls) in a block's compiled step"""
+    """Return (kinds of our calls, command buffers, our calls in them, our calls) in a block's compiled step."""
 
     def step(x, scale, kernel):
         def loss(x, scale, kernel):
@@ -162,7 +162,7 @@ def command_buffers(tmp_path):
     options = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True}
     report = program.compile_for(step, *shapes, compiler_options=options)
     (dump,) = tmp_path.glob("*thunk_sequence_after_thunk_passes.txt")
-    lines = dump.read_text().splitlines()  # what is in a buffer is indented
+    lines = dump.read_text().splitlines()  # calls in a buffer are indented
     ours = [line for line in lines if re.search(r"\d: kCustomCall", line)]
     assert len(ours) == sum(k.is_triton for k in report.kernels) > 0
     versions = set(re.findall(r"api_version=API_VERSION_(\w+)", report.hlo))
@@ -186,8 +186,10 @@ def test_xla_puts_the_old_call_into_none(tmp_path, monkeypatch):
 
 
 def test_porting_to_a_new_jax_triton():
-    """What `lowering` takes of jax-triton and jaxlib. Where this fails, `_compile` or `_protobuf` is to be mended: see
-    how jax-triton's own `triton_kernel_call_lowering` does the same by now, and widen pyproject.toml's bounds after.
+    """The interfaces of jax-triton and jaxlib that `lowering` uses are those that it was written for.
+
+    Where this fails, mend `_compile` or `_protobuf`: see how jax-triton's own `triton_kernel_call_lowering` does the
+    same by now, and widen pyproject.toml's bounds afterwards.
     """
     from jax_triton import triton_lib
     from jaxlib import gpu_triton
@@ -202,7 +204,7 @@ def test_porting_to_a_new_jax_triton():
 
 
 def test_one_thread_at_a_time_is_inside_of_triton(monkeypatch):
-    """Python 3.11's `ast.parse`, by which Triton reads a kernel, fails now and then where two are in it."""
+    """One thread at a time is in Triton, whose use of Python 3.11's `ast.parse` can fail where two threads are."""
     inside, most = [], []
 
     def alone(function):
@@ -229,8 +231,8 @@ def test_key_has_all_that_a_binary_depends_on(monkeypatch):
         key(recorded(**options))
         for options in (
             {},
-            {"kernel": other_function_kernel},  # which calls another function, and
-            {"shape": jax.ShapeDtypeStruct((8, 128), jnp.bfloat16)},  # a type
+            {"kernel": other_function_kernel},  # a function that the kernel calls
+            {"shape": jax.ShapeDtypeStruct((8, 128), jnp.bfloat16)},  # a dtype
             {"shape": jax.ShapeDtypeStruct((1, 128), jnp.float32)},  # an integer that is 1
             {"scalars": {"rows": 2**31}},  # an integer that needs 64 bits
             {"tile": dataclasses.replace(TILE, columns=64)},  # a constant
@@ -262,7 +264,7 @@ def test_key_has_all_that_a_binary_depends_on(monkeypatch):
 
 
 def test_key_has_nothing_else():
-    """Another number of rows, which is but an argument, is the same kernel."""
+    """Another number of rows, which is only an argument, or a result in an operand's place is the same kernel."""
     other = jax.ShapeDtypeStruct((24, 128), jnp.float32)
     assert key(recorded()) == key(recorded(shape=other)) == key(recorded(in_place={"y": "out"}))
 
@@ -292,7 +294,7 @@ print(made["kernels"], round(time.process_time() - began, 2), hash(text))
 
 
 def lower_in_another_process(**environment):
-    """-> (kernels compiled, seconds of its CPU, the program)"""
+    """Return (number of kernels compiled, seconds of CPU, hash of the program's text) of a process of its own."""
     environment = os.environ | {"JLN_CHIP": "h200", "PYTHONHASHSEED": "0", **environment}
     ran = subprocess.run([sys.executable, "-c", LOWER], env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
@@ -305,7 +307,7 @@ def test_second_process_compiles_nothing():
     second = lower_in_another_process()
     print(f"a norm and a fused pair, forward and backward: {first[1]} s of CPU, then {second[1]} s")
     assert (first[0], second[0]) == (len(cache.entries()), 0) and first[0] > 3
-    assert first[2] == second[2]  # the same program
+    assert first[2] == second[2]  # the programs are the same
     assert lower_in_another_process(**{cache.VARIABLE: ""})[0] == first[0]
 
 
@@ -339,7 +341,10 @@ def test_programs_that_are_there_are_loaded(monkeypatch):
 
 
 def test_jax_triton_leaves_tritons_own_cache_alone():
-    """Its import empties or deletes TRITON_CACHE_DIR, without which `triton.compile` fails in the same process."""
+    """TRITON_CACHE_DIR is as before once jax-triton has been imported, whose import empties or deletes it.
+
+    Without that variable `triton.compile` fails in the same process.
+    """
     code = "from jln._triton import target; target.missing(); import os; print(os.environ.get('TRITON_CACHE_DIR'))"
     for value in ("/somewhere", None):
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_CACHE_DIR"}

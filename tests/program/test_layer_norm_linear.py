@@ -1,4 +1,4 @@
-"""Rung 4: what LayerNorm+Linear, forward and backward, launches and moves on an H200, against what it is to reach."""
+"""Rung 4: kernels that LayerNorm+Linear launches on an H200 and bytes that it moves, forward and backward."""
 
 import dataclasses
 
@@ -37,12 +37,13 @@ def step(dy, *operands):
 
 
 def plain(dy, *operands):
-    """What a user writes without the fused operator."""
+    """Return y and the gradients of what a user writes without the fused operator."""
     y, pullback = jax.vjp(lambda x, s, o, kernel, bias: jln.reference.layer_norm(x, s, o) @ kernel + bias, *operands)
     return y, pullback(dy)
 
 
-# Every tensor once, and XLA's own program: 906 and 2189 MB; 216 and 1118; 321 and 929. The third moves 725.14.
+# MB of every tensor once, and what XLA's own program moves: 906 and 2189; 216 and 1118; 321 and 929. Our third step
+# moves 725.14.
 @pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     ("name", "megabytes", "launches"),
@@ -56,7 +57,8 @@ def test_bytes_and_launches(name, megabytes, launches, parameters):
     assert report.collectives == ()
 
 
-# The first two products have so few tiles for dkernel that XLA splits their sums, and adds the shares up in a ninth.
+# The first two products have so few tiles for dkernel that XLA splits their sums, and adds the shares up in a ninth
+# kernel.
 @pytest.mark.parametrize(
     ("m", "h", "n", "launches"), [(8192, 768, 2304, 9), (32768, 512, 1536, 9), (8192, 4096, 1024, 8)]
 )
@@ -65,7 +67,7 @@ def test_composed_is_few_kernels(m, h, n, launches):
 
 
 def test_dbias_is_added_up_where_dy_is_made():
-    """Before an activation, as in every MLP: no kernel reads dy for the sum alone."""
+    """No kernel reads dy for dbias alone in front of an activation, as in every MLP."""
     m, h, n = 8192, 4096, 16384
 
     def step(x, scale, offset, kernel, bias, d):
@@ -78,16 +80,19 @@ def test_dbias_is_added_up_where_dy_is_made():
 
 
 def test_float32_kernel():
-    """bfloat16 x and float32 parameters are fused too, up to 128 features: x three times and dx, y, dy."""
+    """A step with bfloat16 x and float32 parameters is fused too, up to 128 features.
+
+    It reads x three times, and moves dx, y and dy once.
+    """
     dy, _, *parameters = arguments(8192, 4096, 128, "float32", "float32")
     report = program.compile_for(step, dy, struct(8192, 4096), *parameters)
     assert report.launches <= 4
     assert report.bytes_total / MB <= 330
 
 
-# Composed it is one [M, H], as XLA's own, which dz and the recomputed z share; dkernel's memory holds the shares of
-# dscale and doffset until it is needed. mean and rstd are more than XLA's, which computes them again; and so are tables
-# of tuples, some 2 KB.
+# A composed step needs one temporary [M, H], as XLA's own does. dz and the recomputed z share it, and dkernel's memory
+# holds the shares of dscale and doffset until it is needed. Only ours keeps mean and rstd, which XLA computes again,
+# and tables of tuples, some 2 KB.
 @pytest.mark.parametrize(
     ("m", "h", "n"), [(8192, 4096, 12288), (8192, 4096, 256), (16384, 1024, 3072), (2048, 4096, 11008)]
 )
@@ -98,7 +103,10 @@ def test_temporary_memory(m, h, n):
 
 
 def test_the_forward_is_composed_where_its_walk_would_be_long():
-    """64 rows are one program's, which would read 2 MB of kernel by itself. Backward, programs share them."""
+    """The forward of 64 rows is composed, as one fused program would have all rows and read 2 MB of kernel by itself.
+
+    In the backward pass, which is fused, several programs share that work.
+    """
     report = program.compile_for(step, *arguments(64, 4096, 256, "float32"))
     assert [k.is_triton for k in report.kernels].count(True) == 4
     assert 5 <= report.launches <= 8
@@ -116,7 +124,7 @@ def test_fused_without_arguments_is_three_kernels_and_a_sum():
 
 
 def test_one_row():
-    """Integers that are 1 become constants in jax-triton; the kernels must compile with them too."""
+    """Kernels compile for one row too, where jax-triton turns an integer of 1 into a constant."""
     for h, n in ((768, 16), (4096, 16), (4096, 512)):
         report = program.compile_for(step, *arguments(1, h, n, "bfloat16"))
         assert any(k.is_triton for k in report.kernels)
@@ -131,9 +139,11 @@ def test_float32_products_are_xlas():
     assert report.launches >= 2
 
 
-# Ours and the norm's with separate products, MB: 1730 and 1670 for q, k and v of 4096, 1932 and 1871 with a residual;
-# 3123 and 3062, 3324 and 3264 for gate and up; 1111 and 1086, 1212 and 1187 for q, k and v of 1024, with biases. Small
-# heads in one kernel 316 and 1332, adapters 281 and 1245.
+# MB that our operator moves, and the norm with separate products.
+# q, k and v of 4096: 1730 and 1670, and with a residual 1932 and 1871.
+# gate and up: 3123 and 3062, and with a residual 3324 and 3264.
+# q, k and v of 1024, with biases: 1111 and 1086, and with a residual 1212 and 1187.
+# Small heads in one kernel: 316 and 1332. Adapters: 281 and 1245.
 SEVERAL = [name for name, w in WORKLOADS.items() if len(w.all_features) > 1]
 
 

@@ -12,18 +12,18 @@ from jln._triton.chip import CHIPS
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 H200 = target.Gpu(CHIPS["h200"])
-ROWS, H, N = 64, 128, 512  # a product that is composed in 16 bits, whose norm's backward works in place
+ROWS, H, N = 64, 128, 512  # in 16 bits the product is composed, and the norm's backward works in place
 
 
 @pytest.fixture(scope="module", autouse=True)
 def float64():
-    program.mesh("h200", (1,), ("x",))  # the toolchain
+    program.mesh("h200", (1,), ("x",))  # finds the toolchain
     with jax.enable_x64(True):
         yield
 
 
 def operands(name, dtype, parameter_dtype):
-    """x, what is added to it, and the parameters, as shapes."""
+    """Return the shapes of x, of what is added to it, and of the parameters."""
     sizes = _catalogue.sizes((ROWS, H), -1, (N,))
     return [
         a.of(sizes, dtype if a.role == "activation" else parameter_dtype, parameter_dtype)
@@ -45,8 +45,7 @@ def test_forward_and_backward_lower_with_parameters_of_every_dtype(name, dtype):
         assert text.count("custom_call @triton_kernel_call") >= 2, parameter_dtype
 
 
-# Either side of what an int32 and a uint32 hold; rows side by side whose own number is past it; and a kernel [H, N]
-# which is no longer fused.
+# Numbers of rows on either side of what an int32 and a uint32 hold, and rows side by side in as large a number.
 @pytest.mark.parametrize(
     ("shape", "axis"),
     [*(((rows, 16), -1) for rows in (2**31 - 1, 2**31, 2**32 - 1, 2**32)), ((4, 2**31), 0), ((2**20, 8, 2**12), 1)],

@@ -83,7 +83,7 @@ def eqx_report(blocks):
 
 
 def test_nnx_step():
-    """Seven norms: each one kernel forward, one backward, and one that adds up dscale and doffset."""
+    """Each of the seven norms is one kernel forward, one backward, and one that adds up dscale and doffset."""
     model = NnxModel(nnx.Rngs(0))
     plain = nnx_report(model)
     swapped = nnx_report(convert.nnx(model, copy=True).model)
@@ -92,7 +92,7 @@ def test_nnx_step():
         print(f"{name}: {report.bytes_total / 1e6:.0f} MB moved, {report.temp_bytes / 1e6:.0f} MB temporary")
     assert triton_kernels(plain) == []
     assert len(triton_kernels(swapped)) == 3 * (2 * LAYERS + 1)
-    # of many features: what a norm made is made again by one kernel, for whichever Linear reads it
+    # XLA multiplies for Linears of many features, and one more kernel makes a norm's result again for them.
     assert len(triton_kernels(fused)) == 4 * 2 * LAYERS + 3
     assert fused.bytes_total < plain.bytes_total
     assert swapped.bytes_total < plain.bytes_total
@@ -100,7 +100,7 @@ def test_nnx_step():
 
 
 def test_equinox_step():
-    """Under two vmaps the layers' parameters are shared still: the same three kernels, and no gradient an example."""
+    """Examples under two vmaps share the parameters still: a norm is three kernels, and no gradient is per example."""
     blocks = [EqxBlock(k) for k in jax.random.split(jax.random.key(0), LAYERS)]
     plain = eqx_report(blocks)
     swapped = eqx_report(convert.equinox(blocks).model)
@@ -113,7 +113,7 @@ def test_equinox_step():
 
 
 def test_bfloat16_input_and_float32_parameters():
-    """Flax's default dtypes: x is read in bfloat16 and written in float32 by one kernel, with no copy in float32."""
+    """Flax's default dtypes take one kernel, which reads bfloat16 x and writes float32 y, and no float32 copy of x."""
     graphdef, state = nnx.split(convert.nnx(nnx.LayerNorm(WIDTH, rngs=nnx.Rngs(0))).model)
     report = program.compile_for(lambda state, x: nnx.merge(graphdef, state)(x), state, X)
     (kernel,) = report.kernels
@@ -123,7 +123,7 @@ def test_bfloat16_input_and_float32_parameters():
 
 
 class Queries(nnx.Module):
-    """Three Linears behind one norm."""
+    """A norm with three Linears behind it."""
 
     def __init__(self, rngs):
         options = {"dtype": jnp.bfloat16, "use_bias": False, "rngs": rngs}
@@ -136,7 +136,7 @@ class Queries(nnx.Module):
 
 
 def of_queries(model, sharding=None):
-    """The step's gradients of parameters and x, on one device or where the shardings say."""
+    """Return the report of the gradients of parameters and x, on one device or where the shardings say."""
     graphdef, state = nnx.split(model)
 
     def step(state, x):
@@ -158,13 +158,16 @@ def of_queries(model, sharding=None):
 
 
 def test_the_result_is_made_again_once_for_all_linears_that_read_it():
-    """XLA sees that their three copies are one; so x is read once more, and the result not kept."""
+    """Three Linears make the norm's result again only once, as XLA sees that their three copies are one.
+
+    So x is read once more, and the result is not kept.
+    """
     model = Queries(nnx.Rngs(0))
     swapped = of_queries(convert.nnx(model, copy=True).model)
     fused = of_queries(convert.nnx(model, copy=True, fuse=True).model)
     assert len(triton_kernels(swapped)) == 3 and len(triton_kernels(fused)) == 4
     large = X.size * 2
-    assert fused.bytes_total <= swapped.bytes_total + 2.05 * large  # one of x and z each, and row statistics
+    assert fused.bytes_total <= swapped.bytes_total + 2.05 * large  # x and z once more each, and row statistics
 
 
 @pytest.mark.parametrize("rows", [("data", None), (None, "tensor")], ids=["batch", "sequence"])
@@ -179,5 +182,5 @@ def test_making_the_result_again_communicates_no_more_than_keeping_it_but_one_ga
     swapped = of_queries(convert.nnx(model, copy=True).model, sharding)
     fused = of_queries(convert.nnx(model, copy=True, fuse=True).model, sharding)
     more = sum(c.bytes for c in fused.collectives) - sum(c.bytes for c in swapped.collectives)
-    gather = X.size * 2 // 2  # of all that one of the two data shards has
+    gather = X.size * 2 // 2  # of all rows of one of the two data shards
     assert more <= (gather if rows[1] else 0)

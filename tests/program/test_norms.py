@@ -1,4 +1,4 @@
-"""Rung 4: what the compiled step of each norm launches and moves on an H200, against what they are to reach."""
+"""Rung 4: kernels that the compiled step of each norm launches on an H200, and bytes that it moves."""
 
 import dataclasses
 import functools
@@ -21,8 +21,8 @@ def layer_norm_step(x, scale, offset, dy):
     return y, pullback(dy)
 
 
-# Every tensor once is 336 MB, and 537 with a residual; the rest is the statistics and the partial sums of dscale and
-# doffset.
+# Every tensor once takes 336 MB, and 537 with a residual. The rest is for the statistics and the partial sums of dscale
+# and doffset.
 @pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     ("name", "megabytes"),
@@ -48,7 +48,10 @@ MODELS = [n for n, w in WORKLOADS.items() if not w.is_linear and "backward" in w
 
 @pytest.mark.parametrize("name", [n for n in MODELS if "layer-norm-" not in n and not WORKLOADS[n].extras])
 def test_workloads(name):
-    """Partial sums are as large for few rows as for many: at most 4 programs an SM, twice [H] float32 each."""
+    """A step moves every tensor once, the statistics, and partial sums, which are as large for few rows as for many.
+
+    The partial sums are two float32 [H] for each of at most 4 programs an SM.
+    """
     workload = WORKLOADS[name]
     report = program.compile_for(workload.step(workload.function()), *workload.step_arguments())
     assert report.launches == len(triton_kernels(report)) == 3
@@ -60,7 +63,7 @@ def test_workloads(name):
 @pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", ["norms-both-sides-1024", "norms-both-sides-4096", "norms-both-sides-8192"])
 def test_norms_on_both_sides_of_a_sum_move_every_tensor_once(name, parameters):
-    """XLA's own program moves 1.7 times that, in 9 to 11 kernels."""
+    """A step moves every tensor once, where XLA's own program moves 1.7 times that in 9 to 11 kernels."""
     workload = dataclasses.replace(WORKLOADS[name], parameter_dtype=parameters)
     report = program.compile_for(workload.step(workload.function()), *workload.step_arguments())
     assert report.launches == len(triton_kernels(report)) == 3
@@ -85,8 +88,9 @@ def test_a_frozen_branch_behind_a_norm_on_both_sides_costs_the_norm_of_the_sum_a
 @pytest.mark.parametrize("operator", ["add_layer_norm", "add_rms_norm"])
 @pytest.mark.parametrize("name", [n for n, w in WORKLOADS.items() if w.extras])
 def test_what_stands_before_a_sum_is_no_pass_of_its_own(name, operator):
-    """Of x's bias, a gate, and parameters of each example: every tensor once, 1.07 times at most; XLA's own program
-    moves twice that.
+    """Steps with x's bias, a gate or parameters of each example move every tensor once, 1.07 times at most.
+
+    XLA's own program moves twice that.
     """
     of_examples = tuple(n for n in WORKLOADS[name].of_examples if "rms" not in operator or n != "offset")
     workload = dataclasses.replace(WORKLOADS[name], operator=operator, of_examples=of_examples)
@@ -98,7 +102,7 @@ def test_what_stands_before_a_sum_is_no_pass_of_its_own(name, operator):
 
 @pytest.mark.parametrize("name", [n for n, w in WORKLOADS.items() if w.entry.is_gated])
 def test_a_gated_norm_is_one_kernel_each_way(name):
-    """Every tensor once, 1.07 times at most, whichever goes first."""
+    """A gated norm's step moves every tensor once, 1.07 times at most, whichever of norm and gate goes first."""
     workload = WORKLOADS[name]
     report = program.compile_for(workload.step(workload.function()), *workload.step_arguments())
     assert report.launches == len(triton_kernels(report)) == 3
@@ -109,8 +113,9 @@ def test_a_gated_norm_is_one_kernel_each_way(name):
 @pytest.mark.parametrize("axis", [-1, 2])
 @pytest.mark.parametrize("form", ["gated", "rms_norm", "add_layer_norm"])
 def test_groups_in_a_row_are_read_in_place(form, axis):
-    """A scale of each group, on the axis directly before the normalised one: no copy of x, z or y, and dscale from the
-    same kernels.
+    """Groups with a scale of their own, on the axis directly before the normalised one, are read where they lie.
+
+    There is no copy of x, z or y, and dscale comes from the same kernels.
     """
     x, scale = struct(4, 2048, 8, 512), struct(1, 1, 8, 512)
     if axis == 2:
@@ -136,7 +141,7 @@ def test_groups_in_a_row_are_read_in_place(form, axis):
 
 
 def test_the_parameters_gradients_of_many_examples_cost_no_pass():
-    """256 examples of 256 rows."""
+    """Parameters of 256 examples with 256 rows each have their gradients from the one backward kernel."""
     x, own = struct(256, 256, 512), struct(256, 1, 512)
 
     def step(x, scale, offset, gate, residual, cotangents):
@@ -154,7 +159,10 @@ def test_the_parameters_gradients_of_many_examples_cost_no_pass():
 
 @pytest.mark.parametrize("gate", [(128, 1, 1), (128, 256, 1), 0.3], ids=["examples", "rows", "number"])
 def test_a_gate_of_rows_is_read_once_a_row(gate):
-    """Of stochastic depth: one number an example. The gradient of a number is not asked for, and x not read again."""
+    """A gate of rows, as that of stochastic depth with one number an example, is read once a row.
+
+    A gate that is a Python number has no gradient, and so x is not read again for it.
+    """
     x, p = struct(128, 256, 1024), struct(1024)
     given = {"gate": struct(*gate)} if isinstance(gate, tuple) else {}
 
@@ -166,12 +174,12 @@ def test_a_gate_of_rows_is_read_once_a_row(gate):
         return results, pullback(cotangents)
 
     report = program.compile_for(step, x, x, p, p, given, (x, x))
-    assert len(triton_kernels(report)) == 3 and report.launches <= 5  # the others: a float32 gate a row, and its sums
+    assert len(triton_kernels(report)) == 3 and report.launches <= 5  # XLA's: a float32 gate of each row, and its sums
     assert report.bytes_total <= 1.01 * (4 + 5 + bool(given)) * 2 * 128 * 256 * 1024
 
 
 def test_wide_rows_read_twice_are_counted_twice():
-    """Past 16384 a kernel of its own finds the row sums; XLA's report counts its second read of x and dy."""
+    """Rows past 16384 elements take a kernel for their sums, and the report counts its second read of x and dy."""
     h = 65536
     x, p = struct(ELEMENTS // h, h), struct(h)
     report = program.compile_for(layer_norm_step, x, p, p, x)
@@ -181,7 +189,7 @@ def test_wide_rows_read_twice_are_counted_twice():
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_rows_side_by_side_are_read_in_place(axis):
-    """A norm over another axis than the last, as AlphaFold's channel-first pair: no transposition."""
+    """A norm over another axis than the last, as of AlphaFold's channel-first pair, transposes nothing."""
     shape = [384, 384]
     shape.insert(axis, 128)
     x, p = struct(*shape), struct(128)
@@ -215,7 +223,7 @@ def test_inference_saves_no_statistics():
 
 
 def test_one_row():
-    """Integers that are 1 become constants in jax-triton; the kernels must compile with them too."""
+    """Kernels compile for one row too, where jax-triton turns an integer of 1 into a constant."""
     x, p = struct(1, 4096), struct(4096)
     report = program.compile_for(layer_norm_step, x, p, p, x)
     assert len(triton_kernels(report)) == 2
@@ -244,7 +252,7 @@ def test_remat_of_a_scan():
         return jnp.sum(jax.lax.scan(jax.checkpoint(layer), x, scales)[0].astype("float32"))
 
     report = program.compile_for(jax.grad(network, argnums=(0, 1)), x, scales)
-    assert sum(k.times for k in triton_kernels(report)) == 3 + 3 * 3  # forward; and forward again, backward, reduction
+    assert sum(k.times for k in triton_kernels(report)) == 3 + 3 * 3  # forward; then forward again, backward, reduce
 
 
 @pytest.mark.parametrize("implementation", [None, "triton"])

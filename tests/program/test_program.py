@@ -1,7 +1,8 @@
-"""The program report: programs whose kernels and bytes are known by hand or from a first look, without a GPU.
+"""Program reports, made without a GPU, of programs whose kernels and bytes are known by hand or from a first look.
 
-Run by `pytest -n0 --confcutdir=tests/program tests/program`, in a process of their own: the report sets variables that
-JAX's CUDA plugin must meet, and Triton's interpreter, which the other tests' conftest.py switches on, compiles nothing.
+They run by `pytest -n0 --confcutdir=tests/program tests/program`, in a process of their own: the report sets variables
+that JAX's CUDA plugin must meet, and Triton's interpreter, which the other tests' conftest.py switches on, compiles
+nothing.
 """
 
 from __future__ import annotations
@@ -133,11 +134,11 @@ def test_scan_multiplies_its_body_and_counts_slices():
     body = [k for k in report.kernels if k.times == 5]
     carry = 128 * 1024 * 4
     assert {(k.times, k.exact) for k in report.kernels} == {(1, True), (5, True)}
-    # Each trip: the carry, one slice of the weights, the trip's number; then one row of the sums, in place.
+    # A trip reads the carry, one slice of the weights and the trip's number, and writes one row of the sums in place.
     assert max(k.bytes_read for k in body) == pytest.approx(2 * carry, abs=16)
     assert max(k.bytes_written for k in body) == carry + 128 * 4
     assert sum(k.bytes_written for k in body) == pytest.approx(carry + 2 * 128 * 4, abs=16)
-    assert min(k.bytes_written for k in report.kernels) > 1  # the condition, a pred[], is not run
+    assert min(k.bytes_written for k in report.kernels) > 1  # the condition, a pred[], is not counted
     assert report.launches == sum(1 for k in report.kernels if k.times == 1) + 5 * len(body)
 
 
@@ -189,7 +190,7 @@ def test_scatter_reads_and_writes_what_it_updates():
     report = program.compile_for(gradient_of_embedding, struct(128, dtype=jnp.int32), struct(128, 512))
     rows = 128 * 512 * 4
     assert report.bytes_written == pytest.approx(50000 * 512 * 4 + rows, abs=4096)  # zeros, then the rows
-    assert report.bytes_read == pytest.approx(2 * rows, abs=4096)  # dy, and what it is added to
+    assert report.bytes_read == pytest.approx(2 * rows, abs=4096)  # dy, and the rows that it is added to
 
 
 def test_collectives_of_a_sharded_program():
@@ -220,8 +221,8 @@ def test_collectives_of_a_sharded_program():
         ("mesh['axis_0'=4,'axis_1'=1,'axis_2'=2] {'axis_0'}", (0, 2, 4, 6)),
         ("mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0)) {'axis_0','axis_1'}", (0, 2, 4, 6, 1, 3, 5, 7)),
         ("mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0)) {'axis_0'}", (0, 1)),
-        ("mesh['axis_0'=8] {'axis_0':(2)4}", (0, 1, 2, 3)),  # a part of an axis: behind one of size 2
-        ("{}", None),  # all of them
+        ("mesh['axis_0'=8] {'axis_0':(2)4}", (0, 1, 2, 3)),  # a part of an axis, behind one of size 2
+        ("{}", None),  # all devices
     ],
 )
 def test_groups_of_a_collective(groups, first):

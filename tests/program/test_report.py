@@ -1,4 +1,4 @@
-"""Rung 4: `python -m jln report`: what it counts, what it skips and what it calls a fault."""
+"""Rung 4: `python -m jln report`, the programs that it counts, those that it skips, and what it calls a fault."""
 
 import dataclasses
 import json
@@ -59,11 +59,11 @@ def test_a_table_of_what_was_asked_for(capsys):
         ["router", "rms_norm_linear", "8192x4096", "64", "jln", "4"],
         ["router", "rms_norm_linear", "8192x4096", "64", "flax", rows[3][5]],
     ]
-    assert float(rows[2][-3]) < 1.5 < float(rows[3][-3])  # times every array once
+    assert float(rows[2][-3]) < 1.5 < float(rows[3][-3])  # as a multiple of every array once
 
 
 def test_several_linears_are_beside_the_norm_and_separate_products(capsys):
-    """Of Linears only: a norm by itself would be compared with itself."""
+    """The peer jln-norm is there for Linears only, as a norm alone would be compared with itself."""
     names = ("adapters", "decode-4")
     arguments = (a for name in names for a in ("--workload", name))
     status, out, _ = run(capsys, "report", *arguments, "--peer", "jln-norm")

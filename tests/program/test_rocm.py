@@ -1,5 +1,7 @@
-"""Rung 4 as far as it goes for AMD: programs lowered for ROCm beside the same for CUDA. CUDA's plugin stands in for the
-one call that wants ROCm's library, which writes the protobuf of a launch: both plugins have the same.
+"""Rung 4, as far as it goes for AMD: programs lowered for ROCm beside the same programs for CUDA.
+
+CUDA's plugin stands in for the one call that wants ROCm's library, which writes the protobuf of a launch: both plugins
+have the same.
 """
 
 import dataclasses
@@ -52,7 +54,7 @@ def linear(x, scale, kernel):
 
 
 def calls(function, *args, chip, platform, monkeypatch):
-    """The attributes of each call of a kernel, less what the kernel is; its protobuf."""
+    """Return (attributes without the kernel's own, types of operands and results, protobuf) of each kernel's call."""
     monkeypatch.setenv("JLN_CHIP", chip)
     jax.clear_caches()
     module = jax.jit(function).trace(*args).lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
@@ -83,7 +85,7 @@ def test_calls_have_cudas_operands_results_aliases_and_grids(function, args, cou
     on_cuda = calls(function, *args, chip="h200", platform="cuda", monkeypatch=monkeypatch)
     on_rocm = calls(function, *args, chip="mi300x", platform="rocm", monkeypatch=monkeypatch)
     assert len(on_rocm) == len(on_cuda) == count
-    if function is linear:  # its tiles are smaller, and so its shares of dkernel
+    if function is linear:  # its tiles are smaller for ROCm, and so are its shares of dkernel
         on_cuda, on_rocm = on_cuda[:1], on_rocm[:1]
     else:
         assert grids[:count] == grids[count:]
@@ -126,13 +128,16 @@ print(text)
 
 
 def test_programs_of_two_processes_are_the_same_and_their_files_are_not(tmp_path):
-    """JAX's compilation cache knows a program by its text; each process reads, and its plugin deletes, its own file."""
+    """The text of a program, by which JAX's compilation cache knows it, is the same in two processes.
+
+    Each process reads a file of its own, which its plugin deletes.
+    """
     environment = os.environ | {"JLN_CHIP": "mi300x", "TMPDIR": str(tmp_path)}
     command, how = [sys.executable, "-W", "ignore", "-c", TWICE], {"capture_output": True, "text": True, "timeout": 120}
     one, two = (subprocess.run(command, env=environment, **how) for _ in range(2))
     assert one.returncode == two.returncode == 0, one.stderr[-2000:] + two.stderr[-2000:]
     assert one.stdout == two.stdout and "triton_kernel_call" in one.stdout
-    assert list(tmp_path.iterdir()) == []  # once they have ended
+    assert list(tmp_path.iterdir()) == []  # both have ended
 
 
 def test_a_launch_whose_file_was_read_and_deleted_is_lowered_again(monkeypatch):
@@ -143,18 +148,18 @@ def test_a_launch_whose_file_was_read_and_deleted_is_lowered_again(monkeypatch):
 
 
 def test_an_export_for_rocm_has_no_kernels(monkeypatch):
-    """They would be files of this process, and the export is for another."""
+    """An export for ROCm has no kernels, as they would be files of this process and the export is for another."""
     monkeypatch.setenv("JLN_CHIP", "mi300x")
     export = jax.export.export
     with pytest.raises(ValueError, match="cannot run in an export for ROCm, whose plugin reads kernels from files"):
         export(jax.jit(lambda x: jln.rms_norm(x, implementation="triton")), platforms=("rocm",))(X)
     exported = export(jax.jit(lambda x: jln.rms_norm(x)), platforms=("cpu", "cuda", "rocm"))
-    with pytest.warns(UserWarning, match="the chip is mi300x"):  # and so no kernels for CUDA
+    with pytest.warns(UserWarning, match="the chip is mi300x"):  # so there are none for CUDA
         assert "triton" not in exported(X).mlir_module()
 
 
 def test_a_card_of_other_waves_is_refused():
-    """Such a card's threads are not those of a launch, which has 64 for each of the plugin's waves."""
+    """A card with waves of another size is refused, as a launch has 64 threads for each of the plugin's waves."""
     radeon = Gpu(Chip("AMD Radeon RX 7900 XTX", "gfx1100", 96))
     with using(radeon), pytest.raises(RuntimeError, match=r"for gfx90a, gfx942, gfx950, .* is gfx1100"):
         jax.jit(lambda x: jln.rms_norm(x, implementation="triton")).trace(X).lower(lowering_platforms=("rocm",))

@@ -1,4 +1,4 @@
-"""Rung 4: steps on meshes of 8, 64 and 256 GPUs: what they communicate is as committed, and beside plain jnp's."""
+"""Rung 4: steps on meshes of 8, 64 and 256 GPUs, whose communication is as committed and compared with plain jnp's."""
 
 import pathlib
 import re
@@ -16,13 +16,16 @@ TABLES = pathlib.Path(__file__).parents[2] / "benchmarks" / "results" / "meshes.
 
 
 def tables(text):
-    """Those that one command printed, each a list of rows of cells; the first is the title."""
+    """Return the tables that a command printed, each a list of rows of cells, with the title in the first row."""
     parts = [part.splitlines() for part in text.strip().split("\n\n")[1:]]
     return [[re.split(" {2,}", line.strip()) for line in lines] for lines in parts]
 
 
 def committed(heavy=()):
-    """-> [(arguments for one mesh, its table)]; `heavy` marks what takes longest, and is like another."""
+    """Return parameters of a test: the arguments for one mesh, and its table.
+
+    `heavy` marks those that take longest and resemble another.
+    """
     found = []
     for part in TABLES.read_text().split("$ python -m jln ")[1:]:
         arguments, printed = part.split("\n", 1)
@@ -56,13 +59,16 @@ def times_and_bytes(cell):
     return int(times), float(size.removesuffix(" B")) * (1 if size.endswith(" B") else 1e6)
 
 
-# How many norms of a block make z again in the backward pass, where it is gathered again.
+# The number of a block's norms that make z again in the backward pass, where it is gathered again.
 MADE_AGAIN = {"jln, add_norm": 0, "jln, norm_linear and add_norm": 1, "jln, norm_linear": 2, "jln, add_norm_linear": 2}
 
 
 @pytest.mark.parametrize(("arguments", "table"), committed())
 def test_nothing_is_communicated_that_plain_jnps_step_does_not(arguments, table):
-    """But z gathered again instead of held, and small sums: of float32, and of a kind apart from another's."""
+    """A step communicates what plain jnp's does, except z, gathered again instead of held, and small sums.
+
+    Sums under 1 MB are in float32, and one more than plain jnp's, as XLA does not join sums of different kinds.
+    """
     title, header, *rows = table
     (blocks,) = map(int, re.findall(r"(\d+) blocks", title[0]))
     small = {variant: [] for variant in header[2:]}

@@ -15,7 +15,7 @@ save_statistics = jax.checkpoint_policies.save_only_these_names(jln.STATISTICS)
 
 
 def launches(report):
-    """Of every Triton kernel of the program, in the order in which they first run."""
+    """Return how often each Triton kernel of the program runs, in the order in which they first run."""
     return [k.times for k in triton_kernels(report)]
 
 
@@ -56,7 +56,7 @@ TRANSFORMED = {
 @pytest.mark.parametrize("forward_mode", [False, True])
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_one_kernel_forward_and_one_backward(name, forward_mode):
-    """And the one that adds up the backward's shares of the parameters' gradients."""
+    """A step has one kernel forward, one backward, and one that adds up shares of the parameters' gradients."""
     step, *arguments = TRANSFORMED[name](lambda *a: jln.layer_norm(*a, forward_mode=forward_mode))
     assert launches(program.compile_for(step, *arguments)) == [1, 1, 1]
 
@@ -66,7 +66,7 @@ def test_one_kernel_forward_and_one_backward(name, forward_mode):
     "policy", [None, save_statistics, "nothing"], ids=["plain", "statistics saved", "nothing saved"]
 )
 def test_three_layers_in_a_scan(policy, forward_mode):
-    """With the statistics saved nothing of the forward runs again; with nothing saved, the forward kernel does."""
+    """Checkpointed layers in a scan run the forward kernel again only where not even the statistics are saved."""
 
     def body(*a):
         return jln.layer_norm(*a, forward_mode=forward_mode)
@@ -77,7 +77,7 @@ def test_three_layers_in_a_scan(policy, forward_mode):
 
 
 def test_forward_mode_keeps_no_more():
-    """Between forward and backward: the same."""
+    """The arrays kept between forward and backward are the same with forward_mode as without."""
 
     def held(forward_mode):
         def step(x, scale, offset):
@@ -86,12 +86,13 @@ def test_forward_mode_keeps_no_more():
 
         return program.compile_for(step, struct(M, H), *scale_and_offset()).output_bytes
 
-    # Of an array without elements, whose shape says what is wanted, a program returns the address.
+    # Without forward_mode there is an array without elements too, whose shape says what is wanted. Of it a program
+    # returns the address, 8 bytes.
     assert held(True) == held(False) - 8
 
 
 def test_vmap_over_scales_writes_no_copies_of_x():
-    """64 scales over the same 32 rows, and over 64 times 32 rows, against the call with one scale on as many rows."""
+    """A vmap over 64 scales, of 32 rows each or the same 32, moves little more than one scale over 64 x 32 rows."""
     scale, offset = scale_and_offset()
     scales = struct(64, H, dtype="float32")
     flat = program.compile_for(gradient(jln.layer_norm), struct(64 * 32, H), scale, offset)
@@ -102,7 +103,10 @@ def test_vmap_over_scales_writes_no_copies_of_x():
 
 
 def test_forward_mode_sums_over_shared_parameters():
-    """grad(vmap): as many bytes as without vmap. custom_vjp must write every example's dkernel first."""
+    """The program of grad(vmap) with forward_mode moves as many bytes as without vmap.
+
+    custom_vjp must write every example's dkernel first.
+    """
     operands = (struct(16, 256, H), struct(H), struct(H), struct(H, N), struct(N))
 
     def f(*a):
@@ -126,7 +130,7 @@ def communicated(report):
 
 @pytest.mark.parametrize("split", [("data",), (("data", "tensor"),)], ids=str)
 def test_norm_with_rows_split(split):
-    """Each GPU runs its own rows; one all-reduce carries dscale and doffset."""
+    """Each GPU computes its own rows, and one all-reduce carries dscale and doffset."""
     parameters = [on_mesh(H, dtype="float32")] * 2
     report = program.compile_for(gradient(jln.layer_norm), on_mesh(16, M, H, spec=split), *parameters, devices=8)
     assert launches(report) == [1, 1, 1]
@@ -147,14 +151,14 @@ def test_shares_of_16_bit_parameters_are_added_up_in_float32():
 
 
 def test_norm_with_h_split():
-    """The means over H are communicated, and x is not: 4 bytes a row and sum."""
+    """A split H has the means over H communicated, 4 bytes a row and sum, and not x."""
     x = on_mesh(16, M, H, spec=("data", None, "tensor"))
     report = program.compile_for(jln.layer_norm, x, *[on_mesh(H, spec=("tensor",), dtype="float32")] * 2, devices=8)
     assert communicated(report) == [("all-reduce", 4 * 4 * M)] * 2
 
 
 def in_a_stage(f):
-    """`f` in a shard_map over the pipeline's stages, which leaves "data" and "tensor" to the compiler."""
+    """Return `f` in a shard_map over pipeline stages, which leaves "data" and "tensor" to the compiler."""
 
     def stage(*arrays):
         return jax.tree.map(lambda a: a[None], f(*(a[0] for a in arrays)))
@@ -164,7 +168,7 @@ def in_a_stage(f):
 
 
 def test_kernels_run_where_mesh_axes_are_left_to_the_compiler():
-    """On each device's rows, with an all-reduce of the parameters' gradients and no other: as plain jnp has it."""
+    """Kernels run on each device's rows, and only parameters' gradients are communicated, as with plain jnp."""
     on = NamedSharding(program.mesh("h200", (2, 2, 2), ("stage", "data", "tensor")), P("stage", "data"))
     x = struct(2, 16, M, H, sharding=on)
     parameters = [struct(2, H, dtype="float32", sharding=NamedSharding(on.mesh, P("stage")))] * 2
@@ -177,7 +181,7 @@ def test_kernels_run_where_mesh_axes_are_left_to_the_compiler():
 
 
 def test_named_triton_gathers_h():
-    """The kernels need whole rows, and what is named runs."""
+    """A split H is gathered for implementation="triton", as the kernels need whole rows and what is named runs."""
     x = on_mesh(16, M, H, spec=("data", None, "tensor"))
     report = program.compile_for(lambda x: jln.layer_norm(x, implementation="triton"), x, devices=8)
     assert launches(report) == [1]
@@ -185,7 +189,7 @@ def test_named_triton_gathers_h():
 
 
 def linear(kernel_spec, features=(N,), kernel_dtype="float32"):
-    """x with its rows over "data", and the parameters."""
+    """Return x, with its rows split over "data", and the parameters."""
     kernel = on_mesh(H, *features, spec=kernel_spec, dtype=kernel_dtype)
     bias = on_mesh(*features, spec=kernel_spec[1:], dtype="float32")
     scale = on_mesh(H, dtype="float32")
@@ -198,20 +202,22 @@ def test_linear_with_rows_split():
 
 
 def test_linear_with_a_16_bit_kernel():
-    """Its gradient is added up in its own dtype, the vectors in float32."""
+    """The gradient of a 16-bit kernel is added up in its own dtype, those of the vectors in float32."""
     report = program.compile_for(gradient(jln.layer_norm_linear, 5), *linear((), kernel_dtype="bfloat16"), devices=8)
     assert communicated(report) == [("all-reduce", 4 * (2 * H + N)), ("all-reduce", 2 * H * N)]
 
 
 def test_few_features_of_a_16_bit_kernel():
-    """The operator adds up all its parameters' gradients in float32: one all-reduce."""
+    """The fused operator adds up all its parameters' gradients in float32, in one all-reduce."""
     report = program.compile_for(gradient(jln.layer_norm_linear, 5), *linear((), (128,), "bfloat16"), devices=8)
     assert communicated(report) == [("all-reduce", 4 * (H * 128 + 2 * H + 128))]
 
 
 def test_layers_of_16_bit_kernels_take_no_more_all_reduces_than_plain_jnp():
-    """One element type is all that an all-reduce has, and XLA makes one of equal types: float32 vectors of all layers
-    go together, and 16-bit kernels as they are, where plain jnp adds those in front of it up in float32.
+    """Layers with 16-bit kernels take no more all-reduces than plain jnp's, and fewer bytes.
+
+    An all-reduce has one element type, and XLA joins those of equal type. The float32 vectors of all layers go
+    together, and the 16-bit kernels go as they are. Plain jnp adds up half of the kernels in float32.
     """
     x, scale, _, kernel, bias = linear((), kernel_dtype="bfloat16")
     layer = (scale, scale, kernel, bias, on_mesh(N, H))
@@ -231,12 +237,14 @@ def test_layers_of_16_bit_kernels_take_no_more_all_reduces_than_plain_jnp():
     assert sum(size for _, size in plain) == vectors + kernels * 3 // 2
 
 
-# One axis of features; heads, which lie behind another axis.
+# One axis of features, and an axis of heads behind another axis.
 @pytest.mark.parametrize(("features", "spec"), [((N,), (None, "tensor")), ((3, 8, N // 24), (None, None, "tensor"))])
 @pytest.mark.parametrize("kernel_dtype", ["float32", "bfloat16"])
 def test_linear_with_features_split(kernel_dtype, features, spec):
-    """As plain JAX's. Forward: nothing. Backward: dz over "tensor", in the dtype of y; gradients of parameters over
-    "data", the vectors' in float32.
+    """A Linear with split features communicates what plain JAX's does: nothing in the forward pass.
+
+    In the backward pass dz is added up over "tensor", in the dtype of y, and the gradients of parameters over "data",
+    the vectors' in float32.
     """
     arguments = linear(spec, features, kernel_dtype)
     forward = program.compile_for(jln.layer_norm_linear, *arguments, devices=8)
@@ -249,7 +257,7 @@ def test_linear_with_features_split(kernel_dtype, features, spec):
 
 
 def test_linear_with_a_kernel_stored_in_parts():
-    """FSDP: the kernel is gathered, and its gradient scattered as it is added up, where it is asked for in parts."""
+    """A kernel stored in parts (FSDP) is gathered, and its gradient, asked for in parts, is added up by a scatter."""
     arguments = linear(("data",))
 
     def step(*a):
@@ -267,7 +275,10 @@ def test_linear_with_a_kernel_stored_in_parts():
 
 @pytest.mark.parametrize("features", [128, N])
 def test_gradients_asked_for_in_parts_are_scattered(features):
-    """All of them, over the axes that split the rows; what is left to add up is added up in parts."""
+    """Gradients asked for in parts are all scattered over the axes that split the rows.
+
+    Over an axis of the rows that splits no gradient the parts are added up by an all-reduce.
+    """
 
     def step(*arguments):
         def call(*a):

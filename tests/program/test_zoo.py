@@ -1,5 +1,6 @@
-"""Rung 4: of the table that `python benchmarks/real_models.py` prints, a part: what a converted model's step
-holds and moves, as a part of what the original's does.
+"""Rung 4: bytes that a converted model's step holds and moves, as parts of those of the original's.
+
+These are some rows of the table that `python benchmarks/real_models.py` prints.
 """
 
 import jax
@@ -15,7 +16,7 @@ for _name in ("flax", "haiku", "equinox"):
 from zoo import CLIENTS, functions, held  # noqa: E402
 
 
-# With JAX 0.10.2, rounded up to hundredths, of one block where the table has two; the norms' kernels.
+# Parts with JAX 0.10.2, rounded up to hundredths, of one block where the table has two; and the number of norms.
 @pytest.mark.parametrize(
     ("name", "held_part", "moved_part", "norms"),
     [
