@@ -38,7 +38,10 @@ def load_widths(dtype, layouts):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_rows_side_by_side_are_loaded_16_bytes_at_a_time(worker, dtype):
-    """Rows side by side are loaded 16 bytes at a time; backward, statistics, one number a row, may be loaded by 4 bytes."""
+    """Rows side by side are loaded 16 bytes at a time.
+
+    Backward, loads of 4 bytes are allowed too, for statistics, of which each row has one.
+    """
     made = worker.submit(load_widths, dtype, WIDE).result()
     assert len(made) >= 2 * len(WIDE)
     wrong = [m for m in made if m[1] - {4} != {16} or (4 in m[1] and m[0].startswith("forward"))]

@@ -19,9 +19,9 @@ CLOSE = {"rtol": 1e-11, "atol": 1e-11}
 if len(jax.devices()) < 8:
     pytest.skip("needs eight devices", allow_module_level=True)
 
-# How operands are split, by their roles. "rows": the parameters are shared. "features": a device has its features' y and
-# dy, and dx is added up. "rows and parameters": every device of the second mesh axis has parameters of its own, which
-# have an axis for it in front.
+# How operands are split, by their roles. "rows": the parameters are shared. "features": a device has y and dy of its
+# own features, and dx is added up. "rows and parameters": every device of the second mesh axis has parameters of its
+# own, which have an axis for it in front.
 SPLITS = {
     "rows": {"activation": P("data", "tensor")},
     "features": {"kernel": P(None, "tensor"), "bias": P("tensor")},
