@@ -125,7 +125,7 @@ LEAKS = ("add_layer_norm", "rms_norm_gated", "rms_norm_add_rms_norm", "add_layer
 def test_no_tracer_leaks(name, implementation):
     """No tracer outlives its trace.
 
-    One that is kept, by a callback or in a cache's key, would hold all of the trace; `jax.checking_leaks` raises then.
+    A callback or a cache's key that kept one would keep the whole trace alive, and `jax.checking_leaks` would raise.
     """
     function, arrays = bind(name, OPTIONAL[name], implementation=implementation)
     with jax.checking_leaks():

@@ -81,7 +81,7 @@ def test_scale_of_a_lower_precision_is_not_what_x_is_rounded_to(dtype, implement
     ("rows", "features"), [((0, 3), (5,)), ((2, 3), (0,)), ((0,), (0,)), ((4,), (2, 0, 3)), ((0, 3), ())], ids=str
 )
 def test_nothing_of_an_axis(rows, features, implementation):
-    """Without rows or features the results have their shapes, and every gradient is zero."""
+    """Results have the right shapes, and every gradient is zero, where an axis of rows or of features is empty."""
     name = "add_layer_norm_linear" if features else "add_layer_norm"
     operands = workbench.named(name, (*rows, 8), "bfloat16", features=features, parameter_dtype="float32")
     function = functools.partial(getattr(jln, name), implementation=implementation)
@@ -191,7 +191,7 @@ def test_reduction_of_many_partial_sums(programs):
 def test_partial_sums_are_not_rounded(dtype):
     """The partial sums [P, H] of dscale and doffset are in float32, or in float64 for float64.
 
-    They are so whatever dtype the parameters have; P is the number of programs.
+    They are so for parameters in 16 bits, too. P is the number of programs.
     """
     x, p = jax.ShapeDtypeStruct((1000, 64), dtype), jax.ShapeDtypeStruct((1, 64), dtype)
     statistic = jax.ShapeDtypeStruct((1000, 1), jnp.promote_types(dtype, "float32"))
@@ -206,7 +206,7 @@ def test_partial_sums_are_not_rounded(dtype):
 
 
 def test_columns_that_are_not_there_cannot_overflow(implementation):
-    """A masked column, beyond H, brings no NaN into dx where mean * rstd is infinite."""
+    """The masked columns beyond H bring no NaN into dx where mean * rstd is infinite."""
     x = jnp.full((2, 7), 1e36, "float32")
     dy = jnp.arange(14, dtype="float32").reshape(2, 7)
     dx = jax.grad(lambda x: jnp.sum(jln.layer_norm(x, implementation=implementation) * dy))(x)
@@ -214,7 +214,7 @@ def test_columns_that_are_not_there_cannot_overflow(implementation):
 
 
 def test_unused_results_have_no_gradient(implementation):
-    """Where only y or only the sum is used, the other's cotangent is zero, and all gradients are still right."""
+    """All gradients are right where only y or only the sum is used, so that the other's cotangent is zero."""
     operator = OPERATORS["add_layer_norm"]
     operands = workbench.arguments(operator, (5, 12), "float64")
     for used in (0, 1):
@@ -226,7 +226,7 @@ def test_unused_results_have_no_gradient(implementation):
 
 
 def test_what_was_not_used_cannot_spoil_what_was(implementation):
-    """Where only the sum is used, an infinity in a row spoils no gradient, and the norm's backward does not run."""
+    """An infinity in a row spoils no gradient where only the sum is used, and the norm's backward does not run."""
     x = jnp.ones((2, 4)).at[0, 0].set(jnp.inf)
 
     def loss(x, scale):

@@ -74,7 +74,7 @@ def is_number(word: str) -> bool:
     "page", [p for p, text in PAGES.items() if blocks(text) and p not in (GENERATED, HISTORY, *TESTED)]
 )
 def test_the_code_of_a_page_runs_and_prints_what_it_shows(page):
-    """Each block of a page prints what the page shows, when the blocks run in order with the same variables."""
+    """The blocks of a page, run in order with shared variables, print what the page shows."""
     names = {}
     with jax.enable_x64(False):
         for code, shown in blocks(PAGES[page]):
@@ -111,9 +111,9 @@ def commands(text: str) -> set[str]:
 
 
 def simple(command: str) -> list[list[str]]:
-    """Return the words of each simple command that `&&` or `|` joins in a command.
+    """Return the words of each of the simple commands that `&&` and `|` join.
 
-    Left out are `...`, which stands for more words, and where the output goes.
+    `...`, which stands for more words, and redirections of output are left out.
     """
     found = [[]]
     for word in shlex.split(command, comments=True):
@@ -125,7 +125,7 @@ def simple(command: str) -> list[list[str]]:
 
 
 def complaints(words: list[str]) -> list[str]:
-    """Return messages about what is wrong with a simple command, none where nothing is."""
+    """Return messages about what is wrong with a simple command, or an empty list."""
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
         words = words[1:]
     match words:
@@ -240,7 +240,10 @@ OTHERS = r"(-U )?\"?(jax|jaxlib|numpy|triton|\{n)"
 
 
 def badly_installed(text: str) -> list[str]:
-    """Return what a text tells to install in another form than `-e ".[extra,extra]"`, or with unknown extras."""
+    """Return what a text tells to install otherwise than by `pip install -e ".[extra,extra]"` with known extras.
+
+    Other packages may be installed by their names.
+    """
     found = re.findall(r"pip install ([^\n`]*)", text)
     return [line for line in found if not (is_form(line) or re.match(OTHERS, line))] + re.findall(r"jln\[\w*", text)
 

@@ -37,15 +37,15 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 WIDTHS = (1, 2, 3, 17, 130, 1100)
 ROWS = (1, 2, 7)
 FEATURES = (1, 20, 300)  # 300 are too many for one kernel, so that norm and product are composed
-# The least and the largest power of ten of the data. Beyond float16 the squares of the largest overflow in float32.
+# The least and the largest power of ten of the data. In bfloat16 and float32 the squares of the largest overflow.
 MAGNITUDES = {"float16": (-7, 3), "bfloat16": (-30, 30), "float32": (-30, 30), "float64": (-30, 30)}
 # Smaller errors pass: there a dtype has fewer digits, or XLA's CPU backend flushes to zero, and rstd multiplies that by
 # up to 1000.
 FLOOR = {"float16": 6e-8, "bfloat16": 1e-34, "float32": 1e-34, "float64": 1e-300}
 
 implementations = st.sampled_from(["xla", "triton"])
-# How many standard deviations an error may have, as a night compares 10^7 numbers. One such deviation is workbench's
-# rounding, which takes errors for independent.
+# Roundings are allowed this many times, as a night compares 10^7 numbers: workbench's roundings are standard deviations
+# of errors that are taken for independent.
 DEVIATIONS = 6
 
 seeds = st.integers(0, 2**32 - 1)
@@ -152,7 +152,7 @@ def squares_fit(total, dtype):
 
 @given(problems(names=tuple(OPERATORS)), implementations, st.data())
 def test_norms_at_any_scale(problem, implementation, data):
-    """At any scale of x a norm errs by at most twice plain jnp's error plus the rounding allowance of `assert_close`.
+    """Norms err by at most twice plain jnp's error plus the roundings that `assert_close` allows, at any scale of x.
 
     Where the squares of a row overflow, results and gradients are finite.
     """
@@ -336,7 +336,7 @@ def test_gradients_are_linear_in_the_cotangent(problem, implementation, seed, po
     st.sampled_from([1.0, 16.0, 1024.0]),
 )
 def test_shift_and_scale_of_x(problem, implementation, power, shift):
-    """With 2^n x and 4^n epsilon y and the parameters' gradients stay the same, and dx is 2^-n times as large.
+    """Multiplying x by 2^n and epsilon by 4^n changes neither y nor the parameters' gradients, and divides dx by 2^n.
 
     A shift of x changes y by rounding alone where a mean is subtracted.
     """

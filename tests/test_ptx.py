@@ -86,7 +86,7 @@ def contractible(chip):
 def test_no_product_is_contracted_with_the_sum_it_goes_into(worker, chip):
     """No product in a kernel may be fused with the sum that it goes into.
 
-    Two threads that each add their own x * x to the other's would round only the other's, and store two results.
+    Two threads that each add their own x * x to the other's would round only the other's, and store different sums.
     """
     found = worker.submit(contractible, chip).result()
     assert len(found) == 7

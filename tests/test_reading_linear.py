@@ -149,7 +149,10 @@ def test_a_mesh_with_explicit_axes():
 
 
 def test_what_is_kept_is_no_more_than_what_is_read():
-    """The rule keeps only what the wanted gradients read: without the kernel's gradient nothing of the size of x."""
+    """The rule keeps only what the wanted gradients read.
+
+    Without the kernel's gradient it keeps nothing of the size of x.
+    """
     x, scale, offset, kernel, bias = arrays()
     made_of = reading.norm.Operands(x, scale=scale[None, None], offset=offset[None, None])
     norm_linear = reading.NormLinear(reading.norm.Norm(-1, 1e-6, reading.norm.Switches(True)), None, (2,))

@@ -24,7 +24,7 @@ RUNS = {"reference": jln.reference} | {name: jln for name in ("xla", "triton")}
 
 
 def sum_that_loses_digits(dtype, residual_dtype):
-    """Return x and residual, [5, 100], whose sum rounding changes much: x is as small as the sum's last digits."""
+    """Return x and residual, [5, 100]. x is as small as the last digit of their sum, which rounding so changes much."""
     random = np.random.default_rng(0)
     digits = float(jnp.finfo(jnp.promote_types(dtype, residual_dtype)).eps)
     x = random.standard_normal((5, 100)) * 64 * digits

@@ -24,7 +24,7 @@ if len(jax.devices()) < 8:
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
 DATA, TENSOR = 2, 4
-ROWS, WIDTH = (4, 16), 24  # no other test has this width, as `by` has these shapes traced with other features fused
+ROWS, WIDTH = (4, 16), 24  # a width of its own, as `by` has these shapes traced with another limit of features
 BY_ROWS, BY_FEATURES = P("data", "tensor"), P("data", None, "tensor")
 FEATURES = {
     "one": ((32,),),
@@ -43,7 +43,7 @@ def on(spec, kind=AxisType.Auto):
 
 
 def loss_by_name(f):
-    """Return a loss of arguments by name that changes where a row takes another's place."""
+    """Return a loss of arguments by name that depends on the order of the rows."""
 
     def weighed(a, i):
         return jnp.sum(jnp.sin(jnp.arange(1.0, 1 + a.size)).reshape(a.shape) * jnp.sin((1 + i) * a))
@@ -53,9 +53,9 @@ def loss_by_name(f):
 
 @pytest.fixture(params=["few features", "many"])
 def by(request, monkeypatch):
-    """Run a test with few features and with many: with few, norm and product are one operation.
+    """Run a test with few features, where norm and product are one operation, and with many.
 
-    That operation says itself how it is split. In float64 it is used only under this fixture.
+    That operation has rules of its own for how it is split. In float64 it is used only under this fixture.
     """
     if request.param == "few features":
         monkeypatch.setitem(signature.FUSED_FEATURES, "float64", (128, 32))
@@ -74,7 +74,7 @@ SPECS = {"x": BY_ROWS, "residual": BY_ROWS, "kernel": P(None, "tensor"), "bias":
 
 
 def placed(arrays, specs=SPECS, kind=AxisType.Auto):
-    """Return the arrays on the mesh, split as `specs` says; by default kernels by their first axis of features."""
+    """Return the arrays on the mesh, split by `specs`; kernels are split by their first axis of features."""
     where = {n: on(specs.get(n, P()), kind) for n in arrays}
     return {n: jax.tree.map(lambda v, n=n: jax.device_put(v, where[n]), a) for n, a in arrays.items()}
 
@@ -139,7 +139,7 @@ def test_rows_are_gathered_and_no_kernel_is(name, features, by):
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_kernels_that_are_only_stored_in_parts_are_gathered(name, by):
-    """Under FSDP kernels are gathered, and rows are not.
+    """Kernels are gathered under FSDP, and rows are not.
 
     There the result is asked for by rows, over the mesh axis that splits the kernel.
     """
@@ -193,7 +193,7 @@ def test_what_a_product_by_rows_scatters_is_normalised_where_it_arrives(name, by
     chex.assert_trees_all_close(gradient(layer(jln), put)(put), plain, **CLOSE)
 
 
-# x's rows and the features of each product: four devices cannot have equal parts of the one or of the other.
+# The leading axes of x and the features of each product, where four devices cannot have equal parts of one of them.
 UNEVEN = {
     "rows": ((4, 6), ((32,),)),
     "features": (ROWS, ((6,),)),
@@ -219,7 +219,7 @@ def test_what_does_not_divide_is_not_split(uneven, by):
 
 
 def test_on_an_explicit_mesh_rows_stay_split(by):
-    """On an explicit mesh y is split by rows, although the mesh axis of the rows splits the kernel's features too.
+    """Results on an explicit mesh are split by rows, although the rows' mesh axis splits the kernel's features too.
 
     JAX would refuse a product whose result one axis splits twice. Under `auto_axes` y can be asked for by features.
     """

@@ -141,7 +141,7 @@ def test_transformations(name, features, dtype, transformation, implementation):
 @pytest.mark.parametrize("forward_mode", [False, True])
 @pytest.mark.parametrize(("features", "dtype"), [(FEATURES[0], "float32"), (((300,), (8,), (2, 4)), "float64")])
 def test_results_that_are_not_used(features, dtype, forward_mode, used, implementation):
-    """Kernels of unused results have gradients of zero, and the others' gradients do not see them."""
+    """Kernels of unused results have gradients of zero, and do not change the gradients of the others."""
     operands = workbench.named("add_layer_norm_linear", (6, 9), dtype, features=features)
 
     def transformed(f, operands):
@@ -201,14 +201,14 @@ def test_kernels_of_several_dtypes(features, dtypes, implementation):
     chex.assert_trees_all_equal_shapes_and_dtypes(gradients, operands)
     wide = functools.partial(jax.tree.map, lambda a: np.asarray(a, "float64"))
     chex.assert_trees_all_close(wide((y, gradients)), wide((plain, plain_gradients)), rtol=0.02, atol=0.3)
-    # What is float32 has its digits, whatever its neighbours are: z is not made again in theirs.
+    # A float32 gradient has all of its digits, whatever its neighbours' dtypes: z is not made again in theirs.
     exact = [i for i, k in enumerate(kernels) if k.dtype == y[i].dtype == jnp.float32]
     dkernel, plain_dkernel = ([g["kernel"][i] for i in exact] for g in (gradients, plain_gradients))
     chex.assert_trees_all_close(dkernel, plain_dkernel, rtol=10 * TOLERANCE, atol=10 * TOLERANCE)
 
 
 def test_one_kernel_of_several_dtypes(implementation):
-    """Where each product is in float32, no kernel or bias is rounded to the dtype of its neighbours."""
+    """No kernel or bias is rounded to the dtype of its neighbours where each product is in float32."""
     operands = workbench.named("layer_norm_linear", (37, 100), "float32", features=((16,), (8,), (5,)))
     narrow = lambda a: None if a is None else a.astype("bfloat16")  # noqa: E731
     (k, *kernels), (b, *biases) = operands["kernel"], operands["bias"]
@@ -227,7 +227,7 @@ def test_one_kernel_of_several_dtypes(implementation):
 @pytest.mark.parametrize("forward_mode", [False, True])
 @pytest.mark.parametrize("features", FEATURES[:2], ids=ids)
 def test_only_the_total_is_kept_of_its_size(features, forward_mode, implementation):
-    """Of all arrays of the total's size only the total itself, which is returned too, is kept for the backward pass.
+    """No array of the total's size is kept for the backward pass except the total itself, which is returned too.
 
     Beside it are kept scale and offset in the rank of x, the kernels as they are, mean and rstd.
     """
@@ -284,7 +284,7 @@ def test_a_residual_of_another_shape():
 @pytest.mark.parametrize("forward_mode", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])  # in one operation, and by XLA
 def test_more_linears_than_an_array_has_axes(dtype, forward_mode):
-    """Forty Linears, as for 40 experts or tasks, have the reference's gradients: of the last alone, and of all."""
+    """Linears of 40 experts or tasks have the reference's gradients: of the last kernel alone, and of all kernels."""
     x = workbench.normal(0, (3, 4), dtype)
     kernels = tuple(workbench.normal(i, (4, 2), dtype) for i in range(40))
 

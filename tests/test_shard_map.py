@@ -45,7 +45,7 @@ def placed(name, split):
 def test_gradients_of_what_devices_share_are_added_up(name, split, implementation):
     """Gradients of what devices share are added up over the devices, and no others are.
 
-    The loss is taken of all results outside, or of each device's results and added up inside.
+    The loss is taken of all results outside of the `shard_map`, or of each device's results and added up inside.
     """
     given, specs, own = placed(name, split)
     function = functools.partial(getattr(jln, name), implementation=implementation)
@@ -94,7 +94,7 @@ STAGED = [("stage", "data", "tensor"), ("data", "stage", "tensor"), ("data", "te
 
 
 def by_stages(name, axes, given):
-    """Return (loss, gradients) of two stages with arrays of their own: in a `shard_map`, and by plain jnp in turn."""
+    """Return (loss, gradients) of two stages, each with its own arrays, twice: by a `shard_map` and by plain jnp."""
     staged = jax.make_mesh((2, 2, 2), axes, axis_types=(AxisType.Auto,) * 3)
     given = {n: jnp.stack([a, 2 * a]) for n, a in given.items()}
     roles = {a.name: a.role for a in OPERATORS[name].arguments}
@@ -118,7 +118,7 @@ def by_stages(name, axes, given):
 
 @pytest.fixture(params=["jnp", "kernels"])
 def by(request, monkeypatch):
-    """Run a test with jnp code, and with jnp code in the place of kernels, which JAX cannot look into."""
+    """Run a test with jnp, and with jnp in the place of kernels, where JAX cannot look into it either."""
     if request.param == "kernels":
         monkeypatch.setattr(Operation, "_chosen", lambda self, *_: functools.partial(self._formula))
 
@@ -132,13 +132,13 @@ def test_over_some_axes(name, axes, by):
 
 @pytest.mark.parametrize("name", [name for name, o in OPERATORS.items() if o.is_linear])
 def test_few_features_over_some_axes(name, by):
-    """In float32 norm and few features are one operation, whose dx is a sum over the features."""
+    """The norm and few features are one operation in float32, whose dx is a sum over the features."""
     given = {n: a.astype("float32") for n, a in operands(name).items()}
     chex.assert_trees_all_close(*by_stages(name, STAGED[0], given), rtol=1e-3, atol=1e-3)
 
 
 def test_sequence_parallelism_over_some_axes(by):
-    """For few features the compiler gathers x for the forward operation; the backward one has the whole kernel."""
+    """The compiler gathers x for the forward operation of few features; the backward one has the whole kernel."""
     staged = jax.make_mesh((2, 2, 2), STAGED[0], axis_types=(AxisType.Auto,) * 3)
     given = {n: jnp.stack([a, 2 * a]).astype("float32") for n, a in operands("layer_norm_linear").items()}
     specs = {"x": P("stage", "data", "tensor"), "kernel": P("stage", None, "tensor")}

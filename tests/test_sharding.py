@@ -73,7 +73,7 @@ def test_gradient_under_jit(name, placement):
 
 @pytest.mark.parametrize(("name", "placement"), cases())
 def test_gradient_on_an_explicit_mesh(name, placement):
-    """On an explicit mesh the gradients are the reference's, and the type of each has its argument's sharding."""
+    """Gradients on an explicit mesh are the reference's, and the type of each has its argument's sharding."""
     function, _, put = placed(name, placement, mesh(AxisType.Explicit))
     with jax.set_mesh(mesh(AxisType.Explicit)):
         gradients = jax.jit(gradient(function, put))(*put)
@@ -142,7 +142,7 @@ def test_forward_mode_in_a_shard_map_that_leaves_axes_explicit(name):
 @pytest.mark.parametrize("name", ["layer_norm", "layer_norm_linear"])
 @pytest.mark.parametrize("sharded", ["nothing", "what is closed over", "the scale alone"])
 def test_a_mesh_that_is_set_where_no_argument_has_it(name, kind, sharded):
-    """Gradients are right under a mesh over which no argument of the program is split, or the scale alone.
+    """Gradients are right under a set mesh over which no argument of the program is split, or only the scale is.
 
     JAX then gives an empty mesh to the rules that say how an operation is partitioned.
     """
@@ -216,7 +216,7 @@ EXPECTED = {
     ("layer_norm", "H"): (4, 0, 0),  # mean; variance; c1 with c2; dscale with doffset
     ("rms_norm", "H"): (3, 0, 0),
     ("layer_norm_linear", "rows"): (1, 0, 0),
-    ("rms_norm_linear", "rows over both axes"): (3, 0, 0),  # XLA's own product, dkernel, over an axis after the other
+    ("rms_norm_linear", "rows over both axes"): (3, 0, 0),  # dkernel, XLA's own product, over one axis after the other
     ("layer_norm_linear", "columns"): (1, 0, 0),  # dx with dscale and doffset
     ("layer_norm_linear", "rows and columns"): (2, 0, 0),  # as "columns", and the parameters' gradients over the rows
     ("layer_norm_linear", "rows and columns, kernel stored in parts"): (2, 2, 0),  # the kernel for each pass
@@ -238,7 +238,7 @@ def test_communication(name, placement):
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("name", ["add_layer_norm_linear", "rms_norm_linear", "add_rms_norm_linear, x_bias and gate"])
 def test_no_more_is_communicated_than_by_plain_jnp(name, placement):
-    """A gradient communicates at most plain jnp's bytes and those of the norm's and the sum's parameters.
+    """A gradient communicates at most the bytes of plain jnp's plus those of the norm's and the sum's parameters.
 
     A device may have to send its parts of those parameters' gradients.
     """
@@ -250,7 +250,7 @@ def test_no_more_is_communicated_than_by_plain_jnp(name, placement):
 
 
 def test_sequence_parallelism():
-    """Under Megatron's sequence parallelism only rows are gathered, no kernel is, and nothing is sent from all to all.
+    """Megatron's sequence parallelism gathers only rows and no kernel, and sends nothing from all to all.
 
     The mesh axis that splits the features splits the sequence outside of them. Forward z is gathered once for both
     products. Backward it is gathered once more, as it is made again, and so is the cotangent of the last product.
@@ -310,7 +310,7 @@ def test_forward_mode_on_a_mesh():
 
 
 def test_what_does_not_divide_is_not_split():
-    """Twelve rows are not split over eight devices, as rows that pad them would be part of the sums.
+    """Twelve rows are not split over eight devices, as rows of padding would be part of the sums.
 
     The data are far from zero, so that such rows would show.
     """
@@ -338,7 +338,7 @@ def test_shares_of_16_bit_parameters_are_added_up_in_float32():
     np.testing.assert_array_equal(found, np.full(8, 4, "bfloat16"))
 
 
-@pytest.mark.parametrize("features", [(8,), (300,), (8, 16)], ids=str)  # in one operation; by XLA; of several
+@pytest.mark.parametrize("features", [(8,), (300,), (8, 16)], ids=str)  # in one operation; by XLA; two Linears
 def test_shares_of_16_bit_biases_are_added_up_in_float32(features):
     """Devices' shares of a bfloat16 dbias are added up in float32, as in bfloat16 256 + 1 is 256."""
     rows = NamedSharding(mesh(), P(("data", "tensor")))
@@ -397,7 +397,7 @@ def test_a_part_of_a_mesh_axis(shape, name):
 
 
 def test_results_that_are_asked_for_elsewhere():
-    """dscale is right where it is asked for over a mesh axis that its rows are not split over, and not scattered there."""
+    """The gradient dscale may be asked for over a mesh axis that does not split the rows: it must not be scattered there."""
     function, _, put = placed("layer_norm", "rows", mesh())
     asked = (None, *(NamedSharding(mesh(), P(axis)) for axis in ("tensor", "data")))
     gradients = jax.jit(gradient(function, put), out_shardings=asked)(*put)

@@ -204,7 +204,7 @@ def test_random_keys_are_held_fixed():
 
 
 def test_arguments_without_a_name_get_none():
-    """Arguments that `*a` takes are called by their places, and not by the name of a keyword behind it."""
+    """Arguments that `*a` takes are named by their positions, and not by the keyword behind it."""
     report = testing.check_vjp(lambda *a, axis=0: jnp.sum(a[0] * a[1], axis), (X, X))
     assert [row.name for row in report.rows] == ["argument 0", "argument 1"]
 
@@ -254,9 +254,9 @@ def test_several_seeds_are_one_program_each():
 
 
 def test_one_wrong_seed_is_not_outvoted():
-    """The row of several seeds is the worst: a wrong one goes before an unsure one, and that before one that is ok.
+    """The report of several seeds shows the worst row: a wrong one before an unsure one, and that before an ok one.
 
-    Within one seed a comparison that is ok goes before one that is unsure, as it knows more.
+    Within one seed an ok comparison replaces an unsure one, as it knows more.
     """
     allowed = testing.TOLERANCES["float64"]
     zeros, ones = np.zeros(1), np.ones(1)
@@ -270,7 +270,7 @@ def test_one_wrong_seed_is_not_outvoted():
 
 
 def test_the_cotangent_is_not_the_arguments():
-    """The cotangent has not the same numbers as arguments that a user draws from the same seed."""
+    """The cotangent differs from the arguments that a user draws from the same seed."""
     cotangents = []
 
     @jax.custom_vjp

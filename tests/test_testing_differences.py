@@ -38,7 +38,7 @@ def test_a_wrong_element_is_found_beside_a_sample(seed):
 
 @pytest.mark.parametrize("f", [jnp.sin, jax.nn.relu, jax.nn.softmax, lambda x: 1 / x, lambda x: jnp.max(x, 0)])
 def test_right_rules_are_right_along_a_direction(f):
-    """Right rules pass where a derivative along a direction of all elements is compared beside a sample of them.
+    """Right rules pass with a sample, beside which the derivative along a direction of all elements is compared.
 
     Some of the elements lie next to kinks and poles.
     """
@@ -48,7 +48,7 @@ def test_right_rules_are_right_along_a_direction(f):
 
 
 def test_where_zeros_would_pass_the_report_says_so():
-    """The report says that zeros would pass too, if they would with every seed.
+    """The report notes where gradients of zeros would pass too, but only if they would with every seed.
 
     With a seed that draws larger numbers they would not.
     """

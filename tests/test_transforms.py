@@ -86,7 +86,7 @@ def test_grad_of_vmap(name, axes, implementation):
 
 
 def test_nested_vmap_over_different_arguments(name, implementation):
-    """Nested `vmap` is right where the inner one maps the kernel, or else the scale, and the outer one maps x.
+    """Nested `vmap` is right where the inner one maps the kernel, or a norm's scale, and the outer one maps x.
 
     No operand has both axes.
     """

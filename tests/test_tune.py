@@ -328,7 +328,7 @@ def test_without_a_gpu_it_says_what_there_is(capsys):
 
 
 def test_dry_run(capsys, monkeypatch):
-    """`--dry-run` prints candidates for a chip that is not here, which a process apart compiles."""
+    """`--dry-run` prints candidates for a chip that is not here; a process of its own compiles them."""
     original = search.candidates
     monkeypatch.setattr(search, "candidates", lambda q: original(q)[:2])
     status, out, err = run(capsys, "tune", "decode-1", "--dry-run", "--chip", "a100", "--dtype", "float32")
@@ -339,7 +339,7 @@ def test_dry_run(capsys, monkeypatch):
 
 
 def test_on_a_gpu(capsys, monkeypatch, tmp_path):
-    """On a GPU, which is simulated, `tune` takes the chip of the process and the file of JLN_TUNING, and prints both.
+    """`tune` on a simulated GPU takes the process's chip and JLN_TUNING's file, and prints how to export the file.
 
     It refuses another chip, and says why kernels cannot be compiled.
     """

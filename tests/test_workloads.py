@@ -141,7 +141,7 @@ def test_several_linears_hold_x_alone_between_forward_and_backward(name):
 
 @pytest.mark.parametrize("name", STACKS)
 def test_stacks_of_all_variants_are_the_same_function(name):
-    """All variants of a stack have the same loss and gradients in float64, where only a wrong wire differs by 1e-9.
+    """All variants of a stack have the same loss and gradients in float64, as only a wrong wire would differ by 1e-9.
 
     Each gradient is compared by itself. The stack without norms has another loss.
     """

@@ -73,11 +73,11 @@ def test_gradient_of_layer_norm_linear(m, h, n, dtype, parameter):
 @pytest.mark.parametrize(("m", "h", "n"), [(1024, 4096, 16), (2048, 128, 512), (16, 1024, 4096), (64, 4096, 256)])
 @pytest.mark.parametrize("returns_y", [False, True])
 def test_layer_norm_linear_under_a_given_cotangent(returns_y, m, h, n, dtype, parameter):
-    """Under a given cotangent no more temporary memory is needed than by plain autodiff, unless y is returned too.
+    """A given cotangent is pulled back with no more temporary memory than by plain autodiff, unless y is returned too.
 
-    Then dy is there before y, and autodiff makes z once for both passes. Ours makes it twice, and the scheduler of JAX
-    0.10 holds both at a time, and two float32 copies of a bfloat16 kernel, in which XLA multiplies on a CPU. From JAX
-    0.11 on a page, 4096 bytes, is allowed for sums over rows and features.
+    Then dy is there before y, and autodiff makes z once for both passes. Ours makes z twice, and the scheduler of JAX
+    0.10 holds both at a time. It also holds two float32 copies of a bfloat16 kernel, as XLA multiplies in float32 on a
+    CPU. From JAX 0.11 on a page, 4096 bytes, is allowed for sums over rows and features.
     """
 
     def needed(operator):
