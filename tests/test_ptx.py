@@ -40,7 +40,7 @@ def load_widths(dtype, layouts):
 def test_rows_side_by_side_are_loaded_16_bytes_at_a_time(worker, dtype):
     """Rows side by side are loaded 16 bytes at a time.
 
-    Backward, loads of 4 bytes are allowed too, for statistics, of which each row has one.
+    Backward kernels may load statistics, one number a row, by 4 bytes.
     """
     made = worker.submit(load_widths, dtype, WIDE).result()
     assert len(made) >= 2 * len(WIDE)

@@ -252,8 +252,8 @@ def test_no_more_is_communicated_than_by_plain_jnp(name, placement):
 def test_sequence_parallelism():
     """Megatron's sequence parallelism gathers only rows and no kernel, and sends nothing from all to all.
 
-    The mesh axis that splits the features splits the sequence outside of them. Forward z is gathered once for both
-    products. Backward it is gathered once more, as it is made again, and so is the cotangent of the last product.
+    The mesh axis that splits the features splits the sequence outside of them. The forward pass gathers z once for both
+    products. The backward pass makes z again and gathers it once more, and gathers the last product's cotangent.
     """
     width, features = 64, 512  # more features than one kernel multiplies
 
@@ -397,7 +397,7 @@ def test_a_part_of_a_mesh_axis(shape, name):
 
 
 def test_results_that_are_asked_for_elsewhere():
-    """The gradient dscale may be asked for over a mesh axis that does not split the rows: it must not be scattered there."""
+    """Gradients may be asked for over a mesh axis that does not split the rows: dscale is not scattered there."""
     function, _, put = placed("layer_norm", "rows", mesh())
     asked = (None, *(NamedSharding(mesh(), P(axis)) for axis in ("tensor", "data")))
     gradients = jax.jit(gradient(function, put), out_shardings=asked)(*put)
