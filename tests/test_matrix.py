@@ -1,5 +1,7 @@
-"""Every operator, implementation and set of optional arguments under every transformation, against the reference under
-the same one, in float64. `pytest --collect-only -q tests/test_matrix.py -m ""` counts the cases.
+"""Every operator, implementation and set of optional arguments, under every transformation.
+
+Each result is compared with the reference's under the same transformation, in float64.
+`pytest --collect-only -q tests/test_matrix.py -m ""` counts the cases.
 """
 
 import functools
@@ -17,19 +19,21 @@ from matrix import CASES, FORWARD, OPTIONAL, REVERSE, bind, first, one_row
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
-# Rounding of sums of up to 40 terms near 10, through a second derivative.
+# Allows for the rounding of sums of up to 40 terms near 10, through a second derivative.
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
 
-# RMSNorm is LayerNorm's primitive with a switch, which no transformation touches; a Linear behind a gated sum is that
-# sum's norm and a product, and the kernels of a gated sum are those of any other: by default only those that reach
-# another rule of the primitive each.
+# Transformations that each reach another rule of the primitive. By default they are enough for the operators that
+# repeat what others show: RMSNorm is LayerNorm's primitive with a switch, which no transformation touches; a Linear
+# behind a gated sum is the gated sum's norm and a product; and a gated sum's kernels are those of any other sum.
 OF_FEW = ("value_and_grad", "vmap(grad), over all", "grad(vmap), over x", "scan(checkpoint)", "grad(grad)", "jvp", True)
 
 
 def cells(rows, implementations=("xla", "triton"), always=lambda *_: True):
-    """Of the matrix: (operator, optional arguments given, implementation, transformation). The heavy ones are those
-    with some of the optional arguments or none, most of RMSNorm's, and those that `always` leaves out.
+    """Return the matrix's parameters: (operator, optional arguments given, implementation, transformation).
+
+    Heavy are the cases that lack an optional argument, those that `always` leaves out, and most of those of RMSNorm and
+    of operators with arguments that few models have.
     """
 
     def light(name, given, implementation, row):
@@ -70,7 +74,11 @@ def test_reverse_mode(name, given, implementation, transformation):
 
 
 def always_in_forward_mode(implementation, transformation):
-    """The tangent is the same jnp whatever the implementation; reverse mode goes through its transpose."""
+    """Return whether a case of forward mode is tested by default.
+
+    The tangent is the same jnp code for every implementation, and is tested in full with "xla". With "triton" one `jvp`
+    is tested, and three transformations of reverse mode, which transposes the tangent.
+    """
     transposed = ("grad(vmap), over x", "grad(vmap), over all", "scan(checkpoint)", "jvp")
     return transformation in (FORWARD if implementation == "xla" else transposed)
 
@@ -84,7 +92,7 @@ def test_forward_mode(name, given, implementation, transformation):
 
 @pytest.mark.parametrize(("name", "given", "implementation", "forward_mode"), cells((False, True), ("xla",)))
 def test_central_differences(name, given, implementation, forward_mode):
-    """Of first and second order."""
+    """First and second derivatives agree with central differences."""
     function, arrays = bind(name, given, implementation=implementation, forward_mode=forward_mode)
     check_grads(jax.jit(function), one_row(arrays), order=2, **({} if forward_mode else {"modes": ["rev"]}))
 
@@ -109,13 +117,16 @@ def test_without_forward_mode_the_error_names_it(name):
             differentiate()
 
 
-# Of each room and of each kind of operand. A question about leaks collects garbage at the end of every trace.
+# One operator for each room and each kind of operand: `jax.checking_leaks` collects garbage at the end of every trace.
 LEAKS = ("add_layer_norm", "rms_norm_gated", "rms_norm_add_rms_norm", "add_layer_norm_linear")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in LEAKS else pytest.mark.heavy) for n in OPTIONAL])
 def test_no_tracer_leaks(name, implementation):
-    """What is kept of a trace (a callback, a cache's key) would hold all of it; jax.checking_leaks says so."""
+    """No tracer outlives its trace.
+
+    A callback or a cache's key that kept one would keep the whole trace alive, and `jax.checking_leaks` would raise.
+    """
     function, arrays = bind(name, OPTIONAL[name], implementation=implementation)
     with jax.checking_leaks():
         jax.jit(lambda a: REVERSE["value_and_grad"](function, a))(arrays)

@@ -21,7 +21,7 @@ from workbench import OPERATORS
 
 
 def gradients(function, operands):
-    """-> the outputs, and all gradients"""
+    """Return the outputs of a function and the gradients of all operands, under random cotangents."""
 
     @jax.jit
     def run(operands):
@@ -70,7 +70,7 @@ def test_strided_rows(shape, dtype, implementation):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_scale_of_a_lower_precision_is_not_what_x_is_rounded_to(dtype, implementation):
-    """One downcast, at the store: the product with a bfloat16 scale is not rounded to bfloat16."""
+    """The product with a bfloat16 scale is rounded once, to x's dtype at the store, and not to bfloat16 before that."""
     x = workbench.normal(0, (4, 64), dtype)
     y = jln.layer_norm(x, jnp.full(64, 1.0, "bfloat16"), implementation=implementation)
     np.testing.assert_array_equal(y, jln.layer_norm(x, implementation=implementation))
@@ -81,7 +81,7 @@ def test_scale_of_a_lower_precision_is_not_what_x_is_rounded_to(dtype, implement
     ("rows", "features"), [((0, 3), (5,)), ((2, 3), (0,)), ((0,), (0,)), ((4,), (2, 0, 3)), ((0, 3), ())], ids=str
 )
 def test_nothing_of_an_axis(rows, features, implementation):
-    """An empty result, and gradients of zeros."""
+    """Results have the right shapes, and every gradient is zero, where an axis of rows or of features is empty."""
     name = "add_layer_norm_linear" if features else "add_layer_norm"
     operands = workbench.named(name, (*rows, 8), "bfloat16", features=features, parameter_dtype="float32")
     function = functools.partial(getattr(jln, name), implementation=implementation)
@@ -106,7 +106,10 @@ GUARANTEED = {
 @pytest.mark.parametrize("case", GUARANTEED)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_bad_row_stays_a_row(bad, case, implementation):
-    """The others' y and dx do not see it: not a bit, with as many rows and the bad one in the same place."""
+    """A NaN or an infinity in one row of x changes no bit of the y and dx of the other rows.
+
+    Both runs have the same number of rows, and the bad row has the same place.
+    """
     name, dtype, shape, axis, features = GUARANTEED[case]
     operands = workbench.named(name, shape, dtype, features=features, axis=axis)
     options = {"implementation": implementation} | ({} if features else {"axis": axis})
@@ -133,7 +136,10 @@ def test_a_bad_row_stays_a_row(bad, case, implementation):
     ],
 )
 def test_gradients_repeat_bit_for_bit(name, dtype, features, implementation):
-    """Of one compiled program; where there is a GPU, of its kernels and of the products that XLA chose."""
+    """One compiled program gives the same outputs and gradients in every run, bit for bit.
+
+    Where there is a GPU this holds for its kernels and for the products that XLA chose.
+    """
     operands = workbench.named(name, (300, 130), dtype, features=features)
     function = functools.partial(getattr(jln, name), implementation=implementation)
     run = jax.jit(lambda a: gradients(lambda a: function(**a), (a,)))
@@ -145,13 +151,19 @@ def test_gradients_repeat_bit_for_bit(name, dtype, features, implementation):
 # A tile of several rows, a row a tile, a row shared by programs, chunks.
 @pytest.mark.parametrize("width", [20, 3000, 12000, 20000])
 def test_rows_do_not_depend_on_each_other(width):
-    """Batch invariance of the kernels, bit for bit; on the CPU XLA's own sums depend on how it splits them."""
+    """The kernels are batch invariant: a row has the same bits of y and dx by itself as among others.
+
+    "xla" is left out, as on the CPU XLA's own sums depend on how it splits them.
+    """
     assert_rows_are_independent(23, width)
 
 
 @pytest.mark.parametrize("programs", [1, 33, 528])  # fewer than a block of partial sums, one more, an H200's
 def test_reduction_of_many_partial_sums(programs):
-    """The interpreter's few SMs leave few partial sums; a GPU's leave hundreds."""
+    """The reduction kernel adds up one partial sum as well as hundreds.
+
+    The interpreter's few SMs leave few partial sums in the other tests; a GPU's leave hundreds.
+    """
     partial = workbench.normal(0, (2, programs, 40), "float32")
     where = target.Interpreter() if target.interpreting() else target.Gpu(target.target_chip())
 
@@ -177,7 +189,10 @@ def test_reduction_of_many_partial_sums(programs):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_partial_sums_are_not_rounded(dtype):
-    """dscale's and doffset's [P, H] in float32 (float64 for float64), whatever the parameters are."""
+    """The partial sums [P, H] of dscale and doffset are in float32, or in float64 for float64.
+
+    They are so for parameters in 16 bits, too. P is the number of programs.
+    """
     x, p = jax.ShapeDtypeStruct((1000, 64), dtype), jax.ShapeDtypeStruct((1, 64), dtype)
     statistic = jax.ShapeDtypeStruct((1000, 1), jnp.promote_types(dtype, "float32"))
     norm = Norm(axis=-1, epsilon=0.0, switches=Switches(subtract_mean=True))
@@ -191,7 +206,7 @@ def test_partial_sums_are_not_rounded(dtype):
 
 
 def test_columns_that_are_not_there_cannot_overflow(implementation):
-    """mean * rstd is infinite here: a masked column must not turn it into NaN."""
+    """The masked columns beyond H bring no NaN into dx where mean * rstd is infinite."""
     x = jnp.full((2, 7), 1e36, "float32")
     dy = jnp.arange(14, dtype="float32").reshape(2, 7)
     dx = jax.grad(lambda x: jnp.sum(jln.layer_norm(x, implementation=implementation) * dy))(x)
@@ -199,7 +214,7 @@ def test_columns_that_are_not_there_cannot_overflow(implementation):
 
 
 def test_unused_results_have_no_gradient(implementation):
-    """Only y, or only the sum, is used: the other's cotangent is zero and dx is still right."""
+    """All gradients are right where only y or only the sum is used, so that the other's cotangent is zero."""
     operator = OPERATORS["add_layer_norm"]
     operands = workbench.arguments(operator, (5, 12), "float64")
     for used in (0, 1):
@@ -211,7 +226,7 @@ def test_unused_results_have_no_gradient(implementation):
 
 
 def test_what_was_not_used_cannot_spoil_what_was(implementation):
-    """Only the sum is used: a bad row of the norm is nobody's business, and no kernel runs for it."""
+    """An infinity in a row spoils no gradient where only the sum is used, and the norm's backward does not run."""
     x = jnp.ones((2, 4)).at[0, 0].set(jnp.inf)
 
     def loss(x, scale):
@@ -226,7 +241,10 @@ def test_what_was_not_used_cannot_spoil_what_was(implementation):
 @pytest.mark.parametrize("forward_mode", [False, True])
 @pytest.mark.parametrize("name", _catalogue.OPERATORS)
 def test_strict_promotion(name, implementation, forward_mode):
-    """Every x in 16 bits, and all else in 32; of several kernels one in each."""
+    """Operators run under strict dtype promotion with x in bfloat16 and all other arguments in float32.
+
+    Of two kernels one is in float32 and one in bfloat16. Each gradient has its argument's dtype.
+    """
     operator = _catalogue.OPERATORS[name]
     sizes = _catalogue.sizes((3, 8), -1, (4,))
     given = {a.name: jnp.ones(a.of(sizes, "float32", "float32").shape) for a in operator.arguments}
@@ -253,7 +271,7 @@ def test_weak_types_promote_as_arrays_do(implementation):
 
 
 def test_objects_that_stand_for_arrays(implementation):
-    """As flax.nnx.Param does."""
+    """An object with `__jax_array__`, such as `flax.nnx.Param`, is taken for the array that it gives."""
 
     class Parameter:
         def __jax_array__(self):

@@ -1,4 +1,4 @@
-"""The pages: their code runs and prints what they show, their commands exist, their links lead somewhere."""
+"""The Markdown pages: their code prints what they show, their commands exist, and their links lead somewhere."""
 
 import contextlib
 import io
@@ -26,11 +26,11 @@ PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
     for path in sorted([*ROOT.glob("*.md"), *(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.md"))])
 }
-HISTORY = "CHANGELOG.md"  # what it names need not be there any more
+HISTORY = "CHANGELOG.md"  # what it names may be gone
 GENERATED = "jln/API.md"  # its blocks are signatures
-# Whose code has a test of its own.
+# Pages whose code another test runs.
 TESTED = {"examples/real_models.md": "tests/modules/test_real_models.py"}
-# The package itself, whose messages tell what to type, too.
+# The package's files, as their messages tell what to type, too.
 MESSAGES = {str(p.relative_to(ROOT)): p.read_text() for p in sorted((ROOT / "jln").rglob("*.py"))}
 CURRENT = [page for page in PAGES if page != HISTORY]
 
@@ -41,7 +41,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$\n*", re.M | re.S)
 
 
 def blocks(text: str) -> list[tuple[str, str | None]]:
-    """The blocks of Python, each with what the page says that it prints."""
+    """Return the blocks of Python of a page, each with the text that the page shows as its output, or None."""
     fences = [(m[1], m[2], m.start(), m.end()) for m in FENCE.finditer(text)]
     found = []
     for i, (language, code, _, end) in enumerate(fences):
@@ -53,7 +53,10 @@ def blocks(text: str) -> list[tuple[str, str | None]]:
 
 
 def agree(printed: str, shown: str) -> bool:
-    """Word by word; of numbers such as 1.5e-03 up to 1 %, or 1e-9: a last digit is another machine's own."""
+    """Return whether two texts have the same words on each line.
+
+    Numbers such as 1.5e-03 may differ by 1 %, or by 1e-9, as their last digits depend on the machine.
+    """
     lines = [[line.split() for line in text.strip().splitlines()] for text in (printed, shown)]
     return [len(words) for words in lines[0]] == [len(words) for words in lines[1]] and all(
         a == b or (is_number(a) and is_number(b) and math.isclose(float(a), float(b), rel_tol=0.01, abs_tol=1e-9))
@@ -71,7 +74,7 @@ def is_number(word: str) -> bool:
     "page", [p for p, text in PAGES.items() if blocks(text) and p not in (GENERATED, HISTORY, *TESTED)]
 )
 def test_the_code_of_a_page_runs_and_prints_what_it_shows(page):
-    """Its blocks one after the other, as a reader would."""
+    """The blocks of a page, run in order with shared variables, print what the page shows."""
     names = {}
     with jax.enable_x64(False):
         for code, shown in blocks(PAGES[page]):
@@ -99,7 +102,7 @@ PYTEST = {"-n0", "-s", "--durations=25"}
 
 
 def commands(text: str) -> set[str]:
-    """What a page tells to type: in indented blocks, and in inline code."""
+    """Return the commands that a page tells to type, in indented blocks and in inline code."""
     text = FENCE.sub("\n", text)
     indented = re.findall(r"^    (?:\$ )?(\S.*)$", text, re.M)
     inline = [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", re.sub(r"^    .*$", "", text, flags=re.M))]
@@ -108,7 +111,10 @@ def commands(text: str) -> set[str]:
 
 
 def simple(command: str) -> list[list[str]]:
-    """Its simple commands, without what stands for more and without where the output goes."""
+    """Return the words of each of the simple commands that `&&` and `|` join.
+
+    `...`, which stands for more words, and redirections of output are left out.
+    """
     found = [[]]
     for word in shlex.split(command, comments=True):
         if word in ("&&", "|"):
@@ -119,12 +125,12 @@ def simple(command: str) -> list[list[str]]:
 
 
 def complaints(words: list[str]) -> list[str]:
-    """What is wrong with a simple command."""
+    """Return messages about what is wrong with a simple command, or an empty list."""
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
         words = words[1:]
     match words:
         case [] | ["python"] | ["pip", *_] | ["head", *_] | ["pre-commit", "install"]:
-            return []  # pip: below
+            return []  # `badly_installed` judges pip
         case ["python3.11", "-m", "venv", _] | ["source", _]:
             return []
         case ["export", variable] | [variable] if variable.partition("=")[0].isupper():
@@ -177,7 +183,10 @@ def of_pytest(rest: list[str]) -> list[str]:
 
 
 def of_script(script: str, rest: list[str]) -> list[str]:
-    """Options stand in the script's text, or are parameters of its `main`."""
+    """Return messages about a script that does not exist, or about options that it does not have.
+
+    An option stands in the script's text, or is a parameter of its `main`.
+    """
     if not (ROOT / script).is_file():
         return [f"no {script}"]
     text = (ROOT / script).read_text()
@@ -226,12 +235,15 @@ def test_commands_are_found_wherever_they_stand():
 # Installing
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-# What else a message may tell to install, by its own name.
+# Other packages that a message may tell to install by their names.
 OTHERS = r"(-U )?\"?(jax|jaxlib|numpy|triton|\{n)"
 
 
 def badly_installed(text: str) -> list[str]:
-    """What follows on "pip install" and is not in the one form, of extras that there are."""
+    """Return what a text tells to install otherwise than by `pip install -e ".[extra,extra]"` with known extras.
+
+    Other packages may be installed by their names.
+    """
     found = re.findall(r"pip install ([^\n`]*)", text)
     return [line for line in found if not (is_form(line) or re.match(OTHERS, line))] + re.findall(r"jln\[\w*", text)
 
@@ -258,7 +270,7 @@ def test_another_install_line_is_seen():
 
 
 def slug(heading: str) -> str:
-    """As the places where repositories are browsed make it."""
+    """Return the anchor that websites for repositories make of a heading."""
     text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
     return re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
 
@@ -273,7 +285,7 @@ def links(text: str) -> list[str]:
 
 
 def broken(page: str, link: str) -> bool:
-    """Whether it leads nowhere within the repository. What is outside is not asked."""
+    """Return whether a link leads nowhere in the repository; links out of it are not followed."""
     if re.match(r"https?://", link):
         return False
     path, _, anchor = link.partition("#")

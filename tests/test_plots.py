@@ -1,4 +1,4 @@
-"""Pictures: those of the pages are what their data draws, nothing lies on anything else, they say what is better."""
+"""Pictures: those on the pages match their data, nothing overlaps, and charts say which library is better."""
 
 import pathlib
 import re
@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 pytest.importorskip("matplotlib")
-pytest.importorskip("triton")  # of which the picture of the passes asks what would be launched
+pytest.importorskip("triton")  # the picture of the passes shows what would be launched
 
 from jln._bench import plots
 from jln._bench.canvas import Canvas
@@ -40,7 +40,11 @@ def drawn(path):
 
 
 def test_the_pictures_of_the_pages_are_what_their_data_draws(pictures, tmp_path):
-    """But for the last digits, which another matplotlib may set otherwise. `python benchmarks/pictures.py` mends it."""
+    """The pictures on the pages have the texts, colours and outlines that their data draws.
+
+    Outlines may differ by half a unit, as another matplotlib may write other last digits.
+    `python benchmarks/pictures.py` draws the pictures again.
+    """
     canvases = pictures.pictures()
     assert len(canvases) == 6
     for path, canvas in canvases.items():
@@ -90,7 +94,7 @@ def test_the_arrows_of_a_block_are_all_bytes_that_the_report_counts(pictures):
 
 
 def workload(programs, **more):
-    """Make a report's, with bytes, kernels and what is held of each program."""
+    """Return a workload as a report has it, with (bytes, kernels, held bytes) of each program."""
     programs = {
         peer: {"bytes": moved, "kernels": kernels, "held_bytes": held}
         for peer, (moved, kernels, held) in programs.items()
@@ -100,7 +104,7 @@ def workload(programs, **more):
 
 
 def told(canvas, *words):
-    """Return what a picture tells, in order, with one of the words in it."""
+    """Return those texts of a picture, in order, that have one of the words in them."""
     return [text for text in canvas.told if any(word in text for word in words)]
 
 
@@ -178,7 +182,10 @@ def test_times_are_ratios_whose_mean_stands_in_front():
 
 
 def test_a_card_full_of_peers_and_sizes_is_still_read():
-    """As on a GPU: every peer, forward, backward and both, each of them far ahead and far behind."""
+    """Nothing overlaps in charts as full as a GPU's: every peer, at nine sizes, forward, backward and both.
+
+    Each peer is far ahead of ours at some sizes and far behind at others.
+    """
     medians = {p: [1e-4 * 10 ** ((i + k) % 9 / 6 - 0.5) for i in range(9)] for k, p in enumerate(PEERS)}
     medians["jln"] = 9 * [1e-4]
     records = [

@@ -1,5 +1,6 @@
-"""What the package takes of JAX and of Triton beyond their public interfaces, held by name and signature: where this
-fails on a new version, CONTRIBUTING.md's page on porting says which file to mend.
+"""The names and signatures that the package uses of JAX and of Triton beyond their public interfaces.
+
+Where a test fails on a new version, CONTRIBUTING.md's section on porting says which file to mend.
 """
 
 import ast
@@ -94,7 +95,10 @@ def test_a_kernel_tells_its_function_and_its_arguments():
 
 
 def test_tritons_compiler_is_asked_as_it_was():
-    """But for what makes PTX, which is jax-triton's: tests/program/test_launch.py."""
+    """Triton's compiler has the names and signatures that the package uses.
+
+    Those that make PTX are jax-triton's, and are tested in tests/program/test_launch.py.
+    """
     from triton._C import libtriton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
@@ -122,8 +126,9 @@ def is_unstable(name: str) -> bool:
 
 
 def taken(text: str) -> set[str]:
-    """What a file imports of modules that promise nothing, their underscored names that it reads, and what it calls by
-    a string.
+    """Return the names that a file uses of modules which promise no stability.
+
+    They are what it imports of these modules, their underscored names that it reads, and what it names in a string.
     """
     found, imported = set(), set()
     tree = ast.parse(text)
@@ -143,7 +148,7 @@ def taken(text: str) -> set[str]:
 
 
 def table() -> list[tuple[str, str]]:
-    """Of CONTRIBUTING.md's page: (what, where) of each row."""
+    """Return (what, where) of each row of the table on porting in CONTRIBUTING.md."""
     page = (ROOT / "CONTRIBUTING.md").read_text().split("## Porting")[1].split("\n## ")[0]
     rows = [line.split("|") for line in page.splitlines() if line.startswith("| ")]
     return [(what, where) for _, _, what, where, *_ in rows]

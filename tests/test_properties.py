@@ -1,7 +1,7 @@
-"""What must hold for all data: hypothesis looks for what breaks it.
+"""Properties that must hold for all data: hypothesis looks for data that break them.
 
-80 examples in all by default, always the same ones; `JLN_EXAMPLES=10000 pytest -n0 tests/test_properties.py` looks for
-that many new ones, by night.
+By default 80 examples are tried in all, always the same ones. `JLN_EXAMPLES=10000 pytest -n0 tests/test_properties.py`
+tries 10,000 new ones, at night.
 """
 
 import functools
@@ -32,24 +32,26 @@ settings.register_profile(
 settings.load_profile("jln")
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-# A program is compiled for each size: few, so that there is time for data. 1, 2, 3, 17: several rows a tile, ragged.
-# 130: one more than a power of two and another. 1100: one row a tile.
+# Sizes are few, as a program is compiled for each and there should be time for data. 1, 2, 3, 17: several rows a tile,
+# ragged. 130: just more than a power of two. 1100: one row a tile.
 WIDTHS = (1, 2, 3, 17, 130, 1100)
 ROWS = (1, 2, 7)
-FEATURES = (1, 20, 300)  # the last for kernels that are composed
-# Powers of ten; from float16's to what float32 can still square and add up, and beyond.
+FEATURES = (1, 20, 300)  # 300 are too many for one kernel, so that norm and product are composed
+# The least and the largest power of ten of the data. In bfloat16 and float32 the squares of the largest overflow.
 MAGNITUDES = {"float16": (-7, 3), "bfloat16": (-30, 30), "float32": (-30, 30), "float64": (-30, 30)}
-# Below this a dtype has fewer digits, or XLA's CPU backend flushes to zero; times the 1000 that rstd may be.
+# Smaller errors pass: there a dtype has fewer digits, or XLA's CPU backend flushes to zero, and rstd multiplies that by
+# up to 1000.
 FLOOR = {"float16": 6e-8, "bfloat16": 1e-34, "float32": 1e-34, "float64": 1e-300}
 
 implementations = st.sampled_from(["xla", "triton"])
-# The roundings of workbench are standard deviations of errors taken for independent, and a night compares 10^7 numbers.
+# Roundings are allowed this many times, as a night compares 10^7 numbers: workbench's roundings are standard deviations
+# of errors that are taken for independent.
 DEVIATIONS = 6
 
 seeds = st.integers(0, 2**32 - 1)
 
 
-# A sum in front of one is tested with the norms, and the two together in test_several_linears.py.
+# Linears without a sum in front: sums are tested with the norms, and both together in test_several_linears.py.
 LINEAR_OPERATORS = {name: o for name, o in workbench.LINEAR_OPERATORS.items() if not o.adds}
 
 
@@ -59,7 +61,7 @@ def is_linear(name):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def run(name, options, operands, cotangent):
-    """-> the results, then the operands' gradients. options: pairs, module among them."""
+    """Return (results, gradients of the operands). `options` are pairs of a name and a value, such as the module."""
     options = dict(options)
     operator = {**OPERATORS, **LINEAR_OPERATORS}[name]
     results, pullback = jax.vjp(lambda *a: operator(*a, **options), *operands)
@@ -77,7 +79,7 @@ def plain(name, operands, cotangent, **options):
 
 
 def arguments(name, rows, width, features, dtype, seed):
-    """Operands and cotangent, of size 1."""
+    """Return (operands, cotangent): normal random numbers, scaled such that results are about as large as 1."""
     random = np.random.default_rng(seed)
 
     def normal(shape, mean=0.0):
@@ -96,7 +98,7 @@ def arguments(name, rows, width, features, dtype, seed):
 
 
 def operands_of(operator, given):
-    """In order, and None for what it does not take."""
+    """Return the given operands in the operator's order, with None for those that it does not take."""
     return tuple(given[name] if name in operator.entry.names else None for name in operator.kind.names)
 
 
@@ -106,7 +108,7 @@ def replaced(operands, index, value):
 
 @st.composite
 def problems(draw, names=(*OPERATORS, *LINEAR_OPERATORS), dtypes=DTYPES, rows=ROWS):
-    """(name, dtype, operands, cotangent)"""
+    """Draw (name, dtype, operands, cotangent) of a call."""
     name, dtype, rows = draw(st.sampled_from(names)), draw(st.sampled_from(dtypes)), draw(st.sampled_from(rows))
     features = draw(st.sampled_from(FEATURES)) if is_linear(name) else 0
     operands, cotangent = arguments(name, rows, draw(st.sampled_from(WIDTHS)), features, dtype, draw(seeds))
@@ -123,7 +125,10 @@ def assert_same(a, b):
 
 
 def data_of_any_scale(draw, x, dtype):
-    """x times a power of ten; some rows constant, some with a mean a thousand times their spread, some denormal."""
+    """Return x with each row multiplied by a power of ten that is drawn.
+
+    Some rows are made constant, some get a mean a thousand times their spread, and some are made denormal instead.
+    """
     low, high = MAGNITUDES[dtype]
     x = np.array(x, "float64")
     for row in range(len(x)):
@@ -140,14 +145,17 @@ def data_of_any_scale(draw, x, dtype):
 
 
 def squares_fit(total, dtype):
-    """Whether the sum of squares of every row stays inside the dtype of the arithmetic."""
+    """Return whether the sum of squares of every row is far from overflow in the dtype of the arithmetic."""
     compute = jnp.promote_types(dtype, jnp.float32)
     return np.max(np.sum(np.asarray(total, "float64") ** 2, -1)) < float(jnp.finfo(compute).max) / 10
 
 
 @given(problems(names=tuple(OPERATORS)), implementations, st.data())
 def test_norms_at_any_scale(problem, implementation, data):
-    """Twice plain jnp's error and one rounding, as everywhere; finite where the squares overflow."""
+    """Norms err by at most twice plain jnp's error plus the roundings that `assert_close` allows, at any scale of x.
+
+    Where the squares of a row overflow, results and gradients are finite.
+    """
     name, dtype, operands, cotangent = problem
     operands = replaced(operands, 0, data_of_any_scale(data.draw, operands[0], dtype))
     operator = OPERATORS[name]
@@ -182,7 +190,10 @@ def test_linears_at_any_scale(problem, implementation, data):
 
 
 def is_known(normalised, operator):
-    """Which rows have a dx: that of a constant row of 1e23 is the rounding of its mean, to the last digit."""
+    """Return which rows have a dx to compare, as a mask [M].
+
+    A constant row of 1e23 has none, as its spread is only the rounding of its mean, and dx depends on that rounding.
+    """
     x = np.asarray(normalised, "float64")
     eps = float(jnp.finfo(jnp.promote_types(normalised.dtype, jnp.float32)).eps)
     spread = np.sqrt((x.var(-1) if operator.subtract_mean else np.mean(x**2, -1)) + workbench.EPSILON)
@@ -190,13 +201,19 @@ def is_known(normalised, operator):
 
 
 def errors(got, true):
-    """None where the truth overflows got's dtype, as a float16's dx does where rstd is 1000, and got has done so."""
+    """Return the error of each element, 0 where the true value overflows in the dtype of `got`, and `got` does so too.
+
+    A float16 dx overflows where rstd is 1000.
+    """
     with np.errstate(over="ignore", invalid="ignore"):
         return np.where(np.isinf(got) & (got == true.astype(got.dtype)), 0, np.abs(got.astype(true.dtype) - true))
 
 
 def assert_close(got, expected, values, roundings, dtype, known):
-    """As `workbench.assert_accurate`, with a plain error for each row, since rows differ in scale."""
+    """Raise where an error is larger than is allowed.
+
+    Unlike `workbench.assert_accurate` it takes plain jnp's error by row, since rows differ in scale.
+    """
     for name, a in got.items():
         if a is None:
             continue
@@ -226,7 +243,7 @@ def assert_close(got, expected, values, roundings, dtype, known):
     seeds,
 )
 def test_any_axes(name, implementation, shape, data, seed):
-    """Every subset of axes in every order, in float64."""
+    """A norm over any axes, in any order, has the reference's results and gradients in float64."""
     chosen = data.draw(st.permutations(range(len(shape))))[: data.draw(st.integers(1, len(shape)))]
     axis = tuple(a - len(shape) if data.draw(st.booleans()) else a for a in chosen)
     random = np.random.default_rng(seed)
@@ -246,7 +263,7 @@ def test_any_axes(name, implementation, shape, data, seed):
 
 @given(problems(), implementations, st.data())
 def test_what_is_bad_stays_in_its_row(problem, implementation, data):
-    """NaN, infinities, denormals and the largest number, in x or dy: no other row changes by a bit."""
+    """A NaN, an infinity, a denormal or the largest number in a row of x or dy changes no bit of another row."""
     name, dtype, operands, cotangent = problem
     x = operands[0]
     bad = data.draw(st.sampled_from(["nan", "inf", "-inf", "smallest_subnormal", "max"]))
@@ -272,7 +289,7 @@ def test_what_is_bad_stays_in_its_row(problem, implementation, data):
     st.data(),
 )
 def test_a_row_alone_is_as_among_others(problem, data):
-    """Of the kernels, bit for bit."""
+    """The kernels give a row by itself, bit for bit, the results and gradients that it has among others."""
     name, _, operands, cotangent = problem
     x = operands[0]
     row = data.draw(st.integers(0, len(x) - 1))
@@ -296,7 +313,7 @@ def test_repeats_are_the_same(problem, implementation):
 
 @given(problems(dtypes=("float64",)), implementations, seeds, st.integers(-20, 20))
 def test_gradients_are_linear_in_the_cotangent(problem, implementation, seed, power):
-    """Bit for bit in a power of two, and in a sum to rounding."""
+    """Gradients are linear in the cotangent: bit for bit in a factor of a power of two, to rounding in a sum."""
     name, _, operands, cotangent = problem
     random = np.random.default_rng(seed)
     other = jax.tree.map(lambda a: jnp.asarray(random.standard_normal(a.shape)), cotangent)
@@ -319,7 +336,10 @@ def test_gradients_are_linear_in_the_cotangent(problem, implementation, seed, po
     st.sampled_from([1.0, 16.0, 1024.0]),
 )
 def test_shift_and_scale_of_x(problem, implementation, power, shift):
-    """2^n x with 4^n epsilon has the same y, and a dx 2^-n times as large; a shift changes neither but by rounding."""
+    """Multiplying x by 2^n and epsilon by 4^n changes neither y nor the parameters' gradients, and divides dx by 2^n.
+
+    A shift of x changes y by rounding alone where a mean is subtracted.
+    """
     name, dtype, operands, cotangent = problem
     factor = 2.0**power
     epsilon = 2.0**-20
@@ -327,7 +347,7 @@ def test_shift_and_scale_of_x(problem, implementation, power, shift):
     scaled = replaced(operands, 0, operands[0] * factor)
     scaled_y, scaled_gradients = ours(name, implementation, scaled, cotangent, epsilon=epsilon * factor**2)
     eps = float(jnp.finfo(dtype).eps)
-    # Exact, but for an rsqrt that rounds differently; its error goes into every term once.
+    # All is exact except rsqrt, which may round differently; its error goes into every term once.
     for a, b in zip(leaves((y, *gradients[1:])), leaves((scaled_y, *scaled_gradients[1:])), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=16 * eps * max(1, np.max(np.abs(a))))
     np.testing.assert_allclose(

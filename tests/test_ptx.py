@@ -1,6 +1,6 @@
 """Rung 3: what the compiler makes of the kernels' loads, copies, products and fences, read from PTX.
 
-Compiling needs a process without TRITON_INTERPRET, so each case is a worker process's; nothing here needs a GPU.
+Compiling needs a process without TRITON_INTERPRET, so each case runs in a worker process. Nothing here needs a GPU.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from launches import CHIPS, DTYPES, FUSED, LINEAR_DTYPES, SWITCHES, launches, li
 
 pytest.importorskip("triton")
 
-# Rows side by side: whole rows and chunks of them, H of which few or no powers of two are a factor.
+# (H, INNER) of rows that lie side by side: whole rows and chunks of them, where H has few factors of two or none.
 WIDE = [(33, 768), (300, 128), (2000, 64)]
 
 
 def load_widths(dtype, layouts):
-    """Runs in the worker: of each launch its kernel and the bytes of every load from global memory in its PTX."""
+    """Return for each launch its kernel and the widths in bytes of all loads from global memory in its PTX.
+
+    The worker runs this.
+    """
     made = []
     for h, inner in layouts:
         for launch in launches(h, inner, DTYPES[dtype], "h200", SWITCHES["nothing"]):
@@ -35,7 +38,10 @@ def load_widths(dtype, layouts):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_rows_side_by_side_are_loaded_16_bytes_at_a_time(worker, dtype):
-    """Statistics, of which there is one a row, may take 4."""
+    """Rows side by side are loaded 16 bytes at a time.
+
+    Backward kernels may load statistics, one number a row, by 4 bytes.
+    """
     made = worker.submit(load_widths, dtype, WIDE).result()
     assert len(made) >= 2 * len(WIDE)
     wrong = [m for m in made if m[1] - {4} != {16} or (4 in m[1] and m[0].startswith("forward"))]
@@ -43,7 +49,10 @@ def test_rows_side_by_side_are_loaded_16_bytes_at_a_time(worker, dtype):
 
 
 def copies_of_a_fused_forward(shape, dtype):
-    """Runs in the worker: the bytes of each copy from global to shared memory."""
+    """Return the widths in bytes of a fused forward kernel's copies from global to shared memory.
+
+    The worker runs this.
+    """
     m, h, n = shape
     launch = linear_launches(m, h, n, LINEAR_DTYPES[dtype], "h200", SWITCHES["nothing"])[0]
     assert launch.kernel.fn.__module__ == "jln._norm_linear.kernels" and launch.kernel.fn.__name__ == "forward_kernel"
@@ -59,7 +68,10 @@ def test_a_fused_forward_copies_16_bytes_at_a_time(worker, dtype):
 
 
 def contractible(chip):
-    """Runs in the worker: of each kernel of a norm and of a fused Linear the products and sums that may become one."""
+    """Return the products and sums without `.rn`, which ptxas may fuse, of each kernel of a norm and a fused Linear.
+
+    The worker runs this.
+    """
     made = launches(65, 1, DTYPES["float32"], chip, SWITCHES["everything"])
     made += linear_launches(200, 64, 16, LINEAR_DTYPES["bfloat16"], chip, SWITCHES["everything"])
     found = {}
@@ -72,16 +84,19 @@ def contractible(chip):
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_no_product_is_contracted_with_the_sum_it_goes_into(worker, chip):
-    """Two threads that add x * x and what the other has would each round the other's, and store two results."""
+    """No product in a kernel may be fused with the sum that it goes into.
+
+    Two threads that each add their own x * x to the other's would round only the other's, and store different sums.
+    """
     found = worker.submit(contractible, chip).result()
     assert len(found) == 7
     assert [kernel for kernel, some in found.items() if some] == []
 
 
 def unfenced_products(ptx):
-    """The products in a kernel's PTX that a thread may come to with no proxy fence since it stored to shared memory.
+    """Return the products in PTX that a thread may reach without a proxy fence after it stored to shared memory.
 
-    wgmma and tcgen05.mma read shared memory by another way than a store takes there, and only such a fence orders them.
+    wgmma and tcgen05.mma read shared memory through another proxy than stores, and only such a fence orders the two.
     """
     lines = [line.strip() for line in ptx.splitlines()]
     labels = {line.split(":")[0]: at for at, line in enumerate(lines) if re.match(r"\$\w+:", line)}
@@ -106,7 +121,10 @@ def unfenced_products(ptx):
 
 
 def fences_of_fused_kernels(chip, dtype, sizes):
-    """Runs in the worker: of each fused kernel its products, and those that are not fenced."""
+    """Return (kernel, number of products, products without a fence) of each fused kernel.
+
+    The worker runs this.
+    """
     made = []
     for m, h, n in sizes:
         for launch in linear_launches(m, h, n, LINEAR_DTYPES[dtype], chip, SWITCHES["everything"]):
@@ -121,7 +139,10 @@ def fences_of_fused_kernels(chip, dtype, sizes):
     [("h200", "bfloat16"), ("b200", "bfloat16"), pytest.param("h200", "float32", marks=pytest.mark.heavy)],
 )
 def test_products_wait_for_what_is_stored_to_shared_memory(worker, chip, dtype):
-    """Otherwise results are wrong now and then. Triton before 3.7.1 leaves out the fences, and no kernel is fused."""
+    """A proxy fence stands between a fused kernel's stores to shared memory and the products that read it.
+
+    Without it results are wrong now and then. Triton before 3.7.1 leaves the fences out, so no kernel is fused there.
+    """
     if (why := linear_tiles.unfenced(ALL_CHIPS[chip])) is not None:
         for choose in (linear_tiles.forward_tile, linear_tiles.backward_plan):
             assert all(choose(m, h, n, dtype, ALL_CHIPS[chip]) is None for m, h, n in FUSED), why

@@ -1,4 +1,4 @@
-"""The Linear that reads a norm's result and keeps what makes it again, beside the reference in float64."""
+"""A Linear that reads a norm's result and keeps what makes it again, compared with the reference in float64."""
 
 import functools
 import itertools
@@ -62,7 +62,7 @@ def test_without_parameters(absent):
 
 @pytest.mark.parametrize("moved", range(5), ids=ARGUMENTS)
 def test_tangents_of_each_argument(moved):
-    """And the second derivatives, forward over reverse."""
+    """The tangents of each argument, and its second derivatives by forward over reverse, are the reference's."""
     args = arrays()
     tangents = tuple(a if i == moved else jnp.zeros_like(a) for i, a in enumerate(arrays(1)))
     both(lambda f: lambda *a: jax.jvp(f, a, tangents), *args)
@@ -149,7 +149,10 @@ def test_a_mesh_with_explicit_axes():
 
 
 def test_what_is_kept_is_no_more_than_what_is_read():
-    """By the rule itself: a kernel that nobody differentiates leaves nothing of the size of x."""
+    """The rule keeps only what the wanted gradients read.
+
+    Without the kernel's gradient it keeps nothing of the size of x.
+    """
     x, scale, offset, kernel, bias = arrays()
     made_of = reading.norm.Operands(x, scale=scale[None, None], offset=offset[None, None])
     norm_linear = reading.NormLinear(reading.norm.Norm(-1, 1e-6, reading.norm.Switches(True)), None, (2,))

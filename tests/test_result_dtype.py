@@ -1,4 +1,4 @@
-"""`dtype`: a norm's result may have another than x. Every result against float64."""
+"""The argument `dtype`, by which a norm's result has another dtype than x: every result against float64."""
 
 import functools
 
@@ -36,7 +36,7 @@ def test_every_result(name, x_dtype, dtype, rows, width, implementation):
 
 
 def test_vmap_and_second_order(implementation):
-    """The result's dtype survives both; a second derivative runs through the formula."""
+    """`vmap` keeps the result's dtype, and a second derivative, which runs through the formula, is the reference's."""
     x, scale = workbench.normal(0, (3, 4, 16), "bfloat16"), workbench.normal(1, (3, 16), "float32")
     norm = functools.partial(
         jln.layer_norm, dtype="float32", epsilon=workbench.EPSILON, implementation=implementation, forward_mode=True

@@ -1,5 +1,6 @@
-"""`add_layer_norm` and `add_rms_norm` norm the sum that they return, rounded to its dtype: operators and reference do,
-jitted and not.
+"""`add_layer_norm`, `add_rms_norm` and `rms_norm_add_rms_norm` normalise the sum that they return.
+
+That sum is rounded to its dtype. The operators do so and the reference does, jitted and eager.
 """
 
 import functools
@@ -23,7 +24,7 @@ RUNS = {"reference": jln.reference} | {name: jln for name in ("xla", "triton")}
 
 
 def sum_that_loses_digits(dtype, residual_dtype):
-    """x, residual [5, 100]: of a spread of a few roundings of their sum, on which the rounding leaves its mark."""
+    """Return x and residual, [5, 100]. x is as small as the last digit of their sum, which rounding so changes much."""
     random = np.random.default_rng(0)
     digits = float(jnp.finfo(jnp.promote_types(dtype, residual_dtype)).eps)
     x = random.standard_normal((5, 100)) * 64 * digits
@@ -63,7 +64,10 @@ def test_it_is_what_is_returned_that_is_normed(name, run, jitted):
 @pytest.mark.parametrize("width", [100, 20000], ids=["whole", "chunks"])
 @pytest.mark.parametrize("run", RUNS)
 def test_so_it_is_between_norms_on_both_sides(run, width):
-    """In float32, which tells the rounded sum from the other."""
+    """`rms_norm_add_rms_norm` normalises the rounded sum too.
+
+    Its y is in float32, which tells the rounded sum from the exact one.
+    """
     x, residual, x_scale, scale = workbench.arguments(OPERATORS["rms_norm_add_rms_norm"], (5, width), "bfloat16")
     options = {} if run == "reference" else {"implementation": run}
     both = functools.partial(RUNS[run].rms_norm_add_rms_norm, dtype="float32", **options)
@@ -74,15 +78,15 @@ def test_so_it_is_between_norms_on_both_sides(run, width):
 
 
 def formula_of_other_platforms(x, residual, scale, offset):
-    """That of the CPU has fences of its own."""
+    """Return (y, total) of the jnp formula for platforms other than the CPU, whose formula has fences of its own."""
     norm = Norm(axis=-1, epsilon=1e-6, switches=Switches(subtract_mean=True))
     operands = Operands(x, residual, scale[None, :], offset[None, :])
     made = formulas.forward(operands, norm, Outcome(x.dtype, x.dtype, None, None), batch_dims=0)
     return made.y, made.total
 
 
-# A mean of 1000, where neighbours in 16 bits are 1 or 4 apart: the sum that is not rounded is another row. Chunks are
-# read twice.
+# At a mean of 1000 neighbouring 16-bit numbers are 1 or 4 apart, so that a sum that is not rounded is another row. A
+# row in chunks is read twice.
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(
     ("function", "width"),
@@ -107,7 +111,7 @@ def test_sums_of_denormals_are_kept(run, jitted):
 
 @pytest.mark.parametrize("name", NORMS)
 def test_the_references_gradient_is_that_of_the_rounded_sum(name):
-    """Jitted, bit for bit that of the norm alone."""
+    """The reference's jitted gradients are, bit for bit, those of the norm alone at the rounded sum."""
     x, residual = sum_that_loses_digits("bfloat16", "bfloat16")
     dy = jnp.asarray(np.random.default_rng(1).standard_normal(x.shape)).astype("bfloat16")
 

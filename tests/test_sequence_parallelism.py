@@ -1,5 +1,7 @@
-"""Megatron's sequence parallelism on a 2 x 4 mesh of CPU devices: one axis splits the sequence of x and the features of
-kernels, so that rows are gathered between the norm and the products, and what flows back is scattered.
+"""Megatron's sequence parallelism on a 2 x 4 mesh of CPU devices.
+
+One mesh axis splits the sequence of x and the features of kernels. So rows are gathered between the norm and the
+products, and their cotangents are scattered on the way back.
 """
 
 import functools
@@ -22,7 +24,7 @@ if len(jax.devices()) < 8:
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
 DATA, TENSOR = 2, 4
-ROWS, WIDTH = (4, 16), 24  # a width that no other test has: what is traced here is traced with other features fused
+ROWS, WIDTH = (4, 16), 24  # a width of its own, as `by` has these shapes traced with another limit of features
 BY_ROWS, BY_FEATURES = P("data", "tensor"), P("data", None, "tensor")
 FEATURES = {
     "one": ((32,),),
@@ -41,7 +43,7 @@ def on(spec, kind=AxisType.Auto):
 
 
 def loss_by_name(f):
-    """A row in another's place changes it."""
+    """Return a loss of arguments by name that depends on the order of the rows."""
 
     def weighed(a, i):
         return jnp.sum(jnp.sin(jnp.arange(1.0, 1 + a.size)).reshape(a.shape) * jnp.sin((1 + i) * a))
@@ -51,7 +53,10 @@ def loss_by_name(f):
 
 @pytest.fixture(params=["few features", "many"])
 def by(request, monkeypatch):
-    """Few features are one operation, which splits its own; in float64 only here."""
+    """Run a test with few features, where norm and product are one operation, and with many.
+
+    That operation has rules of its own for how it is split. In float64 it is used only under this fixture.
+    """
     if request.param == "few features":
         monkeypatch.setitem(signature.FUSED_FEATURES, "float64", (128, 32))
         jax.clear_caches()
@@ -69,13 +74,13 @@ SPECS = {"x": BY_ROWS, "residual": BY_ROWS, "kernel": P(None, "tensor"), "bias":
 
 
 def placed(arrays, specs=SPECS, kind=AxisType.Auto):
-    """Kernels by their first axis of features."""
+    """Return the arrays on the mesh, split by `specs`; kernels are split by their first axis of features."""
     where = {n: on(specs.get(n, P()), kind) for n in arrays}
     return {n: jax.tree.map(lambda v, n=n: jax.device_put(v, where[n]), a) for n, a in arrays.items()}
 
 
 def asked(name, of_y, module=jln):
-    """The operator, its products asked for like this."""
+    """Return the operator as a function whose products have the sharding `of_y`."""
 
     def call(**arrays):
         made = getattr(module, name)(**arrays)
@@ -90,7 +95,7 @@ def forward(name, of_y):
 
 
 def gradient(function, arrays):
-    """With shardings of its own: each gradient is asked for as its argument is."""
+    """Return the jitted gradient of a loss of `function`, where each gradient has its argument's sharding."""
     wanted = jax.tree.map(lambda a: a.sharding, arrays)
     return jax.jit(jax.grad(loss_by_name(function)), out_shardings=wanted)
 
@@ -102,7 +107,7 @@ def expected(name, features):
 
 
 def of_all_rows(arrays):
-    """The bytes of z that one device needs."""
+    """Return the bytes of z that one device needs: its part of the data, with the whole sequence."""
     return arrays["x"].nbytes // DATA
 
 
@@ -113,7 +118,10 @@ def in_parts(arrays):
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_rows_are_gathered_and_no_kernel_is(name, features, by):
-    """Forward z once, whatever reads it; in the gradient twice, as the loss needs y, and dz added up."""
+    """The rows of z are gathered once forward, however many products read them, and no kernel is gathered.
+
+    The gradient gathers them twice, as the loss needs y, and adds up dz.
+    """
     arrays = placed(arguments(name, FEATURES[features]))
     count, size = communication(forward(name, BY_FEATURES).lower(arrays).compile())
     assert count == {"all-gather": 1} and size["all-gather"] == of_all_rows(arrays)
@@ -131,7 +139,10 @@ def test_rows_are_gathered_and_no_kernel_is(name, features, by):
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_kernels_that_are_only_stored_in_parts_are_gathered(name, by):
-    """FSDP: the result is asked for by rows, over the axis that splits the kernel."""
+    """Kernels are gathered under FSDP, and rows are not.
+
+    There the result is asked for by rows, over the mesh axis that splits the kernel.
+    """
     arrays = placed(arguments(name, FEATURES["one"]))
     count, size = communication(forward(name, BY_ROWS).lower(arrays).compile())
     assert count.keys() == {"all-gather"} and size["all-gather"] == in_parts(arrays)
@@ -154,7 +165,7 @@ def test_where_nobody_asks_the_smaller_of_z_and_the_kernel_is_gathered(rows, gat
 
 @pytest.mark.parametrize("name", ["add_rms_norm", "add_layer_norm_linear"])
 def test_what_a_product_by_rows_scatters_is_normalised_where_it_arrives(name, by):
-    """The product in front adds its shares up; nothing is gathered between it and the norm."""
+    """A product in front of the norm adds up its shares, and nothing is gathered between it and the norm."""
     hidden = 16
     arrays = arguments(name, FEATURES["one"] if name.endswith("linear") else ())
     x = arrays.pop("x")
@@ -182,7 +193,7 @@ def test_what_a_product_by_rows_scatters_is_normalised_where_it_arrives(name, by
     chex.assert_trees_all_close(gradient(layer(jln), put)(put), plain, **CLOSE)
 
 
-# x's rows, and the features of each product, of which four devices cannot have equal parts.
+# The leading axes of x and the features of each product, where four devices cannot have equal parts of one of them.
 UNEVEN = {
     "rows": ((4, 6), ((32,),)),
     "features": (ROWS, ((6,),)),
@@ -208,7 +219,10 @@ def test_what_does_not_divide_is_not_split(uneven, by):
 
 
 def test_on_an_explicit_mesh_rows_stay_split(by):
-    """Where JAX would refuse a product whose result one axis splits twice; `auto_axes` asks for the features."""
+    """Results on an explicit mesh are split by rows, although the rows' mesh axis splits the kernel's features too.
+
+    JAX would refuse a product whose result one axis splits twice. Under `auto_axes` y can be asked for by features.
+    """
     arrays = arguments("layer_norm_linear", FEATURES["one"])
     explicit = placed(arrays, kind=AxisType.Explicit)
     with jax.set_mesh(mesh(AxisType.Explicit)):
@@ -220,13 +234,13 @@ def test_on_an_explicit_mesh_rows_stay_split(by):
         chex.assert_trees_all_close(automatic(explicit), y, **CLOSE)
 
 
-# Over which of the two axes that split x's rows each of two products is split.
+# For each of two products the axes that split its features, among the two that split x's rows.
 PARTLY = {"one product by both": (("outer", "inner"), "outer"), "outer": ("outer",) * 2, "inner": ("inner",) * 2}
 
 
 @pytest.mark.parametrize("partly", PARTLY)
 def test_features_over_some_of_the_axes_of_the_rows(partly, by):
-    """Every row has its place, whichever part of the rows is gathered."""
+    """Gathered rows keep their places where features are split over some of the axes that split the rows."""
     on_three = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("data", "outer", "inner"))
     arrays = arguments("layer_norm_linear", FEATURES["several"][:2])
     specs = {n: jax.tree.map(lambda _: P(), a) for n, a in arrays.items()}

@@ -1,7 +1,7 @@
-"""Several Linears behind one norm, a tuple of kernels: values, gradients, transformations, errors and what is kept.
+"""Several Linears behind one norm, as a tuple of kernels: values, gradients, transformations, errors and what is kept.
 
-What each product is by itself the other tests hold; here it is what the tuple adds: that z and dz are shared, that
-every array is its own, and that nothing is counted twice.
+Other tests hold each product by itself. These hold what the tuple adds: z and dz are shared, every array is treated by
+itself, and nothing is counted twice.
 """
 
 import functools
@@ -19,12 +19,12 @@ from matrix import loss_by_name
 from workbench import LINEAR_OPERATORS
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
-# In float64 XLA multiplies whatever there is; in float32 few features are one operation.
+# In float64 XLA multiplies however few features there are; in float32 few features are one operation with the norm.
 # (A GPU multiplies float32 in TF32, of ten bits.)
 TOLERANCE = 3e-2 if jax.default_backend() == "gpu" else 1e-4
 CLOSE_IN = {"float64": CLOSE, "float32": {"rtol": TOLERANCE, "atol": TOLERANCE}}
-# One kernel does all, features of one axis and of two; XLA multiplies, one of them alone too wide for that kernel; a
-# single one, which gives a tuple too.
+# Three Linears whose features, of one axis and of two, one kernel multiplies. Two where XLA multiplies, as the first
+# alone is too wide for that kernel. A tuple of one, whose result is a tuple too.
 FEATURES = (((16,), (2, 3), (5,)), ((300,), (8,)), ((7,),))
 
 
@@ -32,7 +32,7 @@ def ids(features):
     return "+".join("x".join(map(str, f)) for f in features)
 
 
-# Neighbours have the other two dtypes.
+# Cases take turns: every second pair of an operator and features has the other two dtypes.
 @pytest.mark.parametrize(
     ("name", "features", "dtype"),
     [
@@ -42,7 +42,10 @@ def ids(features):
     ],
 )
 def test_every_result_against_float64(name, features, dtype, implementation):
-    """As those of one Linear whose kernel has all columns: each y is a part of its y, each gradient of its gradient."""
+    """Several Linears are as accurate as one Linear whose kernel has all their columns.
+
+    Each y is a part of its y, and each kernel's gradient a part of its kernel's gradient.
+    """
     operands = workbench.named(name, (37, 100), dtype, features=features)
     operator = LINEAR_OPERATORS[name]
 
@@ -78,7 +81,7 @@ def test_every_result_against_float64(name, features, dtype, implementation):
 
 
 def both(transformed, name, implementation, operands, dtype, **options):
-    """`transformed(function, operands)` as one program, for our operator and for the reference."""
+    """Compare `transformed(function, operands)`, as one program, of our operator and of the reference."""
     function = functools.partial(getattr(jln, name), implementation=implementation, **options)
     ours = jax.jit(lambda a: transformed(function, a))(operands)
     reference = jax.jit(lambda a: transformed(getattr(jln.reference, name), a))(operands)
@@ -138,7 +141,7 @@ def test_transformations(name, features, dtype, transformation, implementation):
 @pytest.mark.parametrize("forward_mode", [False, True])
 @pytest.mark.parametrize(("features", "dtype"), [(FEATURES[0], "float32"), (((300,), (8,), (2, 4)), "float64")])
 def test_results_that_are_not_used(features, dtype, forward_mode, used, implementation):
-    """Their kernels' gradients are zero, and those of the others as if they were alone."""
+    """Kernels of unused results have gradients of zero, and do not change the gradients of the others."""
     operands = workbench.named("add_layer_norm_linear", (6, 9), dtype, features=features)
 
     def transformed(f, operands):
@@ -180,7 +183,7 @@ def test_frozen_arguments(features, dtype, forward_mode, wanted, implementation)
 @pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "bfloat16")])
 @pytest.mark.parametrize("features", FEATURES[:2], ids=ids)
 def test_kernels_of_several_dtypes(features, dtypes, implementation):
-    """Each y has the dtype that x and its own kernel promote to, each gradient that of its argument."""
+    """Each y has the dtype that x and its own kernel promote to, and each gradient has its argument's dtype."""
     operands = workbench.named("layer_norm_linear", (37, 100), "bfloat16", features=features)
     kernels = tuple(k.astype(d) for k, d in zip(operands["kernel"], itertools.cycle(dtypes)))
     operands |= {"kernel": kernels}
@@ -198,14 +201,14 @@ def test_kernels_of_several_dtypes(features, dtypes, implementation):
     chex.assert_trees_all_equal_shapes_and_dtypes(gradients, operands)
     wide = functools.partial(jax.tree.map, lambda a: np.asarray(a, "float64"))
     chex.assert_trees_all_close(wide((y, gradients)), wide((plain, plain_gradients)), rtol=0.02, atol=0.3)
-    # What is float32 has its digits, whatever its neighbours are: z is not made again in theirs.
+    # A float32 gradient has all of its digits, whatever its neighbours' dtypes: z is not made again in theirs.
     exact = [i for i, k in enumerate(kernels) if k.dtype == y[i].dtype == jnp.float32]
     dkernel, plain_dkernel = ([g["kernel"][i] for i in exact] for g in (gradients, plain_gradients))
     chex.assert_trees_all_close(dkernel, plain_dkernel, rtol=10 * TOLERANCE, atol=10 * TOLERANCE)
 
 
 def test_one_kernel_of_several_dtypes(implementation):
-    """Where each product is in float32, no kernel or bias is rounded to the dtype of its neighbours."""
+    """No kernel or bias is rounded to the dtype of its neighbours where each product is in float32."""
     operands = workbench.named("layer_norm_linear", (37, 100), "float32", features=((16,), (8,), (5,)))
     narrow = lambda a: None if a is None else a.astype("bfloat16")  # noqa: E731
     (k, *kernels), (b, *biases) = operands["kernel"], operands["bias"]
@@ -224,8 +227,9 @@ def test_one_kernel_of_several_dtypes(implementation):
 @pytest.mark.parametrize("forward_mode", [False, True])
 @pytest.mark.parametrize("features", FEATURES[:2], ids=ids)
 def test_only_the_total_is_kept_of_its_size(features, forward_mode, implementation):
-    """Between forward and backward: the total, which is returned too, scale and offset in the rank of x, the kernels as
-    they are, mean and rstd.
+    """No array of the total's size is kept for the backward pass except the total itself, which is returned too.
+
+    Beside it are kept scale and offset in the rank of x, the kernels as they are, mean and rstd.
     """
     operands = workbench.named("add_layer_norm_linear", (64, 32), "bfloat16", features=features)
     options = {"implementation": implementation, "forward_mode": forward_mode}
@@ -280,7 +284,7 @@ def test_a_residual_of_another_shape():
 @pytest.mark.parametrize("forward_mode", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])  # in one operation, and by XLA
 def test_more_linears_than_an_array_has_axes(dtype, forward_mode):
-    """One for each of 40 experts or tasks; of the last alone the gradient is wanted, then of all."""
+    """Linears of 40 experts or tasks have the reference's gradients: of the last kernel alone, and of all kernels."""
     x = workbench.normal(0, (3, 4), dtype)
     kernels = tuple(workbench.normal(i, (4, 2), dtype) for i in range(40))
 

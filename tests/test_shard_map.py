@@ -1,4 +1,4 @@
-"""The operators in `jax.shard_map`, checked: what varies over the mesh and what does not."""
+"""The operators in `jax.shard_map`, which checks what varies over the mesh and what does not."""
 
 import functools
 
@@ -19,8 +19,9 @@ CLOSE = {"rtol": 1e-11, "atol": 1e-11}
 if len(jax.devices()) < 8:
     pytest.skip("needs eight devices", allow_module_level=True)
 
-# By their roles. "rows": the parameters are shared. "features": y and dy of a device are its features', and dx is added
-# up. "rows and parameters": every device of the second axis has parameters of its own, in front of which that axis is.
+# How operands are split, by their roles. "rows": the parameters are shared. "features": a device has y and dy of its
+# own features, and dx is added up. "rows and parameters": every device of the second mesh axis has parameters of its
+# own, which have an axis for it in front.
 SPLITS = {
     "rows": {"activation": P("data", "tensor")},
     "features": {"kernel": P(None, "tensor"), "bias": P("tensor")},
@@ -33,7 +34,7 @@ CASES = [(name, split) for split in SPLITS for name, o in OPERATORS.items() if o
 
 
 def placed(name, split):
-    """-> the operands by name, how each is split, and those that have an axis of the mesh in front."""
+    """Return the operands by name, how each is split, and the names of those with an axis of the mesh in front."""
     roles = {a.name: a.role for a in OPERATORS[name].arguments}
     own = [n for n, role in roles.items() if split == "rows and parameters" and role != "activation"]
     given = {n: jnp.stack([a, 2 * a]) if n in own else a for n, a in operands(name).items()}
@@ -42,7 +43,10 @@ def placed(name, split):
 
 @pytest.mark.parametrize(("name", "split"), CASES)
 def test_gradients_of_what_devices_share_are_added_up(name, split, implementation):
-    """And of nothing else. The loss is that of all results, or itself added up by the devices."""
+    """Gradients of what devices share are added up over the devices, and no others are.
+
+    The loss is taken of all results outside of the `shard_map`, or of each device's results and added up inside.
+    """
     given, specs, own = placed(name, split)
     function = functools.partial(getattr(jln, name), implementation=implementation)
     shard = functools.partial(jax.shard_map, mesh=mesh(), in_specs=(specs,))
@@ -60,7 +64,7 @@ def test_gradients_of_what_devices_share_are_added_up(name, split, implementatio
             result = function(**arrays)
             if split == "rows" or not OPERATORS[name].adds:
                 return result
-            y, total = result  # which varies as all results do, wherever any argument does
+            y, total = result  # total varies, as all results do, wherever any argument does
             return y, jax.lax.pmean(total, "tensor")
 
         of_y = P("data", "tensor") if split == "rows" else P(None, None, "tensor")
@@ -85,12 +89,12 @@ def test_a_result_that_varies_is_not_taken_for_a_copy(name, split, implementatio
         jax.shard_map(lambda a: function(**a), mesh=mesh(), in_specs=(specs,), out_specs=P())(given)
 
 
-# Of a mesh with a pipeline's stages: which axes are left to the compiler, wherever they stand in it.
+# Axes of a mesh with a pipeline's stages, in several orders. All but "stage" are left to the compiler.
 STAGED = [("stage", "data", "tensor"), ("data", "stage", "tensor"), ("data", "tensor", "stage")]
 
 
 def by_stages(name, axes, given):
-    """-> the loss and its gradients of two stages, each with its own of what is given, and in plain jnp one by one"""
+    """Return (loss, gradients) of two stages, each with its own arrays, twice: by a `shard_map` and by plain jnp."""
     staged = jax.make_mesh((2, 2, 2), axes, axis_types=(AxisType.Auto,) * 3)
     given = {n: jnp.stack([a, 2 * a]) for n, a in given.items()}
     roles = {a.name: a.role for a in OPERATORS[name].arguments}
@@ -114,7 +118,7 @@ def by_stages(name, axes, given):
 
 @pytest.fixture(params=["jnp", "kernels"])
 def by(request, monkeypatch):
-    """Where kernels would run jnp does, which JAX cannot look into either."""
+    """Run a test with jnp, and with jnp in the place of kernels, where JAX cannot look into it either."""
     if request.param == "kernels":
         monkeypatch.setattr(Operation, "_chosen", lambda self, *_: functools.partial(self._formula))
 
@@ -122,19 +126,19 @@ def by(request, monkeypatch):
 @pytest.mark.parametrize("axes", STAGED, ids="-".join)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_over_some_axes(name, axes, by):
-    """A stage has parameters of its own; the compiler splits its rows, and H where no kernel is."""
+    """Each stage has parameters of its own; the compiler splits its rows, and H too where no kernels run."""
     chex.assert_trees_all_close(*by_stages(name, axes, operands(name)), **CLOSE)
 
 
 @pytest.mark.parametrize("name", [name for name, o in OPERATORS.items() if o.is_linear])
 def test_few_features_over_some_axes(name, by):
-    """In float32 norm and product are one operation, whose dx is a sum over the features."""
+    """The norm and few features are one operation in float32, whose dx is a sum over the features."""
     given = {n: a.astype("float32") for n, a in operands(name).items()}
     chex.assert_trees_all_close(*by_stages(name, STAGED[0], given), rtol=1e-3, atol=1e-3)
 
 
 def test_sequence_parallelism_over_some_axes(by):
-    """Of few features the compiler gathers x for the forward operation; the backward one has its kernel whole."""
+    """The compiler gathers x for the forward operation of few features; the backward one has the whole kernel."""
     staged = jax.make_mesh((2, 2, 2), STAGED[0], axis_types=(AxisType.Auto,) * 3)
     given = {n: jnp.stack([a, 2 * a]).astype("float32") for n, a in operands("layer_norm_linear").items()}
     specs = {"x": P("stage", "data", "tensor"), "kernel": P("stage", None, "tensor")}
@@ -148,7 +152,7 @@ def test_sequence_parallelism_over_some_axes(by):
             arrays
         )
         y = jax.lax.with_sharding_constraint(y, NamedSharding(staged, P("stage", "data", None, "tensor")))
-        return jnp.cumsum(y, 2)  # in which rows have places
+        return jnp.cumsum(y, 2)  # so that a row's place matters
 
     def one_by_one(**arrays):
         return jnp.cumsum(jax.vmap(lambda a: jln.reference.layer_norm_linear(**a))(arrays), 2)

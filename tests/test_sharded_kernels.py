@@ -1,4 +1,4 @@
-"""The kernels on a mesh of CPU devices, by Triton's interpreter: each device runs them on its part."""
+"""The kernels on a mesh of CPU devices, in Triton's interpreter: each device runs them on its part of the arrays."""
 
 import chex
 import jax
@@ -19,7 +19,7 @@ CLOSE = {"rtol": 2e-3, "atol": 2e-3}  # sums of cosines in float32
 SPLITS = {
     "rows": {"activation": P("data", "tensor")},
     "columns": {"activation": P("data"), "kernel": P(None, "tensor"), "bias": P("tensor")},
-    "H": {"activation": P("data", None, "tensor"), "kernel": P("tensor")},  # which kernels gather
+    "H": {"activation": P("data", None, "tensor"), "kernel": P("tensor")},  # kernels gather H
 }
 CASES = [(n, split) for split in SPLITS for n, o in OPERATORS.items() if o.is_linear or split != "columns"]
 
@@ -38,14 +38,17 @@ def value_and_gradient(module, name, **options):
 
 @pytest.mark.parametrize(("name", "split"), CASES)
 def test_every_operator(name, split):
-    """Few features are one operation; its kernels run on each device's rows and features."""
+    """Every operator's kernels have the reference's loss and gradients on a mesh, however the arrays are split.
+
+    Norm and few features are one operation, whose kernels run on each device's rows and features.
+    """
     given, put = placed(name, split)
     got = value_and_gradient(jln, name, implementation="triton")(put)
     chex.assert_trees_all_close(got, value_and_gradient(jln.reference, name)(given), **CLOSE)
 
 
 def test_sequence_parallelism():
-    """Kernels normalise each device's rows, which are gathered for its features."""
+    """Kernels normalise each device's rows, and the results are gathered for the products with its features."""
     given = workbench.named("add_rms_norm_linear", (4, 2, 16), "float32", features=((16,), (8,)))
     rows = P("data", "tensor")
     specs = {"x": rows, "residual": rows, "kernel": P(None, "tensor")}

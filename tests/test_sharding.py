@@ -25,7 +25,7 @@ if len(jax.devices()) < 8:
     pytest.skip("needs eight devices", allow_module_level=True)
 
 
-# Where the arguments lie, by their roles.
+# How the arguments are split over the mesh, by their roles.
 ROWS = {"activation": P("data")}
 PLACEMENTS = {
     "rows": ROWS,
@@ -49,9 +49,9 @@ def cases():
 
 
 def placed(name, placement, mesh):
-    """The operator as a function, and its operands on the mesh."""
+    """Return the operator as a function, its operands, and its operands on the mesh."""
     function, arrays = bind(name, OPTIONAL[name])
-    roles = {a.name: a.role for a in FORMS[name].arguments} | {"x_bias": "x_bias"}  # not the product's
+    roles = {a.name: a.role for a in FORMS[name].arguments} | {"x_bias": "x_bias"}  # not placed as a Linear's bias
     specs = [PLACEMENTS[placement].get(roles[n], P()) for n in operands(name)]
     put = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arrays, specs, strict=True)]
     return function, arrays, put
@@ -59,7 +59,7 @@ def placed(name, placement, mesh):
 
 @functools.cache
 def reference(name):
-    """The gradients by plain jnp, on one device."""
+    """Return the gradients of the reference on one device."""
     function, arrays = bind(name, OPTIONAL[name], jln.reference)
     return jax.jit(gradient(function, arrays))(*arrays)
 
@@ -73,7 +73,7 @@ def test_gradient_under_jit(name, placement):
 
 @pytest.mark.parametrize(("name", "placement"), cases())
 def test_gradient_on_an_explicit_mesh(name, placement):
-    """Each gradient has its argument's sharding, as a type."""
+    """Gradients on an explicit mesh are the reference's, and the type of each has its argument's sharding."""
     function, _, put = placed(name, placement, mesh(AxisType.Explicit))
     with jax.set_mesh(mesh(AxisType.Explicit)):
         gradients = jax.jit(gradient(function, put))(*put)
@@ -84,8 +84,10 @@ def test_gradient_on_an_explicit_mesh(name, placement):
 @pytest.mark.parametrize("forward_mode", [False, True])
 @pytest.mark.parametrize("name", ["layer_norm", "add_rms_norm", "layer_norm_linear", "rms_norm_add_rms_norm"])
 def test_gradient_on_an_explicit_mesh_outside_of_jit(name, forward_mode):
-    """JAX refuses arguments on the mesh with automatic and with explicit axes in one program, as residuals and
-    cotangents of `auto_axes` are.
+    """Eager gradients on an explicit mesh are the reference's, and each has its argument's sharding.
+
+    JAX refuses a program with arguments on the mesh with automatic axes and on the mesh with explicit ones. Residuals
+    and cotangents of `auto_axes` are such arguments.
     """
     _, _, put = placed(name, "rows", mesh(AxisType.Explicit))
     function, _ = bind(name, OPTIONAL[name], forward_mode=forward_mode)
@@ -100,7 +102,10 @@ ROWS_SPLIT = [c for c in cases() if c[1] in ("rows over both axes", "rows and co
 
 @pytest.mark.parametrize(("name", "placement"), ROWS_SPLIT)
 def test_gradient_of_a_shard_map_that_leaves_axes_explicit(name, placement):
-    """Of what the devices of "data" share, too. JAX has none there for its own `auto_axes`."""
+    """Gradients are right in a `shard_map` over "data" that leaves "tensor" explicit.
+
+    That includes gradients of what the devices of "data" share. JAX itself has no gradient of `auto_axes` there.
+    """
     on = mesh(AxisType.Explicit)
     function, _, put = placed(name, placement, on)
     rows = [a.name for a in FORMS[name].arguments if a.role == "activation"]
@@ -137,7 +142,10 @@ def test_forward_mode_in_a_shard_map_that_leaves_axes_explicit(name):
 @pytest.mark.parametrize("name", ["layer_norm", "layer_norm_linear"])
 @pytest.mark.parametrize("sharded", ["nothing", "what is closed over", "the scale alone"])
 def test_a_mesh_that_is_set_where_no_argument_has_it(name, kind, sharded):
-    """JAX then hands an empty mesh to who asks how to partition."""
+    """Gradients are right under a set mesh over which no argument of the program is split, or only the scale is.
+
+    JAX then gives an empty mesh to the rules that say how an operation is partitioned.
+    """
     function, operands = bind(name, OPTIONAL[name])
     with jax.set_mesh(mesh(kind)):
         x, *parameters = operands
@@ -167,13 +175,13 @@ def test_the_gradient_of_one_argument_alone(name, argument, placement):
     chex.assert_trees_all_close(step(*put), (expected,), **CLOSE)
 
 
-# Which axes of the mesh split the features of each kernel. "both alike": each device has a part of every product, and
+# The mesh axes that split the features of each kernel, or H. "both alike": each device has a part of every product, and
 # so a share of dz. "one alone": the other product is whole on every device, and must not be counted by each.
-# By the features of each kernel, or by H.
 SPLIT = {"both alike": ("tensor", "tensor"), "one alone": ("tensor", None), "differently": ("tensor", "data"), "H": "H"}
 
 
-# In float32 few features are one operation (of ten bits on a GPU), in float64 XLA multiplies.
+# In float32 norm and few features are one operation (which a GPU multiplies in TF32, of ten bits); in float64 XLA
+# multiplies.
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("split", SPLIT)
 @pytest.mark.parametrize(("features", "dtype"), [(((16,), (8,)), "float32"), (((512,), (8,)), "float64")])
@@ -195,7 +203,7 @@ def test_several_linears(features, dtype, split, kind):
     chex.assert_trees_all_close(got, expected, **(CLOSE if dtype == "float64" else {"rtol": 1e-4, "atol": 1e-4}))
 
 
-# What a gradient may communicate: all-reduces, all-gathers, reduce-scatters. XLA makes one all-reduce of all that is
+# The numbers of all-reduces, all-gathers and reduce-scatters of a gradient. XLA makes one all-reduce of all that is
 # added up over the same devices at the same time.
 EXPECTED = {
     ("layer_norm", "rows"): (1, 0, 0),
@@ -208,10 +216,10 @@ EXPECTED = {
     ("layer_norm", "H"): (4, 0, 0),  # mean; variance; c1 with c2; dscale with doffset
     ("rms_norm", "H"): (3, 0, 0),
     ("layer_norm_linear", "rows"): (1, 0, 0),
-    ("rms_norm_linear", "rows over both axes"): (3, 0, 0),  # XLA's own product, dkernel, over an axis after the other
+    ("rms_norm_linear", "rows over both axes"): (3, 0, 0),  # dkernel, XLA's own product, over one axis after the other
     ("layer_norm_linear", "columns"): (1, 0, 0),  # dx with dscale and doffset
-    ("layer_norm_linear", "rows and columns"): (2, 0, 0),  # and the parameters' gradients over the rows
-    ("layer_norm_linear", "rows and columns, kernel stored in parts"): (2, 2, 0),  # gathered for each pass, as any
+    ("layer_norm_linear", "rows and columns"): (2, 0, 0),  # as "columns", and the parameters' gradients over the rows
+    ("layer_norm_linear", "rows and columns, kernel stored in parts"): (2, 2, 0),  # the kernel for each pass
     ("layer_norm_linear", "H"): (5, 0, 0),  # as layer_norm, and the product
 }
 
@@ -230,7 +238,10 @@ def test_communication(name, placement):
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("name", ["add_layer_norm_linear", "rms_norm_linear", "add_rms_norm_linear, x_bias and gate"])
 def test_no_more_is_communicated_than_by_plain_jnp(name, placement):
-    """Bytes; but for gradients of the norm's and the sum's parameters, whose parts a device may have to send."""
+    """A gradient communicates at most the bytes of plain jnp's plus those of the norm's and the sum's parameters.
+
+    A device may have to send its parts of those parameters' gradients.
+    """
     function, _, put = placed(name, placement, mesh())
     plain = bind(name, OPTIONAL[name], jln.reference)[0]
     ours, plains = (communication(jax.jit(gradient(f, put)).lower(*put).compile())[1] for f in (function, plain))
@@ -239,11 +250,12 @@ def test_no_more_is_communicated_than_by_plain_jnp(name, placement):
 
 
 def test_sequence_parallelism():
-    """Megatron's: the axis that splits the features splits the sequence outside of them. Forward z is gathered once for
-    both products, backward once more, as it is made again, beside the cotangent of the last; no kernel is, and nothing
-    is sent from all to all.
+    """Megatron's sequence parallelism gathers only rows and no kernel, and sends nothing from all to all.
+
+    The mesh axis that splits the features splits the sequence outside of them. The forward pass gathers z once for both
+    products. The backward pass makes z again and gathers it once more, and gathers the last product's cotangent.
     """
-    width, features = 64, 512  # more than one kernel multiplies
+    width, features = 64, 512  # more features than one kernel multiplies
 
     def on(*spec):
         return NamedSharding(mesh(), P(*spec))
@@ -266,7 +278,7 @@ def test_sequence_parallelism():
     arguments = x, scale, kernels, last
     forward = jax.jit(layer(jln), out_shardings=on("data", "tensor")).lower(*arguments).compile()
     count, size = communication(forward)
-    assert count["all-gather"] == 1 and size["all-gather"] == 4 * x.size // 4  # of each part of the data
+    assert count["all-gather"] == 1 and size["all-gather"] == 4 * x.size // 4  # of one part of the data
     wanted = tuple(jax.tree.map(lambda a: a.sharding, arguments))
     step, plain = (
         jax.jit(jax.grad(lambda *a, m=m: jnp.sum(jnp.sin(layer(m)(*a))), every(arguments)), out_shardings=wanted)
@@ -298,7 +310,10 @@ def test_forward_mode_on_a_mesh():
 
 
 def test_what_does_not_divide_is_not_split():
-    """Rows that a device had for padding would be part of the sums: 12 over 8 devices, far from zero."""
+    """Twelve rows are not split over eight devices, as rows of padding would be part of the sums.
+
+    The data are far from zero, so that such rows would show.
+    """
     x, scale = workbench.normal(0, (12, 8), "float64", 5.0), workbench.normal(1, (8,), "float64")
     spec = NamedSharding(mesh(), P(("data", "tensor")))
 
@@ -310,7 +325,7 @@ def test_what_does_not_divide_is_not_split():
 
 
 def test_shares_of_16_bit_parameters_are_added_up_in_float32():
-    """Rounded to bfloat16, 256 + 1 is 256."""
+    """Devices' shares of a bfloat16 doffset are added up in float32, as in bfloat16 256 + 1 is 256."""
     rows = NamedSharding(mesh(), P(("data", "tensor")))
     x = jax.device_put(workbench.normal(0, (16, 8), "bfloat16"), rows)  # two rows a device
     dy = jnp.tile(jnp.array([256, 1, -256, 0], "bfloat16"), 4)[:, None] * jnp.ones((1, 8), "bfloat16")
@@ -323,9 +338,9 @@ def test_shares_of_16_bit_parameters_are_added_up_in_float32():
     np.testing.assert_array_equal(found, np.full(8, 4, "bfloat16"))
 
 
-@pytest.mark.parametrize("features", [(8,), (300,), (8, 16)], ids=str)  # in one operation; by XLA; of several
+@pytest.mark.parametrize("features", [(8,), (300,), (8, 16)], ids=str)  # in one operation; by XLA; two Linears
 def test_shares_of_16_bit_biases_are_added_up_in_float32(features):
-    """Likewise."""
+    """Devices' shares of a bfloat16 dbias are added up in float32, as in bfloat16 256 + 1 is 256."""
     rows = NamedSharding(mesh(), P(("data", "tensor")))
     x = jax.device_put(workbench.normal(0, (16, 8), "bfloat16"), rows)
     kernels = tuple(workbench.normal(n, (8, n), "bfloat16") for n in features)
@@ -341,8 +356,12 @@ def test_shares_of_16_bit_biases_are_added_up_in_float32(features):
 
 
 def test_parts_of_a_16_bit_product_over_h_are_rounded_once_all_added_up():
-    """A device's part, 24.1875, is none that bfloat16 has, and all add up to 0.75. XLA must not keep its digits."""
-    x = jnp.ones((4, 192), jnp.bfloat16)  # so is its norm
+    """Devices' parts of a bfloat16 product over H are added up before they are rounded.
+
+    A device's part is 24.1875 or -24, and all eight add up to 0.75; bfloat16 has no 24.1875. XLA is told to round where
+    the program says so: its excess precision would hide a rounding that is too early.
+    """
+    x = jnp.ones((4, 192), jnp.bfloat16)  # its norm is ones too
     column = jnp.where(jnp.arange(192) < 96, 1 + 2**-7, -1.0).astype(jnp.bfloat16)
     kernel = jnp.stack([column] * 5, 1)
     over_h = NamedSharding(Mesh(np.array(jax.devices()[:8]), ("h",)), P(None, "h"))
@@ -355,7 +374,10 @@ def test_parts_of_a_16_bit_product_over_h_are_rounded_once_all_added_up():
 @pytest.mark.parametrize("name", ["layer_norm", "layer_norm_linear"])
 @pytest.mark.parametrize("shape", [(2, 4, 2, 8), (4, 2, 2, 8)], ids=str)
 def test_a_part_of_a_mesh_axis(shape, name):
-    """A reshape splits the rows, as into microbatches, and the mesh axis that they are split over."""
+    """Gradients are right where a reshape, as into microbatches, splits the rows and the mesh axis that splits them.
+
+    They communicate by all-reduces alone, of no more bytes than plain jnp's.
+    """
     whole = Mesh(np.array(jax.devices()[:8]), ("data",))
     function, (x, *rest) = bind(name, OPTIONAL[name])
     x = jnp.concatenate([x, 2 * x]).reshape(16, *x.shape[2:])
@@ -370,12 +392,12 @@ def test_a_part_of_a_mesh_axis(shape, name):
     plain, plain_size = communication(step(lambda *a: exact(*a)).lower(put, *rest).compile())
     assert count.keys() == {"all-reduce"} == plain.keys()
     assert size["all-reduce"] <= plain_size["all-reduce"]
-    # XLA's own product, dkernel, is added up over a part of an axis after the other.
+    # dkernel, XLA's own product, is added up over one part of the mesh axis after the other.
     assert count["all-reduce"] == (1 if name == "layer_norm" else 3)
 
 
 def test_results_that_are_asked_for_elsewhere():
-    """dscale over an axis that its rows are not split over must not be scattered there."""
+    """Gradients may be asked for over a mesh axis that does not split the rows: dscale is not scattered there."""
     function, _, put = placed("layer_norm", "rows", mesh())
     asked = (None, *(NamedSharding(mesh(), P(axis)) for axis in ("tensor", "data")))
     gradients = jax.jit(gradient(function, put), out_shardings=asked)(*put)
@@ -395,7 +417,10 @@ for a, b in zip(got, f(jln.reference.layer_norm)(x, scale)):
 
 
 def test_the_partitioner_before_shardy():
-    """In a process of its own, as a mistake in what it is told ends the process."""
+    """Gradients are right with GSPMD, the partitioner before Shardy.
+
+    The test runs it in a process of its own, as a mistake in what GSPMD is told ends the process.
+    """
     environment = os.environ | {"JAX_USE_SHARDY_PARTITIONER": "0"}
     ran = subprocess.run([sys.executable, "-c", GSPMD], env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-2000:]
@@ -412,7 +437,7 @@ def test_export_for_several_devices(name, placement):
     chex.assert_trees_all_close(jax.jit(loaded.call)(*put), reference(name), **CLOSE)
 
 
-@pytest.mark.filterwarnings("ignore:jln runs .* without its Triton kernels")  # which the interpreter excludes
+@pytest.mark.filterwarnings("ignore:jln runs .* without its Triton kernels")  # the interpreter excludes them
 @pytest.mark.parametrize("name", OPTIONAL)
 def test_export_and_ahead_of_time(name):
     pytest.importorskip("flatbuffers")
@@ -427,7 +452,7 @@ def test_export_and_ahead_of_time(name):
 
 def test_bad_meshes():
     x = jnp.ones((8, 8))
-    with pytest.raises(Exception, match="model"):  # JAX's own
+    with pytest.raises(Exception, match="model"):  # this error is JAX's own
         jax.jit(lambda x: jln.layer_norm(jax.lax.with_sharding_constraint(x, NamedSharding(mesh(), P("model")))))(x)
     with pytest.raises(Exception, match="divi"):
         jax.device_put(jnp.ones((7, 8)), NamedSharding(mesh(), P("data")))

@@ -1,4 +1,4 @@
-"""Sizes about 2**31: the kernels' own arithmetic of rows and offsets, in the interpreter, on numbers without arrays."""
+"""Sizes near 2**31: the kernels' arithmetic of rows and offsets runs in the interpreter, without arrays so large."""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ def last_tile_kernel(
     BLOCK_H: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """What every kernel knows of its last tile, as float64."""
+    """Write what every kernel computes of a group's last tile: rows, offsets, and which rows exist, as float64."""
     tiles = access.tiles_of(rows, INNER, BLOCK_ROWS)
     row, base, start, valid = access.rows_of(tiles - 1, rows, H, INNER, 1, BLOCK_ROWS)
     at = tl.arange(0, BLOCK_ROWS)

@@ -1,4 +1,4 @@
-"""jln.testing itself: the numbers in its report, its tolerances, what it differentiates, its errors."""
+"""The gradient checker `jln.testing`: its report's numbers, its tolerances, what it differentiates and its errors."""
 
 import functools
 import json
@@ -18,7 +18,7 @@ X = np.random.default_rng(0).standard_normal((3, 4))
 
 @jax.custom_vjp
 def bent(x, scale):
-    """x * scale, whose second argument's gradient is wrong in its first and, more so, in its third element."""
+    """Return x * scale. The gradient of scale is wrong in its first element and, more so, in its third."""
     return x * scale[None, :]
 
 
@@ -46,7 +46,7 @@ def test_the_row_of_a_wrong_argument_is_its_worst_element(against):
 
 
 def test_nothing_is_kept_from_an_earlier_check():
-    """The same function object, whose value and rule are changed between two checks."""
+    """A check keeps nothing of an earlier one: it sees the changed value and rule of the same function object."""
     by = {"value": 1.0, "rule": 1.0}
 
     @jax.custom_vjp
@@ -110,7 +110,7 @@ def test_assertions_raise_with_the_table():
         testing.assert_hvp(sine, (X,))
 
 
-# A tolerance is a promise: of relative 1e-4 an error of 0.9e-4 passes and 1.1e-4 does not.
+# The tolerance is exact: where 1e-4 is allowed, an error of 0.9e-4 passes and one of 1.1e-4 does not.
 @pytest.mark.parametrize("dtype", testing.TOLERANCES)
 @pytest.mark.parametrize(("part", "ok"), [(0.9, True), (1.1, False)])
 def test_tolerances(dtype, part, ok):
@@ -136,7 +136,7 @@ def test_tolerances_are_those_of_the_coarsest_dtype():
     assert testing.check_vjp(bent, (X, X[0]), tolerance=Tolerance(0, 0.6, 1e-5)).ok
 
 
-# Each operation rounded to 16 bits, nothing summed: what their tolerances must let pass.
+# The tolerances of 16-bit dtypes must let pass a chain of operations that are each rounded to 16 bits, without sums.
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_chains_of_rounded_operations_pass_in_16_bits(dtype):
     def chain(x, scale):
@@ -204,7 +204,7 @@ def test_random_keys_are_held_fixed():
 
 
 def test_arguments_without_a_name_get_none():
-    """Least of all that of a keyword."""
+    """Arguments that `*a` takes are named by their positions, and not by the keyword behind it."""
     report = testing.check_vjp(lambda *a, axis=0: jnp.sum(a[0] * a[1], axis), (X, X))
     assert [row.name for row in report.rows] == ["argument 0", "argument 1"]
 
@@ -254,7 +254,10 @@ def test_several_seeds_are_one_program_each():
 
 
 def test_one_wrong_seed_is_not_outvoted():
-    """Nor is one that is unsure, which in one seed another comparison may answer."""
+    """The report of several seeds shows the worst row: a wrong one before an unsure one, and that before an ok one.
+
+    Within one seed an ok comparison replaces an unsure one, as it knows more.
+    """
     allowed = testing.TOLERANCES["float64"]
     zeros, ones = np.zeros(1), np.ones(1)
     ok = Row.worst("x", "reference", ones, ones, allowed, seed=0)
@@ -267,7 +270,7 @@ def test_one_wrong_seed_is_not_outvoted():
 
 
 def test_the_cotangent_is_not_the_arguments():
-    """A user draws them from the same seed."""
+    """The cotangent differs from the arguments that a user draws from the same seed."""
     cotangents = []
 
     @jax.custom_vjp
@@ -287,7 +290,7 @@ def test_the_cotangent_is_not_the_arguments():
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_dtypes_by_any_name(dtype):
-    """Text, JAX's and NumPy's scalar types, and a dtype."""
+    """A dtype may be given as text, as a scalar type of JAX or of NumPy, or as a dtype."""
     scalar = getattr(jnp, dtype)
     names = (dtype, scalar, np.dtype(dtype), np.dtype(dtype).type, jnp.dtype(scalar))
     reports = [testing.check_vjp(jnp.sin, (X,), reference=jnp.sin, differences=False, dtype=name) for name in names]

@@ -1,4 +1,4 @@
-"""jln.testing's central differences: what they find, where they have no digits, and what a sample leaves out."""
+"""Central differences in `jln.testing`: what they find, where they lack digits, and what a sample leaves out."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ MANY = np.random.default_rng(1).standard_normal((50, 100))
 
 
 def sine_with(slip):
-    """Whose gradient is passed through `slip`."""
+    """Return a sine whose gradient is passed through `slip`."""
 
     @jax.custom_vjp
     def sine(x):
@@ -38,14 +38,20 @@ def test_a_wrong_element_is_found_beside_a_sample(seed):
 
 @pytest.mark.parametrize("f", [jnp.sin, jax.nn.relu, jax.nn.softmax, lambda x: 1 / x, lambda x: jnp.max(x, 0)])
 def test_right_rules_are_right_along_a_direction(f):
-    """Elements next to kinks and poles among them."""
+    """Right rules pass with a sample, beside which the derivative along a direction of all elements is compared.
+
+    Some of the elements lie next to kinks and poles.
+    """
     for dtype in ("float64", None):
         report = testing.check_vjp(f, (MANY.astype("float32"),), elements=3, dtype=dtype, seed=range(20))
         assert report.ok and all(row.against == "differences" for row in report.rows), report
 
 
 def test_where_zeros_would_pass_the_report_says_so():
-    """In all seeds: in one with larger numbers zeros would not pass."""
+    """The report notes where gradients of zeros would pass too, but only if they would with every seed.
+
+    With a seed that draws larger numbers they would not.
+    """
 
     def tiny(x):
         return 1e-12 * x
@@ -66,7 +72,10 @@ def test_where_zeros_would_pass_the_report_says_so():
     [(jnp.sin, 1e10), (jnp.sin, 1e12), (jnp.sin, 1e15), (lambda x: x**3, 1e150), (lambda x: x**3, 1e200)],
 )
 def test_differences_without_digits_are_unsure(f, size):
-    """Steps of many periods, and results that overflow; a reference knows more, and a NaN is one all the same."""
+    """The verdict is unsure where a step is many periods long or results overflow, so that differences lack digits.
+
+    A reference knows more, unless it overflows as well. A NaN is wrong all the same.
+    """
     report = testing.check_vjp(f, (size * X,))
     assert report.row("x").verdict == "unsure", report
     assert testing.check_vjp(f, (size * X,), reference=f).row("x").ok or size == 1e200
@@ -79,7 +88,10 @@ def test_no_slope_where_there_is_a_value_is_wrong():
 
 
 def test_the_first_step_is_that_of_a_given_tolerance():
-    """Of x^3 at 1, whose differences of one step err by the step's square; `step` goes first."""
+    """The first step is the given tolerance's, unless `step` is given.
+
+    The difference of x^3 at 1 errs by the square of its one step, which shows the step.
+    """
 
     def error(**options):
         tolerance = testing.Tolerance(relative=1e-3, absolute=1e-3, step=0.125)
@@ -94,7 +106,10 @@ def test_the_first_step_is_that_of_a_given_tolerance():
 
 
 def test_numerical_gradient():
-    """Of sum(cotangent * x^3), 3 x^2: one step of 1e-5 errs by its square, of 1e-7 by float64's rounding over it."""
+    """The numerical gradient of sum(cotangent * x^3) errs as its step says.
+
+    One step of 1e-5 errs by its square, and one of 1e-7 by float64's rounding divided by the step.
+    """
     x = X.astype("float32")
     exact = 3 * x.astype("float64") ** 2
 
@@ -127,7 +142,10 @@ def test_a_step_out_of_the_domain_is_not_used():
 
 @pytest.mark.parametrize("x", [np.arange(64.0), np.full(2, 64.0), np.linspace(0, 64, 257)], ids=["n", "64", "n/4"])
 def test_steps_of_whole_periods_do_not_decide(x):
-    """They agree that the slope is 0; and the argument's rounding, times 400, hides in results near 0."""
+    """Steps of whole periods of sin(2 pi x), which agree that the slope is 0, do not decide the verdict.
+
+    Results near 0 do not show the rounding of sin's argument either, which is 400 times that of a number near 1.
+    """
 
     @jax.custom_vjp
     def flat(x):
@@ -141,7 +159,10 @@ def test_steps_of_whole_periods_do_not_decide(x):
 
 
 def test_what_no_step_changes_is_unsure():
-    """Results near 1 do not show a change of 1e-30."""
+    """The verdict is unsure where no step changes the result: a sigmoid of 1/2 does not show a change of 1e-30.
+
+    With a reference the verdict is ok, and so it is for a constant.
+    """
     report = testing.check_vjp(jax.nn.sigmoid, (1e-30 * X,))
     assert report.row("x").verdict == "unsure", report
     assert testing.check_vjp(jax.nn.sigmoid, (1e-30 * X,), reference=jax.nn.sigmoid).ok
@@ -149,7 +170,10 @@ def test_what_no_step_changes_is_unsure():
 
 
 def test_a_float32_function_is_checked_in_float64():
-    """An error of 1e-5, which float32's tolerance lets pass and float32's differences could not see."""
+    """A function of float32 is checked in float64, which finds a relative error of 1e-5 in its gradient.
+
+    The tolerance of float32 lets that error pass, and differences in float32 could not see it.
+    """
 
     @jax.custom_vjp
     def nearly(x):
@@ -162,7 +186,11 @@ def test_a_float32_function_is_checked_in_float64():
 
 
 def test_functions_that_compute_in_float32_inside():
-    """A result of another dtype than the cast arguments is differentiated; float32's roundings are no one's fault."""
+    """A function that computes in float32 inside is never called wrong for float32's roundings.
+
+    Its result may have another dtype than its float64 arguments. Where that result is cast back to float64, differences
+    are unsure, and a reference decides. A gradient that is wrong by a factor of 2 is found.
+    """
 
     def norm(x):
         z = x.astype("float32")
@@ -171,7 +199,7 @@ def test_functions_that_compute_in_float32_inside():
     assert testing.check_vjp(lambda x: jnp.tanh(x.astype("float32")), (X,)).ok
     assert testing.check_hvp(norm, (X,), reference=norm, differences=False).ok
 
-    def cast_back(x):  # of float64 results, whose tolerance float32 cannot keep
+    def cast_back(x):  # to float64, whose tolerance float32 cannot keep
         return norm(x).astype(x.dtype)
 
     report = testing.check_vjp(cast_back, (X,))
@@ -193,7 +221,7 @@ def test_functions_that_compute_in_float32_inside():
 
 
 def test_a_sample_of_the_elements():
-    """The reference sees all of them, the differences as many as asked for, always the same for a seed."""
+    """Differences look at as many elements as asked for, always the same for a seed; a reference looks at all."""
     x = np.random.default_rng(0).standard_normal((40, 50))
     (row,) = testing.check_vjp(jnp.sin, (x,), elements=7).rows
     assert (row.compared, row.size) == (7, 2000) and "7 of 2000" in str(testing.Report("", (row,)))

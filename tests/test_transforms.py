@@ -26,7 +26,7 @@ def name(request):
 
 
 def agree(transformed, name, implementation, operands, **options):
-    """`transformed(function, operands)` as one program, for our operator and for the reference."""
+    """Compare `transformed(function, operands)`, as one program, of our operator and of the reference."""
     function = functools.partial(getattr(jln, name), implementation=implementation, **options)
     ours = jax.jit(lambda a: transformed(function, a))(operands)
     plain = functools.partial(getattr(jln.reference, name), **options)
@@ -35,7 +35,7 @@ def agree(transformed, name, implementation, operands, **options):
     chex.assert_trees_all_close(ours, reference, **CLOSE)
 
 
-# Of what an operator has of these: which have an axis of examples, and where.
+# The operands that have an axis of examples, and where it is; an operator takes some of them.
 IN_AXES = {
     "x": {"x": 0, "residual": 0},
     "x in the middle": {"x": 1, "residual": 0},
@@ -45,7 +45,7 @@ IN_AXES = {
     "kernel": {"kernel": 0},  # an ensemble of kernels over one x
     "all": {"x": 2, "residual": 1, "scale": 1, "offset": 1, "kernel": 2, "bias": 1},
 }
-# Operators of RMSNorm have fewer arguments, and no other rules.
+# Operators of RMSNorm have fewer arguments and the same rules, so that few cases are enough.
 BATCHED = [
     (name, axes)
     for name, operator in CATALOGUE.items()
@@ -66,7 +66,7 @@ def grown(name, axes, examples=3):
 
 @pytest.mark.parametrize(("name", "axes"), BATCHED)
 def test_vmap_of_grad(name, axes, implementation):
-    """And of the value."""
+    """`vmap` of the loss and its gradient is the reference's, whichever operands have an axis of examples."""
     operands, in_axes = grown(name, axes)
 
     def transformed(f, a):
@@ -86,7 +86,10 @@ def test_grad_of_vmap(name, axes, implementation):
 
 
 def test_nested_vmap_over_different_arguments(name, implementation):
-    """The inner axis on the scale, or on the kernel; the outer on x: neither has both."""
+    """Nested `vmap` is right where the inner one maps the kernel, or a norm's scale, and the outer one maps x.
+
+    No operand has both axes.
+    """
     operands = workbench.named(name, (4, 9), "float64", features=(6,))
     inner = "kernel" if "kernel" in operands else "scale"
     operands |= {inner: jnp.stack([operands[inner], 2 * operands[inner]])}
@@ -124,11 +127,11 @@ def test_zero_centered_scale(name, implementation):
     )
 
 
-# The norms' kernels: operands in order, absent ones None.
+# Tests of the norms' kernels, with operands in order and None for absent ones.
 
 
 def both(transformed, operator, implementation, *operands):
-    """`transformed(function, *operands)` as one program, for our operator and for the reference."""
+    """Compare `transformed(function, *operands)`, as one program, of our operator and of the reference."""
     ours = jax.jit(functools.partial(transformed, functools.partial(operator, implementation=implementation)))
     reference = jax.jit(functools.partial(transformed, functools.partial(operator, module=jln.reference)))
     ours, reference = ours(*operands), reference(*operands)
@@ -136,7 +139,7 @@ def both(transformed, operator, implementation, *operands):
 
 
 def loss(function):
-    """A loss whose gradient uses every result, and is nowhere zero."""
+    """Return a loss that uses every result and has a gradient that is nowhere zero."""
 
     def call(*operands):
         y, total = function(*operands)
@@ -160,8 +163,8 @@ def batched(operator, in_axes, shape=(4, 9), examples=3):
     return grown, in_axes
 
 
-# Rows of several chunks (in float64 from 4097 on), whose sums have a kernel of their own; more rows than a tile; a
-# partial sum a group.
+# Rows of several chunks (in float64 from 4097 elements on), with a kernel of their own for row sums; more rows than a
+# tile has; one partial sum for each group.
 @pytest.mark.parametrize("shape", [(3, 5000), (300, 9), (70, 40)])
 @pytest.mark.parametrize("in_axes", [(None, None, 0, 0), (0, 0, None, 0), (None, 0, 0, None)], ids=str)
 def test_vmap_of_grad_in_every_regime(shape, in_axes):
@@ -176,7 +179,10 @@ def test_vmap_of_grad_in_every_regime(shape, in_axes):
 
 @pytest.mark.parametrize("in_axes", [(None, None, 0, 0), (0, 0, None, 0)], ids=str)
 def test_vmap_of_grad_with_several_programs_a_group(in_axes):
-    """In float32: in float64 the interpreter's few SMs leave a group one program."""
+    """Gradients are right where several programs share a group's rows.
+
+    The test is in float32, as in float64 the interpreter's few SMs leave a group one program.
+    """
     operator = OPERATORS["add_layer_norm"]
     operands, in_axes = batched(operator, in_axes, (70, 40))
     narrow = tuple(a.astype("float32") for a in operands)
@@ -225,7 +231,7 @@ def test_vmap_where_rows_lie_side_by_side(axis, implementation):
 
 
 def test_one_program_for_two_platforms_holds_no_python_choice():
-    """The implementation is chosen when a program is lowered: traced once, it is one equation each way."""
+    """A traced gradient has one equation forward and one backward, as lowering alone chooses the implementation."""
     x = jnp.ones((4, 8), "float32")
     jaxpr = str(jax.make_jaxpr(jax.grad(lambda x: jln.layer_norm(x).sum()))(x))
     assert jaxpr.count("jln_norm_forward[") == 1
@@ -242,7 +248,7 @@ def test_export_with_symbolic_shapes():
 
 
 def test_statistics_are_saved_and_y_is_not():
-    """Between forward and backward: x, scale, mean and rstd."""
+    """Between forward and backward only x, scale, mean and rstd are kept."""
     x, _, scale, offset = workbench.arguments(OPERATORS["layer_norm"], (64, 32), "bfloat16", parameter_dtype="float32")
     _, pullback = jax.vjp(lambda *a: jln.layer_norm(*a), x, scale, offset)
     held = sorted((a.shape, a.dtype.name) for a in jax.tree.leaves(pullback))
@@ -251,8 +257,10 @@ def test_statistics_are_saved_and_y_is_not():
 
 
 def test_a_transpose_by_the_kernel():
-    """With forward_mode, where products are XLA's. JAX transposes neither a custom_vjp function, which the operator is
-    without, nor the name that policies know a fused product by.
+    """`jax.linear_transpose` by the kernel works with `forward_mode` where XLA multiplies.
+
+    JAX can transpose neither a `custom_vjp` function, which the operator is without `forward_mode`, nor the name by
+    which policies know a fused product.
     """
     x, kernel = workbench.normal(0, (6, 8), "float64"), workbench.normal(1, (8, 4), "float64")
 

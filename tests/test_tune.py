@@ -1,4 +1,4 @@
-"""The search for tiles, by a clock of the test's own: what is asked, what the compiler sorts out, what is kept."""
+"""The search for tiles, with a clock of the tests: what it asks, what the compiler rules out, and what it keeps."""
 
 import dataclasses
 import json
@@ -26,7 +26,8 @@ from jln._triton.tuning import Trial
 pytestmark = pytest.mark.usefixtures("promoted_ranks")
 interpreted = pytest.mark.skipif(not target.interpreting(), reason="kernels are compiled here")
 
-# Of each launcher one that norms and Linears share, and a choice of its own; the same row length at more rows.
+# Small workloads for every launcher and choice of tiles; some choices are shared by norms and Linears, and "many" has
+# the row length of "norm" at more rows.
 SMALL = [
     Workload("norm", "layer_norm", (6, 100), "small", dtype="float32"),
     Workload("many", "add_rms_norm", (40, 100), "small", dtype="float32", directions=("forward",)),
@@ -40,7 +41,7 @@ SMALL = [
 
 @pytest.fixture(autouse=True)
 def programs_of_the_interpreter(monkeypatch):
-    """What the search times here, in a GPU's place."""
+    """Let the search time programs in the interpreter, in place of those on a GPU."""
     if target.interpreting():
         monkeypatch.setattr(search, "Gpu", Interpreter)
 
@@ -72,7 +73,7 @@ def test_all_workloads_are_asked_about_and_share_choices():
 
 
 def test_a_choice_is_measured_in_every_workload_that_has_it():
-    """Or one decode step would settle it for a batch."""
+    """A choice is measured in all workloads that depend on it; else one decode step would settle it for a batch."""
     chip = CHIPS["h200"]
     everywhere = {q.key: set(q.calls) for q in search.questions(list(TUNABLE.values()), chip)}
     asked = search.questions([WORKLOADS["decode-1"]], chip, TUNABLE.values())
@@ -96,7 +97,10 @@ def test_candidates_are_few_near_and_fit():
 
 
 def test_what_spills_or_does_not_fit_is_not_timed():
-    """By the compiler itself: too many elements a thread; few enough; too many programs for an SM's registers."""
+    """The compiler rules out a tile that spills, and more programs than an SM's registers hold.
+
+    The first tile has too many elements a thread, the second few enough, and the third too many programs.
+    """
     h200 = CHIPS["h200"]
     (q,) = [q for q in search.questions([WORKLOADS["layer-norm-1024"]], h200) if q.sizes["choice"] == "backward"]
     tiles = [Tile(4, 1024, 2, 2, 1), Tile(1, 1024, 4, 2, 4), Tile(1, 1024, 4, 2, 16)]
@@ -130,7 +134,7 @@ def test_what_does_not_compile_or_needs_too_much_memory_is_not_timed():
 
 
 def clock(seconds):
-    """A clock that finds the tile of a program in its name, as `seconds(rows, columns, warps, stages, programs)`."""
+    """Return a clock that reads a program's tile in its name: `seconds(rows, columns, warps, stages, programs)`."""
 
     def measured(runs):
         assert len({run.name for run in runs}) == len(runs)
@@ -164,7 +168,7 @@ def test_what_is_within_the_noise_is_not_kept(gain, kept):
 
 @interpreted
 def test_the_luckiest_of_many_is_timed_again():
-    times = iter([1.0, 0.5, 0.9, 1.0, 1.01, 0.9])  # heuristics and two candidates, twice
+    times = iter([1.0, 0.5, 0.9, 1.0, 1.01, 0.9])  # of the heuristics and two candidates, twice
     q = question()
     choices = search.candidates(q)[:2]
     found = search.fastest(q, choices, INTERPRETED, lambda runs: {run.name: next(times) for run in runs})
@@ -173,7 +177,7 @@ def test_the_luckiest_of_many_is_timed_again():
 
 @interpreted
 def test_what_loses_in_one_workload_is_not_kept():
-    """However much faster it is in the other."""
+    """A candidate that loses in one workload is not kept, however much faster it is in another."""
     q, rounds = question("norm many"), []
 
     def seconds(runs):
@@ -185,7 +189,7 @@ def test_what_loses_in_one_workload_is_not_kept():
 
 @interpreted
 def test_wrong_numbers_are_never_taken(monkeypatch):
-    """However fast they come: the candidates of two rows are off by a hundredth, or raise."""
+    """A candidate whose numbers are off by a hundredth, or that raises, is not taken, however fast it is."""
     q = question()
     original = launchers.call
 
@@ -233,7 +237,7 @@ def test_candidates_of_every_launcher_give_the_heuristics_numbers(name):
 
 @pytest.fixture
 def sound(monkeypatch):
-    """A compiler that finds no fault."""
+    """Replace the compiler's verdicts by those of a compiler that finds no fault."""
     monkeypatch.setattr(search, "verdicts", lambda pool, q, choices, chip: [Verdict()] * len(choices))
 
 
@@ -324,7 +328,7 @@ def test_without_a_gpu_it_says_what_there_is(capsys):
 
 
 def test_dry_run(capsys, monkeypatch):
-    """On a chip that is not here, a process apart for the compiler."""
+    """`--dry-run` prints candidates for a chip that is not here; a process of its own compiles them."""
     original = search.candidates
     monkeypatch.setattr(search, "candidates", lambda q: original(q)[:2])
     status, out, err = run(capsys, "tune", "decode-1", "--dry-run", "--chip", "a100", "--dtype", "float32")
@@ -335,7 +339,10 @@ def test_dry_run(capsys, monkeypatch):
 
 
 def test_on_a_gpu(capsys, monkeypatch, tmp_path):
-    """As far as it can be seen here: the chip of the process, the file of JLN_TUNING, what is printed."""
+    """`tune` on a simulated GPU takes the process's chip and JLN_TUNING's file, and prints how to export the file.
+
+    It refuses another chip, and says why kernels cannot be compiled.
+    """
     gpu = type("Gpu", (), {"platform": "gpu", "device_kind": "NVIDIA H200"})()
     monkeypatch.setattr(tune, "devices", lambda: [gpu])
     monkeypatch.setattr(target, "missing", lambda: None)

@@ -1,4 +1,4 @@
-"""Results are right, and the rows' own, under tiles that no heuristic chooses: through the files."""
+"""Results are right, and rows do not depend on each other, under tiles from files that no heuristic chooses."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from jln._triton.tile import Tile
 from tuning_files import entry, norm, write
 from workbench import LINEAR_OPERATORS, OPERATORS
 
-# The kernels, under tiles that no heuristic chooses: whole rows or chunks where it is the reverse, several rows or one,
-# with the sums' kernel or without.
+# (H, axis, forward tile, backward tile, row sums' tile) that no heuristic chooses: whole rows where a heuristic takes
+# chunks or the reverse, several rows or one, with the kernel of row sums or without.
 interpreted = pytest.mark.skipif(not target.interpreting(), reason="kernels are compiled here")
 NORMS = {
     "whole rows": (130, -1, Tile(1, 256, 2), Tile(1, 256, 2, 1, 3), None),
@@ -64,7 +64,7 @@ def test_norms_are_right_under_tuned_tiles(name, case, tuning_file):
 
 
 def recorded(run):
-    """{kernel's name: its tile} of the launches that would be made."""
+    """Return {kernel's name: its tile} of the launches that `run` would make."""
     with target.recording() as launches:
         run()
     return {made.kernel.fn.__name__: made.tile for made in launches}
@@ -78,7 +78,7 @@ def test_rows_do_not_depend_on_each_other_under_tuned_tiles(case, tuning_file):
     assert_rows_are_independent(35, h)
 
 
-# By the kernel that must have it, for what a launcher chooses; the order in a file means nothing.
+# (M, H, N), and the tile that each kernel must be launched with. The order of tiles in a file means nothing.
 LINEARS = {
     "fused": (
         (70, 100, 24),

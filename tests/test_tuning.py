@@ -1,4 +1,4 @@
-"""Tuned tiles: which file goes first, and what is wrong with one is said once."""
+"""Tuned tiles: which file goes first, and one warning about what is wrong with a file."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def test_the_users_file_goes_first_then_the_package_then_the_heuristics(packaged
     mine = write(tmp_path / "mine.json", norm("forward", {"tile": Tile(2, 128, 1)}))
     monkeypatch.setenv(tuning.VARIABLE, str(mine))
     assert chosen() == Tile(2, 128, 1)
-    assert chosen(h=64) == Tile(1, 64, 2)  # of which the user's says nothing
+    assert chosen(h=64) == Tile(1, 64, 2)  # the user's file says nothing of it
     assert [(f["file"], f["choices"]) for f in tuning.in_force(H200)] == [
         (str(mine), 1),
         (str(packaged / "h200.json"), 2),
     ]
     write(mine, norm("forward", None))
-    assert chosen() == HEURISTIC  # measured to be the fastest
+    assert chosen() == HEURISTIC  # they were measured to be the fastest
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv(tuning.VARIABLE, "~/mine.json")
     assert tuning.in_force(H200)[0]["file"] == str(mine)
@@ -104,7 +104,7 @@ def test_other_elements_layouts_and_results_have_choices_of_their_own(tuning_fil
     assert norm_tiles.forward(128, 64, 2, False, h200) == Tile(16, 128, 4)
     assert norm_tiles.forward(128, 63, 2, False, h200) == norm_tiles.forward_tile(128, 63, 2)  # not aligned
     few = norm_tiles.forward(128, 8, 2, False, h200)
-    assert few == norm_tiles.forward_tile(128, 8, 2)  # most of 16 rows would be nobody's
+    assert few == norm_tiles.forward_tile(128, 8, 2)  # most of 16 rows would not exist
     assert norm_tiles.backward(128, 1, 2, False, True, h200).tile == OTHER
     assert norm_tiles.backward(128, 1, 2, False, False, h200) == norm_tiles.backward_plan(128, 1, 2)
 
@@ -114,7 +114,7 @@ CHOOSE = ("forward", "forward_tile", "backward", "backward_plan", "reduce_tile")
 
 @pytest.mark.parametrize("choose", [getattr(norm_tiles, name) for name in CHOOSE], ids=CHOOSE)
 def test_choices_cannot_depend_on_the_number_of_rows(choose):
-    """Nor a file's: a row's result would depend on how many there are."""
+    """Neither heuristics nor files choose tiles by the number of rows, as a row's result would depend on it."""
     of_arrays = {"wants_y", "has_dtotal", "more"}
     assert set(inspect.signature(choose).parameters) - of_arrays <= {"h", "inner", "itemsize", "mixed", "target"}
     assert {f.name for f in dataclasses.fields(Target)} == {"chip", "trial"}
@@ -122,7 +122,10 @@ def test_choices_cannot_depend_on_the_number_of_rows(choose):
 
 
 def test_every_choice_is_known_before_any_kernel_runs():
-    """Or what a file says of the others would be taken for unsound, and be forgotten."""
+    """`import jln` is enough to know every choice of tiles.
+
+    Otherwise a file's entries for the others would be taken for unsound and be forgotten.
+    """
     code = "import jln; from jln._triton import tuning; print(*tuning.CHOICES)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.split() == ["forward", "backward", "fused_forward", "fused_backward"]
@@ -205,7 +208,7 @@ def test_an_entry_that_no_kernel_can_run_is_said_and_left_out(case, tuning_file)
 
 def sparse(path):
     with path.open("wb") as file:
-        file.truncate(2**40)  # which nobody could read
+        file.truncate(2**40)  # more than anyone could read
 
 
 FILES: dict[str, tuple[str | bytes | Callable[[pathlib.Path], object], str]] = {
@@ -257,7 +260,10 @@ def test_of_a_file_that_grows_while_it_is_read_no_more_is_read_than_there_was(tu
 
 
 def test_what_may_not_be_read_is_said(tuning_file, monkeypatch):
-    """Whoever runs this may be root, who may read all."""
+    """A file that may not be read is named in a warning, and the heuristics choose.
+
+    The refusal is simulated, as root may run the test and may read every file.
+    """
     write(tuning_file, norm("forward", {"tile": OTHER}))
 
     def refuse(*_):
@@ -278,7 +284,10 @@ def test_many_faults_are_one_warning_and_many_threads_say_it_once(tuning_file):
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_what_the_heuristics_choose_is_fit(chip):
-    """Or the bounds are too narrow, and the search would leave the best out."""
+    """All tiles that the heuristics choose are within the bounds of `unfit`.
+
+    If they were not, the bounds would be too narrow, and the search would leave the best tiles out.
+    """
     for h in (1, 2, 3, 100, 128, 1000, 4096, 8192, 16384, 40000, 262144):
         for inner, itemsize in ((1, 2), (1, 4), (1, 8), (147456, 2), (7, 4)):
             asking = Target(CHIPS[chip], trial := Trial({}))

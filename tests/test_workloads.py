@@ -1,6 +1,4 @@
-"""The catalogue, the workloads and the stacks are what they say: they trace, count right, and every variant is the same
-function.
-"""
+"""The catalogue, the workloads and the stacks: they trace, they count right, and all variants are one function."""
 
 import dataclasses
 import inspect
@@ -47,7 +45,7 @@ def test_every_signature_shows_the_one_default_epsilon():
 
 
 def test_modules_of_our_own_show_it_too():
-    """Those that stand for a framework's have its own."""
+    """Modules of our own have the one default epsilon; those that stand for a framework's have the framework's."""
     pytest.importorskip("flax")
     from jln import linen, nnx
 
@@ -78,7 +76,10 @@ def test_workloads_trace_and_return_what_they_say(name):
 
 
 def test_what_few_models_have_is_counted():
-    """By hand: a gate parts the gradients of x and of the residual, and x and its bias are read again for its own."""
+    """Bytes and operations with `x_bias` and `gate`, which few models have, are those counted by hand.
+
+    With a gate x and the residual have different gradients, and x and its bias are read again for the gate's gradient.
+    """
     plain = Workload("", "add_layer_norm", (3, 7, 5), "", parameter_dtype="float32")
     x, parameter = 2 * 3 * 7 * 5, 4 * 5
     assert [plain.bytes_once(d) for d in plain.directions] == [4 * x + 2 * parameter, 4 * x + 3 * parameter]
@@ -96,7 +97,7 @@ def test_what_few_models_have_is_counted():
 
 
 def test_bytes_and_operations_are_counted():
-    """By hand, of sizes that are all different."""
+    """Bytes and operations are those counted by hand, for sizes that are all different."""
     norm = Workload("", "add_layer_norm", (7, 5), "", dtype="bfloat16", parameter_dtype="float32")
     assert norm.bytes_once("forward") == 4 * 70 + 2 * 20  # x, residual, y, total; scale, offset
     assert norm.bytes_once("backward") == 4 * 70 + 3 * 20  # dy, dtotal, total, dx; scale, dscale, doffset
@@ -118,7 +119,10 @@ def test_bytes_and_operations_are_counted():
 
 @pytest.mark.parametrize("name", [name for name, w in WORKLOADS.items() if len(w.all_features) > 1])
 def test_several_linears_hold_x_alone_between_forward_and_backward(name):
-    """And the parameters, and two numbers a row, where a norm and separate products hold the norm's result, too."""
+    """Between forward and backward several Linears hold x, the parameters and two numbers a row, or one for RMSNorm.
+
+    A norm and separate products hold the norm's result, too.
+    """
     w = WORKLOADS[name]
 
     def held(function):
@@ -129,7 +133,7 @@ def test_several_linears_hold_x_alone_between_forward_and_backward(name):
 
     arrays = w.arrays()
     parameters = [arrays[n] for n in ("scale", "offset", "kernel") if n in arrays]
-    with jax.numpy_rank_promotion("allow"):  # of the bias behind the separate products
+    with jax.numpy_rank_promotion("allow"):  # for the bias behind the separate products
         ours, apart = (held(PEERS[by].function(w)) for by in ("jln", "jln-norm"))
     assert size(ours) == size([arrays["x"], parameters]) + (2 if w.entry.centres else 1) * 4 * w.rows
     assert [sum(a.shape == w.shape for a in leaves) for leaves in (ours, apart)] == [1, 2]
@@ -137,7 +141,10 @@ def test_several_linears_hold_x_alone_between_forward_and_backward(name):
 
 @pytest.mark.parametrize("name", STACKS)
 def test_stacks_of_all_variants_are_the_same_function(name):
-    """In float64, where only a wrong wire is more than 1e-9: losses, and every gradient by itself."""
+    """All variants of a stack have the same loss and gradients in float64, as only a wrong wire would differ by 1e-9.
+
+    Each gradient is compared by itself. The stack without norms has another loss.
+    """
     pytest.importorskip("flax")
     options = {"layers": 2, "shape": (2, 5, 16), "hidden": 12, "heads": 4}
     stack = STACKS[name]
@@ -147,7 +154,7 @@ def test_stacks_of_all_variants_are_the_same_function(name):
     )
     variants = losses(stack)
     assert list(variants) == ["flax", "jnp", *OURS, "no norm at all"]
-    with jax.numpy_rank_promotion("allow"):  # Flax's
+    with jax.numpy_rank_promotion("allow"):  # for Flax
         found = {
             n: jax.jit(stack.step(loss), compiler_options=AS_IT_IS)(*stack.init(jax.random.key(0)))
             for n, loss in variants.items()

@@ -1,4 +1,7 @@
-"""What XLA's CPU backend makes of the hand-derived rules: nothing of the size of x but the inputs and the results."""
+"""Temporary memory of the hand-derived rules on XLA's CPU backend.
+
+A norm's gradient needs no array of the size of x beside inputs and results, and a Linear's no more than autodiff.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +27,7 @@ def test_gradient_of_layer_norm(shape, dtype, returns_y):
 
     x = jax.ShapeDtypeStruct(shape, dtype)
     parameter = jax.ShapeDtypeStruct(shape[1:], dtype)
-    # 0.2 MiB is what the field's smallest tile buffers come to; x itself is 16 MiB in float32.
+    # 0.2 MiB are left for small buffers of tiles; x itself is 16 MiB in float32.
     assert temporaries(step, x, parameter, parameter, x) <= 0.2 * MIB
 
 
@@ -38,7 +41,7 @@ LINEAR_DTYPES = [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", 
 
 
 def linear_operands(m, h, n, dtype, parameter):
-    """-> (x, scale, offset, kernel, bias), dy"""
+    """Return ((x, scale, offset, kernel, bias), dy) as shapes and dtypes; x is [m, h] and dy [m, n]."""
     parameters = (jax.ShapeDtypeStruct(shape, parameter) for shape in ((h,), (h,), (h, n), (n,)))
     dy = jax.ShapeDtypeStruct((m, n), jnp.promote_types(dtype, parameter))
     return (jax.ShapeDtypeStruct((m, h), dtype), *parameters), dy
@@ -50,7 +53,10 @@ def linear_operands(m, h, n, dtype, parameter):
     ("m", "h", "n"), [(4096, 1024, 3072), (1024, 4096, 256), (1024, 1024, 1024), (16384, 256, 64), (333, 768, 1000)]
 )
 def test_gradient_of_layer_norm_linear(m, h, n, dtype, parameter):
-    """No more than plain autodiff needs; the loss reads y, as every loss does, so that forward ends before backward."""
+    """A loss's gradient needs no more temporary memory than plain autodiff.
+
+    The loss reads y, as every loss does, so that forward ends before backward.
+    """
 
     def needed(operator):
         def loss(*operands):
@@ -62,13 +68,16 @@ def test_gradient_of_layer_norm_linear(m, h, n, dtype, parameter):
 
 
 @pytest.mark.parametrize(("dtype", "parameter"), LINEAR_DTYPES)
-# Few features; fewer elements than features; a few rows: where z and dz are all there is, and autodiff's are few.
+# Few features; rows with fewer elements than there are features; few rows. There z and dz are all that is temporary,
+# and autodiff has few temporaries.
 @pytest.mark.parametrize(("m", "h", "n"), [(1024, 4096, 16), (2048, 128, 512), (16, 1024, 4096), (64, 4096, 256)])
 @pytest.mark.parametrize("returns_y", [False, True])
 def test_layer_norm_linear_under_a_given_cotangent(returns_y, m, h, n, dtype, parameter):
-    """No more than plain autodiff needs, but where dy is there before y: autodiff then makes z once for both halves.
-    Ours are two, which the scheduler of JAX 0.10 holds at a time; and two float32 copies of a bfloat16 kernel, in which
-    XLA multiplies on a CPU. A page is for sums over rows and features.
+    """A given cotangent is pulled back with no more temporary memory than by plain autodiff, unless y is returned too.
+
+    Then dy is there before y, and autodiff makes z once for both passes. Ours makes z twice, and the scheduler of JAX
+    0.10 holds both at a time. It also holds two float32 copies of a bfloat16 kernel, as XLA multiplies in float32 on a
+    CPU. From JAX 0.11 on a page, 4096 bytes, is allowed for sums over rows and features.
     """
 
     def needed(operator):
