@@ -12,10 +12,12 @@ if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     flags = "--xla_force_host_platform_device_count=8"
-    # XLA compiles many small programs faster without its emitters of fusions. What users run has them, so `.ci/run` has
-    # some files with JLN_XLA=as_is, too. From JAX 0.11 on there is no such flag.
-    if os.environ.get("JLN_XLA") != "as_is" and importlib.metadata.version("jaxlib").startswith("0.10."):
-        flags += " --xla_cpu_use_fusion_emitters=false"
+    # XLA compiles many small programs three times as fast without LLVM's optimisations and its emitters of fusions.
+    # What users run has both, so `.ci/run` has some files with JLN_XLA=as_is, too.
+    if os.environ.get("JLN_XLA") != "as_is":
+        flags += " --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+        if importlib.metadata.version("jaxlib").startswith("0.10."):  # JAX 0.11 has no such flag
+            flags += " --xla_cpu_use_fusion_emitters=false"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
 
 import jax  # noqa: E402
@@ -30,14 +32,6 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 @pytest.fixture(params=["xla", "triton"])
 def implementation(request):
     return request.param
-
-
-@pytest.fixture
-def compile_fast():
-    """Compile without XLA's optimisations, for tests of many small programs that run once each."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from jln._bench.blocks import Block
 from jln._bench.peers import PEERS, Peer
 from jln._bench.workloads import Workload
 
-pytestmark = pytest.mark.usefixtures("compile_fast", "promoted_ranks")
+pytestmark = pytest.mark.usefixtures("promoted_ranks")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from bench_cases import SMALL
 from jln._bench import numerics, timing, trace
 from jln._bench.timing import Run
 
-pytestmark = pytest.mark.usefixtures("compile_fast", "promoted_ranks")
+pytestmark = pytest.mark.usefixtures("promoted_ranks")
 
 
 def program(name, size):

@@ -18,7 +18,7 @@ from jln._bench import measure, results, timing
 from jln._bench.peers import PEERS, Peer
 from jln._cli import bench, console
 
-pytestmark = pytest.mark.usefixtures("compile_fast", "promoted_ranks")
+pytestmark = pytest.mark.usefixtures("promoted_ranks")
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import jln
 from jln import testing
 from jln._cli import controls
 
-pytestmark = pytest.mark.usefixtures("compile_fast", "promoted_ranks")  # broadcasting is what half of these are about
+pytestmark = pytest.mark.usefixtures("promoted_ranks")  # broadcasting is what half of these are about
 
 SEEDS = range(20)
 

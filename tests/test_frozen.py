@@ -42,7 +42,6 @@ def all_gradients(name, implementation, forward_mode):
     return dict(zip(OPERANDS[name], jax.jit(matrix.gradient(function, operands))(*operands), strict=True))
 
 
-@pytest.mark.usefixtures("compile_fast")
 @pytest.mark.parametrize("forward_mode", [False, True])
 @pytest.mark.parametrize(("name", "some"), CASES, ids=lambda c: c if isinstance(c, str) else "+".join(c))
 def test_some_gradients_are_those_of_all(name, some, forward_mode, implementation):
@@ -291,7 +290,6 @@ SOME = [("layer_norm", ("x",)), ("layer_norm", ("offset",)), ("add_layer_norm", 
 SOME += [("layer_norm_linear", some) for some in (("x",), ("kernel",), ("offset", "bias"), ("x", "scale", "bias"))]
 
 
-@pytest.mark.usefixtures("compile_fast")
 @pytest.mark.parametrize("wrap", [lambda b: b, jax.checkpoint], ids=["scan", "scan(checkpoint)"])
 @pytest.mark.parametrize(("name", "some"), SOME)
 def test_layers_with_frozen_parameters(name, some, wrap):
@@ -310,7 +308,6 @@ TRANSFORMED = {
 }
 
 
-@pytest.mark.usefixtures("compile_fast")
 @pytest.mark.parametrize("forward_mode", [False, True])
 @pytest.mark.parametrize("how", TRANSFORMED)
 @pytest.mark.parametrize(

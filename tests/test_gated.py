@@ -91,7 +91,6 @@ CASES = [
 ]
 
 
-@pytest.mark.usefixtures("compile_fast")
 @pytest.mark.parametrize(("form", "varies", "axis"), CASES, ids=str)
 def test_values_and_every_gradient(form, varies, axis, implementation):
     """Values and gradients in float64 are those of the reference, all gradients at once and each alone."""
@@ -139,7 +138,6 @@ TRANSFORMED = {
 }
 
 
-@pytest.mark.usefixtures("compile_fast")
 @pytest.mark.parametrize("forward_mode", [False, True])
 @pytest.mark.parametrize("transformation", TRANSFORMED)
 @pytest.mark.parametrize("form", (*GATED, "add_layer_norm"))

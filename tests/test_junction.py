@@ -60,7 +60,6 @@ CASES = [
 ]
 
 
-@pytest.mark.usefixtures("compile_fast")
 @pytest.mark.parametrize(("name", "gate", "varies", "axis"), CASES, ids=str)
 def test_values_and_every_gradient(name, gate, varies, axis, implementation):
     """Values and gradients in float64 are those of the reference, all gradients at once and each alone."""
@@ -115,7 +114,6 @@ def cells():
             yield pytest.param(*form, how, forward_mode, implementation, marks=marks)
 
 
-@pytest.mark.usefixtures("compile_fast")
 @pytest.mark.parametrize(
     ("name", "gate", "varies", "transformation", "forward_mode", "implementation"), list(cells()), ids=str
 )
@@ -131,7 +129,6 @@ def test_transformed(name, gate, varies, transformation, forward_mode, implement
     chex.assert_trees_all_close(ours, plain, **CLOSE)
 
 
-@pytest.mark.usefixtures("compile_fast")
 @pytest.mark.parametrize("forward_mode", [False, True])
 @pytest.mark.parametrize("unused", ["y", "total"])
 @pytest.mark.parametrize("gate", ["no gate", "H", "rows", "by example"])

@@ -40,7 +40,7 @@ VARIANTS = ("jnp", "jln, add_norm", "jln, add_norm_linear")  # the other variant
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize(("name", "axes"), CASES)
-def test_a_stack_on_a_mesh_is_the_same_function(name, axes, sequence, compile_fast, promoted_ranks):
+def test_a_stack_on_a_mesh_is_the_same_function(name, axes, sequence, promoted_ranks):
     """A stack on a mesh has the loss and the gradients of one device, and each gradient lies where its argument is.
 
     All is in float64 but JAX's softmax, so that values agree to 1e-6.

@@ -17,8 +17,6 @@ import jln
 from jln._catalogue import FORMS
 from matrix import CASES, FORWARD, OPTIONAL, REVERSE, bind, first, one_row
 
-pytestmark = pytest.mark.usefixtures("compile_fast")
-
 # Allows for the rounding of sums of up to 40 terms near 10, through a second derivative.
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 

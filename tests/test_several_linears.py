@@ -126,7 +126,6 @@ TRANSFORMATIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.usefixtures("compile_fast")
 @pytest.mark.parametrize("transformation", TRANSFORMATIONS)
 @pytest.mark.parametrize(("features", "dtype"), [(FEATURES[0], "float32"), (FEATURES[1], "float64")])
 @pytest.mark.parametrize("name", ["add_layer_norm_linear", "rms_norm_linear"])
@@ -136,7 +135,6 @@ def test_transformations(name, features, dtype, transformation, implementation):
     both(TRANSFORMATIONS[transformation], name, implementation, operands, dtype, **mode)
 
 
-@pytest.mark.usefixtures("compile_fast")
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 2), ("total",), (1, "total")], ids=str)
 @pytest.mark.parametrize("forward_mode", [False, True])
 @pytest.mark.parametrize(("features", "dtype"), [(FEATURES[0], "float32"), (((300,), (8,), (2, 4)), "float64")])
@@ -157,7 +155,6 @@ def test_results_that_are_not_used(features, dtype, forward_mode, used, implemen
 FROZEN = ("x", "residual", "scale", "offset", "kernel", "bias", "first kernel", "last kernel")
 
 
-@pytest.mark.usefixtures("compile_fast")
 @pytest.mark.parametrize("wanted", [(a,) for a in FROZEN] + [("scale", "last kernel"), ("x", "bias")], ids=str)
 @pytest.mark.parametrize(
     ("features", "dtype", "forward_mode"),

@@ -108,7 +108,7 @@ def test_the_first_step_is_that_of_a_given_tolerance():
 def test_numerical_gradient():
     """The numerical gradient of sum(cotangent * x^3) errs as its step says.
 
-    One step of 1e-5 errs by its square, and one of 1e-7 by float64's rounding divided by the step.
+    One step of 1e-5 errs by its square, and one of 1e-8 by float64's rounding divided by the step.
     """
     x = X.astype("float32")
     exact = 3 * x.astype("float64") ** 2
@@ -119,7 +119,7 @@ def test_numerical_gradient():
         return np.max(np.abs(gradient - exact))
 
     assert 1e-12 < error() < 1e-9
-    assert 1e-9 < error(step=1e-7) < 1e-6
+    assert 1e-9 < error(step=1e-8) < 1e-6
     assert error(richardson=4) < 1e-12
     assert error(dtype=None) > 1e-4  # float32 differences: why float64 is the default
     (weighted,) = testing.numerical_gradient(lambda a: a**3, (x,), cotangent=2 * X, richardson=4)

@@ -15,8 +15,6 @@ from jln._triton import target
 from matrix import loss_by_name
 from workbench import OPERATORS
 
-pytestmark = pytest.mark.usefixtures("compile_fast")
-
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
 
 

@@ -15,9 +15,7 @@ from jln._bench.peers import PEERS
 from jln._bench.stacks import STACKS
 from jln._bench.workloads import CPU_WORKLOADS, WORKLOADS, Workload
 from jln._catalogue import EPSILON, OPERATORS
-from workbench import AS_IT_IS
-
-pytestmark = pytest.mark.usefixtures("compile_fast")
+from workbench import WITH_EMITTERS
 
 ALL = WORKLOADS | CPU_WORKLOADS
 
@@ -156,7 +154,7 @@ def test_stacks_of_all_variants_are_the_same_function(name):
     assert list(variants) == ["flax", "jnp", *OURS, "no norm at all"]
     with jax.numpy_rank_promotion("allow"):  # for Flax
         found = {
-            n: jax.jit(stack.step(loss), compiler_options=AS_IT_IS)(*stack.init(jax.random.key(0)))
+            n: jax.jit(stack.step(loss), compiler_options=WITH_EMITTERS)(*stack.init(jax.random.key(0)))
             for n, loss in variants.items()
         }
     flax = found.pop("flax")

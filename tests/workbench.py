@@ -15,9 +15,9 @@ import jln
 from jln import _catalogue
 from jln._catalogue import EPSILON
 
-# Compiler options by which XLA compiles a program as users have it, where conftest.py has it compile faster: without
-# its emitters attention's float64 is right to 1e-8 only.
-AS_IT_IS = {"xla_cpu_use_fusion_emitters": True} if "emitters=false" in os.environ.get("XLA_FLAGS", "") else {}
+# Compiler options that give a program XLA's emitters of fusions, which conftest.py turns off: without them attention's
+# float64 is right to 1e-8 only.
+WITH_EMITTERS = {"xla_cpu_use_fusion_emitters": True} if "emitters=false" in os.environ.get("XLA_FLAGS", "") else {}
 
 
 @dataclasses.dataclass(frozen=True)

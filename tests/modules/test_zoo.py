@@ -17,7 +17,7 @@ nnx = pytest.importorskip("flax.nnx")
 eqx = pytest.importorskip("equinox")
 pytest.importorskip("haiku")
 
-from workbench import AS_IT_IS  # noqa: E402
+from workbench import WITH_EMITTERS  # noqa: E402
 from zoo import CLIENTS, SMALL, functions, held  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("promoted_ranks")
@@ -60,7 +60,7 @@ def test_outputs_and_gradients_are_the_originals(name):
             y = f(parameters, x)
             return jnp.sum(weight * y), y
 
-        return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True), compiler_options=AS_IT_IS)(parameters, x)
+        return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True), compiler_options=WITH_EMITTERS)(parameters, x)
 
     same(gradients(client.converted), gradients(client.plain))
 

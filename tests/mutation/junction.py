@@ -115,7 +115,7 @@ SUMS = [
     Mutant(
         "axes of rows put back in the order in which they were moved", NORM_ARGUMENTS,
         "sorted(range(x.ndim), key=order.__getitem__)", "order",
-        (f"{VALUES}[xla-layer_norm-no gate-over the last--1]",),
+        (f"{VALUES}[xla-layer_norm-no gate-over the last-1]",),
     ),
     Mutant(
         "a gate forgotten where norm and product are one kernel", LINEAR_SIGNATURE,
