@@ -205,7 +205,9 @@ def assert_parity(theirs: Layer, ours: Layer, true: Layer, x: Any, products: int
             np.testing.assert_array_equal(a, b, name)
         else:
             y_dtype = max((a.dtype for a in shapes), key=lambda d: jnp.finfo(d).eps)
-            assert_close(name, a, b, truth[name], y_dtype, sums)
+            # In bfloat16 dz goes through memory rounded, from the product to the norm (term 14).
+            rounded_dz = path == "fused" and name.startswith("dx") and y_dtype == jnp.bfloat16
+            assert_close(name, a, b, truth[name], y_dtype, sums + rounded_dz)
     return path
 
 
