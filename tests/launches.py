@@ -11,7 +11,8 @@ from jln._norm_linear import signature as linears
 from jln._triton.chip import CHIPS as ALL_CHIPS
 from jln._triton.target import Recorder
 
-CHIPS = ("a100", "h200", "b200")
+# One of each architecture: an H100 has the kernels of an H200, and an L40S, but for Linears, those of an L4.
+CHIPS = ("a100", "l4", "h200", "b200")
 # x's, the residual's, the parameters'.
 DTYPES = {
     "bfloat16": ("bfloat16", "bfloat16", "bfloat16"),

@@ -108,7 +108,7 @@ def test_a_wrong_gradient_is_found_at_one_size(capsys, monkeypatch):
 
 @pytest.fixture
 def small(monkeypatch):
-    """The whole check, of two operators in two dtypes at a small size."""
+    """Cut the whole check down to two operators in two dtypes at a small size."""
     monkeypatch.setattr(check, "FORMS", {n: OPERATORS[n] for n in ("layer_norm", "rms_norm_linear")})
     monkeypatch.setattr(check, "DTYPES", ("bfloat16", "float64"))
     monkeypatch.setattr(check, "NORM_SIZES", (((5, 9), 0),))

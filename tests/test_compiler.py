@@ -1,4 +1,4 @@
-"""Rung 3: every launch that can be chosen is compiled for sm_80, sm_90 and sm_100: no spills, and it fits the chip.
+"""Rung 3: launches of every tile are compiled for sm_80, sm_89, sm_90 and sm_100: no spills, and they fit the chip.
 
 Compiling needs a process without TRITON_INTERPRET, so each case is a worker process's; nothing here needs a GPU.
 """
@@ -45,7 +45,10 @@ LAYOUTS = [(h, 1) for h in WIDTHS] + STRIDED
 
 
 def compile_all(dtypes, chip, switches, layouts):
-    """Runs in the worker: `[(description, spilled bytes a thread, shared bytes a block, the chip's limit)]`."""
+    """Return of each launch (description, bytes of a thread's stack, shared bytes of a program, the chip's limit).
+
+    Runs in the worker.
+    """
     made = []
     for h, inner in layouts:
         for launch in launches(h, inner, dtypes, chip, switches):
@@ -62,10 +65,11 @@ COMBINATIONS = [
     for c in CHIPS
 ]
 
-# Some launches, most of them of float64 or of several dtypes, keep up to so many bytes on the stack with 40 to 128
-# registers where twice as many are to be had: the assembler's own choice, which another tile only moves to another
-# launch. With every switch on an H200 has none outside of float64.
-BY_CHOICE = 24
+# Bytes that a thread may have on its stack. Of 17,512 launches of norms 29 have some: one of them, on an L4, 16 bytes,
+# the others 8. Of sums with a gate and of norms on both sides one each has 16 on an H200, and one 8. ptxas stops at 40
+# registers there, or at 64 or 128: one more would cost a core one of its programs. Another tile only moves it to
+# another launch. An H200 has none with every switch on.
+STACK = 16
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -73,7 +77,7 @@ BY_CHOICE = 24
 def test_no_spills(worker, switches, chip, dtype):
     made = worker.submit(compile_all, DTYPES[dtype], chip, SWITCHES[switches], LAYOUTS).result()
     assert len(made) > 2 * len(LAYOUTS) - 1
-    allowed = 0 if (switches, chip) == ("everything", "h200") and dtype != "float64" else BY_CHOICE
+    allowed = 0 if (switches, chip) == ("everything", "h200") else STACK
     assert [what for what, spilled, *_ in made if spilled > allowed] == []
     assert [what for what, _, shared, limit in made if shared > limit] == []
 
@@ -87,28 +91,22 @@ MODULE_LAYOUTS = [(h, 1) for h in (100, 1023, 4096, 8191, 16384, 40000)] + STRID
 def test_no_spills_of_modules(worker, chip, dtype):
     switches = SWITCHES["everything"] | {"adds": False, "zero_centered_scale": False}
     made = worker.submit(compile_all, MODULE_DTYPES[dtype], chip, switches, MODULE_LAYOUTS).result()
-    assert [what for what, spilled, *_ in made if spilled > (0 if chip == "h200" else 16)] == []
+    assert [what for what, spilled, *_ in made if spilled > (0 if chip == "h200" else STACK)] == []
     assert [what for what, _, shared, limit in made if shared > limit] == []
-
-
-# Beside a gate or x_bias a thread holds up to four sums and what they are made of, in tiles of half the elements; at
-# some sizes the assembler keeps two of them on the stack, in the forward kernel of rows in chunks four, whose 16 bytes
-# L1 gives back.
-OF_A_SUM = 16
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("switches", SUM_SWITCHES)
 def test_no_spills_of_sums_with_a_gate(worker, switches, dtype):
     made = worker.submit(compile_all, DTYPES[dtype], "h200", SUM_SWITCHES[switches], MODULE_LAYOUTS).result()
-    assert [what for what, spilled, *_ in made if spilled > OF_A_SUM] == []
+    assert [what for what, spilled, *_ in made if spilled > STACK] == []
     assert [what for what, _, shared, limit in made if shared > limit] == []
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("switches", GATED_SWITCHES)
 def test_no_spills_of_gated_norms(worker, switches, dtype):
-    """8192: as wide as whole rows get in 16 bits."""
+    """No launch of a gated norm spills, up to 8192 elements: the widest rows of 16 bits that are no chunks."""
     layouts = [*MODULE_LAYOUTS, (128, 1), (8191, 1), (8192, 1)]
     made = worker.submit(compile_all, DTYPES[dtype], "h200", GATED_SWITCHES[switches], layouts).result()
     assert [what for what, spilled, *_ in made if spilled > 0] == []
@@ -121,13 +119,12 @@ def test_no_spills_of_gated_norms(worker, switches, dtype):
 @pytest.mark.parametrize("switches", SUM_SWITCHES | GATED_SWITCHES)
 def test_no_spills_of_sums_with_a_gate_at_any_size(worker, switches, chip, dtype):
     made = worker.submit(compile_all, DTYPES[dtype], chip, (SUM_SWITCHES | GATED_SWITCHES)[switches], LAYOUTS).result()
-    few = chip == "h200" and dtype in ("bfloat16", "float32")
-    assert [what for what, spilled, *_ in made if spilled > (OF_A_SUM if few else BY_CHOICE)] == []
+    assert [what for what, spilled, *_ in made if spilled > STACK] == []
     assert [what for what, _, shared, limit in made if shared > limit] == []
 
 
 def compile_both_sides(dtypes, chip, switches, widths):
-    """Runs in the worker: as `compile_all`."""
+    """Return of each launch of a norm on both sides of a sum what `compile_all` does. Runs in the worker."""
     made = []
     for h in widths:
         for launch in both_sides_launches(h, dtypes, chip, switches):
@@ -148,9 +145,32 @@ BOTH_SIDES_WIDTHS = (33, 128, 768, 1000, 1023, 1024, 2048, 4095, 4096, 7168, 819
 )
 def test_no_spills_of_norms_on_both_sides(worker, switches, chip, dtype):
     made = worker.submit(compile_both_sides, DTYPES[dtype], chip, SWITCHES[switches], BOTH_SIDES_WIDTHS).result()
-    allowed = BY_CHOICE if chip != "h200" or dtype == "float64" or "stream" in dtype else OF_A_SUM
-    assert [what for what, spilled, *_ in made if spilled > allowed] == []
+    assert [what for what, spilled, *_ in made if spilled > STACK] == []
     assert [what for what, _, shared, limit in made if shared > limit] == []
+
+
+def kernels_of(chip, are_linear):
+    """Return what is compiled of the launches at a few sizes: kernels, tiles and constants. Runs in the worker."""
+    switches = SWITCHES["everything"]
+    if are_linear:
+        dtypes = LINEAR_DTYPES["bfloat16"]
+        made = [launch for size in FUSED for launch in linear_launches(*size, dtypes, chip, switches)]
+    else:
+        dtypes = DTYPES["bfloat16"]
+        made = [launch for size in MODULE_LAYOUTS for launch in launches(*size, dtypes, chip, switches)]
+    return [(launch.kernel.fn.__name__, launch.tile, launch.constants) for launch in made]
+
+
+@pytest.mark.parametrize(
+    ("chip", "compiled", "are_linear"), [("h100", "h200", False), ("h100", "h200", True), ("l40s", "l4", False)]
+)
+def test_chips_of_one_architecture_have_the_same_kernels(worker, chip, compiled, are_linear):
+    """An H100 has the kernels of an H200, and for norms an L40S those of an L4.
+
+    Which Linears are fused depends on an L40S's cores.
+    """
+    one, other = (worker.submit(kernels_of, c, are_linear).result() for c in (chip, compiled))
+    assert len(one) > 20 and one == other
 
 
 def test_a_spill_is_seen(worker):
@@ -183,7 +203,7 @@ MORE_LINEAR_WIDTHS = [h for h in WIDTHS if 8 <= h not in LINEAR_WIDTHS]
 
 
 def compile_linear(dtypes, chip, switches, sizes):
-    """Runs in the worker: as `compile_all`, and the number of wgmma and of mma instructions."""
+    """Return what `compile_all` does, and the number of wgmma and of mma instructions. Runs in the worker."""
     made = []
     for m, h, n in sizes:
         for launch in linear_launches(m, h, n, dtypes, chip, switches):
@@ -204,7 +224,7 @@ def assert_fits(made, stack=0):
 LINEAR_COMBINATIONS = [
     pytest.param(s, c, d, marks=[] if (s, c, d) == ("everything", "h200", "bfloat16") else [pytest.mark.heavy])
     for s in SWITCHES
-    for c in (*CHIPS, "l4")
+    for c in (*CHIPS, "l40s")
     for d in LINEAR_DTYPES
 ]
 
@@ -224,7 +244,7 @@ def test_fused_linear_does_not_spill_and_uses_wgmma(worker, sizes, switches, chi
     assert len(fused) > len(sizes) // 3
     made = worker.submit(compile_linear, LINEAR_DTYPES[dtype], chip, SWITCHES[switches], fused).result()
     assert len(made) == 4 * len(fused)
-    assert_fits(made, stack=0 if (switches, chip, dtype) == ("everything", "h200", "bfloat16") else BY_CHOICE)
+    assert_fits(made, stack=0 if (switches, chip, dtype) == ("everything", "h200", "bfloat16") else STACK)
     if chip == "h200":  # no product falls back to mma, and each kernel but the last has products
         assert [what for what, *_, mma in made if mma] == []
         assert [what for what, *_, wgmma, _ in made if not wgmma and "parameters_kernel" not in what] == []
@@ -238,7 +258,7 @@ def test_composed_linear_does_not_spill(worker, widths, switches, chip, dtype):
     sizes = [(100_000, h, 12288) for h in widths]
     made = worker.submit(compile_linear, LINEAR_DTYPES[dtype], chip, SWITCHES[switches], sizes).result()
     assert len(made) >= 2 * len(sizes)
-    assert_fits(made, stack=0 if (switches, chip, dtype) == ("everything", "h200", "bfloat16") else BY_CHOICE)
+    assert_fits(made, stack=0 if (switches, chip, dtype) == ("everything", "h200", "bfloat16") else STACK)
 
 
 @pytest.mark.heavy  # a minute; `test_fused_linear_does_not_spill_and_uses_wgmma` has a size of each kind
@@ -272,7 +292,7 @@ PACKAGED = [tuning.parsed(e) for path in sorted(tuning.PACKAGED.glob("*.json")) 
 
 
 def compile_tuned(key, tiles):
-    """Runs in the worker: of each tile (kernel, the tile, spilled bytes, shared bytes)."""
+    """Return of each tile (kernel, the tile, spilled bytes, shared bytes). Runs in the worker."""
     sizes = dict(key)
     chip, h = sizes["chip"], sizes["h"]
     trial = Trial({key: tiles})

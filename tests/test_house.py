@@ -51,7 +51,7 @@ ONLY_TYPE_CHECKERS = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
 
 def executed(node: ast.AST):
-    """This node and those within, but for what only type checkers see."""
+    """Yield the node and those within it, without what only type checkers see."""
     yield node
     inner = list(ast.iter_child_nodes(node))
     if isinstance(node, ast.If):
@@ -65,7 +65,7 @@ def executed(node: ast.AST):
 
 
 def imported(name: str, text: str) -> set[str]:
-    """The modules of jln that the module of that name imports if `text` is its own, wherever in it."""
+    """Return the modules of jln that a module with this name and this text imports, at its top or inside a function."""
     package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
     found = set()
     for node in executed(ast.parse(text)):
@@ -95,7 +95,7 @@ def test_every_room_has_a_floor():
 
 
 def test_the_map_has_every_room():
-    """And not one that is no more."""
+    """The map in jln/README.md names every room of the package, and none that is gone."""
     page = (ROOT / "README.md").read_text().split("## The house")[1].split("\n## ")[0]
     names = [line[4:].split("  ")[0] for line in page.splitlines() if line.startswith("    jln/")]
     drawn = {name.removeprefix("jln/").removesuffix(".py").rstrip("/") for line in names for name in line.split(", ")}
@@ -104,7 +104,7 @@ def test_the_map_has_every_room():
 
 
 def upwards(name: str, text: str) -> set[str]:
-    """What a module imports that is not below it."""
+    """Return what a module imports that is not below it."""
     others = {other for other in imported(name, text) if room(other) != room(name)}
     return {other for other in others if FLOOR[room(other)] >= FLOOR[room(name)]}
 
@@ -119,7 +119,7 @@ def in_order(texts: dict[str, str]) -> None:
 
 
 def test_ci_runs_every_script():
-    """Or it rots."""
+    """CI runs every script of benchmarks/ and examples/, so that none of them rots."""
     repository = ROOT.parent
     ran = (repository / ".ci/run").read_text()
     ran += (repository / "benchmarks/gpu_run.sh").read_text() if "benchmarks/gpu_run.sh" in ran else ""
@@ -197,23 +197,19 @@ he her here his it its she that their them then there these they this those we y
 
 
 def beginnings(text: str):
-    """The first word of each docstring, with the name of what it is of."""
+    """Yield the first word of each docstring, with the name of the module, class or function that has it."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (doc := ast.get_docstring(node)):
             yield getattr(node, "name", "the module"), doc.split()[0]
 
 
 def stands_alone(word: str) -> bool:
-    """Whether a docstring may begin so: with code or a capital letter, and with a verb or a noun."""
+    """Tell whether a docstring may begin with this word: code, or a capital letter and a verb or a noun."""
     return (word[0] == "`" or word[0].isupper()) and word.rstrip(".,:;").lower() not in NO_BEGINNINGS.split()
 
 
-READ = [
-    path
-    for folder in ("jln", "benchmarks", "examples", "tests")
-    for path in sorted((ROOT.parent / folder).rglob("*.py"))
-    if not path.name.startswith("test_")  # there a docstring goes on from the test's name
-]
+FOLDERS = ("jln", "benchmarks", "examples", "tests")
+READ = [path for folder in FOLDERS for path in sorted((ROOT.parent / folder).rglob("*.py"))]
 
 
 @pytest.mark.parametrize("path", READ, ids=lambda path: str(path.relative_to(ROOT.parent)))
