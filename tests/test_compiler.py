@@ -324,7 +324,7 @@ def compile_tuned(key, tiles):
     ids=lambda a: dict(a)["choice"] if isinstance(a, tuple) else "",
 )
 def test_tuned_tiles_do_not_spill_and_need_no_more_than_is_reckoned(worker, key, tiles):
-    """What a file may ask for is bounded by a formula, so that no tile is too large to be launched."""
+    """The formula that bounds what a file may ask for is no less than what a tile takes, so each can be launched."""
     sizes = dict(key)
     choice = tuning.CHOICES[sizes["choice"]]
     for kernel, tile, spilled, shared in worker.submit(compile_tuned, key, tiles).result():
