@@ -8,7 +8,7 @@ image a scale, a shift and a gate of its own, and between two products stands
     x = x + gate * (h @ kernel + bias)             # the end of a branch
     h = layer_norm(x) * (1 + scale) + shift        # the begin of the next
 
-which is one operator, and on a GPU one kernel each way:
+which is one operator, and on a GPU one kernel forward and two backward:
 
     h, x = jln.add_layer_norm(h @ kernel, x, scale, shift, x_bias=bias, gate=gate, zero_centered_scale=True)
 

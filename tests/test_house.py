@@ -189,8 +189,8 @@ def test_what_only_type_checkers_see_is_no_arrow(text):
 
 # A docstring that begins so is the rest of a sentence, a question, or about something said elsewhere.
 NO_BEGINNINGS = """
-about after also and as at because before behind beside but by during for from in into of on onto only or over per since
-so than through to under until unless via with within without not nor else otherwise likewise
+about after also and as at because before behind beside between but by during for from in into of on onto only or over
+per since so than through to under until unless via with within without not nor neither else otherwise likewise
 how if what when where whether which while who whom whose why
 he her here his it its she that their them then there these they this those we you
 """

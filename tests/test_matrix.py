@@ -18,9 +18,6 @@ import jln
 from jln._catalogue import FORMS
 from matrix import CASES, FORWARD, OPTIONAL, REVERSE, bind, first, one_row
 
-# Allows for the rounding of sums of up to 40 terms near 10, through a second derivative.
-
-
 # Transformations that each reach another rule of the primitive. By default they are enough for the operators that
 # repeat what others show: RMSNorm is LayerNorm's primitive with a switch, which no transformation touches; a Linear
 # behind a gated sum is the gated sum's norm and a product; and a gated sum's kernels are those of any other sum.
@@ -65,7 +62,8 @@ def check(name, given, transformation, **options):
     wanted = expected(name, given, transformation)
     chex.assert_trees_all_equal_shapes_and_dtypes(got, wanted)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        # A small element of a large array is the difference of large terms, and has their roundings.
+        # Sums of up to 40 terms near 10, through a second derivative. A small element of a large array is the
+        # difference of large terms, and has their roundings.
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10 + 1e-12 * np.max(np.abs(b), initial=0))
 
 

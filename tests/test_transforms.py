@@ -246,7 +246,7 @@ def test_export_with_symbolic_shapes():
 
 
 def test_statistics_are_saved_and_y_is_not():
-    """Between forward and backward only x, scale, mean and rstd are kept."""
+    """The residuals between forward and backward are x, scale, mean and rstd."""
     x, _, scale, offset = workbench.arguments(OPERATORS["layer_norm"], (64, 32), "bfloat16", parameter_dtype="float32")
     _, pullback = jax.vjp(lambda *a: jln.layer_norm(*a), x, scale, offset)
     held = sorted((a.shape, a.dtype.name) for a in jax.tree.leaves(pullback))

@@ -114,7 +114,7 @@ CHOOSE = ("forward", "forward_tile", "backward", "backward_plan", "reduce_tile")
 
 @pytest.mark.parametrize("choose", [getattr(norm_tiles, name) for name in CHOOSE], ids=CHOOSE)
 def test_choices_cannot_depend_on_the_number_of_rows(choose):
-    """Neither heuristics nor files choose tiles by the number of rows, as a row's result would depend on it."""
+    """No tile is chosen by the number of rows, on which a row's result would then depend."""
     of_arrays = {"wants_y", "has_dtotal", "more"}
     assert set(inspect.signature(choose).parameters) - of_arrays <= {"h", "inner", "itemsize", "mixed", "target"}
     assert {f.name for f in dataclasses.fields(Target)} == {"chip", "trial"}

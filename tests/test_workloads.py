@@ -117,7 +117,7 @@ def test_bytes_and_operations_are_counted():
 
 @pytest.mark.parametrize("name", [name for name, w in WORKLOADS.items() if len(w.all_features) > 1])
 def test_several_linears_hold_x_alone_between_forward_and_backward(name):
-    """Between forward and backward several Linears hold x, the parameters and two numbers a row, or one for RMSNorm.
+    """Several Linears hold x, the parameters and two numbers a row, or one for RMSNorm, between forward and backward.
 
     A norm and separate products hold the norm's result, too.
     """

@@ -118,8 +118,8 @@ def rms_norm_gated(
 ) -> jax.Array:
     """Return `rms_norm(x, scale) * silu(z)`, as in Qwen 3 Next, or `rms_norm(x * silu(z), scale)`, as in Mamba 2.
 
-    One kernel each way, for whose sake `x` and `z` are kept. Nothing is rounded but the result. Zhang, Sennrich, "Root
-    Mean Square Layer Normalization" (2019). Guarantees and errors are those of `layer_norm`.
+    One kernel forward and two backward; `x` and `z` are saved for the backward pass. Nothing is rounded but the result.
+    Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019). Guarantees and errors are those of `layer_norm`.
 
     For several groups in a row, as Mamba 2 has them, give `x` and `z` an axis of groups in front of the normalised one,
     `[..., G, D]`, and a scale that varies over it, `[1, ..., G, D]`.

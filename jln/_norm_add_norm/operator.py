@@ -39,9 +39,9 @@ def rms_norm_add_rms_norm(
     is the rounded sum that is normalised. `x`, `total` and a row's two statistics are kept for the backward pass.
     Guarantees and errors are those of `layer_norm`.
 
-    One Triton kernel each way takes rows along the last axis of up to 8192 elements (4096 where they do not start on 16
-    bytes or the dtypes differ; of float64 a quarter of these). Wider rows, other axes, and scales that vary along the
-    axis before the normalised one take two kernels each way, between which the sum and its gradient are read once more.
+    Rows along the last axis take one Triton kernel forward and two backward, up to 8192 elements (up to 4096 where they
+    do not start on 16 bytes or the dtypes differ; of float64 a quarter of these). Wider rows, other axes, and scales that
+    vary along the axis before the normalised one take one more each way, which reads the sum or its gradient again.
 
     Args:
       x: as in `layer_norm`.

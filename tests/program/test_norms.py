@@ -101,7 +101,7 @@ def test_what_stands_before_a_sum_is_no_pass_of_its_own(name, operator):
 
 
 @pytest.mark.parametrize("name", [n for n, w in WORKLOADS.items() if w.entry.is_gated])
-def test_a_gated_norm_is_one_kernel_each_way(name):
+def test_a_gated_norm_is_one_kernel_forward_and_two_backward(name):
     """A gated norm's step moves every tensor once, 1.07 times at most, whichever of norm and gate goes first."""
     workload = WORKLOADS[name]
     report = program.compile_for(workload.step(workload.function()), *workload.step_arguments())
