@@ -236,7 +236,7 @@ def test_commands_are_found_wherever_they_stand():
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 # Other packages that a message may tell to install by their names.
-OTHERS = r"(-U )?\"?(jax|jaxlib|numpy|triton|\{n)"
+OTHERS = r"(-U )?\"?(jax|jaxlib|numpy|triton|tokamax|\{n)"
 
 
 def badly_installed(text: str) -> list[str]:

@@ -40,8 +40,9 @@ def rms_norm_add_rms_norm(
     Guarantees and errors are those of `layer_norm`.
 
     Rows along the last axis take one Triton kernel forward and two backward, up to 8192 elements (up to 4096 where they
-    do not start on 16 bytes or the dtypes differ; of float64 a quarter of these). Wider rows, other axes, and scales that
-    vary along the axis before the normalised one take one more each way, which reads the sum or its gradient again.
+    do not start on 16 bytes or the dtypes differ; of float64 a quarter of these). Wider rows, other axes, and scales
+    that vary along the axis before the normalised one take one more each way, which reads the sum or its gradient
+    again.
 
     Args:
       x: as in `layer_norm`.
