@@ -18,7 +18,8 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 # 1, 2, 3: rows shorter than any tile. 127, 128, 129: either side of a power of two. 1000: a row that starts on 16 bytes
 # and is no power of two. 4096: whole rows in registers. 16385: just too wide for these. 65536: many chunks.
 WIDTHS = (1, 2, 3, 127, 128, 129, 1000, 4096, 16385, 65536)
-# 1: a tile of one row. 5: fewer rows than a tile. 1000: programs of the backward kernel take many tiles each.
+# 1: a tile of one row. 5: fewer rows than a tile. 1000: programs of the backward kernel take many tiles each, those of
+# 65536 elements left out: 16385 are chunks too, and a quarter of the time.
 ROWS = (1, 5, 1000)
 
 
@@ -44,7 +45,7 @@ def is_long(rows, width):
 
 
 @pytest.mark.parametrize(
-    ("rows", "width", "dtype"), by_dtype(((rows, width) for width in WIDTHS for rows in ROWS), is_long)
+    ("rows", "width", "dtype"), by_dtype([(r, w) for w in WIDTHS for r in ROWS if (r, w) != (1000, 65536)], is_long)
 )
 def test_layer_norm(rows, width, dtype, implementation):
     operator = OPERATORS["layer_norm"]

@@ -7,9 +7,12 @@ Compiling needs a process without TRITON_INTERPRET, so each case is a worker pro
 
 from __future__ import annotations
 
+import itertools
+
 import jax.numpy as jnp
 import pytest
 
+from combinations import covering
 from jln._bench.workloads import WORKLOADS
 from jln._norm_linear import tiles as linear_tiles
 from jln._triton import compiler, tuning
@@ -46,6 +49,20 @@ STRIDED = [(h, inner) for h in (8, 100, 128, 256, 384, 1024) for inner in (7, 14
 LAYOUTS = [(h, 1) for h in WIDTHS] + STRIDED
 
 
+def pairs_of(combinations):
+    """Return a few of the combinations of values, in which is every pair of them."""
+    return [combinations[i] for i in sorted(covering([dict(enumerate(c)) for c in combinations]))]
+
+
+def every_pair(combinations, light=()):
+    """Return `pairs_of` the combinations as pytest parameters.
+
+    light: combinations that run by default; the others are heavy. All of them would take hours.
+    """
+    few = [*light, *(c for c in pairs_of(list(combinations)) if c not in light)]
+    return [pytest.param(*c, marks=[] if c in light else [pytest.mark.heavy]) for c in few]
+
+
 def compile_all(dtypes, chip, switches, layouts):
     """Return of each launch (description, bytes of a thread's stack, shared bytes of a program, the chip's limit).
 
@@ -60,13 +77,6 @@ def compile_all(dtypes, chip, switches, layouts):
     return made
 
 
-# One chip with every switch on takes a minute and a half on two cores; the others are heavy.
-COMBINATIONS = [
-    pytest.param(s, c, marks=[] if (s, c) == ("everything", "h200") else [pytest.mark.heavy])
-    for s in SWITCHES
-    for c in CHIPS
-]
-
 # Bytes that a thread may have on its stack. Of 17,512 launches of norms 29 have some: one of them, on an L4, 16 bytes,
 # the others 8. Of sums with a gate and of norms on both sides one each has 16 on an H200, and one 8. ptxas stops at 40
 # registers there, or at 64 or 128: one more would cost a core one of its programs. Another tile only moves it to
@@ -74,8 +84,13 @@ COMBINATIONS = [
 STACK = 16
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("switches", "chip"), COMBINATIONS)
+# One chip with every switch on takes a minute and a half on two cores.
+EVERYTHING = [("everything", "h200", dtype) for dtype in DTYPES]
+
+
+@pytest.mark.parametrize(
+    ("switches", "chip", "dtype"), every_pair(itertools.product(SWITCHES, CHIPS, DTYPES), light=EVERYTHING)
+)
 def test_no_spills(worker, switches, chip, dtype):
     made = worker.submit(compile_all, DTYPES[dtype], chip, SWITCHES[switches], LAYOUTS).result()
     assert len(made) > 2 * len(LAYOUTS) - 1
@@ -115,10 +130,15 @@ def test_no_spills_of_gated_norms(worker, switches, dtype):
     assert [what for what, _, shared, limit in made if shared > limit] == []
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("switches", SUM_SWITCHES | GATED_SWITCHES)
+# Of each size of an element and each mixture one, as tiles depend on no more.
+@pytest.mark.parametrize(
+    ("switches", "chip", "dtype"),
+    every_pair(
+        itertools.product(
+            SUM_SWITCHES | GATED_SWITCHES, CHIPS, ("bfloat16", "float32", "float64", "bfloat16, float32 stream")
+        )
+    ),
+)
 def test_no_spills_of_sums_with_a_gate_at_any_size(worker, switches, chip, dtype):
     made = worker.submit(compile_all, DTYPES[dtype], chip, (SUM_SWITCHES | GATED_SWITCHES)[switches], LAYOUTS).result()
     assert [what for what, spilled, *_ in made if spilled > STACK] == []
@@ -140,10 +160,9 @@ def compile_both_sides(dtypes, chip, switches, widths):
 BOTH_SIDES_WIDTHS = (33, 128, 768, 1000, 1023, 1024, 2048, 4095, 4096, 7168, 8192)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("chip", [pytest.param(c, marks=[] if c == "h200" else [pytest.mark.heavy]) for c in CHIPS])
 @pytest.mark.parametrize(
-    "switches", [pytest.param(s, marks=pytest.mark.heavy if s == "nothing" else ()) for s in ("everything", "nothing")]
+    ("switches", "chip", "dtype"),
+    every_pair(itertools.product(("everything", "nothing"), CHIPS, DTYPES), light=EVERYTHING),
 )
 def test_no_spills_of_norms_on_both_sides(worker, switches, chip, dtype):
     made = worker.submit(compile_both_sides, DTYPES[dtype], chip, SWITCHES[switches], BOTH_SIDES_WIDTHS).result()
@@ -192,25 +211,33 @@ def spills_of_a_large_tile():
     return compiler.compile_launch(dataclasses.replace(backward, tile=Tile(1, 16384, 16), constants=constants)).spilled
 
 
-MORE_FUSED = [
-    (m, h, n)
-    for m in (64, 100_000)
-    for h in (8, 33, 512, 768, 1023, 8192)
-    for n in (1, 3, 16, 32, 33, 64, 100, 104, 128, 130, 136, 200, 256)
-]
-
 # Composed: every kind of tile that `backward_plan` knows.
-LINEAR_WIDTHS = (1024, 8192, 8191, 16384)
-MORE_LINEAR_WIDTHS = [h for h in WIDTHS if 8 <= h not in LINEAR_WIDTHS]
+COMPOSED = [(100_000, h, 12288) for h in (1024, 8192, 8191, 16384)]
+# Sizes of which each is compiled for every chip with every switch and dtype, though not with every pair of these.
+MORE_FUSED = (
+    (64, 100_000),
+    (8, 33, 512, 768, 1023, 8192),
+    (1, 3, 16, 32, 33, 64, 100, 104, 128, 130, 136, 200, 256),
+)
+MORE_COMPOSED = ((100_000,), [h for h in WIDTHS if h >= 8][::3], (12288,))
+LINEAR_CHIPS = (*CHIPS, "l40s")
+
+
+def is_fused(chip, dtype, size):
+    product = jnp.promote_types(*LINEAR_DTYPES[dtype][:2]).name
+    return linear_tiles.forward_tile(*size, product, ALL_CHIPS[chip]) is not None
 
 
 def compile_linear(dtypes, chip, switches, sizes):
-    """Return what `compile_all` does, and the number of wgmma and of mma instructions. Runs in the worker."""
+    """Return what `compile_all` does, and on an H200 the numbers of wgmma and of mma instructions.
+
+    Runs in the worker.
+    """
     made = []
     for m, h, n in sizes:
         for launch in linear_launches(m, h, n, dtypes, chip, switches):
             resources = compiler.compile_launch(launch)
-            sass = compiler.dump(resources.binary, "--dump-sass")
+            sass = compiler.dump(resources.binary, "--dump-sass") if chip == "h200" else ""
             what = f"{launch.kernel.fn.__name__} {dtypes} M={m} H={h} N={n} {launch.tile}"
             limit = launch.chip.shared
             made.append((what, resources.spilled, resources.shared, limit, sass.count(" HGMMA."), sass.count(" HMMA.")))
@@ -222,45 +249,58 @@ def assert_fits(made, stack=0):
     assert [what for what, _, shared, limit, *_ in made if shared > limit] == []
 
 
-# The chip of the byte table, with every switch on, takes half a minute; the others are heavy.
-LINEAR_COMBINATIONS = [
-    pytest.param(s, c, d, marks=[] if (s, c, d) == ("everything", "h200", "bfloat16") else [pytest.mark.heavy])
-    for s in SWITCHES
-    for c in (*CHIPS, "l40s")
-    for d in LINEAR_DTYPES
-]
-
+# The chip of the byte table, with every switch on, takes half a minute.
+LIGHT_LINEAR = ("everything", "h200", "bfloat16")
+LINEAR_COMBINATIONS = list(itertools.product(SWITCHES, LINEAR_CHIPS, LINEAR_DTYPES))
 # float64 has no fused kernels, nor has a product in float32 on Blackwell.
 FUSED_COMBINATIONS = [
-    p
-    for p in LINEAR_COMBINATIONS
-    if p.values[2] != "float64" and (p.values[1] != "b200" or p.values[2] in ("bfloat16", "float16"))
+    (s, c, d) for s, c, d in LINEAR_COMBINATIONS if d != "float64" and (c != "b200" or d in ("bfloat16", "float16"))
 ]
 
 
-@pytest.mark.parametrize(("switches", "chip", "dtype"), FUSED_COMBINATIONS)
-@pytest.mark.parametrize("sizes", [FUSED, pytest.param(MORE_FUSED, marks=pytest.mark.heavy)], ids=["few", "more"])
-def test_fused_linear_does_not_spill_and_uses_wgmma(worker, sizes, switches, chip, dtype):
-    product = jnp.promote_types(*LINEAR_DTYPES[dtype][:2]).name
-    fused = [s for s in sizes if linear_tiles.forward_tile(*s, product, ALL_CHIPS[chip])]
-    assert len(fused) > len(sizes) // 3
+def assert_uses_wgmma(made):
+    """Hold that on an H200 no product falls back to mma, and that each kernel but the last has products."""
+    assert [what for what, *_, mma in made if mma] == []
+    assert [what for what, *_, wgmma, _ in made if not wgmma and "parameters_kernel" not in what] == []
+
+
+@pytest.mark.parametrize(("switches", "chip", "dtype"), every_pair(FUSED_COMBINATIONS, light=[LIGHT_LINEAR]))
+def test_fused_linear_does_not_spill_and_uses_wgmma(worker, switches, chip, dtype):
+    fused = [size for size in FUSED if is_fused(chip, dtype, size)]
+    assert len(fused) > len(FUSED) // 3
     made = worker.submit(compile_linear, LINEAR_DTYPES[dtype], chip, SWITCHES[switches], fused).result()
     assert len(made) == 4 * len(fused)
-    assert_fits(made, stack=0 if (switches, chip, dtype) == ("everything", "h200", "bfloat16") else STACK)
-    if chip == "h200":  # no product falls back to mma, and each kernel but the last has products
-        assert [what for what, *_, mma in made if mma] == []
-        assert [what for what, *_, wgmma, _ in made if not wgmma and "parameters_kernel" not in what] == []
+    assert_fits(made, stack=0 if (switches, chip, dtype) == LIGHT_LINEAR else STACK)
+    if chip == "h200":
+        assert_uses_wgmma(made)
 
 
-@pytest.mark.parametrize(("switches", "chip", "dtype"), LINEAR_COMBINATIONS)
-@pytest.mark.parametrize(
-    "widths", [LINEAR_WIDTHS, pytest.param(MORE_LINEAR_WIDTHS, marks=pytest.mark.heavy)], ids=["few", "more"]
-)
-def test_composed_linear_does_not_spill(worker, widths, switches, chip, dtype):
-    sizes = [(100_000, h, 12288) for h in widths]
-    made = worker.submit(compile_linear, LINEAR_DTYPES[dtype], chip, SWITCHES[switches], sizes).result()
-    assert len(made) >= 2 * len(sizes)
-    assert_fits(made, stack=0 if (switches, chip, dtype) == ("everything", "h200", "bfloat16") else STACK)
+@pytest.mark.parametrize(("switches", "chip", "dtype"), every_pair(LINEAR_COMBINATIONS, light=[LIGHT_LINEAR]))
+def test_composed_linear_does_not_spill(worker, switches, chip, dtype):
+    made = worker.submit(compile_linear, LINEAR_DTYPES[dtype], chip, SWITCHES[switches], COMPOSED).result()
+    assert len(made) >= 2 * len(COMPOSED)
+    assert_fits(made, stack=0 if (switches, chip, dtype) == LIGHT_LINEAR else STACK)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("chip", LINEAR_CHIPS)
+@pytest.mark.parametrize("are_fused", [True, False], ids=["fused", "composed"])
+def test_more_sizes_of_linears_do_not_spill(worker, are_fused, chip):
+    combinations = [
+        (switches, dtype, *size)
+        for switches, c, dtype in (FUSED_COMBINATIONS if are_fused else LINEAR_COMBINATIONS)
+        for size in itertools.product(*(MORE_FUSED if are_fused else MORE_COMPOSED))
+        if c == chip and is_fused(chip, dtype, size) == are_fused
+    ]
+    few = pairs_of(combinations)
+    assert len(few) > 30
+    made = []
+    for switches, dtype, *size in few:
+        made += worker.submit(compile_linear, LINEAR_DTYPES[dtype], chip, SWITCHES[switches], [size]).result()
+    assert len(made) >= (4 if are_fused else 2) * len(few)
+    assert_fits(made, stack=STACK)
+    if chip == "h200" and are_fused:
+        assert_uses_wgmma(made)
 
 
 @pytest.mark.heavy  # a minute; `test_fused_linear_does_not_spill_and_uses_wgmma` has a size of each kind
