@@ -95,6 +95,31 @@ def test_other_output_is_seen():
     assert not any(agree(other, shown) for other in [*others, "", shown * 2])
 
 
+def samples(text: str) -> list[tuple[str, list[str]]]:
+    """Return the commands of a page that are shown with their output, each with the lines of that."""
+    shown = re.findall(r"^    \$ (.*)\n((?:(?:    .*)?\n)*)", text, re.M)
+    return [(command, output.splitlines()) for command, output in shown]
+
+
+def masked(line: str) -> str:
+    """Return a line of output without what depends on the machine: numbers, versions, paths and widths."""
+    return " ".join(re.sub(r"^(/.*|v?[\d.]+(e[-+]\d+)?)$", "#", word) for word in line.split())
+
+
+# The others take minutes: CI runs them.
+QUICK = [s for s in samples(PAGES["examples/command_line.md"]) if re.search("doctor|check layer_norm", s[0])]
+
+
+@pytest.mark.parametrize(("command", "shown"), QUICK, ids=[command for command, _ in QUICK])
+def test_a_command_prints_what_a_page_shows(command, shown):
+    """Each line that the page shows is among those that the command prints, in this order."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("JLN_", "TRITON_"))}
+    words = [sys.executable, *shlex.split(command)[1:]]
+    printed = subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, check=True).stdout
+    lines = iter(map(masked, printed.splitlines()))
+    assert [line for line in shown if line.strip() not in ("", "...") and masked(line) not in lines] == []
+
+
 # Commands
 
 PROGRAMS = ("python", "pytest", "pip", "bash", "export", "source", "benchmarks/", "JLN_", "JAX_", "TRITON_")

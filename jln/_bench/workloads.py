@@ -102,7 +102,8 @@ class Workload:
     def step(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function (*arguments, *cotangents) -> results, and gradients where both directions are asked for.
 
-        dresidual is left out: it is dx, and a program that returned both would copy it.
+        dresidual is left out: it is dx, and a program that returned both would copy it. The cotangents wait for the
+        results, as they do in a model: otherwise XLA could leave a result to a backward kernel.
         """
         signature = self.signature
         count = len(signature.arguments)
@@ -112,7 +113,8 @@ class Workload:
 
         def both(*arrays):
             results, pullback = jax.vjp(function, *arrays[:count])
-            return results, signature.own_gradients(pullback(signature.packed(arrays[count:])))
+            results, cotangents = jax.lax.optimization_barrier((results, arrays[count:]))
+            return results, signature.own_gradients(pullback(signature.packed(cotangents)))
 
         return both if "backward" in self.directions else forward
 
