@@ -34,7 +34,7 @@ WORDS = {
     "share": "a program's own sum, of its rows; a last kernel adds up all shares",
     "part": "of a tile's chunks, where several programs have the same rows",
     "split": "of the rows, where several programs have the same columns",
-    "group": "the rows of an example of vmap, or with parameters of its own: all of this once for each",
+    "group": "the rows of one example: all of this once for each",
 }
 
 

@@ -60,6 +60,8 @@ def compiled(norm: Any, size: int, dtype: str = "bfloat16", *, backward: bool = 
 
     def step(q, scale, cos, sin, cotangent):
         rotated, pullback = jax.vjp(lambda q, scale: forward(q, scale, cos, sin), q, scale)
+        # As in a model: otherwise XLA could leave `rotated` to a backward kernel.
+        rotated, cotangent = jax.lax.optimization_barrier((rotated, cotangent))
         return rotated, pullback(cotangent)
 
     arguments = (step, q, scale, angle, angle, q) if backward else (forward, q, scale, angle, angle)

@@ -98,10 +98,13 @@ class _Value:
 
     def buffer(self) -> tuple[str, str]:
         """A name of the memory that holds the value."""
-        if self.kind == "bitcast":
+        if self.kind in {"bitcast", "opt-barrier"}:
             return self.operands[0].buffer()
         if self.kind == "get-tuple-element":
-            return self.operands[0].name, self.attributes.split(",")[1]
+            of, index = self.operands[0], self.attributes.split(",")[1]
+            while of.kind == "opt-barrier":
+                of = of.operands[0]
+            return of.operands[int(index.partition("=")[2])].buffer() if of.kind == "tuple" else (of.name, index)
         return self.name, ""
 
     def updated_bytes(self) -> int:

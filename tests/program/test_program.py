@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import absent_gpu  # noqa: F401
-from jln import program
+from jln import _hlo, program
 
 F32, BF16, MB = jnp.float32, jnp.bfloat16, 10**6
 
@@ -236,6 +236,24 @@ ENTRY %main (x: f32[16]) -> f32[16] {{
     assert collective.devices == (first and len(first))
 
 
+@pytest.mark.parametrize("barrier", ["tuple", "opt-barrier"])
+def test_memory_behind_a_barrier_is_that_in_front(barrier):
+    """A kernel that reads an array and the same array behind a barrier reads it once."""
+    kind = "(f32[16], f32[4])"
+    hlo = f"""
+ENTRY %main (x: f32[16], y: f32[4]) -> f32[16] {{
+  %x = f32[16]{{0}} parameter(0)
+  %y = f32[4]{{0}} parameter(1)
+  %both = {kind} tuple(%x, %y)
+  %wait = {kind} {"tuple(%x, %y)" if barrier == "tuple" else "opt-barrier(%both)"}
+  %x.1 = f32[16]{{0}} get-tuple-element(%wait), index=0
+  %y.1 = f32[4]{{0}} get-tuple-element(%wait), index=1
+  ROOT %sum = f32[16]{{0}} custom-call(%x, %x.1, %y.1), custom_call_target="sum"
+}}"""
+    (kernel,) = _hlo.launches(hlo)
+    assert (kernel.bytes_read, kernel.bytes_written) == (80, 64)
+
+
 def test_errors_name_what_is_wrong(monkeypatch):
     with pytest.raises(ValueError, match="unknown chip 'v100'; known are a100, h100, h200, b200"):
         program.compile_for(jnp.sin, struct(8), chip="v100")
@@ -256,7 +274,7 @@ def test_the_plugin_is_brought_back_when_jax_has_turned_it_away():
     code = """if True:
         import jax
         jax.devices()
-        from jln import program
+        from jln import _hlo, program
         report = program.compile_for(lambda x: x + 1, jax.numpy.ones((256, 256), 'float32'))
         assert report.bytes_total == 2 * 256 * 256 * 4
         assert jax.default_backend() == "cpu"
