@@ -134,7 +134,12 @@ def backward_tiles(h: int, n: int, product_dtype: str, chip: Chip) -> tuple[Tile
     # mma holds operands in registers, where wgmma reads them from shared memory, so that more rows spill on sm_80.
     # wgmma needs 64 rows: with fewer a product silently becomes mma.
     mma_rows = 32 if features(n) <= 128 and aligned(h, 1, 2) else 16
-    return tile, dataclasses.replace(tile, rows=64 if chip.has_wgmma else mma_rows)
+    row_sums = tile
+    if product_dtype == "float32" and not chip.has_wgmma and not chip.is_amd:
+        # 64 columns take all 128 registers at N = 64, where an operand has 16 bits. 32 in three stages keep as much of
+        # x in flight.
+        row_sums = dataclasses.replace(tile, columns=32, stages=3)
+    return row_sums, dataclasses.replace(tile, rows=64 if chip.has_wgmma else mma_rows)
 
 
 def backward_grid(rows: int, h: int, n: int, chip: Chip, row_sums: Tile, backward: Tile) -> BackwardPlan:
