@@ -136,9 +136,9 @@ def backward_tiles(h: int, n: int, product_dtype: str, chip: Chip) -> tuple[Tile
     mma_rows = 32 if features(n) <= 128 and aligned(h, 1, 2) else 16
     row_sums = tile
     if product_dtype == "float32" and not chip.has_wgmma and not chip.is_amd:
-        # 64 columns take all 128 registers at N = 64, where an operand has 16 bits. 32 in three stages keep as much of
-        # x in flight.
-        row_sums = dataclasses.replace(tile, columns=32, stages=3)
+        # 64 columns take all 128 registers at N = 64 and at 104, where an operand has 16 bits. 32 in three stages keep
+        # as much of x in flight; of more features an L4 has no room for the third.
+        row_sums = dataclasses.replace(tile, columns=32, stages=3 if features(n) <= 64 else 2)
     return row_sums, dataclasses.replace(tile, rows=64 if chip.has_wgmma else mma_rows)
 
 
