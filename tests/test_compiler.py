@@ -17,7 +17,7 @@ from jln._bench.workloads import WORKLOADS
 from jln._norm_linear import tiles as linear_tiles
 from jln._triton import compiler, tuning
 from jln._triton.chip import CHIPS as ALL_CHIPS
-from jln._triton.tile import Tile
+from jln._triton.tile import Tile, aligned
 from jln._triton.tuning import Trial
 from launches import (
     CHIPS,
@@ -79,9 +79,9 @@ def compile_all(dtypes, chip, switches, layouts):
 
 # Bytes that a thread may have on its stack. Of all combinations' 17,512 launches of norms 29 have some: one of them, on
 # an L4, 16, the others 8. Of sums with a gate and of norms on both sides one each has 16 on an H200, and one 8. Fused
-# Linears on an A100 and L4 have 8 in some kernels of few features. ptxas stops at 40 registers there, or at 64 or 128:
-# one more would cost a core one of its programs. Another tile only moves it to another launch. An H200 has none with
-# every switch on.
+# Linears on an A100 and L4 have 8 in some kernels of few features, and `ONE_TRIP` is an exception. ptxas stops at 40
+# registers there, or at 64 or 128: one more would cost a core one of its programs. Another tile only moves it to another
+# launch. An H200 has none with every switch on.
 STACK = 16
 
 
@@ -284,6 +284,11 @@ def test_composed_linear_does_not_spill(worker, switches, chip, dtype):
     assert_fits(made, stack=0 if (switches, chip, dtype) == LIGHT_LINEAR else STACK)
 
 
+# Of few rows that do not start on 16 bytes the fused backward has one trip on a B200, which is unrolled and spills once.
+# 32 columns of a tile would not, but then a product of many rows is no tcgen05.mma.
+ONE_TRIP = 120
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize("chip", LINEAR_CHIPS)
 @pytest.mark.parametrize("are_fused", [True, False], ids=["fused", "composed"])
@@ -296,13 +301,13 @@ def test_more_sizes_of_linears_do_not_spill(worker, are_fused, chip):
     ]
     few = pairs_of(combinations)
     assert len(few) > 30
-    made = []
     for switches, dtype, *size in few:
-        made += worker.submit(compile_linear, LINEAR_DTYPES[dtype], chip, SWITCHES[switches], [size]).result()
-    assert len(made) >= (4 if are_fused else 2) * len(few)
-    assert_fits(made, stack=STACK)
-    if chip == "h200" and are_fused:
-        assert_uses_wgmma(made)
+        made = worker.submit(compile_linear, LINEAR_DTYPES[dtype], chip, SWITCHES[switches], [size]).result()
+        assert len(made) >= (4 if are_fused else 2)
+        has_one_trip = chip == "b200" and size[0] == 64 and not aligned(size[1], 1, 2)
+        assert_fits(made, stack=ONE_TRIP if has_one_trip else STACK)
+        if chip == "h200" and are_fused:
+            assert_uses_wgmma(made)
 
 
 @pytest.mark.heavy  # a minute; `test_fused_linear_does_not_spill_and_uses_wgmma` has a size of each kind

@@ -139,10 +139,7 @@ def backward_tiles(h: int, n: int, product_dtype: str, chip: Chip) -> tuple[Tile
         # 64 columns take all 128 registers at N = 64 and at 104, where an operand has 16 bits. 32 in three stages keep
         # as much of x in flight; of more features an L4 has no room for the third.
         row_sums = dataclasses.replace(tile, columns=32, stages=3 if features(n) <= 64 else 2)
-    # On Blackwell 64 columns of rows that do not start on 16 bytes spill where there are few rows.
-    is_narrow = not chip.is_amd and chip.capability >= 100 and not aligned(h, 1, 2)
-    columns = 32 if is_narrow else tile.columns
-    return row_sums, dataclasses.replace(tile, rows=64 if chip.has_wgmma else mma_rows, columns=columns)
+    return row_sums, dataclasses.replace(tile, rows=64 if chip.has_wgmma else mma_rows)
 
 
 def backward_grid(rows: int, h: int, n: int, chip: Chip, row_sums: Tile, backward: Tile) -> BackwardPlan:

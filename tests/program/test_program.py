@@ -274,7 +274,7 @@ def test_the_plugin_is_brought_back_when_jax_has_turned_it_away():
     code = """if True:
         import jax
         jax.devices()
-        from jln import _hlo, program
+        from jln import program
         report = program.compile_for(lambda x: x + 1, jax.numpy.ones((256, 256), 'float32'))
         assert report.bytes_total == 2 * 256 * 256 * 4
         assert jax.default_backend() == "cpu"
