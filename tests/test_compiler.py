@@ -80,8 +80,8 @@ def compile_all(dtypes, chip, switches, layouts):
 # Bytes that a thread may have on its stack. Of all combinations' 17,512 launches of norms 29 have some: one of them, on
 # an L4, 16, the others 8. Of sums with a gate and of norms on both sides one each has 16 on an H200, and one 8. Fused
 # Linears on an A100 and L4 have 8 in some kernels of few features, and `ONE_TRIP` is an exception. ptxas stops at 40
-# registers there, or at 64 or 128: one more would cost a core one of its programs. Another tile only moves it to another
-# launch. An H200 has none with every switch on.
+# registers there, or at 64 or 128: one more would cost a core one of its programs. Another tile only moves it to
+# another launch. An H200 has none with every switch on.
 STACK = 16
 
 
@@ -284,7 +284,7 @@ def test_composed_linear_does_not_spill(worker, switches, chip, dtype):
     assert_fits(made, stack=0 if (switches, chip, dtype) == LIGHT_LINEAR else STACK)
 
 
-# Of few rows that do not start on 16 bytes the fused backward has one trip on a B200, which is unrolled and spills once.
+# Of few rows that do not start on 16 bytes the fused backward has one trip on a B200, unrolled, and spills once.
 # 32 columns of a tile would not, but then a product of many rows is no tcgen05.mma.
 ONE_TRIP = 120
 
