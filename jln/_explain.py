@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -43,6 +44,9 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Ro
       ValueError: `function` has closed over a Flax NNX model that Flax lets it use only as an argument.
       Exception: whatever the call itself raises.
     """
+    for framework, module in _REGISTERING.items():
+        if any(f"{base.__module__}.".startswith(f"{framework}.") for base in type(function).__mro__):
+            importlib.import_module(module)
     call = traceable(function)
     leaves, tree = jax.tree.flatten((args, kwargs))
     is_array = [hasattr(a, "shape") and hasattr(a, "dtype") for a in leaves]
@@ -80,6 +84,11 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Ro
 def places(model: Any) -> Mapping[int, str]:
     """The places of a model's layers by their identity; a framework's module registers its own."""
     return {}
+
+
+# The frameworks whose models `traceable` does not know before a module of jln is imported, and that module. A model
+# that calls operators alone need not have imported it.
+_REGISTERING = {"flax.linen": "jln.linen", "haiku": "jln.haiku"}
 
 
 @functools.singledispatch

@@ -27,8 +27,6 @@ try:
 except ImportError as error:
     raise ImportError(_modules.missing("jln.nnx", "Flax", "flax")) from error
 
-import jln.linen  # noqa: F401  `explain` traces an nnx.bridge.ToLinen as it does every Linen module
-
 __all__ = ["Einsum", "LayerNorm", "LayerNormLinear", "Linear", "LinearGeneral", "RMSNorm", "RMSNormLinear"]
 
 # Flax's own classes, even where somebody puts ours in their place later.

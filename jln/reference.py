@@ -176,9 +176,9 @@ def rms_norm_add_rms_norm(
 
 
 def _added(y: jax.Array, x: jax.Array, residual: jax.Array, dtype: DTypeLike | None) -> jax.Array:
-    wide = jnp.promote_types(y.dtype, residual.dtype)
+    wide = _promoted(y.dtype, residual.dtype)
     total = y.astype(wide) + residual.astype(wide)
-    return total.astype(dtype or jnp.promote_types(x.dtype, residual.dtype))
+    return total.astype(dtype or _promoted(x.dtype, residual.dtype))
 
 
 def _total(x: jax.Array, residual: jax.Array, x_bias: jax.Array | None, gate: Gate, axis: Axis) -> jax.Array:
@@ -187,8 +187,8 @@ def _total(x: jax.Array, residual: jax.Array, x_bias: jax.Array | None, gate: Ga
     Without the barrier XLA may norm a 16-bit sum that it has not rounded, which is neither what is returned nor what an
     eager call norms.
     """
-    dtype = jnp.promote_types(x.dtype, residual.dtype)
-    x, wide = x.astype(dtype), jnp.promote_types(dtype, jnp.float32)
+    dtype = _promoted(x.dtype, residual.dtype)
+    x, wide = x.astype(dtype), _promoted(dtype, jnp.float32)
     if x_bias is not None or gate is not None:
         x, residual = x.astype(wide), residual.astype(wide)
     if x_bias is not None:
@@ -284,16 +284,14 @@ def add_rms_norm_linear(
 
 def _linears(z, x_dtype, kernel, bias, precision):
     if not isinstance(kernel, tuple):
-        return _linear(z, jnp.promote_types(x_dtype, kernel.dtype), kernel, bias, precision)
+        return _linear(z, _promoted(x_dtype, kernel.dtype), kernel, bias, precision)
     biases = (None,) * len(kernel) if bias is None else bias
-    return tuple(
-        _linear(z, jnp.promote_types(x_dtype, k.dtype), k, b, precision) for k, b in zip(kernel, biases, strict=True)
-    )
+    return tuple(_linear(z, _promoted(x_dtype, k.dtype), k, b, precision) for k, b in zip(kernel, biases, strict=True))
 
 
 def _linear(z, dtype, kernel, bias, precision):
     """The product of z and the kernel, operands in `dtype`, sum and bias in the compute dtype, rounded once."""
-    compute = jnp.promote_types(dtype, jnp.float32)
+    compute = _promoted(dtype, jnp.float32)
     z, kernel = z.astype(dtype), kernel.astype(dtype)
     y = jnp.tensordot(z, kernel, 1, precision=precision, preferred_element_type=compute)
     if bias is not None:
@@ -301,9 +299,15 @@ def _linear(z, dtype, kernel, bias, precision):
     return y.astype(dtype)
 
 
+def _promoted(a, b):
+    """The dtype to which two promote, also where the user's mode is strict."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(a, b)
+
+
 def _wide(x):
     """The array in the compute dtype."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(_promoted(x.dtype, jnp.float32))
 
 
 def _centred(x, axis):

@@ -58,8 +58,8 @@ def test_tables_results_and_plots(capsys, small, tmp_path):
 def test_without_a_library_to_draw_with_there_are_results_alone(capsys, small, tmp_path, monkeypatch):
     found = console.importlib.util.find_spec
     monkeypatch.setattr(console.importlib.util, "find_spec", lambda n: None if n == "matplotlib" else found(n))
-    status, out, _ = run(capsys, "bench", "inference", *COMMON, "--output", str(tmp_path))
-    assert status == 0 and 'no plots: matplotlib is not installed; pip install -e ".[bench]"' in out
+    status, _, err = run(capsys, "bench", "inference", *COMMON, "--output", str(tmp_path))
+    assert status == 0 and err == 'no plots: matplotlib is not installed; pip install -e ".[bench]"\n'
     assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
 
 
@@ -74,6 +74,20 @@ def test_on_a_gpu_the_tuning_in_force_is_recorded(monkeypatch, tmp_path):
     assert only["file"] == str(tmp_path / "a.json") and only["choices"] == 0 and len(only["sha256"]) == 12
 
 
+def test_what_cannot_be_written_is_one_line_and_status_2(capsys, small, tmp_path):
+    """A results.json that is a folder is found once there are results; whatever else is wrong, before any."""
+    (tmp_path / "results.json").mkdir()
+    status, _, err = run(capsys, "bench", "inference", *COMMON, "--output", str(tmp_path))
+    assert status == 2 and err.startswith(f"jln: cannot write {tmp_path}/results.json: ") and err.count("\n") == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_json_is_all_there_is_on_stdout(capsys, small):
+    status, out, err = run(capsys, "bench", *COMMON, "--json", "--seconds", "0")
+    assert status == 3 and json.loads(out)["records"] == []
+    assert err == "workloads not begun: 2; run it again with --output, and from then on with --resume\n"
+
+
 def test_json(capsys, small):
     status, out, _ = run(capsys, "bench", "inference", *COMMON, "--json")
     found = json.loads(out)
@@ -82,8 +96,8 @@ def test_json(capsys, small):
 
 def test_a_run_that_ends_early_is_taken_up_again(capsys, small, tmp_path, monkeypatch):
     arguments = (*COMMON, "--output", str(tmp_path), "--resume")
-    status, out, _ = run(capsys, "bench", *arguments, "--seconds", "0")
-    assert status == 3 and "2 workloads were not begun" in out
+    status, _, err = run(capsys, "bench", *arguments, "--seconds", "0")
+    assert status == 3 and err == "workloads not begun: 2; run it again with --resume\n"
     assert run(capsys, "bench", "norm", *arguments)[0] == 0
     measured = []
     original = measure.measure

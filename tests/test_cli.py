@@ -84,6 +84,8 @@ ERRORS = {
     "benchmark on no device": (["bench", "--device", "gpu:7"], "no device 'gpu:7'"),
     "no repetitions": (["bench", "--repetitions", "0"], "greater than or equal to 1"),
     "resume what": (["bench", "--resume"], "--resume needs --output"),
+    "bench into a file": (["bench", "--output", __file__], f"cannot write {__file__}: "),
+    "report into a file": (["report", "--output", f"{__file__}/x"], f"cannot write {__file__}/x: "),
     "tune for nothing": (["tune", "gpt5", "--dry-run"], "unknown workload 'gpt5'"),
     "tune for the CPU": (["tune", "cpu-1024x4096-float32", "--dry-run"], "unknown workload 'cpu-1024x4096-float32'"),
     "tune for no chip": (["tune", "--chip", "h2000", "--dry-run"], "unknown chip 'h2000'; known are a100"),

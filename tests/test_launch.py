@@ -54,6 +54,25 @@ def test_triton_on_the_cpu_without_the_interpreter_says_how():
     assert "set the environment variable TRITON_INTERPRET=1 before Python starts" in python(code)
 
 
+@pytest.mark.parametrize("interpret", ["0", "1"])
+def test_triton_without_triton_says_what_to_install(interpret):
+    code = """
+import sys
+sys.modules["triton"] = sys.modules["jax_triton"] = None  # as if they were not installed
+import jax, jax.numpy as jnp, jln
+f = jax.jit(lambda x: jln.layer_norm(x, implementation="triton"))
+for platform in ("cpu", "cuda", "rocm"):
+    try:
+        f.trace(jnp.ones((2, 4))).lower(lowering_platforms=(platform,))
+    except RuntimeError as error:
+        print(error)
+"""
+    cpu, cuda, rocm = python(code, TRITON_INTERPRET=interpret).splitlines()
+    assert cuda.endswith('triton is not installed: pip install -e ".[cuda13]" (or ".[cuda12]") in a clone of jln')
+    assert rocm.endswith('triton is not installed: pip install -e ".[rocm7]" in a clone of jln')
+    assert ('triton is not installed: pip install -e ".[test]"' if interpret == "1" else "install triton") in cpu
+
+
 def test_triton_imported_too_early_says_so():
     code = """
 import os, triton

@@ -262,6 +262,23 @@ def test_strict_promotion(name, implementation, forward_mode):
     chex.assert_trees_all_equal_dtypes(gradients, given)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+@pytest.mark.parametrize("name", _catalogue.OPERATORS)
+def test_references_under_strict_promotion(name, dtype):
+    """References run under strict dtype promotion as without it, with x in another dtype than the other arguments."""
+    operator = _catalogue.OPERATORS[name]
+    sizes = _catalogue.sizes((3, 8), -1, (4,))
+    given = {a.name: jnp.ones(a.of(sizes, "float32", "float32").shape) for a in operator.arguments}
+    given |= {"x": given["x"].astype(dtype)}
+
+    def loss(given):
+        return sum(jnp.sum(a.astype("float32")) for a in jax.tree.leaves(operator.reference(**given)))
+
+    with jax.numpy_dtype_promotion("strict"):
+        strict = jax.jit(jax.value_and_grad(loss))(given)
+    chex.assert_trees_all_equal(strict, jax.jit(jax.value_and_grad(loss))(given))
+
+
 def test_weak_types_promote_as_arrays_do(implementation):
     weak = jax.lax.broadcast(jnp.asarray(1.5), (3, 8))
     assert weak.weak_type

@@ -70,11 +70,18 @@ def add_ceiling(record: dict[str, Any], ceilings: dict[str, float] | None) -> di
 
 
 def save(results: dict[str, Any], path: pathlib.Path) -> None:
-    """Write the results at once or not at all, so that an interrupted run leaves the file of before."""
+    """Write the results at once or not at all, so that an interrupted run leaves the file of before.
+
+    Raises OSError where the file cannot be written, and ValueError for a NaN.
+    """
+    text = json.dumps(results, indent=1, allow_nan=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f"{path.name}.{os.getpid()}.part")  # of this process: another may write the same file
-    scratch.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
-    scratch.replace(path)
+    try:
+        scratch.write_text(text)
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 def load(path: pathlib.Path) -> dict[str, Any]:

@@ -21,7 +21,17 @@ from jln._bench.measure import Procedure, without
 from jln._bench.peers import PEERS, Peer
 from jln._bench.results import ALL
 from jln._bench.workloads import CPU_WORKLOADS, WORKLOADS, Workload
-from jln._cli.console import UserError, draw_plots, known, print_json, print_note, print_table, progress
+from jln._cli.console import (
+    UserError,
+    draw_plots,
+    for_output,
+    known,
+    print_json,
+    print_note,
+    print_table,
+    progress,
+    save,
+)
 from jln._cli.devices import described, devices
 
 RESULTS = "results.json"
@@ -53,6 +63,7 @@ def command(
         return
     if resume and output is None:
         raise UserError("--resume needs --output: the folder whose results to keep")
+    for_output(output)
     started = time.monotonic()
     # PyTorch shares the card, and memory is read from programs, not from a pool.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -70,7 +81,8 @@ def command(
         _print(results, described(chosen))
     unfinished = [w.name for w in chosen_workloads if w.name not in _done(results, chosen_peers)]
     if unfinished:
-        print_note(f"{len(unfinished)} workloads were not begun: run it again with --resume", wrong=True)
+        how = "with --resume" if output is not None else "with --output, and from then on with --resume"
+        print_note(f"workloads not begun: {len(unfinished)}; run it again {how}", wrong=True, stderr=True)
     raise typer.Exit(1 if found_in.ours_is_wrong(results["records"]) else 3 if unfinished else 0)
 
 
@@ -143,7 +155,7 @@ def _keep(results: dict[str, Any], records: list[dict[str, Any]], path: pathlib.
     old = [r for r in results["records"] if (r["workload"], r["peer"]) not in new]
     results["records"] = old + [found_in.add_ceiling(r, results["ceilings"]) for r in records]
     if path is not None:
-        found_in.save(results, path)
+        save(results, path)
 
 
 def _in_another_process(workloads, peers, device, procedure, seconds) -> list[dict[str, Any]]:
@@ -174,7 +186,8 @@ def _print(results: dict[str, Any], device: str) -> None:
         print_note(f"ceilings, measured in this run: copy {copied:.1f} GB/s, matrix product {multiplied:.2f} TFLOP/s")
     clocks = sorted({r["clock"] for r in results["records"] if "clock" in r})
     cache = "L2 cold" if where["platform"] == "gpu" and where["cold"] else "caches as the run before left them"
-    print_note(f"times: {', '.join(CLOCKS[clock] for clock in clocks)}; {cache}")
+    if clocks:
+        print_note(f"times: {', '.join(CLOCKS[clock] for clock in clocks)}; {cache}")
     times = found_in.relative(results["records"])
     for name in dict.fromkeys(r["workload"] for r in results["records"]):
         w = ALL[name]

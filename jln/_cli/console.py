@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -82,26 +83,52 @@ def megabytes(size: int) -> str:
     return f"{size / 1e6:.0f}" if size >= 1e8 else f"{size / 1e6:.1f}" if size >= 1e6 else f"{size / 1e6:.3f}"
 
 
-def print_note(text: str, *, wrong: bool = False) -> None:
-    console = Console()
+def print_note(text: str, *, wrong: bool = False, stderr: bool = False) -> None:
+    console = Console(stderr=stderr)
     if console.is_terminal:
         console.print(Text(text, "bold red" if wrong else ""))
     else:
-        print(text)
+        print(text, file=console.file)
 
 
 def print_json(data: Any) -> None:
     print(json.dumps(data, indent=2, allow_nan=False))
 
 
+def for_output(folder: pathlib.Path | None) -> None:
+    """Make a folder for what is about to be found. Raises UserError where nothing can be written there."""
+    if folder is None:
+        return
+    with _writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+
+
+def save(found: dict[str, Any], path: pathlib.Path) -> None:
+    """Write what was found to a file. Raises UserError where that fails."""
+    from jln._bench import results
+
+    with _writing(path):
+        results.save(found, path)
+
+
+@contextlib.contextmanager
+def _writing(path: pathlib.Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:  # the latter of a NaN in a file that somebody has edited
+        raise UserError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
+
+
 def draw_plots(kind: str, found: dict[str, Any], folder: pathlib.Path) -> None:
     """Draw what was found by a function of `jln._bench.plots`, if there is a library to draw with."""
     if importlib.util.find_spec("matplotlib") is None:
-        print_note('no plots: matplotlib is not installed; pip install -e ".[bench]"')
+        print_note('no plots: matplotlib is not installed; pip install -e ".[bench]"', stderr=True)
         return
     from jln._bench import plots
 
-    getattr(plots, kind)(found, folder)
+    with _writing(folder):
+        getattr(plots, kind)(found, folder)
 
 
 @contextlib.contextmanager

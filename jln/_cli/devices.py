@@ -81,7 +81,7 @@ def implementations(device: Device) -> dict[str, str | None]:
     if device.platform != "cpu":
         return {"triton": "the kernels are for NVIDIA and AMD GPUs", "xla": None}
     if importlib.util.find_spec("triton") is None:
-        reason = f"triton is not installed; its interpreter would run the kernels: {target.INSTALL['cuda']}"
+        reason = f"triton is not installed; its interpreter would run the kernels: {target.INSTALL['interpreter']}"
     elif not target.interpreting():
         reason = "the kernels are for NVIDIA and AMD GPUs; TRITON_INTERPRET=1 has Triton's interpreter run them, slowly"
     else:

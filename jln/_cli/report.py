@@ -20,10 +20,20 @@ from jln._bench.layouts import AXES, Layout
 from jln._bench.losses import OURS, losses, sharded_losses
 from jln._bench.parts import Unsupported, one_line, version
 from jln._bench.peers import PEERS
-from jln._bench.results import save
 from jln._bench.stacks import PRODUCTS, STACKS, Stack
 from jln._bench.workloads import WORKLOADS, Workload
-from jln._cli.console import UserError, draw_plots, known, megabytes, print_json, print_note, print_table, progress
+from jln._cli.console import (
+    UserError,
+    draw_plots,
+    for_output,
+    known,
+    megabytes,
+    print_json,
+    print_note,
+    print_table,
+    progress,
+    save,
+)
 from jln._cli.kernels import of_all, print_kernels
 from jln._cli.sharded import SHARDED, Step, facts, fitted, parsed, print_step
 from jln._triton import target
@@ -32,6 +42,7 @@ from jln._triton.chip import CHIPS, named_chip
 # Those whose programs XLA compiles.
 COMPARED = ("jln", "jln-norm", "jnp", "flax", "tokamax")
 REPORT = "report.json"
+KERNELS_ALONE = [name for name in CHIPS if name not in program.CHIPS]
 
 
 def command(
@@ -54,7 +65,12 @@ def command(
     kernels: Annotated[
         bool, typer.Option("--kernels", help="Each kernel by itself instead; for AMD's chips, too.")
     ] = False,
-    chip: Annotated[str, typer.Option(help=f"To compile for: {', '.join(CHIPS)}.")] = "h200",
+    chip: Annotated[
+        str,
+        typer.Option(
+            help=f"To compile for: {', '.join(program.CHIPS)}; with --kernels also {', '.join(KERNELS_ALONE)}."
+        ),
+    ] = "h200",
     output: Annotated[pathlib.Path | None, typer.Option(help=f"A folder, for {REPORT} and plots.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -66,6 +82,7 @@ def command(
     and loads of each kernel by itself. Exits with 1 if a program or a kernel of jln does not compile.
     """
     known("chip", [chip], CHIPS)
+    for_output(output)
     if kernels:
         if mesh or peer or sequence:
             raise UserError("--kernels are jln's, of one GPU: without --peer, --mesh and --sequence")

@@ -17,11 +17,11 @@ import jax
 import typer
 
 import jln
-from jln._bench import results, search
+from jln._bench import search
 from jln._bench.search import Clock, Found, Question, Verdict
 from jln._bench.trace import TraceError
 from jln._bench.workloads import TUNABLE, Workload
-from jln._cli.console import UserError, known, print_note, print_table, progress
+from jln._cli.console import UserError, known, print_note, print_table, progress, save
 from jln._cli.devices import devices
 from jln._triton import compiler, target, tuning
 from jln._triton.chip import CHIPS, Chip
@@ -237,7 +237,4 @@ def keep(path: pathlib.Path, new: Sequence[dict[str, Any]]) -> None:
     for entry in new:
         key = tuning.parsed(entry)[0]
         content["entries"] = [raw for raw in content["entries"] if not _is(raw, key)] + [entry]
-    try:
-        results.save(content, path)
-    except (OSError, ValueError) as error:  # the latter of a NaN in somebody's entry
-        raise UserError(f"cannot write {path}: {error}") from None
+    save(content, path)

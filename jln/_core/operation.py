@@ -225,7 +225,8 @@ class Operation(Generic[Operands, Results]):
         if implementation is None and (reason := target.missing(platform)) is not None:
             warnings.warn(f"jln runs {self._primitive.name} without its Triton kernels: {reason}", stacklevel=2)
             return formula
-        return functools.partial(self._launcher(), target=target.on(platform, add))
+        chosen = target.on(platform, add)  # before the import of the kernels, which fails without Triton
+        return functools.partial(self._launcher(), target=chosen)
 
 
 def _fields(record: Any, like: Any) -> Iterator[tuple[Any, Any]]:

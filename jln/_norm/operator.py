@@ -54,9 +54,9 @@ def layer_norm(
         that of `x`.
       implementation: "triton" (kernels; on the CPU with TRITON_INTERPRET=1), "xla", or None: Triton where the program
         is compiled for an NVIDIA GPU and jax-triton is installed, else XLA. A named one runs or raises.
-      forward_mode: support forward mode too (`jax.jvp`, `jax.jacfwd`, `jax.linearize`, `jax.hessian`), the same kernels
-        serving reverse mode. Without it this is a `jax.custom_vjp` function, which has reverse mode only, and forward
-        mode over it.
+      forward_mode: support forward mode too (`jax.jvp`, `jax.jacfwd`, `jax.linearize`), the same kernels serving
+        reverse mode. Without it this is a `jax.custom_vjp` function, which has reverse mode, and forward mode over it
+        (`jax.hessian`).
 
     Returns:
       y: `x`'s shape, in `dtype`.
@@ -65,6 +65,7 @@ def layer_norm(
       TypeError: an argument has an unsupported type or dtype, or is traced where it must be static.
       ValueError: shapes do not match, an axis is out of range or given twice, the normalised axes are empty, epsilon is
         negative or too large, or the implementation is unknown.
+      RuntimeError: the implementation is "triton", and the kernels cannot run; the message says what is missing.
     """
     return _checked(**locals(), subtract_mean=True).y
 

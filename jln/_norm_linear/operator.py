@@ -83,6 +83,7 @@ def layer_norm_linear(
       TypeError: an argument has an unsupported type or dtype, or is traced where it must be static.
       ValueError: shapes do not match, the last axis of `x` is empty, epsilon is negative or too large, or the precision
         or the implementation is unknown.
+      RuntimeError: the implementation is "triton", and the kernels cannot run; the message says what is missing.
     """
     return _checked(**locals(), subtract_mean=True)
 

@@ -21,6 +21,7 @@ from jln._triton.launch import INTERPRETED, Launch, Target  # noqa: F401  where 
 INSTALL = {
     "cuda": 'pip install -e ".[cuda13]" (or ".[cuda12]") in a clone of jln',
     "rocm": 'pip install -e ".[rocm7]" in a clone of jln',
+    "interpreter": 'pip install -e ".[test]" in a clone of jln, on Linux',
 }
 
 # JAX's platforms where `implementation=None` runs the kernels. On ROCm it is XLA until an AMD card has measured them.
@@ -181,4 +182,6 @@ def on(platform: str | None, add: Callable[[Callable[..., Any]], int] | None) ->
             "interpreter (slowly), install triton and set the environment variable TRITON_INTERPRET=1 before Python "
             "starts"
         )
+    if importlib.util.find_spec("triton") is None:
+        raise RuntimeError(f"implementation='triton' cannot run: triton is not installed: {INSTALL['interpreter']}")
     return Interpreter(of_program=None if add is None else OnHost(add))

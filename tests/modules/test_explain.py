@@ -227,6 +227,25 @@ print(*jln.explain(nnx.bridge.to_linen(jln.nnx.RMSNormLinear, 8, 3), jnp.ones((2
     assert run.stdout.startswith("jln.nnx.RMSNormLinear: fused")
 
 
+@pytest.mark.parametrize(
+    ("framework", "model"),
+    [
+        ("flax.linen", "type('Model', (framework.Module,), {'__call__': lambda self, x: jln.rms_norm(x)})()"),
+        ("haiku", "framework.transform(lambda x: jln.rms_norm(x))"),
+        ("haiku", "framework.without_apply_rng(framework.transform_with_state(lambda x: jln.haiku.RMSNorm(-1)(x)))"),
+    ],
+)
+def test_models_are_explained_where_nobody_has_imported_their_module_of_jln(framework, model):
+    pytest.importorskip(framework)
+    code = f"""
+import importlib, jax.numpy as jnp, jln
+framework = importlib.import_module({framework!r})
+print(*jln.explain({model}, jnp.ones((2, 8))))
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "norm" in run.stdout and len(run.stdout.splitlines()) == 1
+
+
 def test_import_loads_no_framework():
     code = "import sys, jln, jln.convert; print({'flax', 'haiku', 'equinox', 'triton'} & set(sys.modules))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
