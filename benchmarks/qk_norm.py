@@ -25,6 +25,8 @@ What was decided by it:
 tests/executed/test_traffic.py holds what our kernels issue at these sizes.
 """
 
+import argparse
+import itertools
 import pathlib
 import sys
 from typing import Any
@@ -39,7 +41,12 @@ from jln._catalogue import OPERATORS
 from ptx import H200  # pyright: ignore[reportMissingImports]
 
 BATCH, TOKENS, FEATURES = 4, 2048, 4096
-HEADS = (64, 128, 256)
+LINE = {
+    "norm": ("rms_norm", "layer_norm"),
+    "D": (64, 128, 256),
+    "dtype": ("bfloat16", "float32"),
+    "pass": ("forward", "both"),
+}
 MB = 10**6
 
 
@@ -70,21 +77,25 @@ def compiled(norm: Any, size: int, dtype: str = "bfloat16", *, backward: bool = 
 
 
 def main() -> None:
-    print("| norm | D | dtype | pass | once, MB | jln: kernels | MB | issue | jnp: kernels | MB | issue |")
+    parser = argparse.ArgumentParser(description="Print what norms of queries and keys cost beside their rotation.")
+    words = [str(word) for values in LINE.values() for word in values]
+    parser.add_argument("words", nargs="*", help=f"only lines that have all of these: {', '.join(words)}")
+    wanted = set(parser.parse_args().words)
+    if unknown := wanted - set(words):
+        parser.error(f"unknown {', '.join(sorted(unknown))}; known are {', '.join(words)}")
+    print(f"| {' | '.join(LINE)} | once, MB | jln: kernels | MB | issue | jnp: kernels | MB | issue |")
     print("|" + "---|" * 11)
-    for name in ("rms_norm", "layer_norm"):
-        for size in HEADS:
-            for dtype in ("bfloat16", "float32"):
-                for backward in (False, True):
-                    what = [name, str(size), dtype, "both" if backward else "forward"]
-                    if not set(sys.argv[1:]) <= set(what):
-                        continue
-                    once = (5 if backward else 2) * jnp.dtype(dtype).itemsize * BATCH * TOKENS * FEATURES / MB
-                    cells = [f"{once:.0f}"]
-                    for norm in (OPERATORS[name].function, OPERATORS[name].reference):
-                        found, share = compiled(norm, size, dtype, backward=backward)
-                        cells += [f"{found.launches}", f"{found.bytes_total / MB:.0f}", f"{share:.2f}"]
-                    print("| " + " | ".join(what + cells) + " |", flush=True)
+    for name, size, dtype, direction in itertools.product(*LINE.values()):
+        what = [name, str(size), dtype, direction]
+        if not wanted <= set(what):
+            continue
+        backward = direction == "both"
+        once = (5 if backward else 2) * jnp.dtype(dtype).itemsize * BATCH * TOKENS * FEATURES / MB
+        cells = [f"{once:.0f}"]
+        for norm in (OPERATORS[name].function, OPERATORS[name].reference):
+            found, share = compiled(norm, size, dtype, backward=backward)
+            cells += [f"{found.launches}", f"{found.bytes_total / MB:.0f}", f"{share:.2f}"]
+        print("| " + " | ".join(what + cells) + " |", flush=True)
 
 
 if __name__ == "__main__":

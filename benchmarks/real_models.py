@@ -13,6 +13,7 @@ parameters and x; what all kernels move; the compiled program's temporary memory
 
 from __future__ import annotations
 
+import argparse
 import os
 import pathlib
 import sys
@@ -78,11 +79,16 @@ def row(name: str) -> list[str]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="Print what one call makes of the models in tests/zoo.")
+    parser.add_argument("words", nargs="*", help="only models whose names have one of these")
+    words = parser.parse_args().words
+    names = [name for name in zoo.CLIENTS if not words or any(word in name for word in words)]
+    if not names:
+        parser.error(f"no model's name has any of these words; known are {'; '.join(zoo.CLIENTS)}")
     print("| " + " | ".join(HEADER) + " |")
     print("|" + "---|" * len(HEADER))
-    for name in zoo.CLIENTS:
-        if len(sys.argv) == 1 or any(word in name for word in sys.argv[1:]):
-            print("| " + " | ".join(row(name)) + " |", flush=True)
+    for name in names:
+        print("| " + " | ".join(row(name)) + " |", flush=True)
 
 
 if __name__ == "__main__":

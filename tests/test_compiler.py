@@ -1,6 +1,6 @@
-"""Rung 3: launches of every tile are compiled for sm_80, sm_89, sm_90 and sm_100, fit the chip and do not spill.
+"""Rung 3: launches of every tile are compiled for sm_80, sm_89, sm_90 and sm_100, fit the chip and hardly spill.
 
-A thread may have 16 bytes on its stack, and none on an H200 with every switch on.
+A thread may have 16 bytes on its stack, in one case on a B200 120, and none on an H200 with every switch on.
 
 Compiling needs a process without TRITON_INTERPRET, so each case is a worker process's; nothing here needs a GPU.
 """
