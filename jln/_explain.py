@@ -45,7 +45,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Ro
       Exception: whatever the call itself raises.
     """
     for framework, module in _REGISTERING.items():
-        if any(f"{base.__module__}.".startswith(f"{framework}.") for base in type(function).__mro__):
+        if any(f"{base.__module__}.".startswith(f"{framework}.") for base in inspect.getmro(type(function))):
             importlib.import_module(module)
     call = traceable(function)
     leaves, tree = jax.tree.flatten((args, kwargs))
