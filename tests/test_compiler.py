@@ -85,8 +85,8 @@ def compile_all(dtypes, chip, switches, layouts):
 STACK = 16
 
 
-# One chip with every switch on takes a minute and a half on two cores.
-EVERYTHING = [("everything", "h200", dtype) for dtype in DTYPES]
+# One chip with every switch on, in the dtypes that most train with: 40 seconds each where Triton has not compiled it.
+EVERYTHING = [("everything", "h200", dtype) for dtype in ("bfloat16", "bfloat16, float32 parameters", "float32")]
 
 
 @pytest.mark.parametrize(
