@@ -99,7 +99,7 @@ def for_output(folder: pathlib.Path | None) -> None:
     """Make a folder for what is about to be found. Raises UserError where nothing can be written there."""
     if folder is None:
         return
-    with _writing(folder):
+    with _writing(folder, OSError):
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
 
@@ -108,15 +108,15 @@ def save(found: dict[str, Any], path: pathlib.Path) -> None:
     """Write what was found to a file. Raises UserError where that fails."""
     from jln._bench import results
 
-    with _writing(path):
+    with _writing(path, OSError, ValueError):  # the latter of a NaN in a file that somebody has edited
         results.save(found, path)
 
 
 @contextlib.contextmanager
-def _writing(path: pathlib.Path) -> Iterator[None]:
+def _writing(path: pathlib.Path, *errors: type[Exception]) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError) as error:  # the latter of a NaN in a file that somebody has edited
+    except errors as error:
         raise UserError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
@@ -127,7 +127,7 @@ def draw_plots(kind: str, found: dict[str, Any], folder: pathlib.Path) -> None:
         return
     from jln._bench import plots
 
-    with _writing(folder):
+    with _writing(folder, OSError):
         getattr(plots, kind)(found, folder)
 
 
