@@ -9,7 +9,7 @@ from workbench import OPERATORS
 
 
 def assert_rows_are_independent(rows, width):
-    """Assert that y and dx of some rows by themselves are, bit for bit, what they are among all rows.
+    """Assert that y and dx of one row, and of some, by themselves are bit for bit what they are among all rows.
 
     In float32: 16 bits would round away what another order of additions changes.
     """
@@ -21,6 +21,6 @@ def assert_rows_are_independent(rows, width):
         return y, *pullback(dy[some])
 
     everything = run(slice(None))
-    for some in (slice(0, 1), slice(11, 12), slice(5, 19)):
+    for some in (slice(rows // 2, rows // 2 + 1), slice(rows // 4, rows - 4)):
         for alone, among in zip(run(some), everything, strict=True):
             np.testing.assert_array_equal(alone, among[some])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from jln._norm import signature as norms
 from jln._norm_add_norm import signature as both
@@ -48,6 +49,20 @@ GATED_SWITCHES = {
     "the norm before its gate": _GATED | {"norm_before_gate": True},
     "the gate before the norm": _GATED | {"norm_before_gate": False},
 }
+
+
+def shared(firsts, dtypes, sizes):
+    """Return (first, dtype, sizes) as pytest parameters. The firsts are chips, or names of switches.
+
+    By default the dtypes share the sizes, so that each first has each size once. Every size in every dtype is heavy.
+    """
+    made = []
+    for i, first in enumerate(firsts):
+        for j, dtype in enumerate(dtypes):
+            share = sizes[(i + j) % len(dtypes) :: len(dtypes)]
+            made.append(pytest.param(first, dtype, share, id=f"{first}-{dtype}-its share"))
+            made.append(pytest.param(first, dtype, sizes, id=f"{first}-{dtype}-all", marks=pytest.mark.heavy))
+    return made
 
 
 def named(*arrays):

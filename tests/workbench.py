@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from collections import defaultdict
 
 import jax
@@ -14,10 +13,6 @@ import numpy as np
 import jln
 from jln import _catalogue
 from jln._catalogue import EPSILON
-
-# Compiler options that give a program XLA's emitters of fusions, which conftest.py turns off: without them attention's
-# float64 is right to 1e-8 only.
-WITH_EMITTERS = {"xla_cpu_use_fusion_emitters": True} if "emitters=false" in os.environ.get("XLA_FLAGS", "") else {}
 
 
 @dataclasses.dataclass(frozen=True)

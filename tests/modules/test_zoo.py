@@ -17,16 +17,15 @@ nnx = pytest.importorskip("flax.nnx")
 eqx = pytest.importorskip("equinox")
 pytest.importorskip("haiku")
 
-from workbench import WITH_EMITTERS  # noqa: E402
 from zoo import CLIENTS, SMALL, functions, held  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("promoted_ranks")
 each_client = pytest.mark.parametrize("name", CLIENTS)
 
-# TOLERANCE is a part of an array's largest element, for sums of up to 24 products in float64 in each of two layers.
-# ROUNDING is a part of the largest element of all arrays. Where an exact gradient is zero, as that of the keys' bias in
-# front of a softmax, roundings of that size are left.
-TOLERANCE, ROUNDING = 1e-12, 1e-15
+# All is in float64 but for JAX's attention, whose softmax is in float32. TOLERANCE is a part of an array's largest
+# element, for a few of float32's roundings. ROUNDING is a part of the largest element of all arrays. Where an exact
+# gradient is zero, as that of the keys' bias in front of a softmax, roundings are left.
+TOLERANCE, ROUNDING = 1e-6, 1e-9
 
 
 @functools.cache
@@ -60,7 +59,7 @@ def test_outputs_and_gradients_are_the_originals(name):
             y = f(parameters, x)
             return jnp.sum(weight * y), y
 
-        return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True), compiler_options=WITH_EMITTERS)(parameters, x)
+        return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(parameters, x)
 
     same(gradients(client.converted), gradients(client.plain))
 
