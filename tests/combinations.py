@@ -9,6 +9,7 @@ run deselects: `pytest -m 'not heavy'` runs all of them, and a test that is name
 from __future__ import annotations
 
 import collections
+import heapq
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,10 +40,17 @@ def covering(combinations: Sequence[Mapping[str, Any]]) -> set[int]:
         alone = {(name, repr(value)) for name, value in values.items()} - ({*kinds} if len(kinds) > 1 else set())
         brought.append(alone.union(itertools.combinations(kinds, 2)))
     missing, chosen = set().union(*brought), set()
+    queue = [(-len(of), i) for i, of in enumerate(brought)]  # by what each brought when it was last looked at: no less
+    heapq.heapify(queue)
     while missing:
-        best = max(range(len(brought)), key=lambda i: len(brought[i] & missing))
-        chosen.add(best)
-        missing -= brought[best]
+        expected, best = queue[0]
+        new = len(brought[best] & missing)
+        if new == -expected:
+            heapq.heappop(queue)
+            chosen.add(best)
+            missing -= brought[best]
+        else:
+            heapq.heapreplace(queue, (-new, best))
     return chosen
 
 

@@ -52,7 +52,7 @@ GATED_SWITCHES = {
 
 
 def shared(firsts, dtypes, sizes):
-    """Return (first, dtype, sizes) as pytest parameters. The firsts are chips, or names of switches.
+    """Return (first, dtype, sizes) as pytest parameters. The firsts are names of switches, or chips.
 
     By default the dtypes share the sizes, so that each first has each size once. Every size in every dtype is heavy.
     """
@@ -63,6 +63,17 @@ def shared(firsts, dtypes, sizes):
             made.append(pytest.param(first, dtype, share, id=f"{first}-{dtype}-its share"))
             made.append(pytest.param(first, dtype, sizes, id=f"{first}-{dtype}-all", marks=pytest.mark.heavy))
     return made
+
+
+def shared_on(chip, chips, dtypes, rarer, sizes):
+    """Return (chip, dtype, sizes) as pytest parameters: those of one chip by `shared`, all others heavy.
+
+    rarer: more dtypes, heavy on every chip.
+    """
+    others = [(c, d, sizes) for c in chips for d in (*dtypes, *rarer) if c != chip or d in rarer]
+    return shared([chip], dtypes, sizes) + [
+        pytest.param(*other, id=f"{other[0]}-{other[1]}", marks=pytest.mark.heavy) for other in others
+    ]
 
 
 def named(*arrays):

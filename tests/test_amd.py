@@ -25,7 +25,7 @@ from launches import (
     both_sides_launches,
     launches,
     linear_launches,
-    shared,
+    shared_on,
 )
 
 pytest.importorskip("triton")
@@ -69,16 +69,9 @@ def linears(chip, dtype, sizes):
     return resources([launch for launch in made if launch.kernel.fn.__module__.endswith("_norm_linear.kernels")], dtype)
 
 
-def of_each_chip(dtypes, rarer, sizes):
-    """Return (chip, dtype, sizes) as pytest parameters: of an MI300X the dtypes share the sizes, the rest is heavy."""
-    of_one = shared(["mi300x"], dtypes, sizes)
-    others = [(c, d, sizes) for c in AMD for d in (*dtypes, *rarer) if c != "mi300x" or d in rarer]
-    return of_one + [pytest.param(*o, id=f"{o[0]}-{o[1]}", marks=pytest.mark.heavy) for o in others]
-
-
 @pytest.mark.parametrize(
     ("chip", "dtype", "layouts"),
-    of_each_chip(["bfloat16", "float32"], ["float16", "float64", "bfloat16, float32 stream"], LAYOUTS),
+    shared_on("mi300x", AMD, ["bfloat16", "float32"], ["float16", "float64", "bfloat16, float32 stream"], LAYOUTS),
 )
 def test_norms_keep_to_registers(worker, chip, dtype, layouts):
     found = worker.submit(norms, chip, dtype, layouts).result()
@@ -87,7 +80,7 @@ def test_norms_keep_to_registers(worker, chip, dtype, layouts):
 
 
 @pytest.mark.parametrize(
-    ("chip", "dtype", "sizes"), of_each_chip(["bfloat16", "bfloat16, float32 parameters"], [], SIZES)
+    ("chip", "dtype", "sizes"), shared_on("mi300x", AMD, ["bfloat16", "bfloat16, float32 parameters"], [], SIZES)
 )
 def test_fused_linears_keep_to_registers_and_multiply_by_mfma(worker, chip, dtype, sizes):
     found = worker.submit(linears, chip, dtype, sizes).result()

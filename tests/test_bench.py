@@ -19,7 +19,8 @@ pytestmark = pytest.mark.usefixtures("promoted_ranks")
     ("platform", "name"),
     [
         ("cpu", "norm"),
-        *(("gpu", n) for n in ("sum", "linear", "several", "add", "axis-0", "inference", "block", "apart")),
+        *(("gpu", n) for n in ("sum", "linear", "several", "axis-0", "inference", "apart")),
+        *(pytest.param("gpu", n, marks=pytest.mark.heavy) for n in ("add", "block")),  # of the same parts
     ],
 )
 def test_all_peers_of_jax_are_right_and_timed(name, platform, monkeypatch):

@@ -31,6 +31,7 @@ from launches import (
     launches,
     linear_launches,
     shared,
+    shared_on,
 )
 
 pytest.importorskip("triton")
@@ -114,11 +115,12 @@ def test_no_spills(worker, switches, chip, dtype):
 MODULE_LAYOUTS = [(h, 1) for h in (100, 1023, 4096, 8191, 16384, 40000)] + STRIDED[::4]
 
 
-@pytest.mark.parametrize("dtype", MODULE_DTYPES)
-@pytest.mark.parametrize("chip", [pytest.param(c, marks=[] if c == "h200" else [pytest.mark.heavy]) for c in CHIPS])
-def test_no_spills_of_modules(worker, chip, dtype):
+@pytest.mark.parametrize(
+    ("chip", "dtype", "layouts"), shared_on("h200", CHIPS, list(MODULE_DTYPES), [], MODULE_LAYOUTS)
+)
+def test_no_spills_of_modules(worker, chip, dtype, layouts):
     switches = SWITCHES["everything"] | {"adds": False, "zero_centered_scale": False}
-    made = worker.submit(compile_all, MODULE_DTYPES[dtype], chip, switches, MODULE_LAYOUTS).result()
+    made = worker.submit(compile_all, MODULE_DTYPES[dtype], chip, switches, layouts).result()
     assert_fits(made, 0 if chip == "h200" else STACK)
 
 
@@ -378,10 +380,10 @@ def test_tuned_tiles_do_not_spill_and_need_no_more_than_is_reckoned(worker, key,
     """The formula that bounds what a file may ask for is no less than what a tile takes, so each can be launched."""
     sizes = dict(key)
     choice = tuning.CHOICES[sizes["choice"]]
-    for kernel, tile, spilled, shared in worker.submit(compile_tuned, key, tiles).result():
+    for kernel, tile, spilled, taken in worker.submit(compile_tuned, key, tiles).result():
         names = [name for name, t in tiles.items() if t == tile]
         reckoned = max(choice.shared(name, tile, sizes) for name in names)
         assert spilled == 0, (kernel, tile)
         # A reduction takes 4 bytes a row and warp, twice, beside it.
         limit = ALL_CHIPS[sizes["chip"]].shared
-        assert shared <= min(reckoned + 8 * tile.rows * tile.warps + 64, limit), (kernel, tile)
+        assert taken <= min(reckoned + 8 * tile.rows * tile.warps + 64, limit), (kernel, tile)

@@ -149,7 +149,9 @@ def test_gradients_repeat_bit_for_bit(name, dtype, features, implementation):
 
 
 # A tile of several rows, a row a tile, a row shared by programs, chunks.
-@pytest.mark.parametrize(("width", "rows"), [(20, 23), (3000, 15), (12000, 11), (16500, 11)])
+@pytest.mark.parametrize(
+    ("width", "rows"), [(20, 23), (3000, 15), (12000, 11), pytest.param(16500, 11, marks=pytest.mark.heavy)]
+)
 def test_rows_do_not_depend_on_each_other(width, rows):
     """The kernels are batch invariant: a row has the same bits of y and dx by itself as among others.
 

@@ -1,6 +1,6 @@
 """Properties that must hold for all data: hypothesis looks for data that break them.
 
-By default 80 examples are tried in all, always the same ones. `JLN_EXAMPLES=10000 pytest -n0 tests/test_properties.py`
+By default 48 examples are tried in all, always the same ones. `JLN_EXAMPLES=10000 pytest -n0 tests/test_properties.py`
 tries 10,000 new ones, at night.
 """
 
@@ -18,11 +18,11 @@ import workbench
 from workbench import OPERATORS
 
 PROPERTIES = 8  # in this file
-EXAMPLES = int(os.environ.get("JLN_EXAMPLES", "80"))
+EXAMPLES = int(os.environ.get("JLN_EXAMPLES", "48"))
 settings.register_profile(
     "jln",
     max_examples=-(-EXAMPLES // PROPERTIES),
-    derandomize=EXAMPLES == 80,
+    derandomize=EXAMPLES == 48,
     database=None,
     deadline=None,  # an example that compiles takes long
     phases=(Phase.explicit, Phase.generate, Phase.shrink),

@@ -140,7 +140,8 @@ def test_several_linears_hold_x_alone_between_forward_and_backward(name):
 def test_stacks_of_all_variants_are_the_same_function(name):
     """All variants of a stack have the same loss and gradients in float64, but for one rounding of float32.
 
-    JAX's attention has its softmax in float32. A wrong wire differs by far more. Each gradient is compared by itself. The stack without norms has another loss.
+    JAX's attention has its softmax in float32. A wrong wire differs by far more. Each gradient is compared by itself.
+    The stack without norms has another loss.
     """
     pytest.importorskip("flax")
     options = {"layers": 2, "shape": (2, 5, 16), "hidden": 12, "heads": 4}
@@ -152,10 +153,7 @@ def test_stacks_of_all_variants_are_the_same_function(name):
     variants = losses(stack)
     assert list(variants) == ["flax", "jnp", *OURS, "no norm at all"]
     with jax.numpy_rank_promotion("allow"):  # for Flax
-        found = {
-            n: jax.jit(stack.step(loss))(*stack.init(jax.random.key(0)))
-            for n, loss in variants.items()
-        }
+        found = {n: jax.jit(stack.step(loss))(*stack.init(jax.random.key(0))) for n, loss in variants.items()}
     flax = found.pop("flax")
     assert abs(found.pop("no norm at all")[0] / flax[0] - 1) > 0.1
     for value, gradients in found.values():

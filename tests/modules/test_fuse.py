@@ -170,12 +170,13 @@ def loss(function, *args):
 def test_every_linear_behind_a_norm_is_found_and_all_numbers_are_the_frameworks(framework):
     theirs, ours, parameters, names = functions(framework)
     x = normal(0, SHAPE, "float64")
-    jax.tree.map(close, ours(parameters, x), theirs(parameters, x))
-    for function in (jax.grad, lambda f, n: jax.jit(jax.grad(f, n))):
-        own, wanted = (function(functools.partial(loss, f), (0, 1))(parameters, x) for f in (ours, theirs))
-        jax.tree.map(close, own, wanted)
+    jax.tree.map(close, ours(parameters, x), jax.jit(theirs)(parameters, x))
+    own, wanted = (jax.grad(functools.partial(loss, f), (0, 1)) for f in (ours, theirs))
+    wanted = jax.jit(wanted)(parameters, x)
+    for gradients in (own, jax.jit(own)):
+        jax.tree.map(close, gradients(parameters, x), wanted)
     tangents = jax.tree.map(jnp.cos, (parameters, x))
-    jax.tree.map(close, *(jax.jvp(f, (parameters, x), tangents) for f in (ours, theirs)))
+    jax.tree.map(close, *(jax.jit(functools.partial(jax.jvp, f))((parameters, x), tangents) for f in (ours, theirs)))
     fused = [route.layer for route in jln.explain(ours, parameters, x) if route.path == "fused"]
     assert fused == names
 
@@ -205,18 +206,18 @@ def test_vmap_over_examples_scan_and_checkpoint(framework):
     x = normal(0, (2, *SHAPE), "float64")
 
     def scanned(f):
-        def step(carry, x):
-            return carry + loss(f, parameters, x), None
+        def total(parameters, x):
+            return jax.lax.scan(lambda carry, x: (carry + loss(f, parameters, x), None), jnp.zeros(()), x)[0]
 
-        return lambda x: jax.lax.scan(step, jnp.zeros(()), x)[0]
+        return total
 
     for transformed in (
-        lambda f: jax.vmap(jax.grad(functools.partial(loss, f)), (None, 0))(parameters, x),
-        lambda f: jax.grad(lambda p: jnp.sum(jax.vmap(functools.partial(loss, f), (None, 0))(p, x)))(parameters),
-        lambda f: jax.grad(jax.checkpoint(functools.partial(loss, f)))(parameters, x),
-        lambda f: jax.grad(scanned(f))(x),
+        lambda f: jax.vmap(jax.grad(functools.partial(loss, f)), (None, 0)),
+        lambda f: jax.grad(lambda p, x: jnp.sum(jax.vmap(functools.partial(loss, f), (None, 0))(p, x))),
+        lambda f: jax.grad(jax.checkpoint(functools.partial(loss, f))),
+        lambda f: jax.grad(scanned(f)),
     ):
-        jax.tree.map(close, transformed(ours), transformed(theirs))
+        jax.tree.map(close, *(jax.jit(transformed(f))(parameters, x) for f in (ours, theirs)))
 
 
 @each_framework
