@@ -148,7 +148,7 @@ def test_gradients_repeat_bit_for_bit(name, dtype, features, implementation):
         chex.assert_trees_all_equal(run(operands), first)
 
 
-# A tile of several rows, a row a tile, a row shared by programs, chunks.
+# A tile of several rows, a row a tile, a row shared by programs; chunks, of which test_tuned_tiles.py has shorter rows.
 @pytest.mark.parametrize(
     ("width", "rows"), [(20, 23), (3000, 15), (12000, 11), pytest.param(16500, 11, marks=pytest.mark.heavy)]
 )

@@ -24,7 +24,7 @@ def tables(text):
 def committed(heavy=()):
     """Return parameters of a test: the arguments for one mesh, and its table.
 
-    `heavy` marks those that take longest and resemble another.
+    heavy: the mark of those that resemble another; all but those of the most devices and of sequence parallelism.
     """
     found = []
     for part in TABLES.read_text().split("$ python -m jln ")[1:]:
@@ -32,9 +32,13 @@ def committed(heavy=()):
         meshes = re.findall(r"--mesh \S+", arguments)
         rest = re.sub(r" --mesh \S+", "", arguments)
         pairs = zip(meshes, tables(printed), strict=True)
-        marks = () if re.search(r"llama.* --sequence", rest) else heavy
         found += [
-            pytest.param(shlex.split(f"{rest} {mesh}"), table, id=f"{rest} {mesh}", marks=marks)
+            pytest.param(
+                shlex.split(f"{rest} {mesh}"),
+                table,
+                id=f"{rest} {mesh}",
+                marks=() if re.search(r"llama.* --sequence --mesh (pipeline|data=8)", f"{rest} {mesh}") else heavy,
+            )
             for mesh, table in pairs
         ]
     return found
