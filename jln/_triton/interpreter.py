@@ -74,9 +74,9 @@ def _mended():
     original_dot = InterpreterBuilder.create_dot
 
     def call_device_function(self, *args, **kwargs):
-        # Triton patches its language module at every call of a helper, which is most of the time of a run.
-        if self.fn not in patched:
-            patched.add(self.fn)
+        # Triton patches what a helper's module knows of the language at every call, which is most of the time of a run.
+        if id(self.fn.__globals__) not in patched:
+            patched.add(id(self.fn.__globals__))
             interpreter._patch_lang(self.fn)
         return self.rewrite()(*args, **kwargs)
 
