@@ -1,11 +1,13 @@
 """Print what policies of `jax.checkpoint` make again and hold, in four layers of Llama's step.
 
     python benchmarks/checkpoint_policies.py
+    python benchmarks/checkpoint_policies.py nothing STATISTICS   # only policies that have one of these words
 
 The step is compiled for an H200 that need not be there, with `jln.add_rms_norm_linear`, in plain jnp and with Flax's
 layers.
 """
 
+import argparse
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +22,7 @@ from jln._bench.stacks import STACKS, Stack
 LAYERS = 4
 ours, jaxs = jln.checkpoint_policies, jax.checkpoint_policies
 POLICIES: dict[str, Any] = {
+    "no checkpoint": None,
     "nothing_saveable": jaxs.nothing_saveable,
     "save_only_these_names(jln.STATISTICS)": jaxs.save_only_these_names(jln.STATISTICS),
     "dots_with_no_batch_dims_saveable": jaxs.dots_with_no_batch_dims_saveable,
@@ -55,16 +58,21 @@ def row(name: str, stack: Stack) -> str:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="Print what policies of jax.checkpoint make again and hold.")
+    parser.add_argument("words", nargs="*", help="only policies whose names have one of these")
+    words = parser.parse_args().words
+    chosen = {name: policy for name, policy in POLICIES.items() if not words or any(word in name for word in words)}
+    if not chosen:
+        parser.error(f"no policy's name has any of these words; known are {'; '.join(POLICIES)}")
     stack = dataclasses.replace(STACKS["stack-llama-q-k-v"], layers=LAYERS)
     named: dict[str, Any] = {f.name: getattr(stack, f.name) for f in dataclasses.fields(stack)}
     heads = ("products", "norm kernels", "all, GB", "temporary, GB")
     titles = [f"{who}: {what}" for who in VARIANTS for what in heads if who == "jln" or what != "norm kernels"]
     print("|", " | ".join(["policy", *titles]), "|")
     print("|---" * (1 + len(titles)) + "|")
-    print(row("no checkpoint", stack), flush=True)
-    for name, policy in POLICIES.items():
-        chosen = Checkpointed(**(named | {"policy": "chosen", "chosen": policy}))
-        print(row(name, chosen), flush=True)
+    for name, policy in chosen.items():
+        checkpointed = Checkpointed(**(named | {"policy": "chosen", "chosen": policy}))
+        print(row(name, checkpointed if policy else stack), flush=True)
 
 
 if __name__ == "__main__":
