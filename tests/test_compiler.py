@@ -255,7 +255,7 @@ def compile_linear(dtypes, chip, switches, sizes):
     return made
 
 
-# The chip of the byte table, with every switch on, takes half a minute.
+# The chip of the byte table, with every switch on.
 LIGHT_LINEAR = ("everything", "h200", "bfloat16")
 LINEAR_COMBINATIONS = list(itertools.product(SWITCHES, LINEAR_CHIPS, LINEAR_DTYPES))
 # float64 has no fused kernels, nor has a product in float32 on Blackwell.
