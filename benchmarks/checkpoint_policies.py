@@ -1,7 +1,7 @@
 """Print what policies of `jax.checkpoint` make again and hold, in four layers of Llama's step.
 
     python benchmarks/checkpoint_policies.py
-    python benchmarks/checkpoint_policies.py nothing STATISTICS   # only policies that have one of these words
+    python benchmarks/checkpoint_policies.py nothing STATISTICS   # with one of these words in their names
 
 The step is compiled for an H200 that need not be there, with `jln.add_rms_norm_linear`, in plain jnp and with Flax's
 layers.

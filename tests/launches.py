@@ -51,7 +51,7 @@ GATED_SWITCHES = {
 }
 
 
-def shared(firsts, dtypes, sizes):
+def dealt(firsts, dtypes, sizes):
     """Return (first, dtype, sizes) as pytest parameters. The firsts are names of switches, or chips.
 
     By default the dtypes share the sizes, so that each first has each size once. Every size in every dtype is heavy.
@@ -65,13 +65,13 @@ def shared(firsts, dtypes, sizes):
     return made
 
 
-def shared_on(chip, chips, dtypes, rarer, sizes):
-    """Return (chip, dtype, sizes) as pytest parameters: those of one chip by `shared`, all others heavy.
+def dealt_on(chip, chips, dtypes, sizes, rarer=()):
+    """Return (chip, dtype, sizes) as pytest parameters: those of one chip by `dealt`, all others heavy.
 
     rarer: more dtypes, heavy on every chip.
     """
     others = [(c, d, sizes) for c in chips for d in (*dtypes, *rarer) if c != chip or d in rarer]
-    return shared([chip], dtypes, sizes) + [
+    return dealt([chip], dtypes, sizes) + [
         pytest.param(*other, id=f"{other[0]}-{other[1]}", marks=pytest.mark.heavy) for other in others
     ]
 

@@ -23,9 +23,9 @@ from launches import (
     SUM_SWITCHES,
     SWITCHES,
     both_sides_launches,
+    dealt_on,
     launches,
     linear_launches,
-    shared_on,
 )
 
 pytest.importorskip("triton")
@@ -33,7 +33,7 @@ pytest.importorskip("triton")
 # One of each architecture.
 AMD = ("mi250x", "mi300x", "mi355x")
 # One of every kind of tile, aligned and not, and rows that lie side by side.
-LAYOUTS = [(h, 1) for h in (128, 1000, 1024, 4096, 8192, 16384, 20000)] + [(256, 147456)]
+LAYOUTS = [(128, 1), (1000, 1), (4096, 1), (1024, 1), (8192, 1), (16384, 1), (256, 147456), (20000, 1)]
 OTHERS = [SUM_SWITCHES["everything and a gate"], GATED_SWITCHES["the norm before its gate"]]
 SIZES = [*FUSED, (3000, 768, 64)]
 # The vector registers of a thread, where a SIMD has two waves.
@@ -71,7 +71,7 @@ def linears(chip, dtype, sizes):
 
 @pytest.mark.parametrize(
     ("chip", "dtype", "layouts"),
-    shared_on("mi300x", AMD, ["bfloat16", "float32"], ["float16", "float64", "bfloat16, float32 stream"], LAYOUTS),
+    dealt_on("mi300x", AMD, ["bfloat16", "float32"], LAYOUTS, ["float16", "float64", "bfloat16, float32 stream"]),
 )
 def test_norms_keep_to_registers(worker, chip, dtype, layouts):
     found = worker.submit(norms, chip, dtype, layouts).result()
@@ -80,7 +80,7 @@ def test_norms_keep_to_registers(worker, chip, dtype, layouts):
 
 
 @pytest.mark.parametrize(
-    ("chip", "dtype", "sizes"), shared_on("mi300x", AMD, ["bfloat16", "bfloat16, float32 parameters"], [], SIZES)
+    ("chip", "dtype", "sizes"), dealt_on("mi300x", AMD, ["bfloat16", "bfloat16, float32 parameters"], SIZES)
 )
 def test_fused_linears_keep_to_registers_and_multiply_by_mfma(worker, chip, dtype, sizes):
     found = worker.submit(linears, chip, dtype, sizes).result()

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.usefixtures("promoted_ranks")
     ("platform", "name"),
     [
         ("cpu", "norm"),
-        *(("gpu", n) for n in ("sum", "linear", "several", "axis-0", "inference", "apart")),
-        *(pytest.param("gpu", n, marks=pytest.mark.heavy) for n in ("add", "block")),  # of the same parts
+        *(("gpu", n) for n in ("sum", "linear", "several", "add", "axis-0", "inference", "apart")),
+        pytest.param("gpu", "block", marks=pytest.mark.heavy),  # whose parts are timed apart
     ],
 )
 def test_all_peers_of_jax_are_right_and_timed(name, platform, monkeypatch):

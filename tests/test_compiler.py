@@ -28,10 +28,10 @@ from launches import (
     SUM_SWITCHES,
     SWITCHES,
     both_sides_launches,
+    dealt,
+    dealt_on,
     launches,
     linear_launches,
-    shared,
-    shared_on,
 )
 
 pytest.importorskip("triton")
@@ -97,7 +97,7 @@ def assert_fits(made, stack=0):
 MOST = ("bfloat16", "bfloat16, float32 parameters", "float32")
 
 
-@pytest.mark.parametrize(("switches", "dtype", "layouts"), shared(["everything"], MOST, LAYOUTS))
+@pytest.mark.parametrize(("switches", "dtype", "layouts"), dealt(["everything"], MOST, LAYOUTS))
 def test_no_spills_on_an_h200(worker, switches, dtype, layouts):
     made = worker.submit(compile_all, DTYPES[dtype], "h200", SWITCHES[switches], layouts).result()
     assert len(made) > 2 * len(layouts) - 1
@@ -115,18 +115,14 @@ def test_no_spills(worker, switches, chip, dtype):
 MODULE_LAYOUTS = [(h, 1) for h in (100, 1023, 4096, 8191, 16384, 40000)] + STRIDED[::4]
 
 
-@pytest.mark.parametrize(
-    ("chip", "dtype", "layouts"), shared_on("h200", CHIPS, list(MODULE_DTYPES), [], MODULE_LAYOUTS)
-)
+@pytest.mark.parametrize(("chip", "dtype", "layouts"), dealt_on("h200", CHIPS, list(MODULE_DTYPES), MODULE_LAYOUTS))
 def test_no_spills_of_modules(worker, chip, dtype, layouts):
     switches = SWITCHES["everything"] | {"adds": False, "zero_centered_scale": False}
     made = worker.submit(compile_all, MODULE_DTYPES[dtype], chip, switches, layouts).result()
     assert_fits(made, 0 if chip == "h200" else STACK)
 
 
-@pytest.mark.parametrize(
-    ("switches", "dtype", "layouts"), shared(SUM_SWITCHES, ["bfloat16", "float32"], MODULE_LAYOUTS)
-)
+@pytest.mark.parametrize(("switches", "dtype", "layouts"), dealt(SUM_SWITCHES, ["bfloat16", "float32"], MODULE_LAYOUTS))
 def test_no_spills_of_sums_with_a_gate(worker, switches, dtype, layouts):
     made = worker.submit(compile_all, DTYPES[dtype], "h200", SUM_SWITCHES[switches], layouts).result()
     assert_fits(made, STACK)
@@ -134,10 +130,13 @@ def test_no_spills_of_sums_with_a_gate(worker, switches, dtype, layouts):
 
 @pytest.mark.parametrize(
     ("switches", "dtype", "layouts"),
-    shared(GATED_SWITCHES, ["bfloat16", "float32"], [*MODULE_LAYOUTS, (128, 1), (8192, 1)]),
+    dealt(GATED_SWITCHES, ["bfloat16", "float32"], [*MODULE_LAYOUTS, (128, 1), (8192, 1)]),
 )
 def test_no_spills_of_gated_norms(worker, switches, dtype, layouts):
-    """No launch of a gated norm spills, up to 8192 elements: the widest rows of 16 bits that are no chunks."""
+    """No launch of a gated norm spills, up to 8192 elements: the widest rows of 16 bits that are no chunks.
+
+    By default each size is in one of the dtypes.
+    """
     made = worker.submit(compile_all, DTYPES[dtype], "h200", GATED_SWITCHES[switches], layouts).result()
     assert_fits(made)
 
@@ -172,7 +171,7 @@ def compile_both_sides(dtypes, chip, switches, widths):
 BOTH_SIDES_WIDTHS = (33, 128, 768, 1000, 1023, 1024, 2048, 4095, 4096, 7168, 8192)
 
 
-@pytest.mark.parametrize(("switches", "dtype", "widths"), shared(["everything"], MOST, BOTH_SIDES_WIDTHS))
+@pytest.mark.parametrize(("switches", "dtype", "widths"), dealt(["everything"], MOST, BOTH_SIDES_WIDTHS))
 def test_no_spills_of_norms_on_both_sides_on_an_h200(worker, switches, dtype, widths):
     assert_fits(worker.submit(compile_both_sides, DTYPES[dtype], "h200", SWITCHES[switches], widths).result(), STACK)
 

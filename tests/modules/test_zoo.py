@@ -22,10 +22,10 @@ from zoo import CLIENTS, SMALL, functions, held  # noqa: E402
 pytestmark = pytest.mark.usefixtures("promoted_ranks")
 each_client = pytest.mark.parametrize("name", CLIENTS)
 
-# All is in float64 but for JAX's attention, whose softmax is in float32. TOLERANCE is a part of an array's largest
-# element, for a few of float32's roundings. ROUNDING is a part of the largest element of all arrays. Where an exact
-# gradient is zero, as that of the keys' bias in front of a softmax, roundings are left.
-TOLERANCE, ROUNDING = 1e-6, 1e-9
+# All is in float64 but for JAX's attention, whose softmax is in float32 and rounds the same numbers alike. TOLERANCE is
+# a part of an array's largest element, less than float32's rounding. ROUNDING is a part of the largest element of all
+# arrays. Where an exact gradient is zero, as that of the keys' bias in front of a softmax, roundings are left.
+TOLERANCE, ROUNDING = 1e-10, 1e-13
 
 
 @functools.cache

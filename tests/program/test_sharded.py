@@ -24,7 +24,7 @@ def tables(text):
 def committed(heavy=()):
     """Return parameters of a test: the arguments for one mesh, and its table.
 
-    heavy: the mark of those that resemble another; all but those of the most devices and of sequence parallelism.
+    heavy: the mark of all but two of Llama's tables, both with sequence parallelism: of 256 devices, and of a pipeline.
     """
     found = []
     for part in TABLES.read_text().split("$ python -m jln ")[1:]:
