@@ -132,6 +132,15 @@ class Case:
         """The axis of examples or of groups."""
         return 0 if self.of_examples else self.axes[0] % len(self.shape) - 1 if self.of_groups else None
 
+    @property
+    def axes_of_rows(self) -> tuple[int, int]:
+        """The axes, from the last, of the rows and of their elements in a kernel's arrays: in any order.
+
+        Rows that lie side by side are on the last. Between rows and elements of groups are the groups.
+        """
+        normalised = (self.axes[0] % len(self.shape)) - len(self.shape)
+        return (normalised - 2, normalised) if self.of_groups else (-2, -1)
+
     def parameter_shape(self, letter: str) -> tuple[int, ...]:
         """The shape of a scale, an offset or a gate of x's rank."""
         of_rows = letter == "g" and self.gate_of_rows
@@ -340,7 +349,8 @@ def check(case: Case) -> Ran:
         # Of a ragged row behind a sum the fused forward takes 32 columns at a time: 64 bytes, which in every other row
         # lie across 3 sectors.
         in_half_tiles = case.linear and case.adds and case.shape[-1] % 64
-        for found in traffic.of(ran.program):
+        for found in traffic.of(ran.program, case.axes_of_rows):
+            assert found.widths or found.kernel in traffic.OF_SHARES or min(case.shape) == 1, found
             assert found.sectors <= (1.25 if in_half_tiles else 1.1), found
             # The fused kernels' tiles, and those of rows in chunks beside a gate, an x_bias or z, may have fewer
             # elements than their threads could load.

@@ -6,12 +6,14 @@ import collections
 import dataclasses
 import functools
 import linecache
+import pathlib
 import re
 
+import jln
 from ptx.statistics import H200
 
-# Arrays of rows, and a Linear's matrix; what else there is, is small and met again and again, in L1 or L2.
-LARGE = re.compile(r"\b(x|residual|added|total|dy|dtotal|dx|dresidual|y|kernel)_ptr\b")
+# The kernels that add up shares, which are small.
+OF_SHARES = ("jln_reduce_kernel", "jln_parameters_kernel")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,40 +45,47 @@ class Traffic:
         return self.issued / H200.issues / (nbytes / H200.memory)
 
 
-def of(program) -> list[Traffic]:
-    """The traffic of each call of a program that ran."""
-    return [_traffic(call.ptx, stats) for call, stats in zip(program.calls, program.stats, strict=True)]
+def of(program, axes: tuple[int, int] = (-2, -1)) -> list[Traffic]:
+    """The traffic of each call of a program that ran.
+
+    axes: those on which large arrays have several elements, and any other array has one.
+    """
+    return [_traffic(call.ptx, stats, axes) for call, stats in zip(program.calls, program.stats, strict=True)]
 
 
-def _traffic(ptx, stats):
+def _traffic(ptx, stats, axes):
     source = sources(ptx)
     widths, narrow = collections.Counter(), collections.Counter()
     sectors = asked = 0
-    for (kind, line, width), (_, moved, wanted) in stats.accesses.items():
-        text = source.get(line, "x_ptr")  # what is from nowhere counts
-        if not LARGE.search(_who_loads(text)):
+    for (kind, buffer, line, width), (_, moved, wanted) in stats.accesses.items():
+        if stats.name in OF_SHARES or not _is_large(stats.shapes[buffer], axes):
             continue
         sectors, asked = sectors + 32 * int(moved), asked + int(wanted)
         if kind == "read":
             widths[width] += int(wanted)
             if width < 16:
-                narrow[text, width] += int(wanted)
+                narrow[source.get(line, ""), width] += int(wanted)
     return Traffic(stats.name, dict(widths), sectors / max(1, asked), dict(narrow), stats.issued)
 
 
-def _who_loads(text: str) -> str:
-    """The line that tells what is loaded: the line of the load if it names it, else the line from which it was called.
+def _is_large(shape: tuple[int, ...], axes: tuple[int, int]) -> bool:
+    """True for an array of rows and a Linear's matrix.
 
-    A parameter's load that the compiler moved is where its function returns.
+    A norm's parameter has one row, a row's statistic one element. They are small, and met again and again, in L1 or L2.
     """
-    line = text.split(" <- ")[0]
-    return line if "_ptr" in line or line.startswith("return") else text
+    return len(shape) >= -min(axes) and all(shape[axis] > 1 for axis in axes)
+
+
+def _here(path: str) -> str:
+    """The path of a kernel's file in this package: Triton's cache may have PTX of a copy that is elsewhere, or gone."""
+    _, found, inside = path.rpartition("/jln/")
+    return str(pathlib.Path(jln.__file__).parent / inside) if found else path
 
 
 @functools.lru_cache(64)
 def sources(ptx: str) -> dict[int, str]:
     """The kernel's line that each line of PTX is from, and the line from which that was called."""
-    files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', ptx, re.M))
+    files = {n: _here(path) for n, path in re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', ptx, re.M)}
     found, text = {}, None
     for number, line in enumerate(ptx.splitlines(), 1):
         at = re.match(r"\s*\.loc\s+(\d+) (\d+) \d+(?:.*inlined_at (\d+) (\d+))?", line)

@@ -42,6 +42,8 @@ def execute(
     outputs = [taken[i] if i in taken else buffer(("result", i)) for i in range(len(results))]
     nbytes = [int(np.prod(shape)) * dtype.itemsize for shape, dtype in results]
     sizes = dict(zip(inputs, (a.nbytes for a in operands), strict=True)) | dict(zip(outputs, nbytes, strict=True))
+    stats.shapes |= dict(zip(inputs, (a.shape for a in operands), strict=True))
+    stats.shapes |= dict(zip(outputs, (shape for shape, _ in results), strict=True))
     buffers = Buffers([sizes[i] for i in range(len(owners))])
     space = buffers.space
     for i, array in zip(inputs, operands, strict=True):

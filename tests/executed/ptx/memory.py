@@ -38,6 +38,10 @@ class Buffers:
     def address(self, buffer: int) -> int:
         return (buffer + 1) << _APART
 
+    def at(self, address: np.uint64) -> int:
+        """The buffer that an address is in."""
+        return int(address >> np.uint64(_APART)) - 1
+
     def span(self, buffer: int, nbytes: int) -> slice:
         """The place of a buffer in `space`."""
         start = int(self._starts[buffer])

@@ -12,7 +12,7 @@ from ptx.operands import TYPES, group, operand
 def _count(m, kind, addresses, lanes, width):
     rows = np.full(m.n, 2**63, np.uint64)
     rows[lanes] = addresses
-    m.stats.count(kind, m.now.line, rows.reshape(-1, 32), width)
+    m.stats.count(kind, m.buffers.at(addresses[0]), m.now.line, rows.reshape(-1, 32), width)
 
 
 def _ld(i: Any):

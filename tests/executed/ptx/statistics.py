@@ -38,15 +38,16 @@ class Stats:
     unwaited: int = 0  # batches of programs that ended with copies that nobody waited for
     contended: dict[int, int] = dataclasses.field(default_factory=collections.Counter)  # {line: stores that were lost}
     unwritten: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (result, bytes)
-    # {("read" or "written", line, width in bytes): [instructions of warps, sectors, bytes asked for]}
-    accesses: dict[tuple[str, int, int], np.ndarray] = dataclasses.field(
+    shapes: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # {buffer: the shape of its array}
+    # {("read" or "written", buffer, line, width in bytes): [instructions of warps, sectors, bytes asked for]}
+    accesses: dict[tuple[str, int, int, int], np.ndarray] = dataclasses.field(
         default_factory=lambda: collections.defaultdict(lambda: np.zeros(3, np.int64))
     )
 
     def moved(self, kind: str) -> tuple[int, int, dict[int, int]]:
         """Return the bytes of sectors, the bytes asked for, and these by width, "read" or "written" globally."""
         sectors, widths = 0, collections.Counter()
-        for (of, _, width), (_, moved, asked) in self.accesses.items():
+        for (of, _, _, width), (_, moved, asked) in self.accesses.items():
             if of == kind:
                 sectors += int(moved)
                 widths[width] += int(asked)
@@ -62,8 +63,8 @@ class Stats:
         moved = sum(self.moved(kind)[0] for kind in ("read", "written"))
         return self.issued / chip.issues / (moved / chip.memory)
 
-    def count(self, kind: str, line: int, addresses: np.ndarray, width: int) -> None:
-        """Add the accesses of `width` bytes at [warps, 32] addresses, 2**63 where a thread makes none."""
+    def count(self, kind: str, buffer: int, line: int, addresses: np.ndarray, width: int) -> None:
+        """Add the accesses of `width` bytes to a buffer at [warps, 32] addresses, 2**63 where a thread makes none."""
         ordered = np.sort(addresses, 1)
         real = ordered < 2**63
 
@@ -71,4 +72,4 @@ class Stats:
             return int(real[:, 0].sum() + ((a[:, 1:] != a[:, :-1]) & real[:, 1:]).sum())
 
         sectors = distinct(ordered // np.uint64(SECTOR))
-        self.accesses[kind, line, width] += (int(real.any(1).sum()), sectors, distinct(ordered) * width)
+        self.accesses[kind, buffer, line, width] += (int(real.any(1).sum()), sectors, distinct(ordered) * width)
