@@ -133,13 +133,13 @@ class Case:
         return 0 if self.of_examples else self.axes[0] % len(self.shape) - 1 if self.of_groups else None
 
     @property
-    def axes_of_rows(self) -> tuple[int, int]:
-        """The axes, from the last, of the rows and of their elements in a kernel's arrays: in any order.
-
-        Rows that lie side by side are on the last. Between rows and elements of groups are the groups.
-        """
-        normalised = (self.axes[0] % len(self.shape)) - len(self.shape)
-        return (normalised - 2, normalised) if self.of_groups else (-2, -1)
+    def large(self) -> frozenset[int]:
+        """The numbers of elements of large arrays: of rows, of one example's or of all, and of the Linears' matrix."""
+        elements, h = math.prod(self.shape), self.shape[-1]
+        features = self.columns[-1].stop if self.linear else 0
+        copies = (1, EXAMPLES) if self.over else (1,)
+        of_rows = {n * copy for n in (elements, elements // h * features) for copy in copies}
+        return frozenset({*of_rows, h * features} - {0})
 
     def parameter_shape(self, letter: str) -> tuple[int, ...]:
         """The shape of a scale, an offset or a gate of x's rank."""
@@ -346,17 +346,21 @@ def check(case: Case) -> Ran:
     for stats in ran.program.stats:
         assert not stats.unwritten and not stats.unwaited and not stats.contended, stats
     if case.aligned:
-        # Of a ragged row behind a sum the fused forward takes 32 columns at a time: 64 bytes, which in every other row
-        # lie across 3 sectors.
-        in_half_tiles = case.linear and case.adds and case.shape[-1] % 64
-        for found in traffic.of(ran.program, case.axes_of_rows):
-            assert found.widths or found.kernel in traffic.OF_SHARES or min(case.shape) == 1, found
-            assert found.sectors <= (1.25 if in_half_tiles else 1.1), found
-            # The fused kernels' tiles, and those of rows in chunks beside a gate, an x_bias or z, may have fewer
-            # elements than their threads could load.
-            entry = case.kind.entry
-            in_parts = bool(entry.given_extras or entry.is_gated) and min(found.widths, default=16) >= 8
-            assert case.linear or in_parts or found.wide == 1 or not found.widths, found
+        # The fused kernels take 64 columns at a time, behind a sum the forward 32. Where rows do not start on sectors,
+        # these lie across one more in every other row.
+        ragged = case.linear and case.shape[-1] % 64
+        sectors = 1.1 if not ragged else 1.26 if case.adds else 1.13
+        # The fused kernels' tiles, and those of rows in chunks beside a gate, an x_bias or z, may have fewer elements
+        # than their threads could load. A parameter is as large as the one row beside it, and may be in another dtype.
+        in_parts = case.linear or case.kind.entry.given_extras or case.kind.entry.is_gated
+        has_one_row = math.prod(case.shape) == case.shape[-1]
+        for found in traffic.of(ran.program, case.large):
+            if found.kernel in traffic.OF_SHARES:
+                assert found.sectors <= 1.35, found  # tiles of a few rows of dkernel
+                continue
+            assert found.sectors <= sectors, found
+            assert found.widths, found
+            assert min(found.widths) >= (8 if in_parts else 16) or (has_one_row and 16 in found.widths), found
     return ran
 
 

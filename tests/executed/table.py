@@ -36,7 +36,7 @@ def rows(case):
         yield [str(case), str(violation)[:60], *[""] * 5]
         return
     issued = test_traffic.issue_shares(case, ran.program) if case in (*test_traffic.MEMORY, *test_traffic.HEADS) else {}
-    for i, found in enumerate(traffic.of(ran.program)):
+    for i, found in enumerate(traffic.of(ran.program, case.large)):
         share = issued.get(found.kernel)
         yield [
             "" if i else str(case),

@@ -35,7 +35,7 @@ def issue_shares(case, program) -> dict[str, float]:
     nbytes = math.prod(case.shape) * jnp.dtype(case.dtype).itemsize
     return {
         found.kernel: found.issue_share(ARRAYS[found.kernel] * nbytes)
-        for found in traffic.of(program)
+        for found in traffic.of(program, case.large)
         if found.kernel in ARRAYS
     }
 
@@ -61,6 +61,7 @@ def test_norms_of_heads_leave_the_schedulers_half_of_the_time(case):
 
 def test_what_is_narrow_is_seen():
     """Rows of 1001 bfloat16 elements are read by 2 bytes at a time, and the kernel's line that does so is named."""
-    found = traffic.of(execute(Case("layer_norm", (29, 1001), "bfloat16", "small-h200")).program)[0]
-    assert found.wide == 0
+    case = Case("layer_norm", (29, 1001), "bfloat16", "small-h200")
+    found = traffic.of(execute(case).program, case.large)[0]
+    assert found.wide == 0 and found.narrow
     assert all(width == 2 and "x_ptr" in line for line, width in found.narrow)

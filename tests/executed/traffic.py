@@ -6,13 +6,14 @@ import collections
 import dataclasses
 import functools
 import linecache
+import math
 import pathlib
 import re
 
 import jln
 from ptx.statistics import H200
 
-# The kernels that add up shares, which are small.
+# The kernels that add up shares.
 OF_SHARES = ("jln_reduce_kernel", "jln_parameters_kernel")
 
 
@@ -21,7 +22,7 @@ class Traffic:
     """The traffic of one call.
 
     widths: bytes that its loads of large arrays asked for, by width.
-    sectors: the bytes that its loads and stores of large arrays moved, in sectors of 32, for a byte asked for.
+    sectors: the bytes that it moved, in sectors of 32, for a byte it asked for, of that large array where it is most.
     narrow: {(line of the kernel, width): bytes} of loads of less than 16.
     issued: instructions, times warps.
     """
@@ -45,41 +46,36 @@ class Traffic:
         return self.issued / H200.issues / (nbytes / H200.memory)
 
 
-def of(program, axes: tuple[int, int] = (-2, -1)) -> list[Traffic]:
+def of(program, large: frozenset[int]) -> list[Traffic]:
     """The traffic of each call of a program that ran.
 
-    axes: those on which large arrays have several elements, and any other array has one.
+    large: the numbers of elements of arrays of rows and of a Linear's matrix. All else is small, and met again and
+    again, in L1 or L2.
     """
-    return [_traffic(call.ptx, stats, axes) for call, stats in zip(program.calls, program.stats, strict=True)]
+    return [_traffic(call.ptx, stats, large) for call, stats in zip(program.calls, program.stats, strict=True)]
 
 
-def _traffic(ptx, stats, axes):
+def _traffic(ptx, stats, large):
     source = sources(ptx)
     widths, narrow = collections.Counter(), collections.Counter()
-    sectors = asked = 0
-    for (kind, buffer, line, width), (_, moved, wanted) in stats.accesses.items():
-        if stats.name in OF_SHARES or not _is_large(stats.shapes[buffer], axes):
+    moved, asked = collections.Counter(), collections.Counter()
+    for (kind, buffer, line, width), (_, sectors, nbytes) in stats.accesses.items():
+        if math.prod(stats.shapes[buffer]) not in large:
             continue
-        sectors, asked = sectors + 32 * int(moved), asked + int(wanted)
+        moved[kind, buffer] += 32 * int(sectors)
+        asked[kind, buffer] += int(nbytes)
         if kind == "read":
-            widths[width] += int(wanted)
+            widths[width] += int(nbytes)
             if width < 16:
-                narrow[source.get(line, ""), width] += int(wanted)
-    return Traffic(stats.name, dict(widths), sectors / max(1, asked), dict(narrow), stats.issued)
-
-
-def _is_large(shape: tuple[int, ...], axes: tuple[int, int]) -> bool:
-    """True for an array of rows and a Linear's matrix.
-
-    A norm's parameter has one row, a row's statistic one element. They are small, and met again and again, in L1 or L2.
-    """
-    return len(shape) >= -min(axes) and all(shape[axis] > 1 for axis in axes)
+                narrow[source.get(line, ""), width] += int(nbytes)
+    worst = max((moved[array] / asked[array] for array in asked), default=0)
+    return Traffic(stats.name, dict(widths), worst, dict(narrow), stats.issued)
 
 
 def _here(path: str) -> str:
     """The path of a kernel's file in this package: Triton's cache may have PTX of a copy that is elsewhere, or gone."""
-    _, found, inside = path.rpartition("/jln/")
-    return str(pathlib.Path(jln.__file__).parent / inside) if found else path
+    here = pathlib.Path(jln.__file__).parent / path.rpartition("/jln/")[2]
+    return str(here) if here.is_file() else path
 
 
 @functools.lru_cache(64)
