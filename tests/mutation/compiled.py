@@ -33,6 +33,11 @@ COMPILED = [
         "that rows are whole neighbours hidden from the compiler", ACCESS,
         "tl.cast(rows // INNER, tl.int64) * (H * INNER)", "tl.cast(rows, tl.int64) * H", NEIGHBOURS,
     ),
+    Mutant(
+        "that columns are neighbours hidden from the compiler, fused", LINEAR,
+        "row[:, None] * COLUMNS + column[None, :], mask=mask, other=0.0)",
+        "row[:, None] * COLUMNS + (column[None, :] ^ (row[:, None] >> 30)), mask=mask, other=0.0)", EXECUTED_FUSED,
+    ),
     # What the compiler is told, and the launch.
     Mutant(
         "numbers said to be multiples of 16", LOWERING,
