@@ -24,7 +24,7 @@ from jln.testing import Report, check_hvp, check_vjp
 DEFAULT_SHAPE = "64x1024"
 # Several rows a tile and a ragged last one; a row in chunks, a single kernel sharing it. Of the Linear: the fused
 # kernels, and the norm's around XLA's products, two of them.
-NORM_SIZES = (((37, 100), 0), ((3, 20000), 0))
+NORM_SIZES = (((37, 100), 0), ((3, 16400), 0))
 LINEAR_SIZES = (((37, 100), 64), ((16, 200), (300, 40)))
 # The elements that the interpreter takes some ten seconds for.
 INTERPRETED_ELEMENTS = 2**21
