@@ -83,6 +83,9 @@ def test_tritons_interpreter_is_made_of_what_it_was():
     assert parameters(interpreter.InterpreterBuilder.cast_impl)[:3] == ["self", "src", "dst_type"]
     assert callable(interpreter.GridExecutor._restore_args_dev)
     assert parameters(interpreter.InterpreterBuilder.create_fp_to_fp)[:3] == ["self", "src", "dst_type"]
+    assert len(parameters(interpreter.InterpreterBuilder.create_splat)) == 3
+    options = interpreter.interpreter_builder.options
+    assert dataclasses.is_dataclass(options) and options.sanitize_overflow and not options.debug
     assert callable(interpreter._patch_lang) and callable(interpreter._get_np_dtype)
     assert interpreter.tl.float32.name == "fp32"
 

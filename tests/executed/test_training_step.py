@@ -42,7 +42,7 @@ def ranks_may_differ():
         yield
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_step_leaves_the_parameters_that_it_leaves_on_the_cpu(dtype):
     """An executed step is at most twice as far from the same step in float64 as plain jnp's is on the CPU.
 

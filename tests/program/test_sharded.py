@@ -24,7 +24,7 @@ def tables(text):
 def committed(heavy=()):
     """Return parameters of a test: the arguments for one mesh, and its table.
 
-    heavy: the mark of all tables but Llama's of a pipeline, with every other axis and sequence parallelism.
+    heavy: the mark of all but two of Llama's tables, both with sequence parallelism: of 256 devices, and of a pipeline.
     """
     found = []
     for part in TABLES.read_text().split("$ python -m jln ")[1:]:
@@ -37,7 +37,7 @@ def committed(heavy=()):
                 shlex.split(f"{rest} {mesh}"),
                 table,
                 id=f"{rest} {mesh}",
-                marks=() if re.search(r"llama.* --sequence --mesh pipeline", f"{rest} {mesh}") else heavy,
+                marks=() if re.search(r"llama.* --sequence --mesh (pipeline|data=8)", f"{rest} {mesh}") else heavy,
             )
             for mesh, table in pairs
         ]
