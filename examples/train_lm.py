@@ -1,6 +1,6 @@
 """Train a byte-level GPT on the source code of Python's own standard library, with jln's norms.
 
-    python examples/train_lm.py                      # about two minutes on two CPU cores
+    python examples/train_lm.py                      # two to three minutes on two CPU cores
     python examples/train_lm.py --norm flax          # the same model with Flax's LayerNorm
     python examples/train_lm.py --resume             # go on after Ctrl-C, exactly as if it had not happened
 
