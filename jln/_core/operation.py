@@ -25,6 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jln._core.devices import Context, needs_devices, spreading
 from jln._core.in_shares import partitioned_in_shares
 from jln._core.layout import Layout, leaves_or_none
+from jln._core.one_by_one import right_on_cpu
 from jln._core.partitioned import partitioned
 from jln._triton import target
 
@@ -76,7 +77,7 @@ class Operation(Generic[Operands, Results]):
         layout: Callable[..., Layout] | None = None,
         made_of: Results | None = None,
     ):
-        self._formula, self._formula_cpu = formula, formula_cpu or formula
+        self._formula, self._formula_cpu = formula, right_on_cpu(formula_cpu or formula)
         self._launcher, self._layout, self._made_of = launcher, layout, made_of
         self._primitive = primitive = Primitive(name)
         primitive.multiple_results = True
@@ -198,18 +199,25 @@ class Operation(Generic[Operands, Results]):
             layout = self._layout(tree.unflatten(ctx.avals_in), *told.arguments())
             by_kernels = not (compute is self._formula or compute is self._formula_cpu)
             if not spread.manual:
-                function = self._spread(compute, layout, tree, told, spread, may_split_h=implementation != "triton")
+                of_split_rows = right_on_cpu(self._formula) if platform == "cpu" else self._formula
+                may_split_h = implementation != "triton"
+                function = self._spread(compute, of_split_rows, layout, tree, told, spread, may_split_h)
             elif by_kernels:
                 exact = dataclasses.replace(told, dtypes=layout.widened(told.dtypes))
                 function = partitioned_in_shares(function, layout, _of_leaves(compute, tree, exact), spread)
         return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 
-    def _spread(self, compute, layout: Layout, tree, told, context: Context, may_split_h: bool) -> Callable[..., Any]:
-        """`compute` on every device by itself; shares of sums of a parameter's size are in a wide dtype."""
+    def _spread(
+        self, compute, of_split_rows, layout: Layout, tree, told, context: Context, may_split_h: bool
+    ) -> Callable[..., Any]:
+        """`compute` on every device by itself; shares of sums of a parameter's size are in a wide dtype.
+
+        of_split_rows: the formula, for devices each of which has a part of H.
+        """
         exact = dataclasses.replace(told, dtypes=layout.widened(told.dtypes))
 
         def shares(h_axes, gathered, *operands):
-            function = self._formula if h_axes else compute
+            function = of_split_rows if h_axes else compute
             how = {name: axes for name, axes in (("h_axes", h_axes), ("gathered", gathered)) if axes}
             return _of_leaves(functools.partial(function, **how), tree, exact)(*operands)
 

@@ -1,0 +1,90 @@
+"""Operators under `vmap` of which examples share some operands, on a CPU in float32, each gradient wanted alone.
+
+jaxlib 0.10.2 and 0.11.0 compile such programs wrongly, which `jln._core.one_by_one` avoids.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+import pytest
+
+import jln
+import workbench
+from jln._catalogue import FORMS, sizes
+from jln._core.one_by_one import WRONG
+
+# From 32 rows of 64 elements on XLA hands these sums to the library that is wrong.
+EXAMPLES, ROWS, H, FEATURES = 3, 32, 64, 16
+
+
+def relative_error(got, true):
+    return np.max(np.abs(np.asarray(got, "float64") - true)) / np.max(np.abs(true))
+
+
+def test_the_jaxlibs_that_are_wrong_are_those_that_are_named():
+    """A program without jln is wrong on the jaxlibs that `one_by_one` names, and right on all others."""
+
+    @jax.jit
+    def f(dy, x, s):
+        s = jnp.broadcast_to(s, (EXAMPLES, ROWS, 1))
+        dy, x, s = jax.lax.optimization_barrier((dy, x, s))
+        return jnp.sum(dy * (x * s), 1)
+
+    dy, x, s = (
+        workbench.normal(i, shape, "float32")
+        for i, shape in enumerate([(EXAMPLES, ROWS, H), (1, ROWS, H), (1, ROWS, 1)])
+    )
+    true = np.sum(np.asarray(dy, "float64") * (np.asarray(x, "float64") * np.asarray(s, "float64")), 1)
+    is_wrong = relative_error(f(dy, x, s), true) > 0.1
+    assert is_wrong == (jaxlib.version.__version_info__[:3] in WRONG)
+
+
+# Each argument of each form of an operator alone of examples, and alone shared.
+CASES = [(name, argument, alone) for name, form in FORMS.items() for argument in form.names for alone in (True, False)]
+
+
+@functools.cache
+def operands(name):
+    arrays = [a.of(sizes((ROWS, H), -1, (FEATURES,)), "float32", "float32") for a in FORMS[name].arguments]
+    return {
+        a.name: workbench.normal(i, (EXAMPLES, *s.shape), "float32")
+        for i, (a, s) in enumerate(zip(FORMS[name].arguments, arrays, strict=True))
+    }
+
+
+def gradient(name, batched, wanted, module, **options):
+    """The gradients of the wanted arguments: a function of all arguments by name and of the results' cotangents."""
+    operator = FORMS[name]
+    call = operator.in_order(getattr(module, operator.name), operator.names, **options)
+
+    def loss(of_wanted, given, weights):
+        every = given | of_wanted
+        axes = [0 if n in batched else None for n in operator.names]
+        results = jax.vmap(call, axes)(*(every[n] for n in operator.names))
+        return sum(jnp.sum(r * w) for r, w in zip(jax.tree.leaves(results), weights, strict=True))
+
+    return jax.jit(lambda given, weights: jax.grad(loss)({n: given[n] for n in wanted}, given, weights))
+
+
+@pytest.mark.parametrize(("name", "argument", "alone"), CASES)
+def test_each_gradient_alone(name, argument, alone):
+    """Where one argument alone is of examples, or shared, each gradient by itself is right, and all together."""
+    operator = FORMS[name]
+    batched = {argument} if alone else {*operator.names} - {argument}
+    given = {n: a if n in batched else a[0] for n, a in operands(name).items()}
+    axes = [0 if n in batched else None for n in operator.names]
+    call = operator.in_order(getattr(jln, operator.name), operator.names)
+    results = jax.eval_shape(jax.vmap(call, axes), *(given[n] for n in operator.names))
+    weights = [workbench.normal(50 + i, r.shape, "float32") for i, r in enumerate(jax.tree.leaves(results))]
+    every = tuple(operator.names)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda a: np.asarray(a, "float64"), (given, weights))
+        true = gradient(name, batched, every, jln.reference)(*wide)
+    for wanted in {(n,) for n in every} | {every}:
+        got = gradient(name, batched, wanted, jln, implementation="xla")(given, weights)
+        for n in wanted:
+            # Some hundred roundings of float32, where the fault is as large as the gradient.
+            assert relative_error(got[n], np.asarray(true[n])) < 2e-5, (n, wanted)
