@@ -6,6 +6,7 @@ from typing import Any
 from jln import _interrupt, reference  # noqa: F401  _interrupt goes before JAX, which reference imports
 from jln._core.derivatives import PRODUCT, STATISTICS
 from jln._explain import explain
+from jln._fuse.transformation import fuse
 from jln._norm.operator import (
     add_layer_norm,
     add_rms_norm,
@@ -33,6 +34,7 @@ __all__ = [
     "add_rms_norm",
     "add_rms_norm_linear",
     "explain",
+    "fuse",
     "layer_norm",
     "layer_norm_add",
     "layer_norm_linear",

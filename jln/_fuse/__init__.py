@@ -1,0 +1,1 @@
+"""`fuse`: norms of any program, found by what they compute, as operators."""

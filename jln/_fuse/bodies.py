@@ -1,0 +1,142 @@
+"""Programs rewritten, those inside of their equations too: bodies of loops, branches, checkpoints and shard_maps.
+
+A body is rewritten by itself, with the arguments and results that it has. What is not known stays as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from jln import _routes
+from jln._fuse.calls import Finding, Options, rewrite
+from jln._fuse.graph import Graph, Node
+
+CHECKPOINTS = ("checkpoint", "remat2", "remat")
+WITH_BODIES = ("scan", "while", "cond", "jit", "pjit", "closed_call", "core_call")
+
+
+def evaluated(program: ClosedJaxpr, arrays: Sequence[Any], options: Options, found: list[Finding]) -> list[Any]:
+    """The program's results, with operators in the place of its norms. found: where findings are added."""
+    graph = Graph(program)
+    if _is_of_known_shapes(program.jaxpr):
+        found += (own := rewrite(graph, options))
+        for finding in own:
+            if finding.operator is None:
+                _routes.note(f"norm of {finding.x.aval.str_short()}", "plain", f"{finding.why}; {place(finding.node)}")
+    values: dict[Any, Any] = dict(zip(graph.inputs, arrays, strict=True))
+
+    def read(v: Any) -> Any:
+        return v.constant if v.constant is not None else values[v]
+
+    for node in graph.schedule():
+        given = [read(v) for v in node.inputs]
+        author = node if node.equation is not None else node.outputs[0].maker
+        with _written_by(author):
+            if node.equation is not None:
+                made = _bound(node.equation, given, options, found)
+            else:
+                made = _called(node, given)
+        for v, a in zip(node.outputs, made, strict=True):
+            values.setdefault(v, a)
+    return [read(v) for v in graph.outputs]
+
+
+def _is_of_known_shapes(jaxpr: Jaxpr) -> bool:
+    """False for a program with symbolic shapes, which stays as it is."""
+    avals = [v.aval for v in (*jaxpr.invars, *(v for e in jaxpr.eqns for v in e.outvars))]
+    return all(isinstance(n, int) for a in avals for n in getattr(a, "shape", ()))
+
+
+@contextlib.contextmanager
+def _written_by(node: Node | None):
+    """Have what is traced know the author's place in the code, the name scopes around it and its context."""
+    if node is None:
+        yield
+        return
+    info = node.equation.source_info
+    names = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=names), node.equation.ctx.manager:
+        yield
+
+
+def place(node: Node) -> str:
+    """The author's line: `file:line:column (function)`."""
+    return source_info_util.summarize(node.equation.source_info)
+
+
+def _called(node: Node, given: Sequence[Any]) -> Sequence[Any]:
+    """The results of a call, which is noted as an operator at the author's line."""
+    finding: Finding = node.remark
+    kept = f" ({finding.why})" if finding.why else ""
+    path = "fused" if str(finding.operator).endswith("_linear") else "norm"
+    why = f"{', '.join(finding.operands)}{kept}; {place(finding.node)}"
+    _routes.note(f"jln.{finding.operator}", path, why, given[0])
+    assert node.call is not None
+    with _routes.listening():
+        return node.call(*given)
+
+
+def _bound(equation: Any, given: Sequence[Any], options: Options, found: list[Finding]) -> Sequence[Any]:
+    """The results of an equation, its bodies rewritten where they have norms."""
+    primitive, params = equation.primitive, equation.params
+    if primitive.name in CHECKPOINTS and isinstance(params.get("jaxpr"), Jaxpr):
+        body = ClosedJaxpr(params["jaxpr"], ())
+
+        def function(*arrays: Any) -> Any:
+            return evaluated(body, arrays, options, found)
+
+        return jax.checkpoint(function, prevent_cse=params["prevent_cse"], policy=params["policy"])(*given)
+    if primitive.name == "shard_map":
+        return _sharded(params, given, options, found)
+    if primitive.name in WITH_BODIES:
+        params = {n: _rewritten_in(p, options, found) for n, p in params.items()}
+    made = primitive.bind(*given, **primitive.get_bind_params(params))
+    return made if primitive.multiple_results else [made]
+
+
+def _sharded(params: dict[str, Any], given: Sequence[Any], options: Options, found: list[Finding]) -> Sequence[Any]:
+    body = ClosedJaxpr(params["jaxpr"], ())
+    axes = params.get("newly_manual_axes") or params["manual_axes"]
+
+    def function(*arrays: Any) -> tuple[Any, ...]:
+        return tuple(evaluated(body, arrays, options, found))
+
+    return jax.shard_map(
+        function,
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        axis_names=set(axes),
+        check_vma=params["check_vma"],
+    )(*given)
+
+
+def _rewritten_in(param: Any, options: Options, found: list[Finding]) -> Any:
+    """An equation's parameter, with the bodies in it rewritten."""
+    if isinstance(param, ClosedJaxpr):
+        return _rewritten(param, options, found)
+    if isinstance(param, tuple) and any(isinstance(p, ClosedJaxpr) for p in param):
+        return tuple(_rewritten_in(p, options, found) for p in param)
+    return param
+
+
+def _rewritten(body: ClosedJaxpr, options: Options, found: list[Finding]) -> ClosedJaxpr:
+    """The body with operators in it; as it was where it has no norm."""
+    own: list[Finding] = []
+
+    def same(*arrays: Any) -> list[Any]:
+        made = evaluated(body, arrays, options, own)
+        return [
+            jnp.asarray(a, v.dtype) if hasattr(v, "dtype") else a for a, v in zip(made, body.out_avals, strict=True)
+        ]
+
+    made = jax.make_jaxpr(same)(*body.in_avals)
+    found += own
+    return made if any(f.operator is not None for f in own) else body

@@ -1,0 +1,283 @@
+"""From what was found in a program to calls of the public operators in its place."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jln._fuse.certificate import Constants
+from jln._fuse.graph import Graph, Node, Value
+from jln._fuse.junctions import Addition, Junction, addition_of, junction_of
+from jln._fuse.linears import Linear, linears_of
+from jln._fuse.norms import Miss, Norm, Parameter, norms_of, peeled, plus
+from jln._norm import operator as norms
+from jln._norm_add_norm.operator import rms_norm_add_rms_norm
+from jln._norm_linear import operator as with_linears
+
+OPERATORS = {
+    f.__name__: f
+    for f in (
+        norms.layer_norm,
+        norms.rms_norm,
+        norms.add_layer_norm,
+        norms.add_rms_norm,
+        norms.layer_norm_add,
+        norms.rms_norm_add,
+        norms.rms_norm_gated,
+        rms_norm_add_rms_norm,
+        with_linears.layer_norm_linear,
+        with_linears.rms_norm_linear,
+        with_linears.add_layer_norm_linear,
+        with_linears.add_rms_norm_linear,
+    )
+}
+
+
+class Options(NamedTuple):
+    """What `fuse` was asked for."""
+
+    linears: bool = False
+    implementation: str | None = None
+    forward_mode: bool = False
+
+
+class Finding(NamedTuple):
+    """A norm of a program: the operator that runs in its place, or why it is left as it is.
+
+    operator: its name; None where the norm is left. operands: the names of the arrays that it is given. node: an
+      equation of the norm's, which knows its place in the code.
+    """
+
+    operator: str | None
+    operands: tuple[str, ...]
+    why: str
+    node: Node
+    x: Value
+
+
+# Rows of fewer features, whose result no product reads, are better left to XLA: of a norm of queries and keys (128
+# features) it makes one kernel with the rotation behind. Two blocks of a Llama then move 13.34 GB, with operators there
+# 13.43; of Gemma 3 12.54 and 12.63; of Qwen 13.96 and 14.04 (`benchmarks/real_models.py`).
+SHORT = 512
+
+
+class _Operand(NamedTuple):
+    """An array of the program as an operator takes it: reshaped to `shape`, or with one of its axes in front."""
+
+    value: Value
+    shape: tuple[int, ...] | None = None
+    axis_in_front: int = 0
+
+    def of(self, array: Any) -> Any:
+        if self.axis_in_front:
+            array = jnp.moveaxis(array, self.axis_in_front, 0)
+        return array if self.shape is None or array.shape == self.shape else array.reshape(self.shape)
+
+
+class _Call:
+    """A call of an operator, from the values that it reads to those that it makes."""
+
+    def __init__(self, name: str, **options: Any):
+        self.name, self.options = name, options
+        self._operands: dict[str, Any] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, a in self._operands.items() if a is not None and a != ())
+
+    def give(self, **operands: Any) -> None:
+        """Add operands: an `_Operand`, a number, None, or a tuple of these."""
+        self._operands |= operands
+
+    def inputs(self) -> list[Value]:
+        return [a.value for a in self._leaves()]
+
+    def _leaves(self) -> list[_Operand]:
+        flat = [b for a in self._operands.values() for b in (a if _is_several(a) else (a,))]
+        return [a for a in flat if isinstance(a, _Operand)]
+
+    def __call__(self, *arrays: Any) -> Any:
+        ready = {id(a): a.of(array) for a, array in zip(self._leaves(), arrays, strict=True)}
+
+        def read(a: Any) -> Any:
+            return ready[id(a)] if isinstance(a, _Operand) else a
+
+        given = {n: tuple(map(read, a)) if _is_several(a) else read(a) for n, a in self._operands.items()}
+        return OPERATORS[self.name](**given, **self.options)
+
+
+def _is_several(a: Any) -> bool:
+    return type(a) is tuple
+
+
+def rewrite(graph: Graph, options: Options) -> list[Finding]:
+    """Put calls of operators into the graph, and say what was found."""
+    constants = Constants()
+    norms, misses = norms_of(graph, constants)
+    rewriting = _Rewriting(graph, norms, options, constants)
+    return [*rewriting.findings(), *map(_missed, misses)]
+
+
+def _missed(miss: Miss) -> Finding:
+    return Finding(None, (), miss.why, miss.node, miss.node.inputs[0])
+
+
+class _Rewriting:
+    def __init__(self, graph: Graph, norms: Sequence[Norm], options: Options, constants: Constants):
+        self.graph, self.options, self.constants = graph, options, constants
+        self.norms = [n for n in norms if not self._is_better_left(n)]
+        self.left = [n for n in norms if n not in self.norms]
+        by_result = {n.y: n for n in self.norms}
+        self.junctions: dict[Value, Junction] = {}  # by their norm's y
+        totals: set[Value] = set()
+        for norm in self.norms:
+            junction = junction_of(graph, norm, by_result, constants)
+            if junction is not None and junction.total not in totals and not self._reads_total(norm, junction):
+                totals.add(junction.total)
+                self.junctions[norm.y] = junction
+        self.in_front = {j.in_front.y for j in self.junctions.values() if j.in_front is not None}
+
+    def _is_better_left(self, norm: Norm) -> bool:
+        features = math.prod(norm.x.shape[a] for a in norm.features)
+        return features < SHORT and not any(n.operation == "dot_general" for n in norm.y.readers) and norm.z is None
+
+    def _reads_total(self, norm: Norm, junction: Junction) -> bool:
+        """True where a parameter of the norm is made of the sum itself."""
+        parameters = [p.source for p in (norm.scale, norm.offset, junction.x_bias) if p is not None]
+        parameters += [junction.gate.source] if isinstance(junction.gate, Parameter) else []
+        return any(self.graph.depends(p, [junction.total]) for p in parameters)
+
+    def findings(self) -> list[Finding]:
+        found = []
+        for norm in self.norms:
+            if norm.y not in self.in_front:
+                found.append(self._replaced(norm))
+        why = f"fewer than {SHORT} features that no product reads are XLA's"
+        return found + [Finding(None, (), why, n.y.maker, n.x) for n in self.left if n.y.maker is not None]
+
+    def _replaced(self, norm: Norm) -> Finding:
+        junction = self.junctions.get(norm.y)
+        if junction is not None and junction.in_front is None and self._reads_total(norm, junction):
+            junction = None  # since other calls have taken their places
+        addition = None if junction is not None else addition_of(self.graph, norm, self.constants)
+        linears, why = self._linears(norm, junction, addition)
+        call = self._call(norm, junction, addition, bool(linears))
+        results = [norm.y] if addition is None else [addition.y]
+        if linears:
+            of_kernels = tuple(_Operand(p.kernel, axis_in_front=p.axis) for p in linears)
+            of_biases = tuple(None if p.bias is None else _Operand(p.bias.source, p.bias.shape) for p in linears)
+            call.give(kernel=of_kernels, bias=of_biases)
+            results = [p.y for p in linears]
+        if junction is not None:
+            results.append(junction.total)
+        finish = functools.partial(_results, call, norm, junction, linears)
+        node = norm.y.maker
+        assert node is not None
+        finding = Finding(call.name, call.names, why, node, norm.x)
+        self.graph.replace(results, call.inputs(), finish, finding)
+        return finding
+
+    def _linears(self, norm: Norm, junction: Junction | None, addition: Addition | None) -> tuple[list[Linear], str]:
+        """The Linears that become a part of the norm's operator, and why there are none."""
+        if not self.options.linears:
+            return [], ""
+        if norm.z is not None or addition is not None or (junction is not None and junction.in_front is not None):
+            return [], "its operator has no Linears"
+        found = linears_of(self.graph, norm, self.constants)
+        if isinstance(found, str):
+            return [], found
+        made = [norm.y] + ([junction.total] if junction is not None else [])
+        given = [p.kernel for p in found] + [p.bias.source for p in found if p.bias is not None]
+        if any(self.graph.depends(v, made) for v in given):
+            return [], "a Linear's kernel is made of its result"
+        return found, ""
+
+    def _call(self, norm: Norm, junction: Junction | None, addition: Addition | None, has_linears: bool) -> _Call:
+        kind = "layer_norm" if norm.centres else "rms_norm"
+        options: dict[str, Any] = {"epsilon": norm.epsilon}
+        if self.options.implementation is not None:
+            options["implementation"] = self.options.implementation
+        if self.options.forward_mode:
+            options["forward_mode"] = True
+        if not has_linears:
+            axis = tuple(a - norm.x.ndim for a in norm.features)
+            options |= {"axis": axis if len(axis) > 1 else axis[0], "dtype": norm.y.dtype}
+        scales = {"scale": norm.scale}
+        in_front = None if junction is None else junction.in_front
+        if in_front is not None:
+            scales = {"x_scale": in_front.scale, "scale": norm.scale}
+        around_zero = {n: self._around_zero(p, norm) for n, p in scales.items() if p is not None}
+        if around_zero and all(p is not None for p in around_zero.values()):
+            options["zero_centered_scale"] = True
+            scales |= around_zero
+        of_scales = {n: self._parameter(p, norm) for n, p in scales.items()}
+        offset = {"offset": self._parameter(norm.offset, norm)} if norm.centres else {}
+        if junction is not None:
+            name = "rms_norm_add_rms_norm" if in_front is not None else f"add_{kind}"
+            call = _Call(name + ("_linear" if has_linears else ""), **options)
+            call.give(x=_Operand(junction.x), residual=_Operand(junction.residual), **of_scales, **offset)
+            if junction.x_bias is not None:
+                call.give(x_bias=self._parameter(junction.x_bias, norm))
+            if junction.gate is not None:
+                is_number = isinstance(junction.gate, float)
+                call.give(gate=junction.gate if is_number else self._gate(junction.gate, junction.total, norm))
+            return call
+        if addition is not None:
+            call = _Call(f"{kind}_add", **(options | {"dtype": addition.y.dtype}))
+            call.give(x=_Operand(norm.x), residual=_Operand(addition.residual), **of_scales, **offset)
+            return call
+        call = _Call(kind + ("_linear" if has_linears else "_gated" if norm.z is not None else ""), **options)
+        call.give(x=_Operand(norm.x), **of_scales, **offset)
+        if norm.z is not None:
+            call.give(z=_Operand(norm.z))
+        return call
+
+    def _parameter(self, parameter: Parameter | None, norm: Norm) -> _Operand | None:
+        """The parameter as operators take it: of the features alone, or of x's rank where it varies by row."""
+        if parameter is None:
+            return None
+        of_features = tuple(parameter.shape[a - norm.x.ndim] for a in norm.features)
+        is_shared = parameter.size == math.prod(of_features)
+        return _Operand(parameter.source, of_features if is_shared else parameter.shape)
+
+    def _gate(self, gate: Parameter, total: Value, norm: Norm) -> _Operand:
+        if gate.size == math.prod(total.shape[a - norm.x.ndim] for a in norm.features):
+            return self._parameter(gate, norm)  # pyright: ignore[reportReturnType]
+        return _Operand(gate.source, gate.shape)
+
+    def _around_zero(self, scale: Parameter, norm: Norm) -> Parameter | None:
+        """The array a of a scale 1 + a; None of another one."""
+        of = plus(scale.source, 1.0, self.constants)
+        if of is None:
+            return None
+        inner = peeled(of, self.constants)
+        if inner.shape == scale.shape or len(inner.shape) == len(scale.shape):
+            return inner
+        in_front = scale.shape[: len(scale.shape) - len(inner.shape)]
+        is_tail = scale.shape[len(in_front) :] == inner.shape and all(n == 1 for n in in_front)
+        return Parameter(inner.source, (*in_front, *inner.shape)) if is_tail else None
+
+
+def _results(
+    call: _Call, norm: Norm, junction: Junction | None, linears: Sequence[Linear], *arrays: Any
+) -> Sequence[Any]:
+    """The arrays that take the place of what was found: y or the products, and the sum."""
+    made = call(*arrays)
+    ys, total = made if junction is not None else (made, None)
+    if linears:
+        ys = [_turned(y, p) for y, p in zip(ys, linears, strict=True)]
+    else:
+        ys = [ys.reshape(norm.y.shape) if junction is not None and norm.x is not junction.total else ys]
+    return ys if total is None else [*ys, total]
+
+
+def _turned(y: Any, linear: Linear) -> Any:
+    """The product as the program has it: features in front where the kernel stands in front."""
+    if not linear.is_kernel_first:
+        return y
+    features = len(linear.features)
+    return jnp.moveaxis(y, range(y.ndim - features, y.ndim), range(features))

@@ -1,0 +1,222 @@
+"""What a region of a program computes, in float64 on a few random rows.
+
+Functions that are analytic and agree on random rows agree everywhere. So of what is not analytic, as a maximum, a
+selection or an absolute value, nothing counts but a maximum of 0 and a row's statistic, which a variance needs for its
+roundings, and a selection by a constant. A cast counts as nothing, but for one to fewer bits than 16.
+"""
+
+from __future__ import annotations
+
+import math
+import string
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jln._fuse.graph import Node, Value
+
+FLOATS = frozenset(("float16", "bfloat16", "float32", "float64"))
+ROWS = 2  # of each axis that is not normalised
+Arrays = Mapping[Value, np.ndarray]
+
+
+def _broadcast(node: Node, a: np.ndarray) -> np.ndarray:
+    """The array with its axes where they go; new ones stay 1, which numpy broadcasts by itself."""
+    shape = [1] * len(node.params["shape"])
+    for of, to in enumerate(node.params["broadcast_dimensions"]):
+        shape[to] = a.shape[of]
+    return a.reshape(shape)
+
+
+def _reshape(node: Node, a: np.ndarray) -> np.ndarray:
+    """The array reshaped, where only axes of 1 come or go."""
+    given, wanted = node.inputs[0].shape, node.output.shape
+    if not only_ones_differ(given, wanted):
+        raise NotImplementedError
+    sizes = iter([n for n, of in zip(a.shape, given, strict=True) if of != 1])
+    return a.reshape([1 if n == 1 else next(sizes) for n in wanted])
+
+
+def only_ones_differ(a: Sequence[int], b: Sequence[int]) -> bool:
+    return [n for n in a if n != 1] == [n for n in b if n != 1]
+
+
+def _sum(node: Node, a: np.ndarray) -> np.ndarray:
+    axes = node.params["axes"]
+    return _all_of(node.inputs[0], a, axes).sum(tuple(axes))
+
+
+def _all_of(value: Value, a: np.ndarray, axes: Sequence[int]) -> np.ndarray:
+    """The array with all elements along these axes; raises where a probe has fewer rows than the program."""
+    shape = [value.shape[i] if i in axes else n for i, n in enumerate(a.shape)]
+    if any(a.shape[i] not in (1, value.shape[i]) for i in axes):
+        raise NotImplementedError
+    return np.broadcast_to(a, shape)
+
+
+def _dot(node: Node, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    (of_a, of_b), (batch_a, batch_b) = node.params["dimension_numbers"]
+    a, b = _all_of(node.inputs[0], a, of_a), _all_of(node.inputs[-1], b, of_b)
+    letters = iter(string.ascii_letters)
+    names_a = [next(letters) for _ in range(a.ndim)]
+    names_b = [next(letters) for _ in range(b.ndim)]
+    for i, j in zip((*of_a, *batch_a), (*of_b, *batch_b), strict=True):
+        names_b[j] = names_a[i]
+    batch = [names_a[i] for i in batch_a]
+    left = [n for i, n in enumerate(names_a) if i not in (*of_a, *batch_a)]
+    right = [n for i, n in enumerate(names_b) if i not in (*of_b, *batch_b)]
+    return np.einsum(f"{''.join(names_a)},{''.join(names_b)}->{''.join(batch + left + right)}", a, b)
+
+
+def _cast(node: Node, a: np.ndarray) -> np.ndarray:
+    if a.ndim and not {node.inputs[0].dtype.name, node.output.dtype.name} <= FLOATS:
+        raise NotImplementedError
+    return a
+
+
+def _power(node: Node, a: np.ndarray) -> np.ndarray:
+    return a ** float(node.params["y"])
+
+
+def _elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda node, *arrays: function(*arrays)
+
+
+def _sigmoid(a: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-a))
+
+
+_SAME = _elementwise(lambda a: a)
+ANALYTIC: dict[str, Callable[..., Any]] = {
+    "add": _elementwise(np.add),
+    "add_any": _elementwise(np.add),
+    "sub": _elementwise(np.subtract),
+    "mul": _elementwise(np.multiply),
+    "div": _elementwise(np.divide),
+    "neg": _elementwise(np.negative),
+    "square": _elementwise(np.square),
+    "sqrt": _elementwise(np.sqrt),
+    "rsqrt": _elementwise(lambda a: 1 / np.sqrt(a)),
+    "integer_pow": _power,
+    "pow": _elementwise(np.power),
+    "exp": _elementwise(np.exp),
+    "log": _elementwise(np.log),
+    "logistic": _elementwise(_sigmoid),
+    "convert_element_type": _cast,
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshape,
+    "squeeze": _reshape,
+    "expand_dims": _reshape,
+    "transpose": lambda node, a: np.transpose(a, node.params["permutation"]),
+    "reduce_sum": _sum,
+    "dot_general": _dot,
+    "copy": _SAME,
+    "copy_p": _SAME,
+    "pvary": _SAME,
+    "pcast": _SAME,
+}
+_OF_CONSTANTS = ANALYTIC | {
+    "max": _elementwise(np.maximum),
+    "min": _elementwise(np.minimum),
+    "gt": _elementwise(np.greater),
+    "ge": _elementwise(np.greater_equal),
+    "lt": _elementwise(np.less),
+    "eq": _elementwise(np.equal),
+}
+_SHAPES_ONLY = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy", "copy_p", "pvary", "pcast")
+
+
+class Constants:
+    """The numbers that values are whatever the arguments, computed once."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Value, float | None] = {}
+
+    def number(self, value: Value) -> float | None:
+        """The number that every element of the value is; None where that is not known."""
+        if value not in self._numbers:
+            self._numbers[value] = None  # where a program is deeper than Python, rather than a wrong number
+            self._numbers[value] = self._computed(value)
+        return self._numbers[value]
+
+    def _computed(self, value: Value) -> float | None:
+        if value.constant is not None:
+            is_number = np.ndim(value.constant) == 0 and not isinstance(value.constant, jax.core.Tracer)
+            is_number = is_number and np.issubdtype(value.dtype, np.number) | (value.dtype.name in (*FLOATS, "bool"))
+            return float(value.constant) if is_number else None
+        node = value.maker
+        if node is None or node.operation not in _OF_CONSTANTS or len(node.inputs) > 3:
+            return None
+        numbers = [self.number(v) for v in node.inputs]
+        if any(n is None for n in numbers):
+            return None
+        if node.operation in _SHAPES_ONLY:
+            return numbers[0]
+        if node.operation in ("reduce_sum", "dot_general", "transpose", "pow"):
+            return None
+        with np.errstate(all="ignore"):
+            return float(_OF_CONSTANTS[node.operation](node, *map(np.float64, numbers)))
+
+
+def why_not_analytic(node: Node, full: int, constants: Constants) -> str | None:
+    """Why random rows would prove nothing of the node, in a few words; None where they would.
+
+    full: the number of elements of what is normalised.
+    """
+    name = node.operation
+    if name == "select_n":
+        return None if constants.number(node.inputs[0]) is not None else "a selection by a value"
+    if name == "max":
+        is_zero = any(constants.number(v) == 0 for v in node.inputs)
+        return None if is_zero and node.output.size < full else "a maximum"
+    if name == "convert_element_type" and node.output.size > 1:
+        dtypes = {node.inputs[0].dtype.name, node.output.dtype.name}
+        return None if dtypes <= FLOATS else f"a cast to {node.output.dtype.name}"
+    if name in ("reshape", "squeeze", "expand_dims"):
+        return None if only_ones_differ(node.inputs[0].shape, node.output.shape) else "a reshape"
+    return None if name in ANALYTIC else name
+
+
+def computed(nodes: Sequence[Node], given: Mapping[Value, np.ndarray], constants: Constants) -> dict[Value, np.ndarray]:
+    """The values that the nodes make of what is given, in float64. What cannot be computed is left out."""
+    values = dict(given)
+
+    def read(v: Value) -> Any:
+        if v in values:
+            return values[v]
+        number = constants.number(v)
+        if number is None:
+            raise KeyError
+        return np.float64(number)
+
+    with np.errstate(all="ignore"):
+        for node in nodes:
+            try:
+                if node.operation == "select_n":
+                    made = read(node.inputs[1 + int(read(node.inputs[0]))])
+                elif node.operation == "max":
+                    made = np.maximum(*map(read, node.inputs))
+                else:
+                    made = ANALYTIC[node.operation](node, *map(read, node.inputs))
+            except (KeyError, NotImplementedError, ValueError):
+                continue
+            values[node.output] = np.asarray(made, np.float64)
+    return values
+
+
+def silu(a: np.ndarray) -> np.ndarray:
+    return a * _sigmoid(a)
+
+
+def agree(got: np.ndarray, wanted: np.ndarray) -> bool:
+    """True where two arrays are the same function's values in float64, but for roundings."""
+    if np.broadcast_shapes(got.shape, wanted.shape) != wanted.shape or not np.isfinite(wanted).all():
+        return False
+    return bool(np.max(np.abs(got - wanted)) <= 1e-9 * np.max(np.abs(wanted)))
+
+
+def drawn(shape: Sequence[int], seed: int) -> np.ndarray:
+    """Random numbers whose mean is not 0, so that a norm that subtracts it is seen to."""
+    return np.random.default_rng([seed, math.prod(shape)]).normal(0.3, 1.0, tuple(shape))

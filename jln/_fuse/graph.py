@@ -1,0 +1,210 @@
+"""A program as a graph of equations, in which calls of operators take the place of what makes a value.
+
+Plain jits are inlined, and of equal equations there is one, so that what is looked for is there once. Nothing is ever
+taken out: what a replacement leaves without a reader is not run, and what someone else reads still is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Literal
+
+# Of these equal ones are merged: cheap, pure, and the same wherever they stand.
+MERGED = {
+    *("add", "sub", "mul", "div", "neg", "square", "sqrt", "rsqrt", "integer_pow", "pow", "exp", "logistic", "max"),
+    *("convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "reduce_sum"),
+}
+
+
+class Value:
+    """A value of a program. maker: the node that makes it; None for an argument or a constant."""
+
+    __slots__ = ("aval", "constant", "maker", "readers")
+
+    def __init__(self, aval: Any, maker: Node | None = None, constant: Any = None):
+        self.aval, self.maker, self.constant = aval, maker, constant
+        self.readers: list[Node] = []
+
+    shape = property(lambda self: self.aval.shape)
+    ndim = property(lambda self: len(self.aval.shape))
+    size = property(lambda self: self.aval.size)
+    dtype = property(lambda self: self.aval.dtype)
+
+    @property
+    def operation(self) -> str:
+        """The name of the primitive that makes the value; "" for an argument or a constant."""
+        return "" if self.maker is None else self.maker.operation
+
+    @property
+    def position(self) -> int:
+        """The place of the value's maker in the program; -1 for an argument or a constant."""
+        return -1 if self.maker is None else self.maker.position
+
+
+class Node:
+    """An equation, or a call that takes the place of equations.
+
+    equation: None for a call. call: a function from the inputs' arrays to the outputs'. remark: what the call's maker
+      wants to be known of it. position: the place in the program as it was written.
+    """
+
+    __slots__ = ("call", "equation", "inputs", "outputs", "position", "remark")
+
+    def __init__(self, equation: Any, inputs: list[Value], position: int):
+        self.equation, self.inputs, self.position = equation, inputs, position
+        self.outputs: list[Value] = []
+        self.call: Callable[..., Any] | None = None
+        self.remark: Any = None
+
+    @property
+    def operation(self) -> str:
+        return "" if self.equation is None else self.equation.primitive.name
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return self.equation.params
+
+    @property
+    def output(self) -> Value:
+        return self.outputs[0]
+
+
+class Graph:
+    """A program's values and nodes.
+
+    nodes: the equations in the program's order. inputs, outputs: the values that are its arguments and results.
+    """
+
+    def __init__(self, program: ClosedJaxpr):
+        self.nodes: list[Node] = []
+        self.inputs = [Value(v.aval) for v in program.jaxpr.invars]
+        self._numbers: dict[Any, Value] = {}
+        self._known: dict[Any, Node] = {}
+        self._replaced: dict[Value, Node] = {}
+        self._reads_ahead = False  # whether a call reads what the program makes behind what the call replaces
+        self.outputs = self._added(program.jaxpr, program.consts, self.inputs)
+        self._results = {*self.outputs}
+
+    def _added(self, jaxpr: Any, constants: Sequence[Any], inputs: Sequence[Value]) -> list[Value]:
+        """Add the equations of a jaxpr, and return its results."""
+        values = dict(zip(jaxpr.invars, inputs, strict=True))
+        values |= {v: Value(v.aval, constant=c) for v, c in zip(jaxpr.constvars, constants, strict=True)}
+
+        def read(v: Any) -> Value:
+            return self._number(v) if isinstance(v, Literal) else values[v]
+
+        for equation in jaxpr.eqns:
+            given = [read(v) for v in equation.invars]
+            if is_plain_jit(equation):
+                inner = equation.params["jaxpr"]
+                made = self._added(inner.jaxpr, inner.consts, given)
+            else:
+                made = self._node(equation, given).outputs
+            values |= dict(zip(equation.outvars, made, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def _number(self, literal: Any) -> Value:
+        """The value of a literal; equal ones are one value."""
+        key = (literal.aval, np.asarray(literal.val).tobytes()) if np.ndim(literal.val) == 0 else id(literal)
+        return self._numbers.setdefault(key, Value(literal.aval, constant=literal.val))
+
+    def _node(self, equation: Any, given: list[Value]) -> Node:
+        key = None
+        if equation.primitive.name in MERGED and not equation.effects and equation.ctx.compute_type is None:
+            key = (equation.primitive.name, *map(id, given), str(equation.params), equation.outvars[0].aval)
+            if key in self._known:
+                return self._known[key]
+        node = Node(equation, given, len(self.nodes))
+        node.outputs = [Value(v.aval, node) for v in equation.outvars]
+        self.nodes.append(node)
+        for v in dict.fromkeys(given):
+            v.readers.append(node)
+        if key is not None:
+            self._known[key] = node
+        return node
+
+    def is_read_once(self, value: Value) -> bool:
+        """True where one node reads the value, and it is no result of the program."""
+        return len(value.readers) == 1 and value not in self._results
+
+    def is_result(self, value: Value) -> bool:
+        return value in self._results
+
+    def maker(self, value: Value) -> Node | None:
+        """The node that makes the value as the program stands now."""
+        return self._replaced.get(value, value.maker)
+
+    def replace(
+        self, values: Sequence[Value], inputs: Sequence[Value], call: Callable[..., Any], remark: Any = None
+    ) -> None:
+        """From now on the values are the results of `call` of the inputs' arrays."""
+        node = Node(None, list(inputs), -1)
+        node.outputs, node.call, node.remark = list(values), call, remark
+        self._replaced |= dict.fromkeys(values, node)
+        self._reads_ahead |= max(v.position for v in inputs) > min(v.position for v in values)
+
+    def depends(self, value: Value, others: Sequence[Value]) -> bool:
+        """True where the value is made from any of the others, as the program stands now."""
+        first = -1 if self._reads_ahead else min(other.position for other in others)
+        seen, stack = set(), [value]
+        while stack:
+            v = stack.pop()
+            if v in others:
+                return True
+            node = self.maker(v)
+            if node is None or node in seen or (node.equation is not None and node.position < first):
+                continue
+            seen.add(node)
+            stack += node.inputs
+        return False
+
+    def schedule(self) -> list[Node]:
+        """The nodes to run, each behind what it reads, otherwise in the program's order.
+
+        They are those that the results and the effects need. A call may read what is made later than what it replaces,
+        such as a parameter.
+        """
+        needed: set[Node] = set()
+        stack = [*self.outputs, *(v for n in self.nodes if n.equation.effects for v in n.inputs)]
+        while stack:
+            node = self.maker(stack.pop())
+            if node is not None and node not in needed:
+                needed.add(node)
+                stack += node.inputs
+        needed |= {n for n in self.nodes if n.equation.effects}
+        order: dict[Node, None] = {}
+        for written in self.nodes:
+            for node in (written, *(self._replaced[v] for v in written.outputs if v in self._replaced)):
+                if node in needed:
+                    self._schedule(node, order)
+        return list(order)
+
+    def _schedule(self, first: Node, order: dict[Node, None]) -> None:
+        """Append a node to the order, behind what it reads that is not there yet."""
+        stack, entered = [first], set()
+        while stack:
+            node = stack[-1]
+            missing = [m for v in node.inputs if (m := self.maker(v)) is not None and m not in order]
+            if node in order or not missing:
+                order.setdefault(node)
+                stack.pop()
+            else:
+                assert node not in entered, "the rewritten program has a circle"
+                entered.add(node)
+                stack += missing
+
+
+def is_plain_jit(equation: Any) -> bool:
+    """True for a jit that can be inlined: it says nothing of shardings, layouts, donation or the compiler."""
+    if equation.primitive.name not in ("jit", "pjit"):
+        return False
+    params = equation.params
+    said = [s for of in ("in_shardings", "out_shardings", "in_layouts", "out_layouts") for s in params.get(of) or ()]
+    return (
+        all(s is None or "Unspecified" in type(s).__name__ for s in said)
+        and not any(params["donated_invars"])
+        and not params.get("compiler_options_kvs")
+    )

@@ -1,0 +1,202 @@
+"""The sums in front of norms and behind them: `total = residual + gate * (x + x_bias)`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from jln._fuse.certificate import Constants
+from jln._fuse.graph import Graph, Value
+from jln._fuse.norms import Norm, Parameter, peeled, widens
+
+Gate = Parameter | float | None
+
+
+class Junction(NamedTuple):
+    """A sum that a norm reads: `total = residual + gate * (x + x_bias)`, or `residual + in_front(x)`.
+
+    total: of the norm's x, which may be a reshape of it. in_front: the norm of the branch, whose y it is.
+    """
+
+    total: Value
+    x: Value
+    residual: Value
+    x_bias: Parameter | None = None
+    gate: Gate = None
+    in_front: Norm | None = None
+
+
+class _Branch(NamedTuple):
+    """One of the two arrays that a sum adds up, as `gate * (x + x_bias)` or `in_front`'s y."""
+
+    x: Value
+    x_bias: Parameter | None = None
+    gate: Gate = None
+    in_front: Norm | None = None
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """How well it does as the branch: by what it has, then by how late it is made, as the residual is older."""
+        return (self.x_bias is not None) + (self.gate is not None) + 2 * (self.in_front is not None), self.x.position
+
+
+def junction_of(graph: Graph, norm: Norm, norms: Mapping[Value, Norm], constants: Constants) -> Junction | None:
+    """The sum that the norm reads; None where it reads none that an operator takes. norms: by their results."""
+    if norm.z is not None:
+        return None
+    finder = _Finder(graph, norm, norms, constants)
+    return max(finder.junctions(), key=lambda j: j[0], default=(None, None))[1]
+
+
+class _Finder:
+    def __init__(self, graph: Graph, norm: Norm, norms: Mapping[Value, Norm], constants: Constants):
+        self.graph, self.norm, self.norms, self.constants = graph, norm, norms, constants
+
+    def junctions(self) -> Iterator[tuple[tuple[int, int], Junction]]:
+        total = self._total()
+        outer = None
+        added = self._added(total)
+        if added is not None and self.graph.is_read_once(added[0]):  # (residual + x) + bias
+            total_of_two, outer = added
+        else:
+            total_of_two = total
+        for branch, other, sign in self._ways(total_of_two):
+            found = self._branch(branch)
+            if outer is not None and (found._replace(x=branch) != _Branch(branch) or sign < 0):
+                continue
+            if sign < 0:
+                if isinstance(found.gate, Parameter) or found.in_front is not None:
+                    found = _Branch(branch)
+                found = found._replace(gate=-1.0 if found.gate is None else -found.gate)
+            residual = other
+            while widens(residual) and self.graph.is_read_once(residual):
+                residual = residual.maker.inputs[0]
+            if jnp.promote_types(found.x.dtype, residual.dtype) == total.dtype:
+                yield found.rank, Junction(total, found.x, residual, outer or found.x_bias, found.gate, found.in_front)
+
+    def _total(self) -> Value:
+        """What the norm's x is: behind a sharding constraint, and behind a reshape of rows."""
+        value = self.norm.x
+        while value.maker is not None:
+            of = value.maker.inputs[0]
+            is_of_rows = value.operation == "reshape" and self._keeps_features(of)
+            if not (is_of_rows or value.operation == "sharding_constraint"):
+                break
+            value = of
+        return value
+
+    def _keeps_features(self, of: Value) -> bool:
+        """True where a reshape to x keeps x's features as the last axis, and no parameter varies by row."""
+        x, features = self.norm.x, self.norm.features
+        parameters = [p for p in (self.norm.scale, self.norm.offset) if p is not None]
+        return (
+            features == (x.ndim - 1,)
+            and of.ndim > 0
+            and of.shape[-1] == x.shape[-1]
+            and all(p.size == x.shape[-1] for p in parameters)
+        )
+
+    def _is_full(self, value: Value, total: Value) -> bool:
+        return value.shape == total.shape and peeled(value, self.constants).size == total.size
+
+    def _ways(self, total: Value) -> Iterator[tuple[Value, Value, int]]:
+        """The ways to see a sum of two arrays as a branch, what it is added to, and the branch's sign."""
+        if total.operation not in ("add", "add_any", "sub") or total.maker is None:
+            return
+        a, b = total.maker.inputs
+        if self._is_full(a, total) and self._is_full(b, total):
+            if total.operation != "sub":
+                yield a, b, 1
+            yield b, a, -1 if total.operation == "sub" else 1
+
+    def _added(self, value: Value) -> tuple[Value, Parameter] | None:
+        """A sum's array, and the bias that is added to it: the same in every row."""
+        if value.operation != "add" or value.maker is None:
+            return None
+        for a, b in (value.maker.inputs, value.maker.inputs[::-1]):
+            if a.shape == value.shape and self.constants.number(b) is None:
+                bias = peeled(b, self.constants)
+                if self._is_of_features(bias, value) and bias.size < value.size:
+                    return a, bias
+        return None
+
+    def _is_of_features(self, parameter: Parameter, of: Value) -> bool:
+        axes = {a - self.norm.x.ndim + of.ndim for a in self.norm.features}
+        return len(parameter.shape) == of.ndim and all(
+            n == (of.shape[a] if a in axes else 1) for a, n in enumerate(parameter.shape)
+        )
+
+    def _branch(self, value: Value) -> _Branch:
+        """The value without bias and gate, as long as nobody else reads what they are added to and multiplied with."""
+        gate: Gate = None
+        v = value
+        while self.graph.is_read_once(v) and v.maker is not None:
+            if v in self.norms and gate is None and self._is_in_front(self.norms[v]):
+                return _Branch(self.norms[v].x, in_front=self.norms[v])
+            if widens(v):
+                v = v.maker.inputs[0]
+            elif (split := self._gated(v)) is not None and (gate is None or split[1] == 1.0):
+                v, gate = split[0], gate if split[1] == 1.0 else split[1]
+            elif (added := self._added(v)) is not None:
+                x, bias = added
+                while widens(x) and self.graph.is_read_once(x):
+                    x = x.maker.inputs[0]
+                return _Branch(x, bias, gate)
+            else:
+                break
+        return _Branch(v, None, gate)
+
+    def _gated(self, value: Value) -> tuple[Value, Parameter | float] | None:
+        """A product's array and its gate: a number, or an array that is smaller than the product."""
+        if value.operation != "mul" or value.maker is None:
+            return None
+        for a, b in (value.maker.inputs, value.maker.inputs[::-1]):
+            if a.shape != value.shape:
+                continue
+            number = self.constants.number(b)
+            if number is not None:
+                return a, number
+            gate = peeled(b, self.constants)
+            if gate.size < value.size and len(gate.shape) == value.ndim and self._is_of_rows_or_features(gate, value):
+                return a, gate
+        return None
+
+    def _is_of_rows_or_features(self, gate: Parameter, of: Value) -> bool:
+        """True of a gate that has all features or none of them."""
+        axes = [a - self.norm.x.ndim + of.ndim for a in self.norm.features]
+        return {gate.shape[a] == of.shape[a] for a in axes} == {True} or all(gate.shape[a] == 1 for a in axes)
+
+    def _is_in_front(self, other: Norm) -> bool:
+        """True of a norm that can be that of the branch, in one operator with this one."""
+        norm = self.norm
+        return (
+            not (norm.centres or other.centres)
+            and (other.z, other.offset) == (None, None)
+            and other.epsilon == norm.epsilon
+            and other.features == norm.features
+            and other.x.shape == norm.x.shape
+        )
+
+
+class Addition(NamedTuple):
+    """A sum that alone reads a norm's result: y + residual."""
+
+    y: Value
+    residual: Value
+
+
+def addition_of(graph: Graph, norm: Norm, constants: Constants) -> Addition | None:
+    """The sum behind a norm of the branch alone; None where there is none that an operator takes."""
+    y = norm.y
+    while graph.is_read_once(y) and widens(wider := y.readers[0].output):
+        y = wider
+    if norm.z is not None or not graph.is_read_once(y) or y.readers[0].operation != "add":
+        return None
+    node = y.readers[0]
+    residual = next((v for v in node.inputs if v is not y), y)
+    is_full = residual.shape == y.shape and peeled(residual, constants).size == y.size
+    if residual is y or not is_full or jnp.promote_types(norm.x.dtype, residual.dtype) != node.output.dtype:
+        return None
+    return None if graph.depends(residual, [norm.y]) else Addition(node.output, residual)

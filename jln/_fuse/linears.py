@@ -1,0 +1,80 @@
+"""The Linears behind a norm: products of its result with arrays that are not made of it."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from jln._fuse.certificate import Constants
+from jln._fuse.graph import Graph, Node, Value
+from jln._fuse.norms import Norm, Parameter, peeled
+
+
+class Linear(NamedTuple):
+    """A product that reads a norm's result over its last axis, and the bias behind.
+
+    y: the product's result, with the bias if there is one. kernel: [.., H, ..], with H at `axis`. bias: of the shape of
+      the features. is_kernel_first: whether features stand in front of rows in y.
+    """
+
+    y: Value
+    kernel: Value
+    axis: int
+    bias: Parameter | None
+    is_kernel_first: bool
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        return tuple(n for a, n in enumerate(self.kernel.shape) if a != self.axis)
+
+
+def linears_of(graph: Graph, norm: Norm, constants: Constants) -> list[Linear] | str:
+    """The Linears that read the norm's result; or why it is kept all the same, in a few words."""
+    y = norm.y
+    if norm.features != (y.ndim - 1,):
+        return "another axis than the last is normalised"
+    if graph.is_result(y) or not y.readers:
+        return "its result is one of the function's"
+    found = []
+    for node in y.readers:
+        linear = _linear(graph, norm, node, constants)
+        if isinstance(linear, str):
+            return linear
+        found.append(linear)
+    return found
+
+
+def _linear(graph: Graph, norm: Norm, node: Node, constants: Constants) -> Linear | str:
+    y, last = norm.y, norm.y.ndim - 1
+    if node.operation != "dot_general":
+        return f"{node.operation} reads its result"
+    if node.inputs[0] is node.inputs[1]:
+        return "a product of its result with itself reads it"
+    is_first = node.inputs[0] is y
+    kernel = node.inputs[1] if is_first else node.inputs[0]
+    axes, batch = node.params["dimension_numbers"]
+    (mine, its), is_batched = axes if is_first else axes[::-1], bool(batch[0])
+    if is_batched or tuple(mine) != (last,) or kernel.ndim < 2:
+        return "a product reads its result that is no Linear's"
+    if node.params["precision"] is not None:
+        return "a product has a precision"
+    product = jnp.promote_types(norm.x.dtype, kernel.dtype)
+    if not node.output.dtype == y.dtype == product:
+        return f"a Linear is in {node.output.dtype.name}, of {y.dtype.name}; jln's would be in {product.name}"
+    made, bias = node.output, None
+    if is_first and graph.is_read_once(made) and (adding := made.readers[0]).operation == "add":
+        other = adding.inputs[1] if adding.inputs[0] is made else adding.inputs[0]
+        of = peeled(other, constants)
+        features = made.shape[last:]
+        if (
+            other is not made
+            and constants.number(other) is None
+            and adding.output.shape == made.shape
+            and adding.output.dtype == made.dtype
+            and of.shape[-len(features) :] == features
+            and of.size == math.prod(features)
+        ):
+            made, bias = adding.output, Parameter(of.source, features)
+    return Linear(made, kernel, int(its[0]), bias, not is_first)

@@ -1,0 +1,152 @@
+"""The transformation `jln.fuse`."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+
+from jln import _checks
+from jln._fuse.bodies import evaluated
+from jln._fuse.calls import Finding, Options
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@overload
+def fuse(function: F, *, linears: bool = False, implementation: str | None = None, forward_mode: bool = False) -> F: ...
+@overload
+def fuse(
+    function: None = None, *, linears: bool = False, implementation: str | None = None, forward_mode: bool = False
+) -> Callable[[F], F]: ...
+def fuse(
+    function: Callable[..., Any] | None = None,
+    *,
+    linears: bool = False,
+    implementation: str | None = None,
+    forward_mode: bool = False,
+) -> Callable[..., Any]:
+    """Return a function that computes what `function` does, with jln's operators in the place of its norms.
+
+    A transformation as `jax.checkpoint` is one: `loss = jln.fuse(loss)`, then `jax.jit(jax.value_and_grad(loss))`. At
+    each call the function is traced, and its LayerNorms and RMSNorms are found by what they compute, in whatever
+    framework they are written; with them the sums, biases and gates in front of them and the sums behind. A norm is
+    taken if it equals the operator in float64 on random rows and has no step of which that would prove nothing, such
+    as a maximum. All else stays as it is: loops, checkpoints with their policies, shardings, effects, random numbers.
+
+    It belongs below `grad`: of a function that differentiates inside, as a training step does, backward reads what
+    forward has made, and nothing is saved. What an operator rounds it rounds once, so 16-bit results differ from the
+    function's own by what its casts rounded.
+
+    `jln.explain(fused, *args)` lists the operators and the norms that were left, with the author's lines.
+
+    Args:
+      function: a function of arrays and of anything else, such as a loss. Leaves of its arguments that are no arrays
+        are static. Its results may be anything that JAX can return. None: the result is a decorator.
+      linears: have the Linears behind a norm keep what the norm read, not its result. Less memory is held between
+        forward and backward, and a few percent more bytes are moved.
+      implementation: of the operators, as in `layer_norm`.
+      forward_mode: support forward mode too, as in `layer_norm`.
+
+    Returns:
+      A function with `function`'s arguments and results.
+
+    Raises:
+      TypeError: `function` is not callable, or an argument of the call is a Flax NNX Module, whose changes would be
+        lost: `jln.nnx.fuse` is for these.
+      ValueError: the implementation is unknown.
+    """
+    options = Options(
+        _checks.flag("linears", linears),
+        _checks.implementation(implementation),
+        _checks.flag("forward_mode", forward_mode),
+    )
+    if function is None:
+        return functools.partial(fuse, **options._asdict())
+    if not callable(function):
+        raise TypeError(f"fuse takes a function; got {type(function).__name__}")
+    return _fused(function, options)
+
+
+def _fused(function: Callable[..., Any], options: Options) -> Callable[..., Any]:
+
+    remarks = _Remarks(function)
+
+    def fused(*args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        _refuse_modules(args, kwargs)
+        is_array = [isinstance(a, (jax.Array, np.ndarray, np.generic)) for a in leaves]
+        arrays = [a for a, known in zip(leaves, is_array, strict=True) if known]
+        static = tuple(a for a, known in zip(leaves, is_array, strict=True) if not known)
+        results: list[Any] = []
+
+        def flat(*arrays: Any) -> list[Any]:
+            given, others = iter(arrays), iter(static)
+            args, kwargs = tree.unflatten([next(given if known else others) for known in is_array])
+            made, structure = jax.tree.flatten(function(*args, **kwargs))
+            results.append(structure)
+            return made
+
+        found: list[Finding] = []
+        program = jax.make_jaxpr(flat)(*arrays)
+        made = evaluated(program, arrays, options, found)
+        remarks.make(program, found)
+        return jax.tree.unflatten(results[-1], made)
+
+    try:
+        return functools.wraps(function)(fused)
+    except AttributeError:  # a callable object without a name
+        return fused
+
+
+class _Remarks:
+    """What a user is told once of a function: that it has no norm, or that it differentiates inside."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self._name = getattr(function, "__name__", type(function).__name__)
+        self._made = False
+
+    def make(self, program: ClosedJaxpr, found: list[Finding]) -> None:
+        if self._made:
+            return
+        self._made = True
+        if _differentiates(program.jaxpr):
+            warnings.warn(
+                f"jln.fuse: {self._name} differentiates inside, and fuse saves nothing there, as its backward pass "
+                "reads what the norms have made: wrap the loss that it differentiates, jax.value_and_grad(jln.fuse(loss))",
+                stacklevel=3,
+            )
+        elif not any(f.operator for f in found):
+            left = "".join(f"; {f.why}" for f in found[:1])
+            warnings.warn(
+                f"jln.fuse found no norm in {self._name} that it could take{left}. jln.explain(fused, *args) lists "
+                "what it saw",
+                stacklevel=3,
+            )
+
+
+def _differentiates(jaxpr: Any) -> bool:
+    """True for a program with a backward pass in it, which JAX names so in its equations."""
+    return any("transpose(" in str(e.source_info.name_stack) for e in jaxpr.eqns if e.primitive.name in _HEAVY)
+
+
+_HEAVY = ("dot_general", "reduce_sum", "mul")
+
+
+def _refuse_modules(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise where an argument is a Flax NNX Module or has one in it: what the call would change in it is lost."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return
+    is_module = lambda a: isinstance(a, nnx.Module)  # noqa: E731
+    if any(is_module(a) for a in jax.tree.leaves((args, kwargs), is_leaf=is_module)):
+        raise TypeError(
+            "jln.fuse would lose what a call changes in a Flax NNX Module that is its argument: use jln.nnx.fuse, or "
+            "give the Module's state and merge it inside"
+        )
