@@ -39,10 +39,8 @@ def evaluated(program: ClosedJaxpr, arrays: Sequence[Any], options: Options, fou
         given = [read(v) for v in node.inputs]
         author = node if node.equation is not None else node.outputs[0].maker
         with _written_by(author):
-            if node.equation is not None:
-                made = _bound(node.equation, given, options, found)
-            else:
-                made = _called(node, given)
+            is_call = node.equation is None
+            made = _called(node, given) if is_call else _bound(node.equation, given, options, found)
         for v, a in zip(node.outputs, made, strict=True):
             values.setdefault(v, a)
     return [read(v) for v in graph.outputs]
@@ -67,8 +65,13 @@ def _written_by(node: Node | None):
 
 
 def place(node: Node) -> str:
-    """The author's line: `file:line:column (function)`."""
-    return source_info_util.summarize(node.equation.source_info)
+    """The author's line, `file:line (function)`: the innermost that is in no installed library."""
+    info = node.equation.source_info
+    frames = [] if info.traceback is None else info.traceback.frames
+    for frame in frames:
+        if not any(folder in frame.file_name for folder in ("site-packages", "dist-packages", "/jax/_src/")):
+            return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
+    return source_info_util.summarize(info)
 
 
 def _called(node: Node, given: Sequence[Any]) -> Sequence[Any]:

@@ -93,7 +93,7 @@ def norms_of(graph: Graph, constants: Constants) -> tuple[list[Norm], list[Miss]
                 break
             why = why or region.why_none()
         else:
-            if why is not None:
+            if why is not None and _is_of_squares(node):
                 misses.append(Miss(node, why))
     return found, [m for m in misses if m.node not in used]
 
@@ -107,6 +107,13 @@ def _summed_axes(node: Node) -> tuple[int, ...]:
         if (*axes, *batch) == (*same, *batched) and len(axes) + len(batch) == node.inputs[0].ndim:
             return tuple(int(a) for a in axes)
     return ()
+
+
+def _is_of_squares(node: Node) -> bool:
+    return node.operation == "dot_general" or any(v.operation in _SQUARES for v in _origins(node.inputs[0]))
+
+
+_SQUARES = ("square", "integer_pow", "mul")
 
 
 def _origins(value: Value) -> list[Value]:

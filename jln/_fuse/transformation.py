@@ -119,7 +119,7 @@ class _Remarks:
         if _differentiates(program.jaxpr):
             warnings.warn(
                 f"jln.fuse: {self._name} differentiates inside, and fuse saves nothing there, as its backward pass "
-                "reads what the norms have made: wrap the loss that it differentiates, jax.value_and_grad(jln.fuse(loss))",
+                "reads what the norms have made: wrap the loss inside, jax.value_and_grad(jln.fuse(loss))",
                 stacklevel=3,
             )
         elif not any(f.operator for f in found):
