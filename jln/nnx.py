@@ -26,8 +26,9 @@ try:
     from flax.nnx.nn import dtypes
 except ImportError as error:
     raise ImportError(_modules.missing("jln.nnx", "Flax", "flax")) from error
+from jln._modules.nnx_functions import fuse
 
-__all__ = ["Einsum", "LayerNorm", "LayerNormLinear", "Linear", "LinearGeneral", "RMSNorm", "RMSNormLinear"]
+__all__ = ["Einsum", "LayerNorm", "LayerNormLinear", "Linear", "LinearGeneral", "RMSNorm", "RMSNormLinear", "fuse"]
 
 # Flax's own classes, even where somebody puts ours in their place later.
 FlaxLayerNorm = nnx.LayerNorm

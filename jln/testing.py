@@ -13,13 +13,17 @@ unless another dtype is asked for: differences of a float32 function have three 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import collections
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from jln._explain import explain
+from jln._fuse.transformation import fuse
 from jln._testing import derivatives
 from jln._testing.check import check, check_steps
+from jln._testing.comparison import compared
 from jln._testing.derivatives import Problem
 from jln._testing.report import TOLERANCES, Report, Row, Tolerance
 
@@ -29,7 +33,9 @@ __all__ = [
     "Row",
     "Tolerance",
     "assert_hvp",
+    "assert_operators",
     "assert_vjp",
+    "check_fuse",
     "check_hvp",
     "check_vjp",
     "numerical_gradient",
@@ -217,6 +223,58 @@ def check_hvp(
         elements=elements,
         seed=seed,
     )
+
+
+def check_fuse(
+    f: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    linears: bool = False,
+    implementation: str | None = None,
+    dtype: Any = "float64",
+    seed: int = 0,
+) -> Report:
+    """Compare the results and the gradients of `jln.fuse(f)` with those of `f`, element by element.
+
+    Both get the same arguments and the same random cotangent. An element passes if its error is a small part of its
+    array's largest element: 1e-10 where all of `f` is in float64, 1e-4 where some of it is in float32 whatever its
+    arguments are, and as `TOLERANCES` has it where some is in 16 bits, as `f` rounds there what the operators do not.
+
+    Args:
+      f: as in `check_vjp`; what it takes beside arrays is for `functools.partial`.
+      args: its arguments, as in `check_vjp`.
+      linears: as in `jln.fuse`.
+      implementation: as in `jln.fuse`.
+      dtype: the dtype to which floating arguments are cast. None: as given.
+      seed: of the cotangent.
+
+    Returns:
+      A `Report`, as `check_vjp`.
+
+    Raises:
+      TypeError: as `check_vjp`.
+      ValueError: the dtype or the implementation is unknown.
+    """
+    return compared(fuse(f, linears=linears, implementation=implementation), f, args, dtype=dtype, seed=seed)
+
+
+def assert_operators(f: Callable[..., Any], args: Sequence[Any], expected: Mapping[str, int]) -> None:
+    """Raise unless `f(*args)` calls so many of each operator: a model may lose one to a change, without a word.
+
+    Args:
+      f: any function that `jln.explain` takes, such as one that `jln.fuse` returned.
+      args: its arguments.
+      expected: the number of calls by the operators' names, as in `{"add_rms_norm": 24, "rms_norm": 1}`. A call in a
+        loop counts once.
+
+    Raises:
+      AssertionError: the calls are others; the message lists them, and what `jln.fuse` left, with its places.
+    """
+    routes = explain(f, *args)
+    found = collections.Counter(r.layer.removeprefix("jln.") for r in routes if r.path != "plain")
+    if found != collections.Counter(expected):
+        listed = "".join(f"\n  {route}" for route in routes)
+        raise AssertionError(f"expected the operators {dict(expected)}; found {dict(found)}:{listed}")
 
 
 def assert_vjp(f: Callable[..., Any], args: Args, **options: Any) -> None:

@@ -23,13 +23,14 @@ FLOORS = (
     {"_modules"},
     {"_catalogue"},
     {"__init__"},
+    {"testing"},
     {"checkpoint_policies", "_explain"},
+    {"_fuse"},
     {"_norm_linear", "_norm_add_norm"},
     {"_norm"},
     {"_core", "program"},
     {"_hlo"},
     {"_triton"},
-    {"testing"},
     {"_testing", "_checks", "_routes", "reference", "_interrupt"},
 )
 FLOOR = {room: i for i, rooms in enumerate(reversed(FLOORS)) for room in rooms}

@@ -1,0 +1,98 @@
+"""`jln.nnx.fuse`: the transformation `fuse` of functions whose arguments are Flax NNX Modules."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jln._fuse.transformation import fuse as _fuse
+
+# The name of Flax's context in which it knows a Module from its copies inside of a function.
+_FUSE = "jln.fuse"
+
+
+def fuse(
+    function: Callable[..., Any] | None = None,
+    *,
+    linears: bool = False,
+    implementation: str | None = None,
+    forward_mode: bool = False,
+) -> Callable[..., Any]:
+    """Return what `jln.fuse` makes of a function whose arguments or results have Flax NNX Modules in them.
+
+    What a call changes in a Module, such as counters, running statistics and the keys of random numbers, is changed in
+    the caller's: `loss = jln.nnx.fuse(loss)`, then `nnx.jit(nnx.value_and_grad(loss))`.
+
+    Args:
+      function: as in `jln.fuse`; Modules may be anywhere in its arguments.
+      linears: as in `jln.fuse`.
+      implementation: as in `jln.fuse`.
+      forward_mode: as in `jln.fuse`.
+
+    Returns:
+      A function with `function`'s arguments and results.
+
+    Raises:
+      TypeError: `function` is not callable.
+      ValueError: the implementation is unknown.
+    """
+    options = {"linears": linears, "implementation": implementation, "forward_mode": forward_mode}
+    if function is None:
+        return functools.partial(fuse, **options)
+
+    def pure(call: _Call, state: Any, others: list[Any]) -> tuple[Any, list[Any]]:
+        with nnx.merge_context(_FUSE, inner=True) as context:
+            modules = context.merge(call.graph, state)
+        args, kwargs = _joined(call.structure, modules, others)
+        made_modules, made, structure = _parted(function(*args, **kwargs))
+        with nnx.split_context(_FUSE) as context:
+            graph, state = context.split((modules, made_modules))
+        call.made = _Call(graph, structure)
+        return state, made
+
+    pure.__name__ = getattr(function, "__name__", type(function).__name__)
+    fused_pure = _fuse(pure, **options)
+
+    @functools.wraps(function)
+    def fused(*args: Any, **kwargs: Any) -> Any:
+        modules, others, structure = _parted((args, kwargs))
+        with nnx.update_context(_FUSE):
+            with nnx.split_context(_FUSE) as context:
+                graph, state = context.split(modules)
+            call = _Call(graph, structure)
+            state, made = fused_pure(call, state, others)
+            assert call.made is not None
+            with nnx.merge_context(_FUSE, inner=False) as context:
+                _, made_modules = context.merge(call.made.graph, state)
+        return _joined(call.made.structure, made_modules, made)
+
+    return fused
+
+
+@dataclasses.dataclass(eq=False)
+class _Call:
+    """What is static in a call's arguments or results: the Modules' graph, and where Modules and other leaves are."""
+
+    graph: Any
+    structure: Any
+    made: _Call | None = None
+
+
+def _parted(tree: Any) -> tuple[tuple[nnx.Module, ...], list[Any], Any]:
+    """A tree's Modules, its other leaves, and what `_joined` needs to put them back."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=lambda a: isinstance(a, nnx.Module))
+    is_module = [isinstance(a, nnx.Module) for a in leaves]
+    modules = tuple(a for a, of in zip(leaves, is_module, strict=True) if of)
+    others = [a for a, of in zip(leaves, is_module, strict=True) if not of]
+    return modules, others, (structure, is_module)
+
+
+def _joined(parted: Any, modules: Sequence[nnx.Module], others: Sequence[Any]) -> Any:
+    structure, is_module = parted
+    left, right = iter(modules), iter(others)
+    return structure.unflatten([next(left if of else right) for of in is_module])
