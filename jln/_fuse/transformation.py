@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar, overload
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jln import _checks
 from jln._fuse.bodies import evaluated
@@ -75,34 +75,54 @@ def fuse(
 
 
 def _fused(function: Callable[..., Any], options: Options) -> Callable[..., Any]:
-
     remarks = _Remarks(function)
+    known: dict[Any, tuple[Callable[..., Any], Any]] = {}  # of calls outside of any trace, by what they depend on
 
+    @functools.wraps(function)
     def fused(*args: Any, **kwargs: Any) -> Any:
-        leaves, tree = jax.tree.flatten((args, kwargs))
         _refuse_modules(args, kwargs)
+        leaves, tree = jax.tree.flatten((args, kwargs))
         is_array = [isinstance(a, (jax.Array, np.ndarray, np.generic)) for a in leaves]
-        arrays = [a for a, known in zip(leaves, is_array, strict=True) if known]
-        static = tuple(a for a, known in zip(leaves, is_array, strict=True) if not known)
-        results: list[Any] = []
+        arrays = [a for a, of in zip(leaves, is_array, strict=True) if of]
+        static = tuple(a for a, of in zip(leaves, is_array, strict=True) if not of)
+        key = None if any(isinstance(a, jax.core.Tracer) for a in arrays) else _key(arrays, static, tree, is_array)
+        if key in known:
+            program, structure = known[key]
+            return jax.tree.unflatten(structure, program(*arrays))
+        structures: list[Any] = []
 
         def flat(*arrays: Any) -> list[Any]:
             given, others = iter(arrays), iter(static)
-            args, kwargs = tree.unflatten([next(given if known else others) for known in is_array])
+            args, kwargs = tree.unflatten([next(given if of else others) for of in is_array])
             made, structure = jax.tree.flatten(function(*args, **kwargs))
-            results.append(structure)
+            structures.append(structure)
             return made
 
+        traced = jax.make_jaxpr(flat)(*arrays)
         found: list[Finding] = []
-        program = jax.make_jaxpr(flat)(*arrays)
-        made = evaluated(program, arrays, options, found)
-        remarks.make(program, found)
-        return jax.tree.unflatten(results[-1], made)
+        if key is None or traced.consts:
+            made = evaluated(traced, arrays, options, found)
+        else:
+            program = jaxpr_as_fun(jax.make_jaxpr(lambda *a: evaluated(traced, a, options, found))(*arrays))
+            known[key] = program, structures[-1]
+            made = program(*arrays)
+        remarks.make(traced, found)
+        return jax.tree.unflatten(structures[-1], made)
 
+    return fused
+
+
+def _key(arrays: Sequence[Any], static: tuple[Any, ...], tree: Any, is_array: Sequence[bool]) -> Hashable:
+    """What the program of a call depends on; None where it cannot be told from others."""
+    config = jax.config
+    settings = (config.jax_enable_x64, config.jax_default_matmul_precision, config.jax_numpy_dtype_promotion)  # pyright: ignore[reportAttributeAccessIssue]
+    avals = tuple(jax.typeof(a) for a in arrays)
+    key = (avals, static, tuple(map(type, static)), tree, tuple(is_array), settings, jax.sharding.get_abstract_mesh())
     try:
-        return functools.wraps(function)(fused)
-    except AttributeError:  # a callable object without a name
-        return fused
+        hash(key)
+    except TypeError:
+        return None
+    return key
 
 
 class _Remarks:
