@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jln._core.derivatives import PRODUCT, STATISTICS
+from jln._core.policies import kept_by
 from jln._routes import Route, heard_by, listening, places_known
 
 
@@ -164,25 +163,9 @@ def _within(equation: Any) -> str:
         axes = params.get("newly_manual_axes") or params.get("manual_axes") or params["mesh"].axis_names
         return f"; in a jax.shard_map over {', '.join(sorted(axes))}"
     if "prevent_cse" in params and "policy" in params:  # a jax.checkpoint
-        kept = [what for what, is_kept in _kept(params["policy"]).items() if is_kept]
+        kept = [what for what, is_kept in kept_by(params["policy"]).items() if is_kept]
         return f"; in a jax.checkpoint that keeps {' and '.join(kept) or 'nothing of it'}"
     return ""
-
-
-def _kept(policy: Any) -> dict[str, bool]:
-    """The things of a norm and of the products behind it, and whether a policy of `jax.checkpoint` keeps each."""
-
-    def keeps(function: Callable[..., Any], ndim: int) -> bool:
-        (equation,) = jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct((1,) * ndim, "float32")] * ndim).eqns
-        avals = [v.aval for v in equation.invars]
-        found = policy is not None and policy(equation.primitive, *avals, **equation.params)
-        return found is True or ("Recompute" not in f"{type(found).__name__} {found}" and found is not False)
-
-    return {
-        "products": keeps(lambda a, b: jax.lax.dot(a, b), 2),
-        "products of one kernel": keeps(lambda a: checkpoint_name(a, PRODUCT), 1),
-        "row statistics": keeps(lambda a: checkpoint_name(a, STATISTICS), 1),
-    }
 
 
 def _is_jaxpr(value: Any) -> bool:

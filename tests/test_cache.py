@@ -1,12 +1,17 @@
 """Tests of the files of compiled kernels: where they are, and that a file with anything wrong does no harm.
 
-What the files' names depend on is tested in tests/program/test_launch.py.
+Whose they may be is tested in test_cache_trust.py, what their names depend on in tests/program/test_launch.py.
 """
 
 import concurrent.futures
+import errno
+import json
 import multiprocessing
 import os
 import pathlib
+import pwd
+import resource
+import shutil
 import zlib
 
 import pytest
@@ -14,19 +19,22 @@ import pytest
 from jln._triton import cache
 
 ENTRY = {"name": "kernel", "shared": 0, "ptx": "code" * 1000, "ttir": "é"}
+KEY, OTHER_KEY = "a" * 64, "b" * 64
 
 
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "some" / "folder"))
+    monkeypatch.delenv(cache.GROUP_VARIABLE, raising=False)
     return tmp_path / "some" / "folder"
 
 
 def test_what_was_stored_is_loaded(folder):
-    assert cache.load("a" * 64) is None and not folder.exists()  # nothing is made by asking
-    cache.store("a" * 64, ENTRY)
-    assert cache.load("a" * 64) == ENTRY and cache.load("b" * 64) is None
+    assert cache.load(KEY) is None and not folder.exists()  # nothing is made by asking
+    cache.store(KEY, ENTRY)
+    assert cache.load(KEY) == ENTRY and cache.load(OTHER_KEY) is None
     assert [path.parent for path in cache.entries()] == [folder] and len(list(folder.iterdir())) == 1
+    assert len(list(folder.parent.iterdir())) == 1
 
 
 def test_folder_is_named_or_in_the_users_cache(monkeypatch):
@@ -41,68 +49,173 @@ def test_folder_is_named_or_in_the_users_cache(monkeypatch):
     assert cache.folder() == pathlib.Path.home() / ".cache" / "jln"
 
 
+@pytest.mark.parametrize("named", [None, "~/kernels", "~nobody-of-this-name/kernels"])
+def test_user_without_a_home_keeps_none(named, monkeypatch, tmp_path):
+    """A user whom the system does not know, as in a container, has no home, and none is made in the current folder."""
+
+    def unknown(user):
+        raise KeyError(user)
+
+    for name in ("HOME", "XDG_CACHE_HOME", cache.VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    if named is not None:
+        monkeypatch.setenv(cache.VARIABLE, named)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.chdir(tmp_path)
+    cache.store(KEY, ENTRY)
+    assert cache.folder() is None and cache.load(KEY) is None and list(tmp_path.iterdir()) == []
+
+
 def test_set_to_nothing_it_is_off(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv(cache.VARIABLE, "")
-    cache.store("a" * 64, ENTRY)
-    assert cache.folder() is None and cache.load("a" * 64) is None and cache.entries() == []
+    cache.store(KEY, ENTRY)
+    assert cache.folder() is None and cache.load(KEY) is None and cache.entries() == []
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("damage", [lambda b: b"", lambda b: b[:-1], lambda b: b[:9], lambda b: b[:30] + b"?" + b[31:]])
+DAMAGES = (lambda b: b"", lambda b: b[:-1], lambda b: b[:9], lambda b: b[:99] + b"?" + b[100:], lambda b: b + b"?")
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_entry_is_as_none_and_written_again(damage, folder):
-    cache.store("a" * 64, ENTRY)
+    cache.store(KEY, ENTRY)
     (path,) = cache.entries()
     path.write_bytes(damage(path.read_bytes()))
-    assert cache.load("a" * 64) is None
-    cache.store("a" * 64, ENTRY)
-    assert cache.load("a" * 64) == ENTRY
+    assert cache.load(KEY) is None
+    cache.store(KEY, ENTRY)
+    assert cache.load(KEY) == ENTRY
+
+
+def test_entry_of_another_key_is_as_none_and_written_again(folder):
+    other = ENTRY | {"name": "another"}
+    cache.store(KEY, ENTRY)
+    cache.store(OTHER_KEY, other)
+    shutil.copy(folder / f"{KEY}.jln", folder / f"{OTHER_KEY}.jln")
+    assert cache.load(OTHER_KEY) is None
+    cache.store(OTHER_KEY, other)
+    assert cache.load(OTHER_KEY) == other and cache.load(KEY) == ENTRY
+
+
+def test_entry_with_its_code_cut_short_is_as_none(folder):
+    """An entry with a part of its code, and whole otherwise, is as none: as they are now, or as they were before."""
+    cache.store(KEY, ENTRY)
+    (path,) = cache.entries()
+    head, _, packed = path.read_bytes().partition(b"\n")
+    assert json.loads(zlib.decompress(packed)) == ENTRY
+    cut = zlib.compress(json.dumps(ENTRY | {"ptx": ENTRY["ptx"][:100]}).encode())
+    for content in (head + b"\n" + cut, cut):
+        path.write_bytes(content)
+        assert cache.load(KEY) is None
+
+
+def test_entry_of_the_former_format_is_as_none_and_written_again(folder):
+    cache.store(KEY, ENTRY)
+    (path,) = cache.entries()
+    path.write_bytes(zlib.compress(json.dumps(ENTRY).encode()))
+    assert cache.load(KEY) is None
+    cache.store(KEY, ENTRY)
+    assert cache.load(KEY) == ENTRY and cache.entries() == [path]
 
 
 @pytest.mark.parametrize("entry", [[1, 2], 3, None, "kernel"])
 def test_what_is_no_entry_is_as_none(entry, folder):
-    cache.store("a" * 64, entry)
-    assert len(cache.entries()) == 1 and cache.load("a" * 64) is None
+    cache.store(KEY, entry)
+    assert len(cache.entries()) == 1 and cache.load(KEY) is None
 
 
 @pytest.mark.parametrize("text", [b"[" * 100_000, b" " * 2**25])
 def test_what_would_take_all_memory_or_all_of_the_stack_is_as_none(text, folder):
-    cache.store("a" * 64, ENTRY)
+    cache.store(KEY, ENTRY)
     (path,) = cache.entries()
-    path.write_bytes(zlib.compress(text))
-    assert cache.load("a" * 64) is None
+    packed = zlib.compress(text)
+    path.write_bytes(cache._head(KEY, packed) + b"\n" + packed)
+    assert cache.load(KEY) is None
 
 
 def test_a_pipe_is_not_waited_for(folder):
-    cache.store("a" * 64, ENTRY)
+    cache.store(KEY, ENTRY)
     (path,) = cache.entries()
     path.unlink()
     os.mkfifo(path)
-    assert cache.load("a" * 64) is None
+    assert cache.load(KEY) is None
+
+
+def test_a_link_is_no_entry_and_replaced(folder, tmp_path):
+    cache.store(KEY, ENTRY)
+    (path,) = cache.entries()
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    before = (tmp_path / "elsewhere").read_bytes()
+    assert cache.load(KEY) is None
+    cache.store(KEY, ENTRY | {"shared": 1})
+    assert cache.load(KEY) == ENTRY | {"shared": 1} and not path.is_symlink()
+    assert (tmp_path / "elsewhere").read_bytes() == before
+
+
+def test_folder_may_be_a_link(folder, tmp_path):
+    """A folder may be a link, as where homes are small, but not one to nothing."""
+    folder.parent.mkdir()
+    folder.symlink_to(tmp_path / "large")
+    cache.store(KEY, ENTRY)
+    assert cache.load(KEY) is None and [path.name for path in folder.parent.iterdir()] == ["folder"]
+    (tmp_path / "large").mkdir(mode=0o700)
+    cache.store(KEY, ENTRY)
+    assert cache.load(KEY) == ENTRY and len(list((tmp_path / "large").iterdir())) == 1
 
 
 @pytest.mark.parametrize("where", ["file", "file/folder", "/dev/null/folder", "/proc/folder"])
 def test_folder_that_cannot_be_written_is_no_error(where, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path / where))
-    cache.store("a" * 64, ENTRY)
-    assert cache.load("a" * 64) is None and cache.entries() == []
+    cache.store(KEY, ENTRY)
+    assert cache.load(KEY) is None and cache.entries() == []
 
 
-def test_full_disk_leaves_nothing_behind(folder, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
+def test_folder_that_can_only_be_read_is_read(folder, monkeypatch):
+    """A read-only file system is simulated, as root may run the test and may write everywhere else."""
+    cache.store(KEY, ENTRY)
+    open_ = os.open
 
-    monkeypatch.setattr(os, "replace", full)
-    cache.store("a" * 64, ENTRY)
+    def read_only(path, flags, *args, **options):
+        if flags & os.O_CREAT:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return open_(path, flags, *args, **options)
+
+    def no_times(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "open", read_only)
+    monkeypatch.setattr(os, "utime", no_times)
+    cache.store(OTHER_KEY, ENTRY)
+    assert cache.load(KEY) == ENTRY and cache.load(OTHER_KEY) is None
+
+
+@pytest.mark.parametrize("call", ["replace", "write"])
+def test_full_disk_leaves_nothing_behind(call, folder, monkeypatch):
+    folder.mkdir(0o700, parents=True)
+    if call == "replace":
+
+        def full(*_, **__):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "replace", full)
+        cache.store(KEY, ENTRY)
+    else:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20, before[1]))  # bytes of a file
+        try:
+            cache.store(KEY, ENTRY)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(folder.iterdir()) == []
 
 
 def _write_and_read(folder, seed):
     os.environ[cache.VARIABLE] = folder
     for i in range(100):
-        cache.store("a" * 64, ENTRY | {"shared": seed, "ptx": str(seed) * 100_000})
-        read = cache.load("a" * 64)
+        cache.store(KEY, ENTRY | {"shared": seed, "ptx": str(seed) * 100_000})
+        read = cache.load(KEY)
         assert read is not None and read["ptx"] == str(read["shared"]) * 100_000, i
     return True
 
@@ -111,6 +224,25 @@ def test_processes_that_write_at_once_read_whole_entries(folder):
     with concurrent.futures.ProcessPoolExecutor(3, mp_context=multiprocessing.get_context("spawn")) as pool:
         assert all(pool.map(_write_and_read, [str(folder)] * 3, range(3)))
     assert len(list(folder.iterdir())) == 1
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_process_that_makes_the_folder_at_the_same_time_is_no_harm(stored, folder, monkeypatch):
+    """Another process may make the folder, and store an entry, just before this one's is in its place."""
+    rename = os.rename
+
+    def late(*names):
+        monkeypatch.setattr(os, "rename", rename)
+        folder.parent.mkdir()
+        folder.mkdir(0o700)
+        if stored:
+            cache.store(OTHER_KEY, ENTRY)
+        return rename(*names)
+
+    monkeypatch.setattr(os, "rename", late)
+    cache.store(KEY, ENTRY)
+    assert cache.load(KEY) == ENTRY and len(cache.entries()) == 1 + stored
+    assert list(folder.parent.iterdir()) == [folder]
 
 
 def test_of_many_entries_the_latest_stay(folder, monkeypatch):
@@ -122,3 +254,25 @@ def test_of_many_entries_the_latest_stay(folder, monkeypatch):
             cache.load(f"{25:064}")  # asked for just now
     kept = {int(path.stem) for path in cache.entries()}
     assert len(kept) <= 20 and {25, 49, 48, 47, 46} <= kept and not kept & set(range(25))
+
+
+def test_what_a_killed_process_leaves_is_removed_in_its_turn(folder, monkeypatch):
+    monkeypatch.setattr(cache, "LIMIT", 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda *_, **__: None)  # the process ends here
+        cache.store(OTHER_KEY, ENTRY)
+    (left,) = folder.iterdir()
+    os.utime(left, (0, 0))
+    for key in "cdef":
+        cache.store(key * 64, ENTRY)
+    assert not left.exists() and cache.load("f" * 64) == ENTRY
+
+
+def test_what_cannot_be_removed_keeps_no_entry_out(folder, monkeypatch):
+    monkeypatch.setattr(cache, "LIMIT", 3)
+    (folder / "folder.jln").mkdir(parents=True)
+    folder.chmod(0o700)
+    os.utime(folder / "folder.jln", (0, 0))
+    for key in "cdef":
+        cache.store(key * 64, ENTRY)
+    assert cache.load("f" * 64) == ENTRY

@@ -56,6 +56,11 @@ def test_doctor_says_where_compiled_kernels_are(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
     cache.store("key", {})
     assert f"Compiled kernels: 1 of at most {cache.LIMIT} in {tmp_path}." in run(capsys, "doctor")[1]
+    tmp_path.chmod(0o770)
+    status, out, _ = run(capsys, "doctor")
+    out = " ".join(out.split())
+    assert status == 1 and f"BROKEN: compiled kernels are not kept: {tmp_path} may be written by others." in out
+    assert f"Run `chmod go-w {tmp_path}`" in out and f"Compiled kernels: not kept in {tmp_path}." in out
     monkeypatch.setenv(cache.VARIABLE, "")
     assert "Compiled kernels: not kept, as JLN_CACHE_DIR says." in run(capsys, "doctor")[1]
 

@@ -220,7 +220,7 @@ FILES: dict[str, tuple[str | bytes | Callable[[pathlib.Path], object], str]] = {
     "no entries": ('{"schema": 1, "entries": {}}', "it is no tuning file"),
     "another schema": ('{"schema": 2, "entries": []}', "its schema is 2, this version's is 1"),
     "nested without end": ("[" * 100_000, "recursion"),
-    "a folder": (pathlib.Path.mkdir, "it is no regular file"),
+    "a folder": (pathlib.Path.mkdir, "Is a directory"),
     "missing": (lambda path: None, "No such file"),
     "a link to nothing": (lambda path: path.symlink_to("nothing"), "No such file"),
     "a link to itself": (lambda path: path.symlink_to(path), "symbolic links"),
@@ -266,10 +266,10 @@ def test_what_may_not_be_read_is_said(tuning_file, monkeypatch):
     """
     write(tuning_file, norm("forward", {"tile": OTHER}))
 
-    def refuse(*_):
+    def refuse(*_, **__):
         raise PermissionError(13, "Permission denied", str(tuning_file))
 
-    monkeypatch.setattr(pathlib.Path, "open", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     with pytest.warns(UserWarning, match="Permission denied"):
         assert chosen() == HEURISTIC
 

@@ -88,13 +88,15 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
     faults += _idle_gpu(found)
     tiles, wrong_files = _tuning()
     faults += wrong_files
+    kernels, untrusted = _compiled_kernels()
+    faults += untrusted
     if as_json:
         data = {
             "versions": {"python": platform.python_version(), "jln": jln.__version__, **versions},
             "devices": [_facts(device) for device in found],
             "operators": operators,
             "tuning": tiles,
-            "compiled_kernels": _compiled_kernels(),
+            "compiled_kernels": kernels,
             "why_not_fused": _why_not_fused(),
             "why_not_unasked": _why_not_unasked(),
             "jax_says": complaints,
@@ -102,11 +104,11 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
         }
         print_json(data)
     else:
-        _print(versions, found, operators, tiles, bad, faults)
+        _print(versions, found, operators, tiles, kernels, bad, faults)
     raise typer.Exit(1 if faults else 0)
 
 
-def _print(versions, found, operators, tiles, bad, faults) -> None:
+def _print(versions, found, operators, tiles, kernels, bad, faults) -> None:
     rows = [("python", platform.python_version(), ""), ("jln", jln.__version__, "")]
     for package, version in versions.items():
         use, how = PACKAGES[package]
@@ -126,7 +128,7 @@ def _print(versions, found, operators, tiles, bad, faults) -> None:
     for reason in dict.fromkeys(o["why_not_the_other"] for o in operators):
         print_note(reason)
     print_note(f"Tiles of the kernels: {tiles}.")
-    print_note(f"Compiled kernels: {_compiled_kernels()}.")
+    print_note(f"Compiled kernels: {kernels}.")
     for why_not in (_why_not_fused(), _why_not_unasked()):
         if why_not is not None:
             print_note(f"{why_not}.")
@@ -152,13 +154,15 @@ def _tuning() -> tuple[str, list[str]]:
     return ", else ".join([*asked, "heuristics"]), faults
 
 
-def _compiled_kernels() -> str:
-    """A sentence on where compiled kernels are kept."""
-    folder, found = cache.folder(), cache.entries()
+def _compiled_kernels() -> tuple[str, list[str]]:
+    """Return where compiled kernels are kept, and what is wrong with that folder."""
+    folder, fault = cache.folder(), cache.fault()
     if folder is None:
         why = f"{cache.VARIABLE} says" if cache.VARIABLE in os.environ else "the user has no folder for such"
-        return f"not kept, as {why}"
-    return f"{len(found)} of at most {cache.LIMIT} in {folder}"
+        return f"not kept, as {why}", []
+    if fault is not None:
+        return f"not kept in {folder}", [f"compiled kernels are not kept: {fault}"]
+    return f"{len(cache.entries())} of at most {cache.LIMIT} in {folder}", []
 
 
 def _chip() -> Chip | None:

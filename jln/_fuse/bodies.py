@@ -15,6 +15,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jln import _routes
+from jln._core.policies import kept_by
 from jln._fuse.calls import Finding, Options, rewrite
 from jln._fuse.graph import Graph, Node
 
@@ -91,6 +92,8 @@ def _bound(equation: Any, given: Sequence[Any], options: Options, found: list[Fi
     primitive, params = equation.primitive, equation.params
     if primitive.name in CHECKPOINTS and isinstance(params.get("jaxpr"), Jaxpr):
         body = ClosedJaxpr(params["jaxpr"], ())
+        keeps_products = kept_by(params["policy"])["products"]
+        options = options._replace(is_checkpointed=True, keeps_products=keeps_products)
 
         def function(*arrays: Any) -> Any:
             return evaluated(body, arrays, options, found)

@@ -6,6 +6,7 @@ axis, sums in too few bits. `old` must be in the file exactly once.
 
 from both_sides import NORMS
 from compiled import COMPILED
+from entries import ENTRIES
 from gated import GATED_NORMS
 from junction import SUMS
 from kernels import KERNELS
@@ -14,4 +15,4 @@ from modules import MODULES
 from rules import RULES
 from sequence import ROWS_GATHERED
 
-MUTANTS = [*KERNELS, *LINEARS, *SUMS, *NORMS, *GATED_NORMS, *ROWS_GATHERED, *COMPILED, *RULES, *MODULES]
+MUTANTS = [*KERNELS, *LINEARS, *SUMS, *NORMS, *GATED_NORMS, *ROWS_GATHERED, *COMPILED, *ENTRIES, *RULES, *MODULES]

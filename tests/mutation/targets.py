@@ -24,6 +24,8 @@ BOTH_RULES = "jln/_norm_add_norm/rules.py"
 XLA_BOTH = "jln/_norm_add_norm/formulas.py"
 LAUNCH = "jln/_triton/launch.py"
 LOWERING = "jln/_triton/lowering.py"
+CACHE = "jln/_triton/cache.py"
+FILES = "jln/_triton/files.py"
 NORM_LAUNCH = "jln/_norm/launcher.py"
 LINEAR_LAUNCH = "jln/_norm_linear/launcher.py"
 XLA_NORM = "jln/_norm/formulas.py"
@@ -71,6 +73,8 @@ GATED = "tests/test_gated.py::"
 JUNCTION_MESH = "tests/test_junction_mesh.py::"
 EXECUTED = "tests/executed/"
 FUSE = "tests/modules/test_fuse.py::"
+CACHED = "tests/test_cache.py::"
+TRUSTED = "tests/test_cache_trust.py::"
 
 # Whole rows, several a tile and the last one ragged; a row in chunks.
 WHOLE = (f"{ACCURACY}test_family[triton-37-100-add_layer_norm-float32]",)

@@ -4,9 +4,11 @@ import collections
 import concurrent.futures
 import dataclasses
 import inspect
+import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -321,6 +323,45 @@ def test_what_is_wrong_in_the_cache_is_compiled_again():
         lowering._binaries.clear()
         assert lowering.compiled(launched) == binary
         assert entry.read_bytes() == good
+
+
+def test_another_kernels_entry_is_compiled_again():
+    """An entry that lies under another kernel's name is not that kernel's."""
+    of_twice, of_thrice = (recorded(kernel=kernel) for kernel in (add_kernel, other_function_kernel))
+    twice, thrice = lowering.compiled(of_twice), lowering.compiled(of_thrice)
+    assert twice.code != thrice.code
+    entry = cache.folder() / f"{key(of_thrice)}.jln"
+    good = entry.read_bytes()
+    shutil.copy(cache.folder() / f"{key(of_twice)}.jln", entry)
+    lowering._binaries.clear()
+    assert lowering.compiled(of_thrice) == thrice
+    assert entry.read_bytes() == good
+
+
+@pytest.mark.parametrize("written", ["now", "before"])
+def test_code_that_was_cut_is_compiled_again(written):
+    """An entry with a part of its PTX, and whole otherwise, is not taken: as they are now, or as they were before."""
+    launched = recorded()
+    binary = lowering.compiled(launched)
+    (entry,) = cache.entries()
+    good = entry.read_bytes()
+    cut = dataclasses.asdict(binary) | {"code": binary.code[: len(binary.code) // 2]}
+    packed = zlib.compress(json.dumps(cut).encode())
+    entry.write_bytes(packed if written == "before" else good.partition(b"\n")[0] + b"\n" + packed)
+    lowering._binaries.clear()
+    assert lowering.compiled(launched) == binary
+    assert entry.read_bytes() == good
+
+
+def test_where_others_may_write_kernels_are_compiled():
+    launched = recorded()
+    binary = lowering.compiled(launched)
+    cache.folder().chmod(0o777)
+    lowering._binaries.clear()
+    with pytest.warns(UserWarning, match="may be written by others") as said:
+        assert lowering.compiled(launched) == binary
+        lowering.compiled(recorded(kernel=other_function_kernel))
+    assert len(said) == 1 and len(cache.entries()) == 1
 
 
 @pytest.mark.parametrize("odd", [{"shared": "0"}, {"more": 1}, {"ptx": None}])

@@ -1,0 +1,62 @@
+"""Ways to break the files of compiled kernels: what an entry is bound to, and who may have written it."""
+
+from targets import CACHE, CACHED, FILES, TRUSTED, Mutant
+
+ENTRIES = [
+    Mutant(
+        "the key left out of an entry", CACHE, 'f"jln {key} {hashlib', 'f"jln {hashlib',
+        (f"{CACHED}test_entry_of_another_key_is_as_none_and_written_again",),
+    ),
+    Mutant(
+        "an entry's hash of its key alone", CACHE, "hashlib.sha256(packed)", "hashlib.sha256(key.encode())",
+        (f"{CACHED}test_entry_with_its_code_cut_short_is_as_none",),
+    ),
+    Mutant(
+        "an entry's first line not compared", CACHE, "if head != _head(key, packed):", "if not head:",
+        (f"{CACHED}test_entry_of_another_key_is_as_none_and_written_again",),
+    ),
+    Mutant(
+        "a link taken for an entry", FILES, "0 if folder is None else os.O_NOFOLLOW", "0",
+        (f"{CACHED}test_a_link_is_no_entry_and_replaced",),
+    ),
+    Mutant(
+        "a folder not judged", CACHE, "        opened.judge(os.fstat(descriptor))\n", "",
+        (f"{TRUSTED}test_folder_of_another_user_is_not_used",),
+    ),
+    Mutant(
+        "an entry not judged", FILES, "            judge(status)\n", "",
+        (f"{TRUSTED}test_entry_of_another_user_is_not_taken_but_replaced",),
+    ),
+    Mutant(
+        "what the group may write trusted", CACHE, "else stat.S_IWGRP | stat.S_IWOTH", "else stat.S_IWOTH",
+        (f"{TRUSTED}test_folder_that_others_may_write_is_not_used",),
+    ),
+    Mutant(
+        "what all may write trusted in a shared folder", CACHE, "stat.S_IWOTH if shared", "0 if shared",
+        (f"{TRUSTED}test_shared_folder_that_all_may_write_is_not_used",),
+    ),
+    Mutant(
+        "root not trusted", CACHE, "not in (0, os.geteuid())", "!= os.geteuid()",
+        (f"{TRUSTED}test_roots_folder_and_entries_are_taken",),
+    ),
+    Mutant(
+        "a folder of another group trusted", CACHE, "if key is None and self.group is not None and not shared:",
+        "if False:", (f"{TRUSTED}test_folder_of_another_group_is_not_used",),
+    ),
+    Mutant(
+        "a group trusted whose member the user is not", CACHE, "number not in (os.getegid(), *os.getgroups())", "False",
+        (f"{TRUSTED}test_group_of_others_is_said",),
+    ),
+    Mutant(
+        "an entry left to the umask", CACHE, "os.fchmod(file.fileno(), 0o640)", "pass",
+        (f"{TRUSTED}test_group_may_read_and_add_what_is_made",),
+    ),
+    Mutant(
+        "a folder left to the umask", CACHE, "        os.fchmod(descriptor, 0o2770)\n", "",
+        (f"{TRUSTED}test_group_may_read_and_add_what_is_made",),
+    ),
+    Mutant(
+        "the warning said each time", CACHE, "            _said.add(folder())\n", "",
+        (f"{TRUSTED}test_folder_of_another_user_is_not_used",),
+    ),
+]  # fmt: skip
