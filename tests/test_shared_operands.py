@@ -71,7 +71,7 @@ def gradient(name, batched, wanted, module, **options):
 
 @pytest.mark.parametrize(("name", "argument", "alone"), CASES)
 def test_each_gradient_alone(name, argument, alone):
-    """Where one argument alone is of examples, or shared, each gradient by itself is right, and all together."""
+    """Each gradient by itself is right, and all together, where one argument alone is of examples, or shared."""
     operator = FORMS[name]
     batched = {argument} if alone else {*operator.names} - {argument}
     given = {n: a if n in batched else a[0] for n, a in operands(name).items()}

@@ -1,4 +1,4 @@
-"""What a policy of `jax.checkpoint` keeps of a norm and of the products behind it."""
+"""Policies of `jax.checkpoint`: what they keep of a norm and of the products behind it."""
 
 from __future__ import annotations
 

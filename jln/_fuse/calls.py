@@ -1,4 +1,4 @@
-"""From what was found in a program to calls of the public operators in its place."""
+"""Calls of the public operators, in the place of what was found in a program."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OPERATORS = {
 
 
 class Options(NamedTuple):
-    """What `fuse` was asked for, and where the program is.
+    """Options of `fuse`, and where the program is.
 
     is_checkpointed: whether it is the body of a `jax.checkpoint`, of which backward makes again what is not kept.
     keeps_products: whether that keeps products.
@@ -55,7 +55,7 @@ class Finding(NamedTuple):
     """A norm of a program: the operator that runs in its place, or why it is left as it is.
 
     operator: its name; None where the norm is left. operands: the names of the arrays that it is given. node: an
-      equation of the norm's, which knows its place in the code.
+      equation of the norm's, which knows its place in the code. is_chosen: False where nothing was certified.
     """
 
     operator: str | None
@@ -63,6 +63,7 @@ class Finding(NamedTuple):
     why: str
     node: Node
     x: Value
+    is_chosen: bool = True
 
 
 # Rows of fewer features, whose result no product reads, are better left to XLA: of a norm of queries and keys (128
@@ -72,8 +73,8 @@ SHORT = 512
 _IS_SHORT = f"of fewer than {SHORT} features, which no product reads, XLA makes better"
 # In a checkpoint XLA makes an RMSNorm again inside of what reads it, where a kernel reads and writes. Four scanned
 # blocks of a Llama, [8, 2048, 2048], move 59.39 GB if nothing is kept, with operators where there is a sum 59.15,
-# everywhere 59.17; if products are kept 64.39, 64.42 and 64.71. With LayerNorms operators everywhere are best: 46.77 for
-# 50.44, and 52.71 for 56.65 (`benchmarks/scanned_blocks.py`).
+# everywhere 59.17; if products are kept 64.39, 64.42 and 64.71. With LayerNorms operators everywhere are best, 46.77 for
+# 50.44 and 52.71 for 56.65 (`benchmarks/scanned_blocks.py`).
 _IS_MADE_AGAIN = "in this jax.checkpoint XLA makes an RMSNorm better, inside of what reads it"
 
 
@@ -135,7 +136,7 @@ def rewrite(graph: Graph, options: Options) -> list[Finding]:
 
 
 def _missed(miss: Miss) -> Finding:
-    return Finding(None, (), miss.why, miss.node, miss.node.inputs[0])
+    return Finding(None, (), miss.why, miss.node, miss.node.inputs[0], is_chosen=False)
 
 
 class _Rewriting:
@@ -227,8 +228,7 @@ class _Rewriting:
         if self.options.forward_mode:
             options["forward_mode"] = True
         if not has_linears:
-            axis = tuple(a - norm.x.ndim for a in norm.features)
-            options |= {"axis": axis if len(axis) > 1 else axis[0], "dtype": norm.y.dtype}
+            options |= {"axis": tuple(a - norm.x.ndim for a in norm.features), "dtype": norm.y.dtype}
         scales = {"scale": norm.scale}
         in_front = None if junction is None else junction.in_front
         if in_front is not None:
@@ -245,9 +245,9 @@ class _Rewriting:
             call.give(x=_Operand(junction.x), residual=_Operand(junction.residual), **of_scales, **offset)
             if junction.x_bias is not None:
                 call.give(x_bias=self._parameter(junction.x_bias, norm))
-            if junction.gate is not None:
-                is_number = isinstance(junction.gate, float)
-                call.give(gate=junction.gate if is_number else self._gate(junction.gate, junction.total, norm))
+            gate = junction.gate
+            if gate is not None:
+                call.give(gate=self._gate(gate, junction.total, norm) if isinstance(gate, Parameter) else gate)
             return call
         if addition is not None:
             call = _Call(f"{kind}_add", **(options | {"dtype": addition.y.dtype}))

@@ -1,4 +1,4 @@
-"""What a region of a program computes, in float64 on a few random rows.
+"""Certificates: what a region of a program computes, in float64 on a few random rows.
 
 Functions that are analytic and agree on random rows agree everywhere. So of what is not analytic, as a maximum, a
 selection or an absolute value, nothing counts but a maximum of 0 and a row's statistic, which a variance needs for its
@@ -12,8 +12,8 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
+from jax.core import Tracer
 
 from jln._fuse.graph import Node, Value
 
@@ -143,7 +143,7 @@ class Constants:
 
     def _computed(self, value: Value) -> float | None:
         if value.constant is not None:
-            is_number = np.ndim(value.constant) == 0 and not isinstance(value.constant, jax.core.Tracer)
+            is_number = np.ndim(value.constant) == 0 and not isinstance(value.constant, Tracer)
             is_number = is_number and np.issubdtype(value.dtype, np.number) | (value.dtype.name in (*FLOATS, "bool"))
             return float(value.constant) if is_number else None
         node = value.maker
@@ -161,7 +161,7 @@ class Constants:
 
 
 def why_not_analytic(node: Node, full: int, constants: Constants) -> str | None:
-    """Why random rows would prove nothing of the node, in a few words; None where they would.
+    """The reason why random rows would prove nothing of the node, in a few words; None where they would.
 
     full: the number of elements of what is normalised.
     """

@@ -140,7 +140,7 @@ class Graph:
     def replace(
         self, values: Sequence[Value], inputs: Sequence[Value], call: Callable[..., Any], remark: Any = None
     ) -> None:
-        """From now on the values are the results of `call` of the inputs' arrays."""
+        """Have the values be the results of `call` of the inputs' arrays from now on."""
         node = Node(None, list(inputs), -1)
         node.outputs, node.call, node.remark = list(values), call, remark
         self._replaced |= dict.fromkeys(values, node)

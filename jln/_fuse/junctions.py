@@ -38,7 +38,7 @@ class _Branch(NamedTuple):
 
     @property
     def rank(self) -> tuple[int, int]:
-        """How well it does as the branch: by what it has, then by how late it is made, as the residual is older."""
+        """A number for how well it does as the branch: by what it has, then by how late it is made."""
         return (self.x_bias is not None) + (self.gate is not None) + 2 * (self.in_front is not None), self.x.position
 
 
@@ -69,15 +69,13 @@ class _Finder:
             if sign < 0:
                 if isinstance(found.gate, Parameter) or found.in_front is not None:
                     found = _Branch(branch)
-                found = found._replace(gate=-1.0 if found.gate is None else -found.gate)
-            residual = other
-            while widens(residual) and self.graph.is_read_once(residual):
-                residual = residual.maker.inputs[0]
+                found = found._replace(gate=-(found.gate if isinstance(found.gate, float) else 1.0))
+            residual = self._narrow(other)
             if jnp.promote_types(found.x.dtype, residual.dtype) == total.dtype:
                 yield found.rank, Junction(total, found.x, residual, outer or found.x_bias, found.gate, found.in_front)
 
     def _total(self) -> Value:
-        """What the norm's x is: behind a sharding constraint, and behind a reshape of rows."""
+        """The value that the norm's x is: behind a sharding constraint, and behind a reshape of rows."""
         value = self.norm.x
         while value.maker is not None:
             of = value.maker.inputs[0]
@@ -141,12 +139,16 @@ class _Finder:
                 v, gate = split[0], gate if split[1] == 1.0 else split[1]
             elif (added := self._added(v)) is not None:
                 x, bias = added
-                while widens(x) and self.graph.is_read_once(x):
-                    x = x.maker.inputs[0]
-                return _Branch(x, bias, gate)
+                return _Branch(self._narrow(x), bias, gate)
             else:
                 break
         return _Branch(v, None, gate)
+
+    def _narrow(self, value: Value) -> Value:
+        """The array of which the value is a wider copy that nobody else reads."""
+        while widens(value) and self.graph.is_read_once(value) and value.maker is not None:
+            value = value.maker.inputs[0]
+        return value
 
     def _gated(self, value: Value) -> tuple[Value, Parameter | float] | None:
         """A product's array and its gate: a number, or an array that is smaller than the product."""

@@ -117,7 +117,7 @@ _SQUARES = ("square", "integer_pow", "mul")
 
 
 def _origins(value: Value) -> list[Value]:
-    """What a sum may be of: the furthest first, x in front of its float32 copy and of its square."""
+    """The values that a sum may be of: the furthest first, x in front of its float32 copy and of its square."""
     chain = [value]
     while True:
         node = value.maker
@@ -204,7 +204,7 @@ _OF_SILU = ("mul", "logistic", "convert_element_type", "div", "exp", "neg", "add
 
 
 class _Region:
-    """What a program makes of x through a sum over its features, as far as `certificate` can compute it.
+    """The part of a program that it makes of x through a sum over its features, as far as `certificate` can compute it.
 
     parameters: the arrays beside x that each value is made of.
     candidates: values of x's shape that are made through the sum.
@@ -322,7 +322,7 @@ class _Region:
         return frozenset(makers)
 
     def why_none(self) -> str | None:
-        """Why there is no norm, in a few words; None where nothing here looks like one."""
+        """The reason why there is no norm, in a few words; None where nothing here looks like one."""
         if self.x.operation == "stop_gradient" or any(n.operation == "stop_gradient" for n, _ in self.blocks):
             return "statistics are read through stop_gradient"
         roots = [n for n in self.nodes if n.operation in ("rsqrt", "sqrt", "pow")]
@@ -337,7 +337,7 @@ class _Region:
         return "it is no layer_norm or rms_norm of its rows"
 
     def structure(self, order: dict[Parameter, int]) -> tuple:
-        """What the region is, whatever the names: equal ones compute the same."""
+        """A key of what the region is, whatever the names: equal ones compute the same."""
         places = {n.output: i for i, n in enumerate(self.nodes)}
 
         def read(v: Value) -> tuple:
@@ -358,7 +358,7 @@ _remembered: dict[tuple, tuple[tuple, ...]] = {}
 
 
 def _certified(region: _Region, order: dict[Parameter, int]) -> tuple[tuple, ...]:
-    """What is certified of a region's candidates, the last first.
+    """The certificates of a region's candidates, the last first.
 
     Each is (its node's place, epsilon, whether the mean is subtracted, and the numbers of the parameters that are
     scale, offset and gate, None where there is none).
@@ -397,7 +397,7 @@ def _certificates(region: _Region, order: dict[Parameter, int]) -> Iterator[tupl
                 agree(m[y], _formula(rows, features, epsilon, centres, *arrays))
                 for m, rows in zip(made, draws, strict=True)
             ):
-                yield region.nodes.index(y.maker), epsilon, centres, *roles
+                yield next(i for i, n in enumerate(region.nodes) if n is y.maker), epsilon, centres, *roles
                 break
 
 

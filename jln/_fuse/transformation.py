@@ -10,6 +10,7 @@ from typing import Any, TypeVar, overload
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jln import _checks
@@ -85,7 +86,7 @@ def _fused(function: Callable[..., Any], options: Options) -> Callable[..., Any]
         is_array = [isinstance(a, (jax.Array, np.ndarray, np.generic)) for a in leaves]
         arrays = [a for a, of in zip(leaves, is_array, strict=True) if of]
         static = tuple(a for a, of in zip(leaves, is_array, strict=True) if not of)
-        key = None if any(isinstance(a, jax.core.Tracer) for a in arrays) else _key(arrays, static, tree, is_array)
+        key = None if any(isinstance(a, Tracer) for a in arrays) else _key(arrays, static, tree, is_array)
         if key in known:
             program, structure = known[key]
             return jax.tree.unflatten(structure, program(*arrays))
@@ -113,7 +114,7 @@ def _fused(function: Callable[..., Any], options: Options) -> Callable[..., Any]
 
 
 def _key(arrays: Sequence[Any], static: tuple[Any, ...], tree: Any, is_array: Sequence[bool]) -> Hashable:
-    """What the program of a call depends on; None where it cannot be told from others."""
+    """A key of what the program of a call depends on; None where there is none."""
     config = jax.config
     settings = (config.jax_enable_x64, config.jax_default_matmul_precision, config.jax_numpy_dtype_promotion)  # pyright: ignore[reportAttributeAccessIssue]
     avals = tuple(jax.typeof(a) for a in arrays)
@@ -126,7 +127,7 @@ def _key(arrays: Sequence[Any], static: tuple[Any, ...], tree: Any, is_array: Se
 
 
 class _Remarks:
-    """What a user is told once of a function: that it has no norm, or that it differentiates inside."""
+    """Warnings that a user gets once of a function: that it has no norm, or that it differentiates inside."""
 
     def __init__(self, function: Callable[..., Any]):
         self._name = getattr(function, "__name__", type(function).__name__)
@@ -142,7 +143,7 @@ class _Remarks:
                 "reads what the norms have made: wrap the loss inside, jax.value_and_grad(jln.fuse(loss))",
                 stacklevel=3,
             )
-        elif not any(f.operator for f in found):
+        elif not any(f.is_chosen for f in found):
             left = "".join(f"; {f.why}" for f in found[:1])
             warnings.warn(
                 f"jln.fuse found no norm in {self._name} that it could take{left}. jln.explain(fused, *args) lists "

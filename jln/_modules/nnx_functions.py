@@ -76,7 +76,7 @@ def fuse(
 
 @dataclasses.dataclass(eq=False)
 class _Call:
-    """What is static in a call's arguments or results: the Modules' graph, and where Modules and other leaves are."""
+    """The static part of a call's arguments or results: the Modules' graph, and where Modules and other leaves are."""
 
     graph: Any
     structure: Any

@@ -30,7 +30,11 @@ def compared(f: Callable[..., Any], own: Callable[..., Any], args: Sequence[Any]
             values = jax.jit(problem.call)(problem.floats, problem.rest)
             found.append([values, derivatives.reverse(problem.call)(problem.floats, problem.rest, cotangent)])
         names = (truth.result_names(), truth.names)
-        rows = tuple(row for of in zip(names, *found, strict=True) for row in _rows(*of, _ALLOWED[coarsest]))
+        rows = tuple(
+            row
+            for name, own, true in zip(names, *found, strict=True)
+            for row in _rows(name, own, true, _ALLOWED[coarsest])
+        )
     name = getattr(own, "__name__", type(own).__name__)
     return Report(f"{name}: fused and untouched, in {coarsest}, random cotangent (seed {seed})", rows)
 
