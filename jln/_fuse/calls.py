@@ -66,15 +66,21 @@ class Finding(NamedTuple):
     is_chosen: bool = True
 
 
-# Rows of fewer features, whose result no product reads, are better left to XLA: of a norm of queries and keys (128
-# features) it makes one kernel with the rotation behind. Two blocks of a Llama then move 13.34 GB, with operators there
-# 13.43; of Gemma 3 12.54 and 12.63; of Qwen 13.96 and 14.04 (`benchmarks/real_models.py`).
-SHORT = 512
-_IS_SHORT = f"of fewer than {SHORT} features, which no product reads, XLA makes better"
+# Readers that XLA makes one kernel of with what they read.
+_ELEMENTWISE = {
+    *("add", "sub", "mul", "div", "neg", "max", "min", "pow", "integer_pow", "square", "sqrt", "rsqrt", "exp", "log"),
+    *("tanh", "logistic", "erf", "sin", "cos", "abs", "sign", "select_n", "slice", "split", "concatenate", "pad"),
+    *("broadcast_in_dim", "squeeze", "expand_dims", "reduce_sum", "reduce_max", "stop_gradient"),
+}
+# An RMSNorm that no product reads is better left to XLA, which makes one kernel of it and what is behind: 8192 x 4096
+# with a sum in front and a square behind move 472 MB, with an operator 814. A LayerNorm's operator is better all the
+# same, 823 MB for 1414 (`benchmarks/fuse_choices.py`). So it is with norms of queries and keys in front of a rotation:
+# with operators there two blocks of a Llama would move 13.43 GB for 13.34, of Gemma 3 12.63 for 12.54.
+_IS_READ_BY_NO_PRODUCT = "an RMSNorm that no product reads XLA makes better, with what is behind"
 # In a checkpoint XLA makes an RMSNorm again inside of what reads it, where a kernel reads and writes. Four scanned
-# blocks of a Llama, [8, 2048, 2048], move 59.39 GB if nothing is kept, with operators where there is a sum 59.15,
-# everywhere 59.17; if products are kept 64.39, 64.42 and 64.71. With LayerNorms operators everywhere are best, 46.77 for
-# 50.44 and 52.71 for 56.65 (`benchmarks/scanned_blocks.py`).
+# blocks of a Llama, [8, 2048, 2048], move 59.39 GB if nothing is kept, with operators where there is a sum 59.15, with
+# them everywhere 59.17; if products are kept 64.39, 64.42 and 64.71. With LayerNorms operators are best everywhere:
+# 46.77 for 50.44, and 52.71 for 56.65 (`benchmarks/fuse_choices.py`).
 _IS_MADE_AGAIN = "in this jax.checkpoint XLA makes an RMSNorm better, inside of what reads it"
 
 
@@ -142,35 +148,46 @@ def _missed(miss: Miss) -> Finding:
 class _Rewriting:
     def __init__(self, graph: Graph, norms: Sequence[Norm], options: Options, constants: Constants):
         self.graph, self.options, self.constants = graph, options, constants
-        self.left: dict[Value, tuple[Norm, str]] = {}  # norms that are better left, and why
+        self.in_front: set[Value] = set()
         self.junctions: dict[Value, Junction] = {}  # by their norm's y
-        long = [n for n in norms if not self._is_short(n)]
-        by_result = {n.y: n for n in long}
+        by_result = {n.y: n for n in norms}
         totals: set[Value] = set()
-        for norm in long:
+        for norm in norms:
             junction = junction_of(graph, norm, by_result, constants)
             if junction is not None and junction.total not in totals and not self._reads_total(norm, junction):
                 totals.add(junction.total)
                 self.junctions[norm.y] = junction
         self.in_front = {j.in_front.y for j in self.junctions.values() if j.in_front is not None}
-        self.norms = [n for n in long if n.y not in self.in_front and not self._is_made_again(n)]
+        self.additions = {
+            n.y: addition
+            for n in norms
+            if n.y not in self.junctions
+            and n.y not in self.in_front
+            and (addition := addition_of(graph, n, constants)) is not None
+        }
+        self.norms = [n for n in norms if n.y not in self.in_front and self._why_left(n) is None]
+        self.left = [n for n in norms if n.y not in self.in_front and self._why_left(n) is not None]
 
-    def _is_short(self, norm: Norm) -> bool:
-        is_short = math.prod(norm.x.shape[a] for a in norm.features) < SHORT
-        is_short = is_short and norm.z is None and all(n.operation != "dot_general" for n in norm.y.readers)
-        if is_short:
-            self.left[norm.y] = norm, _IS_SHORT
-        return is_short
-
-    def _is_made_again(self, norm: Norm) -> bool:
-        """True of an RMSNorm that a checkpoint has made again better by XLA."""
+    def _why_left(self, norm: Norm) -> str | None:
+        """The reason why a norm is better left to XLA, which the whole program tells; else None."""
         options, junction = self.options, self.junctions.get(norm.y)
-        if not options.is_checkpointed or norm.centres or norm.z is not None:
-            return False
-        if junction is not None and (junction.in_front is not None or not options.keeps_products):
-            return False
-        self.left[norm.y] = norm, _IS_MADE_AGAIN
-        return True
+        if norm.centres or norm.z is not None or (junction is not None and junction.in_front is not None):
+            return None
+        if options.is_checkpointed and (junction is None or options.keeps_products):
+            return _IS_MADE_AGAIN
+        if norm.y in self.additions or self.graph.is_result(norm.y) or self._is_read_by_a_product(norm.y):
+            return None
+        return _IS_READ_BY_NO_PRODUCT
+
+    def _is_read_by_a_product(self, y: Value) -> bool:
+        """True where a product reads the value, its copy or its reshape, or an equation of which nothing is known."""
+        for node in y.readers:
+            if node.operation in ("convert_element_type", "reshape", "transpose"):
+                if self.graph.is_result(node.output) or self._is_read_by_a_product(node.output):
+                    return True
+            elif node.operation not in _ELEMENTWISE:
+                return True
+        return False
 
     def _reads_total(self, norm: Norm, junction: Junction) -> bool:
         """True where a parameter of the norm is made of the sum itself."""
@@ -180,14 +197,14 @@ class _Rewriting:
 
     def findings(self) -> list[Finding]:
         found = [self._replaced(norm) for norm in self.norms]
-        left = [(norm, why, norm.y.maker) for norm, why in self.left.values()]
-        return found + [Finding(None, (), why, node, norm.x) for norm, why, node in left if node is not None]
+        left = [(norm, self._why_left(norm), norm.y.maker) for norm in self.left]
+        return found + [Finding(None, (), why, node, norm.x) for norm, why, node in left if why and node is not None]
 
     def _replaced(self, norm: Norm) -> Finding:
         junction = self.junctions.get(norm.y)
         if junction is not None and junction.in_front is None and self._reads_total(norm, junction):
             junction = None  # since other calls have taken their places
-        addition = None if junction is not None else addition_of(self.graph, norm, self.constants)
+        addition = self.additions.get(norm.y)
         linears, why = self._linears(norm, junction, addition)
         call = self._call(norm, junction, addition, bool(linears))
         results = [norm.y] if addition is None else [addition.y]

@@ -115,8 +115,8 @@ def _fused(function: Callable[..., Any], options: Options) -> Callable[..., Any]
 
 def _key(arrays: Sequence[Any], static: tuple[Any, ...], tree: Any, is_array: Sequence[bool]) -> Hashable:
     """A key of what the program of a call depends on; None where there is none."""
-    config = jax.config
-    settings = (config.jax_enable_x64, config.jax_default_matmul_precision, config.jax_numpy_dtype_promotion)  # pyright: ignore[reportAttributeAccessIssue]
+    config: Any = jax.config
+    settings = (config.jax_enable_x64, config.jax_default_matmul_precision, config.jax_numpy_dtype_promotion)
     avals = tuple(jax.typeof(a) for a in arrays)
     key = (avals, static, tuple(map(type, static)), tree, tuple(is_array), settings, jax.sharding.get_abstract_mesh())
     try:

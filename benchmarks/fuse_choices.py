@@ -1,15 +1,18 @@
-"""Print what `jln.fuse` makes of scanned blocks in plain jnp, checkpointed or not: bytes and memory on an H200.
+"""Print the bytes by which `jln.fuse` chooses which norms to leave to XLA, on an H200.
 
-    python benchmarks/scanned_blocks.py          # needs jax[cuda13], no GPU; four minutes
-    python benchmarks/scanned_blocks.py Llama    # only blocks whose names have one of these words
+    python benchmarks/fuse_choices.py          # needs jax[cuda13], no GPU; five minutes
+    python benchmarks/fuse_choices.py Llama    # only rows whose names have one of these words
 
-Four blocks, x [8, 2048, 2048] in bfloat16, parameters in float32, forward and backward, compiled for an H200: what all
-kernels move, and the program's temporary memory, untouched / `jln.fuse` / with `linears=True`. "everything" is without
-a checkpoint.
+The first table: a norm of x [8192, 4096] in bfloat16, which a product makes, alone or behind a sum, by what reads it;
+what is moved outside of products, in plain jnp / by jln's operator. The second: four scanned blocks, x [8, 2048, 2048]
+in bfloat16, parameters in float32; what all kernels move, and temporary memory, untouched / `jln.fuse` / with
+`linears=True`. "everything" is without a checkpoint. All are forward and backward, compiled for an H200.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import sys
 from collections.abc import Callable
@@ -31,6 +34,9 @@ POLICIES = {
 }
 
 
+SHAPE = (8192, 4096)
+
+
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
     return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6) * scale).astype(x.dtype)
@@ -41,6 +47,40 @@ def layer_norm(x: jax.Array, scale: jax.Array, offset: jax.Array) -> jax.Array:
     centred = wide - jnp.mean(wide, -1, keepdims=True)
     rstd = jax.lax.rsqrt(jnp.var(wide, -1, keepdims=True) + 1e-6)
     return (centred * rstd * scale + offset).astype(x.dtype)
+
+
+READERS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "a square": lambda y, kernel: y,
+    "gelu": lambda y, kernel: jax.nn.gelu(y) @ kernel,
+    "a product": lambda y, kernel: y @ kernel,
+}
+
+
+def by_reader(kind: str, reader: str, *, adds: bool) -> list[str]:
+    """A row of the first table."""
+
+    def loss(by_operator: bool, x: jax.Array, residual: jax.Array, parameters: Any, kernel: jax.Array) -> jax.Array:
+        x = x @ kernel
+        if by_operator:
+            operator = getattr(jln, f"add_{kind}" if adds else kind)
+            y, total = operator(x, residual, *parameters) if adds else (operator(x, *parameters), x)
+        else:
+            total = x + residual if adds else x
+            y = (layer_norm if kind == "layer_norm" else rms_norm)(total, *parameters)
+        read = READERS[reader](y, kernel)
+        sums = [jnp.sum(jnp.square(read.astype(jnp.float32)))] + [jnp.sum(total.astype(jnp.float32))] * adds
+        return sum(sums, jnp.zeros(()))
+
+    rows, kernel = (jax.ShapeDtypeStruct(s, "bfloat16") for s in (SHAPE, (SHAPE[1], SHAPE[1])))
+    parameters = (jax.ShapeDtypeStruct(SHAPE[1:], "float32"),) * (2 if kind == "layer_norm" else 1)
+    programs = [
+        jln.program.compile_for(
+            jax.value_and_grad(functools.partial(loss, by_operator), (0, 1, 2, 3)), rows, rows, parameters, kernel
+        )
+        for by_operator in (False, True)
+    ]
+    moved = " / ".join(f"{(p.bytes_total - p.product_bytes) / 1e6:.0f}" for p in programs)
+    return [f"{kind}{' of a sum' if adds else ''}", reader, moved]
 
 
 def attention(y: jax.Array, p: Any) -> jax.Array:
@@ -95,10 +135,20 @@ def row(name: str, policy: str) -> list[str]:
 
 def main() -> None:
     words = sys.argv[1:]
-    names = [name for name in BLOCKS if not words or any(word in name for word in words)]
+    kinds, names = (
+        [name for name in known if not words or any(word in name for word in words)]
+        for known in (("layer_norm", "rms_norm"), BLOCKS)
+    )
+    if not kinds and not names:
+        sys.exit(f"no name has any of these words; known are layer_norm, rms_norm, {', '.join(BLOCKS)}")
+    if kinds:
+        print("| norm | read by | moved outside of products, MB |")
+        print("|---|---|---|")
+    for kind, reader, adds in itertools.product(kinds, READERS, (False, True)):
+        print("| " + " | ".join(by_reader(kind, reader, adds=adds)) + " |", flush=True)
     if not names:
-        sys.exit(f"no block's name has any of these words; known are {', '.join(BLOCKS)}")
-    print("| block | policy | moved, GB | temporary, GB |")
+        return
+    print("\n| block | policy | moved, GB | temporary, GB |")
     print("|---|---|---|---|")
     for name in names:
         for policy in POLICIES:
