@@ -189,13 +189,13 @@ def computed(nodes: Sequence[Node], given: Mapping[Value, np.ndarray], constants
         number = constants.number(v)
         if number is None:
             raise KeyError
-        return np.float64(number)
+        return np.full((1,) * v.ndim, number)
 
     with np.errstate(all="ignore"):
         for node in nodes:
             try:
                 if node.operation == "select_n":
-                    made = read(node.inputs[1 + int(read(node.inputs[0]))])
+                    made = read(node.inputs[1 + int(read(node.inputs[0]).item())])
                 elif node.operation == "max":
                     made = np.maximum(*map(read, node.inputs))
                 else:
@@ -212,7 +212,8 @@ def silu(a: np.ndarray) -> np.ndarray:
 
 def agree(got: np.ndarray, wanted: np.ndarray) -> bool:
     """True where two arrays are the same function's values in float64, but for roundings."""
-    if np.broadcast_shapes(got.shape, wanted.shape) != wanted.shape or not np.isfinite(wanted).all():
+    fits = got.ndim <= wanted.ndim and all(n in (1, m) for n, m in zip(got.shape[::-1], wanted.shape[::-1], strict=False))
+    if not fits or wanted.size == 0 or not np.isfinite(wanted).all():
         return False
     return bool(np.max(np.abs(got - wanted)) <= 1e-9 * np.max(np.abs(wanted)))
 

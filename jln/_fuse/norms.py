@@ -374,11 +374,12 @@ def _certified(region: _Region, order: dict[Parameter, int]) -> tuple[tuple, ...
 def _certificates(region: _Region, order: dict[Parameter, int]) -> Iterator[tuple]:
     x, features, parameters = region.x, region.features, list(order)
     shape = [n if a in features else min(n, ROWS) for a, n in enumerate(x.shape)]
-    values = [
-        drawn([1 if m == 1 else s for m, s in zip(p.shape, shape, strict=False)], i + 1)
+    values = {
+        i: drawn([1 if m == 1 else s for m, s in zip(p.shape, shape, strict=True)], i + 1)
         for i, p in enumerate(parameters)
-    ]
-    given = {v: values[order[p]] for v, p in region.leaves.items()}
+        if len(p.shape) == x.ndim and all(m in (1, n) for m, n in zip(p.shape, x.shape, strict=True))
+    }
+    given = {v: values[order[p]] for v, p in region.leaves.items() if order[p] in values}
     h = math.prod(x.shape[a] for a in features)
     read = {region.constants.number(v) for n in region.nodes for v in n.inputs}
     added = sorted(c for c in read if c is not None and 0 < c < 0.1)
@@ -389,7 +390,7 @@ def _certificates(region: _Region, order: dict[Parameter, int]) -> Iterator[tupl
     made = [computed(region.nodes, {x: rows, **given}, region.constants) for rows in draws]
     for y in reversed(region.candidates):
         numbers = [order[p] for p in region.parameters[y]]
-        if widens(y) or any(y not in m for m in made) or any(len(parameters[i].shape) != x.ndim for i in numbers):
+        if widens(y) or any(y not in m for m in made):
             continue
         for centres, epsilon, roles in itertools.product((False, True), epsilons, _roles(numbers, region, parameters)):
             arrays = [None if i is None else values[i] for i in roles]
