@@ -155,14 +155,16 @@ class _Rewriting:
         found = []
         for norm in self.norms:
             if norm.y not in self.in_front:
-                found.append(self._replaced(norm))
+                found += self._replaced(norm)
         why = f"fewer than {SHORT} features that no product reads are XLA's"
         return found + [Finding(None, (), why, n.y.maker, n.x) for n in self.left if n.y.maker is not None]
 
-    def _replaced(self, norm: Norm) -> Finding:
+    def _replaced(self, norm: Norm) -> list[Finding]:
         junction = self.junctions.get(norm.y)
-        if junction is not None and junction.in_front is None and self._reads_total(norm, junction):
-            junction = None  # since other calls have taken their places
+        found = []
+        if junction is not None and self._reads_total(norm, junction):  # since other calls have taken their places
+            found = [] if junction.in_front is None else self._replaced(junction.in_front)
+            junction = None
         addition = None if junction is not None else addition_of(self.graph, norm, self.constants)
         linears, why = self._linears(norm, junction, addition)
         call = self._call(norm, junction, addition, bool(linears))
@@ -179,7 +181,7 @@ class _Rewriting:
         assert node is not None
         finding = Finding(call.name, call.names, why, node, norm.x)
         self.graph.replace(results, call.inputs(), finish, finding)
-        return finding
+        return [*found, finding]
 
     def _linears(self, norm: Norm, junction: Junction | None, addition: Addition | None) -> tuple[list[Linear], str]:
         """The Linears that become a part of the norm's operator, and why there are none."""

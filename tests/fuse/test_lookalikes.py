@@ -738,7 +738,7 @@ def two_sums_that_scale_each_others_norm(xa, ra, xb, rb):
     return rms(a) * jnp.sum(b, (0, 1)), rms(b) * jnp.sum(a, (0, 1))
 
 
-@case(X, Y, X + 1, Y + 1, S, finds="rms_norm_add_rms_norm rms_norm rms_norm")
+@case(X, Y, X + 1, Y + 1, S, finds="rms_norm_add_rms_norm rms_norm_add rms_norm")
 def two_sums_of_norms_that_scale_each_others_norm(xa, ra, xb, rb, s):
     a, b = ra + rms(xa) * s, rb + rms(xb) * s
     return rms(a) * jnp.sum(b, (0, 1)), rms(b) * jnp.sum(a, (0, 1))
