@@ -70,12 +70,6 @@ def _dot(node: Node, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.einsum(f"{''.join(names_a)},{''.join(names_b)}->{''.join(batch + left + right)}", a, b)
 
 
-def _cast(node: Node, a: np.ndarray) -> np.ndarray:
-    if a.ndim and not {node.inputs[0].dtype.name, node.output.dtype.name} <= FLOATS:
-        raise NotImplementedError
-    return a
-
-
 def _power(node: Node, a: np.ndarray) -> np.ndarray:
     return a ** float(node.params["y"])
 
@@ -104,7 +98,7 @@ ANALYTIC: dict[str, Callable[..., Any]] = {
     "exp": _elementwise(np.exp),
     "log": _elementwise(np.log),
     "logistic": _elementwise(_sigmoid),
-    "convert_element_type": _cast,
+    "convert_element_type": _SAME,
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
     "squeeze": _reshape,
@@ -143,11 +137,10 @@ class Constants:
 
     def _computed(self, value: Value) -> float | None:
         if value.constant is not None:
-            is_number = np.ndim(value.constant) == 0 and not isinstance(value.constant, jax.core.Tracer)
-            is_number = is_number and np.issubdtype(value.dtype, np.number) | (value.dtype.name in (*FLOATS, "bool"))
-            return float(value.constant) if is_number else None
+            is_known = np.ndim(value.constant) == 0 and not isinstance(value.constant, jax.core.Tracer)
+            return float(value.constant) if is_known and _is_real(value.dtype) else None
         node = value.maker
-        if node is None or node.operation not in _OF_CONSTANTS or len(node.inputs) > 3:
+        if node is None or node.operation not in _OF_CONSTANTS or len(node.inputs) > 3 or not _is_real(value.dtype):
             return None
         numbers = [self.number(v) for v in node.inputs]
         if any(n is None for n in numbers):
@@ -157,7 +150,18 @@ class Constants:
         if node.operation in ("reduce_sum", "dot_general", "transpose", "pow"):
             return None
         with np.errstate(all="ignore"):
-            return float(_OF_CONSTANTS[node.operation](node, *map(np.float64, numbers)))
+            return _rounded(_OF_CONSTANTS[node.operation](node, *map(np.float64, numbers)), value.dtype)
+
+
+def _is_real(dtype: Any) -> bool:
+    return dtype.name in (*FLOATS, "bool") or jax.dtypes.issubdtype(dtype, np.integer)
+
+
+def _rounded(number: np.float64, dtype: Any) -> float | None:
+    """The number as the dtype holds it; None of one that no integer of the dtype is near to."""
+    if np.issubdtype(dtype, np.integer) and not np.iinfo(dtype).min <= number <= np.iinfo(dtype).max:
+        return None
+    return float(np.asarray(number).astype(dtype))
 
 
 def why_not_analytic(node: Node, full: int, constants: Constants) -> str | None:
@@ -171,7 +175,7 @@ def why_not_analytic(node: Node, full: int, constants: Constants) -> str | None:
     if name == "max":
         is_zero = any(constants.number(v) == 0 for v in node.inputs)
         return None if is_zero and node.output.size < full else "a maximum"
-    if name == "convert_element_type" and node.output.size > 1:
+    if name == "convert_element_type":
         dtypes = {node.inputs[0].dtype.name, node.output.dtype.name}
         return None if dtypes <= FLOATS else f"a cast to {node.output.dtype.name}"
     if name in ("reshape", "squeeze", "expand_dims"):
