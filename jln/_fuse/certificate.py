@@ -1,8 +1,9 @@
 """What a region of a program computes, in float64 on a few random rows.
 
 Functions that are analytic and agree on random rows agree everywhere. So of what is not analytic, as a maximum, a
-selection or an absolute value, nothing counts but a maximum of 0 and a row's statistic, which a variance needs for its
-roundings, and a selection by a constant. A cast counts as nothing, but for one to fewer bits than 16.
+selection or an absolute value, nothing counts but a selection by a constant, and the maximum of 0 and what is a row's
+variance or mean square, which a program's roundings may need. A cast counts as nothing, but for one to fewer bits than
+16.
 """
 
 from __future__ import annotations
@@ -183,11 +184,19 @@ def why_not_analytic(node: Node, full: int, constants: Constants) -> str | None:
     return None if name in ANALYTIC else name
 
 
-def computed(nodes: Sequence[Node], given: Mapping[Value, np.ndarray], constants: Constants) -> dict[Value, np.ndarray]:
-    """The values that the nodes make of what is given, in float64. What cannot be computed is left out."""
+def computed(
+    nodes: Sequence[Node],
+    given: Mapping[Value, np.ndarray],
+    constants: Constants,
+    squares: Sequence[np.ndarray] = (),
+) -> dict[Value, np.ndarray]:
+    """The values that the nodes make of what is given, in float64. What cannot be computed is left out.
+
+    squares: the rows' statistics that are never negative, so that a maximum of 0 and one of them is that one.
+    """
     values = dict(given)
 
-    def read(v: Value) -> Any:
+    def read(v: Value) -> np.ndarray:
         if v in values:
             return values[v]
         number = constants.number(v)
@@ -201,7 +210,9 @@ def computed(nodes: Sequence[Node], given: Mapping[Value, np.ndarray], constants
                 if node.operation == "select_n":
                     made = read(node.inputs[1 + int(read(node.inputs[0]).item())])
                 elif node.operation == "max":
-                    made = np.maximum(*map(read, node.inputs))
+                    (made,) = (read(v) for v in node.inputs if constants.number(v) != 0)
+                    if not any(agree(made.ravel(), s.ravel()) for s in squares):
+                        continue
                 else:
                     made = ANALYTIC[node.operation](node, *map(read, node.inputs))
             except (KeyError, NotImplementedError, ValueError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -384,10 +384,8 @@ def _certificates(region: _Region, order: dict[Parameter, int]) -> Iterator[tupl
     read = {region.constants.number(v) for n in region.nodes for v in n.inputs}
     added = sorted(c for c in read if c is not None and 0 < c < 0.1)
     epsilons = dict.fromkeys((0.0, *added, *(c / h for c in added)))
-    # Rows so small that epsilon counts, too.
-    sizes = (1.0, 0.03, *(k * math.sqrt(c) for c in added for k in (3, 0.3)))
-    draws = [size * drawn(shape, 0) for size in sizes]
-    made = [computed(region.nodes, {x: rows, **given}, region.constants) for rows in draws]
+    draws = [size * drawn(shape, 0) for size in _sizes(read)]
+    made = [computed(region.nodes, {x: rows, **given}, region.constants, _squares(rows, features)) for rows in draws]
     for y in reversed(region.candidates):
         numbers = [order[p] for p in region.parameters[y]]
         if widens(y) or any(y not in m for m in made):
@@ -400,6 +398,22 @@ def _certificates(region: _Region, order: dict[Parameter, int]) -> Iterator[tupl
             ):
                 yield region.nodes.index(y.maker), epsilon, centres, *roles
                 break
+
+
+def _sizes(numbers: Iterable[float | None]) -> list[float]:
+    """Sizes of rows at which each of a region's numbers counts, be it an epsilon, a factor or a bound."""
+    sizes = [1.0, -0.03]
+    for c in sorted({abs(c) for c in numbers if c is not None and 1e-60 < abs(c) < 1e60}):
+        for size in (math.sqrt(c), c, 1 / c, 1 / math.sqrt(c)):
+            if all(not 0.4 < abs(size / other) < 2.5 for other in sizes):
+                sizes.append(size)
+    return sizes
+
+
+def _squares(rows: np.ndarray, features: tuple[int, ...]) -> list[np.ndarray]:
+    """The statistics of the rows that are never negative, as means and as sums."""
+    means = [(rows * rows).mean(features), rows.var(features)]
+    return means + [m * math.prod(rows.shape[a] for a in features) for m in means]
 
 
 Role = int | None
