@@ -158,13 +158,6 @@ class _Rewriting:
                 totals.add(junction.total)
                 self.junctions[norm.y] = junction
         self.in_front = {j.in_front.y for j in self.junctions.values() if j.in_front is not None}
-        self.additions = {
-            n.y: addition
-            for n in norms
-            if n.y not in self.junctions
-            and n.y not in self.in_front
-            and (addition := addition_of(graph, n, constants)) is not None
-        }
         self.norms = [n for n in norms if n.y not in self.in_front and self._why_left(n) is None]
         self.left = [n for n in norms if n.y not in self.in_front and self._why_left(n) is not None]
 
@@ -175,7 +168,9 @@ class _Rewriting:
             return None
         if options.is_checkpointed and (junction is None or options.keeps_products):
             return _IS_MADE_AGAIN
-        if norm.y in self.additions or self.graph.is_result(norm.y) or self._is_read_by_a_product(norm.y):
+        if self.graph.is_result(norm.y) or self._is_read_by_a_product(norm.y):
+            return None
+        if junction is None and addition_of(self.graph, norm, self.constants) is not None:
             return None
         return _IS_READ_BY_NO_PRODUCT
 
@@ -196,15 +191,17 @@ class _Rewriting:
         return any(self.graph.depends(p, [junction.total]) for p in parameters)
 
     def findings(self) -> list[Finding]:
-        found = [self._replaced(norm) for norm in self.norms]
+        found = [finding for norm in self.norms for finding in self._replaced(norm)]
         left = [(norm, self._why_left(norm), norm.y.maker) for norm in self.left]
         return found + [Finding(None, (), why, node, norm.x) for norm, why, node in left if why and node is not None]
 
-    def _replaced(self, norm: Norm) -> Finding:
+    def _replaced(self, norm: Norm) -> list[Finding]:
         junction = self.junctions.get(norm.y)
-        if junction is not None and junction.in_front is None and self._reads_total(norm, junction):
-            junction = None  # since other calls have taken their places
-        addition = self.additions.get(norm.y)
+        found = []
+        if junction is not None and self._reads_total(norm, junction):  # since other calls have taken their places
+            found = [] if junction.in_front is None else self._replaced(junction.in_front)
+            junction = None
+        addition = None if junction is not None else addition_of(self.graph, norm, self.constants)
         linears, why = self._linears(norm, junction, addition)
         call = self._call(norm, junction, addition, bool(linears))
         results = [norm.y] if addition is None else [addition.y]
@@ -220,7 +217,7 @@ class _Rewriting:
         assert node is not None
         finding = Finding(call.name, call.names, why, node, norm.x)
         self.graph.replace(results, call.inputs(), finish, finding)
-        return finding
+        return [*found, finding]
 
     def _linears(self, norm: Norm, junction: Junction | None, addition: Addition | None) -> tuple[list[Linear], str]:
         """The Linears that become a part of the norm's operator, and why there are none."""

@@ -1,8 +1,9 @@
 """Certificates: what a region of a program computes, in float64 on a few random rows.
 
 Functions that are analytic and agree on random rows agree everywhere. So of what is not analytic, as a maximum, a
-selection or an absolute value, nothing counts but a maximum of 0 and a row's statistic, which a variance needs for its
-roundings, and a selection by a constant. A cast counts as nothing, but for one to fewer bits than 16.
+selection or an absolute value, nothing counts but a selection by a constant, and the maximum of 0 and what is a row's
+variance or mean square, which a program's roundings may need. A cast counts as nothing, but for one to fewer bits than
+16.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.core import Tracer
 
@@ -70,12 +72,6 @@ def _dot(node: Node, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.einsum(f"{''.join(names_a)},{''.join(names_b)}->{''.join(batch + left + right)}", a, b)
 
 
-def _cast(node: Node, a: np.ndarray) -> np.ndarray:
-    if a.ndim and not {node.inputs[0].dtype.name, node.output.dtype.name} <= FLOATS:
-        raise NotImplementedError
-    return a
-
-
 def _power(node: Node, a: np.ndarray) -> np.ndarray:
     return a ** float(node.params["y"])
 
@@ -104,7 +100,7 @@ ANALYTIC: dict[str, Callable[..., Any]] = {
     "exp": _elementwise(np.exp),
     "log": _elementwise(np.log),
     "logistic": _elementwise(_sigmoid),
-    "convert_element_type": _cast,
+    "convert_element_type": _SAME,
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
     "squeeze": _reshape,
@@ -143,11 +139,10 @@ class Constants:
 
     def _computed(self, value: Value) -> float | None:
         if value.constant is not None:
-            is_number = np.ndim(value.constant) == 0 and not isinstance(value.constant, Tracer)
-            is_number = is_number and np.issubdtype(value.dtype, np.number) | (value.dtype.name in (*FLOATS, "bool"))
-            return float(value.constant) if is_number else None
+            is_known = np.ndim(value.constant) == 0 and not isinstance(value.constant, Tracer)
+            return float(value.constant) if is_known and _is_real(value.dtype) else None
         node = value.maker
-        if node is None or node.operation not in _OF_CONSTANTS or len(node.inputs) > 3:
+        if node is None or node.operation not in _OF_CONSTANTS or len(node.inputs) > 3 or not _is_real(value.dtype):
             return None
         numbers = [self.number(v) for v in node.inputs]
         if any(n is None for n in numbers):
@@ -157,7 +152,18 @@ class Constants:
         if node.operation in ("reduce_sum", "dot_general", "transpose", "pow"):
             return None
         with np.errstate(all="ignore"):
-            return float(_OF_CONSTANTS[node.operation](node, *map(np.float64, numbers)))
+            return _rounded(_OF_CONSTANTS[node.operation](node, *map(np.float64, numbers)), value.dtype)
+
+
+def _is_real(dtype: Any) -> bool:
+    return dtype.name in (*FLOATS, "bool") or jax.dtypes.issubdtype(dtype, np.integer)
+
+
+def _rounded(number: np.float64, dtype: Any) -> float | None:
+    """The number as the dtype holds it; None of one that no integer of the dtype is near to."""
+    if np.issubdtype(dtype, np.integer) and not np.iinfo(dtype).min <= number <= np.iinfo(dtype).max:
+        return None
+    return float(np.asarray(number).astype(dtype))
 
 
 def why_not_analytic(node: Node, full: int, constants: Constants) -> str | None:
@@ -171,7 +177,7 @@ def why_not_analytic(node: Node, full: int, constants: Constants) -> str | None:
     if name == "max":
         is_zero = any(constants.number(v) == 0 for v in node.inputs)
         return None if is_zero and node.output.size < full else "a maximum"
-    if name == "convert_element_type" and node.output.size > 1:
+    if name == "convert_element_type":
         dtypes = {node.inputs[0].dtype.name, node.output.dtype.name}
         return None if dtypes <= FLOATS else f"a cast to {node.output.dtype.name}"
     if name in ("reshape", "squeeze", "expand_dims"):
@@ -179,25 +185,35 @@ def why_not_analytic(node: Node, full: int, constants: Constants) -> str | None:
     return None if name in ANALYTIC else name
 
 
-def computed(nodes: Sequence[Node], given: Mapping[Value, np.ndarray], constants: Constants) -> dict[Value, np.ndarray]:
-    """The values that the nodes make of what is given, in float64. What cannot be computed is left out."""
+def computed(
+    nodes: Sequence[Node],
+    given: Mapping[Value, np.ndarray],
+    constants: Constants,
+    squares: Sequence[np.ndarray] = (),
+) -> dict[Value, np.ndarray]:
+    """The values that the nodes make of what is given, in float64. What cannot be computed is left out.
+
+    squares: the rows' statistics that are never negative, so that a maximum of 0 and one of them is that one.
+    """
     values = dict(given)
 
-    def read(v: Value) -> Any:
+    def read(v: Value) -> np.ndarray:
         if v in values:
             return values[v]
         number = constants.number(v)
         if number is None:
             raise KeyError
-        return np.float64(number)
+        return np.full((1,) * v.ndim, number)
 
     with np.errstate(all="ignore"):
         for node in nodes:
             try:
                 if node.operation == "select_n":
-                    made = read(node.inputs[1 + int(read(node.inputs[0]))])
+                    made = read(node.inputs[1 + int(read(node.inputs[0]).item())])
                 elif node.operation == "max":
-                    made = np.maximum(*map(read, node.inputs))
+                    (made,) = (read(v) for v in node.inputs if constants.number(v) != 0)
+                    if not any(agree(made.ravel(), s.ravel()) for s in squares):
+                        continue
                 else:
                     made = ANALYTIC[node.operation](node, *map(read, node.inputs))
             except (KeyError, NotImplementedError, ValueError):
@@ -212,7 +228,10 @@ def silu(a: np.ndarray) -> np.ndarray:
 
 def agree(got: np.ndarray, wanted: np.ndarray) -> bool:
     """True where two arrays are the same function's values in float64, but for roundings."""
-    if np.broadcast_shapes(got.shape, wanted.shape) != wanted.shape or not np.isfinite(wanted).all():
+    fits = got.ndim <= wanted.ndim and all(
+        n in (1, m) for n, m in zip(got.shape[::-1], wanted.shape[::-1], strict=False)
+    )
+    if not fits or wanted.size == 0 or not np.isfinite(wanted).all():
         return False
     return bool(np.max(np.abs(got - wanted)) <= 1e-9 * np.max(np.abs(wanted)))
 

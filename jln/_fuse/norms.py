@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -61,9 +61,10 @@ class Norm(NamedTuple):
     nodes: frozenset[Node]
 
     @property
-    def rows(self) -> tuple[int, ...]:
-        """The axes that are not normalised."""
-        return tuple(a for a in range(self.x.ndim) if a not in self.features)
+    def is_of_rows(self) -> bool:
+        """True where the normalised axes are the last ones, or have a parameter: those of a batch norm have none."""
+        first = self.x.ndim - len(self.features)
+        return self.features == tuple(range(first, self.x.ndim)) or (self.scale, self.offset) != (None, None)
 
 
 class Miss(NamedTuple):
@@ -86,7 +87,7 @@ def norms_of(graph: Graph, constants: Constants) -> tuple[list[Norm], list[Miss]
             if x.dtype.name not in FLOATS or math.prod(x.shape[a] for a in axes) < FEWEST:
                 continue
             region = _Region(x, node, axes, constants)
-            certified = list(region.norms(graph))
+            certified = [n for n in region.norms(graph) if n.is_of_rows]
             if certified:
                 found += certified
                 used |= frozenset().union(*(n.nodes for n in certified))
@@ -374,22 +375,21 @@ def _certified(region: _Region, order: dict[Parameter, int]) -> tuple[tuple, ...
 def _certificates(region: _Region, order: dict[Parameter, int]) -> Iterator[tuple]:
     x, features, parameters = region.x, region.features, list(order)
     shape = [n if a in features else min(n, ROWS) for a, n in enumerate(x.shape)]
-    values = [
-        drawn([1 if m == 1 else s for m, s in zip(p.shape, shape, strict=False)], i + 1)
+    values = {
+        i: drawn([1 if m == 1 else s for m, s in zip(p.shape, shape, strict=True)], i + 1)
         for i, p in enumerate(parameters)
-    ]
-    given = {v: values[order[p]] for v, p in region.leaves.items()}
+        if len(p.shape) == x.ndim and all(m in (1, n) for m, n in zip(p.shape, x.shape, strict=True))
+    }
+    given = {v: values[order[p]] for v, p in region.leaves.items() if order[p] in values}
     h = math.prod(x.shape[a] for a in features)
     read = {region.constants.number(v) for n in region.nodes for v in n.inputs}
     added = sorted(c for c in read if c is not None and 0 < c < 0.1)
     epsilons = dict.fromkeys((0.0, *added, *(c / h for c in added)))
-    # Rows so small that epsilon counts, too.
-    sizes = (1.0, 0.03, *(k * math.sqrt(c) for c in added for k in (3, 0.3)))
-    draws = [size * drawn(shape, 0) for size in sizes]
-    made = [computed(region.nodes, {x: rows, **given}, region.constants) for rows in draws]
+    draws = [size * drawn(shape, 0) for size in _sizes(read)]
+    made = [computed(region.nodes, {x: rows, **given}, region.constants, _squares(rows, features)) for rows in draws]
     for y in reversed(region.candidates):
         numbers = [order[p] for p in region.parameters[y]]
-        if widens(y) or any(y not in m for m in made) or any(len(parameters[i].shape) != x.ndim for i in numbers):
+        if widens(y) or any(y not in m for m in made):
             continue
         for centres, epsilon, roles in itertools.product((False, True), epsilons, _roles(numbers, region, parameters)):
             arrays = [None if i is None else values[i] for i in roles]
@@ -399,6 +399,22 @@ def _certificates(region: _Region, order: dict[Parameter, int]) -> Iterator[tupl
             ):
                 yield next(i for i, n in enumerate(region.nodes) if n is y.maker), epsilon, centres, *roles
                 break
+
+
+def _sizes(numbers: Iterable[float | None]) -> list[float]:
+    """Sizes of rows at which each of a region's numbers counts, be it an epsilon, a factor or a bound."""
+    sizes = [1.0, -0.03]
+    for c in sorted({abs(c) for c in numbers if c is not None and 1e-60 < abs(c) < 1e60}):
+        for size in (math.sqrt(c), c, 1 / c, 1 / math.sqrt(c)):
+            if all(not 0.4 < abs(size / other) < 2.5 for other in sizes):
+                sizes.append(size)
+    return sizes
+
+
+def _squares(rows: np.ndarray, features: tuple[int, ...]) -> list[np.ndarray]:
+    """The statistics of the rows that are never negative, as means and as sums."""
+    means = [(rows * rows).mean(features), rows.var(features)]
+    return means + [m * math.prod(rows.shape[a] for a in features) for m in means]
 
 
 Role = int | None
