@@ -13,7 +13,7 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -156,7 +156,7 @@ class Constants:
 
 
 def _is_real(dtype: Any) -> bool:
-    return dtype.name in (*FLOATS, "bool") or jax.dtypes.issubdtype(dtype, np.integer)
+    return dtype.name in (*FLOATS, "bool") or jnp.issubdtype(dtype, np.integer)
 
 
 def _rounded(number: np.float64, dtype: Any) -> float | None:

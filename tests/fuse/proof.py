@@ -1,4 +1,4 @@
-"""How a function is held beside what `jln.fuse` makes of it: operators, value and every gradient."""
+"""Proof that a function and what `jln.fuse` makes of it are the same: operators, value and every gradient."""
 
 import collections
 import contextlib

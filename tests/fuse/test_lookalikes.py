@@ -200,7 +200,7 @@ def batch_norm(x):
     return (x - m) * lax.rsqrt(jnp.mean((x - m) ** 2, (0, 1), keepdims=True) + EPS) + mean(x)
 
 
-@case(normal(H, 6), normal(6), normal(6), finds="layer_norm")
+@case(normal(H, 6), normal(6), normal(6))
 def batch_norm_which_is_a_norm_over_the_first_axis(x, s, b):
     return (x - jnp.mean(x, 0)) * lax.rsqrt(jnp.var(x, 0) + EPS) * s + b
 
@@ -682,7 +682,7 @@ def a_norm_over_two_axes(x):
     return x * lax.rsqrt(jnp.mean(x * x, (1, 2), keepdims=True) + EPS)
 
 
-@case(normal(2, 6, 6, 64), normal(64), normal(64), finds="layer_norm")
+@case(normal(2, 6, 6, 64), normal(64), normal(64))
 def a_group_norm(x, s, b):
     groups = x.reshape(2, 6, 6, 4, 16)
     m = jnp.mean(groups, (1, 2, 4), keepdims=True)
@@ -690,7 +690,7 @@ def a_group_norm(x, s, b):
     return ((groups - m) * lax.rsqrt(v + EPS)).reshape(x.shape) * s + b
 
 
-@case(normal(2, 24, 24, 8), finds="layer_norm")
+@case(normal(2, 24, 24, 8))
 def an_instance_norm(x):
     m, v = jnp.mean(x, (1, 2), keepdims=True), jnp.var(x, (1, 2), keepdims=True)
     return (x - m) * lax.rsqrt(v + EPS)
