@@ -386,7 +386,10 @@ def _certificates(region: _Region, order: dict[Parameter, int]) -> Iterator[tupl
     added = sorted(c for c in read if c is not None and 0 < c < 0.1)
     epsilons = dict.fromkeys((0.0, *added, *(c / h for c in added)))
     draws = [size * drawn(shape, 0) for size in _sizes(read)]
-    made = [computed(region.nodes, {x: rows, **given}, region.constants, _squares(rows, features)) for rows in draws]
+    exact = (1 / h, math.sqrt(h), 1 / math.sqrt(h))
+    made = [
+        computed(region.nodes, {x: rows, **given}, region.constants, _squares(rows, features), exact) for rows in draws
+    ]
     for y in reversed(region.candidates):
         numbers = [order[p] for p in region.parameters[y]]
         if widens(y) or any(y not in m for m in made):
