@@ -118,7 +118,10 @@ _SQUARES = ("square", "integer_pow", "mul")
 
 
 def _origins(value: Value) -> list[Value]:
-    """The values that a sum may be of: the furthest first, x in front of its float32 copy and of its square."""
+    """The values that a sum may be of: the furthest first, x in front of its float32 copy and of its square.
+
+    Not in front of a float64 copy, as operators compute in float64 only what comes in it.
+    """
     chain = [value]
     while True:
         node = value.maker
@@ -126,7 +129,7 @@ def _origins(value: Value) -> list[Value]:
             return chain[::-1]
         if node.operation == "mul" and node.inputs[0] is not node.inputs[1]:
             return chain[::-1]
-        if node.operation == "convert_element_type" and not widens(value):
+        if node.operation == "convert_element_type" and (not widens(value) or value.dtype == np.float64):
             return chain[::-1]
         chain.append(value := node.inputs[0])
 

@@ -294,7 +294,7 @@ def check(plan: Plan) -> list[str]:
         if plan["off"] is None and not any(plan["kind"] in name for name in found):
             wrong.append(f"found {found} for a {plan['kind']}")
         parts = difference(function, args)
-        if not parts <= (3e-7 if plan["upcast"] else 1e-10):
+        if not parts <= (2e-7 if plan["upcast"] else 1e-10):
             wrong.append(f"differs by {parts:.1e}")
     except Exception as error:  # whatever fuse raises is wrong
         wrong.append(f"raised {type(error).__name__}: {str(error)[:200]}")
