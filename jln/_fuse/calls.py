@@ -151,10 +151,15 @@ class _Rewriting:
         self.in_front: set[Value] = set()
         self.junctions: dict[Value, Junction] = {}  # by their norm's y
         by_result = {n.y: n for n in norms}
+        runs = [n for n in norms if n.centres or not options.is_checkpointed]
+        additions = [addition_of(graph, norm, constants) for norm in runs]
+        behind = {a.y for a in additions if a is not None}  # sums that are a part of the norm in front of them
         totals: set[Value] = set()
         for norm in norms:
             junction = junction_of(graph, norm, by_result, constants)
-            if junction is not None and junction.total not in totals and not self._reads_total(norm, junction):
+            if junction is None or junction.total in totals or self._reads_total(norm, junction):
+                continue
+            if junction.in_front is not None or junction.total not in behind:
                 totals.add(junction.total)
                 self.junctions[norm.y] = junction
         self.in_front = {j.in_front.y for j in self.junctions.values() if j.in_front is not None}

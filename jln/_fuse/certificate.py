@@ -190,10 +190,12 @@ def computed(
     given: Mapping[Value, np.ndarray],
     constants: Constants,
     squares: Sequence[np.ndarray] = (),
+    exact: Sequence[float] = (),
 ) -> dict[Value, np.ndarray]:
     """The values that the nodes make of what is given, in float64. What cannot be computed is left out.
 
     squares: the rows' statistics that are never negative, so that a maximum of 0 and one of them is that one.
+    exact: the numbers that a program may have as float32 rounds them, such as 1/768, and means exactly.
     """
     values = dict(given)
 
@@ -203,6 +205,8 @@ def computed(
         number = constants.number(v)
         if number is None:
             raise KeyError
+        if v.dtype == np.float32:
+            number = next((e for e in exact if np.float32(e) == number), number)
         return np.full((1,) * v.ndim, number)
 
     with np.errstate(all="ignore"):

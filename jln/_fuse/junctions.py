@@ -131,8 +131,9 @@ class _Finder:
         gate: Gate = None
         v = value
         while self.graph.is_read_once(v) and v.maker is not None:
-            if v in self.norms and gate is None and self._is_in_front(self.norms[v]):
-                return _Branch(self.norms[v].x, in_front=self.norms[v])
+            if v in self.norms:  # its scale is no gate and its offset no bias, or it would be lost
+                is_in_front = gate is None and self._is_in_front(self.norms[v])
+                return _Branch(self.norms[v].x, in_front=self.norms[v]) if is_in_front else _Branch(v, None, gate)
             if widens(v):
                 v = v.maker.inputs[0]
             elif (split := self._gated(v)) is not None and (gate is None or split[1] == 1.0):

@@ -118,7 +118,10 @@ _SQUARES = ("square", "integer_pow", "mul")
 
 
 def _origins(value: Value) -> list[Value]:
-    """The values that a sum may be of: the furthest first, x in front of its float32 copy and of its square."""
+    """The values that a sum may be of: the furthest first, x in front of its float32 copy and of its square.
+
+    Not in front of a float64 copy, as operators compute in float64 only what comes in it.
+    """
     chain = [value]
     while True:
         node = value.maker
@@ -126,7 +129,7 @@ def _origins(value: Value) -> list[Value]:
             return chain[::-1]
         if node.operation == "mul" and node.inputs[0] is not node.inputs[1]:
             return chain[::-1]
-        if node.operation == "convert_element_type" and not widens(value):
+        if node.operation == "convert_element_type" and (not widens(value) or value.dtype == np.float64):
             return chain[::-1]
         chain.append(value := node.inputs[0])
 
@@ -386,7 +389,10 @@ def _certificates(region: _Region, order: dict[Parameter, int]) -> Iterator[tupl
     added = sorted(c for c in read if c is not None and 0 < c < 0.1)
     epsilons = dict.fromkeys((0.0, *added, *(c / h for c in added)))
     draws = [size * drawn(shape, 0) for size in _sizes(read)]
-    made = [computed(region.nodes, {x: rows, **given}, region.constants, _squares(rows, features)) for rows in draws]
+    exact = (1 / h, math.sqrt(h), 1 / math.sqrt(h))
+    made = [
+        computed(region.nodes, {x: rows, **given}, region.constants, _squares(rows, features), exact) for rows in draws
+    ]
     for y in reversed(region.candidates):
         numbers = [order[p] for p in region.parameters[y]]
         if widens(y) or any(y not in m for m in made):
