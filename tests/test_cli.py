@@ -64,7 +64,15 @@ ERRORS = {
     "too many features": (["check", "rms_norm_linear", "--features", "9" * 18], "too large: 64x1024 to 9999"),
     "too many digits": (["check", "layer_norm", "--shape", "9" * 5000], "a shape is written as 8192x4096"),
     "unknown workload": (["report", "--workload", "gpt2"], "unknown workload 'gpt2'; known are layer-norm-1024, "),
-    "unknown chip": (["report", "--chip", "v100"], "unknown chip 'v100'; known are a100, l4, l40s, h100, h200, b200"),
+    "unknown chip": (["report", "--chip", "v100"], "unknown chip 'v100'; known are a100, h100, h200, b200\n"),
+    "unknown chip on a mesh": (
+        ["report", "--mesh", "data=2", "--chip", "v100"],
+        "unknown chip 'v100'; known are a100, h100, h200, b200\n",
+    ),
+    "kernels for no chip": (
+        ["report", "--kernels", "--chip", "v100"],
+        "known are a100, l4, l40s, h100, h200, b200, mi",
+    ),
     "a program for no such chip": (
         ["report", "--chip", "l4"],
         "a whole program for l4 is none of a100, h100, h200, b200",
@@ -89,6 +97,7 @@ ERRORS = {
     "tune for nothing": (["tune", "gpt5", "--dry-run"], "unknown workload 'gpt5'"),
     "tune for the CPU": (["tune", "cpu-1024x4096-float32", "--dry-run"], "unknown workload 'cpu-1024x4096-float32'"),
     "tune for no chip": (["tune", "--chip", "h2000", "--dry-run"], "unknown chip 'h2000'; known are a100"),
+    "tune on no chip": (["tune", "--chip", "h2000"], "unknown chip 'h2000'; --dry-run takes a100, l4, l40s"),
     "tune in no dtype": (["tune", "--dtype", "float64", "--dry-run"], "unknown dtype 'float64'; known are bfloat16"),
     "tune without timing": (["tune", "--repetitions", "0"], "greater than or equal to 1"),
     "nothing to compile": (["report"], "jln's kernels cannot be compiled: "),

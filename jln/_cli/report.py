@@ -81,7 +81,7 @@ def command(
     as trainers do, communicate and keep on each GPU, beside plain jnp. With --kernels: registers, spills, shared memory
     and loads of each kernel by itself. Exits with 1 if a program or a kernel of jln does not compile.
     """
-    known("chip", [chip], CHIPS)
+    known("chip", [chip], CHIPS if kernels or chip in CHIPS else program.CHIPS)
     for_output(output)
     if kernels:
         if mesh or peer or sequence:

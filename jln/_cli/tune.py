@@ -73,7 +73,8 @@ def _workloads(names: Sequence[str] | None, dtype: str | None) -> list[Workload]
 
 
 def _chip(name: str | None, dry_run: bool) -> Chip:
-    known("chip", [name] if name is not None else [], CHIPS)
+    hint = None if dry_run else f"--dry-run takes {', '.join(CHIPS)}"
+    known("chip", [name] if name is not None else [], CHIPS, hint)
     if dry_run:
         return CHIPS[name or "h200"]
     device = devices()[0]

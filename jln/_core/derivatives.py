@@ -297,6 +297,9 @@ def in_one_program(static: int) -> Callable[[Callable[..., Any]], Callable[..., 
     It is not compiled where mesh axes are explicit: what JAX keeps there for the derivative of `auto_axes` lies on the
     mesh with automatic axes, cotangents on that with explicit ones, and from 0.11 on JAX refuses both as arguments of
     one program that looks for its devices.
+
+    Nor is it where JAX looks for NaN or inf: those that it finds in the linearised part of a compiled program it does
+    not tell as a FloatingPointError (seen in JAX 0.11.2 and 0.12).
     """
 
     def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -304,7 +307,9 @@ def in_one_program(static: int) -> Callable[[Callable[..., Any]], Callable[..., 
 
         @functools.wraps(function)
         def call(*arguments: Any) -> Any:
-            if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+            explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+            watched = jax.config.jax_debug_nans or jax.config.jax_debug_infs  # pyright: ignore[reportAttributeAccessIssue]
+            if explicit or watched:
                 return function(*arguments)
             return compiled(*arguments)
 

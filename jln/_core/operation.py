@@ -328,4 +328,12 @@ def _result_shapes(formula, arrays, tree, told, x64: bool) -> list[jax.ShapeDtyp
 @functools.lru_cache(maxsize=1024)
 def _jitted(primitive: Primitive, params: tuple) -> Callable:
     """A jitted call of a primitive, for the rare case that an operation is evaluated outside of jit."""
-    return jax.jit(functools.partial(primitive.bind, **dict(params)))
+
+    def call(*operands):
+        return primitive.bind(*operands, **dict(params))
+
+    call.__name__ = call.__qualname__ = primitive.name
+    # Where jax_debug_nans finds a NaN, JAX calls a jitted function again without jit, which would come back here. Of a
+    # function that says it is one primitive, JAX says so in its FloatingPointError instead.
+    call._apply_primitive = True  # pyright: ignore[reportFunctionMemberAccess]
+    return jax.jit(call)

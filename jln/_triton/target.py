@@ -176,12 +176,14 @@ def on(platform: str | None, add: Callable[[Callable[..., Any]], int] | None) ->
         return used or Gpu(chip)
     if platform != "cpu":
         raise RuntimeError("implementation='triton' runs on NVIDIA and AMD GPUs; this program is for another platform")
+    wanted = []
+    if importlib.util.find_spec("triton") is None:
+        wanted.append(f"install triton ({INSTALL['interpreter']})")
     if not interpreting():
+        wanted.append("set the environment variable TRITON_INTERPRET=1 before Python starts")
+    if wanted:
         raise RuntimeError(
             "implementation='triton' runs on NVIDIA and AMD GPUs. To run the kernels on the CPU, by Triton's "
-            "interpreter (slowly), install triton and set the environment variable TRITON_INTERPRET=1 before Python "
-            "starts"
+            f"interpreter (slowly), {' and '.join(wanted)}"
         )
-    if importlib.util.find_spec("triton") is None:
-        raise RuntimeError(f"implementation='triton' cannot run: triton is not installed: {INSTALL['interpreter']}")
     return Interpreter(of_program=None if add is None else OnHost(add))

@@ -138,6 +138,10 @@ RULES = [
         (f"{TRANSFORMED}test_vmap_of_grad[xla-layer_norm-x]",),
     ),
     Mutant(
+        "an operation called again where JAX looks for NaN", OPERATION, "call._apply_primitive = True", "pass",
+        ("tests/test_debug_nans.py::test_results_that_are_no_numbers[xla-jit-nan-jit-layer_norm_linear]",),
+    ),
+    Mutant(
         "operands vary apart in shard_map", DERIVATIVES,
         """return jax.lax.pcast(a, tuple(sorted(missing)), to="varying") if missing else a""", "return a",
         ("tests/test_shard_map.py::test_gradients_of_what_devices_share_are_added_up[xla-layer_norm-rows]",),

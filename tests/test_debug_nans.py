@@ -1,0 +1,118 @@
+"""The operators under `jax_debug_nans` and `jax_debug_infs`: JAX's own error of what is not a number, and no other."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import workbench
+from jln import _catalogue
+from jln._catalogue import FORMS
+from matrix import bind, directions, every, first, loss, operands
+
+FLAGS = {"nan": jax.debug_nans, "inf": jax.debug_infs}
+
+
+def scanned(f):
+    return lambda x, *rest: jax.lax.scan(lambda c, _: (first(f)(c, *rest), None), x, length=1)[0]
+
+
+# Eagerly JAX names what it evaluates: an operation of ours, or a whole scan.
+HOW = {
+    "eager": (lambda f, a: f, "jln_"),
+    "jit": (lambda f, a: jax.jit(f), "jln_"),
+    "grad": (lambda f, a: jax.grad(loss(f), every(a)), "jln_"),
+    "jit(grad)": (lambda f, a: jax.jit(jax.grad(loss(f), every(a))), "jln_"),
+    "grad(jit)": (lambda f, a: jax.grad(jax.jit(loss(f)), every(a)), "jln_"),
+    "scan": (lambda f, a: scanned(f), "jln_|scan"),
+    "jit(scan)": (lambda f, a: jax.jit(scanned(f)), "jln_|scan"),
+    "grad(scan)": (lambda f, a: jax.grad(lambda *v: jnp.sum(scanned(f)(*v)), every(a)), "jln_|scan"),
+}
+OF_RESULTS = ("eager", "jit", "scan", "jit(scan)")  # where results are inf, gradients are NaN
+
+
+def poisoned(a, value=np.nan):
+    a = np.array(a)
+    a.flat[0] = value
+    return jnp.asarray(a)
+
+
+def spoilt(named, flag):
+    """Arguments of which the results have NaN, or inf from finite numbers alone: a wide row times a huge scale."""
+    if flag == "nan":
+        return named | {"x": poisoned(named["x"])}
+    return named | {"x": poisoned(named["x"], 100.0), "scale": poisoned(named["scale"], 1.7e308)}
+
+
+@pytest.fixture(params=[False, True], ids=["jit", "disable_jit"])
+def disabled(request):
+    return request.param
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(("flag", "how"), [("nan", how) for how in HOW] + [("inf", how) for how in OF_RESULTS])
+def test_results_that_are_no_numbers(name, flag, how, implementation, disabled):
+    """The error is JAX's, whatever calls the operator; with numbers alone there is none."""
+    operator = FORMS[name]
+    named = operands(name)
+    function = operator.in_order(operator.function, tuple(named), implementation=implementation)
+    bad, (transformed, culprit) = spoilt(named, flag), HOW[how]
+    with FLAGS[flag](True), jax.disable_jit(disabled):
+        transformed(function, tuple(named))(*named.values())
+        with pytest.raises(FloatingPointError, match=rf"\({flag}\) encountered in ({culprit})"):
+            transformed(function, tuple(named))(*bad.values())
+
+
+DERIVATIVES = {
+    "jvp": lambda f, a, t: jax.jvp(f, a, t),
+    "jit(jvp)": lambda f, a, t: jax.jit(lambda t: jax.jvp(f, a, t))(t),
+    "linearize": lambda f, a, t: jax.linearize(f, *a)[1](*t),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("how", DERIVATIVES)
+def test_a_tangent_that_is_no_number(name, how, disabled):
+    """Tangents go through operations that are linear in them, and the error is JAX's there, too."""
+    function, given = bind(name, "", forward_mode=True)
+    good = directions(given)
+    bad = (poisoned(good[0]), *good[1:])
+    with jax.debug_nans(True), jax.disable_jit(disabled):
+        DERIVATIVES[how](function, given, good)
+        with pytest.raises(FloatingPointError, match=r"\(nan\) encountered in jln_"):
+            DERIVATIVES[how](function, given, bad)
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("forward_mode", [False, True])
+def test_a_cotangent_that_is_no_number(name, compiled, forward_mode, disabled):
+    """The error is JAX's in the backward pass, be it the operator's rule or the transpose of a linear operation."""
+    function, given = bind(name, "", forward_mode=forward_mode)
+    results = function(*given)
+    good, bad = jax.tree.map(jnp.ones_like, results), jax.tree.map(poisoned, results)
+    with jax.debug_nans(True), jax.disable_jit(disabled):
+        pull = jax.vjp(function, *given)[1]
+        pull = jax.jit(pull) if compiled else pull
+        pull(good)
+        with pytest.raises(FloatingPointError, match=r"\(nan\) encountered in (jln_|dot_general)"):
+            pull(bad)
+
+
+# No rows; one element; ragged rows and columns, which kernels mask; no features; squares that overflow float32, where
+# the operations of plain jnp by themselves give inf.
+SIZES = [((0, 8), (4,), 1.0), ((3, 1), (1,), 1.0), ((5, 7), (3,), 1.0), ((3, 8), (0,), 1.0), ((5, 7), (3,), 1e30)]
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(("shape", "features", "spread"), SIZES)
+def test_no_error_without_a_cause(name, shape, features, spread, implementation, disabled):
+    """Results and gradients without NaN raise nothing: what only a kernel's masked columns or empty results hold."""
+    operator = FORMS[name]
+    arrays = [a.of(_catalogue.sizes(shape, -1, features), "float32", "float32") for a in operator.arguments]
+    given = [workbench.normal(i, a.shape, a.dtype) for i, a in enumerate(arrays)]
+    given[0] = given[0] * spread
+    function = operator.in_order(operator.function, implementation=implementation)
+    with jax.debug_nans(True), jax.debug_infs(True), jax.disable_jit(disabled):
+        results = jax.value_and_grad(loss(function), every(given))(*given)
+    assert all(np.isfinite(a).all() for a in jax.tree.leaves(results))
