@@ -46,13 +46,6 @@ LINEAR_TILES = "jln/_norm_linear/tiles.py"
 SEARCH = "jln/_bench/search.py"
 LIMITS = "jln/_accuracy.py"
 REFERENCE = "jln/reference.py"
-ORIGINS = "jln/_modules/origins.py"
-NORMS_OF_MODULES = "jln/_modules/norms.py"
-RECIPES = "jln/_modules/recipes.py"
-CONTEXTS = "jln/convert/_interceptors.py"
-CONVERSION_OF_NNX = "jln/convert/_nnx.py"
-CONVERSIONS = "jln/convert/_common.py"
-READING = "jln/_norm_linear/reading.py"
 EXPLAIN = "jln/_explain.py"
 
 ACCURACY = "tests/test_accuracy.py::"
@@ -70,7 +63,6 @@ JUNCTION = "tests/test_junction.py::"
 GATED = "tests/test_gated.py::"
 JUNCTION_MESH = "tests/test_junction_mesh.py::"
 EXECUTED = "tests/executed/"
-FUSE = "tests/modules/test_fuse.py::"
 
 # Whole rows, several a tile and the last one ragged; a row in chunks.
 WHOLE = (f"{ACCURACY}test_family[triton-37-100-add_layer_norm-float32]",)
