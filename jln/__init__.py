@@ -47,7 +47,7 @@ __all__ = [
 ]
 __version__ = "0.2.0"
 
-_ON_DEMAND = ("checkpoint_policies", "convert", "equinox", "haiku", "linen", "nnx", "program", "testing")
+_ON_DEMAND = ("checkpoint_policies", "equinox", "haiku", "linen", "nnx", "program", "testing")
 
 
 def __getattr__(name: str) -> Any:

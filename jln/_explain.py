@@ -22,12 +22,11 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Ro
 
     Nothing is computed: the call is traced as by `jax.eval_shape`, so arrays may be `jax.ShapeDtypeStruct`s. A "norm"
     or "fused" call reaches jln's operators, which run Triton kernels where the program is compiled for an NVIDIA GPU
-    with jax-triton installed, and XLA elsewhere. The framework's own layers are not listed: convert the model first, or
-    call inside of `jln.convert.linen()` or `jln.convert.haiku()`.
+    with jax-triton installed, and XLA elsewhere. A framework's own layers are not listed; of a function that `jln.fuse`
+    has made, the operators in their place are, and the norms that it left.
 
     JAX does not trace again what is under `jax.jit`. Of an object that such a function has closed over, you see the
-    state at the first call of `explain`, as JAX runs the state of the function's first call. Conversions by
-    `jln.convert` are an exception.
+    state at the first call of `explain`, as JAX runs the state of the function's first call.
 
     Args:
       function: a layer or a model of Flax NNX or Equinox; a Linen module or what `hk.transform` returns, whose
@@ -63,7 +62,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Ro
     arrays = [a for a, known in zip(leaves, is_array, strict=True) if known]
     model = inspect.unwrap(function)
     known = places_known.set(places(getattr(model, "__self__", model)))
-    with heard_by(_written), _asked(_conversions):
+    with heard_by(_written), _asked(True):
         try:
             program = jax.make_jaxpr(traced)(arrays)
         except Exception as error:
@@ -97,23 +96,15 @@ def traceable(function: Any) -> Callable[..., Any]:
 
 
 # A part of the key of JAX's caches: programs traced for the user have no equations of `_primitive`, those traced for
-# `explain` have them. The value is the same in every call of `explain`, as JAX keeps what it has traced under each. It
-# is another one once a conversion has changed the classes of models that JAX has seen.
-_asked = jax.make_user_context(default_value=0)
-_conversions = 1
+# `explain` have them. The value is the same in every call of `explain`, as JAX keeps what it has traced under each.
+_asked = jax.make_user_context(default_value=False)
 
 
 @contextlib.contextmanager
 def unasked() -> Iterator[None]:
     """A context whose calls are not collected."""
-    with listening(), _asked(0):
+    with listening(), _asked(False):
         yield
-
-
-def converted() -> None:
-    """Have `explain` forget what it has seen: a layer has changed its class under JAX's caches."""
-    global _conversions
-    _conversions += 1
 
 
 def _written(route: Route, read: Any) -> None:

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 
 class Route(NamedTuple):
-    """The way in which one call of a layer was computed, as `jln.explain` and `jln.convert` list it.
+    """The way in which one call of a layer was computed, as `jln.explain` lists it.
 
     Attributes:
       layer: the layer's class, and its place in the model where that is known; or the name of an operator that is
         called as a function.
-      path: "norm" (jln's norm by itself), "fused" (norm and Linear as one operator, or a Linear that keeps what the
-        norm in front of it read) or "plain" (the framework's own code).
+      path: "norm" (jln's norm by itself), "fused" (norm and Linear as one operator) or "plain" (the framework's own
+        code, or a norm that `jln.fuse` left as it is).
       why: the reason, in a few words.
     """
 
@@ -51,14 +51,6 @@ def heard_by(listener: Listener) -> contextlib.AbstractContextManager[None]:
 
 def into(routes: list[Route]) -> Listener:
     return lambda route, _: routes.append(route)
-
-
-@contextlib.contextmanager
-def noting() -> Iterator[list[Route]]:
-    """Collect the routes of the calls made in the context."""
-    routes: list[Route] = []
-    with heard_by(into(routes)):
-        yield routes
 
 
 def note(layer: str, path: str, why: str, read: Any = None) -> None:

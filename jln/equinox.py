@@ -10,7 +10,6 @@ takes, and why.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -25,43 +24,13 @@ try:
 except ImportError as error:
     raise ImportError(_modules.missing("jln.equinox", "Equinox", "equinox")) from error
 
-__all__ = ["LayerNorm", "LayerNormLinear", "Linear", "RMSNorm", "RMSNormLinear"]
+__all__ = ["LayerNorm", "LayerNormLinear", "RMSNorm", "RMSNormLinear"]
 
 # Equinox's own classes, even where somebody puts ours in their place later.
 EquinoxLayerNorm = eqx.nn.LayerNorm
 EquinoxRMSNorm = eqx.nn.RMSNorm
-EquinoxLinear = eqx.nn.Linear
 
 _ABSENT: Any = object()
-
-
-def _call(
-    self: Any,
-    x: jax.Array,
-    state: Any = _ABSENT,
-    *,
-    key: jax.Array | None = None,
-    residual: jax.Array | None = None,
-    x_bias: jax.Array | None = None,
-    gate: _modules.Gate = None,
-    added_to: jax.Array | None = None,
-) -> Any:
-    """Normalise `x`, or its sum with a residual.
-
-    Args:
-      self: the norm.
-      x: `shape`, as of Equinox.
-      state: as of Equinox; given back beside the result.
-      key: ignored, as by Equinox.
-      residual: `x`'s shape. The norm is of `total = residual + gate * (x + x_bias)`, as of `jln.add_layer_norm`.
-      x_bias: as of `jln.add_layer_norm`; goes with a residual.
-      gate: as of `jln.add_layer_norm`; goes with a residual.
-      added_to: `x`'s shape. The norm's result is added to it, as of `jln.layer_norm_add`.
-
-    Returns:
-      `y` of `x`'s shape; with a residual `(y, total)`. With a state a tuple of that and the state.
-    """
-    return _with_state(_computed(self, x, residual=residual, x_bias=x_bias, gate=gate, added_to=added_to), state)
 
 
 def _computed(self: Any, x: Any, **of_x: Any) -> Any:
@@ -80,7 +49,32 @@ class LayerNorm(EquinoxLayerNorm):
     vmap.
     """
 
-    __call__ = _call
+    def __call__(
+        self,
+        x: jax.Array,
+        state: Any = _ABSENT,
+        *,
+        key: jax.Array | None = None,
+        residual: jax.Array | None = None,
+        x_bias: jax.Array | None = None,
+        gate: _modules.Gate = None,
+        added_to: jax.Array | None = None,
+    ) -> Any:
+        """Normalise `x`, or its sum with a residual.
+
+        Args:
+          x: `shape`, as of Equinox.
+          state: as of Equinox; given back beside the result.
+          key: ignored, as by Equinox.
+          residual: `x`'s shape. The norm is of `total = residual + gate * (x + x_bias)`, as of `jln.add_layer_norm`.
+          x_bias: as of `jln.add_layer_norm`; goes with a residual.
+          gate: as of `jln.add_layer_norm`; goes with a residual.
+          added_to: `x`'s shape. The norm's result is added to it, as of `jln.layer_norm_add`.
+
+        Returns:
+          `y` of `x`'s shape; with a residual `(y, total)`. With a state a tuple of that and the state.
+        """
+        return _with_state(_computed(self, x, residual=residual, x_bias=x_bias, gate=gate, added_to=added_to), state)
 
 
 class RMSNorm(EquinoxRMSNorm):
@@ -236,21 +230,6 @@ class RMSNormLinear(_NormLinear):
     _norm_class: ClassVar[Any] = RMSNorm
 
 
-class Linear(EquinoxLinear):
-    """`equinox.nn.Linear` that, behind a norm of this module, keeps the norm's input for the backward pass.
-
-    Where it reads the result of such a norm, the backward pass makes that result again instead of keeping it. Each of
-    the two may be vmapped over the first axis of a batch. Few features (up to 256 in 16 bits, 128 in float32) are
-    multiplied by the kernel that normalises. Anywhere else it is `equinox.nn.Linear`.
-    """
-
-    def __call__(self, x: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
-        """Apply the Linear: x `[H]` -> `[N]`; `key` is ignored, as by Equinox."""
-        described = functools.partial(_described, self)
-        plain = functools.partial(super().__call__, x, key=key)
-        return _modules.linear_computed(_name(self, "Linear"), x, described, plain)
-
-
 @_explain.places.register(eqx.Module)
 def _(model: eqx.Module) -> Mapping[int, str]:
     found: dict[int, str] = {}
@@ -267,13 +246,9 @@ def _(model: eqx.Module) -> Mapping[int, str]:
     return found
 
 
-def placed(layer: Any, cls: str) -> str:
-    """The name under which `explain` lists a layer: its class, and its place where that is known."""
-    return f"{cls} {_routes.place(layer)}".rstrip()
-
-
 def _name(layer: Any, kind: str) -> str:
-    return placed(layer, f"jln.equinox.{kind}")
+    """The name under which `explain` lists a layer: its class, and its place where that is known."""
+    return f"jln.equinox.{kind} {_routes.place(layer)}".rstrip()
 
 
 def _kind(layer: EquinoxLayerNorm | EquinoxRMSNorm) -> str:

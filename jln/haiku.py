@@ -28,12 +28,11 @@ try:
 except ImportError as error:
     raise ImportError(_modules.missing("jln.haiku", "Haiku", "haiku")) from error
 
-__all__ = ["LayerNorm", "LayerNormLinear", "Linear", "RMSNorm", "RMSNormLinear"]
+__all__ = ["LayerNorm", "LayerNormLinear", "RMSNorm", "RMSNormLinear"]
 
 # Haiku's own classes, even where somebody puts ours in their place later.
 HaikuLayerNorm = hk.LayerNorm
 HaikuRMSNorm = hk.RMSNorm
-HaikuLinear = hk.Linear
 
 Norm: TypeAlias = HaikuLayerNorm | HaikuRMSNorm
 
@@ -79,7 +78,7 @@ class LayerNorm(HaikuLayerNorm):
           `y` of `inputs`' shape; with a residual `(y, total)`.
         """
         given = {"residual": residual, "x_bias": x_bias, "gate": gate, "added_to": added_to}
-        return call(self, super().__call__, inputs, scale, offset, **given)
+        return _call(self, super().__call__, inputs, scale, offset, **given)
 
 
 class RMSNorm(_Read, HaikuRMSNorm):
@@ -117,19 +116,7 @@ class RMSNorm(_Read, HaikuRMSNorm):
         Where the two norms are one operator, interceptors see of `x_norm` only how its parameters are read.
         """
         given = {"residual": residual, "x_bias": x_bias, "gate": gate, "added_to": added_to, "x_norm": x_norm}
-        return call(self, super().__call__, inputs, z=z, norm_before_gate=norm_before_gate, **given)
-
-
-class Linear(HaikuLinear):
-    """`haiku.Linear` that, behind a norm of this module, keeps the norm's input for the backward pass.
-
-    Where it reads the result of such a norm, the backward pass makes that result again instead of keeping it. Few
-    features (up to 256 in 16 bits, 128 in float32) are multiplied by the kernel that normalises. Anywhere else it is
-    `haiku.Linear`.
-    """
-
-    def __call__(self, inputs: jax.Array, *, precision: jax.lax.PrecisionLike = None) -> jax.Array:
-        return linear_call(self, super().__call__, inputs, precision=precision)
+        return _call(self, super().__call__, inputs, z=z, norm_before_gate=norm_before_gate, **given)
 
 
 class _NormLinear(hk.Module):
@@ -284,33 +271,19 @@ def _fused(norm: Any, linears: Mapping[str, Any], given: _modules.Summed, precis
     ready = _prepared(norm, given.total, None, None, norm.parameter)
     if isinstance(ready, str):
         return ready
-    described = {name: _described(a, ready, a.parameter, precision) for name, a in linears.items()}
+    described = {name: _described(a, ready, precision) for name, a in linears.items()}
     return _modules.fused(ready, described, given)
 
 
-def linear_call(
-    layer: HaikuLinear, plain: Callable[..., jax.Array], inputs: Any, *, precision: Any = None
-) -> jax.Array:
-    """The call of a Linear, from within it; `plain` is Haiku's own code."""
-
-    def described(norm: _modules.Prepared) -> _modules.Linear | str:
-        if hk.running_init():
-            return "Haiku's own code makes the parameters"
-        return _described(layer, norm, _parameter, precision)
-
-    name = f"jln.haiku.Linear {layer.module_name}"
-    return _modules.linear_computed(name, inputs, described, lambda: plain(inputs, precision=precision))
-
-
-def _described(linear: Any, norm: _modules.Prepared, parameter: Callable[..., Any], precision: Any) -> _modules.Linear:
-    """A Linear in the operators' terms, or the reason why it cannot be. parameter: reads one as Haiku does."""
+def _described(linear: _ReadLinear, norm: _modules.Prepared, precision: Any) -> _modules.Linear:
+    """A Linear in the operators' terms."""
     dtype, shape = norm.dtype, [norm.x.shape[-1], linear.output_size]
-    w = parameter("w", shape, dtype, linear.w_init)
-    b = parameter("b", shape[1:], dtype, linear.b_init) if linear.with_bias else None
+    w = linear.parameter("w", shape, dtype, linear.w_init)
+    b = linear.parameter("b", shape[1:], dtype, linear.b_init) if linear.with_bias else None
     return _modules.Linear(w, b, jnp.result_type(dtype, w, *([] if b is None else [b])), precision)
 
 
-def call(
+def _call(
     layer: Norm,
     plain: Callable[..., jax.Array],
     inputs: Any,
@@ -322,8 +295,6 @@ def call(
 
     plain: Haiku's own code. of_x: the other arguments of `_modules.taken`.
     """
-    if not isinstance(layer, HaikuLayerNorm) and (scale is not None or offset is not None):
-        return plain(inputs, scale, offset)  # which takes no such arguments, and says so
     own = (scale, offset) if isinstance(layer, HaikuLayerNorm) else ()
     adds = of_x.get("residual") is not None
     axes = _axes(layer.axis, np.ndim(inputs), wrap=isinstance(layer, HaikuLayerNorm)) if adds else ()
@@ -336,7 +307,7 @@ def call(
                 return "Haiku's own code makes the parameters"
             return _prepared(norm, read, None, None, _parameter if norm is layer else norm.parameter)
 
-        return _modules.pair(name, given, layer, RMSNorm, existing, lambda total: call(layer, plain, total, *own))
+        return _modules.pair(name, given, layer, RMSNorm, existing, lambda total: _call(layer, plain, total, *own))
     found = _prepared(layer, given.total, scale, offset, _parameter)
     return _modules.computed(name, found, given, lambda total: plain(total, *own))
 

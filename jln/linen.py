@@ -27,14 +27,11 @@ try:
 except ImportError as error:
     raise ImportError(_modules.missing("jln.linen", "Flax", "flax")) from error
 
-__all__ = ["Dense", "DenseGeneral", "Einsum", "LayerNorm", "LayerNormDense", "RMSNorm", "RMSNormDense"]
+__all__ = ["LayerNorm", "LayerNormDense", "RMSNorm", "RMSNormDense"]
 
 # Flax's own classes, even where somebody puts ours in their place later.
 FlaxLayerNorm = nn.LayerNorm
 FlaxRMSNorm = nn.RMSNorm
-FlaxDense = nn.Dense
-FlaxDenseGeneral = nn.DenseGeneral
-FlaxEinsum = nn.Einsum
 
 Norm: TypeAlias = FlaxLayerNorm | FlaxRMSNorm
 
@@ -71,7 +68,7 @@ class LayerNorm(FlaxLayerNorm):
           `y` of `x`'s shape; with a residual `(y, total)`.
         """
         given = {"residual": residual, "x_bias": x_bias, "gate": gate, "added_to": added_to}
-        return call(self, super().__call__, x, mask=mask, **given)
+        return _call(self, super().__call__, x, mask=mask, **given)
 
 
 class RMSNorm(FlaxRMSNorm):
@@ -111,46 +108,7 @@ class RMSNorm(FlaxRMSNorm):
         see this layer's call alone. In `init` it is.
         """
         given = {"residual": residual, "x_bias": x_bias, "gate": gate, "added_to": added_to, "x_norm": x_norm}
-        return call(self, super().__call__, x, mask=mask, z=z, norm_before_gate=norm_before_gate, **given)
-
-
-class Dense(FlaxDense):
-    """`flax.linen.Dense` that, behind a norm of this module, keeps the norm's input for the backward pass.
-
-    Where it reads the result of such a norm, the backward pass makes that result again instead of keeping it. Few
-    features (up to 256 in 16 bits, 128 in float32) are multiplied by the kernel that normalises. Anywhere else it is
-    `flax.linen.Dense`.
-    """
-
-    @nn.compact
-    def __call__(self, inputs: jax.Array) -> jax.Array:
-        return linear_call(self, super().__call__, inputs)
-
-
-class DenseGeneral(FlaxDenseGeneral):
-    """`flax.linen.DenseGeneral` that, behind a norm of this module, keeps the norm's input for the backward pass.
-
-    Where it reads the result of such a norm over the last axis, the backward pass makes that result again instead of
-    keeping it. Few features (up to 256 in 16 bits, 128 in float32) are multiplied by the kernel that normalises.
-    Anywhere else it is `flax.linen.DenseGeneral`.
-    """
-
-    @nn.compact
-    def __call__(self, inputs: jax.Array) -> jax.Array:
-        return linear_call(self, super().__call__, inputs)
-
-
-class Einsum(FlaxEinsum):
-    """`flax.linen.Einsum` that, behind a norm of this module, keeps the norm's input for the backward pass.
-
-    Where it reads the result of such a norm and is a product over the last axis, the backward pass makes that result
-    again instead of keeping it. Few features (up to 256 in 16 bits, 128 in float32) are multiplied by the kernel that
-    normalises. Anywhere else it is `flax.linen.Einsum`.
-    """
-
-    @nn.compact
-    def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
-        return linear_call(self, super().__call__, inputs, einsum_str)
+        return _call(self, super().__call__, x, mask=mask, z=z, norm_before_gate=norm_before_gate, **given)
 
 
 # The fields below that those of the two layers are given, under the same names.
@@ -278,7 +236,7 @@ class RMSNormDense(_NormDense):
         return RMSNorm(**options)
 
 
-def call(
+def _call(
     layer: Norm,
     plain: Callable[..., jax.Array],
     x: Any,
@@ -301,7 +259,7 @@ def call(
         def existing(norm: Norm, read: Any) -> _modules.Prepared | str:
             return _existing(norm, read, mask if norm is layer else None)
 
-        return _modules.pair(name, given, layer, RMSNorm, existing, lambda total: call(layer, plain, total, mask=mask))
+        return _modules.pair(name, given, layer, RMSNorm, existing, lambda total: _call(layer, plain, total, mask=mask))
     found = _prepared(layer, given.total, mask, parameter)
     return _modules.computed(name, found, given, lambda total: plain(total, mask=mask))
 
@@ -331,51 +289,21 @@ def _existing(norm: Norm, x: Any, mask: Any) -> _modules.Prepared | str:
     return read if isinstance(read, str) else _prepared(norm, x, mask, lambda name, *_: read[name])
 
 
-def linear_call(layer: nn.Module, plain: Callable[..., jax.Array], inputs: Any, *args: Any, **kwargs: Any) -> jax.Array:
-    """The call of a Dense, from within it.
-
-    plain: Flax's own code. args, kwargs: the arguments beside the inputs.
-    """
-
-    def described(norm: _modules.Prepared) -> _modules.Linear | str:
-        if any(a is not None for a in (*args, *kwargs.values())):
-            return "it is called with more than the result"
-        return _described(layer, norm)
-
-    cls = next(cls for cls in (FlaxDense, FlaxDenseGeneral, FlaxEinsum) if isinstance(layer, cls))
-    name = f"jln.linen.{cls.__name__} {'/'.join(layer.path)}".rstrip()
-    return _modules.linear_computed(name, inputs, described, lambda: plain(inputs, *args, **kwargs))
-
-
-def _described(dense: Any, norm: _modules.Prepared) -> _modules.Linear | str:
+def _described(dense: nn.DenseGeneral, norm: _modules.Prepared) -> _modules.Linear | str:
     """A Dense in the operators' terms, or the reason why it cannot be."""
     if dense.promote_dtype is not dtypes.promote_dtype:
         return "the Dense has its own promote_dtype"
-    h, of_einsum = norm.x.shape[-1], None
-    if isinstance(dense, FlaxEinsum):
-        of_einsum = _modules.product_of_last_axis(dense.einsum_str or "", norm.x.ndim)
-        if of_einsum is None:
-            return "the Einsum is not over the last axis alone"
-        kernel_shape = tuple(dense.shape)
-        features = tuple(kernel_shape[i] for i in of_einsum.kernel[1:])
-        own_product = dense.preferred_element_type is not None
-    else:
-        features = _modules.axes(dense.features)
-        kernel_shape = (h, *features)
-        own_product = dense.dot_general is not None or dense.dot_general_cls is not None
-    if own_product:
+    if dense.dot_general is not None or dense.dot_general_cls is not None:
         return "the Dense has a product of its own"
-    last = ((-1,), (norm.x.ndim - 1,))
-    if isinstance(dense, FlaxDenseGeneral) and (_modules.axes(dense.axis) not in last or dense.batch_dims):
+    if _modules.axes(dense.axis) not in ((-1,), (norm.x.ndim - 1,)) or dense.batch_dims:
         return "the Dense is not over the last axis alone"
-    read = _read(dense, {"kernel": (True, kernel_shape), "bias": (dense.use_bias, features)})
+    features = _modules.axes(dense.features)
+    read = _read(dense, {"kernel": (True, (norm.x.shape[-1], *features)), "bias": (dense.use_bias, features)})
     if isinstance(read, str):
         return read
     kernel, bias = read["kernel"], read.get("bias")
     dtype = dtypes.canonicalize_dtype(jnp.empty((), norm.dtype), kernel, bias, dtype=dense.dtype)
-    if of_einsum is None:
-        return _modules.Linear(kernel, bias, dtype, dense.precision)
-    return _modules.Linear(kernel.transpose(of_einsum.kernel), bias, dtype, dense.precision, of_einsum.result)
+    return _modules.Linear(kernel, bias, dtype, dense.precision)
 
 
 def _read(layer: nn.Module, wanted: Mapping[str, tuple[bool, tuple[int, ...]]]) -> dict[str, Any] | str:

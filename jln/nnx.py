@@ -28,14 +28,13 @@ except ImportError as error:
     raise ImportError(_modules.missing("jln.nnx", "Flax", "flax")) from error
 from jln._modules.nnx_functions import fuse
 
-__all__ = ["Einsum", "LayerNorm", "LayerNormLinear", "Linear", "LinearGeneral", "RMSNorm", "RMSNormLinear", "fuse"]
+__all__ = ["LayerNorm", "LayerNormLinear", "RMSNorm", "RMSNormLinear", "fuse"]
 
 # Flax's own classes, even where somebody puts ours in their place later.
 FlaxLayerNorm = nnx.LayerNorm
 FlaxRMSNorm = nnx.RMSNorm
 FlaxLinear = nnx.Linear
 FlaxLinearGeneral = nnx.LinearGeneral
-FlaxEinsum = nnx.Einsum
 
 
 class LayerNorm(FlaxLayerNorm):
@@ -274,42 +273,6 @@ def _is_captured(layer: nnx.Module) -> bool:
     return hasattr(layer, "__captures__")
 
 
-class Linear(FlaxLinear):
-    """`flax.nnx.Linear` that, behind a norm of this module, keeps the norm's input for the backward pass.
-
-    Where it reads the result of such a norm, the backward pass makes that result again instead of keeping it. Few
-    features (up to 256 in 16 bits, 128 in float32) are multiplied by the kernel that normalises. Anywhere else it is
-    `flax.nnx.Linear`.
-    """
-
-    def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> jax.Array:
-        return _linear_computed(self, super().__call__, inputs, args, kwargs)
-
-
-class LinearGeneral(FlaxLinearGeneral):
-    """`flax.nnx.LinearGeneral` that, behind a norm of this module, keeps the norm's input for the backward pass.
-
-    Where it reads the result of such a norm over the last axis, the backward pass makes that result again instead of
-    keeping it. Few features (up to 256 in 16 bits, 128 in float32) are multiplied by the kernel that normalises.
-    Anywhere else it is `flax.nnx.LinearGeneral`.
-    """
-
-    def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> jax.Array:
-        return _linear_computed(self, super().__call__, inputs, args, kwargs)
-
-
-class Einsum(FlaxEinsum):
-    """`flax.nnx.Einsum` that, behind a norm of this module, keeps the norm's input for the backward pass.
-
-    Where it reads the result of such a norm and is a product over the last axis, the backward pass makes that result
-    again instead of keeping it. Few features (up to 256 in 16 bits, 128 in float32) are multiplied by the kernel that
-    normalises. Anywhere else it is `flax.nnx.Einsum`.
-    """
-
-    def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> jax.Array:
-        return _linear_computed(self, super().__call__, inputs, args, kwargs)
-
-
 def _linear(in_features: int, out_features: int | Sequence[int], **options: Any) -> Any:
     cls: Any = FlaxLinear if isinstance(out_features, int) else FlaxLinearGeneral
     return cls(in_features, out_features, **options)
@@ -388,38 +351,12 @@ def _fused(norm: Any, linears: Mapping[str, Any], given: _modules.Summed, mask: 
     return _modules.fused(found, described, given, _reads_as_given(norm))
 
 
-def _linear_computed(
-    layer: Any, plain: Callable[..., jax.Array], inputs: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> jax.Array:
-    """The call of a Linear, from within it.
-
-    plain: Flax's own code. args, kwargs: the arguments beside the inputs.
-    """
-
-    def described(norm: _modules.Prepared) -> _modules.Linear | str:
-        if any(a is not None for a in (*args, *kwargs.values())):
-            return "it is called with more than the result"
-        return _described(layer, norm)
-
-    name = _name(layer, next(cls.__name__ for cls in LINEARS if isinstance(layer, cls)))
-    return _modules.linear_computed(name, inputs, described, lambda: plain(inputs, *args, **kwargs))
-
-
-LINEARS = (Linear, LinearGeneral, Einsum)
-
-
 def _described(layer: Any, norm: _modules.Prepared) -> _modules.Linear | str:
     """A Linear in the operators' terms, or the reason why it cannot be."""
-    of_einsum = None
     if isinstance(layer, FlaxLinearGeneral):
         if tuple(layer.axis) not in ((-1,), (norm.x.ndim - 1,)) or layer.batch_axis:
             return "the Linear is not over the last axis alone"
         own_product = layer.dot_general is not None or layer.dot_general_cls is not None
-    elif isinstance(layer, FlaxEinsum):
-        of_einsum = _modules.product_of_last_axis(layer.einsum_str or "", norm.x.ndim)
-        if of_einsum is None:
-            return "the Einsum is not over the last axis alone"
-        own_product = layer.einsum_op is not jnp.einsum
     else:
         own_product = layer.dot_general is not jax.lax.dot_general
     if own_product or layer.preferred_element_type is not None:
@@ -428,11 +365,7 @@ def _described(layer: Any, norm: _modules.Prepared) -> _modules.Linear | str:
         return "the Linear has its own promote_dtype"
     kernel, bias = layer.kernel[...], None if layer.bias is None else layer.bias[...]
     dtype = dtypes.canonicalize_dtype(jnp.empty((), norm.dtype), kernel, bias, dtype=layer.dtype)
-    if of_einsum is None:
-        return _modules.Linear(kernel, bias, dtype, layer.precision)
-    kernel = kernel.transpose(of_einsum.kernel)
-    bias = None if bias is None else bias.reshape(kernel.shape[1:])
-    return _modules.Linear(kernel, bias, dtype, layer.precision, of_einsum.result)
+    return _modules.Linear(kernel, bias, dtype, layer.precision)
 
 
 @_explain.traceable.register(nnx.Module)
@@ -462,10 +395,6 @@ def _traceable(model: nnx.Module, function: Callable[..., Any]) -> Callable[...,
 _PATH = "_jln_path"
 
 
-def placed(layer: nnx.Module, cls: str) -> str:
-    """The name under which `explain` lists a layer: its class, and its place where that is known."""
-    return f"{cls} {getattr(layer, _PATH, '')}".rstrip()
-
-
 def _name(layer: nnx.Module, kind: str) -> str:
-    return placed(layer, f"jln.nnx.{kind}")
+    """The name under which `explain` lists a layer: its class, and its place where that is known."""
+    return f"jln.nnx.{kind} {getattr(layer, _PATH, '')}".rstrip()

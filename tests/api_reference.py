@@ -39,13 +39,13 @@ OPERATORS = (
 NORMS, PAIRS = ("LayerNorm", "RMSNorm"), ("LayerNormLinear", "RMSNormLinear")
 # Title, module, and what the page has of it: (name, the methods that it has, too).
 SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("Models as they are", "jln", ("fuse",)),
     ("Operators", "jln", OPERATORS),
     ("References", "jln.reference", OPERATORS),
-    ("Flax NNX", "jln.nnx", (*NORMS, *PAIRS, "Linear", "LinearGeneral", "Einsum")),
-    ("Flax Linen", "jln.linen", (*NORMS, "LayerNormDense", "RMSNormDense", "Dense", "DenseGeneral", "Einsum")),
-    ("Haiku", "jln.haiku", (*NORMS, *PAIRS, "Linear")),
-    ("Equinox", "jln.equinox", (*NORMS, *PAIRS, "Linear")),
-    ("Conversion of models", "jln.convert", ("nnx", "linen", "haiku", "equinox", "Conversion", "Change", "Routes")),
+    ("Flax NNX", "jln.nnx", (*NORMS, *PAIRS)),
+    ("Flax Linen", "jln.linen", (*NORMS, "LayerNormDense", "RMSNormDense")),
+    ("Haiku", "jln.haiku", (*NORMS, *PAIRS)),
+    ("Equinox", "jln.equinox", (*NORMS, *PAIRS)),
     ("What a model runs", "jln", ("explain", "Route")),
     (
         "Gradient checking",
@@ -101,11 +101,9 @@ def target(found: griffe.Object | griffe.Alias) -> griffe.Object:
 
 
 def method(cls: griffe.Class, name: str) -> griffe.Function | None:
-    """The method of a class, its own, one that it takes from another, or an inherited one."""
+    """The method of a class, its own or an inherited one."""
     for owner in (cls, *cls.mro()):
         found = owner.members.get(name)
-        if found is not None and found.is_attribute:  # `__call__ = _call`
-            found = owner.module.members.get(str(found.value))
         if found is not None and found.is_function:
             return target(found)
     return None

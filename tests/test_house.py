@@ -17,7 +17,6 @@ FLOORS = (
     {"_cli"},
     {"_bench"},
     {"_accuracy"},
-    {"convert"},
     {"nnx"},
     {"linen", "haiku", "equinox"},
     {"_modules"},

@@ -52,21 +52,6 @@ def test_a_sharding_is_made_for_other_devices():
     assert {*other.devices_indices_map((2,))} == {devices[1]}
 
 
-def test_vmap_tells_what_it_maps():
-    seen = []
-    jax.vmap(lambda a: seen.append(a) or a)(jax.numpy.zeros((2, 3)))
-    (tracer,) = seen
-    assert tracer.batch_dim == 0 and tracer.val.shape == (2, 3) and hasattr(tracer, "_trace")
-    assert parameters(type(tracer))[:3] == ["trace", "val", "batch_dim"]
-
-
-def test_a_trace_that_stages_a_program_has_a_frame():
-    seen = []
-    jax.jit(lambda a: seen.append(hasattr(a._trace, "frame")) or a)(jax.numpy.zeros(3))
-    jax.grad(lambda a: seen.append(hasattr(a._trace, "frame")) or a)(0.0)
-    assert seen == [True, False]
-
-
 def test_jax_complains_of_devices_where_it_did():
     from jax._src import xla_bridge
 

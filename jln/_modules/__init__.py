@@ -13,14 +13,12 @@ from jln._modules.calls import (
     computed,
     fused,
     layers_computed,
-    linear_computed,
     named,
     noted,
     pair,
     prepared,
 )
-from jln._modules.norms import Linear, Prepared, product_of_last_axis
-from jln._modules.recipes import Recipe, checked_recipes, computed_by_recipe, described_by
+from jln._modules.norms import Linear, Prepared
 
 __all__ = [
     "Fused",
@@ -28,22 +26,16 @@ __all__ = [
     "Linear",
     "Prepared",
     "Products",
-    "Recipe",
     "Summed",
     "axes",
-    "checked_recipes",
     "computed",
-    "computed_by_recipe",
-    "described_by",
     "fused",
     "layers_computed",
-    "linear_computed",
     "missing",
     "named",
     "noted",
     "pair",
     "prepared",
-    "product_of_last_axis",
     "summed",
     "taken",
 ]

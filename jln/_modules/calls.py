@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jln import _checks
-from jln._modules import origins
 from jln._modules.arguments import AS_GIVEN, Gated, Products, Summed
-from jln._modules.norms import Linear, NormCall, Prepared
+from jln._modules.norms import Linear, Prepared
 from jln._norm.arguments import Given
 from jln._routes import Route, into, listening, note
 
@@ -83,7 +81,6 @@ def prepared(
     epsilon: Any,
     subtract_mean: bool,
     y_dtype: Any,
-    zero_centered_scale: bool = False,
 ) -> Prepared | str:
     """The norm of `x` in the operators' terms, or the reason why they cannot compute it.
 
@@ -120,8 +117,9 @@ def prepared(
             return f"{dtype} is not a dtype of the operators"
     if jnp.float64 in dtypes and len(set(dtypes)) > 1:
         return f"float64 with {min(dtypes, key=lambda d: d.itemsize)}: some of it would lose float64's digits"
-    call = NormCall(tuple(positive), float(epsilon), subtract_mean, jnp.dtype(y_dtype), zero_centered_scale)
-    return Prepared(x, **spread, call=call)
+    return Prepared(
+        x, **spread, axes=tuple(positive), epsilon=float(epsilon), subtract_mean=subtract_mean, dtype=jnp.dtype(y_dtype)
+    )
 
 
 def _reshaped(a: Parameter, shape: tuple[int, ...]) -> Parameter:
@@ -158,7 +156,6 @@ def computed(
     read, why = given.read_by(found, reads_as_given)
     note(layer, "norm", why, found.x)
     y, total = found.value(read)
-    origins.remember(y, found if total is None else dataclasses.replace(found, x=total))
     return given.result(((y,), given.total if total is None else total))
 
 
@@ -218,9 +215,7 @@ def pair(
         if isinstance(then, Prepared) and why is None:
             note(layer, "norm", f"{AS_GIVEN}, those of x_norm too", x)
             assert isinstance(then, Prepared)
-            y, total = found.followed_by(then, residual)
-            origins.remember(y, dataclasses.replace(then, x=total))
-            return y, total
+            return found.followed_by(then, residual)
     else:
         why = found
     total = given.x_norm(x, added_to=residual) if called_as_ours else _promoted_sum(residual, given.x_norm(x))
@@ -236,12 +231,12 @@ def _pair_obstacle(first: Prepared, second: Prepared | str, residual: jax.Array,
     """The reason why two norms, the second of the residual plus the first, cannot be one operator; None: they can."""
     if isinstance(second, str):
         return second
-    if any(norm.call.subtract_mean or norm.offset is not None for norm in (first, second)):
+    if any(norm.subtract_mean or norm.offset is not None for norm in (first, second)):
         return "one of the two subtracts a mean or has an offset"
-    if first.call.axes != second.call.axes:
-        return f"the two differ in axes: {first.call.axes} and {second.call.axes}"
-    if first.call.epsilon != second.call.epsilon:
-        return f"the two differ in epsilon: {first.call.epsilon:g} and {second.call.epsilon:g}"
+    if first.axes != second.axes:
+        return f"the two differ in axes: {first.axes} and {second.axes}"
+    if first.epsilon != second.epsilon:
+        return f"the two differ in epsilon: {first.epsilon:g} and {second.epsilon:g}"
     total = first.dtype_added_to(residual)
     if _checks.promoted(first.x.dtype, residual.dtype) != total:
         return f"x is {first.x.dtype}, the residual {residual.dtype}, their sum behind the norm {total}"
@@ -273,22 +268,3 @@ def layers_computed(
     for route in own or [Route(layer, "norm" if taken else "plain", f"not fused: {found}")]:
         note(*route, z)
     return linears(z)
-
-
-def linear_computed(
-    layer: str, z: Any, described: Callable[[Prepared], Linear | str], plain: Callable[[], jax.Array]
-) -> jax.Array:
-    """A Linear's result. Where z is a norm's result, the Linear keeps what the norm was made of instead of z.
-
-    Where z is not, or `described` returns a reason why not, the result is by `plain`, the framework's own code.
-    """
-    norm = origins.of(z)
-    if norm is None:
-        return plain()
-    found = described(norm)
-    obstacle = found if isinstance(found, str) else norm.reading_obstacle(found)
-    if obstacle is not None:
-        return noted(layer, f"keeps the {norm.call.name}'s result: {obstacle}", z, plain)
-    assert not isinstance(found, str)
-    note(layer, "fused", f"keeps what the {norm.call.name} in front read, not its result", z)
-    return norm.linear(z, found)

@@ -104,7 +104,7 @@ IN_JNP = Norms(jnp_norms.forward, jnp_norms.backward, column_sums)
 IN_JNP_ON_CPU = Norms(jnp_norms.forward_cpu, jnp_norms.backward_cpu, column_sums)
 
 
-class Axes:
+class _Axes:
     """Numbers for the axes of a product, as einsum takes them, of rows with that many dimensions."""
 
     def __init__(self, ndim: int, batch_dims: int, features: int):
@@ -121,14 +121,8 @@ def _product(
     return jnp.einsum(a, a_axes, b, b_axes, axes, **how)
 
 
-def product_of_rows(z: Array, kernel: Array, axes: Axes, dtype: str, precision: Any) -> Array:
-    """The product z @ K with operands in `dtype`, in the compute dtype."""
-    how = {"precision": precision, "preferred_element_type": jnp_norms.compute_dtype(dtype)}
-    return _product(z.astype(dtype), axes.x, kernel.astype(dtype), axes.kernel, axes.y, **how)
-
-
 def _affine(
-    z: Array, kernel: Array, bias: Array | None, axes: Axes, precision: Any, h_axes: jnp_norms.MeshAxes
+    z: Array, kernel: Array, bias: Array | None, axes: _Axes, precision: Any, h_axes: jnp_norms.MeshAxes
 ) -> Array:
     """Term (11), rounded once to the dtype of z; in bfloat16 with a bfloat16 bias, twice.
 
@@ -172,7 +166,7 @@ def forward(
     z = _all_rows(z, gathered)
     y = []
     for kernel, bias, features, dtype in zip(kernels, biases, settings.features, dtypes.y, strict=True):
-        axes = Axes(of_norm.x.ndim, batch_dims, features)
+        axes = _Axes(of_norm.x.ndim, batch_dims, features)
         y.append(None if dtype is None else _affine(z.astype(dtype), kernel, bias, axes, settings.precision, h_axes))
     return jax.tree.map(lambda a: jnp_norms.with_batch(a, batch), Outcome(tuple(y), *others))
 
@@ -204,7 +198,7 @@ def backward(
     of_norm = dtypes.of_norm
     batch = jnp_norms.common_batch(batch_dims, *jax.tree.leaves(operands))
     used = [i for i, d in enumerate(dy) if d is not None]
-    axes = {i: Axes(dy[i].ndim - settings.features[i] + 1, batch_dims, settings.features[i]) for i in used}
+    axes = {i: _Axes(dy[i].ndim - settings.features[i] + 1, batch_dims, settings.features[i]) for i in used}
     needs_dz = any(d is not None for d in of_norm._replace(doffset=None)) or (
         of_norm.doffset is not None and settings.norm.of_examples
     )
@@ -252,7 +246,7 @@ def backward(
     return jax.tree.map(lambda a: jnp_norms.with_batch(a, batch), gradients)
 
 
-def _dz(dy: Array, kernel: Array, axes: Axes, precision: Any) -> Array:
+def _dz(dy: Array, kernel: Array, axes: _Axes, precision: Any) -> Array:
     """Term (14) for one product. It goes through memory, and is rounded to the dtype in which it is written.
 
     In bfloat16 dz only loses digits; in float16 values under 6e-8 would vanish, so it is written wider.
@@ -262,7 +256,7 @@ def _dz(dy: Array, kernel: Array, axes: Axes, precision: Any) -> Array:
     return _product(dy, axes.y, kernel, axes.kernel, axes.x, precision=precision, preferred_element_type=sums)
 
 
-def _doffset_from(dbias: Array, kernel: Array, axes: Axes) -> Array:
+def _doffset_from(dbias: Array, kernel: Array, axes: _Axes) -> Array:
     """The second form of (15), for dbias [*batch, *features] in the compute dtype; of the rank of x."""
     row = jnp.expand_dims(dbias, dbias.ndim - axes.features)
     doffset = jnp.sum(kernel.astype(dbias.dtype) * row, axis=range(-axes.features, 0))
@@ -285,10 +279,11 @@ def tangent(operands: tuple[Operands, Saved], settings: NormLinear, dtypes: Resu
     for kernel, dkernel, dbias, features, dtype in zip(
         kernels, tangents.kernel, tangents.bias, settings.features, dtypes.y, strict=True
     ):
-        axes = Axes(total.ndim, batch_dims, features)
+        axes = _Axes(total.ndim, batch_dims, features)
 
-        def of_rows(z: Array, kernel: Array, axes: Axes = axes, dtype: str = dtype) -> Array:
-            return product_of_rows(z, kernel, axes, dtype, settings.precision)
+        def of_rows(z: Array, kernel: Array, axes: _Axes = axes, dtype: str = dtype) -> Array:
+            how = {"precision": settings.precision, "preferred_element_type": jnp_norms.compute_dtype(dtype)}
+            return _product(z.astype(dtype), axes.x, kernel.astype(dtype), axes.kernel, axes.y, **how)
 
         d = jnp.zeros((*total.shape[:-1], *kernel.shape[kernel.ndim - features :]), jnp_norms.compute_dtype(dtype))
         if moves:

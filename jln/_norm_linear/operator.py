@@ -6,14 +6,13 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.lax import PrecisionLike
 from jax.sharding import PartitionSpec
 
 from jln import _checks
 from jln._core.derivatives import in_one_program, with_automatic_axes
 from jln._norm.arguments import Gate, Given, arranged, checked
-from jln._norm_linear import reading, rules
+from jln._norm_linear import rules
 from jln._norm_linear.signature import NormLinear, Operands, Results, Settings, few_features
 from jln._routes import listed
 
@@ -217,47 +216,6 @@ def normalised_linear(given: Given, kernel: Kernels, bias: Biases, *, precision:
     """
     products = {"kernel": kernel, "bias": bias, "precision": precision}
     return _checked(**given.present(), **products, **of_norm, implementation=None, forward_mode=True)
-
-
-def linear_of_normalised(
-    z: jax.Array,
-    given: Given,
-    kernel: jax.Array,
-    bias: jax.Array | None,
-    *,
-    precision: PrecisionLike,
-    **of_norm: Any,
-) -> jax.Array:
-    """`z @ kernel + bias` for a module, where z is the result of the norm of `given`.
-
-    z: `[..., H]`.
-    given: x, of z's shape, and scale and offset.
-    kernel: `[H, *features]`, of y's dtype, in which it is multiplied.
-    bias: `features`.
-    of_norm: the static arguments of `jln._norm.arguments.checked`.
-
-    For few features one kernel computes the norm again and multiplies it, and z is not read. Otherwise z is read, and x
-    is kept for the gradients in place of z, as in `jln._norm_linear.reading`.
-    """
-    arrays, _, norm = checked(**given.present(), **of_norm)
-    norm_linear = NormLinear(norm, _checks.precision(precision), (kernel.ndim - 1,))
-    return _called_reading(norm_linear, (z, arrays, kernel, bias))
-
-
-@in_one_program(static=1)
-def _called_reading(norm_linear: NormLinear, arrays: tuple[Any, ...]) -> jax.Array:
-    def call(arrays: tuple[Any, ...]) -> jax.Array:
-        z, given, kernel, bias = arrays
-        made_of, norm, _ = arranged(given, (z.ndim - 1,), norm_linear.norm)
-        in_one = z.dtype == kernel.dtype == jnp.promote_types(given.x.dtype, kernel.dtype)
-        operands = Operands(made_of, (kernel,), (bias,))
-        if in_one and few_features(operands, norm, norm_linear.precision, None):
-            settings = Settings(dataclasses.replace(norm_linear, in_one=True), None)
-            return rules.operator(settings, operands, True).y[0]
-        settings = reading.Settings(norm_linear, z.dtype.name, kernel.dtype.name, None)
-        return reading.operator(settings, reading.Operands(z, kernel, bias, made_of), True).y
-
-    return with_automatic_axes(call, lambda specs: _spec_of_y(specs[0][:-1], specs[2]), arrays, True)
 
 
 # From the public functions to the operator

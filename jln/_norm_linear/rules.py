@@ -114,7 +114,7 @@ _column_sums: Operation[Rows, ColumnSums] = Operation(
 )
 
 
-def norms(implementation: str | None) -> formulas.Norms:
+def _norms(implementation: str | None) -> formulas.Norms:
     """The norm's operations, by themselves."""
     return formulas.Norms(
         functools.partial(norm.forward, implementation=implementation),
@@ -136,7 +136,7 @@ def _outcome(settings: Settings, operands: Operands, keep: bool) -> Outcome:
         rstd=statistic,
     )
     if not norm_linear.in_one:
-        return formulas.forward(operands, norm_linear, dtypes, 0, norms=norms(settings.implementation))
+        return formulas.forward(operands, norm_linear, dtypes, 0, norms=_norms(settings.implementation))
     made = _forward(operands, norm_linear, dtypes, implementation=settings.implementation)
     return made._replace(y=tuple(checkpoint_name(y, PRODUCT) for y in made.y))
 
@@ -198,7 +198,7 @@ def _pulled_back(
     dtypes = dtypes._replace(dkernel=of_used(dtypes.dkernel), dbias=of_used(dtypes.dbias))
     if norm_linear.in_one:
         return _backward(operands, norm_linear, dtypes, implementation=implementation, batch_dims=batch_dims)
-    return formulas.backward(operands, norm_linear, dtypes, batch_dims, norms=norms(implementation))
+    return formulas.backward(operands, norm_linear, dtypes, batch_dims, norms=_norms(implementation))
 
 
 def _transposed(

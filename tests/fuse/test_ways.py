@@ -529,5 +529,7 @@ def test_a_result_that_every_product_casts_back_is_written_as_the_products_read_
     import jln
 
     program = jax.make_jaxpr(jln.fuse(function))(*args)
-    casts = [e for e in program.eqns if e.primitive.name == "convert_element_type" and e.outvars[0].aval.shape == X.shape]
+    casts = [
+        e for e in program.eqns if e.primitive.name == "convert_element_type" and e.outvars[0].aval.shape == X.shape
+    ]
     assert not casts, casts

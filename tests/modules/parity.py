@@ -13,6 +13,7 @@ What the framework rejects, ours rejects with the same type of exception.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +39,14 @@ class Layer(NamedTuple):
 
     init: Callable[[Any], Any]
     apply: Callable[[Any, Any], Any]
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[list[_routes.Route]]:
+    """Collect the routes of the calls made in the context."""
+    routes: list[_routes.Route] = []
+    with _routes.heard_by(_routes.into(routes)):
+        yield routes
 
 
 def normal(seed: int, shape: Sequence[int], dtype: Any) -> jax.Array:
@@ -189,7 +198,7 @@ def assert_parity(theirs: Layer, ours: Layer, true: Layer, x: Any, products: int
     variables = randomised(variables)
     shapes, tree = jax.tree.flatten(shape)
     dy = tree.unflatten([normal(99 + i, a.shape, a.dtype) for i, a in enumerate(shapes)])
-    with _routes.noting() as routes:
+    with noting() as routes:
         got = results(ours, variables, x, dy)
     wanted = results(theirs, variables, x, dy)
     (path,) = {route.path for route in routes}

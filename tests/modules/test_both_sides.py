@@ -18,10 +18,9 @@ import haiku as hk
 from flax import linen, nnx
 
 import jln
-from jln import _routes
 from jln import equinox as jln_equinox
 from jln import haiku as jln_haiku
-from parity import MASK, SHAPE, assert_parity, doubled, equations, normal, pairwise_parameters
+from parity import MASK, SHAPE, assert_parity, doubled, equations, normal, noting, pairwise_parameters
 from separate import FRAMEWORKS, LIBRARIES, equinox_layer, haiku_layer, linen_layer, nnx_layer
 
 WHOLE = "all arguments are the operator's"
@@ -216,7 +215,7 @@ def test_a_subclass_may_compute_something_else():
             return 2 * super().__call__(x, **given)
 
     norm, twice, x = jln.nnx.RMSNorm(8, rngs=nnx.Rngs(0)), Twice(8, rngs=nnx.Rngs(0)), arguments()
-    with _routes.noting() as routes:
+    with noting() as routes:
         y, total = norm(**x, x_norm=twice)
     assert [route.why for route in routes] == [WHOLE, "not one operator with x_norm: x_norm has a call of its own"]
     np.testing.assert_array_equal(total, x["residual"] + twice(x["x"]))
@@ -299,26 +298,6 @@ def test_nnx_capture_sees_what_x_norm_adds_up():
     np.testing.assert_allclose(got, y, rtol=1e-5, atol=1e-5)  # rows of 8 float32 numbers
     (seen,) = captured["post"]["__call__"].get_value()
     np.testing.assert_allclose(seen, total, rtol=1e-5, atol=1e-5)
-
-
-def test_a_linear_behind_both_norms_keeps_their_sum_and_one_behind_a_sum_its_input():
-    class Block(nnx.Module):
-        def __init__(self):
-            self.norm, self.linear = jln.nnx.RMSNorm(8, rngs=nnx.Rngs(0)), nnx.Linear(8, 3, rngs=nnx.Rngs(1))
-            self.post = jln.nnx.RMSNorm(8, rngs=nnx.Rngs(2))
-
-        def __call__(self, x, residual):
-            y, total = self.norm(x, residual=residual, x_norm=self.post)
-            return self.linear(y), self.linear(self.norm(x, added_to=total))
-
-    model, x = Block(), arguments()
-    wanted = model(**x)
-    model = jln.convert.nnx(model, fuse={Block: [("norm", "linear")]}).model
-    with _routes.noting() as routes:
-        got = model(**x)
-    assert [route.path for route in routes] == ["norm", "fused", "norm"]
-    # float32 rows of 8 numbers, and products of 8 terms
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, wanted)
 
 
 def norms(framework):

@@ -15,9 +15,8 @@ import pytest
 
 hk = pytest.importorskip("haiku")
 import jln  # noqa: E402
-from jln import _routes  # noqa: E402
 from jln import haiku as ours  # noqa: E402
-from parity import Layer, assert_parity, described, normal, pairwise_parameters, precisions, randomised  # noqa: E402
+from parity import Layer, assert_parity, described, normal, noting, pairwise_parameters, precisions, randomised  # noqa: E402
 
 SHAPE = (3, 4, 8)
 
@@ -237,7 +236,7 @@ def test_linear_of_another_dtype_is_not_fused():
     mixed = variables | {"layer_norm_linear/linear": wide["layer_norm_linear/linear"]}
     assert module.apply(variables, x).dtype == jnp.bfloat16
     for params, path in ((variables, "fused"), (mixed, "norm"), (wide, "fused")):
-        with _routes.noting() as routes:
+        with noting() as routes:
             y = module.apply(params, x)
         assert [r.path for r in routes] == [path]
         assert y.dtype == (jnp.bfloat16 if params is variables else jnp.float32)

@@ -17,7 +17,6 @@ import haiku as hk
 from flax import linen, nnx, serialization
 
 import jln
-from jln import _routes
 from jln import equinox as jln_equinox
 from jln import haiku as jln_haiku
 from parity import (
@@ -27,6 +26,7 @@ from parity import (
     every_equation,
     named,
     normal,
+    noting,
     pairwise_parameters,
     randomised,
 )
@@ -107,7 +107,7 @@ def test_one_that_cannot_be_fused_has_all_called(framework, own, why, adds):
     x = (x, normal(2, SHAPE, "float32")) if adds else x
     theirs, ours = layers(framework, "LayerNorm", qkv(**own))
     variables = randomised(theirs.init(x))
-    with _routes.noting() as routes:
+    with noting() as routes:
         got = ours.apply(variables, x)
     (route,) = routes
     assert route.path == "norm"
@@ -124,7 +124,7 @@ def test_a_haiku_linear_of_another_dtype_has_all_called():
     theirs, ours = layers("haiku", "LayerNorm", qkv())
     variables = randomised(theirs.init(x))
     variables["layer_norm_linear/k"] = jax.tree.map(lambda a: a.astype("float32"), variables["layer_norm_linear/k"])
-    with _routes.noting() as routes:
+    with noting() as routes:
         got = ours.apply(variables, x)
     assert [r.why for r in routes] == [
         "not fused: k: x is bfloat16, the norm's result bfloat16, the product float32: one operator would round "
@@ -148,7 +148,7 @@ def test_what_the_norm_cannot_do_is_flaxs_own_code_on_the_sum(framework):
         own = jln.nnx.RMSNormLinear(8, {"q": 6, "k": 3}, rngs=nnx.Rngs(0))
         z = nnx.RMSNorm(8, rngs=nnx.Rngs(0))(x + residual, mask=MASK)
         q, k = own.q(z), own.k(z)
-    with _routes.noting() as routes:
+    with noting() as routes:
         got = own(x, residual=residual, mask=MASK)
     jax.tree.map(np.testing.assert_array_equal, got, ((q, k), x + residual))
     assert [(r.path, r.why.removeprefix("not fused: ")) for r in routes] == [("plain", "mask is given")]

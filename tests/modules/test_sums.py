@@ -10,12 +10,11 @@ import pytest
 pytest.importorskip("flax")
 pytest.importorskip("equinox")
 pytest.importorskip("haiku")
-import equinox as eqx
 import haiku as hk
 from flax import nnx
 
 import jln
-from jln import _explain, _routes
+from jln import _explain
 from jln import equinox as jln_equinox
 from jln import haiku as jln_haiku
 from parity import MASK, SHAPE, doubled, every_equation, named, normal, pairwise_parameters
@@ -241,41 +240,3 @@ def test_equinox_has_the_state_behind_both_results():
     (y, total), state = module(**x, state="state")
     assert state == "state"
     jax.tree.map(np.testing.assert_array_equal, (y, total), module(**x))
-
-
-class NnxBlock(nnx.Module):
-    def __init__(self):
-        self.norm, self.linear = jln.nnx.LayerNorm(8, rngs=nnx.Rngs(0)), nnx.Linear(8, 3, rngs=nnx.Rngs(1))
-
-    def __call__(self, **x):
-        z, total = self.norm(**x)
-        return self.linear(z), total
-
-
-class EquinoxBlock(eqx.Module):
-    norm: eqx.Module
-    linear: eqx.nn.Linear
-
-    def __call__(self, **x):
-        z, total = self.norm(**x)
-        return self.linear(z), total
-
-
-@pytest.mark.parametrize("framework", ["nnx", "equinox"])
-def test_a_linear_behind_the_norm_of_a_sum_keeps_the_sum(framework):
-    x = arguments()
-    if framework == "nnx":
-        model = NnxBlock()
-        wanted = model(**x)
-        model = jln.convert.nnx(model, fuse={NnxBlock: [("norm", "linear")]}).model
-    else:
-        x = {name: a if a.ndim == 1 else a[0, 0] for name, a in x.items()}
-        linear = eqx.nn.Linear(8, 3, dtype="float32", key=jax.random.key(0))
-        model = EquinoxBlock(jln_equinox.LayerNorm(8, dtype="float32"), linear)
-        wanted = model(**x)
-        model = jln.convert.equinox(model, fuse={EquinoxBlock: [("norm", "linear")]}).model
-    with _routes.noting() as routes:
-        got = model(**x)
-    assert [route.path for route in routes] == ["norm", "fused"]
-    # float32 rows of 8 numbers, and products of 8 terms
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, wanted)

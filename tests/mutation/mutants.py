@@ -11,8 +11,7 @@ from gated import GATED_NORMS
 from junction import SUMS
 from kernels import KERNELS
 from linears import LINEARS
-from modules import MODULES
 from rules import RULES
 from sequence import ROWS_GATHERED
 
-MUTANTS = [*KERNELS, *LINEARS, *SUMS, *NORMS, *GATED_NORMS, *ROWS_GATHERED, *COMPILED, *ENTRIES, *RULES, *MODULES]
+MUTANTS = [*KERNELS, *LINEARS, *SUMS, *NORMS, *GATED_NORMS, *ROWS_GATHERED, *COMPILED, *ENTRIES, *RULES]

@@ -6,6 +6,7 @@ from targets import (
     CHECKER,
     DERIVATIVES,
     DIFFERENCES,
+    EXPLAIN,
     FROZEN,
     FUSED,
     GROUPS,
@@ -378,5 +379,11 @@ RULES = [
     Mutant(
         "former tiles lost", "jln/_cli/tune.py", "if not _is(raw, key)] + [entry]", "if _is(raw, key)] + [entry]",
         ("tests/test_tune.py::test_a_search_is_taken_up_again_and_loses_nothing",),
+    ),
+    # Explaining
+    Mutant(
+        "loops and checkpoints not told", EXPLAIN,
+        "route._replace(why=route.why + within)", "route",
+        ("tests/modules/test_explain.py::test_where_a_layer_is_and_what_is_around_it",),
     ),
 ]  # fmt: skip

@@ -1,11 +1,12 @@
-"""Rung 4: whole steps of models that were not written for jln, before and after their conversion."""
+"""Rung 4: whole steps of models that were not written for jln, as they are and fused."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+import jln
 from absent_gpu import triton_kernels
-from jln import convert, program
+from jln import program
 
 nnx = pytest.importorskip("flax.nnx")
 eqx = pytest.importorskip("equinox")
@@ -41,13 +42,21 @@ class NnxModel(nnx.Module):
         return self.norm(x)
 
 
-def nnx_report(model):
+def as_it_is(loss):
+    return loss
+
+
+def with_linears(loss):
+    return jln.fuse(loss, linears=True)
+
+
+def nnx_report(model, transformation):
     graphdef, state = nnx.split(model)
 
-    def step(state, x):
-        return jax.value_and_grad(lambda s: jnp.mean(nnx.merge(graphdef, s)(x).astype("float32") ** 2))(state)
+    def loss(state, x):
+        return jnp.mean(nnx.merge(graphdef, state)(x).astype("float32") ** 2)
 
-    return program.compile_for(step, state, X)
+    return program.compile_for(jax.value_and_grad(transformation(loss)), state, X)
 
 
 class EqxBlock(eqx.Module):
@@ -67,54 +76,47 @@ class EqxBlock(eqx.Module):
         return x + jax.vmap(self.norm2)(jax.vmap(self.down)(jax.nn.gelu(h)))
 
 
-def eqx_report(blocks):
+def eqx_report(blocks, transformation):
     arrays, rest = eqx.partition(blocks, eqx.is_array)
 
-    def step(arrays, x):
-        def loss(arrays):
-            y = x
-            for block in eqx.combine(arrays, rest):
-                y = jax.vmap(block)(y)
-            return jnp.mean(y.astype("float32") ** 2)
+    def loss(arrays, x):
+        for block in eqx.combine(arrays, rest):
+            x = jax.vmap(block)(x)
+        return jnp.mean(x.astype("float32") ** 2)
 
-        return jax.value_and_grad(loss)(arrays)
-
+    step = jax.value_and_grad(transformation(loss))
     return program.compile_for(step, jax.tree.map(lambda a: a.astype("bfloat16"), arrays), X)
 
 
 def test_nnx_step():
-    """Each of the seven norms is one kernel forward, one backward, and one that adds up dscale and doffset."""
+    """Each of the seven norms is one kernel forward, one backward, and one that adds up dscale and doffset.
+
+    For Linears of many features, which XLA multiplies, the backward kernel makes the norm's result again.
+    """
     model = NnxModel(nnx.Rngs(0))
-    plain = nnx_report(model)
-    swapped = nnx_report(convert.nnx(model, copy=True).model)
-    fused = nnx_report(convert.nnx(model, copy=True, fuse=True).model)
-    for name, report in (("Flax", plain), ("swapped", swapped), ("fused", fused)):
+    plain, norms, linears = (nnx_report(model, of) for of in (as_it_is, jln.fuse, with_linears))
+    for name, report in (("Flax", plain), ("norms", norms), ("with Linears", linears)):
         print(f"{name}: {report.bytes_total / 1e6:.0f} MB moved, {report.temp_bytes / 1e6:.0f} MB temporary")
     assert triton_kernels(plain) == []
-    assert len(triton_kernels(swapped)) == 3 * (2 * LAYERS + 1)
-    # XLA multiplies for Linears of many features, and one more kernel makes a norm's result again for them.
-    assert len(triton_kernels(fused)) == 4 * 2 * LAYERS + 3
-    assert fused.bytes_total < plain.bytes_total
-    assert swapped.bytes_total < plain.bytes_total
-    assert fused.temp_bytes < swapped.temp_bytes < plain.temp_bytes
+    assert len(triton_kernels(norms)) == len(triton_kernels(linears)) == 3 * (2 * LAYERS + 1)
+    assert norms.bytes_total < plain.bytes_total and linears.bytes_total < plain.bytes_total
+    assert linears.temp_bytes < norms.temp_bytes < plain.temp_bytes
 
 
 def test_equinox_step():
     """Examples under two vmaps share the parameters still: a norm is three kernels, and no gradient is per example."""
     blocks = [EqxBlock(k) for k in jax.random.split(jax.random.key(0), LAYERS)]
-    plain = eqx_report(blocks)
-    swapped = eqx_report(convert.equinox(blocks).model)
-    fused = eqx_report(convert.equinox(blocks, fuse=True).model)
+    plain, norms, linears = (eqx_report(blocks, of) for of in (as_it_is, jln.fuse, with_linears))
     assert triton_kernels(plain) == []
-    assert len(triton_kernels(swapped)) == 3 * 2 * LAYERS
-    assert swapped.bytes_total < plain.bytes_total
-    assert len(triton_kernels(fused)) >= 3 * 2 * LAYERS
-    assert fused.bytes_total < plain.bytes_total
+    assert len(triton_kernels(norms)) == 3 * 2 * LAYERS
+    assert norms.bytes_total < plain.bytes_total
+    assert len(triton_kernels(linears)) >= 3 * 2 * LAYERS
+    assert linears.bytes_total < plain.bytes_total
 
 
 def test_bfloat16_input_and_float32_parameters():
     """Flax's default dtypes take one kernel, which reads bfloat16 x and writes float32 y, and no float32 copy of x."""
-    graphdef, state = nnx.split(convert.nnx(nnx.LayerNorm(WIDTH, rngs=nnx.Rngs(0))).model)
+    graphdef, state = nnx.split(jln.nnx.LayerNorm(WIDTH, rngs=nnx.Rngs(0)))
     report = program.compile_for(lambda state, x: nnx.merge(graphdef, state)(x), state, X)
     (kernel,) = report.kernels
     assert kernel.is_triton
@@ -135,16 +137,14 @@ class Queries(nnx.Module):
         return self.q(z), self.k(z), self.v(z)
 
 
-def of_queries(model, sharding=None):
+def of_queries(transformation, sharding=None):
     """Return the report of the gradients of parameters and x, on one device or where the shardings say."""
-    graphdef, state = nnx.split(model)
+    graphdef, state = nnx.split(Queries(nnx.Rngs(0)))
 
-    def step(state, x):
-        def loss(state, x):
-            return sum(jnp.mean(y.astype("float32") ** 2) for y in nnx.merge(graphdef, state)(x))
+    def loss(state, x):
+        return sum(jnp.mean(y.astype("float32") ** 2) for y in nnx.merge(graphdef, state)(x))
 
-        return jax.grad(loss, (0, 1))(state, x)
-
+    step = jax.grad(transformation(loss), (0, 1))
     if sharding is None:
         return program.compile_for(step, state, X)
     rows, columns, whole = sharding
@@ -158,16 +158,11 @@ def of_queries(model, sharding=None):
 
 
 def test_the_result_is_made_again_once_for_all_linears_that_read_it():
-    """Three Linears make the norm's result again only once, as XLA sees that their three copies are one.
-
-    So x is read once more, and the result is not kept.
-    """
-    model = Queries(nnx.Rngs(0))
-    swapped = of_queries(convert.nnx(model, copy=True).model)
-    fused = of_queries(convert.nnx(model, copy=True, fuse=True).model)
-    assert len(triton_kernels(swapped)) == 3 and len(triton_kernels(fused)) == 4
+    """The backward kernel makes the norm's result again, once for three Linears: it is not kept, and written again."""
+    norms, linears = of_queries(jln.fuse), of_queries(with_linears)
+    assert len(triton_kernels(norms)) == len(triton_kernels(linears)) == 3
     large = X.size * 2
-    assert fused.bytes_total <= swapped.bytes_total + 2.05 * large  # x and z once more each, and row statistics
+    assert linears.bytes_total <= norms.bytes_total + 0.6 * large  # 0.55 with JAX 0.10.2
 
 
 @pytest.mark.parametrize("rows", [("data", None), (None, "tensor")], ids=["batch", "sequence"])
@@ -178,9 +173,7 @@ def test_making_the_result_again_communicates_no_more_than_keeping_it_but_one_ga
         return jax.NamedSharding(mesh, jax.P(*axes))
 
     sharding = of("data", rows[1]), of(None, "tensor"), of()
-    model = Queries(nnx.Rngs(0))
-    swapped = of_queries(convert.nnx(model, copy=True).model, sharding)
-    fused = of_queries(convert.nnx(model, copy=True, fuse=True).model, sharding)
-    more = sum(c.bytes for c in fused.collectives) - sum(c.bytes for c in swapped.collectives)
+    norms, linears = of_queries(jln.fuse, sharding), of_queries(with_linears, sharding)
+    more = sum(c.bytes for c in linears.collectives) - sum(c.bytes for c in norms.collectives)
     gather = X.size * 2 // 2  # of all rows of one of the two data shards
     assert more <= (gather if rows[1] else 0)

@@ -1,7 +1,7 @@
 """The zoo: the shapes of blocks that people train, as small models in the framework that such models use.
 
-Each is converted by one call, with everything that applies. The models know nothing of jln. Their sizes are those of
-tests, `SMALL`, and for compiling, each client's `large`.
+The models know nothing of jln: `jln.fuse` finds what it takes. Their sizes are those of tests, `SMALL`, and for
+compiling, each client's `large`.
 """
 
 from __future__ import annotations
@@ -17,90 +17,72 @@ from flax import linen as nn
 from flax import nnx
 from jax.extend.core import Literal
 
-from jln import convert
+import jln
 from zoo import equinox_models, haiku_models, linen_models, nnx_models
 from zoo.common import SMALL, Client, Size
 
-__all__ = ["CLIENTS", "SMALL", "Client", "Functions", "Size", "functions", "held", "lines"]
+__all__ = ["CLIENTS", "SMALL", "Client", "Found", "Model", "Size", "found", "held", "made"]
 
 CLIENTS: Mapping[str, Client] = (
     nnx_models.CLIENTS | linen_models.CLIENTS | haiku_models.CLIENTS | equinox_models.CLIENTS
 )
 
 
-class Functions(NamedTuple):
-    """A model's function of parameters and x, and the converted one's.
+class Model(NamedTuple):
+    """A model's function of parameters and x; of these their shapes and dtypes."""
 
-    parameters, x: their shapes and dtypes. converted_parameters: those that the converted model makes by itself.
-    """
-
-    plain: Callable[[Any, Any], jax.Array]
-    converted: Callable[[Any, Any], jax.Array]
+    function: Callable[[Any, Any], jax.Array]
     parameters: Any
-    converted_parameters: Any
     x: jax.ShapeDtypeStruct
 
 
-def lines(client: Client) -> int:
-    """The number of lines that a user changes: the call, and for each of the model's own norms a recipe."""
-    return 1 + len(client.recipes)
-
-
-def functions(client: Client, size: Size, *, fuse: bool = True) -> Functions:
+def made(client: Client, size: Size) -> Model:
     x = jax.ShapeDtypeStruct(size.shape, size.dtype)
-    return Functions(*_OF[client.framework](client, size, x, fuse), x)
+    return Model(*_OF[client.framework](client, size, x), x)
 
 
-def _of_nnx(client: Client, size: Size, _: Any, fuse: bool) -> tuple:
-    model = nnx.eval_shape(lambda: client.model(size))
-    conversion = convert.nnx(model, copy=True, fuse=fuse, norms=client.recipes)
-
-    def of(model: Any) -> tuple[Callable, Any]:
-        graph, state = nnx.split(model)
-        return lambda state, x: nnx.merge(graph, state)(x), state
-
-    (plain, state), (converted, own) = of(model), of(conversion.model)
-    return plain, converted, state, own
+def _of_nnx(client: Client, size: Size, _: Any) -> tuple:
+    graph, state = nnx.split(nnx.eval_shape(lambda: client.model(size)))
+    return lambda state, x: nnx.merge(graph, state)(x), state
 
 
-def _of_equinox(client: Client, size: Size, _: Any, fuse: bool) -> tuple:
+def _of_equinox(client: Client, size: Size, _: Any) -> tuple:
     model = eqx.filter_eval_shape(client.model, size)
-    conversion = convert.equinox(model, fuse=fuse, norms=client.recipes)
-
-    def of(model: Any) -> tuple[Callable, Any]:
-        arrays, rest = eqx.partition(model, lambda a: isinstance(a, jax.ShapeDtypeStruct))
-        leaves, tree = jax.tree.flatten(arrays)
-        return lambda leaves, x: eqx.combine(tree.unflatten(leaves), rest)(x), leaves
-
-    (plain, leaves), (converted, own) = of(model), of(conversion.model)
-    return plain, converted, leaves, own
+    arrays, rest = eqx.partition(model, lambda a: isinstance(a, jax.ShapeDtypeStruct))
+    leaves, tree = jax.tree.flatten(arrays)
+    return lambda leaves, x: eqx.combine(tree.unflatten(leaves), rest)(x), leaves
 
 
-def _of_transformed(context: Callable) -> Callable[[Client, Size, Any, bool], tuple]:
-    def of(client: Client, size: Size, x: Any, fuse: bool) -> tuple:
-        model: nn.Module | hk.Transformed = client.model(size)
-
-        def converted(parameters: Any, x: Any) -> jax.Array:
-            with context(fuse=fuse, norms=client.recipes):
-                return model.apply(parameters, x)
-
-        def init(key: jax.Array, x: Any) -> Any:
-            return model.init(key, x)
-
-        key = jax.random.key(0)
-        parameters = jax.eval_shape(init, key, x)
-        with context(fuse=fuse, norms=client.recipes):
-            return model.apply, converted, parameters, jax.eval_shape(lambda *args: init(*args), key, x)
-
-    return of
+def _of_transformed(client: Client, size: Size, x: Any) -> tuple:
+    model: nn.Module | hk.Transformed = client.model(size)
+    return model.apply, jax.eval_shape(model.init, jax.random.key(0), x)
 
 
-_OF = {
-    "nnx": _of_nnx,
-    "equinox": _of_equinox,
-    "linen": _of_transformed(convert.linen),
-    "haiku": _of_transformed(convert.haiku),
-}
+_OF = {"nnx": _of_nnx, "equinox": _of_equinox, "linen": _of_transformed, "haiku": _of_transformed}
+
+
+class Found(NamedTuple):
+    """Counts of what `jln.explain` lists of a fused function; the body of a scan counts once.
+
+    norms: those that operators compute. sums: with a norm in one operator. linears: norms that are one operator with
+      the Linears behind. left: norms that stay as they are.
+    """
+
+    norms: int
+    sums: int
+    linears: int
+    left: int
+
+
+def found(fused: Callable[..., Any], *args: Any) -> Found:
+    routes = jln.explain(fused, *args)
+    names = [route.layer for route in routes if route.path != "plain"]
+    return Found(
+        norms=sum(2 if name == "jln.rms_norm_add_rms_norm" else 1 for name in names),
+        sums=sum("add" in name for name in names),
+        linears=sum(name.endswith("_linear") for name in names),
+        left=len(routes) - len(names),
+    )
 
 
 def held(function: Callable[[Any, Any], Any], parameters: Any, x: Any) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -34,26 +34,26 @@ class Size(NamedTuple):
         return self.batch, self.tokens, self.width
 
 
-# Of every model: what differs between any two axes.
-SMALL = Size(2, 8, 16, 4, 5, 24, 2, "float64", "float64", "xla")
+# Of every model: what differs between any two axes, and as many features as `jln.fuse` takes whatever reads them.
+SMALL = Size(2, 8, 512, 4, 5, 24, 2, "float64", "float64", "xla")
 LARGE = Size(4, 2048, 2048, 16, 128, 8192, 2, "bfloat16", "float32", "cudnn")
 
 
 class Client(NamedTuple):
-    """A model as its users have it, and what a conversion must find.
+    """A model as its users have it, and what `jln.fuse` must find in it; of a number of layers, a scan's body once.
 
     model: from a size to the model.
-    recipes: those of its own norms.
-    norms: calls of norms, all of which are jln's afterwards.
-    fused: Linears that read such a result; a body of a scan counts once.
+    norms: those of the model's width; the short ones of queries and keys are left to XLA.
+    sums: those that are in one operator with a norm.
+    linears: norms that, with `linears=True`, are one operator with the Linears behind.
     large: the size to compile.
     """
 
     framework: str
     model: Callable[[Size], Any]
     norms: Callable[[int], int]
-    fused: Callable[[int], int]
-    recipes: Mapping[type, Callable[[Any], Mapping[str, Any]]] = {}
+    sums: Callable[[int], int]
+    linears: Callable[[int], int]
     large: Size = LARGE
 
 

@@ -56,4 +56,4 @@ class Parallel(eqx.Module):
         return jax.vmap(of_example)(x)
 
 
-CLIENTS = {"Parallel block": Client("equinox", Parallel, lambda layers: layers + 1, lambda layers: 4 * layers)}
+CLIENTS = {"Parallel block": Client("equinox", Parallel, lambda n: n + 1, lambda n: n, lambda n: n)}

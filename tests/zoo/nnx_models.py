@@ -175,18 +175,10 @@ def gemma3(size: Size) -> Stack:
     return Stack(blocks, GemmaRMSNorm(size.width, 1e-6, size.param_dtype, rngs))
 
 
-GEMMA = {
-    GemmaRMSNorm: lambda m: {
-        "kind": "rms_norm",
-        "scale": m.scale,
-        "epsilon": m.epsilon,
-        "zero_centered_scale": True,
-    }
-}
-
 CLIENTS = {
-    "GPT-2": Client("nnx", gpt2, lambda layers: 2 * layers + 1, lambda layers: 2 * layers),
-    "Llama, GQA and QK-norm": Client("nnx", llama, lambda layers: 4 * layers + 1, lambda layers: 5 * layers + 1),
-    "Gemma 3": Client("nnx", gemma3, lambda layers: 6 * layers + 1, lambda layers: 5 * layers, GEMMA),
-    "Qwen MoE": Client("nnx", qwen_moe, lambda layers: 4 * layers + 1, lambda layers: 4 * layers),
+    "GPT-2": Client("nnx", gpt2, lambda n: 2 * n + 1, lambda n: 2 * n, lambda n: 2 * n),
+    "Llama, GQA and QK-norm": Client("nnx", llama, lambda n: 2 * n + 1, lambda n: 2 * n, lambda n: 2 * n + 1),
+    # The norms in front of a sum are one operator with those behind it, which has no Linears.
+    "Gemma 3": Client("nnx", gemma3, lambda n: 4 * n + 1, lambda n: 2 * n, lambda _: 1),
+    "Qwen MoE": Client("nnx", qwen_moe, lambda n: 2 * n + 1, lambda n: 2 * n, lambda n: 2 * n),
 }
