@@ -77,10 +77,10 @@ class _Finder:
     def _total(self) -> Value:
         """The value that the norm's x is: behind a sharding constraint, and behind a reshape of rows."""
         value = self.norm.x
-        while value.maker is not None:
+        while value.operation in ("reshape", "reshard", "sharding_constraint") and value.maker is not None:
             of = value.maker.inputs[0]
-            is_of_rows = value.operation == "reshape" and self._keeps_features(of)
-            if not (is_of_rows or value.operation == "sharding_constraint"):
+            # Of axes that are not Auto the type tells how they are split.
+            if not (self._keeps_features(of) if value.operation == "reshape" else of.aval == value.aval):
                 break
             value = of
         return value
