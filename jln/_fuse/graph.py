@@ -152,7 +152,7 @@ class Graph:
         self._reads_ahead |= max(v.position for v in inputs) > min(v.position for v in values)
 
     def depends(self, value: Value, others: Sequence[Value]) -> bool:
-        """True where the value, or an effect that has to come first, needs any of the others as the program stands now."""
+        """True where the value, or an effect in front of it, needs any of the others as the program stands now."""
         first = -1 if self._reads_ahead else min(other.position for other in others)
         seen, stack = set(), [value]
         while stack:

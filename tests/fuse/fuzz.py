@@ -1,4 +1,4 @@
-"""Norms written in random ways, and near-norms with one thing off: are they found, are they left, is nothing changed?
+"""Norms written in random ways, which fuse must find, and near-norms with one thing off, which it must leave.
 
     python tests/fuse/fuzz.py --cases 2000 --seed 0
 
@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from proof import difference, normal
 
 import jln
+from proof import difference, normal
 
 Plan = dict[str, Any]
 Array = Any
@@ -46,7 +46,16 @@ WAYS: dict[str, tuple[Any, ...]] = {
     "upcast": (False, False, True),
     "mean": ("mean", "sum/H", "sum*1/H", "asarray", "keep by hand", "average"),
     "variance": (
-        *("mean of d*d", "mean of square", "mean of **2", "var", "standard deviation squared", "sum/H", "einsum", "vecdot"),
+        *(
+            "mean of d*d",
+            "mean of square",
+            "mean of **2",
+            "var",
+            "standard deviation squared",
+            "sum/H",
+            "einsum",
+            "vecdot",
+        ),
         *("norm", "E[x2]-E[x]2", "max(0, E[x2]-E[x]2)", "dot_general"),
     ),
     "root": ("rsqrt", "1/sqrt", "**-0.5", "power", "exp log", "/sqrt", "/ **0.5", "sqrt of 1/"),
@@ -83,7 +92,9 @@ def drawn(rng: np.random.Generator, off: bool) -> Plan:
     if off:
         plan["sum"] = None if plan["sum"] == "both sides" else plan["sum"]
         plan["layout"] = "last" if plan["off"] in ("half", "mean of roots") else plan["layout"]
-        plan["kind"] = "layer_norm" if plan["off"] in ("mean scaled", "positive mean", "not centred alike") else plan["kind"]
+        plan["kind"] = (
+            "layer_norm" if plan["off"] in ("mean scaled", "positive mean", "not centred alike") else plan["kind"]
+        )
     return plan
 
 
@@ -97,7 +108,14 @@ def written(plan: Plan) -> tuple[Callable[..., Any], dict[str, np.ndarray]]:
     h, last = int(np.prod([shape[a] for a in axes])), shape[-1]
     dtype = np.float32 if plan["upcast"] else np.float64
     shapes = {"x": shape, "r": shape, "z": shape, "o": shape, "s": of_features, "w": of_features, "b": of_features}
-    shapes |= {"scale": by_example, "shift": by_example, "bias": of_features, "k": (last, 4), "c": (4,), "u": (*shape[:-1], 8)}
+    shapes |= {
+        "scale": by_example,
+        "shift": by_example,
+        "bias": of_features,
+        "k": (last, 4),
+        "c": (4,),
+        "u": (*shape[:-1], 8),
+    }
     shapes |= {"gate": [1] * len(shape), "k8": (8, last), "g": of_features, "inner": of_features}
     args = {name: (normal(*of) * (0.3 + 0.1 * i)).astype(dtype) for i, (name, of) in enumerate(shapes.items())}
     args["epsilon"] = np.asarray(plan["epsilon"], dtype)
@@ -289,14 +307,14 @@ def is_of_rows(plan: Plan) -> bool:
     shape, axes = LAYOUTS[plan["layout"]]
     is_last = axes == tuple(range(len(shape) - len(axes), len(shape)))
     # Where there is one axis of rows, what varies by example is of x's size: no parameter.
-    none = (None, "by example") if len(shape) - len(axes) == 1 else (None,)
+    none = (None, "minus", "twice negative") + ("by example",) * (len(shape) - len(axes) == 1)
     if plan["scale"] == "by example" and "by example" in none:  # what is behind that is not the norm's any more
         return is_last
     return is_last or plan["offset"] not in none or plan["scale"] not in none
 
 
 def norms(function: Callable[..., Any], *args: Any) -> list[str]:
-    """Return the operators that fuse puts into the function, and "rms_norm, left" for each norm that it leaves to XLA."""
+    """Return the operators that fuse puts into the function, and "rms_norm, left" for each norm left to XLA."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "jln.fuse found no norm")
         routes = jln.explain(jln.fuse(function), *args)

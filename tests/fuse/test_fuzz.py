@@ -1,8 +1,9 @@
 """A few norms and near-norms that `fuzz.py` writes, always the same."""
 
-import fuzz
 import numpy as np
 import pytest
+
+import fuzz
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -266,7 +266,10 @@ def _sharded(check_vma, outside):
 
 
 WAYS |= {
-    f"shard_map_{'inside' if outside else 'outside'}{'_checked' if check_vma else ''}": (_sharded(check_vma, outside), ALL)
+    f"shard_map_{'inside' if outside else 'outside'}{'_checked' if check_vma else ''}": (
+        _sharded(check_vma, outside),
+        ALL,
+    )
     for check_vma in (False, True)
     for outside in (False, True)
 }
@@ -365,9 +368,13 @@ def _told(jitted):
     def loss(p, x):
         for i, of in enumerate(p["blocks"]):
             # The number of calls until now: a call too many or in another place changes the loss.
-            number = io_callback(functools.partial(tell, f"{i}"), jax.ShapeDtypeStruct((), np.float64), jnp.sum(x), ordered=True)
+            number = io_callback(
+                functools.partial(tell, f"{i}"), jax.ShapeDtypeStruct((), np.float64), jnp.sum(x), ordered=True
+            )
             jax.debug.callback(functools.partial(tell, f"debug {i}"), jnp.sum(x), ordered=True)
-            scale = io_callback(functools.partial(tell, "s"), jax.ShapeDtypeStruct((), np.float64), number, ordered=True)
+            scale = io_callback(
+                functools.partial(tell, "s"), jax.ShapeDtypeStruct((), np.float64), number, ordered=True
+            )
             x = block(of | {"s": of["s"] * scale * lax.stop_gradient(number)}, x)
             jax.debug.callback(functools.partial(tell, "behind"), jnp.max(x), ordered=True)
         return head(p, x)
@@ -462,7 +469,9 @@ def test_static_and_keyword_arguments_and_aux():
 
 
 def test_static_arguments_that_differ_only_by_type_or_sign():
-    fused = jln.fuse(lambda x, a: jnp.sum(norm(x, 1.0, 0.0)) * 0 + jnp.arctan2(jnp.asarray(a, jnp.float64), -1.0) + x.size)
+    fused = jln.fuse(
+        lambda x, a: jnp.sum(norm(x, 1.0, 0.0)) * 0 + jnp.arctan2(jnp.asarray(a, jnp.float64), -1.0) + x.size
+    )
     told = [float(fused(X, a)) for a in (0.0, -0.0, 0, False)]
     assert told == [float(fused.__wrapped__(X, a)) for a in (0.0, -0.0, 0, False)]
 
