@@ -79,8 +79,9 @@ class _Finder:
         value = self.norm.x
         while value.operation in ("reshape", "reshard", "sharding_constraint") and value.maker is not None:
             of = value.maker.inputs[0]
-            # Of axes that are not Auto the type tells how they are split.
-            if not (self._keeps_features(of) if value.operation == "reshape" else of.aval == value.aval):
+            # A constraint is of axes that are Auto. Of others the type tells how they are split.
+            is_same = value.operation == "sharding_constraint" or of.aval == value.aval
+            if not (self._keeps_features(of) if value.operation == "reshape" else is_same):
                 break
             value = of
         return value
