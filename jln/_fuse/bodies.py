@@ -139,10 +139,14 @@ def _rewritten(body: ClosedJaxpr, options: Options, found: list[Finding]) -> Clo
 
     def same(*arrays: Any) -> list[Any]:
         made = evaluated(body, arrays, options, own)
-        return [
-            jnp.asarray(a, v.dtype) if hasattr(v, "dtype") else a for a, v in zip(made, body.out_avals, strict=True)
-        ]
+        return [_as(v, a) for v, a in zip(body.out_avals, made, strict=True)]
 
     made = jax.make_jaxpr(same)(*body.in_avals)
     found += own
     return made if any(f.operator is not None for f in own) else body
+
+
+def _as(aval: Any, array: Any) -> Any:
+    """The array in the dtype of what it stands for; as it is, and weak if it is, where it has that."""
+    is_same = not hasattr(aval, "dtype") or jax.typeof(array).dtype == aval.dtype
+    return array if is_same else jnp.asarray(array, aval.dtype)

@@ -48,14 +48,16 @@ class Node:
     """An equation, or a call that takes the place of equations.
 
     equation: None for a call. call: a function from the inputs' arrays to the outputs'. remark: what the call's maker
-      wants to be known of it. position: the place in the program as it was written.
+      wants to be known of it. position: the place in the program as it was written. before: of a node with effects the
+      last one in front of it, behind which it has to stay.
     """
 
-    __slots__ = ("call", "equation", "inputs", "outputs", "position", "remark")
+    __slots__ = ("before", "call", "equation", "inputs", "outputs", "position", "remark")
 
     def __init__(self, equation: Any, inputs: list[Value], position: int):
         self.equation, self.inputs, self.position = equation, inputs, position
         self.outputs: list[Value] = []
+        self.before: Node | None = None
         self.call: Callable[..., Any] | None = None
         self.remark: Any = None
 
@@ -84,6 +86,7 @@ class Graph:
         self._numbers: dict[Any, Value] = {}
         self._known: dict[Any, Node] = {}
         self._replaced: dict[Value, Node] = {}
+        self._last_effect: Node | None = None
         self._reads_ahead = False  # whether a call reads what the program makes behind what the call replaces
         self.outputs = self._added(program.jaxpr, program.consts, self.inputs)
         self._results = {*self.outputs}
@@ -120,6 +123,8 @@ class Graph:
         node = Node(equation, given, len(self.nodes))
         node.outputs = [Value(v.aval, node) for v in equation.outvars]
         self.nodes.append(node)
+        if equation.effects:
+            node.before, self._last_effect = self._last_effect, node
         for v in dict.fromkeys(given):
             v.readers.append(node)
         if key is not None:
@@ -147,7 +152,7 @@ class Graph:
         self._reads_ahead |= max(v.position for v in inputs) > min(v.position for v in values)
 
     def depends(self, value: Value, others: Sequence[Value]) -> bool:
-        """True where the value is made from any of the others, as the program stands now."""
+        """True where the value, or an effect in front of it, needs any of the others as the program stands now."""
         first = -1 if self._reads_ahead else min(other.position for other in others)
         seen, stack = set(), [value]
         while stack:
@@ -157,8 +162,10 @@ class Graph:
             node = self.maker(v)
             if node is None or node in seen or (node.equation is not None and node.position < first):
                 continue
-            seen.add(node)
-            stack += node.inputs
+            while node is not None and node not in seen:
+                seen.add(node)
+                stack += node.inputs
+                node = node.before
         return False
 
     def schedule(self) -> list[Node]:
@@ -187,7 +194,8 @@ class Graph:
         stack, entered = [first], set()
         while stack:
             node = stack[-1]
-            missing = [m for v in node.inputs if (m := self.maker(v)) is not None and m not in order]
+            read = [node.before, *map(self.maker, node.inputs)]
+            missing = [m for m in read if m is not None and m not in order]
             if node in order or not missing:
                 order.setdefault(node)
                 stack.pop()

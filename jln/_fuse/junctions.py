@@ -77,10 +77,11 @@ class _Finder:
     def _total(self) -> Value:
         """The value that the norm's x is: behind a sharding constraint, and behind a reshape of rows."""
         value = self.norm.x
-        while value.maker is not None:
+        while value.operation in ("reshape", "reshard", "sharding_constraint") and value.maker is not None:
             of = value.maker.inputs[0]
-            is_of_rows = value.operation == "reshape" and self._keeps_features(of)
-            if not (is_of_rows or value.operation == "sharding_constraint"):
+            # A constraint is of axes that are Auto. Of others the type tells how they are split.
+            is_same = value.operation == "sharding_constraint" or of.aval == value.aval
+            if not (self._keeps_features(of) if value.operation == "reshape" else is_same):
                 break
             value = of
         return value

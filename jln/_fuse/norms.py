@@ -148,7 +148,7 @@ def peeled(value: Value, constants: Constants) -> Parameter:
     best = Parameter(value, value.shape)
     axes: list[int | None] = [i if n != 1 else None for i, n in enumerate(value.shape)]  # of `v`, for each of value's
     v = value
-    while (node := v.maker) is not None:
+    while (node := v.maker) is not None and node.inputs:
         of = node.inputs[0]
         if node.operation == "broadcast_in_dim":
             dims = list(node.params["broadcast_dimensions"])
@@ -332,7 +332,7 @@ class _Region:
         roots = [n for n in self.nodes if n.operation in ("rsqrt", "sqrt", "pow")]
         # Where the root is of something else than a row's statistic there is no norm to miss.
         if not any(n.output.size * math.prod(self.x.shape[a] for a in self.features) == self.x.size for n in roots):
-            reasons = [why for n, why in self.blocks if n.output.size < self.x.size and why in _NEARLY]
+            reasons = [why for n, why in self.blocks if why in _NEARLY and n.output.size < self.x.size]
             return f"{reasons[0]} in the statistics" if reasons and not roots else None
         if any(p.size == 1 for of in self.parameters.values() for p in of):
             return "epsilon is an argument"

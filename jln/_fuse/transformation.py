@@ -69,7 +69,7 @@ def fuse(
         _checks.flag("forward_mode", forward_mode),
     )
     if function is None:
-        return functools.partial(fuse, **options._asdict())
+        return functools.partial(fuse, linears=linears, implementation=implementation, forward_mode=forward_mode)
     if not callable(function):
         raise TypeError(f"fuse takes a function; got {type(function).__name__}")
     return _fused(function, options)
@@ -118,7 +118,15 @@ def _key(arrays: Sequence[Any], static: tuple[Any, ...], tree: Any, is_array: Se
     config: Any = jax.config
     settings = (config.jax_enable_x64, config.jax_default_matmul_precision, config.jax_numpy_dtype_promotion)
     avals = tuple(jax.typeof(a) for a in arrays)
-    key = (avals, static, tuple(map(type, static)), tree, tuple(is_array), settings, jax.sharding.get_abstract_mesh())
+    key = (
+        avals,
+        static,
+        tuple((type(a), str(a) if isinstance(a, float) else None) for a in static),
+        tree,
+        tuple(is_array),
+        settings,
+        jax.sharding.get_abstract_mesh(),
+    )
     try:
         hash(key)
     except TypeError:

@@ -777,6 +777,12 @@ def a_bias_made_of_the_sum(x, r, w, b):
     return rms(total) @ w + b * jnp.sum(total), total
 
 
+@case(np.float64(2.0), finds="rms_norm rms_norm_add")
+def arrays_that_are_made_of_nothing(a):
+    positions = jnp.arange(4.0 * H).reshape(4, H)
+    return rms(jnp.arange(1.0, H + 1)[None]) * jnp.arange(H) * a, rms(positions) + positions * a
+
+
 # Of several devices.
 
 

@@ -516,8 +516,8 @@ def several_linears_behind_a_sum(x, r, s, w, v, c):
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_found_and_nothing_changes(name):
     function, args, finds, options = CASES[name]
-    # What was rounded more often than the operator rounds differs by that; what is computed in float64 of float32 by the
-    # rounding of its gradient alone.
+    # What was rounded more often than the operator rounds differs by that; what is computed in float64 of float32 by
+    # the rounding of its gradient alone.
     dtypes = {np.dtype(a.dtype).name for a in args}
     is_wider = any(a.dtype == np.float64 for a in jax.tree.leaves(jax.eval_shape(function, *args)))
     rounding = 1e-12 if "float64" in dtypes else 4e-2 if "bfloat16" in dtypes else 2e-7 if is_wider else 2e-6
