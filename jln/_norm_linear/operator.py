@@ -257,7 +257,7 @@ def _called_reading(norm_linear: NormLinear, arrays: tuple[Any, ...]) -> jax.Arr
         settings = reading.Settings(norm_linear, z.dtype.name, kernel.dtype.name, None)
         return reading.operator(settings, reading.Operands(z, kernel, bias, made_of), True).y
 
-    return with_automatic_axes(call, lambda specs: _spec_of_y(specs[0][:-1], specs[2]), arrays, True)
+    return with_automatic_axes(call, lambda specs: _spec_of_y(specs[0][:-1], specs[2]), arrays)
 
 
 # From the public functions to the operator
@@ -304,4 +304,4 @@ def _called(settings: Settings, forward_mode: bool, arrays: Arrays) -> Results:
         y, total = rules.operator(settled, operands, forward_mode)
         return Results(tuple(map(back, y)), None if total is None else back(total))
 
-    return with_automatic_axes(arranged_and_back, like_y, arrays, forward_mode)
+    return with_automatic_axes(arranged_and_back, like_y, arrays)
