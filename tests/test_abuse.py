@@ -137,6 +137,29 @@ def test_a_mean_whose_square_overflows(linear, width, dtype, implementation):
 # Threads
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", [name for name in NAMES if (OPERATORS | LINEAR_OPERATORS)[name].subtract_mean])
+def test_rows_of_one_element(name, dtype, implementation):
+    """A row of one element is its mean, and its gradient exactly 0: of a sum's parts the sum's own cotangent."""
+    operator, operands = problem(name, 300, 1, 7, dtype)  # several tiles of rows, the last one ragged
+    given = [i for i, a in enumerate(operands) if a is not None]
+
+    def function(*some):
+        filled = dict(zip(given, some, strict=True))
+        return operator(*(filled.get(i) for i in range(len(operands))), implementation=implementation)
+
+    @jax.jit
+    def pulled_back(*some):
+        results, pull = jax.vjp(function, *some)
+        cotangents = jax.tree.map(
+            lambda a: jnp.sin(jnp.arange(a.size, dtype="float32")).reshape(a.shape).astype(a.dtype), results
+        )
+        return cotangents, pull(cotangents)
+
+    cotangents, (dx, *_) = pulled_back(*(operands[i] for i in given))
+    np.testing.assert_array_equal(dx, cotangents[-1] if operator.adds else jnp.zeros_like(dx))
+
+
 def test_eight_threads_trace_and_run_at_once(implementation):
     """Eight threads that trace, compile and run operators at once get, bit for bit, the results of a thread alone.
 

@@ -252,15 +252,13 @@ def _varying_together(operands: Any) -> Any:
     return jax.tree.map(cast, operands)
 
 
-def with_automatic_axes(
-    function: Callable[..., Any], specs: Callable[..., Any], operands: Any, forward_mode: bool
-) -> Any:
+def with_automatic_axes(function: Callable[..., Any], specs: Callable[..., Any], operands: Any) -> Any:
     """Call `function(operands)`; on a mesh with explicit axes, as if these were automatic.
 
     specs: from the operands' PartitionSpecs to those that the results have on a mesh with explicit axes.
 
-    In a `shard_map` that leaves axes explicit, JAX cannot keep the residuals of `auto_axes` for reverse mode. So
-    without `forward_mode` they are not kept, and the backward pass makes them again from the operands.
+    In a `shard_map` that leaves axes explicit, JAX has no gradient of `auto_axes`: what is kept for it comes back on
+    the mesh with explicit axes. So nothing is kept there, and the backward pass makes it again from the operands.
     """
     meshes = [jax.typeof(a).sharding.mesh for a in jax.tree.leaves(operands)]
     mesh = next((mesh for mesh in meshes if not mesh.empty), meshes[0])
@@ -269,24 +267,20 @@ def with_automatic_axes(
     if not explicit:
         return function(operands)
     given = jax.tree.map(lambda a: jax.typeof(a).sharding.spec, operands)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(given))
+    call = jax.sharding.auto_axes(function, axes=explicit, out_sharding=shardings)
+    if AxisType.Manual in mesh.axis_types:
+        # JAX takes a checkpoint apart where it differentiates the function. Then the jitted call holds together what
+        # is computed first, and the checkpoint in it holds for second derivatives.
+        call = jax.checkpoint(jax.jit(jax.checkpoint(call, prevent_cse=False)), prevent_cse=False)
+        operands = jax.tree.map(functools.partial(_inside, mesh), operands)
+    return call(operands)
 
-    def automatic(function: Callable[..., Any], specs: Any) -> Callable[..., Any]:
-        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-        return jax.sharding.auto_axes(function, axes=explicit, out_sharding=shardings)
 
-    call = automatic(function, specs(given))
-    if forward_mode or AxisType.Manual not in mesh.axis_types:
-        return call(operands)
-
-    def pulled_back(operands: Any, cotangents: Any) -> Any:
-        def pull(operands: Any, cotangents: Any) -> Any:
-            return jax.vjp(function, operands)[1](cotangents)[0]
-
-        return (automatic(pull, given)(operands, cotangents),)
-
-    differentiable = jax.custom_vjp(call)
-    differentiable.defvjp(lambda operands: (call(operands), operands), pulled_back)
-    return differentiable(_in_reverse_mode_only(operands))
+def _inside(mesh: Any, a: jax.Array) -> jax.Array:
+    """The array on the mesh in a `shard_map`, also where the function there closes over one from around it."""
+    given = jax.typeof(a).sharding
+    return a if given.mesh.empty or given.mesh == mesh else jax.sharding.reshard(a, NamedSharding(mesh, given.spec))
 
 
 def in_one_program(static: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

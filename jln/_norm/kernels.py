@@ -459,6 +459,8 @@ def backward_kernel(
             if mean_ptr is not None:
                 dx = tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1 * rstd)[:, None])
             dx = tl.fma(scaled, rstd[:, None], dx)
+            if H == 1 and mean_ptr is not None:  # c1 is g: rounded by itself its product with rstd does not cancel
+                dx = (scaled - c1[:, None]) * rstd[:, None]
             if dtotal_ptr is not None:
                 dx += tl.load(dtotal_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
             if z_ptr is not None and not NORM.norm_before_gate:  # (44)

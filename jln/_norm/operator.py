@@ -338,4 +338,4 @@ def _called(settings: Settings, axes: tuple[int, ...], forward_mode: bool, given
         results = rules.operator(dataclasses.replace(settings, norm=norm), operands, forward_mode)
         return jax.tree.map(lambda a: on_several_axes(back(a), given.x.shape, axes), results)
 
-    return with_automatic_axes(arranged_and_back, like_x, given, forward_mode)
+    return with_automatic_axes(arranged_and_back, like_x, given)

@@ -82,4 +82,4 @@ def _called(settings: Settings, axes: tuple[int, ...], forward_mode: bool, given
         results = rules.operator(dataclasses.replace(settings, norm=norm), operands, forward_mode)
         return jax.tree.map(lambda a: on_several_axes(back(a), x.shape, axes), results)
 
-    return with_automatic_axes(arranged_and_back, lambda specs: Results(specs.x, specs.x), given, forward_mode)
+    return with_automatic_axes(arranged_and_back, lambda specs: Results(specs.x, specs.x), given)

@@ -246,6 +246,8 @@ def backward_kernel(
         if dx_ptr is not None:
             dx = tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1 * rstd)[:, None])  # (17), its factor rstd inside
             dx = tl.fma(dz * scale[None, :], rstd[:, None], dx)
+            if H == 1 and mean_ptr is not None:  # 0, as in the norm's kernel; c1 may be of another order of sums
+                dx = (dz - tl.sum(dz, axis=1)[:, None]) * scale[None, :] * rstd[:, None]
             if dtotal_ptr is not None:
                 dx += _load_matrix(dtotal_ptr, row, valid, first, H, BLOCK_H, BLOCK_ROWS).to(COMPUTE)
             mask = valid[:, None] & exists[None, :]

@@ -262,4 +262,4 @@ def _called(settings: Settings, forward_mode: bool, arrays: Arrays) -> Results:
         y, total = rules.operator(settled, operands, forward_mode)
         return Results(tuple(map(back, y)), None if total is None else back(total))
 
-    return with_automatic_axes(arranged_and_back, like_y, arrays, forward_mode)
+    return with_automatic_axes(arranged_and_back, like_y, arrays)

@@ -135,6 +135,15 @@ KERNELS = [
     ),
     Mutant("c1 dropped", NORM, "-(c1 * rstd)[:, None])", "0.0 * rstd[:, None])", WHOLE),
     Mutant(
+        "what two roundings leave of a row of one element", NORM, "if H == 1 and mean_ptr is not None:", "if False:",
+        (f"{ABUSE}test_rows_of_one_element[triton-layer_norm-float32]",),
+    ),
+    Mutant(
+        "what two roundings leave of a row of one element, fused", LINEAR, "if H == 1 and mean_ptr is not None:",
+        "if False:",
+        (f"{ABUSE}test_rows_of_one_element[triton-layer_norm_linear-bfloat16]",),
+    ),
+    Mutant(
         "c1 without the scale", NORM,
         "c1 = tl.sum(scaled, axis=1) * (1.0 / H)",
         "c1 = tl.sum(dy, axis=1) * (1.0 / H)", WHOLE,

@@ -188,8 +188,13 @@ RULES = [
     ),
     Mutant(
         "the derivative of what mesh axes are left explicit in left to JAX", DERIVATIVES,
-        "if forward_mode or AxisType.Manual not in mesh.axis_types:", "if True:",
-        (f"{SHARDING}test_gradient_of_a_shard_map_that_leaves_axes_explicit[layer_norm-rows over both axes]",),
+        "if AxisType.Manual in mesh.axis_types:", "if False:",
+        (f"{SHARDING}test_gradient_of_a_shard_map_that_leaves_axes_explicit[layer_norm-rows over both axes-False]",),
+    ),
+    Mutant(
+        "second derivatives of what mesh axes are left explicit in left to JAX", DERIVATIVES,
+        "jax.jit(jax.checkpoint(call, prevent_cse=False))", "jax.jit(call)",
+        (f"{SHARDING}test_second_derivatives_in_a_shard_map_that_leaves_axes_explicit[add_rms_norm-False]",),
     ),
     Mutant(
         "the first function on the host called in another's place", OPERATION,
