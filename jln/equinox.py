@@ -29,6 +29,7 @@ __all__ = ["LayerNorm", "LayerNormLinear", "RMSNorm", "RMSNormLinear"]
 # Equinox's own classes, even where somebody puts ours in their place later.
 EquinoxLayerNorm = eqx.nn.LayerNorm
 EquinoxRMSNorm = eqx.nn.RMSNorm
+EquinoxLinear = eqx.nn.Linear
 
 _ABSENT: Any = object()
 
@@ -115,6 +116,9 @@ class RMSNorm(EquinoxRMSNorm):
         return _with_state(_computed(self, x, z=z, norm_before_gate=norm_before_gate, **given), state)
 
 
+_NORMS = (LayerNorm, RMSNorm, EquinoxLayerNorm, EquinoxRMSNorm)
+
+
 class _NormLinear(eqx.Module):
     """A norm of the class `_norm_class` and the Linear behind it, or a tuple of Linears with names."""
 
@@ -177,7 +181,9 @@ class _NormLinear(eqx.Module):
         """
         given = _modules.summed(x, residual, x_bias, gate)
         linears = self.linear if isinstance(self.linear, tuple) else (self.linear,)
-        norm = _prepared(self.norm, given.total)
+        norm = "the norm has a call of its own"
+        if type(self.norm).__call__ in (cls.__call__ for cls in _NORMS):
+            norm = _prepared(self.norm, given.total)
         if isinstance(norm, str):
             found = norm
         else:
@@ -280,6 +286,8 @@ def _prepared(layer: EquinoxLayerNorm | EquinoxRMSNorm, x: Any) -> _modules.Prep
 
 def _described(linear: eqx.nn.Linear, norm: _modules.Prepared) -> _modules.Linear | str:
     """A Linear in the operators' terms, or the reason why it cannot be."""
+    if type(linear).__call__ is not EquinoxLinear.__call__:
+        return "the Linear has a call of its own"
     if "scalar" in (linear.in_features, linear.out_features):
         return "the Linear has a scalar side"
     kernel, bias = linear.weight.T, linear.bias

@@ -344,6 +344,8 @@ def _fused(norm: Any, linears: Mapping[str, Any], given: _modules.Summed, mask: 
     """
     if _is_captured(norm):
         return "nnx.capture watches the norm"
+    if type(norm).__call__ not in (LayerNorm.__call__, RMSNorm.__call__, FlaxLayerNorm.__call__, FlaxRMSNorm.__call__):
+        return "the norm has a call of its own"
     found = _prepared(norm, given.total, mask)
     if isinstance(found, str):
         return found
@@ -353,6 +355,8 @@ def _fused(norm: Any, linears: Mapping[str, Any], given: _modules.Summed, mask: 
 
 def _described(layer: Any, norm: _modules.Prepared) -> _modules.Linear | str:
     """A Linear in the operators' terms, or the reason why it cannot be."""
+    if type(layer).__call__ not in (FlaxLinear.__call__, FlaxLinearGeneral.__call__):
+        return "the Linear has a call of its own"
     if isinstance(layer, FlaxLinearGeneral):
         if tuple(layer.axis) not in ((-1,), (norm.x.ndim - 1,)) or layer.batch_axis:
             return "the Linear is not over the last axis alone"

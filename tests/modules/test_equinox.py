@@ -229,3 +229,28 @@ def test_numpy_weights(name):
     in_numpy = jax.tree.map(np.asarray, pair)
     np.testing.assert_array_equal(in_numpy(x), pair(x))
     assert [route.path for route in jln.explain(in_numpy, x)] == ["fused"]
+
+
+class DoubledNorm(ours.LayerNorm):
+    def __call__(self, x, **options):
+        return 2 * super().__call__(x, **options)
+
+
+class DoubledLinear(eqx.nn.Linear):
+    def __call__(self, x, *, key=None):
+        return 2 * super().__call__(x)
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("norm", DoubledNorm(8, dtype="float32")),
+        ("linear", DoubledLinear(8, 3, dtype="float32", key=jax.random.key(1))),
+    ],
+    ids=["norm", "linear"],
+)
+def test_a_layer_with_a_call_of_its_own_in_a_pair_is_called(name, layer):
+    pair = ours.LayerNormLinear(8, 3, dtype="float32", key=jax.random.key(0))
+    pair, x = eqx.tree_at(lambda pair: getattr(pair, name), pair, layer), normal(0, (8,), "float32")
+    np.testing.assert_array_equal(pair(x), pair.linear(pair.norm(x)))
+    assert "a call of its own" in jln.explain(pair, x)[0].why

@@ -161,3 +161,24 @@ def test_inside_of_transformations():
     a, b = (nnx.to_pure_dict(g) for g in (own_gradients, their_gradients))
     # three layers in float32; each gradient is the sum of 4 rows
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), a, b)
+
+
+class Doubled(ours.LayerNorm):
+    def __call__(self, x, **options):
+        return 2 * super().__call__(x, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("linear", lambda rngs: nnx.LoRALinear(8, 3, lora_rank=2, b_initializer=nnx.initializers.ones, rngs=rngs)),
+        ("linear", lambda rngs: nnx.Einsum("...d,dn->...n", (8, 3), (3,), rngs=rngs)),
+        ("norm", lambda rngs: Doubled(8, rngs=rngs)),
+    ],
+    ids=["LoRALinear", "Einsum", "a norm"],
+)
+def test_a_layer_with_a_call_of_its_own_in_a_pair_is_called(name, make):
+    pair, x = ours.LayerNormLinear(8, 3, rngs=nnx.Rngs(0)), normal(0, SHAPE, "float32")
+    setattr(pair, name, make(nnx.Rngs(1)))
+    np.testing.assert_array_equal(pair(x), pair.linear(pair.norm(x)))
+    assert "a call of its own" in jln.explain(pair, x)[0].why
