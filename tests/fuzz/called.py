@@ -45,16 +45,10 @@ def results(case: Case, module=jln) -> dict[str, np.ndarray]:
 def beyond_reach(case: Case) -> bool:
     """Return whether JAX may make sums around the operator that XLA's CPU backend hands to YNNPACK and gets wrong.
 
-    They are wrong without this library, too:
-
-    - The sum over examples of products, one operand of which is a broadcast of less: a kernel's gradient, under a loss
-      such as a mean. On jaxlib 0.10.2 and all after it until 0.12.0 at least.
-    - The sum of two sums with a common factor that is such a broadcast: in derivatives of rules. On the jaxlibs that
-      `jln._core.one_by_one` names.
+    They are wrong without this library, too, on the jaxlibs that `jln._core.one_by_one` names: the sum of two sums with
+    a common factor that is a broadcast, as in derivatives of the rules.
     """
-    version = jaxlib.version.__version_info__[:3]
-    of_products = case.form.is_linear and any(a.small != a.shape for n, a in case.cotangents.items() if n != "total")
-    return (of_products and version >= (0, 10, 2)) or (case.asks == "second" and version in WRONG)
+    return case.asks == "second" and jaxlib.version.__version_info__[:3] in WRONG
 
 
 def _hidden_inside(case: Case) -> bool:
