@@ -124,3 +124,21 @@ def test_the_references_gradient_is_that_of_the_rounded_sum(name):
     (expected,) = jax.jit(lambda t: jax.vjp(NORMS[name], t)[1](dy))(total)
     np.testing.assert_array_equal(dx, expected)
     np.testing.assert_array_equal(dresidual, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", [*NORMS, "rms_norm_add_rms_norm"])
+def test_a_gradient_alone_is_that_of_the_rounded_sum(name, dtype):
+    """A sum that nothing else reads may go to another library, together with the sums of the gradient."""
+    x, residual = (workbench.normal(i, (64, 128), dtype) for i in range(2))  # from 32 rows of 64 on it does
+    scale, dy = workbench.normal(2, (128,), "float32"), workbench.normal(3, (64, 128), "float32")
+
+    operator = functools.partial(getattr(jln, name), dtype="float32", implementation="xla")
+    again = jax.checkpoint(operator, policy=jax.checkpoint_policies.save_only_these_names(jln.STATISTICS))
+    got = jax.jit(jax.grad(lambda s: jnp.sum(again(x, residual, scale=s)[0] * dy)))(scale)
+    _, total = operator(x, residual, scale=scale)
+    norm = jln.reference.layer_norm if name == "add_layer_norm" else jln.reference.rms_norm
+    wide = total.astype("float64"), dy.astype("float64")
+    true = jax.grad(lambda s: jnp.sum(norm(wide[0], s) * wide[1]))(scale.astype("float64"))
+    # Some roundings of float32, where those to 16 bits would be seen a thousand times as large.
+    np.testing.assert_allclose(got, true, rtol=0, atol=1e-5 * np.max(np.abs(true)))

@@ -156,6 +156,19 @@ def test_results_that_are_not_used(features, dtype, forward_mode, used, implemen
     both(transformed, "add_layer_norm_linear", implementation, operands, dtype, forward_mode=forward_mode)
 
 
+@pytest.mark.parametrize("wanted", ["kernel", "bias"])
+@pytest.mark.parametrize(("features", "dtype"), [(FEATURES[0], "float32"), (FEATURES[1], "float64")])
+def test_the_gradient_of_an_unused_product_alone(features, dtype, wanted, implementation):
+    """Zeros are returned, though another product is used."""
+    operands = workbench.named("layer_norm_linear", (6, 9), dtype, features=features)
+
+    def used(own):
+        a = operands | {wanted: (own, *operands[wanted][1:])}
+        return jnp.sum(jln.layer_norm_linear(**a, implementation=implementation)[1])
+
+    assert not np.any(jax.jit(jax.grad(used))(operands[wanted][0]))
+
+
 FROZEN = ("x", "residual", "scale", "offset", "kernel", "bias", "first kernel", "last kernel")
 
 

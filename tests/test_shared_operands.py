@@ -88,3 +88,20 @@ def test_each_gradient_alone(name, argument, alone):
         for n in wanted:
             # Some hundred roundings of float32, where the fault is as large as the gradient.
             assert relative_error(got[n], np.asarray(true[n])) < 2e-5, (n, wanted)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+def test_a_kernel_under_a_mean(implementation):
+    """The gradient of a shared kernel is right where rows have several axes and the cotangent is one number."""
+    x, kernel = workbench.normal(0, (EXAMPLES, 2, ROWS, H), "float32"), workbench.normal(1, (H, 160), "float32")
+
+    def gradient(module, **options):
+        def loss(kernel, x):
+            y = jax.vmap(lambda x: module.layer_norm_linear(x, None, None, kernel, **options))(x)
+            return jnp.mean(y)
+
+        return jax.jit(jax.grad(loss))
+
+    got = gradient(jln, implementation=implementation)(kernel, x)
+    true = gradient(jln.reference)(kernel.astype("float64"), x.astype("float64"))
+    assert relative_error(got, np.asarray(true)) < 2e-5

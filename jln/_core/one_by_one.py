@@ -11,6 +11,7 @@ after are right, and have no loop. `tests/test_shared_operands.py` has the progr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,7 @@ def one_by_one(compute: Callable[..., Any]) -> Callable[..., Any]:
     `compute` may take `gathered`, pairs of an axis and what it is gathered over.
     """
 
+    @functools.wraps(compute)
     def call(operands: Any, settings: Any, dtypes: Any, batch_dims: int, **how: Any) -> Any:
         leaves, tree = jax.tree.flatten(operands)
         sizes = {a.shape[:batch_dims] for a in leaves}

@@ -137,6 +137,18 @@ def with_batch(a: Array, batch: tuple[int, ...]) -> Array:
     return jnp.broadcast_to(a, batch + a.shape[len(batch) :])
 
 
+def _with_digits_of(total: Array, dtype: DTypeLike) -> Array:
+    """A sum rounded to the digits of `dtype`, in its own dtype.
+
+    It is the rounded sum that is normalised. Of two conversions in a row, to bfloat16 and back, XLA leaves out both
+    where no barrier is between them, and YNNPACK, to which jaxlib 0.10.2 and 0.11.0 give sums on a CPU, in any case.
+    """
+    digits = jnp.finfo(dtype).nmant
+    if digits >= jnp.finfo(total.dtype).nmant:
+        return total
+    return lax.reduce_precision(total, jnp.finfo(total.dtype).nexp, digits)
+
+
 def _branch(branch: Branch, dtype: DTypeLike) -> Array:
     """The term of (23) that is added to the residual, in the compute dtype."""
     x, x_bias, gate, row_gate = branch
@@ -234,14 +246,15 @@ def forward(
         total_dtype = jnp.promote_types(x.dtype, residual.dtype)
         dtype = compute_dtype(total_dtype)
         total = _branch(Branch(x, *branch), dtype) + residual.astype(dtype)  # (23)
-        # A barrier on every platform, or XLA leaves out the rounding to 16 bits and norms the unrounded sum.
-        read = total = lax.optimization_barrier(total.astype(total_dtype))
+        # A barrier on every platform, or XLA leaves out the conversion to 16 bits.
+        read = total = lax.optimization_barrier(_with_digits_of(total, total_dtype).astype(total_dtype))
     y, mean, rstd = normalise(read, scale, offset, norm, keep=dtypes.rstd is not None, fence=fence, h_axes=h_axes)
     if z is not None and norm.switches.norm_before_gate:
         y = _wide(_Product(y, z))  # (42)
     if added is not None:
         dtype = jnp.promote_types(y.dtype, added.dtype)
         y = y.astype(dtype) + added.astype(dtype)  # (30)
+        y = y if dtypes.y is None else _with_digits_of(y, dtypes.y)
     made = Outcome(y, total, mean, rstd)
     return Outcome(*(None if d is None else with_batch(a, batch).astype(d) for a, d in zip(made, dtypes, strict=True)))
 

@@ -112,6 +112,7 @@ class _Axes:
         batch, n = self.rows[:batch_dims], range(ndim, ndim + features)
         self.lead, self.features = self.rows[batch_dims:], features
         self.x, self.y, self.kernel = [*self.rows, h], [*self.rows, *n], [*batch, h, *n]
+        self.transposed_kernel = [*batch, *n, h]
 
 
 def _product(
@@ -230,9 +231,11 @@ def backward(
                 "precision": settings.precision,
                 "preferred_element_type": jnp.promote_types(dtype, dy[i].dtype),
             }
-            dkernel[i] = _product(z.astype(dy[i].dtype), axes[i].x, dy[i], axes[i].y, axes[i].kernel, **how).astype(
-                dtype
-            )
+            # dy first, then transposed, as JAX transposes a product. The other way round XLA's CPU backend (jaxlib from
+            # 0.10.2 on) returns garbage for the sum over examples of a product, if rows have several axes and dy is a
+            # broadcast, such as a mean's cotangent: `tests/test_shared_operands.py`.
+            of_rows = _product(dy[i], axes[i].y, z.astype(dy[i].dtype), axes[i].x, axes[i].transposed_kernel, **how)
+            dkernel[i] = jnp.moveaxis(of_rows, -1, batch_dims).astype(dtype)
         if from_bias or dtypes.dbias[i] is not None:  # (12)
             dtype = jnp_norms.compute_dtype(dy[i].dtype).name if from_bias else dtypes.dbias[i]
             features = settings.features[i]

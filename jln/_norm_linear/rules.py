@@ -196,6 +196,8 @@ def _pulled_back(
     of_norm = norm.Cotangents(None, dtotal, total, scale, saved.offset, mean, rstd, *branch)
     operands = Cotangents(dy, of_norm, of_used(saved.kernel))
     dtypes = dtypes._replace(dkernel=of_used(dtypes.dkernel), dbias=of_used(dtypes.dbias))
+    if not jax.tree.leaves(dtypes):  # wanted are those of unused products alone
+        return dtypes
     if norm_linear.in_one:
         return _backward(operands, norm_linear, dtypes, implementation=implementation, batch_dims=batch_dims)
     return formulas.backward(operands, norm_linear, dtypes, batch_dims, norms=_norms(implementation))

@@ -302,6 +302,11 @@ RULES = [
         ("tests/test_rounded_sum.py::test_it_is_what_is_returned_that_is_normed[add_layer_norm-reference-jitted]",),
     ),
     Mutant(
+        "a sum's digits left to its conversion", XLA_NORM,
+        "lax.reduce_precision(total, jnp.finfo(total.dtype).nexp, digits)", "total",
+        ("tests/test_rounded_sum.py::test_a_gradient_alone_is_that_of_the_rounded_sum[add_rms_norm-bfloat16]",),
+    ),
+    Mutant(
         "only the largest error judged", LIMITS,
         "self.error <= self.limit and self.rms_error <= self.rms_limit", "self.error <= self.limit",
         ("tests/test_limits.py::test_slips_are_rejected_by_what_they_break[bfloat16]",),

@@ -1,0 +1,171 @@
+"""A drawn case as a program of JAX."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+
+import jln
+from drawn import Case, made
+from jln._core.one_by_one import WRONG
+
+WITHOUT_YNNPACK = {"xla_cpu_experimental_ynn_fusion_type": ""}
+POLICIES = {
+    "everything_again": None,
+    "statistics": jax.checkpoint_policies.save_only_these_names(jln.STATISTICS),
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "jln.dots_saveable": jln.checkpoint_policies.dots_saveable,
+    "jln.dots_and_statistics_saveable": jln.checkpoint_policies.dots_and_statistics_saveable,
+}
+
+
+def results(case: Case, module=jln) -> dict[str, np.ndarray]:
+    """Return what JAX gives: results by name, gradients as `dx`, tangents as `y'`, second derivatives as `dx'`."""
+    operands, cotangents, directions = made(case)
+    program = functools.partial(_asked, case, module)
+    for level in reversed(range(case.outer)):
+        program = _looped(case, level, program)
+    wide = any(a.dtype == np.float64 for a in (*operands.values(), *cotangents.values()))
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", wide)  # not by a context: callbacks have threads of their own
+    try:
+        given = jax.tree.map(jnp.asarray, ((operands, cotangents), directions))
+        whole = functools.partial(_written_out, case, program)
+        if case.jitted:
+            whole = jax.jit(whole, compiler_options=WITHOUT_YNNPACK if beyond_reach(case) else None)
+        return jax.tree.map(np.asarray, whole(*given))
+    finally:
+        jax.config.update("jax_enable_x64", before)
+
+
+def beyond_reach(case: Case) -> bool:
+    """Return whether JAX may make sums around the operator that XLA's CPU backend hands to YNNPACK and gets wrong.
+
+    They are wrong without this library, too, on the jaxlibs that `jln._core.one_by_one` names: the sum of two sums with
+    a common factor that is a broadcast, as in derivatives of the rules.
+    """
+    return case.asks == "second" and jaxlib.version.__version_info__[:3] in WRONG
+
+
+def _hidden_inside(case: Case) -> bool:
+    """Return whether operands are broadcast inside the derivative, whose gradients then have the small shapes."""
+    return case.outer == 0
+
+
+def _written_out(case: Case, program, given, directions):
+    operands, cotangents = given
+    arrays = (case.operands, case.cotangents, {n: case.operands[n] for n in directions})
+    trees = [operands, cotangents, directions]
+    for i, described in enumerate(arrays):
+        if i == 1 or not _hidden_inside(case):
+            trees[i] = {n: _broadcast(a, described[n]) for n, a in trees[i].items()}
+    return program(*trees)
+
+
+def _broadcast(a, array):
+    return a if a.shape == array.shape else jnp.broadcast_to(a, array.shape)
+
+
+def _looped(case: Case, level: int, function):
+    """A function of trees of arrays by name in a loop over the examples of a level."""
+    how = case.levels[level]
+
+    def call(operands, cotangents, directions):
+        trees = (operands, cotangents, directions)
+        in_axes = (
+            {n: case.operands[n].axes[level] for n in operands},
+            {n: case.cotangents[n].axes[level] for n in cotangents},
+            {n: case.operands[n].axes[level] for n in directions},
+        )
+        if how.by == "vmap":
+            return jax.vmap(function, in_axes, how.out)(*trees)
+        xs = [{n: a for n, a in t.items() if axes[n] is not None} for t, axes in zip(trees, in_axes, strict=True)]
+        kept = [{n: a for n, a in t.items() if axes[n] is None} for t, axes in zip(trees, in_axes, strict=True)]
+        _, stacked = jax.lax.scan(lambda c, x: (c, function(*(k | v for k, v in zip(kept, x, strict=True)))), (), xs)
+        return stacked
+
+    return call
+
+
+def _asked(case: Case, module, operands, cotangents, directions):
+    """Compute what is asked of the operator in its inner levels."""
+
+    def one(operands, cotangents, directions):
+        function = functools.partial(_operator, case, module)
+        return jax.checkpoint(function, policy=POLICIES[case.policy])(operands) if case.policy else function(operands)
+
+    of_all = one
+    for level in reversed(range(case.outer, len(case.levels))):
+        of_all = _looped(case, level, of_all)
+
+    def values(wanted):
+        every = operands | wanted
+        if _hidden_inside(case):
+            every = {n: _broadcast(a, case.operands[n]) for n, a in every.items()}
+        return of_all(every, {}, {})
+
+    wanted = {n: operands[n] for n in case.wanted}
+    if case.asks == "value":
+        return values({})
+    if case.asks == "tangent":
+        y, dy = jax.jvp(values, (wanted,), (directions,))
+        return y | {f"{n}'": a for n, a in dy.items()}
+
+    def gradient(wanted):
+        if case.by_loss:
+
+            def loss(wanted):
+                y = values(wanted)
+                return sum(jnp.sum(y[n] * c) for n, c in cotangents.items()).astype("float32"), y
+
+            d, y = jax.grad(loss, has_aux=True)(wanted)
+        else:
+
+            def used(wanted):
+                y = values(wanted)
+                return {n: y[n] for n in cotangents}, y
+
+            _, pullback, y = jax.vjp(used, wanted, has_aux=True)
+            (d,) = pullback(cotangents)
+        return {f"d{n}": a for n, a in d.items()}, y
+
+    if case.asks == "gradient":
+        d, y = gradient(wanted)
+        return d | (y if case.values_too else {})
+    if case.twice_reverse:
+
+        def along(wanted):
+            d, _ = gradient(wanted)
+            wide = [jnp.promote_types(a.dtype, "float32") for a in directions.values()]
+            return sum(
+                jnp.sum(d[f"d{n}"].astype(w) * v.astype(w)) for (n, v), w in zip(directions.items(), wide, strict=True)
+            )
+
+        second = jax.grad(along)(wanted)
+        return {f"d{n}'": a for n, a in second.items()}
+    d, second = jax.jvp(lambda w: gradient(w)[0], (wanted,), (directions,))
+    return d | {f"{n}'": a for n, a in second.items()}
+
+
+def _operator(case: Case, module, operands):
+    """The operator's results by name."""
+    named = {a.name: None for a in case.form.arguments} | operands
+    if case.several:
+        for name in ("kernel", "bias"):
+            of_each = [named.pop(f"{name}[{i}]", None) for i in range(case.several)]
+            named[name] = tuple(of_each)
+    if case.number is not None:
+        named["gate"] = case.number
+    static = dict(case.form.options) | case.static
+    if module is jln:
+        static["implementation"] = case.implementation
+    else:
+        static.pop("forward_mode", None)
+    made = getattr(module, case.form.name)(**named, **static)
+    y, *total = made if case.form.adds else (made,)
+    of_y = {f"y[{i}]": a for i, a in enumerate(y)} if case.several else {"y": y}
+    return of_y | ({"total": total[0]} if total else {})

@@ -1,0 +1,143 @@
+"""Judges what a program gave for a case by the truth."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from drawn import Case, made, result_dtype
+from tracked import Tracked, unit
+from truth import evaluated, given_back, laid_out
+
+
+def expected(case: Case) -> dict[str, tuple[np.ndarray, np.ndarray, str]]:
+    """Return of each result its value, what a program may be off by, and its dtype."""
+    operands, cotangents, directions = made(case)
+    eps = unit(jnp.promote_types(case.operands["x"].dtype, "float32"))
+    wide = np.longdouble if eps == unit("float64") else np.float64
+
+    def tracked(name, array, a, direction=None):
+        narrowed = eps if unit(a.dtype) < eps else 0  # by the rules, to the dtype of their arithmetic
+        a, *more = (
+            laid_out(case, name, np.broadcast_to(v.astype(wide), array.shape), array.axes)
+            for v in (a, direction) if v is not None
+        )  # fmt: skip
+        tangent = Tracked(more[0], narrowed * np.abs(more[0]), eps) if more else None
+        return Tracked(a, narrowed * np.abs(a), eps, tangent)
+
+    given = {n: tracked(n, case.operands[n], a, directions.get(n)) for n, a in operands.items()}
+    weights = {n: tracked(n, case.cotangents[n], a) for n, a in cotangents.items()}
+    found = {}
+    with np.errstate(all="ignore"):
+        results, gradients = evaluated(case, given, weights)
+        show = case.asks in ("value", "tangent") or (case.asks == "gradient" and case.values_too)
+        for name, result in results.items() if show else ():
+            shape, axes = _of_result(case, name)
+            full = result.broadcast_to((*(level.size for level in case.levels), *result.shape[len(case.levels) :]))
+            dtype = result_dtype(case, name)
+            keep = {name: full.stored(dtype)} | (
+                {f"{name}'": _or_zero(full).stored(dtype)} if case.asks == "tangent" else {}
+            )
+            for n, a in keep.items():
+                found[n] = (
+                    *(given_back(case, name, np.broadcast_to(v, full.shape), shape, axes) for v in (a.value, a.error)),
+                    dtype,
+                )
+        for name in case.wanted if case.asks in ("gradient", "second") else ():
+            array = case.operands[name]
+            full = gradients.get(name, given[name] * 0)
+            shown = {f"d{name}": full, f"d{name}'": _or_zero(full)}
+            if case.asks == "gradient":
+                del shown[f"d{name}'"]
+            elif case.twice_reverse:
+                del shown[f"d{name}"]
+            for n, a in shown.items():
+                found[n] = (*_summed(case, name, array, a), array.dtype)
+    return found
+
+
+def _or_zero(a: Tracked) -> Tracked:
+    return a.tangent if a.tangent is not None else Tracked(np.zeros(()), 0, a.eps).broadcast_to(a.shape)
+
+
+def _of_result(case: Case, name: str):
+    """The shape of a result as the program gives it, and its levels' axes there."""
+    shape, axes = case.result_shape(name), []
+    for i, level in reversed(list(enumerate(case.levels))):
+        axis = 0 if i < case.outer else level.out
+        shape = (*shape[:axis], level.size, *shape[axis:])
+        axes.insert(0, axis)
+    return shape, tuple(axes)
+
+
+def _summed(case: Case, name: str, array, full: Tracked):
+    """The gradient of an operand as the program gives it, from that for each example, and what it may be off by.
+
+    Each example's is stored in the operand's dtype, and JAX adds these up in it, in any order.
+    """
+    lead = tuple(level.size for level in case.levels)
+    full = full.broadcast_to((*lead, *full.shape[len(lead) :])).stored(array.dtype)
+    # In front the axes of levels outside of the derivative, then of those inside of it that share the operand.
+    axes, shape, shared = [], case.example_shape(name), 0
+    for i, level in reversed(list(enumerate(case.levels))):
+        axis = 0
+        if i >= case.outer and array.axes[i] is None:
+            shared += 1
+        elif i >= case.outer:
+            axis = array.axes[i] + shared
+        shape = (*shape[:axis], level.size, *shape[axis:])
+        axes.insert(0, axis)
+    value, error = (
+        given_back(case, name, np.broadcast_to(a, full.shape), shape, axes) for a in (full.value, full.error)
+    )
+    kept = shape[case.outer + shared :] if case.outer else array.small
+    small = (*shape[: case.outer], *[1] * shared, *kept)
+    axes = tuple(i for i, (n, m) in enumerate(zip(shape, small, strict=True)) if n != m)
+    terms = int(np.prod([shape[i] for i in axes], initial=1))
+    if terms > 1:
+        grown = terms * max(unit(array.dtype), full.eps) / (2 if unit(array.dtype) > full.eps else 1)
+        error = (error + grown * (np.abs(value) + error)).sum(axes, keepdims=True)
+        value = value.sum(axes, keepdims=True)
+        error = np.where(np.abs(value) + error < float(jnp.finfo(array.dtype).max), error, np.inf)
+    return (a.squeeze(tuple(range(case.outer, case.outer + shared))) for a in (value, error))
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """The judgement of a case.
+
+    share: the largest error as a part of what is allowed, of all results. wrong: what is wrong, in words.
+    """
+
+    share: float
+    wrong: list[str]
+
+
+def judge(case: Case, got: dict[str, np.ndarray]) -> Verdict:
+    """Compare what a program gave with the truth."""
+    true, wrong, worst = expected(case), [], 0.0
+    if got.keys() != true.keys():
+        return Verdict(np.inf, [f"results {sorted(got)} instead of {sorted(true)}"])
+    for name, (value, allowed, dtype) in true.items():
+        a = got[name]
+        if str(a.dtype) != dtype or a.shape != value.shape:
+            wrong.append(f"{name} is {a.dtype} {a.shape} instead of {dtype} {value.shape}")
+            worst = np.inf
+            continue
+        if not a.size:
+            continue
+        a = a.astype(value.dtype)
+        allowed = np.where(np.isnan(allowed) | np.isnan(value), np.inf, allowed)
+        with np.errstate(all="ignore"):
+            error = np.nan_to_num(np.abs(a - value), nan=np.inf, posinf=np.inf)
+            share = np.where(error == 0, 0, np.where(np.isinf(allowed), 0, error / allowed))
+        at = np.unravel_index(np.argmax(share), share.shape)
+        worst = max(worst, float(share[at]))
+        if not share[at] <= 1:
+            wrong.append(
+                f"{name}{[int(i) for i in at]} is {a[at]:.9g} instead of {value[at]:.9g}: off by {error[at]:.2e}, "
+                f"allowed {allowed[at]:.2e}; {np.mean(share > 1):.1%} of the elements are off"
+            )
+    return Verdict(worst, wrong)

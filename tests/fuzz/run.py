@@ -1,0 +1,148 @@
+"""Draw calls of the operators at random, and judge each by the truth.
+
+    python tests/fuzz/run.py --seconds 120              # new ones each time
+    python tests/fuzz/run.py --cases 20000 --processes 2
+    python tests/fuzz/run.py --seed 5106                # the one case of a seed, in words
+
+Exits with 1 if a case was wrong, after the seeds that run it again. With implementation="triton" Triton's interpreter
+runs the kernels, wherever this is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import importlib.metadata
+import json
+import os
+import pathlib
+import random
+import subprocess
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+
+TESTS = pathlib.Path(__file__).resolve().parents[1]
+CHUNK = 250  # cases that a process runs, before what JAX keeps of them grows too large
+
+
+def settings(seed: int) -> dict[str, str]:
+    """The environment of the case of a seed.
+
+    As in `tests/conftest.py` XLA compiles without LLVM's optimisations; of each sixteenth process as users have it.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if (seed // CHUNK) % 16 != 3:
+        flags += " --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+        if importlib.metadata.version("jaxlib").startswith("0.10."):
+            flags += " --xla_cpu_use_fusion_emitters=false"
+    return {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+
+
+def judged(seed: int, say=None) -> dict:
+    """Run and judge the case of a seed. say: called with the case in words before it runs."""
+    sys.path[:0] = [p for p in (str(TESTS.parent), str(TESTS)) if p not in sys.path]
+    from called import results
+    from drawn import draw
+    from judged import judge
+
+    case = draw(seed)
+    if say is not None:
+        say(case.in_words())
+    told = {"seed": seed, "implementation": str(case.implementation), "asks": case.asks, "share": 0.0, "wrong": []}
+    try:
+        verdict = judge(case, results(case))
+        told |= {"share": verdict.share, "wrong": verdict.wrong}
+    except Exception:
+        told["wrong"] = ["it raised", *traceback.format_exc(limit=-3).strip().splitlines()[-12:]]
+    return told | ({"words": case.in_words()} if told["wrong"] else {})
+
+
+def in_a_process(first: int, last: int, until: float) -> Iterator[dict]:
+    """Yield what `judged` tells of some seeds of one chunk, by a process of its own."""
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        __file__,
+        "--first",
+        str(first),
+        "--last",
+        str(last),
+        "--until",
+        str(until),
+    ]
+    with subprocess.Popen(
+        command, env=os.environ | settings(first), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        seed = first
+        for line in process.stdout:
+            if line.startswith("{"):
+                yield json.loads(line)
+                seed += 1
+        error = process.stderr.read()
+    if process.returncode:
+        wrong = [f"its process ended with {process.returncode}", *error.strip().splitlines()[-12:]]
+        yield {"seed": seed, "implementation": "?", "share": 0.0, "wrong": wrong, "words": f"seed {seed}"}
+
+
+def report(found: dict) -> None:
+    print(found["words"], *(f"    {line}" for line in found["wrong"]), sep="\n")
+    print(f"  again: python tests/fuzz/run.py --seed {found['seed']}\n", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, help="so many cases")
+    parser.add_argument("--seconds", type=float, help="cases for so many seconds")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--seed", type=int, help="the case of this seed alone")
+    parser.add_argument("--first", type=int, help="the first case's seed; random by default")
+    parser.add_argument("--last", type=int, help=argparse.SUPPRESS)  # the next two are for this script's own processes
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+
+    if given.seed is not None:
+        os.environ.update(settings(given.seed))
+        found = judged(given.seed, say=print)
+        print(*found["wrong"] or [f"right, the largest error {found['share']:.3g} of what is allowed"], sep="\n")
+        return bool(found["wrong"])
+    if given.last is not None:
+        for seed in range(given.first, given.last):
+            if time.time() < given.until:
+                print(json.dumps(judged(seed)), flush=True)
+        return 0
+
+    begin = time.time()
+    first = given.first if given.first is not None else random.SystemRandom().randrange(10**9) // CHUNK * CHUNK
+    until = begin + given.seconds if given.seconds else 2 * begin
+    count = given.cases or (10**6 if given.seconds else 500)
+    print(f"cases from seed {first} on", flush=True)
+    chunks = [(n, min(n // CHUNK * CHUNK + CHUNK, first + count)) for n in range(first, first + count)
+              if n == first or n % CHUNK == 0]  # fmt: skip
+    ran, wrong, largest = Counter(), [], Counter()
+
+    def run(chunk):
+        if time.time() >= until:
+            return
+        for found in in_a_process(*chunk, until):
+            ran[found["implementation"]] += 1
+            if found["wrong"]:
+                report(found)
+                wrong.append(found["seed"])
+            else:
+                largest[found["asks"]] = max(largest[found["asks"]], found["share"])
+
+    with concurrent.futures.ThreadPoolExecutor(given.processes) as pool:
+        for done in pool.map(run, chunks):
+            assert done is None
+    print(f"{sum(ran.values())} cases in {time.time() - begin:.0f} s, by implementation {dict(ran)}")
+    print("the largest errors, as parts of what is allowed:", {n: round(s, 3) for n, s in largest.items()})
+    print(f"{len(wrong)} wrong: {sorted(wrong)}" if wrong else "all right")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""The operators once more: what a drawn case gives in exact arithmetic, and how far a program may be from it.
+
+Every array has an axis for each of the case's levels, one for each axis of rows and the normalised one, with 1 where it
+is shared. They are NumPy's, and nothing here knows `jln.reference` or the rules.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+
+from drawn import Case
+from tracked import Tracked, total, unit
+
+
+def evaluated(case: Case, given: dict, cotangents: dict) -> tuple[dict, dict]:
+    """The results and, where there are cotangents, the gradients, as (results, gradients), by name.
+
+    given, cotangents: Tracked arrays. A gradient has the sizes of all levels: what examples share is not added up.
+    """
+    o = given.get
+    form, levels = case.form, len(case.levels)
+    lead = tuple(level.size for level in case.levels)
+    dtypes = {name: operand.dtype for name, operand in case.operands.items()}
+    x, residual = given["x"], o("residual")
+    w = given.get("gate", case.number)
+    full = (*lead, *np.broadcast_shapes(*(a.shape[levels:] for n, a in given.items() if not is_of_product(n))))
+    results, gradients = {}, {}
+
+    def of(name):
+        a = o(name)
+        return a + 1 if a is not None and case.static.get("zero_centered_scale") else a
+
+    def keep(name, gradient):
+        if name in given:
+            a = given[name]
+            gradients[name] = gradient.sum_to((*lead, *a.shape[levels:]))
+
+    def scaled(a, scale):
+        return a if scale is None else a * scale
+
+    t, s = of("x_scale"), of("scale")
+    branch = x
+    if form.in_front is not None:
+        x_rstd = ((x * x).mean() + case.epsilon).rsqrt()
+        x_hat_in_front = x * x_rstd
+        branch = scaled(x_hat_in_front, t)
+    parts = [branch] if o("x_bias") is None else [branch, o("x_bias")]
+    gate_first = "norm_before_gate" in dict(form.options)
+    u, slope = o("z").silu() if o("z") is not None else (None, None)
+    v, total_dtype = x, dtypes["x"]
+    if form.adds:
+        total_dtype = jnp.promote_types(dtypes["x"], dtypes["residual"])
+        v = results["total"] = (total(scaled(a, w) for a in parts) + residual).rounded(total_dtype)
+    elif gate_first:
+        v = x * u
+    centred = v - v.mean() if form.centres else v
+    rstd = ((centred * centred).mean() + case.epsilon).rsqrt()
+    x_hat = centred * rstd
+    z = scaled(x_hat, s)
+    size = z.magnitude  # of the terms, where they cancel
+    if o("offset") is not None:
+        z = z + o("offset")
+        size = size + o("offset").magnitude
+
+    # Behind the norm, and its cotangent dz.
+    dy = {n: c for n, c in cotangents.items() if n != "total"}
+    dz = dy.get("y")
+    if form.is_linear:
+        z, dz = _products(case, given, z, size, x_hat, dy, results, keep)
+    elif form.adds_behind:
+        results["y"] = z + residual
+        if dz is not None:
+            keep("residual", dz)
+    elif u is not None and not gate_first:
+        results["y"] = z * u
+        if dz is not None:
+            keep("z", dz * z * slope)
+            dz = dz * u
+    else:
+        results["y"] = z
+
+    # In front of it, and its cotangent d.
+    d = None
+    if dz is not None:
+        keep("offset", dz)
+        keep("scale", dz * x_hat)
+        g = scaled(dz, s).broadcast_to(full)
+        d = g - x_hat * (g * x_hat).mean()
+        if form.centres:
+            d = d - g.mean()
+        d = d * rstd
+    d = total((d, cotangents.get("total")))
+    if d is None:
+        return results, gradients
+    if form.in_front is not None:
+        d = d.stored(total_dtype)
+    if form.adds:
+        keep("residual", d)
+    if form.in_front is not None:
+        keep("x_scale", d * x_hat_in_front)
+        of_u = scaled(d, t).broadcast_to(full)
+        keep("x", (of_u - x_hat_in_front * (of_u * x_hat_in_front).mean()) * x_rstd)
+    elif gate_first:
+        keep("x", d * u)
+        keep("z", d * x * slope)
+    else:
+        dx = scaled(d, w)
+        keep("x", dx)
+        keep("x_bias", dx)
+        keep("gate", d * total(parts))
+    return results, gradients
+
+
+def is_of_product(name: str) -> bool:
+    return name.startswith(("kernel", "bias"))
+
+
+def _products(case, given, z, size, x_hat, dy, results, keep):
+    """The results of the Linears, and their part of the gradients. Returns z and the cotangent of it."""
+    levels = len(case.levels)
+    rows = z.shape[levels:-1]
+
+    def flat(a):
+        return a.reshape(*a.shape[:levels], -1, a.shape[-1])
+
+    dz = None
+    for i in range(case.several or 1):
+        at = f"[{i}]" if case.several else ""
+        kernel, bias = given[f"kernel{at}"], given.get(f"bias{at}")
+        dtype = jnp.promote_types(case.operands["x"].dtype, case.operands[f"kernel{at}"].dtype)
+        eps, narrow = z.eps, unit(dtype) / 2 if unit(dtype) > z.eps else 0
+        (h, n), m = kernel.shape[levels:], math.prod(rows)
+        # Rounded to the product's dtype, by kernels before the row's statistics are known: relative to those of some of
+        # its columns, and without the offset.
+        magnitude = size
+        if case.implementation == "triton":
+            spread = np.max(x_hat.magnitude, -1, keepdims=True)
+            magnitude = size + spread * (1 if given.get("scale") is None else _of_scale(case, given))
+        operand = z.off_by((narrow + eps) * magnitude)
+        k = kernel.stored(dtype)
+        a = flat(operand.broadcast_to((*operand.shape[:levels], *rows, h)))
+        a_size = flat(Tracked(np.broadcast_to(magnitude, (*operand.shape[:levels], *rows, h)), 0, eps)).value
+        y = (a @ k).off_by(h * eps * (a_size @ k.magnitude))
+        y = y.reshape(*y.shape[:-2], *rows, n)
+        if bias is not None:
+            y = y.off_by(narrow * y.magnitude) + bias
+        results[f"y{at}"] = y
+        if (d := dy.get(f"y{at}")) is None:
+            continue
+        keep(f"bias{at}", d)
+        d = flat(d.broadcast_to((*d.shape[:levels], *rows, n)))
+        dk = (a.swapped() @ d).off_by(m * eps * (a_size.swapaxes(-1, -2) @ d.magnitude))
+        keep(f"kernel{at}", dk)
+        # The sums over rows and over features, in either order.
+        back = d @ k.swapped()
+        back = back.off_by((m + n) * eps * (d.magnitude @ k.magnitude.swapaxes(-1, -2)))
+        if dtype == jnp.bfloat16:
+            back = back.stored(dtype)
+        back = back.reshape(*back.shape[:-2], *rows, h)
+        dz = back if dz is None else (dz + back).stored(dtype if dtype == jnp.bfloat16 else "float64")
+    return z, dz
+
+
+def _of_scale(case, given):
+    return (given["scale"] + (1 if case.static.get("zero_centered_scale") else 0)).magnitude
+
+
+# A case's arrays as these, and back.
+
+
+def laid_out(case: Case, name: str, a: np.ndarray, axes) -> np.ndarray:
+    """An operand, a result or their like with the axes that this module has. axes: where its levels' axes are."""
+    for level, axis in enumerate(axes):
+        a = np.expand_dims(a, level) if axis is None else np.moveaxis(a, level + axis, level)
+    levels, lead = len(case.levels), a.shape[: len(case.levels)]
+    ndim, normalised = len(case.shape), sorted(case.axes)
+    rows = [1] * (ndim - len(normalised))
+    kind = case.kind(name)
+    if kind == "kernel":
+        return a.reshape(*a.shape[: levels + 1], -1)
+    if kind == "bias":
+        return a.reshape(*lead, *rows, -1)
+    if kind == "product":
+        return a.reshape(*a.shape[: levels + len(rows)], -1)
+    if kind == "number":
+        return a.reshape(*lead, *rows, 1)
+    if kind == "H":
+        order = [case.axes.index(i) for i in normalised]
+        return a.transpose(*range(levels), *(levels + i for i in order)).reshape(*lead, *rows, -1)
+    last = range(a.ndim - len(normalised), a.ndim)
+    a = np.moveaxis(a, [levels + i for i in normalised], last)
+    return a.reshape(*a.shape[: levels + len(rows)], -1)
+
+
+def given_back(case: Case, name: str, made: np.ndarray, shape, axes) -> np.ndarray:
+    """The inverse of `laid_out`, for an array of that shape."""
+    places = laid_out(case, name, np.arange(math.prod(shape)).reshape(shape), axes)
+    result = np.empty(math.prod(shape), made.dtype)
+    result[places.ravel()] = np.broadcast_to(made, places.shape).ravel()
+    return result.reshape(shape)

@@ -1,0 +1,115 @@
+"""The fuzzer: some of its cases, and that it notices what is wrong."""
+
+import dataclasses
+from collections import Counter
+
+import jax
+import jaxlib
+import numpy as np
+import pytest
+
+import workbench
+from called import results
+from drawn import draw, made
+from jln._catalogue import FORMS
+from jln._core.one_by_one import WRONG
+from jln._core.operation import Operation
+from jln._norm import formulas
+from jln._norm import rules as of_norm
+from jln._norm_add_norm import rules as of_both_sides
+from judged import expected, judge
+
+
+def is_wrong(seed):
+    case = draw(seed)
+    return bool(judge(case, results(case)).wrong)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_some_cases(seed):
+    assert not is_wrong(seed)
+
+
+PARAMETERS = ("scale", "x_scale", "offset", "gate")
+
+
+def is_one_of_the_workbenchs(case):
+    """Return whether `workbench.truth` takes a case: rows of x [M, H], parameters that all of them share."""
+    rank_two = len(case.shape) == 2 and case.axes == (1,) and not case.levels
+    complete = case.asks == "gradient" and len(case.cotangents) == 1 + case.form.adds and case.number is None
+    one_more = "zero_centered_scale" in case.static and "scale" not in case.operands  # of x's scale alone
+    if not rank_two or not complete or one_more or case.several:
+        return False
+    m, h = case.shape
+    of_rows = ("x", "residual", "z", "kernel")
+    return all(
+        a.small == a.shape
+        and (n in of_rows or a.shape in ((h,), (1, h)) or (n, a.shape) == ("gate", (m, 1)) or n == "bias")
+        and len(case.example_shape(n)) <= 2
+        for n, a in case.operands.items()
+    )
+
+
+def test_the_truth_is_that_of_the_workbench():
+    compared = Counter()
+    for seed in range(5000):
+        case = dataclasses.replace(draw(seed), values_too=True)
+        if not is_one_of_the_workbenchs(case):
+            continue
+        true = expected(case)
+        operator = workbench.Operator(case.form)
+        operands, cotangents, _ = made(case)
+        operands = {
+            n: a.ravel() if a.shape == (1, case.shape[1]) and n in PARAMETERS else a for n, a in operands.items()
+        }
+        dy = [np.broadcast_to(cotangents[n], case.cotangents[n].shape) for n in ("y", "total") if n in cotangents]
+        values, _ = workbench.truth(
+            operator,
+            [operands.get(n) for n in operator.kind.names],
+            tuple(dy) if len(dy) > 1 else dy[0],
+            total=true["total"][0] if case.form.adds else None,
+            zero_centered_scale=case.static.get("zero_centered_scale", False),
+            epsilon=case.epsilon,
+        )
+        for name, (value, allowed, _) in true.items():
+            if name == "total":  # the workbench's is not rounded
+                continue
+            other = np.reshape(values[name], value.shape)
+            # They are in the same wide dtype, whose roundings are a millionth of those allowed, or less.
+            assert np.all(np.abs(value - other) <= 1e-6 * allowed + 1e-12 * np.abs(other)), (seed, name)
+            compared[case.form.title, name] += 1
+    assert {title for title, _ in compared} == {*FORMS}
+
+
+@pytest.fixture
+def recompiled():
+    """Programs of before the test and of the test, kept apart."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+SLIPS = {
+    "silu' without its second term": ("_silu", lambda z, dtype: (z * jax.nn.sigmoid(z), jax.nn.sigmoid(z))),
+    "no row's gate": ("_gated", lambda a, gate, row_gate: a if gate is None else a * gate.astype(a.dtype)),
+    "scale for 1 + scale": (
+        "_effective_scale",
+        lambda scale, dtype, _: 1.0 if scale is None else scale.astype(dtype),
+    ),
+}
+
+
+@pytest.mark.parametrize("slip", SLIPS)
+def test_a_slip_is_noticed(slip, monkeypatch, recompiled):
+    monkeypatch.setattr(formulas, *SLIPS[slip])
+    assert any(is_wrong(seed) for seed in range(60))
+
+
+def test_what_the_jaxlibs_that_are_wrong_do_is_noticed(monkeypatch, recompiled):
+    """Cases are wrong without the detour of `jln._core.one_by_one`, on the jaxlibs that it is for."""
+    for rules in (of_norm, of_both_sides):
+        for operation in vars(rules).values():
+            if isinstance(operation, Operation):
+                plain = getattr(operation._formula_cpu, "__wrapped__", operation._formula_cpu)
+                monkeypatch.setattr(operation, "_formula_cpu", plain)
+    assert any(is_wrong(seed) for seed in range(30)) == (jaxlib.version.__version_info__[:3] in WRONG)
