@@ -42,7 +42,7 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Models as they are", "jln", ("fuse",)),
     ("Operators", "jln", OPERATORS),
     ("References", "jln.reference", OPERATORS),
-    ("Flax NNX", "jln.nnx", (*NORMS, *PAIRS)),
+    ("Flax NNX", "jln.nnx", ("fuse", *NORMS, *PAIRS)),
     ("Flax Linen", "jln.linen", (*NORMS, "LayerNormDense", "RMSNormDense")),
     ("Haiku", "jln.haiku", (*NORMS, *PAIRS)),
     ("Equinox", "jln.equinox", (*NORMS, *PAIRS)),
@@ -50,7 +50,10 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "Gradient checking",
         "jln.testing",
-        ("assert_vjp", "check_vjp", "assert_hvp", "check_hvp", "numerical_gradient", "Report", "Row", "Tolerance"),
+        (
+            *("assert_vjp", "check_vjp", "assert_hvp", "check_hvp", "numerical_gradient"),
+            *("check_fuse", "assert_operators", "Report", "Row", "Tolerance"),
+        ),
     ),
     (
         "Compiled programs",
