@@ -10,6 +10,7 @@ from typing import Any, TypeVar, overload
 
 import jax
 import numpy as np
+from jax._src.core import trace_state_clean
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
@@ -35,11 +36,12 @@ def fuse(
 ) -> Callable[..., Any]:
     """Return a function that computes what `function` does, with jln's operators in the place of its norms.
 
-    A transformation as `jax.checkpoint` is one: `loss = jln.fuse(loss)`, then `jax.jit(jax.value_and_grad(loss))`. At
-    each call the function is traced, and its LayerNorms and RMSNorms are found by what they compute, in whatever
-    framework they are written; with them the sums, biases and gates in front of them and the sums behind. A norm is
-    taken if it equals the operator in float64 on random rows and has no step of which that would prove nothing, such
-    as a maximum. All else stays as it is: loops, checkpoints with their policies, shardings, effects, random numbers.
+    A transformation as `jax.checkpoint` is one: `loss = jln.fuse(loss)`, then `jax.jit(jax.value_and_grad(loss))`. At a
+    call the function is traced (outside of any trace once for arguments alike, as by `jax.jit`), and its LayerNorms and
+    RMSNorms are found by what they compute, in whatever framework they are written; with them the sums, biases and
+    gates in front of them and the sums behind. A norm is taken if it equals the operator in float64 on random rows and
+    has no step of which that would prove nothing, such as a maximum. All else stays as it is: loops, checkpoints with
+    their policies, shardings, effects, random numbers.
 
     It belongs below `grad`: of a function that differentiates inside, as a training step does, backward reads what
     forward has made, and nothing is saved. What an operator rounds it rounds once, so 16-bit results differ from the
@@ -86,7 +88,8 @@ def _fused(function: Callable[..., Any], options: Options) -> Callable[..., Any]
         is_array = [isinstance(a, (jax.Array, np.ndarray, np.generic)) for a in leaves]
         arrays = [a for a, of in zip(leaves, is_array, strict=True) if of]
         static = tuple(a for a, of in zip(leaves, is_array, strict=True) if not of)
-        key = None if any(isinstance(a, Tracer) for a in arrays) else _key(arrays, static, tree, is_array)
+        is_traced = not trace_state_clean() or any(isinstance(a, Tracer) for a in arrays)
+        key = None if is_traced else _key(arrays, static, tree, is_array)
         if key in known:
             program, structure = known[key]
             return jax.tree.unflatten(structure, program(*arrays))

@@ -584,3 +584,15 @@ def test_a_closed_over_array_that_changes():
     first = float(fused(X))
     held["scale"] = jnp.full(H, 2.0)
     assert float(fused(X)) == pytest.approx(4 * first, rel=1e-12)
+
+
+def test_a_call_inside_of_a_vmap_is_not_that_of_another_one():
+    """What is traced under a `vmap` knows its size, even where no argument is mapped: it is not kept for another."""
+
+    @jln.fuse
+    def f(x):
+        return jax.nn.standardize(x) * jax.lax.axis_size("i")
+
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 512)))
+    both = [jax.vmap(lambda _: f(x), axis_name="i")(jnp.zeros(n))[0] for n in (2, 4)]
+    np.testing.assert_allclose(both[1], 2 * both[0], rtol=1e-12)
