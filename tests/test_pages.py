@@ -122,7 +122,7 @@ def test_a_command_prints_what_a_page_shows(command, shown):
 
 # Commands
 
-PROGRAMS = ("python", "pytest", "pip", "bash", "export", "source", "benchmarks/", "JLN_", "JAX_", "TRITON_")
+PROGRAMS = ("python", "pytest", "pip", "bash", "export", "source ", "benchmarks/", "JLN_", "JAX_", "TRITON_")
 PYTEST = {"-n0", "-s", "--durations=25", "--ignore", "--dist", "worksteal"}
 
 

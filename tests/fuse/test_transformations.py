@@ -587,7 +587,7 @@ def test_a_closed_over_array_that_changes():
 
 
 def test_a_call_inside_of_a_vmap_is_not_that_of_another_one():
-    """What is traced under a `vmap` knows its size, even where no argument is mapped: it is not kept for another."""
+    """A program traced under a `vmap` knows its size, even where no argument is mapped: it is not kept for another."""
 
     @jln.fuse
     def f(x):
