@@ -37,15 +37,13 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import jln
 from zoo import found
 
-# As wide as `jln.fuse` takes norms whatever reads them.
-LAYERS, WIDTH, WORDS = 2, 512, 50
+LAYERS, WIDTH, WORDS = 2, 32, 50
 TOKENS = np.random.default_rng(0).integers(2, WORDS, (2, 12))
 IMAGES = np.random.default_rng(1).normal(size=(2, 3, 8, 8))
 
-# Of an array's largest element: sums of 512 to 1536 terms, of which float64 rounds each by 1e-16 and float32 by 6e-8.
-# T5's logits of attention, which it does not scale, are so large that their roundings are too. Where an exact gradient
-# is zero, as the keys' bias's, roundings of the largest gradient's size are left.
-TOLERANCES = {"float64": (1e-12, 1e-15), "float32": (1e-4, 1e-6)}
+# Of an array's largest element: sums of 32 to 96 terms, of which float64 rounds each by 1e-16 and float32 by 6e-8.
+# Where an exact gradient is zero, as the keys' bias's, roundings of the largest gradient's size are left.
+TOLERANCES = {"float64": (1e-12, 1e-15), "float32": (3e-5, 1e-6)}
 
 
 class _Numpy:
@@ -65,7 +63,7 @@ class Real(NamedTuple):
     """A model of Hugging Face's.
 
     inputs: what the model is called with. norms, sums: those to be found. linears: norms that are one operator with the
-      Linears behind.
+      Linears behind. left: norms that are left to XLA.
     """
 
     make: Callable[..., Any]
@@ -75,6 +73,7 @@ class Real(NamedTuple):
     sums: int
     linears: int
     dtype: str = "float64"
+    left: int = 0
 
 
 def config(cls: type, **more: Any) -> Any:
@@ -82,7 +81,7 @@ def config(cls: type, **more: Any) -> Any:
     return cls(num_attention_heads=4, **sizes, **more)
 
 
-GROUPED = {"num_key_value_heads": 2, "max_position_embeddings": 256}
+GROUPED = {"num_key_value_heads": 2, "max_position_embeddings": 16}
 MODELS = {
     # Its Linears but the head are a class of its own, FlaxConv1D.
     "GPT-2": Real(
@@ -110,7 +109,8 @@ MODELS = {
         sums=2 * LAYERS,
         linears=2 * LAYERS,
     ),
-    # The decoder's keys and values read the encoder's last norm.
+    # The decoder's keys and values read the encoder's last norm. Its own last norm is scaled before the head reads it,
+    # and so left to XLA.
     "T5": Real(
         FlaxT5ForConditionalGeneration,
         T5Config(
@@ -123,10 +123,11 @@ MODELS = {
             feed_forward_proj="gated-gelu",
         ),
         {"input_ids": TOKENS, "decoder_input_ids": TOKENS[:, :7]},
-        norms=5 * LAYERS + 2,
-        sums=5 * LAYERS,
+        norms=5 * LAYERS + 1,
+        sums=5 * LAYERS - 1,
         linears=5 * LAYERS + 1,
         dtype="float32",
+        left=1,
     ),
     "Llama": Real(
         FlaxLlamaForCausalLM,
@@ -162,12 +163,7 @@ def difference(own: Any, wanted: Any, tolerances: tuple[float, float]) -> tuple[
 def checked(name: str, real: Real) -> bool:
     model = real.make(real.config, dtype=jnp.dtype(real.dtype), seed=0, **sizes(real))
     r = np.random.default_rng(2)
-
-    def moved(a: Any) -> jax.Array:
-        """The array, no number of which is at its initial value; products of as many terms stay of the size of one."""
-        return jnp.asarray(a + (0.1 if a.ndim == 1 else 0.02) * r.normal(size=a.shape), real.dtype)
-
-    parameters = jax.tree.map(moved, model.params)
+    parameters = jax.tree.map(lambda a: jnp.asarray(a + 0.1 * r.normal(size=a.shape), real.dtype), model.params)
 
     def loss(parameters: Any) -> jax.Array:
         return jnp.sum(jnp.sin(model(**real.inputs, params=parameters, train=False).logits))
@@ -182,7 +178,7 @@ def checked(name: str, real: Real) -> bool:
         fused = jln.fuse(loss, linears=linears)
         largest, is_right = difference(results(fused), wanted, TOLERANCES[real.dtype])
         counts = found(fused, parameters)
-        is_right &= counts == (real.norms, real.sums, real.linears if linears else 0, 0)
+        is_right &= counts == (real.norms, real.sums, real.linears if linears else 0, real.left)
         named = ", ".join(f"{n} {what}" for what, n in counts._asdict().items())
         verdict = "ok" if is_right else "WRONG"
         print(f"{name:<6} {real.dtype} {named}; largest difference {largest:.0e}: {verdict}", flush=True)
