@@ -169,6 +169,21 @@ def test_the_gradient_of_an_unused_product_alone(features, dtype, wanted, implem
     assert not np.any(jax.jit(jax.grad(used))(operands[wanted][0]))
 
 
+def test_the_offsets_gradient_alone_is_rounded_once():
+    """In forward mode the shares of three Linears are added up wide: each cancels what another has."""
+    kernel = workbench.normal(0, (16, 300), "float32")
+    kernels = (kernel, kernel * 1.01, kernel * -2)
+    x, scale, offset = workbench.normal(1, (8, 16), "float32"), jnp.ones(16), jnp.zeros(16, "float16")
+    dy = workbench.normal(2, (8, 300), "float32")
+
+    def loss(offset):
+        products = jln.layer_norm_linear(x, scale, offset, kernels, forward_mode=True)
+        return sum(jnp.sum(y * dy) for y in products)
+
+    true = sum(np.sum(np.asarray(dy, "float64") @ np.asarray(k, "float64").T, 0) for k in kernels)
+    np.testing.assert_allclose(jax.grad(loss)(offset), true, rtol=float(jnp.finfo("float16").eps), atol=1e-4)
+
+
 FROZEN = ("x", "residual", "scale", "offset", "kernel", "bias", "first kernel", "last kernel")
 
 

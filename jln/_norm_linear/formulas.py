@@ -305,13 +305,16 @@ def tangents_of_constants(
 ) -> tuple[Array, ...]:
     """Term (20) of the offset and the biases alone, which reads the kernels."""
     dy = []
+    # One wide copy for all products: JAX adds up their shares of its cotangent in it, and rounds the sum once.
+    offset = tangents.of_norm.offset
+    if offset is not None:
+        widest_of_y = functools.reduce(jnp.promote_types, (jnp_norms.compute_dtype(y.dtype) for y in results.y))
+        offset = offset.astype(widest_of_y)
     for y, kernel, dbias, features in zip(results.y, saved.kernel, tangents.bias, settings.features, strict=True):
         compute, lead = jnp_norms.compute_dtype(y.dtype), range(y.ndim - features)
         row = jnp.zeros((*[1] * len(lead), *y.shape[len(lead) :]), compute)
-        if tangents.of_norm.offset is not None:
-            row = row + jnp.tensordot(
-                tangents.of_norm.offset.astype(compute), kernel.astype(compute), 1, precision="highest"
-            )
+        if offset is not None:
+            row = row + jnp.tensordot(offset.astype(compute), kernel.astype(compute), 1, precision="highest")
         if dbias is not None:
             row = row + jnp.expand_dims(dbias.astype(compute), lead)
         dy.append(jnp.broadcast_to(row, y.shape).astype(y.dtype))

@@ -104,13 +104,16 @@ def test_nnx_step():
 
 
 def test_equinox_step():
-    """Examples under two vmaps share the parameters still: a norm is three kernels, and no gradient is per example."""
+    """Examples under two vmaps share the parameters still: a norm is three kernels, and no gradient is per example.
+
+    Equinox's RMSNorm adds a bias behind, which no product reads: it is left to XLA.
+    """
     blocks = [EqxBlock(k) for k in jax.random.split(jax.random.key(0), LAYERS)]
     plain, norms, linears = (eqx_report(blocks, of) for of in (as_it_is, jln.fuse, with_linears))
     assert triton_kernels(plain) == []
-    assert len(triton_kernels(norms)) == 3 * 2 * LAYERS
+    assert len(triton_kernels(norms)) == 3 * LAYERS
     assert norms.bytes_total < plain.bytes_total
-    assert len(triton_kernels(linears)) >= 3 * 2 * LAYERS
+    assert len(triton_kernels(linears)) >= 3 * LAYERS
     assert linears.bytes_total < plain.bytes_total
 
 
