@@ -104,12 +104,6 @@ def _summed(case: Case, name: str, array, full: Tracked):
     return (a.squeeze(tuple(range(case.outer, case.outer + shared))) for a in (value, error))
 
 
-# The analysis is of first order, and of the formula: not of what a compiler rounds beside it. Of 3,000 cases four
-# were off by up to 1.5 times what it allows: tangents of rows of two elements that are nearly equal, and a gradient
-# that was rounded three times for once, which is mended. Slips are off by 10^4 times and more (`tests/test_fuzz.py`).
-MARGIN = 4
-
-
 @dataclasses.dataclass(frozen=True)
 class Verdict:
     """The judgement of a case.
@@ -141,9 +135,9 @@ def judge(case: Case, got: dict[str, np.ndarray]) -> Verdict:
             share = np.where(error == 0, 0, np.where(np.isinf(allowed), 0, error / allowed))
         at = np.unravel_index(np.argmax(share), share.shape)
         worst = max(worst, float(share[at]))
-        if not share[at] <= MARGIN:
+        if not share[at] <= 1:
             wrong.append(
                 f"{name}{[int(i) for i in at]} is {a[at]:.9g} instead of {value[at]:.9g}: off by {error[at]:.2e}, "
-                f"allowed {allowed[at]:.2e}; {np.mean(share > MARGIN):.1%} of the elements are off"
+                f"allowed {allowed[at]:.2e}; {np.mean(share > 1):.1%} of the elements are off"
             )
     return Verdict(worst, wrong)

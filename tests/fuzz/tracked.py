@@ -131,15 +131,12 @@ class Tracked:
         return Tracked(value, np.where(np.isfinite(error), error, np.inf), self.eps, tangent)
 
     def rsqrt(self) -> Tracked:
-        """Return 1 / sqrt, of a mean of squares and epsilon: not negative, whatever the errors."""
+        """Return 1 / sqrt, without a tangent, of a mean of squares and epsilon: not negative, whatever the errors."""
         wide = self.value.dtype.type
         value = 1 / np.sqrt(self.value)
         low = np.maximum(self.value - self.error, wide(1e-300))
         error = np.maximum(1 / np.sqrt(low) - value, value - 1 / np.sqrt(self.value + self.error))
-        made = self._made(value, error)
-        if self.tangent is not None:
-            made.tangent = made * made * made * -0.5 * self.tangent
-        return made
+        return self._made(value, error)
 
     def silu(self) -> tuple[Tracked, Tracked]:
         """The value of silu and its derivative, whose own derivatives are at most 1.1, 0.5 and 0.5."""

@@ -44,8 +44,7 @@ def evaluated(case: Case, given: dict, cotangents: dict) -> tuple[dict, dict]:
     t, s = of("x_scale"), of("scale")
     branch = x
     if form.in_front is not None:
-        x_rstd = ((x * x).mean() + case.epsilon).rsqrt()
-        x_hat_in_front = x * x_rstd
+        x_hat_in_front, x_rstd = normalised(x, x, case.epsilon)
         branch = scaled(x_hat_in_front, t)
     parts = [branch] if o("x_bias") is None else [branch, o("x_bias")]
     gate_first = "norm_before_gate" in dict(form.options)
@@ -56,9 +55,7 @@ def evaluated(case: Case, given: dict, cotangents: dict) -> tuple[dict, dict]:
         v = results["total"] = (total(scaled(a, w) for a in parts) + residual).rounded(total_dtype)
     elif gate_first:
         v = x * u
-    centred = v - v.mean() if form.centres else v
-    rstd = ((centred * centred).mean() + case.epsilon).rsqrt()
-    x_hat = centred * rstd
+    x_hat, rstd = normalised(v, v - v.mean() if form.centres else v, case.epsilon)
     z = scaled(x_hat, s)
     size = z.magnitude  # of the terms, where they cancel
     if o("offset") is not None:
@@ -112,6 +109,19 @@ def evaluated(case: Case, given: dict, cotangents: dict) -> tuple[dict, dict]:
         keep("x_bias", dx)
         keep("gate", d * total(parts))
     return results, gradients
+
+
+def normalised(v: Tracked, centred: Tracked, epsilon: float) -> tuple[Tracked, Tracked]:
+    """Return x_hat of rows v, and rstd.
+
+    The tangent of rstd is that of the rules, which multiply x_hat with the tangent of v as it is. With the centred one
+    it would be the same number, but less sensitive to what x_hat is off by.
+    """
+    a = centred.without_tangent
+    rstd = ((a * a).mean() + epsilon).rsqrt()
+    if v.tangent is not None:
+        rstd.tangent = -(a * rstd.without_tangent * v.tangent).mean() * rstd.without_tangent * rstd.without_tangent
+    return centred * rstd, rstd
 
 
 def is_of_product(name: str) -> bool:
