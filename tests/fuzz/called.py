@@ -45,9 +45,13 @@ def results(case: Case, module=jln) -> dict[str, np.ndarray]:
 def beyond_reach(case: Case) -> bool:
     """Return whether JAX may make sums around the operator that XLA's CPU backend hands to YNNPACK and gets wrong.
 
-    They are wrong without this library, too, on the jaxlibs that `jln._core.one_by_one` names: the sum of two sums with
-    a common factor that is a broadcast, as in derivatives of the rules.
+    They are wrong without this library, too. On the jaxlibs that `jln._core.one_by_one` names: the sum of two sums with
+    a common factor that is a broadcast, as in derivatives of the rules. On all from 0.10.2 on, 0.12.0.1 too: the sum
+    of products with a kernel that is broadcast along its rows,
+    `jnp.sum(jnp.einsum("emn,hn->emh", dy, jnp.broadcast_to(row, (768, 130))), 0)` with dy [3, 2, 130] and row [1, 130].
     """
+    if any(n.startswith("kernel") and a.small != a.shape for n, a in case.operands.items()):
+        return True
     return case.asks == "second" and jaxlib.version.__version_info__[:3] in WRONG
 
 

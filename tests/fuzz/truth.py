@@ -107,7 +107,7 @@ def evaluated(case: Case, given: dict, cotangents: dict) -> tuple[dict, dict]:
         dx = scaled(d, w)
         keep("x", dx)
         keep("x_bias", dx)
-        keep("gate", d * total(parts))
+        keep("gate", total(d * part for part in parts))  # each by itself, as derivatives of the rules add them up
     return results, gradients
 
 
