@@ -170,7 +170,7 @@ def test_the_gradient_of_an_unused_product_alone(features, dtype, wanted, implem
 
 
 def test_the_offsets_gradient_alone_is_rounded_once():
-    """In forward mode the shares of three Linears are added up wide: each cancels what another has."""
+    """Shares of three Linears, of which each cancels what another has, are added up wide in forward mode."""
     kernel = workbench.normal(0, (16, 300), "float32")
     kernels = (kernel, kernel * 1.01, kernel * -2)
     x, scale, offset = workbench.normal(1, (8, 16), "float32"), jnp.ones(16), jnp.zeros(16, "float16")
