@@ -26,11 +26,9 @@ WITH_BODIES = ("scan", "while", "cond", "jit", "pjit", "closed_call", "core_call
 def evaluated(program: ClosedJaxpr, arrays: Sequence[Any], options: Options, found: list[Finding]) -> list[Any]:
     """The program's results, with operators in the place of its norms. found: where findings are added."""
     graph = Graph(program)
-    if _is_of_known_shapes(program.jaxpr):
-        found += (own := rewrite(graph, options))
-        for finding in own:
-            if finding.operator is None:
-                _routes.note(f"norm of {finding.x.aval.str_short()}", "plain", f"{finding.why}; {place(finding.node)}")
+    own = rewrite(graph, options) if _is_of_known_shapes(program.jaxpr) else []
+    found += own
+    left = {f.node.position: f for f in own if f.operator is None}
     values: dict[Any, Any] = dict(zip(graph.inputs, arrays, strict=True))
 
     def read(v: Any) -> Any:
@@ -38,13 +36,22 @@ def evaluated(program: ClosedJaxpr, arrays: Sequence[Any], options: Options, fou
 
     for node in graph.schedule():
         given = [read(v) for v in node.inputs]
+        if node.equation is not None and node.position in left:
+            _note_left(left.pop(node.position))
         author = node if node.equation is not None else node.outputs[0].maker
         with _written_by(author):
             is_call = node.equation is None
             made = _called(node, given) if is_call else _bound(node.equation, given, options, found)
         for v, a in zip(node.outputs, made, strict=True):
             values.setdefault(v, a)
+    for finding in left.values():  # of which nothing runs
+        _note_left(finding)
     return [read(v) for v in graph.outputs]
+
+
+def _note_left(finding: Finding) -> None:
+    """Note a norm that stays as it was, at the author's line."""
+    _routes.note(f"norm of {finding.x.aval.str_short()}", "plain", f"{finding.why}; {place(finding.node)}")
 
 
 def _is_of_known_shapes(jaxpr: Jaxpr) -> bool:
@@ -91,6 +98,8 @@ def _bound(equation: Any, given: Sequence[Any], options: Options, found: list[Fi
     """The results of an equation, its bodies rewritten where they have norms."""
     primitive, params = equation.primitive, equation.params
     if primitive.name in CHECKPOINTS and isinstance(params.get("jaxpr"), Jaxpr):
+        if params["differentiated"]:  # what backward makes again; JAX keeps XLA from making it once, and says so here
+            return primitive.bind(*given, **params)
         body = ClosedJaxpr(params["jaxpr"], ())
         keeps_products = kept_by(params["policy"])["products"]
         options = options._replace(is_checkpointed=True, keeps_products=keeps_products)

@@ -106,7 +106,8 @@ class _Call:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(name for name, a in self._operands.items() if a is not None and a != ())
+        given = {name: a if _is_several(a) else (a,) for name, a in self._operands.items()}
+        return tuple(name for name, several in given.items() if any(a is not None for a in several))
 
     def give(self, **operands: Any) -> None:
         """Add operands: an `_Operand`, a number, None, or a tuple of these."""

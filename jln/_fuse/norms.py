@@ -305,6 +305,8 @@ class _Region:
             if any(y is n.y or y.maker in n.nodes for n in chosen):
                 continue
             nodes = self._makers(y)
+            if z is not None and any(_is_read_outside(graph, self.nodes[at].output, nodes) for at, *_ in found):
+                continue  # the norm in front of the gate would be made twice
             before = y.maker.inputs[0] if y.maker is not None else y
             if y.operation == "convert_element_type" and not graph.is_read_once(before):
                 # Who else reads the wide result would have it made again: then all read it.
@@ -355,6 +357,12 @@ class _Region:
         nodes = tuple((n.operation, str(n.params), n.output.aval.str_short(), *map(read, n.inputs)) for n in self.nodes)
         candidates = tuple(places[y] for y in self.candidates)
         return self.x.shape, self.features, nodes, tuple(p.shape for p in order), candidates
+
+
+def _is_read_outside(graph: Graph, value: Value, nodes: frozenset[Node]) -> bool:
+    """True where one of these nodes makes the value for another one or for a result, and it is not the last."""
+    readers = [r in nodes for r in value.readers]
+    return value.maker in nodes and any(readers) and (graph.is_result(value) or not all(readers))
 
 
 # What is certified of a region, by its structure: the layers of a model have one. It is forgotten when it is too much.

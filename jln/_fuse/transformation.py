@@ -138,7 +138,10 @@ def _key(arrays: Sequence[Any], static: tuple[Any, ...], tree: Any, is_array: Se
 
 
 class _Remarks:
-    """Warnings that a user gets once of a function: that it has no norm, or that it differentiates inside."""
+    """Warnings that a user gets once of a function: that it has no norm, or that it differentiates inside.
+
+    A function that calls the operators itself has norms enough.
+    """
 
     def __init__(self, function: Callable[..., Any]):
         self._name = getattr(function, "__name__", type(function).__name__)
@@ -154,7 +157,7 @@ class _Remarks:
                 "reads what the norms have made: wrap the loss inside, jax.value_and_grad(jln.fuse(loss))",
                 stacklevel=3,
             )
-        elif not any(f.is_chosen for f in found):
+        elif not any(f.is_chosen for f in found) and " jln_" not in str(program):  # as primitives are named
             left = "".join(f"; {f.why}" for f in found[:1])
             warnings.warn(
                 f"jln.fuse found no norm in {self._name} that it could take{left}. jln.explain(fused, *args) lists "

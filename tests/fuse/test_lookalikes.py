@@ -544,7 +544,7 @@ def a_scale_made_of_the_result(x, w, v):
     return y * (1 + jnp.tanh(y @ w @ v))
 
 
-@case(X, W, finds="rms_norm_gated")
+@case(X, W, finds="rms_norm")
 def a_silu_gate_made_of_the_result(x, w):
     y = rms(x)
     return y * jax.nn.silu(jnp.tanh(y @ w) @ w.T)

@@ -18,10 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jln
 from proof import normal, operators, parted
 
-pytestmark = [
-    pytest.mark.usefixtures("promoted_ranks"),
-    pytest.mark.filterwarnings("ignore:jln.fuse found no norm"),  # what is fused twice has none left
-]
+pytestmark = pytest.mark.usefixtures("promoted_ranks")
 # [4, 4, 16]: examples for four devices. Two norms a block and one behind: all but the first read a sum.
 H, BLOCKS = 16, 3
 ALL = {"layer_norm": 1, "add_layer_norm": 6}
@@ -576,6 +573,32 @@ def test_a_gradient_inside_is_right_and_said_to_be_useless():
     with pytest.warns(UserWarning, match="differentiates inside"):
         got = jln.fuse(jax.grad(functools.partial(model, block=jax.checkpoint(block))))(PARAMETERS, X)
     assert _parted(got, jax.grad(model)(PARAMETERS, X)) <= 1e-11
+
+
+def test_checkpoints_of_a_gradient_inside_stay():
+    """What backward makes again is said to be its own, or XLA would make it once and keep it."""
+    gradient = jax.grad(functools.partial(model, block=jax.checkpoint(block)))
+    with pytest.warns(UserWarning, match="differentiates inside"):
+        fused = str(jax.make_jaxpr(jln.fuse(gradient))(PARAMETERS, X))
+    assert str(jax.make_jaxpr(gradient)(PARAMETERS, X)).count("differentiated=True") == BLOCKS
+    assert fused.count("differentiated=True") == BLOCKS
+
+
+def test_the_lines_of_explain_are_in_the_programs_order():
+    def loss(p, x):
+        x = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) + 1.0  # read by no product
+        return head(p, x)
+
+    lines = [(r.layer, r.why) for r in jln.explain(jln.fuse(loss, linears=True), PARAMETERS, X)]
+    assert [layer for layer, _ in lines] == ["norm of float64[4,4,16]", "jln.layer_norm_linear"]
+    assert lines[1][1].startswith("x, scale, offset, kernel; ")  # and no bias
+
+
+@pytest.mark.parametrize("function", [jln.fuse(model), lambda p, x: jnp.sum(jln.layer_norm(x, p["s"]))])
+def test_a_function_with_operators_of_its_own_has_norms(function):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jln.fuse(function)(PARAMETERS, X)
 
 
 def test_a_closed_over_array_that_changes():

@@ -332,6 +332,12 @@ def a_silu_gate_written_first(x, z, s):
 
 
 @case(X, Z, S, finds="rms_norm")
+def a_silu_gate_behind_a_norm_that_others_read(x, z, s):
+    y = rms(x, s)
+    return jnp.concatenate([y * jax.nn.silu(z), y])
+
+
+@case(X, Z, S, finds="rms_norm")
 def a_silu_gate_in_front(x, z, s):
     return rms(x * jax.nn.silu(z), s)
 
