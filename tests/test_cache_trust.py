@@ -154,7 +154,7 @@ def test_group_may_read_and_add_what_is_made(mask, shared, said):
     finally:
         os.umask(before)
     (path,) = cache.entries()
-    assert (mode(shared.parent), mode(shared), mode(path)) == ("0o2770", "0o2770", "0o640")
+    assert (mode(shared.parent), mode(shared), mode(path)) == ("0o2750", "0o2770", "0o640")
     assert shared.parent.stat().st_gid == shared.stat().st_gid == path.stat().st_gid == MINE
     assert cache.load(KEY) == ENTRY
 

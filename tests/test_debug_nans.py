@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jln
 import workbench
 from jln import _catalogue
 from jln._catalogue import FORMS
@@ -116,3 +117,12 @@ def test_no_error_without_a_cause(name, shape, features, spread, implementation,
     with jax.debug_nans(True), jax.debug_infs(True), jax.disable_jit(disabled):
         results = jax.value_and_grad(loss(function), every(given))(*given)
     assert all(np.isfinite(a).all() for a in jax.tree.leaves(results))
+
+
+def test_eager_shard_map_of_finite_numbers():
+    """An operator is evaluated in a `shard_map` outside of jit, where JAX evaluates no custom_vjp function."""
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.PartitionSpec("a")
+    with jax.debug_nans(True):
+        y = jax.shard_map(jln.rms_norm, mesh=mesh, in_specs=rows, out_specs=rows)(jnp.ones((4, 8)))
+    assert y.shape == (4, 8)

@@ -4,17 +4,19 @@ jaxlib 0.10.2 and 0.11.0 compile such programs wrongly, which `jln._core.one_by_
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import jaxlib
 import numpy as np
 import pytest
+from jax import export
 
 import jln
 import workbench
 from jln._catalogue import FORMS, sizes
-from jln._core.one_by_one import WRONG
+from jln._core.one_by_one import WRONG, one_by_one
 
 # From 32 rows of 64 elements on XLA hands these sums to the library that is wrong.
 EXAMPLES, ROWS, H, FEATURES = 3, 32, 64, 16
@@ -105,3 +107,29 @@ def test_a_kernel_under_a_mean(implementation):
     got = gradient(jln, implementation=implementation)(kernel, x)
     true = gradient(jln.reference)(kernel.astype("float64"), x.astype("float64"))
     assert relative_error(got, np.asarray(true)) < 2e-5
+
+
+@pytest.mark.parametrize("shared", ["x", "scale"])
+def test_no_examples(shared):
+    """`vmap` over an axis of size 0 gives results without elements, as it does in plain jnp."""
+    x, scale = jnp.ones((0, ROWS, H)), jnp.ones((0, H))
+    x, scale = (x[:, :1].sum(0) if shared == "x" else x), (scale.sum(0) if shared == "scale" else scale)
+    axes = tuple(None if n == shared else 0 for n in ("x", "scale"))
+
+    def gradients(x, scale):
+        return jax.vmap(jax.grad(lambda x, s: jnp.sum(jln.rms_norm(x, s)), (0, 1)), axes)(x, scale)
+
+    y = jax.jit(jax.vmap(jln.rms_norm, axes))(x, scale)
+    assert y.shape == (0, *x.shape[-2:])
+    assert [d.shape for d in jax.jit(gradients)(x, scale)] == [y.shape, (0, H)]
+
+
+def test_export_of_a_symbolic_number_of_examples():
+    """`one_by_one` finds the examples' number whichever size comes first in a set."""
+    compute = one_by_one(lambda operands, settings, dtypes, batch_dims: operands[0] * operands[1])
+    (b,) = export.symbolic_shape("b")
+    shapes = [(1, H), (b, H), (b, 1), (1, 1)]
+    for pair in itertools.permutations(shapes, 2):
+        a, c = (jax.ShapeDtypeStruct(shape, "float32") for shape in pair)
+        made = export.export(jax.jit(lambda a, c: compute((a, c), None, None, 1)))(a, c)
+        assert len(made.out_avals) == 1

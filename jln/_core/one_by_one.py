@@ -37,11 +37,11 @@ def one_by_one(compute: Callable[..., Any]) -> Callable[..., Any]:
     def call(operands: Any, settings: Any, dtypes: Any, batch_dims: int, **how: Any) -> Any:
         leaves, tree = jax.tree.flatten(operands)
         sizes = {a.shape[:batch_dims] for a in leaves}
-        if len(sizes) == 1:
+        if len(sizes) == 1 or any(0 in size for size in sizes):  # alike, or without any examples
             return compute(operands, settings, dtypes, batch_dims, **how)
         if "gathered" in how:
             how = how | {"gathered": tuple((axis - 1, over) for axis, over in how["gathered"])}
-        of_all = max(size[0] for size in sizes)
+        of_all = next((size[0] for size in sizes if size[0] != 1), 1)  # symbolic sizes have no largest
         shared = [a.shape[0] != of_all for a in leaves]
 
         def of_one(differing: list[jax.Array]) -> Any:

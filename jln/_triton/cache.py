@@ -197,7 +197,10 @@ def _group() -> int | None:
 
 
 def _make(where: pathlib.Path, group: int | None) -> None:
-    """Make the folder and those above it, with their rights from the first moment: other processes may look there."""
+    """Make the folder and those above it, with their rights from the first moment: other processes may look there.
+
+    Those above a group may only go through: one of them may be `~/.cache`, where other programs trust what they find.
+    """
     missing = [path for path in (where, *where.parents) if not path.exists()]
     if os.geteuid() == 0 and VARIABLE not in os.environ:  # sudo may leave HOME the user's
         above = missing[-1].parent
@@ -208,7 +211,7 @@ def _make(where: pathlib.Path, group: int | None) -> None:
         made = tempfile.mkdtemp(prefix=".jln-", dir=path.parent)  # its owner's alone, whatever the umask
         try:
             if group is not None:
-                _share(made, group)
+                _share(made, group, 0o2770 if path == where else 0o2750)
             os.rename(made, path)
         except OSError:  # another process may have made it, and put something there
             os.rmdir(made)
@@ -216,12 +219,12 @@ def _make(where: pathlib.Path, group: int | None) -> None:
                 raise
 
 
-def _share(path: str, group: int) -> None:
-    """Let a group use a folder, and nothing that somebody puts in its place meanwhile."""
+def _share(path: str, group: int, rights: int) -> None:
+    """Let a group use a folder by these rights, and nothing that somebody puts in its place meanwhile."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         os.fchown(descriptor, -1, group)
-        os.fchmod(descriptor, 0o2770)
+        os.fchmod(descriptor, rights)
     finally:
         os.close(descriptor)
 
