@@ -97,9 +97,8 @@ def _called(node: Node, given: Sequence[Any]) -> Sequence[Any]:
 def _bound(equation: Any, given: Sequence[Any], options: Options, found: list[Finding]) -> Sequence[Any]:
     """The results of an equation, its bodies rewritten where they have norms."""
     primitive, params = equation.primitive, equation.params
-    if primitive.name in CHECKPOINTS and isinstance(params.get("jaxpr"), Jaxpr):
-        if params["differentiated"]:  # what backward makes again; JAX keeps XLA from making it once, and says so here
-            return primitive.bind(*given, **params)
+    # One that is differentiated stays: it is what backward makes again, which `jax.checkpoint` would not say of it.
+    if primitive.name in CHECKPOINTS and isinstance(params.get("jaxpr"), Jaxpr) and not params.get("differentiated"):
         body = ClosedJaxpr(params["jaxpr"], ())
         keeps_products = kept_by(params["policy"])["products"]
         options = options._replace(is_checkpointed=True, keeps_products=keeps_products)

@@ -132,9 +132,14 @@ class Constants:
 
     def number(self, value: Value) -> float | None:
         """The number that every element of the value is; None where that is not known."""
-        if value not in self._numbers:
-            self._numbers[value] = None  # where a program is deeper than Python, rather than a wrong number
-            self._numbers[value] = self._computed(value)
+        stack = [value]  # no recursion: a program may be deeper than Python
+        while stack:
+            v = stack[-1]
+            missing = [] if v in self._numbers else [i for i in _read(v) if i not in self._numbers]
+            stack += missing
+            if not missing:
+                stack.pop()
+                self._numbers.setdefault(v, self._computed(v))
         return self._numbers[value]
 
     def _computed(self, value: Value) -> float | None:
@@ -144,7 +149,7 @@ class Constants:
         node = value.maker
         if node is None or node.operation not in _OF_CONSTANTS or len(node.inputs) > 3 or not _is_real(value.dtype):
             return None
-        numbers = [self.number(v) for v in node.inputs]
+        numbers = [self._numbers[v] for v in node.inputs]
         if any(n is None for n in numbers):
             return None
         if node.operation in _SHAPES_ONLY:
@@ -153,6 +158,12 @@ class Constants:
             return None
         with np.errstate(all="ignore"):
             return _rounded(_OF_CONSTANTS[node.operation](node, *map(np.float64, numbers)), value.dtype)
+
+
+def _read(value: Value) -> Sequence[Value]:
+    """The values of whose numbers the value's is computed."""
+    node = None if value.constant is not None else value.maker
+    return () if node is None or node.operation not in _OF_CONSTANTS or len(node.inputs) > 3 else node.inputs
 
 
 def _is_real(dtype: Any) -> bool:
@@ -191,13 +202,16 @@ def computed(
     constants: Constants,
     squares: Sequence[np.ndarray] = (),
     exact: Sequence[float] = (),
+    counted: set[Node] | None = None,
 ) -> dict[Value, np.ndarray]:
     """The values that the nodes make of what is given, in float64. What cannot be computed is left out.
 
     squares: the rows' statistics that are never negative, so that a maximum of 0 and one of them is that one.
     exact: the numbers that a program may have as float32 rounds them, such as 1/768, and means exactly.
+    counted: where those nodes are added all of whose operands count in what they make.
     """
     values = dict(given)
+    nothing: set[Value] = set()  # zero by cancellation, as the mean of what is centred, and what that makes zero
 
     def read(v: Value) -> np.ndarray:
         if v in values:
@@ -211,6 +225,7 @@ def computed(
 
     with np.errstate(all="ignore"):
         for node in nodes:
+            is_counted = True
             try:
                 if node.operation == "select_n":
                     made = read(node.inputs[1 + int(read(node.inputs[0]).item())])
@@ -219,11 +234,43 @@ def computed(
                     if not any(agree(made.ravel(), s.ravel()) for s in squares):
                         continue
                 else:
-                    made = ANALYTIC[node.operation](node, *map(read, node.inputs))
+                    arrays = [*map(read, node.inputs)]
+                    made = ANALYTIC[node.operation](node, *arrays)
+                    if _is_nothing(node, made, arrays) or (node.operation in _KEEP_ZERO and node.inputs[0] in nothing):
+                        nothing.add(node.output)
+                    is_counted = bool(nothing.intersection(node.inputs)) or _counts(node, arrays, constants)
             except (KeyError, NotImplementedError, ValueError):
                 continue
             values[node.output] = np.asarray(made, np.float64)
+            if counted is not None and is_counted:
+                counted.add(node)
     return values
+
+
+_KEEP_ZERO = (*_SHAPES_ONLY, "convert_element_type", "mul", "div", "neg", "square", "integer_pow")
+
+
+def _is_nothing(node: Node, made: np.ndarray, arrays: Sequence[np.ndarray]) -> bool:
+    """True for a sum whose terms cancel out."""
+    if node.operation != "reduce_sum":
+        return False
+    terms = ANALYTIC["reduce_sum"](node, np.abs(arrays[0]))
+    return bool(np.all(np.abs(made) <= 1e-12 * terms) and np.all(terms > 0))
+
+
+def _counts(node: Node, arrays: Sequence[np.ndarray], constants: Constants) -> bool:
+    """False where float64 hides an operand in all elements: 1 + exp(-99) is 1, whatever is in front of the 99.
+
+    What all probes hide may be all that there is on the row that matters.
+    """
+    if node.operation in ("add", "add_any", "sub") and not any(constants.number(v) == 0 for v in node.inputs):
+        a, b = map(np.abs, arrays)
+        return bool(np.any(np.minimum(a, b) > 1e-8 * np.maximum(a, b)))
+    if node.operation == "logistic":
+        return bool(np.any(arrays[0] < 18))  # from there on it is 1
+    if node.operation == "exp":
+        return bool(np.any(np.abs(arrays[0]) > 1e-8))
+    return True
 
 
 def silu(a: np.ndarray) -> np.ndarray:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-import jax.numpy as jnp
+import numpy as np
 
 from jln._fuse.certificate import Constants
 from jln._fuse.graph import Graph, Value
-from jln._fuse.norms import Norm, Parameter, peeled, widens
+from jln._fuse.norms import Norm, Parameter, peeled, promoted, widens
 
 Gate = Parameter | float | None
 
@@ -71,7 +71,7 @@ class _Finder:
                     found = _Branch(branch)
                 found = found._replace(gate=-(found.gate if isinstance(found.gate, float) else 1.0))
             residual = self._narrow(other)
-            if jnp.promote_types(found.x.dtype, residual.dtype) == total.dtype:
+            if promoted(found.x.dtype, residual.dtype) == total.dtype:
                 yield found.rank, Junction(total, found.x, residual, outer or found.x_bias, found.gate, found.in_front)
 
     def _total(self) -> Value:
@@ -161,6 +161,8 @@ class _Finder:
                 continue
             number = self.constants.number(b)
             if number is not None:
+                if not np.isfinite(np.float32(number)):  # no operator takes it
+                    continue
                 return a, number
             gate = peeled(b, self.constants)
             if gate.size < value.size and len(gate.shape) == value.ndim and self._is_of_rows_or_features(gate, value):
@@ -201,6 +203,6 @@ def addition_of(graph: Graph, norm: Norm, constants: Constants) -> Addition | No
     node = y.readers[0]
     residual = next((v for v in node.inputs if v is not y), y)
     is_full = residual.shape == y.shape and peeled(residual, constants).size == y.size
-    if residual is y or not is_full or jnp.promote_types(norm.x.dtype, residual.dtype) != node.output.dtype:
+    if residual is y or not is_full or promoted(norm.x.dtype, residual.dtype) != node.output.dtype:
         return None
     return None if graph.depends(residual, [norm.y]) else Addition(node.output, residual)

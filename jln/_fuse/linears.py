@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import jax.numpy as jnp
-
-from jln._fuse.certificate import Constants
+from jln._fuse.certificate import FLOATS, Constants
 from jln._fuse.graph import Graph, Node, Value
-from jln._fuse.norms import Norm, Parameter, peeled
+from jln._fuse.norms import Norm, Parameter, peeled, promoted
 
 
 class Linear(NamedTuple):
@@ -60,7 +58,11 @@ def _linear(graph: Graph, norm: Norm, node: Node, constants: Constants) -> Linea
         return "a product reads its result that is no Linear's"
     if node.params["precision"] is not None:
         return "a product has a precision"
-    product = jnp.promote_types(norm.x.dtype, kernel.dtype)
+    if node.params.get("out_sharding") is not None:
+        return "a product says how its result is sharded"
+    if kernel.dtype.name not in FLOATS:
+        return f"a Linear's kernel is in {kernel.dtype.name}"
+    product = promoted(norm.x.dtype, kernel.dtype)
     if not node.output.dtype == y.dtype == product:
         return f"a Linear is in {node.output.dtype.name}, of {y.dtype.name}; jln's would be in {product.name}"
     made, bias = node.output, None

@@ -10,8 +10,9 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -140,7 +141,13 @@ def widens(value: Value) -> bool:
         return False
     of = value.maker.inputs[0]
     is_float = {value.dtype.name, of.dtype.name} <= FLOATS
-    return is_float and jnp.promote_types(of.dtype, value.dtype) == value.dtype
+    return is_float and promoted(of.dtype, value.dtype) == value.dtype
+
+
+def promoted(a: Any, b: Any) -> Any:
+    """The dtype of a sum of the two, however strict the user has JAX be."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(a, b)
 
 
 def peeled(value: Value, constants: Constants) -> Parameter:
@@ -200,7 +207,10 @@ def gate_of(value: Value, constants: Constants) -> Value | None:
         return None
     (z,) = sources
     probe = drawn((64,), 1) * 3
-    made = computed(ordered, {z: probe}, constants).get(value)
+    counted: set[Node] = set()
+    made = computed(ordered, {z: probe}, constants, counted=counted).get(value)
+    if not {*ordered} <= counted:
+        return None
     return z if made is not None and made.shape == probe.shape and agree(made, silu(probe)) else None
 
 
@@ -304,7 +314,7 @@ class _Region:
                     continue
             if any(y is n.y or y.maker in n.nodes for n in chosen):
                 continue
-            nodes = self._makers(y)
+            nodes = self.makers(y)
             if z is not None and any(_is_read_outside(graph, self.nodes[at].output, nodes) for at, *_ in found):
                 continue  # the norm in front of the gate would be made twice
             before = y.maker.inputs[0] if y.maker is not None else y
@@ -316,7 +326,7 @@ class _Region:
             chosen.append(Norm(self.x, y, self.features, epsilon, centres, scale, offset, z, nodes))
         yield from chosen
 
-    def _makers(self, value: Value) -> frozenset[Node]:
+    def makers(self, value: Value) -> frozenset[Node]:
         """The region's nodes that the value is made by."""
         makers: set[Node] = set()
         stack = [value]
@@ -398,12 +408,16 @@ def _certificates(region: _Region, order: dict[Parameter, int]) -> Iterator[tupl
     epsilons = dict.fromkeys((0.0, *added, *(c / h for c in added)))
     draws = [size * drawn(shape, 0) for size in _sizes(read)]
     exact = (1 / h, math.sqrt(h), 1 / math.sqrt(h))
+    counted: set[Node] = set()
     made = [
-        computed(region.nodes, {x: rows, **given}, region.constants, _squares(rows, features), exact) for rows in draws
+        computed(region.nodes, {x: rows, **given}, region.constants, _squares(rows, features), exact, counted)
+        for rows in draws
     ]
     for y in reversed(region.candidates):
         numbers = [order[p] for p in region.parameters[y]]
         if widens(y) or any(y not in m for m in made):
+            continue
+        if not region.makers(y) <= counted:
             continue
         for centres, epsilon, roles in itertools.product((False, True), epsilons, _roles(numbers, region, parameters)):
             arrays = [None if i is None else values[i] for i in roles]

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax._src.core import trace_state_clean
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 from jln import _checks
 from jln._fuse.bodies import evaluated
@@ -51,7 +51,7 @@ def fuse(
 
     Args:
       function: a function of arrays and of anything else, such as a loss. Leaves of its arguments that are no arrays
-        are static. Its results may be anything that JAX can return. None: the result is a decorator.
+        are static, and compared by `==`: what is changed in one between calls must change that. Its results may be anything that JAX can return. None: the result is a decorator.
       linears: have the Linears behind a norm keep what the norm read, not its result. Less memory is held between
         forward and backward, and a few percent more bytes are moved.
       implementation: of the operators, as in `layer_norm`.
@@ -61,8 +61,8 @@ def fuse(
       A function with `function`'s arguments and results.
 
     Raises:
-      TypeError: `function` is not callable, or an argument of the call is a Flax NNX Module, whose changes would be
-        lost: `jln.nnx.fuse` is for these.
+      TypeError: `function` is not callable, or an argument of the call is an object of Flax NNX, such as a Module or
+        Rngs, whose changes would be lost: `jln.nnx.fuse` is for these.
       ValueError: the implementation is unknown.
     """
     options = Options(
@@ -85,7 +85,7 @@ def _fused(function: Callable[..., Any], options: Options) -> Callable[..., Any]
     def fused(*args: Any, **kwargs: Any) -> Any:
         _refuse_modules(args, kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs))
-        is_array = [isinstance(a, (jax.Array, np.ndarray, np.generic)) for a in leaves]
+        is_array = [*map(_is_array, leaves)]
         arrays = [a for a, of in zip(leaves, is_array, strict=True) if of]
         static = tuple(a for a, of in zip(leaves, is_array, strict=True) if not of)
         is_traced = not trace_state_clean() or any(isinstance(a, Tracer) for a in arrays)
@@ -104,7 +104,7 @@ def _fused(function: Callable[..., Any], options: Options) -> Callable[..., Any]
 
         traced = jax.make_jaxpr(flat)(*arrays)
         found: list[Finding] = []
-        if key is None or traced.consts:
+        if key is None or _has_arrays(traced):
             made = evaluated(traced, arrays, options, found)
         else:
             program = jaxpr_as_fun(jax.make_jaxpr(lambda *a: evaluated(traced, a, options, found))(*arrays))
@@ -114,6 +114,21 @@ def _fused(function: Callable[..., Any], options: Options) -> Callable[..., Any]
         return jax.tree.unflatten(structures[-1], made)
 
     return fused
+
+
+def _is_array(leaf: Any) -> bool:
+    """True for what JAX takes as an array: not for NumPy's strings, objects and dates."""
+    is_of_numpy = isinstance(leaf, (np.ndarray, np.generic))
+    return leaf.dtype.kind not in "OSUMm" if is_of_numpy else isinstance(leaf, jax.Array)
+
+
+def _has_arrays(program: Any) -> bool:
+    """True for a program that has arrays of its own, in a body too: at another call these may be others."""
+    if isinstance(program, (tuple, list)):
+        return any(map(_has_arrays, program))
+    if isinstance(program, ClosedJaxpr):
+        return bool(program.consts) or _has_arrays(program.jaxpr)
+    return isinstance(program, Jaxpr) and any(_has_arrays([*e.params.values()]) for e in program.eqns)
 
 
 def _key(arrays: Sequence[Any], static: tuple[Any, ...], tree: Any, is_array: Sequence[bool]) -> Hashable:
@@ -175,13 +190,14 @@ _HEAVY = ("dot_general", "reduce_sum", "mul")
 
 
 def _refuse_modules(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise where an argument is a Flax NNX Module or has one in it: what the call would change in it is lost."""
+    """Raise where an argument is or has an object of Flax NNX, as a Module or Rngs: what the call changes is lost."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return
-    is_module = lambda a: isinstance(a, nnx.Module)  # noqa: E731
-    if any(is_module(a) for a in jax.tree.leaves((args, kwargs), is_leaf=is_module)):
+    is_object = lambda a: isinstance(a, nnx.Pytree)  # noqa: E731
+    found = [a for a in jax.tree.leaves((args, kwargs), is_leaf=is_object) if is_object(a)]
+    if found:
         raise TypeError(
-            "jln.fuse would lose what a call changes in a Flax NNX Module that is its argument: use jln.nnx.fuse, or "
-            "give the Module's state and merge it inside"
+            f"jln.fuse would lose what a call changes in an object of Flax NNX, as its argument {type(found[0]).__name__} "
+            "is: use jln.nnx.fuse, or give the object's state and merge it inside"
         )

@@ -1,4 +1,4 @@
-"""`jln.nnx.fuse`: the transformation `fuse` of functions whose arguments are Flax NNX Modules."""
+"""`jln.nnx.fuse`: the transformation `fuse` of functions whose arguments are objects of Flax NNX, such as Modules."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def fuse(
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> Callable[..., Any]:
-    """Return what `jln.fuse` makes of a function whose arguments or results have Flax NNX Modules in them.
+    """Return what `jln.fuse` makes of a function whose arguments or results have Flax NNX objects in them.
 
-    What a call changes in a Module, such as counters, running statistics and the keys of random numbers, is changed in
-    the caller's: `loss = jln.nnx.fuse(loss)`, then `nnx.jit(nnx.value_and_grad(loss))`.
+    What a call changes in a Module, Rngs, Metric or Optimizer, such as counters, running statistics and the keys of
+    random numbers, is changed in the caller's: `loss = jln.nnx.fuse(loss)`, then `nnx.jit(nnx.value_and_grad(loss))`.
 
     Args:
-      function: as in `jln.fuse`; Modules may be anywhere in its arguments.
+      function: as in `jln.fuse`; such objects may be anywhere in its arguments.
       linears: as in `jln.fuse`.
       implementation: as in `jln.fuse`.
       forward_mode: as in `jln.fuse`.
@@ -83,16 +83,16 @@ class _Call:
     made: _Call | None = None
 
 
-def _parted(tree: Any) -> tuple[tuple[nnx.Module, ...], list[Any], Any]:
-    """A tree's Modules, its other leaves, and what `_joined` needs to put them back."""
-    leaves, structure = jax.tree.flatten(tree, is_leaf=lambda a: isinstance(a, nnx.Module))
-    is_module = [isinstance(a, nnx.Module) for a in leaves]
+def _parted(tree: Any) -> tuple[tuple[nnx.Pytree, ...], list[Any], Any]:
+    """A tree's Modules and other objects of Flax NNX, its other leaves, and what `_joined` needs to put them back."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=lambda a: isinstance(a, nnx.Pytree))
+    is_module = [isinstance(a, nnx.Pytree) for a in leaves]
     modules = tuple(a for a, of in zip(leaves, is_module, strict=True) if of)
     others = [a for a, of in zip(leaves, is_module, strict=True) if not of]
     return modules, others, (structure, is_module)
 
 
-def _joined(parted: Any, modules: Sequence[nnx.Module], others: Sequence[Any]) -> Any:
+def _joined(parted: Any, modules: Sequence[nnx.Pytree], others: Sequence[Any]) -> Any:
     structure, is_module = parted
     left, right = iter(modules), iter(others)
     return structure.unflatten([next(left if of else right) for of in is_module])

@@ -806,6 +806,48 @@ def statistics_added_up_over_a_mapped_axis(x):
     return jax.vmap(lambda x: x * lax.rsqrt(lax.pmean(ms(x), "b") + EPS), axis_name="b")(x)
 
 
+# Steps that float64 hides wherever random rows are, and that count on the rows here.
+
+
+def rows_of_size(x, size):
+    """Rows with a mean of squares of `size`."""
+    return x * np.sqrt(size / np.mean(x * x, -1, keepdims=True))
+
+
+@case(rows_of_size(X, 676.0), W, finds="rms_norm")
+def a_window_of_two_sigmoids(x, w):
+    m = ms(x)
+    return (x * lax.rsqrt(m + EPS) * (1 - jax.nn.sigmoid(m - 650) * jax.nn.sigmoid(700 - m))) @ w
+
+
+@case(rows_of_size(X, 679.0), W, finds="rms_norm")
+def a_bell_around_some_rows(x, w):
+    m = ms(x)
+    return (x * lax.rsqrt(m + EPS) * (1 + jnp.exp(-((m / 7 - 97) ** 2)))) @ w
+
+
+@case(rows_of_size(X, 679.0), W, finds="rms_norm_add")
+def a_sum_with_a_bell_around_some_rows(x, w):
+    m = ms(x)
+    return (x * lax.rsqrt(m + EPS) + x * jnp.exp(-((m / 7 - 97) ** 2))) @ w
+
+
+@case(rows_of_size(X, 1e24), W, finds="rms_norm")
+def a_factor_that_grows_with_huge_rows(x, w):
+    m = ms(x)
+    return (x * lax.rsqrt(m + EPS) * (1 + m * 1e-6 * 1e-6 * 1e-6 * 1e-6)) @ w
+
+
+@case(X, normal(2, 3, H) + 60, W, finds="rms_norm")
+def a_silu_gate_that_falls_again(x, z, w):
+    return (rms(x) * (z * jax.nn.sigmoid(z) * jax.nn.sigmoid(60 - z))) @ w
+
+
+@case(X, normal(2, 3, H) + 60, W, finds="rms_norm")
+def a_silu_gate_that_is_divided(x, z, w):
+    return (rms(x) * (z * jax.nn.sigmoid(z) / (1 + jnp.exp(z - 60)))) @ w
+
+
 # ------
 
 

@@ -569,6 +569,63 @@ def test_strict_promotion_of_dtypes():
     assert _parted(got, wanted) <= 1e-11
 
 
+def test_strict_promotion_of_a_wider_copy():
+    def mixed(p, x):
+        return jnp.mean(norm(x.astype("float32"), p["s"], p["b"]).astype("bfloat16"))
+
+    args = jax.tree.map(lambda a: a.astype("float32"), PARAMETERS), X.astype("bfloat16")
+    with jax.numpy_dtype_promotion("strict"):
+        assert operators(mixed, *args) == {"layer_norm": 1}
+
+
+def test_a_program_deeper_than_python():
+    def deep(x):
+        number = lax.full_like(x, 0.0)
+        for _ in range(3000):
+            number = number + 1e-9
+        return norm(x, 1.0, number)
+
+    assert operators(deep, X) == {"layer_norm_add": 1}
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_a_kernel_of_few_bits_is_no_linears(dtype):
+    def loss(p, x):
+        product = functools.partial(lax.dot_general, dimension_numbers=(((2,), (0,)), ((), ())))
+        return product(norm(x, p["s"], p["b"]), kernel, preferred_element_type="float32")
+
+    kernel = jnp.ones((H, 8), dtype)
+    args = jax.tree.map(lambda a: a.astype("float32"), (PARAMETERS, X))
+    assert operators(loss, *args, linears=True) == {"layer_norm": 1}
+
+
+def test_arrays_that_are_not_jaxs_are_static():
+    fused = jln.fuse(lambda x, words, date: norm(x, float(len(words)), 0.0) if date else None)
+    given = np.array(["of", "one"]), np.datetime64("2020-01-01")
+    np.testing.assert_allclose(fused(X, *given), norm(X, 2.0, 0.0), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("number", [np.inf, np.nan])
+def test_a_factor_that_no_operator_takes(number):
+    def loss(x):
+        return norm(x + X * number, 1.0, 0.0)
+
+    np.testing.assert_array_equal(jln.fuse(loss)(X), loss(X))
+
+
+def test_the_sharding_of_a_product_stays():
+    def product(x, kernel):
+        y = norm(x, 1.0, 0.0)
+        return jnp.einsum("...h,hn->...n", y, kernel, out_sharding=P(None, None, "model"))
+
+    mesh = _mesh(2, 2, axis_type=AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, P("data", None, None))
+        kernel = jax.device_put(normal(H, 8), P(None, "model"))
+        types = [jax.typeof(jax.jit(f)(x, kernel)) for f in (product, jln.fuse(product, linears=True))]
+    assert types[1] == types[0]
+
+
 def test_a_gradient_inside_is_right_and_said_to_be_useless():
     with pytest.warns(UserWarning, match="differentiates inside"):
         got = jln.fuse(jax.grad(functools.partial(model, block=jax.checkpoint(block))))(PARAMETERS, X)
@@ -604,6 +661,14 @@ def test_a_function_with_operators_of_its_own_has_norms(function):
 def test_a_closed_over_array_that_changes():
     held = {"scale": jnp.ones(H)}
     fused = jln.fuse(lambda x: jnp.sum(norm(x, held["scale"], 0.0) ** 2))
+    first = float(fused(X))
+    held["scale"] = jnp.full(H, 2.0)
+    assert float(fused(X)) == pytest.approx(4 * first, rel=1e-12)
+
+
+def test_an_array_of_an_inner_jit_that_changes():
+    held = {"scale": jnp.ones(H)}
+    fused = jln.fuse(lambda x: jax.jit(lambda x: jnp.sum(norm(x, held["scale"], 0.0) ** 2))(x))
     first = float(fused(X))
     held["scale"] = jnp.full(H, 2.0)
     assert float(fused(X)) == pytest.approx(4 * first, rel=1e-12)

@@ -1,0 +1,113 @@
+"""`jln.nnx.fuse` of functions whose arguments are objects of Flax NNX, and what a call changes in them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jln
+
+pytestmark = pytest.mark.usefixtures("promoted_ranks")
+H = 16
+X = np.random.default_rng(0).normal(size=(4, 3, H)).astype("float32")
+
+
+class Count(nnx.Variable):
+    """A number of calls."""
+
+
+class Model(nnx.Module):
+    """A LayerNorm whose sum of statistics, number of calls and dropout change with a call."""
+
+    def __init__(self, rngs):
+        self.norm, self.behind = nnx.LayerNorm(H, rngs=rngs), nnx.LayerNorm(H, rngs=rngs)
+        self.linear = nnx.Linear(H, H, rngs=rngs)
+        self.statistics, self.dropout = nnx.BatchNorm(H, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+        self.calls = Count(jnp.zeros(()))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        y = self.dropout(self.linear(self.norm(x)))
+        return self.behind(self.statistics(x + y))
+
+
+def loss(model, x):
+    return jnp.mean(model(x) ** 2 * jnp.arange(H))
+
+
+def model():
+    return Model(nnx.Rngs(0))
+
+
+def operators(function, *args):
+    return sorted(r.layer for r in jln.explain(function, *args) if r.path != "plain")
+
+
+def assert_alike(a, b):
+    """Compare what two objects hold."""
+    jax.tree.map(lambda p, q: np.testing.assert_allclose(p, q, rtol=2e-4, atol=2e-6), *map(plain, (a, b)))
+
+
+def plain(a):
+    is_key = lambda leaf: jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # noqa: E731
+    return [jax.random.key_data(v) if is_key(v) else v for v in jax.tree.leaves(nnx.state(a))]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_and_all_that_calls_change(compiled):
+    """Three steps leave value, gradients, counts, statistics and keys as they are without `fuse`."""
+    results = []
+    for transformation in (lambda f: f, jln.nnx.fuse):
+        of = model()
+        step = nnx.value_and_grad(transformation(loss))
+        step = nnx.jit(step) if compiled else step
+        results.append(([step(of, X) for _ in range(3)], of))
+    (wanted, untouched), (got, fused) = results
+    for (value, gradients), (value_fused, gradients_fused) in zip(wanted, got, strict=True):
+        np.testing.assert_allclose(value_fused, value, rtol=1e-5)
+        assert_alike(gradients, gradients_fused)
+    assert int(fused.calls[...]) == 3
+    assert wanted[0][0] != wanted[1][0]  # by other keys of the dropout
+    assert_alike(untouched, fused)
+    assert operators(jln.nnx.fuse(loss), model(), X) == ["jln.layer_norm", "jln.layer_norm"]
+
+
+def test_random_numbers_as_an_argument():
+    """`nnx.Rngs` is no Module, and its counts change."""
+
+    def noisy(norm, x, rngs):
+        return norm(x) * jax.random.bernoulli(rngs.dropout(), 0.5, x.shape)
+
+    norm, a, b = nnx.LayerNorm(H, rngs=nnx.Rngs(0)), nnx.Rngs(dropout=1), nnx.Rngs(dropout=1)
+    fused = jln.nnx.fuse(noisy)
+    for _ in range(3):
+        np.testing.assert_allclose(fused(norm, X, b), noisy(norm, X, a), rtol=1e-5, atol=1e-5)
+    assert int(b.dropout.count[...]) == 3
+
+
+def test_a_metric_and_an_optimizer_as_arguments():
+    def step(model, optimizer, metric, x):
+        value, gradients = nnx.value_and_grad(jln.nnx.fuse(loss))(model, x)
+        optimizer.update(model, gradients)
+        metric.update(values=value)
+        return value
+
+    of = model()
+    optimizer, metric = nnx.Optimizer(of, optax.sgd(0.1), wrt=nnx.Param), nnx.metrics.Average()
+    with pytest.warns(UserWarning, match="differentiates inside"):
+        value = float(jln.nnx.fuse(step)(of, optimizer, metric, X))
+    assert (int(optimizer.step[...]), float(metric.compute())) == (1, pytest.approx(value))
+
+
+def test_a_module_among_the_results():
+    made, y = jln.nnx.fuse(lambda m, x: (m, m.norm(x)))(of := model(), X)
+    assert made is of
+    np.testing.assert_allclose(y, of.norm(X), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("argument", [model(), nnx.Rngs(0), nnx.metrics.Average()], ids=lambda a: type(a).__name__)
+def test_plain_fuse_refuses_what_it_would_lose(argument):
+    with pytest.raises(TypeError, match=rf"argument {type(argument).__name__} is: use jln.nnx.fuse"):
+        jln.fuse(lambda a, x: jax.nn.standardize(x))({"of": argument}, X)
