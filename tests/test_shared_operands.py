@@ -133,3 +133,25 @@ def test_export_of_a_symbolic_number_of_examples():
         a, c = (jax.ShapeDtypeStruct(shape, "float32") for shape in pair)
         made = export.export(jax.jit(lambda a, c: compute((a, c), None, None, 1)))(a, c)
         assert len(made.out_avals) == 1
+
+
+ONE_ALONE = {
+    "layer_norm_add": lambda x, a: jln.layer_norm_add(x, a, dtype="float16", forward_mode=True),
+    "layer_norm": lambda x, a: jln.layer_norm(x, None, a[0], dtype="float16", forward_mode=True),
+    "layer_norm_linear": lambda x, a: jln.layer_norm_linear(
+        x.astype("float16"), None, None, jnp.ones((H, H), "float16"), a[0], forward_mode=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ONE_ALONE)
+def test_the_gradient_alone_of_what_examples_share_is_added_up_wide(name):
+    """A float32 operand has the float32 sum of float16 cotangents, in a function made for forward mode too."""
+    x, a = workbench.normal(0, (EXAMPLES, ROWS, H), "float32"), workbench.normal(1, (ROWS, H), "float32")
+    cotangent = workbench.normal(2, (EXAMPLES, ROWS, H), "float16")
+    _, transposed = jax.vjp(lambda a: jax.vmap(lambda x: ONE_ALONE[name](x, a))(x), a)
+    (got,) = jax.jit(transposed)(cotangent)
+    true = np.asarray(cotangent, "float64").sum(0)
+    if name != "layer_norm_add":
+        true, got = true.sum(0), got[0]
+    assert relative_error(got, true) < 1e-6

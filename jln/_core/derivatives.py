@@ -167,6 +167,9 @@ def _batching_primitive() -> Primitive:
     together.def_abstract_eval(lambda *a: a)
     mlir.register_lowering(together, lambda ctx, *a: a)
     ad.primitive_jvps[together] = lambda primals, tangents: (together.bind(*primals), tangents)
+    ad.primitive_transposes[together] = lambda cotangents, *a: [
+        c if ad.is_undefined_primal(v) else None for c, v in zip(cotangents, a, strict=True)
+    ]
 
     def batch(operands, dims):
         size = next(a.shape[d] for a, d in zip(operands, dims, strict=True) if d is not None)
@@ -194,6 +197,11 @@ _together = _batching_primitive()
 def _batched_together(results: Any) -> Any:
     given, tree = jax.tree.flatten(results)
     return tree.unflatten(_together.bind(*given)) if len(given) > 1 else results
+
+
+def batched_like(a: jax.Array, like: jax.Array) -> jax.Array:
+    """Return `a`, which `vmap` batches if it batches `like`: its transpose adds up examples in the dtype of `a`."""
+    return _together.bind(a, Unneeded(like).nothing())[0]
 
 
 def _refuse_forward_mode(*_, **__):
@@ -293,8 +301,8 @@ def in_one_program(static: int) -> Callable[[Callable[..., Any]], Callable[..., 
     one program that looks for its devices.
 
     Nor is it where JAX looks for NaN or inf: those that it finds in the linearised part of a compiled program it does
-    not tell as a FloatingPointError (seen in JAX 0.11.2 and 0.12). In a `shard_map` that is called eagerly it is all the
-    same: JAX evaluates no custom_vjp function there.
+    not tell as a FloatingPointError (seen in JAX 0.11.2 and 0.12). In a `shard_map` that is called eagerly it is
+    compiled all the same: JAX evaluates no custom_vjp function there.
     """
 
     def decorated(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -51,7 +51,8 @@ def fuse(
 
     Args:
       function: a function of arrays and of anything else, such as a loss. Leaves of its arguments that are no arrays
-        are static, and compared by `==`: what is changed in one between calls must change that. Its results may be anything that JAX can return. None: the result is a decorator.
+        are static, and compared by `==`: what is changed in one between calls must change that. Its results may be
+        anything that JAX can return. None: the result is a decorator.
       linears: have the Linears behind a norm keep what the norm read, not its result. Less memory is held between
         forward and backward, and a few percent more bytes are moved.
       implementation: of the operators, as in `layer_norm`.
@@ -198,6 +199,6 @@ def _refuse_modules(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     found = [a for a in jax.tree.leaves((args, kwargs), is_leaf=is_object) if is_object(a)]
     if found:
         raise TypeError(
-            f"jln.fuse would lose what a call changes in an object of Flax NNX, as its argument {type(found[0]).__name__} "
-            "is: use jln.nnx.fuse, or give the object's state and merge it inside"
+            f"jln.fuse would lose what a call changes in an object of Flax NNX, as its argument "
+            f"{type(found[0]).__name__} is: use jln.nnx.fuse, or give the object's state and merge it inside"
         )

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jln._core.derivatives import Rules, Unneeded, named_statistics
+from jln._core.derivatives import Rules, Unneeded, batched_like, named_statistics
 from jln._core.layout import Dim, Dims, Kind, Layout, Result
 from jln._core.operation import LinearOperation, Operation, only_rows_differ
 from jln._norm import formulas
@@ -253,7 +253,7 @@ def _tangents(settings: Settings, saved: Saved, tangents: Operands, results: Res
         terms = [a for a in (tangents.offset, tangents.added) if a is not None]
         wide = functools.reduce(jnp.promote_types, (a.dtype for a in terms), formulas.compute_dtype(y.dtype))
         dy = functools.reduce(jnp.add, (a.astype(wide) for a in terms))
-        dy = jnp.broadcast_to(dy, y.shape).astype(y.dtype)
+        dy = batched_like(jnp.broadcast_to(dy, y.shape), y).astype(y.dtype)
         return Results(dy, None if total is None else jnp.zeros_like(total))
     dtypes = Results(y.dtype.name, None if total is None else total.dtype.name)
     return _tangent((tangents, saved), settings.norm, dtypes, implementation=settings.implementation)

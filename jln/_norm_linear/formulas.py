@@ -62,6 +62,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jln._core.derivatives import batched_like
 from jln._norm import formulas as jnp_norms
 from jln._norm import signature as norm
 from jln._norm_linear.signature import (
@@ -317,7 +318,7 @@ def tangents_of_constants(
             row = row + jnp.tensordot(offset.astype(compute), kernel.astype(compute), 1, precision="highest")
         if dbias is not None:
             row = row + jnp.expand_dims(dbias.astype(compute), lead)
-        dy.append(jnp.broadcast_to(row, y.shape).astype(y.dtype))
+        dy.append(batched_like(jnp.broadcast_to(row, y.shape), y).astype(y.dtype))
     return tuple(dy)
 
 
