@@ -35,8 +35,10 @@ def results(case: Case, module=jln) -> dict[str, np.ndarray]:
     try:
         given = jax.tree.map(jnp.asarray, ((operands, cotangents), directions))
         whole = functools.partial(_written_out, case, program)
-        if case.jitted:
-            whole = jax.jit(whole, compiler_options=WITHOUT_YNNPACK if beyond_reach(case) else None)
+        if beyond_reach(case):  # eager scans are compiled, too
+            whole = jax.jit(whole, compiler_options=WITHOUT_YNNPACK)
+        elif case.jitted:
+            whole = jax.jit(whole)
         return jax.tree.map(np.asarray, whole(*given))
     finally:
         jax.config.update("jax_enable_x64", before)
@@ -46,11 +48,16 @@ def beyond_reach(case: Case) -> bool:
     """Return whether JAX may make sums around the operator that XLA's CPU backend hands to YNNPACK and gets wrong.
 
     They are wrong without this library, too. On the jaxlibs that `jln._core.one_by_one` names: the sum of two sums with
-    a common factor that is a broadcast, as in derivatives of the rules. On all from 0.10.2 on, 0.12.0.1 too: the sum
-    of products with a kernel that is broadcast along its rows,
-    `jnp.sum(jnp.einsum("emn,hn->emh", dy, jnp.broadcast_to(row, (768, 130))), 0)` with dy [3, 2, 130] and row [1, 130].
+    a common factor that is a broadcast, as in derivatives of the rules. On all from 0.10.2 on, 0.12.0.1 too:
+
+    - the sum of products with a kernel that is broadcast along its rows,
+      `jnp.sum(jnp.einsum("emn,hn->emh", dy, jnp.broadcast_to(k, (768, 130))), 0)`, dy [3, 2, 130] and k [1, 130];
+    - the sum of a broadcast times another one, as the gradient of x is where the sum in front is all that is used,
+      `jnp.sum(jnp.broadcast_to(c, (4, 32, 64)) * jnp.broadcast_to(g, (4, 1, 64)), 0)`, c [4, 32, 1] and g [4, 1, 1].
     """
     if any(n.startswith("kernel") and a.small != a.shape for n, a in case.operands.items()):
+        return True
+    if any(a.small != a.shape for a in case.cotangents.values()) and case.cotangents.keys() == {"total"}:
         return True
     return case.asks == "second" and jaxlib.version.__version_info__[:3] in WRONG
 

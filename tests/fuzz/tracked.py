@@ -138,8 +138,11 @@ class Tracked:
         error = np.maximum(1 / np.sqrt(low) - value, value - 1 / np.sqrt(self.value + self.error))
         return self._made(value, error)
 
-    def silu(self) -> tuple[Tracked, Tracked]:
-        """The value of silu and its derivative, whose own derivatives are at most 1.1, 0.5 and 0.5."""
+    def silu(self) -> tuple[Tracked, Tracked, np.ndarray]:
+        """The value of silu, its derivative, and the magnitude of the two terms of that, which cancel near z = -1.28.
+
+        Their own derivatives are at most 1.1, 0.5 and 0.5.
+        """
         share = 1 / (1 + np.exp(-self.value))
         rest = 1 / (1 + np.exp(self.value))
         value, slope = self.value * share, share * (1 + self.value * rest)
@@ -151,7 +154,7 @@ class Tracked:
         if self.tangent is not None:
             by_curve = self._made(curve, e / 2 + 8 * self.eps * share * rest * (2 + self.magnitude))
             u.tangent, by_slope.tangent = by_slope * self.tangent, by_curve * self.tangent
-        return u, by_slope
+        return u, by_slope, share * (1 + self.magnitude * rest)
 
 
 def total(terms) -> Tracked | None:

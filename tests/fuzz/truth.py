@@ -48,7 +48,15 @@ def evaluated(case: Case, given: dict, cotangents: dict) -> tuple[dict, dict]:
         branch = scaled(x_hat_in_front, t)
     parts = [branch] if o("x_bias") is None else [branch, o("x_bias")]
     gate_first = "norm_before_gate" in dict(form.options)
-    u, slope = o("z").silu() if o("z") is not None else (None, None)
+    u, slope, of_slope = o("z").silu() if o("z") is not None else (None, None, None)
+
+    def by_slope(a):
+        """Return a * slope, which a program may multiply out: what `a` is off by counts in each term of the slope."""
+        made = (a * slope).off_by(a.error * of_slope)
+        if a.tangent is not None:
+            made.tangent = made.tangent.off_by(a.tangent.error * of_slope)
+        return made
+
     v, total_dtype = x, dtypes["x"]
     if form.adds:
         total_dtype = jnp.promote_types(dtypes["x"], dtypes["residual"])
@@ -74,7 +82,7 @@ def evaluated(case: Case, given: dict, cotangents: dict) -> tuple[dict, dict]:
     elif u is not None and not gate_first:
         results["y"] = z * u
         if dz is not None:
-            keep("z", dz * z * slope)
+            keep("z", by_slope(dz * z))
             dz = dz * u
     else:
         results["y"] = z
@@ -102,7 +110,7 @@ def evaluated(case: Case, given: dict, cotangents: dict) -> tuple[dict, dict]:
         keep("x", (of_u - x_hat_in_front * (of_u * x_hat_in_front).mean()) * x_rstd)
     elif gate_first:
         keep("x", d * u)
-        keep("z", d * x * slope)
+        keep("z", by_slope(d * x))
     else:
         dx = scaled(d, w)
         keep("x", dx)
