@@ -83,13 +83,16 @@ def place(node: Node) -> str:
 
 
 def _called(node: Node, given: Sequence[Any]) -> Sequence[Any]:
-    """The results of a call, which is noted as an operator at the author's line."""
-    finding: Finding = node.remark
+    """The results of a call, which is noted as an operator at the author's line if it is one."""
+    assert node.call is not None
+    finding: Finding | None = node.remark
+    if finding is None:
+        with _routes.listening():
+            return node.call(*given)
     kept = f" ({finding.why})" if finding.why else ""
     path = "fused" if str(finding.operator).endswith("_linear") else "norm"
     why = f"{', '.join(finding.operands)}{kept}; {place(finding.node)}"
     _routes.note(f"jln.{finding.operator}", path, why, given[0])
-    assert node.call is not None
     with _routes.listening():
         return node.call(*given)
 

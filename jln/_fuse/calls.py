@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jln._fuse.certificate import Constants
 from jln._fuse.graph import Graph, Node, Value
 from jln._fuse.junctions import Addition, Junction, addition_of, junction_of
-from jln._fuse.linears import Linear, linears_of
+from jln._fuse.linears import Linear, keeping_nothing_of_y, linears_of, products_of
 from jln._fuse.norms import Miss, Norm, Parameter, norms_of, peeled, plus
 from jln._norm import operator as norms
 from jln._norm_add_norm.operator import rms_norm_add_rms_norm
@@ -209,6 +209,8 @@ class _Rewriting:
             junction = None
         addition = None if junction is not None else addition_of(self.graph, norm, self.constants)
         linears, why = self._linears(norm, junction, addition)
+        if why and addition is None and self._keeps_nothing_for_products(norm):
+            why += ": the Linears behind it keep what the norm read"
         call = self._call(norm, junction, addition, bool(linears))
         results = [norm.y] if addition is None else [addition.y]
         if linears:
@@ -224,6 +226,16 @@ class _Rewriting:
         finding = Finding(call.name, call.names, why, node, norm.x)
         self.graph.replace(results, call.inputs(), finish, finding)
         return [*found, finding]
+
+    def _keeps_nothing_for_products(self, norm: Norm) -> bool:
+        """Have the products of a norm that is kept make it again in backward, and say whether they do."""
+        options = self.options
+        if options.is_checkpointed or options.forward_mode or not (products := products_of(self.graph, norm.y)):
+            return False
+        again = self._call(norm, None, None, has_linears=False)
+        inputs = [norm.y, *(p.other for p in products), *again.inputs()]
+        self.graph.replace([p.node.output for p in products], inputs, keeping_nothing_of_y(products, again))
+        return True
 
     def _linears(self, norm: Norm, junction: Junction | None, addition: Addition | None) -> tuple[list[Linear], str]:
         """The Linears that become a part of the norm's operator, and why there are none."""

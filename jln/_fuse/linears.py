@@ -1,9 +1,17 @@
-"""The Linears behind a norm: products of its result with arrays that are not made of it."""
+"""The Linears behind a norm: products of its result with arrays that are not made of it.
+
+They become a part of the norm's operator, which then keeps no result for backward, or, where others read the result
+too, one function that makes it again.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array, lax
 
 from jln._fuse.certificate import FLOATS, Constants
 from jln._fuse.graph import Graph, Node, Value
@@ -80,3 +88,69 @@ def _linear(graph: Graph, norm: Norm, node: Node, constants: Constants) -> Linea
         ):
             made, bias = adding.output, Parameter(of.source, features)
     return Linear(made, kernel, int(its[0]), bias, not is_first)
+
+
+# Equations of which backward needs nothing that they read.
+_LINEAR = {
+    *("add", "add_any", "sub", "neg", "convert_element_type", "reshape", "transpose", "reduce_sum", "broadcast_in_dim"),
+    *("slice", "concatenate", "squeeze", "split", "copy", "sharding_constraint"),
+}
+
+
+class Product(NamedTuple):
+    """A product that reads a norm's result, or that in another dtype, and something else.
+
+    other: what else. is_first: whether the norm's result stands in front.
+    """
+
+    node: Node
+    other: Value
+    is_first: bool
+
+    def of(self, y: Array, other: Array) -> Array:
+        y = y.astype(self.node.inputs[0 if self.is_first else 1].dtype)
+        equation = self.node.equation
+        given = (y, other) if self.is_first else (other, y)
+        return equation.primitive.bind(*given, **equation.primitive.get_bind_params(equation.params))
+
+
+def products_of(graph: Graph, y: Value) -> list[Product]:
+    """The products of a norm's result; none where something else needs the result in backward, too."""
+    found, values = [], [y]
+    for v in values:
+        if graph.is_result(v):
+            return []
+        for node in v.readers:
+            if node.operation == "dot_general" and node.inputs[0] is not node.inputs[1]:
+                is_first = node.inputs[0] is v
+                found.append(Product(node, node.inputs[1 if is_first else 0], is_first))
+            elif node.operation not in _LINEAR:
+                return []
+            elif node.operation == "convert_element_type":
+                values.append(node.output)
+    return [] if any(graph.depends(p.other, [y]) for p in found) else found
+
+
+def keeping_nothing_of_y(products: Sequence[Product], again: Callable[..., Array]) -> Callable[..., list[Array]]:
+    """Return a function of (y, *others, *arguments of `again`) that multiplies y with each of the others.
+
+    Backward makes y by `again`, so forward keeps none. A fence stands in front, as in `jax.checkpoint`: without it XLA
+    could find that this is the y of forward, and keep that.
+    """
+
+    @jax.custom_vjp
+    def multiplied(y: Array, others: tuple[Array, ...], given: tuple[Array, ...]) -> list[Array]:
+        del given
+        return [p.of(y, other) for p, other in zip(products, others, strict=True)]
+
+    def forward(y: Array, others: tuple[Array, ...], given: tuple[Array, ...]) -> Any:
+        return multiplied(y, others, given), (others, given)
+
+    def backward(kept: Any, cotangents: list[Array]) -> Any:
+        others, given = kept
+        given, cotangents = lax.optimization_barrier((given, cotangents))
+        _, transposed = jax.vjp(lambda y, others: multiplied.fun(y, others, given), again(*given), others)
+        return *transposed(cotangents), None
+
+    multiplied.defvjp(forward, backward)
+    return lambda y, *more: multiplied(y, more[: len(products)], more[len(products) :])
