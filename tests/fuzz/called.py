@@ -50,14 +50,16 @@ def beyond_reach(case: Case) -> bool:
     They are wrong without this library, too. On the jaxlibs that `jln._core.one_by_one` names: the sum of two sums with
     a common factor that is a broadcast, as in derivatives of the rules. On all from 0.10.2 on, 0.12.0.1 too:
 
-    - the sum of products with a kernel that is broadcast along its rows,
+    - the sum of products with a broadcast, as of a kernel along its rows, or of the cotangent of a Linear's result,
       `jnp.sum(jnp.einsum("emn,hn->emh", dy, jnp.broadcast_to(k, (768, 130))), 0)`, dy [3, 2, 130] and k [1, 130];
     - the sum of a broadcast times another one, as the gradient of x is where the sum in front is all that is used,
       `jnp.sum(jnp.broadcast_to(c, (4, 32, 64)) * jnp.broadcast_to(g, (4, 1, 64)), 0)`, c [4, 32, 1] and g [4, 1, 1].
     """
-    if any(n.startswith("kernel") and a.small != a.shape for n, a in case.operands.items()):
+    kernels = [a for n, a in case.operands.items() if n.startswith("kernel")]
+    is_spread = any(a.small != a.shape for a in case.cotangents.values())
+    if any(a.small != a.shape or (is_spread and None in a.axes) for a in kernels):
         return True
-    if any(a.small != a.shape for a in case.cotangents.values()) and case.cotangents.keys() == {"total"}:
+    if is_spread and case.cotangents.keys() == {"total"}:
         return True
     return case.asks == "second" and jaxlib.version.__version_info__[:3] in WRONG
 
