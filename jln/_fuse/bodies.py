@@ -67,19 +67,21 @@ def _written_by(node: Node | None):
         yield
         return
     info = node.equation.source_info
-    names = source_info_util.current_name_stack() + info.name_stack
+    names = source_info_util.current_name_stack()
+    for jit in node.within:
+        names = (names + jit.source_info.name_stack).extend(f"jit({jit.params['name']})")
+    names += info.name_stack
     with source_info_util.user_context(info.traceback, name_stack=names), node.equation.ctx.manager:
         yield
 
 
 def place(node: Node) -> str:
     """The author's line, `file:line (function)`: the innermost that is in no installed library."""
-    info = node.equation.source_info
-    frames = [] if info.traceback is None else info.traceback.frames
-    for frame in frames:
+    infos = [e.source_info for e in (node.equation, *reversed(node.within))]
+    for frame in [frame for info in infos if info.traceback is not None for frame in info.traceback.frames]:
         if not any(folder in frame.file_name for folder in ("site-packages", "dist-packages", "/jax/_src/")):
             return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
-    return source_info_util.summarize(info)
+    return source_info_util.summarize(infos[0])
 
 
 def _called(node: Node, given: Sequence[Any]) -> Sequence[Any]:

@@ -49,13 +49,14 @@ class Node:
 
     equation: None for a call. call: a function from the inputs' arrays to the outputs'. remark: what the call's maker
       wants to be known of it. position: the place in the program as it was written. before: of a node with effects the
-      last one in front of it, behind which it has to stay.
+      last one in front of it, behind which it has to stay. within: the equations of the inlined jits around it, the
+      outermost first.
     """
 
-    __slots__ = ("before", "call", "equation", "inputs", "outputs", "position", "remark")
+    __slots__ = ("before", "call", "equation", "inputs", "outputs", "position", "remark", "within")
 
-    def __init__(self, equation: Any, inputs: list[Value], position: int):
-        self.equation, self.inputs, self.position = equation, inputs, position
+    def __init__(self, equation: Any, inputs: list[Value], position: int, within: tuple[Any, ...] = ()):
+        self.equation, self.inputs, self.position, self.within = equation, inputs, position, within
         self.outputs: list[Value] = []
         self.before: Node | None = None
         self.call: Callable[..., Any] | None = None
@@ -91,7 +92,9 @@ class Graph:
         self.outputs = self._added(program.jaxpr, program.consts, self.inputs)
         self._results = {*self.outputs}
 
-    def _added(self, jaxpr: Any, constants: Sequence[Any], inputs: Sequence[Value]) -> list[Value]:
+    def _added(
+        self, jaxpr: Any, constants: Sequence[Any], inputs: Sequence[Value], within: tuple[Any, ...] = ()
+    ) -> list[Value]:
         """Add the equations of a jaxpr, and return its results."""
         values = dict(zip(jaxpr.invars, inputs, strict=True))
         values |= {v: Value(v.aval, constant=c) for v, c in zip(jaxpr.constvars, constants, strict=True)}
@@ -103,9 +106,9 @@ class Graph:
             given = [read(v) for v in equation.invars]
             if is_plain_jit(equation):
                 inner = equation.params["jaxpr"]
-                made = self._added(inner.jaxpr, inner.consts, given)
+                made = self._added(inner.jaxpr, inner.consts, given, (*within, equation))
             else:
-                made = self._node(equation, given).outputs
+                made = self._node(equation, given, within).outputs
             values |= dict(zip(equation.outvars, made, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
@@ -114,13 +117,13 @@ class Graph:
         key = (literal.aval, np.asarray(literal.val).tobytes()) if np.ndim(literal.val) == 0 else id(literal)
         return self._numbers.setdefault(key, Value(literal.aval, constant=literal.val))
 
-    def _node(self, equation: Any, given: list[Value]) -> Node:
+    def _node(self, equation: Any, given: list[Value], within: tuple[Any, ...]) -> Node:
         key = None
         if equation.primitive.name in MERGED and not equation.effects and equation.ctx.compute_type is None:
             key = (equation.primitive.name, *map(id, given), str(equation.params), equation.outvars[0].aval)
             if key in self._known:
                 return self._known[key]
-        node = Node(equation, given, len(self.nodes))
+        node = Node(equation, given, len(self.nodes), within)
         node.outputs = [Value(v.aval, node) for v in equation.outvars]
         self.nodes.append(node)
         if equation.effects:

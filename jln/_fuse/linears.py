@@ -138,18 +138,21 @@ def keeping_nothing_of_y(products: Sequence[Product], again: Callable[..., Array
     could find that this is the y of forward, and keep that.
     """
 
+    def results(y: Array, others: tuple[Array, ...]) -> list[Array]:
+        return [p.of(y, other) for p, other in zip(products, others, strict=True)]
+
     @jax.custom_vjp
     def multiplied(y: Array, others: tuple[Array, ...], given: tuple[Array, ...]) -> list[Array]:
         del given
-        return [p.of(y, other) for p, other in zip(products, others, strict=True)]
+        return results(y, others)
 
     def forward(y: Array, others: tuple[Array, ...], given: tuple[Array, ...]) -> Any:
-        return multiplied(y, others, given), (others, given)
+        return results(y, others), (others, given)
 
     def backward(kept: Any, cotangents: list[Array]) -> Any:
         others, given = kept
         given, cotangents = lax.optimization_barrier((given, cotangents))
-        _, transposed = jax.vjp(lambda y, others: multiplied.fun(y, others, given), again(*given), others)
+        _, transposed = jax.vjp(results, again(*given), others)
         return *transposed(cotangents), None
 
     multiplied.defvjp(forward, backward)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar, overload
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax._src.core import trace_state_clean
 from jax.core import Tracer
@@ -93,7 +94,7 @@ def _fused(function: Callable[..., Any], options: Options) -> Callable[..., Any]
         key = None if is_traced else _key(arrays, static, tree, is_array)
         if key in known:
             program, structure = known[key]
-            return jax.tree.unflatten(structure, program(*arrays))
+            return jax.tree.unflatten(structure, _as_arrays(program(*arrays)))
         structures: list[Any] = []
 
         def flat(*arrays: Any) -> list[Any]:
@@ -109,12 +110,19 @@ def _fused(function: Callable[..., Any], options: Options) -> Callable[..., Any]
             made = evaluated(traced, arrays, options, found)
         else:
             program = jaxpr_as_fun(jax.make_jaxpr(lambda *a: evaluated(traced, a, options, found))(*arrays))
+            if len(known) >= 1024:  # as of a function that is given another number each time
+                known.clear()
             known[key] = program, structures[-1]
             made = program(*arrays)
         remarks.make(traced, found)
-        return jax.tree.unflatten(structures[-1], made)
+        return jax.tree.unflatten(structures[-1], _as_arrays(made))
 
     return fused
+
+
+def _as_arrays(results: Sequence[Any]) -> list[jax.Array]:
+    """The results of a program; JAX hands on those that are constants as it keeps them in a jaxpr."""
+    return [a if isinstance(a, jax.Array) else jnp.asarray(a) for a in results]
 
 
 def _is_array(leaf: Any) -> bool:
@@ -167,7 +175,7 @@ class _Remarks:
         if self._made:
             return
         self._made = True
-        if _differentiates(program.jaxpr):
+        if _differentiates(program):
             warnings.warn(
                 f"jln.fuse: {self._name} differentiates inside, and fuse saves nothing there, as its backward pass "
                 "reads what the norms have made: wrap the loss inside, jax.value_and_grad(jln.fuse(loss))",
@@ -182,9 +190,17 @@ class _Remarks:
             )
 
 
-def _differentiates(jaxpr: Any) -> bool:
-    """True for a program with a backward pass in it, which JAX names so in its equations."""
-    return any("transpose(" in str(e.source_info.name_stack) for e in jaxpr.eqns if e.primitive.name in _HEAVY)
+def _differentiates(program: Any) -> bool:
+    """True for a program with a backward pass in it or in a body, which JAX names so in its equations."""
+    if isinstance(program, (tuple, list)):
+        return any(map(_differentiates, program))
+    jaxpr = program.jaxpr if isinstance(program, ClosedJaxpr) else program
+    return isinstance(jaxpr, Jaxpr) and any(
+        "transpose(" in str(e.source_info.name_stack)
+        if e.primitive.name in _HEAVY
+        else _differentiates([*e.params.values()])
+        for e in jaxpr.eqns
+    )
 
 
 _HEAVY = ("dot_general", "reduce_sum", "mul")

@@ -552,6 +552,43 @@ def test_scopes_and_lines_of_the_author_stay():
         assert theirs[0].endswith("test_transformations.py"), theirs[:3]
 
 
+def test_scopes_around_an_inner_jit_stay():
+    def loss(x):
+        with jax.named_scope("outer"):
+            return jax.jit(lambda x: jnp.sum(jnp.sin(norm(x, 1.0, 0.0))))(x)
+
+    names = lambda f: set(re.findall(r'op_name="([^"]*/sin)"', jax.jit(f).lower(X).compile().as_text()))  # noqa: E731
+    (name,) = names(loss)
+    assert "outer/" in name
+    assert names(jln.fuse(loss)) == {name}
+
+
+@pytest.mark.filterwarnings("ignore:jln.fuse found no norm")
+def test_near_misses_in_jaxs_own_functions_have_the_callers_line():
+    routes = jln.explain(jln.fuse(lambda x, w: (x / (jnp.std(x, -1, keepdims=True) + 1e-3)) @ w), X, normal(H, 4))
+    assert routes and all("test_transformations.py:" in r.why for r in routes)
+
+
+def test_results_that_are_constants_are_arrays():
+    fused = jln.fuse(lambda x: (norm(x, 1.0, 0.0), 3, np.float32(1), np.arange(3)))
+    for made in (fused(X), fused(X)):
+        assert [type(a) for a in made] == [type(jnp.ones(1))] * 4
+        assert (int(made[1]), float(made[2]), made[3].tolist()) == (3, 1.0, [0, 1, 2])
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        lambda gradient: lambda p, x: lax.scan(lambda c, x: (c, gradient(p, x)), 0.0, X[None])[1],
+        lambda gradient: jax.jit(gradient, donate_argnums=1),
+    ],
+)
+def test_a_gradient_in_a_body_is_said_to_be_useless(inside):
+    with pytest.warns(UserWarning, match="differentiates inside"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Some donated buffers")
+        jln.fuse(inside(jax.grad(model)))(PARAMETERS, jnp.array(X))
+
+
 def test_without_float64():
     with jax.enable_x64(False):
         args = jax.tree.map(lambda a: a.astype(np.float32), (PARAMETERS, X))

@@ -52,7 +52,7 @@ ENTRIES = [
         (f"{TRUSTED}test_group_may_read_and_add_what_is_made",),
     ),
     Mutant(
-        "a folder left to the umask", CACHE, "        os.fchmod(descriptor, 0o2770)\n", "",
+        "a folder left to the umask", CACHE, "        os.fchmod(descriptor, rights)\n", "",
         (f"{TRUSTED}test_group_may_read_and_add_what_is_made",),
     ),
     Mutant(
