@@ -73,7 +73,7 @@ def test_a_result_that_others_read_is_not_kept_for_its_products(function, finds)
 
 
 def kept(function, *args):
-    """Whether backward keeps the result of the norm, by the operator's name."""
+    """Return whether backward keeps the result of the norm, by the operator's name."""
     (route,) = jln.explain(function, *args)
     program = jax.make_jaxpr(lambda *args: jax.vjp(function, *args)[1])(*args).jaxpr
     (y,) = (e.outvars[0] for e in program.eqns if e.primitive.name.startswith("jln_") and "forward" in e.primitive.name)
@@ -115,7 +115,7 @@ def test_a_result_that_is_there_all_the_same_is_not_made_again(function):
 
 
 def test_a_fence_stands_in_front_of_what_backward_makes_again():
-    """Else XLA may find that it is what forward has made, and keep that."""
+    """XLA could find without one that it is what forward has made, and keep that."""
     count = lambda **o: str(jax.make_jaxpr(jax.grad(jln.fuse(a_sum_behind, **o)))(X, S, T, K)).count("optimization_b")  # noqa: E731
     assert count(linears=True) == count() + 1
 

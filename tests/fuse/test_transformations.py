@@ -670,7 +670,7 @@ def test_a_gradient_inside_is_right_and_said_to_be_useless():
 
 
 def test_checkpoints_of_a_gradient_inside_stay():
-    """What backward makes again is said to be its own, or XLA would make it once and keep it."""
+    """XLA is told what backward makes again, or it would make it once and keep it."""
     gradient = jax.grad(functools.partial(model, block=jax.checkpoint(block)))
     with pytest.warns(UserWarning, match="differentiates inside"):
         fused = str(jax.make_jaxpr(jln.fuse(gradient))(PARAMETERS, X))
