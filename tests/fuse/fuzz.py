@@ -307,7 +307,7 @@ def is_of_rows(plan: Plan) -> bool:
     shape, axes = LAYOUTS[plan["layout"]]
     is_last = axes == tuple(range(len(shape) - len(axes), len(shape)))
     # Where there is one axis of rows, what varies by example is of x's size: no parameter.
-    none = (None, "minus", "twice negative") + ("by example",) * (len(shape) - len(axes) == 1)
+    none = (None, "minus") + ("by example",) * (len(shape) - len(axes) == 1)
     if plan["scale"] == "by example" and "by example" in none:  # what is behind that is not the norm's any more
         return is_last
     return is_last or plan["offset"] not in none or plan["scale"] not in none
