@@ -7,7 +7,7 @@ import pytest
 import absent_gpu  # noqa: F401
 import jln
 from jln import program
-from jln._bench.losses import losses
+from jln._bench.losses import losses, sharded_losses
 from jln._bench.stacks import STACKS
 
 pytest.importorskip("flax")
@@ -57,3 +57,38 @@ def test_a_checkpointed_step_moves_no_more_than_untouched(policy):
     untouched, fused = (compiled(stack, loss) for loss in (plain, jln.fuse(plain)))
     assert fused.bytes_total <= untouched.bytes_total
     assert fused.temp_bytes <= 1.001 * untouched.temp_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "sequence"),
+    [
+        ("stack-llama-q-k-v", "data=2,fsdp=2,tensor=2", True),
+        ("stack-gpt-q-k-v", "data=2,fsdp=2,tensor=2", False),
+        resembling("stack-llama-q-k-v", "data=8", False),
+        resembling("stack-llama-q-k-v", "fsdp=8", False),
+        resembling("stack-llama-q-k-v", "data=2,tensor=4", False),
+        resembling("stack-llama-q-k-v", "data=2,fsdp=2,tensor=2", False),
+        resembling("stack-gpt-q-k-v", "data=8", False),
+        resembling("stack-gpt-q-k-v", "fsdp=8", False),
+        resembling("stack-gpt-q-k-v", "data=2,tensor=4", False),
+        resembling("stack-gpt-q-k-v", "data=2,fsdp=2,tensor=2", True),
+    ],
+)
+def test_a_step_on_eight_gpus_communicates_no_more_than_untouched(name, mesh, sequence):
+    """A step has no more collectives, of the same bytes but for float32 sums of parameters, and moves less."""
+    pytest.importorskip("typer")
+    from jln._cli.sharded import fitted, parsed
+
+    layout = parsed(mesh, "h200", sequence)
+    stack = fitted(name, layout)
+    plain = sharded_losses(stack, layout)["jnp"]
+    untouched, fused = (
+        program.compile_for(layout.step(stack, loss), *layout.arguments(stack), chip="h200", devices=8)
+        for loss in (plain, jln.fuse(plain))
+    )
+    times = [sum(c.times for c in report.collectives) for report in (untouched, fused)]
+    sizes = [sum(c.times * c.bytes for c in report.collectives) for report in (untouched, fused)]
+    moved = [report.bytes_total for report in (untouched, fused)]
+    print(f"{name} {mesh} {sequence}: {times} collectives of {sizes} bytes, {moved} moved")
+    assert times[1] <= times[0] and sizes[1] <= 1.001 * sizes[0]
+    assert moved[1] < moved[0] and fused.temp_bytes <= untouched.temp_bytes
