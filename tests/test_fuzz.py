@@ -1,6 +1,9 @@
 """The fuzzer: some of its cases, and that it notices what is wrong."""
 
 import dataclasses
+import pathlib
+import subprocess
+import sys
 from collections import Counter
 
 import jax
@@ -28,6 +31,16 @@ def is_wrong(seed):
 @pytest.mark.parametrize("seed", range(16))
 def test_some_cases(seed):
     assert not is_wrong(seed)
+
+
+def test_the_sum_of_one_number_over_examples():
+    """A case that was wrong: an offset alone, two loops, and a cotangent of one number.
+
+    XLA gets such sums wrong (`jln._core.one_by_one`) in some processes, and so did it in one of the fuzzer's.
+    """
+    script = pathlib.Path(__file__).parent / "fuzz" / "run.py"
+    run = subprocess.run([sys.executable, script, "--seed", "994436056"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout
 
 
 PARAMETERS = ("scale", "x_scale", "offset", "gate")

@@ -109,26 +109,6 @@ def test_a_kernel_under_a_mean(implementation):
     assert relative_error(got, np.asarray(true)) < 2e-5
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "layer_norm_add"])
-def test_the_sum_of_one_number_over_examples(name):
-    """An offset of a loop's examples, shared by another loop's, has the sum of a cotangent that is one number."""
-    shape = (5, 4, 2, ROWS, 128)
-    x, residual = workbench.normal(0, shape, "float32"), workbench.normal(1, shape[2:], "float32")
-    more = (residual,) if name == "layer_norm_add" else ()
-
-    @jax.jit
-    def gradient(offset, c):
-        def loss(offset):
-            of_one = lambda x, o: getattr(jln, name)(x, *more, None, o)  # noqa: E731
-            y = jax.vmap(lambda x: jax.vmap(of_one)(x, offset))(x)
-            return jnp.sum(y * jnp.broadcast_to(c, shape))
-
-        return jax.grad(loss)(offset)
-
-    got = gradient(jnp.zeros((4, 128)), jnp.full((1,) * 5, -0.75))
-    assert relative_error(got, np.full((4, 128), -0.75 * 5 * 2 * ROWS)) < 2e-5
-
-
 @pytest.mark.parametrize("shared", ["x", "scale"])
 def test_no_examples(shared):
     """`vmap` over an axis of size 0 gives results without elements, as it does in plain jnp."""
