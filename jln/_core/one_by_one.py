@@ -30,8 +30,8 @@ def one_by_one(compute: Callable[..., Any]) -> Callable[..., Any]:
     """Return `compute(operands, settings, dtypes, batch_dims)` in a loop over vmap's axes that an operand is shared on.
 
     On these axes, the first `batch_dims` of all operands, a shared operand has size 1, and results have the batch's. A
-    lone operand, of which only sums are wanted, is looped over, too: XLA would make one sum of its sum and JAX's over the
-    examples, and get that wrong if the operand is the broadcast of a number.
+    lone operand, of which only sums are wanted, is looped over, too: XLA would make one sum of its sum and JAX's over
+    the examples, and get that wrong if the operand is the broadcast of a number.
     `compute` may take `gathered`, pairs of an axis and what it is gathered over.
     """
 
