@@ -22,7 +22,7 @@ from zoo import CLIENTS, held, made  # noqa: E402
     ("name", "held_parts", "moved_parts"),
     [
         ("GPT-2", (0.70, 0.66), (0.99, 0.99)),
-        ("BERT", (0.70, 0.70), (0.99, 0.99)),
+        ("BERT", (0.70, 0.68), (0.99, 1.01)),
         ("AlphaFold's transition", (0.71, 0.65), (0.91, 0.92)),
         ("Parallel block", (0.73, 0.74), (0.87, 0.87)),
     ],
