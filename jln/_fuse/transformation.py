@@ -215,6 +215,6 @@ def _refuse_modules(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     found = [a for a in jax.tree.leaves((args, kwargs), is_leaf=is_object) if is_object(a)]
     if found:
         raise TypeError(
-            f"jln.fuse would lose what a call changes in an object of Flax NNX, as its argument "
+            "jln.fuse would lose what a call changes in an object of Flax NNX, as its argument "
             f"{type(found[0]).__name__} is: use jln.nnx.fuse, or give the object's state and merge it inside"
         )
