@@ -1,0 +1,283 @@
+"""Rung 3: what the compiler is given, and makes, of every launch, compared with another commit.
+
+    python tests/same_kernels.py HEAD~1          # the launches of the working tree beside those of a commit
+    python tests/same_kernels.py HEAD~1 --ptx    # and PTX of all of them, not only of those whose Triton IR differs
+
+Calls of the public operators are lowered for several chips, and their launches recorded: grid, tile, operands, results
+and Triton's IR, without names and places in the source. Launches with the same IR have the same PTX. Where it differs,
+both are compiled, and PTX is compared without the names of parameters, labels and lines. Where that differs too,
+registers, spills and shared memory of both are printed. Exits with 1 if any launch differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import hashlib
+import itertools
+import os
+import pathlib
+import pickle
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+# x's, the residual's and z's, the parameters'.
+DTYPES = (
+    ("bfloat16", "bfloat16", "bfloat16"),
+    ("bfloat16", "float32", "float32"),
+    ("float16", "float16", "float32"),
+    ("float32", "float32", "float32"),
+    ("float64", "float64", "float64"),
+)
+# Rows of one tile, many a tile and masked; of 16 warps; in two and in many chunks; on another axis, wide and short.
+SHAPES = (
+    ((4096, 64), -1), ((515, 1000), -1), ((2048, 4096), -1), ((2048, 8192), -1), ((300, 16384), -1), ((64, 40000), -1),
+    ((33, 768), 0), ((4, 2000, 64), 1),
+)  # fmt: skip
+# Axes of examples whose parameters are their own, in front and before the last.
+OF_EXAMPLES = (((4, 300, 768), (4, 1, 768)), ((300, 4, 256), (1, 4, 256)))
+FEATURES = (7, 64, 136, 256, 512)
+CHIPS = ("h200", "a100", "b200", "mi300x")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A form of an operator, at a size, in dtypes, with the letters of the gradients that are taken."""
+
+    form: str
+    shape: tuple[int, ...]
+    axis: int
+    dtypes: tuple[str, str, str]
+    chip: str
+    wanted: str = "all"
+    of_examples: tuple[int, ...] = ()
+    features: int = 0
+    over: tuple[int | None, ...] = ()
+
+
+def cases() -> Iterator[Case]:
+    from jln._catalogue import FORMS
+
+    for name, form in FORMS.items():
+        if form.is_linear:
+            for n, dtypes, chip in itertools.product(FEATURES, DTYPES[:4], CHIPS):
+                for h in (768, 1023) if chip == "h200" else (768,):
+                    yield Case(name, (8192, h), -1, dtypes, chip, features=n)
+            for wanted in ("x", "kernel", "bias", "scale"):
+                yield Case(name, (8192, 768), -1, DTYPES[0], "h200", wanted, features=64)
+            continue
+        for (shape, axis), dtypes in itertools.product(SHAPES, DTYPES):
+            yield Case(name, shape, axis, dtypes, "h200")
+        for chip, (shape, axis) in itertools.product(CHIPS[1:], SHAPES[1:6]):
+            yield Case(name, shape, axis, DTYPES[0], chip)
+        for wanted in form.names:
+            for shape, axis in SHAPES[2:5]:
+                yield Case(name, shape, axis, DTYPES[0], "h200", wanted)
+        for shape, of in OF_EXAMPLES:
+            yield Case(name, shape, -1, DTYPES[0], "h200", of_examples=of)
+        for over in ((0, None), (None, 0)):
+            yield Case(name, (300, 4096), -1, DTYPES[0], "h200", over=over)
+
+
+def launches(case: Case) -> list[Any]:
+    """The launches of the case's value and gradients, none of them made."""
+    import jax
+    import jax.numpy as jnp
+
+    from jln._catalogue import FORMS
+    from jln._triton.chip import CHIPS as ALL
+    from jln._triton.target import Recorder, using
+
+    jax.config.update("jax_enable_x64", True)
+    form = FORMS[case.form]
+    of_x, of_rows, of_parameters = case.dtypes
+    h = case.shape[case.axis]
+    shapes = {
+        "x": (case.shape, of_x), "residual": (case.shape, of_rows), "z": (case.shape, of_rows),
+        "kernel": ((h, case.features), of_x), "bias": ((case.features,), of_parameters),
+        "x_bias": ((h,), of_parameters),
+    }  # fmt: skip
+    own = case.of_examples or (h,)
+    arrays = [jax.ShapeDtypeStruct(*shapes.get(name, (own, of_parameters))) for name in form.names]
+    static = {} if form.is_linear else {"axis": case.axis}
+    names = [form.names.index(case.wanted)] if case.wanted != "all" else list(range(len(form.names)))
+    if case.over:
+        front = {name: case.over[name not in ("x", "residual", "z")] for name in form.names}
+        arrays = [
+            a if front[n] is None else jax.ShapeDtypeStruct((4, *a.shape), a.dtype)
+            for n, a in zip(form.names, arrays, strict=True)
+        ]
+
+    def loss(*given):
+        call = form.in_order(form.function, implementation="triton", **static)
+        if case.over:
+            call = jax.vmap(call, in_axes=[front[name] for name in form.names])
+        return sum(jnp.sum(jnp.sin(a.astype(jnp.float32))) for a in jax.tree.leaves(call(*given)))
+
+    with using(recorder := Recorder(ALL[case.chip])):
+        platform = ALL[case.chip].platform
+        jax.jit(jax.value_and_grad(loss, argnums=names)).trace(*arrays).lower(lowering_platforms=(platform,))
+    return recorder.launches
+
+
+def triton_ir(launch: Any) -> str:
+    """The IR that Triton makes of a kernel's text, without the places of its lines."""
+    from triton._C.libtriton import ir
+    from triton.compiler.compiler import make_backend
+
+    from jln._triton.lowering import source, triton_target
+
+    target = triton_target(launch.chip.architecture)
+    backend = make_backend(target)
+    options = backend.parse_options({**launch.tile.options(launch.chip)})
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    given = source(launch)
+    functions = backend.get_codegen_implementation(options)
+    module = given.make_ir(target, options, functions, backend.get_module_map(), context)
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, options, given.language)
+    return without_names(str(stages["ttir"](module, {})))
+
+
+def without_names(text: str) -> str:
+    """IR without locations and with parameters by number, and PTX without labels, lines and names."""
+    text = re.sub(r"(?m)^#loc.*$|\s*//.*$|^\s*\.loc .*$|^\s*\.file .*$|^\$L__tmp\d+:$", "", text)
+    text = re.sub(r"\s*loc\([^()]*(\([^()]*\))*[^()]*\)", "", text)
+    text = text.split(".section	.debug", 1)[0].split(".section	.debug_", 1)[0]
+    order: dict[str, str] = {}
+    for name in re.findall(r"%[A-Za-z_]\w*|\$\w+|\b\w+_kernel\w*", text):
+        order.setdefault(name, f"name{len(order)}")
+    text = re.sub(r"%[A-Za-z_]\w*|\$\w+|\b\w+_kernel\w*", lambda m: order[m[0]], text)
+    return "\n".join(line.rstrip() for line in text.splitlines() if line.strip())
+
+
+_known: dict[Any, tuple[str, bytes]] = {}
+
+
+def described(case: Case, by_ptx: bool) -> tuple[Case, list[dict[str, Any]]]:
+    """What there is to compare of each launch of a case."""
+    from jln._triton import compiler
+    from jln._triton.lowering import source
+
+    made = []
+    for launch in launches(case):
+        of_arrays = [(a.shape, a.dtype.name) for a in (*launch.arrays.values(), *launch.results.values())]
+        shape = {
+            "grid": launch.programs, "tile": dataclasses.astuple(launch.tile), "arrays": sorted(of_arrays, key=str),
+            "scalars": sorted(launch.scalars.values()), "in place": len(launch.in_place),
+        }  # fmt: skip
+        key = (source(launch).hash(), dataclasses.astuple(launch.tile), launch.chip, by_ptx)
+        if key not in _known:
+            ir = triton_ir(launch)
+            digest = hashlib.sha256(ir.encode()).hexdigest()
+            compiled = compiler.compile_launch(launch) if by_ptx else None
+            facts = compiled and (
+                without_names(compiled.assembly),
+                compiled.registers,
+                compiled.spilled,
+                compiled.shared,
+            )
+            _known[key] = digest, pickle.dumps(facts)
+        digest, facts = _known[key]
+        made.append({"kernel": launch.kernel.fn.__name__, "shape": shape, "ir": digest, "made": facts})
+    return case, made
+
+
+def record(path: str, by_ptx: bool, only: set[Case] | None) -> None:
+    """Describe all cases, in as many processes as there are cores, and write them to a file."""
+    from jln._triton import compiler
+
+    chosen = [case for case in cases() if only is None or case in only]
+    with compiler.workers() as pool:
+        parts = [chosen[i : i + 8] for i in range(0, len(chosen), 8)]
+        jobs = [pool.submit(several, part, by_ptx) for part in parts]
+        made = {}
+        for i, job in enumerate(concurrent.futures.as_completed(jobs)):
+            made |= dict(job.result())
+            if sys.stderr.isatty():
+                print(f"\r{i + 1} of {len(jobs)}", end="", file=sys.stderr)
+    pathlib.Path(path).write_bytes(
+        pickle.dumps({dataclasses.astuple(case): launches for case, launches in made.items()})
+    )
+
+
+def several(part: list[Case], by_ptx: bool) -> list[tuple[Case, Any]]:
+    return [described(case, by_ptx) for case in part]
+
+
+def recorded(tree: pathlib.Path, by_ptx: bool, only: Any = None) -> dict[Any, Any]:
+    """The description of all cases, or of those in `only`, by the package in a folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, chosen = pathlib.Path(folder) / "out", pathlib.Path(folder) / "only"
+        chosen.write_bytes(pickle.dumps(only))
+        environment = os.environ | {"PYTHONPATH": str(tree), "JAX_PLATFORMS": "cpu"}
+        environment.pop("TRITON_INTERPRET", None)
+        command = [sys.executable, __file__, "--record", str(out), "--only", str(chosen), *["--ptx"] * by_ptx]
+        subprocess.run(command, env=environment, cwd=folder, check=True)
+        return pickle.loads(out.read_bytes())
+
+
+def compared(before: dict[Any, Any], after: dict[Any, Any]) -> list[str]:
+    """Sentences on what differs."""
+    found = []
+    for case in sorted({*before} | {*after}, key=str):
+        old, new = before.get(case, []), after.get(case, [])
+        if len(old) != len(new):
+            found.append(f"{case}: {[a['kernel'] for a in old]} are now {[a['kernel'] for a in new]}")
+            continue
+        for a, b in zip(old, new, strict=True):
+            found += [
+                f"{case}: {b['kernel']}: {what} {a['shape'][what]} -> {b['shape'][what]}"
+                for what in a["shape"] if a["shape"][what] != b["shape"][what]
+            ]  # fmt: skip
+            of_a, of_b = pickle.loads(a["made"]), pickle.loads(b["made"])
+            if of_a is None and a["ir"] != b["ir"]:
+                found.append(f"{case}: {b['kernel']}: Triton's IR differs")
+            elif of_a is not None and of_a[0] != of_b[0]:
+                lines = [text.count("\n") for text in (of_a[0], of_b[0])]
+                found.append(
+                    f"{case}: {b['kernel']}: PTX differs: lines {lines[0]} -> {lines[1]}, registers, bytes spilled and "
+                    f"shared {of_a[1:]} -> {of_b[1:]}"
+                )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("commit", nargs="?", default="HEAD~1")
+    parser.add_argument("--ptx", action="store_true")
+    parser.add_argument("--record")
+    parser.add_argument("--only")
+    given = parser.parse_args()
+    if given.record:
+        only = pickle.loads(pathlib.Path(given.only).read_bytes())
+        record(given.record, given.ptx, only and {Case(*case) for case in only})
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        tree = pathlib.Path(folder) / "tree"
+        subprocess.run(["git", "worktree", "add", "-q", "--detach", tree, given.commit], cwd=ROOT, check=True)
+        try:
+            before, after = recorded(tree, given.ptx), recorded(ROOT, given.ptx)
+            differ = compared(before, after)
+            if differ and not given.ptx:
+                of_cases = {case for case in before if any(line.startswith(f"{case}: ") for line in differ)}
+                differ = compared(recorded(tree, True, of_cases), recorded(ROOT, True, of_cases))
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=True)
+    print(*differ, sep="\n")
+    count = sum(map(len, after.values()))
+    print(f"{count} launches of {len(after)} calls beside those of {given.commit}: {len(differ)} differ")
+    sys.exit(bool(differ))
+
+
+if __name__ == "__main__":
+    main()
