@@ -106,7 +106,7 @@ def flow(hlo: str, arguments: list[str], outputs: list[str]) -> list[dict[str, A
     return kernels
 
 
-# Of the junction's kernels by jln, in order, and of what they write in order (jln/_norm/launcher.py).
+# Of the junction's kernels by jln, in order, and of what they write in order (jln/_junction/launches.py).
 LAUNCHES = {
     "forward_kernel": ("y", "total", "mean", "rstd"),
     "backward_kernel": ("dx", "shares"),

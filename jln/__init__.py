@@ -7,7 +7,14 @@ from jln import _interrupt, reference  # noqa: F401  _interrupt goes before JAX,
 from jln._core.derivatives import PRODUCT, STATISTICS
 from jln._explain import explain
 from jln._fuse.transformation import fuse
-from jln._norm.operator import (
+from jln._operators.both_sides import rms_norm_add_rms_norm
+from jln._operators.linears import (
+    add_layer_norm_linear,
+    add_rms_norm_linear,
+    layer_norm_linear,
+    rms_norm_linear,
+)
+from jln._operators.norms import (
     add_layer_norm,
     add_rms_norm,
     layer_norm,
@@ -15,13 +22,6 @@ from jln._norm.operator import (
     rms_norm,
     rms_norm_add,
     rms_norm_gated,
-)
-from jln._norm_add_norm.operator import rms_norm_add_rms_norm
-from jln._norm_linear.operator import (
-    add_layer_norm_linear,
-    add_rms_norm_linear,
-    layer_norm_linear,
-    rms_norm_linear,
 )
 from jln._routes import Route
 

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jln._norm import signature as norms
-from jln._norm_add_norm import signature as both
-from jln._norm_linear import signature as linears
+from jln._junction import signature as norms
+from jln._junction.both_sides import signature as both
+from jln._junction.linears import signature as linears
 from jln._triton.chip import CHIPS as ALL_CHIPS
 from jln._triton.target import Recorder
 
@@ -83,7 +83,7 @@ def named(*arrays):
 
 def launches(h, inner, dtypes, chip, switches, trial=None):
     """The launches of forward and backward at this size, none made."""
-    from jln._norm import launcher
+    from jln._junction import launches as launcher
 
     jax.config.update("jax_enable_x64", True)
     shape, axis = ((100_000, h), -1) if inner == 1 else ((3, h, inner), -2)
@@ -121,7 +121,7 @@ def launches(h, inner, dtypes, chip, switches, trial=None):
 
 def both_sides_launches(h, dtypes, chip, switches):
     """The launches of a norm on both sides of a sum forward and backward at this size, none made."""
-    from jln._norm_add_norm import launcher
+    from jln._junction.both_sides import launches as launcher
 
     jax.config.update("jax_enable_x64", True)
     x, residual = (jax.ShapeDtypeStruct((100_000, h), d) for d in dtypes[:2])
@@ -164,7 +164,7 @@ FUSED = [
 
 def linear_launches(rows, h, n, dtypes, chip, switches, trial=None):
     """The launches of LayerNorm+Linear forward and backward at this size, none made; a residual has x's dtype."""
-    from jln._norm_linear import launcher
+    from jln._junction.linears import launches as launcher
 
     jax.config.update("jax_enable_x64", True)
     x, parameter = jax.ShapeDtypeStruct((rows, h), dtypes[0]), jax.ShapeDtypeStruct((h,), dtypes[2])

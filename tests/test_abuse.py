@@ -47,16 +47,16 @@ def gradients(operator, implementation):
 
 # Kernels between guard words
 
-# The kernels by room and name, each with the results that it writes in these tests.
+# The kernels by file and name, each with the results that it writes in these tests.
 OUTPUTS = {
-    "_norm.forward_kernel": ("y", "total", "mean", "rstd"),
-    "_norm.row_sums_kernel": ("c1", "c2"),
-    "_norm.backward_kernel": ("dx", "dscale", "doffset", "shares", "y"),
-    "_norm.reduce_kernel": ("dscale", "doffset"),
-    "_norm_linear.forward_kernel": ("y", "mean", "rstd"),
-    "_norm_linear.row_sums_kernel": ("c1", "c2", "dbias"),
-    "_norm_linear.backward_kernel": ("dx", "g", "dscale"),
-    "_norm_linear.parameters_kernel": ("dkernel", "dscale", "doffset", "dbias"),
+    "norm.forward_kernel": ("y", "total", "mean", "rstd"),
+    "norm.row_sums_kernel": ("c1", "c2"),
+    "norm.backward_kernel": ("dx", "dscale", "doffset", "shares", "y"),
+    "norm.reduce_kernel": ("dscale", "doffset"),
+    "with_linear.forward_kernel": ("y", "mean", "rstd"),
+    "with_linear.row_sums_kernel": ("c1", "c2", "dbias"),
+    "with_linear.backward_kernel": ("dx", "g", "dscale"),
+    "with_linear.parameters_kernel": ("dkernel", "dscale", "doffset", "dbias"),
 }
 
 
@@ -74,7 +74,7 @@ def test_every_output_of_every_kernel_is_guarded_and_written(monkeypatch):
 
     def checked(launch, arrays):
         function = launch.kernel.fn
-        key = f"{function.__module__.split('.')[1]}.{function.__name__}"
+        key = f"{function.__module__.split('.')[-1]}.{function.__name__}"
         launch = dataclasses.replace(launch, in_place={})  # every result has memory, and guards, of its own
         for name, result in launch.results.items():
             short = {name: jax.ShapeDtypeStruct((result.size - 1,), result.dtype)}

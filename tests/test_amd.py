@@ -66,7 +66,7 @@ def norms(chip, dtype, layouts):
 
 def linears(chip, dtype, sizes):
     made = [a for size in sizes for a in linear_launches(*size, LINEAR_DTYPES[dtype], chip, SWITCHES["everything"])]
-    return resources([launch for launch in made if launch.kernel.fn.__module__.endswith("_norm_linear.kernels")], dtype)
+    return resources([launch for launch in made if launch.kernel.fn.__module__.endswith("kernels.with_linear")], dtype)
 
 
 @pytest.mark.parametrize(

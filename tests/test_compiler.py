@@ -14,7 +14,7 @@ import pytest
 
 from combinations import covering
 from jln._bench.workloads import WORKLOADS
-from jln._norm_linear import tiles as linear_tiles
+from jln._junction.linears import tiles as linear_tiles
 from jln._triton import compiler, tuning
 from jln._triton.chip import CHIPS as ALL_CHIPS
 from jln._triton.tile import Tile, aligned

@@ -17,9 +17,9 @@ from drawn import draw, made
 from jln._catalogue import FORMS
 from jln._core.one_by_one import WRONG
 from jln._core.operation import Operation
-from jln._norm import formulas
-from jln._norm import rules as of_norm
-from jln._norm_add_norm import rules as of_both_sides
+from jln._junction import formulas
+from jln._junction import rules as of_norm
+from jln._junction.both_sides import rules as of_both_sides
 from judged import expected, judge
 
 

@@ -25,8 +25,8 @@ FLOORS = (
     {"testing"},
     {"checkpoint_policies", "_explain"},
     {"_fuse"},
-    {"_norm_linear", "_norm_add_norm"},
-    {"_norm"},
+    {"_operators"},
+    {"_junction"},
     {"_core", "program"},
     {"_hlo"},
     {"_triton"},
@@ -137,7 +137,7 @@ def test_no_circles():
     in_order({name: path.read_text() for name, path in MODULES.items()})
 
 
-# In jln/_norm/rules.py; {} is a module.
+# In jln/_junction/rules.py; {} is a module.
 IMPORTS = {
     "a statement": "import {}",
     "another name": "import {} as launcher",
@@ -160,31 +160,31 @@ UPWARDS = {how: text.format("jln._cli.app") for how, text in IMPORTS.items()} | 
     "import_module, relative": "import_module('.._cli.app', __package__)",
     "import_module, relative to another": "import_module('._cli.app', 'jln')",
 }
-BESIDE = {how: text.format("jln._norm.launcher") for how, text in IMPORTS.items()} | {
-    "relative": "from . import launcher",
-    "relative, a name of it": "from .launcher import forward",
-    "import_module, relative": "import_module('.launcher', __package__)",
+BESIDE = {how: text.format("jln._junction.launches") for how, text in IMPORTS.items()} | {
+    "relative": "from . import launches",
+    "relative, a name of it": "from .launches import forward",
+    "import_module, relative": "import_module('.launches', __package__)",
 }
 
 
 @pytest.mark.parametrize("how", UPWARDS)
 def test_an_arrow_upwards_is_seen(how):
-    assert upwards("jln._norm.rules", UPWARDS[how]) == {"jln._cli.app"}
+    assert upwards("jln._junction.rules", UPWARDS[how]) == {"jln._cli.app"}
 
 
 @pytest.mark.parametrize("how", BESIDE)
 def test_a_circle_is_seen(how):
     with pytest.raises(graphlib.CycleError):
-        in_order({"jln._norm.rules": BESIDE[how], "jln._norm.launcher": "from . import rules"})
+        in_order({"jln._junction.rules": BESIDE[how], "jln._junction.launches": "from . import rules"})
 
 
 def test_a_package_is_what_its_own_relative_imports_start_from():
-    assert imported("jln._norm", "from . import rules\nfrom .. import _cli") == {"jln._norm.rules", "jln._cli"}
+    assert imported("jln._junction", "from . import rules\nfrom .. import _cli") == {"jln._junction.rules", "jln._cli"}
 
 
 @pytest.mark.parametrize("text", ["if TYPE_CHECKING:\n    {}", "if not typing.TYPE_CHECKING:\n    pass\nelse:\n    {}"])
 def test_what_only_type_checkers_see_is_no_arrow(text):
-    assert upwards("jln._norm.rules", text.format("from .._cli import app")) == set()
+    assert upwards("jln._junction.rules", text.format("from .._cli import app")) == set()
 
 
 # A docstring that begins so is the rest of a sentence, a question, or about something said elsewhere.

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 import jln
-from jln._norm import tiles
-from jln._norm_linear import tiles as linear_tiles
+from jln._junction import tiles
+from jln._junction.linears import tiles as linear_tiles
 from jln._triton import target
 from jln._triton.chip import CHIP_VARIABLE, CHIPS
 from jln._triton.tile import next_power_of_2
@@ -81,7 +81,7 @@ def test_triton_imported_too_early_says_so():
 import os, triton
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ["TRITON_INTERPRET"] = "0"
-import jln._norm.kernels
+import jln._junction.kernels.norm
 os.environ["TRITON_INTERPRET"] = "1"
 import jax.numpy as jnp, jln
 jln.layer_norm(jnp.ones((2, 4)), implementation="triton")

@@ -16,11 +16,12 @@ from workbench import LINEAR_OPERATORS, normal
 
 pytest.importorskip("triton")
 
-from jln._norm import signature as norm
-from jln._norm.launcher import column_sums
-from jln._norm.signature import Norm, Switches
-from jln._norm_linear import launcher, tiles
-from jln._norm_linear.signature import Cotangents, Gradients, NormLinear, Operands, Outcome, few_features
+from jln._junction import signature as norm
+from jln._junction.launches import column_sums
+from jln._junction.linears import launches as launcher
+from jln._junction.linears import tiles
+from jln._junction.linears.signature import Cotangents, Gradients, NormLinear, Operands, Outcome, few_features
+from jln._junction.signature import Norm, Switches
 from jln._triton.chip import CHIPS, Chip
 from jln._triton.target import INTERPRETED, Interpreter, Recorder, interpreting
 from jln._triton.tile import ceil_div

@@ -389,8 +389,8 @@ LESSON = re.findall(
     r"^\((\d+)\) (.*)\n((?:      (?:jnp|kernel) .*\n)+)", PAGES["jln/README.md"].split("## The derivation")[1], re.M
 )
 SOURCES = {
-    who: "".join(p.read_text() for p in sorted((ROOT / "jln").glob(f"_norm*/{file}.py")))
-    for who, file in {"jnp": "formulas", "kernel": "kernels"}.items()
+    who: "".join(p.read_text() for p in sorted((ROOT / "jln/_junction").glob(files)))
+    for who, files in {"jnp": "**/formulas.py", "kernel": "kernels/*.py"}.items()
 }
 
 

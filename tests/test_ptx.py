@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from jln._norm_linear import tiles as linear_tiles
+from jln._junction.linears import tiles as linear_tiles
 from jln._triton import compiler
 from jln._triton.chip import CHIPS as ALL_CHIPS
 from launches import CHIPS, DTYPES, FUSED, LINEAR_DTYPES, SWITCHES, launches, linear_launches
@@ -55,7 +55,8 @@ def copies_of_a_fused_forward(shape, dtype):
     """
     m, h, n = shape
     launch = linear_launches(m, h, n, LINEAR_DTYPES[dtype], "h200", SWITCHES["nothing"])[0]
-    assert launch.kernel.fn.__module__ == "jln._norm_linear.kernels" and launch.kernel.fn.__name__ == "forward_kernel"
+    function = launch.kernel.fn
+    assert (function.__module__, function.__name__) == ("jln._junction.kernels.with_linear", "forward_kernel")
     copies = re.findall(
         r"cp\.async\.\w+\.shared\.global \[.*?\], \[.*?\], 0x(\w+)", compiler.compile_launch(launch).assembly
     )

@@ -13,8 +13,8 @@ import pytest
 
 import jln
 import workbench
-from jln._norm import formulas
-from jln._norm.signature import Norm, Operands, Outcome, Switches
+from jln._junction import formulas
+from jln._junction.signature import Norm, Operands, Outcome, Switches
 from workbench import OPERATORS
 
 DTYPES = ("float16", "bfloat16", "float32")

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jln
 import workbench
-from jln._norm_linear import signature
+from jln._junction.linears import signature
 from matrix import communication
 
 if len(jax.devices()) < 8:

@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 import pytest
 
-from jln._norm import tiles as norm_tiles
-from jln._norm_linear import tiles as linear_tiles
+from jln._junction import tiles as norm_tiles
+from jln._junction.linears import tiles as linear_tiles
 from jln._triton import tuning
 from jln._triton.chip import CHIPS, Chip
 from jln._triton.target import Target

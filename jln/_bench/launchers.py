@@ -15,16 +15,16 @@ import jax.numpy as jnp
 
 from jln._bench.workloads import Workload
 from jln._catalogue import EPSILON
-from jln._norm import signature as norms
-from jln._norm_linear import signature as linears
-from jln._norm_linear import tiles
+from jln._junction import signature as norms
+from jln._junction.linears import signature as linears
+from jln._junction.linears import tiles
 from jln._triton.target import Target
 
 
 def call(workload: Workload, direction: str, target: Target) -> tuple[Callable[..., Any], Any]:
     """Return a launcher that takes nothing but its operands, and the operands' shapes."""
-    from jln._norm import launcher as norm_launcher
-    from jln._norm_linear import launcher as linear_launcher
+    from jln._junction import launches as norm_launcher
+    from jln._junction.linears import launches as linear_launcher
 
     assert not workload.extras and not workload.entry.is_gated, "their tiles are by rules alone"
     shapes = workload.arrays()

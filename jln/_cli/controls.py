@@ -1,7 +1,7 @@
 """Wrong backward rules of LayerNorm that a checker must reject: two that are widely copied, and common slips.
 
 They prove that `check` can fail. Each returns the right value and has one error in its gradients; the terms are those
-of `jln._norm.formulas`.
+of `jln._junction.formulas`.
 """
 
 from __future__ import annotations

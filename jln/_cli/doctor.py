@@ -19,7 +19,7 @@ from jln._catalogue import OPERATORS
 from jln._cli.console import print_json, print_note, print_table, progress
 from jln._cli.devices import Device, complaints, described, devices, implementations
 from jln._cli.samples import Sample, ours, value_and_gradients
-from jln._norm_linear.tiles import unfenced
+from jln._junction.linears.tiles import unfenced
 from jln._triton import cache, target, tuning
 from jln._triton.chip import CHIP_VARIABLE, Chip, platform_of
 

@@ -3,7 +3,7 @@
 jaxlib 0.10.2 and 0.11.0 give sums to YNNPACK (`__ynn_fusion` in the compiled program). There the product of two arrays
 is wrong, off by as much as itself, if both are broadcast along an axis and not the same way. An example's own scale
 times an x that all share is such a product: vmap's axis is of size 1 in x and broadcast with it. XLA removes most of
-these broadcasts before it fuses, but not those behind a fence (`jln._norm.formulas`), nor all others.
+these broadcasts before it fuses, but not those behind a fence (`jln._junction.formulas`), nor all others.
 
 In a loop over the examples there is no such axis, and what a loop writes hides no broadcast. The jaxlibs before and
 after are right, and have no loop. `tests/test_shared_operands.py` has the program without jln that tells them apart.

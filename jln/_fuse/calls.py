@@ -14,9 +14,9 @@ from jln._fuse.graph import Graph, Node, Value
 from jln._fuse.junctions import Addition, Junction, addition_of, junction_of
 from jln._fuse.linears import Linear, keeping_nothing_of_y, linears_of, products_of
 from jln._fuse.norms import Miss, Norm, Parameter, norms_of, peeled, plus
-from jln._norm import operator as norms
-from jln._norm_add_norm.operator import rms_norm_add_rms_norm
-from jln._norm_linear import operator as with_linears
+from jln._operators import linears as with_linears
+from jln._operators import norms
+from jln._operators.both_sides import rms_norm_add_rms_norm
 
 OPERATORS = {
     f.__name__: f

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jln import _checks
+from jln._junction.arguments import Gate, Given, checked_arrays
 from jln._modules.norms import Prepared
-from jln._norm.arguments import Gate, Given, checked_arrays
 
 Products = tuple[tuple[Any, ...], Any]  # of each Linear, and the total
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jln import _checks
+from jln._junction.arguments import Given
 from jln._modules.arguments import AS_GIVEN, Gated, Products, Summed
 from jln._modules.norms import Linear, Prepared
-from jln._norm.arguments import Given
 from jln._routes import Route, into, listening, note
 
 

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from jln import _checks
-from jln._norm.arguments import Given
-from jln._norm.operator import normalised
-from jln._norm.signature import Results
-from jln._norm_add_norm.operator import rms_norm_add_rms_norm
-from jln._norm_linear.operator import normalised_linear
+from jln._junction.arguments import Given
+from jln._junction.signature import Results
+from jln._operators.both_sides import rms_norm_add_rms_norm
+from jln._operators.linears import normalised_linear
+from jln._operators.norms import normalised
 from jln._routes import listening
 
 

@@ -12,14 +12,14 @@ from unittest import mock
 
 # Where else a module is known, by an attribute of another one.
 KNOWN = {
-    "jln._norm.kernels": [("jln._norm.launcher", "kernels")],
-    "jln._norm_linear.kernels": [("jln._norm_linear.launcher", "kernels")],
-    "jln._norm.launcher": [("jln._norm_linear.launcher", "norms")],
+    "jln._junction.kernels.norm": [("jln._junction.launches", "kernels")],
+    "jln._junction.kernels.with_linear": [("jln._junction.linears.launches", "kernels")],
+    "jln._junction.launches": [("jln._junction.linears.launches", "norms")],
 }
 
 
 # Who has taken functions out of a module, and must do so again.
-USERS = {"jln._norm.access": ["jln._norm.kernels", "jln._norm_linear.kernels"]}
+USERS = {"jln._junction.kernels.addresses": ["jln._junction.kernels.norm", "jln._junction.kernels.with_linear"]}
 
 
 @contextlib.contextmanager

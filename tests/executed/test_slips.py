@@ -9,9 +9,9 @@ from cases import Case, execute
 from ptx import Violation
 from slips import broken
 
-ACCESS = "jln._norm.access"
-NORMS, NORM_LAUNCH = "jln._norm.kernels", "jln._norm.launcher"
-LINEARS, LINEAR_LAUNCH = "jln._norm_linear.kernels", "jln._norm_linear.launcher"
+ACCESS = "jln._junction.kernels.addresses"
+NORMS, NORM_LAUNCH = "jln._junction.kernels.norm", "jln._junction.launches"
+LINEARS, LINEAR_LAUNCH = "jln._junction.kernels.with_linear", "jln._junction.linears.launches"
 # In turn: several tiles, the last one ragged, of rows whose length is no power of two; more tiles than programs; rows
 # that several programs share; rows in chunks; rows that lie side by side; several groups.
 WHOLE = Case("add_layer_norm", (37, 100), "float32", "small-h200")

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from cases import Case, check
-from jln._norm_linear.tiles import unfenced
+from jln._junction.linears.tiles import unfenced
 from jln._triton.chip import CHIPS
 
 LINEAR = Case("layer_norm_linear", (100, 128), "bfloat16", "small-h200", (32,))

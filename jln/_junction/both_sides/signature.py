@@ -1,7 +1,7 @@
 """Records of a norm on both sides of a sum: what goes in, what is kept for its derivatives, and what comes out.
 
-Arrays lie as in `jln._norm.signature`. A name x_... is of the norm in front of the sum, any other of the norm behind
-it.
+Arrays lie as in `jln._junction.signature`. A name x_... is of the norm in front of the sum, any other of the norm
+behind it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """RMSNorm on both sides of a sum in plain jnp, forward and backward derived by hand.
 
-The terms go on from those of `jln._norm.formulas`, as do the names: t is x's scale as s is the total's, `1 + x_scale`
-when zero-centered and 1 when absent, r the residual.
+The terms go on from those of `jln._junction.formulas`, as do the names: t is x's scale as s is the total's,
+`1 + x_scale` when zero-centered and 1 when absent, r the residual.
 
 Forward, x_hat being that of the total:
 
@@ -28,11 +28,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jln._norm import formulas as norms
-from jln._norm import signature as of_norm
-from jln._norm.formulas import MeshAxes, common_batch, compute_dtype, no_fence, with_batch
-from jln._norm.signature import Norm
-from jln._norm_add_norm.signature import Cotangents, Gradients, Operands, Outcome, Results, Saved
+from jln._junction import formulas as norms
+from jln._junction import signature as of_norm
+from jln._junction.both_sides.signature import Cotangents, Gradients, Operands, Outcome, Results, Saved
+from jln._junction.formulas import MeshAxes, common_batch, compute_dtype, no_fence, with_batch
+from jln._junction.signature import Norm
 
 
 def composed_forward(

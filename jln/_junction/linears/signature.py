@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from jln import _checks
-from jln._norm import signature as norm
-from jln._norm.signature import Outcome as Outcome
-from jln._norm.signature import Results as Results
+from jln._junction import signature as norm
+from jln._junction.signature import Outcome as Outcome
+from jln._junction.signature import Results as Results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Operands(NamedTuple):
 class Saved(NamedTuple):
     """The arrays kept between forward and backward, None where no wanted gradient reads them.
 
-    of_norm: what the norm keeps, as in `jln._norm.signature`.
+    of_norm: what the norm keeps, as in `jln._junction.signature`.
     """
 
     of_norm: Any

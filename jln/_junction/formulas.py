@@ -59,7 +59,7 @@ By (42) the cotangent of the norm's result, which (6) to (9) call dy, is dy * u;
     (45) t  = x' * u + x * u' * z'    the t of (18)                                           (the gate before the norm)
     (46) y' = (19) * u + (x_hat * s) * u' * z'                                                (the norm before the gate)
 
-Shapes are those of `jln._norm.signature`. A result is in the dtype that `dtypes` names for it, and is not computed
+Shapes are those of `jln._junction.signature`. A result is in the dtype that `dtypes` names for it, and is not computed
 where that is None. Inside of a program for several devices each of which has a part of H, equally long, `h_axes` names
 the mesh axes over which it is split: the means over H are then taken over the parts, and nothing else changes.
 
@@ -85,7 +85,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from jln._norm.signature import Branch, Cotangents, Gradients, Norm, Operands, Outcome, Results, Saved
+from jln._junction.signature import Branch, Cotangents, Gradients, Norm, Operands, Outcome, Results, Saved
 
 _MANY_ROWS = 4096
 

@@ -7,14 +7,15 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jln._norm import kernels as norm_kernels
-from jln._norm import launcher as norms
-from jln._norm import tiles as norm_tiles
-from jln._norm.launcher import _Geometry, _geometry, _moved, _shared
-from jln._norm.signature import Norm
-from jln._norm_add_norm import kernels, tiles
-from jln._norm_add_norm.formulas import composed_backward, composed_forward
-from jln._norm_add_norm.signature import Cotangents, Gradients, Operands, Outcome
+from jln._junction import launches as norms
+from jln._junction import tiles as norm_tiles
+from jln._junction.both_sides import tiles
+from jln._junction.both_sides.formulas import composed_backward, composed_forward
+from jln._junction.both_sides.signature import Cotangents, Gradients, Operands, Outcome
+from jln._junction.kernels import both_sides as kernels
+from jln._junction.kernels import norm as norm_kernels
+from jln._junction.launches import _Geometry, _geometry, _moved, _shared
+from jln._junction.signature import Norm
 from jln._triton.launch import launch
 from jln._triton.target import Target
 

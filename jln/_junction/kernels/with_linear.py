@@ -4,14 +4,15 @@ A tile of rows is normalised in registers and multiplied on the tensor cores. N 
 all features of its rows. Operands of products have the promoted dtype of `x` and `kernel`, that of y; float32 ones are
 multiplied as XLA's are by default, in TF32. Sums are float32.
 
-The numbers in brackets are the equations of `jln._norm.formulas`, with dz [M, H] = dy @ kernel^T in place of dy, and of
-`jln._norm_linear.formulas`. An array that is not there, and a result that nobody wants, is None for the compiler.
+The numbers in brackets are the equations of `jln._junction.formulas`, with dz [M, H] = dy @ kernel^T in place of
+dy, and of `jln._junction.linears.formulas`. An array that is not there, and a result that
+nobody wants, is None for the compiler.
 """
 
 import triton
 import triton.language as tl
 
-from jln._norm.access import load_scale, load_vector, tiles_of
+from jln._junction.kernels.addresses import load_scale, load_vector, tiles_of
 
 
 @triton.jit

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jln._core.derivatives import Rules, Unneeded, named_statistics
 from jln._core.layout import Kind, Layout, Result
 from jln._core.operation import LinearOperation, Operation, only_rows_differ
-from jln._norm import rules as norms
-from jln._norm import signature as of_norm
-from jln._norm.signature import Norm, Settings
-from jln._norm_add_norm import formulas
-from jln._norm_add_norm.signature import Cotangents, Gradients, Operands, Outcome, Results, Saved
+from jln._junction import rules as norms
+from jln._junction import signature as of_norm
+from jln._junction.both_sides import formulas
+from jln._junction.both_sides.signature import Cotangents, Gradients, Operands, Outcome, Results, Saved
+from jln._junction.signature import Norm, Settings
 
 
 def _forward_layout(operands: Operands, norm: Norm, dtypes: Outcome, batch_dims: int) -> Layout:
@@ -32,7 +32,7 @@ def _backward_layout(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_
 
 
 def _launcher():
-    from jln._norm_add_norm import launcher
+    from jln._junction.both_sides import launches as launcher
 
     return launcher
 

@@ -18,9 +18,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jln._core.derivatives import PRODUCT, Rules
 from jln._core.layout import Dim, Dims, Kind, Layout, Result, Term
 from jln._core.operation import LinearOperation, Operation, only_rows_differ
-from jln._norm import rules as norm
-from jln._norm_linear import formulas
-from jln._norm_linear.signature import (
+from jln._junction import rules as norm
+from jln._junction.linears import formulas
+from jln._junction.linears.signature import (
     ColumnSums,
     Cotangents,
     Gradients,
@@ -76,7 +76,7 @@ def _backward_layout(operands: Cotangents, settings: NormLinear, dtypes: Gradien
 
 
 def _launcher():
-    from jln._norm_linear import launcher
+    from jln._junction.linears import launches as launcher
 
     return launcher
 

@@ -1,13 +1,13 @@
 """RMSNorm on both sides of a sum: `[G, rows, H]` in one kernel each way, rows along the last axis, each in one tile.
 
-As in `jln._norm.kernels`; the numbers in brackets are the equations of `jln._norm.formulas` and, from (31) on, of
-`jln._norm_add_norm.formulas`.
+As in `jln._junction.kernels.norm`; the numbers in brackets are the equations of `jln._junction.formulas` and, from
+(31) on, of `jln._junction.both_sides.formulas`.
 """
 
 import triton
 import triton.language as tl
 
-from jln._norm.access import (
+from jln._junction.kernels.addresses import (
     columns_from,
     contains,
     copy_of,
@@ -19,7 +19,7 @@ from jln._norm.access import (
     tiles_of,
     widened,
 )
-from jln._norm.kernels import _store_sum
+from jln._junction.kernels.norm import _store_sum
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import functools
 import re
 from typing import Any
 
-from jln._norm_linear.signature import FUSED_FEATURES
+from jln._junction.linears.signature import FUSED_FEATURES
 from jln._triton.chip import Chip
 from jln._triton.target import INTERPRETED, Target
 from jln._triton.tile import Tile, aligned, ceil_div, next_power_of_2

@@ -7,13 +7,13 @@ axes directly before the normalised one, INTERLEAVED of the groups lie as `[G / 
 row of each in turn; otherwise INTERLEAVED is 1. SHARED names the operands that have one copy for all groups, and is
 None where there is only one group. An operand that is absent, and a result that nobody wants, is None for the compiler.
 
-The numbers in brackets are the equations of `jln._norm.formulas`.
+The numbers in brackets are the equations of `jln._junction.formulas`.
 """
 
 import triton
 import triton.language as tl
 
-from jln._norm.access import (
+from jln._junction.kernels.addresses import (
     columns_from,
     contains,
     copy_of,

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jln import _checks
-from jln._norm.signature import Norm, Operands, Switches
+from jln._junction.signature import Norm, Operands, Switches
 
 Axis = int | tuple[int, ...]
 Gate = jax.Array | float | None

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jln._core.derivatives import Rules, Unneeded, batched_like, named_statistics
 from jln._core.layout import Dim, Dims, Kind, Layout, Result
 from jln._core.operation import LinearOperation, Operation, only_rows_differ
-from jln._norm import formulas
-from jln._norm.signature import (
+from jln._junction import formulas
+from jln._junction.signature import (
     Branch,
     Cotangents,
     Gradients,
@@ -65,7 +65,7 @@ def _backward_layout(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_
 
 
 def _launcher():
-    from jln._norm import launcher
+    from jln._junction import launches as launcher
 
     return launcher
 

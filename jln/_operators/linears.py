@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec
 
 from jln import _checks
 from jln._core.derivatives import in_one_program, with_automatic_axes
-from jln._norm.arguments import Gate, Given, arranged, checked
-from jln._norm_linear import rules
-from jln._norm_linear.signature import NormLinear, Operands, Results, Settings, few_features
+from jln._junction.arguments import Gate, Given, arranged, checked
+from jln._junction.linears import rules
+from jln._junction.linears.signature import NormLinear, Operands, Results, Settings, few_features
 from jln._routes import listed
 
 # One array, or one for each of several Linears.
@@ -212,7 +212,7 @@ def add_rms_norm_linear(
 def normalised_linear(given: Given, kernel: Kernels, bias: Biases, *, precision: PrecisionLike, **of_norm: Any) -> Any:
     """Call any of the `*_linear` operators for a module, those of RMSNorm with an offset too.
 
-    of_norm: the static arguments of `jln._norm.arguments.checked`.
+    of_norm: the static arguments of `jln._junction.arguments.checked`.
     """
     products = {"kernel": kernel, "bias": bias, "precision": precision}
     return _checked(**given.present(), **products, **of_norm, implementation=None, forward_mode=True)

@@ -1,10 +1,10 @@
 """LayerNorm and the Linears behind it, forward and backward derived by hand, the norm by whatever computes it.
 
 Rows are indexed by m, the H elements of a row by h, the N results by n. x_hat, s, mean and rstd are those of
-`jln._norm.formulas`, whose terms (1) to (9) are cited here; K is the kernel, b the offset (0 when absent).
+`jln._junction.formulas`, whose terms (1) to (9) are cited here; K is the kernel, b the offset (0 when absent).
 
 With several Linears (11) to (13) are of each of them, and (14) is the sum over all. With a residual the row is
-`total`, and its own cotangent is added to (17), as in `jln._norm.formulas`.
+`total`, and its own cotangent is added to (17), as in `jln._junction.formulas`.
 
 Forward:
 
@@ -43,11 +43,11 @@ simulating bfloat16 and float16 operands with float32 sums.
   digits. Both would save a pass over dz, which XLA's dot writes and dx reads in any case: the direct sums are used.
 - dz in 16 bits underflows for small dy in float16: it stays in the compute dtype.
 
-Shapes are those of `jln._norm_linear.signature`. No operand is written out over vmap's axes: einsum drops axes of
+Shapes are those of `jln._junction.linears.signature`. No operand is written out over vmap's axes: einsum drops axes of
 size 1 that the other side has longer. A result is in the dtype that `dtypes` names for it, and is not computed, nor
-what only it needs, where that is None. With `h_axes`, as in `jln._norm.formulas`, the sums of (11) are taken over the
-devices too. With `gathered`, axes of x and for each the mesh axes that split it, a device has its own rows of x and of
-all that has x's shape, and those of all devices along these axes of y and dy, whose features they split (Megatron's
+what only it needs, where that is None. With `h_axes`, as in `jln._junction.formulas`, the sums of (11) are taken over
+the devices too. With `gathered`, axes of x and for each the mesh axes that split it, a device has its own rows of x and
+of all that has x's shape, and those of all devices along these axes of y and dy, whose features they split (Megatron's
 sequence parallelism): z is gathered, and dz added up where its rows are.
 
 Dtypes: a product's operands are in promote_types(x.dtype, kernel.dtype), the dtype of its y, and its sums in the
@@ -63,9 +63,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jln._core.derivatives import batched_like
-from jln._norm import formulas as jnp_norms
-from jln._norm import signature as norm
-from jln._norm_linear.signature import (
+from jln._junction import formulas as jnp_norms
+from jln._junction import signature as norm
+from jln._junction.linears.signature import (
     ColumnSums,
     Cotangents,
     Gradients,

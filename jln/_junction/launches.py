@@ -1,4 +1,4 @@
-"""Launchers of the norm kernels: N-D operands in, grids out, for the operations of `jln._norm.formulas`."""
+"""Launchers of the norm kernels: N-D operands in, grids out, for the operations of `jln._junction.formulas`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jln._norm import kernels, tiles
-from jln._norm.signature import Cotangents, Gradients, Norm, Operands, Outcome
+from jln._junction import tiles
+from jln._junction.kernels import norm as kernels
+from jln._junction.signature import Cotangents, Gradients, Norm, Operands, Outcome
 from jln._triton.launch import launch
 from jln._triton.target import Target
 from jln._triton.tile import Tile, ceil_div

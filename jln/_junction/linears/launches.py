@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from jln._core.operation import only_rows_differ
-from jln._norm import launcher as norms
-from jln._norm import signature as norm
-from jln._norm.formulas import common_batch, with_batch
-from jln._norm_linear import formulas, kernels, tiles
-from jln._norm_linear.signature import (
+from jln._junction import launches as norms
+from jln._junction import signature as norm
+from jln._junction.formulas import common_batch, with_batch
+from jln._junction.kernels import with_linear as kernels
+from jln._junction.linears import formulas, tiles
+from jln._junction.linears.signature import (
     ColumnSums,
     Cotangents,
     Gradients,

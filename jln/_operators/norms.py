@@ -10,9 +10,9 @@ from jax.typing import DTypeLike
 
 from jln import _checks
 from jln._core.derivatives import in_one_program, with_automatic_axes
-from jln._norm import rules
-from jln._norm.arguments import Axis, Gate, Given, arranged, checked, on_several_axes
-from jln._norm.signature import Results, Settings
+from jln._junction import rules
+from jln._junction.arguments import Axis, Gate, Given, arranged, checked, on_several_axes
+from jln._junction.signature import Results, Settings
 from jln._routes import listed
 
 

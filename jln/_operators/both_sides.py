@@ -9,10 +9,10 @@ from jax.typing import DTypeLike
 
 from jln import _checks
 from jln._core.derivatives import in_one_program, with_automatic_axes
-from jln._norm.arguments import Axis, Given, arranged, checked, on_several_axes
-from jln._norm.signature import Settings
-from jln._norm_add_norm import rules
-from jln._norm_add_norm.signature import Operands, Results
+from jln._junction.arguments import Axis, Given, arranged, checked, on_several_axes
+from jln._junction.both_sides import rules
+from jln._junction.both_sides.signature import Operands, Results
+from jln._junction.signature import Settings
 from jln._routes import listed
 
 

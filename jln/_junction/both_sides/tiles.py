@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jln._norm import tiles as norms
+from jln._junction import tiles as norms
 from jln._triton.chip import Chip
 from jln._triton.target import Target
 from jln._triton.tile import Tile, aligned, next_power_of_2

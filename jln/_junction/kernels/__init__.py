@@ -1,0 +1,1 @@
+"""The Triton kernels, which cite the numbers of the formulas."""

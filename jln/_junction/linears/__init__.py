@@ -1,0 +1,1 @@
+"""The Linears behind the norm: files are named as in `jln._junction`."""
