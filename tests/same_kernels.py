@@ -1,4 +1,4 @@
-"""Rung 3: what the compiler is given, and makes, of every launch, compared with another commit.
+"""Compare what the compiler is given, and makes, of every launch with another commit (rung 3).
 
     python tests/same_kernels.py HEAD~1          # the launches of the working tree beside those of a commit
     python tests/same_kernels.py HEAD~1 --ptx    # and PTX of all of them, not only of those whose Triton IR differs
