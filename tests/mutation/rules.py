@@ -297,8 +297,8 @@ RULES = [
     # The reference and the checker
     Mutant(
         "the reference's sum not rounded", REFERENCE,
-        "return jax.lax.optimization_barrier((x + residual.astype(x.dtype)).astype(dtype))",
-        "return (x + residual.astype(x.dtype)).astype(dtype)",
+        "total = jax.lax.optimization_barrier((total + residual.astype(total.dtype)).astype(total_dtype))",
+        "total = (total + residual.astype(total.dtype)).astype(total_dtype)",
         ("tests/test_rounded_sum.py::test_it_is_what_is_returned_that_is_normed[add_layer_norm-reference-jitted]",),
     ),
     Mutant(
