@@ -50,8 +50,7 @@ def is_one_of_the_workbenchs(case):
     """Return whether `workbench.truth` takes a case: rows of x [M, H], parameters that all of them share."""
     rank_two = len(case.shape) == 2 and case.axes == (1,) and not case.levels
     complete = case.asks == "gradient" and len(case.cotangents) == 1 + case.form.adds and case.number is None
-    one_more = "zero_centered_scale" in case.static and "scale" not in case.operands  # of x's scale alone
-    if not rank_two or not complete or one_more or case.several:
+    if not rank_two or not complete or case.several:
         return False
     m, h = case.shape
     of_rows = ("x", "residual", "z", "kernel")

@@ -133,125 +133,188 @@ def truth(operator: Operator, operands, cotangent, total=None, *, zero_centered_
     given = {n: np.asarray(a) for n, a in zip(operator.kind.names, operands, strict=True) if a is not None}
     x, kernel = given["x"], given.get("kernel")
     dy, dtotal = cotangent if isinstance(cotangent, tuple) else (cotangent, None)
-    dtype = x.dtype if kernel is None else jnp.promote_types(x.dtype, kernel.dtype)
     wide = np.longdouble if x.dtype == np.float64 else np.float64
-    eps = float(jnp.finfo(jnp.promote_types(dtype, jnp.float32)).eps)
-    s, b, c = (given[n].astype(wide) if n in given else d for n, d in (("scale", 1), ("offset", 0), ("bias", 0)))
-    s = s + zero_centered_scale
-    e = given["x_bias"].astype(wide) if "x_bias" in given else 0
-    m, h = x.shape
-    gate_first = operator.entry.options == _catalogue.GATE_FIRST
-    gate = np.broadcast_to(given.get("gate", np.ones((1, 1), x.dtype)), x.shape)
-    values, roundings = defaultdict(list), defaultdict(list)
-    # Independent errors: each factor's own, and that of each addition, relative to a partial sum as large as the square
-    # root of the number of terms.
-    sums, squares = defaultdict(int), defaultdict(int)
-    block = max(1, 2**20 // h)
-    for first in range(0, m, block):
-        rows = slice(first, first + block)
-        v, d = (np.asarray(a)[rows].astype(wide) for a in (x, dy))
-        x_wide, branch, w = v, v + e, gate[rows].astype(wide)
-        if in_front := operator.entry.in_front is not None:
-            x_rstd = 1 / np.sqrt((v * v).mean(-1, keepdims=True) + wide(epsilon))
-            t = given["x_scale"].astype(wide) + zero_centered_scale if "x_scale" in given else np.ones(h, wide)
-            x_hat_in_front, branch = v * x_rstd, v * x_rstd * t
-        if operator.adds:
-            v = w * branch + given["residual"][rows].astype(wide)
-            values["total"].append(v)
-            # Terms that are larger than their sum have been rounded, too, if they are made here.
-            more = in_front or {"x_bias", "gate"} & {*given}
-            terms = _largest(w * branch) + _largest(w) * np.max(np.abs(e)) if more else 0
-            roundings["total"].append(eps * (_largest(v) + terms))
-            v = total[rows].astype(wide)
-        silu_rounding = 4 * eps  # its own, and that of what it multiplies
-        u, slope = _silu(given["z"][rows].astype(wide)) if "z" in given else (1, 0)
-        if gate_first:
-            v = v * u
-        rounding = eps * _largest(v)  # of the mean, and so of x - mean
-        if operator.subtract_mean:
-            v = v - v.mean(-1, keepdims=True)
-        rstd = 1 / np.sqrt((v * v).mean(-1, keepdims=True) + wide(epsilon))
-        x_hat = v * rstd
-        rounding = rounding * rstd + eps * _largest(x_hat)
-        if gate_first:
-            rounding = rounding + silu_rounding * _largest(x_hat)
-        y = z = x_hat * s + b
-        y_rounding = z_rounding = rounding * np.max(np.abs(s)) + eps * _largest(z)
-        if operator.entry.adds_behind:
-            y = y + given["residual"][rows].astype(wide)
-            y_rounding = y_rounding + eps * _largest(y)
-        dz, dz_square = d, 0
-        if "z" in given and not gate_first:
-            y, dz, dz_square = z * u, d * u, (silu_rounding * d * u) ** 2
-            y_rounding = y_rounding * np.abs(u) + silu_rounding * np.abs(y)
-            values["dz"].append(d * z * slope)
-            roundings["dz"].append(z_rounding * np.abs(d * slope) + silu_rounding * np.abs(d * z))
-        if kernel is not None:
-            k = kernel.astype(wide)
-            if dtype.itemsize < 4:  # an operand of the product
-                z_rounding = z_rounding + float(jnp.finfo(dtype).eps) * np.abs(z)
-            y = z @ k + c
-            z_square = np.broadcast_to(z_rounding**2, z.shape)
-            y_rounding = np.sqrt(z_square @ k**2 + h * eps**2 * (z**2 @ k**2) + (eps * y) ** 2 + (eps * c) ** 2)
-            dz, dz_square = d @ k.T, len(k.T) * eps**2 * (d**2 @ (k**2).T)
-            sums["dkernel"] += z.T @ d
-            squares["dkernel"] += z_square.T @ d**2 + m * eps**2 * ((z**2).T @ d**2)
-            sums["dbias"] += d.sum(0)
-            squares["dbias"] += m * eps**2 * (d**2).sum(0)
-        g = dz * s
-        c1 = g.mean(-1, keepdims=True) if operator.subtract_mean else 0
+    of_rows = {n: given.pop(n) for n in ("x", "residual", "z") if n in given} | {"dy": np.asarray(dy)}
+    of_rows["gate"] = np.broadcast_to(given.get("gate", np.ones((1, 1), x.dtype)), x.shape)
+    of_rows |= {n: np.asarray(a) for n, a in (("total", total), ("dtotal", dtotal)) if a is not None}
+    shared = {n: a.astype(wide) for n, a in given.items()}
+    shared |= {n: shared[n] + zero_centered_scale for n in ("scale", "x_scale") if n in shared}
+    dtype = x.dtype if kernel is None else jnp.promote_types(x.dtype, kernel.dtype)
+    true = _Truth(operator.entry, shared, len(x), dtype, wide(epsilon))
+    block = max(1, 2**20 // x.shape[1])
+    for first in range(0, len(x), block):
+        rows = {n: a[first : first + block].astype(wide) for n, a in of_rows.items()}
+        branch, relative, back_through_branch = _branch(true, rows)
+        v, relative, back_through_total = _total(true, rows, branch, relative)
+        z, rounding, back_through_norm = _norm(true, v, relative)
+        dz, square = _behind(true, rows, z, rounding)
+        back_through_branch(*back_through_total(*back_through_norm(dz, square)))
+    return true.complete()
+
+
+# Each paragraph of the sentence, of rows [m, H] and of the operands that all rows share. It returns its value, what one
+# rounding of each intermediate may change of that (`relative`: as a part of it), and the way back: a function that
+# keeps gradients and takes a cotangent, with what roundings may change of it, to what the paragraph began with.
+
+
+def _branch(true: _Truth, rows):
+    """The branch: `x + x_bias`, `rms_norm(x, x_scale)` or `x * silu(z)`."""
+    x, eps = rows["x"], true.eps
+    u, slope = _silu(rows["z"]) if "z" in rows else (1, 0)
+
+    def to_x(d, rounding):
+        true.keep("dx", d, _largest(rounding) + eps * _largest(d) * ("gate" in true.shared))
+        if "x_bias" in true.shared:
+            true.add("dx_bias", d, rounding**2 + true.m * (eps * d) ** 2)
+
+    def to_x_and_z(d, rounding):
+        true.keep("dx", d * u, rounding * np.abs(u) + true.of_silu * np.abs(d * u))
+        true.keep("dz", d * x * slope, rounding * np.abs(x * slope) + true.of_silu * np.abs(d * x))
+
+    if true.entry.options == _catalogue.GATE_FIRST:
+        return x * u, true.of_silu, to_x_and_z
+    if true.entry.in_front is None:
+        return x + true.shared.get("x_bias", 0), 0, to_x
+
+    x_hat, x_hat_rounding, through = _normalised(true, x, 0, centres=true.entry.in_front.centres)
+    scale = true.shared.get("x_scale", 1)
+
+    def to_x_and_its_scale(d, rounding):
+        changed = (rounding * x_hat) ** 2 + (d * x_hat_rounding) ** 2
+        true.add("dx_scale", d * x_hat, changed + true.m * (eps * d * x_hat) ** 2)
+        g, largest = d * scale, _largest(rounding) + eps * _largest(d) * ("gate" in true.shared)
+        true.keep("dx", *through(g, largest * np.max(np.abs(scale)) + eps * _largest(g)))
+
+    return x_hat * scale, 0, to_x_and_its_scale
+
+
+def _total(true: _Truth, rows, branch, relative):
+    """The sum `residual + gate * branch`: kept as it is, and returned as it was rounded."""
+    if not true.entry.adds:
+        return branch, relative, lambda d, rounding: (d, rounding)
+    gate, eps = rows["gate"], true.eps
+    total = gate * branch + rows["residual"]
+    # Terms that are larger than their sum have been rounded, too, if they are made here.
+    more = true.entry.in_front is not None or {"x_bias", "gate"} & {*true.shared}
+    terms = _largest(gate * branch) + _largest(gate) * np.max(np.abs(true.shared.get("x_bias", 0))) if more else 0
+    true.keep("total", total, eps * (_largest(total) + terms))
+
+    def back(d, rounding):
+        d = d + rows.get("dtotal", 0)
+        true.keep("dresidual", d, rounding)
+        if "gate" in true.shared:
+            of_gate, square = d * branch, (branch * rounding) ** 2 + (eps * d * branch) ** 2
+            if true.shared["gate"].ndim == 1:
+                true.add("dgate", of_gate, square + (true.m - 1) * (eps * of_gate) ** 2)
+            else:
+                squares = (square + (gate.shape[1] - 1) * (eps * of_gate) ** 2).sum(1, keepdims=True)
+                true.keep("dgate", of_gate.sum(1, keepdims=True), np.sqrt(squares))
+        return gate * d, np.abs(gate) * rounding
+
+    return rows["total"], 0, back
+
+
+def _norm(true: _Truth, total, relative):
+    """The norm of the total, `x_hat * scale + offset`."""
+    eps, scale = true.eps, true.shared.get("scale", 1)
+    # The mean is rounded, and so x - mean.
+    x_hat, rounding, through = _normalised(
+        true, total, eps * _largest(total), centres=true.entry.centres, relative=relative
+    )
+    z = x_hat * scale + true.shared.get("offset", 0)
+
+    def back(dz, square):
+        changed = square * x_hat**2 + (dz * rounding) ** 2
+        true.add("dscale", dz * x_hat, changed + true.m * (eps * dz * x_hat) ** 2)
+        true.add("doffset", dz, square + true.m * (eps * dz) ** 2)
+        g = dz * scale
+        return through(g, np.sqrt(square) * np.abs(scale) + eps * _largest(g))
+
+    return z, rounding * np.max(np.abs(scale)) + eps * _largest(z), back
+
+
+def _behind(true: _Truth, rows, z, rounding):
+    """What is behind the norm, `[* silu(z)] [+ residual] [@ kernel + bias]`: keeps y.
+
+    Returns the cotangent of what the norm gives and the square of what roundings may change of it.
+    """
+    y, y_rounding, d, eps = z, rounding, rows["dy"], true.eps
+    dz, square = d, 0
+    if "z" in rows and true.entry.options != _catalogue.GATE_FIRST:
+        u, slope = _silu(rows["z"])
+        true.keep("dz", d * z * slope, rounding * np.abs(d * slope) + true.of_silu * np.abs(d * z))
+        y, dz, square = z * u, d * u, (true.of_silu * d * u) ** 2
+        y_rounding = rounding * np.abs(u) + true.of_silu * np.abs(y)
+    if true.entry.adds_behind:
+        y = y + rows["residual"]
+        y_rounding = y_rounding + eps * _largest(y)
+        true.keep("dresidual", d, np.zeros_like(d))
+    if "kernel" in true.shared:
+        k, c = true.shared["kernel"], true.shared.get("bias", 0)
+        if true.dtype.itemsize < 4:  # an operand of the product
+            rounding = rounding + float(jnp.finfo(true.dtype).eps) * np.abs(z)
+        y = z @ k + c
+        z_square = np.broadcast_to(rounding**2, z.shape)
+        y_rounding = np.sqrt(z_square @ k**2 + len(k) * eps**2 * (z**2 @ k**2) + (eps * y) ** 2 + (eps * c) ** 2)
+        dz, square = d @ k.T, len(k.T) * eps**2 * (d**2 @ (k**2).T)
+        true.add_up("dkernel", z.T @ d, z_square.T @ d**2 + true.m * eps**2 * ((z**2).T @ d**2))
+        true.add_up("dbias", d.sum(0), true.m * eps**2 * (d**2).sum(0))
+    true.keep("y", y, y_rounding)
+    return dz, square
+
+
+def _normalised(true: _Truth, v, rounding, *, centres, relative=0):
+    """Return x_hat of v, what roundings may change of it, and the way back through the statistics."""
+    if centres:
+        v = v - v.mean(-1, keepdims=True)
+    rstd = 1 / np.sqrt((v * v).mean(-1, keepdims=True) + true.epsilon)
+    x_hat = v * rstd
+    rounding = rounding * rstd + true.eps * _largest(x_hat) + relative * _largest(x_hat)
+
+    def through(g, g_rounding):
+        c1 = g.mean(-1, keepdims=True) if centres else 0
         c2 = (g * x_hat).mean(-1, keepdims=True)
-        g_rounding = np.sqrt(dz_square) * np.abs(s) + eps * _largest(g)
-        values["y"].append(y)
-        roundings["y"].append(y_rounding)
-        of_total = rstd * (g - c1 - x_hat * c2) + (0 if dtotal is None else np.asarray(dtotal)[rows].astype(wide))
-        values["dresidual"].append(d if operator.entry.adds_behind else of_total)
-        if not in_front:
-            values["dx"].append(w * of_total)
         # Of a constant row x_hat is 0 but for rounding, which then counts squared.
         statistics = rounding * (np.abs(c2) + _largest(g) * (_largest(x_hat) + rounding))
-        of_total_rounding = rstd * (_largest(g_rounding) + statistics)
-        roundings["dresidual"].append(of_total_rounding)
-        if in_front:
-            of_u, u_rounding = of_total * t, eps * _largest(x_hat_in_front)
-            c = (of_u * x_hat_in_front).mean(-1, keepdims=True)
-            values["dx"].append(x_rstd * (of_u - x_hat_in_front * c))
-            statistics = u_rounding * (np.abs(c) + _largest(of_u) * (_largest(x_hat_in_front) + u_rounding))
-            of_u_rounding = of_total_rounding * np.max(np.abs(t)) + eps * _largest(of_u)
-            roundings["dx"].append(x_rstd * (of_u_rounding + statistics))
-            sums["dx_scale"] += (of_total * x_hat_in_front).sum(0)
-            squares["dx_scale"] += (
-                (of_total_rounding * x_hat_in_front) ** 2
-                + (of_total * u_rounding) ** 2
-                + m * (eps * of_total * x_hat_in_front) ** 2
-            ).sum(0)
-        elif gate_first:
-            values["dx"][-1] = of_total * u
-            roundings["dx"].append(of_total_rounding * np.abs(u) + silu_rounding * np.abs(of_total * u))
-            values["dz"].append(of_total * x_wide * slope)
-            of_slope = silu_rounding * np.abs(of_total * x_wide)
-            roundings["dz"].append(of_total_rounding * np.abs(x_wide * slope) + of_slope)
-        else:
-            roundings["dx"].append(of_total_rounding * _largest(w) + eps * _largest(w * of_total) * ("gate" in given))
-        if "x_bias" in given:
-            sums["dx_bias"] += (w * of_total).sum(0)
-            squares["dx_bias"] += ((w * of_total_rounding) ** 2 + m * (eps * w * of_total) ** 2).sum(0)
-        if "gate" in given:
-            of_gate, square = of_total * branch, (branch * of_total_rounding) ** 2 + (eps * of_total * branch) ** 2
-            if given["gate"].shape == x.shape[1:]:
-                sums["dgate"] += of_gate.sum(0)
-                squares["dgate"] += (square + (m - 1) * (eps * of_gate) ** 2).sum(0)
-            else:
-                values["dgate"].append(of_gate.sum(1, keepdims=True))
-                roundings["dgate"].append(np.sqrt((square + (h - 1) * (eps * of_gate) ** 2).sum(1, keepdims=True)))
-        sums["dscale"] += (dz * x_hat).sum(0)
-        squares["dscale"] += (dz_square * x_hat**2 + (dz * rounding) ** 2 + m * (eps * dz * x_hat) ** 2).sum(0)
-        sums["doffset"] += dz.sum(0)
-        squares["doffset"] += (dz_square + m * (eps * dz) ** 2).sum(0)
-    values, roundings = ({n: np.concatenate(a) for n, a in of_rows.items()} for of_rows in (values, roundings))
-    values |= sums
-    roundings |= {n: np.sqrt(a) for n, a in squares.items()}
-    return values, roundings
+        return rstd * (g - c1 - x_hat * c2), rstd * (_largest(g_rounding) + statistics)
+
+    return x_hat, rounding, through
+
+
+class _Truth:
+    """What is true of the rows that were seen: values by name, and what roundings may change of them.
+
+    entry, shared: the operator and the operands that all rows share. m: all rows. dtype: of a product's operands.
+
+    Errors are independent: each factor's own, and that of each addition, relative to a partial sum as large as the
+    square root of the number of terms.
+    """
+
+    def __init__(self, entry: _catalogue.Operator, shared, m, dtype, epsilon):
+        self.entry, self.shared, self.m, self.dtype, self.epsilon = entry, shared, m, dtype, epsilon
+        self.eps = float(jnp.finfo(jnp.promote_types(dtype, jnp.float32)).eps)
+        self.of_silu = 4 * self.eps  # its own rounding, and that of what it multiplies
+        self.values, self.roundings = defaultdict(list), defaultdict(list)
+        self.sums, self.squares = defaultdict(int), defaultdict(int)
+
+    def keep(self, name, value, rounding):
+        """Keep what each row has of its own."""
+        self.values[name].append(value)
+        self.roundings[name].append(rounding)
+
+    def add_up(self, name, value, square):
+        """Add to what all rows share."""
+        self.sums[name] += value
+        self.squares[name] += square
+
+    def add(self, name, of_rows, squares):
+        """Add the rows up, and to what all rows share."""
+        self.add_up(name, of_rows.sum(0), squares.sum(0))
+
+    def complete(self):
+        """The values of all rows, and what roundings may change of them."""
+        values, roundings = ({n: np.concatenate(a) for n, a in of.items()} for of in (self.values, self.roundings))
+        return values | self.sums, roundings | {n: np.sqrt(a) for n, a in self.squares.items()}
 
 
 def _silu(z):
