@@ -234,7 +234,7 @@ def _norm(true: _Truth, total, relative):
 
 
 def _behind(true: _Truth, rows, z, rounding):
-    """What is behind the norm, `[* silu(z)] [+ residual] [@ kernel + bias]`: keeps y.
+    """Keep y, with what is behind the norm: `[* silu(z)] [+ residual] [@ kernel + bias]`.
 
     Returns the cotangent of what the norm gives and the square of what roundings may change of it.
     """
@@ -282,7 +282,7 @@ def _normalised(true: _Truth, v, rounding, *, centres, relative=0):
 
 
 class _Truth:
-    """What is true of the rows that were seen: values by name, and what roundings may change of them.
+    """The truth of the rows that were seen: values by name, and what roundings may change of them.
 
     entry, shared: the operator and the operands that all rows share. m: all rows. dtype: of a product's operands.
 
