@@ -13,7 +13,8 @@ from jln._fuse.certificate import Constants
 from jln._fuse.graph import Graph, Node, Value
 from jln._fuse.junctions import Addition, Junction, addition_of, junction_of
 from jln._fuse.linears import Linear, keeping_nothing_of_y, linears_of, products_of
-from jln._fuse.norms import Miss, Norm, Parameter, norms_of, peeled, plus
+from jln._fuse.norms import Miss, Norm, norms_of
+from jln._fuse.regions import Parameter, peeled, plus
 from jln._operators import linears as with_linears
 from jln._operators import norms
 from jln._operators.both_sides import rms_norm_add_rms_norm

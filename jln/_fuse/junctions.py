@@ -9,7 +9,8 @@ import numpy as np
 
 from jln._fuse.certificate import Constants
 from jln._fuse.graph import Graph, Value
-from jln._fuse.norms import Norm, Parameter, peeled, promoted, widens
+from jln._fuse.norms import Norm
+from jln._fuse.regions import Parameter, peeled, promoted, widens
 
 Gate = Parameter | float | None
 

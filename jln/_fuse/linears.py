@@ -15,7 +15,8 @@ from jax import Array, lax
 
 from jln._fuse.certificate import FLOATS, Constants
 from jln._fuse.graph import Graph, Node, Value
-from jln._fuse.norms import Norm, Parameter, peeled, promoted
+from jln._fuse.norms import Norm
+from jln._fuse.regions import Parameter, peeled, promoted
 
 
 class Linear(NamedTuple):
