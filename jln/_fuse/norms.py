@@ -47,7 +47,7 @@ class Miss(NamedTuple):
 
 
 def norms_of(graph: Graph, constants: Constants) -> tuple[list[Norm], list[Miss]]:
-    found: list[Norm] = []
+    norms: list[Norm] = []
     misses: list[Miss] = []
     used: set[Node] = set()
     for node in graph.nodes:
@@ -61,14 +61,14 @@ def norms_of(graph: Graph, constants: Constants) -> tuple[list[Norm], list[Miss]
             region = Region(x, node, axes, constants)
             certified = [n for n in _norms_in(region, graph) if n.is_of_rows]
             if certified:
-                found += certified
+                norms += certified
                 used |= frozenset().union(*(n.nodes for n in certified))
                 break
             why = why or region.why_none()
         else:
             if why is not None and _is_of_squares(node):
                 misses.append(Miss(node, why))
-    return found, [m for m in misses if m.node not in used]
+    return norms, [m for m in misses if m.node not in used]
 
 
 def _summed_axes(node: Node) -> tuple[int, ...]:
@@ -112,10 +112,10 @@ def _norms_in(region: Region, graph: Graph) -> Iterator[Norm]:
         return
     order = {p: i for i, p in enumerate(dict.fromkeys(region.leaves.values()))}
     certificates = _certified(region, order)
+    results = [region.nodes[c.place].output for c in certificates]
     chosen: list[Norm] = []
-    for place, epsilon, centres, *roles in certificates:
-        y = region.nodes[place].output
-        scale, offset, gate = (None if r is None else list(order)[r] for r in roles)
+    for c, y in zip(certificates, results, strict=True):
+        scale, offset, gate = (None if i is None else list(order)[i] for i in c.roles)
         z = None
         if gate is not None:
             z = _gate_of(gate.source, region.constants)
@@ -124,15 +124,15 @@ def _norms_in(region: Region, graph: Graph) -> Iterator[Norm]:
         if any(y is n.y or y.maker in n.nodes for n in chosen):
             continue
         nodes = region.makers(y)
-        if z is not None and any(_is_read_outside(graph, region.nodes[at].output, nodes) for at, *_ in certificates):
+        if z is not None and any(_is_read_outside(graph, other, nodes) for other in results):
             continue  # the norm in front of the gate would be made twice
         before = y.maker.inputs[0] if y.maker is not None else y
-        if y.operation == "convert_element_type" and not graph.is_read_once(before):
+        if y.operation == "convert_element_type" and before.maker in nodes and not graph.is_read_once(before):
             # Who else reads the wide result would have it made again: then all read it.
-            is_norm = [region.nodes.index(before.maker), epsilon, centres, *roles] if before.maker in nodes else None
-            if is_norm is not None and tuple(is_norm) in certificates and not widens(before):
+            wide = c._replace(place=region.nodes.index(before.maker))
+            if wide in certificates and not widens(before):
                 y, nodes = before, nodes - {y.maker}
-        chosen.append(Norm(region.x, y, region.features, epsilon, centres, scale, offset, z, nodes))
+        chosen.append(Norm(region.x, y, region.features, c.epsilon, c.centres, scale, offset, z, nodes))
     yield from chosen
 
 
@@ -162,25 +162,38 @@ def _gate_of(value: Value, constants: Constants) -> Value | None:
     (z,) = sources
     probe = drawn((64,), 1) * 3
     counted: set[Node] = set()
-    made = computed(ordered, {z: probe}, constants, counted=counted).get(value)
+    gate = computed(ordered, {z: probe}, constants, counted=counted).get(value)
     if not {*ordered} <= counted:
         return None
-    return z if made is not None and made.shape == probe.shape and agree(made, silu(probe)) else None
+    return z if gate is not None and gate.shape == probe.shape and agree(gate, silu(probe)) else None
 
 
 _OF_SILU = ("mul", "logistic", "convert_element_type", "div", "exp", "neg", "add")
 
 
+class Roles(NamedTuple):
+    """A norm's scale, offset and gate, each a number among the region's parameters; None where there is none."""
+
+    scale: int | None
+    offset: int | None
+    gate: int | None
+
+
+class Certificate(NamedTuple):
+    """A certificate that a node of a region makes a norm. place: the node's, among the region's nodes."""
+
+    place: int
+    epsilon: float
+    centres: bool
+    roles: Roles
+
+
 # What is certified of a region, by its structure: the layers of a model have one. It is forgotten when it is too much.
-_remembered: dict[tuple, tuple[tuple, ...]] = {}
+_remembered: dict[tuple, tuple[Certificate, ...]] = {}
 
 
-def _certified(region: Region, order: dict[Parameter, int]) -> tuple[tuple, ...]:
-    """The certificates of a region's candidates, the last first.
-
-    Each is (its node's place, epsilon, whether the mean is subtracted, and the numbers of the parameters that are
-    scale, offset and gate, None where there is none).
-    """
+def _certified(region: Region, order: dict[Parameter, int]) -> tuple[Certificate, ...]:
+    """The certificates of a region's candidates, the last first. order: the number of each parameter."""
     structure = region.structure(order)
     if structure not in _remembered:
         if len(_remembered) >= 4096:
@@ -189,7 +202,7 @@ def _certified(region: Region, order: dict[Parameter, int]) -> tuple[tuple, ...]
     return _remembered[structure]
 
 
-def _certificates(region: Region, order: dict[Parameter, int]) -> Iterator[tuple]:
+def _certificates(region: Region, order: dict[Parameter, int]) -> Iterator[Certificate]:
     x, features, parameters = region.x, region.features, list(order)
     shape = [n if a in features else min(n, ROWS) for a, n in enumerate(x.shape)]
     values = {
@@ -197,31 +210,32 @@ def _certificates(region: Region, order: dict[Parameter, int]) -> Iterator[tuple
         for i, p in enumerate(parameters)
         if len(p.shape) == x.ndim and all(m in (1, n) for m, n in zip(p.shape, x.shape, strict=True))
     }
-    given = {v: values[order[p]] for v, p in region.leaves.items() if order[p] in values}
+    leaves = {v: values[order[p]] for v, p in region.leaves.items() if order[p] in values}
     h = math.prod(x.shape[a] for a in features)
-    read = {region.constants.number(v) for n in region.nodes for v in n.inputs}
-    added = sorted(c for c in read if c is not None and 0 < c < 0.1)
-    epsilons = dict.fromkeys((0.0, *added, *(c / h for c in added)))
-    draws = [size * drawn(shape, 0) for size in _sizes(read)]
+    constants = {region.constants.number(v) for n in region.nodes for v in n.inputs}
+    small = sorted(c for c in constants if c is not None and 0 < c < 0.1)
+    epsilons = dict.fromkeys((0.0, *small, *(c / h for c in small)))
+    draws = [size * drawn(shape, 0) for size in _sizes(constants)]
     exact = (1 / h, math.sqrt(h), 1 / math.sqrt(h))
     counted: set[Node] = set()
-    made = [
-        computed(region.nodes, {x: rows, **given}, region.constants, _squares(rows, features), exact, counted)
+    results = [
+        computed(region.nodes, {x: rows, **leaves}, region.constants, _squares(rows, features), exact, counted)
         for rows in draws
     ]
     for y in reversed(region.candidates):
         numbers = [order[p] for p in region.parameters[y]]
-        if widens(y) or any(y not in m for m in made):
+        if widens(y) or any(y not in result for result in results):
             continue
         if not region.makers(y) <= counted:
             continue
         for centres, epsilon, roles in itertools.product((False, True), epsilons, _roles(numbers, region, parameters)):
             arrays = [None if i is None else values[i] for i in roles]
-            if _has_operator(centres, *roles) and all(
-                agree(m[y], _formula(rows, features, epsilon, centres, *arrays))
-                for m, rows in zip(made, draws, strict=True)
+            if _has_operator(centres, roles) and all(
+                agree(result[y], _formula(rows, features, epsilon, centres, *arrays))
+                for result, rows in zip(results, draws, strict=True)
             ):
-                yield next(i for i, n in enumerate(region.nodes) if n is y.maker), epsilon, centres, *roles
+                place = next(i for i, n in enumerate(region.nodes) if n is y.maker)
+                yield Certificate(place, epsilon, centres, roles)
                 break
 
 
@@ -241,15 +255,10 @@ def _squares(rows: np.ndarray, features: tuple[int, ...]) -> list[np.ndarray]:
     return means + [m * math.prod(rows.shape[a] for a in features) for m in means]
 
 
-Role = int | None
-
-
-def _roles(
-    numbers: Sequence[int], region: Region, parameters: Sequence[Parameter]
-) -> Iterator[tuple[Role, Role, Role]]:
+def _roles(numbers: Sequence[int], region: Region, parameters: Sequence[Parameter]) -> Iterator[Roles]:
     """The ways in which these may be scale, offset and gate: the gate has x's size, the others its features."""
     for places in itertools.permutations(range(3), len(numbers)):
-        roles: list[Role] = [None, None, None]
+        roles: list[int | None] = [None, None, None]
         for place, number in zip(places, numbers, strict=True):
             roles[place] = number
         *small, gate = roles
@@ -262,13 +271,12 @@ def _roles(
             for i in small
         )
         if of_features and (gate is None or parameters[gate].size == region.x.size):
-            yield roles[0], roles[1], roles[2]
+            yield Roles(*roles)
 
 
-def _has_operator(centres: bool, scale: Role, offset: Role, gate: Role) -> bool:
+def _has_operator(centres: bool, roles: Roles) -> bool:
     """False for an RMSNorm with an offset and for a gated LayerNorm, whose last steps are left to XLA."""
-    del scale
-    return (centres and gate is None) or (not centres and offset is None)
+    return (roles.gate if centres else roles.offset) is None
 
 
 def _formula(
