@@ -262,7 +262,7 @@ def _roles(numbers: Sequence[int], region: Region, parameters: Sequence[Paramete
         for place, number in zip(places, numbers, strict=True):
             roles[place] = number
         *small, gate = roles
-        of_features = all(
+        fits = all(
             i is None
             or (
                 parameters[i].size < region.x.size
@@ -270,7 +270,7 @@ def _roles(numbers: Sequence[int], region: Region, parameters: Sequence[Paramete
             )
             for i in small
         )
-        if of_features and (gate is None or parameters[gate].size == region.x.size):
+        if fits and (gate is None or parameters[gate].size == region.x.size):
             yield Roles(*roles)
 
 

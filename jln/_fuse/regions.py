@@ -75,8 +75,8 @@ class Region:
             for v in node.inputs:
                 self._made_of_x(v)
             self._add(node)
-            of = self.parameters[node.output]
-            if len(of) <= MOST_PARAMETERS and sum(p.size == self.x.size for p in of) <= 1:
+            parameters = self.parameters[node.output]
+            if len(parameters) <= MOST_PARAMETERS and sum(p.size == self.x.size for p in parameters) <= 1:
                 if node.output.shape == self.x.shape and node.output.dtype.name in FLOATS:
                     self.candidates.append(node.output)
                 follow(node.output)
@@ -104,14 +104,14 @@ class Region:
             return
         self._nodes[node] = None
         self._is_made_of_x[node.output] = True
-        of: set[Parameter] = set()
+        parameters: set[Parameter] = set()
         for v in node.inputs:
             if v in self.parameters:
-                of |= self.parameters[v]
+                parameters |= self.parameters[v]
             elif self.constants.number(v) is None:
                 self.leaves[v] = self.leaves.get(v) or peeled(v, self.constants)
-                of.add(self.leaves[v])
-        self.parameters[node.output] = frozenset(of)
+                parameters.add(self.leaves[v])
+        self.parameters[node.output] = frozenset(parameters)
 
     def makers(self, value: Value) -> frozenset[Node]:
         """The region's nodes that the value is made by."""
@@ -163,9 +163,9 @@ def widens(value: Value) -> bool:
     """True of a copy in a dtype that holds all of what it is a copy of."""
     if value.operation != "convert_element_type" or value.maker is None:
         return False
-    of = value.maker.inputs[0]
-    is_float = {value.dtype.name, of.dtype.name} <= FLOATS
-    return is_float and promoted(of.dtype, value.dtype) == value.dtype
+    source = value.maker.inputs[0]
+    is_float = {value.dtype.name, source.dtype.name} <= FLOATS
+    return is_float and promoted(source.dtype, value.dtype) == value.dtype
 
 
 def promoted(a: Any, b: Any) -> Any:
@@ -180,21 +180,21 @@ def peeled(value: Value, constants: Constants) -> Parameter:
     axes: list[int | None] = [i if n != 1 else None for i, n in enumerate(value.shape)]  # of `v`, for each of value's
     v = value
     while (node := v.maker) is not None and node.inputs:
-        of = node.inputs[0]
+        source = node.inputs[0]
         if node.operation == "broadcast_in_dim":
             dims = list(node.params["broadcast_dimensions"])
-            axes = [dims.index(a) if a in dims and of.shape[dims.index(a)] != 1 else None for a in axes]
+            axes = [dims.index(a) if a in dims and source.shape[dims.index(a)] != 1 else None for a in axes]
         elif node.operation in ("reshape", "squeeze", "expand_dims"):
-            if not only_ones_differ(of.shape, v.shape):
+            if not only_ones_differ(source.shape, v.shape):
                 break
-            olds, news = ([i for i, n in enumerate(s) if n != 1] for s in (of.shape, v.shape))
+            olds, news = ([i for i, n in enumerate(s) if n != 1] for s in (source.shape, v.shape))
             places = dict(zip(news, olds, strict=True))
             axes = [None if a is None else places[a] for a in axes]
         elif (same := plus(v, 0.0, constants)) is not None:
-            of = same
+            source = same
         elif not widens(v):
             break
-        v = of
+        v = source
         kept = [a for a in axes if a is not None]
         if kept == sorted(kept) and {*kept} == {i for i, n in enumerate(v.shape) if n != 1}:
             best = Parameter(v, tuple(1 if a is None else v.shape[a] for a in axes))
