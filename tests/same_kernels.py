@@ -164,7 +164,7 @@ _known: dict[Any, tuple[str, bytes]] = {}
 
 
 def described(case: Case, by_ptx: bool) -> tuple[Case, list[dict[str, Any]]]:
-    """What there is to compare of each launch of a case."""
+    """The description of each launch of a case: all that there is to compare."""
     from jln._triton import compiler
     from jln._triton.lowering import source
 

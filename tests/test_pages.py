@@ -383,30 +383,3 @@ def test_the_page_on_mutants_is_made_of_them():
     assert PAGES["tests/mutation/README.md"] == made
     picked = [line for line in PAGES["tests/README.md"].split("## Breaking")[1].splitlines() if line.startswith("| ")]
     assert [line for line in picked[1:] if line not in made.splitlines()] == []
-
-
-LESSON = re.findall(
-    r"^\((\d+)\) (.*)\n((?:      (?:jnp|kernel) .*\n)+)", PAGES["jln/README.md"].split("## The derivation")[1], re.M
-)
-SOURCES = {
-    who: "".join(p.read_text() for p in sorted((ROOT / "jln/_junction").glob(files)))
-    for who, files in {"jnp": "**/formulas.py", "kernel": "kernels/*.py"}.items()
-}
-
-
-def words(text: str) -> str:
-    return " ".join(text.split())
-
-
-def test_the_lesson_has_every_numbered_term():
-    defined = re.findall(r"^    \((\d+)\) .*=", SOURCES["jnp"], re.M)
-    assert sorted(number for number, _, _ in LESSON) == sorted(defined) and len(defined) > 30
-
-
-@pytest.mark.parametrize(("number", "formula", "quoted"), LESSON, ids=[number for number, _, _ in LESSON])
-def test_the_lesson_quotes_what_is_there(number, formula, quoted):
-    assert words(f"({number}) {formula}") in words(SOURCES["jnp"])
-    for who, code in re.findall(r"(jnp|kernel) +(.*)", quoted):
-        assert code.removesuffix("...").rstrip() in SOURCES[who]
-    cited = re.search(rf"# (\(\d+\), )*\({number}\)", SOURCES["kernel"])
-    assert cited is None or "kernel" in quoted

@@ -23,11 +23,11 @@ CHECKPOINTS = ("checkpoint", "remat2", "remat")
 WITH_BODIES = ("scan", "while", "cond", "jit", "pjit", "closed_call", "core_call")
 
 
-def evaluated(program: ClosedJaxpr, arrays: Sequence[Any], options: Options, found: list[Finding]) -> list[Any]:
-    """The program's results, with operators in the place of its norms. found: where findings are added."""
+def evaluated(program: ClosedJaxpr, arrays: Sequence[Any], options: Options, findings: list[Finding]) -> list[Any]:
+    """The program's results, with operators in the place of its norms. findings: where its own are added."""
     graph = Graph(program)
     own = rewrite(graph, options) if _is_of_known_shapes(program.jaxpr) else []
-    found += own
+    findings += own
     left = {f.node.position: f for f in own if f.operator is None}
     values: dict[Any, Any] = dict(zip(graph.inputs, arrays, strict=True))
 
@@ -35,14 +35,14 @@ def evaluated(program: ClosedJaxpr, arrays: Sequence[Any], options: Options, fou
         return v.constant if v.constant is not None else values[v]
 
     for node in graph.schedule():
-        given = [read(v) for v in node.inputs]
+        operands = [read(v) for v in node.inputs]
         if node.equation is not None and node.position in left:
             _note_left(left.pop(node.position))
         author = node if node.equation is not None else node.outputs[0].maker
         with _written_by(author):
             is_call = node.equation is None
-            made = _called(node, given) if is_call else _bound(node.equation, given, options, found)
-        for v, a in zip(node.outputs, made, strict=True):
+            results = _called(node, operands) if is_call else _bound(node.equation, operands, options, findings)
+        for v, a in zip(node.outputs, results, strict=True):
             values.setdefault(v, a)
     for finding in left.values():  # of which nothing runs
         _note_left(finding)
@@ -84,22 +84,22 @@ def place(node: Node) -> str:
     return source_info_util.summarize(infos[0])
 
 
-def _called(node: Node, given: Sequence[Any]) -> Sequence[Any]:
+def _called(node: Node, operands: Sequence[Any]) -> Sequence[Any]:
     """The results of a call, which is noted as an operator at the author's line if it is one."""
     assert node.call is not None
     finding: Finding | None = node.remark
     if finding is None:
         with _routes.listening():
-            return node.call(*given)
-    kept = f" ({finding.why})" if finding.why else ""
+            return node.call(*operands)
+    remark = f" ({finding.why})" if finding.why else ""
     path = "fused" if str(finding.operator).endswith("_linear") else "norm"
-    why = f"{', '.join(finding.operands)}{kept}; {place(finding.node)}"
-    _routes.note(f"jln.{finding.operator}", path, why, given[0])
+    why = f"{', '.join(finding.operands)}{remark}; {place(finding.node)}"
+    _routes.note(f"jln.{finding.operator}", path, why, operands[0])
     with _routes.listening():
-        return node.call(*given)
+        return node.call(*operands)
 
 
-def _bound(equation: Any, given: Sequence[Any], options: Options, found: list[Finding]) -> Sequence[Any]:
+def _bound(equation: Any, operands: Sequence[Any], options: Options, findings: list[Finding]) -> Sequence[Any]:
     """The results of an equation, its bodies rewritten where they have norms."""
     primitive, params = equation.primitive, equation.params
     # One that is differentiated stays: it is what backward makes again, which `jax.checkpoint` would not say of it.
@@ -109,23 +109,25 @@ def _bound(equation: Any, given: Sequence[Any], options: Options, found: list[Fi
         options = options._replace(is_checkpointed=True, keeps_products=keeps_products)
 
         def function(*arrays: Any) -> Any:
-            return evaluated(body, arrays, options, found)
+            return evaluated(body, arrays, options, findings)
 
-        return jax.checkpoint(function, prevent_cse=params["prevent_cse"], policy=params["policy"])(*given)
+        return jax.checkpoint(function, prevent_cse=params["prevent_cse"], policy=params["policy"])(*operands)
     if primitive.name == "shard_map":
-        return _sharded(params, given, options, found)
+        return _sharded(params, operands, options, findings)
     if primitive.name in WITH_BODIES:
-        params = {n: _rewritten_in(p, options, found) for n, p in params.items()}
-    made = primitive.bind(*given, **primitive.get_bind_params(params))
-    return made if primitive.multiple_results else [made]
+        params = {n: _rewritten_in(p, options, findings) for n, p in params.items()}
+    results = primitive.bind(*operands, **primitive.get_bind_params(params))
+    return results if primitive.multiple_results else [results]
 
 
-def _sharded(params: dict[str, Any], given: Sequence[Any], options: Options, found: list[Finding]) -> Sequence[Any]:
+def _sharded(
+    params: dict[str, Any], operands: Sequence[Any], options: Options, findings: list[Finding]
+) -> Sequence[Any]:
     body = ClosedJaxpr(params["jaxpr"], ())
     axes = params.get("newly_manual_axes") or params["manual_axes"]
 
     def function(*arrays: Any) -> tuple[Any, ...]:
-        return tuple(evaluated(body, arrays, options, found))
+        return tuple(evaluated(body, arrays, options, findings))
 
     return jax.shard_map(
         function,
@@ -134,29 +136,29 @@ def _sharded(params: dict[str, Any], given: Sequence[Any], options: Options, fou
         out_specs=tuple(params["out_specs"]),
         axis_names=set(axes),
         check_vma=params["check_vma"],
-    )(*given)
+    )(*operands)
 
 
-def _rewritten_in(param: Any, options: Options, found: list[Finding]) -> Any:
+def _rewritten_in(param: Any, options: Options, findings: list[Finding]) -> Any:
     """An equation's parameter, with the bodies in it rewritten."""
     if isinstance(param, ClosedJaxpr):
-        return _rewritten(param, options, found)
+        return _rewritten(param, options, findings)
     if isinstance(param, tuple) and any(isinstance(p, ClosedJaxpr) for p in param):
-        return tuple(_rewritten_in(p, options, found) for p in param)
+        return tuple(_rewritten_in(p, options, findings) for p in param)
     return param
 
 
-def _rewritten(body: ClosedJaxpr, options: Options, found: list[Finding]) -> ClosedJaxpr:
+def _rewritten(body: ClosedJaxpr, options: Options, findings: list[Finding]) -> ClosedJaxpr:
     """The body with operators in it; as it was where it has no norm."""
     own: list[Finding] = []
 
     def same(*arrays: Any) -> list[Any]:
-        made = evaluated(body, arrays, options, own)
-        return [_as(v, a) for v, a in zip(body.out_avals, made, strict=True)]
+        results = evaluated(body, arrays, options, own)
+        return [_as(v, a) for v, a in zip(body.out_avals, results, strict=True)]
 
-    made = jax.make_jaxpr(same)(*body.in_avals)
-    found += own
-    return made if any(f.operator is not None for f in own) else body
+    rewritten = jax.make_jaxpr(same)(*body.in_avals)
+    findings += own
+    return rewritten if any(f.operator is not None for f in own) else body
 
 
 def _as(aval: Any, array: Any) -> Any:

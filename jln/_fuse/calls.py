@@ -13,7 +13,8 @@ from jln._fuse.certificate import Constants
 from jln._fuse.graph import Graph, Node, Value
 from jln._fuse.junctions import Addition, Junction, addition_of, junction_of
 from jln._fuse.linears import Linear, keeping_nothing_of_y, linears_of, products_of
-from jln._fuse.norms import Miss, Norm, Parameter, norms_of, peeled, plus
+from jln._fuse.norms import Miss, Norm, norms_of
+from jln._fuse.regions import Parameter, peeled, plus
 from jln._operators import linears as with_linears
 from jln._operators import norms
 from jln._operators.both_sides import rms_norm_add_rms_norm
@@ -106,8 +107,8 @@ class _Call:
 
     @property
     def names(self) -> tuple[str, ...]:
-        given = {name: a if _is_several(a) else (a,) for name, a in self._operands.items()}
-        return tuple(name for name, several in given.items() if any(a is not None for a in several))
+        operands = {name: a if _is_several(a) else (a,) for name, a in self._operands.items()}
+        return tuple(name for name, several in operands.items() if any(a is not None for a in several))
 
     def give(self, **operands: Any) -> None:
         """Add operands: an `_Operand`, a number, None, or a tuple of these."""
@@ -126,8 +127,8 @@ class _Call:
         def read(a: Any) -> Any:
             return ready[id(a)] if isinstance(a, _Operand) else a
 
-        given = {n: tuple(map(read, a)) if _is_several(a) else read(a) for n, a in self._operands.items()}
-        return OPERATORS[self.name](**given, **self.options)
+        operands = {n: tuple(map(read, a)) if _is_several(a) else read(a) for n, a in self._operands.items()}
+        return OPERATORS[self.name](**operands, **self.options)
 
 
 def _is_several(a: Any) -> bool:
@@ -197,15 +198,15 @@ class _Rewriting:
         return any(self.graph.depends(p, [junction.total]) for p in parameters)
 
     def findings(self) -> list[Finding]:
-        found = [finding for norm in self.norms for finding in self._replaced(norm)]
+        findings = [finding for norm in self.norms for finding in self._replaced(norm)]
         left = [(norm, self._why_left(norm), norm.y.maker) for norm in self.left]
-        return found + [Finding(None, (), why, node, norm.x) for norm, why, node in left if why and node is not None]
+        return findings + [Finding(None, (), why, node, norm.x) for norm, why, node in left if why and node is not None]
 
     def _replaced(self, norm: Norm) -> list[Finding]:
         junction = self.junctions.get(norm.y)
-        found = []
+        findings = []
         if junction is not None and self._reads_total(norm, junction):  # since other calls have taken their places
-            found = [] if junction.in_front is None else self._replaced(junction.in_front)
+            findings = [] if junction.in_front is None else self._replaced(junction.in_front)
             junction = None
         addition = None if junction is not None else addition_of(self.graph, norm, self.constants)
         linears, why = self._linears(norm, junction, addition)
@@ -214,9 +215,9 @@ class _Rewriting:
         call = self._call(norm, junction, addition, bool(linears))
         results = [norm.y] if addition is None else [addition.y]
         if linears:
-            of_kernels = tuple(_Operand(p.kernel, axis_in_front=p.axis) for p in linears)
-            of_biases = tuple(None if p.bias is None else _Operand(p.bias.source, p.bias.shape) for p in linears)
-            call.give(kernel=of_kernels, bias=of_biases)
+            kernels = tuple(_Operand(p.kernel, axis_in_front=p.axis) for p in linears)
+            biases = tuple(None if p.bias is None else _Operand(p.bias.source, p.bias.shape) for p in linears)
+            call.give(kernel=kernels, bias=biases)
             results = [p.y for p in linears]
         if junction is not None:
             results.append(junction.total)
@@ -225,7 +226,7 @@ class _Rewriting:
         assert node is not None
         finding = Finding(call.name, call.names, why, node, norm.x)
         self.graph.replace(results, call.inputs(), finish, finding)
-        return [*found, finding]
+        return [*findings, finding]
 
     def _keeps_nothing_for_products(self, norm: Norm) -> bool:
         """Have the products of a norm that is kept make it again in backward, and say whether they do."""
@@ -243,14 +244,14 @@ class _Rewriting:
             return [], ""
         if norm.z is not None or addition is not None or (junction is not None and junction.in_front is not None):
             return [], "its operator has no Linears"
-        found = linears_of(self.graph, norm, self.constants)
-        if isinstance(found, str):
-            return [], found
-        made = [norm.y] + ([junction.total] if junction is not None else [])
-        given = [p.kernel for p in found] + [p.bias.source for p in found if p.bias is not None]
-        if any(self.graph.depends(v, made) for v in given):
+        linears = linears_of(self.graph, norm, self.constants)
+        if isinstance(linears, str):
+            return [], linears
+        results = [norm.y] + ([junction.total] if junction is not None else [])
+        parameters = [p.kernel for p in linears] + [p.bias.source for p in linears if p.bias is not None]
+        if any(self.graph.depends(v, results) for v in parameters):
             return [], "a Linear's kernel is made of its result"
-        return found, ""
+        return linears, ""
 
     def _call(self, norm: Norm, junction: Junction | None, addition: Addition | None, has_linears: bool) -> _Call:
         kind = "layer_norm" if norm.centres else "rms_norm"
@@ -269,12 +270,12 @@ class _Rewriting:
         if around_zero and all(p is not None for p in around_zero.values()):
             options["zero_centered_scale"] = True
             scales |= around_zero
-        of_scales = {n: self._parameter(p, norm) for n, p in scales.items()}
+        scale_operands = {n: self._parameter(p, norm) for n, p in scales.items()}
         offset = {"offset": self._parameter(norm.offset, norm)} if norm.centres else {}
         if junction is not None:
             name = "rms_norm_add_rms_norm" if in_front is not None else f"add_{kind}"
             call = _Call(name + ("_linear" if has_linears else ""), **options)
-            call.give(x=_Operand(junction.x), residual=_Operand(junction.residual), **of_scales, **offset)
+            call.give(x=_Operand(junction.x), residual=_Operand(junction.residual), **scale_operands, **offset)
             if junction.x_bias is not None:
                 call.give(x_bias=self._parameter(junction.x_bias, norm))
             gate = junction.gate
@@ -283,10 +284,10 @@ class _Rewriting:
             return call
         if addition is not None:
             call = _Call(f"{kind}_add", **(options | {"dtype": addition.y.dtype}))
-            call.give(x=_Operand(norm.x), residual=_Operand(addition.residual), **of_scales, **offset)
+            call.give(x=_Operand(norm.x), residual=_Operand(addition.residual), **scale_operands, **offset)
             return call
         call = _Call(kind + ("_linear" if has_linears else "_gated" if norm.z is not None else ""), **options)
-        call.give(x=_Operand(norm.x), **of_scales, **offset)
+        call.give(x=_Operand(norm.x), **scale_operands, **offset)
         if norm.z is not None:
             call.give(z=_Operand(norm.z))
         return call
@@ -295,9 +296,9 @@ class _Rewriting:
         """The parameter as operators take it: of the features alone, or of x's rank where it varies by row."""
         if parameter is None:
             return None
-        of_features = tuple(parameter.shape[a - norm.x.ndim] for a in norm.features)
-        is_shared = parameter.size == math.prod(of_features)
-        return _Operand(parameter.source, of_features if is_shared else parameter.shape)
+        shape = tuple(parameter.shape[a - norm.x.ndim] for a in norm.features)
+        is_shared = parameter.size == math.prod(shape)
+        return _Operand(parameter.source, shape if is_shared else parameter.shape)
 
     def _gate(self, gate: Parameter, total: Value, norm: Norm) -> _Operand:
         if gate.size == math.prod(total.shape[a - norm.x.ndim] for a in norm.features):
@@ -306,10 +307,10 @@ class _Rewriting:
 
     def _around_zero(self, scale: Parameter, norm: Norm) -> Parameter | None:
         """The array a of a scale 1 + a; None of another one."""
-        of = plus(scale.source, 1.0, self.constants)
-        if of is None:
+        source = plus(scale.source, 1.0, self.constants)
+        if source is None:
             return None
-        inner = peeled(of, self.constants)
+        inner = peeled(source, self.constants)
         if inner.shape == scale.shape or len(inner.shape) == len(scale.shape):
             return inner
         in_front = scale.shape[: len(scale.shape) - len(inner.shape)]
@@ -321,8 +322,8 @@ def _results(
     call: _Call, norm: Norm, junction: Junction | None, linears: Sequence[Linear], *arrays: Any
 ) -> Sequence[Any]:
     """The arrays that take the place of what was found: y or the products, and the sum."""
-    made = call(*arrays)
-    ys, total = made if junction is not None else (made, None)
+    results = call(*arrays)
+    ys, total = results if junction is not None else (results, None)
     if linears:
         ys = [_turned(y, p) for y, p in zip(ys, linears, strict=True)]
     else:

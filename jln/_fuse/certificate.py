@@ -27,18 +27,18 @@ Arrays = Mapping[Value, np.ndarray]
 def _broadcast(node: Node, a: np.ndarray) -> np.ndarray:
     """The array with its axes where they go; new ones stay 1, which numpy broadcasts by itself."""
     shape = [1] * len(node.params["shape"])
-    for of, to in enumerate(node.params["broadcast_dimensions"]):
-        shape[to] = a.shape[of]
+    for source, target in enumerate(node.params["broadcast_dimensions"]):
+        shape[target] = a.shape[source]
     return a.reshape(shape)
 
 
 def _reshape(node: Node, a: np.ndarray) -> np.ndarray:
     """The array reshaped, where only axes of 1 come or go."""
-    given, wanted = node.inputs[0].shape, node.output.shape
-    if not only_ones_differ(given, wanted):
+    before, after = node.inputs[0].shape, node.output.shape
+    if not only_ones_differ(before, after):
         raise NotImplementedError
-    sizes = iter([n for n, of in zip(a.shape, given, strict=True) if of != 1])
-    return a.reshape([1 if n == 1 else next(sizes) for n in wanted])
+    sizes = iter([n for n, of in zip(a.shape, before, strict=True) if of != 1])
+    return a.reshape([1 if n == 1 else next(sizes) for n in after])
 
 
 def only_ones_differ(a: Sequence[int], b: Sequence[int]) -> bool:
@@ -198,19 +198,19 @@ def why_not_analytic(node: Node, full: int, constants: Constants) -> str | None:
 
 def computed(
     nodes: Sequence[Node],
-    given: Mapping[Value, np.ndarray],
+    arrays: Mapping[Value, np.ndarray],
     constants: Constants,
     squares: Sequence[np.ndarray] = (),
     exact: Sequence[float] = (),
     counted: set[Node] | None = None,
 ) -> dict[Value, np.ndarray]:
-    """The values that the nodes make of what is given, in float64. What cannot be computed is left out.
+    """The values that the nodes make of these arrays, in float64. What cannot be computed is left out.
 
     squares: the rows' statistics that are never negative, so that a maximum of 0 and one of them is that one.
     exact: the numbers that a program may have as float32 rounds them, such as 1/768, and means exactly.
     counted: where those nodes are added all of whose operands count in what they make.
     """
-    values = dict(given)
+    values = dict(arrays)
     nothing: set[Value] = set()  # zero by cancellation, as the mean of what is centred, and what that makes zero
 
     def read(v: Value) -> np.ndarray:
@@ -228,20 +228,22 @@ def computed(
             is_counted = True
             try:
                 if node.operation == "select_n":
-                    made = read(node.inputs[1 + int(read(node.inputs[0]).item())])
+                    result = read(node.inputs[1 + int(read(node.inputs[0]).item())])
                 elif node.operation == "max":
-                    (made,) = (read(v) for v in node.inputs if constants.number(v) != 0)
-                    if not any(agree(made.ravel(), s.ravel()) for s in squares):
+                    (result,) = (read(v) for v in node.inputs if constants.number(v) != 0)
+                    if not any(agree(result.ravel(), s.ravel()) for s in squares):
                         continue
                 else:
-                    arrays = [*map(read, node.inputs)]
-                    made = ANALYTIC[node.operation](node, *arrays)
-                    if _is_nothing(node, made, arrays) or (node.operation in _KEEP_ZERO and node.inputs[0] in nothing):
+                    operands = [*map(read, node.inputs)]
+                    result = ANALYTIC[node.operation](node, *operands)
+                    if _is_nothing(node, result, operands) or (
+                        node.operation in _KEEP_ZERO and node.inputs[0] in nothing
+                    ):
                         nothing.add(node.output)
-                    is_counted = bool(nothing.intersection(node.inputs)) or _counts(node, arrays, constants)
+                    is_counted = bool(nothing.intersection(node.inputs)) or _counts(node, operands, constants)
             except (KeyError, NotImplementedError, ValueError):
                 continue
-            values[node.output] = np.asarray(made, np.float64)
+            values[node.output] = np.asarray(result, np.float64)
             if counted is not None and is_counted:
                 counted.add(node)
     return values
@@ -250,26 +252,26 @@ def computed(
 _KEEP_ZERO = (*_SHAPES_ONLY, "convert_element_type", "mul", "div", "neg", "square", "integer_pow")
 
 
-def _is_nothing(node: Node, made: np.ndarray, arrays: Sequence[np.ndarray]) -> bool:
+def _is_nothing(node: Node, result: np.ndarray, operands: Sequence[np.ndarray]) -> bool:
     """True for a sum whose terms cancel out."""
     if node.operation != "reduce_sum":
         return False
-    terms = ANALYTIC["reduce_sum"](node, np.abs(arrays[0]))
-    return bool(np.all(np.abs(made) <= 1e-12 * terms) and np.all(terms > 0))
+    terms = ANALYTIC["reduce_sum"](node, np.abs(operands[0]))
+    return bool(np.all(np.abs(result) <= 1e-12 * terms) and np.all(terms > 0))
 
 
-def _counts(node: Node, arrays: Sequence[np.ndarray], constants: Constants) -> bool:
+def _counts(node: Node, operands: Sequence[np.ndarray], constants: Constants) -> bool:
     """False where float64 hides an operand in all elements: 1 + exp(-99) is 1, whatever is in front of the 99.
 
     What all probes hide may be all that there is on the row that matters.
     """
     if node.operation in ("add", "add_any", "sub") and not any(constants.number(v) == 0 for v in node.inputs):
-        a, b = map(np.abs, arrays)
+        a, b = map(np.abs, operands)
         return bool(np.any(np.minimum(a, b) > 1e-8 * np.maximum(a, b)))
     if node.operation == "logistic":
-        return bool(np.any(arrays[0] < 18))  # from there on it is 1
+        return bool(np.any(operands[0] < 18))  # from there on it is 1
     if node.operation == "exp":
-        return bool(np.any(np.abs(arrays[0]) > 1e-8))
+        return bool(np.any(np.abs(operands[0]) > 1e-8))
     return True
 
 

@@ -103,13 +103,13 @@ class Graph:
             return self._number(v) if isinstance(v, Literal) else values[v]
 
         for equation in jaxpr.eqns:
-            given = [read(v) for v in equation.invars]
+            operands = [read(v) for v in equation.invars]
             if is_plain_jit(equation):
                 inner = equation.params["jaxpr"]
-                made = self._added(inner.jaxpr, inner.consts, given, (*within, equation))
+                results = self._added(inner.jaxpr, inner.consts, operands, (*within, equation))
             else:
-                made = self._node(equation, given, within).outputs
-            values |= dict(zip(equation.outvars, made, strict=True))
+                results = self._node(equation, operands, within).outputs
+            values |= dict(zip(equation.outvars, results, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
     def _number(self, literal: Any) -> Value:
@@ -117,18 +117,18 @@ class Graph:
         key = (literal.aval, np.asarray(literal.val).tobytes()) if np.ndim(literal.val) == 0 else id(literal)
         return self._numbers.setdefault(key, Value(literal.aval, constant=literal.val))
 
-    def _node(self, equation: Any, given: list[Value], within: tuple[Any, ...]) -> Node:
+    def _node(self, equation: Any, inputs: list[Value], within: tuple[Any, ...]) -> Node:
         key = None
         if equation.primitive.name in MERGED and not equation.effects and equation.ctx.compute_type is None:
-            key = (equation.primitive.name, *map(id, given), str(equation.params), equation.outvars[0].aval)
+            key = (equation.primitive.name, *map(id, inputs), str(equation.params), equation.outvars[0].aval)
             if key in self._known:
                 return self._known[key]
-        node = Node(equation, given, len(self.nodes), within)
+        node = Node(equation, inputs, len(self.nodes), within)
         node.outputs = [Value(v.aval, node) for v in equation.outvars]
         self.nodes.append(node)
         if equation.effects:
             node.before, self._last_effect = self._last_effect, node
-        for v in dict.fromkeys(given):
+        for v in dict.fromkeys(inputs):
             v.readers.append(node)
         if key is not None:
             self._known[key] = node
@@ -213,9 +213,11 @@ def is_plain_jit(equation: Any) -> bool:
     if equation.primitive.name not in ("jit", "pjit"):
         return False
     params = equation.params
-    said = [s for of in ("in_shardings", "out_shardings", "in_layouts", "out_layouts") for s in params.get(of) or ()]
+    settings = [
+        s for of in ("in_shardings", "out_shardings", "in_layouts", "out_layouts") for s in params.get(of) or ()
+    ]
     return (
-        all(s is None or "Unspecified" in type(s).__name__ for s in said)
+        all(s is None or "Unspecified" in type(s).__name__ for s in settings)
         and not any(params["donated_invars"])
         and not params.get("compiler_options_kvs")
     )

@@ -9,7 +9,8 @@ import numpy as np
 
 from jln._fuse.certificate import Constants
 from jln._fuse.graph import Graph, Value
-from jln._fuse.norms import Norm, Parameter, peeled, promoted, widens
+from jln._fuse.norms import Norm
+from jln._fuse.regions import Parameter, peeled, promoted, widens
 
 Gate = Parameter | float | None
 
@@ -63,37 +64,37 @@ class _Finder:
         else:
             total_of_two = total
         for branch, other, sign in self._ways(total_of_two):
-            found = self._branch(branch)
-            if outer is not None and (found._replace(x=branch) != _Branch(branch) or sign < 0):
+            term = self._branch(branch)
+            if outer is not None and (term._replace(x=branch) != _Branch(branch) or sign < 0):
                 continue
             if sign < 0:
-                if isinstance(found.gate, Parameter) or found.in_front is not None:
-                    found = _Branch(branch)
-                found = found._replace(gate=-(found.gate if isinstance(found.gate, float) else 1.0))
+                if isinstance(term.gate, Parameter) or term.in_front is not None:
+                    term = _Branch(branch)
+                term = term._replace(gate=-(term.gate if isinstance(term.gate, float) else 1.0))
             residual = self._narrow(other)
-            if promoted(found.x.dtype, residual.dtype) == total.dtype:
-                yield found.rank, Junction(total, found.x, residual, outer or found.x_bias, found.gate, found.in_front)
+            if promoted(term.x.dtype, residual.dtype) == total.dtype:
+                yield term.rank, Junction(total, term.x, residual, outer or term.x_bias, term.gate, term.in_front)
 
     def _total(self) -> Value:
         """The value that the norm's x is: behind a sharding constraint, and behind a reshape of rows."""
         value = self.norm.x
         while value.operation in ("reshape", "reshard", "sharding_constraint") and value.maker is not None:
-            of = value.maker.inputs[0]
+            source = value.maker.inputs[0]
             # A constraint is of axes that are Auto. Of others the type tells how they are split.
-            is_same = value.operation == "sharding_constraint" or of.aval == value.aval
-            if not (self._keeps_features(of) if value.operation == "reshape" else is_same):
+            is_same = value.operation == "sharding_constraint" or source.aval == value.aval
+            if not (self._keeps_features(source) if value.operation == "reshape" else is_same):
                 break
-            value = of
+            value = source
         return value
 
-    def _keeps_features(self, of: Value) -> bool:
+    def _keeps_features(self, source: Value) -> bool:
         """True where a reshape to x keeps x's features as the last axis, and no parameter varies by row."""
         x, features = self.norm.x, self.norm.features
         parameters = [p for p in (self.norm.scale, self.norm.offset) if p is not None]
         return (
             features == (x.ndim - 1,)
-            and of.ndim > 0
-            and of.shape[-1] == x.shape[-1]
+            and source.ndim > 0
+            and source.shape[-1] == x.shape[-1]
             and all(p.size == x.shape[-1] for p in parameters)
         )
 

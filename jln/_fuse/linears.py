@@ -15,7 +15,8 @@ from jax import Array, lax
 
 from jln._fuse.certificate import FLOATS, Constants
 from jln._fuse.graph import Graph, Node, Value
-from jln._fuse.norms import Norm, Parameter, peeled, promoted
+from jln._fuse.norms import Norm
+from jln._fuse.regions import Parameter, peeled, promoted
 
 
 class Linear(NamedTuple):
@@ -43,13 +44,13 @@ def linears_of(graph: Graph, norm: Norm, constants: Constants) -> list[Linear] |
         return "another axis than the last is normalised"
     if graph.is_result(y) or not y.readers:
         return "its result is one of the function's"
-    found = []
+    linears = []
     for node in y.readers:
         linear = _linear(graph, norm, node, constants)
         if isinstance(linear, str):
             return linear
-        found.append(linear)
-    return found
+        linears.append(linear)
+    return linears
 
 
 def _linear(graph: Graph, norm: Norm, node: Node, constants: Constants) -> Linear | str:
@@ -73,21 +74,21 @@ def _linear(graph: Graph, norm: Norm, node: Node, constants: Constants) -> Linea
     product = promoted(norm.x.dtype, kernel.dtype)
     if not node.output.dtype == y.dtype == product:
         return f"a Linear is in {node.output.dtype.name}, of {y.dtype.name}; jln's would be in {product.name}"
-    made, bias = node.output, None
-    if is_first and graph.is_read_once(made) and (adding := made.readers[0]).operation == "add":
-        other = adding.inputs[1] if adding.inputs[0] is made else adding.inputs[0]
-        of = peeled(other, constants)
-        features = made.shape[last:]
+    result, bias = node.output, None
+    if is_first and graph.is_read_once(result) and (adding := result.readers[0]).operation == "add":
+        other = adding.inputs[1] if adding.inputs[0] is result else adding.inputs[0]
+        parameter = peeled(other, constants)
+        features = result.shape[last:]
         if (
-            other is not made
+            other is not result
             and constants.number(other) is None
-            and adding.output.shape == made.shape
-            and adding.output.dtype == made.dtype
-            and of.shape[-len(features) :] == features
-            and of.size == math.prod(features)
+            and adding.output.shape == result.shape
+            and adding.output.dtype == result.dtype
+            and parameter.shape[-len(features) :] == features
+            and parameter.size == math.prod(features)
         ):
-            made, bias = adding.output, Parameter(of.source, features)
-    return Linear(made, kernel, int(its[0]), bias, not is_first)
+            result, bias = adding.output, Parameter(parameter.source, features)
+    return Linear(result, kernel, int(its[0]), bias, not is_first)
 
 
 # Equations of which backward needs nothing that they read.
@@ -110,25 +111,25 @@ class Product(NamedTuple):
     def of(self, y: Array, other: Array) -> Array:
         y = y.astype(self.node.inputs[0 if self.is_first else 1].dtype)
         equation = self.node.equation
-        given = (y, other) if self.is_first else (other, y)
-        return equation.primitive.bind(*given, **equation.primitive.get_bind_params(equation.params))
+        operands = (y, other) if self.is_first else (other, y)
+        return equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
 
 
 def products_of(graph: Graph, y: Value) -> list[Product]:
     """The products of a norm's result; none where something else needs the result in backward, too."""
-    found, values = [], [y]
+    products, values = [], [y]
     for v in values:
         if graph.is_result(v):
             return []
         for node in v.readers:
             if node.operation == "dot_general" and node.inputs[0] is not node.inputs[1]:
                 is_first = node.inputs[0] is v
-                found.append(Product(node, node.inputs[1 if is_first else 0], is_first))
+                products.append(Product(node, node.inputs[1 if is_first else 0], is_first))
             elif node.operation not in _LINEAR:
                 return []
             elif node.operation == "convert_element_type":
                 values.append(node.output)
-    return [] if any(graph.depends(p.other, [y]) for p in found) else found
+    return [] if any(graph.depends(p.other, [y]) for p in products) else products
 
 
 def keeping_nothing_of_y(products: Sequence[Product], again: Callable[..., Array]) -> Callable[..., list[Array]]:
@@ -142,17 +143,17 @@ def keeping_nothing_of_y(products: Sequence[Product], again: Callable[..., Array
         return [p.of(y, other) for p, other in zip(products, others, strict=True)]
 
     @jax.custom_vjp
-    def multiplied(y: Array, others: tuple[Array, ...], given: tuple[Array, ...]) -> list[Array]:
-        del given
+    def multiplied(y: Array, others: tuple[Array, ...], arguments: tuple[Array, ...]) -> list[Array]:
+        del arguments
         return results(y, others)
 
-    def forward(y: Array, others: tuple[Array, ...], given: tuple[Array, ...]) -> Any:
-        return results(y, others), (others, given)
+    def forward(y: Array, others: tuple[Array, ...], arguments: tuple[Array, ...]) -> Any:
+        return results(y, others), (others, arguments)
 
     def backward(kept: Any, cotangents: list[Array]) -> Any:
-        others, given = kept
-        given, cotangents = lax.optimization_barrier((given, cotangents))
-        _, transposed = jax.vjp(results, again(*given), others)
+        others, arguments = kept
+        arguments, cotangents = lax.optimization_barrier((arguments, cotangents))
+        _, transposed = jax.vjp(results, again(*arguments), others)
         return *transposed(cotangents), None
 
     multiplied.defvjp(forward, backward)

@@ -98,24 +98,24 @@ def _fused(function: Callable[..., Any], options: Options) -> Callable[..., Any]
         structures: list[Any] = []
 
         def flat(*arrays: Any) -> list[Any]:
-            given, others = iter(arrays), iter(static)
-            args, kwargs = tree.unflatten([next(given if of else others) for of in is_array])
-            made, structure = jax.tree.flatten(function(*args, **kwargs))
+            dynamic, others = iter(arrays), iter(static)
+            args, kwargs = tree.unflatten([next(dynamic if of else others) for of in is_array])
+            results, structure = jax.tree.flatten(function(*args, **kwargs))
             structures.append(structure)
-            return made
+            return results
 
         traced = jax.make_jaxpr(flat)(*arrays)
-        found: list[Finding] = []
+        findings: list[Finding] = []
         if key is None or _has_arrays(traced):
-            made = evaluated(traced, arrays, options, found)
+            results = evaluated(traced, arrays, options, findings)
         else:
-            program = jaxpr_as_fun(jax.make_jaxpr(lambda *a: evaluated(traced, a, options, found))(*arrays))
+            program = jaxpr_as_fun(jax.make_jaxpr(lambda *a: evaluated(traced, a, options, findings))(*arrays))
             if len(known) >= 1024:  # as of a function that is given another number each time
                 known.clear()
             known[key] = program, structures[-1]
-            made = program(*arrays)
-        remarks.make(traced, found)
-        return jax.tree.unflatten(structures[-1], _as_arrays(made))
+            results = program(*arrays)
+        remarks.make(traced, findings)
+        return jax.tree.unflatten(structures[-1], _as_arrays(results))
 
     return fused
 
@@ -171,7 +171,7 @@ class _Remarks:
         self._name = getattr(function, "__name__", type(function).__name__)
         self._made = False
 
-    def make(self, program: ClosedJaxpr, found: list[Finding]) -> None:
+    def make(self, program: ClosedJaxpr, findings: list[Finding]) -> None:
         if self._made:
             return
         self._made = True
@@ -181,8 +181,8 @@ class _Remarks:
                 "reads what the norms have made: wrap the loss inside, jax.value_and_grad(jln.fuse(loss))",
                 stacklevel=3,
             )
-        elif not any(f.is_chosen for f in found) and " jln_" not in str(program):  # as primitives are named
-            left = "".join(f"; {f.why}" for f in found[:1])
+        elif not any(f.is_chosen for f in findings) and " jln_" not in str(program):  # as primitives are named
+            left = "".join(f"; {f.why}" for f in findings[:1])
             warnings.warn(
                 f"jln.fuse found no norm in {self._name} that it could take{left}. jln.explain(fused, *args) lists "
                 "what it saw",
@@ -212,9 +212,9 @@ def _refuse_modules(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if nnx is None:
         return
     is_object = lambda a: isinstance(a, nnx.Pytree)  # noqa: E731
-    found = [a for a in jax.tree.leaves((args, kwargs), is_leaf=is_object) if is_object(a)]
-    if found:
+    objects = [a for a in jax.tree.leaves((args, kwargs), is_leaf=is_object) if is_object(a)]
+    if objects:
         raise TypeError(
             "jln.fuse would lose what a call changes in an object of Flax NNX, as its argument "
-            f"{type(found[0]).__name__} is: use jln.nnx.fuse, or give the object's state and merge it inside"
+            f"{type(objects[0]).__name__} is: use jln.nnx.fuse, or give the object's state and merge it inside"
         )

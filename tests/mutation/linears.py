@@ -10,6 +10,7 @@ from targets import (
     PARTITIONED,
     PLACEMENT,
     SEVERAL,
+    SHARDED_DTYPES,
     SHARDING,
     XLA_LINEAR,
     XLA_LINEARS,
@@ -104,12 +105,12 @@ LINEARS = [
     Mutant(
         "shares of dbias added up over devices in 16 bits", LINEAR_RULES,
         "Result(b, summed=(Kind.ROW,), wide=True) for b", "Result(b, summed=(Kind.ROW,)) for b",
-        (f"{SHARDING}test_shares_of_16_bit_biases_are_added_up_in_float32[(8,)]",),
+        (f"{SHARDED_DTYPES}test_shares_of_16_bit_biases_are_added_up_in_float32[(8,)]",),
     ),
     Mutant(
         "shares of a column's sum added up over devices in 16 bits", LINEAR_RULES,
         "Result(of.bias[0], summed=(Kind.ROW,), wide=True)", "Result(of.bias[0], summed=(Kind.ROW,))",
-        (f"{SHARDING}test_shares_of_16_bit_biases_are_added_up_in_float32[(300,)]",),
+        (f"{SHARDED_DTYPES}test_shares_of_16_bit_biases_are_added_up_in_float32[(300,)]",),
     ),
     Mutant(
         "all kernels in the dtype of the first, fused", LINEAR_LAUNCH,
@@ -125,6 +126,6 @@ LINEARS = [
     Mutant(
         "a 16-bit product's part of H rounded by itself", XLA_LINEAR,
         "rounded_first = not h_axes and (", "rounded_first = (",
-        (f"{SHARDING}test_parts_of_a_16_bit_product_over_h_are_rounded_once_all_added_up",),
+        (f"{SHARDED_DTYPES}test_parts_of_a_16_bit_product_over_h_are_rounded_once_all_added_up",),
     ),
 ]  # fmt: skip

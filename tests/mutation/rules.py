@@ -7,6 +7,7 @@ from targets import (
     DERIVATIVES,
     DIFFERENCES,
     EXPLAIN,
+    EXPLICIT,
     FROZEN,
     FUSED,
     GROUPS,
@@ -28,6 +29,7 @@ from targets import (
     REFERENCE,
     REPORT,
     SEARCH,
+    SHARDED_DTYPES,
     SHARDING,
     STRIDED,
     TRANSFORMED,
@@ -189,12 +191,12 @@ RULES = [
     Mutant(
         "the derivative of what mesh axes are left explicit in left to JAX", DERIVATIVES,
         "if AxisType.Manual in mesh.axis_types:", "if False:",
-        (f"{SHARDING}test_gradient_of_a_shard_map_that_leaves_axes_explicit[layer_norm-rows over both axes-False]",),
+        (f"{EXPLICIT}test_gradient_of_a_shard_map_that_leaves_axes_explicit[layer_norm-rows over both axes-False]",),
     ),
     Mutant(
         "second derivatives of what mesh axes are left explicit in left to JAX", DERIVATIVES,
         "jax.jit(jax.checkpoint(call, prevent_cse=False))", "jax.jit(call)",
-        (f"{SHARDING}test_second_derivatives_in_a_shard_map_that_leaves_axes_explicit[add_rms_norm-False]",),
+        (f"{EXPLICIT}test_second_derivatives_in_a_shard_map_that_leaves_axes_explicit[add_rms_norm-False]",),
     ),
     Mutant(
         "the first function on the host called in another's place", OPERATION,
@@ -225,7 +227,7 @@ RULES = [
     ),
     Mutant(
         "sums over devices of shares in 16 bits", LAYOUT, ".name if r.wide else d", ".name if False else d",
-        (f"{SHARDING}test_shares_of_16_bit_parameters_are_added_up_in_float32",),
+        (f"{SHARDED_DTYPES}test_shares_of_16_bit_parameters_are_added_up_in_float32",),
     ),
     # What is frozen
     Mutant(

@@ -1,0 +1,99 @@
+"""Scopes, lines and warnings of a program that `jln.fuse` rewrites: what its author reads of it."""
+
+import functools
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import jln
+from proof import normal
+from small_model import BLOCKS, PARAMETERS, H, X, apart, block, head, model, norm
+
+pytestmark = pytest.mark.usefixtures("promoted_ranks")
+
+
+def test_scopes_and_lines_of_the_author_stay():
+    def loss(p, x):
+        with jax.named_scope("encoder"):
+            x = block(p["blocks"][0], x)
+        with jax.named_scope("head"):
+            return head(p, x)
+
+    names = lambda f: jax.jit(f).lower(PARAMETERS, X).as_text(debug_info=True)  # noqa: E731
+    plain, fused = names(loss), names(jln.fuse(loss))
+    of_products = lambda text: set(re.findall(r'"[^"]*(?:encoder|head)[^"]*/dot_general"', text))  # noqa: E731
+    assert of_products(plain) and of_products(fused) == of_products(plain)
+    assert re.search(r"encoder[^\"]*layer_norm|encoder[^\"]*/", fused)
+    program = jax.make_jaxpr(jln.fuse(loss))(PARAMETERS, X)
+    products = [e for e in program.eqns if e.primitive.name == "dot_general"]
+    assert len(products) == 5
+    for equation in products:
+        files = [frame.file_name for frame in equation.source_info.traceback.frames]
+        theirs = [name for name in files if "site-packages" not in name]
+        assert theirs[0].endswith("small_model.py"), theirs[:3]
+
+
+def test_scopes_around_an_inner_jit_stay():
+    def loss(x):
+        with jax.named_scope("outer"):
+            return jax.jit(lambda x: jnp.sum(jnp.sin(norm(x, 1.0, 0.0))))(x)
+
+    names = lambda f: set(re.findall(r'op_name="([^"]*/sin)"', jax.jit(f).lower(X).compile().as_text()))  # noqa: E731
+    (name,) = names(loss)
+    assert "outer/" in name
+    assert names(jln.fuse(loss)) == {name}
+
+
+@pytest.mark.filterwarnings("ignore:jln.fuse found no norm")
+def test_near_misses_in_jaxs_own_functions_have_the_callers_line():
+    routes = jln.explain(jln.fuse(lambda x, w: (x / (jnp.std(x, -1, keepdims=True) + 1e-3)) @ w), X, normal(H, 4))
+    assert routes and all("test_remarks.py:" in r.why for r in routes)
+
+
+def test_the_lines_of_explain_are_in_the_programs_order():
+    def loss(p, x):
+        x = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) + 1.0  # read by no product
+        return head(p, x)
+
+    lines = [(r.layer, r.why) for r in jln.explain(jln.fuse(loss, linears=True), PARAMETERS, X)]
+    assert [layer for layer, _ in lines] == ["norm of float64[4,4,16]", "jln.layer_norm_linear"]
+    assert lines[1][1].startswith("x, scale, offset, kernel; ")  # and no bias
+
+
+def test_a_gradient_inside_is_right_and_said_to_be_useless():
+    with pytest.warns(UserWarning, match="differentiates inside"):
+        got = jln.fuse(jax.grad(functools.partial(model, block=jax.checkpoint(block))))(PARAMETERS, X)
+    assert apart(got, jax.grad(model)(PARAMETERS, X)) <= 1e-11
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        lambda gradient: lambda p, x: lax.scan(lambda c, x: (c, gradient(p, x)), 0.0, X[None])[1],
+        lambda gradient: jax.jit(gradient, donate_argnums=1),
+    ],
+)
+def test_a_gradient_in_a_body_is_said_to_be_useless(inside):
+    with pytest.warns(UserWarning, match="differentiates inside"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Some donated buffers")
+        jln.fuse(inside(jax.grad(model)))(PARAMETERS, jnp.array(X))
+
+
+def test_checkpoints_of_a_gradient_inside_stay():
+    """XLA is told what backward makes again, or it would make it once and keep it."""
+    gradient = jax.grad(functools.partial(model, block=jax.checkpoint(block)))
+    with pytest.warns(UserWarning, match="differentiates inside"):
+        fused = str(jax.make_jaxpr(jln.fuse(gradient))(PARAMETERS, X))
+    assert str(jax.make_jaxpr(gradient)(PARAMETERS, X)).count("differentiated=True") == BLOCKS
+    assert fused.count("differentiated=True") == BLOCKS
+
+
+@pytest.mark.parametrize("function", [jln.fuse(model), lambda p, x: jnp.sum(jln.layer_norm(x, p["s"]))])
+def test_a_function_with_operators_of_its_own_has_norms(function):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jln.fuse(function)(PARAMETERS, X)
