@@ -166,8 +166,7 @@ SOURCES = [
      'at, exists, of_all, "dscale"', 'at, exists, of_all, "doffset"'),
     ("doffset's shares behind a dscale that is not there", dataclasses.replace(WHOLE, without="s"), NORMS,
      "first = position(SUMS, NAME) * programs", "first = 1 * programs"),
-    ("dtotal shared where dy is", GROUPS, NORMS, 'copy_of(group, SHARED, "dtotal", ',
-     'copy_of(group, SHARED, "dy", '),
+    ("dtotal shared where dy is", GROUPS, NORMS, 'rows_at(dtotal_ptr, "dtotal", ', 'rows_at(dtotal_ptr, "dy", '),
     # What launchers say: grids, operands, scalars, switches and aliases.
     ("a grid of one tile less", WHOLE, NORM_LAUNCH, "programs=g.programs(tile),", "programs=g.programs(tile) - 1,"),
     ("groups forgotten in the grid", GROUPS, NORM_LAUNCH,

@@ -26,7 +26,7 @@ NORMS = [
     ),
     Mutant(
         "the first example's residual behind a norm for all", NORM,
-        """start_of(copy_of(group, SHARED, "added", INTERLEAVED), rows, H, INNER, INTERLEAVED)""", "0",
+        """rows_at(added_ptr, "added", group,""", """rows_at(added_ptr, "added", group * 0,""",
         (f"{MATRIX}reverse_mode[rms_norm_add-s-triton-vmap(grad), over all]",),
     ),
     Mutant(

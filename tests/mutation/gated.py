@@ -65,8 +65,8 @@ GATED_NORMS = [
     Mutant(
         "another group's z",
         NORM,
-        'z_ptr += start_of(copy_of(group, SHARED, "z", INTERLEAVED), rows, H, INNER, INTERLEAVED) + base',
-        "z_ptr += base",
+        'rows_at(z_ptr, "z", group, rows, H, INNER, INTERLEAVED, SHARED, base)',
+        'rows_at(z_ptr, "z", group * 0, rows, H, INNER, INTERLEAVED, SHARED, base)',
         GROUPS,
     ),
     Mutant(

@@ -52,7 +52,7 @@ SUMS = [
     ),
     Mutant(
         "all chunks' shares of a row's gate in one place", NORM,
-        "first_row_of(chunk * (of_all // programs) + group,", "first_row_of(group,",
+        """"drow_gate", chunk * groups + group,""", """"drow_gate", group,""",
         CHUNKS_OF_ROWS,
     ),
     Mutant(
@@ -70,14 +70,11 @@ SUMS = [
     ),
     Mutant(
         "the first example's gate for all", NORM,
-        """gate_ptr += copy_of(group, SHARED, "gate", INTERLEAVED) * H
-    if row_gate_ptr is not None:
-        row_gate_ptr += first_row_of(copy_of(group, SHARED, "row_gate", INTERLEAVED), rows, INNER, INTERLEAVED)
-    if total_ptr""",
-        """gate_ptr += 0
-    if row_gate_ptr is not None:
-        row_gate_ptr += first_row_of(copy_of(group, SHARED, "row_gate", INTERLEAVED), rows, INNER, INTERLEAVED)
-    if total_ptr""",
+        """    gate_ptr = columns_at(gate_ptr, "gate", group, H, INTERLEAVED, SHARED)
+    row_gate_ptr = numbers_at(row_gate_ptr, "row_gate", group, rows, INNER, INTERLEAVED, SHARED)
+    total_ptr""",
+        """    row_gate_ptr = numbers_at(row_gate_ptr, "row_gate", group, rows, INNER, INTERLEAVED, SHARED)
+    total_ptr""",
         OF_EXAMPLES["triton"],
     ),
     Mutant(

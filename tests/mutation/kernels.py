@@ -111,8 +111,7 @@ KERNELS = [
     ),
     Mutant(
         "all groups' means in the first one's place", NORM,
-        "tl.store(mean_ptr + first_row_of(group, rows, INNER, INTERLEAVED) + row, mean",
-        "tl.store(mean_ptr + row, mean", GROUPS,
+        """mean_ptr = numbers_at(mean_ptr, "mean", group, rows, INNER, INTERLEAVED, SHARED)\n    if""", "if", GROUPS,
     ),
     Mutant(
         "x_hat not masked", NORM,
@@ -126,8 +125,7 @@ KERNELS = [
     ),
     Mutant(
         "all groups' row sums in the first one's place", NORM,
-        "tl.store(c2_ptr + first_row_of(group, rows, INNER, INTERLEAVED) + row, c2",
-        "tl.store(c2_ptr + row, c2", GROUPS,
+        """c2_ptr = numbers_at(c2_ptr, "c2", group, rows, INNER, INTERLEAVED, SHARED)\n    if""", "if", GROUPS,
     ),
     Mutant(
         "c2 dropped", NORM, "tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1", "tl.fma(x_hat, 0.0 * rstd[:, None], -(c1",
@@ -179,7 +177,7 @@ KERNELS = [
         "            y = _affine(x_hat, scale, offset_ptr", "            y = _affine(x_hat, scale, None", COMPOSED,
     ),
     Mutant(
-        "dtotal shared where dy is", NORM, """copy_of(group, SHARED, "dtotal",""", """copy_of(group, SHARED, "dy",""",
+        "dtotal shared where dy is", NORM, """rows_at(dtotal_ptr, "dtotal",""", """rows_at(dtotal_ptr, "dy",""",
         (f"{TRANSFORMED}test_vmap_over_cotangents[triton-dtotal-9]",),
     ),
     Mutant("what is shared taken for what is not", ACCESS, "and name in names", "and name not in names", GROUPS),

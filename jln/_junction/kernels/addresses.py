@@ -128,6 +128,44 @@ def copy_of(group, SHARED: tl.constexpr, OPERAND: tl.constexpr, INTERLEAVED: tl.
         return group
 
 
+# Where a group's part of an array begins; None for an array that is absent. A result's name is never SHARED.
+
+
+@triton.jit
+def rows_at(
+    array_ptr, NAME: tl.constexpr, group, rows,
+    H: tl.constexpr, INNER: tl.constexpr, INTERLEAVED: tl.constexpr, SHARED: tl.constexpr, base=0,
+):  # fmt: skip
+    """The first element of a group's rows, or that which lies `base` behind it: of [G, rows, H]."""
+    if array_ptr is not None:
+        return array_ptr + (start_of(copy_of(group, SHARED, NAME, INTERLEAVED), rows, H, INNER, INTERLEAVED) + base)
+    else:
+        return None
+
+
+@triton.jit
+def numbers_at(
+    array_ptr, NAME: tl.constexpr, group, rows,
+    INNER: tl.constexpr, INTERLEAVED: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
+    """The number of a group's first row, where each row has one: of [G, rows]."""
+    if array_ptr is not None:
+        return array_ptr + first_row_of(copy_of(group, SHARED, NAME, INTERLEAVED), rows, INNER, INTERLEAVED)
+    else:
+        return None
+
+
+@triton.jit
+def columns_at(
+    array_ptr, NAME: tl.constexpr, group, H: tl.constexpr, INTERLEAVED: tl.constexpr, SHARED: tl.constexpr
+):  # fmt: skip
+    """The first of a group's columns: of [G, H]."""
+    if array_ptr is not None:
+        return array_ptr + copy_of(group, SHARED, NAME, INTERLEAVED) * H
+    else:
+        return None
+
+
 @triton.jit
 def widened(a, COMPUTE: tl.constexpr):
     """`a` in the compute dtype.

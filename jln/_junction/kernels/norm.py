@@ -14,17 +14,17 @@ import triton
 import triton.language as tl
 
 from jln._junction.kernels.addresses import (
+    columns_at,
     columns_from,
     contains,
-    copy_of,
-    first_row_of,
     group_and_tile,
     group_of,
     load_scale,
     load_vector,
+    numbers_at,
     position,
+    rows_at,
     rows_of,
-    start_of,
     tiles_of,
     widened,
 )
@@ -149,27 +149,17 @@ def forward_kernel(
     """
     group, tile = group_and_tile(tiles_of(rows, INNER, BLOCK_ROWS), SHARED, INTERLEAVED)
     row, base, start, valid = rows_of(tile, rows, H, INNER, INTERLEAVED, BLOCK_ROWS)
-    x_ptr += start_of(copy_of(group, SHARED, "x", INTERLEAVED), rows, H, INNER, INTERLEAVED) + base
-    if z_ptr is not None:
-        z_ptr += start_of(copy_of(group, SHARED, "z", INTERLEAVED), rows, H, INNER, INTERLEAVED) + base
-    if residual_ptr is not None:
-        residual_ptr += start_of(copy_of(group, SHARED, "residual", INTERLEAVED), rows, H, INNER, INTERLEAVED) + base
-    if x_bias_ptr is not None:
-        x_bias_ptr += copy_of(group, SHARED, "x_bias", INTERLEAVED) * H
-    if gate_ptr is not None:
-        gate_ptr += copy_of(group, SHARED, "gate", INTERLEAVED) * H
-    if row_gate_ptr is not None:
-        row_gate_ptr += first_row_of(copy_of(group, SHARED, "row_gate", INTERLEAVED), rows, INNER, INTERLEAVED)
-    if total_ptr is not None:
-        total_ptr += start_of(group, rows, H, INNER, INTERLEAVED) + base
-    if scale_ptr is not None:
-        scale_ptr += copy_of(group, SHARED, "scale", INTERLEAVED) * H
-    if offset_ptr is not None:
-        offset_ptr += copy_of(group, SHARED, "offset", INTERLEAVED) * H
-    if added_ptr is not None:
-        added_ptr += start_of(copy_of(group, SHARED, "added", INTERLEAVED), rows, H, INNER, INTERLEAVED) + base
-    if y_ptr is not None:
-        y_ptr += start_of(group, rows, H, INNER, INTERLEAVED) + base
+    x_ptr = rows_at(x_ptr, "x", group, rows, H, INNER, INTERLEAVED, SHARED, base)
+    z_ptr = rows_at(z_ptr, "z", group, rows, H, INNER, INTERLEAVED, SHARED, base)
+    residual_ptr = rows_at(residual_ptr, "residual", group, rows, H, INNER, INTERLEAVED, SHARED, base)
+    x_bias_ptr = columns_at(x_bias_ptr, "x_bias", group, H, INTERLEAVED, SHARED)
+    gate_ptr = columns_at(gate_ptr, "gate", group, H, INTERLEAVED, SHARED)
+    row_gate_ptr = numbers_at(row_gate_ptr, "row_gate", group, rows, INNER, INTERLEAVED, SHARED)
+    total_ptr = rows_at(total_ptr, "total", group, rows, H, INNER, INTERLEAVED, SHARED, base)
+    scale_ptr = columns_at(scale_ptr, "scale", group, H, INTERLEAVED, SHARED)
+    offset_ptr = columns_at(offset_ptr, "offset", group, H, INTERLEAVED, SHARED)
+    added_ptr = rows_at(added_ptr, "added", group, rows, H, INNER, INTERLEAVED, SHARED, base)
+    y_ptr = rows_at(y_ptr, "y", group, rows, H, INNER, INTERLEAVED, SHARED, base)
 
     mean = tl.zeros([BLOCK_ROWS], COMPUTE)
     row_gate = load_vector(row_gate_ptr, row, valid, BLOCK_ROWS, COMPUTE)
@@ -224,10 +214,12 @@ def forward_kernel(
                 NORM, BLOCK_H, COMPUTE,
             )  # fmt: skip
 
+    rstd_ptr = numbers_at(rstd_ptr, "rstd", group, rows, INNER, INTERLEAVED, SHARED)
+    mean_ptr = numbers_at(mean_ptr, "mean", group, rows, INNER, INTERLEAVED, SHARED)
     if rstd_ptr is not None:
-        tl.store(rstd_ptr + first_row_of(group, rows, INNER, INTERLEAVED) + row, rstd, mask=valid)
+        tl.store(rstd_ptr + row, rstd, mask=valid)
     if mean_ptr is not None:
-        tl.store(mean_ptr + first_row_of(group, rows, INNER, INTERLEAVED) + row, mean, mask=valid)
+        tl.store(mean_ptr + row, mean, mask=valid)
 
 
 @triton.jit
@@ -298,24 +290,23 @@ def row_sums_kernel(
     """Compute c1 and c2, one tile of rows a program, for rows too wide for `backward_kernel` to add up itself."""
     group, tile = group_and_tile(tiles_of(rows, INNER, BLOCK_ROWS), SHARED, INTERLEAVED)
     row, base, start, valid = rows_of(tile, rows, H, INNER, INTERLEAVED, BLOCK_ROWS)
-    dy_ptr += start_of(copy_of(group, SHARED, "dy", INTERLEAVED), rows, H, INNER, INTERLEAVED)
-    total_ptr += start_of(copy_of(group, SHARED, "total", INTERLEAVED), rows, H, INNER, INTERLEAVED)
-    if z_ptr is not None:
-        z_ptr += start_of(copy_of(group, SHARED, "z", INTERLEAVED), rows, H, INNER, INTERLEAVED)
-    if scale_ptr is not None:
-        scale_ptr += copy_of(group, SHARED, "scale", INTERLEAVED) * H
-    if mean_ptr is not None:
-        mean_ptr += first_row_of(copy_of(group, SHARED, "mean", INTERLEAVED), rows, INNER, INTERLEAVED)
-    rstd_ptr += first_row_of(copy_of(group, SHARED, "rstd", INTERLEAVED), rows, INNER, INTERLEAVED)
+    dy_ptr = rows_at(dy_ptr, "dy", group, rows, H, INNER, INTERLEAVED, SHARED)
+    total_ptr = rows_at(total_ptr, "total", group, rows, H, INNER, INTERLEAVED, SHARED)
+    z_ptr = rows_at(z_ptr, "z", group, rows, H, INNER, INTERLEAVED, SHARED)
+    scale_ptr = columns_at(scale_ptr, "scale", group, H, INTERLEAVED, SHARED)
+    mean_ptr = numbers_at(mean_ptr, "mean", group, rows, INNER, INTERLEAVED, SHARED)
+    rstd_ptr = numbers_at(rstd_ptr, "rstd", group, rows, INNER, INTERLEAVED, SHARED)
     mean = load_vector(mean_ptr, row, valid, BLOCK_ROWS, COMPUTE)
     rstd = load_vector(rstd_ptr, row, valid, BLOCK_ROWS, COMPUTE)
     c1, c2 = _row_sums(
         dy_ptr, total_ptr, z_ptr, base, scale_ptr, start, valid, mean, rstd,
         H, INNER, NORM, COMPUTE, BLOCK_ROWS, BLOCK_H,
     )  # fmt: skip
+    c1_ptr = numbers_at(c1_ptr, "c1", group, rows, INNER, INTERLEAVED, SHARED)
+    c2_ptr = numbers_at(c2_ptr, "c2", group, rows, INNER, INTERLEAVED, SHARED)
     if c1_ptr is not None:
-        tl.store(c1_ptr + first_row_of(group, rows, INNER, INTERLEAVED) + row, c1, mask=valid)
-    tl.store(c2_ptr + first_row_of(group, rows, INNER, INTERLEAVED) + row, c2, mask=valid)
+        tl.store(c1_ptr + row, c1, mask=valid)
+    tl.store(c2_ptr + row, c2, mask=valid)
 
 
 @triton.jit
@@ -384,42 +375,27 @@ def backward_kernel(
     chunks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     chunk = tl.program_id(0) % chunks
     group, program = group_of(tl.program_id(0) // chunks, programs, SHARED)
-    dy_ptr += start_of(copy_of(group, SHARED, "dy", INTERLEAVED), rows, H, INNER, INTERLEAVED)
-    total_ptr += start_of(copy_of(group, SHARED, "total", INTERLEAVED), rows, H, INNER, INTERLEAVED)
-    rstd_ptr += first_row_of(copy_of(group, SHARED, "rstd", INTERLEAVED), rows, INNER, INTERLEAVED)
-    if z_ptr is not None:
-        z_ptr += start_of(copy_of(group, SHARED, "z", INTERLEAVED), rows, H, INNER, INTERLEAVED)
-    if dtotal_ptr is not None:
-        dtotal_ptr += start_of(copy_of(group, SHARED, "dtotal", INTERLEAVED), rows, H, INNER, INTERLEAVED)
-    if scale_ptr is not None:
-        scale_ptr += copy_of(group, SHARED, "scale", INTERLEAVED) * H
-    if mean_ptr is not None:
-        mean_ptr += first_row_of(copy_of(group, SHARED, "mean", INTERLEAVED), rows, INNER, INTERLEAVED)
-    if offset_ptr is not None:
-        offset_ptr += copy_of(group, SHARED, "offset", INTERLEAVED) * H
-    if c1_ptr is not None:
-        c1_ptr += first_row_of(group, rows, INNER, INTERLEAVED)
-    if c2_ptr is not None:
-        c2_ptr += first_row_of(group, rows, INNER, INTERLEAVED)
-    if x_ptr is not None:
-        x_ptr += start_of(copy_of(group, SHARED, "x", INTERLEAVED), rows, H, INNER, INTERLEAVED)
-    if x_bias_ptr is not None:
-        x_bias_ptr += copy_of(group, SHARED, "x_bias", INTERLEAVED) * H
-    if gate_ptr is not None:
-        gate_ptr += copy_of(group, SHARED, "gate", INTERLEAVED) * H
-    if row_gate_ptr is not None:
-        row_gate_ptr += first_row_of(copy_of(group, SHARED, "row_gate", INTERLEAVED), rows, INNER, INTERLEAVED)
+    dy_ptr = rows_at(dy_ptr, "dy", group, rows, H, INNER, INTERLEAVED, SHARED)
+    total_ptr = rows_at(total_ptr, "total", group, rows, H, INNER, INTERLEAVED, SHARED)
+    rstd_ptr = numbers_at(rstd_ptr, "rstd", group, rows, INNER, INTERLEAVED, SHARED)
+    z_ptr = rows_at(z_ptr, "z", group, rows, H, INNER, INTERLEAVED, SHARED)
+    dtotal_ptr = rows_at(dtotal_ptr, "dtotal", group, rows, H, INNER, INTERLEAVED, SHARED)
+    scale_ptr = columns_at(scale_ptr, "scale", group, H, INTERLEAVED, SHARED)
+    mean_ptr = numbers_at(mean_ptr, "mean", group, rows, INNER, INTERLEAVED, SHARED)
+    offset_ptr = columns_at(offset_ptr, "offset", group, H, INTERLEAVED, SHARED)
+    c1_ptr = numbers_at(c1_ptr, "c1", group, rows, INNER, INTERLEAVED, SHARED)
+    c2_ptr = numbers_at(c2_ptr, "c2", group, rows, INNER, INTERLEAVED, SHARED)
+    x_ptr = rows_at(x_ptr, "x", group, rows, H, INNER, INTERLEAVED, SHARED)
+    x_bias_ptr = columns_at(x_bias_ptr, "x_bias", group, H, INTERLEAVED, SHARED)
+    gate_ptr = columns_at(gate_ptr, "gate", group, H, INTERLEAVED, SHARED)
+    row_gate_ptr = numbers_at(row_gate_ptr, "row_gate", group, rows, INNER, INTERLEAVED, SHARED)
     of_all = tl.num_programs(0) // chunks  # programs of all groups
-    if drow_gate_ptr is not None:
-        drow_gate_ptr += first_row_of(chunk * (of_all // programs) + group, rows, INNER, INTERLEAVED)
-    if dx_ptr is not None:
-        dx_ptr += start_of(group, rows, H, INNER, INTERLEAVED)
-    if dz_ptr is not None:
-        dz_ptr += start_of(group, rows, H, INNER, INTERLEAVED)
-    if dresidual_ptr is not None:
-        dresidual_ptr += start_of(group, rows, H, INNER, INTERLEAVED)
-    if y_ptr is not None:
-        y_ptr += start_of(group, rows, H, INNER, INTERLEAVED)
+    groups = of_all // programs
+    drow_gate_ptr = numbers_at(drow_gate_ptr, "drow_gate", chunk * groups + group, rows, INNER, INTERLEAVED, SHARED)
+    dx_ptr = rows_at(dx_ptr, "dx", group, rows, H, INNER, INTERLEAVED, SHARED)
+    dz_ptr = rows_at(dz_ptr, "dz", group, rows, H, INNER, INTERLEAVED, SHARED)
+    dresidual_ptr = rows_at(dresidual_ptr, "dresidual", group, rows, H, INNER, INTERLEAVED, SHARED)
+    y_ptr = rows_at(y_ptr, "y", group, rows, H, INNER, INTERLEAVED, SHARED)
     column, step, exists = columns_from(chunk * BLOCK_H, H, INNER, BLOCK_H)
     if BLOCK_H >= H:
         scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
