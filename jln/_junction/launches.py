@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jln._junction import tiles
-from jln._junction.kernels import norm as kernels
+from jln._junction.kernels import backward as backward_kernels
+from jln._junction.kernels import forward as forward_kernels
 from jln._junction.signature import Cotangents, Gradients, Norm, Operands, Outcome
 from jln._triton.launch import launch
 from jln._triton.target import Target
@@ -167,7 +168,7 @@ def forward(operands: Operands, norm: Norm, dtypes: Outcome, batch_dims: int, ta
     shared, ready = _shared(operands._asdict(), g)
     written = launch(
         target,
-        kernels.forward_kernel,
+        forward_kernels.forward_kernel,
         {**ready, "rows": g.rows},
         results._asdict(),
         programs=g.programs(tile),
@@ -207,7 +208,7 @@ def backward(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: in
     if plan.sums is not None and pulls:
         c1_and_c2 = launch(
             target,
-            kernels.row_sums_kernel,
+            backward_kernels.row_sums_kernel,
             {**{name: ready[name] for name in ("dy", "total", "z", "scale", "mean", "rstd")}, "rows": g.rows},
             {"c1": g.like_statistics(None if mean is None else compute), "c2": g.like_statistics(compute)},
             programs=g.programs(plan.sums),
@@ -233,7 +234,7 @@ def backward(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: in
     shares = jax.ShapeDtypeStruct((len(sums), g.groups, programs, g.h), compute) if sums and programs > 1 else None
     written = launch(
         target,
-        kernels.backward_kernel,
+        backward_kernels.backward_kernel,
         {**ready, **c1_and_c2, "rows": g.rows, "programs": programs},
         {
             "dx": dx,
@@ -258,7 +259,7 @@ def backward(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: in
         tile = tiles.reduce_tile(g.h)
         written |= launch(
             target,
-            kernels.reduce_kernel,
+            backward_kernels.reduce_kernel,
             {"shares": written["shares"], "groups": g.groups, "programs": programs},
             gradients,
             programs=len(sums) * g.groups * g.chunks(tile),

@@ -12,8 +12,8 @@ from jln._junction import tiles as norm_tiles
 from jln._junction.both_sides import tiles
 from jln._junction.both_sides.formulas import composed_backward, composed_forward
 from jln._junction.both_sides.signature import Cotangents, Gradients, Operands, Outcome
+from jln._junction.kernels import backward as norm_kernels
 from jln._junction.kernels import both_sides as kernels
-from jln._junction.kernels import norm as norm_kernels
 from jln._junction.launches import _Geometry, _geometry, _moved, _shared
 from jln._junction.signature import Norm
 from jln._triton.launch import launch

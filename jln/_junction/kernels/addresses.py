@@ -1,7 +1,4 @@
-"""Addresses in the norms' and the fused operators' kernels: where a program's rows, columns and groups lie.
-
-It also loads what has one value a row or a column.
-"""
+"""Addresses in the norms' and the fused operators' kernels: where a program's rows, columns and groups lie."""
 
 import triton
 import triton.language as tl
@@ -81,6 +78,13 @@ def columns_from(first, H: tl.constexpr, INNER: tl.constexpr, BLOCK_H: tl.conste
         return column, column.to(tl.int64) * INNER, exists
     else:
         return column, column * INNER, exists
+
+
+@triton.jit
+def tile_from(first, start, valid, H: tl.constexpr, INNER: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Column numbers from `first` on, and which of them exist; offsets and mask of those columns of a tile's rows."""
+    column, step, exists = columns_from(first, H, INNER, BLOCK_H)
+    return column, exists, start[:, None] + step[None, :], valid[:, None] & exists[None, :]
 
 
 @triton.constexpr_function
@@ -164,34 +168,3 @@ def columns_at(
         return array_ptr + copy_of(group, SHARED, NAME, INTERLEAVED) * H
     else:
         return None
-
-
-@triton.jit
-def widened(a, COMPUTE: tl.constexpr):
-    """`a` in the compute dtype.
-
-    By bits, two elements of bfloat16 in a register take an instruction each, where conversions take three; but not
-    those that come from shared memory, as what a loop reads ahead.
-    """
-    if a.dtype == tl.bfloat16:
-        a = (a.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    return a.to(COMPUTE)
-
-
-@triton.jit
-def load_scale(scale_ptr, column, exists, NORM: tl.constexpr, BLOCK_H: tl.constexpr, COMPUTE: tl.constexpr):
-    """The factor of every column; 1 where there is no scale."""
-    scale = tl.full([BLOCK_H], 1.0, COMPUTE)
-    if scale_ptr is not None:
-        given = tl.load(scale_ptr + column, mask=exists, other=0.0).to(COMPUTE)
-        scale = scale + given if NORM.zero_centered_scale else given  # pyright: ignore[reportAttributeAccessIssue]
-    return scale
-
-
-@triton.jit
-def load_vector(vector_ptr, at, exists, BLOCK: tl.constexpr, COMPUTE: tl.constexpr):
-    """The elements of a vector at `at`, in the compute dtype; zeros where there is no vector."""
-    vector = tl.zeros([BLOCK], COMPUTE)
-    if vector_ptr is not None:
-        vector = tl.load(vector_ptr + at, mask=exists, other=0.0).to(COMPUTE)
-    return vector

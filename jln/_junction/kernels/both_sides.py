@@ -1,6 +1,6 @@
 """RMSNorm on both sides of a sum: `[G, rows, H]` in one kernel each way, rows along the last axis, each in one tile.
 
-As in `jln._junction.kernels.norm`; the numbers in brackets are the equations of `jln._junction.formulas` and, from
+As in `jln._junction.kernels.forward`; the numbers in brackets are the equations of `jln._junction.formulas` and, from
 (31) on, of `jln._junction.both_sides.formulas`.
 """
 
@@ -12,14 +12,12 @@ from jln._junction.kernels.addresses import (
     contains,
     copy_of,
     group_of,
-    load_scale,
-    load_vector,
     rows_of,
     size_of,
     tiles_of,
-    widened,
 )
-from jln._junction.kernels.norm import _store_sum
+from jln._junction.kernels.backward import _store_sum
+from jln._junction.kernels.terms import load_scale, load_vector, widened
 
 
 @triton.jit

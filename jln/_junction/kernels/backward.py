@@ -1,13 +1,6 @@
-"""LayerNorm and RMSNorm kernels, with or without a residual: one text for the family, switched by constexprs.
+"""The norms' backward kernels: row sums of wide rows, all gradients, and the sum of what programs share of them.
 
-Every kernel sees `x` as `[G, rows, H]`. A row's elements lie `INNER` apart: 1 when the normalised axis is the last one;
-otherwise rows that differ in the axes behind it are neighbours in memory, and a tile takes `BLOCK_ROWS` of these. `G`
-counts the groups that vmap put in front, and the examples that have parameters of their own. Where examples differ in
-axes directly before the normalised one, INTERLEAVED of the groups lie as `[G / INTERLEAVED, rows, INTERLEAVED, H]`, a
-row of each in turn; otherwise INTERLEAVED is 1. SHARED names the operands that have one copy for all groups, and is
-None where there is only one group. An operand that is absent, and a result that nobody wants, is None for the compiler.
-
-The numbers in brackets are the equations of `jln._junction.formulas`.
+Rows lie as in `jln._junction.kernels.forward`. The numbers in brackets are the equations of `jln._junction.formulas`.
 """
 
 import triton
@@ -19,207 +12,14 @@ from jln._junction.kernels.addresses import (
     contains,
     group_and_tile,
     group_of,
-    load_scale,
-    load_vector,
     numbers_at,
     position,
     rows_at,
     rows_of,
+    tile_from,
     tiles_of,
-    widened,
 )
-
-
-@triton.jit
-def _load_branch(x_ptr, x_bias_ptr, at, mask, column, exists, COMPUTE: tl.constexpr):
-    """The branch that is gated: x plus its bias."""
-    x = widened(tl.load(x_ptr + at, mask=mask, other=0.0), COMPUTE)
-    if x_bias_ptr is not None:
-        x += tl.load(x_bias_ptr + column, mask=exists, other=0.0).to(COMPUTE)[None, :]
-    return x
-
-
-@triton.jit
-def _gated(a, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE: tl.constexpr):
-    """Term (25): `a` times the gate, or times the row's gate."""
-    if gate_ptr is not None:
-        a *= tl.load(gate_ptr + column, mask=exists, other=0.0).to(COMPUTE)[None, :]
-    if row_gate_ptr is not None:
-        a *= row_gate[:, None]
-    return a
-
-
-@triton.jit
-def _load_silu(z_ptr, at, mask, COMPUTE: tl.constexpr):
-    """Term (40): silu of z, and its derivative."""
-    z = widened(tl.load(z_ptr + at, mask=mask, other=0.0), COMPUTE)
-    share = 1.0 / (1.0 + tl.exp(-z))
-    u = z * share
-    return u, tl.fma(u, 1.0 - share, share)
-
-
-@triton.jit
-def _load_total(
-    x_ptr, z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists,
-    NORM: tl.constexpr, TOTAL: tl.constexpr, COMPUTE: tl.constexpr,
-):  # fmt: skip
-    """The rows that are normalised: x, or (41), or (23) rounded to the type in which it is returned."""
-    x = _load_branch(x_ptr, x_bias_ptr, at, mask, column, exists, COMPUTE)
-    if residual_ptr is not None:
-        x = _gated(x, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE)
-        residual = widened(tl.load(residual_ptr + at, mask=mask, other=0.0), COMPUTE)
-        x = (x + residual).to(TOTAL).to(COMPUTE)
-    if z_ptr is not None and not NORM.norm_before_gate:
-        u, _ = _load_silu(z_ptr, at, mask, COMPUTE)
-        x *= u
-    return x
-
-
-@triton.jit
-def _affine(x_hat, scale, offset_ptr, column, exists, COMPUTE: tl.constexpr):
-    if offset_ptr is not None:
-        offset = tl.load(offset_ptr + column, mask=exists, other=0.0).to(COMPUTE)
-        return tl.fma(x_hat, scale[None, :], offset[None, :])  # (4)
-    else:
-        return x_hat * scale[None, :]
-
-
-@triton.jit
-def _store_rows(
-    x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_ptr, total_ptr, at, mask, column, exists,
-    NORM: tl.constexpr, BLOCK_H: tl.constexpr, COMPUTE: tl.constexpr,
-):  # fmt: skip
-    """Normalise rows, and store their norm and the rows themselves, each if it is wanted."""
-    if total_ptr is not None:
-        tl.store(total_ptr + at, x.to(total_ptr.dtype.element_ty), mask=mask)
-    if y_ptr is not None:
-        scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
-        x_hat = (x - mean[:, None]) * rstd[:, None]  # (3)
-        y = _affine(x_hat, scale, offset_ptr, column, exists, COMPUTE)
-        if z_ptr is not None and NORM.norm_before_gate:
-            u, _ = _load_silu(z_ptr, at, mask, COMPUTE)
-            y *= u  # (42)
-        if added_ptr is not None:
-            added = tl.load(added_ptr + at, mask=mask, other=0.0)
-            y = y + (widened(added, COMPUTE) if added.dtype == tl.bfloat16 else added)  # (30), in the wider type
-        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _add(total, excess, term):
-    """The sum total + term, and by how much it is too large, which the next term takes along (Kahan, 1965)."""
-    term -= excess
-    new = total + term
-    return new, (new - total) - term
-
-
-@triton.jit
-def forward_kernel(
-    x_ptr,  # [G, rows, H]
-    z_ptr,  # [G, rows, H]
-    residual_ptr,  # [G, rows, H]
-    x_bias_ptr,  # [G, H]
-    gate_ptr,  # [G, H]
-    row_gate_ptr,  # [G, rows]
-    scale_ptr,  # [G, H]
-    offset_ptr,  # [G, H]
-    added_ptr,  # [G, rows, H]
-    rows,
-    y_ptr,  # [G, rows, H]
-    total_ptr,  # [G, rows, H]
-    mean_ptr,  # [G, rows]
-    rstd_ptr,  # [G, rows]
-    H: tl.constexpr,
-    INNER: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    SHARED: tl.constexpr,
-    NORM: tl.constexpr,
-    EPSILON: tl.constexpr,
-    TOTAL: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
-    """Compute y, total, mean and rstd, one tile of rows a program.
-
-    A row that fits in BLOCK_H stays in registers and is read once. A wider one is taken chunk by chunk, twice, the
-    second read being served by L2. Every chunk has its own two-pass mean and sum of squares, and those of the chunks
-    are merged by the formula of Chan, Golub and LeVeque (1979), which loses nothing when the mean is large. Nor do the
-    thousands of chunks that rows side by side may have, by compensated sums.
-    """
-    group, tile = group_and_tile(tiles_of(rows, INNER, BLOCK_ROWS), SHARED, INTERLEAVED)
-    row, base, start, valid = rows_of(tile, rows, H, INNER, INTERLEAVED, BLOCK_ROWS)
-    x_ptr = rows_at(x_ptr, "x", group, rows, H, INNER, INTERLEAVED, SHARED, base)
-    z_ptr = rows_at(z_ptr, "z", group, rows, H, INNER, INTERLEAVED, SHARED, base)
-    residual_ptr = rows_at(residual_ptr, "residual", group, rows, H, INNER, INTERLEAVED, SHARED, base)
-    x_bias_ptr = columns_at(x_bias_ptr, "x_bias", group, H, INTERLEAVED, SHARED)
-    gate_ptr = columns_at(gate_ptr, "gate", group, H, INTERLEAVED, SHARED)
-    row_gate_ptr = numbers_at(row_gate_ptr, "row_gate", group, rows, INNER, INTERLEAVED, SHARED)
-    total_ptr = rows_at(total_ptr, "total", group, rows, H, INNER, INTERLEAVED, SHARED, base)
-    scale_ptr = columns_at(scale_ptr, "scale", group, H, INTERLEAVED, SHARED)
-    offset_ptr = columns_at(offset_ptr, "offset", group, H, INTERLEAVED, SHARED)
-    added_ptr = rows_at(added_ptr, "added", group, rows, H, INNER, INTERLEAVED, SHARED, base)
-    y_ptr = rows_at(y_ptr, "y", group, rows, H, INNER, INTERLEAVED, SHARED, base)
-
-    mean = tl.zeros([BLOCK_ROWS], COMPUTE)
-    row_gate = load_vector(row_gate_ptr, row, valid, BLOCK_ROWS, COMPUTE)
-    if BLOCK_H >= H:
-        column, step, exists = columns_from(0, H, INNER, BLOCK_H)
-        at = start[:, None] + step[None, :]
-        mask = valid[:, None] & exists[None, :]
-        x = _load_total(
-            x_ptr, z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists,
-            NORM, TOTAL, COMPUTE,
-        )  # fmt: skip
-        if NORM.subtract_mean:
-            mean = tl.sum(x, axis=1) * (1.0 / H)  # (1)
-        centred = tl.where(exists[None, :], x - mean[:, None], 0.0)
-        rstd = tl.rsqrt(tl.sum(centred * centred, axis=1) * (1.0 / H) + EPSILON)  # (2)
-        _store_rows(
-            x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_ptr, total_ptr, at, mask, column, exists,
-            NORM, BLOCK_H, COMPUTE,
-        )  # fmt: skip
-    else:
-        squares = tl.zeros([BLOCK_ROWS], COMPUTE)
-        mean_excess, squares_excess = squares, squares
-        for first in range(0, H, BLOCK_H):
-            column, step, exists = columns_from(first, H, INNER, BLOCK_H)
-            at = start[:, None] + step[None, :]
-            mask = valid[:, None] & exists[None, :]
-            x = _load_total(
-                x_ptr, z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists,
-                NORM, TOTAL, COMPUTE,
-            )  # fmt: skip
-            more = tl.zeros([BLOCK_ROWS], COMPUTE)
-            if NORM.subtract_mean:
-                count = tl.minimum(BLOCK_H, H - first).to(COMPUTE)
-                chunk_mean = tl.sum(x, axis=1) / count
-                x = tl.where(mask, x - chunk_mean[:, None], 0.0)
-                ahead = chunk_mean - mean + mean_excess
-                share = count / (first + count)
-                mean, mean_excess = _add(mean, mean_excess, ahead * share)
-                more = ahead * (ahead * (share * first))  # 0 in the first chunk, whatever its mean squared is
-            squares, squares_excess = _add(squares, squares_excess, more + tl.sum(x * x, axis=1))
-        rstd = tl.rsqrt(squares * (1.0 / H) + EPSILON)
-        for first in range(0, H, BLOCK_H):
-            column, step, exists = columns_from(first, H, INNER, BLOCK_H)
-            at = start[:, None] + step[None, :]
-            mask = valid[:, None] & exists[None, :]
-            x = _load_total(
-                x_ptr, z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists,
-                NORM, TOTAL, COMPUTE,
-            )  # fmt: skip
-            _store_rows(
-                x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_ptr, total_ptr, at, mask, column, exists,
-                NORM, BLOCK_H, COMPUTE,
-            )  # fmt: skip
-
-    rstd_ptr = numbers_at(rstd_ptr, "rstd", group, rows, INNER, INTERLEAVED, SHARED)
-    mean_ptr = numbers_at(mean_ptr, "mean", group, rows, INNER, INTERLEAVED, SHARED)
-    if rstd_ptr is not None:
-        tl.store(rstd_ptr + row, rstd, mask=valid)
-    if mean_ptr is not None:
-        tl.store(mean_ptr + row, mean, mask=valid)
+from jln._junction.kernels.terms import affine, gated, load_branch, load_scale, load_silu, load_vector
 
 
 @triton.jit
@@ -234,14 +34,14 @@ def _load_row_terms(
     dy = tl.load(dy_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
     u, of_dz = x, x
     if z_ptr is not None:
-        u, of_dz = _load_silu(z_ptr + base, at, mask, COMPUTE)
+        u, of_dz = load_silu(z_ptr + base, at, mask, COMPUTE)
         if NORM.norm_before_gate:
             of_dz *= dy
-            dy *= u
+            dy *= u  # (42)
         else:
             of_dz *= x
-            x *= u
-    x_hat = tl.where(exists[None, :], (x - mean[:, None]) * rstd[:, None], 0.0)
+            x *= u  # (41)
+    x_hat = tl.where(exists[None, :], (x - mean[:, None]) * rstd[:, None], 0.0)  # (3)
     return dy, x_hat, dy * scale[None, :], u, of_dz
 
 
@@ -255,9 +55,7 @@ def _row_sums(
     c1 = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
     c2 = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
     for first in range(0, H, BLOCK_H):
-        column, step, exists = columns_from(first, H, INNER, BLOCK_H)
-        at = start[:, None] + step[None, :]
-        mask = valid[:, None] & exists[None, :]
+        column, exists, at, mask = tile_from(first, start, valid, H, INNER, BLOCK_H)
         scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
         _, x_hat, scaled, _, _ = _load_row_terms(
             dy_ptr, total_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, NORM, COMPUTE
@@ -296,16 +94,18 @@ def row_sums_kernel(
     scale_ptr = columns_at(scale_ptr, "scale", group, H, INTERLEAVED, SHARED)
     mean_ptr = numbers_at(mean_ptr, "mean", group, rows, INNER, INTERLEAVED, SHARED)
     rstd_ptr = numbers_at(rstd_ptr, "rstd", group, rows, INNER, INTERLEAVED, SHARED)
+
     mean = load_vector(mean_ptr, row, valid, BLOCK_ROWS, COMPUTE)
     rstd = load_vector(rstd_ptr, row, valid, BLOCK_ROWS, COMPUTE)
     c1, c2 = _row_sums(
         dy_ptr, total_ptr, z_ptr, base, scale_ptr, start, valid, mean, rstd,
         H, INNER, NORM, COMPUTE, BLOCK_ROWS, BLOCK_H,
     )  # fmt: skip
+
     c1_ptr = numbers_at(c1_ptr, "c1", group, rows, INNER, INTERLEAVED, SHARED)
-    c2_ptr = numbers_at(c2_ptr, "c2", group, rows, INNER, INTERLEAVED, SHARED)
     if c1_ptr is not None:
         tl.store(c1_ptr + row, c1, mask=valid)
+    c2_ptr = numbers_at(c2_ptr, "c2", group, rows, INNER, INTERLEAVED, SHARED)
     tl.store(c2_ptr + row, c2, mask=valid)
 
 
@@ -396,18 +196,22 @@ def backward_kernel(
     dz_ptr = rows_at(dz_ptr, "dz", group, rows, H, INNER, INTERLEAVED, SHARED)
     dresidual_ptr = rows_at(dresidual_ptr, "dresidual", group, rows, H, INNER, INTERLEAVED, SHARED)
     y_ptr = rows_at(y_ptr, "y", group, rows, H, INNER, INTERLEAVED, SHARED)
+
+    # What the program keeps over all its tiles.
     column, step, exists = columns_from(chunk * BLOCK_H, H, INNER, BLOCK_H)
     if BLOCK_H >= H:
         scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
-
     dscale = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
     doffset = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
     dx_bias = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
     dgate = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
+
     for tile in tl.range(program, tiles_of(rows, INNER, BLOCK_ROWS), programs, num_stages=STAGES):
         row, base, start, valid = rows_of(tile, rows, H, INNER, INTERLEAVED, BLOCK_ROWS)
         at = start[:, None] + step[None, :]
         mask = valid[:, None] & exists[None, :]
+
+        # The rows' statistics, and their sums where the tile does not hold all that they are of.
         mean = load_vector(mean_ptr, row, valid, BLOCK_ROWS, COMPUTE)
         rstd = load_vector(rstd_ptr, row, valid, BLOCK_ROWS, COMPUTE)
         if PULLS:
@@ -419,6 +223,8 @@ def backward_kernel(
                     dy_ptr, total_ptr, z_ptr, base, scale_ptr, start, valid, mean, rstd,
                     H, INNER, NORM, COMPUTE, BLOCK_ROWS, BLOCK_H,
                 )  # fmt: skip
+
+        # What y is made of, which dscale and doffset are made of, too.
         if BLOCK_H < H:  # held through `_row_sums` it would spill
             scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
         dy, x_hat, scaled, u, of_dz = _load_row_terms(
@@ -427,6 +233,8 @@ def backward_kernel(
         if dz_ptr is not None and NORM.norm_before_gate:
             dz = of_dz * (x_hat * scale[None, :])  # (43)
             tl.store(dz_ptr + base + at, dz.to(dz_ptr.dtype.element_ty), mask=mask)
+
+        # The cotangent of total, and through the gates that of x.
         if PULLS:
             if BLOCK_H >= H:
                 c1 = tl.sum(scaled, axis=1) * (1.0 / H)  # (7)
@@ -434,7 +242,7 @@ def backward_kernel(
             dx = x_hat * -(c2 * rstd)[:, None]  # (9), its factor rstd inside
             if mean_ptr is not None:
                 dx = tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1 * rstd)[:, None])
-            dx = tl.fma(scaled, rstd[:, None], dx)
+            dx = tl.fma(scaled, rstd[:, None], dx)  # (9)
             if H == 1 and mean_ptr is not None:  # c1 is g: rounded by itself its product with rstd does not cancel
                 dx = (scaled - c1[:, None]) * rstd[:, None]
             if dtotal_ptr is not None:
@@ -446,25 +254,28 @@ def backward_kernel(
             if dresidual_ptr is not None:
                 tl.store(dresidual_ptr + base + at, dx.to(dresidual_ptr.dtype.element_ty), mask=mask)  # (24)
             if x_ptr is not None:
-                branch = _load_branch(x_ptr + base, x_bias_ptr, at, mask, column, exists, COMPUTE)
+                branch = load_branch(x_ptr + base, x_bias_ptr, at, mask, column, exists, COMPUTE)
                 if contains(SUMS, "dgate"):
                     dgate = tl.fma(dx, branch, dgate)  # (27)
                 if drow_gate_ptr is not None:
                     tl.store(drow_gate_ptr + row, tl.sum(dx * branch, axis=1), mask=valid)  # (27)
             row_gate = load_vector(row_gate_ptr, row, valid, BLOCK_ROWS, COMPUTE)
-            dx = _gated(dx, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE)
+            dx = gated(dx, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE)
             if contains(SUMS, "dx_bias"):
                 dx_bias += dx  # (26)
             if dx_ptr is not None:
                 tl.store(dx_ptr + base + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+        # The norm's own sums over rows, and its output once more.
         if y_ptr is not None:
-            y = _affine(x_hat, scale, offset_ptr, column, exists, COMPUTE)
+            y = affine(x_hat, scale, offset_ptr, column, exists, COMPUTE)
             tl.store(y_ptr + base + at, y.to(y_ptr.dtype.element_ty), mask=mask)
         if contains(SUMS, "dscale"):
             dscale = tl.fma(dy, x_hat, dscale)  # (6)
         if contains(SUMS, "doffset"):
             doffset += dy  # (5)
 
+    # The program's shares.
     at = (group * programs + program) * H + column
     if contains(SUMS, "dscale"):
         _store_sum(dscale, dscale_ptr, shares_ptr, at, exists, of_all, "dscale", SUMS, H)
