@@ -169,18 +169,19 @@ def forward(operands: Operands, norm: Norm, dtypes: Outcome, batch_dims: int, ta
     written = launch(
         target,
         forward_kernels.forward_kernel,
-        {**ready, "rows": g.rows},
-        results._asdict(),
+        {**ready, "x_scale": None, "rows": g.rows},
+        {**results._asdict(), "x_rstd": None},
         programs=g.programs(tile),
         tile=tile,
         compute=jnp.promote_types(total, jnp.float32),
         **g.constants,
         SHARED=shared,
         NORM=norm.switches,
+        BOTH_SIDES=False,
         EPSILON=norm.epsilon,
         TOTAL=total,
     )
-    return Outcome(**written)
+    return Outcome(**{name: written[name] for name in Outcome._fields})
 
 
 def backward(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: int, target: Target) -> Gradients:
@@ -235,13 +236,14 @@ def backward(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: in
     written = launch(
         target,
         backward_kernels.backward_kernel,
-        {**ready, **c1_and_c2, "rows": g.rows, "programs": programs},
+        {**ready, **c1_and_c2, "x_scale": None, "x_rstd": None, "rows": g.rows, "programs": programs},
         {
             "dx": dx,
             "dz": dz,
             "dresidual": dresidual,
             "drow_gate": drow_gate,
             **(gradients if shares is None else dict.fromkeys(gradients)),
+            "dx_scale": None,
             "shares": shares,
             "y": y,
         },
@@ -261,7 +263,7 @@ def backward(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: in
             target,
             backward_kernels.reduce_kernel,
             {"shares": written["shares"], "groups": g.groups, "programs": programs},
-            gradients,
+            {**gradients, "dx_scale": None},
             programs=len(sums) * g.groups * g.chunks(tile),
             tile=tile,
             compute=compute,

@@ -1,6 +1,7 @@
 """The norms' backward kernels: row sums of wide rows, all gradients, and the sum of what programs share of them.
 
-Rows lie as in `jln._junction.kernels.forward`. The numbers in brackets are the equations of `jln._junction.formulas`.
+Rows lie as in `jln._junction.kernels.forward`. The numbers in brackets are the equations of `jln._junction.formulas`
+and, from (31) to (36), of `jln._junction.both_sides.formulas`.
 """
 
 import triton
@@ -133,10 +134,12 @@ def backward_kernel(
     mean_ptr,  # [G, rows]
     rstd_ptr,  # [G, rows]
     offset_ptr,  # [G, H]; for y alone
-    x_ptr,  # [G, rows, H]; for the gates' gradients alone
-    x_bias_ptr,  # [G, H]; likewise
+    x_ptr,  # [G, rows, H]; for the gates' gradients, and through a norm of x
+    x_bias_ptr,  # [G, H]; for the gates' gradients alone
     gate_ptr,  # [G, H]
     row_gate_ptr,  # [G, rows]
+    x_scale_ptr,  # [G, H]
+    x_rstd_ptr,  # [G, rows]; where x is normalised before it is added
     c1_ptr,  # [G, rows]
     c2_ptr,  # [G, rows]
     rows,
@@ -149,6 +152,7 @@ def backward_kernel(
     doffset_ptr,  # [G, H]; likewise
     dx_bias_ptr,  # [G, H]; likewise
     dgate_ptr,  # [G, H]; likewise
+    dx_scale_ptr,  # [G, H]; likewise
     shares_ptr,  # [SUMS, G, programs, H]; where there are several
     y_ptr,  # [G, rows, H]
     H: tl.constexpr,
@@ -165,8 +169,8 @@ def backward_kernel(
 ):
     """Compute the wanted gradients of the operands, each program's shares of the SUMS, and the norm's output once more.
 
-    The gradients are dx, dz, dresidual and that of a row's gate, the SUMS dscale, doffset, dx_bias and dgate; each is
-    left out unless it is wanted. PULLS: whether any of them is made of total's cotangent.
+    The gradients are dx, dz, dresidual and that of a row's gate, the SUMS dscale, doffset, dx_bias, dgate and
+    dx_scale; each is left out unless it is wanted. PULLS: whether any of them is made of total's cotangent.
 
     A program owns BLOCK_H columns and every `programs`-th tile of rows, and keeps its sums in registers. c1 and c2 come
     from the registers where a row fits in BLOCK_H; from a look at the whole row where a few programs share one (what
@@ -189,6 +193,8 @@ def backward_kernel(
     x_bias_ptr = columns_at(x_bias_ptr, "x_bias", group, H, INTERLEAVED, SHARED)
     gate_ptr = columns_at(gate_ptr, "gate", group, H, INTERLEAVED, SHARED)
     row_gate_ptr = numbers_at(row_gate_ptr, "row_gate", group, rows, INNER, INTERLEAVED, SHARED)
+    x_scale_ptr = columns_at(x_scale_ptr, "x_scale", group, H, INTERLEAVED, SHARED)
+    x_rstd_ptr = numbers_at(x_rstd_ptr, "x_rstd", group, rows, INNER, INTERLEAVED, SHARED)
     of_all = tl.num_programs(0) // chunks  # programs of all groups
     groups = of_all // programs
     drow_gate_ptr = numbers_at(drow_gate_ptr, "drow_gate", chunk * groups + group, rows, INNER, INTERLEAVED, SHARED)
@@ -199,12 +205,13 @@ def backward_kernel(
 
     # What the program keeps over all its tiles.
     column, step, exists = columns_from(chunk * BLOCK_H, H, INNER, BLOCK_H)
-    if BLOCK_H >= H:
+    if BLOCK_H >= H and x_rstd_ptr is None:
         scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
     dscale = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
     doffset = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
     dx_bias = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
     dgate = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
+    dx_scale = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
 
     for tile in tl.range(program, tiles_of(rows, INNER, BLOCK_ROWS), programs, num_stages=STAGES):
         row, base, start, valid = rows_of(tile, rows, H, INNER, INTERLEAVED, BLOCK_ROWS)
@@ -225,7 +232,7 @@ def backward_kernel(
                 )  # fmt: skip
 
         # What y is made of, which dscale and doffset are made of, too.
-        if BLOCK_H < H:  # held through `_row_sums` it would spill
+        if BLOCK_H < H or x_rstd_ptr is not None:  # held through `_row_sums`, or beside two norms, it would spill
             scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
         dy, x_hat, scaled, u, of_dz = _load_row_terms(
             dy_ptr, total_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, NORM, COMPUTE
@@ -252,8 +259,17 @@ def backward_kernel(
                     tl.store(dz_ptr + base + at, (dx * of_dz).to(dz_ptr.dtype.element_ty), mask=mask)
                 dx *= u
             if dresidual_ptr is not None:
-                tl.store(dresidual_ptr + base + at, dx.to(dresidual_ptr.dtype.element_ty), mask=mask)  # (24)
-            if x_ptr is not None:
+                tl.store(dresidual_ptr + base + at, dx.to(dresidual_ptr.dtype.element_ty), mask=mask)  # (24), (34)
+            if x_rstd_ptr is not None:
+                x_rstd = load_vector(x_rstd_ptr, row, valid, BLOCK_ROWS, COMPUTE)
+                u = tl.load(x_ptr + base + at, mask=mask, other=0.0).to(COMPUTE) * x_rstd[:, None]  # (32)
+                if contains(SUMS, "dx_scale"):
+                    dx_scale = tl.fma(dx, u, dx_scale)  # (35)
+                if dx_ptr is not None:
+                    dx *= load_scale(x_scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)[None, :]
+                    c = tl.sum(dx * u, axis=1) * (1.0 / H)
+                    dx = tl.fma(dx, x_rstd[:, None], u * -(c * x_rstd)[:, None])  # (36)
+            elif x_ptr is not None:
                 branch = load_branch(x_ptr + base, x_bias_ptr, at, mask, column, exists, COMPUTE)
                 if contains(SUMS, "dgate"):
                     dgate = tl.fma(dx, branch, dgate)  # (27)
@@ -285,6 +301,8 @@ def backward_kernel(
         _store_sum(dx_bias, dx_bias_ptr, shares_ptr, at, exists, of_all, "dx_bias", SUMS, H)
     if contains(SUMS, "dgate"):
         _store_sum(dgate, dgate_ptr, shares_ptr, at, exists, of_all, "dgate", SUMS, H)
+    if contains(SUMS, "dx_scale"):
+        _store_sum(dx_scale, dx_scale_ptr, shares_ptr, at, exists, of_all, "dx_scale", SUMS, H)
 
 
 @triton.jit
@@ -303,6 +321,7 @@ def reduce_kernel(
     doffset_ptr,  # [G, H]
     dx_bias_ptr,  # [G, H]
     dgate_ptr,  # [G, H]
+    dx_scale_ptr,  # [G, H]
     H: tl.constexpr,
     SUMS: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -327,3 +346,4 @@ def reduce_kernel(
     _store_if(which, doffset_ptr, at, total, exists, "doffset", SUMS)
     _store_if(which, dx_bias_ptr, at, total, exists, "dx_bias", SUMS)
     _store_if(which, dgate_ptr, at, total, exists, "dgate", SUMS)
+    _store_if(which, dx_scale_ptr, at, total, exists, "dx_scale", SUMS)

@@ -1,4 +1,4 @@
-"""The norms' forward kernel, with or without a sum, gates and silu: one text for the family, switched by constexprs.
+"""The norms' forward kernel, with or without a sum, gates, silu and a norm of x before it is added, by constexprs.
 
 Every kernel of the norms sees `x` as `[G, rows, H]`. A row's elements lie `INNER` apart: 1 when the normalised axis is
 the last one; otherwise rows that differ in the axes behind it are neighbours in memory, and a tile takes `BLOCK_ROWS`
@@ -8,7 +8,8 @@ examples differ in axes directly before the normalised one, INTERLEAVED of the g
 that have one copy for all groups, and is None where there is only one group. An operand that is absent, and a result
 that nobody wants, is None for the compiler.
 
-The numbers in brackets are the equations of `jln._junction.formulas`.
+The numbers in brackets are the equations of `jln._junction.formulas` and, from (31) to (36), of
+`jln._junction.both_sides.formulas`.
 """
 
 import triton
@@ -41,6 +42,25 @@ def _load_total(
         u, _ = load_silu(z_ptr, at, mask, COMPUTE)
         x *= u  # (41)
     return x
+
+
+@triton.jit
+def _load_total_of_normed(
+    x_ptr, x_scale_ptr, residual_ptr, at, mask, column, exists, H: tl.constexpr,
+    NORM: tl.constexpr, EPSILON: tl.constexpr, TOTAL: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """The rows that are normalised where x is so before it is added, in their dtype, and rstd of x."""
+    x = widened(tl.load(x_ptr + at, mask=mask, other=0.0), COMPUTE)
+    x_rstd = _rstd(x, H, EPSILON)  # (31)
+    x_scale = load_scale(x_scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
+    residual = widened(tl.load(residual_ptr + at, mask=mask, other=0.0), COMPUTE)
+    return tl.fma(x * x_rstd[:, None], x_scale[None, :], residual).to(TOTAL), x_rstd  # (32), (33)
+
+
+@triton.jit
+def _rstd(centred, H: tl.constexpr, EPSILON: tl.constexpr):
+    """The rstd of rows in a tile, of what the mean leaves of them: 0 where there is no column."""
+    return tl.rsqrt(tl.sum(centred * centred, axis=1) * (1.0 / H) + EPSILON)
 
 
 @triton.jit
@@ -114,6 +134,7 @@ def forward_kernel(
     x_bias_ptr,  # [G, H]
     gate_ptr,  # [G, H]
     row_gate_ptr,  # [G, rows]
+    x_scale_ptr,  # [G, H]
     scale_ptr,  # [G, H]
     offset_ptr,  # [G, H]
     added_ptr,  # [G, rows, H]
@@ -122,11 +143,13 @@ def forward_kernel(
     total_ptr,  # [G, rows, H]
     mean_ptr,  # [G, rows]
     rstd_ptr,  # [G, rows]
+    x_rstd_ptr,  # [G, rows]
     H: tl.constexpr,
     INNER: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     SHARED: tl.constexpr,
     NORM: tl.constexpr,
+    BOTH_SIDES: tl.constexpr,
     EPSILON: tl.constexpr,
     TOTAL: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -134,6 +157,8 @@ def forward_kernel(
     BLOCK_H: tl.constexpr,
 ):
     """Compute y, total, mean and rstd, one tile of rows a program.
+
+    BOTH_SIDES: x is normalised before the residual is added, in a tile of whole rows, and its x_rstd computed, too.
 
     A row that fits in BLOCK_H stays in registers and is read once. A wider one is taken chunk by chunk, twice, the
     second read being served by L2.
@@ -146,6 +171,7 @@ def forward_kernel(
     x_bias_ptr = columns_at(x_bias_ptr, "x_bias", group, H, INTERLEAVED, SHARED)
     gate_ptr = columns_at(gate_ptr, "gate", group, H, INTERLEAVED, SHARED)
     row_gate_ptr = numbers_at(row_gate_ptr, "row_gate", group, rows, INNER, INTERLEAVED, SHARED)
+    x_scale_ptr = columns_at(x_scale_ptr, "x_scale", group, H, INTERLEAVED, SHARED)
     total_ptr = rows_at(total_ptr, "total", group, rows, H, INNER, INTERLEAVED, SHARED, base)
     scale_ptr = columns_at(scale_ptr, "scale", group, H, INTERLEAVED, SHARED)
     offset_ptr = columns_at(offset_ptr, "offset", group, H, INTERLEAVED, SHARED)
@@ -156,14 +182,19 @@ def forward_kernel(
     mean = tl.zeros([BLOCK_ROWS], COMPUTE)
     if BLOCK_H >= H:
         column, exists, at, mask = tile_from(0, start, valid, H, INNER, BLOCK_H)
-        x = _load_total(
-            x_ptr, z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists,
-            NORM, TOTAL, COMPUTE,
-        )  # fmt: skip
+        if BOTH_SIDES:
+            x, x_rstd = _load_total_of_normed(
+                x_ptr, x_scale_ptr, residual_ptr, at, mask, column, exists, H, NORM, EPSILON, TOTAL, COMPUTE, BLOCK_H
+            )
+            x = x.to(COMPUTE)
+        else:
+            x = _load_total(
+                x_ptr, z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists,
+                NORM, TOTAL, COMPUTE,
+            )  # fmt: skip
         if NORM.subtract_mean:
             mean = tl.sum(x, axis=1) * (1.0 / H)  # (1)
-        centred = tl.where(exists[None, :], x - mean[:, None], 0.0)
-        rstd = tl.rsqrt(tl.sum(centred * centred, axis=1) * (1.0 / H) + EPSILON)  # (2)
+        rstd = _rstd(tl.where(exists[None, :], x - mean[:, None], 0.0), H, EPSILON)  # (2)
         _store_rows(
             x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_ptr, total_ptr, at, mask, column, exists,
             NORM, BLOCK_H, COMPUTE,
@@ -190,3 +221,7 @@ def forward_kernel(
     mean_ptr = numbers_at(mean_ptr, "mean", group, rows, INNER, INTERLEAVED, SHARED)
     if mean_ptr is not None:
         tl.store(mean_ptr + row, mean, mask=valid)
+    if BOTH_SIDES:
+        x_rstd_ptr = numbers_at(x_rstd_ptr, "x_rstd", group, rows, INNER, INTERLEAVED, SHARED)
+        if x_rstd_ptr is not None:
+            tl.store(x_rstd_ptr + row, x_rstd.to(x_rstd_ptr.dtype.element_ty), mask=valid)
