@@ -49,10 +49,10 @@ def gradients(operator, implementation):
 
 # The kernels by file and name, each with the results that it writes in these tests.
 OUTPUTS = {
-    "norm.forward_kernel": ("y", "total", "mean", "rstd"),
-    "norm.row_sums_kernel": ("c1", "c2"),
-    "norm.backward_kernel": ("dx", "dscale", "doffset", "shares", "y"),
-    "norm.reduce_kernel": ("dscale", "doffset"),
+    "forward.forward_kernel": ("y", "total", "mean", "rstd"),
+    "backward.row_sums_kernel": ("c1", "c2"),
+    "backward.backward_kernel": ("dx", "dscale", "doffset", "shares", "y"),
+    "backward.reduce_kernel": ("dscale", "doffset"),
     "with_linear.forward_kernel": ("y", "mean", "rstd"),
     "with_linear.row_sums_kernel": ("c1", "c2", "dbias"),
     "with_linear.backward_kernel": ("dx", "g", "dscale"),

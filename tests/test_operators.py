@@ -14,7 +14,7 @@ from invariance import assert_rows_are_independent
 from jln import _catalogue
 from jln._junction import launches as launcher
 from jln._junction import tiles
-from jln._junction.kernels import norm as kernels
+from jln._junction.kernels import backward as kernels
 from jln._junction.signature import Cotangents, Gradients, Norm, Switches
 from jln._triton import target
 from jln._triton.chip import CHIPS

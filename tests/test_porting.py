@@ -76,7 +76,7 @@ def test_tritons_interpreter_is_made_of_what_it_was():
 
 
 def test_a_kernel_tells_its_function_and_its_arguments():
-    from jln._junction.kernels.norm import reduce_kernel
+    from jln._junction.kernels.backward import reduce_kernel
 
     assert reduce_kernel.fn.__name__ == reduce_kernel.__name__ == "reduce_kernel"
     assert reduce_kernel.arg_names == parameters(reduce_kernel.fn)

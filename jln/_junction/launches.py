@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jln._junction import tiles
-from jln._junction.kernels import norm as kernels
+from jln._junction.kernels import backward as backward_kernels
+from jln._junction.kernels import forward as forward_kernels
 from jln._junction.signature import Cotangents, Gradients, Norm, Operands, Outcome
 from jln._triton.launch import launch
 from jln._triton.target import Target
@@ -167,19 +168,20 @@ def forward(operands: Operands, norm: Norm, dtypes: Outcome, batch_dims: int, ta
     shared, ready = _shared(operands._asdict(), g)
     written = launch(
         target,
-        kernels.forward_kernel,
-        {**ready, "rows": g.rows},
-        results._asdict(),
+        forward_kernels.forward_kernel,
+        {**ready, "x_scale": None, "rows": g.rows},
+        {**results._asdict(), "x_rstd": None},
         programs=g.programs(tile),
         tile=tile,
         compute=jnp.promote_types(total, jnp.float32),
         **g.constants,
         SHARED=shared,
         NORM=norm.switches,
+        BOTH_SIDES=False,
         EPSILON=norm.epsilon,
         TOTAL=total,
     )
-    return Outcome(**written)
+    return Outcome(**{name: written[name] for name in Outcome._fields})
 
 
 def backward(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: int, target: Target) -> Gradients:
@@ -207,7 +209,7 @@ def backward(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: in
     if plan.sums is not None and pulls:
         c1_and_c2 = launch(
             target,
-            kernels.row_sums_kernel,
+            backward_kernels.row_sums_kernel,
             {**{name: ready[name] for name in ("dy", "total", "z", "scale", "mean", "rstd")}, "rows": g.rows},
             {"c1": g.like_statistics(None if mean is None else compute), "c2": g.like_statistics(compute)},
             programs=g.programs(plan.sums),
@@ -233,14 +235,15 @@ def backward(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: in
     shares = jax.ShapeDtypeStruct((len(sums), g.groups, programs, g.h), compute) if sums and programs > 1 else None
     written = launch(
         target,
-        kernels.backward_kernel,
-        {**ready, **c1_and_c2, "rows": g.rows, "programs": programs},
+        backward_kernels.backward_kernel,
+        {**ready, **c1_and_c2, "x_scale": None, "x_rstd": None, "rows": g.rows, "programs": programs},
         {
             "dx": dx,
             "dz": dz,
             "dresidual": dresidual,
             "drow_gate": drow_gate,
             **(gradients if shares is None else dict.fromkeys(gradients)),
+            "dx_scale": None,
             "shares": shares,
             "y": y,
         },
@@ -258,9 +261,9 @@ def backward(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: in
         tile = tiles.reduce_tile(g.h)
         written |= launch(
             target,
-            kernels.reduce_kernel,
+            backward_kernels.reduce_kernel,
             {"shares": written["shares"], "groups": g.groups, "programs": programs},
-            gradients,
+            {**gradients, "dx_scale": None},
             programs=len(sums) * g.groups * g.chunks(tile),
             tile=tile,
             compute=compute,

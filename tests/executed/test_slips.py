@@ -10,7 +10,8 @@ from ptx import Violation
 from slips import broken
 
 ACCESS = "jln._junction.kernels.addresses"
-NORMS, NORM_LAUNCH = "jln._junction.kernels.norm", "jln._junction.launches"
+NORMS, NORM_LAUNCH = "jln._junction.kernels.backward", "jln._junction.launches"
+TERMS = "jln._junction.kernels.terms"
 LINEARS, LINEAR_LAUNCH = "jln._junction.kernels.with_linear", "jln._junction.linears.launches"
 # In turn: several tiles, the last one ragged, of rows whose length is no power of two; more tiles than programs; rows
 # that several programs share; rows in chunks; rows that lie side by side; several groups.
@@ -151,7 +152,7 @@ SOURCES = [
     ("c1 dropped", WHOLE, NORMS, "-(c1 * rstd)[:, None])", "0.0 * rstd[:, None])"),
     ("the sum's cotangent not added", WHOLE, NORMS,
      "dx += tl.load(dtotal_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)", "pass"),
-    ("y not multiplied by the scale", WHOLE, NORMS,
+    ("y not multiplied by the scale", WHOLE, TERMS,
      "return tl.fma(x_hat, scale[None, :], offset[None, :])", "return x_hat + offset[None, :]"),
     ("the sum's cotangent not added, fused", FUSED_SUM, LINEARS,
      "dx += _load_matrix(dtotal_ptr, row, valid, first, H, BLOCK_H, BLOCK_ROWS).to(COMPUTE)", "pass"),
@@ -166,8 +167,7 @@ SOURCES = [
      'at, exists, of_all, "dscale"', 'at, exists, of_all, "doffset"'),
     ("doffset's shares behind a dscale that is not there", dataclasses.replace(WHOLE, without="s"), NORMS,
      "first = position(SUMS, NAME) * programs", "first = 1 * programs"),
-    ("dtotal shared where dy is", GROUPS, NORMS, 'copy_of(group, SHARED, "dtotal", ',
-     'copy_of(group, SHARED, "dy", '),
+    ("dtotal shared where dy is", GROUPS, NORMS, 'rows_at(dtotal_ptr, "dtotal", ', 'rows_at(dtotal_ptr, "dy", '),
     # What launchers say: grids, operands, scalars, switches and aliases.
     ("a grid of one tile less", WHOLE, NORM_LAUNCH, "programs=g.programs(tile),", "programs=g.programs(tile) - 1,"),
     ("groups forgotten in the grid", GROUPS, NORM_LAUNCH,

@@ -5,8 +5,8 @@ from targets import (
     BOTH,
     BOTH_LAUNCH,
     BOTH_RULES,
+    FORWARD,
     FROZEN,
-    NORM,
     NORM_RULES,
     XLA_BOTH,
     XLA_NORM,
@@ -21,12 +21,12 @@ MATRIX = "tests/test_matrix.py::test_"
 
 NORMS = [
     Mutant(
-        "no residual behind a norm", NORM,
+        "no residual behind a norm", FORWARD,
         "y = y + (widened(added, COMPUTE) if added.dtype == tl.bfloat16 else added)", "pass", BEHIND,
     ),
     Mutant(
-        "the first example's residual behind a norm for all", NORM,
-        """start_of(copy_of(group, SHARED, "added", INTERLEAVED), rows, H, INNER, INTERLEAVED)""", "0",
+        "the first example's residual behind a norm for all", FORWARD,
+        """rows_at(added_ptr, "added", group,""", """rows_at(added_ptr, "added", group * 0,""",
         (f"{MATRIX}reverse_mode[rms_norm_add-s-triton-vmap(grad), over all]",),
     ),
     Mutant(

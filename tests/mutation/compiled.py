@@ -2,26 +2,27 @@
 
 from targets import (
     ACCESS,
+    BACKWARD,
     EXECUTED_FUSED,
     LAUNCH,
     LINEAR,
     LOWERING,
     NEIGHBOURS,
-    NORM,
     ONE_ROW,
     RAGGED,
     SEVERAL_TILES,
+    TERMS,
     Mutant,
 )
 
 COMPILED = [
     # Reads outside of an array whose values nobody uses.
     Mutant(
-        "offset read beyond its end", NORM,
+        "offset read beyond its end", TERMS,
         "tl.load(offset_ptr + column, mask=exists, other=0.0)", "tl.load(offset_ptr + column)", RAGGED,
     ),
     Mutant(
-        "rstd of rows that are not there", NORM,
+        "rstd of rows that are not there", BACKWARD,
         "\n        rstd = load_vector(rstd_ptr, row, valid, BLOCK_ROWS, COMPUTE)",
         "\n        rstd = tl.load(rstd_ptr + row)", RAGGED,
     ),

@@ -1,6 +1,18 @@
 """Ways to break gated norms, and groups whose rows lie interleaved."""
 
-from targets import ACCESS, EXECUTED, GATED, NORM, NORM_ARGUMENTS, NORM_LAUNCH, NORM_RULES, XLA_NORM, Mutant
+from targets import (
+    ACCESS,
+    BACKWARD,
+    EXECUTED,
+    FORWARD,
+    GATED,
+    NORM_ARGUMENTS,
+    NORM_LAUNCH,
+    NORM_RULES,
+    TERMS,
+    XLA_NORM,
+    Mutant,
+)
 
 VALUES = f"{GATED}test_values_and_every_gradient"
 FIRST, LAST = (
@@ -16,57 +28,69 @@ IN_CHUNKS = (f"{GATED}test_accuracy[triton-rms_norm_gated, norm_before_gate=Fals
 SHARED = (f"{GATED}test_groups_under_vmap_of_some_arguments[triton]",)
 
 GATED_NORMS = [
-    Mutant("silu' without its second term", NORM, "tl.fma(u, 1.0 - share, share)", "share", FIRST["triton"]),
+    Mutant("silu' without its second term", TERMS, "tl.fma(u, 1.0 - share, share)", "share", FIRST["triton"]),
     Mutant(
-        "silu' of the logistic alone", NORM, "tl.fma(u, 1.0 - share, share)", "share * (1.0 - share)", LAST["triton"]
+        "silu' of the logistic alone", TERMS, "tl.fma(u, 1.0 - share, share)", "share * (1.0 - share)", LAST["triton"]
     ),
-    Mutant("the gate left out of the norm's result", NORM, "y *= u  # (42)", "pass", FIRST["triton"]),
+    Mutant(
+        "the gate left out of the norm's result",
+        FORWARD,
+        "            y *= u  # (42)",
+        "            pass",
+        FIRST["triton"],
+    ),
     Mutant(
         "the gate left out of what is normalised",
-        NORM,
-        "u, _ = _load_silu(z_ptr, at, mask, COMPUTE)\n        x *= u",
+        FORWARD,
+        "u, _ = load_silu(z_ptr, at, mask, COMPUTE)\n        x *= u",
         "pass",
         LAST["triton"],
     ),
-    Mutant("dy without the gate behind it", NORM, "            dy *= u\n", "            pass\n", FIRST["triton"]),
+    Mutant(
+        "dy without the gate behind it",
+        BACKWARD,
+        "            dy *= u  # (42)\n",
+        "            pass\n",
+        FIRST["triton"],
+    ),
     Mutant(
         "x without the gate, backward",
-        NORM,
-        "            of_dz *= x\n            x *= u\n",
+        BACKWARD,
+        "            of_dz *= x\n            x *= u  # (41)\n",
         "            of_dz *= x\n",
         LAST["triton"],
     ),
     Mutant(
         "dz of dy that is gated",
-        NORM,
-        "            of_dz *= dy\n            dy *= u\n",
+        BACKWARD,
+        "            of_dz *= dy\n            dy *= u  # (42)\n",
         "            dy *= u\n            of_dz *= dy\n",
         FIRST["triton"],
     ),
     Mutant(
         "dz of x that is gated",
-        NORM,
-        "            of_dz *= x\n            x *= u\n",
+        BACKWARD,
+        "            of_dz *= x\n            x *= u  # (41)\n",
         "            x *= u\n            of_dz *= x\n",
         LAST["triton"],
     ),
     Mutant(
-        "dz without the scale", NORM, "dz = of_dz * (x_hat * scale[None, :])", "dz = of_dz * x_hat", FIRST["triton"]
+        "dz without the scale", BACKWARD, "dz = of_dz * (x_hat * scale[None, :])", "dz = of_dz * x_hat", FIRST["triton"]
     ),
-    Mutant("dz of dx that is gated", NORM, "(dx * of_dz).to(", "(dx * u * of_dz).to(", LAST["triton"]),
-    Mutant("dx without the gate", NORM, "                dx *= u\n", "                pass\n", LAST["triton"]),
+    Mutant("dz of dx that is gated", BACKWARD, "(dx * of_dz).to(", "(dx * u * of_dz).to(", LAST["triton"]),
+    Mutant("dx without the gate", BACKWARD, "                dx *= u\n", "                pass\n", LAST["triton"]),
     Mutant(
         "z left out of the row sums",
-        NORM,
+        BACKWARD,
         "dy_ptr, total_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, NORM, COMPUTE\n        )\n        c1 +=",
         "dy_ptr, total_ptr, None, base, at, mask, exists, mean, rstd, scale, NORM, COMPUTE\n        )\n        c1 +=",
         IN_CHUNKS,
     ),
     Mutant(
         "another group's z",
-        NORM,
-        'z_ptr += start_of(copy_of(group, SHARED, "z", INTERLEAVED), rows, H, INNER, INTERLEAVED) + base',
-        "z_ptr += base",
+        FORWARD,
+        'rows_at(z_ptr, "z", group, rows, H, INNER, INTERLEAVED, SHARED, base)',
+        'rows_at(z_ptr, "z", group * 0, rows, H, INNER, INTERLEAVED, SHARED, base)',
         GROUPS,
     ),
     Mutant(

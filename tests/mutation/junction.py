@@ -1,13 +1,15 @@
 """Ways to break x_bias, gates and parameters of each example."""
 
 from targets import (
+    BACKWARD,
+    FORWARD,
     JUNCTION,
     JUNCTION_MESH,
     LINEAR_SIGNATURE,
-    NORM,
     NORM_ARGUMENTS,
     NORM_LAUNCH,
     NORM_RULES,
+    TERMS,
     XLA_NORM,
     Mutant,
 )
@@ -20,39 +22,39 @@ OF_H, OF_ROWS, OF_EXAMPLES = (
 )
 CHUNKS_OF_ROWS = (f"{JUNCTION}test_accuracy[triton-add_layer_norm, x_bias and gate-rows-(2, 20000)-float32]",)
 SEVERAL_PROGRAMS = (f"{JUNCTION}test_accuracy[triton-add_layer_norm, x_bias and gate-H-(150, 127)-float32]",)
-GATED = "dx = _gated(dx, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE)"
+GATED = "dx = gated(dx, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE)"
 
 SUMS = [
     Mutant(
-        "x_bias left out of the sum", NORM,
+        "x_bias left out of the sum", TERMS,
         "x += tl.load(x_bias_ptr + column, mask=exists, other=0.0).to(COMPUTE)[None, :]", "pass", OF_H["triton"],
     ),
     Mutant(
-        "x_bias left out of a gate's gradient", NORM, "branch = _load_branch(x_ptr + base, x_bias_ptr, at",
-        "branch = _load_branch(x_ptr + base, None, at", OF_H["triton"],
+        "x_bias left out of a gate's gradient", BACKWARD, "branch = load_branch(x_ptr + base, x_bias_ptr, at",
+        "branch = load_branch(x_ptr + base, None, at", OF_H["triton"],
     ),
-    Mutant("a gate left out of dx", NORM, GATED, "pass", OF_H["triton"]),
+    Mutant("a gate left out of dx", BACKWARD, GATED, "pass", OF_H["triton"]),
     Mutant(
-        "dx_bias before the gate", NORM,
+        "dx_bias before the gate", BACKWARD,
         f"            {GATED}\n            if contains(SUMS, \"dx_bias\"):\n                dx_bias += dx  # (26)\n",
         f"            if contains(SUMS, \"dx_bias\"):\n                dx_bias += dx  # (26)\n            {GATED}\n",
         OF_H["triton"],
     ),
     Mutant(
-        "dresidual of the gated cotangent", NORM,
+        "dresidual of the gated cotangent", BACKWARD,
         "dresidual_ptr + base + at, dx.to(",
         f"dresidual_ptr + base + at, {GATED.removeprefix('dx = ').replace('row_gate, column', 'rstd, column')}.to(",
         OF_H["triton"],
     ),
     Mutant(
-        "another row's gate", NORM,
+        "another row's gate", BACKWARD,
         f"load_vector(row_gate_ptr, row, valid, BLOCK_ROWS, COMPUTE)\n            {GATED}",
         f"load_vector(row_gate_ptr, rows - 1 - row, valid, BLOCK_ROWS, COMPUTE)\n            {GATED}",
         OF_ROWS["triton"],
     ),
     Mutant(
-        "all chunks' shares of a row's gate in one place", NORM,
-        "first_row_of(chunk * (of_all // programs) + group,", "first_row_of(group,",
+        "all chunks' shares of a row's gate in one place", BACKWARD,
+        """"drow_gate", chunk * groups + group,""", """"drow_gate", group,""",
         CHUNKS_OF_ROWS,
     ),
     Mutant(
@@ -60,24 +62,21 @@ SUMS = [
         """jnp.sum(written["drow_gate"], axis=0)""", """written["drow_gate"][0]""", CHUNKS_OF_ROWS,
     ),
     Mutant(
-        "all sums' shares in the first one's place", NORM,
+        "all sums' shares in the first one's place", BACKWARD,
         "first = position(SUMS, NAME) * programs_of_all_groups", "first = 0 * programs_of_all_groups",
         SEVERAL_PROGRAMS,
     ),
     Mutant(
-        "every sum of the first one's shares", NORM,
+        "every sum of the first one's shares", BACKWARD,
         "shares_ptr += (which * groups + group)", "shares_ptr += group", SEVERAL_PROGRAMS,
     ),
     Mutant(
-        "the first example's gate for all", NORM,
-        """gate_ptr += copy_of(group, SHARED, "gate", INTERLEAVED) * H
-    if row_gate_ptr is not None:
-        row_gate_ptr += first_row_of(copy_of(group, SHARED, "row_gate", INTERLEAVED), rows, INNER, INTERLEAVED)
-    if total_ptr""",
-        """gate_ptr += 0
-    if row_gate_ptr is not None:
-        row_gate_ptr += first_row_of(copy_of(group, SHARED, "row_gate", INTERLEAVED), rows, INNER, INTERLEAVED)
-    if total_ptr""",
+        "the first example's gate for all", FORWARD,
+        """    gate_ptr = columns_at(gate_ptr, "gate", group, H, INTERLEAVED, SHARED)
+    row_gate_ptr = numbers_at(row_gate_ptr, "row_gate", group, rows, INNER, INTERLEAVED, SHARED)
+    total_ptr""",
+        """    row_gate_ptr = numbers_at(row_gate_ptr, "row_gate", group, rows, INNER, INTERLEAVED, SHARED)
+    total_ptr""",
         OF_EXAMPLES["triton"],
     ),
     Mutant(

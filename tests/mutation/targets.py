@@ -16,7 +16,9 @@ class Mutant(NamedTuple):
 
 
 ACCESS = "jln/_junction/kernels/addresses.py"
-NORM = "jln/_junction/kernels/norm.py"
+TERMS = "jln/_junction/kernels/terms.py"
+FORWARD = "jln/_junction/kernels/forward.py"
+BACKWARD = "jln/_junction/kernels/backward.py"
 LINEAR = "jln/_junction/kernels/with_linear.py"
 BOTH = "jln/_junction/kernels/both_sides.py"
 BOTH_LAUNCH = "jln/_junction/both_sides/launches.py"

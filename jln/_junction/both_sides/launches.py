@@ -1,4 +1,4 @@
-"""Launchers of a norm on both sides of a sum: its own kernels, or a norm's twice where these do not take the rows."""
+"""Launchers of a norm on both sides of a sum: a norm's kernels, once, or twice where one does not take the rows."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from jln._junction import tiles as norm_tiles
 from jln._junction.both_sides import tiles
 from jln._junction.both_sides.formulas import composed_backward, composed_forward
 from jln._junction.both_sides.signature import Cotangents, Gradients, Operands, Outcome
-from jln._junction.kernels import both_sides as kernels
-from jln._junction.kernels import norm as norm_kernels
+from jln._junction.kernels import backward as backward_kernels
+from jln._junction.kernels import forward as forward_kernels
 from jln._junction.launches import _Geometry, _geometry, _moved, _shared
 from jln._junction.signature import Norm
 from jln._triton.launch import launch
 from jln._triton.target import Target
 
 _SUMS = ("dx_scale", "dscale")
+# What the norm's kernels can do besides, by the names of their arrays.
+_OTHER_SUMMANDS = dict.fromkeys(("z", "x_bias", "gate", "row_gate", "offset"))
+_OTHER_SUMS = dict.fromkeys(("doffset", "dx_bias", "dgate"))
 
 
 def _in_rows(geometry: _Geometry) -> bool:
@@ -46,19 +49,20 @@ def forward(operands: Operands, norm: Norm, dtypes: Outcome, batch_dims: int, ta
     shared, ready = _shared(operands._asdict(), g)
     written = launch(
         target,
-        kernels.forward_kernel,
-        {**ready, "rows": g.rows},
-        results._asdict(),
+        forward_kernels.forward_kernel,
+        {**_OTHER_SUMMANDS, "added": None, **ready, "rows": g.rows},
+        {**results._asdict(), "mean": None},
         programs=g.programs(tile),
         tile=tile,
         compute=jnp.promote_types(total, jnp.float32),
-        H=g.h,
+        **g.constants,
         SHARED=shared,
         NORM=norm.switches,
+        BOTH_SIDES=True,
         EPSILON=norm.epsilon,
         TOTAL=total,
     )
-    return Outcome(**written)
+    return Outcome(**{name: written[name] for name in Outcome._fields})
 
 
 def backward(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: int, target: Target) -> Gradients:
@@ -79,9 +83,11 @@ def backward(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: in
     shared, ready = _shared(operands._asdict(), g)
     written = launch(
         target,
-        kernels.backward_kernel,
-        {**ready, "rows": g.rows, "programs": programs},
+        backward_kernels.backward_kernel,
+        {**_OTHER_SUMMANDS, "mean": None, "c1": None, "c2": None, **ready, "rows": g.rows, "programs": programs},
         {
+            **dict.fromkeys(("dz", "drow_gate", "y")),
+            **_OTHER_SUMS,
             "dx": dx,
             "dresidual": dresidual,
             **(gradients if shares is None else dict.fromkeys(gradients)),
@@ -90,25 +96,23 @@ def backward(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: in
         programs=g.groups * programs,
         tile=tile,
         compute=compute,
-        H=g.h,
+        **g.constants,
         SHARED=shared,
         SUMS=sums,
+        PULLS=True,
         NORM=norm.switches,
     )
     if shares is not None:
-        # `reduce_kernel` knows the sums of a norm, in which x's scale has the place of a gate: (35) is (27) of u.
-        as_of_norm = {"dscale": "dscale", "dx_scale": "dgate"}
         tile = norm_tiles.reduce_tile(g.h)
-        reduced = launch(
+        written |= launch(
             target,
-            norm_kernels.reduce_kernel,
+            backward_kernels.reduce_kernel,
             {"shares": written["shares"], "groups": g.groups, "programs": programs},
-            {"doffset": None, "dx_bias": None} | {as_of_norm[name]: a for name, a in gradients.items()},
+            {**_OTHER_SUMS, **gradients},
             programs=len(sums) * g.groups * g.chunks(tile),
             tile=tile,
             compute=compute,
             H=g.h,
-            SUMS=tuple(as_of_norm[name] for name in sums),
+            SUMS=sums,
         )
-        written |= {name: reduced[of_norm] for name, of_norm in as_of_norm.items()}
     return Gradients(**{name: written[name] for name in Gradients._fields})

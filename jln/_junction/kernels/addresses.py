@@ -1,7 +1,4 @@
-"""Addresses in the norms' and the fused operators' kernels: where a program's rows, columns and groups lie.
-
-It also loads what has one value a row or a column.
-"""
+"""Addresses in the norms' and the fused operators' kernels: where a program's rows, columns and groups lie."""
 
 import triton
 import triton.language as tl
@@ -83,6 +80,13 @@ def columns_from(first, H: tl.constexpr, INNER: tl.constexpr, BLOCK_H: tl.conste
         return column, column * INNER, exists
 
 
+@triton.jit
+def tile_from(first, start, valid, H: tl.constexpr, INNER: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Column numbers from `first` on, and which of them exist; offsets and mask of those columns of a tile's rows."""
+    column, step, exists = columns_from(first, H, INNER, BLOCK_H)
+    return column, exists, start[:, None] + step[None, :], valid[:, None] & exists[None, :]
+
+
 @triton.constexpr_function
 def contains(names, name):
     return names is not None and name in names
@@ -128,32 +132,39 @@ def copy_of(group, SHARED: tl.constexpr, OPERAND: tl.constexpr, INTERLEAVED: tl.
         return group
 
 
-@triton.jit
-def widened(a, COMPUTE: tl.constexpr):
-    """`a` in the compute dtype.
-
-    By bits, two elements of bfloat16 in a register take an instruction each, where conversions take three; but not
-    those that come from shared memory, as what a loop reads ahead.
-    """
-    if a.dtype == tl.bfloat16:
-        a = (a.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    return a.to(COMPUTE)
+# Where a group's part of an array begins; None for an array that is absent. A result's name is never SHARED.
 
 
 @triton.jit
-def load_scale(scale_ptr, column, exists, NORM: tl.constexpr, BLOCK_H: tl.constexpr, COMPUTE: tl.constexpr):
-    """The factor of every column; 1 where there is no scale."""
-    scale = tl.full([BLOCK_H], 1.0, COMPUTE)
-    if scale_ptr is not None:
-        given = tl.load(scale_ptr + column, mask=exists, other=0.0).to(COMPUTE)
-        scale = scale + given if NORM.zero_centered_scale else given  # pyright: ignore[reportAttributeAccessIssue]
-    return scale
+def rows_at(
+    array_ptr, NAME: tl.constexpr, group, rows,
+    H: tl.constexpr, INNER: tl.constexpr, INTERLEAVED: tl.constexpr, SHARED: tl.constexpr, base=0,
+):  # fmt: skip
+    """The first element of a group's rows, or that which lies `base` behind it: of [G, rows, H]."""
+    if array_ptr is not None:
+        return array_ptr + (start_of(copy_of(group, SHARED, NAME, INTERLEAVED), rows, H, INNER, INTERLEAVED) + base)
+    else:
+        return None
 
 
 @triton.jit
-def load_vector(vector_ptr, at, exists, BLOCK: tl.constexpr, COMPUTE: tl.constexpr):
-    """The elements of a vector at `at`, in the compute dtype; zeros where there is no vector."""
-    vector = tl.zeros([BLOCK], COMPUTE)
-    if vector_ptr is not None:
-        vector = tl.load(vector_ptr + at, mask=exists, other=0.0).to(COMPUTE)
-    return vector
+def numbers_at(
+    array_ptr, NAME: tl.constexpr, group, rows,
+    INNER: tl.constexpr, INTERLEAVED: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
+    """The number of a group's first row, where each row has one: of [G, rows]."""
+    if array_ptr is not None:
+        return array_ptr + first_row_of(copy_of(group, SHARED, NAME, INTERLEAVED), rows, INNER, INTERLEAVED)
+    else:
+        return None
+
+
+@triton.jit
+def columns_at(
+    array_ptr, NAME: tl.constexpr, group, H: tl.constexpr, INTERLEAVED: tl.constexpr, SHARED: tl.constexpr
+):  # fmt: skip
+    """The first of a group's columns: of [G, H]."""
+    if array_ptr is not None:
+        return array_ptr + copy_of(group, SHARED, NAME, INTERLEAVED) * H
+    else:
+        return None

@@ -12,7 +12,8 @@ nobody wants, is None for the compiler.
 import triton
 import triton.language as tl
 
-from jln._junction.kernels.addresses import load_scale, load_vector, tiles_of
+from jln._junction.kernels.addresses import tiles_of
+from jln._junction.kernels.terms import load_scale, load_vector
 
 
 @triton.jit

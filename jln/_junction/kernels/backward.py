@@ -1,0 +1,349 @@
+"""The norms' backward kernels: row sums of wide rows, all gradients, and the sum of what programs share of them.
+
+Rows lie as in `jln._junction.kernels.forward`. The numbers in brackets are the equations of `jln._junction.formulas`
+and, from (31) to (36), of `jln._junction.both_sides.formulas`.
+"""
+
+import triton
+import triton.language as tl
+
+from jln._junction.kernels.addresses import (
+    columns_at,
+    columns_from,
+    contains,
+    group_and_tile,
+    group_of,
+    numbers_at,
+    position,
+    rows_at,
+    rows_of,
+    tile_from,
+    tiles_of,
+)
+from jln._junction.kernels.terms import affine, gated, load_branch, load_scale, load_silu, load_vector
+
+
+@triton.jit
+def _load_row_terms(
+    dy_ptr, total_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, NORM: tl.constexpr, COMPUTE: tl.constexpr
+):  # fmt: skip
+    """The terms dy, x_hat and dy * scale of a tile, 0 outside: there -mean * rstd might overflow, and 0 * inf is NaN.
+
+    With z also silu(z), and the factor of dz in (43) or (44); dy is then the cotangent of the norm's result.
+    """
+    x = tl.load(total_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
+    dy = tl.load(dy_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
+    u, of_dz = x, x
+    if z_ptr is not None:
+        u, of_dz = load_silu(z_ptr + base, at, mask, COMPUTE)
+        if NORM.norm_before_gate:
+            of_dz *= dy
+            dy *= u  # (42)
+        else:
+            of_dz *= x
+            x *= u  # (41)
+    x_hat = tl.where(exists[None, :], (x - mean[:, None]) * rstd[:, None], 0.0)  # (3)
+    return dy, x_hat, dy * scale[None, :], u, of_dz
+
+
+@triton.jit
+def _row_sums(
+    dy_ptr, total_ptr, z_ptr, base, scale_ptr, start, valid, mean, rstd,
+    H: tl.constexpr, INNER: tl.constexpr, NORM: tl.constexpr,
+    COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """The row sums c1 and c2 of rows wider than BLOCK_H."""
+    c1 = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
+    c2 = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
+    for first in range(0, H, BLOCK_H):
+        column, exists, at, mask = tile_from(first, start, valid, H, INNER, BLOCK_H)
+        scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
+        _, x_hat, scaled, _, _ = _load_row_terms(
+            dy_ptr, total_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, NORM, COMPUTE
+        )
+        c1 += scaled
+        c2 = tl.fma(scaled, x_hat, c2)
+    return tl.sum(c1, axis=1) * (1.0 / H), tl.sum(c2, axis=1) * (1.0 / H)  # (7), (8)
+
+
+@triton.jit
+def row_sums_kernel(
+    dy_ptr,  # [G, rows, H]
+    total_ptr,  # [G, rows, H]
+    z_ptr,  # [G, rows, H]
+    scale_ptr,  # [G, H]
+    mean_ptr,  # [G, rows]
+    rstd_ptr,  # [G, rows]
+    rows,
+    c1_ptr,  # [G, rows]
+    c2_ptr,  # [G, rows]
+    H: tl.constexpr,
+    INNER: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    SHARED: tl.constexpr,
+    NORM: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Compute c1 and c2, one tile of rows a program, for rows too wide for `backward_kernel` to add up itself."""
+    group, tile = group_and_tile(tiles_of(rows, INNER, BLOCK_ROWS), SHARED, INTERLEAVED)
+    row, base, start, valid = rows_of(tile, rows, H, INNER, INTERLEAVED, BLOCK_ROWS)
+    dy_ptr = rows_at(dy_ptr, "dy", group, rows, H, INNER, INTERLEAVED, SHARED)
+    total_ptr = rows_at(total_ptr, "total", group, rows, H, INNER, INTERLEAVED, SHARED)
+    z_ptr = rows_at(z_ptr, "z", group, rows, H, INNER, INTERLEAVED, SHARED)
+    scale_ptr = columns_at(scale_ptr, "scale", group, H, INTERLEAVED, SHARED)
+    mean_ptr = numbers_at(mean_ptr, "mean", group, rows, INNER, INTERLEAVED, SHARED)
+    rstd_ptr = numbers_at(rstd_ptr, "rstd", group, rows, INNER, INTERLEAVED, SHARED)
+
+    mean = load_vector(mean_ptr, row, valid, BLOCK_ROWS, COMPUTE)
+    rstd = load_vector(rstd_ptr, row, valid, BLOCK_ROWS, COMPUTE)
+    c1, c2 = _row_sums(
+        dy_ptr, total_ptr, z_ptr, base, scale_ptr, start, valid, mean, rstd,
+        H, INNER, NORM, COMPUTE, BLOCK_ROWS, BLOCK_H,
+    )  # fmt: skip
+
+    c1_ptr = numbers_at(c1_ptr, "c1", group, rows, INNER, INTERLEAVED, SHARED)
+    if c1_ptr is not None:
+        tl.store(c1_ptr + row, c1, mask=valid)
+    c2_ptr = numbers_at(c2_ptr, "c2", group, rows, INNER, INTERLEAVED, SHARED)
+    tl.store(c2_ptr + row, c2, mask=valid)
+
+
+@triton.jit
+def _store_sum(
+    sum, sum_ptr, shares_ptr, at, exists, programs_of_all_groups,
+    NAME: tl.constexpr, SUMS: tl.constexpr, H: tl.constexpr,
+):  # fmt: skip
+    """Store a program's sum over its rows: in the result where the program is alone, else as its share."""
+    total = tl.sum(sum, axis=0)
+    if shares_ptr is None:
+        tl.store(sum_ptr + at, total.to(sum_ptr.dtype.element_ty), mask=exists)
+    else:
+        first = position(SUMS, NAME) * programs_of_all_groups.to(tl.int64) * H
+        tl.store(shares_ptr + first + at, total, mask=exists)
+
+
+@triton.jit
+def backward_kernel(
+    dy_ptr,  # [G, rows, H]
+    dtotal_ptr,  # [G, rows, H]
+    total_ptr,  # [G, rows, H]
+    z_ptr,  # [G, rows, H]
+    scale_ptr,  # [G, H]
+    mean_ptr,  # [G, rows]
+    rstd_ptr,  # [G, rows]
+    offset_ptr,  # [G, H]; for y alone
+    x_ptr,  # [G, rows, H]; for the gates' gradients, and through a norm of x
+    x_bias_ptr,  # [G, H]; for the gates' gradients alone
+    gate_ptr,  # [G, H]
+    row_gate_ptr,  # [G, rows]
+    x_scale_ptr,  # [G, H]
+    x_rstd_ptr,  # [G, rows]; where x is normalised before it is added
+    c1_ptr,  # [G, rows]
+    c2_ptr,  # [G, rows]
+    rows,
+    programs,
+    dx_ptr,  # [G, rows, H]
+    dz_ptr,  # [G, rows, H]
+    dresidual_ptr,  # [G, rows, H]
+    drow_gate_ptr,  # [chunks, G, rows]
+    dscale_ptr,  # [G, H]; of a group's only program
+    doffset_ptr,  # [G, H]; likewise
+    dx_bias_ptr,  # [G, H]; likewise
+    dgate_ptr,  # [G, H]; likewise
+    dx_scale_ptr,  # [G, H]; likewise
+    shares_ptr,  # [SUMS, G, programs, H]; where there are several
+    y_ptr,  # [G, rows, H]
+    H: tl.constexpr,
+    INNER: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    SHARED: tl.constexpr,
+    SUMS: tl.constexpr,
+    PULLS: tl.constexpr,
+    NORM: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Compute the wanted gradients of the operands, each program's shares of the SUMS, and the norm's output once more.
+
+    The gradients are dx, dz, dresidual and that of a row's gate, the SUMS dscale, doffset, dx_bias, dgate and
+    dx_scale; each is left out unless it is wanted. PULLS: whether any of them is made of total's cotangent.
+
+    A program owns BLOCK_H columns and every `programs`-th tile of rows, and keeps its sums in registers. c1 and c2 come
+    from the registers where a row fits in BLOCK_H; from a look at the whole row where a few programs share one (what
+    the neighbour reads too comes from L2); from `row_sums_kernel` where many do.
+    """
+    chunks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    chunk = tl.program_id(0) % chunks
+    group, program = group_of(tl.program_id(0) // chunks, programs, SHARED)
+    dy_ptr = rows_at(dy_ptr, "dy", group, rows, H, INNER, INTERLEAVED, SHARED)
+    total_ptr = rows_at(total_ptr, "total", group, rows, H, INNER, INTERLEAVED, SHARED)
+    rstd_ptr = numbers_at(rstd_ptr, "rstd", group, rows, INNER, INTERLEAVED, SHARED)
+    z_ptr = rows_at(z_ptr, "z", group, rows, H, INNER, INTERLEAVED, SHARED)
+    dtotal_ptr = rows_at(dtotal_ptr, "dtotal", group, rows, H, INNER, INTERLEAVED, SHARED)
+    scale_ptr = columns_at(scale_ptr, "scale", group, H, INTERLEAVED, SHARED)
+    mean_ptr = numbers_at(mean_ptr, "mean", group, rows, INNER, INTERLEAVED, SHARED)
+    offset_ptr = columns_at(offset_ptr, "offset", group, H, INTERLEAVED, SHARED)
+    c1_ptr = numbers_at(c1_ptr, "c1", group, rows, INNER, INTERLEAVED, SHARED)
+    c2_ptr = numbers_at(c2_ptr, "c2", group, rows, INNER, INTERLEAVED, SHARED)
+    x_ptr = rows_at(x_ptr, "x", group, rows, H, INNER, INTERLEAVED, SHARED)
+    x_bias_ptr = columns_at(x_bias_ptr, "x_bias", group, H, INTERLEAVED, SHARED)
+    gate_ptr = columns_at(gate_ptr, "gate", group, H, INTERLEAVED, SHARED)
+    row_gate_ptr = numbers_at(row_gate_ptr, "row_gate", group, rows, INNER, INTERLEAVED, SHARED)
+    x_scale_ptr = columns_at(x_scale_ptr, "x_scale", group, H, INTERLEAVED, SHARED)
+    x_rstd_ptr = numbers_at(x_rstd_ptr, "x_rstd", group, rows, INNER, INTERLEAVED, SHARED)
+    of_all = tl.num_programs(0) // chunks  # programs of all groups
+    groups = of_all // programs
+    drow_gate_ptr = numbers_at(drow_gate_ptr, "drow_gate", chunk * groups + group, rows, INNER, INTERLEAVED, SHARED)
+    dx_ptr = rows_at(dx_ptr, "dx", group, rows, H, INNER, INTERLEAVED, SHARED)
+    dz_ptr = rows_at(dz_ptr, "dz", group, rows, H, INNER, INTERLEAVED, SHARED)
+    dresidual_ptr = rows_at(dresidual_ptr, "dresidual", group, rows, H, INNER, INTERLEAVED, SHARED)
+    y_ptr = rows_at(y_ptr, "y", group, rows, H, INNER, INTERLEAVED, SHARED)
+
+    # What the program keeps over all its tiles.
+    column, step, exists = columns_from(chunk * BLOCK_H, H, INNER, BLOCK_H)
+    if BLOCK_H >= H and x_rstd_ptr is None:
+        scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
+    dscale = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
+    doffset = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
+    dx_bias = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
+    dgate = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
+    dx_scale = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
+
+    for tile in tl.range(program, tiles_of(rows, INNER, BLOCK_ROWS), programs, num_stages=STAGES):
+        row, base, start, valid = rows_of(tile, rows, H, INNER, INTERLEAVED, BLOCK_ROWS)
+        at = start[:, None] + step[None, :]
+        mask = valid[:, None] & exists[None, :]
+
+        # The rows' statistics, and their sums where the tile does not hold all that they are of.
+        mean = load_vector(mean_ptr, row, valid, BLOCK_ROWS, COMPUTE)
+        rstd = load_vector(rstd_ptr, row, valid, BLOCK_ROWS, COMPUTE)
+        if PULLS:
+            if c2_ptr is not None:
+                c1 = load_vector(c1_ptr, row, valid, BLOCK_ROWS, COMPUTE)
+                c2 = load_vector(c2_ptr, row, valid, BLOCK_ROWS, COMPUTE)
+            elif BLOCK_H < H:
+                c1, c2 = _row_sums(
+                    dy_ptr, total_ptr, z_ptr, base, scale_ptr, start, valid, mean, rstd,
+                    H, INNER, NORM, COMPUTE, BLOCK_ROWS, BLOCK_H,
+                )  # fmt: skip
+
+        # What y is made of, which dscale and doffset are made of, too.
+        if BLOCK_H < H or x_rstd_ptr is not None:  # held through `_row_sums`, or beside two norms, it would spill
+            scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
+        dy, x_hat, scaled, u, of_dz = _load_row_terms(
+            dy_ptr, total_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, NORM, COMPUTE
+        )
+        if dz_ptr is not None and NORM.norm_before_gate:
+            dz = of_dz * (x_hat * scale[None, :])  # (43)
+            tl.store(dz_ptr + base + at, dz.to(dz_ptr.dtype.element_ty), mask=mask)
+
+        # The cotangent of total, and through the gates that of x.
+        if PULLS:
+            if BLOCK_H >= H:
+                c1 = tl.sum(scaled, axis=1) * (1.0 / H)  # (7)
+                c2 = tl.sum(scaled * x_hat, axis=1) * (1.0 / H)  # (8)
+            dx = x_hat * -(c2 * rstd)[:, None]  # (9), its factor rstd inside
+            if mean_ptr is not None:
+                dx = tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1 * rstd)[:, None])
+            dx = tl.fma(scaled, rstd[:, None], dx)  # (9)
+            if H == 1 and mean_ptr is not None:  # c1 is g: rounded by itself its product with rstd does not cancel
+                dx = (scaled - c1[:, None]) * rstd[:, None]
+            if dtotal_ptr is not None:
+                dx += tl.load(dtotal_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
+            if z_ptr is not None and not NORM.norm_before_gate:  # (44)
+                if dz_ptr is not None:
+                    tl.store(dz_ptr + base + at, (dx * of_dz).to(dz_ptr.dtype.element_ty), mask=mask)
+                dx *= u
+            if dresidual_ptr is not None:
+                tl.store(dresidual_ptr + base + at, dx.to(dresidual_ptr.dtype.element_ty), mask=mask)  # (24), (34)
+            if x_rstd_ptr is not None:
+                x_rstd = load_vector(x_rstd_ptr, row, valid, BLOCK_ROWS, COMPUTE)
+                u = tl.load(x_ptr + base + at, mask=mask, other=0.0).to(COMPUTE) * x_rstd[:, None]  # (32)
+                if contains(SUMS, "dx_scale"):
+                    dx_scale = tl.fma(dx, u, dx_scale)  # (35)
+                if dx_ptr is not None:
+                    dx *= load_scale(x_scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)[None, :]
+                    c = tl.sum(dx * u, axis=1) * (1.0 / H)
+                    dx = tl.fma(dx, x_rstd[:, None], u * -(c * x_rstd)[:, None])  # (36)
+            elif x_ptr is not None:
+                branch = load_branch(x_ptr + base, x_bias_ptr, at, mask, column, exists, COMPUTE)
+                if contains(SUMS, "dgate"):
+                    dgate = tl.fma(dx, branch, dgate)  # (27)
+                if drow_gate_ptr is not None:
+                    tl.store(drow_gate_ptr + row, tl.sum(dx * branch, axis=1), mask=valid)  # (27)
+            row_gate = load_vector(row_gate_ptr, row, valid, BLOCK_ROWS, COMPUTE)
+            dx = gated(dx, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE)
+            if contains(SUMS, "dx_bias"):
+                dx_bias += dx  # (26)
+            if dx_ptr is not None:
+                tl.store(dx_ptr + base + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+        # The norm's own sums over rows, and its output once more.
+        if y_ptr is not None:
+            y = affine(x_hat, scale, offset_ptr, column, exists, COMPUTE)
+            tl.store(y_ptr + base + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+        if contains(SUMS, "dscale"):
+            dscale = tl.fma(dy, x_hat, dscale)  # (6)
+        if contains(SUMS, "doffset"):
+            doffset += dy  # (5)
+
+    # The program's shares.
+    at = (group * programs + program) * H + column
+    if contains(SUMS, "dscale"):
+        _store_sum(dscale, dscale_ptr, shares_ptr, at, exists, of_all, "dscale", SUMS, H)
+    if contains(SUMS, "doffset"):
+        _store_sum(doffset, doffset_ptr, shares_ptr, at, exists, of_all, "doffset", SUMS, H)
+    if contains(SUMS, "dx_bias"):
+        _store_sum(dx_bias, dx_bias_ptr, shares_ptr, at, exists, of_all, "dx_bias", SUMS, H)
+    if contains(SUMS, "dgate"):
+        _store_sum(dgate, dgate_ptr, shares_ptr, at, exists, of_all, "dgate", SUMS, H)
+    if contains(SUMS, "dx_scale"):
+        _store_sum(dx_scale, dx_scale_ptr, shares_ptr, at, exists, of_all, "dx_scale", SUMS, H)
+
+
+@triton.jit
+def _store_if(which, sum_ptr, at, total, exists, NAME: tl.constexpr, SUMS: tl.constexpr):
+    if sum_ptr is not None:  # noqa: SIM102, as one is known to the compiler
+        if which == position(SUMS, NAME):
+            tl.store(sum_ptr + at, total.to(sum_ptr.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def reduce_kernel(
+    shares_ptr,  # [SUMS, G, programs, H]
+    groups,
+    programs,
+    dscale_ptr,  # [G, H]
+    doffset_ptr,  # [G, H]
+    dx_bias_ptr,  # [G, H]
+    dgate_ptr,  # [G, H]
+    dx_scale_ptr,  # [G, H]
+    H: tl.constexpr,
+    SUMS: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Add up the programs' shares of the sums in a fixed order; a sum, a group and BLOCK_H columns a program."""
+    chunks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    which = (tl.program_id(0) // chunks // groups).to(tl.int64)
+    group = (tl.program_id(0) // chunks % groups).to(tl.int64)
+    column = tl.program_id(0) % chunks * BLOCK_H + tl.arange(0, BLOCK_H)
+    exists = column < H
+    shares_ptr += (which * groups + group) * programs * H
+    sum = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
+    for first in range(0, programs, BLOCK_ROWS):
+        program = first + tl.arange(0, BLOCK_ROWS)
+        mask = (program < programs)[:, None] & exists[None, :]
+        sum += tl.load(shares_ptr + program[:, None] * H + column[None, :], mask=mask, other=0.0)
+    total = tl.sum(sum, axis=0)
+    at = group * H + column
+    _store_if(which, dscale_ptr, at, total, exists, "dscale", SUMS)
+    _store_if(which, doffset_ptr, at, total, exists, "doffset", SUMS)
+    _store_if(which, dx_bias_ptr, at, total, exists, "dx_bias", SUMS)
+    _store_if(which, dgate_ptr, at, total, exists, "dgate", SUMS)
+    _store_if(which, dx_scale_ptr, at, total, exists, "dx_scale", SUMS)

@@ -1,0 +1,227 @@
+"""The norms' forward kernel, with or without a sum, gates, silu and a norm of x before it is added, by constexprs.
+
+Every kernel of the norms sees `x` as `[G, rows, H]`. A row's elements lie `INNER` apart: 1 when the normalised axis is
+the last one; otherwise rows that differ in the axes behind it are neighbours in memory, and a tile takes `BLOCK_ROWS`
+of these. `G` counts the groups that vmap put in front, and the examples that have parameters of their own. Where
+examples differ in axes directly before the normalised one, INTERLEAVED of the groups lie as
+`[G / INTERLEAVED, rows, INTERLEAVED, H]`, a row of each in turn; otherwise INTERLEAVED is 1. SHARED names the operands
+that have one copy for all groups, and is None where there is only one group. An operand that is absent, and a result
+that nobody wants, is None for the compiler.
+
+The numbers in brackets are the equations of `jln._junction.formulas` and, from (31) to (36), of
+`jln._junction.both_sides.formulas`.
+"""
+
+import triton
+import triton.language as tl
+
+from jln._junction.kernels.addresses import (
+    columns_at,
+    group_and_tile,
+    numbers_at,
+    rows_at,
+    rows_of,
+    tile_from,
+    tiles_of,
+)
+from jln._junction.kernels.terms import affine, gated, load_branch, load_scale, load_silu, load_vector, widened
+
+
+@triton.jit
+def _load_total(
+    x_ptr, z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists,
+    NORM: tl.constexpr, TOTAL: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """The rows that are normalised: x, or (41), or (23) rounded to the type in which it is returned."""
+    x = load_branch(x_ptr, x_bias_ptr, at, mask, column, exists, COMPUTE)
+    if residual_ptr is not None:
+        x = gated(x, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE)
+        residual = widened(tl.load(residual_ptr + at, mask=mask, other=0.0), COMPUTE)
+        x = (x + residual).to(TOTAL).to(COMPUTE)  # (23)
+    if z_ptr is not None and not NORM.norm_before_gate:
+        u, _ = load_silu(z_ptr, at, mask, COMPUTE)
+        x *= u  # (41)
+    return x
+
+
+@triton.jit
+def _load_total_of_normed(
+    x_ptr, x_scale_ptr, residual_ptr, at, mask, column, exists, H: tl.constexpr,
+    NORM: tl.constexpr, EPSILON: tl.constexpr, TOTAL: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """The rows that are normalised where x is so before it is added, in their dtype, and rstd of x."""
+    x = widened(tl.load(x_ptr + at, mask=mask, other=0.0), COMPUTE)
+    x_rstd = _rstd(x, H, EPSILON)  # (31)
+    x_scale = load_scale(x_scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
+    residual = widened(tl.load(residual_ptr + at, mask=mask, other=0.0), COMPUTE)
+    return tl.fma(x * x_rstd[:, None], x_scale[None, :], residual).to(TOTAL), x_rstd  # (32), (33)
+
+
+@triton.jit
+def _rstd(centred, H: tl.constexpr, EPSILON: tl.constexpr):
+    """The rstd of rows in a tile, of what the mean leaves of them: 0 where there is no column."""
+    return tl.rsqrt(tl.sum(centred * centred, axis=1) * (1.0 / H) + EPSILON)
+
+
+@triton.jit
+def _add(total, excess, term):
+    """The sum total + term, and by how much it is too large, which the next term takes along (Kahan, 1965)."""
+    term -= excess
+    new = total + term
+    return new, (new - total) - term
+
+
+@triton.jit
+def _statistics_of_chunks(
+    x_ptr, z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, start, valid,
+    H: tl.constexpr, INNER: tl.constexpr, NORM: tl.constexpr, EPSILON: tl.constexpr, TOTAL: tl.constexpr,
+    COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """The mean and rstd of rows wider than BLOCK_H.
+
+    Every chunk has its own two-pass mean and sum of squares, and those of the chunks are merged by the formula of Chan,
+    Golub and LeVeque (1979), which loses nothing when the mean is large. Nor do the thousands of chunks that rows side
+    by side may have, by compensated sums.
+    """
+    mean = tl.zeros([BLOCK_ROWS], COMPUTE)
+    squares = tl.zeros([BLOCK_ROWS], COMPUTE)
+    mean_excess, squares_excess = squares, squares
+    for first in range(0, H, BLOCK_H):
+        column, exists, at, mask = tile_from(first, start, valid, H, INNER, BLOCK_H)
+        x = _load_total(
+            x_ptr, z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists,
+            NORM, TOTAL, COMPUTE,
+        )  # fmt: skip
+        more = tl.zeros([BLOCK_ROWS], COMPUTE)
+        if NORM.subtract_mean:
+            count = tl.minimum(BLOCK_H, H - first).to(COMPUTE)
+            chunk_mean = tl.sum(x, axis=1) / count
+            x = tl.where(mask, x - chunk_mean[:, None], 0.0)
+            ahead = chunk_mean - mean + mean_excess
+            share = count / (first + count)
+            mean, mean_excess = _add(mean, mean_excess, ahead * share)  # (1)
+            more = ahead * (ahead * (share * first))  # 0 in the first chunk, whatever its mean squared is
+        squares, squares_excess = _add(squares, squares_excess, more + tl.sum(x * x, axis=1))
+    return mean, tl.rsqrt(squares * (1.0 / H) + EPSILON)  # (2)
+
+
+@triton.jit
+def _store_rows(
+    x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_ptr, total_ptr, at, mask, column, exists,
+    NORM: tl.constexpr, BLOCK_H: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Normalise rows, and store their norm and the rows themselves, each if it is wanted."""
+    if total_ptr is not None:
+        tl.store(total_ptr + at, x.to(total_ptr.dtype.element_ty), mask=mask)
+    if y_ptr is not None:
+        scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
+        x_hat = (x - mean[:, None]) * rstd[:, None]  # (3)
+        y = affine(x_hat, scale, offset_ptr, column, exists, COMPUTE)
+        if z_ptr is not None and NORM.norm_before_gate:
+            u, _ = load_silu(z_ptr, at, mask, COMPUTE)
+            y *= u  # (42)
+        if added_ptr is not None:
+            added = tl.load(added_ptr + at, mask=mask, other=0.0)
+            y = y + (widened(added, COMPUTE) if added.dtype == tl.bfloat16 else added)  # (30), in the wider type
+        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def forward_kernel(
+    x_ptr,  # [G, rows, H]
+    z_ptr,  # [G, rows, H]
+    residual_ptr,  # [G, rows, H]
+    x_bias_ptr,  # [G, H]
+    gate_ptr,  # [G, H]
+    row_gate_ptr,  # [G, rows]
+    x_scale_ptr,  # [G, H]
+    scale_ptr,  # [G, H]
+    offset_ptr,  # [G, H]
+    added_ptr,  # [G, rows, H]
+    rows,
+    y_ptr,  # [G, rows, H]
+    total_ptr,  # [G, rows, H]
+    mean_ptr,  # [G, rows]
+    rstd_ptr,  # [G, rows]
+    x_rstd_ptr,  # [G, rows]
+    H: tl.constexpr,
+    INNER: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    SHARED: tl.constexpr,
+    NORM: tl.constexpr,
+    BOTH_SIDES: tl.constexpr,
+    EPSILON: tl.constexpr,
+    TOTAL: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Compute y, total, mean and rstd, one tile of rows a program.
+
+    BOTH_SIDES: x is normalised before the residual is added, in a tile of whole rows, and its x_rstd computed, too.
+
+    A row that fits in BLOCK_H stays in registers and is read once. A wider one is taken chunk by chunk, twice, the
+    second read being served by L2.
+    """
+    group, tile = group_and_tile(tiles_of(rows, INNER, BLOCK_ROWS), SHARED, INTERLEAVED)
+    row, base, start, valid = rows_of(tile, rows, H, INNER, INTERLEAVED, BLOCK_ROWS)
+    x_ptr = rows_at(x_ptr, "x", group, rows, H, INNER, INTERLEAVED, SHARED, base)
+    z_ptr = rows_at(z_ptr, "z", group, rows, H, INNER, INTERLEAVED, SHARED, base)
+    residual_ptr = rows_at(residual_ptr, "residual", group, rows, H, INNER, INTERLEAVED, SHARED, base)
+    x_bias_ptr = columns_at(x_bias_ptr, "x_bias", group, H, INTERLEAVED, SHARED)
+    gate_ptr = columns_at(gate_ptr, "gate", group, H, INTERLEAVED, SHARED)
+    row_gate_ptr = numbers_at(row_gate_ptr, "row_gate", group, rows, INNER, INTERLEAVED, SHARED)
+    x_scale_ptr = columns_at(x_scale_ptr, "x_scale", group, H, INTERLEAVED, SHARED)
+    total_ptr = rows_at(total_ptr, "total", group, rows, H, INNER, INTERLEAVED, SHARED, base)
+    scale_ptr = columns_at(scale_ptr, "scale", group, H, INTERLEAVED, SHARED)
+    offset_ptr = columns_at(offset_ptr, "offset", group, H, INTERLEAVED, SHARED)
+    added_ptr = rows_at(added_ptr, "added", group, rows, H, INNER, INTERLEAVED, SHARED, base)
+    y_ptr = rows_at(y_ptr, "y", group, rows, H, INNER, INTERLEAVED, SHARED, base)
+
+    row_gate = load_vector(row_gate_ptr, row, valid, BLOCK_ROWS, COMPUTE)
+    mean = tl.zeros([BLOCK_ROWS], COMPUTE)
+    if BLOCK_H >= H:
+        column, exists, at, mask = tile_from(0, start, valid, H, INNER, BLOCK_H)
+        if BOTH_SIDES:
+            x, x_rstd = _load_total_of_normed(
+                x_ptr, x_scale_ptr, residual_ptr, at, mask, column, exists, H, NORM, EPSILON, TOTAL, COMPUTE, BLOCK_H
+            )
+            x = x.to(COMPUTE)
+        else:
+            x = _load_total(
+                x_ptr, z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists,
+                NORM, TOTAL, COMPUTE,
+            )  # fmt: skip
+        if NORM.subtract_mean:
+            mean = tl.sum(x, axis=1) * (1.0 / H)  # (1)
+        rstd = _rstd(tl.where(exists[None, :], x - mean[:, None], 0.0), H, EPSILON)  # (2)
+        _store_rows(
+            x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_ptr, total_ptr, at, mask, column, exists,
+            NORM, BLOCK_H, COMPUTE,
+        )  # fmt: skip
+    else:
+        mean, rstd = _statistics_of_chunks(
+            x_ptr, z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, start, valid,
+            H, INNER, NORM, EPSILON, TOTAL, COMPUTE, BLOCK_ROWS, BLOCK_H,
+        )  # fmt: skip
+        for first in range(0, H, BLOCK_H):
+            column, exists, at, mask = tile_from(first, start, valid, H, INNER, BLOCK_H)
+            x = _load_total(
+                x_ptr, z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists,
+                NORM, TOTAL, COMPUTE,
+            )  # fmt: skip
+            _store_rows(
+                x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_ptr, total_ptr, at, mask, column, exists,
+                NORM, BLOCK_H, COMPUTE,
+            )  # fmt: skip
+
+    rstd_ptr = numbers_at(rstd_ptr, "rstd", group, rows, INNER, INTERLEAVED, SHARED)
+    if rstd_ptr is not None:
+        tl.store(rstd_ptr + row, rstd, mask=valid)
+    mean_ptr = numbers_at(mean_ptr, "mean", group, rows, INNER, INTERLEAVED, SHARED)
+    if mean_ptr is not None:
+        tl.store(mean_ptr + row, mean, mask=valid)
+    if BOTH_SIDES:
+        x_rstd_ptr = numbers_at(x_rstd_ptr, "x_rstd", group, rows, INNER, INTERLEAVED, SHARED)
+        if x_rstd_ptr is not None:
+            tl.store(x_rstd_ptr + row, x_rstd.to(x_rstd_ptr.dtype.element_ty), mask=valid)

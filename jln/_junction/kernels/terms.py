@@ -1,0 +1,75 @@
+"""Terms of a tile that several kernels load or make: forward and backward, of the norms and of the fused operators.
+
+The numbers in brackets are the equations of `jln._junction.formulas`.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def widened(a, COMPUTE: tl.constexpr):
+    """`a` in the compute dtype.
+
+    By bits, two elements of bfloat16 in a register take an instruction each, where conversions take three; but not
+    those that come from shared memory, as what a loop reads ahead.
+    """
+    if a.dtype == tl.bfloat16:
+        a = (a.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return a.to(COMPUTE)
+
+
+@triton.jit
+def load_scale(scale_ptr, column, exists, NORM: tl.constexpr, BLOCK_H: tl.constexpr, COMPUTE: tl.constexpr):
+    """The factor of every column; 1 where there is no scale."""
+    scale = tl.full([BLOCK_H], 1.0, COMPUTE)
+    if scale_ptr is not None:
+        given = tl.load(scale_ptr + column, mask=exists, other=0.0).to(COMPUTE)
+        scale = scale + given if NORM.zero_centered_scale else given  # pyright: ignore[reportAttributeAccessIssue]
+    return scale
+
+
+@triton.jit
+def load_vector(vector_ptr, at, exists, BLOCK: tl.constexpr, COMPUTE: tl.constexpr):
+    """The elements of a vector at `at`, in the compute dtype; zeros where there is no vector."""
+    vector = tl.zeros([BLOCK], COMPUTE)
+    if vector_ptr is not None:
+        vector = tl.load(vector_ptr + at, mask=exists, other=0.0).to(COMPUTE)
+    return vector
+
+
+@triton.jit
+def load_branch(x_ptr, x_bias_ptr, at, mask, column, exists, COMPUTE: tl.constexpr):
+    """The branch that is gated: x plus its bias."""
+    x = widened(tl.load(x_ptr + at, mask=mask, other=0.0), COMPUTE)
+    if x_bias_ptr is not None:
+        x += tl.load(x_bias_ptr + column, mask=exists, other=0.0).to(COMPUTE)[None, :]
+    return x
+
+
+@triton.jit
+def gated(a, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE: tl.constexpr):
+    """Term (25): `a` times the gate, or times the row's gate."""
+    if gate_ptr is not None:
+        a *= tl.load(gate_ptr + column, mask=exists, other=0.0).to(COMPUTE)[None, :]
+    if row_gate_ptr is not None:
+        a *= row_gate[:, None]
+    return a
+
+
+@triton.jit
+def load_silu(z_ptr, at, mask, COMPUTE: tl.constexpr):
+    """Term (40): silu of z, and its derivative."""
+    z = widened(tl.load(z_ptr + at, mask=mask, other=0.0), COMPUTE)
+    share = 1.0 / (1.0 + tl.exp(-z))
+    u = z * share
+    return u, tl.fma(u, 1.0 - share, share)
+
+
+@triton.jit
+def affine(x_hat, scale, offset_ptr, column, exists, COMPUTE: tl.constexpr):
+    if offset_ptr is not None:
+        offset = tl.load(offset_ptr + column, mask=exists, other=0.0).to(COMPUTE)
+        return tl.fma(x_hat, scale[None, :], offset[None, :])  # (4)
+    else:
+        return x_hat * scale[None, :]
