@@ -7,21 +7,19 @@ from jln import _interrupt, reference  # noqa: F401  _interrupt goes before JAX,
 from jln._core.derivatives import PRODUCT, STATISTICS
 from jln._explain import explain
 from jln._fuse.transformation import fuse
-from jln._operators.both_sides import rms_norm_add_rms_norm
-from jln._operators.linears import (
-    add_layer_norm_linear,
-    add_rms_norm_linear,
-    layer_norm_linear,
-    rms_norm_linear,
-)
-from jln._operators.norms import (
+from jln._operators import (
     add_layer_norm,
+    add_layer_norm_linear,
     add_rms_norm,
+    add_rms_norm_linear,
     layer_norm,
     layer_norm_add,
+    layer_norm_linear,
     rms_norm,
     rms_norm_add,
+    rms_norm_add_rms_norm,
     rms_norm_gated,
+    rms_norm_linear,
 )
 from jln._routes import Route
 

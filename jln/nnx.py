@@ -4,9 +4,8 @@
 
 Constructors, parameters, initial values, metadata and checkpoints are Flax's own: the classes are Flax's with another
 call. A call that the operators cannot compute (`mask`, `axis_name`, parameters on axes that are not normalised, ...)
-runs Flax's own code; `jln.explain(layer, x)` tells which of the two a call takes, and why. Results differ by rounding,
-but where Flax's `use_fast_variance=True` loses the variance of a row whose mean is large against its spread: here it is
-two-pass always.
+runs Flax's own code, as `jln.explain` tells. Results differ by rounding, but where Flax's `use_fast_variance=True`
+loses the variance of a row whose mean is large against its spread: here it is two-pass always.
 """
 
 from __future__ import annotations
@@ -30,11 +29,9 @@ from jln._modules.nnx_functions import fuse
 
 __all__ = ["LayerNorm", "LayerNormLinear", "RMSNorm", "RMSNormLinear", "fuse"]
 
-# Flax's own classes, even where somebody puts ours in their place later.
-FlaxLayerNorm = nnx.LayerNorm
+FlaxLayerNorm = nnx.LayerNorm  # Flax's own, even where somebody puts ours in their place later
 FlaxRMSNorm = nnx.RMSNorm
-FlaxLinear = nnx.Linear
-FlaxLinearGeneral = nnx.LinearGeneral
+FlaxLinear, FlaxLinearGeneral = nnx.Linear, nnx.LinearGeneral
 
 
 class LayerNorm(FlaxLayerNorm):
@@ -395,8 +392,7 @@ def _traceable(model: nnx.Module, function: Callable[..., Any]) -> Callable[...,
     return call
 
 
-# An attribute that layers have where `explain` traces them: Flax's transformations keep it, and no object.
-_PATH = "_jln_path"
+_PATH = "_jln_path"  # of layers where `explain` traces them: Flax's transformations keep this, and no object
 
 
 def _name(layer: nnx.Module, kind: str) -> str:

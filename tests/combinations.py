@@ -1,8 +1,8 @@
 """A pytest plugin: of a test with many parameters, run by default as few combinations as have every pair of values.
 
 Few bugs take more than two parameters to show (Kuhn, Wallace and Gallo, "Software fault interactions and implications
-for software testing", 2004). In a pair, operators of one room of `jln` stand for each other, as they share their rules
-and kernels; each is in a combination all the same. The other combinations get the mark `combination`, which the default
+for software testing", 2004). In a pair, operators of one family stand for each other, as they share their rules and
+kernels; each is in a combination all the same. The other combinations get the mark `combination`, which the default
 run deselects: `pytest -m 'not heavy'` runs all of them, and a test that is named with its parameters always runs.
 """
 
@@ -18,13 +18,16 @@ import pytest
 
 from jln._catalogue import OPERATORS
 
-ROOMS = {name: operator.function.__module__ for name, operator in OPERATORS.items()}
+FAMILIES = {
+    name: "linears" if operator.is_linear else "norms" if operator.in_front is None else "both sides"
+    for name, operator in OPERATORS.items()
+}
 
 
 def kind(value: Any) -> str:
-    """The room of the operator that the value names or begins with; any other value by itself."""
-    of = [name for name in ROOMS if isinstance(value, str) and value.startswith(name)]
-    return ROOMS[max(of, key=len)] if of else repr(value)
+    """The family of the operator that the value names or begins with; any other value by itself."""
+    of = [name for name in FAMILIES if isinstance(value, str) and value.startswith(name)]
+    return FAMILIES[max(of, key=len)] if of else repr(value)
 
 
 def covering(combinations: Sequence[Mapping[str, Any]]) -> set[int]:

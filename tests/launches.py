@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jln._junction import signature as norms
-from jln._junction.both_sides import signature as both
-from jln._junction.linears import signature as linears
+from jln._junction.arrays import Arrays, Junction, Norm, Switches
 from jln._triton.chip import CHIPS as ALL_CHIPS
 from jln._triton.target import Recorder
 
@@ -76,9 +74,9 @@ def dealt_on(chip, chips, dtypes, sizes, rarer=()):
     ]
 
 
-def named(*arrays):
-    """The names of the arrays' dtypes, None for what is absent."""
-    return (None if a is None else a.dtype.name for a in arrays)
+def dtypes_of(arrays):
+    """The names of the arrays' dtypes."""
+    return jax.tree.map(lambda a: a.dtype.name, arrays)
 
 
 def launches(h, inner, dtypes, chip, switches, trial=None):
@@ -88,9 +86,9 @@ def launches(h, inner, dtypes, chip, switches, trial=None):
     jax.config.update("jax_enable_x64", True)
     shape, axis = ((100_000, h), -1) if inner == 1 else ((3, h, inner), -2)
     x = jax.ShapeDtypeStruct(shape, dtypes[0])
-    added = jax.ShapeDtypeStruct(shape, dtypes[1]) if switches["adds"] else None
+    residual = jax.ShapeDtypeStruct(shape, dtypes[1]) if switches["adds"] else None
     y = x if len(dtypes) == 3 else jax.ShapeDtypeStruct(shape, dtypes[3])
-    total = x if added is None else jax.ShapeDtypeStruct(shape, jnp.promote_types(*dtypes[:2]))
+    total = x if residual is None else jax.ShapeDtypeStruct(shape, jnp.promote_types(*dtypes[:2]))
     parameter = jax.ShapeDtypeStruct([h if i == len(shape) + axis else 1 for i in range(len(shape))], dtypes[2])
     of_row = [1 if i == len(shape) + axis else n for i, n in enumerate(shape)]
     rstd = jax.ShapeDtypeStruct(of_row, jnp.promote_types(total.dtype, jnp.float32))
@@ -99,43 +97,34 @@ def launches(h, inner, dtypes, chip, switches, trial=None):
     parameters |= {"row_gate": rstd} if switches.get("row_gate") else {}
     gated = {"gate", "row_gate"} & {*parameters}
     z = x if switches.get("z") else None
-    dtotal = None if added is None else total
-    of_norm = {n: switches[n] for n in norms.Switches._fields if n in switches}
-    norm = norms.Norm(axis, 1e-6, norms.Switches(**of_norm))
+    dtotal = None if residual is None else total
+    norm = Norm(axis, 1e-6, Switches(**{n: switches[n] for n in Switches._fields if n in switches}))
     recorder = Recorder(ALL_CHIPS[chip], trial)
-    wanted = norms.Outcome(*named(y, dtotal, mean, rstd))
-    jax.eval_shape(
-        lambda operands: launcher.forward(operands, norm, wanted, 0, recorder),
-        norms.Operands(x, added, **parameters, z=z),
-    )
-    gradients = {"dx": x, "dresidual": added} if gated else {"dx": total}
-    gradients |= {"dz": z} | {f"d{name}": a for name, a in parameters.items()}
-    wanted = norms.Gradients(**dict(zip(gradients, named(*gradients.values()), strict=True)))
+    results = dtypes_of(Arrays(y=y, total=dtotal, mean=mean, rstd=rstd))
+    operands = Arrays(x, residual, **parameters, z=z)
+    jax.eval_shape(lambda operands: launcher.forward(operands, norm, results, 0, recorder), operands)
+    gradients = Arrays(x if gated else total, residual if gated else None, **parameters, z=z)
     read = {"x": x} | parameters if gated else {"scale": parameters.get("scale")}
-    jax.eval_shape(
-        lambda operands: launcher.backward(operands, norm, wanted, 0, recorder),
-        norms.Cotangents(y, dtotal, total, mean=mean, rstd=rstd, **{"scale": None, **read, "offset": None}, z=z),
-    )
+    operands = Arrays(dy=y, dtotal=dtotal, total=total, mean=mean, rstd=rstd, **{**read, "offset": None}, z=z)
+    jax.eval_shape(lambda operands: launcher.backward(operands, norm, dtypes_of(gradients), 0, recorder), operands)
     return recorder.launches
 
 
 def both_sides_launches(h, dtypes, chip, switches):
     """The launches of a norm on both sides of a sum forward and backward at this size, none made."""
-    from jln._junction.both_sides import launches as launcher
+    from jln._junction import launches as launcher
 
     jax.config.update("jax_enable_x64", True)
     x, residual = (jax.ShapeDtypeStruct((100_000, h), d) for d in dtypes[:2])
     total = jax.ShapeDtypeStruct(x.shape, jnp.promote_types(*dtypes[:2]))
     x_rstd, rstd = (jax.ShapeDtypeStruct((100_000, 1), jnp.promote_types(a.dtype, "float32")) for a in (x, total))
     scale = jax.ShapeDtypeStruct((1, h), dtypes[2]) if switches["scale"] else None
-    norm = norms.Norm(-1, 1e-6, norms.Switches(False, switches["zero_centered_scale"]))
+    norm = Norm(-1, 1e-6, Switches(False, switches["zero_centered_scale"]), both_sides=True)
     recorder = Recorder(ALL_CHIPS[chip])
-    wanted = both.Outcome(*named(x, total, x_rstd, rstd))
-    operands = both.Operands(x, residual, scale, scale)
-    jax.eval_shape(lambda operands: launcher.forward(operands, norm, wanted, 0, recorder), operands)
-    gradients = both.Gradients(*named(x, residual, scale, scale))
-    cotangents = both.Cotangents(x, total, total, scale, rstd, x, scale, x_rstd)
-    jax.eval_shape(lambda operands: launcher.backward(operands, norm, gradients, 0, recorder), cotangents)
+    operands, results = Arrays(x, residual, scale, x_scale=scale), Arrays(y=x, total=total, rstd=rstd, x_rstd=x_rstd)
+    jax.eval_shape(lambda operands: launcher.forward(operands, norm, dtypes_of(results), 0, recorder), operands)
+    saved = Arrays(x, scale=scale, x_scale=scale, total=total, rstd=rstd, x_rstd=x_rstd, dy=x, dtotal=total)
+    jax.eval_shape(lambda saved: launcher.backward(saved, norm, dtypes_of(operands), 0, recorder), saved)
     return recorder.launches
 
 
@@ -174,18 +163,18 @@ def linear_launches(rows, h, n, dtypes, chip, switches, trial=None):
     mean = rstd if switches["subtract_mean"] else None
     scale, offset = (parameter if switches[name] else None for name in ("scale", "offset"))
     everything = scale is not None
-    bias = bias if everything else None
     residual = x if switches["adds"] else None  # total and its cotangent are alike
-    norm = norms.Norm(-1, 1e-6, norms.Switches(switches["subtract_mean"], switches["zero_centered_scale"]))
-    settings = linears.NormLinear(norm, None, (1,), in_one=True)
+    norm = Norm(-1, 1e-6, Switches(switches["subtract_mean"], switches["zero_centered_scale"]))
+    junction = Junction(norm, features=(1,), in_one=True)
     recorder = Recorder(ALL_CHIPS[chip], trial)
-    statistics = named(*((mean, rstd) if everything else (None, None)))
-    wanted = linears.Outcome(tuple(named(dy)), *named(residual), *statistics)
-    operands = linears.Operands(norms.Operands(x, residual, scale, offset), (kernel,), (bias,))
-    jax.eval_shape(lambda operands: launcher.forward(operands, settings, wanted, 0, recorder), operands)
-    gradients = linears.Gradients(norms.Gradients(*named(x, scale, offset)), tuple(named(kernel)), tuple(named(bias)))
-    jax.eval_shape(
-        lambda operands: launcher.backward(operands, settings, gradients, 0, recorder),
-        linears.Cotangents((dy,), norms.Cotangents(None, residual, x, scale, offset, mean, rstd), (kernel,)),
+    operands = Arrays(x, residual, scale, offset, kernel=(kernel,), bias=(bias if everything else None,))
+    results = Arrays(y=(dy,), total=residual)
+    if everything:
+        results = results._replace(mean=mean, rstd=rstd)
+    jax.eval_shape(lambda operands: launcher.forward(operands, junction, dtypes_of(results), 0, recorder), operands)
+    gradients = dtypes_of(operands._replace(residual=None))
+    saved = Arrays(
+        dy=(dy,), dtotal=residual, total=x, scale=scale, offset=offset, mean=mean, rstd=rstd, kernel=(kernel,)
     )
+    jax.eval_shape(lambda saved: launcher.backward(saved, junction, gradients, 0, recorder), saved)
     return recorder.launches

@@ -150,9 +150,9 @@ def triton_ir(launch: Any) -> str:
 
 def without_names(text: str) -> str:
     """IR without locations and with parameters by number, and PTX without labels, lines and names."""
-    text = re.sub(r"(?m)^#loc.*$|\s*//.*$|^\s*\.loc .*$|^\s*\.file .*$|^\$L__tmp\d+:$", "", text)
+    text = re.sub(r"(?m)^#loc.*$|\s*//.*$|^\s*\.loc\s.*$|^\s*\.file\s.*$|^\$L__tmp\d+:$|^\.Ltmp\d+:$|;.*$", "", text)
     text = re.sub(r"\s*loc\([^()]*(\([^()]*\))*[^()]*\)", "", text)
-    text = text.split(".section	.debug", 1)[0].split(".section	.debug_", 1)[0]
+    text = text.split(".section\t.debug", 1)[0]
     order: dict[str, str] = {}
     for name in re.findall(r"%[A-Za-z_]\w*|\$\w+|\b\w+_kernel\w*", text):
         order.setdefault(name, f"name{len(order)}")

@@ -72,7 +72,7 @@ def made(module, policy, **options):
     for e in equations(jaxpr):
         count["products"] += e.primitive is jax.lax.dot_general_p
         if e.primitive.name.startswith("jln_norm"):
-            dtypes = e.params["told"].dtypes
+            dtypes = e.params["request"].dtypes
             wanted = [n for n, d in zip(dtypes._fields, dtypes, strict=True) if jax.tree.leaves(d)]
             count[e.primitive.name, *wanted] += 1
     return count

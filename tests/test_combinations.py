@@ -31,7 +31,7 @@ def test_of_one_parameter_or_two_all_run():
     assert covering(two) == set(range(6))
 
 
-def test_operators_of_one_room_stand_for_each_other_and_each_is_there():
+def test_operators_of_one_family_stand_for_each_other_and_each_is_there():
     names = ("layer_norm", "rms_norm", "add_rms_norm", "layer_norm_linear", "rms_norm_linear, few features")
     every = [{"name": name, "jitted": jitted, "rows": rows} for name in names for jitted in "01" for rows in (1, 2, 3)]
     chosen = [every[i] for i in covering(every)]

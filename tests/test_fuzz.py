@@ -17,9 +17,7 @@ from drawn import draw, made
 from jln._catalogue import FORMS
 from jln._core.one_by_one import WRONG
 from jln._core.operation import Operation
-from jln._junction import formulas
-from jln._junction import rules as of_norm
-from jln._junction.both_sides import rules as of_both_sides
+from jln._junction import derivatives, formulas, gradients
 from judged import expected, judge
 
 
@@ -102,10 +100,10 @@ def recompiled():
 
 
 SLIPS = {
-    "silu' without its second term": ("_silu", lambda z, dtype: (z * jax.nn.sigmoid(z), jax.nn.sigmoid(z))),
-    "no row's gate": ("_gated", lambda a, gate, row_gate: a if gate is None else a * gate.astype(a.dtype)),
+    "silu' without its second term": ("silu", lambda z, dtype: (z * jax.nn.sigmoid(z), jax.nn.sigmoid(z))),
+    "no row's gate": ("gated", lambda a, arrays: a if arrays.gate is None else a * arrays.gate.astype(a.dtype)),
     "scale for 1 + scale": (
-        "_effective_scale",
+        "effective_scale",
         lambda scale, dtype, _: 1.0 if scale is None else scale.astype(dtype),
     ),
 }
@@ -113,15 +111,15 @@ SLIPS = {
 
 @pytest.mark.parametrize("slip", SLIPS)
 def test_a_slip_is_noticed(slip, monkeypatch, recompiled):
-    monkeypatch.setattr(formulas, *SLIPS[slip])
+    for module in (formulas, gradients):
+        monkeypatch.setattr(module, *SLIPS[slip])
     assert any(is_wrong(seed) for seed in range(60))
 
 
 def test_what_the_jaxlibs_that_are_wrong_do_is_noticed(monkeypatch, recompiled):
     """Cases are wrong without the detour of `jln._core.one_by_one`, on the jaxlibs that it is for."""
-    for rules in (of_norm, of_both_sides):
-        for operation in vars(rules).values():
-            if isinstance(operation, Operation):
-                plain = getattr(operation._formula_cpu, "__wrapped__", operation._formula_cpu)
-                monkeypatch.setattr(operation, "_formula_cpu", plain)
+    for operation in vars(derivatives).values():
+        if isinstance(operation, Operation):
+            plain = getattr(operation._formula_cpu, "__wrapped__", operation._formula_cpu)
+            monkeypatch.setattr(operation, "_formula_cpu", plain)
     assert any(is_wrong(seed) for seed in range(30)) == (jaxlib.version.__version_info__[:3] in WRONG)

@@ -137,7 +137,7 @@ def test_no_circles():
     in_order({name: path.read_text() for name, path in MODULES.items()})
 
 
-# In jln/_junction/rules.py; {} is a module.
+# In jln/_junction/derivatives.py; {} is a module.
 IMPORTS = {
     "a statement": "import {}",
     "another name": "import {} as launcher",
@@ -169,22 +169,25 @@ BESIDE = {how: text.format("jln._junction.launches") for how, text in IMPORTS.it
 
 @pytest.mark.parametrize("how", UPWARDS)
 def test_an_arrow_upwards_is_seen(how):
-    assert upwards("jln._junction.rules", UPWARDS[how]) == {"jln._cli.app"}
+    assert upwards("jln._junction.derivatives", UPWARDS[how]) == {"jln._cli.app"}
 
 
 @pytest.mark.parametrize("how", BESIDE)
 def test_a_circle_is_seen(how):
     with pytest.raises(graphlib.CycleError):
-        in_order({"jln._junction.rules": BESIDE[how], "jln._junction.launches": "from . import rules"})
+        in_order({"jln._junction.derivatives": BESIDE[how], "jln._junction.launches": "from . import derivatives"})
 
 
 def test_a_package_is_what_its_own_relative_imports_start_from():
-    assert imported("jln._junction", "from . import rules\nfrom .. import _cli") == {"jln._junction.rules", "jln._cli"}
+    assert imported("jln._junction", "from . import derivatives\nfrom .. import _cli") == {
+        "jln._junction.derivatives",
+        "jln._cli",
+    }
 
 
 @pytest.mark.parametrize("text", ["if TYPE_CHECKING:\n    {}", "if not typing.TYPE_CHECKING:\n    pass\nelse:\n    {}"])
 def test_what_only_type_checkers_see_is_no_arrow(text):
-    assert upwards("jln._junction.rules", text.format("from .._cli import app")) == set()
+    assert upwards("jln._junction.derivatives", text.format("from .._cli import app")) == set()
 
 
 # A docstring that begins so is the rest of a sentence, a question, or about something said elsewhere.

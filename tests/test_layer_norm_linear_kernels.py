@@ -16,12 +16,10 @@ from workbench import LINEAR_OPERATORS, normal
 
 pytest.importorskip("triton")
 
-from jln._junction import signature as norm
+from jln._junction.arrays import Arrays, Junction, Norm, Switches
 from jln._junction.launches import column_sums
 from jln._junction.linears import launches as launcher
 from jln._junction.linears import tiles
-from jln._junction.linears.signature import Cotangents, Gradients, NormLinear, Operands, Outcome, few_features
-from jln._junction.signature import Norm, Switches
 from jln._triton.chip import CHIPS, Chip
 from jln._triton.target import INTERPRETED, Interpreter, Recorder, interpreting
 from jln._triton.tile import ceil_div
@@ -31,7 +29,7 @@ pytestmark = pytest.mark.skipif(not interpreting(), reason="kernels are compiled
 
 def settings(*, subtract_mean=True, zero_centered_scale=False, precision=None):
     norm = Norm(-1, workbench.EPSILON, Switches(subtract_mean, zero_centered_scale))
-    return NormLinear(norm, precision, (1,), in_one=True)
+    return Junction(norm, precision=precision, features=(1,), in_one=True)
 
 
 def arguments(m, h, n, dtype):
@@ -43,25 +41,24 @@ def results(x, scale, offset, kernel, bias, dy, *, target=None, batch_dims=0, **
     """Return what the launchers make, in the order of the operator's results: y, then gradients."""
     target, chosen = target or Interpreter(), settings(**switches)
     statistic = jnp.promote_types(x.dtype, "float32").name
-    dtypes = Outcome((dy.dtype.name,), None, statistic if chosen.norm.switches.subtract_mean else None, statistic)
+    mean = statistic if chosen.norm.switches.subtract_mean else None
+    dtypes = Arrays(y=(dy.dtype.name,), mean=mean, rstd=statistic)
 
     def of_rank(parameter):
         """Return the parameter with x's rank, as the launchers take it."""
         lead = range(batch_dims, x.ndim - 1)
         return None if parameter is None else jnp.expand_dims(parameter, lead)
 
-    of_norm = norm.Operands(x, None, of_rank(scale), of_rank(offset))
-    operands = Operands(of_norm, (kernel,), (bias,))
-    (y,), _, *statistics = launcher.forward(operands, chosen, dtypes, batch_dims, target)
+    operands = Arrays(x, scale=of_rank(scale), offset=of_rank(offset), kernel=(kernel,), bias=(bias,))
+    forward = launcher.forward(operands, chosen, dtypes, batch_dims, target)
+    (y,) = forward.y
     assert y.dtype == dy.dtype
-    names = jax.tree.map(lambda a: a.dtype.name, operands)
-    wanted = names.of_norm
-    wanted = Gradients(norm.Gradients(wanted.x, wanted.scale, wanted.offset), names.kernel, names.bias)
-    saved = norm.Cotangents(None, None, x, of_norm.scale, of_norm.offset, *statistics)
-    saved = Cotangents((dy,), saved, (kernel,))
-    found = launcher.backward(saved, chosen, wanted, batch_dims, target)
-    of_norm = (None if d is None else d.reshape(*d.shape[:batch_dims], d.shape[-1]) for d in found.of_norm[1:3])
-    return y, found.of_norm.dx, *of_norm, *found.dkernel, *found.dbias
+    wanted = jax.tree.map(lambda a: a.dtype.name, operands)
+    saved = operands._replace(x=None, bias=None, dy=(dy,), total=x, mean=forward.mean, rstd=forward.rstd)
+    gradients = launcher.backward(saved, chosen, wanted, batch_dims, target)
+    of_norm = gradients.scale, gradients.offset
+    of_norm = (None if d is None else d.reshape(*d.shape[:batch_dims], d.shape[-1]) for d in of_norm)
+    return y, gradients.x, *of_norm, *gradients.kernel, *gradients.bias
 
 
 def launched(operands, dy, **given):
@@ -174,63 +171,6 @@ def test_many_shares_composed():
 
 
 @pytest.mark.parametrize(
-    ("precision", "fused"),
-    [
-        (None, True),
-        (jax.lax.Precision.HIGHEST, True),
-        (jax.lax.DotAlgorithmPreset.BF16_BF16_F32, True),
-        (jax.lax.DotAlgorithmPreset.BF16_BF16_BF16, False),
-        (jax.lax.DotAlgorithmPreset.F16_F16_F32, False),
-        (jax.lax.DotAlgorithmPreset.TF32_TF32_F32, False),
-    ],
-)
-def test_precision(precision, fused):
-    """Algorithms of a product that the fused kernels do not have are left to XLA, to run or to refuse."""
-    assert few("bfloat16", precision) == fused
-
-
-@pytest.mark.parametrize(
-    ("precision", "fused"),
-    [
-        (None, True),
-        ((jax.lax.Precision.DEFAULT, jax.lax.Precision.DEFAULT), True),
-        (jax.lax.DotAlgorithmPreset.TF32_TF32_F32, True),
-        ((jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST), False),
-        (jax.lax.DotAlgorithmPreset.F32_F32_F32, False),
-    ],
-)
-def test_precision_of_float32(precision, fused):
-    """Float32 products that need more than TF32 are left to XLA, as on a GPU the fused kernels multiply in TF32."""
-    assert few("float32", precision) == fused
-
-
-def few(dtype, precision, n=16, implementation=None):
-    """Return whether the operator leaves it to the launchers to fuse n features."""
-    x, scale, offset, kernel, bias = arguments(16, 64, n, dtype)
-    return few_features(
-        Operands(norm.Operands(x, None, scale, offset), (kernel,), (bias,)), settings().norm, precision, implementation
-    )
-
-
-@pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 256), ("float16", 256), ("float32", 128), ("float64", 0)])
-def test_few_features(dtype, most):
-    """The limit of features counts all products behind a norm together, and depends on their dtype.
-
-    With "xla" nothing is fused, nor are products that are multiplied in several dtypes.
-    """
-    for n in (16, 128, 129, 256, 257):
-        assert few(dtype, None, n) == few(dtype, None, n, "triton") == (n <= most)
-    assert not few(dtype, None, implementation="xla")
-    x, scale, offset, kernel, _ = arguments(16, 64, most // 2 or 8, dtype)
-    kernels = [(kernel,) * 2, (kernel,) * 3, (kernel, kernel.astype("float64"))]
-    found = [
-        few_features(Operands(norm.Operands(x, None, scale, offset), k, (None,) * len(k)), settings().norm, None, None)
-        for k in kernels
-    ]
-    assert found == [most > 0, False, False]
-
-
-@pytest.mark.parametrize(
     ("x", "kernel"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "bfloat16"), ("float32", "float32")]
 )
 def test_fused_in_float32(x, kernel):
@@ -339,13 +279,12 @@ def test_column_sums_of_many_rows(rows):
 
 def test_statistics_only_where_asked_for():
     x, scale, offset, kernel, bias = arguments(5, 24, 6, "bfloat16")
-    operands = Operands(norm.Operands(x, None, scale[None], offset[None]), (kernel,), (bias,))
-    wanted = Outcome(("bfloat16",), None, None, None)
-    _, total, mean, rstd = launcher.forward(operands, settings(), wanted, 0, Interpreter())
-    assert total is None and mean is None and rstd is None
-    wanted = Outcome(("bfloat16",), None, None, "float32")
-    _, _, mean, rstd = launcher.forward(operands, settings(subtract_mean=False), wanted, 0, Interpreter())
-    assert mean is None and rstd.shape == (5, 1) and rstd.dtype == "float32"
+    operands = Arrays(x, scale=scale[None], offset=offset[None], kernel=(kernel,), bias=(bias,))
+    results = launcher.forward(operands, settings(), Arrays(y=("bfloat16",)), 0, Interpreter())
+    assert results.present().keys() == {"y"}
+    wanted = Arrays(y=("bfloat16",), rstd="float32")
+    results = launcher.forward(operands, settings(subtract_mean=False), wanted, 0, Interpreter())
+    assert results.mean is None and results.rstd.shape == (5, 1) and results.rstd.dtype == "float32"
 
 
 @pytest.mark.parametrize("n", [16, 300], ids=["fused", "composed"])

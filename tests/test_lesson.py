@@ -9,8 +9,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 PAGE = (ROOT / "jln/README.md").read_text()
 LESSON = re.findall(r"^\((\d+)\) (.*)\n((?:      (?:jnp|kernel) .*\n)+)", PAGE.split("## The derivation")[1], re.M)
 SOURCES = {
-    who: "".join(p.read_text() for p in sorted((ROOT / "jln/_junction").glob(files)))
-    for who, files in {"jnp": "**/formulas.py", "kernel": "kernels/*.py"}.items()
+    who: "".join(p.read_text() for files in of for p in sorted((ROOT / "jln/_junction").glob(files)))
+    for who, of in {"jnp": ("**/formulas.py", "gradients.py"), "kernel": ("kernels/*.py",)}.items()
 }
 
 

@@ -14,8 +14,8 @@ from invariance import assert_rows_are_independent
 from jln import _catalogue
 from jln._junction import launches as launcher
 from jln._junction import tiles
+from jln._junction.arrays import Arrays, Norm, Switches
 from jln._junction.kernels import backward as kernels
-from jln._junction.signature import Cotangents, Gradients, Norm, Switches
 from jln._triton import target
 from jln._triton.chip import CHIPS
 from jln._triton.launch import launch
@@ -178,7 +178,7 @@ def test_reduction_of_many_partial_sums(programs):
             where,
             kernels.reduce_kernel,
             {"shares": jnp.stack([partial, -partial]), "groups": 2, "programs": programs},
-            {"dscale": result, "doffset": result, "dx_bias": None, "dgate": None},
+            {"dscale": result, "doffset": result, "dx_bias": None, "dgate": None, "dx_scale": None},
             programs=2 * 2 * (-(-40 // tile.columns)),
             tile=tile,
             compute=jnp.dtype("float32"),
@@ -201,8 +201,9 @@ def test_partial_sums_are_not_rounded(dtype):
     statistic = jax.ShapeDtypeStruct((1000, 1), jnp.promote_types(dtype, "float32"))
     norm = Norm(axis=-1, epsilon=0.0, switches=Switches(subtract_mean=True))
     where = target.Recorder(CHIPS["h200"])
-    operands = Cotangents(x, None, x, p, None, statistic, statistic)
-    jax.eval_shape(lambda o: launcher.backward(o, norm, Gradients(dtype, dtype, dtype, None), 0, where), operands)
+    operands = Arrays(dy=x, total=x, scale=p, mean=statistic, rstd=statistic)
+    wanted = Arrays(x=dtype, scale=dtype, offset=dtype)
+    jax.eval_shape(lambda o: launcher.backward(o, norm, wanted, 0, where), operands)
     backward, reduction = where.launches
     shares = backward.results["shares"]
     assert shares.dtype == statistic.dtype

@@ -14,7 +14,7 @@ import pytest
 import jln
 import workbench
 from jln._junction import formulas
-from jln._junction.signature import Norm, Operands, Outcome, Switches
+from jln._junction.arrays import Arrays, Norm, Switches
 from workbench import OPERATORS
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -80,8 +80,8 @@ def test_so_it_is_between_norms_on_both_sides(run, width):
 def formula_of_other_platforms(x, residual, scale, offset):
     """Return (y, total) of the jnp formula for platforms other than the CPU, whose formula has fences of its own."""
     norm = Norm(axis=-1, epsilon=1e-6, switches=Switches(subtract_mean=True))
-    operands = Operands(x, residual, scale[None, :], offset[None, :])
-    made = formulas.forward(operands, norm, Outcome(x.dtype, x.dtype, None, None), batch_dims=0)
+    operands = Arrays(x, residual, scale[None, :], offset[None, :])
+    made = formulas.forward(operands, norm, Arrays(y=x.dtype, total=x.dtype), batch_dims=0)
     return made.y, made.total
 
 

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jln
 import workbench
-from jln._junction.linears import signature
+from jln._junction.linears import tiles
 from matrix import communication
 
 if len(jax.devices()) < 8:
@@ -58,7 +58,7 @@ def by(request, monkeypatch):
     That operation has rules of its own for how it is split. In float64 it is used only under this fixture.
     """
     if request.param == "few features":
-        monkeypatch.setitem(signature.FUSED_FEATURES, "float64", (128, 32))
+        monkeypatch.setitem(tiles.FUSED_FEATURES, "float64", (128, 32))
         jax.clear_caches()
         yield request.param
         jax.clear_caches()

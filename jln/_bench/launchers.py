@@ -15,8 +15,7 @@ import jax.numpy as jnp
 
 from jln._bench.workloads import Workload
 from jln._catalogue import EPSILON
-from jln._junction import signature as norms
-from jln._junction.linears import signature as linears
+from jln._junction.arrays import Arrays, Junction, Norm, Switches
 from jln._junction.linears import tiles
 from jln._triton.target import Target
 
@@ -29,7 +28,7 @@ def call(workload: Workload, direction: str, target: Target) -> tuple[Callable[.
     assert not workload.extras and not workload.entry.is_gated, "their tiles are by rules alone"
     shapes = workload.arrays()
     axis = workload.axis % len(workload.shape) - len(workload.shape)
-    norm = norms.Norm(axis, EPSILON, norms.Switches(subtract_mean=workload.entry.centres))
+    norm = Norm(axis, EPSILON, Switches(subtract_mean=workload.entry.centres))
     x, residual, scale, offset = (shapes.get(name) for name in ("x", "residual", "scale", "offset"))
     residual, added = (None, residual) if workload.entry.adds_behind else (residual, None)
     dtype = jnp.dtype(workload.dtype)
@@ -38,7 +37,7 @@ def call(workload: Workload, direction: str, target: Target) -> tuple[Callable[.
     statistic = jax.ShapeDtypeStruct([1 if i == axis % x.ndim else n for i, n in enumerate(x.shape)], accumulator)
     along = [n if i == axis % x.ndim else 1 for i, n in enumerate(x.shape)]
     scale, offset = (None if p is None else jax.ShapeDtypeStruct(along, p.dtype) for p in (scale, offset))
-    given: dict[str, Any] = {
+    saved: dict[str, Any] = {
         "dtotal": None if residual is None else x,
         "total": x,
         "mean": statistic if norm.switches.subtract_mean else None,
@@ -54,24 +53,24 @@ def call(workload: Workload, direction: str, target: Target) -> tuple[Callable[.
         features = workload.all_features
         kernels, y = tuple(jax.tree.leaves(shapes["kernel"])), tuple(jax.tree.leaves(shapes["y"]))
         biases = tuple(jax.tree.leaves(shapes.get("bias"))) or (None,) * len(features)
-        settings = linears.NormLinear(norm, precision=None, features=(1,) * len(features), in_one=True)
+        junction = Junction(norm, features=(1,) * len(features), in_one=True)
         sizes = workload.rows, workload.width, sum(features), dtype.name, target.chip
         if direction == "forward" and tiles.forward_tile(*sizes) is not None:
-            dtypes = linears.Outcome(y=dtypes_of(y), total=dtypes_of(residual), **kept)
-            operands = linears.Operands(norms.Operands(x, residual, scale, offset), kernels, biases)
-            return functools.partial(linear_launcher.forward, settings=settings, dtypes=dtypes, **alone), operands
+            dtypes = Arrays(y=dtypes_of(y), total=dtypes_of(residual), **kept)
+            operands = Arrays(x, residual, scale, offset, kernel=kernels, bias=biases)
+            return functools.partial(linear_launcher.forward, junction=junction, dtypes=dtypes, **alone), operands
         if direction == "backward" and tiles.backward_plan(*sizes) is not None:
-            dtypes = linears.Gradients(norms.Gradients(*dtypes_of((x, scale, offset))), *dtypes_of((kernels, biases)))
-            operands = linears.Cotangents(y, norms.Cotangents(dy=None, scale=scale, offset=offset, **given), kernels)
-            return functools.partial(linear_launcher.backward, settings=settings, dtypes=dtypes, **alone), operands
+            dtypes = dtypes_of(Arrays(x, scale=scale, offset=offset, kernel=kernels, bias=biases))
+            operands = Arrays(dy=y, scale=scale, offset=offset, kernel=kernels, **saved)
+            return functools.partial(linear_launcher.backward, junction=junction, dtypes=dtypes, **alone), operands
     if direction == "forward":
         kept = kept if "backward" in workload.directions else {"mean": None, "rstd": None}
-        dtypes = norms.Outcome(y=dtype.name, total=dtypes_of(residual), **kept)
-        operands = norms.Operands(x=x, residual=residual, scale=scale, offset=offset, added=added)
+        dtypes = Arrays(y=dtype.name, total=dtypes_of(residual), **kept)
+        operands = Arrays(x=x, residual=residual, scale=scale, offset=offset, added=added)
         return functools.partial(norm_launcher.forward, norm=norm, dtypes=dtypes, **alone), operands
     # Behind the products of a Linear, dz, in the dtype in which they leave it, and its z is made again.
     dy = jax.ShapeDtypeStruct(x.shape, accumulator) if workload.is_linear and dtype != jnp.bfloat16 else x
     y_dtype = dtype.name if workload.is_linear else None
-    dtypes = norms.Gradients(dx=dtype.name, dscale=dtypes_of(scale), doffset=dtypes_of(offset), y=y_dtype)
-    operands = norms.Cotangents(dy=dy, scale=scale, offset=offset if workload.is_linear else None, **given)
+    dtypes = Arrays(dtype.name, scale=dtypes_of(scale), offset=dtypes_of(offset), y=y_dtype)
+    operands = Arrays(dy=dy, scale=scale, offset=offset if workload.is_linear else None, **saved)
     return functools.partial(norm_launcher.backward, norm=norm, dtypes=dtypes, **alone), operands

@@ -11,12 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import AxisType, NamedSharding
-
-from jln._core.layout import leaves_or_none
 
 # The `jax.ad_checkpoint.checkpoint_name` of row statistics, and of products that one kernel makes with the norm.
 STATISTICS = "jln_statistics"
@@ -68,24 +66,24 @@ class Rules:
         return _batched_together(self.value(settings, operands))
 
     def _saving(self, settings, operands):
-        is_primal = lambda a: isinstance(a, CustomVJPPrimal)  # noqa: E731
-        values = jax.tree.map(lambda a: a.value, operands, is_leaf=is_primal)
-        dtypes = jax.tree.map(lambda a: a.dtype.name, values)
-        is_wanted = [a is not None and a.perturbed for a in leaves_or_none(operands)]
-        results, saved = self.saving(settings, values, _only(dtypes, is_wanted))
-        kept = jax.tree.map(lambda a: a.nothing() if isinstance(a, Unneeded) else a, saved)
-        return _batched_together(results), (kept, _Static(dtypes), _told(is_wanted))
+        primals, tree = jax.tree.flatten(operands)  # each a CustomVJPPrimal
+        dtypes = tree.unflatten([a.value.dtype.name for a in primals])
+        flags = [a.perturbed for a in primals]
+        results, saved = self.saving(settings, tree.unflatten([a.value for a in primals]), _only(dtypes, flags))
+        leaves, tree = jax.tree.flatten(saved)
+        kept = tree.unflatten([a.nothing() if isinstance(a, Unneeded) else a for a in leaves])
+        return _batched_together(results), (kept, _Static(dtypes), _residuals_of(flags))
 
     def _gradients(self, settings, residuals, cotangents):
-        saved, dtypes, told = residuals
-        wanted = _only(dtypes.value, _heard(told))
+        saved, dtypes, flags = residuals
+        wanted = _only(dtypes.value, _flags_of(flags))
         return (self.gradients(settings, saved, _without_zeros(cotangents), wanted),)
 
     def _tangents(self, settings, primals, tangents):
         (operands,), (tangents,) = primals, tangents
-        tangents = _without_zeros(tangents)
-        wanted = jax.tree.map(lambda a: a.dtype.name, operands)
-        wanted = _only(wanted, [t is not None for t in leaves_or_none(tangents)])
+        flags = [not isinstance(t, SymbolicZero) for t in jax.tree.leaves(tangents)]
+        tangents = _only(tangents, flags)
+        wanted = _only(jax.tree.map(lambda a: a.dtype.name, operands), flags)
         results, saved = self.saving(settings, operands, wanted)
         saved = jax.tree.map(lambda a: None if isinstance(a, Unneeded) else a, saved)
         return _batched_together(results), self.tangents(settings, saved, tangents, results)
@@ -128,8 +126,8 @@ class _Static:
     value: Any
 
 
-def _told(flags: list[bool]) -> list[np.ndarray]:
-    """The flags of what is wanted as residuals: they are the shapes of arrays without elements. `_heard` reads them.
+def _residuals_of(flags: list[bool]) -> list[np.ndarray]:
+    """The flags of what is wanted as residuals: they are the shapes of arrays without elements.
 
     Residuals may differ in their shapes, and in nothing else: where a traced function is differentiated by one
     argument, then another, then the first again, JAX takes their structure (and under vmap, axes) from what it saw
@@ -138,20 +136,20 @@ def _told(flags: list[bool]) -> list[np.ndarray]:
     return [np.zeros((0, *map(int, flags[i : i + 32])), bool) for i in range(0, len(flags), 32)]
 
 
-def _heard(told: Sequence[Any]) -> list[bool]:
-    return [bool(n) for a in told for n in a.shape[1:]]
+def _flags_of(residuals: Sequence[Any]) -> list[bool]:
+    """The flags that `_residuals_of` wrote."""
+    return [bool(n) for a in residuals for n in a.shape[1:]]
 
 
 def _only(arrays: Any, flags: Sequence[bool]) -> Any:
     """The tree with None in place of each leaf whose flag is False."""
-    leaves, tree = jax.tree.flatten(arrays, is_leaf=lambda a: a is None)
+    leaves, tree = jax.tree.flatten(arrays)
     return tree.unflatten([a if flag else None for a, flag in zip(leaves, flags, strict=True)])
 
 
 def _without_zeros(tree: Any) -> Any:
     """The tree with None in place of each leaf that JAX marks as zero."""
-    zero = lambda a: isinstance(a, SymbolicZero)  # noqa: E731
-    return jax.tree.map(lambda a: None if zero(a) else a, tree, is_leaf=zero)
+    return _only(tree, [not isinstance(a, SymbolicZero) for a in jax.tree.leaves(tree)])
 
 
 def _batching_primitive() -> Primitive:
@@ -250,8 +248,9 @@ def _varying_together(operands: Any) -> Any:
 
     The cast is outside of the operator's custom_vjp, so that JAX adds up a shared parameter's gradient over these axes.
     """
-    over = jax.tree.map(lambda a: jax.typeof(a).manual_axis_type.varying, operands)
-    union = frozenset().union(*jax.tree.leaves(over, is_leaf=lambda axes: isinstance(axes, frozenset)))
+    union = frozenset().union(*[jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(operands)])
+    if not union:
+        return operands
 
     def cast(a: jax.Array) -> jax.Array:
         missing = union - jax.typeof(a).manual_axis_type.varying

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -35,8 +35,8 @@ Results = TypeVar("Results")
 
 
 @dataclasses.dataclass(frozen=True)
-class Told(Generic[Results]):
-    """The static parameters of an operation, beside its operands.
+class Request(Generic[Results]):
+    """A request to an operation: what is static, beside its operands.
 
     settings: the operator's own static record.
     dtypes: the name of each result's dtype, None for a result that nobody wants, which then costs nothing. (Names,
@@ -62,9 +62,9 @@ class Operation(Generic[Operands, Results]):
     launcher: returns `launch(operands, settings, dtypes, batch_dims, target)`, the same function by kernels. It is
       called when a program is first lowered for kernels, so that Triton is imported only then.
     layout: from the formula's arguments to the `Layout` of its arrays, for `jln._core.partitioned`.
-    made_of: a record like the results with, for each, the names of the operands that it is made of; where an operand or
-      a result is a NamedTuple, of its fields. For an operation of which not all results may be wanted: an operand that
-      no wanted result is made of is not read, and need not be kept.
+    shapes: from the formula's arguments to the results' shapes and dtypes; by default found by tracing the formula.
+    reads: `reads(settings, dtypes)` -> the names of the operands that the wanted results, those with a dtype, are made
+      of. For an operation of which not all results may be wanted: the others are not read.
     """
 
     def __init__(
@@ -75,17 +75,18 @@ class Operation(Generic[Operands, Results]):
         formula_cpu: Callable[..., Results] | None = None,
         launcher: Callable[[], Callable[..., Results]] | None = None,
         layout: Callable[..., Layout] | None = None,
-        made_of: Results | None = None,
+        shapes: Callable[..., Results] | None = None,
+        reads: Callable[[Any, Results], Container[str]] | None = None,
     ):
         self._formula, self._formula_cpu = formula, right_on_cpu(formula_cpu or formula)
-        self._launcher, self._layout, self._made_of = launcher, layout, made_of
+        self._launcher, self._layout, self._shapes, self._reads = launcher, layout, shapes, reads
         self._primitive = primitive = Primitive(name)
         primitive.multiple_results = True
         primitive.def_impl(self._evaluate)
         primitive.def_abstract_eval(self._abstract)
         batching.primitive_batchers[primitive] = self._batch
         ad.primitive_jvps[primitive] = self._jvp
-        if made_of is not None:
+        if reads is not None:
             partial_eval.dce_rules[primitive] = self._without_unused
         for platform in (None, "cpu", "cuda", "rocm"):
             mlir.register_lowering(primitive, functools.partial(self._lower, platform), platform=platform)
@@ -99,21 +100,20 @@ class Operation(Generic[Operands, Results]):
         *,
         implementation: str | None,
     ) -> Results:
-        given, tree = jax.tree.flatten(self._needed(operands, dtypes))
-        told = Told(settings, dtypes, batch_dims)
+        given, tree = jax.tree.flatten(self._needed(operands, settings, dtypes))
+        request = Request(settings, dtypes, batch_dims)
         written = self._primitive.bind(
-            *given, tree=tree, told=told, implementation=implementation, contains=needs_devices()
+            *given, tree=tree, request=request, implementation=implementation, contains=needs_devices()
         )
         return jax.tree.unflatten(jax.tree.structure(dtypes), written)
 
-    def needs(self, dtypes: Results) -> set[str]:
-        """The names of the operands that the wanted results, those with a dtype, are made of."""
-        return {name for names, wanted in _fields(self._made_of, dtypes) if jax.tree.leaves(wanted) for name in names}
-
-    def _needed(self, operands: Any, dtypes: Results) -> Any:
-        if self._made_of is None:
+    def _needed(self, operands: Any, settings: Hashable, dtypes: Results) -> Any:
+        """The operands with None in place of those that no wanted result is made of."""
+        if self._reads is None:
             return operands
-        return _named(operands, self.needs(dtypes))
+        names = self._reads(settings, dtypes)
+        fields = zip(operands._fields, operands, strict=True)
+        return type(operands)(*[a if a is None or name in names else _nothing(a) for name, a in fields])
 
     def _without_unused(self, used, *more):
         """A rule for JAX's removal of dead code: the equation without unused results, and without what only they need.
@@ -123,18 +123,18 @@ class Operation(Generic[Operands, Results]):
         eqn = more[-1]
         if not any(used) or all(used):
             return [any(used)] * len(eqn.invars), eqn if any(used) else None
-        tree, told = eqn.params["tree"], eqn.params["told"]
-        structure = jax.tree.structure(told.dtypes)
+        tree, request = eqn.params["tree"], eqn.params["request"]
+        structure = jax.tree.structure(request.dtypes)
         is_used = structure.unflatten(used)
-        dtypes = jax.tree.map(lambda dtype, is_used: dtype if is_used else None, told.dtypes, is_used)
-        places = self._needed(tree.unflatten(range(len(eqn.invars))), dtypes)
-        kept_places, told = set(jax.tree.leaves(places)), dataclasses.replace(told, dtypes=dtypes)
+        dtypes = jax.tree.map(lambda dtype, is_used: dtype if is_used else None, request.dtypes, is_used)
+        places = self._needed(tree.unflatten(range(len(eqn.invars))), request.settings, dtypes)
+        kept_places, request = set(jax.tree.leaves(places)), dataclasses.replace(request, dtypes=dtypes)
         outvars = [v for v, u in zip(eqn.outvars, used, strict=True) if u]
 
         def without(kept_places):
             invars = [v for i, v in enumerate(eqn.invars) if i in kept_places]
             flags = [i in kept_places or None for i in range(len(eqn.invars))]
-            params = eqn.params | {"tree": jax.tree.structure(tree.unflatten(flags)), "told": told}
+            params = eqn.params | {"tree": jax.tree.structure(tree.unflatten(flags)), "request": request}
             return invars, params
 
         invars, params = without(kept_places)
@@ -146,9 +146,9 @@ class Operation(Generic[Operands, Results]):
             invars=invars, outvars=outvars, params=params
         )
 
-    def _abstract(self, *avals, tree, told, **_):
-        arrays = tuple((a.shape, a.dtype) for a in avals)
-        shapes = _result_shapes(self._formula, arrays, tree, told, jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
+    def _abstract(self, *avals, tree, request, **_):
+        arrays = tuple([(a.shape, a.dtype) for a in avals])
+        shapes = _result_shapes(self._formula, self._shapes, arrays, tree, request, jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
         like = avals[0]  # all operands are on one mesh, and vary over the same axes of it
 
         def aval(shape, dtype):
@@ -161,26 +161,26 @@ class Operation(Generic[Operands, Results]):
         with jax.disable_jit(False):  # under disable_jit the call below would come back here
             return _jitted(self._primitive, tuple(sorted(params.items())))(*operands)
 
-    def _batch(self, operands, dims, *, told, **params):
+    def _batch(self, operands, dims, *, request, **params):
         in_front = [
             jnp.expand_dims(a, 0) if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(operands, dims, strict=True)
         ]
-        told = dataclasses.replace(told, batch_dims=told.batch_dims + 1)
-        results = self._primitive.bind(*in_front, told=told, **params)
+        request = dataclasses.replace(request, batch_dims=request.batch_dims + 1)
+        results = self._primitive.bind(*in_front, request=request, **params)
         return results, [0] * len(results)
 
-    def _jvp(self, primals, tangents, *, tree, told, **params):
+    def _jvp(self, primals, tangents, *, tree, request, **params):
         """Results by the kernels, tangents by differentiating the formula."""
-        formula = _of_leaves(self._formula, tree, told)
+        formula = _of_leaves(self._formula, tree, request)
         tangents = tuple(ad.instantiate_zeros(t) for t in tangents)
         _, tangents_out = jax.jvp(formula, tuple(primals), tangents)
-        results = self._primitive.bind(*primals, tree=tree, told=told, **params)
+        results = self._primitive.bind(*primals, tree=tree, request=request, **params)
         return results, tangents_out
 
-    def _lower(self, platform, ctx, *operands, tree, told, implementation, contains):
+    def _lower(self, platform, ctx, *operands, tree, request, implementation, contains):
         del contains
         sizes = [n for aval in ctx.avals_in for n in aval.shape]
-        if not all(isinstance(n, int) for n in sizes):  # an export with symbolic shapes
+        if not all([isinstance(n, int) for n in sizes]):  # an export with symbolic shapes
             if implementation == "triton":
                 raise ValueError("implementation='triton' needs static shapes; leave it to None for symbolic ones")
             implementation = "xla"
@@ -193,35 +193,35 @@ class Operation(Generic[Operands, Results]):
             implementation = "xla"
         add = None if spread is None else functools.partial(_add_host_callback, ctx.module_context)
         compute = self._chosen(platform, implementation, add)
-        function = _of_leaves(compute, tree, told)
+        function = _of_leaves(compute, tree, request)
         if spread is not None:
             assert self._layout is not None
-            layout = self._layout(tree.unflatten(ctx.avals_in), *told.arguments())
+            layout = self._layout(tree.unflatten(ctx.avals_in), *request.arguments())
             by_kernels = not (compute is self._formula or compute is self._formula_cpu)
             if not spread.manual:
                 of_split_rows = right_on_cpu(self._formula) if platform == "cpu" else self._formula
                 may_split_h = implementation != "triton"
-                function = self._spread(compute, of_split_rows, layout, tree, told, spread, may_split_h)
+                function = self._spread(compute, of_split_rows, layout, tree, request, spread, may_split_h)
             elif by_kernels:
-                exact = dataclasses.replace(told, dtypes=layout.widened(told.dtypes))
+                exact = dataclasses.replace(request, dtypes=layout.widened(request.dtypes))
                 function = partitioned_in_shares(function, layout, _of_leaves(compute, tree, exact), spread)
         return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 
     def _spread(
-        self, compute, of_split_rows, layout: Layout, tree, told, context: Context, may_split_h: bool
+        self, compute, of_split_rows, layout: Layout, tree, request, context: Context, may_split_h: bool
     ) -> Callable[..., Any]:
         """`compute` on every device by itself; shares of sums of a parameter's size are in a wide dtype.
 
         of_split_rows: the formula, for devices each of which has a part of H.
         """
-        exact = dataclasses.replace(told, dtypes=layout.widened(told.dtypes))
+        exact = dataclasses.replace(request, dtypes=layout.widened(request.dtypes))
 
         def shares(h_axes, gathered, *operands):
             function = of_split_rows if h_axes else compute
             how = {name: axes for name, axes in (("h_axes", h_axes), ("gathered", gathered)) if axes}
             return _of_leaves(functools.partial(function, **how), tree, exact)(*operands)
 
-        return partitioned(_of_leaves(compute, tree, told), layout, shares, context, may_split_h)
+        return partitioned(_of_leaves(compute, tree, request), layout, shares, context, may_split_h)
 
     def _chosen(self, platform: str | None, implementation: str | None, add: Any) -> Callable[..., Results]:
         """The function that computes the operation on `platform`. add: as `jln._triton.target.on` takes it."""
@@ -237,21 +237,9 @@ class Operation(Generic[Operands, Results]):
         return functools.partial(self._launcher(), target=chosen)
 
 
-def _fields(record: Any, like: Any) -> Iterator[tuple[Any, Any]]:
-    """Pairs of a field of `record` and the same field of `like`, a NamedTuple of the same structure, nested or not."""
-    for a, b in zip(record, like, strict=True):
-        yield from _fields(a, b) if hasattr(a, "_fields") else [(a, b)]
-
-
-def _named(record: Any, names: Container[str]) -> Any:
-    """A NamedTuple, nested ones included, with None for every field that has none of these names."""
-
-    def kept(name: str, a: Any) -> Any:
-        if hasattr(a, "_fields"):
-            return _named(a, names)
-        return a if name in names else jax.tree.map(lambda _: None, a)
-
-    return type(record)(*map(kept, record._fields, record))
+def _nothing(a: Any) -> Any:
+    """None in place of an array, or of each in a tuple."""
+    return tuple([None] * len(a)) if isinstance(a, tuple) else None
 
 
 class LinearOperation(Operation[Operands, Results]):
@@ -269,15 +257,17 @@ class LinearOperation(Operation[Operands, Results]):
         self._transposed = transpose
         ad.primitive_transposes[self._primitive] = self._transpose
 
-    def _transpose(self, cotangents, *operands, tree, told, implementation, contains):
+    def _transpose(self, cotangents, *operands, tree, request, implementation, contains):
         del contains
         cotangents = [None if type(c) is ad.Zero else c for c in cotangents]
-        cotangents = jax.tree.unflatten(jax.tree.structure(told.dtypes), cotangents)
+        cotangents = jax.tree.unflatten(jax.tree.structure(request.dtypes), cotangents)
         tangents, _ = tree.unflatten([a.aval if ad.is_undefined_primal(a) else None for a in operands])
         _, others = tree.unflatten(operands)
         places, _ = tree.unflatten(range(len(operands)))
         with jax.numpy_dtype_promotion("standard"):  # JAX transposes once the rules have returned
-            gradients = self._transposed(cotangents, tangents, others, told.settings, told.batch_dims, implementation)
+            gradients = self._transposed(
+                cotangents, tangents, others, request.settings, request.batch_dims, implementation
+            )
         found: list[Any] = [None] * len(operands)
         for place, aval, gradient in zip(*map(leaves_or_none, (places, tangents, gradients)), strict=True):
             if aval is not None:
@@ -308,21 +298,23 @@ def _like(aval: ShapedArray, gradient: jax.Array | None) -> Any:
     return jnp.sum(gradient, shared, keepdims=True).astype(aval.dtype)
 
 
-def _of_leaves(function: Callable[..., Any], tree: Any, told: Told) -> Callable[..., list[jax.Array]]:
+def _of_leaves(function: Callable[..., Any], tree: Any, request: Request) -> Callable[..., list[jax.Array]]:
     """A function from the operands' leaves to the results' leaves, from `function` of trees; None is no leaf."""
 
     def call(*leaves):
         with jax.numpy_dtype_promotion("standard"):  # every dtype is chosen on purpose, whatever the user's mode
-            return jax.tree.leaves(function(tree.unflatten(leaves), *told.arguments()))
+            return jax.tree.leaves(function(tree.unflatten(leaves), *request.arguments()))
 
     return call
 
 
 @functools.lru_cache(maxsize=1024)
-def _result_shapes(formula, arrays, tree, told, x64: bool) -> list[jax.ShapeDtypeStruct]:
+def _result_shapes(formula, shapes, arrays, tree, request, x64: bool) -> list[jax.ShapeDtypeStruct]:
     del x64  # on which JAX's dtypes depend
     operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in arrays]
-    return jax.eval_shape(_of_leaves(formula, tree, told), *operands)
+    if shapes is not None:
+        return jax.tree.leaves(shapes(tree.unflatten(operands), *request.arguments()))
+    return jax.eval_shape(_of_leaves(formula, tree, request), *operands)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -9,33 +9,15 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from jln import _operators
 from jln._fuse.certificate import Constants
 from jln._fuse.graph import Graph, Node, Value
 from jln._fuse.junctions import Addition, Junction, addition_of, junction_of
 from jln._fuse.linears import Linear, keeping_nothing_of_y, linears_of, products_of
 from jln._fuse.norms import Miss, Norm, norms_of
 from jln._fuse.regions import Parameter, peeled, plus
-from jln._operators import linears as with_linears
-from jln._operators import norms
-from jln._operators.both_sides import rms_norm_add_rms_norm
 
-OPERATORS = {
-    f.__name__: f
-    for f in (
-        norms.layer_norm,
-        norms.rms_norm,
-        norms.add_layer_norm,
-        norms.add_rms_norm,
-        norms.layer_norm_add,
-        norms.rms_norm_add,
-        norms.rms_norm_gated,
-        rms_norm_add_rms_norm,
-        with_linears.layer_norm_linear,
-        with_linears.rms_norm_linear,
-        with_linears.add_layer_norm_linear,
-        with_linears.add_rms_norm_linear,
-    )
-}
+OPERATORS = {name: getattr(_operators, name) for name in _operators.__all__}
 
 
 class Options(NamedTuple):

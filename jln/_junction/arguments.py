@@ -9,80 +9,55 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jln import _checks
-from jln._junction.signature import Norm, Operands, Switches
+from jln._junction.arrays import TABLE, Arrays, Lie, Norm, Switches
 
 Axis = int | tuple[int, ...]
 Gate = jax.Array | float | None
 
 
-class Given(NamedTuple):
-    """The arrays as the user gives them.
+def checked(arrays: Arrays, axes: tuple[int, ...]) -> Arrays:
+    """The arrays as a user gives them, checked for their dtypes and shapes.
 
-    residual: where the norm is of the sum. added: where the sum is of the norm's result; the user's argument
-      `residual`.
+    x and the other arrays of its size that the operator needs are JAX's arrays already. A user's `added` is called
+    residual, as is `residual` itself. axes: the normalised ones of x, not negative.
     """
+    x = arrays.x
+    normalised = tuple(x.shape[a] for a in axes)
+    for name, array in (("residual", arrays.residual), ("residual", arrays.added), ("z", arrays.z)):
+        _checks.shape(name, array, x.shape, "that of x")
+    parameters = {
+        name: _checks.parameter(name, getattr(arrays, name), x, axes, normalised)
+        for name in ("scale", "offset", "x_scale")
+    }
+    x_bias = _checks.optional_array("x_bias", arrays.x_bias)
+    _checks.shape("x_bias", x_bias, normalised, "that of x's normalised axes")
+    return arrays._replace(**parameters, x_bias=x_bias, gate=_checks.gate(arrays.gate, x, arrays.residual, axes))
 
-    x: Any
-    residual: Any = None
-    scale: Any = None
-    offset: Any = None
-    x_bias: Any = None
-    gate: Any = None
-    z: Any = None
-    added: Any = None
 
-    def present(self) -> dict[str, Any]:
-        return {name: a for name, a in self._asdict().items() if a is not None}
-
-
-def checked(
+def norm_of(
+    arrays: Arrays,
+    axes: tuple[int, ...],
     *,
-    axis: Axis = -1,
     epsilon: float,
     subtract_mean: bool,
     zero_centered_scale: bool = False,
     norm_before_gate: bool = True,
-    **arrays: Any,
-) -> tuple[Given, tuple[int, ...], Norm]:
-    """Check a norm's arguments, and return the arrays, the normalised axes and the norm.
-
-    arrays: those of `Given`. A key "residual", "z" or "added" says that the operator has this array, which must then be
-      given.
-    """
-    x = _checks.array("x", arrays["x"])
-    axes = _checks.axes(axis, x)
-    given = checked_arrays(axes, **arrays)
-    epsilon = _checks.epsilon(epsilon, *(a.dtype for a in (x, given.residual) if a is not None))
-    if _checks.flag("zero_centered_scale", zero_centered_scale) and given.scale is None:
-        raise ValueError("zero_centered_scale=True needs a scale; got scale=None")
+    both_sides: bool = False,
+) -> Norm:
+    """The norm of checked arrays over checked axes, its other arguments checked."""
+    epsilon = _checks.epsilon(epsilon, *(a.dtype for a in (arrays.x, arrays.residual) if a is not None))
+    scales = {"x_scale": arrays.x_scale} if both_sides else {}
+    scales |= {"scale": arrays.scale}
+    if _checks.flag("zero_centered_scale", zero_centered_scale) and all(a is None for a in scales.values()):
+        raise ValueError(f"zero_centered_scale=True needs a scale; got {', '.join(f'{n}=None' for n in scales)}")
     norm_before_gate = _checks.flag("norm_before_gate", norm_before_gate)
     switches = Switches(subtract_mean, bool(zero_centered_scale), norm_before_gate)
-    return given, axes, Norm(_merged_axis(axes, x.ndim), epsilon, switches)
-
-
-def checked_arrays(axes: tuple[int, ...], **arrays: Any) -> Given:
-    """The user's arrays, checked for their dtypes and shapes. axes: the normalised ones of x, not negative."""
-    given = Given(**arrays)
-    x = _checks.array("x", given.x)
-    residual, added = (
-        _checks.array("residual", getattr(given, which)) if which in arrays else None for which in ("residual", "added")
-    )
-    normalised = tuple(x.shape[a] for a in axes)
-    for summand in (residual, added):
-        _checks.shape("residual", summand, x.shape, "that of x")
-    scale = _checks.parameter("scale", given.scale, x, axes, normalised)
-    offset = _checks.parameter("offset", given.offset, x, axes, normalised)
-    x_bias = _checks.optional_array("x_bias", given.x_bias)
-    _checks.shape("x_bias", x_bias, normalised, "that of x's normalised axes")
-    z = _checks.array("z", given.z) if "z" in arrays else None
-    _checks.shape("z", z, x.shape, "that of x")
-    return Given(x, residual, scale, offset, x_bias, _checks.gate(given.gate, x, residual, axes), z, added)
+    return Norm(_merged_axis(axes, arrays.x.ndim), epsilon, switches, both_sides=both_sides)
 
 
 def _adjacent(order: list[int]) -> bool:
@@ -96,14 +71,14 @@ def _merged_axis(axes: tuple[int, ...], ndim: int) -> int:
 
 
 def arranged(
-    given: Given, axes: tuple[int, ...], norm: Norm
-) -> tuple[Operands, Norm, Callable[[jax.Array], jax.Array]]:
-    """Lay out the user's arrays for the norm's operations.
+    arrays: Arrays, axes: tuple[int, ...], norm: Norm
+) -> tuple[Arrays, Norm, Callable[[jax.Array], jax.Array]]:
+    """Lay out the user's arrays, but for those of Linears, for the norm's operations.
 
     Returns the operands; the norm, with the axes of examples; and a function that puts a result's axes of rows back
     where they were, whatever axes are behind them.
     """
-    x, order = given.x, sorted(axes)
+    x, order = arrays.x, sorted(axes)
     normalised = tuple(x.shape[a] for a in axes)
     ndim = x.ndim - len(order) + 1
     first = ndim + norm.axis
@@ -119,12 +94,17 @@ def arranged(
         in_order = parameter.transpose([axes.index(a) for a in order])
         return in_order.reshape([in_order.size if i == first else 1 for i in range(ndim)])
 
-    gates = {"gate": given.gate, "row_gate": None}
-    if given.gate is not None and given.gate.shape != normalised and all(given.gate.shape[a] == 1 for a in axes):
-        gates = {"gate": None, "row_gate": given.gate}
-    rows = {"x": x, "residual": given.residual, "z": given.z, "added": given.added}
-    parameters = {"scale": given.scale, "offset": given.offset, "x_bias": given.x_bias} | gates
-    operands = Operands(**jax.tree.map(on_one_axis, rows), **jax.tree.map(of_same_rank, parameters))
+    gate = arrays.gate
+    if gate is not None and gate.shape != normalised and all(gate.shape[a] == 1 for a in axes):
+        arrays = arrays._replace(gate=None, row_gate=gate)
+    operands = Arrays(
+        **{
+            name: on_one_axis(a) if TABLE[name].lie is Lie.ROW else of_same_rank(a)
+            for name, a in arrays._replace(kernel=None, bias=None).present().items()
+        },
+        kernel=arrays.kernel,
+        bias=arrays.bias,
+    )
     with jax.numpy_dtype_promotion("standard"):  # every dtype is chosen on purpose, whatever the user's mode
         operands, norm, places = _with_examples(operands, norm)
     if places is None:
@@ -142,7 +122,7 @@ def on_several_axes(a: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...])
     return jnp.moveaxis(moved, range(first, len(shape)), order)
 
 
-def _with_examples(operands: Operands, norm: Norm) -> tuple[Operands, Norm, list[int] | None]:
+def _with_examples(operands: Arrays, norm: Norm) -> tuple[Arrays, Norm, list[int] | None]:
     """Move the axes along which a parameter varies to where the kernels read them: in front, or directly before H.
 
     They stay where they are if they lie there. On them every parameter is written out to x's sizes, and a row's gate on
@@ -152,7 +132,8 @@ def _with_examples(operands: Operands, norm: Norm) -> tuple[Operands, Norm, list
     """
     x = operands.x
     h = x.ndim + norm.axis
-    parameters = [a for a in (operands.scale, operands.offset, operands.gate) if a is not None]
+    of_norm = operands._replace(kernel=None, bias=None)
+    parameters = [a for name, a in of_norm.present().items() if TABLE[name].lie is Lie.COLUMN]
     examples = [i for i in range(x.ndim) if i != h and any(a.shape[i] != 1 for a in parameters)]
     wide = jnp.promote_types(x.dtype, jnp.float32)
 
@@ -165,11 +146,15 @@ def _with_examples(operands: Operands, norm: Norm) -> tuple[Operands, Norm, list
         operands = operands._replace(row_gate=written_out(operands.row_gate, rows))
     if not examples:
         return operands, norm, None
-    operands = jax.tree.map(lambda a: a if a.shape == x.shape else written_out(a, examples), operands)
+    of_norm = of_norm._replace(row_gate=operands.row_gate)
+    of_norm = jax.tree.map(lambda a: a if a.shape == x.shape else written_out(a, examples), of_norm)
     in_front = next((i for i in range(h) if i not in examples), h)
     interleaved = len(examples) - in_front
     if examples == [*range(in_front), *range(h - interleaved, h)]:
-        return operands, dataclasses.replace(norm, examples=in_front, interleaved=interleaved), None
+        norm = dataclasses.replace(norm, examples=in_front, interleaved=interleaved)
+        return of_norm._replace(kernel=operands.kernel, bias=operands.bias), norm, None
     order = examples + [i for i in range(x.ndim) if i not in examples]
     norm = dataclasses.replace(norm, axis=order.index(h) - x.ndim, examples=len(examples))
-    return jax.tree.map(lambda a: a.transpose(order), operands), norm, sorted(range(x.ndim), key=order.__getitem__)
+    of_norm = jax.tree.map(lambda a: a.transpose(order), of_norm)
+    operands = of_norm._replace(kernel=operands.kernel, bias=operands.bias)
+    return operands, norm, sorted(range(x.ndim), key=order.__getitem__)

@@ -1,8 +1,9 @@
-"""Launchers of the norm kernels: N-D operands in, grids out, for the operations of `jln._junction.formulas`."""
+"""Launches of the norm's kernels: N-D operands in, grids out, for the operations of `jln._junction.derivatives`."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,9 +13,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jln._junction import tiles
-from jln._junction.kernels import backward as backward_kernels
-from jln._junction.kernels import forward as forward_kernels
-from jln._junction.signature import Cotangents, Gradients, Norm, Operands, Outcome
+from jln._junction.arrays import COLUMNS, OPERANDS, RESULTS, TABLE, Arrays, Lie, Norm, total_dtype
+from jln._junction.formulas import forward_of_two
+from jln._junction.gradients import backward_of_two
+from jln._junction.kernels.backward import backward_kernel, reduce_kernel, row_sums_kernel
+from jln._junction.kernels.forward import forward_kernel
 from jln._triton.launch import launch
 from jln._triton.target import Target
 from jln._triton.tile import Tile, ceil_div
@@ -24,27 +27,28 @@ from jln._triton.tile import Tile, ceil_div
 class _Geometry:
     """The layout of rows for the kernels: `[*batch, *lead, *examples, H, *inner]` as `[groups, rows, H]`.
 
-    The elements of a row lie `inner` apart. interleaved: the number of axes of examples that lie directly before H.
+    The elements of a row lie `inner` apart. batch: the sizes of vmap's axes, of which there are `batch_dims`, and of
+    those of examples in front. grouped: whether these axes are groups; else they are rows like any other.
     """
 
+    norm: Norm
     shape: tuple[int, ...]
-    axis: int
     batch: tuple[int, ...]
+    batch_dims: int
     grouped: bool
-    interleaved: int
 
     @property
     def h(self) -> int:
-        return self.shape[self.axis]
+        return self.shape[self.norm.axis]
 
     @property
     def inner(self) -> int:
-        return math.prod(self.shape[len(self.shape) + self.axis + 1 :])
+        return math.prod(self.shape[len(self.shape) + self.norm.axis + 1 :])
 
     @property
     def interleaved_groups(self) -> int:
-        axis = len(self.shape) + self.axis
-        return math.prod(self.shape[axis - self.interleaved : axis])
+        axis = len(self.shape) + self.norm.axis
+        return math.prod(self.shape[axis - self.norm.interleaved : axis])
 
     @property
     def groups(self) -> int:
@@ -54,6 +58,11 @@ class _Geometry:
     def constants(self) -> dict[str, Any]:
         """The kernels' constexprs."""
         return {"H": self.h, "INNER": self.inner, "INTERLEAVED": self.interleaved_groups}
+
+    @property
+    def in_rows(self) -> bool:
+        """True where a group's rows follow each other in memory, and a row's elements do."""
+        return self.inner == 1 and not self.norm.interleaved
 
     @property
     def rows(self) -> int:
@@ -78,69 +87,50 @@ class _Geometry:
     def chunks(self, tile: Tile) -> int:
         return ceil_div(self.h, tile.columns)
 
-    def like_rows(self, dtype: DTypeLike | None) -> jax.ShapeDtypeStruct | None:
-        return _shape(self.shape, dtype)
-
-    def like_statistics(self, dtype: DTypeLike | None) -> jax.ShapeDtypeStruct | None:
-        axis = len(self.shape) + self.axis
-        return _shape((*self.shape[:axis], 1, *self.shape[axis + 1 :]), dtype)
-
-    def like_parameters(self, dtype: DTypeLike | None) -> jax.ShapeDtypeStruct | None:
-        axis, batch = len(self.shape) + self.axis, len(self.batch)
-        own = {*range(batch), *range(axis - self.interleaved, axis + 1)}
-        return _shape(tuple(n if i in own else 1 for i, n in enumerate(self.shape)), dtype)
+    def results(self, dtypes: Arrays) -> Arrays:
+        """The shapes of results, or of gradients, in these dtypes."""
+        shapes = {n: self.norm.shape(TABLE[n].lie, self.shape, self.batch_dims) for n in dtypes.present()}
+        return Arrays(**{n: jax.ShapeDtypeStruct(shapes[n], dtype) for n, dtype in dtypes.present().items()})
 
 
-def _shape(shape: tuple[int, ...], dtype: DTypeLike | None) -> jax.ShapeDtypeStruct | None:
-    """The shape and dtype of a result; None for a result that nobody wants."""
-    return None if dtype is None else jax.ShapeDtypeStruct(shape, dtype)
-
-
-def _geometry(
-    row_operands: Sequence[jax.Array | None],
-    parameters: Sequence[jax.Array | None],
-    norm: Norm,
-    batch_dims: int,
-    per_example_gradients: bool,
-) -> _Geometry:
+def _geometry(operands: Arrays, norm: Norm, batch_dims: int, has_sums: bool = False) -> _Geometry:
     """The layout of these operands for the kernels.
 
     The axes of vmap, and those of examples in front, become rows like any other where no operand is shared on them, no
-    parameter varies and no sum is kept.
+    parameter varies and no sum over rows is wanted.
 
     Raises ValueError where a row is too long for the kernels' 32-bit numbers of columns.
     """
-    axis, batch_dims = norm.axis, batch_dims + norm.examples
-    present = [a for a in (*row_operands, *parameters) if a is not None]
-    batch = jnp.broadcast_shapes(*(a.shape[:batch_dims] for a in present))
-    x = next(a for a in row_operands if a is not None)
-    shape = batch + x.shape[batch_dims:]
-    if shape[axis] >= tiles.LONGEST_ROW:
+    in_front = batch_dims + norm.examples
+    arrays = operands.present()
+    batches = {name: a.shape[:in_front] for name, a in arrays.items()}
+    batch: Any = jnp.broadcast_shapes(*batches.values())
+    x = next(a for name, a in arrays.items() if TABLE[name].lie is Lie.ROW)
+    shape = batch + x.shape[in_front:]
+    if shape[norm.axis] >= tiles.LONGEST_ROW:
         raise ValueError(
-            f"x of shape {x.shape} is normalised over {shape[axis]} elements, and the Triton kernels take fewer than "
-            f"{tiles.LONGEST_ROW}: use implementation='xla'"
+            f"x of shape {x.shape} is normalised over {shape[norm.axis]} elements, and the Triton kernels take fewer "
+            f"than {tiles.LONGEST_ROW}: use implementation='xla'"
         )
-    plain = all(a is None or a.shape[:batch_dims] == batch for a in row_operands) and all(
-        a is None or math.prod(a.shape[:batch_dims]) == 1 for a in parameters
-    )
-    return _Geometry(shape, axis, batch, grouped=per_example_gradients or not plain, interleaved=norm.interleaved)
+    plain = all(math.prod(b) == 1 if TABLE[n].lie is Lie.COLUMN else b == batch for n, b in batches.items())
+    return _Geometry(norm, shape, batch, batch_dims, grouped=has_sums or not plain)
 
 
-def _shared(operands: dict[str, jax.Array | None], geometry: _Geometry) -> tuple[Any, dict[str, Any]]:
+def _shared(operands: Arrays, geometry: _Geometry) -> tuple[Any, Arrays]:
     """Return the names of the operands with one copy for all groups, None for one group, and the operands.
 
     An operand that is shared over some batch axes and not over others is written out over all of them.
     """
     shared, ready = [], {}
-    for name, operand in operands.items():
-        if operand is not None and geometry.grouped:
+    for name, operand in operands.present().items():
+        if geometry.grouped:
             batch = operand.shape[: len(geometry.batch)]
             if batch != geometry.batch and math.prod(batch) == 1:
                 shared.append(name)
             elif batch != geometry.batch:
                 operand = jnp.broadcast_to(operand, geometry.batch + operand.shape[len(batch) :])
         ready[name] = operand
-    return tuple(shared) if geometry.grouped or geometry.interleaved else None, ready
+    return tuple(shared) if geometry.grouped or geometry.norm.interleaved else None, Arrays(**ready)
 
 
 def _moved(*operands: jax.Array | jax.ShapeDtypeStruct | None) -> tuple[int, bool]:
@@ -149,69 +139,72 @@ def _moved(*operands: jax.Array | jax.ShapeDtypeStruct | None) -> tuple[int, boo
     return max(d.itemsize for d in dtypes), len(dtypes) > 1
 
 
-# Gradients that are sums over rows.
-_SUMS = ("dscale", "doffset", "dx_bias", "dgate")
+def _pointed(kernel: Any, arrays: Arrays, names: Sequence[str] = Arrays._fields) -> dict[str, Any]:
+    """The arrays of these names to which a kernel has pointers, absent ones too."""
+    return {name: getattr(arrays, name) for name in names if f"{name}_ptr" in kernel.arg_names}
 
 
-def forward(operands: Operands, norm: Norm, dtypes: Outcome, batch_dims: int, target: Target) -> Outcome:
-    x, residual, scale, offset, x_bias, gate, row_gate, z, added = operands
-    parameters = (x_bias, gate, scale, offset)
-    g = _geometry((x, residual, row_gate, z, added), parameters, norm, batch_dims, per_example_gradients=False)
-    results = Outcome(
-        y=g.like_rows(dtypes.y),
-        total=g.like_rows(dtypes.total),
-        mean=g.like_statistics(dtypes.mean),
-        rstd=g.like_statistics(dtypes.rstd),
-    )
-    total = x.dtype if residual is None else jnp.promote_types(x.dtype, residual.dtype)
-    tile = tiles.forward(g.h, g.inner, *_moved(x, residual, z, added, results.y), target)
-    shared, ready = _shared(operands._asdict(), g)
+def _pointed_gradients(kernel: Any, gradients: Arrays) -> dict[str, Any]:
+    """The gradients to which a kernel has pointers, by the kernel's names: that of x is dx."""
+    named = {f"d{name}": getattr(gradients, name) for name in OPERANDS}
+    return {name: a for name, a in named.items() if f"{name}_ptr" in kernel.arg_names}
+
+
+def forward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, target: Target) -> Arrays:
+    g = _geometry(operands, norm, batch_dims)
+    results = g.results(dtypes)
+    total = jnp.dtype(total_dtype(operands))
+    moved = _moved(operands.x, operands.residual, operands.z, operands.added, results.y)
+    tile = tiles.forward(g.h, g.inner, *moved, target)
+    if norm.both_sides and not (g.in_rows and tile.columns >= g.h):
+        one = functools.partial(forward, target=target)
+        return forward_of_two(operands, norm, dtypes, batch_dims, one)
+    shared, ready = _shared(operands, g)
     written = launch(
         target,
-        forward_kernels.forward_kernel,
-        {**ready, "x_scale": None, "rows": g.rows},
-        {**results._asdict(), "x_rstd": None},
+        forward_kernel,
+        {**_pointed(forward_kernel, ready), "rows": g.rows},
+        _pointed(forward_kernel, results, RESULTS),
         programs=g.programs(tile),
         tile=tile,
         compute=jnp.promote_types(total, jnp.float32),
         **g.constants,
         SHARED=shared,
         NORM=norm.switches,
-        BOTH_SIDES=False,
+        BOTH_SIDES=norm.both_sides,
         EPSILON=norm.epsilon,
         TOTAL=total,
     )
-    return Outcome(**{name: written[name] for name in Outcome._fields})
+    return Arrays(**written)
 
 
-def backward(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: int, target: Target) -> Gradients:
-    dy, dtotal, total, scale, offset, mean, rstd, x, x_bias, gate, row_gate, z = operands
-    of_pull = dtypes._replace(dscale=None, doffset=None, y=None)
+def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, target: Target) -> Arrays:
+    dy, total, mean = operands.dy, operands.total, operands.mean
+    of_pull = dtypes._replace(scale=None, offset=None, y=None)
     if norm.switches.norm_before_gate:
-        of_pull = of_pull._replace(dz=None)
+        of_pull = of_pull._replace(z=None)
     pulls = any(d is not None for d in of_pull)
-    if not pulls and dtypes.dscale is None and dtypes.dz is None:
+    if not pulls and dtypes.scale is None and dtypes.z is None:
         return _without_pullback(operands, norm, dtypes, batch_dims, target)
-    chip, compute = target.chip, rstd.dtype
-    sums = tuple(name for name in _SUMS if getattr(dtypes, name) is not None)
-    of_rows, parameters = (dy, dtotal, total, mean, rstd, x, row_gate, z), (scale, offset, x_bias, gate)
-    g = _geometry(of_rows, parameters, norm, batch_dims, bool(sums))
-    y, dx, dresidual, dz = (g.like_rows(d) for d in (dtypes.y, dtypes.dx, dtypes.dresidual, dtypes.dz))
-    moved = _moved(dy, dtotal, total, x, y, dresidual, z, dz)
-    more = max(0, len(sums) - 2) + sum(a is not None for a in (gate, row_gate, x, z))
-    if z is not None and not norm.switches.norm_before_gate:
-        more += 1  # silu(z), and what dz is made of, wait for the sums of their row
-    plan = tiles.backward(g.h, g.inner, *moved, y is not None, target, has_dtotal=dtotal is not None, more=more)
-    shared, ready = _shared(operands._asdict(), g)
+    chip, compute = target.chip, operands.rstd.dtype
+    sums = tuple(name for name in COLUMNS if getattr(dtypes, name) is not None)
+    g = _geometry(operands, norm, batch_dims, bool(sums))
+    results = g.results(dtypes)
+    plan = _backward_plan(operands, results, sums, g, target)
+    if plan is None:
+        one = functools.partial(backward, target=target)
+        return backward_of_two(operands, norm, dtypes, batch_dims, one)
+    shared, ready = _shared(operands, g)
     constants = {**g.constants, "SHARED": shared, "NORM": norm.switches}
 
     c1_and_c2: dict[str, Any] = {"c1": None, "c2": None}
     if plan.sums is not None and pulls:
+        of_rows = g.results(Arrays(mean=None if mean is None else compute, rstd=compute))
         c1_and_c2 = launch(
             target,
-            backward_kernels.row_sums_kernel,
-            {**{name: ready[name] for name in ("dy", "total", "z", "scale", "mean", "rstd")}, "rows": g.rows},
-            {"c1": g.like_statistics(None if mean is None else compute), "c2": g.like_statistics(compute)},
+            row_sums_kernel,
+            {**_pointed(row_sums_kernel, ready), "rows": g.rows},
+            {"c1": of_rows.mean, "c2": of_rows.rstd},
             programs=g.programs(plan.sums),
             tile=plan.sums,
             compute=compute,
@@ -221,76 +214,84 @@ def backward(operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: in
     tile, chunks = plan.tile, g.chunks(plan.tile)
     programs = chip.cores * tile.programs_per_core // (g.groups * chunks)
     programs = max(1, min(programs, g.tiles(tile)))
+    y = results.y
     if y is not None:  # as few as keep memory busy, and of these as few as make the same number of trips
-        itemsize = sum(a.dtype.itemsize for a in (dy, dtotal, total) if a is not None)
+        itemsize = sum(a.dtype.itemsize for a in (dy, operands.dtotal, total) if a is not None)
         programs = min(programs, tiles.busy_programs(tile, itemsize, chip))
         programs = ceil_div(g.tiles(tile), ceil_div(g.tiles(tile), programs))
     # A program that owns whole rows has read its dy before it writes y.
     overwrites_dy = y is not None and (y.dtype, y.shape) == (dy.dtype, dy.shape) and chunks == 1
-    gradients = {name: g.like_parameters(getattr(dtypes, name)) for name in _SUMS}
-    drow_gate = g.like_statistics(None if dtypes.drow_gate is None else compute)
-    if drow_gate is not None:
-        drow_gate = jax.ShapeDtypeStruct((chunks, *drow_gate.shape), compute)
     # One buffer for all shares: XLA finds room for all of it in the memory of dkernel, and would for one only.
     shares = jax.ShapeDtypeStruct((len(sums), g.groups, programs, g.h), compute) if sums and programs > 1 else None
+    by_program = results if shares is None else results._replace(**dict.fromkeys(sums))
+    if results.row_gate is not None:
+        of_chunks = jax.ShapeDtypeStruct((chunks, *results.row_gate.shape), compute)
+        by_program = by_program._replace(row_gate=of_chunks)
     written = launch(
         target,
-        backward_kernels.backward_kernel,
-        {**ready, **c1_and_c2, "x_scale": None, "x_rstd": None, "rows": g.rows, "programs": programs},
-        {
-            "dx": dx,
-            "dz": dz,
-            "dresidual": dresidual,
-            "drow_gate": drow_gate,
-            **(gradients if shares is None else dict.fromkeys(gradients)),
-            "dx_scale": None,
-            "shares": shares,
-            "y": y,
-        },
+        backward_kernel,
+        {**_pointed(backward_kernel, ready), **c1_and_c2, "rows": g.rows, "programs": programs},
+        {**_pointed_gradients(backward_kernel, by_program), "shares": shares, "y": y},
         programs=g.groups * programs * chunks,
         tile=tile,
         compute=compute,
         in_place={"dy": "y"} if overwrites_dy else {},
-        SUMS=sums,
+        SUMS=tuple(f"d{name}" for name in sums),
         PULLS=pulls,
         **constants,
     )
-    if drow_gate is not None:
-        written["drow_gate"] = jnp.sum(written["drow_gate"], axis=0).astype(dtypes.drow_gate)
+    gradients = {name: written[f"d{name}"] for name in OPERANDS if f"d{name}" in written} | {"y": written["y"]}
+    if results.row_gate is not None:
+        gradients["row_gate"] = jnp.sum(gradients["row_gate"], axis=0).astype(dtypes.row_gate)
     if shares is not None:
         tile = tiles.reduce_tile(g.h)
-        written |= launch(
+        totals = launch(
             target,
-            backward_kernels.reduce_kernel,
+            reduce_kernel,
             {"shares": written["shares"], "groups": g.groups, "programs": programs},
-            {**gradients, "dx_scale": None},
+            _pointed_gradients(reduce_kernel, results),
             programs=len(sums) * g.groups * g.chunks(tile),
             tile=tile,
             compute=compute,
             H=g.h,
-            SUMS=sums,
+            SUMS=tuple(f"d{name}" for name in sums),
         )
+        gradients |= {name: totals[f"d{name}"] for name in sums}
     if y is not None and shares is not None:
         # The shares are added up first, so that the memory of what y is wanted for can hold them until then.
-        made = {name: a for name, a in written.items() if a is not None and name in ("y", *sums)}
-        written |= jax.lax.optimization_barrier(made)
-    return Gradients(**{name: written[name] for name in Gradients._fields})
+        gradients |= jax.lax.optimization_barrier({name: gradients[name] for name in ("y", *sums)})
+    return Arrays(**gradients)
 
 
-def _without_pullback(
-    operands: Cotangents, norm: Norm, dtypes: Gradients, batch_dims: int, target: Target
-) -> Gradients:
-    """Compute doffset, which reads dy alone, and y, which does not read dy, where no other gradient is wanted."""
-    batch = jnp.broadcast_shapes(*(a.shape[:batch_dims] for a in operands if a is not None))
-    doffset = y = None
-    if dtypes.doffset is not None:
-        doffset = _doffset(operands.dy, norm, batch_dims, dtypes.doffset)
-        doffset = jnp.broadcast_to(doffset, (*batch, *doffset.shape[batch_dims:]))
+def _backward_plan(
+    operands: Arrays, results: Arrays, sums: tuple[str, ...], g: _Geometry, target: Target
+) -> tiles.BackwardPlan | None:
+    """The tiles of the backward pass; None for a norm of x and one of the total, of which one kernel takes one each."""
+    rows = [operands.dy, operands.dtotal, operands.total, operands.x, operands.z]
+    rows += [results.y, results.residual, results.z]
+    if g.norm.both_sides:
+        if not g.in_rows or (results.x is None and results.x_scale is None):  # then the norm's kernel is all
+            return None
+        tile = tiles.both_sides(g.h, *_moved(*rows, results.x), target.chip)
+        return None if tile is None else tiles.BackwardPlan(tile, None)
+    gates = (operands.gate, operands.row_gate, operands.x, operands.z)
+    more = max(0, len(sums) - 2) + sum(a is not None for a in gates)
+    if operands.z is not None and not g.norm.switches.norm_before_gate:
+        more += 1  # silu(z), and what dz is made of, wait for the sums of their row
+    has_dtotal = operands.dtotal is not None
+    return tiles.backward(g.h, g.inner, *_moved(*rows), results.y is not None, target, has_dtotal=has_dtotal, more=more)
+
+
+def _without_pullback(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, target: Target) -> Arrays:
+    """Compute the gradient of the offset, which reads dy alone, and y, which does not, where no other is wanted."""
+    batch = jnp.broadcast_shapes(*(a.shape[:batch_dims] for a in operands.present().values()))
+    made = Arrays()
+    if dtypes.offset is not None:
+        made = made._replace(offset=_doffset(operands.dy, norm, batch_dims, dtypes.offset))
     if dtypes.y is not None:
-        again = Operands(operands.total, scale=operands.scale, offset=operands.offset)
-        y = forward(again, norm, Outcome(dtypes.y, None, None, None), batch_dims, target).y
-        y = jnp.broadcast_to(y, (*batch, *y.shape[batch_dims:]))
-    return Gradients(doffset=doffset, y=y)
+        again = Arrays(operands.total, scale=operands.scale, offset=operands.offset)
+        made = made._replace(y=forward(again, norm, Arrays(y=dtypes.y), batch_dims, target).y)
+    return jax.tree.map(lambda a: jnp.broadcast_to(a, (*batch, *a.shape[batch_dims:])), made)
 
 
 def _doffset(dy: jax.Array, norm: Norm, batch_dims: int, dtype: DTypeLike) -> jax.Array:

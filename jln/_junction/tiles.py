@@ -153,6 +153,28 @@ def _beside_dtotal(tile: Tile, itemsize: int) -> Tile:
     return dataclasses.replace(tile, columns=columns, stages=min(tile.stages, 2))
 
 
+def both_sides(h: int, itemsize: int, mixed: bool, chip: Chip) -> Tile | None:
+    """The tile of `backward_kernel` with a norm of x, too, whole rows; None where 16 warps cannot hold a row.
+
+    The next row's four arrays are fetched ahead where shared memory has room. Found by compiling: 16 elements a thread
+    with the sums of both scales take 127 registers of the 128 that 16 warps may have, with 8 111; rows that do not
+    start on 16 bytes spill with 16, and with 8 where the next is fetched ahead.
+    """
+    columns = next_power_of_2(h)
+    easy = aligned(h, 1, itemsize) and not mixed
+    most = (16 if easy else 8) // (4 if itemsize == 8 else 1)
+    if columns > 512 * most:
+        return None
+    rows = max(1, 1024 // columns)
+    per_thread = most if columns > 256 * most else max(1, most // 2)
+    warps = max(1, rows * columns // (32 * per_thread))
+    ahead = 2 * 4 * rows * columns * itemsize + 1024  # four arrays ahead, and the four being read
+    # A third of shared memory is left to L1, which has the scales. So an H200 fetches a row of 8192 in 16 bits ahead,
+    # and an A100 does not, where it would spill 64 bytes.
+    stages = 2 if easy and 3 * ahead <= 2 * chip.shared else 1
+    return Tile(rows, columns, warps, stages, max(1, min(4, 16 // warps)))
+
+
 def reduce_tile(h: int) -> Tile:
     """The tile of `reduce_kernel`: 32 columns a program, so that there is a program for most SMs."""
     return Tile(32, min(32, next_power_of_2(h)), 4)

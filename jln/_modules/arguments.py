@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jln import _checks
-from jln._junction.arguments import Gate, Given, checked_arrays
+from jln._junction.arguments import Gate, checked
+from jln._junction.arrays import Arrays
 from jln._modules.norms import Prepared
 
 Products = tuple[tuple[Any, ...], Any]  # of each Linear, and the total
@@ -41,20 +42,20 @@ class Summed(NamedTuple):
     """
 
     total: Any
-    addends: Given | None = None
+    addends: Arrays | None = None
     gated: Gated | None = None
     added_to: jax.Array | None = None
     x_norm: Any = None
 
-    def read_by(self, norm: Prepared, reads_as_given: bool) -> tuple[Given, str]:
+    def read_by(self, norm: Prepared, reads_as_given: bool) -> tuple[Arrays, str]:
         """Return the arrays that the operator takes for `norm` of the total, and why.
 
         reads_as_given: whether the norm's x is the total, but for a cast.
         """
         if self.addends is None:
-            return Given(norm.x), AS_GIVEN
+            return Arrays(norm.x), AS_GIVEN
         if not reads_as_given or norm.x.dtype != self.total.dtype:
-            return Given(norm.x), "but for the sum of x and the residual: the norm promotes what it reads"
+            return Arrays(norm.x), "but for the sum of x and the residual: the norm promotes what it reads"
         return self.addends, AS_GIVEN
 
     def result(self, products: Products, several: bool = False) -> Any:
@@ -81,7 +82,8 @@ def summed(x: Any, residual: Any, x_bias: Any, gate: Gate, over: int | Iterable[
         return Summed(x)
     x = _checks.array("x", x)
     order = tuple(sorted({a + x.ndim if a < 0 else a for a in axes(over)}))
-    addends = checked_arrays(order, x=x, residual=residual, x_bias=x_bias, gate=gate)
+    arrays = Arrays(x, _checks.array("residual", residual), x_bias=x_bias, gate=gate)
+    addends = checked(arrays, order)
     dtype = _checks.promoted(x.dtype, addends.residual.dtype)
     # The operators add up for themselves; a sum that nothing reads is not in a compiled program.
     return Summed(_sum(addends, order, dtype).astype(dtype), addends)
@@ -120,13 +122,15 @@ def taken(
     if x_norm is not None:
         if residual is None:
             raise ValueError("x_norm needs a residual, to which its result is added; got residual=None")
-        return Summed(None, checked_arrays((), x=x, residual=residual), x_norm=x_norm)
+        return Summed(
+            None, checked(Arrays(_checks.array("x", x), _checks.array("residual", residual)), ()), x_norm=x_norm
+        )
     if added_to is not None:
         x, added_to = _checks.array("x", x), _checks.array("added_to", added_to)
         _checks.shape("added_to", added_to, x.shape, "that of x")
         return Summed(x, added_to=added_to)
     if z is not None:
-        given = checked_arrays((), x=x, z=z)
+        given = checked(Arrays(_checks.array("x", x), z=_checks.array("z", z)), ())
         return Summed(given.x, gated=Gated(given.z, bool(norm_before_gate)))
     return summed(x, residual, x_bias, gate, over)
 
@@ -137,7 +141,7 @@ def _go_without(name: str, given: Any, why: str, **others: Any) -> None:
             raise ValueError(f"{name} goes without {other}: {why}")
 
 
-def _sum(addends: Given, order: tuple[int, ...], dtype: Any) -> jax.Array:
+def _sum(addends: Arrays, order: tuple[int, ...], dtype: Any) -> jax.Array:
     """The sum of the addends; more than two are added in float32 at least, as the operators do."""
     x, bias, gate = addends.x, addends.x_bias, addends.gate
     if bias is None and gate is None:

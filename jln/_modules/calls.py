@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jln import _checks
-from jln._junction.arguments import Given
+from jln._junction.arrays import Arrays
 from jln._modules.arguments import AS_GIVEN, Gated, Products, Summed
 from jln._modules.norms import Linear, Prepared
 from jln._routes import Route, into, listening, note
@@ -63,9 +63,12 @@ def fused(
     if any(a.precision != known[0].precision for a in known):
         return "the Linears differ in precision"
     read, why = given.read_by(norm, reads_as_given)
-    if read.residual is not None:
-        return Fused(lambda: norm.linears(known, read), why, norm.x)
-    return Fused(lambda: (norm.linears(known, read), given.total), why, norm.x)
+
+    def compute() -> Products:
+        results = norm.linears(known, read)
+        return results.y, given.total if results.total is None else results.total
+
+    return Fused(compute, why, norm.x)
 
 
 Parameter = jax.Array | np.ndarray | jax.ShapeDtypeStruct
@@ -155,8 +158,8 @@ def computed(
         return given.result(((noted(layer, found, given.total, lambda: plain(given.total)),), given.total))
     read, why = given.read_by(found, reads_as_given)
     note(layer, "norm", why, found.x)
-    y, total = found.value(read)
-    return given.result(((y,), given.total if total is None else total))
+    results = found.value(read)
+    return given.result(((results.y,), given.total if results.total is None else results.total))
 
 
 def _of_gated(layer: str, found: Prepared | str, x: jax.Array, of: Gated, plain: Callable[[Any], Any]) -> jax.Array:
@@ -164,7 +167,7 @@ def _of_gated(layer: str, found: Prepared | str, x: jax.Array, of: Gated, plain:
         found = "the norm has an offset, and the gated operator has none"
     if isinstance(found, Prepared):
         note(layer, "norm", AS_GIVEN, found.x)
-        return found.value(Given(found.x, z=of.z), of.norm_before_gate).y
+        return found.value(Arrays(found.x, z=of.z), of.norm_before_gate).y
     note(layer, "plain", found, x)
 
     def times_silu(a: jax.Array) -> jax.Array:
@@ -178,7 +181,7 @@ def _of_gated(layer: str, found: Prepared | str, x: jax.Array, of: Gated, plain:
 def _added(layer: str, found: Prepared | str, x: jax.Array, to: jax.Array, plain: Callable[[Any], Any]) -> jax.Array:
     if isinstance(found, Prepared):
         note(layer, "norm", AS_GIVEN, found.x)
-        return found.value(Given(found.x, added=to)).y
+        return found.value(Arrays(found.x, added=to)).y
     return _promoted_sum(to, noted(layer, found, x, lambda: plain(x)))
 
 

@@ -10,12 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from jln import _checks
-from jln._junction.arguments import Given
-from jln._junction.signature import Results
-from jln._operators.both_sides import rms_norm_add_rms_norm
-from jln._operators.linears import normalised_linear
-from jln._operators.norms import normalised
-from jln._routes import listening
+from jln._junction.arrays import Arrays
+from jln._operators.call import call
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,21 +31,27 @@ class Prepared:
     subtract_mean: bool
     dtype: jnp.dtype
 
-    @property
-    def _options(self) -> dict[str, Any]:
-        return {"epsilon": self.epsilon, "subtract_mean": self.subtract_mean}
-
     def with_parameters(self, scale: jax.Array | None, offset: jax.Array | None) -> Prepared:
         """The norm with its parameters in place of stand-ins of the same sizes."""
         given = ((scale, self.scale), (offset, self.offset))
         scale, offset = (None if a is None or like is None else a.reshape(like.shape) for a, like in given)
         return dataclasses.replace(self, scale=scale, offset=offset)
 
-    def value(self, read: Given, norm_before_gate: bool = True) -> Results:
-        """The norm's results for `read`: x, addends, x and z, or x and an array to which y is added."""
-        dtype = self.dtype if read.added is None else self.dtype_added_to(read.added)
-        how = self._options | {"dtype": dtype, "norm_before_gate": norm_before_gate}
-        return normalised(self._with_own(read), axis=self.axes, **how)
+    def value(self, read: Arrays, norm_before_gate: bool = True) -> Arrays:
+        """The norm's results for `read`: x, addends, x and z, or x and an array to which y is added.
+
+        A module's dtype may be wider than x's (bfloat16 x, float32 parameters) or narrower; the result is still rounded
+        once. The frameworks' own layers can be differentiated in forward mode, so these can.
+        """
+        return call(
+            self._with_own(read),
+            subtract_mean=self.subtract_mean,
+            axis=self.axes,
+            epsilon=self.epsilon,
+            norm_before_gate=norm_before_gate,
+            dtype=self.dtype if read.added is None else self.dtype_added_to(read.added),
+            forward_mode=True,
+        )
 
     def dtype_added_to(self, residual: jax.Array) -> jnp.dtype:
         """The dtype of the sum of `residual` and the norm's result."""
@@ -60,25 +62,34 @@ class Prepared:
 
         The caller has checked that nothing keeps them from being one.
         """
-        scales = self._parameter(self.scale), norm._parameter(norm.scale)
-        n = {"axis": self.axes, "epsilon": self.epsilon, "dtype": norm.dtype, "forward_mode": True}
-        with listening():  # it is listed as a layer
-            return rms_norm_add_rms_norm(self.x, residual, *scales, **n)
+        results = call(
+            norm._with_own(Arrays(self.x, residual, x_scale=self._parameter(self.scale))),
+            subtract_mean=False,
+            axis=self.axes,
+            epsilon=self.epsilon,
+            both_sides=True,
+            dtype=norm.dtype,
+            forward_mode=True,
+        )
+        return results.y, results.total
 
-    def linears(self, linears: Sequence[Linear], read: Given) -> Any:
+    def linears(self, linears: Sequence[Linear], read: Arrays) -> Arrays:
         """The products of the norm of `read` and the Linears, as one operator; with the total where `read` has addends.
 
         The caller has checked that nothing keeps them from being one.
         """
-        return normalised_linear(
-            self._with_own(read),
-            tuple(a.kernel.astype(self.dtype) for a in linears),
-            tuple(None if a.bias is None else a.bias.astype(self.dtype) for a in linears),
+        return call(
+            self._with_own(read)._replace(
+                kernel=tuple(a.kernel.astype(self.dtype) for a in linears),
+                bias=tuple(None if a.bias is None else a.bias.astype(self.dtype) for a in linears),
+            ),
+            subtract_mean=self.subtract_mean,
+            epsilon=self.epsilon,
             precision=linears[0].precision,
-            **self._options,
+            forward_mode=True,
         )
 
-    def _with_own(self, read: Given) -> Given:
+    def _with_own(self, read: Arrays) -> Arrays:
         return read._replace(scale=self._parameter(self.scale), offset=self._parameter(self.offset))
 
     def _parameter(self, a: jax.Array | None) -> jax.Array | None:

@@ -1,19 +1,17 @@
-"""The public fused operators: a norm and the Linears behind it, keeping nothing of the size of x but x."""
+"""The fused operators: a norm and the Linears behind it, keeping nothing of the size of x but x."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
 from jax.lax import PrecisionLike
-from jax.sharding import PartitionSpec
 
 from jln import _checks
-from jln._core.derivatives import in_one_program, with_automatic_axes
-from jln._junction.arguments import Gate, Given, arranged, checked
-from jln._junction.linears import rules
-from jln._junction.linears.signature import NormLinear, Operands, Results, Settings, few_features
+from jln._checks import array
+from jln._junction.arguments import Gate
+from jln._junction.arrays import Arrays
+from jln._operators.call import call
 from jln._routes import listed
 
 # One array, or one for each of several Linears.
@@ -84,7 +82,17 @@ def layer_norm_linear(
         or the implementation is unknown.
       RuntimeError: the implementation is "triton", and the kernels cannot run; the message says what is missing.
     """
-    return _checked(**locals(), subtract_mean=True)
+    arrays = Arrays(x=array("x", x), scale=scale, offset=offset)
+    results = call(
+        with_linears(arrays, kernel, bias),
+        subtract_mean=True,
+        epsilon=epsilon,
+        zero_centered_scale=zero_centered_scale,
+        precision=precision,
+        implementation=implementation,
+        forward_mode=forward_mode,
+    )
+    return _as_given(results.y, kernel)
 
 
 @listed("fused")
@@ -119,7 +127,17 @@ def rms_norm_linear(
     Returns:
       y: `[..., *features]`, in the promoted dtype of `x` and `kernel`; for a tuple of kernels a tuple of such arrays.
     """
-    return _checked(**locals(), subtract_mean=False)
+    arrays = Arrays(x=array("x", x), scale=scale)
+    results = call(
+        with_linears(arrays, kernel, bias),
+        subtract_mean=False,
+        epsilon=epsilon,
+        zero_centered_scale=zero_centered_scale,
+        precision=precision,
+        implementation=implementation,
+        forward_mode=forward_mode,
+    )
+    return _as_given(results.y, kernel)
 
 
 @listed("fused")
@@ -165,7 +183,18 @@ def add_layer_norm_linear(
       y: as of `layer_norm_linear`.
       total: `x`'s shape, in the promoted dtype of `x` and `residual`.
     """
-    return _checked(**locals(), subtract_mean=True)
+    summands = Arrays(x=array("x", x), residual=array("residual", residual), x_bias=x_bias, gate=gate)
+    arrays = summands._replace(scale=scale, offset=offset)
+    results = call(
+        with_linears(arrays, kernel, bias),
+        subtract_mean=True,
+        epsilon=epsilon,
+        zero_centered_scale=zero_centered_scale,
+        precision=precision,
+        implementation=implementation,
+        forward_mode=forward_mode,
+    )
+    return _as_given(results.y, kernel), results.total
 
 
 @listed("fused")
@@ -206,60 +235,25 @@ def add_rms_norm_linear(
       y: as of `layer_norm_linear`.
       total: `x`'s shape, in the promoted dtype of `x` and `residual`.
     """
-    return _checked(**locals(), subtract_mean=False)
+    arrays = Arrays(x=array("x", x), residual=array("residual", residual), scale=scale, x_bias=x_bias, gate=gate)
+    results = call(
+        with_linears(arrays, kernel, bias),
+        subtract_mean=False,
+        epsilon=epsilon,
+        zero_centered_scale=zero_centered_scale,
+        precision=precision,
+        implementation=implementation,
+        forward_mode=forward_mode,
+    )
+    return _as_given(results.y, kernel), results.total
 
 
-def normalised_linear(given: Given, kernel: Kernels, bias: Biases, *, precision: PrecisionLike, **of_norm: Any) -> Any:
-    """Call any of the `*_linear` operators for a module, those of RMSNorm with an offset too.
-
-    of_norm: the static arguments of `jln._junction.arguments.checked`.
-    """
-    products = {"kernel": kernel, "bias": bias, "precision": precision}
-    return _checked(**given.present(), **products, **of_norm, implementation=None, forward_mode=True)
-
-
-# From the public functions to the operator
-
-
-def _checked(*, kernel, bias, precision: Any, implementation: str | None, forward_mode: bool, **of_norm: Any) -> Any:
-    """Check the arguments and call the operator. of_norm: the arguments of the norm's `checked`."""
-    arrays, _, norm = checked(**of_norm)
+def with_linears(arrays: Arrays, kernel: Any, bias: Any) -> Arrays:
+    """The arrays with the kernels and biases as tuples, checked."""
+    _checks.axes(-1, arrays.x)
     kernels, biases = _checks.linears(kernel, bias, arrays.x)
-    norm_linear = NormLinear(norm, _checks.precision(precision), tuple(k.ndim - 1 for k in kernels))
-    settings = Settings(norm_linear, _checks.implementation(implementation))
-    y, total = _called(settings, _checks.flag("forward_mode", forward_mode), (arrays, kernels, biases))
-    y = y if isinstance(kernel, tuple) else y[0]
-    return y if total is None else (y, total)
+    return arrays._replace(kernel=kernels, bias=biases)
 
 
-def _uses_any_of(axes, others) -> bool:
-    """True where an entry of a PartitionSpec names mesh axes that other entries name."""
-    names = [set(a if isinstance(a, tuple) else (a,)) for a in (axes, *others) if a is not None]
-    return axes is not None and any(names[0] & other for other in names[1:])
-
-
-def _spec_of_y(rows: Any, kernel: Any) -> PartitionSpec:
-    return PartitionSpec(*rows, *(None if _uses_any_of(axes, rows) else axes for axes in kernel[1:]))
-
-
-Arrays = tuple[Given, tuple[jax.Array, ...], tuple[jax.Array | None, ...]]
-
-
-@in_one_program(static=2)
-def _called(settings: Settings, forward_mode: bool, arrays: Arrays) -> Results:
-    def like_y(specs: Any) -> Results:
-        given, kernels, _ = specs
-        ys = tuple(_spec_of_y(given.x[:-1], kernel) for kernel in kernels)
-        return Results(ys, None if given.residual is None else given.x)
-
-    def arranged_and_back(arrays: Arrays) -> Results:
-        given, kernels, biases = arrays
-        of_norm, norm, back = arranged(given, (given.x.ndim - 1,), settings.norm_linear.norm)
-        operands = Operands(of_norm, kernels, biases)
-        how = settings.norm_linear.precision, settings.implementation
-        norm_linear = dataclasses.replace(settings.norm_linear, norm=norm, in_one=few_features(operands, norm, *how))
-        settled = dataclasses.replace(settings, norm_linear=norm_linear)
-        y, total = rules.operator(settled, operands, forward_mode)
-        return Results(tuple(map(back, y)), None if total is None else back(total))
-
-    return with_automatic_axes(arranged_and_back, like_y, arrays)
+def _as_given(products: tuple[jax.Array, ...], kernel: Any) -> Products:
+    return products if isinstance(kernel, tuple) else products[0]

@@ -1,18 +1,14 @@
-"""The public norms: LayerNorm and RMSNorm, alone, with a residual added in front or behind, and gated."""
+"""The norms: LayerNorm and RMSNorm, alone, gated, and with a residual added behind."""
 
 from __future__ import annotations
-
-import dataclasses
-from typing import Any
 
 import jax
 from jax.typing import DTypeLike
 
-from jln import _checks
-from jln._core.derivatives import in_one_program, with_automatic_axes
-from jln._junction import rules
-from jln._junction.arguments import Axis, Gate, Given, arranged, checked, on_several_axes
-from jln._junction.signature import Results, Settings
+from jln._checks import array
+from jln._junction.arguments import Axis
+from jln._junction.arrays import Arrays
+from jln._operators.call import call
 from jln._routes import listed
 
 
@@ -67,7 +63,17 @@ def layer_norm(
         negative or too large, or the implementation is unknown.
       RuntimeError: the implementation is "triton", and the kernels cannot run; the message says what is missing.
     """
-    return _checked(**locals(), subtract_mean=True).y
+    arrays = Arrays(x=array("x", x), scale=scale, offset=offset)
+    return call(
+        arrays,
+        subtract_mean=True,
+        axis=axis,
+        epsilon=epsilon,
+        zero_centered_scale=zero_centered_scale,
+        dtype=dtype,
+        implementation=implementation,
+        forward_mode=forward_mode,
+    ).y
 
 
 @listed("norm")
@@ -100,7 +106,17 @@ def rms_norm(
     Returns:
       y: `x`'s shape, in `dtype`.
     """
-    return _checked(**locals(), subtract_mean=False).y
+    arrays = Arrays(x=array("x", x), scale=scale)
+    return call(
+        arrays,
+        subtract_mean=False,
+        axis=axis,
+        epsilon=epsilon,
+        zero_centered_scale=zero_centered_scale,
+        dtype=dtype,
+        implementation=implementation,
+        forward_mode=forward_mode,
+    ).y
 
 
 @listed("norm")
@@ -140,91 +156,18 @@ def rms_norm_gated(
     Returns:
       y: `x`'s shape, in `dtype`.
     """
-    return _checked(**locals(), subtract_mean=False).y
-
-
-@listed("norm")
-def add_layer_norm(
-    x: jax.Array,
-    residual: jax.Array,
-    scale: jax.Array | None = None,
-    offset: jax.Array | None = None,
-    *,
-    x_bias: jax.Array | None = None,
-    gate: Gate = None,
-    axis: Axis = -1,
-    epsilon: float = 1e-6,
-    zero_centered_scale: bool = False,
-    dtype: DTypeLike | None = None,
-    implementation: str | None = None,
-    forward_mode: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """Return `(layer_norm(total, scale, offset), total)` with `total = residual + gate * (x + x_bias)`.
-
-    The sum is made and read once. It is in the promoted dtype of `x` and `residual`, made in float32 (float64 for
-    float64) and rounded once; it is the rounded sum that is normalised. Without a gate `total` is all of the size of
-    `x` that is kept for the backward pass; for the gradient of a gate `x` is kept too. Guarantees and errors are those
-    of `layer_norm`.
-
-    Args:
-      x: as in `layer_norm`.
-      residual: `x`'s shape; any supported dtype.
-      scale: as in `layer_norm`.
-      offset: as in `layer_norm`.
-      x_bias: the bias of the Linear that made `x`: the normalised axes' shape; any supported dtype. None: no bias.
-      gate: a factor of the branch: LayerScale, a gate of adaLN, of stochastic depth. Of the shapes of `scale`, with
-        `x`'s rank also 1 on the normalised axes; or a number, static or an array. None: 1.
-      axis: as in `layer_norm`.
-      epsilon: as in `layer_norm`.
-      zero_centered_scale: as in `layer_norm`.
-      dtype: of `y`, as in `layer_norm`.
-      implementation: as in `layer_norm`.
-      forward_mode: as in `layer_norm`.
-
-    Returns:
-      y: `x`'s shape, in `dtype`.
-      total: `x`'s shape, in the promoted dtype of `x` and `residual`.
-    """
-    return tuple(_checked(**locals(), subtract_mean=True))
-
-
-@listed("norm")
-def add_rms_norm(
-    x: jax.Array,
-    residual: jax.Array,
-    scale: jax.Array | None = None,
-    *,
-    x_bias: jax.Array | None = None,
-    gate: Gate = None,
-    axis: Axis = -1,
-    epsilon: float = 1e-6,
-    zero_centered_scale: bool = False,
-    dtype: DTypeLike | None = None,
-    implementation: str | None = None,
-    forward_mode: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """Return `(rms_norm(total, scale), total)` with `total = residual + gate * (x + x_bias)`.
-
-    The sum is made and read once, as in `add_layer_norm`, whose guarantees and errors hold.
-
-    Args:
-      x: as in `layer_norm`.
-      residual: `x`'s shape; any supported dtype.
-      scale: as in `layer_norm`.
-      x_bias: as in `add_layer_norm`.
-      gate: as in `add_layer_norm`.
-      axis: as in `layer_norm`.
-      epsilon: as in `layer_norm`.
-      zero_centered_scale: as in `layer_norm`.
-      dtype: of `y`, as in `layer_norm`.
-      implementation: as in `layer_norm`.
-      forward_mode: as in `layer_norm`.
-
-    Returns:
-      y: `x`'s shape, in `dtype`.
-      total: `x`'s shape, in the promoted dtype of `x` and `residual`.
-    """
-    return tuple(_checked(**locals(), subtract_mean=False))
+    arrays = Arrays(x=array("x", x), z=array("z", z), scale=scale)
+    return call(
+        arrays,
+        subtract_mean=False,
+        norm_before_gate=norm_before_gate,
+        axis=axis,
+        epsilon=epsilon,
+        zero_centered_scale=zero_centered_scale,
+        dtype=dtype,
+        implementation=implementation,
+        forward_mode=forward_mode,
+    ).y
 
 
 @listed("norm")
@@ -262,8 +205,17 @@ def layer_norm_add(
     Returns:
       y: `x`'s shape, in `dtype`.
     """
-    given = locals()
-    return _checked(added=given.pop("residual"), **given, subtract_mean=True).y
+    arrays = Arrays(x=array("x", x), added=array("residual", residual), scale=scale, offset=offset)
+    return call(
+        arrays,
+        subtract_mean=True,
+        axis=axis,
+        epsilon=epsilon,
+        zero_centered_scale=zero_centered_scale,
+        dtype=dtype,
+        implementation=implementation,
+        forward_mode=forward_mode,
+    ).y
 
 
 @listed("norm")
@@ -297,45 +249,14 @@ def rms_norm_add(
     Returns:
       y: `x`'s shape, in `dtype`.
     """
-    given = locals()
-    return _checked(added=given.pop("residual"), **given, subtract_mean=False).y
-
-
-def normalised(
-    given: Given,
-    *,
-    dtype: DTypeLike,
-    implementation: str | None = None,
-    **of_norm: Any,
-) -> Results:
-    """Call any of the norm operators for a module, those of RMSNorm with an offset too.
-
-    A module's dtype may be wider than x's (bfloat16 x, float32 parameters) or narrower; the result is still rounded
-    once. The frameworks' own layers can be differentiated in forward mode, so these can. of_norm: the static arguments
-    of `checked`.
-    """
-    return _checked(**given.present(), dtype=dtype, implementation=implementation, forward_mode=True, **of_norm)
-
-
-# From the public functions to the operator
-
-
-def _checked(*, dtype: DTypeLike | None, implementation: str | None, forward_mode: bool, **of_norm: Any) -> Results:
-    """Check the arguments and call the operator. of_norm: the arguments of `checked`."""
-    arrays, axes, norm = checked(**of_norm)
-    given = arrays.x.dtype if arrays.added is None else _checks.promoted(arrays.x.dtype, arrays.added.dtype)
-    settings = Settings(norm, _checks.dtype(dtype, given), _checks.implementation(implementation))
-    return _called(settings, axes, _checks.flag("forward_mode", forward_mode), arrays)
-
-
-@in_one_program(static=3)
-def _called(settings: Settings, axes: tuple[int, ...], forward_mode: bool, given: Given) -> Results:
-    def like_x(specs: Given) -> Results:
-        return Results(specs.x, None if specs.residual is None else specs.x)
-
-    def arranged_and_back(given: Given) -> Results:
-        operands, norm, back = arranged(given, axes, settings.norm)
-        results = rules.operator(dataclasses.replace(settings, norm=norm), operands, forward_mode)
-        return jax.tree.map(lambda a: on_several_axes(back(a), given.x.shape, axes), results)
-
-    return with_automatic_axes(arranged_and_back, like_x, given)
+    arrays = Arrays(x=array("x", x), added=array("residual", residual), scale=scale)
+    return call(
+        arrays,
+        subtract_mean=False,
+        axis=axis,
+        epsilon=epsilon,
+        zero_centered_scale=zero_centered_scale,
+        dtype=dtype,
+        implementation=implementation,
+        forward_mode=forward_mode,
+    ).y

@@ -136,7 +136,7 @@ def precisions(apply: Callable[[Any, Any], jax.Array], variables: Any, x: jax.Ar
     operators = [e for e in every_equation(jaxpr) if e.primitive.name.startswith("jln_norm_linear")]
     products = [e for e in every_equation(jaxpr) if e.primitive.name == "dot_general"]
     assert (len(operators), len(products)) in ((2, 0), (0, 3))  # in one kernel each way, or in plain sight
-    given = [e.params["told"].settings.precision for e in operators] + [e.params["precision"] for e in products]
+    given = [e.params["request"].settings.precision for e in operators] + [e.params["precision"] for e in products]
     return [p for precision in given for p in np.ravel(precision)]
 
 

@@ -198,7 +198,7 @@ def test_explain_and_the_operations_of_a_call(framework, adds):
         seen = {e.primitive.name: e for e in equations if e.primitive.name.startswith("jln_norm")}
         assert sorted(seen) == sorted(e.primitive.name for e in equations if e.primitive.name.startswith("jln_norm"))
         assert sorted(seen) == operators
-        assert (seen[operators[1]].params["told"].dtypes.total is not None) is adds
+        assert (seen[operators[1]].params["request"].dtypes.total is not None) is adds
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

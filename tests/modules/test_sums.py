@@ -154,9 +154,9 @@ def test_explain_and_the_operations_of_a_norm_and_its_sum(framework, norm):
     seen = [e for e in equations if e.primitive.name.startswith("jln_norm")]
     assert sorted(e.primitive.name for e in seen) == ["jln_norm_backward", "jln_norm_forward"]
     forward, backward = sorted(seen, key=lambda e: e.primitive.name, reverse=True)
-    assert forward.params["told"].dtypes.total is not None
-    wanted = backward.params["told"].dtypes
-    assert None not in (wanted.dx, wanted.dresidual, wanted.dx_bias, wanted.dgate, wanted.dscale)
+    assert forward.params["request"].dtypes.total is not None
+    wanted = backward.params["request"].dtypes
+    assert None not in (wanted.x, wanted.residual, wanted.x_bias, wanted.gate, wanted.scale)
 
 
 PLAIN = [

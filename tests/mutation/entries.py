@@ -1,6 +1,12 @@
 """Ways to break the files of compiled kernels: what an entry is bound to, and who may have written it."""
 
-from targets import CACHE, CACHED, FILES, TRUSTED, Mutant
+from targets import (
+    CACHE,
+    CACHED,
+    FILES,
+    TRUSTED,
+    Mutant,
+)
 
 ENTRIES = [
     Mutant(

@@ -5,11 +5,12 @@ from targets import (
     FORWARD,
     JUNCTION,
     JUNCTION_MESH,
-    LINEAR_SIGNATURE,
+    JUNCTION_RULES,
+    LINEAR_TILES,
     NORM_ARGUMENTS,
     NORM_LAUNCH,
-    NORM_RULES,
     TERMS,
+    XLA_GRADIENTS,
     XLA_NORM,
     Mutant,
 )
@@ -59,7 +60,7 @@ SUMS = [
     ),
     Mutant(
         "a row's gate's gradient of one chunk", NORM_LAUNCH,
-        """jnp.sum(written["drow_gate"], axis=0)""", """written["drow_gate"][0]""", CHUNKS_OF_ROWS,
+        'jnp.sum(gradients["row_gate"], axis=0)', 'gradients["row_gate"][0]', CHUNKS_OF_ROWS,
     ),
     Mutant(
         "all sums' shares in the first one's place", BACKWARD,
@@ -72,43 +73,46 @@ SUMS = [
     ),
     Mutant(
         "the first example's gate for all", FORWARD,
-        """    gate_ptr = columns_at(gate_ptr, "gate", group, H, INTERLEAVED, SHARED)
-    row_gate_ptr = numbers_at(row_gate_ptr, "row_gate", group, rows, INNER, INTERLEAVED, SHARED)
-    total_ptr""",
-        """    row_gate_ptr = numbers_at(row_gate_ptr, "row_gate", group, rows, INNER, INTERLEAVED, SHARED)
-    total_ptr""",
+        'gate_ptr = columns_at(gate_ptr, "gate", group, H, INTERLEAVED, SHARED)',
+        'gate_ptr = columns_at(gate_ptr, "gate", group * 0, H, INTERLEAVED, SHARED)',
         OF_EXAMPLES["triton"],
     ),
     Mutant(
-        "x_bias left out of the sum, XLA", XLA_NORM, "wide = wide + x_bias.astype(dtype)", "pass", OF_H["xla"],
+        "x_bias left out of the sum, XLA",
+        XLA_NORM,
+        "return x if arrays.x_bias is None else x + arrays.x_bias.astype(dtype)",
+        "return x",
+        OF_H["xla"],
     ),
     Mutant(
-        "x_bias left out of a gate's gradient, XLA", XLA_NORM,
-        "of_elements = d * _branch(branch._replace(gate=None, row_gate=None)",
-        "of_elements = d * _branch(branch._replace(x_bias=None, gate=None, row_gate=None)", OF_H["xla"],
+        "x_bias left out of a gate's gradient, XLA", XLA_GRADIENTS,
+        "of_elements = d * branch(arrays, d.dtype)",
+        "of_elements = d * branch(arrays._replace(x_bias=None), d.dtype)", OF_H["xla"],
     ),
     Mutant(
-        "a gate left out of dx, XLA", XLA_NORM, "dx = _gated(d, branch.gate, branch.row_gate)", "dx = d",
+        "a gate left out of dx, XLA", XLA_GRADIENTS, "dx = gated(d, arrays)", "dx = d",
         OF_ROWS["xla"],
     ),
     Mutant(
-        "dx_bias before the gate, XLA", XLA_NORM, """return dx if name == "dx" else sum_over_rows(dx)""",
-        """return dx if name == "dx" else sum_over_rows(d)""", OF_H["xla"],
+        "dx_bias before the gate, XLA", XLA_GRADIENTS, 'return dx if name == "x" else sum_over_rows(dx)',
+        'return dx if name == "x" else sum_over_rows(d)', OF_H["xla"],
     ),
     Mutant(
-        "a gate's tangent without x_bias", XLA_NORM,
-        "yield a.astype(dtype) * _branch(branch._replace(gate=None, row_gate=None)",
-        "yield a.astype(dtype) * _branch(branch._replace(x_bias=None, gate=None, row_gate=None)",
+        "a gate's tangent without x_bias", XLA_GRADIENTS,
+        "yield a.astype(dtype) * branch(saved, dtype)",
+        "yield a.astype(dtype) * branch(saved._replace(x_bias=None), dtype)",
         ("tests/test_matrix.py::test_forward_mode[add_layer_norm, x_bias and gate-soxg-xla-jvp]",),
     ),
     Mutant(
-        "a row's gate's gradient of a device's part of H", XLA_NORM,
+        "a row's gate's gradient of a device's part of H", XLA_GRADIENTS,
         "return lax.psum(share, h_axes) if h_axes else share", "return share",
         (f"{JUNCTION_MESH}test_gradient_under_jit[add_layer_norm-rows-shared-examples and H-parameters in parts]",),
     ),
     Mutant(
-        "x kept although no gate's gradient is wanted", NORM_RULES,
-        "n: a if a is None or n in needed else Unneeded(a)", "n: a",
+        "x kept although no gate's gradient is wanted",
+        JUNCTION_RULES,
+        "if name in reads or not (is_kept or array is not None):",
+        'if name in reads or name == "x" or not (is_kept or array is not None):',
         (f"{JUNCTION}test_held_between_forward_and_backward[xla-H-some0-1-2-False]",),
     ),
     Mutant(
@@ -117,18 +121,22 @@ SUMS = [
         (f"{VALUES}[xla-layer_norm-no gate-over the last-1]",),
     ),
     Mutant(
-        "a gate forgotten where norm and product are one kernel", LINEAR_SIGNATURE,
-        " or given.x_bias is not None or given.gated", "",
+        "a gate forgotten where norm and product are one kernel",
+        LINEAR_TILES,
+        '"x", "residual", "scale", "offset", "kernel", "bias"}',
+        '"x", "residual", "scale", "offset", "kernel", "bias", "x_bias", "gate", "row_gate"}',
         (f"{JUNCTION}test_accuracy_of_linears[triton-add_layer_norm_linear, x_bias and gate-float32]",),
     ),
     Mutant(
-        "an x_bias alone forgotten where norm and product are one kernel", LINEAR_SIGNATURE,
-        " or given.x_bias is not None", "",
+        "an x_bias alone forgotten where norm and product are one kernel",
+        LINEAR_TILES,
+        '"x", "residual", "scale", "offset", "kernel", "bias"}',
+        '"x", "residual", "scale", "offset", "kernel", "bias", "x_bias"}',
         (f"{JUNCTION}test_few_features_behind_a_sum_of_one_kind[triton-add_layer_norm_linear-x_bias]",),
     ),
     Mutant(
-        "examples' parameters forgotten where norm and product are one kernel", LINEAR_SIGNATURE,
-        " or of_norm.of_examples", "",
+        "examples' parameters forgotten where norm and product are one kernel", LINEAR_TILES,
+        " or junction.norm.of_examples", "",
         (f"{JUNCTION}test_few_features_behind_a_sum_of_one_kind[triton-add_layer_norm_linear-by example]",),
     ),
 ]  # fmt: skip

@@ -64,10 +64,12 @@ KERNELS = [
     ),
     Mutant(
         "columns that are not there in the variance", FORWARD,
-        "centred = tl.where(exists[None, :], x - mean[:, None], 0.0)", "centred = x - mean[:, None]", WHOLE,
+        "_rstd(tl.where(exists[None, :], x - mean[:, None], 0.0), H", "_rstd(x - mean[:, None], H", WHOLE,
     ),
     Mutant(
-        "epsilon forgotten", FORWARD, "axis=1) * (1.0 / H) + EPSILON)  # (2)", "axis=1) * (1.0 / H))",
+        "epsilon forgotten", FORWARD,
+        "rstd = _rstd(tl.where(exists[None, :], x - mean[:, None], 0.0), H, EPSILON)",
+        "rstd = _rstd(tl.where(exists[None, :], x - mean[:, None], 0.0), H, 0.0)",
         (f"{ACCURACY}test_small_and_large_data[triton-0.001-float32]",),
     ),
     Mutant(
@@ -287,7 +289,7 @@ KERNELS = [
     ),
     Mutant(
         "shares of dbias not made where dkernel alone needs them", LINEAR_LAUNCH,
-        "wants_dbias or of_norm.doffset or (wants_dkernel and offset is not None)", "wants_dbias or of_norm.doffset",
+        "wants_dbias or dtypes.offset or (wants_dkernel and offset is not None)", "wants_dbias or dtypes.offset",
         (f"{FROZEN}test_some_gradients_of_a_fused_linear[kernel]",),
     ),
 ]  # fmt: skip

@@ -1,12 +1,13 @@
 """Ways to break several Linears behind one norm, and the residual in front."""
 
 from targets import (
+    ARRAYS,
     FUSED,
     FUSED_SUM,
     IN_ONE_ON_A_MESH,
+    JUNCTION_RULES,
     LINEAR,
     LINEAR_LAUNCH,
-    LINEAR_RULES,
     PARTITIONED,
     PLACEMENT,
     SEVERAL,
@@ -19,7 +20,7 @@ from targets import (
 
 LINEARS = [
     Mutant(
-        "gradients of unused products alone computed", LINEAR_RULES, "if not jax.tree.leaves(dtypes):", "if False:",
+        "gradients of unused products alone computed", JUNCTION_RULES, "if not jax.tree.leaves(dtypes):", "if False:",
         ("tests/test_several_linears.py::test_the_gradient_of_an_unused_product_alone[triton-features0-float32-bias]",),
     ),
     Mutant(
@@ -45,7 +46,7 @@ LINEARS = [
     ),
     Mutant(
         "the norm's backward not told of the offset", XLA_LINEAR,
-        "saved._replace(dy=dz)", "saved._replace(dy=dz, offset=None)", XLA_LINEARS,
+        "operands._replace(dy=dz, kernel=None)", "operands._replace(dy=dz, kernel=None, offset=None)", XLA_LINEARS,
     ),
     Mutant(
         "dz of one product only", XLA_LINEAR,
@@ -53,8 +54,10 @@ LINEARS = [
         (f"{FUSED}test_several[composed-all]",),
     ),
     Mutant(
-        "the bias of another product", XLA_LINEAR,
-        "zip(kernels, biases, settings.features", "zip(kernels, (*biases[1:], biases[0]), settings.features",
+        "the bias of another product",
+        XLA_LINEAR,
+        "zip(operands.kernel, operands.bias, junction.features",
+        "zip(operands.kernel, (*operands.bias[1:], operands.bias[0]), junction.features",
         (f"{FUSED}test_several[composed-all]",),
     ),
     Mutant(
@@ -63,7 +66,7 @@ LINEARS = [
         (f"{FUSED}test_several[composed-of the offset]",),
     ),
     Mutant(
-        "a gradient asked for of what an unused result was made of", LINEAR_RULES,
+        "a gradient asked for of what an unused result was made of", JUNCTION_RULES,
         "tuple(None if d is None else p for p, d", "tuple(p for p, d",
         (f"{SEVERAL}test_results_that_are_not_used[triton-features0-float32-False-(0,)]",),
     ),
@@ -79,13 +82,13 @@ LINEARS = [
     ),
     Mutant(
         "the sum's cotangent not handed to the fused kernel", LINEAR_LAUNCH,
-        """"dtotal": saved.dtotal if of_norm.dx else None""", """"dtotal": None""",
+        '"dtotal": operands.dtotal if dtypes.x else None', '"dtotal": None',
         (f"{FUSED}test_behind_a_sum[bfloat16-bfloat16-fused]",),
     ),
     Mutant(
-        "x saved where the sum was normed, before a product", LINEAR_RULES,
-        "first, centres = outcome._replace(y=outcome.y[0]),",
-        "first, centres = outcome._replace(y=outcome.y[0], total=None),",
+        "x saved where the sum was normed, before a product", JUNCTION_RULES,
+        "total = operands.x if outcome.total is None else outcome.total",
+        "total = operands.x",
         (f"{FUSED}test_behind_a_sum[bfloat16-bfloat16-composed]",),
     ),
     Mutant(
@@ -103,13 +106,15 @@ LINEARS = [
         (f"{SHARDING}test_several_linears[features0-float32-one alone-Auto]",),
     ),
     Mutant(
-        "shares of dbias added up over devices in 16 bits", LINEAR_RULES,
-        "Result(b, summed=(Kind.ROW,), wide=True) for b", "Result(b, summed=(Kind.ROW,)) for b",
+        "shares of dbias added up over devices in 16 bits",
+        ARRAYS,
+        "tuple(Result(d, *([(Kind.ROW,), True] if pulls else [])) for d in of)",
+        "tuple(Result(d, *([(Kind.ROW,)] if pulls else [])) for d in of)",
         (f"{SHARDED_DTYPES}test_shares_of_16_bit_biases_are_added_up_in_float32[(8,)]",),
     ),
     Mutant(
-        "shares of a column's sum added up over devices in 16 bits", LINEAR_RULES,
-        "Result(of.bias[0], summed=(Kind.ROW,), wide=True)", "Result(of.bias[0], summed=(Kind.ROW,))",
+        "shares of a column's sum added up over devices in 16 bits", ARRAYS,
+        "Result(d, *([(Kind.ROW,), True] if pulls else []))", "Result(d, *([(Kind.ROW,), False] if pulls else []))",
         (f"{SHARDED_DTYPES}test_shares_of_16_bit_biases_are_added_up_in_float32[(300,)]",),
     ),
     Mutant(
@@ -119,8 +124,8 @@ LINEARS = [
     ),
     Mutant(
         "z made again in the dtype of the first product", XLA_LINEAR,
-        "z_dtype = widest([dy[i].dtype.name for i in used if dtypes.dkernel[i] is not None])",
-        "z_dtype = next((dy[i].dtype.name for i in used if dtypes.dkernel[i] is not None), None)",
+        "z_dtype = widest([dy[i].dtype.name for i in used if dtypes.kernel[i] is not None])",
+        "z_dtype = next((dy[i].dtype.name for i in used if dtypes.kernel[i] is not None), None)",
         (f"{SEVERAL}test_kernels_of_several_dtypes[xla-300+8-dtypes0]",),
     ),
     Mutant(

@@ -7,11 +7,25 @@ axis, sums in too few bits. `old` must be in the file exactly once.
 from both_sides import NORMS
 from compiled import COMPILED
 from entries import ENTRIES
+from frozen import FROZEN_ARGUMENTS
 from gated import GATED_NORMS
 from junction import SUMS
 from kernels import KERNELS
 from linears import LINEARS
+from proofs import PROOFS
 from rules import RULES
 from sequence import ROWS_GATHERED
 
-MUTANTS = [*KERNELS, *LINEARS, *SUMS, *NORMS, *GATED_NORMS, *ROWS_GATHERED, *COMPILED, *ENTRIES, *RULES]
+MUTANTS = [
+    *KERNELS,
+    *LINEARS,
+    *SUMS,
+    *NORMS,
+    *GATED_NORMS,
+    *ROWS_GATHERED,
+    *COMPILED,
+    *ENTRIES,
+    *RULES,
+    *FROZEN_ARGUMENTS,
+    *PROOFS,
+]

@@ -1,6 +1,13 @@
 """Ways to break sequence parallelism: rows gathered between a norm and products whose features the same axis splits."""
 
-from targets import LINEAR_LAUNCH, PARTITIONED, PLACEMENT, SEQUENCE, XLA_LINEAR, Mutant
+from targets import (
+    LINEAR_LAUNCH,
+    PARTITIONED,
+    PLACEMENT,
+    SEQUENCE,
+    XLA_LINEAR,
+    Mutant,
+)
 
 GATHERED = (f"{SEQUENCE}test_rows_are_gathered_and_no_kernel_is[few features-layer_norm_linear-one]",)
 PARTLY = tuple(
@@ -40,8 +47,8 @@ ROWS_GATHERED = [
         (f"{SEQUENCE}test_rows_are_gathered_and_no_kernel_is[few features-add_rms_norm_linear-one]",),
     ),
     Mutant(
-        "dkernel of a device's own rows", XLA_LINEAR, "z = _all_rows(made.y, gathered)",
-        "z = None if made.y is None else jnp.concatenate([made.y] * 4, 1)", GATHERED,
+        "dkernel of a device's own rows", XLA_LINEAR, "z = _all_rows(pulled.y, gathered)",
+        "z = None if pulled.y is None else jnp.concatenate([pulled.y] * 4, 1)", GATHERED,
     ),
     Mutant(
         "rows not gathered where kernels run", LINEAR_LAUNCH, "if not (batch_dims or gathered) and (dtype := formulas",

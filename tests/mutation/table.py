@@ -8,7 +8,9 @@ tests/test_pages.py holds the page to this.
 from collections.abc import Iterator
 
 from mutants import MUTANTS
-from targets import Mutant
+from targets import (
+    Mutant,
+)
 
 HEAD = """\
 # Slips, and the tests that notice

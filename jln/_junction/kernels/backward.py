@@ -1,7 +1,6 @@
 """The norms' backward kernels: row sums of wide rows, all gradients, and the sum of what programs share of them.
 
-Rows lie as in `jln._junction.kernels.forward`. The numbers in brackets are the equations of `jln._junction.formulas`
-and, from (31) to (36), of `jln._junction.both_sides.formulas`.
+Rows lie as in `jln._junction.kernels.forward`. The numbers in brackets are the equations of `jln._junction.formulas`.
 """
 
 import triton

@@ -8,8 +8,7 @@ examples differ in axes directly before the normalised one, INTERLEAVED of the g
 that have one copy for all groups, and is None where there is only one group. An operand that is absent, and a result
 that nobody wants, is None for the compiler.
 
-The numbers in brackets are the equations of `jln._junction.formulas` and, from (31) to (36), of
-`jln._junction.both_sides.formulas`.
+The numbers in brackets are the equations of `jln._junction.formulas`.
 """
 
 import triton

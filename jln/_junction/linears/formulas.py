@@ -43,7 +43,7 @@ simulating bfloat16 and float16 operands with float32 sums.
   digits. Both would save a pass over dz, which XLA's dot writes and dx reads in any case: the direct sums are used.
 - dz in 16 bits underflows for small dy in float16: it stays in the compute dtype.
 
-Shapes are those of `jln._junction.linears.signature`. No operand is written out over vmap's axes: einsum drops axes of
+Shapes are those of `jln._junction.arrays`. No operand is written out over vmap's axes: einsum drops axes of
 size 1 that the other side has longer. A result is in the dtype that `dtypes` names for it, and is not computed, nor
 what only it needs, where that is None. With `h_axes`, as in `jln._junction.formulas`, the sums of (11) are taken over
 the devices too. With `gathered`, axes of x and for each the mesh axes that split it, a device has its own rows of x and
@@ -63,46 +63,35 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jln._core.derivatives import batched_like
-from jln._junction import formulas as jnp_norms
-from jln._junction import signature as norm
-from jln._junction.linears.signature import (
-    ColumnSums,
-    Cotangents,
-    Gradients,
-    NormLinear,
-    Operands,
-    Outcome,
-    Results,
-    Rows,
-    Saved,
-)
+from jln._junction import formulas as norms_in_jnp
+from jln._junction import gradients as gradients_in_jnp
+from jln._junction.arrays import Arrays, Junction
 
 
-def column_sums(operands: Rows, features: int, dtypes: ColumnSums, batch_dims: int) -> ColumnSums:
-    """Term (12): the sum of each column over all rows."""
-    (rows,) = operands
-    lead = range(batch_dims, rows.ndim - features)
-    wide = jnp.promote_types(jnp_norms.compute_dtype(rows.dtype), dtypes.sums)
-    return ColumnSums(jnp.sum(rows.astype(wide), lead).astype(dtypes.sums))
+def column_sums(operands: Arrays, junction: Junction, dtypes: Arrays, batch_dims: int) -> Arrays:
+    """Term (12) of one Linear: the sum of each column of dy over all rows, as the gradient of a bias."""
+    (dy,), (features,), (dtype,) = operands.dy, junction.features, dtypes.bias
+    lead = range(batch_dims, dy.ndim - features)
+    wide = jnp.promote_types(norms_in_jnp.compute_dtype(dy.dtype), dtype)
+    return Arrays(bias=(jnp.sum(dy.astype(wide), lead).astype(dtype),))
 
 
-Gathered = tuple[tuple[int, jnp_norms.MeshAxes], ...]
+Gathered = tuple[tuple[int, norms_in_jnp.MeshAxes], ...]
 
 
 class Norms(NamedTuple):
-    """The norm between the products, by whatever computes it.
+    """The norm between the products, by whatever computes it: functions of (operands, settings, dtypes, batch_dims).
 
-    forward, backward: the norm's two operations. column_sums: sums over rows. All are functions of (operands, settings,
-      dtypes, batch_dims).
+    forward, backward: the norm's two operations, of a `Norm`. column_sums: sums over rows, of a `Junction`.
     """
 
-    forward: Callable[..., norm.Outcome]
-    backward: Callable[..., norm.Gradients]
-    column_sums: Callable[..., ColumnSums]
+    forward: Callable[..., Arrays]
+    backward: Callable[..., Arrays]
+    column_sums: Callable[..., Arrays]
 
 
-IN_JNP = Norms(jnp_norms.forward, jnp_norms.backward, column_sums)
-IN_JNP_ON_CPU = Norms(jnp_norms.forward_cpu, jnp_norms.backward_cpu, column_sums)
+IN_JNP = Norms(norms_in_jnp.forward, gradients_in_jnp.backward, column_sums)
+IN_JNP_ON_CPU = Norms(norms_in_jnp.forward_cpu, gradients_in_jnp.backward_cpu, column_sums)
 
 
 class _Axes:
@@ -124,7 +113,7 @@ def _product(
 
 
 def _affine(
-    z: Array, kernel: Array, bias: Array | None, axes: _Axes, precision: Any, h_axes: jnp_norms.MeshAxes
+    z: Array, kernel: Array, bias: Array | None, axes: _Axes, precision: Any, h_axes: norms_in_jnp.MeshAxes
 ) -> Array:
     """Term (11), rounded once to the dtype of z; in bfloat16 with a bfloat16 bias, twice.
 
@@ -133,7 +122,7 @@ def _affine(
     are the price in bfloat16, whose range is float32's; a float16 product may overflow where y does not. A float32 bias
     XLA adds to the float32 product inside, if the bias is an argument of the program.
     """
-    compute = jnp_norms.compute_dtype(z.dtype)
+    compute = norms_in_jnp.compute_dtype(z.dtype)
     rounded_first = not h_axes and (bias is None or z.dtype == bias.dtype == jnp.bfloat16)
     sums = z.dtype if rounded_first else compute
     kernel = kernel.astype(z.dtype)
@@ -146,31 +135,31 @@ def _affine(
 
 
 def forward(
-    operands: Operands,
-    settings: NormLinear,
-    dtypes: Outcome,
+    operands: Arrays,
+    junction: Junction,
+    dtypes: Arrays,
     batch_dims: int,
     *,
     norms: Norms = IN_JNP,
-    h_axes: jnp_norms.MeshAxes = (),
+    h_axes: norms_in_jnp.MeshAxes = (),
     gathered: Gathered = (),
-) -> Outcome:
+) -> Arrays:
     """Terms (10) and (11)."""
-    of_norm, kernels, biases = operands
-    batch = jnp_norms.common_batch(batch_dims, *jax.tree.leaves(operands))
-    z, *others = norms.forward(
-        of_norm,
-        settings.norm,
+    batch = norms_in_jnp.common_batch(batch_dims, *jax.tree.leaves(operands))
+    results = norms.forward(
+        operands._replace(kernel=None, bias=None),
+        junction.norm,
         dtypes._replace(y=widest(dtypes.y)),
         batch_dims,
         **({"h_axes": h_axes} if h_axes else {}),
     )
-    z = _all_rows(z, gathered)
+    z = _all_rows(results.y, gathered)
     y = []
-    for kernel, bias, features, dtype in zip(kernels, biases, settings.features, dtypes.y, strict=True):
-        axes = _Axes(of_norm.x.ndim, batch_dims, features)
-        y.append(None if dtype is None else _affine(z.astype(dtype), kernel, bias, axes, settings.precision, h_axes))
-    return jax.tree.map(lambda a: jnp_norms.with_batch(a, batch), Outcome(tuple(y), *others))
+    of_each = zip(operands.kernel, operands.bias, junction.features, dtypes.y, strict=True)
+    for kernel, bias, features, dtype in of_each:
+        axes = _Axes(operands.x.ndim, batch_dims, features)
+        y.append(None if dtype is None else _affine(z.astype(dtype), kernel, bias, axes, junction.precision, h_axes))
+    return jax.tree.map(lambda a: norms_in_jnp.with_batch(a, batch), results._replace(y=tuple(y)))
 
 
 def _all_rows(z: Array | None, gathered: Gathered) -> Any:
@@ -186,50 +175,50 @@ def widest(dtypes: Sequence[str | None]) -> str | None:
 
 
 def backward(
-    operands: Cotangents,
-    settings: NormLinear,
-    dtypes: Gradients,
+    operands: Arrays,
+    junction: Junction,
+    dtypes: Arrays,
     batch_dims: int,
     *,
     norms: Norms = IN_JNP,
-    h_axes: jnp_norms.MeshAxes = (),
+    h_axes: norms_in_jnp.MeshAxes = (),
     gathered: Gathered = (),
-) -> Gradients:
+) -> Arrays:
     """Terms (12) to (17)."""
-    dy, saved, kernels = operands
-    of_norm = dtypes.of_norm
-    batch = jnp_norms.common_batch(batch_dims, *jax.tree.leaves(operands))
+    dy, kernels, norm = operands.dy, operands.kernel, junction.norm
+    of_norm = dtypes._replace(kernel=None, bias=None)
+    batch = norms_in_jnp.common_batch(batch_dims, *jax.tree.leaves(operands))
     used = [i for i, d in enumerate(dy) if d is not None]
-    axes = {i: _Axes(dy[i].ndim - settings.features[i] + 1, batch_dims, settings.features[i]) for i in used}
-    needs_dz = any(d is not None for d in of_norm._replace(doffset=None)) or (
-        of_norm.doffset is not None and settings.norm.of_examples
+    axes = {i: _Axes(dy[i].ndim - junction.features[i] + 1, batch_dims, junction.features[i]) for i in used}
+    needs_dz = any(d is not None for d in of_norm._replace(offset=None)) or (
+        of_norm.offset is not None and norm.of_examples
     )
-    z_dtype = widest([dy[i].dtype.name for i in used if dtypes.dkernel[i] is not None])
-    made, z = norm.Gradients(), None
+    z_dtype = widest([dy[i].dtype.name for i in used if dtypes.kernel[i] is not None])
+    pulled, z = Arrays(), None
     if needs_dz or z_dtype is not None:
         dz = None
         if needs_dz:
-            dz = functools.reduce(jnp.add, (_dz(dy[i], kernels[i], axes[i], settings.precision) for i in used))
+            dz = functools.reduce(jnp.add, (_dz(dy[i], kernels[i], axes[i], junction.precision) for i in used))
             for axis, over in gathered:
                 dz = lax.psum_scatter(dz, over, scatter_dimension=axis, tiled=True)
-        made = norms.backward(
-            saved._replace(dy=dz),
-            settings.norm,
-            of_norm._replace(y=z_dtype, doffset=of_norm.doffset if needs_dz else None),
+        pulled = norms.backward(
+            operands._replace(dy=dz, kernel=None),
+            norm,
+            of_norm._replace(y=z_dtype, offset=of_norm.offset if needs_dz else None),
             batch_dims,
             **({"h_axes": h_axes} if h_axes else {}),
         )  # (15) to (17), and (10) again
-        z = _all_rows(made.y, gathered)
+        z = _all_rows(pulled.y, gathered)
 
-    doffset = made.doffset
+    doffset = pulled.offset
     dkernel: list[Array | None] = [None] * len(dy)
     dbias: list[Array | None] = [None] * len(dy)
-    from_bias = of_norm.doffset is not None and not needs_dz
+    from_bias = of_norm.offset is not None and not needs_dz
     for i in used:
-        if (dtype := dtypes.dkernel[i]) is not None:  # (13)
+        if (dtype := dtypes.kernel[i]) is not None:  # (13)
             assert z is not None
             how = {
-                "precision": settings.precision,
+                "precision": junction.precision,
                 "preferred_element_type": jnp.promote_types(dtype, dy[i].dtype),
             }
             # dy first, then transposed, as JAX transposes a product. The other way round XLA's CPU backend (jaxlib from
@@ -237,17 +226,17 @@ def backward(
             # broadcast, such as a mean's cotangent: `tests/test_shared_operands.py`.
             of_rows = _product(dy[i], axes[i].y, z.astype(dy[i].dtype), axes[i].x, axes[i].transposed_kernel, **how)
             dkernel[i] = jnp.moveaxis(of_rows, -1, batch_dims).astype(dtype)
-        if from_bias or dtypes.dbias[i] is not None:  # (12)
-            dtype = jnp_norms.compute_dtype(dy[i].dtype).name if from_bias else dtypes.dbias[i]
-            features = settings.features[i]
-            sums = norms.column_sums(Rows(dy[i]), features, ColumnSums(dtype), batch_dims).sums
-            dbias[i] = None if dtypes.dbias[i] is None else sums.astype(dtypes.dbias[i])
+        if from_bias or dtypes.bias[i] is not None:  # (12)
+            dtype = norms_in_jnp.compute_dtype(dy[i].dtype).name if from_bias else dtypes.bias[i]
+            of_one = Junction(norm, features=(junction.features[i],))
+            (sums,) = norms.column_sums(Arrays(dy=(dy[i],)), of_one, Arrays(bias=(dtype,)), batch_dims).bias
+            dbias[i] = None if dtypes.bias[i] is None else sums.astype(dtypes.bias[i])
             if from_bias:
                 share = _doffset_from(sums, kernels[i], axes[i])
                 doffset = share if doffset is None else doffset + share
-    doffset = None if doffset is None else doffset.astype(of_norm.doffset)
-    gradients = Gradients(made._replace(y=None, doffset=doffset), tuple(dkernel), tuple(dbias))
-    return jax.tree.map(lambda a: jnp_norms.with_batch(a, batch), gradients)
+    doffset = None if doffset is None else doffset.astype(of_norm.offset)
+    gradients = pulled._replace(y=None, offset=doffset, kernel=tuple(dkernel), bias=tuple(dbias))
+    return jax.tree.map(lambda a: norms_in_jnp.with_batch(a, batch), gradients)
 
 
 def _dz(dy: Array, kernel: Array, axes: _Axes, precision: Any) -> Array:
@@ -255,7 +244,7 @@ def _dz(dy: Array, kernel: Array, axes: _Axes, precision: Any) -> Array:
 
     In bfloat16 dz only loses digits; in float16 values under 6e-8 would vanish, so it is written wider.
     """
-    sums = dy.dtype if dy.dtype == jnp.bfloat16 else jnp_norms.compute_dtype(dy.dtype)
+    sums = dy.dtype if dy.dtype == jnp.bfloat16 else norms_in_jnp.compute_dtype(dy.dtype)
     kernel = kernel.astype(dy.dtype)
     return _product(dy, axes.y, kernel, axes.kernel, axes.x, precision=precision, preferred_element_type=sums)
 
@@ -267,52 +256,51 @@ def _doffset_from(dbias: Array, kernel: Array, axes: _Axes) -> Array:
     return jnp.expand_dims(doffset, axes.lead)
 
 
-def tangent(operands: tuple[Operands, Saved], settings: NormLinear, dtypes: Results, batch_dims: int) -> Results:
+def tangent(operands: tuple[Arrays, Arrays], junction: Junction, dtypes: Arrays, batch_dims: int) -> Arrays:
     """Term (20), linear in the tangents, of which those that are None are zero."""
-    tangents, (of_norm, offset, kernels) = operands
-    total, scale, mean, rstd, *_ = of_norm
-    batch = jnp_norms.common_batch(batch_dims, *jax.tree.leaves(operands))
-    dz, dtotal = jnp_norms.tangent(
-        (tangents.of_norm, of_norm), settings.norm, norm.Results(rstd.dtype.name, dtypes.total), batch_dims
-    )
-    moves = any(a is not None for a in tangents.of_norm)
+    tangents, saved = operands
+    total, norm = saved.total, junction.norm
+    batch = norms_in_jnp.common_batch(batch_dims, *jax.tree.leaves(operands))
+    of_norm = tangents._replace(kernel=None, bias=None), saved._replace(kernel=None)
+    wanted = dtypes._replace(y=saved.rstd.dtype.name)
+    moved = gradients_in_jnp.tangent(of_norm, norm, wanted, batch_dims)
+    moves = jax.tree.leaves(of_norm[0])
     z = None
-    if any(d is not None for d in tangents.kernel):
-        z = jnp_norms.scaled(total, scale, offset, mean, rstd, settings.norm)
+    if jax.tree.leaves(tangents.kernel):
+        z = norms_in_jnp.scaled(total, saved.scale, saved.offset, saved.mean, saved.rstd, norm)
     dy = []
-    for kernel, dkernel, dbias, features, dtype in zip(
-        kernels, tangents.kernel, tangents.bias, settings.features, dtypes.y, strict=True
-    ):
+    of_each = zip(saved.kernel, tangents.kernel, tangents.bias, junction.features, dtypes.y, strict=True)
+    for kernel, dkernel, dbias, features, dtype in of_each:
         axes = _Axes(total.ndim, batch_dims, features)
 
         def of_rows(z: Array, kernel: Array, axes: _Axes = axes, dtype: str = dtype) -> Array:
-            how = {"precision": settings.precision, "preferred_element_type": jnp_norms.compute_dtype(dtype)}
+            how = {"precision": junction.precision, "preferred_element_type": norms_in_jnp.compute_dtype(dtype)}
             return _product(z.astype(dtype), axes.x, kernel.astype(dtype), axes.kernel, axes.y, **how)
 
-        d = jnp.zeros((*total.shape[:-1], *kernel.shape[kernel.ndim - features :]), jnp_norms.compute_dtype(dtype))
+        features_of_one = kernel.shape[kernel.ndim - features :]
+        d = jnp.zeros((*total.shape[:-1], *features_of_one), norms_in_jnp.compute_dtype(dtype))
         if moves:
-            d = d + of_rows(dz, kernel)
+            d = d + of_rows(moved.y, kernel)
         if dkernel is not None:
             assert z is not None
             d = d + of_rows(z, dkernel)
         if dbias is not None:
             d = d + jnp.expand_dims(dbias.astype(d.dtype), axes.lead)
         dy.append(d.astype(dtype))
-    return jax.tree.map(lambda a: jnp_norms.with_batch(a, batch), Results(tuple(dy), dtotal))
+    results = Arrays(y=tuple(dy), total=moved.total)
+    return jax.tree.map(lambda a: norms_in_jnp.with_batch(a, batch), results)
 
 
-def tangents_of_constants(
-    tangents: Operands, saved: Saved, settings: NormLinear, results: Results
-) -> tuple[Array, ...]:
+def tangents_of_constants(tangents: Arrays, saved: Arrays, junction: Junction, results: Arrays) -> tuple[Array, ...]:
     """Term (20) of the offset and the biases alone, which reads the kernels."""
     dy = []
     # One wide copy for all products: JAX adds up their shares of its cotangent in it, and rounds the sum once.
-    offset = tangents.of_norm.offset
+    offset = tangents.offset
     if offset is not None:
-        widest_of_y = functools.reduce(jnp.promote_types, (jnp_norms.compute_dtype(y.dtype) for y in results.y))
+        widest_of_y = functools.reduce(jnp.promote_types, (norms_in_jnp.compute_dtype(y.dtype) for y in results.y))
         offset = offset.astype(widest_of_y)
-    for y, kernel, dbias, features in zip(results.y, saved.kernel, tangents.bias, settings.features, strict=True):
-        compute, lead = jnp_norms.compute_dtype(y.dtype), range(y.ndim - features)
+    for y, kernel, dbias, features in zip(results.y, saved.kernel, tangents.bias, junction.features, strict=True):
+        compute, lead = norms_in_jnp.compute_dtype(y.dtype), range(y.ndim - features)
         row = jnp.zeros((*[1] * len(lead), *y.shape[len(lead) :]), compute)
         if offset is not None:
             row = row + jnp.tensordot(offset.astype(compute), kernel.astype(compute), 1, precision="highest")

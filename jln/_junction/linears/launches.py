@@ -15,67 +15,60 @@ import jax.numpy as jnp
 
 from jln._core.operation import only_rows_differ
 from jln._junction import launches as norms
-from jln._junction import signature as norm
+from jln._junction.arrays import TABLE, Arrays, Junction, Lie, Norm, total_dtype
 from jln._junction.formulas import common_batch, with_batch
 from jln._junction.kernels import with_linear as kernels
 from jln._junction.linears import formulas, tiles
-from jln._junction.linears.signature import (
-    ColumnSums,
-    Cotangents,
-    Gradients,
-    NormLinear,
-    Operands,
-    Outcome,
-    Rows,
-)
 from jln._triton.launch import launch
 from jln._triton.target import Target
 from jln._triton.tile import Tile, ceil_div
 
 
 def forward(
-    operands: Operands,
-    settings: NormLinear,
-    dtypes: Outcome,
+    operands: Arrays,
+    junction: Junction,
+    dtypes: Arrays,
     batch_dims: int,
     target: Target,
     gathered: formulas.Gathered = (),
-) -> Outcome:
+) -> Arrays:
     batch = common_batch(batch_dims, *jax.tree.leaves(operands))
-    x, residual = operands.of_norm.x, operands.of_norm.residual
-    parameters = jax.tree.leaves(operands._replace(of_norm=operands.of_norm._replace(x=None, residual=None)))
-    if batch_dims and only_rows_differ(batch_dims, (x, residual), parameters):
+    rows, parameters = ({}, {})
+    for name, array in operands.present().items():
+        (rows if TABLE[name].lie is Lie.ROW else parameters)[name] = array
+    if batch_dims and only_rows_differ(batch_dims, list(rows.values()), jax.tree.leaves(parameters)):
         # Where every example has the same parameters, examples are rows like any other.
-        kernel, bias = jax.tree.map(lambda p: p.reshape(p.shape[batch_dims:]), (operands.kernel, operands.bias))
-        operands, batch_dims = operands._replace(kernel=kernel, bias=bias), 0
-    tile = None
+        of_linears = jax.tree.map(lambda p: p.reshape(p.shape[batch_dims:]), operands.only(("kernel", "bias")))
+        operands, batch_dims = operands._replace(kernel=of_linears.kernel, bias=of_linears.bias), 0
+    tile, x = None, operands.x
     if not (batch_dims or gathered) and (dtype := formulas.widest(dtypes.y)) is not None:
         n = sum(math.prod(k.shape[1:]) for k, d in zip(operands.kernel, dtypes.y, strict=True) if d is not None)
-        tile = tiles.forward(math.prod(x.shape[:-1]), x.shape[-1], n, dtype, target, adds=residual is not None)
+        adds = operands.residual is not None
+        tile = tiles.forward(math.prod(x.shape[:-1]), x.shape[-1], n, dtype, target, adds=adds)
     if tile is not None:
-        made = _fused_forward(operands, settings, dtypes, tile, target)
+        results = _fused_forward(operands, junction, dtypes, tile, target)
     else:
-        made = formulas.forward(operands, settings, dtypes, batch_dims, norms=_norms(target), gathered=gathered)
-    return jax.tree.map(lambda a: with_batch(a, batch), made)
+        results = formulas.forward(operands, junction, dtypes, batch_dims, norms=_norms(target), gathered=gathered)
+    return jax.tree.map(lambda a: with_batch(a, batch), results)
 
 
 def backward(
-    operands: Cotangents,
-    settings: NormLinear,
-    dtypes: Gradients,
+    operands: Arrays,
+    junction: Junction,
+    dtypes: Arrays,
     batch_dims: int,
     target: Target,
     gathered: formulas.Gathered = (),
-) -> Gradients:
-    plan, of_norm = None, dtypes.of_norm
-    if not (batch_dims or gathered) and any(a is not None for a in (of_norm.dx, of_norm.dscale, *dtypes.dkernel)):
-        *lead, h = operands.of_norm.total.shape
+) -> Arrays:
+    plan = None
+    if not (batch_dims or gathered) and jax.tree.leaves((dtypes.x, dtypes.scale, dtypes.kernel)):
+        *lead, h = operands.total.shape
         rows = math.prod(lead)
         dy = [d for d in operands.dy if d is not None]
         plan = tiles.backward(rows, h, sum(d.size for d in dy) // rows, dy[0].dtype.name, target)
     if plan is not None:
-        return _fused_backward(operands, settings, dtypes, plan, target)
-    return formulas.backward(operands, settings, dtypes, batch_dims, norms=_norms(target), gathered=gathered)
+        return _fused_backward(operands, junction, dtypes, plan, target)
+    return formulas.backward(operands, junction, dtypes, batch_dims, norms=_norms(target), gathered=gathered)
 
 
 def _norms(target: Target) -> formulas.Norms:
@@ -87,14 +80,14 @@ def _norms(target: Target) -> formulas.Norms:
     )
 
 
-def column_sums(operands: Rows, features: int, dtypes: ColumnSums, batch_dims: int, target: Target) -> ColumnSums:
-    """Sum rows by XLA, in the kernel that makes the rows where that is XLA's own."""
+def column_sums(operands: Arrays, junction: Junction, dtypes: Arrays, batch_dims: int, target: Target) -> Arrays:
+    """Sum one Linear's rows by XLA, in the kernel that makes the rows where that is XLA's own."""
     del target
-    a = operands.rows
-    columns = a.shape[a.ndim - features :]
-    rows = a.reshape(*a.shape[:batch_dims], -1, math.prod(columns))
-    sums = norms.column_sums(rows, dtypes.sums)
-    return ColumnSums(sums.reshape(*a.shape[:batch_dims], *columns))
+    (dy,), (features,), (dtype,) = operands.dy, junction.features, dtypes.bias
+    columns = dy.shape[dy.ndim - features :]
+    rows = dy.reshape(*dy.shape[:batch_dims], -1, math.prod(columns))
+    sums = norms.column_sums(rows, dtype)
+    return Arrays(bias=(sums.reshape(*dy.shape[:batch_dims], *columns),))
 
 
 # Several products in one kernel: to write their arrays side by side and to part the results costs a few features' bytes
@@ -134,10 +127,9 @@ def _apart(
     return tuple(parts)
 
 
-def _fused_forward(operands: Operands, settings: NormLinear, dtypes: Outcome, tile: Tile, target: Target) -> Outcome:
+def _fused_forward(operands: Arrays, junction: Junction, dtypes: Arrays, tile: Tile, target: Target) -> Arrays:
     """The forward operation without a batch, in one kernel."""
-    given, kernel, bias = operands
-    x, residual = given.x, given.residual
+    x, kernel, bias = operands.x, operands.kernel, operands.bias
     features = [None if d is None else k.shape[1:] for k, d in zip(kernel, dtypes.y, strict=True)]
     rows, n = math.prod(x.shape[:-1]), sum(math.prod(f) for f in features if f is not None)
 
@@ -153,9 +145,9 @@ def _fused_forward(operands: Operands, settings: NormLinear, dtypes: Outcome, ti
         kernels.forward_kernel,
         {
             "x": x,
-            "residual": residual,
-            "scale": given.scale,
-            "offset": given.offset,
+            "residual": operands.residual,
+            "scale": operands.scale,
+            "offset": operands.offset,
             "kernel": _side_by_side(kernel, features),
             "bias": _side_by_side(bias, features),
             "rows": rows,
@@ -169,30 +161,29 @@ def _fused_forward(operands: Operands, settings: NormLinear, dtypes: Outcome, ti
         programs=ceil_div(rows, tile.rows),
         tile=tile,
         BY_REGISTERS=target.chip.has_wgmma and y.dtype == jnp.float32,
-        EPSILON=settings.norm.epsilon,
-        TOTAL=x.dtype if residual is None else jnp.promote_types(x.dtype, residual.dtype),
-        **_constants(settings, x.shape[-1], n),
+        EPSILON=junction.norm.epsilon,
+        TOTAL=jnp.dtype(total_dtype(operands)),
+        **_constants(junction.norm, x.shape[-1], n),
     )
-    return Outcome(**written | {"y": _apart(written["y"], features, dtypes.y)})
+    return Arrays(**written | {"y": _apart(written["y"], features, dtypes.y)})
 
 
 def _fused_backward(
-    operands: Cotangents, settings: NormLinear, dtypes: Gradients, plan: tiles.BackwardPlan, target: Target
-) -> Gradients:
+    operands: Arrays, junction: Junction, dtypes: Arrays, plan: tiles.BackwardPlan, target: Target
+) -> Arrays:
     """The backward operation without a batch, in up to three kernels.
 
     They compute the row sums and shares of dbias, where dx is wanted; then dx and shares of G and dscale; and then add
     up the shares.
     """
-    saved, of_norm = operands.of_norm, dtypes.of_norm
-    total, offset = saved.total, saved.offset
-    pairs = zip(operands.dy, settings.features, strict=True)
+    total, offset = operands.total, operands.offset
+    pairs = zip(operands.dy, junction.features, strict=True)
     features = [None if d is None else d.shape[d.ndim - axes :] for d, axes in pairs]
     dy, kernel = _side_by_side(operands.dy, features), _side_by_side(operands.kernel, features)
     assert dy is not None
-    wants_dkernel, wants_dbias = (any(d is not None for d in of) for of in (dtypes.dkernel, dtypes.dbias))
+    wants_dkernel, wants_dbias = (any(d is not None for d in of) for of in (dtypes.kernel, dtypes.bias))
     rows, h, n = math.prod(dy.shape[:-1]), total.shape[-1], dy.shape[-1]
-    constants = _constants(settings, h, n)
+    constants = _constants(junction.norm, h, n)
 
     def float32(wanted: object, *shape: int) -> jax.ShapeDtypeStruct | None:
         return jax.ShapeDtypeStruct(shape, jnp.float32) if wanted else None
@@ -205,20 +196,20 @@ def _fused_backward(
     given = {
         "dy": dy,
         "total": total,
-        "scale": saved.scale,
+        "scale": operands.scale,
         "kernel": kernel,
-        "mean": saved.mean,
-        "rstd": saved.rstd,
+        "mean": operands.mean,
+        "rstd": operands.rstd,
     }
-    needs_dbias = wants_dbias or of_norm.doffset or (wants_dkernel and offset is not None)
+    needs_dbias = wants_dbias or dtypes.offset or (wants_dkernel and offset is not None)
     sums: dict[str, Any] = {"c1": None, "c2": None, "dbias": None}
-    if of_norm.dx:
+    if dtypes.x:
         sums = launch(
             target,
             kernels.row_sums_kernel,
             {**given, "rows": rows, "programs": programs},
             {
-                "c1": float32(settings.norm.switches.subtract_mean, parts, rows),
+                "c1": float32(junction.norm.switches.subtract_mean, parts, rows),
                 "c2": float32(True, parts, rows),
                 "dbias": float32(needs_dbias, programs, n),
             },
@@ -235,16 +226,16 @@ def _fused_backward(
         kernels.backward_kernel,
         {
             **given,
-            "dtotal": saved.dtotal if of_norm.dx else None,
+            "dtotal": operands.dtotal if dtypes.x else None,
             "c1": sums["c1"],
             "c2": sums["c2"],
             "rows": rows,
             "splits": splits,
         },
         {
-            "dx": like(of_norm.dx, *total.shape),
+            "dx": like(dtypes.x, *total.shape),
             "g": float32(wants_dkernel, splits, h, n),
-            "dscale": float32(of_norm.dscale, splits, h),
+            "dscale": float32(dtypes.scale, splits, h),
         },
         programs=splits * ceil_div(h, plan.backward.columns),
         tile=plan.backward,
@@ -252,10 +243,10 @@ def _fused_backward(
         **constants,
     )
     gradients: dict[str, Any] = {
-        "dkernel": like(formulas.widest(dtypes.dkernel), h, n),
-        "dscale": like(of_norm.dscale, *parameter),
-        "doffset": like(of_norm.doffset, *parameter),
-        "dbias": like(formulas.widest(dtypes.dbias), n),
+        "dkernel": like(formulas.widest(dtypes.kernel), h, n),
+        "dscale": like(dtypes.scale, *parameter),
+        "doffset": like(dtypes.offset, *parameter),
+        "dbias": like(formulas.widest(dtypes.bias), n),
     }
     if any(a is not None for a in gradients.values()):
         gradients = launch(
@@ -265,9 +256,9 @@ def _fused_backward(
                 "g_partial": written["g"],
                 "dscale_partial": written["dscale"],
                 "dbias_partial": sums["dbias"],
-                "scale": saved.scale if wants_dkernel else None,
+                "scale": operands.scale if wants_dkernel else None,
                 "offset": offset if wants_dkernel else None,
-                "kernel": kernel if of_norm.doffset else None,
+                "kernel": kernel if dtypes.offset else None,
                 "splits": splits,
                 "programs": programs,
             },
@@ -276,18 +267,21 @@ def _fused_backward(
             tile=plan.parameters,
             **constants,
         )
-    for name, wanted in (("dkernel", dtypes.dkernel), ("dbias", dtypes.dbias)):
-        gradients[name] = _apart(gradients[name], features, wanted)
-    made = norm.Gradients(dx=written["dx"], dscale=gradients["dscale"], doffset=gradients["doffset"])
-    return Gradients(made, gradients["dkernel"], gradients["dbias"])
+    return Arrays(
+        x=written["dx"],
+        scale=gradients["dscale"],
+        offset=gradients["doffset"],
+        kernel=_apart(gradients["dkernel"], features, dtypes.kernel),
+        bias=_apart(gradients["dbias"], features, dtypes.bias),
+    )
 
 
-def _constants(settings: NormLinear, h: int, n: int) -> dict[str, Any]:
+def _constants(norm: Norm, h: int, n: int) -> dict[str, Any]:
     """The constexprs that all fused kernels take."""
     return {
         "compute": jnp.dtype("float32"),
         "H": h,
         "N": n,
         "BLOCK_N": tiles.features(n),
-        "NORM": settings.norm.switches,
+        "NORM": norm.switches,
     }

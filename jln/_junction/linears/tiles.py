@@ -4,14 +4,60 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from typing import Any
 
-from jln._junction.linears.signature import FUSED_FEATURES
+import jax
+import jax.numpy as jnp
+
+from jln import _checks
+from jln._junction.arrays import Arrays, Junction
 from jln._triton.chip import Chip
 from jln._triton.target import INTERPRETED, Target
 from jln._triton.tile import Tile, aligned, ceil_div, next_power_of_2
 from jln._triton.tuning import Choice, Tiles, known_or_newest
+
+# The most features that one program can hold (64 rows of sums, float32) beside a tile of x and one of the kernel, by
+# the operands' dtype; and the most where rows do not start on 16 bytes, and pairs of elements take registers for their
+# addresses.
+FUSED_FEATURES = {"bfloat16": (256, 64), "float16": (256, 64), "float32": (128, 32)}
+
+# The presets of `jax.lax.DotAlgorithmPreset` that name what the fused kernels do.
+_ALGORITHMS = {
+    "bfloat16": jax.lax.DotAlgorithmPreset.BF16_BF16_F32,
+    "float16": jax.lax.DotAlgorithmPreset.F16_F16_F32,
+    "float32": jax.lax.DotAlgorithmPreset.TF32_TF32_F32,
+}
+# All that the fused kernels read.
+_FUSED_OPERANDS = {"x", "residual", "scale", "offset", "kernel", "bias"}
+
+
+def few_features(operands: Arrays, junction: Junction) -> bool:
+    """True where one kernel may do norm and products at once, on a GPU: then they are one operation.
+
+    Otherwise they are the norm's operation and products in plain sight of JAX and XLA.
+    """
+    if junction.implementation == "xla" or junction.norm.of_examples or operands.present().keys() - _FUSED_OPERANDS:
+        return False
+    dtypes = {_checks.promoted(operands.x.dtype, kernel.dtype).name for kernel in operands.kernel}
+    dtype = dtypes.pop()
+    n = sum(math.prod(kernel.shape[1:]) for kernel in operands.kernel)
+    if dtypes or dtype not in FUSED_FEATURES or n > FUSED_FEATURES[dtype][0]:
+        return False
+    return _multiplied_as_asked(junction.precision, dtype)
+
+
+def _multiplied_as_asked(precision: Any, dtype: str) -> bool:
+    """True where the fused kernels multiply operands of this dtype as `precision` asks for on a GPU.
+
+    There 16 bits are multiplied alike at all levels, and float32 by default in TF32, or on AMD's GPUs exactly.
+    """
+    if isinstance(precision, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset):
+        return precision == _ALGORITHMS[dtype]
+    levels = precision if isinstance(precision, tuple) else (precision,)
+    return jnp.dtype(dtype).itemsize == 2 or all(level in (None, jax.lax.Precision.DEFAULT) for level in levels)
+
 
 # Estimates for an H200: the bytes a microsecond that one SM can take in from L2, an SM's share of the bytes that memory
 # gives to all of them, and the microseconds that one launch more costs. `forward_tile` uses them to weigh long walks of

@@ -1,0 +1,312 @@
+"""The arrays of a junction: the table of them, the one record that holds them, and what is static.
+
+    branch = x + x_bias  |  norm(x) * x_scale  |  x * silu(z)
+    total  = residual + gate * branch                            # rounded once; this is what is normalised
+    y      = norm(total) * scale + offset   [* silu(z)]   [+ added]   [@ kernels + biases]
+
+What the operators do with an array follows from its line: its dimensions and its Shardy rule, the shape of a result,
+which gradients are sums over rows, what is kept for the backward pass, and what is dead code.
+
+Inside of an operation the first `batch_dims` axes are vmap's: on them any operand may have size 1 instead of the
+batch's, results always have the batch's, and gradients are not summed over them. The next `examples` axes, and the
+`interleaved` ones directly before H, are as vmap's, but every operand has their sizes.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, NamedTuple, get_type_hints
+
+import jax
+import jax.numpy as jnp
+
+from jln._core.layout import Dim, Dims, Kind, Layout, Result, Term
+
+
+class Lie(enum.Enum):
+    """The ways in which an array lies: its shape beside that of x."""
+
+    ROW = "[*lead, H, *inner], as x"
+    COLUMN = "[1, ..., H, ..., 1], with the sizes of x on the axes of examples"
+    NUMBER = "[*lead, 1, *inner]"
+    PRODUCT = "[*lead, *features], one for each Linear"
+    KERNEL = "[H, *features], one for each Linear"
+    BIAS = "[*features], one for each Linear"
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """A line of the table.
+
+    lie: how the array lies. made_of: the names of the arrays that a result is made of, and that an operand's gradient
+      is made of. more: those that come to them where x is normalised in front of the sum. is_operand: whether a user
+      gives it. is_kept: whether it is made for the derivatives alone.
+    """
+
+    lie: Lie
+    made_of: tuple[str, ...] = ()
+    more: tuple[str, ...] = ()
+    is_operand: bool = False
+    is_kept: bool = False
+
+
+def _operand(lie: Lie, *made_of: str, more: tuple[str, ...] = ()) -> Array:
+    return Array(lie, made_of, more, is_operand=True)
+
+
+# What total is made of, its cotangent, x_hat, and x normalised in front of the sum.
+_SUM = ("x", "residual", "x_bias", "gate", "row_gate", "z", "x_scale")
+_PULLED = ("dy", "dtotal", "total", "scale", "mean", "rstd", "z")
+_X_HAT = ("total", "mean", "rstd", "z")
+_NORMED = ("x", "x_scale", "x_rstd")
+
+
+class Arrays(NamedTuple):
+    """Arrays by name, None where one is absent; or their dtypes, shapes or tangents, by the same names.
+
+    A gradient stands under the name of its operand. Two are other arrays' too: without a residual `total` is x; without
+    a gate and a norm of x, the gradient of x is that of the residual, and is in total's dtype.
+
+    kernel, bias and, with Linears, y and dy are tuples, with one for each Linear.
+    """
+
+    x: Annotated[Any, _operand(Lie.ROW, *_PULLED, "gate", "row_gate", more=_NORMED)] = None
+    residual: Annotated[Any, _operand(Lie.ROW, *_PULLED)] = None
+    scale: Annotated[Any, _operand(Lie.COLUMN, "dy", *_X_HAT)] = None
+    offset: Annotated[Any, _operand(Lie.COLUMN, "dy")] = None
+    x_bias: Annotated[Any, _operand(Lie.COLUMN, *_PULLED, "gate", "row_gate")] = None
+    gate: Annotated[Any, _operand(Lie.COLUMN, *_PULLED, "x", "x_bias", more=_NORMED)] = None
+    row_gate: Annotated[Any, _operand(Lie.NUMBER, *_PULLED, "x", "x_bias", more=_NORMED)] = None
+    z: Annotated[Any, _operand(Lie.ROW, *_PULLED)] = None
+    added: Annotated[Any, _operand(Lie.ROW, "dy")] = None
+    x_scale: Annotated[Any, _operand(Lie.COLUMN, *_PULLED, "gate", "row_gate", more=("x", "x_rstd"))] = None
+    kernel: Annotated[Any, _operand(Lie.KERNEL, "dy", *_X_HAT, "scale", "offset")] = None
+    bias: Annotated[Any, _operand(Lie.BIAS, "dy")] = None
+    y: Annotated[Any, Array(Lie.ROW, (*_SUM, "scale", "offset", "added", "kernel", "bias"))] = None
+    total: Annotated[Any, Array(Lie.ROW, _SUM)] = None
+    mean: Annotated[Any, Array(Lie.NUMBER, _SUM, is_kept=True)] = None
+    rstd: Annotated[Any, Array(Lie.NUMBER, _SUM, is_kept=True)] = None
+    x_rstd: Annotated[Any, Array(Lie.NUMBER, ("x",), is_kept=True)] = None
+    dy: Annotated[Any, Array(Lie.ROW)] = None
+    dtotal: Annotated[Any, Array(Lie.ROW)] = None
+
+    @property
+    def gated(self) -> bool:
+        return self.gate is not None or self.row_gate is not None
+
+    def present(self) -> dict[str, Any]:
+        """The arrays that are not absent, by name."""
+        return {name: a for name, a in zip(self._fields, self, strict=True) if a is not None}
+
+    def only(self, names: Iterable[str]) -> "Arrays":
+        """The arrays with these names."""
+        return Arrays(**{name: getattr(self, name) for name in names})
+
+
+TABLE: dict[str, Array] = {
+    name: hint.__metadata__[0] for name, hint in get_type_hints(Arrays, include_extras=True).items()
+}
+OPERANDS = tuple(name for name, array in TABLE.items() if array.is_operand)
+RESULTS = tuple(name for name, array in TABLE.items() if array.made_of and not array.is_operand)
+# Those whose gradient is a sum over rows of which programs have shares.
+COLUMNS = tuple(name for name in OPERANDS if TABLE[name].lie is Lie.COLUMN)
+
+
+# What is static
+
+
+class Switches(NamedTuple):
+    """The static switches for which kernels are compiled: the constexpr NORM.
+
+    norm_before_gate: whether silu(z), where there is a z, multiplies the norm's result, or x.
+    """
+
+    subtract_mean: bool
+    zero_centered_scale: bool = False
+    norm_before_gate: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """A norm, in all that is static about it.
+
+    axis: negative. examples: how many of the first axes are those of examples with parameters of their own.
+      interleaved: how many axes of examples are directly before the normalised one. both_sides: whether x is
+      normalised too, in front of the sum.
+    """
+
+    axis: int
+    epsilon: float
+    switches: Switches
+    examples: int = 0
+    interleaved: int = 0
+    both_sides: bool = False
+
+    @property
+    def of_examples(self) -> bool:
+        return self.examples + self.interleaved > 0
+
+    def axes_of_examples(self, ndim: int, batch_dims: int) -> list[int]:
+        """The axes of examples of arrays with `ndim` axes, vmap's included."""
+        h = ndim + self.axis
+        return [*range(batch_dims + self.examples), *range(h - self.interleaved, h)]
+
+    def shape(self, lie: Lie, x: Sequence[int], batch_dims: int) -> tuple[int, ...]:
+        """The shape of an array that lies so beside an x of that shape, vmap's axes included."""
+        h = len(x) + self.axis
+        if lie is Lie.ROW:
+            return tuple(x)
+        own = {*self.axes_of_examples(len(x), batch_dims), h} if lie is Lie.COLUMN else {*range(len(x))} - {h}
+        return tuple(n if i in own else 1 for i, n in enumerate(x))
+
+
+@dataclasses.dataclass(frozen=True)
+class Junction:
+    """An operator's static arguments, as its rules need them.
+
+    y_dtype: a dtype's name; None with Linears, whose results have that of their products.
+    precision: of the products, as `jax.lax.dot_general` takes it. features: how many axes of features each kernel has.
+    in_one: whether norm and products are one operation, as `few_features` says.
+    """
+
+    norm: Norm
+    y_dtype: str | None = None
+    implementation: str | None = None
+    precision: Any = None
+    features: tuple[int, ...] = ()
+    in_one: bool = False
+
+
+# What follows from the table
+
+
+def total_dtype(operands: Arrays) -> str:
+    """The dtype of the array that is normalised: of x, or of its sum with the residual."""
+    x, residual = operands.x, operands.residual
+    return (x.dtype if residual is None else jnp.promote_types(x.dtype, residual.dtype)).name
+
+
+def gradient_dtypes(wanted: Arrays, total: str, parts: bool) -> Arrays:
+    """The dtypes of the gradients to be computed for those of the wanted operands.
+
+    wanted: dtypes' names. total: that of the total. parts: whether total is more than x and a residual added up, so
+      that their gradients differ; where it is not, one goes to both.
+    """
+    dtypes = wanted._replace(added=None)
+    if parts:
+        return dtypes
+    return dtypes._replace(x=None if wanted.x is None and wanted.residual is None else total, residual=None)
+
+
+def read_for(norm: Norm, gradients: Arrays, with_linears: bool = False) -> set[str]:
+    """The names of the arrays that the wanted gradients, those with a dtype, are made of; and y, made again."""
+    names: set[str] = set()
+    for name, dtype in gradients.present().items():
+        if not jax.tree.leaves(dtype):
+            continue
+        array = TABLE[name]
+        names |= {*_X_HAT, "scale", "offset"} if name == "y" else {*array.made_of}
+        names |= {*array.more} if norm.both_sides else set()
+        names |= {"kernel"} if with_linears and name not in ("kernel", "bias") else set()
+    return names
+
+
+def made_of(results: Arrays) -> set[str]:
+    """The names of the operands that the wanted results, those with a dtype, are made of."""
+    wanted = [name for name, dtype in results.present().items() if jax.tree.leaves(dtype)]
+    return {operand for name in wanted for operand in TABLE[name].made_of}
+
+
+def layout(
+    operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, features: tuple[int, ...] | None = None
+) -> Layout:
+    """The layout of an operation: a gradient of a parameter is a sum over rows.
+
+    The backward operation of Linears is linear in dy. So a device that has a part of the features has a share of each
+    result that is not split by features; and to that sum dtotal is added on one device alone.
+
+    features: how many axes of features each Linear has; None for the norm by itself.
+    """
+    ndim = _rank(operands, features)
+    pulls = operands.dy is not None
+
+    def dims(name: str) -> Any:
+        lie = TABLE[name].lie
+        if features is not None and (lie in _OF_LINEAR or name in ("y", "dy")):
+            return _dims_of_linears(lie, ndim, features, batch_dims)
+        of_examples = norm.axes_of_examples(ndim, batch_dims)
+        of_x = [Dim(Kind.BATCH if i in of_examples else Kind.ROW, i) for i in range(ndim)]
+        of_x[norm.axis] = Dim(Kind.HIDDEN, stored_as="parameter" if lie is Lie.COLUMN else "")
+        return Term(tuple(of_x)) if name == "dtotal" and features is not None else tuple(of_x)
+
+    def result(name: str) -> Any:
+        lie, of = TABLE[name].lie, dims(name)
+        if features is not None and (lie in _OF_LINEAR or name == "y"):
+            return tuple(Result(d, *([(Kind.ROW,), True] if pulls else [])) for d in of)
+        over_features = (Kind.FEATURE,) if pulls and features is not None else ()
+        is_sum = pulls and lie is Lie.COLUMN
+        return Result(of, (*over_features, *[Kind.ROW] * is_sum), wide=is_sum)
+
+    of_operands = Arrays(**{name: dims(name) for name in operands.present()})
+    of_results = Arrays(**{name: result(name) for name in dtypes.present()})
+    return Layout.of(operands, of_operands, dtypes, of_results)
+
+
+_OF_LINEAR = (Lie.KERNEL, Lie.BIAS)
+
+
+def _rank(operands: Arrays, features: tuple[int, ...] | None) -> int:
+    """The rank of x, which all arrays have but those of Linears."""
+    if features is not None and operands.dy is not None:
+        return next(d.ndim - of + 1 for d, of in zip(operands.dy, features, strict=True) if d is not None)
+    return next(a.ndim for name, a in operands.present().items() if TABLE[name].lie not in _OF_LINEAR)
+
+
+def _dims_of_linears(lie: Lie, ndim: int, features: tuple[int, ...], batch_dims: int) -> tuple[Dims, ...]:
+    batch: Dims = tuple(Dim(Kind.BATCH, i) for i in range(batch_dims))
+    rows: Dims = tuple(Dim(Kind.ROW, i) for i in range(batch_dims, ndim - 1))
+    lead = {Lie.KERNEL: (Dim(Kind.HIDDEN, stored_as="kernel"),), Lie.BIAS: ()}.get(lie, rows)
+    of_each = (tuple(Dim(Kind.FEATURE, i, of=of) for i in range(n)) for of, n in enumerate(features))
+    return tuple((*batch, *lead, *of) for of in of_each)
+
+
+def result_shapes(
+    operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, features: tuple[int, ...] | None = None
+) -> Arrays:
+    """The results of an operation as shapes and dtypes. features: as of `layout`."""
+    arrays = operands.present()
+    batch: Any = jnp.broadcast_shapes(*(a.shape[:batch_dims] for a in jax.tree.leaves(arrays)))
+    lead_and_h = _shape_without_batch(operands, batch_dims, features)
+    shape = (*batch, *lead_and_h)
+
+    def of(name: str, dtype: Any) -> Any:
+        lie = TABLE[name].lie
+        if features is None or not (lie in _OF_LINEAR or name == "y"):
+            return None if dtype is None else jax.ShapeDtypeStruct(norm.shape(lie, shape, batch_dims), dtype)
+        lead = {Lie.KERNEL: lead_and_h[-1:], Lie.BIAS: ()}.get(lie, lead_and_h[:-1])
+        sizes = _sizes_of_features(operands, batch_dims, features)
+        return tuple(
+            None if d is None else jax.ShapeDtypeStruct((*batch, *lead, *n), d)
+            for n, d in zip(sizes, dtype, strict=True)
+        )
+
+    return Arrays(**{name: of(name, dtype) for name, dtype in dtypes.present().items()})
+
+
+def _shape_without_batch(operands: Arrays, batch_dims: int, features: tuple[int, ...] | None) -> tuple[int, ...]:
+    """The shape of x, without vmap's axes, from the arrays that there are."""
+    rows = (a for name, a in operands.present().items() if TABLE[name].lie is Lie.ROW and hasattr(a, "shape"))
+    row = next(rows, None)
+    if row is not None:
+        return row.shape[batch_dims:]
+    # Of the products' cotangents alone; and with the kernels, of which an offset's gradient is made.
+    dy, axes = next((d, n) for d, n in zip(operands.dy, features or (), strict=True) if d is not None)
+    h = next((k.shape[batch_dims] for k in operands.kernel or () if k is not None), 0)
+    return (*dy.shape[batch_dims : dy.ndim - axes], h)
+
+
+def _sizes_of_features(operands: Arrays, batch_dims: int, features: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The features of each Linear; () of one that has no part in the operation."""
+    if operands.dy is not None:
+        return [() if d is None else d.shape[d.ndim - n :] for d, n in zip(operands.dy, features, strict=True)]
+    return [() if k is None else k.shape[batch_dims + 1 :] for k in operands.kernel]

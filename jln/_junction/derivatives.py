@@ -1,0 +1,269 @@
+"""The junction's operations and their derivatives: what a wanted gradient is made of is kept, and nothing else.
+
+Linears of more features than one kernel multiplies are XLA's in any case: the operator is then the norm's operation and
+products in plain sight, which checkpoint policies save, Shardy splits, and XLA fuses with what is around them, as any
+others. Few features are one operation with the norm.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jln._core.derivatives import PRODUCT, Rules, Unneeded, batched_like, named_statistics
+from jln._core.operation import LinearOperation, Operation, only_rows_differ
+from jln._junction import arrays, formulas, gradients
+from jln._junction.arrays import TABLE, Arrays, Junction, Lie, Norm
+from jln._junction.linears import formulas as linears
+
+# The operations
+
+
+def _launches():
+    from jln._junction import launches
+
+    return launches
+
+
+def _launches_with_linears():
+    from jln._junction.linears import launches
+
+    return launches
+
+
+def _of_features(function: Any) -> Any:
+    """A function of the norm and the Linears' features, as one of the junction."""
+    return lambda operands, junction, dtypes, batch_dims: function(
+        operands, junction.norm, dtypes, batch_dims, junction.features
+    )
+
+
+forward: Operation[Arrays, Arrays] = Operation(
+    "jln_norm_forward",
+    formulas.forward,
+    formula_cpu=formulas.forward_cpu,
+    launcher=lambda: _launches().forward,
+    layout=arrays.layout,
+    shapes=arrays.result_shapes,
+    reads=lambda norm, dtypes: arrays.made_of(dtypes),
+)
+backward: Operation[Arrays, Arrays] = Operation(
+    "jln_norm_backward",
+    gradients.backward,
+    formula_cpu=gradients.backward_cpu,
+    launcher=lambda: _launches().backward,
+    layout=arrays.layout,
+    shapes=arrays.result_shapes,
+    reads=arrays.read_for,
+)
+_forward_in_one: Operation[Arrays, Arrays] = Operation(
+    "jln_norm_linear_forward",
+    linears.forward,
+    formula_cpu=linears.forward_cpu,
+    launcher=lambda: _launches_with_linears().forward,
+    layout=_of_features(arrays.layout),
+    shapes=_of_features(arrays.result_shapes),
+    reads=lambda junction, dtypes: arrays.made_of(dtypes),
+)
+_backward_in_one: Operation[Arrays, Arrays] = Operation(
+    "jln_norm_linear_backward",
+    linears.backward,
+    formula_cpu=linears.backward_cpu,
+    launcher=lambda: _launches_with_linears().backward,
+    layout=_of_features(arrays.layout),
+    shapes=_of_features(arrays.result_shapes),
+    reads=lambda junction, dtypes: arrays.read_for(junction.norm, dtypes, with_linears=True),
+)
+_column_sums: Operation[Arrays, Arrays] = Operation(
+    "jln_column_sums",
+    linears.column_sums,
+    launcher=lambda: _launches_with_linears().column_sums,
+    layout=_of_features(arrays.layout),
+    shapes=_of_features(arrays.result_shapes),
+)
+
+
+def _by(implementation: str | None) -> linears.Norms:
+    """The norm's operations by themselves, for the products around them."""
+    how = {"implementation": implementation}
+    return linears.Norms(*(functools.partial(operation, **how) for operation in (forward, backward, _column_sums)))
+
+
+# The rules
+
+
+def _outcome(junction: Junction, operands: Arrays, keeps: set[str]) -> Arrays:
+    """The results, and the statistics that are to be kept."""
+    norm, total = junction.norm, arrays.total_dtype(operands)
+    statistic = jnp.promote_types(total, jnp.float32).name if "rstd" in keeps else None
+    of_x = jnp.promote_types(operands.x.dtype, jnp.float32).name if "x_rstd" in keeps else None
+    dtypes = Arrays(
+        y=junction.y_dtype,
+        total=None if operands.residual is None else total,
+        mean=statistic if norm.switches.subtract_mean else None,
+        rstd=statistic,
+        x_rstd=of_x,
+    )
+    if operands.kernel is None:
+        return forward(operands, norm, dtypes, implementation=junction.implementation)
+    products = tuple(jnp.promote_types(operands.x.dtype, kernel.dtype).name for kernel in operands.kernel)
+    dtypes = dtypes._replace(y=products)
+    if not junction.in_one:
+        return linears.forward(operands, junction, dtypes, 0, norms=_by(junction.implementation))
+    results = _forward_in_one(operands, junction, dtypes, implementation=junction.implementation)
+    return results._replace(y=tuple(checkpoint_name(y, PRODUCT) for y in results.y))
+
+
+def _value(junction: Junction, operands: Arrays) -> Arrays:
+    return _outcome(junction, operands, set()).only(("y", "total"))
+
+
+def _differ(norm: Norm, operands: Arrays) -> bool:
+    """True where the gradients of x and of the residual differ by more than their dtypes."""
+    return operands.gated or norm.both_sides
+
+
+def _read_for(junction: Junction, operands: Arrays, wanted: Arrays) -> set[str]:
+    """The names of the arrays that the wanted operands' gradients are made of, and the kernels, for their sizes."""
+    dtypes = arrays.gradient_dtypes(wanted, arrays.total_dtype(operands), _differ(junction.norm, operands))
+    return arrays.read_for(junction.norm, dtypes, operands.kernel is not None) | {"kernel"}
+
+
+def _saving(junction: Junction, operands: Arrays, wanted: Arrays) -> tuple[Arrays, Arrays]:
+    """Keep the arrays that the wanted gradients are made of.
+
+    In place of the others that some gradient is made of stands an `Unneeded`. total is x where nothing is added.
+    """
+    reads = _read_for(junction, operands, wanted)
+    outcome = _outcome(junction, operands, reads)
+    mean, rstd, x_rstd = named_statistics(outcome.mean, outcome.rstd, outcome.x_rstd)
+    total = operands.x if outcome.total is None else outcome.total
+    there = operands._replace(total=total, mean=mean, rstd=rstd, x_rstd=x_rstd)
+    saved = {}
+    for name in sorted(_read_for(junction, operands, operands)):
+        array, is_kept = getattr(there, name, None), TABLE[name].is_kept
+        if name in reads or not (is_kept or array is not None):
+            saved[name] = array
+        elif not is_kept:
+            saved[name] = jax.tree.map(Unneeded, array)
+        elif name != "mean" or junction.norm.switches.subtract_mean:
+            saved[name] = Unneeded(jax.tree.leaves(outcome.y)[0])
+    return outcome.only(("y", "total")), Arrays(**saved)
+
+
+def _gradients(junction: Junction, saved: Arrays, cotangents: Arrays, wanted: Arrays) -> Arrays:
+    return _pulled_back(cotangents, saved, junction, wanted, 0)
+
+
+def _pulled_back(cotangents: Arrays, saved: Arrays, junction: Junction, wanted: Arrays, batch_dims: int) -> Arrays:
+    """The gradients of the wanted operands, each in its dtype."""
+    dy, dtotal, differ = cotangents.y, cotangents.total, _differ(junction.norm, saved)
+    total = dtotal if saved.total is None else saved.total
+    dtypes = arrays.gradient_dtypes(wanted, total.dtype.name, differ)
+    if jax.tree.leaves(dy):
+        pulled = _pulled_by_operation(saved._replace(dy=dy, dtotal=dtotal), junction, dtypes, batch_dims)
+    elif dtotal is None:
+        pulled = Arrays()
+    else:
+        pulled = _of_total_alone(dtotal, saved, junction, dtypes, batch_dims)
+    residual = pulled.residual if differ else pulled.x
+
+    def like(a: Any, dtype: Any) -> Any:
+        return None if a is None or dtype is None else a.astype(dtype)
+
+    # That of what y was added to is y's cotangent, with no kernel.
+    added = None if wanted.added is None else like(dy, wanted.added)
+    return pulled._replace(x=like(pulled.x, wanted.x), residual=like(residual, wanted.residual), added=added)
+
+
+def _pulled_by_operation(operands: Arrays, junction: Junction, dtypes: Arrays, batch_dims: int) -> Arrays:
+    how: Any = {"implementation": junction.implementation, "batch_dims": batch_dims}
+    if not junction.features:
+        return backward(operands, junction.norm, dtypes, **how) if jax.tree.leaves(dtypes) else Arrays()
+
+    def of_used(parameters: Any) -> Any:
+        """The parameters, with None for those of a product that was not used: they have no part in the gradients."""
+        pairs = zip(parameters, operands.dy, strict=True)
+        return tuple(None if d is None else p for p, d in pairs)
+
+    operands = operands._replace(kernel=of_used(operands.kernel))
+    dtypes = dtypes._replace(kernel=of_used(dtypes.kernel), bias=of_used(dtypes.bias))
+    if not jax.tree.leaves(dtypes):  # wanted are those of unused products alone
+        return dtypes
+    if junction.in_one:
+        return _backward_in_one(operands, junction, dtypes, **how)
+    return linears.backward(operands, junction, dtypes, batch_dims, norms=_by(junction.implementation))
+
+
+def _of_total_alone(dtotal: Any, saved: Arrays, junction: Junction, dtypes: Arrays, batch_dims: int) -> Arrays:
+    """The gradients where y was not used, from the total's cotangent."""
+    if not junction.norm.both_sides:
+        pulled = gradients.of_total_alone(saved, dtotal, junction.norm, dtypes, batch_dims)
+    else:
+        pulled = Arrays(residual=None if dtypes.residual is None else dtotal.astype(dtypes.residual))
+        wanted = Arrays(x=dtypes.x, scale=dtypes.x_scale)
+        if jax.tree.leaves(wanted):
+            norm = dataclasses.replace(junction.norm, both_sides=False)
+            of_x = Arrays(dy=dtotal, total=saved.x, scale=saved.x_scale, rstd=saved.x_rstd)
+            how: Any = {"implementation": junction.implementation, "batch_dims": batch_dims}
+            in_front = backward(of_x, norm, wanted, **how)
+            pulled = pulled._replace(x=in_front.x, x_scale=in_front.scale)
+    nothing = None if not junction.features else (None,) * len(junction.features)
+    return pulled._replace(kernel=nothing, bias=nothing)
+
+
+def _transposed(
+    cotangents: Arrays, tangents: Arrays, saved: Arrays, junction: Junction, batch_dims: int, implementation: Any
+) -> Arrays:
+    """The transpose of the tangents, by the backward kernels: reverse mode of a function made for forward mode."""
+    del implementation  # the junction's own
+    of_parameters = (Lie.COLUMN, Lie.KERNEL, Lie.BIAS)
+    named = (*saved.present().items(), *tangents.only(("row_gate", "z")).present().items())
+    rows = [a for name, a in named if TABLE[name].lie not in of_parameters]
+    parameters = [a for of in (saved, tangents) for name, a in of.present().items() if TABLE[name].lie in of_parameters]
+    rows, parameters = jax.tree.leaves((cotangents, rows)), jax.tree.leaves(parameters)
+    wanted = jax.tree.map(lambda a: a.dtype.name, tangents)
+    if junction.norm.examples or not only_rows_differ(batch_dims, rows, parameters):
+        return _pulled_back(cotangents, saved, junction, wanted, batch_dims)
+    # Examples are rows like any other. A norm's parameters have x's rank; those of Linears have not.
+    kernel = jax.tree.map(lambda a: a.reshape(a.shape[batch_dims:]), saved.kernel)
+    pulled = _pulled_back(cotangents, saved._replace(kernel=kernel), junction, wanted, 0)
+    kernel, bias = jax.tree.map(lambda a: jnp.expand_dims(a, range(batch_dims)), (pulled.kernel, pulled.bias))
+    return pulled._replace(kernel=kernel, bias=bias)
+
+
+def _tangent_formula(operands: tuple[Arrays, Arrays], junction: Junction, dtypes: Arrays, batch_dims: int) -> Arrays:
+    if junction.features:
+        return linears.tangent(operands, junction, dtypes, batch_dims)
+    return gradients.tangent(operands, junction.norm, dtypes, batch_dims)
+
+
+_tangent: LinearOperation[tuple[Arrays, Arrays], Arrays] = LinearOperation(
+    "jln_norm_tangent", _tangent_formula, transpose=_transposed
+)
+
+
+def _tangents(junction: Junction, saved: Arrays, tangents: Arrays, results: Arrays) -> Arrays:
+    if saved.rstd is None:
+        dtotal = None if results.total is None else jnp.zeros_like(results.total)
+        if junction.features:
+            return Arrays(y=linears.tangents_of_constants(tangents, saved, junction, results), total=dtotal)
+        return Arrays(y=_tangent_of_constants(tangents, results.y), total=dtotal)
+    dtypes = jax.tree.map(lambda a: a.dtype.name, results)
+    return _tangent((tangents, saved), junction, dtypes, implementation=junction.implementation)
+
+
+def _tangent_of_constants(tangents: Arrays, y: jax.Array) -> jax.Array:
+    """Term (19) of the offset and of what y is added to, which reads nothing."""
+    terms = [a for a in (tangents.offset, tangents.added) if a is not None]
+    wide = functools.reduce(jnp.promote_types, (a.dtype for a in terms), formulas.compute_dtype(y.dtype))
+    dy = functools.reduce(jnp.add, (a.astype(wide) for a in terms))
+    return batched_like(jnp.broadcast_to(dy, y.shape), y).astype(y.dtype)
+
+
+operator = Rules(_value, _saving, _gradients, _tangents).operator()

@@ -1,0 +1,241 @@
+"""The junction in plain jnp: its backward rule and that of forward mode, by the terms of `jln._junction.formulas`."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from jln._junction.arrays import Arrays, Norm
+from jln._junction.formulas import (
+    MeshAxes,
+    Product,
+    branch,
+    centered,
+    common_batch,
+    compute_dtype,
+    effective_scale,
+    gated,
+    in_dtypes,
+    in_one_loop,
+    no_fence,
+    over_parts,
+    silu,
+    statistics,
+    wide,
+)
+
+
+def backward(
+    operands: Arrays,
+    norm: Norm,
+    dtypes: Arrays,
+    batch_dims: int,
+    *,
+    fence: Callable = no_fence,
+    h_axes: MeshAxes = (),
+) -> Arrays:
+    """Terms (5) to (9), (24) to (27), (43), (44), and (4) again for a y that is wanted.
+
+    operands: dy, dtotal and what was saved; mean and rstd may be None, to be computed here. (5) reads dy alone.
+    """
+    if norm.both_sides:
+        one = functools.partial(backward, fence=fence, h_axes=h_axes)
+        return backward_of_two(operands, norm, dtypes, batch_dims, one)
+    dy, total, scale, z = operands.dy, operands.total, operands.scale, operands.z
+    mean, rstd = operands.mean, operands.rstd
+    batch = common_batch(batch_dims, *operands)
+    dtype = compute_dtype(dy.dtype if total is None else total.dtype)
+    ndim = next(a.ndim for a in operands if a is not None)
+    sum_over_rows = _over_rows(ndim, norm, batch_dims)
+    gradients: dict[str, Array] = {}
+    if z is not None:
+        if norm.switches.norm_before_gate:
+            dy = Product(dy, z)
+        elif total is not None:
+            total = Product(total, z)
+
+    if dtypes.offset is not None:  # (5)
+        dy, total = fence((dy, total))
+        gradients["offset"] = sum_over_rows(wide(dy, dtype))
+    if any(d is not None for d in dtypes._replace(offset=None)):
+        assert total is not None
+        if in_one_loop(total, norm.axis, fence):
+            mean = rstd = None
+        elif rstd is None:
+            total, mean, rstd = statistics(total, norm, fence, h_axes)
+
+    def x_hat_and_rstd() -> tuple[Array, Array]:
+        m, r = (mean, rstd) if rstd is not None else statistics(total, norm, h_axes=h_axes)[1:]
+        return centered(total, m) * r, r
+
+    def mean_over_h(divided_by_h: Array) -> Array:
+        return over_parts(jnp.sum(divided_by_h, norm.axis, keepdims=True), h_axes)
+
+    def d() -> Array:
+        """The cotangent of total."""
+        x_hat, r = x_hat_and_rstd()
+        s = effective_scale(scale, dtype, norm)
+        g = wide(dy, dtype) * s
+        g_over_h = wide(dy, dtype) * (s / x_hat.shape[norm.axis])
+        d = g - x_hat * mean_over_h(g_over_h * x_hat)  # (8)
+        if norm.switches.subtract_mean:
+            d = d - mean_over_h(g_over_h)  # (7)
+        d = r * d  # (9)
+        return d if operands.dtotal is None else d + operands.dtotal.astype(dtype)
+
+    if dtypes.scale is not None:  # (6)
+        dy, total, mean, rstd = fence((dy, total, mean, rstd))
+        x_hat, _ = x_hat_and_rstd()
+        gradients["scale"] = sum_over_rows(wide(dy, dtype) * x_hat)
+
+    if dtypes.y is not None:  # (4)
+        dy, total, mean, rstd, scale = fence((dy, total, mean, rstd, scale))
+        x_hat, _ = x_hat_and_rstd()
+        y = x_hat * effective_scale(scale, dtype, norm)
+        gradients["y"] = y if operands.offset is None else y + operands.offset.astype(dtype)
+
+    if dtypes.z is not None:
+        dy, total, mean, rstd, scale = fence((dy, total, mean, rstd, scale))
+        if isinstance(dy, Product):  # (43)
+            x_hat, _ = x_hat_and_rstd()
+            by, slope = dy.a.astype(dtype) * effective_scale(scale, dtype, norm), silu(dy.z, dtype)[1]
+            gradients["z"] = by * x_hat * slope
+        else:  # (44)
+            gradients["z"] = d() * total.a.astype(dtype) * silu(total.z, dtype)[1]
+
+    for name in _OF_SUM:
+        if getattr(dtypes, name) is not None:
+            dy, total, mean, rstd, scale = fence((dy, total, mean, rstd, scale))
+            gradients[name] = _of_sum(name, d(), operands, norm, sum_over_rows, h_axes)
+    if "x" in gradients and isinstance(total, Product):
+        gradients["x"] = wide(Product(gradients["x"], total.z))  # (44)
+    return in_dtypes(Arrays(**gradients), dtypes, batch)
+
+
+# x comes last, so that the buffer of its gradient can be that of a dead total.
+_OF_SUM = ("x_bias", "gate", "row_gate", "residual", "x")
+
+
+def _of_sum(name: str, d: Array, arrays: Arrays, norm: Norm, sum_over_rows: Callable, h_axes: MeshAxes) -> Array:
+    """One of terms (24) to (27), from the cotangent of total."""
+    if name == "residual":
+        return d
+    if name in ("gate", "row_gate"):
+        of_elements = d * branch(arrays, d.dtype)
+        if name == "gate":
+            return sum_over_rows(of_elements)
+        share = jnp.sum(of_elements, norm.axis, keepdims=True)
+        return lax.psum(share, h_axes) if h_axes else share
+    dx = gated(d, arrays)
+    return dx if name == "x" else sum_over_rows(dx)
+
+
+def of_total_alone(saved: Arrays, dtotal: Array, norm: Norm, dtypes: Arrays, batch_dims: int) -> Arrays:
+    """Terms (24) to (27) where y was not used: from the total's own cotangent."""
+    batch = common_batch(batch_dims, dtotal, saved.x, saved.x_bias, saved.gate, saved.row_gate)
+    sum_over_rows = _over_rows(dtotal.ndim, norm, batch_dims)
+    d = dtotal.astype(compute_dtype(dtotal.dtype))
+    dtypes = dtypes.only(_OF_SUM)
+    gradients = {name: _of_sum(name, d, saved, norm, sum_over_rows, ()) for name in dtypes.present()}
+    return in_dtypes(Arrays(**gradients), dtypes, batch)
+
+
+def backward_of_two(
+    operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, backward: Callable[..., Arrays]
+) -> Arrays:
+    """Terms (34) to (36), and (6) of total, by one or two calls of `backward`, a norm's."""
+    norm = dataclasses.replace(norm, both_sides=False)
+    batch = common_batch(batch_dims, *operands)
+    pulls = any(d is not None for d in dtypes._replace(scale=None))
+    wanted = Arrays(x=operands.total.dtype.name if pulls else None, scale=dtypes.scale)
+    behind = backward(operands.only(("dy", "dtotal", "total", "scale", "rstd")), norm, wanted, batch_dims)
+    in_front = Arrays()
+    if dtypes.x is not None or dtypes.x_scale is not None:
+        of_x = Arrays(dy=behind.x, total=operands.x, scale=operands.x_scale, rstd=operands.x_rstd)
+        in_front = backward(of_x, norm, Arrays(x=dtypes.x, scale=dtypes.x_scale), batch_dims)
+    gradients = Arrays(x=in_front.x, residual=behind.x, scale=behind.scale, x_scale=in_front.scale)
+    return in_dtypes(gradients, dtypes, batch)
+
+
+def _over_rows(ndim: int, norm: Norm, batch_dims: int) -> Callable[[Array], Array]:
+    """A function that sums over the rows, but not over the examples."""
+    others = {*norm.axes_of_examples(ndim, batch_dims), ndim + norm.axis}
+    rows = [i for i in range(ndim) if i not in others]
+    return functools.partial(jnp.sum, axis=rows, keepdims=True)
+
+
+def tangent(operands: tuple[Arrays, Arrays], norm: Norm, dtypes: Arrays, batch_dims: int) -> Arrays:
+    """Terms (18), (19), (28), (45) and (46), linear in the tangents, of which those that are None are zero.
+
+    operands: the tangents, and what was saved.
+    """
+    if norm.both_sides:
+        return _tangent_of_two(operands, norm, dtypes, batch_dims)
+    tangents, saved = operands
+    total, z = saved.total, saved.z
+    batch = common_batch(batch_dims, *tangents, *saved)
+    dtype = saved.rstd.dtype
+    s = effective_scale(saved.scale, dtype, norm)
+    u, slope = (None, None) if z is None else silu(z, dtype)
+    if z is None or norm.switches.norm_before_gate:
+        x_hat = centered(total, saved.mean) * saved.rstd
+        moves = [*_tangents_of_sum(tangents, saved, dtype)]
+    else:
+        x_hat = centered(Product(total, z), saved.mean) * saved.rstd
+        pairs = ((tangents.x, u), (tangents.z, total.astype(dtype) * slope))
+        moves = [a.astype(dtype) * factor for a, factor in pairs if a is not None]  # (45)
+    dy, dtotal = jnp.zeros_like(x_hat), jnp.zeros_like(total)
+    if moves:
+        t = functools.reduce(jnp.add, moves)
+        dtotal = jnp.broadcast_to(t, jnp.broadcast_shapes(t.shape, total.shape)).astype(total.dtype)
+        dy = t - x_hat * jnp.mean(t * x_hat, norm.axis, keepdims=True)
+        if norm.switches.subtract_mean:
+            dy = dy - jnp.mean(t, norm.axis, keepdims=True)
+        dy = dy * saved.rstd * s
+    if tangents.scale is not None:
+        dy = dy + x_hat * tangents.scale.astype(dtype)
+    if tangents.offset is not None:
+        dy = dy + tangents.offset.astype(dtype)
+    if u is not None and norm.switches.norm_before_gate:  # (46)
+        dy = dy * u
+        if tangents.z is not None:
+            dy = dy + x_hat * s * slope * tangents.z.astype(dtype)
+    if tangents.added is not None:
+        to = jnp.promote_types(dtype, tangents.added.dtype)
+        dy = dy.astype(to) + tangents.added.astype(to)
+    return in_dtypes(Arrays(y=dy, total=dtotal), dtypes, batch)
+
+
+def _tangents_of_sum(tangents: Arrays, saved: Arrays, dtype: DTypeLike) -> Iterator[Array]:
+    """The terms of (28)."""
+    for a in (tangents.x, tangents.x_bias):
+        if a is not None:
+            yield gated(a.astype(dtype), saved)
+    for a in (tangents.gate, tangents.row_gate):
+        if a is not None:
+            yield a.astype(dtype) * branch(saved, dtype)
+    if tangents.residual is not None:
+        yield tangents.residual.astype(dtype)
+
+
+def _tangent_of_two(operands: tuple[Arrays, Arrays], norm: Norm, dtypes: Arrays, batch_dims: int) -> Arrays:
+    """Terms (18) and (19) of both norms."""
+    tangents, saved = operands
+    norm = dataclasses.replace(norm, both_sides=False)
+    batch = common_batch(batch_dims, *tangents, *saved)
+    t = tangents.residual
+    if tangents.x is not None or tangents.x_scale is not None:
+        of_x = Arrays(tangents.x, scale=tangents.x_scale, added=tangents.residual)
+        saved_of_x = Arrays(total=saved.x, scale=saved.x_scale, rstd=saved.x_rstd)
+        wanted = Arrays(y=compute_dtype(saved.total.dtype).name)
+        t = tangent((of_x, saved_of_x), norm, wanted, batch_dims).y
+    saved_behind = saved.only(("total", "scale", "rstd"))
+    dy = tangent((Arrays(t, scale=tangents.scale), saved_behind), norm, Arrays(y=dtypes.y), batch_dims).y
+    dtotal = jnp.zeros_like(saved.total) if t is None else t
+    return in_dtypes(Arrays(y=dy, total=dtotal), dtypes, batch)
+
+
+backward_cpu = functools.partial(backward, fence=lax.optimization_barrier)

@@ -1,0 +1,89 @@
+"""The call of every public operator: arguments checked and laid out, the junction, and results as users have them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.lax import PrecisionLike
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+from jln import _checks
+from jln._core.derivatives import in_one_program, with_automatic_axes
+from jln._junction.arguments import Axis, arranged, checked, norm_of, on_several_axes
+from jln._junction.arrays import Arrays, Junction
+from jln._junction.derivatives import operator
+from jln._junction.linears.tiles import few_features
+
+
+def call(
+    arrays: Arrays,
+    *,
+    subtract_mean: bool,
+    axis: Axis = -1,
+    epsilon: float,
+    zero_centered_scale: bool = False,
+    norm_before_gate: bool = True,
+    both_sides: bool = False,
+    dtype: DTypeLike | None = None,
+    precision: PrecisionLike = None,
+    implementation: str | None = None,
+    forward_mode: bool = False,
+) -> Arrays:
+    """Compute the junction of the user's arrays: its y and total. Raises what the operators say.
+
+    arrays: x and those of its size are JAX's already; kernel and bias are tuples, as `_checks.linears` makes them.
+    """
+    axes = _checks.axes(axis, arrays.x)
+    arrays = checked(arrays, axes)
+    norm = norm_of(
+        arrays,
+        axes,
+        epsilon=epsilon,
+        subtract_mean=subtract_mean,
+        zero_centered_scale=zero_centered_scale,
+        norm_before_gate=norm_before_gate,
+        both_sides=both_sides,
+    )
+    if arrays.kernel is None:
+        x = arrays.x.dtype
+        promoted = x if arrays.added is None else _checks.promoted(x, arrays.added.dtype)
+        junction = Junction(norm, _checks.dtype(dtype, promoted))
+    else:
+        features = tuple(kernel.ndim - 1 for kernel in arrays.kernel)
+        junction = Junction(norm, precision=_checks.precision(precision), features=features)
+    junction = dataclasses.replace(junction, implementation=_checks.implementation(implementation))
+    return _on_any_mesh(junction, axes, _checks.flag("forward_mode", forward_mode), arrays)
+
+
+@in_one_program(static=3)
+def _on_any_mesh(junction: Junction, axes: tuple[int, ...], forward_mode: bool, arrays: Arrays) -> Arrays:
+    def specs_of_results(specs: Arrays) -> Arrays:
+        y = specs.x
+        if specs.kernel is not None:
+            y = tuple(_spec_of_product(specs.x[:-1], kernel) for kernel in specs.kernel)
+        return Arrays(y=y, total=None if specs.residual is None else specs.x)
+
+    def laid_out_and_back(arrays: Arrays) -> Arrays:
+        operands, norm, back = arranged(arrays, axes, junction.norm)
+        settled = dataclasses.replace(junction, norm=norm)
+        if junction.features:
+            settled = dataclasses.replace(settled, in_one=few_features(operands, settled))
+        results = jax.tree.map(back, operator(settled, operands, forward_mode))
+        like_x = results.only(("total",) if junction.features else ("y", "total"))
+        like_x = jax.tree.map(lambda a: on_several_axes(a, arrays.x.shape, axes), like_x)
+        return results._replace(**like_x.present())
+
+    return with_automatic_axes(laid_out_and_back, specs_of_results, arrays)
+
+
+def _spec_of_product(rows: Any, kernel: Any) -> PartitionSpec:
+    return PartitionSpec(*rows, *(None if _uses_any_of(axes, rows) else axes for axes in kernel[1:]))
+
+
+def _uses_any_of(axes: Any, others: Any) -> bool:
+    """True where an entry of a PartitionSpec names mesh axes that other entries name."""
+    names = [set(a if isinstance(a, tuple) else (a,)) for a in (axes, *others) if a is not None]
+    return axes is not None and any(names[0] & other for other in names[1:])

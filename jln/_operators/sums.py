@@ -1,0 +1,178 @@
+"""The norms of a sum with a residual, in which x may have a bias, a gate or a norm of its own."""
+
+from __future__ import annotations
+
+import jax
+from jax.typing import DTypeLike
+
+from jln._checks import array
+from jln._junction.arguments import Axis, Gate
+from jln._junction.arrays import Arrays
+from jln._operators.call import call
+from jln._routes import listed
+
+
+@listed("norm")
+def add_layer_norm(
+    x: jax.Array,
+    residual: jax.Array,
+    scale: jax.Array | None = None,
+    offset: jax.Array | None = None,
+    *,
+    x_bias: jax.Array | None = None,
+    gate: Gate = None,
+    axis: Axis = -1,
+    epsilon: float = 1e-6,
+    zero_centered_scale: bool = False,
+    dtype: DTypeLike | None = None,
+    implementation: str | None = None,
+    forward_mode: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Return `(layer_norm(total, scale, offset), total)` with `total = residual + gate * (x + x_bias)`.
+
+    The sum is made and read once. It is in the promoted dtype of `x` and `residual`, made in float32 (float64 for
+    float64) and rounded once; it is the rounded sum that is normalised. Without a gate `total` is all of the size of
+    `x` that is kept for the backward pass; for the gradient of a gate `x` is kept too. Guarantees and errors are those
+    of `layer_norm`.
+
+    Args:
+      x: as in `layer_norm`.
+      residual: `x`'s shape; any supported dtype.
+      scale: as in `layer_norm`.
+      offset: as in `layer_norm`.
+      x_bias: the bias of the Linear that made `x`: the normalised axes' shape; any supported dtype. None: no bias.
+      gate: a factor of the branch: LayerScale, a gate of adaLN, of stochastic depth. Of the shapes of `scale`, with
+        `x`'s rank also 1 on the normalised axes; or a number, static or an array. None: 1.
+      axis: as in `layer_norm`.
+      epsilon: as in `layer_norm`.
+      zero_centered_scale: as in `layer_norm`.
+      dtype: of `y`, as in `layer_norm`.
+      implementation: as in `layer_norm`.
+      forward_mode: as in `layer_norm`.
+
+    Returns:
+      y: `x`'s shape, in `dtype`.
+      total: `x`'s shape, in the promoted dtype of `x` and `residual`.
+    """
+    summands = Arrays(x=array("x", x), residual=array("residual", residual), x_bias=x_bias, gate=gate)
+    arrays = summands._replace(scale=scale, offset=offset)
+    results = call(
+        arrays,
+        subtract_mean=True,
+        axis=axis,
+        epsilon=epsilon,
+        zero_centered_scale=zero_centered_scale,
+        dtype=dtype,
+        implementation=implementation,
+        forward_mode=forward_mode,
+    )
+    return results.y, results.total
+
+
+@listed("norm")
+def add_rms_norm(
+    x: jax.Array,
+    residual: jax.Array,
+    scale: jax.Array | None = None,
+    *,
+    x_bias: jax.Array | None = None,
+    gate: Gate = None,
+    axis: Axis = -1,
+    epsilon: float = 1e-6,
+    zero_centered_scale: bool = False,
+    dtype: DTypeLike | None = None,
+    implementation: str | None = None,
+    forward_mode: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Return `(rms_norm(total, scale), total)` with `total = residual + gate * (x + x_bias)`.
+
+    The sum is made and read once, as in `add_layer_norm`, whose guarantees and errors hold.
+
+    Args:
+      x: as in `layer_norm`.
+      residual: `x`'s shape; any supported dtype.
+      scale: as in `layer_norm`.
+      x_bias: as in `add_layer_norm`.
+      gate: as in `add_layer_norm`.
+      axis: as in `layer_norm`.
+      epsilon: as in `layer_norm`.
+      zero_centered_scale: as in `layer_norm`.
+      dtype: of `y`, as in `layer_norm`.
+      implementation: as in `layer_norm`.
+      forward_mode: as in `layer_norm`.
+
+    Returns:
+      y: `x`'s shape, in `dtype`.
+      total: `x`'s shape, in the promoted dtype of `x` and `residual`.
+    """
+    arrays = Arrays(x=array("x", x), residual=array("residual", residual), scale=scale, x_bias=x_bias, gate=gate)
+    results = call(
+        arrays,
+        subtract_mean=False,
+        axis=axis,
+        epsilon=epsilon,
+        zero_centered_scale=zero_centered_scale,
+        dtype=dtype,
+        implementation=implementation,
+        forward_mode=forward_mode,
+    )
+    return results.y, results.total
+
+
+@listed("norm")
+def rms_norm_add_rms_norm(
+    x: jax.Array,
+    residual: jax.Array,
+    x_scale: jax.Array | None = None,
+    scale: jax.Array | None = None,
+    *,
+    axis: Axis = -1,
+    epsilon: float = 1e-6,
+    zero_centered_scale: bool = False,
+    dtype: DTypeLike | None = None,
+    implementation: str | None = None,
+    forward_mode: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Return `(rms_norm(total, scale), total)` with `total = residual + rms_norm(x, x_scale)`.
+
+    These are the norm behind one sublayer, the sum, and the norm in front of the next (Gemma 2 and 3), with every large
+    array read and written once each way. Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019).
+
+    The sum is in the promoted dtype of `x` and `residual`, made in float32 (float64 for float64) and rounded once; it
+    is the rounded sum that is normalised. `x`, `total` and a row's two statistics are kept for the backward pass.
+    Guarantees and errors are those of `layer_norm`.
+
+    Rows along the last axis take one Triton kernel forward and two backward, up to 8192 elements (up to 4096 where they
+    do not start on 16 bytes or the dtypes differ; of float64 a quarter of these). Wider rows, other axes, and scales
+    that vary along the axis before the normalised one take one more each way, which reads the sum or its gradient
+    again.
+
+    Args:
+      x: as in `layer_norm`.
+      residual: `x`'s shape; any supported dtype.
+      x_scale: the scale of `x`'s norm; shapes and dtypes as of `scale` in `layer_norm`.
+      scale: the scale of the sum's norm; shapes and dtypes as in `layer_norm`.
+      axis: as in `layer_norm`, of both norms.
+      epsilon: as in `layer_norm`, of both norms.
+      zero_centered_scale: multiply by `1 + x_scale` and by `1 + scale`.
+      dtype: of `y`, as in `layer_norm`.
+      implementation: as in `layer_norm`.
+      forward_mode: as in `layer_norm`.
+
+    Returns:
+      y: `x`'s shape, in `dtype`.
+      total: `x`'s shape, in the promoted dtype of `x` and `residual`.
+    """
+    arrays = Arrays(x=array("x", x), residual=array("residual", residual), x_scale=x_scale, scale=scale)
+    results = call(
+        arrays,
+        subtract_mean=False,
+        both_sides=True,
+        axis=axis,
+        epsilon=epsilon,
+        zero_centered_scale=zero_centered_scale,
+        dtype=dtype,
+        implementation=implementation,
+        forward_mode=forward_mode,
+    )
+    return results.y, results.total
