@@ -1,0 +1,90 @@
+"""The table of a junction's arrays: what follows from it agrees with what the formulas do."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+import workbench
+from jln._catalogue import FORMS
+from jln._core.operation import LinearOperation, Operation
+from jln._junction import derivatives
+from jln._junction.arrays import OPERANDS, RESULTS, TABLE, Arrays, Norm, Switches, made_of, read_for
+
+OPERATIONS = {a._primitive: a for a in vars(derivatives).values() if isinstance(a, Operation)}
+
+
+def equations(jaxpr):
+    """Yield the equations of a jaxpr and of those within it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in equation.params.values():
+            for inner in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(inner, ClosedJaxpr | Jaxpr):
+                    yield from equations(getattr(inner, "jaxpr", inner))
+
+
+@pytest.mark.parametrize("over", ["nothing", "x", "parameters", "all"])
+@pytest.mark.parametrize("name", FORMS)
+def test_the_shapes_of_results_are_those_of_the_formulas(name, over):
+    """The table's shapes are those that tracing finds, with vmap's axis on some operands or on all."""
+    form = FORMS[name]
+    sizes = {"x": (6, 8), "residual": (6, 8), "z": (6, 8), "kernel": (8, 5), "bias": (5,)}
+    operands = [workbench.normal(i, sizes.get(n, (8,)), "bfloat16") for i, n in enumerate(form.names)]
+    large = {"x", "residual", "z"}
+    chosen = {"nothing": set(), "x": {"x"}, "parameters": {*form.names} - large, "all": {*form.names}}[over]
+    operands = [jnp.stack([a] * 3) if n in chosen else a for n, a in zip(form.names, operands, strict=True)]
+    function = form.in_order(form.function)
+    if chosen:
+        function = jax.vmap(function, in_axes=[0 if n in chosen else None for n in form.names])
+
+    def loss(*operands):
+        return sum(jnp.sum(a.astype("float32") ** 2) for a in jax.tree.leaves(function(*operands)))
+
+    program = jax.make_jaxpr(jax.grad(loss, argnums=range(len(operands))))(*operands)
+    seen = [e for e in equations(program.jaxpr) if e.primitive in OPERATIONS]
+    assert seen
+    for equation in seen:
+        operation, request = OPERATIONS[equation.primitive], equation.params["request"]
+        given = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars]
+        tree = equation.params["tree"]
+        traced = jax.eval_shape(lambda *a: operation._formula(tree.unflatten(a), *request.arguments()), *given)  # noqa: B023
+        found = [(v.aval.shape, v.aval.dtype) for v in equation.outvars]
+        assert found == [(a.shape, a.dtype) for a in jax.tree.leaves(traced)]
+        assert isinstance(operation, LinearOperation) or operation._shapes is not None
+
+
+def test_every_array_has_a_line_that_names_others():
+    assert {*TABLE} == {*Arrays._fields} and {*OPERANDS}.isdisjoint(RESULTS)
+    assert all(name in TABLE for array in TABLE.values() for name in (*array.made_of, *array.more))
+
+
+# What a norm by itself has, and one on both sides of a sum.
+ALONE = ("x", "residual", "scale", "offset", "x_bias", "gate", "row_gate", "z")
+BOTH = ("x", "residual", "scale", "x_scale")
+
+
+@pytest.mark.parametrize(("operand", "both_sides"), [(n, False) for n in ALONE] + [(n, True) for n in BOTH])
+def test_a_gradient_reads_what_its_line_says(operand, both_sides):
+    """A gradient is not a number where an array of its line is not, and does not see the others."""
+    of_row, of_column, of_number = (workbench.normal(i, s, "float32") for i, s in enumerate([(4, 8), (1, 8), (4, 1)]))
+    norm = Norm(-1, 1e-6, Switches(subtract_mean=not both_sides), both_sides=both_sides)
+    names = ["dy", "dtotal", "total", "rstd", "scale", "x"]
+    names += ["x_scale", "x_rstd"] if both_sides else ["mean", "x_bias", "gate", "row_gate"]
+    if operand == "z":  # of no sum
+        names = [*(name for name in names if name != "dtotal"), "z"]
+    if operand in ("z", "residual"):  # without gates
+        names = [name for name in names if name not in ("x_bias", "gate", "row_gate")]
+    of = {"ROW": of_row, "COLUMN": of_column, "NUMBER": of_number}
+    saved = Arrays(**{name: of[TABLE[name].lie.name] for name in names})
+    wanted = Arrays(**{operand: "float32"})
+    reads = read_for(norm, wanted)
+    for name in names:
+        spoilt = saved._replace(**{name: getattr(saved, name) * jnp.nan})
+        gradient = getattr(derivatives.backward._formula(spoilt, norm, wanted, 0), operand)
+        assert bool(jnp.isnan(gradient).any()) == (name in reads), name
+
+
+def test_results_are_made_of_operands():
+    assert made_of(Arrays(y="float32")) > made_of(Arrays(total="float32")) == made_of(Arrays(rstd="float32"))
+    assert made_of(Arrays()) == set() == made_of(Arrays(y=(None, None)))
