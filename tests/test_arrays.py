@@ -1,5 +1,7 @@
 """The table of a junction's arrays: what follows from it agrees with what the formulas do."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -8,8 +10,20 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 import workbench
 from jln._catalogue import FORMS
 from jln._core.operation import LinearOperation, Operation
-from jln._junction import derivatives
-from jln._junction.arrays import OPERANDS, RESULTS, TABLE, Arrays, Norm, Switches, made_of, read_for
+from jln._junction import derivatives, launches
+from jln._junction.arrays import (
+    OPERANDS,
+    RESULTS,
+    TABLE,
+    Arrays,
+    Norm,
+    Shape,
+    Switches,
+    reads_of_gradients,
+    reads_of_results,
+)
+from jln._triton.chip import CHIPS
+from jln._triton.target import Recorder
 
 OPERATIONS = {a._primitive: a for a in vars(derivatives).values() if isinstance(a, Operation)}
 
@@ -76,15 +90,47 @@ def test_a_gradient_reads_what_its_line_says(operand, both_sides):
     if operand in ("z", "residual"):  # without gates
         names = [name for name in names if name not in ("x_bias", "gate", "row_gate")]
     of = {"ROW": of_row, "COLUMN": of_column, "NUMBER": of_number}
-    saved = Arrays(**{name: of[TABLE[name].lie.name] for name in names})
+    saved = Arrays(**{name: of[TABLE[name].shape.name] for name in names})
     wanted = Arrays(**{operand: "float32"})
-    reads = read_for(norm, wanted)
+    reads = reads_of_gradients(norm, wanted)
     for name in names:
         spoilt = saved._replace(**{name: getattr(saved, name) * jnp.nan})
         gradient = getattr(derivatives.backward._formula(spoilt, norm, wanted, 0), operand)
         assert bool(jnp.isnan(gradient).any()) == (name in reads), name
 
 
+RESULTS_OF_ONE = [name for name in RESULTS if name != "x_rstd"]
+SUBSETS = [
+    pytest.param(both_sides, wanted, id="-".join(("both sides" if both_sides else "one side", *wanted)))
+    for both_sides, names in ((False, RESULTS_OF_ONE), (True, [name for name in RESULTS if name != "mean"]))
+    for n in range(1, len(names) + 1)
+    for wanted in itertools.combinations(names, n)
+]
+
+
+@pytest.mark.parametrize(("both_sides", "wanted"), SUBSETS)
+def test_results_are_made_of_what_their_lines_say(both_sides, wanted):
+    """Whatever results are wanted, their operands are enough for the formula and for the kernels' launches."""
+    norm = Norm(-1, 1e-6, Switches(subtract_mean=not both_sides), both_sides=both_sides)
+    sizes = {Shape.ROW: (4, 8), Shape.COLUMN: (1, 8), Shape.NUMBER: (4, 1)}
+    of_two = ("x", "residual", "scale", "x_scale")
+    names = of_two if both_sides else [n for n in OPERANDS if n not in ("x_scale", "z", "added", "kernel", "bias")]
+    operands = Arrays(**{n: workbench.normal(i, sizes[TABLE[n].shape], "float32") for i, n in enumerate(names)})
+    every = Arrays(**dict.fromkeys(wanted, "float32"))
+    read = operands.only(reads_of_results(every))
+    expected = derivatives.forward._formula(operands, norm, every, 0)
+    results = derivatives.forward._formula(read, norm, every, 0)
+    for name in wanted:
+        assert jnp.array_equal(getattr(results, name), getattr(expected, name))
+    recorder = Recorder(CHIPS["h200"])
+    launched = jax.eval_shape(lambda read: launches.forward(read, norm, every, 0, recorder), read)
+    assert {*wanted} <= {*launched.present()} and recorder.launches
+
+
 def test_results_are_made_of_operands():
-    assert made_of(Arrays(y="float32")) > made_of(Arrays(total="float32")) == made_of(Arrays(rstd="float32"))
-    assert made_of(Arrays()) == set() == made_of(Arrays(y=(None, None)))
+    assert (
+        reads_of_results(Arrays(y="float32"))
+        > reads_of_results(Arrays(total="float32"))
+        == reads_of_results(Arrays(rstd="float32"))
+    )
+    assert reads_of_results(Arrays()) == set() == reads_of_results(Arrays(y=(None, None)))

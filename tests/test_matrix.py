@@ -116,7 +116,7 @@ def test_without_forward_mode_the_error_names_it(name):
             differentiate()
 
 
-# One operator for each room and each kind of operand: `jax.checking_leaks` collects garbage at the end of every trace.
+# One operator for each kind of operand: `jax.checking_leaks` collects garbage at the end of every trace.
 LEAKS = ("add_layer_norm", "rms_norm_gated", "rms_norm_add_rms_norm", "add_layer_norm_linear")
 
 

@@ -291,6 +291,24 @@ def test_another_install_line_is_seen():
     assert badly_installed('pip install -e ".[cuda13,flax]" && pytest') == []
 
 
+# Files
+
+
+def absent(text: str) -> list[str]:
+    """Return the files and folders of the repository that a text names as code and that are not there."""
+    named = re.findall(r"`((?:jln|tests|benchmarks|examples)/[\w./-]+)`", text)
+    return [name for name in named if not (ROOT / name).exists()]
+
+
+@pytest.mark.parametrize("page", CURRENT)
+def test_files_that_a_page_names_are_there(page):
+    assert absent(PAGES[page]) == []
+
+
+def test_a_file_that_is_not_there_is_seen():
+    assert absent("`jln/_norm`, `jln/nnx.py`, [`jln/_norm_linear`](x.md)") == ["jln/_norm", "jln/_norm_linear"]
+
+
 # Links
 
 

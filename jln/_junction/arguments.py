@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jln import _checks
-from jln._junction.arrays import TABLE, Arrays, Lie, Norm, Switches
+from jln._junction.arrays import TABLE, Arrays, Norm, Shape, Switches
 
 Axis = int | tuple[int, ...]
 Gate = jax.Array | float | None
@@ -99,7 +99,7 @@ def arranged(
         arrays = arrays._replace(gate=None, row_gate=gate)
     operands = Arrays(
         **{
-            name: on_one_axis(a) if TABLE[name].lie is Lie.ROW else of_same_rank(a)
+            name: on_one_axis(a) if TABLE[name].shape is Shape.ROW else of_same_rank(a)
             for name, a in arrays._replace(kernel=None, bias=None).present().items()
         },
         kernel=arrays.kernel,
@@ -133,7 +133,7 @@ def _with_examples(operands: Arrays, norm: Norm) -> tuple[Arrays, Norm, list[int
     x = operands.x
     h = x.ndim + norm.axis
     of_norm = operands._replace(kernel=None, bias=None)
-    parameters = [a for name, a in of_norm.present().items() if TABLE[name].lie is Lie.COLUMN]
+    parameters = [a for name, a in of_norm.present().items() if TABLE[name].shape is Shape.COLUMN]
     examples = [i for i in range(x.ndim) if i != h and any(a.shape[i] != 1 for a in parameters)]
     wide = jnp.promote_types(x.dtype, jnp.float32)
 

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 from jln._core.layout import Dim, Dims, Kind, Layout, Result, Term
 
 
-class Lie(enum.Enum):
-    """The ways in which an array lies: its shape beside that of x."""
+class Shape(enum.Enum):
+    """The shapes that an array can have, beside that of x."""
 
     ROW = "[*lead, H, *inner], as x"
     COLUMN = "[1, ..., H, ..., 1], with the sizes of x on the axes of examples"
@@ -38,20 +38,20 @@ class Lie(enum.Enum):
 class Array:
     """A line of the table.
 
-    lie: how the array lies. made_of: the names of the arrays that a result is made of, and that an operand's gradient
+    shape: the array's. made_of: the names of the arrays that a result is made of, and that an operand's gradient
       is made of. more: those that come to them where x is normalised in front of the sum. is_operand: whether a user
       gives it. is_kept: whether it is made for the derivatives alone.
     """
 
-    lie: Lie
+    shape: Shape
     made_of: tuple[str, ...] = ()
     more: tuple[str, ...] = ()
     is_operand: bool = False
     is_kept: bool = False
 
 
-def _operand(lie: Lie, *made_of: str, more: tuple[str, ...] = ()) -> Array:
-    return Array(lie, made_of, more, is_operand=True)
+def _operand(shape: Shape, *made_of: str, more: tuple[str, ...] = ()) -> Array:
+    return Array(shape, made_of, more, is_operand=True)
 
 
 # What total is made of, its cotangent, x_hat, and x normalised in front of the sum.
@@ -64,31 +64,31 @@ _NORMED = ("x", "x_scale", "x_rstd")
 class Arrays(NamedTuple):
     """Arrays by name, None where one is absent; or their dtypes, shapes or tangents, by the same names.
 
-    A gradient stands under the name of its operand. Two are other arrays' too: without a residual `total` is x; without
-    a gate and a norm of x, the gradient of x is that of the residual, and is in total's dtype.
+    A gradient stands under the name of its operand. Without a residual, `total` is x itself. Without a gate and a norm
+    of x, one gradient goes to both x and the residual: it is in total's dtype, under the name of x.
 
     kernel, bias and, with Linears, y and dy are tuples, with one for each Linear.
     """
 
-    x: Annotated[Any, _operand(Lie.ROW, *_PULLED, "gate", "row_gate", more=_NORMED)] = None
-    residual: Annotated[Any, _operand(Lie.ROW, *_PULLED)] = None
-    scale: Annotated[Any, _operand(Lie.COLUMN, "dy", *_X_HAT)] = None
-    offset: Annotated[Any, _operand(Lie.COLUMN, "dy")] = None
-    x_bias: Annotated[Any, _operand(Lie.COLUMN, *_PULLED, "gate", "row_gate")] = None
-    gate: Annotated[Any, _operand(Lie.COLUMN, *_PULLED, "x", "x_bias", more=_NORMED)] = None
-    row_gate: Annotated[Any, _operand(Lie.NUMBER, *_PULLED, "x", "x_bias", more=_NORMED)] = None
-    z: Annotated[Any, _operand(Lie.ROW, *_PULLED)] = None
-    added: Annotated[Any, _operand(Lie.ROW, "dy")] = None
-    x_scale: Annotated[Any, _operand(Lie.COLUMN, *_PULLED, "gate", "row_gate", more=("x", "x_rstd"))] = None
-    kernel: Annotated[Any, _operand(Lie.KERNEL, "dy", *_X_HAT, "scale", "offset")] = None
-    bias: Annotated[Any, _operand(Lie.BIAS, "dy")] = None
-    y: Annotated[Any, Array(Lie.ROW, (*_SUM, "scale", "offset", "added", "kernel", "bias"))] = None
-    total: Annotated[Any, Array(Lie.ROW, _SUM)] = None
-    mean: Annotated[Any, Array(Lie.NUMBER, _SUM, is_kept=True)] = None
-    rstd: Annotated[Any, Array(Lie.NUMBER, _SUM, is_kept=True)] = None
-    x_rstd: Annotated[Any, Array(Lie.NUMBER, ("x",), is_kept=True)] = None
-    dy: Annotated[Any, Array(Lie.ROW)] = None
-    dtotal: Annotated[Any, Array(Lie.ROW)] = None
+    x: Annotated[Any, _operand(Shape.ROW, *_PULLED, "gate", "row_gate", more=_NORMED)] = None
+    residual: Annotated[Any, _operand(Shape.ROW, *_PULLED)] = None
+    scale: Annotated[Any, _operand(Shape.COLUMN, "dy", *_X_HAT)] = None
+    offset: Annotated[Any, _operand(Shape.COLUMN, "dy")] = None
+    x_bias: Annotated[Any, _operand(Shape.COLUMN, *_PULLED, "gate", "row_gate")] = None
+    gate: Annotated[Any, _operand(Shape.COLUMN, *_PULLED, "x", "x_bias", more=_NORMED)] = None
+    row_gate: Annotated[Any, _operand(Shape.NUMBER, *_PULLED, "x", "x_bias", more=_NORMED)] = None
+    z: Annotated[Any, _operand(Shape.ROW, *_PULLED)] = None
+    added: Annotated[Any, _operand(Shape.ROW, "dy")] = None
+    x_scale: Annotated[Any, _operand(Shape.COLUMN, *_PULLED, "gate", "row_gate", more=("x", "x_rstd"))] = None
+    kernel: Annotated[Any, _operand(Shape.KERNEL, "dy", *_X_HAT, "scale", "offset")] = None
+    bias: Annotated[Any, _operand(Shape.BIAS, "dy")] = None
+    y: Annotated[Any, Array(Shape.ROW, (*_SUM, "scale", "offset", "added", "kernel", "bias"))] = None
+    total: Annotated[Any, Array(Shape.ROW, _SUM)] = None
+    mean: Annotated[Any, Array(Shape.NUMBER, _SUM, is_kept=True)] = None
+    rstd: Annotated[Any, Array(Shape.NUMBER, _SUM, is_kept=True)] = None
+    x_rstd: Annotated[Any, Array(Shape.NUMBER, _SUM, is_kept=True)] = None
+    dy: Annotated[Any, Array(Shape.ROW)] = None
+    dtotal: Annotated[Any, Array(Shape.ROW)] = None
 
     @property
     def gated(self) -> bool:
@@ -109,7 +109,7 @@ TABLE: dict[str, Array] = {
 OPERANDS = tuple(name for name, array in TABLE.items() if array.is_operand)
 RESULTS = tuple(name for name, array in TABLE.items() if array.made_of and not array.is_operand)
 # Those whose gradient is a sum over rows of which programs have shares.
-COLUMNS = tuple(name for name in OPERANDS if TABLE[name].lie is Lie.COLUMN)
+COLUMNS = tuple(name for name in OPERANDS if TABLE[name].shape is Shape.COLUMN)
 
 
 # What is static
@@ -151,12 +151,12 @@ class Norm:
         h = ndim + self.axis
         return [*range(batch_dims + self.examples), *range(h - self.interleaved, h)]
 
-    def shape(self, lie: Lie, x: Sequence[int], batch_dims: int) -> tuple[int, ...]:
-        """The shape of an array that lies so beside an x of that shape, vmap's axes included."""
+    def sizes(self, shape: Shape, x: Sequence[int], batch_dims: int) -> tuple[int, ...]:
+        """The sizes of an array of that shape beside an x of these sizes, vmap's axes included."""
         h = len(x) + self.axis
-        if lie is Lie.ROW:
+        if shape is Shape.ROW:
             return tuple(x)
-        own = {*self.axes_of_examples(len(x), batch_dims), h} if lie is Lie.COLUMN else {*range(len(x))} - {h}
+        own = {*self.axes_of_examples(len(x), batch_dims), h} if shape is Shape.COLUMN else {*range(len(x))} - {h}
         return tuple(n if i in own else 1 for i, n in enumerate(x))
 
 
@@ -198,7 +198,7 @@ def gradient_dtypes(wanted: Arrays, total: str, parts: bool) -> Arrays:
     return dtypes._replace(x=None if wanted.x is None and wanted.residual is None else total, residual=None)
 
 
-def read_for(norm: Norm, gradients: Arrays, with_linears: bool = False) -> set[str]:
+def reads_of_gradients(norm: Norm, gradients: Arrays, with_linears: bool = False) -> set[str]:
     """The names of the arrays that the wanted gradients, those with a dtype, are made of; and y, made again."""
     names: set[str] = set()
     for name, dtype in gradients.present().items():
@@ -211,7 +211,7 @@ def read_for(norm: Norm, gradients: Arrays, with_linears: bool = False) -> set[s
     return names
 
 
-def made_of(results: Arrays) -> set[str]:
+def reads_of_results(results: Arrays) -> set[str]:
     """The names of the operands that the wanted results, those with a dtype, are made of."""
     wanted = [name for name, dtype in results.present().items() if jax.tree.leaves(dtype)]
     return {operand for name in wanted for operand in TABLE[name].made_of}
@@ -231,20 +231,20 @@ def layout(
     pulls = operands.dy is not None
 
     def dims(name: str) -> Any:
-        lie = TABLE[name].lie
-        if features is not None and (lie in _OF_LINEAR or name in ("y", "dy")):
-            return _dims_of_linears(lie, ndim, features, batch_dims)
+        kind = TABLE[name].shape
+        if features is not None and (kind in _OF_LINEAR or name in ("y", "dy")):
+            return _dims_of_linears(kind, ndim, features, batch_dims)
         of_examples = norm.axes_of_examples(ndim, batch_dims)
         of_x = [Dim(Kind.BATCH if i in of_examples else Kind.ROW, i) for i in range(ndim)]
-        of_x[norm.axis] = Dim(Kind.HIDDEN, stored_as="parameter" if lie is Lie.COLUMN else "")
+        of_x[norm.axis] = Dim(Kind.HIDDEN, stored_as="parameter" if kind is Shape.COLUMN else "")
         return Term(tuple(of_x)) if name == "dtotal" and features is not None else tuple(of_x)
 
     def result(name: str) -> Any:
-        lie, of = TABLE[name].lie, dims(name)
-        if features is not None and (lie in _OF_LINEAR or name == "y"):
+        kind, of = TABLE[name].shape, dims(name)
+        if features is not None and (kind in _OF_LINEAR or name == "y"):
             return tuple(Result(d, *([(Kind.ROW,), True] if pulls else [])) for d in of)
         over_features = (Kind.FEATURE,) if pulls and features is not None else ()
-        is_sum = pulls and lie is Lie.COLUMN
+        is_sum = pulls and kind is Shape.COLUMN
         return Result(of, (*over_features, *[Kind.ROW] * is_sum), wide=is_sum)
 
     of_operands = Arrays(**{name: dims(name) for name in operands.present()})
@@ -252,20 +252,20 @@ def layout(
     return Layout.of(operands, of_operands, dtypes, of_results)
 
 
-_OF_LINEAR = (Lie.KERNEL, Lie.BIAS)
+_OF_LINEAR = (Shape.KERNEL, Shape.BIAS)
 
 
 def _rank(operands: Arrays, features: tuple[int, ...] | None) -> int:
     """The rank of x, which all arrays have but those of Linears."""
     if features is not None and operands.dy is not None:
         return next(d.ndim - of + 1 for d, of in zip(operands.dy, features, strict=True) if d is not None)
-    return next(a.ndim for name, a in operands.present().items() if TABLE[name].lie not in _OF_LINEAR)
+    return next(a.ndim for name, a in operands.present().items() if TABLE[name].shape not in _OF_LINEAR)
 
 
-def _dims_of_linears(lie: Lie, ndim: int, features: tuple[int, ...], batch_dims: int) -> tuple[Dims, ...]:
+def _dims_of_linears(kind: Shape, ndim: int, features: tuple[int, ...], batch_dims: int) -> tuple[Dims, ...]:
     batch: Dims = tuple(Dim(Kind.BATCH, i) for i in range(batch_dims))
     rows: Dims = tuple(Dim(Kind.ROW, i) for i in range(batch_dims, ndim - 1))
-    lead = {Lie.KERNEL: (Dim(Kind.HIDDEN, stored_as="kernel"),), Lie.BIAS: ()}.get(lie, rows)
+    lead = {Shape.KERNEL: (Dim(Kind.HIDDEN, stored_as="kernel"),), Shape.BIAS: ()}.get(kind, rows)
     of_each = (tuple(Dim(Kind.FEATURE, i, of=of) for i in range(n)) for of, n in enumerate(features))
     return tuple((*batch, *lead, *of) for of in of_each)
 
@@ -276,14 +276,14 @@ def result_shapes(
     """The results of an operation as shapes and dtypes. features: as of `layout`."""
     arrays = operands.present()
     batch: Any = jnp.broadcast_shapes(*(a.shape[:batch_dims] for a in jax.tree.leaves(arrays)))
-    lead_and_h = _shape_without_batch(operands, batch_dims, features)
+    lead_and_h = _shape_without_batch(operands, dtypes, batch_dims, features)
     shape = (*batch, *lead_and_h)
 
     def of(name: str, dtype: Any) -> Any:
-        lie = TABLE[name].lie
-        if features is None or not (lie in _OF_LINEAR or name == "y"):
-            return None if dtype is None else jax.ShapeDtypeStruct(norm.shape(lie, shape, batch_dims), dtype)
-        lead = {Lie.KERNEL: lead_and_h[-1:], Lie.BIAS: ()}.get(lie, lead_and_h[:-1])
+        kind = TABLE[name].shape
+        if features is None or not (kind in _OF_LINEAR or name == "y"):
+            return None if dtype is None else jax.ShapeDtypeStruct(norm.sizes(kind, shape, batch_dims), dtype)
+        lead = {Shape.KERNEL: lead_and_h[-1:], Shape.BIAS: ()}.get(kind, lead_and_h[:-1])
         sizes = _sizes_of_features(operands, batch_dims, features)
         return tuple(
             None if d is None else jax.ShapeDtypeStruct((*batch, *lead, *n), d)
@@ -293,16 +293,19 @@ def result_shapes(
     return Arrays(**{name: of(name, dtype) for name, dtype in dtypes.present().items()})
 
 
-def _shape_without_batch(operands: Arrays, batch_dims: int, features: tuple[int, ...] | None) -> tuple[int, ...]:
-    """The shape of x, without vmap's axes, from the arrays that there are."""
-    rows = (a for name, a in operands.present().items() if TABLE[name].lie is Lie.ROW and hasattr(a, "shape"))
+def _shape_without_batch(
+    operands: Arrays, dtypes: Arrays, batch_dims: int, features: tuple[int, ...] | None
+) -> tuple[int, ...]:
+    """The shape of x, without vmap's axes, from the arrays that there are; without H where no result has it."""
+    rows = (a for name, a in operands.present().items() if TABLE[name].shape is Shape.ROW and hasattr(a, "shape"))
     row = next(rows, None)
     if row is not None:
         return row.shape[batch_dims:]
     # Of the products' cotangents alone; and with the kernels, of which an offset's gradient is made.
     dy, axes = next((d, n) for d, n in zip(operands.dy, features or (), strict=True) if d is not None)
-    h = next((k.shape[batch_dims] for k in operands.kernel or () if k is not None), 0)
-    return (*dy.shape[batch_dims : dy.ndim - axes], h)
+    h = [k.shape[batch_dims] for k in operands.kernel or () if k is not None]
+    assert h or jax.tree.leaves(dtypes) == jax.tree.leaves(dtypes.bias), "no array tells H"
+    return (*dy.shape[batch_dims : dy.ndim - axes], *h[:1])
 
 
 def _sizes_of_features(operands: Arrays, batch_dims: int, features: tuple[int, ...]) -> list[tuple[int, ...]]:

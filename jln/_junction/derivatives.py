@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jln._core.derivatives import PRODUCT, Rules, Unneeded, batched_like, named_statistics
 from jln._core.operation import LinearOperation, Operation, only_rows_differ
 from jln._junction import arrays, formulas, gradients
-from jln._junction.arrays import TABLE, Arrays, Junction, Lie, Norm
+from jln._junction.arrays import TABLE, Arrays, Junction, Norm, Shape
 from jln._junction.linears import formulas as linears
 
 # The operations
@@ -50,7 +50,7 @@ forward: Operation[Arrays, Arrays] = Operation(
     launcher=lambda: _launches().forward,
     layout=arrays.layout,
     shapes=arrays.result_shapes,
-    reads=lambda norm, dtypes: arrays.made_of(dtypes),
+    reads=lambda norm, dtypes: arrays.reads_of_results(dtypes),
 )
 backward: Operation[Arrays, Arrays] = Operation(
     "jln_norm_backward",
@@ -59,7 +59,7 @@ backward: Operation[Arrays, Arrays] = Operation(
     launcher=lambda: _launches().backward,
     layout=arrays.layout,
     shapes=arrays.result_shapes,
-    reads=arrays.read_for,
+    reads=arrays.reads_of_gradients,
 )
 _forward_in_one: Operation[Arrays, Arrays] = Operation(
     "jln_norm_linear_forward",
@@ -68,7 +68,7 @@ _forward_in_one: Operation[Arrays, Arrays] = Operation(
     launcher=lambda: _launches_with_linears().forward,
     layout=_of_features(arrays.layout),
     shapes=_of_features(arrays.result_shapes),
-    reads=lambda junction, dtypes: arrays.made_of(dtypes),
+    reads=lambda junction, dtypes: arrays.reads_of_results(dtypes),
 )
 _backward_in_one: Operation[Arrays, Arrays] = Operation(
     "jln_norm_linear_backward",
@@ -77,7 +77,7 @@ _backward_in_one: Operation[Arrays, Arrays] = Operation(
     launcher=lambda: _launches_with_linears().backward,
     layout=_of_features(arrays.layout),
     shapes=_of_features(arrays.result_shapes),
-    reads=lambda junction, dtypes: arrays.read_for(junction.norm, dtypes, with_linears=True),
+    reads=lambda junction, dtypes: arrays.reads_of_gradients(junction.norm, dtypes, with_linears=True),
 )
 _column_sums: Operation[Arrays, Arrays] = Operation(
     "jln_column_sums",
@@ -128,10 +128,13 @@ def _differ(norm: Norm, operands: Arrays) -> bool:
     return operands.gated or norm.both_sides
 
 
-def _read_for(junction: Junction, operands: Arrays, wanted: Arrays) -> set[str]:
-    """The names of the arrays that the wanted operands' gradients are made of, and the kernels, for their sizes."""
+def _reads(junction: Junction, operands: Arrays, wanted: Arrays) -> set[str]:
+    """The names of the arrays that the wanted operands' gradients are made of, and the kernels, for their sizes.
+
+    wanted: by their dtypes' names.
+    """
     dtypes = arrays.gradient_dtypes(wanted, arrays.total_dtype(operands), _differ(junction.norm, operands))
-    return arrays.read_for(junction.norm, dtypes, operands.kernel is not None) | {"kernel"}
+    return arrays.reads_of_gradients(junction.norm, dtypes, operands.kernel is not None) | {"kernel"}
 
 
 def _saving(junction: Junction, operands: Arrays, wanted: Arrays) -> tuple[Arrays, Arrays]:
@@ -139,20 +142,18 @@ def _saving(junction: Junction, operands: Arrays, wanted: Arrays) -> tuple[Array
 
     In place of the others that some gradient is made of stands an `Unneeded`. total is x where nothing is added.
     """
-    reads = _read_for(junction, operands, wanted)
+    reads = _reads(junction, operands, wanted)
+    of_all = _reads(junction, operands, jax.tree.map(lambda a: a.dtype.name, operands))
     outcome = _outcome(junction, operands, reads)
     mean, rstd, x_rstd = named_statistics(outcome.mean, outcome.rstd, outcome.x_rstd)
     total = operands.x if outcome.total is None else outcome.total
     there = operands._replace(total=total, mean=mean, rstd=rstd, x_rstd=x_rstd)
-    saved = {}
-    for name in sorted(_read_for(junction, operands, operands)):
-        array, is_kept = getattr(there, name, None), TABLE[name].is_kept
-        if name in reads or not (is_kept or array is not None):
-            saved[name] = array
-        elif not is_kept:
-            saved[name] = jax.tree.map(Unneeded, array)
-        elif name != "mean" or junction.norm.switches.subtract_mean:
-            saved[name] = Unneeded(jax.tree.leaves(outcome.y)[0])
+    if not junction.norm.switches.subtract_mean:
+        of_all -= {"mean"}
+    # A statistic that nobody reads was not computed: what stands for it is batched as a result is.
+    statistics = dict.fromkeys((n for n in of_all if TABLE[n].is_kept), jax.tree.leaves(outcome.y)[0])
+    unneeded = jax.tree.map(Unneeded, there._replace(**statistics))
+    saved = {name: getattr(there if name in reads else unneeded, name) for name in sorted(of_all)}
     return outcome.only(("y", "total")), Arrays(**saved)
 
 
@@ -222,10 +223,12 @@ def _transposed(
 ) -> Arrays:
     """The transpose of the tangents, by the backward kernels: reverse mode of a function made for forward mode."""
     del implementation  # the junction's own
-    of_parameters = (Lie.COLUMN, Lie.KERNEL, Lie.BIAS)
+    of_parameters = (Shape.COLUMN, Shape.KERNEL, Shape.BIAS)
     named = (*saved.present().items(), *tangents.only(("row_gate", "z")).present().items())
-    rows = [a for name, a in named if TABLE[name].lie not in of_parameters]
-    parameters = [a for of in (saved, tangents) for name, a in of.present().items() if TABLE[name].lie in of_parameters]
+    rows = [a for name, a in named if TABLE[name].shape not in of_parameters]
+    parameters = [
+        a for of in (saved, tangents) for name, a in of.present().items() if TABLE[name].shape in of_parameters
+    ]
     rows, parameters = jax.tree.leaves((cotangents, rows)), jax.tree.leaves(parameters)
     wanted = jax.tree.map(lambda a: a.dtype.name, tangents)
     if junction.norm.examples or not only_rows_differ(batch_dims, rows, parameters):

@@ -267,7 +267,8 @@ def forward(
         total = gated(branch(operands, dtype), operands) + residual.astype(dtype)  # (23)
         # A barrier on every platform, or XLA leaves out the conversion to 16 bits.
         read = total = lax.optimization_barrier(_with_digits_of(total, total_dtype).astype(total_dtype))
-    how: dict[str, Any] = {"keep": dtypes.rstd is not None, "fence": fence, "h_axes": h_axes}
+    keep = dtypes.mean is not None or dtypes.rstd is not None
+    how: dict[str, Any] = {"keep": keep, "fence": fence, "h_axes": h_axes}
     y, mean, rstd = normalise(read, operands.scale, operands.offset, norm, **how)
     if z is not None and norm.switches.norm_before_gate:
         y = wide(Product(y, z))  # (42)
@@ -291,14 +292,14 @@ def forward_of_two(
     norm = dataclasses.replace(norm, both_sides=False)
     batch = common_batch(batch_dims, *operands)
     total_dtype = jnp.promote_types(operands.x.dtype, operands.residual.dtype).name
-    summands = Arrays(operands.x, scale=operands.x_scale, added=operands.residual)
+    summands = Arrays(x=operands.x, scale=operands.x_scale, added=operands.residual)
     in_front = forward(summands, norm, Arrays(y=total_dtype, rstd=dtypes.x_rstd), batch_dims)
     # A barrier, or XLA leaves out the rounding to 16 bits and norms the unrounded sum.
     total = lax.optimization_barrier(in_front.y)
     behind = Arrays()
     if dtypes.y is not None or dtypes.rstd is not None:
         wanted = Arrays(y=dtypes.y, rstd=dtypes.rstd)
-        behind = forward(Arrays(total, scale=operands.scale), norm, wanted, batch_dims)
+        behind = forward(Arrays(x=total, scale=operands.scale), norm, wanted, batch_dims)
     return in_dtypes(Arrays(y=behind.y, total=total, rstd=behind.rstd, x_rstd=in_front.rstd), dtypes, batch)
 
 

@@ -228,12 +228,12 @@ def _tangent_of_two(operands: tuple[Arrays, Arrays], norm: Norm, dtypes: Arrays,
     batch = common_batch(batch_dims, *tangents, *saved)
     t = tangents.residual
     if tangents.x is not None or tangents.x_scale is not None:
-        of_x = Arrays(tangents.x, scale=tangents.x_scale, added=tangents.residual)
+        of_x = Arrays(x=tangents.x, scale=tangents.x_scale, added=tangents.residual)
         saved_of_x = Arrays(total=saved.x, scale=saved.x_scale, rstd=saved.x_rstd)
         wanted = Arrays(y=compute_dtype(saved.total.dtype).name)
         t = tangent((of_x, saved_of_x), norm, wanted, batch_dims).y
     saved_behind = saved.only(("total", "scale", "rstd"))
-    dy = tangent((Arrays(t, scale=tangents.scale), saved_behind), norm, Arrays(y=dtypes.y), batch_dims).y
+    dy = tangent((Arrays(x=t, scale=tangents.scale), saved_behind), norm, Arrays(y=dtypes.y), batch_dims).y
     dtotal = jnp.zeros_like(saved.total) if t is None else t
     return in_dtypes(Arrays(y=dy, total=dtotal), dtypes, batch)
 

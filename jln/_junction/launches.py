@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jln._junction import tiles
-from jln._junction.arrays import COLUMNS, OPERANDS, RESULTS, TABLE, Arrays, Lie, Norm, total_dtype
+from jln._junction.arrays import COLUMNS, OPERANDS, RESULTS, TABLE, Arrays, Norm, Shape, total_dtype
 from jln._junction.formulas import forward_of_two
 from jln._junction.gradients import backward_of_two
 from jln._junction.kernels.backward import backward_kernel, reduce_kernel, row_sums_kernel
@@ -89,7 +89,7 @@ class _Geometry:
 
     def results(self, dtypes: Arrays) -> Arrays:
         """The shapes of results, or of gradients, in these dtypes."""
-        shapes = {n: self.norm.shape(TABLE[n].lie, self.shape, self.batch_dims) for n in dtypes.present()}
+        shapes = {n: self.norm.sizes(TABLE[n].shape, self.shape, self.batch_dims) for n in dtypes.present()}
         return Arrays(**{n: jax.ShapeDtypeStruct(shapes[n], dtype) for n, dtype in dtypes.present().items()})
 
 
@@ -105,14 +105,14 @@ def _geometry(operands: Arrays, norm: Norm, batch_dims: int, has_sums: bool = Fa
     arrays = operands.present()
     batches = {name: a.shape[:in_front] for name, a in arrays.items()}
     batch: Any = jnp.broadcast_shapes(*batches.values())
-    x = next(a for name, a in arrays.items() if TABLE[name].lie is Lie.ROW)
+    x = next(a for name, a in arrays.items() if TABLE[name].shape is Shape.ROW)
     shape = batch + x.shape[in_front:]
     if shape[norm.axis] >= tiles.LONGEST_ROW:
         raise ValueError(
             f"x of shape {x.shape} is normalised over {shape[norm.axis]} elements, and the Triton kernels take fewer "
             f"than {tiles.LONGEST_ROW}: use implementation='xla'"
         )
-    plain = all(math.prod(b) == 1 if TABLE[n].lie is Lie.COLUMN else b == batch for n, b in batches.items())
+    plain = all(math.prod(b) == 1 if TABLE[n].shape is Shape.COLUMN else b == batch for n, b in batches.items())
     return _Geometry(norm, shape, batch, batch_dims, grouped=has_sums or not plain)
 
 
@@ -289,7 +289,7 @@ def _without_pullback(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: 
     if dtypes.offset is not None:
         made = made._replace(offset=_doffset(operands.dy, norm, batch_dims, dtypes.offset))
     if dtypes.y is not None:
-        again = Arrays(operands.total, scale=operands.scale, offset=operands.offset)
+        again = Arrays(x=operands.total, scale=operands.scale, offset=operands.offset)
         made = made._replace(y=forward(again, norm, Arrays(y=dtypes.y), batch_dims, target).y)
     return jax.tree.map(lambda a: jnp.broadcast_to(a, (*batch, *a.shape[batch_dims:])), made)
 

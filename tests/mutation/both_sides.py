@@ -2,6 +2,7 @@
 
 from targets import (
     ACCURACY,
+    ARRAY_TABLE,
     ARRAYS,
     BACKWARD,
     FORWARD,
@@ -87,7 +88,7 @@ NORMS = [
     ),
     Mutant(
         "wide rows of which the branch is not normalised", XLA_NORM,
-        "Arrays(operands.x, scale=operands.x_scale, added=operands.residual)",
+        "Arrays(x=operands.x, scale=operands.x_scale, added=operands.residual)",
         "Arrays(operands.residual, scale=operands.x_scale, added=operands.x)", CHUNKS,
     ),
     Mutant(
@@ -96,13 +97,19 @@ NORMS = [
     ),
     Mutant(
         "x_scale's tangent forgotten", XLA_GRADIENTS,
-        "Arrays(tangents.x, scale=tangents.x_scale, added", "Arrays(tangents.x, added",
+        "Arrays(x=tangents.x, scale=tangents.x_scale, added", "Arrays(tangents.x, added",
         (f"{MATRIX}forward_mode[rms_norm_add_rms_norm-xs-xla-jvp]",),
     ),
     Mutant(
         "x kept although neither its gradient nor its scale's is wanted", ARRAYS,
         "names |= {*array.more} if norm.both_sides else set()", "names |= set(_NORMED) if norm.both_sides else set()",
         (f"{FROZEN}test_held_by_norms_in_front_of_a_sum[xla-rms_norm_add_rms_norm-residual-1-1-False]",),
+    ),
+    Mutant(
+        "x's rstd made of x alone", ARRAYS,
+        "x_rstd: Annotated[Any, Array(Shape.NUMBER, _SUM, is_kept=True)]",
+        'x_rstd: Annotated[Any, Array(Shape.NUMBER, ("x",), is_kept=True)]',
+        (f"{ARRAY_TABLE}test_results_are_made_of_what_their_lines_say[both sides-x_rstd]",),
     ),
     Mutant(
         "y unused, and dresidual forgotten", JUNCTION_RULES,

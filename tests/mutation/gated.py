@@ -192,8 +192,8 @@ GATED_NORMS = [
     Mutant(
         "a sum of all groups",
         ARRAYS,
-        "own = {*self.axes_of_examples(len(x), batch_dims), h} if lie",
-        "own = {*range(batch_dims + self.examples), h} if lie",
+        "own = {*self.axes_of_examples(len(x), batch_dims), h} if shape",
+        "own = {*range(batch_dims + self.examples), h} if shape",
         GROUPS,
     ),
     Mutant(

@@ -111,8 +111,8 @@ SUMS = [
     Mutant(
         "x kept although no gate's gradient is wanted",
         JUNCTION_RULES,
-        "if name in reads or not (is_kept or array is not None):",
-        'if name in reads or name == "x" or not (is_kept or array is not None):',
+        "there if name in reads else unneeded",
+        'there if name in reads or name == "x" else unneeded',
         (f"{JUNCTION}test_held_between_forward_and_backward[xla-H-some0-1-2-False]",),
     ),
     Mutant(

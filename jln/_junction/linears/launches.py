@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jln._core.operation import only_rows_differ
 from jln._junction import launches as norms
-from jln._junction.arrays import TABLE, Arrays, Junction, Lie, Norm, total_dtype
+from jln._junction.arrays import TABLE, Arrays, Junction, Norm, Shape, total_dtype
 from jln._junction.formulas import common_batch, with_batch
 from jln._junction.kernels import with_linear as kernels
 from jln._junction.linears import formulas, tiles
@@ -35,7 +35,7 @@ def forward(
     batch = common_batch(batch_dims, *jax.tree.leaves(operands))
     rows, parameters = ({}, {})
     for name, array in operands.present().items():
-        (rows if TABLE[name].lie is Lie.ROW else parameters)[name] = array
+        (rows if TABLE[name].shape is Shape.ROW else parameters)[name] = array
     if batch_dims and only_rows_differ(batch_dims, list(rows.values()), jax.tree.leaves(parameters)):
         # Where every example has the same parameters, examples are rows like any other.
         of_linears = jax.tree.map(lambda p: p.reshape(p.shape[batch_dims:]), operands.only(("kernel", "bias")))
