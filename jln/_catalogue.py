@@ -192,7 +192,7 @@ class Operator(Signature):
         arguments, reread = self.arguments, self.reread
         if "gate" in extras:
             arguments = tuple(dataclasses.replace(a, gradient_of=None) for a in arguments)
-            reread = (*reread, "x", *(a.name for a in added))
+            reread = tuple(dict.fromkeys((*reread, "x", *(a.name for a in added))))
         own = {name: ("examples", "H") for name in of_examples}
         arguments = tuple(
             dataclasses.replace(a, dimensions=own.get(a.name, a.dimensions)) for a in (*arguments, *added)
@@ -256,7 +256,7 @@ def _with_linear(norm: Operator) -> Operator:
         norm,
         name=f"{norm.name}_linear",
         arguments=(*norm.arguments, _KERNEL, _BIAS),
-        results=(_PRODUCT,),
+        results=(_PRODUCT, *norm.results[1:]),
         reread=(*norm.reread, "kernel"),
         norm=norm,
     )
@@ -286,6 +286,24 @@ def _added(norm: Operator) -> Operator:
     return dataclasses.replace(norm, name=f"{norm.name}_add", arguments=arguments, per_element=(forward + 1, backward))
 
 
+def _both_sides(norm: Operator) -> Operator:
+    """The operator that normalises x, adds it to a residual, and normalises the sum."""
+    forward, backward = norm.per_element
+    parameters = norm.arguments[1:]
+    of_x = tuple(dataclasses.replace(a, name=f"x_{a.name}") for a in parameters)
+    return dataclasses.replace(
+        norm,
+        name=f"{norm.name}_add_{norm.name}",
+        arguments=(_X, dataclasses.replace(_RESIDUAL, gradient_of=None), *of_x, *parameters),
+        results=(_Y, _TOTAL),
+        reread=("x", "x_scale", "total", "scale"),
+        per_element=(2 * forward + 1, 2 * backward + 1),
+        in_front=norm,
+        of_sum=norm,
+        extras=(_GATE,),
+    )
+
+
 # An element forward: mean 1, x - mean 1, its square summed 2, times rstd 1, scale 1, offset 1. Backward: x_hat 2, g 1,
 # c1 1, c2 2, dx 4, dscale 2, doffset 1. An RMSNorm has neither mean, c1 nor offset.
 _NORMS = (
@@ -294,35 +312,26 @@ _NORMS = (
 )
 # silu(z) 4, the product 1. Backward: silu 4, its derivative 2, x or dy times silu(z) 1, dz 2, dx or y times silu(z) 1.
 _GATED = Operator("rms_norm_gated", (_X, _Z, _SCALE), (_Y,), ("x", "z", "scale"), centres=False, per_element=(9, 19))
-# Behind x's norm and the sum of both gradients: the norm in front of the sum, of x and its own scale.
-_BOTH_SIDES = Operator(
-    "rms_norm_add_rms_norm",
-    (_X, dataclasses.replace(_RESIDUAL, gradient_of=None), dataclasses.replace(_SCALE, name="x_scale"), _SCALE),
-    (_Y, _TOTAL),
-    ("x", "x_scale", "total", "scale"),
-    centres=False,
-    per_element=(9, 19),
-    in_front=_NORMS[1],
-    of_sum=_NORMS[1],
-)
 # The norms by themselves, of a sum, in a sum, on both sides of one, gated; with a Linear behind, and that of a sum.
 _LINEARS = tuple(map(_with_linear, _NORMS))
+_BOTH_SIDES = tuple(map(_both_sides, reversed(_NORMS)))
 OPERATORS: dict[str, Operator] = {
     o.name: o
     for family in (
-        (*_NORMS, *map(_adding, _NORMS), *map(_added, _NORMS), _BOTH_SIDES, _GATED),
-        (*_LINEARS, *map(_adding, _LINEARS)),
+        (*_NORMS, *map(_adding, _NORMS), *map(_added, _NORMS), *_BOTH_SIDES, _GATED),
+        (*_LINEARS, *map(_adding, _LINEARS), *map(_with_linear, _BOTH_SIDES)),
     )
     for o in family
 }
 
 
 def fullest(*, is_linear: bool, adds: bool) -> Operator:
-    """The operator with the most arguments among those of a kind, gated ones left out.
+    """The operator with the most arguments among those of a kind, but for gated ones and norms on both sides.
 
     is_linear: with a product behind the norm. adds: with a residual in front of it.
     """
-    fitting = [o for o in OPERATORS.values() if (o.is_linear, o.adds, o.is_gated) == (is_linear, adds, False)]
+    plain = [o for o in OPERATORS.values() if not o.is_gated and o.in_front is None]
+    fitting = [o for o in plain if (o.is_linear, o.adds) == (is_linear, adds)]
     return max(fitting, key=lambda o: len(o.arguments))
 
 

@@ -30,11 +30,14 @@ OPERATORS = (
     "layer_norm_add",
     "rms_norm_add",
     "rms_norm_add_rms_norm",
+    "layer_norm_add_layer_norm",
     "rms_norm_gated",
     "layer_norm_linear",
     "rms_norm_linear",
     "add_layer_norm_linear",
     "add_rms_norm_linear",
+    "rms_norm_add_rms_norm_linear",
+    "layer_norm_add_layer_norm_linear",
 )
 NORMS, PAIRS = ("LayerNorm", "RMSNorm"), ("LayerNormLinear", "RMSNormLinear")
 # Title, module, and what the page has of it: (name, the methods that it has, too).

@@ -75,19 +75,19 @@ def test_every_array_has_a_line_that_names_others():
 
 # What a norm by itself has, and one on both sides of a sum.
 ALONE = ("x", "residual", "scale", "offset", "x_bias", "gate", "row_gate", "z")
-BOTH = ("x", "residual", "scale", "x_scale")
+BOTH = ("x", "residual", "scale", "offset", "x_scale", "x_bias", "gate", "row_gate")
 
 
 @pytest.mark.parametrize(("operand", "both_sides"), [(n, False) for n in ALONE] + [(n, True) for n in BOTH])
 def test_a_gradient_reads_what_its_line_says(operand, both_sides):
     """A gradient is not a number where an array of its line is not, and does not see the others."""
     of_row, of_column, of_number = (workbench.normal(i, s, "float32") for i, s in enumerate([(4, 8), (1, 8), (4, 1)]))
-    norm = Norm(-1, 1e-6, Switches(subtract_mean=not both_sides), both_sides=both_sides)
-    names = ["dy", "dtotal", "total", "rstd", "scale", "x"]
-    names += ["x_scale", "x_rstd"] if both_sides else ["mean", "x_bias", "gate", "row_gate"]
+    norm = Norm(-1, 1e-6, Switches(subtract_mean=True), both_sides=both_sides)
+    names = ["dy", "dtotal", "total", "mean", "rstd", "scale", "x", "x_bias", "gate", "row_gate"]
+    names += ["x_scale", "x_mean", "x_rstd"] if both_sides else []
     if operand == "z":  # of no sum
         names = [*(name for name in names if name != "dtotal"), "z"]
-    if operand in ("z", "residual"):  # without gates
+    if operand in ("z", "residual") and not both_sides:  # without gates
         names = [name for name in names if name not in ("x_bias", "gate", "row_gate")]
     of = {"ROW": of_row, "COLUMN": of_column, "NUMBER": of_number}
     saved = Arrays(**{name: of[TABLE[name].shape.name] for name in names})
@@ -99,10 +99,10 @@ def test_a_gradient_reads_what_its_line_says(operand, both_sides):
         assert bool(jnp.isnan(gradient).any()) == (name in reads), name
 
 
-RESULTS_OF_ONE = [name for name in RESULTS if name != "x_rstd"]
+RESULTS_OF_ONE = [name for name in RESULTS if name not in ("x_mean", "x_rstd")]
 SUBSETS = [
     pytest.param(both_sides, wanted, id="-".join(("both sides" if both_sides else "one side", *wanted)))
-    for both_sides, names in ((False, RESULTS_OF_ONE), (True, [name for name in RESULTS if name != "mean"]))
+    for both_sides, names in ((False, RESULTS_OF_ONE), (True, RESULTS))
     for n in range(1, len(names) + 1)
     for wanted in itertools.combinations(names, n)
 ]
@@ -111,10 +111,10 @@ SUBSETS = [
 @pytest.mark.parametrize(("both_sides", "wanted"), SUBSETS)
 def test_results_are_made_of_what_their_lines_say(both_sides, wanted):
     """Whatever results are wanted, their operands are enough for the formula and for the kernels' launches."""
-    norm = Norm(-1, 1e-6, Switches(subtract_mean=not both_sides), both_sides=both_sides)
+    norm = Norm(-1, 1e-6, Switches(subtract_mean=True), both_sides=both_sides)
     sizes = {Shape.ROW: (4, 8), Shape.COLUMN: (1, 8), Shape.NUMBER: (4, 1)}
-    of_two = ("x", "residual", "scale", "x_scale")
-    names = of_two if both_sides else [n for n in OPERANDS if n not in ("x_scale", "z", "added", "kernel", "bias")]
+    names = [n for n in OPERANDS if n not in ("z", "added", "kernel", "bias")]
+    names = names if both_sides else [n for n in names if n != "x_scale"]
     operands = Arrays(**{n: workbench.normal(i, sizes[TABLE[n].shape], "float32") for i, n in enumerate(names)})
     every = Arrays(**dict.fromkeys(wanted, "float32"))
     read = operands.only(reads_of_results(every))

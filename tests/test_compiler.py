@@ -20,6 +20,7 @@ from jln._triton.chip import CHIPS as ALL_CHIPS
 from jln._triton.tile import Tile, aligned
 from jln._triton.tuning import Trial
 from launches import (
+    BOTH_SIDES_SWITCHES,
     CHIPS,
     DTYPES,
     FUSED,
@@ -160,9 +161,11 @@ def compile_both_sides(dtypes, chip, switches, widths):
     """Return of each launch of a norm on both sides of a sum what `compile_all` does. Runs in the worker."""
     made = []
     for h in widths:
-        for launch in both_sides_launches(h, dtypes, chip, switches):
+        for wants_y, launch in [
+            (y, a) for y in (False, True) for a in both_sides_launches(h, dtypes, chip, switches, y)
+        ]:
             resources = compiler.compile_launch(launch)
-            what = f"{launch.kernel.fn.__name__} {dtypes} H={h} {launch.tile}"
+            what = f"{launch.kernel.fn.__name__} {dtypes} H={h} {wants_y=} {launch.tile}"
             made.append((what, resources.spilled, resources.shared, launch.chip.shared))
     return made
 
@@ -171,16 +174,20 @@ def compile_both_sides(dtypes, chip, switches, widths):
 BOTH_SIDES_WIDTHS = (33, 128, 768, 1000, 1023, 1024, 2048, 4095, 4096, 7168, 8192)
 
 
-@pytest.mark.parametrize(("switches", "dtype", "widths"), dealt(["everything"], MOST, BOTH_SIDES_WIDTHS))
+@pytest.mark.parametrize(
+    ("switches", "dtype", "widths"), dealt(list(BOTH_SIDES_SWITCHES)[::2], MOST, BOTH_SIDES_WIDTHS)
+)
 def test_no_spills_of_norms_on_both_sides_on_an_h200(worker, switches, dtype, widths):
-    assert_fits(worker.submit(compile_both_sides, DTYPES[dtype], "h200", SWITCHES[switches], widths).result(), STACK)
+    of = BOTH_SIDES_SWITCHES[switches]
+    assert_fits(worker.submit(compile_both_sides, DTYPES[dtype], "h200", of, widths).result(), STACK)
 
 
 @pytest.mark.parametrize(
-    ("switches", "chip", "dtype"), every_pair(itertools.product(("everything", "nothing"), CHIPS, DTYPES))
+    ("switches", "chip", "dtype"), every_pair(itertools.product(BOTH_SIDES_SWITCHES, CHIPS, DTYPES))
 )
 def test_no_spills_of_norms_on_both_sides(worker, switches, chip, dtype):
-    made = worker.submit(compile_both_sides, DTYPES[dtype], chip, SWITCHES[switches], BOTH_SIDES_WIDTHS).result()
+    of = BOTH_SIDES_SWITCHES[switches]
+    made = worker.submit(compile_both_sides, DTYPES[dtype], chip, of, BOTH_SIDES_WIDTHS).result()
     assert_fits(made, STACK)
 
 

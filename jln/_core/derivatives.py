@@ -100,9 +100,9 @@ def _with_standard_promotion(rule: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def named_statistics(*statistics: jax.Array | None) -> tuple[jax.Array | None, ...]:
+def named_statistics(statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Row statistics under the name by which policies of `jax.checkpoint` find them."""
-    return tuple(None if a is None else checkpoint_name(a, STATISTICS) for a in statistics)
+    return {name: checkpoint_name(a, STATISTICS) for name, a in statistics.items()}
 
 
 @dataclasses.dataclass(frozen=True)

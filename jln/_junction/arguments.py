@@ -20,11 +20,13 @@ Axis = int | tuple[int, ...]
 Gate = jax.Array | float | None
 
 
-def checked(arrays: Arrays, axes: tuple[int, ...]) -> Arrays:
+def checked(arrays: Arrays, axes: tuple[int, ...], both_sides: bool = False) -> Arrays:
     """The arrays as a user gives them, checked for their dtypes and shapes.
 
     x and the other arrays of its size that the operator needs are JAX's arrays already. A user's `added` is called
-    residual, as is `residual` itself. axes: the normalised ones of x, not negative.
+    residual, as is `residual` itself; the `x_bias` behind a norm of x is called x_offset.
+
+    axes: the normalised ones of x, not negative. both_sides: whether x is normalised before it is added.
     """
     x = arrays.x
     normalised = tuple(x.shape[a] for a in axes)
@@ -34,8 +36,11 @@ def checked(arrays: Arrays, axes: tuple[int, ...]) -> Arrays:
         name: _checks.parameter(name, getattr(arrays, name), x, axes, normalised)
         for name in ("scale", "offset", "x_scale")
     }
-    x_bias = _checks.optional_array("x_bias", arrays.x_bias)
-    _checks.shape("x_bias", x_bias, normalised, "that of x's normalised axes")
+    if both_sides:
+        x_bias = _checks.parameter("x_offset", arrays.x_bias, x, axes, normalised)
+    else:
+        x_bias = _checks.optional_array("x_bias", arrays.x_bias)
+        _checks.shape("x_bias", x_bias, normalised, "that of x's normalised axes")
     return arrays._replace(**parameters, x_bias=x_bias, gate=_checks.gate(arrays.gate, x, arrays.residual, axes))
 
 

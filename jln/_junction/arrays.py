@@ -1,6 +1,6 @@
 """The arrays of a junction: the table of them, the one record that holds them, and what is static.
 
-    branch = x + x_bias  |  norm(x) * x_scale  |  x * silu(z)
+    branch = x + x_bias  |  norm(x) * x_scale + x_bias  |  x * silu(z)
     total  = residual + gate * branch                            # rounded once; this is what is normalised
     y      = norm(total) * scale + offset   [* silu(z)]   [+ added]   [@ kernels + biases]
 
@@ -54,11 +54,11 @@ def _operand(shape: Shape, *made_of: str, more: tuple[str, ...] = ()) -> Array:
     return Array(shape, made_of, more, is_operand=True)
 
 
-# What total is made of, its cotangent, x_hat, and x normalised in front of the sum.
+# What total is made of, its cotangent, x_hat, and what x_hat is to total in the norm of x.
 _SUM = ("x", "residual", "x_bias", "gate", "row_gate", "z", "x_scale")
 _PULLED = ("dy", "dtotal", "total", "scale", "mean", "rstd", "z")
 _X_HAT = ("total", "mean", "rstd", "z")
-_NORMED = ("x", "x_scale", "x_rstd")
+_U = ("x", "x_mean", "x_rstd")
 
 
 class Arrays(NamedTuple):
@@ -70,22 +70,23 @@ class Arrays(NamedTuple):
     kernel, bias and, with Linears, y and dy are tuples, with one for each Linear.
     """
 
-    x: Annotated[Any, _operand(Shape.ROW, *_PULLED, "gate", "row_gate", more=_NORMED)] = None
+    x: Annotated[Any, _operand(Shape.ROW, *_PULLED, "gate", "row_gate", more=("x_scale", *_U))] = None
     residual: Annotated[Any, _operand(Shape.ROW, *_PULLED)] = None
     scale: Annotated[Any, _operand(Shape.COLUMN, "dy", *_X_HAT)] = None
     offset: Annotated[Any, _operand(Shape.COLUMN, "dy")] = None
     x_bias: Annotated[Any, _operand(Shape.COLUMN, *_PULLED, "gate", "row_gate")] = None
-    gate: Annotated[Any, _operand(Shape.COLUMN, *_PULLED, "x", "x_bias", more=_NORMED)] = None
-    row_gate: Annotated[Any, _operand(Shape.NUMBER, *_PULLED, "x", "x_bias", more=_NORMED)] = None
+    gate: Annotated[Any, _operand(Shape.COLUMN, *_PULLED, "x", "x_bias", more=("x_scale", *_U))] = None
+    row_gate: Annotated[Any, _operand(Shape.NUMBER, *_PULLED, "x", "x_bias", more=("x_scale", *_U))] = None
     z: Annotated[Any, _operand(Shape.ROW, *_PULLED)] = None
     added: Annotated[Any, _operand(Shape.ROW, "dy")] = None
-    x_scale: Annotated[Any, _operand(Shape.COLUMN, *_PULLED, "gate", "row_gate", more=("x", "x_rstd"))] = None
+    x_scale: Annotated[Any, _operand(Shape.COLUMN, *_PULLED, "gate", "row_gate", more=_U)] = None
     kernel: Annotated[Any, _operand(Shape.KERNEL, "dy", *_X_HAT, "scale", "offset")] = None
     bias: Annotated[Any, _operand(Shape.BIAS, "dy")] = None
     y: Annotated[Any, Array(Shape.ROW, (*_SUM, "scale", "offset", "added", "kernel", "bias"))] = None
     total: Annotated[Any, Array(Shape.ROW, _SUM)] = None
     mean: Annotated[Any, Array(Shape.NUMBER, _SUM, is_kept=True)] = None
     rstd: Annotated[Any, Array(Shape.NUMBER, _SUM, is_kept=True)] = None
+    x_mean: Annotated[Any, Array(Shape.NUMBER, _SUM, is_kept=True)] = None
     x_rstd: Annotated[Any, Array(Shape.NUMBER, _SUM, is_kept=True)] = None
     dy: Annotated[Any, Array(Shape.ROW)] = None
     dtotal: Annotated[Any, Array(Shape.ROW)] = None
@@ -108,6 +109,7 @@ TABLE: dict[str, Array] = {
 }
 OPERANDS = tuple(name for name, array in TABLE.items() if array.is_operand)
 RESULTS = tuple(name for name, array in TABLE.items() if array.made_of and not array.is_operand)
+KEPT = tuple(name for name, array in TABLE.items() if array.is_kept)
 # Those whose gradient is a sum over rows of which programs have shares.
 COLUMNS = tuple(name for name in OPERANDS if TABLE[name].shape is Shape.COLUMN)
 

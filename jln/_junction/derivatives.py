@@ -7,7 +7,6 @@ others. Few features are one operation with the norm.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -18,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jln._core.derivatives import PRODUCT, Rules, Unneeded, batched_like, named_statistics
 from jln._core.operation import LinearOperation, Operation, only_rows_differ
 from jln._junction import arrays, formulas, gradients
-from jln._junction.arrays import TABLE, Arrays, Junction, Norm, Shape
+from jln._junction.arrays import KEPT, TABLE, Arrays, Junction, Norm, Shape
 from jln._junction.linears import formulas as linears
 
 # The operations
@@ -107,6 +106,7 @@ def _outcome(junction: Junction, operands: Arrays, keeps: set[str]) -> Arrays:
         total=None if operands.residual is None else total,
         mean=statistic if norm.switches.subtract_mean else None,
         rstd=statistic,
+        x_mean=of_x if norm.switches.subtract_mean else None,
         x_rstd=of_x,
     )
     if operands.kernel is None:
@@ -145,13 +145,12 @@ def _saving(junction: Junction, operands: Arrays, wanted: Arrays) -> tuple[Array
     reads = _reads(junction, operands, wanted)
     of_all = _reads(junction, operands, jax.tree.map(lambda a: a.dtype.name, operands))
     outcome = _outcome(junction, operands, reads)
-    mean, rstd, x_rstd = named_statistics(outcome.mean, outcome.rstd, outcome.x_rstd)
     total = operands.x if outcome.total is None else outcome.total
-    there = operands._replace(total=total, mean=mean, rstd=rstd, x_rstd=x_rstd)
+    there = operands._replace(total=total, **named_statistics(outcome.only(KEPT).present()))
     if not junction.norm.switches.subtract_mean:
-        of_all -= {"mean"}
+        of_all -= {"mean", "x_mean"}
     # A statistic that nobody reads was not computed: what stands for it is batched as a result is.
-    statistics = dict.fromkeys((n for n in of_all if TABLE[n].is_kept), jax.tree.leaves(outcome.y)[0])
+    statistics = dict.fromkeys(of_all.intersection(KEPT), jax.tree.leaves(outcome.y)[0])
     unneeded = jax.tree.map(Unneeded, there._replace(**statistics))
     saved = {name: getattr(there if name in reads else unneeded, name) for name in sorted(of_all)}
     return outcome.only(("y", "total")), Arrays(**saved)
@@ -206,14 +205,9 @@ def _of_total_alone(dtotal: Any, saved: Arrays, junction: Junction, dtypes: Arra
     if not junction.norm.both_sides:
         pulled = gradients.of_total_alone(saved, dtotal, junction.norm, dtypes, batch_dims)
     else:
-        pulled = Arrays(residual=None if dtypes.residual is None else dtotal.astype(dtypes.residual))
-        wanted = Arrays(x=dtypes.x, scale=dtypes.x_scale)
-        if jax.tree.leaves(wanted):
-            norm = dataclasses.replace(junction.norm, both_sides=False)
-            of_x = Arrays(dy=dtotal, total=saved.x, scale=saved.x_scale, rstd=saved.x_rstd)
-            how: Any = {"implementation": junction.implementation, "batch_dims": batch_dims}
-            in_front = backward(of_x, norm, wanted, **how)
-            pulled = pulled._replace(x=in_front.x, x_scale=in_front.scale)
+        by = functools.partial(backward, implementation=junction.implementation)
+        pulled = gradients.of_branch_alone(dtotal, saved, junction.norm, dtypes, batch_dims, by)
+        pulled = pulled._replace(residual=None if dtypes.residual is None else dtotal.astype(dtypes.residual))
     nothing = None if not junction.features else (None,) * len(junction.features)
     return pulled._replace(kernel=nothing, bias=nothing)
 

@@ -59,20 +59,22 @@ By (42) the cotangent of the norm's result, which (6) to (9) call dy, is dy * u;
     (45) t  = x' * u + x * u' * z'    the t of (18)                                           (the gate before the norm)
     (46) y' = (19) * u + (x_hat * s) * u' * z'                                                (the norm before the gate)
 
-With a norm of x in front of the sum, t being its scale as s is the total's, (2) to (4) are of the total, and
+With a norm of x in front of the sum, (1) to (4) are of the total. Of x the same terms are its mean, p, u and the
+branch, whose scale is t and whose offset is the bias e:
 
-    (31) p_m   = ((1/H) sum_h x_mh^2 + epsilon)^(-1/2)
-    (32) u     = x * p
-    (33) total = r + u * t, rounded to its dtype
+    (31) p_m   = ((1/H) sum_h (x_mh - x_mean_m)^2 + epsilon)^(-1/2)            (no mean for RMSNorm)
+    (32) u     = (x - x_mean) * p
+    (33) total = r + w * (u * t + e), rounded to its dtype
 
-The cotangent d of total is (9) and total's own; u is to x what x_hat is to total.
+The cotangent d of total is (9) and total's own. (26) and (27) hold as they are, with w * d for the cotangent of the
+branch; and u is to x what x_hat is to total:
 
     (34) dresidual  = d
-    (35) dx_scale_h = sum_m d_mh * u_mh
-    (36) dx         = p * (d * t - u * (1/H) sum_h d * t * u)
+    (35) dx_scale_h = sum_m (w * d)_mh * u_mh
+    (36) dx         = p * (g - (1/H) sum_h g - u * (1/H) sum_h g * u),   g = w * d * t     (no first sum for RMSNorm)
 
-Here both are made of two norms, the first of which adds by (30): so they are by kernels, too, where one kernel does not
-take them. d is rounded to total's dtype then.
+Here both are made of two norms, the first of which adds by (30) where no gate is between: so they are by kernels, too,
+where one kernel does not take them. d is rounded to total's dtype then.
 
 Shapes are those of `jln._junction.arrays`. A result is in the dtype that `dtypes` names for it, and is not computed
 where that is None. Inside of a program for several devices each of which has a part of H, equally long, `h_axes` names
@@ -97,6 +99,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
@@ -165,8 +168,11 @@ def _with_digits_of(total: Array, dtype: DTypeLike) -> Array:
     return lax.reduce_precision(total, jnp.finfo(total.dtype).nexp, digits)
 
 
-def branch(arrays: Arrays, dtype: DTypeLike) -> Array:
-    """The branch x + e of (23), in the compute dtype."""
+def branch(arrays: Arrays, norm: Norm, dtype: DTypeLike) -> Array:
+    """The branch x + e of (23), or u * t + e of (33), in the compute dtype."""
+    if norm.both_sides:
+        x, e = arrays.x, arrays.x_bias
+        return scaled(x, arrays.x_scale, e, arrays.x_mean, arrays.x_rstd, norm).astype(dtype)
     x = arrays.x.astype(dtype)
     return x if arrays.x_bias is None else x + arrays.x_bias.astype(dtype)
 
@@ -264,7 +270,7 @@ def forward(
     if residual is not None:
         total_dtype = jnp.promote_types(x.dtype, residual.dtype)
         dtype = compute_dtype(total_dtype)
-        total = gated(branch(operands, dtype), operands) + residual.astype(dtype)  # (23)
+        total = gated(branch(operands, norm, dtype), operands) + residual.astype(dtype)  # (23)
         # A barrier on every platform, or XLA leaves out the conversion to 16 bits.
         read = total = lax.optimization_barrier(_with_digits_of(total, total_dtype).astype(total_dtype))
     keep = dtypes.mean is not None or dtypes.rstd is not None
@@ -291,16 +297,23 @@ def forward_of_two(
     """Terms (31) to (33) by two calls of `forward`, a norm's."""
     norm = dataclasses.replace(norm, both_sides=False)
     batch = common_batch(batch_dims, *operands)
-    total_dtype = jnp.promote_types(operands.x.dtype, operands.residual.dtype).name
-    summands = Arrays(x=operands.x, scale=operands.x_scale, added=operands.residual)
-    in_front = forward(summands, norm, Arrays(y=total_dtype, rstd=dtypes.x_rstd), batch_dims)
+    total_dtype = jnp.promote_types(operands.x.dtype, operands.residual.dtype)
+    wide = compute_dtype(total_dtype)
+    added, y = (None, wide) if operands.gated else (operands.residual, total_dtype)
+    summands = Arrays(x=operands.x, scale=operands.x_scale, offset=operands.x_bias, added=added)
+    wanted = Arrays(y=y.name, mean=dtypes.x_mean, rstd=dtypes.x_rstd)
+    in_front = forward(summands, norm, wanted, batch_dims)
+    total = in_front.y
+    if operands.gated:
+        total = gated(in_front.y, operands) + operands.residual.astype(wide)  # (33)
+        total = _with_digits_of(total, total_dtype).astype(total_dtype)
     # A barrier, or XLA leaves out the rounding to 16 bits and norms the unrounded sum.
-    total = lax.optimization_barrier(in_front.y)
-    behind = Arrays()
-    if dtypes.y is not None or dtypes.rstd is not None:
-        wanted = Arrays(y=dtypes.y, rstd=dtypes.rstd)
-        behind = forward(Arrays(x=total, scale=operands.scale), norm, wanted, batch_dims)
-    return in_dtypes(Arrays(y=behind.y, total=total, rstd=behind.rstd, x_rstd=in_front.rstd), dtypes, batch)
+    total = lax.optimization_barrier(total)
+    behind, wanted = Arrays(), Arrays(y=dtypes.y, mean=dtypes.mean, rstd=dtypes.rstd)
+    if jax.tree.leaves(wanted):
+        behind = forward(Arrays(x=total, scale=operands.scale, offset=operands.offset), norm, wanted, batch_dims)
+    behind = behind._replace(total=total, x_mean=in_front.mean, x_rstd=in_front.rstd)
+    return in_dtypes(behind, dtypes, batch)
 
 
 forward_cpu = functools.partial(forward, fence=lax.optimization_barrier)

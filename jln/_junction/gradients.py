@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from jln._junction.arrays import Arrays, Norm
+from jln._junction.arrays import Arrays, Norm, reads_of_gradients
 from jln._junction.formulas import (
     MeshAxes,
     Product,
@@ -43,7 +43,7 @@ def backward(
     """
     if norm.both_sides:
         one = functools.partial(backward, fence=fence, h_axes=h_axes)
-        return backward_of_two(operands, norm, dtypes, batch_dims, one)
+        return backward_of_two(operands, norm, dtypes, batch_dims, one, h_axes)
     dy, total, scale, z = operands.dy, operands.total, operands.scale, operands.z
     mean, rstd = operands.mean, operands.rstd
     batch = common_batch(batch_dims, *operands)
@@ -124,7 +124,7 @@ def _of_sum(name: str, d: Array, arrays: Arrays, norm: Norm, sum_over_rows: Call
     if name == "residual":
         return d
     if name in ("gate", "row_gate"):
-        of_elements = d * branch(arrays, d.dtype)
+        of_elements = d * branch(arrays, norm, d.dtype)
         if name == "gate":
             return sum_over_rows(of_elements)
         share = jnp.sum(of_elements, norm.axis, keepdims=True)
@@ -134,7 +134,7 @@ def _of_sum(name: str, d: Array, arrays: Arrays, norm: Norm, sum_over_rows: Call
 
 
 def of_total_alone(saved: Arrays, dtotal: Array, norm: Norm, dtypes: Arrays, batch_dims: int) -> Arrays:
-    """Terms (24) to (27) where y was not used: from the total's own cotangent."""
+    """The gradients of what is in a sum where y was not used: from the total's own cotangent."""
     batch = common_batch(batch_dims, dtotal, saved.x, saved.x_bias, saved.gate, saved.row_gate)
     sum_over_rows = _over_rows(dtotal.ndim, norm, batch_dims)
     d = dtotal.astype(compute_dtype(dtotal.dtype))
@@ -144,20 +144,47 @@ def of_total_alone(saved: Arrays, dtotal: Array, norm: Norm, dtypes: Arrays, bat
 
 
 def backward_of_two(
-    operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, backward: Callable[..., Arrays]
+    operands: Arrays,
+    norm: Norm,
+    dtypes: Arrays,
+    batch_dims: int,
+    backward: Callable[..., Arrays],
+    h_axes: MeshAxes = (),
 ) -> Arrays:
-    """Terms (34) to (36), and (6) of total, by one or two calls of `backward`, a norm's."""
-    norm = dataclasses.replace(norm, both_sides=False)
-    batch = common_batch(batch_dims, *operands)
-    pulls = any(d is not None for d in dtypes._replace(scale=None))
-    wanted = Arrays(x=operands.total.dtype.name if pulls else None, scale=dtypes.scale)
-    behind = backward(operands.only(("dy", "dtotal", "total", "scale", "rstd")), norm, wanted, batch_dims)
-    in_front = Arrays()
-    if dtypes.x is not None or dtypes.x_scale is not None:
-        of_x = Arrays(dy=behind.x, total=operands.x, scale=operands.x_scale, rstd=operands.x_rstd)
-        in_front = backward(of_x, norm, Arrays(x=dtypes.x, scale=dtypes.x_scale), batch_dims)
-    gradients = Arrays(x=in_front.x, residual=behind.x, scale=behind.scale, x_scale=in_front.scale)
-    return in_dtypes(gradients, dtypes, batch)
+    """Terms (34) to (36), and what is of the total's norm, by one or two calls of `backward`, a norm's."""
+    of_total = dtypes.only(("scale", "offset", "y"))
+    pulls = any(d is not None for d in dtypes._replace(**dict.fromkeys(of_total.present())))
+    wanted = of_total._replace(x=operands.total.dtype.name if pulls else None)
+    behind = operands.only(("dy", "dtotal", "total", "scale", "offset", "mean", "rstd"))
+    pulled = backward(behind, dataclasses.replace(norm, both_sides=False), wanted, batch_dims)
+    gradients = of_branch_alone(pulled.x, operands, norm, dtypes, batch_dims, backward, h_axes)
+    gradients = gradients._replace(residual=pulled.x, **pulled.only(("scale", "offset", "y")).present())
+    return in_dtypes(gradients, dtypes, common_batch(batch_dims, *operands))
+
+
+def of_branch_alone(
+    d: Array,
+    arrays: Arrays,
+    norm: Norm,
+    dtypes: Arrays,
+    batch_dims: int,
+    backward: Callable[..., Arrays],
+    h_axes: MeshAxes = (),
+) -> Arrays:
+    """Terms (26), (27), (35) and (36) from the cotangent of total, the norm of x by a call of `backward`."""
+    of_x = dataclasses.replace(norm, both_sides=False)
+    wanted = Arrays(x=dtypes.x, scale=dtypes.x_scale, offset=dtypes.x_bias)
+    gates = dtypes.only(("gate", "row_gate")).present()
+    gradients = {}
+    if gates:
+        sum_over_rows, wide = _over_rows(d.ndim, norm, batch_dims), d.astype(compute_dtype(d.dtype))
+        gradients = {name: _of_sum(name, wide, arrays, norm, sum_over_rows, h_axes) for name in gates}
+    if wanted.present():
+        dy = gated(d.astype(compute_dtype(d.dtype)), arrays) if arrays.gated else d
+        saved = Arrays(dy=dy, total=arrays.x, scale=arrays.x_scale, mean=arrays.x_mean, rstd=arrays.x_rstd)
+        pulled = backward(saved.only(reads_of_gradients(of_x, wanted)), of_x, wanted, batch_dims)
+        gradients |= {"x": pulled.x, "x_scale": pulled.scale, "x_bias": pulled.offset}
+    return Arrays(**gradients)
 
 
 def _over_rows(ndim: int, norm: Norm, batch_dims: int) -> Callable[[Array], Array]:
@@ -182,7 +209,7 @@ def tangent(operands: tuple[Arrays, Arrays], norm: Norm, dtypes: Arrays, batch_d
     u, slope = (None, None) if z is None else silu(z, dtype)
     if z is None or norm.switches.norm_before_gate:
         x_hat = centered(total, saved.mean) * saved.rstd
-        moves = [*_tangents_of_sum(tangents, saved, dtype)]
+        moves = [*_tangents_of_sum(tangents, saved, norm, dtype)]
     else:
         x_hat = centered(Product(total, z), saved.mean) * saved.rstd
         pairs = ((tangents.x, u), (tangents.z, total.astype(dtype) * slope))
@@ -209,33 +236,36 @@ def tangent(operands: tuple[Arrays, Arrays], norm: Norm, dtypes: Arrays, batch_d
     return in_dtypes(Arrays(y=dy, total=dtotal), dtypes, batch)
 
 
-def _tangents_of_sum(tangents: Arrays, saved: Arrays, dtype: DTypeLike) -> Iterator[Array]:
+def _tangents_of_sum(tangents: Arrays, saved: Arrays, norm: Norm, dtype: DTypeLike) -> Iterator[Array]:
     """The terms of (28)."""
     for a in (tangents.x, tangents.x_bias):
         if a is not None:
             yield gated(a.astype(dtype), saved)
     for a in (tangents.gate, tangents.row_gate):
         if a is not None:
-            yield a.astype(dtype) * branch(saved, dtype)
+            yield a.astype(dtype) * branch(saved, norm, dtype)
     if tangents.residual is not None:
         yield tangents.residual.astype(dtype)
 
 
 def _tangent_of_two(operands: tuple[Arrays, Arrays], norm: Norm, dtypes: Arrays, batch_dims: int) -> Arrays:
-    """Terms (18) and (19) of both norms."""
+    """Terms (18) and (19) of both norms, and (28) between them."""
     tangents, saved = operands
-    norm = dataclasses.replace(norm, both_sides=False)
+    one = dataclasses.replace(norm, both_sides=False)
     batch = common_batch(batch_dims, *tangents, *saved)
-    t = tangents.residual
+    wide = compute_dtype(saved.total.dtype)
+    summands = tangents
     if tangents.x is not None or tangents.x_scale is not None:
-        of_x = Arrays(x=tangents.x, scale=tangents.x_scale, added=tangents.residual)
-        saved_of_x = Arrays(total=saved.x, scale=saved.x_scale, rstd=saved.x_rstd)
-        wanted = Arrays(y=compute_dtype(saved.total.dtype).name)
-        t = tangent((of_x, saved_of_x), norm, wanted, batch_dims).y
-    saved_behind = saved.only(("total", "scale", "rstd"))
-    dy = tangent((Arrays(x=t, scale=tangents.scale), saved_behind), norm, Arrays(y=dtypes.y), batch_dims).y
-    dtotal = jnp.zeros_like(saved.total) if t is None else t
-    return in_dtypes(Arrays(y=dy, total=dtotal), dtypes, batch)
+        of_x = Arrays(x=tangents.x, scale=tangents.x_scale)
+        saved_of_x = Arrays(total=saved.x, scale=saved.x_scale, mean=saved.x_mean, rstd=saved.x_rstd)
+        summands = tangents._replace(x=tangent((of_x, saved_of_x), one, Arrays(y=wide.name), batch_dims).y)
+    moves = [*_tangents_of_sum(summands, saved, norm, wide)]
+    t = functools.reduce(jnp.add, moves) if moves else jnp.zeros_like(saved.total)
+    t = jnp.broadcast_to(t, jnp.broadcast_shapes(t.shape, saved.total.shape))
+    behind = Arrays(x=t if moves else None, scale=tangents.scale, offset=tangents.offset)
+    saved_behind = saved.only(("total", "scale", "mean", "rstd"))
+    dy = tangent((behind, saved_behind), one, Arrays(y=dtypes.y), batch_dims).y
+    return in_dtypes(Arrays(y=dy, total=t), dtypes, batch)
 
 
 backward_cpu = functools.partial(backward, fence=lax.optimization_barrier)

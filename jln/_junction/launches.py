@@ -60,11 +60,6 @@ class _Geometry:
         return {"H": self.h, "INNER": self.inner, "INTERLEAVED": self.interleaved_groups}
 
     @property
-    def in_rows(self) -> bool:
-        """True where a group's rows follow each other in memory, and a row's elements do."""
-        return self.inner == 1 and not self.norm.interleaved
-
-    @property
     def rows(self) -> int:
         return math.prod(self.shape) // (self.h * self.groups)
 
@@ -156,7 +151,7 @@ def forward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targe
     total = jnp.dtype(total_dtype(operands))
     moved = _moved(operands.x, operands.residual, operands.z, operands.added, results.y)
     tile = tiles.forward(g.h, g.inner, *moved, target)
-    if norm.both_sides and not (g.in_rows and tile.columns >= g.h):
+    if norm.both_sides and not (g.inner == 1 and tile.columns >= g.h):
         one = functools.partial(forward, target=target)
         return forward_of_two(operands, norm, dtypes, batch_dims, one)
     shared, ready = _shared(operands, g)
@@ -270,9 +265,12 @@ def _backward_plan(
     rows = [operands.dy, operands.dtotal, operands.total, operands.x, operands.z]
     rows += [results.y, results.residual, results.z]
     if g.norm.both_sides:
-        if not g.in_rows or (results.x is None and results.x_scale is None):  # then the norm's kernel is all
+        of_branch = (results.x, results.x_scale, results.gate, results.row_gate)
+        if g.inner != 1 or all(a is None for a in of_branch):  # then the norm's kernel is all
             return None
-        tile = tiles.both_sides(g.h, *_moved(*rows, results.x), target.chip)
+        moved = _moved(*rows, results.x)
+        how = {"centred": g.norm.switches.subtract_mean, "gated": operands.gated}
+        tile = tiles.both_sides(g.h, *moved, target.chip, **how)
         return None if tile is None else tiles.BackwardPlan(tile, None)
     gates = (operands.gate, operands.row_gate, operands.x, operands.z)
     more = max(0, len(sums) - 2) + sum(a is not None for a in gates)

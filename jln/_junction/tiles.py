@@ -153,16 +153,22 @@ def _beside_dtotal(tile: Tile, itemsize: int) -> Tile:
     return dataclasses.replace(tile, columns=columns, stages=min(tile.stages, 2))
 
 
-def both_sides(h: int, itemsize: int, mixed: bool, chip: Chip) -> Tile | None:
+def both_sides(h: int, itemsize: int, mixed: bool, chip: Chip, *, centred: bool, gated: bool) -> Tile | None:
     """The tile of `backward_kernel` with a norm of x, too, whole rows; None where 16 warps cannot hold a row.
+
+    centred: whether the norms subtract means. gated: whether a gate is between them.
 
     The next row's four arrays are fetched ahead where shared memory has room. Found by compiling: 16 elements a thread
     with the sums of both scales take 127 registers of the 128 that 16 warps may have, with 8 111; rows that do not
-    start on 16 bytes spill with 16, and with 8 where the next is fetched ahead.
+    start on 16 bytes spill with 16, and with 8 where the next is fetched ahead. Of 16 LayerNorms spill 24 bytes, with a
+    gate 128, and RMSNorms with a gate 8 in 16 bits and 64 in float32.
     """
     columns = next_power_of_2(h)
     easy = aligned(h, 1, itemsize) and not mixed
-    most = (16 if easy else 8) // (4 if itemsize == 8 else 1)
+    most = 16 if easy and not centred and (itemsize == 2 or not gated) else 8
+    if not easy and (centred or gated):
+        most = 4
+    most //= 4 if itemsize == 8 else 1
     if columns > 512 * most:
         return None
     rows = max(1, 1024 // columns)

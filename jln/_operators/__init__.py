@@ -3,11 +3,13 @@
 from jln._operators.linears import (
     add_layer_norm_linear,
     add_rms_norm_linear,
+    layer_norm_add_layer_norm_linear,
     layer_norm_linear,
+    rms_norm_add_rms_norm_linear,
     rms_norm_linear,
 )
 from jln._operators.norms import layer_norm, layer_norm_add, rms_norm, rms_norm_add, rms_norm_gated
-from jln._operators.sums import add_layer_norm, add_rms_norm, rms_norm_add_rms_norm
+from jln._operators.sums import add_layer_norm, add_rms_norm, layer_norm_add_layer_norm, rms_norm_add_rms_norm
 
 __all__ = [
     "add_layer_norm",
@@ -16,10 +18,13 @@ __all__ = [
     "add_rms_norm_linear",
     "layer_norm",
     "layer_norm_add",
+    "layer_norm_add_layer_norm",
+    "layer_norm_add_layer_norm_linear",
     "layer_norm_linear",
     "rms_norm",
     "rms_norm_add",
     "rms_norm_add_rms_norm",
+    "rms_norm_add_rms_norm_linear",
     "rms_norm_gated",
     "rms_norm_linear",
 ]

@@ -37,7 +37,7 @@ def call(
     arrays: x and those of its size are JAX's already; kernel and bias are tuples, as `_checks.linears` makes them.
     """
     axes = _checks.axes(axis, arrays.x)
-    arrays = checked(arrays, axes)
+    arrays = checked(arrays, axes, both_sides)
     norm = norm_of(
         arrays,
         axes,

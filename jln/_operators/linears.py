@@ -248,6 +248,118 @@ def add_rms_norm_linear(
     return _as_given(results.y, kernel), results.total
 
 
+@listed("fused")
+def rms_norm_add_rms_norm_linear(
+    x: jax.Array,
+    residual: jax.Array,
+    x_scale: jax.Array | None,
+    scale: jax.Array | None,
+    kernel: Kernels,
+    bias: Biases = None,
+    *,
+    gate: Gate = None,
+    epsilon: float = 1e-6,
+    zero_centered_scale: bool = False,
+    precision: PrecisionLike = None,
+    implementation: str | None = None,
+    forward_mode: bool = False,
+) -> tuple[Products, jax.Array]:
+    """Return `(rms_norm(total, scale) @ kernel + bias, total)`, `total = residual + gate * rms_norm(x, x_scale)`.
+
+    These are the norms of `rms_norm_add_rms_norm` and the Linears behind them (Gemma 2 and 3). The norms are one
+    operation whatever the number of features, and the products XLA's. `x`, `total` and a row's statistics are kept for
+    the backward pass, which makes the norm's result again. Guarantees and errors are those of `layer_norm_linear`.
+
+    Args:
+      x: as in `layer_norm_linear`.
+      residual: `x`'s shape; any supported dtype.
+      x_scale: as in `rms_norm_add_rms_norm`.
+      scale: as in `layer_norm_linear`.
+      kernel: as in `layer_norm_linear`.
+      bias: as in `layer_norm_linear`.
+      gate: as in `add_layer_norm`.
+      epsilon: as in `layer_norm_linear`, of both norms.
+      zero_centered_scale: multiply by `1 + x_scale` and by `1 + scale`.
+      precision: as in `layer_norm_linear`.
+      implementation: as in `layer_norm_linear`.
+      forward_mode: as in `layer_norm_linear`.
+
+    Returns:
+      y: as of `layer_norm_linear`.
+      total: `x`'s shape, in the promoted dtype of `x` and `residual`.
+    """
+    summands = Arrays(x=array("x", x), residual=array("residual", residual), x_scale=x_scale, gate=gate)
+    results = call(
+        with_linears(summands._replace(scale=scale), kernel, bias),
+        subtract_mean=False,
+        both_sides=True,
+        epsilon=epsilon,
+        zero_centered_scale=zero_centered_scale,
+        precision=precision,
+        implementation=implementation,
+        forward_mode=forward_mode,
+    )
+    return _as_given(results.y, kernel), results.total
+
+
+@listed("fused")
+def layer_norm_add_layer_norm_linear(
+    x: jax.Array,
+    residual: jax.Array,
+    x_scale: jax.Array | None,
+    x_offset: jax.Array | None,
+    scale: jax.Array | None,
+    offset: jax.Array | None,
+    kernel: Kernels,
+    bias: Biases = None,
+    *,
+    gate: Gate = None,
+    epsilon: float = 1e-6,
+    zero_centered_scale: bool = False,
+    precision: PrecisionLike = None,
+    implementation: str | None = None,
+    forward_mode: bool = False,
+) -> tuple[Products, jax.Array]:
+    """Return `(layer_norm(total, scale, offset) @ kernel + bias, total)`.
+
+    `total = residual + gate * layer_norm(x, x_scale, x_offset)`. All is as in `rms_norm_add_rms_norm_linear`, whose
+    guarantees and errors hold.
+
+    Args:
+      x: as in `layer_norm_linear`.
+      residual: `x`'s shape; any supported dtype.
+      x_scale: as in `layer_norm_add_layer_norm`.
+      x_offset: as in `layer_norm_add_layer_norm`.
+      scale: as in `layer_norm_linear`.
+      offset: as in `layer_norm_linear`.
+      kernel: as in `layer_norm_linear`.
+      bias: as in `layer_norm_linear`.
+      gate: as in `add_layer_norm`.
+      epsilon: as in `layer_norm_linear`, of both norms.
+      zero_centered_scale: multiply by `1 + x_scale` and by `1 + scale`.
+      precision: as in `layer_norm_linear`.
+      implementation: as in `layer_norm_linear`.
+      forward_mode: as in `layer_norm_linear`.
+
+    Returns:
+      y: as of `layer_norm_linear`.
+      total: `x`'s shape, in the promoted dtype of `x` and `residual`.
+    """
+    summands = Arrays(x=array("x", x), residual=array("residual", residual), gate=gate)
+    arrays = summands._replace(x_scale=x_scale, x_bias=x_offset, scale=scale, offset=offset)
+    results = call(
+        with_linears(arrays, kernel, bias),
+        subtract_mean=True,
+        both_sides=True,
+        epsilon=epsilon,
+        zero_centered_scale=zero_centered_scale,
+        precision=precision,
+        implementation=implementation,
+        forward_mode=forward_mode,
+    )
+    return _as_given(results.y, kernel), results.total
+
+
 def with_linears(arrays: Arrays, kernel: Any, bias: Any) -> Arrays:
     """The arrays with the kernels and biases as tuples, checked."""
     _checks.axes(-1, arrays.x)

@@ -126,6 +126,7 @@ def rms_norm_add_rms_norm(
     x_scale: jax.Array | None = None,
     scale: jax.Array | None = None,
     *,
+    gate: Gate = None,
     axis: Axis = -1,
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
@@ -133,25 +134,26 @@ def rms_norm_add_rms_norm(
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return `(rms_norm(total, scale), total)` with `total = residual + rms_norm(x, x_scale)`.
+    """Return `(rms_norm(total, scale), total)` with `total = residual + gate * rms_norm(x, x_scale)`.
 
-    These are the norm behind one sublayer, the sum, and the norm in front of the next (Gemma 2 and 3), with every large
-    array read and written once each way. Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019).
+    These are the norm behind one sublayer, the sum, and the norm in front of the next (Gemma 2 and 3; with a gate
+    Lumina 2), with every large array read and written once each way. Zhang, Sennrich, "Root Mean Square Layer
+    Normalization" (2019).
 
     The sum is in the promoted dtype of `x` and `residual`, made in float32 (float64 for float64) and rounded once; it
     is the rounded sum that is normalised. `x`, `total` and a row's two statistics are kept for the backward pass.
     Guarantees and errors are those of `layer_norm`.
 
     Rows along the last axis take one Triton kernel forward and two backward, up to 8192 elements (up to 4096 where they
-    do not start on 16 bytes or the dtypes differ; of float64 a quarter of these). Wider rows, other axes, and scales
-    that vary along the axis before the normalised one take one more each way, which reads the sum or its gradient
-    again.
+    do not start on 16 bytes or the dtypes differ; of float64 a quarter of these). Wider rows and other axes take one
+    more each way, which reads the sum or its gradient again; with a gate XLA multiplies by it in between.
 
     Args:
       x: as in `layer_norm`.
       residual: `x`'s shape; any supported dtype.
       x_scale: the scale of `x`'s norm; shapes and dtypes as of `scale` in `layer_norm`.
       scale: the scale of the sum's norm; shapes and dtypes as in `layer_norm`.
+      gate: as in `add_layer_norm`.
       axis: as in `layer_norm`, of both norms.
       epsilon: as in `layer_norm`, of both norms.
       zero_centered_scale: multiply by `1 + x_scale` and by `1 + scale`.
@@ -163,10 +165,70 @@ def rms_norm_add_rms_norm(
       y: `x`'s shape, in `dtype`.
       total: `x`'s shape, in the promoted dtype of `x` and `residual`.
     """
-    arrays = Arrays(x=array("x", x), residual=array("residual", residual), x_scale=x_scale, scale=scale)
+    summands = Arrays(x=array("x", x), residual=array("residual", residual), x_scale=x_scale, gate=gate)
+    arrays = summands._replace(scale=scale)
     results = call(
         arrays,
         subtract_mean=False,
+        both_sides=True,
+        axis=axis,
+        epsilon=epsilon,
+        zero_centered_scale=zero_centered_scale,
+        dtype=dtype,
+        implementation=implementation,
+        forward_mode=forward_mode,
+    )
+    return results.y, results.total
+
+
+@listed("norm")
+def layer_norm_add_layer_norm(
+    x: jax.Array,
+    residual: jax.Array,
+    x_scale: jax.Array | None = None,
+    x_offset: jax.Array | None = None,
+    scale: jax.Array | None = None,
+    offset: jax.Array | None = None,
+    *,
+    gate: Gate = None,
+    axis: Axis = -1,
+    epsilon: float = 1e-6,
+    zero_centered_scale: bool = False,
+    dtype: DTypeLike | None = None,
+    implementation: str | None = None,
+    forward_mode: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Return `(layer_norm(total, scale, offset), total)`, `total = residual + gate * layer_norm(x, x_scale, x_offset)`.
+
+    The sum and both norms are as in `rms_norm_add_rms_norm`, whose guarantees, kernels and errors hold. These are the
+    norms of CogView's blocks: Ding et al., "CogView: Mastering Text-to-Image Generation via Transformers" (2021).
+
+    Args:
+      x: as in `layer_norm`.
+      residual: `x`'s shape; any supported dtype.
+      x_scale: the scale of `x`'s norm; shapes and dtypes as of `scale` in `layer_norm`.
+      x_offset: the offset of `x`'s norm; shapes and dtypes as of `scale` in `layer_norm`.
+      scale: the scale of the sum's norm; shapes and dtypes as in `layer_norm`.
+      offset: the offset of the sum's norm; shapes and dtypes as of `scale` in `layer_norm`.
+      gate: as in `add_layer_norm`.
+      axis: as in `layer_norm`, of both norms.
+      epsilon: as in `layer_norm`, of both norms.
+      zero_centered_scale: multiply by `1 + x_scale` and by `1 + scale`.
+      dtype: of `y`, as in `layer_norm`.
+      implementation: as in `layer_norm`.
+      forward_mode: as in `layer_norm`.
+
+    Returns:
+      y: `x`'s shape, in `dtype`.
+      total: `x`'s shape, in the promoted dtype of `x` and `residual`.
+    """
+    summands = Arrays(
+        x=array("x", x), residual=array("residual", residual), x_scale=x_scale, x_bias=x_offset, gate=gate
+    )
+    arrays = summands._replace(scale=scale, offset=offset)
+    results = call(
+        arrays,
+        subtract_mean=True,
         both_sides=True,
         axis=axis,
         epsilon=epsilon,

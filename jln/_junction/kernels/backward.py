@@ -124,6 +124,22 @@ def _store_sum(
 
 
 @triton.jit
+def _of_norm_alone(
+    dy, x_hat, scale, dscale, doffset, y_ptr, offset_ptr, at, mask, column, exists,
+    SUMS: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """The norm's own sums over rows, and its output once more."""
+    if y_ptr is not None:
+        y = affine(x_hat, scale, offset_ptr, column, exists, COMPUTE)
+        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+    if contains(SUMS, "dscale"):
+        dscale = tl.fma(dy, x_hat, dscale)  # (6)
+    if contains(SUMS, "doffset"):
+        doffset += dy  # (5)
+    return dscale, doffset
+
+
+@triton.jit
 def backward_kernel(
     dy_ptr,  # [G, rows, H]
     dtotal_ptr,  # [G, rows, H]
@@ -138,7 +154,8 @@ def backward_kernel(
     gate_ptr,  # [G, H]
     row_gate_ptr,  # [G, rows]
     x_scale_ptr,  # [G, H]
-    x_rstd_ptr,  # [G, rows]; where x is normalised before it is added
+    x_mean_ptr,  # [G, rows]; where x is normalised before it is added
+    x_rstd_ptr,  # [G, rows]; likewise
     c1_ptr,  # [G, rows]
     c2_ptr,  # [G, rows]
     rows,
@@ -193,6 +210,7 @@ def backward_kernel(
     gate_ptr = columns_at(gate_ptr, "gate", group, H, INTERLEAVED, SHARED)
     row_gate_ptr = numbers_at(row_gate_ptr, "row_gate", group, rows, INNER, INTERLEAVED, SHARED)
     x_scale_ptr = columns_at(x_scale_ptr, "x_scale", group, H, INTERLEAVED, SHARED)
+    x_mean_ptr = numbers_at(x_mean_ptr, "x_mean", group, rows, INNER, INTERLEAVED, SHARED)
     x_rstd_ptr = numbers_at(x_rstd_ptr, "x_rstd", group, rows, INNER, INTERLEAVED, SHARED)
     of_all = tl.num_programs(0) // chunks  # programs of all groups
     groups = of_all // programs
@@ -240,6 +258,11 @@ def backward_kernel(
             dz = of_dz * (x_hat * scale[None, :])  # (43)
             tl.store(dz_ptr + base + at, dz.to(dz_ptr.dtype.element_ty), mask=mask)
 
+        if x_rstd_ptr is not None:  # dy and x_hat, held through the norm of x, would spill
+            dscale, doffset = _of_norm_alone(
+                dy, x_hat, scale, dscale, doffset, y_ptr, offset_ptr, base + at, mask, column, exists, SUMS, COMPUTE
+            )
+
         # The cotangent of total, and through the gates that of x.
         if PULLS:
             if BLOCK_H >= H:
@@ -261,34 +284,44 @@ def backward_kernel(
                 tl.store(dresidual_ptr + base + at, dx.to(dresidual_ptr.dtype.element_ty), mask=mask)  # (24), (34)
             if x_rstd_ptr is not None:
                 x_rstd = load_vector(x_rstd_ptr, row, valid, BLOCK_ROWS, COMPUTE)
-                u = tl.load(x_ptr + base + at, mask=mask, other=0.0).to(COMPUTE) * x_rstd[:, None]  # (32)
+                u = tl.load(x_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
+                if x_mean_ptr is not None:
+                    x_mean = load_vector(x_mean_ptr, row, valid, BLOCK_ROWS, COMPUTE)
+                    u = tl.where(exists[None, :], u - x_mean[:, None], 0.0)
+                u *= x_rstd[:, None]  # (32)
+                if contains(SUMS, "dgate") or drow_gate_ptr is not None:
+                    x_scale = load_scale(x_scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
+                    branch = affine(u, x_scale, x_bias_ptr, column, exists, COMPUTE)
+            elif x_ptr is not None:
+                branch = load_branch(x_ptr + base, x_bias_ptr, at, mask, column, exists, COMPUTE)
+            if contains(SUMS, "dgate"):
+                dgate = tl.fma(dx, branch, dgate)  # (27)
+            if drow_gate_ptr is not None:
+                tl.store(drow_gate_ptr + row, tl.sum(dx * branch, axis=1), mask=valid)  # (27)
+            row_gate = load_vector(row_gate_ptr, row, valid, BLOCK_ROWS, COMPUTE)
+            dx = gated(dx, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE)
+            if contains(SUMS, "dx_bias"):
+                dx_bias += dx  # (26)
+
+            # Through the norm of x.
+            if x_rstd_ptr is not None:
                 if contains(SUMS, "dx_scale"):
                     dx_scale = tl.fma(dx, u, dx_scale)  # (35)
                 if dx_ptr is not None:
                     dx *= load_scale(x_scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)[None, :]
                     c = tl.sum(dx * u, axis=1) * (1.0 / H)
-                    dx = tl.fma(dx, x_rstd[:, None], u * -(c * x_rstd)[:, None])  # (36)
-            elif x_ptr is not None:
-                branch = load_branch(x_ptr + base, x_bias_ptr, at, mask, column, exists, COMPUTE)
-                if contains(SUMS, "dgate"):
-                    dgate = tl.fma(dx, branch, dgate)  # (27)
-                if drow_gate_ptr is not None:
-                    tl.store(drow_gate_ptr + row, tl.sum(dx * branch, axis=1), mask=valid)  # (27)
-            row_gate = load_vector(row_gate_ptr, row, valid, BLOCK_ROWS, COMPUTE)
-            dx = gated(dx, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE)
-            if contains(SUMS, "dx_bias"):
-                dx_bias += dx  # (26)
+                    if x_mean_ptr is None:
+                        dx = tl.fma(dx, x_rstd[:, None], u * -(c * x_rstd)[:, None])  # (36)
+                    else:
+                        x_c1 = tl.sum(tl.where(exists[None, :], dx, 0.0), axis=1) * (1.0 / H)
+                        dx = (tl.fma(u, -c[:, None], dx) - x_c1[:, None]) * x_rstd[:, None]  # (36)
             if dx_ptr is not None:
                 tl.store(dx_ptr + base + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
-        # The norm's own sums over rows, and its output once more.
-        if y_ptr is not None:
-            y = affine(x_hat, scale, offset_ptr, column, exists, COMPUTE)
-            tl.store(y_ptr + base + at, y.to(y_ptr.dtype.element_ty), mask=mask)
-        if contains(SUMS, "dscale"):
-            dscale = tl.fma(dy, x_hat, dscale)  # (6)
-        if contains(SUMS, "doffset"):
-            doffset += dy  # (5)
+        if x_rstd_ptr is None:
+            dscale, doffset = _of_norm_alone(
+                dy, x_hat, scale, dscale, doffset, y_ptr, offset_ptr, base + at, mask, column, exists, SUMS, COMPUTE
+            )
 
     # The program's shares.
     at = (group * programs + program) * H + column

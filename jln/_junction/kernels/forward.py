@@ -45,15 +45,26 @@ def _load_total(
 
 @triton.jit
 def _load_total_of_normed(
-    x_ptr, x_scale_ptr, residual_ptr, at, mask, column, exists, H: tl.constexpr,
-    NORM: tl.constexpr, EPSILON: tl.constexpr, TOTAL: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_H: tl.constexpr,
+    x_ptr, x_scale_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, residual_ptr, at, mask, column, exists,
+    H: tl.constexpr, NORM: tl.constexpr, EPSILON: tl.constexpr, TOTAL: tl.constexpr, COMPUTE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """The rows that are normalised where x is so before it is added, in their dtype, and rstd of x."""
+    """The rows that are normalised where x is so before it is added, in their dtype, and mean and rstd of x."""
     x = widened(tl.load(x_ptr + at, mask=mask, other=0.0), COMPUTE)
+    x_mean = tl.zeros([BLOCK_ROWS], COMPUTE)
+    if NORM.subtract_mean:
+        x_mean = tl.sum(x, axis=1) * (1.0 / H)
+        x = tl.where(exists[None, :], x - x_mean[:, None], 0.0)
     x_rstd = _rstd(x, H, EPSILON)  # (31)
     x_scale = load_scale(x_scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
     residual = widened(tl.load(residual_ptr + at, mask=mask, other=0.0), COMPUTE)
-    return tl.fma(x * x_rstd[:, None], x_scale[None, :], residual).to(TOTAL), x_rstd  # (32), (33)
+    u = x * x_rstd[:, None]  # (32)
+    if x_bias_ptr is None and gate_ptr is None and row_gate_ptr is None:
+        total = tl.fma(u, x_scale[None, :], residual)  # (33)
+    else:
+        branch = affine(u, x_scale, x_bias_ptr, column, exists, COMPUTE)
+        total = gated(branch, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE) + residual  # (33)
+    return total.to(TOTAL), x_mean, x_rstd
 
 
 @triton.jit
@@ -142,6 +153,7 @@ def forward_kernel(
     total_ptr,  # [G, rows, H]
     mean_ptr,  # [G, rows]
     rstd_ptr,  # [G, rows]
+    x_mean_ptr,  # [G, rows]
     x_rstd_ptr,  # [G, rows]
     H: tl.constexpr,
     INNER: tl.constexpr,
@@ -157,7 +169,7 @@ def forward_kernel(
 ):
     """Compute y, total, mean and rstd, one tile of rows a program.
 
-    BOTH_SIDES: x is normalised before the residual is added, in a tile of whole rows, and its x_rstd computed, too.
+    BOTH_SIDES: x is normalised before it is added, in a tile of whole rows, and its x_mean and x_rstd computed, too.
 
     A row that fits in BLOCK_H stays in registers and is read once. A wider one is taken chunk by chunk, twice, the
     second read being served by L2.
@@ -182,9 +194,10 @@ def forward_kernel(
     if BLOCK_H >= H:
         column, exists, at, mask = tile_from(0, start, valid, H, INNER, BLOCK_H)
         if BOTH_SIDES:
-            x, x_rstd = _load_total_of_normed(
-                x_ptr, x_scale_ptr, residual_ptr, at, mask, column, exists, H, NORM, EPSILON, TOTAL, COMPUTE, BLOCK_H
-            )
+            x, x_mean, x_rstd = _load_total_of_normed(
+                x_ptr, x_scale_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, residual_ptr, at, mask, column,
+                exists, H, NORM, EPSILON, TOTAL, COMPUTE, BLOCK_ROWS, BLOCK_H,
+            )  # fmt: skip
             x = x.to(COMPUTE)
         else:
             x = _load_total(
@@ -224,3 +237,6 @@ def forward_kernel(
         x_rstd_ptr = numbers_at(x_rstd_ptr, "x_rstd", group, rows, INNER, INTERLEAVED, SHARED)
         if x_rstd_ptr is not None:
             tl.store(x_rstd_ptr + row, x_rstd.to(x_rstd_ptr.dtype.element_ty), mask=valid)
+        x_mean_ptr = numbers_at(x_mean_ptr, "x_mean", group, rows, INNER, INTERLEAVED, SHARED)
+        if x_mean_ptr is not None:
+            tl.store(x_mean_ptr + row, x_mean.to(x_mean_ptr.dtype.element_ty), mask=valid)

@@ -38,7 +38,9 @@ def few_features(operands: Arrays, junction: Junction) -> bool:
 
     Otherwise they are the norm's operation and products in plain sight of JAX and XLA.
     """
-    if junction.implementation == "xla" or junction.norm.of_examples or operands.present().keys() - _FUSED_OPERANDS:
+    if junction.implementation == "xla" or operands.present().keys() - _FUSED_OPERANDS:
+        return False
+    if junction.norm.of_examples or junction.norm.both_sides:
         return False
     dtypes = {_checks.promoted(operands.x.dtype, kernel.dtype).name for kernel in operands.kernel}
     dtype = dtypes.pop()
