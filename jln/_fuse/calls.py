@@ -224,7 +224,7 @@ class _Rewriting:
         """The Linears that become a part of the norm's operator, and why there are none."""
         if not self.options.linears:
             return [], ""
-        if norm.z is not None or addition is not None or (junction is not None and junction.in_front is not None):
+        if norm.z is not None or addition is not None:
             return [], "its operator has no Linears"
         linears = linears_of(self.graph, norm, self.constants)
         if isinstance(linears, str):
@@ -255,11 +255,12 @@ class _Rewriting:
         scale_operands = {n: self._parameter(p, norm) for n, p in scales.items()}
         offset = {"offset": self._parameter(norm.offset, norm)} if norm.centres else {}
         if junction is not None:
-            name = "rms_norm_add_rms_norm" if in_front is not None else f"add_{kind}"
+            name = f"{kind}_add_{kind}" if in_front is not None else f"add_{kind}"
             call = _Call(name + ("_linear" if has_linears else ""), **options)
             call.give(x=_Operand(junction.x), residual=_Operand(junction.residual), **scale_operands, **offset)
             if junction.x_bias is not None:
-                call.give(x_bias=self._parameter(junction.x_bias, norm))
+                x_bias = self._parameter(junction.x_bias, norm)
+                call.give(**{"x_bias" if in_front is None else "x_offset": x_bias})
             gate = junction.gate
             if gate is not None:
                 call.give(gate=self._gate(gate, junction.total, norm) if isinstance(gate, Parameter) else gate)

@@ -16,9 +16,10 @@ Gate = Parameter | float | None
 
 
 class Junction(NamedTuple):
-    """A sum that a norm reads: `total = residual + gate * (x + x_bias)`, or `residual + in_front(x)`.
+    """A sum that a norm reads: `total = residual + gate * (x + x_bias)`, or `residual + gate * in_front(x)`.
 
-    total: of the norm's x, which may be a reshape of it. in_front: the norm of the branch, whose y it is.
+    total: of the norm's x, which may be a reshape of it. in_front: the norm of the branch, whose y it is, and whose
+      offset is then `x_bias`.
     """
 
     total: Value
@@ -30,7 +31,7 @@ class Junction(NamedTuple):
 
 
 class _Branch(NamedTuple):
-    """One of the two arrays that a sum adds up, as `gate * (x + x_bias)` or `in_front`'s y."""
+    """One of the two arrays that a sum adds up, as `gate * (x + x_bias)` or `gate * in_front(x)`."""
 
     x: Value
     x_bias: Parameter | None = None
@@ -134,8 +135,9 @@ class _Finder:
         v = value
         while self.graph.is_read_once(v) and v.maker is not None:
             if v in self.norms:  # its scale is no gate and its offset no bias, or it would be lost
-                is_in_front = gate is None and self._is_in_front(self.norms[v])
-                return _Branch(self.norms[v].x, in_front=self.norms[v]) if is_in_front else _Branch(v, None, gate)
+                other = self.norms[v]
+                is_in_front = self._is_in_front(other)
+                return _Branch(other.x, other.offset, gate, other) if is_in_front else _Branch(v, None, gate)
             if widens(v):
                 v = v.maker.inputs[0]
             elif (split := self._gated(v)) is not None and (gate is None or split[1] == 1.0):
@@ -179,8 +181,8 @@ class _Finder:
         """True of a norm that can be that of the branch, in one operator with this one."""
         norm = self.norm
         return (
-            not (norm.centres or other.centres)
-            and (other.z, other.offset) == (None, None)
+            other.centres == norm.centres
+            and other.z is None
             and other.epsilon == norm.epsilon
             and other.features == norm.features
             and other.x.shape == norm.x.shape

@@ -138,7 +138,7 @@ def norms_on_both_sides_around_zero(x, r, s, t):
     return rms(total) * (1 + t), total
 
 
-@case(X, R, S, B, S + 1, finds="layer_norm_add layer_norm")
+@case(X, R, S, B, S + 1, finds="layer_norm_add_layer_norm")
 def layer_norms_on_both_sides(x, r, s, b, t):
     total = r + layer(x, s, b)
     return layer(total, t, b), total
@@ -150,7 +150,7 @@ def norms_of_two_kinds_on_both_sides(x, r, s, b, t):
     return layer(total, t, b), total
 
 
-@case(X, R, S, normal(2, 1, H), finds="rms_norm add_rms_norm")
+@case(X, R, S, normal(2, 1, H), finds="rms_norm_add_rms_norm")
 def a_gated_norm_in_front(x, r, s, gate):
     total = r + gate * rms(x, s)
     return rms(total, s), total
