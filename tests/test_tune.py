@@ -287,7 +287,7 @@ def test_a_search_is_taken_up_again_and_loses_nothing(sound, tmp_path):
 @interpreted
 def test_heuristics_that_changed_and_strange_measurements_are_not_known(tmp_path):
     q, path = question(), tmp_path / "tuning.json"
-    found = search.Found(None, {"norm forward": (1.0, 1.0)}, 1, {})
+    found = search.Answer(None, {"norm forward": (1.0, 1.0)}, 1, {})
     good = tune.entry(q, found, INTERPRETED)
     other = {"tile": dict.fromkeys(good["measured"]["heuristics"]["tile"], 1)}
     for change, known in (({}, True), ({"heuristics": other}, False), ({"cases": 7}, False), ({"cases": [[]]}, False)):

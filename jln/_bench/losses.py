@@ -197,8 +197,8 @@ def flax_loss(stack: Stack) -> Loss:
             attention, mlp = stack.projections
             norm_1, norm_2, gate_1, gate_2 = None, None, 1, 1
             if stack.ada:
-                made = jnp.split(dense(6 * stack.width, "ada")(c), 6, axis=-1)
-                scale_1, offset_1, gate_1, scale_2, offset_2, gate_2 = made
+                modulation = jnp.split(dense(6 * stack.width, "ada")(c), 6, axis=-1)
+                scale_1, offset_1, gate_1, scale_2, offset_2, gate_2 = modulation
                 norm_1 = functools.partial(modulated, scale=scale_1, offset=offset_1)
                 norm_2 = functools.partial(modulated, scale=scale_2, offset=offset_2)
             z = (norm_1 or norm("norm_1"))(x)
@@ -234,8 +234,8 @@ def losses(stack: Stack) -> dict[str, Loss]:
 
     The others are compared with the first: Flax's or, where Flax is not installed, plain jnp's.
     """
-    found = {"flax": flax_loss(stack)} if importlib.util.find_spec("flax") else {}
-    return found | sharded_losses(stack, ON_ONE_DEVICE) | {"no norm at all": jln_loss(stack, no_norm, no_norm)}
+    first = {"flax": flax_loss(stack)} if importlib.util.find_spec("flax") else {}
+    return first | sharded_losses(stack, ON_ONE_DEVICE) | {"no norm at all": jln_loss(stack, no_norm, no_norm)}
 
 
 def sharded_losses(stack: Stack, layout: Layout) -> dict[str, Loss]:

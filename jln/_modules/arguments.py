@@ -16,9 +16,9 @@ from jln._modules.norms import Prepared
 Products = tuple[tuple[Any, ...], Any]  # of each Linear, and the total
 
 
-def axes(given: int | Iterable[int]) -> tuple[int, ...]:
+def axes(axis: int | Iterable[int]) -> tuple[int, ...]:
     """The axes as a tuple, where Flax takes an int too."""
-    return tuple(given) if isinstance(given, Iterable) else (given,)
+    return tuple(axis) if isinstance(axis, Iterable) else (axis,)
 
 
 AS_GIVEN = "all arguments are the operator's"
@@ -130,14 +130,14 @@ def taken(
         _checks.shape("added_to", added_to, x.shape, "that of x")
         return Summed(x, added_to=added_to)
     if z is not None:
-        given = checked(Arrays(_checks.array("x", x), z=_checks.array("z", z)), ())
-        return Summed(given.x, gated=Gated(given.z, bool(norm_before_gate)))
+        operands = checked(Arrays(_checks.array("x", x), z=_checks.array("z", z)), ())
+        return Summed(operands.x, gated=Gated(operands.z, bool(norm_before_gate)))
     return summed(x, residual, x_bias, gate, over)
 
 
-def _go_without(name: str, given: Any, why: str, **others: Any) -> None:
+def _go_without(name: str, argument: Any, why: str, **others: Any) -> None:
     for other, a in others.items():
-        if given is not None and a is not None:
+        if argument is not None and a is not None:
             raise ValueError(f"{name} goes without {other}: {why}")
 
 
