@@ -95,7 +95,7 @@ def norm_linear(norm: Any, linears: Linears, x: jax.Array, branch: Branch | None
     """
     x = x if branch is None else branch.added_to(x)
     operator: Any = jln.layer_norm_linear if "bias" in norm else jln.rms_norm_linear
-    return operator(x, *_norm_parameters(norm), *_of_all(linears, x.dtype), epsilon=EPSILON), x
+    return operator(x, *_norm_parameters(norm), *_kernels_and_biases(linears, x.dtype), epsilon=EPSILON), x
 
 
 def add_norm_linear(norm: Any, linears: Linears, x: jax.Array, branch: Branch | None) -> Projected:
@@ -104,10 +104,12 @@ def add_norm_linear(norm: Any, linears: Linears, x: jax.Array, branch: Branch | 
         return norm_linear(norm, linears, x, branch)
     operator: Any = jln.add_layer_norm_linear if "bias" in norm else jln.add_rms_norm_linear
     of_sum = {"x_bias": branch.bias, "gate": branch.gate}
-    return operator(branch.x, x, *_norm_parameters(norm), *_of_all(linears, x.dtype), **of_sum, epsilon=EPSILON)
+    return operator(
+        branch.x, x, *_norm_parameters(norm), *_kernels_and_biases(linears, x.dtype), **of_sum, epsilon=EPSILON
+    )
 
 
-def _of_all(linears: Linears, dtype: Any) -> list[Any]:
+def _kernels_and_biases(linears: Linears, dtype: Any) -> list[Any]:
     """The Linears' kernels and biases, cast to `dtype`."""
     return [
         tuple(p[name].astype(dtype) for p in linears) if name in linears[0] else None for name in ("kernel", "bias")

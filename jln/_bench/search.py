@@ -169,7 +169,7 @@ def _fullest(call: LauncherCall) -> LauncherCall:
     return dataclasses.replace(call, workload=dataclasses.replace(call.workload, absent=(), **fields))
 
 
-def identified(tiles: Tiles) -> str:
+def identifier(tiles: Tiles) -> str:
     """The name by which a trace shows a program with these tiles."""
     return "tiles_" + "_".join(
         "no" if t is None else "_".join(map(str, dataclasses.astuple(t))) for t in tiles.values()
@@ -191,7 +191,7 @@ def prepared(call: LauncherCall, key: Key, choices: Sequence[Tiles], chip: Chip)
         def program(operands):
             return function(operands)
 
-        program.__name__ = identified(tiles)
+        program.__name__ = identifier(tiles)
         return jax.jit(program).lower(arrays)
 
     programs = [_tried(lowered, tiles) for tiles in choices]
@@ -205,7 +205,7 @@ def prepared(call: LauncherCall, key: Key, choices: Sequence[Tiles], chip: Chip)
         run = functools.partial(program, arrays)
         got = jax.block_until_ready(run())
         first[:] = first or [got]
-        return difference(got, first[0], call.workload) or Run(identified(tiles), run)
+        return difference(got, first[0], call.workload) or Run(identifier(tiles), run)
 
     return [_tried(checked, t, p) for t, p in zip(choices, programs, strict=True)]
 
@@ -265,26 +265,26 @@ def fastest(question: Question, choices: Sequence[Tiles], chip: Chip, clock: Clo
         own, *others = prepared(call, question.key, [question.heuristic, *tried], chip)
         if isinstance(own, str):
             raise RuntimeError(f"{call.name}: {own}")
-        failed.update({identified(t): run for t, run in zip(tried, others, strict=True) if isinstance(run, str)})
+        failed.update({identifier(t): run for t, run in zip(tried, others, strict=True) if isinstance(run, str)})
         taken = clock([own, *(run for run in others if isinstance(run, Run))])
         return taken.pop(own.name), taken
 
     first, *_ = question.calls
     old, taken = times(first, choices)
-    by_name = {identified(tiles): tiles for tiles in choices}
+    by_name = {identifier(tiles): tiles for tiles in choices}
     left = [by_name[name] for name in sorted(taken, key=taken.__getitem__) if taken[name] < (1 - NOISE) * old]
     left = left[:FINALISTS]
-    seconds: dict[str, dict[str, tuple[float, float]]] = {identified(tiles): {} for tiles in left}
+    seconds: dict[str, dict[str, tuple[float, float]]] = {identifier(tiles): {} for tiles in left}
     own = {first.name: (old, old)}
     for call in question.calls:
         if not left:
             break
         old, taken = times(call, left)
         own[call.name] = (old, old)
-        left = [t for t in left if taken.get(identified(t), math.inf) <= (1 + NOISE) * old + RESOLUTION]
+        left = [t for t in left if taken.get(identifier(t), math.inf) <= (1 + NOISE) * old + RESOLUTION]
         for tiles in left:
-            seconds[identified(tiles)][call.name] = (old, taken[identified(tiles)])
-    answers = [Answer(t, seconds[identified(t)], len(choices) - len(failed), failed) for t in left]
+            seconds[identifier(tiles)][call.name] = (old, taken[identifier(tiles)])
+    answers = [Answer(t, seconds[identifier(t)], len(choices) - len(failed), failed) for t in left]
     best = min(answers, key=lambda f: f.ratio, default=None)
     if best is None or best.ratio >= 1 - NOISE:
         return Answer(None, own, len(choices) - len(failed), failed)

@@ -140,7 +140,7 @@ def profiled(runs: Sequence[Run], repetitions: int, cold_bytes: int = timing.COL
         raise trace.TraceError(f"PyTorch's trace shows {len(windows)} runs of {len(order)}")
     if not all(windows):
         raise trace.TraceError("PyTorch's trace shows runs without kernels")
-    return {r.name: timing.of_events([w for o, w in zip(order, windows, strict=True) if o is r]) for r in runs}
+    return {r.name: timing.program_times([w for o, w in zip(order, windows, strict=True) if o is r]) for r in runs}
 
 
 def _windows(order: Sequence[Run], chill: Callable[[], Any]) -> list[list[trace.Event]]:
@@ -158,7 +158,7 @@ def _windows(order: Sequence[Run], chill: Callable[[], Any]) -> list[list[trace.
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
-        return trace.of_torch(path.read_text(), _WINDOW)
+        return trace.torch_events(path.read_text(), _WINDOW)
 
 
 def evented(runs: Sequence[Run], repetitions: int, cold_bytes: int = timing.COLD_BYTES) -> dict[str, Times]:

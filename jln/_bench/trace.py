@@ -30,7 +30,7 @@ class Event:
     end: float
 
 
-def of_jax(folder: pathlib.Path) -> list[Event]:
+def jax_events(folder: pathlib.Path) -> list[Event]:
     """The events that `jax.profiler` saw on a GPU or, where the trace has no GPU, in the CPU's threads; by start."""
     files = sorted(folder.rglob("*.xplane.pb"))
     if not files:
@@ -67,7 +67,7 @@ def between_marks(events: Iterable[Event], mark: str) -> list[list[Event]]:
     return groups
 
 
-def of_torch(text: str, window: str) -> list[list[Event]]:
+def torch_events(text: str, window: str) -> list[list[Event]]:
     """A GPU's events in each of the windows whose name starts with `window`, in the order of the windows.
 
     A window is a `torch.profiler.record_function`.

@@ -54,7 +54,7 @@ def _kernel(workload: str, launch: Any) -> Kernel:
     return Kernel(workload, launch.kernel.fn.__name__, tile.rows, tile.columns, tile.warps_of(launch.chip), *measured)
 
 
-def of_all(workloads: Sequence[str], chip: str, begin: Callable[[str], None]) -> tuple[list[Kernel], list[str]]:
+def compile_all(workloads: Sequence[str], chip: str, begin: Callable[[str], None]) -> tuple[list[Kernel], list[str]]:
     """Compile the launches of all workloads. -> (the kernels, sentences on what does not compile)."""
     kernels, failures = [], []
     with compiler.workers() as pool:

@@ -34,7 +34,7 @@ from jln._cli.console import (
     progress,
     save,
 )
-from jln._cli.kernels import of_all, print_kernels
+from jln._cli.kernels import compile_all, print_kernels
 from jln._cli.sharded import SHARDED, Step, facts, fitted, parsed, print_step
 from jln._triton import target
 from jln._triton.chip import CHIPS, named_chip
@@ -86,7 +86,7 @@ def command(
     if kernels:
         if mesh or peer or sequence:
             raise UserError("--kernels are jln's, of one GPU: without --peer, --mesh and --sequence")
-        _of_kernels(known("workload", workload or WORKLOADS, WORKLOADS), chip, output, as_json)
+        _report_kernels(known("workload", workload or WORKLOADS, WORKLOADS), chip, output, as_json)
     if chip not in program.CHIPS:
         why = "takes a ROCm compiler" if CHIPS[chip].is_amd else f"is none of {', '.join(program.CHIPS)}"
         raise UserError(f"a whole program for {chip} {why}; --kernels prints its kernels")
@@ -139,7 +139,7 @@ def _on_meshes(
     with progress(sum(len(sharded_losses(*job)) for job in jobs)) as begin:
         count = _Counting(chip, begin, failures)
         steps = [Step(*job, count.sharded(*job)) for job in jobs]
-    document = _of_all(chip) | {
+    document = _versions(chip) | {
         "steps": [facts(step) for step in steps],
         "failures": [failure.text for failure in failures],
     }
@@ -155,13 +155,13 @@ def _on_meshes(
     raise typer.Exit(1 if any(f.is_ours for f in failures) else 0)
 
 
-def _of_kernels(names: Sequence[str], chip: str, output: pathlib.Path | None, as_json: bool) -> NoReturn:
+def _report_kernels(names: Sequence[str], chip: str, output: pathlib.Path | None, as_json: bool) -> NoReturn:
     if importlib.util.find_spec("triton") is None:
         raise UserError(f"triton is not installed: {target.INSTALL[named_chip(chip).platform]}")
     with progress(len(names)) as begin:
-        kernels, failures = of_all(names, chip, begin)
+        kernels, failures = compile_all(names, chip, begin)
     rows = [dataclasses.asdict(kernel) for kernel in kernels]
-    document = _of_all(chip) | {"kernels": rows, "failures": failures}
+    document = _versions(chip) | {"kernels": rows, "failures": failures}
     if output is not None:
         save(document, output / REPORT)
     if as_json:
@@ -262,7 +262,7 @@ def _all_facts(reports: dict[str, program.CompiledProgram]) -> dict[str, dict[st
     }
 
 
-def _of_all(chip: str) -> dict[str, Any]:
+def _versions(chip: str) -> dict[str, Any]:
     packages = ("jax", "jaxlib", "jax-triton", "triton", "flax", "tokamax")
     return {"chip": chip, "versions": {"jln": jln.__version__} | {p: version(p) for p in packages}}
 
@@ -281,7 +281,7 @@ def _json(chip, sizes, steps, skipped, failures, held) -> dict[str, Any]:
         w.name: {by: facts | {"held_bytes": held[w.name, by]} for by, facts in _all_facts(reports).items()}
         for w, reports in sizes
     }
-    return _of_all(chip) | {
+    return _versions(chip) | {
         "workloads": [
             {
                 f: getattr(w, f)

@@ -51,7 +51,7 @@ def fitted(name: str, layout: Layout) -> Stack:
         raise UserError(str(error)) from None
 
 
-def communicated(report: program.CompiledProgram, layout: Layout) -> Counter[tuple[Key, int]]:
+def collective_counts(report: program.CompiledProgram, layout: Layout) -> Counter[tuple[Key, int]]:
     """The number of collectives by kind, mesh axes and bytes."""
     counts: Counter[tuple[Key, int]] = Counter()
     for each in report.collectives:
@@ -61,7 +61,7 @@ def communicated(report: program.CompiledProgram, layout: Layout) -> Counter[tup
 
 def totals(report: program.CompiledProgram, layout: Layout) -> dict[Key, tuple[int, int]]:
     """The collectives by kind and mesh axes: how many, and the bytes of all together."""
-    counts = communicated(report, layout)
+    counts = collective_counts(report, layout)
     return {
         key: (
             sum(times for (other, _), times in counts.items() if other == key),
@@ -86,7 +86,7 @@ def facts(step: Step) -> dict[str, Any]:
                 "temporary_bytes": report.temp_bytes,
                 "collectives": [
                     {"kind": kind, "among": axes, "bytes": size, "times": times}
-                    for ((kind, axes), size), times in sorted(communicated(report, layout).items())
+                    for ((kind, axes), size), times in sorted(collective_counts(report, layout).items())
                 ],
             }
             for name, report in step.programs.items()

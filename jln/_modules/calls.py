@@ -12,7 +12,7 @@ import numpy as np
 
 from jln import _checks
 from jln._junction.arrays import Arrays
-from jln._modules.arguments import AS_GIVEN, Gated, Products, Summed
+from jln._modules.arguments import AS_GIVEN, Gated, Inputs, Products
 from jln._modules.norms import Linear, Prepared
 from jln._routes import Route, into, listening, note
 
@@ -47,12 +47,12 @@ class Fused(NamedTuple):
 
 
 def fused(
-    norm: Prepared, linears: Mapping[str, Linear | str], inputs: Summed, reads_as_given: bool = True
+    norm: Prepared, linears: Mapping[str, Linear | str], inputs: Inputs, reads_as_given: bool = True
 ) -> Fused | str:
     """`norm` of the total and the Linears behind it as one operator, or the reason why they cannot be one.
 
     linears: by name, each in the operators' terms, or the reason why it cannot be.
-    reads_as_given: as of `Summed.read_by`.
+    reads_as_given: as of `Inputs.read_by`.
     """
     known: list[Linear] = []
     for name, linear in linears.items():
@@ -74,7 +74,7 @@ def fused(
 Parameter = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
 
-def prepared(
+def prepare(
     x: Any,
     scale: Parameter | None,
     offset: Parameter | None,
@@ -146,8 +146,8 @@ def _shape_against(
     return shape if math.prod(shape) == math.prod(parameter) else None
 
 
-def computed(
-    layer: str, norm: Prepared | str, inputs: Summed, plain: Callable[[Any], Any], reads_as_given: bool = True
+def compute_norm(
+    layer: str, norm: Prepared | str, inputs: Inputs, plain: Callable[[Any], Any], reads_as_given: bool = True
 ) -> Any:
     """A norm's result: by the operators if `norm` is prepared, else by `plain`, the framework's own code."""
     if inputs.gated is not None:
@@ -155,7 +155,7 @@ def computed(
     if inputs.added_to is not None:
         return _added(layer, norm, inputs.total, inputs.added_to, plain)
     if isinstance(norm, str):
-        return inputs.result(((noted(layer, norm, inputs.total, lambda: plain(inputs.total)),), inputs.total))
+        return inputs.result(((run_plain(layer, norm, inputs.total, lambda: plain(inputs.total)),), inputs.total))
     read, why = inputs.read_by(norm, reads_as_given)
     note(layer, "norm", why, norm.x)
     results = norm.value(read)
@@ -182,7 +182,7 @@ def _added(layer: str, norm: Prepared | str, x: jax.Array, to: jax.Array, plain:
     if isinstance(norm, Prepared):
         note(layer, "norm", AS_GIVEN, norm.x)
         return norm.value(Arrays(norm.x, added=to)).y
-    return _promoted_sum(to, noted(layer, norm, x, lambda: plain(x)))
+    return _promoted_sum(to, run_plain(layer, norm, x, lambda: plain(x)))
 
 
 def _promoted_sum(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -192,10 +192,10 @@ def _promoted_sum(a: jax.Array, b: jax.Array) -> jax.Array:
 
 def pair(
     layer: str,
-    inputs: Summed,
+    inputs: Inputs,
     norm: Any,
     cls: type,
-    prepared: Callable[[Any, Any], Prepared | str],
+    prepare: Callable[[Any, Any], Prepared | str],
     apart: Callable[[jax.Array], Any],
     reads_as_given: bool = True,
 ) -> tuple[Any, jax.Array]:
@@ -211,9 +211,9 @@ def pair(
         got = type(inputs.x_norm)
         raise TypeError(f"x_norm must be a {cls.__module__}.{cls.__name__}; got a {got.__name__} of {got.__module__}")
     called_as_ours = type(inputs.x_norm).__call__ is cls.__call__
-    in_front = prepared(inputs.x_norm, x) if called_as_ours else "x_norm has a call of its own"
+    in_front = prepare(inputs.x_norm, x) if called_as_ours else "x_norm has a call of its own"
     if isinstance(in_front, Prepared):  # the residual has the total's shape, and that is all that is asked
-        behind = prepared(norm, residual.astype(in_front.dtype_added_to(residual)))
+        behind = prepare(norm, residual.astype(in_front.dtype_added_to(residual)))
         why = _pair_obstacle(in_front, behind, residual, reads_as_given)
         if isinstance(behind, Prepared) and why is None:
             note(layer, "norm", f"{AS_GIVEN}, those of x_norm too", x)
@@ -248,13 +248,13 @@ def _pair_obstacle(first: Prepared, second: Prepared | str, residual: jax.Array,
     return None
 
 
-def noted(layer: str, why: str, read: Any, plain: Callable[[], Any]) -> Any:
+def run_plain(layer: str, why: str, read: Any, plain: Callable[[], Any]) -> Any:
     """Run `plain`, the framework's own code, and note the reason `why`."""
     note(layer, "plain", why, read)
     return plain()
 
 
-def layers_computed(
+def compute_layers(
     layer: str, operator: Fused | str, norm: Callable[[], Any], linears: Callable[[Any], Products]
 ) -> Products:
     """Compute a norm and the Linears behind it: as one operator, or each called by itself for the reason `operator`.
