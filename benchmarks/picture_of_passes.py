@@ -29,11 +29,8 @@ ALL_OF_COLUMNS = tuple((75, 13 * i, _COLUMN, 13) for i in range(8))
 
 WORDS = {
     "row": "what is normalised: H elements",
-    "tile": "the rows and columns that a program has at a time",
-    "chunk": "a tile's columns, where a row is wider than the tile",
-    "share": "a program's own sum, of its rows; a last kernel adds up all shares",
-    "part": "of a tile's chunks, where several programs have the same rows",
-    "split": "of the rows, where several programs have the same columns",
+    "tile": "the rows and columns that a program has at a time; those of a wider row are its chunks",
+    "share": "what one program has: of the rows or a row's chunks, or of a sum; a last kernel adds up the sum's",
     "group": "the rows of one example: all of this once for each",
 }
 
@@ -78,20 +75,20 @@ def passes() -> Canvas:
     canvas.text(MARGIN, top, head, size=12, bold=True, colour=OURS)
     _panel(canvas, 0, top, fused, (f"{fused.tile.rows} rows each", "in chunks"), ALONG_ROWS, (
         "x is read once, by chunks:", "  mean, rstd so far (1) (2)", "  product so far moved with them",
-        "  product += z @ kernel (3) (4)", f"y [{fused.tile.rows}, {n}], mean, rstd stored;", "z is never in memory",
+        "  product += z @ kernel (10) (11)", f"y [{fused.tile.rows}, {n}], mean, rstd stored;", "z is never in memory",
     ))  # fmt: skip
     _panel(canvas, 1, top, sums, (f"{sums.tile.rows} rows each", "in chunks"), ALONG_ROWS, (
         "x is read once, by chunks:", "  dz = dy @ kernel^T (14)", "  c1, c2 so far (7) (8)",
-        "  dbias += dy (12)", "stored, dbias as a share. If rows", "are few, a program has a part",
+        "  dbias += dy (12)", "stored, dbias as a share. If rows", "are few, a program has a share",
     ))  # fmt: skip
-    what = (f"{gradient.tile.columns} columns each", f"1 of {splits} splits, in tiles")
+    what = (f"{gradient.tile.columns} columns each", f"1 of {splits} shares, in tiles")
     _panel(canvas, 2, top, gradient, what, SOME_OF_COLUMNS, (
         "x is read once more:", "  dz = dy @ kernel^T (14)", "  dx stored (17)", "  G += x_hat^T @ dy (21)",
         "  dscale += dz * x_hat (16)", "in the end its shares are stored",
     ))  # fmt: skip
     height = _GRID[1] / splits
-    all_splits = [(75, height * i, _COLUMN, height) for i in range(splits)]
-    _panel(canvas, 3, top, parameters, (f"{parameters.tile.columns} columns each", "in tiles"), all_splits, (
+    all_shares = [(75, height * i, _COLUMN, height) for i in range(splits)]
+    _panel(canvas, 3, top, parameters, (f"{parameters.tile.columns} columns each", "in tiles"), all_shares, (
         f"grid: [{splits} shares of {n}, H]", "the shares are read once,", "  always in the same order",
         "dkernel, of G (22), dscale,", "dbias (12) and doffset (15)", "are stored",
     ))  # fmt: skip

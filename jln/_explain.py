@@ -50,8 +50,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Ro
     is_array = [hasattr(a, "shape") and hasattr(a, "dtype") for a in leaves]
 
     def traced(arrays):
-        given = iter(arrays)
-        args, kwargs = tree.unflatten([next(given) if known else a for a, known in zip(leaves, is_array, strict=True)])
+        values = iter(arrays)
+        args, kwargs = tree.unflatten([next(values) if known else a for a, known in zip(leaves, is_array, strict=True)])
         made_again = [place for a in (*args, *kwargs.values()) for place in places(a).items()]
         known = places_known.set({**places_known.get(), **dict(made_again)})
         try:

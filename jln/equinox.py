@@ -39,7 +39,7 @@ def _computed(self: Any, x: Any, **of_x: Any) -> Any:
     given, name = _modules.taken(x, range(-len(self.shape), 0), **of_x), _name(self, _kind(self))
     if given.x_norm is not None:
         return _modules.pair(name, given, self, RMSNorm, _prepared, lambda total: _computed(self, total))
-    return _modules.computed(name, _prepared(self, given.total), given, lambda total: _plain(self, total))
+    return _modules.compute_norm(name, _prepared(self, given.total), given, lambda total: _plain(self, total))
 
 
 class LayerNorm(EquinoxLayerNorm):
@@ -189,7 +189,7 @@ class _NormLinear(eqx.Module):
         else:
             described = zip(self.names or ("linear",), (_described(a, norm) for a in linears), strict=True)
             found = _modules.fused(norm, dict(described), given)
-        products = _modules.layers_computed(
+        products = _modules.compute_layers(
             _name(self, f"{_kind(self.norm)}Linear"),
             found,
             lambda: self.norm(given.total),
@@ -274,7 +274,7 @@ def _prepared(layer: EquinoxLayerNorm | EquinoxRMSNorm, x: Any) -> _modules.Prep
         if used and not isinstance(a, jax.Array | np.ndarray):
             return "a parameter is missing" if a is None else f"a parameter is a {type(a).__name__}, not an array"
         parameters.append(a if used else None)
-    return _modules.prepared(
+    return _modules.prepare(
         x,
         *parameters,
         axes=range(x.ndim),

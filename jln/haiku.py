@@ -151,7 +151,7 @@ class _NormLinear(hk.Module):
         given = _modules.summed(inputs, residual, x_bias, gate)
         norm = self._norm()
         linears = {name: make() for name, make in self._linears.items()}
-        products = _modules.layers_computed(
+        products = _modules.compute_layers(
             f"jln.haiku.{_kind(norm)}Linear {self.module_name}",
             _fused(norm, linears, given, precision),
             lambda: norm(given.total),
@@ -261,7 +261,7 @@ def _makers(output_size: Any, cls: type, norm: str, options: Mapping[str, Any]) 
     return {name: functools.partial(_ReadLinear, **{**options, **own}, name=name) for name, own in linears.items()}
 
 
-def _fused(norm: Any, linears: Mapping[str, Any], given: _modules.Summed, precision: Any) -> _modules.Fused | str:
+def _fused(norm: Any, linears: Mapping[str, Any], given: _modules.Inputs, precision: Any) -> _modules.Fused | str:
     """A norm and Linears as one operator, or the reason why they must be called.
 
     No module is called here: nobody sees half a result.
@@ -309,7 +309,7 @@ def _call(
 
         return _modules.pair(name, given, layer, RMSNorm, existing, lambda total: _call(layer, plain, total, *own))
     found = _prepared(layer, given.total, scale, offset, _parameter)
-    return _modules.computed(name, found, given, lambda total: plain(total, *own))
+    return _modules.compute_norm(name, found, given, lambda total: plain(total, *own))
 
 
 def _kind(layer: Norm) -> str:
@@ -350,7 +350,7 @@ def _prepared(
     if isinstance(layer, HaikuLayerNorm) and layer.create_offset:
         offset = parameter("offset", shape, inputs.dtype, layer.offset_init)
     parameters = [None if a is None else jnp.asarray(a) for a in (scale, offset)]
-    return _modules.prepared(
+    return _modules.prepare(
         inputs,
         *parameters,
         axes=axes,

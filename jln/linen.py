@@ -174,7 +174,7 @@ class _NormDense(nn.Module):
         several = isinstance(self.features, tuple) and any(isinstance(a, tuple) for a in self.features)
         named: Any = self.features if several else [("dense", {"features": self.features})]
         denses = [nn.DenseGeneral(**{**options, **own}, name=name) for name, own in named]
-        products = _modules.layers_computed(
+        products = _modules.compute_layers(
             f"jln.linen.{_kind(norm)}Dense {'/'.join(self.path)}".rstrip(),
             _fused(norm, denses, given, mask),
             lambda: norm(given.total, mask=mask),
@@ -261,14 +261,14 @@ def _call(
 
         return _modules.pair(name, given, layer, RMSNorm, existing, lambda total: _call(layer, plain, total, mask=mask))
     found = _prepared(layer, given.total, mask, parameter)
-    return _modules.computed(name, found, given, lambda total: plain(total, mask=mask))
+    return _modules.compute_norm(name, found, given, lambda total: plain(total, mask=mask))
 
 
 def _kind(layer: Norm) -> str:
     return "LayerNorm" if isinstance(layer, FlaxLayerNorm) else "RMSNorm"
 
 
-def _fused(norm: Norm, denses: Sequence[nn.DenseGeneral], given: _modules.Summed, mask: Any) -> _modules.Fused | str:
+def _fused(norm: Norm, denses: Sequence[nn.DenseGeneral], given: _modules.Inputs, mask: Any) -> _modules.Fused | str:
     """A norm and Denses as one operator, or the reason why they must be called.
 
     No layer is called here: nobody sees half a result.
@@ -345,7 +345,7 @@ def _prepared(layer: Norm, x: Any, mask: Any, parameter: Callable[..., jax.Array
     scale = _stand_in(layer, "scale", shape) if layer.use_scale else None
     bias = _stand_in(layer, "bias", shape) if use_bias else None
     like = (None if a is None else np.empty((), a.dtype) for a in (scale, bias))
-    found = _modules.prepared(
+    found = _modules.prepare(
         x,
         scale,
         bias,

@@ -144,7 +144,7 @@ class _NormLinear(nnx.Module):
         """
         given = _modules.summed(x, residual, x_bias, gate)
         linears = {name: getattr(self, name) for name in self.names or ("linear",)}
-        products = _modules.layers_computed(
+        products = _modules.compute_layers(
             _name(self, f"{_kind(self.norm)}Linear"),
             _fused(self.norm, linears, given, mask),
             lambda: self.norm(given.total, mask=mask),
@@ -289,7 +289,7 @@ def _prepared(layer: FlaxLayerNorm | FlaxRMSNorm, x: Any, mask: Any) -> _modules
     y_dtype = dtypes.canonicalize_dtype(z, scale, bias, dtype=layer.dtype)
     if _reads_as_given(layer) and _is_narrower(x, z):
         z = x  # the kernels read 16 bits and compute in float32 as well
-    return _modules.prepared(
+    return _modules.prepare(
         z,
         scale,
         bias,
@@ -325,16 +325,16 @@ def _computed(norm: LayerNorm | RMSNorm, x: Any, mask: Any, **of_x: Any) -> Any:
     given, name = _modules.taken(x, norm.reduction_axes, **of_x), _name(norm, _kind(norm))
     if given.x_norm is not None:
 
-        def prepared(a: Any, read: Any) -> _modules.Prepared | str:
+        def prepare(a: Any, read: Any) -> _modules.Prepared | str:
             return "nnx.capture watches x_norm" if _is_captured(a) else _prepared(a, read, mask if a is norm else None)
 
         apart, reads_as_given = lambda total: _computed(norm, total, mask), _reads_as_given(norm)
-        return _modules.pair(name, given, norm, RMSNorm, prepared, apart, reads_as_given)
+        return _modules.pair(name, given, norm, RMSNorm, prepare, apart, reads_as_given)
     found, plain = _prepared(norm, given.total, mask), lambda total: _plain(norm, total, mask)
-    return _modules.computed(name, found, given, plain, _reads_as_given(norm))
+    return _modules.compute_norm(name, found, given, plain, _reads_as_given(norm))
 
 
-def _fused(norm: Any, linears: Mapping[str, Any], given: _modules.Summed, mask: Any) -> _modules.Fused | str:
+def _fused(norm: Any, linears: Mapping[str, Any], given: _modules.Inputs, mask: Any) -> _modules.Fused | str:
     """A norm and Linears as one operator, or the reason why they must be called.
 
     No layer is called here: nobody sees half a result.

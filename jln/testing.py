@@ -86,11 +86,11 @@ def numerical_gradient(
         weights = problem.ones() if cotangent is None else problem.given_cotangent(cotangent)
         indices = [np.arange(a.size) for a in problem.floats]
         if step is None:
-            given = TOLERANCES[derivatives.coarsest(Problem.of(f, args, dtype=None).floats)].step
-            step = derivatives.FIRST_STEP if richardson else given
+            default = TOLERANCES[derivatives.coarsest(Problem.of(f, args, dtype=None).floats)].step
+            step = derivatives.FIRST_STEP if richardson else default
         run = derivatives.differences(problem.call)
-        found = run(problem.floats, problem.rest, weights, indices, step, richardson)
-    shaped = [q.reshape(a.shape) for (q, _), a in zip(found, problem.floats, strict=True)]
+        estimates = run(problem.floats, problem.rest, weights, indices, step, richardson)
+    shaped = [q.reshape(a.shape) for (q, _), a in zip(estimates, problem.floats, strict=True)]
     return problem.like_arguments(shaped)
 
 
@@ -271,10 +271,10 @@ def assert_operators(f: Callable[..., Any], args: Sequence[Any], expected: Mappi
       AssertionError: the calls are others; the message lists them, and what `jln.fuse` left, with its places.
     """
     routes = explain(f, *args)
-    found = collections.Counter(r.layer.removeprefix("jln.") for r in routes if r.path != "plain")
-    if found != collections.Counter(expected):
+    calls = collections.Counter(r.layer.removeprefix("jln.") for r in routes if r.path != "plain")
+    if calls != collections.Counter(expected):
         listed = "".join(f"\n  {route}" for route in routes)
-        raise AssertionError(f"expected the operators {dict(expected)}; found {dict(found)}:{listed}")
+        raise AssertionError(f"expected the operators {dict(expected)}; found {dict(calls)}:{listed}")
 
 
 def assert_vjp(f: Callable[..., Any], args: Args, **options: Any) -> None:

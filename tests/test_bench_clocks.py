@@ -42,7 +42,7 @@ def test_a_run_that_the_trace_lacks_is_an_error(monkeypatch):
     other = program("other", 8)
     with pytest.raises(trace.TraceError, match=r"\['jit_other'\] where mine ran"):
         timing.traced([Run("mine", other.call)], 2, cold_bytes=2**20)
-    monkeypatch.setattr(trace, "of_jax", lambda folder: [])
+    monkeypatch.setattr(trace, "jax_events", lambda folder: [])
     with pytest.raises(trace.TraceError, match="0 runs of 2"):
         timing.traced([other], 2, cold_bytes=2**20)
 
@@ -63,9 +63,9 @@ def test_of_a_gpu_only_its_streams_count(monkeypatch, tmp_path):
     read = types.SimpleNamespace(from_file=lambda path: types.SimpleNamespace(planes=planes))
     monkeypatch.setattr(trace.jax.profiler, "ProfileData", read)
     with pytest.raises(trace.TraceError, match="wrote no trace"):
-        trace.of_jax(tmp_path)
+        trace.jax_events(tmp_path)
     (tmp_path / "a.xplane.pb").touch()
-    assert trace.of_jax(tmp_path) == [trace.Event("k1", "", 1.0, 4.0), trace.Event("k2", "jit_f", 5.0, 7.0)]
+    assert trace.jax_events(tmp_path) == [trace.Event("k1", "", 1.0, 4.0), trace.Event("k2", "jit_f", 5.0, 7.0)]
 
 
 def test_marks_part_the_events():
@@ -99,8 +99,8 @@ def test_windows_of_a_pytorch_trace():
             ]
         }
     )
-    assert [[e.name for e in window] for window in trace.of_torch(text, "window")] == [[], ["first", "second"]]
-    assert trace.busy_seconds(trace.of_torch(text, "window")[1]) == pytest.approx(7.5e-6)
+    assert [[e.name for e in window] for window in trace.torch_events(text, "window")] == [[], ["first", "second"]]
+    assert trace.busy_seconds(trace.torch_events(text, "window")[1]) == pytest.approx(7.5e-6)
 
 
 def test_every_round_has_every_program_in_an_order_of_its_own():

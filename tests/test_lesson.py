@@ -1,32 +1,30 @@
-"""The derivation in jln/README.md: it has every numbered term, and quotes formulas and kernels as they are."""
+"""Tests of the derivation in jln/README.md: it is what docstrings and comments say, and has every numbered term."""
 
-import pathlib
 import re
 
-import pytest
+import lesson
 
-ROOT = pathlib.Path(__file__).parents[1]
-PAGE = (ROOT / "jln/README.md").read_text()
-LESSON = re.findall(r"^\((\d+)\) (.*)\n((?:      (?:jnp|kernel) .*\n)+)", PAGE.split("## The derivation")[1], re.M)
-SOURCES = {
-    who: "".join(p.read_text() for files in of for p in sorted((ROOT / "jln/_junction").glob(files)))
-    for who, of in {"jnp": ("**/formulas.py", "gradients.py"), "kernel": ("kernels/*.py",)}.items()
-}
+BLOCKS = re.findall(r"```text\n(\(\d+\).*?)```", lesson.PAGE.read_text(), re.S)
+IN_KERNELS_ALONE = {21, 22}  # other forms of (13)
 
 
-def words(text: str) -> str:
-    return " ".join(text.split())
+def test_the_page_is_what_the_sources_say():
+    assert lesson.PAGE.read_text() == lesson.page(), "python tests/lesson.py writes it"
 
 
-def test_the_lesson_has_every_numbered_term():
-    defined = re.findall(r"^    \((\d+)\) .*=", SOURCES["jnp"], re.M)
-    assert sorted(number for number, _, _ in LESSON) == sorted(defined) and len(defined) > 30
+def test_the_page_has_every_term_once():
+    numbers = [int(number) for block in BLOCKS for number in re.findall(r"^\((\d+)\)", block, re.M)]
+    assert sorted(numbers) == sorted(lesson.formulas()) and len(numbers) > 40
 
 
-@pytest.mark.parametrize(("number", "formula", "quoted"), LESSON, ids=[number for number, _, _ in LESSON])
-def test_the_lesson_quotes_what_is_there(number, formula, quoted):
-    assert words(f"({number}) {formula}") in words(SOURCES["jnp"])
-    for who, code in re.findall(r"(jnp|kernel) +(.*)", quoted):
-        assert code.removesuffix("...").rstrip() in SOURCES[who]
-    cited = re.search(rf"# (\(\d+\), )*\({number}\)", SOURCES["kernel"])
-    assert cited is None or "kernel" in quoted
+def test_every_term_is_cited_where_it_is_computed():
+    quoted = lesson.quotations()
+    assert {*quoted} == {*lesson.formulas()}, "a term that no line cites, or a number that is no term's"
+    in_kernels_alone = {number for number, lines in quoted.items() if all(who != "jnp" for who, _ in lines)}
+    assert in_kernels_alone == IN_KERNELS_ALONE
+
+
+def test_what_is_quoted_is_the_whole_statement(tmp_path):
+    source = tmp_path / "source.py"
+    source.write_text("y = f(  # (1), (2), rounded\n    x,\n    g(x),\n)\n# (3) is prose\nz = (y,)  # by (4)\n")
+    assert [*lesson.citations(source)] == [(1, "y = f(x, g(x))"), (2, "y = f(x, g(x))")]

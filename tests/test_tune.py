@@ -84,7 +84,7 @@ def test_candidates_are_few_near_and_fit():
     for q in search.questions(list(TUNABLE.values()), CHIPS["h200"]):
         found = search.candidates(q)
         assert 4 <= len(found) <= 130 and q.heuristic not in found
-        assert len({search.identified(tiles) for tiles in found}) == len(found)
+        assert len({search.identifier(tiles) for tiles in found}) == len(found)
         for tiles in found:
             assert tuning.unfit(q.key, tiles) is None
             tile = tiles.get("tile")
@@ -208,7 +208,7 @@ def test_wrong_numbers_are_never_taken(monkeypatch):
     choices = [{"tile": Tile(rows, 128, 1)} for rows in (1, 2, 4)]
     found = search.fastest(q, choices, INTERPRETED, clock(lambda rows, *_: rows))
     assert found.tiles == choices[2] and found.timed == 1
-    one, two = (found.failed[search.identified(c)] for c in choices[:2])
+    one, two = (found.failed[search.identifier(c)] for c in choices[:2])
     assert one == "RuntimeError: no room for it" and two.startswith("WRONG: result 0 is off by")
     with pytest.raises(RuntimeError, match="norm forward: RuntimeError: no room"):
         own = dataclasses.replace(q, heuristic=choices[0])
@@ -287,7 +287,7 @@ def test_a_search_is_taken_up_again_and_loses_nothing(sound, tmp_path):
 @interpreted
 def test_heuristics_that_changed_and_strange_measurements_are_not_known(tmp_path):
     q, path = question(), tmp_path / "tuning.json"
-    found = search.Found(None, {"norm forward": (1.0, 1.0)}, 1, {})
+    found = search.Answer(None, {"norm forward": (1.0, 1.0)}, 1, {})
     good = tune.entry(q, found, INTERPRETED)
     other = {"tile": dict.fromkeys(good["measured"]["heuristics"]["tile"], 1)}
     for change, known in (({}, True), ({"heuristics": other}, False), ({"cases": 7}, False), ({"cases": [[]]}, False)):

@@ -101,15 +101,15 @@ class Canvas:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
 
         renderer = FigureCanvasAgg(self.figure).get_renderer()
-        found, texts = [], []
+        collisions, texts = [], []
         for text in self.axes.texts:
             box = text.get_window_extent(renderer)
             texts.append((text.get_text(), (box.x0, self.height - box.y1, box.x1, self.height - box.y0)))
         for i, (text, a) in enumerate(texts):
-            found += [f"{text} | {other}" for other, b in texts[i + 1 :] if _overlap(a, b)]
-            found += [f"{text} | a box" for b in self.boxes if _overlap(a, b) and not _within(a, b)]
-            found += [f"{text} | the edge"] if not _within(a, (4, 4, WIDTH - 4, self.height - 4)) else []
-        return found
+            collisions += [f"{text} | {other}" for other, b in texts[i + 1 :] if _overlap(a, b)]
+            collisions += [f"{text} | a box" for b in self.boxes if _overlap(a, b) and not _within(a, b)]
+            collisions += [f"{text} | the edge"] if not _within(a, (4, 4, WIDTH - 4, self.height - 4)) else []
+        return collisions
 
     def save(self, path: pathlib.Path) -> None:
         """Write an SVG whose letters are the page's, and which has every text on it as its description."""

@@ -132,8 +132,8 @@ class Layout:
             own = {name: jax.tree.map(lambda a: a[0], p) for name, p in parameters.items() if name != "norm"}
 
             def tick(received: jax.Array, time: jax.Array) -> tuple[jax.Array, jax.Array]:
-                given = jnp.where(index == 0, x[jnp.minimum(time, last)], received)
-                result = blocks(own, given)
+                stage_input = jnp.where(index == 0, x[jnp.minimum(time, last)], received)
+                result = blocks(own, stage_input)
                 return jax.lax.ppermute(result, STAGES, [(i, i + 1) for i in range(last)]), result
 
             nothing = jax.lax.pcast(jnp.zeros_like(x[0]), STAGES, to="varying")

@@ -95,7 +95,7 @@ def norm_linear(norm: Any, linears: Linears, x: jax.Array, branch: Branch | None
     """
     x = x if branch is None else branch.added_to(x)
     operator: Any = jln.layer_norm_linear if "bias" in norm else jln.rms_norm_linear
-    return operator(x, *_norm_parameters(norm), *_of_all(linears, x.dtype), epsilon=EPSILON), x
+    return operator(x, *_norm_parameters(norm), *_kernels_and_biases(linears, x.dtype), epsilon=EPSILON), x
 
 
 def add_norm_linear(norm: Any, linears: Linears, x: jax.Array, branch: Branch | None) -> Projected:
@@ -104,10 +104,12 @@ def add_norm_linear(norm: Any, linears: Linears, x: jax.Array, branch: Branch | 
         return norm_linear(norm, linears, x, branch)
     operator: Any = jln.add_layer_norm_linear if "bias" in norm else jln.add_rms_norm_linear
     of_sum = {"x_bias": branch.bias, "gate": branch.gate}
-    return operator(branch.x, x, *_norm_parameters(norm), *_of_all(linears, x.dtype), **of_sum, epsilon=EPSILON)
+    return operator(
+        branch.x, x, *_norm_parameters(norm), *_kernels_and_biases(linears, x.dtype), **of_sum, epsilon=EPSILON
+    )
 
 
-def _of_all(linears: Linears, dtype: Any) -> list[Any]:
+def _kernels_and_biases(linears: Linears, dtype: Any) -> list[Any]:
     """The Linears' kernels and biases, cast to `dtype`."""
     return [
         tuple(p[name].astype(dtype) for p in linears) if name in linears[0] else None for name in ("kernel", "bias")
@@ -197,8 +199,8 @@ def flax_loss(stack: Stack) -> Loss:
             attention, mlp = stack.projections
             norm_1, norm_2, gate_1, gate_2 = None, None, 1, 1
             if stack.ada:
-                made = jnp.split(dense(6 * stack.width, "ada")(c), 6, axis=-1)
-                scale_1, offset_1, gate_1, scale_2, offset_2, gate_2 = made
+                modulation = jnp.split(dense(6 * stack.width, "ada")(c), 6, axis=-1)
+                scale_1, offset_1, gate_1, scale_2, offset_2, gate_2 = modulation
                 norm_1 = functools.partial(modulated, scale=scale_1, offset=offset_1)
                 norm_2 = functools.partial(modulated, scale=scale_2, offset=offset_2)
             z = (norm_1 or norm("norm_1"))(x)
@@ -234,8 +236,8 @@ def losses(stack: Stack) -> dict[str, Loss]:
 
     The others are compared with the first: Flax's or, where Flax is not installed, plain jnp's.
     """
-    found = {"flax": flax_loss(stack)} if importlib.util.find_spec("flax") else {}
-    return found | sharded_losses(stack, ON_ONE_DEVICE) | {"no norm at all": jln_loss(stack, no_norm, no_norm)}
+    first = {"flax": flax_loss(stack)} if importlib.util.find_spec("flax") else {}
+    return first | sharded_losses(stack, ON_ONE_DEVICE) | {"no norm at all": jln_loss(stack, no_norm, no_norm)}
 
 
 def sharded_losses(stack: Stack, layout: Layout) -> dict[str, Loss]:

@@ -125,7 +125,7 @@ def _pending(workload, peer, platform, arguments, cotangents) -> list[_Pending]:
         return [_jax_programs(workload, peer, platform, function, arguments, cotangents)]
     from jln._bench import torch_peers
 
-    made = []
+    programs = []
     for direction, call in torch_peers.calls(workload, function, arguments, cotangents).items():
         if direction == "gradient" and platform != "cpu":
             continue
@@ -133,8 +133,8 @@ def _pending(workload, peer, platform, arguments, cotangents) -> list[_Pending]:
         call()  # compiles, tunes
         outputs = lambda call=call: [torch_peers.to_jax(a) for a in call()]  # noqa: E731
         held = [*arguments, *(() if direction == "forward" else cotangents)]
-        made.append(PeerProgram(peer, direction, run, outputs, torch_peers.peak_bytes(call, held)))
-    return [_Pending(peer, lambda: None, lambda _: made)]
+        programs.append(PeerProgram(peer, direction, run, outputs, torch_peers.peak_bytes(call, held)))
+    return [_Pending(peer, lambda: None, lambda _: programs)]
 
 
 def _jax_programs(workload, peer, platform, function, arguments, cotangents) -> _Pending:
@@ -168,26 +168,26 @@ def _jax_programs(workload, peer, platform, function, arguments, cotangents) -> 
 
             jobs["gradient"] = gradient, step_arguments
     lowered: dict[str, jax.stages.Lowered] = {}
-    for direction, (f, given) in jobs.items():
+    for direction, (f, operands) in jobs.items():
         if direction == "backward":
-            given = ([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in lowered["saved"].out_info], dy)
-        lowered[direction] = _lowered(f"{peer.name}_{direction}", f, given)
+            operands = ([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in lowered["saved"].out_info], dy)
+        lowered[direction] = _lowered(f"{peer.name}_{direction}", f, operands)
 
     def finish(compiled: dict[str, jax.stages.Compiled]) -> list[PeerProgram]:
-        given = {direction: given for direction, (_, given) in jobs.items()}
-        if "saved" in given:
-            given["backward"] = compiled["saved"](*given.pop("saved")), dy
-        return [_program(peer, direction, compiled[direction], g) for direction, g in given.items()]
+        operands = {direction: operands for direction, (_, operands) in jobs.items()}
+        if "saved" in operands:
+            operands["backward"] = compiled["saved"](*operands.pop("saved")), dy
+        return [_program(peer, direction, compiled[direction], g) for direction, g in operands.items()]
 
     return _Pending(peer, lambda: {direction: program.compile() for direction, program in lowered.items()}, finish)
 
 
-def _lowered(name: str, function: Callable[..., Any], given: Sequence[Any]) -> jax.stages.Lowered:
+def _lowered(name: str, function: Callable[..., Any], operands: Sequence[Any]) -> jax.stages.Lowered:
     def program(*arguments):
         return function(*arguments)
 
     program.__name__ = identifier(name)
-    return jax.jit(program).lower(*given)
+    return jax.jit(program).lower(*operands)
 
 
 def identifier(name: str) -> str:
@@ -195,13 +195,13 @@ def identifier(name: str) -> str:
     return re.sub(r"\W", "_", name)
 
 
-def _program(peer: Peer, direction: str, compiled: jax.stages.Compiled, given: Sequence[Any]) -> PeerProgram:
+def _program(peer: Peer, direction: str, compiled: jax.stages.Compiled, operands: Sequence[Any]) -> PeerProgram:
     peak = temporary = None
     if memory := compiled.memory_analysis():
         temporary = memory.temp_size_in_bytes
         peak = memory.argument_size_in_bytes + memory.output_size_in_bytes + temporary
-    run = Run(identifier(f"{peer.name}_{direction}"), lambda: compiled(*given))
-    return PeerProgram(peer, direction, run, lambda: jax.tree.leaves(compiled(*given)), peak, temporary)
+    run = Run(identifier(f"{peer.name}_{direction}"), lambda: compiled(*operands))
+    return PeerProgram(peer, direction, run, lambda: jax.tree.leaves(compiled(*operands)), peak, temporary)
 
 
 def _checked(workload: Workload, program: PeerProgram, judge: Judge) -> tuple[str, Accuracy | None, str]:
@@ -239,22 +239,22 @@ def _timed(programs: Sequence[PeerProgram], platform: str, procedure: Procedure)
 
 
 def _record(workload, program, status, worst, reason, times: Times | None) -> dict[str, Any]:
-    found = {"workload": workload.name, "peer": program.peer.name, "direction": program.direction, "status": status}
+    record = {"workload": workload.name, "peer": program.peer.name, "direction": program.direction, "status": status}
     if worst:
-        found["worst"] = {"result": worst.name, "error": finite_or_text(worst.error), "limit": worst.limit}
+        record["worst"] = {"result": worst.name, "error": finite_or_text(worst.error), "limit": worst.limit}
     if status == "timed" and times is None:
-        status = found["status"] = "wrong"
+        status = record["status"] = "wrong"
         reason = "another direction's numbers are"
     if reason:
-        found["reason"] = reason
+        record["reason"] = reason
     if times is None:
-        return found
+        return record
     if program.direction == "gradient":  # its bytes are at least those of the backward pass alone
         moved, flops = workload.bytes_once("backward"), workload.product_flops()
     else:
         direction = None if program.direction == "both" else program.direction
         moved, flops = workload.bytes_once(direction), workload.product_flops(direction)
-    return found | {
+    return record | {
         "clock": times.clock,
         "median": times.median,
         "minimum": times.minimum,
@@ -278,13 +278,13 @@ def ceilings(platform: str, procedure: Procedure) -> dict[str, float]:
     b = jax.random.normal(jax.random.key(1), (side, side), jnp.bfloat16 if platform == "gpu" else jnp.float32)
     jobs = {"copy": (jnp.copy, (a,)), "negate": (jnp.negative, (a,)), "matmul": (jnp.matmul, (b, b))}
     programs = []
-    for name, (f, given) in jobs.items():
-        compiled = _lowered(f"ceiling_{name}", f, given).compile()
-        programs.append(_program(_CEILING, name, compiled, given))
-    found = {p.direction: t.median for p in programs if (t := _timed([p], platform, procedure).get(p.run.name))}
+    for name, (f, operands) in jobs.items():
+        compiled = _lowered(f"ceiling_{name}", f, operands).compile()
+        programs.append(_program(_CEILING, name, compiled, operands))
+    medians = {p.direction: t.median for p in programs if (t := _timed([p], platform, procedure).get(p.run.name))}
     return {
-        "bytes_per_s": 2 * a.size * 2 / min(found["copy"], found["negate"]),
-        "flop_per_s": 2 * side**3 / found["matmul"],
+        "bytes_per_s": 2 * a.size * 2 / min(medians["copy"], medians["negate"]),
+        "flop_per_s": 2 * side**3 / medians["matmul"],
     }
 
 

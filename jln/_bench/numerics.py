@@ -33,21 +33,21 @@ def arrays(workload: Workload, seed: int = 0) -> tuple[list[Any], list[Any]]:
         return values.astype(workload.dtype).astype(a.dtype)
 
     @jax.jit
-    def made(key):
+    def draw(key):
         keys = iter(jax.random.split(key, len(jax.tree.leaves([a for _, a in described]))))
         return [jax.tree.map(lambda a, role=array.role: one(role, a, next(keys)), tree) for array, tree in described]
 
-    found = made(jax.random.key(seed))
+    numbers = draw(jax.random.key(seed))
     count = len(workload.signature.arguments)
-    return found[:count], found[count:]
+    return numbers[:count], numbers[count:]
 
 
 def names(workload: Workload, direction: str = "both") -> list[str]:
     """The names of what a program returns, by default of a whole step. "gradient" is "both" without the results."""
-    found, signature = workload.arrays(), workload.signature
-    results = [(a.name, found[a.name]) for a in signature.results if direction in ("forward", "both")]
+    shapes, signature = workload.arrays(), workload.signature
+    results = [(a.name, shapes[a.name]) for a in signature.results if direction in ("forward", "both")]
     wanted = direction != "forward" and "backward" in workload.directions
-    return _catalogue.flat_names(results + [(f"d{a.name}", found[a.name]) for a in signature.gradients if wanted])
+    return _catalogue.flat_names(results + [(f"d{a.name}", shapes[a.name]) for a in signature.gradients if wanted])
 
 
 def reference(workload: Workload, rounded: bool) -> Callable[..., jax.Array]:
@@ -67,11 +67,11 @@ def reference(workload: Workload, rounded: bool) -> Callable[..., jax.Array]:
 
 def judge(workload: Workload, arguments: Sequence[Any], cotangents: Sequence[Any]) -> Judge:
     """The judge of a workload's training step at these arguments."""
-    given = [*arguments, *(cotangents if "backward" in workload.directions else ())]
-    plain = jax.tree.leaves(jax.jit(workload.step(reference(workload, rounded=False)))(*given))
+    operands = [*arguments, *(cotangents if "backward" in workload.directions else ())]
+    plain = jax.tree.leaves(jax.jit(workload.step(reference(workload, rounded=False)))(*operands))
     with jax.enable_x64(True):
         step = jax.jit(workload.step(reference(workload, rounded=True)))
-        wide = jax.tree.map(lambda a: a.astype("float64"), given)
+        wide = jax.tree.map(lambda a: a.astype("float64"), operands)
         true, nudged = (jax.tree.leaves(step(*a)) for a in (wide, _accuracy.nudged(wide, workload.dtype)))
     examples = math.prod(workload.sizes().get("examples", ()))
     sums: dict[str, int] = {}
@@ -83,5 +83,5 @@ def judge(workload: Workload, arguments: Sequence[Any], cotangents: Sequence[Any
 
 def worst(judge: Judge, workload: Workload, direction: str, got: Sequence[jax.Array]) -> Accuracy:
     """The accuracy of that result of a program which is nearest to its limit, or furthest beyond it."""
-    found = [judge.accuracy(name, a) for name, a in zip(names(workload, direction), got, strict=True)]
-    return max(found, key=lambda a: math.inf if math.isnan(a.part) else a.part)
+    accuracies = [judge.accuracy(name, a) for name, a in zip(names(workload, direction), got, strict=True)]
+    return max(accuracies, key=lambda a: math.inf if math.isnan(a.part) else a.part)

@@ -43,24 +43,24 @@ def composed(
         raise Unsupported("its norms have one scale and one offset for all examples")
 
     def function(*arguments: Any) -> Any:
-        given = dict(zip(names, arguments, strict=True))
-        x = given["x"]
-        if "x_bias" in given:
-            x = x + given["x_bias"]
-        if "gate" in given:
-            x = x * given["gate"]
+        operands = dict(zip(names, arguments, strict=True))
+        x = operands["x"]
+        if "x_bias" in operands:
+            x = x + operands["x_bias"]
+        if "gate" in operands:
+            x = x * operands["gate"]
         if workload.entry.in_front is not None:
-            x = norm(x, given.get("x_scale"), None)
-        x = x + given["residual"] if adds else x
+            x = norm(x, operands.get("x_scale"), None)
+        x = x + operands["residual"] if adds else x
         if gate_first:
-            x = x * silu(given["z"])
-        y = norm(x, given.get("scale"), given.get("offset"))
-        if "z" in given and not gate_first:
-            y = y * silu(given["z"])
+            x = x * silu(operands["z"])
+        y = norm(x, operands.get("scale"), operands.get("offset"))
+        if "z" in operands and not gate_first:
+            y = y * silu(operands["z"])
         if workload.entry.adds_behind:
-            y = given["residual"] + y
+            y = operands["residual"] + y
         if workload.is_linear:
-            y = linears(y, given["kernel"], given.get("bias"), linear)
+            y = linears(y, operands["kernel"], operands.get("bias"), linear)
         return (y, x) if adds else y
 
     return function

@@ -59,10 +59,10 @@ def _norm_and_products(workload: Workload) -> Callable[..., Any]:
     norm = functools.partial(entry.norm.function, **kernels_asked_for())
 
     def function(*arguments):
-        given = dict(zip(workload.signature.names, arguments, strict=True))
-        kernel, bias = given.pop("kernel"), given.pop("bias", None)
-        made = norm(**({"offset": None} if entry.centres else {}) | given)
-        z, total = made if entry.adds else (made, None)
+        operands = dict(zip(workload.signature.names, arguments, strict=True))
+        kernel, bias = operands.pop("kernel"), operands.pop("bias", None)
+        results = norm(**({"offset": None} if entry.centres else {}) | operands)
+        z, total = results if entry.adds else (results, None)
         y = linears(z, kernel, bias, multiplied)
         return (y, total) if entry.adds else y
 
@@ -115,8 +115,8 @@ def _haiku(workload: Workload) -> Callable[..., Any]:
             return haiku.LayerNorm(axis, True, True, EPSILON, name="norm", param_axis=axis)(x)
 
         # Norms in float32, as Haiku's mixed-precision policies have them: in 16 bits they would sum in 16 bits.
-        given = {"scale": scale, "offset": offset}
-        parameters = {"norm": {name: a.reshape(shape) for name, a in given.items() if a is not None}}
+        arrays = {"scale": scale, "offset": offset}
+        parameters = {"norm": {name: a.reshape(shape) for name, a in arrays.items() if a is not None}}
         transformed = haiku.without_apply_rng(haiku.transform(layer))
         return transformed.apply(parameters, x.astype(scale.dtype)).astype(workload.dtype)
 

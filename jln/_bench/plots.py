@@ -314,11 +314,11 @@ def _timed(
 
     The row whose fastest peer is furthest behind in the last column is the first.
     """
-    found: dict[tuple[str, str], dict[str, tuple[float, dict[str, Any]]]] = {}
+    measurements: dict[tuple[str, str], dict[str, tuple[float, dict[str, Any]]]] = {}
     for r in results["records"]:
         if r["direction"] in _DIRECTIONS and r["status"] == "timed" and (measured := value(r)):
-            found.setdefault((r["workload"], r["direction"]), {})[r["peer"]] = measured, r
-    compared = {key: by for key, by in found.items() if "jln" in by and len(by) > 1}
+            measurements.setdefault((r["workload"], r["direction"]), {})[r["peer"]] = measured, r
+    compared = {key: by for key, by in measurements.items() if "jln" in by and len(by) > 1}
     shown = [d for d in _DIRECTIONS if any(direction == d for _, direction in compared)]
     shown = [d for d in shown if not (d == "backward" and "gradient" in shown)]
     if not shown:

@@ -86,10 +86,10 @@ def save(results: dict[str, Any], path: pathlib.Path) -> None:
 
 def load(path: pathlib.Path) -> dict[str, Any]:
     """The results in a file that `save` has written. Raises ValueError for any other file."""
-    found = json.loads(path.read_text())
-    if not isinstance(found, dict) or not {"environment", "ceilings", "records"} <= found.keys():
+    document = json.loads(path.read_text())
+    if not isinstance(document, dict) or not {"environment", "ceilings", "records"} <= document.keys():
         raise ValueError("it is not what this command writes")
-    return found
+    return document
 
 
 def relative(records: list[dict[str, Any]], statistic: str = "median") -> dict[tuple[str, str], dict[str, float]]:
@@ -112,8 +112,8 @@ def geometric_mean(numbers: list[float]) -> float:
 def summary(records: list[dict[str, Any]]) -> list[str]:
     """A summary in lines: the norms beside the fastest JAX peer, peers that are faster than jln, and wrong numbers."""
     lines = []
-    found = relative(records)
-    norms = {k: v for k, v in found.items() if k[0] in ALL and not ALL[k[0]].is_linear and k[0] not in BLOCKS}
+    ratios = relative(records)
+    norms = {k: v for k, v in ratios.items() if k[0] in ALL and not ALL[k[0]].is_linear and k[0] not in BLOCKS}
     for direction in ("forward", "backward", "both", "gradient"):
         fastest = [
             min(ratio for peer, ratio in by.items() if PEERS[peer].framework == "jax")
@@ -127,7 +127,7 @@ def summary(records: list[dict[str, Any]]) -> list[str]:
             )
     behind = [
         f"{workload} {direction}: {peer} takes {ratio:.2f} of jln's time"
-        for (workload, direction), by in found.items()
+        for (workload, direction), by in ratios.items()
         for peer, ratio in by.items()
         if ratio < 1 / 1.03
     ]

@@ -64,16 +64,16 @@ class Question:
 
 def questions(workloads: Sequence[Workload], chip: Chip, others: Iterable[Workload] = ()) -> list[Question]:
     """The choices that `workloads` depend on, each with the calls of `workloads` and of `others` that depend on it."""
-    found: dict[Key, tuple[Tiles, list[LauncherCall]]] = {}
+    by_key: dict[Key, tuple[Tiles, list[LauncherCall]]] = {}
     for workload in (*workloads, *(w for w in others if w not in workloads)):
         for direction in workload.directions:
             _, asked = _recorded(LauncherCall(workload, direction), {}, chip)
             for key, heuristic in asked.items():
-                if workload in workloads or key in found:
-                    found.setdefault(key, (heuristic, []))[1].append(LauncherCall(workload, direction))
+                if workload in workloads or key in by_key:
+                    by_key.setdefault(key, (heuristic, []))[1].append(LauncherCall(workload, direction))
     return [
         Question(key, heuristic, tuple(sorted(calls, key=lambda call: -call.workload.rows)))
-        for key, (heuristic, calls) in found.items()
+        for key, (heuristic, calls) in by_key.items()
     ]
 
 
@@ -131,7 +131,7 @@ def verdicts(
     jobs = [pool.submit(compiled, question.calls[0], question.key, tiles, chip) for tiles in tried]
     own, *others = (job.result() for job in jobs)
     limit = chip.shared
-    found = []
+    verdicts = []
     for verdict, tiles in zip(others, choices, strict=True):
         why = verdict.why
         if why is None and verdict.spilled > own.spilled:
@@ -142,8 +142,8 @@ def verdicts(
         together = tile.programs_per_core
         if why is None and together > 1 and 32 * tile.warps * together * verdict.registers > chip.registers:
             why = f"{together} programs do not fit on a core"
-        found.append(dataclasses.replace(verdict, why=why))
-    return found
+        verdicts.append(dataclasses.replace(verdict, why=why))
+    return verdicts
 
 
 def compiled(call: LauncherCall, key: Key, tiles: Tiles, chip: Chip) -> Verdict:
@@ -151,9 +151,9 @@ def compiled(call: LauncherCall, key: Key, tiles: Tiles, chip: Chip) -> Verdict:
     worst = Verdict()
     for each in (_fullest(call), call):
         launches, _ = _recorded(each, {key: tiles}, chip)
-        for made in launches:
+        for launch in launches:
             try:
-                r = compiler.compile_launch(made)
+                r = compiler.compile_launch(launch)
             except Exception as error:  # of whatever kind: the tile is not for this kernel
                 return Verdict(why=f"does not compile: {type(error).__name__}")
             worst = Verdict(
@@ -163,13 +163,13 @@ def compiled(call: LauncherCall, key: Key, tiles: Tiles, chip: Chip) -> Verdict:
 
 
 def _fullest(call: LauncherCall) -> LauncherCall:
-    given: dict[str, Any] = {"operator": fullest(is_linear=call.workload.is_linear, adds=True).name}
+    fields: dict[str, Any] = {"operator": fullest(is_linear=call.workload.is_linear, adds=True).name}
     if not call.workload.is_linear:
-        given |= {"features": None, "directions": DIRECTIONS}
-    return dataclasses.replace(call, workload=dataclasses.replace(call.workload, absent=(), **given))
+        fields |= {"features": None, "directions": DIRECTIONS}
+    return dataclasses.replace(call, workload=dataclasses.replace(call.workload, absent=(), **fields))
 
 
-def identified(tiles: Tiles) -> str:
+def identifier(tiles: Tiles) -> str:
     """The name by which a trace shows a program with these tiles."""
     return "tiles_" + "_".join(
         "no" if t is None else "_".join(map(str, dataclasses.astuple(t))) for t in tiles.values()
@@ -188,10 +188,10 @@ def prepared(call: LauncherCall, key: Key, choices: Sequence[Tiles], chip: Chip)
     def lowered(tiles: Tiles) -> Any:
         function, _ = launchers.call(call.workload, call.direction, Gpu(chip, Trial({key: tiles})))
 
-        def program(given):
-            return function(given)
+        def program(operands):
+            return function(operands)
 
-        program.__name__ = identified(tiles)
+        program.__name__ = identifier(tiles)
         return jax.jit(program).lower(arrays)
 
     programs = [_tried(lowered, tiles) for tiles in choices]
@@ -205,7 +205,7 @@ def prepared(call: LauncherCall, key: Key, choices: Sequence[Tiles], chip: Chip)
         run = functools.partial(program, arrays)
         got = jax.block_until_ready(run())
         first[:] = first or [got]
-        return difference(got, first[0], call.workload) or Run(identified(tiles), run)
+        return difference(got, first[0], call.workload) or Run(identifier(tiles), run)
 
     return [_tried(checked, t, p) for t, p in zip(choices, programs, strict=True)]
 
@@ -240,7 +240,7 @@ def difference(got: Any, expected: Any, workload: Workload) -> Wrong | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class Answer:
     """The outcome of a search.
 
     tiles: the fastest; None where the heuristics' own are.
@@ -256,7 +256,7 @@ class Found:
     ratio = property(lambda self: math.prod(new / old for old, new in self.seconds.values()) ** (1 / len(self.seconds)))
 
 
-def fastest(question: Question, choices: Sequence[Tiles], chip: Chip, clock: Clock) -> Found:
+def fastest(question: Question, choices: Sequence[Tiles], chip: Chip, clock: Clock) -> Answer:
     """Time the choices and return the fastest. Raises RuntimeError where the heuristics' own tiles cannot be timed."""
     failed: dict[str, str] = {}
 
@@ -265,29 +265,29 @@ def fastest(question: Question, choices: Sequence[Tiles], chip: Chip, clock: Clo
         own, *others = prepared(call, question.key, [question.heuristic, *tried], chip)
         if isinstance(own, str):
             raise RuntimeError(f"{call.name}: {own}")
-        failed.update({identified(t): run for t, run in zip(tried, others, strict=True) if isinstance(run, str)})
+        failed.update({identifier(t): run for t, run in zip(tried, others, strict=True) if isinstance(run, str)})
         taken = clock([own, *(run for run in others if isinstance(run, Run))])
         return taken.pop(own.name), taken
 
     first, *_ = question.calls
     old, taken = times(first, choices)
-    by_name = {identified(tiles): tiles for tiles in choices}
+    by_name = {identifier(tiles): tiles for tiles in choices}
     left = [by_name[name] for name in sorted(taken, key=taken.__getitem__) if taken[name] < (1 - NOISE) * old]
     left = left[:FINALISTS]
-    seconds: dict[str, dict[str, tuple[float, float]]] = {identified(tiles): {} for tiles in left}
+    seconds: dict[str, dict[str, tuple[float, float]]] = {identifier(tiles): {} for tiles in left}
     own = {first.name: (old, old)}
     for call in question.calls:
         if not left:
             break
         old, taken = times(call, left)
         own[call.name] = (old, old)
-        left = [t for t in left if taken.get(identified(t), math.inf) <= (1 + NOISE) * old + RESOLUTION]
+        left = [t for t in left if taken.get(identifier(t), math.inf) <= (1 + NOISE) * old + RESOLUTION]
         for tiles in left:
-            seconds[identified(tiles)][call.name] = (old, taken[identified(tiles)])
-    found = [Found(t, seconds[identified(t)], len(choices) - len(failed), failed) for t in left]
-    best = min(found, key=lambda f: f.ratio, default=None)
+            seconds[identifier(tiles)][call.name] = (old, taken[identifier(tiles)])
+    answers = [Answer(t, seconds[identifier(t)], len(choices) - len(failed), failed) for t in left]
+    best = min(answers, key=lambda f: f.ratio, default=None)
     if best is None or best.ratio >= 1 - NOISE:
-        return Found(None, own, len(choices) - len(failed), failed)
+        return Answer(None, own, len(choices) - len(failed), failed)
     return best
 
 

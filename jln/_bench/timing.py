@@ -135,22 +135,22 @@ def traced(runs: Sequence[Run], repetitions: int, cold_bytes: int = COLD_BYTES) 
             jax.block_until_ready(mark())
         finally:
             jax.profiler.stop_trace()
-        groups = trace.between_marks(trace.of_jax(pathlib.Path(folder)), f"jit_{_MARK}")
+        groups = trace.between_marks(trace.jax_events(pathlib.Path(folder)), f"jit_{_MARK}")
     return _assigned(order, groups[:-1])
 
 
 def _assigned(order: Sequence[Run], groups: Sequence[Sequence[trace.Event]]) -> dict[str, Times]:
     if len(groups) != len(order):
         raise trace.TraceError(f"the trace shows {len(groups)} runs of {len(order)}")
-    found: dict[str, list[Sequence[trace.Event]]] = {run.name: [] for run in order}
+    by_run: dict[str, list[Sequence[trace.Event]]] = {run.name: [] for run in order}
     for run, events in zip(order, groups, strict=True):
         programs = {event.program for event in events}
         if not programs or programs - {"", f"jit_{run.name}"}:  # copies may lack theirs
             raise trace.TraceError(f"the trace shows {sorted({e.program for e in events})} where {run.name} ran")
-        found[run.name].append(events)
-    return {name: of_events(events) for name, events in found.items()}
+        by_run[run.name].append(events)
+    return {name: program_times(events) for name, events in by_run.items()}
 
 
-def of_events(runs: Sequence[Sequence[trace.Event]]) -> Times:
+def program_times(runs: Sequence[Sequence[trace.Event]]) -> Times:
     """The times of one program from the events of each of its runs on the device."""
     return Times(tuple(map(trace.busy_seconds, runs)), "device", statistics.mode(map(len, runs)))

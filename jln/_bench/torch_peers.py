@@ -89,29 +89,29 @@ def calls(
     workload: Workload, function: Callable[..., Any], arguments: Sequence[Any], cotangents: Sequence[Any]
 ) -> dict[str, Callable[[], list[torch.Tensor]]]:
     """Calls that run each direction: "forward", "backward", "both" and "gradient", as the programs of JAX's peers."""
-    given = jax.tree.map(lambda a: to_torch(a, workload.dtype).requires_grad_(), arguments)
+    tensors = jax.tree.map(lambda a: to_torch(a, workload.dtype).requires_grad_(), arguments)
     dys = [to_torch(a, workload.dtype) for a in jax.tree.leaves(cotangents)]
-    wanted = jax.tree.leaves(workload.signature.own_gradients(given))
+    wanted = jax.tree.leaves(workload.signature.own_gradients(tensors))
 
     def results() -> list[torch.Tensor]:
-        return jax.tree.leaves(function(*given))
+        return jax.tree.leaves(function(*tensors))
 
     def forward() -> list[torch.Tensor]:
         with torch.no_grad():
             return results()
 
-    found = {"forward": forward}
+    calls = {"forward": forward}
     if "backward" in workload.directions:
         saved = results()
-        found["backward"] = lambda: list(torch.autograd.grad(saved, wanted, dys, retain_graph=True))
+        calls["backward"] = lambda: list(torch.autograd.grad(saved, wanted, dys, retain_graph=True))
 
         def both() -> list[torch.Tensor]:
-            made = results()
-            return [*(a.detach() for a in made), *torch.autograd.grad(made, wanted, dys)]
+            outputs = results()
+            return [*(a.detach() for a in outputs), *torch.autograd.grad(outputs, wanted, dys)]
 
-        found["both"] = both
-        found["gradient"] = lambda: both()[len(dys) :]
-    return found
+        calls["both"] = both
+        calls["gradient"] = lambda: both()[len(dys) :]
+    return calls
 
 
 def peak_bytes(call: Callable[[], Any], arrays: Sequence[Any]) -> int | None:
@@ -140,7 +140,7 @@ def profiled(runs: Sequence[Run], repetitions: int, cold_bytes: int = timing.COL
         raise trace.TraceError(f"PyTorch's trace shows {len(windows)} runs of {len(order)}")
     if not all(windows):
         raise trace.TraceError("PyTorch's trace shows runs without kernels")
-    return {r.name: timing.of_events([w for o, w in zip(order, windows, strict=True) if o is r]) for r in runs}
+    return {r.name: timing.program_times([w for o, w in zip(order, windows, strict=True) if o is r]) for r in runs}
 
 
 def _windows(order: Sequence[Run], chill: Callable[[], Any]) -> list[list[trace.Event]]:
@@ -158,7 +158,7 @@ def _windows(order: Sequence[Run], chill: Callable[[], Any]) -> list[list[trace.
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
-        return trace.of_torch(path.read_text(), _WINDOW)
+        return trace.torch_events(path.read_text(), _WINDOW)
 
 
 def evented(runs: Sequence[Run], repetitions: int, cold_bytes: int = timing.COLD_BYTES) -> dict[str, Times]:

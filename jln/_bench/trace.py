@@ -30,7 +30,7 @@ class Event:
     end: float
 
 
-def of_jax(folder: pathlib.Path) -> list[Event]:
+def jax_events(folder: pathlib.Path) -> list[Event]:
     """The events that `jax.profiler` saw on a GPU or, where the trace has no GPU, in the CPU's threads; by start."""
     files = sorted(folder.rglob("*.xplane.pb"))
     if not files:
@@ -39,7 +39,7 @@ def of_jax(folder: pathlib.Path) -> list[Event]:
         warnings.simplefilter("ignore", DeprecationWarning)  # about how the reader's own types are named
         planes = list(jax.profiler.ProfileData.from_file(str(files[-1])).planes)
         gpus = [plane for plane in planes if plane.name.startswith("/device:GPU")]
-        found = []
+        events = []
         for plane in gpus or planes:
             for line in plane.lines:
                 # Other lines of a GPU repeat its streams' events, by module and by operation.
@@ -48,8 +48,8 @@ def of_jax(folder: pathlib.Path) -> list[Event]:
                 for event in line.events:
                     program = str(dict(event.stats).get("hlo_module", "")).split("(")[0]
                     if gpus or program:
-                        found.append(Event(event.name, program, event.start_ns, event.start_ns + event.duration_ns))
-    return sorted(found, key=lambda event: event.start)
+                        events.append(Event(event.name, program, event.start_ns, event.start_ns + event.duration_ns))
+    return sorted(events, key=lambda event: event.start)
 
 
 def between_marks(events: Iterable[Event], mark: str) -> list[list[Event]]:
@@ -67,7 +67,7 @@ def between_marks(events: Iterable[Event], mark: str) -> list[list[Event]]:
     return groups
 
 
-def of_torch(text: str, window: str) -> list[list[Event]]:
+def torch_events(text: str, window: str) -> list[list[Event]]:
     """A GPU's events in each of the windows whose name starts with `window`, in the order of the windows.
 
     A window is a `torch.profiler.record_function`.

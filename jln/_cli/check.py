@@ -67,7 +67,7 @@ def command(
     if operator is not None:
         sample = _sample(operator, shape, features, extras, dtype, init, seed)
     else:
-        given = {
+        options = {
             "shape": shape,
             "features": features,
             "extras": extras,
@@ -75,7 +75,7 @@ def command(
             "init": init,
             "time": time or None,
         }
-        for name, value in given.items():
+        for name, value in options.items():
             if value is not None:
                 raise UserError(f"--{name} needs an operator: one of {', '.join(OPERATORS)}")
     jax.config.update("jax_enable_x64", True)
@@ -96,20 +96,20 @@ def _runnable(device: Device, only: str | None) -> tuple[list[str], dict[str, st
 
 def _sample(operator, shape, features, extras, dtype, init, seed) -> Sample:
     known("operator", [operator], OPERATORS)
-    found = OPERATORS[operator]
-    if features is not None and not found.is_linear:
+    entry = OPERATORS[operator]
+    if features is not None and not entry.is_linear:
         raise UserError(f"--features is for the fused operators; {operator} has none")
     if extras is not None:
-        if not found.extras:
+        if not entry.extras:
             raise UserError(f"--extras is for the operators that add a residual; {operator} adds none")
-        known("extra", extras.split("+"), [a.name for a in found.extras])
-        found = found.including(*extras.split("+"))
+        known("extra", extras.split("+"), [a.name for a in entry.extras])
+        entry = entry.including(*extras.split("+"))
     shape = DEFAULT_SHAPE if shape is None else shape
     sizes, several = parsed_shape(shape), parsed_features(features) if features is not None else ()
     if len(sizes) > 32 or math.prod(sizes) * max(sum(several), 1) >= 2**48:
         raise UserError(f"too large: {shape}" + (f" to {features} features" if features else ""))
     n = several if len(several) > 1 else several[0] if several else sizes[-1]
-    return Sample(found, sizes, n, dtype or "float32", init or "normal", seed)
+    return Sample(entry, sizes, n, dtype or "float32", init or "normal", seed)
 
 
 def parsed_shape(text: str) -> tuple[int, ...]:
@@ -133,7 +133,7 @@ def _positive(text: str, between: str, rule: str) -> tuple[int, ...]:
 
 
 def _check_one(sample: Sample, chosen: list[tuple[Device, Any]], time: bool, as_json: bool) -> bool:
-    found = []
+    runs = []
     with progress(sum(1 + len(runnable) * (1 + time) for _, (runnable, _) in chosen)) as begin:
         for device, (runnable, why_not) in chosen:
             begin(f"float64 on {described(device)}")
@@ -151,14 +151,14 @@ def _check_one(sample: Sample, chosen: list[tuple[Device, Any]], time: bool, as_
                 elif time:
                     begin(f"timing {implementation} on {described(device)}")
                     entry["time"] = _timed(sample, device, implementation)
-                found.append({"device": described(device), **entry})
-            found.extend({"device": described(device), "implementation": n, "note": w} for n, w in why_not.items())
-    good = all(line.ok for entry in found for line in entry.get("accuracy", ()))
+                runs.append({"device": described(device), **entry})
+            runs.extend({"device": described(device), "implementation": n, "note": w} for n, w in why_not.items())
+    good = all(line.ok for entry in runs for line in entry.get("accuracy", ()))
     if as_json:
-        print_json({"case": str(sample), "ok": good, "runs": [_as_json(entry) for entry in found]})
+        print_json({"case": str(sample), "ok": good, "runs": [_as_json(entry) for entry in runs]})
         return good
     print_note(str(sample))
-    for entry in found:
+    for entry in runs:
         where = f"{entry['implementation']} on {entry['device']}"
         if "note" in entry:
             print_note(f"{where}: {entry['note']}")
@@ -224,29 +224,29 @@ class Cell:
 
 def _check_all(chosen: list[tuple[Device, Any]], seed: int, as_json: bool) -> bool:
     columns = (*DTYPES, "gradients", "second order")
-    found: dict[str, list[Cell]] = {}
+    all_cells: dict[str, list[Cell]] = {}
     with progress(1 + sum(len(FORMS) * (len(DTYPES) + 2 * len(runnable)) for _, (runnable, _) in chosen)) as begin:
         begin("wrong rules")
         judged = _controls(seed)
         for device, (runnable, _) in chosen:
-            cells = found[described(device)] = []
+            cells = all_cells[described(device)] = []
             for operator in FORMS.values() if runnable else ():
                 with jax.default_device(device):
                     cells += _cells(operator, device, runnable, seed, begin)
-    good = all(judged.values()) and all(cell.ok for cells in found.values() for cell in cells)
+    good = all(judged.values()) and all(cell.ok for cells in all_cells.values() for cell in cells)
     if as_json:
         tables = [
             {
                 "device": described(device),
                 "not_run": why_not,
-                "checks": list(map(for_json, found[described(device)])),
+                "checks": list(map(for_json, all_cells[described(device)])),
             }
             for device, (_, why_not) in chosen
         ]
         print_json({"ok": good, "devices": tables, "controls_judged_rightly": judged})
         return good
     for device, (_, why_not) in chosen:
-        cells = found[described(device)]
+        cells = all_cells[described(device)]
         rows: dict[tuple[str, str], dict[str, str]] = {}
         for cell in cells:
             rows.setdefault((cell.operator, cell.implementation), {})[cell.check] = str(cell)
@@ -325,8 +325,8 @@ def _attempt(operator: Operator, implementation: str, check: str, run: Callable[
 def _worst_accuracy(samples: list[JudgedSample], implementation: str) -> tuple[bool, float, str]:
     lines = [(line, judged.sample) for judged in samples for line in judged.accuracies(implementation)]
     line, sample = max(lines, key=lambda pair: (not pair[0].ok, pair[0].part))
-    found = f"error {line.error:.2e}, limit {line.limit:.2e}; rms {line.rms_error:.2e}, limit {line.rms_limit:.2e}"
-    return line.ok, line.part, f"{line.name} of {sample}: {found}"
+    errors = f"error {line.error:.2e}, limit {line.limit:.2e}; rms {line.rms_error:.2e}, limit {line.rms_limit:.2e}"
+    return line.ok, line.part, f"{line.name} of {sample}: {errors}"
 
 
 def _worst_row(report: Report) -> tuple[bool, float, str]:

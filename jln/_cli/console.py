@@ -104,12 +104,12 @@ def for_output(folder: pathlib.Path | None) -> None:
         tempfile.TemporaryFile(dir=folder).close()
 
 
-def save(found: dict[str, Any], path: pathlib.Path) -> None:
+def save(document: dict[str, Any], path: pathlib.Path) -> None:
     """Write what was found to a file. Raises UserError where that fails."""
     from jln._bench import results
 
     with _writing(path, OSError, ValueError):  # the latter of a NaN in a file that somebody has edited
-        results.save(found, path)
+        results.save(document, path)
 
 
 @contextlib.contextmanager
@@ -120,7 +120,7 @@ def _writing(path: pathlib.Path, *errors: type[Exception]) -> Iterator[None]:
         raise UserError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def draw_plots(kind: str, found: dict[str, Any], folder: pathlib.Path) -> None:
+def draw_plots(kind: str, document: dict[str, Any], folder: pathlib.Path) -> None:
     """Draw what was found by a function of `jln._bench.plots`, if there is a library to draw with."""
     if importlib.util.find_spec("matplotlib") is None:
         print_note('no plots: matplotlib is not installed; pip install -e ".[bench]"', stderr=True)
@@ -128,7 +128,7 @@ def draw_plots(kind: str, found: dict[str, Any], folder: pathlib.Path) -> None:
     from jln._bench import plots
 
     with _writing(folder, OSError):
-        getattr(plots, kind)(found, folder)
+        getattr(plots, kind)(document, folder)
 
 
 @contextlib.contextmanager

@@ -22,18 +22,18 @@ def devices(wanted: str | None = None) -> list[Device]:
     """JAX's devices, and the CPU. `wanted`: "cpu", "gpu", or one device, as "gpu:1"."""
     try:
         with _listening():
-            found = jax.local_devices()
+            local = jax.local_devices()
     except (RuntimeError, AssertionError) as error:  # a JAX_PLATFORMS that is not here; the latter where it is cuda
         reasons = [*str(error).splitlines()[:1], *complaints, f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}"]
         raise UserError(f"no device: {reasons[0]}") from None
-    if found[0].platform == "cpu":
-        found = found[:1]  # of --xla_force_host_platform_device_count, all on one piece of silicon
+    if local[0].platform == "cpu":
+        local = local[:1]  # of --xla_force_host_platform_device_count, all on one piece of silicon
     else:
         with contextlib.suppress(RuntimeError):  # JAX_PLATFORMS leaves it out
-            found = [*found, jax.local_devices(backend="cpu")[0]]
+            local = [*local, jax.local_devices(backend="cpu")[0]]
     if wanted is None:
-        return found
-    names = {named(device): device for device in found}
+        return local
+    names = {named(device): device for device in local}
     chosen = [d for name, d in names.items() if wanted in (name, name.split(":")[0])]
     if not chosen:
         raise UserError(f"no device {wanted!r}; there are {', '.join(names)}")

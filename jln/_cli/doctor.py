@@ -78,14 +78,14 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
     Exits with 1 if something is broken, and with 2 if there is no device; a missing GPU is no fault.
     """
-    found = devices()
+    all_devices = devices()
     versions = installed()
-    kinds = _one_of_each_kind(found)
+    kinds = _one_of_each_kind(all_devices)
     with progress(len(kinds) * len(OPERATORS)) as begin:
         operators = [row for device in kinds for row in choices(device, begin)]
     bad = [pair for pair in BAD_PAIRS if pair.here({k: parsed(v) for k, v in versions.items() if v is not None})]
     faults = [f"{pair.what}: {pair.effect}. To mend it: {pair.fix}" for pair in bad]
-    faults += _idle_gpu(found)
+    faults += _idle_gpu(all_devices)
     tiles, wrong_files = _tuning()
     faults += wrong_files
     kernels, untrusted = _compiled_kernels()
@@ -93,7 +93,7 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
     if as_json:
         data = {
             "versions": {"python": platform.python_version(), "jln": jln.__version__, **versions},
-            "devices": [_facts(device) for device in found],
+            "devices": [_facts(device) for device in all_devices],
             "operators": operators,
             "tuning": tiles,
             "compiled_kernels": kernels,
@@ -104,17 +104,17 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
         }
         print_json(data)
     else:
-        _print(versions, found, operators, tiles, kernels, bad, faults)
+        _print(versions, all_devices, operators, tiles, kernels, bad, faults)
     raise typer.Exit(1 if faults else 0)
 
 
-def _print(versions, found, operators, tiles, kernels, bad, faults) -> None:
+def _print(versions, all_devices, operators, tiles, kernels, bad, faults) -> None:
     rows = [("python", platform.python_version(), ""), ("jln", jln.__version__, "")]
     for package, version in versions.items():
         use, how = PACKAGES[package]
         rows.append((package, version or "-", "" if version else f"for {use}: {how}"))
     print_table("Versions", ("", "installed", "if you want it, in a clone of jln"), rows, left=(0, 1, 2))
-    facts = [_facts(device) for device in found]
+    facts = [_facts(device) for device in all_devices]
     print_table("Devices", ("", "kind", "chip"), [tuple(f.values()) for f in facts], left=(0, 1, 2))
     print_table(
         "Operators",
@@ -198,8 +198,8 @@ def parsed(version: str) -> tuple[int, ...]:
     return tuple(map(int, match[0].split("."))) if match else ()
 
 
-def _one_of_each_kind(found: list[Device]) -> list[Device]:
-    return list({(d.platform, d.device_kind): d for d in reversed(found)}.values())[::-1]
+def _one_of_each_kind(all_devices: list[Device]) -> list[Device]:
+    return list({(d.platform, d.device_kind): d for d in reversed(all_devices)}.values())[::-1]
 
 
 def _facts(device: Device) -> dict[str, str]:
@@ -255,7 +255,7 @@ def _kernels(sample: Sample, device: Device, gradient: bool) -> list[str]:
     """The Triton kernels that the default implementation launches on a device; none where that is XLA."""
     arguments, cotangent = sample.shapes()
     f = ours(sample.operator, None)
-    with target.recording() as made, warnings.catch_warnings():
+    with target.recording() as launches, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that XLA runs instead: the table says so, and the reason
         platform = platform_of(device)
         if gradient:
@@ -263,12 +263,12 @@ def _kernels(sample: Sample, device: Device, gradient: bool) -> list[str]:
         else:
             traced = jax.jit(lambda a: f(*a)).trace(arguments)
         traced.lower(lowering_platforms=(platform,))
-    return [launched.kernel.fn.__name__ for launched in made]
+    return [launched.kernel.fn.__name__ for launched in launches]
 
 
-def _idle_gpu(found: list[Device]) -> list[str]:
+def _idle_gpu(all_devices: list[Device]) -> list[str]:
     """Sentences on a GPU that is here and that JAX, or Triton, does not use; none where all is used."""
-    gpus = [device for device in found if device.platform == "gpu"]
+    gpus = [device for device in all_devices if device.platform == "gpu"]
     if gpus:
         why = target.missing(platform_of(gpus[0]))
         return [] if why is None else [f"the GPU runs jln without its Triton kernels: {why}"]

@@ -49,23 +49,23 @@ def compiled(workload: str, chip: str) -> list[Kernel] | str:
 
 
 def _kernel(workload: str, launch: Any) -> Kernel:
-    made, tile = compiler.compile_launch(launch), launch.tile
-    measured = made.registers, made.spilled, made.shared, made.widest_load
+    resources, tile = compiler.compile_launch(launch), launch.tile
+    measured = resources.registers, resources.spilled, resources.shared, resources.widest_load
     return Kernel(workload, launch.kernel.fn.__name__, tile.rows, tile.columns, tile.warps_of(launch.chip), *measured)
 
 
-def of_all(workloads: Sequence[str], chip: str, begin: Callable[[str], None]) -> tuple[list[Kernel], list[str]]:
+def compile_all(workloads: Sequence[str], chip: str, begin: Callable[[str], None]) -> tuple[list[Kernel], list[str]]:
     """Compile the launches of all workloads. -> (the kernels, sentences on what does not compile)."""
     kernels, failures = [], []
     with compiler.workers() as pool:
         jobs = [(name, pool.submit(compiled, name, chip)) for name in workloads]
         for name, job in jobs:
             begin(f"{name} for {chip}")
-            found = job.result()
-            if isinstance(found, str):
-                failures.append(found)
+            outcome = job.result()
+            if isinstance(outcome, str):
+                failures.append(outcome)
             else:
-                kernels += found
+                kernels += outcome
     return kernels, failures
 
 

@@ -34,7 +34,7 @@ from jln._cli.console import (
     progress,
     save,
 )
-from jln._cli.kernels import of_all, print_kernels
+from jln._cli.kernels import compile_all, print_kernels
 from jln._cli.sharded import SHARDED, Step, facts, fitted, parsed, print_step
 from jln._triton import target
 from jln._triton.chip import CHIPS, named_chip
@@ -86,7 +86,7 @@ def command(
     if kernels:
         if mesh or peer or sequence:
             raise UserError("--kernels are jln's, of one GPU: without --peer, --mesh and --sequence")
-        _of_kernels(known("workload", workload or WORKLOADS, WORKLOADS), chip, output, as_json)
+        _report_kernels(known("workload", workload or WORKLOADS, WORKLOADS), chip, output, as_json)
     if chip not in program.CHIPS:
         why = "takes a ROCm compiler" if CHIPS[chip].is_amd else f"is none of {', '.join(program.CHIPS)}"
         raise UserError(f"a whole program for {chip} {why}; --kernels prints its kernels")
@@ -120,12 +120,12 @@ def command(
         count = _Counting(chip, begin, failures)
         sizes = [(w, count.workload(w, by)) for w, by in jobs]
         steps = [(stack, products, count.stack(stack, products)) for stack, products in stacks]
-    found = _json(chip, sizes, steps, skipped, failures, count.held)
+    document = _json(chip, sizes, steps, skipped, failures, count.held)
     if output is not None:
-        save(found, output / REPORT)
-        draw_plots("draw_report", found, output)
+        save(document, output / REPORT)
+        draw_plots("draw_report", document, output)
     if as_json:
-        print_json(found)
+        print_json(document)
     else:
         _print(chip, sizes, steps, skipped, failures, count.held)
     raise typer.Exit(1 if any(f.is_ours for f in failures) else 0)
@@ -139,14 +139,14 @@ def _on_meshes(
     with progress(sum(len(sharded_losses(*job)) for job in jobs)) as begin:
         count = _Counting(chip, begin, failures)
         steps = [Step(*job, count.sharded(*job)) for job in jobs]
-    found = _of_all(chip) | {
+    document = _versions(chip) | {
         "steps": [facts(step) for step in steps],
         "failures": [failure.text for failure in failures],
     }
     if output is not None:
-        save(found, output / REPORT)
+        save(document, output / REPORT)
     if as_json:
-        print_json(found)
+        print_json(document)
     else:
         _print_versions(chip)
         for step in steps:
@@ -155,17 +155,17 @@ def _on_meshes(
     raise typer.Exit(1 if any(f.is_ours for f in failures) else 0)
 
 
-def _of_kernels(names: Sequence[str], chip: str, output: pathlib.Path | None, as_json: bool) -> NoReturn:
+def _report_kernels(names: Sequence[str], chip: str, output: pathlib.Path | None, as_json: bool) -> NoReturn:
     if importlib.util.find_spec("triton") is None:
         raise UserError(f"triton is not installed: {target.INSTALL[named_chip(chip).platform]}")
     with progress(len(names)) as begin:
-        kernels, failures = of_all(names, chip, begin)
+        kernels, failures = compile_all(names, chip, begin)
     rows = [dataclasses.asdict(kernel) for kernel in kernels]
-    found = _of_all(chip) | {"kernels": rows, "failures": failures}
+    document = _versions(chip) | {"kernels": rows, "failures": failures}
     if output is not None:
-        save(found, output / REPORT)
+        save(document, output / REPORT)
     if as_json:
-        print_json(found)
+        print_json(document)
     else:
         _print_versions(chip)
         print_kernels(kernels, chip)
@@ -191,7 +191,7 @@ class _Counting:
         self.held: dict[tuple[str, str], int | None] = {}
 
     def workload(self, workload: Workload, peers: list[str]) -> dict[str, program.CompiledProgram]:
-        found = {}
+        reports = {}
         for peer in peers:
             self._begin(f"{workload.name} by {peer}")
             try:
@@ -201,19 +201,19 @@ class _Counting:
                     self.held[workload.name, peer] = workload.held_bytes(function)
                 if peer == "tokamax" and not any("triton" in k.kind for k in report.kernels):
                     raise Unsupported("it falls back to jnp")
-                found[peer] = report
+                reports[peer] = report
             except Unsupported as why:
                 self._failures.append(Failure(f"{peer} has no {workload.name}: {why}", PEERS[peer].is_ours))
             except Exception as error:  # another library's trouble with one size must not hide all the others
                 self._fail(peer, workload.name, error, PEERS[peer].is_ours)
-        return found
+        return reports
 
     def stack(self, stack: Stack, products: str) -> dict[str, program.CompiledProgram]:
-        found = {}
+        reports = {}
         for name, loss in losses(stack).items():
             self._begin(f"{stack.name} by {name}, products by {products}")
             try:
-                found[name] = program.compile_for(
+                reports[name] = program.compile_for(
                     stack.step(loss),
                     stack.parameters(),
                     stack.x(),
@@ -222,18 +222,18 @@ class _Counting:
                 )
             except Exception as error:
                 self._fail(name, f"{stack.name}, products by {products}", error, name in OURS)
-        return found
+        return reports
 
     def sharded(self, stack: Stack, layout: Layout) -> dict[str, program.CompiledProgram]:
-        found = {}
+        reports = {}
         for name, loss in sharded_losses(stack, layout).items():
             self._begin(f"{stack.name} by {name} on {layout.sizes}")
             try:
                 step, arguments = layout.step(stack, loss), layout.arguments(stack)
-                found[name] = program.compile_for(step, *arguments, chip=self._chip, devices=layout.size(*AXES))
+                reports[name] = program.compile_for(step, *arguments, chip=self._chip, devices=layout.size(*AXES))
             except Exception as error:
                 self._fail(name, f"{stack.name} on {layout.sizes}", error, name in OURS)
-        return found
+        return reports
 
     def _fail(self, whose: str, what: str, error: Exception, is_ours: bool) -> None:
         self._failures.append(Failure(f"{whose} does not compile for {what}: {one_line(error)}", is_ours))
@@ -250,7 +250,7 @@ def _gpu_for_tokamax(chip: str) -> Iterator[None]:
         yield
 
 
-def _all_facts(found: dict[str, program.CompiledProgram]) -> dict[str, dict[str, int]]:
+def _all_facts(reports: dict[str, program.CompiledProgram]) -> dict[str, dict[str, int]]:
     return {
         name: {
             "kernels": report.launches,
@@ -258,11 +258,11 @@ def _all_facts(found: dict[str, program.CompiledProgram]) -> dict[str, dict[str,
             "bytes_outside_products": report.bytes_total - report.product_bytes,
             "temporary_bytes": report.temp_bytes,
         }
-        for name, report in found.items()
+        for name, report in reports.items()
     }
 
 
-def _of_all(chip: str) -> dict[str, Any]:
+def _versions(chip: str) -> dict[str, Any]:
     packages = ("jax", "jaxlib", "jax-triton", "triton", "flax", "tokamax")
     return {"chip": chip, "versions": {"jln": jln.__version__} | {p: version(p) for p in packages}}
 
@@ -278,10 +278,10 @@ def _print_failures(failures: Sequence[Failure]) -> None:
 
 def _json(chip, sizes, steps, skipped, failures, held) -> dict[str, Any]:
     programs = {
-        w.name: {by: facts | {"held_bytes": held[w.name, by]} for by, facts in _all_facts(found).items()}
-        for w, found in sizes
+        w.name: {by: facts | {"held_bytes": held[w.name, by]} for by, facts in _all_facts(reports).items()}
+        for w, reports in sizes
     }
-    return _of_all(chip) | {
+    return _versions(chip) | {
         "workloads": [
             {
                 f: getattr(w, f)
@@ -301,9 +301,9 @@ def _json(chip, sizes, steps, skipped, failures, held) -> dict[str, Any]:
                 "checkpoint_policy": stack.policy,
                 "parameter_dtype": stack.parameter_dtype,
                 "products": products,
-                "programs": _all_facts(found),
+                "programs": _all_facts(reports),
             }
-            for stack, products, found in steps
+            for stack, products, reports in steps
         ],
         "skipped": skipped,
         "failures": [failure.text for failure in failures],
@@ -314,14 +314,14 @@ def _print(chip, sizes, steps, skipped, failures, held) -> None:
     _print_versions(chip)
     if sizes:
         header = ("workload", "operator", "x", "N", "by", "kernels", "MB", "once MB", "ratio", "temporary MB")
-        rows = [row for w, found in sizes for row in _rows(w, found, held)]
+        rows = [row for w, reports in sizes for row in _rows(w, reports, held)]
         print_table(_title(sizes), (*header, "held MB"), rows, left=(0, 1, 2, 4))
-    for stack, products, found in steps:
+    for stack, products, reports in steps:
         print_table(
             f"{stack.name}: {stack.layers} layers, x {'x'.join(map(str, stack.shape))}, hidden {stack.hidden}; "
             f"{stack.why}; products by {products}",
             ("by", "kernels", "MB", "MB outside products", "than Flax", "temporary MB", "than Flax"),
-            _stack_rows(found),
+            _stack_rows(reports),
         )
     for peer, why in skipped.items():
         print_note(f"Skipped {peer}: {why}.")
@@ -333,7 +333,7 @@ def _title(sizes: list[tuple[Workload, Any]]) -> str:
     return f"{'Forward' if only == {('forward',)} else 'Forward + backward (decode: forward)'}, results returned"
 
 
-def _rows(workload: Workload, found: dict[str, program.CompiledProgram], held) -> list[tuple[str, ...]]:
+def _rows(workload: Workload, reports: dict[str, program.CompiledProgram], held) -> list[tuple[str, ...]]:
     once = workload.bytes_once()
     return [
         (
@@ -349,12 +349,12 @@ def _rows(workload: Workload, found: dict[str, program.CompiledProgram], held) -
             megabytes(report.temp_bytes),
             "-" if (kept := held[workload.name, peer]) is None else megabytes(kept),
         )
-        for peer, report in found.items()
+        for peer, report in reports.items()
     ]
 
 
-def _stack_rows(found: dict[str, program.CompiledProgram]) -> list[tuple[str, ...]]:
-    flax = found.get("flax")
+def _stack_rows(reports: dict[str, program.CompiledProgram]) -> list[tuple[str, ...]]:
+    flax = reports.get("flax")
 
     def compared(value: Callable[[program.CompiledProgram], int], report: program.CompiledProgram) -> str:
         return f"{100 * (value(report) / value(flax) - 1):+.1f} %" if flax else "-"
@@ -372,5 +372,5 @@ def _stack_rows(found: dict[str, program.CompiledProgram]) -> list[tuple[str, ..
             megabytes(report.temp_bytes),
             compared(lambda r: r.temp_bytes, report),
         )
-        for name, report in found.items()
+        for name, report in reports.items()
     ]

@@ -51,23 +51,23 @@ def fitted(name: str, layout: Layout) -> Stack:
         raise UserError(str(error)) from None
 
 
-def communicated(report: program.CompiledProgram, layout: Layout) -> Counter[tuple[Key, int]]:
+def collective_counts(report: program.CompiledProgram, layout: Layout) -> Counter[tuple[Key, int]]:
     """The number of collectives by kind, mesh axes and bytes."""
-    found: Counter[tuple[Key, int]] = Counter()
+    counts: Counter[tuple[Key, int]] = Counter()
     for each in report.collectives:
-        found[(each.kind, layout.among(each.group)), each.bytes] += each.times
-    return found
+        counts[(each.kind, layout.among(each.group)), each.bytes] += each.times
+    return counts
 
 
 def totals(report: program.CompiledProgram, layout: Layout) -> dict[Key, tuple[int, int]]:
     """The collectives by kind and mesh axes: how many, and the bytes of all together."""
-    found = communicated(report, layout)
+    counts = collective_counts(report, layout)
     return {
         key: (
-            sum(times for (other, _), times in found.items() if other == key),
-            sum(times * size for (other, size), times in found.items() if other == key),
+            sum(times for (other, _), times in counts.items() if other == key),
+            sum(times * size for (other, size), times in counts.items() if other == key),
         )
-        for key in sorted({key for key, _ in found})
+        for key in sorted({key for key, _ in counts})
     }
 
 
@@ -86,7 +86,7 @@ def facts(step: Step) -> dict[str, Any]:
                 "temporary_bytes": report.temp_bytes,
                 "collectives": [
                     {"kind": kind, "among": axes, "bytes": size, "times": times}
-                    for ((kind, axes), size), times in sorted(communicated(report, layout).items())
+                    for ((kind, axes), size), times in sorted(collective_counts(report, layout).items())
                 ],
             }
             for name, report in step.programs.items()
@@ -115,10 +115,10 @@ def rows(step: Step) -> list[tuple[str, ...]]:
         return f"{times} / {megabytes(size) if size >= 1000 else f'{size} B'}" if times else "-"
 
     of_kinds = [
-        (key[0], " x ".join(key[1]), *(cell(*found.get(key, (0, 0))) for found in all_totals))
-        for key in sorted({key for found in all_totals for key in found})
+        (key[0], " x ".join(key[1]), *(cell(*each.get(key, (0, 0))) for each in all_totals))
+        for key in sorted({key for each in all_totals for key in each})
     ]
-    added = [cell(sum(t for t, _ in found.values()), sum(size for _, size in found.values())) for found in all_totals]
+    added = [cell(sum(t for t, _ in each.values()), sum(size for _, size in each.values())) for each in all_totals]
     return [
         *of_kinds,
         ("all of them", "", *added),

@@ -18,7 +18,7 @@ import typer
 
 import jln
 from jln._bench import search
-from jln._bench.search import Clock, Found, Question, Verdict
+from jln._bench.search import Answer, Clock, Question, Verdict
 from jln._bench.trace import TraceError
 from jln._bench.workloads import TUNABLE, Workload
 from jln._cli.console import UserError, known, print_note, print_table, progress, save
@@ -130,11 +130,11 @@ def tune(
             said = search.verdicts(pool, question, choices, chip)
             sound = [tiles for tiles, verdict in zip(choices, said, strict=True) if verdict.why is None]
             try:
-                found = search.fastest(question, sound, chip, clock)
+                answer = search.fastest(question, sound, chip, clock)
             except (RuntimeError, TraceError) as error:
                 raise UserError(f"{described(question)} cannot be timed: {error}") from None
-            keep(path, [entry(question, found, chip)])
-            rows.append(_found(question, found, len(choices), len(sound)))
+            keep(path, [entry(question, answer, chip)])
+            rows.append(_answer_row(question, answer, len(choices), len(sound)))
     header = ("choice", "heuristics", "candidates", "compiled", "timed", "fastest", "of the heuristics' time", "")
     print_table(f"Tiles for {tuning.chip_name(chip)}, in {path}", header, rows, left=(0, 1, 5, 7))
     return finished
@@ -174,25 +174,25 @@ def _row(tiles: Tiles, verdict: Verdict) -> list[str]:
     return [written(tiles), *numbers, verdict.why or ""]
 
 
-def _found(question: Question, found: Found, candidates: int, sound: int) -> list[str]:
-    counts = (str(candidates), str(sound), str(found.timed))
-    fastest = "" if found.tiles is None else written(found.tiles)
-    ratio = "" if found.tiles is None else f"{found.ratio:.3f}"
-    wrong = next((why for why in found.failed.values() if isinstance(why, search.Wrong)), "")
+def _answer_row(question: Question, answer: Answer, candidates: int, sound: int) -> list[str]:
+    counts = (str(candidates), str(sound), str(answer.timed))
+    fastest = "" if answer.tiles is None else written(answer.tiles)
+    ratio = "" if answer.tiles is None else f"{answer.ratio:.3f}"
+    wrong = next((why for why in answer.failed.values() if isinstance(why, search.Wrong)), "")
     return [described(question), written(question.heuristic), *counts, fastest, ratio, wrong]
 
 
-def entry(question: Question, found: Found, chip: Chip) -> dict[str, Any]:
+def entry(question: Question, answer: Answer, chip: Chip) -> dict[str, Any]:
     """An entry of a tuning file, as `jln._triton.tuning` reads it, with how it was measured."""
     return question.sizes | {
-        "tiles": None if found.tiles is None else _numbers(found.tiles),
+        "tiles": None if answer.tiles is None else _numbers(answer.tiles),
         "measured": {
             "chip": chip.name,
             "versions": _versions(),
             "cases": [call.name for call in question.calls],
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "heuristics": _numbers(question.heuristic),
-            "seconds": {case: {"heuristics": old, "tiles": new} for case, (old, new) in found.seconds.items()},
+            "seconds": {case: {"heuristics": old, "tiles": new} for case, (old, new) in answer.seconds.items()},
         },
     }
 

@@ -138,7 +138,7 @@ def silu(z: Array, dtype: DTypeLike) -> tuple[Array, Array]:
     z = z.astype(dtype)
     share = lax.logistic(z)
     u = z * share
-    return u, share + u * (1 - share)
+    return u, share + u * (1 - share)  # (40)
 
 
 def wide(a: Array | Product, dtype: DTypeLike | None = None) -> Array:
@@ -181,7 +181,7 @@ def gated(a: Array, arrays: Arrays) -> Array:
     """Term (25): `a` times the gate."""
     for factor in (arrays.gate, arrays.row_gate):
         if factor is not None:
-            a = a * factor.astype(a.dtype)
+            a = a * factor.astype(a.dtype)  # (25)
     return a
 
 
@@ -200,8 +200,8 @@ def centered(x: Array | Product, mean: Array | None) -> Array:
 
 def scaled(x: Any, scale: Array | None, offset: Array | None, mean: Array | None, rstd: Array, norm: Norm) -> Array:
     """Terms (3) and (4), in the compute dtype."""
-    y = centered(x, mean) * rstd * effective_scale(scale, rstd.dtype, norm)
-    return y if offset is None else y + offset.astype(rstd.dtype)
+    y = centered(x, mean) * rstd * effective_scale(scale, rstd.dtype, norm)  # (3), (4)
+    return y if offset is None else y + offset.astype(rstd.dtype)  # (4)
 
 
 def over_parts(mean: Array, h_axes: MeshAxes) -> Array:
@@ -215,9 +215,9 @@ def statistics(
     """Terms (1) and (2). Returns (x, mean, rstd), each of them fenced."""
     mean = None
     if norm.switches.subtract_mean:
-        x, mean = fence((x, over_parts(jnp.mean(centered(x, None), norm.axis, keepdims=True), h_axes)))
-    variance = over_parts(jnp.mean(jnp.square(centered(x, mean)), norm.axis, keepdims=True), h_axes)
-    return fence((x, mean, lax.rsqrt(variance + norm.epsilon)))
+        x, mean = fence((x, over_parts(jnp.mean(centered(x, None), norm.axis, keepdims=True), h_axes)))  # (1)
+    variance = over_parts(jnp.mean(jnp.square(centered(x, mean)), norm.axis, keepdims=True), h_axes)  # (2)
+    return fence((x, mean, lax.rsqrt(variance + norm.epsilon)))  # (2)
 
 
 def normalise(
@@ -266,7 +266,7 @@ def forward(
     batch = common_batch(batch_dims, *operands)
     total, read = None, x
     if z is not None and not norm.switches.norm_before_gate:
-        read = Product(x, z)
+        read = Product(x, z)  # (41)
     if residual is not None:
         total_dtype = jnp.promote_types(x.dtype, residual.dtype)
         dtype = compute_dtype(total_dtype)
@@ -302,13 +302,13 @@ def forward_of_two(
     added, y = (None, wide) if operands.gated else (operands.residual, total_dtype)
     summands = Arrays(x=operands.x, scale=operands.x_scale, offset=operands.x_bias, added=added)
     wanted = Arrays(y=y.name, mean=dtypes.x_mean, rstd=dtypes.x_rstd)
-    in_front = forward(summands, norm, wanted, batch_dims)
+    in_front = forward(summands, norm, wanted, batch_dims)  # (31), (32)
     total = in_front.y
     if operands.gated:
-        total = gated(in_front.y, operands) + operands.residual.astype(wide)  # (33)
+        total = gated(in_front.y, operands) + operands.residual.astype(wide)
         total = _with_digits_of(total, total_dtype).astype(total_dtype)
     # A barrier, or XLA leaves out the rounding to 16 bits and norms the unrounded sum.
-    total = lax.optimization_barrier(total)
+    total = lax.optimization_barrier(total)  # (33)
     behind, wanted = Arrays(), Arrays(y=dtypes.y, mean=dtypes.mean, rstd=dtypes.rstd)
     if jax.tree.leaves(wanted):
         behind = forward(Arrays(x=total, scale=operands.scale, offset=operands.offset), norm, wanted, batch_dims)

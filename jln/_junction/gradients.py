@@ -57,9 +57,9 @@ def backward(
         elif total is not None:
             total = Product(total, z)
 
-    if dtypes.offset is not None:  # (5)
+    if dtypes.offset is not None:
         dy, total = fence((dy, total))
-        gradients["offset"] = sum_over_rows(wide(dy, dtype))
+        gradients["offset"] = sum_over_rows(wide(dy, dtype))  # (5)
     if any(d is not None for d in dtypes._replace(offset=None)):
         assert total is not None
         if in_one_loop(total, norm.axis, fence):
@@ -86,25 +86,25 @@ def backward(
         d = r * d  # (9)
         return d if operands.dtotal is None else d + operands.dtotal.astype(dtype)
 
-    if dtypes.scale is not None:  # (6)
+    if dtypes.scale is not None:
         dy, total, mean, rstd = fence((dy, total, mean, rstd))
         x_hat, _ = x_hat_and_rstd()
-        gradients["scale"] = sum_over_rows(wide(dy, dtype) * x_hat)
+        gradients["scale"] = sum_over_rows(wide(dy, dtype) * x_hat)  # (6)
 
-    if dtypes.y is not None:  # (4)
+    if dtypes.y is not None:
         dy, total, mean, rstd, scale = fence((dy, total, mean, rstd, scale))
         x_hat, _ = x_hat_and_rstd()
         y = x_hat * effective_scale(scale, dtype, norm)
-        gradients["y"] = y if operands.offset is None else y + operands.offset.astype(dtype)
+        gradients["y"] = y if operands.offset is None else y + operands.offset.astype(dtype)  # (4)
 
     if dtypes.z is not None:
         dy, total, mean, rstd, scale = fence((dy, total, mean, rstd, scale))
-        if isinstance(dy, Product):  # (43)
+        if isinstance(dy, Product):
             x_hat, _ = x_hat_and_rstd()
             by, slope = dy.a.astype(dtype) * effective_scale(scale, dtype, norm), silu(dy.z, dtype)[1]
-            gradients["z"] = by * x_hat * slope
-        else:  # (44)
-            gradients["z"] = d() * total.a.astype(dtype) * silu(total.z, dtype)[1]
+            gradients["z"] = by * x_hat * slope  # (43)
+        else:
+            gradients["z"] = d() * total.a.astype(dtype) * silu(total.z, dtype)[1]  # (44)
 
     for name in _OF_SUM:
         if getattr(dtypes, name) is not None:
@@ -122,15 +122,15 @@ _OF_SUM = ("x_bias", "gate", "row_gate", "residual", "x")
 def _of_sum(name: str, d: Array, arrays: Arrays, norm: Norm, sum_over_rows: Callable, h_axes: MeshAxes) -> Array:
     """One of terms (24) to (27), from the cotangent of total."""
     if name == "residual":
-        return d
+        return d  # (24)
     if name in ("gate", "row_gate"):
-        of_elements = d * branch(arrays, norm, d.dtype)
+        of_elements = d * branch(arrays, norm, d.dtype)  # (27)
         if name == "gate":
             return sum_over_rows(of_elements)
         share = jnp.sum(of_elements, norm.axis, keepdims=True)
         return lax.psum(share, h_axes) if h_axes else share
     dx = gated(d, arrays)
-    return dx if name == "x" else sum_over_rows(dx)
+    return dx if name == "x" else sum_over_rows(dx)  # (26)
 
 
 def of_total_alone(saved: Arrays, dtotal: Array, norm: Norm, dtypes: Arrays, batch_dims: int) -> Arrays:
@@ -156,7 +156,7 @@ def backward_of_two(
     pulls = any(d is not None for d in dtypes._replace(**dict.fromkeys(of_total.present())))
     wanted = of_total._replace(x=operands.total.dtype.name if pulls else None)
     behind = operands.only(("dy", "dtotal", "total", "scale", "offset", "mean", "rstd"))
-    pulled = backward(behind, dataclasses.replace(norm, both_sides=False), wanted, batch_dims)
+    pulled = backward(behind, dataclasses.replace(norm, both_sides=False), wanted, batch_dims)  # (34)
     gradients = of_branch_alone(pulled.x, operands, norm, dtypes, batch_dims, backward, h_axes)
     gradients = gradients._replace(residual=pulled.x, **pulled.only(("scale", "offset", "y")).present())
     return in_dtypes(gradients, dtypes, common_batch(batch_dims, *operands))
@@ -182,7 +182,7 @@ def of_branch_alone(
     if wanted.present():
         dy = gated(d.astype(compute_dtype(d.dtype)), arrays) if arrays.gated else d
         saved = Arrays(dy=dy, total=arrays.x, scale=arrays.x_scale, mean=arrays.x_mean, rstd=arrays.x_rstd)
-        pulled = backward(saved.only(reads_of_gradients(of_x, wanted)), of_x, wanted, batch_dims)
+        pulled = backward(saved.only(reads_of_gradients(of_x, wanted)), of_x, wanted, batch_dims)  # (35), (36)
         gradients |= {"x": pulled.x, "x_scale": pulled.scale, "x_bias": pulled.offset}
     return Arrays(**gradients)
 
@@ -218,21 +218,21 @@ def tangent(operands: tuple[Arrays, Arrays], norm: Norm, dtypes: Arrays, batch_d
     if moves:
         t = functools.reduce(jnp.add, moves)
         dtotal = jnp.broadcast_to(t, jnp.broadcast_shapes(t.shape, total.shape)).astype(total.dtype)
-        dy = t - x_hat * jnp.mean(t * x_hat, norm.axis, keepdims=True)
+        dy = t - x_hat * jnp.mean(t * x_hat, norm.axis, keepdims=True)  # (18)
         if norm.switches.subtract_mean:
-            dy = dy - jnp.mean(t, norm.axis, keepdims=True)
-        dy = dy * saved.rstd * s
+            dy = dy - jnp.mean(t, norm.axis, keepdims=True)  # (18)
+        dy = dy * saved.rstd * s  # (18), (19)
     if tangents.scale is not None:
-        dy = dy + x_hat * tangents.scale.astype(dtype)
+        dy = dy + x_hat * tangents.scale.astype(dtype)  # (19)
     if tangents.offset is not None:
-        dy = dy + tangents.offset.astype(dtype)
-    if u is not None and norm.switches.norm_before_gate:  # (46)
-        dy = dy * u
+        dy = dy + tangents.offset.astype(dtype)  # (19)
+    if u is not None and norm.switches.norm_before_gate:
+        dy = dy * u  # (46)
         if tangents.z is not None:
-            dy = dy + x_hat * s * slope * tangents.z.astype(dtype)
+            dy = dy + x_hat * s * slope * tangents.z.astype(dtype)  # (46)
     if tangents.added is not None:
         to = jnp.promote_types(dtype, tangents.added.dtype)
-        dy = dy.astype(to) + tangents.added.astype(to)
+        dy = dy.astype(to) + tangents.added.astype(to)  # (19)
     return in_dtypes(Arrays(y=dy, total=dtotal), dtypes, batch)
 
 
@@ -240,12 +240,12 @@ def _tangents_of_sum(tangents: Arrays, saved: Arrays, norm: Norm, dtype: DTypeLi
     """The terms of (28)."""
     for a in (tangents.x, tangents.x_bias):
         if a is not None:
-            yield gated(a.astype(dtype), saved)
+            yield gated(a.astype(dtype), saved)  # (28)
     for a in (tangents.gate, tangents.row_gate):
         if a is not None:
             yield a.astype(dtype) * branch(saved, norm, dtype)
     if tangents.residual is not None:
-        yield tangents.residual.astype(dtype)
+        yield tangents.residual.astype(dtype)  # (28)
 
 
 def _tangent_of_two(operands: tuple[Arrays, Arrays], norm: Norm, dtypes: Arrays, batch_dims: int) -> Arrays:

@@ -16,9 +16,9 @@ from jln._modules.norms import Prepared
 Products = tuple[tuple[Any, ...], Any]  # of each Linear, and the total
 
 
-def axes(given: int | Iterable[int]) -> tuple[int, ...]:
+def axes(axis: int | Iterable[int]) -> tuple[int, ...]:
     """The axes as a tuple, where Flax takes an int too."""
-    return tuple(given) if isinstance(given, Iterable) else (given,)
+    return tuple(axis) if isinstance(axis, Iterable) else (axis,)
 
 
 AS_GIVEN = "all arguments are the operator's"
@@ -31,7 +31,7 @@ class Gated(NamedTuple):
     norm_before_gate: bool
 
 
-class Summed(NamedTuple):
+class Inputs(NamedTuple):
     """The array that a norm reads, with the other arrays that go with it.
 
     total: the array that is normalised, x or the sum of x and a residual; None where `x_norm` must be called first.
@@ -65,7 +65,7 @@ class Summed(NamedTuple):
         return y if self.addends is None else (y, total)
 
 
-def summed(x: Any, residual: Any, x_bias: Any, gate: Gate, over: int | Iterable[int] = -1) -> Summed:
+def summed(x: Any, residual: Any, x_bias: Any, gate: Gate, over: int | Iterable[int] = -1) -> Inputs:
     """The record of `residual + gate * (x + x_bias)`, or of `x` where there is no residual.
 
     x_bias, gate: as of `jln.add_layer_norm`, with the normalised axes in ascending order.
@@ -79,14 +79,14 @@ def summed(x: Any, residual: Any, x_bias: Any, gate: Gate, over: int | Iterable[
         for name, a in (("x_bias", x_bias), ("gate", gate)):
             if a is not None:
                 raise ValueError(f"{name} needs a residual, to which x is added with it; got residual=None")
-        return Summed(x)
+        return Inputs(x)
     x = _checks.array("x", x)
     order = tuple(sorted({a + x.ndim if a < 0 else a for a in axes(over)}))
     arrays = Arrays(x, _checks.array("residual", residual), x_bias=x_bias, gate=gate)
     addends = checked(arrays, order)
     dtype = _checks.promoted(x.dtype, addends.residual.dtype)
     # The operators add up for themselves; a sum that nothing reads is not in a compiled program.
-    return Summed(_sum(addends, order, dtype).astype(dtype), addends)
+    return Inputs(_sum(addends, order, dtype).astype(dtype), addends)
 
 
 def taken(
@@ -100,7 +100,7 @@ def taken(
     x_norm: Any = None,
     z: Any = None,
     norm_before_gate: bool = True,
-) -> Summed:
+) -> Inputs:
     """The record of all that a norm by itself may take.
 
     over, residual, x_bias, gate: as of `summed`.
@@ -122,22 +122,22 @@ def taken(
     if x_norm is not None:
         if residual is None:
             raise ValueError("x_norm needs a residual, to which its result is added; got residual=None")
-        return Summed(
+        return Inputs(
             None, checked(Arrays(_checks.array("x", x), _checks.array("residual", residual)), ()), x_norm=x_norm
         )
     if added_to is not None:
         x, added_to = _checks.array("x", x), _checks.array("added_to", added_to)
         _checks.shape("added_to", added_to, x.shape, "that of x")
-        return Summed(x, added_to=added_to)
+        return Inputs(x, added_to=added_to)
     if z is not None:
-        given = checked(Arrays(_checks.array("x", x), z=_checks.array("z", z)), ())
-        return Summed(given.x, gated=Gated(given.z, bool(norm_before_gate)))
+        operands = checked(Arrays(_checks.array("x", x), z=_checks.array("z", z)), ())
+        return Inputs(operands.x, gated=Gated(operands.z, bool(norm_before_gate)))
     return summed(x, residual, x_bias, gate, over)
 
 
-def _go_without(name: str, given: Any, why: str, **others: Any) -> None:
+def _go_without(name: str, argument: Any, why: str, **others: Any) -> None:
     for other, a in others.items():
-        if given is not None and a is not None:
+        if argument is not None and a is not None:
             raise ValueError(f"{name} goes without {other}: {why}")
 
 

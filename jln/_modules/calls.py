@@ -12,7 +12,7 @@ import numpy as np
 
 from jln import _checks
 from jln._junction.arrays import Arrays
-from jln._modules.arguments import AS_GIVEN, Gated, Products, Summed
+from jln._modules.arguments import AS_GIVEN, Gated, Inputs, Products
 from jln._modules.norms import Linear, Prepared
 from jln._routes import Route, into, listening, note
 
@@ -47,12 +47,12 @@ class Fused(NamedTuple):
 
 
 def fused(
-    norm: Prepared, linears: Mapping[str, Linear | str], given: Summed, reads_as_given: bool = True
+    norm: Prepared, linears: Mapping[str, Linear | str], inputs: Inputs, reads_as_given: bool = True
 ) -> Fused | str:
     """`norm` of the total and the Linears behind it as one operator, or the reason why they cannot be one.
 
     linears: by name, each in the operators' terms, or the reason why it cannot be.
-    reads_as_given: as of `Summed.read_by`.
+    reads_as_given: as of `Inputs.read_by`.
     """
     known: list[Linear] = []
     for name, linear in linears.items():
@@ -62,11 +62,11 @@ def fused(
         known.append(linear)
     if any(a.precision != known[0].precision for a in known):
         return "the Linears differ in precision"
-    read, why = given.read_by(norm, reads_as_given)
+    read, why = inputs.read_by(norm, reads_as_given)
 
     def compute() -> Products:
         results = norm.linears(known, read)
-        return results.y, given.total if results.total is None else results.total
+        return results.y, inputs.total if results.total is None else results.total
 
     return Fused(compute, why, norm.x)
 
@@ -74,7 +74,7 @@ def fused(
 Parameter = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
 
-def prepared(
+def prepare(
     x: Any,
     scale: Parameter | None,
     offset: Parameter | None,
@@ -146,29 +146,29 @@ def _shape_against(
     return shape if math.prod(shape) == math.prod(parameter) else None
 
 
-def computed(
-    layer: str, found: Prepared | str, given: Summed, plain: Callable[[Any], Any], reads_as_given: bool = True
+def compute_norm(
+    layer: str, norm: Prepared | str, inputs: Inputs, plain: Callable[[Any], Any], reads_as_given: bool = True
 ) -> Any:
-    """A norm's result: by the operators if `found` is prepared, else by `plain`, the framework's own code."""
-    if given.gated is not None:
-        return _of_gated(layer, found, given.total, given.gated, plain)
-    if given.added_to is not None:
-        return _added(layer, found, given.total, given.added_to, plain)
-    if isinstance(found, str):
-        return given.result(((noted(layer, found, given.total, lambda: plain(given.total)),), given.total))
-    read, why = given.read_by(found, reads_as_given)
-    note(layer, "norm", why, found.x)
-    results = found.value(read)
-    return given.result(((results.y,), given.total if results.total is None else results.total))
+    """A norm's result: by the operators if `norm` is prepared, else by `plain`, the framework's own code."""
+    if inputs.gated is not None:
+        return _of_gated(layer, norm, inputs.total, inputs.gated, plain)
+    if inputs.added_to is not None:
+        return _added(layer, norm, inputs.total, inputs.added_to, plain)
+    if isinstance(norm, str):
+        return inputs.result(((run_plain(layer, norm, inputs.total, lambda: plain(inputs.total)),), inputs.total))
+    read, why = inputs.read_by(norm, reads_as_given)
+    note(layer, "norm", why, norm.x)
+    results = norm.value(read)
+    return inputs.result(((results.y,), inputs.total if results.total is None else results.total))
 
 
-def _of_gated(layer: str, found: Prepared | str, x: jax.Array, of: Gated, plain: Callable[[Any], Any]) -> jax.Array:
-    if isinstance(found, Prepared) and found.offset is not None:
-        found = "the norm has an offset, and the gated operator has none"
-    if isinstance(found, Prepared):
-        note(layer, "norm", AS_GIVEN, found.x)
-        return found.value(Arrays(found.x, z=of.z), of.norm_before_gate).y
-    note(layer, "plain", found, x)
+def _of_gated(layer: str, norm: Prepared | str, x: jax.Array, of: Gated, plain: Callable[[Any], Any]) -> jax.Array:
+    if isinstance(norm, Prepared) and norm.offset is not None:
+        norm = "the norm has an offset, and the gated operator has none"
+    if isinstance(norm, Prepared):
+        note(layer, "norm", AS_GIVEN, norm.x)
+        return norm.value(Arrays(norm.x, z=of.z), of.norm_before_gate).y
+    note(layer, "plain", norm, x)
 
     def times_silu(a: jax.Array) -> jax.Array:
         """`a * silu(z)`, rounded to a's dtype as between the framework's own layers."""
@@ -178,11 +178,11 @@ def _of_gated(layer: str, found: Prepared | str, x: jax.Array, of: Gated, plain:
     return times_silu(plain(x)) if of.norm_before_gate else plain(times_silu(x))
 
 
-def _added(layer: str, found: Prepared | str, x: jax.Array, to: jax.Array, plain: Callable[[Any], Any]) -> jax.Array:
-    if isinstance(found, Prepared):
-        note(layer, "norm", AS_GIVEN, found.x)
-        return found.value(Arrays(found.x, added=to)).y
-    return _promoted_sum(to, noted(layer, found, x, lambda: plain(x)))
+def _added(layer: str, norm: Prepared | str, x: jax.Array, to: jax.Array, plain: Callable[[Any], Any]) -> jax.Array:
+    if isinstance(norm, Prepared):
+        note(layer, "norm", AS_GIVEN, norm.x)
+        return norm.value(Arrays(norm.x, added=to)).y
+    return _promoted_sum(to, run_plain(layer, norm, x, lambda: plain(x)))
 
 
 def _promoted_sum(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -192,10 +192,10 @@ def _promoted_sum(a: jax.Array, b: jax.Array) -> jax.Array:
 
 def pair(
     layer: str,
-    given: Summed,
+    inputs: Inputs,
     norm: Any,
     cls: type,
-    prepared: Callable[[Any, Any], Prepared | str],
+    prepare: Callable[[Any, Any], Prepared | str],
     apart: Callable[[jax.Array], Any],
     reads_as_given: bool = True,
 ) -> tuple[Any, jax.Array]:
@@ -205,23 +205,23 @@ def pair(
     prepared: from a norm and the array that it reads to the norm in the operators' terms.
     apart: `norm` of the total.
     """
-    assert given.addends is not None
-    x, residual = given.addends.x, given.addends.residual
-    if not isinstance(given.x_norm, cls):
-        got = type(given.x_norm)
+    assert inputs.addends is not None
+    x, residual = inputs.addends.x, inputs.addends.residual
+    if not isinstance(inputs.x_norm, cls):
+        got = type(inputs.x_norm)
         raise TypeError(f"x_norm must be a {cls.__module__}.{cls.__name__}; got a {got.__name__} of {got.__module__}")
-    called_as_ours = type(given.x_norm).__call__ is cls.__call__
-    found = prepared(given.x_norm, x) if called_as_ours else "x_norm has a call of its own"
-    if isinstance(found, Prepared):  # the residual has the total's shape, and that is all that is asked
-        then = prepared(norm, residual.astype(found.dtype_added_to(residual)))
-        why = _pair_obstacle(found, then, residual, reads_as_given)
-        if isinstance(then, Prepared) and why is None:
+    called_as_ours = type(inputs.x_norm).__call__ is cls.__call__
+    in_front = prepare(inputs.x_norm, x) if called_as_ours else "x_norm has a call of its own"
+    if isinstance(in_front, Prepared):  # the residual has the total's shape, and that is all that is asked
+        behind = prepare(norm, residual.astype(in_front.dtype_added_to(residual)))
+        why = _pair_obstacle(in_front, behind, residual, reads_as_given)
+        if isinstance(behind, Prepared) and why is None:
             note(layer, "norm", f"{AS_GIVEN}, those of x_norm too", x)
-            assert isinstance(then, Prepared)
-            return found.followed_by(then, residual)
+            assert isinstance(behind, Prepared)
+            return in_front.followed_by(behind, residual)
     else:
-        why = found
-    total = given.x_norm(x, added_to=residual) if called_as_ours else _promoted_sum(residual, given.x_norm(x))
+        why = in_front
+    total = inputs.x_norm(x, added_to=residual) if called_as_ours else _promoted_sum(residual, inputs.x_norm(x))
     own: list[Route] = []
     with listening(into(own)):
         y = apart(total)
@@ -248,26 +248,26 @@ def _pair_obstacle(first: Prepared, second: Prepared | str, residual: jax.Array,
     return None
 
 
-def noted(layer: str, why: str, read: Any, plain: Callable[[], Any]) -> Any:
+def run_plain(layer: str, why: str, read: Any, plain: Callable[[], Any]) -> Any:
     """Run `plain`, the framework's own code, and note the reason `why`."""
     note(layer, "plain", why, read)
     return plain()
 
 
-def layers_computed(
-    layer: str, found: Fused | str, norm: Callable[[], Any], linears: Callable[[Any], Products]
+def compute_layers(
+    layer: str, operator: Fused | str, norm: Callable[[], Any], linears: Callable[[Any], Products]
 ) -> Products:
-    """Compute a norm and the Linears behind it: as one operator, or each called by itself for the reason `found`.
+    """Compute a norm and the Linears behind it: as one operator, or each called by itself for the reason `operator`.
 
     Only arrays pass between the layers, for a framework may show each call to its users.
     """
-    if isinstance(found, Fused):
-        note(layer, "fused", found.why, found.read)
-        return found.compute()
+    if isinstance(operator, Fused):
+        note(layer, "fused", operator.why, operator.read)
+        return operator.compute()
     taken: list[Route] = []
     with listening(into(taken)):
         z = norm()
     own = [route for route in taken if route.path == "plain"]
-    for route in own or [Route(layer, "norm" if taken else "plain", f"not fused: {found}")]:
+    for route in own or [Route(layer, "norm" if taken else "plain", f"not fused: {operator}")]:
         note(*route, z)
     return linears(z)

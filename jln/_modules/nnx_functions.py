@@ -49,11 +49,11 @@ def fuse(
         with nnx.merge_context(_FUSE, inner=True) as context:
             modules = context.merge(call.graph, state)
         args, kwargs = _joined(call.structure, modules, others)
-        made_modules, made, structure = _parted(function(*args, **kwargs))
+        result_modules, results, structure = _parted(function(*args, **kwargs))
         with nnx.split_context(_FUSE) as context:
-            graph, state = context.split((modules, made_modules))
-        call.made = _Call(graph, structure)
-        return state, made
+            graph, state = context.split((modules, result_modules))
+        call.results = _Call(graph, structure)
+        return state, results
 
     pure.__name__ = getattr(function, "__name__", type(function).__name__)
     fused_pure = _fuse(pure, **options)
@@ -65,11 +65,11 @@ def fuse(
             with nnx.split_context(_FUSE) as context:
                 graph, state = context.split(modules)
             call = _Call(graph, structure)
-            state, made = fused_pure(call, state, others)
-            assert call.made is not None
+            state, results = fused_pure(call, state, others)
+            assert call.results is not None
             with nnx.merge_context(_FUSE, inner=False) as context:
-                _, made_modules = context.merge(call.made.graph, state)
-        return _joined(call.made.structure, made_modules, made)
+                _, result_modules = context.merge(call.results.graph, state)
+        return _joined(call.results.structure, result_modules, results)
 
     return fused
 
@@ -80,7 +80,7 @@ class _Call:
 
     graph: Any
     structure: Any
-    made: _Call | None = None
+    results: _Call | None = None
 
 
 def _parted(tree: Any) -> tuple[tuple[nnx.Pytree, ...], list[Any], Any]:

@@ -33,8 +33,8 @@ class Prepared:
 
     def with_parameters(self, scale: jax.Array | None, offset: jax.Array | None) -> Prepared:
         """The norm with its parameters in place of stand-ins of the same sizes."""
-        given = ((scale, self.scale), (offset, self.offset))
-        scale, offset = (None if a is None or like is None else a.reshape(like.shape) for a, like in given)
+        pairs = ((scale, self.scale), (offset, self.offset))
+        scale, offset = (None if a is None or like is None else a.reshape(like.shape) for a, like in pairs)
         return dataclasses.replace(self, scale=scale, offset=offset)
 
     def value(self, read: Arrays, norm_before_gate: bool = True) -> Arrays:

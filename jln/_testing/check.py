@@ -53,10 +53,10 @@ def check(f, args, *, order, derivative, reference, differences, dtype, toleranc
 
     def problems(seed):
         """Three problems: `f` as asked for, `f` in float64, and the reference in float64."""
-        given: Any = args(np.random.default_rng(seed)) if callable(args) else args
-        yield Problem.of(f, given, dtype=dtype)
-        yield Problem.of(f, given, dtype="float64", after=dtype)
-        yield Problem.of(reference or f, given, dtype="float64", after=dtype, name="reference")
+        arguments: Any = args(np.random.default_rng(seed)) if callable(args) else args
+        yield Problem.of(f, arguments, dtype=dtype)
+        yield Problem.of(f, arguments, dtype="float64", after=dtype)
+        yield Problem.of(reference or f, arguments, dtype="float64", after=dtype, name="reference")
 
     ours, exact, truth = firsts = list(problems(seeds[0]))
     with ours.context():
@@ -94,21 +94,21 @@ def check(f, args, *, order, derivative, reference, differences, dtype, toleranc
                 chosen = [_some(random, a.size, elements) for a in exact.floats]
                 if reference is None:
                     chosen = [_with_what_is_not_finite(c, np.asarray(a)) for c, a in zip(chosen, got, strict=True)]
-                found = quotients(floats, rest, weights, chosen, first_step, richardson)
+                slopes = quotients(floats, rest, weights, chosen, first_step, richardson)
                 whole = all(np.isfinite(np.asarray(a, "float64")).all() for a in got) or not all(
                     np.isfinite(np.asarray(a, "float64")).all() for a in values(ours.floats, ours.rest)
                 )
                 rows = [
                     Row.worst(name, "differences", a, t, allowed, indices, doubt(t, off, whole), seed)
-                    for name, a, indices, (t, off) in zip(ours.names, got, chosen, found, strict=True)
+                    for name, a, indices, (t, off) in zip(ours.names, got, chosen, slopes, strict=True)
                 ]
                 if reference is None and any(row.compared < row.size for row in rows):
                     directions = [derivatives.random_direction(random, a) for a in floats]
                     start, first = [np.zeros(()) for _ in floats], [np.arange(row.compared < row.size) for row in rows]
-                    found = quotients_along(start, (rest, floats, directions), weights, first, first_step, richardson)
+                    slopes = quotients_along(start, (rest, floats, directions), weights, first, first_step, richardson)
                     along = [
                         row if not len(t) else Row.along(row, a, d, t, allowed, doubt(t, off, whole))
-                        for row, a, d, (t, off) in zip(rows, got, directions, found, strict=True)
+                        for row, a, d, (t, off) in zip(rows, got, directions, slopes, strict=True)
                     ]
                     rows = [
                         max(both, key=lambda row: (not row.ok, not row.unsure))

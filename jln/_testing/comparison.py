@@ -25,14 +25,14 @@ def compared(f: Callable[..., Any], own: Callable[..., Any], args: Sequence[Any]
         results = truth.results()
         coarsest = _coarsest(jax.make_jaxpr(truth.call)(truth.floats, truth.rest).jaxpr)
         cotangent = derivatives.random_like(np.random.default_rng(seed), results)
-        found = []
+        outcomes = []
         for problem in (ours, truth):
             values = jax.jit(problem.call)(problem.floats, problem.rest)
-            found.append([values, derivatives.reverse(problem.call)(problem.floats, problem.rest, cotangent)])
+            outcomes.append([values, derivatives.reverse(problem.call)(problem.floats, problem.rest, cotangent)])
         names = (truth.result_names(), truth.names)
         rows = tuple(
             row
-            for name, own, true in zip(names, *found, strict=True)
+            for name, own, true in zip(names, *outcomes, strict=True)
             for row in _rows(name, own, true, _ALLOWED[coarsest])
         )
     name = getattr(own, "__name__", type(own).__name__)
@@ -49,10 +49,10 @@ def _rows(names: Sequence[str], got: Sequence[Any], expected: Sequence[Any], par
 
 def _coarsest(jaxpr: Any) -> str:
     """The coarsest floating dtype of a program's values, those inside of its equations included."""
-    found = {"float64"}  # of a program without equations
+    names = {"float64"}  # of a program without equations
     for equation in jaxpr.eqns:
-        found |= {v.aval.dtype.name for v in equation.outvars if hasattr(v.aval, "dtype")}
+        names |= {v.aval.dtype.name for v in equation.outvars if hasattr(v.aval, "dtype")}
         inner = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda a: hasattr(a, "eqns"))
-        found |= {_coarsest(getattr(j, "jaxpr", j)) for j in inner if hasattr(j, "eqns")}
-    floats = [name for name in TOLERANCES if name in found]
+        names |= {_coarsest(getattr(j, "jaxpr", j)) for j in inner if hasattr(j, "eqns")}
+    floats = [name for name in TOLERANCES if name in names]
     return max(floats, key=lambda name: float(jnp.finfo(name).eps))

@@ -129,8 +129,8 @@ def differences(call: FlatCall | Slope | Along) -> Callable[..., list[tuple[np.n
     def run(floats, rest, cotangent, indices, step, richardson):
         steps = [_steps(a, chosen, step, richardson) for a, chosen in zip(floats, indices, strict=True)]
         with jax.debug_nans(False), jax.debug_infs(False):  # a step may leave the domain of a function
-            found = program(rest, list(cotangent), list(map(jnp.asarray, floats)), list(indices), steps)
-        return [_extrapolated(*(np.asarray(a, "float64") for a in four)) for four in found]
+            quotients = program(rest, list(cotangent), list(map(jnp.asarray, floats)), list(indices), steps)
+        return [_extrapolated(*(np.asarray(a, "float64") for a in four)) for four in quotients]
 
     return run
 
@@ -305,10 +305,10 @@ class Problem:
 
     def given_cotangent(self, cotangent: Any) -> list[np.ndarray]:
         shapes = self.results()
-        given = [np.asarray(a, s.dtype) for a, s in zip(jax.tree.leaves(cotangent), shapes, strict=False)]
-        if [a.shape for a in given] != [s.shape for s in shapes] or len(jax.tree.leaves(cotangent)) != len(shapes):
+        arrays = [np.asarray(a, s.dtype) for a, s in zip(jax.tree.leaves(cotangent), shapes, strict=False)]
+        if [a.shape for a in arrays] != [s.shape for s in shapes] or len(jax.tree.leaves(cotangent)) != len(shapes):
             raise ValueError(f"cotangent must have the results' shapes {[s.shape for s in shapes]}")
-        return given
+        return arrays
 
     def like_arguments(self, floats: Sequence[np.ndarray]) -> tuple[Any, ...]:
         """`floats` in the places of the floating leaves of `args`, None in those of the others."""
@@ -376,8 +376,8 @@ def _hashable(f: Any) -> bool:
 def _names(f: Callable[..., Any], paths: Sequence[Any]) -> tuple[str, ...]:
     """The names of the leaves of arguments, `x` or `params['w']`, by the parameters' names where `f` tells them."""
     try:
-        given = inspect.signature(f).parameters.values()
-        parameters = [p.name for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        declared = inspect.signature(f).parameters.values()
+        parameters = [p.name for p in declared if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     except (TypeError, ValueError):  # a builtin
         parameters = []
     result = []

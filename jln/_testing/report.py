@@ -131,9 +131,9 @@ class Row:
         a, d = np.asarray(got, "float64"), np.asarray(direction)
         with np.errstate(all="ignore"):
             limit = 4 * np.linalg.norm(((tolerance.absolute + tolerance.relative * np.abs(a)) * d).reshape(-1))
-            found = np.sum(a * d)
+            slope = np.sum(a * d)
         allowed = Tolerance(0.0, float(limit), tolerance.step)
-        whole = cls.worst(row.name, "direction", found, expected, allowed, None, uncertainty, row.seed)
+        whole = cls.worst(row.name, "direction", slope, expected, allowed, None, uncertainty, row.seed)
         return dataclasses.replace(whole, compared=row.size, size=row.size)
 
     @property
@@ -159,12 +159,12 @@ class Row:
 
 
 def _worst(rows: Iterable[Row], rank: Callable[[Row], Any]) -> tuple[Row, ...]:
-    found: dict[str, Row] = {}
+    worst: dict[str, Row] = {}
     for row in rows:
-        other = found.get(row.name, row)
+        other = worst.get(row.name, row)
         worse = row if rank(row) > rank(other) else other
-        found[row.name] = dataclasses.replace(worse, small=row.small and other.small)
-    return tuple(found.values())
+        worst[row.name] = dataclasses.replace(worse, small=row.small and other.small)
+    return tuple(worst.values())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -72,8 +72,8 @@ def fault() -> str | None:
 def load(key: str) -> dict[str, Any] | None:
     """The entry stored under the key; None where there is none, or where it cannot be read or is not trusted."""
     with _harmless(), _opened() as opened:
-        found = files.content(key + _SUFFIX, LARGEST, opened.descriptor, lambda status: opened.judge(status, key))
-        head, _, packed = (b"" if isinstance(found, str) else found).partition(b"\n")
+        content = files.content(key + _SUFFIX, LARGEST, opened.descriptor, lambda status: opened.judge(status, key))
+        head, _, packed = (b"" if isinstance(content, str) else content).partition(b"\n")
         if head != _head(key, packed):
             return None
         try:
@@ -208,13 +208,13 @@ def _make(where: pathlib.Path, group: int | None) -> None:
             why = f"{shlex.quote(str(above))} belongs to user {owner}, who could not use a folder that root makes there"
             raise Untrusted(f"{why}. Run sudo with -H, or name a folder in {VARIABLE}")
     for path in reversed(missing):
-        made = tempfile.mkdtemp(prefix=".jln-", dir=path.parent)  # its owner's alone, whatever the umask
+        folder = tempfile.mkdtemp(prefix=".jln-", dir=path.parent)  # its owner's alone, whatever the umask
         try:
             if group is not None:
-                _share(made, group, 0o2770 if path == where else 0o2750)
-            os.rename(made, path)
+                _share(folder, group, 0o2770 if path == where else 0o2750)
+            os.rename(folder, path)
         except OSError:  # another process may have made it, and put something there
-            os.rmdir(made)
+            os.rmdir(folder)
             if not path.exists():
                 raise
 
@@ -231,13 +231,13 @@ def _share(path: str, group: int, rights: int) -> None:
 
 def _remove_oldest(where: int) -> None:
     """Make room for one more entry, and for as many as a tenth of all: looking at all of them is then rare."""
-    found = [name for name in os.listdir(where) if name.endswith(_SUFFIX)]
-    if len(found) < LIMIT:
+    names = [name for name in os.listdir(where) if name.endswith(_SUFFIX)]
+    if len(names) < LIMIT:
         return
     asked_for = {}
-    for name in found:
+    for name in names:
         with contextlib.suppress(OSError):  # another process removes them too
             asked_for[name] = os.stat(name, dir_fd=where, follow_symlinks=False).st_mtime
-    for name in sorted(asked_for, key=asked_for.__getitem__)[: len(found) - LIMIT + 1 + LIMIT // 10]:
+    for name in sorted(asked_for, key=asked_for.__getitem__)[: len(names) - LIMIT + 1 + LIMIT // 10]:
         with contextlib.suppress(OSError):  # or it is a folder
             os.unlink(name, dir_fd=where)

@@ -136,7 +136,7 @@ def _local_chip() -> Chip | None:
             device = jax.local_devices(backend=platform)[0]
         except RuntimeError:  # no such backend in this process
             continue
-        given = str(device.compute_capability)
-        architecture = given.partition(":")[0] if platform == "rocm" else int(given.replace(".", ""))
+        capability = str(device.compute_capability)
+        architecture = capability.partition(":")[0] if platform == "rocm" else int(capability.replace(".", ""))
         return Chip(device.device_kind, architecture, device.core_count)
     return None

@@ -47,11 +47,11 @@ def compile_launch(launch: Launch) -> Resources:
     target, options = triton_target(chip.architecture), launch.tile.options(chip)
     compiled = triton.compile(source(launch), target=target, options=options)
     if chip.is_amd:
-        return _of_amd(compiled.asm["hsaco"], compiled.metadata.shared, compiled.asm["amdgcn"])
-    return _of_nvidia(compiled.asm["cubin"], compiled.metadata.shared, compiled.asm["ptx"])
+        return _amd_resources(compiled.asm["hsaco"], compiled.metadata.shared, compiled.asm["amdgcn"])
+    return _nvidia_resources(compiled.asm["cubin"], compiled.metadata.shared, compiled.asm["ptx"])
 
 
-def _of_amd(code: bytes, shared: int, assembly: str) -> Resources:
+def _amd_resources(code: bytes, shared: int, assembly: str) -> Resources:
     """The resources that the assembler notes of a kernel for AMD.
 
     Registers are vector registers: scalar ones do not run out. Scratch is what a thread has beside its registers.
@@ -67,7 +67,7 @@ def _of_amd(code: bytes, shared: int, assembly: str) -> Resources:
     return Resources(noted("vgpr_count"), spilled, shared, widest, code, assembly)
 
 
-def _of_nvidia(cubin: bytes, dynamic_shared: int, ptx: str) -> Resources:
+def _nvidia_resources(cubin: bytes, dynamic_shared: int, ptx: str) -> Resources:
     usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", dump(cubin, "--dump-resource-usage"))
     assert usage is not None, "cuobjdump printed no resource usage"
     registers, stack, _ = map(int, usage.groups())

@@ -44,8 +44,8 @@ class Launch:
     def arguments(self) -> dict[str, jax.ShapeDtypeStruct | int]:
         """The kernel's arguments that are no constants, in order and by the kernel's own names."""
         pointers = {f"{name}_ptr": a for name, a in (self.arrays | self.results).items()}
-        given = pointers | self.scalars
-        return {name: given[name] for name in self.kernel.arg_names if name in given}
+        arguments = pointers | self.scalars
+        return {name: arguments[name] for name in self.kernel.arg_names if name in arguments}
 
 
 # The interpreter runs programs one after another; three cores make every program of the backward kernel loop over
@@ -112,7 +112,7 @@ def launch(
     for operand, result in in_place.items():
         before, after = ((a.shape, a.dtype) for a in (arrays[operand], written[result]))
         assert before == after, f"{result}, {after}, cannot take the place of {operand}, {before}"
-    made = Launch(
+    call = Launch(
         kernel,
         {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in arrays.items()},
         scalars,
@@ -124,5 +124,5 @@ def launch(
         | {name: None for name in kernel.arg_names if name in named and named[name] is None},
         in_place,
     )
-    found = dict(zip(written, target.run(made, list(arrays.values())), strict=True))
-    return {name: found.get(name) for name in results}
+    outputs = dict(zip(written, target.run(call, list(arrays.values())), strict=True))
+    return {name: outputs.get(name) for name in results}

@@ -280,8 +280,8 @@ def _compile(source: Any, backend: Any, options: Any) -> Binary:
         for stage in stages.values():
             module = stage(module, known)
         return Binary(known["name"], known["shared"], base64.b64encode(module).decode(), ttir)
-    made = _jax_triton().compile_ttir_to_ptx_inplace(module, backend, options, backend.target.arch)
-    return Binary(made.name, made.shared_mem_bytes, made.binary, ttir)
+    result = _jax_triton().compile_ttir_to_ptx_inplace(module, backend, options, backend.target.arch)
+    return Binary(result.name, result.shared_mem_bytes, result.binary, ttir)
 
 
 @functools.cache

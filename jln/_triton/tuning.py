@@ -77,11 +77,11 @@ class Choice:
         for path in _files(chip):
             entries = _read(path)
             if key in entries:
-                found = entries[key] or rules
+                tiles = entries[key] or rules
                 # Where a tile has at least twice as many rows as lie side by side, much of it would be empty.
                 few = rows_side_by_side
-                wasteful = few > 1 and any(t is not None and t.rows >= 2 * few for t in found.values())
-                return rules if wasteful else found
+                wasteful = few > 1 and any(t is not None and t.rows >= 2 * few for t in tiles.values())
+                return rules if wasteful else tiles
         return rules
 
     def unfit(self, sizes: dict[str, Any], tiles: Tiles) -> str | None:
@@ -157,12 +157,12 @@ def in_force(chip: Chip) -> list[dict[str, Any]]:
 
     Each with how many choices it has for the chip, a hash of its content, and what in it is ignored.
     """
-    found = []
+    files = []
     for path in _files(chip):
         content = _bytes(path)
         with _lock:
             entries, faults = _parsed(content)
-        found.append(
+        files.append(
             {
                 "file": str(path),
                 "choices": sum(dict(key)["chip"] == chip_name(chip) for key in entries),
@@ -170,7 +170,7 @@ def in_force(chip: Chip) -> list[dict[str, Any]]:
                 "ignored": faults,
             }
         )
-    return found
+    return files
 
 
 _lock = threading.Lock()
@@ -224,12 +224,12 @@ def loaded(content: bytes | str) -> dict[str, Any]:
     """
     if isinstance(content, str):
         raise ValueError(content)
-    found = json.loads(content)
-    if not isinstance(found, dict) or not isinstance(found.get("entries"), list):
+    document = json.loads(content)
+    if not isinstance(document, dict) or not isinstance(document.get("entries"), list):
         raise ValueError("it is no tuning file")
-    if found.get("schema") != SCHEMA:
-        raise ValueError(f"its schema is {found.get('schema')!r}, this version's is {SCHEMA}")
-    return found
+    if document.get("schema") != SCHEMA:
+        raise ValueError(f"its schema is {document.get('schema')!r}, this version's is {SCHEMA}")
+    return document
 
 
 def load(path: pathlib.Path) -> dict[str, Any]:
@@ -247,22 +247,22 @@ def parsed(entry: Any) -> tuple[Key, Tiles | None]:
         if type(entry.get(name)) is not kind:
             raise ValueError(f"{name} is {entry.get(name)!r}, not of type {kind.__name__}")
     key = _key(choice=choice.name, **{name: entry[name] for name in fields})
-    given = entry.get("tiles", {})
-    if given is None:
+    numbers = entry.get("tiles", {})
+    if numbers is None:
         return key, None
-    if not isinstance(given, dict) or set(given) != set(names):
+    if not isinstance(numbers, dict) or set(numbers) != set(names):
         raise ValueError(f"its tiles are not of {', '.join(names)}")
-    tiles = {name: None if given[name] is None else _tile(given[name]) for name in names}
+    tiles = {name: None if numbers[name] is None else _tile(numbers[name]) for name in names}
     if (fault := unfit(key, tiles)) is not None:
         raise ValueError(fault)
     return key, tiles
 
 
-def _tile(given: Any) -> Tile:
+def _tile(numbers: Any) -> Tile:
     names = {field.name for field in dataclasses.fields(Tile)}
-    if not isinstance(given, dict) or set(given) != names or any(type(n) is not int for n in given.values()):
+    if not isinstance(numbers, dict) or set(numbers) != names or any(type(n) is not int for n in numbers.values()):
         raise ValueError(f"a tile is not of whole numbers for {', '.join(sorted(names))}")
-    return Tile(**given)
+    return Tile(**numbers)
 
 
 def known_or_newest(chip: str) -> Chip:

@@ -50,7 +50,8 @@ COMPILED = [
     ),
     Mutant(
         "arguments not in the kernel's order", LAUNCH,
-        "return {name: given[name] for name in self.kernel.arg_names if name in given}", "return given", RAGGED,
+        "return {name: arguments[name] for name in self.kernel.arg_names if name in arguments}",
+        "return arguments", RAGGED,
     ),
     Mutant(
         "ones passed though they are constants", LOWERING,

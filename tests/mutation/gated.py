@@ -80,7 +80,9 @@ GATED_NORMS = [
         "dz without the scale", BACKWARD, "dz = of_dz * (x_hat * scale[None, :])", "dz = of_dz * x_hat", FIRST["triton"]
     ),
     Mutant("dz of dx that is gated", BACKWARD, "(dx * of_dz).to(", "(dx * u * of_dz).to(", LAST["triton"]),
-    Mutant("dx without the gate", BACKWARD, "                dx *= u\n", "                pass\n", LAST["triton"]),
+    Mutant(
+        "dx without the gate", BACKWARD, "                dx *= u  # (44)\n", "                pass\n", LAST["triton"]
+    ),
     Mutant(
         "z left out of the row sums",
         BACKWARD,
@@ -157,7 +159,7 @@ GATED_NORMS = [
     Mutant(
         "the tangent not gated",
         XLA_GRADIENTS,
-        "        dy = dy * u\n",
+        "        dy = dy * u  # (46)\n",
         "        pass\n",
         ("tests/test_matrix.py::test_forward_mode[rms_norm_gated-s-xla-jvp]",),
     ),

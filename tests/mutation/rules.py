@@ -110,7 +110,7 @@ RULES = [
     Mutant(
         "doffset added up in the dtype of dy",
         XLA_GRADIENTS,
-        "sum_over_rows(wide(dy, dtype))\n",
+        "sum_over_rows(wide(dy, dtype))  # (5)\n",
         "sum_over_rows(dy)\n",
         (f"{ACCURACY}test_gradients_of_wider_parameters_keep_their_digits[xla-bfloat16]",),
     ),
@@ -152,7 +152,7 @@ RULES = [
     Mutant(
         "dkernel of a z without offset, XLA",
         XLA_GRADIENTS,
-        "y if operands.offset is None else y + operands.offset.astype(dtype)\n",
+        "y if operands.offset is None else y + operands.offset.astype(dtype)  # (4)\n",
         "y\n",
         XLA_LINEARS,
     ),

@@ -270,16 +270,16 @@ def backward_kernel(
                 c2 = tl.sum(scaled * x_hat, axis=1) * (1.0 / H)  # (8)
             dx = x_hat * -(c2 * rstd)[:, None]  # (9), its factor rstd inside
             if mean_ptr is not None:
-                dx = tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1 * rstd)[:, None])
+                dx = tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1 * rstd)[:, None])  # (9)
             dx = tl.fma(scaled, rstd[:, None], dx)  # (9)
             if H == 1 and mean_ptr is not None:  # c1 is g: rounded by itself its product with rstd does not cancel
                 dx = (scaled - c1[:, None]) * rstd[:, None]
             if dtotal_ptr is not None:
                 dx += tl.load(dtotal_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
-            if z_ptr is not None and not NORM.norm_before_gate:  # (44)
+            if z_ptr is not None and not NORM.norm_before_gate:
                 if dz_ptr is not None:
-                    tl.store(dz_ptr + base + at, (dx * of_dz).to(dz_ptr.dtype.element_ty), mask=mask)
-                dx *= u
+                    tl.store(dz_ptr + base + at, (dx * of_dz).to(dz_ptr.dtype.element_ty), mask=mask)  # (44)
+                dx *= u  # (44)
             if dresidual_ptr is not None:
                 tl.store(dresidual_ptr + base + at, dx.to(dresidual_ptr.dtype.element_ty), mask=mask)  # (24), (34)
             if x_rstd_ptr is not None:

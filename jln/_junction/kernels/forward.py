@@ -70,7 +70,7 @@ def _load_total_of_normed(
 @triton.jit
 def _rstd(centred, H: tl.constexpr, EPSILON: tl.constexpr):
     """The rstd of rows in a tile, of what the mean leaves of them: 0 where there is no column."""
-    return tl.rsqrt(tl.sum(centred * centred, axis=1) * (1.0 / H) + EPSILON)
+    return tl.rsqrt(tl.sum(centred * centred, axis=1) * (1.0 / H) + EPSILON)  # (2), (31)
 
 
 @triton.jit

@@ -51,9 +51,9 @@ def load_branch(x_ptr, x_bias_ptr, at, mask, column, exists, COMPUTE: tl.constex
 def gated(a, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE: tl.constexpr):
     """Term (25): `a` times the gate, or times the row's gate."""
     if gate_ptr is not None:
-        a *= tl.load(gate_ptr + column, mask=exists, other=0.0).to(COMPUTE)[None, :]
+        a *= tl.load(gate_ptr + column, mask=exists, other=0.0).to(COMPUTE)[None, :]  # (25)
     if row_gate_ptr is not None:
-        a *= row_gate[:, None]
+        a *= row_gate[:, None]  # (25)
     return a
 
 
@@ -63,7 +63,7 @@ def load_silu(z_ptr, at, mask, COMPUTE: tl.constexpr):
     z = widened(tl.load(z_ptr + at, mask=mask, other=0.0), COMPUTE)
     share = 1.0 / (1.0 + tl.exp(-z))
     u = z * share
-    return u, tl.fma(u, 1.0 - share, share)
+    return u, tl.fma(u, 1.0 - share, share)  # (40)
 
 
 @triton.jit

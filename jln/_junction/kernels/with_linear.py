@@ -113,15 +113,15 @@ def forward_kernel(
         before = unit
         unit = tl.rsqrt(tl.clamp(squares / seen + EPSILON, 1e-30, 1e30))
         product *= (unit / before)[:, None]
-        z = x * unit[:, None] * scale[None, :]  # (3), (4)
+        z = x * unit[:, None] * scale[None, :]  # (10), of the columns so far
         operand: tl.constexpr = y_ptr.dtype.element_ty
         kernel = kernel.to(operand)
         if BY_REGISTERS:
             kernel += 0.0
-        product = tl.dot(z.to(operand), kernel, product, input_precision=PRECISION)
+        product = tl.dot(z.to(operand), kernel, product, input_precision=PRECISION)  # (11)
 
     rstd = tl.rsqrt(squares * (1.0 / H) + EPSILON)  # (2)
-    y = tl.fma(product, (rstd / unit)[:, None], constant[None, :])
+    y = tl.fma(product, (rstd / unit)[:, None], constant[None, :])  # (11)
     mask = valid[:, None] & (feature < N)[None, :]
     tl.store(y_ptr + row[:, None] * N + feature[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
     if rstd_ptr is not None:
@@ -247,7 +247,7 @@ def backward_kernel(
             dz = tl.dot(dy, tl.trans(kernel.to(dy.dtype)), input_precision=PRECISION)  # (14)
         if dx_ptr is not None:
             dx = tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1 * rstd)[:, None])  # (17), its factor rstd inside
-            dx = tl.fma(dz * scale[None, :], rstd[:, None], dx)
+            dx = tl.fma(dz * scale[None, :], rstd[:, None], dx)  # (17)
             if H == 1 and mean_ptr is not None:  # 0, as in the norm's kernel; c1 may be of another order of sums
                 dx = (dz - tl.sum(dz, axis=1)[:, None]) * scale[None, :] * rstd[:, None]
             if dtotal_ptr is not None:
@@ -331,5 +331,5 @@ def parameters_kernel(
     if dkernel_ptr is not None:
         if offset_ptr is not None:
             offset = load_vector(offset_ptr, column, exists, BLOCK_H, COMPUTE)
-            dkernel = tl.fma(offset[:, None], total[None, :], dkernel)
+            dkernel = tl.fma(offset[:, None], total[None, :], dkernel)  # (22)
         tl.store(dkernel_ptr + at, dkernel.to(dkernel_ptr.dtype.element_ty), mask=mask)

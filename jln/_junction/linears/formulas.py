@@ -73,7 +73,7 @@ def column_sums(operands: Arrays, junction: Junction, dtypes: Arrays, batch_dims
     (dy,), (features,), (dtype,) = operands.dy, junction.features, dtypes.bias
     lead = range(batch_dims, dy.ndim - features)
     wide = jnp.promote_types(norms_in_jnp.compute_dtype(dy.dtype), dtype)
-    return Arrays(bias=(jnp.sum(dy.astype(wide), lead).astype(dtype),))
+    return Arrays(bias=(jnp.sum(dy.astype(wide), lead).astype(dtype),))  # (12)
 
 
 Gathered = tuple[tuple[int, norms_in_jnp.MeshAxes], ...]
@@ -126,11 +126,11 @@ def _affine(
     rounded_first = not h_axes and (bias is None or z.dtype == bias.dtype == jnp.bfloat16)
     sums = z.dtype if rounded_first else compute
     kernel = kernel.astype(z.dtype)
-    y = _product(z, axes.x, kernel, axes.kernel, axes.y, precision=precision, preferred_element_type=sums)
+    y = _product(z, axes.x, kernel, axes.kernel, axes.y, precision=precision, preferred_element_type=sums)  # (11)
     if h_axes:
         y = lax.psum(y, h_axes)
     if bias is not None:
-        y = y + jnp.expand_dims(bias.astype(sums), axes.lead)
+        y = y + jnp.expand_dims(bias.astype(sums), axes.lead)  # (11)
     return y.astype(z.dtype)
 
 
@@ -146,7 +146,7 @@ def forward(
 ) -> Arrays:
     """Terms (10) and (11)."""
     batch = norms_in_jnp.common_batch(batch_dims, *jax.tree.leaves(operands))
-    results = norms.forward(
+    results = norms.forward(  # (10)
         operands._replace(kernel=None, bias=None),
         junction.norm,
         dtypes._replace(y=widest(dtypes.y)),
@@ -201,13 +201,13 @@ def backward(
             dz = functools.reduce(jnp.add, (_dz(dy[i], kernels[i], axes[i], junction.precision) for i in used))
             for axis, over in gathered:
                 dz = lax.psum_scatter(dz, over, scatter_dimension=axis, tiled=True)
-        pulled = norms.backward(
+        pulled = norms.backward(  # (16), (17), and (10) again
             operands._replace(dy=dz, kernel=None),
             norm,
             of_norm._replace(y=z_dtype, offset=of_norm.offset if needs_dz else None),
             batch_dims,
             **({"h_axes": h_axes} if h_axes else {}),
-        )  # (15) to (17), and (10) again
+        )
         z = _all_rows(pulled.y, gathered)
 
     doffset = pulled.offset
@@ -215,7 +215,7 @@ def backward(
     dbias: list[Array | None] = [None] * len(dy)
     from_bias = of_norm.offset is not None and not needs_dz
     for i in used:
-        if (dtype := dtypes.kernel[i]) is not None:  # (13)
+        if (dtype := dtypes.kernel[i]) is not None:
             assert z is not None
             how = {
                 "precision": junction.precision,
@@ -224,9 +224,11 @@ def backward(
             # dy first, then transposed, as JAX transposes a product. The other way round XLA's CPU backend (jaxlib from
             # 0.10.2 on) returns garbage for the sum over examples of a product, if rows have several axes and dy is a
             # broadcast, such as a mean's cotangent: `tests/test_shared_operands.py`.
-            of_rows = _product(dy[i], axes[i].y, z.astype(dy[i].dtype), axes[i].x, axes[i].transposed_kernel, **how)
+            of_rows = _product(  # (13)
+                dy[i], axes[i].y, z.astype(dy[i].dtype), axes[i].x, axes[i].transposed_kernel, **how
+            )
             dkernel[i] = jnp.moveaxis(of_rows, -1, batch_dims).astype(dtype)
-        if from_bias or dtypes.bias[i] is not None:  # (12)
+        if from_bias or dtypes.bias[i] is not None:
             dtype = norms_in_jnp.compute_dtype(dy[i].dtype).name if from_bias else dtypes.bias[i]
             of_one = Junction(norm, features=(junction.features[i],))
             (sums,) = norms.column_sums(Arrays(dy=(dy[i],)), of_one, Arrays(bias=(dtype,)), batch_dims).bias
@@ -246,13 +248,13 @@ def _dz(dy: Array, kernel: Array, axes: _Axes, precision: Any) -> Array:
     """
     sums = dy.dtype if dy.dtype == jnp.bfloat16 else norms_in_jnp.compute_dtype(dy.dtype)
     kernel = kernel.astype(dy.dtype)
-    return _product(dy, axes.y, kernel, axes.kernel, axes.x, precision=precision, preferred_element_type=sums)
+    return _product(dy, axes.y, kernel, axes.kernel, axes.x, precision=precision, preferred_element_type=sums)  # (14)
 
 
 def _doffset_from(dbias: Array, kernel: Array, axes: _Axes) -> Array:
     """The second form of (15), for dbias [*batch, *features] in the compute dtype; of the rank of x."""
     row = jnp.expand_dims(dbias, dbias.ndim - axes.features)
-    doffset = jnp.sum(kernel.astype(dbias.dtype) * row, axis=range(-axes.features, 0))
+    doffset = jnp.sum(kernel.astype(dbias.dtype) * row, axis=range(-axes.features, 0))  # (15)
     return jnp.expand_dims(doffset, axes.lead)
 
 
@@ -280,12 +282,12 @@ def tangent(operands: tuple[Arrays, Arrays], junction: Junction, dtypes: Arrays,
         features_of_one = kernel.shape[kernel.ndim - features :]
         d = jnp.zeros((*total.shape[:-1], *features_of_one), norms_in_jnp.compute_dtype(dtype))
         if moves:
-            d = d + of_rows(moved.y, kernel)
+            d = d + of_rows(moved.y, kernel)  # (20)
         if dkernel is not None:
             assert z is not None
-            d = d + of_rows(z, dkernel)
+            d = d + of_rows(z, dkernel)  # (20)
         if dbias is not None:
-            d = d + jnp.expand_dims(dbias.astype(d.dtype), axes.lead)
+            d = d + jnp.expand_dims(dbias.astype(d.dtype), axes.lead)  # (20)
         dy.append(d.astype(dtype))
     results = Arrays(y=tuple(dy), total=moved.total)
     return jax.tree.map(lambda a: norms_in_jnp.with_batch(a, batch), results)
