@@ -243,7 +243,7 @@ def _tangents_of_sum(tangents: Arrays, saved: Arrays, norm: Norm, dtype: DTypeLi
             yield gated(a.astype(dtype), saved)  # (28)
     for a in (tangents.gate, tangents.row_gate):
         if a is not None:
-            yield a.astype(dtype) * branch(saved, norm, dtype)
+            yield a.astype(dtype) * branch(saved, norm, dtype)  # (28)
     if tangents.residual is not None:
         yield tangents.residual.astype(dtype)  # (28)
 

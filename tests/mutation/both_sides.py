@@ -8,6 +8,7 @@ from targets import (
     FORWARD,
     FROZEN,
     JUNCTION_RULES,
+    LINEAR_TILES,
     NORM_LAUNCH,
     XLA_GRADIENTS,
     XLA_NORM,
@@ -19,6 +20,12 @@ KERNEL, XLA = ((f"{FAMILY}[{how}-37-100-rms_norm_add_rms_norm-float32]",) for ho
 BEHIND, XLA_BEHIND = ((f"{FAMILY}[{how}-37-100-rms_norm_add-float32]",) for how in ("triton", "xla"))
 CHUNKS = (f"{FAMILY}[triton-2-40000-rms_norm_add_rms_norm-float32]",)
 MATRIX = "tests/test_matrix.py::test_"
+CENTRED, ZERO_CENTRED = (
+    (f"{ACCURACY}test_optional_arguments[triton-layer_norm_add_layer_norm{how}]",) for how in ("", "-zero-centered")
+)
+GATED_KERNEL, GATED_XLA = (
+    (f"{MATRIX}reverse_mode[layer_norm_add_layer_norm, gate-xxsog-{how}-value_and_grad]",) for how in ("triton", "xla")
+)
 
 NORMS = [
     Mutant(
@@ -44,10 +51,10 @@ NORMS = [
         "added = None if wanted.added is None else like(dy, wanted.added)", "added = None", XLA_BEHIND,
     ),
     Mutant(
-        "the branch not normalised", FORWARD, "tl.fma(x * x_rstd[:, None], x_scale", "tl.fma(x, x_scale", KERNEL,
+        "the branch not normalised", FORWARD, "u = x * x_rstd[:, None]", "u = x", KERNEL,
     ),
     Mutant(
-        "the unrounded sum normalised", FORWARD, "residual).to(TOTAL), x_rstd  # (32)", "residual), x_rstd  # (32)",
+        "the unrounded sum normalised", FORWARD, "return total.to(TOTAL), x_mean", "return total, x_mean",
         ("tests/test_rounded_sum.py::test_so_it_is_between_norms_on_both_sides[triton-whole]",),
     ),
     Mutant("x's mean square over the tile's columns", FORWARD, "axis=1) * (1.0 / H) + EPS", "axis=1) * 0.01 + EPS",
@@ -62,8 +69,7 @@ NORMS = [
         "dx_scale of dy", BACKWARD, "dx_scale = tl.fma(dx, u, dx_scale)", "dx_scale = tl.fma(dy, u, dx_scale)", KERNEL,
     ),
     Mutant(
-        "dx_scale of x and not of its norm", BACKWARD, "other=0.0).to(COMPUTE) * x_rstd[:, None]  # (32)",
-        "other=0.0).to(COMPUTE)  # (32)", KERNEL,
+        "dx_scale of x and not of its norm", BACKWARD, "u *= x_rstd[:, None]", "pass", KERNEL,
     ),
     Mutant(
         "dscale after the scale", BACKWARD, "dscale = tl.fma(dy, x_hat, dscale)",
@@ -88,21 +94,20 @@ NORMS = [
     ),
     Mutant(
         "wide rows of which the branch is not normalised", XLA_NORM,
-        "Arrays(x=operands.x, scale=operands.x_scale, added=operands.residual)",
-        "Arrays(operands.residual, scale=operands.x_scale, added=operands.x)", CHUNKS,
+        "summands = Arrays(x=operands.x,", "summands = Arrays(x=operands.residual,", CHUNKS,
     ),
     Mutant(
         "x's gradient of the cotangent of y", XLA_GRADIENTS,
-        "Arrays(dy=behind.x, total=operands.x", "Arrays(dy=operands.dy, total=operands.x", XLA,
+        "gradients = of_branch_alone(pulled.x,", "gradients = of_branch_alone(operands.dy,", XLA,
     ),
     Mutant(
         "x_scale's tangent forgotten", XLA_GRADIENTS,
-        "Arrays(x=tangents.x, scale=tangents.x_scale, added", "Arrays(tangents.x, added",
+        "of_x = Arrays(x=tangents.x, scale=tangents.x_scale)", "of_x = Arrays(x=tangents.x)",
         (f"{MATRIX}forward_mode[rms_norm_add_rms_norm-xs-xla-jvp]",),
     ),
     Mutant(
         "x kept although neither its gradient nor its scale's is wanted", ARRAYS,
-        "names |= {*array.more} if norm.both_sides else set()", "names |= set(_NORMED) if norm.both_sides else set()",
+        "names |= {*array.more} if norm.both_sides else set()", "names |= set(_U) if norm.both_sides else set()",
         (f"{FROZEN}test_held_by_norms_in_front_of_a_sum[xla-rms_norm_add_rms_norm-residual-1-1-False]",),
     ),
     Mutant(
@@ -113,7 +118,42 @@ NORMS = [
     ),
     Mutant(
         "y unused, and dresidual forgotten", JUNCTION_RULES,
-        "Arrays(residual=None if dtypes.residual is None else dtotal.astype(dtypes.residual))", "Arrays()",
+        "residual=None if dtypes.residual is None else dtotal.astype(dtypes.residual)", "residual=None",
         (f"{FROZEN}test_one_result_alone_of_norms_on_both_sides[xla-1]",),
+    ),
+    # Means, gates and offsets of both
+    Mutant("x's mean not subtracted", FORWARD, "x - x_mean[:, None], 0.0)", "x, 0.0)", CENTRED),
+    Mutant("x's mean not subtracted backward", BACKWARD, "u - x_mean[:, None], 0.0)", "u, 0.0)", CENTRED),
+    Mutant("dx of a centred x without its first sum", BACKWARD, "dx) - x_c1[:, None])", "dx))", CENTRED),
+    Mutant("x's first sum of columns that are not there", BACKWARD,
+        "x_c1 = tl.sum(tl.where(exists[None, :], dx, 0.0), axis=1)", "x_c1 = tl.sum(dx, axis=1)", ZERO_CENTRED,
+    ),
+    Mutant("x's offset left out", FORWARD, "branch = affine(u, x_scale, x_bias_ptr", "branch = affine(u, x_scale, None",
+        CENTRED,
+    ),
+    Mutant("x's offset left out of the gate's gradient", BACKWARD,
+        "branch = affine(u, x_scale, x_bias_ptr", "branch = affine(u, x_scale, None", GATED_KERNEL,
+    ),
+    Mutant("x's scale left out of the gate's gradient", BACKWARD,
+        "branch = affine(u, x_scale, x_bias_ptr", "branch = affine(u, 1.0 + 0.0 * x_scale, x_bias_ptr", GATED_KERNEL,
+    ),
+    Mutant("no gate behind a norm of the branch", FORWARD, "total = gated(branch, gate_ptr", "total = gated(branch, None",
+        GATED_KERNEL,
+    ),
+    Mutant("no gate behind a norm of the branch, in two calls", XLA_NORM,
+        "total = gated(in_front.y, operands)", "total = in_front.y", GATED_XLA,
+    ),
+    Mutant("x's gradient without the gate, in two calls", XLA_GRADIENTS,
+        "dy = gated(d.astype(compute_dtype(d.dtype)), arrays) if", "dy = d.astype(compute_dtype(d.dtype)) if", GATED_XLA,
+    ),
+    Mutant("a gate's gradient of x and not of its norm", XLA_NORM, "    if norm.both_sides:\n        x, e",
+        "    if False:\n        x, e", GATED_XLA,
+    ),
+    Mutant("x's offset's gradient forgotten, in two calls", XLA_GRADIENTS, '"x_bias": pulled.offset}', '"x_bias": d}',
+        GATED_XLA,
+    ),
+    Mutant("Linears behind both sides in one kernel", LINEAR_TILES,
+        "if junction.norm.of_examples or junction.norm.both_sides:", "if junction.norm.of_examples:",
+        (f"{MATRIX}reverse_mode[rms_norm_add_rms_norm_linear-sb-triton-value_and_grad]",),
     ),
 ]  # fmt: skip

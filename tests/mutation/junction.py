@@ -86,8 +86,8 @@ SUMS = [
     ),
     Mutant(
         "x_bias left out of a gate's gradient, XLA", XLA_GRADIENTS,
-        "of_elements = d * branch(arrays, d.dtype)",
-        "of_elements = d * branch(arrays._replace(x_bias=None), d.dtype)", OF_H["xla"],
+        "of_elements = d * branch(arrays, norm, d.dtype)",
+        "of_elements = d * branch(arrays._replace(x_bias=None), norm, d.dtype)", OF_H["xla"],
     ),
     Mutant(
         "a gate left out of dx, XLA", XLA_GRADIENTS, "dx = gated(d, arrays)", "dx = d",
@@ -99,8 +99,8 @@ SUMS = [
     ),
     Mutant(
         "a gate's tangent without x_bias", XLA_GRADIENTS,
-        "yield a.astype(dtype) * branch(saved, dtype)",
-        "yield a.astype(dtype) * branch(saved._replace(x_bias=None), dtype)",
+        "yield a.astype(dtype) * branch(saved, norm, dtype)",
+        "yield a.astype(dtype) * branch(saved._replace(x_bias=None), norm, dtype)",
         ("tests/test_matrix.py::test_forward_mode[add_layer_norm, x_bias and gate-soxg-xla-jvp]",),
     ),
     Mutant(
@@ -136,7 +136,7 @@ SUMS = [
     ),
     Mutant(
         "examples' parameters forgotten where norm and product are one kernel", LINEAR_TILES,
-        " or junction.norm.of_examples", "",
+        "junction.norm.of_examples or ", "",
         (f"{JUNCTION}test_few_features_behind_a_sum_of_one_kind[triton-add_layer_norm_linear-by example]",),
     ),
 ]  # fmt: skip

@@ -179,11 +179,11 @@ KERNELS = [
     ),
     Mutant(
         "y of backward without the scale", BACKWARD,
-        "            y = affine(x_hat, scale", "            y = affine(x_hat, 1.0 + 0.0 * scale", COMPOSED,
+        "y = affine(x_hat, scale", "y = affine(x_hat, 1.0 + 0.0 * scale", COMPOSED,
     ),
     Mutant(
         "y of backward without the offset", BACKWARD,
-        "            y = affine(x_hat, scale, offset_ptr", "            y = affine(x_hat, scale, None", COMPOSED,
+        "y = affine(x_hat, scale, offset_ptr", "y = affine(x_hat, scale, None", COMPOSED,
     ),
     Mutant(
         "dtotal shared where dy is", BACKWARD, """rows_at(dtotal_ptr, "dtotal",""", """rows_at(dtotal_ptr, "dy",""",
