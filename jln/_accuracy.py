@@ -170,7 +170,8 @@ def of_sum(operator: Operator, rounded_to: str | None, **options: Any) -> Callab
         *, x: jax.Array, residual: jax.Array, x_bias: Any = None, gate: Any = None, **parameters: Any
     ) -> tuple[jax.Array, jax.Array]:
         if operator.in_front is not None:
-            x = operator.in_front.reference(x, parameters.pop("x_scale", None), **options)
+            of_x = {n: parameters.pop(f"x_{n}", None) for n in ("scale", "offset")[: 1 + operator.centres]}
+            x = operator.in_front.reference(x, **of_x, **options)
         branch = x if x_bias is None else x + x_bias
         total = (branch if gate is None else gate * branch) + residual
         if rounded_to is not None:

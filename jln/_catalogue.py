@@ -259,6 +259,7 @@ def _with_linear(norm: Operator) -> Operator:
         results=(_PRODUCT, *norm.results[1:]),
         reread=(*norm.reread, "kernel"),
         norm=norm,
+        of_sum=None if norm.of_sum is None else _with_linear(norm.of_sum),
     )
 
 

@@ -110,7 +110,7 @@ def given(entry):
         named = {"x": x, "residual": x if isinstance(x, jax.Array) else jnp.ones(()), "scale": scale, "offset": None}
         if x is not X and kernel is K:  # as many rows as x has columns
             kernel = jnp.ones((*(getattr(x, "shape", ()) or (8,))[-1:], 3), "float32")
-        named |= {"kernel": kernel, "bias": bias, "z": named["residual"], "x_scale": None}
+        named |= {"kernel": kernel, "bias": bias, "z": named["residual"], "x_scale": None, "x_offset": None}
         return entry.function(**{name: named[name] for name in entry.names}, **options)
 
     return call
@@ -213,12 +213,14 @@ JUNCTION = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", JUNCTION)
-@pytest.mark.parametrize("name", [name for name, o in OPERATORS.items() if o.extras])
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [(o.name, c) for o in OPERATORS.values() for c in JUNCTION if {*JUNCTION[c][2]} <= {a.name for a in o.extras}],
+)
 def test_x_bias_and_gate(name, case):
     error, message, wrong = JUNCTION[case]
     x, named = jnp.ones((2, 4, 8), "float32"), {"scale": SCALE, "offset": None, "kernel": K, "bias": None}
-    named |= {"x": x, "residual": x}
+    named |= {"x": x, "residual": x, "x_scale": SCALE, "x_offset": None}
     with pytest.raises(error, match=message):
         OPERATORS[name].function(**{n: named[n] for n in OPERATORS[name].names}, **wrong)
 
@@ -265,7 +267,7 @@ class Holder:
 
 NAMES = {entry.function: entry.names for entry in FORMS.values()}
 SHAPES = {"x": (4, 8), "residual": (4, 8), "scale": (8,), "offset": (8,), "kernel": (8, 3), "bias": (3,)}
-SHAPES |= {"x_bias": (8,), "gate": (8,), "z": (4, 8), "x_scale": (8,)}
+SHAPES |= {"x_bias": (8,), "gate": (8,), "z": (4, 8), "x_scale": (8,), "x_offset": (8,)}
 
 
 def with_one(name, make):

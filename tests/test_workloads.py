@@ -129,11 +129,14 @@ def test_several_linears_hold_x_alone_between_forward_and_backward(name):
         return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(arrays))
 
     arrays = w.arrays()
-    parameters = [arrays[n] for n in ("scale", "offset", "kernel") if n in arrays]
+    parameters = [arrays[n] for n in ("x_scale", "scale", "offset", "kernel") if n in arrays]
     with jax.numpy_rank_promotion("allow"):  # for the bias behind the separate products
         ours, apart = (held(PEERS[by].function(w)) for by in ("jln", "jln-norm"))
-    assert size(ours) == size([arrays["x"], parameters]) + (2 if w.entry.centres else 1) * 4 * w.rows
-    assert [sum(a.shape == w.shape for a in leaves) for leaves in (ours, apart)] == [1, 2]
+    normalised = [arrays["x"]] * (1 if w.entry.in_front is None else 2)  # x, and its sum with the residual
+    statistics = (2 if w.entry.centres else 1) * 4 * w.rows
+    assert size(ours) == size([normalised, parameters]) + len(normalised) * statistics
+    large = [sum(a.shape == w.shape for a in leaves) for leaves in (ours, apart)]
+    assert large == [len(normalised), len(normalised) + 1]
 
 
 @pytest.mark.parametrize("name", STACKS)

@@ -45,12 +45,12 @@ def composed(
     def function(*arguments: Any) -> Any:
         operands = dict(zip(names, arguments, strict=True))
         x = operands["x"]
+        if workload.entry.in_front is not None:
+            x = norm(x, operands.get("x_scale"), operands.get("x_offset"))
         if "x_bias" in operands:
             x = x + operands["x_bias"]
         if "gate" in operands:
             x = x * operands["gate"]
-        if workload.entry.in_front is not None:
-            x = norm(x, operands.get("x_scale"), None)
         x = x + operands["residual"] if adds else x
         if gate_first:
             x = x * silu(operands["z"])

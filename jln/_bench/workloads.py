@@ -245,6 +245,30 @@ WORKLOADS = _named(
         )
         for h in (1024, 4096, 8192)
     ),
+    Workload(
+        "norms-both-sides-gated",
+        "rms_norm_add_rms_norm",
+        (32, 256, 4096),
+        "Lumina 2: with a gate of each example behind the first norm",
+        extras=("gate",),
+        of_examples=("gate",),
+    ),
+    Workload("layer-norms-both-sides", "layer_norm_add_layer_norm", (8192, 4096), "CogView: LayerNorms, with offsets"),
+    Workload(
+        "norms-both-sides-qkv",
+        "rms_norm_add_rms_norm_linear",
+        (8192, 4096),
+        "Gemma 3: q, k and v behind both norms",
+        (4096, 2048, 2048),
+        absent=_BIAS,
+    ),
+    Workload(
+        "layer-norms-both-sides-qkv",
+        "layer_norm_add_layer_norm_linear",
+        (8192, 4096),
+        "CogView: q, k and v behind both norms",
+        3 * (4096,),
+    ),
     Workload("post-rms-norm", "rms_norm_add", (8192, 4096), "OLMo 2: the norm of a branch, then the residual"),
     Workload("post-layer-norm", "layer_norm_add", (8192, 4096), "Swin 2: likewise"),
     *(

@@ -173,6 +173,7 @@ def both_sides(h: int, itemsize: int, mixed: bool, chip: Chip, *, centred: bool,
         return None
     rows = max(1, 1024 // columns)
     per_thread = most if columns > 256 * most else max(1, most // 2)
+    per_thread = max(per_thread, 16 // itemsize if easy else 1)  # as many as one load takes
     warps = max(1, rows * columns // (32 * per_thread))
     ahead = 2 * 4 * rows * columns * itemsize + 1024  # four arrays ahead, and the four being read
     # A third of shared memory is left to L1, which has the scales. So an H200 fetches a row of 8192 in 16 bits ahead,

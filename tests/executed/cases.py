@@ -37,12 +37,12 @@ def lowering_for(chip: str):
 class Case:
     """An operator, its operands, and the chip it runs on.
 
-    Letters stand for operands by their initials; e is x_bias, p x_scale; d and t are the cotangents of y and of the
-    sum.
+    Letters stand for operands by their initials; e is x_bias, p x_scale, q x_offset; d and t are the cotangents of y
+    and of the sum.
 
     shape: x's.
     features: the Linear's; or of several a tuple each, with `unbiased`, the places of those that have no bias.
-    without: letters of the optional operands that are None, of "sobegp".
+    without: letters of the optional operands that are None, of "sobegpq".
     over: letters of the operands that have an axis of EXAMPLES of their own, for vmap.
     wanted: letters of the operands whose gradients are taken; all if empty.
     gate_of_rows: whether a gate has one value a row.
@@ -120,7 +120,9 @@ class Case:
 
     @property
     def letters(self) -> str:
-        return "".join({"x_bias": "e", "x_scale": "p"}.get(name, name[0]) for name in self.kind.kind.names)
+        return "".join(
+            {"x_bias": "e", "x_scale": "p", "x_offset": "q"}.get(name, name[0]) for name in self.kind.kind.names
+        )
 
     @property
     def adds(self) -> bool:
@@ -163,7 +165,7 @@ def _one(case: Case) -> dict[str, np.ndarray | None]:
     given["x"] = ((given["x"] + case.mean) * case.magnitude).astype(case.dtype)
     if case.residual:
         given["r"] = given["r"].astype(case.residual)
-    for i, letter in enumerate("sog"):
+    for i, letter in enumerate("sogpq"):
         if given.get(letter) is not None and (case.own_axis is not None or (letter == "g" and case.gate_of_rows)):
             given[letter] = workbench.normal(30 + i, case.parameter_shape(letter), case.parameters or case.dtype)
     given |= {letter: None for letter in case.without}
@@ -232,17 +234,21 @@ def step(case: Case, module=jln) -> Callable[..., dict[str, jax.Array]]:
     return lambda given: jax.vmap(run, ({letter: 0 if letter in case.over else None for letter in given},))(given)
 
 
+# What examples may have of their own, and what of it is never of rows.
+OF_EXAMPLES = ("g", "dgate", "s", "o", "p", "q", "dscale", "doffset", "dx_scale", "dx_offset")
+
+
 def as_rows(case: Case, name: str, a: np.ndarray | None) -> np.ndarray | None:
     """An operand or a result of one example as workbench's `truth` takes it: normalised axes last, the others one."""
     if a is None:
         return None
     if case.gate_of_rows and name in ("g", "dgate"):
         return a.reshape(-1, 1)
-    if case.own_axis is not None and name in ("s", "o", "g", "dscale", "doffset", "dgate"):
+    if case.own_axis is not None and name in OF_EXAMPLES:
         return a.reshape(-1)
     if case.linear:
         return a if a.ndim < 2 else a.reshape(-1, a.shape[-1])
-    if a.ndim < len(case.shape) or name in ("s", "o", "p", "dscale", "doffset", "dx_scale"):
+    if a.ndim < len(case.shape) or name in OF_EXAMPLES[2:]:
         return a.reshape(-1)
     axes = tuple(range(-len(case.axes), 0))
     return np.moveaxis(a, case.axes, axes).reshape(-1, int(np.prod([case.shape[i] for i in case.axes])))

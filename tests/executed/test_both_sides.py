@@ -2,7 +2,8 @@
 
 from cases import Case, cases, check
 
-BOTH = "rms_norm_add_rms_norm"
+BOTH, LAYERS = "rms_norm_add_rms_norm", "layer_norm_add_layer_norm"
+GATED, GATED_LAYERS = f"{BOTH}, gate", f"{LAYERS}, gate"
 
 # Tiles of several rows, several programs and a ragged last tile; one row; rows on 16 bytes and not; a float32 residual;
 # the widest rows that a tile holds. Wider rows, and rows side by side, take two kernels forward and two backward.
@@ -24,6 +25,38 @@ WHOLE = [
     Case(BOTH, (9, 40), "float32", "small-h200", forward_mode=True),
 ]
 
+# As above; LayerNorms of the widest rows in one kernel and of wider ones.
+CENTRED = [
+    Case(LAYERS, (70, 128), "bfloat16", "small-h200"),
+    Case(LAYERS, (29, 1001), "float32", "a100", zero_centered_scale=True),
+    Case(LAYERS, (9, 33), "bfloat16", "h200", without="soq"),
+    Case(LAYERS, (5, 4096), "bfloat16", "small-h200", mean=30.0),
+    Case(LAYERS, (3, 8192), "bfloat16", "small-h200"),
+    Case(LAYERS, (19, 256), "bfloat16", "small-h200", wanted="q"),
+]
+
+# A gate between the norms, of features, rows and examples. Where the norms take two kernels XLA multiplies by it.
+BETWEEN = [
+    Case(GATED, (70, 128), "bfloat16", "small-h200"),
+    Case(GATED, (29, 1000), "float32", "small-l4", gate_of_rows=True),
+    Case(GATED_LAYERS, (33, 768), "bfloat16", "small-b200", residual="float32", parameters="float32"),
+    Case(GATED_LAYERS, (9, 100), "float64", "a100", gate_of_rows=True),
+    Case(GATED, (3, 16384), "bfloat16", "small-h200"),
+    Case(GATED_LAYERS, (5, 40, 64), "float32", "small-b200", axis=1),
+    Case(GATED, (19, 256), "bfloat16", "small-h200", wanted="g"),
+    Case(GATED, (3, 70, 128), "bfloat16", "small-h200", of_examples=True),
+]
+
+OF_GROUPS = [
+    Case(BOTH, (5, 4, 128), "bfloat16", "small-h200", of_groups=True),
+    Case(GATED_LAYERS, (5, 4, 100), "float32", "small-a100", of_groups=True),
+]
+
+LINEARS = [
+    Case(f"{BOTH}_linear", (70, 128), "bfloat16", "small-h200", features=(16,)),
+    Case(f"{LAYERS}_linear", (33, 104), "float32", "a100", features=(300,)),
+]
+
 GROUPS = [
     Case(BOTH, (9, 40), "float32", "small-h200", over="xrdt"),
     Case(BOTH, (9, 40), "float32", "small-h200", over="ps"),
@@ -43,6 +76,26 @@ BEHIND = [
 
 @cases(WHOLE, quick=(0, 1, 2, 4, 8, 10))
 def test_norms_on_both_sides(case):
+    check(case)
+
+
+@cases(CENTRED, quick=(0, 3))
+def test_layer_norms_on_both_sides(case):
+    check(case)
+
+
+@cases(BETWEEN, quick=(0, 3))
+def test_a_gate_between_the_norms(case):
+    check(case)
+
+
+@cases(OF_GROUPS, quick=(1,))
+def test_groups_that_lie_interleaved(case):
+    check(case)
+
+
+@cases(LINEARS, quick=(0,))
+def test_linears_behind_both(case):
     check(case)
 
 

@@ -44,7 +44,7 @@ def two_products(x, s, b, k):
 
 def norms_on_both_sides(x, s, b, k):
     y = rms(R + rms(jnp.sin(x), s), b)
-    return behind(jnp.sin(y @ k) @ Q, y @ k)
+    return behind(y, y @ k)
 
 
 def a_product_of_a_copy(x, s, b, k):
@@ -64,10 +64,9 @@ def a_product_of_a_copy(x, s, b, k):
 )
 def test_a_result_that_others_read_is_not_kept_for_its_products(function, finds):
     args = X, S, T, K
-    linear = "_linear" if function is norms_on_both_sides else ""
-    assert operators(function, *args, linears=True) == {finds + linear: 1}
+    assert operators(function, *args, linears=True) == {finds: 1}
     assert kept(jln.fuse(function), *args) == {finds: True}
-    assert kept(jln.fuse(function, linears=True), *args) == {finds + linear: False}
+    assert kept(jln.fuse(function, linears=True), *args) == {finds: False}
     assert difference(function, *args, linears=True) <= (2e-2 if function is a_product_of_a_copy else 1e-12)
     (route,) = jln.explain(jln.fuse(function, linears=True), *args)
     assert "the Linears behind it keep what the norm read" in route.why

@@ -179,6 +179,6 @@ CLIENTS = {
     "GPT-2": Client("nnx", gpt2, lambda n: 2 * n + 1, lambda n: 2 * n, lambda n: 2 * n),
     "Llama, GQA and QK-norm": Client("nnx", llama, lambda n: 2 * n + 1, lambda n: 2 * n, lambda n: 2 * n + 1),
     # The norms in front of a sum are one operator with those behind it, which has no Linears.
-    "Gemma 3": Client("nnx", gemma3, lambda n: 4 * n + 1, lambda n: 2 * n, lambda _: 1),
+    "Gemma 3": Client("nnx", gemma3, lambda n: 4 * n + 1, lambda n: 2 * n, lambda n: 2 * n),
     "Qwen MoE": Client("nnx", qwen_moe, lambda n: 2 * n + 1, lambda n: 2 * n, lambda n: 2 * n),
 }
