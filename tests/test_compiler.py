@@ -81,7 +81,7 @@ def compile_all(dtypes, chip, switches, layouts):
 
 
 # Bytes that a thread may have on its stack. Of all combinations' 17,512 launches of norms 29 have some: one of them, on
-# an L4, 16, the others 8. Of sums with a gate and of norms on both sides one each has 16 on an H200, and one 8. Fused
+# an L4, 16, the others 8. Of sums with a gate and of norms on both sides some have 8 or 16. Fused
 # Linears on an A100 and L4 have 8 in some kernels of few features, and `ONE_TRIP` is an exception. ptxas stops at 40
 # registers there, or at 64 or 128: one more would cost a core one of its programs. Another tile only moves it to
 # another launch. An H200 has none with every switch on.
