@@ -42,10 +42,10 @@ SUM_SWITCHES = {
     "everything and a gate of rows": SWITCHES["everything"] | {"x_bias": True, "row_gate": True},
 }
 # With z: what is silu(z) times the norm's result, and the norm of silu(z) times x.
-_GATED = SWITCHES["add_rms_norm"] | {"adds": False, "z": True}
+_GATED = SWITCHES["add_rms_norm"] | {"adds": False}
 GATED_SWITCHES = {
-    "the norm before its gate": _GATED | {"norm_before_gate": True},
-    "the gate before the norm": _GATED | {"norm_before_gate": False},
+    "the norm before its gate": _GATED | {"z": True},
+    "the gate before the norm": _GATED | {"x_z": True},
 }
 # Norms on both sides of a sum.
 BOTH_SIDES_SWITCHES = {
@@ -105,16 +105,16 @@ def launches(h, inner, dtypes, chip, switches, trial=None):
     parameters = {name: parameter for name in ("scale", "offset", "x_bias", "gate") if switches.get(name)}
     parameters |= {"row_gate": rstd} if switches.get("row_gate") else {}
     gated = {"gate", "row_gate"} & {*parameters}
-    z = x if switches.get("z") else None
+    gates = {name: x for name in ("z", "x_z") if switches.get(name)}
     dtotal = None if residual is None else total
     norm = Norm(axis, 1e-6, Switches(**{n: switches[n] for n in Switches._fields if n in switches}))
     recorder = Recorder(ALL_CHIPS[chip], trial)
     results = dtypes_of(Arrays(y=y, total=dtotal, mean=mean, rstd=rstd))
-    operands = Arrays(x, residual, **parameters, z=z)
+    operands = Arrays(x, residual, **parameters, **gates)
     jax.eval_shape(lambda operands: launcher.forward(operands, norm, results, 0, recorder), operands)
-    gradients = Arrays(x if gated else total, residual if gated else None, **parameters, z=z)
+    gradients = Arrays(x if gated else total, residual if gated else None, **parameters, **gates)
     read = {"x": x} | parameters if gated else {"scale": parameters.get("scale")}
-    operands = Arrays(dy=y, dtotal=dtotal, total=total, mean=mean, rstd=rstd, **{**read, "offset": None}, z=z)
+    operands = Arrays(dy=y, dtotal=dtotal, total=total, mean=mean, rstd=rstd, **{**read, "offset": None}, **gates)
     jax.eval_shape(lambda operands: launcher.backward(operands, norm, dtypes_of(gradients), 0, recorder), operands)
     return recorder.launches
 

@@ -74,7 +74,7 @@ def test_every_array_has_a_line_that_names_others():
 
 
 # What a norm by itself has, and one on both sides of a sum.
-ALONE = ("x", "residual", "scale", "offset", "x_bias", "gate", "row_gate", "z")
+ALONE = ("x", "residual", "scale", "offset", "x_bias", "gate", "row_gate", "z", "x_z")
 BOTH = ("x", "residual", "scale", "offset", "x_scale", "x_bias", "gate", "row_gate")
 
 
@@ -85,9 +85,9 @@ def test_a_gradient_reads_what_its_line_says(operand, both_sides):
     norm = Norm(-1, 1e-6, Switches(subtract_mean=True), both_sides=both_sides)
     names = ["dy", "dtotal", "total", "mean", "rstd", "scale", "x", "x_bias", "gate", "row_gate"]
     names += ["x_scale", "x_mean", "x_rstd"] if both_sides else []
-    if operand == "z":  # of no sum
-        names = [*(name for name in names if name != "dtotal"), "z"]
-    if operand in ("z", "residual") and not both_sides:  # without gates
+    if operand in ("z", "x_z"):  # of no sum
+        names = [*(name for name in names if name != "dtotal"), operand]
+    if operand in ("z", "x_z", "residual") and not both_sides:  # without gates
         names = [name for name in names if name not in ("x_bias", "gate", "row_gate")]
     of = {"ROW": of_row, "COLUMN": of_column, "NUMBER": of_number}
     saved = Arrays(**{name: of[TABLE[name].shape.name] for name in names})
@@ -113,7 +113,7 @@ def test_results_are_made_of_what_their_lines_say(both_sides, wanted):
     """Whatever results are wanted, their operands are enough for the formula and for the kernels' launches."""
     norm = Norm(-1, 1e-6, Switches(subtract_mean=True), both_sides=both_sides)
     sizes = {Shape.ROW: (4, 8), Shape.COLUMN: (1, 8), Shape.NUMBER: (4, 1)}
-    names = [n for n in OPERANDS if n not in ("z", "added", "kernel", "bias")]
+    names = [n for n in OPERANDS if n not in ("z", "x_z", "added", "kernel", "bias")]
     names = names if both_sides else [n for n in names if n != "x_scale"]
     operands = Arrays(**{n: workbench.normal(i, sizes[TABLE[n].shape], "float32") for i, n in enumerate(names)})
     every = Arrays(**dict.fromkeys(wanted, "float32"))

@@ -24,13 +24,13 @@ def checked(arrays: Arrays, axes: tuple[int, ...], both_sides: bool = False) -> 
     """The arrays as a user gives them, checked for their dtypes and shapes.
 
     x and the other arrays of its size that the operator needs are JAX's arrays already. A user's `added` is called
-    residual, as is `residual` itself; the `x_bias` behind a norm of x is called x_offset.
+    residual, as is `residual` itself; x_z is called z, and the `x_bias` behind a norm of x x_offset.
 
     axes: the normalised ones of x, not negative. both_sides: whether x is normalised before it is added.
     """
     x = arrays.x
     normalised = tuple(x.shape[a] for a in axes)
-    for name, array in (("residual", arrays.residual), ("residual", arrays.added), ("z", arrays.z)):
+    for name, array in (("residual", arrays.residual), ("residual", arrays.added), ("z", arrays.z), ("z", arrays.x_z)):
         _checks.shape(name, array, x.shape, "that of x")
     parameters = {
         name: _checks.parameter(name, getattr(arrays, name), x, axes, normalised)
@@ -51,7 +51,6 @@ def norm_of(
     epsilon: float,
     subtract_mean: bool,
     zero_centered_scale: bool = False,
-    norm_before_gate: bool = True,
     both_sides: bool = False,
 ) -> Norm:
     """The norm of checked arrays over checked axes, its other arguments checked."""
@@ -60,8 +59,7 @@ def norm_of(
     scales |= {"scale": arrays.scale}
     if _checks.flag("zero_centered_scale", zero_centered_scale) and all(a is None for a in scales.values()):
         raise ValueError(f"zero_centered_scale=True needs a scale; got {', '.join(f'{n}=None' for n in scales)}")
-    norm_before_gate = _checks.flag("norm_before_gate", norm_before_gate)
-    switches = Switches(subtract_mean, bool(zero_centered_scale), norm_before_gate)
+    switches = Switches(subtract_mean, bool(zero_centered_scale))
     return Norm(_merged_axis(axes, arrays.x.ndim), epsilon, switches, both_sides=both_sides)
 
 

@@ -1,6 +1,6 @@
 """The arrays of a junction: the table of them, the one record that holds them, and what is static.
 
-    branch = x + x_bias  |  norm(x) * x_scale + x_bias  |  x * silu(z)
+    branch = x + x_bias  |  norm(x) * x_scale + x_bias  |  x * silu(x_z)
     total  = residual + gate * branch                            # rounded once; this is what is normalised
     y      = norm(total) * scale + offset   [* silu(z)]   [+ added]   [@ kernels + biases]
 
@@ -55,9 +55,9 @@ def _operand(shape: Shape, *made_of: str, more: tuple[str, ...] = ()) -> Array:
 
 
 # What total is made of, its cotangent, x_hat, and what x_hat is to total in the norm of x.
-_SUM = ("x", "residual", "x_bias", "gate", "row_gate", "z", "x_scale")
-_PULLED = ("dy", "dtotal", "total", "scale", "mean", "rstd", "z")
-_X_HAT = ("total", "mean", "rstd", "z")
+_SUM = ("x", "residual", "x_bias", "gate", "row_gate", "x_z", "x_scale")
+_PULLED = ("dy", "dtotal", "total", "scale", "mean", "rstd", "z", "x_z")
+_X_HAT = ("total", "mean", "rstd", "x_z")
 _U = ("x", "x_mean", "x_rstd")
 
 
@@ -72,17 +72,18 @@ class Arrays(NamedTuple):
 
     x: Annotated[Any, _operand(Shape.ROW, *_PULLED, "gate", "row_gate", more=("x_scale", *_U))] = None
     residual: Annotated[Any, _operand(Shape.ROW, *_PULLED)] = None
-    scale: Annotated[Any, _operand(Shape.COLUMN, "dy", *_X_HAT)] = None
+    scale: Annotated[Any, _operand(Shape.COLUMN, "dy", *_X_HAT, "z")] = None
     offset: Annotated[Any, _operand(Shape.COLUMN, "dy")] = None
     x_bias: Annotated[Any, _operand(Shape.COLUMN, *_PULLED, "gate", "row_gate")] = None
     gate: Annotated[Any, _operand(Shape.COLUMN, *_PULLED, "x", "x_bias", more=("x_scale", *_U))] = None
     row_gate: Annotated[Any, _operand(Shape.NUMBER, *_PULLED, "x", "x_bias", more=("x_scale", *_U))] = None
-    z: Annotated[Any, _operand(Shape.ROW, *_PULLED)] = None
+    z: Annotated[Any, _operand(Shape.ROW, "dy", *_X_HAT, "scale", "z")] = None
+    x_z: Annotated[Any, _operand(Shape.ROW, *_PULLED)] = None
     added: Annotated[Any, _operand(Shape.ROW, "dy")] = None
     x_scale: Annotated[Any, _operand(Shape.COLUMN, *_PULLED, "gate", "row_gate", more=_U)] = None
     kernel: Annotated[Any, _operand(Shape.KERNEL, "dy", *_X_HAT, "scale", "offset")] = None
     bias: Annotated[Any, _operand(Shape.BIAS, "dy")] = None
-    y: Annotated[Any, Array(Shape.ROW, (*_SUM, "scale", "offset", "added", "kernel", "bias"))] = None
+    y: Annotated[Any, Array(Shape.ROW, (*_SUM, "scale", "offset", "z", "added", "kernel", "bias"))] = None
     total: Annotated[Any, Array(Shape.ROW, _SUM)] = None
     mean: Annotated[Any, Array(Shape.NUMBER, _SUM, is_kept=True)] = None
     rstd: Annotated[Any, Array(Shape.NUMBER, _SUM, is_kept=True)] = None
@@ -118,14 +119,10 @@ COLUMNS = tuple(name for name in OPERANDS if TABLE[name].shape is Shape.COLUMN)
 
 
 class Switches(NamedTuple):
-    """The static switches for which kernels are compiled: the constexpr NORM.
-
-    norm_before_gate: whether silu(z), where there is a z, multiplies the norm's result, or x.
-    """
+    """The static switches for which kernels are compiled: the constexpr NORM."""
 
     subtract_mean: bool
     zero_centered_scale: bool = False
-    norm_before_gate: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

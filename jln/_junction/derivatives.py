@@ -218,7 +218,7 @@ def _transposed(
     """The transpose of the tangents, by the backward kernels: reverse mode of a function made for forward mode."""
     del implementation  # the junction's own
     of_parameters = (Shape.COLUMN, Shape.KERNEL, Shape.BIAS)
-    named = (*saved.present().items(), *tangents.only(("row_gate", "z")).present().items())
+    named = (*saved.present().items(), *tangents.only(("row_gate", "z", "x_z")).present().items())
     rows = [a for name, a in named if TABLE[name].shape not in of_parameters]
     parameters = [
         a for of in (saved, tangents) for name, a in of.present().items() if TABLE[name].shape in of_parameters

@@ -262,11 +262,11 @@ def forward(
     if norm.both_sides:
         one = functools.partial(forward, fence=fence, h_axes=h_axes)
         return forward_of_two(operands, norm, dtypes, batch_dims, one)
-    x, residual, z, added = operands.x, operands.residual, operands.z, operands.added
+    x, residual, added = operands.x, operands.residual, operands.added
     batch = common_batch(batch_dims, *operands)
     total, read = None, x
-    if z is not None and not norm.switches.norm_before_gate:
-        read = Product(x, z)  # (41)
+    if operands.x_z is not None:
+        read = Product(x, operands.x_z)  # (41)
     if residual is not None:
         total_dtype = jnp.promote_types(x.dtype, residual.dtype)
         dtype = compute_dtype(total_dtype)
@@ -276,8 +276,8 @@ def forward(
     keep = dtypes.mean is not None or dtypes.rstd is not None
     how: dict[str, Any] = {"keep": keep, "fence": fence, "h_axes": h_axes}
     y, mean, rstd = normalise(read, operands.scale, operands.offset, norm, **how)
-    if z is not None and norm.switches.norm_before_gate:
-        y = wide(Product(y, z))  # (42)
+    if operands.z is not None:
+        y = wide(Product(y, operands.z))  # (42)
     if added is not None:
         dtype = jnp.promote_types(y.dtype, added.dtype)
         y = y.astype(dtype) + added.astype(dtype)  # (30)

@@ -44,18 +44,17 @@ def backward(
     if norm.both_sides:
         one = functools.partial(backward, fence=fence, h_axes=h_axes)
         return backward_of_two(operands, norm, dtypes, batch_dims, one, h_axes)
-    dy, total, scale, z = operands.dy, operands.total, operands.scale, operands.z
+    dy, total, scale = operands.dy, operands.total, operands.scale
     mean, rstd = operands.mean, operands.rstd
     batch = common_batch(batch_dims, *operands)
     dtype = compute_dtype(dy.dtype if total is None else total.dtype)
     ndim = next(a.ndim for a in operands if a is not None)
     sum_over_rows = _over_rows(ndim, norm, batch_dims)
     gradients: dict[str, Array] = {}
-    if z is not None:
-        if norm.switches.norm_before_gate:
-            dy = Product(dy, z)
-        elif total is not None:
-            total = Product(total, z)
+    if operands.z is not None:
+        dy = Product(dy, operands.z)
+    if operands.x_z is not None and total is not None:
+        total = Product(total, operands.x_z)
 
     if dtypes.offset is not None:
         dy, total = fence((dy, total))
@@ -99,12 +98,13 @@ def backward(
 
     if dtypes.z is not None:
         dy, total, mean, rstd, scale = fence((dy, total, mean, rstd, scale))
-        if isinstance(dy, Product):
-            x_hat, _ = x_hat_and_rstd()
-            by, slope = dy.a.astype(dtype) * effective_scale(scale, dtype, norm), silu(dy.z, dtype)[1]
-            gradients["z"] = by * x_hat * slope  # (43)
-        else:
-            gradients["z"] = d() * total.a.astype(dtype) * silu(total.z, dtype)[1]  # (44)
+        x_hat, _ = x_hat_and_rstd()
+        by, slope = dy.a.astype(dtype) * effective_scale(scale, dtype, norm), silu(dy.z, dtype)[1]
+        gradients["z"] = by * x_hat * slope  # (43)
+
+    if dtypes.x_z is not None:
+        dy, total, mean, rstd, scale = fence((dy, total, mean, rstd, scale))
+        gradients["x_z"] = d() * total.a.astype(dtype) * silu(total.z, dtype)[1]  # (44)
 
     for name in _OF_SUM:
         if getattr(dtypes, name) is not None:
@@ -202,17 +202,17 @@ def tangent(operands: tuple[Arrays, Arrays], norm: Norm, dtypes: Arrays, batch_d
     if norm.both_sides:
         return _tangent_of_two(operands, norm, dtypes, batch_dims)
     tangents, saved = operands
-    total, z = saved.total, saved.z
+    total, z, x_z = saved.total, saved.z, saved.x_z
     batch = common_batch(batch_dims, *tangents, *saved)
     dtype = saved.rstd.dtype
     s = effective_scale(saved.scale, dtype, norm)
-    u, slope = (None, None) if z is None else silu(z, dtype)
-    if z is None or norm.switches.norm_before_gate:
+    if x_z is None:
         x_hat = centered(total, saved.mean) * saved.rstd
         moves = [*_tangents_of_sum(tangents, saved, norm, dtype)]
     else:
-        x_hat = centered(Product(total, z), saved.mean) * saved.rstd
-        pairs = ((tangents.x, u), (tangents.z, total.astype(dtype) * slope))
+        x_hat = centered(Product(total, x_z), saved.mean) * saved.rstd
+        u, slope = silu(x_z, dtype)
+        pairs = ((tangents.x, u), (tangents.x_z, total.astype(dtype) * slope))
         moves = [a.astype(dtype) * factor for a, factor in pairs if a is not None]  # (45)
     dy, dtotal = jnp.zeros_like(x_hat), jnp.zeros_like(total)
     if moves:
@@ -226,7 +226,8 @@ def tangent(operands: tuple[Arrays, Arrays], norm: Norm, dtypes: Arrays, batch_d
         dy = dy + x_hat * tangents.scale.astype(dtype)  # (19)
     if tangents.offset is not None:
         dy = dy + tangents.offset.astype(dtype)  # (19)
-    if u is not None and norm.switches.norm_before_gate:
+    if z is not None:
+        u, slope = silu(z, dtype)
         dy = dy * u  # (46)
         if tangents.z is not None:
             dy = dy + x_hat * s * slope * tangents.z.astype(dtype)  # (46)

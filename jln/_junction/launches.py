@@ -149,7 +149,7 @@ def forward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targe
     g = _geometry(operands, norm, batch_dims)
     results = g.results(dtypes)
     total = jnp.dtype(total_dtype(operands))
-    moved = _moved(operands.x, operands.residual, operands.z, operands.added, results.y)
+    moved = _moved(operands.x, operands.residual, operands.z, operands.x_z, operands.added, results.y)
     tile = tiles.forward(g.h, g.inner, *moved, target)
     if norm.both_sides and not (g.inner == 1 and tile.columns >= g.h):
         one = functools.partial(forward, target=target)
@@ -175,9 +175,7 @@ def forward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targe
 
 def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, target: Target) -> Arrays:
     dy, total, mean = operands.dy, operands.total, operands.mean
-    of_pull = dtypes._replace(scale=None, offset=None, y=None)
-    if norm.switches.norm_before_gate:
-        of_pull = of_pull._replace(z=None)
+    of_pull = dtypes._replace(scale=None, offset=None, z=None, y=None)
     pulls = any(d is not None for d in of_pull)
     if not pulls and dtypes.scale is None and dtypes.z is None:
         return _without_pullback(operands, norm, dtypes, batch_dims, target)
@@ -262,8 +260,8 @@ def _backward_plan(
     operands: Arrays, results: Arrays, sums: tuple[str, ...], g: _Geometry, target: Target
 ) -> tiles.BackwardPlan | None:
     """The tiles of the backward pass; None for a norm of x and one of the total, of which one kernel takes one each."""
-    rows = [operands.dy, operands.dtotal, operands.total, operands.x, operands.z]
-    rows += [results.y, results.residual, results.z]
+    rows = [operands.dy, operands.dtotal, operands.total, operands.x, operands.z, operands.x_z]
+    rows += [results.y, results.residual, results.z, results.x_z]
     if g.norm.both_sides:
         of_branch = (results.x, results.x_scale, results.gate, results.row_gate)
         if g.inner != 1 or all(a is None for a in of_branch):  # then the norm's kernel is all
@@ -272,10 +270,10 @@ def _backward_plan(
         how = {"centred": g.norm.switches.subtract_mean, "gated": operands.gated}
         tile = tiles.both_sides(g.h, *moved, target.chip, **how)
         return None if tile is None else tiles.BackwardPlan(tile, None)
-    gates = (operands.gate, operands.row_gate, operands.x, operands.z)
+    gates = (operands.gate, operands.row_gate, operands.x, operands.z, operands.x_z)
     more = max(0, len(sums) - 2) + sum(a is not None for a in gates)
-    if operands.z is not None and not g.norm.switches.norm_before_gate:
-        more += 1  # silu(z), and what dz is made of, wait for the sums of their row
+    if operands.x_z is not None:
+        more += 1  # silu(x_z), and what its gradient is made of, wait for the sums of their row
     has_dtotal = operands.dtotal is not None
     return tiles.backward(g.h, g.inner, *_moved(*rows), results.y is not None, target, has_dtotal=has_dtotal, more=more)
 

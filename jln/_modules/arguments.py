@@ -24,26 +24,19 @@ def axes(axis: int | Iterable[int]) -> tuple[int, ...]:
 AS_GIVEN = "all arguments are the operator's"
 
 
-class Gated(NamedTuple):
-    """The gate of a gated norm: silu of `z` multiplies the norm's result or, without `norm_before_gate`, x."""
-
-    z: jax.Array
-    norm_before_gate: bool
-
-
 class Inputs(NamedTuple):
     """The array that a norm reads, with the other arrays that go with it.
 
     total: the array that is normalised, x or the sum of x and a residual; None where `x_norm` must be called first.
     addends: the addends of a sum, as the operators take them; None where nothing is added in front.
-    gated: the gate; None without one.
+    gated: x with the z whose silu multiplies the norm's result, or x; None without one.
     added_to: the array to which the norm's result is added; None without one.
     x_norm: another norm, whose result for x is added to the residual; None without one.
     """
 
     total: Any
     addends: Arrays | None = None
-    gated: Gated | None = None
+    gated: Arrays | None = None
     added_to: jax.Array | None = None
     x_norm: Any = None
 
@@ -130,8 +123,9 @@ def taken(
         _checks.shape("added_to", added_to, x.shape, "that of x")
         return Inputs(x, added_to=added_to)
     if z is not None:
-        operands = checked(Arrays(_checks.array("x", x), z=_checks.array("z", z)), ())
-        return Inputs(operands.x, gated=Gated(operands.z, bool(norm_before_gate)))
+        gate = "z" if norm_before_gate else "x_z"
+        operands = checked(Arrays(x=_checks.array("x", x), **{gate: _checks.array("z", z)}), ())
+        return Inputs(operands.x, gated=operands)
     return summed(x, residual, x_bias, gate, over)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from jln import _checks
 from jln._junction.arrays import Arrays
-from jln._modules.arguments import AS_GIVEN, Gated, Inputs, Products
+from jln._modules.arguments import AS_GIVEN, Inputs, Products
 from jln._modules.norms import Linear, Prepared
 from jln._routes import Route, into, listening, note
 
@@ -151,7 +151,7 @@ def compute_norm(
 ) -> Any:
     """A norm's result: by the operators if `norm` is prepared, else by `plain`, the framework's own code."""
     if inputs.gated is not None:
-        return _of_gated(layer, norm, inputs.total, inputs.gated, plain)
+        return _of_gated(layer, norm, inputs.gated, plain)
     if inputs.added_to is not None:
         return _added(layer, norm, inputs.total, inputs.added_to, plain)
     if isinstance(norm, str):
@@ -162,20 +162,21 @@ def compute_norm(
     return inputs.result(((results.y,), inputs.total if results.total is None else results.total))
 
 
-def _of_gated(layer: str, norm: Prepared | str, x: jax.Array, of: Gated, plain: Callable[[Any], Any]) -> jax.Array:
+def _of_gated(layer: str, norm: Prepared | str, gated: Arrays, plain: Callable[[Any], Any]) -> jax.Array:
     if isinstance(norm, Prepared) and norm.offset is not None:
         norm = "the norm has an offset, and the gated operator has none"
     if isinstance(norm, Prepared):
         note(layer, "norm", AS_GIVEN, norm.x)
-        return norm.value(Arrays(norm.x, z=of.z), of.norm_before_gate).y
-    note(layer, "plain", norm, x)
+        return norm.value(gated._replace(x=norm.x)).y
+    note(layer, "plain", norm, gated.x)
 
     def times_silu(a: jax.Array) -> jax.Array:
         """`a * silu(z)`, rounded to a's dtype as between the framework's own layers."""
         wide = _checks.promoted(a.dtype, jnp.float32)
-        return (a.astype(wide) * jax.nn.silu(of.z.astype(wide))).astype(a.dtype)
+        z = gated.x_z if gated.z is None else gated.z
+        return (a.astype(wide) * jax.nn.silu(z.astype(wide))).astype(a.dtype)
 
-    return times_silu(plain(x)) if of.norm_before_gate else plain(times_silu(x))
+    return plain(times_silu(gated.x)) if gated.z is None else times_silu(plain(gated.x))
 
 
 def _added(layer: str, norm: Prepared | str, x: jax.Array, to: jax.Array, plain: Callable[[Any], Any]) -> jax.Array:

@@ -37,7 +37,7 @@ class Prepared:
         scale, offset = (None if a is None or like is None else a.reshape(like.shape) for a, like in pairs)
         return dataclasses.replace(self, scale=scale, offset=offset)
 
-    def value(self, read: Arrays, norm_before_gate: bool = True) -> Arrays:
+    def value(self, read: Arrays) -> Arrays:
         """The norm's results for `read`: x, addends, x and z, or x and an array to which y is added.
 
         A module's dtype may be wider than x's (bfloat16 x, float32 parameters) or narrower; the result is still rounded
@@ -48,7 +48,6 @@ class Prepared:
             subtract_mean=self.subtract_mean,
             axis=self.axes,
             epsilon=self.epsilon,
-            norm_before_gate=norm_before_gate,
             dtype=self.dtype if read.added is None else self.dtype_added_to(read.added),
             forward_mode=True,
         )

@@ -25,7 +25,6 @@ def call(
     axis: Axis = -1,
     epsilon: float,
     zero_centered_scale: bool = False,
-    norm_before_gate: bool = True,
     both_sides: bool = False,
     dtype: DTypeLike | None = None,
     precision: PrecisionLike = None,
@@ -44,7 +43,6 @@ def call(
         epsilon=epsilon,
         subtract_mean=subtract_mean,
         zero_centered_scale=zero_centered_scale,
-        norm_before_gate=norm_before_gate,
         both_sides=both_sides,
     )
     if arrays.kernel is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 from jax.typing import DTypeLike
 
+from jln import _checks
 from jln._checks import array
 from jln._junction.arguments import Axis
 from jln._junction.arrays import Arrays
@@ -156,11 +157,10 @@ def rms_norm_gated(
     Returns:
       y: `x`'s shape, in `dtype`.
     """
-    arrays = Arrays(x=array("x", x), z=array("z", z), scale=scale)
+    gate = "z" if _checks.flag("norm_before_gate", norm_before_gate) else "x_z"
     return call(
-        arrays,
+        Arrays(x=array("x", x), scale=scale, **{gate: array("z", z)}),
         subtract_mean=False,
-        norm_before_gate=norm_before_gate,
         axis=axis,
         epsilon=epsilon,
         zero_centered_scale=zero_centered_scale,

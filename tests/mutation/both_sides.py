@@ -24,7 +24,7 @@ CENTRED, ZERO_CENTRED = (
     (f"{ACCURACY}test_optional_arguments[triton-layer_norm_add_layer_norm{how}]",) for how in ("", "-zero-centered")
 )
 GATED_KERNEL, GATED_XLA = (
-    (f"{MATRIX}reverse_mode[layer_norm_add_layer_norm, gate-xxsog-{how}-value_and_grad]",) for how in ("triton", "xla")
+    (f"{MATRIX}reverse_mode[layer_norm_add_layer_norm, gate-xqsog-{how}-value_and_grad]",) for how in ("triton", "xla")
 )
 
 NORMS = [

@@ -24,30 +24,31 @@ from jln._junction.kernels.terms import affine, gated, load_branch, load_scale, 
 
 @triton.jit
 def _load_row_terms(
-    dy_ptr, total_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, NORM: tl.constexpr, COMPUTE: tl.constexpr
+    dy_ptr, total_ptr, x_z_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, COMPUTE: tl.constexpr
 ):  # fmt: skip
     """The terms dy, x_hat and dy * scale of a tile, 0 outside: there -mean * rstd might overflow, and 0 * inf is NaN.
 
-    With z also silu(z), and the factor of dz in (43) or (44); dy is then the cotangent of the norm's result.
+    With z or x_z also its silu, and the factor of its gradient in (43) or (44). With z dy is then the cotangent of the
+    norm's result.
     """
     x = tl.load(total_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
     dy = tl.load(dy_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
     u, of_dz = x, x
     if z_ptr is not None:
         u, of_dz = load_silu(z_ptr + base, at, mask, COMPUTE)
-        if NORM.norm_before_gate:
-            of_dz *= dy
-            dy *= u  # (42)
-        else:
-            of_dz *= x
-            x *= u  # (41)
+        of_dz *= dy
+        dy *= u  # (42)
+    if x_z_ptr is not None:
+        u, of_dz = load_silu(x_z_ptr + base, at, mask, COMPUTE)
+        of_dz *= x
+        x *= u  # (41)
     x_hat = tl.where(exists[None, :], (x - mean[:, None]) * rstd[:, None], 0.0)  # (3)
     return dy, x_hat, dy * scale[None, :], u, of_dz
 
 
 @triton.jit
 def _row_sums(
-    dy_ptr, total_ptr, z_ptr, base, scale_ptr, start, valid, mean, rstd,
+    dy_ptr, total_ptr, x_z_ptr, z_ptr, base, scale_ptr, start, valid, mean, rstd,
     H: tl.constexpr, INNER: tl.constexpr, NORM: tl.constexpr,
     COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -58,7 +59,7 @@ def _row_sums(
         column, exists, at, mask = tile_from(first, start, valid, H, INNER, BLOCK_H)
         scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
         _, x_hat, scaled, _, _ = _load_row_terms(
-            dy_ptr, total_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, NORM, COMPUTE
+            dy_ptr, total_ptr, x_z_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, COMPUTE
         )
         c1 += scaled
         c2 = tl.fma(scaled, x_hat, c2)
@@ -69,6 +70,7 @@ def _row_sums(
 def row_sums_kernel(
     dy_ptr,  # [G, rows, H]
     total_ptr,  # [G, rows, H]
+    x_z_ptr,  # [G, rows, H]
     z_ptr,  # [G, rows, H]
     scale_ptr,  # [G, H]
     mean_ptr,  # [G, rows]
@@ -90,6 +92,7 @@ def row_sums_kernel(
     row, base, start, valid = rows_of(tile, rows, H, INNER, INTERLEAVED, BLOCK_ROWS)
     dy_ptr = rows_at(dy_ptr, "dy", group, rows, H, INNER, INTERLEAVED, SHARED)
     total_ptr = rows_at(total_ptr, "total", group, rows, H, INNER, INTERLEAVED, SHARED)
+    x_z_ptr = rows_at(x_z_ptr, "x_z", group, rows, H, INNER, INTERLEAVED, SHARED)
     z_ptr = rows_at(z_ptr, "z", group, rows, H, INNER, INTERLEAVED, SHARED)
     scale_ptr = columns_at(scale_ptr, "scale", group, H, INTERLEAVED, SHARED)
     mean_ptr = numbers_at(mean_ptr, "mean", group, rows, INNER, INTERLEAVED, SHARED)
@@ -98,7 +101,7 @@ def row_sums_kernel(
     mean = load_vector(mean_ptr, row, valid, BLOCK_ROWS, COMPUTE)
     rstd = load_vector(rstd_ptr, row, valid, BLOCK_ROWS, COMPUTE)
     c1, c2 = _row_sums(
-        dy_ptr, total_ptr, z_ptr, base, scale_ptr, start, valid, mean, rstd,
+        dy_ptr, total_ptr, x_z_ptr, z_ptr, base, scale_ptr, start, valid, mean, rstd,
         H, INNER, NORM, COMPUTE, BLOCK_ROWS, BLOCK_H,
     )  # fmt: skip
 
@@ -144,6 +147,7 @@ def backward_kernel(
     dy_ptr,  # [G, rows, H]
     dtotal_ptr,  # [G, rows, H]
     total_ptr,  # [G, rows, H]
+    x_z_ptr,  # [G, rows, H]
     z_ptr,  # [G, rows, H]
     scale_ptr,  # [G, H]
     mean_ptr,  # [G, rows]
@@ -162,6 +166,7 @@ def backward_kernel(
     programs,
     dx_ptr,  # [G, rows, H]
     dz_ptr,  # [G, rows, H]
+    dx_z_ptr,  # [G, rows, H]
     dresidual_ptr,  # [G, rows, H]
     drow_gate_ptr,  # [chunks, G, rows]
     dscale_ptr,  # [G, H]; of a group's only program
@@ -198,6 +203,7 @@ def backward_kernel(
     dy_ptr = rows_at(dy_ptr, "dy", group, rows, H, INNER, INTERLEAVED, SHARED)
     total_ptr = rows_at(total_ptr, "total", group, rows, H, INNER, INTERLEAVED, SHARED)
     rstd_ptr = numbers_at(rstd_ptr, "rstd", group, rows, INNER, INTERLEAVED, SHARED)
+    x_z_ptr = rows_at(x_z_ptr, "x_z", group, rows, H, INNER, INTERLEAVED, SHARED)
     z_ptr = rows_at(z_ptr, "z", group, rows, H, INNER, INTERLEAVED, SHARED)
     dtotal_ptr = rows_at(dtotal_ptr, "dtotal", group, rows, H, INNER, INTERLEAVED, SHARED)
     scale_ptr = columns_at(scale_ptr, "scale", group, H, INTERLEAVED, SHARED)
@@ -217,6 +223,7 @@ def backward_kernel(
     drow_gate_ptr = numbers_at(drow_gate_ptr, "drow_gate", chunk * groups + group, rows, INNER, INTERLEAVED, SHARED)
     dx_ptr = rows_at(dx_ptr, "dx", group, rows, H, INNER, INTERLEAVED, SHARED)
     dz_ptr = rows_at(dz_ptr, "dz", group, rows, H, INNER, INTERLEAVED, SHARED)
+    dx_z_ptr = rows_at(dx_z_ptr, "dx_z", group, rows, H, INNER, INTERLEAVED, SHARED)
     dresidual_ptr = rows_at(dresidual_ptr, "dresidual", group, rows, H, INNER, INTERLEAVED, SHARED)
     y_ptr = rows_at(y_ptr, "y", group, rows, H, INNER, INTERLEAVED, SHARED)
 
@@ -244,7 +251,7 @@ def backward_kernel(
                 c2 = load_vector(c2_ptr, row, valid, BLOCK_ROWS, COMPUTE)
             elif BLOCK_H < H:
                 c1, c2 = _row_sums(
-                    dy_ptr, total_ptr, z_ptr, base, scale_ptr, start, valid, mean, rstd,
+                    dy_ptr, total_ptr, x_z_ptr, z_ptr, base, scale_ptr, start, valid, mean, rstd,
                     H, INNER, NORM, COMPUTE, BLOCK_ROWS, BLOCK_H,
                 )  # fmt: skip
 
@@ -252,9 +259,9 @@ def backward_kernel(
         if BLOCK_H < H or x_rstd_ptr is not None:  # held through `_row_sums`, or beside two norms, it would spill
             scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
         dy, x_hat, scaled, u, of_dz = _load_row_terms(
-            dy_ptr, total_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, NORM, COMPUTE
+            dy_ptr, total_ptr, x_z_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, COMPUTE
         )
-        if dz_ptr is not None and NORM.norm_before_gate:
+        if dz_ptr is not None:
             dz = of_dz * (x_hat * scale[None, :])  # (43)
             tl.store(dz_ptr + base + at, dz.to(dz_ptr.dtype.element_ty), mask=mask)
 
@@ -276,9 +283,9 @@ def backward_kernel(
                 dx = (scaled - c1[:, None]) * rstd[:, None]
             if dtotal_ptr is not None:
                 dx += tl.load(dtotal_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
-            if z_ptr is not None and not NORM.norm_before_gate:
-                if dz_ptr is not None:
-                    tl.store(dz_ptr + base + at, (dx * of_dz).to(dz_ptr.dtype.element_ty), mask=mask)  # (44)
+            if x_z_ptr is not None:
+                if dx_z_ptr is not None:
+                    tl.store(dx_z_ptr + base + at, (dx * of_dz).to(dx_z_ptr.dtype.element_ty), mask=mask)  # (44)
                 dx *= u  # (44)
             if dresidual_ptr is not None:
                 tl.store(dresidual_ptr + base + at, dx.to(dresidual_ptr.dtype.element_ty), mask=mask)  # (24), (34)

@@ -28,8 +28,8 @@ from jln._junction.kernels.terms import affine, gated, load_branch, load_scale, 
 
 @triton.jit
 def _load_total(
-    x_ptr, z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists,
-    NORM: tl.constexpr, TOTAL: tl.constexpr, COMPUTE: tl.constexpr,
+    x_ptr, x_z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists,
+    TOTAL: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """The rows that are normalised: x, or (41), or (23) rounded to the type in which it is returned."""
     x = load_branch(x_ptr, x_bias_ptr, at, mask, column, exists, COMPUTE)
@@ -37,8 +37,8 @@ def _load_total(
         x = gated(x, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE)
         residual = widened(tl.load(residual_ptr + at, mask=mask, other=0.0), COMPUTE)
         x = (x + residual).to(TOTAL).to(COMPUTE)  # (23)
-    if z_ptr is not None and not NORM.norm_before_gate:
-        u, _ = load_silu(z_ptr, at, mask, COMPUTE)
+    if x_z_ptr is not None:
+        u, _ = load_silu(x_z_ptr, at, mask, COMPUTE)
         x *= u  # (41)
     return x
 
@@ -83,7 +83,7 @@ def _add(total, excess, term):
 
 @triton.jit
 def _statistics_of_chunks(
-    x_ptr, z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, start, valid,
+    x_ptr, x_z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, start, valid,
     H: tl.constexpr, INNER: tl.constexpr, NORM: tl.constexpr, EPSILON: tl.constexpr, TOTAL: tl.constexpr,
     COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -99,8 +99,8 @@ def _statistics_of_chunks(
     for first in range(0, H, BLOCK_H):
         column, exists, at, mask = tile_from(first, start, valid, H, INNER, BLOCK_H)
         x = _load_total(
-            x_ptr, z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists,
-            NORM, TOTAL, COMPUTE,
+            x_ptr, x_z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists,
+            TOTAL, COMPUTE,
         )  # fmt: skip
         more = tl.zeros([BLOCK_ROWS], COMPUTE)
         if NORM.subtract_mean:
@@ -127,7 +127,7 @@ def _store_rows(
         scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
         x_hat = (x - mean[:, None]) * rstd[:, None]  # (3)
         y = affine(x_hat, scale, offset_ptr, column, exists, COMPUTE)
-        if z_ptr is not None and NORM.norm_before_gate:
+        if z_ptr is not None:
             u, _ = load_silu(z_ptr, at, mask, COMPUTE)
             y *= u  # (42)
         if added_ptr is not None:
@@ -139,6 +139,7 @@ def _store_rows(
 @triton.jit
 def forward_kernel(
     x_ptr,  # [G, rows, H]
+    x_z_ptr,  # [G, rows, H]
     z_ptr,  # [G, rows, H]
     residual_ptr,  # [G, rows, H]
     x_bias_ptr,  # [G, H]
@@ -177,6 +178,7 @@ def forward_kernel(
     group, tile = group_and_tile(tiles_of(rows, INNER, BLOCK_ROWS), SHARED, INTERLEAVED)
     row, base, start, valid = rows_of(tile, rows, H, INNER, INTERLEAVED, BLOCK_ROWS)
     x_ptr = rows_at(x_ptr, "x", group, rows, H, INNER, INTERLEAVED, SHARED, base)
+    x_z_ptr = rows_at(x_z_ptr, "x_z", group, rows, H, INNER, INTERLEAVED, SHARED, base)
     z_ptr = rows_at(z_ptr, "z", group, rows, H, INNER, INTERLEAVED, SHARED, base)
     residual_ptr = rows_at(residual_ptr, "residual", group, rows, H, INNER, INTERLEAVED, SHARED, base)
     x_bias_ptr = columns_at(x_bias_ptr, "x_bias", group, H, INTERLEAVED, SHARED)
@@ -201,8 +203,8 @@ def forward_kernel(
             x = x.to(COMPUTE)
         else:
             x = _load_total(
-                x_ptr, z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists,
-                NORM, TOTAL, COMPUTE,
+                x_ptr, x_z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists,
+                TOTAL, COMPUTE,
             )  # fmt: skip
         if NORM.subtract_mean:
             mean = tl.sum(x, axis=1) * (1.0 / H)  # (1)
@@ -213,14 +215,14 @@ def forward_kernel(
         )  # fmt: skip
     else:
         mean, rstd = _statistics_of_chunks(
-            x_ptr, z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, start, valid,
+            x_ptr, x_z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, start, valid,
             H, INNER, NORM, EPSILON, TOTAL, COMPUTE, BLOCK_ROWS, BLOCK_H,
         )  # fmt: skip
         for first in range(0, H, BLOCK_H):
             column, exists, at, mask = tile_from(first, start, valid, H, INNER, BLOCK_H)
             x = _load_total(
-                x_ptr, z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists,
-                NORM, TOTAL, COMPUTE,
+                x_ptr, x_z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists,
+                TOTAL, COMPUTE,
             )  # fmt: skip
             _store_rows(
                 x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_ptr, total_ptr, at, mask, column, exists,
