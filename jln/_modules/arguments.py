@@ -123,8 +123,8 @@ def taken(
         _checks.shape("added_to", added_to, x.shape, "that of x")
         return Inputs(x, added_to=added_to)
     if z is not None:
-        gate = "z" if norm_before_gate else "x_z"
-        operands = checked(Arrays(x=_checks.array("x", x), **{gate: _checks.array("z", z)}), ())
+        x, z = _checks.array("x", x), _checks.array("z", z)
+        operands = checked(Arrays(x=x, z=z) if norm_before_gate else Arrays(x=x, x_z=z), ())
         return Inputs(operands.x, gated=operands)
     return summed(x, residual, x_bias, gate, over)
 

@@ -157,9 +157,10 @@ def rms_norm_gated(
     Returns:
       y: `x`'s shape, in `dtype`.
     """
-    gate = "z" if _checks.flag("norm_before_gate", norm_before_gate) else "x_z"
+    x, z = array("x", x), array("z", z)
+    is_behind = _checks.flag("norm_before_gate", norm_before_gate)
     return call(
-        Arrays(x=array("x", x), scale=scale, **{gate: array("z", z)}),
+        Arrays(x=x, scale=scale, z=z) if is_behind else Arrays(x=x, scale=scale, x_z=z),
         subtract_mean=False,
         axis=axis,
         epsilon=epsilon,

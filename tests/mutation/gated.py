@@ -86,8 +86,8 @@ GATED_NORMS = [
     Mutant(
         "z left out of the row sums",
         BACKWARD,
-        "dy_ptr, total_ptr, x_z_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, COMPUTE\n        )\n        c1 +=",
-        "dy_ptr, total_ptr, None, None, base, at, mask, exists, mean, rstd, scale, COMPUTE\n        )\n        c1 +=",
+        "x_z_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, COMPUTE\n        )\n        c1 +=",
+        "None, None, base, at, mask, exists, mean, rstd, scale, COMPUTE\n        )\n        c1 +=",
         IN_CHUNKS,
     ),
     Mutant(
