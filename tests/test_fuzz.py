@@ -41,7 +41,7 @@ def test_the_sum_of_one_number_over_examples():
     assert run.returncode == 0, run.stdout
 
 
-PARAMETERS = ("scale", "x_scale", "offset", "gate")
+PARAMETERS = ("scale", "x_scale", "offset", "x_offset", "gate")
 
 
 def is_one_of_the_workbenchs(case):
@@ -62,7 +62,7 @@ def is_one_of_the_workbenchs(case):
 
 def test_the_truth_is_that_of_the_workbench():
     compared = Counter()
-    for seed in range(5000):
+    for seed in range(20_000):
         case = dataclasses.replace(draw(seed), values_too=True)
         if not is_one_of_the_workbenchs(case):
             continue

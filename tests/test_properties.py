@@ -92,7 +92,14 @@ def arguments(name, rows, width, features, dtype, seed):
         operands = (x, scale, offset if operator.subtract_mean else None, kernel, normal((features,)))
         return operands, normal((rows, features))
     operator = OPERATORS[name]
-    given = {"x": x, "residual": normal((rows, width)), "scale": scale, "offset": offset, "x_scale": 1 - scale}
+    given = {
+        "x": x,
+        "residual": normal((rows, width)),
+        "scale": scale,
+        "offset": offset,
+        "x_scale": 1 - scale,
+        "x_offset": 2 * offset,
+    }
     operands = operands_of(operator, given)
     return operands, (normal((rows, width)), normal((rows, width)) if operator.adds else None)
 
@@ -161,15 +168,19 @@ def test_norms_at_any_scale(problem, implementation, data):
     operator = OPERATORS[name]
     (y, total), gradients = ours(name, implementation, operands, cotangent)
     normalised = operands[0] if total is None else total
-    if not squares_fit(normalised, dtype):
+    in_front = [] if operator.entry.in_front is None else [operands[0]]
+    if not all(squares_fit(a, dtype) for a in (normalised, *in_front)):
         assert all(np.isfinite(a).all() for a in leaves((y, gradients)))
         return
     rounded = None if total is None else np.asarray(total)
     values, roundings = workbench.truth(operator, operands, cotangent, total=rounded)
-    (plain_y, _), (plain_dx, _, plain_dscale, plain_doffset) = plain(name, operands, cotangent)
-    got = {"y": y, "dx": gradients[0], "dscale": gradients[2], "doffset": gradients[3]}
-    expected = {"y": plain_y, "dx": plain_dx, "dscale": plain_dscale, "doffset": plain_doffset}
-    assert_close(got, expected, values, roundings, dtype, is_known(normalised, operator))
+    (plain_y, _), plain_gradients = plain(name, operands, cotangent)
+    got, expected = (
+        {n: a for n, a in zip(operator.results, (y, None, *gradients), strict=True) if n != "dresidual"}
+        for y, gradients in ((y, gradients), (plain_y, plain_gradients))
+    )
+    are_known = np.logical_and.reduce([is_known(a, operator) for a in (normalised, *in_front)])
+    assert_close(got, expected, values, roundings, dtype, are_known)
 
 
 @given(problems(names=tuple(LINEAR_OPERATORS)), implementations, st.data())
@@ -250,7 +261,14 @@ def test_any_axes(name, implementation, shape, data, seed):
     operator = OPERATORS[name]
     x, residual, dy, dtotal = (jnp.asarray(random.standard_normal(shape)) for _ in range(4))
     scale, offset = (jnp.asarray(random.standard_normal([shape[a] for a in axis])) for _ in range(2))
-    given = {"x": x, "residual": residual, "scale": scale, "offset": offset, "x_scale": 1 - scale}
+    given = {
+        "x": x,
+        "residual": residual,
+        "scale": scale,
+        "offset": offset,
+        "x_scale": 1 - scale,
+        "x_offset": 2 * offset,
+    }
     operands = operands_of(operator, given)
     cotangent = (dy, dtotal if operator.adds else None)
     got = ours(name, implementation, operands, cotangent, axis=axis)

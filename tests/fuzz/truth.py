@@ -44,9 +44,9 @@ def evaluated(case: Case, given: dict, cotangents: dict) -> tuple[dict, dict]:
     t, s = of("x_scale"), of("scale")
     branch = x
     if form.in_front is not None:
-        x_hat_in_front, x_rstd = normalised(x, x, case.epsilon)
+        x_hat_in_front, x_rstd = normalised(x, x - x.mean() if form.centres else x, case.epsilon)
         branch = scaled(x_hat_in_front, t)
-    parts = [branch] if o("x_bias") is None else [branch, o("x_bias")]
+    parts = [branch, *(o(name) for name in ("x_bias", "x_offset") if name in given)]
     gate_first = "norm_before_gate" in dict(form.options)
     u, slope, of_slope = o("z").silu() if o("z") is not None else (None, None, None)
 
@@ -104,10 +104,14 @@ def evaluated(case: Case, given: dict, cotangents: dict) -> tuple[dict, dict]:
         d = d.stored(total_dtype)
     if form.adds:
         keep("residual", d)
+        keep("gate", total(d * part for part in parts))  # each by itself, as derivatives of the rules add them up
     if form.in_front is not None:
-        keep("x_scale", d * x_hat_in_front)
-        of_u = scaled(d, t).broadcast_to(full)
-        keep("x", (of_u - x_hat_in_front * (of_u * x_hat_in_front).mean()) * x_rstd)
+        of_branch = scaled(d, w)
+        keep("x_offset", of_branch)
+        keep("x_scale", of_branch * x_hat_in_front)
+        of_u = scaled(of_branch, t).broadcast_to(full)
+        of_x = of_u - x_hat_in_front * (of_u * x_hat_in_front).mean()
+        keep("x", (of_x - of_u.mean() if form.centres else of_x) * x_rstd)
     elif gate_first:
         keep("x", d * u)
         keep("z", by_slope(d * x))
@@ -115,7 +119,6 @@ def evaluated(case: Case, given: dict, cotangents: dict) -> tuple[dict, dict]:
         dx = scaled(d, w)
         keep("x", dx)
         keep("x_bias", dx)
-        keep("gate", total(d * part for part in parts))  # each by itself, as derivatives of the rules add them up
     return results, gradients
 
 
