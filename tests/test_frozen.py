@@ -231,6 +231,30 @@ def test_one_result_alone_of_norms_on_both_sides(which, implementation):
     chex.assert_trees_all_close(gradients(function), gradients(exact), **CLOSE)
 
 
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("name", ["add_layer_norm, x_bias and gate", "layer_norm_add_layer_norm, gate"])
+def test_one_result_alone_in_16_bits(name, which, implementation):
+    """Gradients have their operands' dtypes and shapes where only one of the two results is used."""
+    function, operands = matrix.bind(name, matrix.OPTIONAL[name], implementation=implementation)
+    operands = tuple(a.astype("float16") for a in operands)
+    gradients = jax.grad(lambda *a: jnp.sum(function(*a)[which].astype("float32")), range(len(operands)))(*operands)
+    chex.assert_trees_all_equal_shapes_and_dtypes(gradients, operands)
+
+
+@pytest.mark.parametrize("name", ["add_layer_norm", "layer_norm_add_layer_norm"])
+def test_an_offset_alone_is_added_up_in_its_own_dtype(name, implementation):
+    """The gradient of a float64 offset alone is a sum in float64, though y and its cotangent are in float32."""
+    operands = matrix.operands(name)
+    dy = workbench.normal(1, operands["x"].shape, "float32")
+
+    def y(offset):
+        options = {"dtype": "float32", "implementation": implementation}
+        return getattr(jln, name)(**operands | {"offset": offset}, **options)[0]
+
+    (gradient,) = jax.jit(lambda offset: jax.vjp(y, offset)[1](dy))(operands["offset"])
+    np.testing.assert_allclose(gradient, np.sum(np.asarray(dy, "float64"), axis=(0, 1)), rtol=1e-14)
+
+
 @pytest.mark.parametrize("wrap", [lambda f: f, lambda f: jax.vmap(f, (0, *[None] * 4))], ids=["jit", "jit(vmap)"])
 def test_differentiated_by_one_argument_then_another(wrap, implementation):
     """A jitted operator that is differentiated by one argument and then by another gives the right gradients each time.

@@ -58,7 +58,8 @@ def backward(
 
     if dtypes.offset is not None:
         dy, total = fence((dy, total))
-        gradients["offset"] = sum_over_rows(wide(dy, dtype))  # (5)
+        # total is not read, and so may be absent: a float64 offset's gradient is added up in float64 all the same.
+        gradients["offset"] = sum_over_rows(wide(dy, jnp.promote_types(dtype, dtypes.offset)))  # (5)
     if any(d is not None for d in dtypes._replace(offset=None)):
         assert total is not None
         if in_one_loop(total, norm.axis, fence):
@@ -184,7 +185,8 @@ def of_branch_alone(
         saved = Arrays(dy=dy, total=arrays.x, scale=arrays.x_scale, mean=arrays.x_mean, rstd=arrays.x_rstd)
         pulled = backward(saved.only(reads_of_gradients(of_x, wanted)), of_x, wanted, batch_dims)  # (35), (36)
         gradients |= {"x": pulled.x, "x_scale": pulled.scale, "x_bias": pulled.offset}
-    return Arrays(**gradients)
+    summands = (arrays.x, arrays.x_scale, arrays.x_bias, arrays.gate, arrays.row_gate)
+    return in_dtypes(Arrays(**gradients), dtypes.only(gradients), common_batch(batch_dims, d, *summands))
 
 
 def _over_rows(ndim: int, norm: Norm, batch_dims: int) -> Callable[[Array], Array]:

@@ -154,6 +154,17 @@ NORMS = [
     Mutant("x's offset's gradient forgotten, in two calls", XLA_GRADIENTS, '"x_bias": pulled.offset}', '"x_bias": d}',
         GATED_XLA,
     ),
+    Mutant(
+        "gradients of the total alone in the compute dtype", XLA_GRADIENTS,
+        "return in_dtypes(Arrays(**gradients), dtypes.only(gradients), common_batch(batch_dims, d, *summands))",
+        "return Arrays(**gradients)",
+        (f"{FROZEN}test_one_result_alone_in_16_bits[xla-layer_norm_add_layer_norm, gate-1]",),
+    ),
+    Mutant(
+        "the sum's norm made again on both sides", NORM_LAUNCH,
+        "of_total = dataclasses.replace(norm, both_sides=False)", "of_total = norm",
+        (f"{FROZEN}test_some_gradients_are_those_of_all[triton-rms_norm_add_rms_norm_linear-kernel-False]",),
+    ),
     Mutant("Linears behind both sides in one kernel", LINEAR_TILES,
         "if junction.norm.of_examples or junction.norm.both_sides:", "if junction.norm.of_examples:",
         (f"{MATRIX}reverse_mode[rms_norm_add_rms_norm_linear-sb-triton-value_and_grad]",),

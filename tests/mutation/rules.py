@@ -110,9 +110,16 @@ RULES = [
     Mutant(
         "doffset added up in the dtype of dy",
         XLA_GRADIENTS,
-        "sum_over_rows(wide(dy, dtype))  # (5)\n",
+        "sum_over_rows(wide(dy, jnp.promote_types(dtype, dtypes.offset)))  # (5)\n",
         "sum_over_rows(dy)\n",
         (f"{ACCURACY}test_gradients_of_wider_parameters_keep_their_digits[xla-bfloat16]",),
+    ),
+    Mutant(
+        "doffset alone added up in the compute dtype of dy",
+        XLA_GRADIENTS,
+        "wide(dy, jnp.promote_types(dtype, dtypes.offset))",
+        "wide(dy, dtype)",
+        (f"{FROZEN}test_an_offset_alone_is_added_up_in_its_own_dtype[xla-add_layer_norm]",),
     ),
     Mutant(
         "dscale of x and not of x_hat",
