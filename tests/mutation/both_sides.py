@@ -167,6 +167,6 @@ NORMS = [
     ),
     Mutant("Linears behind both sides in one kernel", LINEAR_TILES,
         "if junction.norm.of_examples or junction.norm.both_sides:", "if junction.norm.of_examples:",
-        (f"{MATRIX}reverse_mode[rms_norm_add_rms_norm_linear-sb-triton-value_and_grad]",),
+        (f"{ACCURACY}test_optional_arguments[triton-rms_norm_add_rms_norm_linear-64-no x_scale-no scale]",),
     ),
 ]  # fmt: skip
