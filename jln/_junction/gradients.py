@@ -184,7 +184,9 @@ def of_branch_alone(
         saved = Arrays(dy=dy, total=arrays.x, scale=arrays.x_scale, mean=arrays.x_mean, rstd=arrays.x_rstd)
         pulled = backward(saved.only(reads_of_gradients(of_x, wanted)), of_x, wanted, batch_dims)  # (35), (36)
         gradients |= {"x": pulled.x, "x_scale": pulled.scale, "x_bias": pulled.offset}
-    return Arrays(**gradients)
+    of_branch = ("x", "x_scale", "x_bias", "gate", "row_gate")
+    batch = common_batch(batch_dims, d, *arrays.only((*of_branch, "x_mean", "x_rstd")))
+    return in_dtypes(Arrays(**gradients), dtypes.only(of_branch), batch)
 
 
 def _over_rows(ndim: int, norm: Norm, batch_dims: int) -> Callable[[Array], Array]:

@@ -288,7 +288,8 @@ def _without_pullback(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: 
         made = made._replace(offset=_doffset(operands.dy, norm, batch_dims, dtypes.offset))
     if dtypes.y is not None:
         again = Arrays(x=operands.total, scale=operands.scale, offset=operands.offset)
-        made = made._replace(y=forward(again, norm, Arrays(y=dtypes.y), batch_dims, target).y)
+        of_total = dataclasses.replace(norm, both_sides=False)
+        made = made._replace(y=forward(again, of_total, Arrays(y=dtypes.y), batch_dims, target).y)
     return jax.tree.map(lambda a: jnp.broadcast_to(a, (*batch, *a.shape[batch_dims:])), made)
 
 
