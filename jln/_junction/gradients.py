@@ -180,7 +180,7 @@ def of_branch_alone(
         sum_over_rows, wide = _over_rows(d.ndim, norm, batch_dims), d.astype(compute_dtype(d.dtype))
         gradients = {name: _of_sum(name, wide, arrays, norm, sum_over_rows, h_axes) for name in gates}
     if wanted.present():
-        dy = gated(d.astype(compute_dtype(d.dtype)), arrays) if arrays.gated else d
+        dy = gated(d.astype(compute_dtype(d.dtype)), arrays).astype(d.dtype) if arrays.gated else d
         saved = Arrays(dy=dy, total=arrays.x, scale=arrays.x_scale, mean=arrays.x_mean, rstd=arrays.x_rstd)
         pulled = backward(saved.only(reads_of_gradients(of_x, wanted)), of_x, wanted, batch_dims)  # (35), (36)
         gradients |= {"x": pulled.x, "x_scale": pulled.scale, "x_bias": pulled.offset}
