@@ -255,6 +255,25 @@ def test_an_offset_alone_is_added_up_in_its_own_dtype(name, implementation):
     np.testing.assert_allclose(gradient, np.sum(np.asarray(dy, "float64"), axis=(0, 1)), rtol=1e-14)
 
 
+@pytest.mark.parametrize("shape", [(matrix.H,), (3, 1), (3, matrix.H), ()])
+def test_a_gate_behind_a_norm_has_a_gradient_of_its_dtype_where_the_sum_alone_is_used(shape, implementation):
+    x, gate = jnp.ones((3, matrix.H), "float32"), jnp.ones(shape, "bfloat16")
+    of_sum = functools.partial(jln.rms_norm_add_rms_norm, x, x, implementation=implementation)
+    assert jax.grad(lambda g: of_sum(gate=g)[1].sum())(gate).dtype == gate.dtype
+
+
+def test_the_kernel_alone_of_a_linear_behind_norms_on_both_sides(implementation):
+    """Backward makes z of the total again, and not of a sum that is not there."""
+    x, kernel = jnp.sin(jnp.arange(24.0)).reshape(3, 8), jnp.ones((8, 300))
+
+    def gradient(module, **options):
+        function = functools.partial(module.rms_norm_add_rms_norm_linear, x, x, None, None, **options)
+        return jax.grad(lambda k: jnp.sum(jnp.sin(function(k)[0])))(kernel)
+
+    got = gradient(jln, implementation=implementation)
+    chex.assert_trees_all_close(got, gradient(jln.reference), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("wrap", [lambda f: f, lambda f: jax.vmap(f, (0, *[None] * 4))], ids=["jit", "jit(vmap)"])
 def test_differentiated_by_one_argument_then_another(wrap, implementation):
     """A jitted operator that is differentiated by one argument and then by another gives the right gradients each time.

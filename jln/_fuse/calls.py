@@ -258,9 +258,11 @@ class _Rewriting:
             name = f"{kind}_add_{kind}" if in_front is not None else f"add_{kind}"
             call = _Call(name + ("_linear" if has_linears else ""), **options)
             call.give(x=_Operand(junction.x), residual=_Operand(junction.residual), **scale_operands, **offset)
-            if junction.x_bias is not None:
-                x_bias = self._parameter(junction.x_bias, norm)
-                call.give(**{"x_bias" if in_front is None else "x_offset": x_bias})
+            x_bias = self._parameter(junction.x_bias, norm)
+            if in_front is not None and norm.centres:
+                call.give(x_offset=x_bias)
+            elif x_bias is not None:
+                call.give(x_bias=x_bias)
             gate = junction.gate
             if gate is not None:
                 call.give(gate=self._gate(gate, junction.total, norm) if isinstance(gate, Parameter) else gate)
@@ -315,8 +317,8 @@ def _results(
 
 
 def _turned(y: Any, linear: Linear) -> Any:
-    """The product as the program has it: features in front where the kernel stands in front."""
-    if not linear.is_kernel_first:
-        return y
-    features = len(linear.features)
-    return jnp.moveaxis(y, range(y.ndim - features, y.ndim), range(features))
+    """The product as the program has it: features in front where the kernel stands in front, rows in its own shape."""
+    if linear.is_kernel_first:
+        features = len(linear.features)
+        y = jnp.moveaxis(y, range(y.ndim - features, y.ndim), range(features))
+    return y if y.shape == linear.y.shape else y.reshape(linear.y.shape)

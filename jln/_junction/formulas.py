@@ -295,18 +295,22 @@ def forward_of_two(
     operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, forward: Callable[..., Arrays]
 ) -> Arrays:
     """Terms (31) to (33) by two calls of `forward`, a norm's."""
-    norm = dataclasses.replace(norm, both_sides=False)
+    both, norm = norm, dataclasses.replace(norm, both_sides=False)
     batch = common_batch(batch_dims, *operands)
     total_dtype = jnp.promote_types(operands.x.dtype, operands.residual.dtype)
     wide = compute_dtype(total_dtype)
-    added, y = (None, wide) if operands.gated else (operands.residual, total_dtype)
-    summands = Arrays(x=operands.x, scale=operands.x_scale, offset=operands.x_bias, added=added)
-    wanted = Arrays(y=y.name, mean=dtypes.x_mean, rstd=dtypes.x_rstd)
-    in_front = forward(summands, norm, wanted, batch_dims)  # (31), (32)
-    total = in_front.y
-    if operands.gated:
-        total = gated(in_front.y, operands) + operands.residual.astype(wide)
+    of_x = compute_dtype(operands.x.dtype).name
+    if operands.gated:  # XLA makes the branch where it multiplies and adds: written out it would be in float32
+        wanted = Arrays(mean=of_x if norm.switches.subtract_mean else None, rstd=of_x)
+        in_front = forward(Arrays(x=operands.x), norm, wanted, batch_dims)  # (31)
+        x_hat = operands._replace(x_mean=in_front.mean, x_rstd=in_front.rstd)
+        total = gated(branch(x_hat, both, wide), operands) + operands.residual.astype(wide)  # (32)
         total = _with_digits_of(total, total_dtype).astype(total_dtype)
+    else:
+        summands = Arrays(x=operands.x, scale=operands.x_scale, offset=operands.x_bias, added=operands.residual)
+        wanted = Arrays(y=total_dtype.name, mean=dtypes.x_mean, rstd=dtypes.x_rstd)
+        in_front = forward(summands, norm, wanted, batch_dims)  # (31), (32)
+        total = in_front.y
     # A barrier, or XLA leaves out the rounding to 16 bits and norms the unrounded sum.
     total = lax.optimization_barrier(total)  # (33)
     behind, wanted = Arrays(), Arrays(y=dtypes.y, mean=dtypes.mean, rstd=dtypes.rstd)

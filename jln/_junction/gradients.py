@@ -181,12 +181,16 @@ def of_branch_alone(
         sum_over_rows, wide = _over_rows(d.ndim, norm, batch_dims), d.astype(compute_dtype(d.dtype))
         gradients = {name: _of_sum(name, wide, arrays, norm, sum_over_rows, h_axes) for name in gates}
     if wanted.present():
-        dy = gated(d.astype(compute_dtype(d.dtype)), arrays) if arrays.gated else d
+        dy = d
+        if arrays.gated:  # written in 16 bits only if they have float32's range, as a small gate would vanish
+            dy = gated(d.astype(compute_dtype(d.dtype)), arrays)
+            dy = dy.astype(d.dtype) if d.dtype == jnp.bfloat16 else dy
         saved = Arrays(dy=dy, total=arrays.x, scale=arrays.x_scale, mean=arrays.x_mean, rstd=arrays.x_rstd)
         pulled = backward(saved.only(reads_of_gradients(of_x, wanted)), of_x, wanted, batch_dims)  # (35), (36)
         gradients |= {"x": pulled.x, "x_scale": pulled.scale, "x_bias": pulled.offset}
-    summands = (arrays.x, arrays.x_scale, arrays.x_bias, arrays.gate, arrays.row_gate)
-    return in_dtypes(Arrays(**gradients), dtypes.only(gradients), common_batch(batch_dims, d, *summands))
+    of_branch = ("x", "x_scale", "x_bias", "gate", "row_gate")
+    batch = common_batch(batch_dims, d, *arrays.only((*of_branch, "x_mean", "x_rstd")))
+    return in_dtypes(Arrays(**gradients), dtypes.only(of_branch), batch)
 
 
 def _over_rows(ndim: int, norm: Norm, batch_dims: int) -> Callable[[Array], Array]:

@@ -145,8 +145,9 @@ def rms_norm_add_rms_norm(
     Guarantees and errors are those of `layer_norm`.
 
     Rows along the last axis take one Triton kernel forward and two backward, up to 8192 elements (up to 4096 where they
-    do not start on 16 bytes or the dtypes differ; of float64 a quarter of these). Wider rows and other axes take one
-    more each way, which reads the sum or its gradient again; with a gate XLA multiplies by it in between.
+    do not start on 16 bytes or the dtypes differ; with a gate half of these, but for aligned 16 bits; of float64 a
+    quarter). Wider rows and other axes take one more each way, which reads the sum or its gradient again; with a gate
+    XLA multiplies by it in between.
 
     Args:
       x: as in `layer_norm`.
@@ -200,8 +201,10 @@ def layer_norm_add_layer_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """Return `(layer_norm(total, scale, offset), total)`, `total = residual + gate * layer_norm(x, x_scale, x_offset)`.
 
-    The sum and both norms are as in `rms_norm_add_rms_norm`, whose guarantees, kernels and errors hold. These are the
-    norms of CogView's blocks: Ding et al., "CogView: Mastering Text-to-Image Generation via Transformers" (2021).
+    The sum and both norms are as in `rms_norm_add_rms_norm`, whose guarantees, kernels and errors hold; one kernel
+    takes rows of up to 4096 elements, with a gate or without (up to 2048 where they do not start on 16 bytes or the
+    dtypes differ; of float64 a quarter). These are the norms of CogView's blocks: Ding et al., "CogView: Mastering
+    Text-to-Image Generation via Transformers" (2021).
 
     Args:
       x: as in `layer_norm`.

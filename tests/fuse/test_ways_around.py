@@ -227,6 +227,26 @@ def several_linears_behind_a_sum(x, r, s, w, v, c):
     return y @ w + c, jax.nn.silu(y @ v), total
 
 
+@case(X, R, S, W, C, finds="add_rms_norm_linear", linears=True)
+def a_linear_of_rows_in_one_axis(x, r, s, w, c):
+    return rms((r + x).reshape(-1, H), s) @ w + c
+
+
+@case(X, R, S, W, finds="add_rms_norm_linear", linears=True)
+def a_kernel_first_of_rows_in_one_axis(x, r, s, w):
+    return jnp.einsum("hk,mh->km", w, rms((r + x).reshape(-1, H), s))
+
+
+@case(X, R, S, W, finds="layer_norm_add_layer_norm_linear", linears=True)
+def a_linear_behind_norms_without_offsets(x, r, s, w):
+    def norm(a):
+        centred = a - a.mean(-1, keepdims=True)
+        return centred * lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + EPS) * s
+
+    total = r + norm(x)
+    return norm(total) @ w, total
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_found_and_nothing_changes(name):
     assert proven(CASES[name], rounding_of(CASES[name])) == (CASES[name].finds, True)
