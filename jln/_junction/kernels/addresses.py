@@ -132,7 +132,8 @@ def copy_of(group, SHARED: tl.constexpr, OPERAND: tl.constexpr, INTERLEAVED: tl.
         return group
 
 
-# Where a group's part of an array begins; None for an array that is absent. A result's name is never SHARED.
+# Where a group's part of an array begins; None for an array that is absent, by no `return`: with Triton 3.6 none may say
+# so. A result's name is never SHARED.
 
 
 @triton.jit
@@ -143,8 +144,6 @@ def rows_at(
     """The first element of a group's rows, or that which lies `base` behind it: of [G, rows, H]."""
     if array_ptr is not None:
         return array_ptr + (start_of(copy_of(group, SHARED, NAME, INTERLEAVED), rows, H, INNER, INTERLEAVED) + base)
-    else:
-        return None
 
 
 @triton.jit
@@ -155,8 +154,6 @@ def numbers_at(
     """The number of a group's first row, where each row has one: of [G, rows]."""
     if array_ptr is not None:
         return array_ptr + first_row_of(copy_of(group, SHARED, NAME, INTERLEAVED), rows, INNER, INTERLEAVED)
-    else:
-        return None
 
 
 @triton.jit
@@ -166,5 +163,3 @@ def columns_at(
     """The first of a group's columns: of [G, H]."""
     if array_ptr is not None:
         return array_ptr + copy_of(group, SHARED, NAME, INTERLEAVED) * H
-    else:
-        return None
