@@ -132,8 +132,8 @@ def copy_of(group, SHARED: tl.constexpr, OPERAND: tl.constexpr, INTERLEAVED: tl.
         return group
 
 
-# Where a group's part of an array begins; None for an array that is absent, by no `return`: with Triton 3.6 none may say
-# so. A result's name is never SHARED.
+# Where a group's part of an array begins; None for an array that is absent, by no `return`: none may say so in Triton
+# 3.6. A result's name is never SHARED.
 
 
 @triton.jit
