@@ -12,16 +12,16 @@ from unittest import mock
 
 # Where else a module is known, by an attribute of another one.
 KNOWN = {
-    "jln._junction.kernels.forward": [("jln._junction.launches", "forward_kernels")],
-    "jln._junction.kernels.backward": [("jln._junction.launches", "backward_kernels")],
     "jln._junction.kernels.with_linear": [("jln._junction.linears.launches", "kernels")],
     "jln._junction.launches": [("jln._junction.linears.launches", "norms")],
 }
 
 
 # Who has taken functions out of a module, and must do so again.
+_LAUNCHES = "jln._junction.launches"
 _KERNELS = [f"jln._junction.kernels.{name}" for name in ("forward", "backward", "with_linear")]
-USERS = dict.fromkeys(["jln._junction.kernels.addresses", "jln._junction.kernels.terms"], _KERNELS)
+USERS = dict.fromkeys(_KERNELS[:2], [_LAUNCHES])
+USERS |= dict.fromkeys(["jln._junction.kernels.addresses", "jln._junction.kernels.terms"], [*_KERNELS, _LAUNCHES])
 
 
 @contextlib.contextmanager

@@ -185,7 +185,7 @@ SOURCES = [
      "programs=(splits - 1) * ceil_div(h, plan.backward.columns)"),
     ("c2 for c1, fused", FUSED, LINEAR_LAUNCH,
      '"c1": sums["c1"],', '"c1": sums["c2"],'),
-    ("the offset for the scale, fused", FUSED, LINEAR_LAUNCH, '"scale": saved.scale if', '"scale": offset if'),
+    ("the offset for the scale, fused", FUSED, LINEAR_LAUNCH, '"scale": operands.scale if', '"scale": offset if'),
 ]  # fmt: skip
 
 
