@@ -20,8 +20,8 @@ KNOWN = {
 # Who has taken functions out of a module, and must do so again.
 _LAUNCHES = "jln._junction.launches"
 _KERNELS = [f"jln._junction.kernels.{name}" for name in ("forward", "backward", "with_linear")]
-USERS = dict.fromkeys(_KERNELS[:2], [_LAUNCHES])
-USERS |= dict.fromkeys(["jln._junction.kernels.addresses", "jln._junction.kernels.terms"], [*_KERNELS, _LAUNCHES])
+USERS = {name: [_LAUNCHES] for name in _KERNELS[:2]}
+USERS |= {f"jln._junction.kernels.{name}": [*_KERNELS, _LAUNCHES] for name in ("addresses", "terms")}
 
 
 @contextlib.contextmanager
