@@ -93,8 +93,8 @@ GATED_NORMS = [
     Mutant(
         "another group's z",
         FORWARD,
-        'rows_at(z_ptr, "z", group, rows, H, INNER, INTERLEAVED, SHARED, base)',
-        'rows_at(z_ptr, "z", group * 0, rows, H, INNER, INTERLEAVED, SHARED, base)',
+        'rows_at(x_z_ptr, "x_z", group, rows, H, INNER, INTERLEAVED, SHARED, base)',
+        'rows_at(x_z_ptr, "x_z", group * 0, rows, H, INNER, INTERLEAVED, SHARED, base)',
         GROUPS,
     ),
     Mutant(
