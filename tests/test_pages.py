@@ -291,9 +291,6 @@ def test_another_install_line_is_seen():
     assert badly_installed('pip install -e ".[cuda13,flax]" && pytest') == []
 
 
-# Files
-
-
 def absent(text: str) -> list[str]:
     """Return the files and folders of the repository that a text names as code and that are not there."""
     named = re.findall(r"`((?:jln|tests|benchmarks|examples)/[\w./-]+)`", text)

@@ -2,6 +2,7 @@
 
 from targets import (
     ACCURACY,
+    ALONE,
     ARRAY_TABLE,
     ARRAYS,
     BACKWARD,
@@ -119,7 +120,7 @@ NORMS = [
     Mutant(
         "y unused, and dresidual forgotten", JUNCTION_RULES,
         "residual=None if dtypes.residual is None else dtotal.astype(dtypes.residual)", "residual=None",
-        (f"{FROZEN}test_one_result_alone_of_norms_on_both_sides[xla-1]",),
+        (f"{ALONE}test_one_result_alone_of_norms_on_both_sides[xla-1]",),
     ),
     # Means, gates and offsets of both
     Mutant("x's mean not subtracted", FORWARD, "x - x_mean[:, None], 0.0)", "x, 0.0)", CENTRED),
@@ -158,7 +159,7 @@ NORMS = [
         "gradients of the total alone in the compute dtype", XLA_GRADIENTS,
         "return in_dtypes(Arrays(**gradients), dtypes.only(of_branch), batch)",
         "return Arrays(**gradients)",
-        (f"{FROZEN}test_one_result_alone_in_16_bits[xla-layer_norm_add_layer_norm, gate-1]",),
+        (f"{ALONE}test_one_result_alone_in_16_bits[xla-layer_norm_add_layer_norm, gate-1]",),
     ),
     Mutant(
         "the sum's norm made again on both sides", NORM_LAUNCH,
