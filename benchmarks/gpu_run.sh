@@ -131,14 +131,14 @@ cores=$(nproc)
 export workers=$((cores < 12 ? cores : 12))
 
 # Left out: what is about the CPU, the interpreter, the compiler, or the command line's words.
-kernels=(tests/test_operators.py tests/test_accuracy.py tests/test_linear_accuracy.py tests/test_rounded_sum.py)
-transforms=(tests/test_transforms.py tests/test_matrix.py tests/test_linears.py tests/test_several_linears.py tests/test_frozen.py
-    tests/test_checkpoint_policies.py tests/test_abuse.py tests/test_properties.py tests/test_result_dtype.py tests/modules)
+kernels=(tests/operators/test_operators.py tests/operators/test_accuracy.py tests/operators/test_linear_accuracy.py tests/operators/test_rounded_sum.py)
+transforms=(tests/transformations/test_transforms.py tests/transformations/test_matrix.py tests/operators/test_linears.py tests/operators/test_several_linears.py tests/transformations/test_frozen.py
+    tests/transformations/test_checkpoint_policies.py tests/operators/test_abuse.py tests/operators/test_properties.py tests/operators/test_result_dtype.py tests/modules)
 check=(check --device gpu)
 benched=() small=() tuned=()
 if [[ -n $rehearsal ]]; then
     workers=1
-    kernels=(tests/test_operators.py -k reduction_of_many) transforms=(tests/test_result_dtype.py -k bfloat16)
+    kernels=(tests/operators/test_operators.py -k reduction_of_many) transforms=(tests/operators/test_result_dtype.py -k bfloat16)
     check=(check layer_norm --shape 8x64)
     benched=(decode-1 --peers jln,jnp,torch --repetitions 3)
     small=(--layers 2 --tokens 16 --width 64)

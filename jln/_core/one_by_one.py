@@ -6,7 +6,8 @@ times an x that all share is such a product: vmap's axis is of size 1 in x and b
 these broadcasts before it fuses, but not those behind a fence (`jln._junction.formulas`), nor all others.
 
 In a loop over the examples there is no such axis, and what a loop writes hides no broadcast. The jaxlibs before and
-after are right, and have no loop. `tests/test_shared_operands.py` has the program without jln that tells them apart.
+after are right, and have no loop. `tests/operators/test_shared_operands.py` has the program without jln that tells them
+apart.
 """
 
 from __future__ import annotations

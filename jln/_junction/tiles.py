@@ -14,9 +14,9 @@ from jln._triton.tuning import Choice, Tiles, known_or_newest
 LONGEST_ROW = 2**31 - 2**16
 
 # Elements a thread may hold, found by compiling every choice for sm_80, sm_90 and sm_100 and looking at the spills
-# (tests/test_compiler.py keeps them honest): the forward kernel holds one value an element, the backward kernel four.
-# float64 takes more than twice the registers; where rows do not start on 16 bytes every element has an address of its
-# own; and operands of several dtypes are laid out in several ways.
+# (tests/triton/test_compiler.py keeps them honest): the forward kernel holds one value an element, the backward kernel
+# four. float64 takes more than twice the registers; where rows do not start on 16 bytes every element has an address of
+# its own; and operands of several dtypes are laid out in several ways.
 FORWARD_ELEMENTS = 16
 BACKWARD_ELEMENTS = 16
 
@@ -203,9 +203,9 @@ def _held(tile: Tile, sizes: dict[str, Any]) -> int:
 def _shared(name: str, tile: Tile, sizes: dict[str, Any]) -> int:
     """The shared memory of a kernel in bytes: about what the compiler takes.
 
-    It is no less than that but for some reductions' few bytes (tests/test_compiler.py). A loop reads a stage ahead:
-    arrays of rows, the rows' mean, rstd, c1 and c2 where it is a loop over rows, and of parameters y's offset, or scale
-    and offset of each chunk; or one array that changes its layout, in their place.
+    It is no less than that but for some reductions' few bytes (tests/triton/test_compiler.py). A loop reads a stage
+    ahead: arrays of rows, the rows' mean, rstd, c1 and c2 where it is a loop over rows, and of parameters y's offset, or
+    scale and offset of each chunk; or one array that changes its layout, in their place.
     """
     elements, itemsize, in_chunks = tile.rows * tile.columns, sizes["itemsize"], tile.columns < sizes["h"]
     if known_or_newest(sizes["chip"]).is_amd:  # AMD's chips hold in registers what is read ahead

@@ -7,7 +7,12 @@ python tests/executed/table.py 768 axis=0   # of all cases those whose name has 
 import pathlib
 import sys
 
-sys.path[:0] = [str(pathlib.Path(__file__).resolve().parents[i]) for i in range(3)]
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [
+    str(HERE),
+    *(str(HERE.parent / folder) for folder in ("operators", "transformations", "")),
+    str(HERE.parents[1]),
+]
 import conftest  # noqa: E402, F401  # it chooses the environment, before JAX loads
 import test_linears  # noqa: E402
 import test_norms  # noqa: E402

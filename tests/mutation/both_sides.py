@@ -20,7 +20,7 @@ FAMILY = f"{ACCURACY}test_family"
 KERNEL, XLA = ((f"{FAMILY}[{how}-37-100-rms_norm_add_rms_norm-float32]",) for how in ("triton", "xla"))
 BEHIND, XLA_BEHIND = ((f"{FAMILY}[{how}-37-100-rms_norm_add-float32]",) for how in ("triton", "xla"))
 CHUNKS = (f"{FAMILY}[triton-2-40000-rms_norm_add_rms_norm-float32]",)
-MATRIX = "tests/test_matrix.py::test_"
+MATRIX = "tests/transformations/test_matrix.py::test_"
 CENTRED, ZERO_CENTRED = (
     (f"{ACCURACY}test_optional_arguments[triton-layer_norm_add_layer_norm{how}]",) for how in ("", "-zero-centered")
 )
@@ -56,7 +56,7 @@ NORMS = [
     ),
     Mutant(
         "the unrounded sum normalised", FORWARD, "return total.to(TOTAL), x_mean", "return total, x_mean",
-        ("tests/test_rounded_sum.py::test_so_it_is_between_norms_on_both_sides[triton-whole]",),
+        ("tests/operators/test_rounded_sum.py::test_so_it_is_between_norms_on_both_sides[triton-whole]",),
     ),
     Mutant("x's mean square over the tile's columns", FORWARD, "axis=1) * (1.0 / H) + EPS", "axis=1) * 0.01 + EPS",
         (f"{FAMILY}[triton-5-4096-rms_norm_add_rms_norm-float32]",),

@@ -101,7 +101,7 @@ SUMS = [
         "a gate's tangent without x_bias", XLA_GRADIENTS,
         "yield a.astype(dtype) * branch(saved, norm, dtype)",
         "yield a.astype(dtype) * branch(saved._replace(x_bias=None), norm, dtype)",
-        ("tests/test_matrix.py::test_forward_mode[add_layer_norm, x_bias and gate-soxg-xla-jvp]",),
+        ("tests/transformations/test_matrix.py::test_forward_mode[add_layer_norm, x_bias and gate-soxg-xla-jvp]",),
     ),
     Mutant(
         "a row's gate's gradient of a device's part of H", XLA_GRADIENTS,

@@ -48,7 +48,7 @@ KERNELS = [
     Mutant(
         "the sum not rounded before it is normed", FORWARD,
         "(x + residual).to(TOTAL).to(COMPUTE)", "x + residual",
-        ("tests/test_rounded_sum.py::test_it_is_what_is_returned_that_is_normed[add_layer_norm-triton-jitted]",),
+        ("tests/operators/test_rounded_sum.py::test_it_is_what_is_returned_that_is_normed[add_layer_norm-triton-jitted]",),
     ),
     Mutant(
         "y without the mean subtracted", FORWARD,

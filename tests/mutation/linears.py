@@ -21,7 +21,7 @@ from targets import (
 LINEARS = [
     Mutant(
         "gradients of unused products alone computed", JUNCTION_RULES, "if not jax.tree.leaves(dtypes):", "if False:",
-        ("tests/test_several_linears.py::test_the_gradient_of_an_unused_product_alone[triton-features0-float32-bias]",),
+        ("tests/operators/test_several_linears.py::test_the_gradient_of_an_unused_product_alone[triton-features0-float32-bias]",),
     ),
     Mutant(
         "the sum not rounded before it is normed, fused", LINEAR, "x = total.to(COMPUTE)", "pass", FUSED_SUM,

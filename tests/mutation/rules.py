@@ -31,7 +31,7 @@ from targets import (
     Mutant,
 )
 
-OVER_SOME = "tests/test_shard_map.py::test_over_some_axes[kernels-"
+OVER_SOME = "tests/devices/test_shard_map.py::test_over_some_axes[kernels-"
 
 RULES = [
     # Launchers
@@ -184,42 +184,44 @@ RULES = [
         OPERATION,
         "call._apply_primitive = True",
         "pass",
-        ("tests/test_debug_nans.py::test_results_that_are_no_numbers[xla-jit-nan-jit-layer_norm_linear]",),
+        (
+            "tests/transformations/test_debug_nans.py::test_results_that_are_no_numbers[xla-jit-nan-jit-layer_norm_linear]",
+        ),
     ),
     Mutant(
         "operands vary apart in shard_map",
         DERIVATIVES,
         """return jax.lax.pcast(a, tuple(sorted(missing)), to="varying") if missing else a""",
         "return a",
-        ("tests/test_shard_map.py::test_gradients_of_what_devices_share_are_added_up[xla-layer_norm-rows]",),
+        ("tests/devices/test_shard_map.py::test_gradients_of_what_devices_share_are_added_up[xla-layer_norm-rows]",),
     ),
     Mutant(
         "x saved where the sum was normed",
         JUNCTION_RULES,
         "total = operands.x if outcome.total is None else outcome.total",
         "total = operands.x",
-        ("tests/test_matrix.py::test_reverse_mode[add_layer_norm-so-xla-value_and_grad]",),
+        ("tests/transformations/test_matrix.py::test_reverse_mode[add_layer_norm-so-xla-value_and_grad]",),
     ),
     Mutant(
         "a tangent without the mean's",
         XLA_GRADIENTS,
         "dy = dy - jnp.mean(t, norm.axis, keepdims=True)",
         "pass",
-        ("tests/test_matrix.py::test_forward_mode[layer_norm-so-xla-jvp]",),
+        ("tests/transformations/test_matrix.py::test_forward_mode[layer_norm-so-xla-jvp]",),
     ),
     Mutant(
         "a tangent without the kernel's",
         XLA_LINEAR,
         "d = d + of_rows(z, dkernel)",
         "pass",
-        ("tests/test_matrix.py::test_forward_mode[layer_norm_linear-sob-xla-jvp]",),
+        ("tests/transformations/test_matrix.py::test_forward_mode[layer_norm_linear-sob-xla-jvp]",),
     ),
     Mutant(
         "vmap's axes taken for rows where a parameter has them",
         OPERATION,
         "return len(batches) == 1 and all(",
         "return len(batches) == 1 or all(",
-        ("tests/test_matrix.py::test_forward_mode[layer_norm-so-triton-grad(vmap), over all]",),
+        ("tests/transformations/test_matrix.py::test_forward_mode[layer_norm-so-triton-grad(vmap), over all]",),
     ),
     Mutant(
         "no device told of the others' rows",
@@ -240,7 +242,7 @@ RULES = [
         IN_SHARES,
         "for kind in r.summed if kind != Kind.ROW}",
         "for kind in r.summed if kind == Kind.HIDDEN}",
-        ("tests/test_shard_map.py::test_few_features_over_some_axes[kernels-layer_norm_linear]",),
+        ("tests/devices/test_shard_map.py::test_few_features_over_some_axes[kernels-layer_norm_linear]",),
     ),
     Mutant(
         "one device's share for the sum",
@@ -268,7 +270,7 @@ RULES = [
         OPERATION,
         "return len(context.host_callbacks) - 1",
         "return 0",
-        ("tests/test_sharded_kernels.py::test_every_operator[layer_norm-rows]",),
+        ("tests/devices/test_sharded_kernels.py::test_every_operator[layer_norm-rows]",),
     ),
     Mutant(
         "features not added up",

@@ -53,6 +53,6 @@ ROWS_GATHERED = [
     Mutant(
         "rows not gathered where kernels run", LINEAR_LAUNCH, "if not (batch_dims or gathered) and (dtype := formulas",
         "if not batch_dims and (dtype := formulas",
-        ("tests/test_sharded_kernels.py::test_sequence_parallelism",),
+        ("tests/devices/test_sharded_kernels.py::test_sequence_parallelism",),
     ),
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
     python tests/mutation/table.py > tests/mutation/README.md
 
-tests/test_pages.py holds the page to this.
+tests/pages/test_pages.py holds the page to this.
 """
 
 from collections.abc import Iterator

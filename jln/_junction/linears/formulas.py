@@ -223,7 +223,7 @@ def backward(
             }
             # dy first, then transposed, as JAX transposes a product. The other way round XLA's CPU backend (jaxlib from
             # 0.10.2 on) returns garbage for the sum over examples of a product, if rows have several axes and dy is a
-            # broadcast, such as a mean's cotangent: `tests/test_shared_operands.py`.
+            # broadcast, such as a mean's cotangent: `tests/operators/test_shared_operands.py`.
             of_rows = _product(  # (13)
                 dy[i], axes[i].y, z.astype(dy[i].dtype), axes[i].x, axes[i].transposed_kernel, **how
             )

@@ -223,8 +223,8 @@ def _held(tile: Tile, sizes: dict[str, Any]) -> int:
 def _shared(name: str, tile: Tile, sizes: dict[str, Any]) -> int:
     """The shared memory of a kernel in bytes: about what the compiler takes.
 
-    It is no less than that but for some reductions' few bytes (tests/test_compiler.py). It counts every stage, two
-    where it is one, as dy has two layouts, and the operand that stays: of `backward_kernel` the kernel, of
+    It is no less than that but for some reductions' few bytes (tests/triton/test_compiler.py). It counts every stage,
+    two where it is one, as dy has two layouts, and the operand that stays: of `backward_kernel` the kernel, of
     `row_sums_kernel` a tile of dy, which mma wants in registers and so passes through there before the last stage is
     full. Of the forward, stages of x, residual and kernel, while z, and but for mma the kernel, are operands.
     """

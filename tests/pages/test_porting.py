@@ -102,7 +102,7 @@ def test_tritons_compiler_is_asked_as_it_was():
     assert callable(libtriton.get_cache_invalidating_env_vars) and callable(libtriton.ir.load_dialects)
 
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 UNSTABLE = (
     *("jax._src", "jax.core", "jax.custom_derivatives", "jax.experimental", "jax.extend", "jax.interpreters"),
     *("jaxlib", "jax_triton", "triton._C", "triton.backends", "triton.compiler", "triton.runtime"),

@@ -9,7 +9,7 @@ IN_KERNELS_ALONE = {21, 22}  # other forms of (13)
 
 
 def test_the_page_is_what_the_sources_say():
-    assert lesson.PAGE.read_text() == lesson.page(), "python tests/lesson.py writes it"
+    assert lesson.PAGE.read_text() == lesson.page(), "python tests/pages/lesson.py writes it"
 
 
 def test_the_page_has_every_term_once():

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 PAGE = (BENCHMARKS / "README.md").read_text()
 STEPS = {
     (step["name"], step["products"]): step["programs"]

@@ -1,7 +1,7 @@
 """Every operator, implementation and set of optional arguments, under every transformation.
 
 Each result is compared with the reference's under the same transformation, in float64.
-`pytest --collect-only -q tests/test_matrix.py -m ""` counts the cases.
+`pytest --collect-only -q tests/transformations/test_matrix.py -m ""` counts the cases.
 """
 
 import functools

@@ -20,7 +20,7 @@ from jln._bench.results import ALL
 from jln._bench.stacks import STACKS
 from jln._cli.app import application
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 FOLDERS = ("jln", "examples", "benchmarks", "tests")
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
@@ -238,8 +238,8 @@ def test_what_a_page_tells_to_type_exists(page):
         "python examples/train.py",
         "python examples/train_lm.py --step 3",
         "pytest tests/test_page.py",
-        "pytest tests/test_errors.py -k nothing_of_this_name",
-        "pytest tests/test_errors.py::test_nothing_of_this_name",
+        "pytest tests/operators/test_errors.py -k nothing_of_this_name",
+        "pytest tests/operators/test_errors.py::test_nothing_of_this_name",
         "pytest -m heav",
         "pytest -x",
         "export JLN_TILES=h200.json",

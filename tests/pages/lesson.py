@@ -1,7 +1,7 @@
 """The numbered terms in jln/README.md, made from the docstrings and the lines that cite a term's number.
 
-    python tests/lesson.py           # write the page
-    python tests/lesson.py --print   # print it
+    python tests/pages/lesson.py           # write the page
+    python tests/pages/lesson.py --print   # print it
 
 The prose of the page is written by hand. A block that starts with a number, such as "(7)", is written here. For each
 number in it the block gets the formula, from the docstring, and the statements of jnp and of the kernels that cite it:
@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Iterator
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 PAGE = ROOT / "jln/README.md"
 JUNCTION = ROOT / "jln/_junction"
 JNP = tuple(JUNCTION / name for name in ("formulas.py", "gradients.py", "linears/formulas.py"))

@@ -1,7 +1,7 @@
 """Compare what the compiler is given, and makes, of every launch with another commit (rung 3).
 
-    python tests/same_kernels.py HEAD~1          # the launches of the working tree beside those of a commit
-    python tests/same_kernels.py HEAD~1 --ptx    # and PTX of all of them, not only of those whose Triton IR differs
+    python tests/triton/same_kernels.py HEAD~1          # the launches of the working tree beside those of a commit
+    python tests/triton/same_kernels.py HEAD~1 --ptx    # and PTX of all, not only of those whose Triton IR differs
 
 Calls of the public operators are lowered for several chips, and their launches recorded: grid, tile, operands, results
 and Triton's IR, without names and places in the source. Launches with the same IR have the same PTX. Where it differs,
@@ -26,7 +26,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 # x's, the residual's and z's, the parameters'.
 DTYPES = (

@@ -167,7 +167,7 @@ def test_gpu_run_writes_where_its_caller_means(tmp_path):
 
     `true` stands in for Python, so that every step passes at once.
     """
-    script = pathlib.Path(__file__).parents[1] / "benchmarks" / "gpu_run.sh"
+    script = pathlib.Path(__file__).parents[2] / "benchmarks" / "gpu_run.sh"
     ran = subprocess.run(
         ["bash", script, "--cpu", "--results", "found", "--run", "x"],
         cwd=tmp_path,

@@ -1,7 +1,7 @@
 """Properties that must hold for all data: hypothesis looks for data that break them.
 
-By default 48 examples are tried in all, always the same ones. `JLN_EXAMPLES=10000 pytest -n0 tests/test_properties.py`
-tries 10,000 new ones, at night.
+By default 48 examples are tried in all, always the same ones.
+`JLN_EXAMPLES=10000 pytest -n0 tests/operators/test_properties.py` tries 10,000 new ones, at night.
 """
 
 import functools

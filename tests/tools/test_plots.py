@@ -13,7 +13,7 @@ from jln._bench import plots
 from jln._bench.canvas import Canvas
 from jln._bench.peers import PEERS
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 SVG = "{http://www.w3.org/2000/svg}"
 REPORT = {"chip": "h200", "versions": {"jax": "0.10.2"}, "stacks": [], "workloads": []}
 

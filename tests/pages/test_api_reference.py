@@ -13,7 +13,7 @@ from api_reference import IN_PROSE, PAGE, SECTIONS
 
 
 def test_the_page_is_what_the_docstrings_say():
-    assert PAGE.read_text() == api_reference.page(), "python tests/api_reference.py writes it"
+    assert PAGE.read_text() == api_reference.page(), "python tests/pages/api_reference.py writes it"
 
 
 @pytest.mark.parametrize("path", {path: None for _, path, _ in SECTIONS})

@@ -27,7 +27,7 @@ def test_one_operator_at_one_size(capsys):
 INITS = samples.get_args(samples.Init)
 
 
-# Every operator with all of them: tests/test_limits.py.
+# Every operator with all of them: tests/tools/test_limits.py.
 @pytest.mark.parametrize(
     ("name", "init"), [(name, INITS[0]) for name in OPERATORS] + [("layer_norm", init) for init in INITS[1:]]
 )

@@ -1,7 +1,7 @@
 """The API reference, jln/API.md, made from the docstrings by griffe2md.
 
-    python tests/api_reference.py           # write the page
-    python tests/api_reference.py --print   # print it
+    python tests/pages/api_reference.py           # write the page
+    python tests/pages/api_reference.py --print   # print it
 
 griffe2md renders each docstring. This file chooses what the page has and in which order, and makes the output fit for
 Markdown alone: public names, links within the page, and signatures that are wrapped.
@@ -19,7 +19,7 @@ from typing import Any
 import griffe
 from griffe2md import render_object_docs
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 PAGE = ROOT / "jln/API.md"
 
 OPERATORS = (
@@ -88,7 +88,7 @@ CONFIG = {
 WIDTH = 100
 HEAD = """# API reference
 
-Made from the docstrings by `python tests/api_reference.py`, which writes this file; a test holds it current.
+Made from the docstrings by `python tests/pages/api_reference.py`, which writes this file; a test holds it current.
 
 Shapes: `M` rows (all leading axes together), `H` elements of a row (the normalised axis), `N` output features of a
 Linear. "As in" another entry means: the same shapes, dtypes, default and errors.

@@ -78,7 +78,8 @@ def test_layer_norm_linear_under_a_given_cotangent(returns_y, m, h, n, dtype, pa
     Then dy is there before y, and autodiff makes z once for both passes. Ours makes z twice, and the scheduler of JAX
     0.10 holds both at a time. It also holds two float32 copies of a bfloat16 kernel, as XLA multiplies in float32 on a
     CPU. From JAX 0.11 on a page, 4096 bytes, is allowed for sums over rows and features. Of 16 rows dkernel is made
-    [N, H] and copied: in the other order XLA multiplies wrongly under a `vmap` (`tests/test_shared_operands.py`).
+    [N, H] and copied: in the other order XLA multiplies wrongly under a `vmap`
+    (`tests/operators/test_shared_operands.py`).
     """
 
     def needed(operator):
