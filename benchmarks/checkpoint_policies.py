@@ -16,8 +16,8 @@ import jax
 
 import jln
 from jln import program
-from jln._bench.losses import losses
-from jln._bench.stacks import STACKS, Stack
+from jln._tools.losses import losses
+from jln._tools.stacks import STACKS, Stack
 
 LAYERS = 4
 ours, jaxs = jln.checkpoint_policies, jax.checkpoint_policies

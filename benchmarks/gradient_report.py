@@ -28,8 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jln
-from jln import _catalogue
-from jln._catalogue import OPERATORS, Operator
+from jln._tools import catalogue
+from jln._tools.catalogue import OPERATORS, Operator
 from jln._triton import target
 
 
@@ -56,7 +56,7 @@ EPSILON = 1e-5
 def operands(size: Size, operator: Operator, seed: int) -> tuple[dict[str, jax.Array], tuple[jax.Array, ...]]:
     """Return the arguments by name and the results' cotangents: all normal but the kernel, uniform as a Linear's."""
     random = np.random.default_rng(seed)
-    sizes = _catalogue.sizes((*size.rows, size.h), -1, (size.n,))
+    sizes = catalogue.sizes((*size.rows, size.h), -1, (size.n,))
     arrays = {a.name: random.standard_normal(a.of(sizes, size.dtype, size.dtype).shape) for a in operator.arguments}
     for array in operator.arguments:
         if array.role == "kernel":

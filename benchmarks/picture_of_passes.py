@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
-from jln._bench import launchers
-from jln._bench.canvas import INK, MARGIN, OURS, SOFT, WIDTH, Canvas
-from jln._bench.workloads import WORKLOADS
+from jln._tools import launchers
+from jln._tools.canvas import INK, MARGIN, OURS, SOFT, WIDTH, Canvas
+from jln._tools.workloads import WORKLOADS
 from jln._triton.chip import named_chip
 from jln._triton.target import Recorder
 

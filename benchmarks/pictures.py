@@ -23,8 +23,8 @@ from typing import Any
 
 from picture_of_passes import passes
 
-from jln._bench import plots
-from jln._bench.canvas import BAND, GREYS, INK, MARGIN, OURS, SOFT, Canvas
+from jln._tools import plots
+from jln._tools.canvas import BAND, GREYS, INK, MARGIN, OURS, SOFT, Canvas
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -61,8 +61,8 @@ def compiled_junction() -> dict[str, Any]:
     import jax
 
     from jln import program
-    from jln._bench.peers import PEERS
-    from jln._bench.workloads import WORKLOADS as ALL
+    from jln._tools.peers import PEERS
+    from jln._tools.workloads import WORKLOADS as ALL
 
     workload = ALL[JUNCTION]
     signature = workload.signature
@@ -80,15 +80,15 @@ def compiled_junction() -> dict[str, Any]:
     return found
 
 
-def flow(hlo: str, arguments: list[str], outputs: list[str]) -> list[dict[str, Any]]:
+def flow(text: str, arguments: list[str], outputs: list[str]) -> list[dict[str, Any]]:
     """List the kernels of a program without loops, with the bytes of the arrays that each reads and writes.
 
     Arrays that are neither arguments nor results have their kernel's name and their place among its results.
     """
-    from jln import _hlo
+    from jln.program import hlo
 
-    entry = _hlo._parse(hlo)
-    launched = {k.name: k for k in _hlo.launches(hlo)}
+    entry = hlo._parse(text)
+    launched = {k.name: k for k in hlo.launches(text)}
     names = {a.buffer(): name for name, a in zip(outputs, entry.outputs, strict=True)}
     names |= {a.buffer(): arguments[int(a.name.split("_")[1])] for a in entry.parameters.values()}
     kernels = []
@@ -99,7 +99,7 @@ def flow(hlo: str, arguments: list[str], outputs: list[str]) -> list[dict[str, A
             kernels.append(
                 {
                     "name": value.name,
-                    "reads": {names.get(b, "".join(b)): size for b, size in _hlo.reads(value).items()},
+                    "reads": {names.get(b, "".join(b)): size for b, size in hlo.reads(value).items()},
                     "writes": {names.get(b, "".join(b)): size for b, size in written.items()},
                 }
             )

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 
 import jln
-from jln._bench import results, timing
-from jln._bench.parts import kernels_asked_for
+from jln._tools import results, timing
+from jln._tools.parts import kernels_asked_for
 from jln._triton import lowering
 
 RATE = 1e-3

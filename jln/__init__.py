@@ -3,9 +3,9 @@
 import importlib
 from typing import Any
 
-from jln import _interrupt, reference  # noqa: F401  _interrupt goes before JAX, which reference imports
+from jln import reference
 from jln._core.derivatives import PRODUCT, STATISTICS
-from jln._explain import explain
+from jln._explain import Route, explain
 from jln._fuse.transformation import fuse
 from jln._operators import (
     add_layer_norm,
@@ -24,7 +24,6 @@ from jln._operators import (
     rms_norm_gated,
     rms_norm_linear,
 )
-from jln._routes import Route
 
 __all__ = [
     "PRODUCT",

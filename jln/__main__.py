@@ -10,8 +10,10 @@ def main() -> int:
         needed = " and ".join(missing)
         print(f'jln: the command line needs {needed}: pip install -e ".[cli]" in a clone of jln', file=sys.stderr)
         return 2
-    from jln._cli.app import run
-
+    try:
+        from jln._tools.app import run
+    except KeyboardInterrupt:
+        return 130
     return run(sys.argv[1:])
 
 

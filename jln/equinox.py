@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jln import _explain, _modules, _routes
+from jln import _explain, _modules
 
 try:
     import equinox as eqx
@@ -254,7 +254,7 @@ def _(model: eqx.Module) -> Mapping[int, str]:
 
 def _name(layer: Any, kind: str) -> str:
     """The name under which `explain` lists a layer: its class, and its place where that is known."""
-    return f"jln.equinox.{kind} {_routes.place(layer)}".rstrip()
+    return f"jln.equinox.{kind} {_explain.place(layer)}".rstrip()
 
 
 def _kind(layer: EquinoxLayerNorm | EquinoxRMSNorm) -> str:

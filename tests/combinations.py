@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from jln._catalogue import OPERATORS
+from jln._tools.catalogue import OPERATORS
 
 FAMILIES = {
     name: "linears" if operator.is_linear else "norms" if operator.in_front is None else "both sides"

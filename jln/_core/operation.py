@@ -27,7 +27,6 @@ from jln._core.in_shares import partitioned_in_shares
 from jln._core.layout import Layout, leaves_or_none
 from jln._core.one_by_one import right_on_cpu
 from jln._core.partitioned import partitioned
-from jln._triton import target
 
 # NamedTuples of arrays and of tuples of arrays, or of what stands for them (shapes, dtypes); None where one is absent.
 Operands = TypeVar("Operands")
@@ -59,8 +58,10 @@ class Operation(Generic[Operands, Results]):
     formula: `formula(operands, settings, dtypes, batch_dims)` in jnp, which defines the results' shapes and is what JAX
       differentiates. Results have the dtypes of `dtypes`.
     formula_cpu: the same function, written for XLA's CPU backend.
-    launcher: returns `launch(operands, settings, dtypes, batch_dims, target)`, the same function by kernels. It is
-      called when a program is first lowered for kernels, so that Triton is imported only then.
+    kernels: `kernels(platform, asked, add)` returns the same function by kernels, or in words why they do not run where
+      nobody asked for them by name, "" where that is nothing to tell users. Called when a program is lowered. add: for
+      a program that JAX spreads over devices, makes a function one that the program calls on the host, and returns its
+      number; else None.
     layout: from the formula's arguments to the `Layout` of its arrays, for `jln._core.partitioned`.
     shapes: from the formula's arguments to the results' shapes and dtypes; by default found by tracing the formula.
     reads: `reads(settings, dtypes)` -> the names of the operands that the wanted results, those with a dtype, are made
@@ -73,13 +74,13 @@ class Operation(Generic[Operands, Results]):
         formula: Callable[..., Results],
         *,
         formula_cpu: Callable[..., Results] | None = None,
-        launcher: Callable[[], Callable[..., Results]] | None = None,
+        kernels: Callable[[str | None, bool, Any], Callable[..., Results] | str] | None = None,
         layout: Callable[..., Layout] | None = None,
         shapes: Callable[..., Results] | None = None,
         reads: Callable[[Any, Results], Container[str]] | None = None,
     ):
         self._formula, self._formula_cpu = formula, right_on_cpu(formula_cpu or formula)
-        self._launcher, self._layout, self._shapes, self._reads = launcher, layout, shapes, reads
+        self._kernels, self._layout, self._shapes, self._reads = kernels, layout, shapes, reads
         self._primitive = primitive = Primitive(name)
         primitive.multiple_results = True
         primitive.def_impl(self._evaluate)
@@ -224,17 +225,16 @@ class Operation(Generic[Operands, Results]):
         return partitioned(_of_leaves(compute, tree, request), layout, shares, context, may_split_h)
 
     def _chosen(self, platform: str | None, implementation: str | None, add: Any) -> Callable[..., Results]:
-        """The function that computes the operation on `platform`. add: as `jln._triton.target.on` takes it."""
+        """The function that computes the operation on `platform`. add: as the operation's kernels take it."""
         formula = self._formula_cpu if platform == "cpu" else self._formula
-        if implementation == "xla" or self._launcher is None:
+        if implementation == "xla" or self._kernels is None:
             return formula
-        if implementation is None and platform not in target.UNASKED:
-            return formula
-        if implementation is None and (reason := target.missing(platform)) is not None:
-            warnings.warn(f"jln runs {self._primitive.name} without its Triton kernels: {reason}", stacklevel=2)
-            return formula
-        chosen = target.on(platform, add)  # before the import of the kernels, which fails without Triton
-        return functools.partial(self._launcher(), target=chosen)
+        by_kernels = self._kernels(platform, implementation == "triton", add)
+        if not isinstance(by_kernels, str):
+            return by_kernels
+        if by_kernels:
+            warnings.warn(f"jln runs {self._primitive.name} without its Triton kernels: {by_kernels}", stacklevel=2)
+        return formula
 
 
 def _nothing(a: Any) -> Any:

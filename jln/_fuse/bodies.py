@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jln import _routes
+from jln import _explain
 from jln._core.policies import kept_by
 from jln._fuse.calls import Finding, Options, rewrite
 from jln._fuse.graph import Graph, Node
@@ -51,7 +51,7 @@ def evaluated(program: ClosedJaxpr, arrays: Sequence[Any], options: Options, fin
 
 def _note_left(finding: Finding) -> None:
     """Note a norm that stays as it was, at the author's line."""
-    _routes.note(f"norm of {finding.x.aval.str_short()}", "plain", f"{finding.why}; {place(finding.node)}")
+    _explain.note(f"norm of {finding.x.aval.str_short()}", "plain", f"{finding.why}; {place(finding.node)}")
 
 
 def _is_of_known_shapes(jaxpr: Jaxpr) -> bool:
@@ -89,13 +89,13 @@ def _called(node: Node, operands: Sequence[Any]) -> Sequence[Any]:
     assert node.call is not None
     finding: Finding | None = node.remark
     if finding is None:
-        with _routes.listening():
+        with _explain.listening():
             return node.call(*operands)
     remark = f" ({finding.why})" if finding.why else ""
     path = "fused" if str(finding.operator).endswith("_linear") else "norm"
     why = f"{', '.join(finding.operands)}{remark}; {place(finding.node)}"
-    _routes.note(f"jln.{finding.operator}", path, why, operands[0])
-    with _routes.listening():
+    _explain.note(f"jln.{finding.operator}", path, why, operands[0])
+    with _explain.listening():
         return node.call(*operands)
 
 

@@ -19,6 +19,7 @@ from jln._core.operation import LinearOperation, Operation, only_rows_differ
 from jln._junction import arrays, formulas, gradients
 from jln._junction.arrays import KEPT, TABLE, Arrays, Junction, Norm, Shape
 from jln._junction.linears import formulas as linears
+from jln._triton.target import kernels
 
 # The operations
 
@@ -46,7 +47,7 @@ forward: Operation[Arrays, Arrays] = Operation(
     "jln_norm_forward",
     formulas.forward,
     formula_cpu=formulas.forward_cpu,
-    launcher=lambda: _launches().forward,
+    kernels=kernels(lambda: _launches().forward),
     layout=arrays.layout,
     shapes=arrays.result_shapes,
     reads=lambda norm, dtypes: arrays.reads_of_results(dtypes),
@@ -55,7 +56,7 @@ backward: Operation[Arrays, Arrays] = Operation(
     "jln_norm_backward",
     gradients.backward,
     formula_cpu=gradients.backward_cpu,
-    launcher=lambda: _launches().backward,
+    kernels=kernels(lambda: _launches().backward),
     layout=arrays.layout,
     shapes=arrays.result_shapes,
     reads=arrays.reads_of_gradients,
@@ -64,7 +65,7 @@ _forward_in_one: Operation[Arrays, Arrays] = Operation(
     "jln_norm_linear_forward",
     linears.forward,
     formula_cpu=linears.forward_cpu,
-    launcher=lambda: _launches_with_linears().forward,
+    kernels=kernels(lambda: _launches_with_linears().forward),
     layout=_of_features(arrays.layout),
     shapes=_of_features(arrays.result_shapes),
     reads=lambda junction, dtypes: arrays.reads_of_results(dtypes),
@@ -73,7 +74,7 @@ _backward_in_one: Operation[Arrays, Arrays] = Operation(
     "jln_norm_linear_backward",
     linears.backward,
     formula_cpu=linears.backward_cpu,
-    launcher=lambda: _launches_with_linears().backward,
+    kernels=kernels(lambda: _launches_with_linears().backward),
     layout=_of_features(arrays.layout),
     shapes=_of_features(arrays.result_shapes),
     reads=lambda junction, dtypes: arrays.reads_of_gradients(junction.norm, dtypes, with_linears=True),
@@ -81,7 +82,7 @@ _backward_in_one: Operation[Arrays, Arrays] = Operation(
 _column_sums: Operation[Arrays, Arrays] = Operation(
     "jln_column_sums",
     linears.column_sums,
-    launcher=lambda: _launches_with_linears().column_sums,
+    kernels=kernels(lambda: _launches_with_linears().column_sums),
     layout=_of_features(arrays.layout),
     shapes=_of_features(arrays.result_shapes),
 )

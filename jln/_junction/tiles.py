@@ -204,8 +204,8 @@ def _shared(name: str, tile: Tile, sizes: dict[str, Any]) -> int:
     """The shared memory of a kernel in bytes: about what the compiler takes.
 
     It is no less than that but for some reductions' few bytes (tests/triton/test_compiler.py). A loop reads a stage
-    ahead: arrays of rows, the rows' mean, rstd, c1 and c2 where it is a loop over rows, and of parameters y's offset, or
-    scale and offset of each chunk; or one array that changes its layout, in their place.
+    ahead: arrays of rows, the rows' mean, rstd, c1 and c2 where it is a loop over rows, and of parameters y's offset,
+    or scale and offset of each chunk; or one array that changes its layout, in their place.
     """
     elements, itemsize, in_chunks = tile.rows * tile.columns, sizes["itemsize"], tile.columns < sizes["h"]
     if known_or_newest(sizes["chip"]).is_amd:  # AMD's chips hold in registers what is read ahead

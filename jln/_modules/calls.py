@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jln import _checks
+from jln._explain import Route, into, listening, note
 from jln._junction.arrays import Arrays
 from jln._modules.arguments import AS_GIVEN, Inputs, Products
 from jln._modules.norms import Linear, Prepared
-from jln._routes import Route, into, listening, note
 
 
 def named(argument: str, linears: Mapping[Any, Any], cls: type, taken: tuple[str, ...]) -> dict[str, dict[str, Any]]:

@@ -9,10 +9,10 @@ from jax.lax import PrecisionLike
 
 from jln import _checks
 from jln._checks import array
+from jln._explain import listed
 from jln._junction.arguments import Gate
 from jln._junction.arrays import Arrays
 from jln._operators.call import call
-from jln._routes import listed
 
 # One array, or one for each of several Linears.
 Kernels = jax.Array | tuple[jax.Array, ...]

@@ -7,10 +7,10 @@ from jax.typing import DTypeLike
 
 from jln import _checks
 from jln._checks import array
+from jln._explain import listed
 from jln._junction.arguments import Axis
 from jln._junction.arrays import Arrays
 from jln._operators.call import call
-from jln._routes import listed
 
 
 @listed("norm")

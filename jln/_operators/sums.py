@@ -6,10 +6,10 @@ import jax
 from jax.typing import DTypeLike
 
 from jln._checks import array
+from jln._explain import listed
 from jln._junction.arguments import Axis, Gate
 from jln._junction.arrays import Arrays
 from jln._operators.call import call
-from jln._routes import listed
 
 
 @listed("norm")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -187,3 +188,21 @@ def on(platform: str | None, add: Callable[[Callable[..., Any]], int] | None) ->
             f"interpreter (slowly), {' and '.join(wanted)}"
         )
     return Interpreter(of_program=None if add is None else OnHost(add))
+
+
+def kernels(launcher: Callable[[], Callable[..., Any]]) -> Callable[..., Callable[..., Any] | str]:
+    """The kernels of an operation, as `jln._core.operation.Operation` takes them.
+
+    launcher: returns `launch(operands, settings, dtypes, batch_dims, target)`. It is called where kernels can run, so
+      that Triton is imported only then.
+    """
+
+    def on_platform(platform: str | None, asked: bool, add: Any) -> Callable[..., Any] | str:
+        if not asked and platform not in UNASKED:
+            return ""
+        if not asked and (reason := missing(platform)) is not None:
+            return reason
+        chosen = on(platform, add)  # before the import of the kernels, which fails without Triton
+        return functools.partial(launcher(), target=chosen)
+
+    return on_platform

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from jln._bench.layouts import Layout
-from jln._bench.losses import losses, sharded_losses
-from jln._bench.stacks import STACKS
+from jln._tools.layouts import Layout
+from jln._tools.losses import losses, sharded_losses
+from jln._tools.stacks import STACKS
 
 if len(jax.devices()) < 8:
     pytest.skip("needs eight devices", allow_module_level=True)

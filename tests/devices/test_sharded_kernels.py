@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import jln
 import workbench
-from jln._catalogue import OPERATORS
+from jln._tools.catalogue import OPERATORS
 from matrix import communication, loss_by_name, mesh, operands
 
 if len(jax.devices()) < 8:

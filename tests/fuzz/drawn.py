@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jln._catalogue import EPSILON, FORMS, Operator
+from jln._tools.catalogue import EPSILON, FORMS, Operator
 
 # Powers of two, their neighbours, 1 and what models have. From 32 rows of 64 elements on XLA gives sums on a CPU to
 # another library, so these are frequent.

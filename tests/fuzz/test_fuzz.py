@@ -14,10 +14,10 @@ import pytest
 import workbench
 from called import results
 from drawn import draw, made
-from jln._catalogue import FORMS
 from jln._core.one_by_one import WRONG
 from jln._core.operation import Operation
 from jln._junction import derivatives, formulas, gradients
+from jln._tools.catalogue import FORMS
 from judged import expected, judge
 
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jln import _routes
+from jln import _explain
 
 OPERATIONS = 8
 SHAPE = (3, 4, 8)
@@ -42,10 +42,10 @@ class Layer(NamedTuple):
 
 
 @contextlib.contextmanager
-def noting() -> Iterator[list[_routes.Route]]:
+def noting() -> Iterator[list[_explain.Route]]:
     """Collect the routes of the calls made in the context."""
-    routes: list[_routes.Route] = []
-    with _routes.heard_by(_routes.into(routes)):
+    routes: list[_explain.Route] = []
+    with _explain.heard_by(_explain.into(routes)):
         yield routes
 
 

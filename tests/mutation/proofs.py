@@ -157,7 +157,7 @@ PROOFS = [
     ),
     Mutant(
         "former tiles lost",
-        "jln/_cli/tune.py",
+        "jln/_tools/tune.py",
         "if not _is(raw, key)] + [entry]",
         "if _is(raw, key)] + [entry]",
         ("tests/tools/test_tune.py::test_a_search_is_taken_up_again_and_loses_nothing",),

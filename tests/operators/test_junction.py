@@ -12,7 +12,7 @@ import pytest
 import jln
 import matrix
 import workbench
-from jln._catalogue import OPERATORS
+from jln._tools.catalogue import OPERATORS
 from jln._triton import target
 from jln._triton.chip import CHIPS
 from junctions import GATES, VARIES, made

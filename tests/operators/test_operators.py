@@ -11,11 +11,11 @@ import pytest
 import jln
 import workbench
 from invariance import assert_rows_are_independent
-from jln import _catalogue
 from jln._junction import launches as launcher
 from jln._junction import tiles
 from jln._junction.arrays import Arrays, Norm, Switches
 from jln._junction.kernels import backward as kernels
+from jln._tools import catalogue
 from jln._triton import target
 from jln._triton.chip import CHIPS
 from jln._triton.launch import launch
@@ -244,14 +244,14 @@ def test_what_was_not_used_cannot_spoil_what_was(implementation):
 
 
 @pytest.mark.parametrize("forward_mode", [False, True])
-@pytest.mark.parametrize("name", _catalogue.OPERATORS)
+@pytest.mark.parametrize("name", catalogue.OPERATORS)
 def test_strict_promotion(name, implementation, forward_mode):
     """Operators run under strict dtype promotion with x in bfloat16 and all other arguments in float32.
 
     Of two kernels one is in float32 and one in bfloat16. Each gradient has its argument's dtype.
     """
-    operator = _catalogue.OPERATORS[name]
-    sizes = _catalogue.sizes((3, 8), -1, (4,))
+    operator = catalogue.OPERATORS[name]
+    sizes = catalogue.sizes((3, 8), -1, (4,))
     given = {a.name: jnp.ones(a.of(sizes, "float32", "float32").shape) for a in operator.arguments}
     given |= {"x": given["x"].astype("bfloat16")}
 
@@ -268,11 +268,11 @@ def test_strict_promotion(name, implementation, forward_mode):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
-@pytest.mark.parametrize("name", _catalogue.OPERATORS)
+@pytest.mark.parametrize("name", catalogue.OPERATORS)
 def test_references_under_strict_promotion(name, dtype):
     """References run under strict dtype promotion as without it, with x in another dtype than the other arguments."""
-    operator = _catalogue.OPERATORS[name]
-    sizes = _catalogue.sizes((3, 8), -1, (4,))
+    operator = catalogue.OPERATORS[name]
+    sizes = catalogue.sizes((3, 8), -1, (4,))
     given = {a.name: jnp.ones(a.of(sizes, "float32", "float32").shape) for a in operator.arguments}
     given |= {"x": given["x"].astype(dtype)}
 

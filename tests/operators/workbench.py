@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jln
-from jln import _catalogue
-from jln._catalogue import EPSILON
+from jln._tools import catalogue
+from jln._tools.catalogue import EPSILON
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Operator:
     Those of the norms take a residual, which may be None.
     """
 
-    entry: _catalogue.Operator
+    entry: catalogue.Operator
 
     name = property(lambda self: self.entry.name)
     adds = property(lambda self: self.entry.adds)
@@ -33,7 +33,7 @@ class Operator:
         if self.entry.in_front is not None or self.entry.is_gated:
             return self.entry
         is_linear = self.entry.is_linear
-        fullest = _catalogue.fullest(is_linear=is_linear, adds=self.adds or not is_linear)
+        fullest = catalogue.fullest(is_linear=is_linear, adds=self.adds or not is_linear)
         return fullest.including(*self.entry.given_extras)
 
     @property
@@ -53,12 +53,12 @@ class Operator:
 
 
 OPERATORS, LINEAR_OPERATORS = (
-    {n: Operator(e) for n, e in _catalogue.OPERATORS.items() if e.is_linear == is_linear and not e.is_gated}
+    {n: Operator(e) for n, e in catalogue.OPERATORS.items() if e.is_linear == is_linear and not e.is_gated}
     for is_linear in (False, True)
 )
-GATED = {name: Operator(entry) for name, entry in _catalogue.FORMS.items() if entry.is_gated}
+GATED = {name: Operator(entry) for name, entry in catalogue.FORMS.items() if entry.is_gated}
 # With arrays that few models have.
-FORMS = {name: Operator(entry) for name, entry in _catalogue.FORMS.items() if entry.given_extras}
+FORMS = {name: Operator(entry) for name, entry in catalogue.FORMS.items() if entry.given_extras}
 
 
 def normal(seed: int, shape, dtype, mean: float = 0.0, spread: float = 1.0) -> jax.Array:
@@ -72,7 +72,7 @@ def arguments(operator: Operator, shape, dtype, *, features=(), parameter_dtype=
 
     Every row of x has the given mean and spread 1, and y of a Linear is of the size of its bias.
     """
-    sizes = _catalogue.sizes(shape, axis, features)
+    sizes = catalogue.sizes(shape, axis, features)
 
     def made(seed, array):
         of_rows = array.role == "activation"
@@ -171,7 +171,7 @@ def _branch(true: _Truth, rows):
         true.keep("dx", d * u, rounding * np.abs(u) + true.of_silu * np.abs(d * u))
         true.keep("dz", d * x * slope, rounding * np.abs(x * slope) + true.of_silu * np.abs(d * x))
 
-    if true.entry.options == _catalogue.GATE_FIRST:
+    if true.entry.options == catalogue.GATE_FIRST:
         return x * u, true.of_silu, to_x_and_z
     if true.entry.in_front is None:
         return x + true.shared.get("x_bias", 0), 0, to_x
@@ -243,7 +243,7 @@ def _behind(true: _Truth, rows, z, rounding):
     """
     y, y_rounding, d, eps = z, rounding, rows["dy"], true.eps
     dz, square = d, 0
-    if "z" in rows and true.entry.options != _catalogue.GATE_FIRST:
+    if "z" in rows and true.entry.options != catalogue.GATE_FIRST:
         u, slope = _silu(rows["z"])
         true.keep("dz", d * z * slope, rounding * np.abs(d * slope) + true.of_silu * np.abs(d * z))
         y, dz, square = z * u, d * u, (true.of_silu * d * u) ** 2
@@ -293,7 +293,7 @@ class _Truth:
     square root of the number of terms.
     """
 
-    def __init__(self, entry: _catalogue.Operator, shared, m, dtype, epsilon):
+    def __init__(self, entry: catalogue.Operator, shared, m, dtype, epsilon):
         self.entry, self.shared, self.m, self.dtype, self.epsilon = entry, shared, m, dtype, epsilon
         self.eps = float(jnp.finfo(jnp.promote_types(dtype, jnp.float32)).eps)
         self.of_silu = 4 * self.eps  # its own rounding, and that of what it multiplies

@@ -15,10 +15,10 @@ import jax
 import pytest
 import typer
 
-from jln._bench.peers import PEERS
-from jln._bench.results import ALL
-from jln._bench.stacks import STACKS
-from jln._cli.app import application
+from jln._tools.app import application
+from jln._tools.peers import PEERS
+from jln._tools.results import ALL
+from jln._tools.stacks import STACKS
 
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDERS = ("jln", "examples", "benchmarks", "tests")

@@ -8,8 +8,8 @@ import pytest
 
 import jln
 from jln import program
-from jln._bench.peers import PEERS
-from jln._bench.workloads import WORKLOADS
+from jln._tools.peers import PEERS
+from jln._tools.workloads import WORKLOADS
 
 if not program._folders("jax_plugins.xla_cuda13"):
     pytest.skip('compiling for an absent GPU needs pip install -e ".[cuda13]"', allow_module_level=True)

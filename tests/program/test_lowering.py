@@ -10,8 +10,8 @@ import pytest
 
 import jln
 from absent_gpu import struct
-from jln import _catalogue, program
-from jln._catalogue import OPERATORS
+from jln._tools import catalogue, program
+from jln._tools.catalogue import OPERATORS
 from jln._triton import target
 from jln._triton.chip import CHIPS
 
@@ -29,7 +29,7 @@ def float64():
 
 def operands(name, dtype, parameter_dtype):
     """Return the shapes of x, of what is added to it, and of the parameters."""
-    sizes = _catalogue.sizes((ROWS, H), -1, (N,))
+    sizes = catalogue.sizes((ROWS, H), -1, (N,))
     return [
         a.of(sizes, dtype if a.role == "activation" else parameter_dtype, parameter_dtype)
         for a in OPERATORS[name].arguments

@@ -10,8 +10,8 @@ import pytest
 import jln
 from absent_gpu import struct, triton_kernels
 from jln import program
-from jln._bench.peers import PEERS
-from jln._bench.workloads import WORKLOADS
+from jln._tools.peers import PEERS
+from jln._tools.workloads import WORKLOADS
 
 MB = 10**6
 ELEMENTS = 2**25

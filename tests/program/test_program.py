@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import absent_gpu  # noqa: F401
-from jln import _hlo, program
+from jln.program import program
 
 F32, BF16, MB = jnp.float32, jnp.bfloat16, 10**6
 
@@ -250,7 +250,7 @@ ENTRY %main (x: f32[16], y: f32[4]) -> f32[16] {{
   %y.1 = f32[4]{{0}} get-tuple-element(%wait), index=1
   ROOT %sum = f32[16]{{0}} custom-call(%x, %x.1, %y.1), custom_call_target="sum"
 }}"""
-    (kernel,) = _hlo.launches(hlo)
+    (kernel,) = hlo.launches(hlo)
     assert (kernel.bytes_read, kernel.bytes_written) == (80, 64)
 
 

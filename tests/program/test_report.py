@@ -7,15 +7,15 @@ import pytest
 
 import absent_gpu  # noqa: F401
 from jln import program
-from jln._bench.stacks import STACKS
-from jln._bench.workloads import WORKLOADS
+from jln._tools.stacks import STACKS
+from jln._tools.workloads import WORKLOADS
 
 pytest.importorskip("typer")
 
 from command_line import run
-from jln._bench.parts import Unsupported
-from jln._bench.peers import PEERS
-from jln._cli import report
+from jln._tools import report
+from jln._tools.parts import Unsupported
+from jln._tools.peers import PEERS
 
 
 def test_json_is_what_the_programs_do(capsys):

@@ -6,8 +6,8 @@ import pytest
 
 import absent_gpu  # noqa: F401
 from jln import program
-from jln._bench.losses import OURS, losses
-from jln._bench.stacks import PRODUCTS, STACKS
+from jln._tools.losses import OURS, losses
+from jln._tools.stacks import PRODUCTS, STACKS
 
 pytest.importorskip("flax")
 

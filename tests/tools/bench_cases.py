@@ -2,10 +2,10 @@
 
 import jax
 
-from jln._bench import measure
-from jln._bench.blocks import Block
-from jln._bench.peers import PEERS
-from jln._bench.workloads import Workload
+from jln._tools import measure
+from jln._tools.blocks import Block
+from jln._tools.peers import PEERS
+from jln._tools.workloads import Workload
 
 SETTINGS = measure.Procedure(2)
 # Of each operator, and the forms that take another path: an axis that is not the last, a block, inference.

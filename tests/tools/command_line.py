@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from jln._cli import app
+from jln._tools import app
 
 
 def run(capsys, *arguments):

@@ -6,11 +6,10 @@ import pytest
 pytest.importorskip("typer")
 
 from bench_cases import SETTINGS, SMALL, off_by
-from jln import _accuracy
-from jln._bench import measure, numerics, parts, results, timing, trace
-from jln._bench.blocks import Block
-from jln._bench.peers import PEERS, Peer
-from jln._bench.workloads import Workload
+from jln._tools import accuracy, measure, numerics, parts, results, timing, trace
+from jln._tools.blocks import Block
+from jln._tools.peers import PEERS, Peer
+from jln._tools.workloads import Workload
 
 pytestmark = pytest.mark.usefixtures("promoted_ranks")
 
@@ -135,7 +134,7 @@ def test_limits_are_of_the_size_of_roundings():
     for name, true in judge.true.items():
         line = judge.accuracy(name, true.astype("float32"))
         summed = 8 if name in ("dscale", "doffset") else 0
-        assert line.ok and line.limit <= (2 * _accuracy.ROUNDINGS + 1 + summed) * 1.2e-7 * line.largest, name
+        assert line.ok and line.limit <= (2 * accuracy.ROUNDINGS + 1 + summed) * 1.2e-7 * line.largest, name
 
 
 def test_bytes_and_operations_of_a_block():

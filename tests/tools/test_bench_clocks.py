@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("typer")
 
 from bench_cases import SMALL
-from jln._bench import numerics, timing, trace
-from jln._bench.timing import Run
+from jln._tools import numerics, timing, trace
+from jln._tools.timing import Run
 
 pytestmark = pytest.mark.usefixtures("promoted_ranks")
 
@@ -110,7 +110,7 @@ def test_every_round_has_every_program_in_an_order_of_its_own():
 
 
 def test_pytorch_windows_are_found_in_its_trace():
-    torch_peers = pytest.importorskip("torch") and __import__("jln._bench.torch_peers", fromlist=["_windows"])
+    torch_peers = pytest.importorskip("torch") and __import__("jln._tools.torch_peers", fromlist=["_windows"])
     workload = SMALL["norm"]
     given = numerics.arrays(workload)
     calls = torch_peers.calls(workload, torch_peers.FUNCTIONS["eager"](workload), *given)

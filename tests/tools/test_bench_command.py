@@ -14,9 +14,8 @@ pytest.importorskip("typer")
 
 from bench_cases import SETTINGS, SMALL, off_by
 from command_line import run
-from jln._bench import measure, results, timing
-from jln._bench.peers import PEERS, Peer
-from jln._cli import bench, console
+from jln._tools import bench, console, measure, results, timing
+from jln._tools.peers import PEERS, Peer
 
 pytestmark = pytest.mark.usefixtures("promoted_ranks")
 

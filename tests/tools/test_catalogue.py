@@ -10,7 +10,7 @@ import pytest
 
 import jln
 from jln import testing
-from jln._cli import controls
+from jln._tools import controls
 
 pytestmark = pytest.mark.usefixtures("promoted_ranks")  # broadcasting is what half of these are about
 

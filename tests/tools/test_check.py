@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("typer")
 
 from command_line import process, run
-from jln._catalogue import OPERATORS
-from jln._cli import check, controls, samples
-from jln._cli.samples import Sample
+from jln._tools import check, controls, samples
+from jln._tools.catalogue import OPERATORS
+from jln._tools.samples import Sample
 
 
 def test_one_operator_at_one_size(capsys):

@@ -197,14 +197,9 @@ def interrupted_in(package, folder):
     )
 
 
-@pytest.mark.parametrize("package", ["numpy", "jax", "typer"])
-def test_an_interrupt_while_it_starts_ends_it_without_a_word(package, tmp_path):
-    """An interrupt during the imports that take the time of the start ends the process by SIGINT, with no output.
-
-    numpy is among them because it turns a KeyboardInterrupt into an ImportError.
-    """
-    ran = interrupted_in(package, tmp_path)
-    assert (ran.returncode, ran.stdout, ran.stderr) == (-signal.SIGINT, "", "")
+def test_an_interrupt_while_the_commands_load_ends_without_a_word(tmp_path):
+    ran = interrupted_in("typer", tmp_path)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "")
 
 
 def test_an_interrupt_of_a_command_is_one_line(tmp_path):

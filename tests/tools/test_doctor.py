@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("typer")
 
 from command_line import run
-from jln._catalogue import OPERATORS
-from jln._cli import doctor
+from jln._tools import doctor
+from jln._tools.catalogue import OPERATORS
 from jln._triton import cache
 from jln._triton.chip import CHIP_VARIABLE
 

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jln import _accuracy
-from jln._catalogue import EPSILON, OPERATORS
-from jln._cli.samples import DTYPES, Init, JudgedSample, Sample, get_args
+from jln._tools import accuracy
+from jln._tools.catalogue import EPSILON, OPERATORS
+from jln._tools.samples import DTYPES, Init, JudgedSample, Sample, get_args
 
 INITS = get_args(Init)
 SEEDS = range(3)
@@ -118,10 +118,10 @@ def test_limits_are_no_wider_than_what_they_are_made_of():
 def test_overflow_is_no_error_where_the_truth_overflows_too():
     true = np.array([1e6, 2.0])
     right, wrong = np.array([np.inf, 2], "float16"), np.array([-np.inf, 2], "float16")
-    assert _accuracy.deviation(right, true) == (0, 0)
-    assert _accuracy.deviation(wrong, true) == (np.inf, np.inf)
+    assert accuracy.deviation(right, true) == (0, 0)
+    assert accuracy.deviation(wrong, true) == (np.inf, np.inf)
 
 
 def test_the_root_mean_square_of_large_numbers_does_not_overflow():
-    largest, rms = _accuracy.deviation(np.array([3e200, -4e200]), np.zeros(2))
+    largest, rms = accuracy.deviation(np.array([3e200, -4e200]), np.zeros(2))
     assert largest == 4e200 and rms == pytest.approx(np.sqrt(12.5) * 1e200)

@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("matplotlib")
 pytest.importorskip("triton")  # the picture of the passes shows what would be launched
 
-from jln._bench import plots
-from jln._bench.canvas import Canvas
-from jln._bench.peers import PEERS
+from jln._tools import plots
+from jln._tools.canvas import Canvas
+from jln._tools.peers import PEERS
 
 ROOT = pathlib.Path(__file__).parents[2]
 SVG = "{http://www.w3.org/2000/svg}"

@@ -12,11 +12,10 @@ pytest.importorskip("typer")
 pytest.importorskip("triton")
 
 from command_line import run
-from jln._bench import launchers, search, timing
-from jln._bench.search import Verdict
-from jln._bench.workloads import TUNABLE, WORKLOADS, Workload
-from jln._cli import tune
 from jln._junction import tiles as norm_tiles
+from jln._tools import launchers, search, timing, tune
+from jln._tools.search import Verdict
+from jln._tools.workloads import TUNABLE, WORKLOADS, Workload
 from jln._triton import compiler, target, tuning
 from jln._triton.chip import CHIPS, SHARED_LIMIT, Chip
 from jln._triton.target import INTERPRETED, Interpreter, Recorder, Target

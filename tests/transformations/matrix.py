@@ -12,8 +12,8 @@ from jax.sharding import AxisType, Mesh
 
 import jln
 import workbench
-from jln import _catalogue
-from jln._catalogue import FORMS
+from jln._tools import catalogue
+from jln._tools.catalogue import FORMS
 
 
 def letter(name):
@@ -47,7 +47,7 @@ ROWS, H = (4, 2), 8  # What a mesh of 4x2 divides.
 @functools.cache
 def operands(name):
     """The arrays that an operator needs, then its optional ones, by name."""
-    sizes = _catalogue.sizes((*ROWS, H), -1, (2, H // 2))
+    sizes = catalogue.sizes((*ROWS, H), -1, (2, H // 2))
     ordered = sorted(FORMS[name].arguments, key=lambda a: a.optional)
     arrays = [a.of(sizes, "float64", "float64") for a in ordered]
     return {a.name: workbench.normal(i, s.shape, s.dtype) for i, (a, s) in enumerate(zip(ordered, arrays, strict=True))}

@@ -7,8 +7,8 @@ import pytest
 
 import jln
 import workbench
-from jln import _catalogue
-from jln._catalogue import FORMS
+from jln._tools import catalogue
+from jln._tools.catalogue import FORMS
 from matrix import bind, directions, every, first, loss, operands
 
 FLAGS = {"nan": jax.debug_nans, "inf": jax.debug_infs}
@@ -110,7 +110,7 @@ SIZES = [((0, 8), (4,), 1.0), ((3, 1), (1,), 1.0), ((5, 7), (3,), 1.0), ((3, 8),
 def test_no_error_without_a_cause(name, shape, features, spread, implementation, disabled):
     """Results and gradients without NaN raise nothing: what only a kernel's masked columns or empty results hold."""
     operator = FORMS[name]
-    arrays = [a.of(_catalogue.sizes(shape, -1, features), "float32", "float32") for a in operator.arguments]
+    arrays = [a.of(catalogue.sizes(shape, -1, features), "float32", "float32") for a in operator.arguments]
     given = [workbench.normal(i, a.shape, a.dtype) for i, a in enumerate(arrays)]
     given[0] = given[0] * spread
     function = operator.in_order(operator.function, implementation=implementation)

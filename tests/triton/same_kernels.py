@@ -63,7 +63,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    from jln._catalogue import FORMS
+    from jln._tools.catalogue import FORMS
 
     for name, form in FORMS.items():
         if form.is_linear:
@@ -91,7 +91,7 @@ def launches(case: Case) -> list[Any]:
     import jax
     import jax.numpy as jnp
 
-    from jln._catalogue import FORMS
+    from jln._tools.catalogue import FORMS
     from jln._triton.chip import CHIPS as ALL
     from jln._triton.target import Recorder, using
 

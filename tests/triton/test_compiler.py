@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import pytest
 
 from combinations import covering
-from jln._bench.workloads import WORKLOADS
 from jln._junction.linears import tiles as linear_tiles
+from jln._tools.workloads import WORKLOADS
 from jln._triton import compiler, tuning
 from jln._triton.chip import CHIPS as ALL_CHIPS
 from jln._triton.tile import Tile, aligned

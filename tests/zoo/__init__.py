@@ -18,7 +18,7 @@ from flax import nnx
 from jax.extend.core import Literal
 
 import jln
-from jln._catalogue import OPERATORS
+from jln._tools.catalogue import OPERATORS
 from zoo import equinox_models, haiku_models, linen_models, nnx_models
 from zoo.common import SMALL, Client, Size
 

@@ -1,0 +1,225 @@
+"""The command `python -m jln bench`, which times the operators beside what they would replace."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import jax
+import typer
+
+from jln._tools import measure
+from jln._tools import results as found_in
+from jln._tools.blocks import BLOCKS
+from jln._tools.console import (
+    UserError,
+    draw_plots,
+    for_output,
+    known,
+    print_json,
+    print_note,
+    print_table,
+    progress,
+    save,
+)
+from jln._tools.devices import described, devices
+from jln._tools.measure import Procedure, without
+from jln._tools.peers import PEERS, Peer
+from jln._tools.results import ALL
+from jln._tools.workloads import CPU_WORKLOADS, WORKLOADS, Workload
+
+RESULTS = "results.json"
+
+
+def command(
+    workloads: Annotated[
+        list[str] | None, typer.Argument(help="By name; --list has them. [default: all for the device]")
+    ] = None,
+    peers: Annotated[str | None, typer.Option(help=f"Of {', '.join(PEERS)}; commas between. [default: all]")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, gpu, gpu:1. [default: the first]")] = None,
+    repetitions: Annotated[int, typer.Option(min=1, help="Of each program.")] = 30,
+    warm: Annotated[bool, typer.Option("--warm", help="Leave a GPU's L2 as the last run left it.")] = False,
+    even_wrong: Annotated[bool, typer.Option("--even-wrong", help="Time peers that are wrong, too.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of the data.")] = 0,
+    output: Annotated[pathlib.Path | None, typer.Option(help=f"A folder, for {RESULTS} and plots.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep the workloads that --output has.")] = False,
+    seconds: Annotated[float | None, typer.Option(min=0, help="Begin no workload after so many; exit with 3.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    names: Annotated[bool, typer.Option("--list", help="Print the workloads and the peers.")] = False,
+) -> None:
+    """Time forward, backward and both (on the CPU also the gradient alone), of jln and of what it would replace.
+
+    Every number is compared with float64 before anything is timed: a peer that is wrong is reported so, and not timed.
+    On a GPU times are the device's own, the L2 cold; on the CPU the wall clock's. Exits with 1 if jln is wrong.
+    """
+    if names:
+        _list()
+        return
+    if resume and output is None:
+        raise UserError("--resume needs --output: the folder whose results to keep")
+    for_output(output)
+    started = time.monotonic()
+    # PyTorch shares the card, and memory is read from programs, not from a pool.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    chosen_peers = _peers(peers)
+    chosen = devices(device)[0]
+    chosen_workloads = _workloads(workloads, chosen.platform)
+    procedure = Procedure(repetitions, cold=not warm, seed=seed, even_wrong=even_wrong)
+    with jax.default_device(chosen):
+        results = _run(chosen_workloads, chosen_peers, chosen, procedure, output, resume, seconds, started)
+    if output is not None:
+        draw_plots("draw_bench", results, output)
+    if as_json:
+        print_json(results)
+    else:
+        _print(results, described(chosen))
+    unfinished = [w.name for w in chosen_workloads if w.name not in _done(results, chosen_peers)]
+    if unfinished:
+        how = "with --resume" if output is not None else "with --output, and from then on with --resume"
+        print_note(f"workloads not begun: {len(unfinished)}; run it again {how}", wrong=True, stderr=True)
+    raise typer.Exit(1 if found_in.ours_is_wrong(results["records"]) else 3 if unfinished else 0)
+
+
+def _list() -> None:
+    rows = [(name, w.operator, w.shape_text, w.dtype, w.why) for name, w in ALL.items()]
+    print_table("Workloads", ("", "operator", "x", "dtype", ""), rows, left=(0, 1, 2, 3, 4))
+    print_table("Peers", ("", ""), [(p.name, p.what) for p in PEERS.values()], left=(0, 1))
+
+
+def _peers(text: str | None) -> list[Peer]:
+    names = list(PEERS) if text is None else [name.strip() for name in text.split(",")]
+    return [PEERS[name] for name in known("peer", names, PEERS)]
+
+
+def _workloads(names: Sequence[str] | None, platform: str) -> list[Workload]:
+    default = CPU_WORKLOADS if platform == "cpu" else {**WORKLOADS, **BLOCKS}
+    hint = "`python -m jln bench --list` prints them"
+    return [ALL[name] for name in known("workload", names or default, ALL, hint)]
+
+
+def _done(results: dict[str, Any], peers: Sequence[Peer]) -> set[str]:
+    """The names of the workloads that have a record for each of the peers."""
+    by: dict[str, set[str]] = {}
+    for record in results["records"]:
+        by.setdefault(record["workload"], set()).add(record["peer"])
+    return {workload for workload, names in by.items() if {p.name for p in peers} <= names}
+
+
+def _run(workloads, peers, device, procedure, output, resume, seconds, started) -> dict[str, Any]:
+    path = output / RESULTS if output is not None else None
+    where = found_in.environment(device) | {"repetitions": procedure.repetitions, "cold": procedure.cold}
+    results = _resumed(path, where) if resume and path is not None and path.exists() else None
+    # On a GPU PyTorch is measured in a process of its own: two frameworks' profilers cannot share one.
+    own = [p for p in peers if p.framework == "jax" or device.platform != "gpu"] or peers
+    others = [p for p in peers if p not in own]
+    with progress(len(workloads) + bool(others) + 1) as begin:
+        begin("what the machine can do")
+        if results is None:
+            profiled = device.platform == "gpu" and own[0].framework != "jax"
+            ceilings = None if profiled else measure.ceilings(device.platform, procedure)
+            results = {"environment": where, "ceilings": ceilings, "records": []}
+        done = _done(results, own)
+        for workload in workloads:
+            begin(workload.name)
+            if seconds is not None and time.monotonic() - started > seconds:
+                break
+            if workload.name not in done:
+                _keep(results, measure.measure(workload, own, device.platform, procedure), path)
+        left = [w for w in workloads if w.name in _done(results, own) - _done(results, others)] if others else []
+        remaining = None if seconds is None else seconds - (time.monotonic() - started)
+        if left and (remaining is None or remaining > 0):
+            begin("PyTorch")
+            _keep(results, _in_another_process(left, others, device, procedure, remaining), path)
+    return results
+
+
+def _resumed(path: pathlib.Path, where: dict[str, Any]) -> dict[str, Any]:
+    try:
+        results = found_in.load(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot resume {path}: {error}") from None
+    for name in ("chip", "versions", "commit", "tuning", "repetitions", "cold"):
+        if (before := results["environment"].get(name)) != where[name]:
+            raise UserError(f"cannot resume {path}: its {name} is {before}, this one's {where[name]}")
+    return results
+
+
+def _keep(results: dict[str, Any], records: list[dict[str, Any]], path: pathlib.Path | None) -> None:
+    new = {(r["workload"], r["peer"]) for r in records}
+    old = [r for r in results["records"] if (r["workload"], r["peer"]) not in new]
+    results["records"] = old + [found_in.add_ceiling(r, results["ceilings"]) for r in records]
+    if path is not None:
+        save(results, path)
+
+
+def _in_another_process(workloads, peers, device, procedure, seconds) -> list[dict[str, Any]]:
+    """The records of the same command run for these peers in another process, or the reason where that dies."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "jln", "bench", *(w.name for w in workloads)]
+        command += ["--peers", ",".join(p.name for p in peers), "--device", f"{device.platform}:{device.id}"]
+        command += ["--repetitions", str(procedure.repetitions), "--seed", str(procedure.seed), "--output", folder]
+        command += [*([] if procedure.cold else ["--warm"]), *(["--even-wrong"] if procedure.even_wrong else [])]
+        command += [] if seconds is None else ["--seconds", str(seconds)]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        path = pathlib.Path(folder) / RESULTS
+        records = found_in.load(path)["records"] if path.exists() else []
+    if ran.returncode in (0, 3):
+        return records
+    reason = (ran.stderr.strip().splitlines() or [f"exit status {ran.returncode}"])[-1][:300]
+    measured = {record["workload"] for record in records}
+    missing = [(w, p) for w in workloads for p in peers if w.name not in measured]
+    return records + [without(w, p, "failed", reason) for w, p in missing]
+
+
+def _print(results: dict[str, Any], device: str) -> None:
+    where, ceilings = results["environment"], results["ceilings"]
+    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items() if version)
+    print_note(f"{device}: {where['chip']}, {where['cores']} cores, load {where['load']:.1f}; {versions}")
+    if ceilings:
+        copied, multiplied = ceilings["bytes_per_s"] / 1e9, ceilings["flop_per_s"] / 1e12
+        print_note(f"ceilings, measured in this run: copy {copied:.1f} GB/s, matrix product {multiplied:.2f} TFLOP/s")
+    clocks = sorted({r["clock"] for r in results["records"] if "clock" in r})
+    cache = "L2 cold" if where["platform"] == "gpu" and where["cold"] else "caches as the run before left them"
+    if clocks:
+        print_note(f"times: {', '.join(CLOCKS[clock] for clock in clocks)}; {cache}")
+    times = found_in.relative(results["records"])
+    for name in dict.fromkeys(r["workload"] for r in results["records"]):
+        w = ALL[name]
+        size = w.shape_text + (f" -> {features}" if (features := w.features_text) else "")
+        rows = [_row(r, times) for r in results["records"] if r["workload"] == name]
+        print_table(f"{name}: {w.operator} of {size} in {w.dtype}. {w.why}", HEADER, rows, left=(0, 1, len(HEADER) - 1))
+    for line in found_in.summary(results["records"]):
+        print_note(line)
+
+
+CLOCKS = {
+    "device": "the device's own, by its profiler",
+    "events": "the GPU's events around a call, gaps between its kernels included",
+    "wall": "wall clock, dispatch included",
+}
+HEADER = (
+    *("peer", "direction", "median us", "minimum us", "of jln's", "GB/s", "TFLOP/s", "of ceiling", "peak MB"),
+    *("temporary MB", "kernels", ""),
+)
+
+
+def _row(record: dict[str, Any], times: dict[tuple[str, str], dict[str, float]]) -> list[str]:
+    direction = record["direction"] or ""
+    word = {"timed": "", "wrong": "WRONG: "}.get(record["status"], f"{record['status']}: ")
+    note = word + record.get("reason", "")
+    if "median" not in record:
+        return [record["peer"], direction, *[""] * (len(HEADER) - 3), note]
+    ratio = times.get((record["workload"], direction), {}).get(record["peer"])
+    return [
+        *(record["peer"], direction, f"{record['median'] * 1e6:.1f}", f"{record['minimum'] * 1e6:.1f}"),
+        *("" if ratio is None else f"{ratio:.2f}", f"{record['gb_per_s']:.1f}", f"{record['tflop_per_s']:.2f}"),
+        f"{record['of_ceiling']:.0%}" if "of_ceiling" in record else "",
+        *("" if record[key] is None else f"{record[key] / 1e6:.1f}" for key in ("peak_bytes", "temporary_bytes")),
+        *("" if record["kernels"] is None else str(record["kernels"]), note),
+    ]

@@ -1,0 +1,281 @@
+"""The command `python -m jln doctor`: what is installed, what operators run on, and how to mend what is missing."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import platform
+import re
+import warnings
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import typer
+
+import jln
+from jln._junction.linears.tiles import unfenced
+from jln._tools import parts
+from jln._tools.catalogue import OPERATORS
+from jln._tools.console import print_json, print_note, print_table, progress
+from jln._tools.devices import Device, complaints, described, devices, implementations
+from jln._tools.samples import Sample, ours, value_and_gradients
+from jln._triton import cache, target, tuning
+from jln._triton.chip import CHIP_VARIABLE, Chip, platform_of
+
+# Distribution -> what it is for here, and how it comes; extras in a clone of jln.
+PACKAGES = {
+    "jax": ("everything", "pip install jax"),
+    "jaxlib": ("everything", "pip install jaxlib"),
+    "numpy": ("everything", "pip install numpy"),
+    "jax-cuda13-plugin": ("NVIDIA GPUs, CUDA 13", 'pip install -e ".[cuda13]"'),
+    "jax-cuda12-plugin": ("NVIDIA GPUs, CUDA 12", 'pip install -e ".[cuda12]"'),
+    "jax-rocm7-plugin": ("AMD GPUs, ROCm 7", 'pip install -e ".[rocm7]"'),
+    "jax-triton": ("Triton kernels on NVIDIA GPUs", target.INSTALL["cuda"]),
+    "triton": ("Triton kernels, their interpreter", target.INSTALL["cuda"]),
+    "flax": ("Flax modules", 'pip install -e ".[flax]"'),
+    "dm-haiku": ("Haiku modules", 'pip install -e ".[haiku]"'),
+    "equinox": ("Equinox modules", 'pip install -e ".[equinox]"'),
+}
+
+PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin")
+
+Versions = dict[str, tuple[int, ...]]
+
+
+class BadPair(NamedTuple):
+    """Two packages' versions that do not work together."""
+
+    what: str
+    effect: str
+    fix: str
+    here: Callable[[Versions], bool]
+
+
+def _between(versions: Versions, package: str, least: tuple[int, ...], below: tuple[int, ...]) -> bool:
+    return package in versions and least <= versions[package] < below
+
+
+_EVER = (10**9,)
+BAD_PAIRS = (
+    BadPair(
+        "triton before 3.9 with numpy 2.4",
+        "Triton's interpreter fails; on a GPU nothing is amiss",
+        'pip install "triton>=3.9"',
+        lambda v: _between(v, "triton", (0,), (3, 9)) and _between(v, "numpy", (2, 4), _EVER),
+    ),
+    BadPair(
+        "a CUDA or ROCm plugin of another version than jaxlib",
+        "JAX leaves the plugin, and so the GPU, unused",
+        "install both at one version: pip install -U jax[cuda13] (or [cuda12], [rocm7-local])",
+        lambda v: any(v[plugin][:3] != v["jaxlib"][:3] for plugin in PLUGINS if plugin in v),
+    ),
+)
+
+
+def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Say what is installed, what the operators will run on here, and how to mend what is missing.
+
+    Exits with 1 if something is broken, and with 2 if there is no device; a missing GPU is no fault.
+    """
+    all_devices = devices()
+    versions = installed()
+    kinds = _one_of_each_kind(all_devices)
+    with progress(len(kinds) * len(OPERATORS)) as begin:
+        operators = [row for device in kinds for row in choices(device, begin)]
+    bad = [pair for pair in BAD_PAIRS if pair.here({k: parsed(v) for k, v in versions.items() if v is not None})]
+    faults = [f"{pair.what}: {pair.effect}. To mend it: {pair.fix}" for pair in bad]
+    faults += _idle_gpu(all_devices)
+    tiles, wrong_files = _tuning()
+    faults += wrong_files
+    kernels, untrusted = _compiled_kernels()
+    faults += untrusted
+    if as_json:
+        data = {
+            "versions": {"python": platform.python_version(), "jln": jln.__version__, **versions},
+            "devices": [_facts(device) for device in all_devices],
+            "operators": operators,
+            "tuning": tiles,
+            "compiled_kernels": kernels,
+            "why_not_fused": _why_not_fused(),
+            "why_not_unasked": _why_not_unasked(),
+            "jax_says": complaints,
+            "faults": faults,
+        }
+        print_json(data)
+    else:
+        _print(versions, all_devices, operators, tiles, kernels, bad, faults)
+    raise typer.Exit(1 if faults else 0)
+
+
+def _print(versions, all_devices, operators, tiles, kernels, bad, faults) -> None:
+    rows = [("python", platform.python_version(), ""), ("jln", jln.__version__, "")]
+    for package, version in versions.items():
+        use, how = PACKAGES[package]
+        rows.append((package, version or "-", "" if version else f"for {use}: {how}"))
+    print_table("Versions", ("", "installed", "if you want it, in a clone of jln"), rows, left=(0, 1, 2))
+    facts = [_facts(device) for device in all_devices]
+    print_table("Devices", ("", "kind", "chip"), [tuple(f.values()) for f in facts], left=(0, 1, 2))
+    print_table(
+        "Operators",
+        ("", "on", "runs", "kernels forward", "backward"),
+        [
+            (o["operator"], o["device"], o["runs"], *(", ".join(o[k]) or "-" for k in ("forward", "backward")))
+            for o in operators
+        ],
+        left=(0, 1, 2, 3, 4),
+    )
+    for reason in dict.fromkeys(o["why_not_the_other"] for o in operators):
+        print_note(reason)
+    print_note(f"Tiles of the kernels: {tiles}.")
+    print_note(f"Compiled kernels: {kernels}.")
+    for why_not in (_why_not_fused(), _why_not_unasked()):
+        if why_not is not None:
+            print_note(f"{why_not}.")
+    print_note(f"Known bad pairs of versions: {len(bad)} of {len(BAD_PAIRS)} are here.")
+    for complaint in complaints:
+        print_note(f"JAX says: {complaint}")
+    for fault in faults:
+        print_note(f"BROKEN: {fault}", wrong=True)
+    print_note("something is broken" if faults else "nothing is broken", wrong=bool(faults))
+
+
+def _tuning() -> tuple[str, list[str]]:
+    """Return where the kernels' tiles are from, and what is wrong with the files that were named."""
+    try:
+        chip = target.target_chip()
+    except ValueError as error:  # of JLN_CHIP
+        return "heuristics", [f"{CHIP_VARIABLE}: {error}"]
+    if chip is None:
+        return "heuristics, as there is no GPU", []
+    files = tuning.in_force(chip)
+    asked = [f"{f['choices']} choices for {tuning.chip_name(chip)} in {f['file']}" for f in files]
+    faults = [f"{f['file']} is ignored in part: {fault}" for f in files for fault in f["ignored"][:3]]
+    return ", else ".join([*asked, "heuristics"]), faults
+
+
+def _compiled_kernels() -> tuple[str, list[str]]:
+    """Return where compiled kernels are kept, and what is wrong with that folder."""
+    folder, fault = cache.folder(), cache.fault()
+    if folder is None:
+        why = f"{cache.VARIABLE} says" if cache.VARIABLE in os.environ else "the user has no folder for such"
+        return f"not kept, as {why}", []
+    if fault is not None:
+        return f"not kept in {folder}", [f"compiled kernels are not kept: {fault}"]
+    return f"{len(cache.entries())} of at most {cache.LIMIT} in {folder}", []
+
+
+def _chip() -> Chip | None:
+    """The chip of this process; None without one, or with a fault in JLN_CHIP."""
+    try:
+        return target.target_chip()
+    except ValueError:
+        return None
+
+
+def _why_not_fused() -> str | None:
+    """The reason why no Linear is fused with its norm on this process's chip; None where nothing forbids it."""
+    return None if (chip := _chip()) is None else unfenced(chip)
+
+
+def _why_not_unasked() -> str | None:
+    """The reason why kernels must be asked for by name on this process's chip; None where they need not."""
+    if (chip := _chip()) is None or chip.platform in target.UNASKED:
+        return None
+    reason = target.missing(chip.platform)
+    asked = 'implementation="triton" asks for them' + ("" if reason is None else f" and cannot run here: {reason}")
+    return f"On {chip.name} {STAYS_XLA}; {asked}"
+
+
+def installed() -> dict[str, str | None]:
+    """The version of each package by name; None where it is not installed."""
+    return {package: parts.version(package) for package in PACKAGES}
+
+
+def parsed(version: str) -> tuple[int, ...]:
+    """The numbers at the beginning of a version: 0.4.1.dev3 is (0, 4, 1)."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
+
+
+def _one_of_each_kind(all_devices: list[Device]) -> list[Device]:
+    return list({(d.platform, d.device_kind): d for d in reversed(all_devices)}.values())[::-1]
+
+
+def _facts(device: Device) -> dict[str, str]:
+    chip = "-"
+    if device.platform == "gpu":
+        known = target.target_chip()
+        chip = f"{known}, {known.cores} cores" if known else "unknown"
+    return {"device": described(device), "kind": device.device_kind, "chip": chip}
+
+
+# Of a Linear both strategies: the kernels fused, and the norm's around XLA's products.
+SIZES = {"": ((256, 1024), 1024), "few features": ((256, 1024), 64)}
+
+
+def choices(device: Device, begin: Callable[[str], None] = lambda what: None) -> list[dict[str, Any]]:
+    """The implementation of each operator on a device, found by lowering its gradient for the device's platform."""
+    reasons = implementations(device)
+    rows = []
+    for operator in OPERATORS.values():
+        begin(f"{operator.name} on {described(device)}")
+        for label, (shape, features) in SIZES.items():
+            if label and not operator.is_linear:
+                continue
+            sample = Sample(operator, shape, features, "bfloat16")
+            forward, both = (_kernels(sample, device, gradient) for gradient in (False, True))
+            uses = "triton" if both else "xla"
+            other = "xla" if uses == "triton" else "triton"
+            why_not = reasons[other] or f'{_first(device)}; implementation="{other}" asks for it'
+            rows.append(
+                {
+                    "operator": f"{operator.name}, {label}" if label else operator.name,
+                    "device": described(device),
+                    "runs": uses,
+                    "forward": forward,
+                    "backward": both[len(forward) :],
+                    "why_not_the_other": f"Why not {other} on {described(device)}: {why_not}.",
+                }
+            )
+    return rows
+
+
+STAYS_XLA = "None stays XLA until a card has measured the kernels"
+
+
+def _first(device: Device) -> str:
+    """The implementation that `implementation=None` takes on a device where both can run, in words."""
+    if platform_of(device) in target.UNASKED or device.platform == "cpu":
+        return "triton goes first"
+    return STAYS_XLA
+
+
+def _kernels(sample: Sample, device: Device, gradient: bool) -> list[str]:
+    """The Triton kernels that the default implementation launches on a device; none where that is XLA."""
+    arguments, cotangent = sample.shapes()
+    f = ours(sample.operator, None)
+    with target.recording() as launches, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that XLA runs instead: the table says so, and the reason
+        platform = platform_of(device)
+        if gradient:
+            traced = jax.jit(lambda a, c: value_and_gradients(f, a, c)).trace(arguments, cotangent)
+        else:
+            traced = jax.jit(lambda a: f(*a)).trace(arguments)
+        traced.lower(lowering_platforms=(platform,))
+    return [launched.kernel.fn.__name__ for launched in launches]
+
+
+def _idle_gpu(all_devices: list[Device]) -> list[str]:
+    """Sentences on a GPU that is here and that JAX, or Triton, does not use; none where all is used."""
+    gpus = [device for device in all_devices if device.platform == "gpu"]
+    if gpus:
+        why = target.missing(platform_of(gpus[0]))
+        return [] if why is None else [f"the GPU runs jln without its Triton kernels: {why}"]
+    for name, maker, path in (("cuda", "NVIDIA", "/dev/nvidia0"), ("rocm", "AMD", "/dev/kfd")):
+        if not pathlib.Path(path).exists():
+            continue
+        if name not in (platforms := os.environ.get("JAX_PLATFORMS", name)) and "gpu" not in platforms:
+            return [f"there is an {maker} GPU, and JAX_PLATFORMS={platforms} hides it: unset it"]
+        return [f"there is an {maker} GPU, and JAX does not see it: {target.INSTALL[name]}"]
+    return []

@@ -1,0 +1,311 @@
+"""Gradient checking: tells whether the reverse-mode rule of a JAX function is the derivative of that function.
+
+    from jln.testing import assert_vjp
+
+    assert_vjp(my_operator, (x, scale), reference=my_operator_in_plain_jnp)
+
+Gradients under a random cotangent (a rule that ignores its cotangent is right under one of ones) are compared element
+by element with a reference's autodiff and with central differences of the function itself. All of it happens in float64
+unless another dtype is asked for: differences of a float32 function have three digits, and miss real bugs.
+
+`TOLERANCES` has the `Tolerance` for each dtype that is taken where none is given.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jln._explain import explain
+from jln._fuse.transformation import fuse
+from jln.testing import derivatives
+from jln.testing.check import check, check_steps
+from jln.testing.comparison import compared
+from jln.testing.derivatives import Problem
+from jln.testing.report import TOLERANCES, Report, Row, Tolerance
+
+__all__ = [
+    "TOLERANCES",
+    "Report",
+    "Row",
+    "Tolerance",
+    "assert_hvp",
+    "assert_operators",
+    "assert_vjp",
+    "check_fuse",
+    "check_hvp",
+    "check_vjp",
+    "numerical_gradient",
+]
+
+# The number of steps, each a quarter of the one before, that `check_vjp` extrapolates from: the smallest is 1.5e-11 of
+# the size of an element, near enough for 1/x at 1e-8 of the other elements' size.
+_EXTRAPOLATIONS = 16
+# A sequence of arguments, or a function that draws one.
+Args = Sequence[Any] | Callable[[np.random.Generator], Sequence[Any]]
+
+
+def numerical_gradient(
+    f: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    cotangent: Any = None,
+    step: float | None = None,
+    richardson: int = 0,
+    dtype: Any = "float64",
+) -> tuple[Any, ...]:
+    """Compute the gradient of `sum(cotangent * f(*args))`, element by element, by central differences.
+
+    Args:
+      f: any function of arrays, or pytrees of them, that JAX can trace; it returns an array or a pytree of them.
+      args: its arguments. Integers and booleans among them are held fixed.
+      cotangent: of the results' structure and shapes. None: ones.
+      step: the first step, relative to the size of an element: its own, or the median of its array where that is
+        larger. None: that of `TOLERANCES` for the dtype of `f`'s arguments as given; with `richardson`, 2^-4.
+      richardson: how many times to extrapolate, each from a step a quarter of the last; the estimate of least error is
+        taken, for each element by itself. 0: central differences of one step. Richardson, "The approximate arithmetical
+        solution by finite differences" (1911); Ridders, "Accurate computation of F'(x) and F'(x)F''(x)" (1982).
+      dtype: to evaluate `f` in: its name, or whatever NumPy takes for it. None: as given, and the differences then have
+        few digits.
+
+    Returns:
+      A tuple like `args` of NumPy float64 arrays of each argument's shape; None in place of an argument that was held
+        fixed.
+
+    Raises:
+      TypeError: `f` is no function, or does not return arrays; an argument is complex, or none is floating.
+      ValueError: the dtype is unknown, the step not positive and finite, `richardson` negative, or the cotangent not
+        like the results.
+    """
+    check_steps(step, richardson)
+    problem = Problem.of(f, args, dtype=dtype)
+    with problem.context():
+        weights = problem.ones() if cotangent is None else problem.given_cotangent(cotangent)
+        indices = [np.arange(a.size) for a in problem.floats]
+        if step is None:
+            default = TOLERANCES[derivatives.coarsest(Problem.of(f, args, dtype=None).floats)].step
+            step = derivatives.FIRST_STEP if richardson else default
+        run = derivatives.differences(problem.call)
+        estimates = run(problem.floats, problem.rest, weights, indices, step, richardson)
+    shaped = [q.reshape(a.shape) for (q, _), a in zip(estimates, problem.floats, strict=True)]
+    return problem.like_arguments(shaped)
+
+
+def check_vjp(
+    f: Callable[..., Any],
+    args: Args,
+    *,
+    reference: Callable[..., Any] | None = None,
+    differences: bool = True,
+    dtype: Any = "float64",
+    tolerance: Tolerance | None = None,
+    step: float | None = None,
+    richardson: int = _EXTRAPOLATIONS,
+    elements: int | None = 256,
+    seed: int | Sequence[int] = 0,
+) -> Report:
+    """Compare the reverse-mode gradients of `f` with a reference's and with central differences.
+
+    An element passes if `|got - expected| <= absolute + relative * |expected|`; a NaN never does. Every element is
+    compared with the reference, `elements` of each argument with the differences.
+
+    Gradients smaller than the absolute tolerance pass whatever they are, as a note below the table says: give arguments
+    a size near 1, or a tolerance. A sum whose terms cancel is known to few digits in the dtype of its terms, and may
+    fail there though no program could do better. The 16-bit tolerances are for single operations and chains of them: a
+    norm computed in 16 bits, whose sums cancel, fails them, and is to be checked in float64.
+
+    A row is "unsure" where the differences themselves lack the digits, as those of a function that computes in float32
+    inside, or of a sigmoid at 1e-30, which no step of such a size changes. It is then not `ok`, unless a reference says
+    that it is. At a kink (relu at exactly 0) central differences are the mean of both slopes, which a right rule need
+    not give.
+
+    Args:
+      f: any function of arrays, or pytrees of them, that JAX can trace; it returns an array or a pytree of them.
+      args: its arguments; integers, booleans and random keys among them are held fixed, and traced: what must be static
+        is for `functools.partial`. Or a function that draws them, all of one structure and shape, from a NumPy
+        generator of each seed.
+      reference: the same function, for JAX to differentiate; its results are compared too. None: the differences alone
+        decide.
+      differences: whether to compare with central differences of `f`.
+      dtype: the dtype to which floating arguments are cast before `f` sees them. None: as given; the values that they
+        are compared with are still computed in float64, so that `f` is held to the truth and not to another's
+        roundings.
+      tolerance: None: that of `TOLERANCES` for the coarsest dtype among the arguments (as cast) and results of `f`.
+      step: as in `numerical_gradient`; None: that of `tolerance`, if it is given.
+      richardson: as in `numerical_gradient`.
+      elements: how many of an argument's elements to take differences of, chosen at random. None: all. Where some are
+        left out, and there is no reference, one that is not finite is among the chosen if there is any, and all of them
+        together are compared along one random direction: a row "direction", if that is what fails.
+      seed: of the cotangent and of the choice of elements, and of `args` where it is a function. Several seeds share
+        programs that are compiled once.
+
+    Returns:
+      A `Report`: `.ok`, and a row for each argument with its worst element. `str()` of it is a table. With several
+        seeds it is of the worst, and `.by_seed` has a report of each.
+
+    Raises:
+      TypeError: as `numerical_gradient`.
+      ValueError: as `numerical_gradient`; the reference's results are not of the shapes of `f`'s; there is nothing to
+        compare with; a seed is no integer from 0 on; or what `args` draws differs in shape from seed to seed.
+    """
+    return check(
+        f,
+        args,
+        order=1,
+        derivative=derivatives.reverse,
+        reference=reference,
+        differences=differences,
+        dtype=dtype,
+        tolerance=tolerance,
+        step=step,
+        richardson=richardson,
+        elements=elements,
+        seed=seed,
+    )
+
+
+def check_hvp(
+    f: Callable[..., Any],
+    args: Args,
+    *,
+    reference: Callable[..., Any] | None = None,
+    mode: str = "reverse",
+    differences: bool = True,
+    dtype: Any = "float64",
+    tolerance: Tolerance | None = None,
+    step: float | None = None,
+    richardson: int = _EXTRAPOLATIONS,
+    elements: int | None = 256,
+    seed: int | Sequence[int] = 0,
+) -> Report:
+    """Compare Hessian-vector products of `sum(cotangent * f(*args))`, with random vectors: `check_vjp` of second order.
+
+    The differences are those of the gradient of `f` along the vector, so they tell whether the rule is differentiated
+    rightly. `check_vjp` tells whether the rule is right.
+
+    Args:
+      f: as in `check_vjp`.
+      args: as in `check_vjp`.
+      reference: as in `check_vjp`.
+      mode: "reverse" over reverse, or "forward" over reverse.
+      differences: as in `check_vjp`.
+      dtype: as in `check_vjp`.
+      tolerance: as in `check_vjp`.
+      step: as in `check_vjp`.
+      richardson: as in `check_vjp`.
+      elements: as in `check_vjp`.
+      seed: as in `check_vjp`.
+
+    Returns:
+      A `Report`, as `check_vjp`.
+
+    Raises:
+      TypeError: as `check_vjp`.
+      ValueError: as `check_vjp`, or the mode is unknown.
+    """
+    modes = {"reverse": derivatives.reverse, "forward": derivatives.forward_over_reverse}
+    if mode not in modes:
+        raise ValueError(f"mode must be 'reverse' or 'forward'; got {mode!r}")
+    return check(
+        f,
+        args,
+        order=2,
+        derivative=modes[mode],
+        reference=reference,
+        differences=differences,
+        dtype=dtype,
+        tolerance=tolerance,
+        step=step,
+        richardson=richardson,
+        elements=elements,
+        seed=seed,
+    )
+
+
+def check_fuse(
+    f: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    linears: bool = False,
+    implementation: str | None = None,
+    dtype: Any = "float64",
+    seed: int = 0,
+) -> Report:
+    """Compare the results and the gradients of `jln.fuse(f)` with those of `f`, element by element.
+
+    Both get the same arguments and the same random cotangent. An element passes if its error is a small part of its
+    array's largest element: 1e-10 where all of `f` is in float64, 1e-4 where some of it is in float32 whatever its
+    arguments are, and as `TOLERANCES` has it where some is in 16 bits, as `f` rounds there what the operators do not.
+
+    Args:
+      f: as in `check_vjp`; what it takes beside arrays is for `functools.partial`.
+      args: its arguments, as in `check_vjp`.
+      linears: as in `jln.fuse`.
+      implementation: as in `jln.fuse`.
+      dtype: the dtype to which floating arguments are cast. None: as given.
+      seed: of the cotangent.
+
+    Returns:
+      A `Report`, as `check_vjp`.
+
+    Raises:
+      TypeError: as `check_vjp`.
+      ValueError: the dtype or the implementation is unknown.
+    """
+    return compared(fuse(f, linears=linears, implementation=implementation), f, args, dtype=dtype, seed=seed)
+
+
+def assert_operators(f: Callable[..., Any], args: Sequence[Any], expected: Mapping[str, int]) -> None:
+    """Raise unless `f(*args)` calls so many of each operator: a model may lose one to a change, without a word.
+
+    Args:
+      f: any function that `jln.explain` takes, such as one that `jln.fuse` returned.
+      args: its arguments.
+      expected: the number of calls by the operators' names, as in `{"add_rms_norm": 24, "rms_norm": 1}`. A call in a
+        loop counts once.
+
+    Raises:
+      AssertionError: the calls are others; the message lists them, and what `jln.fuse` left, with its places.
+    """
+    routes = explain(f, *args)
+    calls = collections.Counter(r.layer.removeprefix("jln.") for r in routes if r.path != "plain")
+    if calls != collections.Counter(expected):
+        listed = "".join(f"\n  {route}" for route in routes)
+        raise AssertionError(f"expected the operators {dict(expected)}; found {dict(calls)}:{listed}")
+
+
+def assert_vjp(f: Callable[..., Any], args: Args, **options: Any) -> None:
+    """Check gradients by `check_vjp`, and raise unless the report is `ok`.
+
+    Args:
+      f: as in `check_vjp`.
+      args: as in `check_vjp`.
+      **options: the other arguments of `check_vjp`.
+
+    Raises:
+      AssertionError: a row is not `ok`; the message is the report's table.
+    """
+    _assert(check_vjp(f, args, **options))
+
+
+def assert_hvp(f: Callable[..., Any], args: Args, **options: Any) -> None:
+    """Check Hessian-vector products by `check_hvp`, and raise unless the report is `ok`.
+
+    Args:
+      f: as in `check_hvp`.
+      args: as in `check_hvp`.
+      **options: the other arguments of `check_hvp`.
+
+    Raises:
+      AssertionError: a row is not `ok`; the message is the report's table.
+    """
+    _assert(check_hvp(f, args, **options))
+
+
+def _assert(report: Report) -> None:
+    if not report.ok:
+        what = "wrong" if any(row.verdict == "WRONG" for row in report.rows) else "unsure"
+        raise AssertionError(f"{what} gradients\n{report}")
