@@ -11,7 +11,7 @@ takes, and why.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -34,89 +34,50 @@ EquinoxLinear = eqx.nn.Linear
 _ABSENT: Any = object()
 
 
-def _computed(self: Any, x: Any, **of_x: Any) -> Any:
-    """The call of a norm, from within it. of_x: the other arguments of `_modules.taken`."""
-    given, name = _modules.taken(x, range(-len(self.shape), 0), **of_x), _name(self, _kind(self))
-    if given.x_norm is not None:
-        return _modules.pair(name, given, self, RMSNorm, _prepared, lambda total: _computed(self, total))
-    return _modules.compute_norm(name, _prepared(self, given.total), given, lambda total: _plain(self, total))
-
-
 class LayerNorm(EquinoxLayerNorm):
-    """`equinox.nn.LayerNorm` on `jln.layer_norm`: the same arguments, fields, results and errors.
+    """`equinox.nn.LayerNorm` on `jln.layer_norm`: the same arguments, fields, results and errors."""
 
-    adaLN's scale and offset of each example are no parameters of a module: for them call `jln.add_layer_norm(x,
-    residual, scale, offset, gate=gate, zero_centered_scale=True)` in its place, with arrays `[B, 1, H]` and without a
-    vmap.
-    """
-
+    @_modules.listing(_modules.OfLayerNorm)
     def __call__(
         self,
         x: jax.Array,
         state: Any = _ABSENT,
         *,
         key: jax.Array | None = None,
-        residual: jax.Array | None = None,
-        x_bias: jax.Array | None = None,
-        gate: _modules.Gate = None,
-        added_to: jax.Array | None = None,
+        **beside: Unpack[_modules.OfLayerNorm],
     ) -> Any:
-        """Normalise `x`, or its sum with a residual.
+        """Return `y` of `x`'s shape, the norm of `x`; with a residual `(y, total)`, the norm of the sum and the sum.
 
         Args:
           x: `shape`, as of Equinox.
-          state: as of Equinox; given back beside the result.
+          state: as of Equinox; the result is then a tuple of the above and the state.
           key: ignored, as by Equinox.
-          residual: `x`'s shape. The norm is of `total = residual + gate * (x + x_bias)`, as of `jln.add_layer_norm`.
-          x_bias: as of `jln.add_layer_norm`; goes with a residual.
-          gate: as of `jln.add_layer_norm`; goes with a residual.
-          added_to: `x`'s shape. The norm's result is added to it, as of `jln.layer_norm_add`.
-
-        Returns:
-          `y` of `x`'s shape; with a residual `(y, total)`. With a state a tuple of that and the state.
+          **beside: as of every LayerNorm of jln.
         """
-        return _with_state(_computed(self, x, residual=residual, x_bias=x_bias, gate=gate, added_to=added_to), state)
+        return _with_state(_EQUINOX.norm(self, x, beside), state)
 
 
 class RMSNorm(EquinoxRMSNorm):
     """`equinox.nn.RMSNorm` on `jln.rms_norm`: the same arguments, fields, results and errors."""
 
+    @_modules.listing(_modules.OfRMSNorm)
     def __call__(
         self,
         x: jax.Array,
         state: Any = _ABSENT,
         *,
         key: jax.Array | None = None,
-        residual: jax.Array | None = None,
-        x_bias: jax.Array | None = None,
-        gate: _modules.Gate = None,
-        added_to: jax.Array | None = None,
-        x_norm: RMSNorm | None = None,
-        z: jax.Array | None = None,
-        norm_before_gate: bool = True,
+        **beside: Unpack[_modules.OfRMSNorm],
     ) -> Any:
-        """Normalise `x`, or its sum with a residual.
+        """Return `y` of `x`'s shape, the norm of `x`; with a residual `(y, total)`, the norm of the sum and the sum.
 
         Args:
           x: `shape`, as of Equinox.
-          state: as of Equinox; given back beside the result.
+          state: as of Equinox; the result is then a tuple of the above and the state.
           key: ignored, as by Equinox.
-          residual: `x`'s shape. The norm is of `total = residual + gate * (x + x_bias)`, as of `jln.add_rms_norm`.
-          x_bias: as of `jln.add_rms_norm`; goes with a residual.
-          gate: as of `jln.add_rms_norm`; goes with a residual.
-          added_to: `x`'s shape. The norm's result is added to it, as of `jln.rms_norm_add`.
-          x_norm: another RMSNorm. The norm is of `total = residual + x_norm(x)`, as of `jln.rms_norm_add_rms_norm`.
-          z: `x`'s shape. The result is gated by `silu(z)`, as of `jln.rms_norm_gated`.
-          norm_before_gate: as of `jln.rms_norm_gated`.
-
-        Returns:
-          `y` of `x`'s shape; with a residual `(y, total)`. With a state a tuple of that and the state.
+          **beside: as of every RMSNorm of jln.
         """
-        given = {"residual": residual, "x_bias": x_bias, "gate": gate, "added_to": added_to, "x_norm": x_norm}
-        return _with_state(_computed(self, x, z=z, norm_before_gate=norm_before_gate, **given), state)
-
-
-_NORMS = (LayerNorm, RMSNorm, EquinoxLayerNorm, EquinoxRMSNorm)
+        return _with_state(_EQUINOX.norm(self, x, beside), state)
 
 
 class _NormLinear(eqx.Module):
@@ -158,44 +119,19 @@ class _NormLinear(eqx.Module):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
         return self.linear[names.index(name)]
 
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        residual: jax.Array | None = None,
-        x_bias: jax.Array | None = None,
-        gate: _modules.Gate = None,
-        key: jax.Array | None = None,
-    ) -> Any:
-        """Apply the norm and the Linear to `x`, or to its sum with a residual.
+    @_modules.listing(_modules.OfSum)
+    def __call__(self, x: jax.Array, *, key: jax.Array | None = None, **beside: Unpack[_modules.OfSum]) -> Any:
+        """Return `y` `[N]`, of several Linears a tuple in their order; with a residual `(y, total)`.
 
         Args:
           x: `[H]`.
-          residual: `x`'s shape. The norm is of `total = residual + gate * (x + x_bias)`, as of `jln.add_layer_norm`.
-          x_bias: as of `jln.add_layer_norm`; goes with a residual.
-          gate: as of `jln.add_layer_norm`; goes with a residual.
           key: ignored, as by Equinox.
-
-        Returns:
-          `y` `[N]`, of several Linears a tuple in their order; with a residual `(y, total)`.
+          **beside: as of every norm of jln.
         """
-        given = _modules.summed(x, residual, x_bias, gate)
-        linears = self.linear if isinstance(self.linear, tuple) else (self.linear,)
-        norm = "the norm has a call of its own"
-        if type(self.norm).__call__ in (cls.__call__ for cls in _NORMS):
-            norm = _prepared(self.norm, given.total)
-        if isinstance(norm, str):
-            found = norm
-        else:
-            described = zip(self.names or ("linear",), (_described(a, norm) for a in linears), strict=True)
-            found = _modules.fused(norm, dict(described), given)
-        products = _modules.compute_layers(
-            _name(self, f"{_kind(self.norm)}Linear"),
-            found,
-            lambda: self.norm(given.total),
-            lambda z: (tuple(linear(z) for linear in linears), given.total),
-        )
-        return given.result(products, several=isinstance(self.linear, tuple))
+        several = isinstance(self.linear, tuple)
+        layers = self.linear if several else (self.linear,)
+        linears = dict(zip(self.names or ("linear",), layers, strict=True))
+        return _EQUINOX.linears(self, self.norm, linears, x, beside, several=several)
 
 
 class LayerNormLinear(_NormLinear):
@@ -216,12 +152,10 @@ class LayerNormLinear(_NormLinear):
       out_features: N, or "scalar". For several Linears a mapping from each one's name to either of these, or to a
         mapping of the arguments in which it differs from the others, as `{"out_features": 256, "use_bias": False}`;
         they take the keys `jax.random.split(key, len(out_features))`.
-      eps: as of `equinox.nn.LayerNorm`.
-      use_weight: of the norm.
+      eps, use_weight: as of `equinox.nn.LayerNorm`.
       use_offset: the norm's `use_bias`.
-      use_bias: of the Linear.
+      use_bias, key: as of `equinox.nn.Linear`.
       dtype: of all parameters.
-      key: as of `equinox.nn.Linear`.
     """
 
     _norm_class: ClassVar[Any] = LayerNorm
@@ -230,7 +164,10 @@ class LayerNormLinear(_NormLinear):
 class RMSNormLinear(_NormLinear):
     """An `RMSNorm` and the Linear behind it, `linear(norm(x))`, as one operator that keeps only `x` for the backward.
 
-    The arguments are those of `LayerNormLinear`: in Equinox an RMSNorm has an offset too.
+    In Equinox an RMSNorm has an offset too.
+
+    Args:
+      in_features, out_features, eps, use_weight, use_offset, use_bias, dtype, key: as of `LayerNormLinear`.
     """
 
     _norm_class: ClassVar[Any] = RMSNorm
@@ -238,61 +175,58 @@ class RMSNormLinear(_NormLinear):
 
 @_explain.places.register(eqx.Module)
 def _(model: eqx.Module) -> Mapping[int, str]:
-    found: dict[int, str] = {}
+    paths: dict[int, str] = {}
 
     def enter(path: str, node: Any) -> None:
         def inner(relative: Any, a: Any) -> None:
             if isinstance(a, eqx.Module):
                 enter(path + jax.tree_util.keystr(relative), a)
 
-        found[id(node)] = path
+        paths[id(node)] = path
         jax.tree_util.tree_map_with_path(inner, node, is_leaf=lambda a: a is not node and isinstance(a, eqx.Module))
 
     enter("", model)
-    return found
+    return paths
 
 
-def _name(layer: Any, kind: str) -> str:
-    """The name under which `explain` lists a layer: its class, and its place where that is known."""
-    return f"jln.equinox.{kind} {_explain.place(layer)}".rstrip()
+class _Equinox(_modules.Adapter):
+    module = "jln.equinox"
+    theirs, ours = (EquinoxLayerNorm, EquinoxRMSNorm), (LayerNorm, RMSNorm)
+
+    def place(self, layer: Any) -> str:
+        return _explain.place(layer)
+
+    def axes(self, layer: Any, x: Any) -> range:
+        return range(-len(layer.shape), 0)
+
+    def prepared(self, layer: Any, x: Any, own: Mapping[str, Any]) -> _modules.Prepared | str:
+        if not isinstance(x, jax.Array | np.ndarray) or x.shape != layer.shape:
+            return f"x does not have the shape {layer.shape}"
+        parameters = []
+        for a, used in ((layer.weight, layer.use_weight), (layer.bias, layer.use_bias)):
+            if used and not isinstance(a, jax.Array | np.ndarray):
+                return "a parameter is missing" if a is None else f"a parameter is a {type(a).__name__}, not an array"
+            parameters.append(a if used else None)
+        return _modules.prepare(
+            x,
+            *parameters,
+            axes=range(x.ndim),
+            epsilon=layer.eps,
+            subtract_mean=self.is_layer_norm(layer),
+            y_dtype=x.dtype,
+        )
+
+    def linear(self, layer: eqx.nn.Linear, norm: _modules.Prepared, own: Mapping[str, Any]) -> _modules.Linear | str:
+        if type(layer).__call__ is not EquinoxLinear.__call__:
+            return "the Linear has a call of its own"
+        if "scalar" in (layer.in_features, layer.out_features):
+            return "the Linear has a scalar side"
+        kernel, bias = layer.weight.T, layer.bias
+        dtype = jnp.result_type(norm.dtype, kernel, *([] if bias is None else [bias]))
+        return _modules.Linear(kernel, bias, dtype, None)
 
 
-def _kind(layer: EquinoxLayerNorm | EquinoxRMSNorm) -> str:
-    return "LayerNorm" if isinstance(layer, EquinoxLayerNorm) else "RMSNorm"
-
-
-def _plain(layer: EquinoxLayerNorm | EquinoxRMSNorm, x: Any) -> jax.Array:
-    cls: Any = EquinoxLayerNorm if isinstance(layer, EquinoxLayerNorm) else EquinoxRMSNorm
-    return cls.__call__(layer, x)
-
-
-def _prepared(layer: EquinoxLayerNorm | EquinoxRMSNorm, x: Any) -> _modules.Prepared | str:
-    if not isinstance(x, jax.Array | np.ndarray) or x.shape != layer.shape:
-        return f"x does not have the shape {layer.shape}"
-    parameters = []
-    for a, used in ((layer.weight, layer.use_weight), (layer.bias, layer.use_bias)):
-        if used and not isinstance(a, jax.Array | np.ndarray):
-            return "a parameter is missing" if a is None else f"a parameter is a {type(a).__name__}, not an array"
-        parameters.append(a if used else None)
-    return _modules.prepare(
-        x,
-        *parameters,
-        axes=range(x.ndim),
-        epsilon=layer.eps,
-        subtract_mean=isinstance(layer, EquinoxLayerNorm),
-        y_dtype=x.dtype,
-    )
-
-
-def _described(linear: eqx.nn.Linear, norm: _modules.Prepared) -> _modules.Linear | str:
-    """A Linear in the operators' terms, or the reason why it cannot be."""
-    if type(linear).__call__ is not EquinoxLinear.__call__:
-        return "the Linear has a call of its own"
-    if "scalar" in (linear.in_features, linear.out_features):
-        return "the Linear has a scalar side"
-    kernel, bias = linear.weight.T, linear.bias
-    dtype = jnp.result_type(norm.dtype, kernel, *([] if bias is None else [bias]))
-    return _modules.Linear(kernel, bias, dtype, None)
+_EQUINOX = _Equinox()
 
 
 def _with_state(y: Any, state: Any) -> Any:

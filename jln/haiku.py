@@ -15,7 +15,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +34,6 @@ __all__ = ["LayerNorm", "LayerNormLinear", "RMSNorm", "RMSNormLinear"]
 HaikuLayerNorm = hk.LayerNorm
 HaikuRMSNorm = hk.RMSNorm
 
-Norm: TypeAlias = HaikuLayerNorm | HaikuRMSNorm
-
 
 class _Read(hk.Module):
     """A module whose parameters another module reads, under this one's name and through the user's getters."""
@@ -45,78 +43,43 @@ class _Read(hk.Module):
 
 
 class LayerNorm(HaikuLayerNorm):
-    """`haiku.LayerNorm` on `jln.layer_norm`: the same arguments, parameters, results and errors.
+    """`haiku.LayerNorm` on `jln.layer_norm`: the same arguments, parameters, results and errors."""
 
-    adaLN's scale and offset of each example are no parameters of a module: for them call `jln.add_layer_norm(x,
-    residual, scale, offset, gate=gate, zero_centered_scale=True)` in its place, with arrays `[B, 1, H]`.
-    """
-
+    @_modules.listing(_modules.OfLayerNorm)
     def __call__(
         self,
         inputs: jax.Array,
         scale: jax.Array | None = None,
         offset: jax.Array | None = None,
-        *,
-        residual: jax.Array | None = None,
-        x_bias: jax.Array | None = None,
-        gate: _modules.Gate = None,
-        added_to: jax.Array | None = None,
+        **beside: Unpack[_modules.OfLayerNorm],
     ) -> Any:
-        """Normalise `inputs`, or its sum with a residual.
+        """Return `y` of the inputs' shape, their norm; with a residual `(y, total)`, the norm of the sum and the sum.
 
         Args:
-          inputs: `[..., H]`, or as `axis` says.
+          inputs: `[..., H]`, or as `axis` says; called `x` below.
           scale: broadcasts against the inputs, as of `haiku.LayerNorm`.
           offset: broadcasts against the inputs, as of `haiku.LayerNorm`.
-          residual: `inputs`' shape. The norm is of `total = residual + gate * (inputs + x_bias)`, as of
-            `jln.add_layer_norm`.
-          x_bias: as of `jln.add_layer_norm`; goes with a residual.
-          gate: as of `jln.add_layer_norm`; goes with a residual.
-          added_to: `inputs`' shape. The norm's result is added to it, as of `jln.layer_norm_add`.
-
-        Returns:
-          `y` of `inputs`' shape; with a residual `(y, total)`.
+          **beside: as of every LayerNorm of jln.
         """
-        given = {"residual": residual, "x_bias": x_bias, "gate": gate, "added_to": added_to}
-        return _call(self, super().__call__, inputs, scale, offset, **given)
+        return _HAIKU.norm(self, inputs, beside, scale=scale, offset=offset)
 
 
 class RMSNorm(_Read, HaikuRMSNorm):
-    """`haiku.RMSNorm` on `jln.rms_norm`: the same arguments, parameters, results and errors."""
+    """`haiku.RMSNorm` on `jln.rms_norm`: the same arguments, parameters, results and errors.
 
-    def __call__(
-        self,
-        inputs: jax.Array,
-        *,
-        residual: jax.Array | None = None,
-        x_bias: jax.Array | None = None,
-        gate: _modules.Gate = None,
-        added_to: jax.Array | None = None,
-        x_norm: RMSNorm | None = None,
-        z: jax.Array | None = None,
-        norm_before_gate: bool = True,
-    ) -> Any:
-        """Normalise `inputs`, or its sum with a residual.
+    Where it and the `x_norm` of its call are one operator, interceptors see of `x_norm` only how its parameters are
+    read.
+    """
+
+    @_modules.listing(_modules.OfRMSNorm)
+    def __call__(self, inputs: jax.Array, **beside: Unpack[_modules.OfRMSNorm]) -> Any:
+        """Return `y` of the inputs' shape, their norm; with a residual `(y, total)`, the norm of the sum and the sum.
 
         Args:
-          inputs: `[..., H]`, or as `axis` says.
-          residual: `inputs`' shape. The norm is of `total = residual + gate * (inputs + x_bias)`, as of
-            `jln.add_rms_norm`.
-          x_bias: as of `jln.add_rms_norm`; goes with a residual.
-          gate: as of `jln.add_rms_norm`; goes with a residual.
-          added_to: `inputs`' shape. The norm's result is added to it, as of `jln.rms_norm_add`.
-          x_norm: another RMSNorm. The norm is of `total = residual + x_norm(inputs)`, as of
-            `jln.rms_norm_add_rms_norm`.
-          z: `inputs`' shape. The result is gated by `silu(z)`, as of `jln.rms_norm_gated`.
-          norm_before_gate: as of `jln.rms_norm_gated`.
-
-        Returns:
-          `y` of `inputs`' shape; with a residual `(y, total)`.
-
-        Where the two norms are one operator, interceptors see of `x_norm` only how its parameters are read.
+          inputs: `[..., H]`, or as `axis` says; called `x` below.
+          **beside: as of every RMSNorm of jln.
         """
-        given = {"residual": residual, "x_bias": x_bias, "gate": gate, "added_to": added_to, "x_norm": x_norm}
-        return _call(self, super().__call__, inputs, z=z, norm_before_gate=norm_before_gate, **given)
+        return _HAIKU.norm(self, inputs, beside)
 
 
 class _NormLinear(hk.Module):
@@ -126,38 +89,20 @@ class _NormLinear(hk.Module):
     _linears: Mapping[str, Callable[..., Any]]  # make them
     _several: bool
 
+    @_modules.listing(_modules.OfSum)
     def __call__(
-        self,
-        inputs: jax.Array,
-        *,
-        residual: jax.Array | None = None,
-        x_bias: jax.Array | None = None,
-        gate: _modules.Gate = None,
-        precision: jax.lax.PrecisionLike = None,
+        self, inputs: jax.Array, *, precision: jax.lax.PrecisionLike = None, **beside: Unpack[_modules.OfSum]
     ) -> Any:
-        """Apply the norm and the Linear to `inputs`, or to its sum with a residual.
+        """Return `y` `[..., output_size]`, of several Linears a tuple in their order; with a residual `(y, total)`.
 
         Args:
-          inputs: `[..., H]`.
-          residual: `inputs`' shape. The norm is of `total = residual + gate * (inputs + x_bias)`, as of
-            `jln.add_layer_norm`.
-          x_bias: as of `jln.add_layer_norm`; goes with a residual.
-          gate: as of `jln.add_layer_norm`; goes with a residual.
+          inputs: `[..., H]`, called `x` below.
           precision: of the Linears.
-
-        Returns:
-          `y` `[..., output_size]`, of several Linears a tuple in their order; with a residual `(y, total)`.
+          **beside: as of every norm of jln.
         """
-        given = _modules.summed(inputs, residual, x_bias, gate)
-        norm = self._norm()
         linears = {name: make() for name, make in self._linears.items()}
-        products = _modules.compute_layers(
-            f"jln.haiku.{_kind(norm)}Linear {self.module_name}",
-            _fused(norm, linears, given, precision),
-            lambda: norm(given.total),
-            lambda z: (tuple(linear(z, precision=precision) for linear in linears.values()), given.total),
-        )
-        return given.result(products, self._several)
+        of_linears = {"precision": precision}
+        return _HAIKU.linears(self, self._norm(), linears, inputs, beside, several=self._several, of_linears=of_linears)
 
 
 class LayerNormLinear(_NormLinear):
@@ -175,14 +120,8 @@ class LayerNormLinear(_NormLinear):
     Args:
       output_size: as of `haiku.Linear`. For several Linears a mapping from each one's name to its size, or to a mapping
         of the arguments in which it differs from the others, as `{"output_size": 256, "with_bias": False}`.
-      create_scale: as of `haiku.LayerNorm`.
-      create_offset: as of `haiku.LayerNorm`.
-      eps: as of `haiku.LayerNorm`.
-      scale_init: as of `haiku.LayerNorm`.
-      offset_init: as of `haiku.LayerNorm`.
-      with_bias: as of `haiku.Linear`.
-      w_init: as of `haiku.Linear`.
-      b_init: as of `haiku.Linear`.
+      create_scale, create_offset, eps, scale_init, offset_init: as of `haiku.LayerNorm`.
+      with_bias, w_init, b_init: as of `haiku.Linear`.
       name: of the module.
     """
 
@@ -214,14 +153,8 @@ class RMSNormLinear(_NormLinear):
     one norm, as of `LayerNormLinear`.
 
     Args:
-      output_size: as of `LayerNormLinear`, also of several Linears.
-      create_scale: as of `haiku.RMSNorm`.
-      eps: as of `haiku.RMSNorm`.
-      scale_init: as of `haiku.RMSNorm`.
-      with_bias: as of `haiku.Linear`.
-      w_init: as of `haiku.Linear`.
-      b_init: as of `haiku.Linear`.
-      name: of the module.
+      create_scale, eps, scale_init: as of `haiku.RMSNorm`.
+      output_size, with_bias, w_init, b_init, name: as of `LayerNormLinear`.
     """
 
     def __init__(
@@ -261,103 +194,67 @@ def _makers(output_size: Any, cls: type, norm: str, options: Mapping[str, Any]) 
     return {name: functools.partial(_ReadLinear, **{**options, **own}, name=name) for name, own in linears.items()}
 
 
-def _fused(norm: Any, linears: Mapping[str, Any], given: _modules.Inputs, precision: Any) -> _modules.Fused | str:
-    """A norm and Linears as one operator, or the reason why they must be called.
+class _Haiku(_modules.Adapter):
+    module = "jln.haiku"
+    theirs, ours = (HaikuLayerNorm, HaikuRMSNorm), (LayerNorm, RMSNorm)
 
-    No module is called here: nobody sees half a result.
-    """
-    if hk.running_init():
-        return "Haiku's own code makes the parameters"
-    ready = _prepared(norm, given.total, None, None, norm.parameter)
-    if isinstance(ready, str):
-        return ready
-    described = {name: _described(a, ready, precision) for name, a in linears.items()}
-    return _modules.fused(ready, described, given)
+    def place(self, layer: hk.Module) -> str:
+        return layer.module_name
+
+    def axes(self, layer: Any, x: Any) -> tuple[int, ...]:
+        return _axes(layer.axis, np.ndim(x), wrap=self.is_layer_norm(layer))
+
+    def obstacle(self, layer: Any, role: str) -> str | None:
+        return "Haiku's own code makes the parameters" if hk.running_init() else None
+
+    def prepared(self, layer: Any, x: Any, own: Mapping[str, Any]) -> _modules.Prepared | str:
+        return self.existing(layer, x, own, layer)
+
+    def existing(self, layer: Any, x: Any, own: Mapping[str, Any], caller: Any) -> _modules.Prepared | str:
+        is_layer_norm, scale, offset = self.is_layer_norm(layer), own.get("scale"), own.get("offset")
+        if not all(a is None or isinstance(a, jax.Array | np.ndarray) for a in (x, scale, offset)):
+            return "an argument is not an array"
+        x = jnp.asarray(x)
+        if x.ndim == 0 or not jnp.issubdtype(x.dtype, jnp.floating):
+            return f"inputs are {x.dtype}{list(x.shape)}"
+        create_offset = is_layer_norm and layer.create_offset
+        if (layer.create_scale and scale is not None) or (create_offset and offset is not None):
+            return "scale or offset is given and created"
+        axes = self.axes(layer, x)
+        if len({a % x.ndim for a in axes}) != len(axes):
+            return f"axes {axes} name one twice"
+        if (layer.create_scale or create_offset) and axes != (x.ndim - 1,) and _must_name_param_axis(layer):
+            return "Haiku asks for param_axis"
+        if type(layer.eps) not in (int, float):  # numpy's, float64 too, promote what Haiku's RMSNorm adds them to
+            return f"eps is a {type(layer.eps).__name__}"
+        parameter = _parameter if layer is caller else layer.parameter
+        shape = _parameter_shape(_axes(layer.param_axis, x.ndim, wrap=True), x.shape)
+        if layer.create_scale:
+            scale = parameter("scale", shape, x.dtype, layer.scale_init)
+        if create_offset:
+            offset = parameter("offset", shape, x.dtype, layer.offset_init)
+        parameters = [None if a is None else jnp.asarray(a) for a in (scale, offset)]
+        return _modules.prepare(
+            x,
+            *parameters,
+            axes=axes,
+            epsilon=float(np.asarray(layer.eps, x.dtype)),  # Haiku adds it in the dtype of the inputs
+            subtract_mean=is_layer_norm,
+            y_dtype=jnp.result_type(x, *(a for a in parameters if a is not None)),
+        )
+
+    def linear(self, layer: _ReadLinear, norm: _modules.Prepared, own: Mapping[str, Any]) -> _modules.Linear:
+        dtype, shape = norm.dtype, [norm.x.shape[-1], layer.output_size]
+        w = layer.parameter("w", shape, dtype, layer.w_init)
+        b = layer.parameter("b", shape[1:], dtype, layer.b_init) if layer.with_bias else None
+        return _modules.Linear(w, b, jnp.result_type(dtype, w, *([] if b is None else [b])), own["precision"])
 
 
-def _described(linear: _ReadLinear, norm: _modules.Prepared, precision: Any) -> _modules.Linear:
-    """A Linear in the operators' terms."""
-    dtype, shape = norm.dtype, [norm.x.shape[-1], linear.output_size]
-    w = linear.parameter("w", shape, dtype, linear.w_init)
-    b = linear.parameter("b", shape[1:], dtype, linear.b_init) if linear.with_bias else None
-    return _modules.Linear(w, b, jnp.result_type(dtype, w, *([] if b is None else [b])), precision)
-
-
-def _call(
-    layer: Norm,
-    plain: Callable[..., jax.Array],
-    inputs: Any,
-    scale: Any = None,
-    offset: Any = None,
-    **of_x: Any,
-) -> Any:
-    """The call of a norm, from within it.
-
-    plain: Haiku's own code. of_x: the other arguments of `_modules.taken`.
-    """
-    own = (scale, offset) if isinstance(layer, HaikuLayerNorm) else ()
-    adds = of_x.get("residual") is not None
-    axes = _axes(layer.axis, np.ndim(inputs), wrap=isinstance(layer, HaikuLayerNorm)) if adds else ()
-    given = _modules.taken(inputs, axes, **of_x)
-    name = f"jln.haiku.{_kind(layer)} {layer.module_name}"
-    if given.x_norm is not None:
-
-        def existing(norm: Any, read: Any) -> _modules.Prepared | str:
-            if hk.running_init():
-                return "Haiku's own code makes the parameters"
-            return _prepared(norm, read, None, None, _parameter if norm is layer else norm.parameter)
-
-        return _modules.pair(name, given, layer, RMSNorm, existing, lambda total: _call(layer, plain, total, *own))
-    found = _prepared(layer, given.total, scale, offset, _parameter)
-    return _modules.compute_norm(name, found, given, lambda total: plain(total, *own))
-
-
-def _kind(layer: Norm) -> str:
-    return "LayerNorm" if isinstance(layer, HaikuLayerNorm) else "RMSNorm"
+_HAIKU = _Haiku()
 
 
 def _parameter(name: str, shape: Any, dtype: Any, init: Any) -> jax.Array:
     return hk.get_parameter(name, shape, dtype, init=init)
-
-
-def _prepared(
-    layer: Norm, inputs: Any, scale: Any, offset: Any, parameter: Callable[..., jax.Array]
-) -> _modules.Prepared | str:
-    """The norm in the operators' terms, or the reason why they cannot compute it.
-
-    parameter: makes or reads one as Haiku does. It is not called where a reason is returned: then Haiku's own code
-      makes or reads the parameters, or has.
-    """
-    if not all(a is None or isinstance(a, jax.Array | np.ndarray) for a in (inputs, scale, offset)):
-        return "an argument is not an array"
-    inputs = jnp.asarray(inputs)
-    if inputs.ndim == 0 or not jnp.issubdtype(inputs.dtype, jnp.floating):
-        return f"inputs are {inputs.dtype}{list(inputs.shape)}"
-    is_layer_norm = isinstance(layer, HaikuLayerNorm)
-    create_offset = isinstance(layer, HaikuLayerNorm) and layer.create_offset
-    if (layer.create_scale and scale is not None) or (create_offset and offset is not None):
-        return "scale or offset is given and created"
-    axes = _axes(layer.axis, inputs.ndim, wrap=is_layer_norm)
-    if len({a % inputs.ndim for a in axes}) != len(axes):
-        return f"axes {axes} name one twice"
-    if (layer.create_scale or create_offset) and axes != (inputs.ndim - 1,) and _must_name_param_axis(layer):
-        return "Haiku asks for param_axis"
-    if type(layer.eps) not in (int, float):  # numpy's, float64 too, promote what Haiku's RMSNorm adds them to
-        return f"eps is a {type(layer.eps).__name__}"
-    shape = _parameter_shape(_axes(layer.param_axis, inputs.ndim, wrap=True), inputs.shape)
-    if layer.create_scale:
-        scale = parameter("scale", shape, inputs.dtype, layer.scale_init)
-    if isinstance(layer, HaikuLayerNorm) and layer.create_offset:
-        offset = parameter("offset", shape, inputs.dtype, layer.offset_init)
-    parameters = [None if a is None else jnp.asarray(a) for a in (scale, offset)]
-    return _modules.prepare(
-        inputs,
-        *parameters,
-        axes=axes,
-        epsilon=float(np.asarray(layer.eps, inputs.dtype)),  # Haiku adds it in the dtype of the inputs
-        subtract_mean=is_layer_norm,
-        y_dtype=jnp.result_type(inputs, *(a for a in parameters if a is not None)),
-    )
 
 
 def _axes(axis: Any, ndim: int, wrap: bool) -> tuple[int, ...]:
@@ -374,7 +271,7 @@ def _parameter_shape(axes: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int
     return tuple(n if i in axes else 1 for i, n in enumerate(shape))
 
 
-def _must_name_param_axis(layer: Norm) -> bool:
+def _must_name_param_axis(layer: Any) -> bool:
     """True where Haiku's switch that refuses to guess param_axis is on."""
     asks = getattr(sys.modules[HaikuLayerNorm.__module__], "ERROR_IF_PARAM_AXIS_NOT_EXPLICIT", False)
     return asks and isinstance(layer, HaikuLayerNorm) and not layer._param_axis_passed_explicitly
@@ -390,11 +287,12 @@ def _(model: Any) -> Callable[..., Any]:
     def traced(*args: Any, **kwargs: Any) -> None:
         key = jax.random.key(0)
         with _explain.unasked():  # of the call that makes the parameters, in which nothing is fused
-            made = model.init(key, *args, **kwargs)
-        made = made if isinstance(model, hk.TransformedWithState | hk.MultiTransformedWithState) else (made,)
+            variables = model.init(key, *args, **kwargs)
+        with_state = isinstance(model, hk.TransformedWithState | hk.MultiTransformedWithState)
+        variables = variables if with_state else (variables,)
         for apply in jax.tree.leaves(model.apply):
             # what hk.without_apply_rng returns has no rng
             rng = (key,) if "rng" in inspect.signature(apply).parameters else ()
-            apply(*made, *rng, *args, **kwargs)
+            apply(*variables, *rng, *args, **kwargs)
 
     return traced

@@ -12,7 +12,7 @@ large against its spread: here it is two-pass always.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -33,82 +33,41 @@ __all__ = ["LayerNorm", "LayerNormDense", "RMSNorm", "RMSNormDense"]
 FlaxLayerNorm = nn.LayerNorm
 FlaxRMSNorm = nn.RMSNorm
 
-Norm: TypeAlias = FlaxLayerNorm | FlaxRMSNorm
-
 
 class LayerNorm(FlaxLayerNorm):
-    """`flax.linen.LayerNorm` on `jln.layer_norm`: the same fields, parameters, results and errors.
-
-    adaLN's scale and offset of each example are no parameters of a module: for them call `jln.add_layer_norm(x,
-    residual, scale, offset, gate=gate, zero_centered_scale=True)` in its place, with arrays `[B, 1, H]`.
-    """
+    """`flax.linen.LayerNorm` on `jln.layer_norm`: the same fields, parameters, results and errors."""
 
     @nn.compact
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        mask: jax.Array | None = None,
-        residual: jax.Array | None = None,
-        x_bias: jax.Array | None = None,
-        gate: _modules.Gate = None,
-        added_to: jax.Array | None = None,
-    ) -> Any:
-        """Normalise `x`, or its sum with a residual.
+    @_modules.listing(_modules.OfLayerNorm)
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None, **beside: Unpack[_modules.OfLayerNorm]) -> Any:
+        """Return `y` of `x`'s shape, the norm of `x`; with a residual `(y, total)`, the norm of the sum and the sum.
 
         Args:
           x: `[..., H]`, or as `reduction_axes` and `feature_axes` say.
           mask: as of `flax.linen.LayerNorm`, whose code then runs.
-          residual: `x`'s shape. The norm is of `total = residual + gate * (x + x_bias)`, as of `jln.add_layer_norm`.
-          x_bias: as of `jln.add_layer_norm`; goes with a residual.
-          gate: as of `jln.add_layer_norm`; goes with a residual.
-          added_to: `x`'s shape. The norm's result is added to it, as of `jln.layer_norm_add`.
-
-        Returns:
-          `y` of `x`'s shape; with a residual `(y, total)`.
+          **beside: as of every LayerNorm of jln.
         """
-        given = {"residual": residual, "x_bias": x_bias, "gate": gate, "added_to": added_to}
-        return _call(self, super().__call__, x, mask=mask, **given)
+        return _LINEN.norm(self, x, beside, mask=mask)
 
 
 class RMSNorm(FlaxRMSNorm):
-    """`flax.linen.RMSNorm` on `jln.rms_norm`: the same fields, parameters, results and errors."""
+    """`flax.linen.RMSNorm` on `jln.rms_norm`: the same fields, parameters, results and errors.
+
+    Where it and the `x_norm` of its call are one operator, `x_norm` is not called: `nn.intercept_methods` and
+    `capture_intermediates` see this layer's call alone. In `init` it is.
+    """
 
     @nn.compact
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        mask: jax.Array | None = None,
-        residual: jax.Array | None = None,
-        x_bias: jax.Array | None = None,
-        gate: _modules.Gate = None,
-        added_to: jax.Array | None = None,
-        x_norm: RMSNorm | None = None,
-        z: jax.Array | None = None,
-        norm_before_gate: bool = True,
-    ) -> Any:
-        """Normalise `x`, or its sum with a residual.
+    @_modules.listing(_modules.OfRMSNorm)
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None, **beside: Unpack[_modules.OfRMSNorm]) -> Any:
+        """Return `y` of `x`'s shape, the norm of `x`; with a residual `(y, total)`, the norm of the sum and the sum.
 
         Args:
           x: `[..., H]`, or as `reduction_axes` and `feature_axes` say.
           mask: as of `flax.linen.RMSNorm`, whose code then runs.
-          residual: `x`'s shape. The norm is of `total = residual + gate * (x + x_bias)`, as of `jln.add_rms_norm`.
-          x_bias: as of `jln.add_rms_norm`; goes with a residual.
-          gate: as of `jln.add_rms_norm`; goes with a residual.
-          added_to: `x`'s shape. The norm's result is added to it, as of `jln.rms_norm_add`.
-          x_norm: another RMSNorm. The norm is of `total = residual + x_norm(x)`, as of `jln.rms_norm_add_rms_norm`.
-          z: `x`'s shape. The result is gated by `silu(z)`, as of `jln.rms_norm_gated`.
-          norm_before_gate: as of `jln.rms_norm_gated`.
-
-        Returns:
-          `y` of `x`'s shape; with a residual `(y, total)`.
-
-        Where the two norms are one operator, `x_norm` is not called: `nn.intercept_methods` and `capture_intermediates`
-        see this layer's call alone. In `init` it is.
+          **beside: as of every RMSNorm of jln.
         """
-        given = {"residual": residual, "x_bias": x_bias, "gate": gate, "added_to": added_to, "x_norm": x_norm}
-        return _call(self, super().__call__, x, mask=mask, z=z, norm_before_gate=norm_before_gate, **given)
+        return _LINEN.norm(self, x, beside, mask=mask)
 
 
 # The fields below that those of the two layers are given, under the same names.
@@ -136,10 +95,6 @@ class _NormDense(nn.Module):
     use_scale: bool = True
     scale_init: nn.initializers.Initializer = initializers.ones
 
-    @nn.nowrap
-    def _norm(self, **options: Any) -> Norm:
-        raise NotImplementedError
-
     def __post_init__(self) -> None:
         if isinstance(self.features, Mapping):  # of mappings Flax and JAX would compare and hash no order
             named = _modules.named("features", self.features, type(self), ("norm",))
@@ -147,40 +102,21 @@ class _NormDense(nn.Module):
         super().__post_init__()
 
     @nn.compact
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        mask: jax.Array | None = None,
-        residual: jax.Array | None = None,
-        x_bias: jax.Array | None = None,
-        gate: _modules.Gate = None,
-    ) -> Any:
-        """Apply the norm and the Dense to `x`, or to its sum with a residual.
+    @_modules.listing(_modules.OfSum)
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None, **beside: Unpack[_modules.OfSum]) -> Any:
+        """Return `y` `[..., *features]`, of several Denses a tuple in their order; with a residual `(y, total)`.
 
         Args:
           x: `[..., H]`.
           mask: as of the norm, which Flax's own code then computes.
-          residual: `x`'s shape. The norm is of `total = residual + gate * (x + x_bias)`, as of `jln.add_layer_norm`.
-          x_bias: as of `jln.add_layer_norm`; goes with a residual.
-          gate: as of `jln.add_layer_norm`; goes with a residual.
-
-        Returns:
-          `y` `[..., *features]`, of several Denses a tuple in their order; with a residual `(y, total)`.
+          **beside: as of every norm of jln.
         """
-        given = _modules.summed(x, residual, x_bias, gate)
         norm = self._norm(**{field: getattr(self, field) for field in _OF_THE_NORM}, name="norm")
         options: dict[str, Any] = {field: getattr(self, field) for field in _OF_A_DENSE}
         several = isinstance(self.features, tuple) and any(isinstance(a, tuple) for a in self.features)
         named: Any = self.features if several else [("dense", {"features": self.features})]
-        denses = [nn.DenseGeneral(**{**options, **own}, name=name) for name, own in named]
-        products = _modules.compute_layers(
-            f"jln.linen.{_kind(norm)}Dense {'/'.join(self.path)}".rstrip(),
-            _fused(norm, denses, given, mask),
-            lambda: norm(given.total, mask=mask),
-            lambda z: (tuple(dense(z) for dense in denses), given.total),
-        )
-        return given.result(products, several)
+        denses = {name: nn.DenseGeneral(**{**options, **own}, name=name) for name, own in named}
+        return _LINEN.linears(self, norm, denses, x, beside, several=several, mask=mask)
 
 
 class LayerNormDense(_NormDense):
@@ -200,27 +136,17 @@ class LayerNormDense(_NormDense):
       features: int or tuple, the number of output features. For several Denses a mapping from each one's name to either
         of these, or to a mapping of the attributes in which it differs from the others, as `{"features": 256,
         "use_bias": False}`.
-      use_bias: of the Dense.
-      dtype: of both layers.
-      param_dtype: of both layers.
-      precision: of the Dense.
-      kernel_init: of the Dense.
-      bias_init: of the Dense.
-      promote_dtype: of the Dense.
-      dot_general: of the Dense.
-      dot_general_cls: of the Dense.
-      epsilon: of the norm.
-      use_scale: of the norm.
-      scale_init: of the norm.
-      use_offset: the norm's `use_bias`.
-      offset_init: the norm's `bias_init`.
+      use_bias, precision, kernel_init, bias_init, promote_dtype, dot_general, dot_general_cls: of the Dense.
+      epsilon, use_scale, scale_init: of the norm.
+      use_offset, offset_init: the norm's `use_bias` and `bias_init`.
+      dtype, param_dtype: of both layers.
     """
 
     use_offset: bool = True
     offset_init: nn.initializers.Initializer = initializers.zeros
 
     @nn.nowrap
-    def _norm(self, **options: Any) -> Norm:
+    def _norm(self, **options: Any) -> FlaxLayerNorm:
         return LayerNorm(use_bias=self.use_offset, bias_init=self.offset_init, **options)
 
 
@@ -232,78 +158,85 @@ class RMSNormDense(_NormDense):
     """
 
     @nn.nowrap
-    def _norm(self, **options: Any) -> Norm:
+    def _norm(self, **options: Any) -> FlaxRMSNorm:
         return RMSNorm(**options)
 
 
-def _call(
-    layer: Norm,
-    plain: Callable[..., jax.Array],
-    x: Any,
-    *,
-    mask: Any = None,
-    **of_x: Any,
-) -> Any:
-    """The call of a norm, from within it.
+class _Linen(_modules.Adapter):
+    module, linear_name = "jln.linen", "Dense"
+    theirs, ours = (FlaxLayerNorm, FlaxRMSNorm), (LayerNorm, RMSNorm)
 
-    plain: Flax's own code. of_x: the other arguments of `_modules.taken`.
-    """
+    def place(self, layer: nn.Module) -> str:
+        return "/".join(layer.path)
 
-    def parameter(name: str, init: Any, shape: Sequence[int]) -> jax.Array:
-        return layer.param(name, init, shape, layer.param_dtype)
+    def axes(self, layer: Any, x: Any) -> Any:
+        return layer.reduction_axes
 
-    name = f"jln.linen.{_kind(layer)} {'/'.join(layer.path)}".rstrip()
-    given = _modules.taken(x, layer.reduction_axes, **of_x)
-    if given.x_norm is not None:
+    def prepared(self, layer: Any, x: Any, own: Mapping[str, Any]) -> _modules.Prepared | str:
+        def parameter(name: str, shape: Sequence[int]) -> jax.Array:
+            return layer.param(name, getattr(layer, f"{name}_init"), shape, layer.param_dtype)
 
-        def existing(norm: Norm, read: Any) -> _modules.Prepared | str:
-            return _existing(norm, read, mask if norm is layer else None)
+        return self._with_parameters(layer, x, own, parameter)
 
-        return _modules.pair(name, given, layer, RMSNorm, existing, lambda total: _call(layer, plain, total, mask=mask))
-    found = _prepared(layer, given.total, mask, parameter)
-    return _modules.compute_norm(name, found, given, lambda total: plain(total, mask=mask))
+    def existing(self, layer: Any, x: Any, own: Mapping[str, Any], caller: Any) -> _modules.Prepared | str:
+        if not isinstance(x, jax.Array | np.ndarray) or x.ndim == 0:
+            return "x has no axes"
+        shape = tuple(x.shape[a] for a in sorted({a % x.ndim for a in _modules.axes(layer.feature_axes)}))
+        use_bias = self.is_layer_norm(layer) and layer.use_bias
+        parameters = _read(layer, {"scale": (layer.use_scale, shape), "bias": (use_bias, shape)})
+        if isinstance(parameters, str):
+            return parameters
+        return self._with_parameters(layer, x, own, lambda name, _: parameters[name])
+
+    def _with_parameters(
+        self, layer: Any, x: Any, own: Mapping[str, Any], parameter: Callable[[str, Sequence[int]], jax.Array]
+    ) -> _modules.Prepared | str:
+        """A norm as of `prepared`. parameter: (name, shape) -> a parameter, made or read."""
+        if own.get("mask") is not None:
+            return "mask is given"
+        if layer.axis_name is not None:
+            return f"statistics are averaged over the mesh axis {layer.axis_name!r}"
+        if not layer.force_float32_reductions:
+            return "force_float32_reductions=False: statistics in x's own dtype"
+        if not isinstance(x, jax.Array | np.ndarray):
+            return f"x is a {type(x).__name__}, not an array"
+        features = sorted({a + x.ndim if a < 0 else a for a in _modules.axes(layer.feature_axes)})
+        if not all(0 <= a < x.ndim for a in features):
+            return f"x of shape {x.shape} has no axes {layer.feature_axes}"
+        shape = [x.shape[a] for a in features]
+        used = {"scale": layer.use_scale, "bias": self.is_layer_norm(layer) and layer.use_bias}
+        stand_ins = [_stand_in(layer, name, shape) if is_used else None for name, is_used in used.items()]
+        like = (None if a is None else np.empty((), a.dtype) for a in stand_ins)
+        norm = _modules.prepare(
+            x,
+            *stand_ins,
+            axes=_modules.axes(layer.reduction_axes),
+            parameter_axes=features,
+            epsilon=layer.epsilon,
+            subtract_mean=self.is_layer_norm(layer),
+            y_dtype=dtypes.canonicalize_dtype(x, *like, dtype=layer.dtype),
+        )
+        if isinstance(norm, str):
+            return norm
+        return norm.with_parameters(*(parameter(name, shape) if is_used else None for name, is_used in used.items()))
+
+    def linear(self, layer: nn.DenseGeneral, norm: _modules.Prepared, own: Mapping[str, Any]) -> _modules.Linear | str:
+        if layer.promote_dtype is not dtypes.promote_dtype:
+            return "the Dense has its own promote_dtype"
+        if layer.dot_general is not None or layer.dot_general_cls is not None:
+            return "the Dense has a product of its own"
+        if _modules.axes(layer.axis) not in ((-1,), (norm.x.ndim - 1,)) or layer.batch_dims:
+            return "the Dense is not over the last axis alone"
+        features = _modules.axes(layer.features)
+        parameters = _read(layer, {"kernel": (True, (norm.x.shape[-1], *features)), "bias": (layer.use_bias, features)})
+        if isinstance(parameters, str):
+            return parameters
+        kernel, bias = parameters["kernel"], parameters.get("bias")
+        dtype = dtypes.canonicalize_dtype(jnp.empty((), norm.dtype), kernel, bias, dtype=layer.dtype)
+        return _modules.Linear(kernel, bias, dtype, layer.precision)
 
 
-def _kind(layer: Norm) -> str:
-    return "LayerNorm" if isinstance(layer, FlaxLayerNorm) else "RMSNorm"
-
-
-def _fused(norm: Norm, denses: Sequence[nn.DenseGeneral], given: _modules.Inputs, mask: Any) -> _modules.Fused | str:
-    """A norm and Denses as one operator, or the reason why they must be called.
-
-    No layer is called here: nobody sees half a result.
-    """
-    ready = _existing(norm, given.total, mask)
-    if isinstance(ready, str):
-        return ready
-    return _modules.fused(ready, {str(dense.name): _described(dense, ready) for dense in denses}, given)
-
-
-def _existing(norm: Norm, x: Any, mask: Any) -> _modules.Prepared | str:
-    """The norm in the operators' terms, as of `_prepared`, with the parameters that a call of it has made."""
-    if not isinstance(x, jax.Array | np.ndarray) or x.ndim == 0:
-        return "x has no axes"
-    shape = tuple(x.shape[a] for a in sorted({a % x.ndim for a in _modules.axes(norm.feature_axes)}))
-    use_offset = isinstance(norm, FlaxLayerNorm) and norm.use_bias
-    read = _read(norm, {"scale": (norm.use_scale, shape), "bias": (use_offset, shape)})
-    return read if isinstance(read, str) else _prepared(norm, x, mask, lambda name, *_: read[name])
-
-
-def _described(dense: nn.DenseGeneral, norm: _modules.Prepared) -> _modules.Linear | str:
-    """A Dense in the operators' terms, or the reason why it cannot be."""
-    if dense.promote_dtype is not dtypes.promote_dtype:
-        return "the Dense has its own promote_dtype"
-    if dense.dot_general is not None or dense.dot_general_cls is not None:
-        return "the Dense has a product of its own"
-    if _modules.axes(dense.axis) not in ((-1,), (norm.x.ndim - 1,)) or dense.batch_dims:
-        return "the Dense is not over the last axis alone"
-    features = _modules.axes(dense.features)
-    read = _read(dense, {"kernel": (True, (norm.x.shape[-1], *features)), "bias": (dense.use_bias, features)})
-    if isinstance(read, str):
-        return read
-    kernel, bias = read["kernel"], read.get("bias")
-    dtype = dtypes.canonicalize_dtype(jnp.empty((), norm.dtype), kernel, bias, dtype=dense.dtype)
-    return _modules.Linear(kernel, bias, dtype, dense.precision)
+_LINEN = _Linen()
 
 
 def _read(layer: nn.Module, wanted: Mapping[str, tuple[bool, tuple[int, ...]]]) -> dict[str, Any] | str:
@@ -311,59 +244,19 @@ def _read(layer: nn.Module, wanted: Mapping[str, tuple[bool, tuple[int, ...]]]) 
 
     wanted: from each name to whether the parameter is used, and the shape that it must have.
     """
-    found = {}
+    parameters = {}
     for name, (used, shape) in wanted.items():
         if not used:
             continue
         if not layer.has_variable("params", name):
             return "Flax's own code makes the parameters"
-        found[name] = nn.meta.unbox(layer.get_variable("params", name))
-        if jnp.shape(found[name]) != shape:
+        parameters[name] = nn.meta.unbox(layer.get_variable("params", name))
+        if jnp.shape(parameters[name]) != shape:
             return "the parameters do not have the shapes that x and features ask for"
-    return found
+    return parameters
 
 
-def _prepared(layer: Norm, x: Any, mask: Any, parameter: Callable[..., jax.Array]) -> _modules.Prepared | str:
-    """The norm in the operators' terms, or the reason why they cannot compute it.
-
-    parameter: (name, init, shape) -> a parameter, made or read as Flax does. It is not called where a reason is
-      returned: then Flax's own code makes or reads the parameters.
-    """
-    if mask is not None:
-        return "mask is given"
-    if layer.axis_name is not None:
-        return f"statistics are averaged over the mesh axis {layer.axis_name!r}"
-    if not layer.force_float32_reductions:
-        return "force_float32_reductions=False: statistics in x's own dtype"
-    if not isinstance(x, jax.Array | np.ndarray):
-        return f"x is a {type(x).__name__}, not an array"
-    features = sorted({a + x.ndim if a < 0 else a for a in _modules.axes(layer.feature_axes)})
-    if not all(0 <= a < x.ndim for a in features):
-        return f"x of shape {x.shape} has no axes {layer.feature_axes}"
-    shape = [x.shape[a] for a in features]
-    use_bias = isinstance(layer, FlaxLayerNorm) and layer.use_bias
-    scale = _stand_in(layer, "scale", shape) if layer.use_scale else None
-    bias = _stand_in(layer, "bias", shape) if use_bias else None
-    like = (None if a is None else np.empty((), a.dtype) for a in (scale, bias))
-    found = _modules.prepare(
-        x,
-        scale,
-        bias,
-        axes=_modules.axes(layer.reduction_axes),
-        parameter_axes=features,
-        epsilon=layer.epsilon,
-        subtract_mean=isinstance(layer, FlaxLayerNorm),
-        y_dtype=dtypes.canonicalize_dtype(x, *like, dtype=layer.dtype),
-    )
-    if isinstance(found, str):
-        return found
-    return found.with_parameters(
-        parameter("scale", layer.scale_init, shape) if layer.use_scale else None,
-        parameter("bias", layer.bias_init, shape) if use_bias else None,
-    )
-
-
-def _stand_in(layer: Norm, name: str, shape: Sequence[int]) -> jax.ShapeDtypeStruct:
+def _stand_in(layer: Any, name: str, shape: Sequence[int]) -> jax.ShapeDtypeStruct:
     """A stand-in for a parameter that Flax's own code would find unmade."""
     dtype = layer.param_dtype
     if layer.has_variable("params", name):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, MethodType
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -35,72 +35,33 @@ FlaxLinear, FlaxLinearGeneral = nnx.Linear, nnx.LinearGeneral
 
 
 class LayerNorm(FlaxLayerNorm):
-    """`flax.nnx.LayerNorm` on `jln.layer_norm`: the same arguments, parameters, results and errors.
+    """`flax.nnx.LayerNorm` on `jln.layer_norm`: the same arguments, parameters, results and errors."""
 
-    adaLN's scale and offset of each example are no parameters of a module: for them call `jln.add_layer_norm(x,
-    residual, scale, offset, gate=gate, zero_centered_scale=True)` in its place, with arrays `[B, 1, H]`.
-    """
-
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        mask: jax.Array | None = None,
-        residual: jax.Array | None = None,
-        x_bias: jax.Array | None = None,
-        gate: _modules.Gate = None,
-        added_to: jax.Array | None = None,
-    ) -> Any:
-        """Normalise `x`, or its sum with a residual.
+    @_modules.listing(_modules.OfLayerNorm)
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None, **beside: Unpack[_modules.OfLayerNorm]) -> Any:
+        """Return `y` of `x`'s shape, the norm of `x`; with a residual `(y, total)`, the norm of the sum and the sum.
 
         Args:
           x: `[..., num_features]`, or as `reduction_axes` and `feature_axes` say.
           mask: as of `flax.nnx.LayerNorm`, whose code then runs.
-          residual: `x`'s shape. The norm is of `total = residual + gate * (x + x_bias)`, as of `jln.add_layer_norm`.
-          x_bias: as of `jln.add_layer_norm`; goes with a residual.
-          gate: as of `jln.add_layer_norm`; goes with a residual.
-          added_to: `x`'s shape. The norm's result is added to it, as of `jln.layer_norm_add`.
-
-        Returns:
-          `y` of `x`'s shape; with a residual `(y, total)`.
+          **beside: as of every LayerNorm of jln.
         """
-        return _computed(self, x, mask, residual=residual, x_bias=x_bias, gate=gate, added_to=added_to)
+        return _NNX.norm(self, x, beside, mask=mask)
 
 
 class RMSNorm(FlaxRMSNorm):
     """`flax.nnx.RMSNorm` on `jln.rms_norm`: the same arguments, parameters, results and errors."""
 
-    def __call__(
-        self,
-        x: jax.Array,
-        mask: jax.Array | None = None,
-        *,
-        residual: jax.Array | None = None,
-        x_bias: jax.Array | None = None,
-        gate: _modules.Gate = None,
-        added_to: jax.Array | None = None,
-        x_norm: RMSNorm | None = None,
-        z: jax.Array | None = None,
-        norm_before_gate: bool = True,
-    ) -> Any:
-        """Normalise `x`, or its sum with a residual.
+    @_modules.listing(_modules.OfRMSNorm)
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None, **beside: Unpack[_modules.OfRMSNorm]) -> Any:
+        """Return `y` of `x`'s shape, the norm of `x`; with a residual `(y, total)`, the norm of the sum and the sum.
 
         Args:
           x: `[..., num_features]`, or as `reduction_axes` and `feature_axes` say.
           mask: as of `flax.nnx.RMSNorm`, whose code then runs.
-          residual: `x`'s shape. The norm is of `total = residual + gate * (x + x_bias)`, as of `jln.add_rms_norm`.
-          x_bias: as of `jln.add_rms_norm`; goes with a residual.
-          gate: as of `jln.add_rms_norm`; goes with a residual.
-          added_to: `x`'s shape. The norm's result is added to it, as of `jln.rms_norm_add`.
-          x_norm: another RMSNorm. The norm is of `total = residual + x_norm(x)`, as of `jln.rms_norm_add_rms_norm`.
-          z: `x`'s shape. The result is gated by `silu(z)`, as of `jln.rms_norm_gated`.
-          norm_before_gate: as of `jln.rms_norm_gated`.
-
-        Returns:
-          `y` of `x`'s shape; with a residual `(y, total)`.
+          **beside: as of every RMSNorm of jln.
         """
-        given = {"residual": residual, "x_bias": x_bias, "gate": gate, "added_to": added_to, "x_norm": x_norm}
-        return _computed(self, x, mask, z=z, norm_before_gate=norm_before_gate, **given)
+        return _NNX.norm(self, x, beside, mask=mask)
 
 
 # out_features of one Linear, or by the name of each of several; or a mapping of all arguments that are its own.
@@ -121,36 +82,17 @@ class _NormLinear(nnx.Module):
         for name, own in linears.items():
             setattr(self, name, _linear(in_features, **{**options, **own}))
 
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        mask: jax.Array | None = None,
-        residual: jax.Array | None = None,
-        x_bias: jax.Array | None = None,
-        gate: _modules.Gate = None,
-    ) -> Any:
-        """Apply the norm and the Linear to `x`, or to its sum with a residual.
+    @_modules.listing(_modules.OfSum)
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None, **beside: Unpack[_modules.OfSum]) -> Any:
+        """Return `y` `[..., *features]`, of several Linears a tuple in their order; with a residual `(y, total)`.
 
         Args:
           x: `[..., H]`.
           mask: as of the norm, which Flax's own code then computes.
-          residual: `x`'s shape. The norm is of `total = residual + gate * (x + x_bias)`, as of `jln.add_layer_norm`.
-          x_bias: as of `jln.add_layer_norm`; goes with a residual.
-          gate: as of `jln.add_layer_norm`; goes with a residual.
-
-        Returns:
-          `y` `[..., *features]`, of several Linears a tuple in their order; with a residual `(y, total)`.
+          **beside: as of every norm of jln.
         """
-        given = _modules.summed(x, residual, x_bias, gate)
         linears = {name: getattr(self, name) for name in self.names or ("linear",)}
-        products = _modules.compute_layers(
-            _name(self, f"{_kind(self.norm)}Linear"),
-            _fused(self.norm, linears, given, mask),
-            lambda: self.norm(given.total, mask=mask),
-            lambda z: (tuple(linear(z) for linear in linears.values()), given.total),
-        )
-        return given.result(products, several=bool(self.names))
+        return _NNX.linears(self, self.norm, linears, x, beside, several=bool(self.names), mask=mask)
 
 
 class LayerNormLinear(_NormLinear):
@@ -168,17 +110,9 @@ class LayerNormLinear(_NormLinear):
       out_features: N, or a tuple: then the Linear is a `flax.nnx.LinearGeneral`. For several Linears a mapping from
         each one's attribute name to either of these, or to a mapping of the arguments in which it differs from the
         others, as `{"out_features": 256, "use_bias": False}`.
-      epsilon: as of `flax.nnx.LayerNorm`.
-      use_scale: as of `flax.nnx.LayerNorm`.
-      use_offset: `flax.nnx.LayerNorm`'s `use_bias`.
-      scale_init: as of `flax.nnx.LayerNorm`.
-      offset_init: `flax.nnx.LayerNorm`'s `bias_init`.
-      scale_metadata: as of `flax.nnx.LayerNorm`.
-      offset_metadata: `flax.nnx.LayerNorm`'s `bias_metadata`.
-      dtype: of both layers.
-      param_dtype: of both layers.
-      promote_dtype: of both layers.
-      rngs: as of Flax's layers.
+      epsilon, use_scale, scale_init, scale_metadata: as of `flax.nnx.LayerNorm`.
+      use_offset, offset_init, offset_metadata: `flax.nnx.LayerNorm`'s `use_bias`, `bias_init` and `bias_metadata`.
+      dtype, param_dtype, promote_dtype, rngs: of both layers.
       **linear_options: every other argument of the Linear, or of each.
     """
 
@@ -200,18 +134,10 @@ class LayerNormLinear(_NormLinear):
         rngs: nnx.Rngs,
         **linear_options: Any,
     ):
+        of_scale = {"use_scale": use_scale, "scale_init": scale_init, "scale_metadata": scale_metadata}
+        of_bias = {"use_bias": use_offset, "bias_init": offset_init, "bias_metadata": offset_metadata}
         both = {"dtype": dtype, "param_dtype": param_dtype, "promote_dtype": promote_dtype, "rngs": rngs}
-        self.norm = LayerNorm(
-            in_features,
-            epsilon=epsilon,
-            use_scale=use_scale,
-            use_bias=use_offset,
-            scale_init=scale_init,
-            bias_init=offset_init,
-            scale_metadata=scale_metadata,
-            bias_metadata=offset_metadata,
-            **both,
-        )
+        self.norm = LayerNorm(in_features, epsilon=epsilon, **of_scale, **of_bias, **both)
         self._make_linears(in_features, out_features, {**linear_options, **both})
 
     __call__ = _NormLinear.__call__  # nnx.capture sees a class's own methods only
@@ -224,17 +150,8 @@ class RMSNormLinear(_NormLinear):
     `LayerNormLinear`.
 
     Args:
-      in_features: H.
-      out_features: as of `LayerNormLinear`, also of several Linears.
-      epsilon: as of `flax.nnx.RMSNorm`.
-      use_scale: as of `flax.nnx.RMSNorm`.
-      scale_init: as of `flax.nnx.RMSNorm`.
-      scale_metadata: as of `flax.nnx.RMSNorm`.
-      dtype: of both layers.
-      param_dtype: of both layers.
-      promote_dtype: of both layers.
-      rngs: as of Flax's layers.
-      **linear_options: every other argument of the Linear, or of each.
+      epsilon, use_scale, scale_init, scale_metadata: as of `flax.nnx.RMSNorm`.
+      in_features, out_features, dtype, param_dtype, promote_dtype, rngs, **linear_options: as of `LayerNormLinear`.
     """
 
     def __init__(
@@ -252,22 +169,12 @@ class RMSNormLinear(_NormLinear):
         rngs: nnx.Rngs,
         **linear_options: Any,
     ):
+        of_scale = {"use_scale": use_scale, "scale_init": scale_init, "scale_metadata": scale_metadata}
         both = {"dtype": dtype, "param_dtype": param_dtype, "promote_dtype": promote_dtype, "rngs": rngs}
-        self.norm = RMSNorm(
-            in_features,
-            epsilon=epsilon,
-            use_scale=use_scale,
-            scale_init=scale_init,
-            scale_metadata=scale_metadata,
-            **both,
-        )
+        self.norm = RMSNorm(in_features, epsilon=epsilon, **of_scale, **both)
         self._make_linears(in_features, out_features, {**linear_options, **both})
 
     __call__ = _NormLinear.__call__
-
-
-def _is_captured(layer: nnx.Module) -> bool:
-    return hasattr(layer, "__captures__")
 
 
 def _linear(in_features: int, out_features: int | Sequence[int], **options: Any) -> Any:
@@ -275,98 +182,66 @@ def _linear(in_features: int, out_features: int | Sequence[int], **options: Any)
     return cls(in_features, out_features, **options)
 
 
-def _prepared(layer: FlaxLayerNorm | FlaxRMSNorm, x: Any, mask: Any) -> _modules.Prepared | str:
-    if mask is not None:
-        return "mask is given"
-    if layer.axis_name is not None:
-        return f"statistics are averaged over the mesh axis {layer.axis_name!r}"
-    scale, bias = None if layer.scale is None else layer.scale[...], None
-    if isinstance(layer, FlaxLayerNorm):
-        bias = None if layer.bias is None else layer.bias[...]
-        z, scale, bias = layer.promote_dtype((x, scale, bias), dtype=layer.dtype)
-    else:
-        z, scale = layer.promote_dtype((x, scale), dtype=layer.dtype)
-    y_dtype = dtypes.canonicalize_dtype(z, scale, bias, dtype=layer.dtype)
-    if _reads_as_given(layer) and _is_narrower(x, z):
-        z = x  # the kernels read 16 bits and compute in float32 as well
-    return _modules.prepare(
-        z,
-        scale,
-        bias,
-        axes=_modules.axes(layer.reduction_axes),
-        parameter_axes=_modules.axes(layer.feature_axes),
-        epsilon=layer.epsilon,
-        subtract_mean=isinstance(layer, FlaxLayerNorm),
-        y_dtype=y_dtype,
-    )
+class _Nnx(_modules.Adapter):
+    module = "jln.nnx"
+    theirs, ours = (FlaxLayerNorm, FlaxRMSNorm), (LayerNorm, RMSNorm)
+
+    def place(self, layer: nnx.Module) -> str:
+        return getattr(layer, _PATH, "")
+
+    def axes(self, layer: Any, x: Any) -> Any:
+        return layer.reduction_axes
+
+    def obstacle(self, layer: Any, role: str) -> str | None:
+        return f"nnx.capture watches {role}" if hasattr(layer, "__captures__") else None
+
+    def reads_as_given(self, layer: Any) -> bool:
+        return layer.promote_dtype is dtypes.promote_dtype
+
+    def prepared(self, layer: Any, x: Any, own: Mapping[str, Any]) -> _modules.Prepared | str:
+        if own.get("mask") is not None:
+            return "mask is given"
+        if layer.axis_name is not None:
+            return f"statistics are averaged over the mesh axis {layer.axis_name!r}"
+        names = ("scale", "bias") if self.is_layer_norm(layer) else ("scale",)
+        parameters = [None if getattr(layer, name) is None else getattr(layer, name)[...] for name in names]
+        promoted = layer.promote_dtype((x, *parameters), dtype=layer.dtype)
+        read, scale, offset = (*promoted, None)[:3]  # an RMSNorm has no offset
+        assert read is not None
+        y_dtype = dtypes.canonicalize_dtype(*promoted, dtype=layer.dtype)
+        is_narrow = isinstance(x, jax.Array | np.ndarray) and x.dtype in (jnp.bfloat16, jnp.float16)
+        if is_narrow and read.dtype == jnp.float32 and self.reads_as_given(layer):
+            read = x  # the kernels read 16 bits and compute in float32 as well
+        return _modules.prepare(
+            read,
+            scale,
+            offset,
+            axes=_modules.axes(layer.reduction_axes),
+            parameter_axes=_modules.axes(layer.feature_axes),
+            epsilon=layer.epsilon,
+            subtract_mean=self.is_layer_norm(layer),
+            y_dtype=y_dtype,
+        )
+
+    def linear(self, layer: Any, norm: _modules.Prepared, own: Mapping[str, Any]) -> _modules.Linear | str:
+        if type(layer).__call__ not in (FlaxLinear.__call__, FlaxLinearGeneral.__call__):
+            return "the Linear has a call of its own"
+        if isinstance(layer, FlaxLinearGeneral):
+            if tuple(layer.axis) not in ((-1,), (norm.x.ndim - 1,)) or layer.batch_axis:
+                return "the Linear is not over the last axis alone"
+            own_product = layer.dot_general is not None or layer.dot_general_cls is not None
+        else:
+            own_product = layer.dot_general is not jax.lax.dot_general
+        if own_product or layer.preferred_element_type is not None:
+            return "the Linear has a product or an element type of its own"
+        if layer.promote_dtype is not dtypes.promote_dtype:
+            return "the Linear has its own promote_dtype"
+        kernel, bias = layer.kernel[...], None if layer.bias is None else layer.bias[...]
+        dtype = dtypes.canonicalize_dtype(jnp.empty((), norm.dtype), kernel, bias, dtype=layer.dtype)
+        return _modules.Linear(kernel, bias, dtype, layer.precision)
 
 
-def _reads_as_given(layer: FlaxLayerNorm | FlaxRMSNorm) -> bool:
-    return layer.promote_dtype is dtypes.promote_dtype
-
-
-def _is_narrower(x: Any, promoted: Any) -> bool:
-    if not isinstance(x, jax.Array | np.ndarray):
-        return False
-    return x.dtype in (jnp.bfloat16, jnp.float16) and promoted.dtype == jnp.float32
-
-
-def _plain(layer: FlaxLayerNorm | FlaxRMSNorm, x: Any, mask: Any) -> jax.Array:
-    cls: Any = FlaxLayerNorm if isinstance(layer, FlaxLayerNorm) else FlaxRMSNorm
-    return cls.__call__(layer, x, mask=mask)
-
-
-def _kind(layer: FlaxLayerNorm | FlaxRMSNorm) -> str:
-    return "LayerNorm" if isinstance(layer, FlaxLayerNorm) else "RMSNorm"
-
-
-def _computed(norm: LayerNorm | RMSNorm, x: Any, mask: Any, **of_x: Any) -> Any:
-    """The call of a norm, from within it. of_x: the other arguments of `_modules.taken`."""
-    given, name = _modules.taken(x, norm.reduction_axes, **of_x), _name(norm, _kind(norm))
-    if given.x_norm is not None:
-
-        def prepare(a: Any, read: Any) -> _modules.Prepared | str:
-            return "nnx.capture watches x_norm" if _is_captured(a) else _prepared(a, read, mask if a is norm else None)
-
-        apart, reads_as_given = lambda total: _computed(norm, total, mask), _reads_as_given(norm)
-        return _modules.pair(name, given, norm, RMSNorm, prepare, apart, reads_as_given)
-    found, plain = _prepared(norm, given.total, mask), lambda total: _plain(norm, total, mask)
-    return _modules.compute_norm(name, found, given, plain, _reads_as_given(norm))
-
-
-def _fused(norm: Any, linears: Mapping[str, Any], given: _modules.Inputs, mask: Any) -> _modules.Fused | str:
-    """A norm and Linears as one operator, or the reason why they must be called.
-
-    No layer is called here: nobody sees half a result.
-    """
-    if _is_captured(norm):
-        return "nnx.capture watches the norm"
-    if type(norm).__call__ not in (LayerNorm.__call__, RMSNorm.__call__, FlaxLayerNorm.__call__, FlaxRMSNorm.__call__):
-        return "the norm has a call of its own"
-    found = _prepared(norm, given.total, mask)
-    if isinstance(found, str):
-        return found
-    described = {name: _described(linear, found) for name, linear in linears.items()}
-    return _modules.fused(found, described, given, _reads_as_given(norm))
-
-
-def _described(layer: Any, norm: _modules.Prepared) -> _modules.Linear | str:
-    """A Linear in the operators' terms, or the reason why it cannot be."""
-    if type(layer).__call__ not in (FlaxLinear.__call__, FlaxLinearGeneral.__call__):
-        return "the Linear has a call of its own"
-    if isinstance(layer, FlaxLinearGeneral):
-        if tuple(layer.axis) not in ((-1,), (norm.x.ndim - 1,)) or layer.batch_axis:
-            return "the Linear is not over the last axis alone"
-        own_product = layer.dot_general is not None or layer.dot_general_cls is not None
-    else:
-        own_product = layer.dot_general is not jax.lax.dot_general
-    if own_product or layer.preferred_element_type is not None:
-        return "the Linear has a product or an element type of its own"
-    if layer.promote_dtype is not dtypes.promote_dtype:
-        return "the Linear has its own promote_dtype"
-    kernel, bias = layer.kernel[...], None if layer.bias is None else layer.bias[...]
-    dtype = dtypes.canonicalize_dtype(jnp.empty((), norm.dtype), kernel, bias, dtype=layer.dtype)
-    return _modules.Linear(kernel, bias, dtype, layer.precision)
+_NNX = _Nnx()
 
 
 @_explain.traceable.register(nnx.Module)
@@ -393,8 +268,3 @@ def _traceable(model: nnx.Module, function: Callable[..., Any]) -> Callable[...,
 
 
 _PATH = "_jln_path"  # of layers where `explain` traces them: Flax's transformations keep this, and no object
-
-
-def _name(layer: nnx.Module, kind: str) -> str:
-    """The name under which `explain` lists a layer: its class, and its place where that is known."""
-    return f"jln.nnx.{kind} {getattr(layer, _PATH, '')}".rstrip()

@@ -56,8 +56,7 @@ def fuse(
         anything that JAX can return. None: the result is a decorator.
       linears: have the Linears behind a norm keep what the norm read, not its result. Less memory is held between
         forward and backward, and a few percent more bytes are moved.
-      implementation: of the operators, as in `layer_norm`.
-      forward_mode: support forward mode too, as in `layer_norm`.
+      implementation, forward_mode: of the operators, as of `layer_norm`.
 
     Returns:
       A function with `function`'s arguments and results.

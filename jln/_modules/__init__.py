@@ -1,43 +1,29 @@
 """The common part of all modules: a framework's call put in the operators' terms, or the reason why it cannot be.
 
-A module overrides nothing of its framework's class but the call. It describes the call to `prepare`, which answers
-with a `Prepared` norm, ready for the operators, or with a sentence that says why the framework's own code must run.
-Every call notes the answer, and so `explain` tells what a call does by making one.
+A module overrides nothing of its framework's class but the call, and hands it to its `Adapter`, which knows how the
+framework's layers are read. The walk from there is the same for all: the call's arguments are checked, the norm is
+prepared for the operators, or a sentence says why the framework's own code must run. Every call notes which, and so
+`explain` tells what a call does by making one.
 """
 
 from __future__ import annotations
 
-from jln._modules.arguments import Gate, Inputs, Products, axes, summed, taken
-from jln._modules.calls import (
-    Fused,
-    compute_layers,
-    compute_norm,
-    fused,
-    named,
-    pair,
-    prepare,
-    run_plain,
-)
-from jln._modules.norms import Linear, Prepared
+from jln._modules.adapter import Adapter, named
+from jln._modules.arguments import OfLayerNorm, OfRMSNorm, OfSum, axes, listing
+from jln._modules.norms import Linear, Prepared, prepare
 
 __all__ = [
-    "Fused",
-    "Gate",
-    "Inputs",
+    "Adapter",
     "Linear",
+    "OfLayerNorm",
+    "OfRMSNorm",
+    "OfSum",
     "Prepared",
-    "Products",
     "axes",
-    "compute_layers",
-    "compute_norm",
-    "fused",
+    "listing",
     "missing",
     "named",
-    "pair",
     "prepare",
-    "run_plain",
-    "summed",
-    "taken",
 ]
 
 

@@ -1,9 +1,12 @@
-"""The arguments of a module's call beside x, checked: a residual with its bias and gate, a gate, another norm."""
+"""The arguments of a module's call beside x, listed and checked: a residual with its bias and gate, a gate, a norm."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +16,72 @@ from jln._junction.arguments import Gate, checked
 from jln._junction.arrays import Arrays
 from jln._modules.norms import Prepared
 
-Products = tuple[tuple[Any, ...], Any]  # of each Linear, and the total
+AS_GIVEN = "all arguments are the operator's"
+
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+
+class OfSum(TypedDict, total=False):
+    """The arguments of every module's call, beside the framework's own; `OfRMSNorm` says what they are."""
+
+    residual: jax.Array | None
+    x_bias: jax.Array | None
+    gate: Gate
+
+
+class OfLayerNorm(OfSum, total=False):
+    """The arguments of every norm's call, beside the framework's own; `OfRMSNorm` says what they are."""
+
+    added_to: jax.Array | None
+
+
+class OfRMSNorm(OfLayerNorm, total=False):
+    """The arguments of every RMSNorm's call, beside the framework's own: the first of these is `x` here.
+
+    Attributes:
+      residual: `x`'s shape. The norm is of `total = residual + gate * (x + x_bias)`, as of `jln.add_layer_norm` and
+        `jln.add_rms_norm`, and the result is `(y, total)`.
+      x_bias: the bias of the Linear that made `x`, as of `jln.add_layer_norm`; goes with a residual. Of several
+        normalised axes it has the shape in ascending order, as `gate` has.
+      gate: a factor of the branch, as of `jln.add_layer_norm`; goes with a residual. adaLN has a scale and an offset of
+        each example too, which are no parameters of a module: call `jln.add_layer_norm(x, residual, scale, offset,
+        gate=gate, zero_centered_scale=True)` in its place, with arrays `[B, 1, H]`, and without Equinox's vmap.
+      added_to: `x`'s shape. The norm's result is added to it, as of `jln.layer_norm_add` and `jln.rms_norm_add`.
+      x_norm: another RMSNorm. The norm is of `total = residual + x_norm(x)`, as of `jln.rms_norm_add_rms_norm`.
+      z: `x`'s shape. The result is gated by `silu(z)`, as of `jln.rms_norm_gated`.
+      norm_before_gate: whether `silu(z)` multiplies the norm's result, or `x`, as of `jln.rms_norm_gated`.
+    """
+
+    x_norm: Any
+    z: jax.Array | None
+    norm_before_gate: bool
+
+
+def listing(arguments: type) -> Callable[[Call], Call]:
+    """A decorator of a call with `**beside: Unpack[arguments]`, for `help` to list these one by one.
+
+    They stand in the call's signature, and in its docstring in the place of the line on `**beside`.
+    """
+    meanings = re.findall(r"  (\w+): (.*(?:\n    .*)*)", inspect.getdoc(OfRMSNorm) or "")
+    lines = "".join(f"  {name}: {text}\n" for name, text in meanings if name in arguments.__annotations__)
+
+    def decorate(call: Call) -> Call:
+        signature, defaults = inspect.signature(call), inspect.signature(taken).parameters
+        own = list(signature.parameters.values())[:-1]
+        each = [defaults[name].replace(annotation=of.__forward_arg__) for name, of in arguments.__annotations__.items()]
+        call.__signature__ = signature.replace(parameters=[*own, *each])  # pyright: ignore[reportFunctionMemberAccess]
+        if call.__doc__:
+            call.__doc__ = re.sub(r" *\*\*beside: .*\n", textwrap.indent(lines, " " * 8), call.__doc__)
+        return call
+
+    return decorate
+
+
+def refuse_others(beside: Mapping[str, Any], arguments: type, layer: Any) -> None:
+    """Raise TypeError for a keyword that is none of the arguments, as Python does."""
+    for name in beside:
+        if name not in arguments.__annotations__:
+            raise TypeError(f"{type(layer).__name__}.__call__() got an unexpected keyword argument {name!r}")
 
 
 def axes(axis: int | Iterable[int]) -> tuple[int, ...]:
@@ -21,23 +89,17 @@ def axes(axis: int | Iterable[int]) -> tuple[int, ...]:
     return tuple(axis) if isinstance(axis, Iterable) else (axis,)
 
 
-AS_GIVEN = "all arguments are the operator's"
-
-
 class Inputs(NamedTuple):
     """The array that a norm reads, with the other arrays that go with it.
 
     total: the array that is normalised, x or the sum of x and a residual; None where `x_norm` must be called first.
-    addends: the addends of a sum, as the operators take them; None where nothing is added in front.
-    gated: x with the z whose silu multiplies the norm's result, or x; None without one.
-    added_to: the array to which the norm's result is added; None without one.
+    arrays: x with what goes with it, as the operators take them: a residual, its bias and gate; an array to which the
+      norm's result is added; a z.
     x_norm: another norm, whose result for x is added to the residual; None without one.
     """
 
     total: Any
-    addends: Arrays | None = None
-    gated: Arrays | None = None
-    added_to: jax.Array | None = None
+    arrays: Arrays
     x_norm: Any = None
 
     def read_by(self, norm: Prepared, reads_as_given: bool) -> tuple[Arrays, str]:
@@ -45,46 +107,30 @@ class Inputs(NamedTuple):
 
         reads_as_given: whether the norm's x is the total, but for a cast.
         """
-        if self.addends is None:
-            return Arrays(norm.x), AS_GIVEN
+        if self.arrays.residual is None:
+            return self.arrays._replace(x=norm.x), AS_GIVEN
         if not reads_as_given or norm.x.dtype != self.total.dtype:
             return Arrays(norm.x), "but for the sum of x and the residual: the norm promotes what it reads"
-        return self.addends, AS_GIVEN
+        return self.arrays, AS_GIVEN
 
-    def result(self, products: Products, several: bool = False) -> Any:
-        """The result as the modules' users get it: y, or (y, total) of a sum; for several products y is a tuple."""
-        ys, total = products
-        y = ys if several else ys[0]
-        return y if self.addends is None else (y, total)
+    def result(self, y: Any, total: jax.Array | None = None) -> Any:
+        """The result as the modules' users get it: y, or (y, total) of a sum, which the operator may have made."""
+        return y if self.arrays.residual is None else (y, self.total if total is None else total)
 
-
-def summed(x: Any, residual: Any, x_bias: Any, gate: Gate, over: int | Iterable[int] = -1) -> Inputs:
-    """The record of `residual + gate * (x + x_bias)`, or of `x` where there is no residual.
-
-    x_bias, gate: as of `jln.add_layer_norm`, with the normalised axes in ascending order.
-    over: the normalised axes.
-
-    Raises:
-      TypeError: a residual is given, and an array is none or has an unsupported dtype.
-      ValueError: the residual, `x_bias` or `gate` does not fit `x`; or one of the latter is given without a residual.
-    """
-    if residual is None:
-        for name, a in (("x_bias", x_bias), ("gate", gate)):
-            if a is not None:
-                raise ValueError(f"{name} needs a residual, to which x is added with it; got residual=None")
-        return Inputs(x)
-    x = _checks.array("x", x)
-    order = tuple(sorted({a + x.ndim if a < 0 else a for a in axes(over)}))
-    arrays = Arrays(x, _checks.array("residual", residual), x_bias=x_bias, gate=gate)
-    addends = checked(arrays, order)
-    dtype = _checks.promoted(x.dtype, addends.residual.dtype)
-    # The operators add up for themselves; a sum that nothing reads is not in a compiled program.
-    return Inputs(_sum(addends, order, dtype).astype(dtype), addends)
+    def computed_by(self, plain: Callable[[Any], Any]) -> Any:
+        """The norm's result by `plain`, the framework's own code, with what the operator does beside it."""
+        of = self.arrays
+        if of.x_z is not None:
+            return plain(_times_silu(self.total, of.x_z))
+        y = plain(self.total)
+        if of.z is not None:
+            return _times_silu(y, of.z)
+        return y if of.added is None else promoted_sum(of.added, y)
 
 
 def taken(
     x: Any,
-    over: int | Iterable[int],
+    over: int | Iterable[int] = -1,
     *,
     residual: Any = None,
     x_bias: Any = None,
@@ -94,12 +140,7 @@ def taken(
     z: Any = None,
     norm_before_gate: bool = True,
 ) -> Inputs:
-    """The record of all that a norm by itself may take.
-
-    over, residual, x_bias, gate: as of `summed`.
-    added_to: the array to which the norm's result is added.
-    x_norm: another norm, whose result for x is added to the residual.
-    z, norm_before_gate: as of `jln.rms_norm_gated`.
+    """The record of the arguments of `OfRMSNorm`. over: the normalised axes.
 
     Raises:
       TypeError: an array is none or has an unsupported dtype; or `norm_before_gate` is no bool.
@@ -112,21 +153,27 @@ def taken(
     _go_without("added_to", added_to, "the norm's result is added", residual=residual, x_norm=x_norm, z=z, **of_x)
     _go_without("x_norm", x_norm, "its result is added to the residual", z=z, **of_x)
     _go_without("z", z, "the sum is not gated", residual=residual, **of_x)
-    if x_norm is not None:
-        if residual is None:
+    if residual is None:
+        if x_norm is not None:
             raise ValueError("x_norm needs a residual, to which its result is added; got residual=None")
-        return Inputs(
-            None, checked(Arrays(_checks.array("x", x), _checks.array("residual", residual)), ()), x_norm=x_norm
-        )
-    if added_to is not None:
-        x, added_to = _checks.array("x", x), _checks.array("added_to", added_to)
-        _checks.shape("added_to", added_to, x.shape, "that of x")
-        return Inputs(x, added_to=added_to)
-    if z is not None:
-        x, z = _checks.array("x", x), _checks.array("z", z)
-        operands = checked(Arrays(x=x, z=z) if norm_before_gate else Arrays(x=x, x_z=z), ())
-        return Inputs(operands.x, gated=operands)
-    return summed(x, residual, x_bias, gate, over)
+        for name, a in of_x.items():
+            if a is not None:
+                raise ValueError(f"{name} needs a residual, to which x is added with it; got residual=None")
+        if added_to is None and z is None:
+            return Inputs(x, Arrays(x))
+    x = _checks.array("x", x)
+    residual, added, z = (
+        _checks.optional_array(name, a) for name, a in (("residual", residual), ("added_to", added_to), ("z", z))
+    )
+    _checks.shape("added_to", added, x.shape, "that of x")
+    adds_x = residual is not None and x_norm is None
+    order = tuple(sorted({a + x.ndim if a < 0 else a for a in axes(over)})) if adds_x else ()
+    of_z = {"z" if norm_before_gate else "x_z": z}
+    arrays = checked(Arrays(x, residual, x_bias=x_bias, gate=gate, added=added, **of_z), order)
+    if x_norm is not None:
+        return Inputs(None, arrays, x_norm)
+    # The operators add up for themselves; a sum that nothing reads is not in a compiled program.
+    return Inputs(_sum(arrays, order) if adds_x else x, arrays)
 
 
 def _go_without(name: str, argument: Any, why: str, **others: Any) -> None:
@@ -135,16 +182,29 @@ def _go_without(name: str, argument: Any, why: str, **others: Any) -> None:
             raise ValueError(f"{name} goes without {other}: {why}")
 
 
-def _sum(addends: Arrays, order: tuple[int, ...], dtype: Any) -> jax.Array:
+def _sum(addends: Arrays, order: tuple[int, ...]) -> jax.Array:
     """The sum of the addends; more than two are added in float32 at least, as the operators do."""
     x, bias, gate = addends.x, addends.x_bias, addends.gate
     if bias is None and gate is None:
-        return x.astype(dtype) + addends.residual.astype(dtype)
+        return promoted_sum(x, addends.residual)
 
     def spread(a: jax.Array) -> jax.Array:
         a = a.astype(wide)
         return a if a.ndim == x.ndim else jnp.expand_dims(a, [i for i in range(x.ndim) if i not in order])
 
+    dtype = _checks.promoted(x.dtype, addends.residual.dtype)
     wide = jnp.promote_types(dtype, jnp.float32)
     branch = x.astype(wide) if bias is None else x.astype(wide) + spread(bias)
-    return addends.residual.astype(wide) + (branch if gate is None else spread(gate) * branch)
+    return (addends.residual.astype(wide) + (branch if gate is None else spread(gate) * branch)).astype(dtype)
+
+
+def promoted_sum(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The sum of two arrays in the dtype to which theirs promote."""
+    dtype = _checks.promoted(a.dtype, b.dtype)
+    return a.astype(dtype) + b.astype(dtype)
+
+
+def _times_silu(a: jax.Array, z: jax.Array) -> jax.Array:
+    """`a * silu(z)`, rounded to a's dtype as between the framework's own layers."""
+    wide = _checks.promoted(a.dtype, jnp.float32)
+    return (a.astype(wide) * jax.nn.silu(z.astype(wide))).astype(a.dtype)

@@ -29,10 +29,8 @@ def fuse(
     random numbers, is changed in the caller's: `loss = jln.nnx.fuse(loss)`, then `nnx.jit(nnx.value_and_grad(loss))`.
 
     Args:
-      function: as in `jln.fuse`; such objects may be anywhere in its arguments.
-      linears: as in `jln.fuse`.
-      implementation: as in `jln.fuse`.
-      forward_mode: as in `jln.fuse`.
+      function: as of `jln.fuse`; such objects may be anywhere in its arguments.
+      linears, implementation, forward_mode: as of `jln.fuse`.
 
     Returns:
       A function with `function`'s arguments and results.

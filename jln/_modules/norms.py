@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jln import _checks
 from jln._junction.arrays import Arrays
@@ -72,6 +74,23 @@ class Prepared:
         )
         return results.y, results.total
 
+    def obstacle_of_both(self, norm: Prepared | str, residual: jax.Array, reads_as_given: bool) -> str | None:
+        """The reason why `followed_by` cannot compute `norm` of `residual +` this norm; None where it can."""
+        if isinstance(norm, str):
+            return norm
+        if any(a.subtract_mean or a.offset is not None for a in (self, norm)):
+            return "one of the two subtracts a mean or has an offset"
+        if self.axes != norm.axes:
+            return f"the two differ in axes: {self.axes} and {norm.axes}"
+        if self.epsilon != norm.epsilon:
+            return f"the two differ in epsilon: {self.epsilon:g} and {norm.epsilon:g}"
+        total = self.dtype_added_to(residual)
+        if _checks.promoted(self.x.dtype, residual.dtype) != total:
+            return f"x is {self.x.dtype}, the residual {residual.dtype}, their sum behind the norm {total}"
+        if not reads_as_given or norm.x.dtype != total:
+            return "the norm promotes what it reads"
+        return None
+
     def linears(self, linears: Sequence[Linear], read: Arrays) -> Arrays:
         """The products of the norm of `read` and the Linears, as one operator; with the total where `read` has addends.
 
@@ -124,3 +143,78 @@ class Linear(NamedTuple):
     bias: jax.Array | None
     dtype: Any
     precision: Any
+
+
+Parameter = jax.Array | np.ndarray | jax.ShapeDtypeStruct
+
+
+def prepare(
+    x: Any,
+    scale: Parameter | None,
+    offset: Parameter | None,
+    *,
+    axes: Sequence[int],
+    parameter_axes: Sequence[int] | None = None,
+    epsilon: Any,
+    subtract_mean: bool,
+    y_dtype: Any,
+) -> Prepared | str:
+    """The norm of `x` in the operators' terms, or the reason why they cannot compute it.
+
+    scale, offset: where they are not known yet, their shapes and dtypes, to be replaced by `with_parameters`.
+    axes: the normalised axes, in any order, negative ones counted from the end. What is wrong with them, or with any
+      other argument, is for the framework to say.
+    parameter_axes: the axes over which the parameters are spread, in ascending order. None: they broadcast against x.
+    """
+    if not isinstance(x, jax.Array | np.ndarray):
+        return f"x is a {type(x).__name__}, not an array"
+    x = jnp.asarray(x)
+    if x.size == 0:
+        return "x is empty"
+    positive = sorted({a + x.ndim if a < 0 else a for a in axes})
+    if not positive or not all(0 <= a < x.ndim for a in positive):
+        return f"x of shape {x.shape} has no axes {tuple(axes)}"
+    if not _checks.is_number(epsilon) or not 0 <= epsilon < math.inf:
+        return f"epsilon is {epsilon!r}, not a static number that is finite and not negative"
+    if (fault := _checks.too_large(float(epsilon), x.dtype)) is not None:
+        return fault
+    spread: dict[str, Any] = {"scale": scale, "offset": offset}
+    for name, a in spread.items():
+        if a is None:
+            continue
+        shape = _shape_against(x.shape, a.shape, parameter_axes)
+        if shape is None:
+            return f"{name} of shape {a.shape} does not fit x of shape {x.shape}"
+        if any(shape[i] != 1 for i in range(x.ndim) if i not in positive):
+            return f"{name} varies along axes that are not normalised"
+        spread[name] = _reshaped(a, shape)
+    dtypes = [jnp.dtype(d) for d in (x.dtype, y_dtype, *(a.dtype for a in spread.values() if a is not None))]
+    for dtype in dtypes:
+        if dtype not in _checks.DTYPES or dtype != jax.dtypes.canonicalize_dtype(dtype):
+            return f"{dtype} is not a dtype of the operators"
+    if jnp.float64 in dtypes and len(set(dtypes)) > 1:
+        return f"float64 with {min(dtypes, key=lambda d: d.itemsize)}: some of it would lose float64's digits"
+    return Prepared(
+        x, **spread, axes=tuple(positive), epsilon=float(epsilon), subtract_mean=subtract_mean, dtype=jnp.dtype(y_dtype)
+    )
+
+
+def _reshaped(a: Parameter, shape: tuple[int, ...]) -> Parameter:
+    if isinstance(a, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, a.dtype)
+    return jnp.asarray(a).reshape(shape)
+
+
+def _shape_against(
+    x: tuple[int, ...], parameter: tuple[int, ...], axes: Sequence[int] | None
+) -> tuple[int, ...] | None:
+    """The shape of x's rank with which a parameter broadcasts against x; None where there is none."""
+    if axes is None:
+        shape = (1,) * (len(x) - len(parameter)) + parameter
+        fits = len(shape) == len(x) and all(n in (1, m) for n, m in zip(shape, x, strict=True))
+        return shape if fits else None
+    axes = [a + len(x) if a < 0 else a for a in axes]
+    if not all(0 <= a < len(x) for a in axes):
+        return None
+    shape = tuple(n if i in axes else 1 for i, n in enumerate(x))
+    return shape if math.prod(shape) == math.prod(parameter) else None

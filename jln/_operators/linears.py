@@ -66,12 +66,8 @@ def layer_norm_linear(
         features and dtypes may differ.
       bias: `features`; any supported dtype. None: no bias. For a tuple of kernels a tuple, with an array or None for
         each, or None.
-      epsilon: as in `layer_norm`.
-      zero_centered_scale: multiply by `1 + scale`.
       precision: of the products, forward and backward, as in `jax.lax.dot_general`.
-      implementation: "triton" (kernels; on the CPU with TRITON_INTERPRET=1), "xla", or None: Triton where the program
-        is compiled for an NVIDIA GPU and jax-triton is installed, else XLA. A named one runs or raises.
-      forward_mode: support forward mode too, as in `layer_norm`.
+      epsilon, zero_centered_scale, implementation, forward_mode: as of `layer_norm`.
 
     Returns:
       y: `[..., *features]`, in the promoted dtype of `x` and `kernel`; for a tuple of kernels a tuple of such arrays.
@@ -110,22 +106,12 @@ def rms_norm_linear(
 ) -> Products:
     """Return `rms_norm(x, scale) @ kernel + bias`, normalising the last axis of `x`.
 
-    Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019). Dtypes, what is kept, guarantees and errors are
-    those of `layer_norm_linear`.
+    Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019). Dtypes, the result, what is kept, guarantees and
+    errors are those of `layer_norm_linear`.
 
     Args:
-      x: `[..., H]`: float16, bfloat16, float32 or float64.
-      scale: as in `layer_norm_linear`.
-      kernel: as in `layer_norm_linear`: `[H, *features]`, or a tuple of such arrays.
-      bias: as in `layer_norm_linear`.
-      epsilon: as in `layer_norm`.
-      zero_centered_scale: multiply by `1 + scale`.
-      precision: as in `layer_norm_linear`.
-      implementation: as in `layer_norm`.
-      forward_mode: as in `layer_norm`.
-
-    Returns:
-      y: `[..., *features]`, in the promoted dtype of `x` and `kernel`; for a tuple of kernels a tuple of such arrays.
+      x, scale, kernel, bias, precision: as of `layer_norm_linear`.
+      epsilon, zero_centered_scale, implementation, forward_mode: as of `layer_norm`.
     """
     arrays = Arrays(x=array("x", x), scale=scale)
     results = call(
@@ -165,19 +151,9 @@ def add_layer_norm_linear(
     `layer_norm_linear`.
 
     Args:
-      x: as in `layer_norm_linear`.
-      residual: `x`'s shape; any supported dtype.
-      scale: as in `layer_norm_linear`.
-      offset: as in `layer_norm_linear`.
-      kernel: as in `layer_norm_linear`.
-      bias: as in `layer_norm_linear`.
-      x_bias: as in `add_layer_norm`.
-      gate: as in `add_layer_norm`.
-      epsilon: as in `layer_norm_linear`.
-      zero_centered_scale: as in `layer_norm_linear`.
-      precision: as in `layer_norm_linear`.
-      implementation: as in `layer_norm_linear`.
-      forward_mode: as in `layer_norm_linear`.
+      x, scale, offset, kernel, bias, precision: as of `layer_norm_linear`.
+      residual, x_bias, gate: as of `add_layer_norm`.
+      epsilon, zero_centered_scale, implementation, forward_mode: as of `layer_norm`.
 
     Returns:
       y: as of `layer_norm_linear`.
@@ -215,25 +191,12 @@ def add_rms_norm_linear(
 ) -> tuple[Products, jax.Array]:
     """Return `(rms_norm(total, scale) @ kernel + bias, total)`, `total = residual + gate * (x + x_bias)`.
 
-    The sum is made and read once, as in `add_layer_norm_linear`, whose guarantees and errors hold.
+    The sum is made and read once, as in `add_layer_norm_linear`, whose results, guarantees and errors hold.
 
     Args:
-      x: as in `layer_norm_linear`.
-      residual: `x`'s shape; any supported dtype.
-      scale: as in `layer_norm_linear`.
-      kernel: as in `layer_norm_linear`.
-      bias: as in `layer_norm_linear`.
-      x_bias: as in `add_layer_norm`.
-      gate: as in `add_layer_norm`.
-      epsilon: as in `layer_norm_linear`.
-      zero_centered_scale: as in `layer_norm_linear`.
-      precision: as in `layer_norm_linear`.
-      implementation: as in `layer_norm_linear`.
-      forward_mode: as in `layer_norm_linear`.
-
-    Returns:
-      y: as of `layer_norm_linear`.
-      total: `x`'s shape, in the promoted dtype of `x` and `residual`.
+      x, scale, kernel, bias, precision: as of `layer_norm_linear`.
+      residual, x_bias, gate: as of `add_layer_norm`.
+      epsilon, zero_centered_scale, implementation, forward_mode: as of `layer_norm`.
     """
     arrays = Arrays(x=array("x", x), residual=array("residual", residual), scale=scale, x_bias=x_bias, gate=gate)
     results = call(
@@ -268,25 +231,14 @@ def rms_norm_add_rms_norm_linear(
 
     These are the norms of `rms_norm_add_rms_norm` and the Linears behind them (Gemma 2 and 3). The norms are one
     operation whatever the number of features, and the products XLA's. `x`, `total` and a row's statistics are kept for
-    the backward pass, which makes the norm's result again. Guarantees and errors are those of `layer_norm_linear`.
+    the backward pass, which makes the norm's result again. Guarantees and errors are those of `layer_norm_linear`, the
+    results those of `add_layer_norm_linear`.
 
     Args:
-      x: as in `layer_norm_linear`.
-      residual: `x`'s shape; any supported dtype.
-      x_scale: as in `rms_norm_add_rms_norm`.
-      scale: as in `layer_norm_linear`.
-      kernel: as in `layer_norm_linear`.
-      bias: as in `layer_norm_linear`.
-      gate: as in `add_layer_norm`.
-      epsilon: as in `layer_norm_linear`, of both norms.
-      zero_centered_scale: multiply by `1 + x_scale` and by `1 + scale`.
-      precision: as in `layer_norm_linear`.
-      implementation: as in `layer_norm_linear`.
-      forward_mode: as in `layer_norm_linear`.
-
-    Returns:
-      y: as of `layer_norm_linear`.
-      total: `x`'s shape, in the promoted dtype of `x` and `residual`.
+      x, scale, kernel, bias, precision: as of `layer_norm_linear`.
+      residual, gate: as of `add_layer_norm`.
+      x_scale, epsilon, zero_centered_scale: as of `rms_norm_add_rms_norm`.
+      implementation, forward_mode: as of `layer_norm`.
     """
     summands = Arrays(x=array("x", x), residual=array("residual", residual), x_scale=x_scale, gate=gate)
     results = call(
@@ -323,27 +275,14 @@ def layer_norm_add_layer_norm_linear(
     """Return `(layer_norm(total, scale, offset) @ kernel + bias, total)`.
 
     `total = residual + gate * layer_norm(x, x_scale, x_offset)`. All is as in `rms_norm_add_rms_norm_linear`, whose
-    guarantees and errors hold.
+    results, guarantees and errors hold.
 
     Args:
-      x: as in `layer_norm_linear`.
-      residual: `x`'s shape; any supported dtype.
-      x_scale: as in `layer_norm_add_layer_norm`.
-      x_offset: as in `layer_norm_add_layer_norm`.
-      scale: as in `layer_norm_linear`.
-      offset: as in `layer_norm_linear`.
-      kernel: as in `layer_norm_linear`.
-      bias: as in `layer_norm_linear`.
-      gate: as in `add_layer_norm`.
-      epsilon: as in `layer_norm_linear`, of both norms.
-      zero_centered_scale: multiply by `1 + x_scale` and by `1 + scale`.
-      precision: as in `layer_norm_linear`.
-      implementation: as in `layer_norm_linear`.
-      forward_mode: as in `layer_norm_linear`.
-
-    Returns:
-      y: as of `layer_norm_linear`.
-      total: `x`'s shape, in the promoted dtype of `x` and `residual`.
+      x, scale, offset, kernel, bias, precision: as of `layer_norm_linear`.
+      residual, gate: as of `add_layer_norm`.
+      x_scale, epsilon, zero_centered_scale: as of `rms_norm_add_rms_norm`.
+      x_offset: as of `layer_norm_add_layer_norm`.
+      implementation, forward_mode: as of `layer_norm`.
     """
     summands = Arrays(x=array("x", x), residual=array("residual", residual), gate=gate)
     arrays = summands._replace(x_scale=x_scale, x_bias=x_offset, scale=scale, offset=offset)

@@ -91,21 +91,12 @@ def rms_norm(
 ) -> jax.Array:
     """Root-mean-square normalisation: `y = x / sqrt(mean(x**2) + epsilon) * scale`.
 
-    The mean is taken over `axis`. Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019). Dtypes, guarantees
-    and errors are those of `layer_norm`.
+    The mean is taken over `axis`. Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019). Dtypes, the result,
+    guarantees and errors are those of `layer_norm`.
 
     Args:
-      x: array of at least one axis: float16, bfloat16, float32 or float64. `M` rows of `H` elements.
-      scale: as in `layer_norm`: `[H]`, or `x`'s rank with 1 or `x`'s size on every other axis. None: no scale.
-      axis: as in `layer_norm`.
-      epsilon: added to the mean square, as in `layer_norm`.
-      zero_centered_scale: multiply by `1 + scale`.
-      dtype: of the result. None: that of `x`.
-      implementation: as in `layer_norm`.
-      forward_mode: as in `layer_norm`.
-
-    Returns:
-      y: `x`'s shape, in `dtype`.
+      x, scale, axis, zero_centered_scale, dtype, implementation, forward_mode: as of `layer_norm`.
+      epsilon: added to the mean square, as of `layer_norm`.
     """
     arrays = Arrays(x=array("x", x), scale=scale)
     return call(
@@ -137,25 +128,16 @@ def rms_norm_gated(
     """Return `rms_norm(x, scale) * silu(z)`, as in Qwen 3 Next, or `rms_norm(x * silu(z), scale)`, as in Mamba 2.
 
     One kernel forward and two backward; `x` and `z` are saved for the backward pass. Nothing is rounded but the result.
-    Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019). Guarantees and errors are those of `layer_norm`.
+    Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019). The result, guarantees and errors are those of
+    `layer_norm`.
 
     For several groups in a row, as Mamba 2 has them, give `x` and `z` an axis of groups in front of the normalised one,
     `[..., G, D]`, and a scale that varies over it, `[1, ..., G, D]`.
 
     Args:
-      x: as in `layer_norm`.
       z: `x`'s shape; any supported dtype.
-      scale: as in `layer_norm`.
       norm_before_gate: whether `silu(z)` multiplies the norm's result, or `x`.
-      axis: as in `layer_norm`.
-      epsilon: as in `layer_norm`.
-      zero_centered_scale: as in `layer_norm`.
-      dtype: as in `layer_norm`.
-      implementation: as in `layer_norm`.
-      forward_mode: as in `layer_norm`.
-
-    Returns:
-      y: `x`'s shape, in `dtype`.
+      x, scale, axis, epsilon, zero_centered_scale, dtype, implementation, forward_mode: as of `layer_norm`.
     """
     x, z = array("x", x), array("z", z)
     is_behind = _checks.flag("norm_before_gate", norm_before_gate)
@@ -192,16 +174,9 @@ def layer_norm_add(
     result. Guarantees and errors are those of `layer_norm`.
 
     Args:
-      x: as in `layer_norm`.
       residual: `x`'s shape; any supported dtype.
-      scale: as in `layer_norm`.
-      offset: as in `layer_norm`.
-      axis: as in `layer_norm`.
-      epsilon: as in `layer_norm`.
-      zero_centered_scale: as in `layer_norm`.
       dtype: of the result. None: the promoted dtype of `x` and `residual`.
-      implementation: as in `layer_norm`.
-      forward_mode: as in `layer_norm`.
+      x, scale, offset, axis, epsilon, zero_centered_scale, implementation, forward_mode: as of `layer_norm`.
 
     Returns:
       y: `x`'s shape, in `dtype`.
@@ -234,21 +209,11 @@ def rms_norm_add(
 ) -> jax.Array:
     """Return `residual + rms_norm(x, scale)`: a norm of the branch alone, in front of the sum (OLMo 2).
 
-    Dtypes, what is kept, guarantees and errors are those of `layer_norm_add`.
+    Dtypes, the result, what is kept, guarantees and errors are those of `layer_norm_add`.
 
     Args:
-      x: as in `layer_norm`.
-      residual: `x`'s shape; any supported dtype.
-      scale: as in `layer_norm`.
-      axis: as in `layer_norm`.
-      epsilon: as in `layer_norm`.
-      zero_centered_scale: as in `layer_norm`.
-      dtype: of the result. None: the promoted dtype of `x` and `residual`.
-      implementation: as in `layer_norm`.
-      forward_mode: as in `layer_norm`.
-
-    Returns:
-      y: `x`'s shape, in `dtype`.
+      residual, dtype: as of `layer_norm_add`.
+      x, scale, axis, epsilon, zero_centered_scale, implementation, forward_mode: as of `layer_norm`.
     """
     arrays = Arrays(x=array("x", x), added=array("residual", residual), scale=scale)
     return call(

@@ -36,19 +36,12 @@ def add_layer_norm(
     of `layer_norm`.
 
     Args:
-      x: as in `layer_norm`.
       residual: `x`'s shape; any supported dtype.
-      scale: as in `layer_norm`.
-      offset: as in `layer_norm`.
       x_bias: the bias of the Linear that made `x`: the normalised axes' shape; any supported dtype. None: no bias.
       gate: a factor of the branch: LayerScale, a gate of adaLN, of stochastic depth. Of the shapes of `scale`, with
         `x`'s rank also 1 on the normalised axes; or a number, static or an array. None: 1.
-      axis: as in `layer_norm`.
-      epsilon: as in `layer_norm`.
-      zero_centered_scale: as in `layer_norm`.
-      dtype: of `y`, as in `layer_norm`.
-      implementation: as in `layer_norm`.
-      forward_mode: as in `layer_norm`.
+      dtype: of `y`, as of `layer_norm`.
+      x, scale, offset, axis, epsilon, zero_centered_scale, implementation, forward_mode: as of `layer_norm`.
 
     Returns:
       y: `x`'s shape, in `dtype`.
@@ -86,24 +79,11 @@ def add_rms_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """Return `(rms_norm(total, scale), total)` with `total = residual + gate * (x + x_bias)`.
 
-    The sum is made and read once, as in `add_layer_norm`, whose guarantees and errors hold.
+    The sum is made and read once, as in `add_layer_norm`, whose results, guarantees and errors hold.
 
     Args:
-      x: as in `layer_norm`.
-      residual: `x`'s shape; any supported dtype.
-      scale: as in `layer_norm`.
-      x_bias: as in `add_layer_norm`.
-      gate: as in `add_layer_norm`.
-      axis: as in `layer_norm`.
-      epsilon: as in `layer_norm`.
-      zero_centered_scale: as in `layer_norm`.
-      dtype: of `y`, as in `layer_norm`.
-      implementation: as in `layer_norm`.
-      forward_mode: as in `layer_norm`.
-
-    Returns:
-      y: `x`'s shape, in `dtype`.
-      total: `x`'s shape, in the promoted dtype of `x` and `residual`.
+      residual, x_bias, gate, dtype: as of `add_layer_norm`.
+      x, scale, axis, epsilon, zero_centered_scale, implementation, forward_mode: as of `layer_norm`.
     """
     arrays = Arrays(x=array("x", x), residual=array("residual", residual), scale=scale, x_bias=x_bias, gate=gate)
     results = call(
@@ -142,7 +122,7 @@ def rms_norm_add_rms_norm(
 
     The sum is in the promoted dtype of `x` and `residual`, made in float32 (float64 for float64) and rounded once; it
     is the rounded sum that is normalised. `x`, `total` and a row's two statistics are kept for the backward pass.
-    Guarantees and errors are those of `layer_norm`.
+    Guarantees and errors are those of `layer_norm`, the results those of `add_layer_norm`.
 
     Rows along the last axis take one Triton kernel forward and two backward, up to 8192 elements (up to 4096 where they
     do not start on 16 bytes or the dtypes differ; with a gate half of these, but for aligned 16 bits; of float64 a
@@ -150,21 +130,12 @@ def rms_norm_add_rms_norm(
     XLA multiplies by it in between.
 
     Args:
-      x: as in `layer_norm`.
-      residual: `x`'s shape; any supported dtype.
       x_scale: the scale of `x`'s norm; shapes and dtypes as of `scale` in `layer_norm`.
       scale: the scale of the sum's norm; shapes and dtypes as in `layer_norm`.
-      gate: as in `add_layer_norm`.
-      axis: as in `layer_norm`, of both norms.
-      epsilon: as in `layer_norm`, of both norms.
       zero_centered_scale: multiply by `1 + x_scale` and by `1 + scale`.
-      dtype: of `y`, as in `layer_norm`.
-      implementation: as in `layer_norm`.
-      forward_mode: as in `layer_norm`.
-
-    Returns:
-      y: `x`'s shape, in `dtype`.
-      total: `x`'s shape, in the promoted dtype of `x` and `residual`.
+      residual, gate, dtype: as of `add_layer_norm`.
+      x, implementation, forward_mode: as of `layer_norm`.
+      axis, epsilon: as of `layer_norm`, of both norms.
     """
     summands = Arrays(x=array("x", x), residual=array("residual", residual), x_scale=x_scale, gate=gate)
     arrays = summands._replace(scale=scale)
@@ -201,29 +172,17 @@ def layer_norm_add_layer_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """Return `(layer_norm(total, scale, offset), total)`, `total = residual + gate * layer_norm(x, x_scale, x_offset)`.
 
-    The sum and both norms are as in `rms_norm_add_rms_norm`, whose guarantees, kernels and errors hold; one kernel
-    takes rows of up to 4096 elements, with a gate or without (up to 2048 where they do not start on 16 bytes or the
-    dtypes differ; of float64 a quarter). These are the norms of CogView's blocks: Ding et al., "CogView: Mastering
+    The sum and both norms are as in `rms_norm_add_rms_norm`, whose results, guarantees, kernels and errors hold; one
+    kernel takes rows of up to 4096 elements, with a gate or without (up to 2048 where they do not start on 16 bytes or
+    the dtypes differ; of float64 a quarter). These are the norms of CogView's blocks: Ding et al., "CogView: Mastering
     Text-to-Image Generation via Transformers" (2021).
 
     Args:
-      x: as in `layer_norm`.
-      residual: `x`'s shape; any supported dtype.
-      x_scale: the scale of `x`'s norm; shapes and dtypes as of `scale` in `layer_norm`.
       x_offset: the offset of `x`'s norm; shapes and dtypes as of `scale` in `layer_norm`.
-      scale: the scale of the sum's norm; shapes and dtypes as in `layer_norm`.
       offset: the offset of the sum's norm; shapes and dtypes as of `scale` in `layer_norm`.
-      gate: as in `add_layer_norm`.
-      axis: as in `layer_norm`, of both norms.
-      epsilon: as in `layer_norm`, of both norms.
-      zero_centered_scale: multiply by `1 + x_scale` and by `1 + scale`.
-      dtype: of `y`, as in `layer_norm`.
-      implementation: as in `layer_norm`.
-      forward_mode: as in `layer_norm`.
-
-    Returns:
-      y: `x`'s shape, in `dtype`.
-      total: `x`'s shape, in the promoted dtype of `x` and `residual`.
+      x_scale, scale, axis, epsilon, zero_centered_scale: as of `rms_norm_add_rms_norm`.
+      residual, gate, dtype: as of `add_layer_norm`.
+      x, implementation, forward_mode: as of `layer_norm`.
     """
     summands = Arrays(
         x=array("x", x), residual=array("residual", residual), x_scale=x_scale, x_bias=x_offset, gate=gate

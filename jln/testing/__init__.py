@@ -134,8 +134,8 @@ def check_vjp(
         are compared with are still computed in float64, so that `f` is held to the truth and not to another's
         roundings.
       tolerance: None: that of `TOLERANCES` for the coarsest dtype among the arguments (as cast) and results of `f`.
-      step: as in `numerical_gradient`; None: that of `tolerance`, if it is given.
-      richardson: as in `numerical_gradient`.
+      step: as of `numerical_gradient`; None: that of `tolerance`, if it is given.
+      richardson: as of `numerical_gradient`.
       elements: how many of an argument's elements to take differences of, chosen at random. None: all. Where some are
         left out, and there is no reference, one that is not finite is among the chosen if there is any, and all of them
         together are compared along one random direction: a row "direction", if that is what fails.
@@ -187,17 +187,8 @@ def check_hvp(
     rightly. `check_vjp` tells whether the rule is right.
 
     Args:
-      f: as in `check_vjp`.
-      args: as in `check_vjp`.
-      reference: as in `check_vjp`.
       mode: "reverse" over reverse, or "forward" over reverse.
-      differences: as in `check_vjp`.
-      dtype: as in `check_vjp`.
-      tolerance: as in `check_vjp`.
-      step: as in `check_vjp`.
-      richardson: as in `check_vjp`.
-      elements: as in `check_vjp`.
-      seed: as in `check_vjp`.
+      f, args, reference, differences, dtype, tolerance, step, richardson, elements, seed: as of `check_vjp`.
 
     Returns:
       A `Report`, as `check_vjp`.
@@ -241,10 +232,9 @@ def check_fuse(
     arguments are, and as `TOLERANCES` has it where some is in 16 bits, as `f` rounds there what the operators do not.
 
     Args:
-      f: as in `check_vjp`; what it takes beside arrays is for `functools.partial`.
-      args: its arguments, as in `check_vjp`.
-      linears: as in `jln.fuse`.
-      implementation: as in `jln.fuse`.
+      f: as of `check_vjp`; what it takes beside arrays is for `functools.partial`.
+      args: its arguments, as of `check_vjp`.
+      linears, implementation: as of `jln.fuse`.
       dtype: the dtype to which floating arguments are cast. None: as given.
       seed: of the cotangent.
 
@@ -281,8 +271,7 @@ def assert_vjp(f: Callable[..., Any], args: Args, **options: Any) -> None:
     """Check gradients by `check_vjp`, and raise unless the report is `ok`.
 
     Args:
-      f: as in `check_vjp`.
-      args: as in `check_vjp`.
+      f, args: as of `check_vjp`.
       **options: the other arguments of `check_vjp`.
 
     Raises:
@@ -295,8 +284,7 @@ def assert_hvp(f: Callable[..., Any], args: Args, **options: Any) -> None:
     """Check Hessian-vector products by `check_hvp`, and raise unless the report is `ok`.
 
     Args:
-      f: as in `check_hvp`.
-      args: as in `check_hvp`.
+      f, args: as of `check_hvp`.
       **options: the other arguments of `check_hvp`.
 
     Raises:

@@ -188,7 +188,11 @@ class Report:
         return all(row.ok for row in self.rows)
 
     def row(self, name: str) -> Row:
-        """The row of an argument or result by name. Raises KeyError where there is none."""
+        """The row of an argument or result by name. Raises KeyError where there is none.
+
+        Args:
+          name: of the row.
+        """
         return {row.name: row for row in self.rows}[name]
 
     def as_dict(self) -> dict[str, Any]:

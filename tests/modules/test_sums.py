@@ -1,6 +1,8 @@
 """A residual in front of a norm, x's bias and a gate beside it, against the separate layers of each framework."""
 
 import functools
+import inspect
+import re
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,7 @@ from jln import _explain
 from jln import equinox as jln_equinox
 from jln import haiku as jln_haiku
 from parity import MASK, SHAPE, doubled, every_equation, named, normal, pairwise_parameters
-from separate import FRAMEWORKS, ONE, layers, parity, total_of
+from separate import FRAMEWORKS, LIBRARIES, ONE, layers, parity, total_of
 
 WHOLE = "all arguments are the operator's"
 # Shapes of a layer's gate (LayerScale), of one for each example (adaLN) and of one for each row; SHAPE is (3, 4, 8).
@@ -240,3 +242,20 @@ def test_equinox_has_the_state_behind_both_results():
     (y, total), state = module(**x, state="state")
     assert state == "state"
     jax.tree.map(np.testing.assert_array_equal, (y, total), module(**x))
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])
+def test_a_call_has_the_arguments_that_help_lists_and_no_others(framework, norm):
+    """The signature and the docstring have every argument by its name, and a LayerNorm's none of an RMSNorm's."""
+    for_rms = {"x_norm", "z", "norm_before_gate"} if norm == "RMSNorm" else set()
+    shared = {"residual", "x_bias", "gate", "added_to", *for_rms}
+    call = getattr(LIBRARIES[framework][1], norm).__call__
+    found = inspect.signature(call).parameters
+    assert shared <= found.keys() and all(found[name].default in (None, True) for name in shared)
+    described = set(re.findall(r"^  (\*{0,2}\w+): ", inspect.getdoc(call), flags=re.M))
+    assert described == found.keys() - {"self"}
+    module, x = norm_alone(framework, norm), jnp.ones((8,), "float32")
+    for name in {"x_norm", "z", "norm_before_gate", "nothing"} - for_rms:
+        with pytest.raises(TypeError, match=rf"^{norm}.__call__\(\) got an unexpected keyword argument '{name}'"):
+            module(x, **{name: x})

@@ -9,6 +9,7 @@ Markdown alone: public names, links within the page, and signatures that are wra
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import re
 import sys
@@ -91,12 +92,18 @@ HEAD = """# API reference
 Made from the docstrings by `python tests/pages/api_reference.py`, which writes this file; a test holds it current.
 
 Shapes: `M` rows (all leading axes together), `H` elements of a row (the normalised axis), `N` output features of a
-Linear. "As in" another entry means: the same shapes, dtypes, default and errors.
+Linear. "As of" another entry means: the same shapes, dtypes, default and errors.
 """
+CALLS = "Calls of modules"  # the heading over the arguments that all frameworks' modules take
 
 
+@functools.cache
 def loaded() -> griffe.Module:
-    loader = griffe.GriffeLoader(search_paths=[str(ROOT)], docstring_parser=griffe.Parser.google)
+    # Several arguments in one line, which griffe would warn of, are held to the signatures by a test.
+    options: Any = {"warnings": False}
+    loader = griffe.GriffeLoader(
+        search_paths=[str(ROOT)], docstring_parser=griffe.Parser.google, docstring_options=options
+    )
     package = loader.load("jln")
     loader.resolve_aliases(external=False)
     return package
@@ -115,12 +122,23 @@ def method(cls: griffe.Class, name: str) -> griffe.Function | None:
     return None
 
 
+def parameters(function: griffe.Function) -> list[griffe.Parameter]:
+    """The parameters of a function but self, those of `**beside: Unpack[...]` one by one."""
+    found = [p for p in function.parameters if p.name != "self"]
+    return [p for own in found for p in (beside(own) if own.name == "beside" else [own])]
+
+
+def beside(parameter: griffe.Parameter) -> list[griffe.Parameter]:
+    """The arguments that `**beside: Unpack[...]` lists, with the defaults of the function that takes them all."""
+    module = target(loaded()["_modules.arguments"])
+    defaults, cls = module["taken"].parameters, module[str(parameter.annotation).rstrip("]").rpartition(".")[2]]
+    return [defaults[name] for name in cls.attributes]
+
+
 def signature(name: str, function: griffe.Function) -> str:
     """A call with the names of the parameters and their defaults, in lines of at most `WIDTH`."""
     kinds, parts = griffe.ParameterKind, []
-    for p in function.parameters:
-        if p.name == "self":
-            continue
+    for p in parameters(function):
         if p.kind is kinds.keyword_only and not any(part.startswith("*") for part in parts):
             parts.append("*")
         star = {kinds.var_positional: "*", kinds.var_keyword: "**"}.get(p.kind, "")
@@ -144,6 +162,10 @@ def rendered(found: griffe.Object) -> str:
         if section.kind.value in ("parameters", "returns", "attributes", "raises"):
             for item in section.value:
                 item.description = " ".join(item.description.split())
+                if section.kind.value == "attributes" and item.name.endswith(","):
+                    item.name += f" {str(item.annotation).strip('()')}"  # griffe's type of the first of several names
+                if section.kind.value == "parameters" and item.name == "**beside":
+                    item.name = ", ".join(p.name for p in beside(found.parameters["beside"]))
                 item.annotation = item.annotation if section.kind.value == "raises" else None
         if section.kind.value in ("parameters", "attributes"):
             section.value = together(section.value)
@@ -154,6 +176,7 @@ def rendered(found: griffe.Object) -> str:
     text = re.sub(r"^- +\u2013 ", "- ", text, flags=re.M)
     text = re.sub(r"^- [*`]{1,2}([*\w, ]+?)[*`]{1,2} \u2013", lambda m: f"- {in_code(m[1])}:", text, flags=re.M)
     text = text.replace("**Parameters:**", "**Arguments**").replace(":**\n", "**\n")
+    text = re.sub(r"every (\w+) of jln", rf"every [\1 of jln](#{anchor(CALLS)})", text)
     return re.sub(r"\n{3,}", "\n\n", text).strip()
 
 
@@ -190,6 +213,23 @@ def linked(text: str, module: str, names: Collection[str], own: str) -> str:
     return "".join(b if i % 2 else re.sub(r"(?<![`\[])`([\w.]+)`(?!`)", link, b) for i, b in enumerate(blocks))
 
 
+def described(found: griffe.Object) -> dict[str, str]:
+    """The text that a docstring has on each argument, by its name."""
+    rendered(found)  # which takes lists of names in one line apart
+    sections = found.docstring.parsed if found.docstring else ()
+    items = [item for s in sections if s.kind.value in ("parameters", "attributes") for item in s.value]
+    return {name.strip("*"): item.description for item in items for name in item.name.split(", ")}
+
+
+def calls(path: str, name: str) -> dict[str, tuple[griffe.Function, griffe.Object]]:
+    """The calls of a public name by their own: itself or its constructor, and methods; with what has the docstring."""
+    found = target(loaded()[f"{path}.{name}".removeprefix("jln.")])
+    if not found.is_class:
+        return {name: (found, found)}
+    methods = {f"{name}.{its}": method(found, its) for its in ("__init__", *METHODS)}
+    return {its: (call, found if "__init__" in its else call) for its, call in methods.items() if call is not None}
+
+
 def entry(module: griffe.Module, path: str, name: str, names: Collection[str]) -> list[str]:
     """The parts of the page on one public name: heading, signature and docstring, of a class its methods' too."""
     found, full = target(module[name]), f"{path}.{name}"
@@ -205,8 +245,13 @@ def entry(module: griffe.Module, path: str, name: str, names: Collection[str]) -
 def page() -> str:
     package = loaded()
     names = {f"{path}.{name}": None for _, path, found in SECTIONS for name in found}
-    parts = [HEAD, "\n".join(f"- [{title}](#{anchor(title)})" for title, _, _ in SECTIONS)]
+    titles = [title for title, _, _ in SECTIONS]
+    titles.insert(titles.index("Flax NNX"), CALLS)
+    parts = [HEAD, "\n".join(f"- [{title}](#{anchor(title)})" for title in titles)]
     for title, path, found in SECTIONS:
+        if title == "Flax NNX":  # the first of the frameworks
+            arguments = rendered(target(package["_modules.arguments.OfRMSNorm"]))
+            parts += [f"## {CALLS}", linked(arguments.replace("**Attributes**", "**Arguments**"), "jln", names, "")]
         module = package if path == "jln" else target(package[path.removeprefix("jln.")])
         parts.append(f"## {title}")
         if path != "jln":

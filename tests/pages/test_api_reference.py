@@ -26,6 +26,28 @@ def test_every_public_name_is_on_the_page(path):
     assert {*public} - described == IN_PROSE.get(path, set())
 
 
+CALLS = {
+    f"{path}.{name}": call
+    for _, path, found in SECTIONS
+    if path != "jln.reference"  # whose arguments are the operators'
+    for public in found
+    for name, call in api_reference.calls(path, public).items()
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_argument_is_said_here_or_in_the_entry_that_is_named(name):
+    call, documented = CALLS[name]
+    said = api_reference.described(documented)
+    assert [p.name for p in api_reference.parameters(call) if p.name not in said] == []
+    modules = [name.rpartition(".")[0], name.rpartition(".")[0].rpartition(".")[0], "jln"]
+    for argument, description in said.items():
+        if of := re.match(r"as of `(?:jln\.)?(\w+)`[.,]", description):
+            entries = [f"{module}.{of[1]}{init}" for module in modules for init in ("", ".__init__")]
+            other = next((CALLS[entry][0] for entry in entries if entry in CALLS), None)
+            assert other is not None and argument in {p.name for p in api_reference.parameters(other)}, description
+
+
 def test_every_link_leads_to_a_heading():
     text = PAGE.read_text()
     anchors = [api_reference.anchor(heading) for heading in re.findall(r"^#{1,4} (.*)$", text, flags=re.M)]
