@@ -10,9 +10,9 @@ import absent_gpu  # noqa: F401
 
 typer = pytest.importorskip("typer")
 
-from typer.testing import CliRunner
+from typer.testing import CliRunner  # noqa: E402
 
-import steps
+import steps  # noqa: E402
 
 TABLES = pathlib.Path(__file__).parents[2] / "benchmarks" / "results" / "meshes.txt"
 
