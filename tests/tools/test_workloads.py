@@ -11,10 +11,10 @@ import pytest
 import jln
 from jln import reference
 from jln._tools.catalogue import EPSILON, OPERATORS
-from jln._tools.losses import OURS, losses
 from jln._tools.peers import PEERS
-from jln._tools.stacks import STACKS
 from jln._tools.workloads import CPU_WORKLOADS, WORKLOADS, Workload
+from losses import OURS, losses
+from stacks import STACKS
 
 ALL = WORKLOADS | CPU_WORKLOADS
 
