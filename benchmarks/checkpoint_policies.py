@@ -16,8 +16,8 @@ import jax
 
 import jln
 from jln import program
-from jln._tools.losses import losses
-from jln._tools.stacks import STACKS, Stack
+from losses import losses
+from stacks import STACKS, Stack
 
 LAYERS = 4
 ours, jaxs = jln.checkpoint_policies, jax.checkpoint_policies

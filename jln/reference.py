@@ -38,15 +38,6 @@ def rms_norm(
     return _junction(x, _Norm(False, axis, epsilon, zero_centered_scale), scale, dtype=dtype)
 
 
-def rms_norm_gated(
-    x: jax.Array, z: jax.Array, scale: jax.Array | None = None, *, norm_before_gate: bool = True,
-    axis: Axis = -1, epsilon: float = 1e-6, zero_centered_scale: bool = False, dtype: DTypeLike | None = None,
-) -> jax.Array:  # fmt: skip
-    """Return `rms_norm(x, scale) * silu(z)` or `rms_norm(x * silu(z), scale)`, of what `jln.rms_norm_gated` takes."""
-    norm = _Norm(False, axis, epsilon, zero_centered_scale)
-    return _junction(x, norm, scale, z=z, norm_before_gate=norm_before_gate, dtype=dtype)
-
-
 def add_layer_norm(
     x: jax.Array, residual: jax.Array, scale: jax.Array | None = None, offset: jax.Array | None = None, *,
     x_bias: jax.Array | None = None, gate: Gate = None,
@@ -113,6 +104,15 @@ def layer_norm_add_layer_norm(
     """
     norm, both = _Norm(True, axis, epsilon, zero_centered_scale), {"both_sides": True, "x_scale": x_scale}
     return _junction(x, norm, scale, offset, residual=residual, **both, x_bias=x_offset, gate=gate, dtype=dtype)
+
+
+def rms_norm_gated(
+    x: jax.Array, z: jax.Array, scale: jax.Array | None = None, *, norm_before_gate: bool = True,
+    axis: Axis = -1, epsilon: float = 1e-6, zero_centered_scale: bool = False, dtype: DTypeLike | None = None,
+) -> jax.Array:  # fmt: skip
+    """Return `rms_norm(x, scale) * silu(z)` or `rms_norm(x * silu(z), scale)`, of what `jln.rms_norm_gated` takes."""
+    norm = _Norm(False, axis, epsilon, zero_centered_scale)
+    return _junction(x, norm, scale, z=z, norm_before_gate=norm_before_gate, dtype=dtype)
 
 
 def layer_norm_linear(

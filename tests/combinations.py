@@ -19,7 +19,7 @@ import pytest
 from jln._tools.catalogue import OPERATORS
 
 FAMILIES = {
-    name: "linears" if operator.is_linear else "norms" if operator.in_front is None else "both sides"
+    name: "linears" if operator.is_linear else "both sides" if operator.both_sides else "norms"
     for name, operator in OPERATORS.items()
 }
 

@@ -1,4 +1,4 @@
-"""What is asked of a framework, and the way from its layer's call to an operator, or to the framework's own code."""
+"""The adapter of a framework: what is asked of it, and the way from its layers' calls to operators or its own code."""
 
 from __future__ import annotations
 

@@ -163,21 +163,20 @@ def of_sum(operator: Operator, rounded_to: str | None, **options: Any) -> Callab
     rounded_to: the dtype to which the sum is rounded, while it and its gradient stay in the wider dtype of the arrays.
       None: the sum may stay unrounded, as XLA leaves the sum of a program written so.
     """
-    norm = operator.of_sum
-    assert norm is not None
+    in_front, behind = operator.norm.of_total.reference, operator.of_total.reference
 
     def reference(
         *, x: jax.Array, residual: jax.Array, x_bias: Any = None, gate: Any = None, **parameters: Any
     ) -> tuple[jax.Array, jax.Array]:
-        if operator.in_front is not None:
+        if operator.both_sides:
             of_x = {n: parameters.pop(f"x_{n}", None) for n in ("scale", "offset")[: 1 + operator.centres]}
-            x = operator.in_front.reference(x, **of_x, **options)
+            x = in_front(x, **of_x, **options)
         branch = x if x_bias is None else x + x_bias
         total = (branch if gate is None else gate * branch) + residual
         if rounded_to is not None:
             # The barrier keeps XLA from leaving the rounding out. (`reduce_precision` would flush float16's denormals.)
             rounded = jax.lax.optimization_barrier(total.astype(rounded_to)).astype(total.dtype)
             total = total + jax.lax.stop_gradient(rounded - total)
-        return norm.reference(total, **parameters, **options), total
+        return behind(total, **parameters, **options), total
 
     return reference

@@ -1,24 +1,37 @@
-"""The catalogue of public operators: what each takes, gives and computes.
+"""The catalogue of public operators: what each takes, gives, reads and computes.
 
-`check`, `bench`, `report`, `tune`, `doctor`, the tests and the reports go over this one list, and guess nothing from
-names: a new operator joins them all by its entry here.
+`check`, `bench`, `report`, `tune`, `doctor`, the tests and the reports go over this one list. It is made of the
+operators' signatures, and of the table of their arrays in `jln._junction.arrays`: a new operator joins them all by
+being public, and a new array by its line there and by its operations here.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, get_args, get_origin, get_type_hints
 
 import jax
 import jax.numpy as jnp
 
 import jln
+from jln._junction.arrays import OPERANDS, TABLE, Arrays, Norm, Shape, Switches, reads_of_gradients
 
 EPSILON = 1e-6  # the default of every signature, where it stands in figures for its readers
 DIRECTIONS = ("forward", "backward")
-Role = Literal["activation", "scale", "offset", "gate", "kernel", "bias"]
+
+# Operations on an element of x, forward and backward, that each array of the table adds; that of a product are apart.
+# x: its square summed 2, times rstd 1; x_hat 1, c2 2, dx 3. A scale: g 1 and dscale 2. silu(z) 4, the product 1;
+# backward silu 4, its derivative 2, x or dy times silu(z) 1, dz 2, dx or y times silu(z) 1.
+_OF_NORM, _OF_SCALE, _OF_SUMMAND, _OF_SILU = (3, 6), (1, 3), (1, 1), (5, 10)
+_OPERATIONS = {
+    **{"x": _OF_NORM, "scale": _OF_SCALE, "x_scale": (4, 9), "gate": (1, 3), "z": _OF_SILU, "x_z": _OF_SILU},
+    **{"offset": _OF_SUMMAND, "residual": _OF_SUMMAND, "x_bias": _OF_SUMMAND, "added": (1, 0)},
+}
+_OF_MEAN = (2, 3)  # of each norm that subtracts it: the mean 1, x - mean 1; x - mean 1, c1 1, dx 1
+_DIMENSIONS = {Shape.ROW: ("x",), Shape.COLUMN: ("H",), Shape.KERNEL: ("H", "N"), Shape.BIAS: ("N",)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +48,7 @@ class Array:
     """
 
     name: str
-    role: Role
+    role: str
     dimensions: tuple[str, ...]
     optional: bool = False
     gradient_of: str | None = None
@@ -87,25 +100,11 @@ class Signature:
     reread: tuple[str, ...]
 
     names = property(lambda self: tuple(a.name for a in self.arguments))
-
-    @property
-    def arrays(self) -> tuple[Array, ...]:
-        """The arguments, then the results."""
-        return self.arguments + self.results
-
-    @property
-    def parameters(self) -> tuple[Array, ...]:
-        return tuple(a for a in self.arguments if a.role != "activation")
-
-    @property
-    def gradients(self) -> tuple[Array, ...]:
-        """The arguments with a gradient of their own."""
-        return tuple(a for a in self.arguments if a.gradient_of is None)
-
-    def without(self, absent: Iterable[str]) -> Signature:
-        """The signature without some optional arguments."""
-        left = tuple(a for a in self.arguments if a.name not in absent)
-        return Signature(self.name, left, self.results, tuple(n for n in self.reread if n not in absent))
+    # The arguments, then the results.
+    arrays = property(lambda self: self.arguments + self.results)
+    parameters = property(lambda self: tuple(a for a in self.arguments if a.role != "activation"))
+    # The arguments with a gradient of their own.
+    gradients = property(lambda self: tuple(a for a in self.arguments if a.gradient_of is None))
 
     def packed(self, results: Iterable[Any]) -> Any:
         """The results, or their cotangents, as the function returns them: one by itself, several as a tuple."""
@@ -138,37 +137,32 @@ class Signature:
 
 @dataclasses.dataclass(frozen=True)
 class Operator(Signature):
-    """A public operator, as a function and as the same function in plain jnp.
+    """A public operator with some of its optional arguments, as a function and as the same function in plain jnp.
 
-    centres: whether the mean is subtracted.
-    per_element: operations on each element of x, forward and backward, without those of a product.
-    norm: the operator in front of the product; None without a product.
-    of_sum: the operator that the sum of x and the residual goes through; None without such a sum.
-    in_front: the operator that x goes through before the sum; None without one.
-    extras: the arrays that it takes by keyword and few models have; `including` makes them arguments.
+    takes: the names of all arrays that it takes, those by keyword last. keywords: the names of the latter, which few
+      models have.
     options: static keywords that say which form of the operator this is; empty for the defaults.
+    per_element: operations on each element of x, forward and backward, without those of a product.
     """
 
-    centres: bool
-    per_element: tuple[int, int]
-    norm: Operator | None = None
-    of_sum: Operator | None = None
-    in_front: Operator | None = None
-    extras: tuple[Array, ...] = ()
-    options: tuple[tuple[str, Any], ...] = ()
+    takes: tuple[str, ...]
+    keywords: tuple[str, ...]
+    options: tuple[tuple[str, Any], ...]
+    per_element: tuple[int, ...]
 
     function = property(lambda self: getattr(jln, self.name))
     reference = property(lambda self: getattr(jln.reference, self.name))
-    adds = property(lambda self: self.of_sum is not None)
-    adds_behind = property(lambda self: not self.adds and "residual" in self.names)
-    is_linear = property(lambda self: self.norm is not None)
-    is_gated = property(lambda self: _Z in self.arguments)
-
-    @property
-    def given_extras(self) -> tuple[str, ...]:
-        """The names of the extras that are among the arguments of this form of the operator."""
-        extras = {a.name for a in OPERATORS[self.name].extras}
-        return tuple(name for name in self.names if name in extras)
+    # Whether the mean is subtracted; x is normalised in front of the sum, too; a residual is added in front of the
+    # norm, behind it; products follow; y, or x, is multiplied by silu(z).
+    centres = property(lambda self: "offset" in self.takes)
+    both_sides = property(lambda self: "x_scale" in self.takes)
+    adds = property(lambda self: len(self.results) > 1)
+    adds_behind = property(lambda self: not self.adds and "residual" in self.takes)
+    is_linear = property(lambda self: "kernel" in self.takes)
+    is_gated = property(lambda self: "z" in self.takes)
+    # The names of the extras that this form of the operator has, and of those that `including` would add.
+    given_extras = property(lambda self: tuple(name for name in self.keywords if name in self.names))
+    extras = property(lambda self: tuple(name for name in self.keywords if name not in self.names))
 
     @property
     def title(self) -> str:
@@ -176,36 +170,30 @@ class Operator(Signature):
         said = [*(" and ".join(self.given_extras),), *(f"{name}={value}" for name, value in self.options)]
         return ", ".join((self.name, *filter(None, said)))
 
+    @property
+    def norm(self) -> Operator:
+        """The operator in front of the products."""
+        return OPERATORS[self.name.removesuffix("_linear")]
+
+    @property
+    def of_total(self) -> Operator:
+        """The operator that the sum of x and the residual goes through."""
+        return OPERATORS[self.name.removeprefix("add_").rpartition("norm_add_")[2]]
+
     def including(
-        self, *extras: str, of_examples: Iterable[str] = (), options: tuple[tuple[str, Any], ...] = ()
+        self,
+        *extras: str,
+        absent: Iterable[str] = (),
+        of_examples: Iterable[str] = (),
+        options: tuple[tuple[str, Any], ...] = (),
     ) -> Operator:
         """The operator with some of its extras among the arguments.
 
-        With a gate the gradients of x and of the residual are two arrays, and the gate's own reads x and its bias. A
-        gate is one operation more of each element forward and three backward; x's bias is one each way.
-
-        of_examples: the parameters of which every example has its own.
+        absent: optional arguments that are left out. of_examples: the parameters of which every example has its own.
         options: static keywords that say which form of the operator it is.
         """
-        added = tuple(a for a in self.extras if a.name in extras)
-        forward, backward = self.per_element
-        arguments, reread = self.arguments, self.reread
-        if "gate" in extras:
-            arguments = tuple(dataclasses.replace(a, gradient_of=None) for a in arguments)
-            reread = tuple(dict.fromkeys((*reread, "x", *(a.name for a in added))))
-        own = {name: ("examples", "H") for name in of_examples}
-        arguments = tuple(
-            dataclasses.replace(a, dimensions=own.get(a.name, a.dimensions)) for a in (*arguments, *added)
-        )
-        more = 3 * ("gate" in extras) + ("x_bias" in extras)
-        return dataclasses.replace(
-            self,
-            arguments=arguments,
-            reread=reread,
-            extras=(),
-            per_element=(forward + len(added), backward + more),
-            options=options,
-        )
+        given = [name for name in self.takes if name in (*self.names, *extras) and name not in {*absent}]
+        return _form(self.name, tuple(given), tuple(of_examples), options)
 
     def in_order(
         self, function: Callable[..., Any], given: Sequence[str] | None = None, **options: Any
@@ -215,11 +203,11 @@ class Operator(Signature):
         given: None: all arguments. Those that are not given are None.
         """
         names = self.names if given is None else given
+        positional = [name for name in self.takes if name not in self.keywords]
 
         def of_arrays(*arrays: Any, **more: Any) -> Any:
-            named = dict(zip(names, arrays, strict=True))
-            static = dict(self.options) | options
-            return function(**{name: named.get(name) for name in self.names}, **static, **more)
+            named = dict.fromkeys(positional) | dict(zip(names, arrays, strict=True))
+            return function(**named, **dict(self.options) | options, **more)
 
         # The names that `jln.testing` reports by.
         parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in names]
@@ -236,107 +224,68 @@ class Operator(Signature):
         return 2 * (1 + DIRECTIONS.index(direction)) * elements * features if self.is_linear else 0
 
 
-_X = Array("x", "activation", ("x",))
-_RESIDUAL = Array("residual", "activation", ("x",), gradient_of="x")
-_SCALE = Array("scale", "scale", ("H",), optional=True)
-_OFFSET = Array("offset", "offset", ("H",), optional=True)
-_Z = Array("z", "activation", ("x",))
-_X_BIAS = Array("x_bias", "bias", ("H",), optional=True)
-_GATE = Array("gate", "gate", ("H",), optional=True)
-_KERNEL = Array("kernel", "kernel", ("H", "N"))
-_BIAS = Array("bias", "bias", ("N",), optional=True)
-_Y = Array("y", "activation", ("x",))
-_TOTAL = Array("total", "activation", ("x",))
-_PRODUCT = Array("y", "activation", ("rows", "N"))
-
-
-def _with_linear(norm: Operator) -> Operator:
-    """The operator of a norm and the product behind it."""
-    return dataclasses.replace(
-        norm,
-        name=f"{norm.name}_linear",
-        arguments=(*norm.arguments, _KERNEL, _BIAS),
-        results=(_PRODUCT, *norm.results[1:]),
-        reread=(*norm.reread, "kernel"),
-        norm=norm,
-        of_sum=None if norm.of_sum is None else _with_linear(norm.of_sum),
-    )
-
-
-def _adding(operator: Operator) -> Operator:
-    """The same operator of the sum of x and a residual, one operation more of each element each way."""
-    forward, backward = operator.per_element
-    return dataclasses.replace(
-        operator,
-        name=f"add_{operator.name}",
-        arguments=(_X, _RESIDUAL, *(a for a in operator.arguments if a != _X)),
-        results=(*operator.results, _TOTAL),
-        reread=tuple("total" if name == "x" else name for name in operator.reread),
-        per_element=(forward + 1, backward + 1),
-        norm=None if operator.norm is None else _adding(operator.norm),
-        of_sum=operator,
-        extras=(_X_BIAS, _GATE),
-    )
-
-
-def _added(norm: Operator) -> Operator:
-    """The operator that adds a residual behind the norm: the residual's gradient is y's cotangent."""
-    forward, backward = norm.per_element
-    residual = dataclasses.replace(_RESIDUAL, gradient_of="y")
-    arguments = (_X, residual, *norm.arguments[1:])
-    return dataclasses.replace(norm, name=f"{norm.name}_add", arguments=arguments, per_element=(forward + 1, backward))
-
-
-def _both_sides(norm: Operator) -> Operator:
-    """The operator that normalises x, adds it to a residual, and normalises the sum."""
-    forward, backward = norm.per_element
-    parameters = norm.arguments[1:]
-    of_x = tuple(dataclasses.replace(a, name=f"x_{a.name}") for a in parameters)
-    return dataclasses.replace(
-        norm,
-        name=f"{norm.name}_add_{norm.name}",
-        arguments=(_X, dataclasses.replace(_RESIDUAL, gradient_of=None), *of_x, *parameters),
-        results=(_Y, _TOTAL),
-        reread=("x", "x_scale", "total", "scale"),
-        per_element=(2 * forward + 1, 2 * backward + 1),
-        in_front=norm,
-        of_sum=norm,
-        extras=(_GATE,),
-    )
-
-
-# An element forward: mean 1, x - mean 1, its square summed 2, times rstd 1, scale 1, offset 1. Backward: x_hat 2, g 1,
-# c1 1, c2 2, dx 4, dscale 2, doffset 1. An RMSNorm has neither mean, c1 nor offset.
-_NORMS = (
-    Operator("layer_norm", (_X, _SCALE, _OFFSET), (_Y,), ("x", "scale"), centres=True, per_element=(7, 13)),
-    Operator("rms_norm", (_X, _SCALE), (_Y,), ("x", "scale"), centres=False, per_element=(4, 9)),
-)
-# silu(z) 4, the product 1. Backward: silu 4, its derivative 2, x or dy times silu(z) 1, dz 2, dx or y times silu(z) 1.
-_GATED = Operator("rms_norm_gated", (_X, _Z, _SCALE), (_Y,), ("x", "z", "scale"), centres=False, per_element=(9, 19))
-# The norms by themselves, of a sum, in a sum, on both sides of one, gated; with a Linear behind, and that of a sum.
-_LINEARS = tuple(map(_with_linear, _NORMS))
-_BOTH_SIDES = tuple(map(_both_sides, reversed(_NORMS)))
-OPERATORS: dict[str, Operator] = {
-    o.name: o
-    for family in (
-        (*_NORMS, *map(_adding, _NORMS), *map(_added, _NORMS), *_BOTH_SIDES, _GATED),
-        (*_LINEARS, *map(_adding, _LINEARS), *map(_with_linear, _BOTH_SIDES)),
-    )
-    for o in family
-}
-
-
-def fullest(*, is_linear: bool, adds: bool) -> Operator:
-    """The operator with the most arguments among those of a kind, but for gated ones and norms on both sides.
-
-    is_linear: with a product behind the norm. adds: with a residual in front of it.
-    """
-    plain = [o for o in OPERATORS.values() if not o.is_gated and o.in_front is None]
-    fitting = [o for o in plain if (o.is_linear, o.adds) == (is_linear, adds)]
-    return max(fitting, key=lambda o: len(o.arguments))
-
-
-# The operators by title: as most models have them, then with all their extras, and in their other forms.
-_FULL = [o.including(*(a.name for a in o.extras)) for o in OPERATORS.values() if o.extras]
 GATE_FIRST = (("norm_before_gate", False),)
-FORMS: dict[str, Operator] = OPERATORS | {o.title: o for o in (*_FULL, _GATED.including(options=GATE_FIRST))}
+
+
+@functools.cache
+def _form(
+    name: str,
+    given: tuple[str, ...] | None = None,
+    of_examples: tuple[str, ...] = (),
+    options: tuple[tuple[str, Any], ...] = (),
+) -> Operator:
+    """The public operator of a name with these arguments, by default all that are not by keyword alone."""
+    hints = get_type_hints(getattr(jln, name))
+    parameters = inspect.signature(getattr(jln, name)).parameters
+    takes = tuple(n for n in parameters if n in (*OPERANDS, "x_offset"))
+    keywords = tuple(n for n in takes if parameters[n].kind is inspect.Parameter.KEYWORD_ONLY)
+    names = given if given is not None else tuple(n for n in takes if n not in keywords)
+    is_linear, adds = "kernel" in takes, get_origin(hints["return"]) is tuple
+    norm = Norm(-1, EPSILON, Switches("offset" in takes), both_sides="x_scale" in takes)
+    results = {"y": ("rows", "N") if is_linear else ("x",)} | ({"total": ("x",)} if adds else {})
+
+    # The names in the table, and from there back. Without a sum, total is x.
+    others = {"x_offset": "x_bias"}
+    others |= {} if adds else {"residual": "added"}
+    others |= {"z": "x_z"} if options == GATE_FIRST else {}
+    in_table = {n: others.get(n, n) for n in names}
+    back = {n: n for n in (*results, "dy")} | {"total": "total" if adds else "x"} | {t: n for n, t in in_table.items()}
+
+    def reads(n: str) -> set[str]:
+        """The arguments and results that the gradient of an argument is made of, and "dy"."""
+        made_of = reads_of_gradients(norm, Arrays(**{in_table[n]: "float32"}), is_linear)
+        return {back[t] for t in made_of if t in back}
+
+    def argument(n: str) -> Array:
+        shape = TABLE[in_table[n]].shape
+        role = "activation" if shape is Shape.ROW else n.removeprefix("x_")
+        same = None
+        if n == "residual":
+            same = "y" if reads(n) == {"dy"} else "x" if reads(n) == reads("x") else None
+        dimensions = ("examples", "H") if n in of_examples else _DIMENSIONS[shape]
+        return Array(n, role, dimensions, type(None) in get_args(hints[n]), same)
+
+    read = {r for n in names for r in reads(n)}
+    means = [_OF_MEAN] * (norm.switches.subtract_mean * (1 + norm.both_sides))
+    counts = [*(_OPERATIONS.get(t, (0, 0)) for t in in_table.values()), *means]
+    return Operator(
+        name,
+        tuple(map(argument, names)),
+        tuple(Array(r, "activation", dimensions) for r, dimensions in results.items()),
+        tuple(n for n in (*names, *results) if n in read),
+        takes,
+        keywords,
+        options,
+        tuple(map(sum, zip(*counts, strict=True))),
+    )
+
+
+OPERATORS: dict[str, Operator] = {name: _form(name) for name in vars(jln.reference) if name in jln.__all__}
+# The operators by title: as most models have them, then with all their extras, and in their other forms.
+FORMS: dict[str, Operator] = OPERATORS | {
+    form.title: form
+    for form in (
+        *(o.including(*o.extras) for o in OPERATORS.values() if o.extras),
+        OPERATORS["rms_norm_gated"].including(options=GATE_FIRST),
+    )
+}

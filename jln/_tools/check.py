@@ -101,7 +101,7 @@ def _sample(operator, shape, features, extras, dtype, init, seed) -> Sample:
     if extras is not None:
         if not entry.extras:
             raise UserError(f"--extras is for the operators that add a residual; {operator} adds none")
-        known("extra", extras.split("+"), [a.name for a in entry.extras])
+        known("extra", extras.split("+"), entry.extras)
         entry = entry.including(*extras.split("+"))
     shape = DEFAULT_SHAPE if shape is None else shape
     sizes, several = parsed_shape(shape), parsed_features(features) if features is not None else ()

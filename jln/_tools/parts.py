@@ -45,7 +45,7 @@ def composed(
     def function(*arguments: Any) -> Any:
         operands = dict(zip(names, arguments, strict=True))
         x = operands["x"]
-        if workload.entry.in_front is not None:
+        if workload.entry.both_sides:
             x = norm(x, operands.get("x_scale"), operands.get("x_offset"))
         if "x_bias" in operands:
             x = x + operands["x_bias"]

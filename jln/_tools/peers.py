@@ -54,7 +54,7 @@ def _jln(workload: Workload) -> Callable[..., Any]:
 
 def _norm_and_products(workload: Workload) -> Callable[..., Any]:
     entry = workload.entry
-    if entry.norm is None:
+    if not entry.is_linear:
         raise Unsupported("a norm by itself is jln's own")
     norm = functools.partial(entry.norm.function, **kernels_asked_for())
 

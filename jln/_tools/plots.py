@@ -203,7 +203,7 @@ def operators(report: dict[str, Any]) -> Canvas | None:
 def steps(report: dict[str, Any], products: str | None = None) -> Canvas | None:
     """Draw whole steps: bytes outside of products and attention, and temporary memory. products: by these alone."""
     rows = []
-    for s in report["stacks"]:
+    for s in report["steps"]:
         programs = s["programs"]
         if (products and s["products"] != products) or not any(p.startswith("jln") for p in programs):
             continue
@@ -261,8 +261,8 @@ def _chip(report: dict[str, Any]) -> str:
 
 
 def draw_report(report: dict[str, Any], folder: pathlib.Path) -> list[pathlib.Path]:
-    """Draw operators and whole steps, if there are any, and return the files."""
-    return _saved({"operators": operators(report), "steps": steps(report)}, folder)
+    """Draw operators, if there are any, and return the files."""
+    return _saved({"operators": operators(report)}, folder)
 
 
 def _saved(canvases: dict[str, Canvas | None], folder: pathlib.Path) -> list[pathlib.Path]:

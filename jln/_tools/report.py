@@ -29,12 +29,8 @@ from jln._tools.console import (
     save,
 )
 from jln._tools.kernels import compile_all, print_kernels
-from jln._tools.layouts import AXES, Layout
-from jln._tools.losses import OURS, losses, sharded_losses
 from jln._tools.parts import Unsupported, one_line, version
 from jln._tools.peers import PEERS
-from jln._tools.sharded import SHARDED, Step, facts, fitted, parsed, print_step
-from jln._tools.stacks import PRODUCTS, STACKS, Stack
 from jln._tools.workloads import WORKLOADS, Workload
 from jln._triton import target
 from jln._triton.chip import CHIPS, named_chip
@@ -52,16 +48,6 @@ def command(
     peer: Annotated[
         list[str] | None, typer.Option(help="Beside jln only this; may be repeated. [default: all]", show_default=False)
     ] = None,
-    mesh: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"A step on a mesh instead, as data=2,fsdp=2,tensor=2; may be repeated. Axes: {', '.join(AXES)}.",
-            show_default=False,
-        ),
-    ] = None,
-    sequence: Annotated[
-        bool, typer.Option("--sequence", help="With --mesh: between Linears tokens are split over tensor, too.")
-    ] = False,
     kernels: Annotated[
         bool, typer.Option("--kernels", help="Each kernel by itself instead; for AMD's chips, too.")
     ] = False,
@@ -76,27 +62,20 @@ def command(
 ) -> None:
     """Count the kernels, bytes and temporary memory of compiled programs: facts, with no GPU, and no times.
 
-    Operators at named sizes, and a 12-layer transformer's forward + backward. Beside jln: for Linears its norm
-    and separate products; plain jnp, Flax's layers, tokamax. With --mesh: what two blocks' forward + backward, sharded
-    as trainers do, communicate and keep on each GPU, beside plain jnp. With --kernels: registers, spills, shared memory
-    and loads of each kernel by itself. Exits with 1 if a program or a kernel of jln does not compile.
+    Operators at named sizes. Beside jln: for Linears its norm and separate products; plain jnp, Flax's layers, tokamax.
+    With --kernels: registers, spills, shared memory and loads of each kernel by itself. Exits with 1 if a program or a
+    kernel of jln does not compile.
     """
     known("chip", [chip], CHIPS if kernels or chip in CHIPS else program.CHIPS)
     for_output(output)
     if kernels:
-        if mesh or peer or sequence:
-            raise UserError("--kernels are jln's, of one GPU: without --peer, --mesh and --sequence")
+        if peer:
+            raise UserError("--kernels are jln's: without --peer")
         _report_kernels(known("workload", workload or WORKLOADS, WORKLOADS), chip, output, as_json)
     if chip not in program.CHIPS:
         why = "takes a ROCm compiler" if CHIPS[chip].is_amd else f"is none of {', '.join(program.CHIPS)}"
         raise UserError(f"a whole program for {chip} {why}; --kernels prints its kernels")
-    if not mesh and sequence:
-        raise UserError("--sequence is of a --mesh")
-    if mesh and peer:
-        raise UserError("a step on a --mesh is beside plain jnp, without --peer")
-    if mesh:
-        known("workload with --mesh", workload or (), SHARDED)
-    names = known("workload", workload or (*WORKLOADS, *STACKS), (*WORKLOADS, *STACKS))
+    names = known("workload", workload or WORKLOADS, WORKLOADS)
     peers = ["jln", *(p for p in known("peer", peer or COMPARED, COMPARED) if p != "jln")]
     with target.using(target.Gpu(named_chip(chip))):
         why = target.missing()
@@ -106,52 +85,23 @@ def command(
         program.mesh(chip, (1,), ("gpu",))
     except RuntimeError as error:
         raise UserError(str(error)) from None
-    if mesh:
-        _on_meshes(workload or SHARDED, [parsed(text, chip, sequence) for text in mesh], chip, output, as_json)
-        return
     skipped = {p: why for p in peers if (why := PEERS[p].missing("gpu")) is not None}
     compared = [p for p in peers if p not in skipped]
-    workloads = [WORKLOADS[n] for n in names if n in WORKLOADS]
-    stacks = [(STACKS[n], products) for n in names if n in STACKS for products in PRODUCTS]
+    workloads = [WORKLOADS[n] for n in names]
 
     failures: list[Failure] = []
     jobs = [(w, [p for p in compared if w.is_linear or PEERS[p].of_norms]) for w in workloads]
-    with progress(sum(len(by) for _, by in jobs) + sum(len(losses(stack)) for stack, _ in stacks)) as begin:
+    with progress(sum(len(by) for _, by in jobs)) as begin:
         count = _Counting(chip, begin, failures)
         sizes = [(w, count.workload(w, by)) for w, by in jobs]
-        steps = [(stack, products, count.stack(stack, products)) for stack, products in stacks]
-    document = _json(chip, sizes, steps, skipped, failures, count.held)
+    document = _json(chip, sizes, skipped, failures, count.held)
     if output is not None:
         save(document, output / REPORT)
         draw_plots("draw_report", document, output)
     if as_json:
         print_json(document)
     else:
-        _print(chip, sizes, steps, skipped, failures, count.held)
-    raise typer.Exit(1 if any(f.is_ours for f in failures) else 0)
-
-
-def _on_meshes(
-    names: Sequence[str], layouts: Sequence[Layout], chip: str, output: pathlib.Path | None, as_json: bool
-) -> None:
-    jobs = [(fitted(name, layout), layout) for layout in layouts for name in dict.fromkeys(names)]
-    failures: list[Failure] = []
-    with progress(sum(len(sharded_losses(*job)) for job in jobs)) as begin:
-        count = _Counting(chip, begin, failures)
-        steps = [Step(*job, count.sharded(*job)) for job in jobs]
-    document = _versions(chip) | {
-        "steps": [facts(step) for step in steps],
-        "failures": [failure.text for failure in failures],
-    }
-    if output is not None:
-        save(document, output / REPORT)
-    if as_json:
-        print_json(document)
-    else:
-        _print_versions(chip)
-        for step in steps:
-            print_step(step, chip)
-        _print_failures(failures)
+        _print(chip, sizes, skipped, failures, count.held)
     raise typer.Exit(1 if any(f.is_ours for f in failures) else 0)
 
 
@@ -208,33 +158,6 @@ class _Counting:
                 self._fail(peer, workload.name, error, PEERS[peer].is_ours)
         return reports
 
-    def stack(self, stack: Stack, products: str) -> dict[str, program.CompiledProgram]:
-        reports = {}
-        for name, loss in losses(stack).items():
-            self._begin(f"{stack.name} by {name}, products by {products}")
-            try:
-                reports[name] = program.compile_for(
-                    stack.step(loss),
-                    stack.parameters(),
-                    stack.x(),
-                    chip=self._chip,
-                    compiler_options=PRODUCTS[products],
-                )
-            except Exception as error:
-                self._fail(name, f"{stack.name}, products by {products}", error, name in OURS)
-        return reports
-
-    def sharded(self, stack: Stack, layout: Layout) -> dict[str, program.CompiledProgram]:
-        reports = {}
-        for name, loss in sharded_losses(stack, layout).items():
-            self._begin(f"{stack.name} by {name} on {layout.sizes}")
-            try:
-                step, arguments = layout.step(stack, loss), layout.arguments(stack)
-                reports[name] = program.compile_for(step, *arguments, chip=self._chip, devices=layout.size(*AXES))
-            except Exception as error:
-                self._fail(name, f"{stack.name} on {layout.sizes}", error, name in OURS)
-        return reports
-
     def _fail(self, whose: str, what: str, error: Exception, is_ours: bool) -> None:
         self._failures.append(Failure(f"{whose} does not compile for {what}: {one_line(error)}", is_ours))
 
@@ -276,7 +199,7 @@ def _print_failures(failures: Sequence[Failure]) -> None:
         print_note(failure.text, wrong=failure.is_ours)
 
 
-def _json(chip, sizes, steps, skipped, failures, held) -> dict[str, Any]:
+def _json(chip, sizes, skipped, failures, held) -> dict[str, Any]:
     programs = {
         w.name: {by: facts | {"held_bytes": held[w.name, by]} for by, facts in _all_facts(reports).items()}
         for w, reports in sizes
@@ -291,38 +214,17 @@ def _json(chip, sizes, steps, skipped, failures, held) -> dict[str, Any]:
             | {"programs": programs[w.name]}
             for w, _ in sizes
         ],
-        "stacks": [
-            {
-                "name": stack.name,
-                "layers": stack.layers,
-                "shape": stack.shape,
-                "hidden": stack.hidden,
-                "features": stack.projections,
-                "checkpoint_policy": stack.policy,
-                "parameter_dtype": stack.parameter_dtype,
-                "products": products,
-                "programs": _all_facts(reports),
-            }
-            for stack, products, reports in steps
-        ],
         "skipped": skipped,
         "failures": [failure.text for failure in failures],
     }
 
 
-def _print(chip, sizes, steps, skipped, failures, held) -> None:
+def _print(chip, sizes, skipped, failures, held) -> None:
     _print_versions(chip)
     if sizes:
         header = ("workload", "operator", "x", "N", "by", "kernels", "MB", "once MB", "ratio", "temporary MB")
         rows = [row for w, reports in sizes for row in _rows(w, reports, held)]
         print_table(_title(sizes), (*header, "held MB"), rows, left=(0, 1, 2, 4))
-    for stack, products, reports in steps:
-        print_table(
-            f"{stack.name}: {stack.layers} layers, x {'x'.join(map(str, stack.shape))}, hidden {stack.hidden}; "
-            f"{stack.why}; products by {products}",
-            ("by", "kernels", "MB", "MB outside products", "than Flax", "temporary MB", "than Flax"),
-            _stack_rows(reports),
-        )
     for peer, why in skipped.items():
         print_note(f"Skipped {peer}: {why}.")
     _print_failures(failures)
@@ -350,27 +252,4 @@ def _rows(workload: Workload, reports: dict[str, program.CompiledProgram], held)
             "-" if (kept := held[workload.name, peer]) is None else megabytes(kept),
         )
         for peer, report in reports.items()
-    ]
-
-
-def _stack_rows(reports: dict[str, program.CompiledProgram]) -> list[tuple[str, ...]]:
-    flax = reports.get("flax")
-
-    def compared(value: Callable[[program.CompiledProgram], int], report: program.CompiledProgram) -> str:
-        return f"{100 * (value(report) / value(flax) - 1):+.1f} %" if flax else "-"
-
-    def outside(report: program.CompiledProgram) -> int:
-        return report.bytes_total - report.product_bytes
-
-    return [
-        (
-            name,
-            str(report.launches),
-            megabytes(report.bytes_total),
-            megabytes(outside(report)),
-            compared(outside, report),
-            megabytes(report.temp_bytes),
-            compared(lambda r: r.temp_bytes, report),
-        )
-        for name, report in reports.items()
     ]

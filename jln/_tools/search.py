@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jln._tools import launchers, timing
-from jln._tools.catalogue import DIRECTIONS, fullest
+from jln._tools.catalogue import DIRECTIONS
 from jln._tools.parts import one_line
 from jln._tools.timing import Run
 from jln._tools.workloads import Workload
@@ -163,9 +163,9 @@ def compiled(call: LauncherCall, key: Key, tiles: Tiles, chip: Chip) -> Verdict:
 
 
 def _fullest(call: LauncherCall) -> LauncherCall:
-    fields: dict[str, Any] = {"operator": fullest(is_linear=call.workload.is_linear, adds=True).name}
+    fields: dict[str, Any] = {"operator": "add_layer_norm_linear"}
     if not call.workload.is_linear:
-        fields |= {"features": None, "directions": DIRECTIONS}
+        fields = {"operator": "add_layer_norm", "features": None, "directions": DIRECTIONS}
     return dataclasses.replace(call, workload=dataclasses.replace(call.workload, absent=(), **fields))
 
 

@@ -52,7 +52,8 @@ class Workload:
 
     @property
     def entry(self) -> Operator:
-        return OPERATORS[self.operator].including(*self.extras, of_examples=self.of_examples, options=self.options)
+        form = {"absent": self.absent, "of_examples": self.of_examples, "options": self.options}
+        return OPERATORS[self.operator].including(*self.extras, **form)
 
     is_linear = property(lambda self: self.entry.is_linear)
     is_over_last = property(lambda self: self.axis in (-1, len(self.shape) - 1))
@@ -61,7 +62,7 @@ class Workload:
 
     @property
     def signature(self) -> Signature:
-        return self.entry.without(self.absent)
+        return self.entry
 
     @property
     def all_features(self) -> tuple[int, ...]:
@@ -97,7 +98,7 @@ class Workload:
 
     def in_order(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         """A function of this workload's arguments in order, from a `function` of the operator's arguments by name."""
-        return self.entry.in_order(function, self.signature.names, **options)
+        return self.entry.in_order(function, **options)
 
     def step(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function (*arguments, *cotangents) -> results, and gradients where both directions are asked for.
@@ -320,9 +321,7 @@ WORKLOADS = _named(
 
 # The workloads whose tiles may be tuned. Rules alone choose the tiles of the backward pass of a sum with a bias or a
 # gate, of a gated norm, and of a norm on both sides.
-TUNABLE = {
-    name: w for name, w in WORKLOADS.items() if not (w.extras or w.entry.is_gated or w.entry.in_front is not None)
-}
+TUNABLE = {name: w for name, w in WORKLOADS.items() if not (w.extras or w.entry.is_gated or w.entry.both_sides)}
 
 CPU_WORKLOADS = _named(
     *(

@@ -1,4 +1,4 @@
-"""Tests that stacks on a mesh, as `python -m jln report --mesh` compiles them, compute what one device does."""
+"""Tests that stacks on a mesh, as `benchmarks/steps.py --mesh` compiles them, compute what one device does."""
 
 import dataclasses
 import functools
@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from jln._tools.layouts import Layout
-from jln._tools.losses import losses, sharded_losses
-from jln._tools.stacks import STACKS
+from layouts import Layout
+from losses import losses, sharded_losses
+from stacks import STACKS
 
 if len(jax.devices()) < 8:
     pytest.skip("needs eight devices", allow_module_level=True)

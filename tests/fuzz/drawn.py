@@ -333,7 +333,7 @@ class _Draw:
                 static["dtype"] = r.choice((FLOAT32, *NARROW))
         elif self.chance(0.1):
             static["precision"] = "highest"
-        if {"scale", "x_scale"} & {*shapes} and self.chance(0.2) and ("scale" in shapes or form.in_front is not None):
+        if {"scale", "x_scale"} & {*shapes} and self.chance(0.2) and ("scale" in shapes or form.both_sides):
             static["zero_centered_scale"] = True
         if self.chance(0.3):
             static["epsilon"] = r.choice((1e-5, 1e-3, 1e-8, 0.5))

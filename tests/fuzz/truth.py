@@ -43,7 +43,7 @@ def evaluated(case: Case, given: dict, cotangents: dict) -> tuple[dict, dict]:
 
     t, s = of("x_scale"), of("scale")
     branch = x
-    if form.in_front is not None:
+    if form.both_sides:
         x_hat_in_front, x_rstd = normalised(x, x - x.mean() if form.centres else x, case.epsilon)
         branch = scaled(x_hat_in_front, t)
     parts = [branch, *(o(name) for name in ("x_bias", "x_offset") if name in given)]
@@ -100,12 +100,12 @@ def evaluated(case: Case, given: dict, cotangents: dict) -> tuple[dict, dict]:
     d = total((d, cotangents.get("total")))
     if d is None:
         return results, gradients
-    if form.in_front is not None:
+    if form.both_sides:
         d = d.stored(total_dtype)
     if form.adds:
         keep("residual", d)
         keep("gate", total(d * part for part in parts))  # each by itself, as derivatives of the rules add them up
-    if form.in_front is not None:
+    if form.both_sides:
         of_branch = scaled(d, w)
         keep("x_offset", of_branch)
         keep("x_scale", of_branch * x_hat_in_front)

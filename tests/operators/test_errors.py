@@ -215,7 +215,7 @@ JUNCTION = {
 
 @pytest.mark.parametrize(
     ("name", "case"),
-    [(o.name, c) for o in OPERATORS.values() for c in JUNCTION if {*JUNCTION[c][2]} <= {a.name for a in o.extras}],
+    [(o.name, c) for o in OPERATORS.values() for c in JUNCTION if {*JUNCTION[c][2]} <= {*o.extras}],
 )
 def test_x_bias_and_gate(name, case):
     error, message, wrong = JUNCTION[case]

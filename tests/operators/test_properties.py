@@ -168,7 +168,7 @@ def test_norms_at_any_scale(problem, implementation, data):
     operator = OPERATORS[name]
     (y, total), gradients = ours(name, implementation, operands, cotangent)
     normalised = operands[0] if total is None else total
-    in_front = [] if operator.entry.in_front is None else [operands[0]]
+    in_front = [operands[0]] if operator.entry.both_sides else []
     if not all(squares_fit(a, dtype) for a in (normalised, *in_front)):
         assert all(np.isfinite(a).all() for a in leaves((y, gradients)))
         return

@@ -30,11 +30,11 @@ class Operator:
 
     @property
     def kind(self):
-        if self.entry.in_front is not None or self.entry.is_gated:
+        if self.entry.both_sides or self.entry.is_gated:
             return self.entry
         is_linear = self.entry.is_linear
-        fullest = catalogue.fullest(is_linear=is_linear, adds=self.adds or not is_linear)
-        return fullest.including(*self.entry.given_extras)
+        fullest = "add_" * (self.adds or not is_linear) + "layer_norm" + "_linear" * is_linear
+        return catalogue.OPERATORS[fullest].including(*self.entry.given_extras)
 
     @property
     def results(self):
@@ -173,10 +173,10 @@ def _branch(true: _Truth, rows):
 
     if true.entry.options == catalogue.GATE_FIRST:
         return x * u, true.of_silu, to_x_and_z
-    if true.entry.in_front is None:
+    if not true.entry.both_sides:
         return x + true.shared.get("x_bias", 0), 0, to_x
 
-    centres = true.entry.in_front.centres
+    centres = true.entry.centres
     x_hat, x_hat_rounding, through = _normalised(true, x, eps * _largest(x) * centres, centres=centres)
     scale, offset = true.shared.get("x_scale", 1), true.shared.get("x_offset", 0)
 
@@ -197,7 +197,7 @@ def _total(true: _Truth, rows, branch, relative):
     gate, eps = rows["gate"], true.eps
     total = gate * branch + rows["residual"]
     # Terms that are larger than their sum have been rounded, too, if they are made here.
-    more = true.entry.in_front is not None or {"x_bias", "gate"} & {*true.shared}
+    more = true.entry.both_sides or {"x_bias", "gate"} & {*true.shared}
     added = np.max(np.abs(true.shared.get("x_bias", 0))) + np.max(np.abs(true.shared.get("x_offset", 0)))
     terms = _largest(gate * branch) + _largest(gate) * added if more else 0
     true.keep("total", total, eps * (_largest(total) + terms))

@@ -10,7 +10,7 @@ BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 PAGE = (BENCHMARKS / "README.md").read_text()
 STEPS = {
     (step["name"], step["products"]): step["programs"]
-    for step in json.loads((BENCHMARKS / "results" / "h200" / "report.json").read_text())["stacks"]
+    for step in json.loads((BENCHMARKS / "results" / "h200" / "steps.json").read_text())["steps"]
 }
 # What a column shows: the number of a program, as text, and whether its change beside Flax follows in brackets.
 COLUMNS = {
@@ -35,7 +35,7 @@ def expected(header, step, variant):
 
 
 @pytest.mark.parametrize("step", sorted({step for step, _ in STEPS}))
-def test_the_table_of_a_whole_step_has_the_reports_figures(step):
+def test_the_table_of_a_whole_step_has_those_of_the_results(step):
     (table,) = re.findall(rf"^\| `{step}` (\|.*kernels.*|\|.*GB.*)\n\|[-|]+\n((?:\|.*\n)+)", PAGE, re.M)
     header = [cell.strip() for cell in table[0].strip("| ").split("|")]
     rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in table[1].splitlines()]

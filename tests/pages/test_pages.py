@@ -18,7 +18,7 @@ import typer
 from jln._tools.app import application
 from jln._tools.peers import PEERS
 from jln._tools.results import ALL
-from jln._tools.stacks import STACKS
+from stacks import STACKS
 
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDERS = ("jln", "examples", "benchmarks", "tests")

@@ -7,8 +7,8 @@ import pytest
 import absent_gpu  # noqa: F401
 import jln
 from jln import program
-from jln._tools.losses import losses, sharded_losses
-from jln._tools.stacks import STACKS
+from losses import losses, sharded_losses
+from stacks import STACKS
 
 pytest.importorskip("flax")
 
@@ -77,7 +77,7 @@ def test_a_checkpointed_step_moves_no_more_than_untouched(policy):
 def test_a_step_on_eight_gpus_communicates_no_more_than_untouched(name, mesh, sequence):
     """A step has no more collectives, of the same bytes but for float32 sums of parameters, and moves less."""
     pytest.importorskip("typer")
-    from jln._tools.sharded import fitted, parsed
+    from sharded import fitted, parsed
 
     layout = parsed(mesh, "h200", sequence)
     stack = fitted(name, layout)

@@ -115,7 +115,7 @@ def test_linears_behind_both_sides_keep_x_and_the_sum(name):
 
 
 @pytest.mark.parametrize("operator", ["add_layer_norm", "add_rms_norm"])
-@pytest.mark.parametrize("name", [n for n, w in WORKLOADS.items() if w.extras and w.entry.in_front is None])
+@pytest.mark.parametrize("name", [n for n, w in WORKLOADS.items() if w.extras and not w.entry.both_sides])
 def test_what_stands_before_a_sum_is_no_pass_of_its_own(name, operator):
     """Steps with x's bias, a gate or parameters of each example move every tensor once, 1.07 times at most.
 

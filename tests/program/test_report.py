@@ -7,13 +7,11 @@ import pytest
 
 import absent_gpu  # noqa: F401
 from jln import program
-from jln._tools.stacks import STACKS
 from jln._tools.workloads import WORKLOADS
 
 pytest.importorskip("typer")
 
 from command_line import run
-from jln._tools import report
 from jln._tools.parts import Unsupported
 from jln._tools.peers import PEERS
 
@@ -23,7 +21,7 @@ def test_json_is_what_the_programs_do(capsys):
     status, out, _ = run(capsys, "report", "--workload", workload.name, "--peer", "jnp", "--chip", "a100", "--json")
     found = json.loads(out)
     (only,) = found["workloads"]
-    assert status == 0 and found["chip"] == "a100" and found["stacks"] == [] and found["failures"] == []
+    assert status == 0 and found["chip"] == "a100" and found["failures"] == []
     assert only["bytes_once"] == workload.bytes_once() and only["shape"] == [32768, 1024]
     assert list(only["programs"]) == ["jln", "jnp"]
     counted = program.compile_for(workload.step(workload.function()), *workload.step_arguments(), chip="a100")
@@ -101,83 +99,3 @@ def test_a_program_that_does_not_compile_is_said_and_only_ours_is_a_fault(capsys
     monkeypatch.setitem(PEERS, "jln", dataclasses.replace(PEERS["jln"], function=broken))
     status, out, _ = run(capsys, "report", *arguments)
     assert status == 1 and "jln does not compile for decode-4" in out
-
-
-@pytest.mark.parametrize(("variant", "fault"), [("jln, add_norm", 1), ("flax", 0), ("no norm at all", 0)])
-def test_a_stack_that_does_not_compile_is_a_fault_where_its_norms_are_ours(capsys, monkeypatch, variant, fault):
-    def broken(parameters, x):
-        raise NotImplementedError("no such stack")
-
-    monkeypatch.setattr(report, "losses", lambda stack: {variant: broken})
-    status, out, _ = run(capsys, "report", "--workload", "stack-gpt")
-    assert status == fault and f"{variant} does not compile for stack-gpt" in out
-
-
-ON_A_MESH = {
-    "data": "--mesh data: each axis once and with a size, as in data=2,tensor=4",
-    "data=2,data=2": "each axis once",
-    "data=0": "each axis once",
-    "data=" + 5000 * "9": "each axis once",
-    "model=2": "unknown axis of --mesh 'model'; known are pipeline, data, fsdp, tensor",
-    "tensor=3": "stack-llama-q-k-v has 4096 features, which tensor=3 does not divide",
-    "data=2": "--sequence splits tokens over an axis tensor=...",
-    "data=65536,tensor=2": "of more than 16384 GPUs",
-}
-
-
-@pytest.mark.parametrize("mesh", ON_A_MESH)
-def test_a_mesh_that_cannot_be_is_one_line_and_status_2(capsys, mesh):
-    status, out, err = run(capsys, "report", "--workload", "stack-llama-q-k-v", "--mesh", mesh, "--sequence")
-    assert (status, out) == (2, "") and ON_A_MESH[mesh] in err
-
-
-def test_a_mesh_of_one_device_communicates_nothing(capsys):
-    status, out, _ = run(capsys, "report", "--workload", "stack-llama-q-k-v", "--mesh", "data=1")
-    assert status == 0 and "all of them" in out and " / " not in out.split("\n", 3)[3]
-
-
-def test_json_of_a_mesh_has_every_collective(capsys, monkeypatch, tmp_path):
-    small = dataclasses.replace(STACKS["stack-llama-q-k-v"], shape=(1, 256, 512), hidden=1024, heads=8)
-    monkeypatch.setitem(STACKS, small.name, small)
-    arguments = ("--workload", small.name, "--mesh", "tensor=2", "--sequence", "--json")
-    status, out, _ = run(capsys, "report", *arguments, "--output", str(tmp_path))
-    found = json.loads(out)
-    (step,) = found["steps"]
-    assert json.loads((tmp_path / "report.json").read_text()) == found
-    assert status == 0 and found["failures"] == [] and found["chip"] == "h200"
-    assert step["mesh"] == {"tensor": 2} and step["sequence"] and step["layers"] == 2 and step["shape"] == [1, 256, 512]
-    plain, ours = step["programs"]["jnp"], step["programs"]["jln, add_norm"]
-    assert ours["collectives"] == plain["collectives"]
-    scattered = {"kind": "reduce-scatter", "among": ["tensor"], "bytes": 256 * 512 * 2, "times": 8}
-    assert scattered in ours["collectives"]
-    assert ours["argument_bytes"] > 0 and ours["temporary_bytes"] > 0 and ours["kernels"] > 0
-
-
-def test_a_step_on_a_mesh_that_does_not_compile_is_a_fault_where_its_norms_are_ours(capsys, monkeypatch):
-    def broken(parameters, x):
-        raise NotImplementedError("no such step")
-
-    for variant, fault in (("jln, add_norm", 1), ("jnp", 0)):
-        monkeypatch.setattr(report, "sharded_losses", lambda stack, layout, variant=variant: {variant: broken})
-        status, out, _ = run(capsys, "report", "--workload", "stack-llama-q-k-v", "--mesh", "data=2")
-        assert status == fault and f"{variant} does not compile for stack-llama-q-k-v on data 2" in out
-
-
-def test_stacks_are_compared_with_flax(capsys, monkeypatch):
-    pytest.importorskip("flax")
-    small = dataclasses.replace(STACKS["stack-llama"], layers=1, shape=(1, 512, 1024), hidden=2048, heads=8)
-    monkeypatch.setitem(report.STACKS, small.name, small)
-    status, out, _ = run(capsys, "report", "--workload", small.name)
-    assert status == 0
-    assert out.count("stack-llama: 1 layers, x 1x512x1024, hidden 2048") == 2
-    rows = [line.split("  ")[1] for line in out.splitlines() if line.startswith("  ")]
-    assert rows == 2 * [
-        "by",
-        "flax",
-        "jnp",
-        "jln, add_norm",
-        "jln, norm_linear and add_norm",
-        "jln, norm_linear",
-        "jln, add_norm_linear",
-        "no norm at all",
-    ]

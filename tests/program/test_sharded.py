@@ -8,9 +8,11 @@ import pytest
 
 import absent_gpu  # noqa: F401
 
-pytest.importorskip("typer")
+typer = pytest.importorskip("typer")
 
-from command_line import run
+from typer.testing import CliRunner  # noqa: E402
+
+import steps  # noqa: E402
 
 TABLES = pathlib.Path(__file__).parents[2] / "benchmarks" / "results" / "meshes.txt"
 
@@ -27,7 +29,7 @@ def committed(heavy=()):
     heavy: the mark of all but two of Llama's tables, both with sequence parallelism: of 256 devices, and of a pipeline.
     """
     found = []
-    for part in TABLES.read_text().split("$ python -m jln ")[1:]:
+    for part in TABLES.read_text().split("$ python benchmarks/steps.py ")[1:]:
         arguments, printed = part.split("\n", 1)
         meshes = re.findall(r"--mesh \S+", arguments)
         rest = re.sub(r" --mesh \S+", "", arguments)
@@ -45,10 +47,12 @@ def committed(heavy=()):
 
 
 @pytest.mark.parametrize(("arguments", "table"), committed(heavy=pytest.mark.heavy))
-def test_a_table_is_what_the_command_prints(capsys, arguments, table):
-    status, out, _ = run(capsys, *arguments)
-    (found,) = tables(out)
-    assert status == 0 and len(found) == len(table)
+def test_a_table_is_what_the_command_prints(arguments, table):
+    app = typer.Typer()
+    app.command()(steps.main)
+    printed = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    (found,) = tables(printed.output)
+    assert printed.exit_code == 0 and len(found) == len(table)
     for cells, kept in zip(found, table, strict=True):
         if kept[0] in ("kernels", "temporary, MB"):  # which change a little with any kernel and version of XLA
             assert [float(c) for c in cells[1:]] == pytest.approx([float(c) for c in kept[1:]], rel=0.05), cells

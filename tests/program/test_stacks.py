@@ -6,8 +6,8 @@ import pytest
 
 import absent_gpu  # noqa: F401
 from jln import program
-from jln._tools.losses import OURS, losses
-from jln._tools.stacks import PRODUCTS, STACKS
+from losses import OURS, losses
+from stacks import PRODUCTS, STACKS
 
 pytest.importorskip("flax")
 

@@ -58,9 +58,9 @@ def test_timing(capsys):
     (only,) = json.loads(out)["runs"]
     assert status == 0
     sample = Sample(OPERATORS["layer_norm_linear"], (64, 256), 32, "float32")
-    # x, y, and scale, offset, kernel, bias; then dy, x, dx, scale and kernel again, and their gradients.
+    # x, y, and scale, offset, kernel, bias; then dy, x, dx, scale, offset and kernel again, and their gradients.
     x, y, parameters = 64 * 256, 64 * 32, 2 * 256 + 256 * 32 + 32
-    moved = {"forward": 4 * (x + y + parameters), "backward": 4 * (y + 2 * x + 256 + 256 * 32 + parameters)}
+    moved = {"forward": 4 * (x + y + parameters), "backward": 4 * (y + 2 * x + 2 * 256 + 256 * 32 + parameters)}
     operations = {"forward": 7 * x + 2 * x * 32, "backward": 13 * x + 4 * x * 32}
     for direction, time in only["time"].items():
         assert (sample.bytes_once(direction), sample.operations(direction)) == (moved[direction], operations[direction])

@@ -65,10 +65,6 @@ ERRORS = {
     "too many digits": (["check", "layer_norm", "--shape", "9" * 5000], "a shape is written as 8192x4096"),
     "unknown workload": (["report", "--workload", "gpt2"], "unknown workload 'gpt2'; known are layer-norm-1024, "),
     "unknown chip": (["report", "--chip", "v100"], "unknown chip 'v100'; known are a100, h100, h200, b200\n"),
-    "unknown chip on a mesh": (
-        ["report", "--mesh", "data=2", "--chip", "v100"],
-        "unknown chip 'v100'; known are a100, h100, h200, b200\n",
-    ),
     "kernels for no chip": (
         ["report", "--kernels", "--chip", "v100"],
         "known are a100, l4, l40s, h100, h200, b200, mi",
@@ -78,12 +74,6 @@ ERRORS = {
         "a whole program for l4 is none of a100, h100, h200, b200",
     ),
     "unknown peer": (["report", "--peer", "apex"], "unknown peer 'apex'; known are jln, jln-norm, jnp, flax, tokamax"),
-    "sequences of no mesh": (["report", "--sequence"], "--sequence is of a --mesh"),
-    "peers on a mesh": (["report", "--mesh", "data=2", "--peer", "flax"], "a step on a --mesh is beside plain jnp"),
-    "size on a mesh": (
-        ["report", "--mesh", "data=2", "--workload", "router"],
-        "unknown workload with --mesh 'router'; known are stack-gpt-q-k-v, stack-llama-q-k-v",
-    ),
     "benchmark of nothing": (["bench", "gpt5"], "unknown workload 'gpt5'"),
     "benchmark against nothing": (
         ["bench", "--peers", "jln,flux"],

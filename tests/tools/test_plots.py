@@ -15,7 +15,7 @@ from jln._tools.peers import PEERS
 
 ROOT = pathlib.Path(__file__).parents[2]
 SVG = "{http://www.w3.org/2000/svg}"
-REPORT = {"chip": "h200", "versions": {"jax": "0.10.2"}, "stacks": [], "workloads": []}
+REPORT = {"chip": "h200", "versions": {"jax": "0.10.2"}, "steps": [], "workloads": []}
 
 
 @pytest.fixture(scope="module")
@@ -140,12 +140,12 @@ def test_steps_are_beside_flax_and_a_bound_is_the_last():
     }
     stack = {"name": "stack-x", "layers": 2, "shape": [1, 8, 64], "products": "XLA", "programs": programs}
     other = stack | {"products": "cuBLAS", "name": "stack-y"}
-    canvas = plots.steps(REPORT | {"stacks": [stack, other]}, products="XLA")
+    canvas = plots.steps(REPORT | {"steps": [stack, other]}, products="XLA")
     assert told(canvas, "GB", "%", "same")[2:] == [
         *(f"{plots.MINUS}10.0 %", "add_norm 9.00 GB", "10.0 GB", f"{plots.MINUS}50.0 %", "no norm 5.00 GB"),
         *("20.0 GB", "same", "add_norm 20.0 GB", f"{plots.MINUS}95.0 %", "no norm 1.00 GB"),
     ]
-    assert "stack-y" not in canvas.told and "stack-y" in plots.steps(REPORT | {"stacks": [stack, other]}).told
+    assert "stack-y" not in canvas.told and "stack-y" in plots.steps(REPORT | {"steps": [stack, other]}).told
 
 
 def test_what_has_nothing_to_compare_is_not_drawn(tmp_path):

@@ -33,7 +33,7 @@ def _sets(name):
     extras = "".join(map(letter, form.given_extras))
     chosen, rest = (extras, OPTIONAL[name].removesuffix(extras)) if extras else (OPTIONAL[name], "")
     numbers = [*range(bool(extras), len(chosen) + 1)]
-    if form.in_front is not None and (form.centres or form.is_linear) and not extras:
+    if form.both_sides and (form.centres or form.is_linear) and not extras:
         numbers = [0, *numbers[-2:]]
     for n in numbers:
         for given in itertools.combinations(chosen, n):

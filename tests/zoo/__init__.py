@@ -79,7 +79,7 @@ def found(fused: Callable[..., Any], *args: Any) -> Found:
     routes = jln.explain(fused, *args)
     names = [route.layer for route in routes if route.path != "plain"]
     return Found(
-        norms=sum(1 if OPERATORS[name.removeprefix("jln.")].in_front is None else 2 for name in names),
+        norms=sum(2 if OPERATORS[name.removeprefix("jln.")].both_sides else 1 for name in names),
         sums=sum("add" in name for name in names),
         linears=sum(name.endswith("_linear") for name in names),
         left=len(routes) - len(names),

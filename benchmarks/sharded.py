@@ -1,4 +1,4 @@
-"""The command `python -m jln report --mesh`: what a step sharded over absent GPUs communicates, and keeps on each."""
+"""The tables of `steps.py --mesh`: what a step sharded over absent GPUs communicates, and keeps on each."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from jln import program
 from jln._tools.console import UserError, known, megabytes, print_table
-from jln._tools.layouts import AXES, Layout
-from jln._tools.stacks import STACKS, Stack
+from layouts import AXES, Layout
+from stacks import STACKS, Stack
 
 SHARDED = tuple(stack.name for stack in STACKS.values() if stack.apart)
 BLOCKS = 2  # of each stage; the fewest that have a norm between two blocks. More are more of the same

@@ -1,6 +1,6 @@
 """The names and signatures that the package uses of JAX and of Triton beyond their public interfaces.
 
-Where a test fails on a new version, CONTRIBUTING.md's section on porting says which file to mend.
+Where a test fails on a new version, the page beside it says which file to mend.
 """
 
 import ast
@@ -136,8 +136,8 @@ def taken(text: str) -> set[str]:
 
 
 def table() -> list[tuple[str, str]]:
-    """Return (what, where) of each row of the table on porting in CONTRIBUTING.md."""
-    page = (ROOT / "CONTRIBUTING.md").read_text().split("## Porting")[1].split("\n## ")[0]
+    """Return (what, where) of each row of the table in README.md."""
+    page = pathlib.Path(__file__).with_name("README.md").read_text()
     rows = [line.split("|") for line in page.splitlines() if line.startswith("| ")]
     return [(what, where) for _, _, what, where, *_ in rows]
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 import jln
 from jln._tools.catalogue import EPSILON
-from jln._tools.layouts import Layout
-from jln._tools.stacks import Loss, Stack
+from layouts import Layout
+from stacks import Loss, Stack
 
 ON_ONE_DEVICE = Layout()
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jln._tools.stacks import Loss, Stack
+from stacks import Loss, Stack
 
 STAGES, TENSOR = "pipeline", "tensor"
 ROWS = ("data", "fsdp")  # what splits the batch; the second splits what is stored of each kernel, too
