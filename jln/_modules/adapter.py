@@ -101,31 +101,29 @@ class Adapter(abc.ABC):
     ) -> Any:
         """Compute the call of a norm with Linears, from within it: as one operator, or each called by itself.
 
-        Only arrays pass between layers that are called, for a framework may show each call to its users.
-
         beside: the arguments of `OfSum`. several: whether the result is a tuple. of_linears: arguments of the Linears.
         """
         refuse_others(beside, OfSum, layer)
         inputs, of_linears = taken(x, **beside), of_linears or {}
         name = self._name(layer, f"{self._kind(norm)}{self.linear_name}")
-        known = self._known(norm, linears, inputs, layer, of_linears, own)
-        if isinstance(known, str):
-            routes: list[Route] = []
-            with listening(into(routes)):
-                z = norm(inputs.total, **own)
-            plain = [route for route in routes if route.path == "plain"]
-            for route in plain or [Route(name, "norm" if routes else "plain", f"not fused: {known}")]:
-                note(*route, z)
-            ys, total = tuple(linear(z, **of_linears) for linear in linears.values()), None
-        else:
-            prepared, operands = known
-            read, why = inputs.read_by(prepared, self.reads_as_given(norm))
+        operator = self._fused(norm, linears, inputs, layer, of_linears, own)
+        if not isinstance(operator, str):
+            prepared, kernels = operator
+            operands, why = inputs.read_by(prepared, self.reads_as_given(norm))
             note(name, "fused", why, prepared.x)
-            results = prepared.linears(operands, read)
-            ys, total = results.y, results.total
-        return inputs.result(ys if several else ys[0], total)
+            results = prepared.linears(kernels, operands)
+            return inputs.result(results.y if several else results.y[0], results.total)
+        routes: list[Route] = []
+        with listening(into(routes)):
+            z = norm(inputs.total, **own)
+        plain = [route for route in routes if route.path == "plain"]
+        for route in plain or [Route(name, "norm" if routes else "plain", f"not fused: {operator}")]:
+            note(*route, z)
+        # Only arrays pass between layers that are called, for a framework may show each call to its users.
+        ys = tuple(linear(z, **of_linears) for linear in linears.values())
+        return inputs.result(ys if several else ys[0])
 
-    def _known(
+    def _fused(
         self, norm: Any, linears: Mapping[str, Any], inputs: Inputs, caller: Any, of_linears: Mapping, own: Mapping
     ) -> tuple[Prepared, list[Linear]] | str:
         """A norm and Linears in the operators' terms, or the reason why they cannot be one operator.
@@ -139,16 +137,16 @@ class Adapter(abc.ABC):
         prepared = self.existing(norm, inputs.total, own, caller)
         if isinstance(prepared, str):
             return prepared
-        operands: list[Linear] = []
+        kernels: list[Linear] = []
         for name, layer in linears.items():
             linear = self.linear(layer, prepared, of_linears)
             obstacle = linear if isinstance(linear, str) else prepared.linear_obstacle(linear)
             if isinstance(linear, str) or obstacle is not None:
                 return f"{name}: {obstacle}" if len(linears) > 1 else str(obstacle)
-            operands.append(linear)
-        if any(a.precision != operands[0].precision for a in operands):
+            kernels.append(linear)
+        if any(a.precision != kernels[0].precision for a in kernels):
             return "the Linears differ in precision"
-        return prepared, operands
+        return prepared, kernels
 
     def _both_sides(self, layer: Any, inputs: Inputs, own: Mapping[str, Any]) -> tuple[Any, jax.Array]:
         """Compute `(norm(total), total)` with `total = residual + x_norm(x)`: as one operator, or one by one."""
