@@ -22,258 +22,214 @@ import subprocess
 import sys
 from typing import Any
 
-from picture_of_passes import passes
+import jax
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from jln._tools import plots
-from jln._tools.canvas import BAND, GREYS, INK, MARGIN, OURS, SOFT, Canvas
+import dataflow
+from jln._tools import launchers, plots
+from jln._tools.plots import GREYS, INK, OURS, Bar, Row, mb
+from jln._tools.workloads import WORKLOADS
+from jln._triton.chip import named_chip
+from jln._triton.target import Recorder
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-JUNCTION = "x-bias-4096"
-WORKLOADS = (
-    *("layer-norm-4096", "add-layer-norm-4096", JUNCTION, "layer-scale-4096", "ada-norm-4096"),
+OPERATORS = (
+    *("layer-norm-4096", "add-layer-norm-4096", dataflow.JUNCTION, "layer-scale-4096", "ada-norm-4096"),
     *("norms-both-sides-4096", "post-rms-norm", "post-layer-norm", "gated-4096", "gate-first-4096", "gated-128"),
     *("linear-4096-12288", "linear-4096-256", "llama-4096-q-k-v"),
 )
-
 STEPS = ("stack-gpt", "stack-llama", "stack-gemma", "stack-dit")
+# Of a step's variants Flax's layers, plain jnp, two of ours (with the residual in front of the norm, and with the
+# Linear behind it, too), and the bound.
+VARIANTS = ("flax", "jnp", "jln, add_norm", "jln, add_norm_linear", plots.BOUND)
 
 
-def pictures() -> dict[pathlib.Path, Canvas]:
+def pictures() -> dict[str, Figure | None]:
     """Draw every picture; return each by its path in the repository."""
-    report = json.loads((RESULTS / "h200" / "report.json").read_text())
-    whole = json.loads((RESULTS / "h200" / "steps.json").read_text())
+    h200 = {
+        name: json.loads((RESULTS / "h200" / f"{name}.json").read_text()) for name in ("junction", "report", "steps")
+    }
     bench = json.loads((RESULTS / "cpu" / "results.json").read_text())
-    junction = json.loads((RESULTS / "h200" / "junction.json").read_text())
-    drawn = {
-        "examples/pictures/block.svg": block(junction, report),
+    return {
+        "examples/pictures/block.svg": block(h200["junction"], h200["report"]),
         "jln/pictures/passes.svg": passes(),
-        "benchmarks/pictures/saves.svg": plots.operators(report),
-        "benchmarks/pictures/steps.svg": plots.steps(whole),
+        "benchmarks/pictures/saves.svg": plots.operators(h200["report"]),
+        "benchmarks/pictures/steps.svg": steps(h200["steps"]),
         "benchmarks/results/cpu/speed.svg": plots.speed(bench),
         "benchmarks/results/cpu/memory.svg": plots.memory(bench),
     }
-    return {pathlib.Path(path): canvas for path, canvas in drawn.items() if canvas is not None}
 
 
-# What the programs do, compiled.
-
-
-def compiled_junction() -> dict[str, Any]:
-    """Compile the junction by plain jnp and by jln: their kernels, with the bytes of each array read and written."""
-    import jax
-
-    from jln import program
-    from jln._tools.peers import PEERS
-    from jln._tools.workloads import WORKLOADS as ALL
-
-    workload = ALL[JUNCTION]
-    signature = workload.signature
-    results = [a.name for a in signature.results]
-    arguments = [*signature.names, *(f"d{name}" for name in results)]
-    outputs = [*results, *("d" + name for name in signature.names if name != "residual")]
-    found: dict[str, Any] = {"workload": JUNCTION, "chip": "h200", "jax": jax.__version__, "kernels": {}}
-    for peer in ("jnp", "jln"):
-        step = workload.step(PEERS[peer].function(workload))
-        compiled = program.compile_for(step, *workload.step_arguments())
-        kernels = flow(compiled.hlo, arguments, outputs)
-        found["kernels"][peer] = named(kernels) if peer == "jln" else kernels
-        moved = sum(sum(k["reads"].values()) + sum(k["writes"].values()) for k in kernels)
-        assert (moved, len(kernels)) == (compiled.bytes_total, compiled.launches), "the arrows are all bytes there are"
-    return found
-
-
-def flow(text: str, arguments: list[str], outputs: list[str]) -> list[dict[str, Any]]:
-    """List the kernels of a program without loops, with the bytes of the arrays that each reads and writes.
-
-    Arrays that are neither arguments nor results have their kernel's name and their place among its results.
-    """
-    from jln.program import hlo
-
-    entry = hlo._parse(text)
-    launched = {k.name: k for k in hlo.launches(text)}
-    names = {a.buffer(): name for name, a in zip(outputs, entry.outputs, strict=True)}
-    names |= {a.buffer(): arguments[int(a.name.split("_")[1])] for a in entry.parameters.values()}
-    kernels = []
-    for value in entry.values.values():
-        if value.name in launched:
-            parts = {u.buffer(): u.bytes for u, _ in value.users if u.kind == "get-tuple-element"}
-            written = parts or {value.buffer(): value.bytes}
-            kernels.append(
-                {
-                    "name": value.name,
-                    "reads": {names.get(b, "".join(b)): size for b, size in hlo.reads(value).items()},
-                    "writes": {names.get(b, "".join(b)): size for b, size in written.items()},
-                }
-            )
-    return kernels
-
-
-# Of the junction's kernels by jln, in order, and of what they write in order (jln/_junction/launches.py).
-LAUNCHES = {
-    "forward_kernel": ("y", "total", "mean", "rstd"),
-    "backward_kernel": ("dx", "shares"),
-    "reduce_kernel": ("dscale", "doffset", "dx_bias"),
-}
-
-
-def named(kernels: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Give jln's kernels, and what they write, the names that these have in the source."""
-    names = {
-        f"{kernel['name']} index={i}": name
-        for kernel, results in zip(kernels, LAUNCHES.values(), strict=True)
-        for i, name in enumerate(results)
-    }
-    return [
-        {"name": name} | {way: {names.get(a, a): size for a, size in k[way].items()} for way in ("reads", "writes")}
-        for name, k in zip(LAUNCHES, kernels, strict=True)
-    ]
-
-
-# The junction: a panel for each of its programs.
-
-_PANEL, _GAP, _BOX = 390, 14, (146, 124)  # a panel's width, what is between, and where in it a kernel's box is
-_SMALL = 100_000  # bytes, below which an array has no name beside larger ones
-
-
-def block(junction: dict[str, Any], report: dict[str, Any]) -> Canvas:
-    """Draw what the junction's kernels read and write, before and after."""
-    (workload,) = (w for w in report["workloads"] if w["name"] == junction["workload"])
-    panels = {peer: _directions(kernels) for peer, kernels in junction["kernels"].items()}
-    for peer, kernels in junction["kernels"].items():
-        assert len(kernels) == workload["programs"][peer]["kernels"], "report.json is of the same programs"
-        assert _moved(kernels) == workload["programs"][peer]["bytes"], "report.json is of the same programs"
-    forward, backward = (max(sum(map(_height, of[i])) for of in panels.values()) for i in (0, 1))
-    top = 134
-    strips = (top - 26, top + forward + 4, top + forward + 34 + backward + 4)
-    canvas = Canvas(strips[2] + 40)
-    shape = " x ".join(map(str, workload["shape"]))
-    canvas.title(
-        "Between two Linears of a transformer block: bias, residual, LayerNorm",
-        f"Boxes are kernels, arrows are what they read and write. x is {shape} in bfloat16, "
-        f"{_mb(2 * math.prod(workload['shape']))} an array; compiled for an H200.",
+def steps(found: dict[str, Any]) -> Figure | None:
+    """Draw whole steps: bytes outside of products and attention, and temporary memory."""
+    rows = []
+    for step in found["steps"]:
+        notes = [f"{step['layers']} layers of {step['shape'][-1]}", f"products by {step['products']}"]
+        facts = ("bytes_outside_products", "temporary_bytes")
+        columns = [beside_flax({name: p[fact] for name, p in step["programs"].items()}) for fact in facts]
+        rows.append(Row(step["name"], notes, columns))
+    return plots.chart(
+        "A whole training step: less is better",
+        f"Forward + backward of a transformer's layers, compiled for the {found['chip'].upper()} with JAX "
+        f"{found['versions']['jax']}. n %: beside Flax's layers.\n"
+        "No norm: the same step with its norms left out, a bound and no model.",
+        {"moved outside of products and attention": None, "temporary memory": None},
+        rows,
     )
-    heads = {"jnp": ("before: plain jnp", INK), "jln": ("after: jln.add_layer_norm", OURS)}
-    for i, (peer, (ahead, behind)) in enumerate(panels.items()):
-        left = MARGIN + i * (_PANEL + _GAP)
-        facts, (head, colour) = workload["programs"][peer], heads[peer]
-        canvas.text(left, 84, head, size=12, bold=True, colour=colour)
-        total = f"{facts['kernels']} kernels, {_mb(facts['bytes'])}"
-        canvas.text(left + _PANEL, 84, total, size=15, bold=True, colour=colour, align="right")
-        for y, says in zip(
-            strips, ("forward: the Linear in front has made x", "backward: the Linear behind has read y, and given dy",
-                     "dx goes back to the Linear in front"), strict=True,
-        ):  # fmt: skip
-            canvas.box(left, y, _PANEL, 20, BAND, radius=4)
-            canvas.text(left + _PANEL / 2, y + 10, says, size=10, colour=SOFT, align="center")
-        for y, kernels in ((top, ahead), (top + forward + 34, behind)):
-            for kernel in kernels:
-                _kernel(canvas, kernel, left, y, ours=peer == "jln")
-                y += _height(kernel)
-    _totals(canvas, workload, MARGIN + _PANEL + _GAP, strips[2] - 96)
-    return canvas
 
 
-def _moved(kernels: list[dict[str, Any]]) -> int:
-    return sum(size for k in kernels for way in ("reads", "writes") for size in k[way].values())
+def beside_flax(values: dict[str, float]) -> list[Bar]:
+    """Make bars that say how each differs from Flax's layers: the shortest first, last the bound."""
+    bars = []
+    for variant in [variant for variant in VARIANTS if variant in values]:
+        told = f"{plots.NAMES.get(variant, variant.removeprefix('jln, '))} {values[variant] / 1e9:#.3g} GB"
+        change = f"{100 * (values[variant] / values['flax'] - 1):+z.1f} % ".replace("-", "\N{MINUS SIGN}")
+        peer = "jln" if variant.startswith("jln") else variant
+        bars.append(Bar(peer, values[variant], told if variant == "flax" else change + told))
+    return sorted(bars, key=lambda bar: (bar.peer == plots.BOUND, bar.length))
 
 
-def _directions(kernels: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Part kernels into those that need no cotangent and those that do."""
-    after = {"dy", "dtotal"}
-    forward, backward = [], []
-    for kernel in kernels:
-        needs = not after.isdisjoint(kernel["reads"])
-        after |= set(kernel["writes"]) if needs else set()
-        (backward if needs else forward).append(kernel)
-    return forward, backward
+@plots.STYLED
+def block(found: dict[str, Any], report: dict[str, Any]) -> Figure:
+    """Draw what the junction's kernels read and write, before and after, and all of it beside others."""
+    (workload,) = (w for w in report["workloads"] if w["name"] == found["workload"])
+    programs, once, shape = workload["programs"], workload["bytes_once"], workload["shape"]
+    kernels, cotangents = found["kernels"], {"dy", "dtotal"}
+    firsts = {peer: next(i for i, k in enumerate(of) if cotangents & k["reads"].keys()) for peer, of in kernels.items()}
+    behind = 1 + max(firsts.values())  # the row in which the backward part starts
+    height = behind + 1 + max(len(of) - firsts[peer] for peer, of in kernels.items())
+    figure = plots.card(
+        0.33 * height + 2.2,
+        "Between two Linears of a transformer block: bias, residual, LayerNorm",
+        f"Boxes are kernels, arrows are what they read and write. x is {' x '.join(map(str, shape))} in bfloat16, "
+        f"{mb(2 * math.prod(shape))} an array; compiled for an H200.",
+    )
+    flows, totals = figure.subfigures(2, 1, squeeze=False, height_ratios=(height + 1, 2.8)).flat
+    heads = {"jnp": ("before: plain jnp", INK, GREYS[2]), "jln": ("after: jln.add_layer_norm", OURS, OURS)}
+    for axes, (peer, (head, ink, colour)) in zip(flows.subplots(1, 2), heads.items(), strict=True):
+        facts = programs[peer]
+        moved = sum(size for kernel in kernels[peer] for way in WAYS for size in kernel[way].values())
+        assert (len(kernels[peer]), moved) == (facts["kernels"], facts["bytes"]), "report.json is of the same programs"
+        axes.set_title(f"{head}\n{facts['kernels']} kernels, {mb(facts['bytes'])}", loc="center", color=ink, size=9)
+        axes.set(xlim=(-1.6, 1.6), ylim=(height - 0.5, -0.5), xticks=[], yticks=[])
+        axes.text(0, 0, "forward: the Linear in front has made x", ha="center", va="center", color=GREYS[0])
+        axes.text(0, behind, "backward: the Linear behind has given dy", ha="center", va="center", color=GREYS[0])
+        for i, kernel in enumerate(kernels[peer]):
+            draw_kernel(axes, 1 + i if i < firsts[peer] else behind + 1 + i - firsts[peer], kernel, colour)
+    axes, told = totals.subplots(), {peer: f"{mb(p['bytes'])}, {p['kernels']} kernels" for peer, p in programs.items()}
+    plots.draw_bars(axes, 0, plots.beside_ours({peer: p["bytes"] for peer, p in programs.items()}, told, once))
+    axes.set_xticks([1], [f"every array once: {mb(once)}"])
+    axes.set(yticks=[], ylim=(len(programs) - 0.5, -0.5))
+    return figure
 
 
-def _mb(size: float) -> str:
-    mb = size / 1e6
-    return f"{mb:.0f} MB" if mb >= 10 else f"{mb:.1f} MB" if mb >= 0.1 else f"{mb:.2f} MB"
+WAYS = {"reads": -1, "writes": 1}  # the side of a kernel's box
 
 
-_ORDER = ("x", "residual", "y", "dy", "dtotal", "total", "dx", "dscale", "doffset", "dx_bias", "shares")
-
-
-def _told(arrays: dict[str, int]) -> list[str]:
-    """Name a kernel's arrays, in lines; those that stand for nothing are called temporary."""
-    large = [a for a, size in arrays.items() if size >= _SMALL] or list(arrays)
-    large.sort(key=lambda a: _ORDER.index(a) if a in _ORDER else len(_ORDER))
-    names = ["temporary" if "fusion" in a else a for a in large]
-    lines = [names[0]]
-    for name in names[1:]:
-        if len(lines[-1]) + len(name) > 17:
-            lines.append(f"+ {name}")
-        else:
-            lines[-1] += f" + {name}"
-    return lines
-
-
-def _height(kernel: dict[str, Any]) -> int:
-    lines = max(len(_told(kernel[way])) for way in ("reads", "writes"))
-    return 22 if _is_small(kernel) and lines == 1 else 14 * (lines + 1) + 10
-
-
-def _is_small(kernel: dict[str, Any]) -> bool:
-    return _moved([kernel]) < 2e6
-
-
-def _kernel(canvas: Canvas, kernel: dict[str, Any], left: float, top: float, *, ours: bool) -> None:
-    height, (start, width) = _height(kernel), _BOX
-    middle = top + height / 2
-    face, ink, colour = (OURS, "white", OURS) if ours else ("#e5e7eb", INK, GREYS[1])
-    canvas.box(left + start, top + 3, width, height - 6, face, radius=5)
-    canvas.text(left + start + width / 2, middle, kernel["name"], size=9, colour=ink, align="center", fixed=True)
-    for way, near, far, align in (
-        ("reads", left + start - 36, left + start - 1, "right"),
-        ("writes", left + start + width + 1, left + start + width + 36, "left"),
-    ):
+def draw_kernel(axes: Axes, y: float, kernel: dict[str, Any], colour: str) -> None:
+    """Draw a kernel's box, and arrows as wide as what it reads and writes."""
+    ink = "white" if colour == OURS else INK
+    box = axes.barh([y], [2.2], left=-1.1, color=colour)
+    axes.bar_label(box, [kernel["name"]], label_type="center", color=ink, family="monospace", size=6.5)
+    for way, side in WAYS.items():
         size = sum(kernel[way].values())
-        canvas.arrow((near, middle), (far, middle), max(1.0, 3 * size / 67e6), colour)
-        names = _told(kernel[way])
-        beside = near - 5 if way == "reads" else far + 5
-        if height == 22:
-            canvas.text(beside, middle, f"{names[0]}  {_mb(size)}", size=10, colour=SOFT, align=align)
-            continue
-        first = middle - 7 * len(names)
-        for i, line in enumerate(names):
-            canvas.text(beside, first + 14 * i, line, size=10, colour=SOFT, align=align)
-        canvas.text(beside, first + 14 * len(names), _mb(size), size=11, bold=True, align=align)
+        large = [array for array, of in kernel[way].items() if of > 0.001 * size]  # beside them the others are nothing
+        names = " + ".join("temporary" if "fusion" in array else array for array in sorted(large))
+        width = max(0.03, 0.3 * size / 201e6)
+        axes.arrow(
+            1.35 * side - 0.23, y, 0.46, 0, width=width, head_width=width + 0.2, head_length=0.12, color=colour,
+            linewidth=0, length_includes_head=True,
+        )  # fmt: skip
+        for line, below in ((names, -0.2), (mb(size), 0.2)):
+            axes.text(1.66 * side, y + below, line, ha="left" if side > 0 else "right", va="center_baseline")
 
 
-def _totals(canvas: Canvas, workload: dict[str, Any], left: float, top: float) -> None:
-    """Draw all bytes as bars, beside every array once."""
-    programs = workload["programs"]
-    canvas.text(left, top, "all of it, MB", size=10, bold=True)
-    unit = (_PANEL - 205) / max(p["bytes"] for p in programs.values())
-    once = left + unit * workload["bytes_once"]
-    canvas.line((once, top + 8), (once, top + 74), colour=SOFT, dashed=True)
-    canvas.text(once + 4, top + 2, f"every array once: {_mb(workload['bytes_once'])}", size=10, colour=SOFT)
-    for i, peer in enumerate(sorted(programs, key=lambda p: programs[p]["bytes"])):
-        facts, ours = programs[peer], programs["jln"]
-        told = f"{_mb(facts['bytes'])}, {facts['kernels']} kernels"
-        ratio = plots.times(facts["bytes"] / ours["bytes"])
-        named = ("jln", told) if peer == "jln" else (ratio, f"{plots.NAMES[peer]} {told}")
-        plots.draw_bar(canvas, plots.Bar(peer, facts["bytes"], *named), left, top + 14 + 20 * i, unit)
+def recorded(name: str, direction: str) -> list[Any]:
+    """Return the launches of a workload's operator on an H200, none made."""
+    recorder = Recorder(named_chip("h200"))
+    function, operands = launchers.call(WORKLOADS[name], direction, recorder)
+    jax.eval_shape(function, operands)
+    return recorder.launches
+
+
+# The tiles of a program in the order it takes them, in parts of the rows and columns: x, y, width, height.
+ONE_ROW = [(0, 0.4, 1, 0.06)]
+SOME_ROWS = [(0, y, 1, 0.06) for y in (0.08, 0.4, 0.72)]
+ALONG_ROWS = [(i / 12, 0.4, 1 / 12, 0.16) for i in range(12)]
+SOME_OF_COLUMNS = [(0.42, y, 1 / 12, 0.16) for y in (0.08, 0.4, 0.72)]
+
+
+def columns(count: int) -> list[tuple[float, ...]]:
+    return [(0.42, i / count, 1 / 12, 1 / count) for i in range(count)]
+
+
+@plots.STYLED
+def passes() -> Figure:
+    """Draw what one program of each kernel has of `[rows, H]`, and what it does with it."""
+    (forward,), (backward, reduce) = (recorded("layer-norm-4096", d) for d in ("forward", "backward"))
+    (fused,), (sums, gradient, parameters) = (recorded("linear-4096-256", d) for d in ("forward", "backward"))
+    shares, splits, n = backward.scalars["programs"], gradient.scalars["splits"], fused.constants["N"]
+    figure = plots.card(
+        6.9,
+        "What one program of each kernel has, and how often it reads it",
+        "Grids are [rows, H], dark is one program's tile, light what it takes next; as of x [8192, 4096] in bfloat16 "
+        "on an H200.\nThe numbers in brackets are the equations of the derivation.",
+    )
+    norm, linear = figure.subfigures(2, 1, squeeze=False).flat
+    heads = {norm: "A norm", linear: f"A norm and the Linear behind it, where features are few: here N = {n}"}
+    for part, head in heads.items():
+        part.suptitle(head, x=plots.LEFT, ha="left", size=9, color=OURS)
+    panels = [*norm.subplots(1, 4), *linear.subplots(1, 4)]
+    panels.pop(3).set(xticks=[], yticks=[])  # there is no fourth
+    # fmt: off
+    told = [
+        (forward, "a row each,\nin a tile", ONE_ROW,
+         "x is read once:\n• its mean (1)\n• its variance, of x - mean (2)\n• y, mean and rstd stored (4)\n"
+         "all of it in registers. Rows of\nover 16384: twice, in chunks"),
+        (backward, f"every {shares}th row,\nin tiles", SOME_ROWS,
+         "dy and x are read once:\n• the row's c1 and c2 (7) (8)\n• dx stored (9)\n• dscale += dy * x_hat (6)\n"
+         "• doffset += dy (5)\nin the end its shares are stored"),
+        (reduce, f"{reduce.tile.columns} columns of\na sum, in tiles", columns(8),
+         f"grid: [{shares} shares, H]\nthe shares are read once:\n• {reduce.tile.rows} of them at a time,\n"
+         "• always in the same order\ndscale and doffset are stored:\nno atomics, the same bits"),
+        (fused, f"{fused.tile.rows} rows each,\nin chunks", ALONG_ROWS,
+         "x is read once, by chunks:\n• mean, rstd so far (1) (2)\n• product so far moved with them\n"
+         f"• product += z @ kernel (10) (11)\ny [{fused.tile.rows}, {n}], mean, rstd stored;\nz is never in memory"),
+        (sums, f"{sums.tile.rows} rows each,\nin chunks", ALONG_ROWS,
+         "x is read once, by chunks:\n• dz = dy @ kernel^T (14)\n• c1, c2 so far (7) (8)\n• dbias += dy (12)\n"
+         "stored, dbias as a share. If rows\nare few, a program has a share"),
+        (gradient, f"{gradient.tile.columns} columns each,\n1 of {splits} shares, in tiles", SOME_OF_COLUMNS,
+         "x is read once more:\n• dz = dy @ kernel^T (14)\n• dx stored (17)\n• G += x_hat^T @ dy (21)\n"
+         "• dscale += dz * x_hat (16)\nin the end its shares are stored"),
+        (parameters, f"{parameters.tile.columns} columns each,\nin tiles", columns(splits),
+         f"grid: [{splits} shares of {n}, H]\nthe shares are read once,\n• always in the same order\n"
+         "dkernel, of G (22), dscale,\ndbias (12) and doffset (15)\nare stored"),
+    ]
+    # fmt: on
+    for axes, (launch, has, tiles, lines) in zip(panels, told, strict=True):
+        x, y, width, height = zip(*tiles, strict=True)
+        axes.bar(x, height, width, y, align="edge", color=[OURS, *["#8ecac4"] * (len(tiles) - 1)], edgecolor="white")
+        axes.set(xlim=(0, 1), ylim=(1, 0), xticks=[], yticks=[], facecolor=GREYS[-1])
+        axes.set_title(launch.kernel.__name__, family="monospace")
+        tile = f"{launch.tile.rows} x {launch.tile.columns}"
+        axes.set_xlabel(f"{launch.programs} programs, {has} of {tile}\n\n{lines}", loc="left")
+    return figure
 
 
 def main() -> None:
     if "--compile" in sys.argv[1:]:
         folder = RESULTS / "h200"
         command = [sys.executable, "-m", "jln", "report", "--output", str(folder)]
-        subprocess.run([*command, *(a for name in WORKLOADS for a in ("--workload", name))], check=True)
-        steps = ROOT / "benchmarks" / "steps.py"
-        subprocess.run([sys.executable, str(steps), *STEPS, "--output", str(folder)], check=True)
-        for drawn in folder.glob("*.svg"):  # they lie with the other pictures
-            drawn.unlink()
-        (folder / "junction.json").write_text(json.dumps(compiled_junction(), indent=1) + "\n")
+        subprocess.run([*command, *(a for name in OPERATORS for a in ("--workload", name))], check=True)
+        (folder / "operators.svg").unlink()  # it lies with the other pictures
+        command = [sys.executable, str(ROOT / "benchmarks" / "steps.py"), *STEPS, "--output", str(folder)]
+        subprocess.run(command, check=True)
+        (folder / "junction.json").write_text(json.dumps(dataflow.compiled(), indent=1) + "\n")
     root = next((pathlib.Path(a) for a in sys.argv[1:] if a != "--compile"), ROOT)
-    for path, canvas in pictures().items():
-        assert not (collisions := canvas.collisions()), f"{path.name}: {collisions}"
-        canvas.save(root / path)
-        print(path)
+    plots.save_all(pictures(), root)
+    print(*pictures(), sep="\n")
 
 
 if __name__ == "__main__":

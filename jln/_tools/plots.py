@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import math
 import pathlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from jln._tools.canvas import GREYS, INK, MARGIN, OURS, RULE, SOFT, WIDTH, Canvas
-from jln._tools.results import geometric_mean
+from matplotlib import style
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 
+from jln._tools.results import geometric_mean, relative
+
+STYLED = style.context("jln._tools.plots")  # plots.mplstyle, beside this file
+WIDTH = 830 / 96  # inches: the page where a repository is browsed
+LEFT = 0.014  # of it, where texts start
+BOUND = "no norm at all"  # a step without norms
 # What this library is compared with has a grey of its own, the darkest what a user would most likely have.
+INK, OURS = "#1f2937", "#0f766e"
+GREYS = ("#6b7280", "#9ca3af", "#b4bac4", "#c8cdd5", "#d8dce2", "#e5e8ec")
 NAMES = {
     "jln": "jln",
     "flax": "Flax",
@@ -22,25 +31,23 @@ NAMES = {
     "torch.compile": "torch.compile",
     "liger": "Liger",
     "jln-norm": "jln-norm",
-    "bound": "no norm",
+    BOUND: "no norm",
 }
 COLOURS = {name: OURS if name == "jln" else GREYS[min(i, len(GREYS)) - 1] for i, name in enumerate(NAMES)}
-TIMES, MINUS = "\N{MULTIPLICATION SIGN}", "\N{MINUS SIGN}"
-_PITCH = 14  # of bars, their text included
+TIMES = "\N{MULTIPLICATION SIGN}"
+# What bench times, a column each. On the CPU, where the gradient alone is timed too, it stands for the backward pass.
+_DIRECTIONS = {"forward": "forward", "backward": "backward", "gradient": "gradient alone", "both": "forward + backward"}
 
 
-@dataclass(frozen=True)
-class Bar:
-    """A bar. peer: whose it is. strong, text: what stands at its end."""
+class Bar(NamedTuple):
+    """A bar: whose it is, its length, and what stands at its end."""
 
     peer: str
     length: float
-    strong: str
-    text: str = ""
+    text: str
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A thing compared: its name, notes on it, and for each column of the picture its bars."""
 
     name: str
@@ -48,311 +55,173 @@ class Row:
     columns: Sequence[Sequence[Bar]]
 
 
-@dataclass(frozen=True)
-class Column:
-    """A column of bars.
+@STYLED
+def chart(title: str, caption: str, columns: Mapping[str, str | None], rows: Sequence[Row]) -> Figure | None:
+    """Draw rows of bars, if there are any, as many columns side by side.
 
-    title: what the bars are lengths of. part: the column's part of the sheet's width. line: a length to draw a line at,
-    and what it means.
+    columns: by its title what a line at the length of 1 means there, if there is one.
     """
-
-    title: str
-    part: float = 1.0
-    line: tuple[float, str] | None = None
-
-    def unit(self, canvas: Canvas, bars: Sequence[Bar], width: float) -> float:
-        """Return the pixels of a length of 1: as many as leave room for what stands at the bars' ends."""
-        rooms = [(width - sum(_widths(canvas, bar)), bar.length) for bar in bars]
-        return min((room / length for room, length in rooms if length), default=width)
-
-
-@dataclass
-class Chart:
-    """Rows of bars, as many columns side by side."""
-
-    title: str
-    lines: Sequence[str]
-    columns: Sequence[Column]
-    names: float  # pixels for the rows' names
-    rows: list[Row] = field(default_factory=list)
-
-    def drawn(self) -> Canvas:
-        top = 50 + 15 * len(self.lines) + 30
-        heights = [max(8 + 14 * len(row.notes), _PITCH * max(len(c) for c in row.columns)) + 12 for row in self.rows]
-        starts = [top + sum(heights[:i]) for i in range(len(heights))]
-        end = top + sum(heights)
-        canvas = Canvas(end + 6)
-        canvas.title(self.title, *self.lines)
-        left = MARGIN + self.names
-        room = WIDTH - MARGIN - left
-        for i, column in enumerate(self.columns):
-            width = room * column.part / sum(c.part for c in self.columns)
-            canvas.text(left, top - 26, column.title, bold=True)
-            unit = column.unit(canvas, [bar for row in self.rows for bar in row.columns[i]], width - 10)
-            if column.line:
-                at, meaning = left + unit * column.line[0], column.line[1]
-                canvas.line((at, top - 8), (at, end - 8), colour=SOFT if meaning else RULE, dashed=True)
-                canvas.text(at + 4, top - 10, meaning, size=10)
-            for row, start in zip(self.rows, starts, strict=True):
-                for k, bar in enumerate(row.columns[i]):
-                    draw_bar(canvas, bar, left, start + _PITCH * k, unit)
-            left += width
-        for row, start in zip(self.rows, starts, strict=True):
-            canvas.text(MARGIN, start + 8, row.name, bold=True)
-            for k, note in enumerate(row.notes):
-                canvas.text(MARGIN, start + 22 + 13 * k, note, size=10, colour=SOFT)
-        return canvas
+    if not rows:
+        return None
+    heights = [max(1 + len(row.notes), *map(len, row.columns)) + 0.8 for row in rows]
+    tops = [sum(heights[:i]) for i in range(len(rows))]
+    figure = card(0.15 * sum(heights) + 1, title, caption)
+    panels: list[Axes] = list(figure.subplots(1, len(columns), sharey=True, squeeze=False)[0])
+    for i, (axes, (column, line)) in enumerate(zip(panels, columns.items(), strict=True)):
+        axes.set_title(column)
+        axes.set_xticks([] if line is None else [1], [] if line is None else [line])
+        for top, row in zip(tops, rows, strict=True):
+            draw_bars(axes, top, row.columns[i])
+    notes = {top + k: note for top, row in zip(tops, rows, strict=True) for k, note in enumerate(row.notes, 1)}
+    panels[0].set_yticks(tops, [row.name for row in rows], weight="bold")
+    panels[0].set_yticks(list(notes), notes.values(), minor=True, color=GREYS[0])
+    panels[0].set_ylim(sum(heights) - 1, -0.7)
+    figure.align_titles()
+    return figure
 
 
-def draw_bar(canvas: Canvas, bar: Bar, left: float, top: float, unit: float) -> None:
-    """Draw a bar, `unit` pixels for a length of 1, and what stands at its end."""
-    ours = bar.peer == "jln"
-    canvas.box(left, top + 2, max(1.0, unit * bar.length), _PITCH - 3, COLOURS[bar.peer])
-    end, middle = left + unit * bar.length + 5, top + 8
-    canvas.text(end, middle, bar.strong, size=10.5, colour=OURS if ours else INK, bold=True)
-    end += _widths(canvas, bar)[0]
-    canvas.text(end, middle, bar.text, size=10.5, colour=OURS if ours else SOFT)
+def card(height: float, title: str, caption: str) -> Figure:
+    """Make an empty picture, so many inches high."""
+    figure = Figure((WIDTH, height))
+    figure.suptitle(title, x=LEFT, ha="left")
+    figure.supxlabel(caption, x=LEFT, ha="left", color=GREYS[0])
+    return figure
 
 
-def _widths(canvas: Canvas, bar: Bar) -> tuple[float, float]:
-    """Return the pixels of what stands at a bar's end, each with the space behind it."""
-    return canvas.width(bar.strong, size=10.5, bold=True) + 5, canvas.width(bar.text, size=10.5) + 5
+def draw_bars(axes: Axes, top: float, bars: Sequence[Bar]) -> None:
+    """Draw bars below one another, with their texts."""
+    lengths, colours = [bar.length for bar in bars], [COLOURS[bar.peer] for bar in bars]
+    drawn = axes.barh([top + i for i in range(len(bars))], lengths, color=colours)
+    for bar, text in zip(bars, axes.bar_label(drawn, [bar.text for bar in bars], padding=3), strict=True):
+        if bar.peer == "jln":
+            text.set(color=OURS, weight="bold")
 
 
-def _compared(values: dict[str, float], unit: float, said: Callable[[str], str]) -> list[Bar]:
-    """Make bars of lengths in `unit`, the shortest first, with how many times ours each is."""
-    ours = values["jln"]
-    strong = {peer: "jln" if peer == "jln" else times(value / ours) for peer, value in values.items()}
-    return _in_order([Bar(peer, value / unit, strong[peer], said(peer)) for peer, value in values.items()])
+@STYLED
+def save_all(figures: Mapping[str, Figure | None], folder: pathlib.Path) -> None:
+    """Write SVGs that have their title, and every text on them as their description."""
+    for path, figure in figures.items():
+        if figure is not None:
+            told = filter(None, [text.get_text() for text in figure.findobj(Text)])
+            about: Any = {"Date": None, "Title": figure.get_suptitle(), "Description": "; ".join(told)}
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(folder / path, format="svg", metadata=about)
 
 
-def _in_order(bars: list[Bar]) -> list[Bar]:
-    return sorted(bars, key=lambda bar: (bar.length, list(NAMES).index(bar.peer)))
+def draw_report(report: dict[str, Any], folder: pathlib.Path) -> None:
+    """Draw operators, if there are any."""
+    save_all({"operators.svg": operators(report)}, folder)
 
 
-def times(ratio: float) -> str:
-    return f"{ratio:.1f}{TIMES}" if ratio >= 1.995 else f"{ratio:.2f}{TIMES}"
+def draw_bench(results: dict[str, Any], folder: pathlib.Path) -> None:
+    """Draw time, and memory where it is known, of each peer beside jln's."""
+    save_all({"speed.svg": speed(results), "memory.svg": memory(results)}, folder)
 
 
-def _size(value: float) -> str:
-    return (
-        f"{value / 1e9:.1f} GB"
-        if value >= 1e10
-        else f"{value / 1e9:.2f} GB"
-        if value >= 1e9
-        else f"{value / 1e6:.0f} MB"
-    )
+def beside_ours(values: Mapping[str, float], told: Mapping[str, str], unit: float = 1) -> list[Bar]:
+    """Make bars of lengths in `unit`, the shortest first, with how many times ours each is, and what is told of it."""
+    bars = []
+    for peer in [peer for peer in NAMES if peer in values]:
+        ratio = values[peer] / values["jln"]
+        times = [] if peer == "jln" else [f"{ratio:.1f}{TIMES}" if ratio >= 1.995 else f"{ratio:.2f}{TIMES}"]
+        bars.append(Bar(peer, values[peer] / unit, " ".join([*times, NAMES[peer], told.get(peer, "")]).strip()))
+    return sorted(bars, key=lambda bar: bar.length)
 
 
-def _operator(workload: dict[str, Any], programs: dict[str, dict[str, Any]]) -> tuple[float, Row]:
-    """Return how many times our bytes the others move, and a workload's row."""
-    moved = {peer: p["bytes"] for peer, p in programs.items()}
-    held = {peer: p["held_bytes"] for peer, p in programs.items() if p["held_bytes"]}
-
-    def all_of(peer: str) -> str:
-        name, count = "" if peer == "jln" else f"{NAMES[peer]} ", programs[peer]["kernels"]
-        return f"{name}{_size(moved[peer])}, {count} kernel{'s' if count > 1 else ''}"
-
-    def kept(peer: str) -> str:
-        return _size(held[peer]) if peer == "jln" else f"{NAMES[peer]} {_size(held[peer])}"
-
-    notes = [" x ".join(map(str, workload["shape"]))]
-    if isinstance(workload["features"], list):
-        notes.append("to " + " + ".join(map(str, workload["features"])))
-    elif workload["features"]:
-        notes[0] += f" to {workload['features']}"
-    more = workload["title"].removeprefix(workload["operator"]).lstrip(", ")
-    notes += [more] if more else []
-    notes += ["parameters of each example"] if workload["of_examples"] else []
-    notes += [] if "backward" in workload["directions"] else ["forward alone"]
-    once = workload["bytes_once"]
-    columns = (_compared(moved, once, all_of), _compared(held, once, kept) if "jln" in held else ())
-    gain = geometric_mean([b / moved["jln"] for peer, b in moved.items() if peer != "jln"])
-    return gain, Row(workload["operator"], notes, columns)
+def mb(size: float) -> str:
+    """Say a number of bytes."""
+    return f"{size / 1e6:.0f} MB" if size >= 1e7 else f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e6:.2f} MB"
 
 
-def operators(report: dict[str, Any]) -> Canvas | None:
+def operators(report: dict[str, Any]) -> Figure | None:
     """Draw the bytes that programs move beside every array once, and those held between forward and backward.
 
     The operator that gains most comes first.
     """
     rows: list[tuple[float, Row]] = []
-    for w in report["workloads"]:
-        programs = {peer: p for peer, p in w["programs"].items() if peer != "jln-norm"}
-        if "jln" in programs and len(programs) > 1:
-            rows.append(_operator(w, programs))
-    if not rows:
-        return None
-    chart = Chart(
-        "Bytes moved, and bytes held: less is better",
-        (
-            f"Forward + backward of one operator, compiled for {_chip(report)} with JAX {report['versions']['jax']}. "
-            f"n{TIMES}: so many times jln's.",
-            "Held: what jax.vjp hands from forward to backward; a step in one jit keeps less of it.",
-        ),
-        (
-            Column("moved by all kernels", 1.35, (1.0, "every array once")),
-            Column("held between forward and backward", 1.0),
-        ),
-        names=160,
-        rows=[row for _, row in sorted(rows, key=lambda item: -item[0])],
-    )
-    return chart.drawn()
-
-
-def steps(report: dict[str, Any], products: str | None = None) -> Canvas | None:
-    """Draw whole steps: bytes outside of products and attention, and temporary memory. products: by these alone."""
-    rows = []
-    for s in report["steps"]:
-        programs = s["programs"]
-        if (products and s["products"] != products) or not any(p.startswith("jln") for p in programs):
+    for workload in report["workloads"]:
+        programs = {peer: p for peer, p in workload["programs"].items() if peer != "jln-norm"}
+        if not programs.keys() > {"jln"}:
             continue
-        columns = []
-        for fact in ("bytes_outside_products", "temporary_bytes"):
-            values = {peer: float(p[fact]) for peer, p in programs.items()}
-            columns.append(_beside(values))
-        notes = [f"{s['layers']} layers of {s['shape'][-1]}", f"products by {s['products']}"]
-        rows.append(Row(s["name"], notes[:1] if products else notes, columns))
-    if not rows:
-        return None
-    return Chart(
-        "A whole training step: less is better",
-        (
-            f"Forward + backward of a transformer's layers, compiled for {_chip(report)} with JAX "
-            f"{report['versions']['jax']}. n %: beside Flax's layers.",
-            "No norm: the same step with its norms left out, a bound and no model.",
-        ),
-        (
-            Column("moved outside of products and attention"),
-            Column("temporary memory"),
-        ),
-        names=120,
-        rows=rows,
-    ).drawn()
+        once, moved = workload["bytes_once"], {peer: p["bytes"] for peer, p in programs.items()}
+        held = {peer: p["held_bytes"] for peer, p in programs.items() if p["held_bytes"]}
+        kernels = {peer: f"{p['kernels']} kernel{'s' if p['kernels'] > 1 else ''}" for peer, p in programs.items()}
+        columns = [beside_ours(moved, {peer: f"{mb(moved[peer])}, {kernels[peer]}" for peer in programs}, once), []]
+        if "jln" in held:
+            columns[1] = beside_ours(held, {peer: mb(value) for peer, value in held.items()}, once)
+        gain = geometric_mean([bar.length for bar in columns[0] if bar.peer != "jln"]) / (moved["jln"] / once)
+        rows.append((gain, Row(workload["operator"], _notes(workload), columns)))
+    return chart(
+        "Bytes moved, and bytes held: less is better",
+        f"Forward + backward of one operator, compiled for the {report['chip'].upper()} with JAX "
+        f"{report['versions']['jax']}. n{TIMES}: so many times jln's.\n"
+        "Held: what jax.vjp hands from forward to backward; a step in one jit keeps less of it.",
+        {"moved by all kernels": "every array once", "held between forward and backward": None},
+        [row for _, row in sorted(rows, key=lambda r: -r[0])],
+    )
 
 
-# Of a step's variants Flax's layers, plain jnp, two of ours (with the residual in front of the norm, and with the
-# Linear behind it, too), and the bound: whose bar each is, and what it is called there.
-_VARIANTS = {
-    "flax": ("flax", "Flax"),
-    "jnp": ("jnp", "plain jnp"),
-    "jln, add_norm": ("jln", "add_norm"),
-    "jln, add_norm_linear": ("jln", "add_norm_linear"),
-    "no norm at all": ("bound", "no norm"),
-}
+def _notes(workload: dict[str, Any]) -> list[str]:
+    """Say what else a workload is than its operator."""
+    features = workload["features"]
+    return [
+        " x ".join(map(str, workload["shape"])),
+        *([f"to {' + '.join(map(str, features if isinstance(features, list) else [features]))}"] if features else []),
+        *filter(None, [workload["title"].removeprefix(workload["operator"]).lstrip(", ")]),
+        *(["parameters of each example"] if workload["of_examples"] else []),
+        *([] if "backward" in workload["directions"] else ["forward alone"]),
+    ]
 
 
-def _beside(values: dict[str, float]) -> list[Bar]:
-    """Make bars that say how each differs from Flax's layers, or from plain jnp: the shortest first, last the bound."""
-    base = "flax" if "flax" in values else "jnp"
-    bars = []
-    for variant, (peer, name) in _VARIANTS.items():
-        if variant in values:
-            change = f"{100 * (values[variant] / values[base] - 1):+.1f} %".replace("-", MINUS)
-            strong = name if variant == base else "same" if change[1:] == "0.0 %" else change
-            told = _size(values[variant])
-            bars.append(Bar(peer, values[variant], strong, told if variant == base else f"{name} {told}"))
-    return sorted(bars, key=lambda bar: (bar.peer == "bound", bar.length))
-
-
-def _chip(report: dict[str, Any]) -> str:
-    chip = report["chip"].upper()
-    return f"{'an' if chip[0] in 'AHM' else 'a'} {chip}"
-
-
-def draw_report(report: dict[str, Any], folder: pathlib.Path) -> list[pathlib.Path]:
-    """Draw operators, if there are any, and return the files."""
-    return _saved({"operators": operators(report)}, folder)
-
-
-def _saved(canvases: dict[str, Canvas | None], folder: pathlib.Path) -> list[pathlib.Path]:
-    drawn = []
-    for name, canvas in canvases.items():
-        if canvas is not None:
-            canvas.save(folder / f"{name}.svg")
-            drawn.append(folder / f"{name}.svg")
-    return drawn
-
-
-# What bench times, a column each. On the CPU, where the gradient alone is timed too, it stands for the backward pass.
-_DIRECTIONS = {"forward": "forward", "backward": "backward", "gradient": "gradient alone", "both": "forward + backward"}
-
-
-def speed(results: dict[str, Any]) -> Canvas | None:
+def speed(results: dict[str, Any]) -> Figure | None:
     """Draw each peer's median time, jln's being 1."""
 
-    def ours(r: dict[str, Any]) -> str:
-        return _duration(r["median"]) + (f", {100 * r['of_ceiling']:.0f} %" if "of_ceiling" in r else "")
+    def told(record: dict[str, Any]) -> str:
+        seconds = record["median"]
+        taken = f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
+        return taken + (f", {100 * record['of_ceiling']:.0f} %" if "of_ceiling" in record else "")
 
-    lines = (
+    meaning = (
         f"n{TIMES}: the median time is so many times jln's. n %: what jln reaches of this machine's copy bandwidth, or "
-        "product rate.",
+        "product rate."
     )
-    return _timed(results, "Time: less is better", lines, lambda r: r.get("median"), ours)
+    return _measured(results, "median", "Time: less is better", meaning, told)
 
 
-def memory(results: dict[str, Any]) -> Canvas | None:
+def memory(results: dict[str, Any]) -> Figure | None:
     """Draw the most memory that each peer's program needs at once, jln's being 1."""
-    lines = (f"All that a program needs at once, its arguments and results too. n{TIMES}: so many times jln's.",)
-    return _timed(
-        results, "Memory: less is better", lines, lambda r: r.get("peak_bytes"), lambda r: _size(r["peak_bytes"])
-    )
+    meaning = f"All that a program needs at once, its arguments and results too. n{TIMES}: so many times jln's."
+    return _measured(results, "peak_bytes", "Memory: less is better", meaning, lambda record: mb(record["peak_bytes"]))
 
 
-def _duration(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
-
-
-def _timed(
-    results: dict[str, Any],
-    title: str,
-    lines: Sequence[str],
-    value: Callable[[dict[str, Any]], float | None],
-    ours: Callable[[dict[str, Any]], str],
-) -> Canvas | None:
+def _measured(
+    results: dict[str, Any], fact: str, title: str, meaning: str, told: Callable[[dict[str, Any]], str]
+) -> Figure | None:
     """Draw a row for each workload, behind one of the geometric means where there are several.
 
     The row whose fastest peer is furthest behind in the last column is the first.
     """
-    measurements: dict[tuple[str, str], dict[str, tuple[float, dict[str, Any]]]] = {}
-    for r in results["records"]:
-        if r["direction"] in _DIRECTIONS and r["status"] == "timed" and (measured := value(r)):
-            measurements.setdefault((r["workload"], r["direction"]), {})[r["peer"]] = measured, r
-    compared = {key: by for key, by in measurements.items() if "jln" in by and len(by) > 1}
-    shown = [d for d in _DIRECTIONS if any(direction == d for _, direction in compared)]
+    records = [r for r in results["records"] if r["status"] == "timed" and r.get(fact)]
+    ours = {(r["workload"], r["direction"]): told(r) for r in records if r["peer"] == "jln"}
+    ratios = {key: {"jln": 1.0} | by for key, by in relative(records, fact).items() if by}
+    shown = [d for d in _DIRECTIONS if any(direction == d for _, direction in ratios)]
     shown = [d for d in shown if not (d == "backward" and "gradient" in shown)]
-    if not shown:
-        return None
-    ratios: dict[str, dict[str, list[float]]] = {d: {} for d in shown}
     rows = []
-    for workload in dict.fromkeys(w for w, _ in compared):
-        columns = []
-        for direction in shown:
-            by = compared.get((workload, direction), {})
-            bars = []
-            for peer, (measured, r) in by.items():
-                ratio = measured / by["jln"][0]
-                bars.append(Bar(peer, ratio, *(("jln", ours(r)) if peer == "jln" else (times(ratio), NAMES[peer]))))
-                ratios[direction].setdefault(peer, []).append(ratio)
-            columns.append(_in_order(bars))
+    for workload in dict.fromkeys(workload for workload, _ in ratios):
+        keys = [(workload, direction) for direction in shown]
+        columns = [beside_ours(ratios[key], {"jln": ours[key]}) if key in ratios else [] for key in keys]
         rows.append(Row(workload.removeprefix("cpu-"), (), columns))
-    rows.sort(key=lambda row: -min((b.length for b in row.columns[-1] if b.peer != "jln"), default=math.inf))
+    rows.sort(key=lambda row: -min((bar.length for bar in row.columns[-1] if bar.peer != "jln"), default=math.inf))
     if len(rows) > 1:
-        means = [_in_order([_mean(peer, of, len(by["jln"])) for peer, of in by.items()]) for by in ratios.values()]
+        means = [_means([by for (_, of), by in ratios.items() if of == direction]) for direction in shown]
         rows.insert(0, Row("geometric mean", (f"of {len(rows)} workloads",), means))
     where, versions = results["environment"], results["environment"]["versions"]
     run = f"{where['chip']}, jln {versions['jln']} at {where['commit']}, JAX {versions['jax']}."
-    columns = [Column(_DIRECTIONS[d], line=(1.0, "")) for d in shown]
-    return Chart(title, (run, *lines), columns, names=150, rows=rows).drawn()
+    return chart(title, f"{run}\n{meaning}", {_DIRECTIONS[direction]: "" for direction in shown}, rows)
 
 
-def _mean(peer: str, ratios: list[float], all_there_are: int) -> Bar:
-    """Make the bar of a geometric mean, which says of how many where a peer is not in all rows."""
-    mean = geometric_mean(ratios)
-    less = f", of {len(ratios)}" if len(ratios) < all_there_are else ""
-    return Bar(peer, mean, *(("jln",) if peer == "jln" else (times(mean), NAMES[peer] + less)))
-
-
-def draw_bench(results: dict[str, Any], folder: pathlib.Path) -> list[pathlib.Path]:
-    """Draw time, and memory where it is known, of each peer beside jln's, and return the files."""
-    return _saved({"speed": speed(results), "memory": memory(results)}, folder)
+def _means(ratios: Sequence[Mapping[str, float]]) -> list[Bar]:
+    """Make bars of geometric means, which say of how many where a peer is not in all rows."""
+    of = {peer: [by[peer] for by in ratios if peer in by] for peer in NAMES}
+    told = {peer: f"(of {len(numbers)})" for peer, numbers in of.items() if len(numbers) < len(ratios)}
+    return beside_ours({peer: geometric_mean(numbers) for peer, numbers in of.items() if numbers}, told)
