@@ -77,6 +77,9 @@ def chart(title: str, caption: str, columns: Mapping[str, str | None], rows: Seq
     panels[0].set_yticks(list(notes), notes.values(), minor=True, color=GREYS[0])
     panels[0].set_ylim(sum(heights) - 1, -0.7)
     figure.align_titles()
+    bars = [", ".join(bar.text for column in row.columns for bar in column) for row in rows]
+    names = [", ".join([row.name, *row.notes]) for row in rows]
+    figure.set_label("\n".join([caption, *columns, *(f"{name}: {of}" for name, of in zip(names, bars, strict=True))]))
     return figure
 
 
@@ -99,11 +102,11 @@ def draw_bars(axes: Axes, top: float, bars: Sequence[Bar]) -> None:
 
 @STYLED
 def save_all(figures: Mapping[str, Figure | None], folder: pathlib.Path) -> None:
-    """Write SVGs that have their title, and every text on them as their description."""
+    """Write SVGs that have their title, and their label or every text on them as their description."""
     for path, figure in figures.items():
         if figure is not None:
-            told = filter(None, [text.get_text() for text in figure.findobj(Text)])
-            about: Any = {"Date": None, "Title": figure.get_suptitle(), "Description": "; ".join(told)}
+            told = figure.get_label() or "\n".join(filter(None, [text.get_text() for text in figure.findobj(Text)]))
+            about: Any = {"Date": None, "Title": figure.get_suptitle(), "Description": told}
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(folder / path, format="svg", metadata=about)
 

@@ -45,7 +45,7 @@ def test_the_pages_have_what_their_data_draws(figures, tmp_path):
 def faults(figure):
     """Find texts that lie on one another, across the edge of a box, or beyond the picture's."""
     figure.draw_without_rendering()
-    texts = [text for text in figure.findobj(Text) if text.get_text()]
+    texts = [text for text in figure.findobj(Text) if text.get_text() and text.get_visible()]
     boxes = [patch for axes in figure.axes for patch in axes.patches]
     told = np.array([text.get_text() for text in texts])
     text, box = (np.array([x.get_window_extent().extents for x in of]).reshape(-1, 4) for of in (texts, boxes))
