@@ -17,7 +17,7 @@ import typer
 
 from jln import program
 from jln._tools.console import UserError, megabytes, print_table
-from jln._tools.parts import version
+from jln._tools.machine import version
 from layouts import AXES
 from losses import losses, sharded_losses
 from sharded import SHARDED, Step, facts, fitted, parsed, print_step

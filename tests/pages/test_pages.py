@@ -17,7 +17,7 @@ import typer
 
 from jln._tools.app import application
 from jln._tools.peers import PEERS
-from jln._tools.results import ALL
+from jln._tools.workloads import ALL
 from stacks import STACKS
 
 ROOT = pathlib.Path(__file__).parents[2]

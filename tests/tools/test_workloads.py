@@ -12,7 +12,8 @@ import jln
 from jln import reference
 from jln._tools.catalogue import EPSILON, OPERATORS
 from jln._tools.peers import PEERS
-from jln._tools.workloads import CPU_WORKLOADS, WORKLOADS, Workload
+from jln._tools.workload import Workload
+from jln._tools.workloads import CPU_WORKLOADS, WORKLOADS
 from losses import OURS, losses
 from stacks import STACKS
 
