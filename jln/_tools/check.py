@@ -77,15 +77,8 @@ def command(
     if operator is not None:
         workload = _workload(operator, shape, features, extras, dtype)
     else:
-        options = {
-            "shape": shape,
-            "features": features,
-            "extras": extras,
-            "dtype": dtype,
-            "init": init,
-            "time": time or None,
-        }
-        for name, value in options.items():
+        sizes = {"shape": shape, "features": features, "extras": extras, "dtype": dtype}
+        for name, value in (sizes | {"init": init, "time": time or None}).items():
             if value is not None:
                 raise UserError(f"--{name} needs an operator: one of {', '.join(OPERATORS)}")
     jax.config.update("jax_enable_x64", True)

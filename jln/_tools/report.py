@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.util
 import logging
 import pathlib
@@ -90,10 +89,6 @@ def command(
     raise typer.Exit(1 if any(part.wrong for part in parts) else 0)
 
 
-def _failures(of_others: Sequence[str], ours: Sequence[str]) -> list[Note]:
-    return [*map(Note, of_others), *(Note(text, wrong=True) for text in ours)]
-
-
 # Whole programs
 
 PROGRAMS = {
@@ -128,7 +123,7 @@ def _of_programs(names: Sequence[str], others: Sequence[str], chip: str) -> tupl
     skipped = {p: why for p in peers if (why := PEERS[p].missing("gpu")) is not None}
     compared = [PEERS[p] for p in peers if p not in skipped]
     jobs = [(WORKLOADS[n], [p for p in compared if p.of_norms or WORKLOADS[n].is_linear]) for n in names]
-    workloads, rows, failed = [], [], {True: [], False: []}
+    workloads, rows, failed = [], [], {False: [], True: []}
     with progress(sum(len(by) for _, by in jobs)) as begin:
         for w, by in jobs:
             workloads.append(_facts(w))
@@ -150,7 +145,7 @@ def _of_programs(names: Sequence[str], others: Sequence[str], chip: str) -> tupl
     parts = [
         Rows(rows, f"{title}, results returned", PROGRAMS),
         *(Note(f"Skipped {peer}: {why}.") for peer, why in skipped.items()),
-        *_failures(failed[False], failed[True]),
+        *(Note(text, wrong=is_ours) for is_ours, texts in failed.items() for text in texts),
     ]
     return {"workloads": workloads, "skipped": skipped, "failures": failed[False] + failed[True]}, parts
 
@@ -192,48 +187,33 @@ def _gpu_for_tokamax(chip: str) -> Iterator[None]:
 # Each kernel by itself
 
 
-@dataclasses.dataclass(frozen=True)
-class Kernel:
-    """The compiled kernel of one launch of a workload.
+def _compiled(workload: str, chip: str) -> list[dict[str, Any]] | str:
+    """The compiled kernels of the workload's launches on the chip, in order; or a sentence why there is none.
 
     warps: of a program, on AMD's chips waves. registers: of a thread. spilled, shared: bytes, of a thread and of a
     program. widest_load: bytes that one instruction loads for a thread.
     """
-
-    workload: str
-    kernel: str
-    rows: int
-    columns: int
-    warps: int
-    registers: int
-    spilled: int
-    shared: int
-    widest_load: int
-
-
-def _compiled(workload: str, chip: str) -> list[Kernel] | str:
-    """The compiled kernels of the workload's launches on the chip, in order; or a sentence why there is none."""
     step = WORKLOADS[workload]
+    rows = []
     try:
         with using(recorder := Recorder(CHIPS[chip])):
             traced = jax.jit(step.step(PEERS["jln"].function(step))).trace(*step.step_arguments())
             traced.lower(lowering_platforms=(CHIPS[chip].platform,))
-        return [_kernel(workload, launch) for launch in recorder.launches]
+        for launch in recorder.launches:
+            resources, tile = compiler.compile_launch(launch), launch.tile
+            size = {"rows": tile.rows, "columns": tile.columns, "warps": tile.warps_of(launch.chip)}
+            takes = {f: getattr(resources, f) for f in ("registers", "spilled", "shared", "widest_load")}
+            rows.append({"workload": workload, "kernel": launch.kernel.fn.__name__} | size | takes)
     except Exception as error:  # said beside the others' numbers, and the command then fails
         return f"{workload} does not compile for {chip}: {one_line(error)}"
-
-
-def _kernel(workload: str, launch: Any) -> Kernel:
-    resources, tile = compiler.compile_launch(launch), launch.tile
-    measured = resources.registers, resources.spilled, resources.shared, resources.widest_load
-    return Kernel(workload, launch.kernel.fn.__name__, tile.rows, tile.columns, tile.warps_of(launch.chip), *measured)
+    return rows
 
 
 def _of_kernels(names: Sequence[str], chip: str) -> tuple[dict[str, Any], list[Rows | Note]]:
     """Facts about each kernel that the workloads launch, as Triton compiles it, and the most that any takes."""
     if importlib.util.find_spec("triton") is None:
         raise UserError(f"triton is not installed: {target.INSTALL[named_chip(chip).platform]}")
-    kernels, failures = [], []
+    rows, failures = [], []
     with progress(len(names)) as begin, compiler.workers() as pool:
         jobs = [(name, pool.submit(_compiled, name, chip)) for name in names]
         for name, job in jobs:
@@ -242,8 +222,7 @@ def _of_kernels(names: Sequence[str], chip: str) -> tuple[dict[str, Any], list[R
             if isinstance(outcome, str):
                 failures.append(outcome)
             else:
-                kernels += outcome
-    rows = [dataclasses.asdict(kernel) for kernel in kernels]
+                rows += outcome
     most = {f: max((row[f] for row in rows), default=0) for f in ("registers", "spilled", "shared")}
     shown = [row | {"tile": f"{row['rows']}x{row['columns']}"} for row in rows]
     shown.append({"workload": "the most of all", "kernel": "", "tile": ""} | most)
@@ -259,4 +238,5 @@ def _of_kernels(names: Sequence[str], chip: str) -> tuple[dict[str, Any], list[R
         "widest_load": Column("widest load"),
     }
     title = f"Kernels for {chip} ({architecture}), {architecture.shared / 1e3:.1f} KB of shared memory a program"
-    return {"failures": failures}, [Rows(rows, key="kernels"), Rows(shown, title, columns), *_failures([], failures)]
+    parts = [Rows(rows, key="kernels"), Rows(shown, title, columns)]
+    return {"failures": failures}, [*parts, *(Note(text, wrong=True) for text in failures)]
