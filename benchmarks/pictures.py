@@ -2,14 +2,14 @@
 
     python benchmarks/pictures.py             # pip install -e ".[test,bench]"; seconds
     python benchmarks/pictures.py FOLDER      # into a folder, and not where they belong
-    python benchmarks/pictures.py --compile   # what is in them is compiled again first: ".[cuda13,bench]", five minutes
+    python benchmarks/pictures.py --compile   # what is in them is compiled first: ".[cuda13,bench,equinox]", an hour
 
 | picture | of | from |
 |---|---|---|
 | `examples/pictures/block.svg` | what stands between two Linears, kernel by kernel | `results/h200/junction.json` |
 | `jln/pictures/passes.svg` | what one program of each kernel has | the launchers |
 | `benchmarks/pictures/saves.svg` | `python -m jln report` | `results/h200/report.json` |
-| `benchmarks/pictures/steps.svg` | `python benchmarks/steps.py` | `results/h200/steps.json` |
+| `benchmarks/pictures/steps.svg` | `python benchmarks/steps.py`, twelve layers | `results/h200/steps.json` |
 | `benchmarks/results/cpu/speed.svg`, `memory.svg` | `python -m jln bench` | `results/cpu/results.json` |
 """
 
@@ -40,10 +40,10 @@ OPERATORS = (
     *("norms-both-sides-4096", "post-rms-norm", "post-layer-norm", "gated-4096", "gate-first-4096", "gated-128"),
     *("linear-4096-12288", "linear-4096-256", "llama-4096-q-k-v"),
 )
-STEPS = ("stack-gpt", "stack-llama", "stack-gemma", "stack-dit")
-# Of a step's variants Flax's layers, plain jnp, two of ours (with the residual in front of the norm, and with the
-# Linear behind it, too), and the bound.
-VARIANTS = ("flax", "jnp", "jln, add_norm", "jln, add_norm_linear", plots.BOUND)
+STEPS = ("GPT", "Llama", "DiT", "Gemma")
+TABLED = (*STEPS, "Llama, checkpointed", "GPT, norms in float32", "Llama, norms in float32")
+# A step's programs, and whose bars they are: as the framework's layers make it, two of ours, and the bound.
+PROGRAMS = {"as it is": "flax", "fused": "jln", "with Linears": "jln", "no norm": plots.BOUND}
 
 
 def pictures() -> dict[str, Figure | None]:
@@ -65,29 +65,29 @@ def pictures() -> dict[str, Figure | None]:
 def steps(found: dict[str, Any]) -> Figure | None:
     """Draw whole steps: bytes outside of products and attention, and temporary memory."""
     rows = []
-    for step in found["steps"]:
+    shown = [step for step in found["steps"] if step["name"] in STEPS]
+    for step in sorted(shown, key=lambda step: STEPS.index(step["name"])):
         notes = [f"{step['layers']} layers of {step['shape'][-1]}", f"products by {step['products']}"]
         facts = ("bytes_outside_products", "temporary_bytes")
-        columns = [beside_flax({name: p[fact] for name, p in step["programs"].items()}) for fact in facts]
+        columns = [changes({name: p[fact] for name, p in step["programs"].items()}) for fact in facts]
         rows.append(Row(step["name"], notes, columns))
     return plots.chart(
         "A whole training step: less is better",
         f"Forward + backward of a transformer's layers, compiled for the {found['chip'].upper()} with JAX "
-        f"{found['versions']['jax']}. n %: beside Flax's layers.\n"
+        f"{found['versions']['jax']}. n %: beside the step as it is.\n"
         "No norm: the same step with its norms left out, a bound and no model.",
         {"moved outside of products and attention": None, "temporary memory": None},
         rows,
     )
 
 
-def beside_flax(values: dict[str, float]) -> list[Bar]:
-    """Make bars that say how each differs from Flax's layers: the shortest first, last the bound."""
+def changes(values: dict[str, float]) -> list[Bar]:
+    """Make bars that say how each program differs from the step as it is: the shortest first, last the bound."""
     bars = []
-    for variant in [variant for variant in VARIANTS if variant in values]:
-        told = f"{plots.NAMES.get(variant, variant.removeprefix('jln, '))} {values[variant] / 1e9:#.3g} GB"
-        change = f"{100 * (values[variant] / values['flax'] - 1):+z.1f} % ".replace("-", "\N{MINUS SIGN}")
-        peer = "jln" if variant.startswith("jln") else variant
-        bars.append(Bar(peer, values[variant], told if variant == "flax" else change + told))
+    for program, peer in PROGRAMS.items():
+        told = f"{program} {f'{values[program] / 1e9:#.3g}'.rstrip('.')} GB"
+        change = f"{100 * (values[program] / values['as it is'] - 1):+z.1f} % ".replace("-", "\N{MINUS SIGN}")
+        bars.append(Bar(peer, values[program], told if peer == "flax" else change + told))
     return sorted(bars, key=lambda bar: (bar.peer == plots.BOUND, bar.length))
 
 
@@ -224,8 +224,10 @@ def main() -> None:
         command = [sys.executable, "-m", "jln", "report", "--output", str(folder)]
         subprocess.run([*command, *(a for name in OPERATORS for a in ("--workload", name))], check=True)
         (folder / "operators.svg").unlink()  # it lies with the other pictures
-        command = [sys.executable, str(ROOT / "benchmarks" / "steps.py"), *STEPS, "--output", str(folder)]
-        subprocess.run(command, check=True)
+        command = [sys.executable, str(ROOT / "benchmarks" / "steps.py"), "--output"]
+        subprocess.run([*command, str(folder / "models.json")], check=True)
+        options = ["--layers", "12", "--products", "XLA", "--products", "cuBLAS"]
+        subprocess.run([*command, str(folder / "steps.json"), *TABLED, *options], check=True)
         (folder / "junction.json").write_text(json.dumps(dataflow.compiled(), indent=1) + "\n")
     root = next((pathlib.Path(a) for a in sys.argv[1:] if a != "--compile"), ROOT)
     plots.save_all(pictures(), root)

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 
 import jln
-from jln._tools import results, timing
-from jln._tools.parts import kernels_asked_for
+from jln._tools import clocks, machine
+from jln._tools.peers import kernels_asked_for
 from jln._triton import lowering
 
 RATE = 1e-3
@@ -86,14 +86,14 @@ def main() -> int:
         programs["jln, no graphs"] = compiled(norm, given, graphs=False)
     expected = programs["jnp"](*given)
     errors = {name: error(program(*given), expected) for name, program in programs.items()}
-    seconds = {name: timing.seconds(lambda p=program: p(*given)) for name, program in programs.items()}
+    seconds = {name: clocks.seconds(lambda p=program: p(*given)) for name, program in programs.items()}
     for name in programs:
         wrong = "" if errors[name] <= TOLERANCE else "  WRONG"
         ratio = seconds[name] / seconds["jnp"]
         print(f"{name:<32} {seconds[name] * 1e6:>10.1f} us  {ratio:>5.2f} of jnp's  off by {errors[name]:.1e}{wrong}")
     if asked.output is not None:
         size = {name: getattr(asked, name) for name in ("layers", "tokens", "width")}
-        record = {"environment": results.environment(jax.devices()[0]), **size, "seconds": seconds, "errors": errors}
+        record = {"environment": machine.environment(jax.devices()[0]), **size, "seconds": seconds, "errors": errors}
         (asked.output / "small_step.json").write_text(json.dumps(record, indent=1) + "\n")
     return int(max(errors.values()) > TOLERANCE)
 

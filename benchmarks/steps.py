@@ -1,108 +1,230 @@
-"""Print what whole training steps launch, move and keep on H200s that need not be there, with no times.
+"""Print what training steps of the zoo's models launch, move and hold on H200s that need not be there, with no times.
 
-    python benchmarks/steps.py                          # needs jax[cuda13], Flax, no GPU; minutes
-    python benchmarks/steps.py stack-llama stack-gpt --output benchmarks/results/h200
-    python benchmarks/steps.py stack-llama-q-k-v --mesh data=2,fsdp=2,tensor=2 --sequence
+    python benchmarks/steps.py                                # all models, of two layers: a quarter of an hour
+    python benchmarks/steps.py GPT Llama --layers 12          # minutes for each
+    python benchmarks/steps.py Llama --mesh data=2,fsdp=2,tensor=2 --sequence
 
-Forward + backward of a 12-layer transformer, with products by XLA and by cuBLAS; with --mesh of two blocks, sharded as
-trainers do, and what devices communicate.
+The models are those of `examples/zoo`. A step is forward + backward. Each is compiled as it is, by `jln.fuse`, by
+`jln.fuse(..., linears=True)`, and with its norms left out: a bound on what any norm could save, and no model. With
+--mesh it is sharded as trainers do (`examples/zoo/sharding.py`), and what devices communicate is counted. It needs
+`pip install -e ".[cuda13,cli,flax,haiku,equinox]"` and no GPU.
 """
 
+from __future__ import annotations
+
+import contextlib
+import functools
 import json
+import math
 import pathlib
-from typing import Annotated
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any
+from unittest import mock
 
+import equinox as eqx
+import haiku as hk
 import jax
+import jax.numpy as jnp
+import numpy as np
 import typer
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
+from counted import found, held
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "examples"))
+import jln
 from jln import program
-from jln._tools.console import UserError, megabytes, print_table
-from jln._tools.parts import version
-from layouts import AXES
-from losses import losses, sharded_losses
-from sharded import SHARDED, Step, facts, fitted, parsed, print_step
-from stacks import PRODUCTS, STACKS, Stack
+from zoo import alphafold, gemma, sharding, t5
+from zoo.models import MODELS, Functional, functional
 
-RESULT = "steps.json"
+# Whose kernels do the products. With no GPU XLA cannot try them, as it would where there is one.
+PRODUCTS: dict[str, dict[str, Any]] = {"XLA": {}, "cuBLAS": {"xla_gpu_enable_triton_gemm": False}}
+FUSED: dict[str, Callable[..., Any]] = {
+    "as it is": lambda function: function,
+    "fused": jln.fuse,
+    "with Linears": functools.partial(jln.fuse, linears=True),
+}
+NORMS = (
+    *(nnx.LayerNorm, nnx.RMSNorm, gemma.GemmaRMSNorm, nn.LayerNorm, t5.T5LayerNorm),
+    *(hk.LayerNorm, alphafold.LayerNorm, eqx.nn.LayerNorm),
+)
+SHARDED = ("GPT", "Llama")  # what `sharding.py` places
 
 
-def counted(stack: Stack, products: str, chip: str) -> dict[str, dict[str, int]]:
-    """Count what each variant of a stack's step does, compiled."""
-    found = {}
-    for name, loss in losses(stack).items():
-        step, given = stack.step(loss), (stack.parameters(), stack.x())
-        report = program.compile_for(step, *given, chip=chip, compiler_options=PRODUCTS[products])
-        found[name] = {
-            "kernels": report.launches,
-            "bytes": report.bytes_total,
-            "bytes_outside_products": report.bytes_total - report.product_bytes,
-            "temporary_bytes": report.temp_bytes,
+@contextlib.contextmanager
+def without_norms() -> Iterator[None]:
+    """Trace models within this context, and their norms return what they read."""
+    with contextlib.ExitStack() as stack:
+        for norm in NORMS:
+            stack.enter_context(mock.patch.object(norm, "__call__", lambda self, x: x))
+        yield
+
+
+def step(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make of a model's function its loss and the gradients of parameters and x, which in a model has a layer below."""
+
+    def loss(parameters: Any, x: Any) -> jax.Array:
+        return jnp.mean(jnp.square(function(parameters, x).astype(jnp.float32)))
+
+    return jax.value_and_grad(loss, (0, 1))
+
+
+def facts(function: Callable[..., Any], model: Functional, chip: str, products: str) -> dict[str, int]:
+    """Count what the step of a model's function does, compiled for one GPU."""
+    given = model.parameters, model.x
+    compiled = program.compile_for(step(function), *given, chip=chip, compiler_options=PRODUCTS[products])
+    return {
+        "kernels": compiled.launches,
+        "bytes": compiled.bytes_total,
+        "bytes_outside_products": compiled.bytes_total - compiled.product_bytes,
+        "held_bytes": held(function, *given),
+        "temporary_bytes": compiled.temp_bytes,
+    }
+
+
+def on_one_device(name: str, layers: int | None, chip: str, products: str) -> dict[str, Any]:
+    size = MODELS[name].size
+    layers = layers or size.layers
+    model = functional(MODELS[name], layers=layers)
+    programs = {by: facts(fuse(model.function), model, chip, products) for by, fuse in FUSED.items()}
+    with without_norms():
+        programs["no norm"] = facts(model.function, model, chip, products)
+    counts = found(jln.fuse(model.function), model.parameters, model.x)
+    behind = found(jln.fuse(model.function, linears=True), model.parameters, model.x)
+    counts = {"norms": counts.norms, "sums": counts.sums, "linears": behind.linears}
+    return {"name": name, "layers": layers, "shape": size.shape, "products": products} | counts | {"programs": programs}
+
+
+def print_row(cells: Sequence[Any]) -> None:
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+def print_header(cells: Sequence[str]) -> None:
+    print_row(cells)
+    print("|" + "---|" * len(cells), flush=True)
+
+
+def row(found: dict[str, Any]) -> list[Any]:
+    def gigabytes(fact: str) -> str:
+        return " / ".join(f"{facts[fact] / 1e9:.2f}" for facts in found["programs"].values())
+
+    kernels = " / ".join(str(facts["kernels"]) for facts in found["programs"].values())
+    sizes = map(gigabytes, ("bytes", "bytes_outside_products", "held_bytes", "temporary_bytes"))
+    return [*(found[fact] for fact in ("name", "norms", "sums", "linears")), kernels, *sizes]
+
+
+HEADER = ("model", "norms", "sums", "Linears", "kernels", "moved, GB", "elsewhere, GB", "held, GB", "temporary, GB")
+
+
+# Meshes.
+
+
+def parsed(text: str, chip: str) -> Mesh:
+    """Make the mesh in a text such as "data=2,tensor=4". Raises BadParameter."""
+    sizes = dict.fromkeys(sharding.AXES, 1)
+    for part in text.split(","):
+        axis, _, size = part.partition("=")
+        if axis not in sizes or not size.isdecimal() or not 1 <= int(size) <= 1 << 14:
+            axes = ", ".join(sharding.AXES)
+            raise typer.BadParameter(f"{text!r} is not as data=2,tensor=4, of the axes {axes}", param_hint="--mesh")
+        sizes[axis] = int(size)
+    return program.mesh(chip, tuple(sizes.values()), tuple(sizes))
+
+
+def on_a_mesh(name: str, mesh: Mesh, by_tokens: bool, chip: str) -> dict[str, program.CompiledProgram]:
+    """Compile a model's steps on a mesh: as it is, fused, and fused with its Linears.
+
+    Each gradient is asked for where its argument is. The batch is the model's, or the least that the mesh splits.
+    """
+    model = MODELS[name]
+    rows = mesh.shape["data"] * mesh.shape["fsdp"]
+    model = functional(model, batch=math.ceil(model.size.batch / rows) * rows)
+    where = NamedSharding(mesh, sharding.stream_spec(by_tokens))
+    places = sharding.shardings(model.parameters, mesh), where
+    given = jax.tree.map(lambda a, at: a.update(sharding=at), (model.parameters, model.x), places)
+
+    def placed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def sharded(*arguments: Any) -> Any:
+            value, gradients = step(function)(*arguments)
+            return value, jax.lax.with_sharding_constraint(gradients, places)
+
+        return sharded
+
+    with sharding.on(mesh, by_tokens):
+        return {
+            by: program.compile_for(placed(fuse(model.function)), *given, chip=chip, devices=mesh.size)
+            for by, fuse in FUSED.items()
         }
-    return found
 
 
-def print_stack(stack: Stack, products: str, programs: dict[str, dict[str, int]]) -> None:
-    facts = ("bytes_outside_products", "temporary_bytes")
-    first = next(iter(programs.values()))
+Key = tuple[str, tuple[str, ...]]  # a collective's kind, and the axes along which its devices differ
 
-    def cells(found: dict[str, int]) -> list[str]:
-        return [cell for f in facts for cell in (megabytes(found[f]), f"{100 * (found[f] / first[f] - 1):+.1f} %")]
 
-    title = f"{stack.name}: {stack.layers} layers, x {'x'.join(map(str, stack.shape))}, hidden {stack.hidden}"
-    print_table(
-        f"{title}; {stack.why}; products by {products}",
-        ("by", "kernels", "MB", "MB outside products", "than the first", "temporary MB", "than the first"),
-        [(by, str(found["kernels"]), megabytes(found["bytes"]), *cells(found)) for by, found in programs.items()],
-    )
+def totals(compiled: program.CompiledProgram, mesh: Mesh) -> dict[Key, tuple[int, int]]:
+    """Count the collectives by kind and mesh axes: how many, and the bytes of all together on one device."""
+    times, sizes = Counter[Key](), Counter[Key]()
+    for each in compiled.collectives:
+        group = range(mesh.size) if each.group is None else each.group
+        at = np.unravel_index(group, tuple(mesh.shape.values()))
+        key = each.kind, tuple(axis for axis, where in zip(mesh.axis_names, at, strict=True) if len({*where}) > 1)
+        times[key] += each.times
+        sizes[key] += each.times * each.bytes
+    return {key: (times[key], sizes[key]) for key in sorted(times)}
+
+
+def print_mesh(name: str, mesh: Mesh, by_tokens: bool, programs: dict[str, program.CompiledProgram]) -> None:
+    sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1) or "one"
+    print(f"\n{name}: {mesh.size} GPUs, {sizes}{'; sequences split' if by_tokens else ''}; times / MB on one\n")
+    print_header(("collective", "among", *programs))
+    of = [totals(compiled, mesh) for compiled in programs.values()]
+    for key in sorted({key for each in of for key in each}):
+        cells = [each.get(key, (0, 0)) for each in of]
+        print_row([key[0], " x ".join(key[1]), *(f"{times} / {size / 1e6:.3f}" for times, size in cells)])
+    sums = [[sum(column) for column in zip((0, 0), *each.values(), strict=True)] for each in of]
+    print_row(["all of them", "", *(f"{times} / {size / 1e6:.3f}" for times, size in sums)])
+    print_row(["kernels", "", *(compiled.launches for compiled in programs.values())])
+    for what in ("argument", "temp"):
+        sizes = (getattr(compiled, f"{what}_bytes") / 1e6 for compiled in programs.values())
+        print_row([f"{what.replace('temp', 'temporary')}, MB", "", *(f"{size:.1f}" for size in sizes)])
 
 
 def main(
-    names: Annotated[list[str] | None, typer.Argument(help=f"Of {', '.join(STACKS)}. [default: all]")] = None,
-    mesh: Annotated[
-        list[str] | None,
-        typer.Option(help=f"Of GPUs, as data=2,fsdp=2,tensor=2; may be repeated. Axes: {', '.join(AXES)}."),
-    ] = None,
-    sequence: Annotated[
-        bool, typer.Option("--sequence", help="With --mesh: between Linears tokens are split over tensor, too.")
-    ] = False,
+    models: Annotated[list[str] | None, typer.Argument(help=f"Of {'; '.join(MODELS)}. [default: all]")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="How many. [default: two, of the ViT four]")] = None,
+    products: Annotated[list[str] | None, typer.Option(help="By XLA, which is the default, or by cuBLAS.")] = None,
+    mesh: Annotated[list[str] | None, typer.Option(help="Of GPUs, as data=2,fsdp=2,tensor=2.")] = None,
+    sequence: Annotated[bool, typer.Option("--sequence", help="Between Linears tokens are split over tensor.")] = False,
     chip: Annotated[str, typer.Option(help=f"To compile for: {', '.join(program.CHIPS)}.")] = "h200",
-    output: Annotated[pathlib.Path | None, typer.Option(help=f"A folder, for {RESULT}.")] = None,
+    output: Annotated[pathlib.Path | None, typer.Option(help="A file, for all of it as JSON.")] = None,
 ) -> None:
-    """Print what whole steps launch, move and keep, beside the same steps with the norms of others."""
-    known = SHARDED if mesh else tuple(STACKS)
-    wrong = [name for name in names or () if name not in known]
-    if wrong:
-        raise typer.BadParameter(f"unknown step {wrong[0]!r}; known are {', '.join(known)}")
+    """Print what steps of models launch, move and hold: as they are / fused / with Linears / without norms."""
+    known = SHARDED if mesh else tuple(MODELS)
+    for given, among in ((models or (), known), (products or (), PRODUCTS)):
+        for name in given:
+            if name not in among:
+                raise typer.BadParameter(f"unknown {name!r}; known are {'; '.join(among)}")
     if sequence and not mesh:
         raise typer.BadParameter("it is of a --mesh", param_hint="--sequence")
-    steps = []
-    print(f"Compiled for {chip} with jax {jax.__version__}, jln {version('jln')}; MB is 10^6 bytes.\n")
     for text in mesh or ():
-        for name in names or known:
-            try:
-                layout = parsed(text, chip, sequence)
-                stack = fitted(name, layout)
-            except UserError as error:
-                raise typer.BadParameter(str(error), param_hint="--mesh") from None
-            step, given, devices = layout.step, layout.arguments(stack), layout.size(*AXES)
-            of = sharded_losses(stack, layout).items()
-            programs = {
-                by: program.compile_for(step(stack, loss), *given, chip=chip, devices=devices) for by, loss in of
-            }
-            print_step(Step(stack, layout, programs), chip)
-            steps.append(facts(Step(stack, layout, programs)))
-    for name in () if mesh else names or known:
-        stack = STACKS[name]
-        for products in PRODUCTS:
-            programs = counted(stack, products, chip)
-            print_stack(stack, products, programs)
-            size = {"name": name, "layers": stack.layers, "shape": stack.shape, "products": products}
-            steps.append(size | {"programs": programs})
+        of = parsed(text, chip)
+        for name in models or known:
+            print_mesh(name, of, sequence, on_a_mesh(name, of, sequence, chip))
+    if mesh:
+        return
+    steps = []
+    for by in products or ("XLA",):
+        print_header(HEADER)
+        for name in models or known:
+            steps.append(on_one_device(name, layers, chip, by))
+            print_row(row(steps[-1]))
     if output is not None:
-        packages = ("jln", "jax", "jaxlib", "jax-triton", "triton", "flax")
-        document = {"chip": chip, "versions": {p: version(p) for p in packages}, "steps": steps}
-        output.mkdir(parents=True, exist_ok=True)
-        (output / RESULT).write_text(json.dumps(document, indent=1) + "\n")
+        document = {"chip": chip, "versions": {"jln": jln.__version__, "jax": jax.__version__}, "steps": steps}
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,12 +9,13 @@ On several machines, start it once on each, which differ in --process only:
     python examples/data_and_tensor_parallel.py --processes 2 --process 0 --coordinator first-machine:12345
 
 The devices are a mesh. Along "data" each has its own sequences of the batch. Along "tensor" each has its own heads and
-its own part of the MLP: the Linears behind the norms are split by columns, those that lead back by rows. All that says
-so is where parameters and batch are placed; JAX's partitioner derives the rest, and asks jln how its operators follow.
+its own part of the MLP: the Linears behind the norms are split by columns, those that lead back by rows. What says so
+are `zoo/sharding.py` and the axes that the zoo's models name; JAX's partitioner derives the rest, and asks jln how its
+operators follow.
 
 Between the Linears each device along "tensor" would do the same for the same tokens. With --sequence it has its part of
 each sequence there (Megatron's sequence parallelism): a norm's result is gathered for the Linear behind it, and the sum
-behind a Linear that leads back is scattered. What says so is where the Linears' arguments and results are placed.
+behind a Linear that leads back is scattered. That takes another rule of where the stream lies, and nothing else.
 """
 
 import dataclasses
@@ -38,70 +39,17 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.table import Table
-from train_lm import CONFIGS, GPT, Config, JlnNorm, load_corpus, make_optimizer, train_step, training_batch
 
 from jln import program
+from train_lm import CONFIGS, GPT, Config, load_corpus, make_optimizer, train_step, training_batch
+from zoo.sharding import AXES, BATCH, on, shardings
 
 VIRTUAL_DEVICES = 8  # of the CPU, in all processes together
-# Where a parameter is, by its module's and its own name; all others are whole on every device. The optimizer's state
-# of a parameter has its name too, and its place.
-PLACES = {
-    ("qkv", "kernel"): P(None, "tensor"),  # [C, heads * 3 * D]
-    ("qkv", "bias"): P("tensor"),
-    ("attention_out", "kernel"): P("tensor", None),  # [heads * D, C]
-    ("mlp_up", "kernel"): P(None, "tensor"),  # [C, 4C]
-    ("mlp_up", "bias"): P("tensor"),
-    ("mlp_down", "kernel"): P("tensor", None),  # [4C, C]
-}
-TOKENS, FEATURES = P("data", "tensor"), P("data", None, "tensor")  # of activations [B, T, C], with --sequence
 # A mesh adds up in another order than one device, and training amplifies the difference. By how much, further runs on
 # one device show, whose parameters all begin one rounding off. They are a few draws of what rounding can do, and the
 # mesh is another: so this many times the largest that they have come to differ by is allowed, and as many roundings of
 # the loss itself.
 DRAWS, ALLOWED = 3, 8
-
-
-class SequenceNorm(JlnNorm):
-    """A norm that takes the stream split by tokens; of a Linear behind it each device gives its own features."""
-
-    def __init__(self, features: int, *, mesh: Mesh, **options):
-        super().__init__(features, **options)
-        self.mesh = mesh
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return super().__call__(placed(x, self.mesh, TOKENS))
-
-    def linear(self, x: jax.Array, linear: nnx.Linear) -> jax.Array:
-        return placed(super().linear(placed(x, self.mesh, TOKENS), linear), self.mesh, FEATURES)
-
-
-def leading_back(mesh: Mesh, x: jax.Array, *kernel_and_dimensions, **options) -> jax.Array:
-    """The product of a Linear that leads back: each device has features of all tokens, and is to have tokens."""
-    product = jax.lax.dot_general(placed(x, mesh, FEATURES), *kernel_and_dimensions, **options)
-    return placed(product, mesh, TOKENS)
-
-
-def placed(x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-
-
-def new_model(config: Config, seed: int, mesh: Mesh, sequence: bool) -> GPT:
-    if not sequence:
-        return GPT(config, JlnNorm, nnx.Rngs(seed))
-    model = GPT(config, functools.partial(SequenceNorm, mesh=mesh), nnx.Rngs(seed))
-    for block in model.blocks:
-        block.attention_out.dot_general = block.mlp_down.dot_general = functools.partial(leading_back, mesh)
-    return model
-
-
-def shardings(tree, mesh: Mesh):
-    """A NamedSharding for each leaf of a model's or an optimizer's state."""
-
-    def place(path, _):
-        names = [str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)]
-        return NamedSharding(mesh, PLACES.get(tuple(names[-2:]), P()))
-
-    return jax.tree_util.tree_map_with_path(place, tree)
 
 
 def train(
@@ -110,16 +58,17 @@ def train(
     """The compiled step's HLO, and the loss of every step of 1 + draws runs; only the first begins as `seed` says."""
 
     def new():
-        model = new_model(config, seed, mesh, sequence)
+        model = GPT(config, nnx.Rngs(seed))
         return model, make_optimizer(model, config)
 
     def batch(step: int) -> jax.Array:  # each process adds what its own devices are to have
         rows = training_batch(text, config, seed, step)
-        return jax.make_array_from_callback(rows.shape, NamedSharding(mesh, P("data")), rows.__getitem__)
+        return jax.make_array_from_callback(rows.shape, NamedSharding(mesh, P(BATCH)), rows.__getitem__)
 
     graph, abstract = nnx.split(nnx.eval_shape(new))
     initial = jax.jit(lambda: nnx.state(new()), out_shardings=shardings(abstract, mesh))  # each device its own part
-    step = train_step.lower(*nnx.merge(graph, initial()), batch(1)).compile()
+    with on(mesh, sequence):
+        step = train_step.lower(*nnx.merge(graph, initial()), batch(1)).compile()
     losses = []
     for draw in range(1 + draws):
         model, optimizer = nnx.merge(graph, initial())
@@ -232,20 +181,20 @@ def main(
 
     devices = jax.devices()
     tensor = math.gcd(len(devices), 2)
-    shape, axes, automatic = (len(devices) // tensor, tensor), ("data", "tensor"), (AxisType.Auto, AxisType.Auto)
-    mesh = jax.make_mesh(shape, axes, automatic, devices=devices)
-    single = jax.make_mesh((1, 1), axes, automatic, devices=jax.local_devices()[:1])
+    data, automatic = len(devices) // tensor, (AxisType.Auto,) * len(AXES)
+    mesh = jax.make_mesh((data, 1, tensor), AXES, automatic, devices=devices)
+    single = jax.make_mesh((1, 1, 1), AXES, automatic, devices=jax.local_devices()[:1])
     config = CONFIGS["cpu" if jax.default_backend() == "cpu" else "gpu"]
-    batch = math.ceil(config.batch / shape[0]) * shape[0]
+    batch = math.ceil(config.batch / data) * data
     config = dataclasses.replace(config, steps=steps, batch=batch)
-    console.print(f"mesh: {shape[0]} data x {tensor} tensor; {len(devices)} x {devices[0].device_kind}")
+    console.print(f"mesh: {data} data x {tensor} tensor; {len(devices)} x {devices[0].device_kind}")
     console.print(f"{jax.process_count()} processes; batch of {batch} x {config.context} bytes, {config.dtype}")
 
     text = load_corpus()[0]
     started = time.perf_counter()
     hlo, (losses,) = train(config, seed, mesh, text, sequence=sequence)
     besides_sums = print_collectives(hlo, console)
-    as_meant = all(sequence and is_of_sequences(config, shape[0], *each) for each in besides_sums)
+    as_meant = all(sequence and is_of_sequences(config, data, *each) for each in besides_sums)
     console.print(f"{steps} steps in {time.perf_counter() - started:.1f} s, with compilation")
     if jax.process_index() != 0:  # one is enough for what one device does
         return

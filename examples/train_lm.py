@@ -1,7 +1,7 @@
-"""Train a byte-level GPT on the source code of Python's own standard library, with jln's norms.
+"""Train a byte-level GPT on the source code of Python's own standard library, its loss fused by jln in one line.
 
     python examples/train_lm.py                      # two to three minutes on two CPU cores
-    python examples/train_lm.py --norm flax          # the same model with Flax's LayerNorm
+    python examples/train_lm.py --norm flax          # the same loss, not fused
     python examples/train_lm.py --resume             # go on after Ctrl-C, exactly as if it had not happened
 
 The text is on every machine that can run this file, so nothing is downloaded. A GPU gets a larger model in bfloat16.
@@ -17,8 +17,8 @@ import sysconfig
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from types import ModuleType
 from typing import Annotated, Literal
 
 import jax
@@ -34,7 +34,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import jln
+import jln.nnx
+from zoo.gpt import gpt
+from zoo.parts import Size
 
+Loss = Callable[..., jax.Array]  # of a model and a batch
 console = Console(highlight=False)
 STARTED = time.perf_counter()
 
@@ -53,13 +57,20 @@ class Config:
     steps: int
     evaluate_every: int  # and save a checkpoint
 
+    @property
+    def size(self) -> Size:
+        """The zoo's words for the model's size."""
+        shape = (self.batch, self.context, self.width, self.heads, self.heads, self.width // self.heads)
+        precision = {"dtype": self.dtype, "norm_dtype": self.dtype, "attention": None}
+        return Size(*shape, hidden=4 * self.width, layers=self.layers, **precision)
+
 
 CONFIGS = {
     "cpu": Config(4, 128, 4, 128, 16, 4e-3, "float32", steps=800, evaluate_every=50),
     "gpu": Config(8, 512, 8, 512, 32, 1e-3, "bfloat16", steps=2000, evaluate_every=200),
 }
 GOAL = 1.8  # nats per byte on validation text; the time at which it is passed is reported
-# ||a - b|| / ||b|| allowed between jln's gradients and the reference's. Both round to `dtype` at slightly different
+# ||a - b|| / ||b|| allowed between jln's gradients and Flax's. Both round to `dtype` at slightly different
 # values, and a flipped rounding travels through every layer below. Seen on the CPU over 8 layers: float32 3e-7;
 # bfloat16 1e-2 from its own float32, so twice that between two of its kind; a dx rule with a wrong term 3e-1.
 GRADIENT_TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2}
@@ -87,84 +98,18 @@ def training_batch(text: np.ndarray, config: Config, seed: int, step: int) -> np
     return windows(text, starts, config.context)
 
 
-class JlnNorm(nnx.Module):
-    """LayerNorm through jln, fused with the Linear behind it; `operators=jln.reference` computes it in plain jnp."""
-
-    def __init__(self, features: int, *, dtype: jnp.dtype, rngs: nnx.Rngs, operators: ModuleType = jln):
-        del dtype, rngs  # jln returns its input's dtype, and ones and zeros need no randomness
-        self.scale = nnx.Param(jnp.ones(features))  # [C], named as in nnx.LayerNorm: checkpoints interchange
-        self.bias = nnx.Param(jnp.zeros(features))  # [C]
-        self.operators = operators
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.operators.layer_norm(x, self.scale[...], self.bias[...], epsilon=1e-6)
-
-    def linear(self, x: jax.Array, linear: nnx.Linear) -> jax.Array:
-        """Return linear(norm(x)), keeping x alone for the backward pass; the product is in x's dtype, as linear's."""
-        kernel = linear.kernel[...].astype(x.dtype)
-        norm = (self.scale[...], self.bias[...])
-        return self.operators.layer_norm_linear(x, *norm, kernel, linear.bias[...], epsilon=1e-6)
-
-
-class SeparateNorm(JlnNorm):
-    """A LayerNorm of jln's and a Linear by itself, which keeps the norm's result for its backward pass."""
-
-    def linear(self, x: jax.Array, linear: nnx.Linear) -> jax.Array:
-        return linear(self(x))
-
-
-class FlaxNorm(nnx.LayerNorm):
-    """Flax's own LayerNorm with the same two methods."""
-
-    def linear(self, x: jax.Array, linear: nnx.Linear) -> jax.Array:
-        return linear(self(x))
-
-
-ReferenceNorm = functools.partial(JlnNorm, operators=jln.reference)
-NORMS = {"jln": JlnNorm, "flax": FlaxNorm}
-
-
-class Block(nnx.Module):
-    """A pre-norm block (attention, then an MLP): each norm is one operator with the Linear that reads it.
-
-    The additions are left to XLA, which on a GPU makes them in the product before them.
-    """
-
-    def __init__(self, config: Config, norm, rngs: nnx.Rngs):
-        dtype = jnp.dtype(config.dtype)
-        norm = functools.partial(norm, config.width, dtype=dtype, rngs=rngs)
-        linear = functools.partial(nnx.Linear, dtype=dtype, rngs=rngs)
-        self.attention_norm = norm()
-        self.qkv = linear(config.width, 3 * config.width)
-        self.attention_out = linear(config.width, config.width)
-        self.mlp_norm = norm()
-        self.mlp_up = linear(config.width, 4 * config.width)
-        self.mlp_down = linear(4 * config.width, config.width)
-        self.heads = config.heads
-
-    def __call__(self, x: jax.Array) -> jax.Array:  # [B, T, C] -> [B, T, C]
-        # Heads first: neighbouring columns of qkv's kernel are one head's, so that devices can share the heads.
-        qkv = self.attention_norm.linear(x, self.qkv).reshape(*x.shape[:2], self.heads, 3, -1)  # [B, T, heads, 3, D]
-        mixed = jax.nn.dot_product_attention(*jnp.unstack(qkv, axis=3), is_causal=True)
-        x = x + self.attention_out(mixed.reshape(x.shape))
-        return x + self.mlp_down(jax.nn.gelu(self.mlp_norm.linear(x, self.mlp_up)))
-
-
 class GPT(nnx.Module):
-    """Bytes in, logits of the next byte out."""
+    """Bytes in, logits of the next byte out, by the zoo's GPT: Flax's own layers, which know nothing of jln."""
 
-    def __init__(self, config: Config, norm, rngs: nnx.Rngs):
+    def __init__(self, config: Config, rngs: nnx.Rngs):
         embed = functools.partial(nnx.Embed, features=config.width, dtype=jnp.dtype(config.dtype), rngs=rngs)
         self.bytes = embed(256)
         self.positions = embed(config.context)
-        self.blocks = nnx.List([Block(config, norm, rngs) for _ in range(config.layers)])
-        self.final_norm = norm(config.width, dtype=jnp.dtype(config.dtype), rngs=rngs)
+        self.trunk = gpt(config.size, rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:  # [B, T] -> [B, T, 256]
         x = self.bytes(tokens) + self.positions(jnp.arange(tokens.shape[1]))
-        for block in self.blocks:
-            x = block(x)
-        return self.bytes.attend(self.final_norm(x)).astype(jnp.float32)
+        return self.bytes.attend(self.trunk(x)).astype(jnp.float32)
 
 
 def loss_fn(model: GPT, batch: jax.Array) -> jax.Array:
@@ -173,8 +118,13 @@ def loss_fn(model: GPT, batch: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(model(tokens[:, :-1]), tokens[:, 1:]).mean()
 
 
-@functools.partial(nnx.jit, donate_argnums=(0, 1))
-def train_step(model: GPT, optimizer: nnx.Optimizer, batch: jax.Array) -> jax.Array:
+# The one line: every norm of the loss, with the sum in front and the Linears behind, is then one operator.
+fused_loss = jln.nnx.fuse(loss_fn, linears=True)
+LOSSES = {"jln": fused_loss, "flax": loss_fn}
+
+
+@functools.partial(nnx.jit, donate_argnums=(0, 1), static_argnames="loss_fn")
+def train_step(model: GPT, optimizer: nnx.Optimizer, batch: jax.Array, loss_fn: Loss = fused_loss) -> jax.Array:
     loss, gradients = nnx.value_and_grad(loss_fn)(model, batch)
     optimizer.update(model, gradients)
     return loss
@@ -194,22 +144,18 @@ def make_optimizer(model: GPT, config: Config) -> nnx.Optimizer:
     return nnx.Optimizer(model, optax.chain(optax.clip_by_global_norm(1.0), adamw), wrt=nnx.Param)
 
 
-def named_gradients(model: GPT, config: Config, norm, batch: np.ndarray) -> dict[str, np.ndarray]:
-    """Gradients of the loss at `model`'s parameters, computed with another `norm`."""
-    twin = GPT(config, norm, nnx.Rngs(0))
-    nnx.update(twin, nnx.state(model))
-    gradients = nnx.jit(nnx.grad(loss_fn))(twin, batch)
+def named_gradients(model: GPT, loss_fn: Loss, batch: np.ndarray) -> dict[str, np.ndarray]:
+    gradients = nnx.jit(nnx.grad(loss_fn))(model, batch)
     return {".".join(map(str, path)): np.float64(leaf[...]) for path, leaf in nnx.to_flat_state(gradients)}
 
 
 def gradients_agree(model: GPT, config: Config, batch: np.ndarray) -> bool:
-    """Print how far jln's gradients are from those autodiff takes through the plain-jnp reference, group by group."""
-    ours = named_gradients(model, config, JlnNorm, batch)
-    truth = named_gradients(model, config, ReferenceNorm, batch)
+    """Print how far the fused loss's gradients are from those that autodiff takes through Flax's norms, by groups."""
+    ours, truth = (named_gradients(model, loss_fn, batch) for loss_fn in LOSSES.values())
     groups = {name: [name] for name in truth if "norm." in name}
     groups |= {"all other weights": [name for name in truth if name not in groups], "all parameters": list(truth)}
     tolerance = GRADIENT_TOLERANCE[config.dtype]
-    table = Table(title=f"Gradients of the first batch, jln against jln.reference, {config.dtype}")
+    table = Table(title=f"Gradients of the first batch, jln against Flax, {config.dtype}")
     table.add_column("parameter", no_wrap=True)
     for heading in ("max |grad|", "max |diff|", "relative", f"<={tolerance:.0e}"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -219,14 +165,14 @@ def gradients_agree(model: GPT, config: Config, batch: np.ndarray) -> bool:
         relative = np.linalg.norm(a - b) / np.linalg.norm(b)
         verdicts.append(bool(relative <= tolerance))  # a NaN is a disagreement
         row = (f"{np.abs(b).max():.2e}", f"{np.abs(a - b).max():.2e}", f"{relative:.1e}")
-        table.add_row(label, *row, "yes" if verdicts[-1] else "NO")
+        table.add_row(label.removeprefix("trunk."), *row, "yes" if verdicts[-1] else "NO")
     console.print(table)
     return all(verdicts)
 
 
-def held_bytes(config: Config, norm, batch: np.ndarray) -> int:
+def held_bytes(model: GPT, loss_fn: Loss, batch: np.ndarray) -> int:
     """The bytes that one step's forward pass leaves for its backward pass, each array once and parameters aside."""
-    graph, parameters, rest = nnx.split(GPT(config, norm, nnx.Rngs(0)), nnx.Param, ...)
+    graph, parameters, rest = nnx.split(model, nnx.Param, ...)
 
     def left_by_forward(parameters):
         return jax.tree.leaves(jax.vjp(lambda p: loss_fn(nnx.merge(graph, p, rest), batch), parameters)[1])
@@ -271,7 +217,9 @@ def restore(manager: ocp.CheckpointManager, step: int, model: GPT, optimizer: nn
     nnx.update(optimizer, restored["optimizer"])
 
 
-def train(model, optimizer, config: Config, texts, manager: ocp.CheckpointManager, record: dict, minutes: float):
+def train(
+    model, optimizer, config: Config, loss_fn: Loss, texts, manager: ocp.CheckpointManager, record: dict, minutes: float
+):
     """Take the steps that `record` does not hold yet, adding to it every train loss and every evaluation."""
     train_text, validation_text = texts
     starts = np.linspace(0, len(validation_text) - config.context - 1, 256).astype(int)  # the same ones every time
@@ -285,7 +233,7 @@ def train(model, optimizer, config: Config, texts, manager: ocp.CheckpointManage
         bar = progress.add_task("compiling", total=config.steps, completed=first - 1)
         for step in range(first, config.steps + 1):
             batch = training_batch(train_text, config, record["seed"], step)
-            waiting.append(train_step(model, optimizer, batch))
+            waiting.append(train_step(model, optimizer, batch, loss_fn=loss_fn))
             last = step == config.steps or stop.is_set() or time.perf_counter() - STARTED > 60 * minutes
             if last or step % 10 == 0:
                 record["train_loss"] += [float(loss) for loss in waiting]
@@ -323,7 +271,7 @@ def plot(record: dict, path: pathlib.Path):
 
 
 def main(
-    norm: Annotated[Literal["jln", "flax"], typer.Option(help="Whose LayerNorm; checkpoints fit both.")] = "jln",
+    norm: Annotated[Literal["jln", "flax"], typer.Option(help="By whom; checkpoints fit both.")] = "jln",
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps. [default: by device]")] = None,
     minutes: Annotated[float, typer.Option(min=0, help="Stop after so many; --resume goes on.")] = math.inf,
     out: Annotated[pathlib.Path, typer.Option(file_okay=False, help="Results.")] = pathlib.Path("runs/train_lm"),
@@ -356,7 +304,7 @@ def main(
         record = saved
     record["config"]["steps"] = steps or record["config"]["steps"]
     config = Config(**record["config"])
-    model = GPT(config, NORMS[norm], nnx.Rngs(record["seed"]))
+    model = GPT(config, nnx.Rngs(record["seed"]))
     optimizer = make_optimizer(model, config)
     if resume:
         restore(manager, newest, model, optimizer)
@@ -366,12 +314,12 @@ def main(
 
     next_batch = training_batch(texts[0], config, record["seed"], step=len(record["train_loss"]) + 1)
     if not gradients_agree(model, config, next_batch):
-        console.print("jln's gradients disagree with the reference: not training")
+        console.print("jln's gradients disagree with Flax's: not training")
         raise typer.Exit(1)
-    held = [held_bytes(config, norm, next_batch) / 2**20 for norm in (JlnNorm, SeparateNorm, FlaxNorm)]
-    console.print("held between forward and backward: {:.1f} MiB; {:.1f} unfused; {:.1f} by Flax".format(*held))
+    held = [held_bytes(model, of, next_batch) / 2**20 for of in (fused_loss, jln.nnx.fuse(loss_fn), loss_fn)]
+    console.print("held from forward to backward: {:.1f} MiB; {:.1f} without Linears; {:.1f} by Flax".format(*held))
 
-    train(model, optimizer, config, texts, manager, record, minutes)
+    train(model, optimizer, config, LOSSES[norm], texts, manager, record, minutes)
     manager.close()  # waits until the last checkpoint is on disk
     (out / "metrics.json").write_text(json.dumps(record))
     plot(record, out / "loss.png")

@@ -17,14 +17,18 @@ in the root mean square (256 rows), and is what users have.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jln._tools.catalogue import Operator
+import jln
+from jln._tools.catalogue import flat_names
+from jln._tools.workload import Block, Workload
 
 # The roundings of every operand that an error may be worth. One is enough for random data. The roundings of a sum of
 # terms near each other all go one way: the most that was seen in dx is 4.1 for 1000 ones, and 9.2 for a mean of 1000 in
@@ -67,36 +71,44 @@ def _part(error: float, limit: float) -> float:
 
 
 class Judge:
-    """The true results of a computation, and how far from them a program may be."""
+    """The true results of a workload's step, and how far from them a program may be."""
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        true: Iterable[Any],
-        nudged: Iterable[Any],
-        plain: Iterable[Any],
-        dtype: Any,
-        sums: Mapping[str, int] | None = None,
-    ):
-        """Take the true results and what sets their limits.
+    def __init__(self, workload: Workload, arguments: Sequence[Any], cotangents: Sequence[Any], *, mild: bool = False):
+        """Compute the truth, in float64, and what sets the limits.
 
-        names: the results' names, in the order of the three iterables of arrays.
-        true: the results in float64.
-        nudged: the results, in float64, of operands each of which is off by at most a rounding of the arithmetic.
-        plain: the results of plain jnp in `dtype`.
-        dtype: the operands' dtype.
-        sums: for each gradient that is a sum over rows, the number of rows. Given where programs of other libraries are
-          judged.
+        mild: judge as programs of other libraries are, of which a gradient that is another's, too, is not asked for.
+          Otherwise all gradients are judged, of products in the full precision of their dtype.
         """
-        self.true = dict(zip(names, true, strict=True))
-        self._others = sums is not None
+        self._workload, self._mild, dtype = workload, mild, workload.dtype
+        self._operands = jax.device_put([*arguments, *(cotangents if "backward" in workload.directions else ())])
+        self.names = workload.names(every=not mild)
+        # Plain jnp's sum may stay unrounded, as in what XLA makes of a peer's sum; our reference rounds it.
+        plain = self._results(reference(workload) if mild else exact(workload, plain=True))
+        with jax.enable_x64(True):
+            wide = jax.tree.map(lambda a: a.astype("float64"), self._operands)
+            truth = reference(workload, rounded=True, **({} if mild else _exactly(workload)))
+            true, off = (self._results(truth, operands) for operands in (wide, nudged(wide, dtype)))
+        self.true, sums = dict(zip(self.names, true, strict=True)), _sums(workload) if mild else {}
         self._known = {}
         with jax.enable_x64(True):
-            for (name, t), a, b in zip(self.true.items(), plain, nudged, strict=True):
-                size, error, nudge = _measured(t), deviation(a, t), deviation(b, t)
-                summed = rounding(dtype) * math.sqrt((sums or {}).get(name, 0))
+            for (name, t), a, b in zip(self.true.items(), plain, off, strict=True):
+                size, error, nudge = deviation(t, jnp.zeros_like(t)), deviation(a, t), deviation(b, t)
+                summed = rounding(dtype) * math.sqrt(sums.get(name, 0))
                 limit = [2 * e + ROUNDINGS * n + summed * v for e, n, v in zip(error, nudge, size, strict=True)]
                 self._known[name] = jnp.dtype(a.dtype), size, error, limit
+
+    def _results(self, function: Callable[..., Any], operands: Any = None) -> list[jax.Array]:
+        return _step(self._workload, function, not self._mild, self._operands if operands is None else operands)
+
+    def accuracies(self, function: Callable[..., Any]) -> list[Accuracy]:
+        """The accuracy of every result of the step with a function of the workload's arguments in order."""
+        return list(map(self.accuracy, self.names, self._results(function)))
+
+    def worst(self, direction: str, got: Sequence[jax.Array]) -> Accuracy:
+        """The accuracy of that result of a direction which is nearest to its limit, or furthest beyond it."""
+        names = self._workload.names(direction, every=not self._mild)
+        accuracies = itertools.starmap(self.accuracy, zip(names, got, strict=True))
+        return max(accuracies, key=lambda a: math.inf if math.isnan(a.part) else a.part)
 
     def accuracy(self, name: str, got: Any) -> Accuracy:
         """The accuracy of `got`, a program's result of that name."""
@@ -106,12 +118,28 @@ class Judge:
             return Accuracy(f"{name}, of shape {got.shape}", largest, math.inf, plain, 0.0, math.inf, rms_plain, 0.0)
         # A unit in the last place is at most eps times the value; errors spread evenly over one unit deviate by
         # 1 / sqrt(12) of it.
-        unit = float(jnp.finfo(got.dtype if self._others else dtype).eps)
+        unit = float(jnp.finfo(got.dtype if self._mild else dtype).eps)
         most = limit + unit * largest
-        rms_most = math.inf if self._others else rms_limit + unit * rms / math.sqrt(12)
+        rms_most = math.inf if self._mild else rms_limit + unit * rms / math.sqrt(12)
         with jax.enable_x64(True):
             error, rms_error = deviation(got, true)
         return Accuracy(name, largest, error, plain, most, rms_error, rms_plain, rms_most)
+
+
+# A program is compiled once for equal workloads and one function, whatever the data.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _step(workload: Workload, function: Callable[..., Any], every: bool, operands: list[Any]) -> list[jax.Array]:
+    return jax.tree.leaves(workload.step(function, every=every)(*operands))
+
+
+def _sums(workload: Workload) -> dict[str, int]:
+    """The number of rows of each gradient that is a sum over them."""
+    examples = math.prod(workload.sizes().get("examples", ()))
+    sums: dict[str, Any] = {}
+    for a in workload.signature.parameters:
+        rows = workload.rows // (examples if "examples" in a.dimensions else 1)
+        sums |= dict.fromkeys(flat_names([(f"d{a.name}", workload.arrays()[a.name])]), rows)
+    return sums
 
 
 def rounding(dtype: Any) -> float:
@@ -137,11 +165,6 @@ def _largest_and_rms(a: jax.Array) -> tuple[jax.Array, jax.Array]:
     return largest, jnp.where(usual, unit * jnp.sqrt(jnp.mean((a / unit) ** 2)), largest)
 
 
-def _measured(a: jax.Array) -> tuple[float, float]:
-    largest, rms = _largest_and_rms(a)
-    return float(largest), float(rms)
-
-
 @jax.jit
 def _difference(got: jax.Array, true: jax.Array) -> tuple[jax.Array, jax.Array]:
     same = jnp.isinf(got) & (got == true.astype(got.dtype))
@@ -157,26 +180,48 @@ def deviation(got: Any, true: Any) -> tuple[float, float]:
     return float(largest), float(rms)
 
 
-def of_sum(operator: Operator, rounded_to: str | None, **options: Any) -> Callable[..., Any]:
-    """The reference of an operator that adds a residual, as a function of named arrays; extras are over the last axis.
+def _exactly(workload: Workload) -> dict[str, Any]:
+    # A GPU's own default precision multiplies float32 with ten bits.
+    return {"precision": "highest"} if workload.is_linear else {}
 
-    rounded_to: the dtype to which the sum is rounded, while it and its gradient stay in the wider dtype of the arrays.
-      None: the sum may stay unrounded, as XLA leaves the sum of a program written so.
+
+# Equal calls give the same object, so that its programs are compiled once.
+@functools.cache
+def exact(workload: Workload, *, plain: bool = False, **options: Any) -> Callable[..., Any]:
+    """The operator as a function of a workload's arguments, with products in full precision.
+
+    plain: that of `jln.reference`.
     """
+    return workload.function(jln.reference if plain else jln, **_exactly(workload), **options)
+
+
+@functools.cache
+def reference(workload: Workload, *, rounded: bool = False, **options: Any) -> Callable[..., Any]:
+    """A workload's function in plain jnp.
+
+    rounded: round the sum with the residual to the workload's dtype, while it and its gradient stay in the wider dtype
+      of the arrays. Otherwise it may stay unrounded, as XLA leaves the sum of a program written so.
+    """
+    if isinstance(workload, Block):
+        return workload.of(*(reference(part, rounded=rounded) for part in workload.parts()))
+    operator = workload.entry
+    if not operator.adds:
+        return workload.function(jln.reference, **options)
+    options = options | workload.axis_option
     in_front, behind = operator.norm.of_total.reference, operator.of_total.reference
 
-    def reference(
+    def of_sum(
         *, x: jax.Array, residual: jax.Array, x_bias: Any = None, gate: Any = None, **parameters: Any
     ) -> tuple[jax.Array, jax.Array]:
         if operator.both_sides:
-            of_x = {n: parameters.pop(f"x_{n}", None) for n in ("scale", "offset")[: 1 + operator.centres]}
-            x = in_front(x, **of_x, **options)
+            of_x = {n.removeprefix("x_"): parameters.pop(n) for n in ("x_scale", "x_offset") if n in operator.takes}
+            x = in_front(x, **of_x, **workload.axis_option)
         branch = x if x_bias is None else x + x_bias
         total = (branch if gate is None else gate * branch) + residual
-        if rounded_to is not None:
+        if rounded:
             # The barrier keeps XLA from leaving the rounding out. (`reduce_precision` would flush float16's denormals.)
-            rounded = jax.lax.optimization_barrier(total.astype(rounded_to)).astype(total.dtype)
-            total = total + jax.lax.stop_gradient(rounded - total)
+            cast = jax.lax.optimization_barrier(total.astype(workload.dtype)).astype(total.dtype)
+            total = total + jax.lax.stop_gradient(cast - total)
         return behind(total, **parameters, **options), total
 
-    return reference
+    return operator.in_order(of_sum)

@@ -16,23 +16,23 @@ import typer
 
 from jln._tools import measure
 from jln._tools import results as found_in
-from jln._tools.blocks import BLOCKS
 from jln._tools.console import (
+    Column,
+    Note,
+    Rows,
     UserError,
     draw_plots,
     for_output,
     known,
-    print_json,
     print_note,
-    print_table,
     progress,
     save,
+    show,
 )
-from jln._tools.devices import described, devices
+from jln._tools.machine import described, devices, environment
 from jln._tools.measure import Procedure, without
 from jln._tools.peers import PEERS, Peer
-from jln._tools.results import ALL
-from jln._tools.workloads import CPU_WORKLOADS, WORKLOADS, Workload
+from jln._tools.workloads import ALL, BLOCKS, CPU_WORKLOADS, WORKLOADS, Workload
 
 RESULTS = "results.json"
 
@@ -75,10 +75,7 @@ def command(
         results = _run(chosen_workloads, chosen_peers, chosen, procedure, output, resume, seconds, started)
     if output is not None:
         draw_plots("draw_bench", results, output)
-    if as_json:
-        print_json(results)
-    else:
-        _print(results, described(chosen))
+    show(results, _parts(results, described(chosen)), as_json)
     unfinished = [w.name for w in chosen_workloads if w.name not in _done(results, chosen_peers)]
     if unfinished:
         how = "with --resume" if output is not None else "with --output, and from then on with --resume"
@@ -87,9 +84,11 @@ def command(
 
 
 def _list() -> None:
-    rows = [(name, w.operator, w.shape_text, w.dtype, w.why) for name, w in ALL.items()]
-    print_table("Workloads", ("", "operator", "x", "dtype", ""), rows, left=(0, 1, 2, 3, 4))
-    print_table("Peers", ("", ""), [(p.name, p.what) for p in PEERS.values()], left=(0, 1))
+    titles = {"name": "", "operator": "operator", "shape_text": "x", "dtype": "dtype", "why": ""}
+    rows = [{field: getattr(w, field) for field in titles} for w in ALL.values()]
+    Rows(rows, "Workloads", {field: Column(title) for field, title in titles.items()}).show()
+    peers = [{"name": p.name, "what": p.what} for p in PEERS.values()]
+    Rows(peers, "Peers", {"name": Column(""), "what": Column("")}).show()
 
 
 def _peers(text: str | None) -> list[Peer]:
@@ -113,7 +112,7 @@ def _done(results: dict[str, Any], peers: Sequence[Peer]) -> set[str]:
 
 def _run(workloads, peers, device, procedure, output, resume, seconds, started) -> dict[str, Any]:
     path = output / RESULTS if output is not None else None
-    where = found_in.environment(device) | {"repetitions": procedure.repetitions, "cold": procedure.cold}
+    where = environment(device) | {"repetitions": procedure.repetitions, "cold": procedure.cold}
     results = _resumed(path, where) if resume and path is not None and path.exists() else None
     # On a GPU PyTorch is measured in a process of its own: two frameworks' profilers cannot share one.
     own = [p for p in peers if p.framework == "jax" or device.platform != "gpu"] or peers
@@ -177,49 +176,47 @@ def _in_another_process(workloads, peers, device, procedure, seconds) -> list[di
     return records + [without(w, p, "failed", reason) for w, p in missing]
 
 
-def _print(results: dict[str, Any], device: str) -> None:
-    where, ceilings = results["environment"], results["ceilings"]
-    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items() if version)
-    print_note(f"{device}: {where['chip']}, {where['cores']} cores, load {where['load']:.1f}; {versions}")
-    if ceilings:
-        copied, multiplied = ceilings["bytes_per_s"] / 1e9, ceilings["flop_per_s"] / 1e12
-        print_note(f"ceilings, measured in this run: copy {copied:.1f} GB/s, matrix product {multiplied:.2f} TFLOP/s")
-    clocks = sorted({r["clock"] for r in results["records"] if "clock" in r})
-    cache = "L2 cold" if where["platform"] == "gpu" and where["cold"] else "caches as the run before left them"
-    if clocks:
-        print_note(f"times: {', '.join(CLOCKS[clock] for clock in clocks)}; {cache}")
-    times = found_in.relative(results["records"])
-    for name in dict.fromkeys(r["workload"] for r in results["records"]):
-        w = ALL[name]
-        size = w.shape_text + (f" -> {features}" if (features := w.features_text) else "")
-        rows = [_row(r, times) for r in results["records"] if r["workload"] == name]
-        print_table(f"{name}: {w.operator} of {size} in {w.dtype}. {w.why}", HEADER, rows, left=(0, 1, len(HEADER) - 1))
-    for line in found_in.summary(results["records"]):
-        print_note(line)
-
-
 CLOCKS = {
     "device": "the device's own, by its profiler",
     "events": "the GPU's events around a call, gaps between its kernels included",
     "wall": "wall clock, dispatch included",
 }
-HEADER = (
-    *("peer", "direction", "median us", "minimum us", "of jln's", "GB/s", "TFLOP/s", "of ceiling", "peak MB"),
-    *("temporary MB", "kernels", ""),
-)
+COLUMNS = {
+    "peer": Column("peer"),
+    "direction": Column("direction"),
+    "median": Column("median us", ".1f", 1e-6),
+    "minimum": Column("minimum us", ".1f", 1e-6),
+    "of_jln": Column("of jln's", ".2f"),
+    "gb_per_s": Column("GB/s", ".1f"),
+    "tflop_per_s": Column("TFLOP/s", ".2f"),
+    "of_ceiling": Column("of ceiling", ".0%"),
+    "peak_bytes": Column("peak MB", ".1f", 1e6),
+    "temporary_bytes": Column("temporary MB", ".1f", 1e6),
+    "kernels": Column("kernels"),
+    "note": Column(""),
+}
 
 
-def _row(record: dict[str, Any], times: dict[tuple[str, str], dict[str, float]]) -> list[str]:
-    direction = record["direction"] or ""
-    word = {"timed": "", "wrong": "WRONG: "}.get(record["status"], f"{record['status']}: ")
-    note = word + record.get("reason", "")
-    if "median" not in record:
-        return [record["peer"], direction, *[""] * (len(HEADER) - 3), note]
-    ratio = times.get((record["workload"], direction), {}).get(record["peer"])
-    return [
-        *(record["peer"], direction, f"{record['median'] * 1e6:.1f}", f"{record['minimum'] * 1e6:.1f}"),
-        *("" if ratio is None else f"{ratio:.2f}", f"{record['gb_per_s']:.1f}", f"{record['tflop_per_s']:.2f}"),
-        f"{record['of_ceiling']:.0%}" if "of_ceiling" in record else "",
-        *("" if record[key] is None else f"{record[key] / 1e6:.1f}" for key in ("peak_bytes", "temporary_bytes")),
-        *("" if record["kernels"] is None else str(record["kernels"]), note),
+def _parts(results: dict[str, Any], device: str) -> list[Rows | Note]:
+    where, ceilings = results["environment"], results["ceilings"]
+    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items() if version)
+    parts: list[Rows | Note] = [
+        Note(f"{device}: {where['chip']}, {where['cores']} cores, load {where['load']:.1f}; {versions}")
     ]
+    if ceilings:
+        copied, multiplied = ceilings["bytes_per_s"] / 1e9, ceilings["flop_per_s"] / 1e12
+        rates = f"copy {copied:.1f} GB/s, matrix product {multiplied:.2f} TFLOP/s"
+        parts.append(Note(f"ceilings, measured in this run: {rates}"))
+    clocks = sorted({r["clock"] for r in results["records"] if "clock" in r})
+    cache = "L2 cold" if where["platform"] == "gpu" and where["cold"] else "caches as the run before left them"
+    if clocks:
+        parts.append(Note(f"times: {', '.join(CLOCKS[clock] for clock in clocks)}; {cache}"))
+    times = found_in.relative(results["records"])
+    rows = []
+    for r in results["records"]:
+        word = {"timed": "", "wrong": "WRONG: "}.get(r["status"], f"{r['status']}: ")
+        of_jln = times.get((r["workload"], r["direction"]), {}).get(r["peer"])
+        w = ALL[r["workload"]]
+        more = {"of_jln": of_jln, "note": word + r.get("reason", ""), "title": f"{w.name}: {w}. {w.why}"}
+        rows.append(r | more)
+    return [*parts, Rows(rows, "{title}", COLUMNS), *map(Note, found_in.summary(results["records"]))]

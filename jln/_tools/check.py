@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 import jax
 import numpy as np
 import typer
 
 from jln import reference
-from jln._tools import controls, timing
+from jln._tools import clocks, controls
+from jln._tools.accuracy import Judge, exact
 from jln._tools.catalogue import DIRECTIONS, EPSILON, FORMS, OPERATORS, Operator
-from jln._tools.console import UserError, known, print_json, print_note, print_table, progress
-from jln._tools.devices import Device, described, devices, implementations, interpret_without_a_gpu
-from jln._tools.samples import DTYPES, Dtype, Implementation, Init, JudgedSample, Sample, ours, plain
+from jln._tools.console import Column, Note, Rows, UserError, known, progress, show
+from jln._tools.machine import Device, described, devices, implementations, interpret_without_a_gpu
+from jln._tools.workload import Init, Workload
 from jln.testing import Report, check_hvp, check_vjp
-from jln.testing.report import for_json
+from jln.testing.report import finite_or_text, for_json
 
+Dtype = Literal["float16", "bfloat16", "float32", "float64"]
+Implementation = Literal["xla", "triton"]
+DTYPES: tuple[str, ...] = get_args(Dtype)
 DEFAULT_SHAPE = "64x1024"
 # Several rows a tile and a ragged last one; a row in chunks, a single kernel sharing it, with as much in its last chunk
 # as 16 bits show when it is left out. Of the Linear: the fused kernels, and the norm's around XLA's products, two of
@@ -28,15 +31,23 @@ NORM_SIZES = (((37, 100), 0), ((2, 20000), 0))
 LINEAR_SIZES = (((37, 100), 64), ((16, 200), (300, 40)))
 # The elements that the interpreter takes some ten seconds for.
 INTERPRETED_ELEMENTS = 2**21
-# The fields of `Accuracy` that are printed, with their columns' titles.
-ACCURACY_COLUMNS = {
-    "largest": "largest",
-    "error": "error",
-    "plain_error": "plain jnp's",
-    "limit": "limit",
-    "rms_error": "rms error",
-    "rms_plain_error": "plain jnp's",
-    "rms_limit": "limit",
+VERDICT = Column("", {True: "ok", False: "WRONG"}.__getitem__)
+ACCURACY = {
+    "name": Column("result"),
+    "largest": Column("largest", ".2e"),
+    "error": Column("error", ".2e"),
+    "plain_error": Column("plain jnp's", ".2e"),
+    "limit": Column("limit", ".2e"),
+    "rms_error": Column("rms error", ".2e"),
+    "rms_plain_error": Column("plain jnp's", ".2e"),
+    "rms_limit": Column("limit", ".2e"),
+    "ok": VERDICT,
+}
+TIMES = {
+    "direction": Column(""),
+    "seconds": Column("microseconds", ".1f", 1e-6),
+    "gb_per_s": Column("GB/s", ".1f"),
+    "tflop_per_s": Column("TFLOP/s", ".3f"),
 }
 
 
@@ -62,19 +73,12 @@ def command(
     Without OPERATOR: all operators in all dtypes, to second order, and wrong rules that must be rejected. With
     OPERATOR: one operator at one size. Exits with 1 if anything is wrong.
     """
-    sample = None
+    workload = None
     if operator is not None:
-        sample = _sample(operator, shape, features, extras, dtype, init, seed)
+        workload = _workload(operator, shape, features, extras, dtype)
     else:
-        options = {
-            "shape": shape,
-            "features": features,
-            "extras": extras,
-            "dtype": dtype,
-            "init": init,
-            "time": time or None,
-        }
-        for name, value in options.items():
+        sizes = {"shape": shape, "features": features, "extras": extras, "dtype": dtype}
+        for name, value in (sizes | {"init": init, "time": time or None}).items():
             if value is not None:
                 raise UserError(f"--{name} needs an operator: one of {', '.join(OPERATORS)}")
     jax.config.update("jax_enable_x64", True)
@@ -83,8 +87,9 @@ def command(
     if not any(runnable for _, (runnable, _) in chosen):
         _, (_, why_not) = chosen[0]
         raise UserError(next(f"{name} cannot run: {why}" for name, why in why_not.items()))
-    good = _check_one(sample, chosen, time, as_json) if sample else _check_all(chosen, seed, as_json)
-    raise typer.Exit(0 if good else 1)
+    found = _check_one(workload, init or "normal", seed, chosen, time) if workload else _check_all(chosen, seed)
+    show(*found, as_json)
+    raise typer.Exit(0 if found[0]["ok"] else 1)
 
 
 def _runnable(device: Device, only: str | None) -> tuple[list[str], dict[str, str]]:
@@ -93,7 +98,7 @@ def _runnable(device: Device, only: str | None) -> tuple[list[str], dict[str, st
     return [name for name, why in wanted.items() if why is None], {n: w for n, w in wanted.items() if w is not None}
 
 
-def _sample(operator, shape, features, extras, dtype, init, seed) -> Sample:
+def _workload(operator, shape, features, extras, dtype) -> Workload:
     known("operator", [operator], OPERATORS)
     entry = OPERATORS[operator]
     if features is not None and not entry.is_linear:
@@ -108,7 +113,7 @@ def _sample(operator, shape, features, extras, dtype, init, seed) -> Sample:
     if len(sizes) > 32 or math.prod(sizes) * max(sum(several), 1) >= 2**48:
         raise UserError(f"too large: {shape}" + (f" to {features} features" if features else ""))
     n = several if len(several) > 1 else several[0] if several else sizes[-1]
-    return Sample(entry, sizes, n, dtype or "float32", init or "normal", seed)
+    return Workload.sized(entry, sizes, n, dtype or "float32")
 
 
 def parsed_shape(text: str) -> tuple[int, ...]:
@@ -131,143 +136,100 @@ def _positive(text: str, between: str, rule: str) -> tuple[int, ...]:
 # One operator at one size
 
 
-def _check_one(sample: Sample, chosen: list[tuple[Device, Any]], time: bool, as_json: bool) -> bool:
-    runs = []
+def _check_one(
+    workload: Workload, init: Init, seed: int, chosen: list[tuple[Device, Any]], time: bool
+) -> tuple[dict[str, Any], list[Rows | Note]]:
+    accuracies, times, notes = [], [], []
     with progress(sum(1 + len(runnable) * (1 + time) for _, (runnable, _) in chosen)) as begin:
         for device, (runnable, why_not) in chosen:
             begin(f"float64 on {described(device)}")
-            judged = JudgedSample(sample, device) if runnable else None
-            for implementation in runnable:
-                interpreted = implementation == "triton" and device.platform == "cpu"
-                if interpreted and math.prod(sample.shape) > INTERPRETED_ELEMENTS and len(runnable) > 1:
-                    why_not[implementation] = f"more than {INTERPRETED_ELEMENTS} elements take the interpreter minutes"
-                    continue
-                assert judged is not None
-                begin(f"{implementation} on {described(device)}")
-                entry = {"implementation": implementation, "accuracy": judged.accuracies(implementation), "time": None}
-                if time and interpreted:
-                    why_not[implementation] = "checked, and not timed: it is Triton's interpreter"
-                elif time:
-                    begin(f"timing {implementation} on {described(device)}")
-                    entry["time"] = _timed(sample, device, implementation)
-                runs.append({"device": described(device), **entry})
-            runs.extend({"device": described(device), "implementation": n, "note": w} for n, w in why_not.items())
-    good = all(line.ok for entry in runs for line in entry.get("accuracy", ()))
-    if as_json:
-        print_json({"case": str(sample), "ok": good, "runs": [_as_json(entry) for entry in runs]})
-        return good
-    print_note(str(sample))
-    for entry in runs:
-        where = f"{entry['implementation']} on {entry['device']}"
-        if "note" in entry:
-            print_note(f"{where}: {entry['note']}")
-            continue
-        header = ("result", *ACCURACY_COLUMNS.values(), "")
-        lines = [
-            (a.name, *(f"{getattr(a, field):.2e}" for field in ACCURACY_COLUMNS), "ok" if a.ok else "WRONG")
-            for a in entry["accuracy"]
-        ]
-        print_table(where, header, lines, left=(0, len(header) - 1))
-        if entry["time"]:
-            print_table(
-                f"{where}, timed (every tensor moved once)",
-                ("", "microseconds", "GB/s", "TFLOP/s"),
-                [
-                    (name, f"{t['seconds'] * 1e6:.1f}", f"{t['gb_per_s']:.1f}", f"{t['tflop_per_s']:.3f}")
-                    for name, t in entry["time"].items()
-                ],
-            )
-    print_note("all within their limits" if good else "some are NOT within their limits", wrong=not good)
-    return good
+            with jax.default_device(device):
+                data = workload.draw(init, seed)
+                judge = Judge(workload, *data) if runnable else None
+                for implementation in runnable:
+                    run = {"implementation": implementation, "device": described(device)}
+                    interpreted = implementation == "triton" and device.platform == "cpu"
+                    if interpreted and math.prod(workload.shape) > INTERPRETED_ELEMENTS and len(runnable) > 1:
+                        why = f"more than {INTERPRETED_ELEMENTS} elements take the interpreter minutes"
+                        notes.append(run | {"why": why})
+                        continue
+                    assert judge is not None
+                    begin(f"{implementation} on {described(device)}")
+                    judged = judge.accuracies(exact(workload, implementation=implementation))
+                    accuracies += [run | for_json(line) | {"ok": line.ok} for line in judged]
+                    if time and interpreted:
+                        notes.append(run | {"why": "checked, and not timed: it is Triton's interpreter"})
+                    elif time:
+                        begin(f"timing {implementation} on {described(device)}")
+                        times += [run | row for row in _timed(workload, data, implementation)]
+            notes += [{"implementation": n, "device": described(device), "why": why} for n, why in why_not.items()]
+    good, case = all(row["ok"] for row in accuracies), f"{workload}, {init} (seed {seed})"
+    where = "{implementation} on {device}"
+    return {"case": case, "ok": good}, [
+        Note(case),
+        Rows(accuracies, where, ACCURACY, key="accuracy"),
+        Rows(times, f"{where}, timed (every tensor moved once)", TIMES, key="times"),
+        Rows(notes, f"{where}: {{why}}", key="notes"),
+        Note("all within their limits" if good else "some are NOT within their limits", wrong=not good),
+    ]
 
 
-def _as_json(entry: dict[str, Any]) -> dict[str, Any]:
-    lines = entry.get("accuracy")
-    return entry if lines is None else {**entry, "accuracy": [for_json(a) | {"ok": a.ok} for a in lines]}
-
-
-def _timed(sample: Sample, device: Device, implementation: str) -> dict[str, dict[str, float]]:
+def _timed(workload: Workload, data: Any, implementation: str) -> Iterator[dict[str, Any]]:
     """Time the forward pass as training runs it, which saves what the backward pass needs, and the backward pass."""
-    arguments, cotangent = jax.device_put(sample.arrays(), device)
-    forward = jax.jit(lambda *a: jax.vjp(ours(sample.operator, implementation), *a))
+    arguments, cotangents = jax.device_put(data)
+    forward = jax.jit(lambda *a: jax.vjp(exact(workload, implementation=implementation), *a))
     _, pullback = forward(*arguments)
     backward = jax.jit(lambda pullback, cotangent: pullback(cotangent))
+    cotangent = workload.signature.packed(cotangents)
     runs = (lambda: forward(*arguments), lambda: backward(pullback, cotangent))
-    times = {}
     for direction, run in zip(DIRECTIONS, runs, strict=True):
-        moved, operations, took = sample.bytes_once(direction), sample.operations(direction), timing.seconds(run)
-        times[direction] = {"seconds": took, "gb_per_s": moved / took / 1e9, "tflop_per_s": operations / took / 1e12}
-    return times
+        moved, operations, took = workload.bytes_once(direction), workload.operations(direction), clocks.seconds(run)
+        rates = {"gb_per_s": moved / took / 1e9, "tflop_per_s": operations / took / 1e12}
+        yield {"direction": direction, "seconds": took} | rates
 
 
 # All operators
 
 
-@dataclasses.dataclass(frozen=True)
-class Cell:
-    """One check of one operator.
-
-    part: the largest error as a part of its limit. where: the result that has the largest error.
-    """
-
-    operator: str
-    implementation: str
-    check: str
-    ok: bool
-    part: float
-    where: str
-
-    def __str__(self) -> str:
-        return f"{'' if self.ok else 'WRONG '}{self.part:.2g}"
-
-
-def _check_all(chosen: list[tuple[Device, Any]], seed: int, as_json: bool) -> bool:
-    columns = (*DTYPES, "gradients", "second order")
-    all_cells: dict[str, list[Cell]] = {}
+def _check_all(chosen: list[tuple[Device, Any]], seed: int) -> tuple[dict[str, Any], list[Rows | Note]]:
+    checks: list[dict[str, Any]] = []
     with progress(1 + sum(len(FORMS) * (len(DTYPES) + 2 * len(runnable)) for _, (runnable, _) in chosen)) as begin:
         begin("wrong rules")
         judged = _controls(seed)
         for device, (runnable, _) in chosen:
-            cells = all_cells[described(device)] = []
-            for operator in FORMS.values() if runnable else ():
-                with jax.default_device(device):
-                    cells += _cells(operator, device, runnable, seed, begin)
-    good = all(judged.values()) and all(cell.ok for cells in all_cells.values() for cell in cells)
-    if as_json:
-        tables = [
-            {
-                "device": described(device),
-                "not_run": why_not,
-                "checks": list(map(for_json, all_cells[described(device)])),
-            }
-            for device, (_, why_not) in chosen
-        ]
-        print_json({"ok": good, "devices": tables, "controls_judged_rightly": judged})
-        return good
-    for device, (_, why_not) in chosen:
-        cells = all_cells[described(device)]
-        rows: dict[tuple[str, str], dict[str, str]] = {}
-        for cell in cells:
-            rows.setdefault((cell.operator, cell.implementation), {})[cell.check] = str(cell)
-        lines = [(*key, *(row[c] for c in columns)) for key, row in rows.items()]
-        print_table(described(device), ("operator", "implementation", *columns), lines, left=(0, 1))
-        for cell in cells:
-            if not cell.ok:
-                print_note(f"WRONG: {cell.operator}, {cell.implementation}, {cell.check}: {cell.where}", wrong=True)
-        for implementation, why in why_not.items():
-            print_note(f"{implementation} was not run on {described(device)}: {why}")
-    print_note(
-        "Each number is the largest error as a part of what is allowed: of values and gradients against float64, by "
-        "dtype; of the rules in float64 against autodiff and, but in the interpreter, central differences, to first "
-        "and to second order."
-    )
+            with jax.default_device(device):
+                for operator in FORMS.values() if runnable else ():
+                    checks += _checks(operator, device, runnable, seed, begin)
     misjudged = [name for name, rightly in judged.items() if not rightly]
-    rightly = len(judged) - len(misjudged)
-    print_note(f"{rightly} of {len(judged)} controls were judged rightly: one right rule, the others wrong.")
-    if misjudged:
-        print_note(f"WRONG: misjudged {', '.join(misjudged)}", wrong=True)
-    print_note("all is right" if good else "something is WRONG", wrong=not good)
-    return good
+    good = not misjudged and all(check["ok"] for check in checks)
+    table: dict[Any, dict[str, str]] = {}  # a row of all checks of an operator
+    for c in checks:
+        row = {field: c[field] for field in ("device", "operator", "implementation")}
+        said = f"{'' if c['ok'] else 'WRONG '}{float(c['part']):.2g}"
+        table.setdefault(tuple(row.values()), row)[c["check"]] = said
+    not_run = [
+        {"device": described(device), "implementation": implementation, "why": why}
+        for device, (_, why_not) in chosen
+        for implementation, why in why_not.items()
+    ]
+    columns = ("operator", "implementation", *DTYPES, "gradients", "second order")
+    return {"ok": good, "controls_judged_rightly": judged}, [
+        Rows(checks, key="checks"),
+        Rows(list(table.values()), "{device}", {name: Column(name) for name in columns}),
+        Rows([c for c in checks if not c["ok"]], "WRONG: {operator}, {implementation}, {check}: {where}", wrong=True),
+        Rows(not_run, "{implementation} was not run on {device}: {why}", key="not_run"),
+        Note(
+            "Each number is the largest error as a part of what is allowed: of values and gradients against float64, "
+            "by dtype; of the rules in float64 against autodiff and, but in the interpreter, central differences, to "
+            "first and to second order."
+        ),
+        Note(
+            f"{len(judged) - len(misjudged)} of {len(judged)} controls were judged rightly: one right rule, the others "
+            "wrong."
+        ),
+        *([Note(f"WRONG: misjudged {', '.join(misjudged)}", wrong=True)] if misjudged else []),
+        Note("all is right" if good else "something is WRONG", wrong=not good),
+    ]
 
 
 def _controls(seed: int) -> dict[str, bool]:
@@ -288,44 +250,50 @@ def _layer_norm(x: jax.Array, scale: jax.Array, offset: jax.Array) -> jax.Array:
     return reference.layer_norm(x, scale, offset, epsilon=EPSILON)
 
 
-def _cells(
+def _checks(
     operator: Operator, device: Device, runnable: list[str], seed: int, begin: Callable[[str], None]
-) -> Iterator[Cell]:
+) -> Iterator[dict[str, Any]]:
+    """A row of each check: whether it is right, the largest error as a part of its limit, and where that is."""
+    where = described(device)
+
+    def attempt(implementation: str, check: str, run: Callable[[], tuple[bool, float, str]]) -> dict[str, Any]:
+        """One check. One that raises has failed, and leaves the others to run."""
+        try:
+            ok, part, at = run()
+        except Exception as error:
+            ok, part, at = False, math.inf, f"{type(error).__name__}: {error}"
+        row = {"device": where, "operator": operator.title, "implementation": implementation, "check": check}
+        return row | {"ok": ok, "part": finite_or_text(part), "where": at}
+
     for dtype in DTYPES:
-        begin(f"{operator.title} in {dtype} on {described(device)}")
+        begin(f"{operator.title} in {dtype} on {where}")
         sizes = LINEAR_SIZES if operator.is_linear else NORM_SIZES
-        samples = [JudgedSample(Sample(operator, s, n, dtype, seed=seed), device) for s, n in sizes]
+        workloads = [Workload.sized(operator, shape, n, dtype) for shape, n in sizes]
+        judges = [(w, Judge(w, *w.draw(seed=seed))) for w in workloads]
         for implementation in runnable:
-            yield _attempt(operator, implementation, dtype, lambda i=implementation, t=samples: _worst_accuracy(t, i))
-    arguments, _ = Sample(operator, (3, 5), (4, 2), "float64", seed=seed).arrays()
+            yield attempt(implementation, dtype, lambda i=implementation, judges=judges: _worst_accuracy(judges, i))
+    tiny = Workload.sized(operator, (3, 5), (4, 2), "float64")
+    arguments, _ = tiny.draw(seed=seed)
     for implementation in runnable:
-        function, truth = ours(operator, implementation), plain(operator)
+        function, truth = exact(tiny, implementation=implementation), exact(tiny, plain=True)
         # A difference would run the interpreter twenty times.
         interpreted = implementation == "triton" and device.platform == "cpu"
         for name, check in (("gradients", check_vjp), ("second order", check_hvp)):
-            begin(f"{operator.title}, {implementation}, {name} on {described(device)}")
+            begin(f"{operator.title}, {implementation}, {name} on {where}")
 
             def run(check=check, f=function, truth=truth, interpreted=interpreted) -> tuple[bool, float, str]:
                 return _worst_row(
                     check(f, arguments, reference=truth, differences=not interpreted, elements=None, seed=seed)
                 )
 
-            yield _attempt(operator, implementation, name, run)
+            yield attempt(implementation, name, run)
 
 
-def _attempt(operator: Operator, implementation: str, check: str, run: Callable[[], tuple[bool, float, str]]) -> Cell:
-    """A cell of the table from one check. A check that raises has failed, and leaves the others to run."""
-    try:
-        return Cell(operator.title, implementation, check, *run())
-    except Exception as error:
-        return Cell(operator.title, implementation, check, False, math.inf, f"{type(error).__name__}: {error}")
-
-
-def _worst_accuracy(samples: list[JudgedSample], implementation: str) -> tuple[bool, float, str]:
-    lines = [(line, judged.sample) for judged in samples for line in judged.accuracies(implementation)]
-    line, sample = max(lines, key=lambda pair: (not pair[0].ok, pair[0].part))
+def _worst_accuracy(judges: list[tuple[Workload, Judge]], implementation: str) -> tuple[bool, float, str]:
+    lines = [(line, w) for w, judge in judges for line in judge.accuracies(exact(w, implementation=implementation))]
+    line, workload = max(lines, key=lambda pair: (not pair[0].ok, pair[0].part))
     errors = f"error {line.error:.2e}, limit {line.limit:.2e}; rms {line.rms_error:.2e}, limit {line.rms_limit:.2e}"
-    return line.ok, line.part, f"{line.name} of {sample}: {errors}"
+    return line.ok, line.part, f"{line.name} of {workload}: {errors}"
 
 
 def _worst_row(report: Report) -> tuple[bool, float, str]:

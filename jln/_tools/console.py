@@ -1,15 +1,19 @@
-"""Output of all commands: tables and notes that are pleasant in a terminal and plain in a pipe, progress, errors."""
+"""Output of all commands: rows, printed as tables or JSON, notes, progress, files, errors.
+
+It is pleasant in a terminal and plain in a pipe.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import os
 import pathlib
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import rich.progress
@@ -35,6 +39,11 @@ def known(what: str, names: Iterable[str], among: Iterable[str], hint: str | Non
     return list(dict.fromkeys(names))
 
 
+def one_line(error: Exception) -> str:
+    """The message of an error of another library on one line, however many it has."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
 def complain(message: str, status: int = 2) -> int:
     try:
         print(f"jln: {' '.join(message.split())}", file=sys.stderr, flush=True)
@@ -47,6 +56,84 @@ def drop(stream: Any) -> None:
     """Send a stream's buffered output nowhere: at its end Python would try again to write it, and print a traceback."""
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), stream.fileno())
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A column of a table of rows.
+
+    form: how its values are written, as `format` takes it, or a function. unit: what they are divided by before.
+    absent: what stands for None, or for nothing.
+    """
+
+    title: str
+    form: str | Callable[[Any], str] = ""
+    unit: float | None = None
+    absent: str = ""
+
+    def cell(self, value: Any) -> str:
+        if value is None or value in ("", []):
+            return self.absent
+        if isinstance(value, str):
+            return value
+        value = value if self.unit is None else value / self.unit
+        return format(value, self.form) if isinstance(self.form, str) else self.form(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Findings of a command, as flat records.
+
+    title: that of their table. It may name fields, as in "{workload} by {peer}": rows of another title are another
+      table. Without columns each title is a sentence by itself.
+    columns: by field. key: the rows' name in JSON; None: they are not in it. wrong: whether their sentences are bad
+      news.
+    """
+
+    rows: Sequence[Mapping[str, Any]]
+    title: str = ""
+    columns: Mapping[str, Column] | None = None
+    key: str | None = None
+    wrong: bool = False
+
+    def show(self) -> None:
+        tables: dict[str, list[Mapping[str, Any]]] = {}
+        for row in self.rows if self.title else ():
+            tables.setdefault(self.title.format(**row), []).append(row)
+        for title, rows in tables.items():
+            if self.columns is None:
+                print_note(title, wrong=self.wrong)
+                continue
+            cells = [[column.cell(row.get(field)) for field, column in self.columns.items()] for row in rows]
+            values = zip(*([row.get(field) for field in self.columns] for row in rows), strict=True)
+            left = [
+                i for i, column in enumerate(values) if all(isinstance(value, str | list | None) for value in column)
+            ]
+            print_table(title, [column.title for column in self.columns.values()], cells, left=left)
+
+
+@dataclasses.dataclass(frozen=True)
+class Note:
+    """A sentence about all that was found. wrong: whether it is bad news."""
+
+    text: str
+    wrong: bool = False
+
+    def show(self) -> None:
+        print_note(self.text, wrong=self.wrong)
+
+
+def document(facts: Mapping[str, Any], parts: Iterable[Rows | Note]) -> dict[str, Any]:
+    """Facts, and the rows that have a key, as one document for JSON."""
+    return {**facts, **{part.key: list(part.rows) for part in parts if isinstance(part, Rows) and part.key}}
+
+
+def show(facts: Mapping[str, Any], parts: Sequence[Rows | Note], as_json: bool) -> None:
+    """Print what was found: as JSON, or its rows as tables, and the notes."""
+    if as_json:
+        print(json.dumps(document(facts, parts), indent=2, allow_nan=False))
+    for part in () if as_json else parts:
+        part.show()
 
 
 def print_table(
@@ -91,10 +178,6 @@ def print_note(text: str, *, wrong: bool = False, stderr: bool = False) -> None:
         print(text, file=console.file)
 
 
-def print_json(data: Any) -> None:
-    print(json.dumps(data, indent=2, allow_nan=False))
-
-
 def for_output(folder: pathlib.Path | None) -> None:
     """Make a folder for what is about to be found. Raises UserError where nothing can be written there."""
     if folder is None:
@@ -105,11 +188,19 @@ def for_output(folder: pathlib.Path | None) -> None:
 
 
 def save(document: dict[str, Any], path: pathlib.Path) -> None:
-    """Write what was found to a file. Raises UserError where that fails."""
-    from jln._tools import results
+    """Write what was found to a file, at once or not at all: an interrupted run leaves the file of before.
 
+    Raises UserError where that fails.
+    """
+    scratch = path.with_name(f"{path.name}.{os.getpid()}.part")  # of this process: another may write the same file
     with _writing(path, OSError, ValueError):  # the latter of a NaN in a file that somebody has edited
-        results.save(document, path)
+        text = json.dumps(document, indent=1, allow_nan=False) + "\n"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            scratch.write_text(text)
+            scratch.replace(path)
+        finally:
+            scratch.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

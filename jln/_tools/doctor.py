@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import platform
@@ -15,11 +16,11 @@ import typer
 
 import jln
 from jln._junction.linears.tiles import unfenced
-from jln._tools import parts
+from jln._tools import machine
 from jln._tools.catalogue import OPERATORS
-from jln._tools.console import print_json, print_note, print_table, progress
-from jln._tools.devices import Device, complaints, described, devices, implementations
-from jln._tools.samples import Sample, ours, value_and_gradients
+from jln._tools.console import Column, Note, Rows, progress, show
+from jln._tools.machine import Device, complaints, described, devices, implementations
+from jln._tools.workload import FORWARD, Workload
 from jln._triton import cache, target, tuning
 from jln._triton.chip import CHIP_VARIABLE, Chip, platform_of
 
@@ -73,6 +74,21 @@ BAD_PAIRS = (
 )
 
 
+VERSIONS = {
+    "package": Column(""),
+    "installed": Column("installed", absent="-"),
+    "to_have_it": Column("if you want it, in a clone of jln"),
+}
+DEVICES = {"device": Column(""), "kind": Column("kind"), "chip": Column("chip")}
+KERNELS = {
+    "operator": Column(""),
+    "device": Column("on"),
+    "runs": Column("runs"),
+    "forward": Column("kernels forward", ", ".join, absent="-"),
+    "backward": Column("backward", ", ".join, absent="-"),
+}
+
+
 def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Say what is installed, what the operators will run on here, and how to mend what is missing.
 
@@ -90,54 +106,34 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
     faults += wrong_files
     kernels, untrusted = _compiled_kernels()
     faults += untrusted
-    if as_json:
-        data = {
-            "versions": {"python": platform.python_version(), "jln": jln.__version__, **versions},
-            "devices": [_facts(device) for device in all_devices],
-            "operators": operators,
-            "tuning": tiles,
-            "compiled_kernels": kernels,
-            "why_not_fused": _why_not_fused(),
-            "why_not_unasked": _why_not_unasked(),
-            "jax_says": complaints,
-            "faults": faults,
-        }
-        print_json(data)
-    else:
-        _print(versions, all_devices, operators, tiles, kernels, bad, faults)
+    rows = [{"package": name, "installed": version} for name, version in versions.items()]
+    for row in rows:
+        use, how = PACKAGES.get(row["package"], ("", ""))
+        row["to_have_it"] = None if row["installed"] else f"for {use}: {how}"
+    facts = {
+        "versions": versions,
+        "tuning": tiles,
+        "compiled_kernels": kernels,
+        "why_not_fused": _why_not_fused(),
+        "why_not_unasked": _why_not_unasked(),
+        "jax_says": complaints,
+        "faults": faults,
+    }
+    notes = [f"Tiles of the kernels: {tiles}.", f"Compiled kernels: {kernels}."]
+    notes += [f"{facts[why]}." for why in ("why_not_fused", "why_not_unasked") if facts[why] is not None]
+    notes += [f"Known bad pairs of versions: {len(bad)} of {len(BAD_PAIRS)} are here."]
+    notes += [f"JAX says: {complaint}" for complaint in complaints]
+    parts = [
+        Rows(rows, "Versions", VERSIONS),
+        Rows([_facts(device) for device in all_devices], "Devices", DEVICES, key="devices"),
+        Rows(operators, "Operators", KERNELS, key="operators"),
+        Rows(operators, "{why_not_the_other}"),
+        *map(Note, notes),
+        *(Note(f"BROKEN: {fault}", wrong=True) for fault in faults),
+        Note("something is broken" if faults else "nothing is broken", wrong=bool(faults)),
+    ]
+    show(facts, parts, as_json)
     raise typer.Exit(1 if faults else 0)
-
-
-def _print(versions, all_devices, operators, tiles, kernels, bad, faults) -> None:
-    rows = [("python", platform.python_version(), ""), ("jln", jln.__version__, "")]
-    for package, version in versions.items():
-        use, how = PACKAGES[package]
-        rows.append((package, version or "-", "" if version else f"for {use}: {how}"))
-    print_table("Versions", ("", "installed", "if you want it, in a clone of jln"), rows, left=(0, 1, 2))
-    facts = [_facts(device) for device in all_devices]
-    print_table("Devices", ("", "kind", "chip"), [tuple(f.values()) for f in facts], left=(0, 1, 2))
-    print_table(
-        "Operators",
-        ("", "on", "runs", "kernels forward", "backward"),
-        [
-            (o["operator"], o["device"], o["runs"], *(", ".join(o[k]) or "-" for k in ("forward", "backward")))
-            for o in operators
-        ],
-        left=(0, 1, 2, 3, 4),
-    )
-    for reason in dict.fromkeys(o["why_not_the_other"] for o in operators):
-        print_note(reason)
-    print_note(f"Tiles of the kernels: {tiles}.")
-    print_note(f"Compiled kernels: {kernels}.")
-    for why_not in (_why_not_fused(), _why_not_unasked()):
-        if why_not is not None:
-            print_note(f"{why_not}.")
-    print_note(f"Known bad pairs of versions: {len(bad)} of {len(BAD_PAIRS)} are here.")
-    for complaint in complaints:
-        print_note(f"JAX says: {complaint}")
-    for fault in faults:
-        print_note(f"BROKEN: {fault}", wrong=True)
-    print_note("something is broken" if faults else "nothing is broken", wrong=bool(faults))
 
 
 def _tuning() -> tuple[str, list[str]]:
@@ -189,7 +185,8 @@ def _why_not_unasked() -> str | None:
 
 def installed() -> dict[str, str | None]:
     """The version of each package by name; None where it is not installed."""
-    return {package: parts.version(package) for package in PACKAGES}
+    of_python = {"python": platform.python_version(), "jln": jln.__version__}
+    return of_python | {package: machine.version(package) for package in PACKAGES}
 
 
 def parsed(version: str) -> tuple[int, ...]:
@@ -223,8 +220,8 @@ def choices(device: Device, begin: Callable[[str], None] = lambda what: None) ->
         for label, (shape, features) in SIZES.items():
             if label and not operator.is_linear:
                 continue
-            sample = Sample(operator, shape, features, "bfloat16")
-            forward, both = (_kernels(sample, device, gradient) for gradient in (False, True))
+            both = Workload.sized(operator, shape, features, "bfloat16")
+            forward, both = (_kernels(w, device) for w in (dataclasses.replace(both, directions=FORWARD), both))
             uses = "triton" if both else "xla"
             other = "xla" if uses == "triton" else "triton"
             why_not = reasons[other] or f'{_first(device)}; implementation="{other}" asks for it'
@@ -251,18 +248,12 @@ def _first(device: Device) -> str:
     return STAYS_XLA
 
 
-def _kernels(sample: Sample, device: Device, gradient: bool) -> list[str]:
+def _kernels(workload: Workload, device: Device) -> list[str]:
     """The Triton kernels that the default implementation launches on a device; none where that is XLA."""
-    arguments, cotangent = sample.shapes()
-    f = ours(sample.operator, None)
     with target.recording() as launches, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that XLA runs instead: the table says so, and the reason
-        platform = platform_of(device)
-        if gradient:
-            traced = jax.jit(lambda a, c: value_and_gradients(f, a, c)).trace(arguments, cotangent)
-        else:
-            traced = jax.jit(lambda a: f(*a)).trace(arguments)
-        traced.lower(lowering_platforms=(platform,))
+        traced = jax.jit(workload.step(workload.function())).trace(*workload.step_arguments())
+        traced.lower(lowering_platforms=(platform_of(device),))
     return [launched.kernel.fn.__name__ for launched in launches]
 
 

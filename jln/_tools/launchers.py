@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jln._junction.arrays import Arrays, Junction, Norm, Switches
 from jln._junction.linears import tiles
 from jln._tools.catalogue import EPSILON
-from jln._tools.workloads import Workload
+from jln._tools.workload import Workload
 from jln._triton.target import Target
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jln._tools import numerics, timing, trace
+from jln._tools import clocks
 from jln._tools.accuracy import Accuracy, Judge
-from jln._tools.blocks import Block
-from jln._tools.parts import Unsupported, one_line
+from jln._tools.clocks import Run, Times
+from jln._tools.composed import Unsupported
+from jln._tools.console import one_line
 from jln._tools.peers import Peer
-from jln._tools.timing import Run, Times
-from jln._tools.workloads import Workload
+from jln._tools.workload import Block, Workload
 from jln.testing.report import finite_or_text
 
 
@@ -56,7 +56,7 @@ class PeerProgram:
 
 def measure(workload: Workload, peers: Sequence[Peer], platform: str, procedure: Procedure) -> list[dict[str, Any]]:
     """Return a record for each peer and direction, or one for a peer with the reason why there is no measurement."""
-    arguments, cotangents = numerics.arrays(workload, procedure.seed)
+    arguments, cotangents = jax.device_put(workload.draw(seed=procedure.seed))
     records: list[dict[str, Any]] = []
     pending: list[_Pending] = []
     for peer in peers:
@@ -78,8 +78,8 @@ def measure(workload: Workload, peers: Sequence[Peer], platform: str, procedure:
         except Exception as error:
             records.append(without(workload, peer, "failed", one_line(error)))
     if programs:
-        judge = numerics.judge(workload, arguments, cotangents)
-        checked = [(program, *_checked(workload, program, judge)) for program in programs]
+        judge = Judge(workload, arguments, cotangents, mild=True)
+        checked = [(program, *_checked(program, judge)) for program in programs]
         del judge  # float64 arrays, gigabytes of them
         allowed = {"timed", "wrong"} if procedure.even_wrong else {"timed"}
         bad = {program.peer.name for program, status, *_ in checked if status not in allowed}
@@ -204,10 +204,10 @@ def _program(peer: Peer, direction: str, compiled: jax.stages.Compiled, operands
     return PeerProgram(peer, direction, run, lambda: jax.tree.leaves(compiled(*operands)), peak, temporary)
 
 
-def _checked(workload: Workload, program: PeerProgram, judge: Judge) -> tuple[str, Accuracy | None, str]:
+def _checked(program: PeerProgram, judge: Judge) -> tuple[str, Accuracy | None, str]:
     """Return a program's status, its worst result, and the reason for the status."""
     try:
-        worst = numerics.worst(judge, workload, program.direction, program.outputs())
+        worst = judge.worst(program.direction, program.outputs())
     except Exception as error:
         return "failed", None, one_line(error)
     if worst.ok:
@@ -218,22 +218,22 @@ def _checked(workload: Workload, program: PeerProgram, judge: Judge) -> tuple[st
 def _timed(programs: Sequence[PeerProgram], platform: str, procedure: Procedure) -> dict[str, Times]:
     """The times of programs: on a GPU by the device's clock, in each framework's profiler; else by the wall clock."""
     if platform != "gpu":
-        return timing.walled([program.run for program in programs], procedure.repetitions) if programs else {}
+        return clocks.walled([program.run for program in programs], procedure.repetitions) if programs else {}
     times = {}
-    cold = timing.COLD_BYTES if procedure.cold else 4
+    cold = clocks.COLD_BYTES if procedure.cold else 4
     for framework in ("jax", "torch"):
         runs = [program.run for program in programs if program.peer.framework == framework]
         if not runs:
             continue
         if framework == "jax":
-            clock, other = timing.traced, lambda runs, n, _: timing.walled(runs, n)
+            clock, other = clocks.traced, lambda runs, n, _: clocks.walled(runs, n)
         else:
             from jln._tools import torch_peers
 
             clock, other = torch_peers.profiled, torch_peers.evented
         try:
             times |= clock(runs, procedure.repetitions, cold)
-        except (trace.TraceError, RuntimeError):  # no profiler for us here; the records say which clock it was
+        except (clocks.TraceError, RuntimeError):  # no profiler for us here; the records say which clock it was
             times |= other(runs, procedure.repetitions, cold)
     return times
 

@@ -13,8 +13,15 @@ import jax
 
 import jln
 from jln._tools.catalogue import EPSILON
-from jln._tools.parts import Unsupported, composed, kernels_asked_for, linears, multiplied
-from jln._tools.workloads import Workload
+from jln._tools.composed import Unsupported, composed, linears, multiplied
+from jln._tools.workload import Workload
+from jln._triton import target
+
+
+def kernels_asked_for() -> dict[str, str]:
+    """The arguments with which an operator runs its kernels on the chip in use; none where it does so unasked."""
+    chip = target.target_chip()
+    return {} if chip is None or chip.platform in target.UNASKED else {"implementation": "triton"}
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,7 @@ class Peer:
 
 
 def _jln(workload: Workload) -> Callable[..., Any]:
-    return workload.in_order(getattr(jln, workload.operator), **workload.axis_option, **kernels_asked_for())
+    return workload.function(**kernels_asked_for())
 
 
 def _norm_and_products(workload: Workload) -> Callable[..., Any]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.util
 import logging
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, NamedTuple, NoReturn
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
 from unittest import mock
 
 import jax
@@ -16,24 +15,29 @@ import typer
 
 import jln
 from jln import program
+from jln._tools.composed import Unsupported
 from jln._tools.console import (
+    Column,
+    Note,
+    Rows,
     UserError,
+    document,
     draw_plots,
     for_output,
     known,
     megabytes,
-    print_json,
-    print_note,
-    print_table,
+    one_line,
     progress,
     save,
+    show,
 )
-from jln._tools.kernels import compile_all, print_kernels
-from jln._tools.parts import Unsupported, one_line, version
-from jln._tools.peers import PEERS
-from jln._tools.workloads import WORKLOADS, Workload
-from jln._triton import target
+from jln._tools.machine import version
+from jln._tools.peers import PEERS, Peer
+from jln._tools.workload import FORWARD, Workload
+from jln._tools.workloads import WORKLOADS
+from jln._triton import compiler, target
 from jln._triton.chip import CHIPS, named_chip
+from jln._triton.target import Recorder, using
 
 # Those whose programs XLA compiles.
 COMPARED = ("jln", "jln-norm", "jnp", "flax", "tokamax")
@@ -71,13 +75,44 @@ def command(
     if kernels:
         if peer:
             raise UserError("--kernels are jln's: without --peer")
-        _report_kernels(known("workload", workload or WORKLOADS, WORKLOADS), chip, output, as_json)
+        facts, parts = _of_kernels(known("workload", workload or WORKLOADS, WORKLOADS), chip)
+    else:
+        facts, parts = _of_programs(known("workload", workload or WORKLOADS, WORKLOADS), peer or COMPARED, chip)
+    packages = ("jax", "jaxlib", "jax-triton", "triton", "flax", "tokamax")
+    facts = {"chip": chip, "versions": {"jln": jln.__version__} | {p: version(p) for p in packages}} | facts
+    if output is not None:
+        save(found := document(facts, parts), output / REPORT)
+        if not kernels:
+            draw_plots("draw_report", found, output)
+    versions = f"Compiled for {chip} with jax {jax.__version__}, jln {jln.__version__}; MB is 10^6 bytes.\n"
+    show(facts, [Note(versions), *parts], as_json)
+    raise typer.Exit(1 if any(part.wrong for part in parts) else 0)
+
+
+# Whole programs
+
+PROGRAMS = {
+    "workload": Column("workload"),
+    "operator": Column("operator"),
+    "shape": Column("x"),
+    "features": Column("N", absent="-"),
+    "by": Column("by"),
+    "kernels": Column("kernels"),
+    "bytes": Column("MB", megabytes),
+    "bytes_once": Column("once MB", megabytes),
+    "ratio": Column("ratio", ".2f"),
+    "temporary_bytes": Column("temporary MB", megabytes),
+    "held_bytes": Column("held MB", megabytes, absent="-"),
+}
+
+
+def _of_programs(names: Sequence[str], others: Sequence[str], chip: str) -> tuple[dict[str, Any], list[Rows | Note]]:
+    """Facts about the workloads' programs, by jln and by others, and what is printed of them."""
     if chip not in program.CHIPS:
         why = "takes a ROCm compiler" if CHIPS[chip].is_amd else f"is none of {', '.join(program.CHIPS)}"
         raise UserError(f"a whole program for {chip} {why}; --kernels prints its kernels")
-    names = known("workload", workload or WORKLOADS, WORKLOADS)
-    peers = ["jln", *(p for p in known("peer", peer or COMPARED, COMPARED) if p != "jln")]
-    with target.using(target.Gpu(named_chip(chip))):
+    peers = ["jln", *(p for p in known("peer", others, COMPARED) if p != "jln")]
+    with using(target.Gpu(named_chip(chip))):
         why = target.missing()
     if why is not None:
         raise UserError(f"jln's kernels cannot be compiled: {why}")
@@ -86,80 +121,56 @@ def command(
     except RuntimeError as error:
         raise UserError(str(error)) from None
     skipped = {p: why for p in peers if (why := PEERS[p].missing("gpu")) is not None}
-    compared = [p for p in peers if p not in skipped]
-    workloads = [WORKLOADS[n] for n in names]
-
-    failures: list[Failure] = []
-    jobs = [(w, [p for p in compared if w.is_linear or PEERS[p].of_norms]) for w in workloads]
+    compared = [PEERS[p] for p in peers if p not in skipped]
+    jobs = [(WORKLOADS[n], [p for p in compared if p.of_norms or WORKLOADS[n].is_linear]) for n in names]
+    workloads, rows, failed = [], [], {False: [], True: []}
     with progress(sum(len(by) for _, by in jobs)) as begin:
-        count = _Counting(chip, begin, failures)
-        sizes = [(w, count.workload(w, by)) for w, by in jobs]
-    document = _json(chip, sizes, skipped, failures, count.held)
-    if output is not None:
-        save(document, output / REPORT)
-        draw_plots("draw_report", document, output)
-    if as_json:
-        print_json(document)
-    else:
-        _print(chip, sizes, skipped, failures, count.held)
-    raise typer.Exit(1 if any(f.is_ours for f in failures) else 0)
+        for w, by in jobs:
+            workloads.append(_facts(w))
+            for peer in by:
+                begin(f"{w.name} by {peer.name}")
+                try:
+                    counted = _counted(w, peer, chip)
+                except Unsupported as why:
+                    failed[peer.is_ours].append(f"{peer.name} has no {w.name}: {why}")
+                except Exception as error:  # another library's trouble with one size must not hide all the others
+                    failed[peer.is_ours].append(f"{peer.name} does not compile for {w.name}: {one_line(error)}")
+                else:
+                    workloads[-1]["programs"][peer.name] = counted
+                    size = {"operator": w.operator, "shape": w.shape_text, "features": w.features_text}
+                    once = {"bytes_once": w.bytes_once(), "ratio": counted["bytes"] / w.bytes_once()}
+                    rows.append({"workload": w.name, "by": peer.name} | size | once | counted)
+    directions = {WORKLOADS[n].directions for n in names}
+    title = "Forward" if directions == {FORWARD} else "Forward + backward (decode: forward)"
+    parts = [
+        Rows(rows, f"{title}, results returned", PROGRAMS),
+        *(Note(f"Skipped {peer}: {why}.") for peer, why in skipped.items()),
+        *(Note(text, wrong=is_ours) for is_ours, texts in failed.items() for text in texts),
+    ]
+    return {"workloads": workloads, "skipped": skipped, "failures": failed[False] + failed[True]}, parts
 
 
-def _report_kernels(names: Sequence[str], chip: str, output: pathlib.Path | None, as_json: bool) -> NoReturn:
-    if importlib.util.find_spec("triton") is None:
-        raise UserError(f"triton is not installed: {target.INSTALL[named_chip(chip).platform]}")
-    with progress(len(names)) as begin:
-        kernels, failures = compile_all(names, chip, begin)
-    rows = [dataclasses.asdict(kernel) for kernel in kernels]
-    document = _versions(chip) | {"kernels": rows, "failures": failures}
-    if output is not None:
-        save(document, output / REPORT)
-    if as_json:
-        print_json(document)
-    else:
-        _print_versions(chip)
-        print_kernels(kernels, chip)
-        _print_failures([Failure(text, is_ours=True) for text in failures])
-    raise typer.Exit(1 if failures else 0)
+def _facts(workload: Workload) -> dict[str, Any]:
+    fields = ("name", "operator", "shape", "features", "axis", "dtype", "parameter_dtype", "of_examples", "title")
+    facts = {field: getattr(workload, field) for field in (*fields, "directions")}
+    return facts | {"bytes_once": workload.bytes_once(), "programs": {}}
 
 
-class Failure(NamedTuple):
-    """The failure of a program to compile. is_ours: the program is this library's, all of which must compile."""
-
-    text: str
-    is_ours: bool
-
-
-class _Counting:
-    """Compiles programs, tells `begin` before each, and collects in `failures` those that do not compile.
-
-    held: by workload and peer, what `jax.vjp` hands from forward to backward.
-    """
-
-    def __init__(self, chip: str, begin: Callable[[str], None], failures: list[Failure]):
-        self._chip, self._begin, self._failures = chip, begin, failures
-        self.held: dict[tuple[str, str], int | None] = {}
-
-    def workload(self, workload: Workload, peers: list[str]) -> dict[str, program.CompiledProgram]:
-        reports = {}
-        for peer in peers:
-            self._begin(f"{workload.name} by {peer}")
-            try:
-                function = PEERS[peer].function(workload)
-                with _gpu_for_tokamax(self._chip) if peer == "tokamax" else contextlib.nullcontext():
-                    report = program.compile_for(workload.step(function), *workload.step_arguments(), chip=self._chip)
-                    self.held[workload.name, peer] = workload.held_bytes(function)
-                if peer == "tokamax" and not any("triton" in k.kind for k in report.kernels):
-                    raise Unsupported("it falls back to jnp")
-                reports[peer] = report
-            except Unsupported as why:
-                self._failures.append(Failure(f"{peer} has no {workload.name}: {why}", PEERS[peer].is_ours))
-            except Exception as error:  # another library's trouble with one size must not hide all the others
-                self._fail(peer, workload.name, error, PEERS[peer].is_ours)
-        return reports
-
-    def _fail(self, whose: str, what: str, error: Exception, is_ours: bool) -> None:
-        self._failures.append(Failure(f"{whose} does not compile for {what}: {one_line(error)}", is_ours))
+def _counted(workload: Workload, peer: Peer, chip: str) -> dict[str, Any]:
+    """The counts of a peer's program, with the bytes that its forward pass keeps. Raises Unsupported."""
+    is_tokamax, function = peer.name == "tokamax", peer.function(workload)
+    with _gpu_for_tokamax(chip) if is_tokamax else contextlib.nullcontext():
+        report = program.compile_for(workload.step(function), *workload.step_arguments(), chip=chip)
+        held = workload.held_bytes(function)
+    if is_tokamax and not any("triton" in k.kind for k in report.kernels):
+        raise Unsupported("it falls back to jnp")
+    return {
+        "kernels": report.launches,
+        "bytes": report.bytes_total,
+        "bytes_outside_products": report.bytes_total - report.product_bytes,
+        "temporary_bytes": report.temp_bytes,
+        "held_bytes": held,
+    }
 
 
 @contextlib.contextmanager
@@ -173,83 +184,59 @@ def _gpu_for_tokamax(chip: str) -> Iterator[None]:
         yield
 
 
-def _all_facts(reports: dict[str, program.CompiledProgram]) -> dict[str, dict[str, int]]:
-    return {
-        name: {
-            "kernels": report.launches,
-            "bytes": report.bytes_total,
-            "bytes_outside_products": report.bytes_total - report.product_bytes,
-            "temporary_bytes": report.temp_bytes,
-        }
-        for name, report in reports.items()
+# Each kernel by itself
+
+
+def _compiled(workload: str, chip: str) -> list[dict[str, Any]] | str:
+    """The compiled kernels of the workload's launches on the chip, in order; or a sentence why there is none.
+
+    warps: of a program, on AMD's chips waves. registers: of a thread. spilled, shared: bytes, of a thread and of a
+    program. widest_load: bytes that one instruction loads for a thread.
+    """
+    step = WORKLOADS[workload]
+    rows = []
+    try:
+        with using(recorder := Recorder(CHIPS[chip])):
+            traced = jax.jit(step.step(PEERS["jln"].function(step))).trace(*step.step_arguments())
+            traced.lower(lowering_platforms=(CHIPS[chip].platform,))
+        for launch in recorder.launches:
+            resources, tile = compiler.compile_launch(launch), launch.tile
+            size = {"rows": tile.rows, "columns": tile.columns, "warps": tile.warps_of(launch.chip)}
+            takes = {f: getattr(resources, f) for f in ("registers", "spilled", "shared", "widest_load")}
+            rows.append({"workload": workload, "kernel": launch.kernel.fn.__name__} | size | takes)
+    except Exception as error:  # said beside the others' numbers, and the command then fails
+        return f"{workload} does not compile for {chip}: {one_line(error)}"
+    return rows
+
+
+def _of_kernels(names: Sequence[str], chip: str) -> tuple[dict[str, Any], list[Rows | Note]]:
+    """Facts about each kernel that the workloads launch, as Triton compiles it, and the most that any takes."""
+    if importlib.util.find_spec("triton") is None:
+        raise UserError(f"triton is not installed: {target.INSTALL[named_chip(chip).platform]}")
+    rows, failures = [], []
+    with progress(len(names)) as begin, compiler.workers() as pool:
+        jobs = [(name, pool.submit(_compiled, name, chip)) for name in names]
+        for name, job in jobs:
+            begin(f"{name} for {chip}")
+            outcome = job.result()
+            if isinstance(outcome, str):
+                failures.append(outcome)
+            else:
+                rows += outcome
+    most = {f: max((row[f] for row in rows), default=0) for f in ("registers", "spilled", "shared")}
+    shown = [row | {"tile": f"{row['rows']}x{row['columns']}"} for row in rows]
+    shown.append({"workload": "the most of all", "kernel": "", "tile": ""} | most)
+    architecture = CHIPS[chip]
+    columns = {
+        "workload": Column("workload"),
+        "kernel": Column("kernel"),
+        "tile": Column("tile"),
+        "warps": Column("waves" if architecture.is_amd else "warps"),
+        "registers": Column("registers"),
+        "spilled": Column("spilled"),
+        "shared": Column("shared KB", ".1f", 1e3),
+        "widest_load": Column("widest load"),
     }
-
-
-def _versions(chip: str) -> dict[str, Any]:
-    packages = ("jax", "jaxlib", "jax-triton", "triton", "flax", "tokamax")
-    return {"chip": chip, "versions": {"jln": jln.__version__} | {p: version(p) for p in packages}}
-
-
-def _print_versions(chip: str) -> None:
-    print_note(f"Compiled for {chip} with jax {jax.__version__}, jln {jln.__version__}; MB is 10^6 bytes.\n")
-
-
-def _print_failures(failures: Sequence[Failure]) -> None:
-    for failure in failures:
-        print_note(failure.text, wrong=failure.is_ours)
-
-
-def _json(chip, sizes, skipped, failures, held) -> dict[str, Any]:
-    programs = {
-        w.name: {by: facts | {"held_bytes": held[w.name, by]} for by, facts in _all_facts(reports).items()}
-        for w, reports in sizes
-    }
-    return _versions(chip) | {
-        "workloads": [
-            {
-                f: getattr(w, f)
-                for f in ("name", "operator", "shape", "features", "axis", "dtype", "parameter_dtype", "of_examples")
-            }
-            | {"title": w.entry.title, "directions": w.directions, "bytes_once": w.bytes_once()}
-            | {"programs": programs[w.name]}
-            for w, _ in sizes
-        ],
-        "skipped": skipped,
-        "failures": [failure.text for failure in failures],
-    }
-
-
-def _print(chip, sizes, skipped, failures, held) -> None:
-    _print_versions(chip)
-    if sizes:
-        header = ("workload", "operator", "x", "N", "by", "kernels", "MB", "once MB", "ratio", "temporary MB")
-        rows = [row for w, reports in sizes for row in _rows(w, reports, held)]
-        print_table(_title(sizes), (*header, "held MB"), rows, left=(0, 1, 2, 4))
-    for peer, why in skipped.items():
-        print_note(f"Skipped {peer}: {why}.")
-    _print_failures(failures)
-
-
-def _title(sizes: list[tuple[Workload, Any]]) -> str:
-    only = {w.directions for w, _ in sizes}
-    return f"{'Forward' if only == {('forward',)} else 'Forward + backward (decode: forward)'}, results returned"
-
-
-def _rows(workload: Workload, reports: dict[str, program.CompiledProgram], held) -> list[tuple[str, ...]]:
-    once = workload.bytes_once()
-    return [
-        (
-            workload.name,
-            workload.operator,
-            workload.shape_text,
-            workload.features_text or "-",
-            peer,
-            str(report.launches),
-            megabytes(report.bytes_total),
-            megabytes(once),
-            f"{report.bytes_total / once:.2f}",
-            megabytes(report.temp_bytes),
-            "-" if (kept := held[workload.name, peer]) is None else megabytes(kept),
-        )
-        for peer, report in reports.items()
-    ]
+    title = f"Kernels for {chip} ({architecture}), {architecture.shared / 1e3:.1f} KB of shared memory a program"
+    parts = [Rows(rows, key="kernels"), Rows(shown, title, columns)]
+    return {"failures": failures}, [*parts, *(Note(text, wrong=True) for text in failures)]

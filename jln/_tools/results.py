@@ -1,61 +1,14 @@
-"""Results of a benchmark with the machine and the versions that they are from: as JSON, and as a summary."""
+"""Records of a benchmark: read again, compared with jln's, and summed up."""
 
 from __future__ import annotations
 
-import datetime
 import json
-import math
-import os
 import pathlib
-import platform
-import subprocess
+from statistics import geometric_mean
 from typing import Any
 
-import jln
-from jln._tools.blocks import BLOCKS
-from jln._tools.parts import version
 from jln._tools.peers import PEERS
-from jln._tools.workloads import CPU_WORKLOADS, WORKLOADS, Workload
-from jln._triton import tuning
-from jln._triton.target import target_chip
-
-ALL: dict[str, Workload] = {**WORKLOADS, **BLOCKS, **CPU_WORKLOADS}
-VERSIONED = ("jaxlib", "jax-triton", "triton", "numpy")
-
-
-def environment(device: Any) -> dict[str, Any]:
-    versions = {p.distribution: version(p.distribution) for p in PEERS.values()} | {"jln": jln.__version__}
-    versions |= {name: version(name) for name in VERSIONED} | {"python": platform.python_version()}
-    kind = device.device_kind
-    return {
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        # A copy of the files, without a repository, has no commit: then the caller must name it.
-        "commit": os.environ.get("JLN_COMMIT")
-        or _printed("git", "-C", str(pathlib.Path(jln.__file__).parent), "describe", "--always", "--dirty"),
-        "platform": device.platform,
-        "chip": kind if kind != device.platform else _processor(),
-        "driver": _printed("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        or _printed("cat", "/sys/module/amdgpu/version"),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "load": os.getloadavg()[0],
-        "versions": versions,
-        "tuning": tuning.in_force(chip) if device.platform == "gpu" and (chip := target_chip()) else None,
-    }
-
-
-def _printed(*command: str) -> str | None:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip() or None
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _processor() -> str:
-    try:
-        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+from jln._tools.workloads import ALL, BLOCKS
 
 
 def add_ceiling(record: dict[str, Any], ceilings: dict[str, float] | None) -> dict[str, Any]:
@@ -67,21 +20,6 @@ def add_ceiling(record: dict[str, Any], ceilings: dict[str, float] | None) -> di
         return record
     least = max(record["bytes_once"] / ceilings["bytes_per_s"], record["product_flops"] / ceilings["flop_per_s"])
     return record | {"of_ceiling": least / record["median"]}
-
-
-def save(results: dict[str, Any], path: pathlib.Path) -> None:
-    """Write the results at once or not at all, so that an interrupted run leaves the file of before.
-
-    Raises OSError where the file cannot be written, and ValueError for a NaN.
-    """
-    text = json.dumps(results, indent=1, allow_nan=False) + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f"{path.name}.{os.getpid()}.part")  # of this process: another may write the same file
-    try:
-        scratch.write_text(text)
-        scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)
 
 
 def load(path: pathlib.Path) -> dict[str, Any]:
@@ -103,10 +41,6 @@ def relative(records: list[dict[str, Any]], statistic: str = "median") -> dict[t
         for key, by in times.items()
         if "jln" in by
     }
-
-
-def geometric_mean(numbers: list[float]) -> float:
-    return math.exp(sum(map(math.log, numbers)) / len(numbers))
 
 
 def summary(records: list[dict[str, Any]]) -> list[str]:

@@ -17,11 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jln._tools import launchers, timing
+from jln._tools import clocks, launchers
 from jln._tools.catalogue import DIRECTIONS
-from jln._tools.parts import one_line
-from jln._tools.timing import Run
-from jln._tools.workloads import Workload
+from jln._tools.clocks import Run
+from jln._tools.console import one_line
+from jln._tools.workload import Workload
 from jln._triton import compiler, tuning
 from jln._triton.chip import Chip
 from jln._triton.launch import Launch
@@ -293,4 +293,4 @@ def fastest(question: Question, choices: Sequence[Tiles], chip: Chip, clock: Clo
 
 def by_the_device(repetitions: int) -> Clock:
     """A clock that gives medians of the profiler's times, with a cold L2."""
-    return lambda runs: {name: t.median for name, t in timing.traced(runs, repetitions).items()}
+    return lambda runs: {name: t.median for name, t in clocks.traced(runs, repetitions).items()}

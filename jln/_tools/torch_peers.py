@@ -19,11 +19,11 @@ import torch._dynamo.config
 import torch._functorch.config
 import torch.nn.functional as F
 
-from jln._tools import timing, trace
+from jln._tools import clocks
 from jln._tools.catalogue import EPSILON
-from jln._tools.parts import Unsupported, composed, multiplied
-from jln._tools.timing import Run, Times
-from jln._tools.workloads import Workload
+from jln._tools.clocks import Run, Times
+from jln._tools.composed import Unsupported, composed, multiplied
+from jln._tools.workload import Workload
 
 # For how long threads of PyTorch's CPU kernels may go on to spin: GNU's and Intel's OpenMP take 0.2 s at most.
 PAUSE = 0.25
@@ -31,11 +31,11 @@ _WINDOW = "jln_bench_window"
 
 
 def _eager(workload: Workload) -> Callable[..., Any]:
-    last = workload.is_over_last
+    last, centres = workload.is_over_last, workload.entry.centres
 
     def norm(x, scale, offset):
         z = x if last else x.movedim(workload.axis, -1)  # its norms are over last axes
-        if not workload.entry.centres:
+        if not centres:
             z = F.rms_norm(z, (workload.width,), scale, EPSILON)
         else:
             z = F.layer_norm(z, (workload.width,), scale, offset, EPSILON)
@@ -126,24 +126,24 @@ def peak_bytes(call: Callable[[], Any], arrays: Sequence[Any]) -> int | None:
     return torch.cuda.max_memory_allocated() - before + sum(a.nbytes for a in jax.tree.leaves(arrays))
 
 
-def profiled(runs: Sequence[Run], repetitions: int, cold_bytes: int = timing.COLD_BYTES) -> dict[str, Times]:
-    """Times by PyTorch's profiler on a GPU, as `timing.traced` has them from JAX's.
+def profiled(runs: Sequence[Run], repetitions: int, cold_bytes: int = clocks.COLD_BYTES) -> dict[str, Times]:
+    """Times by PyTorch's profiler on a GPU, as `clocks.traced` has them from JAX's.
 
     Raises TraceError where the trace shows no kernel of a run.
     """
     buffer = torch.zeros(cold_bytes // 4, dtype=torch.int32, device="cuda" if torch.cuda.is_available() else "cpu")
     for run in runs:
         run.call()
-    order = timing.shuffled(runs, repetitions)
+    order = clocks.shuffled(runs, repetitions)
     windows = _windows(order, lambda: buffer.add_(1))
     if len(windows) != len(order):
-        raise trace.TraceError(f"PyTorch's trace shows {len(windows)} runs of {len(order)}")
+        raise clocks.TraceError(f"PyTorch's trace shows {len(windows)} runs of {len(order)}")
     if not all(windows):
-        raise trace.TraceError("PyTorch's trace shows runs without kernels")
-    return {r.name: timing.program_times([w for o, w in zip(order, windows, strict=True) if o is r]) for r in runs}
+        raise clocks.TraceError("PyTorch's trace shows runs without kernels")
+    return {r.name: clocks.program_times([w for o, w in zip(order, windows, strict=True) if o is r]) for r in runs}
 
 
-def _windows(order: Sequence[Run], chill: Callable[[], Any]) -> list[list[trace.Event]]:
+def _windows(order: Sequence[Run], chill: Callable[[], Any]) -> list[list[clocks.Event]]:
     # The CPU's events carry the windows.
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
@@ -158,16 +158,16 @@ def _windows(order: Sequence[Run], chill: Callable[[], Any]) -> list[list[trace.
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
-        return trace.torch_events(path.read_text(), _WINDOW)
+        return clocks.torch_events(path.read_text(), _WINDOW)
 
 
-def evented(runs: Sequence[Run], repetitions: int, cold_bytes: int = timing.COLD_BYTES) -> dict[str, Times]:
+def evented(runs: Sequence[Run], repetitions: int, cold_bytes: int = clocks.COLD_BYTES) -> dict[str, Times]:
     """Times by events, for a GPU whose profiler cannot be read: gaps between kernels are included."""
     buffer = torch.zeros(cold_bytes // 4, dtype=torch.int32, device="cuda")
     taken: dict[str, list[float]] = {run.name: [] for run in runs}
     for run in runs:
         run.call()
-    for run in timing.shuffled(runs, repetitions):
+    for run in clocks.shuffled(runs, repetitions):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         finish()
         buffer.add_(1)

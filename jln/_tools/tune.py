@@ -18,10 +18,10 @@ import typer
 
 import jln
 from jln._tools import search
-from jln._tools.console import UserError, known, print_note, print_table, progress, save
-from jln._tools.devices import devices
-from jln._tools.search import Answer, Clock, Question, Verdict
-from jln._tools.trace import TraceError
+from jln._tools.clocks import TraceError
+from jln._tools.console import Column, Rows, UserError, known, print_note, progress, save
+from jln._tools.machine import devices
+from jln._tools.search import Answer, Clock, Question
 from jln._tools.workloads import TUNABLE, Workload
 from jln._triton import compiler, target, tuning
 from jln._triton.chip import CHIPS, Chip
@@ -91,6 +91,20 @@ def _chip(name: str | None, dry_run: bool) -> Chip:
     return chip
 
 
+CANDIDATES = {
+    "candidate": Column("candidate"),
+    "registers": Column("registers"),
+    "spilled": Column("spilled"),
+    "shared": Column("shared KB", ".1f", 1e3),
+    "why": Column(""),
+}
+ANSWERS = {
+    **{field: Column(field) for field in ("choice", "heuristics", "candidates", "compiled", "timed", "fastest")},
+    "ratio": Column("of the heuristics' time", ".3f"),
+    "wrong": Column(""),
+}
+
+
 def survey(workloads: Sequence[Workload], chip: Chip, seconds: float | None, started: float) -> bool:
     """Print what would be timed, and the compiler's reasons against the rest. Returns whether time sufficed for all."""
     asked = search.questions(workloads, chip, TUNABLE.values())
@@ -101,10 +115,14 @@ def survey(workloads: Sequence[Workload], chip: Chip, seconds: float | None, sta
             begin(described(question))
             choices = search.candidates(question)
             said = search.verdicts(pool, question, choices, chip)
-            rows = [_row(tiles, verdict) for tiles, verdict in zip(choices, said, strict=True)]
-            heuristic = written(question.heuristic)
-            title = f"{described(question)}: {heuristic} by heuristics; of {_calls(question)}"
-            print_table(title, ("candidate", "registers", "spilled", "shared KB", ""), rows, left=(0, 4))
+            rows = [
+                {"candidate": written(tiles), "why": verdict.why}
+                | (dataclasses.asdict(verdict) if verdict.registers else {})
+                for tiles, verdict in zip(choices, said, strict=True)
+            ]
+            calls = ", ".join(dict.fromkeys(call.workload.name for call in question.calls))
+            title = f"{described(question)}: {written(question.heuristic)} by heuristics; of {calls}"
+            Rows(rows, title, CANDIDATES).show()
     return True
 
 
@@ -134,9 +152,19 @@ def tune(
             except (RuntimeError, TraceError) as error:
                 raise UserError(f"{described(question)} cannot be timed: {error}") from None
             keep(path, [entry(question, answer, chip)])
-            rows.append(_answer_row(question, answer, len(choices), len(sound)))
-    header = ("choice", "heuristics", "candidates", "compiled", "timed", "fastest", "of the heuristics' time", "")
-    print_table(f"Tiles for {tuning.chip_name(chip)}, in {path}", header, rows, left=(0, 1, 5, 7))
+            rows.append(
+                {
+                    "choice": described(question),
+                    "heuristics": written(question.heuristic),
+                    "candidates": len(choices),
+                    "compiled": len(sound),
+                    "timed": answer.timed,
+                    "fastest": None if answer.tiles is None else written(answer.tiles),
+                    "ratio": None if answer.tiles is None else answer.ratio,
+                    "wrong": next((why for why in answer.failed.values() if isinstance(why, search.Wrong)), None),
+                }
+            )
+    Rows(rows, f"Tiles for {tuning.chip_name(chip)}, in {path}", ANSWERS).show()
     return finished
 
 
@@ -161,25 +189,6 @@ def written(tiles: Tiles) -> str:
             numbers += f" programs {tile.programs_per_core}" if tile.programs_per_core > 1 else ""
             texts.append(numbers if name == "tile" else f"{name} {numbers}")
     return ", ".join(texts)
-
-
-def _calls(question: Question) -> str:
-    return ", ".join(dict.fromkeys(call.workload.name for call in question.calls))
-
-
-def _row(tiles: Tiles, verdict: Verdict) -> list[str]:
-    numbers = (
-        [str(verdict.registers), str(verdict.spilled), f"{verdict.shared / 1e3:.1f}"] if verdict.registers else [""] * 3
-    )
-    return [written(tiles), *numbers, verdict.why or ""]
-
-
-def _answer_row(question: Question, answer: Answer, candidates: int, sound: int) -> list[str]:
-    counts = (str(candidates), str(sound), str(answer.timed))
-    fastest = "" if answer.tiles is None else written(answer.tiles)
-    ratio = "" if answer.tiles is None else f"{answer.ratio:.3f}"
-    wrong = next((why for why in answer.failed.values() if isinstance(why, search.Wrong)), "")
-    return [described(question), written(question.heuristic), *counts, fastest, ratio, wrong]
 
 
 def entry(question: Question, answer: Answer, chip: Chip) -> dict[str, Any]:

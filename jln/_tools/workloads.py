@@ -1,250 +1,96 @@
-"""Workloads, the named sizes at which real models run the operators: one list for tests, benchmarks and reports.
+"""The named workloads, sizes at which real models run the operators: one list for tests, benchmarks and reports.
 
-`WORKLOADS` are for a GPU, `CPU_WORKLOADS` for the CPU. Names are unique over both.
+`WORKLOADS` are for a GPU, as are `BLOCKS`, `CPU_WORKLOADS` for the CPU. Names are unique over `ALL` of them.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
-import jax
-
-import jln
-from jln._tools import catalogue
-from jln._tools.catalogue import DIRECTIONS, GATE_FIRST, OPERATORS, Operator, Several, Signature
-
-FORWARD = ("forward",)
-
-
-@dataclasses.dataclass(frozen=True)
-class Workload:
-    """One operator at one size.
-
-    shape: x's, and the residual's.
-    features: N of a Linear, or a tuple of those of several Linears behind one norm; None for a norm.
-    axis: the normalised one.
-    dtype: that of x, residual, kernel, bias and the results.
-    parameter_dtype: that of scale and offset.
-    directions: both in training, "forward" alone in inference.
-    why: the model and the place that this size is from.
-    absent: the optional arguments that are left out.
-    extras: the rare optional arguments that are given.
-    of_examples: the parameters of which every example has its own.
-    options: the operator's form, as in the catalogue.
-    """
-
-    name: str
-    operator: str
-    shape: tuple[int, ...]
-    why: str
-    features: int | tuple[int, ...] | None = None
-    axis: int = -1
-    dtype: str = "bfloat16"
-    parameter_dtype: str = "float32"
-    directions: tuple[str, ...] = DIRECTIONS
-    absent: tuple[str, ...] = ()
-    extras: tuple[str, ...] = ()
-    of_examples: tuple[str, ...] = ()
-    options: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def entry(self) -> Operator:
-        form = {"absent": self.absent, "of_examples": self.of_examples, "options": self.options}
-        return OPERATORS[self.operator].including(*self.extras, **form)
-
-    is_linear = property(lambda self: self.entry.is_linear)
-    is_over_last = property(lambda self: self.axis in (-1, len(self.shape) - 1))
-    width = property(lambda self: self.shape[self.axis])
-    rows = property(lambda self: math.prod(self.shape) // self.width)
-
-    @property
-    def signature(self) -> Signature:
-        return self.entry
-
-    @property
-    def all_features(self) -> tuple[int, ...]:
-        """The features of all Linears together."""
-        return self.features if isinstance(self.features, tuple) else () if self.features is None else (self.features,)
-
-    axis_option = property(lambda self: {} if self.is_linear else {"axis": self.axis})
-    shape_text = property(lambda self: "x".join(map(str, self.shape)))
-    features_text = property(lambda self: "+".join(map(str, self.all_features)))
-
-    def sizes(self) -> dict[str, Any]:
-        several = isinstance(self.features, tuple)
-        features = Several((n,) for n in self.all_features) if several else self.all_features
-        return catalogue.sizes(self.shape, self.axis, features)
-
-    def arrays(self) -> dict[str, Any]:
-        """Shapes and dtypes of the arguments in order, then those of the results, which are their cotangents' too.
-
-        The kernels, biases and products of several Linears are a tuple each.
-        """
-        sizes = self.sizes()
-        return {a.name: a.of(sizes, self.dtype, self.parameter_dtype) for a in self.signature.arrays}
-
-    def arguments(self) -> list[Any]:
-        return list(self.arrays().values())[: len(self.signature.arguments)]
-
-    def cotangents(self) -> list[Any]:
-        return list(self.arrays().values())[len(self.signature.arguments) :]
-
-    def function(self, module: Any = jln) -> Callable[..., Any]:
-        """The operator of `module`, `jln` or `jln.reference`, as a function of this workload's arguments in order."""
-        return self.in_order(getattr(module, self.operator), **self.axis_option)
-
-    def in_order(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """A function of this workload's arguments in order, from a `function` of the operator's arguments by name."""
-        return self.entry.in_order(function, **options)
-
-    def step(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function (*arguments, *cotangents) -> results, and gradients where both directions are asked for.
-
-        dresidual is left out: it is dx, and a program that returned both would copy it. The cotangents wait for the
-        results, as they do in a model: otherwise XLA could leave a result to a backward kernel.
-        """
-        signature = self.signature
-        count = len(signature.arguments)
-
-        def forward(*arrays):
-            return function(*arrays[:count])
-
-        def both(*arrays):
-            results, pullback = jax.vjp(function, *arrays[:count])
-            results, cotangents = jax.lax.optimization_barrier((results, arrays[count:]))
-            return results, signature.own_gradients(pullback(signature.packed(cotangents)))
-
-        return both if "backward" in self.directions else forward
-
-    def step_arguments(self) -> list[Any]:
-        """The arguments of the function that `step` returns."""
-        return self.arguments() + (self.cotangents() if "backward" in self.directions else [])
-
-    def bytes_once(self, direction: str | None = None) -> int:
-        """The bytes moved if every array is moved once: in a direction, or in all of this workload's."""
-        return sum(self.signature.bytes_once(self.arrays(), d) for d in self._directions(direction))
-
-    def held_bytes(self, function: Callable[..., Any]) -> int | None:
-        """Return the bytes that `jax.vjp` of the function hands from forward to backward; None in inference.
-
-        x and the parameters that the function needs are among them. XLA may keep less in a program that has both.
-        """
-        if "backward" not in self.directions:
-            return None
-        program = jax.make_jaxpr(lambda *a: jax.vjp(function, *a)[1])(*self.arguments()).jaxpr
-        arrays = [v.aval for v in dict.fromkeys(program.outvars)]
-        return sum(a.size * a.dtype.itemsize for a in arrays)
-
-    def product_flops(self, direction: str | None = None) -> int:
-        """The additions and multiplications of the Linears: one product forward, two backward."""
-        elements, features = math.prod(self.shape), sum(self.all_features)
-        return sum(self.entry.product_operations(elements, features, d) for d in self._directions(direction))
-
-    def _directions(self, direction: str | None) -> tuple[str, ...]:
-        return self.directions if direction is None else (direction,)
+from jln._tools.catalogue import GATE_FIRST
+from jln._tools.workload import FORWARD, Block, Workload
 
 
 def _named(*workloads: Workload) -> dict[str, Workload]:
     return {w.name: w for w in workloads}
 
 
+def _family(name: str, operator: str, why: str, shapes: Mapping[Any, tuple[int, ...]], **how: Any) -> list[Workload]:
+    """A workload of each of these shapes of x, by what stands behind its name."""
+    return [Workload(f"{name}-{which}", operator, shape, why, **how) for which, shape in shapes.items()]
+
+
+def _rows(*widths: int) -> dict[int, tuple[int, ...]]:
+    """Rows of 2^25 elements, so that bytes compare by width: the table of benchmarks/README.md."""
+    return {h: (2**25 // h, h) for h in widths}
+
+
+def _examples(*widths: int) -> dict[int, tuple[int, ...]]:
+    """The same in examples of 256 rows."""
+    return {h: (2**25 // h // 256, 256, h) for h in widths}
+
+
 # Widths of "Language Models are Unsupervised Multitask Learners" (2019), 1024 tokens a sequence.
 _GPT2 = {"small": (16, 768), "medium": (16, 1024), "large": (8, 1280), "xl": (8, 1600)}
-# Rows of 2^25 elements, so that bytes compare by width: the table of benchmarks/README.md.
-_TABLE = (1024, 4096, 8192, 16384, 32768)
+_TABLE, _WIDE, _THREE = (1024, 4096, 8192, 16384, 32768), (4096, 8192, 16384), (1024, 4096, 8192)
+_ONE = (8192, 4096)
 _BIAS = ("bias",)
 # Llama 3 8B: 32 heads of queries, 8 of keys and of values.
 _LLAMA_LINEARS = {"q-k-v": (4096, 1024, 1024), "gate-up": (14336, 14336)}
+_OF_EACH = {"parameter_dtype": "bfloat16", "extras": ("gate",), "of_examples": ("scale", "offset", "gate")}
 
 WORKLOADS = _named(
+    *_family("layer-norm", "layer_norm", "2^25 elements: one norm's bytes by its width", _rows(*_TABLE)),
+    *_family("add-layer-norm", "add_layer_norm", "the same, a residual added first", _rows(*_TABLE)),
     *(
-        Workload(f"layer-norm-{h}", "layer_norm", (2**25 // h, h), "2^25 elements: one norm's bytes by its width")
-        for h in _TABLE
-    ),
-    *(
-        Workload(f"add-layer-norm-{h}", "add_layer_norm", (2**25 // h, h), "the same, a residual added first")
-        for h in _TABLE
-    ),
-    *(
-        Workload(f"gpt2-{size}", "layer_norm", (batch, 1024, h), f"GPT-2 {size}: a batch of sequences")
-        for size, (batch, h) in _GPT2.items()
-    ),
-    *(
-        Workload(f"gpt2-{size}-add", "add_layer_norm", (batch, 1024, h), f"GPT-2 {size}: the norm before its MLP")
-        for size, (batch, h) in _GPT2.items()
-    ),
-    *(
-        Workload(
-            f"gpt2-{size}-qkv", "layer_norm_linear", (batch, 1024, h), f"GPT-2 {size}: norm and QKV projection", 3 * h
+        Workload(f"gpt2-{size}{part}", operator, (batch, 1024, h), f"GPT-2 {size}: {why}", n * h or None)
+        for part, operator, n, why in (
+            ("", "layer_norm", 0, "a batch of sequences"),
+            ("-add", "add_layer_norm", 0, "the norm before its MLP"),
+            ("-qkv", "layer_norm_linear", 3, "norm and QKV projection"),
         )
         for size, (batch, h) in _GPT2.items()
     ),
     Workload("gpt2-small-float32", "layer_norm", (16, 1024, 768), "GPT-2 small, all in float32", dtype="float32"),
     Workload("vit-b16", "layer_norm", (256, 197, 768), "ViT-B/16 on 224x224 images: 14x14 patches and a class token"),
     Workload("vit-b16-mlp", "layer_norm_linear", (256, 197, 768), "ViT-B/16: norm and the MLP's first layer", 3072),
+    *_family("llama", "rms_norm", "Llama-like: RMSNorm, no offset, wide rows", _rows(*_WIDE)),
     *(
-        Workload(f"llama-{h}", "rms_norm", (2**25 // h, h), "Llama-like: RMSNorm, no offset, wide rows")
-        for h in (4096, 8192, 16384)
+        Workload(f"llama-{h}-add", "add_rms_norm", shape, "Llama-like: the residual stream and its norm")
+        for h, shape in _rows(*_WIDE).items()
     ),
     *(
-        Workload(f"llama-{h}-add", "add_rms_norm", (2**25 // h, h), "Llama-like: the residual stream and its norm")
-        for h in (4096, 8192, 16384)
-    ),
-    *(
-        Workload(f"llama-4096-{name}", "rms_norm_linear", (8192, 4096), f"Llama 8B: {why}", n, absent=_BIAS)
-        for name, why, n in (
-            ("qkv", "32 query and 2x8 key and value heads", 6144),
-            ("mlp", "gate and up projections in one", 28672),
+        Workload(f"llama-4096-{name}", f"{add}rms_norm_linear", _ONE, why, n, absent=_BIAS)
+        for name, add, why, n in (
+            ("qkv", "", "Llama 8B: 32 query and 2x8 key and value heads", 6144),
+            ("mlp", "", "Llama 8B: gate and up projections in one", 28672),
+            *((name, "", "Llama 8B, Linears apart", n) for name, n in _LLAMA_LINEARS.items()),
+            *((f"add-{name}", "add_", "the same, the residual added first", n) for name, n in _LLAMA_LINEARS.items()),
         )
-    ),
-    *(
-        Workload(f"llama-4096-{name}", "rms_norm_linear", (8192, 4096), "Llama 8B, Linears apart", n, absent=_BIAS)
-        for name, n in _LLAMA_LINEARS.items()
-    ),
-    *(
-        Workload(
-            f"llama-4096-add-{name}",
-            "add_rms_norm_linear",
-            (8192, 4096),
-            "the same, the residual added first",
-            n,
-            absent=_BIAS,
-        )
-        for name, n in _LLAMA_LINEARS.items()
     ),
     Workload("q-k-v-1024", "layer_norm_linear", (16384, 1024), "QKV of a narrow model, Linears apart", 3 * (1024,)),
     Workload("add-q-k-v-1024", "add_layer_norm_linear", (16384, 1024), "the same, a residual added first", 3 * (1024,)),
     *(
-        Workload(f"{name}-{h}", "add_layer_norm", (2**25 // h // 256, 256, h), why, extras=extras)
-        for h in (1024, 4096, 8192)
+        Workload(f"{name}-{h}", "add_layer_norm", shape, why, extras=extras)
+        for h, shape in _examples(*_THREE).items()
         for name, extras, why in (
             ("x-bias", ("x_bias",), "the bias of the Linear in front and the residual, as in GPT-2"),
             ("layer-scale", ("x_bias", "gate"), "the same and LayerScale, as in BEiT"),
         )
     ),
-    *(
-        Workload(
-            f"ada-norm-{h}",
-            "add_layer_norm",
-            (2**25 // h // 256, 256, h),
-            "a diffusion transformer: scale, offset and gate of each example",
-            parameter_dtype="bfloat16",
-            extras=("gate",),
-            of_examples=("scale", "offset", "gate"),
-        )
-        for h in (1024, 4096, 8192)
+    *_family(
+        "ada-norm",
+        "add_layer_norm",
+        "a diffusion transformer: scale, offset and gate of each example",
+        _examples(*_THREE),
+        **_OF_EACH,
     ),
-    *(
-        Workload(
-            f"norms-both-sides-{h}",
-            "rms_norm_add_rms_norm",
-            (2**25 // h, h),
-            "Gemma 2 and 3: the norm behind a sublayer, the residual, the norm in front of the next",
-        )
-        for h in (1024, 4096, 8192)
+    *_family(
+        "norms-both-sides",
+        "rms_norm_add_rms_norm",
+        "Gemma 2 and 3: the norm behind a sublayer, the residual, the norm in front of the next",
+        _rows(*_THREE),
     ),
     Workload(
         "norms-both-sides-gated",
@@ -254,11 +100,11 @@ WORKLOADS = _named(
         extras=("gate",),
         of_examples=("gate",),
     ),
-    Workload("layer-norms-both-sides", "layer_norm_add_layer_norm", (8192, 4096), "CogView: LayerNorms, with offsets"),
+    Workload("layer-norms-both-sides", "layer_norm_add_layer_norm", _ONE, "CogView: LayerNorms, with offsets"),
     Workload(
         "norms-both-sides-qkv",
         "rms_norm_add_rms_norm_linear",
-        (8192, 4096),
+        _ONE,
         "Gemma 3: q, k and v behind both norms",
         (4096, 2048, 2048),
         absent=_BIAS,
@@ -266,21 +112,21 @@ WORKLOADS = _named(
     Workload(
         "layer-norms-both-sides-qkv",
         "layer_norm_add_layer_norm_linear",
-        (8192, 4096),
+        _ONE,
         "CogView: q, k and v behind both norms",
         3 * (4096,),
     ),
-    Workload("post-rms-norm", "rms_norm_add", (8192, 4096), "OLMo 2: the norm of a branch, then the residual"),
-    Workload("post-layer-norm", "layer_norm_add", (8192, 4096), "Swin 2: likewise"),
-    *(
-        Workload(f"qk-norm-{d}", "rms_norm", (4, 2048, 4096 // d, d), "an attention's queries, each head by itself")
-        for d in (64, 128, 256)
+    Workload("post-rms-norm", "rms_norm_add", _ONE, "OLMo 2: the norm of a branch, then the residual"),
+    Workload("post-layer-norm", "layer_norm_add", _ONE, "Swin 2: likewise"),
+    *_family(
+        "qk-norm",
+        "rms_norm",
+        "an attention's queries, each head by itself",
+        {d: (4, 2048, 4096 // d, d) for d in (64, 128, 256)},
     ),
     *(
-        Workload(
-            f"{name}-{h}", "rms_norm_gated", (2**25 // h // 256, 256, h), "2^25 elements, as " + why, options=options
-        )
-        for h in (1024, 4096, 8192)
+        Workload(f"{name}-{h}", "rms_norm_gated", shape, "2^25 elements, as " + why, options=options)
+        for h, shape in _examples(*_THREE).items()
         for name, options, why in (("gated", (), "Qwen 3 Next gates"), ("gate-first", GATE_FIRST, "Mamba 2 gates"))
     ),
     Workload("gated-128", "rms_norm_gated", (4, 2048, 32, 128), "Qwen 3 Next: each head's output of linear attention"),
@@ -292,26 +138,26 @@ WORKLOADS = _named(
         "channels first, as in its triangle multiplication: rows side by side in memory",
         axis=0,
     ),
-    Workload("linear-4096-12288", "layer_norm_linear", (8192, 4096), "QKV of a wide model: the products rule", 12288),
-    Workload("linear-4096-256", "layer_norm_linear", (8192, 4096), "few features: memory rules, fused kernels", 256),
+    Workload("linear-4096-12288", "layer_norm_linear", _ONE, "QKV of a wide model: the products rule", 12288),
+    Workload("linear-4096-256", "layer_norm_linear", _ONE, "few features: memory rules, fused kernels", 256),
     Workload("linear-1024-3072", "layer_norm_linear", (16384, 1024), "QKV of a narrow model", 3072),
-    Workload("router", "rms_norm_linear", (8192, 4096), "a mixture of 64 experts chooses", 64, absent=_BIAS),
-    Workload("adapter", "rms_norm_linear", (8192, 4096), "a low-rank adapter's first product", 16, absent=_BIAS),
-    Workload(
-        "adapters", "rms_norm_linear", (8192, 4096), "those of q, k and v, in one kernel", 3 * (16,), absent=_BIAS
-    ),
-    Workload("q-k-v-64", "rms_norm_linear", (8192, 4096), "one small head, in one kernel", 3 * (64,), absent=_BIAS),
+    Workload("router", "rms_norm_linear", _ONE, "a mixture of 64 experts chooses", 64, absent=_BIAS),
+    Workload("adapter", "rms_norm_linear", _ONE, "a low-rank adapter's first product", 16, absent=_BIAS),
+    Workload("adapters", "rms_norm_linear", _ONE, "those of q, k and v, in one kernel", 3 * (16,), absent=_BIAS),
+    Workload("q-k-v-64", "rms_norm_linear", _ONE, "one small head, in one kernel", 3 * (64,), absent=_BIAS),
     *(
         Workload(f"decode-{m}", "rms_norm", (m, 4096), f"decoding {m} sequences: launch time rules", directions=FORWARD)
         for m in (1, 4, 16, 64)
     ),
     *(
         Workload(
-            f"decode-{m}-qkv",
-            "rms_norm_linear",
-            (m, 4096),
-            f"decoding {m} sequences: the kernel's bytes rule",
-            6144,
+            *(
+                f"decode-{m}-qkv",
+                "rms_norm_linear",
+                (m, 4096),
+                f"decoding {m} sequences: the kernel's bytes rule",
+                6144,
+            ),
             directions=FORWARD,
             absent=_BIAS,
         )
@@ -337,3 +183,17 @@ CPU_WORKLOADS = _named(
         for dtype in ("float32", "bfloat16")
     )
 )
+
+BLOCKS = {
+    b.name: b
+    for width, shape, what, heads in (
+        (1024, (8, 1024, 1024), "GPT-2 medium's block, a training step", 16),
+        (4096, (2, 2048, 4096), "a wide model's block, a training step", 32),
+    )
+    for b in (
+        Block(f"block-{width}", "block", shape, what, heads=heads),
+        Block(f"block-{width}-q-k-v", "block", shape, f"{what}; q, k, v apart", heads=heads, apart=True),
+    )
+}
+
+ALL: dict[str, Workload] = {**WORKLOADS, **BLOCKS, **CPU_WORKLOADS}

@@ -17,8 +17,7 @@ import typer
 
 from jln._tools.app import application
 from jln._tools.peers import PEERS
-from jln._tools.results import ALL
-from stacks import STACKS
+from jln._tools.workloads import ALL
 
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDERS = ("jln", "examples", "benchmarks", "tests")
@@ -186,7 +185,7 @@ def of_ours(name: str, rest: list[str]) -> list[str]:
     except typer.BadParameter.__mro__[1] as error:
         return [error.format_message()]
     named = [*(given.get("workloads") or ()), *(given.get("workload") or ())]
-    return [f"no workload {w}" for w in named if w not in {**ALL, **STACKS, "NAME": ...}]
+    return [f"no workload {w}" for w in named if w not in {**ALL, "NAME": ...}]
 
 
 def of_pytest(rest: list[str]) -> list[str]:
@@ -388,7 +387,7 @@ def test_the_first_pages_figures_are_those_of_the_page_on_benchmarks():
 @pytest.mark.parametrize("page", ["README.md", "benchmarks/README.md"])
 def test_sizes_have_the_names_that_commands_know(page):
     names = re.findall(r"`(?:--workload )?([a-z0-9]+(?:-[a-z0-9]+)+)`", PAGES[page])
-    assert len(names) > 5 and [name for name in names if name not in {**ALL, **STACKS, **PEERS}] == []
+    assert len(names) > 5 and [name for name in names if name not in {**ALL, **PEERS}] == []
 
 
 def test_the_page_on_mutants_is_made_of_them():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
-import sys
 from collections import Counter
 
 import jax
@@ -16,20 +14,20 @@ from jln import program
 
 for name in ("flax", "matplotlib", "optax", "orbax.checkpoint", "rich", "typer"):
     pytest.importorskip(name, reason='the example needs pip install -e ".[examples]"')
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
-
 import data_and_tensor_parallel as example  # noqa: E402
 from flax import nnx  # noqa: E402
+
+from zoo import sharding  # noqa: E402
 
 LAYERS = 2  # the fewest that have a norm between two blocks
 
 
 def compiled(config, sequence):
     """Return the report of the example's step on eight GPUs, and the number of elements of the model's parameters."""
-    mesh = program.mesh("h200", (4, 2), ("data", "tensor"))
+    mesh = program.mesh("h200", (4, 1, 2), sharding.AXES)
 
     def new():
-        model = example.new_model(config, 0, mesh, sequence)
+        model = example.GPT(config, nnx.Rngs(0))
         return model, example.make_optimizer(model, config)
 
     graph, state = nnx.split(nnx.eval_shape(new))
@@ -42,10 +40,11 @@ def compiled(config, sequence):
         return example.train_step(model, optimizer, batch), nnx.state((model, optimizer))
 
     batch = jax.ShapeDtypeStruct((config.batch, config.context + 1), "uint8")
-    batch = struct(batch, NamedSharding(mesh, PartitionSpec("data")))
-    arguments = jax.tree.map(struct, state, example.shardings(state, mesh)), batch
+    batch = struct(batch, NamedSharding(mesh, PartitionSpec(sharding.BATCH)))
+    arguments = jax.tree.map(struct, state, sharding.shardings(state, mesh)), batch
     parameters = sum(a.size for a in jax.tree.leaves(state[0]))
-    return program.compile_for(step, *arguments, devices=8), parameters
+    with sharding.on(mesh, sequence):
+        return program.compile_for(step, *arguments, devices=8), parameters
 
 
 CONFIG = dataclasses.replace(example.CONFIGS["gpu"], layers=LAYERS)

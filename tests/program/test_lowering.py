@@ -10,7 +10,8 @@ import pytest
 
 import jln
 from absent_gpu import struct
-from jln._tools import catalogue, program
+from jln import program
+from jln._tools import catalogue
 from jln._tools.catalogue import OPERATORS
 from jln._triton import target
 from jln._triton.chip import CHIPS

@@ -17,7 +17,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import absent_gpu  # noqa: F401
-from jln.program import program
+from jln import program
+from jln.program import hlo
 
 F32, BF16, MB = jnp.float32, jnp.bfloat16, 10**6
 
@@ -240,7 +241,7 @@ ENTRY %main (x: f32[16]) -> f32[16] {{
 def test_memory_behind_a_barrier_is_that_in_front(barrier):
     """A kernel that reads an array and the same array behind a barrier reads it once."""
     kind = "(f32[16], f32[4])"
-    hlo = f"""
+    text = f"""
 ENTRY %main (x: f32[16], y: f32[4]) -> f32[16] {{
   %x = f32[16]{{0}} parameter(0)
   %y = f32[4]{{0}} parameter(1)
@@ -250,7 +251,7 @@ ENTRY %main (x: f32[16], y: f32[4]) -> f32[16] {{
   %y.1 = f32[4]{{0}} get-tuple-element(%wait), index=1
   ROOT %sum = f32[16]{{0}} custom-call(%x, %x.1, %y.1), custom_call_target="sum"
 }}"""
-    (kernel,) = hlo.launches(hlo)
+    (kernel,) = hlo.launches(text)
     assert (kernel.bytes_read, kernel.bytes_written) == (80, 64)
 
 

@@ -12,7 +12,7 @@ from jln._tools.workloads import WORKLOADS
 pytest.importorskip("typer")
 
 from command_line import run
-from jln._tools.parts import Unsupported
+from jln._tools.composed import Unsupported
 from jln._tools.peers import PEERS
 
 

@@ -33,9 +33,9 @@ from transformers.models.t5 import modeling_flax_t5
 from transformers.models.t5.modeling_flax_t5 import FlaxT5ForConditionalGeneration
 from transformers.models.vit.modeling_flax_vit import FlaxViTForImageClassification
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "benchmarks"))
 import jln
-from zoo import found
+from counted import found
 
 LAYERS, WIDTH, WORDS = 2, 32, 50
 TOKENS = np.random.default_rng(0).integers(2, WORDS, (2, 12))

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("typer")
 
 from bench_cases import SMALL
-from jln._tools import numerics, timing, trace
-from jln._tools.timing import Run
+from jln._tools import clocks
+from jln._tools.clocks import Run
 
 pytestmark = pytest.mark.usefixtures("promoted_ranks")
 
@@ -32,7 +32,7 @@ def program(name, size):
 def test_each_program_of_a_trace_gets_its_own_time():
     """The profiler, by which a GPU is timed, tells two programs' times on the CPU's threads apart."""
     runs = [program("small", 8), program("large", 400)]
-    times = timing.traced(runs, 5, cold_bytes=2**20)
+    times = clocks.traced(runs, 5, cold_bytes=2**20)
     assert {name: len(t.seconds) for name, t in times.items()} == {"small": 5, "large": 5}
     assert times["large"].clock == "device" and times["large"].kernels >= 1
     assert times["small"].minimum > 0 and 10 * times["small"].minimum < times["large"].minimum  # 125,000 times the work
@@ -40,11 +40,11 @@ def test_each_program_of_a_trace_gets_its_own_time():
 
 def test_a_run_that_the_trace_lacks_is_an_error(monkeypatch):
     other = program("other", 8)
-    with pytest.raises(trace.TraceError, match=r"\['jit_other'\] where mine ran"):
-        timing.traced([Run("mine", other.call)], 2, cold_bytes=2**20)
-    monkeypatch.setattr(trace, "jax_events", lambda folder: [])
-    with pytest.raises(trace.TraceError, match="0 runs of 2"):
-        timing.traced([other], 2, cold_bytes=2**20)
+    with pytest.raises(clocks.TraceError, match=r"\['jit_other'\] where mine ran"):
+        clocks.traced([Run("mine", other.call)], 2, cold_bytes=2**20)
+    monkeypatch.setattr(clocks, "jax_events", lambda folder: [])
+    with pytest.raises(clocks.TraceError, match="0 runs of 2"):
+        clocks.traced([other], 2, cold_bytes=2**20)
 
 
 def test_of_a_gpu_only_its_streams_count(monkeypatch, tmp_path):
@@ -61,24 +61,24 @@ def test_of_a_gpu_only_its_streams_count(monkeypatch, tmp_path):
         types.SimpleNamespace(name="/device:GPU:0", lines=[modules, kernels]),
     ]
     read = types.SimpleNamespace(from_file=lambda path: types.SimpleNamespace(planes=planes))
-    monkeypatch.setattr(trace.jax.profiler, "ProfileData", read)
-    with pytest.raises(trace.TraceError, match="wrote no trace"):
-        trace.jax_events(tmp_path)
+    monkeypatch.setattr(clocks.jax.profiler, "ProfileData", read)
+    with pytest.raises(clocks.TraceError, match="wrote no trace"):
+        clocks.jax_events(tmp_path)
     (tmp_path / "a.xplane.pb").touch()
-    assert trace.jax_events(tmp_path) == [trace.Event("k1", "", 1.0, 4.0), trace.Event("k2", "jit_f", 5.0, 7.0)]
+    assert clocks.jax_events(tmp_path) == [clocks.Event("k1", "", 1.0, 4.0), clocks.Event("k2", "jit_f", 5.0, 7.0)]
 
 
 def test_marks_part_the_events():
     events = [
-        trace.Event(name, name, i, i + 1) for i, name in enumerate(["early", "mark", "mark", "a", "b", "mark", "c"])
+        clocks.Event(name, name, i, i + 1) for i, name in enumerate(["early", "mark", "mark", "a", "b", "mark", "c"])
     ]
-    assert [[e.name for e in group] for group in trace.between_marks(events, "mark")] == [["a", "b"], ["c"]]
+    assert [[e.name for e in group] for group in clocks.between_marks(events, "mark")] == [["a", "b"], ["c"]]
 
 
 def test_time_is_counted_once_where_kernels_overlap():
-    events = [trace.Event("", "", *span) for span in ((0, 10), (5, 20), (7, 8), (100, 101))]
-    assert trace.busy_seconds(events) == pytest.approx(21e-9)
-    assert trace.busy_seconds([]) == 0.0
+    events = [clocks.Event("", "", *span) for span in ((0, 10), (5, 20), (7, 8), (100, 101))]
+    assert clocks.busy_seconds(events) == pytest.approx(21e-9)
+    assert clocks.busy_seconds([]) == 0.0
 
 
 def test_windows_of_a_pytorch_trace():
@@ -99,22 +99,22 @@ def test_windows_of_a_pytorch_trace():
             ]
         }
     )
-    assert [[e.name for e in window] for window in trace.torch_events(text, "window")] == [[], ["first", "second"]]
-    assert trace.busy_seconds(trace.torch_events(text, "window")[1]) == pytest.approx(7.5e-6)
+    assert [[e.name for e in window] for window in clocks.torch_events(text, "window")] == [[], ["first", "second"]]
+    assert clocks.busy_seconds(clocks.torch_events(text, "window")[1]) == pytest.approx(7.5e-6)
 
 
 def test_every_round_has_every_program_in_an_order_of_its_own():
     runs = [program(name, 4) for name in "abcdef"]
-    rounds = np.reshape([run.name for run in timing.shuffled(runs, 20)], (20, 6))
+    rounds = np.reshape([run.name for run in clocks.shuffled(runs, 20)], (20, 6))
     assert (np.sort(rounds) == list("abcdef")).all() and len({tuple(r) for r in rounds}) > 10
 
 
 def test_pytorch_windows_are_found_in_its_trace():
     torch_peers = pytest.importorskip("torch") and __import__("jln._tools.torch_peers", fromlist=["_windows"])
     workload = SMALL["norm"]
-    given = numerics.arrays(workload)
+    given = jax.device_put(workload.draw())
     calls = torch_peers.calls(workload, torch_peers.FUNCTIONS["eager"](workload), *given)
     runs = [Run(direction, call) for direction, call in calls.items()]
-    assert len(torch_peers._windows(timing.shuffled(runs, 2), lambda: None)) == 2 * len(runs)
-    with pytest.raises(trace.TraceError, match="without kernels"):  # there is no GPU
+    assert len(torch_peers._windows(clocks.shuffled(runs, 2), lambda: None)) == 2 * len(runs)
+    with pytest.raises(clocks.TraceError, match="without kernels"):  # there is no GPU
         torch_peers.profiled(runs, 2, 2**10)

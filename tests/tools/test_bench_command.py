@@ -14,8 +14,9 @@ pytest.importorskip("typer")
 
 from bench_cases import SETTINGS, SMALL, off_by
 from command_line import run
-from jln._tools import bench, console, measure, results, timing
+from jln._tools import bench, clocks, console, machine, measure, results
 from jln._tools.peers import PEERS, Peer
+from jln._tools.workloads import ALL
 
 pytestmark = pytest.mark.usefixtures("promoted_ranks")
 
@@ -66,10 +67,10 @@ def test_on_a_gpu_the_tuning_in_force_is_recorded(monkeypatch, tmp_path):
     device = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
     monkeypatch.setenv("JLN_CHIP", "h200")
     monkeypatch.setenv("JLN_TUNING", "")
-    assert results.environment(device)["tuning"] == [] and results.environment(jax.devices("cpu")[0])["tuning"] is None
+    assert machine.environment(device)["tuning"] == [] and machine.environment(jax.devices("cpu")[0])["tuning"] is None
     (tmp_path / "a.json").write_text('{"schema": 1, "entries": []}')
     monkeypatch.setenv("JLN_TUNING", str(tmp_path / "a.json"))
-    (only, *_) = results.environment(device)["tuning"]
+    (only, *_) = machine.environment(device)["tuning"]
     assert only["file"] == str(tmp_path / "a.json") and only["choices"] == 0 and len(only["sha256"]) == 12
 
 
@@ -127,7 +128,7 @@ def test_what_another_process_measures(monkeypatch):
     one of the smallest on the CPU.
     """
     device = jax.devices("cpu")[0]
-    workload = results.ALL["decode-1"]
+    workload = ALL["decode-1"]
     records = bench._in_another_process([workload], [PEERS["jnp"]], device, SETTINGS, None)
     assert [(r["workload"], r["peer"], r["status"]) for r in records] == [("decode-1", "jnp", "timed")]
     nowhere = types.SimpleNamespace(platform="gpu", id=7)
@@ -144,7 +145,7 @@ def test_on_a_gpu_pytorch_has_a_process_of_its_own(monkeypatch):
 
     monkeypatch.setattr(bench, "_in_another_process", elsewhere)
     monkeypatch.setattr(measure, "ceilings", lambda *_: {"bytes_per_s": 1e9, "flop_per_s": 1e10})
-    monkeypatch.setattr(timing, "COLD_BYTES", 2**20)
+    monkeypatch.setattr(clocks, "COLD_BYTES", 2**20)
     gpu = types.SimpleNamespace(platform="gpu", id=0, device_kind="a GPU")
     chosen = [PEERS[name] for name in ("jnp", "torch")]
     given = (gpu, SETTINGS, None, False, None, 0.0)
@@ -157,7 +158,7 @@ def test_on_a_gpu_pytorch_has_a_process_of_its_own(monkeypatch):
 
 def test_list(capsys):
     status, out, _ = run(capsys, "bench", "--list")
-    assert status == 0 and all(name in out for name in (*results.ALL, *PEERS))
+    assert status == 0 and all(name in out for name in (*ALL, *PEERS))
 
 
 @pytest.mark.skipif(shutil.which("timeout") is None, reason="gpu_run.sh needs GNU's timeout")

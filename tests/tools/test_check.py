@@ -1,9 +1,11 @@
 """`python -m jln check`: what it computes, what it finds wrong, and with which implementations."""
 
+import functools
 import json
 import os
 import subprocess
 import sys
+from typing import get_args
 
 import jax
 import pytest
@@ -11,9 +13,9 @@ import pytest
 pytest.importorskip("typer")
 
 from command_line import process, run
-from jln._tools import check, controls, samples
+from jln._tools import check, controls
 from jln._tools.catalogue import OPERATORS
-from jln._tools.samples import Sample
+from jln._tools.workload import Init, Workload
 
 
 def test_one_operator_at_one_size(capsys):
@@ -24,7 +26,7 @@ def test_one_operator_at_one_size(capsys):
     assert out.endswith("all within their limits\n")
 
 
-INITS = samples.get_args(samples.Init)
+INITS = get_args(Init)
 
 
 # Every operator with all of them: tests/tools/test_limits.py.
@@ -38,12 +40,14 @@ def test_every_operator_and_all_data(capsys, name, init):
     found = json.loads(out)
     operator = OPERATORS[name]
     names = [a.name for a in operator.results] + [f"d{a}" for a in operator.names]
-    assert [r["name"] for r in found["runs"][0]["accuracy"]] == names
+    assert {r["device"] for r in found["accuracy"]} == {"cpu:0"}
+    for implementation in ("triton", "xla"):
+        assert [r["name"] for r in found["accuracy"] if r["implementation"] == implementation] == names
 
 
 def test_data_is_what_it_is_called():
     def x(init):
-        return Sample(OPERATORS["layer_norm"], (50, 400), 1, "float32", init).arrays()[0][0]
+        return Workload.sized(OPERATORS["layer_norm"], (50, 400), 1, "float32").draw(init)[0][0]
 
     assert (x("ones") == 1).all()
     assert set(x("integers").flat) == {-3, -2, -1, 0, 1, 2, 3}
@@ -55,15 +59,17 @@ def test_data_is_what_it_is_called():
 def test_timing(capsys):
     arguments = ("check", "layer_norm_linear", "--shape", "64x256", "--features", "32", "--time", "--json")
     status, out, _ = run(capsys, *arguments, "--implementation", "xla")
-    (only,) = json.loads(out)["runs"]
-    assert status == 0
-    sample = Sample(OPERATORS["layer_norm_linear"], (64, 256), 32, "float32")
+    times = json.loads(out)["times"]
+    assert status == 0 and [time["direction"] for time in times] == ["forward", "backward"]
+    workload = Workload.sized(OPERATORS["layer_norm_linear"], (64, 256), 32, "float32")
     # x, y, and scale, offset, kernel, bias; then dy, x, dx, scale, offset and kernel again, and their gradients.
     x, y, parameters = 64 * 256, 64 * 32, 2 * 256 + 256 * 32 + 32
     moved = {"forward": 4 * (x + y + parameters), "backward": 4 * (y + 2 * x + 2 * 256 + 256 * 32 + parameters)}
     operations = {"forward": 7 * x + 2 * x * 32, "backward": 13 * x + 4 * x * 32}
-    for direction, time in only["time"].items():
-        assert (sample.bytes_once(direction), sample.operations(direction)) == (moved[direction], operations[direction])
+    for time in times:
+        direction = time["direction"]
+        counted = workload.bytes_once(direction), workload.operations(direction)
+        assert counted == (moved[direction], operations[direction])
         assert 1e-7 < time["seconds"] < 1
         assert time["gb_per_s"] == pytest.approx(moved[direction] / time["seconds"] / 1e9)
         assert time["tflop_per_s"] == pytest.approx(operations[direction] / time["seconds"] / 1e12)
@@ -77,11 +83,12 @@ def test_the_interpreter_is_not_timed(capsys):
 
 def break_it(monkeypatch, name="layer_norm"):
     """Have an operator's dscale off by a percent."""
-    original = samples.ours
+    original = check.exact
 
-    def broken(operator, implementation):
-        ours = original(operator, implementation)
-        if operator.title != name or implementation != "xla":
+    @functools.cache
+    def broken(workload, **how):
+        ours = original(workload, **how)
+        if workload.title != name or how.get("implementation") != "xla":
             return ours
 
         @jax.custom_vjp
@@ -95,8 +102,7 @@ def break_it(monkeypatch, name="layer_norm"):
         f.defvjp(lambda *args: jax.vjp(ours, *args), backward)
         return f
 
-    for module in (check, samples):
-        monkeypatch.setattr(module, "ours", broken)
+    monkeypatch.setattr(check, "exact", broken)
 
 
 def test_a_wrong_gradient_is_found_at_one_size(capsys, monkeypatch):
@@ -140,7 +146,7 @@ def test_what_is_wrong_is_found_and_said(capsys, small, monkeypatch):
     status, out, _ = run(capsys, "check", "--json")
     found = json.loads(out)
     assert status == 1 and not found["ok"] and not found["controls_judged_rightly"]["one that is right"]
-    bad = [c for c in found["devices"][0]["checks"] if not c["ok"]]
+    bad = [c for c in found["checks"] if not c["ok"]]
     by_accuracy = {(c["operator"], c["implementation"], c["check"]) for c in bad if c["check"] != "second order"}
     assert by_accuracy == {("layer_norm", "xla", check) for check in ("bfloat16", "float64", "gradients")}
     assert {c["where"] for c in bad if c["check"] == "second order"} == {"RuntimeError: a kernel failed"}

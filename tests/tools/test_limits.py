@@ -1,5 +1,7 @@
 """Tests of the limits by which `python -m jln check` judges: they accept what is right and reject what is wrong."""
 
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,15 +9,16 @@ import pytest
 
 from jln._tools import accuracy
 from jln._tools.catalogue import EPSILON, OPERATORS
-from jln._tools.samples import DTYPES, Init, JudgedSample, Sample, get_args
+from jln._tools.check import DTYPES
+from jln._tools.workload import Init, Workload
 
 INITS = get_args(Init)
 SEEDS = range(3)
-DEVICE = jax.devices("cpu")[0]
 
 
-def judged(name, shape, dtype, init="normal", seed=0, features=20):
-    return JudgedSample(Sample(OPERATORS[name], shape, features, dtype, init, seed), DEVICE)
+def judge(name, shape, dtype, init="normal", seed=0, features=20):
+    workload = Workload.sized(OPERATORS[name], shape, features, dtype)
+    return workload, accuracy.Judge(workload, *workload.draw(init, seed))
 
 
 def all_are_right(name, dtype, implementation, seeds):
@@ -25,7 +28,8 @@ def all_are_right(name, dtype, implementation, seeds):
     """
     for init in INITS:
         for seed in seeds:
-            for line in judged(name, (7, 100), dtype, init, seed).accuracies(implementation):
+            workload, of = judge(name, (7, 100), dtype, init, seed)
+            for line in of.accuracies(accuracy.exact(workload, implementation=implementation)):
                 assert line.ok, (init, seed, line)
 
 
@@ -100,17 +104,18 @@ SLIPS = {
 def test_slips_are_rejected_by_what_they_break(dtype):
     rules = {slip: layer_norm(slip) for slip in (None, *SLIPS)}
     for seed in SEEDS:
-        known = {init: judged("layer_norm", (64, 1024), dtype, init, seed) for init in ("normal", "large-mean")}
+        known = {init: judge("layer_norm", (64, 1024), dtype, init, seed)[1] for init in ("normal", "large-mean")}
         for init in known:
-            assert all(line.ok for line in known[init].judged(rules[None]))
+            assert all(line.ok for line in known[init].accuracies(rules[None]))
         for slip, (init, results) in SLIPS.items():
-            lines = known[init].judged(rules[slip])
+            lines = known[init].accuracies(rules[slip])
             assert {line.name for line in lines if not line.ok} == results, (slip, seed, lines)
 
 
 def test_limits_are_no_wider_than_what_they_are_made_of():
     """The limits for well-conditioned float32 data are at most plain jnp's error twice and some thirty roundings."""
-    for line in judged("layer_norm", (16, 128), "float32").accuracies("xla"):
+    workload, of = judge("layer_norm", (16, 128), "float32")
+    for line in of.accuracies(accuracy.exact(workload, implementation="xla")):
         assert line.limit - 2 * line.plain_error < 4e-6 * line.largest, line
         assert line.rms_limit - 2 * line.rms_plain_error < 1e-6 * line.largest, line
 

@@ -13,9 +13,10 @@ pytest.importorskip("triton")
 
 from command_line import run
 from jln._junction import tiles as norm_tiles
-from jln._tools import launchers, search, timing, tune
+from jln._tools import clocks, launchers, search, tune
 from jln._tools.search import Verdict
-from jln._tools.workloads import TUNABLE, WORKLOADS, Workload
+from jln._tools.workload import Workload
+from jln._tools.workloads import TUNABLE, WORKLOADS
 from jln._triton import compiler, target, tuning
 from jln._triton.chip import CHIPS, SHARED_LIMIT, Chip
 from jln._triton.target import INTERPRETED, Interpreter, Recorder, Target
@@ -231,7 +232,7 @@ def test_candidates_of_every_launcher_give_the_heuristics_numbers(name):
     for q in search.questions([w for w in SMALL if w.name == name], INTERPRETED):
         chosen = search.candidates(q)[::6]
         runs = search.prepared(q.calls[0], q.key, [q.heuristic, *chosen], INTERPRETED)
-        assert all(isinstance(run, timing.Run) for run in runs), runs
+        assert all(isinstance(run, clocks.Run) for run in runs), runs
 
 
 @pytest.fixture

@@ -1,18 +1,25 @@
-"""The devices of this machine, and which implementations run on them."""
+"""The machine that this runs on: its devices, which implementations run on them, and what is installed."""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
+import importlib.metadata
 import importlib.util
 import logging
 import os
+import pathlib
+import platform
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 
+import jln
 from jln._tools.console import UserError
-from jln._triton import target
+from jln._tools.peers import PEERS
+from jln._triton import target, tuning
 from jln._triton.chip import platform_of
 
 Device = Any  # a jax.Device, which type checkers take for a variable
@@ -87,3 +94,49 @@ def implementations(device: Device) -> dict[str, str | None]:
     else:
         reason = None
     return {"triton": reason, "xla": None}
+
+
+def version(distribution: str) -> str | None:
+    """The version of an installed distribution; None where it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+VERSIONED = ("jaxlib", "jax-triton", "triton", "numpy")
+
+
+def environment(device: Any) -> dict[str, Any]:
+    versions = {p.distribution: version(p.distribution) for p in PEERS.values()} | {"jln": jln.__version__}
+    versions |= {name: version(name) for name in VERSIONED} | {"python": platform.python_version()}
+    kind = device.device_kind
+    return {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        # A copy of the files, without a repository, has no commit: then the caller must name it.
+        "commit": os.environ.get("JLN_COMMIT")
+        or _printed("git", "-C", str(pathlib.Path(jln.__file__).parent), "describe", "--always", "--dirty"),
+        "platform": device.platform,
+        "chip": kind if kind != device.platform else _processor(),
+        "driver": _printed("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        or _printed("cat", "/sys/module/amdgpu/version"),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "versions": versions,
+        "tuning": tuning.in_force(chip) if device.platform == "gpu" and (chip := target.target_chip()) else None,
+    }
+
+
+def _printed(*command: str) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _processor() -> str:
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())

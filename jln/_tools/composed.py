@@ -1,24 +1,16 @@
-"""Helpers of the peers, whatever their framework."""
+"""A workload's function as users of a framework write it: its norm, its Linears and plain sums, one after the other."""
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
 from jln._tools.catalogue import GATE_FIRST
-from jln._tools.workloads import Workload
-from jln._triton import target
+from jln._tools.workload import Workload
 
 
 class Unsupported(Exception):
     """The error of a peer that has nothing for a workload, or does not run on this machine; its message says why."""
-
-
-def kernels_asked_for() -> dict[str, str]:
-    """The arguments with which an operator runs its kernels on the chip in use; none where it does so unasked."""
-    chip = target.target_chip()
-    return {} if chip is None or chip.platform in target.UNASKED else {"implementation": "triton"}
 
 
 def composed(
@@ -37,7 +29,7 @@ def composed(
     of_examples: whether the norm can take parameters of each example. Where it cannot, a workload that has them raises
       Unsupported.
     """
-    names, adds = workload.signature.names, workload.entry.adds
+    entry, names, is_linear = workload.entry, workload.signature.names, workload.is_linear
     gate_first = workload.options == GATE_FIRST
     if workload.of_examples and not of_examples:
         raise Unsupported("its norms have one scale and one offset for all examples")
@@ -45,23 +37,23 @@ def composed(
     def function(*arguments: Any) -> Any:
         operands = dict(zip(names, arguments, strict=True))
         x = operands["x"]
-        if workload.entry.both_sides:
+        if entry.both_sides:
             x = norm(x, operands.get("x_scale"), operands.get("x_offset"))
         if "x_bias" in operands:
             x = x + operands["x_bias"]
         if "gate" in operands:
             x = x * operands["gate"]
-        x = x + operands["residual"] if adds else x
+        x = x + operands["residual"] if entry.adds else x
         if gate_first:
             x = x * silu(operands["z"])
         y = norm(x, operands.get("scale"), operands.get("offset"))
         if "z" in operands and not gate_first:
             y = y * silu(operands["z"])
-        if workload.entry.adds_behind:
+        if entry.adds_behind:
             y = operands["residual"] + y
-        if workload.is_linear:
+        if is_linear:
             y = linears(y, operands["kernel"], operands.get("bias"), linear)
-        return (y, x) if adds else y
+        return (y, x) if entry.adds else y
 
     return function
 
@@ -77,16 +69,3 @@ def linears(z: Any, kernel: Any, bias: Any, linear: Callable[..., Any]) -> Any:
     if not isinstance(kernel, tuple):
         return linear(z, kernel, bias)
     return tuple(linear(z, k, b) for k, b in zip(kernel, bias or (None,) * len(kernel), strict=True))
-
-
-def one_line(error: Exception) -> str:
-    """The message of an error of another library on one line, however many it has."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
-def version(distribution: str) -> str | None:
-    """The version of an installed distribution; None where it is not installed."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None

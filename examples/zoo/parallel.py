@@ -1,11 +1,11 @@
-"""Equinox: blocks whose attention and MLP read the same norm."""
+"""A parallel block, in Equinox: attention and MLP read the same norm, and all queries share one head of keys."""
 
 from __future__ import annotations
 
 import equinox as eqx
 import jax
 
-from zoo.common import Client, Size, attention, by_heads
+from zoo.parts import Size, attend, by_heads
 
 
 class ParallelBlock(eqx.Module):
@@ -33,7 +33,7 @@ class ParallelBlock(eqx.Module):
         """Apply the block to x [T, H], one example."""
         y = jax.vmap(self.norm)(x)
         q, k, v = (by_heads(jax.vmap(linear)(y), self.size.head) for linear in (self.q, self.k, self.v))
-        attended = jax.vmap(self.out)(attention(self.size, q, k, v, is_causal=True))
+        attended = jax.vmap(self.out)(attend(self.size, q, k, v, is_causal=True))
         return x + attended + jax.vmap(self.down)(jax.nn.gelu(jax.vmap(self.up)(y)))
 
 
@@ -54,6 +54,3 @@ class Parallel(eqx.Module):
             return jax.vmap(self.norm)(x)
 
         return jax.vmap(of_example)(x)
-
-
-CLIENTS = {"Parallel block": Client("equinox", Parallel, lambda n: n + 1, lambda n: n, lambda n: n)}

@@ -1,0 +1,111 @@
+"""Rung 4: whole steps of the zoo's models, as they are and fused: what they move, hold and make again."""
+
+import contextlib
+import functools
+import io
+import json
+import pathlib
+
+import jax
+import pytest
+
+import absent_gpu
+import jln
+from jln import program
+
+for _name in ("flax", "haiku", "equinox", "typer"):
+    pytest.importorskip(_name)
+
+import steps  # noqa: E402
+from zoo.llama import llama  # noqa: E402
+from zoo.models import MODELS, Model, functional  # noqa: E402
+
+RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results" / "h200" / "models.json"
+KEPT = {step["name"]: step for step in json.loads(RESULTS.read_text())["steps"]}
+QUICK = ("GPT, norms in float32", "AlphaFold", "Parallel")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.heavy) for n in MODELS])
+def test_a_step_is_as_the_results_say(name):
+    """A step has the norms, sums and Linears of the results, and but for some percent their kernels and bytes."""
+    found, kept = json.loads(json.dumps(steps.on_one_device(name, None, "h200", "XLA"))), KEPT[name]
+    programs = found.pop("programs")
+    assert found == {fact: value for fact, value in kept.items() if fact != "programs"}
+    assert programs.keys() == kept["programs"].keys()
+    for by, facts in programs.items():
+        assert facts == pytest.approx(kept["programs"][by], rel=0.05), by
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_fused_step_moves_and_holds_less(name):
+    """A fused step moves fewer bytes than the step as it is, holds fewer, and with its Linears needs less memory.
+
+    Under a checkpoint that keeps products one norm is all that is taken.
+    """
+    plain, fused, linears, bound = KEPT[name]["programs"].values()
+    assert bound["bytes"] < plain["bytes"]
+    assert fused["held_bytes"] < plain["held_bytes"] and linears["held_bytes"] < plain["held_bytes"]
+    if name == "Llama, checkpointed":
+        assert fused["bytes"] < 1.013 * plain["bytes"] and fused == linears
+    else:
+        assert fused["bytes"] < plain["bytes"] and linears["temporary_bytes"] < plain["temporary_bytes"]
+
+
+@pytest.mark.parametrize("name", ["GPT", "Gemma"])
+def test_a_norm_is_three_kernels(name):
+    """A norm, with the sum in front and the bias in it, is a kernel forward, one backward, and one that adds up."""
+    model = functional(MODELS[name], layers=1)
+    compiled = program.compile_for(steps.step(jln.fuse(model.function)), model.parameters, model.x)
+    assert len(absent_gpu.triton_kernels(compiled)) == 3 * {"GPT": 3, "Gemma": 3}[name]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "dots_with_no_batch_dims_saveable",
+        pytest.param("dots_saveable", marks=pytest.mark.heavy),
+        pytest.param("nothing_saveable", marks=pytest.mark.heavy),
+    ],
+)
+def test_a_policy_that_saves_products_has_none_made_again(policy):
+    """Each Linear of two layers is three products, one forward and two backward, and none is made again.
+
+    Where nothing is saved, all Linears of a block except the last are made once more, which shows that such would be
+    counted.
+    """
+    make = functools.partial(llama, policy=getattr(jax.checkpoint_policies, policy))
+    model = functional(Model("nnx", make, MODELS["Llama"].size))
+    again = 2 * 6 if policy == "nothing_saveable" else 0
+
+    def made(fuse):
+        compiled = program.compile_for(steps.step(fuse(model.function)), model.parameters, model.x)
+        return sum(k.times for k in compiled.kernels if k.product and not k.kind.startswith("__cudnn$fmha"))
+
+    assert [made(fuse) for fuse in steps.FUSED.values()] == [2 * 3 * 7 + again] * 3
+
+
+def test_a_row_is_what_a_program_does():
+    """A row has what `compile_for` counts."""
+    model = functional(MODELS["AlphaFold"], layers=1)
+    facts = steps.facts(model.function, model, "h200", "cuBLAS")
+    compiled = program.compile_for(
+        steps.step(model.function), model.parameters, model.x, compiler_options=steps.PRODUCTS["cuBLAS"]
+    )
+    assert facts.pop("held_bytes") > model.x.size * 2
+    assert facts == {
+        "kernels": compiled.launches,
+        "bytes": compiled.bytes_total,
+        "bytes_outside_products": compiled.bytes_total - compiled.product_bytes,
+        "temporary_bytes": compiled.temp_bytes,
+    }
+    assert 0 < facts["bytes_outside_products"] < facts["bytes"]
+    assert f"| {compiled.bytes_total / 1e9:.2f} / " in row_of(
+        KEPT["AlphaFold"] | {"programs": {by: facts | {"held_bytes": 0} for by in "ab"}}
+    )
+
+
+def row_of(step):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        steps.print_row(steps.row({"norms": 1, "sums": 0, "linears": 1} | step))
+    return printed.getvalue()
