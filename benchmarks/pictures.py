@@ -2,7 +2,7 @@
 
     python benchmarks/pictures.py             # pip install -e ".[test,bench]"; seconds
     python benchmarks/pictures.py FOLDER      # into a folder, and not where they belong
-    python benchmarks/pictures.py --compile   # what is in them is compiled first: ".[cuda13,bench,equinox]", an hour
+    python benchmarks/pictures.py --compile   # compiles it first: ".[cuda13,bench,equinox]", tokamax; an hour
 
 | picture | of | from |
 |---|---|---|
@@ -20,9 +20,10 @@ import math
 import pathlib
 import subprocess
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import jax
+import typer
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -218,21 +219,25 @@ def passes() -> Figure:
     return figure
 
 
-def main() -> None:
-    if "--compile" in sys.argv[1:]:
-        folder = RESULTS / "h200"
-        command = [sys.executable, "-m", "jln", "report", "--output", str(folder)]
+def main(
+    folder: Annotated[pathlib.Path, typer.Argument(file_okay=False, help="In which they are drawn.")] = ROOT,
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile first what is in them.")] = False,
+) -> None:
+    """Draw the pictures of the pages from what is kept."""
+    if compiled:
+        h200 = RESULTS / "h200"
+        command = [sys.executable, "-m", "jln", "report", "--output", str(h200)]
         subprocess.run([*command, *(a for name in OPERATORS for a in ("--workload", name))], check=True)
-        (folder / "operators.svg").unlink()  # it lies with the other pictures
+        (h200 / "operators.svg").unlink()  # it lies with the other pictures
         command = [sys.executable, str(ROOT / "benchmarks" / "steps.py"), "--output"]
-        subprocess.run([*command, str(folder / "models.json")], check=True)
+        subprocess.run([*command, str(h200 / "models.json")], check=True)
         options = ["--layers", "12", "--products", "XLA", "--products", "cuBLAS"]
-        subprocess.run([*command, str(folder / "steps.json"), *TABLED, *options], check=True)
-        (folder / "junction.json").write_text(json.dumps(dataflow.compiled(), indent=1) + "\n")
-    root = next((pathlib.Path(a) for a in sys.argv[1:] if a != "--compile"), ROOT)
-    plots.save_all(pictures(), root)
-    print(*pictures(), sep="\n")
+        subprocess.run([*command, str(h200 / "steps.json"), *TABLED, *options], check=True)
+        (h200 / "junction.json").write_text(json.dumps(dataflow.compiled(), indent=1) + "\n")
+    drawn = pictures()
+    plots.save_all(drawn, folder)
+    print(*drawn, sep="\n")
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

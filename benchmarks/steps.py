@@ -1,6 +1,6 @@
 """Print what training steps of the zoo's models launch, move and hold on H200s that need not be there, with no times.
 
-    python benchmarks/steps.py                                # all models, of two layers: a quarter of an hour
+    python benchmarks/steps.py                                # all models: a quarter of an hour
     python benchmarks/steps.py GPT Llama --layers 12          # minutes for each
     python benchmarks/steps.py Llama --mesh data=2,fsdp=2,tensor=2 --sequence
 
@@ -53,6 +53,8 @@ NORMS = (
     *(hk.LayerNorm, alphafold.LayerNorm, eqx.nn.LayerNorm),
 )
 SHARDED = ("GPT", "Llama")  # what `sharding.py` places
+LARGEST = 4096  # GPUs of a mesh
+PARTS = {"tensor": 8, "fsdp": 2048}  # what an axis divides: heads of keys, features
 
 
 @contextlib.contextmanager
@@ -125,14 +127,17 @@ HEADER = ("model", "norms", "sums", "Linears", "kernels", "moved, GB", "elsewher
 
 def parsed(text: str, chip: str) -> Mesh:
     """Make the mesh in a text such as "data=2,tensor=4". Raises BadParameter."""
-    sizes = dict.fromkeys(sharding.AXES, 1)
+    sizes: dict[str, int] = {}
     for part in text.split(","):
         axis, _, size = part.partition("=")
-        if axis not in sizes or not size.isdecimal() or not 1 <= int(size) <= 1 << 14:
+        if axis not in sharding.AXES or axis in sizes or not size.isdecimal() or not int(size):
             axes = ", ".join(sharding.AXES)
             raise typer.BadParameter(f"{text!r} is not as data=2,tensor=4, of the axes {axes}", param_hint="--mesh")
         sizes[axis] = int(size)
-    return program.mesh(chip, tuple(sizes.values()), tuple(sizes))
+    if math.prod(sizes.values()) > LARGEST or any(whole % sizes.get(axis, 1) for axis, whole in PARTS.items()):
+        limits = f"of at most {LARGEST} GPUs, whose tensor divides {PARTS['tensor']} and fsdp {PARTS['fsdp']}"
+        raise typer.BadParameter(f"{text!r} is not {limits}", param_hint="--mesh")
+    return program.mesh(chip, tuple(sizes.get(axis, 1) for axis in sharding.AXES), sharding.AXES)
 
 
 def on_a_mesh(name: str, mesh: Mesh, by_tokens: bool, chip: str) -> dict[str, program.CompiledProgram]:
@@ -194,12 +199,16 @@ def print_mesh(name: str, mesh: Mesh, by_tokens: bool, programs: dict[str, progr
 
 def main(
     models: Annotated[list[str] | None, typer.Argument(help=f"Of {'; '.join(MODELS)}. [default: all]")] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="How many. [default: two, of the ViT four]")] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="How many. [default: two, of the ViT and the Mixer four]")
+    ] = None,
     products: Annotated[list[str] | None, typer.Option(help="By XLA, which is the default, or by cuBLAS.")] = None,
     mesh: Annotated[list[str] | None, typer.Option(help="Of GPUs, as data=2,fsdp=2,tensor=2.")] = None,
     sequence: Annotated[bool, typer.Option("--sequence", help="Between Linears tokens are split over tensor.")] = False,
     chip: Annotated[str, typer.Option(help=f"To compile for: {', '.join(program.CHIPS)}.")] = "h200",
-    output: Annotated[pathlib.Path | None, typer.Option(help="A file, for all of it as JSON.")] = None,
+    output: Annotated[
+        pathlib.Path | None, typer.Option(help="A file, for all of it as JSON.", dir_okay=False, writable=True)
+    ] = None,
 ) -> None:
     """Print what steps of models launch, move and hold: as they are / fused / with Linears / without norms."""
     known = SHARDED if mesh else tuple(MODELS)
@@ -207,10 +216,16 @@ def main(
         for name in given:
             if name not in among:
                 raise typer.BadParameter(f"unknown {name!r}; known are {'; '.join(among)}")
+    if chip not in program.CHIPS:
+        raise typer.BadParameter(f"{chip!r} is none of {', '.join(program.CHIPS)}", param_hint="--chip")
     if sequence and not mesh:
         raise typer.BadParameter("it is of a --mesh", param_hint="--sequence")
-    for text in mesh or ():
-        of = parsed(text, chip)
+    if mesh and (layers or products or output):
+        raise typer.BadParameter("it goes with neither --layers, --products nor --output", param_hint="--mesh")
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.touch()  # an error here is one before minutes, not behind
+    for of in [parsed(text, chip) for text in mesh or ()]:
         for name in models or known:
             print_mesh(name, of, sequence, on_a_mesh(name, of, sequence, chip))
     if mesh:
@@ -223,7 +238,6 @@ def main(
             print_row(row(steps[-1]))
     if output is not None:
         document = {"chip": chip, "versions": {"jln": jln.__version__, "jax": jax.__version__}, "steps": steps}
-        output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(document, indent=1) + "\n")
 
 

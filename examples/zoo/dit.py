@@ -29,34 +29,28 @@ class DitBlock(nnx.Module):
         self.up = nnx.Linear(size.width, size.hidden, **of)
         self.down = nnx.Linear(size.hidden, size.width, **of)
 
-    def mixed(self, y: jax.Array) -> jax.Array:
-        """Return what the Linear `out` reads: the heads' attention, [B, T, H] -> [B, T, N * D]."""
-        q, k, v = (by_heads(linear(y), self.size.head) for linear in (self.q, self.k, self.v))
-        return attend(self.size, q, k, v)
-
-    def hidden(self, y: jax.Array) -> jax.Array:
-        """Return what the Linear `down` reads: the MLP's hidden features."""
-        return jax.nn.gelu(self.up(y))
-
     def __call__(self, x: jax.Array, condition: jax.Array) -> jax.Array:
         """Apply the block to x [B, T, H], with what the model is asked for, condition [B, 1, H]."""
         scale_1, shift_1, gate_1, scale_2, shift_2, gate_2 = jnp.split(self.modulation(condition), 6, axis=-1)
-        x = x + gate_1 * self.out(self.mixed(modulated(self.norm(x), scale_1, shift_1)))
-        return x + gate_2 * self.down(self.hidden(modulated(self.norm(x), scale_2, shift_2)))
+        y = modulated(self.norm(x), scale_1, shift_1)
+        q, k, v = (by_heads(linear(y), self.size.head) for linear in (self.q, self.k, self.v))
+        x = x + gate_1 * self.out(attend(self.size, q, k, v))
+        y = modulated(self.norm(x), scale_2, shift_2)
+        return x + gate_2 * self.down(jax.nn.gelu(self.up(y)))
 
 
 class Dit(nnx.Module):
     """Blocks, and a last norm that is modulated, too."""
 
-    def __init__(self, size: Size, rngs: nnx.Rngs | None = None):
-        rngs = rngs or nnx.Rngs(0)
+    def __init__(self, size: Size):
+        rngs = nnx.Rngs(0)
         self.blocks = nnx.List([DitBlock(size, rngs) for _ in range(size.layers)])
         self.norm = nnx.LayerNorm(size.width, use_scale=False, use_bias=False, **size.of_norms(rngs=rngs))
         self.modulation = nnx.Linear(size.width, 2 * size.width, kernel_init=ZERO, **size.of_linears(rngs=rngs))
 
-    def __call__(self, x: jax.Array, condition: jax.Array | None = None) -> jax.Array:
-        """Apply the model to x [B, T, H]. Without a condition [B, 1, H] the mean of x stands in for it."""
-        condition = jax.nn.silu(jnp.mean(x, axis=1, keepdims=True)) if condition is None else condition
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Apply the model to x [B, T, H], whose mean stands in for what the model is asked for."""
+        condition = jax.nn.silu(jnp.mean(x, axis=1, keepdims=True))
         for block in self.blocks:
             x = block(x, condition)
         return modulated(self.norm(x), *jnp.split(self.modulation(condition), 2, axis=-1))

@@ -1,4 +1,7 @@
-"""Gemma 3, in Flax NNX: its own norms, with a scale around zero, on both sides of attention and MLP."""
+"""Gemma 3, in Flax NNX: its own norms, with a scale around zero, on both sides of attention and MLP.
+
+Its queries and keys have no norms here, which `jln.fuse` would leave to XLA: `qwen.py` has these.
+"""
 
 from __future__ import annotations
 

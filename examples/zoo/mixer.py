@@ -1,8 +1,9 @@
-"""An MLP-Mixer, in Haiku: the MLP behind one norm mixes tokens, that behind the next mixes features."""
+"""An MLP-Mixer, in Haiku: the MLP behind one norm mixes tokens, that behind the next mixes features.
+
+Both MLPs are of one width here.
+"""
 
 from __future__ import annotations
-
-from typing import Any
 
 import haiku as hk
 import jax
@@ -10,11 +11,11 @@ import jax
 from zoo.parts import Size
 
 
-def mixed(size: Size, x: jax.Array, norm: Any = hk.LayerNorm) -> jax.Array:
-    """Mix x [B, T, H], within `hk.transform`. norm: the class of its norms."""
+def mixed(size: Size, x: jax.Array) -> jax.Array:
+    """Mix x [B, T, H], within `hk.transform`."""
 
     def normed(x: jax.Array) -> jax.Array:
-        return norm(axis=-1, create_scale=True, create_offset=True, param_axis=-1)(x)
+        return hk.LayerNorm(axis=-1, create_scale=True, create_offset=True, param_axis=-1)(x)
 
     def mlp(x: jax.Array) -> jax.Array:
         return hk.Linear(x.shape[-1])(jax.nn.gelu(hk.Linear(size.hidden)(x)))

@@ -69,12 +69,23 @@ def functional(model: Model, **changes: Any) -> Functional:
     """Make a function of a model, of its size with some changes. Nothing is computed: no size is too large."""
     framework, make, size = model.framework, model.make, dataclasses.replace(model.size, **changes)
     x = jax.ShapeDtypeStruct(size.shape, size.dtype)
+
+    # Where a framework's layers compute in the dtype of their parameters, the parameters are cast.
+    def wide(parameters: Any) -> Any:
+        return jax.tree.map(lambda a: a.update(dtype=size.param_dtype), parameters)
+
+    def cast(parameters: Any) -> Any:
+        return jax.tree.map(lambda a: a.astype(size.dtype), parameters)
+
     if framework == "nnx":
         graph, parameters = nnx.split(nnx.eval_shape(lambda: make(size)))
         return Functional(lambda parameters, x: nnx.merge(graph, parameters)(x), parameters, x)
     if framework == "equinox":
         arrays, rest = eqx.partition(eqx.filter_eval_shape(make, size), lambda a: isinstance(a, jax.ShapeDtypeStruct))
         leaves, tree = jax.tree.flatten(arrays)
-        return Functional(lambda leaves, x: eqx.combine(tree.unflatten(leaves), rest)(x), leaves, x)
-    made = make(size)  # in Linen or Haiku, which have these functions
-    return Functional(made.apply, jax.eval_shape(made.init, jax.random.key(0), x), x)
+        return Functional(lambda leaves, x: eqx.combine(tree.unflatten(cast(leaves)), rest)(x), wide(leaves), x)
+    made = make(size)
+    parameters = jax.eval_shape(made.init, jax.random.key(0), x)
+    if framework == "linen":
+        return Functional(made.apply, parameters, x)
+    return Functional(lambda parameters, x: made.apply(cast(parameters), x), wide(parameters), x)

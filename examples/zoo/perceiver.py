@@ -35,7 +35,7 @@ class Attend(hk.Module):
 def perceiver(size: Size) -> hk.Transformed:
     def of(x: jax.Array) -> jax.Array:
         shape = (max(1, size.tokens // FEWER), size.width)
-        latents = hk.get_parameter("latents", shape, size.dtype, hk.initializers.TruncatedNormal(0.02))
+        latents = hk.get_parameter("latents", shape, x.dtype, hk.initializers.TruncatedNormal(0.02))
         latents = Attend(size, "cross")(jnp.tile(latents[None], (x.shape[0], 1, 1)), x)
         for i in range(size.layers):
             latents = Attend(size, f"self_{i}")(latents)

@@ -1,4 +1,7 @@
-"""Qwen 3's mixture of experts, in Flax NNX: a router and all experts read one norm's result."""
+"""Qwen 3's mixture of experts, in Flax NNX: a router and all experts read one norm's result.
+
+The experts are few, and each has all tokens: which of them a token takes is no matter of norms.
+"""
 
 from __future__ import annotations
 

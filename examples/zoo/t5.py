@@ -1,4 +1,7 @@
-"""T5's encoder, in Flax Linen: its own norm, which divides by a root and makes its parameter in setup."""
+"""T5's encoder, in Flax Linen: its own norm, which divides by a root and makes its parameter in setup.
+
+Its attention is that of the other models, without T5's biases by distance.
+"""
 
 from __future__ import annotations
 

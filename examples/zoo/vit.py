@@ -30,29 +30,27 @@ class VitBlock(nn.Module):
     """A block in which the readers of a norm's result are in other modules, some of them Flax's."""
 
     size: Size
-    norm: Any
 
     @nn.compact
     def __call__(self, x: jax.Array, _: Any) -> tuple[jax.Array, None]:
-        y = self.norm(**self.size.of_norms(name="attention_norm"))(x)
+        y = nn.LayerNorm(**self.size.of_norms(name="attention_norm"))(x)
         x = x + vit_attention(self.size)(y, y)
-        return x + VitMlp(self.size)(self.norm(**self.size.of_norms(name="mlp_norm"))(x)), None
+        return x + VitMlp(self.size)(nn.LayerNorm(**self.size.of_norms(name="mlp_norm"))(x)), None
 
 
 class Vit(nn.Module):
-    """A ViT of patches [B, T, H], whose result is an image's features [B, H]. norm: the class of its norms."""
+    """A ViT of patches [B, T, H], whose result is an image's features [B, H]."""
 
     size: Size
-    norm: Any = nn.LayerNorm
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        size, norm = self.size, self.norm
+        size = self.size
         block = nn.remat(VitBlock, prevent_cse=False, policy=jax.checkpoint_policies.nothing_saveable)
         scanned = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=size.layers)
-        x, _ = scanned(size, norm, name="blocks")(x, None)
-        x = norm(**size.of_norms(name="encoder_norm"))(x)
+        x, _ = scanned(size, name="blocks")(x, None)
+        x = nn.LayerNorm(**size.of_norms(name="encoder_norm"))(x)
         probe = self.param("probe", nn.initializers.xavier_uniform(), (1, PROBES, size.width), size.param_dtype)
         probe = jnp.tile(probe.astype(size.dtype), (x.shape[0], 1, 1))
         x = vit_attention(size)(probe, x)
-        return (x + VitMlp(size)(norm(**size.of_norms(name="head_norm"))(x)))[:, 0]
+        return (x + VitMlp(size)(nn.LayerNorm(**size.of_norms(name="head_norm"))(x)))[:, 0]

@@ -94,7 +94,10 @@ def test_nothing_is_communicated_that_the_step_as_it_is_does_not(arguments, tabl
 BAD = {
     "data": "'data' is not as data=2,tensor=4, of the axes data, fsdp, tensor",
     "data=0": "'data=0' is not as",
-    "data=" + 50 * "9": "is not as",
+    "data=2,data=4": "is not as",
+    "data=" + 50 * "9": "is not of at most 4096 GPUs",
+    "fsdp=3": "whose tensor divides 8 and fsdp 2048",
+    "tensor=3": "whose tensor divides 8 and",
     "model=2": "'model=2' is not as",
 }
 
