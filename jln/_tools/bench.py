@@ -29,7 +29,7 @@ from jln._tools.console import (
     save,
     show,
 )
-from jln._tools.machine import described, devices, environment
+from jln._tools.machine import described, devices, environment, known_chip_variable
 from jln._tools.measure import Procedure, without
 from jln._tools.peers import PEERS, Peer
 from jln._tools.workloads import ALL, BLOCKS, CPU_WORKLOADS, WORKLOADS, Workload
@@ -63,6 +63,7 @@ def command(
         return
     if resume and output is None:
         raise UserError("--resume needs --output: the folder whose results to keep")
+    known_chip_variable()
     for_output(output)
     started = time.monotonic()
     # PyTorch shares the card, and memory is read from programs, not from a pool.

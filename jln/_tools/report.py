@@ -31,7 +31,7 @@ from jln._tools.console import (
     save,
     show,
 )
-from jln._tools.machine import version
+from jln._tools.machine import known_chip_variable, version
 from jln._tools.peers import PEERS, Peer
 from jln._tools.workload import FORWARD, Workload
 from jln._tools.workloads import WORKLOADS
@@ -70,6 +70,7 @@ def command(
     With --kernels: registers, spills, shared memory and loads of each kernel by itself. Exits with 1 if a program or a
     kernel of jln does not compile.
     """
+    known_chip_variable()
     known("chip", [chip], CHIPS if kernels or chip in CHIPS else program.CHIPS)
     for_output(output)
     if kernels:
