@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import subprocess
@@ -29,7 +30,7 @@ from jln._tools.console import (
     save,
     show,
 )
-from jln._tools.machine import described, devices, environment
+from jln._tools.machine import described, devices, environment, known_chip_variable
 from jln._tools.measure import Procedure, without
 from jln._tools.peers import PEERS, Peer
 from jln._tools.workloads import ALL, BLOCKS, CPU_WORKLOADS, WORKLOADS, Workload
@@ -63,6 +64,7 @@ def command(
         return
     if resume and output is None:
         raise UserError("--resume needs --output: the folder whose results to keep")
+    known_chip_variable()
     for_output(output)
     started = time.monotonic()
     # PyTorch shares the card, and memory is read from programs, not from a pool.
@@ -112,7 +114,7 @@ def _done(results: dict[str, Any], peers: Sequence[Peer]) -> set[str]:
 
 def _run(workloads, peers, device, procedure, output, resume, seconds, started) -> dict[str, Any]:
     path = output / RESULTS if output is not None else None
-    where = environment(device) | {"repetitions": procedure.repetitions, "cold": procedure.cold}
+    where = environment(device) | dataclasses.asdict(procedure)
     results = _resumed(path, where) if resume and path is not None and path.exists() else None
     # On a GPU PyTorch is measured in a process of its own: two frameworks' profilers cannot share one.
     own = [p for p in peers if p.framework == "jax" or device.platform != "gpu"] or peers
@@ -143,9 +145,12 @@ def _resumed(path: pathlib.Path, where: dict[str, Any]) -> dict[str, Any]:
         results = found_in.load(path)
     except (OSError, ValueError) as error:
         raise UserError(f"cannot resume {path}: {error}") from None
-    for name in ("chip", "versions", "commit", "tuning", "repetitions", "cold"):
+    for name in ("chip", "versions", "commit", "tuning", "repetitions", "cold", "seed", "even_wrong"):
         if (before := results["environment"].get(name)) != where[name]:
             raise UserError(f"cannot resume {path}: its {name} is {before}, this one's {where[name]}")
+    for kind, among in (("workload", ALL), ("peer", PEERS)):
+        if gone := {record[kind] for record in results["records"]} - among.keys():
+            raise UserError(f"cannot resume {path}: no {kind} is named {' or '.join(sorted(gone))} any more")
     return results
 
 

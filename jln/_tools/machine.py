@@ -17,10 +17,10 @@ from typing import Any
 import jax
 
 import jln
-from jln._tools.console import UserError
+from jln._tools.console import UserError, known
 from jln._tools.peers import PEERS
 from jln._triton import target, tuning
-from jln._triton.chip import platform_of
+from jln._triton.chip import CHIP_VARIABLE, CHIPS, platform_of
 
 Device = Any  # a jax.Device, which type checkers take for a variable
 
@@ -73,6 +73,12 @@ def described(device: Device) -> str:
     """A device by its platform and number, with its model where that says more than the platform."""
     kind = device.device_kind
     return named(device) if kind == device.platform else f"{named(device)} ({kind})"
+
+
+def known_chip_variable() -> None:
+    """Raise UserError for a chip in JLN_CHIP that nobody knows."""
+    if name := os.environ.get(CHIP_VARIABLE):
+        known(CHIP_VARIABLE, [name], CHIPS)
 
 
 def interpret_without_a_gpu() -> None:

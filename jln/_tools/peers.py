@@ -32,7 +32,6 @@ class Peer:
     framework: the framework whose arrays the function takes.
     package, distribution: the name to import, and the name under which the version is known.
     on_cpu: whether it runs on the CPU.
-    of_norms: whether it has norms by themselves, too.
     """
 
     name: str
@@ -42,7 +41,6 @@ class Peer:
     function: Callable[[Workload], Callable[..., Any]]
     framework: str = "jax"
     on_cpu: bool = True
-    of_norms: bool = True
 
     is_ours = property(lambda self: self.package == "jln")
 
@@ -163,7 +161,7 @@ PEERS = {
     p.name: p
     for p in (
         Peer("jln", "this library", "jln", "jln", _jln),
-        Peer("jln-norm", "jln's norm, then jnp's products", "jln", "jln", _norm_and_products, of_norms=False),
+        Peer("jln-norm", "jln's norm, then jnp's products", "jln", "jln", _norm_and_products),
         Peer("jnp", "jax.numpy as users write it, by XLA", "jax", "jax", _jnp),
         Peer("flax", "flax.linen's LayerNorm, RMSNorm, Dense", "flax", "flax", _flax),
         Peer("haiku", "Haiku's LayerNorm, RMSNorm, Linear", "haiku", "dm-haiku", _haiku),

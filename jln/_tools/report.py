@@ -31,7 +31,7 @@ from jln._tools.console import (
     save,
     show,
 )
-from jln._tools.machine import version
+from jln._tools.machine import known_chip_variable, version
 from jln._tools.peers import PEERS, Peer
 from jln._tools.workload import FORWARD, Workload
 from jln._tools.workloads import WORKLOADS
@@ -70,6 +70,7 @@ def command(
     With --kernels: registers, spills, shared memory and loads of each kernel by itself. Exits with 1 if a program or a
     kernel of jln does not compile.
     """
+    known_chip_variable()
     known("chip", [chip], CHIPS if kernels or chip in CHIPS else program.CHIPS)
     for_output(output)
     if kernels:
@@ -122,17 +123,16 @@ def _of_programs(names: Sequence[str], others: Sequence[str], chip: str) -> tupl
         raise UserError(str(error)) from None
     skipped = {p: why for p in peers if (why := PEERS[p].missing("gpu")) is not None}
     compared = [PEERS[p] for p in peers if p not in skipped]
-    jobs = [(WORKLOADS[n], [p for p in compared if p.of_norms or WORKLOADS[n].is_linear]) for n in names]
     workloads, rows, failed = [], [], {False: [], True: []}
-    with progress(sum(len(by) for _, by in jobs)) as begin:
-        for w, by in jobs:
+    with progress(len(names) * len(compared)) as begin:
+        for w in map(WORKLOADS.__getitem__, names):
             workloads.append(_facts(w))
-            for peer in by:
+            for peer in compared:
                 begin(f"{w.name} by {peer.name}")
                 try:
                     counted = _counted(w, peer, chip)
                 except Unsupported as why:
-                    failed[peer.is_ours].append(f"{peer.name} has no {w.name}: {why}")
+                    skipped[f"{peer.name} for {w.name}"] = str(why)
                 except Exception as error:  # another library's trouble with one size must not hide all the others
                     failed[peer.is_ours].append(f"{peer.name} does not compile for {w.name}: {one_line(error)}")
                 else:

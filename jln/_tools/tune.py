@@ -154,6 +154,8 @@ def tune(
             keep(path, [entry(question, answer, chip)])
             rows.append(
                 {
+                    "chip": tuning.chip_name(chip),
+                    "path": path,
                     "choice": described(question),
                     "heuristics": written(question.heuristic),
                     "candidates": len(choices),
@@ -164,7 +166,7 @@ def tune(
                     "wrong": next((why for why in answer.failed.values() if isinstance(why, search.Wrong)), None),
                 }
             )
-    Rows(rows, f"Tiles for {tuning.chip_name(chip)}, in {path}", ANSWERS).show()
+    Rows(rows, "Tiles for {chip}, in {path}", ANSWERS).show()
     return finished
 
 

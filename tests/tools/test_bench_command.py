@@ -109,6 +109,14 @@ def test_a_run_that_ends_early_is_taken_up_again(capsys, small, tmp_path, monkey
     }
     status, _, err = run(capsys, "bench", *arguments, "--repetitions", "3")
     assert status == 2 and "its repetitions is 2, this one's 3" in err
+    for option, message in (("--seed=7", "its seed is 0, this one's 7"), ("--even-wrong", "its even_wrong is False")):
+        status, _, err = run(capsys, "bench", *arguments, option)
+        assert status == 2 and message in err
+    saved = (tmp_path / "results.json").read_text()
+    for kind, name in (("workload", "norm"), ("peer", "jnp")):
+        (tmp_path / "results.json").write_text(saved.replace(f'"{kind}": "{name}"', f'"{kind}": "former"'))
+        status, _, err = run(capsys, "bench", *arguments)
+        assert status == 2 and f"no {kind} is named former any more" in err and len(err.splitlines()) == 1
     (tmp_path / "results.json").write_text("[]")
     status, _, err = run(capsys, "bench", *arguments)
     assert status == 2 and "it is not what this command writes" in err and len(err.splitlines()) == 1

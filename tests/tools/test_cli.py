@@ -101,6 +101,13 @@ def test_bad_requests_are_one_line_and_status_2(capsys, case):
     assert (status, out) == (2, "") and message in err and err.startswith("jln: ") and len(err.splitlines()) == 1
 
 
+@pytest.mark.parametrize("arguments", ["report", "report --kernels", "bench --device cpu"])
+def test_a_chip_that_nobody_knows_is_one_line_and_status_2(capsys, monkeypatch, arguments):
+    monkeypatch.setenv("JLN_CHIP", "h2000")
+    status, out, err = run(capsys, *arguments.split())
+    assert (status, out) == (2, "") and err.startswith("jln: unknown JLN_CHIP 'h2000'; known are a100")
+
+
 @pytest.mark.parametrize("command", ["check", "doctor"])
 def test_no_device_is_one_line_and_status_2(command):
     ran = process(command, JAX_PLATFORMS="nonsense")

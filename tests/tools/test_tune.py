@@ -246,9 +246,10 @@ HALF = clock(lambda rows, *_: rows)
 
 @interpreted
 def test_what_is_found_is_written_and_taken(sound, tmp_path, monkeypatch, capsys):
-    path = tmp_path / "a" / "tuning.json"
+    path = tmp_path / "{a}" / "tuning.json"
     assert tune.tune(SMALL[:1], INTERPRETED, path, HALF)
-    assert "2x128 warps" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f", in {path}\n" in out and "2x128 warps" in out
     monkeypatch.setenv(tuning.VARIABLE, str(path))
     assert norm_tiles.forward(100, 1, 4, False, Target()).rows == 2 < norm_tiles.forward_tile(100, 1, 4).rows
     (forward, _) = json.loads(path.read_text())["entries"]
