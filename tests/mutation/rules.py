@@ -141,7 +141,7 @@ RULES = [
         XLA_GRADIENTS,
         "others = {*norm.axes_of_examples(ndim, batch_dims), ndim + norm.axis}",
         "others = {ndim + norm.axis}",
-        (f"{TRANSFORMED}test_vmap_of_grad[xla-layer_norm-x]",),
+        (f"{TRANSFORMED}test_vmap_of_grad[xla-add_layer_norm-x and scale]",),
     ),
     Mutant(
         "y without the bias, XLA",
