@@ -34,21 +34,10 @@ def test_a_step_is_as_the_results_say(name):
     assert programs.keys() == kept["programs"].keys()
     for by, facts in programs.items():
         assert facts == pytest.approx(kept["programs"][by], rel=0.05), by
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_fused_step_moves_and_holds_less(name):
-    """A fused step moves fewer bytes than the step as it is, holds fewer, and with its Linears needs less memory.
-
-    Under a checkpoint that keeps products one norm is all that is taken.
-    """
-    plain, fused, linears, bound = KEPT[name]["programs"].values()
-    assert bound["bytes"] < plain["bytes"]
-    assert fused["held_bytes"] < plain["held_bytes"] and linears["held_bytes"] < plain["held_bytes"]
-    if name == "Llama, checkpointed":
-        assert fused["bytes"] < 1.013 * plain["bytes"] and fused == linears
-    else:
-        assert fused["bytes"] < plain["bytes"] and linears["temporary_bytes"] < plain["temporary_bytes"]
+    plain, kept_plain = programs["as it is"]["bytes"], kept["programs"]["as it is"]["bytes"]
+    for by in steps.FUSED:  # what is gained may be less than the bytes are allowed to change
+        gained = programs[by]["bytes"] / plain, kept["programs"][by]["bytes"] / kept_plain
+        assert gained[0] == pytest.approx(gained[1], abs=0.002), by
 
 
 @pytest.mark.parametrize("name", ["GPT", "Gemma"])
