@@ -107,6 +107,8 @@ def evaluated(case: Case, given: dict, cotangents: dict) -> tuple[dict, dict]:
         keep("gate", total(d * part for part in parts))  # each by itself, as derivatives of the rules add them up
     if form.both_sides:
         of_branch = scaled(d, w)
+        if w is not None and total_dtype == jnp.bfloat16:  # float16 is too narrow for a small gate, and not written
+            of_branch = of_branch.stored(total_dtype)
         keep("x_offset", of_branch)
         keep("x_scale", of_branch * x_hat_in_front)
         of_u = scaled(of_branch, t).broadcast_to(full)
