@@ -119,7 +119,7 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
         "jax_says": complaints,
         "faults": faults,
     }
-    notes = [f"Tiles of the kernels: {tiles}.", f"Compiled kernels: {kernels}."]
+    notes = [f"{tiles}.", f"Compiled kernels: {kernels}."]
     notes += [f"{facts[why]}." for why in ("why_not_fused", "why_not_unasked") if facts[why] is not None]
     notes += [f"Known bad pairs of versions: {len(bad)} of {len(BAD_PAIRS)} are here."]
     notes += [f"JAX says: {complaint}" for complaint in complaints]
@@ -136,18 +136,40 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
     raise typer.Exit(1 if faults else 0)
 
 
+RULES = "rules of row length, layout, dtype and chip"
+MEASURE = "`python -m jln tune` on the card measures tiles"
+
+
 def _tuning() -> tuple[str, list[str]]:
-    """Return where the kernels' tiles are from, and what is wrong with the files that were named."""
+    """Return where the kernels' tiles are from, in words, and what is wrong with the files that were named."""
     try:
         chip = target.target_chip()
     except ValueError as error:  # of JLN_CHIP
-        return "heuristics", [f"{CHIP_VARIABLE}: {error}"]
+        return f"Tiles of the kernels: by {RULES}", [f"{CHIP_VARIABLE}: {error}"]
     if chip is None:
-        return "heuristics, as there is no GPU", []
-    files = tuning.in_force(chip)
-    asked = [f"{f['choices']} choices for {tuning.chip_name(chip)} in {f['file']}" for f in files]
+        return f"Tiles of the kernels: no GPU is here to ask for; {CHIP_VARIABLE} names one that is not", []
+    name, files = tuning.chip_name(chip), tuning.in_force(chip)
     faults = [f"{f['file']} is ignored in part: {fault}" for f in files for fault in f["ignored"][:3]]
-    return ", else ".join([*asked, "heuristics"]), faults
+    measured = "; else ".join(map(_measured, (f for f in files if f["choices"])))
+    if measured:
+        return f"Tiles of the kernels on {name}: {measured}; else by {RULES}. {MEASURE}", faults
+    if os.environ.get(tuning.VARIABLE) == "":
+        why = f"{tuning.VARIABLE} is set to nothing, so that no file is asked"
+    elif files:
+        others = (f"{f['file']} has " + (", ".join(f["other_chips"]) or "none at all") for f in files)
+        why = f"no file has an entry for {name}: {'; '.join(others)}"
+    else:
+        why = f"the package has no {name}.json, and {tuning.VARIABLE} names no file"
+    return f"Tiles of the kernels on {name}: none is measured, all are by {RULES}; {why}. {MEASURE}", faults
+
+
+def _measured(file: dict[str, Any]) -> str:
+    """The choices that a tuning file has for this chip, in words."""
+    by = ", ".join(f"jln {version}" for version in file["versions"])
+    said = f"{file['choices']} choices measured by {by}, in {file['file']}"
+    if file["by_the_rule"]:
+        said += f", of which in {file['by_the_rule']} nothing was faster than the rule"
+    return said if file["versions"] == [jln.__version__] else f"{said} (this is jln {jln.__version__})"
 
 
 def _compiled_kernels() -> tuple[str, list[str]]:

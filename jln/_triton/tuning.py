@@ -16,6 +16,7 @@ change the last bits of results for no reason to be seen.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -155,22 +156,41 @@ def _files(chip: Chip) -> list[pathlib.Path]:
 def in_force(chip: Chip) -> list[dict[str, Any]]:
     """The files that are asked for this chip.
 
-    Each with how many choices it has for the chip, a hash of its content, and what in it is ignored.
+    Each with how many choices it has for the chip, in how many of them nothing was faster than the rule, the versions
+    of jln by which they were measured, how many choices it has for other chips by name, a hash of its content, and what
+    in it is ignored.
     """
     files = []
     for path in _files(chip):
         content = _bytes(path)
         with _lock:
             entries, faults = _parsed(content)
+        of_chips = collections.Counter(dict(key)["chip"] for key in entries)
         files.append(
             {
                 "file": str(path),
-                "choices": sum(dict(key)["chip"] == chip_name(chip) for key in entries),
+                "choices": of_chips.pop(chip_name(chip), 0),
+                "by_the_rule": sum(
+                    tiles is None and dict(k)["chip"] == chip_name(chip) for k, tiles in entries.items()
+                ),
+                "versions": _measured_by(content, chip_name(chip)) if entries else [],
+                "other_chips": dict(sorted(of_chips.items())),
                 "sha256": hashlib.sha256(content).hexdigest()[:12] if isinstance(content, bytes) else None,
                 "ignored": faults,
             }
         )
     return files
+
+
+def _measured_by(content: bytes | str, chip: str) -> list[str]:
+    """The versions of jln that measured a file's entries for a chip, sorted; "unknown" where an entry does not say."""
+    found = set()
+    for entry in loaded(content)["entries"]:
+        if isinstance(entry, dict) and entry.get("chip") == chip:
+            measured = entry.get("measured")
+            versions = measured.get("versions") if isinstance(measured, dict) else None
+            found.add(str(versions.get("jln", "unknown")) if isinstance(versions, dict) else "unknown")
+    return sorted(found)
 
 
 _lock = threading.Lock()

@@ -8,11 +8,14 @@ import pytest
 
 pytest.importorskip("typer")
 
+import jln
 from command_line import run
 from jln._tools import doctor
 from jln._tools.catalogue import OPERATORS
 from jln._triton import cache
 from jln._triton.chip import CHIP_VARIABLE
+from jln._triton.tile import Tile
+from tuning_files import norm, write
 
 
 def test_doctor(capsys):
@@ -37,16 +40,47 @@ class AmdGpu(Gpu):
 
 
 def test_doctor_says_where_tiles_are_from(capsys, monkeypatch, tmp_path):
+    """The doctor says for a chip how many choices are measured, by which version, or that rules are all there is."""
     monkeypatch.setattr(doctor, "choices", lambda *_: [])
-    assert "Tiles of the kernels: heuristics, as there is no GPU." in run(capsys, "doctor")[1]
+
+    def tiles():
+        status, out, _ = run(capsys, "doctor", "--json")
+        found = json.loads(out)
+        assert status == bool(found["faults"])
+        return found["tuning"], found["faults"]
+
+    assert (
+        "Tiles of the kernels: no GPU is here to ask for; JLN_CHIP names one that is not." in run(capsys, "doctor")[1]
+    )
+    rules, to_measure = "rules of row length, layout, dtype and chip", "`python -m jln tune` on the card measures tiles"
+    unmeasured = f"none is measured, all are by {rules}; "
+    for chip in ("l4", "b200"):
+        monkeypatch.setenv(CHIP_VARIABLE, chip)
+        none = f"the package has no {chip}.json, and JLN_TUNING names no file"
+        assert tiles() == (f"Tiles of the kernels on {chip}: {unmeasured}{none}. {to_measure}", [])
+
+    path = tmp_path / "a.json"
+    monkeypatch.setenv("JLN_TUNING", str(path))
+    same = norm("forward", None, h=64) | {"measured": {"versions": {"jln": jln.__version__}}}
+    faster = norm("forward", {"tile": Tile(1, 128, 4)}) | {"measured": {"versions": {"jln": "0.1.0"}}}
+    write(path, same, norm("forward", None, chip="h200"))
+    assert tiles()[0].endswith(f"; no file has an entry for b200: {path} has h200. {to_measure}")
     monkeypatch.setenv(CHIP_VARIABLE, "h200")
-    (tmp_path / "a.json").write_text('{"schema": 1, "entries": []}')
-    monkeypatch.setenv("JLN_TUNING", str(tmp_path / "a.json"))
-    out = run(capsys, "doctor", "--json")[1]
-    assert json.loads(out)["tuning"].startswith(f"0 choices for h200 in {tmp_path / 'a.json'}, else ")
-    (tmp_path / "a.json").write_text("{")
-    found = run(capsys, "doctor")
-    assert found[0] == 1 and f"BROKEN: {tmp_path / 'a.json'} is ignored in part: all of it: Expecting" in found[1]
+    write(path, same)
+    by = f"by jln {jln.__version__}, in {path}, of which in 1 nothing was faster than the rule"
+    assert tiles()[0] == f"Tiles of the kernels on h200: 1 choices measured {by}; else by {rules}. {to_measure}"
+    write(path, faster, norm("forward", {"tile": Tile(1, 64, 4)}, h=64))
+    by = f"by jln 0.1.0, jln unknown, in {path} (this is jln {jln.__version__})"
+    assert tiles()[0] == f"Tiles of the kernels on h200: 2 choices measured {by}; else by {rules}. {to_measure}"
+
+    monkeypatch.setenv("JLN_TUNING", "")
+    nothing = "JLN_TUNING is set to nothing, so that no file is asked"
+    assert tiles()[0] == f"Tiles of the kernels on h200: {unmeasured}{nothing}. {to_measure}"
+    monkeypatch.setenv("JLN_TUNING", str(path))
+    path.write_text("{")
+    says, faults = tiles()
+    assert says.endswith(f"no file has an entry for h200: {path} has none at all. {to_measure}")
+    assert [fault[: fault.index(" Expecting")] for fault in faults] == [f"{path} is ignored in part: all of it:"]
     monkeypatch.setenv(CHIP_VARIABLE, "h2000")
     assert "BROKEN: JLN_CHIP: unknown chip 'h2000'" in run(capsys, "doctor")[1]
 
