@@ -39,7 +39,7 @@ def rms_norm(
 
 
 def add_layer_norm(
-    x: jax.Array, residual: jax.Array, scale: jax.Array | None = None, offset: jax.Array | None = None, *,
+    x: jax.Array, residual: jax.Array | None, scale: jax.Array | None = None, offset: jax.Array | None = None, *,
     x_bias: jax.Array | None = None, gate: Gate = None,
     axis: Axis = -1, epsilon: float = 1e-6, zero_centered_scale: bool = False, dtype: DTypeLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
@@ -48,11 +48,11 @@ def add_layer_norm(
     `total = residual + gate * (x + x_bias)` is rounded once.
     """
     norm = _Norm(True, axis, epsilon, zero_centered_scale)
-    return _junction(x, norm, scale, offset, residual=residual, x_bias=x_bias, gate=gate, dtype=dtype)
+    return _junction(x, norm, scale, offset, adds=True, residual=residual, x_bias=x_bias, gate=gate, dtype=dtype)
 
 
 def add_rms_norm(
-    x: jax.Array, residual: jax.Array, scale: jax.Array | None = None, *,
+    x: jax.Array, residual: jax.Array | None, scale: jax.Array | None = None, *,
     x_bias: jax.Array | None = None, gate: Gate = None,
     axis: Axis = -1, epsilon: float = 1e-6, zero_centered_scale: bool = False, dtype: DTypeLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
@@ -61,7 +61,7 @@ def add_rms_norm(
     `total = residual + gate * (x + x_bias)` is rounded once.
     """
     norm = _Norm(False, axis, epsilon, zero_centered_scale)
-    return _junction(x, norm, scale, residual=residual, x_bias=x_bias, gate=gate, dtype=dtype)
+    return _junction(x, norm, scale, adds=True, residual=residual, x_bias=x_bias, gate=gate, dtype=dtype)
 
 
 def layer_norm_add(
@@ -133,7 +133,7 @@ def rms_norm_linear(
 
 
 def add_layer_norm_linear(
-    x: jax.Array, residual: jax.Array, scale: jax.Array | None, offset: jax.Array | None, kernel: Kernels,
+    x: jax.Array, residual: jax.Array | None, scale: jax.Array | None, offset: jax.Array | None, kernel: Kernels,
     bias: Biases = None, *, x_bias: jax.Array | None = None, gate: Gate = None,
     epsilon: float = 1e-6, zero_centered_scale: bool = False, precision: jax.lax.PrecisionLike = None,
 ) -> tuple[Products, jax.Array]:  # fmt: skip
@@ -142,11 +142,11 @@ def add_layer_norm_linear(
     `total = residual + gate * (x + x_bias)` is rounded once.
     """
     norm, linears = _Norm(True, -1, epsilon, zero_centered_scale), (kernel, bias, precision)
-    return _junction(x, norm, scale, offset, residual=residual, x_bias=x_bias, gate=gate, linears=linears)
+    return _junction(x, norm, scale, offset, adds=True, residual=residual, x_bias=x_bias, gate=gate, linears=linears)
 
 
 def add_rms_norm_linear(
-    x: jax.Array, residual: jax.Array, scale: jax.Array | None, kernel: Kernels, bias: Biases = None, *,
+    x: jax.Array, residual: jax.Array | None, scale: jax.Array | None, kernel: Kernels, bias: Biases = None, *,
     x_bias: jax.Array | None = None, gate: Gate = None,
     epsilon: float = 1e-6, zero_centered_scale: bool = False, precision: jax.lax.PrecisionLike = None,
 ) -> tuple[Products, jax.Array]:  # fmt: skip
@@ -155,7 +155,7 @@ def add_rms_norm_linear(
     `total = residual + gate * (x + x_bias)` is rounded once.
     """
     norm, linears = _Norm(False, -1, epsilon, zero_centered_scale), (kernel, bias, precision)
-    return _junction(x, norm, scale, residual=residual, x_bias=x_bias, gate=gate, linears=linears)
+    return _junction(x, norm, scale, adds=True, residual=residual, x_bias=x_bias, gate=gate, linears=linears)
 
 
 def rms_norm_add_rms_norm_linear(
@@ -205,10 +205,10 @@ class _Norm(NamedTuple):
 
 
 def _junction(
-    x, norm, scale=None, offset=None, *, residual=None, x_bias=None, both_sides=False, x_scale=None, gate=None,
-    z=None, norm_before_gate=True, added=None, linears=None, dtype=None,
+    x, norm, scale=None, offset=None, *, adds=False, residual=None, x_bias=None, both_sides=False, x_scale=None,
+    gate=None, z=None, norm_before_gate=True, added=None, linears=None, dtype=None,
 ) -> Any:  # fmt: skip
-    """Say the sentence that every operator is a part of. Returns y, or `(y, total)` where a residual is in front."""
+    """Say the sentence that every operator is a part of. Returns y, or `(y, total)` where it adds, be it nothing."""
     # branch = x + x_bias  |  norm(x, x_scale) + x_bias  |  x * silu(z)
     total_dtype = x.dtype if residual is None else _promoted(x.dtype, residual.dtype)
     branch = norm(x, x_scale) if both_sides else x
@@ -232,7 +232,7 @@ def _junction(
         wide, y_dtype = _promoted(y.dtype, added.dtype), _promoted(x.dtype, added.dtype)
         y = y.astype(wide) + added.astype(wide)
     y = y.astype(dtype or y_dtype) if linears is None else _linears(y, x.dtype, *linears)
-    return y if residual is None else (y, total)
+    return (y, total) if adds or residual is not None else y
 
 
 def _linears(z, x_dtype, kernel, bias, precision):

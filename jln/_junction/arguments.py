@@ -36,6 +36,10 @@ def checked(arrays: Arrays, axes: tuple[int, ...], both_sides: bool = False) -> 
         name: _checks.parameter(name, getattr(arrays, name), x, axes, normalised)
         for name in ("scale", "offset", "x_scale")
     }
+    if arrays.residual is None:
+        for name, value in (("x_bias", arrays.x_bias), ("gate", arrays.gate)):
+            if value is not None:
+                raise ValueError(f"{name} needs a residual, to which x is added with it; got residual=None")
     if both_sides:
         x_bias = _checks.parameter("x_offset", arrays.x_bias, x, axes, normalised)
     else:

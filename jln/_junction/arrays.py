@@ -164,12 +164,15 @@ class Junction:
     """An operator's static arguments, as its rules need them.
 
     y_dtype: a dtype's name; None with Linears, whose results have that of their products.
+    gives_total: whether total is a result. Without a residual it is x itself, and what its readers pull back comes to
+      the backward operation.
     precision: of the products, as `jax.lax.dot_general` takes it. features: how many axes of features each kernel has.
     in_one: whether norm and products are one operation, as `few_features` says.
     """
 
     norm: Norm
     y_dtype: str | None = None
+    gives_total: bool = False
     implementation: str | None = None
     precision: Any = None
     features: tuple[int, ...] = ()

@@ -120,8 +120,13 @@ def _outcome(junction: Junction, operands: Arrays, keeps: set[str]) -> Arrays:
     return results._replace(y=tuple(checkpoint_name(y, PRODUCT) for y in results.y))
 
 
+def _results(junction: Junction, operands: Arrays, outcome: Arrays) -> Arrays:
+    total = operands.x if operands.residual is None and junction.gives_total else outcome.total
+    return Arrays(y=outcome.y, total=total)
+
+
 def _value(junction: Junction, operands: Arrays) -> Arrays:
-    return _outcome(junction, operands, set()).only(("y", "total"))
+    return _results(junction, operands, _outcome(junction, operands, set()))
 
 
 def _differ(norm: Norm, operands: Arrays) -> bool:
@@ -154,7 +159,7 @@ def _saving(junction: Junction, operands: Arrays, wanted: Arrays) -> tuple[Array
     statistics = dict.fromkeys(of_all.intersection(KEPT), jax.tree.leaves(outcome.y)[0])
     unneeded = jax.tree.map(Unneeded, there._replace(**statistics))
     saved = {name: getattr(there if name in reads else unneeded, name) for name in sorted(of_all)}
-    return outcome.only(("y", "total")), Arrays(**saved)
+    return _results(junction, operands, outcome), Arrays(**saved)
 
 
 def _gradients(junction: Junction, saved: Arrays, cotangents: Arrays, wanted: Arrays) -> Arrays:

@@ -26,6 +26,7 @@ def call(
     epsilon: float,
     zero_centered_scale: bool = False,
     both_sides: bool = False,
+    gives_total: bool = False,
     dtype: DTypeLike | None = None,
     precision: PrecisionLike = None,
     implementation: str | None = None,
@@ -52,7 +53,9 @@ def call(
     else:
         features = tuple(kernel.ndim - 1 for kernel in arrays.kernel)
         junction = Junction(norm, precision=_checks.precision(precision), features=features)
-    junction = dataclasses.replace(junction, implementation=_checks.implementation(implementation))
+    junction = dataclasses.replace(
+        junction, gives_total=gives_total, implementation=_checks.implementation(implementation)
+    )
     return _on_any_mesh(junction, axes, _checks.flag("forward_mode", forward_mode), arrays)
 
 
@@ -62,7 +65,7 @@ def _on_any_mesh(junction: Junction, axes: tuple[int, ...], forward_mode: bool, 
         y = specs.x
         if specs.kernel is not None:
             y = tuple(_spec_of_product(specs.x[:-1], kernel) for kernel in specs.kernel)
-        return Arrays(y=y, total=None if specs.residual is None else specs.x)
+        return Arrays(y=y, total=specs.x if junction.gives_total else None)
 
     def laid_out_and_back(arrays: Arrays) -> Arrays:
         operands, norm, back = arranged(arrays, axes, junction.norm)

@@ -8,7 +8,7 @@ import jax
 from jax.lax import PrecisionLike
 
 from jln import _checks
-from jln._checks import array
+from jln._checks import array, optional_array
 from jln._explain import listed
 from jln._junction.arguments import Gate
 from jln._junction.arrays import Arrays
@@ -129,7 +129,7 @@ def rms_norm_linear(
 @listed("fused")
 def add_layer_norm_linear(
     x: jax.Array,
-    residual: jax.Array,
+    residual: jax.Array | None,
     scale: jax.Array | None,
     offset: jax.Array | None,
     kernel: Kernels,
@@ -159,11 +159,12 @@ def add_layer_norm_linear(
       y: as of `layer_norm_linear`.
       total: `x`'s shape, in the promoted dtype of `x` and `residual`.
     """
-    summands = Arrays(x=array("x", x), residual=array("residual", residual), x_bias=x_bias, gate=gate)
+    summands = Arrays(x=array("x", x), residual=optional_array("residual", residual), x_bias=x_bias, gate=gate)
     arrays = summands._replace(scale=scale, offset=offset)
     results = call(
         with_linears(arrays, kernel, bias),
         subtract_mean=True,
+        gives_total=True,
         epsilon=epsilon,
         zero_centered_scale=zero_centered_scale,
         precision=precision,
@@ -176,7 +177,7 @@ def add_layer_norm_linear(
 @listed("fused")
 def add_rms_norm_linear(
     x: jax.Array,
-    residual: jax.Array,
+    residual: jax.Array | None,
     scale: jax.Array | None,
     kernel: Kernels,
     bias: Biases = None,
@@ -198,10 +199,13 @@ def add_rms_norm_linear(
       residual, x_bias, gate: as of `add_layer_norm`.
       epsilon, zero_centered_scale, implementation, forward_mode: as of `layer_norm`.
     """
-    arrays = Arrays(x=array("x", x), residual=array("residual", residual), scale=scale, x_bias=x_bias, gate=gate)
+    arrays = Arrays(
+        x=array("x", x), residual=optional_array("residual", residual), scale=scale, x_bias=x_bias, gate=gate
+    )
     results = call(
         with_linears(arrays, kernel, bias),
         subtract_mean=False,
+        gives_total=True,
         epsilon=epsilon,
         zero_centered_scale=zero_centered_scale,
         precision=precision,
@@ -236,8 +240,7 @@ def rms_norm_add_rms_norm_linear(
 
     Args:
       x, scale, kernel, bias, precision: as of `layer_norm_linear`.
-      residual, gate: as of `add_layer_norm`.
-      x_scale, epsilon, zero_centered_scale: as of `rms_norm_add_rms_norm`.
+      x_scale, residual, gate, epsilon, zero_centered_scale: as of `rms_norm_add_rms_norm`.
       implementation, forward_mode: as of `layer_norm`.
     """
     summands = Arrays(x=array("x", x), residual=array("residual", residual), x_scale=x_scale, gate=gate)
@@ -245,6 +248,7 @@ def rms_norm_add_rms_norm_linear(
         with_linears(summands._replace(scale=scale), kernel, bias),
         subtract_mean=False,
         both_sides=True,
+        gives_total=True,
         epsilon=epsilon,
         zero_centered_scale=zero_centered_scale,
         precision=precision,
@@ -279,8 +283,7 @@ def layer_norm_add_layer_norm_linear(
 
     Args:
       x, scale, offset, kernel, bias, precision: as of `layer_norm_linear`.
-      residual, gate: as of `add_layer_norm`.
-      x_scale, epsilon, zero_centered_scale: as of `rms_norm_add_rms_norm`.
+      x_scale, residual, gate, epsilon, zero_centered_scale: as of `rms_norm_add_rms_norm`.
       x_offset: as of `layer_norm_add_layer_norm`.
       implementation, forward_mode: as of `layer_norm`.
     """
@@ -290,6 +293,7 @@ def layer_norm_add_layer_norm_linear(
         with_linears(arrays, kernel, bias),
         subtract_mean=True,
         both_sides=True,
+        gives_total=True,
         epsilon=epsilon,
         zero_centered_scale=zero_centered_scale,
         precision=precision,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 from jax.typing import DTypeLike
 
-from jln._checks import array
+from jln._checks import array, optional_array
 from jln._explain import listed
 from jln._junction.arguments import Axis, Gate
 from jln._junction.arrays import Arrays
@@ -15,7 +15,7 @@ from jln._operators.call import call
 @listed("norm")
 def add_layer_norm(
     x: jax.Array,
-    residual: jax.Array,
+    residual: jax.Array | None,
     scale: jax.Array | None = None,
     offset: jax.Array | None = None,
     *,
@@ -36,7 +36,9 @@ def add_layer_norm(
     of `layer_norm`.
 
     Args:
-      residual: `x`'s shape; any supported dtype.
+      residual: `x`'s shape; any supported dtype. None: nothing is added, and `total` is `x` itself. It is for a norm
+        whose `x` others read too, such as the first one of a block: where they read `total`, the kernel of the norm's
+        gradient adds theirs, which else is a pass over three arrays.
       x_bias: the bias of the Linear that made `x`: the normalised axes' shape; any supported dtype. None: no bias.
       gate: a factor of the branch: LayerScale, a gate of adaLN, of stochastic depth. Of the shapes of `scale`, with
         `x`'s rank also 1 on the normalised axes; or a number, static or an array. None: 1.
@@ -47,11 +49,12 @@ def add_layer_norm(
       y: `x`'s shape, in `dtype`.
       total: `x`'s shape, in the promoted dtype of `x` and `residual`.
     """
-    summands = Arrays(x=array("x", x), residual=array("residual", residual), x_bias=x_bias, gate=gate)
+    summands = Arrays(x=array("x", x), residual=optional_array("residual", residual), x_bias=x_bias, gate=gate)
     arrays = summands._replace(scale=scale, offset=offset)
     results = call(
         arrays,
         subtract_mean=True,
+        gives_total=True,
         axis=axis,
         epsilon=epsilon,
         zero_centered_scale=zero_centered_scale,
@@ -65,7 +68,7 @@ def add_layer_norm(
 @listed("norm")
 def add_rms_norm(
     x: jax.Array,
-    residual: jax.Array,
+    residual: jax.Array | None,
     scale: jax.Array | None = None,
     *,
     x_bias: jax.Array | None = None,
@@ -85,10 +88,11 @@ def add_rms_norm(
       residual, x_bias, gate, dtype: as of `add_layer_norm`.
       x, scale, axis, epsilon, zero_centered_scale, implementation, forward_mode: as of `layer_norm`.
     """
-    arrays = Arrays(x=array("x", x), residual=array("residual", residual), scale=scale, x_bias=x_bias, gate=gate)
+    summands = Arrays(x=array("x", x), residual=optional_array("residual", residual), x_bias=x_bias, gate=gate)
     results = call(
-        arrays,
+        summands._replace(scale=scale),
         subtract_mean=False,
+        gives_total=True,
         axis=axis,
         epsilon=epsilon,
         zero_centered_scale=zero_centered_scale,
@@ -133,7 +137,8 @@ def rms_norm_add_rms_norm(
       x_scale: the scale of `x`'s norm; shapes and dtypes as of `scale` in `layer_norm`.
       scale: the scale of the sum's norm; shapes and dtypes as in `layer_norm`.
       zero_centered_scale: multiply by `1 + x_scale` and by `1 + scale`.
-      residual, gate, dtype: as of `add_layer_norm`.
+      residual: `x`'s shape; any supported dtype.
+      gate, dtype: as of `add_layer_norm`.
       x, implementation, forward_mode: as of `layer_norm`.
       axis, epsilon: as of `layer_norm`, of both norms.
     """
@@ -143,6 +148,7 @@ def rms_norm_add_rms_norm(
         arrays,
         subtract_mean=False,
         both_sides=True,
+        gives_total=True,
         axis=axis,
         epsilon=epsilon,
         zero_centered_scale=zero_centered_scale,
@@ -181,7 +187,7 @@ def layer_norm_add_layer_norm(
       x_offset: the offset of `x`'s norm; shapes and dtypes as of `scale` in `layer_norm`.
       offset: the offset of the sum's norm; shapes and dtypes as of `scale` in `layer_norm`.
       x_scale, scale, axis, epsilon, zero_centered_scale: as of `rms_norm_add_rms_norm`.
-      residual, gate, dtype: as of `add_layer_norm`.
+      residual, gate, dtype: as of `rms_norm_add_rms_norm`.
       x, implementation, forward_mode: as of `layer_norm`.
     """
     summands = Arrays(
@@ -192,6 +198,7 @@ def layer_norm_add_layer_norm(
         arrays,
         subtract_mean=True,
         both_sides=True,
+        gives_total=True,
         axis=axis,
         epsilon=epsilon,
         zero_centered_scale=zero_centered_scale,

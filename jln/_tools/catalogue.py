@@ -263,7 +263,9 @@ def _form(
         if n == "residual":
             same = "y" if reads(n) == {"dy"} else "x" if reads(n) == reads("x") else None
         dimensions = ("examples", "H") if n in of_examples else _DIMENSIONS[shape]
-        return Array(n, role, dimensions, type(None) in get_args(hints[n]), same)
+        # A sum is called a sum by what it adds, although it takes None for a residual.
+        optional = type(None) in get_args(hints[n]) and n != "residual"
+        return Array(n, role, dimensions, optional, same)
 
     read = {r for n in names for r in reads(n)}
     means = [_OF_MEAN] * (norm.switches.subtract_mean * (1 + norm.both_sides))

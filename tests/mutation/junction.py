@@ -36,6 +36,11 @@ SUMS = [
     ),
     Mutant("a gate left out of dx", BACKWARD, GATED, "pass", OF_H["triton"]),
     Mutant(
+        "no total where nothing is added", JUNCTION_RULES,
+        "operands.x if operands.residual is None and junction.gives_total else outcome.total", "outcome.total",
+        (f"{VALUES}[xla-add_layer_norm-nothing added-shared--1]",),
+    ),
+    Mutant(
         "dx_bias before the gate", BACKWARD,
         f"            {GATED}\n            if contains(SUMS, \"dx_bias\"):\n                dx_bias += dx  # (26)\n",
         f"            if contains(SUMS, \"dx_bias\"):\n                dx_bias += dx  # (26)\n            {GATED}\n",

@@ -22,6 +22,7 @@ GATES = {
     "over an axis in the middle": ("over an axis in the middle", True),
     "one element": (None, False),
     "a number": 0.3,
+    "nothing added": None,  # no residual either: total is x
 }
 
 
@@ -50,6 +51,9 @@ def made(name, *, gate="H", varies="shared", axis=-1, shape=SHAPE, dtype="float6
     if OPERATORS[name].is_linear:
         shapes |= {"kernel": (shape[-1], 2, shape[-1] // 2), "bias": (2, shape[-1] // 2)}
     options = {} if OPERATORS[name].is_linear else {"axis": axis}
+    if gate == "nothing added":
+        options["residual"] = None
+        shapes = {n: s for n, s in shapes.items() if n not in ("residual", "x_bias")}
     if isinstance(GATES[gate], float) and OPERATORS[name].adds:
         options["gate"] = GATES[gate]
     return {n: workbench.normal(i, s, dtype) for i, (n, s) in enumerate(shapes.items())}, options

@@ -163,8 +163,11 @@ def test_offset():
 def test_residual(function):
     with pytest.raises(ValueError, match=r"residual must have shape \(4, 8\), that of x; got float32\[8\]"):
         function(X, SCALE)
-    with pytest.raises(TypeError, match=r"residual must be an array; got NoneType"):
-        function(X, None)
+    for name in ("x_bias", "gate"):
+        with pytest.raises(
+            ValueError, match=f"{name} needs a residual, to which x is added with it; got residual=None"
+        ):
+            function(X, None, **{name: SCALE})
     with pytest.raises(TypeError, match=r"residual must have one of the dtypes"):
         function(X, jnp.ones((4, 8), "int32"))
 

@@ -54,6 +54,9 @@ CASES = [
     *itertools.product(("add_layer_norm",), ("H", "rows", "by example"), ("shared", "by example"), AXES[1:]),
     # Scale and offset that vary, gates that do not, and axes of rows in another order than x's.
     *itertools.product(("add_layer_norm",), ("H", "rows"), ("over an axis in the middle", "by row"), (-1, (3, 1))),
+    # Of nothing added up.
+    *itertools.product(("add_layer_norm",), ("nothing added",), ("shared", "by example"), (1,)),
+    *itertools.product(("add_rms_norm", "add_layer_norm_linear"), ("nothing added",), ("shared",), (-1,)),
     # Without a sum.
     *itertools.product(("layer_norm",), ("no gate",), tuple(VARIES)[1:], AXES),
     *itertools.product(("rms_norm", "layer_norm_linear"), ("no gate",), tuple(VARIES)[1:], (-1,)),
@@ -95,6 +98,7 @@ FORMS = [
     ("add_rms_norm_linear", "a row's of each example", "by example"),
     ("layer_norm", "no gate", "by example"),
     ("layer_norm_linear", "no gate", "over an axis in the middle"),
+    ("add_layer_norm_linear", "nothing added", "shared"),
 ]
 # In forward mode the tangent is the same jnp code whatever the implementation; reverse mode goes through its transpose.
 TRANSPOSED = ("grad(vmap), over x", "grad(vmap), over all", "scan(checkpoint)", "jvp")
@@ -131,7 +135,7 @@ def test_transformed(name, gate, varies, transformation, forward_mode, implement
 
 @pytest.mark.parametrize("forward_mode", [False, True])
 @pytest.mark.parametrize("unused", ["y", "total"])
-@pytest.mark.parametrize("gate", ["no gate", "H", "rows", "by example"])
+@pytest.mark.parametrize("gate", ["no gate", "H", "rows", "by example", "nothing added"])
 @pytest.mark.parametrize("name", ["add_layer_norm", "add_rms_norm_linear"])
 def test_a_result_that_is_not_used(name, gate, unused, forward_mode, implementation):
     given, options = made(name, gate=gate, varies="by example" if gate == "by example" else "shared")

@@ -61,6 +61,23 @@ def test_workloads(name):
     assert report.bytes_total <= workload.bytes_once() + statistics + partial_sums + 2 * 4 * workload.width
 
 
+def test_what_others_read_of_x_is_added_by_the_norms_kernel():
+    """A norm of x, which others read too, moves every tensor once; by itself three passes more, which add dx and dx."""
+
+    def moved(norm):
+        def step(x, scale, dy, dtotal):
+            results, pullback = jax.vjp(norm, x, scale)
+            return results, pullback((dy, dtotal))
+
+        rows = struct(8192, 4096)
+        report = program.compile_for(step, rows, struct(4096), rows, rows)
+        return report.bytes_total / (2 * ELEMENTS)
+
+    # x and y; dy, dtotal, x and dx; and as everywhere in this file total, which is a result of this program, copied.
+    assert moved(lambda x, scale: jln.add_rms_norm(x, None, scale)) <= 1.02 * (2 + 4 + 2)
+    assert moved(lambda x, scale: (jln.rms_norm(x, scale), x)) >= 2 + 4 + 2 + 1.98
+
+
 @pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", ["norms-both-sides-1024", "norms-both-sides-4096", "norms-both-sides-8192"])
 def test_norms_on_both_sides_of_a_sum_move_every_tensor_once(name, parameters):
