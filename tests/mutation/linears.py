@@ -20,6 +20,10 @@ from targets import (
 
 LINEARS = [
     Mutant(
+        "no fences in the backward rule for a CPU", JUNCTION_RULES, "formula_cpu=gradients.backward_cpu",
+        "formula_cpu=gradients.backward", ("tests/operators/test_xla_cpu.py::test_gradient_of_several_linears",),
+    ),
+    Mutant(
         "gradients of unused products alone computed", JUNCTION_RULES, "if not jax.tree.leaves(dtypes):", "if False:",
         ("tests/operators/test_several_linears.py::test_the_gradient_of_an_unused_product_alone[triton-features0-float32-bias]",),
     ),

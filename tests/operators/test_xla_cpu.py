@@ -68,6 +68,32 @@ def test_gradient_of_layer_norm_linear(m, h, n, dtype, parameter):
 
 
 @pytest.mark.parametrize(("dtype", "parameter"), LINEAR_DTYPES)
+@pytest.mark.parametrize("name", ["rms_norm_linear", "layer_norm_linear"])
+# Queries, keys and values with fewer heads of the latter, and three kernels that are equal.
+@pytest.mark.parametrize(("m", "h", "features"), [(2048, 1024, (1024, 256, 256)), (4096, 512, (512, 512, 512))])
+def test_gradient_of_several_linears(m, h, features, name, dtype, parameter):
+    """The gradient of several Linears behind one norm needs no more temporary memory than by plain autodiff."""
+
+    def needed(module):
+        def loss(x, scale, kernels):
+            offset = (scale,) if name.startswith("layer") else ()
+            y = getattr(module, name)(x, scale, *offset, kernels)
+            return sum(jnp.sum(jnp.sin(a).astype("float32")) for a in y)
+
+        def pulled(dy, x, scale, kernels):
+            offset = (scale,) if name.startswith("layer") else ()
+            return jax.vjp(lambda *a: getattr(module, name)(a[0], a[1], *offset, a[2]), x, scale, kernels)[1](dy)
+
+        operands, dys = zip(*(linear_operands(m, h, n, dtype, parameter) for n in features), strict=True)
+        x, scale, *_ = operands[0]
+        given = x, scale, tuple(kernel for _, _, _, kernel, _ in operands)
+        return temporaries(jax.grad(loss, range(3)), *given), temporaries(pulled, dys, *given)
+
+    ours, plain = needed(jln), needed(jln.reference)
+    assert all(a <= b for a, b in zip(ours, plain, strict=True)), (ours, plain)
+
+
+@pytest.mark.parametrize(("dtype", "parameter"), LINEAR_DTYPES)
 # Few features; rows with fewer elements than there are features; few rows. There z and dz are all that is temporary,
 # and autodiff has few temporaries.
 @pytest.mark.parametrize(("m", "h", "n"), [(1024, 4096, 16), (2048, 128, 512), (16, 1024, 4096), (64, 4096, 256)])
