@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -134,6 +134,13 @@ def _moved(*operands: jax.Array | jax.ShapeDtypeStruct | None) -> tuple[int, boo
     return max(d.itemsize for d in dtypes), len(dtypes) > 1
 
 
+def _vector(*records: Mapping[str, Any]) -> int | None:
+    """The elements in 16 bytes of the widest array of rows, if others are narrower; else None. By the table's names."""
+    rows = (a for arrays in records for name, a in arrays.items() if TABLE[name].shape is Shape.ROW and a is not None)
+    widths = {a.dtype.itemsize for a in rows}
+    return 16 // max(widths) if len(widths) > 1 else None
+
+
 def _pointed(kernel: Any, arrays: Arrays, names: Sequence[str] = Arrays._fields) -> dict[str, Any]:
     """The arrays of these names to which a kernel has pointers, absent ones too."""
     return {name: getattr(arrays, name) for name in names if f"{name}_ptr" in kernel.arg_names}
@@ -164,6 +171,7 @@ def forward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targe
         tile=tile,
         compute=jnp.promote_types(total, jnp.float32),
         **g.constants,
+        VECTOR=_vector(_pointed(forward_kernel, ready), results.present()),
         SHARED=shared,
         NORM=norm.switches,
         BOTH_SIDES=norm.both_sides,
@@ -201,6 +209,7 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
             programs=g.programs(plan.sums),
             tile=plan.sums,
             compute=compute,
+            VECTOR=_vector(_pointed(row_sums_kernel, ready)),
             **constants,
         )
 
@@ -231,6 +240,7 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
         in_place={"dy": "y"} if overwrites_dy else {},
         SUMS=tuple(f"d{name}" for name in sums),
         PULLS=pulls,
+        VECTOR=_vector(_pointed(backward_kernel, ready), results.present()),
         **constants,
     )
     gradients = {name: written[f"d{name}"] for name in OPERANDS if f"d{name}" in written} | {"y": written["y"]}

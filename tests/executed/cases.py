@@ -105,18 +105,24 @@ class Case:
 
     @property
     def aligned(self) -> bool:
-        """True where rows start on 16 bytes, and all arrays are in one dtype.
+        """True where rows start on 16 bytes, and products have operands in one dtype.
 
-        Of rows that lie side by side, the elements of one place start there. The narrower of two dtypes would be read
-        by 8 bytes beside 16 of the wider, and else with gaps between.
+        Of rows that lie side by side, the elements of one place start there. A fused kernel reads a wider residual with
+        gaps between a warp's threads.
         """
         last = self.axis in (-1, tuple(range(-len(self.axes), 0)))
         run = [self.shape[a] for a in self.axes] if last else self.shape[max(self.axes) + 1 :]
         runs = [int(np.prod(run))]
         if self.linear:
             runs = [self.shape[-1], self.columns[-1].stop]
-        one_dtype = self.residual in ("", self.dtype) and (not self.linear or self.parameters in ("", self.dtype))
-        return one_dtype and all(run * jnp.dtype(self.dtype).itemsize % 16 == 0 for run in runs)
+        one_dtype = not self.linear or (not self.mixed and self.parameters in ("", self.dtype))
+        itemsize = min(jnp.dtype(d).itemsize for d in (self.dtype, self.residual or self.dtype))
+        return one_dtype and all(run * itemsize % 16 == 0 for run in runs)
+
+    @property
+    def mixed(self) -> bool:
+        """True where the residual has another dtype than x."""
+        return self.residual not in ("", self.dtype)
 
     @property
     def letters(self) -> str:
@@ -358,7 +364,9 @@ def check(case: Case) -> Ran:
         sectors = 1.1 if not ragged else 1.26 if case.adds else 1.13
         # The fused kernels' tiles, and those of rows in chunks beside a gate, an x_bias or z, may have fewer elements
         # than their threads could load. A parameter is as large as the one row beside it, and may be in another dtype.
+        # The narrower of two dtypes comes by as many elements as a load takes of the wider, or as a thread has.
         in_parts = case.linear or case.kind.entry.given_extras or case.kind.entry.is_gated
+        narrowest = 2 if case.mixed else 8 if in_parts else 16
         has_one_row = math.prod(case.shape) == case.shape[-1]
         for found in traffic.of(ran.program, case.large):
             if found.kernel in traffic.OF_SHARES:
@@ -366,7 +374,7 @@ def check(case: Case) -> Ran:
                 continue
             assert found.sectors <= sectors, found
             assert found.widths, found
-            assert min(found.widths) >= (8 if in_parts else 16) or (has_one_row and 16 in found.widths), found
+            assert min(found.widths) >= narrowest or (has_one_row and 16 in found.widths), found
     return ran
 
 

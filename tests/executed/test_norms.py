@@ -56,7 +56,7 @@ OPTIONS = [
     Case("layer_norm", (3, 16385), "float32", mean=1000.0),
 ]
 
-# The residual, or the parameters, have another dtype than x.
+# The residual, or the parameters, have another dtype than x. 64 to 8192: a stream in float32, one warp a row and many.
 MIXED = [
     Case("layer_norm", (37, 256), "bfloat16", "small-h200", parameters="float32"),
     Case("rms_norm", (37, 768), "float32", "a100", parameters="bfloat16"),
@@ -67,6 +67,10 @@ MIXED = [
     Case("add_layer_norm", (9, 65), "float16", "small-b200", residual="bfloat16", parameters="bfloat16"),
     Case("add_rms_norm", (5, 4096), "bfloat16", "small-a100", residual="float64"),
     Case("add_layer_norm", (2, 16392), "bfloat16", "small-h200", residual="float32"),
+    *(
+        Case("add_layer_norm", (2**15 // h, h), "bfloat16", "h200", residual="float32", parameters="float32")
+        for h in (64, 256, 768, 4096, 8192)
+    ),
 ]
 
 # Rows that lie side by side. 33 x 768 over axis 0: 768 neighbours, which start on 16 bytes; 7 and 63 neighbours do not;

@@ -8,10 +8,12 @@ from targets import (
     LINEAR,
     LOWERING,
     NEIGHBOURS,
+    NORM_LAUNCH,
     ONE_ROW,
     RAGGED,
     SEVERAL_TILES,
     TERMS,
+    TWO_DTYPES,
     Mutant,
 )
 
@@ -33,6 +35,10 @@ COMPILED = [
     Mutant(
         "that rows are whole neighbours hidden from the compiler", ACCESS,
         "tl.cast(rows // INNER, tl.int64) * (H * INNER)", "tl.cast(rows, tl.int64) * H", NEIGHBOURS,
+    ),
+    Mutant(
+        "a thread takes as many of two dtypes as a load of the narrower", NORM_LAUNCH,
+        "return 16 // max(widths) if len(widths) > 1 else None", "return None", TWO_DTYPES,
     ),
     Mutant(
         "that columns are neighbours hidden from the compiler, fused", LINEAR,

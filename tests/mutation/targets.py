@@ -98,6 +98,10 @@ RAGGED = (
 )
 ONE_ROW = (f"{EXECUTED}test_norms.py::test_sizes[layer_norm-1x1-float32-h200]",)
 NEIGHBOURS = (f"{EXECUTED}test_norms.py::test_rows_side_by_side[layer_norm-33x768-bfloat16-h200-axis=0]",)
+TWO_DTYPES = (
+    f"{EXECUTED}test_norms.py::test_mixed_dtypes[add_layer_norm-37x1024-bfloat16-small-h200-parameters=float32-"
+    "residual=float32]",
+)
 SEVERAL_TILES = (f"{EXECUTED}test_norms.py::test_sizes[add_layer_norm-29x1000-float32-small-l4]",)
 EXECUTED_FUSED = (
     f"{EXECUTED}test_linears.py::test_fused[layer_norm_linear-333x128-bfloat16-small-h200-features=(64,)]",

@@ -37,7 +37,7 @@ def last_tile_kernel(
 ):
     """Write what every kernel computes of a group's last tile: rows, offsets, and which rows exist, as float64."""
     tiles = access.tiles_of(rows, INNER, BLOCK_ROWS)
-    row, base, start, valid = access.rows_of(tiles - 1, rows, H, INNER, 1, BLOCK_ROWS)
+    row, base, start, valid = access.rows_of(tiles - 1, rows, H, INNER, 1, None, BLOCK_ROWS)
     at = tl.arange(0, BLOCK_ROWS)
     tl.store(tiles_ptr, tiles.to(COMPUTE))
     tl.store(size_ptr, access.size_of(rows, H, INNER).to(COMPUTE))

@@ -5,14 +5,31 @@ import triton.language as tl
 
 
 @triton.jit
-def rows_of(tile, rows, H: tl.constexpr, INNER: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+def numbers(N: tl.constexpr, VECTOR: tl.constexpr):
+    """The numbers below N. VECTOR: how many in a row a thread takes at most; None for as many as one load takes.
+
+    The compiler gives a thread as many as one load takes of the narrowest array. A load of a wider one is then several,
+    with gaps between a warp's threads: of 8 elements of float32 beside bfloat16 each load and each store has half of
+    twice as many sectors. With 16 bytes of the widest, as launches ask for, narrower ones come by 8, without gaps.
+    """
+    if VECTOR is None or VECTOR > N:
+        return tl.arange(0, N)
+    else:
+        return tl.max_contiguous(tl.arange(0, N), VECTOR)
+
+
+@triton.jit
+def rows_of(
+    tile, rows, H: tl.constexpr, INNER: tl.constexpr, INTERLEAVED: tl.constexpr, VECTOR: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
     """The rows of one tile of a group, numbered from the group's first row.
 
     Returns where the rows are among all rows, the offset of the tile's first element, the offsets of the rows' first
     elements from there, and which rows exist. What differs between a thread's rows has 32 bits where it can, and is a
     constant.
     """
-    local = tl.arange(0, BLOCK_ROWS)
+    local = numbers(BLOCK_ROWS, None if INNER == 1 else VECTOR)
     wide = tl.int64 if BLOCK_ROWS * H * INNER * INTERLEAVED >= 2**31 else tl.int32
     if INNER == 1:
         first = tl.cast(tile, tl.int64) * BLOCK_ROWS
@@ -70,9 +87,9 @@ def size_of(rows, H: tl.constexpr, INNER: tl.constexpr):
 
 
 @triton.jit
-def columns_from(first, H: tl.constexpr, INNER: tl.constexpr, BLOCK_H: tl.constexpr):
+def columns_from(first, H: tl.constexpr, INNER: tl.constexpr, VECTOR: tl.constexpr, BLOCK_H: tl.constexpr):
     """Column numbers from `first` on, their offsets in a row, and which of them exist."""
-    column = first + tl.arange(0, BLOCK_H)
+    column = first + numbers(BLOCK_H, VECTOR if INNER == 1 else None)
     exists = column < H if H % BLOCK_H else tl.full([BLOCK_H], True, tl.int1)
     if H * INNER >= 2**31:
         return column, column.to(tl.int64) * INNER, exists
@@ -81,9 +98,9 @@ def columns_from(first, H: tl.constexpr, INNER: tl.constexpr, BLOCK_H: tl.conste
 
 
 @triton.jit
-def tile_from(first, start, valid, H: tl.constexpr, INNER: tl.constexpr, BLOCK_H: tl.constexpr):
+def tile_from(first, start, valid, H: tl.constexpr, INNER: tl.constexpr, VECTOR: tl.constexpr, BLOCK_H: tl.constexpr):
     """Column numbers from `first` on, and which of them exist; offsets and mask of those columns of a tile's rows."""
-    column, step, exists = columns_from(first, H, INNER, BLOCK_H)
+    column, step, exists = columns_from(first, H, INNER, VECTOR, BLOCK_H)
     return column, exists, start[:, None] + step[None, :], valid[:, None] & exists[None, :]
 
 

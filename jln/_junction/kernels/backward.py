@@ -49,14 +49,14 @@ def _load_row_terms(
 @triton.jit
 def _row_sums(
     dy_ptr, total_ptr, x_z_ptr, z_ptr, base, scale_ptr, start, valid, mean, rstd,
-    H: tl.constexpr, INNER: tl.constexpr, NORM: tl.constexpr,
+    H: tl.constexpr, INNER: tl.constexpr, VECTOR: tl.constexpr, NORM: tl.constexpr,
     COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """The row sums c1 and c2 of rows wider than BLOCK_H."""
     c1 = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
     c2 = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
     for first in range(0, H, BLOCK_H):
-        column, exists, at, mask = tile_from(first, start, valid, H, INNER, BLOCK_H)
+        column, exists, at, mask = tile_from(first, start, valid, H, INNER, VECTOR, BLOCK_H)
         scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
         _, x_hat, scaled, _, _ = _load_row_terms(
             dy_ptr, total_ptr, x_z_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, COMPUTE
@@ -81,6 +81,7 @@ def row_sums_kernel(
     H: tl.constexpr,
     INNER: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    VECTOR: tl.constexpr,
     SHARED: tl.constexpr,
     NORM: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -89,7 +90,7 @@ def row_sums_kernel(
 ):
     """Compute c1 and c2, one tile of rows a program, for rows too wide for `backward_kernel` to add up itself."""
     group, tile = group_and_tile(tiles_of(rows, INNER, BLOCK_ROWS), SHARED, INTERLEAVED)
-    row, base, start, valid = rows_of(tile, rows, H, INNER, INTERLEAVED, BLOCK_ROWS)
+    row, base, start, valid = rows_of(tile, rows, H, INNER, INTERLEAVED, VECTOR, BLOCK_ROWS)
     dy_ptr = rows_at(dy_ptr, "dy", group, rows, H, INNER, INTERLEAVED, SHARED)
     total_ptr = rows_at(total_ptr, "total", group, rows, H, INNER, INTERLEAVED, SHARED)
     x_z_ptr = rows_at(x_z_ptr, "x_z", group, rows, H, INNER, INTERLEAVED, SHARED)
@@ -102,7 +103,7 @@ def row_sums_kernel(
     rstd = load_vector(rstd_ptr, row, valid, BLOCK_ROWS, COMPUTE)
     c1, c2 = _row_sums(
         dy_ptr, total_ptr, x_z_ptr, z_ptr, base, scale_ptr, start, valid, mean, rstd,
-        H, INNER, NORM, COMPUTE, BLOCK_ROWS, BLOCK_H,
+        H, INNER, VECTOR, NORM, COMPUTE, BLOCK_ROWS, BLOCK_H,
     )  # fmt: skip
 
     c1_ptr = numbers_at(c1_ptr, "c1", group, rows, INNER, INTERLEAVED, SHARED)
@@ -179,6 +180,7 @@ def backward_kernel(
     H: tl.constexpr,
     INNER: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    VECTOR: tl.constexpr,
     SHARED: tl.constexpr,
     SUMS: tl.constexpr,
     PULLS: tl.constexpr,
@@ -228,7 +230,7 @@ def backward_kernel(
     y_ptr = rows_at(y_ptr, "y", group, rows, H, INNER, INTERLEAVED, SHARED)
 
     # What the program keeps over all its tiles.
-    column, step, exists = columns_from(chunk * BLOCK_H, H, INNER, BLOCK_H)
+    column, step, exists = columns_from(chunk * BLOCK_H, H, INNER, VECTOR, BLOCK_H)
     if BLOCK_H >= H and x_rstd_ptr is None:
         scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
     dscale = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
@@ -238,7 +240,7 @@ def backward_kernel(
     dx_scale = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
 
     for tile in tl.range(program, tiles_of(rows, INNER, BLOCK_ROWS), programs, num_stages=STAGES):
-        row, base, start, valid = rows_of(tile, rows, H, INNER, INTERLEAVED, BLOCK_ROWS)
+        row, base, start, valid = rows_of(tile, rows, H, INNER, INTERLEAVED, VECTOR, BLOCK_ROWS)
         at = start[:, None] + step[None, :]
         mask = valid[:, None] & exists[None, :]
 
@@ -252,7 +254,7 @@ def backward_kernel(
             elif BLOCK_H < H:
                 c1, c2 = _row_sums(
                     dy_ptr, total_ptr, x_z_ptr, z_ptr, base, scale_ptr, start, valid, mean, rstd,
-                    H, INNER, NORM, COMPUTE, BLOCK_ROWS, BLOCK_H,
+                    H, INNER, VECTOR, NORM, COMPUTE, BLOCK_ROWS, BLOCK_H,
                 )  # fmt: skip
 
         # What y is made of, which dscale and doffset are made of, too.

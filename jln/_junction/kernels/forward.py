@@ -84,8 +84,8 @@ def _add(total, excess, term):
 @triton.jit
 def _statistics_of_chunks(
     x_ptr, x_z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, start, valid,
-    H: tl.constexpr, INNER: tl.constexpr, NORM: tl.constexpr, EPSILON: tl.constexpr, TOTAL: tl.constexpr,
-    COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
+    H: tl.constexpr, INNER: tl.constexpr, VECTOR: tl.constexpr, NORM: tl.constexpr, EPSILON: tl.constexpr,
+    TOTAL: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """The mean and rstd of rows wider than BLOCK_H.
 
@@ -97,7 +97,7 @@ def _statistics_of_chunks(
     squares = tl.zeros([BLOCK_ROWS], COMPUTE)
     mean_excess, squares_excess = squares, squares
     for first in range(0, H, BLOCK_H):
-        column, exists, at, mask = tile_from(first, start, valid, H, INNER, BLOCK_H)
+        column, exists, at, mask = tile_from(first, start, valid, H, INNER, VECTOR, BLOCK_H)
         x = _load_total(
             x_ptr, x_z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists,
             TOTAL, COMPUTE,
@@ -159,6 +159,7 @@ def forward_kernel(
     H: tl.constexpr,
     INNER: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    VECTOR: tl.constexpr,
     SHARED: tl.constexpr,
     NORM: tl.constexpr,
     BOTH_SIDES: tl.constexpr,
@@ -176,7 +177,7 @@ def forward_kernel(
     second read being served by L2.
     """
     group, tile = group_and_tile(tiles_of(rows, INNER, BLOCK_ROWS), SHARED, INTERLEAVED)
-    row, base, start, valid = rows_of(tile, rows, H, INNER, INTERLEAVED, BLOCK_ROWS)
+    row, base, start, valid = rows_of(tile, rows, H, INNER, INTERLEAVED, VECTOR, BLOCK_ROWS)
     x_ptr = rows_at(x_ptr, "x", group, rows, H, INNER, INTERLEAVED, SHARED, base)
     x_z_ptr = rows_at(x_z_ptr, "x_z", group, rows, H, INNER, INTERLEAVED, SHARED, base)
     z_ptr = rows_at(z_ptr, "z", group, rows, H, INNER, INTERLEAVED, SHARED, base)
@@ -194,7 +195,7 @@ def forward_kernel(
     row_gate = load_vector(row_gate_ptr, row, valid, BLOCK_ROWS, COMPUTE)
     mean = tl.zeros([BLOCK_ROWS], COMPUTE)
     if BLOCK_H >= H:
-        column, exists, at, mask = tile_from(0, start, valid, H, INNER, BLOCK_H)
+        column, exists, at, mask = tile_from(0, start, valid, H, INNER, VECTOR, BLOCK_H)
         if BOTH_SIDES:
             x, x_mean, x_rstd = _load_total_of_normed(
                 x_ptr, x_scale_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, residual_ptr, at, mask, column,
@@ -216,10 +217,10 @@ def forward_kernel(
     else:
         mean, rstd = _statistics_of_chunks(
             x_ptr, x_z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, start, valid,
-            H, INNER, NORM, EPSILON, TOTAL, COMPUTE, BLOCK_ROWS, BLOCK_H,
+            H, INNER, VECTOR, NORM, EPSILON, TOTAL, COMPUTE, BLOCK_ROWS, BLOCK_H,
         )  # fmt: skip
         for first in range(0, H, BLOCK_H):
-            column, exists, at, mask = tile_from(first, start, valid, H, INNER, BLOCK_H)
+            column, exists, at, mask = tile_from(first, start, valid, H, INNER, VECTOR, BLOCK_H)
             x = _load_total(
                 x_ptr, x_z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists,
                 TOTAL, COMPUTE,
