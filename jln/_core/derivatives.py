@@ -171,11 +171,8 @@ def _batching_primitive() -> Primitive:
 
     def batch(operands, dims):
         size = next(a.shape[d] for a, d in zip(operands, dims, strict=True) if d is not None)
-        grown = [
-            jnp.broadcast_to(a, (size, *a.shape)) if d is None else jnp.moveaxis(a, d, 0)
-            for a, d in zip(operands, dims, strict=True)
-        ]
-        return together.bind(*grown), [0] * len(grown)
+        grown = [jnp.broadcast_to(a, (size, *a.shape)) if d is None else a for a, d in zip(operands, dims, strict=True)]
+        return together.bind(*grown), [d or 0 for d in dims]
 
     def without_unused(used, *more):
         eqn = more[-1]

@@ -11,6 +11,20 @@ import jax
 import jax.numpy as jnp
 
 
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The place of an axis of vmap's examples in all arrays of an operation.
+
+    axis: the same in all of them. batch_dims, settings: of the operation with this axis. written_out: whether operands
+      that are shared have a copy for each example; else they have size 1.
+    """
+
+    axis: int
+    batch_dims: int
+    settings: Any
+    written_out: bool = False
+
+
 class Kind(enum.IntEnum):
     """The kinds of dimension, in the order in which they are given mesh axes.
 

@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jln._core.devices import Context, needs_devices, spreading
 from jln._core.in_shares import partitioned_in_shares
-from jln._core.layout import Layout, leaves_or_none
+from jln._core.layout import Layout, Place, leaves_or_none
 from jln._core.one_by_one import right_on_cpu
 from jln._core.partitioned import partitioned
 
@@ -66,6 +66,8 @@ class Operation(Generic[Operands, Results]):
     shapes: from the formula's arguments to the results' shapes and dtypes; by default found by tracing the formula.
     reads: `reads(settings, dtypes)` -> the names of the operands that the wanted results, those with a dtype, are made
       of. For an operation of which not all results may be wanted: the others are not read.
+    in_place: `in_place(operands, axes, settings, dtypes, batch_dims)` -> the `Place` of one more axis of vmap, None
+      where it has to be in front. axes: where it is in each operand, None in one that is shared.
     """
 
     def __init__(
@@ -78,9 +80,11 @@ class Operation(Generic[Operands, Results]):
         layout: Callable[..., Layout] | None = None,
         shapes: Callable[..., Results] | None = None,
         reads: Callable[[Any, Results], Container[str]] | None = None,
+        in_place: Callable[..., Place | None] | None = None,
     ):
         self._formula, self._formula_cpu = formula, right_on_cpu(formula_cpu or formula)
         self._kernels, self._layout, self._shapes, self._reads = kernels, layout, shapes, reads
+        self._in_place = in_place
         self._primitive = primitive = Primitive(name)
         primitive.multiple_results = True
         primitive.def_impl(self._evaluate)
@@ -162,13 +166,25 @@ class Operation(Generic[Operands, Results]):
         with jax.disable_jit(False):  # under disable_jit the call below would come back here
             return _jitted(self._primitive, tuple(sorted(params.items())))(*operands)
 
-    def _batch(self, operands, dims, *, request, **params):
-        in_front = [
-            jnp.expand_dims(a, 0) if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(operands, dims, strict=True)
-        ]
-        request = dataclasses.replace(request, batch_dims=request.batch_dims + 1)
-        results = self._primitive.bind(*in_front, request=request, **params)
-        return results, [0] * len(results)
+    def _batch(self, operands, dims, *, tree, request, **params):
+        place = None
+        if self._in_place is not None and any(dims):
+            place = self._in_place(tree.unflatten(operands), tree.unflatten(dims), *request.arguments())
+        if place is None:
+            place = Place(0, request.batch_dims + 1, request.settings)
+        size = next(a.shape[d] for a, d in zip(operands, dims, strict=True) if d is not None)
+
+        def moved(a: Any, given: int | None) -> jax.Array:
+            if given is not None:
+                return jnp.moveaxis(a, given, place.axis)
+            shape = list(a.shape)
+            shape.insert(place.axis, size if place.written_out else 1)
+            return jnp.broadcast_to(jnp.expand_dims(a, place.axis), shape)
+
+        request = dataclasses.replace(request, settings=place.settings, batch_dims=place.batch_dims)
+        operands = [moved(a, d) for a, d in zip(operands, dims, strict=True)]
+        results = self._primitive.bind(*operands, tree=tree, request=request, **params)
+        return results, [place.axis] * len(results)
 
     def _jvp(self, primals, tangents, *, tree, request, **params):
         """Results by the kernels, tangents by differentiating the formula."""

@@ -20,7 +20,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import jax
 import jax.numpy as jnp
 
-from jln._core.layout import Dim, Dims, Kind, Layout, Result, Term
+from jln._core.layout import Dim, Dims, Kind, Layout, Place, Result, Term
 
 
 class Shape(enum.Enum):
@@ -217,6 +217,29 @@ def reads_of_results(results: Arrays) -> set[str]:
     """The names of the operands that the wanted results, those with a dtype, are made of."""
     wanted = [name for name, dtype in results.present().items() if jax.tree.leaves(dtype)]
     return {operand for name in wanted for operand in TABLE[name].made_of}
+
+
+def in_place(operands: Arrays, axes: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int) -> Place | None:
+    """The place of vmap's examples where they can stay: they are rows like any other, or groups that lie interleaved.
+
+    They cannot where an array of rows is shared, where a parameter is not, and where gradients of parameters are wanted
+    of examples that do not lie directly before the normalised axis.
+    """
+    is_column = {name: TABLE[name].shape is Shape.COLUMN for name in (*operands.present(), *dtypes.present())}
+    of_rows = [getattr(axes, name) for name in operands.present() if not is_column[name]]
+    if None in of_rows or len(of_rows) < len(axes.present()):
+        return None
+    axis = of_rows[0]
+    h = next(a.ndim for name, a in operands.present().items() if not is_column[name]) - 1 + norm.axis
+    if axis <= batch_dims:
+        return Place(axis, batch_dims + 1, norm)
+    if axis < batch_dims + norm.examples or h - norm.interleaved < axis <= h:
+        return None
+    if not any(is_column[name] for name in dtypes.present()):
+        return Place(axis, batch_dims, norm if axis <= h else dataclasses.replace(norm, axis=norm.axis - 1))
+    if axis != h - norm.interleaved:
+        return None
+    return Place(axis, batch_dims, dataclasses.replace(norm, interleaved=norm.interleaved + 1), written_out=True)
 
 
 def layout(

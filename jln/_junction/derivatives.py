@@ -51,6 +51,7 @@ forward: Operation[Arrays, Arrays] = Operation(
     layout=arrays.layout,
     shapes=arrays.result_shapes,
     reads=lambda norm, dtypes: arrays.reads_of_results(dtypes),
+    in_place=arrays.in_place,
 )
 backward: Operation[Arrays, Arrays] = Operation(
     "jln_norm_backward",
@@ -60,6 +61,7 @@ backward: Operation[Arrays, Arrays] = Operation(
     layout=arrays.layout,
     shapes=arrays.result_shapes,
     reads=arrays.reads_of_gradients,
+    in_place=arrays.in_place,
 )
 _forward_in_one: Operation[Arrays, Arrays] = Operation(
     "jln_norm_linear_forward",

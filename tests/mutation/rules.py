@@ -31,6 +31,7 @@ from targets import (
     Mutant,
 )
 
+STAYS = f"{TRANSFORMED}test_examples_stay_where_they_are[triton-"
 OVER_SOME = "tests/devices/test_shard_map.py::test_over_some_axes[kernels-"
 
 RULES = [
@@ -175,8 +176,8 @@ RULES = [
     Mutant(
         "vmap's axis not counted",
         OPERATION,
-        "batch_dims=request.batch_dims + 1",
-        "batch_dims=request.batch_dims",
+        "Place(0, request.batch_dims + 1",
+        "Place(0, request.batch_dims",
         (f"{TRANSFORMED}test_vmap_of_grad[xla-layer_norm-x]",),
     ),
     Mutant(
@@ -215,6 +216,27 @@ RULES = [
         "d = d + of_rows(z, dkernel)",
         "pass",
         ("tests/transformations/test_matrix.py::test_forward_mode[layer_norm_linear-sob-xla-jvp]",),
+    ),
+    Mutant(
+        "examples between rows taken for groups",
+        ARRAYS,
+        "if axis != h - norm.interleaved:",
+        "if axis > h:",
+        (f"{STAYS}(0, 2, 3)--1-1]",),
+    ),
+    Mutant(
+        "a parameter that interleaved examples share not written out",
+        ARRAYS,
+        "interleaved=norm.interleaved + 1), written_out=True)",
+        "interleaved=norm.interleaved + 1))",
+        (f"{STAYS}(0, 2, 3)--1-2]",),
+    ),
+    Mutant(
+        "examples behind the normalised axis not counted",
+        ARRAYS,
+        "dataclasses.replace(norm, axis=norm.axis - 1)",
+        "norm",
+        (f"{STAYS}(0, 1)--1-3]",),
     ),
     Mutant(
         "vmap's axes taken for rows where a parameter has them",

@@ -102,6 +102,17 @@ def test_vmap_over_scales_writes_no_copies_of_x():
     assert same.bytes_total <= flat.bytes_total
 
 
+@pytest.mark.parametrize(("lead", "wanted"), [((256, 8), 3), ((16, 8, 16), 1)], ids=["groups", "rows"])
+def test_vmap_over_an_axis_that_is_not_in_front_transposes_nothing(lead, wanted):
+    """A vmap over the second axis moves what one over the first does; of x alone where it has rows behind it, too."""
+    middle = jax.vmap(jln.layer_norm, (1, None, None), 1)
+    report = program.compile_for(gradient(middle, wanted), struct(*lead, H), *scale_and_offset())
+    first = program.compile_for(
+        gradient(jax.vmap(jln.layer_norm, over_x), wanted), struct(8, 256, H), *scale_and_offset()
+    )
+    assert report.bytes_total <= 1.01 * first.bytes_total
+
+
 def test_forward_mode_sums_over_shared_parameters():
     """The program of grad(vmap) with forward_mode moves as many bytes as without vmap.
 

@@ -37,6 +37,8 @@ def agree(transformed, name, implementation, operands, **options):
 IN_AXES = {
     "x": {"x": 0, "residual": 0},
     "x in the middle": {"x": 1, "residual": 0},
+    "rows directly before H": {"x": 1, "residual": 1},
+    "rows behind H": {"x": 2, "residual": 2},
     "x and scale": {"x": 0, "residual": 0, "scale": 0},
     "vectors": {"scale": 0, "offset": 0, "bias": 0},
     "what is beside x": {"residual": 0, "scale": 1, "kernel": 1},
@@ -48,7 +50,7 @@ BATCHED = [
     (name, axes)
     for name, operator in CATALOGUE.items()
     for axes, where in IN_AXES.items()
-    if {*where} & {*operator.names} and (operator.centres or axes in ("x", "all"))
+    if {*where} & {*operator.names} and (operator.centres or axes in ("x", "rows directly before H", "all"))
 ]
 
 
@@ -226,6 +228,25 @@ def test_vmap_where_rows_lie_side_by_side(axis, implementation):
         return jax.vmap(gradients, (1, 0))(xs, scales)
 
     both(transformed, operator, implementation, xs, scales)
+
+
+# Examples in front, between rows, directly before the normalised axis, behind it; that axis the last, and not.
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("wanted", [(0, 1), (2,), (0, 2, 3)], ids=str)
+def test_examples_stay_where_they_are(place, axis, wanted, implementation):
+    """Gradients of rows alone, where examples are more rows, and with those of parameters, where they are groups."""
+    operator = OPERATORS["add_layer_norm"]
+    x, residual, scale, offset = workbench.arguments(operator, (4, 5, 7), "float64", axis=axis)
+    xs, residuals = (jnp.stack([a, -a, a**2], axis=place) for a in (x, residual))
+
+    def transformed(f, *a):
+        def of_example(*a):
+            return jax.grad(lambda *a: sum(map(jnp.sum, map(jnp.sin, f(*a, axis=axis)))), wanted)(*a)
+
+        return jax.vmap(of_example, (place, place, None, None))(*a)
+
+    both(transformed, operator, implementation, xs, residuals, scale, offset)
 
 
 def test_one_program_for_two_platforms_holds_no_python_choice():
