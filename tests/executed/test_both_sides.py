@@ -6,7 +6,8 @@ BOTH, LAYERS = "rms_norm_add_rms_norm", "layer_norm_add_layer_norm"
 GATED, GATED_LAYERS = f"{BOTH}, gate", f"{LAYERS}, gate"
 
 # Tiles of several rows, several programs and a ragged last tile; one row; rows on 16 bytes and not; a float32 residual;
-# the widest rows that a tile holds. Wider rows, and rows side by side, take two kernels forward and two backward.
+# the widest rows that a tile holds; beside a float32 residual 5376, of which a fourth round of a thread's is left out.
+# Wider rows, and rows side by side, take two kernels forward and two backward.
 WHOLE = [
     Case(BOTH, (70, 128), "bfloat16", "small-h200"),
     Case(BOTH, (37, 17), "float32", "l4"),
@@ -23,6 +24,8 @@ WHOLE = [
     Case(BOTH, (3, 16384), "bfloat16", "small-h200"),
     Case(BOTH, (5, 40, 64), "bfloat16", "small-b200", axis=1),
     Case(BOTH, (9, 40), "float32", "small-h200", forward_mode=True),
+    Case(BOTH, (7, 5376), "bfloat16", "small-h200", residual="float32", parameters="float32"),
+    Case(BOTH, (4, 8192), "bfloat16", "small-h200", residual="float32"),
 ]
 
 # As above; LayerNorms of the widest rows in one kernel and of wider ones.
@@ -33,6 +36,7 @@ CENTRED = [
     Case(LAYERS, (5, 4096), "bfloat16", "small-h200", mean=30.0),
     Case(LAYERS, (3, 8192), "bfloat16", "small-h200"),
     Case(LAYERS, (19, 256), "bfloat16", "small-h200", wanted="q"),
+    Case(LAYERS, (7, 5376), "bfloat16", "small-h200", residual="float32", parameters="float32"),
 ]
 
 # A gate between the norms, of features, rows and examples. Where the norms take two kernels XLA multiplies by it.
@@ -45,6 +49,8 @@ BETWEEN = [
     Case(GATED_LAYERS, (5, 40, 64), "float32", "small-b200", axis=1),
     Case(GATED, (19, 256), "bfloat16", "small-h200", wanted="g"),
     Case(GATED, (3, 70, 128), "bfloat16", "small-h200", of_examples=True),
+    Case(GATED, (5, 5376), "bfloat16", "small-a100", residual="float32", parameters="float32"),
+    Case(GATED_LAYERS, (5, 4096), "bfloat16", "small-h200", residual="float32", parameters="float32"),
 ]
 
 OF_GROUPS = [
@@ -74,7 +80,7 @@ BEHIND = [
 ]
 
 
-@cases(WHOLE, quick=(0, 1, 2, 4, 8, 10))
+@cases(WHOLE, quick=(0, 1, 2, 4, 8, 10, 15))
 def test_norms_on_both_sides(case):
     check(case)
 

@@ -89,6 +89,23 @@ def test_norms_on_both_sides_of_a_sum_move_every_tensor_once(name, parameters):
     assert report.temp_bytes <= 10 * MB
 
 
+@pytest.mark.parametrize("operator", ["rms_norm_add_rms_norm", "layer_norm_add_layer_norm"])
+def test_a_branch_on_a_float32_stream_takes_one_kernel_each_way(operator):
+    """Norms on both sides of a bfloat16 branch move every tensor once, rows of 5376 in a tile of 8192 columns."""
+    m, h = 8192, 5376  # Gemma 3 27B
+    x, residual, parameter = struct(m, h), struct(m, h, dtype="float32"), struct(h, dtype="float32")
+
+    def step(x, residual, parameters, cotangents):
+        f = getattr(jln, operator)
+        results, pullback = jax.vjp(lambda x, residual, p: f(x, residual, *p), x, residual, parameters)
+        return results, pullback(cotangents)
+
+    parameters = (2 if "rms" in operator else 4) * (parameter,)
+    report = program.compile_for(step, x, residual, parameters, (x, residual))
+    assert report.launches == len(triton_kernels(report)) == 3
+    assert report.bytes_total <= 1.03 * (5 * 2 + 5 * 4) * m * h  # x, y, dy, x again, dx; residual and total likewise
+
+
 def test_a_frozen_branch_behind_a_norm_on_both_sides_costs_the_norm_of_the_sum_alone():
     workload = WORKLOADS["norms-both-sides-4096"]
     x, residual, *parameters, dy, dtotal = workload.step_arguments()

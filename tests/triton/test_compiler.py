@@ -171,11 +171,12 @@ def compile_both_sides(dtypes, chip, switches, widths):
 
 
 # One of every kind of tile, aligned and not, with a mask and without; and those of the byte table.
-BOTH_SIDES_WIDTHS = (33, 128, 768, 1000, 1023, 1024, 2048, 4095, 4096, 7168, 8192)
+BOTH_SIDES_WIDTHS = (33, 128, 768, 1000, 1023, 1024, 2048, 4095, 4096, 5376, 7168, 8192)
 
 
 @pytest.mark.parametrize(
-    ("switches", "dtype", "widths"), dealt(list(BOTH_SIDES_SWITCHES)[::2], MOST, BOTH_SIDES_WIDTHS)
+    ("switches", "dtype", "widths"),
+    dealt(list(BOTH_SIDES_SWITCHES)[::2], [*MOST, "bfloat16, float32 stream"], BOTH_SIDES_WIDTHS),
 )
 def test_no_spills_of_norms_on_both_sides_on_an_h200(worker, switches, dtype, widths):
     of = BOTH_SIDES_SWITCHES[switches]
