@@ -56,6 +56,7 @@ def norm_of(
     subtract_mean: bool,
     zero_centered_scale: bool = False,
     both_sides: bool = False,
+    remat: bool = False,
 ) -> Norm:
     """The norm of checked arrays over checked axes, its other arguments checked."""
     epsilon = _checks.epsilon(epsilon, *(a.dtype for a in (arrays.x, arrays.residual) if a is not None))
@@ -64,7 +65,7 @@ def norm_of(
     if _checks.flag("zero_centered_scale", zero_centered_scale) and all(a is None for a in scales.values()):
         raise ValueError(f"zero_centered_scale=True needs a scale; got {', '.join(f'{n}=None' for n in scales)}")
     switches = Switches(subtract_mean, bool(zero_centered_scale))
-    return Norm(_merged_axis(axes, arrays.x.ndim), epsilon, switches, both_sides=both_sides)
+    return Norm(_merged_axis(axes, arrays.x.ndim), epsilon, switches, both_sides=both_sides, remat=remat)
 
 
 def _adjacent(order: list[int]) -> bool:

@@ -131,7 +131,8 @@ class Norm:
 
     axis: negative. examples: how many of the first axes are those of examples with parameters of their own.
       interleaved: how many axes of examples are directly before the normalised one. both_sides: whether x is
-      normalised too, in front of the sum.
+      normalised too, in front of the sum. remat: whether gradients are made of what total is made of, not of total and
+      of statistics that were kept.
     """
 
     axis: int
@@ -140,6 +141,7 @@ class Norm:
     examples: int = 0
     interleaved: int = 0
     both_sides: bool = False
+    remat: bool = False
 
     @property
     def of_examples(self) -> bool:
@@ -210,7 +212,18 @@ def reads_of_gradients(norm: Norm, gradients: Arrays, with_linears: bool = False
         names |= {*_X_HAT, "scale", "offset"} if name == "y" else {*array.made_of}
         names |= {*array.more} if norm.both_sides else set()
         names |= {"kernel"} if with_linears and name not in ("kernel", "bias") else set()
-    return names
+    again = names.intersection(("total", *KEPT)) if norm.remat else set()
+    return (names - again) | {*_SUM} if again else names
+
+
+def statistics_dtypes(operands: Arrays, norm: Norm, names: Iterable[str]) -> Arrays:
+    """The dtypes of those of a row's statistics that are among `names`."""
+    dtypes = {}
+    for name in KEPT:
+        if name in names and (norm.switches.subtract_mean or "mean" not in name):
+            of = operands.x.dtype if name.startswith("x_") else total_dtype(operands)
+            dtypes[name] = jnp.promote_types(of, jnp.float32).name
+    return Arrays(**dtypes)
 
 
 def reads_of_results(results: Arrays) -> set[str]:

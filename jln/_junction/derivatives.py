@@ -101,17 +101,8 @@ def _by(implementation: str | None) -> linears.Norms:
 
 def _outcome(junction: Junction, operands: Arrays, keeps: set[str]) -> Arrays:
     """The results, and the statistics that are to be kept."""
-    norm, total = junction.norm, arrays.total_dtype(operands)
-    statistic = jnp.promote_types(total, jnp.float32).name if "rstd" in keeps else None
-    of_x = jnp.promote_types(operands.x.dtype, jnp.float32).name if "x_rstd" in keeps else None
-    dtypes = Arrays(
-        y=junction.y_dtype,
-        total=None if operands.residual is None else total,
-        mean=statistic if norm.switches.subtract_mean else None,
-        rstd=statistic,
-        x_mean=of_x if norm.switches.subtract_mean else None,
-        x_rstd=of_x,
-    )
+    norm, total = junction.norm, None if operands.residual is None else arrays.total_dtype(operands)
+    dtypes = arrays.statistics_dtypes(operands, norm, keeps)._replace(y=junction.y_dtype, total=total)
     if operands.kernel is None:
         return forward(operands, norm, dtypes, implementation=junction.implementation)
     products = tuple(jnp.promote_types(operands.x.dtype, kernel.dtype).name for kernel in operands.kernel)
@@ -148,7 +139,8 @@ def _reads(junction: Junction, operands: Arrays, wanted: Arrays) -> set[str]:
 def _saving(junction: Junction, operands: Arrays, wanted: Arrays) -> tuple[Arrays, Arrays]:
     """Keep the arrays that the wanted gradients are made of.
 
-    In place of the others that some gradient is made of stands an `Unneeded`. total is x where nothing is added.
+    In place of the others that some gradient is made of stands an `Unneeded`. total is x where nothing is added. Of a
+    norm with `remat` they are made of the operands alone.
     """
     reads = _reads(junction, operands, wanted)
     of_all = _reads(junction, operands, jax.tree.map(lambda a: a.dtype.name, operands))
@@ -171,8 +163,11 @@ def _gradients(junction: Junction, saved: Arrays, cotangents: Arrays, wanted: Ar
 def _pulled_back(cotangents: Arrays, saved: Arrays, junction: Junction, wanted: Arrays, batch_dims: int) -> Arrays:
     """The gradients of the wanted operands, each in its dtype."""
     dy, dtotal, differ = cotangents.y, cotangents.total, _differ(junction.norm, saved)
-    total = dtotal if saved.total is None else saved.total
-    dtypes = arrays.gradient_dtypes(wanted, total.dtype.name, differ)
+    if junction.norm.remat:
+        total = arrays.total_dtype(saved)
+    else:
+        total = (dtotal if saved.total is None else saved.total).dtype.name
+    dtypes = arrays.gradient_dtypes(wanted, total, differ)
     if jax.tree.leaves(dy):
         pulled = _pulled_by_operation(saved._replace(dy=dy, dtotal=dtotal), junction, dtypes, batch_dims)
     elif dtotal is None:
@@ -213,8 +208,11 @@ def _of_total_alone(dtotal: Any, saved: Arrays, junction: Junction, dtypes: Arra
     if not junction.norm.both_sides:
         pulled = gradients.of_total_alone(saved, dtotal, junction.norm, dtypes, batch_dims)
     else:
-        by = functools.partial(backward, implementation=junction.implementation)
-        pulled = gradients.of_branch_alone(dtotal, saved, junction.norm, dtypes, batch_dims, by)
+        by = _by(junction.implementation)
+        norm = junction.norm
+        if norm.remat:
+            saved, norm = gradients.made_again(saved, norm, dtypes, batch_dims, by.forward)
+        pulled = gradients.of_branch_alone(dtotal, saved, norm, dtypes, batch_dims, by.backward)
         pulled = pulled._replace(residual=None if dtypes.residual is None else dtotal.astype(dtypes.residual))
     nothing = None if not junction.features else (None,) * len(junction.features)
     return pulled._replace(kernel=nothing, bias=nothing)

@@ -8,7 +8,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from jln._junction.arrays import Arrays, Norm, reads_of_gradients
+from jln._junction.arrays import (
+    TABLE,
+    Arrays,
+    Norm,
+    reads_of_gradients,
+    reads_of_results,
+    statistics_dtypes,
+    total_dtype,
+)
 from jln._junction.formulas import (
     MeshAxes,
     Product,
@@ -17,6 +25,7 @@ from jln._junction.formulas import (
     common_batch,
     compute_dtype,
     effective_scale,
+    forward,
     gated,
     in_dtypes,
     in_one_loop,
@@ -41,6 +50,9 @@ def backward(
 
     operands: dy, dtotal and what was saved; mean and rstd may be None, to be computed here. (5) reads dy alone.
     """
+    if norm.remat:
+        again = functools.partial(forward, fence=fence, h_axes=h_axes)
+        operands, norm = made_again(operands, norm, dtypes, batch_dims, again)
     if norm.both_sides:
         one = functools.partial(backward, fence=fence, h_axes=h_axes)
         return backward_of_two(operands, norm, dtypes, batch_dims, one, h_axes)
@@ -114,6 +126,26 @@ def backward(
     if "x" in gradients and isinstance(total, Product):
         gradients["x"] = wide(Product(gradients["x"], total.z))  # (44)
     return in_dtypes(Arrays(**gradients), dtypes, batch)
+
+
+def made_again(
+    operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, forward: Callable[..., Arrays]
+) -> tuple[Arrays, Norm]:
+    """Return the operands with the total and the statistics that the gradients are made of, and the norm without remat.
+
+    forward: the norm's, by whatever computes it.
+    """
+    norm = dataclasses.replace(norm, remat=False)
+    reads = reads_of_gradients(norm, dtypes)
+    wanted = statistics_dtypes(operands, norm, reads)
+    if operands.residual is not None and "total" in reads:
+        wanted = wanted._replace(total=total_dtype(operands))
+    made = Arrays(total=operands.x if operands.residual is None else None)
+    if wanted.present():
+        of_sum = operands.only(reads_of_results(wanted))
+        made = made._replace(**forward(of_sum, norm, wanted, batch_dims).present())
+    done = dict.fromkeys(name for name in TABLE["total"].made_of if name not in reads)
+    return operands._replace(**done, **made.present()), norm
 
 
 # x comes last, so that the buffer of its gradient can be that of a dead total.

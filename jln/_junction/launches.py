@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jln._junction import tiles
-from jln._junction.arrays import COLUMNS, OPERANDS, RESULTS, TABLE, Arrays, Norm, Shape, total_dtype
+from jln._junction.arrays import COLUMNS, OPERANDS, RESULTS, TABLE, Arrays, Norm, Shape, reads_of_results, total_dtype
 from jln._junction.formulas import forward_of_two
-from jln._junction.gradients import backward_of_two
+from jln._junction.gradients import backward_of_two, made_again
 from jln._junction.kernels.backward import backward_kernel, reduce_kernel, row_sums_kernel
 from jln._junction.kernels.forward import forward_kernel
 from jln._triton.launch import launch
@@ -182,12 +182,17 @@ def forward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targe
 
 
 def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, target: Target) -> Arrays:
-    dy, total, mean = operands.dy, operands.total, operands.mean
+    if norm.remat and norm.both_sides:
+        return backward(*_again(operands, norm, dtypes, batch_dims, target), dtypes, batch_dims, target)
+    dy = operands.dy
     of_pull = dtypes._replace(scale=None, offset=None, z=None, y=None)
     pulls = any(d is not None for d in of_pull)
     if not pulls and dtypes.scale is None and dtypes.z is None:
         return _without_pullback(operands, norm, dtypes, batch_dims, target)
-    chip, compute = target.chip, operands.rstd.dtype
+    if norm.remat and operands.residual is None:
+        operands = operands._replace(total=operands.x, x=None)
+    total = total_dtype(operands) if operands.total is None else operands.total.dtype
+    chip, compute = target.chip, jnp.promote_types(total, jnp.float32)
     sums = tuple(name for name in COLUMNS if getattr(dtypes, name) is not None)
     g = _geometry(operands, norm, batch_dims, bool(sums))
     results = g.results(dtypes)
@@ -195,12 +200,15 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
     if plan is None:
         one = functools.partial(backward, target=target)
         return backward_of_two(operands, norm, dtypes, batch_dims, one)
+    if norm.remat and not (g.inner == 1 and plan.tile.columns >= g.h):  # no tile has a row's statistics
+        operands = operands._replace(x=operands.total if operands.x is None else operands.x)
+        return backward(*_again(operands, norm, dtypes, batch_dims, target), dtypes, batch_dims, target)
     shared, ready = _shared(operands, g)
     constants = {**g.constants, "SHARED": shared, "NORM": norm.switches}
 
     c1_and_c2: dict[str, Any] = {"c1": None, "c2": None}
     if plan.sums is not None and pulls:
-        of_rows = g.results(Arrays(mean=None if mean is None else compute, rstd=compute))
+        of_rows = g.results(Arrays(mean=None if operands.mean is None else compute, rstd=compute))
         c1_and_c2 = launch(
             target,
             row_sums_kernel,
@@ -218,7 +226,8 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
     programs = max(1, min(programs, g.tiles(tile)))
     y = results.y
     if y is not None:  # as few as keep memory busy, and of these as few as make the same number of trips
-        itemsize = sum(a.dtype.itemsize for a in (dy, operands.dtotal, total) if a is not None)
+        read = operands.only(("dy", "dtotal", "total", "residual", "x" if norm.remat else "total"))
+        itemsize = sum(a.dtype.itemsize for a in read.present().values())
         programs = min(programs, tiles.busy_programs(tile, itemsize, chip))
         programs = ceil_div(g.tiles(tile), ceil_div(g.tiles(tile), programs))
     # A program that owns whole rows has read its dy before it writes y.
@@ -241,6 +250,8 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
         SUMS=tuple(f"d{name}" for name in sums),
         PULLS=pulls,
         VECTOR=_vector(_pointed(backward_kernel, ready), results.present()),
+        EPSILON=norm.epsilon if norm.remat else None,
+        TOTAL=jnp.dtype(total) if norm.remat else None,
         **constants,
     )
     gradients = {name: written[f"d{name}"] for name in OPERANDS if f"d{name}" in written} | {"y": written["y"]}
@@ -266,11 +277,16 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
     return Arrays(**gradients)
 
 
+def _again(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, target: Target) -> tuple[Arrays, Norm]:
+    """Return what `made_again` does, by the forward kernel."""
+    return made_again(operands, norm, dtypes, batch_dims, functools.partial(forward, target=target))
+
+
 def _backward_plan(
     operands: Arrays, results: Arrays, sums: tuple[str, ...], g: _Geometry, target: Target
 ) -> tiles.BackwardPlan | None:
     """The tiles of the backward pass; None for a norm of x and one of the total, of which one kernel takes one each."""
-    rows = [operands.dy, operands.dtotal, operands.total, operands.x, operands.z, operands.x_z]
+    rows = [operands.dy, operands.dtotal, operands.total, operands.x, operands.residual, operands.z, operands.x_z]
     rows += [results.y, results.residual, results.z, results.x_z]
     if g.norm.both_sides:
         of_branch = (results.x, results.x_scale, results.gate, results.row_gate)
@@ -280,7 +296,8 @@ def _backward_plan(
         how = {"centred": g.norm.switches.subtract_mean, "gated": operands.gated}
         tile = tiles.both_sides(g.h, *moved, target.chip, **how)
         return None if tile is None else tiles.BackwardPlan(tile, None)
-    gates = (operands.gate, operands.row_gate, operands.x, operands.z, operands.x_z)
+    held = operands.gated or operands.residual is None  # x, which of a total made again is in the total
+    gates = (operands.gate, operands.row_gate, operands.x if held else None, operands.z, operands.x_z)
     more = max(0, len(sums) - 2) + sum(a is not None for a in gates)
     if operands.x_z is not None:
         more += 1  # silu(x_z), and what its gradient is made of, wait for the sums of their row
@@ -295,9 +312,11 @@ def _without_pullback(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: 
     if dtypes.offset is not None:
         made = made._replace(offset=_doffset(operands.dy, norm, batch_dims, dtypes.offset))
     if dtypes.y is not None:
-        again = Arrays(x=operands.total, scale=operands.scale, offset=operands.offset)
-        of_total = dataclasses.replace(norm, both_sides=False)
-        made = made._replace(y=forward(again, of_total, Arrays(y=dtypes.y), batch_dims, target).y)
+        again = operands.only(reads_of_results(Arrays(y=dtypes.y)))
+        if not norm.remat:
+            norm = dataclasses.replace(norm, both_sides=False)
+            again = Arrays(x=operands.total, scale=operands.scale, offset=operands.offset)
+        made = made._replace(y=forward(again, norm, Arrays(y=dtypes.y), batch_dims, target).y)
     return jax.tree.map(lambda a: jnp.broadcast_to(a, (*batch, *a.shape[batch_dims:])), made)
 
 

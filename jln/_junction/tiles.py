@@ -117,8 +117,9 @@ def backward_plan(
             # One program of 16 warps takes the place of four of 4 warps, and makes a quarter of their partial sums. Two
             # tiles are fetched ahead, so that half of the SMs keep memory busy (`busy_programs`), which halves the
             # partial sums again. They take 1 MB instead of 9, of the 725 MB that (16384, 1024, 3072) in bfloat16 may
-            # move. Masked columns leave no registers for the third stage.
-            rows = max(rows, 16384 // itemsize // columns)
+            # move. Masked columns leave no registers for the third stage. 32 warps of half as many elements a thread,
+            # as a bias or a gate leaves, spilled 120 to 456 bytes in 16 bits; 16 spill none.
+            rows = max(rows, min(16384 // itemsize, limit) // columns)
             stages += stages > 1 and columns == h
         tile = _tile(rows, columns, per_thread // 2 if crowded else per_thread, stages)
         # 16 warps an SM hide the latency; more than 4 programs an SM would pay for it in partial sums.

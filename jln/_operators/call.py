@@ -27,6 +27,7 @@ def call(
     zero_centered_scale: bool = False,
     both_sides: bool = False,
     gives_total: bool = False,
+    remat: bool = False,
     dtype: DTypeLike | None = None,
     precision: PrecisionLike = None,
     implementation: str | None = None,
@@ -36,6 +37,8 @@ def call(
 
     arrays: x and those of its size are JAX's already; kernel and bias are tuples, as `_checks.linears` makes them.
     """
+    if _checks.flag("remat", remat) and forward_mode:
+        raise ValueError("remat=True is of reverse mode: in forward mode nothing is kept that could be made again")
     axes = _checks.axes(axis, arrays.x)
     arrays = checked(arrays, axes, both_sides)
     norm = norm_of(
@@ -45,6 +48,7 @@ def call(
         subtract_mean=subtract_mean,
         zero_centered_scale=zero_centered_scale,
         both_sides=both_sides,
+        remat=remat,
     )
     if arrays.kernel is None:
         x = arrays.x.dtype

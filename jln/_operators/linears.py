@@ -31,6 +31,7 @@ def layer_norm_linear(
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
     precision: PrecisionLike = None,
+    remat: bool = False,
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> Products:
@@ -67,6 +68,10 @@ def layer_norm_linear(
       bias: `features`; any supported dtype. None: no bias. For a tuple of kernels a tuple, with an array or None for
         each, or None.
       precision: of the products, forward and backward, as in `jax.lax.dot_general`.
+      remat: whether the backward pass makes a row's statistics again, and with a residual the sum, of what it was made
+        of, which are kept in their place. For a `jax.checkpoint` that keeps the products and nothing of the norm: it
+        makes these again in any case, by a kernel of their own, which writes the sum for the next to read. Rows that
+        are too wide for one tile still take that kernel. Not with `forward_mode`.
       epsilon, zero_centered_scale, implementation, forward_mode: as of `layer_norm`.
 
     Returns:
@@ -85,6 +90,7 @@ def layer_norm_linear(
         epsilon=epsilon,
         zero_centered_scale=zero_centered_scale,
         precision=precision,
+        remat=remat,
         implementation=implementation,
         forward_mode=forward_mode,
     )
@@ -101,6 +107,7 @@ def rms_norm_linear(
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
     precision: PrecisionLike = None,
+    remat: bool = False,
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> Products:
@@ -110,7 +117,7 @@ def rms_norm_linear(
     errors are those of `layer_norm_linear`.
 
     Args:
-      x, scale, kernel, bias, precision: as of `layer_norm_linear`.
+      x, scale, kernel, bias, precision, remat: as of `layer_norm_linear`.
       epsilon, zero_centered_scale, implementation, forward_mode: as of `layer_norm`.
     """
     arrays = Arrays(x=array("x", x), scale=scale)
@@ -120,6 +127,7 @@ def rms_norm_linear(
         epsilon=epsilon,
         zero_centered_scale=zero_centered_scale,
         precision=precision,
+        remat=remat,
         implementation=implementation,
         forward_mode=forward_mode,
     )
@@ -140,6 +148,7 @@ def add_layer_norm_linear(
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
     precision: PrecisionLike = None,
+    remat: bool = False,
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> tuple[Products, jax.Array]:
@@ -151,7 +160,7 @@ def add_layer_norm_linear(
     `layer_norm_linear`.
 
     Args:
-      x, scale, offset, kernel, bias, precision: as of `layer_norm_linear`.
+      x, scale, offset, kernel, bias, precision, remat: as of `layer_norm_linear`.
       residual, x_bias, gate: as of `add_layer_norm`.
       epsilon, zero_centered_scale, implementation, forward_mode: as of `layer_norm`.
 
@@ -168,6 +177,7 @@ def add_layer_norm_linear(
         epsilon=epsilon,
         zero_centered_scale=zero_centered_scale,
         precision=precision,
+        remat=remat,
         implementation=implementation,
         forward_mode=forward_mode,
     )
@@ -187,6 +197,7 @@ def add_rms_norm_linear(
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
     precision: PrecisionLike = None,
+    remat: bool = False,
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> tuple[Products, jax.Array]:
@@ -195,7 +206,7 @@ def add_rms_norm_linear(
     The sum is made and read once, as in `add_layer_norm_linear`, whose results, guarantees and errors hold.
 
     Args:
-      x, scale, kernel, bias, precision: as of `layer_norm_linear`.
+      x, scale, kernel, bias, precision, remat: as of `layer_norm_linear`.
       residual, x_bias, gate: as of `add_layer_norm`.
       epsilon, zero_centered_scale, implementation, forward_mode: as of `layer_norm`.
     """
@@ -209,6 +220,7 @@ def add_rms_norm_linear(
         epsilon=epsilon,
         zero_centered_scale=zero_centered_scale,
         precision=precision,
+        remat=remat,
         implementation=implementation,
         forward_mode=forward_mode,
     )
@@ -228,6 +240,7 @@ def rms_norm_add_rms_norm_linear(
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
     precision: PrecisionLike = None,
+    remat: bool = False,
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> tuple[Products, jax.Array]:
@@ -239,7 +252,7 @@ def rms_norm_add_rms_norm_linear(
     results those of `add_layer_norm_linear`.
 
     Args:
-      x, scale, kernel, bias, precision: as of `layer_norm_linear`.
+      x, scale, kernel, bias, precision, remat: as of `layer_norm_linear`.
       x_scale, residual, gate, epsilon, zero_centered_scale: as of `rms_norm_add_rms_norm`.
       implementation, forward_mode: as of `layer_norm`.
     """
@@ -252,6 +265,7 @@ def rms_norm_add_rms_norm_linear(
         epsilon=epsilon,
         zero_centered_scale=zero_centered_scale,
         precision=precision,
+        remat=remat,
         implementation=implementation,
         forward_mode=forward_mode,
     )
@@ -273,6 +287,7 @@ def layer_norm_add_layer_norm_linear(
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
     precision: PrecisionLike = None,
+    remat: bool = False,
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> tuple[Products, jax.Array]:
@@ -282,7 +297,7 @@ def layer_norm_add_layer_norm_linear(
     results, guarantees and errors hold.
 
     Args:
-      x, scale, offset, kernel, bias, precision: as of `layer_norm_linear`.
+      x, scale, offset, kernel, bias, precision, remat: as of `layer_norm_linear`.
       x_scale, residual, gate, epsilon, zero_centered_scale: as of `rms_norm_add_rms_norm`.
       x_offset: as of `layer_norm_add_layer_norm`.
       implementation, forward_mode: as of `layer_norm`.
@@ -297,6 +312,7 @@ def layer_norm_add_layer_norm_linear(
         epsilon=epsilon,
         zero_centered_scale=zero_centered_scale,
         precision=precision,
+        remat=remat,
         implementation=implementation,
         forward_mode=forward_mode,
     )

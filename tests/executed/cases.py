@@ -69,6 +69,7 @@ class Case:
     zero_centered_scale: bool = False
     epsilon: float = workbench.EPSILON
     forward_mode: bool = False
+    remat: bool = False
     mean: float = 0.0
     magnitude: float = 1.0
 
@@ -198,6 +199,7 @@ def _call(case: Case, module, given):
     Kernels, biases and y of several Linears are one array each here, side by side as for a single Linear.
     """
     ours = {} if module is jln.reference else {"implementation": "triton", "forward_mode": case.forward_mode}
+    ours |= {"remat": True} if ours and case.remat else {}
     options = {"epsilon": case.epsilon, "zero_centered_scale": case.zero_centered_scale}
     axis = {} if case.linear else {"axis": case.axis}
     if case.linear:

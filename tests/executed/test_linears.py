@@ -71,6 +71,7 @@ COMPOSED = [
     Case(LAYER, (70, 64), "float64", "small-h200", (16,)),
     Case(LAYER, (20, 128), "bfloat16", "small-b200", (300,), without="so"),
     Case(LAYER, (20, 128), "bfloat16", "small-h200", (300,), without="o", forward_mode=True),
+    Case(LAYER, (29, 1024), "bfloat16", "small-h200", (300,), parameters="float32", remat=True),
 ]
 # Cases in which not all gradients are wanted, with the backward kernels that run. For x alone no shares of parameters
 # are added up, for a kernel alone no row sums for dx are made, and a bias or an offset alone takes no kernel of ours.
@@ -96,6 +97,8 @@ COMPOSED_SUMS = [
     Case(ADD_LAYER, (2, 16400), "bfloat16", "small-h200", (4,), over="xk"),
     Case(ADD_LAYER, (70, 64), "float64", "small-h200", (16,)),
     Case(ADD_LAYER, (20, 128), "bfloat16", "small-h200", (300,), zero_centered_scale=True, forward_mode=True),
+    Case(ADD_LAYER, (37, 256), "bfloat16", "small-h200", (300,), remat=True),
+    Case(ADD_RMS, (9, 1000), "float16", "small-a100", (257,), remat=True),
 ]
 COMPOSED_SEVERAL = [
     Case(LAYER, (37, 128), "bfloat16", "small-h200", ((4, 64), (64,), (64,)), unbiased=(1,)),
@@ -153,7 +156,7 @@ def test_composed(case):
     assert "parameters" not in launched(check(case))
 
 
-@cases(COMPOSED_SUMS, quick=(0, 1, 2, 5))
+@cases(COMPOSED_SUMS, quick=(0, 1, 2, 5, 9))
 def test_composed_behind_a_sum(case):
     assert "parameters" not in launched(check(case))
 

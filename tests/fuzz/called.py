@@ -177,7 +177,8 @@ def _operator(case: Case, module, operands):
     if module is jln:
         static["implementation"] = case.implementation
     else:
-        static.pop("forward_mode", None)
+        for name in ("forward_mode", "remat"):
+            static.pop(name, None)
     made = getattr(module, case.form.name)(**named, **static)
     y, *total = made if case.form.adds else (made,)
     of_y = {f"y[{i}]": a for i, a in enumerate(y)} if case.several else {"y": y}

@@ -216,6 +216,9 @@ class _Draw:
         levels, operands = self.with_levels(shapes, levels, outer, dtypes)
         static = self.static(form, shapes, dtypes, axes, len(shape))
         static["forward_mode"] = asks == "tangent" or self.chance(0.2)
+        # Not drawn with the rest, so that every seed has the rest that it had.
+        if form.is_linear and not static["forward_mode"] and self.seed % 3 == 0:
+            static["remat"] = True
         axes = tuple(a % len(shape) for a in axes)
 
         case = Case(

@@ -43,7 +43,7 @@ GATED_NORMS = [
     ),
     Mutant(
         "the gate left out of what is normalised",
-        FORWARD,
+        TERMS,
         "u, _ = load_silu(x_z_ptr, at, mask, COMPUTE)\n        x *= u",
         "pass",
         LAST["triton"],

@@ -46,7 +46,7 @@ KERNELS = [
         (f"{ACCURACY}test_optional_arguments[triton-layer_norm-no offset-zero-centered]",),
     ),
     Mutant(
-        "the sum not rounded before it is normed", FORWARD,
+        "the sum not rounded before it is normed", TERMS,
         "(x + residual).to(TOTAL).to(COMPUTE)", "x + residual",
         ("tests/operators/test_rounded_sum.py::test_it_is_what_is_returned_that_is_normed[add_layer_norm-triton-jitted]",),
     ),
@@ -64,17 +64,17 @@ KERNELS = [
     ),
     Mutant(
         "columns that are not there in the variance", FORWARD,
-        "_rstd(tl.where(exists[None, :], x - mean[:, None], 0.0), H", "_rstd(x - mean[:, None], H", WHOLE,
+        "rstd_of(tl.where(exists[None, :], x - mean[:, None], 0.0), H", "rstd_of(x - mean[:, None], H", WHOLE,
     ),
     Mutant(
         "epsilon forgotten", FORWARD,
-        "rstd = _rstd(tl.where(exists[None, :], x - mean[:, None], 0.0), H, EPSILON)",
-        "rstd = _rstd(tl.where(exists[None, :], x - mean[:, None], 0.0), H, 0.0)",
+        "rstd = rstd_of(tl.where(exists[None, :], x - mean[:, None], 0.0), H, EPSILON)",
+        "rstd = rstd_of(tl.where(exists[None, :], x - mean[:, None], 0.0), H, 0.0)",
         (f"{ACCURACY}test_small_and_large_data[triton-0.001-float32]",),
     ),
     Mutant(
         "variance as E[x^2] - E[x]^2", FORWARD,
-        "tl.rsqrt(tl.sum(centred * centred, axis=1) * (1.0 / H) + EPSILON)",
+        "rstd_of(tl.where(exists[None, :], x - mean[:, None], 0.0), H, EPSILON)",
         "tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / H) - mean * mean + EPSILON)",
         (f"{ACCURACY}test_rows_with_a_mean_1000_times_their_spread[triton-37-1000-layer_norm-float32]",),
     ),
@@ -139,7 +139,7 @@ KERNELS = [
     Mutant("c1 dropped", BACKWARD, "-(c1 * rstd)[:, None])", "0.0 * rstd[:, None])", WHOLE),
     Mutant(
         "what two roundings leave of a row of one element", BACKWARD,
-        "if H == 1 and mean_ptr is not None:", "if False:",
+        "if H == 1 and NORM.subtract_mean:", "if False:",
         (f"{ABUSE}test_rows_of_one_element[triton-layer_norm-float32]",),
     ),
     Mutant(

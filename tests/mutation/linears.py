@@ -2,26 +2,73 @@
 
 from targets import (
     ARRAYS,
+    BACKWARD,
     FUSED,
     FUSED_SUM,
     IN_ONE_ON_A_MESH,
     JUNCTION_RULES,
     LINEAR,
     LINEAR_LAUNCH,
+    NORM_LAUNCH,
     PARTITIONED,
     PLACEMENT,
     SEVERAL,
     SHARDED_DTYPES,
     SHARDING,
+    XLA_GRADIENTS,
     XLA_LINEAR,
     XLA_LINEARS,
     Mutant,
+)
+from targets import LINEARS as ACCURACY_OF_LINEARS
+
+AGAIN = f"{ACCURACY_OF_LINEARS}test_what_the_backward_pass_makes_again"
+MADE_AGAIN, GATED_AGAIN = (
+    (f"{AGAIN}[triton-add_{case}]",)
+    for case in (
+        "rms_norm_linear-(37, 256)-300-bfloat16",
+        "layer_norm_linear, x_bias and gate-(33, 1000)-300-bfloat16",
+    )
 )
 
 LINEARS = [
     Mutant(
         "no fences in the backward rule for a CPU", JUNCTION_RULES, "formula_cpu=gradients.backward_cpu",
         "formula_cpu=gradients.backward", ("tests/operators/test_xla_cpu.py::test_gradient_of_several_linears",),
+    ),
+    Mutant(
+        "statistics kept all the same", ARRAYS, "return (names - again) | {*_SUM} if again else names", "return names",
+        ("tests/transformations/test_checkpoint_policies.py::"
+         "test_with_remat_the_backward_operation_makes_all_of_a_norm[dots]",),
+    ),
+    Mutant(
+        "a total made again that is not rounded", NORM_LAUNCH,
+        "TOTAL=jnp.dtype(total) if", "TOTAL=compute if", MADE_AGAIN,
+    ),
+    Mutant(
+        "statistics made again without epsilon", NORM_LAUNCH, "EPSILON=norm.epsilon if", "EPSILON=0.0 if",
+        (f"{AGAIN}[triton-rms_norm_linear-(3, 1)-300-float64]",),
+    ),
+    Mutant("no mean made again", BACKWARD, "mean = tl.sum(x, axis=1) * (1.0 / H)  # (1)", "pass", GATED_AGAIN),
+    Mutant(
+        "columns that are not there in a variance made again", BACKWARD,
+        "rstd = rstd_of(tl.where(exists[None, :], x - mean[:, None], 0.0), H", "rstd = rstd_of(x - mean[:, None], H",
+        GATED_AGAIN,
+    ),
+    Mutant(
+        "a gate left out of a total made again", BACKWARD,
+        "x_z_ptr, residual_ptr + base, x_bias_ptr, gate_ptr,", "x_z_ptr, residual_ptr + base, x_bias_ptr, None,",
+        GATED_AGAIN,
+    ),
+    Mutant(
+        "a row's statistics of a part of it", NORM_LAUNCH,
+        "if norm.remat and not (g.inner == 1 and plan.tile.columns >= g.h):", "if False:",
+        (f"{AGAIN}[triton-add_rms_norm_linear, x_bias and gate-(2, 20000)-300-float32]",),
+    ),
+    Mutant(
+        "a total made again of x alone", XLA_GRADIENTS,
+        'if operands.residual is not None and "total" in reads:', "if False:",
+        (f"{AGAIN}[xla-add_rms_norm_linear-(37, 256)-300-bfloat16]",),
     ),
     Mutant(
         "gradients of unused products alone computed", JUNCTION_RULES, "if not jax.tree.leaves(dtypes):", "if False:",

@@ -94,6 +94,9 @@ LINEARS = {
                                  lambda f: f(X, P, K, jnp.ones(3, "int8"))),
     "precision is unknown": (ValueError, r"(?s)Precision argument must be one of.*got bogus",
                              lambda f: f(X, P, K, precision="bogus")),
+    "remat is a number": (TypeError, "remat must be a static bool", lambda f: f(X, P, K, remat=1)),
+    "remat in forward mode": (ValueError, "remat=True is of reverse mode",
+                              lambda f: f(X, P, K, remat=True, forward_mode=True)),
     "precision is a number": (ValueError, r"Precision argument must be one of", lambda f: f(X, P, K, precision=3)),
 }  # fmt: skip
 K = jnp.ones((8, 3), "float32")

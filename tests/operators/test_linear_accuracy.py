@@ -67,6 +67,38 @@ def test_every_size(m, h, n, dtype, absent, implementation):
     check(operator, without(operator, operands, (absent,)), implementation)
 
 
+# Rows that fit in a tile, aligned, ragged and several of them, with all that a sum can have; that are too wide for one,
+# whose total the forward kernel makes again; norms on both sides; and few features, which one kernel multiplies.
+AGAIN = [
+    ("layer_norm_linear", (150, 127), 300, "float32"),
+    ("rms_norm_linear", (33, 1024), 300, "bfloat16"),
+    ("rms_norm_linear", (3, 1), 300, "float64"),
+    ("add_rms_norm_linear", (37, 256), 300, "bfloat16"),
+    ("add_layer_norm_linear", (150, 100), 300, "float16"),
+    ("add_layer_norm_linear, x_bias and gate", (33, 1000), 300, "bfloat16"),
+    ("add_rms_norm_linear, x_bias and gate", (2, 20000), 300, "float32"),
+    ("rms_norm_add_rms_norm_linear", (17, 100), 300, "float32"),
+    ("add_layer_norm_linear", (33, 100), 16, "bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("name", "shape", "n", "dtype"), AGAIN, ids=str)
+def test_what_the_backward_pass_makes_again(name, shape, n, dtype, implementation):
+    """All is as accurate with remat, and gradients in float32 are those of the sum that is kept, which is rounded."""
+    operator, parameters = (LINEAR_OPERATORS | workbench.FORMS)[name], "float64" if dtype == "float64" else "float32"
+    operands = workbench.arguments(operator, shape, dtype, features=(n,), parameter_dtype=parameters, mean=2.0)
+    check(operator, operands, implementation, ours_alone={"remat": True})
+    kept, again = (
+        workbench.value_and_gradients(
+            operator, functools.partial(operator, implementation=implementation, remat=remat), operands
+        )
+        for remat in (False, True)
+    )
+    for result, a in kept.items():
+        if a.dtype == np.float32:
+            np.testing.assert_allclose(again[result], a, rtol=0, atol=1e-5 * np.max(np.abs(a)), err_msg=result)
+
+
 def with_large_bias(x, scale, offset, kernel, bias, dy):
     """Return operands with a large bias, for which c2 made from a rounded y would have lost its digits."""
     return (x, scale, offset, kernel, bias + 1000), dy

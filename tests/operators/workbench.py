@@ -357,11 +357,11 @@ def assert_accurate(got, plain, true):
         )
 
 
-def check(operator: Operator, operands, implementation, cotangent=None, *, epsilon=EPSILON, **options):
-    """Check every result and gradient by `assert_accurate`. Options are the operator's."""
+def check(operator: Operator, operands, implementation, cotangent=None, *, epsilon=EPSILON, ours_alone=None, **options):
+    """Check every result and gradient by `assert_accurate`. Options are the operator's, and what is `ours_alone`."""
     ours, plain = (
         functools.partial(operator, epsilon=epsilon, **options, **of)
-        for of in ({"implementation": implementation}, {"module": jln.reference})
+        for of in ({"implementation": implementation, **(ours_alone or {})}, {"module": jln.reference})
     )
     if cotangent is None:
         cotangent = cotangents(jax.eval_shape(ours, *operands))

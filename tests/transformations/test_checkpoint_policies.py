@@ -104,12 +104,24 @@ def test_only_statistics_of_norms_are_made_again(name, forward_mode):
     assert {tuple(k[1:]) for k in again} == ({("total",)} if saved else {("mean", "rstd"), ("total", "rstd")})
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_with_remat_the_backward_operation_makes_all_of_a_norm(name):
+    """No statistics are made again in front of products that XLA makes, and the sum for what else reads it: `few`."""
+    count = made(jln, POLICIES[name], remat=True)
+    norms = {k[1:]: n for k, n in count.items() if k[0] == "jln_norm_forward"}
+    assert norms == {("y",): 1, ("y", "total"): 1, ("total",): 1}
+
+
 def test_without_a_policy_all_is_made_again():
     assert made(jln, None)["products"] > 3 * (PRODUCTS - 1)
 
 
-@pytest.mark.parametrize("name", [name for name in POLICIES if name != "offloaded"])  # a CPU has one memory
-def test_gradients_are_those_without_a_checkpoint(name):
-    got = jax.jit(gradient(jln, POLICIES[name]))(*arguments())
+# A CPU has one memory, and so offloads nothing.
+GRADIENTS = [(name, {}) for name in POLICIES if name != "offloaded"] + [("dots", {"remat": True})]
+
+
+@pytest.mark.parametrize(("name", "options"), GRADIENTS, ids=str)
+def test_gradients_are_those_without_a_checkpoint(name, options):
+    got = jax.jit(gradient(jln, POLICIES[name], **options))(*arguments())
     expected = jax.jit(gradient(jln.reference, jaxs.everything_saveable))(*arguments())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, expected)

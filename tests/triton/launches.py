@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -46,6 +48,14 @@ _GATED = SWITCHES["add_rms_norm"] | {"adds": False}
 GATED_SWITCHES = {
     "the norm before its gate": _GATED | {"z": True},
     "the gate before the norm": _GATED | {"x_z": True},
+}
+# Of whose Linears the backward pass makes total and its statistics again, and the norm's result.
+REMAT_SWITCHES = {
+    "a sum again": SWITCHES["add_rms_norm"] | {"remat": True},
+    "everything again": SWITCHES["everything"] | {"remat": True},
+    "everything and a gate again": SUM_SWITCHES["everything and a gate"] | {"remat": True},
+    "everything and a gate of rows again": SUM_SWITCHES["everything and a gate of rows"] | {"remat": True},
+    "statistics again": SWITCHES["everything"] | {"adds": False, "remat": True},
 }
 # Norms on both sides of a sum.
 BOTH_SIDES_SWITCHES = {
@@ -115,6 +125,10 @@ def launches(h, inner, dtypes, chip, switches, trial=None):
     gradients = Arrays(x if gated else total, residual if gated else None, **parameters, **gates)
     read = {"x": x} | parameters if gated else {"scale": parameters.get("scale")}
     operands = Arrays(dy=y, dtotal=dtotal, total=total, mean=mean, rstd=rstd, **{**read, "offset": None}, **gates)
+    if switches.get("remat"):  # with a cotangent of total in any case, as where x is handed on
+        norm, gradients = dataclasses.replace(norm, remat=True), gradients._replace(y=y)
+        summands = {name: a for name, a in parameters.items() if name != "offset" or switches["subtract_mean"]}
+        operands = Arrays(dy=y, dtotal=total, x=x, residual=residual, **summands)
     jax.eval_shape(lambda operands: launcher.backward(operands, norm, dtypes_of(gradients), 0, recorder), operands)
     return recorder.launches
 

@@ -26,6 +26,7 @@ from launches import (
     FUSED,
     GATED_SWITCHES,
     LINEAR_DTYPES,
+    REMAT_SWITCHES,
     SUM_SWITCHES,
     SWITCHES,
     both_sides_launches,
@@ -123,9 +124,13 @@ def test_no_spills_of_modules(worker, chip, dtype, layouts):
     assert_fits(made, 0 if chip == "h200" else STACK)
 
 
-@pytest.mark.parametrize(("switches", "dtype", "layouts"), dealt(SUM_SWITCHES, ["bfloat16", "float32"], MODULE_LAYOUTS))
+@pytest.mark.parametrize(
+    ("switches", "dtype", "layouts"),
+    dealt(SUM_SWITCHES | REMAT_SWITCHES, ["bfloat16", "float32"], [*MODULE_LAYOUTS, (2048, 1)]),
+)
 def test_no_spills_of_sums_with_a_gate(worker, switches, dtype, layouts):
-    made = worker.submit(compile_all, DTYPES[dtype], "h200", SUM_SWITCHES[switches], layouts).result()
+    of = (SUM_SWITCHES | REMAT_SWITCHES)[switches]
+    made = worker.submit(compile_all, DTYPES[dtype], "h200", of, layouts).result()
     assert_fits(made, STACK)
 
 
@@ -147,12 +152,14 @@ def test_no_spills_of_gated_norms(worker, switches, dtype, layouts):
     ("switches", "chip", "dtype"),
     every_pair(
         itertools.product(
-            SUM_SWITCHES | GATED_SWITCHES, CHIPS, ("bfloat16", "float32", "float64", "bfloat16, float32 stream")
+            SUM_SWITCHES | GATED_SWITCHES | REMAT_SWITCHES,
+            CHIPS,
+            ("bfloat16", "float32", "float64", "bfloat16, float32 stream"),
         )
     ),
 )
 def test_no_spills_of_sums_with_a_gate_at_any_size(worker, switches, chip, dtype):
-    of = (SUM_SWITCHES | GATED_SWITCHES)[switches]
+    of = (SUM_SWITCHES | GATED_SWITCHES | REMAT_SWITCHES)[switches]
     made = worker.submit(compile_all, DTYPES[dtype], chip, of, LAYOUTS[::3]).result()
     assert_fits(made, STACK)
 

@@ -19,19 +19,27 @@ from jln._junction.kernels.addresses import (
     tile_from,
     tiles_of,
 )
-from jln._junction.kernels.terms import affine, gated, load_branch, load_scale, load_silu, load_vector
+from jln._junction.kernels.terms import (
+    affine,
+    gated,
+    load_branch,
+    load_scale,
+    load_silu,
+    load_total,
+    load_vector,
+    rstd_of,
+)
 
 
 @triton.jit
 def _load_row_terms(
-    dy_ptr, total_ptr, x_z_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, COMPUTE: tl.constexpr
+    dy_ptr, x, x_z_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, COMPUTE: tl.constexpr
 ):  # fmt: skip
     """The terms dy, x_hat and dy * scale of a tile, 0 outside: there -mean * rstd might overflow, and 0 * inf is NaN.
 
     With z or x_z also its silu, and the factor of its gradient in (43) or (44). With z dy is then the cotangent of the
     norm's result.
     """
-    x = tl.load(total_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
     dy = tl.load(dy_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
     u, of_dz = x, x
     if z_ptr is not None:
@@ -58,8 +66,9 @@ def _row_sums(
     for first in range(0, H, BLOCK_H):
         column, exists, at, mask = tile_from(first, start, valid, H, INNER, VECTOR, BLOCK_H)
         scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
+        x = tl.load(total_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
         _, x_hat, scaled, _, _ = _load_row_terms(
-            dy_ptr, total_ptr, x_z_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, COMPUTE
+            dy_ptr, x, x_z_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, COMPUTE
         )
         c1 += scaled
         c2 = tl.fma(scaled, x_hat, c2)
@@ -147,15 +156,16 @@ def _of_norm_alone(
 def backward_kernel(
     dy_ptr,  # [G, rows, H]
     dtotal_ptr,  # [G, rows, H]
-    total_ptr,  # [G, rows, H]
+    total_ptr,  # [G, rows, H]; where there is none it is made of x, the residual, x_bias and the gates
     x_z_ptr,  # [G, rows, H]
     z_ptr,  # [G, rows, H]
     scale_ptr,  # [G, H]
     mean_ptr,  # [G, rows]
-    rstd_ptr,  # [G, rows]
+    rstd_ptr,  # [G, rows]; where there is none it is made again, as is mean: then a row fits in BLOCK_H
     offset_ptr,  # [G, H]; for y alone
-    x_ptr,  # [G, rows, H]; for the gates' gradients, and through a norm of x
-    x_bias_ptr,  # [G, H]; for the gates' gradients alone
+    x_ptr,  # [G, rows, H]; for total, for the gates' gradients, and through a norm of x
+    residual_ptr,  # [G, rows, H]; for total alone
+    x_bias_ptr,  # [G, H]; for total, and for the gates' gradients
     gate_ptr,  # [G, H]
     row_gate_ptr,  # [G, rows]
     x_scale_ptr,  # [G, H]
@@ -184,6 +194,8 @@ def backward_kernel(
     SHARED: tl.constexpr,
     SUMS: tl.constexpr,
     PULLS: tl.constexpr,
+    EPSILON: tl.constexpr,
+    TOTAL: tl.constexpr,
     NORM: tl.constexpr,
     COMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -193,7 +205,8 @@ def backward_kernel(
     """Compute the wanted gradients of the operands, each program's shares of the SUMS, and the norm's output once more.
 
     The gradients are dx, dz, dresidual and that of a row's gate, the SUMS dscale, doffset, dx_bias, dgate and
-    dx_scale; each is left out unless it is wanted. PULLS: whether any of them is made of total's cotangent.
+    dx_scale; each is left out unless it is wanted. PULLS: whether any of them is made of total's cotangent. EPSILON and
+    TOTAL, total's type, are None where total and its statistics are given.
 
     A program owns BLOCK_H columns and every `programs`-th tile of rows, and keeps its sums in registers. c1 and c2 come
     from the registers where a row fits in BLOCK_H; from a look at the whole row where a few programs share one (what
@@ -214,6 +227,7 @@ def backward_kernel(
     c1_ptr = numbers_at(c1_ptr, "c1", group, rows, INNER, INTERLEAVED, SHARED)
     c2_ptr = numbers_at(c2_ptr, "c2", group, rows, INNER, INTERLEAVED, SHARED)
     x_ptr = rows_at(x_ptr, "x", group, rows, H, INNER, INTERLEAVED, SHARED)
+    residual_ptr = rows_at(residual_ptr, "residual", group, rows, H, INNER, INTERLEAVED, SHARED)
     x_bias_ptr = columns_at(x_bias_ptr, "x_bias", group, H, INTERLEAVED, SHARED)
     gate_ptr = columns_at(gate_ptr, "gate", group, H, INTERLEAVED, SHARED)
     row_gate_ptr = numbers_at(row_gate_ptr, "row_gate", group, rows, INNER, INTERLEAVED, SHARED)
@@ -260,8 +274,20 @@ def backward_kernel(
         # What y is made of, which dscale and doffset are made of, too.
         if BLOCK_H < H or x_rstd_ptr is not None:  # held through `_row_sums`, or beside two norms, it would spill
             scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
+        if total_ptr is not None:
+            x = tl.load(total_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
+        else:
+            row_gate = load_vector(row_gate_ptr, row, valid, BLOCK_ROWS, COMPUTE)
+            x = load_total(
+                x_ptr + base, x_z_ptr, residual_ptr + base, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask,
+                column, exists, TOTAL, COMPUTE,
+            )  # fmt: skip
+        if rstd_ptr is None:  # as the forward kernel makes them
+            if NORM.subtract_mean:
+                mean = tl.sum(x, axis=1) * (1.0 / H)  # (1)
+            rstd = rstd_of(tl.where(exists[None, :], x - mean[:, None], 0.0), H, EPSILON)  # (2)
         dy, x_hat, scaled, u, of_dz = _load_row_terms(
-            dy_ptr, total_ptr, x_z_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, COMPUTE
+            dy_ptr, x, x_z_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, COMPUTE
         )
         if dz_ptr is not None:
             dz = of_dz * (x_hat * scale[None, :])  # (43)
@@ -278,10 +304,10 @@ def backward_kernel(
                 c1 = tl.sum(scaled, axis=1) * (1.0 / H)  # (7)
                 c2 = tl.sum(scaled * x_hat, axis=1) * (1.0 / H)  # (8)
             dx = x_hat * -(c2 * rstd)[:, None]  # (9), its factor rstd inside
-            if mean_ptr is not None:
+            if NORM.subtract_mean:
                 dx = tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1 * rstd)[:, None])  # (9)
             dx = tl.fma(scaled, rstd[:, None], dx)  # (9)
-            if H == 1 and mean_ptr is not None:  # c1 is g: rounded by itself its product with rstd does not cancel
+            if H == 1 and NORM.subtract_mean:  # c1 is g: rounded by itself its product with rstd does not cancel
                 dx = (scaled - c1[:, None]) * rstd[:, None]
             if dtotal_ptr is not None:
                 dx += tl.load(dtotal_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)

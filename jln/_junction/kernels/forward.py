@@ -23,24 +23,16 @@ from jln._junction.kernels.addresses import (
     tile_from,
     tiles_of,
 )
-from jln._junction.kernels.terms import affine, gated, load_branch, load_scale, load_silu, load_vector, widened
-
-
-@triton.jit
-def _load_total(
-    x_ptr, x_z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists,
-    TOTAL: tl.constexpr, COMPUTE: tl.constexpr,
-):  # fmt: skip
-    """The rows that are normalised: x, or (41), or (23) rounded to the type in which it is returned."""
-    x = load_branch(x_ptr, x_bias_ptr, at, mask, column, exists, COMPUTE)
-    if residual_ptr is not None:
-        x = gated(x, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE)
-        residual = widened(tl.load(residual_ptr + at, mask=mask, other=0.0), COMPUTE)
-        x = (x + residual).to(TOTAL).to(COMPUTE)  # (23)
-    if x_z_ptr is not None:
-        u, _ = load_silu(x_z_ptr, at, mask, COMPUTE)
-        x *= u  # (41)
-    return x
+from jln._junction.kernels.terms import (
+    affine,
+    gated,
+    load_scale,
+    load_silu,
+    load_total,
+    load_vector,
+    rstd_of,
+    widened,
+)
 
 
 @triton.jit
@@ -55,7 +47,7 @@ def _load_total_of_normed(
     if NORM.subtract_mean:
         x_mean = tl.sum(x, axis=1) * (1.0 / H)
         x = tl.where(exists[None, :], x - x_mean[:, None], 0.0)
-    x_rstd = _rstd(x, H, EPSILON)  # (31)
+    x_rstd = rstd_of(x, H, EPSILON)  # (31)
     x_scale = load_scale(x_scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
     residual = widened(tl.load(residual_ptr + at, mask=mask, other=0.0), COMPUTE)
     u = x * x_rstd[:, None]  # (32)
@@ -65,12 +57,6 @@ def _load_total_of_normed(
         branch = affine(u, x_scale, x_bias_ptr, column, exists, COMPUTE)
         total = gated(branch, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE) + residual  # (33)
     return total.to(TOTAL), x_mean, x_rstd
-
-
-@triton.jit
-def _rstd(centred, H: tl.constexpr, EPSILON: tl.constexpr):
-    """The rstd of rows in a tile, of what the mean leaves of them: 0 where there is no column."""
-    return tl.rsqrt(tl.sum(centred * centred, axis=1) * (1.0 / H) + EPSILON)  # (2), (31)
 
 
 @triton.jit
@@ -98,7 +84,7 @@ def _statistics_of_chunks(
     mean_excess, squares_excess = squares, squares
     for first in range(0, H, BLOCK_H):
         column, exists, at, mask = tile_from(first, start, valid, H, INNER, VECTOR, BLOCK_H)
-        x = _load_total(
+        x = load_total(
             x_ptr, x_z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists,
             TOTAL, COMPUTE,
         )  # fmt: skip
@@ -203,13 +189,13 @@ def forward_kernel(
             )  # fmt: skip
             x = x.to(COMPUTE)
         else:
-            x = _load_total(
+            x = load_total(
                 x_ptr, x_z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists,
                 TOTAL, COMPUTE,
             )  # fmt: skip
         if NORM.subtract_mean:
             mean = tl.sum(x, axis=1) * (1.0 / H)  # (1)
-        rstd = _rstd(tl.where(exists[None, :], x - mean[:, None], 0.0), H, EPSILON)  # (2)
+        rstd = rstd_of(tl.where(exists[None, :], x - mean[:, None], 0.0), H, EPSILON)  # (2)
         _store_rows(
             x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_ptr, total_ptr, at, mask, column, exists,
             NORM, BLOCK_H, COMPUTE,
@@ -221,7 +207,7 @@ def forward_kernel(
         )  # fmt: skip
         for first in range(0, H, BLOCK_H):
             column, exists, at, mask = tile_from(first, start, valid, H, INNER, VECTOR, BLOCK_H)
-            x = _load_total(
+            x = load_total(
                 x_ptr, x_z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists,
                 TOTAL, COMPUTE,
             )  # fmt: skip

@@ -67,6 +67,29 @@ def load_silu(z_ptr, at, mask, COMPUTE: tl.constexpr):
 
 
 @triton.jit
+def load_total(
+    x_ptr, x_z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists,
+    TOTAL: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """The rows that are normalised: x, or (41), or (23) rounded to the type in which it is returned."""
+    x = load_branch(x_ptr, x_bias_ptr, at, mask, column, exists, COMPUTE)
+    if residual_ptr is not None:
+        x = gated(x, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE)
+        residual = widened(tl.load(residual_ptr + at, mask=mask, other=0.0), COMPUTE)
+        x = (x + residual).to(TOTAL).to(COMPUTE)  # (23)
+    if x_z_ptr is not None:
+        u, _ = load_silu(x_z_ptr, at, mask, COMPUTE)
+        x *= u  # (41)
+    return x
+
+
+@triton.jit
+def rstd_of(centred, H: tl.constexpr, EPSILON: tl.constexpr):
+    """The rstd of rows in a tile, of what the mean leaves of them: 0 where there is no column."""
+    return tl.rsqrt(tl.sum(centred * centred, axis=1) * (1.0 / H) + EPSILON)  # (2), (31)
+
+
+@triton.jit
 def affine(x_hat, scale, offset_ptr, column, exists, COMPUTE: tl.constexpr):
     if offset_ptr is not None:
         offset = tl.load(offset_ptr + column, mask=exists, other=0.0).to(COMPUTE)

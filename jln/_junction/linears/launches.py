@@ -5,6 +5,7 @@ N counts the features of all products together.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from jln._core.operation import only_rows_differ
 from jln._junction import launches as norms
 from jln._junction.arrays import TABLE, Arrays, Junction, Norm, Shape, total_dtype
 from jln._junction.formulas import common_batch, with_batch
+from jln._junction.gradients import made_again
 from jln._junction.kernels import with_linear as kernels
 from jln._junction.linears import formulas, tiles
 from jln._triton.launch import launch
@@ -62,11 +64,15 @@ def backward(
 ) -> Arrays:
     plan = None
     if not (batch_dims or gathered) and jax.tree.leaves((dtypes.x, dtypes.scale, dtypes.kernel)):
-        *lead, h = operands.total.shape
+        *lead, h = (operands.x if operands.total is None else operands.total).shape
         rows = math.prod(lead)
         dy = [d for d in operands.dy if d is not None]
         plan = tiles.backward(rows, h, sum(d.size for d in dy) // rows, dy[0].dtype.name, target)
     if plan is not None:
+        if junction.norm.remat:
+            again = functools.partial(norms.forward, target=target)
+            operands, norm = made_again(operands, junction.norm, dtypes, batch_dims, again)
+            junction = dataclasses.replace(junction, norm=norm)
         return _fused_backward(operands, junction, dtypes, plan, target)
     return formulas.backward(operands, junction, dtypes, batch_dims, norms=_norms(target), gathered=gathered)
 
