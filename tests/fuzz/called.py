@@ -26,15 +26,12 @@ POLICIES = {
 def results(case: Case, module=jln) -> dict[str, np.ndarray]:
     """Return what JAX gives: results by name, gradients as `dx`, tangents as `y'`, second derivatives as `dx'`."""
     operands, cotangents, directions = made(case)
-    program = functools.partial(_asked, case, module)
-    for level in reversed(range(case.outer)):
-        program = _looped(case, level, program)
     wide = any(a.dtype == np.float64 for a in (*operands.values(), *cotangents.values()))
     before = jax.config.jax_enable_x64
     jax.config.update("jax_enable_x64", wide)  # not by a context: callbacks have threads of their own
     try:
         given = jax.tree.map(jnp.asarray, ((operands, cotangents), directions))
-        whole = functools.partial(_written_out, case, program)
+        whole = program(case, module)
         if beyond_reach(case):  # eager scans are compiled, too
             whole = jax.jit(whole, compiler_options=WITHOUT_YNNPACK)
         elif case.jitted:
@@ -42,6 +39,14 @@ def results(case: Case, module=jln) -> dict[str, np.ndarray]:
         return jax.tree.map(np.asarray, whole(*given))
     finally:
         jax.config.update("jax_enable_x64", before)
+
+
+def program(case: Case, module=jln):
+    """The function of a case: of a pair of operands and cotangents by name, and of directions."""
+    of_levels = functools.partial(_asked, case, module)
+    for level in reversed(range(case.outer)):
+        of_levels = _looped(case, level, of_levels)
+    return functools.partial(_written_out, case, of_levels)
 
 
 def beyond_reach(case: Case) -> bool:

@@ -160,10 +160,18 @@ class Case:
 
 def draw(seed: int) -> Case:
     """The case of a seed."""
-    return _Draw(seed).case()
+    return Draw(seed).case()
 
 
-class _Draw:
+class Draw:
+    """A draw of the case of a seed: of sizes that a CPU computes. A subclass may have others.
+
+    largest: the most elements that x has, over all levels; of a case by Triton's interpreter.
+    """
+
+    h, rows, features = H, ROWS, FEATURES
+    largest, largest_by_kernels = 2**16, 2**12
+
     def __init__(self, seed: int):
         self.seed, self.r, self.usual = seed, random.Random(seed), False
 
@@ -184,7 +192,7 @@ class _Draw:
             for _ in range(r.choices((0, 1, 2, 3), (0 if self.usual else 5, 10, 5, 1))[0])
         )
         outer = r.choice((0, 0, *range(len(levels) + 1))) if asks in ("gradient", "second") else 0
-        largest = (2**12 if by_kernels else 2**16) // math.prod(level.size for level in levels)
+        largest = (self.largest_by_kernels if by_kernels else self.largest) // math.prod(level.size for level in levels)
         shape, axes = self.shape_and_axes(form, largest)
         normalised = tuple(shape[a % len(shape)] for a in axes)
         dtypes = self.dtypes(form, asks)
@@ -192,7 +200,9 @@ class _Draw:
         # An example's own shapes.
         shapes = {}
         several = r.choice((2, 3)) if form.is_linear and self.chance(0.25) else 0
-        features = [r.choice(FEATURES[:-1] if several or by_kernels else FEATURES) for _ in range(several or 1)]
+        features = [
+            r.choice(self.features[:-1] if several or by_kernels else self.features) for _ in range(several or 1)
+        ]
         number = None
         for a in form.arguments:
             if a.name in absent:
@@ -250,7 +260,7 @@ class _Draw:
         if not form.is_linear and self.chance(0.4):
             axes = tuple(r.sample(range(ndim), min(ndim, r.choice((1, 1, 2)))))
         normalised = [a % ndim for a in axes]
-        shape = [r.choice(H if i in normalised else ROWS) for i in range(ndim)]
+        shape = [r.choice(self.h if i in normalised else self.rows) for i in range(ndim)]
         if len(axes) == 2:
             shape[normalised[1]] = r.choice((1, 2, 3, 8, 16))
         while math.prod(shape) > largest:

@@ -1,0 +1,115 @@
+"""Draw calls of the operators at real sizes, and list those that move much of what plain jnp does, on an H200.
+
+    python tests/fuzz/moved.py --cases 300 --processes 2    # needs jax[cuda13], no GPU; a quarter of an hour
+    python tests/fuzz/moved.py --seed 5106                  # the case of a seed, in words, and both programs
+
+Each case is compiled with the operators and with `jln.reference`, which is plain jnp. Printed are the cases that move
+more than `--share` of what plain jnp does: bytes with the operators, in plain jnp, and with every array moved once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import math
+import multiprocessing
+from typing import Any
+
+import jax
+
+import jln
+from called import program
+from drawn import Case, Draw, result_dtype
+from jln.program import compile_for
+
+
+class Real(Draw):
+    """Sizes of models: x has 2^22 to 2^24 elements, its rows the lengths that people train."""
+
+    h = (768, 1024, 1024, 1536, 2048, 2048, 3072, 4096, 4096, 4096, 5120, 5376, 8192, 8192, 12288, 16384, 1000, 64, 128)
+    rows = (1, 2, 4, 8, 16, 32, 128, 512, 1024, 2048, 2048, 4096, 8192)
+    features = ((64,), (128,), (8,), (16, 128), (1024,), (4096,), (12288,))
+    largest = largest_by_kernels = 2**24
+
+
+def case_of(seed: int) -> Case | None:
+    """The case of a seed; None of one that is small, in other dtypes than models are, or not for the kernels.
+
+    In loops by scan a program moves what it does without them, forward mode and second derivatives are XLA's.
+    """
+    case = Real(seed).case()
+    dtypes = {a.dtype for a in case.operands.values()} | {case.static.get("dtype", "bfloat16")}
+    elements = math.prod(case.shape) * math.prod(level.size for level in case.levels)
+    if case.asks not in ("value", "gradient") or not dtypes <= {"bfloat16", "float32"} or elements < 2**22:
+        return None
+    if case.constant_rows or case.static["forward_mode"] or any(level.by == "scan" for level in case.levels):
+        return None
+    return dataclasses.replace(case, implementation="triton")
+
+
+def structs(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The operands and cotangents of a case, as shapes and dtypes."""
+    operands = {n: jax.ShapeDtypeStruct(a.small, a.dtype) for n, a in case.operands.items()}
+    return operands, {n: jax.ShapeDtypeStruct(a.small, result_dtype(case, n)) for n, a in case.cotangents.items()}
+
+
+def compiled(case: Case) -> tuple[Any, Any]:
+    """The programs of a case for an H200: with the operators, and in plain jnp."""
+    return tuple(compile_for(program(case, module), structs(case), {}, chip="h200") for module in (jln, jln.reference))
+
+
+def moved(seed: int) -> tuple[int, str, float, float, float] | None:
+    """The bytes of the case of a seed in MB: with the operators, in plain jnp, and of each array once."""
+    case = case_of(seed)
+    if case is None:
+        return None
+    try:
+        ours, plain = compiled(case)
+    except Exception as error:
+        return seed, f"{case.form.title} raised {type(error).__name__}: {error}"[:300], math.inf, 1.0, 1.0
+    of_results = jax.eval_shape(program(case), structs(case), {})
+    once = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves((structs(case), of_results)))
+    return (
+        seed,
+        f"{case.form.title} {case.shape} {case.axes}",
+        ours.bytes_total / 1e6,
+        plain.bytes_total / 1e6,
+        once / 1e6,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=300)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0, help="the seed to begin with")
+    parser.add_argument("--share", type=float, default=0.8)
+    parser.add_argument("--seed", type=int)
+    arguments = parser.parse_args()
+    if arguments.seed is not None:
+        case = case_of(arguments.seed)
+        if case is None:
+            parser.error(f"seed {arguments.seed} draws no call of the kernels at a real size")
+        print(case.in_words(), *compiled(case), sep="\n\n")
+        return
+    seeds, chosen = arguments.first, []
+    while len(chosen) < arguments.cases:
+        if case_of(seeds) is not None:
+            chosen.append(seeds)
+        seeds += 1
+    with concurrent.futures.ProcessPoolExecutor(
+        arguments.processes, multiprocessing.get_context("spawn"), max_tasks_per_child=50
+    ) as pool:
+        rows = [row for row in pool.map(moved, chosen) if row is not None]
+    rows.sort(key=lambda row: row[2] / row[3], reverse=True)
+    over = [row for row in rows if row[2] > arguments.share * row[3]]
+    print(f"{'seed':>8} {'share':>6} {'MB':>8} {'plain':>8} {'once':>8}  operator, x, axes")
+    for seed, title, ours, plain, once in over:
+        print(f"{seed:>8} {ours / plain:>6.2f} {ours:>8.0f} {plain:>8.0f} {once:>8.0f}  {title}")
+    mean = math.prod((row[2] / row[3]) ** (1 / len(rows)) for row in rows if math.isfinite(row[2]))
+    print(f"{len(over)} of {len(rows)} move more than {arguments.share} of plain jnp; the geometric mean is {mean:.2f}")
+
+
+if __name__ == "__main__":
+    main()
