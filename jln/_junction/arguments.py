@@ -131,7 +131,7 @@ def on_several_axes(a: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...])
 
 
 def _with_examples(operands: Arrays, norm: Norm) -> tuple[Arrays, Norm, list[int] | None]:
-    """Move the axes along which a parameter varies to where the kernels read them: in front, or directly before H.
+    """Move the axes along which a parameter varies to where the kernels read them: in front, or together before H.
 
     They stay where they are if they lie there. On them every parameter is written out to x's sizes, and a row's gate on
     all axes of rows; the gradient of what is written out is added up in the compute dtype.
@@ -158,8 +158,9 @@ def _with_examples(operands: Arrays, norm: Norm) -> tuple[Arrays, Norm, list[int
     of_norm = jax.tree.map(lambda a: a if a.shape == x.shape else written_out(a, examples), of_norm)
     in_front = next((i for i in range(h) if i not in examples), h)
     interleaved = len(examples) - in_front
-    if examples == [*range(in_front), *range(h - interleaved, h)]:
-        norm = dataclasses.replace(norm, examples=in_front, interleaved=interleaved)
+    end = examples[-1] + 1 if interleaved and norm.axis == -1 else h
+    if examples == [*range(in_front), *range(end - interleaved, end)]:
+        norm = dataclasses.replace(norm, examples=in_front, interleaved=interleaved, behind=h - end)
         return of_norm._replace(kernel=operands.kernel, bias=operands.bias), norm, None
     order = examples + [i for i in range(x.ndim) if i not in examples]
     norm = dataclasses.replace(norm, axis=order.index(h) - x.ndim, examples=len(examples))

@@ -9,7 +9,7 @@ which gradients are sums over rows, what is kept for the backward pass, and what
 
 Inside of an operation the first `batch_dims` axes are vmap's: on them any operand may have size 1 instead of the
 batch's, results always have the batch's, and gradients are not summed over them. The next `examples` axes, and the
-`interleaved` ones directly before H, are as vmap's, but every operand has their sizes.
+`interleaved` ones with `behind` axes of rows between them and H, are as vmap's, but every operand has their sizes.
 """
 
 import dataclasses
@@ -130,9 +130,14 @@ class Norm:
     """A norm, in all that is static about it.
 
     axis: negative. examples: how many of the first axes are those of examples with parameters of their own.
+<<<<<<< HEAD
       interleaved: how many axes of examples are directly before the normalised one. both_sides: whether x is
       normalised too, in front of the sum. remat: whether gradients are made of what total is made of, not of total and
       of statistics that were kept.
+=======
+      interleaved: how many axes of examples lie further behind. behind: how many axes of rows are between these and the
+      normalised one, which then is the last. both_sides: whether x is normalised too, in front of the sum.
+>>>>>>> 5128735 (Read groups in the middle where they lie: a scale of each head transposed x of [batch, heads, positions, dim] four times)
     """
 
     axis: int
@@ -140,6 +145,7 @@ class Norm:
     switches: Switches
     examples: int = 0
     interleaved: int = 0
+    behind: int = 0
     both_sides: bool = False
     remat: bool = False
 
@@ -149,8 +155,8 @@ class Norm:
 
     def axes_of_examples(self, ndim: int, batch_dims: int) -> list[int]:
         """The axes of examples of arrays with `ndim` axes, vmap's included."""
-        h = ndim + self.axis
-        return [*range(batch_dims + self.examples), *range(h - self.interleaved, h)]
+        end = ndim + self.axis - self.behind
+        return [*range(batch_dims + self.examples), *range(end - self.interleaved, end)]
 
     def sizes(self, shape: Shape, x: Sequence[int], batch_dims: int) -> tuple[int, ...]:
         """The sizes of an array of that shape beside an x of these sizes, vmap's axes included."""
@@ -236,7 +242,7 @@ def in_place(operands: Arrays, axes: Arrays, norm: Norm, dtypes: Arrays, batch_d
     """The place of vmap's examples where they can stay: they are rows like any other, or groups that lie interleaved.
 
     They cannot where an array of rows is shared, where a parameter is not, and where gradients of parameters are wanted
-    of examples that do not lie directly before the normalised axis.
+    but the examples neither lie before a last normalised axis nor directly before others.
     """
     is_column = {name: TABLE[name].shape is Shape.COLUMN for name in (*operands.present(), *dtypes.present())}
     of_rows = [getattr(axes, name) for name in operands.present() if not is_column[name]]
@@ -244,15 +250,17 @@ def in_place(operands: Arrays, axes: Arrays, norm: Norm, dtypes: Arrays, batch_d
         return None
     axis = of_rows[0]
     h = next(a.ndim for name, a in operands.present().items() if not is_column[name]) - 1 + norm.axis
+    block = h - norm.behind - norm.interleaved
     if axis <= batch_dims:
         return Place(axis, batch_dims + 1, norm)
-    if axis < batch_dims + norm.examples or h - norm.interleaved < axis <= h:
+    if axis < batch_dims + norm.examples or (norm.interleaved and block < axis <= h):
         return None
     if not any(is_column[name] for name in dtypes.present()):
         return Place(axis, batch_dims, norm if axis <= h else dataclasses.replace(norm, axis=norm.axis - 1))
-    if axis != h - norm.interleaved:
+    if axis != block and (norm.interleaved or axis > h or norm.axis != -1):
         return None
-    return Place(axis, batch_dims, dataclasses.replace(norm, interleaved=norm.interleaved + 1), written_out=True)
+    groups = dataclasses.replace(norm, interleaved=norm.interleaved + 1, behind=norm.behind or h - axis)
+    return Place(axis, batch_dims, groups, written_out=True)
 
 
 def layout(

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,13 @@ from jln._junction.kernels.forward import forward_kernel
 from jln._triton.launch import launch
 from jln._triton.target import Target
 from jln._triton.tile import Tile, ceil_div
+
+
+class Interleaved(NamedTuple):
+    """The groups whose rows lie interleaved, and the rows of a group that lie together, as the kernels take them."""
+
+    groups: int
+    run: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,18 +53,21 @@ class _Geometry:
         return math.prod(self.shape[len(self.shape) + self.norm.axis + 1 :])
 
     @property
-    def interleaved_groups(self) -> int:
-        axis = len(self.shape) + self.norm.axis
-        return math.prod(self.shape[axis - self.norm.interleaved : axis])
+    def interleaved(self) -> Interleaved:
+        """The groups that lie interleaved, and the rows that lie together: those side by side, or behind the groups."""
+        h = len(self.shape) + self.norm.axis
+        end = h - self.norm.behind
+        groups = math.prod(self.shape[end - self.norm.interleaved : end])
+        return Interleaved(groups, self.inner if self.inner > 1 else math.prod(self.shape[end:h]))
 
     @property
     def groups(self) -> int:
-        return (math.prod(self.batch) if self.grouped else 1) * self.interleaved_groups
+        return (math.prod(self.batch) if self.grouped else 1) * self.interleaved.groups
 
     @property
     def constants(self) -> dict[str, Any]:
         """The kernels' constexprs."""
-        return {"H": self.h, "INNER": self.inner, "INTERLEAVED": self.interleaved_groups}
+        return {"H": self.h, "INNER": self.inner, "INTERLEAVED": self.interleaved}
 
     @property
     def rows(self) -> int:
@@ -65,9 +75,10 @@ class _Geometry:
 
     def tiles(self, tile: Tile) -> int:
         """The number of tiles of rows in a group, the same as of `tiles_of` in the kernels."""
-        if self.inner == 1:
+        run = self.interleaved.run
+        if run == 1:
             return ceil_div(self.rows, tile.rows)
-        return self.rows // self.inner * ceil_div(self.inner, tile.rows)
+        return self.rows // run * ceil_div(run, tile.rows)
 
     def programs(self, tile: Tile) -> int:
         """The number of programs, one for each tile of rows. Raises ValueError where no grid has so many."""
@@ -325,7 +336,7 @@ def _doffset(dy: jax.Array, norm: Norm, batch_dims: int, dtype: DTypeLike) -> ja
     own = {*norm.axes_of_examples(dy.ndim, batch_dims), dy.ndim + norm.axis}
     rows = [i for i in range(dy.ndim) if i not in own]
     shape = [n if i in own else 1 for i, n in enumerate(dy.shape)]
-    if norm.axis == -1:  # the columns of all groups that lie interleaved side by side
+    if norm.axis == -1 and not norm.behind:  # the columns of all groups that lie interleaved side by side
         columns = math.prod(shape[dy.ndim - 1 - norm.interleaved :])
         sums = column_sums(dy.reshape(*dy.shape[: batch_dims + norm.examples], -1, columns), dtype)
     else:

@@ -40,8 +40,8 @@ def layer_norm(
       x: array of at least one axis: float16, bfloat16, float32 or float64. `M` rows of `H` elements.
       scale: the normalised axes' shape, in the order in which `axis` gives them (`[H]` for one axis); any supported
         dtype. Or `x`'s rank, with 1 or `x`'s size on every other axis: `[B, 1, H]` for `x` `[B, T, H]` is a scale for
-        each example. Axes in front and directly before the normalised ones are read in place; others along which a
-        parameter varies are transposed. None: no scale.
+        each example. Axes in front are read in place, and more of them that lie together before a last normalised axis
+        or directly before another; others along which a parameter varies are transposed. None: no scale.
       offset: as `scale`.
       axis: the axis or axes to normalise over. Adjacent ones are read in place, wherever they are; others are
         transposed.

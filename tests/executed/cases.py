@@ -48,7 +48,7 @@ class Case:
     gate_of_rows: whether a gate has one value a row.
     of_examples: whether x's first axis is that of examples, each of which has a scale, an offset and a gate of its own;
       there is no x_bias then.
-    of_groups: the same of the axis directly before the normalised one.
+    of_groups: the same of the axis before the normalised one. behind: how many axes are between these two.
     """
 
     operator: str
@@ -66,6 +66,7 @@ class Case:
     gate_of_rows: bool = False
     of_examples: bool = False
     of_groups: bool = False
+    behind: int = 0
     zero_centered_scale: bool = False
     epsilon: float = workbench.EPSILON
     forward_mode: bool = False
@@ -139,7 +140,7 @@ class Case:
     @property
     def own_axis(self) -> int | None:
         """The axis of examples or of groups."""
-        return 0 if self.of_examples else self.axes[0] % len(self.shape) - 1 if self.of_groups else None
+        return 0 if self.of_examples else self.axes[0] % len(self.shape) - 1 - self.behind if self.of_groups else None
 
     @property
     def large(self) -> frozenset[int]:

@@ -33,6 +33,7 @@ GROUPS = [
     Case(LAST, (3, 4, 40, 16), "bfloat16", "small-h200", axis=2, of_groups=True),
     Case("layer_norm", (29, 5, 1000), "float32", "small-h200", of_groups=True),
     Case("rms_norm", (3, 4, 2, 16400), "bfloat16", "small-a100", of_groups=True),
+    Case("rms_norm", (3, 4, 21, 128), "bfloat16", "small-h200", of_groups=True, behind=1),  # heads before positions
     Case("add_layer_norm, x_bias and gate", (9, 3, 100), "float32", "h200", without="e", of_groups=True),
     Case("add_layer_norm, x_bias and gate", (9, 3, 5, 8), "float32", "h200", without="eso", axis=2, of_groups=True,
          gate_of_rows=True),
@@ -50,7 +51,7 @@ def test_sizes(case):
     check(case)
 
 
-@cases(GROUPS, quick=(0, 2, 4, 5))
+@cases(GROUPS, quick=(0, 2, 4, 5, 6))
 def test_groups(case):
     check(case)
 

@@ -137,7 +137,7 @@ LAUNCHES = [
 
 SOURCES = [
     # Row strides, bounds and masks.
-    ("rows at the tile's width", WHOLE, ACCESS, "first * (H * INTERLEAVED), local.to(wide) * (H * INTERLEAVED)",
+    ("rows at the tile's width", WHOLE, ACCESS, "first * (H * groups), local.to(wide) * (H * groups)",
      "first * 128, local.to(wide) * 128"),
     ("a fused row stride of the tile's width", dataclasses.replace(FUSED, shape=(100, 120)), LINEARS,
      "tl.load(matrix_ptr + row[:, None] * COLUMNS + column[None, :], mask=mask",

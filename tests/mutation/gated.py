@@ -166,25 +166,36 @@ GATED_NORMS = [
         ("tests/transformations/test_matrix.py::test_forward_mode[rms_norm_gated-s-xla-jvp]",),
     ),
     # Groups that lie interleaved
-    Mutant("rows of a group taken for neighbours", ACCESS, "first * (H * INTERLEAVED)", "first * H", GROUPS_OF_TILES),
-    Mutant("a group's first row where its block's is", ACCESS, "+ group % INTERLEAVED * (H * INNER)", "", GROUPS),
-    Mutant("a group's statistics where its block's are", ACCESS, "+ group % INTERLEAVED * INNER", "", GROUPS),
+    Mutant("rows of a group taken for neighbours", ACCESS, "first * (H * groups)", "first * H", GROUPS_OF_TILES),
+    Mutant("a group's first row where its block's is", ACCESS, "+ group % groups * (H * INTERLEAVED.run)", "", GROUPS),
+    Mutant("a group's statistics where its block's are", ACCESS, "+ group % groups * INTERLEAVED.run", "", GROUPS),
     Mutant(
         "outer rows of one group together",
         ACCESS,
-        "outer * (INNER * INTERLEAVED) + inner",
-        "outer * INNER + inner",
+        "outer * (run * groups) + inner",
+        "outer * run + inner",
         GROUPS_SIDE_BY_SIDE,
+    ),
+    Mutant(
+        "runs of rows of one group taken for neighbours",
+        NORM_LAUNCH,
+        "self.inner if self.inner > 1 else math.prod(self.shape[end:h])",
+        "self.inner",
+        (f"{VALUES}[triton-the norm first-over an axis in the middle--1]",),
     ),
     Mutant(
         "neighbouring programs in one group",
         ACCESS,
-        "group = together // tiles * INTERLEAVED + tl.program_id(0) % INTERLEAVED",
-        "group = together // tiles * INTERLEAVED + together % INTERLEAVED",
+        "group = together // tiles * INTERLEAVED.groups + tl.program_id(0) % INTERLEAVED.groups",
+        "group = together // tiles * INTERLEAVED.groups + together % INTERLEAVED.groups",
         GROUPS,
     ),
     Mutant(
-        "one copy of what is shared for all groups", ACCESS, "return group % INTERLEAVED", "return group * 0", SHARED
+        "one copy of what is shared for all groups",
+        ACCESS,
+        "return group % INTERLEAVED.groups",
+        "return group * 0",
+        SHARED,
     ),
     Mutant(
         "groups in one that lie interleaved",
@@ -205,7 +216,7 @@ GATED_NORMS = [
         NORM_ARGUMENTS,
         "interleaved = len(examples) - in_front",
         "interleaved = 0",
-        (f"{GATED}test_parameters_of_groups_transpose_nothing[layer_norm--1-(1, 1, 5, 8)-(1, 4, 1, 8)]",),
+        (f"{GATED}test_parameters_of_groups_transpose_nothing[layer_norm--1-(1, 1, 5, 8)-(1, 4, 1, 5, 8)]",),
     ),
     Mutant(
         "z not kept",

@@ -33,14 +33,17 @@ KERNELS = [
     ),
     Mutant(
         "a neighbour too many", ACCESS,
-        "inner + local < INNER", "inner + local <= INNER", STRIDED,
+        "inner + local < run", "inner + local <= run", STRIDED,
     ),
     Mutant(
         "outer rows too near each other", ACCESS,
-        "outer * (H * INNER * INTERLEAVED)", "outer * (H + INNER)", STRIDED,
+        "outer * (H * run * groups)", "outer * (H + run)", STRIDED,
     ),
     Mutant("a column too many", ACCESS, "exists = column < H", "exists = column <= H", WHOLE),
-    Mutant("a shared operand taken for a group's own", ACCESS, "return group % INTERLEAVED", "return group", GROUPS),
+    Mutant(
+        "a shared operand taken for a group's own", ACCESS,
+        "return group % INTERLEAVED.groups", "return group", GROUPS,
+    ),
     Mutant(
         "scale not zero-centered", TERMS, "scale + given if NORM.zero_centered_scale else given", "given",
         (f"{ACCURACY}test_optional_arguments[triton-layer_norm-no offset-zero-centered]",),
@@ -115,7 +118,7 @@ KERNELS = [
     ),
     Mutant(
         "all groups' means in the first one's place", FORWARD,
-        """mean_ptr = numbers_at(mean_ptr, "mean", group, rows, INNER, INTERLEAVED, SHARED)\n    if""", "if", GROUPS,
+        """mean_ptr = numbers_at(mean_ptr, "mean", group, rows, INTERLEAVED, SHARED)\n    if""", "if", GROUPS,
     ),
     Mutant(
         "x_hat not masked", BACKWARD,
@@ -129,7 +132,7 @@ KERNELS = [
     ),
     Mutant(
         "all groups' row sums in the first one's place", BACKWARD,
-        """c2_ptr = numbers_at(c2_ptr, "c2", group, rows, INNER, INTERLEAVED, SHARED)\n    tl.store""", "tl.store",
+        """c2_ptr = numbers_at(c2_ptr, "c2", group, rows, INTERLEAVED, SHARED)\n    tl.store""", "tl.store",
         GROUPS,
     ),
     Mutant(
@@ -169,7 +172,7 @@ KERNELS = [
     ),
     Mutant(
         "a tile of rows forgotten", BACKWARD,
-        "for tile in tl.range(program, tiles_of(rows, INNER, BLOCK_ROWS), programs",
+        "for tile in tl.range(program, tiles_of(rows, INTERLEAVED.run, BLOCK_ROWS), programs",
         "for tile in tl.range(program, tiles_of(rows, INNER, BLOCK_ROWS) - 1, programs", WHOLE,
     ),
     Mutant(

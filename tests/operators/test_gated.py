@@ -88,6 +88,7 @@ CASES = [
     *itertools.product(GATED, ("by row",), (-1,)),
     *itertools.product(("layer_norm", "add_layer_norm"), (GROUPS,), (-1,)),
     *itertools.product((*GATED, "layer_norm"), ("over an axis in the middle",), (2,)),
+    *itertools.product((*GATED, "add_layer_norm"), ("over an axis in the middle",), (-1,)),
 ]
 
 
@@ -274,17 +275,19 @@ def test_rows_are_independent_and_runs_alike(form):
 
 
 @pytest.mark.parametrize(
-    ("axis", "before", "elsewhere"), [(-1, (1, 1, 5, 8), (1, 4, 1, 8)), (2, (1, 4, 5, 1), (1, 1, 5, 8))], ids=str
+    ("axis", "before", "elsewhere"),
+    [(-1, (1, 1, 5, 8), (1, 4, 1, 5, 8)), (-1, (3, 1, 5, 1, 8), (1, 4, 1, 5, 8)), (2, (1, 4, 5, 1), (1, 1, 5, 8))],
+    ids=str,
 )
 @pytest.mark.parametrize("form", (*GATED, "layer_norm", "add_layer_norm"))
 def test_parameters_of_groups_transpose_nothing(form, axis, before, elsewhere):
-    """Parameters that vary over the axis directly before the normalised one transpose nothing.
+    """Parameters transpose nothing that vary over axes together before the last axis, or directly before another.
 
-    The normalised axis is the last or is not. Other axes that parameters vary over are put in front.
+    Other axes that parameters vary over are put in front.
     """
-    given, function = made(form, axis=axis)
 
     def transposes(shape):
+        given, function = made(form, axis=axis, shape=SHAPE if len(shape) == len(SHAPE) else (3, 4, 5, 5, 8))
         step = jax.grad(loss_by_name(function(jln)))
         return "transpose[" in str(jax.make_jaxpr(step)(given | {"scale": jnp.ones(shape)}))
 

@@ -25,56 +25,64 @@ def rows_of(
 ):  # fmt: skip
     """The rows of one tile of a group, numbered from the group's first row.
 
+    INTERLEAVED: how many groups lie interleaved, and the rows of a group that lie together, its run; 1 for one group.
+    INNER rows side by side are a run, too.
+
     Returns where the rows are among all rows, the offset of the tile's first element, the offsets of the rows' first
     elements from there, and which rows exist. What differs between a thread's rows has 32 bits where it can, and is a
     constant.
     """
     local = numbers(BLOCK_ROWS, None if INNER == 1 else VECTOR)
-    wide = tl.int64 if BLOCK_ROWS * H * INNER * INTERLEAVED >= 2**31 else tl.int32
-    if INNER == 1:
+    groups: tl.constexpr = INTERLEAVED.groups
+    run: tl.constexpr = INTERLEAVED.run
+    wide = tl.int64 if BLOCK_ROWS * H * INNER * groups >= 2**31 else tl.int32
+    if run == 1:
         first = tl.cast(tile, tl.int64) * BLOCK_ROWS
         left = tl.minimum(rows - first, BLOCK_ROWS).to(tl.int32)
         valid = local < left if BLOCK_ROWS > 1 else tl.full([1], True, tl.int1)  # a tile has a row
-        row = (first + local) * INTERLEAVED
-        return row, first * (H * INTERLEAVED), local.to(wide) * (H * INTERLEAVED), valid
+        row = (first + local) * groups
+        return row, first * (H * groups), local.to(wide) * (H * groups), valid
     else:
-        tiles: tl.constexpr = (INNER + BLOCK_ROWS - 1) // BLOCK_ROWS
+        tiles: tl.constexpr = (run + BLOCK_ROWS - 1) // BLOCK_ROWS
         outer = tl.cast(tile // tiles, tl.int64)
         inner = tl.cast(tile % tiles, tl.int64) * BLOCK_ROWS
-        valid = inner + local < INNER if INNER % BLOCK_ROWS else tl.full([BLOCK_ROWS], True, tl.int1)
-        row = outer * (INNER * INTERLEAVED) + inner + local
-        return row, outer * (H * INNER * INTERLEAVED) + inner, local.to(wide), valid
+        valid = inner + local < run if run % BLOCK_ROWS else tl.full([BLOCK_ROWS], True, tl.int1)
+        row = outer * (run * groups) + inner + local
+        step: tl.constexpr = H if INNER == 1 else 1
+        return row, outer * (H * run * groups) + inner * step, local.to(wide) * step, valid
 
 
 @triton.jit
-def first_row_of(group, rows, INNER: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The place of a group's first row among all rows, of which each `INTERLEAVED` groups lie interleaved."""
-    if INTERLEAVED == 1:
+def first_row_of(group, rows, INTERLEAVED: tl.constexpr):
+    """The place of a group's first row among all rows, of which some groups lie interleaved."""
+    groups: tl.constexpr = INTERLEAVED.groups
+    if groups == 1:
         return group * rows
     else:
-        return group // INTERLEAVED * (tl.cast(rows, tl.int64) * INTERLEAVED) + group % INTERLEAVED * INNER
+        return group // groups * (tl.cast(rows, tl.int64) * groups) + group % groups * INTERLEAVED.run
 
 
 @triton.jit
 def start_of(group, rows, H: tl.constexpr, INNER: tl.constexpr, INTERLEAVED: tl.constexpr):
     """The offset of a group's first element."""
-    if INTERLEAVED == 1:
+    groups: tl.constexpr = INTERLEAVED.groups
+    if groups == 1:
         return group * size_of(rows, H, INNER)
     else:
-        together = size_of(rows, H, INNER) * INTERLEAVED
-        return group // INTERLEAVED * together + group % INTERLEAVED * (H * INNER)
+        together = size_of(rows, H, INNER) * groups
+        return group // groups * together + group % groups * (H * INTERLEAVED.run)
 
 
 @triton.jit
-def tiles_of(rows, INNER: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """The number of tiles of a group. A tile never crosses the axes in front of the normalised one.
+def tiles_of(rows, RUN: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """The number of tiles of a group. A tile never crosses what lies between its runs of rows.
 
     A grid has less than 2**31 programs, whatever the number of rows, which comes as uint32 or int64 from 2**31 on.
     """
-    if INNER == 1:
+    if RUN == 1:
         return tl.cast((rows - 1) // BLOCK_ROWS + 1, tl.int32)
     else:
-        return tl.cast(rows // INNER * ((INNER + BLOCK_ROWS - 1) // BLOCK_ROWS), tl.int32)
+        return tl.cast(rows // RUN * ((RUN + BLOCK_ROWS - 1) // BLOCK_ROWS), tl.int32)
 
 
 @triton.jit
@@ -132,11 +140,11 @@ def group_and_tile(tiles, SHARED: tl.constexpr, INTERLEAVED: tl.constexpr):
 
     Neighbouring programs take neighbouring groups of those that lie interleaved.
     """
-    if INTERLEAVED == 1:
+    if INTERLEAVED.groups == 1:
         return group_of(tl.program_id(0), tiles, SHARED)
     else:
-        together = tl.program_id(0) // INTERLEAVED
-        group = together // tiles * INTERLEAVED + tl.program_id(0) % INTERLEAVED
+        together = tl.program_id(0) // INTERLEAVED.groups
+        group = together // tiles * INTERLEAVED.groups + tl.program_id(0) % INTERLEAVED.groups
         return group.to(tl.int64), together % tiles
 
 
@@ -144,7 +152,7 @@ def group_and_tile(tiles, SHARED: tl.constexpr, INTERLEAVED: tl.constexpr):
 def copy_of(group, SHARED: tl.constexpr, OPERAND: tl.constexpr, INTERLEAVED: tl.constexpr):
     """The group whose copy of an operand to read: a shared one has a copy for each group that lies interleaved."""
     if contains(SHARED, OPERAND):
-        return group % INTERLEAVED
+        return group % INTERLEAVED.groups
     else:
         return group
 
@@ -165,12 +173,11 @@ def rows_at(
 
 @triton.jit
 def numbers_at(
-    array_ptr, NAME: tl.constexpr, group, rows,
-    INNER: tl.constexpr, INTERLEAVED: tl.constexpr, SHARED: tl.constexpr,
+    array_ptr, NAME: tl.constexpr, group, rows, INTERLEAVED: tl.constexpr, SHARED: tl.constexpr
 ):  # fmt: skip
     """The number of a group's first row, where each row has one: of [G, rows]."""
     if array_ptr is not None:
-        return array_ptr + first_row_of(copy_of(group, SHARED, NAME, INTERLEAVED), rows, INNER, INTERLEAVED)
+        return array_ptr + first_row_of(copy_of(group, SHARED, NAME, INTERLEAVED), rows, INTERLEAVED)
 
 
 @triton.jit

@@ -98,15 +98,15 @@ def row_sums_kernel(
     BLOCK_H: tl.constexpr,
 ):
     """Compute c1 and c2, one tile of rows a program, for rows too wide for `backward_kernel` to add up itself."""
-    group, tile = group_and_tile(tiles_of(rows, INNER, BLOCK_ROWS), SHARED, INTERLEAVED)
+    group, tile = group_and_tile(tiles_of(rows, INTERLEAVED.run, BLOCK_ROWS), SHARED, INTERLEAVED)
     row, base, start, valid = rows_of(tile, rows, H, INNER, INTERLEAVED, VECTOR, BLOCK_ROWS)
     dy_ptr = rows_at(dy_ptr, "dy", group, rows, H, INNER, INTERLEAVED, SHARED)
     total_ptr = rows_at(total_ptr, "total", group, rows, H, INNER, INTERLEAVED, SHARED)
     x_z_ptr = rows_at(x_z_ptr, "x_z", group, rows, H, INNER, INTERLEAVED, SHARED)
     z_ptr = rows_at(z_ptr, "z", group, rows, H, INNER, INTERLEAVED, SHARED)
     scale_ptr = columns_at(scale_ptr, "scale", group, H, INTERLEAVED, SHARED)
-    mean_ptr = numbers_at(mean_ptr, "mean", group, rows, INNER, INTERLEAVED, SHARED)
-    rstd_ptr = numbers_at(rstd_ptr, "rstd", group, rows, INNER, INTERLEAVED, SHARED)
+    mean_ptr = numbers_at(mean_ptr, "mean", group, rows, INTERLEAVED, SHARED)
+    rstd_ptr = numbers_at(rstd_ptr, "rstd", group, rows, INTERLEAVED, SHARED)
 
     mean = load_vector(mean_ptr, row, valid, BLOCK_ROWS, COMPUTE)
     rstd = load_vector(rstd_ptr, row, valid, BLOCK_ROWS, COMPUTE)
@@ -115,10 +115,10 @@ def row_sums_kernel(
         H, INNER, VECTOR, NORM, COMPUTE, BLOCK_ROWS, BLOCK_H,
     )  # fmt: skip
 
-    c1_ptr = numbers_at(c1_ptr, "c1", group, rows, INNER, INTERLEAVED, SHARED)
+    c1_ptr = numbers_at(c1_ptr, "c1", group, rows, INTERLEAVED, SHARED)
     if c1_ptr is not None:
         tl.store(c1_ptr + row, c1, mask=valid)
-    c2_ptr = numbers_at(c2_ptr, "c2", group, rows, INNER, INTERLEAVED, SHARED)
+    c2_ptr = numbers_at(c2_ptr, "c2", group, rows, INTERLEAVED, SHARED)
     tl.store(c2_ptr + row, c2, mask=valid)
 
 
@@ -217,26 +217,26 @@ def backward_kernel(
     group, program = group_of(tl.program_id(0) // chunks, programs, SHARED)
     dy_ptr = rows_at(dy_ptr, "dy", group, rows, H, INNER, INTERLEAVED, SHARED)
     total_ptr = rows_at(total_ptr, "total", group, rows, H, INNER, INTERLEAVED, SHARED)
-    rstd_ptr = numbers_at(rstd_ptr, "rstd", group, rows, INNER, INTERLEAVED, SHARED)
+    rstd_ptr = numbers_at(rstd_ptr, "rstd", group, rows, INTERLEAVED, SHARED)
     x_z_ptr = rows_at(x_z_ptr, "x_z", group, rows, H, INNER, INTERLEAVED, SHARED)
     z_ptr = rows_at(z_ptr, "z", group, rows, H, INNER, INTERLEAVED, SHARED)
     dtotal_ptr = rows_at(dtotal_ptr, "dtotal", group, rows, H, INNER, INTERLEAVED, SHARED)
     scale_ptr = columns_at(scale_ptr, "scale", group, H, INTERLEAVED, SHARED)
-    mean_ptr = numbers_at(mean_ptr, "mean", group, rows, INNER, INTERLEAVED, SHARED)
+    mean_ptr = numbers_at(mean_ptr, "mean", group, rows, INTERLEAVED, SHARED)
     offset_ptr = columns_at(offset_ptr, "offset", group, H, INTERLEAVED, SHARED)
-    c1_ptr = numbers_at(c1_ptr, "c1", group, rows, INNER, INTERLEAVED, SHARED)
-    c2_ptr = numbers_at(c2_ptr, "c2", group, rows, INNER, INTERLEAVED, SHARED)
+    c1_ptr = numbers_at(c1_ptr, "c1", group, rows, INTERLEAVED, SHARED)
+    c2_ptr = numbers_at(c2_ptr, "c2", group, rows, INTERLEAVED, SHARED)
     x_ptr = rows_at(x_ptr, "x", group, rows, H, INNER, INTERLEAVED, SHARED)
     residual_ptr = rows_at(residual_ptr, "residual", group, rows, H, INNER, INTERLEAVED, SHARED)
     x_bias_ptr = columns_at(x_bias_ptr, "x_bias", group, H, INTERLEAVED, SHARED)
     gate_ptr = columns_at(gate_ptr, "gate", group, H, INTERLEAVED, SHARED)
-    row_gate_ptr = numbers_at(row_gate_ptr, "row_gate", group, rows, INNER, INTERLEAVED, SHARED)
+    row_gate_ptr = numbers_at(row_gate_ptr, "row_gate", group, rows, INTERLEAVED, SHARED)
     x_scale_ptr = columns_at(x_scale_ptr, "x_scale", group, H, INTERLEAVED, SHARED)
-    x_mean_ptr = numbers_at(x_mean_ptr, "x_mean", group, rows, INNER, INTERLEAVED, SHARED)
-    x_rstd_ptr = numbers_at(x_rstd_ptr, "x_rstd", group, rows, INNER, INTERLEAVED, SHARED)
+    x_mean_ptr = numbers_at(x_mean_ptr, "x_mean", group, rows, INTERLEAVED, SHARED)
+    x_rstd_ptr = numbers_at(x_rstd_ptr, "x_rstd", group, rows, INTERLEAVED, SHARED)
     of_all = tl.num_programs(0) // chunks  # programs of all groups
     groups = of_all // programs
-    drow_gate_ptr = numbers_at(drow_gate_ptr, "drow_gate", chunk * groups + group, rows, INNER, INTERLEAVED, SHARED)
+    drow_gate_ptr = numbers_at(drow_gate_ptr, "drow_gate", chunk * groups + group, rows, INTERLEAVED, SHARED)
     dx_ptr = rows_at(dx_ptr, "dx", group, rows, H, INNER, INTERLEAVED, SHARED)
     dz_ptr = rows_at(dz_ptr, "dz", group, rows, H, INNER, INTERLEAVED, SHARED)
     dx_z_ptr = rows_at(dx_z_ptr, "dx_z", group, rows, H, INNER, INTERLEAVED, SHARED)
@@ -253,7 +253,7 @@ def backward_kernel(
     dgate = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
     dx_scale = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
 
-    for tile in tl.range(program, tiles_of(rows, INNER, BLOCK_ROWS), programs, num_stages=STAGES):
+    for tile in tl.range(program, tiles_of(rows, INTERLEAVED.run, BLOCK_ROWS), programs, num_stages=STAGES):
         row, base, start, valid = rows_of(tile, rows, H, INNER, INTERLEAVED, VECTOR, BLOCK_ROWS)
         at = start[:, None] + step[None, :]
         mask = valid[:, None] & exists[None, :]

@@ -3,10 +3,9 @@
 Every kernel of the norms sees `x` as `[G, rows, H]`. A row's elements lie `INNER` apart: 1 when the normalised axis is
 the last one; otherwise rows that differ in the axes behind it are neighbours in memory, and a tile takes `BLOCK_ROWS`
 of these. `G` counts the groups that vmap put in front, and the examples that have parameters of their own. Where
-examples differ in axes directly before the normalised one, INTERLEAVED of the groups lie as
-`[G / INTERLEAVED, rows, INTERLEAVED, H]`, a row of each in turn; otherwise INTERLEAVED is 1. SHARED names the operands
-that have one copy for all groups, and is None where there is only one group. An operand that is absent, and a result
-that nobody wants, is None for the compiler.
+examples differ in axes behind rows, `groups` of them lie as `[G / groups, rows / run, groups, run, H]`, a run of each
+in turn: INTERLEAVED has both numbers, 1 otherwise. SHARED names the operands that have one copy for all groups, and is
+None where there is only one group. An operand that is absent, and a result that nobody wants, is None for the compiler.
 
 The numbers in brackets are the equations of `jln._junction.formulas`.
 """
@@ -162,7 +161,7 @@ def forward_kernel(
     A row that fits in BLOCK_H stays in registers and is read once. A wider one is taken chunk by chunk, twice, the
     second read being served by L2.
     """
-    group, tile = group_and_tile(tiles_of(rows, INNER, BLOCK_ROWS), SHARED, INTERLEAVED)
+    group, tile = group_and_tile(tiles_of(rows, INTERLEAVED.run, BLOCK_ROWS), SHARED, INTERLEAVED)
     row, base, start, valid = rows_of(tile, rows, H, INNER, INTERLEAVED, VECTOR, BLOCK_ROWS)
     x_ptr = rows_at(x_ptr, "x", group, rows, H, INNER, INTERLEAVED, SHARED, base)
     x_z_ptr = rows_at(x_z_ptr, "x_z", group, rows, H, INNER, INTERLEAVED, SHARED, base)
@@ -170,7 +169,7 @@ def forward_kernel(
     residual_ptr = rows_at(residual_ptr, "residual", group, rows, H, INNER, INTERLEAVED, SHARED, base)
     x_bias_ptr = columns_at(x_bias_ptr, "x_bias", group, H, INTERLEAVED, SHARED)
     gate_ptr = columns_at(gate_ptr, "gate", group, H, INTERLEAVED, SHARED)
-    row_gate_ptr = numbers_at(row_gate_ptr, "row_gate", group, rows, INNER, INTERLEAVED, SHARED)
+    row_gate_ptr = numbers_at(row_gate_ptr, "row_gate", group, rows, INTERLEAVED, SHARED)
     x_scale_ptr = columns_at(x_scale_ptr, "x_scale", group, H, INTERLEAVED, SHARED)
     total_ptr = rows_at(total_ptr, "total", group, rows, H, INNER, INTERLEAVED, SHARED, base)
     scale_ptr = columns_at(scale_ptr, "scale", group, H, INTERLEAVED, SHARED)
@@ -216,16 +215,16 @@ def forward_kernel(
                 NORM, BLOCK_H, COMPUTE,
             )  # fmt: skip
 
-    rstd_ptr = numbers_at(rstd_ptr, "rstd", group, rows, INNER, INTERLEAVED, SHARED)
+    rstd_ptr = numbers_at(rstd_ptr, "rstd", group, rows, INTERLEAVED, SHARED)
     if rstd_ptr is not None:
         tl.store(rstd_ptr + row, rstd, mask=valid)
-    mean_ptr = numbers_at(mean_ptr, "mean", group, rows, INNER, INTERLEAVED, SHARED)
+    mean_ptr = numbers_at(mean_ptr, "mean", group, rows, INTERLEAVED, SHARED)
     if mean_ptr is not None:
         tl.store(mean_ptr + row, mean, mask=valid)
     if BOTH_SIDES:
-        x_rstd_ptr = numbers_at(x_rstd_ptr, "x_rstd", group, rows, INNER, INTERLEAVED, SHARED)
+        x_rstd_ptr = numbers_at(x_rstd_ptr, "x_rstd", group, rows, INTERLEAVED, SHARED)
         if x_rstd_ptr is not None:
             tl.store(x_rstd_ptr + row, x_rstd.to(x_rstd_ptr.dtype.element_ty), mask=valid)
-        x_mean_ptr = numbers_at(x_mean_ptr, "x_mean", group, rows, INNER, INTERLEAVED, SHARED)
+        x_mean_ptr = numbers_at(x_mean_ptr, "x_mean", group, rows, INTERLEAVED, SHARED)
         if x_mean_ptr is not None:
             tl.store(x_mean_ptr + row, x_mean.to(x_mean_ptr.dtype.element_ty), mask=valid)
