@@ -130,14 +130,9 @@ class Norm:
     """A norm, in all that is static about it.
 
     axis: negative. examples: how many of the first axes are those of examples with parameters of their own.
-<<<<<<< HEAD
-      interleaved: how many axes of examples are directly before the normalised one. both_sides: whether x is
-      normalised too, in front of the sum. remat: whether gradients are made of what total is made of, not of total and
-      of statistics that were kept.
-=======
       interleaved: how many axes of examples lie further behind. behind: how many axes of rows are between these and the
-      normalised one, which then is the last. both_sides: whether x is normalised too, in front of the sum.
->>>>>>> 5128735 (Read groups in the middle where they lie: a scale of each head transposed x of [batch, heads, positions, dim] four times)
+      normalised one, which then is the last. both_sides: whether x is normalised too, in front of the sum. remat:
+      whether gradients are made of what total is made of, not of total and of statistics that were kept.
     """
 
     axis: int
