@@ -10,10 +10,10 @@ more than `--share` of what plain jnp does: bytes with the operators, in plain j
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import math
 import multiprocessing
+import sys
 from typing import Any
 
 import jax
@@ -59,11 +59,10 @@ def compiled(case: Case) -> tuple[Any, Any]:
     return tuple(compile_for(program(case, module), structs(case), {}, chip="h200") for module in (jln, jln.reference))
 
 
-def moved(seed: int) -> tuple[int, str, float, float, float] | None:
+def moved(seed: int) -> tuple[int, str, float, float, float]:
     """The bytes of the case of a seed in MB: with the operators, in plain jnp, and of each array once."""
     case = case_of(seed)
-    if case is None:
-        return None
+    assert case is not None, "a seed without a case"
     try:
         ours, plain = compiled(case)
     except Exception as error:
@@ -98,10 +97,13 @@ def main() -> None:
         if case_of(seeds) is not None:
             chosen.append(seeds)
         seeds += 1
-    with concurrent.futures.ProcessPoolExecutor(
-        arguments.processes, multiprocessing.get_context("spawn"), max_tasks_per_child=50
-    ) as pool:
-        rows = [row for row in pool.map(moved, chosen) if row is not None]
+    rows = []
+    # A process keeps what JAX compiled, so that it has to end at times.
+    with multiprocessing.get_context("spawn").Pool(arguments.processes, maxtasksperchild=25) as pool:
+        for row in pool.imap_unordered(moved, chosen):
+            rows.append(row)
+            print(f"\r{len(rows)} of {len(chosen)}", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
     rows.sort(key=lambda row: row[2] / row[3], reverse=True)
     over = [row for row in rows if row[2] > arguments.share * row[3]]
     print(f"{'seed':>8} {'share':>6} {'MB':>8} {'plain':>8} {'once':>8}  operator, x, axes")
