@@ -18,6 +18,7 @@ from jln._junction.formulas import forward_of_two
 from jln._junction.gradients import backward_of_two, made_again
 from jln._junction.kernels.backward import backward_kernel, reduce_kernel, row_sums_kernel
 from jln._junction.kernels.forward import forward_kernel
+from jln._junction.kernels.long_rows import long_rows_kernel
 from jln._triton.launch import launch
 from jln._triton.target import Target
 from jln._triton.tile import Tile, ceil_div
@@ -207,7 +208,7 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
     sums = tuple(name for name in COLUMNS if getattr(dtypes, name) is not None)
     g = _geometry(operands, norm, batch_dims, bool(sums))
     results = g.results(dtypes)
-    plan = _backward_plan(operands, results, sums, g, target)
+    plan = _backward_plan(operands, results, sums, pulls, g, target)
     if plan is None:
         one = functools.partial(backward, target=target)
         return backward_of_two(operands, norm, dtypes, batch_dims, one)
@@ -232,7 +233,7 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
             **constants,
         )
 
-    tile, chunks = plan.tile, g.chunks(plan.tile)
+    tile, chunks = plan.tile, 1 if plan.has_long_rows else g.chunks(plan.tile)
     programs = chip.cores * tile.programs_per_core // (g.groups * chunks)
     programs = max(1, min(programs, g.tiles(tile)))
     y = results.y
@@ -240,6 +241,7 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
         read = operands.only(("dy", "dtotal", "total", "residual", "x" if norm.remat else "total"))
         itemsize = sum(a.dtype.itemsize for a in read.present().values())
         programs = min(programs, tiles.busy_programs(tile, itemsize, chip))
+    if y is not None or plan.has_long_rows:
         programs = ceil_div(g.tiles(tile), ceil_div(g.tiles(tile), programs))
     # A program that owns whole rows has read its dy before it writes y.
     overwrites_dy = y is not None and (y.dtype, y.shape) == (dy.dtype, dy.shape) and chunks == 1
@@ -249,23 +251,28 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
     if results.row_gate is not None:
         of_chunks = jax.ShapeDtypeStruct((chunks, *results.row_gate.shape), compute)
         by_program = by_program._replace(row_gate=of_chunks)
+    kernel, statistics, made = backward_kernel, c1_and_c2, {"y": y}
+    if plan.has_long_rows:
+        kernel, statistics, made = long_rows_kernel, {}, {}
+    else:
+        vector = _vector(_pointed(kernel, ready), results.present())
+        again = {"EPSILON": norm.epsilon, "TOTAL": jnp.dtype(total)} if norm.remat else {"EPSILON": None, "TOTAL": None}
+        constants |= {"PULLS": pulls, "VECTOR": vector, **again}
     written = launch(
         target,
-        backward_kernel,
-        {**_pointed(backward_kernel, ready), **c1_and_c2, "rows": g.rows, "programs": programs},
-        {**_pointed_gradients(backward_kernel, by_program), "shares": shares, "y": y},
+        kernel,
+        {**_pointed(kernel, ready), **statistics, "rows": g.rows, "programs": programs},
+        {**_pointed_gradients(kernel, by_program), "shares": shares, **made},
         programs=g.groups * programs * chunks,
         tile=tile,
         compute=compute,
         in_place={"dy": "y"} if overwrites_dy else {},
         SUMS=tuple(f"d{name}" for name in sums),
-        PULLS=pulls,
-        VECTOR=_vector(_pointed(backward_kernel, ready), results.present()),
-        EPSILON=norm.epsilon if norm.remat else None,
-        TOTAL=jnp.dtype(total) if norm.remat else None,
         **constants,
     )
-    gradients = {name: written[f"d{name}"] for name in OPERANDS if f"d{name}" in written} | {"y": written["y"]}
+    gradients: dict[str, Any] = {name: written[f"d{name}"] for name in OPERANDS if f"d{name}" in written} | {
+        "y": written.get("y")
+    }
     if results.row_gate is not None:
         gradients["row_gate"] = jnp.sum(gradients["row_gate"], axis=0).astype(dtypes.row_gate)
     if shares is not None:
@@ -294,7 +301,7 @@ def _again(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, target
 
 
 def _backward_plan(
-    operands: Arrays, results: Arrays, sums: tuple[str, ...], g: _Geometry, target: Target
+    operands: Arrays, results: Arrays, sums: tuple[str, ...], pulls: bool, g: _Geometry, target: Target
 ) -> tiles.BackwardPlan | None:
     """The tiles of the backward pass; None for a norm of x and one of the total, of which one kernel takes one each."""
     rows = [operands.dy, operands.dtotal, operands.total, operands.x, operands.residual, operands.z, operands.x_z]
@@ -313,7 +320,14 @@ def _backward_plan(
     if operands.x_z is not None:
         more += 1  # silu(x_z), and what its gradient is made of, wait for the sums of their row
     has_dtotal = operands.dtotal is not None
-    return tiles.backward(g.h, g.inner, *_moved(*rows), results.y is not None, target, has_dtotal=has_dtotal, more=more)
+    sizes = (g.h, g.inner, *_moved(*rows))
+    plan = tiles.backward(*sizes, results.y is not None, target, has_dtotal=has_dtotal, more=more)
+    of_norm = {*sums} <= {"scale", "offset"} and operands.x is None and not operands.gated and results.y is None
+    if plan.is_by_rule and plan.sums is not None and pulls and of_norm:
+        read = 2 + sum(a is not None for a in (operands.z, operands.x_z))
+        tile = tiles.long_rows(*sizes, len(sums), read, target.chip)
+        return plan if tile is None else tiles.BackwardPlan(tile, None, has_long_rows=True)
+    return plan
 
 
 def _without_pullback(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, target: Target) -> Arrays:

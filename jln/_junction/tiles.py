@@ -78,10 +78,13 @@ class BackwardPlan:
     """A plan for dx, dscale and doffset.
 
     tile: of `backward_kernel`. sums: the tile of `row_sums_kernel`, or None where `backward_kernel` adds up the rows.
+    has_long_rows: whether `long_rows_kernel` takes the tile, a chunk of its rows. is_by_rule: whether no file has it.
     """
 
     tile: Tile
     sums: Tile | None
+    has_long_rows: bool = False
+    is_by_rule: bool = True
 
 
 def backward_plan(
@@ -138,6 +141,30 @@ def backward_plan(
     narrow = max(per_thread // 4, 16 // itemsize if is_aligned else 1)
     tile = _tile(rows, 1024 // rows, narrow, stages, programs_per_core=4)
     return BackwardPlan(tile, _tile(rows, 1024 // rows, of_sums // 2))
+
+
+def long_rows(h: int, inner: int, itemsize: int, mixed: bool, sums: int, read: int, chip: Chip) -> Tile | None:
+    """The tile of `long_rows_kernel`, a chunk of a row; None where it cannot keep the sums over rows in registers.
+
+    sums: how many there are. read: how many arrays of rows are read twice.
+
+    16 warps keep 32768 elements of sums in half of their registers. With chunks of 4 elements a thread rows of 16 bits
+    have no more than 8 bytes of stack, on a B200 up to 24576 elements, with 32768 there 72. What it is worth, for a row
+    of 16384 in bfloat16 with a gate in front, by an H200's 4.8 TB/s of memory and about 5.5 of L2: 98 KB are read and
+    66 written once, which takes all SMs 34 ns. A pass of row sums in front reads the 98 again, 55 ns. Here they come
+    again from L1, or, if none of it is there, from L2, 48 ns. Four programs that share a row and each read the whole of
+    it would take 491 KB from L2, 89 ns; sums kept in memory, to which each row adds, 390, 71 ns. The two sums of a
+    LayerNorm's 32768 elements are all registers of an SM: two programs that share a row would wait for L2 as long as
+    the pass takes, so it has the pass.
+    """
+    chunk = 2048
+    if inner != 1 or mixed or itemsize != 2 or not aligned(h, 1, itemsize) or chip.is_amd:
+        return None
+    most = 24576 if chip.capability >= 100 else 32768
+    if max(1, sums) * ceil_div(h, chunk) * chunk > most:
+        return None
+    ahead = ceil_div(34_000, read * chunk * itemsize)  # chunks in flight that cover memory's latency (`busy_programs`)
+    return Tile(1, chunk, 16, 1 + ahead)
 
 
 def busy_programs(tile: Tile, itemsize: int, chip: Chip) -> int:
@@ -314,4 +341,4 @@ def backward(
     chosen = BACKWARD.tiles(target.trial, rules, target.chip, inner, **sizes)
     assert chosen["tile"] is not None
     tile = _beside_dtotal(chosen["tile"], itemsize) if wants_y and has_dtotal else chosen["tile"]
-    return BackwardPlan(tile, chosen["sums"])
+    return BackwardPlan(tile, chosen["sums"], is_by_rule=chosen == rules)

@@ -6,7 +6,7 @@ FIRST = "rms_norm_gated"
 LAST = "rms_norm_gated, norm_before_gate=False"
 
 # Whole rows, with several programs and a ragged last tile; one row; the widest whole rows; rows that several programs
-# share; rows in chunks.
+# share; rows in chunks, of which one kernel takes 10248 and 16384 in 16 bits, the last chunk of a few columns or whole.
 SIZES = [
     Case(FIRST, (70, 128), "bfloat16", "small-h200"),
     Case(LAST, (70, 128), "bfloat16", "small-h200"),
@@ -16,7 +16,7 @@ SIZES = [
     Case(FIRST, (9, 33), "bfloat16", "h200", without="s"),
     Case(LAST, (5, 4096), "float32", "small-h200"),
     Case(FIRST, (5, 8192), "bfloat16", "small-h200"),
-    Case(LAST, (3, 16384), "bfloat16", "small-a100"),
+    Case(LAST, (5, 16384), "bfloat16", "small-a100"),
     Case(FIRST, (2, 40000), "float32", "small-h200"),
     Case(LAST, (2, 40000), "bfloat16", "small-h200"),
     Case(FIRST, (19, 100), "bfloat16", "small-a100", wanted="z"),
@@ -24,6 +24,9 @@ SIZES = [
     Case(FIRST, (19, 100), "bfloat16", "small-a100", wanted="x", forward_mode=True),
     Case(FIRST, (5, 100, 7), "float32", "l4", axis=1),
     Case(LAST, (5, 40, 64), "bfloat16", "small-b200", axis=1),
+    Case(LAST, (7, 10248), "bfloat16", "small-h200", zero_centered_scale=True),
+    Case(LAST, (4, 16384), "float16", "small-h200", wanted="xz"),
+    Case(FIRST, (4, 20000), "bfloat16", "small-b200", without="s"),
 ]
 
 # The groups' axis is directly before the normalised one, which is the last or not. A group has several programs or one.

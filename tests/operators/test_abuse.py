@@ -52,6 +52,7 @@ OUTPUTS = {
     "forward.forward_kernel": ("y", "total", "mean", "rstd"),
     "backward.row_sums_kernel": ("c1", "c2"),
     "backward.backward_kernel": ("dx", "dscale", "doffset", "shares", "y"),
+    "long_rows.long_rows_kernel": ("dx", "shares"),
     "backward.reduce_kernel": ("dscale", "doffset"),
     "with_linear.forward_kernel": ("y", "mean", "rstd"),
     "with_linear.row_sums_kernel": ("c1", "c2", "dbias"),
@@ -89,8 +90,10 @@ def test_every_output_of_every_kernel_is_guarded_and_written(monkeypatch):
         return written
 
     monkeypatch.setattr(interpreter, "run", checked)
-    # A Linear of few features is fused, of many composed; wide rows in float64 need the pass for their sums.
+    # A Linear of few features is fused, of many composed; wide rows in float64 need the pass for their sums, and in 16
+    # bits those of an RMSNorm do not.
     cases = [("add_layer_norm", 40, 100, 0, "float32"), ("layer_norm", 2, 9000, 0, "float64")]
+    cases += [("rms_norm", 5, 17000, 0, "bfloat16")]
     cases += [("layer_norm_linear", 70, 100, n, "bfloat16") for n in (20, 300)]
     for name, rows, width, features, dtype in cases:
         operator, operands = problem(name, rows, width, features, dtype)

@@ -32,7 +32,7 @@ from jln._junction.kernels.terms import (
 
 
 @triton.jit
-def _load_row_terms(
+def load_row_terms(
     dy_ptr, x, x_z_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, COMPUTE: tl.constexpr
 ):  # fmt: skip
     """The terms dy, x_hat and dy * scale of a tile, 0 outside: there -mean * rstd might overflow, and 0 * inf is NaN.
@@ -55,19 +55,19 @@ def _load_row_terms(
 
 
 @triton.jit
-def _row_sums(
+def row_sums(
     dy_ptr, total_ptr, x_z_ptr, z_ptr, base, scale_ptr, start, valid, mean, rstd,
     H: tl.constexpr, INNER: tl.constexpr, VECTOR: tl.constexpr, NORM: tl.constexpr,
-    COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
+    COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr = None,
 ):  # fmt: skip
     """The row sums c1 and c2 of rows wider than BLOCK_H."""
     c1 = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
     c2 = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
-    for first in range(0, H, BLOCK_H):
+    for first in tl.range(0, H, BLOCK_H, num_stages=STAGES):
         column, exists, at, mask = tile_from(first, start, valid, H, INNER, VECTOR, BLOCK_H)
         scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
         x = tl.load(total_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
-        _, x_hat, scaled, _, _ = _load_row_terms(
+        _, x_hat, scaled, _, _ = load_row_terms(
             dy_ptr, x, x_z_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, COMPUTE
         )
         c1 += scaled
@@ -110,7 +110,7 @@ def row_sums_kernel(
 
     mean = load_vector(mean_ptr, row, valid, BLOCK_ROWS, COMPUTE)
     rstd = load_vector(rstd_ptr, row, valid, BLOCK_ROWS, COMPUTE)
-    c1, c2 = _row_sums(
+    c1, c2 = row_sums(
         dy_ptr, total_ptr, x_z_ptr, z_ptr, base, scale_ptr, start, valid, mean, rstd,
         H, INNER, VECTOR, NORM, COMPUTE, BLOCK_ROWS, BLOCK_H,
     )  # fmt: skip
@@ -123,7 +123,7 @@ def row_sums_kernel(
 
 
 @triton.jit
-def _store_sum(
+def store_sum(
     sum, sum_ptr, shares_ptr, at, exists, programs_of_all_groups,
     NAME: tl.constexpr, SUMS: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
@@ -266,13 +266,13 @@ def backward_kernel(
                 c1 = load_vector(c1_ptr, row, valid, BLOCK_ROWS, COMPUTE)
                 c2 = load_vector(c2_ptr, row, valid, BLOCK_ROWS, COMPUTE)
             elif BLOCK_H < H:
-                c1, c2 = _row_sums(
+                c1, c2 = row_sums(
                     dy_ptr, total_ptr, x_z_ptr, z_ptr, base, scale_ptr, start, valid, mean, rstd,
                     H, INNER, VECTOR, NORM, COMPUTE, BLOCK_ROWS, BLOCK_H,
                 )  # fmt: skip
 
         # What y is made of, which dscale and doffset are made of, too.
-        if BLOCK_H < H or x_rstd_ptr is not None:  # held through `_row_sums`, or beside two norms, it would spill
+        if BLOCK_H < H or x_rstd_ptr is not None:  # held through `row_sums`, or beside two norms, it would spill
             scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
         if total_ptr is not None:
             x = tl.load(total_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
@@ -286,7 +286,7 @@ def backward_kernel(
             if NORM.subtract_mean:
                 mean = tl.sum(x, axis=1) * (1.0 / H)  # (1)
             rstd = rstd_of(tl.where(exists[None, :], x - mean[:, None], 0.0), H, EPSILON)  # (2)
-        dy, x_hat, scaled, u, of_dz = _load_row_terms(
+        dy, x_hat, scaled, u, of_dz = load_row_terms(
             dy_ptr, x, x_z_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, COMPUTE
         )
         if dz_ptr is not None:
@@ -361,15 +361,15 @@ def backward_kernel(
     # The program's shares.
     at = (group * programs + program) * H + column
     if contains(SUMS, "dscale"):
-        _store_sum(dscale, dscale_ptr, shares_ptr, at, exists, of_all, "dscale", SUMS, H)
+        store_sum(dscale, dscale_ptr, shares_ptr, at, exists, of_all, "dscale", SUMS, H)
     if contains(SUMS, "doffset"):
-        _store_sum(doffset, doffset_ptr, shares_ptr, at, exists, of_all, "doffset", SUMS, H)
+        store_sum(doffset, doffset_ptr, shares_ptr, at, exists, of_all, "doffset", SUMS, H)
     if contains(SUMS, "dx_bias"):
-        _store_sum(dx_bias, dx_bias_ptr, shares_ptr, at, exists, of_all, "dx_bias", SUMS, H)
+        store_sum(dx_bias, dx_bias_ptr, shares_ptr, at, exists, of_all, "dx_bias", SUMS, H)
     if contains(SUMS, "dgate"):
-        _store_sum(dgate, dgate_ptr, shares_ptr, at, exists, of_all, "dgate", SUMS, H)
+        store_sum(dgate, dgate_ptr, shares_ptr, at, exists, of_all, "dgate", SUMS, H)
     if contains(SUMS, "dx_scale"):
-        _store_sum(dx_scale, dx_scale_ptr, shares_ptr, at, exists, of_all, "dx_scale", SUMS, H)
+        store_sum(dx_scale, dx_scale_ptr, shares_ptr, at, exists, of_all, "dx_scale", SUMS, H)
 
 
 @triton.jit
