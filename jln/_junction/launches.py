@@ -255,9 +255,12 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
     if plan.has_long_rows:
         kernel, statistics, made = long_rows_kernel, {}, {}
     else:
-        vector = _vector(_pointed(kernel, ready), results.present())
-        again = {"EPSILON": norm.epsilon, "TOTAL": jnp.dtype(total)} if norm.remat else {"EPSILON": None, "TOTAL": None}
-        constants |= {"PULLS": pulls, "VECTOR": vector, **again}
+        constants |= {
+            "PULLS": pulls,
+            "VECTOR": _vector(_pointed(kernel, ready), results.present()),
+            "EPSILON": norm.epsilon if norm.remat else None,
+            "TOTAL": jnp.dtype(total) if norm.remat else None,
+        }
     written = launch(
         target,
         kernel,

@@ -15,7 +15,10 @@ from targets import (
     LINEAR,
     LINEAR_LAUNCH,
     LINEARS,
+    LONG,
+    LONG_ROWS,
     MANY_TILES,
+    NORM_TILES,
     OPERATORS,
     STRIDED,
     TERMS,
@@ -294,5 +297,20 @@ KERNELS = [
         "shares of dbias not made where dkernel alone needs them", LINEAR_LAUNCH,
         "wants_dbias or dtypes.offset or (wants_dkernel and offset is not None)", "wants_dbias or dtypes.offset",
         (f"{FROZEN}test_some_gradients_of_a_fused_linear[kernel]",),
+    ),
+    Mutant(
+        "every chunk of a long row the first", LONG_ROWS, "first = base + chunk * BLOCK_H", "first = base", LONG,
+    ),
+    Mutant(
+        "dscale of a program's last long row alone", LONG_ROWS, "tl.fma(dy, x_hat, dscale[chunk])", "dy * x_hat", LONG,
+    ),
+    Mutant(
+        "every chunk of a long row scaled as the first", LONG_ROWS,
+        "scale_ptr + chunk * BLOCK_H, column", "scale_ptr, column", LONG,
+    ),
+    Mutant(
+        "more sums of long rows than registers", NORM_TILES,
+        "max(1, sums) * ceil_div(h, chunk)", "ceil_div(h, chunk)",
+        ("tests/triton/test_launch.py::test_the_longest_rows_that_one_backward_kernel_takes[2-16384]",),
     ),
 ]  # fmt: skip

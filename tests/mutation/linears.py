@@ -43,10 +43,10 @@ LINEARS = [
     ),
     Mutant(
         "a total made again that is not rounded", NORM_LAUNCH,
-        "TOTAL=jnp.dtype(total) if", "TOTAL=compute if", MADE_AGAIN,
+        '"TOTAL": jnp.dtype(total) if', '"TOTAL": compute if', MADE_AGAIN,
     ),
     Mutant(
-        "statistics made again without epsilon", NORM_LAUNCH, "EPSILON=norm.epsilon if", "EPSILON=0.0 if",
+        "statistics made again without epsilon", NORM_LAUNCH, '"EPSILON": norm.epsilon if', '"EPSILON": 0.0 if',
         (f"{AGAIN}[triton-rms_norm_linear-(3, 1)-300-float64]",),
     ),
     Mutant("no mean made again", BACKWARD, "mean = tl.sum(x, axis=1) * (1.0 / H)  # (1)", "pass", GATED_AGAIN),

@@ -42,6 +42,7 @@ NORM_ARGUMENTS = "jln/_junction/arguments.py"
 CHECK = "jln/testing/check.py"
 CHECKER = "jln/testing/derivatives.py"
 REPORT = "jln/testing/report.py"
+LONG_ROWS = "jln/_junction/kernels/long_rows.py"
 NORM_TILES = "jln/_junction/tiles.py"
 SEARCH = "jln/_tools/search.py"
 LIMITS = "jln/_tools/accuracy.py"
@@ -102,6 +103,8 @@ TWO_DTYPES = (
     f"{EXECUTED}test_norms.py::test_mixed_dtypes[add_layer_norm-37x1024-bfloat16-small-h200-parameters=float32-"
     "residual=float32]",
 )
+# Rows of several chunks in one backward kernel, two of them one program's.
+LONG = (f"{EXECUTED}test_gated.py::test_sizes[rms_norm_gated,norm_before_gate=False-5x16384-bfloat16-small-a100]",)
 SEVERAL_TILES = (f"{EXECUTED}test_norms.py::test_sizes[add_layer_norm-29x1000-float32-small-l4]",)
 EXECUTED_FUSED = (
     f"{EXECUTED}test_linears.py::test_fused[layer_norm_linear-333x128-bfloat16-small-h200-features=(64,)]",

@@ -17,7 +17,9 @@ ROOT = pathlib.Path(__file__).parents[2]
 PAGE = ROOT / "jln/README.md"
 JUNCTION = ROOT / "jln/_junction"
 JNP = tuple(JUNCTION / name for name in ("formulas.py", "gradients.py", "linears/formulas.py"))
-KERNELS = tuple(JUNCTION / "kernels" / f"{name}.py" for name in ("terms", "forward", "backward", "with_linear"))
+KERNELS = tuple(
+    JUNCTION / "kernels" / f"{name}.py" for name in ("terms", "forward", "backward", "long_rows", "with_linear")
+)
 WIDTH = 110  # of a quotation
 
 

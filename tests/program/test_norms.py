@@ -174,7 +174,7 @@ def test_a_gated_norm_is_one_kernel_forward_and_two_backward(name):
 
 
 @pytest.mark.parametrize(
-    ("form", "h", "most"), [("gated", 16384, 1.05), ("rms_norm", 20480, 1.1), ("rms_norm", 32768, 1.11)]
+    ("form", "h", "most"), [("gated", 16384, 1.05), ("rms_norm", 20480, 1.1), ("rms_norm", 32768, 1.105)]
 )
 def test_long_rows_are_read_once_each_way(form, h, most):
     """Rows that no tile holds are read once each way, where a pass of row sums would read x and dy once more.

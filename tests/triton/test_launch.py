@@ -172,3 +172,14 @@ def test_the_widest_row_on_both_sides_of_a_float32_stream(centred, gated, widest
     """Rows of a few elements more take a kernel for each norm."""
     found = [tiles.both_sides(h, 4, True, CHIPS["h200"], centred=centred, gated=gated) for h in (widest, widest + 4)]
     assert found[0] is not None and found[0].columns >= widest and found[1] is None
+
+
+@pytest.mark.parametrize(("sums", "longest"), [(0, 32768), (1, 32768), (2, 16384)])
+def test_the_longest_rows_that_one_backward_kernel_takes(sums, longest):
+    """Sums over rows of 32768 elements in all are half of a core's registers; others take a pass of row sums."""
+    found = [tiles.long_rows(h, 1, 2, False, sums, 2, CHIPS["h200"]) for h in (longest, longest + 8)]
+    assert found[0] is not None and found[1] is None
+    rows = {"wide": (longest, 1, 4, False), "side by side": (longest, 64, 2, False), "mixed": (longest, 1, 2, True)}
+    assert {name: tiles.long_rows(*sizes, sums, 2, CHIPS["h200"]) for name, sizes in rows.items()} == dict.fromkeys(
+        rows
+    )

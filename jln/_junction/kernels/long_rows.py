@@ -63,8 +63,8 @@ def long_rows_kernel(
     x_z_ptr = rows_at(x_z_ptr, "x_z", group, rows, H, INNER, INTERLEAVED, SHARED)
     z_ptr = rows_at(z_ptr, "z", group, rows, H, INNER, INTERLEAVED, SHARED)
     scale_ptr = columns_at(scale_ptr, "scale", group, H, INTERLEAVED, SHARED)
-    mean_ptr = numbers_at(mean_ptr, "mean", group, rows, INNER, INTERLEAVED, SHARED)
-    rstd_ptr = numbers_at(rstd_ptr, "rstd", group, rows, INNER, INTERLEAVED, SHARED)
+    mean_ptr = numbers_at(mean_ptr, "mean", group, rows, INTERLEAVED, SHARED)
+    rstd_ptr = numbers_at(rstd_ptr, "rstd", group, rows, INTERLEAVED, SHARED)
     dx_ptr = rows_at(dx_ptr, "dx", group, rows, H, INNER, INTERLEAVED, SHARED)
     dz_ptr = rows_at(dz_ptr, "dz", group, rows, H, INNER, INTERLEAVED, SHARED)
     dx_z_ptr = rows_at(dx_z_ptr, "dx_z", group, rows, H, INNER, INTERLEAVED, SHARED)
@@ -75,7 +75,7 @@ def long_rows_kernel(
         dscale += (tl.zeros([1, BLOCK_H], COMPUTE),)
         doffset += (tl.zeros([1, BLOCK_H], COMPUTE),)
 
-    for tile in tl.range(program, tiles_of(rows, INNER, 1), programs, num_stages=1):
+    for tile in tl.range(program, tiles_of(rows, INTERLEAVED.run, 1), programs, num_stages=1):
         row, base, start, valid = rows_of(tile, rows, H, INNER, INTERLEAVED, None, 1)
         mean = load_vector(mean_ptr, row, valid, 1, COMPUTE)
         rstd = load_vector(rstd_ptr, row, valid, 1, COMPUTE)
@@ -101,7 +101,7 @@ def long_rows_kernel(
                 dz = of_dz * (x_hat * scale[None, :])  # (43)
                 tl.store(dz_ptr + first + at, dz.to(dz_ptr.dtype.element_ty), mask=mask)
             dx = x_hat * -(c2 * rstd)[:, None]  # (9), its factor rstd inside
-            if mean_ptr is not None:
+            if NORM.subtract_mean:
                 dx = tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1 * rstd)[:, None])  # (9)
             dx = tl.fma(scaled, rstd[:, None], dx)  # (9)
             if dtotal_ptr is not None:
