@@ -57,7 +57,7 @@ class Operation(Generic[Operands, Results]):
 
     formula: `formula(operands, settings, dtypes, batch_dims)` in jnp, which defines the results' shapes and is what JAX
       differentiates. Results have the dtypes of `dtypes`.
-    formula_cpu: the same function, written for XLA's CPU backend.
+    formula_cpu, formula_tpu: the same function, written for XLA's CPU backend, and for its TPU backend.
     kernels: `kernels(platform, asked, add)` returns the same function by kernels, or in words why they do not run where
       nobody asked for them by name, "" where that is nothing to tell users. Called when a program is lowered. add: for
       a program that JAX spreads over devices, makes a function one that the program calls on the host, and returns its
@@ -76,6 +76,7 @@ class Operation(Generic[Operands, Results]):
         formula: Callable[..., Results],
         *,
         formula_cpu: Callable[..., Results] | None = None,
+        formula_tpu: Callable[..., Results] | None = None,
         kernels: Callable[[str | None, bool, Any], Callable[..., Results] | str] | None = None,
         layout: Callable[..., Layout] | None = None,
         shapes: Callable[..., Results] | None = None,
@@ -83,6 +84,7 @@ class Operation(Generic[Operands, Results]):
         in_place: Callable[..., Place | None] | None = None,
     ):
         self._formula, self._formula_cpu = formula, right_on_cpu(formula_cpu or formula)
+        self._formula_tpu = formula_tpu or formula
         self._kernels, self._layout, self._shapes, self._reads = kernels, layout, shapes, reads
         self._in_place = in_place
         self._primitive = primitive = Primitive(name)
@@ -93,7 +95,7 @@ class Operation(Generic[Operands, Results]):
         ad.primitive_jvps[primitive] = self._jvp
         if reads is not None:
             partial_eval.dce_rules[primitive] = self._without_unused
-        for platform in (None, "cpu", "cuda", "rocm"):
+        for platform in (None, "cpu", "tpu", "cuda", "rocm"):
             mlir.register_lowering(primitive, functools.partial(self._lower, platform), platform=platform)
 
     def __call__(
@@ -214,12 +216,12 @@ class Operation(Generic[Operands, Results]):
         if spread is not None:
             assert self._layout is not None
             layout = self._layout(tree.unflatten(ctx.avals_in), *request.arguments())
-            by_kernels = not (compute is self._formula or compute is self._formula_cpu)
+            formula = self._formula_on(platform)
             if not spread.manual:
-                of_split_rows = right_on_cpu(self._formula) if platform == "cpu" else self._formula
+                of_split_rows = right_on_cpu(self._formula) if platform == "cpu" else formula
                 may_split_h = implementation != "triton"
                 function = self._spread(compute, of_split_rows, layout, tree, request, spread, may_split_h)
-            elif by_kernels:
+            elif compute is not formula:  # but kernels
                 exact = dataclasses.replace(request, dtypes=layout.widened(request.dtypes))
                 function = partitioned_in_shares(function, layout, _of_leaves(compute, tree, exact), spread)
         return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
@@ -240,9 +242,12 @@ class Operation(Generic[Operands, Results]):
 
         return partitioned(_of_leaves(compute, tree, request), layout, shares, context, may_split_h)
 
+    def _formula_on(self, platform: str | None) -> Callable[..., Results]:
+        return {"cpu": self._formula_cpu, "tpu": self._formula_tpu}.get(platform or "", self._formula)
+
     def _chosen(self, platform: str | None, implementation: str | None, add: Any) -> Callable[..., Results]:
         """The function that computes the operation on `platform`. add: as the operation's kernels take it."""
-        formula = self._formula_cpu if platform == "cpu" else self._formula
+        formula = self._formula_on(platform)
         if implementation == "xla" or self._kernels is None:
             return formula
         by_kernels = self._kernels(platform, implementation == "triton", add)

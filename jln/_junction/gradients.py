@@ -44,17 +44,19 @@ def backward(
     batch_dims: int,
     *,
     fence: Callable = no_fence,
+    sums_of_g: bool = False,
     h_axes: MeshAxes = (),
 ) -> Arrays:
     """Terms (5) to (9), (24) to (27), (43), (44), and (4) again for a y that is wanted.
 
     operands: dy, dtotal and what was saved; mean and rstd may be None, to be computed here. (5) reads dy alone.
+    sums_of_g: take a row's sums of g and g * (x - mean), as autodiff does, and divide the sums.
     """
     if norm.remat:
         again = functools.partial(forward, fence=fence, h_axes=h_axes)
         operands, norm = made_again(operands, norm, dtypes, batch_dims, again)
     if norm.both_sides:
-        one = functools.partial(backward, fence=fence, h_axes=h_axes)
+        one = functools.partial(backward, fence=fence, sums_of_g=sums_of_g, h_axes=h_axes)
         return backward_of_two(operands, norm, dtypes, batch_dims, one, h_axes)
     dy, total, scale = operands.dy, operands.total, operands.scale
     mean, rstd = operands.mean, operands.rstd
@@ -91,10 +93,16 @@ def backward(
         x_hat, r = x_hat_and_rstd()
         s = effective_scale(scale, dtype, norm)
         g = wide(dy, dtype) * s
-        g_over_h = wide(dy, dtype) * (s / x_hat.shape[norm.axis])
-        d = g - x_hat * mean_over_h(g_over_h * x_hat)  # (8)
-        if norm.switches.subtract_mean:
-            d = d - mean_over_h(g_over_h)  # (7)
+        if sums_of_g:
+            h = x_hat.shape[norm.axis]
+            d = g - x_hat * (r * (mean_over_h(g * centered(total, mean)) / h))  # (8)
+            if norm.switches.subtract_mean:
+                d = d - mean_over_h(g) / h  # (7)
+        else:
+            g_over_h = wide(dy, dtype) * (s / x_hat.shape[norm.axis])
+            d = g - x_hat * mean_over_h(g_over_h * x_hat)  # (8)
+            if norm.switches.subtract_mean:
+                d = d - mean_over_h(g_over_h)  # (7)
         d = r * d  # (9)
         return d if operands.dtotal is None else d + operands.dtotal.astype(dtype)
 
@@ -308,3 +316,4 @@ def _tangent_of_two(operands: tuple[Arrays, Arrays], norm: Norm, dtypes: Arrays,
 
 
 backward_cpu = functools.partial(backward, fence=lax.optimization_barrier)
+backward_tpu = functools.partial(backward, sums_of_g=True)

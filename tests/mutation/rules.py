@@ -35,6 +35,27 @@ STAYS = f"{TRANSFORMED}test_examples_stay_where_they_are[triton-"
 OVER_SOME = "tests/devices/test_shard_map.py::test_over_some_axes[kernels-"
 
 RULES = [
+    Mutant(
+        "c1 of a TPU's rule dropped",
+        XLA_GRADIENTS,
+        "d = d - mean_over_h(g) / h  # (7)",
+        "pass",
+        ("tests/operators/test_xla_tpu.py::test_accuracy",),
+    ),
+    Mutant(
+        "c2 of a TPU's rule not divided by H",
+        XLA_GRADIENTS,
+        "centered(total, mean)) / h))  # (8)",
+        "centered(total, mean))))  # (8)",
+        ("tests/operators/test_xla_tpu.py::test_accuracy",),
+    ),
+    Mutant(
+        "the rule of other platforms on a TPU",
+        OPERATION,
+        '"tpu": self._formula_tpu}',
+        '"tpu": self._formula}',
+        ("tests/operators/test_xla_tpu.py::test_a_program_for_a_tpu_has_these_rules",),
+    ),
     # Launchers
     Mutant(
         "the last tile of neighbours forgotten",

@@ -92,6 +92,7 @@ class Norms(NamedTuple):
 
 IN_JNP = Norms(norms_in_jnp.forward, gradients_in_jnp.backward, column_sums)
 IN_JNP_ON_CPU = Norms(norms_in_jnp.forward_cpu, gradients_in_jnp.backward_cpu, column_sums)
+IN_JNP_ON_TPU = Norms(norms_in_jnp.forward_tpu, gradients_in_jnp.backward_tpu, column_sums)
 
 
 class _Axes:
@@ -314,3 +315,5 @@ def tangents_of_constants(tangents: Arrays, saved: Arrays, junction: Junction, r
 
 forward_cpu = functools.partial(forward, norms=IN_JNP_ON_CPU)
 backward_cpu = functools.partial(backward, norms=IN_JNP_ON_CPU)
+forward_tpu = functools.partial(forward, norms=IN_JNP_ON_TPU)
+backward_tpu = functools.partial(backward, norms=IN_JNP_ON_TPU)
