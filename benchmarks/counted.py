@@ -30,7 +30,7 @@ def found(fused: Callable[..., Any], *args: Any) -> Found:
     names = [route.layer for route in routes if route.path != "plain"]
     return Found(
         norms=sum(name.count("norm") for name in names),
-        sums=sum("add" in name for name in names),
+        sums=sum("residual" in route.why.split(";")[0] for route in routes if route.path != "plain"),
         linears=sum(name.endswith("_linear") for name in names),
         left=len(routes) - len(names),
     )

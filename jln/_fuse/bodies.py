@@ -15,7 +15,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jln import _explain
-from jln._core.policies import kept_by
+from jln._core.policies import keeps_products_alone, kept_by
 from jln._fuse.calls import Finding, Options, rewrite
 from jln._fuse.graph import Graph, Node
 
@@ -42,6 +42,8 @@ def evaluated(program: ClosedJaxpr, arrays: Sequence[Any], options: Options, fin
         with _written_by(author):
             is_call = node.equation is None
             results = _called(node, operands) if is_call else _bound(node.equation, operands, options, findings)
+        if node.hands_on is not None:
+            *results, values[node.hands_on] = results
         for v, a in zip(node.outputs, results, strict=True):
             values.setdefault(v, a)
     for finding in left.values():  # of which nothing runs
@@ -105,8 +107,12 @@ def _bound(equation: Any, operands: Sequence[Any], options: Options, findings: l
     # One that is differentiated stays: it is what backward makes again, which `jax.checkpoint` would not say of it.
     if primitive.name in CHECKPOINTS and isinstance(params.get("jaxpr"), Jaxpr) and not params.get("differentiated"):
         body = ClosedJaxpr(params["jaxpr"], ())
-        keeps_products = kept_by(params["policy"])["products"]
-        options = options._replace(is_checkpointed=True, keeps_products=keeps_products)
+        policy = params["policy"]
+        options = options._replace(
+            is_checkpointed=True,
+            keeps_products=kept_by(policy)["products"],
+            remat=keeps_products_alone(policy) and not options.forward_mode,
+        )
 
         def function(*arrays: Any) -> Any:
             return evaluated(body, arrays, options, findings)

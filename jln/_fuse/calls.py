@@ -16,6 +16,7 @@ from jln._fuse.junctions import Addition, Junction, addition_of, junction_of
 from jln._fuse.linears import Linear, keeping_nothing_of_y, linears_of, products_of
 from jln._fuse.norms import Miss, Norm, norms_of
 from jln._fuse.regions import Parameter, peeled, plus
+from jln._junction.linears.tiles import FUSED_FEATURES
 
 OPERATORS = {name: getattr(_operators, name) for name in _operators.__all__}
 
@@ -24,7 +25,8 @@ class Options(NamedTuple):
     """Options of `fuse`, and where the program is.
 
     is_checkpointed: whether it is the body of a `jax.checkpoint`, of which backward makes again what is not kept.
-    keeps_products: whether that keeps products.
+    keeps_products: whether that keeps products. remat: whether that keeps them alone, so that Linears' operators make
+      again what is normalised.
     """
 
     linears: bool = False
@@ -32,6 +34,7 @@ class Options(NamedTuple):
     forward_mode: bool = False
     is_checkpointed: bool = False
     keeps_products: bool = False
+    remat: bool = False
 
 
 class Finding(NamedTuple):
@@ -60,10 +63,11 @@ _ELEMENTWISE = {
 # same, 823 MB for 1414 (`benchmarks/fuse_choices.py`). So it is with norms of queries and keys in front of a rotation:
 # with operators there two blocks of a Llama would move 13.43 GB for 13.34, of Gemma 3 12.63 for 12.54.
 _IS_READ_BY_NO_PRODUCT = "an RMSNorm that no product reads XLA makes better, with what is behind"
-# In a checkpoint XLA makes an RMSNorm again inside of what reads it, where a kernel reads and writes. Four scanned
-# blocks of a Llama, [8, 2048, 2048], move 59.39 GB if nothing is kept, with operators where there is a sum 59.15, with
-# them everywhere 59.17; if products are kept 64.39, 64.42 and 64.71. With LayerNorms operators are best everywhere:
-# 46.77 for 50.44, and 52.71 for 56.65 (`benchmarks/fuse_choices.py`).
+# In a checkpoint XLA makes an RMSNorm again inside of what reads it, where a kernel reads and writes. So operators are
+# better where one hands on x to what else reads it, or has a sum; and if products are kept, with Linears behind whose
+# backward kernel makes the norm again. Four scanned blocks of a Llama, [8, 2048, 2048], move 59.39 GB if nothing is
+# kept, with operators 58.64, and if products are kept 64.39 and 63.31. Of a GPT, with LayerNorms, they move 50.17 and
+# 45.96, and 56.38 and 51.00 (`benchmarks/fuse_choices.py`).
 _IS_MADE_AGAIN = "in this jax.checkpoint XLA makes an RMSNorm better, inside of what reads it"
 
 
@@ -155,13 +159,24 @@ class _Rewriting:
         options, junction = self.options, self.junctions.get(norm.y)
         if norm.centres or norm.z is not None or (junction is not None and junction.in_front is not None):
             return None
-        if options.is_checkpointed and (junction is None or options.keeps_products):
-            return _IS_MADE_AGAIN
+        if options.is_checkpointed:
+            if options.keeps_products:
+                is_better = options.remat and bool(self._linears(norm, junction, None)[0])
+            else:
+                is_better = junction is not None or self._hands_on(norm)
+            if not is_better:
+                return _IS_MADE_AGAIN
         if self.graph.is_result(norm.y) or self._is_read_by_a_product(norm.y):
             return None
         if junction is None and addition_of(self.graph, norm, self.constants) is not None:
             return None
         return _IS_READ_BY_NO_PRODUCT
+
+    def _hands_on(self, norm: Norm) -> bool:
+        """True where a norm without a sum hands on x, for those that read it behind: in a checkpoint's body."""
+        is_alone = self.junctions.get(norm.y) is None and addition_of(self.graph, norm, self.constants) is None
+        can = self.options.is_checkpointed and norm.z is None and norm.x.constant is None and is_alone
+        return can and self.graph.is_read_beside(norm.x, norm.y)
 
     def _is_read_by_a_product(self, y: Value) -> bool:
         """True where a product reads the value, its copy or its reshape, or an equation of which nothing is known."""
@@ -194,7 +209,8 @@ class _Rewriting:
         linears, why = self._linears(norm, junction, addition)
         if why and addition is None and self._keeps_nothing_for_products(norm):
             why += ": the Linears behind it keep what the norm read"
-        call = self._call(norm, junction, addition, bool(linears))
+        hands_on = junction is None and self._hands_on(norm)
+        call = self._call(norm, junction, addition, bool(linears), hands_on)
         results = [norm.y] if addition is None else [addition.y]
         if linears:
             kernels = tuple(_Operand(p.kernel, axis_in_front=p.axis) for p in linears)
@@ -203,11 +219,11 @@ class _Rewriting:
             results = [p.y for p in linears]
         if junction is not None:
             results.append(junction.total)
-        finish = functools.partial(_results, call, norm, junction, linears)
+        finish = functools.partial(_results, call, norm, junction, linears, hands_on)
         node = norm.y.maker
         assert node is not None
         finding = Finding(call.name, call.names, why, node, norm.x)
-        self.graph.replace(results, call.inputs(), finish, finding)
+        self.graph.replace(results, call.inputs(), finish, finding, norm.x if hands_on else None)
         return [*findings, finding]
 
     def _keeps_nothing_for_products(self, norm: Norm) -> bool:
@@ -222,7 +238,8 @@ class _Rewriting:
 
     def _linears(self, norm: Norm, junction: Junction | None, addition: Addition | None) -> tuple[list[Linear], str]:
         """The Linears that become a part of the norm's operator, and why there are none."""
-        if not self.options.linears:
+        remat = self.options.remat and (junction is None or junction.in_front is None)
+        if not (self.options.linears or remat):
             return [], ""
         if norm.z is not None or addition is not None:
             return [], "its operator has no Linears"
@@ -233,19 +250,31 @@ class _Rewriting:
         parameters = [p.kernel for p in linears] + [p.bias.source for p in linears if p.bias is not None]
         if any(self.graph.depends(v, results) for v in parameters):
             return [], "a Linear's kernel is made of its result"
+        features = sum(math.prod(p.features) for p in linears)
+        if not self.options.linears and features <= FUSED_FEATURES.get(linears[0].y.dtype.name, (0,))[0]:
+            return [], "few features are one kernel's, which the jax.checkpoint would not know as a product"
         return linears, ""
 
-    def _call(self, norm: Norm, junction: Junction | None, addition: Addition | None, has_linears: bool) -> _Call:
+    def _call(
+        self,
+        norm: Norm,
+        junction: Junction | None,
+        addition: Addition | None,
+        has_linears: bool,
+        hands_on: bool = False,
+    ) -> _Call:
         kind = "layer_norm" if norm.centres else "rms_norm"
         options: dict[str, Any] = {"epsilon": norm.epsilon}
         if self.options.implementation is not None:
             options["implementation"] = self.options.implementation
         if self.options.forward_mode:
             options["forward_mode"] = True
+        in_front = None if junction is None else junction.in_front
+        if has_linears and self.options.remat and in_front is None:
+            options["remat"] = True
         if not has_linears:
             options |= {"axis": tuple(a - norm.x.ndim for a in norm.features), "dtype": norm.y.dtype}
         scales = {"scale": norm.scale}
-        in_front = None if junction is None else junction.in_front
         if in_front is not None:
             scales = {"x_scale": in_front.scale, "scale": norm.scale}
         around_zero = {n: self._around_zero(p, norm) for n, p in scales.items() if p is not None}
@@ -271,8 +300,9 @@ class _Rewriting:
             call = _Call(f"{kind}_add", **(options | {"dtype": addition.y.dtype}))
             call.give(x=_Operand(norm.x), residual=_Operand(addition.residual), **scale_operands, **offset)
             return call
-        call = _Call(kind + ("_linear" if has_linears else "_gated" if norm.z is not None else ""), **options)
-        call.give(x=_Operand(norm.x), **scale_operands, **offset)
+        name = kind + ("_linear" if has_linears else "_gated" if norm.z is not None else "")
+        call = _Call(f"add_{name}" if hands_on else name, **options)
+        call.give(x=_Operand(norm.x), **scale_operands, **offset, **({"residual": None} if hands_on else {}))
         if norm.z is not None:
             call.give(z=_Operand(norm.z))
         return call
@@ -304,11 +334,11 @@ class _Rewriting:
 
 
 def _results(
-    call: _Call, norm: Norm, junction: Junction | None, linears: Sequence[Linear], *arrays: Any
+    call: _Call, norm: Norm, junction: Junction | None, linears: Sequence[Linear], hands_on: bool, *arrays: Any
 ) -> Sequence[Any]:
-    """The arrays that take the place of what was found: y or the products, and the sum."""
+    """The arrays that take the place of what was found: y or the products, and the sum, or x that is handed on."""
     results = call(*arrays)
-    ys, total = results if junction is not None else (results, None)
+    ys, total = results if junction is not None or hands_on else (results, None)
     if linears:
         ys = [_turned(y, p) for y, p in zip(ys, linears, strict=True)]
     else:

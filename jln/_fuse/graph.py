@@ -50,10 +50,11 @@ class Node:
     equation: None for a call. call: a function from the inputs' arrays to the outputs'. remark: what the call's maker
       wants to be known of it. position: the place in the program as it was written. before: of a node with effects the
       last one in front of it, behind which it has to stay. within: the equations of the inlined jits around it, the
-      outermost first.
+      outermost first. hands_on: an input of a call that is the last of its results, too, which is no output: what runs
+      behind the call reads it from there.
     """
 
-    __slots__ = ("before", "call", "equation", "inputs", "outputs", "position", "remark", "within")
+    __slots__ = ("before", "call", "equation", "hands_on", "inputs", "outputs", "position", "remark", "within")
 
     def __init__(self, equation: Any, inputs: list[Value], position: int, within: tuple[Any, ...] = ()):
         self.equation, self.inputs, self.position, self.within = equation, inputs, position, within
@@ -61,6 +62,7 @@ class Node:
         self.before: Node | None = None
         self.call: Callable[..., Any] | None = None
         self.remark: Any = None
+        self.hands_on: Value | None = None
 
     @property
     def operation(self) -> str:
@@ -141,16 +143,31 @@ class Graph:
     def is_result(self, value: Value) -> bool:
         return value in self._results
 
+    def is_read_beside(self, value: Value, other: Value) -> bool:
+        """True where a reader of the value is none of the equations that make the other of it; or it is a result."""
+        own, stack = set(), [other]
+        while stack:
+            v = stack.pop()
+            if v is not value and v.maker is not None and v.maker not in own:
+                own.add(v.maker)
+                stack += v.maker.inputs
+        return value in self._results or any(node not in own for node in value.readers)
+
     def maker(self, value: Value) -> Node | None:
         """The node that makes the value as the program stands now."""
         return self._replaced.get(value, value.maker)
 
     def replace(
-        self, values: Sequence[Value], inputs: Sequence[Value], call: Callable[..., Any], remark: Any = None
+        self,
+        values: Sequence[Value],
+        inputs: Sequence[Value],
+        call: Callable[..., Any],
+        remark: Any = None,
+        hands_on: Value | None = None,
     ) -> None:
-        """Have the values be the results of `call` of the inputs' arrays from now on."""
+        """Have the values be the results of `call` of the inputs' arrays from now on. hands_on: as of `Node`."""
         node = Node(None, list(inputs), -1)
-        node.outputs, node.call, node.remark = list(values), call, remark
+        node.outputs, node.call, node.remark, node.hands_on = list(values), call, remark, hands_on
         self._replaced |= dict.fromkeys(values, node)
         self._reads_ahead |= max(v.position for v in inputs) > min(v.position for v in values)
 

@@ -53,7 +53,8 @@ def backward(
     sums_of_g: take a row's sums of g and g * (x - mean), as autodiff does, and divide the sums.
     """
     if norm.remat:
-        again = functools.partial(forward, fence=fence, h_axes=h_axes)
+        sum_fence = no_fence if sums_of_g else lax.optimization_barrier  # as of the forward rules
+        again = functools.partial(forward, fence=fence, sum_fence=sum_fence, h_axes=h_axes)
         operands, norm = made_again(operands, norm, dtypes, batch_dims, again)
     if norm.both_sides:
         one = functools.partial(backward, fence=fence, sums_of_g=sums_of_g, h_axes=h_axes)

@@ -25,7 +25,7 @@ from zoo.models import MODELS, functional  # noqa: E402
 COUNTS = {
     "GPT": (5, 4, 4),
     "Llama": (5, 4, 4),
-    "Llama, checkpointed": (1, 0, 0),  # where products are kept, XLA makes an RMSNorm better
+    "Llama, checkpointed": (5, 2, 4),  # where products are kept, Linears' operators make norms again
     "Gemma": (9, 4, 4),
     "Qwen": (5, 4, 4),
     "DiT": (5, 4, 4),
@@ -111,7 +111,8 @@ def test_every_norm_sum_and_linear_is_found_and_explained(name, linears):
         model = functional(MODELS[name], **changes)
         fused = jln.fuse(model.function, linears=linears)
         counts = found(fused, model.parameters, model.x)
-        assert counts[:3] == (*COUNTS[name][:2], COUNTS[name][2] if linears else 0)
+        with_linears = linears or name == "Llama, checkpointed"
+        assert counts[:3] == (*COUNTS[name][:2], COUNTS[name][2] if with_linears else 0)
         program = jax.make_jaxpr(fused)(model.parameters, model.x).jaxpr
         operators = [e for e in equations(program) if re.fullmatch(r"jln_norm.*_forward", e.primitive.name)]
         listed = [route for route in jln.explain(fused, model.parameters, model.x) if route.path != "plain"]
@@ -128,5 +129,6 @@ def test_less_is_kept_between_forward_and_backward(name):
     functions = model.function, jln.fuse(model.function), jln.fuse(model.function, linears=True)
     plain, norms, linears = (held(f, model.parameters, model.x) for f in functions)
     assert norms < plain and linears < plain
-    if COUNTS[name][2] and MODELS[name].framework != "equinox":  # it keeps kernels transposed
+    # Equinox keeps kernels transposed, and in a checkpoint that keeps products Linears are taken in any case.
+    if COUNTS[name][2] and MODELS[name].framework != "equinox" and name != "Llama, checkpointed":
         assert linears < norms

@@ -22,6 +22,8 @@ from targets import (
 )
 from targets import LINEARS as ACCURACY_OF_LINEARS
 
+CALLS, POLICIES = "jln/_fuse/calls.py", "jln/_core/policies.py"
+IN_A_CHECKPOINT = "tests/fuse/test_transformations.py::test_what_a_checkpoint_makes_again_of_norms"
 AGAIN = f"{ACCURACY_OF_LINEARS}test_what_the_backward_pass_makes_again"
 MADE_AGAIN, GATED_AGAIN = (
     (f"{AGAIN}[triton-add_{case}]",)
@@ -35,6 +37,21 @@ LINEARS = [
     Mutant(
         "no fences in the backward rule for a CPU", JUNCTION_RULES, "formula_cpu=gradients.backward_cpu",
         "formula_cpu=gradients.backward", ("tests/operators/test_xla_cpu.py::test_gradient_of_several_linears",),
+    ),
+    Mutant(
+        "no norm made again by its backward operation in a checkpoint", CALLS,
+        'options["remat"] = True', "pass", (f"{IN_A_CHECKPOINT}[dots-0]",),
+    ),
+    Mutant(
+        "Linears taken where a checkpoint keeps all", POLICIES,
+        " and not _keeps(policy, lambda a: jax.lax.add(a, a), 1)", "",
+        ("tests/fuse/test_transformations.py::"
+         "test_a_transformation_changes_nothing_and_loses_nothing[checkpoint_everything]",),
+    ),
+    Mutant(
+        "x not handed on", CALLS, "norm.x if hands_on else None", "None",
+        ("tests/fuse/test_transformations.py::"
+         "test_a_transformation_changes_nothing_and_loses_nothing[checkpoint_nothing]",),
     ),
     Mutant(
         "statistics kept all the same", ARRAYS, "return (names - again) | {*_SUM} if again else names", "return names",

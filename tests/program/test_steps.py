@@ -16,6 +16,8 @@ from jln import program
 for _name in ("flax", "haiku", "equinox", "typer"):
     pytest.importorskip(_name)
 
+import checkpointed_blocks  # noqa: E402
+
 import steps  # noqa: E402
 from zoo.llama import llama  # noqa: E402
 from zoo.models import MODELS, Model, functional  # noqa: E402
@@ -71,6 +73,26 @@ def test_a_policy_that_saves_products_has_none_made_again(policy):
         return sum(k.times for k in compiled.kernels if k.product and not k.kind.startswith("__cudnn$fmha"))
 
     assert [made(fuse) for fuse in steps.FUSED.values()] == [2 * 3 * 7 + again] * 3
+
+
+SMALL_BLOCKS = checkpointed_blocks.Size(layers=2, batch=2, tokens=1024, width=1024, keys=256, hidden=2048)
+
+
+@pytest.mark.parametrize(
+    ("policy", "form", "passes"),
+    [
+        ("dots_with_no_batch_dims_saveable", "that with `remat=True`", 4.0),
+        ("nothing_saveable", "`add_rms_norm`, x handed on", 2.75),
+    ],
+)
+def test_norms_under_a_checkpoint_are_no_passes_of_their_own(policy, form, passes):
+    """The best form by hand moves that many arrays of x's size fewer in a block than plain jnp, and `fuse` as few."""
+    plain, by_hand, fused = (
+        checkpointed_blocks.compiled(name, policy, SMALL_BLOCKS).bytes_total for name in ("plain jnp", form, "fuse")
+    )
+    x = 2 * SMALL_BLOCKS.batch * SMALL_BLOCKS.tokens * SMALL_BLOCKS.width
+    assert plain - by_hand >= 0.98 * passes * x * SMALL_BLOCKS.layers
+    assert fused <= by_hand
 
 
 def test_a_row_is_what_a_program_does():
