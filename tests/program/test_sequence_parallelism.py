@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -14,7 +15,7 @@ DATA, TENSOR = 2, 4
 B, T, H = 4, 512, 256
 LOCAL, GATHERED = 2 * B // DATA * T // TENSOR * H, 2 * B // DATA * T * H  # bytes in bfloat16: a device's rows, all
 BY_ROWS, BY_FEATURES = P("data", "tensor"), P("data", None, "tensor")
-COLUMNS = P(None, "tensor")
+COLUMNS, WHOLE_SEQUENCES = P(None, "tensor"), P("data")
 FEATURES = {"many": ((1024,),), "few": ((128,),), "several": ((1024,), (256,), (256,)), "heads": ((8, 128), (4, 128))}
 
 
@@ -71,6 +72,26 @@ def test_z_is_gathered_and_dz_scattered_in_16_bits(features):
     assert ours["all-gather"] == (2, 2 * GATHERED) and ours["reduce-scatter"] == (1, GATHERED)
     assert ours.keys() == plain.keys() == {"all-gather", "reduce-scatter", "all-reduce"}
     assert all(ours[kind][1] <= plain[kind][1] for kind in ours)
+
+
+def holding_z(names):
+    """A norm and products of its z, which has this name, under a checkpoint that holds these names alone."""
+
+    def layer(x, scale, offset, kernels):
+        z = checkpoint_name(asked(jln.layer_norm(x, scale, offset), WHOLE_SEQUENCES), "z")
+        return asked(tuple(z @ kernel for kernel in kernels), BY_FEATURES)
+
+    return jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*names))
+
+
+def test_a_policy_chooses_whether_z_is_gathered_again():
+    """A norm and Linears by themselves hold the gathered z: under a checkpoint where the policy names it."""
+    arguments = array(B, T, H, spec=BY_ROWS), *parameters(FEATURES["several"])
+    gathers = {names: communicated(gradient(holding_z(names), arguments), arguments) for names in ((), ("z",))}
+    assert {names: kinds["all-gather"] for names, kinds in gathers.items()} == {
+        (): (2, 2 * GATHERED),
+        ("z",): (1, GATHERED),
+    }
 
 
 @pytest.mark.parametrize("features", [None, "many", "few"])
