@@ -12,6 +12,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from jln._junction.kernels import addresses as access  # noqa: E402
+from jln._junction.launches import Interleaved  # noqa: E402
 from jln._junction.linears import tiles as linear_tiles  # noqa: E402
 from jln._triton.chip import CHIPS  # noqa: E402
 from jln._triton.launch import launch  # noqa: E402
@@ -31,13 +32,14 @@ def last_tile_kernel(
     valid_ptr,  # [BLOCK_ROWS]
     H: tl.constexpr,
     INNER: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
     """Write what every kernel computes of a group's last tile: rows, offsets, and which rows exist, as float64."""
-    tiles = access.tiles_of(rows, INNER, BLOCK_ROWS)
-    row, base, start, valid = access.rows_of(tiles - 1, rows, H, INNER, 1, None, BLOCK_ROWS)
+    tiles = access.tiles_of(rows, INTERLEAVED.run, BLOCK_ROWS)
+    row, base, start, valid = access.rows_of(tiles - 1, rows, H, INNER, INTERLEAVED, None, BLOCK_ROWS)
     at = tl.arange(0, BLOCK_ROWS)
     tl.store(tiles_ptr, tiles.to(COMPUTE))
     tl.store(size_ptr, access.size_of(rows, H, INNER).to(COMPUTE))
@@ -47,25 +49,26 @@ def last_tile_kernel(
 
 
 @pytest.mark.parametrize(
-    ("rows", "h", "inner"),
+    ("rows", "h", "inner", "run"),  # a run of rows that lie together, between groups or side by side
     [
-        *((rows, 16, 1) for rows in (1, 2**31 - 1, 2**31, 2**32 - 1, 2**32)),  # int32, uint32 and int64 to Triton
-        *((inner, 4, inner) for inner in (2**31 - 8, 2**31 - 1, 2**31, 2**32)),
-        (3 * 2**30, 8, 2**30),
-        (2**31 - 1, 2**15, 2**31 - 1),
+        *((rows, 16, 1, 1) for rows in (1, 2**31 - 1, 2**31, 2**32 - 1, 2**32)),  # int32, uint32 and int64 to Triton
+        *((inner, 4, inner, inner) for inner in (2**31 - 8, 2**31 - 1, 2**31, 2**32)),
+        (3 * 2**30, 8, 2**30, 2**30),
+        (2**31 - 1, 2**15, 2**31 - 1, 2**31 - 1),
+        (3 * 2**30, 8, 1, 2**30),
     ],
 )
-def test_the_last_tile_of_many_rows(rows, h, inner):
-    block, outer = 16, rows // inner
-    in_front = (outer - 1) * inner if inner > 1 else 0
-    neighbours = inner if inner > 1 else rows
-    tiles = -(-neighbours // block) * (outer if inner > 1 else 1)
+def test_the_last_tile_of_many_rows(rows, h, inner, run):
+    block, outer = 16, rows // run
+    in_front = (outer - 1) * run if run > 1 else 0
+    neighbours = run if run > 1 else rows
+    tiles = -(-neighbours // block) * (outer if run > 1 else 1)
     last = [-(-neighbours // block) * block - block + i for i in range(block)]
     expected = {
         "tiles": [tiles],
         "size": [rows * h],
         "row": [in_front + n for n in last],
-        "start": [in_front * h + n if inner > 1 else n * h for n in last],
+        "start": [in_front * h + (n if inner > 1 else n * h) for n in last],
         "valid": [n < neighbours for n in last],
     }
     found = launch(
@@ -78,6 +81,7 @@ def test_the_last_tile_of_many_rows(rows, h, inner):
         compute=jnp.dtype("float64"),
         H=h,
         INNER=inner,
+        INTERLEAVED=Interleaved(1, run),
     )
     for name, e in expected.items():
         np.testing.assert_array_equal(found[name], e, err_msg=name)
