@@ -1,8 +1,8 @@
 """Print what jln's programs move and hold on a TPU that need not be there, beside plain jnp's, with no times.
 
-    pip install --no-deps --target libtpu "libtpu==0.0.42.1"       # as "jax[tpu]==0.10.2" asks for it
-    PYTHONPATH=libtpu python benchmarks/tpu.py                     # small programs
-    PYTHONPATH=libtpu python benchmarks/tpu.py --model Llama       # a step of the zoo, as it is and fused: minutes
+    pip install --no-deps --target for_tpus "libtpu==0.0.42.1"       # as "jax[tpu]==0.10.2" asks for it
+    PYTHONPATH=for_tpus python benchmarks/tpu.py                     # small programs
+    PYTHONPATH=for_tpus python benchmarks/tpu.py --model Llama       # a step of the zoo, as it is and fused: minutes
 
 XLA compiles forward + backward for one chip, and counts bytes and temporary memory. It exits with 1 if a program of
 jln's needs more than plain jnp's of either: a norm costs little there, for XLA makes it where products read it.
