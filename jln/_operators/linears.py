@@ -65,7 +65,7 @@ def layer_norm_linear(
       offset: as `scale`.
       kernel: `[H, *features]`, one axis of features or more; any supported dtype. Or a tuple of such arrays, whose
         features and dtypes may differ. Kernels of several heads are an axis of features, `[H, heads, D]`: `jax.vmap`
-        over them makes `x`'s gradient once for each head, and moves 12 times the bytes for 32 heads.
+        over them makes `x`'s gradient of each head by itself, as large as `x`.
       bias: `features`; any supported dtype. None: no bias. For a tuple of kernels a tuple, with an array or None for
         each, or None.
       precision: of the products, forward and backward, as in `jax.lax.dot_general`.

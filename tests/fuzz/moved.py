@@ -6,7 +6,7 @@
 Each case is compiled with the operators and with `jln.reference`, which is plain jnp. Printed are the cases that move
 more than `--share` of what plain jnp does: MB with the operators, in plain jnp, and with every array moved once; and
 the letters of `known`, of what costs a kernel a copy. A line without a letter is a cliff that nobody has explained:
-`--without bpr` draws no others.
+`--without bpr` draws no others. It exits with 1 if a call could not be compiled.
 """
 
 from __future__ import annotations
@@ -137,7 +137,9 @@ def main() -> None:
         letters = known(Real(seed).case())
         print(f"{seed:>8} {ours / plain:>6.2f} {ours:>8.0f} {plain:>8.0f} {once:>8.0f} {letters:>6}  {title}")
     mean = math.prod((row[2] / row[3]) ** (1 / len(rows)) for row in rows if math.isfinite(row[2]))
+    raised = [row[1] for row in rows if math.isinf(row[2])]
     print(f"{len(over)} of {len(rows)} move more than {arguments.share} of plain jnp; the geometric mean is {mean:.2f}")
+    sys.exit("\n".join(raised) or 0)
 
 
 if __name__ == "__main__":
