@@ -254,7 +254,8 @@ def in_place(operands: Arrays, axes: Arrays, norm: Norm, dtypes: Arrays, batch_d
         return Place(axis, batch_dims, norm if axis <= h else dataclasses.replace(norm, axis=norm.axis - 1))
     if axis != block and (norm.interleaved or axis > h or norm.axis != -1):
         return None
-    groups = dataclasses.replace(norm, interleaved=norm.interleaved + 1, behind=norm.behind or h - axis)
+    behind = norm.behind if norm.interleaved else h - axis
+    groups = dataclasses.replace(norm, interleaved=norm.interleaved + 1, behind=behind)
     return Place(axis, batch_dims, groups, written_out=True)
 
 

@@ -241,9 +241,16 @@ RULES = [
     Mutant(
         "rows behind interleaved examples forgotten",
         ARRAYS,
-        "behind=norm.behind or h - axis",
+        "behind=norm.behind if norm.interleaved else h - axis",
         "behind=0",
         (f"{STAYS}(0, 2, 3)--1-1]",),
+    ),
+    Mutant(
+        "rows taken to be behind examples that lie before others",
+        ARRAYS,
+        "norm.behind if norm.interleaved else h - axis",
+        "norm.behind or h - axis",
+        (f"{TRANSFORMED}test_examples_beside_groups_stay_where_they_are[triton-1]",),
     ),
     Mutant(
         "a parameter that interleaved examples share not written out",

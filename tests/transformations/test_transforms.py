@@ -249,6 +249,22 @@ def test_examples_stay_where_they_are(place, axis, wanted, implementation):
     both(transformed, operator, implementation, xs, residuals, scale, offset)
 
 
+@pytest.mark.parametrize("place", range(4))
+def test_examples_beside_groups_stay_where_they_are(place, implementation):
+    """Likewise where parameters vary along the axis before the normalised one, whose groups lie in a row already."""
+    operator = OPERATORS["layer_norm"]
+    x, scale, offset = (workbench.normal(i, shape, "float64") for i, shape in enumerate([(3, 4, 7)] + 2 * [(1, 4, 7)]))
+    xs = jnp.stack([x, -x], axis=place)
+
+    def transformed(f, xs, scale, offset):
+        def of_example(*a):
+            return jax.grad(lambda *a: jnp.sum(jnp.sin(f(*a)[0])), (2, 3))(*a)
+
+        return jax.vmap(of_example, (place, None, None, None))(xs, None, scale, offset)
+
+    both(transformed, operator, implementation, xs, scale, offset)
+
+
 def test_one_program_for_two_platforms_holds_no_python_choice():
     """A traced gradient has one equation forward and one backward, as lowering alone chooses the implementation."""
     x = jnp.ones((4, 8), "float32")
