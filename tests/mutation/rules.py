@@ -241,8 +241,8 @@ RULES = [
     Mutant(
         "rows behind interleaved examples forgotten",
         ARRAYS,
-        "behind=norm.behind if norm.interleaved else h - axis",
-        "behind=0",
+        "behind = norm.behind if norm.interleaved else h - axis",
+        "behind = 0",
         (f"{STAYS}(0, 2, 3)--1-1]",),
     ),
     Mutant(
