@@ -16,6 +16,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import AxisType, NamedSharding
 
+from jln._core.reverse_mode import Widen, in_reverse_mode
+
 # The `jax.ad_checkpoint.checkpoint_name` of row statistics, and of products that one kernel makes with the norm.
 STATISTICS = "jln_statistics"
 PRODUCT = "jln_product"
@@ -44,21 +46,20 @@ class Rules:
     gradients: Callable[..., Any]
     tangents: Callable[..., Any]
 
-    def operator(self) -> Callable[..., Any]:
+    def operator(self, widen: Widen) -> Callable[..., Any]:
         """Return the differentiable function `operator(settings, operands, forward_mode)`."""
         value, saving, gradients, tangents = map(
             _with_standard_promotion, (self._value, self._saving, self._gradients, self._tangents)
         )
         reverse = jax.custom_vjp(value, nondiff_argnums=(0,))
         reverse.defvjp(saving, gradients, symbolic_zeros=True)
+        once = in_reverse_mode(value, reverse, widen)
         forward = jax.custom_jvp(value, nondiff_argnums=(0,))
         forward.defjvp(tangents, symbolic_zeros=True)
 
         def operator(settings: Hashable, operands: Any, forward_mode: bool) -> Any:
             operands = _varying_together(operands)
-            if forward_mode:
-                return forward(settings, operands)
-            return reverse(settings, _in_reverse_mode_only(operands))
+            return (forward if forward_mode else once)(settings, operands)
 
         return operator
 
@@ -197,47 +198,6 @@ def _batched_together(results: Any) -> Any:
 def batched_like(a: jax.Array, like: jax.Array) -> jax.Array:
     """Return `a`, which `vmap` batches if it batches `like`: its transpose adds up examples in the dtype of `a`."""
     return _together.bind(a, Unneeded(like).nothing())[0]
-
-
-def _refuse_forward_mode(*_, **__):
-    raise TypeError(
-        "this operator was asked for its derivative in forward mode (jax.jvp, jax.jacfwd, jax.linearize), which a "
-        "custom_vjp function has not: call it with forward_mode=True"
-    )
-
-
-def _reverse_mode_primitive() -> Primitive:
-    """A primitive of the identity that raises in forward mode, with what to do, which JAX's own error does not tell.
-
-    Arguments pass through it on their way into a custom_vjp function. Their tangents pass through another identity,
-    which reverse mode transposes and never evaluates. All arguments are passed together: where one is differentiated in
-    reverse mode, forward mode over it is right for the others.
-    """
-    through, tangent = Primitive("jln_reverse_mode"), Primitive("jln_reverse_mode_tangent")
-    through.multiple_results = True
-    through.def_impl(lambda *a: a)
-    through.def_abstract_eval(lambda *a: a)
-    batching.primitive_batchers[through] = lambda operands, dims: (through.bind(*operands), dims)
-    mlir.register_lowering(through, lambda ctx, *a: a)
-    ad.primitive_jvps[through] = lambda primals, tangents: (
-        primals,
-        [t if isinstance(t, ad.Zero) else tangent.bind(t) for t in tangents],
-    )
-    tangent.def_impl(_refuse_forward_mode)
-    tangent.def_abstract_eval(lambda a: a)
-    batching.primitive_batchers[tangent] = _refuse_forward_mode
-    mlir.register_lowering(tangent, _refuse_forward_mode)
-    ad.deflinear2(tangent, lambda ct, a: [ct])
-    return through
-
-
-_reverse_mode = _reverse_mode_primitive()
-
-
-def _in_reverse_mode_only(operands: Any) -> Any:
-    """The operands, made to raise an error where they are differentiated in forward mode."""
-    given, tree = jax.tree.flatten(operands)
-    return tree.unflatten(_reverse_mode.bind(*given))
 
 
 def _varying_together(operands: Any) -> Any:

@@ -19,6 +19,7 @@ from jln._core.operation import LinearOperation, Operation, only_rows_differ
 from jln._junction import arrays, formulas, gradients
 from jln._junction.arrays import KEPT, TABLE, Arrays, Junction, Norm, Shape
 from jln._junction.linears import formulas as linears
+from jln._junction.wider import widened
 from jln._triton.target import kernels
 
 # The operations
@@ -273,4 +274,4 @@ def _tangent_of_constants(tangents: Arrays, y: jax.Array) -> jax.Array:
     return batched_like(jnp.broadcast_to(dy, y.shape), y).astype(y.dtype)
 
 
-operator = Rules(_value, _saving, _gradients, _tangents).operator()
+operator = Rules(_value, _saving, _gradients, _tangents).operator(widened)

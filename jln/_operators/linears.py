@@ -64,8 +64,8 @@ def layer_norm_linear(
         `[B, T, H]` is a scale for each example. None: no scale.
       offset: as `scale`.
       kernel: `[H, *features]`, one axis of features or more; any supported dtype. Or a tuple of such arrays, whose
-        features and dtypes may differ. Kernels of several heads are an axis of features, `[H, heads, D]`: `jax.vmap`
-        over them makes `x`'s gradient of each head by itself, as large as `x`.
+        features and dtypes may differ. Kernels of several heads are an axis of features, `[H, heads, D]`, or vmapped:
+        with `forward_mode=True` a `jax.vmap` over them makes `x`'s gradient of each head by itself, as large as `x`.
       bias: `features`; any supported dtype. None: no bias. For a tuple of kernels a tuple, with an array or None for
         each, or None.
       precision: of the products, forward and backward, as in `jax.lax.dot_general`.

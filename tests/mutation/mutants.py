@@ -15,6 +15,7 @@ from linears import LINEARS
 from proofs import PROOFS
 from rules import RULES
 from sequence import ROWS_GATHERED
+from wider import WIDENED
 
 MUTANTS = [
     *KERNELS,
@@ -28,4 +29,5 @@ MUTANTS = [
     *RULES,
     *FROZEN_ARGUMENTS,
     *PROOFS,
+    *WIDENED,
 ]

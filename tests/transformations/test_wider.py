@@ -1,0 +1,247 @@
+"""`vmap` inside of a derivative: where it is the same, one wider call that has the examples as rows or as features."""
+
+import functools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.interpreters import partial_eval
+
+import jln
+import workbench
+from jln._tools.catalogue import FORMS
+from matrix import ROWS, H, loss, operands
+
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+EXAMPLES = 3
+OF_ROWS = ("x", "residual", "z", "added")
+
+
+def examples_of(names, axes):
+    """Arrays by name; those that `axes` names have an axis of examples at that place, each of its own numbers."""
+
+    def of(i, name, a):
+        if axes.get(name) is None:
+            return a
+        shape = [*a.shape]
+        shape.insert(axes[name] % (a.ndim + 1), EXAMPLES)
+        return workbench.normal(100 + i, tuple(shape), "float64")
+
+    return {name: of(i, name, a) for i, (name, a) in enumerate(operands(names).items())}
+
+
+def vmapped(name, module, axes, out_axes=0, **options):
+    form = FORMS[name]
+    function = form.in_order(getattr(module, form.name), tuple(operands(name)), **options)
+    return jax.vmap(function, [axes.get(n) for n in operands(name)], out_axes)
+
+
+def calls(function, *arguments):
+    """The number of vmap's axes of each operation in the program of a function."""
+    return [int(n) for n in re.findall(r"batch_dims=(\d+)", str(jax.make_jaxpr(function)(*arguments)))]
+
+
+def rows_at(name, axis):
+    return {n: axis for n in operands(name) if n in OF_ROWS}
+
+
+# In front, in the middle, and behind the normalised axis, where the examples of a Linear's rows cannot stay.
+@pytest.mark.parametrize("axis", [0, 1, len(ROWS) + 1])
+@pytest.mark.parametrize("name", FORMS)
+def test_examples_are_rows(name, axis, implementation):
+    """Gradients of what the examples share are sums over all their rows, made at once."""
+    axes = rows_at(name, axis)
+    arrays = tuple(examples_of(name, axes).values())
+    some = range(len(arrays))
+    f = vmapped(name, jln, axes, axis, implementation=implementation)
+    got = jax.jit(jax.value_and_grad(loss(f), some))(*arrays)
+    true = jax.jit(jax.value_and_grad(loss(vmapped(name, jln.reference, axes, axis)), some))(*arrays)
+    chex.assert_trees_all_close(got, true, **CLOSE)
+    assert {*calls(jax.grad(loss(f), some), *arrays)} == {0}
+
+
+LINEARS = [name for name, form in FORMS.items() if form.is_linear]
+
+
+@pytest.mark.parametrize("of_kernel", [0, 1, 2])
+@pytest.mark.parametrize("of_bias", [None, 0, 1])
+@pytest.mark.parametrize("name", LINEARS)
+def test_examples_are_features(name, of_bias, of_kernel, implementation):
+    """The product of all heads adds up what the norm of their one x pulls back."""
+    axes = {"kernel": of_kernel, "bias": of_bias}
+    arrays = tuple(examples_of(name, axes).values())
+    some = range(len(arrays))
+    f = vmapped(name, jln, axes, implementation=implementation)
+    got = jax.jit(jax.value_and_grad(loss(f), some))(*arrays)
+    true = jax.jit(jax.value_and_grad(loss(vmapped(name, jln.reference, axes)), some))(*arrays)
+    chex.assert_trees_all_close(got, true, **CLOSE)
+    assert {*calls(jax.grad(loss(f), some), *arrays)} == {0}
+
+
+def several(module, axes, **options):
+    def call(x, kernels, biases):
+        return module.layer_norm_linear(x, None, None, kernels, biases, **options)
+
+    return jax.vmap(call, axes)
+
+
+SEVERAL = {
+    "one of two kernels": (None, (0, None), (0, None)),
+    "the other, a bias shared": (None, (None, 1), (None, None)),
+    "both": (None, (0, 2), (None, 1)),
+    "rows": (1, (None, None), (None, None)),
+    "rows and a kernel": (0, (0, None), (None, None)),
+    "a bias alone": (None, (None, None), (None, 0)),
+}
+
+
+@pytest.mark.parametrize("axes", SEVERAL.values(), ids=SEVERAL)
+@pytest.mark.parametrize("features", [(2, 4), (2, 300)], ids=["few", "many"])
+def test_several_linears(axes, features, implementation):
+    """Linears that differ between examples get an axis of features more; the results of others have no examples."""
+    shapes = (*ROWS, H), tuple((H, n) for n in features), tuple((n,) for n in features)
+    shapes, places = (
+        jax.tree.flatten(shapes, is_leaf=lambda s: isinstance(s[0], int))[0],
+        jax.tree.leaves(axes, is_leaf=lambda a: a is None),
+    )
+    grown = [(*s[:a], EXAMPLES, *s[a:]) if a is not None else s for s, a in zip(shapes, places, strict=True)]
+    x, *rest = (workbench.normal(i, s, "float64") for i, s in enumerate(grown))
+    arguments = (x, tuple(rest[:2]), tuple(rest[2:]))
+    got, true = (
+        jax.jit(jax.value_and_grad(loss(several(module, axes, **how)), (0, 1, 2)))(*arguments)
+        for module, how in ((jln, {"implementation": implementation}), (jln.reference, {}))
+    )
+    chex.assert_trees_all_close(got, true, **CLOSE)
+
+
+def of_examples(f, axes):
+    return lambda *a: jnp.sum(jnp.sin(jax.vmap(f, axes)(*a)))
+
+
+def gradients_of(f):
+    return jax.grad(f, (0, 1, 2))
+
+
+ROW, KERNEL = (0, None, None), (None, None, 0)
+# By whether x has examples, and whether the kernel has. A vmap around the derivative has gradients for each of them.
+NESTED = {
+    "vmap(grad)": (True, False, lambda f: jax.vmap(gradients_of(lambda *a: jnp.sum(jnp.sin(f(*a)))), ROW)),
+    "vmap(grad(vmap)), kernels inside": (True, True, lambda f: jax.vmap(gradients_of(of_examples(f, KERNEL)), ROW)),
+    "vmap(grad(vmap)), rows inside": (True, True, lambda f: jax.vmap(gradients_of(of_examples(f, ROW)), KERNEL)),
+    "grad(vmap(vmap)), kernels inside": (True, True, lambda f: gradients_of(of_examples(jax.vmap(f, KERNEL), ROW))),
+    "grad(vmap(vmap)), rows inside": (True, True, lambda f: gradients_of(of_examples(jax.vmap(f, ROW), KERNEL))),
+    "grad(vmap(grad))": (
+        True,
+        False,
+        lambda f: gradients_of(of_examples(jax.grad(lambda *a: jnp.sum(jnp.sin(f(*a)))), ROW)),
+    ),
+    "grad(vmap(jit))": (True, False, lambda f: gradients_of(of_examples(jax.jit(f), ROW))),
+    "grad(vmap(checkpoint))": (False, True, lambda f: gradients_of(of_examples(jax.checkpoint(f), KERNEL))),
+    "grad(checkpoint(vmap))": (True, False, lambda f: gradients_of(jax.checkpoint(of_examples(f, ROW)))),
+    "hessian": (True, False, lambda f: jax.hessian(of_examples(f, ROW), 1)),
+}
+
+
+@pytest.mark.parametrize(("of_x", "of_kernel", "transform"), NESTED.values(), ids=NESTED)
+def test_vmaps_around_and_inside(of_x, of_kernel, transform, implementation):
+    x = workbench.normal(0, (EXAMPLES,) * of_x + (*ROWS, H), "float64")
+    scale, kernel = (
+        workbench.normal(1, (H,), "float64"),
+        workbench.normal(2, (EXAMPLES,) * of_kernel + (H, 4), "float64"),
+    )
+
+    def with_module(module, **how):
+        return transform(lambda *a: module.rms_norm_linear(*a, **how))(x, scale, kernel)
+
+    got = with_module(jln, implementation=implementation)
+    chex.assert_trees_all_close(got, with_module(jln.reference), **CLOSE)
+
+
+def test_a_branch_that_examples_choose():
+    """A `cond` whose predicate differs from example to example, around the derivative, gives each its own gradients."""
+
+    def f(p, x, scale):
+        return jax.lax.cond(p, lambda: jnp.sum(jnp.sin(jln.rms_norm(x, scale))), lambda: jnp.sum(x * scale[None]))
+
+    x, scale = workbench.normal(0, (EXAMPLES, 4, H), "float64"), workbench.normal(1, (H,), "float64")
+    p = jnp.array([True, False, True])
+    got = jax.vmap(jax.grad(f, 2), (0, 0, None))(p, x, scale)
+    for i in range(EXAMPLES):
+        chex.assert_trees_all_close(got[i], jax.grad(f, 2)(p[i], x[i], scale), **CLOSE)
+
+
+def test_results_that_nobody_uses():
+    """Dead code falls away from a call, and what is left has the same gradients."""
+
+    def y_alone(x, residual, scale):
+        return jax.jit(lambda *a: jln.add_rms_norm(*a)[0])(x, residual, scale)
+
+    def total_alone(x, residual, scale):
+        return jax.jit(lambda *a: jln.add_rms_norm(*a)[1])(x, residual, scale)
+
+    x, residual = (workbench.normal(i, (EXAMPLES, 4, H), "float64") for i in (0, 1))
+    scale = workbench.normal(2, (H,), "float64")
+    for f, i in ((y_alone, 0), (total_alone, 1)):
+        for axes in ((0, 0, None), (0, None, None)):
+            given = (x, residual if axes[1] == 0 else residual[0], scale)
+            got = jax.jit(jax.grad(of_examples(f, axes), (0, 1, 2)))(*given)
+            true = jax.grad(of_examples(lambda *a, i=i: jln.reference.add_rms_norm(*a)[i], axes), (0, 1, 2))(*given)
+            chex.assert_trees_all_close(got, true, **CLOSE)
+
+
+def test_results_that_fall_away_one_after_the_other():
+    """A call has the results that are used, each time that JAX removes dead code."""
+    x, residual = (workbench.normal(i, (4, H), "float64") for i in (0, 1))
+    kernels = tuple(workbench.normal(i, (H, n), "float64") for i, n in ((2, 2), (3, 4)))
+
+    def f(x, residual, *kernels):
+        return jax.tree.leaves(jln.add_rms_norm_linear(x, residual, None, kernels))
+
+    jaxpr = jax.make_jaxpr(f)(x, residual, *kernels)
+    without_first, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [False, True, True], instantiate=True)
+    second_alone, _ = partial_eval.dce_jaxpr(without_first, [True, False], instantiate=True)
+    assert "used=(False, True, False)" in str(second_alone)
+    (got,) = jaxpr_as_fun(ClosedJaxpr(second_alone, jaxpr.consts))(x, residual, *kernels)
+    chex.assert_trees_all_close(got, f(x, residual, *kernels)[1], **CLOSE)
+
+
+def test_parameters_of_examples_stay_axes_of_vmap():
+    """JAX adds up where examples have scales of their own, or share x: the numbers are right, the call not one."""
+    x, scale = workbench.normal(0, (EXAMPLES, 4, H), "float64"), workbench.normal(1, (EXAMPLES, H), "float64")
+    f = functools.partial(jln.rms_norm, implementation="xla")
+    for axes, given in (((0, 0), (x, scale)), ((None, 0), (x[0], scale))):
+        got = jax.grad(of_examples(f, axes), (0, 1))(*given)
+        true = jax.grad(of_examples(jln.reference.rms_norm, axes), (0, 1))(*given)
+        chex.assert_trees_all_close(got, true, **CLOSE)
+        assert {*calls(jax.grad(of_examples(f, axes), (0, 1)), *given)} == {1}
+    x, scales = workbench.normal(2, (2, 3, 5, H), "float64"), workbench.normal(3, (2, 3, 1, H), "float64")
+    twice = (of_examples(jax.vmap(g), (1, 1)) for g in (f, jln.reference.rms_norm))
+    chex.assert_trees_all_close(*(jax.grad(g, (0, 1))(x, scales) for g in twice), **CLOSE)
+    shared = (of_examples(g, (0, None)) for g in (f, jln.reference.rms_norm))
+    chex.assert_trees_all_close(*(jax.grad(g, (0, 1))(x, scales[0]) for g in shared), **CLOSE)
+
+
+def test_few_features_that_become_many():
+    """Heads count as features do, where it is decided whether one kernel multiplies."""
+    x, kernels = workbench.normal(0, (16, H), "bfloat16"), workbench.normal(1, (8, H, 64), "bfloat16")
+
+    def names(kernels):
+        f = of_examples(lambda x, kernel: jln.rms_norm_linear(x, None, kernel), (None, 0))
+        return str(jax.make_jaxpr(jax.grad(f))(x, kernels))
+
+    assert "jln_norm_linear_backward" in names(kernels[:4])
+    assert "jln_norm_linear_backward" not in names(kernels) and "jln_norm_backward" in names(kernels)
+
+
+def test_gradients_are_added_up_once():
+    """A bfloat16 scale that 512 examples share has the gradient of 512 rows, not of 512 gradients that were rounded."""
+    x = workbench.normal(0, (512, 1, 64), "bfloat16")
+    scale, dy = jnp.ones(64, "bfloat16"), workbench.normal(1, (512, 1, 64), "bfloat16")
+    rows, dy_of_rows = x.reshape(512, 64), dy.reshape(512, 64)
+    got = jax.vjp(lambda s: jax.vmap(jln.rms_norm, (0, None))(x, s), scale)[1](dy)
+    true = jax.vjp(lambda s: jln.rms_norm(rows, s), scale)[1](dy_of_rows)
+    np.testing.assert_array_equal(*(np.asarray(a[0], "float32") for a in (got, true)))
