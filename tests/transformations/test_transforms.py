@@ -251,7 +251,7 @@ def test_examples_stay_where_they_are(place, axis, wanted, implementation):
 
 @pytest.mark.parametrize("place", range(4))
 def test_examples_beside_groups_stay_where_they_are(place, implementation):
-    """Likewise where parameters vary along the axis before the normalised one, whose groups lie in a row already."""
+    """Examples stay where parameters vary along the axis before the normalised one, whose groups lie in a row already."""
     operator = OPERATORS["layer_norm"]
     x, scale, offset = (workbench.normal(i, shape, "float64") for i, shape in enumerate([(3, 4, 7)] + 2 * [(1, 4, 7)]))
     xs = jnp.stack([x, -x], axis=place)
