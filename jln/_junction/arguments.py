@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jln import _checks
-from jln._junction.arrays import TABLE, Arrays, Norm, Shape, Switches
+from jln._junction.arrays import COLUMNS, TABLE, Arrays, Norm, Shape, Switches
 
 Axis = int | tuple[int, ...]
 Gate = jax.Array | float | None
@@ -130,40 +130,58 @@ def on_several_axes(a: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...])
     return jnp.moveaxis(moved, range(first, len(shape)), order)
 
 
+def _along(a: jax.Array | None, h: int) -> set[int]:
+    """The axes of rows along which a parameter varies."""
+    return set() if a is None else {i for i, n in enumerate(a.shape) if i != h and n != 1}
+
+
+def _axes_of_offset_by_row(operands: Arrays, h: int) -> set[int]:
+    """The axes along which an offset varies that is read row by row; none where it is as the other parameters are.
+
+    That is one that varies along an axis along which no other parameter does, if others vary along some, or if it has a
+    copy for each row: with all these axes in the examples there would be few rows in each. A scale cannot be read so,
+    since its gradient is made of more than dy.
+    """
+    own = _along(operands.offset, h)
+    others = set[int]().union(*(_along(getattr(operands, name), h) for name in COLUMNS if name != "offset"))
+    return own if own - others and (others or own == _along(operands.x, h)) else set()
+
+
 def _with_examples(operands: Arrays, norm: Norm) -> tuple[Arrays, Norm, list[int] | None]:
     """Move the axes along which a parameter varies to where the kernels read them: in front, or together before H.
 
-    They stay where they are if they lie there. On them every parameter is written out to x's sizes, and a row's gate on
-    all axes of rows; the gradient of what is written out is added up in the compute dtype.
+    They stay where they are if they lie there. On them every parameter is written out to x's sizes, but for an offset
+    that is read row by row, and a row's gate on all axes of rows; the gradient of what is written out is added up in
+    the compute dtype.
 
     Returns the operands, the norm, and for each axis of a result where it comes from; None where no axis has moved.
     """
     x = operands.x
     h = x.ndim + norm.axis
-    of_norm = operands._replace(kernel=None, bias=None)
-    parameters = [a for name, a in of_norm.present().items() if TABLE[name].shape is Shape.COLUMN]
-    examples = [i for i in range(x.ndim) if i != h and any(a.shape[i] != 1 for a in parameters)]
+    by_row = sorted(_axes_of_offset_by_row(operands, h))
+    norm = dataclasses.replace(norm, offset_rows=tuple(i - x.ndim for i in by_row))
+    as_it_is = {"kernel": operands.kernel, "bias": operands.bias} | ({"offset": operands.offset} if by_row else {})
+    of_norm = operands._replace(**dict.fromkeys(as_it_is))
+    examples = sorted(set[int]().union(*(_along(getattr(of_norm, name), h) for name in COLUMNS)))
     wide = jnp.promote_types(x.dtype, jnp.float32)
 
     def written_out(a: jax.Array, axes: list[int]) -> jax.Array:
         shape = tuple(x.shape[i] if i in axes else n for i, n in enumerate(a.shape))
         return a if a.shape == shape else jnp.broadcast_to(a.astype(jnp.promote_types(a.dtype, wide)), shape)
 
-    if operands.row_gate is not None:
-        rows = [i for i in range(x.ndim) if i != h]
-        operands = operands._replace(row_gate=written_out(operands.row_gate, rows))
-    if not examples:
-        return operands, norm, None
-    of_norm = of_norm._replace(row_gate=operands.row_gate)
-    of_norm = jax.tree.map(lambda a: a if a.shape == x.shape else written_out(a, examples), of_norm)
+    if of_norm.row_gate is not None:
+        of_norm = of_norm._replace(row_gate=written_out(of_norm.row_gate, [i for i in range(x.ndim) if i != h]))
+    if examples:
+        of_norm = jax.tree.map(lambda a: a if a.shape == x.shape else written_out(a, examples), of_norm)
+    operands = of_norm._replace(**as_it_is)
     in_front = next((i for i in range(h) if i not in examples), h)
     interleaved = len(examples) - in_front
     end = examples[-1] + 1 if interleaved and norm.axis == -1 else h
     if examples == [*range(in_front), *range(end - interleaved, end)]:
-        norm = dataclasses.replace(norm, examples=in_front, interleaved=interleaved, behind=h - end)
-        return of_norm._replace(kernel=operands.kernel, bias=operands.bias), norm, None
+        return operands, dataclasses.replace(norm, examples=in_front, interleaved=interleaved, behind=h - end), None
     order = examples + [i for i in range(x.ndim) if i not in examples]
-    norm = dataclasses.replace(norm, axis=order.index(h) - x.ndim, examples=len(examples))
-    of_norm = jax.tree.map(lambda a: a.transpose(order), of_norm)
+    by_row = tuple(order.index(i) - x.ndim for i in by_row)
+    norm = dataclasses.replace(norm, axis=order.index(h) - x.ndim, examples=len(examples), offset_rows=by_row)
+    of_norm = jax.tree.map(lambda a: a.transpose(order), operands._replace(kernel=None, bias=None))
     operands = of_norm._replace(kernel=operands.kernel, bias=operands.bias)
     return operands, norm, sorted(range(x.ndim), key=order.__getitem__)

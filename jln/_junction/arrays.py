@@ -9,7 +9,8 @@ which gradients are sums over rows, what is kept for the backward pass, and what
 
 Inside of an operation the first `batch_dims` axes are vmap's: on them any operand may have size 1 instead of the
 batch's, results always have the batch's, and gradients are not summed over them. The next `examples` axes, and the
-`interleaved` ones with `behind` axes of rows between them and H, are as vmap's, but every operand has their sizes.
+`interleaved` ones with `behind` axes of rows between them and H, are as vmap's, but every operand has their sizes; not
+so an offset that is read row by row, which has 1 on all axes along which it does not vary.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ class Shape(enum.Enum):
     """The shapes that an array can have, beside that of x."""
 
     ROW = "[*lead, H, *inner], as x"
-    COLUMN = "[1, ..., H, ..., 1], with the sizes of x on the axes of examples"
+    COLUMN = "[1, ..., H, ..., 1], with the sizes of x on the axes of examples, or on an offset's own"
     NUMBER = "[*lead, 1, *inner]"
     PRODUCT = "[*lead, *features], one for each Linear"
     KERNEL = "[H, *features], one for each Linear"
@@ -131,8 +132,10 @@ class Norm:
 
     axis: negative. examples: how many of the first axes are those of examples with parameters of their own.
       interleaved: how many axes of examples lie further behind. behind: how many axes of rows are between these and the
-      normalised one, which then is the last. both_sides: whether x is normalised too, in front of the sum. remat:
-      whether gradients are made of what total is made of, not of total and of statistics that were kept.
+      normalised one, which then is the last. offset_rows: the axes, negative, along which an offset varies that is read
+      row by row. Its gradient is made beside the operations, which only ask whether there are any. both_sides: whether
+      x is normalised too, in front of the sum. remat: whether gradients are made of what total is made of, not of total
+      and of statistics that were kept.
     """
 
     axis: int
@@ -141,6 +144,7 @@ class Norm:
     examples: int = 0
     interleaved: int = 0
     behind: int = 0
+    offset_rows: tuple[int, ...] = ()
     both_sides: bool = False
     remat: bool = False
 

@@ -95,10 +95,23 @@ _column_sums: Operation[Arrays, Arrays] = Operation(
 )
 
 
+def _pulled_by_norm(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, *, implementation: Any) -> Arrays:
+    """The norm's backward operation; the gradient of an offset that is read row by row is a sum of dy beside it."""
+    doffset = None
+    if norm.offset_rows and dtypes.offset is not None:
+        doffset = gradients.of_offset_by_row(operands.dy, norm, dtypes.offset, batch_dims)
+        dtypes = dtypes._replace(offset=None)
+    pulled = Arrays()
+    if jax.tree.leaves(dtypes):
+        pulled = backward(operands, norm, dtypes, batch_dims, implementation=implementation)
+    return pulled if doffset is None else pulled._replace(offset=doffset)
+
+
 def _by(implementation: str | None) -> linears.Norms:
     """The norm's operations by themselves, for the products around them."""
     how = {"implementation": implementation}
-    return linears.Norms(*(functools.partial(operation, **how) for operation in (forward, backward, _column_sums)))
+    operations = (forward, _pulled_by_norm, _column_sums)
+    return linears.Norms(*(functools.partial(operation, **how) for operation in operations))
 
 
 # The rules
@@ -192,7 +205,7 @@ def _pulled_back(cotangents: Arrays, saved: Arrays, junction: Junction, wanted: 
 def _pulled_by_operation(operands: Arrays, junction: Junction, dtypes: Arrays, batch_dims: int) -> Arrays:
     how: Any = {"implementation": junction.implementation, "batch_dims": batch_dims}
     if not junction.features:
-        return backward(operands, junction.norm, dtypes, **how) if jax.tree.leaves(dtypes) else Arrays()
+        return _pulled_by_norm(operands, junction.norm, dtypes, **how)
 
     def of_used(parameters: Any) -> Any:
         """The parameters, with None for those of a product that was not used: they have no part in the gradients."""

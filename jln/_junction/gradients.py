@@ -137,6 +137,14 @@ def backward(
     return in_dtypes(Arrays(**gradients), dtypes, batch)
 
 
+def of_offset_by_row(dy: Array, norm: Norm, dtype: DTypeLike, batch_dims: int) -> Array:
+    """Term (5) of an offset that is read row by row, a sum over the axes along which it does not vary."""
+    own = {*range(batch_dims), *(dy.ndim + i for i in (*norm.offset_rows, norm.axis))}
+    others = [i for i in range(dy.ndim) if i not in own]
+    dtypes = jnp.promote_types(compute_dtype(dy.dtype), dtype)
+    return jnp.sum(dy.astype(dtypes), others, keepdims=True).astype(dtype)  # (5)
+
+
 def made_again(
     operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, forward: Callable[..., Arrays]
 ) -> tuple[Arrays, Norm]:
@@ -214,7 +222,7 @@ def of_branch_alone(
     h_axes: MeshAxes = (),
 ) -> Arrays:
     """Terms (26), (27), (35) and (36) from the cotangent of total, the norm of x by a call of `backward`."""
-    of_x = dataclasses.replace(norm, both_sides=False)
+    of_x = dataclasses.replace(norm, both_sides=False, offset_rows=())
     wanted = Arrays(x=dtypes.x, scale=dtypes.x_scale, offset=dtypes.x_bias)
     gates = dtypes.only(("gate", "row_gate")).present()
     gradients = {}

@@ -31,6 +31,17 @@ class Interleaved(NamedTuple):
     run: int
 
 
+class ByRow(NamedTuple):
+    """The columns of an offset that is read row by row, as the kernels find them.
+
+    step: how far apart the columns of a row lie. terms: for each axis along which the offset varies how many rows of x
+      are behind it, its size, and the step from one to the next in the offset.
+    """
+
+    step: int
+    terms: tuple[int, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class _Geometry:
     """The layout of rows for the kernels: `[*batch, *lead, *examples, H, *inner]` as `[groups, rows, H]`.
@@ -69,6 +80,20 @@ class _Geometry:
     def constants(self) -> dict[str, Any]:
         """The kernels' constexprs."""
         return {"H": self.h, "INNER": self.inner, "INTERLEAVED": self.interleaved}
+
+    def by_row(self, offset: jax.Array | None) -> ByRow | None:
+        """The way rows find their columns of an offset that is read row by row; None of one that is not."""
+        if offset is None or not self.norm.offset_rows:
+            return None
+        h, terms = len(self.shape) + self.norm.axis, []
+        rows, step = 1, 1  # behind axis i: rows of x, and elements of the offset
+        for i in reversed(range(len(self.shape))):
+            n = offset.shape[i]
+            if i != h and n > 1:
+                terms += [rows, n, step]
+            rows *= 1 if i == h else self.shape[i]
+            step *= n
+        return ByRow(math.prod(offset.shape[h + 1 :]), tuple(terms))
 
     @property
     def rows(self) -> int:
@@ -130,7 +155,7 @@ def _shared(operands: Arrays, geometry: _Geometry) -> tuple[Any, Arrays]:
     """
     shared, ready = [], {}
     for name, operand in operands.present().items():
-        if geometry.grouped:
+        if geometry.grouped and not (name == "offset" and geometry.norm.offset_rows):
             batch = operand.shape[: len(geometry.batch)]
             if batch != geometry.batch and math.prod(batch) == 1:
                 shared.append(name)
@@ -185,6 +210,7 @@ def forward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targe
         **g.constants,
         VECTOR=_vector(_pointed(forward_kernel, ready), results.present()),
         SHARED=shared,
+        OFFSET=g.by_row(operands.offset),
         NORM=norm.switches,
         BOTH_SIDES=norm.both_sides,
         EPSILON=norm.epsilon,
@@ -257,6 +283,7 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
     else:
         constants |= {
             "PULLS": pulls,
+            "OFFSET": g.by_row(operands.offset),
             "VECTOR": _vector(_pointed(kernel, ready), results.present()),
             "EPSILON": norm.epsilon if norm.remat else None,
             "TOTAL": jnp.dtype(total) if norm.remat else None,

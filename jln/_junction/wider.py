@@ -33,7 +33,7 @@ def widened(junction: Junction, operands: Arrays, axes: Arrays) -> tuple[Junctio
 def _with_rows(junction: Junction, operands: Arrays, axes: Arrays) -> tuple[Junction, Arrays, Arrays] | None:
     """The call with the examples as rows: all arrays of rows differ from example to example, and no parameter does."""
     norm = junction.norm
-    if norm.of_examples:
+    if norm.of_examples or norm.offset_rows:
         return None
     axis, h = axes.x, operands.x.ndim - 1 + norm.axis
     if axis > h and junction.features:  # which stand behind H

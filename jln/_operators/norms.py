@@ -42,7 +42,9 @@ def layer_norm(
         dtype. Or `x`'s rank, with 1 or `x`'s size on every other axis: `[B, 1, H]` for `x` `[B, T, H]` is a scale for
         each example. Axes in front are read in place, and more of them that lie together before a last normalised axis
         or directly before another; others along which a parameter varies are transposed. None: no scale.
-      offset: as `scale`.
+      offset: as `scale`, or along other axes: positions `[1, T, H]` beside a scale `[B, 1, H]` are read in place, too.
+        Their gradient is a sum of `dy`, which XLA reads once more for it. Other parameters that vary along different
+        axes are written out.
       axis: the axis or axes to normalise over. Adjacent ones are read in place, wherever they are; others are
         transposed.
       epsilon: added to the variance; not negative, and no more than float32 holds, for float64 `x` float64.

@@ -35,6 +35,8 @@ FORMS = [
     ("add_rms_norm_linear", "a row's of each example", "by example"),
     ("add_rms_norm", "over an axis in the middle", "shared"),
     ("layer_norm_linear", "no gate", "by example"),
+    ("layer_norm", "no gate", "apart"),
+    ("layer_norm_linear", "no gate", "apart"),
 ]
 # The arguments whose first axis has H elements, where they are not of x's rank.
 LAST = ("scale", "offset", "x_bias", "gate", "kernel")

@@ -1,6 +1,16 @@
 """Compiled kernels of the norms, executed: values and every gradient, at sizes where the kernels work differently."""
 
-from cases import Case, cases, check
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jln
+import workbench
+from cases import Case, cases, check, lowering_for
+from ptx import Program
 
 # Row lengths. 1: one element, and a variance of 0. 17, 33 and 65: a thread has one element. 64, 128, 256 and 1024: full
 # tiles of several rows or one. 768: a quarter of the tile is masked. 1000: ragged, with rows on 16 bytes; 1001: ragged,
@@ -132,3 +142,41 @@ def test_rows_side_by_side(case):
 @cases(VMAP, quick=(0, 2, 3, 5, 10, 12))
 def test_vmap(case):
     check(case)
+
+
+# Examples' scale and places' offset in tiles of several rows; an offset of two axes around the scale's; one of x's
+# size, in chunks; rows that lie side by side, with an offset along the axes before and behind them.
+APART = [
+    ((3, 13, 128), -1, (3, 1, 128), (1, 13, 128)),
+    ((2, 3, 5, 100), -1, (1, 3, 1, 100), (2, 1, 5, 100)),
+    ((2, 3, 16400), -1, (2, 1, 16400), (2, 3, 16400)),
+    ((2, 3, 24, 16), 2, (1, 1, 24, 16), (2, 1, 24, 1)),
+    ((2, 3, 24, 16), 2, (1, 3, 24, 1), (2, 1, 24, 16)),
+]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("shape", "axis", "of_scale", "of_offset"), APART)
+def test_parameters_along_different_axes(shape, axis, of_scale, of_offset, dtype):
+    """Results, and the backward pass of a product behind, which makes the norm's result again, are the reference's."""
+    operands = [workbench.normal(i, of, dtype) for i, of in enumerate([shape, of_scale, of_offset, shape])]
+    kernel = workbench.normal(4, (shape[-1], 8), dtype) if axis == -1 else None
+
+    def step(module, *operands):
+        def f(x, scale, offset, kernel):
+            if kernel is None:
+                return module.layer_norm(x, scale, offset, axis=axis)
+            return module.layer_norm(x, scale, offset), module.layer_norm_linear(x, scale, offset, kernel)
+
+        *given, dy = operands
+        y, pullback = jax.vjp(f, *given, None if kernel is None else kernel.astype(dy.dtype))
+        return y, pullback(dy if kernel is None else (dy, dy[..., :8]))
+
+    with lowering_for("small-h200"):
+        program = Program(functools.partial(step, jln), *operands)
+    got = program.run(*operands)
+    wide = [a.astype("float64") for a in operands]
+    plain, true = jax.jit(functools.partial(step, jln.reference))(*operands), step(jln.reference, *wide)
+    for a, p, t in zip(*map(jax.tree.leaves, (got, plain, true)), strict=True):
+        error, allowed = (np.linalg.norm(np.asarray(v, "float64") - t) for v in (a, p))
+        assert error <= 2 * allowed + float(jnp.finfo(dtype).eps) / 2 * np.linalg.norm(t)

@@ -172,7 +172,7 @@ NORMS = [
         ("tests/triton/test_launch.py::test_the_widest_row_on_both_sides_of_a_float32_stream[True-False-6144]",),
     ),
     Mutant("Linears behind both sides in one kernel", LINEAR_TILES,
-        "if junction.norm.of_examples or junction.norm.both_sides:", "if junction.norm.of_examples:",
+        " or junction.norm.both_sides:", ":",
         (f"{ACCURACY}test_optional_arguments[triton-rms_norm_add_rms_norm_linear-64-no x_scale-no scale]",),
     ),
 ]  # fmt: skip

@@ -5,6 +5,7 @@ axis, sums in too few bits. `old` must be in the file exactly once.
 """
 
 from both_sides import NORMS
+from by_row import BY_ROW
 from compiled import COMPILED
 from entries import ENTRIES
 from frozen import FROZEN_ARGUMENTS
@@ -22,6 +23,7 @@ MUTANTS = [
     *LINEARS,
     *SUMS,
     *NORMS,
+    *BY_ROW,
     *GATED_NORMS,
     *ROWS_GATHERED,
     *COMPILED,

@@ -250,7 +250,7 @@ RULES = [
         ARRAYS,
         "norm.behind if norm.interleaved else h - axis",
         "norm.behind or h - axis",
-        (f"{TRANSFORMED}test_examples_beside_groups_stay_where_they_are[triton-1]",),
+        (f"{TRANSFORMED}test_examples_beside_groups_stay_where_they_are[triton-together-1]",),
     ),
     Mutant(
         "a parameter that interleaved examples share not written out",

@@ -1,9 +1,8 @@
 """Ways to break calls under `vmap` that are one wider call."""
 
-from targets import Mutant
+from targets import WIDER, Mutant
 
 CALL = "jln/_core/reverse_mode.py"
-WIDER = "jln/_junction/wider.py"
 TESTS = "tests/transformations/test_wider.py::"
 BEHIND_H = (f"{TESTS}test_examples_are_rows[xla-rms_norm-3]", f"{TESTS}test_examples_are_rows[xla-rms_norm_linear-3]")
 IN_FRONT = (f"{TESTS}test_examples_are_features[xla-rms_norm_linear-None-0]",)
@@ -20,7 +19,7 @@ WIDENED = [
     Mutant(
         "examples as rows of a norm that has examples itself",
         WIDER,
-        "    if norm.of_examples:\n",
+        "    if norm.of_examples or norm.offset_rows:\n",
         "    if False:\n",
         (f"{TESTS}test_parameters_of_examples_stay_axes_of_vmap",),
     ),

@@ -11,7 +11,16 @@ VARIES = {
     "by example": (0,),
     "over an axis in the middle": (1,),
     "over the last": (2,),
+    "over the outer ones": (0, 2),
     "by row": (0, 1, 2),
+}
+# The same of a scale, and of an offset that varies along other axes.
+APART = {
+    "apart": ("by example", "over an axis in the middle"),
+    "apart, the offset by example": ("over an axis in the middle", "by example"),
+    "apart, the offset over two axes": ("over an axis in the middle", "over the outer ones"),
+    "apart, the offset by row": ("over the last", "by row"),
+    "apart, the offset alone by row": ("shared", "by row"),
 }
 GATES = {
     "no gate": None,
@@ -39,11 +48,11 @@ def made(name, *, gate="H", varies="shared", axis=-1, shape=SHAPE, dtype="float6
 
     gate: its kind. varies: how scale and offset vary over axes of rows.
     """
+    of_scale, of_offset = APART.get(varies, (varies, "shared" if varies == "by row" else varies))
     axes = tuple(a % len(shape) for a in (axis if isinstance(axis, tuple) else (axis,)))
-    shapes = {"x": shape, "scale": parameter_shape(shape, axes, varies)}
+    shapes = {"x": shape, "scale": parameter_shape(shape, axes, of_scale)}
     if OPERATORS[name].centres:
-        # The offset's way may be another than the scale's.
-        shapes["offset"] = parameter_shape(shape, axes, "shared" if varies == "by row" else varies)
+        shapes["offset"] = parameter_shape(shape, axes, of_offset)
     if OPERATORS[name].adds:
         shapes |= {"residual": shape, "x_bias": parameter_shape(shape, axes, "shared")}
         if isinstance(GATES[gate], tuple):

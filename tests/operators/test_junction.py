@@ -15,7 +15,7 @@ import workbench
 from jln._tools.catalogue import OPERATORS
 from jln._triton import target
 from jln._triton.chip import CHIPS
-from junctions import GATES, VARIES, made
+from junctions import APART, GATES, VARIES, made
 from matrix import of_some
 
 # Rounding of sums of up to a hundred terms near 10, through a second derivative.
@@ -60,6 +60,11 @@ CASES = [
     # Without a sum.
     *itertools.product(("layer_norm",), ("no gate",), tuple(VARIES)[1:], AXES),
     *itertools.product(("rms_norm", "layer_norm_linear"), ("no gate",), tuple(VARIES)[1:], (-1,)),
+    # An offset that varies along other axes than the scale, and with it a gate or not.
+    *itertools.product(("layer_norm",), ("no gate",), APART, AXES),
+    *itertools.product(("layer_norm_linear",), ("no gate",), APART, (-1,)),
+    *itertools.product(("add_layer_norm",), ("H", "by example"), ("apart",), (-1, 1)),
+    ("add_layer_norm_linear", "by example", "apart", -1),
 ]
 
 
@@ -99,6 +104,8 @@ FORMS = [
     ("layer_norm", "no gate", "by example"),
     ("layer_norm_linear", "no gate", "over an axis in the middle"),
     ("add_layer_norm_linear", "nothing added", "shared"),
+    ("layer_norm", "no gate", "apart"),
+    ("layer_norm_linear", "no gate", "apart"),
 ]
 # In forward mode the tangent is the same jnp code whatever the implementation; reverse mode goes through its transpose.
 TRANSPOSED = ("grad(vmap), over x", "grad(vmap), over all", "scan(checkpoint)", "jvp")
@@ -131,6 +138,49 @@ def test_transformed(name, gate, varies, transformation, forward_mode, implement
     ours, plain = run(jln, implementation=implementation, forward_mode=forward_mode), run(jln.reference)
     chex.assert_trees_all_equal_shapes_and_dtypes(ours, plain)
     chex.assert_trees_all_close(ours, plain, **CLOSE)
+
+
+@pytest.mark.parametrize("varies", APART)
+def test_an_offset_apart_is_not_written_out(varies):
+    """The operation has both parameters as they are, where a copy for each row is made of one that shares rows."""
+
+    def copies(varies):
+        given, _ = made("layer_norm", varies=varies)
+        return str(jax.make_jaxpr(lambda a: jln.layer_norm(**a))(given)).count("broadcast_in_dim")
+
+    assert copies(varies) == 0 < copies("by row")
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_vmap_inside_of_the_derivative_by_an_offset_of_each_row(place, implementation):
+    """Gradients where examples of vmap, which share the parameters, lie before, between or behind the axes of x."""
+    x, scale, offset = (workbench.normal(i, s, "float64") for i, s in enumerate([(3, 4, 8), (8,), (3, 4, 8)]))
+    xs = jnp.stack([x, -x], axis=place)
+
+    def run(module, **options):
+        def loss(xs, scale, offset):
+            of_one = functools.partial(module.layer_norm, scale=scale, offset=offset, **options)
+            return jnp.sum(jnp.sin(jax.vmap(of_one, in_axes=place)(xs)))
+
+        return jax.jit(jax.grad(loss, (0, 1, 2)))(xs, scale, offset)
+
+    chex.assert_trees_all_close(run(jln, implementation=implementation), run(jln.reference), **CLOSE)
+
+
+@pytest.mark.parametrize("used", [("y", "total"), ("y",), ("total",)], ids=str)
+def test_norms_on_both_sides_with_an_offset_apart(used, implementation):
+    """The offset behind varies along another axis than the other parameters, one of which is the other's offset."""
+    shapes = {"x": (3, 4, 8), "residual": (3, 4, 8), "x_offset": (3, 1, 8), "scale": (3, 1, 8), "offset": (1, 4, 8)}
+    given = {n: workbench.normal(i, shape, "float64") for i, (n, shape) in enumerate(shapes.items())}
+
+    def run(module, **options):
+        def function(**arrays):
+            results = dict(zip(("y", "total"), module.layer_norm_add_layer_norm(**arrays, **options), strict=True))
+            return [results[n] for n in used]
+
+        return jax.jit(lambda a: results_and_gradients(function, a))(given)
+
+    chex.assert_trees_all_close(run(jln, implementation=implementation), run(jln.reference), **CLOSE)
 
 
 @pytest.mark.parametrize("forward_mode", [False, True])
@@ -175,13 +225,15 @@ def test_accuracy_of_linears(name, dtype, implementation):
     workbench.check(operator, operands, implementation)
 
 
-# Each of these alone keeps the norm and a product of few features apart: an x_bias, a gate, parameters of each example.
+# Each of these alone keeps the norm and a product of few features apart: an x_bias, a gate, parameters of each example
+# or row.
 ALONE = {
     "x_bias": ("no gate", "shared"),
     "a gate of H": ("H", "shared"),
     "a gate of rows": ("rows", "shared"),
     "a number": ("a number", "shared"),
     "by example": ("no gate", "by example"),
+    "an offset by row": ("no gate", "apart, the offset alone by row"),
 }
 
 

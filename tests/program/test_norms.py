@@ -225,6 +225,39 @@ def test_groups_in_a_row_are_read_in_place(form, axis):
     assert report.bytes_total <= 1.03 * (rows + backward) * 2 * x.size
 
 
+# Each example's own, and each place's, as positions: of x [examples, places, H].
+EXAMPLES, PLACES = (64, 1, 1152), (1, 1024, 1152)
+
+
+@pytest.mark.parametrize(
+    ("scale", "offset"),
+    [(EXAMPLES, PLACES), (PLACES, EXAMPLES), (EXAMPLES, (64, 1024, 1152)), ((1152,), (64, 1024, 1152))],
+    ids=str,
+)
+@pytest.mark.parametrize("wanted", ["x", "x, scale", "x, offset", "x, scale, offset"])
+def test_parameters_along_different_axes_are_read_in_place(scale, offset, wanted):
+    """A step moves every tensor once, and dy once more for the offset's gradient, the sum of dy over other axes.
+
+    An offset of x's size has dy itself for a gradient. Before, both parameters were written out to x's size: a step of
+    the first case moved 2,268 MB without their gradients and 3,479 with them, plain jnp 909 and 1,969.
+    """
+    x = struct(64, 1024, 1152)
+    parameters = {"scale": struct(*scale), "offset": struct(*offset)}
+    wanted = wanted.split(", ")
+
+    def step(given, dy):
+        moving = {n: given[n] for n in wanted}
+        y, pullback = jax.vjp(lambda moving: jln.layer_norm(**given | moving), moving)
+        return y, pullback(dy)
+
+    report = program.compile_for(step, {"x": x} | parameters, x)
+    assert len(triton_kernels(report)) <= 3 and report.launches <= 4
+    of_rows = 5 + ("offset" in wanted)
+    of_parameters = sum(a.size * (2 + (n in wanted)) for n, a in parameters.items())
+    assert report.bytes_total <= 1.01 * 2 * (of_rows * x.size + of_parameters)
+    assert report.temp_bytes <= 5 * MB
+
+
 def test_the_parameters_gradients_of_many_examples_cost_no_pass():
     """Parameters of 256 examples with 256 rows each have their gradients from the one backward kernel."""
     x, own = struct(256, 256, 512), struct(256, 1, 512)

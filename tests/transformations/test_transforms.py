@@ -250,10 +250,12 @@ def test_examples_stay_where_they_are(place, axis, wanted, implementation):
 
 
 @pytest.mark.parametrize("place", range(4))
-def test_examples_beside_groups_stay_where_they_are(place, implementation):
-    """Examples stay where parameters vary along the axis before the normalised one, whose groups lie in a row already."""
+@pytest.mark.parametrize("of_offset", [(1, 4, 7), (3, 1, 7)], ids=["together", "apart"])
+def test_examples_beside_groups_stay_where_they_are(of_offset, place, implementation):
+    """Gradients of parameters, where a scale varies along the axis before the normalised one: groups lie in a row."""
     operator = OPERATORS["layer_norm"]
-    x, scale, offset = (workbench.normal(i, shape, "float64") for i, shape in enumerate([(3, 4, 7)] + 2 * [(1, 4, 7)]))
+    shapes = (3, 4, 7), (1, 4, 7), of_offset
+    x, scale, offset = (workbench.normal(i, shape, "float64") for i, shape in enumerate(shapes))
     xs = jnp.stack([x, -x], axis=place)
 
     def transformed(f, xs, scale, offset):

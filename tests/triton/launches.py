@@ -42,6 +42,7 @@ SUM_SWITCHES = {
     "everything and x_bias": SWITCHES["everything"] | {"x_bias": True},
     "everything and a gate": SWITCHES["everything"] | {"x_bias": True, "gate": True},
     "everything and a gate of rows": SWITCHES["everything"] | {"x_bias": True, "row_gate": True},
+    "everything, the offset by row": SWITCHES["everything"] | {"offset_rows": True},
 }
 # With z: what is silu(z) times the norm's result, and the norm of silu(z) times x.
 _GATED = SWITCHES["add_rms_norm"] | {"adds": False}
@@ -53,6 +54,7 @@ GATED_SWITCHES = {
 REMAT_SWITCHES = {
     "a sum again": SWITCHES["add_rms_norm"] | {"remat": True},
     "everything again": SWITCHES["everything"] | {"remat": True},
+    "everything again, the offset by row": SUM_SWITCHES["everything, the offset by row"] | {"remat": True},
     "everything and a gate again": SUM_SWITCHES["everything and a gate"] | {"remat": True},
     "everything and a gate of rows again": SUM_SWITCHES["everything and a gate of rows"] | {"remat": True},
     "statistics again": SWITCHES["everything"] | {"adds": False, "remat": True},
@@ -114,15 +116,19 @@ def launches(h, inner, dtypes, chip, switches, trial=None):
     mean = rstd if switches["subtract_mean"] else None
     parameters = {name: parameter for name in ("scale", "offset", "x_bias", "gate") if switches.get(name)}
     parameters |= {"row_gate": rstd} if switches.get("row_gate") else {}
+    parameters |= {"offset": jax.ShapeDtypeStruct(shape, dtypes[2])} if switches.get("offset_rows") else {}
     gated = {"gate", "row_gate"} & {*parameters}
     gates = {name: x for name in ("z", "x_z") if switches.get(name)}
     dtotal = None if residual is None else total
     norm = Norm(axis, 1e-6, Switches(**{n: switches[n] for n in Switches._fields if n in switches}))
+    if switches.get("offset_rows"):
+        norm = dataclasses.replace(norm, offset_rows=tuple(i for i in range(-len(shape), 0) if i != axis))
     recorder = Recorder(ALL_CHIPS[chip], trial)
     results = dtypes_of(Arrays(y=y, total=dtotal, mean=mean, rstd=rstd))
     operands = Arrays(x, residual, **parameters, **gates)
     jax.eval_shape(lambda operands: launcher.forward(operands, norm, results, 0, recorder), operands)
     gradients = Arrays(x if gated else total, residual if gated else None, **parameters, **gates)
+    gradients = gradients._replace(offset=None) if norm.offset_rows else gradients
     read = {"x": x} | parameters if gated else {"scale": parameters.get("scale")}
     operands = Arrays(dy=y, dtotal=dtotal, total=total, mean=mean, rstd=rstd, **{**read, "offset": None}, **gates)
     if switches.get("remat"):  # with a cotangent of total in any case, as where x is handed on

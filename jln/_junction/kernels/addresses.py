@@ -118,6 +118,11 @@ def contains(names, name):
 
 
 @triton.constexpr_function
+def count(values):
+    return len(values)
+
+
+@triton.constexpr_function
 def position(names, name):
     return next(i for i, other in enumerate(names) if other == name)  # Triton's tuple has no `index`
 
@@ -187,3 +192,17 @@ def columns_at(
     """The first of a group's columns: of [G, H]."""
     if array_ptr is not None:
         return array_ptr + copy_of(group, SHARED, NAME, INTERLEAVED) * H
+
+
+@triton.jit
+def columns_by_row(offset_ptr, group, row, rows, INTERLEAVED: tl.constexpr, OFFSET: tl.constexpr):
+    """The first column of each row, [BLOCK_ROWS, 1]: of an offset that is read row by row, found by OFFSET.
+
+    row: the rows' places in their group, as `rows_of` returns them.
+    """
+    if offset_ptr is not None:
+        place = first_row_of(group, rows, INTERLEAVED) + row
+        at = place * 0
+        for i in tl.static_range(0, count(OFFSET.terms), 3):
+            at += place // OFFSET.terms[i] % OFFSET.terms[i + 1] * OFFSET.terms[i + 2]
+        return offset_ptr + at[:, None]

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from jln._junction.kernels.addresses import (
     columns_at,
+    columns_by_row,
     columns_from,
     contains,
     group_and_tile,
@@ -139,11 +140,11 @@ def store_sum(
 @triton.jit
 def _of_norm_alone(
     dy, x_hat, scale, dscale, doffset, y_ptr, offset_ptr, at, mask, column, exists,
-    SUMS: tl.constexpr, COMPUTE: tl.constexpr,
+    SUMS: tl.constexpr, OFFSET: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """The norm's own sums over rows, and its output once more."""
     if y_ptr is not None:
-        y = affine(x_hat, scale, offset_ptr, column, exists, COMPUTE)
+        y = affine(x_hat, scale, offset_ptr, column, exists, OFFSET, COMPUTE)
         tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
     if contains(SUMS, "dscale"):
         dscale = tl.fma(dy, x_hat, dscale)  # (6)
@@ -162,7 +163,7 @@ def backward_kernel(
     scale_ptr,  # [G, H]
     mean_ptr,  # [G, rows]
     rstd_ptr,  # [G, rows]; where there is none it is made again, as is mean: then a row fits in BLOCK_H
-    offset_ptr,  # [G, H]; for y alone
+    offset_ptr,  # [G, H], or a copy for some rows each, by OFFSET; for y alone
     x_ptr,  # [G, rows, H]; for total, for the gates' gradients, and through a norm of x
     residual_ptr,  # [G, rows, H]; for total alone
     x_bias_ptr,  # [G, H]; for total, and for the gates' gradients
@@ -194,6 +195,7 @@ def backward_kernel(
     SHARED: tl.constexpr,
     SUMS: tl.constexpr,
     PULLS: tl.constexpr,
+    OFFSET: tl.constexpr,
     EPSILON: tl.constexpr,
     TOTAL: tl.constexpr,
     NORM: tl.constexpr,
@@ -223,7 +225,8 @@ def backward_kernel(
     dtotal_ptr = rows_at(dtotal_ptr, "dtotal", group, rows, H, INNER, INTERLEAVED, SHARED)
     scale_ptr = columns_at(scale_ptr, "scale", group, H, INTERLEAVED, SHARED)
     mean_ptr = numbers_at(mean_ptr, "mean", group, rows, INTERLEAVED, SHARED)
-    offset_ptr = columns_at(offset_ptr, "offset", group, H, INTERLEAVED, SHARED)
+    if OFFSET is None:
+        offset_ptr = columns_at(offset_ptr, "offset", group, H, INTERLEAVED, SHARED)
     c1_ptr = numbers_at(c1_ptr, "c1", group, rows, INTERLEAVED, SHARED)
     c2_ptr = numbers_at(c2_ptr, "c2", group, rows, INTERLEAVED, SHARED)
     x_ptr = rows_at(x_ptr, "x", group, rows, H, INNER, INTERLEAVED, SHARED)
@@ -271,6 +274,10 @@ def backward_kernel(
                     H, INNER, VECTOR, NORM, COMPUTE, BLOCK_ROWS, BLOCK_H,
                 )  # fmt: skip
 
+        of_rows_ptr = offset_ptr
+        if OFFSET is not None:
+            of_rows_ptr = columns_by_row(offset_ptr, group, row, rows, INTERLEAVED, OFFSET)
+
         # What y is made of, which dscale and doffset are made of, too.
         if BLOCK_H < H or x_rstd_ptr is not None:  # held through `row_sums`, or beside two norms, it would spill
             scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
@@ -295,8 +302,9 @@ def backward_kernel(
 
         if x_rstd_ptr is not None:  # dy and x_hat, held through the norm of x, would spill
             dscale, doffset = _of_norm_alone(
-                dy, x_hat, scale, dscale, doffset, y_ptr, offset_ptr, base + at, mask, column, exists, SUMS, COMPUTE
-            )
+                dy, x_hat, scale, dscale, doffset, y_ptr, of_rows_ptr, base + at, mask, column, exists,
+                SUMS, OFFSET, COMPUTE,
+            )  # fmt: skip
 
         # The cotangent of total, and through the gates that of x.
         if PULLS:
@@ -326,7 +334,7 @@ def backward_kernel(
                 u *= x_rstd[:, None]  # (32)
                 if contains(SUMS, "dgate") or drow_gate_ptr is not None:
                     x_scale = load_scale(x_scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
-                    branch = affine(u, x_scale, x_bias_ptr, column, exists, COMPUTE)
+                    branch = affine(u, x_scale, x_bias_ptr, column, exists, None, COMPUTE)
             elif x_ptr is not None:
                 branch = load_branch(x_ptr + base, x_bias_ptr, at, mask, column, exists, COMPUTE)
             if contains(SUMS, "dgate"):
@@ -355,8 +363,9 @@ def backward_kernel(
 
         if x_rstd_ptr is None:
             dscale, doffset = _of_norm_alone(
-                dy, x_hat, scale, dscale, doffset, y_ptr, offset_ptr, base + at, mask, column, exists, SUMS, COMPUTE
-            )
+                dy, x_hat, scale, dscale, doffset, y_ptr, of_rows_ptr, base + at, mask, column, exists,
+                SUMS, OFFSET, COMPUTE,
+            )  # fmt: skip
 
     # The program's shares.
     at = (group * programs + program) * H + column

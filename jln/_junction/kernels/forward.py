@@ -6,6 +6,7 @@ of these. `G` counts the groups that vmap put in front, and the examples that ha
 examples differ in axes behind rows, `groups` of them lie as `[G / groups, rows / run, groups, run, H]`, a run of each
 in turn: INTERLEAVED has both numbers, 1 otherwise. SHARED names the operands that have one copy for all groups, and is
 None where there is only one group. An operand that is absent, and a result that nobody wants, is None for the compiler.
+OFFSET is None but for an offset that varies along other axes than groups do, whose columns each row finds by it.
 
 The numbers in brackets are the equations of `jln._junction.formulas`.
 """
@@ -15,6 +16,7 @@ import triton.language as tl
 
 from jln._junction.kernels.addresses import (
     columns_at,
+    columns_by_row,
     group_and_tile,
     numbers_at,
     rows_at,
@@ -53,7 +55,7 @@ def _load_total_of_normed(
     if x_bias_ptr is None and gate_ptr is None and row_gate_ptr is None:
         total = tl.fma(u, x_scale[None, :], residual)  # (33)
     else:
-        branch = affine(u, x_scale, x_bias_ptr, column, exists, COMPUTE)
+        branch = affine(u, x_scale, x_bias_ptr, column, exists, None, COMPUTE)
         total = gated(branch, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE) + residual  # (33)
     return total.to(TOTAL), x_mean, x_rstd
 
@@ -103,7 +105,7 @@ def _statistics_of_chunks(
 @triton.jit
 def _store_rows(
     x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_ptr, total_ptr, at, mask, column, exists,
-    NORM: tl.constexpr, BLOCK_H: tl.constexpr, COMPUTE: tl.constexpr,
+    OFFSET: tl.constexpr, NORM: tl.constexpr, BLOCK_H: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Normalise rows, and store their norm and the rows themselves, each if it is wanted."""
     if total_ptr is not None:
@@ -111,7 +113,7 @@ def _store_rows(
     if y_ptr is not None:
         scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
         x_hat = (x - mean[:, None]) * rstd[:, None]  # (3)
-        y = affine(x_hat, scale, offset_ptr, column, exists, COMPUTE)
+        y = affine(x_hat, scale, offset_ptr, column, exists, OFFSET, COMPUTE)
         if z_ptr is not None:
             u, _ = load_silu(z_ptr, at, mask, COMPUTE)
             y *= u  # (42)
@@ -132,7 +134,7 @@ def forward_kernel(
     row_gate_ptr,  # [G, rows]
     x_scale_ptr,  # [G, H]
     scale_ptr,  # [G, H]
-    offset_ptr,  # [G, H]
+    offset_ptr,  # [G, H]; or a copy for some rows each, by OFFSET
     added_ptr,  # [G, rows, H]
     rows,
     y_ptr,  # [G, rows, H]
@@ -146,6 +148,7 @@ def forward_kernel(
     INTERLEAVED: tl.constexpr,
     VECTOR: tl.constexpr,
     SHARED: tl.constexpr,
+    OFFSET: tl.constexpr,
     NORM: tl.constexpr,
     BOTH_SIDES: tl.constexpr,
     EPSILON: tl.constexpr,
@@ -173,7 +176,10 @@ def forward_kernel(
     x_scale_ptr = columns_at(x_scale_ptr, "x_scale", group, H, INTERLEAVED, SHARED)
     total_ptr = rows_at(total_ptr, "total", group, rows, H, INNER, INTERLEAVED, SHARED, base)
     scale_ptr = columns_at(scale_ptr, "scale", group, H, INTERLEAVED, SHARED)
-    offset_ptr = columns_at(offset_ptr, "offset", group, H, INTERLEAVED, SHARED)
+    if OFFSET is None:
+        offset_ptr = columns_at(offset_ptr, "offset", group, H, INTERLEAVED, SHARED)
+    else:
+        offset_ptr = columns_by_row(offset_ptr, group, row, rows, INTERLEAVED, OFFSET)
     added_ptr = rows_at(added_ptr, "added", group, rows, H, INNER, INTERLEAVED, SHARED, base)
     y_ptr = rows_at(y_ptr, "y", group, rows, H, INNER, INTERLEAVED, SHARED, base)
 
@@ -197,7 +203,7 @@ def forward_kernel(
         rstd = rstd_of(tl.where(exists[None, :], x - mean[:, None], 0.0), H, EPSILON)  # (2)
         _store_rows(
             x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_ptr, total_ptr, at, mask, column, exists,
-            NORM, BLOCK_H, COMPUTE,
+            OFFSET, NORM, BLOCK_H, COMPUTE,
         )  # fmt: skip
     else:
         mean, rstd = _statistics_of_chunks(
@@ -212,7 +218,7 @@ def forward_kernel(
             )  # fmt: skip
             _store_rows(
                 x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_ptr, total_ptr, at, mask, column, exists,
-                NORM, BLOCK_H, COMPUTE,
+                OFFSET, NORM, BLOCK_H, COMPUTE,
             )  # fmt: skip
 
     rstd_ptr = numbers_at(rstd_ptr, "rstd", group, rows, INTERLEAVED, SHARED)

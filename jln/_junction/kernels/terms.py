@@ -90,9 +90,14 @@ def rstd_of(centred, H: tl.constexpr, EPSILON: tl.constexpr):
 
 
 @triton.jit
-def affine(x_hat, scale, offset_ptr, column, exists, COMPUTE: tl.constexpr):
-    if offset_ptr is not None:
+def affine(x_hat, scale, offset_ptr, column, exists, OFFSET: tl.constexpr, COMPUTE: tl.constexpr):
+    """Term (4). OFFSET: the step between columns of an offset that is read row by row, and its `offset_ptr` a row's."""
+    if offset_ptr is None:
+        return x_hat * scale[None, :]
+    elif OFFSET is None:
         offset = tl.load(offset_ptr + column, mask=exists, other=0.0).to(COMPUTE)
         return tl.fma(x_hat, scale[None, :], offset[None, :])  # (4)
     else:
-        return x_hat * scale[None, :]
+        at = column if OFFSET.step == 1 else column.to(tl.int64) * OFFSET.step
+        offset = tl.load(offset_ptr + at[None, :], mask=exists[None, :], other=0.0).to(COMPUTE)
+        return tl.fma(x_hat, scale[None, :], offset)  # (4)

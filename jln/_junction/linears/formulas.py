@@ -192,7 +192,7 @@ def backward(
     used = [i for i, d in enumerate(dy) if d is not None]
     axes = {i: _Axes(dy[i].ndim - junction.features[i] + 1, batch_dims, junction.features[i]) for i in used}
     needs_dz = any(d is not None for d in of_norm._replace(offset=None)) or (
-        of_norm.offset is not None and norm.of_examples
+        of_norm.offset is not None and (norm.of_examples or norm.offset_rows)
     )
     z_dtype = widest([dy[i].dtype.name for i in used if dtypes.kernel[i] is not None])
     pulled, z = Arrays(), None

@@ -40,7 +40,7 @@ def few_features(operands: Arrays, junction: Junction) -> bool:
     """
     if junction.implementation == "xla" or operands.present().keys() - _FUSED_OPERANDS:
         return False
-    if junction.norm.of_examples or junction.norm.both_sides:
+    if junction.norm.of_examples or junction.norm.offset_rows or junction.norm.both_sides:
         return False
     dtypes = {_checks.promoted(operands.x.dtype, kernel.dtype).name for kernel in operands.kernel}
     dtype = dtypes.pop()
