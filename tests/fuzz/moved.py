@@ -54,20 +54,24 @@ def known(case: Case) -> str:
     """The letters of what is known to cost a kernel a copy, which XLA reads as it is.
 
     b: an array that is broadcast from less. r: an array of rows that examples of vmap share.
-    p: parameters of which each varies along axes of its own.
+    p: parameters of which each varies along axes of its own, but for an offset that is read row by row.
     """
     arrays = case.operands | case.cotangents
     normalised = [a % len(case.shape) for a in case.axes]
     shared = [tuple(axis is None for axis in arrays[n].axes) for n in arrays if n in ("x", "residual", "z")]
-    varying = set()
+    varying, of_others = {}, set()
     for name in arrays.keys() & {"scale", "offset", "x_scale", "x_offset", "gate", "x_bias"}:
         shape = case.example_shape(name)
         of_rows = [i for i, n in enumerate(shape) if n > 1 and i not in normalised] if case.kind(name) == "x" else []
-        varying.add((*of_rows, *(axis is None for axis in arrays[name].axes)))
+        varying[name] = (*of_rows, *(axis is None for axis in arrays[name].axes))
+        of_others |= {*of_rows} if name != "offset" else set()
+    offset = varying.get("offset", ())
+    if of_others and {*offset[: len(offset) - len(case.levels)]} - of_others:
+        del varying["offset"]
     holds = {
         "b": any(a.small != a.shape for a in arrays.values()),
         "r": any(any(is_shared) for is_shared in shared),
-        "p": len(varying) > 1,
+        "p": len({*varying.values()}) > 1,
     }
     return "".join(letter for letter, does in holds.items() if does)
 
