@@ -16,6 +16,9 @@ from jln._core.devices import Context, on_one_device
 from jln._core.layout import Dim, Kind, Layout, Result
 from jln._core.placement import on_mesh, place, with_prime_axes
 
+# The kinds of dimension over which devices have shares of a sum over rows.
+_OF_ROWS = (Kind.ROW, Kind.BATCH)
+
 
 def partitioned_in_shares(
     compute: Callable[..., list[jax.Array]],
@@ -38,29 +41,29 @@ def partitioned_in_shares(
     devices = math.prod(axes.values())
     some = context.mesh.devices[tuple(slice(None) if name in axes else 0 for name in context.mesh.shape)]
     mesh = with_prime_axes(jax.sharding.Mesh(some, tuple(axes)))
-    summed = [Kind.ROW in r.summed for r in layout.written]
-    whole = {Kind.HIDDEN} | {kind for r in layout.written for kind in r.summed if kind != Kind.ROW}
+    sums = [dataclasses.replace(r, summed=tuple(k for k in r.summed if k in _OF_ROWS)) for r in layout.written]
+    summed = [bool(r.summed) for r in sums]
+    whole = {Kind.HIDDEN} | {kind for r in layout.written for kind in r.summed if kind not in _OF_ROWS}
     # The axis in front has no part in how anything else is split.
-    of_shares = Dim(Kind.SHARE, stored_as="shares")
-    dims = [(of_shares, *r.dims) if s else r.dims for r, s in zip(layout.written, summed, strict=True)]
+    of_shares = [Dim(Kind.SHARE, i, stored_as="shares") for i, _ in enumerate(sums)]
+    dims = [(d, *r.dims) if r.summed else r.dims for r, d in zip(sums, of_shares, strict=True)]
     written = [Result(d) for d in dims]
     layout = dataclasses.replace(layout, written=written)
 
-    def in_shares(results: Sequence[jax.Array], parts: int) -> tuple[jax.Array, ...]:
+    def in_shares(results: Sequence[jax.Array], parts: Sequence[int]) -> tuple[jax.Array, ...]:
         """The results, each sum in them as the first of `devices / parts` shares, of which the others are zeros.
 
-        parts: how many devices have a share of their own of each sum.
+        parts: of each result, how many devices have a share of their own.
         """
-        left = [(0, devices // parts - 1)]
-        pairs = zip(results, summed, strict=True)
-        return tuple(jnp.pad(a[None], left + [(0, 0)] * a.ndim) if s else a for a, s in pairs)
+        of_each = zip(results, summed, parts, strict=True)
+        return tuple(jnp.pad(a[None], [(0, devices // n - 1)] + [(0, 0)] * a.ndim) if s else a for a, s, n in of_each)
 
     def plan(_: Any, operands: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
         operands, results = ([on_mesh(mesh, a) for a in arrays] for arrays in (operands, results))
         placement = place(mesh, layout, operands, results, whole)
-        rows = placement.over(Kind.ROW)
-        placement.axes[of_shares.computed] = rows
-        parts = math.prod(mesh.shape[a] for a in rows)
+        over = [tuple(a for axes in placement.summed(r) for a in axes) for r in sums]
+        placement.axes.update({d.computed: axes for d, axes in zip(of_shares, over, strict=True)})
+        parts = [math.prod(mesh.shape[a] for a in axes) for axes in over]
         in_ = tuple(placement.sharding(d, a.shape) for d, a in zip(layout.given, operands, strict=True))
         out = tuple(placement.sharding(r.dims, a.shape) for r, a in zip(written, results, strict=True))
         on_each_device = on_one_device(lambda *operands: in_shares(accumulate(*operands), parts))
@@ -69,7 +72,7 @@ def partitioned_in_shares(
     def call(*operands: jax.Array) -> list[jax.Array]:
         @custom_partitioning
         def function(*operands: jax.Array) -> tuple[jax.Array, ...]:
-            return in_shares(accumulate(*operands), 1)
+            return in_shares(accumulate(*operands), [1] * len(sums))
 
         function.def_partition(
             partition=plan,

@@ -51,9 +51,13 @@ class Placement:
         return tuple((i, axes) for i, axes in shared if axes)
 
     def summed(self, result: Result) -> list[MeshAxes]:
-        """The mesh axes over which devices have shares of a result, for each kind of dimension it is summed over."""
+        """The mesh axes over which devices have shares of a result, for each kind of dimension it is summed over.
+
+        A dimension of examples that the result has itself is none of these.
+        """
         gathered = {a for _, axes in self.gathered() for a in axes}
-        left_out = {Kind.FEATURE: gathered, Kind.ROW: self._of_features(result.dims)}
+        own = {a for d in result.dims if d.kind == Kind.BATCH for a in self.axes.get(d.computed, ())}
+        left_out = {Kind.FEATURE: gathered, Kind.ROW: self._of_features(result.dims), Kind.BATCH: own}
         return [tuple(a for a in self.over(kind) if a not in left_out.get(kind, ())) for kind in result.summed]
 
     def _of_features(self, dims: Dims) -> set[str]:

@@ -278,17 +278,18 @@ def layout(
 
     def dims(name: str) -> Any:
         kind = TABLE[name].shape
-        if features is not None and (kind in _OF_LINEAR or name in ("y", "dy")):
-            return _dims_of_linears(kind, ndim, features, batch_dims)
         of_examples = norm.axes_of_examples(ndim, batch_dims)
         of_x = [Dim(Kind.BATCH if i in of_examples else Kind.ROW, i) for i in range(ndim)]
+        if features is not None and (kind in _OF_LINEAR or name in ("y", "dy")):
+            return _dims_of_linears(kind, tuple(of_x[:-1]), features, batch_dims)
         of_x[norm.axis] = Dim(Kind.HIDDEN, stored_as="parameter" if kind is Shape.COLUMN else "")
         return Term(tuple(of_x)) if name == "dtotal" and features is not None else tuple(of_x)
 
     def result(name: str) -> Any:
         kind, of = TABLE[name].shape, dims(name)
         if features is not None and (kind in _OF_LINEAR or name == "y"):
-            return tuple(Result(d, *([(Kind.ROW,), True] if pulls else [])) for d in of)
+            over_rows = (Kind.ROW, Kind.BATCH) if norm.of_examples else (Kind.ROW,)
+            return tuple(Result(d, *([over_rows, True] if pulls else [])) for d in of)
         over_features = (Kind.FEATURE,) if pulls and features is not None else ()
         is_sum = pulls and kind is Shape.COLUMN
         return Result(of, (*over_features, *[Kind.ROW] * is_sum), wide=is_sum)
@@ -308,9 +309,8 @@ def _rank(operands: Arrays, features: tuple[int, ...] | None) -> int:
     return next(a.ndim for name, a in operands.present().items() if TABLE[name].shape not in _OF_LINEAR)
 
 
-def _dims_of_linears(kind: Shape, ndim: int, features: tuple[int, ...], batch_dims: int) -> tuple[Dims, ...]:
-    batch: Dims = tuple(Dim(Kind.BATCH, i) for i in range(batch_dims))
-    rows: Dims = tuple(Dim(Kind.ROW, i) for i in range(batch_dims, ndim - 1))
+def _dims_of_linears(kind: Shape, of_rows: Dims, features: tuple[int, ...], batch_dims: int) -> tuple[Dims, ...]:
+    batch, rows = of_rows[:batch_dims], of_rows[batch_dims:]
     lead = {Shape.KERNEL: (Dim(Kind.HIDDEN, stored_as="kernel"),), Shape.BIAS: ()}.get(kind, rows)
     of_each = (tuple(Dim(Kind.FEATURE, i, of=of) for i in range(n)) for of, n in enumerate(features))
     return tuple((*batch, *lead, *of) for of in of_each)

@@ -43,7 +43,7 @@ class ByRow(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Geometry:
+class Geometry:
     """The layout of rows for the kernels: `[*batch, *lead, *examples, H, *inner]` as `[groups, rows, H]`.
 
     The elements of a row lie `inner` apart. batch: the sizes of vmap's axes, of which there are `batch_dims`, and of
@@ -125,7 +125,7 @@ class _Geometry:
         return Arrays(**{n: jax.ShapeDtypeStruct(shapes[n], dtype) for n, dtype in dtypes.present().items()})
 
 
-def _geometry(operands: Arrays, norm: Norm, batch_dims: int, has_sums: bool = False) -> _Geometry:
+def geometry_of(operands: Arrays, norm: Norm, batch_dims: int, has_sums: bool = False) -> Geometry:
     """The layout of these operands for the kernels.
 
     The axes of vmap, and those of examples in front, become rows like any other where no operand is shared on them, no
@@ -145,10 +145,10 @@ def _geometry(operands: Arrays, norm: Norm, batch_dims: int, has_sums: bool = Fa
             f"than {tiles.LONGEST_ROW}: use implementation='xla'"
         )
     plain = all(math.prod(b) == 1 if TABLE[n].shape is Shape.COLUMN else b == batch for n, b in batches.items())
-    return _Geometry(norm, shape, batch, batch_dims, grouped=has_sums or not plain)
+    return Geometry(norm, shape, batch, batch_dims, grouped=has_sums or not plain)
 
 
-def _shared(operands: Arrays, geometry: _Geometry) -> tuple[Any, Arrays]:
+def shared_operands(operands: Arrays, geometry: Geometry) -> tuple[Any, Arrays]:
     """Return the names of the operands with one copy for all groups, None for one group, and the operands.
 
     An operand that is shared over some batch axes and not over others is written out over all of them.
@@ -178,19 +178,19 @@ def _vector(*records: Mapping[str, Any]) -> int | None:
     return 16 // max(widths) if len(widths) > 1 else None
 
 
-def _pointed(kernel: Any, arrays: Arrays, names: Sequence[str] = Arrays._fields) -> dict[str, Any]:
+def pointed(kernel: Any, arrays: Arrays, names: Sequence[str] = Arrays._fields) -> dict[str, Any]:
     """The arrays of these names to which a kernel has pointers, absent ones too."""
     return {name: getattr(arrays, name) for name in names if f"{name}_ptr" in kernel.arg_names}
 
 
-def _pointed_gradients(kernel: Any, gradients: Arrays) -> dict[str, Any]:
+def pointed_gradients(kernel: Any, gradients: Arrays) -> dict[str, Any]:
     """The gradients to which a kernel has pointers, by the kernel's names: that of x is dx."""
     named = {f"d{name}": getattr(gradients, name) for name in OPERANDS}
     return {name: a for name, a in named.items() if f"{name}_ptr" in kernel.arg_names}
 
 
 def forward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, target: Target) -> Arrays:
-    g = _geometry(operands, norm, batch_dims)
+    g = geometry_of(operands, norm, batch_dims)
     results = g.results(dtypes)
     total = jnp.dtype(total_dtype(operands))
     moved = _moved(operands.x, operands.residual, operands.z, operands.x_z, operands.added, results.y)
@@ -198,17 +198,17 @@ def forward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targe
     if norm.both_sides and not (g.inner == 1 and tile.columns >= g.h):
         one = functools.partial(forward, target=target)
         return forward_of_two(operands, norm, dtypes, batch_dims, one)
-    shared, ready = _shared(operands, g)
+    shared, ready = shared_operands(operands, g)
     written = launch(
         target,
         forward_kernel,
-        {**_pointed(forward_kernel, ready), "rows": g.rows},
-        _pointed(forward_kernel, results, RESULTS),
+        {**pointed(forward_kernel, ready), "rows": g.rows},
+        pointed(forward_kernel, results, RESULTS),
         programs=g.programs(tile),
         tile=tile,
         compute=jnp.promote_types(total, jnp.float32),
         **g.constants,
-        VECTOR=_vector(_pointed(forward_kernel, ready), results.present()),
+        VECTOR=_vector(pointed(forward_kernel, ready), results.present()),
         SHARED=shared,
         OFFSET=g.by_row(operands.offset),
         NORM=norm.switches,
@@ -232,7 +232,7 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
     total = total_dtype(operands) if operands.total is None else operands.total.dtype
     chip, compute = target.chip, jnp.promote_types(total, jnp.float32)
     sums = tuple(name for name in COLUMNS if getattr(dtypes, name) is not None)
-    g = _geometry(operands, norm, batch_dims, bool(sums))
+    g = geometry_of(operands, norm, batch_dims, bool(sums))
     results = g.results(dtypes)
     plan = _backward_plan(operands, results, sums, pulls, g, target)
     if plan is None:
@@ -241,7 +241,7 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
     if norm.remat and not (g.inner == 1 and plan.tile.columns >= g.h):  # no tile has a row's statistics
         operands = operands._replace(x=operands.total if operands.x is None else operands.x)
         return backward(*_again(operands, norm, dtypes, batch_dims, target), dtypes, batch_dims, target)
-    shared, ready = _shared(operands, g)
+    shared, ready = shared_operands(operands, g)
     constants = {**g.constants, "SHARED": shared, "NORM": norm.switches}
 
     c1_and_c2: dict[str, Any] = {"c1": None, "c2": None}
@@ -250,12 +250,12 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
         c1_and_c2 = launch(
             target,
             row_sums_kernel,
-            {**_pointed(row_sums_kernel, ready), "rows": g.rows},
+            {**pointed(row_sums_kernel, ready), "rows": g.rows},
             {"c1": of_rows.mean, "c2": of_rows.rstd},
             programs=g.programs(plan.sums),
             tile=plan.sums,
             compute=compute,
-            VECTOR=_vector(_pointed(row_sums_kernel, ready)),
+            VECTOR=_vector(pointed(row_sums_kernel, ready)),
             **constants,
         )
 
@@ -284,15 +284,15 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
         constants |= {
             "PULLS": pulls,
             "OFFSET": g.by_row(operands.offset),
-            "VECTOR": _vector(_pointed(kernel, ready), results.present()),
+            "VECTOR": _vector(pointed(kernel, ready), results.present()),
             "EPSILON": norm.epsilon if norm.remat else None,
             "TOTAL": jnp.dtype(total) if norm.remat else None,
         }
     written = launch(
         target,
         kernel,
-        {**_pointed(kernel, ready), **statistics, "rows": g.rows, "programs": programs},
-        {**_pointed_gradients(kernel, by_program), "shares": shares, **made},
+        {**pointed(kernel, ready), **statistics, "rows": g.rows, "programs": programs},
+        {**pointed_gradients(kernel, by_program), "shares": shares, **made},
         programs=g.groups * programs * chunks,
         tile=tile,
         compute=compute,
@@ -306,23 +306,29 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
     if results.row_gate is not None:
         gradients["row_gate"] = jnp.sum(gradients["row_gate"], axis=0).astype(dtypes.row_gate)
     if shares is not None:
-        tile = tiles.reduce_tile(g.h)
-        totals = launch(
-            target,
-            reduce_kernel,
-            {"shares": written["shares"], "groups": g.groups, "programs": programs},
-            _pointed_gradients(reduce_kernel, results),
-            programs=len(sums) * g.groups * g.chunks(tile),
-            tile=tile,
-            compute=compute,
-            H=g.h,
-            SUMS=tuple(f"d{name}" for name in sums),
-        )
-        gradients |= {name: totals[f"d{name}"] for name in sums}
+        gradients |= sums_of_shares(written["shares"], sums, results, target)
     if y is not None and shares is not None:
         # The shares are added up first, so that the memory of what y is wanted for can hold them until then.
         gradients |= jax.lax.optimization_barrier({name: gradients[name] for name in ("y", *sums)})
     return Arrays(**gradients)
+
+
+def sums_of_shares(shares: jax.Array, sums: tuple[str, ...], results: Arrays, target: Target) -> dict[str, Any]:
+    """Add up the shares [sums, groups, programs, H] of the gradients that are sums over rows, by their names."""
+    _, groups, programs, h = shares.shape
+    tile = tiles.reduce_tile(h)
+    totals = launch(
+        target,
+        reduce_kernel,
+        {"shares": shares, "groups": groups, "programs": programs},
+        pointed_gradients(reduce_kernel, results),
+        programs=len(sums) * groups * ceil_div(h, tile.columns),
+        tile=tile,
+        compute=shares.dtype,
+        H=h,
+        SUMS=tuple(f"d{name}" for name in sums),
+    )
+    return {name: totals[f"d{name}"] for name in sums}
 
 
 def _again(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, target: Target) -> tuple[Arrays, Norm]:
@@ -331,7 +337,7 @@ def _again(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, target
 
 
 def _backward_plan(
-    operands: Arrays, results: Arrays, sums: tuple[str, ...], pulls: bool, g: _Geometry, target: Target
+    operands: Arrays, results: Arrays, sums: tuple[str, ...], pulls: bool, g: Geometry, target: Target
 ) -> tiles.BackwardPlan | None:
     """The tiles of the backward pass; None for a norm of x and one of the total, of which one kernel takes one each."""
     rows = [operands.dy, operands.dtotal, operands.total, operands.x, operands.residual, operands.z, operands.x_z]

@@ -51,9 +51,9 @@ def layer_norm_linear(
     the sum over the kernels; for bfloat16 it is rounded to bfloat16 where XLA multiplies, as by autodiff.
 
     Up to 256 features in 16 bits, 128 in float32, of all kernels together, may be multiplied by the kernel that
-    normalises: that product has the name `jln.PRODUCT` for policies of `jax.checkpoint`. More features are multiplied
-    by XLA, in plain sight of policies (`dots_saveable`) and of the partitioner; so are those where examples have
-    parameters of their own, and those behind a sum with `x_bias` or `gate`.
+    normalises: that product has the name `jln.PRODUCT` for policies of `jax.checkpoint`. That holds behind a sum with
+    `x_bias` and `gate`, and where examples have parameters of their own, too. More features are multiplied by XLA, in
+    plain sight of policies (`dots_saveable`) and of the partitioner.
 
     Every gradient has its argument's dtype and shape. Gradients are bitwise the same in every run of one compiled
     program; where XLA multiplies on a GPU, a program compiled again may multiply otherwise, as its autotuner found.

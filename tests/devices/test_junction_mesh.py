@@ -7,11 +7,13 @@ import functools
 
 import chex
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jln
+from jln._core.operation import Operation
 from jln._tools.catalogue import OPERATORS
 from junctions import made
 from matrix import ROWS, H, communication, loss_by_name, mesh
@@ -48,9 +50,9 @@ def spec(name, shape, split):
     return P(SPLITS[split][-1]) if name in LAST else P()
 
 
-def placed(name, gate, varies, split, on, *, parameters_in_parts=True):
+def placed(name, gate, varies, split, on, *, parameters_in_parts=True, dtype="float64"):
     """Return (arguments by name, the same on the mesh, options)."""
-    given, options = made(name, gate=gate, varies=varies, shape=(*ROWS, H))
+    given, options = made(name, gate=gate, varies=varies, shape=(*ROWS, H), dtype=dtype)
     activations = [a.name for a in OPERATORS[name].arguments if a.role == "activation"]
     specs = {n: spec(n, a.shape, split) if parameters_in_parts or n in activations else P() for n, a in given.items()}
     return given, {n: jax.device_put(a, NamedSharding(on, specs[n])) for n, a in given.items()}, options
@@ -116,3 +118,41 @@ def test_gradient_in_shard_map(name, gate, varies, split, implementation):
 
     gradients = jax.jit(jax.grad(loss_by_name(spread)))(put)
     chex.assert_trees_all_close(gradients, expected(name, gate, varies), **CLOSE)
+
+
+# Of Linears in float32, whose few features are one operation with the norm.
+FEW_FEATURES = [
+    ("add_layer_norm_linear", "H", "shared"),
+    ("add_layer_norm_linear", "rows", "by example"),
+    ("add_rms_norm_linear", "by example", "by example"),
+    ("layer_norm_linear", "no gate", "by example"),
+]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize(("name", "gate", "varies"), FEW_FEATURES)
+def test_few_features(name, gate, varies, split, monkeypatch):
+    """Gradients are those of the reference where JAX cannot look into the operation, and nothing is gathered.
+
+    Those of the norm's parameters of each example stay on the example's devices, those of the Linear are added up over
+    examples, too.
+    """
+    monkeypatch.setattr(Operation, "_chosen", lambda self, *_: functools.partial(self._formula))
+    _, put, options = placed(name, gate, varies, split, mesh(), dtype="float32")
+    step = gradient(jln, name, options)
+    chex.assert_trees_all_close(step(put), expected(name, gate, varies), rtol=1e-3, atol=1e-3)
+    count, _ = communication(step.lower(put).compile())
+    assert count.keys() <= ({"all-reduce"} if split != "examples and H" else {"all-reduce", "all-gather"}), count
+
+
+def test_few_features_of_examples_under_vmap(monkeypatch):
+    """A vmap's own gradients are not added up over the devices that split its axis."""
+    monkeypatch.setattr(Operation, "_chosen", lambda self, *_: functools.partial(self._formula))
+    given, _ = made("rms_norm_linear", gate="no gate", varies="by example", shape=(*ROWS, H), dtype="float32")
+    given = {n: jnp.stack([a, 2 * a, -a, a / 2]) for n, a in given.items()}
+    put = {n: jax.device_put(a, NamedSharding(mesh(), P("data"))) for n, a in given.items()}
+
+    def of_each(module):
+        return jax.jit(jax.vmap(jax.grad(loss_by_name(module.rms_norm_linear))))
+
+    chex.assert_trees_all_close(of_each(jln)(put), of_each(jln.reference)(given), rtol=1e-3, atol=1e-3)

@@ -137,6 +137,31 @@ def test_few_features_over_some_axes(name, by):
     chex.assert_trees_all_close(*by_stages(name, STAGED[0], given), rtol=1e-3, atol=1e-3)
 
 
+def test_few_features_of_examples_over_some_axes(by):
+    """The compiler adds up the Linear's gradients over the devices that split the examples, and not the scale's."""
+    given = {n: a.astype("float32") for n, a in operands("rms_norm_linear").items()}
+    given["scale"] = jnp.stack([given["scale"] * f for f in range(1, len(given["x"]) + 1)])[:, None]
+    specs = {"x": P("stage", "data", "tensor"), "scale": P("stage", "data")}
+    staged = jax.make_mesh((2, 2, 2), STAGED[0], axis_types=(AxisType.Auto,) * 3)
+    given = {n: jnp.stack([a, 2 * a]) for n, a in given.items()}
+    put = {n: jax.device_put(a, NamedSharding(staged, specs.get(n, P("stage")))) for n, a in given.items()}
+
+    def of_stage(arrays):
+        return jln.rms_norm_linear(**{n: a[0] for n, a in arrays.items()})[None]
+
+    def staged_results(**arrays):
+        how = {"mesh": staged, "in_specs": P("stage"), "out_specs": P("stage"), "axis_names": {"stage"}}
+        return jax.shard_map(of_stage, **how)(arrays)
+
+    def one_by_one(**arrays):
+        return jax.vmap(lambda a: jln.reference.rms_norm_linear(**a))(arrays)
+
+    got, expected = (
+        jax.jit(jax.value_and_grad(loss_by_name(f)))(a) for f, a in ((staged_results, put), (one_by_one, given))
+    )
+    chex.assert_trees_all_close(got, expected, rtol=1e-3, atol=1e-3)
+
+
 def test_sequence_parallelism_over_some_axes(by):
     """The compiler gathers x for the forward operation of few features; the backward one has the whole kernel."""
     staged = jax.make_mesh((2, 2, 2), STAGED[0], axis_types=(AxisType.Auto,) * 3)

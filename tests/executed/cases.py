@@ -263,27 +263,41 @@ def as_rows(case: Case, name: str, a: np.ndarray | None) -> np.ndarray | None:
     return np.moveaxis(a, case.axes, axes).reshape(-1, int(np.prod([case.shape[i] for i in case.axes])))
 
 
+# What all examples share of a Linear, and its gradients, which are sums over all of them.
+OF_LINEAR = frozenset({"k", "b", "dkernel", "dbias"})
+
+
 def judged(case: Case, given, got, plain) -> dict[str, float]:
     """Each result's largest error as a part of what is allowed: 1 is all of it."""
     worst: dict[str, float] = {}
+    sums: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     for i in range(EXAMPLES if case.over else 1 if case.own_axis is None else case.shape[case.own_axis]):
 
-        def example(a, batched, i=i):
-            if case.own_axis is not None and a is not None:
+        def example(name, a, batched, i=i):
+            if case.own_axis is not None and a is not None and name not in OF_LINEAR:
                 return np.take(a, [i], case.own_axis)
             return a[i] if a is not None and batched else a
 
-        rows = {k: as_rows(case, k, example(a, k in case.over)) for k, a in given.items()}
-        ours, theirs = ({k: as_rows(case, k, example(a, bool(case.over))) for k, a in r.items()} for r in (got, plain))
+        rows = {k: as_rows(case, k, example(k, a, k in case.over)) for k, a in given.items()}
+        ours, theirs = (
+            {k: as_rows(case, k, example(k, a, bool(case.over))) for k, a in r.items()} for r in (got, plain)
+        )
         operands = [rows[letter] for letter in case.letters]
         cotangent = (rows["d"], rows["t"]) if case.adds else rows["d"]
         options = {"zero_centered_scale": case.zero_centered_scale and rows["s"] is not None, "epsilon": case.epsilon}
         true = workbench.truth(case.kind, operands, cotangent, ours.get("total"), **options)
         for place in case.unbiased:  # what is not there has no gradient
             true[0]["dbias"][case.columns[place]] = 0
+        if case.own_axis is not None:
+            for name in OF_LINEAR & ours.keys():
+                value, rounding = sums.get(name, (0, 0))
+                sums[name] = value + true[0][name], np.hypot(rounding, true[1][name])
+            ours, theirs = ({n: a for n, a in r.items() if n not in OF_LINEAR} for r in (ours, theirs))
         for name, share in workbench.shares(ours, theirs, true).items():
             worst[name] = max(worst.get(name, 0.0), share)
-    return worst
+    ours, theirs = ({n: r[n] for n in sums} for r in (got, plain))
+    true = tuple({n: of[i] for n, of in sums.items()} for i in range(2))
+    return worst | workbench.shares(ours, theirs, true)
 
 
 @dataclasses.dataclass

@@ -12,14 +12,15 @@ from unittest import mock
 
 # Where else a module is known, by an attribute of another one.
 KNOWN = {
-    "jln._junction.kernels.with_linear": [("jln._junction.linears.launches", "kernels")],
+    "jln._junction.kernels.with_linear": [("jln._junction.linears.launches", "with_linear")],
+    "jln._junction.kernels.with_linear_backward": [("jln._junction.linears.launches", "kernels")],
     "jln._junction.launches": [("jln._junction.linears.launches", "norms")],
 }
 
 
 # Who has taken functions out of a module, and must do so again.
 _LAUNCHES = "jln._junction.launches"
-_KERNELS = [f"jln._junction.kernels.{name}" for name in ("forward", "backward", "with_linear")]
+_KERNELS = [f"jln._junction.kernels.{name}" for name in ("forward", "backward", "with_linear", "with_linear_backward")]
 USERS = {name: [_LAUNCHES] for name in _KERNELS[:2]}
 USERS |= {f"jln._junction.kernels.{name}": [*_KERNELS, _LAUNCHES] for name in ("addresses", "terms")}
 

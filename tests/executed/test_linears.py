@@ -49,6 +49,20 @@ FUSED_SUMS = [
     Case(ADD_RMS, (70, 64), "float32", "small-a100", (16,), residual="bfloat16", without="sb"),
     Case(ADD_LAYER, (3, 23, 64), "float16", "h200", (104,), forward_mode=True, without="o"),
 ]
+# An x_bias and a gate; and parameters of each example, of one tile of rows and of two, behind each other and in turn.
+GATED_LAYER, GATED_RMS = f"{ADD_LAYER}, x_bias and gate", f"{ADD_RMS}, x_bias and gate"
+FUSED_FORMS = [
+    Case(GATED_LAYER, (200, 128), "bfloat16", "small-h200", (32,)),
+    Case(LAYER, (3, 70, 128), "bfloat16", "small-h200", (32,), of_examples=True),
+    Case(GATED_RMS, (3, 70, 64), "float32", "small-a100", (16,), without="e", of_examples=True),
+    Case(GATED_RMS, (100, 100), "float16", "small-a100", (16,), gate_of_rows=True),
+    Case(RMS, (70, 4, 128), "bfloat16", "small-b200", (64,), of_groups=True, zero_centered_scale=True),
+    Case(GATED_LAYER, (2, 3, 70, 64), "bfloat16", "small-h200", (16,), without="e", of_groups=True, behind=1),
+    Case(GATED_LAYER, (2, 130, 128), "bfloat16", "h200", (32,), without="e", of_examples=True, residual="float32"),
+    Case(GATED_LAYER, (100, 128), "bfloat16", "small-b200", (64,), without="so"),
+    Case(GATED_LAYER, (3, 40, 64), "float32", "small-h200", (7,), without="eso", of_examples=True, gate_of_rows=True),
+    Case(LAYER, (3, 70, 100), "float16", "l4", (24,), of_examples=True, parameters="float32"),
+]
 # Several Linears in one kernel. Together they fill 44 of a tile's 64 columns, all 256, or with 7 and 9 features all 16.
 # Some have no bias, and some have two axes of features.
 FUSED_SEVERAL = [
@@ -86,6 +100,12 @@ FUSED_SOME = {
     Case(LAYER, (70, 64), "bfloat16", "small-h200", (16,), wanted="s"): {"backward", "parameters"},
     Case(LAYER, (70, 64), "bfloat16", "small-h200", ((8,), (8,)), wanted="b"): set(),
     Case(LAYER, (70, 64), "float16", "h200", (16,), wanted="o"): set(),
+    Case(GATED_LAYER, (70, 64), "bfloat16", "small-h200", (16,), wanted="g"): {"row_sums", "backward", "parameters"},
+    Case(GATED_LAYER, (3, 70, 64), "bfloat16", "small-h200", (16,), without="e", of_examples=True, wanted="xg"): {
+        "row_sums",
+        "backward",
+    },
+    Case(LAYER, (2, 200, 64), "bfloat16", "h200", (16,), of_examples=True, wanted="so"): {"backward", "reduce"},
 }
 COMPOSED_SUMS = [
     Case(ADD_LAYER, (37, 128), "bfloat16", "small-h200", (300,)),
@@ -114,7 +134,7 @@ COMPOSED_SOME = {
     Case(LAYER, (37, 128), "bfloat16", "small-h200", (300,), wanted="so"): {"backward", "reduce"},
     Case(LAYER, (37, 128), "bfloat16", "small-h200", ((150,), (150,)), wanted="b"): set(),
 }
-# Operators whose parameters are each example's own are composed, whatever their number of features.
+# Operators whose parameters are each of vmap's examples' own are composed, whatever their number of features.
 VMAP = [
     Case(LAYER, (30, 64), "bfloat16", "small-h200", (32,), over="xd"),
     Case(LAYER, (30, 64), "bfloat16", "small-h200", (32,), over="so"),
@@ -140,12 +160,17 @@ def test_fused_behind_a_sum(case):
     assert "parameters" in launched(check(case))
 
 
+@cases(FUSED_FORMS, quick=(0, 1, 2, 3, 5))
+def test_fused_behind_a_gate_and_of_examples(case):
+    assert {*launched(check(case))} - {"reduce"} == {"forward", "row_sums", "backward", "parameters"}
+
+
 @cases(FUSED_SEVERAL, quick=(0, 1, 2))
 def test_several_in_one_kernel(case):
     assert launched(check(case)) == ["forward", "row_sums", "backward", "parameters"]
 
 
-@cases(list(FUSED_SOME), quick=(0, 1, 2, 5))
+@cases(list(FUSED_SOME), quick=(0, 1, 2, 5, 8))
 def test_fused_where_not_all_is_wanted(case):
     forward, *backward = launched(check(case))
     assert forward == "forward" and {*backward} == FUSED_SOME[case]

@@ -13,6 +13,7 @@ ACCESS = "jln._junction.kernels.addresses"
 NORMS, NORM_LAUNCH = "jln._junction.kernels.backward", "jln._junction.launches"
 TERMS = "jln._junction.kernels.terms"
 LINEARS, LINEAR_LAUNCH = "jln._junction.kernels.with_linear", "jln._junction.linears.launches"
+LINEARS_BACKWARD = "jln._junction.kernels.with_linear_backward"
 # In turn: several tiles, the last one ragged, of rows whose length is no power of two; more tiles than programs; rows
 # that several programs share; rows in chunks; rows that lie side by side; several groups.
 WHOLE = Case("add_layer_norm", (37, 100), "float32", "small-h200")
@@ -24,6 +25,7 @@ STRIDED = Case("layer_norm", (3, 24, 40), "float32", "small-h200", axis=1)
 GROUPS = Case("add_layer_norm", (9, 40), "float32", "small-h200", over="rsd")
 FUSED = Case("layer_norm_linear", (100, 128), "bfloat16", "small-h200", (32,))
 FUSED_MMA = dataclasses.replace(FUSED, chip="small-a100")
+OF_EXAMPLES = Case("layer_norm_linear", (3, 70, 128), "bfloat16", "small-h200", (32,), of_examples=True)
 FUSED_SUM = Case("add_layer_norm_linear", (100, 128), "bfloat16", "small-h200", (32,))
 COMPOSED_SUM = Case("add_layer_norm_linear", (37, 128), "bfloat16", "small-h200", (300,))
 SEVERAL = Case("layer_norm_linear", (70, 64), "bfloat16", "small-h200", ((8,), (8,), (8,)), unbiased=(1,))
@@ -139,13 +141,17 @@ SOURCES = [
     # Row strides, bounds and masks.
     ("rows at the tile's width", WHOLE, ACCESS, "first * (H * groups), local.to(wide) * (H * groups)",
      "first * 128, local.to(wide) * 128"),
-    ("a fused row stride of the tile's width", dataclasses.replace(FUSED, shape=(100, 120)), LINEARS,
-     "tl.load(matrix_ptr + row[:, None] * COLUMNS + column[None, :], mask=mask",
-     "tl.load(matrix_ptr + row[:, None] * ((COLUMNS + 63) // 64 * 64) + column[None, :], mask=mask"),
-    ("a mask dropped in dkernel's store", dataclasses.replace(FUSED, features=(24,)), LINEARS,
+    ("a fused row stride of the tile's width", dataclasses.replace(FUSED, features=(24,)), LINEARS,
+     "rows_of(tile, rows, N, 1, INTERLEAVED, None, BLOCK_ROWS)\n    y_ptr",
+     "rows_of(tile, rows, BLOCK_N, 1, INTERLEAVED, None, BLOCK_ROWS)\n    y_ptr"),
+    ("a sum of another example, fused", OF_EXAMPLES, LINEARS_BACKWARD,
+     "at = (group * programs + split % programs) * H + column", "at = (split % programs) * H + column"),
+    ("an example's rows from the first row of all, fused", OF_EXAMPLES, LINEARS_BACKWARD,
+     "base += start_of(group, rows, H, 1, INTERLEAVED)\n            row", "pass\n            row"),
+    ("a mask dropped in dkernel's store", dataclasses.replace(FUSED, features=(24,)), LINEARS_BACKWARD,
      "tl.store(dkernel_ptr + at, dkernel.to(dkernel_ptr.dtype.element_ty), mask=mask)",
      "tl.store(dkernel_ptr + at, dkernel.to(dkernel_ptr.dtype.element_ty))"),
-    ("a fused dx without c1", FUSED, LINEARS, "-(c1 * rstd)[:, None])", "0.0 * rstd[:, None])"),
+    ("a fused dx without c1", FUSED, LINEARS_BACKWARD, "-(c1 * rstd)[:, None])", "0.0 * rstd[:, None])"),
     # Terms of the formulas.
     ("c2 dropped", WHOLE, NORMS,
      "tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1", "tl.fma(x_hat, 0.0 * rstd[:, None], -(c1"),
@@ -154,10 +160,10 @@ SOURCES = [
      "dx += tl.load(dtotal_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)", "pass"),
     ("y not multiplied by the scale", WHOLE, TERMS,
      "return tl.fma(x_hat, scale[None, :], offset[None, :])", "return x_hat + offset[None, :]"),
-    ("the sum's cotangent not added, fused", FUSED_SUM, LINEARS,
-     "dx += _load_matrix(dtotal_ptr, row, valid, first, H, BLOCK_H, BLOCK_ROWS).to(COMPUTE)", "pass"),
+    ("the sum's cotangent not added, fused", FUSED_SUM, LINEARS_BACKWARD,
+     "dx += load_matrix(dtotal_ptr + base, start, valid, first, H, BLOCK_H).to(COMPUTE)", "pass"),
     ("a sum not written, fused", FUSED_SUM, LINEARS,
-     "tl.store(total_ptr + row[:, None] * H + column[None, :], total, mask=mask)", "pass"),
+     "tl.store(total_ptr + start[:, None] + column[None, :], total, mask=mask)", "pass"),
     ("a sum's mask dropped, fused", FUSED_SUM, LINEARS,
      "+ column[None, :], total, mask=mask)", "+ column[None, :], total)"),
     ("results parted at the wrong place", SEVERAL, LINEAR_LAUNCH, "start += n", "start = n"),
@@ -181,12 +187,13 @@ SOURCES = [
     ("y in the memory of a dy that other programs read", COMPOSED, NORM_LAUNCH,
      "(dy.dtype, dy.shape) and chunks == 1", "(dy.dtype, dy.shape)"),
     ("a fused tile of rows forgotten", FUSED, LINEAR_LAUNCH,
-     "programs=ceil_div(rows, tile.rows)", "programs=rows // tile.rows"),
-    ("a split forgotten", FUSED, LINEAR_LAUNCH, "programs=splits * ceil_div(h, plan.backward.columns)",
-     "programs=(splits - 1) * ceil_div(h, plan.backward.columns)"),
+     "programs=g.programs(tile),", "programs=g.programs(tile) - 1,"),
+    ("a split forgotten", FUSED, LINEAR_LAUNCH, "programs=splits * chunks",
+     "programs=(splits - 1) * chunks"),
     ("c2 for c1, fused", FUSED, LINEAR_LAUNCH,
-     '"c1": sums["c1"],', '"c1": sums["c2"],'),
-    ("the offset for the scale, fused", FUSED, LINEAR_LAUNCH, '"scale": operands.scale if', '"scale": offset if'),
+     '{name: row_sums[name] for name in ("c1", "c2")}', '{name: row_sums["c2"] for name in ("c1", "c2")}'),
+    ("the offset for the scale, fused", FUSED, LINEAR_LAUNCH,
+     '"scale": operands.scale if', '"scale": operands.offset if'),
 ]  # fmt: skip
 
 

@@ -85,8 +85,8 @@ NORMS = [
     ),
     Mutant(
         "the scales' shares exchanged", NORM_LAUNCH,
-        'gradients |= {name: totals[f"d{name}"] for name in sums}',
-        'gradients |= {name: totals[f"d{other}"] for name, other in zip(sums, sums[::-1], strict=True)}',
+        'return {name: totals[f"d{name}"] for name in sums}',
+        'return {name: totals[f"d{other}"] for name, other in zip(sums, sums[::-1], strict=True)}',
         KERNEL,
     ),
     Mutant(

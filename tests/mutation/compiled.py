@@ -5,7 +5,7 @@ from targets import (
     BACKWARD,
     EXECUTED_FUSED,
     LAUNCH,
-    LINEAR,
+    LINEAR_BACKWARD,
     LOWERING,
     NEIGHBOURS,
     NORM_LAUNCH,
@@ -29,7 +29,7 @@ COMPILED = [
         "\n        rstd = tl.load(rstd_ptr + row)", RAGGED,
     ),
     Mutant(
-        "c2 of rows that are not there, fused", LINEAR,
+        "c2 of rows that are not there, fused", LINEAR_BACKWARD,
         "c2 = load_vector(c2_ptr, row, valid, BLOCK_ROWS, COMPUTE)", "c2 = tl.load(c2_ptr + row)", EXECUTED_FUSED,
     ),
     Mutant(
@@ -41,9 +41,10 @@ COMPILED = [
         "return 16 // max(widths) if len(widths) > 1 else None", "return None", TWO_DTYPES,
     ),
     Mutant(
-        "that columns are neighbours hidden from the compiler, fused", LINEAR,
-        "row[:, None] * COLUMNS + column[None, :], mask=mask, other=0.0)",
-        "row[:, None] * COLUMNS + (column[None, :] ^ (row[:, None] >> 30)), mask=mask, other=0.0)", EXECUTED_FUSED,
+        "that columns are neighbours hidden from the compiler, fused", TERMS,
+        "matrix_ptr + start[:, None] + column[None, :], mask=mask, other=0.0)",
+        "matrix_ptr + start[:, None] + (column[None, :] ^ (start[:, None] >> 30)), mask=mask, other=0.0)",
+        EXECUTED_FUSED,
     ),
     # What the compiler is told, and the launch.
     Mutant(

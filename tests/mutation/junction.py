@@ -6,7 +6,6 @@ from targets import (
     JUNCTION,
     JUNCTION_MESH,
     JUNCTION_RULES,
-    LINEAR_TILES,
     NORM_ARGUMENTS,
     NORM_LAUNCH,
     TERMS,
@@ -124,24 +123,5 @@ SUMS = [
         "axes of rows put back in the order in which they were moved", NORM_ARGUMENTS,
         "sorted(range(x.ndim), key=order.__getitem__)", "order",
         (f"{VALUES}[xla-layer_norm-no gate-over the last-1]",),
-    ),
-    Mutant(
-        "a gate forgotten where norm and product are one kernel",
-        LINEAR_TILES,
-        '"x", "residual", "scale", "offset", "kernel", "bias"}',
-        '"x", "residual", "scale", "offset", "kernel", "bias", "x_bias", "gate", "row_gate"}',
-        (f"{JUNCTION}test_accuracy_of_linears[triton-add_layer_norm_linear, x_bias and gate-float32]",),
-    ),
-    Mutant(
-        "an x_bias alone forgotten where norm and product are one kernel",
-        LINEAR_TILES,
-        '"x", "residual", "scale", "offset", "kernel", "bias"}',
-        '"x", "residual", "scale", "offset", "kernel", "bias", "x_bias"}',
-        (f"{JUNCTION}test_few_features_behind_a_sum_of_one_kind[triton-add_layer_norm_linear-x_bias]",),
-    ),
-    Mutant(
-        "examples' parameters forgotten where norm and product are one kernel", LINEAR_TILES,
-        "junction.norm.of_examples or ", "",
-        (f"{JUNCTION}test_few_features_behind_a_sum_of_one_kind[triton-add_layer_norm_linear-by example]",),
     ),
 ]  # fmt: skip

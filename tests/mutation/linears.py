@@ -8,6 +8,7 @@ from targets import (
     IN_ONE_ON_A_MESH,
     JUNCTION_RULES,
     LINEAR,
+    LINEAR_BACKWARD,
     LINEAR_LAUNCH,
     NORM_LAUNCH,
     PARTITIONED,
@@ -96,20 +97,21 @@ LINEARS = [
     ),
     Mutant(
         "the sum not returned, fused", LINEAR,
-        "tl.store(total_ptr + row[:, None] * H + column[None, :], total, mask=mask)", "pass", FUSED_SUM,
+        "tl.store(total_ptr + start[:, None] + column[None, :], total, mask=mask)", "pass", FUSED_SUM,
     ),
     Mutant(
         "the residual of the first columns, fused", LINEAR,
-        "_load_matrix(residual_ptr, row, valid, first,", "_load_matrix(residual_ptr, row, valid, 0 * first,", FUSED_SUM,
+        "load_matrix(residual_ptr, start, valid, first,", "load_matrix(residual_ptr, start, valid, 0 * first,",
+        FUSED_SUM,
     ),
     Mutant(
-        "the sum's cotangent not added, fused", LINEAR,
-        "dx += _load_matrix(dtotal_ptr, row, valid, first, H, BLOCK_H, BLOCK_ROWS).to(COMPUTE)", "pass", FUSED_SUM,
+        "the sum's cotangent not added, fused", LINEAR_BACKWARD,
+        "dx += load_matrix(dtotal_ptr + base, start, valid, first, H, BLOCK_H).to(COMPUTE)", "pass", FUSED_SUM,
     ),
     Mutant(
-        "the sum's cotangent times rstd, fused", LINEAR,
-        "dx += _load_matrix(dtotal_ptr, row, valid, first, H, BLOCK_H, BLOCK_ROWS).to(COMPUTE)",
-        "dx += rstd[:, None] * _load_matrix(dtotal_ptr, row, valid, first, H, BLOCK_H, BLOCK_ROWS).to(COMPUTE)",
+        "the sum's cotangent times rstd, fused", LINEAR_BACKWARD,
+        "dx += load_matrix(dtotal_ptr + base, start, valid, first, H, BLOCK_H).to(COMPUTE)",
+        "dx += rstd[:, None] * load_matrix(dtotal_ptr + base, start, valid, first, H, BLOCK_H).to(COMPUTE)",
         FUSED_SUM,
     ),
     Mutant(
@@ -150,7 +152,7 @@ LINEARS = [
     ),
     Mutant(
         "the sum's cotangent not handed to the fused kernel", LINEAR_LAUNCH,
-        '"dtotal": operands.dtotal if dtypes.x else None', '"dtotal": None',
+        '"dtotal": operands.dtotal if pulls else None', '"dtotal": None',
         (f"{FUSED}test_behind_a_sum[bfloat16-bfloat16-fused]",),
     ),
     Mutant(
@@ -176,13 +178,13 @@ LINEARS = [
     Mutant(
         "shares of dbias added up over devices in 16 bits",
         ARRAYS,
-        "tuple(Result(d, *([(Kind.ROW,), True] if pulls else [])) for d in of)",
-        "tuple(Result(d, *([(Kind.ROW,)] if pulls else [])) for d in of)",
+        "tuple(Result(d, *([over_rows, True] if pulls else [])) for d in of)",
+        "tuple(Result(d, *([over_rows] if pulls else [])) for d in of)",
         (f"{SHARDED_DTYPES}test_shares_of_16_bit_biases_are_added_up_in_float32[(8,)]",),
     ),
     Mutant(
         "shares of a column's sum added up over devices in 16 bits", ARRAYS,
-        "Result(d, *([(Kind.ROW,), True] if pulls else []))", "Result(d, *([(Kind.ROW,), False] if pulls else []))",
+        "Result(d, *([over_rows, True] if pulls else []))", "Result(d, *([over_rows, False] if pulls else []))",
         (f"{SHARDED_DTYPES}test_shares_of_16_bit_biases_are_added_up_in_float32[(300,)]",),
     ),
     Mutant(

@@ -8,6 +8,7 @@ from both_sides import NORMS
 from by_row import BY_ROW
 from compiled import COMPILED
 from entries import ENTRIES
+from few_features import FEW_FEATURES
 from frozen import FROZEN_ARGUMENTS
 from gated import GATED_NORMS
 from junction import SUMS
@@ -21,6 +22,7 @@ from wider import WIDENED
 MUTANTS = [
     *KERNELS,
     *LINEARS,
+    *FEW_FEATURES,
     *SUMS,
     *NORMS,
     *BY_ROW,

@@ -137,8 +137,8 @@ PROOFS = [
     Mutant(
         "two kernels' tiles exchanged",
         LINEAR_TILES,
-        'chip, chosen["row_sums"], chosen["backward"])',
-        'chip, chosen["backward"], chosen["row_sums"])',
+        'chip, chosen["row_sums"], chosen["backward"], groups)',
+        'chip, chosen["backward"], chosen["row_sums"], groups)',
         ("tests/triton/test_tuned_tiles.py::test_linears_are_right_under_tuned_tiles[fused]",),
     ),
     Mutant(

@@ -297,7 +297,7 @@ RULES = [
     Mutant(
         "features split where dx is their sum and no device can ask another",
         IN_SHARES,
-        "for kind in r.summed if kind != Kind.ROW}",
+        "for kind in r.summed if kind not in _OF_ROWS}",
         "for kind in r.summed if kind == Kind.HIDDEN}",
         ("tests/devices/test_shard_map.py::test_few_features_over_some_axes[kernels-layer_norm_linear]",),
     ),
@@ -339,8 +339,8 @@ RULES = [
     Mutant(
         "dbias added up over features",
         ARRAYS,
-        "[(Kind.ROW,), True] if pulls",
-        "[(Kind.FEATURE, Kind.ROW), True] if pulls",
+        "if norm.of_examples else (Kind.ROW,)",
+        "if norm.of_examples else (Kind.FEATURE, Kind.ROW)",
         IN_ONE_ON_A_MESH,
     ),
     Mutant(

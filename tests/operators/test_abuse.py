@@ -55,9 +55,9 @@ OUTPUTS = {
     "long_rows.long_rows_kernel": ("dx", "shares"),
     "backward.reduce_kernel": ("dscale", "doffset"),
     "with_linear.forward_kernel": ("y", "mean", "rstd"),
-    "with_linear.row_sums_kernel": ("c1", "c2", "dbias"),
-    "with_linear.backward_kernel": ("dx", "g", "dscale"),
-    "with_linear.parameters_kernel": ("dkernel", "dscale", "doffset", "dbias"),
+    "with_linear_backward.row_sums_kernel": ("c1", "c2", "dbias"),
+    "with_linear_backward.backward_kernel": ("dx", "g", "shares"),
+    "with_linear_backward.parameters_kernel": ("dkernel", "dscale", "doffset", "dbias"),
 }
 
 

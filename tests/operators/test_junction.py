@@ -216,17 +216,13 @@ def test_accuracy(name, gate, shape, dtype, implementation):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [n for n in workbench.FORMS if "linear" in n])
 def test_accuracy_of_linears(name, dtype, implementation):
-    """Linears behind a sum with an x_bias and a gate are accurate even with few features.
-
-    Without an x_bias and a gate these may be one operation with the norm.
-    """
+    """Linears behind a sum with an x_bias and a gate are accurate with few features, one operation with the norm."""
     operator = workbench.FORMS[name]
     operands = workbench.arguments(operator, (64, 128), dtype, features=(16,))
     workbench.check(operator, operands, implementation)
 
 
-# Each of these alone keeps the norm and a product of few features apart: an x_bias, a gate, parameters of each example
-# or row.
+# What the kernels of a norm and of a product of few features are told of, each of it alone.
 ALONE = {
     "x_bias": ("no gate", "shared"),
     "a gate of H": ("H", "shared"),

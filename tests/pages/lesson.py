@@ -18,7 +18,8 @@ PAGE = ROOT / "jln/README.md"
 JUNCTION = ROOT / "jln/_junction"
 JNP = tuple(JUNCTION / name for name in ("formulas.py", "gradients.py", "linears/formulas.py"))
 KERNELS = tuple(
-    JUNCTION / "kernels" / f"{name}.py" for name in ("terms", "forward", "backward", "long_rows", "with_linear")
+    JUNCTION / "kernels" / f"{name}.py"
+    for name in ("terms", "forward", "backward", "long_rows", "with_linear", "with_linear_backward")
 )
 WIDTH = 110  # of a quotation
 

@@ -59,6 +59,14 @@ REMAT_SWITCHES = {
     "everything and a gate of rows again": SUM_SWITCHES["everything and a gate of rows"] | {"remat": True},
     "statistics again": SWITCHES["everything"] | {"adds": False, "remat": True},
 }
+# Of few features behind a sum, and of examples: many, and few, whose rows several programs share.
+FEW_FEATURES_SWITCHES = SUM_SWITCHES | {
+    "examples": SWITCHES["everything"] | {"adds": False, "examples": 400},
+    "examples of a sum": SUM_SWITCHES["everything and x_bias"] | {"examples": 400},
+    "examples and a gate": SUM_SWITCHES["everything and a gate"] | {"examples": 400},
+    "examples and a gate of rows": SUM_SWITCHES["everything and a gate of rows"] | {"examples": 400},
+    "few examples": SWITCHES["everything"] | {"adds": False, "examples": 2},
+}
 # Norms on both sides of a sum.
 BOTH_SIDES_SWITCHES = {
     "rms norms": SWITCHES["add_rms_norm"] | {"zero_centered_scale": True},
@@ -192,29 +200,49 @@ FUSED = [
 
 
 def linear_launches(rows, h, n, dtypes, chip, switches, trial=None):
-    """The launches of LayerNorm+Linear forward and backward at this size, none made; a residual has x's dtype."""
+    """The launches of LayerNorm+Linear forward and backward at this size, none made; a residual has x's dtype.
+
+    With `examples` there are that many groups of rows, each with parameters of the norm and of the sum of its own.
+    """
     from jln._junction.linears import launches as launcher
 
     jax.config.update("jax_enable_x64", True)
-    x, parameter = jax.ShapeDtypeStruct((rows, h), dtypes[0]), jax.ShapeDtypeStruct((h,), dtypes[2])
+    examples = switches.get("examples")
+    lead = (rows,) if examples is None else (examples, rows // examples)
+    x = jax.ShapeDtypeStruct((*lead, h), dtypes[0])
+    parameter = jax.ShapeDtypeStruct((1, h) if examples is None else (examples, 1, h), dtypes[2])
     kernel, bias = (jax.ShapeDtypeStruct(s, dtypes[1]) for s in ((h, n), (n,)))
-    dy = jax.ShapeDtypeStruct((rows, n), jnp.promote_types(*dtypes[:2]))
-    rstd = jax.ShapeDtypeStruct((rows, 1), jnp.promote_types(dtypes[0], jnp.float32))
+    dy = jax.ShapeDtypeStruct((*lead, n), jnp.promote_types(*dtypes[:2]))
+    rstd = jax.ShapeDtypeStruct((*lead, 1), jnp.promote_types(dtypes[0], jnp.float32))
     mean = rstd if switches["subtract_mean"] else None
-    scale, offset = (parameter if switches[name] else None for name in ("scale", "offset"))
-    everything = scale is not None
+    parameters = {name: parameter for name in ("scale", "offset", "x_bias", "gate") if switches.get(name)}
+    parameters |= {"row_gate": rstd} if switches.get("row_gate") else {}
+    everything = "scale" in parameters
     residual = x if switches["adds"] else None  # total and its cotangent are alike
-    norm = Norm(-1, 1e-6, Switches(switches["subtract_mean"], switches["zero_centered_scale"]))
+    norm = Norm(
+        -1,
+        1e-6,
+        Switches(switches["subtract_mean"], switches["zero_centered_scale"]),
+        examples=0 if examples is None else 1,
+    )
     junction = Junction(norm, features=(1,), in_one=True)
     recorder = Recorder(ALL_CHIPS[chip], trial)
-    operands = Arrays(x, residual, scale, offset, kernel=(kernel,), bias=(bias if everything else None,))
+    operands = Arrays(x, residual, **parameters, kernel=(kernel,), bias=(bias if everything else None,))
     results = Arrays(y=(dy,), total=residual)
     if everything:
         results = results._replace(mean=mean, rstd=rstd)
     jax.eval_shape(lambda operands: launcher.forward(operands, junction, dtypes_of(results), 0, recorder), operands)
-    gradients = dtypes_of(operands._replace(residual=None))
+    gated = {"gate", "row_gate"} & {*parameters}
+    gradients = dtypes_of(operands if gated else operands._replace(residual=None))
     saved = Arrays(
-        dy=(dy,), dtotal=residual, total=x, scale=scale, offset=offset, mean=mean, rstd=rstd, kernel=(kernel,)
+        x=x if gated else None,
+        dy=(dy,),
+        dtotal=residual,
+        total=x,
+        mean=mean,
+        rstd=rstd,
+        kernel=(kernel,),
+        **{name: a for name, a in parameters.items() if gated or name != "x_bias"},
     )
     jax.eval_shape(lambda saved: launcher.backward(saved, junction, gradients, 0, recorder), saved)
     return recorder.launches

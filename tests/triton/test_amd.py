@@ -17,6 +17,7 @@ from jln._triton.chip import CHIPS, Chip
 from jln._triton.target import Interpreter, Recorder, using
 from launches import (
     DTYPES,
+    FEW_FEATURES_SWITCHES,
     FUSED,
     GATED_SWITCHES,
     LINEAR_DTYPES,
@@ -65,8 +66,9 @@ def norms(chip, dtype, layouts):
 
 
 def linears(chip, dtype, sizes):
-    made = [a for size in sizes for a in linear_launches(*size, LINEAR_DTYPES[dtype], chip, SWITCHES["everything"])]
-    return resources([launch for launch in made if launch.kernel.fn.__module__.endswith("kernels.with_linear")], dtype)
+    forms = [SWITCHES["everything"], *(FEW_FEATURES_SWITCHES[f] for f in ("everything and a gate", "examples"))]
+    made = [a for s in forms for size in sizes for a in linear_launches(*size, LINEAR_DTYPES[dtype], chip, s)]
+    return resources([launch for launch in made if "kernels.with_linear" in launch.kernel.fn.__module__], dtype)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from launches import (
     BOTH_SIDES_SWITCHES,
     CHIPS,
     DTYPES,
+    FEW_FEATURES_SWITCHES,
     FUSED,
     GATED_SWITCHES,
     LINEAR_DTYPES,
@@ -293,6 +294,43 @@ def test_fused_linear_does_not_spill_and_uses_wgmma(worker, switches, chip, dtyp
     assert_fits(made, stack=0 if (switches, chip, dtype) == LIGHT_LINEAR else STACK)
     if chip == "h200":
         assert_uses_wgmma(made)
+
+
+# The tiles of 16, 32, 64 and 128 features, aligned or not; and sizes that are composed of some forms.
+FORM_SIZES = [(100_000, h, n) for h, n in ((4096, 64), (1152, 32), (8192, 128), (768, 7), (4096, 256), (1023, 7))]
+
+
+def compile_form(dtypes, chip, switches, sizes):
+    """Return of each launch that normalises and multiplies what `compile_linear` does. Runs in the worker."""
+    made = []
+    for m, h, n in sizes:
+        for launch in linear_launches(m, h, n, dtypes, chip, switches):
+            if "kernels.with_linear" in launch.kernel.fn.__module__:
+                resources = compiler.compile_launch(launch)
+                mma = resources.assembly.count("mma.sync.")
+                what = f"{launch.kernel.fn.__name__} {dtypes} M={m} H={h} N={n} {launch.tile}"
+                made.append((what, resources.spilled, resources.shared, launch.chip.shared, mma))
+    return made
+
+
+FORM_COMBINATIONS = [c for c in itertools.product(FEW_FEATURES_SWITCHES, CHIPS, MOST) if c[1:] != ("b200", "float32")]
+
+
+@pytest.mark.parametrize(
+    ("switches", "chip", "dtype"),
+    every_pair(
+        [c for c in FORM_COMBINATIONS if c[1:] != ("b200", "bfloat16, float32 parameters")],
+        light=[("everything and a gate", "h200", "bfloat16"), ("examples", "h200", "bfloat16")],
+    ),
+)
+def test_forms_of_few_features_do_not_spill(worker, switches, chip, dtype):
+    """Kernels of a gate and of examples do not spill where they are fused, and most of them are."""
+    dtypes = LINEAR_DTYPES[dtype]
+    made = worker.submit(compile_form, dtypes, chip, FEW_FEATURES_SWITCHES[switches], FORM_SIZES).result()
+    assert_fits(made, STACK)
+    is_rare = switches.startswith("examples ") and (chip == "b200" or dtype != "bfloat16")
+    assert len(made) >= (0 if is_rare else 4 * 3)
+    assert chip != "h200" or not any(mma for *_, mma in made)
 
 
 @pytest.mark.parametrize(("switches", "chip", "dtype"), every_pair(LINEAR_COMBINATIONS, light=[LIGHT_LINEAR]))

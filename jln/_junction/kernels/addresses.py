@@ -134,9 +134,9 @@ def group_of(program, programs, SHARED: tl.constexpr):
     To divide takes 28 of the 630 instructions of a thread that norms 64 elements, in `forward_kernel`.
     """
     if SHARED is None:
-        return (program * 0).to(tl.int64), program
+        return tl.cast(program * 0, tl.int64), program
     else:
-        return (program // programs).to(tl.int64), program % programs
+        return tl.cast(program // programs, tl.int64), program % programs
 
 
 @triton.jit

@@ -39,12 +39,27 @@ def load_vector(vector_ptr, at, exists, BLOCK: tl.constexpr, COMPUTE: tl.constex
 
 
 @triton.jit
-def load_branch(x_ptr, x_bias_ptr, at, mask, column, exists, COMPUTE: tl.constexpr):
+def load_matrix(
+    matrix_ptr, start, row_exists, first, COLUMNS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
+):  # fmt: skip
+    """A tile of a matrix with COLUMNS columns, from the column `first` on; 0 outside. start: where its rows start."""
+    column = first + tl.arange(0, BLOCK_COLUMNS)
+    mask = row_exists[:, None] & (column < COLUMNS)[None, :]
+    return tl.load(matrix_ptr + start[:, None] + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def with_bias(x, x_bias_ptr, column, exists, COMPUTE: tl.constexpr):
     """The branch that is gated: x plus its bias."""
-    x = widened(tl.load(x_ptr + at, mask=mask, other=0.0), COMPUTE)
     if x_bias_ptr is not None:
         x += tl.load(x_bias_ptr + column, mask=exists, other=0.0).to(COMPUTE)[None, :]
     return x
+
+
+@triton.jit
+def load_branch(x_ptr, x_bias_ptr, at, mask, column, exists, COMPUTE: tl.constexpr):
+    """The branch, of a tile of x."""
+    return with_bias(widened(tl.load(x_ptr + at, mask=mask, other=0.0), COMPUTE), x_bias_ptr, column, exists, COMPUTE)
 
 
 @triton.jit

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 
 from jln._core.operation import only_rows_differ
 from jln._junction import launches as norms
-from jln._junction.arrays import TABLE, Arrays, Junction, Norm, Shape, total_dtype
+from jln._junction.arrays import COLUMNS, TABLE, Arrays, Junction, Shape, total_dtype
 from jln._junction.formulas import common_batch, with_batch
 from jln._junction.gradients import made_again
-from jln._junction.kernels import with_linear as kernels
+from jln._junction.kernels import with_linear
+from jln._junction.kernels import with_linear_backward as kernels
 from jln._junction.linears import formulas, tiles
 from jln._triton.launch import launch
 from jln._triton.target import Target
@@ -37,16 +38,26 @@ def forward(
     batch = common_batch(batch_dims, *jax.tree.leaves(operands))
     rows, parameters = ({}, {})
     for name, array in operands.present().items():
-        (rows if TABLE[name].shape is Shape.ROW else parameters)[name] = array
-    if batch_dims and only_rows_differ(batch_dims, list(rows.values()), jax.tree.leaves(parameters)):
-        # Where every example has the same parameters, examples are rows like any other.
+        (rows if TABLE[name].shape in (Shape.ROW, Shape.NUMBER) else parameters)[name] = array
+    norm = junction.norm
+    both_ways = norm.examples and norm.interleaved  # of which no kernel knows what would lie in front of them
+    if batch_dims and not both_ways and only_rows_differ(batch_dims, list(rows.values()), jax.tree.leaves(parameters)):
+        # Where every example of vmap's has the same parameters, they are rows like any other.
         of_linears = jax.tree.map(lambda p: p.reshape(p.shape[batch_dims:]), operands.only(("kernel", "bias")))
-        operands, batch_dims = operands._replace(kernel=of_linears.kernel, bias=of_linears.bias), 0
-    tile, x = None, operands.x
+        operands = operands._replace(kernel=of_linears.kernel, bias=of_linears.bias)
+        if norm.examples:
+            behind = operands.x.ndim - 1 - batch_dims - norm.examples
+            norm = dataclasses.replace(norm, examples=0, interleaved=norm.examples, behind=behind)
+            junction = dataclasses.replace(junction, norm=norm)
+        batch_dims = 0
+    tile = None
     if not (batch_dims or gathered) and (dtype := formulas.widest(dtypes.y)) is not None:
         n = sum(math.prod(k.shape[1:]) for k, d in zip(operands.kernel, dtypes.y, strict=True) if d is not None)
-        adds = operands.residual is not None
-        tile = tiles.forward(math.prod(x.shape[:-1]), x.shape[-1], n, dtype, target, adds=adds)
+        g = norms.geometry_of(_of_norm(operands), junction.norm, 0)
+        gated = operands.gated or operands.x_bias is not None
+        of_sum = {"adds": operands.residual is not None, "gated": gated}
+        tile = tiles.forward(g.groups * g.rows, g.h, n, dtype, target, groups=g.groups, **of_sum)
+        tile = tile if tile is not None and _fills(tile, g) else None
     if tile is not None:
         results = _fused_forward(operands, junction, dtypes, tile, target)
     else:
@@ -63,11 +74,14 @@ def backward(
     gathered: formulas.Gathered = (),
 ) -> Arrays:
     plan = None
-    if not (batch_dims or gathered) and jax.tree.leaves((dtypes.x, dtypes.scale, dtypes.kernel)):
-        *lead, h = (operands.x if operands.total is None else operands.total).shape
-        rows = math.prod(lead)
+    if not (batch_dims or gathered) and jax.tree.leaves(dtypes._replace(offset=None, bias=None)):
+        g = _geometry_of_gradients(operands, junction, dtypes)
         dy = [d for d in operands.dy if d is not None]
-        plan = tiles.backward(rows, h, sum(d.size for d in dy) // rows, dy[0].dtype.name, target)
+        rows = g.groups * g.rows
+        n = sum(d.size for d in dy) // rows
+        gated = operands.gated or dtypes.x_bias is not None
+        plan = tiles.backward(rows, g.h, n, dy[0].dtype.name, target, groups=g.groups, gated=gated)
+        plan = plan if plan is not None and _fills(plan.backward, g) else None
     if plan is not None:
         if junction.norm.remat:
             again = functools.partial(norms.forward, target=target)
@@ -75,6 +89,20 @@ def backward(
             junction = dataclasses.replace(junction, norm=norm)
         return _fused_backward(operands, junction, dtypes, plan, target)
     return formulas.backward(operands, junction, dtypes, batch_dims, norms=_norms(target), gathered=gathered)
+
+
+def _of_norm(operands: Arrays) -> Arrays:
+    return operands._replace(kernel=None, bias=None, dy=None)
+
+
+def _geometry_of_gradients(operands: Arrays, junction: Junction, dtypes: Arrays) -> norms.Geometry:
+    has_sums = any(getattr(dtypes, name) is not None for name in COLUMNS)
+    return norms.geometry_of(_of_norm(operands), junction.norm, 0, has_sums)
+
+
+def _fills(tile: Tile, g: norms.Geometry) -> bool:
+    """True where groups fill half of their tiles of rows: else the fused kernels multiply mostly rows that are not."""
+    return 2 * g.rows >= g.tiles(tile) * tile.rows or g.groups == 1
 
 
 def _norms(target: Target) -> formulas.Norms:
@@ -137,7 +165,9 @@ def _fused_forward(operands: Arrays, junction: Junction, dtypes: Arrays, tile: T
     """The forward operation without a batch, in one kernel."""
     x, kernel, bias = operands.x, operands.kernel, operands.bias
     features = [None if d is None else k.shape[1:] for k, d in zip(kernel, dtypes.y, strict=True)]
-    rows, n = math.prod(x.shape[:-1]), sum(math.prod(f) for f in features if f is not None)
+    n = sum(math.prod(f) for f in features if f is not None)
+    g = norms.geometry_of(_of_norm(operands), junction.norm, 0)
+    shared, ready = norms.shared_operands(_of_norm(operands), g)
 
     def like_x(dtype: str | None, last: int) -> jax.ShapeDtypeStruct | None:
         return None if dtype is None else jax.ShapeDtypeStruct((*x.shape[:-1], last), dtype)
@@ -148,15 +178,12 @@ def _fused_forward(operands: Arrays, junction: Junction, dtypes: Arrays, tile: T
     assert y is not None
     written = launch(
         target,
-        kernels.forward_kernel,
+        with_linear.forward_kernel,
         {
-            "x": x,
-            "residual": operands.residual,
-            "scale": operands.scale,
-            "offset": operands.offset,
+            **norms.pointed(with_linear.forward_kernel, ready),
             "kernel": _side_by_side(kernel, features),
             "bias": _side_by_side(bias, features),
-            "rows": rows,
+            "rows": g.rows,
         },
         {
             "y": y,
@@ -164,12 +191,12 @@ def _fused_forward(operands: Arrays, junction: Junction, dtypes: Arrays, tile: T
             "mean": like_x(dtypes.mean, 1),
             "rstd": like_x(dtypes.rstd, 1),
         },
-        programs=ceil_div(rows, tile.rows),
+        programs=g.programs(tile),
         tile=tile,
         BY_REGISTERS=target.chip.has_wgmma and y.dtype == jnp.float32,
         EPSILON=junction.norm.epsilon,
         TOTAL=jnp.dtype(total_dtype(operands)),
-        **_constants(junction.norm, x.shape[-1], n),
+        **_constants(g, shared, n),
     )
     return Arrays(**written | {"y": _apart(written["y"], features, dtypes.y)})
 
@@ -177,19 +204,25 @@ def _fused_forward(operands: Arrays, junction: Junction, dtypes: Arrays, tile: T
 def _fused_backward(
     operands: Arrays, junction: Junction, dtypes: Arrays, plan: tiles.BackwardPlan, target: Target
 ) -> Arrays:
-    """The backward operation without a batch, in up to three kernels.
+    """The backward operation without a batch, in up to four kernels.
 
-    They compute the row sums and shares of dbias, where dx is wanted; then dx and shares of G and dscale; and then add
-    up the shares.
+    They compute the row sums and shares of dbias, where a cotangent of total is wanted; then the rows' gradients and
+    shares of G and of sums over a group's rows; and then add up the shares of the parameters' gradients.
     """
-    total, offset = operands.total, operands.offset
+    g = _geometry_of_gradients(operands, junction, dtypes)
+    shared, ready = norms.shared_operands(_of_norm(operands), g)
     pairs = zip(operands.dy, junction.features, strict=True)
     features = [None if d is None else d.shape[d.ndim - axes :] for d, axes in pairs]
     dy, kernel = _side_by_side(operands.dy, features), _side_by_side(operands.kernel, features)
     assert dy is not None
+    n = dy.shape[-1]
     wants_dkernel, wants_dbias = (any(d is not None for d in of) for of in (dtypes.kernel, dtypes.bias))
-    rows, h, n = math.prod(dy.shape[:-1]), total.shape[-1], dy.shape[-1]
-    constants = _constants(junction.norm, h, n)
+    pulls = any(d is not None for d in dtypes._replace(scale=None, offset=None, kernel=None, bias=None))
+    # Of one group doffset is made of dbias, and so is the part of dkernel that the offset has.
+    one_group = g.groups == 1
+    sums = [name for name in COLUMNS if getattr(dtypes, name) is not None and not (one_group and name == "offset")]
+    named_sums = tuple(f"d{name}" for name in sums)
+    constants = _constants(g, shared, n)
 
     def float32(wanted: object, *shape: int) -> jax.ShapeDtypeStruct | None:
         return jax.ShapeDtypeStruct(shape, jnp.float32) if wanted else None
@@ -197,97 +230,114 @@ def _fused_backward(
     def like(dtype: str | None, *shape: int) -> jax.ShapeDtypeStruct | None:
         return None if dtype is None else jax.ShapeDtypeStruct(shape, dtype)
 
-    parameter = (*[1] * (total.ndim - 1), h)
-    programs, parts, splits = plan.row_programs, plan.parts, plan.splits
-    given = {
-        "dy": dy,
-        "total": total,
-        "scale": operands.scale,
-        "kernel": kernel,
-        "mean": operands.mean,
-        "rstd": operands.rstd,
-    }
-    needs_dbias = wants_dbias or dtypes.offset or (wants_dkernel and offset is not None)
-    sums: dict[str, Any] = {"c1": None, "c2": None, "dbias": None}
-    if dtypes.x:
-        sums = launch(
+    results = g.results(dtypes._replace(kernel=None, bias=None))
+    row_programs, parts = plan.row_programs, plan.parts
+    splits, programs = plan.splits, plan.programs
+    given = {**norms.pointed(kernels.backward_kernel, ready), "dy": dy, "kernel": kernel}
+    needs_dbias = wants_dbias or (one_group and (dtypes.offset or (wants_dkernel and operands.offset is not None)))
+    rows = g.groups * g.rows
+    row_sums: dict[str, Any] = {"c1": None, "c2": None, "dbias": None}
+    if pulls:
+        row_sums = launch(
             target,
             kernels.row_sums_kernel,
-            {**given, "rows": rows, "programs": programs},
+            {
+                **{name: given[name] for name in ("dy", "total", "scale", "kernel", "mean", "rstd")},
+                "rows": g.rows,
+                "groups": g.groups,
+                "programs": row_programs,
+            },
             {
                 "c1": float32(junction.norm.switches.subtract_mean, parts, rows),
                 "c2": float32(True, parts, rows),
-                "dbias": float32(needs_dbias, programs, n),
+                "dbias": float32(needs_dbias, row_programs, n),
             },
-            programs=programs * parts,
+            programs=row_programs * parts,
             tile=plan.row_sums,
             PARTS=parts,
             **constants,
         )
     elif needs_dbias:
-        sums["dbias"] = norms.column_shares(dy.reshape(rows, n), jnp.float32)
-        programs = len(sums["dbias"])
+        row_sums["dbias"] = norms.column_shares(dy.reshape(rows, n), jnp.float32)
+        row_programs = len(row_sums["dbias"])
+    has_shares = bool(sums) and (one_group or programs > 1)
+    by_program = results._replace(offset=None) if one_group else results
+    if has_shares:
+        by_program = by_program._replace(**dict.fromkeys(sums))
+    chunks = g.chunks(plan.backward)
+    if results.row_gate is not None:
+        by_program = by_program._replace(row_gate=float32(True, chunks, *results.row_gate.shape))
+    if one_group:
+        given["offset"] = None
     written = launch(
         target,
         kernels.backward_kernel,
         {
             **given,
-            "dtotal": operands.dtotal if dtypes.x else None,
-            "c1": sums["c1"],
-            "c2": sums["c2"],
-            "rows": rows,
+            "dtotal": operands.dtotal if pulls else None,
+            **{name: row_sums[name] for name in ("c1", "c2")},
+            "rows": g.rows,
+            "groups": g.groups,
             "splits": splits,
+            "programs": programs,
         },
         {
-            "dx": like(dtypes.x, *total.shape),
-            "g": float32(wants_dkernel, splits, h, n),
-            "dscale": float32(dtypes.scale, splits, h),
+            **norms.pointed_gradients(kernels.backward_kernel, by_program),
+            "g": float32(wants_dkernel, splits, g.h, n),
+            "shares": float32(has_shares, len(sums), g.groups, programs, g.h),
         },
-        programs=splits * ceil_div(h, plan.backward.columns),
+        programs=splits * chunks,
         tile=plan.backward,
         PARTS=parts,
+        SUMS=named_sums,
+        PULLS=pulls,
         **constants,
     )
-    gradients: dict[str, Any] = {
-        "dkernel": like(formulas.widest(dtypes.kernel), h, n),
-        "dscale": like(dtypes.scale, *parameter),
-        "doffset": like(dtypes.offset, *parameter),
+    gradients = {name: written[f"d{name}"] for name in dtypes.present() if f"d{name}" in written}
+    if results.row_gate is not None:
+        gradients["row_gate"] = jnp.sum(gradients["row_gate"], axis=0).astype(dtypes.row_gate)
+    if has_shares and not one_group:
+        gradients |= norms.sums_of_shares(written["shares"], tuple(sums), results, target)
+    of_parameters = {
+        **norms.pointed_gradients(kernels.parameters_kernel, results if one_group else Arrays()),
+        "dkernel": like(formulas.widest(dtypes.kernel), g.h, n),
         "dbias": like(formulas.widest(dtypes.bias), n),
     }
-    if any(a is not None for a in gradients.values()):
-        gradients = launch(
+    if any(a is not None for a in of_parameters.values()):
+        made = launch(
             target,
             kernels.parameters_kernel,
             {
                 "g_partial": written["g"],
-                "dscale_partial": written["dscale"],
-                "dbias_partial": sums["dbias"],
-                "scale": operands.scale if wants_dkernel else None,
-                "offset": offset if wants_dkernel else None,
-                "kernel": kernel if dtypes.offset else None,
+                "shares": written["shares"] if one_group else None,
+                "dbias_partial": row_sums["dbias"],
+                "scale": operands.scale if wants_dkernel and one_group else None,
+                "offset": operands.offset if wants_dkernel and one_group else None,
+                "kernel": kernel if one_group and dtypes.offset else None,
                 "splits": splits,
-                "programs": programs,
+                "programs": row_programs,
             },
-            gradients,
-            programs=ceil_div(h, plan.parameters.columns),
+            of_parameters,
+            programs=ceil_div(g.h, plan.parameters.columns),
             tile=plan.parameters,
-            **constants,
+            SUMS=named_sums,
+            **{name: a for name, a in constants.items() if name not in ("INTERLEAVED", "SHARED")},
         )
-    return Arrays(
-        x=written["dx"],
-        scale=gradients["dscale"],
-        offset=gradients["doffset"],
-        kernel=_apart(gradients["dkernel"], features, dtypes.kernel),
-        bias=_apart(gradients["dbias"], features, dtypes.bias),
+        gradients |= {name.removeprefix("d"): a for name, a in made.items() if a is not None}
+    return Arrays(**gradients)._replace(
+        kernel=_apart(gradients.get("kernel"), features, dtypes.kernel),
+        bias=_apart(gradients.get("bias"), features, dtypes.bias),
     )
 
 
-def _constants(norm: Norm, h: int, n: int) -> dict[str, Any]:
-    """The constexprs that all fused kernels take."""
+def _constants(g: norms.Geometry, shared: Any, n: int) -> dict[str, Any]:
+    """The constexprs that the fused kernels take."""
     return {
         "compute": jnp.dtype("float32"),
-        "H": h,
+        "H": g.h,
         "N": n,
+        "INTERLEAVED": g.interleaved,
+        "SHARED": None if g.groups == 1 else shared,
         "BLOCK_N": tiles.features(n),
-        "NORM": norm.switches,
+        "NORM": g.norm.switches,
     }

@@ -30,7 +30,7 @@ _ALGORITHMS = {
     "float32": jax.lax.DotAlgorithmPreset.TF32_TF32_F32,
 }
 # All that the fused kernels read.
-_FUSED_OPERANDS = {"x", "residual", "scale", "offset", "kernel", "bias"}
+_FUSED_OPERANDS = {"x", "residual", "x_bias", "gate", "row_gate", "scale", "offset", "kernel", "bias"}
 
 
 def few_features(operands: Arrays, junction: Junction) -> bool:
@@ -40,7 +40,7 @@ def few_features(operands: Arrays, junction: Junction) -> bool:
     """
     if junction.implementation == "xla" or operands.present().keys() - _FUSED_OPERANDS:
         return False
-    if junction.norm.of_examples or junction.norm.offset_rows or junction.norm.both_sides:
+    if junction.norm.offset_rows or junction.norm.both_sides:
         return False
     dtypes = {_checks.promoted(operands.x.dtype, kernel.dtype).name for kernel in operands.kernel}
     dtype = dtypes.pop()
@@ -152,7 +152,8 @@ class BackwardPlan:
     """The tiles and the grids of the fused LayerNorm+Linear backward.
 
     row_sums: `row_programs` programs take its tiles of rows in turns, `parts` of them sharing the columns of one.
-    backward: `splits` programs take its tiles of rows in turns, for each tile of columns.
+    backward: `splits` programs take its tiles of rows in turns, for each tile of columns, `programs` of them those of
+      one group.
     parameters: `rows` of the splits are added up at a time.
     """
 
@@ -161,17 +162,18 @@ class BackwardPlan:
     parts: int
     backward: Tile
     splits: int
+    programs: int
     parameters: Tile
 
 
-def backward_plan(rows: int, h: int, n: int, product_dtype: str, chip: Chip) -> BackwardPlan | None:
+def backward_plan(rows: int, h: int, n: int, product_dtype: str, chip: Chip, groups: int = 1) -> BackwardPlan | None:
     """The plan of LayerNorm+Linear backward as three kernels; None where it is composed of XLA's products and a norm's.
 
     It is fused for every number of rows: [M, H] crosses the memory bus 3 times (x twice, dx), composed 6 times and in
     six launches, and few rows leave no long walk, since programs share them by columns.
     """
     tiles = backward_tiles(h, n, product_dtype, chip)
-    return None if tiles is None else backward_grid(rows, h, n, chip, *tiles)
+    return None if tiles is None else backward_grid(rows, h, n, chip, *tiles, groups)
 
 
 def backward_tiles(h: int, n: int, product_dtype: str, chip: Chip) -> tuple[Tile, Tile] | None:
@@ -190,29 +192,39 @@ def backward_tiles(h: int, n: int, product_dtype: str, chip: Chip) -> tuple[Tile
     return row_sums, dataclasses.replace(tile, rows=64 if chip.has_wgmma else mma_rows)
 
 
-def backward_grid(rows: int, h: int, n: int, chip: Chip, row_sums: Tile, backward: Tile) -> BackwardPlan:
+def backward_grid(
+    rows: int, h: int, n: int, chip: Chip, row_sums: Tile, backward: Tile, groups: int = 1
+) -> BackwardPlan:
     row_programs = min(ceil_div(rows, row_sums.rows), chip.cores)
     # The parts are a power of 2, so that there are fewer variants to compile, and not more than 8, as every program of
     # `backward_kernel` has to read the sums of all parts.
     parts = next_power_of_2(min(8, chip.cores // row_programs, ceil_div(h, row_sums.columns)) + 1) // 2
-    splits = _splits(ceil_div(rows, backward.rows), ceil_div(h, backward.columns), chip.cores)
+    row_tiles = ceil_div(rows // groups, backward.rows)
+    splits, programs = _splits(row_tiles, groups, ceil_div(h, backward.columns), chip.cores)
     # `parameters_kernel` has a program or more for most SMs, and takes 4096 elements at a time, so that it does not
     # meet the shares one after another.
     columns = min(32, next_power_of_2(ceil_div(h, chip.cores)))
     shares = min(next_power_of_2(splits), max(1, 4096 // (columns * features(n))))
-    return BackwardPlan(row_sums, row_programs, parts, backward, splits, Tile(shares, columns, 8))
+    return BackwardPlan(row_sums, row_programs, parts, backward, splits, programs, Tile(shares, columns, 8))
 
 
-def _splits(row_tiles: int, chunks: int, cores: int) -> int:
+def _splits(row_tiles: int, groups: int, chunks: int, cores: int) -> tuple[int, int]:
     """The number of programs that share the rows of each of `chunks` tiles of columns, for the least time.
 
     An SM runs a program a round, each with its trips over tiles of rows and its share of G, which is written and read
-    again like 4 more.
+    again like 4 more. Each group has `row_tiles`; returned is, too, how many programs share those of one group.
     """
-    return min(
-        range(1, min(row_tiles, cores) + 1),
-        key=lambda splits: ceil_div(splits * chunks, cores) * (ceil_div(row_tiles, splits) + 4),
-    )
+
+    def shared(splits: int) -> tuple[int, int]:
+        programs = max(1, splits // groups)
+        return min(groups, splits // programs) * programs, programs
+
+    def time(of: tuple[int, int]) -> int:
+        splits, programs = of
+        trips = ceil_div(groups, splits // programs) * ceil_div(row_tiles, programs)
+        return ceil_div(splits * chunks, cores) * (trips + 4)
+
+    return min(map(shared, range(1, min(groups * row_tiles, cores) + 1)), key=time)
 
 
 def _held(tile: Tile, sizes: dict[str, Any]) -> int:
@@ -252,13 +264,41 @@ FORWARD = Choice("fused_forward", _FIELDS, ("tile",), _held, _shared, _free, lea
 BACKWARD = Choice("fused_backward", _FIELDS, ("row_sums", "backward"), _held, _shared, _free, least=_DOT)
 
 
-def forward(rows: int, h: int, n: int, product_dtype: str, target: Target, *, adds: bool = False) -> Tile | None:
+def _have_registers(h: int, n: int, product_dtype: str, chip: Chip, groups: int, gated: bool) -> bool:
+    """True where the backward kernel has registers for a sum with a bias or a gate, or for rows of several groups.
+
+    Else it spills 24 to 280 bytes: where rows do not start on 16 bytes, and of groups at N = 256, or in float32 behind
+    a gate at N = 128; on a B200 40 to 300, of groups at N = 128, and behind a gate at any N. An MI300X takes more than
+    256 registers at N = 128, and of groups behind a gate at N = 64.
+    """
+    if groups == 1 and not gated:
+        return True
+    most = FUSED_FEATURES[product_dtype][0]
+    if chip.is_amd or (groups > 1 and chip.capability >= 100):
+        most = 0 if groups > 1 and gated else 64
+    elif groups > 1:
+        most = 64 if gated and product_dtype == "float32" else 128
+    return aligned(h, 1, 2) and n <= most
+
+
+def forward(
+    rows: int,
+    h: int,
+    n: int,
+    product_dtype: str,
+    target: Target,
+    *,
+    adds: bool = False,
+    groups: int = 1,
+    gated: bool = False,
+) -> Tile | None:
     """The tile of the fused forward: as measured where it was, else by `forward_tile`.
 
-    `forward_tile` alone decides whether to fuse. adds: whether there is a residual.
+    `forward_tile` alone decides whether to fuse, but for `_have_registers`. adds: whether there is a residual. gated:
+    whether x has a bias or a gate there.
     """
     tile = forward_tile(rows, h, n, product_dtype, target.chip)
-    if tile is None:
+    if tile is None or not _have_registers(h, n, product_dtype, target.chip, groups, gated):
         return None
     tile = FORWARD.tiles(target.trial, {"tile": tile}, target.chip, h=h, n=n, dtype=product_dtype)["tile"]
     assert tile is not None
@@ -269,15 +309,17 @@ def forward(rows: int, h: int, n: int, product_dtype: str, target: Target, *, ad
     return tile
 
 
-def backward(rows: int, h: int, n: int, product_dtype: str, target: Target) -> BackwardPlan | None:
+def backward(
+    rows: int, h: int, n: int, product_dtype: str, target: Target, *, groups: int = 1, gated: bool = False
+) -> BackwardPlan | None:
     """The plan of the fused backward: as measured where it was, else by `backward_plan`.
 
-    `backward_plan` alone decides whether to fuse.
+    `backward_plan` alone decides whether to fuse, but for `_have_registers`.
     """
     tiles = backward_tiles(h, n, product_dtype, target.chip)
-    if tiles is None:
+    if tiles is None or not _have_registers(h, n, product_dtype, target.chip, groups, gated):
         return None
     rules: Tiles = {"row_sums": tiles[0], "backward": tiles[1]}
     chosen = BACKWARD.tiles(target.trial, rules, target.chip, h=h, n=n, dtype=product_dtype)
     assert chosen["row_sums"] is not None and chosen["backward"] is not None
-    return backward_grid(rows, h, n, target.chip, chosen["row_sums"], chosen["backward"])
+    return backward_grid(rows, h, n, target.chip, chosen["row_sums"], chosen["backward"], groups)
