@@ -47,6 +47,12 @@ D, W, H = F.astype("f8"), K.view("u8"), F.astype(BF16)
         ("mul.rn.f32 {d}, {0}, {1}", (F, G), lambda a, b: a * b),
         ("div.full.f32 {d}, {0}, {1}", (F, G), lambda a, b: a / b),
         ("max.f32 {d}, {0}, {1}", (F, G), np.fmax),  # where one operand is a NaN, the other one
+        ("max.NaN.f32 {d}, {0}, {1}", (F, G), np.maximum),  # the NaN
+        (
+            "min.NaN.xorsign.abs.f32 {d}, {0}, {1}",
+            (F, G),
+            lambda a, b: np.copysign(np.minimum(abs(a), abs(b)), np.copysign(1, a) * np.copysign(1, b)),
+        ),
         ("fma.rn.f32 {d}, {0}, {1}, {0}", (F, G), lambda a, b: (a.astype("f8") * b + a).astype("f4")),
         ("rsqrt.approx.ftz.f32 {d}, {0}", (abs(F),), lambda a: (1 / np.sqrt(a.astype("f8"))).astype("f4")),
         ("ex2.approx.f32 {d}, {0}", (F,), lambda a: np.exp2(a.astype("f8")).astype("f4")),
@@ -113,6 +119,24 @@ def test_shfl_takes_another_threads_value(how, source):
     lane = np.arange(64) % 32
     values = integers("uint32", 64)
     same(elementwise(f"shfl.sync.{how};", values, dtype=values.dtype), values[np.arange(64) - lane + source(lane)])
+
+
+@pytest.mark.parametrize(
+    ("how", "function"), [("max.s32", np.max), ("add.u32", np.sum), ("and.b32", np.bitwise_and.reduce)]
+)
+def test_redux_makes_one_integer_of_a_warp(how, function):
+    values = integers("int32" if how == "max.s32" else "uint32", 64)
+    expected = np.repeat(function(values.reshape(2, 32), axis=1).astype(values.dtype), 32)
+    same(elementwise(f"redux.sync.{how} {{d}}, {{0}}, -1;", values, dtype=values.dtype), expected)
+
+
+@pytest.mark.parametrize(("to", "dtype"), [("e4m3x2", ml_dtypes.float8_e4m3fn), ("e5m2x2", ml_dtypes.float8_e5m2)])
+def test_two_numbers_of_eight_bits(to, dtype):
+    """The first is in the upper half; what is larger than the largest number becomes that, infinities too."""
+    largest = np.float32(ml_dtypes.finfo(dtype).max)
+    upper, lower = (np.clip(a, -largest, largest).astype(dtype).view("u1").astype("u2") for a in (F, G))
+    got = elementwise(f"cvt.rn.satfinite.{to}.f32 {{d}}, {{0}}, {{1}};", F, G, dtype=np.dtype("u2"))
+    np.testing.assert_array_equal(got, upper << 8 | lower)
 
 
 TO_SHARED = """

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from ptx.operands import TYPES, is_float, operand, register_width
@@ -86,6 +87,10 @@ _OF_FLOATS = {"min": np.fmin, "max": np.fmax, "div": np.divide}
 def _compile(i: Any):
     head, modifiers, ptx_type = i.op[0], i.op[1:], i.op[-1]
     function = _OF_FLOATS.get(head, _FUNCTIONS[head]) if is_float(ptx_type) else _FUNCTIONS[head]
+    if "NaN" in modifiers:  # which min and max then return
+        function = _FUNCTIONS[head]
+    if "xorsign" in modifiers:
+        function = functools.partial(_of_magnitudes, function)
     if ptx_type.endswith("x2"):
         return _packed(i, function, TYPES[ptx_type[:-2]])
     if ptx_type in ("f16", "bf16"):
@@ -101,6 +106,11 @@ def _compile(i: Any):
     if "ftz" not in modifiers:
         return lambda m: m.write_bits(i.args[0], np.asarray(function(*(np.asarray(g(m)) for g in get))))
     return lambda m: m.write_bits(i.args[0], _flushed(np.asarray(function(*(_flushed(g(m)) for g in get)))))
+
+
+def _of_magnitudes(function, a, b):
+    """A function of |a| and |b|, negative where one of a and b is."""
+    return np.copysign(function(np.abs(a), np.abs(b)), np.where(np.signbit(a) ^ np.signbit(b), -1, 1).astype(a.dtype))
 
 
 def _flushed(a):
@@ -206,6 +216,8 @@ _TO_INTEGER = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 def _cvt(i):
     modifiers, (to, of) = i.op[1:], i.op[-2:]
+    if to in _EIGHT_BITS:
+        return _cvt_eight_bits(i, _EIGHT_BITS[to], of)
     if to.endswith("x2"):
         return _cvt_packed(i, TYPES[to[:-2]], of)
     get, target = operand(i.args[1], of), TYPES[to]
@@ -236,6 +248,25 @@ def _cvt_packed(i, part, of):
     def run(m):
         upper, lower = (np.asarray(g(m)).astype(part).view(np.uint16).astype(np.uint32) for g in get)
         m.write_bits(i.args[0], upper << np.uint32(16) | lower)
+
+    return run
+
+
+_EIGHT_BITS = {"e4m3x2": ml_dtypes.float8_e4m3fn, "e5m2x2": ml_dtypes.float8_e5m2}
+
+
+def _cvt_eight_bits(i, dtype, of):
+    """Two numbers in a register of 16 bits, the first in the upper half; `satfinite` cuts to the largest number."""
+    if "satfinite" not in i.op or of != "f32":
+        raise NotImplementedError(i.text)
+    get, largest = [operand(a, of) for a in i.args[1:3]], np.float32(ml_dtypes.finfo(dtype).max)
+
+    def bits(a):
+        return np.clip(a, -largest, largest).astype(dtype).view(np.uint8).astype(np.uint16)
+
+    def run(m):
+        upper, lower = (bits(np.asarray(g(m))) for g in get)
+        m.write_bits(i.args[0], upper << np.uint16(8) | lower)
 
     return run
 

@@ -20,7 +20,7 @@ def compile(instruction: Any) -> Callable[[Any], None]:
     return _TABLE[head](instruction)
 
 
-_OF_A_WARP = {"shfl", "elect", "ldmatrix", "stmatrix", "mma"}
+_OF_A_WARP = {"shfl", "redux", "elect", "ldmatrix", "stmatrix", "mma"}
 
 
 def together(op: list[str]) -> int:

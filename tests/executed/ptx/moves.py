@@ -1,4 +1,4 @@
-"""Moves between registers and memory: ld, st, ldmatrix, stmatrix, cp.async; and between threads of a warp: shfl."""
+"""Moves between registers and memory: ld, st, ldmatrix, stmatrix, cp.async; between threads of a warp: shfl, redux."""
 
 from __future__ import annotations
 
@@ -152,4 +152,22 @@ def _shfl(i):
     return run
 
 
-TABLE = {"ld": _ld, "st": _st, "ldmatrix": _matrix, "stmatrix": _matrix, "cp": _cp, "shfl": _shfl}
+_OF_LANES = {"min": np.min, "max": np.max, "add": np.sum, "and": np.bitwise_and.reduce, "or": np.bitwise_or.reduce}
+
+
+def _redux(i):
+    """One integer of all 32 threads, which all of them get."""
+    get, mask = operand(i.args[1], i.op[3]), operand(i.args[2], "b32")
+
+    def run(m):
+        m.whole_warps(m.lanes())
+        if np.any(m.spread(mask(m)) != 2**32 - 1):
+            raise NotImplementedError(f"{i.text}, of some threads")
+        value = m.spread(get(m))
+        of_each = _OF_LANES[i.op[2]](value.reshape(-1, 32), axis=1).astype(value.dtype)
+        m.write_bits(i.args[0], np.repeat(of_each, 32))
+
+    return run
+
+
+TABLE = {"redux": _redux, "ld": _ld, "st": _st, "ldmatrix": _matrix, "stmatrix": _matrix, "cp": _cp, "shfl": _shfl}

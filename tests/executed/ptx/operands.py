@@ -14,6 +14,7 @@ SHARED_BASE = 1024  # where `global_smem` lies
 TYPES = {f"{k}{n}": np.dtype(f"{'int' if k == 's' else 'uint'}{n}") for k in "bus" for n in (8, 16, 32, 64)}
 TYPES |= {"f16": np.dtype("float16"), "bf16": np.dtype(ml_dtypes.bfloat16), "f32": np.dtype("float32")}
 TYPES |= {"f64": np.dtype("float64"), "pred": np.dtype(bool)}
+TYPES |= {"f8E4M3FN": np.dtype(ml_dtypes.float8_e4m3fn), "f8E5M2": np.dtype(ml_dtypes.float8_e5m2)}  # of arrays alone
 
 # Bytes, by LLVM's prefixes; a predicate has none.
 _WIDTHS = {"rs": 2, "r": 4, "rd": 8, "f": 4, "fd": 8, "h": 2, "hh": 4, "rc": 1, "rb": 1, "p": 0, "pq": 0, "rq": 16}

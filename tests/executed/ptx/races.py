@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-GRANULE = 2  # bytes that are kept apart
+GRANULE = 1  # bytes that are kept apart
 
 # A reader or writer is one number: its program from bit 42 on, the bar.syncs it had passed from 26 on, the
 # bar.warp.syncs its warp had passed from 12 on, its thread below. In place of a thread of 0 to 1023:
