@@ -8,6 +8,9 @@ from jln._core.derivatives import PRODUCT, STATISTICS
 from jln._explain import Route, explain
 from jln._fuse.transformation import fuse
 from jln._operators import (
+    Float8,
+    MXFloat8,
+    Quantized,
     add_layer_norm,
     add_layer_norm_linear,
     add_rms_norm,
@@ -28,6 +31,9 @@ from jln._operators import (
 __all__ = [
     "PRODUCT",
     "STATISTICS",
+    "Float8",
+    "MXFloat8",
+    "Quantized",
     "Route",
     "add_layer_norm",
     "add_layer_norm_linear",

@@ -103,15 +103,16 @@ class Term:
 class Layout:
     """The dimensions of the operands and results of an operation, without those that are absent, in order.
 
-    terms: for each operand, whether it is a `Term`.
+    terms: for each operand, whether it is a `Term`. whole: the kinds of dimension that no mesh axis may split.
     """
 
     given: list[Dims]
     terms: list[bool]
     written: list[Result]
+    whole: tuple[Kind, ...] = ()
 
     @classmethod
-    def of(cls, operands: Any, dims: Any, dtypes: Any, results: Any) -> Layout:
+    def of(cls, operands: Any, dims: Any, dtypes: Any, results: Any, whole: tuple[Kind, ...] = ()) -> Layout:
         """A layout from descriptions of all operands and results, less those that are absent.
 
         dims, results: a description in place of each operand and of each result.
@@ -119,7 +120,7 @@ class Layout:
         """
         given = _present(operands, dims)
         terms = [isinstance(d, Term) for d in given]
-        return cls([d.dims if isinstance(d, Term) else d for d in given], terms, _present(dtypes, results))
+        return cls([d.dims if isinstance(d, Term) else d for d in given], terms, _present(dtypes, results), whole)
 
     def widened(self, dtypes: Any) -> Any:
         """The results' dtypes, at least float32 for results that are added up wide."""

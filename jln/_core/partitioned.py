@@ -36,7 +36,7 @@ def partitioned(
     context: the devices of the program.
     may_split_h: whether H may stay split.
     """
-    whole = () if may_split_h else (Kind.HIDDEN,)
+    whole = layout.whole if may_split_h else (*layout.whole, Kind.HIDDEN)
 
     def plan(mesh: Any, operands: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
         mesh = with_prime_axes(context.mesh if mesh.empty else mesh)

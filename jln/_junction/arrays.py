@@ -2,7 +2,7 @@
 
     branch = x + x_bias  |  norm(x) * x_scale + x_bias  |  x * silu(x_z)
     total  = residual + gate * branch                            # rounded once; this is what is normalised
-    y      = norm(total) * scale + offset   [* silu(z)]   [+ added]   [@ kernels + biases]
+    y      = norm(total) * scale + offset   [* silu(z)]   [+ added]   [@ kernels + biases]   [in eight bits]
 
 What the operators do with an array follows from its line: its dimensions and its Shardy rule, the shape of a result,
 which gradients are sums over rows, what is kept for the backward pass, and what is dead code.
@@ -30,6 +30,8 @@ class Shape(enum.Enum):
     ROW = "[*lead, H, *inner], as x"
     COLUMN = "[1, ..., H, ..., 1], with the sizes of x on the axes of examples, or on an offset's own"
     NUMBER = "[*lead, 1, *inner]"
+    ONE = "[1, ..., 1], with the sizes of x on the axes of examples"
+    BLOCK = "[*lead, H / 32]"
     PRODUCT = "[*lead, *features], one for each Linear"
     KERNEL = "[H, *features], one for each Linear"
     BIAS = "[*features], one for each Linear"
@@ -60,6 +62,7 @@ _SUM = ("x", "residual", "x_bias", "gate", "row_gate", "x_z", "x_scale")
 _PULLED = ("dy", "dtotal", "total", "scale", "mean", "rstd", "z", "x_z")
 _X_HAT = ("total", "mean", "rstd", "x_z")
 _U = ("x", "x_mean", "x_rstd")
+_Y = (*_SUM, "scale", "offset", "z", "added")
 
 
 class Arrays(NamedTuple):
@@ -69,6 +72,8 @@ class Arrays(NamedTuple):
     of x, one gradient goes to both x and the residual: it is in total's dtype, under the name of x.
 
     kernel, bias and, with Linears, y and dy are tuples, with one for each Linear.
+
+    y in eight bits is y / y_scale, whose y_max are the largest |y| of rows, or has a block_scale for every 32 elements.
     """
 
     x: Annotated[Any, _operand(Shape.ROW, *_PULLED, "gate", "row_gate", more=("x_scale", *_U))] = None
@@ -84,7 +89,9 @@ class Arrays(NamedTuple):
     x_scale: Annotated[Any, _operand(Shape.COLUMN, *_PULLED, "gate", "row_gate", more=_U)] = None
     kernel: Annotated[Any, _operand(Shape.KERNEL, "dy", *_X_HAT, "scale", "offset")] = None
     bias: Annotated[Any, _operand(Shape.BIAS, "dy")] = None
-    y: Annotated[Any, Array(Shape.ROW, (*_SUM, "scale", "offset", "z", "added", "kernel", "bias"))] = None
+    y: Annotated[Any, Array(Shape.ROW, (*_Y, "kernel", "bias", "y_scale"))] = None
+    y_max: Annotated[Any, Array(Shape.NUMBER, _Y)] = None
+    block_scale: Annotated[Any, Array(Shape.BLOCK, _Y)] = None
     total: Annotated[Any, Array(Shape.ROW, _SUM)] = None
     mean: Annotated[Any, Array(Shape.NUMBER, _SUM, is_kept=True)] = None
     rstd: Annotated[Any, Array(Shape.NUMBER, _SUM, is_kept=True)] = None
@@ -92,6 +99,7 @@ class Arrays(NamedTuple):
     x_rstd: Annotated[Any, Array(Shape.NUMBER, _SUM, is_kept=True)] = None
     dy: Annotated[Any, Array(Shape.ROW)] = None
     dtotal: Annotated[Any, Array(Shape.ROW)] = None
+    y_scale: Annotated[Any, Array(Shape.ONE)] = None
 
     @property
     def gated(self) -> bool:
@@ -114,6 +122,9 @@ RESULTS = tuple(name for name, array in TABLE.items() if array.made_of and not a
 KEPT = tuple(name for name, array in TABLE.items() if array.is_kept)
 # Those whose gradient is a sum over rows of which programs have shares.
 COLUMNS = tuple(name for name in OPERANDS if TABLE[name].shape is Shape.COLUMN)
+
+
+BLOCK = 32  # the elements of a row that have one scale in the OCP's microscaling formats
 
 
 # What is static
@@ -162,7 +173,10 @@ class Norm:
         h = len(x) + self.axis
         if shape is Shape.ROW:
             return tuple(x)
-        own = {*self.axes_of_examples(len(x), batch_dims), h} if shape is Shape.COLUMN else {*range(len(x))} - {h}
+        if shape is Shape.BLOCK:
+            return (*x[:-1], x[-1] // BLOCK)
+        of_examples = {*self.axes_of_examples(len(x), batch_dims)}
+        own = {Shape.COLUMN: {*of_examples, h}, Shape.ONE: of_examples}.get(shape, {*range(len(x))} - {h})
         return tuple(n if i in own else 1 for i, n in enumerate(x))
 
 
@@ -175,6 +189,7 @@ class Junction:
       the backward operation.
     precision: of the products, as `jax.lax.dot_general` takes it. features: how many axes of features each kernel has.
     in_one: whether norm and products are one operation, as `few_features` says.
+    eight_bits: "one" of a y in eight bits with one scale, "blocks" of one with a scale for each block, else "".
     """
 
     norm: Norm
@@ -184,6 +199,7 @@ class Junction:
     precision: Any = None
     features: tuple[int, ...] = ()
     in_one: bool = False
+    eight_bits: str = ""
 
 
 # What follows from the table
@@ -243,7 +259,8 @@ def in_place(operands: Arrays, axes: Arrays, norm: Norm, dtypes: Arrays, batch_d
     They cannot where an array of rows is shared, where a parameter is not, and where gradients of parameters are wanted
     but the examples neither lie before a last normalised axis nor directly before others.
     """
-    is_column = {name: TABLE[name].shape is Shape.COLUMN for name in (*operands.present(), *dtypes.present())}
+    of_columns = (Shape.COLUMN, Shape.ONE)
+    is_column = {name: TABLE[name].shape in of_columns for name in (*operands.present(), *dtypes.present())}
     of_rows = [getattr(axes, name) for name in operands.present() if not is_column[name]]
     if None in of_rows or len(of_rows) < len(axes.present()):
         return None
@@ -253,6 +270,8 @@ def in_place(operands: Arrays, axes: Arrays, norm: Norm, dtypes: Arrays, batch_d
     if axis <= batch_dims:
         return Place(axis, batch_dims + 1, norm)
     if axis < batch_dims + norm.examples or (norm.interleaved and block < axis <= h):
+        return None
+    if dtypes.block_scale is not None and axis > h:
         return None
     if not any(is_column[name] for name in dtypes.present()):
         return Place(axis, batch_dims, norm if axis <= h else dataclasses.replace(norm, axis=norm.axis - 1))
@@ -282,7 +301,7 @@ def layout(
         of_x = [Dim(Kind.BATCH if i in of_examples else Kind.ROW, i) for i in range(ndim)]
         if features is not None and (kind in _OF_LINEAR or name in ("y", "dy")):
             return _dims_of_linears(kind, tuple(of_x[:-1]), features, batch_dims)
-        of_x[norm.axis] = Dim(Kind.HIDDEN, stored_as="parameter" if kind is Shape.COLUMN else "")
+        of_x[norm.axis] = Dim(Kind.HIDDEN, kind is Shape.BLOCK, stored_as="parameter" if kind is Shape.COLUMN else "")
         return Term(tuple(of_x)) if name == "dtotal" and features is not None else tuple(of_x)
 
     def result(name: str) -> Any:
@@ -296,7 +315,8 @@ def layout(
 
     of_operands = Arrays(**{name: dims(name) for name in operands.present()})
     of_results = Arrays(**{name: result(name) for name in dtypes.present()})
-    return Layout.of(operands, of_operands, dtypes, of_results)
+    in_eight_bits = dtypes.y_max is not None or dtypes.block_scale is not None
+    return Layout.of(operands, of_operands, dtypes, of_results, whole=(Kind.HIDDEN,) * in_eight_bits)
 
 
 _OF_LINEAR = (Shape.KERNEL, Shape.BIAS)

@@ -7,6 +7,7 @@ others. Few features are one operation with the norm.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -288,3 +289,38 @@ def _tangent_of_constants(tangents: Arrays, y: jax.Array) -> jax.Array:
 
 
 operator = Rules(_value, _saving, _gradients, _tangents).operator(widened)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def in_eight_bits(junction: Junction, operands: Arrays) -> Arrays:
+    """The junction's y in eight bits and its total; with block_scale, or with y_scale and y_max, both of all rows."""
+    total = None if operands.residual is None else arrays.total_dtype(operands)
+    norm, by = junction.norm, functools.partial(forward, implementation=junction.implementation)
+    if junction.eight_bits == "blocks":
+        outcome = by(operands, norm, Arrays(y=junction.y_dtype, total=total, block_scale="uint8"))
+        return outcome._replace(total=_results(junction, operands, outcome).total)
+    wanted = Arrays(y=junction.y_dtype, total=total, y_max="float32")
+    if operands.y_scale is not None:
+        outcome = by(operands, norm, wanted)
+        amax = formulas.largest(outcome.y_max)
+    else:
+        first = by(operands, norm, wanted._replace(y=None))
+        amax = formulas.largest(first.y_max)
+        scale = amax / float(jnp.finfo(junction.y_dtype).max)
+        scale = jnp.where((scale >= float(jnp.finfo(scale.dtype).tiny)) & jnp.isfinite(scale), scale, 1)
+        operands = operands._replace(y_scale=scale.reshape((1,) * operands.x.ndim))
+        again, of_total = operands, norm
+        if first.total is not None:
+            again = operands.only(("scale", "offset", "y_scale"))._replace(x=first.total)
+            of_total = dataclasses.replace(norm, both_sides=False)
+        outcome = by(again, of_total, Arrays(y=junction.y_dtype))._replace(total=first.total)
+    y_scale = jnp.max(operands.y_scale)  # of examples, all of whose scales are one
+    return outcome._replace(total=_results(junction, operands, outcome).total, y_max=amax, y_scale=y_scale)
+
+
+@in_eight_bits.defjvp
+def _refused(junction: Junction, *_: Any) -> Any:
+    raise TypeError(
+        "a result in eight bits has no derivative, for JAX would hold its cotangent in eight bits, too: differentiate "
+        "a custom_vjp function of the norm and of the product that reads it"
+    )

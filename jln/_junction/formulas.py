@@ -76,6 +76,19 @@ branch; and u is to x what x_hat is to total:
 Here both are made of two norms, the first of which adds by (30) where no gate is between: so they are by kernels, too,
 where one kernel does not take them. d is rounded to total's dtype then.
 
+In eight bits y is q, by one scale S for all of it, whose next value is made of the largest |y| of the rows; or by one
+for each block of 32 elements, E, a power of two as in the microscaling formats of the Open Compute Project (version
+1.0, 2023). Q is the largest number of the eight bits, (1 + 3/4) * 2^p for e4m3 (p = 8) and e5m2 (p = 15):
+
+    (50) q     = y * (1 / S), no more than Q and no less than -Q, rounded to the nearest, of two to the even
+    (51) a_m   = max_h |y_mh|
+    (52) E     = 2^max(e - p, -127), with the e that has max_h |y_mh| / 2^e in (7/8, 7/4], over the block's h
+    (53) q     = y / E, as in (50), rounded
+
+So E is the least power of two with no |y| above Q * E, as cuDNN and `jax.nn.scaled_dot_general` choose it; the
+specification's own example takes the power of two below max |y|, times 2^-p, and saturates the block's largest. A block
+with an infinity or a NaN has the scale NaN, of which nothing is told but that q is no number either where y is none.
+
 Shapes are those of `jln._junction.arrays`. A result is in the dtype that `dtypes` names for it, and is not computed
 where that is None. Inside of a program for several devices each of which has a part of H, equally long, `h_axes` names
 the mesh axes over which it is split: the means over H are then taken over the parts, and nothing else changes.
@@ -110,7 +123,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from jln._junction.arrays import Arrays, Norm
+from jln._junction.arrays import BLOCK, Arrays, Norm
 
 _MANY_ROWS = 4096
 
@@ -288,8 +301,46 @@ def forward(
     if added is not None:
         dtype = jnp.promote_types(y.dtype, added.dtype)
         y = y.astype(dtype) + added.astype(dtype)  # (30)
-        y = y if dtypes.y is None else _with_digits_of(y, dtypes.y)
-    return in_dtypes(Arrays(y=y, total=total, mean=mean, rstd=rstd), dtypes, batch)
+        y = y if dtypes.y is None or dtypes.y in LARGEST_EXPONENT else _with_digits_of(y, dtypes.y)
+    made = in_eight_bits(y, operands.y_scale, dtypes, norm.axis)
+    return in_dtypes(made._replace(total=total, mean=mean, rstd=rstd), dtypes, batch)
+
+
+LARGEST_EXPONENT = {"float8_e4m3fn": 8, "float8_e5m2": 15}  # p of (52)
+
+
+def bits_of_largest(y: Array, axis: int | None, keepdims: bool = False) -> Array:
+    """The bits of the largest |y|, which as integers are in the order of the numbers, NaN above all.
+
+    XLA's CPU backend finds no NaN in a maximum of numbers.
+    """
+    return jnp.max(lax.bitcast_convert_type(jnp.abs(y), jnp.int32), axis, keepdims=keepdims)
+
+
+def largest(y: Array, axis: int | None = None) -> Array:
+    """The largest |y| of an axis, which stays, or of all; NaN if there is one."""
+    return lax.bitcast_convert_type(bits_of_largest(y, axis, keepdims=axis is not None), jnp.float32)
+
+
+def in_eight_bits(y: Array, y_scale: Array | None, dtypes: Arrays, axis: int) -> Arrays:
+    """Terms (50) to (53) of y in float32, those that `dtypes` asks for: y, y_max and block_scale. Else y as it is."""
+    row_max = None if dtypes.y_max is None else largest(y, axis)  # (51)
+    if dtypes.y not in LARGEST_EXPONENT:
+        return Arrays(y=y, y_max=row_max)
+    block_scale = None
+    if dtypes.block_scale is None:
+        assert y_scale is not None
+        y = y * (1 / y_scale)  # (50)
+    else:
+        blocks = y.reshape(*y.shape[:-1], -1, BLOCK)
+        bits = bits_of_largest(blocks, -1)
+        biased = jnp.maximum(((bits + 0x1FFFFF) >> 23) - LARGEST_EXPONENT[dtypes.y], 0)  # (52): 7/4 carries
+        biased = jnp.where(bits >= 0x7F800000, 255, biased)
+        inverse = lax.bitcast_convert_type((254 - biased) << 23, jnp.float32)
+        y = (blocks * inverse[..., None]).reshape(y.shape)  # (53)
+        block_scale = biased.astype(jnp.uint8)
+    bound = float(jnp.finfo(dtypes.y).max)
+    return Arrays(y=jnp.clip(y, -bound, bound), y_max=row_max, block_scale=block_scale)
 
 
 def in_dtypes(arrays: Arrays, dtypes: Arrays, batch: tuple[int, ...]) -> Arrays:
@@ -325,9 +376,10 @@ def forward_of_two(
         total = in_front.y
     # Without a fence XLA may leave out the rounding to 16 bits and norm the unrounded sum.
     total = sum_fence(total)  # (33)
-    behind, wanted = Arrays(), Arrays(y=dtypes.y, mean=dtypes.mean, rstd=dtypes.rstd)
+    behind, wanted = Arrays(), dtypes.only(("y", "y_max", "block_scale", "mean", "rstd"))
     if jax.tree.leaves(wanted):
-        behind = forward(Arrays(x=total, scale=operands.scale, offset=operands.offset), norm, wanted, batch_dims)
+        of_total = operands.only(("scale", "offset", "y_scale"))._replace(x=total)
+        behind = forward(of_total, norm, wanted, batch_dims)
     behind = behind._replace(total=total, x_mean=in_front.mean, x_rstd=in_front.rstd)
     return in_dtypes(behind, dtypes, batch)
 

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from jln._junction import tiles
 from jln._junction.arrays import COLUMNS, OPERANDS, RESULTS, TABLE, Arrays, Norm, Shape, reads_of_results, total_dtype
-from jln._junction.formulas import forward_of_two
+from jln._junction.formulas import LARGEST_EXPONENT, forward_of_two, in_dtypes, in_eight_bits
 from jln._junction.gradients import backward_of_two, made_again
 from jln._junction.kernels.backward import backward_kernel, reduce_kernel, row_sums_kernel
 from jln._junction.kernels.forward import forward_kernel
@@ -144,7 +144,8 @@ def geometry_of(operands: Arrays, norm: Norm, batch_dims: int, has_sums: bool = 
             f"x of shape {x.shape} is normalised over {shape[norm.axis]} elements, and the Triton kernels take fewer "
             f"than {tiles.LONGEST_ROW}: use implementation='xla'"
         )
-    plain = all(math.prod(b) == 1 if TABLE[n].shape is Shape.COLUMN else b == batch for n, b in batches.items())
+    of_columns = (Shape.COLUMN, Shape.ONE)
+    plain = all(math.prod(b) == 1 if TABLE[n].shape in of_columns else b == batch for n, b in batches.items())
     return Geometry(norm, shape, batch, batch_dims, grouped=has_sums or not plain)
 
 
@@ -191,6 +192,8 @@ def pointed_gradients(kernel: Any, gradients: Arrays) -> dict[str, Any]:
 
 def forward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, target: Target) -> Arrays:
     g = geometry_of(operands, norm, batch_dims)
+    if dtypes.y in LARGEST_EXPONENT and not target.chip.rounds_to_eight_bits:
+        return _composed_in_eight_bits(operands, norm, dtypes, batch_dims, target)
     results = g.results(dtypes)
     total = jnp.dtype(total_dtype(operands))
     moved = _moved(operands.x, operands.residual, operands.z, operands.x_z, operands.added, results.y)
@@ -217,6 +220,15 @@ def forward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targe
         TOTAL=total,
     )
     return Arrays(**written)
+
+
+def _composed_in_eight_bits(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, target: Target) -> Arrays:
+    """The same, with y in float32 by the kernel and in eight bits by XLA."""
+    of_y = dtypes.only(("y", "y_max", "block_scale"))
+    wide = dtypes._replace(**dict.fromkeys(of_y.present()))._replace(y="float32")
+    made = forward(operands._replace(y_scale=None), norm, wide, batch_dims, target)
+    quantised = in_eight_bits(made.y, operands.y_scale, dtypes, norm.axis)
+    return made._replace(**in_dtypes(quantised, of_y, made.y.shape[:batch_dims]).present())
 
 
 def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, target: Target) -> Arrays:

@@ -14,8 +14,9 @@ from jln import _checks
 from jln._core.derivatives import in_one_program, with_automatic_axes
 from jln._junction.arguments import Axis, arranged, checked, norm_of, on_several_axes
 from jln._junction.arrays import Arrays, Junction
-from jln._junction.derivatives import operator
+from jln._junction.derivatives import in_eight_bits, operator
 from jln._junction.linears.tiles import few_features
+from jln._operators.eight_bits import Float8, MXFloat8, quantized, settings
 
 
 def call(
@@ -32,8 +33,9 @@ def call(
     precision: PrecisionLike = None,
     implementation: str | None = None,
     forward_mode: bool = False,
+    quantize: Float8 | MXFloat8 | None = None,
 ) -> Arrays:
-    """Compute the junction of the user's arrays: its y and total. Raises what the operators say.
+    """Compute the junction of the user's arrays: its y, `Quantized` with `quantize`, and total. Raises what these say.
 
     arrays: x and those of its size are JAX's already; kernel and bias are tuples, as `_checks.linears` makes them.
     """
@@ -41,6 +43,10 @@ def call(
         raise ValueError("remat=True is of reverse mode: in forward mode nothing is kept that could be made again")
     axes = _checks.axes(axis, arrays.x)
     arrays = checked(arrays, axes, both_sides)
+    y_dtype, eight_bits = None, ""
+    if quantize is not None:
+        y_dtype, in_blocks, y_scale = settings(quantize, arrays, axes, dtype, forward_mode)
+        eight_bits, arrays = "blocks" if in_blocks else "one", arrays._replace(y_scale=y_scale)
     norm = norm_of(
         arrays,
         axes,
@@ -53,14 +59,16 @@ def call(
     if arrays.kernel is None:
         x = arrays.x.dtype
         promoted = x if arrays.added is None else _checks.promoted(x, arrays.added.dtype)
-        junction = Junction(norm, _checks.dtype(dtype, promoted))
+        y_dtype = y_dtype or _checks.dtype(dtype, promoted)
+        junction = Junction(norm, y_dtype, eight_bits=eight_bits)
     else:
         features = tuple(kernel.ndim - 1 for kernel in arrays.kernel)
         junction = Junction(norm, precision=_checks.precision(precision), features=features)
     junction = dataclasses.replace(
         junction, gives_total=gives_total, implementation=_checks.implementation(implementation)
     )
-    return _on_any_mesh(junction, axes, _checks.flag("forward_mode", forward_mode), arrays)
+    results = _on_any_mesh(junction, axes, _checks.flag("forward_mode", forward_mode), arrays)
+    return results if quantize is None else Arrays(y=quantized(results), total=results.total)
 
 
 @in_one_program(static=3)
@@ -69,14 +77,21 @@ def _on_any_mesh(junction: Junction, axes: tuple[int, ...], forward_mode: bool, 
         y = specs.x
         if specs.kernel is not None:
             y = tuple(_spec_of_product(specs.x[:-1], kernel) for kernel in specs.kernel)
-        return Arrays(y=y, total=specs.x if junction.gives_total else None)
+        results = Arrays(y=y, total=specs.x if junction.gives_total else None)
+        if junction.eight_bits == "blocks":
+            return results._replace(block_scale=PartitionSpec(*specs.x[:-1]))
+        return results._replace(y_max=PartitionSpec(), y_scale=PartitionSpec()) if junction.eight_bits else results
 
     def laid_out_and_back(arrays: Arrays) -> Arrays:
         operands, norm, back = arranged(arrays, axes, junction.norm)
         settled = dataclasses.replace(junction, norm=norm)
         if junction.features:
             settled = dataclasses.replace(settled, in_one=few_features(operands, settled))
-        results = jax.tree.map(back, operator(settled, operands, forward_mode))
+        if junction.eight_bits:
+            results = in_eight_bits(settled, operands)
+            results = results._replace(**jax.tree.map(back, results.only(("y", "total", "block_scale")).present()))
+        else:
+            results = jax.tree.map(back, operator(settled, operands, forward_mode))
         like_x = results.only(("total",) if junction.features else ("y", "total"))
         like_x = jax.tree.map(lambda a: on_several_axes(a, arrays.x.shape, axes), like_x)
         return results._replace(**like_x.present())

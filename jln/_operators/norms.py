@@ -11,6 +11,7 @@ from jln._explain import listed
 from jln._junction.arguments import Axis
 from jln._junction.arrays import Arrays
 from jln._operators.call import call
+from jln._operators.eight_bits import Quantize
 
 
 @listed("norm")
@@ -23,6 +24,7 @@ def layer_norm(
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
     dtype: DTypeLike | None = None,
+    quantize: Quantize = None,
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> jax.Array:
@@ -51,6 +53,8 @@ def layer_norm(
       zero_centered_scale: multiply by `1 + scale`.
       dtype: of the result, which is rounded to it once: float32 for a router, bfloat16 from a float32 stream. None:
         that of `x`.
+      quantize: `jln.Float8(scale)` or `jln.MXFloat8()`: the result in eight bits, made of the float32 numbers in the
+        same kernel, for a product that reads it in eight bits. It has no derivative. None: not in eight bits.
       implementation: "triton" (kernels; on the CPU with TRITON_INTERPRET=1), "xla", or None: Triton where the program
         is compiled for an NVIDIA GPU and jax-triton is installed, else XLA. A named one runs or raises.
       forward_mode: support forward mode too (`jax.jvp`, `jax.jacfwd`, `jax.linearize`), the same kernels serving
@@ -58,7 +62,7 @@ def layer_norm(
         (`jax.hessian`).
 
     Returns:
-      y: `x`'s shape, in `dtype`.
+      y: `x`'s shape, in `dtype`; with `quantize` a `jln.Quantized`.
 
     Raises:
       TypeError: an argument has an unsupported type or dtype, or is traced where it must be static.
@@ -74,6 +78,7 @@ def layer_norm(
         epsilon=epsilon,
         zero_centered_scale=zero_centered_scale,
         dtype=dtype,
+        quantize=quantize,
         implementation=implementation,
         forward_mode=forward_mode,
     ).y
@@ -88,6 +93,7 @@ def rms_norm(
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
     dtype: DTypeLike | None = None,
+    quantize: Quantize = None,
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> jax.Array:
@@ -97,7 +103,7 @@ def rms_norm(
     guarantees and errors are those of `layer_norm`.
 
     Args:
-      x, scale, axis, zero_centered_scale, dtype, implementation, forward_mode: as of `layer_norm`.
+      x, scale, axis, zero_centered_scale, dtype, quantize, implementation, forward_mode: as of `layer_norm`.
       epsilon: added to the mean square, as of `layer_norm`.
     """
     arrays = Arrays(x=array("x", x), scale=scale)
@@ -108,6 +114,7 @@ def rms_norm(
         epsilon=epsilon,
         zero_centered_scale=zero_centered_scale,
         dtype=dtype,
+        quantize=quantize,
         implementation=implementation,
         forward_mode=forward_mode,
     ).y
@@ -124,6 +131,7 @@ def rms_norm_gated(
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
     dtype: DTypeLike | None = None,
+    quantize: Quantize = None,
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> jax.Array:
@@ -139,7 +147,7 @@ def rms_norm_gated(
     Args:
       z: `x`'s shape; any supported dtype.
       norm_before_gate: whether `silu(z)` multiplies the norm's result, or `x`.
-      x, scale, axis, epsilon, zero_centered_scale, dtype, implementation, forward_mode: as of `layer_norm`.
+      x, scale, axis, epsilon, zero_centered_scale, dtype, quantize, implementation, forward_mode: as of `layer_norm`.
     """
     x, z = array("x", x), array("z", z)
     is_behind = _checks.flag("norm_before_gate", norm_before_gate)
@@ -150,6 +158,7 @@ def rms_norm_gated(
         epsilon=epsilon,
         zero_centered_scale=zero_centered_scale,
         dtype=dtype,
+        quantize=quantize,
         implementation=implementation,
         forward_mode=forward_mode,
     ).y
@@ -166,6 +175,7 @@ def layer_norm_add(
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
     dtype: DTypeLike | None = None,
+    quantize: Quantize = None,
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> jax.Array:
@@ -178,7 +188,7 @@ def layer_norm_add(
     Args:
       residual: `x`'s shape; any supported dtype.
       dtype: of the result. None: the promoted dtype of `x` and `residual`.
-      x, scale, offset, axis, epsilon, zero_centered_scale, implementation, forward_mode: as of `layer_norm`.
+      x, scale, offset, axis, epsilon, zero_centered_scale, quantize, implementation, forward_mode: as of `layer_norm`.
 
     Returns:
       y: `x`'s shape, in `dtype`.
@@ -191,6 +201,7 @@ def layer_norm_add(
         epsilon=epsilon,
         zero_centered_scale=zero_centered_scale,
         dtype=dtype,
+        quantize=quantize,
         implementation=implementation,
         forward_mode=forward_mode,
     ).y
@@ -206,6 +217,7 @@ def rms_norm_add(
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
     dtype: DTypeLike | None = None,
+    quantize: Quantize = None,
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> jax.Array:
@@ -215,7 +227,7 @@ def rms_norm_add(
 
     Args:
       residual, dtype: as of `layer_norm_add`.
-      x, scale, axis, epsilon, zero_centered_scale, implementation, forward_mode: as of `layer_norm`.
+      x, scale, axis, epsilon, zero_centered_scale, quantize, implementation, forward_mode: as of `layer_norm`.
     """
     arrays = Arrays(x=array("x", x), added=array("residual", residual), scale=scale)
     return call(
@@ -225,6 +237,7 @@ def rms_norm_add(
         epsilon=epsilon,
         zero_centered_scale=zero_centered_scale,
         dtype=dtype,
+        quantize=quantize,
         implementation=implementation,
         forward_mode=forward_mode,
     ).y

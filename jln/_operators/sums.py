@@ -10,6 +10,7 @@ from jln._explain import listed
 from jln._junction.arguments import Axis, Gate
 from jln._junction.arrays import Arrays
 from jln._operators.call import call
+from jln._operators.eight_bits import Quantize
 
 
 @listed("norm")
@@ -25,6 +26,7 @@ def add_layer_norm(
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
     dtype: DTypeLike | None = None,
+    quantize: Quantize = None,
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -43,7 +45,7 @@ def add_layer_norm(
       gate: a factor of the branch: LayerScale, a gate of adaLN, of stochastic depth. Of the shapes of `scale`, with
         `x`'s rank also 1 on the normalised axes; or a number, static or an array. None: 1.
       dtype: of `y`, as of `layer_norm`.
-      x, scale, offset, axis, epsilon, zero_centered_scale, implementation, forward_mode: as of `layer_norm`.
+      x, scale, offset, axis, epsilon, zero_centered_scale, quantize, implementation, forward_mode: as of `layer_norm`.
 
     Returns:
       y: `x`'s shape, in `dtype`.
@@ -59,6 +61,7 @@ def add_layer_norm(
         epsilon=epsilon,
         zero_centered_scale=zero_centered_scale,
         dtype=dtype,
+        quantize=quantize,
         implementation=implementation,
         forward_mode=forward_mode,
     )
@@ -77,6 +80,7 @@ def add_rms_norm(
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
     dtype: DTypeLike | None = None,
+    quantize: Quantize = None,
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -86,7 +90,7 @@ def add_rms_norm(
 
     Args:
       residual, x_bias, gate, dtype: as of `add_layer_norm`.
-      x, scale, axis, epsilon, zero_centered_scale, implementation, forward_mode: as of `layer_norm`.
+      x, scale, axis, epsilon, zero_centered_scale, quantize, implementation, forward_mode: as of `layer_norm`.
     """
     summands = Arrays(x=array("x", x), residual=optional_array("residual", residual), x_bias=x_bias, gate=gate)
     results = call(
@@ -97,6 +101,7 @@ def add_rms_norm(
         epsilon=epsilon,
         zero_centered_scale=zero_centered_scale,
         dtype=dtype,
+        quantize=quantize,
         implementation=implementation,
         forward_mode=forward_mode,
     )
@@ -115,6 +120,7 @@ def rms_norm_add_rms_norm(
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
     dtype: DTypeLike | None = None,
+    quantize: Quantize = None,
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -139,7 +145,7 @@ def rms_norm_add_rms_norm(
       zero_centered_scale: multiply by `1 + x_scale` and by `1 + scale`.
       residual: `x`'s shape; any supported dtype.
       gate, dtype: as of `add_layer_norm`.
-      x, implementation, forward_mode: as of `layer_norm`.
+      x, quantize, implementation, forward_mode: as of `layer_norm`.
       axis, epsilon: as of `layer_norm`, of both norms.
     """
     summands = Arrays(x=array("x", x), residual=array("residual", residual), x_scale=x_scale, gate=gate)
@@ -153,6 +159,7 @@ def rms_norm_add_rms_norm(
         epsilon=epsilon,
         zero_centered_scale=zero_centered_scale,
         dtype=dtype,
+        quantize=quantize,
         implementation=implementation,
         forward_mode=forward_mode,
     )
@@ -173,6 +180,7 @@ def layer_norm_add_layer_norm(
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
     dtype: DTypeLike | None = None,
+    quantize: Quantize = None,
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -188,7 +196,7 @@ def layer_norm_add_layer_norm(
       offset: the offset of the sum's norm; shapes and dtypes as of `scale` in `layer_norm`.
       x_scale, scale, axis, epsilon, zero_centered_scale: as of `rms_norm_add_rms_norm`.
       residual, gate, dtype: as of `rms_norm_add_rms_norm`.
-      x, implementation, forward_mode: as of `layer_norm`.
+      x, quantize, implementation, forward_mode: as of `layer_norm`.
     """
     summands = Arrays(
         x=array("x", x), residual=array("residual", residual), x_scale=x_scale, x_bias=x_offset, gate=gate
@@ -203,6 +211,7 @@ def layer_norm_add_layer_norm(
         epsilon=epsilon,
         zero_centered_scale=zero_centered_scale,
         dtype=dtype,
+        quantize=quantize,
         implementation=implementation,
         forward_mode=forward_mode,
     )

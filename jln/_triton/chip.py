@@ -40,6 +40,11 @@ class Chip:
         return not self.is_amd and self.capability >= 90
 
     @property
+    def rounds_to_eight_bits(self) -> bool:
+        """True where Triton converts to float8_e4m3fn and float8_e5m2."""
+        return self.is_amd or self.capability >= 89
+
+    @property
     def precision(self) -> str:
         """The precision of float32 products where nobody asks for more, as Triton names it and XLA chooses it.
 

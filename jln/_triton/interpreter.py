@@ -12,6 +12,7 @@ import threading
 from collections.abc import Sequence
 from unittest import mock
 
+import ml_dtypes
 import numpy as np
 from ml_dtypes import bfloat16
 from triton.runtime import interpreter
@@ -19,6 +20,7 @@ from triton.runtime.interpreter import GridExecutor, InterpretedFunction, Interp
 
 from jln._triton.launch import TYPE_NAMES, Launch
 
+EIGHT_BITS = {"fp8e4nv": ml_dtypes.float8_e4m3fn, "fp8e5": ml_dtypes.float8_e5m2}
 GUARD_BYTES = 4096
 GUARD_BYTE = 0xFF  # all ones is a NaN in every floating-point type
 
@@ -84,6 +86,8 @@ def _mended():
     def cast(self, src, dst_type, rounding_mode=None):
         # Triton's own casts to bfloat16 truncate; GPUs round to nearest even.
         source, target = (t.scalar.name for t in (src.dtype, dst_type))
+        if target in EIGHT_BITS:
+            return TensorHandle(src.data.astype(EIGHT_BITS[target]).view(np.uint8), dst_type.scalar)
         if "bf16" not in (source, target) or source == target:
             return original_cast(self, src, dst_type)
         value = src.data.view(bfloat16) if source == "bf16" else src.data

@@ -17,7 +17,15 @@ from jln._triton.tuning import Trial
 TRITON_CALLS = ("triton_kernel_call_ffi", "triton_kernel_call")
 
 # Triton's names of the dtypes that its kernels may be given.
-TYPE_NAMES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+TYPE_NAMES = {
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "float32": "fp32",
+    "float64": "fp64",
+    "float8_e4m3fn": "fp8e4nv",
+    "float8_e5m2": "fp8e5",
+    "uint8": "u8",
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # a primitive's parameter: it must hash, and `constants` does not

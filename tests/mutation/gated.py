@@ -207,8 +207,8 @@ GATED_NORMS = [
     Mutant(
         "a sum of all groups",
         ARRAYS,
-        "own = {*self.axes_of_examples(len(x), batch_dims), h} if shape",
-        "own = {*range(batch_dims + self.examples), h} if shape",
+        "of_examples = {*self.axes_of_examples(len(x), batch_dims)}",
+        "of_examples = {*range(batch_dims + self.examples)}",
         GROUPS,
     ),
     Mutant(

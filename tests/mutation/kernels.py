@@ -110,14 +110,14 @@ KERNELS = [
     ),
     Mutant(
         "the sum of whole rows not returned", FORWARD,
-        "(\n            x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_ptr, total_ptr,",
-        "(\n            x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_ptr, None,",
+        "            total_ptr, at, mask, column, exists, first_scale, 0,",
+        "            None, at, mask, column, exists, first_scale, 0,",
         WHOLE,
     ),
     Mutant(
         "the sum of chunks not returned", FORWARD,
-        "(\n                x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_ptr, total_ptr,",
-        "(\n                x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_ptr, None,",
+        "total_ptr, at, mask, column, exists, first_scale, first,",
+        "None, at, mask, column, exists, first_scale, first,",
         CHUNKS_ADD,
     ),
     Mutant(

@@ -7,6 +7,7 @@ axis, sums in too few bits. `old` must be in the file exactly once.
 from both_sides import NORMS
 from by_row import BY_ROW
 from compiled import COMPILED
+from eight_bits import EIGHT_BITS
 from entries import ENTRIES
 from few_features import FEW_FEATURES
 from frozen import FROZEN_ARGUMENTS
@@ -34,4 +35,5 @@ MUTANTS = [
     *FROZEN_ARGUMENTS,
     *PROOFS,
     *WIDENED,
+    *EIGHT_BITS,
 ]

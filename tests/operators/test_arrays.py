@@ -99,10 +99,12 @@ def test_a_gradient_reads_what_its_line_says(operand, both_sides):
         assert bool(jnp.isnan(gradient).any()) == (name in reads), name
 
 
-RESULTS_OF_ONE = [name for name in RESULTS if name not in ("x_mean", "x_rstd")]
+IN_EIGHT_BITS = ("y_max", "block_scale")
+RESULTS_OF_TWO = [name for name in RESULTS if name not in IN_EIGHT_BITS]
+RESULTS_OF_ONE = [name for name in RESULTS_OF_TWO if name not in ("x_mean", "x_rstd")]
 SUBSETS = [
     pytest.param(both_sides, wanted, id="-".join(("both sides" if both_sides else "one side", *wanted)))
-    for both_sides, names in ((False, RESULTS_OF_ONE), (True, RESULTS))
+    for both_sides, names in ((False, RESULTS_OF_ONE), (True, RESULTS_OF_TWO))
     for n in range(1, len(names) + 1)
     for wanted in itertools.combinations(names, n)
 ]
@@ -125,6 +127,32 @@ def test_results_are_made_of_what_their_lines_say(both_sides, wanted):
     recorder = Recorder(CHIPS["h200"])
     launched = jax.eval_shape(lambda read: launches.forward(read, norm, every, 0, recorder), read)
     assert {*wanted} <= {*launched.present()} and recorder.launches
+
+
+@pytest.mark.parametrize("both_sides", [False, True])
+@pytest.mark.parametrize("wanted", [("y", "y_max"), ("y", "block_scale"), ("y_max",), ("y", "y_max", "total")], ids=str)
+def test_eight_bits_are_made_of_what_their_lines_say(wanted, both_sides):
+    norm = Norm(-1, 1e-6, Switches(subtract_mean=True), both_sides=both_sides)
+    sizes = {Shape.ROW: (4, 64), Shape.COLUMN: (1, 64), Shape.NUMBER: (4, 1)}
+    names = [n for n in OPERANDS if n not in ("z", "x_z", "added", "kernel", "bias")]
+    names = names if both_sides else [n for n in names if n != "x_scale"]
+    operands = Arrays(**{n: workbench.normal(i, sizes[TABLE[n].shape], "float32") for i, n in enumerate(names)})
+    operands = operands._replace(y_scale=None if "block_scale" in wanted else jnp.ones((1, 1), "float32"))
+    dtypes = {"y": "float8_e4m3fn", "block_scale": "uint8"}
+    every = Arrays(**{name: dtypes.get(name, "float32") for name in wanted})
+    expected = derivatives.forward._formula(operands, norm, every, 0)
+    read = operands.only(reads_of_results(every))
+    results = derivatives.forward._formula(read, norm, every, 0)
+    recorder = Recorder(CHIPS["h200"])
+    launched = jax.eval_shape(lambda read: launches.forward(read, norm, every, 0, recorder), read)
+    shapes = derivatives.forward._shapes(read, norm, every, 0)
+    for name in wanted:
+        assert jnp.array_equal(getattr(results, name), getattr(expected, name))
+        for of in (results, launched):
+            assert (getattr(of, name).shape, getattr(of, name).dtype) == (
+                getattr(shapes, name).shape,
+                getattr(shapes, name).dtype,
+            )
 
 
 def test_results_are_made_of_operands():

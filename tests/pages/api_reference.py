@@ -45,6 +45,7 @@ NORMS, PAIRS = ("LayerNorm", "RMSNorm"), ("LayerNormLinear", "RMSNormLinear")
 SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Models as they are", "jln", ("fuse",)),
     ("Operators", "jln", OPERATORS),
+    ("Eight bits", "jln", ("Float8", "MXFloat8", "Quantized")),
     ("References", "jln.reference", OPERATORS),
     ("Flax NNX", "jln.nnx", ("fuse", *NORMS, *PAIRS)),
     ("Flax Linen", "jln.linen", (*NORMS, "LayerNormDense", "RMSNormDense")),
@@ -77,7 +78,8 @@ IN_PROSE = {
         "dots_with_no_batch_dims_saveable",
     },
 }
-METHODS = ("__call__", "row", "as_dict")  # of classes; what else is public there is for the library's own use
+# Of classes; what else is public there is for the library's own use.
+METHODS = ("__call__", "row", "as_dict", "dequantized")
 CONFIG = {
     "heading_level": 3,
     "members": [],

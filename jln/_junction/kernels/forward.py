@@ -24,6 +24,7 @@ from jln._junction.kernels.addresses import (
     tile_from,
     tiles_of,
 )
+from jln._junction.kernels.eight_bits import bits_of, by_block_scales, rounded
 from jln._junction.kernels.terms import (
     affine,
     gated,
@@ -104,13 +105,19 @@ def _statistics_of_chunks(
 
 @triton.jit
 def _store_rows(
-    x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_ptr, total_ptr, at, mask, column, exists,
-    OFFSET: tl.constexpr, NORM: tl.constexpr, BLOCK_H: tl.constexpr, COMPUTE: tl.constexpr,
+    x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_scale_ptr, y_ptr, y_max_ptr, block_scale_ptr, total_ptr,
+    at, mask, column, exists, first_scale, first, valid,
+    H: tl.constexpr, OFFSET: tl.constexpr, NORM: tl.constexpr, COMPUTE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Normalise rows, and store their norm and the rows themselves, each if it is wanted."""
+    """Normalise rows, and store their norm and the rows themselves, each if it is wanted.
+
+    Returns the bits of each row's largest |y|, 0 if nobody wants it.
+    """
+    largest = tl.zeros([BLOCK_ROWS], tl.int32)
     if total_ptr is not None:
         tl.store(total_ptr + at, x.to(total_ptr.dtype.element_ty), mask=mask)
-    if y_ptr is not None:
+    if y_ptr is not None or y_max_ptr is not None:
         scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
         x_hat = (x - mean[:, None]) * rstd[:, None]  # (3)
         y = affine(x_hat, scale, offset_ptr, column, exists, OFFSET, COMPUTE)
@@ -120,7 +127,18 @@ def _store_rows(
         if added_ptr is not None:
             added = tl.load(added_ptr + at, mask=mask, other=0.0)
             y = y + (widened(added, COMPUTE) if added.dtype == tl.bfloat16 else added)  # (30), in the wider type
-        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+        if y_max_ptr is not None:
+            largest = tl.max(bits_of(y, mask), axis=1)  # (51)
+        if y_ptr is not None:
+            if y_scale_ptr is not None:
+                y *= tl.div_rn(1.0, tl.load(y_scale_ptr))  # (50)
+            if block_scale_ptr is not None:
+                y = by_block_scales(
+                    y, mask, block_scale_ptr, first_scale, first, valid,
+                    H, y_ptr.dtype.element_ty, BLOCK_ROWS, BLOCK_H,
+                )  # fmt: skip
+            tl.store(y_ptr + at, rounded(y, y_ptr.dtype.element_ty), mask=mask)
+    return largest
 
 
 @triton.jit
@@ -136,8 +154,11 @@ def forward_kernel(
     scale_ptr,  # [G, H]
     offset_ptr,  # [G, H]; or a copy for some rows each, by OFFSET
     added_ptr,  # [G, rows, H]
+    y_scale_ptr,  # [G]
     rows,
     y_ptr,  # [G, rows, H]
+    y_max_ptr,  # [G, rows]
+    block_scale_ptr,  # [G, rows, H / 32]
     total_ptr,  # [G, rows, H]
     mean_ptr,  # [G, rows]
     rstd_ptr,  # [G, rows]
@@ -182,6 +203,13 @@ def forward_kernel(
         offset_ptr = columns_by_row(offset_ptr, group, row, rows, INTERLEAVED, OFFSET)
     added_ptr = rows_at(added_ptr, "added", group, rows, H, INNER, INTERLEAVED, SHARED, base)
     y_ptr = rows_at(y_ptr, "y", group, rows, H, INNER, INTERLEAVED, SHARED, base)
+    y_scale_ptr = columns_at(y_scale_ptr, "y_scale", group, 1, INTERLEAVED, SHARED)
+    first_scale = start
+    if block_scale_ptr is not None:
+        _, base, first_scale, _ = rows_of(tile, rows, H // 32, INNER, INTERLEAVED, VECTOR, BLOCK_ROWS)
+        block_scale_ptr = rows_at(
+            block_scale_ptr, "block_scale", group, rows, H // 32, INNER, INTERLEAVED, SHARED, base
+        )
 
     row_gate = load_vector(row_gate_ptr, row, valid, BLOCK_ROWS, COMPUTE)
     mean = tl.zeros([BLOCK_ROWS], COMPUTE)
@@ -201,26 +229,34 @@ def forward_kernel(
         if NORM.subtract_mean:
             mean = tl.sum(x, axis=1) * (1.0 / H)  # (1)
         rstd = rstd_of(tl.where(exists[None, :], x - mean[:, None], 0.0), H, EPSILON)  # (2)
-        _store_rows(
-            x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_ptr, total_ptr, at, mask, column, exists,
-            OFFSET, NORM, BLOCK_H, COMPUTE,
+        largest = _store_rows(
+            x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_scale_ptr, y_ptr, y_max_ptr, block_scale_ptr,
+            total_ptr, at, mask, column, exists, first_scale, 0, valid,
+            H, OFFSET, NORM, COMPUTE, BLOCK_ROWS, BLOCK_H,
         )  # fmt: skip
     else:
         mean, rstd = _statistics_of_chunks(
             x_ptr, x_z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, start, valid,
             H, INNER, VECTOR, NORM, EPSILON, TOTAL, COMPUTE, BLOCK_ROWS, BLOCK_H,
         )  # fmt: skip
+        largest = tl.zeros([BLOCK_ROWS], tl.int32)
         for first in range(0, H, BLOCK_H):
             column, exists, at, mask = tile_from(first, start, valid, H, INNER, VECTOR, BLOCK_H)
             x = load_total(
                 x_ptr, x_z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists,
                 TOTAL, COMPUTE,
             )  # fmt: skip
-            _store_rows(
-                x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_ptr, total_ptr, at, mask, column, exists,
-                OFFSET, NORM, BLOCK_H, COMPUTE,
+            more = _store_rows(
+                x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_scale_ptr, y_ptr, y_max_ptr, block_scale_ptr,
+                total_ptr, at, mask, column, exists, first_scale, first, valid,
+                H, OFFSET, NORM, COMPUTE, BLOCK_ROWS, BLOCK_H,
             )  # fmt: skip
+            if y_max_ptr is not None:
+                largest = tl.maximum(largest, more)
 
+    y_max_ptr = numbers_at(y_max_ptr, "y_max", group, rows, INTERLEAVED, SHARED)
+    if y_max_ptr is not None:
+        tl.store(y_max_ptr + row, largest.to(tl.float32, bitcast=True), mask=valid)
     rstd_ptr = numbers_at(rstd_ptr, "rstd", group, rows, INTERLEAVED, SHARED)
     if rstd_ptr is not None:
         tl.store(rstd_ptr + row, rstd, mask=valid)

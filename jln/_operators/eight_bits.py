@@ -1,0 +1,126 @@
+"""Results in eight bits, and their scales: the kinds that `quantize=` of the operators takes, and what it gives."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from jln import _checks
+from jln._junction.arrays import BLOCK, Arrays
+
+_E4M3 = jnp.float8_e4m3fn
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Float8:
+    """Eight bits with one scale for all of a result: `y * (1 / scale)`, rounded to the nearest and saturated.
+
+    With the scale of the step before (delayed scaling) one kernel makes the norm, its eight bits, and the largest
+    `|y|`, of which the next scale is made: `amax / float(jnp.finfo(dtype).max)`. Micikevicius et al., "FP8 Formats for
+    Deep Learning" (2022).
+
+    Args:
+      scale: a number, static or an array; positive and normal in float32. None: of this very result (current scaling),
+        which a first kernel finds: its operands, or with a residual the sum, are read again then. It is 1 where `amax`
+        is 0, infinite or NaN.
+      dtype: float8_e4m3fn or float8_e5m2.
+    """
+
+    scale: ArrayLike | None = None
+    dtype: DTypeLike = dataclasses.field(default=_E4M3, metadata={"static": True})
+
+
+@dataclasses.dataclass(frozen=True)
+class MXFloat8:
+    """Eight bits with a scale for every 32 elements along the last axis, which is the normalised one.
+
+    These are the microscaling formats of the Open Compute Project (version 1.0, 2023). A scale is the least power of
+    two with which none of its elements saturates, as cuDNN and `jax.nn.scaled_dot_general` choose it.
+
+    Args:
+      dtype: float8_e4m3fn or float8_e5m2.
+    """
+
+    dtype: DTypeLike = _E4M3
+
+
+Quantize = Float8 | MXFloat8 | None
+
+
+class Quantized(NamedTuple):
+    """An array in eight bits, and what its numbers are to be multiplied by.
+
+    Attributes:
+      values: `x`'s shape, in eight bits.
+      scale: of `Float8` float32 `[]`. Of `MXFloat8` float8_e8m0fnu `[..., H / 32]`, as `jax.nn.scaled_matmul` takes it;
+        NaN where one of the 32 is infinite or NaN.
+      amax: of `Float8` the largest `|y|`, float32 `[]`; NaN if there is one. Of `MXFloat8` None.
+    """
+
+    values: jax.Array
+    scale: jax.Array
+    amax: jax.Array | None = None
+
+    def dequantized(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
+        """The numbers that the eight bits and their scales stand for.
+
+        Args:
+          dtype: of the numbers, which float32 holds exactly.
+        """
+        scale = self.scale.astype(jnp.float32)
+        if scale.ndim:
+            scale = jnp.repeat(scale, BLOCK, -1)
+        return (self.values.astype(jnp.float32) * scale).astype(dtype)
+
+
+def settings(
+    quantize: Any, arrays: Arrays, axes: tuple[int, ...], dtype: Any, forward_mode: bool
+) -> tuple[str, bool, jax.Array | None]:
+    """The dtype's name, whether blocks have scales, and the scale of all, of x's rank."""
+    x = arrays.x
+    if not isinstance(quantize, Float8 | MXFloat8):
+        raise TypeError(f"quantize must be jln.Float8(...), jln.MXFloat8(...) or None; got {quantize!r}")
+    if dtype is not None:
+        raise ValueError(f"with quantize= the result's dtype is that of {type(quantize).__name__}; got dtype={dtype!r}")
+    if forward_mode:
+        raise ValueError("forward_mode=True is of results that have a derivative, and those in eight bits have none")
+    for given, a in arrays.present().items():
+        if a.dtype == jnp.float64:
+            raise TypeError(f"with quantize= the arithmetic is in float32; got {given} in float64")
+    name = jnp.dtype(quantize.dtype).name
+    if name not in ("float8_e4m3fn", "float8_e5m2"):
+        raise TypeError(f"the dtype of quantize must be float8_e4m3fn or float8_e5m2; got {name}")
+    if isinstance(quantize, Float8):
+        return name, False, _scale_of(quantize.scale, x.ndim)
+    h = x.shape[-1]
+    if axes != (x.ndim - 1,) or h % BLOCK:
+        raise ValueError(
+            f"MXFloat8 has a scale for every {BLOCK} elements of a last, normalised axis; got axes {axes} of x of "
+            f"shape {x.shape}"
+        )
+    return name, True, None
+
+
+def _scale_of(scale: Any, ndim: int) -> jax.Array | None:
+    if scale is None:
+        return None
+    if _checks.is_number(scale) and not isinstance(scale, bool):
+        if not 0 < scale < float("inf"):
+            raise ValueError(f"the scale of Float8 must be positive; got {scale}")
+        scale = jnp.float32(scale)
+    scale = _checks.array("scale of Float8", scale)
+    if scale.ndim:
+        raise ValueError(f"the scale of Float8 must be a number; got shape {scale.shape}")
+    return scale.astype(jnp.float32).reshape((1,) * ndim)
+
+
+def quantized(results: Arrays) -> Quantized:
+    """The result as users have it."""
+    if results.block_scale is None:
+        return Quantized(results.y, results.y_scale, results.y_max)
+    return Quantized(results.y, jax.lax.bitcast_convert_type(results.block_scale, jnp.float8_e8m0fnu))

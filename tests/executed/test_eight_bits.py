@@ -1,0 +1,76 @@
+"""Compiled kernels that write eight bits, executed: bits and scales are those of what the kernel writes in float32."""
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from in_eight_bits import block_scaled, compare, every_bfloat16, scaled, spread
+
+import jln
+import workbench
+from cases import lowering_for
+from ptx import Program
+
+DTYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
+# Rows of one tile, of a ragged one, of several rows a program, and of chunks; chips that have each their own PTX.
+CASES = [
+    ("rms_norm", (37, 96), "bfloat16", "small-h200", "e4m3"),
+    ("layer_norm", (5, 768), "float16", "l4", "e5m2"),
+    ("add_rms_norm", (9, 4096), "bfloat16", "b200", "e4m3"),
+    ("add_layer_norm", (3, 20000), "bfloat16", "small-h200", "e4m3"),
+    ("rms_norm_add_rms_norm", (19, 256), "float32", "h200", "e5m2"),
+]
+
+
+@pytest.mark.parametrize(("name", "shape", "dtype", "chip", "to"), CASES)
+@pytest.mark.parametrize("blocks", [False, True], ids=["one scale", "blocks"])
+def test_bits(name, shape, dtype, chip, to, blocks):
+    operator = workbench.OPERATORS.get(name) or workbench.FORMS[name]
+    x, *rest = workbench.arguments(operator, shape, dtype)
+    x = (x * jnp.exp2(jnp.arange(shape[0]) % 24 - 12)[:, None]).astype(dtype).at[0].set(0)
+    rest = [None if a is None else a * 3 for a in rest]
+    scale, eight = np.float32(0.037), DTYPES[to]
+    quantize = jln.MXFloat8(eight) if blocks else jln.Float8(scale, eight)
+
+    def step(x, *rest):
+        def call(**how):
+            result = operator(x, *rest, module=jln, implementation="triton", **how)
+            return result[0] if isinstance(result, tuple) and not isinstance(result, jln.Quantized) else result
+
+        return call(quantize=quantize), call(dtype="float32")
+
+    with lowering_for(chip):
+        program = Program(step, x, *rest)
+    got, y = program.run(x, *rest)
+    # Another result may have another tile, whose sums of a row differ in their last bits.
+    low, high = (
+        block_scaled(a, eight) if blocks else scaled(a, scale, eight)
+        for a in (np.asarray(y, "float64") * (1 - 1e-6), np.asarray(y, "float64") * (1 + 1e-6))
+    )
+    values = np.asarray(got.values, "float32") * spread(got.scale)
+    between = [np.asarray(a.values, "float32") * spread(a.scale) for a in (low, high)]
+    assert np.all(values >= np.minimum(*between)) and np.all(values <= np.maximum(*between))
+    assert np.mean(between[0] != between[1]) < 5e-3  # nearly all bits are known
+    if blocks:
+        assert np.all((got.scale.astype("float32") == low.scale) | (got.scale.astype("float32") == high.scale))
+    else:
+        np.testing.assert_allclose(got.amax, high.amax, rtol=3e-6)
+        assert got.scale == scale
+
+
+# Every bfloat16, with infinities and NaN: a row of ones has them as its norm where they are its scale.
+@pytest.mark.parametrize("chip", ["l4", "h200", "b200"])
+@pytest.mark.parametrize("to", DTYPES)
+@pytest.mark.parametrize("blocks", [False, True], ids=["one scale", "blocks"])
+def test_every_number_of_bfloat16(blocks, to, chip):
+    numbers, eight = every_bfloat16(flushed=True), DTYPES[to]
+    scale = np.float32(0.75)
+    quantize = jln.MXFloat8(eight) if blocks else jln.Float8(scale, eight)
+    ones = np.ones((64, 1, 1024), "bfloat16")
+
+    def step(ones, numbers):
+        return jln.rms_norm(ones, numbers, epsilon=0.0, quantize=quantize, implementation="triton")
+
+    with lowering_for(chip):
+        program = Program(step, ones, numbers)
+    compare(program.run(ones, numbers), block_scaled(numbers, eight) if blocks else scaled(numbers, scale, eight))

@@ -1,0 +1,169 @@
+"""Ways to break results in eight bits."""
+
+from targets import ARRAYS, FORWARD, NORM_LAUNCH, PARTITIONED, XLA_NORM, Mutant
+
+KERNEL = "jln/_junction/kernels/eight_bits.py"
+RULES = "jln/_junction/derivatives.py"
+TESTS = "tests/operators/test_eight_bits.py::"
+
+
+def every(implementation: str, kind: str, to: str = "e4m3") -> tuple[str, ...]:
+    return (f"{TESTS}test_every_number_of_bfloat16[{kind}-{implementation}-{to}]",)
+
+
+MESH = "tests/devices/test_eight_bits_on_a_mesh.py::test_on_a_mesh"
+CHUNKS = (f"{TESTS}test_every_norm[one scale-triton-rms_norm-(2, 20000)]",)
+CURRENT = (f"{TESTS}test_current_scaling[xla-rms_norm]",)
+GROUPS = tuple(
+    f"{TESTS}test_parameters_of_examples[blocks-triton-{shape}]" for shape in ("(3, 1, 64)", "(3, 4, 1, 64)")
+)
+
+EIGHT_BITS = [
+    Mutant("y times its scale", XLA_NORM, "y * (1 / y_scale)", "y * y_scale", every("xla", "one scale")),
+    Mutant(
+        "y times its scale, in the kernel",
+        FORWARD,
+        "tl.div_rn(1.0, tl.load(y_scale_ptr))",
+        "tl.load(y_scale_ptr)",
+        every("triton", "one scale"),
+    ),
+    Mutant("y that is not saturated", XLA_NORM, "y=jnp.clip(y, -bound, bound)", "y=y", every("xla", "one scale")),
+    Mutant(
+        "y that is not saturated, in the kernel",
+        KERNEL,
+        "y = tl.clamp(y, -largest, largest, propagate_nan=tl.PropagateNan.ALL)",
+        "pass",
+        every("triton", "one scale"),
+    ),
+    Mutant(
+        "NaN as the largest number",
+        KERNEL,
+        "propagate_nan=tl.PropagateNan.ALL",
+        "propagate_nan=tl.PropagateNan.NONE",
+        every("triton", "one scale"),
+    ),
+    Mutant("the largest of e4m3 for e5m2", KERNEL, "else 57344.0", "else 448.0", every("triton", "one scale", "e5m2")),
+    Mutant(
+        "blocks whose largest saturates", XLA_NORM, "((bits + 0x1FFFFF) >> 23)", "(bits >> 23)", every("xla", "blocks")
+    ),
+    Mutant(
+        "blocks whose largest saturates, in the kernel",
+        KERNEL,
+        "((bits + 0x1FFFFF) >> 23)",
+        "(bits >> 23)",
+        every("triton", "blocks"),
+    ),
+    Mutant(
+        "blocks half as large as they may be", KERNEL, "bits + 0x1FFFFF", "bits + 0x7FFFFF", every("triton", "blocks")
+    ),
+    Mutant("the exponent of e4m3 for e5m2", KERNEL, "else 15", "else 8", every("triton", "blocks", "e5m2")),
+    Mutant(
+        "blocks of zeros with an exponent below 0",
+        KERNEL,
+        "- exponent, 0)",
+        "- exponent, -9)",
+        every("triton", "blocks"),
+    ),
+    Mutant(
+        "infinite blocks with a scale",
+        KERNEL,
+        "tl.where(bits >= 0x7F800000, 255, biased)",
+        "biased",
+        every("triton", "blocks"),
+    ),
+    Mutant(
+        "infinite blocks with a scale, by XLA",
+        XLA_NORM,
+        "jnp.where(bits >= 0x7F800000, 255, biased)",
+        "biased",
+        every("xla", "blocks"),
+    ),
+    Mutant(
+        "block scales of the wrong chunk",
+        KERNEL,
+        "first // 32 + tl.arange(0, blocks)",
+        "tl.arange(0, blocks)",
+        (f"{TESTS}test_every_norm[blocks-triton-rms_norm-(2, 20000)]",),
+    ),
+    Mutant(
+        "block scales of rows that are not there",
+        KERNEL,
+        "exists = valid[:, None] & ",
+        "exists = ",
+        (f"{TESTS}test_every_norm[blocks-triton-rms_norm-(37, 96)]",),
+    ),
+    Mutant(
+        "block scales behind H",
+        KERNEL,
+        "(block < H // 32)[None, :]",
+        "(block < BLOCK_H)[None, :]",
+        (f"{TESTS}test_every_norm[blocks-triton-rms_norm-(37, 96)]",),
+    ),
+    Mutant(
+        "block scales of one group",
+        FORWARD,
+        'block_scale_ptr, "block_scale", group, rows',
+        'block_scale_ptr, "block_scale", 0, rows',
+        GROUPS,
+    ),
+    Mutant("the largest of the last chunk", FORWARD, "largest = tl.maximum(largest, more)", "largest = more", CHUNKS),
+    Mutant(
+        "the largest of what is not there",
+        KERNEL,
+        "tl.where(mask, y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)",
+        "y.to(tl.int32, bitcast=True) & 0x7FFFFFFF",
+        (f"{TESTS}test_a_mean_without_a_scale[one scale-triton]",),
+    ),
+    Mutant(
+        "the largest that is not NaN",
+        XLA_NORM,
+        "jnp.max(lax.bitcast_convert_type(jnp.abs(y), jnp.int32)",
+        "jnp.max(lax.bitcast_convert_type(jnp.nan_to_num(jnp.abs(y)), jnp.int32)",
+        (f"{TESTS}test_current_scaling_of_zeros_and_of_nan",),
+    ),
+    Mutant(
+        "current scaling by twice the scale", RULES, "amax / float(jnp.finfo", "2 * amax / float(jnp.finfo", CURRENT
+    ),
+    Mutant(
+        "a scale of zero where all is zero",
+        RULES,
+        "jnp.where((scale >= float(jnp.finfo(scale.dtype).tiny)) & jnp.isfinite(scale), scale, 1)",
+        "scale",
+        (f"{TESTS}test_current_scaling_of_zeros_and_of_nan",),
+    ),
+    Mutant(
+        "the residual added again",
+        RULES,
+        "._replace(x=first.total)\n",
+        "._replace(x=operands.x)\n",
+        (f"{TESTS}test_current_scaling[xla-add_layer_norm]",),
+    ),
+    Mutant(
+        "one scale for all examples",
+        "jln/_junction/kernels/forward.py",
+        'columns_at(y_scale_ptr, "y_scale", group, 1,',
+        'columns_at(y_scale_ptr, "y_scale", 0, 1,',
+        (f"{TESTS}test_vmap[one scale-triton-axes0]",),
+    ),
+    Mutant(
+        "rows behind the blocks of a vmap",
+        ARRAYS,
+        "if dtypes.block_scale is not None and axis > h:",
+        "if False:",
+        (f"{TESTS}test_vmap_behind_the_blocks",),
+    ),
+    Mutant(
+        "H split where a row is quantised",
+        PARTITIONED,
+        "whole = layout.whole if may_split_h",
+        "whole = () if may_split_h",
+        (f"{MESH}[xla-auto-H-blocks]", f"{MESH}[xla-auto-H-one scale]"),
+    ),
+    Mutant(
+        "eight bits on a chip that has none",
+        NORM_LAUNCH,
+        "and not target.chip.rounds_to_eight_bits",
+        "and False",
+        (f"{TESTS}test_older_chips_quantise_by_xla",),
+    ),
+]
