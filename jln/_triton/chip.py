@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
+import re
 from typing import Any
+
+
+@functools.cache
+def triton_version() -> tuple[int, ...]:
+    """The version of the Triton that is installed; without one, of which nothing is wanted, a later one than any."""
+    try:
+        import triton
+    except ImportError:
+        return (99,)
+    return tuple(map(int, re.findall(r"\d+", triton.__version__)[:3]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +53,13 @@ class Chip:
 
     @property
     def rounds_to_eight_bits(self) -> bool:
-        """True where Triton converts to float8_e4m3fn and float8_e5m2."""
-        return self.is_amd or self.capability >= 89
+        """True where Triton converts float32 to float8_e4m3fn and float8_e5m2 by one instruction that rounds once.
+
+        For sm_89 Triton before 3.9 cuts to 16 bits first. AMD's chips before gfx950 have no such instruction.
+        """
+        if self.is_amd:
+            return self.architecture == "gfx950"
+        return self.capability >= (89 if triton_version() >= (3, 9) else 90)
 
     @property
     def precision(self) -> str:

@@ -3,6 +3,8 @@
 import dataclasses
 
 import pytest
+from test_eight_bits import test_every_number_of_bfloat16
+from test_norms import APART, test_parameters_along_different_axes
 
 from cases import Case, check
 from jln._junction.linears.tiles import unfenced
@@ -19,12 +21,23 @@ CASES = [
     Case("rms_norm", (3, 4, 21, 128), "bfloat16", "small-h200", of_groups=True, behind=1),
     Case("rms_norm_add_rms_norm", (33, 128), "bfloat16", "small-h200"),
     Case("add_rms_norm_linear", (33, 128), "bfloat16", "small-h200", (300,), remat=True),
+    Case("add_layer_norm_linear, x_bias and gate", (100, 100), "float16", "small-a100", (16,), gate_of_rows=True),
+    Case("layer_norm_linear", (3, 70, 128), "bfloat16", "small-h200", (32,), of_examples=True),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels_are_right(case):
     check(case)
+
+
+def test_parameters_along_different_axes_are_right():
+    test_parameters_along_different_axes(*APART[0], "bfloat16")
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["one scale", "blocks"])
+def test_eight_bits_are_right(blocks):
+    test_every_number_of_bfloat16(blocks, "e4m3", "h200")
 
 
 def test_linears_are_fused_where_triton_fences_their_products():

@@ -160,10 +160,17 @@ EIGHT_BITS = [
         (f"{MESH}[xla-auto-H-blocks]", f"{MESH}[xla-auto-H-one scale]"),
     ),
     Mutant(
+        "eight bits that an older Triton rounds twice",
+        "jln/_triton/chip.py",
+        "(89 if triton_version() >= (3, 9) else 90)",
+        "89",
+        (f"{TESTS}test_chips_that_do_not_convert_have_eight_bits_by_xla",),
+    ),
+    Mutant(
         "eight bits on a chip that has none",
         NORM_LAUNCH,
         "and not target.chip.rounds_to_eight_bits",
         "and False",
-        (f"{TESTS}test_older_chips_quantise_by_xla",),
+        (f"{TESTS}test_chips_that_do_not_convert_have_eight_bits_by_xla",),
     ),
 ]

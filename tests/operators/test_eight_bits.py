@@ -11,6 +11,7 @@ from in_eight_bits import Bits, block_scaled, compare, every_bfloat16, scaled, s
 import jln
 import workbench
 from jln._tools.catalogue import FORMS, sizes
+from jln._triton import chip as chips
 from jln._triton import target
 from jln._triton.chip import CHIPS
 
@@ -188,17 +189,26 @@ def test_parameters_of_examples(shape, blocks, implementation):
         assert np.mean(np.asarray(got.values).view("u1") != true.values.view("u1")) < 1e-2
 
 
-def test_older_chips_quantise_by_xla():
-    """The kernel writes float32, and XLA the bits, where Triton converts to none."""
-    x = jax.ShapeDtypeStruct((64, 1024), "bfloat16")
-    kernels = {}
-    for chip in ("a100", "l4"):
-        with target.using(target.Recorder(CHIPS[chip])) as recorder:
-            jax.jit(lambda x: jln.rms_norm(x, quantize=jln.MXFloat8(), implementation="triton")).trace(x).lower(
-                lowering_platforms=("cuda",)
-            )
-        kernels[chip] = {name: a.dtype.name for name, a in recorder.launches[0].results.items()}
-    assert kernels == {"a100": {"y": "float32"}, "l4": {"y": "float8_e4m3fn", "block_scale": "uint8"}}
+@pytest.mark.parametrize(
+    ("chip", "triton", "converts"),
+    [
+        ("a100", (3, 9, 0), False),
+        ("l4", (3, 9, 0), True),
+        ("l4", (3, 8, 0), False),
+        ("h200", (3, 6, 0), True),
+        ("mi300x", (3, 9, 0), False),
+        ("mi355x", (3, 9, 0), True),
+    ],
+)
+def test_chips_that_do_not_convert_have_eight_bits_by_xla(chip, triton, converts, monkeypatch):
+    """The kernel writes float32, and XLA the bits, where Triton does not round once by one instruction."""
+    monkeypatch.setattr(chips, "triton_version", lambda: triton)
+    x, found = jax.ShapeDtypeStruct((64, 1024), "bfloat16"), CHIPS[chip]
+    with target.using(target.Recorder(found)) as recorder:
+        step = jax.jit(lambda x: jln.rms_norm(x, quantize=jln.MXFloat8(), implementation="triton"))
+        step.trace(x).lower(lowering_platforms=(found.platform,))
+    written = {name: a.dtype.name for name, a in recorder.launches[0].results.items()}
+    assert written == ({"y": "float8_e4m3fn", "block_scale": "uint8"} if converts else {"y": "float32"})
 
 
 WRONG = {

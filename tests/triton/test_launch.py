@@ -153,7 +153,7 @@ def test_tiles_are_what_triton_accepts(h, inner, itemsize):
     [((3, 6, 0), False), ((3, 7, 0), False), ((3, 7, 1), True), ((3, 8, 0), True), ((3, 10, 0), True)],
 )
 def test_a_triton_that_leaves_out_fences_fuses_no_linear_where_they_matter(monkeypatch, version, fuses):
-    monkeypatch.setattr(linear_tiles, "_triton_version", lambda: version)
+    monkeypatch.setattr(linear_tiles, "triton_version", lambda: version)
     for name in ("a100", "l4", "h200", "b200"):
         chip = CHIPS[name]
         expected = fuses or chip.capability < 90

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-import re
 from typing import Any
 
 import jax
@@ -13,7 +11,7 @@ import jax.numpy as jnp
 
 from jln import _checks
 from jln._junction.arrays import Arrays, Junction
-from jln._triton.chip import Chip
+from jln._triton.chip import Chip, triton_version
 from jln._triton.target import INTERPRETED, Target
 from jln._triton.tile import Tile, aligned, ceil_div, next_power_of_2
 from jln._triton.tuning import Choice, Tiles, known_or_newest
@@ -81,22 +79,13 @@ FENCED_TRITON = (3, 7, 1)
 
 def unfenced(chip: Chip) -> str | None:
     """The reason why a product on `chip` might read its operands from shared memory too early; None where it waits."""
-    if not chip.has_wgmma or chip.name == INTERPRETED.name or _triton_version() >= FENCED_TRITON:
+    if not chip.has_wgmma or chip.name == INTERPRETED.name or triton_version() >= FENCED_TRITON:
         return None
     return (
-        f"Triton {'.'.join(map(str, _triton_version()))} leaves out fences before the products of kernels for "
+        f"Triton {'.'.join(map(str, triton_version()))} leaves out fences before the products of kernels for "
         f"{chip}: LayerNorm+Linear is composed of a norm's kernels and XLA's products, and with "
         f"triton>={'.'.join(map(str, FENCED_TRITON))} fused where that is faster"
     )
-
-
-@functools.cache
-def _triton_version() -> tuple[int, ...]:
-    try:
-        import triton
-    except ImportError:  # nothing will be compiled
-        return FENCED_TRITON
-    return tuple(map(int, re.findall(r"\d+", triton.__version__)[:3]))
 
 
 def _fused_tile(h: int, n: int, product_dtype: str, chip: Chip) -> Tile | None:
