@@ -58,7 +58,7 @@ class Rules:
         forward.defjvp(tangents, symbolic_zeros=True)
 
         def operator(settings: Hashable, operands: Any, forward_mode: bool) -> Any:
-            operands = _varying_together(operands)
+            operands = varying_together(operands)
             return (forward if forward_mode else once)(settings, operands)
 
         return operator
@@ -200,7 +200,7 @@ def batched_like(a: jax.Array, like: jax.Array) -> jax.Array:
     return _together.bind(a, Unneeded(like).nothing())[0]
 
 
-def _varying_together(operands: Any) -> Any:
+def varying_together(operands: Any) -> Any:
     """Cast the operands, inside shard_map, so that each varies over each mesh axis that any of them varies over.
 
     The cast is outside of the operator's custom_vjp, so that JAX adds up a shared parameter's gradient over these axes.

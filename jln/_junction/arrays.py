@@ -87,7 +87,7 @@ class Arrays(NamedTuple):
     x_z: Annotated[Any, _operand(Shape.ROW, *_PULLED)] = None
     added: Annotated[Any, _operand(Shape.ROW, "dy")] = None
     x_scale: Annotated[Any, _operand(Shape.COLUMN, *_PULLED, "gate", "row_gate", more=_U)] = None
-    kernel: Annotated[Any, _operand(Shape.KERNEL, "dy", *_X_HAT, "scale", "offset")] = None
+    kernel: Annotated[Any, _operand(Shape.KERNEL, "dy", *_X_HAT, "scale", "offset", "y_scale")] = None
     bias: Annotated[Any, _operand(Shape.BIAS, "dy")] = None
     y: Annotated[Any, Array(Shape.ROW, (*_Y, "kernel", "bias", "y_scale"))] = None
     y_max: Annotated[Any, Array(Shape.NUMBER, _Y)] = None
@@ -184,12 +184,13 @@ class Norm:
 class Junction:
     """An operator's static arguments, as its rules need them.
 
-    y_dtype: a dtype's name; None with Linears, whose results have that of their products.
+    y_dtype: a dtype's name; None with Linears, whose results have that of their products, but for z in eight bits.
     gives_total: whether total is a result. Without a residual it is x itself, and what its readers pull back comes to
       the backward operation.
     precision: of the products, as `jax.lax.dot_general` takes it. features: how many axes of features each kernel has.
     in_one: whether norm and products are one operation, as `few_features` says.
-    eight_bits: "one" of a y in eight bits with one scale, "blocks" of one with a scale for each block, else "".
+    eight_bits: "one" of a y, or with Linears z, in eight bits with one scale, "blocks" of one with a scale for each
+      block, else "". by_cudnn: whether cuDNN multiplies blocks where a program runs on an NVIDIA GPU.
     """
 
     norm: Norm
@@ -200,6 +201,7 @@ class Junction:
     features: tuple[int, ...] = ()
     in_one: bool = False
     eight_bits: str = ""
+    by_cudnn: bool = False
 
 
 # What follows from the table

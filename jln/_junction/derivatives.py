@@ -19,6 +19,7 @@ from jln._core.derivatives import PRODUCT, Rules, Unneeded, batched_like, named_
 from jln._core.operation import LinearOperation, Operation, only_rows_differ
 from jln._junction import arrays, formulas, gradients
 from jln._junction.arrays import KEPT, TABLE, Arrays, Junction, Norm, Shape
+from jln._junction.linears import eight_bits
 from jln._junction.linears import formulas as linears
 from jln._junction.wider import widened
 from jln._triton.target import kernels
@@ -125,6 +126,13 @@ def _outcome(junction: Junction, operands: Arrays, keeps: set[str]) -> Arrays:
     if operands.kernel is None:
         return forward(operands, norm, dtypes, implementation=junction.implementation)
     products = tuple(jnp.promote_types(operands.x.dtype, kernel.dtype).name for kernel in operands.kernel)
+    if junction.eight_bits:
+        z = _normed_in_eight_bits(junction, operands._replace(kernel=None, bias=None), dtypes)
+        y = eight_bits.forward(z, operands, junction, products)
+        if junction.by_cudnn:  # no policy knows such a product
+            y = tuple(checkpoint_name(a, PRODUCT) for a in y)
+        scale = None if z.y_scale is None else z.y_scale.reshape((1,) * operands.x.ndim)
+        return z._replace(y=y, block_scale=None, y_scale=scale)
     dtypes = dtypes._replace(y=products)
     if not junction.in_one:
         return linears.forward(operands, junction, dtypes, 0, norms=_by(junction.implementation))
@@ -132,9 +140,33 @@ def _outcome(junction: Junction, operands: Arrays, keeps: set[str]) -> Arrays:
     return results._replace(y=tuple(checkpoint_name(y, PRODUCT) for y in results.y))
 
 
+def _normed_in_eight_bits(junction: Junction, operands: Arrays, dtypes: Arrays) -> Arrays:
+    """The norm's results with y in eight bits, its block_scale, or y_scale and y_max, both of all rows."""
+    norm, by = junction.norm, functools.partial(forward, implementation=junction.implementation)
+    if junction.eight_bits == "blocks":
+        return by(operands, norm, dtypes._replace(block_scale="uint8"))
+    wanted = dtypes._replace(y_max="float32")
+    if operands.y_scale is not None:
+        outcome = by(operands, norm, wanted)
+        amax = formulas.largest(outcome.y_max)
+    else:
+        first = by(operands, norm, wanted._replace(y=None))
+        amax = formulas.largest(first.y_max)
+        scale = amax / float(jnp.finfo(junction.y_dtype).max)
+        scale = jnp.where((scale >= float(jnp.finfo(scale.dtype).tiny)) & jnp.isfinite(scale), scale, 1)
+        operands = operands._replace(y_scale=scale.reshape((1,) * operands.x.ndim))
+        again, of_total = operands, norm
+        if first.total is not None:
+            again = operands.only(("scale", "offset", "y_scale"))._replace(x=first.total)
+            of_total = dataclasses.replace(norm, both_sides=False)
+        outcome = first._replace(y=by(again, of_total, Arrays(y=junction.y_dtype)).y)
+    return outcome._replace(y_max=amax, y_scale=jnp.max(operands.y_scale))  # of examples, all of whose scales are one
+
+
 def _results(junction: Junction, operands: Arrays, outcome: Arrays) -> Arrays:
     total = operands.x if operands.residual is None and junction.gives_total else outcome.total
-    return Arrays(y=outcome.y, total=total)
+    amax = outcome.y_max if operands.y_scale is not None else None
+    return Arrays(y=outcome.y, total=total, y_max=amax)
 
 
 def _value(junction: Junction, operands: Arrays) -> Arrays:
@@ -165,7 +197,8 @@ def _saving(junction: Junction, operands: Arrays, wanted: Arrays) -> tuple[Array
     of_all = _reads(junction, operands, jax.tree.map(lambda a: a.dtype.name, operands))
     outcome = _outcome(junction, operands, reads)
     total = operands.x if outcome.total is None else outcome.total
-    there = operands._replace(total=total, **named_statistics(outcome.only(KEPT).present()))
+    there = operands._replace(total=total, y_scale=outcome.y_scale)
+    there = there._replace(**named_statistics(outcome.only(KEPT).present()))
     if not junction.norm.switches.subtract_mean:
         of_all -= {"mean", "x_mean"}
     # A statistic that nobody reads was not computed: what stands for it is batched as a result is.
@@ -295,27 +328,8 @@ operator = Rules(_value, _saving, _gradients, _tangents).operator(widened)
 def in_eight_bits(junction: Junction, operands: Arrays) -> Arrays:
     """The junction's y in eight bits and its total; with block_scale, or with y_scale and y_max, both of all rows."""
     total = None if operands.residual is None else arrays.total_dtype(operands)
-    norm, by = junction.norm, functools.partial(forward, implementation=junction.implementation)
-    if junction.eight_bits == "blocks":
-        outcome = by(operands, norm, Arrays(y=junction.y_dtype, total=total, block_scale="uint8"))
-        return outcome._replace(total=_results(junction, operands, outcome).total)
-    wanted = Arrays(y=junction.y_dtype, total=total, y_max="float32")
-    if operands.y_scale is not None:
-        outcome = by(operands, norm, wanted)
-        amax = formulas.largest(outcome.y_max)
-    else:
-        first = by(operands, norm, wanted._replace(y=None))
-        amax = formulas.largest(first.y_max)
-        scale = amax / float(jnp.finfo(junction.y_dtype).max)
-        scale = jnp.where((scale >= float(jnp.finfo(scale.dtype).tiny)) & jnp.isfinite(scale), scale, 1)
-        operands = operands._replace(y_scale=scale.reshape((1,) * operands.x.ndim))
-        again, of_total = operands, norm
-        if first.total is not None:
-            again = operands.only(("scale", "offset", "y_scale"))._replace(x=first.total)
-            of_total = dataclasses.replace(norm, both_sides=False)
-        outcome = by(again, of_total, Arrays(y=junction.y_dtype))._replace(total=first.total)
-    y_scale = jnp.max(operands.y_scale)  # of examples, all of whose scales are one
-    return outcome._replace(total=_results(junction, operands, outcome).total, y_max=amax, y_scale=y_scale)
+    outcome = _normed_in_eight_bits(junction, operands, Arrays(y=junction.y_dtype, total=total))
+    return outcome._replace(total=_results(junction, operands, outcome).total)
 
 
 @in_eight_bits.defjvp

@@ -327,20 +327,34 @@ def in_eight_bits(y: Array, y_scale: Array | None, dtypes: Arrays, axis: int) ->
     row_max = None if dtypes.y_max is None else largest(y, axis)  # (51)
     if dtypes.y not in LARGEST_EXPONENT:
         return Arrays(y=y, y_max=row_max)
-    block_scale = None
     if dtypes.block_scale is None:
         assert y_scale is not None
-        y = y * (1 / y_scale)  # (50)
-    else:
-        blocks = y.reshape(*y.shape[:-1], -1, BLOCK)
-        bits = bits_of_largest(blocks, -1)
-        biased = jnp.maximum(((bits + 0x1FFFFF) >> 23) - LARGEST_EXPONENT[dtypes.y], 0)  # (52): 7/4 carries
-        biased = jnp.where(bits >= 0x7F800000, 255, biased)
-        inverse = lax.bitcast_convert_type((254 - biased) << 23, jnp.float32)
-        y = (blocks * inverse[..., None]).reshape(y.shape)  # (53)
-        block_scale = biased.astype(jnp.uint8)
-    bound = float(jnp.finfo(dtypes.y).max)
-    return Arrays(y=jnp.clip(y, -bound, bound), y_max=row_max, block_scale=block_scale)
+        return Arrays(y=by_scale(y, y_scale, dtypes.y), y_max=row_max)
+    y, block_scale = by_block_scales(y, dtypes.y, y.ndim - 1)
+    return Arrays(y=y, y_max=row_max, block_scale=block_scale)
+
+
+def by_scale(y: Array, scale: Array, dtype: str) -> Array:
+    """Term (50) before the rounding."""
+    return _saturated(y * (1 / scale), dtype)  # (50)
+
+
+def by_block_scales(
+    y: Array, dtype: str, axis: int, bits_of_largest: Callable[[Array, int], Array] = bits_of_largest
+) -> tuple[Array, Array]:
+    """Terms (52) and (53), before the rounding, of blocks along an axis: y, and the bits of the scales."""
+    blocks = y.reshape(*y.shape[:axis], -1, BLOCK, *y.shape[axis + 1 :])
+    bits = bits_of_largest(blocks, axis + 1)
+    biased = jnp.maximum(((bits + 0x1FFFFF) >> 23) - LARGEST_EXPONENT[dtype], 0)  # (52): 7/4 carries
+    biased = jnp.where(bits >= 0x7F800000, 255, biased)
+    inverse = lax.bitcast_convert_type((254 - biased) << 23, jnp.float32)
+    y = (blocks * jnp.expand_dims(inverse, axis + 1)).reshape(y.shape)  # (53)
+    return _saturated(y, dtype), biased.astype(jnp.uint8)
+
+
+def _saturated(y: Array, dtype: str) -> Array:
+    bound = float(jnp.finfo(dtype).max)
+    return jnp.clip(y, -bound, bound)
 
 
 def in_dtypes(arrays: Arrays, dtypes: Arrays, batch: tuple[int, ...]) -> Arrays:

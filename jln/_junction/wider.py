@@ -18,6 +18,8 @@ def widened(junction: Junction, operands: Arrays, axes: Arrays) -> tuple[Junctio
 
     axes: the place of vmap's axis in each operand, None in one that is shared.
     """
+    if junction.eight_bits == "one":  # each example has a scale of its own
+        return None
     present = operands.present()
     if any(getattr(axes, name) is not None for name in present.keys() - _OF_ROWS - {"kernel", "bias"}):
         return None
@@ -36,7 +38,7 @@ def _with_rows(junction: Junction, operands: Arrays, axes: Arrays) -> tuple[Junc
     if norm.of_examples or norm.offset_rows:
         return None
     axis, h = axes.x, operands.x.ndim - 1 + norm.axis
-    if axis > h and junction.features:  # which stand behind H
+    if (axis > h and junction.features) or junction.eight_bits:  # H has features behind it, blocks have rows in them
         axis = 0
     elif axis > h:
         norm = dataclasses.replace(norm, axis=norm.axis - 1)

@@ -1,6 +1,6 @@
 """The public operators: a signature and its docstring each, and one call of the junction."""
 
-from jln._operators.eight_bits import Float8, MXFloat8, Quantized
+from jln._operators.eight_bits import Float8, MXFloat8, Quantized, Scaled
 from jln._operators.linears import (
     add_layer_norm_linear,
     add_rms_norm_linear,
@@ -16,6 +16,7 @@ __all__ = [
     "Float8",
     "MXFloat8",
     "Quantized",
+    "Scaled",
     "add_layer_norm",
     "add_layer_norm_linear",
     "add_rms_norm",

@@ -15,8 +15,10 @@ from jln._core.derivatives import in_one_program, with_automatic_axes
 from jln._junction.arguments import Axis, arranged, checked, norm_of, on_several_axes
 from jln._junction.arrays import Arrays, Junction
 from jln._junction.derivatives import in_eight_bits, operator
+from jln._junction.linears.eight_bits import multiplies_blocks
 from jln._junction.linears.tiles import few_features
 from jln._operators.eight_bits import Float8, MXFloat8, quantized, settings
+from jln._triton.target import target_chip
 
 
 def call(
@@ -62,13 +64,17 @@ def call(
         y_dtype = y_dtype or _checks.dtype(dtype, promoted)
         junction = Junction(norm, y_dtype, eight_bits=eight_bits)
     else:
+        if quantize is not None and precision is not None:
+            raise ValueError(f"with quantize= the products are in eight bits; got precision={precision!r}")
         features = tuple(kernel.ndim - 1 for kernel in arrays.kernel)
-        junction = Junction(norm, precision=_checks.precision(precision), features=features)
+        by_cudnn = eight_bits == "blocks" and multiplies_blocks(target_chip())
+        how: Any = {"eight_bits": eight_bits, "by_cudnn": by_cudnn}
+        junction = Junction(norm, y_dtype, precision=_checks.precision(precision), features=features, **how)
     junction = dataclasses.replace(
         junction, gives_total=gives_total, implementation=_checks.implementation(implementation)
     )
     results = _on_any_mesh(junction, axes, _checks.flag("forward_mode", forward_mode), arrays)
-    return results if quantize is None else Arrays(y=quantized(results), total=results.total)
+    return results if quantize is None or arrays.kernel else Arrays(y=quantized(results), total=results.total)
 
 
 @in_one_program(static=3)
@@ -78,6 +84,8 @@ def _on_any_mesh(junction: Junction, axes: tuple[int, ...], forward_mode: bool, 
         if specs.kernel is not None:
             y = tuple(_spec_of_product(specs.x[:-1], kernel) for kernel in specs.kernel)
         results = Arrays(y=y, total=specs.x if junction.gives_total else None)
+        if junction.features:
+            return results if specs.y_scale is None else results._replace(y_max=PartitionSpec())
         if junction.eight_bits == "blocks":
             return results._replace(block_scale=PartitionSpec(*specs.x[:-1]))
         return results._replace(y_max=PartitionSpec(), y_scale=PartitionSpec()) if junction.eight_bits else results
@@ -87,11 +95,9 @@ def _on_any_mesh(junction: Junction, axes: tuple[int, ...], forward_mode: bool, 
         settled = dataclasses.replace(junction, norm=norm)
         if junction.features:
             settled = dataclasses.replace(settled, in_one=few_features(operands, settled))
-        if junction.eight_bits:
-            results = in_eight_bits(settled, operands)
-            results = results._replace(**jax.tree.map(back, results.only(("y", "total", "block_scale")).present()))
-        else:
-            results = jax.tree.map(back, operator(settled, operands, forward_mode))
+        of_norm = junction.eight_bits and not junction.features
+        results = in_eight_bits(settled, operands) if of_norm else operator(settled, operands, forward_mode)
+        results = results._replace(**jax.tree.map(back, results.only(("y", "total", "block_scale")).present()))
         like_x = results.only(("total",) if junction.features else ("y", "total"))
         like_x = jax.tree.map(lambda a: on_several_axes(a, arrays.x.shape, axes), like_x)
         return results._replace(**like_x.present())

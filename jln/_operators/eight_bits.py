@@ -78,6 +78,19 @@ class Quantized(NamedTuple):
         return (self.values.astype(jnp.float32) * scale).astype(dtype)
 
 
+class Scaled(NamedTuple):
+    """The result of Linears whose operand was quantised by a given scale (delayed scaling).
+
+    Attributes:
+      y: as without `quantize`.
+      amax: the largest `|z|` of the norm's result, float32 `[]`, of which the next scale is made; NaN if there is one.
+        It has no derivative.
+    """
+
+    y: Any
+    amax: jax.Array
+
+
 def settings(
     quantize: Any, arrays: Arrays, axes: tuple[int, ...], dtype: Any, forward_mode: bool
 ) -> tuple[str, bool, jax.Array | None]:
@@ -88,9 +101,9 @@ def settings(
     if dtype is not None:
         raise ValueError(f"with quantize= the result's dtype is that of {type(quantize).__name__}; got dtype={dtype!r}")
     if forward_mode:
-        raise ValueError("forward_mode=True is of results that have a derivative, and those in eight bits have none")
+        raise ValueError("with quantize= there is no forward_mode: the rounding to eight bits has no derivative")
     for given, a in arrays.present().items():
-        if a.dtype == jnp.float64:
+        if any(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(a)):
             raise TypeError(f"with quantize= the arithmetic is in float32; got {given} in float64")
     name = jnp.dtype(quantize.dtype).name
     if name not in ("float8_e4m3fn", "float8_e5m2"):
@@ -116,7 +129,7 @@ def _scale_of(scale: Any, ndim: int) -> jax.Array | None:
     scale = _checks.array("scale of Float8", scale)
     if scale.ndim:
         raise ValueError(f"the scale of Float8 must be a number; got shape {scale.shape}")
-    return scale.astype(jnp.float32).reshape((1,) * ndim)
+    return jax.lax.stop_gradient(scale.astype(jnp.float32).reshape((1,) * ndim))
 
 
 def quantized(results: Arrays) -> Quantized:

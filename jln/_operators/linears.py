@@ -13,6 +13,7 @@ from jln._explain import listed
 from jln._junction.arguments import Gate
 from jln._junction.arrays import Arrays
 from jln._operators.call import call
+from jln._operators.eight_bits import Quantize, Scaled
 
 # One array, or one for each of several Linears.
 Kernels = jax.Array | tuple[jax.Array, ...]
@@ -32,6 +33,7 @@ def layer_norm_linear(
     zero_centered_scale: bool = False,
     precision: PrecisionLike = None,
     remat: bool = False,
+    quantize: Quantize = None,
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> Products:
@@ -73,10 +75,19 @@ def layer_norm_linear(
         of, which are kept in their place. For a `jax.checkpoint` that keeps the products and nothing of the norm: it
         makes these again in any case, by a kernel of their own, which writes the sum for the next to read. Rows that
         are too wide for one tile still take that kernel. Not with `forward_mode`.
+      quantize: `jln.MXFloat8(...)` or `jln.Float8(...)`: the products, forward and backward, are of operands in eight
+        bits, with sums in float32. The norm writes `z` in eight bits; the kernel, `y`'s cotangent and `z` made again
+        are quantised along what a product sums over, and nothing more is kept. `z` is in the given dtype, kernels in
+        float8_e4m3fn, cotangents in float8_e5m2 (`Float8`) or float8_e4m3fn (`MXFloat8`). Kernels' and cotangents'
+        scales are current. Blocks along features or rows whose number is no multiple of 32 end with zeros. Gradients
+        go straight through: those of the quantised operands are taken for the operands'. Blocks are multiplied by
+        cuDNN on Blackwell, where a product has the name `jln.PRODUCT` for policies, and elsewhere in bfloat16 or
+        float32, which hold their numbers. Not with `precision`, `forward_mode` or float64.
       epsilon, zero_centered_scale, implementation, forward_mode: as of `layer_norm`.
 
     Returns:
       y: `[..., *features]`, in the promoted dtype of `x` and `kernel`; for a tuple of kernels a tuple of such arrays.
+        With `Float8` of a given scale `jln.Scaled`: these, and the largest `|z|`, of which the next scale is made.
 
     Raises:
       TypeError: an argument has an unsupported type or dtype, or is traced where it must be static.
@@ -92,10 +103,11 @@ def layer_norm_linear(
         zero_centered_scale=zero_centered_scale,
         precision=precision,
         remat=remat,
+        quantize=quantize,
         implementation=implementation,
         forward_mode=forward_mode,
     )
-    return _as_given(results.y, kernel)
+    return _as_given(results, kernel)
 
 
 @listed("fused")
@@ -109,6 +121,7 @@ def rms_norm_linear(
     zero_centered_scale: bool = False,
     precision: PrecisionLike = None,
     remat: bool = False,
+    quantize: Quantize = None,
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> Products:
@@ -118,7 +131,7 @@ def rms_norm_linear(
     errors are those of `layer_norm_linear`.
 
     Args:
-      x, scale, kernel, bias, precision, remat: as of `layer_norm_linear`.
+      x, scale, kernel, bias, precision, remat, quantize: as of `layer_norm_linear`.
       epsilon, zero_centered_scale, implementation, forward_mode: as of `layer_norm`.
     """
     arrays = Arrays(x=array("x", x), scale=scale)
@@ -129,10 +142,11 @@ def rms_norm_linear(
         zero_centered_scale=zero_centered_scale,
         precision=precision,
         remat=remat,
+        quantize=quantize,
         implementation=implementation,
         forward_mode=forward_mode,
     )
-    return _as_given(results.y, kernel)
+    return _as_given(results, kernel)
 
 
 @listed("fused")
@@ -150,6 +164,7 @@ def add_layer_norm_linear(
     zero_centered_scale: bool = False,
     precision: PrecisionLike = None,
     remat: bool = False,
+    quantize: Quantize = None,
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> tuple[Products, jax.Array]:
@@ -161,7 +176,7 @@ def add_layer_norm_linear(
     `layer_norm_linear`.
 
     Args:
-      x, scale, offset, kernel, bias, precision, remat: as of `layer_norm_linear`.
+      x, scale, offset, kernel, bias, precision, remat, quantize: as of `layer_norm_linear`.
       residual, x_bias, gate: as of `add_layer_norm`.
       epsilon, zero_centered_scale, implementation, forward_mode: as of `layer_norm`.
 
@@ -179,10 +194,11 @@ def add_layer_norm_linear(
         zero_centered_scale=zero_centered_scale,
         precision=precision,
         remat=remat,
+        quantize=quantize,
         implementation=implementation,
         forward_mode=forward_mode,
     )
-    return _as_given(results.y, kernel), results.total
+    return _as_given(results, kernel), results.total
 
 
 @listed("fused")
@@ -199,6 +215,7 @@ def add_rms_norm_linear(
     zero_centered_scale: bool = False,
     precision: PrecisionLike = None,
     remat: bool = False,
+    quantize: Quantize = None,
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> tuple[Products, jax.Array]:
@@ -207,7 +224,7 @@ def add_rms_norm_linear(
     The sum is made and read once, as in `add_layer_norm_linear`, whose results, guarantees and errors hold.
 
     Args:
-      x, scale, kernel, bias, precision, remat: as of `layer_norm_linear`.
+      x, scale, kernel, bias, precision, remat, quantize: as of `layer_norm_linear`.
       residual, x_bias, gate: as of `add_layer_norm`.
       epsilon, zero_centered_scale, implementation, forward_mode: as of `layer_norm`.
     """
@@ -222,10 +239,11 @@ def add_rms_norm_linear(
         zero_centered_scale=zero_centered_scale,
         precision=precision,
         remat=remat,
+        quantize=quantize,
         implementation=implementation,
         forward_mode=forward_mode,
     )
-    return _as_given(results.y, kernel), results.total
+    return _as_given(results, kernel), results.total
 
 
 @listed("fused")
@@ -242,6 +260,7 @@ def rms_norm_add_rms_norm_linear(
     zero_centered_scale: bool = False,
     precision: PrecisionLike = None,
     remat: bool = False,
+    quantize: Quantize = None,
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> tuple[Products, jax.Array]:
@@ -253,7 +272,7 @@ def rms_norm_add_rms_norm_linear(
     results those of `add_layer_norm_linear`.
 
     Args:
-      x, scale, kernel, bias, precision, remat: as of `layer_norm_linear`.
+      x, scale, kernel, bias, precision, remat, quantize: as of `layer_norm_linear`.
       x_scale, residual, gate, epsilon, zero_centered_scale: as of `rms_norm_add_rms_norm`.
       implementation, forward_mode: as of `layer_norm`.
     """
@@ -267,10 +286,11 @@ def rms_norm_add_rms_norm_linear(
         zero_centered_scale=zero_centered_scale,
         precision=precision,
         remat=remat,
+        quantize=quantize,
         implementation=implementation,
         forward_mode=forward_mode,
     )
-    return _as_given(results.y, kernel), results.total
+    return _as_given(results, kernel), results.total
 
 
 @listed("fused")
@@ -289,6 +309,7 @@ def layer_norm_add_layer_norm_linear(
     zero_centered_scale: bool = False,
     precision: PrecisionLike = None,
     remat: bool = False,
+    quantize: Quantize = None,
     implementation: str | None = None,
     forward_mode: bool = False,
 ) -> tuple[Products, jax.Array]:
@@ -298,7 +319,7 @@ def layer_norm_add_layer_norm_linear(
     results, guarantees and errors hold.
 
     Args:
-      x, scale, offset, kernel, bias, precision, remat: as of `layer_norm_linear`.
+      x, scale, offset, kernel, bias, precision, remat, quantize: as of `layer_norm_linear`.
       x_scale, residual, gate, epsilon, zero_centered_scale: as of `rms_norm_add_rms_norm`.
       x_offset: as of `layer_norm_add_layer_norm`.
       implementation, forward_mode: as of `layer_norm`.
@@ -314,10 +335,11 @@ def layer_norm_add_layer_norm_linear(
         zero_centered_scale=zero_centered_scale,
         precision=precision,
         remat=remat,
+        quantize=quantize,
         implementation=implementation,
         forward_mode=forward_mode,
     )
-    return _as_given(results.y, kernel), results.total
+    return _as_given(results, kernel), results.total
 
 
 def with_linears(arrays: Arrays, kernel: Any, bias: Any) -> Arrays:
@@ -327,5 +349,6 @@ def with_linears(arrays: Arrays, kernel: Any, bias: Any) -> Arrays:
     return arrays._replace(kernel=kernels, bias=biases)
 
 
-def _as_given(products: tuple[jax.Array, ...], kernel: Any) -> Products:
-    return products if isinstance(kernel, tuple) else products[0]
+def _as_given(results: Arrays, kernel: Any) -> Products:
+    y = results.y if isinstance(kernel, tuple) else results.y[0]
+    return y if results.y_max is None else Scaled(y, results.y_max)

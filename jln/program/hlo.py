@@ -178,7 +178,7 @@ def _of(computation: _Computation, times: int = 1, exact: bool = True) -> Iterat
 
 
 def _is_product(kernel: _Value, kind: str) -> bool:
-    if kind.startswith(("__cublas", "__cudnn$fmha")) or kernel.kind == "dot":
+    if kind.startswith(("__cublas", "__cudnn$fmha", "__cudnn$blockScaledDot")) or kernel.kind == "dot":
         return True
     return kernel.kind == "fusion" and any(value.kind == "dot" for value in kernel.callees[0].values.values())
 

@@ -80,7 +80,10 @@ BY_ROW = [
         "junction.norm.offset_rows or ", "",
         (f"{JUNCTION}test_few_features_behind_a_sum_of_one_kind[triton-add_layer_norm_linear-an offset by row]",),
     ),
-    Mutant("an offset by row's gradient from that of the bias", XLA_LINEAR, " or norm.offset_rows)", ")", ALONE),
+    Mutant(
+        "an offset by row's gradient from that of the bias", XLA_LINEAR,
+        " or norm.offset_rows or junction", " or junction", ALONE,
+    ),
     Mutant(
         "the axes of an offset by row not counted where vmap's is among them", WIDER,
         "if norm.of_examples or norm.offset_rows:", "if norm.of_examples:",

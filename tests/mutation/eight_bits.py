@@ -19,7 +19,7 @@ GROUPS = tuple(
 )
 
 EIGHT_BITS = [
-    Mutant("y times its scale", XLA_NORM, "y * (1 / y_scale)", "y * y_scale", every("xla", "one scale")),
+    Mutant("y times its scale", XLA_NORM, "y * (1 / scale)", "y * scale", every("xla", "one scale")),
     Mutant(
         "y times its scale, in the kernel",
         FORWARD,
@@ -27,7 +27,9 @@ EIGHT_BITS = [
         "tl.load(y_scale_ptr)",
         every("triton", "one scale"),
     ),
-    Mutant("y that is not saturated", XLA_NORM, "y=jnp.clip(y, -bound, bound)", "y=y", every("xla", "one scale")),
+    Mutant(
+        "y that is not saturated", XLA_NORM, "return jnp.clip(y, -bound, bound)", "return y", every("xla", "one scale")
+    ),
     Mutant(
         "y that is not saturated, in the kernel",
         KERNEL,

@@ -116,7 +116,8 @@ LINEARS = [
     ),
     Mutant(
         "the norm's backward not told of the offset", XLA_LINEAR,
-        "operands._replace(dy=dz, kernel=None)", "operands._replace(dy=dz, kernel=None, offset=None)", XLA_LINEARS,
+        "_replace(dy=dz, kernel=None, y_scale=None)", "_replace(dy=dz, kernel=None, y_scale=None, offset=None)",
+        XLA_LINEARS,
     ),
     Mutant(
         "dz of one product only", XLA_LINEAR,

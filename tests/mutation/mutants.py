@@ -7,6 +7,7 @@ axis, sums in too few bits. `old` must be in the file exactly once.
 from both_sides import NORMS
 from by_row import BY_ROW
 from compiled import COMPILED
+from eight_bit_linears import EIGHT_BIT_LINEARS
 from eight_bits import EIGHT_BITS
 from entries import ENTRIES
 from few_features import FEW_FEATURES
@@ -36,4 +37,5 @@ MUTANTS = [
     *PROOFS,
     *WIDENED,
     *EIGHT_BITS,
+    *EIGHT_BIT_LINEARS,
 ]

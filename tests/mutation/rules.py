@@ -189,8 +189,8 @@ RULES = [
     Mutant(
         "dz by a kernel not transposed, XLA",
         XLA_LINEAR,
-        "_product(dy, axes.y, kernel, axes.kernel, axes.x",
-        "_product(dy, axes.y, kernel[..., ::-1], axes.kernel, axes.x",
+        "kernel.astype(dy.dtype), axes.kernel, axes.x",
+        "kernel[..., ::-1].astype(dy.dtype), axes.kernel, axes.x",
         XLA_LINEARS,
     ),
     # The operators and their transformations

@@ -45,7 +45,7 @@ NORMS, PAIRS = ("LayerNorm", "RMSNorm"), ("LayerNormLinear", "RMSNormLinear")
 SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Models as they are", "jln", ("fuse",)),
     ("Operators", "jln", OPERATORS),
-    ("Eight bits", "jln", ("Float8", "MXFloat8", "Quantized")),
+    ("Eight bits", "jln", ("Float8", "MXFloat8", "Quantized", "Scaled")),
     ("References", "jln.reference", OPERATORS),
     ("Flax NNX", "jln.nnx", ("fuse", *NORMS, *PAIRS)),
     ("Flax Linen", "jln.linen", (*NORMS, "LayerNormDense", "RMSNormDense")),

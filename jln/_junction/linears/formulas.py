@@ -66,6 +66,7 @@ from jln._core.derivatives import batched_like
 from jln._junction import formulas as norms_in_jnp
 from jln._junction import gradients as gradients_in_jnp
 from jln._junction.arrays import Arrays, Junction
+from jln._junction.linears import eight_bits
 
 
 def column_sums(operands: Arrays, junction: Junction, dtypes: Arrays, batch_dims: int) -> Arrays:
@@ -192,24 +193,27 @@ def backward(
     used = [i for i, d in enumerate(dy) if d is not None]
     axes = {i: _Axes(dy[i].ndim - junction.features[i] + 1, batch_dims, junction.features[i]) for i in used}
     needs_dz = any(d is not None for d in of_norm._replace(offset=None)) or (
-        of_norm.offset is not None and (norm.of_examples or norm.offset_rows)
+        of_norm.offset is not None and (norm.of_examples or norm.offset_rows or junction.eight_bits != "")
     )
     z_dtype = widest([dy[i].dtype.name for i in used if dtypes.kernel[i] is not None])
     pulled, z = Arrays(), None
+    if junction.eight_bits and z_dtype is not None and not norm.remat:  # XLA makes it where it quantises it
+        z_dtype = None
+        z = norms_in_jnp.scaled(operands.total, operands.scale, operands.offset, operands.mean, operands.rstd, norm)
     if needs_dz or z_dtype is not None:
         dz = None
         if needs_dz:
-            dz = functools.reduce(jnp.add, (_dz(dy[i], kernels[i], axes[i], junction.precision) for i in used))
+            dz = functools.reduce(jnp.add, (_dz(dy[i], kernels[i], axes[i], junction) for i in used))
             for axis, over in gathered:
                 dz = lax.psum_scatter(dz, over, scatter_dimension=axis, tiled=True)
         pulled = norms.backward(  # (16), (17), and (10) again
-            operands._replace(dy=dz, kernel=None),
+            operands._replace(dy=dz, kernel=None, y_scale=None),
             norm,
             of_norm._replace(y=z_dtype, offset=of_norm.offset if needs_dz else None),
             batch_dims,
             **({"h_axes": h_axes} if h_axes else {}),
         )
-        z = _all_rows(pulled.y, gathered)
+        z = z if pulled.y is None else _all_rows(pulled.y, gathered)
 
     doffset = pulled.offset
     dkernel: list[Array | None] = [None] * len(dy)
@@ -218,16 +222,17 @@ def backward(
     for i in used:
         if (dtype := dtypes.kernel[i]) is not None:
             assert z is not None
-            how = {
-                "precision": junction.precision,
-                "preferred_element_type": jnp.promote_types(dtype, dy[i].dtype),
-            }
+            sums = jnp.promote_types(dtype, dy[i].dtype)
             # dy first, then transposed, as JAX transposes a product. The other way round XLA's CPU backend (jaxlib from
             # 0.10.2 on) returns garbage for the sum over examples of a product, if rows have several axes and dy is a
             # broadcast, such as a mean's cotangent: `tests/operators/test_shared_operands.py`.
-            of_rows = _product(  # (13)
-                dy[i], axes[i].y, z.astype(dy[i].dtype), axes[i].x, axes[i].transposed_kernel, **how
-            )
+            if junction.eight_bits:
+                of_rows = eight_bits.of_rows(dy[i], z, operands.y_scale, junction, sums)  # (13)
+            else:
+                how = {"precision": junction.precision, "preferred_element_type": sums}
+                of_rows = _product(  # (13)
+                    dy[i], axes[i].y, z.astype(dy[i].dtype), axes[i].x, axes[i].transposed_kernel, **how
+                )
             dkernel[i] = jnp.moveaxis(of_rows, -1, batch_dims).astype(dtype)
         if from_bias or dtypes.bias[i] is not None:
             dtype = norms_in_jnp.compute_dtype(dy[i].dtype).name if from_bias else dtypes.bias[i]
@@ -242,14 +247,16 @@ def backward(
     return jax.tree.map(lambda a: norms_in_jnp.with_batch(a, batch), gradients)
 
 
-def _dz(dy: Array, kernel: Array, axes: _Axes, precision: Any) -> Array:
+def _dz(dy: Array, kernel: Array, axes: _Axes, junction: Junction) -> Array:
     """Term (14) for one product. It goes through memory, and is rounded to the dtype in which it is written.
 
     In bfloat16 dz only loses digits; in float16 values under 6e-8 would vanish, so it is written wider.
     """
     sums = dy.dtype if dy.dtype == jnp.bfloat16 else norms_in_jnp.compute_dtype(dy.dtype)
-    kernel = kernel.astype(dy.dtype)
-    return _product(dy, axes.y, kernel, axes.kernel, axes.x, precision=precision, preferred_element_type=sums)  # (14)
+    if junction.eight_bits:
+        return eight_bits.of_features(dy, kernel, axes.features, junction, sums)  # (14)
+    how = {"precision": junction.precision, "preferred_element_type": sums}
+    return _product(dy, axes.y, kernel.astype(dy.dtype), axes.kernel, axes.x, **how)  # (14)
 
 
 def _doffset_from(dbias: Array, kernel: Array, axes: _Axes) -> Array:

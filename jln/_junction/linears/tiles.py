@@ -36,7 +36,7 @@ def few_features(operands: Arrays, junction: Junction) -> bool:
 
     Otherwise they are the norm's operation and products in plain sight of JAX and XLA.
     """
-    if junction.implementation == "xla" or operands.present().keys() - _FUSED_OPERANDS:
+    if junction.implementation == "xla" or junction.eight_bits or operands.present().keys() - _FUSED_OPERANDS:
         return False
     if junction.norm.offset_rows or junction.norm.both_sides:
         return False

@@ -1,0 +1,101 @@
+"""Ways to break Linears in eight bits."""
+
+from targets import Mutant
+
+PRODUCTS = "jln/_junction/linears/eight_bits.py"
+LINEARS = "jln/_junction/linears/formulas.py"
+DERIVATIVES = "jln/_junction/derivatives.py"
+WIDER = "jln/_junction/wider.py"
+TESTS = "tests/operators/test_linears_in_eight_bits.py::"
+RECIPE = tuple(
+    f"{TESTS}test_values_and_gradients_by_the_recipe[xla-{case}]"
+    for case in (
+        "layer_norm_linear-blocks-parts of blocks",
+        "layer_norm_linear-given scale-blocks over axes of rows",
+        "layer_norm_linear-blocks of e5m2-whole blocks",
+    )
+)
+VMAP = tuple(f"{TESTS}test_vmap_is_a_loop[xla-{how}]" for how in ("given scale", "current scale"))
+CUDNN = (f"{TESTS}test_examples_of_a_product_by_cudnn",)
+DELAYED = (f"{TESTS}test_delayed_scaling",)
+
+EIGHT_BIT_LINEARS = [
+    Mutant("a bias that is not added to eight bits", PRODUCTS, "if bias is not None:", "if False:", RECIPE),
+    Mutant("a kernel in e5m2", PRODUCTS, 'KERNEL = "float8_e4m3fn"', 'KERNEL = "float8_e5m2"', RECIPE),
+    Mutant("cotangents by one scale in e4m3", PRODUCTS, '"one": "float8_e5m2"', '"one": "float8_e4m3fn"', RECIPE),
+    Mutant("cotangents in blocks in e5m2", PRODUCTS, '"blocks": "float8_e4m3fn"', '"blocks": "float8_e5m2"', RECIPE),
+    Mutant("a scale of one operand left out", PRODUCTS, "* (a.scale * b.scale)", "* a.scale", RECIPE),
+    Mutant(
+        "z in blocks of float8_e4m3fn whatever was asked for",
+        PRODUCTS,
+        "quantised(z, rows, junction.y_dtype,",
+        "quantised(z, rows, KERNEL,",
+        RECIPE,
+    ),
+    Mutant(
+        "z made again by a scale of its own",
+        PRODUCTS,
+        "None if y_scale is None else y_scale.reshape(())",
+        "None",
+        RECIPE,
+    ),
+    Mutant(
+        "blocks that do not end with zeros",
+        PRODUCTS,
+        "for i in range(a.ndim)])",
+        'for i in range(a.ndim)], mode="edge")',
+        RECIPE,
+    ),
+    Mutant(
+        "what is summed in front, for cuDNN",
+        PRODUCTS,
+        "jnp.transpose(a, (*kept, *axes))",
+        "jnp.transpose(a, (*axes, *kept))",
+        (f"{TESTS}test_layouts_for_cudnn",),
+    ),
+    Mutant(
+        "a scale of zero for what is zero",
+        PRODUCTS,
+        "scale = jnp.where(scale < float(jnp.finfo(jnp.float32).tiny), 1, scale)",
+        "pass",
+        (f"{TESTS}test_zeros",),
+    ),
+    Mutant(
+        "an infinity that has a scale",
+        PRODUCTS,
+        "scale = jnp.where(scale < float(jnp.finfo(jnp.float32).tiny), 1, scale)",
+        "scale = jnp.where((scale > 0) & jnp.isfinite(scale), scale, 1)",
+        (f"{TESTS}test_what_is_no_number_is_seen",),
+    ),
+    Mutant(
+        "derivatives of what was rounded",
+        PRODUCTS,
+        "return Eight(_in_dtype(dtype, values), scale, axes)",
+        "return Eight(values.astype(dtype), scale, axes)",
+        (f"{TESTS}test_errors",),
+    ),
+    Mutant("the wrong side's examples as rows", PRODUCTS, "as_rows[:2] if of_a else given[:2]", "given[:2]", CUDNN),
+    Mutant("examples of both sides as rows", PRODUCTS, "if of_a and of_b:", "if False:", CUDNN),
+    Mutant(
+        "rows of examples put back in the other order",
+        PRODUCTS,
+        "jnp.moveaxis(parts, 1 if of_a else 2, 0)",
+        "jnp.moveaxis(parts, 2 if of_a else 1, 0)",
+        CUDNN,
+    ),
+    Mutant(
+        "an offset's gradient by another recipe where it is wanted alone",
+        LINEARS,
+        'norm.offset_rows or junction.eight_bits != ""',
+        "norm.offset_rows",
+        (f"{TESTS}test_transformations",),
+    ),
+    Mutant(
+        "the largest |z| of a given scale not told",
+        DERIVATIVES,
+        "amax = outcome.y_max if operands.y_scale is not None else None",
+        "amax = None",
+        DELAYED,
+    ),
+    Mutant("one scale for all examples of Linears", WIDER, 'if junction.eight_bits == "one":', "if False:", VMAP),
+]

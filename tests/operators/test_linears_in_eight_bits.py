@@ -1,0 +1,331 @@
+"""Norms and the Linears behind them in eight bits: beside float64 with the same recipe, and what holds of any Linears.
+
+The recipe is written here once more, in numpy, of what each product sums over.
+"""
+
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from in_eight_bits import block_scaled, scaled, spread
+
+import jln
+import workbench
+from jln._junction.linears import eight_bits
+from jln._triton import target
+from jln._triton.chip import named_chip
+from workbench import LINEAR_OPERATORS
+
+E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+QUANTIZE = {
+    "blocks": jln.MXFloat8(),
+    "blocks of e5m2": jln.MXFloat8(E5M2),
+    "current scale": jln.Float8(),
+    "given scale": jln.Float8(0.01),
+    "given scale of e5m2": jln.Float8(0.001, E5M2),
+}
+# Rows and features that blocks fill, and that they do not; features of one axis and of two.
+SIZES = {
+    "whole blocks": ((3, 64), (96,)),
+    "parts of blocks": ((3, 11), (2, 20)),
+    "blocks over axes of rows": ((8, 4), (4, 8)),
+}
+H = 96
+CLOSE = {"rtol": 2e-4, "atol": 2e-4}
+
+
+def in_eight_bits(a, axes, dtype, blocks, scale=None):
+    """The numbers in float64 that `a` is taken for where a product sums over `axes`, which lie side by side."""
+    a = np.asarray(a, np.float64)
+    if not blocks:
+        scale = np.max(np.abs(a)) / float(ml_dtypes.finfo(dtype).max) if scale is None else scale
+        made = scaled(a, scale, dtype)
+        return made.values.astype(np.float64) * spread(made.scale)
+    n = math.prod(a.shape[i] for i in axes)
+    other = [i for i in range(a.ndim) if i not in axes]
+    rows = np.transpose(a, (*other, *axes)).reshape(-1, n)
+    made = block_scaled(np.pad(rows, ((0, 0), (0, -n % 32))), dtype)
+    numbers = (made.values.astype(np.float64) * spread(made.scale))[:, :n]
+    numbers = numbers.reshape([a.shape[i] for i in (*other, *axes)])
+    return np.transpose(numbers, np.argsort([*other, *axes]))
+
+
+def in_float64(tree):
+    return jax.tree.map(lambda a: jnp.asarray(a, "float64"), tree)
+
+
+def recipe(name, operands, dy, dtotal, quantize):
+    """The results and the gradients by the recipe, of kernels and biases in tuples, in float64: `((y, total), ...)`."""
+    blocks, scale = isinstance(quantize, jln.MXFloat8), getattr(quantize, "scale", None)
+    of_dy = E4M3 if blocks else E5M2
+    kernels, biases = operands["kernel"], operands["bias"]
+    of_norm = in_float64({n: a for n, a in operands.items() if n not in ("kernel", "bias")})
+    norm = getattr(jln.reference, name.removesuffix("_linear"))
+    result, pullback = jax.vjp(lambda a: norm(**a, epsilon=workbench.EPSILON), of_norm)
+    z, total = result if dtotal is not None else (result, None)
+    z, rows = np.asarray(z), tuple(range(z.ndim - 1))
+    of_z = in_eight_bits(z, (z.ndim - 1,), quantize.dtype, blocks, scale)
+    z_of_rows = in_eight_bits(z, rows, quantize.dtype, blocks, scale)
+    y, dz, dkernel, dbias = [], 0, [], []
+    for kernel, bias, d in zip(kernels, biases, dy, strict=True):
+        kernel, d = np.asarray(kernel, np.float64), np.asarray(d, np.float64)
+        features = kernel.ndim - 1
+        product = np.tensordot(of_z, in_eight_bits(kernel, (0,), E4M3, blocks), 1)
+        y.append(product if bias is None else product + np.asarray(bias, np.float64))
+        d_of_features = in_eight_bits(d, tuple(range(d.ndim - features, d.ndim)), of_dy, blocks)
+        k_of_features = in_eight_bits(kernel, tuple(range(1, kernel.ndim)), E4M3, blocks)
+        dz = dz + np.tensordot(d_of_features, np.moveaxis(k_of_features, 0, -1), features)
+        dkernel.append(np.tensordot(z_of_rows, in_eight_bits(d, rows, of_dy, blocks), (rows, rows)))
+        dbias.append(None if bias is None else d.sum(rows))
+    (pulled,) = pullback(jnp.asarray(dz) if dtotal is None else (jnp.asarray(dz), in_float64(dtotal)))
+    return (tuple(y), total), {**pulled, "kernel": tuple(dkernel), "bias": tuple(dbias)}
+
+
+def found(name, operands, dy, dtotal, **options):
+    """The same of the operator, and the largest `|z|` where it is told."""
+    function = getattr(jln, name)
+
+    @jax.jit
+    def run(operands, dy, dtotal):
+        def values(operands):
+            result = function(**operands, epsilon=workbench.EPSILON, **options)
+            y, total = (result, None) if dtotal is None else result
+            amax = y.amax if isinstance(y, jln.Scaled) else None
+            return (y.y if isinstance(y, jln.Scaled) else y, total), amax
+
+        outputs, pullback, amax = jax.vjp(values, operands, has_aux=True)
+        return outputs, pullback((dy, dtotal))[0], amax
+
+    return run(operands, dy, dtotal)
+
+
+def off(got, true):
+    """The distance of each array from the true one, relative to all of it."""
+    got, true = (jax.tree.map(lambda a: np.asarray(a, np.float64), tree) for tree in (got, true))
+    return jax.tree.map(lambda a, b: np.linalg.norm(a - b) / np.linalg.norm(b), got, true)
+
+
+def given(name, rows, features, dtype="float32"):
+    operands = workbench.named(name, (*rows, H), dtype, features=features)
+    ys = [(*rows, *f) for f in features]
+    dy = tuple(workbench.normal(40 + i, shape, dtype) for i, shape in enumerate(ys))
+    dtotal = workbench.normal(50, (*rows, H), dtype) if LINEAR_OPERATORS[name].adds else None
+    return operands, dy, dtotal
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("how", QUANTIZE)
+@pytest.mark.parametrize("name", LINEAR_OPERATORS)
+def test_values_and_gradients_by_the_recipe(name, how, sizes, implementation):
+    """Results in float32 are those of the recipe in float64, but where a number lies between two of eight bits.
+
+    One such number of some thousands is taken for the other; another recipe would be as far off as eight bits are.
+    """
+    rows, features = SIZES[sizes]
+    arrays = given(name, rows, (features, (64,)))
+    results, gradients, amax = found(name, *arrays, quantize=QUANTIZE[how], implementation=implementation)
+    true = recipe(name, *arrays, QUANTIZE[how])
+    assert max(jax.tree.leaves(off((results, gradients), true))) < 2e-3
+    plain = found(name, *arrays, implementation="xla")
+    distance = off((plain[0][0], plain[1]["kernel"], plain[1]["x"]), (true[0][0], true[1]["kernel"], true[1]["x"]))
+    assert min(jax.tree.leaves(distance)) > 1e-2
+    assert max(jax.tree.leaves(distance)) < 0.2
+    assert (amax is None) == (not how.startswith("given"))
+
+
+@pytest.mark.parametrize("how", ["blocks", "current scale", "given scale"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bits(how, dtype, implementation):
+    """Results and gradients are in the dtype of x, and as near as its roundings allow."""
+    arrays = given("layer_norm_linear", (2, 64), ((64,), (40,)), dtype)
+    results, gradients, _ = found("layer_norm_linear", *arrays, quantize=QUANTIZE[how], implementation=implementation)
+    true = recipe("layer_norm_linear", *arrays, QUANTIZE[how])
+    assert {a.dtype.name for a in jax.tree.leaves((results, gradients))} == {dtype}
+    # XLA's CPU backend of jaxlib 0.12 adds up a product over two axes of rows in bfloat16, with or without eight bits.
+    assert max(jax.tree.leaves(off((results, gradients), true))) < (2e-2 if dtype == "bfloat16" else 4e-3)
+
+
+def test_jax_has_the_same_recipe():
+    """The product of `jax.nn.scaled_dot_general`, by its own quantisation, and both its gradients are the same."""
+    from jax._src.cudnn.scaled_matmul_stablehlo import e8m0_to_dtype, quantize
+
+    config = jax.nn.get_scaled_dot_general_config("mxfp8")
+
+    def quantised(a, axis):
+        values, scales = quantize(jnp.moveaxis(a, axis, -1)[None], config)
+        scales = e8m0_to_dtype(jax.lax.bitcast_convert_type(scales[0], "uint8"), jnp.float32)
+        return jnp.moveaxis(values[0].astype("float32") * jnp.repeat(scales, 32, -1), -1, axis)
+
+    (operands, (dy,), _) = given("layer_norm_linear", (64,), ((96,),))
+    (kernel,), ones = operands["kernel"], dict(operands, scale=None, offset=None, bias=None)
+    z = jln.layer_norm(operands["x"], epsilon=workbench.EPSILON)
+    ((y,), _), gradients, _ = found("layer_norm_linear", ones, (dy,), None, quantize=jln.MXFloat8())
+    dz = quantised(dy, 1) @ quantised(kernel, 1).T
+    _, pullback = jax.vjp(lambda x: jln.layer_norm(x, epsilon=workbench.EPSILON), operands["x"])
+    close = {"rtol": 1e-4, "atol": 1e-4}
+    chex.assert_trees_all_close(y, quantised(z, 1) @ quantised(kernel, 0), **close)
+    chex.assert_trees_all_close(gradients["kernel"][0], quantised(z, 0).T @ quantised(dy, 0), **close)
+    chex.assert_trees_all_close(gradients["x"], pullback(dz)[0], **close)
+
+
+def loss(quantize, **options):
+    def of(x, scale, offset, kernel, bias):
+        y = jln.layer_norm_linear(x, scale, offset, kernel, bias, quantize=quantize, **options)
+        return jnp.sum(jnp.sin(y.y if isinstance(y, jln.Scaled) else y))
+
+    return of
+
+
+ARRAYS = [workbench.normal(i, shape, "float32") for i, shape in enumerate([(4, 2, 32, H), (H,), (H,), (H, 64), (64,)])]
+EVERY = tuple(range(5))
+
+
+@pytest.mark.parametrize("how", ["blocks", "current scale", "given scale"])
+def test_vmap_is_a_loop(how, implementation):
+    """Each example has a scale and blocks of its own, inside of a derivative and around one, shared kernels and own."""
+    x, *parameters = ARRAYS
+    f = loss(QUANTIZE[how], implementation=implementation)
+    loop = [jax.grad(f, EVERY)(a, *parameters) for a in x]
+    stacked = jax.tree.map(lambda *a: jnp.stack(a), *loop)
+    around = jax.jit(jax.vmap(jax.grad(f, EVERY), (0, *[None] * 4)))(x, *parameters)
+    chex.assert_trees_all_close(around, stacked, **CLOSE)
+    inside = jax.jit(jax.grad(lambda *a: jnp.sum(jax.vmap(f, (0, *[None] * 4))(*a)), EVERY))(x, *parameters)
+    summed = (stacked[0], *[jnp.sum(a, 0) for a in stacked[1:]])
+    chex.assert_trees_all_close(inside, summed, rtol=2e-3, atol=2e-3)
+    kernels = jnp.stack([parameters[2] * (1 + i / 3) for i in range(3)])
+
+    def of_kernels(x, kernels):
+        return jnp.sum(jax.vmap(f, (None, None, None, 0, None))(x, *parameters[:2], kernels, parameters[3]))
+
+    got = jax.jit(jax.grad(of_kernels, (0, 1)))(x[0], kernels)
+    each = [jax.grad(f, (0, 3))(x[0], *parameters[:2], k, parameters[3]) for k in kernels]
+    chex.assert_trees_all_close(got[1], jnp.stack([g for _, g in each]), **CLOSE)
+    assert off(got[0], sum(g for g, _ in each)) < 2e-2
+
+
+@pytest.mark.parametrize("how", ["blocks", "current scale", "given scale"])
+def test_transformations(how):
+    """A checkpoint, a loop and a frozen argument change no gradient."""
+    f, (x, *parameters) = loss(QUANTIZE[how]), ARRAYS
+    expected = jax.jit(jax.grad(f, EVERY))(x, *parameters)
+    again = jax.jit(jax.grad(jax.checkpoint(f), EVERY))(x, *parameters)
+    chex.assert_trees_all_close(again, expected, **CLOSE)
+    for i in EVERY:
+        chex.assert_trees_all_close(jax.jit(jax.grad(f, i))(x, *parameters), expected[i], **CLOSE)
+
+    def looped(x, *parameters):
+        return jax.lax.scan(lambda total, a: (total + f(a, *parameters), None), jnp.float32(0), x)[0]
+
+    loop = [jax.grad(f, EVERY)(a, *parameters) for a in x]
+    got = jax.jit(jax.grad(looped, EVERY))(x, *parameters)
+    summed = [jnp.stack([g[0] for g in loop]), *[sum(g[i] for g in loop) for i in EVERY[1:]]]
+    chex.assert_trees_all_close(got, tuple(summed), **CLOSE)
+
+
+@pytest.mark.parametrize("how", ["blocks", "current scale", "given scale"])
+def test_kept_is_what_is_kept_without(how):
+    """Nothing in eight bits is kept for the backward pass."""
+
+    def kept(quantize):
+        _, pullback = jax.vjp(loss(quantize, implementation="xla"), *ARRAYS)
+        return sorted((a.shape, a.dtype.name) for a in jax.tree.leaves(pullback) if a.size > H * 64)
+
+    assert kept(QUANTIZE[how]) == kept(None)
+
+
+def test_delayed_scaling():
+    """The largest |z| is told, has no derivative, and makes the next scale; a traced scale compiles nothing anew."""
+    operands, *_ = given("layer_norm_linear", (2, 32), ((64,),))
+    step = jax.jit(lambda scale: jln.layer_norm_linear(**operands, quantize=jln.Float8(scale)))
+    z = jln.layer_norm(operands["x"], operands["scale"], operands["offset"])
+    first = step(jnp.float32(1))
+    np.testing.assert_allclose(first.amax, jnp.max(jnp.abs(z)), rtol=1e-6)
+    second = step(first.amax / 448)
+    chex.assert_trees_all_close(second.y, jln.layer_norm_linear(**operands, quantize=jln.Float8()), **CLOSE)
+
+    def of(x, scale):
+        made = jln.layer_norm_linear(**operands | {"x": x}, quantize=jln.Float8(scale))
+        return jnp.sum(made.y[0]) + made.amax
+
+    dx, dscale = jax.grad(of, (0, 1))(operands["x"], jnp.float32(0.01))
+    alone = jax.grad(lambda x: jnp.sum(jln.layer_norm_linear(**operands | {"x": x}, quantize=jln.Float8(0.01)).y[0]))
+    chex.assert_trees_all_close(dx, alone(operands["x"]), **CLOSE)
+    assert dscale == 0
+
+
+@pytest.mark.parametrize("how", ["blocks", "current scale"])
+@pytest.mark.parametrize("bad", [jnp.inf, jnp.nan])
+def test_what_is_no_number_is_seen(how, bad):
+    """A cotangent that overflowed makes no gradient that looks right."""
+    _, pullback = jax.vjp(lambda *a: jln.layer_norm_linear(*a, quantize=QUANTIZE[how]), *ARRAYS)
+    dx, _, _, dkernel, _ = pullback(jnp.ones((4, 2, 32, 64)).astype("float32").at[1, 0, 3, 5].set(bad))
+    assert not np.isfinite(dx[1, 0, 3]).any()
+    assert not np.isfinite(dkernel[:, 5]).any()
+
+
+def test_zeros():
+    for quantize in QUANTIZE.values():
+        x, *parameters = ARRAYS
+        gradients = jax.grad(loss(quantize), EVERY)(jnp.zeros_like(x), *map(jnp.zeros_like, parameters))
+        assert all(np.isfinite(a).all() for a in gradients)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_layouts_for_cudnn(sizes):
+    """Operands in the layouts that cuDNN reads, multiplied on another device, and its own product in their place."""
+    rows, features = SIZES[sizes]
+    arrays = given("layer_norm_linear", rows, (features, (64,)))
+    how = {"quantize": jln.MXFloat8(), "implementation": "xla"}
+    expected = found("layer_norm_linear", *arrays, **how)
+    with target.using(target.Gpu(named_chip("b200"))):
+        got = found("layer_norm_linear", *arrays, **how)
+    chex.assert_trees_all_close(got, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("shared", ["a", "b", "neither"])
+def test_examples_of_a_product_by_cudnn(shared, monkeypatch):
+    """Nothing that examples share is copied for `jax.nn.scaled_matmul`, and the products are right."""
+    sizes = []
+
+    def by_hand(a, b, a_scale, b_scale, preferred_element_type):
+        sizes.append((a.shape, b.shape))
+        a, b = (v.astype("float32") * jnp.repeat(s.astype("float32"), 32, -1) for v, s in ((a, a_scale), (b, b_scale)))
+        return jnp.einsum("bmk,bnk->bmn", a, b).astype(preferred_element_type)
+
+    monkeypatch.setattr(jax.nn, "scaled_matmul", by_hand)
+    product = eight_bits.cudnn_product("float32")
+    a, b = (workbench.normal(i, (5, 2, n, 64), "float32").astype(E4M3) for i, n in enumerate((7, 9)))
+    scales = [
+        jnp.asarray(np.random.default_rng(i).integers(120, 134, (5, 2, n, 2)), "uint8") for i, n in enumerate((7, 9))
+    ]
+    operands = [a, scales[0], b, scales[1]]
+    axes = [None if shared == side else 0 for side in "aabb"]
+    given = [v[0] if axis is None else v for v, axis in zip(operands, axes, strict=True)]
+    got = jax.vmap(product, axes)(*given)
+    in_place = {"a": ((2, 7, 64), (2, 45, 64)), "b": ((2, 35, 64), (2, 9, 64)), "neither": ((10, 7, 64), (10, 9, 64))}
+    assert sizes[-1] == in_place[shared]
+    loop = jnp.stack(
+        [product(*[v if axis is None else v[i] for v, axis in zip(given, axes, strict=True)]) for i in range(5)]
+    )
+    chex.assert_trees_all_close(got, loop, rtol=1e-5, atol=1e-5)
+
+
+def test_errors():
+    x, scale, offset, kernel, bias = ARRAYS
+    call = jln.layer_norm_linear
+    with pytest.raises(ValueError, match="precision='highest'"):
+        call(x, scale, offset, kernel, bias, quantize=jln.MXFloat8(), precision="highest")
+    with pytest.raises(ValueError, match="forward_mode"):
+        call(x, scale, offset, kernel, bias, quantize=jln.Float8(), forward_mode=True)
+    with pytest.raises(TypeError, match="kernel in float64"):
+        call(x, scale, offset, kernel.astype("float64"), bias, quantize=jln.Float8())
+    with pytest.raises(ValueError, match="every 32 elements"):
+        call(x[..., :40], scale[:40], offset[:40], kernel[:40], bias, quantize=jln.MXFloat8())
+    with pytest.raises(TypeError, match="quantize must be"):
+        call(x, scale, offset, kernel, bias, quantize="mxfp8")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="no derivatives"):
+        jax.grad(lambda k: jnp.sum(jax.grad(loss(jln.MXFloat8()))(x, scale, offset, k, bias)))(kernel)
