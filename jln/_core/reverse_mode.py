@@ -22,24 +22,26 @@ def in_reverse_mode(
     """Return `function(settings, operands)`, whose derivatives are those of `derivative`, a custom_vjp function.
 
     JAX adds up gradients of what the examples of a vmap share behind the backward rule of a custom_vjp function, which
-    so has to make them for each example. Where the vmap is inside of the derivative, it gets to the equation made here
-    first: a call that has the examples as rows of its own, or as features, has them added up in its backward kernels.
-    A vmap around the derivative never sees that equation, only what `derivative` makes.
+    so has to make them for each example. A vmap inside of the derivative gets to the equation made here first, which
+    notes it. Where it is differentiated, it tries the one call that has the examples as rows of its own, or as
+    features, and adds up in its backward kernels; nothing else needs that call. A vmap around the derivative never sees
+    this equation, only what `derivative` makes.
     """
     primitive, tangent = Primitive("jln_reverse_mode"), _tangent_primitive()
     primitive.multiple_results = True
 
     def call(settings: Hashable, operands: Any) -> Any:
         leaves, tree = jax.tree.flatten(operands)
-        return bind(leaves, settings=settings, tree=tree, vmaps=())
+        return bind(leaves, settings=settings, tree=tree, vmaps=(), widens=False)
 
     def bind(leaves, **static):
         jaxpr, shapes = jax.make_jaxpr(of(function, **static), return_shape=True)(*leaves)
         results = primitive.bind(*leaves, jaxpr=jaxpr, used=(True,) * len(jaxpr.out_avals), **static)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
-    def of(function, *, settings, tree, vmaps):
+    def of(function, *, settings, tree, vmaps, widens=None):
         """A function of leaves. vmaps: the places of examples in the leaves, for each vmap that no one call is."""
+        del widens
 
         def of_leaves(*leaves):
             return function(settings, tree.unflatten(leaves))
@@ -56,24 +58,37 @@ def in_reverse_mode(
     def of_jaxpr(*leaves, jaxpr, used, **_):
         return only(jaxpr_as_fun(jaxpr)(*leaves), used)
 
-    def jvp(primals, tangents, *, jaxpr, used, **static):
+    def jvp(primals, tangents, *, jaxpr, used, settings, widens, **static):
+        del jaxpr
         moved = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
+        tangents = [tangents[i] for i in moved]
+        if widens:
+            wanted = of(derivative, settings=settings, **static)
+        else:  # under each of the vmaps again, now as one call if there is one
+            tangents = [tangent.bind(t) for t in tangents]
+
+            def widening(settings, operands):
+                return bind(jax.tree.leaves(operands), settings=settings, tree=static["tree"], vmaps=(), widens=True)
+
+            wanted = of(widening, settings=settings, **static)
 
         def of_moved(*given):
             leaves = list(primals)
             for i, a in zip(moved, given, strict=True):
                 leaves[i] = a
-            return only(jax.tree.leaves(of(derivative, **static)(*leaves)), used)
+            return only(jax.tree.leaves(wanted(*leaves)), used)
 
-        return jax.jvp(of_moved, [primals[i] for i in moved], [tangent.bind(tangents[i]) for i in moved])
+        return jax.jvp(of_moved, [primals[i] for i in moved], tangents)
 
-    def batch(leaves, dims, *, jaxpr, used, settings, tree, vmaps):
-        wider = None if vmaps else widen(settings, tree.unflatten(leaves), tree.unflatten(dims))
+    def batch(leaves, dims, *, jaxpr, used, settings, tree, vmaps, widens):
+        del jaxpr
+        wider = widen(settings, tree.unflatten(leaves), tree.unflatten(dims)) if widens and not vmaps else None
         if wider is None:
-            results = bind(leaves, settings=settings, tree=tree, vmaps=(*vmaps, tuple(dims)))
+            results = bind(leaves, settings=settings, tree=tree, vmaps=(*vmaps, tuple(dims)), widens=widens)
             return only(jax.tree.leaves(results), used), [0] * sum(used)
         settings, operands, places = wider
-        results = call(settings, operands)
+        leaves, tree = jax.tree.flatten(operands)
+        results = bind(leaves, settings=settings, tree=tree, vmaps=(), widens=True)
         places = jax.tree.structure(results).flatten_up_to(places)
         return only(jax.tree.leaves(results), used), only(places, used)
 

@@ -273,7 +273,7 @@ def in_place(operands: Arrays, axes: Arrays, norm: Norm, dtypes: Arrays, batch_d
         return Place(axis, batch_dims + 1, norm)
     if axis < batch_dims + norm.examples or (norm.interleaved and block < axis <= h):
         return None
-    if dtypes.block_scale is not None and axis > h:
+    if axis > h and (norm.behind or dtypes.block_scale is not None):
         return None
     if not any(is_column[name] for name in dtypes.present()):
         return Place(axis, batch_dims, norm if axis <= h else dataclasses.replace(norm, axis=norm.axis - 1))

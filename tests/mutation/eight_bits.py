@@ -150,8 +150,8 @@ EIGHT_BITS = [
     Mutant(
         "rows behind the blocks of a vmap",
         ARRAYS,
-        "if dtypes.block_scale is not None and axis > h:",
-        "if False:",
+        "if axis > h and (norm.behind or dtypes.block_scale is not None):",
+        "if axis > h and norm.behind:",
         (f"{TESTS}test_vmap_behind_the_blocks",),
     ),
     Mutant(

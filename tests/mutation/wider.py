@@ -8,6 +8,20 @@ BEHIND_H = (f"{TESTS}test_examples_are_rows[xla-rms_norm-3]", f"{TESTS}test_exam
 IN_FRONT = (f"{TESTS}test_examples_are_features[xla-rms_norm_linear-None-0]",)
 
 WIDENED = [
+    Mutant(
+        "rows behind groups, and examples behind both",
+        "jln/_junction/arrays.py",
+        "axis > h and (norm.behind or dtypes.block_scale is not None)",
+        "axis > h and dtypes.block_scale is not None",
+        ("tests/transformations/test_transforms.py::test_examples_beside_groups_with_rows_behind[triton-around-4]",),
+    ),
+    Mutant(
+        "what is differentiated no wider than what is not",
+        CALL,
+        "vmaps=(), widens=True)\n\n            wanted",
+        "vmaps=(), widens=False)\n\n            wanted",
+        BEHIND_H[:1],
+    ),
     Mutant("rows behind H of which H is not counted", WIDER, "axis=norm.axis - 1)", "axis=norm.axis)", BEHIND_H[:1]),
     Mutant(
         "rows behind H that stay there in front of a Linear",

@@ -249,6 +249,25 @@ def test_examples_stay_where_they_are(place, axis, wanted, implementation):
     both(transformed, operator, implementation, xs, residuals, scale, offset)
 
 
+@pytest.mark.parametrize("place", range(5))
+@pytest.mark.parametrize("around", [False, True], ids=["inside", "around"])
+def test_examples_beside_groups_with_rows_behind(place, around, implementation):
+    """Values and gradients, where a scale varies along an axis that rows lie behind, as of heads."""
+    operator = OPERATORS["rms_norm"]
+    xs = workbench.normal(0, (3, 2, 2, 8), "float64")
+    xs, scale = jnp.stack([xs, -xs, xs**2], axis=place), workbench.normal(1, (1, 2, 1, 8), "float64")
+
+    def transformed(f, xs, scale):
+        def loss(x, scale):
+            return jnp.sum(jnp.sin(jax.tree.leaves(f(x, None, scale, None))[0]))
+
+        if around:
+            return jax.vmap(jax.value_and_grad(loss, (0, 1)), (place, None))(xs, scale)
+        return jax.value_and_grad(lambda *a: jnp.sum(jax.vmap(loss, (place, None))(*a)), (0, 1))(xs, scale)
+
+    both(transformed, operator, implementation, xs, scale)
+
+
 @pytest.mark.parametrize("place", range(4))
 @pytest.mark.parametrize("of_offset", [(1, 4, 7), (3, 1, 7)], ids=["together", "apart"])
 def test_examples_beside_groups_stay_where_they_are(of_offset, place, implementation):
