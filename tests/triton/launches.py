@@ -208,7 +208,7 @@ def linear_launches(rows, h, n, dtypes, chip, switches, trial=None):
 
     jax.config.update("jax_enable_x64", True)
     examples = switches.get("examples")
-    lead = (rows,) if examples is None else (examples, rows // examples)
+    lead = (rows,) if examples is None else (examples, max(1, rows // examples))
     x = jax.ShapeDtypeStruct((*lead, h), dtypes[0])
     parameter = jax.ShapeDtypeStruct((1, h) if examples is None else (examples, 1, h), dtypes[2])
     kernel, bias = (jax.ShapeDtypeStruct(s, dtypes[1]) for s in ((h, n), (n,)))
