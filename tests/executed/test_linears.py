@@ -55,7 +55,7 @@ FUSED_FORMS = [
     Case(GATED_LAYER, (200, 128), "bfloat16", "small-h200", (32,)),
     Case(LAYER, (3, 70, 128), "bfloat16", "small-h200", (32,), of_examples=True),
     Case(GATED_RMS, (3, 70, 64), "float32", "small-a100", (16,), without="e", of_examples=True),
-    Case(GATED_RMS, (100, 100), "float16", "small-a100", (16,), gate_of_rows=True),
+    Case(GATED_RMS, (100, 128), "float16", "small-h200", (32,), gate_of_rows=True),
     Case(RMS, (70, 4, 128), "bfloat16", "small-b200", (64,), of_groups=True, zero_centered_scale=True),
     Case(GATED_LAYER, (2, 3, 70, 64), "bfloat16", "small-h200", (16,), without="e", of_groups=True, behind=1),
     Case(GATED_LAYER, (2, 130, 128), "bfloat16", "h200", (32,), without="e", of_examples=True, residual="float32"),

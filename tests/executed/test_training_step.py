@@ -58,7 +58,8 @@ def test_a_step_leaves_the_parameters_that_it_leaves_on_the_cpu(dtype):
         program = Program(step, state, batch)
     launches = Counter(call.name for call in program.calls)
     assert launches["jln_forward_kernel"] == launches["jln_backward_kernel"] == 2 * config.layers + 1
-    assert launches["jln_parameters_kernel"] == (1 if dtype == "bfloat16" else 0)
+    # In 16 bits all multiply by the few features of this small model.
+    assert launches["jln_parameters_kernel"] == (2 * config.layers + 1 if dtype == "bfloat16" else 0)
     got = program.run(state, batch)
 
     plain_step, plain_state = step_and_state(config, train_lm.loss_fn)
