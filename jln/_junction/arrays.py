@@ -74,6 +74,7 @@ class Arrays(NamedTuple):
     kernel, bias and, with Linears, y and dy are tuples, with one for each Linear.
 
     y in eight bits is y / y_scale, whose y_max are the largest |y| of rows, or has a block_scale for every 32 elements.
+    It has no cotangent: carrier is zero, and has that of the y that was rounded.
     """
 
     x: Annotated[Any, _operand(Shape.ROW, *_PULLED, "gate", "row_gate", more=("x_scale", *_U))] = None
@@ -100,6 +101,7 @@ class Arrays(NamedTuple):
     dy: Annotated[Any, Array(Shape.ROW)] = None
     dtotal: Annotated[Any, Array(Shape.ROW)] = None
     y_scale: Annotated[Any, Array(Shape.ONE)] = None
+    carrier: Annotated[Any, Array(Shape.ROW)] = None
 
     @property
     def gated(self) -> bool:
@@ -202,6 +204,11 @@ class Junction:
     in_one: bool = False
     eight_bits: str = ""
     by_cudnn: bool = False
+
+    @property
+    def quantises(self) -> bool:
+        """True where y itself is in eight bits."""
+        return self.eight_bits != "" and not self.features
 
 
 # What follows from the table

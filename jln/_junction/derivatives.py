@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jln._core.derivatives import PRODUCT, Rules, Unneeded, batched_like, named_statistics
+from jln._core.derivatives import PRODUCT, Rules, Unneeded, batched_like, named_statistics, varying_together
 from jln._core.operation import LinearOperation, Operation, only_rows_differ
 from jln._junction import arrays, formulas, gradients
 from jln._junction.arrays import KEPT, TABLE, Arrays, Junction, Norm, Shape
@@ -124,6 +124,8 @@ def _outcome(junction: Junction, operands: Arrays, keeps: set[str]) -> Arrays:
     norm, total = junction.norm, None if operands.residual is None else arrays.total_dtype(operands)
     dtypes = arrays.statistics_dtypes(operands, norm, keeps)._replace(y=junction.y_dtype, total=total)
     if operands.kernel is None:
+        if junction.eight_bits:
+            return _normed_in_eight_bits(junction, operands, dtypes)
         return forward(operands, norm, dtypes, implementation=junction.implementation)
     products = tuple(jnp.promote_types(operands.x.dtype, kernel.dtype).name for kernel in operands.kernel)
     if junction.eight_bits:
@@ -165,6 +167,11 @@ def _normed_in_eight_bits(junction: Junction, operands: Arrays, dtypes: Arrays) 
 
 def _results(junction: Junction, operands: Arrays, outcome: Arrays) -> Arrays:
     total = operands.x if operands.residual is None and junction.gives_total else outcome.total
+    if junction.quantises:
+        dtypes = [a.dtype for a in (operands.x, operands.added) if a is not None]
+        carrier = jnp.zeros(outcome.y.shape, functools.reduce(jnp.promote_types, dtypes))
+        results = outcome.only(("y", "y_max", "y_scale", "block_scale"))
+        return results._replace(total=total, carrier=varying_together((carrier, outcome.y))[0])
     amax = outcome.y_max if operands.y_scale is not None else None
     return Arrays(y=outcome.y, total=total, y_max=amax)
 
@@ -196,6 +203,8 @@ def _saving(junction: Junction, operands: Arrays, wanted: Arrays) -> tuple[Array
     reads = _reads(junction, operands, wanted)
     of_all = _reads(junction, operands, jax.tree.map(lambda a: a.dtype.name, operands))
     outcome = _outcome(junction, operands, reads)
+    if junction.quantises:
+        outcome = outcome._replace(y=_differentiated_once(outcome.y))
     total = operands.x if outcome.total is None else outcome.total
     there = operands._replace(total=total, y_scale=outcome.y_scale)
     there = there._replace(**named_statistics(outcome.only(KEPT).present()))
@@ -208,7 +217,24 @@ def _saving(junction: Junction, operands: Arrays, wanted: Arrays) -> tuple[Array
     return _results(junction, operands, outcome), Arrays(**saved)
 
 
+@jax.custom_jvp
+def _differentiated_once(y: jax.Array) -> jax.Array:
+    return y
+
+
+@_differentiated_once.defjvp
+def _refused(*_: Any) -> Any:
+    raise TypeError("gradients that go straight through eight bits have no derivatives")
+
+
 def _gradients(junction: Junction, saved: Arrays, cotangents: Arrays, wanted: Arrays) -> Arrays:
+    if junction.quantises:
+        if cotangents.y is not None:
+            raise TypeError(
+                "the values of a result in eight bits have no derivative: differentiate its dequantized(), or a "
+                "custom_vjp function whose cotangent of values is None, and of the carrier that of the numbers"
+            )
+        cotangents = Arrays(y=cotangents.carrier, total=cotangents.total)
     return _pulled_back(cotangents, saved, junction, wanted, 0)
 
 
@@ -322,19 +348,3 @@ def _tangent_of_constants(tangents: Arrays, y: jax.Array) -> jax.Array:
 
 
 operator = Rules(_value, _saving, _gradients, _tangents).operator(widened)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def in_eight_bits(junction: Junction, operands: Arrays) -> Arrays:
-    """The junction's y in eight bits and its total; with block_scale, or with y_scale and y_max, both of all rows."""
-    total = None if operands.residual is None else arrays.total_dtype(operands)
-    outcome = _normed_in_eight_bits(junction, operands, Arrays(y=junction.y_dtype, total=total))
-    return outcome._replace(total=_results(junction, operands, outcome).total)
-
-
-@in_eight_bits.defjvp
-def _refused(junction: Junction, *_: Any) -> Any:
-    raise TypeError(
-        "a result in eight bits has no derivative, for JAX would hold its cotangent in eight bits, too: differentiate "
-        "a custom_vjp function of the norm and of the product that reads it"
-    )

@@ -88,6 +88,7 @@ for each block of 32 elements, E, a power of two as in the microscaling formats 
 So E is the least power of two with no |y| above Q * E, as cuDNN and `jax.nn.scaled_dot_general` choose it; the
 specification's own example takes the power of two below max |y|, times 2^-p, and saturates the block's largest. A block
 with an infinity or a NaN has the scale NaN, of which nothing is told but that q is no number either where y is none.
+Gradients go straight through: the cotangent of what q stands for is taken for dy.
 
 Shapes are those of `jln._junction.arrays`. A result is in the dtype that `dtypes` names for it, and is not computed
 where that is None. Inside of a program for several devices each of which has a part of H, equally long, `h_axes` names

@@ -78,4 +78,5 @@ def _with_features(junction: Junction, operands: Arrays, axes: Arrays) -> tuple[
 
 
 def _places(junction: Junction, y: Any, total: int | None) -> Arrays:
-    return Arrays(y=y, total=total if junction.gives_total else None)
+    places = Arrays(y=y, total=total if junction.gives_total else None)
+    return places._replace(block_scale=y, carrier=y) if junction.quantises else places

@@ -14,7 +14,7 @@ from jln import _checks
 from jln._core.derivatives import in_one_program, with_automatic_axes
 from jln._junction.arguments import Axis, arranged, checked, norm_of, on_several_axes
 from jln._junction.arrays import Arrays, Junction
-from jln._junction.derivatives import in_eight_bits, operator
+from jln._junction.derivatives import operator
 from jln._junction.linears.eight_bits import multiplies_blocks
 from jln._junction.linears.tiles import few_features
 from jln._operators.eight_bits import Float8, MXFloat8, quantized, settings
@@ -86,19 +86,23 @@ def _on_any_mesh(junction: Junction, axes: tuple[int, ...], forward_mode: bool, 
         results = Arrays(y=y, total=specs.x if junction.gives_total else None)
         if junction.features:
             return results if specs.y_scale is None else results._replace(y_max=PartitionSpec())
+        if not junction.eight_bits:
+            return results
+        results = results._replace(carrier=specs.x)
         if junction.eight_bits == "blocks":
             return results._replace(block_scale=PartitionSpec(*specs.x[:-1]))
-        return results._replace(y_max=PartitionSpec(), y_scale=PartitionSpec()) if junction.eight_bits else results
+        return results._replace(y_max=PartitionSpec(), y_scale=PartitionSpec())
 
     def laid_out_and_back(arrays: Arrays) -> Arrays:
         operands, norm, back = arranged(arrays, axes, junction.norm)
         settled = dataclasses.replace(junction, norm=norm)
         if junction.features:
             settled = dataclasses.replace(settled, in_one=few_features(operands, settled))
-        of_norm = junction.eight_bits and not junction.features
-        results = in_eight_bits(settled, operands) if of_norm else operator(settled, operands, forward_mode)
-        results = results._replace(**jax.tree.map(back, results.only(("y", "total", "block_scale")).present()))
-        like_x = results.only(("total",) if junction.features else ("y", "total"))
+        results = operator(settled, operands, forward_mode)
+        results = results._replace(
+            **jax.tree.map(back, results.only(("y", "total", "block_scale", "carrier")).present())
+        )
+        like_x = results.only(("total",) if junction.features else ("y", "total", "carrier"))
         like_x = jax.tree.map(lambda a: on_several_axes(a, arrays.x.shape, axes), like_x)
         return results._replace(**like_x.present())
 

@@ -60,22 +60,42 @@ class Quantized(NamedTuple):
       scale: of `Float8` float32 `[]`. Of `MXFloat8` float8_e8m0fnu `[..., H / 32]`, as `jax.nn.scaled_matmul` takes it;
         NaN where one of the 32 is infinite or NaN.
       amax: of `Float8` the largest `|y|`, float32 `[]`; NaN if there is one. Of `MXFloat8` None.
+      carrier: zeros of `x`'s shape, in the dtype that `y` has without `quantize`. It carries gradients straight
+        through: its cotangent is taken for that of `y`. A program in which a product reads the others does not make
+        it; one that returns it does, so leave it out of results, `q._replace(carrier=None)`. The others have no
+        derivative: a cotangent of `values` is an error, those of `scale` and `amax` are zero.
     """
 
     values: jax.Array
     scale: jax.Array
     amax: jax.Array | None = None
+    carrier: jax.Array | None = None
 
     def dequantized(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
-        """The numbers that the eight bits and their scales stand for.
+        """The numbers that the eight bits and their scales stand for; their cotangent is that of `carrier`.
 
         Args:
           dtype: of the numbers, which float32 holds exactly.
         """
-        scale = self.scale.astype(jnp.float32)
-        if scale.ndim:
+        values, scale = self.values, self.scale.astype(jnp.float32)
+        if self.carrier is not None:
+            values, scale = jax.lax.stop_gradient((values, scale))
+        if self.scale.dtype == jnp.float8_e8m0fnu:
             scale = jnp.repeat(scale, BLOCK, -1)
-        return (self.values.astype(jnp.float32) * scale).astype(dtype)
+        else:  # [], or with the axes of a loop's examples, which are in front
+            scale = jnp.expand_dims(scale, range(scale.ndim, values.ndim))
+        numbers = (values.astype(jnp.float32) * scale).astype(dtype)
+        return numbers if self.carrier is None else _carried(numbers, self.carrier)
+
+
+@jax.custom_jvp
+def _carried(numbers: jax.Array, carrier: jax.Array) -> jax.Array:
+    """The numbers, which move as the carrier does."""
+    del carrier
+    return numbers
+
+
+_carried.defjvps(None, lambda tangent, numbers, *_: tangent.astype(numbers.dtype))
 
 
 class Scaled(NamedTuple):
@@ -134,6 +154,7 @@ def _scale_of(scale: Any, ndim: int) -> jax.Array | None:
 
 def quantized(results: Arrays) -> Quantized:
     """The result as users have it."""
-    if results.block_scale is None:
-        return Quantized(results.y, results.y_scale, results.y_max)
-    return Quantized(results.y, jax.lax.bitcast_convert_type(results.block_scale, jnp.float8_e8m0fnu))
+    scale = results.y_scale
+    if scale is None:
+        scale = jax.lax.bitcast_convert_type(results.block_scale, jnp.float8_e8m0fnu)
+    return Quantized(results.y, scale, results.y_max, results.carrier)

@@ -54,7 +54,8 @@ def layer_norm(
       dtype: of the result, which is rounded to it once: float32 for a router, bfloat16 from a float32 stream. None:
         that of `x`.
       quantize: `jln.Float8(scale)` or `jln.MXFloat8()`: the result in eight bits, made of the float32 numbers in the
-        same kernel, for a product that reads it in eight bits. It has no derivative. None: not in eight bits.
+        same kernel, for a product that reads it in eight bits. Gradients go straight through: the cotangent of what
+        its `dequantized()` gives, or of its `carrier`, is taken for the result's. None: not in eight bits.
       implementation: "triton" (kernels; on the CPU with TRITON_INTERPRET=1), "xla", or None: Triton where the program
         is compiled for an NVIDIA GPU and jax-triton is installed, else XLA. A named one runs or raises.
       forward_mode: support forward mode too (`jax.jvp`, `jax.jacfwd`, `jax.linearize`), the same kernels serving

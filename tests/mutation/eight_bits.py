@@ -4,7 +4,9 @@ from targets import ARRAYS, FORWARD, NORM_LAUNCH, PARTITIONED, XLA_NORM, Mutant
 
 KERNEL = "jln/_junction/kernels/eight_bits.py"
 RULES = "jln/_junction/derivatives.py"
+OF_USERS = "jln/_operators/eight_bits.py"
 TESTS = "tests/operators/test_eight_bits.py::"
+STRAIGHT = "tests/operators/test_straight_through.py::"
 
 
 def every(implementation: str, kind: str, to: str = "e4m3") -> tuple[str, ...]:
@@ -146,6 +148,55 @@ EIGHT_BITS = [
         'columns_at(y_scale_ptr, "y_scale", group, 1,',
         'columns_at(y_scale_ptr, "y_scale", 0, 1,',
         (f"{TESTS}test_vmap[one scale-triton-axes0]",),
+    ),
+    Mutant(
+        "the total's cotangent left out behind eight bits",
+        RULES,
+        "Arrays(y=cotangents.carrier, total=cotangents.total)",
+        "Arrays(y=cotangents.carrier)",
+        (f"{STRAIGHT}test_every_gradient_is_that_of_the_norm[xla-add_rms_norm-blocks-(5, 64)]",),
+    ),
+    Mutant(
+        "a cotangent of eight bits dropped",
+        RULES,
+        "if cotangents.y is not None:",
+        "if False:",
+        (f"{STRAIGHT}test_eight_bits_have_none",),
+    ),
+    Mutant(
+        "second derivatives of what went straight through",
+        RULES,
+        "outcome = outcome._replace(y=_differentiated_once(outcome.y))",
+        "pass",
+        (f"{STRAIGHT}test_gradients_have_no_derivatives",),
+    ),
+    Mutant(
+        "a carrier in x's dtype",
+        RULES,
+        "for a in (operands.x, operands.added) if",
+        "for a in (operands.x,) if",
+        (f"{STRAIGHT}test_the_carrier_is_in_the_dtype_of_y",),
+    ),
+    Mutant(
+        "a carrier that is the same on all devices",
+        RULES,
+        "varying_together((carrier, outcome.y))[0]",
+        "carrier",
+        ("tests/devices/test_eight_bits_on_a_mesh.py::test_gradients_in_a_shard_map[xla]",),
+    ),
+    Mutant(
+        "a carrier added to the numbers",
+        OF_USERS,
+        "else _carried(numbers, self.carrier)",
+        "else numbers + self.carrier.astype(dtype)",
+        (f"{STRAIGHT}test_dequantized_numbers_are_what_the_bits_stand_for",),
+    ),
+    Mutant(
+        "one scale of a loop's results along H",
+        OF_USERS,
+        "jnp.expand_dims(scale, range(scale.ndim, values.ndim))",
+        "scale",
+        (f"{STRAIGHT}test_results_of_control_flow[a scan-given scale]",),
     ),
     Mutant(
         "rows behind the blocks of a vmap",
