@@ -86,6 +86,7 @@ class _NormLinear(eqx.Module):
     norm: EquinoxLayerNorm | EquinoxRMSNorm
     linear: Any  # an equinox.nn.Linear, or a tuple of them
     names: tuple[str, ...] = eqx.field(static=True, default=())
+    quantize: Any = eqx.field(static=True, default=None)
     _norm_class: ClassVar[Any]
 
     def __init__(
@@ -98,8 +99,10 @@ class _NormLinear(eqx.Module):
         use_bias: bool = True,
         dtype: Any = None,
         *,
+        quantize: Any = None,
         key: jax.Array,
     ):
+        self.quantize = quantize
         self.norm = self._norm_class(in_features, eps, use_weight, use_offset, dtype)
         if not isinstance(out_features, Mapping):
             self.linear = eqx.nn.Linear(in_features, out_features, use_bias, dtype, key=key)
@@ -131,7 +134,7 @@ class _NormLinear(eqx.Module):
         several = isinstance(self.linear, tuple)
         layers = self.linear if several else (self.linear,)
         linears = dict(zip(self.names or ("linear",), layers, strict=True))
-        return _EQUINOX.linears(self, self.norm, linears, x, beside, several=several)
+        return _EQUINOX.linears(self, self.norm, linears, x, {"quantize": self.quantize, **beside}, several=several)
 
 
 class LayerNormLinear(_NormLinear):
@@ -156,6 +159,8 @@ class LayerNormLinear(_NormLinear):
       use_offset: the norm's `use_bias`.
       use_bias, key: as of `equinox.nn.Linear`.
       dtype: of all parameters.
+      quantize: of calls that give none: `jln.MXFloat8()`, as of `jln.layer_norm_linear`. Each example of a vmap has
+        scales of its own, so that a `jln.Float8` has one for each row, and kernels' gradients for each row.
     """
 
     _norm_class: ClassVar[Any] = LayerNorm
@@ -167,7 +172,7 @@ class RMSNormLinear(_NormLinear):
     In Equinox an RMSNorm has an offset too.
 
     Args:
-      in_features, out_features, eps, use_weight, use_offset, use_bias, dtype, key: as of `LayerNormLinear`.
+      in_features, out_features, eps, use_weight, use_offset, use_bias, dtype, quantize, key: as of `LayerNormLinear`.
     """
 
     _norm_class: ClassVar[Any] = RMSNorm

@@ -88,6 +88,7 @@ class _NormLinear(hk.Module):
     _norm: Callable[..., Any]  # makes it
     _linears: Mapping[str, Callable[..., Any]]  # make them
     _several: bool
+    _quantize: Any
 
     @_modules.listing(_modules.OfSum)
     def __call__(
@@ -101,8 +102,9 @@ class _NormLinear(hk.Module):
           **beside: as of every norm of jln.
         """
         linears = {name: make() for name, make in self._linears.items()}
-        of_linears = {"precision": precision}
-        return _HAIKU.linears(self, self._norm(), linears, inputs, beside, several=self._several, of_linears=of_linears)
+        several, of_linears = self._several, {"precision": precision}
+        given = {"quantize": self._quantize, **beside}
+        return _HAIKU.linears(self, self._norm(), linears, inputs, given, several=several, of_linears=of_linears)
 
 
 class LayerNormLinear(_NormLinear):
@@ -123,6 +125,7 @@ class LayerNormLinear(_NormLinear):
       create_scale, create_offset, eps, scale_init, offset_init: as of `haiku.LayerNorm`.
       with_bias, w_init, b_init: as of `haiku.Linear`.
       name: of the module.
+      quantize: of calls that give none: `jln.MXFloat8()` or `jln.Float8()`, as of `jln.layer_norm_linear`.
     """
 
     def __init__(
@@ -137,8 +140,11 @@ class LayerNormLinear(_NormLinear):
         w_init: hk.initializers.Initializer | None = None,
         b_init: hk.initializers.Initializer | None = None,
         name: str | None = None,
+        *,
+        quantize: Any = None,
     ):
         super().__init__(name=name)
+        self._quantize = quantize
         norm = (-1, create_scale, create_offset, eps, scale_init, offset_init)
         self._norm = functools.partial(_ReadLayerNorm, *norm, param_axis=-1, name="layer_norm")
         self._several = isinstance(output_size, Mapping)
@@ -154,7 +160,7 @@ class RMSNormLinear(_NormLinear):
 
     Args:
       create_scale, eps, scale_init: as of `haiku.RMSNorm`.
-      output_size, with_bias, w_init, b_init, name: as of `LayerNormLinear`.
+      output_size, with_bias, w_init, b_init, name, quantize: as of `LayerNormLinear`.
     """
 
     def __init__(
@@ -167,8 +173,11 @@ class RMSNormLinear(_NormLinear):
         w_init: hk.initializers.Initializer | None = None,
         b_init: hk.initializers.Initializer | None = None,
         name: str | None = None,
+        *,
+        quantize: Any = None,
     ):
         super().__init__(name=name)
+        self._quantize = quantize
         self._norm = functools.partial(RMSNorm, -1, eps, scale_init, "rms_norm", create_scale, param_axis=-1)
         self._several = isinstance(output_size, Mapping)
         options = {"with_bias": with_bias, "w_init": w_init, "b_init": b_init}

@@ -11,6 +11,7 @@ large against its spread: here it is two-pass always.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
@@ -94,6 +95,7 @@ class _NormDense(nn.Module):
     epsilon: float = 1e-6
     use_scale: bool = True
     scale_init: nn.initializers.Initializer = initializers.ones
+    quantize: Any = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if isinstance(self.features, Mapping):  # of mappings Flax and JAX would compare and hash no order
@@ -116,7 +118,8 @@ class _NormDense(nn.Module):
         several = isinstance(self.features, tuple) and any(isinstance(a, tuple) for a in self.features)
         named: Any = self.features if several else [("dense", {"features": self.features})]
         denses = {name: nn.DenseGeneral(**{**options, **own}, name=name) for name, own in named}
-        return _LINEN.linears(self, norm, denses, x, beside, several=several, mask=mask)
+        given = {"quantize": self.quantize, **beside}
+        return _LINEN.linears(self, norm, denses, x, given, several=several, mask=mask)
 
 
 class LayerNormDense(_NormDense):
@@ -140,6 +143,7 @@ class LayerNormDense(_NormDense):
       epsilon, use_scale, scale_init: of the norm.
       use_offset, offset_init: the norm's `use_bias` and `bias_init`.
       dtype, param_dtype: of both layers.
+      quantize: of calls that give none: `jln.MXFloat8()` or `jln.Float8()`, as of `jln.layer_norm_linear`.
     """
 
     use_offset: bool = True

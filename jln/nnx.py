@@ -73,8 +73,13 @@ class _NormLinear(nnx.Module):
 
     norm: LayerNorm | RMSNorm
     names: tuple[str, ...] = ()
+    quantize: Any = None
 
-    def _make_linears(self, in_features: int, out_features: Features, options: Mapping[str, Any]) -> None:
+    def _make_linears(
+        self, in_features: int, out_features: Features, quantize: Any, options: Mapping[str, Any]
+    ) -> None:
+        if quantize is not None:
+            self.quantize = quantize
         linears: dict[str, dict[str, Any]] = {"linear": {"out_features": out_features}}
         if isinstance(out_features, Mapping):
             linears = _modules.named("out_features", out_features, type(self), ("norm",))
@@ -92,7 +97,8 @@ class _NormLinear(nnx.Module):
           **beside: as of every norm of jln.
         """
         linears = {name: getattr(self, name) for name in self.names or ("linear",)}
-        return _NNX.linears(self, self.norm, linears, x, beside, several=bool(self.names), mask=mask)
+        given = {"quantize": self.quantize, **beside}
+        return _NNX.linears(self, self.norm, linears, x, given, several=bool(self.names), mask=mask)
 
 
 class LayerNormLinear(_NormLinear):
@@ -113,6 +119,7 @@ class LayerNormLinear(_NormLinear):
       epsilon, use_scale, scale_init, scale_metadata: as of `flax.nnx.LayerNorm`.
       use_offset, offset_init, offset_metadata: `flax.nnx.LayerNorm`'s `use_bias`, `bias_init` and `bias_metadata`.
       dtype, param_dtype, promote_dtype, rngs: of both layers.
+      quantize: of calls that give none: `jln.MXFloat8()` or `jln.Float8()`, as of `jln.layer_norm_linear`.
       **linear_options: every other argument of the Linear, or of each.
     """
 
@@ -131,6 +138,7 @@ class LayerNormLinear(_NormLinear):
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         promote_dtype: Any = dtypes.promote_dtype,
+        quantize: Any = None,
         rngs: nnx.Rngs,
         **linear_options: Any,
     ):
@@ -138,7 +146,7 @@ class LayerNormLinear(_NormLinear):
         of_bias = {"use_bias": use_offset, "bias_init": offset_init, "bias_metadata": offset_metadata}
         both = {"dtype": dtype, "param_dtype": param_dtype, "promote_dtype": promote_dtype, "rngs": rngs}
         self.norm = LayerNorm(in_features, epsilon=epsilon, **of_scale, **of_bias, **both)
-        self._make_linears(in_features, out_features, {**linear_options, **both})
+        self._make_linears(in_features, out_features, quantize, {**linear_options, **both})
 
     __call__ = _NormLinear.__call__  # nnx.capture sees a class's own methods only
 
@@ -151,7 +159,8 @@ class RMSNormLinear(_NormLinear):
 
     Args:
       epsilon, use_scale, scale_init, scale_metadata: as of `flax.nnx.RMSNorm`.
-      in_features, out_features, dtype, param_dtype, promote_dtype, rngs, **linear_options: as of `LayerNormLinear`.
+      in_features, out_features, dtype, param_dtype, promote_dtype, quantize, rngs, **linear_options: as of
+        `LayerNormLinear`.
     """
 
     def __init__(
@@ -166,13 +175,14 @@ class RMSNormLinear(_NormLinear):
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         promote_dtype: Any = dtypes.promote_dtype,
+        quantize: Any = None,
         rngs: nnx.Rngs,
         **linear_options: Any,
     ):
         of_scale = {"use_scale": use_scale, "scale_init": scale_init, "scale_metadata": scale_metadata}
         both = {"dtype": dtype, "param_dtype": param_dtype, "promote_dtype": promote_dtype, "rngs": rngs}
         self.norm = RMSNorm(in_features, epsilon=epsilon, **of_scale, **both)
-        self._make_linears(in_features, out_features, {**linear_options, **both})
+        self._make_linears(in_features, out_features, quantize, {**linear_options, **both})
 
     __call__ = _NormLinear.__call__
 

@@ -11,6 +11,7 @@ import jax
 from jln._explain import Route, into, listening, note
 from jln._modules.arguments import AS_GIVEN, Inputs, OfLayerNorm, OfRMSNorm, OfSum, promoted_sum, refuse_others, taken
 from jln._modules.norms import Linear, Prepared
+from jln._operators.eight_bits import Scaled
 
 
 class Adapter(abc.ABC):
@@ -79,12 +80,13 @@ class Adapter(abc.ABC):
         if gated and isinstance(norm, Prepared) and norm.offset is not None:
             norm = "the norm has an offset, and the gated operator has none"
         if isinstance(norm, str):
+            inputs.refuse_own_code(norm)
             note(name, "plain", norm, inputs.total)
             cls = self.theirs[0 if self.is_layer_norm(layer) else 1]
             return inputs.result(inputs.computed_by(lambda a: cls.__call__(layer, a, **own)))
         operands, why = inputs.read_by(norm, self.reads_as_given(layer))
         note(name, "norm", why, norm.x)
-        results = norm.value(operands)
+        results = norm.value(operands, inputs.quantize)
         return inputs.result(results.y, results.total)
 
     def linears(
@@ -107,12 +109,17 @@ class Adapter(abc.ABC):
         inputs, of_linears = taken(x, **beside), of_linears or {}
         name = self._name(layer, f"{self._kind(norm)}{self.linear_name}")
         operator = self._fused(norm, linears, inputs, layer, of_linears, own)
+        if isinstance(operator, str) and inputs.quantize is not None:
+            self._call_each(norm, linears, inputs, of_linears, own)
+            operator = self._fused(norm, linears, inputs, layer, of_linears, own, called=True)
         if not isinstance(operator, str):
             prepared, kernels = operator
             operands, why = inputs.read_by(prepared, self.reads_as_given(norm))
             note(name, "fused", why, prepared.x)
-            results = prepared.linears(kernels, operands)
-            return inputs.result(results.y if several else results.y[0], results.total)
+            results = prepared.linears(kernels, operands, inputs.quantize)
+            y = results.y if several else results.y[0]
+            return inputs.result(y if results.y_max is None else Scaled(y, results.y_max), results.total)
+        inputs.refuse_own_code(operator)
         routes: list[Route] = []
         with listening(into(routes)):
             z = norm(inputs.total, **own)
@@ -123,14 +130,30 @@ class Adapter(abc.ABC):
         ys = tuple(linear(z, **of_linears) for linear in linears.values())
         return inputs.result(ys if several else ys[0])
 
+    def _call_each(
+        self, norm: Any, linears: Mapping[str, Any], inputs: Inputs, of_linears: Mapping, own: Mapping
+    ) -> None:
+        """Call the layers for their parameters, which they may have to make, and for who watches them."""
+        with listening(into([])):
+            z = norm(inputs.total, **own)
+        for linear in linears.values():
+            linear(z, **of_linears)
+
     def _fused(
-        self, norm: Any, linears: Mapping[str, Any], inputs: Inputs, caller: Any, of_linears: Mapping, own: Mapping
+        self,
+        norm: Any,
+        linears: Mapping[str, Any],
+        inputs: Inputs,
+        caller: Any,
+        of_linears: Mapping,
+        own: Mapping,
+        called: bool = False,
     ) -> tuple[Prepared, list[Linear]] | str:
         """A norm and Linears in the operators' terms, or the reason why they cannot be one operator.
 
-        No layer is called here: nobody sees half a result.
+        No layer is called here: nobody sees half a result. called: whether all have been.
         """
-        if (obstacle := self.obstacle(norm, "the norm")) is not None:
+        if not called and (obstacle := self.obstacle(norm, "the norm")) is not None:
             return obstacle
         if type(norm).__call__ not in [cls.__call__ for cls in (*self.ours, *self.theirs)]:
             return "the norm has a call of its own"
@@ -166,11 +189,11 @@ class Adapter(abc.ABC):
             why = in_front.obstacle_of_both(behind, residual, self.reads_as_given(layer))
             if isinstance(behind, Prepared) and why is None:
                 note(name, "norm", f"{AS_GIVEN}, those of x_norm too", x)
-                return in_front.followed_by(behind, residual)
+                return in_front.followed_by(behind, residual, inputs.quantize)
         total = x_norm(x, added_to=residual) if is_ours else promoted_sum(residual, x_norm(x))
         routes: list[Route] = []
         with listening(into(routes)):
-            y = self.norm(layer, total, {}, **own)
+            y = self.norm(layer, total, {"quantize": inputs.quantize}, **own)
         for route in routes:
             note(*route[:2], f"not one operator with x_norm: {why}" if route.path == "norm" else route.why, x)
         return y, total

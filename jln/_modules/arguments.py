@@ -15,6 +15,7 @@ from jln import _checks
 from jln._junction.arguments import Gate, checked
 from jln._junction.arrays import Arrays
 from jln._modules.norms import Prepared
+from jln._operators.eight_bits import Quantize
 
 AS_GIVEN = "all arguments are the operator's"
 
@@ -27,6 +28,7 @@ class OfSum(TypedDict, total=False):
     residual: jax.Array | None
     x_bias: jax.Array | None
     gate: Gate
+    quantize: Quantize
 
 
 class OfLayerNorm(OfSum, total=False):
@@ -50,6 +52,9 @@ class OfRMSNorm(OfLayerNorm, total=False):
       x_norm: another RMSNorm. The norm is of `total = residual + x_norm(x)`, as of `jln.rms_norm_add_rms_norm`.
       z: `x`'s shape. The result is gated by `silu(z)`, as of `jln.rms_norm_gated`.
       norm_before_gate: whether `silu(z)` multiplies the norm's result, or `x`, as of `jln.rms_norm_gated`.
+      quantize: `jln.MXFloat8()` or `jln.Float8(scale)`, as of `jln.layer_norm` and `jln.layer_norm_linear`: `y` is a
+        `jln.Quantized`, whatever the layer's dtype; or Linears multiply in eight bits, and with a given scale `y` is a
+        `jln.Scaled`. Without forward mode. A call that the operators cannot compute is an error.
     """
 
     x_norm: Any
@@ -96,11 +101,13 @@ class Inputs(NamedTuple):
     arrays: x with what goes with it, as the operators take them: a residual, its bias and gate; an array to which the
       norm's result is added; a z.
     x_norm: another norm, whose result for x is added to the residual; None without one.
+    quantize: as of `OfRMSNorm`.
     """
 
     total: Any
     arrays: Arrays
     x_norm: Any = None
+    quantize: Quantize = None
 
     def read_by(self, norm: Prepared, reads_as_given: bool) -> tuple[Arrays, str]:
         """Return the arrays that the operator takes for `norm` of the total, and why.
@@ -116,6 +123,11 @@ class Inputs(NamedTuple):
     def result(self, y: Any, total: jax.Array | None = None) -> Any:
         """The result as the modules' users get it: y, or (y, total) of a sum, which the operator may have made."""
         return y if self.arrays.residual is None else (y, self.total if total is None else total)
+
+    def refuse_own_code(self, why: str) -> None:
+        """Raise ValueError if the operators, which cannot compute the call, are asked for eight bits."""
+        if self.quantize is not None:
+            raise ValueError(f"quantize={self.quantize!r} is of jln's operators, which cannot compute this call: {why}")
 
     def computed_by(self, plain: Callable[[Any], Any]) -> Any:
         """The norm's result by `plain`, the framework's own code, with what the operator does beside it."""
@@ -139,6 +151,7 @@ def taken(
     x_norm: Any = None,
     z: Any = None,
     norm_before_gate: bool = True,
+    quantize: Quantize = None,
 ) -> Inputs:
     """The record of the arguments of `OfRMSNorm`. over: the normalised axes.
 
@@ -160,7 +173,7 @@ def taken(
             if a is not None:
                 raise ValueError(f"{name} needs a residual, to which x is added with it; got residual=None")
         if added_to is None and z is None:
-            return Inputs(x, Arrays(x))
+            return Inputs(x, Arrays(x), quantize=quantize)
     x = _checks.array("x", x)
     residual, added, z = (
         _checks.optional_array(name, a) for name, a in (("residual", residual), ("added_to", added_to), ("z", z))
@@ -171,9 +184,9 @@ def taken(
     of_z = {"z" if norm_before_gate else "x_z": z}
     arrays = checked(Arrays(x, residual, x_bias=x_bias, gate=gate, added=added, **of_z), order)
     if x_norm is not None:
-        return Inputs(None, arrays, x_norm)
+        return Inputs(None, arrays, x_norm, quantize)
     # The operators add up for themselves; a sum that nothing reads is not in a compiled program.
-    return Inputs(_sum(arrays, order) if adds_x else x, arrays)
+    return Inputs(_sum(arrays, order) if adds_x else x, arrays, quantize=quantize)
 
 
 def _go_without(name: str, argument: Any, why: str, **others: Any) -> None:

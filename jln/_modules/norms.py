@@ -14,6 +14,7 @@ import numpy as np
 from jln import _checks
 from jln._junction.arrays import Arrays
 from jln._operators.call import call
+from jln._operators.eight_bits import Quantize
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,26 +40,26 @@ class Prepared:
         scale, offset = (None if a is None or like is None else a.reshape(like.shape) for a, like in pairs)
         return dataclasses.replace(self, scale=scale, offset=offset)
 
-    def value(self, read: Arrays) -> Arrays:
+    def value(self, read: Arrays, quantize: Quantize) -> Arrays:
         """The norm's results for `read`: x, addends, x and z, or x and an array to which y is added.
 
         A module's dtype may be wider than x's (bfloat16 x, float32 parameters) or narrower; the result is still rounded
         once. The frameworks' own layers can be differentiated in forward mode, so these can.
         """
+        dtype = self.dtype if read.added is None else self.dtype_added_to(read.added)
         return call(
             self._with_own(read),
             subtract_mean=self.subtract_mean,
             axis=self.axes,
             epsilon=self.epsilon,
-            dtype=self.dtype if read.added is None else self.dtype_added_to(read.added),
-            forward_mode=True,
+            **_in_eight_bits_or(dtype, quantize),
         )
 
     def dtype_added_to(self, residual: jax.Array) -> jnp.dtype:
         """The dtype of the sum of `residual` and the norm's result."""
         return _checks.promoted(residual.dtype, self.dtype)
 
-    def followed_by(self, norm: Prepared, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def followed_by(self, norm: Prepared, residual: jax.Array, quantize: Quantize) -> tuple[Any, jax.Array]:
         """Return (y, total) of `norm` of `total = residual +` this norm, as one operator.
 
         The caller has checked that nothing keeps them from being one.
@@ -69,8 +70,7 @@ class Prepared:
             axis=self.axes,
             epsilon=self.epsilon,
             both_sides=True,
-            dtype=norm.dtype,
-            forward_mode=True,
+            **_in_eight_bits_or(norm.dtype, quantize),
         )
         return results.y, results.total
 
@@ -91,7 +91,7 @@ class Prepared:
             return "the norm promotes what it reads"
         return None
 
-    def linears(self, linears: Sequence[Linear], read: Arrays) -> Arrays:
+    def linears(self, linears: Sequence[Linear], read: Arrays, quantize: Quantize) -> Arrays:
         """The products of the norm of `read` and the Linears, as one operator; with the total where `read` has addends.
 
         The caller has checked that nothing keeps them from being one.
@@ -104,7 +104,8 @@ class Prepared:
             subtract_mean=self.subtract_mean,
             epsilon=self.epsilon,
             precision=linears[0].precision,
-            forward_mode=True,
+            quantize=quantize,
+            forward_mode=quantize is None,
         )
 
     def _with_own(self, read: Arrays) -> Arrays:
@@ -131,6 +132,11 @@ class Prepared:
             dtypes = f"x is {self.x.dtype}, the norm's result {self.dtype}, the product {product_dtype}"
             return f"{dtypes}: one operator would round differently"
         return None
+
+
+def _in_eight_bits_or(dtype: Any, quantize: Quantize) -> dict[str, Any]:
+    """The arguments of a call whose result is in `dtype`, or in eight bits."""
+    return {"dtype": dtype, "forward_mode": True} if quantize is None else {"quantize": quantize}
 
 
 class Linear(NamedTuple):

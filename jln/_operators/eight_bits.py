@@ -121,7 +121,7 @@ def settings(
     if dtype is not None:
         raise ValueError(f"with quantize= the result's dtype is that of {type(quantize).__name__}; got dtype={dtype!r}")
     if forward_mode:
-        raise ValueError("with quantize= there is no forward_mode: the rounding to eight bits has no derivative")
+        raise ValueError("with quantize= there is no forward_mode: gradients go straight through in reverse mode alone")
     for given, a in arrays.present().items():
         if any(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(a)):
             raise TypeError(f"with quantize= the arithmetic is in float32; got {given} in float64")

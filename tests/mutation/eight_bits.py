@@ -6,6 +6,8 @@ KERNEL = "jln/_junction/kernels/eight_bits.py"
 RULES = "jln/_junction/derivatives.py"
 OF_USERS = "jln/_operators/eight_bits.py"
 TESTS = "tests/operators/test_eight_bits.py::"
+ADAPTER = "jln/_modules/adapter.py"
+MODULES = "tests/modules/test_quantizing.py::"
 STRAIGHT = "tests/operators/test_straight_through.py::"
 
 
@@ -197,6 +199,41 @@ EIGHT_BITS = [
         "jnp.expand_dims(scale, range(scale.ndim, values.ndim))",
         "scale",
         (f"{STRAIGHT}test_results_of_control_flow[a scan-given scale]",),
+    ),
+    Mutant(
+        "a module's own code where eight bits are asked for",
+        "jln/_modules/arguments.py",
+        "        if self.quantize is not None:",
+        "        if False:",
+        (f"{MODULES}test_what_the_frameworks_own_code_computes_is_refused",),
+    ),
+    Mutant(
+        "a module that makes no parameters where it quantises",
+        ADAPTER,
+        "self._call_each(norm, linears, inputs, of_linears, own)",
+        "pass",
+        (f"{MODULES}test_linears[blocks-linen-RMSNormLinear-call]",),
+    ),
+    Mutant(
+        "a module without the largest number",
+        ADAPTER,
+        "y if results.y_max is None else Scaled(y, results.y_max)",
+        "y",
+        (f"{MODULES}test_several_linears",),
+    ),
+    Mutant(
+        "norms on both sides without eight bits",
+        ADAPTER,
+        'self.norm(layer, total, {"quantize": inputs.quantize}, **own)',
+        "self.norm(layer, total, {}, **own)",
+        (f"{MODULES}test_norms_on_both_sides[blocks]",),
+    ),
+    Mutant(
+        "a constructor's eight bits in front of the call's",
+        "jln/haiku.py",
+        '{"quantize": self._quantize, **beside}',
+        '{**beside, "quantize": self._quantize}',
+        (f"{MODULES}test_a_call_says_otherwise[haiku]",),
     ),
     Mutant(
         "rows behind the blocks of a vmap",

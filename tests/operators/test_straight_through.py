@@ -139,24 +139,41 @@ def test_gradients_of_examples(kind, implementation):
     chex.assert_trees_all_close(f(X, W, K), g(X, W, K), rtol=1e-5, atol=1e-5)
 
 
+def requests(function, *operands):
+    """The requests to the norm's operations in the traced function, at whatever depth, as (forward, backward)."""
+    found = {"jln_norm_forward": [], "jln_norm_backward": []}
+
+    def enter(jaxpr):
+        for e in jaxpr.eqns:
+            if e.primitive.name in found:
+                found[e.primitive.name].append(e.params["request"])
+            elif e.primitive.name != "jln_reverse_mode":
+                for inner in jax.tree.leaves([*e.params.values()], is_leaf=lambda a: hasattr(a, "eqns")):
+                    if hasattr(inner, "eqns"):
+                        enter(inner)
+
+    enter(jax.make_jaxpr(function)(*operands).jaxpr)
+    return found.values()
+
+
 def test_examples_are_rows_of_one_backward_kernel():
     """One operation adds up dscale under a vmap inside of the derivative, as of the plain norm."""
 
     def of(w):
         return jnp.sum(jax.vmap(lambda x: jln.rms_norm(x, w, quantize=jln.MXFloat8()).dequantized())(X))
 
-    backward = [e for e in jax.make_jaxpr(jax.grad(of))(W[0]).eqns if e.primitive.name == "jln_norm_backward"]
-    assert [e.params["request"].batch_dims for e in backward] == [0]
+    _, backward = requests(jax.grad(of), W[0])
+    assert [r.batch_dims for r in backward] == [0]
 
 
 @pytest.mark.parametrize("wanted", [(0,), (1,), (0, 2), (2,)], ids=str)
 def test_what_is_wanted_is_what_is_computed(wanted):
     """Nothing is made of frozen arguments; where the kernel alone is trained the norm has no backward pass."""
-    jaxpr = jax.make_jaxpr(jax.grad(loss(layer("blocks", "xla")), wanted))(X, W[0], K)
-    made = [e.params["request"].dtypes.present() for e in jaxpr.eqns if e.primitive.name == "jln_norm_backward"]
-    assert [{*m} for m in made] == ([] if wanted == (2,) else [{("x", "scale")[i] for i in wanted if i < 2}])
-    kept = [e.params["request"].dtypes.rstd for e in jaxpr.eqns if e.primitive.name == "jln_norm_forward"]
-    assert kept == ([] if wanted == (2,) else ["float32"])
+    forward, backward = requests(jax.grad(loss(layer("blocks", "xla")), wanted), X, W[0], K)
+    assert [{*r.dtypes.present()} for r in backward] == (
+        [] if wanted == (2,) else [{("x", "scale")[i] for i in wanted if i < 2}]
+    )
+    assert [r.dtypes.rstd for r in forward] == ([] if wanted == (2,) else ["float32"])
 
 
 def test_gradients_have_no_derivatives():
