@@ -17,7 +17,7 @@ from jln._junction.arrays import Arrays, Junction
 from jln._junction.derivatives import operator
 from jln._junction.linears.eight_bits import multiplies_blocks
 from jln._junction.linears.tiles import few_features
-from jln._operators.eight_bits import Float8, MXFloat8, quantized, settings
+from jln._operators.eight_bits import Kind, quantized, settings
 from jln._triton.target import target_chip
 
 
@@ -35,7 +35,7 @@ def call(
     precision: PrecisionLike = None,
     implementation: str | None = None,
     forward_mode: bool = False,
-    quantize: Float8 | MXFloat8 | None = None,
+    quantize: Kind[Any] | None = None,
 ) -> Arrays:
     """Compute the junction of the user's arrays: its y, `Quantized` with `quantize`, and total. Raises what these say.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,25 @@ from jax.typing import ArrayLike, DTypeLike
 from jln import _checks
 from jln._junction.arrays import BLOCK, Arrays
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # whose default typing's has from Python 3.13 on
+
+    Result = TypeVar("Result", default=jax.Array)
+else:
+    from typing import TypeVar
+
+    Result = TypeVar("Result")
+
 _E4M3 = jnp.float8_e4m3fn
+
+
+class Kind(Generic[Result]):
+    """A kind of result of a norm, for who checks types: without one the result is an array."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Float8:
+class Float8(Kind["Quantized"]):
     """Eight bits with one scale for all of a result: `y * (1 / scale)`, rounded to the nearest and saturated.
 
     With the scale of the step before (delayed scaling) one kernel makes the norm, its eight bits, and the largest
@@ -36,7 +49,7 @@ class Float8:
 
 
 @dataclasses.dataclass(frozen=True)
-class MXFloat8:
+class MXFloat8(Kind["Quantized"]):
     """Eight bits with a scale for every 32 elements along the last axis, which is the normalised one.
 
     These are the microscaling formats of the Open Compute Project (version 1.0, 2023). A scale is the least power of

@@ -11,7 +11,7 @@ from jln._explain import listed
 from jln._junction.arguments import Axis
 from jln._junction.arrays import Arrays
 from jln._operators.call import call
-from jln._operators.eight_bits import Quantize
+from jln._operators.eight_bits import Kind, Result
 
 
 @listed("norm")
@@ -24,10 +24,10 @@ def layer_norm(
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
     dtype: DTypeLike | None = None,
-    quantize: Quantize = None,
+    quantize: Kind[Result] | None = None,
     implementation: str | None = None,
     forward_mode: bool = False,
-) -> jax.Array:
+) -> Result:
     """Layer normalisation: `y = (x - mean) / sqrt(variance + epsilon) * scale + offset`.
 
     Mean and (biased, two-pass) variance are taken over `axis`, for each element of the other axes by itself. Ba, Kiros,
@@ -94,10 +94,10 @@ def rms_norm(
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
     dtype: DTypeLike | None = None,
-    quantize: Quantize = None,
+    quantize: Kind[Result] | None = None,
     implementation: str | None = None,
     forward_mode: bool = False,
-) -> jax.Array:
+) -> Result:
     """Root-mean-square normalisation: `y = x / sqrt(mean(x**2) + epsilon) * scale`.
 
     The mean is taken over `axis`. Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019). Dtypes, the result,
@@ -132,10 +132,10 @@ def rms_norm_gated(
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
     dtype: DTypeLike | None = None,
-    quantize: Quantize = None,
+    quantize: Kind[Result] | None = None,
     implementation: str | None = None,
     forward_mode: bool = False,
-) -> jax.Array:
+) -> Result:
     """Return `rms_norm(x, scale) * silu(z)`, as in Qwen 3 Next, or `rms_norm(x * silu(z), scale)`, as in Mamba 2.
 
     One kernel forward and two backward; `x` and `z` are saved for the backward pass. Nothing is rounded but the result.
@@ -176,10 +176,10 @@ def layer_norm_add(
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
     dtype: DTypeLike | None = None,
-    quantize: Quantize = None,
+    quantize: Kind[Result] | None = None,
     implementation: str | None = None,
     forward_mode: bool = False,
-) -> jax.Array:
+) -> Result:
     """Return `residual + layer_norm(x, scale, offset)`: a norm of the branch alone, in front of the sum (Swin 2).
 
     The norm and the sum are in float32 (float64 for a float64 `x`, and the sum for a float64 `residual`) and rounded
@@ -218,10 +218,10 @@ def rms_norm_add(
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
     dtype: DTypeLike | None = None,
-    quantize: Quantize = None,
+    quantize: Kind[Result] | None = None,
     implementation: str | None = None,
     forward_mode: bool = False,
-) -> jax.Array:
+) -> Result:
     """Return `residual + rms_norm(x, scale)`: a norm of the branch alone, in front of the sum (OLMo 2).
 
     Dtypes, the result, what is kept, guarantees and errors are those of `layer_norm_add`.

@@ -10,7 +10,7 @@ from jln._explain import listed
 from jln._junction.arguments import Axis, Gate
 from jln._junction.arrays import Arrays
 from jln._operators.call import call
-from jln._operators.eight_bits import Quantize
+from jln._operators.eight_bits import Kind, Result
 
 
 @listed("norm")
@@ -26,10 +26,10 @@ def add_layer_norm(
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
     dtype: DTypeLike | None = None,
-    quantize: Quantize = None,
+    quantize: Kind[Result] | None = None,
     implementation: str | None = None,
     forward_mode: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Result, jax.Array]:
     """Return `(layer_norm(total, scale, offset), total)` with `total = residual + gate * (x + x_bias)`.
 
     The sum is made and read once. It is in the promoted dtype of `x` and `residual`, made in float32 (float64 for
@@ -80,10 +80,10 @@ def add_rms_norm(
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
     dtype: DTypeLike | None = None,
-    quantize: Quantize = None,
+    quantize: Kind[Result] | None = None,
     implementation: str | None = None,
     forward_mode: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Result, jax.Array]:
     """Return `(rms_norm(total, scale), total)` with `total = residual + gate * (x + x_bias)`.
 
     The sum is made and read once, as in `add_layer_norm`, whose results, guarantees and errors hold.
@@ -120,10 +120,10 @@ def rms_norm_add_rms_norm(
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
     dtype: DTypeLike | None = None,
-    quantize: Quantize = None,
+    quantize: Kind[Result] | None = None,
     implementation: str | None = None,
     forward_mode: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Result, jax.Array]:
     """Return `(rms_norm(total, scale), total)` with `total = residual + gate * rms_norm(x, x_scale)`.
 
     These are the norm behind one sublayer, the sum, and the norm in front of the next (Gemma 2 and 3; with a gate
@@ -180,10 +180,10 @@ def layer_norm_add_layer_norm(
     epsilon: float = 1e-6,
     zero_centered_scale: bool = False,
     dtype: DTypeLike | None = None,
-    quantize: Quantize = None,
+    quantize: Kind[Result] | None = None,
     implementation: str | None = None,
     forward_mode: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Result, jax.Array]:
     """Return `(layer_norm(total, scale, offset), total)`, `total = residual + gate * layer_norm(x, x_scale, x_offset)`.
 
     The sum and both norms are as in `rms_norm_add_rms_norm`, whose results, guarantees, kernels and errors hold; one
