@@ -156,7 +156,7 @@ def _normed_in_eight_bits(junction: Junction, operands: Arrays, dtypes: Arrays) 
         amax = formulas.largest(first.y_max)
         scale = amax / float(jnp.finfo(junction.y_dtype).max)
         scale = jnp.where((scale >= float(jnp.finfo(scale.dtype).tiny)) & jnp.isfinite(scale), scale, 1)
-        operands = operands._replace(y_scale=scale.reshape((1,) * operands.x.ndim))
+        operands = operands._replace(y_scale=jnp.broadcast_to(scale, norm.sizes(Shape.ONE, operands.x.shape, 0)))
         again, of_total = operands, norm
         if first.total is not None:
             again = operands.only(("scale", "offset", "y_scale"))._replace(x=first.total)

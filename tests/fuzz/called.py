@@ -10,7 +10,7 @@ import jaxlib
 import numpy as np
 
 import jln
-from drawn import Case, made
+from drawn import LARGEST, SCALE, Case, made
 from jln._core.one_by_one import WRONG
 
 WITHOUT_YNNPACK = {"xla_cpu_experimental_ynn_fusion_type": ""}
@@ -178,7 +178,7 @@ def _operator(case: Case, module, operands):
             named[name] = tuple(of_each)
     if case.number is not None:
         named["gate"] = case.number
-    static = dict(case.form.options) | case.static
+    static = dict(case.form.options) | case.static | ({} if case.quantize is None else {"quantize": case.quantize})
     if module is jln:
         static["implementation"] = case.implementation
     else:
@@ -186,5 +186,17 @@ def _operator(case: Case, module, operands):
             static.pop(name, None)
     made = getattr(module, case.form.name)(**named, **static)
     y, *total = made if case.form.adds else (made,)
+    y, of_numbers = _in_numbers(y, operands["x"].shape)
     of_y = {f"y[{i}]": a for i, a in enumerate(y)} if case.several else {"y": y}
-    return of_y | ({"total": total[0]} if total else {})
+    return of_y | ({"total": total[0]} if total else {}) | of_numbers
+
+
+def _in_numbers(y, shape):
+    """The numbers of a result that may be in eight bits; its scale and its largest one, those that it tells."""
+    if not isinstance(y, jln.Quantized | jln.Scaled):
+        return y, {}
+    told = {LARGEST: y.amax, SCALE: getattr(y, "scale", None)}
+    if y.amax is None:
+        told[SCALE] = jnp.repeat(y.scale.astype("float32"), 32, -1)
+    numbers = y.dequantized() if isinstance(y, jln.Quantized) else y.y
+    return numbers, {n: jnp.broadcast_to(a, shape) for n, a in told.items() if a is not None}

@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+import jln
 from jln._tools.catalogue import EPSILON, FORMS, Operator
 
 # Powers of two, their neighbours, 1 and what models have. From 32 rows of 64 elements on XLA gives sums on a CPU to
@@ -46,6 +47,8 @@ WIDE, FLOAT32, NARROW = "float64", "float32", ("bfloat16", "float16")
 POLICIES = (
     "everything_again", "statistics", "dots", "jln.dots_saveable", "jln.dots_and_statistics_saveable",
 )  # fmt: skip
+SCALE, LARGEST = "scale of y", "largest |y|"  # of eight bits, written out to x's size
+OF_ROWS = ("total", SCALE, LARGEST)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +89,7 @@ class Case:
     outer: the number of levels around the derivative; the others are inside it.
     asks: "value", "gradient", "tangent" or "second".
     number: a static gate.
+    quantize: as of the operators.
     """
 
     seed: int
@@ -108,6 +112,7 @@ class Case:
     policy: str | None = None
     by_loss: bool = False
     twice_reverse: bool = False
+    quantize: Any = None
 
     epsilon = property(lambda self: self.static.get("epsilon", EPSILON))
 
@@ -132,7 +137,7 @@ class Case:
 
     def result_shape(self, name: str) -> tuple[int, ...]:
         """The shape of an example's result."""
-        if name == "total" or not self.form.is_linear:
+        if name in OF_ROWS or not self.form.is_linear:
             return self.shape
         return (*self.shape[:-1], *self.example_shape(f"kernel{name[1:]}")[1:])
 
@@ -153,14 +158,28 @@ class Case:
         said = {
             "wanted": self.wanted, "implementation": self.implementation, "jitted": self.jitted, "policy": self.policy,
             "constant rows": self.constant_rows, "values too": self.values_too, "by a loss": self.by_loss,
-            "reverse mode twice": self.twice_reverse,
+            "reverse mode twice": self.twice_reverse, "quantize": self.quantize,
         }  # fmt: skip
         return "\n".join([*lines, "  " + ", ".join(f"{n} {v}" for n, v in said.items())])
 
 
 def draw(seed: int) -> Case:
-    """The case of a seed."""
-    return Draw(seed).case()
+    """The case of a seed; of every fifth in eight bits where it can be."""
+    case = Draw(seed).case()
+    return in_eight_bits(case) if seed % 5 == 2 else case
+
+
+def in_eight_bits(case: Case) -> Case:
+    """The case with its result, or its products, in eight bits; as it is where it has what does not go with them."""
+    if case.asks not in ("value", "gradient") or any(a.dtype == WIDE for a in case.operands.values()):
+        return case
+    r = random.Random(f"eight bits of {case.seed}")
+    dtype = r.choice((jnp.float8_e4m3fn, jnp.float8_e4m3fn, jnp.float8_e5m2))
+    kinds = [jln.Float8(r.choice((0.003, 0.02, 0.1, 1.0)), dtype), jln.Float8(dtype=dtype)]
+    if case.axes == (len(case.shape) - 1,) and case.shape[-1] % 32 == 0:
+        kinds += [jln.MXFloat8(dtype)] * 2
+    static = {n: a for n, a in case.static.items() if n not in ("dtype", "precision")} | {"forward_mode": False}
+    return dataclasses.replace(case, static=static, quantize=r.choice(kinds))
 
 
 class Draw:
@@ -381,6 +400,8 @@ class Draw:
 def result_dtype(case: Case, name: str) -> str:
     """The dtype of a result."""
     of = {n: a.dtype for n, a in case.operands.items()}
+    if name in (SCALE, LARGEST) or (name == "y" and case.quantize is not None and not case.form.is_linear):
+        return FLOAT32
     if name == "total":
         return jnp.promote_types(of["x"], of["residual"]).name
     if case.form.is_linear:

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 
 import jax
+import jax.numpy as jnp
 import jaxlib
 import numpy as np
 import pytest
@@ -31,6 +32,21 @@ def test_some_cases(seed):
     assert not is_wrong(seed)
 
 
+# A row without others, of a product that sums over rows; two launches of a norm whose parameters are of examples.
+@pytest.mark.parametrize("seed", [100037, 501192])
+def test_cases_in_eight_bits_that_were_wrong(seed):
+    assert draw(seed).quantize is not None
+    assert not is_wrong(seed)
+
+
+def test_eight_bits_are_drawn_with_everything():
+    cases = [case for case in map(draw, range(2, 5000, 5)) if case.quantize is not None]
+    kinds = {(c.form.is_linear, type(c.quantize), getattr(c.quantize, "scale", None) is None) for c in cases}
+    assert len(kinds) == 6 and {c.form.title for c in cases} == {*FORMS}
+    assert {c.implementation for c in cases} == {None, "xla", "triton"}
+    assert any(c.policy and c.levels and c.asks == "gradient" for c in cases)
+
+
 def test_the_sum_of_one_number_over_examples():
     """A case that was wrong: an offset alone, two loops, and a cotangent of one number.
 
@@ -48,7 +64,7 @@ def is_one_of_the_workbenchs(case):
     """Return whether `workbench.truth` takes a case: rows of x [M, H], parameters that all of them share."""
     rank_two = len(case.shape) == 2 and case.axes == (1,) and not case.levels
     complete = case.asks == "gradient" and len(case.cotangents) == 1 + case.form.adds and case.number is None
-    if not rank_two or not complete or case.several:
+    if not rank_two or not complete or case.several or case.quantize is not None:
         return False
     m, h = case.shape
     of_rows = ("x", "residual", "z", "kernel")
@@ -107,6 +123,21 @@ SLIPS = {
         lambda scale, dtype, _: 1.0 if scale is None else scale.astype(dtype),
     ),
 }
+
+
+IN_EIGHT_BITS = {
+    "a largest number that is too small": ("largest", lambda y, axis=None: 0.99 * LARGEST(y, axis)),
+    "y by another scale": ("by_scale", lambda y, scale, dtype: BY_SCALE(y * 1.25, scale, dtype)),
+    "blocks of the wrong numbers": ("by_block_scales", lambda y, *how: BY_BLOCK_SCALES(jnp.flip(y), *how)),
+}
+LARGEST, BY_SCALE, BY_BLOCK_SCALES = formulas.largest, formulas.by_scale, formulas.by_block_scales
+
+
+@pytest.mark.parametrize("slip", IN_EIGHT_BITS)
+def test_a_slip_in_eight_bits_is_noticed(slip, monkeypatch, recompiled):
+    monkeypatch.setattr(formulas, *IN_EIGHT_BITS[slip])
+    cases = [case for case in map(draw, range(2, 1000, 5)) if case.quantize is not None and not case.form.is_linear]
+    assert any(is_wrong(case.seed) for case in cases if case.implementation != "triton")
 
 
 @pytest.mark.parametrize("slip", SLIPS)

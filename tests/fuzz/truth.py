@@ -11,7 +11,8 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from drawn import Case
+from drawn import LARGEST, Case
+from quantised import OF_COTANGENT, OF_KERNEL, in_eight_bits, largest, quantised
 from tracked import Tracked, total, unit
 
 
@@ -70,9 +71,11 @@ def evaluated(case: Case, given: dict, cotangents: dict) -> tuple[dict, dict]:
         z = z + o("offset")
         size = size + o("offset").magnitude
 
-    # Behind the norm, and its cotangent dz.
+    # Behind the norm, and its cotangent dz, which goes straight through eight bits.
     dy = {n: c for n, c in cotangents.items() if n != "total"}
     dz = dy.get("y")
+    if dz is not None and case.quantize is not None and not form.is_linear:
+        dz = dz.stored(jnp.promote_types(dtypes["x"], dtypes["residual"] if form.adds_behind else dtypes["x"]))
     if form.is_linear:
         z, dz = _products(case, given, z, size, x_hat, dy, results, keep)
     elif form.adds_behind:
@@ -87,6 +90,8 @@ def evaluated(case: Case, given: dict, cotangents: dict) -> tuple[dict, dict]:
     else:
         results["y"] = z
 
+    if case.quantize is not None and not form.is_linear:
+        results |= quantised(results["y"], case.quantize, levels)
     # In front of it, and its cotangent d.
     d = None
     if dz is not None:
@@ -164,6 +169,10 @@ def _products(case, given, z, size, x_hat, dy, results, keep):
             magnitude = size + spread * (1 if given.get("scale") is None else _of_scale(case, given))
         operand = z.off_by((narrow + eps) * magnitude)
         k = kernel.stored(dtype)
+        if case.quantize is not None:
+            if i == 0 and getattr(case.quantize, "scale", None) is not None:
+                results[LARGEST] = largest(z, levels)
+            operand, k = in_eight_bits(operand, case.quantize), in_eight_bits(k, OF_KERNEL)
         a = flat(operand.broadcast_to((*operand.shape[:levels], *rows, h)))
         a_size = flat(Tracked(np.broadcast_to(magnitude, (*operand.shape[:levels], *rows, h)), 0, eps)).value
         y = (a @ k).off_by(h * eps * (a_size @ k.magnitude))
@@ -174,6 +183,8 @@ def _products(case, given, z, size, x_hat, dy, results, keep):
         if (d := dy.get(f"y{at}")) is None:
             continue
         keep(f"bias{at}", d)
+        if case.quantize is not None:
+            d = in_eight_bits(d, OF_COTANGENT[type(case.quantize)])
         d = flat(d.broadcast_to((*d.shape[:levels], *rows, n)))
         dk = (a.swapped() @ d).off_by(m * eps * (a_size.swapaxes(-1, -2) @ d.magnitude))
         keep(f"kernel{at}", dk)

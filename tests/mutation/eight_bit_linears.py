@@ -15,12 +15,14 @@ RECIPE = tuple(
         "layer_norm_linear-blocks of e5m2-whole blocks",
     )
 )
+ROW = (f"{TESTS}test_layouts_for_cudnn[a row without others]",)
 VMAP = tuple(f"{TESTS}test_vmap_is_a_loop[xla-{how}]" for how in ("given scale", "current scale"))
 CUDNN = (f"{TESTS}test_examples_of_a_product_by_cudnn",)
 DELAYED = (f"{TESTS}test_delayed_scaling",)
 
 EIGHT_BIT_LINEARS = [
     Mutant("a bias that is not added to eight bits", PRODUCTS, "if bias is not None:", "if False:", RECIPE),
+    Mutant("a row without others", PRODUCTS, "if z.ndim == 1:", "if False:", ROW),
     Mutant("a kernel in e5m2", PRODUCTS, 'KERNEL = "float8_e4m3fn"', 'KERNEL = "float8_e5m2"', RECIPE),
     Mutant("cotangents by one scale in e4m3", PRODUCTS, '"one": "float8_e5m2"', '"one": "float8_e4m3fn"', RECIPE),
     Mutant("cotangents in blocks in e5m2", PRODUCTS, '"blocks": "float8_e4m3fn"', '"blocks": "float8_e5m2"', RECIPE),

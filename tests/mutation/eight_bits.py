@@ -131,6 +131,13 @@ EIGHT_BITS = [
         "current scaling by twice the scale", RULES, "amax / float(jnp.finfo", "2 * amax / float(jnp.finfo", CURRENT
     ),
     Mutant(
+        "a current scale of the first group alone",
+        RULES,
+        "jnp.broadcast_to(scale, norm.sizes(Shape.ONE, operands.x.shape, 0))",
+        "scale.reshape((1,) * operands.x.ndim)",
+        (f"{TESTS}test_current_scaling_with_parameters_of_examples[triton-(2, 1, 3, 64)]",),
+    ),
+    Mutant(
         "a scale of zero where all is zero",
         RULES,
         "jnp.where((scale >= float(jnp.finfo(scale.dtype).tiny)) & jnp.isfinite(scale), scale, 1)",

@@ -176,6 +176,18 @@ def test_vmap_behind_the_blocks(implementation):
         chex.assert_trees_all_equal(jax.tree.map(lambda a, i=i: a[i], got), f(x[:, :, i]))
 
 
+# Groups of five rows, and each row a group.
+@pytest.mark.parametrize("shape", [(3, 4, 1, H), (2, 1, 3, H)], ids=str)
+def test_current_scaling_with_parameters_of_examples(shape, implementation):
+    """The scale that the first kernel finds is that of all groups in the second."""
+    x = workbench.normal(0, (*shape[:-2], 5 if shape[-2] == 1 else shape[-2], H), "float32")
+    w = workbench.normal(1, shape, "float32")
+    got = jln.rms_norm(x, w, quantize=jln.Float8(), implementation=implementation)
+    y = jln.rms_norm(x, w, implementation=implementation)
+    np.testing.assert_allclose(got.amax, jnp.max(jnp.abs(y)), rtol=1e-6)
+    np.testing.assert_allclose(got.dequantized(), y, rtol=2.0**-4, atol=float(got.scale) * 2.0**-10)
+
+
 @pytest.mark.parametrize("shape", [(3, 1, H), (3, 4, 1, H)], ids=str)
 def test_parameters_of_examples(shape, blocks, implementation):
     """Groups in front and in the middle have addresses of their own for their block scales."""

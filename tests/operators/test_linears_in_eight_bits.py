@@ -33,6 +33,7 @@ SIZES = {
     "whole blocks": ((3, 64), (96,)),
     "parts of blocks": ((3, 11), (2, 20)),
     "blocks over axes of rows": ((8, 4), (4, 8)),
+    "a row without others": ((), (96,)),
 }
 H = 96
 CLOSE = {"rtol": 2e-4, "atol": 2e-4}
@@ -133,7 +134,7 @@ def test_values_and_gradients_by_the_recipe(name, how, sizes, implementation):
     plain = found(name, *arrays, implementation="xla")
     distance = off((plain[0][0], plain[1]["kernel"], plain[1]["x"]), (true[0][0], true[1]["kernel"], true[1]["x"]))
     assert min(jax.tree.leaves(distance)) > 1e-2
-    assert max(jax.tree.leaves(distance)) < 0.2
+    assert max(jax.tree.leaves(distance)) < 0.25
     assert (amax is None) == (not how.startswith("given"))
 
 

@@ -73,6 +73,8 @@ def of_features(dy: Array, kernel: Array, features: int, junction: Junction, dty
 def of_rows(dy: Array, z: Array, y_scale: Array | None, junction: Junction, dtype: Any) -> Array:
     """Term (13) of one Linear, `[*features, H]`, in `dtype`."""
     assert junction.y_dtype is not None
+    if z.ndim == 1:
+        dy, z = dy[None], z[None]
     rows = tuple(range(z.ndim - 1))
     dy_eight = quantised(dy, rows, COTANGENT[junction.eight_bits], junction)
     z_eight = quantised(z, rows, junction.y_dtype, junction, None if y_scale is None else y_scale.reshape(()))
