@@ -15,7 +15,7 @@ so an offset that is read row by row, which has 1 on all axes along which it doe
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import jax
@@ -192,7 +192,8 @@ class Junction:
     precision: of the products, as `jax.lax.dot_general` takes it. features: how many axes of features each kernel has.
     in_one: whether norm and products are one operation, as `few_features` says.
     eight_bits: "one" of a y, or with Linears z, in eight bits with one scale, "blocks" of one with a scale for each
-      block, else "". by_cudnn: whether cuDNN multiplies blocks where a program runs on an NVIDIA GPU.
+      block, else "". by_cudnn: whether cuDNN multiplies blocks where a program runs on an NVIDIA GPU. scale_of: a
+      function from the largest |y| to the one scale, if that is not the dtype's largest number's.
     """
 
     norm: Norm
@@ -204,6 +205,7 @@ class Junction:
     in_one: bool = False
     eight_bits: str = ""
     by_cudnn: bool = False
+    scale_of: Callable[[Any], Any] | None = None
 
     @property
     def quantises(self) -> bool:

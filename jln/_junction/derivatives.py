@@ -154,8 +154,7 @@ def _normed_in_eight_bits(junction: Junction, operands: Arrays, dtypes: Arrays) 
     else:
         first = by(operands, norm, wanted._replace(y=None))
         amax = formulas.largest(first.y_max)
-        scale = amax / float(jnp.finfo(junction.y_dtype).max)
-        scale = jnp.where((scale >= float(jnp.finfo(scale.dtype).tiny)) & jnp.isfinite(scale), scale, 1)
+        scale = _scale_of(amax, junction)
         operands = operands._replace(y_scale=jnp.broadcast_to(scale, norm.sizes(Shape.ONE, operands.x.shape, 0)))
         again, of_total = operands, norm
         if first.total is not None:
@@ -163,6 +162,14 @@ def _normed_in_eight_bits(junction: Junction, operands: Arrays, dtypes: Arrays) 
             of_total = dataclasses.replace(norm, both_sides=False)
         outcome = first._replace(y=by(again, of_total, Arrays(y=junction.y_dtype)).y)
     return outcome._replace(y_max=amax, y_scale=jnp.max(operands.y_scale))  # of examples, all of whose scales are one
+
+
+def _scale_of(amax: jax.Array, junction: Junction) -> jax.Array:
+    """The one scale of a y whose largest magnitude is amax."""
+    if junction.scale_of is not None:
+        return jnp.asarray(junction.scale_of(amax), amax.dtype)
+    scale = amax / float(jnp.finfo(junction.y_dtype).max)
+    return jnp.where((scale >= float(jnp.finfo(scale.dtype).tiny)) & jnp.isfinite(scale), scale, 1)
 
 
 def _results(junction: Junction, operands: Arrays, outcome: Arrays) -> Arrays:

@@ -45,10 +45,10 @@ def call(
         raise ValueError("remat=True is of reverse mode: in forward mode nothing is kept that could be made again")
     axes = _checks.axes(axis, arrays.x)
     arrays = checked(arrays, axes, both_sides)
-    y_dtype, eight_bits = None, ""
+    in_eight_bits: dict[str, Any] = {}
     if quantize is not None:
-        y_dtype, in_blocks, y_scale = settings(quantize, arrays, axes, dtype, forward_mode)
-        eight_bits, arrays = "blocks" if in_blocks else "one", arrays._replace(y_scale=y_scale)
+        in_eight_bits, y_scale = settings(quantize, arrays, axes, dtype, forward_mode)
+        arrays = arrays._replace(y_scale=y_scale)
     norm = norm_of(
         arrays,
         axes,
@@ -61,15 +61,14 @@ def call(
     if arrays.kernel is None:
         x = arrays.x.dtype
         promoted = x if arrays.added is None else _checks.promoted(x, arrays.added.dtype)
-        y_dtype = y_dtype or _checks.dtype(dtype, promoted)
-        junction = Junction(norm, y_dtype, eight_bits=eight_bits)
+        junction = Junction(norm, **(in_eight_bits or {"y_dtype": _checks.dtype(dtype, promoted)}))
     else:
         if quantize is not None and precision is not None:
             raise ValueError(f"with quantize= the products are in eight bits; got precision={precision!r}")
         features = tuple(kernel.ndim - 1 for kernel in arrays.kernel)
-        by_cudnn = eight_bits == "blocks" and multiplies_blocks(target_chip())
-        how: Any = {"eight_bits": eight_bits, "by_cudnn": by_cudnn}
-        junction = Junction(norm, y_dtype, precision=_checks.precision(precision), features=features, **how)
+        by_cudnn = in_eight_bits.get("eight_bits") == "blocks" and multiplies_blocks(target_chip())
+        how: Any = {"precision": _checks.precision(precision), "by_cudnn": by_cudnn}
+        junction = Junction(norm, features=features, **how, **in_eight_bits)
     junction = dataclasses.replace(
         junction, gives_total=gives_total, implementation=_checks.implementation(implementation)
     )

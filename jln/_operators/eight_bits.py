@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 import jax
@@ -39,12 +40,13 @@ class Float8(Kind["Quantized"]):
 
     Args:
       scale: a number, static or an array; positive and normal in float32. None: of this very result (current scaling),
-        which a first kernel finds: its operands, or with a residual the sum, are read again then. It is 1 where `amax`
-        is 0, infinite or NaN.
+        whose `amax` a first kernel finds: its operands, or with a residual the sum, are read again then. It is 1 where
+        `amax` is 0, infinite or NaN. A function makes another one of `amax`, float32 `[]`, and of nothing else that is
+        traced: `jln.Float8(lambda amax: jnp.maximum(amax, 1e-12) / 448)`.
       dtype: float8_e4m3fn or float8_e5m2.
     """
 
-    scale: ArrayLike | None = None
+    scale: ArrayLike | Callable[[jax.Array], ArrayLike] | None = None
     dtype: DTypeLike = dataclasses.field(default=_E4M3, metadata={"static": True})
 
 
@@ -126,8 +128,8 @@ class Scaled(NamedTuple):
 
 def settings(
     quantize: Any, arrays: Arrays, axes: tuple[int, ...], dtype: Any, forward_mode: bool
-) -> tuple[str, bool, jax.Array | None]:
-    """The dtype's name, whether blocks have scales, and the scale of all, of x's rank."""
+) -> tuple[dict[str, Any], jax.Array | None]:
+    """The junction's y_dtype, eight_bits and scale_of, and the scale of all, of x's rank."""
     x = arrays.x
     if not isinstance(quantize, Float8 | MXFloat8):
         raise TypeError(f"quantize must be jln.Float8(...), jln.MXFloat8(...) or None; got {quantize!r}")
@@ -142,14 +144,17 @@ def settings(
     if name not in ("float8_e4m3fn", "float8_e5m2"):
         raise TypeError(f"the dtype of quantize must be float8_e4m3fn or float8_e5m2; got {name}")
     if isinstance(quantize, Float8):
-        return name, False, _scale_of(quantize.scale, x.ndim)
+        settled: dict[str, Any] = {"y_dtype": name, "eight_bits": "one"}
+        if callable(quantize.scale):
+            return settled | {"scale_of": quantize.scale}, None
+        return settled, _scale_of(quantize.scale, x.ndim)
     h = x.shape[-1]
     if axes != (x.ndim - 1,) or h % BLOCK:
         raise ValueError(
             f"MXFloat8 has a scale for every {BLOCK} elements of a last, normalised axis; got axes {axes} of x of "
             f"shape {x.shape}"
         )
-    return name, True, None
+    return {"y_dtype": name, "eight_bits": "blocks"}, None
 
 
 def _scale_of(scale: Any, ndim: int) -> jax.Array | None:

@@ -118,6 +118,16 @@ def test_current_scaling(name, implementation):
     np.testing.assert_allclose(got.dequantized(), y, rtol=2.0**-4, atol=float(got.scale) * 2.0**-10)
 
 
+def test_current_scaling_by_a_rule_of_ones_own(implementation):
+    """The scale is a function's of the largest number, in a jit as well."""
+    (x,) = operands("rms_norm", (37, H), "bfloat16")[:1]
+    rule = lambda amax: jnp.maximum(amax, 8.0) / 224  # noqa: E731
+    got = jax.jit(lambda x: jln.rms_norm(x, implementation=implementation, quantize=jln.Float8(rule)))(x)
+    assert got.amax < 8 and got.scale == jnp.float32(8) / 224
+    given = jln.rms_norm(x, implementation=implementation, quantize=jln.Float8(8 / 224))
+    np.testing.assert_array_equal(*(np.asarray(a.values, "float32") for a in (got, given)))
+
+
 def test_current_scaling_of_zeros_and_of_nan():
     zeros = jln.rms_norm(jnp.zeros((4, H), "float32"), quantize=jln.Float8())
     assert zeros.scale == 1 and zeros.amax == 0 and not np.any(np.asarray(zeros.values, "float32"))
