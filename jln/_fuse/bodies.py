@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jln import _explain
 from jln._core.policies import keeps_products_alone, kept_by
 from jln._fuse.calls import Finding, Options, rewrite
-from jln._fuse.graph import Graph, Node
+from jln._fuse.graph import Graph, Node, bound
 
 CHECKPOINTS = ("checkpoint", "remat2", "remat")
 WITH_BODIES = ("scan", "while", "cond", "jit", "pjit", "closed_call", "core_call")
@@ -29,26 +29,20 @@ def evaluated(program: ClosedJaxpr, arrays: Sequence[Any], options: Options, fin
     own = rewrite(graph, options) if _is_of_known_shapes(program.jaxpr) else []
     findings += own
     left = {f.node.position: f for f in own if f.operator is None}
-    values: dict[Any, Any] = dict(zip(graph.inputs, arrays, strict=True))
 
-    def read(v: Any) -> Any:
-        return v.constant if v.constant is not None else values[v]
-
-    for node in graph.schedule():
-        operands = [read(v) for v in node.inputs]
-        if node.equation is not None and node.position in left:
+    def results_of(node: Node, operands: Sequence[Any]) -> Sequence[Any]:
+        if node.equation is None:
+            with _written_by(node.outputs[0].maker):
+                return _called(node, operands)
+        if node.position in left:
             _note_left(left.pop(node.position))
-        author = node if node.equation is not None else node.outputs[0].maker
-        with _written_by(author):
-            is_call = node.equation is None
-            results = _called(node, operands) if is_call else _bound(node.equation, operands, options, findings)
-        if node.hands_on is not None:
-            *results, values[node.hands_on] = results
-        for v, a in zip(node.outputs, results, strict=True):
-            values.setdefault(v, a)
+        with _written_by(node):
+            return _bound(node.equation, operands, options, findings)
+
+    results = graph.run(dict(zip(graph.inputs, arrays, strict=True)), results_of)
     for finding in left.values():  # of which nothing runs
         _note_left(finding)
-    return [read(v) for v in graph.outputs]
+    return results
 
 
 def _note_left(finding: Finding) -> None:
@@ -122,8 +116,7 @@ def _bound(equation: Any, operands: Sequence[Any], options: Options, findings: l
         return _sharded(params, operands, options, findings)
     if primitive.name in WITH_BODIES:
         params = {n: _rewritten_in(p, options, findings) for n, p in params.items()}
-    results = primitive.bind(*operands, **primitive.get_bind_params(params))
-    return results if primitive.multiple_results else [results]
+    return bound(equation, operands, params)
 
 
 def _sharded(

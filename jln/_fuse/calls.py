@@ -11,12 +11,14 @@ import jax.numpy as jnp
 
 from jln import _operators
 from jln._fuse.certificate import Constants
+from jln._fuse.eight_bits import EightBits, eight_bits_of
 from jln._fuse.graph import Graph, Node, Value
 from jln._fuse.junctions import Addition, Junction, addition_of, junction_of
 from jln._fuse.linears import Linear, keeping_nothing_of_y, linears_of, products_of
 from jln._fuse.norms import Miss, Norm, norms_of
 from jln._fuse.regions import Parameter, peeled, plus
 from jln._junction.linears.tiles import FUSED_FEATURES
+from jln._operators.eight_bits import Quantized
 
 OPERATORS = {name: getattr(_operators, name) for name in _operators.__all__}
 
@@ -151,13 +153,17 @@ class _Rewriting:
                 totals.add(junction.total)
                 self.junctions[norm.y] = junction
         self.in_front = {j.in_front.y for j in self.junctions.values() if j.in_front is not None}
+        of = {} if options.forward_mode else {n.y: eight_bits_of(graph, n, constants) for n in norms}
+        self.eight_bits = {y: found for y, found in of.items() if isinstance(found, EightBits)}
+        self.why_not_in_eight_bits = {y: why for y, why in of.items() if isinstance(why, str)}
         self.norms = [n for n in norms if n.y not in self.in_front and self._why_left(n) is None]
         self.left = [n for n in norms if n.y not in self.in_front and self._why_left(n) is not None]
 
     def _why_left(self, norm: Norm) -> str | None:
         """The reason why a norm is better left to XLA, which the whole program tells; else None."""
         options, junction = self.options, self.junctions.get(norm.y)
-        if norm.centres or norm.z is not None or (junction is not None and junction.in_front is not None):
+        is_in_front = junction is not None and junction.in_front is not None
+        if norm.centres or norm.z is not None or is_in_front or norm.y in self.eight_bits:
             return None
         if options.is_checkpointed:
             if options.keeps_products:
@@ -196,8 +202,13 @@ class _Rewriting:
 
     def findings(self) -> list[Finding]:
         findings = [finding for norm in self.norms for finding in self._replaced(norm)]
-        left = [(norm, self._why_left(norm), norm.y.maker) for norm in self.left]
-        return findings + [Finding(None, (), why, node, norm.x) for norm, why, node in left if why and node is not None]
+        left = [(norm, self._remark(norm, self._why_left(norm) or ""), norm.y.maker) for norm in self.left]
+        return findings + [Finding(None, (), why, node, norm.x) for norm, why, node in left if node is not None]
+
+    def _remark(self, norm: Norm, why: str) -> str:
+        """The remark, and why the norm's kernel makes no eight bits, where something near does."""
+        why_not = self.why_not_in_eight_bits.get(norm.y)
+        return "; ".join(filter(None, (why, why_not and f"not in eight bits: {why_not}")))
 
     def _replaced(self, norm: Norm) -> list[Finding]:
         junction = self.junctions.get(norm.y)
@@ -211,6 +222,8 @@ class _Rewriting:
             why += ": the Linears behind it keep what the norm read"
         hands_on = junction is None and self._hands_on(norm)
         call = self._call(norm, junction, addition, bool(linears), hands_on)
+        if norm.y in self.eight_bits:
+            self._quantise(norm, call)
         results = [norm.y] if addition is None else [addition.y]
         if linears:
             kernels = tuple(_Operand(p.kernel, axis_in_front=p.axis) for p in linears)
@@ -222,14 +235,30 @@ class _Rewriting:
         finish = functools.partial(_results, call, norm, junction, linears, hands_on)
         node = norm.y.maker
         assert node is not None
-        finding = Finding(call.name, call.names, why, node, norm.x)
+        finding = Finding(call.name, call.names, self._remark(norm, why), node, norm.x)
         self.graph.replace(results, call.inputs(), finish, finding, norm.x if hands_on else None)
         return [*findings, finding]
+
+    def _quantise(self, norm: Norm, call: _Call) -> None:
+        """Have the call make a norm's result in eight bits, and what reads it read these."""
+        found = self.eight_bits[norm.y]
+        again = self._call(norm, None, None, has_linears=False)
+        found.put_into(self.graph, norm.y, again, again.inputs())
+        del call.options["dtype"]
+        quantize: Any = found.quantize
+        if found.inputs:
+            argument = Value(found.inputs[0].aval)  # a `jln.Float8` in the place of an array
+            self.graph.replace([argument], found.inputs, lambda *arrays: [quantize(*arrays)])
+            call.give(quantize=_Operand(argument))
+        else:
+            call.give(quantize=quantize())
 
     def _keeps_nothing_for_products(self, norm: Norm) -> bool:
         """Have the products of a norm that is kept make it again in backward, and say whether they do."""
         options = self.options
-        if options.is_checkpointed or options.forward_mode or not (products := products_of(self.graph, norm.y)):
+        if options.is_checkpointed or options.forward_mode or norm.y in self.eight_bits:
+            return False
+        if not (products := products_of(self.graph, norm.y)):
             return False
         again = self._call(norm, None, None, has_linears=False)
         inputs = [norm.y, *(p.other for p in products), *again.inputs()]
@@ -239,7 +268,7 @@ class _Rewriting:
     def _linears(self, norm: Norm, junction: Junction | None, addition: Addition | None) -> tuple[list[Linear], str]:
         """The Linears that become a part of the norm's operator, and why there are none."""
         remat = self.options.remat and (junction is None or junction.in_front is None)
-        if not (self.options.linears or remat):
+        if not (self.options.linears or remat) or norm.y in self.eight_bits:
             return [], ""
         if norm.z is not None or addition is not None:
             return [], "its operator has no Linears"
@@ -342,7 +371,8 @@ def _results(
     if linears:
         ys = [_turned(y, p) for y, p in zip(ys, linears, strict=True)]
     else:
-        ys = [ys.reshape(norm.y.shape) if junction is not None and norm.x is not junction.total else ys]
+        is_reshaped = junction is not None and norm.x is not junction.total
+        ys = [ys.reshape(norm.y.shape) if is_reshaped and not isinstance(ys, Quantized) else ys]
     return ys if total is None else [*ys, total]
 
 

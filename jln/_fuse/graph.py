@@ -6,7 +6,7 @@ taken out: what a replacement leaves without a reader is not run, and what someo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -188,20 +188,52 @@ class Graph:
                 node = node.before
         return False
 
-    def schedule(self) -> list[Node]:
+    def run(
+        self,
+        arrays: Mapping[Value, Any],
+        results_of: Callable[[Node, list[Any]], Sequence[Any]] | None = None,
+        outputs: Sequence[Value] | None = None,
+    ) -> list[Any]:
+        """The program's results.
+
+        arrays: those of its inputs. results_of: a function from a node and its operands to the node's results.
+        outputs: the values to compute in the place of the results; then no effects take place.
+        """
+        values = {**arrays}
+        results_of = results_of or _results_of
+
+        def read(v: Value) -> Any:
+            return v.constant if v.constant is not None else values[v]
+
+        for node in self.schedule(outputs):
+            results = results_of(node, [read(v) for v in node.inputs])
+            if node.hands_on is not None:
+                *results, values[node.hands_on] = results
+            for v, a in zip(node.outputs, results, strict=True):
+                values.setdefault(v, a)
+        return [read(v) for v in (self.outputs if outputs is None else outputs)]
+
+    def needed(self, values: Sequence[Value]) -> tuple[set[Node], list[Value]]:
+        """The nodes that run for these values, and those of the inputs that they read."""
+        nodes, read, stack = set[Node](), set[Value](), [*values]
+        while stack:
+            value = stack.pop()
+            read.add(value)
+            node = self.maker(value)
+            if node is not None and node not in nodes:
+                nodes.add(node)
+                stack += node.inputs
+        return nodes, [v for v in self.inputs if v in read]
+
+    def schedule(self, outputs: Sequence[Value] | None = None) -> list[Node]:
         """The nodes to run, each behind what it reads, otherwise in the program's order.
 
-        They are those that the results and the effects need. A call may read what is made later than what it replaces,
-        such as a parameter.
+        They are those that the results and the effects need; or these values alone. A call may read what is made later
+        than what it replaces, such as a parameter.
         """
-        needed: set[Node] = set()
-        stack = [*self.outputs, *(v for n in self.nodes if n.equation.effects for v in n.inputs)]
-        while stack:
-            node = self.maker(stack.pop())
-            if node is not None and node not in needed:
-                needed.add(node)
-                stack += node.inputs
-        needed |= {n for n in self.nodes if n.equation.effects}
+        effects = {n for n in self.nodes if n.equation.effects and outputs is None}
+        values = [*(self.outputs if outputs is None else outputs), *(v for n in effects for v in n.inputs)]
+        needed = self.needed(values)[0] | effects
         order: dict[Node, None] = {}
         for written in self.nodes:
             for node in (written, *(self._replaced[v] for v in written.outputs if v in self._replaced)):
@@ -238,3 +270,14 @@ def is_plain_jit(equation: Any) -> bool:
         and not any(params["donated_invars"])
         and not params.get("compiler_options_kvs")
     )
+
+
+def _results_of(node: Node, operands: Sequence[Any]) -> Sequence[Any]:
+    return bound(node.equation, operands) if node.call is None else node.call(*operands)
+
+
+def bound(equation: Any, operands: Sequence[Any], params: dict[str, Any] | None = None) -> Sequence[Any]:
+    """The results of an equation. params: its own by default."""
+    primitive = equation.primitive
+    results = primitive.bind(*operands, **primitive.get_bind_params(equation.params if params is None else params))
+    return results if primitive.multiple_results else [results]

@@ -14,7 +14,7 @@ import jax
 from jax import Array, lax
 
 from jln._fuse.certificate import FLOATS, Constants
-from jln._fuse.graph import Graph, Node, Value
+from jln._fuse.graph import Graph, Node, Value, bound
 from jln._fuse.norms import Norm
 from jln._fuse.regions import Parameter, peeled, promoted
 
@@ -110,9 +110,7 @@ class Product(NamedTuple):
 
     def of(self, y: Array, other: Array) -> Array:
         y = y.astype(self.node.inputs[0 if self.is_first else 1].dtype)
-        equation = self.node.equation
-        operands = (y, other) if self.is_first else (other, y)
-        return equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
+        return bound(self.node.equation, (y, other) if self.is_first else (other, y))[0]
 
 
 def products_of(graph: Graph, y: Value) -> list[Product]:

@@ -12,6 +12,7 @@ from eight_bits import EIGHT_BITS
 from entries import ENTRIES
 from few_features import FEW_FEATURES
 from frozen import FROZEN_ARGUMENTS
+from fused_eight_bits import FUSED_EIGHT_BITS
 from gated import GATED_NORMS
 from junction import SUMS
 from kernels import KERNELS
@@ -38,4 +39,5 @@ MUTANTS = [
     *WIDENED,
     *EIGHT_BITS,
     *EIGHT_BIT_LINEARS,
+    *FUSED_EIGHT_BITS,
 ]

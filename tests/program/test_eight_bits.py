@@ -1,5 +1,7 @@
 """Rung 4: what norms that quantise move, on one H200."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -95,3 +97,34 @@ def test_a_step_with_a_product_of_ones_own():
     assert forward == [ROWS * (H + 4 + 4), ROWS * (2 * H + 4)]
     assert ours.temp_bytes < plain.temp_bytes - ROWS * H
     assert not any(k.bytes_read == 0 for k in ours.kernels)
+
+
+def by_jax(x, scale, kernels, residual=None):
+    """A norm, and JAX's own products of blocks behind it, in plain jnp."""
+    configs = [jax.nn.get_scaled_dot_general_config("mxfp8")] * 3
+    total = None if residual is None else x + residual
+    z = jln.reference.rms_norm(x if total is None else total, scale)
+    product = functools.partial(jax.nn.scaled_dot_general, dimension_numbers=(((1,), (0,)), ((), ())), configs=configs)
+    return [product(z, kernel, preferred_element_type=z.dtype) for kernel in kernels], total
+
+
+@pytest.mark.parametrize("residual", [None, X], ids=["norm", "sum"])
+def test_fuse_finds_the_eight_bits_of_products(residual):
+    """A B200, whose products of blocks are cuDNN's, moves no more than by plain XLA, in forward the norm's once."""
+    operands = X, SCALE, [struct(H, H), struct(H, H)], residual
+
+    def step(function):
+        def pulled(*operands):
+            results, pull = jax.vjp(function, *operands)
+            return results, pull(results)
+
+        return pulled
+
+    plain, ours = (
+        [program.compile_for(f, *operands, chip="b200") for f in (g, step(g))] for g in (by_jax, jln.fuse(by_jax))
+    )
+    (kernel,) = triton_kernels(ours[0])
+    once = (2 + 1 + 1 / 32 if residual is None else 3 * 2 + 1 + 1 / 32) * ROWS * H
+    assert kernel.bytes_read + kernel.bytes_written <= 1.01 * once
+    assert ours[0].bytes_total < plain[0].bytes_total - 6 * ROWS * H  # three passes over x in bfloat16
+    assert ours[1].bytes_total < plain[1].bytes_total

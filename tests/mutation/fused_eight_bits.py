@@ -1,0 +1,113 @@
+"""Ways to break how fuse finds eight bits."""
+
+from targets import Mutant
+
+FOUND, READ = "jln/_fuse/quantisations.py", "jln/_fuse/eight_bits.py"
+TESTS = "tests/fuse/test_quantisations.py::"
+
+
+def left(name: str) -> tuple[str, ...]:
+    return (f"{TESTS}test_what_is_left_as_it_is[{name}]",)
+
+
+def product(name: str) -> tuple[str, ...]:
+    return (f"{TESTS}test_products_that_are_differentiated[{name}]",)
+
+
+def way(name: str) -> tuple[str, ...]:
+    return (f"{TESTS}test_eight_bits_of_the_program[{name}]",)
+
+
+FUSED_EIGHT_BITS = [
+    Mutant(
+        "eight bits of other numbers found",
+        FOUND,
+        "return bool(np.all(got.astype(np.float64) == wanted.astype(np.float64)))",
+        "return True",
+        left("an offset"),
+    ),
+    Mutant(
+        "elements out of their order",
+        FOUND,
+        "return moved == sorted(moved)",
+        "return True",
+        left("blocks of rows"),
+    ),
+    Mutant(
+        "the largest of no magnitudes",
+        FOUND,
+        "return ONE if output.size == 1 and source in self._magnitudes else None",
+        "return ONE if output.size == 1 else None",
+        left("the largest of no magnitudes"),
+    ),
+    Mutant(
+        "a factor that divides",
+        READ,
+        "return 1 / scale if is_factor else scale",
+        "return scale",
+        way("one scale that is a factor"),
+    ),
+    Mutant(
+        "what is read in other bits quantised",
+        READ,
+        "        if graph.is_result(value):\n            return True\n",
+        "",
+        left("read in other bits"),
+    ),
+    Mutant(
+        "a function that reads the norm itself",
+        READ,
+        "if any(r.reads_more for r in readers) or",
+        "if",
+        (f"{TESTS}test_a_function_that_reads_more",),
+    ),
+    Mutant(
+        "scales of two products taken for one",
+        READ,
+        "if any(s.key != scales[0].key for s in more):",
+        "if False:",
+        left("two products with scales of their own"),
+    ),
+    Mutant(
+        "a scale of what is normalised",
+        READ,
+        "if any(graph.depends(v, [norm.x, y, *made]) for v in inputs):",
+        "if False:",
+        left("a scale of x"),
+    ),
+    Mutant(
+        "a product that waits for another",
+        READ,
+        "if before and not any(graph.depends(v, before) for v in reader.others):",
+        "if before:",
+        product("products_one_behind_the_other"),
+    ),
+    Mutant(
+        "an effect that is forgotten",
+        READ,
+        "if reader is not None or node.equation.effects:",
+        "if reader is not None:",
+        (f"{TESTS}test_effects_stay",),
+    ),
+    Mutant(
+        "one product's cotangent alone",
+        READ,
+        "return functools.reduce(jnp.add, (d.",
+        "return functools.reduce(lambda a, _: a, (d.",
+        product("jax_blocks_of_two_products"),
+    ),
+    Mutant(
+        "the copy's cotangent without the norm",
+        READ,
+        "return any(v in read for v, of in zip(",
+        "return any(False for v, of in zip(",
+        product("a_cotangent_that_reads_the_norm"),
+    ),
+    Mutant(
+        "the norm kept, and not made again",
+        READ,
+        "made = [(v, of) for v, of in of_rule if forward.inputs[self.place] in forward.needed([v])[1]]",
+        "made = []",
+        product("jax_blocks"),
+    ),
+]
