@@ -153,9 +153,16 @@ class _Rewriting:
                 totals.add(junction.total)
                 self.junctions[norm.y] = junction
         self.in_front = {j.in_front.y for j in self.junctions.values() if j.in_front is not None}
-        of = {} if options.forward_mode else {n.y: eight_bits_of(graph, n, constants) for n in norms}
-        self.eight_bits = {y: found for y, found in of.items() if isinstance(found, EightBits)}
-        self.why_not_in_eight_bits = {y: why for y, why in of.items() if isinstance(why, str)}
+        self.eight_bits: dict[Value, EightBits] = {}
+        self.why_not_in_eight_bits: dict[Value, str] = {}
+        taken: set[Node] = set()  # functions that read another norm in eight bits, too
+        for norm in () if options.forward_mode else norms:
+            found = eight_bits_of(graph, norm, constants)
+            if isinstance(found, EightBits) and not taken.intersection(r.node for r in found.readers):
+                self.eight_bits[norm.y] = found
+                taken.update(r.node for r in found.readers)
+            elif isinstance(found, str):
+                self.why_not_in_eight_bits[norm.y] = found
         self.norms = [n for n in norms if n.y not in self.in_front and self._why_left(n) is None]
         self.left = [n for n in norms if n.y not in self.in_front and self._why_left(n) is not None]
 
@@ -222,8 +229,7 @@ class _Rewriting:
             why += ": the Linears behind it keep what the norm read"
         hands_on = junction is None and self._hands_on(norm)
         call = self._call(norm, junction, addition, bool(linears), hands_on)
-        if norm.y in self.eight_bits:
-            self._quantise(norm, call)
+        self._quantise(norm, junction, call)
         results = [norm.y] if addition is None else [addition.y]
         if linears:
             kernels = tuple(_Operand(p.kernel, axis_in_front=p.axis) for p in linears)
@@ -239,9 +245,14 @@ class _Rewriting:
         self.graph.replace(results, call.inputs(), finish, finding, norm.x if hands_on else None)
         return [*findings, finding]
 
-    def _quantise(self, norm: Norm, call: _Call) -> None:
-        """Have the call make a norm's result in eight bits, and what reads it read these."""
-        found = self.eight_bits[norm.y]
+    def _quantise(self, norm: Norm, junction: Junction | None, call: _Call) -> None:
+        """Have the call make a norm's result in eight bits, and what reads it read these, where all that does."""
+        found = self.eight_bits.get(norm.y)
+        total = [] if junction is None else [junction.total]
+        if found is None or any(v.dtype == jnp.float64 for v in call.inputs()):
+            return
+        if any(self.graph.depends(v, total) for v in found.inputs if total):
+            return
         again = self._call(norm, None, None, has_linears=False)
         found.put_into(self.graph, norm.y, again, again.inputs())
         del call.options["dtype"]

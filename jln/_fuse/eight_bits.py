@@ -70,8 +70,6 @@ def eight_bits_of(graph: Graph, norm: Norm, constants: Constants) -> EightBits |
     made = [*(() if own is None else own.made), *(v for r in readers for v in r.node.outputs)]
     if any(graph.depends(v, [norm.x, y, *made]) for v in inputs):
         return "its scale is made of what is normalised"
-    if norm.x.dtype == jnp.float64 or y.dtype == jnp.float64:
-        return "it is in float64"
     if _is_split(y):
         return "its type says how it is sharded"
     in_blocks = any(q.scale is None for q in found if isinstance(q, Quantisation))

@@ -26,10 +26,10 @@ def patched(monkeypatch) -> None:
     monkeypatch.setattr(scaled_matmul_stablehlo, "scaled_matmul_wrapper", multiplied_on_a_cpu)
 
 
-def by_jax(z, w):
-    """JAX's own product of blocks, over the last axis of z and the first of w."""
+def by_jax(z, w, axis=0):
+    """JAX's own product of blocks, over the last axis of z and one of w."""
     configs = [jax.nn.get_scaled_dot_general_config("mxfp8")] * 3
-    axes = (((z.ndim - 1,), (0,)), ((), ()))
+    axes = (((z.ndim - 1,), (axis,)), ((), ()))
     return jax.nn.scaled_dot_general(z, w, axes, preferred_element_type=jnp.float32, configs=configs)
 
 

@@ -134,6 +134,12 @@ def in_a_scan(x, scales, kernels):
     return lax.scan(lambda x, of: (x + by_jax(rms(x, of[0]), of[1]), None), x, (scales, kernels))[0]
 
 
+@product(X, R, S, B, finds="rms_norm")
+def two_norms_in_one_product(x, r, s, t):
+    """The first is quantised by its kernel, the other one as the program has it."""
+    return by_jax(rms(x, s), rms(r, t).reshape(32, H), axis=1)
+
+
 @product(X, S, W)
 def in_a_checkpoint(x, s, w):
     return jax.checkpoint(lambda x: by_jax(rms(x, s), w))(x)
@@ -339,6 +345,29 @@ def test_float64_is_left_as_it_is():
     with jax.enable_x64(True):
         args = X.astype("float64"), S.astype("float64"), W.astype("float64")
         assert quantised(lambda x, s, w: by_current_scales(rms(x, s), w), *args)[0] == []
+
+
+def test_a_parameter_in_float64():
+    with jax.enable_x64(True):
+        args = X, S.astype("float64"), W
+
+        def function(x, s, w):
+            return by_current_scales(rms(x, s).astype("float32"), w)
+
+        assert quantised(function, *args)[0] == []
+        assert differences(function, jln.fuse(function), *args) < ROUNDING
+
+
+def test_a_scale_of_the_sum_behind_a_reshape():
+    """The sum is made by the kernel that would need the scale."""
+
+    def function(x, r, s, w):
+        total = x + r
+        z = rms(total.reshape(32, H), s)
+        return total, read(clipped(z / jnp.max(total))) @ w
+
+    assert quantised(function, X, R, S, W)[0] == []
+    assert differences(function, jln.fuse(function), X, R, S, W) < ROUNDING
 
 
 def test_forward_mode_is_left_as_it_is():

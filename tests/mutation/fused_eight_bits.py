@@ -69,6 +69,13 @@ FUSED_EIGHT_BITS = [
         left("two products with scales of their own"),
     ),
     Mutant(
+        "a product that two norms quantise",
+        "jln/_fuse/calls.py",
+        " and not taken.intersection(r.node for r in found.readers):",
+        ":",
+        product("two_norms_in_one_product"),
+    ),
+    Mutant(
         "a scale of what is normalised",
         READ,
         "if any(graph.depends(v, [norm.x, y, *made]) for v in inputs):",
