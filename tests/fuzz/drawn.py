@@ -179,7 +179,15 @@ def in_eight_bits(case: Case) -> Case:
     if case.axes == (len(case.shape) - 1,) and case.shape[-1] % 32 == 0:
         kinds += [jln.MXFloat8(dtype)] * 2
     static = {n: a for n, a in case.static.items() if n not in ("dtype", "precision")} | {"forward_mode": False}
-    return dataclasses.replace(case, static=static, quantize=r.choice(kinds))
+    quantize = r.choice(kinds)
+    if quantize == jln.Float8(dtype=dtype) and r.random() < 0.4:
+        quantize = jln.Float8(rule_of_scale, dtype)
+    return dataclasses.replace(case, static=static, quantize=quantize)
+
+
+def rule_of_scale(amax):
+    """A scale that is made of the largest number, as a user may write it, of numbers in NumPy, too."""
+    return (amax + 1e-3) / 448
 
 
 class Draw:

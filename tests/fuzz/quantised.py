@@ -31,9 +31,11 @@ def quantised(y: Tracked, quantize: Any, levels: int) -> dict[str, Tracked]:
         return {"y": numbers, SCALE: _between(scales[0], scales[1:], far, y.eps)}
     amax = largest(y, levels)
     of_all = {"y": None, LARGEST: amax}
-    if quantize.scale is None:
+    if quantize.scale is None or callable(quantize.scale):
         most = float(jnp.finfo(quantize.dtype).max)
         scale = Tracked(np.where(amax.value > 0, amax.value / most, 1), amax.error / most, y.eps)
+        if quantize.scale is not None:
+            scale = Tracked(quantize.scale(amax.value), amax.error / 448, y.eps)
         return of_all | {"y": in_eight_bits(y, quantize), SCALE: scale.stored("float32")}
     scale = np.float32(quantize.scale)
     made = [_numbers(a, scale, quantize.dtype) for a in (low, high)]
@@ -54,6 +56,8 @@ def in_eight_bits(a: Tracked, quantize: Any) -> Tracked:
     most, scale = float(info.max), getattr(quantize, "scale", None)
     size = a.magnitude + a.error
     largest_scale = 2 * size.max(initial=0) / most if scale is None else scale
+    if callable(scale):
+        largest_scale, scale = 2 * scale(size.max(initial=0)), None
     beyond = 0 if scale is None else np.maximum(size - most * scale, 0)
     return a.off_by(float(info.eps) / 2 * size + float(info.smallest_subnormal) / 2 * largest_scale + beyond)
 

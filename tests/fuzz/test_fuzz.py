@@ -41,8 +41,8 @@ def test_cases_in_eight_bits_that_were_wrong(seed):
 
 def test_eight_bits_are_drawn_with_everything():
     cases = [case for case in map(draw, range(2, 5000, 5)) if case.quantize is not None]
-    kinds = {(c.form.is_linear, type(c.quantize), getattr(c.quantize, "scale", None) is None) for c in cases}
-    assert len(kinds) == 6 and {c.form.title for c in cases} == {*FORMS}
+    kinds = {(c.form.is_linear, type(c.quantize), type(getattr(c.quantize, "scale", None))) for c in cases}
+    assert len(kinds) == 8 and {c.form.title for c in cases} == {*FORMS}
     assert {c.implementation for c in cases} == {None, "xla", "triton"}
     assert any(c.policy and c.levels and c.asks == "gradient" for c in cases)
 

@@ -170,7 +170,8 @@ def _products(case, given, z, size, x_hat, dy, results, keep):
         operand = z.off_by((narrow + eps) * magnitude)
         k = kernel.stored(dtype)
         if case.quantize is not None:
-            if i == 0 and getattr(case.quantize, "scale", None) is not None:
+            scale = getattr(case.quantize, "scale", None)
+            if i == 0 and scale is not None and not callable(scale):
                 results[LARGEST] = largest(z, levels)
             operand, k = in_eight_bits(operand, case.quantize), in_eight_bits(k, OF_KERNEL)
         a = flat(operand.broadcast_to((*operand.shape[:levels], *rows, h)))
