@@ -53,7 +53,7 @@ class Rules:
         )
         reverse = jax.custom_vjp(value, nondiff_argnums=(0,))
         reverse.defvjp(saving, gradients, symbolic_zeros=True)
-        once = in_reverse_mode(value, reverse, widen)
+        once = in_reverse_mode(value, reverse, _with_standard_promotion(widen))
         forward = jax.custom_jvp(value, nondiff_argnums=(0,))
         forward.defjvp(tangents, symbolic_zeros=True)
 

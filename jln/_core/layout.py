@@ -15,14 +15,14 @@ import jax.numpy as jnp
 class Place:
     """The place of an axis of vmap's examples in all arrays of an operation.
 
-    axis: the same in all of them. batch_dims, settings: of the operation with this axis. written_out: whether operands
-      that are shared have a copy for each example; else they have size 1.
+    axis: the same in all of them. batch_dims, settings: of the operation with this axis. written_out: the names of the
+      operands that have a copy for each example where they are shared; others have size 1.
     """
 
     axis: int
     batch_dims: int
     settings: Any
-    written_out: bool = False
+    written_out: frozenset[str] = frozenset()
 
 
 class Kind(enum.IntEnum):

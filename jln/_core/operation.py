@@ -175,16 +175,18 @@ class Operation(Generic[Operands, Results]):
         if place is None:
             place = Place(0, request.batch_dims + 1, request.settings)
         size = next(a.shape[d] for a, d in zip(operands, dims, strict=True) if d is not None)
+        numbers = tree.unflatten(range(len(operands)))
+        written_out = {i for name in place.written_out for i in jax.tree.leaves(getattr(numbers, name))}
 
-        def moved(a: Any, given: int | None) -> jax.Array:
+        def moved(i: int, a: Any, given: int | None) -> jax.Array:
             if given is not None:
                 return jnp.moveaxis(a, given, place.axis)
             shape = list(a.shape)
-            shape.insert(place.axis, size if place.written_out else 1)
+            shape.insert(place.axis, size if i in written_out else 1)
             return jnp.broadcast_to(jnp.expand_dims(a, place.axis), shape)
 
         request = dataclasses.replace(request, settings=place.settings, batch_dims=place.batch_dims)
-        operands = [moved(a, d) for a, d in zip(operands, dims, strict=True)]
+        operands = [moved(i, a, d) for i, (a, d) in enumerate(zip(operands, dims, strict=True))]
         results = self._primitive.bind(*operands, tree=tree, request=request, **params)
         return results, [place.axis] * len(results)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -130,6 +130,13 @@ def on_several_axes(a: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...])
     return jnp.moveaxis(moved, range(first, len(shape)), order)
 
 
+def written_out(a: jax.Array, x: jax.Array, axes: Sequence[int]) -> jax.Array:
+    """The array with the sizes of x on these axes. The gradient of a copy is added up in the compute dtype."""
+    shape = tuple(x.shape[i] if i in axes else n for i, n in enumerate(a.shape))
+    wide = jnp.promote_types(jnp.promote_types(x.dtype, jnp.float32), a.dtype)
+    return a if a.shape == shape else jnp.broadcast_to(a.astype(wide), shape)
+
+
 def _along(a: jax.Array | None, h: int) -> set[int]:
     """The axes of rows along which a parameter varies."""
     return set() if a is None else {i for i, n in enumerate(a.shape) if i != h and n != 1}
@@ -151,8 +158,7 @@ def _with_examples(operands: Arrays, norm: Norm) -> tuple[Arrays, Norm, list[int
     """Move the axes along which a parameter varies to where the kernels read them: in front, or together before H.
 
     They stay where they are if they lie there. On them every parameter is written out to x's sizes, but for an offset
-    that is read row by row, and a row's gate on all axes of rows; the gradient of what is written out is added up in
-    the compute dtype.
+    that is read row by row, and a row's gate on all axes of rows.
 
     Returns the operands, the norm, and for each axis of a result where it comes from; None where no axis has moved.
     """
@@ -163,16 +169,10 @@ def _with_examples(operands: Arrays, norm: Norm) -> tuple[Arrays, Norm, list[int
     as_it_is = {"kernel": operands.kernel, "bias": operands.bias} | ({"offset": operands.offset} if by_row else {})
     of_norm = operands._replace(**dict.fromkeys(as_it_is))
     examples = sorted(set[int]().union(*(_along(getattr(of_norm, name), h) for name in COLUMNS)))
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-
-    def written_out(a: jax.Array, axes: list[int]) -> jax.Array:
-        shape = tuple(x.shape[i] if i in axes else n for i, n in enumerate(a.shape))
-        return a if a.shape == shape else jnp.broadcast_to(a.astype(jnp.promote_types(a.dtype, wide)), shape)
-
     if of_norm.row_gate is not None:
-        of_norm = of_norm._replace(row_gate=written_out(of_norm.row_gate, [i for i in range(x.ndim) if i != h]))
+        of_norm = of_norm._replace(row_gate=written_out(of_norm.row_gate, x, [i for i in range(x.ndim) if i != h]))
     if examples:
-        of_norm = jax.tree.map(lambda a: a if a.shape == x.shape else written_out(a, examples), of_norm)
+        of_norm = jax.tree.map(lambda a: a if a.shape == x.shape else written_out(a, x, examples), of_norm)
     operands = of_norm._replace(**as_it_is)
     in_front = next((i for i in range(h) if i not in examples), h)
     interleaved = len(examples) - in_front

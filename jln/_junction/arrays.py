@@ -21,7 +21,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import jax
 import jax.numpy as jnp
 
-from jln._core.layout import Dim, Dims, Kind, Layout, Place, Result, Term
+from jln._core.layout import Dim, Dims, Kind, Layout, Result, Term
 
 
 class Shape(enum.Enum):
@@ -170,6 +170,42 @@ class Norm:
         end = ndim + self.axis - self.behind
         return [*range(batch_dims + self.examples), *range(end - self.interleaved, end)]
 
+    def with_rows(self, axis: int, ndim: int, batch_dims: int) -> "Norm | None":
+        """The norm of arrays with one more axis, of rows like any other; None where no kernel takes them there.
+
+        axis: its place in arrays that had `ndim` axes, not before vmap's.
+        """
+        in_front, h = batch_dims + self.examples, ndim + self.axis
+        end = h - self.behind
+        if axis > h:
+            return None if self.behind else self._moved(axis, ndim, axis=self.axis - 1)
+        if in_front <= axis <= end - self.interleaved:
+            return self._moved(axis, ndim)
+        if self.interleaved:
+            has_rows_behind = axis >= end and self.axis == -1
+            return self._moved(axis, ndim, behind=self.behind + 1) if has_rows_behind else None
+        if axis > batch_dims or (in_front < h and self.axis != -1):
+            return None
+        return self._moved(axis, ndim, examples=0, interleaved=self.examples, behind=h - in_front)
+
+    def with_examples(self, axis: int, ndim: int, batch_dims: int) -> "Norm | None":
+        """The norm of arrays with one more axis, of examples; None where no kernel takes them there.
+
+        axis: as of `with_rows`.
+        """
+        h = ndim + self.axis
+        end = h - self.behind if self.interleaved else axis
+        if axis <= batch_dims + self.examples:
+            return self._moved(axis, ndim, examples=self.examples + 1)
+        if not end - self.interleaved <= axis <= end <= h or (end < h and self.axis != -1):
+            return None
+        return self._moved(axis, ndim, interleaved=self.interleaved + 1, behind=h - end)
+
+    def _moved(self, place: int, ndim: int, **changes: Any) -> "Norm":
+        """The norm with these changes, of arrays with one more axis at that place."""
+        offset_rows = tuple(i - (ndim + i < place) for i in self.offset_rows)
+        return dataclasses.replace(self, offset_rows=offset_rows, **changes)
+
     def sizes(self, shape: Shape, x: Sequence[int], batch_dims: int) -> tuple[int, ...]:
         """The sizes of an array of that shape beside an x of these sizes, vmap's axes included."""
         h = len(x) + self.axis
@@ -264,33 +300,10 @@ def reads_of_results(results: Arrays) -> set[str]:
     return {operand for name in wanted for operand in TABLE[name].made_of}
 
 
-def in_place(operands: Arrays, axes: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int) -> Place | None:
-    """The place of vmap's examples where they can stay: they are rows like any other, or groups that lie interleaved.
-
-    They cannot where an array of rows is shared, where a parameter is not, and where gradients of parameters are wanted
-    but the examples neither lie before a last normalised axis nor directly before others.
-    """
-    of_columns = (Shape.COLUMN, Shape.ONE)
-    is_column = {name: TABLE[name].shape in of_columns for name in (*operands.present(), *dtypes.present())}
-    of_rows = [getattr(axes, name) for name in operands.present() if not is_column[name]]
-    if None in of_rows or len(of_rows) < len(axes.present()):
-        return None
-    axis = of_rows[0]
-    h = next(a.ndim for name, a in operands.present().items() if not is_column[name]) - 1 + norm.axis
-    block = h - norm.behind - norm.interleaved
-    if axis <= batch_dims:
-        return Place(axis, batch_dims + 1, norm)
-    if axis < batch_dims + norm.examples or (norm.interleaved and block < axis <= h):
-        return None
-    if axis > h and (norm.behind or dtypes.block_scale is not None):
-        return None
-    if not any(is_column[name] for name in dtypes.present()):
-        return Place(axis, batch_dims, norm if axis <= h else dataclasses.replace(norm, axis=norm.axis - 1))
-    if axis != block and (norm.interleaved or axis > h or norm.axis != -1):
-        return None
-    behind = norm.behind if norm.interleaved else h - axis
-    groups = dataclasses.replace(norm, interleaved=norm.interleaved + 1, behind=behind)
-    return Place(axis, batch_dims, groups, written_out=True)
+def columns_of(norm: Norm, names: Iterable[str]) -> set[str]:
+    """The names of arrays that have a copy for each example of the norm: not of an offset that is read row by row."""
+    columns = {name for name in names if TABLE[name].shape in (Shape.COLUMN, Shape.ONE)}
+    return columns - {"offset"} if norm.offset_rows else columns
 
 
 def layout(

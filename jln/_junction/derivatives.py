@@ -21,7 +21,7 @@ from jln._junction import arrays, formulas, gradients
 from jln._junction.arrays import KEPT, TABLE, Arrays, Junction, Norm, Shape
 from jln._junction.linears import eight_bits
 from jln._junction.linears import formulas as linears
-from jln._junction.wider import widened
+from jln._junction.wider import in_place, widened
 from jln._triton.target import kernels
 
 # The operations
@@ -55,7 +55,7 @@ forward: Operation[Arrays, Arrays] = Operation(
     layout=arrays.layout,
     shapes=arrays.result_shapes,
     reads=lambda norm, dtypes: arrays.reads_of_results(dtypes),
-    in_place=arrays.in_place,
+    in_place=in_place,
 )
 backward: Operation[Arrays, Arrays] = Operation(
     "jln_norm_backward",
@@ -66,7 +66,7 @@ backward: Operation[Arrays, Arrays] = Operation(
     layout=arrays.layout,
     shapes=arrays.result_shapes,
     reads=arrays.reads_of_gradients,
-    in_place=arrays.in_place,
+    in_place=in_place,
 )
 _forward_in_one: Operation[Arrays, Arrays] = Operation(
     "jln_norm_linear_forward",

@@ -1,16 +1,62 @@
-"""Calls under `vmap` as one wider call, where the examples are rows like any other, or features of the Linears."""
+"""The axes of examples that `vmap` brings: where operations leave them, and calls that are one wider call.
+
+Examples are rows like any other, examples of the norm, or features of the Linears.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
 
-from jln._junction.arrays import TABLE, Arrays, Junction, Shape
+from jln._core.layout import Place
+from jln._junction.arguments import written_out
+from jln._junction.arrays import TABLE, Arrays, Junction, Norm, Shape, columns_of
 from jln._junction.linears.tiles import few_features
 
-_OF_ROWS = {name for name, array in TABLE.items() if array.shape in (Shape.ROW, Shape.NUMBER)}
+
+def in_place(operands: Arrays, axes: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int) -> Place | None:
+    """The place of vmap's examples in an operation, where they lie in an array of rows; None where they cannot stay.
+
+    axes: the place of vmap's axis in each operand, None in one that is shared.
+    """
+    given, names = operands.present(), {*operands.present(), *dtypes.present()}
+    of_rows = [name for name in given if TABLE[name].shape is Shape.ROW]
+    axis = next((getattr(axes, name) for name in of_rows if getattr(axes, name) is not None), None)
+    if axis is None:
+        return None
+    if axis <= batch_dims:
+        return Place(axis, batch_dims + 1, norm)
+    ndim = given[of_rows[0]].ndim - 1
+    are_rows = {*axes.present(), *dtypes.present()}.isdisjoint(columns_of(norm, names))
+    if dtypes.block_scale is not None and axis > ndim + norm.axis:  # blocks have rows in them
+        return None
+    wider = grown(norm, names, are_rows, axis, ndim, batch_dims)
+    return None if wider is None else Place(axis, batch_dims, *wider)
+
+
+def grown(
+    norm: Norm, names: Iterable[str], are_rows: bool, axis: int, ndim: int, batch_dims: int = 0
+) -> tuple[Norm, frozenset[str]] | None:
+    """The norm with one more axis, and the names of the arrays that have a copy for each example; None where it cannot.
+
+    are_rows: whether examples share the parameters and these have no gradient of each, but for an offset that is read
+      row by row: then they are rows like any other, if they can be. axis, ndim, batch_dims: as of `Norm.with_rows`.
+    """
+    copies = {name for name in names if TABLE[name].shape in (Shape.ROW, Shape.NUMBER)}
+    wider = norm.with_rows(axis, ndim, batch_dims) if are_rows else None
+    if wider is None:
+        wider, copies = norm.with_examples(axis, ndim, batch_dims), copies | columns_of(norm, names)
+    return None if wider is None else (wider, frozenset(copies))
+
+
+def grown_in_front(norm: Norm, names: Iterable[str], are_rows: bool, ndim: int) -> tuple[Norm, frozenset[str]]:
+    """The same for an axis in front of all others, where it always can."""
+    wider = grown(norm, names, are_rows, 0, ndim)
+    assert wider is not None, "examples in front are examples of any norm"
+    return wider
 
 
 def widened(junction: Junction, operands: Arrays, axes: Arrays) -> tuple[Junction, Arrays, Arrays] | None:
@@ -20,35 +66,37 @@ def widened(junction: Junction, operands: Arrays, axes: Arrays) -> tuple[Junctio
     """
     if junction.eight_bits == "one":  # each example has a scale of its own
         return None
-    present = operands.present()
-    if any(getattr(axes, name) is not None for name in present.keys() - _OF_ROWS - {"kernel", "bias"}):
-        return None
     of_linears = [*(axes.kernel or ()), *(axes.bias or ())]
-    of_rows = [getattr(axes, name) for name in present.keys() & _OF_ROWS]
+    of_rows = [getattr(axes, name) for name in operands.present() if TABLE[name].shape is Shape.ROW]
     if None not in of_rows and not any(a is not None for a in of_linears):
         return _with_rows(junction, operands, axes)
-    if all(a is None for a in of_rows):
+    if not axes._replace(kernel=None, bias=None).present():
         return _with_features(junction, operands, axes)
     return None
 
 
-def _with_rows(junction: Junction, operands: Arrays, axes: Arrays) -> tuple[Junction, Arrays, Arrays] | None:
-    """The call with the examples as rows: all arrays of rows differ from example to example, and no parameter does."""
-    norm = junction.norm
-    if norm.of_examples or norm.offset_rows:
-        return None
-    axis, h = axes.x, operands.x.ndim - 1 + norm.axis
-    if (axis > h and junction.features) or junction.eight_bits:  # H has features behind it, blocks have rows in them
-        axis = 0
-    elif axis > h:
-        norm = dataclasses.replace(norm, axis=norm.axis - 1)
+def _with_rows(junction: Junction, operands: Arrays, axes: Arrays) -> tuple[Junction, Arrays, Arrays]:
+    """The call with the examples as rows, or as examples of the norm: all arrays of x's size differ between them."""
+    norm, names, ndim = junction.norm, operands.present().keys() - {"kernel", "bias"}, operands.x.ndim - 1
+    are_rows = axes.present().keys().isdisjoint(columns_of(norm, names))
+    axis, wider = axes.x, None
+    # Behind H a Linear has its features, and there are no rows in a block.
+    if axis <= ndim + norm.axis or not (junction.features or junction.eight_bits):
+        wider = grown(norm, names, are_rows, axis, ndim)
+    if wider is None:
+        axis, wider = 0, grown_in_front(norm, names, are_rows, ndim)
+    norm, copies = wider
+    if norm.offset_rows and axes.offset is not None:
+        norm = dataclasses.replace(norm, offset_rows=tuple(sorted((*norm.offset_rows, axis - ndim - 1))))
+    x = jnp.moveaxis(operands.x, axes.x, axis)
 
-    def placed(name: str, a: Any) -> Any:
-        if name in ("kernel", "bias"):
-            return a
-        return jnp.moveaxis(a, getattr(axes, name), axis) if name in _OF_ROWS else jnp.expand_dims(a, axis)
+    def placed(name: str) -> Any:
+        a, given = getattr(operands, name), getattr(axes, name)
+        if given is not None:
+            return jnp.moveaxis(a, given, axis)
+        return written_out(jnp.expand_dims(a, axis), x, [axis] if name in copies else [])
 
-    operands = Arrays(**{name: placed(name, a) for name, a in operands.present().items()})
+    operands = operands._replace(**{name: placed(name) for name in names})
     y = (axis,) * len(junction.features) if junction.features else axis
     return dataclasses.replace(junction, norm=norm), operands, _places(junction, y, axis)
 

@@ -2,6 +2,7 @@
 
 from targets import (
     ACCESS,
+    ARRAYS,
     JUNCTION,
     JUNCTION_RULES,
     LINEAR_TILES,
@@ -20,6 +21,7 @@ TWO_AXES = (f"{VALUES}[triton-layer_norm-no gate-apart, the offset over two axes
 SIDE_BY_SIDE = (f"{VALUES}[triton-layer_norm-no gate-apart-1]",)
 ALONE = (f"{VALUES}[xla-layer_norm_linear-no gate-apart, the offset alone by row--1]",)
 IN_PLACE = f"{JUNCTION}test_an_offset_apart_is_not_written_out"
+BESIDE = "tests/transformations/test_wider.py::test_examples_beside_parameters_along_axes"
 
 BY_ROW = [
     Mutant("an offset's rows not divided by those behind", ACCESS, "place // OFFSET.terms[i] %", "place %", TWO_AXES),
@@ -85,8 +87,18 @@ BY_ROW = [
         " or norm.offset_rows or junction", " or junction", ALONE,
     ),
     Mutant(
-        "the axes of an offset by row not counted where vmap's is among them", WIDER,
-        "if norm.of_examples or norm.offset_rows:", "if norm.of_examples:",
+        "the axes of an offset by row not counted where vmap's is among them", ARRAYS,
+        "i - (ndim + i < place) for", "i for",
         (f"{JUNCTION}test_vmap_inside_of_the_derivative_by_an_offset_of_each_row[xla-1]",),
+    ),
+    Mutant(
+        "vmap's axis of an offset by row not counted", WIDER,
+        "if norm.offset_rows and axes.offset is not None:", "if False:",
+        (f"{BESIDE}[xla-(1, 1, 1, 5)-(1, 1, 4, 5)--1-3-None--1-inside]",),
+    ),
+    Mutant(
+        "an offset by row taken for one of examples", ARRAYS,
+        'return columns - {"offset"} if norm.offset_rows else columns', "return columns",
+        (f"{BESIDE}[xla-(2, 1, 1, 1)-(1, 3, 4, 1)--1-0-0-None-inside]",),
     ),
 ]  # fmt: skip

@@ -1,6 +1,6 @@
 """Ways to break results in eight bits."""
 
-from targets import ARRAYS, FORWARD, NORM_LAUNCH, PARTITIONED, XLA_NORM, Mutant
+from targets import FORWARD, NORM_LAUNCH, PARTITIONED, WIDER, XLA_NORM, Mutant
 
 KERNEL = "jln/_junction/kernels/eight_bits.py"
 RULES = "jln/_junction/derivatives.py"
@@ -244,9 +244,9 @@ EIGHT_BITS = [
     ),
     Mutant(
         "rows behind the blocks of a vmap",
-        ARRAYS,
-        "if axis > h and (norm.behind or dtypes.block_scale is not None):",
-        "if axis > h and norm.behind:",
+        WIDER,
+        "if dtypes.block_scale is not None and axis > ndim + norm.axis:",
+        "if False:",
         (f"{TESTS}test_vmap_behind_the_blocks",),
     ),
     Mutant(

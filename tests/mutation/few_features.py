@@ -109,9 +109,9 @@ FEW_FEATURES = [
         '"scale": operands.scale if wants_dkernel else None', NORMS,
     ),
     Mutant(
-        "a vmap's rows in the place of examples", LINEAR_LAUNCH,
-        "interleaved=norm.examples, behind=behind)", "interleaved=norm.examples, behind=0)",
-        (f"{OF_EXAMPLES}test_vmap[(3, 70)-x]",),
+        "a vmap's scales in the place of rows", LINEAR_LAUNCH,
+        "are_rows = only_rows_differ(batch_dims, of_rows, list(columns.values()))", "are_rows = True",
+        (f"{OF_EXAMPLES}test_vmap[(3, 70)-x and scale]",),
     ),
     Mutant(
         "few rows of each example multiplied with many that are not there", LINEAR_LAUNCH,

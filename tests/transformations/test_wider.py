@@ -209,20 +209,133 @@ def test_results_that_fall_away_one_after_the_other():
     chex.assert_trees_all_close(got, f(x, residual, *kernels)[1], **CLOSE)
 
 
-def test_parameters_of_examples_stay_axes_of_vmap():
-    """JAX adds up where examples have scales of their own, or share x: the numbers are right, the call not one."""
-    x, scale = workbench.normal(0, (EXAMPLES, 4, H), "float64"), workbench.normal(1, (EXAMPLES, H), "float64")
+OF_COLUMNS = ("scale", "offset", "x_bias", "gate", "x_scale", "x_offset")
+
+
+# In front, in the middle, directly before H; behind H, where the examples cannot stay.
+@pytest.mark.parametrize("axis", range(len(ROWS) + 2))
+@pytest.mark.parametrize("which", ["all", "first", "last"])
+@pytest.mark.parametrize("name", [name for name in FORMS if {*operands(name)} & {*OF_COLUMNS}])
+def test_examples_have_parameters_of_their_own(name, which, axis, implementation):
+    """Gradients are those of each example for its parameters, and one sum for what the examples share."""
+    own = [n for n in operands(name) if n in OF_COLUMNS]
+    own = {"all": own, "first": own[:1], "last": own[-1:]}[which]
+    axes = rows_at(name, axis) | {n: i % 2 for i, n in enumerate(own)}
+    arrays = tuple(examples_of(name, axes).values())
+    some = range(len(arrays))
+    f = vmapped(name, jln, axes, axis, implementation=implementation)
+    got = jax.jit(jax.value_and_grad(loss(f), some))(*arrays)
+    true = jax.jit(jax.value_and_grad(loss(vmapped(name, jln.reference, axes, axis)), some))(*arrays)
+    chex.assert_trees_all_close(got, true, **CLOSE)
+    assert {*calls(jax.grad(loss(f), some), *arrays)} == {0}
+
+
+# Scale and offset beside x [2, 3, 4, 5, H]: alike, and along different axes, where the offset is read row by row.
+VARYING = [((1, 1, 1, 1), (1, 1, 1, 1)), ((2, 1, 1, 1), (2, 1, 1, 1)), ((1, 1, 4, 1), (1, 1, 4, 1)),
+           ((2, 3, 1, 1), (1, 3, 1, 1)), ((1, 1, 1, 5), (1, 1, 4, 5)), ((2, 1, 4, 1), (1, 1, 1, 1)),
+           ((2, 1, 1, 1), (1, 3, 4, 1)), ((1, 1, 1, 1), (2, 3, 4, 5))]  # fmt: skip
+
+
+@pytest.mark.parametrize("around", [False, True], ids=["inside", "around"])
+@pytest.mark.parametrize("of_offset", [None, 0, -1])
+@pytest.mark.parametrize("of_scale", [None, 0])
+@pytest.mark.parametrize("place", range(6))
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize(("scale", "offset"), VARYING, ids=str)
+def test_examples_beside_parameters_along_axes(scale, offset, axis, place, of_scale, of_offset, around, implementation):
+    """Values and gradients, where the norm of each example has examples, or an offset that is read row by row."""
+    shapes = ((*s[: axis + 5], 2, *s[axis + 5 :]) for s in ((2, 3, 4, 5), scale, offset))
+    x, scale, offset = (workbench.normal(i, s, "float64") for i, s in enumerate(shapes))
+    axes = (place, of_scale, of_offset)
+    given = [a if i is None else jnp.stack([a, -a, a**2], i) for i, a in zip(axes, (x, scale, offset), strict=True)]
+
+    def transformed(f):
+        def of_one(*a):
+            return jnp.sum(jnp.sin(f(*a)))
+
+        if around:
+            return jax.vmap(jax.value_and_grad(of_one, (0, 1, 2)), axes)
+        return jax.value_and_grad(lambda *a: jnp.sum(jax.vmap(of_one, axes)(*a)), (0, 1, 2))
+
+    ours = functools.partial(jln.layer_norm, axis=axis, implementation=implementation)
+    plain = functools.partial(jln.reference.layer_norm, axis=axis)
+    got, true = (jax.jit(transformed(f))(*given) for f in (ours, plain))
+    chex.assert_trees_all_close(got, true, **CLOSE)
+
+
+@pytest.mark.parametrize("around", [False, True], ids=["inside", "around"])
+@pytest.mark.parametrize("of_gate", [None, 0])
+def test_a_gate_of_rows_beside_examples(of_gate, around, implementation):
+    """Values and gradients, where examples share a number for each row, or have their own."""
+    x, residual = (workbench.normal(i, (4, EXAMPLES, H), "float64") for i in (0, 1))
+    scale, gate = workbench.normal(2, (EXAMPLES, H), "float64"), workbench.normal(3, (4, 1), "float64")
+    axes = (1, 1, 0, of_gate)
+    gate = gate if of_gate is None else jnp.stack([gate, -gate, gate**2])
+
+    def transformed(module, **how):
+        def of_one(x, residual, scale, gate):
+            results = module.add_rms_norm(x, residual, scale, gate=gate, **how)
+            return sum(map(jnp.sum, map(jnp.sin, results)))
+
+        if around:
+            return jax.vmap(jax.value_and_grad(of_one, (0, 1, 2, 3)), axes)
+        return jax.value_and_grad(lambda *a: jnp.sum(jax.vmap(of_one, axes)(*a)), (0, 1, 2, 3))
+
+    ours = jax.jit(transformed(jln, implementation=implementation))(x, residual, scale, gate)
+    chex.assert_trees_all_close(ours, jax.jit(transformed(jln.reference))(x, residual, scale, gate), **CLOSE)
+
+
+def test_copies_for_examples_under_strict_promotion():
+    """A parameter that examples share beside others of their own has its gradient in its dtype, added up in float32."""
+    x, scale = workbench.normal(0, (512, 4, H), "bfloat16"), workbench.normal(1, (512, H), "bfloat16")
+    f = of_examples(jln.layer_norm, (0, 0, None))
+    with jax.numpy_dtype_promotion("strict"):
+        got = jax.grad(lambda o: f(x, scale, o).astype("float32"))(jnp.zeros(H, "bfloat16"))
+    wide = [a.astype("float32") for a in (x, scale)]
+    true = jax.grad(lambda o: of_examples(jln.reference.layer_norm, (0, 0, None))(*wide, o))(jnp.zeros(H, "float32"))
+    np.testing.assert_allclose(got.astype("float32"), true, rtol=2**-8, atol=2)
+
+
+def test_examples_that_share_x_stay_axes_of_vmap():
+    """JAX adds up where examples share x: the numbers are right, the call not one."""
+    x, scale = workbench.normal(0, (4, H), "float64"), workbench.normal(1, (EXAMPLES, H), "float64")
     f = functools.partial(jln.rms_norm, implementation="xla")
-    for axes, given in (((0, 0), (x, scale)), ((None, 0), (x[0], scale))):
-        got = jax.grad(of_examples(f, axes), (0, 1))(*given)
-        true = jax.grad(of_examples(jln.reference.rms_norm, axes), (0, 1))(*given)
-        chex.assert_trees_all_close(got, true, **CLOSE)
-        assert {*calls(jax.grad(of_examples(f, axes), (0, 1)), *given)} == {1}
+    got = jax.grad(of_examples(f, (None, 0)), (0, 1))(x, scale)
+    true = jax.grad(of_examples(jln.reference.rms_norm, (None, 0)), (0, 1))(x, scale)
+    chex.assert_trees_all_close(got, true, **CLOSE)
+    assert {*calls(jax.grad(of_examples(f, (None, 0)), (0, 1)), x, scale)} == {1}
+
+
+def test_vmaps_of_examples_in_vmaps():
+    """Gradients, where two vmaps have scales of their own, and where examples have examples."""
     x, scales = workbench.normal(2, (2, 3, 5, H), "float64"), workbench.normal(3, (2, 3, 1, H), "float64")
-    twice = (of_examples(jax.vmap(g), (1, 1)) for g in (f, jln.reference.rms_norm))
+    ours, plain = functools.partial(jln.rms_norm, implementation="xla"), jln.reference.rms_norm
+    twice = (of_examples(jax.vmap(g), (1, 1)) for g in (ours, plain))
     chex.assert_trees_all_close(*(jax.grad(g, (0, 1))(x, scales) for g in twice), **CLOSE)
-    shared = (of_examples(g, (0, None)) for g in (f, jln.reference.rms_norm))
+    shared = (of_examples(g, (0, None)) for g in (ours, plain))
     chex.assert_trees_all_close(*(jax.grad(g, (0, 1))(x, scales[0]) for g in shared), **CLOSE)
+
+
+@pytest.mark.parametrize("around", [False, True], ids=["inside", "around"])
+@pytest.mark.parametrize("axes", [(1, None, None), (None, 2, 0), (1, None, 0)], ids=str)
+def test_examples_in_the_middle_share_an_array_of_rows(axes, around, implementation):
+    """Values and gradients, where examples of one of two summands lie between its rows, and the other is shared."""
+    shapes = ((4, 5, H), (4, 5, H), (H,))
+    given = [
+        workbench.normal(i, s if a is None else (*s[:a], EXAMPLES, *s[a:]), "float64")
+        for i, (s, a) in enumerate(zip(shapes, axes, strict=True))
+    ]
+
+    def transformed(module, **how):
+        def of_one(*a):
+            return sum(map(jnp.sum, map(jnp.sin, module.add_rms_norm(*a, **how))))
+
+        if around:
+            return jax.vmap(jax.value_and_grad(of_one, (0, 1, 2)), axes)
+        return jax.value_and_grad(lambda *a: jnp.sum(jax.vmap(of_one, axes)(*a)), (0, 1, 2))
+
+    got = jax.jit(transformed(jln, implementation=implementation))(*given)
+    chex.assert_trees_all_close(got, jax.jit(transformed(jln.reference))(*given), **CLOSE)
 
 
 def test_few_features_that_become_many():

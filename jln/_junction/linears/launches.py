@@ -22,6 +22,7 @@ from jln._junction.gradients import made_again
 from jln._junction.kernels import with_linear
 from jln._junction.kernels import with_linear_backward as kernels
 from jln._junction.linears import formulas, tiles
+from jln._junction.wider import grown_in_front
 from jln._triton.launch import launch
 from jln._triton.target import Target
 from jln._triton.tile import Tile, ceil_div
@@ -39,17 +40,17 @@ def forward(
     rows, parameters = ({}, {})
     for name, array in operands.present().items():
         (rows if TABLE[name].shape in (Shape.ROW, Shape.NUMBER) else parameters)[name] = array
-    norm = junction.norm
-    both_ways = norm.examples and norm.interleaved  # of which no kernel knows what would lie in front of them
-    if batch_dims and not both_ways and only_rows_differ(batch_dims, list(rows.values()), jax.tree.leaves(parameters)):
-        # Where every example of vmap's has the same parameters, they are rows like any other.
-        of_linears = jax.tree.map(lambda p: p.reshape(p.shape[batch_dims:]), operands.only(("kernel", "bias")))
+    of_linears, of_rows = operands.only(("kernel", "bias")), list(rows.values())
+    if batch_dims and only_rows_differ(batch_dims, of_rows, jax.tree.leaves(of_linears)):
+        # Where vmap's examples share the Linears, they are rows like any other, or examples of the norm.
+        columns = {name: a for name, a in parameters.items() if name not in of_linears.present()}
+        are_rows = only_rows_differ(batch_dims, of_rows, list(columns.values()))
+        norm = junction.norm
+        for ndim in range(operands.x.ndim - batch_dims, operands.x.ndim):
+            norm, _ = grown_in_front(norm, columns, are_rows, ndim)
+        of_linears = jax.tree.map(lambda p: p.reshape(p.shape[batch_dims:]), of_linears)
         operands = operands._replace(kernel=of_linears.kernel, bias=of_linears.bias)
-        if norm.examples:
-            behind = operands.x.ndim - 1 - batch_dims - norm.examples
-            norm = dataclasses.replace(norm, examples=0, interleaved=norm.examples, behind=behind)
-            junction = dataclasses.replace(junction, norm=norm)
-        batch_dims = 0
+        junction, batch_dims = dataclasses.replace(junction, norm=norm), 0
     tile = None
     if not (batch_dims or gathered) and (dtype := formulas.widest(dtypes.y)) is not None:
         n = sum(math.prod(k.shape[1:]) for k, d in zip(operands.kernel, dtypes.y, strict=True) if d is not None)
