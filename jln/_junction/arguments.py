@@ -80,11 +80,11 @@ def _merged_axis(axes: tuple[int, ...], ndim: int) -> int:
 
 def arranged(
     arrays: Arrays, axes: tuple[int, ...], norm: Norm
-) -> tuple[Arrays, Norm, Callable[[jax.Array], jax.Array]]:
+) -> tuple[Arrays, Norm, Callable[[jax.Array], jax.Array] | None]:
     """Lay out the user's arrays, but for those of Linears, for the norm's operations.
 
     Returns the operands; the norm, with the axes of examples; and a function that puts a result's axes of rows back
-    where they were, whatever axes are behind them.
+    where they were, whatever axes are behind them, None where none has moved.
     """
     x, order = arrays.x, sorted(axes)
     normalised = tuple(x.shape[a] for a in axes)
@@ -116,7 +116,7 @@ def arranged(
     with jax.numpy_dtype_promotion("standard"):  # every dtype is chosen on purpose, whatever the user's mode
         operands, norm, places = _with_examples(operands, norm)
     if places is None:
-        return operands, norm, lambda a: a
+        return operands, norm, None
     return operands, norm, lambda a: a.transpose(*places, *range(len(places), a.ndim))
 
 

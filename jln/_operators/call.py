@@ -95,12 +95,15 @@ def _on_any_mesh(junction: Junction, axes: tuple[int, ...], forward_mode: bool, 
     def laid_out_and_back(arrays: Arrays) -> Arrays:
         operands, norm, back = arranged(arrays, axes, junction.norm)
         settled = dataclasses.replace(junction, norm=norm)
+        if back is not None and junction.norm.axis != -1 and junction.implementation is None:
+            # XLA reads moved axes where they were. For kernels x and its gradient would be transposed, and the results.
+            settled = dataclasses.replace(settled, implementation="xla")
         if junction.features:
             settled = dataclasses.replace(settled, in_one=few_features(operands, settled))
         results = operator(settled, operands, forward_mode)
-        results = results._replace(
-            **jax.tree.map(back, results.only(("y", "total", "block_scale", "carrier")).present())
-        )
+        if back is not None:
+            moved = results.only(("y", "total", "block_scale", "carrier")).present()
+            results = results._replace(**jax.tree.map(back, moved))
         like_x = results.only(("total",) if junction.features else ("y", "total", "carrier"))
         like_x = jax.tree.map(lambda a: on_several_axes(a, arrays.x.shape, axes), like_x)
         return results._replace(**like_x.present())

@@ -57,7 +57,8 @@ def layer_norm(
         same kernel, for a product that reads it in eight bits. Gradients go straight through: the cotangent of what
         its `dequantized()` gives, or of its `carrier`, is taken for the result's. None: not in eight bits.
       implementation: "triton" (kernels; on the CPU with TRITON_INTERPRET=1), "xla", or None: Triton where the program
-        is compiled for an NVIDIA GPU and jax-triton is installed, else XLA. A named one runs or raises.
+        is compiled for an NVIDIA GPU and jax-triton is installed, else XLA, as where `axis` is not the last and kernels
+        would need `x` transposed for the axes along which a parameter varies. A named one runs or raises.
       forward_mode: support forward mode too (`jax.jvp`, `jax.jacfwd`, `jax.linearize`), the same kernels serving
         reverse mode. Without it this is a `jax.custom_vjp` function, which has reverse mode, and forward mode over it
         (`jax.hessian`).

@@ -92,6 +92,11 @@ BY_ROW = [
         (f"{JUNCTION}test_vmap_inside_of_the_derivative_by_an_offset_of_each_row[xla-1]",),
     ),
     Mutant(
+        "kernels for what they would have transposed", "jln/_operators/call.py",
+        "if back is not None and junction.norm.axis != -1 and", "if False and",
+        (f"{JUNCTION}test_what_kernels_would_have_transposed_is_left_to_xla",),
+    ),
+    Mutant(
         "vmap's axis of an offset by row not counted", WIDER,
         "if norm.offset_rows and axes.offset is not None:", "if False:",
         (f"{BESIDE}[xla-(1, 1, 1, 5)-(1, 1, 4, 5)--1-3-None--1-inside]",),

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import chex
 import jax
@@ -149,6 +150,22 @@ def test_an_offset_apart_is_not_written_out(varies):
         return str(jax.make_jaxpr(lambda a: jln.layer_norm(**a))(given)).count("broadcast_in_dim")
 
     assert copies(varies) == 0 < copies("by row")
+
+
+@pytest.mark.parametrize(
+    ("scale", "axis", "moved"),
+    [((1, 8, 4), 1, True), ((3, 8, 1), 1, False), ((8,), 1, False), ((3, 1, 4), -1, False), ((1, 8, 4), -1, False)],
+)
+def test_what_kernels_would_have_transposed_is_left_to_xla(scale, axis, moved):
+    """Where nobody names an implementation, it is XLA where a parameter varies along axes behind the normalised one."""
+    x, scale = jnp.ones((3, 8, 4)), jnp.ones(scale)
+
+    def implementations(**how):
+        jaxpr = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(jln.rms_norm(x, scale, axis=axis, **how))))(x)
+        return {*re.findall(r"implementation=(\w+)", str(jaxpr))}
+
+    assert implementations() == {"xla" if moved else "None"}
+    assert implementations(implementation="triton") == {"triton"}
 
 
 @pytest.mark.parametrize("place", range(4))
