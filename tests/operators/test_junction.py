@@ -157,7 +157,7 @@ def test_an_offset_apart_is_not_written_out(varies):
     [((1, 8, 4), 1, True), ((3, 8, 1), 1, False), ((8,), 1, False), ((3, 1, 4), -1, False), ((1, 8, 4), -1, False)],
 )
 def test_what_kernels_would_have_transposed_is_left_to_xla(scale, axis, moved):
-    """Where nobody names an implementation, it is XLA where a parameter varies along axes behind the normalised one."""
+    """XLA computes what nobody named an implementation for, if parameters vary along axes behind the normalised one."""
     x, scale = jnp.ones((3, 8, 4)), jnp.ones(scale)
 
     def implementations(**how):

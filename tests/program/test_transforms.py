@@ -154,7 +154,7 @@ def test_examples_with_parameters_of_their_own_stay_where_they_lie(axis, around)
 
 @pytest.mark.parametrize("axis", [1, 2])
 def test_a_residual_that_examples_in_the_middle_share(axis):
-    """Of two summands the one that lies between rows stays there, and a copy of the other is written for each example.
+    """A summand that lies between rows stays there, and a copy of the other is written for each example.
 
     A step moved twice as much, with 403 MB held, for it transposed what it reads and writes.
     """
