@@ -18,7 +18,7 @@ from jln._junction.linears.tiles import few_features
 
 
 def in_place(operands: Arrays, axes: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int) -> Place | None:
-    """The place of vmap's examples in an operation, where they lie in an array of rows; None where they cannot stay.
+    """The place of vmap's examples in an operation where they can stay; None where they share an array of rows.
 
     axes: the place of vmap's axis in each operand, None in one that is shared.
     """
@@ -29,6 +29,8 @@ def in_place(operands: Arrays, axes: Arrays, norm: Norm, dtypes: Arrays, batch_d
         return None
     if axis <= batch_dims:
         return Place(axis, batch_dims + 1, norm)
+    if any(getattr(axes, name) is None for name in of_rows):
+        return None
     ndim = given[of_rows[0]].ndim - 1
     are_rows = {*axes.present(), *dtypes.present()}.isdisjoint(columns_of(norm, names))
     if dtypes.block_scale is not None and axis > ndim + norm.axis:  # blocks have rows in them
@@ -45,7 +47,7 @@ def grown(
     are_rows: whether examples share the parameters and these have no gradient of each, but for an offset that is read
       row by row: then they are rows like any other, if they can be. axis, ndim, batch_dims: as of `Norm.with_rows`.
     """
-    copies = {name for name in names if TABLE[name].shape in (Shape.ROW, Shape.NUMBER)}
+    copies = {name for name in names if TABLE[name].shape is Shape.NUMBER}
     wider = norm.with_rows(axis, ndim, batch_dims) if are_rows else None
     if wider is None:
         wider, copies = norm.with_examples(axis, ndim, batch_dims), copies | columns_of(norm, names)

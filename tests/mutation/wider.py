@@ -83,7 +83,7 @@ WIDENED = [
     ),
     Mutant(
         "a gate of rows that examples share not written out", WIDER,
-        "in (Shape.ROW, Shape.NUMBER)}", "in (Shape.ROW,)}", OF_GATES,
+        "if TABLE[name].shape is Shape.NUMBER}", "if False}", OF_GATES,
     ),
     Mutant(
         "parameters of examples taken for one, where no gradient of them is wanted", WIDER,
@@ -96,8 +96,8 @@ WIDENED = [
         (f"{STAYS}(0, 2, 3)--1-2]",),
     ),
     Mutant(
-        "rows that examples share not written out", WIDER,
-        "in (Shape.ROW, Shape.NUMBER)}", "in (Shape.NUMBER,)}",
+        "rows that examples share taken for rows of each", WIDER,
+        "    if any(getattr(axes, name) is None for name in of_rows):\n", "    if False:\n",
         (f"{TESTS}test_examples_in_the_middle_share_an_array_of_rows",),
     ),
     Mutant(

@@ -152,18 +152,6 @@ def test_examples_with_parameters_of_their_own_stay_where_they_lie(axis, around)
     assert report.bytes_total <= 1.01 * (of_rows + numbers)
 
 
-@pytest.mark.parametrize("axis", [1, 2])
-def test_a_residual_that_examples_in_the_middle_share(axis):
-    """A summand that lies between rows stays there, and a copy of the other is written for each example.
-
-    A step moved twice as much, with 403 MB held, for it transposed what it reads and writes.
-    """
-    x, shared = struct(*[(8, 32, 512, 512), (8, 512, 32, 512)][axis - 1]), struct(8, 512, 512)
-    report = both_ways(jax.vmap(jln.add_rms_norm, (axis, None, None), axis), x, shared, struct(512))
-    assert report.bytes_total <= 1.01 * 2 * (10 * x.size + 2 * shared.size)
-    assert report.temp_bytes <= 2e6
-
-
 @pytest.mark.parametrize("n", [64, 4096], ids=["few", "many"])
 def test_examples_that_share_a_linear_have_one_gradient_of_its_kernel(n):
     """A vmap with a scale and an offset of each example moves what an axis of examples does, and holds no more."""
