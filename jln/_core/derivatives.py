@@ -16,7 +16,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import AxisType, NamedSharding
 
-from jln._core.reverse_mode import Widen, in_reverse_mode
+from jln._core.reverse_mode import Parts, Widen, in_reverse_mode
 
 # The `jax.ad_checkpoint.checkpoint_name` of row statistics, and of products that one kernel makes with the norm.
 STATISTICS = "jln_statistics"
@@ -35,7 +35,7 @@ class Rules:
     gradients: `gradients(settings, saved, cotangents, wanted)` -> the operands' gradients. A cotangent is None where a
       result was not used, a gradient where it is zero or not wanted.
     tangents: `tangents(settings, saved, tangents, results)` -> the results' tangents, linear in those of the operands,
-      None where zero. Their transpose must be `gradients`.
+      None where zero. Their transpose must be `gradients`. None of what forward mode never sees.
 
     `wanted` is a NamedTuple of the operands' dtypes by name, None for operands whose gradient nobody wants. In `saved`
     an `Unneeded` is an empty array for `gradients`, and None for `tangents`.
@@ -44,18 +44,20 @@ class Rules:
     value: Callable[..., Any]
     saving: Callable[..., Any]
     gradients: Callable[..., Any]
-    tangents: Callable[..., Any]
+    tangents: Callable[..., Any] | None = None
 
-    def operator(self, widen: Widen) -> Callable[..., Any]:
-        """Return the differentiable function `operator(settings, operands, forward_mode)`."""
-        value, saving, gradients, tangents = map(
-            _with_standard_promotion, (self._value, self._saving, self._gradients, self._tangents)
-        )
+    def in_reverse_mode(self, widen: Widen, parts: Parts | None = None) -> Callable[..., Any]:
+        """Return the function `call(settings, operands)`, which has derivatives in reverse mode."""
+        value, saving, gradients = map(_with_standard_promotion, (self._value, self._saving, self._gradients))
         reverse = jax.custom_vjp(value, nondiff_argnums=(0,))
         reverse.defvjp(saving, gradients, symbolic_zeros=True)
-        once = in_reverse_mode(value, reverse, _with_standard_promotion(widen))
-        forward = jax.custom_jvp(value, nondiff_argnums=(0,))
-        forward.defjvp(tangents, symbolic_zeros=True)
+        return in_reverse_mode(value, reverse, _with_standard_promotion(widen), parts)
+
+    def operator(self, widen: Widen, parts: Parts) -> Callable[..., Any]:
+        """Return the differentiable function `operator(settings, operands, forward_mode)`."""
+        once = self.in_reverse_mode(widen, parts)
+        forward = jax.custom_jvp(_with_standard_promotion(self._value), nondiff_argnums=(0,))
+        forward.defjvp(_with_standard_promotion(self._tangents), symbolic_zeros=True)
 
         def operator(settings: Hashable, operands: Any, forward_mode: bool) -> Any:
             operands = varying_together(operands)
@@ -85,6 +87,7 @@ class Rules:
         flags = [not isinstance(t, SymbolicZero) for t in jax.tree.leaves(tangents)]
         tangents = _only(tangents, flags)
         wanted = _only(jax.tree.map(lambda a: a.dtype.name, operands), flags)
+        assert self.tangents is not None
         results, saved = self.saving(settings, operands, wanted)
         saved = jax.tree.map(lambda a: None if isinstance(a, Unneeded) else a, saved)
         return _batched_together(results), self.tangents(settings, saved, tangents, results)

@@ -145,10 +145,11 @@ class Norm:
 
     axis: negative. examples: how many of the first axes are those of examples with parameters of their own.
       interleaved: how many axes of examples lie further behind. behind: how many axes of rows are between these and the
-      normalised one, which then is the last. offset_rows: the axes, negative, along which an offset varies that is read
-      row by row. Its gradient is made beside the operations, which only ask whether there are any. both_sides: whether
-      x is normalised too, in front of the sum. remat: whether gradients are made of what total is made of, not of total
-      and of statistics that were kept.
+      normalised one, which then is the last. copies: how many axes in front scale and offset have that rows lack, and
+      that y has, too. The operations know of none: they are beside them, in jnp.
+      offset_rows: the axes, negative, along which an offset varies that is read row by row. Its gradient is made beside
+      the operations, which only ask whether there are any. both_sides: whether x is normalised too, in front of the
+      sum. remat: whether gradients are made of what total is made of, not of total and of statistics that were kept.
     """
 
     axis: int
@@ -157,6 +158,7 @@ class Norm:
     examples: int = 0
     interleaved: int = 0
     behind: int = 0
+    copies: int = 0
     offset_rows: tuple[int, ...] = ()
     both_sides: bool = False
     remat: bool = False

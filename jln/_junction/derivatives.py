@@ -21,6 +21,7 @@ from jln._junction import arrays, formulas, gradients
 from jln._junction.arrays import KEPT, TABLE, Arrays, Junction, Norm, Shape
 from jln._junction.linears import eight_bits
 from jln._junction.linears import formulas as linears
+from jln._junction.parts import in_parts
 from jln._junction.wider import in_place, widened
 from jln._triton.target import kernels
 
@@ -98,7 +99,17 @@ _column_sums: Operation[Arrays, Arrays] = Operation(
 
 
 def _pulled_by_norm(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, *, implementation: Any) -> Arrays:
-    """The norm's backward operation; the gradient of an offset that is read row by row is a sum of dy beside it."""
+    """The norm's backward operation.
+
+    Beside it are gradients of what it does not read: of parameters in copies, and of an offset that is read row by row.
+    """
+    if norm.copies:
+        operands, beside = gradients.of_copies(operands, norm, dtypes)
+        of_one = dataclasses.replace(norm, copies=0)
+        pulled = _pulled_by_norm(
+            operands, of_one, dtypes._replace(scale=None, offset=None), batch_dims, implementation=implementation
+        )
+        return pulled._replace(**beside.present())
     doffset = None
     if norm.offset_rows and dtypes.offset is not None:
         doffset = gradients.of_offset_by_row(operands.dy, norm, dtypes.offset, batch_dims)
@@ -123,6 +134,8 @@ def _outcome(junction: Junction, operands: Arrays, keeps: set[str]) -> Arrays:
     """The results, and the statistics that are to be kept."""
     norm, total = junction.norm, None if operands.residual is None else arrays.total_dtype(operands)
     dtypes = arrays.statistics_dtypes(operands, norm, keeps)._replace(y=junction.y_dtype, total=total)
+    if norm.copies:
+        return _outcome_of_copies(junction, operands, dtypes)
     if operands.kernel is None:
         if junction.eight_bits:
             return _normed_in_eight_bits(junction, operands, dtypes)
@@ -140,6 +153,18 @@ def _outcome(junction: Junction, operands: Arrays, keeps: set[str]) -> Arrays:
         return linears.forward(operands, junction, dtypes, 0, norms=_by(junction.implementation))
     results = _forward_in_one(operands, junction, dtypes, implementation=junction.implementation)
     return results._replace(y=tuple(checkpoint_name(y, PRODUCT) for y in results.y))
+
+
+def _outcome_of_copies(junction: Junction, operands: Arrays, dtypes: Arrays) -> Arrays:
+    """The results with several scales and offsets for each row. XLA makes y, in what reads it where it can."""
+    norm = dataclasses.replace(junction.norm, copies=0)
+    wanted = arrays.statistics_dtypes(operands, norm, KEPT)._replace(total=dtypes.total)
+    of_one = operands._replace(scale=None, offset=None)
+    outcome = forward(of_one, norm, wanted, implementation=junction.implementation)
+    made = operands.x if outcome.total is None else outcome.total, outcome.mean, outcome.rstd
+    total, mean, rstd = jax.tree.map(lambda a: jnp.expand_dims(a, range(junction.norm.copies)), made)
+    y = formulas.scaled(total, operands.scale, operands.offset, mean, rstd, norm)
+    return outcome._replace(y=y.astype(dtypes.y))
 
 
 def _normed_in_eight_bits(junction: Junction, operands: Arrays, dtypes: Arrays) -> Arrays:
@@ -294,7 +319,7 @@ def _of_total_alone(dtotal: Any, saved: Arrays, junction: Junction, dtypes: Arra
         pulled = gradients.of_total_alone(saved, dtotal, junction.norm, dtypes, batch_dims)
     else:
         by = _by(junction.implementation)
-        norm = junction.norm
+        norm = dataclasses.replace(junction.norm, copies=0)
         if norm.remat:
             saved, norm = gradients.made_again(saved, norm, dtypes, batch_dims, by.forward)
         pulled = gradients.of_branch_alone(dtotal, saved, norm, dtypes, batch_dims, by.backward)
@@ -354,4 +379,4 @@ def _tangent_of_constants(tangents: Arrays, y: jax.Array) -> jax.Array:
     return batched_like(jnp.broadcast_to(dy, y.shape), y).astype(y.dtype)
 
 
-operator = Rules(_value, _saving, _gradients, _tangents).operator(widened)
+operator = Rules(_value, _saving, _gradients, _tangents).operator(widened, in_parts)

@@ -137,6 +137,34 @@ def backward(
     return in_dtypes(Arrays(**gradients), dtypes, batch)
 
 
+def dtype_in_memory(dtype: DTypeLike) -> str:
+    """The dtype in which a cotangent goes through memory between two steps, made of one of that dtype.
+
+    In bfloat16 it only loses digits; in float16 values under 6e-8 would vanish, so it is written wider.
+    """
+    return jnp.dtype(dtype if jnp.dtype(dtype) == jnp.bfloat16 else compute_dtype(dtype)).name
+
+
+def of_copies(operands: Arrays, norm: Norm, dtypes: Arrays) -> tuple[Arrays, Arrays]:
+    """The gradients of scale and offset where rows share several of them, and the cotangent of the one x_hat.
+
+    Returns the operands of the norm without parameters, for the other gradients that are wanted, and these two.
+    """
+    dy = wide(operands.dy)
+    rows = [i for i in range(norm.copies, dy.ndim) if i != dy.ndim + norm.axis]
+    gradients: dict[str, Array] = {}
+    if dtypes.offset is not None:
+        gradients["offset"] = jnp.sum(dy, rows, keepdims=True)  # (5)
+    if dtypes.scale is not None:
+        x_hat = centered(operands.total, operands.mean) * operands.rstd
+        x_hat = jnp.expand_dims(x_hat, range(norm.copies))
+        gradients["scale"] = jnp.sum(dy * x_hat, rows, keepdims=True)  # (6)
+    if dtypes.present().keys() - {"scale", "offset"}:
+        g = jnp.sum(dy * effective_scale(operands.scale, dy.dtype, norm), range(norm.copies))  # (7)
+        operands = operands._replace(dy=g.astype(dtype_in_memory(operands.dy.dtype)), scale=None, offset=None)
+    return operands, in_dtypes(Arrays(**gradients), dtypes.only(gradients), ())
+
+
 def of_offset_by_row(dy: Array, norm: Norm, dtype: DTypeLike, batch_dims: int) -> Array:
     """Term (5) of an offset that is read row by row, a sum over the axes along which it does not vary."""
     own = {*range(batch_dims), *(dy.ndim + i for i in (*norm.offset_rows, norm.axis))}

@@ -1,6 +1,6 @@
 """The axes of examples that `vmap` brings: where operations leave them, and calls that are one wider call.
 
-Examples are rows like any other, examples of the norm, or features of the Linears.
+Examples are rows like any other, examples of the norm, features of the Linears, or copies of the parameters.
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ def widened(junction: Junction, operands: Arrays, axes: Arrays) -> tuple[Junctio
     """
     if junction.eight_bits == "one":  # each example has a scale of its own
         return None
+    if not junction.features and axes.present().keys() <= {"scale", "offset"}:
+        return _with_copies(junction, operands, axes)
     of_linears = [*(axes.kernel or ()), *(axes.bias or ())]
     of_rows = [getattr(axes, name) for name in operands.present() if TABLE[name].shape is Shape.ROW]
     if None not in of_rows and not any(a is not None for a in of_linears):
@@ -77,7 +79,7 @@ def widened(junction: Junction, operands: Arrays, axes: Arrays) -> tuple[Junctio
     return None
 
 
-def _with_rows(junction: Junction, operands: Arrays, axes: Arrays) -> tuple[Junction, Arrays, Arrays]:
+def _with_rows(junction: Junction, operands: Arrays, axes: Arrays) -> tuple[Junction, Arrays, Arrays] | None:
     """The call with the examples as rows, or as examples of the norm: all arrays of x's size differ between them."""
     norm, names, ndim = junction.norm, operands.present().keys() - {"kernel", "bias"}, operands.x.ndim - 1
     are_rows = axes.present().keys().isdisjoint(columns_of(norm, names))
@@ -88,6 +90,8 @@ def _with_rows(junction: Junction, operands: Arrays, axes: Arrays) -> tuple[Junc
     if wider is None:
         axis, wider = 0, grown_in_front(norm, names, are_rows, ndim)
     norm, copies = wider
+    if norm.copies and (norm.of_examples or not are_rows):
+        return None
     if norm.offset_rows and axes.offset is not None:
         norm = dataclasses.replace(norm, offset_rows=tuple(sorted((*norm.offset_rows, axis - ndim - 1))))
     x = jnp.moveaxis(operands.x, axes.x, axis)
@@ -96,11 +100,30 @@ def _with_rows(junction: Junction, operands: Arrays, axes: Arrays) -> tuple[Junc
         a, given = getattr(operands, name), getattr(axes, name)
         if given is not None:
             return jnp.moveaxis(a, given, axis)
-        return written_out(jnp.expand_dims(a, axis), x, [axis] if name in copies else [])
+        return written_out(jnp.expand_dims(a, axis - x.ndim), x, [axis] if name in copies else [])
 
     operands = operands._replace(**{name: placed(name) for name in names})
-    y = (axis,) * len(junction.features) if junction.features else axis
+    y = (axis,) * len(junction.features) if junction.features else axis + norm.copies
     return dataclasses.replace(junction, norm=norm), operands, _places(junction, y, axis)
+
+
+def _with_copies(junction: Junction, operands: Arrays, axes: Arrays) -> tuple[Junction, Arrays, Arrays] | None:
+    """The call with a scale and an offset for each example of the same rows."""
+    norm, present = junction.norm, operands.present()
+    if norm.of_examples or norm.offset_rows or norm.remat or junction.eight_bits or {"x_z", "z", "added"} & {*present}:
+        return None
+    (size,) = {a.shape[getattr(axes, name)] for name, a in present.items() if getattr(axes, name) is not None}
+
+    def in_copies(a: Any, axis: int | None) -> Any:
+        if axis is not None:
+            return jnp.moveaxis(a, axis, 0)
+        wide = jnp.promote_types(a.dtype, jnp.float32)  # in which its gradients are added up
+        return jnp.broadcast_to(a.astype(wide), (size, *a.shape))
+
+    names = present.keys() & {"scale", "offset"}
+    operands = operands._replace(**{name: in_copies(getattr(operands, name), getattr(axes, name)) for name in names})
+    junction = dataclasses.replace(junction, norm=dataclasses.replace(norm, copies=norm.copies + 1))
+    return junction, operands, _places(junction, 0, None)
 
 
 def _with_features(junction: Junction, operands: Arrays, axes: Arrays) -> tuple[Junction, Arrays, Arrays] | None:

@@ -88,9 +88,9 @@ RULES = [
     ),
     Mutant(
         "dz in float16",
-        XLA_LINEAR,
-        "sums = dy.dtype if dy.dtype == jnp.bfloat16 else norms_in_jnp.compute_dtype(dy.dtype)",
-        "sums = dy.dtype",
+        XLA_GRADIENTS,
+        "jnp.dtype(dtype if jnp.dtype(dtype) == jnp.bfloat16 else compute_dtype(dtype)).name",
+        "jnp.dtype(dtype).name",
         (f"{LINEARS}test_dz_does_not_underflow[triton-600]",),
     ),
     Mutant(
@@ -168,7 +168,7 @@ RULES = [
     Mutant(
         "y without the bias, XLA",
         XLA_LINEAR,
-        "y = y + jnp.expand_dims(bias.astype(sums), axes.lead)",
+        "y = y + jnp.expand_dims(bias.astype(sums), axes.without(axes.bias))",
         "y = y + 0",
         XLA_LINEARS,
     ),
@@ -189,8 +189,8 @@ RULES = [
     Mutant(
         "dz by a kernel not transposed, XLA",
         XLA_LINEAR,
-        "kernel.astype(dy.dtype), axes.kernel, axes.x",
-        "kernel[..., ::-1].astype(dy.dtype), axes.kernel, axes.x",
+        "kernel.astype(dy.dtype), axes.kernel, axes.z",
+        "kernel[..., ::-1].astype(dy.dtype), axes.kernel, axes.z",
         XLA_LINEARS,
     ),
     # The operators and their transformations

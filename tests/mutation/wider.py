@@ -1,8 +1,10 @@
 """Ways to break calls under `vmap` that are one wider call."""
 
-from targets import ARRAYS, TRANSFORMED, WIDER, Mutant
+from targets import ARRAYS, JUNCTION_RULES, TRANSFORMED, WIDER, XLA_GRADIENTS, Mutant
 
 CALL = "jln/_core/reverse_mode.py"
+PRODUCTS = "jln/_junction/parts.py"
+ONE_PRODUCT = "jln/_junction/linears/product.py"
 TESTS = "tests/transformations/test_wider.py::"
 BEHIND_H = (f"{TESTS}test_examples_are_rows[xla-rms_norm-3]", f"{TESTS}test_examples_are_rows[xla-rms_norm_linear-3]")
 
@@ -14,6 +16,10 @@ def beside(case: str) -> tuple[str, ...]:
 OF_GATES = (f"{TESTS}test_a_gate_of_rows_beside_examples",)
 STAYS = f"{TRANSFORMED}test_examples_stay_where_they_are[triton-"
 IN_FRONT = (f"{TESTS}test_examples_are_features[xla-rms_norm_linear-None-0]",)
+PARTS = "tests/transformations/test_parts.py::"
+AROUND_ROWS = (f"{PARTS}test_rows_around_rows_with_scales",)
+COPIES = (f"{PARTS}test_parameters_of_the_same_rows",)
+NESTED = f"{PARTS}test_nested[xla-{{}}-grad-True]"
 
 WIDENED = [
     Mutant(
@@ -107,8 +113,8 @@ WIDENED = [
     Mutant(
         "what is differentiated no wider than what is not",
         CALL,
-        "vmaps=(), widens=True)\n\n            wanted",
-        "vmaps=(), widens=False)\n\n            wanted",
+        "vmaps=(), moving=moving)",
+        "vmaps=(), moving=None)",
         BEHIND_H[:1],
     ),
     Mutant(
@@ -144,8 +150,8 @@ WIDENED = [
     Mutant(
         "vmaps in the other order",
         CALL,
-        "vmaps=(*vmaps, tuple(dims))",
-        "vmaps=(tuple(dims), *vmaps)",
+        "bind(leaves, vmaps=(*vmaps, dims)",
+        "bind(leaves, vmaps=(dims, *vmaps)",
         (f"{TESTS}test_vmaps_of_examples_in_vmaps",),
     ),
     Mutant(
@@ -154,5 +160,118 @@ WIDENED = [
         "was_used and next(asked)",
         "next(asked, False)",
         (f"{TESTS}test_results_that_fall_away_one_after_the_other",),
+    ),
+    # Parts, and parameters in copies
+    Mutant(
+        "calls in no parts, so that JAX adds up examples that share a norm",
+        PRODUCTS,
+        "if junction.eight_bits or not junction.features:",
+        "if True:",
+        (f"{PARTS}test_one_norm[biases, then scales]",),
+    ),
+    Mutant(
+        "z in float16, and so what is pulled back to it",
+        PRODUCTS,
+        "z_dtype = dtype_in_memory(jnp.result_type(*dtypes))",
+        "z_dtype = jnp.result_type(*dtypes).name",
+        (f"{PARTS}test_small_cotangents_in_float16",),
+    ),
+    Mutant(
+        "z held where remat is asked for",
+        PRODUCTS,
+        "if junction.norm.remat else of_operands)",
+        "if False else of_operands)",
+        (f"{PARTS}test_remat_holds_the_operands_alone",),
+    ),
+    Mutant(
+        "what does not move as a call in reverse mode, that forward mode around it refuses",
+        CALL,
+        "if not any(jax.tree.leaves(moving)):",
+        "if False:",
+        (NESTED.format("all, then rows-jvp of grad of some").replace("-grad-", "-"),),
+    ),
+    Mutant(
+        "vmaps that do not change places",
+        CALL,
+        "if widens and vmaps and is_widened(leaves, inside, around, **how):",
+        "if False:",
+        AROUND_ROWS,
+    ),
+    Mutant(
+        "a vmap that changes places and leaves its axis behind",
+        CALL,
+        "[place] * sum(used)",
+        "[0] * sum(used)",
+        AROUND_ROWS,
+    ),
+    Mutant(
+        "an axis inside whose place counts one around it",
+        CALL,
+        "else a - (a > b) for",
+        "else a for",
+        AROUND_ROWS,
+    ),
+    Mutant(
+        "an axis around whose place does not count one inside",
+        CALL,
+        "else b + (b >= a) for",
+        "else b + (b > a) for",
+        AROUND_ROWS,
+    ),
+    Mutant(
+        "a bias of examples in another order than y",
+        ONE_PRODUCT,
+        "jnp.moveaxis(operands.bias, places.bias, 0)",
+        "jnp.moveaxis(operands.bias, places.bias, -1)",
+        (f"{PARTS}test_linears[xla-rms_norm_linear-biases-False]",),
+    ),
+    Mutant(
+        "an axis of examples at another place in a kernel than its own",
+        ONE_PRODUCT,
+        "grown(axes.kernel, places.kernel)",
+        "grown(axes.kernel, places.kernel and 0)",
+        (f"{PARTS}test_linears[xla-rms_norm_linear-rows and kernels-False]",),
+    ),
+    Mutant(
+        "x_hat's cotangent without the scales",
+        XLA_GRADIENTS,
+        "dy * effective_scale(operands.scale, dy.dtype, norm), range(norm.copies)",
+        "dy, range(norm.copies)",
+        COPIES,
+    ),
+    Mutant(
+        "dscale of examples of the same rows without x_hat",
+        XLA_GRADIENTS,
+        "jnp.sum(dy * x_hat, rows, keepdims=True)",
+        "jnp.sum(dy, rows, keepdims=True)",
+        COPIES,
+    ),
+    Mutant(
+        "rows of which one is no row",
+        XLA_GRADIENTS,
+        "for i in range(norm.copies, dy.ndim) if",
+        "for i in range(norm.copies + 1, dy.ndim) if",
+        COPIES,
+    ),
+    Mutant(
+        "copies of what is gated, too",
+        WIDER,
+        'or {"x_z", "z", "added"} & {*present}:',
+        "or False:",
+        (f"{PARTS}test_parameters_of_the_same_rows[xla-rms_norm_gated-scales]",),
+    ),
+    Mutant(
+        "rows in front of copies",
+        WIDER,
+        "else axis + norm.copies",
+        "else axis",
+        (NESTED.format("scales, then rows"),),
+    ),
+    Mutant(
+        "copies of the total where its y is not used",
+        JUNCTION_RULES,
+        "norm = dataclasses.replace(junction.norm, copies=0)\n        if",
+        "norm = junction.norm\n        if",
+        (f"{PARTS}test_dead_gradients_and_results",),
     ),
 ]  # fmt: skip

@@ -1,5 +1,7 @@
 """Rung 4: kernels launched and bytes communicated when a step is transformed, on one H200 and on eight."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -207,6 +209,39 @@ def test_what_is_not_differentiated_is_no_wider_call():
     forward = program.compile_for(jax.vmap(jln.rms_norm_linear, (None, None, 0)), x, scale, kernels)
     arrays = 3 * 8192 * 2048 * 2 + 32 * 2048 * 64 * 2  # x, the norm's result written and read, y is as large
     assert forward.bytes_total <= 1.01 * (arrays + 8192 * 2048 * 2)
+
+
+# By vmaps from the innermost, with the places of x, scale, kernel and bias in each, the shapes, and the most that is
+# moved beside what plain jnp moves.
+MIXED = {
+    "experts": (((None, None, 0, None), (0, None, 0, None)), ((4, M, H), (H,), (4, 8, H, 512), (512,)), 0.87),
+    "heads around experts": (
+        ((0, None, 0, None), (None, None, 0, None)),
+        ((4, M, H), (H,), (8, 4, H, 512), (512,)),
+        0.8,
+    ),
+    "one expert each": (((0, None, 0, None),), ((8, M, H), (H,), (8, H, 512), (512,)), 0.79),
+    "members": (((None, 0, 0, None),), ((M, H), (8, H), (8, H, 512), (512,)), 0.92),
+    "members of scales": (((0, 0, None, None), (None, 0, 0, None)), ((4, M, H), (8, 4, H), (8, H, 512), (512,)), 0.91),
+    "scales": (((0, 0, None, None),), ((8, M, H), (8, H), (H, 512), (512,)), 0.79),
+    "biases": (((None, None, None, 0),), ((M, H), (H,), (H, N), (8, N)), 0.87),
+    "biases of rows": (((0, None, None, 0),), ((8, M, H), (H,), (H, 512), (8, 512)), 0.74),
+}
+
+
+@pytest.mark.parametrize(("vmaps", "shapes", "most"), MIXED.values(), ids=MIXED)
+def test_examples_of_some_arrays_and_not_of_others(vmaps, shapes, most):
+    """Vmaps that mix rows with kernels, scales or biases of examples move less than plain jnp's, forward and backward.
+
+    There is one norm of the rows, each product by itself, and nothing written for examples that share it.
+    """
+
+    def report(module):
+        f = functools.reduce(jax.vmap, vmaps, module.rms_norm_linear)
+        return program.compile_for(gradient(f, 4), *(struct(*shape) for shape in shapes))
+
+    own, plain = report(jln), report(jln.reference)
+    assert own.bytes_total <= most * plain.bytes_total and own.temp_bytes <= 1.01 * plain.temp_bytes
 
 
 MESH = ("h200", (4, 2), ("data", "tensor"))

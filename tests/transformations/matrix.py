@@ -61,6 +61,39 @@ def bind(name, given, module=jln, **options):
     return operator.in_order(getattr(module, operator.name), tuple(chosen), **options), tuple(chosen.values())
 
 
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+EXAMPLES = 3
+OF_ROWS = ("x", "residual", "z", "added")
+
+
+def examples_of(names, axes):
+    """Arrays by name; those that `axes` names have an axis of examples at that place, each of its own numbers."""
+
+    def of(i, name, a):
+        if axes.get(name) is None:
+            return a
+        shape = [*a.shape]
+        shape.insert(axes[name] % (a.ndim + 1), EXAMPLES)
+        return workbench.normal(100 + i, tuple(shape), "float64")
+
+    return {name: of(i, name, a) for i, (name, a) in enumerate(operands(names).items())}
+
+
+def vmapped_by_name(name, module, axes, out_axes=0, **options):
+    form = FORMS[name]
+    function = form.in_order(getattr(module, form.name), tuple(operands(name)), **options)
+    return jax.vmap(function, [axes.get(n) for n in operands(name)], out_axes)
+
+
+def calls(function, *arguments):
+    """The number of vmap's axes of each operation in the program of a function."""
+    return [int(n) for n in re.findall(r"batch_dims=(\d+)", str(jax.make_jaxpr(function)(*arguments)))]
+
+
+def rows_at(name, axis):
+    return {n: axis for n in operands(name) if n in OF_ROWS}
+
+
 def loss(f):
     """A loss that uses every result, with a gradient that is nowhere zero."""
     return lambda *a: sum(jnp.sum(jnp.sin(r)) for r in jax.tree.leaves(f(*a)))

@@ -50,7 +50,7 @@ class Eight(NamedTuple):
 
 
 def forward(z: Arrays, operands: Arrays, junction: Junction, dtypes: Sequence[str]) -> tuple[Array, ...]:
-    """Term (11) of the norm's results in eight bits, rounded as `_affine` of the other products rounds it."""
+    """Term (11) of the norm's results in eight bits, rounded as `affine` of the other products rounds it."""
     scale = z.y_scale if z.block_scale is None else z.block_scale
     z_eight = Eight(z.y, scale, (z.y.ndim - 1,))
     results = []

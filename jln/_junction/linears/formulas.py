@@ -51,9 +51,10 @@ of all that has x's shape, and those of all devices along these axes of y and dy
 sequence parallelism): z is gathered, and dz added up where its rows are.
 
 Dtypes: a product's operands are in promote_types(x.dtype, kernel.dtype), the dtype of its y, and its sums in the
-compute dtype, float32 or for float64 float64. y is rounded once, with one exception (`_affine`).
+compute dtype, float32 or for float64 float64. y is rounded once, with one exception (`affine`).
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -72,9 +73,7 @@ from jln._junction.linears import eight_bits
 def column_sums(operands: Arrays, junction: Junction, dtypes: Arrays, batch_dims: int) -> Arrays:
     """Term (12) of one Linear: the sum of each column of dy over all rows, as the gradient of a bias."""
     (dy,), (features,), (dtype,) = operands.dy, junction.features, dtypes.bias
-    lead = range(batch_dims, dy.ndim - features)
-    wide = jnp.promote_types(norms_in_jnp.compute_dtype(dy.dtype), dtype)
-    return Arrays(bias=(jnp.sum(dy.astype(wide), lead).astype(dtype),))  # (12)
+    return Arrays(bias=(of_columns(dy, Axes.of(dy.ndim - features + 1, batch_dims, features), dtype),))
 
 
 Gathered = tuple[tuple[int, norms_in_jnp.MeshAxes], ...]
@@ -96,15 +95,30 @@ IN_JNP_ON_CPU = Norms(norms_in_jnp.forward_cpu, gradients_in_jnp.backward_cpu, c
 IN_JNP_ON_TPU = Norms(norms_in_jnp.forward_tpu, gradients_in_jnp.backward_tpu, column_sums)
 
 
-class _Axes:
-    """Numbers for the axes of a product, as einsum takes them, of rows with that many dimensions."""
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """Labels for the axes of a product's arrays, as einsum takes them: axes with one label are one axis."""
 
-    def __init__(self, ndim: int, batch_dims: int, features: int):
-        *self.rows, h = range(ndim)
-        batch, n = self.rows[:batch_dims], range(ndim, ndim + features)
-        self.lead, self.features = self.rows[batch_dims:], features
-        self.x, self.y, self.kernel = [*self.rows, h], [*self.rows, *n], [*batch, h, *n]
-        self.transposed_kernel = [*batch, *n, h]
+    z: tuple[int, ...]
+    kernel: tuple[int, ...]
+    bias: tuple[int, ...]
+    y: tuple[int, ...]
+
+    @classmethod
+    def of(cls, ndim: int, batch_dims: int, features: int) -> "Axes":
+        """The labels for a z with that many dimensions: their places in it, the features' behind them."""
+        *rows, h = range(ndim)
+        batch, n = rows[:batch_dims], range(ndim, ndim + features)
+        return cls((*rows, h), (*batch, h, *n), (*batch, *n), (*rows, *n))
+
+    @property
+    def features(self) -> int:
+        """How many axes the kernel has that z has not."""
+        return sum(label not in self.z for label in self.kernel)
+
+    def without(self, axes: Sequence[int]) -> list[int]:
+        """The places in y of the axes that are not among these."""
+        return [i for i, label in enumerate(self.y) if label not in axes]
 
 
 def _product(
@@ -114,8 +128,8 @@ def _product(
     return jnp.einsum(a, a_axes, b, b_axes, axes, **how)
 
 
-def _affine(
-    z: Array, kernel: Array, bias: Array | None, axes: _Axes, precision: Any, h_axes: norms_in_jnp.MeshAxes
+def affine(
+    z: Array, kernel: Array, bias: Array | None, axes: Axes, precision: Any, h_axes: norms_in_jnp.MeshAxes = ()
 ) -> Array:
     """Term (11), rounded once to the dtype of z; in bfloat16 with a bfloat16 bias, twice.
 
@@ -128,11 +142,14 @@ def _affine(
     rounded_first = not h_axes and (bias is None or z.dtype == bias.dtype == jnp.bfloat16)
     sums = z.dtype if rounded_first else compute
     kernel = kernel.astype(z.dtype)
-    y = _product(z, axes.x, kernel, axes.kernel, axes.y, precision=precision, preferred_element_type=sums)  # (11)
+    how = {"precision": precision, "preferred_element_type": sums}
+    of_bias_alone = axes.without((*axes.z, *axes.kernel))
+    y_axes = [label for i, label in enumerate(axes.y) if i not in of_bias_alone]
+    y = jnp.expand_dims(_product(z, axes.z, kernel, axes.kernel, y_axes, **how), of_bias_alone)  # (11)
     if h_axes:
         y = lax.psum(y, h_axes)
     if bias is not None:
-        y = y + jnp.expand_dims(bias.astype(sums), axes.lead)  # (11)
+        y = y + jnp.expand_dims(bias.astype(sums), axes.without(axes.bias))  # (11)
     return y.astype(z.dtype)
 
 
@@ -159,8 +176,8 @@ def forward(
     y = []
     of_each = zip(operands.kernel, operands.bias, junction.features, dtypes.y, strict=True)
     for kernel, bias, features, dtype in of_each:
-        axes = _Axes(operands.x.ndim, batch_dims, features)
-        y.append(None if dtype is None else _affine(z.astype(dtype), kernel, bias, axes, junction.precision, h_axes))
+        axes = Axes.of(operands.x.ndim, batch_dims, features)
+        y.append(None if dtype is None else affine(z.astype(dtype), kernel, bias, axes, junction.precision, h_axes))
     return jax.tree.map(lambda a: norms_in_jnp.with_batch(a, batch), results._replace(y=tuple(y)))
 
 
@@ -191,7 +208,7 @@ def backward(
     of_norm = dtypes._replace(kernel=None, bias=None)
     batch = norms_in_jnp.common_batch(batch_dims, *jax.tree.leaves(operands))
     used = [i for i, d in enumerate(dy) if d is not None]
-    axes = {i: _Axes(dy[i].ndim - junction.features[i] + 1, batch_dims, junction.features[i]) for i in used}
+    axes = {i: Axes.of(dy[i].ndim - junction.features[i] + 1, batch_dims, junction.features[i]) for i in used}
     needs_dz = any(d is not None for d in of_norm._replace(offset=None)) or (
         of_norm.offset is not None and (norm.of_examples or norm.offset_rows or junction.eight_bits != "")
     )
@@ -222,18 +239,12 @@ def backward(
     for i in used:
         if (dtype := dtypes.kernel[i]) is not None:
             assert z is not None
-            sums = jnp.promote_types(dtype, dy[i].dtype)
-            # dy first, then transposed, as JAX transposes a product. The other way round XLA's CPU backend (jaxlib from
-            # 0.10.2 on) returns garbage for the sum over examples of a product, if rows have several axes and dy is a
-            # broadcast, such as a mean's cotangent: `tests/operators/test_shared_operands.py`.
             if junction.eight_bits:
-                of_rows = eight_bits.of_rows(dy[i], z, operands.y_scale, junction, sums)  # (13)
+                sums = jnp.promote_types(dtype, dy[i].dtype)
+                in_eight_bits = eight_bits.of_rows(dy[i], z, operands.y_scale, junction, sums)  # (13)
+                dkernel[i] = jnp.moveaxis(in_eight_bits, -1, batch_dims).astype(dtype)
             else:
-                how = {"precision": junction.precision, "preferred_element_type": sums}
-                of_rows = _product(  # (13)
-                    dy[i], axes[i].y, z.astype(dy[i].dtype), axes[i].x, axes[i].transposed_kernel, **how
-                )
-            dkernel[i] = jnp.moveaxis(of_rows, -1, batch_dims).astype(dtype)
+                dkernel[i] = of_rows(dy[i], z, axes[i], junction.precision, dtype)
         if from_bias or dtypes.bias[i] is not None:
             dtype = norms_in_jnp.compute_dtype(dy[i].dtype).name if from_bias else dtypes.bias[i]
             of_one = Junction(norm, features=(junction.features[i],))
@@ -247,23 +258,44 @@ def backward(
     return jax.tree.map(lambda a: norms_in_jnp.with_batch(a, batch), gradients)
 
 
-def _dz(dy: Array, kernel: Array, axes: _Axes, junction: Junction) -> Array:
-    """Term (14) for one product. It goes through memory, and is rounded to the dtype in which it is written.
-
-    In bfloat16 dz only loses digits; in float16 values under 6e-8 would vanish, so it is written wider.
-    """
-    sums = dy.dtype if dy.dtype == jnp.bfloat16 else norms_in_jnp.compute_dtype(dy.dtype)
+def _dz(dy: Array, kernel: Array, axes: Axes, junction: Junction) -> Array:
+    """Term (14) for one product."""
     if junction.eight_bits:
-        return eight_bits.of_features(dy, kernel, axes.features, junction, sums)  # (14)
-    how = {"precision": junction.precision, "preferred_element_type": sums}
-    return _product(dy, axes.y, kernel.astype(dy.dtype), axes.kernel, axes.x, **how)  # (14)
+        dtype = gradients_in_jnp.dtype_in_memory(dy.dtype)
+        return eight_bits.of_features(dy, kernel, axes.features, junction, dtype)  # (14)
+    return of_features(dy, kernel, axes, junction.precision)
 
 
-def _doffset_from(dbias: Array, kernel: Array, axes: _Axes) -> Array:
+def of_features(dy: Array, kernel: Array, axes: Axes, precision: Any) -> Array:
+    """Term (14) for one product."""
+    how: Any = {"precision": precision, "preferred_element_type": gradients_in_jnp.dtype_in_memory(dy.dtype)}
+    return _product(dy, axes.y, kernel.astype(dy.dtype), axes.kernel, axes.z, **how)  # (14)
+
+
+def of_rows(dy: Array, z: Array, axes: Axes, precision: Any, dtype: Any) -> Array:
+    """Term (13) for one product, in `dtype`.
+
+    dy first, then transposed, as JAX transposes a product. The other way round XLA's CPU backend (jaxlib from 0.10.2
+    on) returns garbage for the sum over examples of a product, if rows have several axes and dy is a broadcast, such as
+    a mean's cotangent: `tests/operators/test_shared_operands.py`.
+    """
+    how = {"precision": precision, "preferred_element_type": jnp.promote_types(dtype, dy.dtype)}
+    transposed = sorted(axes.kernel, key=lambda label: label not in axes.y)
+    dkernel = _product(dy, axes.y, z.astype(dy.dtype), axes.z, transposed, **how)  # (13)
+    return dkernel.transpose([transposed.index(label) for label in axes.kernel]).astype(dtype)
+
+
+def of_columns(dy: Array, axes: Axes, dtype: Any) -> Array:
+    """Term (12) for one product, in `dtype`."""
+    wide = jnp.promote_types(norms_in_jnp.compute_dtype(dy.dtype), dtype)
+    return jnp.sum(dy.astype(wide), axes.without(axes.bias)).astype(dtype)  # (12)
+
+
+def _doffset_from(dbias: Array, kernel: Array, axes: Axes) -> Array:
     """The second form of (15), for dbias [*batch, *features] in the compute dtype; of the rank of x."""
     row = jnp.expand_dims(dbias, dbias.ndim - axes.features)
     doffset = jnp.sum(kernel.astype(dbias.dtype) * row, axis=range(-axes.features, 0))  # (15)
-    return jnp.expand_dims(doffset, axes.lead)
+    return jnp.expand_dims(doffset, axes.without(axes.bias))
 
 
 def tangent(operands: tuple[Arrays, Arrays], junction: Junction, dtypes: Arrays, batch_dims: int) -> Arrays:
@@ -281,11 +313,11 @@ def tangent(operands: tuple[Arrays, Arrays], junction: Junction, dtypes: Arrays,
     dy = []
     of_each = zip(saved.kernel, tangents.kernel, tangents.bias, junction.features, dtypes.y, strict=True)
     for kernel, dkernel, dbias, features, dtype in of_each:
-        axes = _Axes(total.ndim, batch_dims, features)
+        axes = Axes.of(total.ndim, batch_dims, features)
 
-        def of_rows(z: Array, kernel: Array, axes: _Axes = axes, dtype: str = dtype) -> Array:
+        def of_rows(z: Array, kernel: Array, axes: Axes = axes, dtype: str = dtype) -> Array:
             how = {"precision": junction.precision, "preferred_element_type": norms_in_jnp.compute_dtype(dtype)}
-            return _product(z.astype(dtype), axes.x, kernel.astype(dtype), axes.kernel, axes.y, **how)
+            return _product(z.astype(dtype), axes.z, kernel.astype(dtype), axes.kernel, axes.y, **how)
 
         features_of_one = kernel.shape[kernel.ndim - features :]
         d = jnp.zeros((*total.shape[:-1], *features_of_one), norms_in_jnp.compute_dtype(dtype))
@@ -295,7 +327,7 @@ def tangent(operands: tuple[Arrays, Arrays], junction: Junction, dtypes: Arrays,
             assert z is not None
             d = d + of_rows(z, dkernel)  # (20)
         if dbias is not None:
-            d = d + jnp.expand_dims(dbias.astype(d.dtype), axes.lead)  # (20)
+            d = d + jnp.expand_dims(dbias.astype(d.dtype), axes.without(axes.bias))  # (20)
         dy.append(d.astype(dtype))
     results = Arrays(y=tuple(dy), total=moved.total)
     return jax.tree.map(lambda a: norms_in_jnp.with_batch(a, batch), results)
