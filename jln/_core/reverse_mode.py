@@ -68,7 +68,7 @@ def in_reverse_mode(
         return call
 
     def is_widened(leaves, dims, around, *, settings, tree):
-        """Whether there is one call for an axis of the leaves under other vmaps."""
+        """Return whether there is one call for an axis of the leaves under other vmaps."""
         found = []
 
         def of_leaves(*leaves):

@@ -66,7 +66,7 @@ def experts(module, axes, out_axes, **options):
 
 
 def arrays_of(axes):
-    """Its arrays, random."""
+    """The arrays of `experts`, random."""
     shapes = [[4, H], [H], [H, 2], [2]]
     for of_each, size in zip(axes, (2, 3, 4), strict=False):
         for shape, axis in zip(shapes, of_each, strict=True):
@@ -146,7 +146,7 @@ def test_rows_around_rows_with_scales(inner, outer):
 
 
 def test_dead_gradients_and_results():
-    """Of a sum whose y nobody uses, or whose scales alone are wanted, the rest is not needed."""
+    """Gradients of a sum whose y nobody uses, or of scales alone, need nothing of the rest."""
     x, residual = (workbench.normal(i, (4, H), "float64") for i in (0, 1))
     scale, x_scale = workbench.normal(2, (EXAMPLES, H), "float64"), workbench.normal(3, (H,), "float64")
 
@@ -175,7 +175,7 @@ def test_rounded_as_one_example_is(bias_dtype):
 
 
 def test_small_cotangents_in_float16():
-    """What float16 cannot hold between product and norm does not vanish: dz is wider there."""
+    """A dz that float16 cannot hold does not vanish between product and norm: it is wider there."""
     x, kernel = workbench.normal(0, (EXAMPLES, 4, 64), "float16"), workbench.normal(1, (EXAMPLES, 64, 8), "float16")
     f = jax.vmap(lambda x, kernel: jln.rms_norm_linear(x, None, 2.0**-12 * kernel), (0, 0))
     y, pull = jax.vjp(f, 2.0**-10 * x, kernel)

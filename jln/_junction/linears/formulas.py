@@ -113,7 +113,7 @@ class Axes:
 
     @property
     def features(self) -> int:
-        """How many axes the kernel has that z has not."""
+        """The number of axes that the kernel has and z has not."""
         return sum(label not in self.z for label in self.kernel)
 
     def without(self, axes: Sequence[int]) -> list[int]:

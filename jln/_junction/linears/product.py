@@ -16,7 +16,7 @@ from jln._junction.linears.formulas import Axes, affine, of_columns, of_features
 
 
 class Operands(NamedTuple):
-    """The operands of a product, or their gradients: norm's result in the dtype of dz, kernel, and bias or None."""
+    """The operands of a product, or their gradients: the norm's result in the dtype of dz, kernel, and bias or None."""
 
     z: Any
     kernel: Any
@@ -25,7 +25,7 @@ class Operands(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """What is static about a product. dtype: that of y."""
+    """A product, in all that is static about it. dtype: that of y."""
 
     axes: Axes
     dtype: str
