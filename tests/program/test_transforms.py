@@ -222,8 +222,6 @@ MIXED = {
     ),
     "one expert each": (((0, None, 0, None),), ((8, M, H), (H,), (8, H, 512), (512,)), 0.79),
     "members": (((None, 0, 0, None),), ((M, H), (8, H), (8, H, 512), (512,)), 0.92),
-    "members of scales": (((0, 0, None, None), (None, 0, 0, None)), ((4, M, H), (8, 4, H), (8, H, 512), (512,)), 0.91),
-    "scales": (((0, 0, None, None),), ((8, M, H), (8, H), (H, 512), (512,)), 0.79),
     "biases": (((None, None, None, 0),), ((M, H), (H,), (H, N), (8, N)), 0.87),
     "biases of rows": (((0, None, None, 0),), ((8, M, H), (H,), (H, 512), (8, 512)), 0.74),
 }

@@ -13,7 +13,7 @@ from jax.interpreters import partial_eval
 import jln
 import workbench
 from jln._tools.catalogue import FORMS
-from matrix import CLOSE, EXAMPLES, ROWS, H, calls, examples_of, loss, rows_at, vmapped_by_name
+from matrix import CLOSE, EXAMPLES, ROWS, H, calls, examples_of, loss, operands, rows_at, vmapped_by_name
 
 
 # In front, in the middle, and behind the normalised axis, where the examples of a Linear's rows cannot stay.
