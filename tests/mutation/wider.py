@@ -17,7 +17,7 @@ OF_GATES = (f"{TESTS}test_a_gate_of_rows_beside_examples",)
 STAYS = f"{TRANSFORMED}test_examples_stay_where_they_are[triton-"
 IN_FRONT = (f"{TESTS}test_examples_are_features[xla-rms_norm_linear-None-0]",)
 PARTS = "tests/transformations/test_parts.py::"
-AROUND_ROWS = (f"{PARTS}test_rows_around_rows_with_scales",)
+AROUND_ROWS = (f"{PARTS}test_rows_around_a_residual_that_rows_share",)
 COPIES = (f"{PARTS}test_parameters_of_the_same_rows",)
 NESTED = f"{PARTS}test_nested[xla-{{}}-grad-True]"
 
