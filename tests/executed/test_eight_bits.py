@@ -4,11 +4,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from in_eight_bits import block_scaled, compare, every_bfloat16, scaled, spread
 
 import jln
 import workbench
 from cases import lowering_for
+from in_eight_bits import block_scaled, compare, every_bfloat16, scaled, spread
 from ptx import Program
 
 DTYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}

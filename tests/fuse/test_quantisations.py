@@ -4,6 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+
+import jln
 from eight_bit_products import (
     E4M3,
     E5M2,
@@ -22,9 +25,6 @@ from eight_bit_products import (
     rounded_by_flax,
     with_a_cotangent_of_its_own,
 )
-from jax import lax
-
-import jln
 from plain_norms import layer, rms
 
 # [2, 16, H]: rows of two axes, 32 in all, as JAX's product of blocks wants them. W, V: of products behind.

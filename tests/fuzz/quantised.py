@@ -6,10 +6,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from in_eight_bits import BLOCK, saturated
 
 import jln
 from drawn import LARGEST, SCALE
+from in_eight_bits import BLOCK, saturated
 from tracked import Tracked
 
 OF_KERNEL = jln.Float8()

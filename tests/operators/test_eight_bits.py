@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from in_eight_bits import Bits, block_scaled, compare, every_bfloat16, scaled, spread
 
 import jln
 import workbench
+from in_eight_bits import Bits, block_scaled, compare, every_bfloat16, scaled, spread
 from jln._tools.catalogue import FORMS, sizes
 from jln._triton import chip as chips
 from jln._triton import target

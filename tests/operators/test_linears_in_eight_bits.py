@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from in_eight_bits import block_scaled, scaled, spread
 
 import jln
 import workbench
+from in_eight_bits import block_scaled, scaled, spread
 from jln._junction.linears import eight_bits
 from jln._triton import target
 from jln._triton.chip import named_chip
