@@ -158,9 +158,10 @@ class _Rewriting:
         taken: set[Node] = set()  # functions that read another norm in eight bits, too
         for norm in () if options.forward_mode else norms:
             found = eight_bits_of(graph, norm, constants)
-            if isinstance(found, EightBits) and not taken.intersection(r.node for r in found.readers):
+            functions = {r.node for r in found.readers if r.node is not None} if isinstance(found, EightBits) else set()
+            if isinstance(found, EightBits) and not taken & functions:
                 self.eight_bits[norm.y] = found
-                taken.update(r.node for r in found.readers)
+                taken |= functions
             elif isinstance(found, str):
                 self.why_not_in_eight_bits[norm.y] = found
         self.norms = [n for n in norms if n.y not in self.in_front and self._why_left(n) is None]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax import Array
 from jln._core.derivatives import varying_together
 from jln._fuse.certificate import FLOATS, Constants
 from jln._fuse.graph import Graph, Node, Value, bound
+from jln._fuse.probes import ELEMENTWISE, LAYOUT, equal, probes, quantised
 from jln._fuse.regions import peeled
 from jln._junction.arrays import BLOCK
 
@@ -34,7 +35,7 @@ class Quantisation(NamedTuple):
     values: those that are z in eight bits. scales: those that are the blocks' scales or their bits. maxima: those that
       are the largest |z| of all. They have z's order.
     of_largest: a function from the largest |z| to the scale; None where that is not made of it.
-    structure: a key of what is computed, whatever the names.
+    part: the equations. structure: a key of what they compute, whatever the names.
     """
 
     dtype: str
@@ -44,6 +45,7 @@ class Quantisation(NamedTuple):
     scales: tuple[Value, ...]
     maxima: tuple[Value, ...]
     of_largest: Callable[[Array], Array] | None
+    part: _Part
     structure: tuple
 
     @property
@@ -81,24 +83,18 @@ def quantisation_of(graph: Graph, z: Value, constants: Constants) -> Quantisatio
         return found
     outputs = [n.output for n in part.nodes]
     values, scales = (tuple(outputs[i] for i in places) for places in (found.values, found.scales))
-    maxima = tuple(v for v in outputs if v in part.maxima)
     scale = next(iter(part.leaves.values())) if part.leaves else found.scale
-    of_largest = functools.partial(_of_largest, part, scale) if scale in part.kinds else None
-    return Quantisation(found.dtype, scale, found.is_factor, values, scales, maxima, of_largest, structure)
+    maxima = () if scale is None else tuple(v for v in outputs if v in part.maxima)  # of blocks there is none
+    of_largest = None
+    if isinstance(scale, Value) and scale in part.kinds:
+        of_largest = functools.partial(_of_largest, part, scale)
+    return Quantisation(found.dtype, scale, found.is_factor, values, scales, maxima, of_largest, part, structure)
 
 
 def _of_largest(part: _Part, scale: Value, largest: Array) -> Array:
     """The scale of all that a part makes of the largest magnitude."""
-    arrays = {v: largest.astype(v.dtype).reshape(v.shape) for v in part.maxima}
-
-    def read(v: Value) -> Any:
-        number: Any = part.constants.number(v)
-        return arrays[v] if v in arrays else varying_together((jnp.full(v.shape, number, v.dtype), largest))[0]
-
-    for node in part.nodes:
-        if part.kinds[node.output] == ONE and node.output not in arrays:
-            (arrays[node.output],) = bound(node.equation, [*map(read, node.inputs)])
-    return arrays[scale]
+    given = {v: largest.astype(v.dtype).reshape(v.shape) for v in part.maxima}
+    return part.computed(given, [n for n in part.nodes if part.kinds[n.output] == ONE])[scale]
 
 
 FULL, BLOCKS, ONE = "full", "blocks", "one"  # what a value has a number for: each element, each block, all of them
@@ -174,9 +170,9 @@ class _Part:
             if kinds[0] == FULL and tuple(node.params["axes"]) == (source.ndim - 1,) and source.shape[-1] == BLOCK:
                 return BLOCKS if output.size > 1 else None
             return ONE if output.size == 1 and source in self._magnitudes else None
-        if name in _LAYOUT:
+        if name in LAYOUT:
             return self._laid_out(node, kinds[0])
-        if name not in _ELEMENTWISE:
+        if name not in ELEMENTWISE or self._overflows(node):
             return None
         if FULL in kinds:
             fits = all(
@@ -190,6 +186,10 @@ class _Part:
         is_of_z = all(v in self.kinds or self.constants.number(v) is not None for v in node.inputs)
         return ONE if is_of_z and output.size == 1 else None
 
+    def _overflows(self, node: Node) -> bool:
+        """True for a cast to fewer numbers than those that z may be, of which the probes would see nothing."""
+        return node.output.dtype == jnp.float16 != self.z.dtype
+
     def _laid_out(self, node: Node, kind: str) -> str | None:
         """The kind of what has the elements of another value in their order, or each of them for a block."""
         source, output = node.inputs[0], node.output
@@ -200,6 +200,36 @@ class _Part:
         dims, last = node.params["broadcast_dimensions"], output.ndim - 1
         is_repeated = last not in dims or source.shape[dims.index(last)] == 1
         return FULL if is_repeated and output.shape[-1] == BLOCK else None
+
+    def numbers(self) -> set[float]:
+        numbers = {self.constants.number(v) for n in self.nodes for v in n.inputs if v not in self.kinds}
+        return {n for n in numbers if n is not None}
+
+    def sizes(self) -> tuple[float, ...]:
+        """Sizes of z at which the part's numbers may count."""
+        sizes = {s for n in self.numbers() if 1e-35 < abs(n) < 1e35 for s in (abs(n), 1 / abs(n))}
+        return tuple(sorted(sizes))
+
+    @property
+    def sources(self) -> list[Value]:
+        """The arrays of one number that the part reads."""
+        return [v for v in dict.fromkeys(self.leaves.values()) if v not in self.kinds]
+
+    def computed(self, given: Mapping[Value, Array], nodes: Sequence[Node]) -> dict[Value, Array]:
+        """The arrays that the nodes make of these."""
+        arrays, like = {**given}, next(iter(given.values()))
+
+        def read(v: Value) -> Array:
+            if v in arrays:
+                return arrays[v]
+            number: Any = self.constants.number(v)
+            one = arrays[self.leaves[v]].astype(v.dtype).reshape(()) if v in self.leaves else number
+            return varying_together((jnp.broadcast_to(jnp.asarray(one, v.dtype), v.shape), like))[0]
+
+        for node in nodes:
+            if node.output not in arrays:
+                (arrays[node.output],) = bound(node.equation, [*map(read, node.inputs)])
+        return arrays
 
     def structure(self) -> tuple:
         """A key of what the part is, whatever the names: equal ones compute the same."""
@@ -222,7 +252,7 @@ def keeps_order(node: Node) -> bool:
         moved = [a for a in node.params["permutation"] if source.shape[a] != 1]
         return moved == sorted(moved)
     is_cast = node.operation == "convert_element_type" and {source.dtype.name, output.dtype.name} <= FLOATS
-    return is_cast or (node.operation in _LAYOUT and source.size == output.size)
+    return is_cast or (node.operation in LAYOUT and source.size == output.size)
 
 
 def _is_of_blocks(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
@@ -248,19 +278,20 @@ def _certified(part: _Part, eight: list[int]) -> _Certificate | str:
     if len(dtypes) > 1 or len({*part.leaves.values()}) > 1:
         return "it is quantised in two ways"
     (dtype,) = dtypes
-    runs = [_computed(part, z, scale) for z, scale in _probes()]
+    drawn = probes(part.sizes())
+    runs = [_computed(part, z, scale) for z, scale in drawn]
 
     def are(places: Iterable[int], wanted: Sequence[np.ndarray]) -> tuple[int, ...]:
         """The places of the values that are these in all runs."""
-        return tuple(i for i in places if all(_equal(run[outputs[i]], w) for run, w in zip(runs, wanted, strict=True)))
+        return tuple(i for i in places if all(equal(run[outputs[i]], w) for run, w in zip(runs, wanted, strict=True)))
 
     for number, is_factor in _ways(part):
         has_blocks = number is None and not part.leaves
         wanted = []
-        for (z, scale), run in zip(_probes(), runs, strict=True):
+        for (z, scale), run in zip(drawn, runs, strict=True):
             scales = [run[source].item() for source in part.leaves.values() if source in run]
             scale = next(iter(scales), scale) if number is None else number
-            wanted.append(_quantised(dtype, z, None if has_blocks else scale, is_factor))
+            wanted.append(quantised(dtype, z, None if has_blocks else scale, is_factor))
         values = are(eight, [w for w, _ in wanted])
         if len(values) == len(eight):
             of_blocks = [i for i, v in enumerate(outputs) if has_blocks and part.kinds[v] == BLOCKS]
@@ -274,42 +305,7 @@ def _ways(part: _Part) -> list[tuple[float | None, bool]]:
         return [(None, False), (None, True)]
     if BLOCKS in part.kinds.values():
         return [(None, False)]
-    numbers = {part.constants.number(v) for n in part.nodes for v in n.inputs if v not in part.kinds}
-    return [(c, f) for c in sorted({1.0, *(n for n in numbers if n is not None)}) if c > 0 for f in (False, True)]
-
-
-@functools.cache
-def _probes() -> tuple[tuple[np.ndarray, float], ...]:
-    """Arrays z `[blocks, 32]` of numbers of every size, within a block and from block to block, each with a scale."""
-    generator = np.random.default_rng(0)
-
-    def numbers(exponents: np.ndarray) -> np.ndarray:
-        signs = generator.choice((-1, 1), exponents.shape)
-        return np.ldexp(signs * generator.uniform(1, 2, exponents.shape), exponents)
-
-    rows = 512
-    near = numbers(generator.integers(-12, 3, (rows, BLOCK)))
-    wide = numbers(generator.integers(-50, 50, (rows, BLOCK)))
-    alike = numbers(generator.integers(-40, 40, (rows, 1)) + generator.integers(-2, 2, (rows, BLOCK)))
-    alike[7] = 0
-    scales = ((1.0, 1.0), (300.0, 0.7134), (1 / 5000, 3.1e-5), (70000.0, 411.7))
-    return tuple((z * size, scale) for z in (near, wide, alike) for size, scale in scales)
-
-
-def _quantised(dtype: str, z: np.ndarray, scale: float | None, is_factor: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The operators' own eight bits and the scales of blocks, in float64. scale: None for those of blocks."""
-    largest = float(jnp.finfo(dtype).max)
-    of_blocks = np.maximum(np.abs(z).max(-1, keepdims=True), 2.0**-200)
-    scales = np.exp2(np.ceil(np.log2(of_blocks / largest)).clip(-127, 127))
-    divisor = scales if scale is None else 1 / scale if is_factor else scale
-    return np.clip(z / divisor, -largest, largest).astype(jnp.dtype(dtype)), scales
-
-
-def _equal(got: np.ndarray, wanted: np.ndarray) -> bool:
-    """True of equal arrays; integers are the bits of powers of two."""
-    if np.issubdtype(got.dtype, np.integer):
-        return bool(np.all(got.astype(np.int64) == np.log2(wanted) + 127))
-    return bool(np.all(got.astype(np.float64) == wanted.astype(np.float64)))
+    return [(c, f) for c in sorted({1.0, *part.numbers()}) if c > 0 for f in (False, True)]
 
 
 def _computed(part: _Part, z: np.ndarray, scale: float) -> dict[Value, np.ndarray]:
@@ -330,67 +326,7 @@ def _computed(part: _Part, z: np.ndarray, scale: float) -> dict[Value, np.ndarra
             result, *others = map(read, node.inputs)
             if node.operation == "reduce_max":
                 result = result.max(-1 if kind == BLOCKS else None, keepdims=True)
-            elif node.operation not in _LAYOUT:
-                result = _ELEMENTWISE[node.operation](node, result, *others)
+            elif node.operation not in LAYOUT:
+                result = ELEMENTWISE[node.operation](node, result, *others)
             values[node.output] = np.broadcast_to(result, {FULL: z.shape, BLOCKS: (len(z), 1), ONE: (1, 1)}[kind])
     return values
-
-
-def _converted(node: Node, a: np.ndarray) -> np.ndarray:
-    name = node.output.dtype.name
-    return a.astype(np.float64 if name in FLOATS else jnp.dtype(name))
-
-
-def _bits(node: Node, a: np.ndarray) -> np.ndarray:
-    """The bits as another dtype of as many; a float has those of its own dtype."""
-    return _converted(node, np.ascontiguousarray(a.astype(node.inputs[0].dtype)).view(node.output.dtype))
-
-
-def _selected(node: Node, which: np.ndarray, *cases: np.ndarray) -> np.ndarray:
-    if which.dtype != np.bool_:
-        raise NotImplementedError
-    return np.where(which, cases[1], cases[0])
-
-
-def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda node, *arrays: function(*arrays)
-
-
-_LAYOUT = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose")
-_ELEMENTWISE: dict[str, Callable[..., Any]] = {
-    "abs": _plain(np.abs),
-    "sign": _plain(np.sign),
-    "neg": _plain(np.negative),
-    "add": _plain(np.add),
-    "sub": _plain(np.subtract),
-    "mul": _plain(np.multiply),
-    "div": _plain(np.divide),
-    "max": _plain(np.maximum),
-    "min": _plain(np.minimum),
-    "clamp": _plain(lambda low, a, high: np.clip(a, low, high)),
-    "exp2": _plain(np.exp2),
-    "log": _plain(np.log),
-    "log2": _plain(np.log2),
-    "floor": _plain(np.floor),
-    "ceil": _plain(np.ceil),
-    "is_finite": _plain(np.isfinite),
-    "eq": _plain(np.equal),
-    "ne": _plain(np.not_equal),
-    "lt": _plain(np.less),
-    "le": _plain(np.less_equal),
-    "gt": _plain(np.greater),
-    "ge": _plain(np.greater_equal),
-    "and": _plain(np.bitwise_and),
-    "or": _plain(np.bitwise_or),
-    "not": _plain(np.invert),
-    "shift_left": _plain(np.left_shift),
-    "shift_right_logical": _plain(np.right_shift),
-    "select_n": _selected,
-    "convert_element_type": _converted,
-    "bitcast_convert_type": _bits,
-    "copy": _plain(lambda a: a),
-    "copy_p": _plain(lambda a: a),
-    "optimization_barrier": _plain(lambda a: a),
-    "pvary": _plain(lambda a: a),
-    "pcast": _plain(lambda a: a),
-}

@@ -315,7 +315,8 @@ def bits_of_largest(y: Array, axis: int | None, keepdims: bool = False) -> Array
 
     XLA's CPU backend finds no NaN in a maximum of numbers.
     """
-    return jnp.max(lax.bitcast_convert_type(jnp.abs(y), jnp.int32), axis, keepdims=keepdims)
+    bits = lax.bitcast_convert_type(jnp.abs(y), jnp.int32)
+    return jnp.max(bits, axis, keepdims=keepdims, initial=None if y.size else 0)
 
 
 def largest(y: Array, axis: int | None = None) -> Array:
@@ -344,7 +345,7 @@ def by_block_scales(
     y: Array, dtype: str, axis: int, bits_of_largest: Callable[[Array, int], Array] = bits_of_largest
 ) -> tuple[Array, Array]:
     """Terms (52) and (53), before the rounding, of blocks along an axis: y, and the bits of the scales."""
-    blocks = y.reshape(*y.shape[:axis], -1, BLOCK, *y.shape[axis + 1 :])
+    blocks = y.reshape(*y.shape[:axis], y.shape[axis] // BLOCK, BLOCK, *y.shape[axis + 1 :])
     bits = bits_of_largest(blocks, axis + 1)
     biased = jnp.maximum(((bits + 0x1FFFFF) >> 23) - LARGEST_EXPONENT[dtype], 0)  # (52): 7/4 carries
     biased = jnp.where(bits >= 0x7F800000, 255, biased)

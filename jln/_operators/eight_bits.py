@@ -161,8 +161,9 @@ def _scale_of(scale: Any, ndim: int) -> jax.Array | None:
     if scale is None:
         return None
     if _checks.is_number(scale) and not isinstance(scale, bool):
-        if not 0 < scale < float("inf"):
-            raise ValueError(f"the scale of Float8 must be positive; got {scale}")
+        numbers = jnp.finfo(jnp.float32)
+        if not float(numbers.tiny) <= scale <= float(numbers.max):
+            raise ValueError(f"the scale of Float8 must be positive, and normal in float32; got {scale}")
         scale = jnp.float32(scale)
     scale = _checks.array("scale of Float8", scale)
     if scale.ndim:

@@ -226,6 +226,23 @@ WAYS = {
         S,
     ),
     "saturated": (lambda x, s, n: read(clipped(rms(x, s) / n)) * n, X, S, NUMBER / 9),
+    "a scale that is learned": (
+        lambda x, s, n: read(lax.stop_gradient(clipped(rms(x, s) / n))) * n * n,
+        X,
+        S,
+        NUMBER,
+    ),
+    "a penalty on the maximum": (
+        lambda x, s, n: (lax.stop_gradient(read(clipped(rms(x, s) / n))), jnp.max(jnp.abs(rms(x, s)))),
+        X,
+        S,
+        NUMBER,
+    ),
+    "a current scale that is differentiated": (
+        lambda x, s: (lambda z: read(lax.stop_gradient(clipped(z / current_scale(z)))) * current_scale(z))(rms(x, s)),
+        X,
+        S,
+    ),
     "another axis": (
         lambda x, s, n: read(clipped(x * lax.rsqrt(jnp.mean(x * x, 1, keepdims=True) + 1e-6) * s[:16, None] / n)),
         X,
@@ -240,6 +257,7 @@ def test_eight_bits_of_the_program(name):
     function, *args = WAYS[name]
     assert len(quantised(function, *args)[0]) == 1
     assert differences(function, jln.fuse(function), *args) < ROUNDING
+    assert differences(everything(function), everything(jln.fuse(function)), *args) < ROUNDING
 
 
 def with_a_floor(z):
@@ -300,6 +318,31 @@ OTHERS = {
         "are none of",
     ),
     "float8_e4m3fnuz": (lambda x, s, n: read(clipped(rms(x, s) / n, jnp.float8_e4m3fnuz)), (X, S, NUMBER), None),
+    "guarded against NaN": (
+        lambda x, s, n: read(clipped(jnp.nan_to_num(rms(x, s)) / n)),
+        (X.at[0, 0, 0].set(jnp.nan), S, NUMBER),
+        "are none of",
+    ),
+    "guarded against large numbers": (
+        lambda x, s, n: read(clipped((lambda z: jnp.where(jnp.abs(z) > 1e27, 0, z))(rms(x, s)) / n)),
+        (X, S.at[3].set(1e30), NUMBER),
+        "are none of",
+    ),
+    "guarded against small numbers": (
+        lambda x, s: read(clipped((lambda z: jnp.where(jnp.abs(z) < 1e-26, 0, z))(rms(x, s)) / 1e-30)),
+        (X, S * 1e-28),
+        "are none of",
+    ),
+    "through float16": (
+        lambda x, s, n: read(clipped((rms(x, s) * 1e-7).astype("float16").astype("float32") * 1e7 / n)),
+        (X, S, NUMBER),
+        None,
+    ),
+    "the maximum beside blocks": (
+        lambda x, s: (lambda z: (read(*in_blocks(z)), jnp.max(jnp.abs(z))))(rms(x, s)),
+        (X, S),
+        "in other bits, too",
+    ),
     "two dtypes": (
         lambda x, s, n: (read(clipped(rms(x, s) / n)), read(clipped(rms(x, s) / n, E5M2))),
         (X, S, NUMBER),
@@ -443,6 +486,71 @@ def test_a_function_that_reads_more():
 
     assert quantised(function, X, S, W)[0] == []
     assert differences(function, jln.fuse(function), X, S, W) < ROUNDING
+
+
+def own_rule(primal, forward, backward):
+    """A product of one's own, whose rule multiplies in another way than it does without a derivative."""
+
+    @jax.custom_vjp
+    def function(z, w):
+        return primal(z, w)
+
+    function.defvjp(forward, backward)
+    return lambda x, s, w: function(rms(x, s), w)
+
+
+def of_eight(z, w, factor, dtype=E4M3):
+    return jnp.dot(read(clipped(z * factor, dtype)), w) / factor
+
+
+def backward_of(factor):
+    """The rule that reads the eight bits that forward has kept, by a factor."""
+    return lambda kept, dy: (dy @ kept[1].T, jnp.einsum("...k,...n->kn", kept[0].astype(jnp.float32) / factor, dy))
+
+
+RULES = {
+    "another factor": own_rule(
+        lambda z, w: of_eight(z, w, 32.0), lambda z, w: (of_eight(z, w, 8.0), (clipped(z * 8), w)), backward_of(8)
+    ),
+    "another factor kept": own_rule(
+        lambda z, w: of_eight(z, w, 32.0), lambda z, w: (of_eight(z, w, 32.0), (clipped(z * 8), w)), backward_of(8)
+    ),
+    "another dtype kept": own_rule(
+        lambda z, w: of_eight(z, w, 32.0),
+        lambda z, w: (of_eight(z, w, 32.0), (clipped(z * 32, E5M2), w)),
+        backward_of(32),
+    ),
+    "no eight bits": own_rule(lambda z, w: of_eight(z, w, 32.0), lambda z, w: (z @ w, (z, w)), backward_of(1)),
+    "blocks": own_rule(
+        lambda z, w: of_eight(z, w, 32.0),
+        lambda z, w: (of_eight(z, w, 32.0), (read(*in_blocks(z)), w)),
+        backward_of(1),
+    ),
+    "the same": own_rule(
+        lambda z, w: of_eight(z, w, 32.0), lambda z, w: (of_eight(z, w, 32.0), (clipped(z * 32), w)), backward_of(32)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_that_quantises_in_another_way(name):
+    function = RULES[name]
+    assert quantised(function, X, S, W) == (["rms_norm"], 0)
+    assert differences(everything(function), everything(jln.fuse(function)), X, S, W) < ROUNDING
+
+
+def test_a_result_that_is_no_float():
+    @jax.custom_vjp
+    def function(z, w):
+        return of_eight(z, w, 32.0), jnp.argmax(w)
+
+    function.defvjp(lambda z, w: (function(z, w), (z, w)), lambda kept, d: backward_of(1)(kept, d[0]))
+
+    def product(x, s, w):
+        return function(rms(x, s), w)[0]
+
+    assert quantised(product, X, S, W) == (["rms_norm"], 0)
+    assert differences(everything(product), everything(jln.fuse(product)), X, S, W) < ROUNDING
 
 
 def test_effects_stay():

@@ -2,7 +2,8 @@
 
 from targets import Mutant
 
-FOUND, READ = "jln/_fuse/quantisations.py", "jln/_fuse/eight_bits.py"
+FOUND, PROBES, READ = "jln/_fuse/quantisations.py", "jln/_fuse/probes.py", "jln/_fuse/eight_bits.py"
+RULES = "jln/_fuse/readers.py"
 TESTS = "tests/fuse/test_quantisations.py::"
 
 
@@ -21,8 +22,8 @@ def way(name: str) -> tuple[str, ...]:
 FUSED_EIGHT_BITS = [
     Mutant(
         "eight bits of other numbers found",
-        FOUND,
-        "return bool(np.all(got.astype(np.float64) == wanted.astype(np.float64)))",
+        PROBES,
+        "return bool(np.all((got == wanted) | np.isinf(wanted) | (np.isnan(got) & np.isnan(wanted))))",
         "return True",
         left("an offset"),
     ),
@@ -42,10 +43,52 @@ FUSED_EIGHT_BITS = [
     ),
     Mutant(
         "a factor that divides",
-        READ,
+        RULES,
         "return 1 / scale if is_factor else scale",
         "return scale",
         way("one scale that is a factor"),
+    ),
+    Mutant(
+        "rows that are not finite taken for others",
+        PROBES,
+        "unbounded[1], unbounded[2, 5], unbounded[3, 7], unbounded[4] = np.nan, np.inf, -np.inf, -0.0",
+        "pass",
+        left("guarded against NaN"),
+    ),
+    Mutant(
+        "sizes at which a number counts forgotten",
+        PROBES,
+        "for size in (3e-33, 2e34, *sizes)]",
+        "for size in ()]",
+        left("guarded against large numbers"),
+    ),
+    Mutant(
+        "a maximum beside blocks",
+        FOUND,
+        "maxima = () if scale is None else tuple(",
+        "maxima = tuple(",
+        left("the maximum beside blocks"),
+    ),
+    Mutant(
+        "a rule that quantises in another way",
+        RULES,
+        "if isinstance(found, Quantisation) and takes(graph, found):",
+        "if isinstance(found, Quantisation):",
+        (f"{TESTS}test_a_rule_that_quantises_in_another_way[another factor]",),
+    ),
+    Mutant(
+        "the function's results for those of its rule",
+        READ,
+        "y = again(*arguments) if any(r.reads_copy_at_once for r in readers) else None",
+        "y = None",
+        (f"{TESTS}test_a_rule_that_quantises_in_another_way[no eight bits]",),
+    ),
+    Mutant(
+        "the program's own equations without their derivative",
+        READ,
+        "outputs = [v for v in own.made if read[v]]",
+        "outputs = [v for v in own.values if read[v]]",
+        way("a penalty on the maximum"),
     ),
     Mutant(
         "what is read in other bits quantised",
@@ -71,7 +114,7 @@ FUSED_EIGHT_BITS = [
     Mutant(
         "a product that two norms quantise",
         "jln/_fuse/calls.py",
-        " and not taken.intersection(r.node for r in found.readers):",
+        " and not taken & functions:",
         ":",
         product("two_norms_in_one_product"),
     ),
@@ -99,20 +142,20 @@ FUSED_EIGHT_BITS = [
     Mutant(
         "one product's cotangent alone",
         READ,
-        "return functools.reduce(jnp.add, (d.",
-        "return functools.reduce(lambda a, _: a, (d.",
+        "return functools.reduce(jnp.add, given,",
+        "return functools.reduce(lambda a, _: a, given,",
         product("jax_blocks_of_two_products"),
     ),
     Mutant(
         "the copy's cotangent without the norm",
-        READ,
+        RULES,
         "return any(v in read for v, of in zip(",
         "return any(False for v, of in zip(",
         product("a_cotangent_that_reads_the_norm"),
     ),
     Mutant(
         "the norm kept, and not made again",
-        READ,
+        RULES,
         "made = [(v, of) for v, of in of_rule if forward.inputs[self.place] in forward.needed([v])[1]]",
         "made = []",
         product("jax_blocks"),

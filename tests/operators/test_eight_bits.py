@@ -128,6 +128,20 @@ def test_current_scaling_by_a_rule_of_ones_own(implementation):
     np.testing.assert_array_equal(*(np.asarray(a.values, "float32") for a in (got, given)))
 
 
+@pytest.mark.parametrize("quantize", [jln.Float8(0.02), jln.Float8(), jln.MXFloat8(jnp.float8_e5m2)], ids=str)
+def test_no_rows(implementation, quantize):
+    """An expert without tokens, and a batch without examples, have results of no rows, and gradients of zero."""
+    x, scale, kernel = (jnp.ones(shape, "float32") for shape in ((3, 0, 64), (64,), (64, 96)))
+    got = jln.rms_norm(x, scale, quantize=quantize, implementation=implementation)
+    assert got.values.shape == x.shape and got.dequantized().shape == x.shape
+
+    def loss(scale, kernel):
+        y = jln.rms_norm_linear(x, scale, kernel, quantize=quantize, implementation=implementation)
+        return jnp.sum(jax.tree.leaves(y)[0])
+
+    assert all(not jnp.any(d) for d in jax.grad(loss, (0, 1))(scale, kernel))
+
+
 def test_current_scaling_of_zeros_and_of_nan():
     zeros = jln.rms_norm(jnp.zeros((4, H), "float32"), quantize=jln.Float8())
     assert zeros.scale == 1 and zeros.amax == 0 and not np.any(np.asarray(zeros.values, "float32"))
@@ -244,6 +258,16 @@ WRONG = {
     "rows of 24": (ValueError, "every 32", lambda x: jln.rms_norm(x[:, :24], quantize=jln.MXFloat8())),
     "another axis": (ValueError, "last, normalised axis", lambda x: jln.rms_norm(x, axis=0, quantize=jln.MXFloat8())),
     "a scale of rows": (ValueError, "must be a number", lambda x: jln.rms_norm(x, quantize=jln.Float8(x[:, 0]))),
+    "a scale below float32's normal numbers": (
+        ValueError,
+        "normal in float32",
+        lambda x: jln.rms_norm(x, quantize=jln.Float8(1e-40)),
+    ),
+    "a scale above float32's numbers": (
+        ValueError,
+        "normal in float32",
+        lambda x: jln.rms_norm(x, quantize=jln.Float8(1e39)),
+    ),
     "a scale of zero": (ValueError, "positive", lambda x: jln.rms_norm(x, quantize=jln.Float8(0.0))),
     "float64": (TypeError, "float64", lambda x: jln.rms_norm(x.astype("float64"), quantize=jln.MXFloat8())),
     "forward mode": (ValueError, "forward_mode", lambda x: jln.rms_norm(x, forward_mode=True, quantize=jln.MXFloat8())),

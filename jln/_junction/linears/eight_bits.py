@@ -151,7 +151,8 @@ def _product(a: Eight, b: Eight, junction: Junction, dtype: Any) -> Array:
 
 
 def _dequantised(values: Array, scale: Array, axis: int, dtype: Any) -> Array:
-    blocks = values.reshape(*values.shape[:axis], -1, BLOCK, *values.shape[axis + 1 :]).astype(dtype)
+    shape = values.shape
+    blocks = values.reshape(*shape[:axis], shape[axis] // BLOCK, BLOCK, *shape[axis + 1 :]).astype(dtype)
     scale = lax.bitcast_convert_type(scale, jnp.float8_e8m0fnu).astype(dtype)
     return (blocks * jnp.expand_dims(scale, axis + 1)).reshape(values.shape)
 
