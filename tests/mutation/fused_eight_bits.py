@@ -60,7 +60,7 @@ FUSED_EIGHT_BITS = [
         PROBES,
         "for size in (3e-33, 2e34, *sizes)]",
         "for size in ()]",
-        left("guarded against large numbers"),
+        left("guarded against small numbers"),
     ),
     Mutant(
         "a maximum beside blocks",
