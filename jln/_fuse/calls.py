@@ -249,10 +249,11 @@ class _Rewriting:
     def _quantise(self, norm: Norm, junction: Junction | None, call: _Call) -> None:
         """Have the call make a norm's result in eight bits, and what reads it read these, where all that does."""
         found = self.eight_bits.get(norm.y)
-        total = [] if junction is None else [junction.total]
         if found is None or any(v.dtype == jnp.float64 for v in call.inputs()):
             return
-        if any(self.graph.depends(v, total) for v in found.inputs if total):
+        made = [norm.x, norm.y, *(v for r in found.readers for v in r.outputs)]
+        made += [] if junction is None else [junction.total]
+        if any(self.graph.depends(v, made) for v in found.inputs):  # since other calls have taken their places, too
             return
         again = self._call(norm, None, None, has_linears=False)
         found.put_into(self.graph, norm.y, again, again.inputs())

@@ -14,13 +14,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
+from jax.custom_derivatives import SymbolicZero
 
 from jln._fuse.certificate import Constants
 from jln._fuse.graph import Graph, Node, Value, bound, is_plain_jit
 from jln._fuse.norms import Norm
 from jln._fuse.quantisations import EIGHT_BITS, Quantisation, keeps_order, quantisation_of
-from jln._fuse.readers import Reader
+from jln._fuse.readers import Reader, is_float0
 from jln._junction.arrays import BLOCK
 from jln._operators.eight_bits import Float8, MXFloat8, Quantized
 
@@ -55,7 +57,9 @@ def eight_bits_of(graph: Graph, norm: Norm, constants: Constants) -> EightBits |
     made: list[Value] = []
     if isinstance(own, Quantisation):
         made += own.made
-        readers.append(_reader_of(graph, own, constants))
+        readers += _own_readers(graph, own, constants)
+    if not readers:  # what is made is read by nobody
+        return None
     if any(r.reads_more for r in readers) or _is_read_otherwise(graph, y, made, readers):
         return "it is read in other bits, too"
     (_, inputs, quantize), *more = scales = [r.scale() for r in readers if r.quantisation is not None]
@@ -102,7 +106,8 @@ def _readers_of(y: Value, constants: Constants) -> Iterator[Reader]:
     while stack:
         copy, chain = stack.pop()
         for node in copy.readers:
-            if node.operation == "custom_vjp_call" and not node.equation.effects:
+            is_function = node.operation == "custom_vjp_call" and not node.equation.effects
+            if is_function and not node.params["symbolic_zeros"]:  # which may tell what nobody differentiates
                 program, n = node.params["call_jaxpr"], node.params["num_consts"]
                 place = node.inputs.index(copy)
                 if place >= n and _has_eight_bits(getattr(program, "jaxpr", program)):
@@ -124,8 +129,8 @@ def _has_eight_bits(jaxpr: Any) -> bool:
     )
 
 
-def _reader_of(graph: Graph, own: Quantisation, constants: Constants) -> Reader:
-    """The equations of the program that quantise y, as a function with their own derivative."""
+def _own_readers(graph: Graph, own: Quantisation, constants: Constants) -> list[Reader]:
+    """The equations of the program that quantise y, as a function of each result, with its own derivative."""
     part = own.part
     read = {part.z: False}  # what is read by other equations, but through what is made
 
@@ -133,15 +138,17 @@ def _reader_of(graph: Graph, own: Quantisation, constants: Constants) -> Reader:
         inner = [n.output for n in v.readers if n in part.nodes]
         is_outer = graph.is_result(v) or len(inner) < len(v.readers)
         read[v] = is_outer or any(read[i] for i in inner if i not in own.made)
-    outputs = [v for v in own.made if read[v]]
-
-    def function(y: Array, *sources: Array) -> list[Array]:
-        made = part.computed({part.z: y} | dict(zip(part.sources, sources, strict=True)), part.nodes)
-        return [made[v] for v in outputs]
-
     inputs = [part.z, *part.sources]
-    program = jax.make_jaxpr(function)(*(v.aval for v in inputs))
-    return Reader(function, program, inputs, outputs, constants)
+
+    def function(output: Value, y: Array, *sources: Array) -> list[Array]:
+        return [part.computed({part.z: y} | dict(zip(part.sources, sources, strict=True)), part.nodes)[output]]
+
+    readers = []
+    for output in (v for v in own.made if read[v]):
+        of_output = functools.partial(function, output)
+        program = jax.make_jaxpr(of_output)(*(v.aval for v in inputs))
+        readers.append(Reader(of_output, program, inputs, [output], constants))
+    return readers
 
 
 def _independent(graph: Graph, readers: Sequence[Reader]) -> list[list[Reader]]:
@@ -171,7 +178,8 @@ def _read(readers: Sequence[Reader], again: Callable[..., Array], quantized: Qua
         del arguments
         return results(quantized, others)
 
-    def forward(quantized: Quantized, others: Sequence[Sequence[Array]], arguments: Sequence[Array]) -> Any:
+    def forward(*operands: Any) -> Any:
+        quantized, others, arguments = jax.tree.map(lambda a: a.value, operands, is_leaf=lambda a: hasattr(a, "value"))
         y = again(*arguments) if any(r.reads_copy_at_once for r in readers) else None
         made = [r.saving(quantized, y, of) for r, of in zip(readers, others, strict=True)]
         needed = arguments if any(r.reads_copy for r in readers) else None
@@ -179,27 +187,46 @@ def _read(readers: Sequence[Reader], again: Callable[..., Array], quantized: Qua
 
     def backward(kept: Any, cotangents: list[Any]) -> Any:
         saved, arguments = kept
-        of_each, y = [*zip(readers, saved, cotangents, strict=True)], None
+        # JAX never calls the rule of a function none of whose results is differentiated.
+        is_live = [any(not isinstance(d, SymbolicZero) for d in of) for of in cotangents]
+        y: Array | None = None
 
         def of_y() -> Array:
-            of_copies = (r.of_copy(s, y if r.reads_copy_first else None, d) for r, s, d in of_each)
+            of_copies = (r.of_copy(s, y if r.reads_copy_first else None, d) for r, s, d in live())
             given = [d.reshape(carrier.shape).astype(carrier.dtype) for d in of_copies if d is not None]
             return functools.reduce(jnp.add, given, *([] if given else [jnp.zeros(carrier.shape, carrier.dtype)]))
 
         # Fences: without them XLA might make y again at once, and hold it. In front of the cotangents one would keep
         # XLA from making them in one kernel with what quantises them.
-        if any(r.reads_copy_first for r in readers):
+        cotangents = [[_instantiated(d) for d in of] for of in cotangents]
+
+        def live() -> Iterator[tuple[Reader, Any, Any]]:
+            every = zip(readers, saved, cotangents, strict=True)
+            return itertools.compress(every, is_live)
+
+        if any(r.reads_copy_first for r, *_ in live()):
             arguments, cotangents = lax.optimization_barrier((arguments, cotangents))
             y = again(*arguments)
-            d = of_y()
+            dy = of_y()
         else:
-            d = of_y()
-            if arguments is not None:
-                arguments, d = lax.optimization_barrier((arguments, d))
+            dy = of_y()
+            if any(r.reads_copy for r, *_ in live()):
+                arguments, dy = lax.optimization_barrier((arguments, dy))
                 y = again(*arguments)
-        of_others = [r.of_others(s, y if r.reads_copy else None, d) for r, s, d in of_each]
+        of_live = iter([r.of_others(s, y if r.reads_copy else None, d) for r, s, d in live()])
         no: Any = None
-        return Quantized(no, no, no, d), of_others, None
+        of_others = [
+            next(of_live) if given else (no,) * len(r.others) for r, given in zip(readers, is_live, strict=True)
+        ]
+        return Quantized(no, no, no, dy), of_others, None
 
-    read.defvjp(forward, backward)
+    read.defvjp(forward, backward, symbolic_zeros=True)
     return [a for of in read(quantized, others, arrays[ends[-1] :]) for a in of]
+
+
+def _instantiated(cotangent: Any) -> Any:
+    if not isinstance(cotangent, SymbolicZero):
+        return cotangent
+    aval: Any = cotangent
+    zeros: Any = np.zeros if is_float0(aval) else jnp.zeros
+    return zeros(aval.shape, aval.dtype)

@@ -83,13 +83,14 @@ class Graph:
     nodes: the equations in the program's order. inputs, outputs: the values that are its arguments and results.
     """
 
-    def __init__(self, program: ClosedJaxpr):
+    def __init__(self, program: ClosedJaxpr, with_functions: bool = False):
         self.nodes: list[Node] = []
         self.inputs = [Value(v.aval) for v in program.jaxpr.invars]
         self._numbers: dict[Any, Value] = {}
         self._known: dict[Any, Node] = {}
         self._replaced: dict[Value, Node] = {}
         self._last_effect: Node | None = None
+        self._with_functions = with_functions  # whether functions with their own derivative are inlined
         self._reads_ahead = False  # whether a call reads what the program makes behind what the call replaces
         self.outputs = self._added(program.jaxpr, program.consts, self.inputs)
         self._results = {*self.outputs}
@@ -109,6 +110,9 @@ class Graph:
             if is_plain_jit(equation):
                 inner = equation.params["jaxpr"]
                 results = self._added(inner.jaxpr, inner.consts, operands, (*within, equation))
+            elif self._with_functions and equation.primitive.name == "custom_vjp_call" and not equation.effects:
+                inner = equation.params["call_jaxpr"]
+                results = self._added(inner.jaxpr, inner.consts, operands, within)
             else:
                 results = self._node(equation, operands, within).outputs
             values |= dict(zip(equation.outvars, results, strict=True))
@@ -121,7 +125,10 @@ class Graph:
 
     def _node(self, equation: Any, inputs: list[Value], within: tuple[Any, ...]) -> Node:
         key = None
-        if equation.primitive.name in MERGED and not equation.effects and equation.ctx.compute_type is None:
+        # Cotangents of casts out of eight bits are in eight bits: those of two are not those of one.
+        is_of_eight = any(v.dtype.name.startswith("float8") for v in inputs if hasattr(v.aval, "dtype"))
+        is_merged = equation.primitive.name in MERGED and not is_of_eight
+        if is_merged and not equation.effects and equation.ctx.compute_type is None:
             key = (equation.primitive.name, *map(id, inputs), str(equation.params), equation.outvars[0].aval)
             if key in self._known:
                 return self._known[key]

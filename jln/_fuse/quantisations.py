@@ -88,6 +88,7 @@ def quantisation_of(graph: Graph, z: Value, constants: Constants) -> Quantisatio
     of_largest = None
     if isinstance(scale, Value) and scale in part.kinds:
         of_largest = functools.partial(_of_largest, part, scale)
+    structure = part.structure(values)
     return Quantisation(found.dtype, scale, found.is_factor, values, scales, maxima, of_largest, part, structure)
 
 
@@ -172,7 +173,7 @@ class _Part:
             return ONE if output.size == 1 and source in self._magnitudes else None
         if name in LAYOUT:
             return self._laid_out(node, kinds[0])
-        if name not in ELEMENTWISE or self._overflows(node):
+        if name not in ELEMENTWISE or self._is_unseen(node):
             return None
         if FULL in kinds:
             fits = all(
@@ -186,9 +187,12 @@ class _Part:
         is_of_z = all(v in self.kinds or self.constants.number(v) is not None for v in node.inputs)
         return ONE if is_of_z and output.size == 1 else None
 
-    def _overflows(self, node: Node) -> bool:
-        """True for a cast to fewer numbers than those that z may be, of which the probes would see nothing."""
-        return node.output.dtype == jnp.float16 != self.z.dtype
+    def _is_unseen(self, node: Node) -> bool:
+        """True for what probes would not see: a number that is too large for float16, and one that is compared with."""
+        numbers = [self.constants.number(v) for v in node.inputs if node.operation in ("eq", "ne")]
+        is_of_elements = any(self.kinds.get(v) == FULL and v.dtype.name in FLOATS for v in node.inputs)
+        is_compared = is_of_elements and any(n and abs(n) < float("inf") for n in numbers)
+        return is_compared or (node.output.dtype == jnp.float16 and node.operation not in _KEEP_SIZE)
 
     def _laid_out(self, node: Node, kind: str) -> str | None:
         """The kind of what has the elements of another value in their order, or each of them for a block."""
@@ -231,9 +235,11 @@ class _Part:
                 (arrays[node.output],) = bound(node.equation, [*map(read, node.inputs)])
         return arrays
 
-    def structure(self) -> tuple:
-        """A key of what the part is, whatever the names: equal ones compute the same."""
-        places: dict[Value, Any] = {self.z: "z"} | {n.output: i for i, n in enumerate(self.nodes)}
+    def structure(self, values: Sequence[Value] | None = None) -> tuple:
+        """A key of what the part is, whatever the names: equal ones compute the same. values: what else it is for."""
+        made = {n.output for n in self.nodes} if values is None else self._makers(values)
+        of_nodes = [n for n in self.nodes if n.output in made]
+        places: dict[Value, Any] = {self.z: "z"} | {n.output: i for i, n in enumerate(of_nodes)}
         sources = [*dict.fromkeys(self.leaves.values())]
 
         def read(v: Value) -> Any:
@@ -241,8 +247,21 @@ class _Part:
                 return "leaf", sources.index(self.leaves[v]), places.get(self.leaves[v])
             return places[v] if v in places else ("number", self.constants.number(v))
 
-        nodes = tuple((n.operation, str(n.params), n.output.aval.str_short(), *map(read, n.inputs)) for n in self.nodes)
+        nodes = tuple((n.operation, str(n.params), n.output.aval.str_short(), *map(read, n.inputs)) for n in of_nodes)
         return self.z.aval.str_short(), nodes
+
+    def _makers(self, values: Sequence[Value]) -> set[Value]:
+        """The part's values that these are made of."""
+        made, stack = set[Value](), [*values]
+        while stack:
+            v = self.leaves.get(value := stack.pop(), value)
+            if v in self.kinds and v is not self.z and v not in made and v.maker is not None:
+                made.add(v)
+                stack += v.maker.inputs
+        return made
+
+
+_KEEP_SIZE = ("abs", "neg", "max", "min", "clamp", "copy")
 
 
 def keeps_order(node: Node) -> bool:

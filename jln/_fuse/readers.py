@@ -139,7 +139,7 @@ class Reader:
         if y is not None:
             again = rule.again.run(arrays | {rule.again.inputs[self.place]: self._copied(y)}, outputs=rule.made)
         of_rule = dict(zip(rule.kept, kept, strict=True)) | dict(zip(rule.makes, again, strict=True))
-        given = [of_rule[v] for v in rule.leaves] + [d for d in cotangents if not _is_float0(d)]
+        given = [of_rule[v] for v in rule.leaves] + [d for d in cotangents if not is_float0(d)]
         inputs = dict(zip(rule.backward.inputs, given, strict=True))
         outputs = [rule.of_operands[i] for i in places]
         made = iter(rule.backward.run(inputs, outputs=[v for v in outputs if v is not None]))
@@ -189,16 +189,16 @@ class Reader:
 
         def pulled(leaves: list[Any], given: list[Any]) -> list[Any]:
             rest = iter(given)
-            of_all = tuple(np.zeros(v.shape, v.dtype) if _is_float0(v) else next(rest) for v in cotangents)
+            of_all = tuple(np.zeros(v.shape, v.dtype) if is_float0(v) else next(rest) for v in cotangents)
             of_operands = jax.tree.unflatten(trees[0], leaves)(of_all)
-            return [d for d, v in zip(of_operands, tangents, strict=True) if not _is_float0(v)]
+            return [d for d, v in zip(of_operands, tangents, strict=True) if not is_float0(v)]
 
         count = len(self.outputs)
         program = jax.make_jaxpr(kept)(*(v.aval for v in self.inputs))
-        given = [v for v in cotangents if not _is_float0(v)]
+        given = [v for v in cotangents if not is_float0(v)]
         backward = Graph(jax.make_jaxpr(pulled)(list(program.out_avals[count:]), given))
         forward, _ = _cut(program, self.place, self._constants, self._is_like)
-        again = Graph(program)
+        again = Graph(program, with_functions=True)
         results, leaves = forward.outputs[:count], forward.outputs[count:]
         of_rule = zip(leaves, again.outputs[count:], strict=True)
         made = [(v, of) for v, of in of_rule if forward.inputs[self.place] in forward.needed([v])[1]]
@@ -215,7 +215,7 @@ class Reader:
             made=[of for _, of in made],
             read=read,
             backward=backward,
-            of_operands=[None] * n + [None if _is_float0(v) else next(of_operands) for v in tangents],
+            of_operands=[None] * n + [None if is_float0(v) else next(of_operands) for v in tangents],
         )
 
     def _is_like(self, graph: Graph, found: Quantisation) -> bool:
@@ -247,7 +247,7 @@ def _structure(graph: Graph, value: Value) -> tuple:
 _Saved = tuple[list[Array], list[Array]]
 
 
-def _is_float0(aval: Any) -> bool:
+def is_float0(aval: Any) -> bool:
     return aval.dtype == jax.dtypes.float0
 
 
@@ -279,7 +279,7 @@ def _cut(
 
     takes: whether the `Quantized` is that.
     """
-    graph = Graph(program)
+    graph = Graph(program, with_functions=True)
     copy = graph.inputs[place]
     found = quantisation_of(graph, copy, constants)
     quantized = Value(copy.aval)

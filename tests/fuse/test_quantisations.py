@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax._src.interpreters import partial_eval as pe
+from jax.custom_derivatives import SymbolicZero
 
 import jln
 from eight_bit_products import (
@@ -323,6 +325,16 @@ OTHERS = {
         (X.at[0, 0, 0].set(jnp.nan), S, NUMBER),
         "are none of",
     ),
+    "a number of its own": (
+        lambda x, s, n: read(clipped((lambda z: jnp.where(z == 0.5, 9.0, z))(rms(x, s)) / n)),
+        (X, S, NUMBER),
+        None,
+    ),
+    "arithmetic in float16": (
+        lambda x, s: read(clipped(rms(x, s).astype("float16") * jnp.float16(3e4) / jnp.float16(1.5e4), E5M2)),
+        (X, S),
+        None,
+    ),
     "guarded against large numbers": (
         lambda x, s, n: read(clipped((lambda z: jnp.where(jnp.abs(z) > 1e27, 0, z))(rms(x, s)) / n)),
         (X, S.at[3].set(1e30), NUMBER),
@@ -551,6 +563,94 @@ def test_a_result_that_is_no_float():
 
     assert quantised(product, X, S, W) == (["rms_norm"], 0)
     assert differences(everything(product), everything(jln.fuse(product)), X, S, W) < ROUNDING
+
+
+@jax.custom_vjp
+def delayed(z, w, n):
+    """A product whose scale has the next one for its cotangent, as Flax's have."""
+    return jnp.dot(read(clipped(z / n)), w) * n
+
+
+def _delayed_backward(kept, dy):
+    z, w, n = kept
+    return dy @ w.T, jnp.einsum("...k,...n->kn", z, dy), jnp.max(jnp.abs(z)) / 448 + 0 * n
+
+
+delayed.defvjp(lambda z, w, n: (delayed(z, w, n), (z, w, n)), _delayed_backward)
+
+
+NOT_ALL_READ = {
+    "one of two stopped": lambda x, s, w, v, n: (lambda z: (delayed(z, w, n), lax.stop_gradient(delayed(z, v, n))))(
+        rms(x, s)
+    ),
+    "one of two unused": lambda x, s, w, v, n: (lambda z: (delayed(z, w, n), delayed(z, v, n))[0])(rms(x, s)),
+    "equations of its own unused": lambda x, s, w, v, n: (lambda z: (clipped(z / n), delayed(z, w, n))[1])(rms(x, s)),
+    "equations of its own stopped": lambda x, s, w, v, n: (
+        lambda z: (lax.stop_gradient(read(clipped(z / n))), delayed(z, w, n))
+    )(rms(x, s)),
+    "a maximum without eight bits' gradients": lambda x, s, w, v, n: (
+        lambda z, m: (lax.stop_gradient(read(clipped(z * jnp.where(m == 0, 1.0, 448 / m)))), m)
+    )(rms(x, 0 * s), jnp.max(jnp.abs(rms(x, 0 * s)))),
+}
+
+
+@pytest.mark.parametrize("name", NOT_ALL_READ)
+def test_rules_of_what_is_not_differentiated(name):
+    """JAX does not run them, and they may say anything."""
+    args = X, S, W, V, NUMBER
+    function = NOT_ALL_READ[name]
+    assert differences(everything(function), everything(jln.fuse(function)), *args) < ROUNDING
+
+
+def test_a_function_that_asks_for_symbolic_zeros_is_left_as_it_is():
+    """Its rule may read whether an operand or a result is differentiated."""
+
+    @jax.custom_vjp
+    def function(z, w, t):
+        return of_eight(z, w, 32.0), 2 * t
+
+    def backward(kept, cotangents):
+        (z, w), (dy, dt) = kept, cotangents
+        dt = jnp.float32(5) if isinstance(dt, SymbolicZero) else dt
+        return dy @ w.T, jnp.einsum("...k,...n->kn", z, dy), 2 * dt
+
+    def forward(z, w, t):
+        return function(z.value, w.value, t.value), (z.value, w.value)
+
+    function.defvjp(forward, backward, symbolic_zeros=True)
+    program = lambda x, s, w, t: function(rms(x, s), w, t)[0]  # noqa: E731
+    assert differences(everything(program), everything(jln.fuse(program)), X, S, W, NUMBER) < ROUNDING
+
+
+@pytest.mark.parametrize("function", [delayed, by_current_scales], ids=["delayed", "current"])
+def test_a_rule_that_calls_the_function_reads_the_eight_bits_of_the_kernel(function):
+    """In forward, when it is differentiated, nothing reads the norm's result but in eight bits."""
+
+    def program(x, s, w):
+        return function(rms(x, s), w, *([NUMBER] if function is delayed else []))
+
+    traced = jax.make_jaxpr(lambda *args: jax.vjp(jln.fuse(program), *args)[0])(X, S, W)
+    needed, _ = pe.dce_jaxpr(traced.jaxpr, [True])
+    assert "custom_vjp_call" not in str(needed) and "f8_e4m3fn" in str(needed)
+
+
+def test_scales_of_two_norms_that_wait_for_each_other():
+    def program(x, r, s):
+        a, b = rms(x, s), rms(r, s)
+        return read(clipped(a / current_scale(b))), read(clipped(b / current_scale(a)))
+
+    assert differences(program, jln.fuse(program), X, R, S) < ROUNDING
+
+
+@pytest.mark.filterwarnings("ignore:jln.fuse found no norm")
+def test_cotangents_in_eight_bits_are_not_added_up_first():
+    """Each reader's is rounded by the cast of its own, with a norm and without one."""
+
+    def program(x, w, v):
+        q = clipped(x * 30)
+        return jnp.dot(read(q), w), jnp.dot(read(q), v)
+
+    assert differences(everything(program), everything(jln.fuse(program)), X, W, V) < ROUNDING
 
 
 def test_effects_stay():
