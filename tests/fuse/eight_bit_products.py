@@ -1,10 +1,12 @@
-"""Products in eight bits as libraries and people write them; for tests of fuse."""
+"""Products in eight bits as libraries and people write them, and proofs that fuse changes nothing of them."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.linen import fp8_ops
 from jax._src.cudnn import scaled_matmul_stablehlo
+
+import jln
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 H, FEATURES = 128, 96
@@ -121,3 +123,50 @@ def read(values, scales=None):
     if scales is not None:
         values = values * jnp.repeat(scales.astype(jnp.float32), values.shape[-1] // scales.shape[-1], -1)
     return values
+
+
+# [2, 16, H]: rows of two axes, 32 in all, as JAX's product of blocks wants them. W, V: of products behind.
+X, R, S, B = arrays(2, 16, H), arrays(2, 16, H, size=0.5), arrays(H), arrays(H, size=0.3)
+W, V, G = arrays(H, FEATURES, size=0.1), arrays(H, FEATURES, size=0.2), arrays(2, 16, H, size=0.9)
+OF_Z, OF_W, OF_DY = metadata(), metadata(0.3), metadata(2.0)
+NUMBER = jnp.float32(0.013)
+
+
+def quantised(function, *args, **options):
+    """The operators that fuse has quantise, and those that it has not."""
+    routes = jln.explain(jln.fuse(function, **options), *args)
+    routes = [r for r in routes if r.layer.startswith("jln.")]
+    in_eight_bits = [r.layer.removeprefix("jln.") for r in routes if "quantize" in r.why.split(";")[0]]
+    return in_eight_bits, len(routes) - len(in_eight_bits)
+
+
+def everything(function):
+    """The function's results, and the gradients of all its arguments."""
+
+    def loss(*args):
+        made = function(*args)
+        return sum(jnp.sum(jnp.sin(a)) for a in jax.tree.leaves(made)), made
+
+    def values(*args):
+        return jax.value_and_grad(loss, range(len(args)), has_aux=True)(*args)
+
+    return values
+
+
+def parted(got, wanted):
+    """The largest difference beside the array's largest number; infinity where one alone is NaN."""
+    got, wanted = (np.asarray(a, np.float32) for a in (got, wanted))
+    if got.shape != wanted.shape or not np.array_equal(np.isnan(got), np.isnan(wanted)):
+        return np.inf
+    return float(np.nanmax(np.abs(got - wanted)) / max(np.nanmax(np.abs(wanted)), 1e-30))
+
+
+def differences(function, fused, *args):
+    wanted, got = (jax.tree.leaves(jax.jit(f)(*args)) for f in (function, fused))
+    assert [a.dtype for a in wanted] == [a.dtype for a in got]
+    return max(parted(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+# Float32 throughout, so that the operator's numbers are the program's but for their last bits, and a number that lies
+# between two of eight bits is rare: in these arrays there is none.
+ROUNDING = 1e-5

@@ -4,7 +4,7 @@ from targets import Mutant
 
 FOUND, PROBES, READ = "jln/_fuse/quantisations.py", "jln/_fuse/probes.py", "jln/_fuse/eight_bits.py"
 RULES = "jln/_fuse/readers.py"
-TESTS = "tests/fuse/test_quantisations.py::"
+TESTS, FUNCTIONS = "tests/fuse/test_quantisations.py::", "tests/fuse/test_eight_bit_functions.py::"
 
 
 def left(name: str) -> tuple[str, ...]:
@@ -12,7 +12,7 @@ def left(name: str) -> tuple[str, ...]:
 
 
 def product(name: str) -> tuple[str, ...]:
-    return (f"{TESTS}test_products_that_are_differentiated[{name}]",)
+    return (f"{FUNCTIONS}test_products_that_are_differentiated[{name}]",)
 
 
 def way(name: str) -> tuple[str, ...]:
@@ -74,14 +74,14 @@ FUSED_EIGHT_BITS = [
         RULES,
         "if isinstance(found, Quantisation) and takes(graph, found):",
         "if isinstance(found, Quantisation):",
-        (f"{TESTS}test_a_rule_that_quantises_in_another_way[another factor]",),
+        (f"{FUNCTIONS}test_a_rule_that_quantises_in_another_way[another factor]",),
     ),
     Mutant(
         "the function's results for those of its rule",
         READ,
         "y = again(*arguments) if any(r.reads_copy_at_once for r in readers) else None",
         "y = None",
-        (f"{TESTS}test_a_rule_that_quantises_in_another_way[no eight bits]",),
+        (f"{FUNCTIONS}test_a_rule_that_quantises_in_another_way[no eight bits]",),
     ),
     Mutant(
         "the program's own equations without their derivative",
@@ -95,21 +95,21 @@ FUSED_EIGHT_BITS = [
         READ,
         "any(not isinstance(d, SymbolicZero) for d in of) for of in cotangents]",
         "True for of in cotangents]",
-        (f"{TESTS}test_rules_of_what_is_not_differentiated[one of two stopped]",),
+        (f"{FUNCTIONS}test_rules_of_what_is_not_differentiated[one of two stopped]",),
     ),
     Mutant(
         "functions that ask for symbolic zeros",
         READ,
         'if is_function and not node.params["symbolic_zeros"]:',
         "if is_function:",
-        (f"{TESTS}test_a_function_that_asks_for_symbolic_zeros_is_left_as_it_is",),
+        (f"{FUNCTIONS}test_a_function_that_asks_for_symbolic_zeros_is_left_as_it_is",),
     ),
     Mutant(
         "a function that its rule calls not looked into",
         RULES,
         "    graph = Graph(program, with_functions=True)",
         "    graph = Graph(program)",
-        (f"{TESTS}test_a_rule_that_calls_the_function_reads_the_eight_bits_of_the_kernel[delayed]",),
+        (f"{FUNCTIONS}test_a_rule_that_calls_the_function_reads_the_eight_bits_of_the_kernel[delayed]",),
     ),
     Mutant(
         "a number that elements are compared with",
@@ -123,14 +123,14 @@ FUSED_EIGHT_BITS = [
         "jln/_fuse/graph.py",
         " in MERGED and not is_of_eight",
         " in MERGED",
-        (f"{TESTS}test_cotangents_in_eight_bits_are_not_added_up_first",),
+        (f"{FUNCTIONS}test_cotangents_in_eight_bits_are_not_added_up_first",),
     ),
     Mutant(
         "scales that wait for each other",
         "jln/_fuse/calls.py",
         "made = [norm.x, norm.y, *(v for r in found.readers for v in r.outputs)]",
         "made = []",
-        (f"{TESTS}test_scales_of_two_norms_that_wait_for_each_other",),
+        (f"{FUNCTIONS}test_scales_of_two_norms_that_wait_for_each_other",),
     ),
     Mutant(
         "what is read in other bits quantised",
@@ -144,7 +144,7 @@ FUSED_EIGHT_BITS = [
         READ,
         "if any(r.reads_more for r in readers) or",
         "if",
-        (f"{TESTS}test_a_function_that_reads_more",),
+        (f"{FUNCTIONS}test_a_function_that_reads_more",),
     ),
     Mutant(
         "scales of two products taken for one",
@@ -179,7 +179,7 @@ FUSED_EIGHT_BITS = [
         READ,
         "if reader is not None or node.equation.effects:",
         "if reader is not None:",
-        (f"{TESTS}test_effects_stay",),
+        (f"{FUNCTIONS}test_effects_stay",),
     ),
     Mutant(
         "one product's cotangent alone",
