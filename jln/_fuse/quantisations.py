@@ -8,7 +8,6 @@ numbers of every size beside scales of every size.
 from __future__ import annotations
 
 import functools
-import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from jax import Array
 
 from jln._core.derivatives import varying_together
 from jln._fuse.certificate import FLOATS, Constants
-from jln._fuse.graph import Graph, Node, Value, bound
+from jln._fuse.graph import Frontier, Graph, Node, Value, bound
 from jln._fuse.probes import ELEMENTWISE, LAYOUT, equal, probes, quantised
 from jln._fuse.regions import peeled
 from jln._junction.arrays import BLOCK
@@ -116,18 +115,10 @@ class _Part:
         self.leaves: dict[Value, Value] = {}
         self.maxima: set[Value] = set()
         self._same, self._magnitudes = {z}, set[Value]()
-        queue: list[tuple[int, Node]] = []
-        seen: set[Node] = set()
-
-        def follow(value: Value) -> None:
-            for reader in value.readers:
-                if reader not in seen:
-                    seen.add(reader)
-                    heapq.heappush(queue, (reader.position, reader))
-
-        follow(z)
-        while queue and len(self.nodes) < MOST_NODES:
-            _, node = heapq.heappop(queue)
+        frontier = Frontier()
+        frontier.follow(z)
+        while frontier and len(self.nodes) < MOST_NODES:
+            node = frontier.pop()
             kind = self._kind(node)
             if kind is None:
                 continue
@@ -135,7 +126,7 @@ class _Part:
             self.kinds[node.output] = kind
             self._note(node)
             if node.output.dtype.name not in EIGHT_BITS:
-                follow(node.output)
+                frontier.follow(node.output)
 
     def _note(self, node: Node) -> None:
         """Note what the node reads, and whether its result is z, |z| or the largest of that."""

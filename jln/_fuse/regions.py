@@ -6,7 +6,6 @@ compute.
 
 from __future__ import annotations
 
-import heapq
 import math
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jln._fuse.certificate import FLOATS, Constants, only_ones_differ, why_not_analytic
-from jln._fuse.graph import Node, Value
+from jln._fuse.graph import Frontier, Node, Value
 
 # What a region may have: so much of a network is looked at for one norm.
 MOST_RESULTS, MOST_PARAMETERS, MOST_STEPS_BACK = 16, 3, 48
@@ -54,20 +53,12 @@ class Region:
         self.nodes = sorted(self._nodes, key=lambda n: n.position)
 
     def _grow(self) -> None:
-        queue: list[tuple[int, Node]] = []
-        seen: set[Node] = set()
-
-        def follow(value: Value) -> None:
-            for reader in value.readers:
-                if reader not in seen:
-                    seen.add(reader)
-                    heapq.heappush(queue, (reader.position, reader))
-
         if not self._made_of_x(self.statistic.output):
             return
-        follow(self.statistic.output)
-        while queue and len(self.candidates) < MOST_RESULTS:
-            _, node = heapq.heappop(queue)
+        frontier = Frontier()
+        frontier.follow(self.statistic.output)
+        while frontier and len(self.candidates) < MOST_RESULTS:
+            node = frontier.pop()
             why = why_not_analytic(node, self.x.size, self.constants)
             if why is not None:
                 self.blocks.append((node, why))
@@ -79,7 +70,7 @@ class Region:
             if len(parameters) <= MOST_PARAMETERS and sum(p.size == self.x.size for p in parameters) <= 1:
                 if node.output.shape == self.x.shape and node.output.dtype.name in FLOATS:
                     self.candidates.append(node.output)
-                follow(node.output)
+                frontier.follow(node.output)
 
     def _made_of_x(self, value: Value) -> bool:
         """True where the region can compute the value from x; its nodes are then in the region."""

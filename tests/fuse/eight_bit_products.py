@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.linen import fp8_ops
-from jax._src.cudnn import scaled_matmul_stablehlo
 
 import jln
 
@@ -21,11 +20,6 @@ def multiplied_on_a_cpu(a, b, a_scale, b_scale, preferred_element_type=jnp.float
     """The product of cuDNN, which XLA lowers for NVIDIA's GPUs alone."""
     a, b = (v.astype(jnp.float32) * jnp.repeat(s.astype(jnp.float32), 32, -1) for v, s in ((a, a_scale), (b, b_scale)))
     return jnp.einsum("bmk,bnk->bmn", a, b).astype(preferred_element_type)
-
-
-def patched(monkeypatch) -> None:
-    """Have `jax.nn.scaled_dot_general` run on a CPU."""
-    monkeypatch.setattr(scaled_matmul_stablehlo, "scaled_matmul_wrapper", multiplied_on_a_cpu)
 
 
 def by_jax(z, w, axis=0):

@@ -35,7 +35,6 @@ from eight_bit_products import (
     everything,
     in_blocks,
     parted,
-    patched,
     quantised,
     read,
     rounded_by_flax,
@@ -43,12 +42,7 @@ from eight_bit_products import (
 )
 from plain_norms import layer, rms
 
-pytestmark = pytest.mark.usefixtures("promoted_ranks")
-
-
-@pytest.fixture(autouse=True)
-def _on_a_cpu(monkeypatch):
-    patched(monkeypatch)
+pytestmark = pytest.mark.usefixtures("promoted_ranks", "products_on_a_cpu")
 
 
 # Products that are differentiated: the function, its arguments, the operators that are found.

@@ -28,18 +28,12 @@ from eight_bit_products import (
     everything,
     in_blocks,
     metadata,
-    patched,
     quantised,
     read,
 )
 from plain_norms import rms
 
-pytestmark = pytest.mark.usefixtures("promoted_ranks")
-
-
-@pytest.fixture(autouse=True)
-def _on_a_cpu(monkeypatch):
-    patched(monkeypatch)
+pytestmark = pytest.mark.usefixtures("promoted_ranks", "products_on_a_cpu")
 
 
 # Eight bits that the program itself makes: the function, and its arguments.
