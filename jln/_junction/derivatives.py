@@ -19,6 +19,7 @@ from jln._core.derivatives import PRODUCT, Rules, Unneeded, batched_like, named_
 from jln._core.operation import LinearOperation, Operation, only_rows_differ
 from jln._junction import arrays, formulas, gradients
 from jln._junction.arrays import KEPT, TABLE, Arrays, Junction, Norm, Shape
+from jln._junction.eight_bits import largest
 from jln._junction.linears import eight_bits
 from jln._junction.linears import formulas as linears
 from jln._junction.parts import in_parts
@@ -175,10 +176,10 @@ def _normed_in_eight_bits(junction: Junction, operands: Arrays, dtypes: Arrays) 
     wanted = dtypes._replace(y_max="float32")
     if operands.y_scale is not None:
         outcome = by(operands, norm, wanted)
-        amax = formulas.largest(outcome.y_max)
+        amax = largest(outcome.y_max)
     else:
         first = by(operands, norm, wanted._replace(y=None))
-        amax = formulas.largest(first.y_max)
+        amax = largest(first.y_max)
         scale = _scale_of(amax, junction)
         operands = operands._replace(y_scale=jnp.broadcast_to(scale, norm.sizes(Shape.ONE, operands.x.shape, 0)))
         again, of_total = operands, norm

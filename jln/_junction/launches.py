@@ -14,7 +14,8 @@ from jax.typing import DTypeLike
 
 from jln._junction import tiles
 from jln._junction.arrays import COLUMNS, OPERANDS, RESULTS, TABLE, Arrays, Norm, Shape, reads_of_results, total_dtype
-from jln._junction.formulas import LARGEST_EXPONENT, forward_of_two, in_dtypes, in_eight_bits
+from jln._junction.eight_bits import LARGEST_EXPONENT, in_eight_bits
+from jln._junction.formulas import forward_of_two, in_dtypes
 from jln._junction.gradients import backward_of_two, made_again
 from jln._junction.kernels.backward import backward_kernel, reduce_kernel, row_sums_kernel
 from jln._junction.kernels.forward import forward_kernel

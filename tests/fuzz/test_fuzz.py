@@ -17,7 +17,7 @@ from called import results
 from drawn import draw, made
 from jln._core.one_by_one import WRONG
 from jln._core.operation import Operation
-from jln._junction import derivatives, formulas, gradients
+from jln._junction import derivatives, eight_bits, formulas, gradients
 from jln._tools.catalogue import FORMS
 from judged import expected, judge
 
@@ -130,12 +130,12 @@ IN_EIGHT_BITS = {
     "y by another scale": ("by_scale", lambda y, scale, dtype: BY_SCALE(y * 1.25, scale, dtype)),
     "blocks of the wrong numbers": ("by_block_scales", lambda y, *how: BY_BLOCK_SCALES(jnp.flip(y), *how)),
 }
-LARGEST, BY_SCALE, BY_BLOCK_SCALES = formulas.largest, formulas.by_scale, formulas.by_block_scales
+LARGEST, BY_SCALE, BY_BLOCK_SCALES = eight_bits.largest, eight_bits.by_scale, eight_bits.by_block_scales
 
 
 @pytest.mark.parametrize("slip", IN_EIGHT_BITS)
 def test_a_slip_in_eight_bits_is_noticed(slip, monkeypatch, recompiled):
-    monkeypatch.setattr(formulas, *IN_EIGHT_BITS[slip])
+    monkeypatch.setattr(eight_bits, *IN_EIGHT_BITS[slip])
     cases = [case for case in map(draw, range(2, 1000, 5)) if case.quantize is not None and not case.form.is_linear]
     assert any(is_wrong(case.seed) for case in cases if case.implementation != "triton")
 

@@ -1,6 +1,6 @@
 """Ways to break results in eight bits."""
 
-from targets import FORWARD, NORM_LAUNCH, PARTITIONED, WIDER, XLA_NORM, Mutant
+from targets import FORWARD, NORM_LAUNCH, PARTITIONED, WIDER, XLA_EIGHT_BITS, Mutant
 
 KERNEL = "jln/_junction/kernels/eight_bits.py"
 RULES = "jln/_junction/derivatives.py"
@@ -23,7 +23,7 @@ GROUPS = tuple(
 )
 
 EIGHT_BITS = [
-    Mutant("y times its scale", XLA_NORM, "y * (1 / scale)", "y * scale", every("xla", "one scale")),
+    Mutant("y times its scale", XLA_EIGHT_BITS, "y * (1 / scale)", "y * scale", every("xla", "one scale")),
     Mutant(
         "y times its scale, in the kernel",
         FORWARD,
@@ -32,7 +32,11 @@ EIGHT_BITS = [
         every("triton", "one scale"),
     ),
     Mutant(
-        "y that is not saturated", XLA_NORM, "return jnp.clip(y, -bound, bound)", "return y", every("xla", "one scale")
+        "y that is not saturated",
+        XLA_EIGHT_BITS,
+        "return jnp.clip(y, -bound, bound)",
+        "return y",
+        every("xla", "one scale"),
     ),
     Mutant(
         "y that is not saturated, in the kernel",
@@ -50,7 +54,11 @@ EIGHT_BITS = [
     ),
     Mutant("the largest of e4m3 for e5m2", KERNEL, "else 57344.0", "else 448.0", every("triton", "one scale", "e5m2")),
     Mutant(
-        "blocks whose largest saturates", XLA_NORM, "((bits + 0x1FFFFF) >> 23)", "(bits >> 23)", every("xla", "blocks")
+        "blocks whose largest saturates",
+        XLA_EIGHT_BITS,
+        "((bits + 0x1FFFFF) >> 23)",
+        "(bits >> 23)",
+        every("xla", "blocks"),
     ),
     Mutant(
         "blocks whose largest saturates, in the kernel",
@@ -79,7 +87,7 @@ EIGHT_BITS = [
     ),
     Mutant(
         "infinite blocks with a scale, by XLA",
-        XLA_NORM,
+        XLA_EIGHT_BITS,
         "jnp.where(bits >= 0x7F800000, 255, biased)",
         "biased",
         every("xla", "blocks"),
@@ -122,7 +130,7 @@ EIGHT_BITS = [
     ),
     Mutant(
         "the largest that is not NaN",
-        XLA_NORM,
+        XLA_EIGHT_BITS,
         "bits = lax.bitcast_convert_type(jnp.abs(y), jnp.int32)",
         "bits = lax.bitcast_convert_type(jnp.nan_to_num(jnp.abs(y)), jnp.int32)",
         (f"{TESTS}test_current_scaling_of_zeros_and_of_nan",),

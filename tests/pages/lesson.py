@@ -16,7 +16,7 @@ from collections.abc import Iterator
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = ROOT / "jln/README.md"
 JUNCTION = ROOT / "jln/_junction"
-JNP = tuple(JUNCTION / name for name in ("formulas.py", "gradients.py", "linears/formulas.py"))
+JNP = tuple(JUNCTION / name for name in ("formulas.py", "gradients.py", "eight_bits.py", "linears/formulas.py"))
 KERNELS = tuple(
     JUNCTION / "kernels" / f"{name}.py"
     for name in ("terms", "forward", "eight_bits", "backward", "long_rows", "with_linear", "with_linear_backward")

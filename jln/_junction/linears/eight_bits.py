@@ -2,7 +2,7 @@
 
 The norm that makes z quantises it along H. The kernel is quantised along H for (11) and along the features for (14), dy
 along the features for (14) and along the rows for (13), and z, made again, along the rows for (13), by terms (50) to
-(53) of `jln._junction.formulas`. All sums are in float32. Gradients go straight through: those of the quantised
+(53) of `jln._junction.eight_bits`. All sums are in float32. Gradients go straight through: those of the quantised
 operands are taken for those of the operands, saturated or not.
 
 - One scale: those of the kernel and of dy are made of their own largest element. dy has e5m2, the kernel e4m3. XLA's
@@ -25,7 +25,7 @@ from jax import Array, lax
 
 from jln._core.derivatives import varying_together
 from jln._junction.arrays import BLOCK, Arrays, Junction
-from jln._junction.formulas import by_block_scales, by_scale, largest
+from jln._junction.eight_bits import by_block_scales, by_scale, largest
 from jln._triton.chip import Chip
 
 KERNEL = "float8_e4m3fn"
