@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
+from case import Array, Case, Level
 
 import jln
-from jln._tools.catalogue import EPSILON, FORMS, Operator
+from jln._tools.catalogue import FORMS, Operator
 
 # Powers of two, their neighbours, 1 and what models have. From 32 rows of 64 elements on XLA gives sums on a CPU to
 # another library, so these are frequent.
@@ -47,120 +46,6 @@ WIDE, FLOAT32, NARROW = "float64", "float32", ("bfloat16", "float16")
 POLICIES = (
     "everything_again", "statistics", "dots", "jln.dots_saveable", "jln.dots_and_statistics_saveable",
 )  # fmt: skip
-SCALE, LARGEST = "scale of y", "largest |y|"  # of eight bits, written out to x's size
-OF_ROWS = ("total", SCALE, LARGEST)
-
-
-@dataclasses.dataclass(frozen=True)
-class Level:
-    """A loop over examples, from the outermost in: jax.vmap, or jax.lax.scan.
-
-    out: the axis of the examples in results.
-    """
-
-    by: str
-    size: int
-    out: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Array:
-    """An operand, or a result's cotangent.
-
-    shape: with the axes of all levels on which it has one.
-    axes: for each level, from the outermost in, its axis in the array that is left there, or None.
-    small: the shape of what the program is given, which it broadcasts to `shape`.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    axes: tuple[int | None, ...]
-    small: tuple[int, ...]
-    mean: float = 0.0
-    spread: float = 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A call of an operator, and what is asked of it.
-
-    shape: that of an example's x. axes: the normalised ones, in the order given.
-    several: the number of Linears as a tuple; 0 for one.
-    outer: the number of levels around the derivative; the others are inside it.
-    asks: "value", "gradient", "tangent" or "second".
-    number: a static gate.
-    quantize: as of the operators.
-    """
-
-    seed: int
-    form: Operator
-    shape: tuple[int, ...]
-    axes: tuple[int, ...]
-    levels: tuple[Level, ...]
-    outer: int
-    operands: dict[str, Array]
-    cotangents: dict[str, Array]
-    wanted: tuple[str, ...]
-    asks: str
-    static: dict[str, Any]
-    several: int = 0
-    implementation: str | None = None
-    number: float | None = None
-    constant_rows: bool = False
-    jitted: bool = True
-    values_too: bool = True
-    policy: str | None = None
-    by_loss: bool = False
-    twice_reverse: bool = False
-    quantize: Any = None
-
-    epsilon = property(lambda self: self.static.get("epsilon", EPSILON))
-
-    def kind(self, name: str) -> str:
-        """Name the layout of an operand or a result: "x" for all that have x's rank."""
-        if name.startswith(("kernel", "bias")):
-            return name.split("[")[0]
-        if name.startswith("y") and self.form.is_linear:
-            return "product"
-        if name not in self.operands or name in ("x", "residual", "z"):
-            return "x"
-        shape = self.example_shape(name)
-        return "number" if shape == () else "H" if shape == tuple(self.shape[a] for a in self.axes) else "x"
-
-    def example_shape(self, name: str) -> tuple[int, ...]:
-        """The shape of an example's operand."""
-        shape = self.operands[name].shape
-        for axis in self.operands[name].axes:
-            if axis is not None:
-                shape = (*shape[:axis], *shape[axis + 1 :])
-        return shape
-
-    def result_shape(self, name: str) -> tuple[int, ...]:
-        """The shape of an example's result."""
-        if name in OF_ROWS or not self.form.is_linear:
-            return self.shape
-        return (*self.shape[:-1], *self.example_shape(f"kernel{name[1:]}")[1:])
-
-    def in_words(self) -> str:
-        """The case as lines of text."""
-        lines = [f"seed {self.seed}: {self.form.title}, {self.asks} of an x {self.shape} normalised over {self.axes}"]
-        for name, value in self.static.items():
-            lines.append(f"  {name}={value!r}")
-        for i, level in enumerate(self.levels):
-            where = "outside" if i < self.outer else "inside"
-            lines.append(f"  {level.by} of {level.size}, {where} the derivative, results along {level.out}")
-        for name, a in (self.operands | {f"cotangent of {n}": c for n, c in self.cotangents.items()}).items():
-            made = "" if a.small == a.shape else f", broadcast from {a.small}"
-            more = f", examples along {a.axes}" if self.levels else ""
-            lines.append(f"  {name}: {a.dtype} {a.shape}{made}{more}, {a.mean:g} +- {a.spread:g}")
-        if self.number is not None:
-            lines.append(f"  gate={self.number}")
-        said = {
-            "wanted": self.wanted, "implementation": self.implementation, "jitted": self.jitted, "policy": self.policy,
-            "constant rows": self.constant_rows, "values too": self.values_too, "by a loss": self.by_loss,
-            "reverse mode twice": self.twice_reverse, "quantize": self.quantize,
-        }  # fmt: skip
-        return "\n".join([*lines, "  " + ", ".join(f"{n} {v}" for n, v in said.items())])
 
 
 def draw(seed: int) -> Case:
@@ -403,36 +288,3 @@ class Draw:
                 small = (1,) * len(shape)
             found[n] = Array("result's", shape, tuple(axes), small)
         return found
-
-
-def result_dtype(case: Case, name: str) -> str:
-    """The dtype of a result."""
-    of = {n: a.dtype for n, a in case.operands.items()}
-    if name in (SCALE, LARGEST) or (name == "y" and case.quantize is not None and not case.form.is_linear):
-        return FLOAT32
-    if name == "total":
-        return jnp.promote_types(of["x"], of["residual"]).name
-    if case.form.is_linear:
-        return jnp.promote_types(of["x"], of[f"kernel{name[1:]}"]).name
-    if "dtype" in case.static:
-        return case.static["dtype"]
-    return jnp.promote_types(of["x"], of["residual"]).name if case.form.adds_behind else of["x"]
-
-
-def made(case: Case) -> tuple[dict, dict, dict]:
-    """The arrays of a case in NumPy: operands, cotangents, directions of the operands that are wanted."""
-    r = np.random.default_rng(case.seed)
-
-    def array(a: Array, dtype: str):
-        values = a.spread * r.standard_normal(a.small) + a.mean
-        return values.astype(jnp.dtype(dtype))
-
-    operands = {n: array(a, a.dtype) for n, a in case.operands.items()}
-    if case.constant_rows:
-        operands["x"] = np.broadcast_to(operands["x"].ravel()[:1], operands["x"].shape)
-    cotangents = {n: array(a, result_dtype(case, n)) for n, a in case.cotangents.items()}
-    directions = {}
-    if case.asks in ("tangent", "second"):
-        plain = {n: dataclasses.replace(case.operands[n], mean=0.0) for n in case.wanted}
-        directions = {n: array(a, a.dtype) for n, a in plain.items()}
-    return operands, cotangents, directions

@@ -19,10 +19,11 @@ import sys
 from typing import Any
 
 import jax
+from case import Case, result_dtype
 
 import jln
 from called import program
-from drawn import Case, Draw, result_dtype
+from drawn import Draw
 from jln.program import compile_for
 
 
