@@ -117,7 +117,7 @@ SUMS = [
         JUNCTION_RULES,
         "there if name in reads else unneeded",
         'there if name in reads or name == "x" else unneeded',
-        (f"{JUNCTION}test_held_between_forward_and_backward[xla-H-some0-1-2-False]",),
+        ("tests/operators/test_junction_costs.py::test_held_between_forward_and_backward[xla-H-some0-1-2-False]",),
     ),
     Mutant(
         "axes of rows put back in the order in which they were moved", NORM_ARGUMENTS,
