@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 import numpy as np
-from case import LARGEST, SCALE, Case, made
 
 import jln
+from case import LARGEST, SCALE, Case, made
 from jln._core.one_by_one import WRONG
 
 WITHOUT_YNNPACK = {"xla_cpu_experimental_ynn_fusion_type": ""}

@@ -7,9 +7,9 @@ import math
 import random
 
 import jax.numpy as jnp
-from case import Array, Case, Level
 
 import jln
+from case import Array, Case, Level
 from jln._tools.catalogue import FORMS, Operator
 
 # Powers of two, their neighbours, 1 and what models have. From 32 rows of 64 elements on XLA gives sums on a CPU to

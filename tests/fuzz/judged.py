@@ -6,8 +6,8 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
-from case import Case, made, result_dtype
 
+from case import Case, made, result_dtype
 from tracked import Tracked, unit
 from truth import evaluated, given_back, laid_out
 

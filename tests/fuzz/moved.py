@@ -19,10 +19,10 @@ import sys
 from typing import Any
 
 import jax
-from case import Case, result_dtype
 
 import jln
 from called import program
+from case import Case, result_dtype
 from drawn import Draw
 from jln.program import compile_for
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from case import LARGEST, SCALE
 
 import jln
+from case import LARGEST, SCALE
 from in_eight_bits import BLOCK, saturated
 from tracked import Tracked
 

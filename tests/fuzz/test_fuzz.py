@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import jaxlib
 import numpy as np
 import pytest
-from case import made
 
 import workbench
 from called import results
+from case import made
 from drawn import draw
 from jln._core.one_by_one import WRONG
 from jln._core.operation import Operation

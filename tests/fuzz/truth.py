@@ -10,8 +10,8 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
-from case import LARGEST, Case
 
+from case import LARGEST, Case
 from quantised import OF_COTANGENT, OF_KERNEL, in_eight_bits, largest, quantised
 from tracked import Tracked, total, unit
 
