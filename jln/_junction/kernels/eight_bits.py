@@ -1,6 +1,6 @@
 """Rows in eight bits, by one scale for all of them or by a power of two for every 32 elements, in the forward kernel.
 
-The numbers in brackets are the equations of `jln._junction.formulas`.
+The numbers in brackets are the equations of `jln._junction.eight_bits`.
 """
 
 import triton
