@@ -5,6 +5,7 @@ from targets import Mutant
 FOUND, PROBES, READ = "jln/_fuse/quantisations.py", "jln/_fuse/probes.py", "jln/_fuse/eight_bits.py"
 RULES = "jln/_fuse/readers.py"
 TESTS, FUNCTIONS = "tests/fuse/test_quantisations.py::", "tests/fuse/test_eight_bit_functions.py::"
+OF_RULES = "tests/fuse/test_eight_bit_rules.py::"
 
 
 def left(name: str) -> tuple[str, ...]:
@@ -74,14 +75,14 @@ FUSED_EIGHT_BITS = [
         RULES,
         "if isinstance(found, Quantisation) and takes(graph, found):",
         "if isinstance(found, Quantisation):",
-        (f"{FUNCTIONS}test_a_rule_that_quantises_in_another_way[another factor]",),
+        (f"{OF_RULES}test_a_rule_that_quantises_in_another_way[another factor]",),
     ),
     Mutant(
         "the function's results for those of its rule",
         READ,
         "y = again(*arguments) if any(r.reads_copy_at_once for r in readers) else None",
         "y = None",
-        (f"{FUNCTIONS}test_a_rule_that_quantises_in_another_way[no eight bits]",),
+        (f"{OF_RULES}test_a_rule_that_quantises_in_another_way[no eight bits]",),
     ),
     Mutant(
         "the program's own equations without their derivative",
@@ -95,21 +96,21 @@ FUSED_EIGHT_BITS = [
         READ,
         "any(not isinstance(d, SymbolicZero) for d in of) for of in cotangents]",
         "True for of in cotangents]",
-        (f"{FUNCTIONS}test_rules_of_what_is_not_differentiated[one of two stopped]",),
+        (f"{OF_RULES}test_rules_of_what_is_not_differentiated[one of two stopped]",),
     ),
     Mutant(
         "functions that ask for symbolic zeros",
         READ,
         'if is_function and not node.params["symbolic_zeros"]:',
         "if is_function:",
-        (f"{FUNCTIONS}test_a_function_that_asks_for_symbolic_zeros_is_left_as_it_is",),
+        (f"{OF_RULES}test_a_function_that_asks_for_symbolic_zeros_is_left_as_it_is",),
     ),
     Mutant(
         "a function that its rule calls not looked into",
         RULES,
         "    graph = Graph(program, with_functions=True)",
         "    graph = Graph(program)",
-        (f"{FUNCTIONS}test_a_rule_that_calls_the_function_reads_the_eight_bits_of_the_kernel[delayed]",),
+        (f"{OF_RULES}test_a_rule_that_calls_the_function_reads_the_eight_bits_of_the_kernel[delayed]",),
     ),
     Mutant(
         "a number that elements are compared with",
