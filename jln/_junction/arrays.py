@@ -150,6 +150,7 @@ class Norm:
       offset_rows: the axes, negative, along which an offset varies that is read row by row. Its gradient is made beside
       the operations, which only ask whether there are any. both_sides: whether x is normalised too, in front of the
       sum. remat: whether gradients are made of what total is made of, not of total and of statistics that were kept.
+      blocks: the name of the dtype for whose numbers blocks have their scales; "" where there are no blocks.
     """
 
     axis: int
@@ -162,6 +163,7 @@ class Norm:
     offset_rows: tuple[int, ...] = ()
     both_sides: bool = False
     remat: bool = False
+    blocks: str = ""
 
     @property
     def of_examples(self) -> bool:
@@ -341,7 +343,7 @@ def layout(
 
     of_operands = Arrays(**{name: dims(name) for name in operands.present()})
     of_results = Arrays(**{name: result(name) for name in dtypes.present()})
-    in_eight_bits = dtypes.y_max is not None or dtypes.block_scale is not None
+    in_eight_bits = norm.blocks != "" or dtypes.y_max is not None
     return Layout.of(operands, of_operands, dtypes, of_results, whole=(Kind.HIDDEN,) * in_eight_bits)
 
 

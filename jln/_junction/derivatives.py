@@ -172,6 +172,7 @@ def _normed_in_eight_bits(junction: Junction, operands: Arrays, dtypes: Arrays) 
     """The norm's results with y in eight bits, its block_scale, or y_scale and y_max, both of all rows."""
     norm, by = junction.norm, functools.partial(forward, implementation=junction.implementation)
     if junction.eight_bits == "blocks":
+        norm = dataclasses.replace(norm, blocks=junction.y_dtype)
         return by(operands, norm, dtypes._replace(block_scale="uint8"))
     wanted = dtypes._replace(y_max="float32")
     if operands.y_scale is not None:

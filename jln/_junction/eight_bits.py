@@ -20,7 +20,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jln._junction.arrays import BLOCK, Arrays
+from jln._junction.arrays import BLOCK, Arrays, Norm
 
 LARGEST_EXPONENT = {"float8_e4m3fn": 8, "float8_e5m2": 15}  # p of (52)
 
@@ -39,16 +39,15 @@ def largest(y: Array, axis: int | None = None) -> Array:
     return lax.bitcast_convert_type(bits_of_largest(y, axis, keepdims=axis is not None), jnp.float32)
 
 
-def in_eight_bits(y: Array, y_scale: Array | None, dtypes: Arrays, axis: int) -> Arrays:
+def in_eight_bits(y: Array, y_scale: Array | None, norm: Norm, dtypes: Arrays) -> Arrays:
     """Terms (50) to (53) of y in float32, those that `dtypes` asks for: y, y_max and block_scale. Else y as it is."""
-    row_max = None if dtypes.y_max is None else largest(y, axis)  # (51)
-    if dtypes.y not in LARGEST_EXPONENT:
-        return Arrays(y=y, y_max=row_max)
-    if dtypes.block_scale is None:
-        assert y_scale is not None
-        return Arrays(y=by_scale(y, y_scale, dtypes.y), y_max=row_max)
-    y, block_scale = by_block_scales(y, dtypes.y, y.ndim - 1)
-    return Arrays(y=y, y_max=row_max, block_scale=block_scale)
+    made = Arrays(y=y, y_max=None if dtypes.y_max is None else largest(y, norm.axis))  # (51)
+    if norm.blocks:
+        y, block_scale = by_block_scales(y, norm.blocks, y.ndim - 1)
+        return made._replace(y=y, block_scale=block_scale)
+    if y_scale is None or dtypes.y is None:
+        return made
+    return made._replace(y=by_scale(y, y_scale, dtypes.y))
 
 
 def by_scale(y: Array, scale: Array, dtype: str) -> Array:

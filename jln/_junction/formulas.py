@@ -292,7 +292,7 @@ def forward(
         dtype = jnp.promote_types(y.dtype, added.dtype)
         y = y.astype(dtype) + added.astype(dtype)  # (30)
         y = y if dtypes.y is None or dtypes.y in LARGEST_EXPONENT else _with_digits_of(y, dtypes.y)
-    made = in_eight_bits(y, operands.y_scale, dtypes, norm.axis)
+    made = in_eight_bits(y, operands.y_scale, norm, dtypes)
     return in_dtypes(made._replace(total=total, mean=mean, rstd=rstd), dtypes, batch)
 
 
@@ -311,7 +311,7 @@ def forward_of_two(
     sum_fence: Callable = lax.optimization_barrier,
 ) -> Arrays:
     """Terms (31) to (33) by two calls of `forward`, a norm's."""
-    both, norm = norm, dataclasses.replace(norm, both_sides=False)
+    both, norm = norm, dataclasses.replace(norm, both_sides=False, blocks="")
     batch = common_batch(batch_dims, *operands)
     total_dtype = jnp.promote_types(operands.x.dtype, operands.residual.dtype)
     wide = compute_dtype(total_dtype)
@@ -332,7 +332,7 @@ def forward_of_two(
     behind, wanted = Arrays(), dtypes.only(("y", "y_max", "block_scale", "mean", "rstd"))
     if jax.tree.leaves(wanted):
         of_total = operands.only(("scale", "offset", "y_scale"))._replace(x=total)
-        behind = forward(of_total, norm, wanted, batch_dims)
+        behind = forward(of_total, dataclasses.replace(norm, blocks=both.blocks), wanted, batch_dims)
     behind = behind._replace(total=total, x_mean=in_front.mean, x_rstd=in_front.rstd)
     return in_dtypes(behind, dtypes, batch)
 

@@ -217,6 +217,7 @@ def forward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targe
         OFFSET=g.by_row(operands.offset),
         NORM=norm.switches,
         BOTH_SIDES=norm.both_sides,
+        BLOCKS=LARGEST_EXPONENT.get(norm.blocks),
         EPSILON=norm.epsilon,
         TOTAL=total,
     )
@@ -227,8 +228,8 @@ def _composed_in_eight_bits(operands: Arrays, norm: Norm, dtypes: Arrays, batch_
     """The same, with y in float32 by the kernel and in eight bits by XLA."""
     of_y = dtypes.only(("y", "y_max", "block_scale"))
     wide = dtypes._replace(**dict.fromkeys(of_y.present()))._replace(y="float32")
-    made = forward(operands._replace(y_scale=None), norm, wide, batch_dims, target)
-    quantised = in_eight_bits(made.y, operands.y_scale, dtypes, norm.axis)
+    made = forward(operands._replace(y_scale=None), dataclasses.replace(norm, blocks=""), wide, batch_dims, target)
+    quantised = in_eight_bits(made.y, operands.y_scale, norm, dtypes)
     return made._replace(**in_dtypes(quantised, of_y, made.y.shape[:batch_dims]).present())
 
 

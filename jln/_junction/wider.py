@@ -33,7 +33,7 @@ def in_place(operands: Arrays, axes: Arrays, norm: Norm, dtypes: Arrays, batch_d
         return None
     ndim = given[of_rows[0]].ndim - 1
     are_rows = {*axes.present(), *dtypes.present()}.isdisjoint(columns_of(norm, names))
-    if dtypes.block_scale is not None and axis > ndim + norm.axis:  # blocks have rows in them
+    if norm.blocks and axis > ndim + norm.axis:  # blocks have rows in them
         return None
     wider = grown(norm, names, are_rows, axis, ndim, batch_dims)
     return None if wider is None else Place(axis, batch_dims, *wider)

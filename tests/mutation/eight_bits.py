@@ -70,12 +70,32 @@ EIGHT_BITS = [
     Mutant(
         "blocks half as large as they may be", KERNEL, "bits + 0x1FFFFF", "bits + 0x7FFFFF", every("triton", "blocks")
     ),
-    Mutant("the exponent of e4m3 for e5m2", KERNEL, "else 15", "else 8", every("triton", "blocks", "e5m2")),
+    Mutant(
+        "the exponent of e4m3 for e5m2",
+        NORM_LAUNCH,
+        "BLOCKS=LARGEST_EXPONENT.get(norm.blocks),",
+        "BLOCKS=8 if norm.blocks else None,",
+        every("triton", "blocks", "e5m2"),
+    ),
+    Mutant(
+        "values whose blocks' scales nobody reads, by no scale",
+        FORWARD,
+        "        if BLOCKS is not None:",
+        "        if block_scale_ptr is not None:",
+        (f"{TESTS}test_a_part_alone",),
+    ),
+    Mutant(
+        "scales of blocks whose values nobody reads",
+        FORWARD,
+        "if y_ptr is not None or y_max_ptr is not None or block_scale_ptr is not None:",
+        "if y_ptr is not None or y_max_ptr is not None:",
+        (f"{TESTS}test_a_part_alone",),
+    ),
     Mutant(
         "blocks of zeros with an exponent below 0",
         KERNEL,
-        "- exponent, 0)",
-        "- exponent, -9)",
+        "- EXPONENT, 0)",
+        "- EXPONENT, -9)",
         every("triton", "blocks"),
     ),
     Mutant(
@@ -253,7 +273,7 @@ EIGHT_BITS = [
     Mutant(
         "rows behind the blocks of a vmap",
         WIDER,
-        "if dtypes.block_scale is not None and axis > ndim + norm.axis:",
+        "if norm.blocks and axis > ndim + norm.axis:",
         "if False:",
         (f"{TESTS}test_vmap_behind_the_blocks",),
     ),

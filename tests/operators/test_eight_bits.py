@@ -289,3 +289,21 @@ def test_scales_are_numbers_of_any_kind():
     jitted = jax.jit(lambda x, q: jln.rms_norm(x, quantize=q))(x, jln.Float8(jnp.float32(0.25)))
     chex.assert_trees_all_equal(jitted, results[0])
     assert isinstance(results[0], jln.Quantized) and Bits._fields[:2] == jln.Quantized._fields[:2]
+
+
+@pytest.mark.parametrize("part", ["values", "scale", "amax"])
+@pytest.mark.parametrize("quantize", [jln.Float8(0.02), jln.Float8(), jln.MXFloat8("float8_e5m2")], ids=str)
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm_add_layer_norm"])
+def test_a_part_alone(name, quantize, part, implementation):
+    """A step that reads a part of the result has the same part, and the others are dead code in it."""
+    form = FORMS[name]
+    function = form.in_order(getattr(jln, form.name), form.names, implementation=implementation, quantize=quantize)
+    given = operands(name, (37, H), "bfloat16")
+
+    def read(*given):
+        q = function(*given)[0] if form.adds else function(*given)
+        return jnp.zeros([]), getattr(q, part)
+
+    (_, got), _ = jax.jit(jax.value_and_grad(read, has_aux=True))(*given)
+    if quantize != jln.MXFloat8("float8_e5m2") or part != "amax":
+        np.testing.assert_array_equal(*(np.asarray(a, "float32") for a in (got, read(*given)[1])))

@@ -107,7 +107,7 @@ def _statistics_of_chunks(
 def _store_rows(
     x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_scale_ptr, y_ptr, y_max_ptr, block_scale_ptr, total_ptr,
     at, mask, column, exists, first_scale, first, valid,
-    H: tl.constexpr, OFFSET: tl.constexpr, NORM: tl.constexpr, COMPUTE: tl.constexpr,
+    H: tl.constexpr, OFFSET: tl.constexpr, NORM: tl.constexpr, BLOCKS: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Normalise rows, and store their norm and the rows themselves, each if it is wanted.
@@ -117,7 +117,7 @@ def _store_rows(
     largest = tl.zeros([BLOCK_ROWS], tl.int32)
     if total_ptr is not None:
         tl.store(total_ptr + at, x.to(total_ptr.dtype.element_ty), mask=mask)
-    if y_ptr is not None or y_max_ptr is not None:
+    if y_ptr is not None or y_max_ptr is not None or block_scale_ptr is not None:
         scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
         x_hat = (x - mean[:, None]) * rstd[:, None]  # (3)
         y = affine(x_hat, scale, offset_ptr, column, exists, OFFSET, COMPUTE)
@@ -129,14 +129,11 @@ def _store_rows(
             y = y + (widened(added, COMPUTE) if added.dtype == tl.bfloat16 else added)  # (30), in the wider type
         if y_max_ptr is not None:
             largest = tl.max(bits_of(y, mask), axis=1)  # (51)
+        if BLOCKS is not None:
+            y = by_block_scales(y, mask, block_scale_ptr, first_scale, first, valid, H, BLOCKS, BLOCK_ROWS, BLOCK_H)
         if y_ptr is not None:
             if y_scale_ptr is not None:
                 y *= tl.div_rn(1.0, tl.load(y_scale_ptr))  # (50)
-            if block_scale_ptr is not None:
-                y = by_block_scales(
-                    y, mask, block_scale_ptr, first_scale, first, valid,
-                    H, y_ptr.dtype.element_ty, BLOCK_ROWS, BLOCK_H,
-                )  # fmt: skip
             tl.store(y_ptr + at, rounded(y, y_ptr.dtype.element_ty), mask=mask)
     return largest
 
@@ -172,6 +169,7 @@ def forward_kernel(
     OFFSET: tl.constexpr,
     NORM: tl.constexpr,
     BOTH_SIDES: tl.constexpr,
+    BLOCKS: tl.constexpr,
     EPSILON: tl.constexpr,
     TOTAL: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -181,6 +179,7 @@ def forward_kernel(
     """Compute y, total, mean and rstd, one tile of rows a program.
 
     BOTH_SIDES: x is normalised before it is added, in a tile of whole rows, and its x_mean and x_rstd computed, too.
+    BLOCKS: the exponent of the largest number of y where its blocks have scales; else None.
 
     A row that fits in BLOCK_H stays in registers and is read once. A wider one is taken chunk by chunk, twice, the
     second read being served by L2.
@@ -232,7 +231,7 @@ def forward_kernel(
         largest = _store_rows(
             x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_scale_ptr, y_ptr, y_max_ptr, block_scale_ptr,
             total_ptr, at, mask, column, exists, first_scale, 0, valid,
-            H, OFFSET, NORM, COMPUTE, BLOCK_ROWS, BLOCK_H,
+            H, OFFSET, NORM, BLOCKS, COMPUTE, BLOCK_ROWS, BLOCK_H,
         )  # fmt: skip
     else:
         mean, rstd = _statistics_of_chunks(
@@ -249,7 +248,7 @@ def forward_kernel(
             more = _store_rows(
                 x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_scale_ptr, y_ptr, y_max_ptr, block_scale_ptr,
                 total_ptr, at, mask, column, exists, first_scale, first, valid,
-                H, OFFSET, NORM, COMPUTE, BLOCK_ROWS, BLOCK_H,
+                H, OFFSET, NORM, BLOCKS, COMPUTE, BLOCK_ROWS, BLOCK_H,
             )  # fmt: skip
             if y_max_ptr is not None:
                 largest = tl.maximum(largest, more)
