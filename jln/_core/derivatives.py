@@ -16,6 +16,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import AxisType, NamedSharding
 
+from jln._core.operation import varying_together
 from jln._core.reverse_mode import Parts, Widen, in_reverse_mode
 
 # The `jax.ad_checkpoint.checkpoint_name` of row statistics, and of products that one kernel makes with the norm.
@@ -203,22 +204,6 @@ def batched_like(a: jax.Array, like: jax.Array) -> jax.Array:
     return _together.bind(a, Unneeded(like).nothing())[0]
 
 
-def varying_together(operands: Any) -> Any:
-    """Cast the operands, inside shard_map, so that each varies over each mesh axis that any of them varies over.
-
-    The cast is outside of the operator's custom_vjp, so that JAX adds up a shared parameter's gradient over these axes.
-    """
-    union = frozenset().union(*[jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(operands)])
-    if not union:
-        return operands
-
-    def cast(a: jax.Array) -> jax.Array:
-        missing = union - jax.typeof(a).manual_axis_type.varying
-        return jax.lax.pcast(a, tuple(sorted(missing)), to="varying") if missing else a
-
-    return jax.tree.map(cast, operands)
-
-
 def with_automatic_axes(function: Callable[..., Any], specs: Callable[..., Any], operands: Any) -> Any:
     """Call `function(operands)`; on a mesh with explicit axes, as if these were automatic.
 
@@ -269,7 +254,8 @@ def in_one_program(static: int) -> Callable[[Callable[..., Any]], Callable[..., 
 
         @functools.wraps(function)
         def call(*arguments: Any) -> Any:
-            kinds = jax.sharding.get_abstract_mesh().axis_types
+            meshes = [jax.typeof(a).sharding.mesh for a in jax.tree.leaves(arguments[static:])]
+            kinds = {kind for mesh in (jax.sharding.get_abstract_mesh(), *meshes) for kind in mesh.axis_types}
             watched = jax.config.jax_debug_nans or jax.config.jax_debug_infs  # pyright: ignore[reportAttributeAccessIssue]
             if AxisType.Explicit in kinds or (watched and AxisType.Manual not in kinds):
                 return function(*arguments)

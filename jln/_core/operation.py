@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax._src import checkify
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
@@ -93,6 +94,7 @@ class Operation(Generic[Operands, Results]):
         primitive.def_abstract_eval(self._abstract)
         batching.primitive_batchers[primitive] = self._batch
         ad.primitive_jvps[primitive] = self._jvp
+        watched_by_checkify(primitive)
         if reads is not None:
             partial_eval.dce_rules[primitive] = self._without_unused
         for platform in (None, "cpu", "tpu", "cuda", "rocm"):
@@ -186,7 +188,7 @@ class Operation(Generic[Operands, Results]):
             return jnp.broadcast_to(jnp.expand_dims(a, place.axis), shape)
 
         request = dataclasses.replace(request, settings=place.settings, batch_dims=place.batch_dims)
-        operands = [moved(i, a, d) for i, (a, d) in enumerate(zip(operands, dims, strict=True))]
+        operands = [moved(i, a, d) for i, (a, d) in enumerate(zip(varying_together(operands), dims, strict=True))]
         results = self._primitive.bind(*operands, tree=tree, request=request, **params)
         return results, [place.axis] * len(results)
 
@@ -296,6 +298,28 @@ class LinearOperation(Operation[Operands, Results]):
             if aval is not None:
                 found[place] = _like(aval, gradient)
         return found
+
+
+def watched_by_checkify(primitive: Primitive) -> None:
+    """Have `jax.experimental.checkify` look for NaN in a primitive's results, as in those of JAX's own primitives."""
+    checkify.error_checks[primitive] = functools.partial(checkify.nan_error_check, primitive)
+
+
+def varying_together(operands: Any) -> Any:
+    """Cast the operands, inside shard_map, so that each varies over each mesh axis that any of them varies over.
+
+    Where the cast is outside of the operator's custom_vjp, JAX adds up a shared parameter's gradient over these axes.
+    A vmap with `spmd_axis_name` brings one in each operand that has its axis of examples.
+    """
+    union = frozenset().union(*[jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(operands)])
+    if not union:
+        return operands
+
+    def cast(a: jax.Array) -> jax.Array:
+        missing = union - jax.typeof(a).manual_axis_type.varying
+        return jax.lax.pcast(a, tuple(sorted(missing)), to="varying") if missing else a
+
+    return jax.tree.map(cast, operands)
 
 
 def only_rows_differ(batch_dims: int, rows: Sequence[Any], parameters: Sequence[Any]) -> bool:

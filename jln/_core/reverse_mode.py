@@ -10,6 +10,8 @@ import jax
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir, partial_eval
 
+from jln._core.operation import varying_together, watched_by_checkify
+
 # From settings, operands, and the place of vmap's axis in each operand, None in one that is shared, to the settings and
 # the operands of one wider call, and to the place of the axis in each result, None where examples share that too.
 # None where no call of the operator is the same.
@@ -108,7 +110,7 @@ def in_reverse_mode(
 
     def batch(leaves, dims, *, jaxpr, used, settings, tree, vmaps, moving):
         del jaxpr
-        dims, widens = tuple(dims), moving is not None
+        leaves, dims, widens = varying_together(leaves), tuple(dims), moving is not None
         if (
             widens
             and not vmaps
@@ -141,6 +143,7 @@ def in_reverse_mode(
     primitive.def_impl(evaluate)
     primitive.def_abstract_eval(lambda *_, jaxpr, used, **__: only(jaxpr.out_avals, used))
     ad.primitive_jvps[primitive] = jvp
+    watched_by_checkify(primitive)
     batching.primitive_batchers[primitive] = batch
     partial_eval.dce_rules[primitive] = without_unused
     mlir.register_lowering(primitive, mlir.lower_fun(of_jaxpr, multiple_results=True))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jln._core.derivatives import varying_together
+from jln._core.operation import varying_together
 from jln._fuse.certificate import FLOATS, Constants
 from jln._fuse.graph import Frontier, Graph, Node, Value, bound
 from jln._fuse.probes import ELEMENTWISE, LAYOUT, equal, probes, quantised

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jln._core.derivatives import PRODUCT, Rules, Unneeded, batched_like, named_statistics, varying_together
-from jln._core.operation import LinearOperation, Operation, only_rows_differ
+from jln._core.derivatives import PRODUCT, Rules, Unneeded, batched_like, named_statistics
+from jln._core.operation import LinearOperation, Operation, only_rows_differ, varying_together
 from jln._junction import arrays, formulas, gradients
 from jln._junction.arrays import KEPT, TABLE, Arrays, Junction, Norm, Shape
 from jln._junction.eight_bits import largest

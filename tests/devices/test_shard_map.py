@@ -186,3 +186,28 @@ def test_sequence_parallelism_over_some_axes(by):
         jax.jit(jax.value_and_grad(loss_by_name(f)))(a) for f, a in ((by_features, put), (one_by_one, given))
     )
     chex.assert_trees_all_close(got, expected, rtol=1e-3, atol=1e-3)
+
+
+# Which operands differ between the examples of a vmap, by their roles.
+EXAMPLES = [("activation",), ("activation", "kernel"), ("activation", "scale", "bias"), ("kernel", "scale")]
+OF_EXAMPLES = [(n, own) for n, o in OPERATORS.items() for own in EXAMPLES if o.is_linear or "kernel" not in own]
+
+
+@pytest.mark.parametrize("forward_mode", [False, True], ids=["reverse", "forward"])
+@pytest.mark.parametrize(("name", "own"), OF_EXAMPLES)
+def test_under_a_vmap_that_splits_its_examples(name, own, forward_mode):
+    """`spmd_axis_name` has the operands with examples, and no others, vary over a mesh axis inside of a `shard_map`."""
+    roles = {a.name: a.role for a in OPERATORS[name].arguments}
+    given = {n: jnp.stack([a, 2 * a]) if roles[n] in own else a for n, a in operands(name).items()}
+    specs = {n: P("data") if roles[n] == "activation" else P() for n in given}
+    axes = {n: 0 if roles[n] in own else None for n in given}
+    function = functools.partial(getattr(jln, name), forward_mode=forward_mode)
+    shard = jax.shard_map(lambda a: function(**a), mesh=mesh(), in_specs=(specs,), out_specs=P("data"))
+
+    def loss(of_one, **how):
+        return loss_by_name(lambda **arrays: jax.vmap(of_one, (axes,), **how)(arrays))
+
+    spread = loss(shard, spmd_axis_name="tensor")
+    plain = loss(lambda a: getattr(jln.reference, name)(**a))
+    ours, expected = (jax.jit(jax.value_and_grad(f))(given) for f in (spread, plain))
+    chex.assert_trees_all_close(ours, expected, **CLOSE)

@@ -53,6 +53,39 @@ def test_gradient_on_an_explicit_mesh_outside_of_jit(name, forward_mode):
     assert [jax.typeof(g).sharding.spec for g in gradients] == [jax.typeof(a).sharding.spec for a in put]
 
 
+@pytest.mark.parametrize("name", ["layer_norm", "add_rms_norm", "layer_norm_linear"])
+def test_gradient_on_an_explicit_mesh_that_is_not_set(name):
+    """The arguments alone tell the mesh. From JAX 0.11 on a compiled operator would be refused there."""
+    function, _, put = placed(name, "rows", mesh(AxisType.Explicit))
+    results, pull = jax.vjp(function, *put)
+    gradients = pull(results)
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        expected = jax.jit(lambda *a: jax.vjp(function, *a)[1](results))(*put)
+    chex.assert_trees_all_close(gradients, expected, **CLOSE)
+    assert [jax.typeof(g) for g in gradients] == [jax.typeof(a) for a in put]
+    assert all(g.sharding.mesh.axis_types == (AxisType.Explicit,) * 2 for g in gradients)
+
+
+WITH_PROGRAMS = {
+    "jit": jax.jit,
+    "scan": lambda f: lambda x, scale: jax.lax.scan(lambda c, _: (f(c, scale), None), x, length=2)[0],
+}
+
+
+@pytest.mark.parametrize("by", WITH_PROGRAMS)
+def test_gradient_outside_of_jit_of_a_program_on_an_explicit_mesh(by):
+    """Gradients are right in `jit`. Outside JAX refuses what is kept between the two programs.
+
+    Where it no longer does, the line in examples/many_devices.md can go.
+    """
+    function, _, put = placed("rms_norm", "rows", mesh(AxisType.Explicit))
+    found, expected = (gradient(WITH_PROGRAMS[by](f), put) for f in (function, jln.reference.rms_norm))
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        chex.assert_trees_all_close(jax.jit(found)(*put), jax.jit(expected)(*put), **CLOSE)
+        with pytest.raises(ValueError, match="mesh should be the same"):
+            found(*put)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("name", ["layer_norm", "layer_norm_linear"])
 @pytest.mark.parametrize("sharded", ["nothing", "what is closed over", "the scale alone"])

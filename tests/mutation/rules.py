@@ -32,6 +32,7 @@ from targets import (
 )
 
 STAYS = f"{TRANSFORMED}test_examples_stay_where_they_are[triton-"
+SPLIT_EXAMPLES = "tests/devices/test_shard_map.py::test_under_a_vmap_that_splits_its_examples"
 OVER_SOME = "tests/devices/test_shard_map.py::test_over_some_axes[kernels-"
 
 RULES = [
@@ -211,8 +212,22 @@ RULES = [
         ),
     ),
     Mutant(
+        "operands vary apart under a vmap that splits its examples",
+        "jln/_core/reverse_mode.py",
+        "varying_together(leaves), tuple(dims)",
+        "leaves, tuple(dims)",
+        (f"{SPLIT_EXAMPLES}[layer_norm-own0-reverse]",),
+    ),
+    Mutant(
+        "operands of an operation vary apart under a vmap that splits its examples",
+        OPERATION,
+        "enumerate(zip(varying_together(operands), dims, strict=True))",
+        "enumerate(zip(operands, dims, strict=True))",
+        (f"{SPLIT_EXAMPLES}[layer_norm-own0-forward]",),
+    ),
+    Mutant(
         "operands vary apart in shard_map",
-        DERIVATIVES,
+        OPERATION,
         """return jax.lax.pcast(a, tuple(sorted(missing)), to="varying") if missing else a""",
         "return a",
         ("tests/devices/test_shard_map.py::test_gradients_of_what_devices_share_are_added_up[xla-layer_norm-rows]",),

@@ -52,6 +52,13 @@ def test_a_sharding_is_made_for_other_devices():
     assert {*other.devices_indices_map((2,))} == {devices[1]}
 
 
+def test_checkify_asks_a_table_of_primitives():
+    from jax._src import checkify
+
+    assert isinstance(checkify.error_checks, dict)
+    assert parameters(checkify.nan_error_check)[0] == "prim"
+
+
 def test_jax_complains_of_devices_where_it_did():
     from jax._src import xla_bridge
 

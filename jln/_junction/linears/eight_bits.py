@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jln._core.derivatives import varying_together
+from jln._core.operation import varying_together
 from jln._junction.arrays import BLOCK, Arrays, Junction
 from jln._junction.eight_bits import by_block_scales, by_scale, largest
 from jln._triton.chip import Chip
