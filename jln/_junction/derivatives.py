@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jln._core.derivatives import PRODUCT, Rules, Unneeded, batched_like, named_statistics
 from jln._core.operation import LinearOperation, Operation, only_rows_differ, varying_together
+from jln._junction import along_rows as of_rows
 from jln._junction import arrays, formulas, gradients
 from jln._junction.arrays import KEPT, TABLE, Arrays, Junction, Norm, Shape
 from jln._junction.eight_bits import largest
@@ -99,6 +100,15 @@ _column_sums: Operation[Arrays, Arrays] = Operation(
 )
 
 
+along_rows: Operation[Arrays, Arrays] = Operation(
+    "jln_norm_along_rows",
+    of_rows.formula,
+    formula_cpu=of_rows.formula_cpu,
+    kernels=kernels(lambda: _launches().along_rows),
+    layout=of_rows.layout,
+)
+
+
 def _pulled_by_norm(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, *, implementation: Any) -> Arrays:
     """The norm's backward operation.
 
@@ -124,7 +134,7 @@ def _pulled_by_norm(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: in
 def _by(implementation: str | None) -> linears.Norms:
     """The norm's operations by themselves, for the products around them."""
     how = {"implementation": implementation}
-    operations = (forward, _pulled_by_norm, _column_sums)
+    operations = (forward, _pulled_by_norm, _column_sums, along_rows)
     return linears.Norms(*(functools.partial(operation, **how) for operation in operations))
 
 

@@ -24,8 +24,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jln._core.operation import varying_together
+from jln._junction.along_rows import AlongRows, bits_of_largest, in_blocks_of_rows, takes
 from jln._junction.arrays import BLOCK, Arrays, Junction
 from jln._junction.eight_bits import by_block_scales, by_scale, largest
+from jln._junction.formulas import scaled
 from jln._triton.chip import Chip
 
 KERNEL = "float8_e4m3fn"
@@ -70,15 +72,35 @@ def of_features(dy: Array, kernel: Array, features: int, junction: Junction, dty
     return _product(dy_eight, quantised(kernel, of_kernel, KERNEL, junction), junction, dtype)  # (14)
 
 
-def of_rows(dy: Array, z: Array, y_scale: Array | None, junction: Junction, dtype: Any) -> Array:
+def of_rows(dy: Array, features: int, z: Eight, junction: Junction, dtype: Any) -> Array:
     """Term (13) of one Linear, `[*features, H]`, in `dtype`."""
+    return _product(_along_rows(dy, features, COTANGENT[junction.eight_bits], junction), z, junction, dtype)  # (13)
+
+
+def z_along_rows(operands: Arrays, junction: Junction, by: Callable[..., Arrays]) -> Eight:
+    """The norm's result for (13), made of its statistics. by: the operation of `jln._junction.along_rows`."""
     assert junction.y_dtype is not None
-    if z.ndim == 1:
-        dy, z = dy[None], z[None]
-    rows = tuple(range(z.ndim - 1))
-    dy_eight = quantised(dy, rows, COTANGENT[junction.eight_bits], junction)
-    z_eight = quantised(z, rows, junction.y_dtype, junction, None if y_scale is None else y_scale.reshape(()))
-    return _product(dy_eight, z_eight, junction, dtype)  # (13)
+    if junction.eight_bits == "blocks" and takes(junction.norm):
+        settings = AlongRows(junction.norm, transposed=junction.by_cudnn)
+        of_norm = operands.only(("scale", "offset", "mean", "rstd"))._replace(x=operands.total)
+        values, scale = in_blocks_of_rows(by, of_norm, settings, junction.y_dtype)
+        axes = range(junction.by_cudnn, values.ndim - 1 + junction.by_cudnn)
+        return Eight(_in_dtype(junction.y_dtype, values), scale, tuple(axes))
+    z = scaled(operands.total, operands.scale, operands.offset, operands.mean, operands.rstd, junction.norm)
+    return z_again(z, operands, junction)
+
+
+def z_again(z: Array, operands: Arrays, junction: Junction) -> Eight:
+    """The norm's result for (13), from the result itself."""
+    assert junction.y_dtype is not None
+    scale = None if operands.y_scale is None else operands.y_scale.reshape(())
+    return _along_rows(z, 1, junction.y_dtype, junction, scale)
+
+
+def _along_rows(a: Array, others: int, dtype: str, junction: Junction, scale: Array | None = None) -> Eight:
+    """The operand that is summed over rows. others: how many axes are behind them."""
+    a = a if a.ndim > others else a[None]
+    return quantised(a, tuple(range(a.ndim - others)), dtype, junction, scale)
 
 
 def quantised(a: Array, axes: tuple[int, ...], dtype: str, junction: Junction, scale: Array | None = None) -> Eight:
@@ -98,16 +120,8 @@ def quantised(a: Array, axes: tuple[int, ...], dtype: str, junction: Junction, s
         a = a.reshape(*a.shape[:first], n, *a.shape[end:])
         a = jnp.pad(a, [(0, -n % BLOCK if i == first else 0) for i in range(a.ndim)])
         axes = (first,)
-    values, scale = by_block_scales(a, dtype, axes[-1], _bits_of_largest)  # (52), (53)
+    values, scale = by_block_scales(a, dtype, axes[-1], bits_of_largest)  # (52), (53)
     return Eight(_in_dtype(dtype, values), scale, axes)
-
-
-def _bits_of_largest(blocks: Array, axis: int) -> Array:
-    """The bits of the largest magnitude as a number: of bits XLA's GPU backend writes out what is transposed.
-
-    XLA's CPU backend may overlook a NaN here, which is NaN in eight bits, too.
-    """
-    return lax.bitcast_convert_type(jnp.max(jnp.abs(blocks), axis), jnp.int32)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

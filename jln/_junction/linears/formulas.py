@@ -82,12 +82,14 @@ Gathered = tuple[tuple[int, norms_in_jnp.MeshAxes], ...]
 class Norms(NamedTuple):
     """The norm between the products, by whatever computes it: functions of (operands, settings, dtypes, batch_dims).
 
-    forward, backward: the norm's two operations, of a `Norm`. column_sums: sums over rows, of a `Junction`.
+    forward, backward: the norm's two operations, of a `Norm`. column_sums: sums over rows, of a `Junction`. along_rows:
+      as of `jln._junction.along_rows`; None where there are no eight bits.
     """
 
     forward: Callable[..., Arrays]
     backward: Callable[..., Arrays]
     column_sums: Callable[..., Arrays]
+    along_rows: Callable[..., Arrays] | None = None
 
 
 IN_JNP = Norms(norms_in_jnp.forward, gradients_in_jnp.backward, column_sums)
@@ -214,9 +216,11 @@ def backward(
     )
     z_dtype = widest([dy[i].dtype.name for i in used if dtypes.kernel[i] is not None])
     pulled, z = Arrays(), None
-    if junction.eight_bits and z_dtype is not None and not norm.remat:  # XLA makes it where it quantises it
+    z_eight: eight_bits.Eight | None = None
+    if junction.eight_bits and z_dtype is not None and not norm.remat:
         z_dtype = None
-        z = norms_in_jnp.scaled(operands.total, operands.scale, operands.offset, operands.mean, operands.rstd, norm)
+        assert norms.along_rows is not None
+        z_eight = eight_bits.z_along_rows(operands, junction, norms.along_rows)
     if needs_dz or z_dtype is not None:
         dz = None
         if needs_dz:
@@ -230,7 +234,9 @@ def backward(
             batch_dims,
             **({"h_axes": h_axes} if h_axes else {}),
         )
-        z = z if pulled.y is None else _all_rows(pulled.y, gathered)
+        z = _all_rows(pulled.y, gathered)
+        if junction.eight_bits and z is not None:
+            z_eight = eight_bits.z_again(z, operands, junction)
 
     doffset = pulled.offset
     dkernel: list[Array | None] = [None] * len(dy)
@@ -238,12 +244,12 @@ def backward(
     from_bias = of_norm.offset is not None and not needs_dz
     for i in used:
         if (dtype := dtypes.kernel[i]) is not None:
-            assert z is not None
-            if junction.eight_bits:
+            if z_eight is not None:
                 sums = jnp.promote_types(dtype, dy[i].dtype)
-                in_eight_bits = eight_bits.of_rows(dy[i], z, operands.y_scale, junction, sums)  # (13)
+                in_eight_bits = eight_bits.of_rows(dy[i], axes[i].features, z_eight, junction, sums)  # (13)
                 dkernel[i] = jnp.moveaxis(in_eight_bits, -1, batch_dims).astype(dtype)
             else:
+                assert z is not None
                 dkernel[i] = of_rows(dy[i], z, axes[i], junction.precision, dtype)
         if from_bias or dtypes.bias[i] is not None:
             dtype = norms_in_jnp.compute_dtype(dy[i].dtype).name if from_bias else dtypes.bias[i]

@@ -63,12 +63,28 @@ def _lop3(i):
 
 
 def _prmt(i):
-    """The instruction prmt: four of eight bytes; a selector's fourth bit asks for the byte's sign instead."""
+    """The instruction prmt: four of eight bytes; a selector's fourth bit asks for the byte's sign instead.
+
+    LLVM fills registers with bytes in several steps. A byte of a register that nobody has written makes one that
+    nobody has written, either.
+    """
     if len(i.op) > 2:
         raise NotImplementedError(i.text)
     get = [operand(a, "b32") for a in i.args[1:4]]
 
     def run(m):
+        undefined = [_undefined(m, a) for a in i.args[1:3]]
+        if any(undefined):
+            get_some = [get[k] if not undefined[k] else _what_there_is(i.args[1 + k]) for k in range(2)]
+            of_both, selector = undefined[0] | undefined[1] << 4, int(i.args[3].rstrip("U"), 0)
+            permute(m, *get_some, get[2])
+            left = sum((of_both >> (selector >> 4 * k & 7) & 1) << k for k in range(4))
+            if left:
+                m.undefined[i.args[0]] = left
+        else:
+            permute(m, *get)
+
+    def permute(m, *get):
         a, b, selectors = (g(m).astype(np.uint64) for g in get)
         both, result = a | b << np.uint64(32), np.uint64(0)
         for k in range(4):
@@ -79,6 +95,18 @@ def _prmt(i):
         m.write_bits(i.args[0], np.asarray(result).astype(np.uint32))
 
     return run
+
+
+def _undefined(m, argument: str) -> int:
+    """The bytes of an argument that nobody has written, a bit for each."""
+    if not is_register(argument):
+        return 0
+    return m.undefined.get(argument, 0) if argument in m.registers else 15
+
+
+def _what_there_is(argument: str):
+    """A function of the machine: the bytes of a register, or zeros if it was never written."""
+    return lambda m: np.asarray(m.registers.get(argument, np.uint32(0))).view(np.uint32)
 
 
 def _shf(i):

@@ -132,6 +132,7 @@ class Machine:
         self.barriers, self.warp_barriers = np.zeros(count, np.int64), np.zeros(self.n // 32, np.int64)
         self.shared = Shared(self.call.shared, count)
         self.unread: dict[str, str] = {}  # registers that may not be touched yet, and what must be waited for
+        self.undefined: dict[str, int] = {}  # registers with bytes of what was never written, a bit for each byte
         self.held: dict[str, str] = {}  # likewise those that may be read, not written
         self.copies, self.products, self.tensor_memory = Copies(self), Products(self), TensorMemory(self)
         self.registers: dict[str, Any] = {"%tid.x": self.thread, "%ctaid.x": self.program}
@@ -185,6 +186,7 @@ class Machine:
         if mask is not None:
             value = np.where(mask, value, self.registers[name] if name in self.registers else _nobodys(value))
         self.registers[name] = value
+        self.undefined.pop(name, None)
 
     def write_bits(self, name: str, value: np.ndarray) -> None:
         """Write bits of any type into a register that may be wider."""
@@ -201,6 +203,8 @@ class Machine:
             self.fail(f"{name} was never written")
         if name in self.unread:
             self.fail(f"{name} is read before {self.unread[name]}")
+        if name in self.undefined:
+            self.fail(f"{name} has bytes that were never written")
         return self.registers[name]
 
     def spread(self, value: Any) -> np.ndarray:

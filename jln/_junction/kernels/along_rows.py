@@ -1,0 +1,89 @@
+"""The kernel that makes a norm's result from its statistics, in eight bits, with a scale for every 32 rows of a column.
+
+The numbers in brackets are the equations of `jln._junction.formulas`.
+"""
+
+import triton
+import triton.language as tl
+
+from jln._junction.kernels.addresses import columns_at, columns_from, group_of, numbers_at, rows_at
+from jln._junction.kernels.eight_bits import rounded, scales_of
+from jln._junction.kernels.terms import affine, load_scale, load_vector, widened
+
+
+@triton.jit
+def along_rows_kernel(
+    x_ptr,  # [G, rows, H]
+    scale_ptr,  # [G, H]
+    offset_ptr,  # [G, H]
+    mean_ptr,  # [G, rows]
+    rstd_ptr,  # [G, rows]
+    rows,
+    blocks,
+    y_ptr,  # [G, blocks * 32, H], or [G, H, blocks * 32]
+    block_scale_ptr,  # [G, blocks, H], or [G, H, blocks]
+    H: tl.constexpr,
+    INNER: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    VECTOR: tl.constexpr,
+    SHARED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    RAGGED: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    NORM: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Compute y and its scales, one tile of blocks a program.
+
+    TRANSPOSED: the results have H in front of the rows. RAGGED: rows leave room in the last block, for zeros.
+
+    Rows are loaded in the order in which a warp that takes four at a time comes to have all of a block, and each of its
+    threads eight in a row: its largest is found in a thread first, and bytes go to shared memory by eight.
+    """
+    of_tile: tl.constexpr = BLOCK_ROWS // 32
+    chunks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    group, program = group_of(tl.program_id(0), ((blocks - 1) // of_tile + 1) * chunks, SHARED)
+    block = tl.cast(program // chunks, tl.int64) * of_tile
+    column, _, exists = columns_from(program % chunks * BLOCK_H, H, INNER, VECTOR, BLOCK_H)
+    local = tl.arange(0, BLOCK_ROWS)
+    local = local // 4 % of_tile * 32 + local % 4 * 8 + local // (of_tile * 4)
+    valid = local < tl.minimum(rows - block * 32, BLOCK_ROWS).to(tl.int32)
+    step = local.to(tl.int64 if BLOCK_ROWS * H >= 2**31 else tl.int32) * H
+
+    x_ptr = rows_at(x_ptr, "x", group, rows, H, INNER, INTERLEAVED, SHARED, block * (32 * H))
+    mean_ptr = numbers_at(mean_ptr, "mean", group, rows, INTERLEAVED, SHARED)
+    rstd_ptr = numbers_at(rstd_ptr, "rstd", group, rows, INTERLEAVED, SHARED)
+    scale_ptr = columns_at(scale_ptr, "scale", group, H, INTERLEAVED, SHARED)
+    offset_ptr = columns_at(offset_ptr, "offset", group, H, INTERLEAVED, SHARED)
+    x = tl.load(x_ptr + (step[:, None] + column[None, :]), mask=valid[:, None] & exists[None, :], other=0.0)
+    mean = load_vector(mean_ptr, block * 32 + local, valid, BLOCK_ROWS, COMPUTE)
+    rstd = load_vector(rstd_ptr, block * 32 + local, valid, BLOCK_ROWS, COMPUTE)
+    scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
+    x_hat = (widened(x, COMPUTE) - mean[:, None]) * rstd[:, None]  # (3)
+    y = affine(x_hat, scale, offset_ptr, column, exists, None, COMPUTE)
+    if RAGGED:
+        y = tl.where(valid[:, None], y, 0.0)
+
+    y = tl.permute(tl.reshape(y, (8, of_tile, 4, BLOCK_H)), (1, 2, 0, 3))
+    y = tl.reshape(y, (of_tile, 32, BLOCK_H))
+    bits = tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    biased, inverse = scales_of(bits, EXPONENT)  # (52)
+    y = tl.reshape(y * inverse[:, None, :], (BLOCK_ROWS, BLOCK_H))  # (53)
+    y = rounded(y, y_ptr.dtype.element_ty)
+
+    left = tl.minimum(blocks - block, of_tile).to(tl.int32)
+    one, all_rows = tl.arange(0, of_tile), tl.arange(0, BLOCK_ROWS)
+    if TRANSPOSED:
+        y, biased = tl.trans(y), tl.trans(biased)
+        far = (group * H + column.to(tl.int64)) * blocks + block
+        at, scale_at = far[:, None] * 32 + all_rows[None, :], far[:, None] + one[None, :]
+        mask, of_scales = exists[:, None] & (all_rows < left * 32)[None, :], exists[:, None] & (one < left)[None, :]
+    else:
+        far = (group * blocks + block) * H
+        at = far * 32 + (all_rows.to(step.dtype) * H)[:, None] + column[None, :]
+        scale_at = far + (one.to(step.dtype) * H)[:, None] + column[None, :]
+        mask, of_scales = (all_rows < left * 32)[:, None] & exists[None, :], (one < left)[:, None] & exists[None, :]
+    tl.store(y_ptr + at, y, mask=mask)
+    tl.store(block_scale_ptr + scale_at, biased.to(tl.uint8), mask=of_scales)
