@@ -42,10 +42,9 @@ def in_blocks_of_rows(
     """
     *rows, h = operands.x.shape
     n = math.prod(rows)
-    if n % BLOCK:
-        within = (n,)
-    else:
-        within = (n // BLOCK, BLOCK) if rows[-1] % BLOCK else (*rows[:-1], rows[-1] // BLOCK, BLOCK)
+    if not rows or rows[-1] % BLOCK:
+        rows = [n]
+    within = (*rows[:-1], rows[-1] // BLOCK, BLOCK) if n % BLOCK == 0 else (n,)
 
     def split(name: str, a: Array) -> Array:
         of_rows = [1] * len(within) if TABLE[name].shape is Shape.COLUMN else within
@@ -55,8 +54,7 @@ def in_blocks_of_rows(
     made = operation(given, settings, Arrays(y=dtype, block_scale="uint8"))
 
     def joined(a: Array, size: int) -> Array:
-        lead = (*rows[:-1], rows[-1] // BLOCK) if rows and rows[-1] % BLOCK == 0 else (-(-n // BLOCK),)
-        of_rows = (*lead[:-1], lead[-1] * size)
+        of_rows = (*rows[:-1], -(-rows[-1] // BLOCK) * size)
         return a.reshape(h, *of_rows) if settings.transposed else a.reshape(*of_rows, h)
 
     return joined(made.y, BLOCK), joined(made.block_scale, 1)

@@ -42,6 +42,12 @@ def _launches_with_linears():
     return launches
 
 
+def _launches_along_rows():
+    from jln._junction import launches_along_rows
+
+    return launches_along_rows
+
+
 def _of_features(function: Any) -> Any:
     """A function of the norm and the Linears' features, as one of the junction."""
     return lambda operands, junction, dtypes, batch_dims: function(
@@ -104,7 +110,7 @@ along_rows: Operation[Arrays, Arrays] = Operation(
     "jln_norm_along_rows",
     of_rows.formula,
     formula_cpu=of_rows.formula_cpu,
-    kernels=kernels(lambda: _launches().along_rows),
+    kernels=kernels(lambda: _launches_along_rows().along_rows),
     layout=of_rows.layout,
 )
 

@@ -173,7 +173,7 @@ def _moved(*operands: jax.Array | jax.ShapeDtypeStruct | None) -> tuple[int, boo
     return max(d.itemsize for d in dtypes), len(dtypes) > 1
 
 
-def _vector(*records: Mapping[str, Any]) -> int | None:
+def vector(*records: Mapping[str, Any]) -> int | None:
     """The elements in 16 bytes of the widest array of rows, if others are narrower; else None. By the table's names."""
     rows = (a for arrays in records for name, a in arrays.items() if TABLE[name].shape is Shape.ROW and a is not None)
     widths = {a.dtype.itemsize for a in rows}
@@ -212,7 +212,7 @@ def forward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targe
         tile=tile,
         compute=jnp.promote_types(total, jnp.float32),
         **g.constants,
-        VECTOR=_vector(pointed(forward_kernel, ready), results.present()),
+        VECTOR=vector(pointed(forward_kernel, ready), results.present()),
         SHARED=shared,
         OFFSET=g.by_row(operands.offset),
         NORM=norm.switches,
@@ -269,7 +269,7 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
             programs=g.programs(plan.sums),
             tile=plan.sums,
             compute=compute,
-            VECTOR=_vector(pointed(row_sums_kernel, ready)),
+            VECTOR=vector(pointed(row_sums_kernel, ready)),
             **constants,
         )
 
@@ -298,7 +298,7 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
         constants |= {
             "PULLS": pulls,
             "OFFSET": g.by_row(operands.offset),
-            "VECTOR": _vector(pointed(kernel, ready), results.present()),
+            "VECTOR": vector(pointed(kernel, ready), results.present()),
             "EPSILON": norm.epsilon if norm.remat else None,
             "TOTAL": jnp.dtype(total) if norm.remat else None,
         }

@@ -69,6 +69,12 @@ D, W, H = F.astype("f8"), K.view("u8"), F.astype(BF16)
         ("shl.b32 {d}, {0}, 33", (U,), lambda a: a * np.uint32(0)),  # a shift by 32 or more leaves no bits
         ("bfe.s32 {d}, {0}, 3, 5", (S,), lambda a: a << 24 >> 27),
         ("lop3.b32 {d}, {0}, {1}, 255, 0x1b", (U, V), lambda a, b: lop3(a, b, np.uint32(255), 0x1B)),
+        # A register that nobody wrote, of which no byte comes to the end.
+        (
+            "prmt.b32 %r60, {0}, %r61, 0x3340; prmt.b32 {d}, {1}, %r60, 0x6410",
+            (U, V),
+            lambda a, b: b & np.uint32(0xFFFF) | (a & np.uint32(0xFF)) << np.uint32(16) | a & np.uint32(0xFF000000),
+        ),
         ("prmt.b32 {d}, {0}, {1}, 0x5410", (U, V), lambda a, b: a & np.uint32(0xFFFF) | b << np.uint32(16)),
         ("shf.l.wrap.b32 {d}, {0}, {1}, 8", (U, V), lambda a, b: b << np.uint32(8) | a >> np.uint32(24)),
         ("cvt.rn.bf16.f32 {d}, {0}", (F,), lambda a: a.astype(BF16)),

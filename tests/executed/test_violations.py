@@ -51,6 +51,7 @@ COPIED = """
         ("that nobody wrote", "ld.shared.b32 %r4, [%r3];" + STORE, X),
         ("that nobody wrote", "ld.global.b32 %r4, [%rd32];" + STORE, X),
         ("was never written", "add.s32 %r4, %r9, 1;" + STORE, X),
+        ("bytes that were never written", "prmt.b32 %r4, %r4, %r9, 0x3240U;" + STORE, X),
         ("bytes that nobody wrote", "setp.lt.u32 %p1, %r0, 31; @%p1 " + STORE, X),
         ("no barrier between", TURNED.replace("bar.sync 0;", "") + STORE, TWO_WARPS),
         ("no barrier between", TURNED + "st.shared.b32 [%r3], %r4;" + STORE, TWO_WARPS),

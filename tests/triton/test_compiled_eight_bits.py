@@ -1,5 +1,6 @@
 """Rung 3: kernels that write eight bits, compiled: they convert in hardware where the chip can, and nothing spills."""
 
+import functools
 import itertools
 
 import jax
@@ -7,6 +8,9 @@ import pytest
 from test_compiler import STACK, assert_fits
 
 import jln
+from jln._junction.along_rows import AlongRows, in_blocks_of_rows
+from jln._junction.arrays import Arrays, Norm, Switches
+from jln._junction.derivatives import along_rows
 from jln._triton.chip import CHIPS
 from jln._triton.target import Recorder, using
 
@@ -28,8 +32,6 @@ def compile_kernels(chip, kind, dtype, sizes):
 
     Runs in the worker.
     """
-    from jln._triton import compiler
-
     made = []
     for h, name in itertools.product(sizes, ("rms_norm", "add_layer_norm")):
         x = jax.ShapeDtypeStruct((100_000, h), dtype)
@@ -38,14 +40,41 @@ def compile_kernels(chip, kind, dtype, sizes):
             operands = (x, x) if name == "add_layer_norm" else (x,)
             return getattr(jln, name)(*operands, quantize=KINDS[kind], implementation="triton")
 
-        with using(recorder := Recorder(CHIPS[chip])):
-            jax.jit(step).trace(x).lower(lowering_platforms=("rocm" if CHIPS[chip].is_amd else "cuda",))
-        for launch in recorder.launches:
-            resources = compiler.compile_launch(launch)
-            what = f"{launch.kernel.fn.__name__} {dtype} H={h} {launch.tile}"
-            y, instruction = launch.results.get("y"), CONVERTS[chip]
-            converts = y is None or (y.dtype == "float32" if instruction is None else instruction in resources.assembly)
-            made.append((what, resources.spilled, resources.shared, launch.chip.shared, converts))
+        made += [compiled(launch, dtype, h) for launch in launches_of(step, chip, x)]
+    return made
+
+
+def launches_of(step, chip, *operands):
+    with using(recorder := Recorder(CHIPS[chip])):
+        jax.jit(step).trace(*operands).lower(lowering_platforms=(CHIPS[chip].platform,))
+    return recorder.launches
+
+
+def compiled(launch, dtype, h):
+    """What `assert_fits` takes, and whether the kernel converts as the chip should."""
+    from jln._triton import compiler
+
+    resources = compiler.compile_launch(launch)
+    what = f"{launch.kernel.fn.__name__} {dtype} H={h} {launch.tile}"
+    y, instruction = launch.results.get("y"), CONVERTS[launch.chip.name]
+    converts = y is None or (y.dtype == "float32" if instruction is None else instruction in resources.assembly)
+    return what, resources.spilled, resources.shared, launch.chip.shared, converts
+
+
+def compile_blocks_of_rows(chip, dtype, sizes):
+    """The same of blocks along the rows, in the layouts of both kinds of product.
+
+    Runs in the worker.
+    """
+    made = []
+    for (rows, h), transposed in itertools.product(sizes, (False, True)):
+        shapes = {"x": (rows, h), "scale": (1, h), "offset": (1, h), "mean": (rows, 1), "rstd": (rows, 1)}
+        dtypes = {"mean": "float32", "rstd": "float32"}
+        operands = Arrays(**{n: jax.ShapeDtypeStruct(s, dtypes.get(n, dtype)) for n, s in shapes.items()})
+        settings = AlongRows(Norm(-1, 1e-6, Switches(True)), transposed)
+        by = functools.partial(along_rows, implementation="triton")
+        step = functools.partial(in_blocks_of_rows, by, settings=settings, dtype="float8_e4m3fn")
+        made += [compiled(launch, dtype, h) for launch in launches_of(step, chip, operands)]
     return made
 
 
@@ -67,4 +96,17 @@ def test_eight_bits_do_not_spill(worker, chip, kind, dtype):
 def test_every_chip_converts(worker, chip):
     made = worker.submit(compile_kernels, chip, "blocks", "bfloat16", (1024,)).result()
     assert_fits(made, STACK)
+    assert [what for what, *_, converts in made if not converts] == []
+
+
+# Half a tile of columns, many tiles, and rows that leave room in a last block; columns that do not start on 16 bytes.
+OF_ROWS = ((64, 32), (8192, 4096), (8200, 4096), (1000, 100))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("chip", [chip for chip, converts in CONVERTS.items() if converts])
+def test_blocks_of_rows_do_not_spill(worker, chip, dtype):
+    made = worker.submit(compile_blocks_of_rows, chip, dtype, OF_ROWS).result()
+    assert len(made) == 2 * len(OF_ROWS)
+    assert_fits(made, 0)
     assert [what for what, *_, converts in made if not converts] == []
