@@ -9,6 +9,8 @@ one for each block of 32 elements, E, a power of two as in the microscaling form
     (52) E     = 2^max(e - p, -127), with the e that has max_h |y_mh| / 2^e in (7/8, 7/4], over the block's h
     (53) q     = y / E, as in (50), rounded
 
+For a product that sums over rows a block is 32 rows m of one h (`jln._junction.along_rows`).
+
 So E is the least power of two with no |y| above Q * E, as cuDNN and `jax.nn.scaled_dot_general` choose it; the
 specification's own example takes the power of two below max |y|, times 2^-p, and saturates the block's largest. A block
 with an infinity or a NaN has the scale NaN, of which nothing is told but that q is no number either where y is none.

@@ -22,7 +22,7 @@ DELAYED = (f"{TESTS}test_delayed_scaling",)
 
 EIGHT_BIT_LINEARS = [
     Mutant("a bias that is not added to eight bits", PRODUCTS, "if bias is not None:", "if False:", RECIPE),
-    Mutant("a row without others", PRODUCTS, "if z.ndim == 1:", "if False:", ROW),
+    Mutant("a row without others", PRODUCTS, "a if a.ndim > others else a[None]", "a", ROW),
     Mutant("a kernel in e5m2", PRODUCTS, 'KERNEL = "float8_e4m3fn"', 'KERNEL = "float8_e5m2"', RECIPE),
     Mutant("cotangents by one scale in e4m3", PRODUCTS, '"one": "float8_e5m2"', '"one": "float8_e4m3fn"', RECIPE),
     Mutant("cotangents in blocks in e5m2", PRODUCTS, '"blocks": "float8_e4m3fn"', '"blocks": "float8_e5m2"', RECIPE),
@@ -30,14 +30,14 @@ EIGHT_BIT_LINEARS = [
     Mutant(
         "z in blocks of float8_e4m3fn whatever was asked for",
         PRODUCTS,
-        "quantised(z, rows, junction.y_dtype,",
-        "quantised(z, rows, KERNEL,",
-        RECIPE,
+        "_along_rows(z, 1, junction.y_dtype,",
+        "_along_rows(z, 1, KERNEL,",
+        (f"{TESTS}test_values_and_gradients_by_the_recipe[xla-layer_norm_linear-given scale of e5m2-whole blocks]",),
     ),
     Mutant(
         "z made again by a scale of its own",
         PRODUCTS,
-        "None if y_scale is None else y_scale.reshape(())",
+        "None if operands.y_scale is None else operands.y_scale.reshape(())",
         "None",
         RECIPE,
     ),

@@ -4,6 +4,7 @@ Each is one small slip of the kind that a person makes: a term dropped, a mask s
 axis, sums in too few bits. `old` must be in the file exactly once.
 """
 
+from along_rows import ALONG_ROWS
 from both_sides import NORMS
 from by_row import BY_ROW
 from compiled import COMPILED
@@ -39,5 +40,6 @@ MUTANTS = [
     *WIDENED,
     *EIGHT_BITS,
     *EIGHT_BIT_LINEARS,
+    *ALONG_ROWS,
     *FUSED_EIGHT_BITS,
 ]

@@ -69,7 +69,7 @@ def test_bits(rows, h, to, transposed, implementation):
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows first", "H first"])
 @pytest.mark.parametrize("to", TYPES)
 def test_every_number_of_bfloat16(to, transposed, implementation):
-    """With infinities, NaN and both zeros, each in a block with its neighbours, and a block of zeros."""
+    """Infinities, NaN and both zeros, each in a block with its neighbours, and a block of zeros."""
     numbers = every_bfloat16(flushed=True).reshape(-1, 32).T.copy()
     numbers[:, 0] = 0
     got = quantised(as_they_are(jnp.asarray(numbers)), transposed, TYPES[to], implementation)
@@ -80,7 +80,7 @@ def test_every_number_of_bfloat16(to, transposed, implementation):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(("rows", "h"), SIZES, ids=str)
 def test_the_kernel_beside_xla(rows, h, dtype, transposed):
-    """Bit for bit with a scale, whatever is NaN or infinite: one in a last block that rows do not fill."""
+    """Equal bit for bit, with a scale, whatever is NaN or infinite, and where rows do not fill that block."""
     operands = given(rows, h, dtype)
     x = operands.x.reshape(-1, h).at[-1, 3].set(jnp.nan).at[-1, 5].set(jnp.inf).at[-1, 7].set(-jnp.inf)
     operands = operands._replace(x=x.reshape(operands.x.shape))
@@ -122,11 +122,13 @@ def test_vmap(rows, transposed, implementation):
     x = jnp.stack([one.x * (1 + i) for i in range(3)])
     scale = jnp.stack([one.scale, -one.scale, 2 * one.scale])
     how = (transposed, jnp.float8_e4m3fn, implementation)
-    for own in ({"x": x}, {"scale": scale}, {"x": x, "scale": scale}):
+    rstd = jnp.stack([one.rstd] * 3)
+    for own in ({"x": x}, {"scale": scale}, {"x": x, "scale": scale}, {"x": x, "rstd": rstd}):
+        left = one._replace(scale=None) if "rstd" in own else one
         axes = Arrays(**{name: 0 for name in own})
-        got = jax.vmap(lambda a: quantised(one._replace(**a.present()), *how), (axes,))(Arrays(**own))
+        got = jax.vmap(lambda a, left=left: quantised(left._replace(**a.present()), *how), (axes,))(Arrays(**own))
         for i in range(3):
-            alone = quantised(one._replace(**{name: a[i] for name, a in own.items()}), *how)
+            alone = quantised(left._replace(**{name: a[i] for name, a in own.items()}), *how)
             chex.assert_trees_all_equal(jax.tree.map(lambda a, i=i: a[i], got), alone)
 
 

@@ -3,6 +3,7 @@
 The recipe is written here once more, in numpy, of what each product sums over.
 """
 
+import functools
 import math
 
 import chex
@@ -330,3 +331,31 @@ def test_errors():
         call(x, scale, offset, kernel, bias, quantize="mxfp8")  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="no derivatives"):
         jax.grad(lambda k: jnp.sum(jax.grad(loss(jln.MXFloat8()))(x, scale, offset, k, bias)))(kernel)
+
+    def of_z_alone(x):
+        _, pullback = jax.vjp(lambda k: call(x, scale, offset, k, bias, quantize=jln.MXFloat8()), kernel)
+        return jnp.sum(pullback(jnp.ones((*x.shape[:-1], 64), "float32"))[0])
+
+    with pytest.raises(TypeError, match="no derivatives"):
+        jax.grad(of_z_alone)(x)
+
+
+# Rows that fill the blocks of each example, and that do not; an offset that is read row by row.
+@pytest.mark.parametrize("shape", [(4, 64, H), (4, 11, H)], ids=str)
+@pytest.mark.parametrize("varies", ["scale and offset", "offset by row"])
+def test_parameters_of_examples(varies, shape, implementation):
+    """Products are of z by the scale and the offset of each example, or of each row."""
+    x, dy = workbench.normal(0, shape, "float32"), workbench.normal(5, (*shape[:-1], 64), "float32")
+    own = (4, 1, H) if varies == "scale and offset" else shape
+    scale = workbench.normal(1, own if varies == "scale and offset" else (H,), "float32")
+    offset, kernel = workbench.normal(2, own, "float32"), workbench.normal(3, (H, 64), "float32")
+
+    @jax.jit
+    def gradient(kernel):
+        call = functools.partial(jln.layer_norm_linear, quantize=jln.MXFloat8(), implementation=implementation)
+        return jax.vjp(lambda kernel: call(x, scale, offset, kernel), kernel)[1](dy)[0]
+
+    z = jln.reference.layer_norm(*(np.asarray(a, "float64") for a in (x, scale, offset)))
+    rows = (0, 1)
+    true = np.tensordot(in_eight_bits(z, rows, E4M3, True), in_eight_bits(dy, rows, E4M3, True), (rows, rows))
+    assert off(gradient(kernel), true) < 2e-3

@@ -19,7 +19,16 @@ JUNCTION = ROOT / "jln/_junction"
 JNP = tuple(JUNCTION / name for name in ("formulas.py", "gradients.py", "eight_bits.py", "linears/formulas.py"))
 KERNELS = tuple(
     JUNCTION / "kernels" / f"{name}.py"
-    for name in ("terms", "forward", "eight_bits", "backward", "long_rows", "with_linear", "with_linear_backward")
+    for name in (
+        "terms",
+        "forward",
+        "eight_bits",
+        "along_rows",
+        "backward",
+        "long_rows",
+        "with_linear",
+        "with_linear_backward",
+    )
 )
 WIDTH = 110  # of a quotation
 

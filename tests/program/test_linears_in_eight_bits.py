@@ -84,7 +84,7 @@ def test_bytes_of_blocks(chip):
 
 
 def test_z_along_the_rows_is_made_by_a_kernel():
-    """It reads x and its statistics, and writes eight bits and scales, once each: of all rows, of a device's."""
+    """A kernel reads x and its statistics, and writes eight bits and scales, once each: of all rows, of a device's."""
 
     def found(rows, chip, devices=1):
         on, features = program.mesh(chip, (devices,), ("data",)), struct(rows, N)

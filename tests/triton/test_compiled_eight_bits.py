@@ -51,7 +51,7 @@ def launches_of(step, chip, *operands):
 
 
 def compiled(launch, dtype, h):
-    """What `assert_fits` takes, and whether the kernel converts as the chip should."""
+    """Return what `assert_fits` takes, and whether the kernel converts as the chip should."""
     from jln._triton import compiler
 
     resources = compiler.compile_launch(launch)
@@ -62,7 +62,7 @@ def compiled(launch, dtype, h):
 
 
 def compile_blocks_of_rows(chip, dtype, sizes):
-    """The same of blocks along the rows, in the layouts of both kinds of product.
+    """Return the same of blocks along the rows, in the layouts of both kinds of product.
 
     Runs in the worker.
     """

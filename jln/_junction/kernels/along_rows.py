@@ -1,13 +1,13 @@
 """The kernel that makes a norm's result from its statistics, in eight bits, with a scale for every 32 rows of a column.
 
-The numbers in brackets are the equations of `jln._junction.formulas`.
+The numbers in brackets are the equations of `jln._junction.formulas` and of `jln._junction.eight_bits`.
 """
 
 import triton
 import triton.language as tl
 
 from jln._junction.kernels.addresses import columns_at, columns_from, group_of, numbers_at, rows_at
-from jln._junction.kernels.eight_bits import rounded, scales_of
+from jln._junction.kernels.eight_bits import inverse_of, rounded, scales_of
 from jln._junction.kernels.terms import affine, load_scale, load_vector, widened
 
 
@@ -69,8 +69,8 @@ def along_rows_kernel(
     y = tl.permute(tl.reshape(y, (8, of_tile, 4, BLOCK_H)), (1, 2, 0, 3))
     y = tl.reshape(y, (of_tile, 32, BLOCK_H))
     bits = tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
-    biased, inverse = scales_of(bits, EXPONENT)  # (52)
-    y = tl.reshape(y * inverse[:, None, :], (BLOCK_ROWS, BLOCK_H))  # (53)
+    biased = scales_of(bits, EXPONENT)  # (52)
+    y = tl.reshape(y * inverse_of(biased)[:, None, :], (BLOCK_ROWS, BLOCK_H))  # (53)
     y = rounded(y, y_ptr.dtype.element_ty)
 
     left = tl.minimum(blocks - block, of_tile).to(tl.int32)

@@ -15,13 +15,18 @@ def bits_of(y, mask):
 
 @triton.jit
 def scales_of(bits, EXPONENT: tl.constexpr):
-    """The scales of blocks, as biased exponents, from the bits of their largest magnitudes; and 1 / scale.
+    """The scales of blocks, as biased exponents, from the bits of their largest magnitudes.
 
     EXPONENT: that of the largest number of the eight bits.
     """
     biased = tl.maximum(((bits + 0x1FFFFF) >> 23) - EXPONENT, 0)  # (52): 7/4 carries
-    biased = tl.where(bits >= 0x7F800000, 255, biased)
-    return biased, ((254 - biased) << 23).to(tl.float32, bitcast=True)
+    return tl.where(bits >= 0x7F800000, 255, biased)
+
+
+@triton.jit
+def inverse_of(biased):
+    """The number 1 / scale of a scale's biased exponent."""
+    return ((254 - biased) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -35,11 +40,12 @@ def by_block_scales(
     """
     blocks: tl.constexpr = BLOCK_H // 32
     bits = tl.max(tl.reshape(bits_of(y, mask), (BLOCK_ROWS, blocks, 32)), axis=2)
-    biased, inverse = scales_of(bits, EXPONENT)
+    biased = scales_of(bits, EXPONENT)
     if block_scale_ptr is not None:
         block = first // 32 + tl.arange(0, blocks)
         exists = valid[:, None] & (block < H // 32)[None, :]
         tl.store(block_scale_ptr + (start[:, None] + block[None, :]), biased.to(tl.uint8), mask=exists)
+    inverse = inverse_of(biased)
     y = tl.reshape(y, (BLOCK_ROWS, blocks, 32)) * inverse[:, :, None]  # (53)
     return tl.reshape(y, (BLOCK_ROWS, BLOCK_H))
 

@@ -1,0 +1,118 @@
+"""Ways to break blocks of eight bits along the rows."""
+
+from targets import Mutant
+
+KERNEL = "jln/_junction/kernels/along_rows.py"
+RULES = "jln/_junction/along_rows.py"
+LAUNCH = "jln/_junction/launches_along_rows.py"
+PRODUCTS = "jln/_junction/linears/eight_bits.py"
+TESTS = "tests/operators/test_along_rows.py::"
+LINEARS = "tests/operators/test_linears_in_eight_bits.py::"
+BITS, AFFINE, BESIDE = (
+    f"{TESTS}{name}" for name in ("test_bits", "test_a_mean_and_an_offset", "test_the_kernel_beside_xla")
+)
+VMAP = f"{TESTS}test_vmap"
+MESH = "tests/devices/test_eight_bit_linears.py::test_on_a_mesh"
+
+ALONG_ROWS = [
+    Mutant(
+        "rows not centred, in blocks of rows",
+        KERNEL,
+        "(widened(x, COMPUTE) - mean[:, None])",
+        "widened(x, COMPUTE)",
+        (AFFINE,),
+    ),
+    Mutant("rstd left out, in blocks of rows", KERNEL, " * rstd[:, None]  # (3)", "  # (3)", (AFFINE,)),
+    Mutant(
+        "statistics of other rows",
+        KERNEL,
+        "load_vector(rstd_ptr, block * 32 + local,",
+        "load_vector(rstd_ptr, local,",
+        (AFFINE,),
+    ),
+    Mutant(
+        "rows of a block in the order of loads",
+        KERNEL,
+        "local % 4 * 8 + local // (of_tile * 4)",
+        "local % 4 + local // (of_tile * 4) * 4",
+        (BITS,),
+    ),
+    Mutant("rows of other blocks", KERNEL, "(1, 2, 0, 3)", "(1, 0, 2, 3)", (BITS,)),
+    Mutant("an offset in rows that are not there", KERNEL, "if RAGGED:", "if False:", (AFFINE,)),
+    Mutant("blocks that rows are said to fill", LAUNCH, "RAGGED=g.rows % BLOCK != 0", "RAGGED=False", (AFFINE,)),
+    Mutant("the largest of a column by its sign", KERNEL, " & 0x7FFFFFFF", "", (BITS,)),
+    Mutant(
+        "the first rows in each tile",
+        KERNEL,
+        "H, INNER, INTERLEAVED, SHARED, block * (32 * H))",
+        "H, INNER, INTERLEAVED, SHARED)",
+        (BITS,),
+    ),
+    Mutant(
+        "rows behind the last",
+        KERNEL,
+        "tl.minimum(rows - block * 32, BLOCK_ROWS)",
+        "tl.minimum(rows, BLOCK_ROWS)",
+        (AFFINE,),
+    ),
+    Mutant(
+        "blocks behind the last", KERNEL, "tl.minimum(blocks - block, of_tile)", "tl.minimum(blocks, of_tile)", (BITS,)
+    ),
+    Mutant("the first example's results, H first", KERNEL, "(group * H + column", "(column", (VMAP,)),
+    Mutant("the first example's results, rows first", KERNEL, "(group * blocks + block) * H", "block * H", (VMAP,)),
+    Mutant(
+        "columns of fewer blocks",
+        KERNEL,
+        "column.to(tl.int64)) * blocks + block",
+        "column.to(tl.int64)) * of_tile + block",
+        (BITS,),
+    ),
+    Mutant("columns of the first tile", KERNEL, "program % chunks * BLOCK_H", "0", (BITS,)),
+    Mutant("blocks over several examples", LAUNCH, "has_sums=batch_dims > 0", "has_sums=False", (VMAP,)),
+    Mutant("a program for each tile of rows alone", LAUNCH, " * g.chunks(tile),", ",", (BITS,)),
+    Mutant("the exponent of e4m3 for blocks of rows", LAUNCH, "LARGEST_EXPONENT[dtypes.y]", "8", (BITS,)),
+    Mutant(
+        "blocks of rows by a kernel on a chip that has no eight bits",
+        LAUNCH,
+        "if not target.chip.rounds_to_eight_bits:",
+        "if False:",
+        (f"{TESTS}test_chips_that_do_not_convert_have_all_of_it_by_xla",),
+    ),
+    Mutant(
+        "rows that repeat where no block is filled",
+        RULES,
+        "for i, n in enumerate(y.shape)])",
+        'for i, n in enumerate(y.shape)], mode="edge")',
+        (f"{AFFINE}[xla-(3, 11)-96-rows first]",),
+    ),
+    Mutant("blocks of each axis of rows", RULES, "if not rows or rows[-1] % BLOCK:", "if not rows:", (BITS,)),
+    Mutant(
+        "rows first for H first",
+        RULES,
+        "y, axis = jnp.moveaxis(y, -1, batch_dims), y.ndim - 1",
+        "axis = y.ndim - 2",
+        (f"{BITS}[xla-(3, 64)-40-e4m3-H first]",),
+    ),
+    Mutant(
+        "NaN not seen on a CPU in blocks of rows",
+        RULES,
+        "largest=largest_of_bits)",
+        "largest=bits_of_largest)",
+        (BESIDE,),
+    ),
+    Mutant("a block over several devices", RULES, "whole=(Kind.HIDDEN,)", "whole=()", (MESH,)),
+    Mutant(
+        "one scale for all examples in blocks of rows",
+        RULES,
+        "return not (norm.of_examples or norm.offset_rows)",
+        "return True",
+        (f"{LINEARS}test_parameters_of_examples",),
+    ),
+    Mutant(
+        "derivatives of z along the rows",
+        PRODUCTS,
+        "Eight(_in_dtype(junction.y_dtype, values), scale, tuple(axes))",
+        "Eight(values, scale, tuple(axes))",
+        (f"{LINEARS}test_errors",),
+    ),
+]
