@@ -53,7 +53,7 @@ ALONG_ROWS = [
         KERNEL,
         "tl.minimum(rows - block * 32, BLOCK_ROWS)",
         "tl.minimum(rows, BLOCK_ROWS)",
-        (AFFINE,),
+        (BITS,),
     ),
     Mutant(
         "blocks behind the last", KERNEL, "tl.minimum(blocks - block, of_tile)", "tl.minimum(blocks, of_tile)", (BITS,)
