@@ -61,10 +61,10 @@ ALONG_ROWS = [
     Mutant("the first example's results, H first", KERNEL, "(group * H + column", "(column", (VMAP,)),
     Mutant("the first example's results, rows first", KERNEL, "(group * blocks + block) * H", "block * H", (VMAP,)),
     Mutant(
-        "columns of fewer blocks",
+        "all tiles in the place of the first, H first",
         KERNEL,
         "column.to(tl.int64)) * blocks + block",
-        "column.to(tl.int64)) * of_tile + block",
+        "column.to(tl.int64)) * blocks",
         (BITS,),
     ),
     Mutant("columns of the first tile", KERNEL, "program % chunks * BLOCK_H", "0", (BITS,)),
