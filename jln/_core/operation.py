@@ -170,7 +170,7 @@ class Operation(Generic[Operands, Results]):
         with jax.disable_jit(False):  # under disable_jit the call below would come back here
             return _jitted(self._primitive, tuple(sorted(params.items())))(*operands)
 
-    def _batch(self, operands, dims, *, tree, request, **params):
+    def _batch(self, operands, dims, *, tree, request, implementation, **params):
         place = None
         if self._in_place is not None and any(dims):
             place = self._in_place(tree.unflatten(operands), tree.unflatten(dims), *request.arguments())
@@ -189,7 +189,10 @@ class Operation(Generic[Operands, Results]):
 
         request = dataclasses.replace(request, settings=place.settings, batch_dims=place.batch_dims)
         operands = [moved(i, a, d) for i, (a, d) in enumerate(zip(varying_together(operands), dims, strict=True))]
-        results = self._primitive.bind(*operands, tree=tree, request=request, **params)
+        implementation = implementation or place.implementation
+        results = self._primitive.bind(*operands, tree=tree, request=request, implementation=implementation, **params)
+        if place.back is not None:
+            return [jnp.moveaxis(a, place.axis, place.back) for a in results], [place.back] * len(results)
         return results, [place.axis] * len(results)
 
     def _jvp(self, primals, tangents, *, tree, request, **params):

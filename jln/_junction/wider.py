@@ -16,9 +16,15 @@ from jln._junction.arguments import written_out
 from jln._junction.arrays import TABLE, Arrays, Junction, Norm, Shape, columns_of
 from jln._junction.linears.tiles import few_features
 
+# What is taken where an axis is moved and nobody names an implementation: XLA reads the arrays where they were. For
+# kernels they would be transposed, and the results.
+_OF_MOVED = "xla"
+
 
 def in_place(operands: Arrays, axes: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int) -> Place | None:
-    """The place of vmap's examples in an operation where they can stay; None where they share an array of rows.
+    """The place of vmap's examples in an operation: where they are, if they can stay, else in front of all arrays.
+
+    None where nothing of x's size moves for that.
 
     axes: the place of vmap's axis in each operand, None in one that is shared.
     """
@@ -29,14 +35,15 @@ def in_place(operands: Arrays, axes: Arrays, norm: Norm, dtypes: Arrays, batch_d
         return None
     if axis <= batch_dims:
         return Place(axis, batch_dims + 1, norm)
+    in_front = Place(0, batch_dims + 1, norm, implementation=_OF_MOVED, back=axis)
     if any(getattr(axes, name) is None for name in of_rows):
-        return None
+        return in_front
     ndim = given[of_rows[0]].ndim - 1
     are_rows = {*axes.present(), *dtypes.present()}.isdisjoint(columns_of(norm, names))
     if norm.blocks and axis > ndim + norm.axis:  # blocks have rows in them
         return None
     wider = grown(norm, names, are_rows, axis, ndim, batch_dims)
-    return None if wider is None else Place(axis, batch_dims, *wider)
+    return in_front if wider is None else Place(axis, batch_dims, *wider)
 
 
 def grown(
@@ -88,6 +95,8 @@ def _with_rows(junction: Junction, operands: Arrays, axes: Arrays) -> tuple[Junc
     if axis <= ndim + norm.axis or not (junction.features or junction.eight_bits):
         wider = grown(norm, names, are_rows, axis, ndim)
     if wider is None:
+        if axis and not (junction.features or junction.eight_bits):
+            junction = dataclasses.replace(junction, implementation=junction.implementation or _OF_MOVED)
         axis, wider = 0, grown_in_front(norm, names, are_rows, ndim)
     norm, copies = wider
     if norm.copies and (norm.of_examples or not are_rows):

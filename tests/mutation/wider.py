@@ -16,6 +16,7 @@ def beside(case: str) -> tuple[str, ...]:
 OF_GATES = (f"{TESTS}test_a_gate_of_rows_beside_examples",)
 STAYS = f"{TRANSFORMED}test_examples_stay_where_they_are[triton-"
 IN_FRONT = (f"{TESTS}test_examples_are_features[xla-rms_norm_linear-None-0]",)
+TRANSPOSED = f"{TRANSFORMED}test_what_kernels_would_have_transposed_is_left_to_xla["
 PARTS = "tests/transformations/test_parts.py::"
 AROUND_ROWS = (f"{PARTS}test_rows_around_a_residual_that_rows_share",)
 COPIES = (f"{PARTS}test_parameters_of_the_same_rows",)
@@ -100,6 +101,20 @@ WIDENED = [
         "gradients of parameters of each example added up", WIDER,
         "are_rows = {*axes.present(), *dtypes.present()}.isdisjoint", "are_rows = {*axes.present()}.isdisjoint",
         (f"{STAYS}(0, 2, 3)--1-2]",),
+    ),
+    Mutant(
+        "results of what is moved left in front", WIDER,
+        "implementation=_OF_MOVED, back=axis)", "implementation=_OF_MOVED)",
+        (f"{TRANSPOSED}a residual for all-inside]",),
+    ),
+    Mutant(
+        "moved axes of operations handed to kernels", WIDER,
+        "implementation=_OF_MOVED, back=axis)", "back=axis)", (f"{TRANSPOSED}parameters of each behind H-around]",),
+    ),
+    Mutant(
+        "moved axes of calls handed to kernels", WIDER,
+        "implementation=junction.implementation or _OF_MOVED)", "implementation=junction.implementation)",
+        (f"{TRANSPOSED}parameters of each behind H-inside]",),
     ),
     Mutant(
         "rows that examples share taken for rows of each", WIDER,

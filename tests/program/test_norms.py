@@ -402,11 +402,11 @@ def test_scales_of_heads_are_read_in_place():
 
 # Of x [examples, H, positions]: a scale of each position, of each example and position, and an offset of its own axes.
 @pytest.mark.parametrize(
-    ("scale", "offset"), [((1, 1152, 512), None), ((64, 1152, 512), None), ((1, 1152, 512), (64, 1152, 1))], ids=str
+    ("scale", "offset"), [((1, 1152, 1024), None), ((64, 1152, 1024), None), ((1, 1152, 1024), (64, 1152, 1))], ids=str
 )
 def test_parameters_along_axes_behind_the_normalised_one_are_left_to_xla(scale, offset):
     """A step moves less than plain jnp, where kernels would have x transposed, its gradient and the results."""
-    x, parameters = struct(64, 1152, 512), [struct(*s) for s in (scale, offset) if s]
+    x, parameters = struct(64, 1152, 1024), [struct(*s) for s in (scale, offset) if s]
 
     def moved(norm, **how):
         def step(x, parameters, dy):
@@ -416,4 +416,5 @@ def test_parameters_along_axes_behind_the_normalised_one_are_left_to_xla(scale, 
         return program.compile_for(step, x, parameters, x).bytes_total
 
     ours, plain = moved(jln.layer_norm), moved(jln.reference.layer_norm)
+    print(f"\n{ours / 1e6:.0f} MB, {ours / plain:.2f} of plain jnp")
     assert ours <= plain and ours < 0.8 * moved(jln.layer_norm, implementation="triton")

@@ -1,4 +1,7 @@
-"""Rung 4: kernels launched and bytes communicated when a step is transformed, on one H200 and on eight."""
+"""Rung 4: kernels launched and bytes communicated when a step is transformed, on one H200 and on eight.
+
+`pytest -n0 -s --confcutdir=tests/program tests/program/test_transforms.py -k vmap` prints what vmaps move.
+"""
 
 import functools
 
@@ -115,14 +118,22 @@ def test_vmap_over_an_axis_that_is_not_in_front_transposes_nothing(lead, wanted)
     assert report.bytes_total <= 1.01 * first.bytes_total
 
 
-def both_ways(f, *operands):
-    """The report of a step that returns the result of `f`, and all gradients under a cotangent that is given."""
+def tell(own, plain):
+    print(f"\n{own.bytes_total / 1e6:.0f} MB, {own.bytes_total / plain.bytes_total:.2f} of plain jnp")
 
+
+def with_gradients(f):
     def step(dy, *operands):
         y, pullback = jax.vjp(f, *operands)
         return y, pullback(dy)
 
-    return program.compile_for(step, jax.eval_shape(f, *operands), *operands)
+    return step
+
+
+def both_ways(f, *operands):
+    """The report of a step that returns the result of `f`, and all gradients under a cotangent that is given."""
+
+    return program.compile_for(with_gradients(f), jax.eval_shape(f, *operands), *operands)
 
 
 @pytest.mark.parametrize("around", [False, True], ids=["inside", "around"])
@@ -154,12 +165,42 @@ def test_examples_with_parameters_of_their_own_stay_where_they_lie(axis, around)
     assert report.bytes_total <= 1.01 * (of_rows + numbers)
 
 
+# The places of examples in the operands and in the result, the shapes, and the most that is moved beside plain jnp.
+OF_EXAMPLES = {
+    "in the middle": (jln.rms_norm, (2, 0), 2, ((8, 2048, 32, 128), (32, 128)), 0.83),
+    "behind H": (jln.rms_norm, (3, 0), 3, ((8, 2048, 128, 32), (32, 128)), 1.17),
+    "a residual for all": (jln.add_rms_norm, (2, None, None), 2, ((8, 2048, 32, 128), (8, 2048, 128), (128,)), 1.0),
+}
+
+
+@pytest.mark.parametrize("around", [False, True], ids=["inside", "around"])
+@pytest.mark.parametrize(("f", "axes", "out", "shapes", "most"), OF_EXAMPLES.values(), ids=OF_EXAMPLES)
+def test_vmap_of_norms_beside_plain_jnp(f, axes, out, shapes, most, around):
+    """Examples that lie where a kernel does not take them move what XLA moves, and what they share stays one array.
+
+    Behind H plain jnp reads x once for the sums of both passes, which in a model are apart: XLA reads it once more.
+    """
+
+    def report(f):
+        mapped, operands = jax.vmap(f, axes, out), [struct(*shape) for shape in shapes]
+        if not around:
+            return both_ways(mapped, *operands)
+        step = jax.vmap(with_gradients(f), (out, *axes), (out, tuple(a or 0 for a in axes)))
+        return program.compile_for(step, jax.eval_shape(mapped, *operands), *operands)
+
+    own, plain = report(f), report(getattr(jln.reference, f.__name__))
+    tell(own, plain)
+    assert own.bytes_total <= most * plain.bytes_total and own.temp_bytes <= 1.01 * plain.temp_bytes
+
+
 @pytest.mark.parametrize("n", [64, 4096], ids=["few", "many"])
-def test_examples_that_share_a_linear_have_one_gradient_of_its_kernel(n):
+def test_vmap_that_shares_a_linear_has_one_gradient_of_its_kernel(n):
     """A vmap with a scale and an offset of each example moves what an axis of examples does, and holds no more."""
-    x, own, kernel, bias = struct(4, 2048, 2048), struct(4, 2048), struct(2048, n), struct(n)
-    batched = both_ways(jax.vmap(jln.layer_norm_linear, (0, 0, 0, None, None)), x, own, own, kernel, bias)
-    own_axis = struct(4, 1, 2048)
+    x, own, kernel, bias = struct(4, 2048, 4096), struct(4, 4096), struct(4096, n), struct(n)
+    mapped = [jax.vmap(m.layer_norm_linear, (0, 0, 0, None, None)) for m in (jln, jln.reference)]
+    batched, plain = (both_ways(f, x, own, own, kernel, bias) for f in mapped)
+    tell(batched, plain)
+    own_axis = struct(4, 1, 4096)
     flat = both_ways(jln.layer_norm_linear, x, own_axis, own_axis, kernel, bias)
     assert batched.bytes_total <= 1.001 * flat.bytes_total and batched.temp_bytes <= 1.001 * flat.temp_bytes
 
@@ -228,7 +269,7 @@ MIXED = {
 
 
 @pytest.mark.parametrize(("vmaps", "shapes", "most"), MIXED.values(), ids=MIXED)
-def test_examples_of_some_arrays_and_not_of_others(vmaps, shapes, most):
+def test_vmap_of_some_arrays_and_not_of_others(vmaps, shapes, most):
     """Vmaps that mix rows with kernels, scales or biases of examples move less than plain jnp's, forward and backward.
 
     There is one norm of the rows, each product by itself, and nothing written for examples that share it.
@@ -239,6 +280,7 @@ def test_examples_of_some_arrays_and_not_of_others(vmaps, shapes, most):
         return program.compile_for(gradient(f, 4), *(struct(*shape) for shape in shapes))
 
     own, plain = report(jln), report(jln.reference)
+    tell(own, plain)
     assert own.bytes_total <= most * plain.bytes_total and own.temp_bytes <= 1.01 * plain.temp_bytes
 
 

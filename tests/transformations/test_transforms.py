@@ -1,6 +1,7 @@
 """The operators under JAX's transformations, each against the reference under the same ones, in float64."""
 
 import functools
+import re
 
 import chex
 import jax
@@ -331,3 +332,35 @@ def test_a_transpose_by_the_kernel():
     x = x.astype("float32")
     with pytest.raises(NotImplementedError, match="'name'"):
         transpose(jln, kernel.astype("float32"), forward_mode=True)
+
+
+# The places of examples in x, the residual and the scale, what computes forward and backward, and the shape in which
+# kernels write dx.
+MOVED = {
+    "parameters of each behind H": ((3, 3, 0), ["xla", "xla"], "3,4,5,8"),
+    "a residual for all": ((1, None, None), ["xla", "None"], "4,3,5,8"),
+    "in the middle": ((1, 1, 0), ["None", "None"], "4,3,5,8"),
+    "a residual for all, in front": ((0, None, None), ["None", "None"], "3,4,5,8"),
+}
+
+
+@pytest.mark.parametrize("around", [False, True], ids=["inside", "around"])
+@pytest.mark.parametrize(("axes", "by", "shape"), MOVED.values(), ids=MOVED)
+def test_what_kernels_would_have_transposed_is_left_to_xla(axes, by, shape, around):
+    """XLA reads moved axes where they were, unless an implementation is named; the sum is where the examples were."""
+    arrays = [jnp.ones((4, 5, 8)) if a is None else jnp.moveaxis(jnp.ones((3, 4, 5, 8)), 0, a) for a in axes[:2]]
+    arrays.append(jnp.ones(8) if axes[2] is None else jnp.ones((3, 8)))
+    out = axes[0]
+
+    def found(implementation):
+        f = functools.partial(jln.add_rms_norm, implementation=implementation)
+        if around:
+            step = jax.vmap(jax.grad(lambda *a: jnp.sum(jnp.sin(f(*a)[0]))), axes, out)
+        else:
+            step = jax.grad(lambda *a: jnp.sum(jnp.sin(jax.vmap(f, axes, out)(*a)[0])))
+        text = str(jax.make_jaxpr(step)(*arrays))
+        assert re.search(r"\[([\d,]+)\] = jln_norm_backward", text)[1] == shape
+        return re.findall(r"jln_norm_(?:forward|backward)\[.*?implementation=(\w+)", text, re.DOTALL)
+
+    assert found(None) == by
+    assert found("triton") == ["triton"] * 2
