@@ -6,7 +6,7 @@
 Each case is compiled with the operators and with `jln.reference`, which is plain jnp. Printed are the cases that move
 more than `--share` of what plain jnp does: MB with the operators, in plain jnp, and with every array moved once; and
 the letters of `known`, of what costs a kernel a copy. A line without a letter is a cliff that nobody has explained:
-`--without bpr` draws no others. It exits with 1 if a call could not be compiled.
+`--without bpra` draws no others. It exits with 1 if a call could not be compiled.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def known(case: Case) -> str:
 
     b: an array that is broadcast from less. r: an array of rows that examples of vmap share.
     p: parameters of which each varies along axes of its own, but for an offset that is read row by row.
+    a: arrays of rows, among them results and cotangents, in which the examples of a vmap lie along different axes.
     """
     arrays = case.operands | case.cotangents
     normalised = [a % len(case.shape) for a in case.axes]
@@ -69,10 +70,15 @@ def known(case: Case) -> str:
     offset = varying.get("offset", ())
     if of_others and {*offset[: len(offset) - len(case.levels)]} - of_others:
         del varying["offset"]
+    of_rows = [a.axes for n, a in arrays.items() if n in ("x", "residual", "z", *case.cotangents)]
+    places = [
+        {axes[i] for axes in of_rows} - {None} | {level.out} for i, level in enumerate(case.levels) if level.size > 1
+    ]
     holds = {
         "b": any(a.small != a.shape for a in arrays.values()),
         "r": any(any(is_shared) for is_shared in shared),
         "p": len({*varying.values()}) > 1,
+        "a": any(len(of_level) > 1 for of_level in places),
     }
     return "".join(letter for letter, does in holds.items() if does)
 
