@@ -24,7 +24,7 @@ _OF_MOVED = "xla"
 def in_place(operands: Arrays, axes: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int) -> Place | None:
     """The place of vmap's examples in an operation: where they are, if they can stay, else in front of all arrays.
 
-    None where nothing of x's size moves for that.
+    None where nothing of x's size moves for that, and of an x in blocks, which kernels are to make all the same.
 
     axes: the place of vmap's axis in each operand, None in one that is shared.
     """
@@ -35,13 +35,13 @@ def in_place(operands: Arrays, axes: Arrays, norm: Norm, dtypes: Arrays, batch_d
         return None
     if axis <= batch_dims:
         return Place(axis, batch_dims + 1, norm)
-    in_front = Place(0, batch_dims + 1, norm, implementation=_OF_MOVED, back=axis)
+    in_front = None if norm.blocks else Place(0, batch_dims + 1, norm, implementation=_OF_MOVED, back=axis)
     if any(getattr(axes, name) is None for name in of_rows):
         return in_front
     ndim = given[of_rows[0]].ndim - 1
     are_rows = {*axes.present(), *dtypes.present()}.isdisjoint(columns_of(norm, names))
     if norm.blocks and axis > ndim + norm.axis:  # blocks have rows in them
-        return None
+        return in_front
     wider = grown(norm, names, are_rows, axis, ndim, batch_dims)
     return in_front if wider is None else Place(axis, batch_dims, *wider)
 
