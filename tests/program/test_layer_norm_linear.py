@@ -169,6 +169,18 @@ def test_few_features_behind_a_gate_and_of_examples(form, megabytes):
     assert report.bytes_total / MB <= megabytes
 
 
+def test_cublas_adds_up_the_cotangents_of_several_linears():
+    """No pass adds up what three products pull back: each product adds what is there. In the other order one did."""
+    workload = WORKLOADS["llama-4096-q-k-v"]
+    report = program.compile_for(
+        workload.step(workload.function()),
+        *workload.step_arguments(),
+        compiler_options={"xla_gpu_enable_triton_gemm": False},
+    )
+    assert [k.name for k in report.kernels if not (k.is_triton or k.product)] == []
+    assert report.bytes_total <= 1640 * MB and report.temp_bytes <= 72 * MB
+
+
 def test_one_row():
     """Kernels compile for one row too, where jax-triton turns an integer of 1 into a constant."""
     for h, n in ((768, 16), (4096, 16), (4096, 512)):

@@ -224,7 +224,9 @@ def backward(
     if needs_dz or z_dtype is not None:
         dz = None
         if needs_dz:
-            dz = functools.reduce(jnp.add, (_dz(dy[i], kernels[i], axes[i], junction) for i in used))
+            # The sum so far on the right: cuBLAS then adds it in its product, which XLA does not ask for on the left.
+            each = (_dz(dy[i], kernels[i], axes[i], junction) for i in used)
+            dz = functools.reduce(lambda sum, dz: dz + sum, each)
             for axis, over in gathered:
                 dz = lax.psum_scatter(dz, over, scatter_dimension=axis, tiled=True)
         pulled = norms.backward(  # (16), (17), and (10) again
