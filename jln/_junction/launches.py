@@ -305,7 +305,7 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
     written = launch(
         target,
         kernel,
-        {**pointed(kernel, ready), **statistics, "rows": g.rows, "programs": programs},
+        {**pointed(kernel, ready), **statistics, "rows": g.rows, "groups": g.groups},
         {**pointed_gradients(kernel, by_program), "shares": shares, **made},
         programs=g.groups * programs * chunks,
         tile=tile,
@@ -369,9 +369,17 @@ def _backward_plan(
     more = max(0, len(sums) - 2) + sum(a is not None for a in gates)
     if operands.x_z is not None:
         more += 1  # silu(x_z), and what its gradient is made of, wait for the sums of their row
-    has_dtotal = operands.dtotal is not None
     sizes = (g.h, g.inner, *_moved(*rows))
-    plan = tiles.backward(*sizes, results.y is not None, target, has_dtotal=has_dtotal, more=more)
+    by_tile = operands.only(("dy", "dtotal", "total", "x", "residual", "z", "x_z"))
+    of_columns = (operands.offset if results.y is not None else None, operands.x_bias, operands.gate)
+    plan = tiles.backward(
+        *sizes,
+        results.y is not None,
+        target,
+        has_dtotal=operands.dtotal is not None,
+        more=more,
+        reads=(len(by_tile.present()), sum(a is not None for a in of_columns)),
+    )
     of_norm = {*sums} <= {"scale", "offset"} and operands.x is None and not operands.gated and results.y is None
     if plan.is_by_rule and plan.sums is not None and pulls and of_norm:
         read = 2 + sum(a is not None for a in (operands.z, operands.x_z))

@@ -205,6 +205,17 @@ def both_sides(h: int, itemsize: int, mixed: bool, chip: Chip, *, centred: bool,
     with the sums of both scales take 127 registers of the 128 that 16 warps may have, with 8 111; rows that do not
     start on 16 bytes spill with 16, and with 8 where the next is fetched ahead. Of 16 LayerNorms spill 24 bytes, with a
     gate 128, and RMSNorms with a gate 8 in 16 bits and 64 in float32. Beside a float32 stream x and dy are half as
+def _with_room(tile: Tile, itemsize: int, reads: tuple[int, int], chip: Chip) -> Tile:
+    """The tile of a `backward_kernel` with as many stages as shared memory has room for.
+
+    reads: how many arrays of rows are read for each tile, and how many of columns. In float32 a gate between a biased
+    branch and a residual at 4096 columns, of which y is made again, are 115 KB, where an L4 has 99.
+    """
+    rows, columns = reads
+    ahead = (rows * tile.rows * itemsize + columns * max(4, itemsize)) * tile.columns + 1024
+    return dataclasses.replace(tile, stages=max(1, min(tile.stages, 1 + chip.shared // ahead)))
+
+
     wide, and a round of 2048 columns that are not there is left out: of 16 elements in 3 rounds LayerNorms, or a gate,
     spill 16 bytes at most, in 4 up to 136, and LayerNorms with a gate 88 in 3.
     """
@@ -340,15 +351,17 @@ def backward(
 ) -> BackwardPlan:
     """The plan of the backward pass: as measured where it was and `more` is 0, else by `backward_plan`.
 
-    has_dtotal: whether `backward_kernel` reads the total's cotangent.
+    has_dtotal: whether `backward_kernel` reads the total's cotangent. reads: as of `_with_room`, if there are `more`.
     """
     plan = backward_plan(h, inner, itemsize, mixed, wants_y=wants_y, more=more)
-    if more:
-        tile = _beside_dtotal(plan.tile, itemsize) if wants_y and has_dtotal else plan.tile
-        return BackwardPlan(tile, plan.sums)
+    reads: tuple[int, int] = (0, 0),
     sizes = _sizes(h, inner, itemsize, mixed) | {"wants_y": wants_y}
     rules: Tiles = {"tile": plan.tile, "sums": plan.sums}
-    chosen = BACKWARD.tiles(target.trial, rules, target.chip, inner, **sizes)
-    assert chosen["tile"] is not None
-    tile = _beside_dtotal(chosen["tile"], itemsize) if wants_y and has_dtotal else chosen["tile"]
+    chosen = rules if more else BACKWARD.tiles(target.trial, rules, target.chip, inner, **sizes)
+    tile = chosen["tile"]
+    assert tile is not None
+    if wants_y and has_dtotal:
+        tile = _beside_dtotal(tile, itemsize)
+    if more:
+        tile = _with_room(tile, itemsize, reads, target.chip)
     return BackwardPlan(tile, chosen["sums"], is_by_rule=chosen == rules)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jln._junction.arrays import Arrays, Junction, Norm, Switches
+from jln._junction.arrays import Arrays, Junction, Norm, Shape, Switches
 from jln._triton.chip import CHIPS as ALL_CHIPS
 from jln._triton.target import Recorder
 
@@ -67,6 +67,13 @@ FEW_FEATURES_SWITCHES = SUM_SWITCHES | {
     "examples and a gate of rows": SUM_SWITCHES["everything and a gate of rows"] | {"examples": 400},
     "few examples": SWITCHES["everything"] | {"adds": False, "examples": 2},
 }
+# Of examples: more than there are cores, so that one program has all rows of each.
+EXAMPLES_SWITCHES = {
+    "examples": FEW_FEATURES_SWITCHES["examples"],
+    "examples of a sum": SWITCHES["everything"] | {"examples": 400},
+    "examples of a sum again": REMAT_SWITCHES["everything again"] | {"examples": 400},
+    "examples and a gate": FEW_FEATURES_SWITCHES["examples and a gate"],
+}
 # Norms on both sides of a sum.
 BOTH_SIDES_SWITCHES = {
     "rms norms": SWITCHES["add_rms_norm"] | {"zero_centered_scale": True},
@@ -109,16 +116,23 @@ def dtypes_of(arrays):
 
 
 def launches(h, inner, dtypes, chip, switches, trial=None):
-    """The launches of forward and backward at this size, none made."""
+    """The launches of forward and backward at this size, none made.
+
+    With `examples` there are that many groups of rows, each with parameters of its own.
+    """
     from jln._junction import launches as launcher
 
     jax.config.update("jax_enable_x64", True)
-    shape, axis = ((100_000, h), -1) if inner == 1 else ((3, h, inner), -2)
+    examples = switches.get("examples")
+    lead = (100_000,) if examples is None else (examples, 100_000 // examples)
+    shape, axis = ((*lead, h), -1) if inner == 1 else ((3, h, inner), -2)
     x = jax.ShapeDtypeStruct(shape, dtypes[0])
     residual = jax.ShapeDtypeStruct(shape, dtypes[1]) if switches["adds"] else None
     y = x if len(dtypes) == 3 else jax.ShapeDtypeStruct(shape, dtypes[3])
     total = x if residual is None else jax.ShapeDtypeStruct(shape, jnp.promote_types(*dtypes[:2]))
-    parameter = jax.ShapeDtypeStruct([h if i == len(shape) + axis else 1 for i in range(len(shape))], dtypes[2])
+    norm = Norm(axis, 1e-6, Switches(**{n: switches[n] for n in Switches._fields if n in switches}))
+    norm = dataclasses.replace(norm, examples=0 if examples is None else 1)
+    parameter = jax.ShapeDtypeStruct(norm.sizes(Shape.COLUMN, shape, 0), dtypes[2])
     of_row = [1 if i == len(shape) + axis else n for i, n in enumerate(shape)]
     rstd = jax.ShapeDtypeStruct(of_row, jnp.promote_types(total.dtype, jnp.float32))
     mean = rstd if switches["subtract_mean"] else None
@@ -128,7 +142,6 @@ def launches(h, inner, dtypes, chip, switches, trial=None):
     gated = {"gate", "row_gate"} & {*parameters}
     gates = {name: x for name in ("z", "x_z") if switches.get(name)}
     dtotal = None if residual is None else total
-    norm = Norm(axis, 1e-6, Switches(**{n: switches[n] for n in Switches._fields if n in switches}))
     if switches.get("offset_rows"):
         norm = dataclasses.replace(norm, offset_rows=tuple(i for i in range(-len(shape), 0) if i != axis))
     recorder = Recorder(ALL_CHIPS[chip], trial)

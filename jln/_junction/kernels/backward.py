@@ -175,7 +175,7 @@ def backward_kernel(
     c1_ptr,  # [G, rows]
     c2_ptr,  # [G, rows]
     rows,
-    programs,
+    groups,
     dx_ptr,  # [G, rows, H]
     dz_ptr,  # [G, rows, H]
     dx_z_ptr,  # [G, rows, H]
@@ -219,6 +219,8 @@ def backward_kernel(
     group, program = group_of(tl.program_id(0) // chunks, programs, SHARED)
     dy_ptr = rows_at(dy_ptr, "dy", group, rows, H, INNER, INTERLEAVED, SHARED)
     total_ptr = rows_at(total_ptr, "total", group, rows, H, INNER, INTERLEAVED, SHARED)
+    of_all = tl.num_programs(0) // chunks  # programs of all groups
+    programs = of_all // groups  # given a 1, the compiler would know the loop's step, with which it spilled
     rstd_ptr = numbers_at(rstd_ptr, "rstd", group, rows, INTERLEAVED, SHARED)
     x_z_ptr = rows_at(x_z_ptr, "x_z", group, rows, H, INNER, INTERLEAVED, SHARED)
     z_ptr = rows_at(z_ptr, "z", group, rows, H, INNER, INTERLEAVED, SHARED)
@@ -237,8 +239,6 @@ def backward_kernel(
     x_scale_ptr = columns_at(x_scale_ptr, "x_scale", group, H, INTERLEAVED, SHARED)
     x_mean_ptr = numbers_at(x_mean_ptr, "x_mean", group, rows, INTERLEAVED, SHARED)
     x_rstd_ptr = numbers_at(x_rstd_ptr, "x_rstd", group, rows, INTERLEAVED, SHARED)
-    of_all = tl.num_programs(0) // chunks  # programs of all groups
-    groups = of_all // programs
     drow_gate_ptr = numbers_at(drow_gate_ptr, "drow_gate", chunk * groups + group, rows, INTERLEAVED, SHARED)
     dx_ptr = rows_at(dx_ptr, "dx", group, rows, H, INNER, INTERLEAVED, SHARED)
     dz_ptr = rows_at(dz_ptr, "dz", group, rows, H, INNER, INTERLEAVED, SHARED)

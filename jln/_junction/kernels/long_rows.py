@@ -32,7 +32,7 @@ def long_rows_kernel(
     mean_ptr,  # [G, rows]
     rstd_ptr,  # [G, rows]
     rows,
-    programs,
+    groups,
     dx_ptr,  # [G, rows, H]
     dz_ptr,  # [G, rows, H]
     dx_z_ptr,  # [G, rows, H]
@@ -56,6 +56,8 @@ def long_rows_kernel(
     INNER is 1.
     """
     chunks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    of_all = tl.num_programs(0)  # programs of all groups
+    programs = of_all // groups
     group, program = group_of(tl.program_id(0), programs, SHARED)
     dy_ptr = rows_at(dy_ptr, "dy", group, rows, H, INNER, INTERLEAVED, SHARED)
     dtotal_ptr = rows_at(dtotal_ptr, "dtotal", group, rows, H, INNER, INTERLEAVED, SHARED)
@@ -117,7 +119,6 @@ def long_rows_kernel(
         dscale = new_dscale
         doffset = new_doffset
 
-    of_all = tl.num_programs(0)
     for chunk in tl.static_range(chunks):
         column, exists = _columns_of(chunk, H, BLOCK_H)
         at = (group * programs + program) * H + chunk * BLOCK_H + column
