@@ -273,7 +273,7 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
             **constants,
         )
 
-    tile, chunks = plan.tile, 1 if plan.has_long_rows else g.chunks(plan.tile)
+    tile, chunks = plan.tile, plan.parts or g.chunks(plan.tile)
     programs = chip.cores * tile.programs_per_core // (g.groups * chunks)
     programs = max(1, min(programs, g.tiles(tile)))
     y = results.y
@@ -281,7 +281,7 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
         read = operands.only(("dy", "dtotal", "total", "residual", "x" if norm.remat else "total"))
         itemsize = sum(a.dtype.itemsize for a in read.present().values())
         programs = min(programs, tiles.busy_programs(tile, itemsize, chip))
-    if y is not None or plan.has_long_rows:
+    if y is not None or plan.parts:
         programs = ceil_div(g.tiles(tile), ceil_div(g.tiles(tile), programs))
     # A program that owns whole rows has read its dy before it writes y.
     overwrites_dy = y is not None and (y.dtype, y.shape) == (dy.dtype, dy.shape) and chunks == 1
@@ -292,8 +292,9 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
         of_chunks = jax.ShapeDtypeStruct((chunks, *results.row_gate.shape), compute)
         by_program = by_program._replace(row_gate=of_chunks)
     kernel, statistics, made = backward_kernel, c1_and_c2, {"y": y}
-    if plan.has_long_rows:
+    if plan.parts:
         kernel, statistics, made = long_rows_kernel, {}, {}
+        constants["PARTS"] = plan.parts
     else:
         constants |= {
             "PULLS": pulls,
@@ -383,8 +384,8 @@ def _backward_plan(
     of_norm = {*sums} <= {"scale", "offset"} and operands.x is None and not operands.gated and results.y is None
     if plan.is_by_rule and plan.sums is not None and pulls and of_norm:
         read = 2 + sum(a is not None for a in (operands.z, operands.x_z))
-        tile = tiles.long_rows(*sizes, len(sums), read, target.chip)
-        return plan if tile is None else tiles.BackwardPlan(tile, None, has_long_rows=True)
+        long = tiles.long_rows(*sizes, len(sums), read, target.chip)
+        return plan if long is None else tiles.BackwardPlan(long[0], None, parts=long[1])
     return plan
 
 

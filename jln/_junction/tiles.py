@@ -88,12 +88,13 @@ class BackwardPlan:
     """A plan for dx, dscale and doffset.
 
     tile: of `backward_kernel`. sums: the tile of `row_sums_kernel`, or None where `backward_kernel` adds up the rows.
-    has_long_rows: whether `long_rows_kernel` takes the tile, a chunk of its rows. is_by_rule: whether no file has it.
+    parts: how many programs of `long_rows_kernel` share a row, if that takes the tile, a chunk of its rows; else 0.
+    is_by_rule: whether no file has it.
     """
 
     tile: Tile
     sums: Tile | None
-    has_long_rows: bool = False
+    parts: int = 0
     is_by_rule: bool = True
 
 
@@ -153,28 +154,36 @@ def backward_plan(
     return BackwardPlan(tile, _tile(rows, 1024 // rows, of_sums // 2))
 
 
-def long_rows(h: int, inner: int, itemsize: int, mixed: bool, sums: int, read: int, chip: Chip) -> Tile | None:
-    """The tile of `long_rows_kernel`, a chunk of a row; None where it cannot keep the sums over rows in registers.
+def long_rows(
+    h: int, inner: int, itemsize: int, mixed: bool, sums: int, read: int, chip: Chip
+) -> tuple[Tile, int] | None:
+    """The tile of `long_rows_kernel`, a chunk of a row, and how many programs share a row.
 
-    sums: how many there are. read: how many arrays of rows are read twice.
+    None where these cannot keep the sums over rows in registers. sums: how many there are. read: how many arrays of
+    rows are read twice.
 
-    16 warps keep 32768 elements of sums in half of their registers. With chunks of 4 elements a thread rows of 16 bits
-    have no more than 8 bytes of stack, on a B200 up to 24576 elements, with 32768 there 72. What it is worth, for a row
-    of 16384 in bfloat16 with a gate in front, by an H200's 4.8 TB/s of memory and about 5.5 of L2: 98 KB are read and
-    66 written once, which takes all SMs 34 ns. A pass of row sums in front reads the 98 again, 55 ns. Here they come
-    again from L1, or, if none of it is there, from L2, 48 ns. Four programs that share a row and each read the whole of
-    it would take 491 KB from L2, 89 ns; sums kept in memory, to which each row adds, 390, 71 ns. The two sums of a
-    LayerNorm's 32768 elements are all registers of an SM: two programs that share a row would wait for L2 as long as
-    the pass takes, so it has the pass.
+    16 warps keep 32768 elements of sums in half of their registers. With chunks of 8 bytes a thread no row has more
+    than 8 bytes of stack, on a B200 up to 24576 elements, with 32768 there 72. What it is worth, for a row of 16384 in
+    bfloat16 with a gate in front, by an H200's 4.8 TB/s of memory and about 5.5 of L2: 98 KB are read and 66 written
+    once, which takes all SMs 34 ns. A pass of row sums in front reads the 98 again, 55 ns. Here they come again from
+    L1, or, if none of it is there, from L2, 48 ns. Four programs that share a row and each read the whole of it would
+    take 491 KB from L2, 89 ns; sums kept in memory, to which each row adds, 390, 71 ns.
+
+    The two sums of a LayerNorm's 32768 elements are all registers of an SM, and two programs share a row: 41 ns of
+    memory. Both read all of it, 262 KB from L2, 48 ns, and their own half last, so that it comes again from L1; if none
+    of it is there, 71 ns. With the pass it is 68 ns, in a launch more. In float32, of which L1 has a half at most, it
+    is 95 to 119 ns for 137. Four programs would take 524 KB in bfloat16, 95 ns, and so more than the pass.
     """
-    chunk = 2048
-    if inner != 1 or mixed or itemsize != 2 or not aligned(h, 1, itemsize) or chip.is_amd:
+    chunk = 4096 // itemsize
+    if inner != 1 or mixed or itemsize > 4 or not aligned(h, 1, itemsize) or chip.is_amd:
         return None
     most = 24576 if chip.capability >= 100 else 32768
-    if max(1, sums) * ceil_div(h, chunk) * chunk > most:
+    held = min(16, most // chunk // max(1, sums))  # chunks of a program: 24 or 32 of float32 spill 24 bytes
+    parts = ceil_div(ceil_div(h, chunk), held)
+    if parts > 2:
         return None
     ahead = ceil_div(34_000, read * chunk * itemsize)  # chunks in flight that cover memory's latency (`busy_programs`)
-    return Tile(1, chunk, 16, 1 + ahead)
+    return Tile(1, chunk, 16, 1 + ahead), parts
 
 
 def busy_programs(tile: Tile, itemsize: int, chip: Chip) -> int:
@@ -196,15 +205,6 @@ def _beside_dtotal(tile: Tile, itemsize: int) -> Tile:
     return dataclasses.replace(tile, columns=columns, stages=min(tile.stages, 2))
 
 
-def both_sides(h: int, itemsize: int, mixed: bool, chip: Chip, *, centred: bool, gated: bool) -> Tile | None:
-    """The tile of `backward_kernel` with a norm of x, too, whole rows; None where 16 warps cannot hold a row.
-
-    centred: whether the norms subtract means. gated: whether a gate is between them.
-
-    The next row's four arrays are fetched ahead where shared memory has room. Found by compiling: 16 elements a thread
-    with the sums of both scales take 127 registers of the 128 that 16 warps may have, with 8 111; rows that do not
-    start on 16 bytes spill with 16, and with 8 where the next is fetched ahead. Of 16 LayerNorms spill 24 bytes, with a
-    gate 128, and RMSNorms with a gate 8 in 16 bits and 64 in float32. Beside a float32 stream x and dy are half as
 def _with_room(tile: Tile, itemsize: int, reads: tuple[int, int], chip: Chip) -> Tile:
     """The tile of a `backward_kernel` with as many stages as shared memory has room for.
 
@@ -216,6 +216,15 @@ def _with_room(tile: Tile, itemsize: int, reads: tuple[int, int], chip: Chip) ->
     return dataclasses.replace(tile, stages=max(1, min(tile.stages, 1 + chip.shared // ahead)))
 
 
+def both_sides(h: int, itemsize: int, mixed: bool, chip: Chip, *, centred: bool, gated: bool) -> Tile | None:
+    """The tile of `backward_kernel` with a norm of x, too, whole rows; None where 16 warps cannot hold a row.
+
+    centred: whether the norms subtract means. gated: whether a gate is between them.
+
+    The next row's four arrays are fetched ahead where shared memory has room. Found by compiling: 16 elements a thread
+    with the sums of both scales take 127 registers of the 128 that 16 warps may have, with 8 111; rows that do not
+    start on 16 bytes spill with 16, and with 8 where the next is fetched ahead. Of 16 LayerNorms spill 24 bytes, with a
+    gate 128, and RMSNorms with a gate 8 in 16 bits and 64 in float32. Beside a float32 stream x and dy are half as
     wide, and a round of 2048 columns that are not there is left out: of 16 elements in 3 rounds LayerNorms, or a gate,
     spill 16 bytes at most, in 4 up to 136, and LayerNorms with a gate 88 in 3.
     """
@@ -348,13 +357,13 @@ def backward(
     *,
     has_dtotal: bool = False,
     more: int = 0,
+    reads: tuple[int, int] = (0, 0),
 ) -> BackwardPlan:
     """The plan of the backward pass: as measured where it was and `more` is 0, else by `backward_plan`.
 
     has_dtotal: whether `backward_kernel` reads the total's cotangent. reads: as of `_with_room`, if there are `more`.
     """
     plan = backward_plan(h, inner, itemsize, mixed, wants_y=wants_y, more=more)
-    reads: tuple[int, int] = (0, 0),
     sizes = _sizes(h, inner, itemsize, mixed) | {"wants_y": wants_y}
     rules: Tiles = {"tile": plan.tile, "sums": plan.sums}
     chosen = rules if more else BACKWARD.tiles(target.trial, rules, target.chip, inner, **sizes)

@@ -16,7 +16,8 @@ from ptx import Program
 # tiles of several rows or one. 768: a quarter of the tile is masked. 1000: ragged, with rows on 16 bytes; 1001: ragged,
 # with rows off them. 4096: at most two tiles are loaded ahead. 8192: the widest whole rows in 16 bits. 16384: two to
 # four programs a row. 16385: chunks, and a kernel for the row sums. In float64 the last two come at 4096 and 4097.
-# 20000 and 32768: chunks of rows that an RMSNorm in 16 bits takes in one kernel.
+# 20000 and 32768: chunks of rows that an RMSNorm in 16 bits takes in one kernel. 20488 and 32768 of a LayerNorm, and
+# 16388 and 17416 in float32: such rows shared by two programs, the last part of an odd number of chunks.
 # Numbers of rows. 1; fewer than a tile has; one more than whole tiles have; and on three SMs, several tiles a program,
 # the last one ragged.
 SIZES = [
@@ -52,6 +53,9 @@ SIZES = [
     Case("rms_norm", (1, 40000), "float16", "h200"),
     Case("add_layer_norm", (3, 4097), "float64", "small-h200"),
     Case("rms_norm", (7, 32768), "bfloat16", "small-h200"),
+    Case("layer_norm", (7, 32768), "bfloat16", "small-h200"),
+    Case("layer_norm", (5, 20488), "bfloat16", "h200"),
+    Case("add_rms_norm", (3, 17416), "float32", "h200"),
     Case("add_rms_norm", (5, 20000), "float16", "small-a100", zero_centered_scale=True),
 ]
 

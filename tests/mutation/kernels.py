@@ -17,6 +17,7 @@ from targets import (
     LINEAR_LAUNCH,
     LINEARS,
     LONG,
+    LONG_PARTS,
     LONG_ROWS,
     MANY_TILES,
     NORM_TILES,
@@ -300,18 +301,44 @@ KERNELS = [
         (f"{FROZEN}test_some_gradients_of_a_fused_linear[kernel]",),
     ),
     Mutant(
-        "every chunk of a long row the first", LONG_ROWS, "first = base + chunk * BLOCK_H", "first = base", LONG,
+        "every chunk of a long row the first", LONG_ROWS,
+        "own = part * OWN + chunk * BLOCK_H", "own = part * OWN", LONG,
     ),
     Mutant(
         "dscale of a program's last long row alone", LONG_ROWS, "tl.fma(dy, x_hat, dscale[chunk])", "dy * x_hat", LONG,
     ),
     Mutant(
         "every chunk of a long row scaled as the first", LONG_ROWS,
-        "scale_ptr + chunk * BLOCK_H, column", "scale_ptr, column", LONG,
+        "scale_ptr + own, column", "scale_ptr, column", LONG,
     ),
     Mutant(
         "more sums of long rows than registers", NORM_TILES,
-        "max(1, sums) * ceil_div(h, chunk)", "ceil_div(h, chunk)",
-        ("tests/triton/test_launch.py::test_the_longest_rows_that_one_backward_kernel_takes[2-16384]",),
+        "most // chunk // max(1, sums)", "most // chunk",
+        ("tests/triton/test_launch.py::test_the_longest_rows_that_two_programs_share[2-2-32768]",),
+    ),
+    Mutant(
+        "every part of a long row the first", LONG_ROWS, "part = tl.program_id(0) % PARTS", "part = 0", LONG_PARTS,
+    ),
+    Mutant(
+        "columns behind a long row's last part", LONG_ROWS,
+        "H - chunk * BLOCK_H - part * OWN", "H - chunk * BLOCK_H", LONG_PARTS,
+    ),
+    Mutant(
+        "shares of a long row's parts at one place", LONG_ROWS,
+        "* H + part * OWN + chunk * BLOCK_H", "* H + chunk * BLOCK_H", LONG_PARTS,
+    ),
+    Mutant(
+        "row sums of a long row without its first part", BACKWARD,
+        "first = tl.where(first < H, first, first - (", "first = tl.where(first < H, first, first + (", LONG_PARTS,
+    ),
+    Mutant(
+        "stages of a gated sum that shared memory has no room for", NORM_TILES,
+        "min(tile.stages, 1 + chip.shared // ahead)", "tile.stages",
+        ("tests/triton/test_compiler.py::test_composed_gates_fit_in_shared_memory",),
+    ),
+    Mutant(
+        "a loop's step that the compiler knows", BACKWARD,
+        "programs = of_all // groups", "programs = tl.maximum(1, 400 // groups)",
+        ("tests/triton/test_compiler.py::test_no_spills_of_parameters_of_examples[examples of a sum-b200-float32]",),
     ),
 ]  # fmt: skip

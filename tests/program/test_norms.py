@@ -174,25 +174,36 @@ def test_a_gated_norm_is_one_kernel_forward_and_two_backward(name):
 
 
 @pytest.mark.parametrize(
-    ("form", "h", "most"), [("gated", 16384, 1.05), ("rms_norm", 20480, 1.1), ("rms_norm", 32768, 1.105)]
+    ("form", "h", "dtype", "most"),
+    [
+        ("gated", 16384, "bfloat16", 1.05),
+        ("rms_norm", 20480, "bfloat16", 1.1),
+        ("rms_norm", 32768, "bfloat16", 1.105),
+        ("rms_norm", 65536, "bfloat16", 1.105),
+        ("rms_norm", 32768, "float32", 1.03),
+        ("layer_norm", 32768, "bfloat16", 1.105),
+        ("layer_norm", 32768, "float32", 1.055),
+    ],
 )
-def test_long_rows_are_read_once_each_way(form, h, most):
+def test_long_rows_are_read_once_each_way(form, h, dtype, most):
     """Rows that no tile holds are read once each way, where a pass of row sums would read x and dy once more.
 
-    The programs' shares of dscale are float32 rows, 3 % of these bytes at 16384 and 10 % at 32768.
+    The programs' shares of dscale and doffset are float32 rows, 3 % of these bytes at 16384 and 10 % at 32768.
     """
-    x, scale = struct(ELEMENTS // h, h), struct(h)
+    x, scale = struct(ELEMENTS // h, h, dtype=dtype), struct(h, dtype=dtype)
 
     def step(x, z, scale, dy):
         if form == "gated":
             y, pullback = jax.vjp(functools.partial(jln.rms_norm_gated, norm_before_gate=False), x, z, scale)
+        elif form == "layer_norm":
+            y, pullback = jax.vjp(jln.layer_norm, x, scale, scale)
         else:
             y, pullback = jax.vjp(jln.rms_norm, x, scale)
         return y, pullback(dy)
 
     report = program.compile_for(step, x, x, scale, x)
     assert report.launches == len(triton_kernels(report)) == 3
-    assert report.bytes_total <= most * (8 if form == "gated" else 5) * 2 * ELEMENTS
+    assert report.bytes_total <= most * (8 if form == "gated" else 5) * x.dtype.itemsize * ELEMENTS
 
 
 @pytest.mark.parametrize("axis", [-1, 2])

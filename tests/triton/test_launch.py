@@ -174,12 +174,14 @@ def test_the_widest_row_on_both_sides_of_a_float32_stream(centred, gated, widest
     assert found[0] is not None and found[0].columns >= widest and found[1] is None
 
 
-@pytest.mark.parametrize(("sums", "longest"), [(0, 32768), (1, 32768), (2, 16384)])
-def test_the_longest_rows_that_one_backward_kernel_takes(sums, longest):
-    """Sums over rows of 32768 elements in all are half of a core's registers; others take a pass of row sums."""
-    found = [tiles.long_rows(h, 1, 2, False, sums, 2, CHIPS["h200"]) for h in (longest, longest + 8)]
-    assert found[0] is not None and found[1] is None
-    rows = {"wide": (longest, 1, 4, False), "side by side": (longest, 64, 2, False), "mixed": (longest, 1, 2, True)}
+@pytest.mark.parametrize(
+    ("sums", "itemsize", "longest"), [(0, 2, 65536), (1, 2, 65536), (2, 2, 32768), (1, 4, 32768), (2, 4, 32768)]
+)
+def test_the_longest_rows_that_two_programs_share(sums, itemsize, longest):
+    """Sums over half of a row are at most half of a core's registers; longer rows take a pass of row sums."""
+    found = [tiles.long_rows(h, 1, itemsize, False, sums, 2, CHIPS["h200"]) for h in (longest, longest + 8)]
+    assert found[0] is not None and found[0][1] == 2 and found[1] is None
+    rows = {"float64": (longest, 1, 8, False), "side by side": (longest, 64, 2, False), "mixed": (longest, 1, 2, True)}
     assert {name: tiles.long_rows(*sizes, sums, 2, CHIPS["h200"]) for name, sizes in rows.items()} == dict.fromkeys(
         rows
     )

@@ -59,12 +59,15 @@ def load_row_terms(
 def row_sums(
     dy_ptr, total_ptr, x_z_ptr, z_ptr, base, scale_ptr, start, valid, mean, rstd,
     H: tl.constexpr, INNER: tl.constexpr, VECTOR: tl.constexpr, NORM: tl.constexpr,
-    COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr = None,
+    COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr = None, begin=None,
 ):  # fmt: skip
-    """The row sums c1 and c2 of rows wider than BLOCK_H."""
+    """The row sums c1 and c2 of rows wider than BLOCK_H. begin: the column of the chunk to begin with."""
     c1 = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
     c2 = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
     for first in tl.range(0, H, BLOCK_H, num_stages=STAGES):
+        if begin is not None:
+            first += begin
+            first = tl.where(first < H, first, first - (H + BLOCK_H - 1) // BLOCK_H * BLOCK_H)
         column, exists, at, mask = tile_from(first, start, valid, H, INNER, VECTOR, BLOCK_H)
         scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
         x = tl.load(total_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
@@ -216,11 +219,11 @@ def backward_kernel(
     """
     chunks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     chunk = tl.program_id(0) % chunks
+    of_all = tl.num_programs(0) // chunks  # programs of all groups
+    programs = of_all // groups  # given a 1, the compiler would know the loop's step, with which it spilled
     group, program = group_of(tl.program_id(0) // chunks, programs, SHARED)
     dy_ptr = rows_at(dy_ptr, "dy", group, rows, H, INNER, INTERLEAVED, SHARED)
     total_ptr = rows_at(total_ptr, "total", group, rows, H, INNER, INTERLEAVED, SHARED)
-    of_all = tl.num_programs(0) // chunks  # programs of all groups
-    programs = of_all // groups  # given a 1, the compiler would know the loop's step, with which it spilled
     rstd_ptr = numbers_at(rstd_ptr, "rstd", group, rows, INTERLEAVED, SHARED)
     x_z_ptr = rows_at(x_z_ptr, "x_z", group, rows, H, INNER, INTERLEAVED, SHARED)
     z_ptr = rows_at(z_ptr, "z", group, rows, H, INNER, INTERLEAVED, SHARED)

@@ -12,13 +12,15 @@ from jln._junction.kernels.terms import load_scale, load_vector
 
 
 @triton.jit
-def _columns_of(chunk: tl.constexpr, H: tl.constexpr, BLOCK_H: tl.constexpr):
-    """The columns of a chunk, numbered from its first one, so that chunks differ by a constant; which of them exist."""
+def _columns_of(
+    part, chunk: tl.constexpr, H: tl.constexpr, PARTS: tl.constexpr, OWN: tl.constexpr, BLOCK_H: tl.constexpr
+):
+    """The columns of a part's chunk, numbered from its first one, so that chunks differ by a constant; which exist."""
     column = tl.arange(0, BLOCK_H)
-    if chunk * BLOCK_H + BLOCK_H <= H:
+    if (PARTS - 1) * OWN + chunk * BLOCK_H + BLOCK_H <= H:
         return column, tl.full([BLOCK_H], True, tl.int1)
     else:
-        return column, column < H - chunk * BLOCK_H
+        return column, column < H - chunk * BLOCK_H - part * OWN
 
 
 @triton.jit
@@ -42,6 +44,7 @@ def long_rows_kernel(
     H: tl.constexpr,
     INNER: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    PARTS: tl.constexpr,
     SHARED: tl.constexpr,
     SUMS: tl.constexpr,
     NORM: tl.constexpr,
@@ -51,14 +54,16 @@ def long_rows_kernel(
 ):
     """Compute what `backward_kernel` does, without gates, biases and y, of rows of several chunks of BLOCK_H columns.
 
-    A program owns every `programs`-th row. It reads a row for c1 and c2, some chunks ahead, and at once again for all
-    else, from L1 or L2. Its sums over rows are tuples of a chunk's each, in registers, and so the chunks are unrolled.
-    INNER is 1.
+    A program owns one of PARTS of the chunks of every `programs`-th row. It reads the whole row for c1 and c2, some
+    chunks ahead and its own ones last, and at once these again for all else, from L1 or L2. Its sums over rows are
+    tuples of a chunk's each, in registers, and so the chunks are unrolled. INNER is 1.
     """
-    chunks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
-    of_all = tl.num_programs(0)  # programs of all groups
+    chunks: tl.constexpr = ((H + BLOCK_H - 1) // BLOCK_H + PARTS - 1) // PARTS
+    OWN: tl.constexpr = chunks * BLOCK_H
+    part = tl.program_id(0) % PARTS
+    of_all = tl.num_programs(0) // PARTS  # programs of all groups
     programs = of_all // groups
-    group, program = group_of(tl.program_id(0), programs, SHARED)
+    group, program = group_of(tl.program_id(0) // PARTS, programs, SHARED)
     dy_ptr = rows_at(dy_ptr, "dy", group, rows, H, INNER, INTERLEAVED, SHARED)
     dtotal_ptr = rows_at(dtotal_ptr, "dtotal", group, rows, H, INNER, INTERLEAVED, SHARED)
     total_ptr = rows_at(total_ptr, "total", group, rows, H, INNER, INTERLEAVED, SHARED)
@@ -83,18 +88,19 @@ def long_rows_kernel(
         rstd = load_vector(rstd_ptr, row, valid, 1, COMPUTE)
         c1, c2 = row_sums(
             dy_ptr, total_ptr, x_z_ptr, z_ptr, base, scale_ptr, start, valid, mean, rstd,
-            H, INNER, None, NORM, COMPUTE, 1, BLOCK_H, STAGES,
+            H, INNER, None, NORM, COMPUTE, 1, BLOCK_H, STAGES, None if PARTS == 1 else (part + 1) % PARTS * OWN,
         )  # fmt: skip
 
         new_dscale = ()
         new_doffset = ()
         for chunk in tl.static_range(chunks):
-            column, exists = _columns_of(chunk, H, BLOCK_H)
+            column, exists = _columns_of(part, chunk, H, PARTS, OWN, BLOCK_H)
             at, mask = column[None, :], exists[None, :]
-            first = base + chunk * BLOCK_H
+            own = part * OWN + chunk * BLOCK_H
+            first = base + own
             scale = tl.full([BLOCK_H], 1.0, COMPUTE)
             if scale_ptr is not None:
-                scale = load_scale(scale_ptr + chunk * BLOCK_H, column, exists, NORM, BLOCK_H, COMPUTE)
+                scale = load_scale(scale_ptr + own, column, exists, NORM, BLOCK_H, COMPUTE)
             x = tl.load(total_ptr + first + at, mask=mask, other=0.0).to(COMPUTE)
             dy, x_hat, scaled, u, of_dz = load_row_terms(
                 dy_ptr, x, x_z_ptr, z_ptr, first, at, mask, exists, mean, rstd, scale, COMPUTE
@@ -120,8 +126,8 @@ def long_rows_kernel(
         doffset = new_doffset
 
     for chunk in tl.static_range(chunks):
-        column, exists = _columns_of(chunk, H, BLOCK_H)
-        at = (group * programs + program) * H + chunk * BLOCK_H + column
+        column, exists = _columns_of(part, chunk, H, PARTS, OWN, BLOCK_H)
+        at = (group * programs + program) * H + part * OWN + chunk * BLOCK_H + column
         if contains(SUMS, "dscale"):
             store_sum(dscale[chunk], dscale_ptr, shares_ptr, at, exists, of_all, "dscale", SUMS, H)
         if contains(SUMS, "doffset"):
