@@ -334,7 +334,7 @@ KERNELS = [
     Mutant(
         "stages of a gated sum that shared memory has no room for", NORM_TILES,
         "min(tile.stages, 1 + chip.shared // ahead)", "tile.stages",
-        ("tests/triton/test_compiler.py::test_composed_gates_fit_in_shared_memory",),
+        ("tests/triton/test_compiled_linears.py::test_composed_gates_fit_in_shared_memory",),
     ),
     Mutant(
         "a loop's step that the compiler knows", BACKWARD,
