@@ -11,7 +11,7 @@ from slips import broken
 
 ACCESS = "jln._junction.kernels.addresses"
 NORMS, NORM_LAUNCH = "jln._junction.kernels.backward", "jln._junction.launches"
-TERMS = "jln._junction.kernels.terms"
+TERMS, ROW_TERMS = "jln._junction.kernels.terms", "jln._junction.kernels.row_terms"
 LINEARS, LINEAR_LAUNCH = "jln._junction.kernels.with_linear", "jln._junction.linears.launches"
 LINEARS_BACKWARD = "jln._junction.kernels.with_linear_backward"
 # In turn: several tiles, the last one ragged, of rows whose length is no power of two; more tiles than programs; rows
@@ -152,9 +152,9 @@ SOURCES = [
      "tl.store(dkernel_ptr + at, dkernel.to(dkernel_ptr.dtype.element_ty))"),
     ("a fused dx without c1", FUSED, LINEARS_BACKWARD, "-(c1 * rstd)[:, None])", "0.0 * rstd[:, None])"),
     # Terms of the formulas.
-    ("c2 dropped", WHOLE, NORMS,
+    ("c2 dropped", WHOLE, ROW_TERMS,
      "tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1", "tl.fma(x_hat, 0.0 * rstd[:, None], -(c1"),
-    ("c1 dropped", WHOLE, NORMS, "-(c1 * rstd)[:, None])", "0.0 * rstd[:, None])"),
+    ("c1 dropped", WHOLE, ROW_TERMS, "-(c1 * rstd)[:, None])", "0.0 * rstd[:, None])"),
     ("the sum's cotangent not added", WHOLE, NORMS,
      "dx += tl.load(dtotal_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)", "pass"),
     ("y not multiplied by the scale", WHOLE, TERMS,
@@ -170,7 +170,7 @@ SOURCES = [
     # Operands and shares, which the kernels find by name.
     ("shares of dscale in the place of doffset's", WHOLE, NORMS,
      'at, exists, of_all, "dscale"', 'at, exists, of_all, "doffset"'),
-    ("doffset's shares behind a dscale that is not there", dataclasses.replace(WHOLE, without="s"), NORMS,
+    ("doffset's shares behind a dscale that is not there", dataclasses.replace(WHOLE, without="s"), ROW_TERMS,
      "first = position(SUMS, NAME) * programs", "first = 1 * programs"),
     ("dtotal shared where dy is", GROUPS, NORMS, 'rows_at(dtotal_ptr, "dtotal", ', 'rows_at(dtotal_ptr, "dy", '),
     # What launchers say: grids, operands, scalars, switches and aliases.

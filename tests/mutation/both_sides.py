@@ -12,6 +12,7 @@ from targets import (
     LINEAR_TILES,
     NORM_LAUNCH,
     NORM_TILES,
+    ROW_TERMS,
     TERMS,
     XLA_GRADIENTS,
     XLA_NORM,
@@ -66,7 +67,7 @@ NORMS = [
     Mutant("dtotal left out", BACKWARD, "dx += tl.load(dtotal_ptr", "tl.load(dtotal_ptr", KERNEL),
     Mutant("dx without its second term", BACKWARD, "u * -(c * x_rstd)[:, None])  # (36)", "u * 0.0)  # (36)", KERNEL),
     Mutant(
-        "d without its second term", BACKWARD, "dx = x_hat * -(c2 * rstd)[:, None]", "dx = x_hat * 0.0", KERNEL,
+        "d without its second term", ROW_TERMS, "d = x_hat * -(c2 * rstd)[:, None]", "d = x_hat * 0.0", KERNEL,
     ),
     Mutant(
         "dx_scale of dy", BACKWARD, "dx_scale = tl.fma(dx, u, dx_scale)", "dx_scale = tl.fma(dy, u, dx_scale)", KERNEL,

@@ -8,6 +8,7 @@ from targets import (
     JUNCTION_RULES,
     NORM_ARGUMENTS,
     NORM_LAUNCH,
+    ROW_TERMS,
     TERMS,
     XLA_GRADIENTS,
     XLA_NORM,
@@ -67,7 +68,7 @@ SUMS = [
         'jnp.sum(gradients["row_gate"], axis=0)', 'gradients["row_gate"][0]', CHUNKS_OF_ROWS,
     ),
     Mutant(
-        "all sums' shares in the first one's place", BACKWARD,
+        "all sums' shares in the first one's place", ROW_TERMS,
         "first = position(SUMS, NAME) * programs_of_all_groups", "first = 0 * programs_of_all_groups",
         SEVERAL_PROGRAMS,
     ),

@@ -24,6 +24,7 @@ KERNELS = tuple(
         "forward",
         "eight_bits",
         "along_rows",
+        "row_terms",
         "backward",
         "long_rows",
         "with_linear",

@@ -17,66 +17,10 @@ from jln._junction.kernels.addresses import (
     position,
     rows_at,
     rows_of,
-    tile_from,
     tiles_of,
 )
-from jln._junction.kernels.terms import (
-    affine,
-    gated,
-    load_branch,
-    load_scale,
-    load_silu,
-    load_total,
-    load_vector,
-    rstd_of,
-)
-
-
-@triton.jit
-def load_row_terms(
-    dy_ptr, x, x_z_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, COMPUTE: tl.constexpr
-):  # fmt: skip
-    """The terms dy, x_hat and dy * scale of a tile, 0 outside: there -mean * rstd might overflow, and 0 * inf is NaN.
-
-    With z or x_z also its silu, and the factor of its gradient in (43) or (44). With z dy is then the cotangent of the
-    norm's result.
-    """
-    dy = tl.load(dy_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
-    u, of_dz = x, x
-    if z_ptr is not None:
-        u, of_dz = load_silu(z_ptr + base, at, mask, COMPUTE)
-        of_dz *= dy
-        dy *= u  # (42)
-    if x_z_ptr is not None:
-        u, of_dz = load_silu(x_z_ptr + base, at, mask, COMPUTE)
-        of_dz *= x
-        x *= u  # (41)
-    x_hat = tl.where(exists[None, :], (x - mean[:, None]) * rstd[:, None], 0.0)  # (3)
-    return dy, x_hat, dy * scale[None, :], u, of_dz
-
-
-@triton.jit
-def row_sums(
-    dy_ptr, total_ptr, x_z_ptr, z_ptr, base, scale_ptr, start, valid, mean, rstd,
-    H: tl.constexpr, INNER: tl.constexpr, VECTOR: tl.constexpr, NORM: tl.constexpr,
-    COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr = None, begin=None,
-):  # fmt: skip
-    """The row sums c1 and c2 of rows wider than BLOCK_H. begin: the column of the chunk to begin with."""
-    c1 = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
-    c2 = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
-    for first in tl.range(0, H, BLOCK_H, num_stages=STAGES):
-        if begin is not None:
-            first += begin
-            first = tl.where(first < H, first, first - (H + BLOCK_H - 1) // BLOCK_H * BLOCK_H)
-        column, exists, at, mask = tile_from(first, start, valid, H, INNER, VECTOR, BLOCK_H)
-        scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
-        x = tl.load(total_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
-        _, x_hat, scaled, _, _ = load_row_terms(
-            dy_ptr, x, x_z_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, COMPUTE
-        )
-        c1 += scaled
-        c2 = tl.fma(scaled, x_hat, c2)
-    return tl.sum(c1, axis=1) * (1.0 / H), tl.sum(c2, axis=1) * (1.0 / H)  # (7), (8)
+from jln._junction.kernels.row_terms import load_row_terms, pulled_back, row_sums, store_sum
+from jln._junction.kernels.terms import affine, gated, load_branch, load_scale, load_total, load_vector, rstd_of
 
 
 @triton.jit
@@ -124,20 +68,6 @@ def row_sums_kernel(
         tl.store(c1_ptr + row, c1, mask=valid)
     c2_ptr = numbers_at(c2_ptr, "c2", group, rows, INTERLEAVED, SHARED)
     tl.store(c2_ptr + row, c2, mask=valid)
-
-
-@triton.jit
-def store_sum(
-    sum, sum_ptr, shares_ptr, at, exists, programs_of_all_groups,
-    NAME: tl.constexpr, SUMS: tl.constexpr, H: tl.constexpr,
-):  # fmt: skip
-    """Store a program's sum over its rows: in the result where the program is alone, else as its share."""
-    total = tl.sum(sum, axis=0)
-    if shares_ptr is None:
-        tl.store(sum_ptr + at, total.to(sum_ptr.dtype.element_ty), mask=exists)
-    else:
-        first = position(SUMS, NAME) * programs_of_all_groups.to(tl.int64) * H
-        tl.store(shares_ptr + first + at, total, mask=exists)
 
 
 @triton.jit
@@ -314,10 +244,7 @@ def backward_kernel(
             if BLOCK_H >= H:
                 c1 = tl.sum(scaled, axis=1) * (1.0 / H)  # (7)
                 c2 = tl.sum(scaled * x_hat, axis=1) * (1.0 / H)  # (8)
-            dx = x_hat * -(c2 * rstd)[:, None]  # (9), its factor rstd inside
-            if NORM.subtract_mean:
-                dx = tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1 * rstd)[:, None])  # (9)
-            dx = tl.fma(scaled, rstd[:, None], dx)  # (9)
+            dx = pulled_back(scaled, x_hat, c1, c2, rstd, NORM)
             if H == 1 and NORM.subtract_mean:  # c1 is g: rounded by itself its product with rstd does not cancel
                 dx = (scaled - c1[:, None]) * rstd[:, None]
             if dtotal_ptr is not None:
@@ -372,16 +299,11 @@ def backward_kernel(
 
     # The program's shares.
     at = (group * programs + program) * H + column
-    if contains(SUMS, "dscale"):
-        store_sum(dscale, dscale_ptr, shares_ptr, at, exists, of_all, "dscale", SUMS, H)
-    if contains(SUMS, "doffset"):
-        store_sum(doffset, doffset_ptr, shares_ptr, at, exists, of_all, "doffset", SUMS, H)
-    if contains(SUMS, "dx_bias"):
-        store_sum(dx_bias, dx_bias_ptr, shares_ptr, at, exists, of_all, "dx_bias", SUMS, H)
-    if contains(SUMS, "dgate"):
-        store_sum(dgate, dgate_ptr, shares_ptr, at, exists, of_all, "dgate", SUMS, H)
-    if contains(SUMS, "dx_scale"):
-        store_sum(dx_scale, dx_scale_ptr, shares_ptr, at, exists, of_all, "dx_scale", SUMS, H)
+    store_sum(dscale, dscale_ptr, shares_ptr, at, exists, of_all, "dscale", SUMS, H)
+    store_sum(doffset, doffset_ptr, shares_ptr, at, exists, of_all, "doffset", SUMS, H)
+    store_sum(dx_bias, dx_bias_ptr, shares_ptr, at, exists, of_all, "dx_bias", SUMS, H)
+    store_sum(dgate, dgate_ptr, shares_ptr, at, exists, of_all, "dgate", SUMS, H)
+    store_sum(dx_scale, dx_scale_ptr, shares_ptr, at, exists, of_all, "dx_scale", SUMS, H)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from jln._junction.kernels.addresses import columns_at, contains, group_of, numbers_at, rows_at, rows_of, tiles_of
-from jln._junction.kernels.backward import load_row_terms, row_sums, store_sum
+from jln._junction.kernels.row_terms import load_row_terms, pulled_back, row_sums, store_sum
 from jln._junction.kernels.terms import load_scale, load_vector
 
 
@@ -108,10 +108,7 @@ def long_rows_kernel(
             if dz_ptr is not None:
                 dz = of_dz * (x_hat * scale[None, :])  # (43)
                 tl.store(dz_ptr + first + at, dz.to(dz_ptr.dtype.element_ty), mask=mask)
-            dx = x_hat * -(c2 * rstd)[:, None]  # (9), its factor rstd inside
-            if NORM.subtract_mean:
-                dx = tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1 * rstd)[:, None])  # (9)
-            dx = tl.fma(scaled, rstd[:, None], dx)  # (9)
+            dx = pulled_back(scaled, x_hat, c1, c2, rstd, NORM)
             if dtotal_ptr is not None:
                 dx += tl.load(dtotal_ptr + first + at, mask=mask, other=0.0).to(COMPUTE)
             if x_z_ptr is not None:
@@ -128,7 +125,5 @@ def long_rows_kernel(
     for chunk in tl.static_range(chunks):
         column, exists = _columns_of(part, chunk, H, PARTS, OWN, BLOCK_H)
         at = (group * programs + program) * H + part * OWN + chunk * BLOCK_H + column
-        if contains(SUMS, "dscale"):
-            store_sum(dscale[chunk], dscale_ptr, shares_ptr, at, exists, of_all, "dscale", SUMS, H)
-        if contains(SUMS, "doffset"):
-            store_sum(doffset[chunk], doffset_ptr, shares_ptr, at, exists, of_all, "doffset", SUMS, H)
+        store_sum(dscale[chunk], dscale_ptr, shares_ptr, at, exists, of_all, "dscale", SUMS, H)
+        store_sum(doffset[chunk], doffset_ptr, shares_ptr, at, exists, of_all, "doffset", SUMS, H)

@@ -17,7 +17,7 @@ from jln._junction.kernels.addresses import (
     start_of,
     tiles_of,
 )
-from jln._junction.kernels.backward import store_sum
+from jln._junction.kernels.row_terms import store_sum
 from jln._junction.kernels.terms import affine, gated, load_matrix, load_scale, load_vector, with_bias
 
 
@@ -234,14 +234,10 @@ def backward_kernel(
                 doffset = _add(doffset, dz, None)  # (15)
         at = (group * programs + split % programs) * H + column
         of_all = tl.cast(groups * programs, tl.int64)
-        if contains(SUMS, "dscale"):
-            store_sum(dscale, dscale_ptr, shares_ptr, at, exists, of_all, "dscale", SUMS, H)
-        if contains(SUMS, "doffset"):
-            store_sum(doffset, doffset_ptr, shares_ptr, at, exists, of_all, "doffset", SUMS, H)
-        if contains(SUMS, "dx_bias"):
-            store_sum(dx_bias, dx_bias_ptr, shares_ptr, at, exists, of_all, "dx_bias", SUMS, H)
-        if contains(SUMS, "dgate"):
-            store_sum(dgate, dgate_ptr, shares_ptr, at, exists, of_all, "dgate", SUMS, H)
+        store_sum(dscale, dscale_ptr, shares_ptr, at, exists, of_all, "dscale", SUMS, H)
+        store_sum(doffset, doffset_ptr, shares_ptr, at, exists, of_all, "doffset", SUMS, H)
+        store_sum(dx_bias, dx_bias_ptr, shares_ptr, at, exists, of_all, "dx_bias", SUMS, H)
+        store_sum(dgate, dgate_ptr, shares_ptr, at, exists, of_all, "dgate", SUMS, H)
     if g_ptr is not None:
         feature = tl.arange(0, BLOCK_N)
         at = (split.to(tl.int64) * H + column)[:, None] * N + feature[None, :]

@@ -1,0 +1,81 @@
+"""Terms and sums of rows that backward kernels share: the norms', those of long rows, and the fused operators'.
+
+The numbers in brackets are the equations of `jln._junction.formulas`.
+"""
+
+import triton
+import triton.language as tl
+
+from jln._junction.kernels.addresses import contains, position, tile_from
+from jln._junction.kernels.terms import load_scale, load_silu
+
+
+@triton.jit
+def load_row_terms(
+    dy_ptr, x, x_z_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, COMPUTE: tl.constexpr
+):  # fmt: skip
+    """The terms dy, x_hat and dy * scale of a tile, 0 outside: there -mean * rstd might overflow, and 0 * inf is NaN.
+
+    With z or x_z also its silu, and the factor of its gradient in (43) or (44). With z dy is then the cotangent of the
+    norm's result.
+    """
+    dy = tl.load(dy_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
+    u, of_dz = x, x
+    if z_ptr is not None:
+        u, of_dz = load_silu(z_ptr + base, at, mask, COMPUTE)
+        of_dz *= dy
+        dy *= u  # (42)
+    if x_z_ptr is not None:
+        u, of_dz = load_silu(x_z_ptr + base, at, mask, COMPUTE)
+        of_dz *= x
+        x *= u  # (41)
+    x_hat = tl.where(exists[None, :], (x - mean[:, None]) * rstd[:, None], 0.0)  # (3)
+    return dy, x_hat, dy * scale[None, :], u, of_dz
+
+
+@triton.jit
+def row_sums(
+    dy_ptr, total_ptr, x_z_ptr, z_ptr, base, scale_ptr, start, valid, mean, rstd,
+    H: tl.constexpr, INNER: tl.constexpr, VECTOR: tl.constexpr, NORM: tl.constexpr,
+    COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr = None, begin=None,
+):  # fmt: skip
+    """The row sums c1 and c2 of rows wider than BLOCK_H. begin: the column of the chunk to begin with."""
+    c1 = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
+    c2 = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
+    for first in tl.range(0, H, BLOCK_H, num_stages=STAGES):
+        if begin is not None:
+            first += begin
+            first = tl.where(first < H, first, first - (H + BLOCK_H - 1) // BLOCK_H * BLOCK_H)
+        column, exists, at, mask = tile_from(first, start, valid, H, INNER, VECTOR, BLOCK_H)
+        scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
+        x = tl.load(total_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
+        _, x_hat, scaled, _, _ = load_row_terms(
+            dy_ptr, x, x_z_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, COMPUTE
+        )
+        c1 += scaled
+        c2 = tl.fma(scaled, x_hat, c2)
+    return tl.sum(c1, axis=1) * (1.0 / H), tl.sum(c2, axis=1) * (1.0 / H)  # (7), (8)
+
+
+@triton.jit
+def pulled_back(scaled, x_hat, c1, c2, rstd, NORM: tl.constexpr):
+    """Term (9), of what `load_row_terms` returns, its factor rstd inside."""
+    d = x_hat * -(c2 * rstd)[:, None]  # (9)
+    if NORM.subtract_mean:  # pyright: ignore[reportAttributeAccessIssue]
+        d = tl.fma(x_hat, -(c2 * rstd)[:, None], -(c1 * rstd)[:, None])  # (9)
+    return tl.fma(scaled, rstd[:, None], d)  # (9)
+
+
+@triton.jit
+def store_sum(
+    sum, sum_ptr, shares_ptr, at, exists, programs_of_all_groups,
+    NAME: tl.constexpr, SUMS: tl.constexpr, H: tl.constexpr,
+):  # fmt: skip
+    """Store a program's sum over its rows, if it is of the SUMS: in the result where it is all, else as a share."""
+    if contains(SUMS, NAME):
+        total = tl.sum(sum, axis=0)
+        if shares_ptr is None:
+            tl.store(sum_ptr + at, total.to(sum_ptr.dtype.element_ty), mask=exists)
+        else:
+            first = position(SUMS, NAME) * programs_of_all_groups.to(tl.int64) * H
+            tl.store(shares_ptr + first + at, total, mask=exists)
