@@ -125,7 +125,7 @@ def test_composed_linear_does_not_spill(worker, switches, chip, dtype):
 
 
 def test_composed_gates_fit_in_shared_memory(worker):
-    """On an L4 in float32 a biased, gated sum of 4096 that makes its norm again took 115 KB, of 99."""
+    """A biased, gated sum of 4096 in float32 that makes its norm again fits on an L4, where it took 115 KB, of 99."""
     switches = SUM_SWITCHES["everything and a gate"]
     made = worker.submit(compile_linear, LINEAR_DTYPES["float32"], "l4", switches, [(100_000, 4096, 256)]).result()
     assert_fits(made, STACK)
