@@ -109,7 +109,6 @@ LAUNCHES = [
     ("a row too few", WHOLE, "forward", scalar(0, -1)),
     ("a row too many, backward", CHUNKS, "backward", scalar(0, 1)),
     ("a row too few, side by side", dataclasses.replace(STRIDED, over="sd"), "forward", scalar(0, -40)),
-    ("a group more than there is", GROUPS, "backward", scalar(1, 1)),
     ("a share too many", WHOLE, "reduce", scalar(0, 1)),
     ("a share too few", WHOLE, "reduce", scalar(0, -1)),
     ("rows and groups swapped", GROUPS, "backward", swap_scalars),

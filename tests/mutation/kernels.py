@@ -341,7 +341,7 @@ KERNELS = [
     ),
     Mutant(
         "a loop's step that the compiler knows", BACKWARD,
-        "programs = of_all // groups", "programs = 1",
+        "programs = tl.maximum(of_all // groups, 1)", "programs = 1",
         ("tests/triton/test_compiler.py::test_no_spills_of_parameters_of_examples[examples of a sum-b200-float32]",),
     ),
 ]  # fmt: skip

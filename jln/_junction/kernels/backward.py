@@ -150,7 +150,8 @@ def backward_kernel(
     chunks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     chunk = tl.program_id(0) % chunks
     of_all = tl.num_programs(0) // chunks  # programs of all groups
-    programs = of_all // groups  # given a 1, the compiler would know the loop's step, with which it spilled
+    # No argument: given a 1, the compiler would know the loop's step, with which it spilled. A step of 0 had no end.
+    programs = tl.maximum(of_all // groups, 1)
     group, program = group_of(tl.program_id(0) // chunks, programs, SHARED)
     dy_ptr = rows_at(dy_ptr, "dy", group, rows, H, INNER, INTERLEAVED, SHARED)
     total_ptr = rows_at(total_ptr, "total", group, rows, H, INNER, INTERLEAVED, SHARED)

@@ -62,7 +62,7 @@ def long_rows_kernel(
     OWN: tl.constexpr = chunks * BLOCK_H
     part = tl.program_id(0) % PARTS
     of_all = tl.num_programs(0) // PARTS  # programs of all groups
-    programs = of_all // groups
+    programs = tl.maximum(of_all // groups, 1)
     group, program = group_of(tl.program_id(0) // PARTS, programs, SHARED)
     dy_ptr = rows_at(dy_ptr, "dy", group, rows, H, INNER, INTERLEAVED, SHARED)
     dtotal_ptr = rows_at(dtotal_ptr, "dtotal", group, rows, H, INNER, INTERLEAVED, SHARED)
