@@ -170,9 +170,9 @@ def long_rows(
     take 491 KB from L2, 89 ns; sums kept in memory, to which each row adds, 390, 71 ns.
 
     The two sums of a LayerNorm's 32768 elements are all registers of an SM, and two programs share a row: 41 ns of
-    memory. Both read all of it, 262 KB from L2, 48 ns, and their own half last, so that it comes again from L1; if none
-    of it is there, 71 ns. With the pass it is 68 ns, in a launch more. In float32, of which L1 has a half at most, it
-    is 95 to 119 ns for 137. Four programs would take 524 KB in bfloat16, 95 ns, and so more than the pass.
+    memory. Both read all of it, 262 KB from L2, 48 ns, and their own half again, from L1, which has room for the row;
+    if none of it is there, 71 ns. With the pass it is 68 ns, in a launch more. In float32, of which L1 has a half at
+    most, it is 95 to 119 ns for 137. Four programs would take 524 KB in bfloat16, 95 ns, and so more than the pass.
     """
     chunk = 4096 // itemsize
     if inner != 1 or mixed or itemsize > 4 or not aligned(h, 1, itemsize) or chip.is_amd:

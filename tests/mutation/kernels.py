@@ -18,7 +18,6 @@ from targets import (
     LINEARS,
     LONG,
     LONG_PARTS,
-    LONG_PARTS_WIDE,
     LONG_ROWS,
     MANY_TILES,
     NORM_TILES,
@@ -328,11 +327,6 @@ KERNELS = [
     Mutant(
         "shares of a long row's parts at one place", LONG_ROWS,
         "* H + part * OWN + chunk * BLOCK_H", "* H + chunk * BLOCK_H", LONG_PARTS,
-    ),
-    Mutant(
-        "row sums of a long row without its first part", ROW_TERMS,
-        "first = tl.where(first < H, first, first - (", "first = tl.where(first < H, first, first + (",
-        LONG_PARTS_WIDE,
     ),
     Mutant(
         "stages of a gated sum that shared memory has no room for", NORM_TILES,

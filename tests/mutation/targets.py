@@ -109,9 +109,8 @@ TWO_DTYPES = (
 )
 # Rows of several chunks in one backward kernel, two of them one program's.
 LONG = (f"{EXECUTED}test_gated.py::test_sizes[rms_norm_gated,norm_before_gate=False-5x16384-bfloat16-small-a100]",)
-# Rows that two programs share, the second of which has a chunk less; in float32, which shows what a row sum lacks.
+# Rows that two programs share, the second of which has a chunk less.
 LONG_PARTS = (f"{EXECUTED}test_norms.py::test_sizes[layer_norm-5x20488-bfloat16-h200]",)
-LONG_PARTS_WIDE = (f"{EXECUTED}test_norms.py::test_sizes[add_rms_norm-3x17416-float32-h200]",)
 SEVERAL_TILES = (f"{EXECUTED}test_norms.py::test_sizes[add_layer_norm-29x1000-float32-small-l4]",)
 EXECUTED_FUSED = (
     f"{EXECUTED}test_linears.py::test_fused[layer_norm_linear-333x128-bfloat16-small-h200-features=(64,)]",

@@ -55,14 +55,14 @@ def long_rows_kernel(
     """Compute what `backward_kernel` does, without gates, biases and y, of rows of several chunks of BLOCK_H columns.
 
     A program owns one of PARTS of the chunks of every `programs`-th row. It reads the whole row for c1 and c2, some
-    chunks ahead and its own ones last, and at once these again for all else, from L1 or L2. Its sums over rows are
+    chunks ahead, and at once its own ones again for all else, from L1 or L2. Its sums over rows are
     tuples of a chunk's each, in registers, and so the chunks are unrolled. INNER is 1.
     """
     chunks: tl.constexpr = ((H + BLOCK_H - 1) // BLOCK_H + PARTS - 1) // PARTS
     OWN: tl.constexpr = chunks * BLOCK_H
     part = tl.program_id(0) % PARTS
     of_all = tl.num_programs(0) // PARTS  # programs of all groups
-    programs = tl.maximum(of_all // groups, 1)
+    programs = of_all // groups
     group, program = group_of(tl.program_id(0) // PARTS, programs, SHARED)
     dy_ptr = rows_at(dy_ptr, "dy", group, rows, H, INNER, INTERLEAVED, SHARED)
     dtotal_ptr = rows_at(dtotal_ptr, "dtotal", group, rows, H, INNER, INTERLEAVED, SHARED)
@@ -88,7 +88,7 @@ def long_rows_kernel(
         rstd = load_vector(rstd_ptr, row, valid, 1, COMPUTE)
         c1, c2 = row_sums(
             dy_ptr, total_ptr, x_z_ptr, z_ptr, base, scale_ptr, start, valid, mean, rstd,
-            H, INNER, None, NORM, COMPUTE, 1, BLOCK_H, STAGES, None if PARTS == 1 else (part + 1) % PARTS * OWN,
+            H, INNER, None, NORM, COMPUTE, 1, BLOCK_H, STAGES,
         )  # fmt: skip
 
         new_dscale = ()
