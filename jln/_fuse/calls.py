@@ -11,14 +11,14 @@ import jax.numpy as jnp
 
 from jln import _operators
 from jln._fuse.certificate import Constants
-from jln._fuse.eight_bits import EightBits, eight_bits_of
+from jln._fuse.eight_bits import EightBits, eight_bits_of, made_again
 from jln._fuse.graph import Graph, Node, Value
 from jln._fuse.junctions import Addition, Junction, addition_of, junction_of
 from jln._fuse.linears import Linear, keeping_nothing_of_y, linears_of, products_of
 from jln._fuse.norms import Miss, Norm, norms_of
 from jln._fuse.regions import Parameter, peeled, plus
 from jln._junction.linears.tiles import FUSED_FEATURES
-from jln._operators.eight_bits import Quantized
+from jln._operators.eight_bits import Made, Quantized
 
 OPERATORS = {name: getattr(_operators, name) for name in _operators.__all__}
 
@@ -110,13 +110,22 @@ class _Call:
         return [a for a in flat if isinstance(a, _Operand)]
 
     def __call__(self, *arrays: Any) -> Any:
+        return OPERATORS[self.name](**self._given(arrays), **self.options)
+
+    def again(self, made: Made, *arrays: Any) -> Any:
+        """The norm's result, made again in backward: of the kept statistics, where it is over the last axis alone."""
+        if self.options["axis"] == (-1,):
+            return made_again(made, **self._given(arrays), **self.options)
+        return self(*arrays)
+
+    def _given(self, arrays: Sequence[Any]) -> dict[str, Any]:
+        """The operator's arguments, of the inputs' arrays."""
         ready = {id(a): a.of(array) for a, array in zip(self._leaves(), arrays, strict=True)}
 
         def read(a: Any) -> Any:
             return ready[id(a)] if isinstance(a, _Operand) else a
 
-        operands = {n: tuple(map(read, a)) if _is_several(a) else read(a) for n, a in self._operands.items()}
-        return OPERATORS[self.name](**operands, **self.options)
+        return {n: tuple(map(read, a)) if _is_several(a) else read(a) for n, a in self._operands.items()}
 
 
 def _is_several(a: Any) -> bool:
@@ -156,8 +165,9 @@ class _Rewriting:
         self.eight_bits: dict[Value, EightBits] = {}
         self.why_not_in_eight_bits: dict[Value, str] = {}
         taken: set[Node] = set()  # functions that read another norm in eight bits, too
+        may_be_read = not options.linears and not options.is_checkpointed
         for norm in () if options.forward_mode else norms:
-            found = eight_bits_of(graph, norm, constants)
+            found = eight_bits_of(graph, norm, constants, may_be_read)
             functions = {r.node for r in found.readers if r.node is not None} if isinstance(found, EightBits) else set()
             if isinstance(found, EightBits) and not taken & functions:
                 self.eight_bits[norm.y] = found
@@ -224,14 +234,18 @@ class _Rewriting:
         if junction is not None and self._reads_total(norm, junction):  # since other calls have taken their places
             findings = [] if junction.in_front is None else self._replaced(junction.in_front)
             junction = None
-        addition = None if junction is not None else addition_of(self.graph, norm, self.constants)
+        addition = None
+        if junction is None and norm.y not in self.eight_bits:
+            addition = addition_of(self.graph, norm, self.constants)
         linears, why = self._linears(norm, junction, addition)
         if why and addition is None and self._keeps_nothing_for_products(norm):
             why += ": the Linears behind it keep what the norm read"
         hands_on = junction is None and self._hands_on(norm)
         call = self._call(norm, junction, addition, bool(linears), hands_on)
-        self._quantise(norm, junction, call)
+        made = self._quantised(norm, junction, call)
         results = [norm.y] if addition is None else [addition.y]
+        if made is not None:
+            results = [made, norm.y] if self.eight_bits[norm.y].is_read else [made]
         if linears:
             kernels = tuple(_Operand(p.kernel, axis_in_front=p.axis) for p in linears)
             biases = tuple(None if p.bias is None else _Operand(p.bias.source, p.bias.shape) for p in linears)
@@ -246,25 +260,29 @@ class _Rewriting:
         self.graph.replace(results, call.inputs(), finish, finding, norm.x if hands_on else None)
         return [*findings, finding]
 
-    def _quantise(self, norm: Norm, junction: Junction | None, call: _Call) -> None:
-        """Have the call make a norm's result in eight bits, and what reads it read these, where all that does."""
+    def _quantised(self, norm: Norm, junction: Junction | None, call: _Call) -> Value | None:
+        """The norm's result in eight bits, which the call is to make, and its readers are to read; None of no such."""
         found = self.eight_bits.get(norm.y)
         if found is None or any(v.dtype == jnp.float64 for v in call.inputs()):
-            return
-        made = [norm.x, norm.y, *(v for r in found.readers for v in r.outputs)]
-        made += [] if junction is None else [junction.total]
-        if any(self.graph.depends(v, made) for v in found.inputs):  # since other calls have taken their places, too
-            return
-        again = self._call(norm, None, None, has_linears=False)
-        found.put_into(self.graph, norm.y, again, again.inputs())
-        del call.options["dtype"]
-        quantize: Any = found.quantize
+            return None
+        outputs = [norm.x, norm.y, *(v for r in found.readers for v in r.outputs)]
+        outputs += [] if junction is None else [junction.total]
+        if any(self.graph.depends(v, outputs) for v in found.inputs):  # since other calls have taken their places, too
+            return None
+        made = Value(norm.y.aval, norm.y.maker)  # a `Made` in the place of an array
+        if found.is_read:
+            found.put_into(self.graph, made, lambda _, y: y, [norm.y])
+        else:
+            again = self._call(norm, None, None, has_linears=False)
+            found.put_into(self.graph, made, again.again, again.inputs())
+            del call.options["dtype"]
         if found.inputs:
-            argument = Value(found.inputs[0].aval)  # a `jln.Float8` in the place of an array
-            self.graph.replace([argument], found.inputs, lambda *arrays: [quantize(*arrays)])
+            argument = Value(found.inputs[0].aval)  # what `quantize=` takes, in the place of an array
+            self.graph.replace([argument], found.inputs, lambda *arrays: [found.quantize(*arrays)])
             call.give(quantize=_Operand(argument))
         else:
-            call.give(quantize=quantize())
+            call.give(quantize=found.quantize())
+        return made
 
     def _keeps_nothing_for_products(self, norm: Norm) -> bool:
         """Have the products of a norm that is kept make it again in backward, and say whether they do."""
@@ -385,7 +403,8 @@ def _results(
         ys = [_turned(y, p) for y, p in zip(ys, linears, strict=True)]
     else:
         is_reshaped = junction is not None and norm.x is not junction.total
-        ys = [ys.reshape(norm.y.shape) if is_reshaped and not isinstance(ys, Quantized) else ys]
+        ys = [ys] if not isinstance(ys, Made) else [ys, *(y for y in ys.ways if not isinstance(y, Quantized))]
+        ys = [y.reshape(norm.y.shape) if is_reshaped and not isinstance(y, Made) else y for y in ys]
     return ys if total is None else [*ys, total]
 
 

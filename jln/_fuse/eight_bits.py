@@ -22,58 +22,97 @@ from jln._fuse.certificate import Constants
 from jln._fuse.graph import Graph, Node, Value, bound, is_plain_jit
 from jln._fuse.norms import Norm
 from jln._fuse.quantisations import EIGHT_BITS, Quantisation, keeps_order, quantisation_of
-from jln._fuse.readers import Reader, is_float0
-from jln._junction.arrays import BLOCK
-from jln._operators.eight_bits import Float8, MXFloat8, Quantized
+from jln._fuse.readers import Reader, Scale, is_float0
+from jln._junction.arrays import BLOCK, SCALE_OF, Switches
+from jln._junction.arrays import Norm as PlainNorm
+from jln._junction.formulas import Product, scaled, wide
+from jln._operators.eight_bits import Made, Quantized, Ways
 
 
 class EightBits(NamedTuple):
-    """All that reads a norm's result, in eight bits. quantize: the operator's argument, of the arrays of `inputs`."""
+    """Readers of a norm's result in eight bits.
+
+    scales: of the ways in which the kernel makes it, in their order. is_read: whether the result is read in other bits,
+      too, and so is the last of the ways.
+    """
 
     readers: tuple[Reader, ...]
-    inputs: tuple[Value, ...]
-    quantize: Callable[..., Float8 | MXFloat8]
+    scales: tuple[Scale, ...]
+    is_read: bool
 
-    def put_into(self, graph: Graph, y: Value, again: Callable[..., Array], arguments: Sequence[Value]) -> None:
-        """Have what was found read y as an operator's `Quantized`. again: makes y itself of `arguments`."""
+    @property
+    def inputs(self) -> list[Value]:
+        return [v for scale in self.scales for v in scale.inputs]
+
+    def quantize(self, *arrays: Array) -> Ways:
+        """The operator's argument, of the inputs' arrays."""
+        rest = iter(arrays)
+        kinds = [scale.quantize(*itertools.islice(rest, len(scale.inputs))) for scale in self.scales]
+        return Ways((*kinds, *[None] * self.is_read))
+
+    def put_into(self, graph: Graph, made: Value, again: Callable[..., Array], arguments: Sequence[Value]) -> None:
+        """Have the readers read what the operator makes. again: makes the result of its `Made` and of `arguments`."""
+        keys = [scale.key for scale in self.scales]
         for group in _independent(graph, self.readers):
+            ways = [0 if r.quantisation is None else keys.index(r.scale().key) for r in group]
             others = [v for reader in group for v in reader.others]
             results = [v for reader in group for v in reader.outputs]
-            graph.replace(results, [y, *others, *arguments], functools.partial(_read, group, again))
+            graph.replace(results, [made, *others, *arguments], functools.partial(_read, group, ways, again))
 
 
-def eight_bits_of(graph: Graph, norm: Norm, constants: Constants) -> EightBits | str | None:
-    """Return what reads a norm's result in eight bits, if nothing reads it in others; else why not, in a few words.
+def eight_bits_of(graph: Graph, norm: Norm, constants: Constants, may_be_read: bool) -> EightBits | str | None:
+    """Return what reads a norm's result in eight bits, if one kernel can make these; else why not, in a few words.
 
-    None where nothing here is in eight bits.
+    None where nothing here is in eight bits. may_be_read: whether the kernel may make the result in other bits, too.
     """
     y = norm.y
     own = quantisation_of(graph, y, constants)
-    readers = list(_readers_of(y, constants))
-    found = [q for q in (own, *(r.quantisation for r in readers)) if q is not None]
-    why = next((q for q in found if isinstance(q, str)), None)
-    if why is not None or not found:
-        return why
+    functions = list(_readers_of(y, constants))
+    readers = [r for r in functions if not r.reads_more and not isinstance(r.quantisation, str)]
     made: list[Value] = []
     if isinstance(own, Quantisation):
         made += own.made
         readers += _own_readers(graph, own, constants)
-    if not readers:  # what is made is read by nobody
-        return None
-    if any(r.reads_more for r in readers) or _is_read_otherwise(graph, y, made, readers):
-        return "it is read in other bits, too"
-    (_, inputs, quantize), *more = scales = [r.scale() for r in readers if r.quantisation is not None]
-    if any(s.key != scales[0].key for s in more):
-        return "it is quantised in two ways"
+    found = [r for r in readers if r.quantisation is not None]
+    why = [q for q in (own, *(r.quantisation for r in functions)) if isinstance(q, str)]
+    why += [_IS_READ] * any(r.reads_more for r in functions)
+    if not found:
+        return why[0] if why else None
+    is_read = _is_read_otherwise(graph, y, made, readers)
+    if is_read and not may_be_read:
+        return why[0] if why else _IS_READ
+    by_key = {scale.key: scale for scale in (r.scale() for r in found)}
+    scales = sorted(by_key.values(), key=lambda scale: scale.is_given)
+    if len(scales) + is_read > len(SCALE_OF) or sum(not scale.is_given for scale in scales) > 1:
+        return "it is quantised in more ways than one kernel has"
     made += [v for r in readers for v in r.outputs]
-    if any(graph.depends(v, [norm.x, y, *made]) for v in inputs):
+    result = EightBits(tuple(readers), tuple(scales), is_read)
+    if any(graph.depends(v, [norm.x, y, *made]) for v in result.inputs):
         return "its scale is made of what is normalised"
     if _is_split(y):
         return "its type says how it is sharded"
-    in_blocks = any(q.scale is None for q in found if isinstance(q, Quantisation))
+    in_blocks = any(isinstance(r.quantisation, Quantisation) and r.quantisation.scale is None for r in found)
     if in_blocks and (norm.features != (y.ndim - 1,) or y.shape[-1] % BLOCK):
         return "its blocks are not along a last, normalised axis"
-    return EightBits(tuple(readers), inputs, quantize)
+    return result
+
+
+_IS_READ = "it is read in other bits, too"
+
+
+def made_again(
+    made: Made, x: Array, scale: Any = None, offset: Any = None, z: Any = None, *, dtype: Any, **options: Any
+) -> Array:
+    """A norm's result of the statistics that were kept, by XLA: in what reads it, where it can."""
+
+    def of_rank(a: Any) -> Any:
+        return a if a is None else a.reshape((1,) * (x.ndim - a.ndim) + a.shape)
+
+    mean = None if made.mean is None else made.mean.reshape(*x.shape[:-1], 1)
+    switches = Switches(mean is not None, options.get("zero_centered_scale", False))
+    norm = PlainNorm(-1, options["epsilon"], switches)
+    y = scaled(x, of_rank(scale), of_rank(offset), mean, made.rstd.reshape(*x.shape[:-1], 1), norm)
+    return (y if z is None else wide(Product(y, z))).astype(dtype)
 
 
 def _is_split(value: Value) -> bool:
@@ -163,27 +202,32 @@ def _independent(graph: Graph, readers: Sequence[Reader]) -> list[list[Reader]]:
     return groups
 
 
-def _read(readers: Sequence[Reader], again: Callable[..., Array], quantized: Quantized, *arrays: Array) -> list[Array]:
-    """The readers' results. arrays: what each reads beside the norm's result, then the arguments of `again`."""
+def _read(
+    readers: Sequence[Reader], ways: Sequence[int], again: Callable[..., Array], made: Made, *arrays: Array
+) -> list[Array]:
+    """The readers' results.
+
+    ways: the place of each reader's among those that were made. arrays: what each reads beside the norm's result, then
+      the arguments of `again`.
+    """
     counts = [len(r.others) for r in readers]
     ends = list(itertools.accumulate(counts, initial=0))
     others = [arrays[a:b] for a, b in itertools.pairwise(ends)]
-    carrier = jax.typeof(quantized.carrier)
-
-    def results(quantized: Quantized, others: Sequence[Sequence[Array]]) -> list[Any]:
-        return [r.results(quantized, of) for r, of in zip(readers, others, strict=True)]
+    carrier = jax.typeof(made.ways[0].carrier)
+    eight = tuple(made.ways[way] for way in ways)
+    arguments = (made._replace(ways=()), *arrays[ends[-1] :])
 
     @jax.custom_vjp
-    def read(quantized: Quantized, others: Sequence[Sequence[Array]], arguments: Sequence[Array]) -> list[Any]:
+    def read(eight: Sequence[Quantized], others: Sequence[Sequence[Array]], arguments: Sequence[Any]) -> list[Any]:
         del arguments
-        return results(quantized, others)
+        return [r.results(q, of) for r, q, of in zip(readers, eight, others, strict=True)]
 
     def forward(*operands: Any) -> Any:
-        quantized, others, arguments = jax.tree.map(lambda a: a.value, operands, is_leaf=lambda a: hasattr(a, "value"))
+        eight, others, arguments = jax.tree.map(lambda a: a.value, operands, is_leaf=lambda a: hasattr(a, "value"))
         y = again(*arguments) if any(r.reads_copy_at_once for r in readers) else None
-        made = [r.saving(quantized, y, of) for r, of in zip(readers, others, strict=True)]
+        of_each = [r.saving(q, y, of) for r, q, of in zip(readers, eight, others, strict=True)]
         needed = arguments if any(r.reads_copy for r in readers) else None
-        return [of for of, _ in made], ([saved for _, saved in made], needed)
+        return [of for of, _ in of_each], ([saved for _, saved in of_each], needed)
 
     def backward(kept: Any, cotangents: list[Any]) -> Any:
         saved, arguments = kept
@@ -218,10 +262,11 @@ def _read(readers: Sequence[Reader], again: Callable[..., Array], quantized: Qua
         of_others = [
             next(of_live) if given else (no,) * len(r.others) for r, given in zip(readers, is_live, strict=True)
         ]
-        return Quantized(no, no, no, dy), of_others, None
+        of_carriers = (dy, *[no] * (len(readers) - 1))  # all of which are one
+        return tuple(Quantized(no, no, no, d) for d in of_carriers), of_others, None
 
     read.defvjp(forward, backward, symbolic_zeros=True)
-    return [a for of in read(quantized, others, arrays[ends[-1] :]) for a in of]
+    return [a for of in read(eight, others, arguments) for a in of]
 
 
 def _instantiated(cotangent: Any) -> Any:

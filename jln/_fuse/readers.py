@@ -23,11 +23,16 @@ from jln._operators.eight_bits import Float8, MXFloat8, Quantized
 
 
 class Scale(NamedTuple):
-    """The scales of a quantisation. key: equal ones are of one kernel. inputs, quantize: as of `EightBits`."""
+    """The scales of a quantisation.
+
+    key: equal ones are one way of a kernel's. inputs: the values that a given scale is made of. quantize: the
+      operator's argument, of their arrays. is_given: whether the scale is none of what is quantised.
+    """
 
     key: tuple
     inputs: tuple[Value, ...]
     quantize: Callable[..., Float8 | MXFloat8]
+    is_given: bool
 
 
 Source = tuple[Any, tuple[Value, ...], Callable[..., Array]]  # an array's key, the values it is made of, and how
@@ -43,14 +48,14 @@ def _scale_of(found: Quantisation, source: Callable[[Value], Source]) -> Scale:
         return Float8(divisor(of(*arrays).astype(jnp.float32).reshape(())), dtype)
 
     if scale is None:
-        return Scale((dtype,), (), lambda: MXFloat8(dtype))
+        return Scale((dtype,), (), lambda: MXFloat8(dtype), is_given=False)
     if not isinstance(scale, Value):
-        return Scale((dtype, is_factor, scale), (), lambda: Float8(divisor(scale), dtype))
+        return Scale((dtype, is_factor, scale), (), lambda: Float8(divisor(scale), dtype), is_given=True)
     if of_largest is not None:
         by_largest = lambda amax: divisor(of_largest(amax).astype(jnp.float32).reshape(()))  # noqa: E731
-        return Scale((dtype, found.structure), (), lambda: Float8(by_largest, dtype))
+        return Scale((dtype, found.structure), (), lambda: Float8(by_largest, dtype), is_given=False)
     key, inputs, of = source(scale)
-    return Scale((dtype, is_factor, key), inputs, by_array)
+    return Scale((dtype, is_factor, key), inputs, by_array, is_given=True)
 
 
 class Reader:

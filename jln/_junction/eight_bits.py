@@ -22,7 +22,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jln._junction.arrays import BLOCK, Arrays, Norm
+from jln._junction.arrays import BLOCK, SCALE_OF, Arrays, Norm
 
 LARGEST_EXPONENT = {"float8_e4m3fn": 8, "float8_e5m2": 15}  # p of (52)
 
@@ -41,15 +41,16 @@ def largest(y: Array, axis: int | None = None) -> Array:
     return lax.bitcast_convert_type(bits_of_largest(y, axis, keepdims=axis is not None), jnp.float32)
 
 
-def in_eight_bits(y: Array, y_scale: Array | None, norm: Norm, dtypes: Arrays) -> Arrays:
-    """Terms (50) to (53) of y in float32, those that `dtypes` asks for: y, y_max and block_scale. Else y as it is."""
-    made = Arrays(y=y, y_max=None if dtypes.y_max is None else largest(y, norm.axis))  # (51)
+def in_eight_bits(y: Array, operands: Arrays, norm: Norm, dtypes: Arrays) -> Arrays:
+    """Terms (50) to (53) of y in float32, those that `dtypes` asks for. Without a scale y, y2 or y3 is y as it is."""
+    made = dict.fromkeys(SCALE_OF, y)
+    for name, of in SCALE_OF.items():
+        scale, dtype = getattr(operands, of), getattr(dtypes, name)
+        if scale is not None and dtype is not None:
+            made[name] = by_scale(y, scale, dtype)
     if norm.blocks:
-        y, block_scale = by_block_scales(y, norm.blocks, y.ndim - 1)
-        return made._replace(y=y, block_scale=block_scale)
-    if y_scale is None or dtypes.y is None:
-        return made
-    return made._replace(y=by_scale(y, y_scale, dtypes.y))
+        made["y"], made["block_scale"] = by_block_scales(y, norm.blocks, y.ndim - 1)
+    return Arrays(**made, y_max=None if dtypes.y_max is None else largest(y, norm.axis))  # (51)
 
 
 def by_scale(y: Array, scale: Array, dtype: str) -> Array:

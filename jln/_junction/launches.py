@@ -13,7 +13,18 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jln._junction import tiles
-from jln._junction.arrays import COLUMNS, OPERANDS, RESULTS, TABLE, Arrays, Norm, Shape, reads_of_results, total_dtype
+from jln._junction.arrays import (
+    COLUMNS,
+    OPERANDS,
+    RESULTS,
+    SCALE_OF,
+    TABLE,
+    Arrays,
+    Norm,
+    Shape,
+    reads_of_results,
+    total_dtype,
+)
 from jln._junction.eight_bits import LARGEST_EXPONENT, in_eight_bits
 from jln._junction.formulas import forward_of_two, in_dtypes
 from jln._junction.gradients import backward_of_two, made_again
@@ -193,7 +204,8 @@ def pointed_gradients(kernel: Any, gradients: Arrays) -> dict[str, Any]:
 
 def forward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, target: Target) -> Arrays:
     g = geometry_of(operands, norm, batch_dims)
-    if dtypes.y in LARGEST_EXPONENT and not target.chip.rounds_to_eight_bits:
+    rounds = any(getattr(dtypes, name) in LARGEST_EXPONENT for name in SCALE_OF)
+    if rounds and not target.chip.rounds_to_eight_bits:
         return _composed_in_eight_bits(operands, norm, dtypes, batch_dims, target)
     results = g.results(dtypes)
     total = jnp.dtype(total_dtype(operands))
@@ -226,10 +238,11 @@ def forward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targe
 
 def _composed_in_eight_bits(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, target: Target) -> Arrays:
     """The same, with y in float32 by the kernel and in eight bits by XLA."""
-    of_y = dtypes.only(("y", "y_max", "block_scale"))
+    of_y = dtypes.only((*SCALE_OF, "y_max", "block_scale"))
     wide = dtypes._replace(**dict.fromkeys(of_y.present()))._replace(y="float32")
-    made = forward(operands._replace(y_scale=None), dataclasses.replace(norm, blocks=""), wide, batch_dims, target)
-    quantised = in_eight_bits(made.y, operands.y_scale, norm, dtypes)
+    without_scales = operands._replace(**dict.fromkeys(SCALE_OF.values()))
+    made = forward(without_scales, dataclasses.replace(norm, blocks=""), wide, batch_dims, target)
+    quantised = in_eight_bits(made.y, operands, norm, dtypes)
     return made._replace(**in_dtypes(quantised, of_y, made.y.shape[:batch_dims]).present())
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jln._core.layout import Place
 from jln._junction.arguments import written_out
-from jln._junction.arrays import TABLE, Arrays, Junction, Norm, Shape, columns_of
+from jln._junction.arrays import SCALE_OF, TABLE, Arrays, Junction, Norm, Shape, columns_of
 from jln._junction.linears.tiles import few_features
 
 # What is taken where an axis is moved and nobody names an implementation: XLA reads the arrays where they were. For
@@ -73,7 +73,7 @@ def widened(junction: Junction, operands: Arrays, axes: Arrays) -> tuple[Junctio
 
     axes: the place of vmap's axis in each operand, None in one that is shared.
     """
-    if junction.eight_bits == "one":  # each example has a scale of its own
+    if junction.eight_bits == "one" or not axes.present().keys().isdisjoint(SCALE_OF.values()):  # scales of examples
         return None
     if not junction.features and axes.present().keys() <= {"scale", "offset"}:
         return _with_copies(junction, operands, axes)
@@ -161,4 +161,9 @@ def _with_features(junction: Junction, operands: Arrays, axes: Arrays) -> tuple[
 
 def _places(junction: Junction, y: Any, total: int | None) -> Arrays:
     places = Arrays(y=y, total=total if junction.gives_total else None)
-    return places._replace(block_scale=y, carrier=y) if junction.quantises else places
+    if not junction.quantises:
+        return places
+    names = ["block_scale", "carrier", *("y2", "y3")[: len(junction.more)]]
+    if junction.gives_statistics:
+        names += ["mean", "rstd"] if junction.norm.switches.subtract_mean else ["rstd"]
+    return places._replace(**dict.fromkeys(names, y))

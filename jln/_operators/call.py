@@ -13,11 +13,11 @@ from jax.typing import DTypeLike
 from jln import _checks
 from jln._core.derivatives import in_one_program, with_automatic_axes
 from jln._junction.arguments import Axis, arranged, checked, norm_of, on_several_axes
-from jln._junction.arrays import Arrays, Junction
+from jln._junction.arrays import SCALE_OF, Arrays, Junction
 from jln._junction.derivatives import operator
 from jln._junction.linears.eight_bits import multiplies_blocks
 from jln._junction.linears.tiles import few_features
-from jln._operators.eight_bits import Kind, quantized, settings
+from jln._operators.eight_bits import Kind, made, settings
 from jln._triton.target import target_chip
 
 
@@ -47,8 +47,8 @@ def call(
     arrays = checked(arrays, axes, both_sides)
     in_eight_bits: dict[str, Any] = {}
     if quantize is not None:
-        in_eight_bits, y_scale = settings(quantize, arrays, axes, dtype, forward_mode)
-        arrays = arrays._replace(y_scale=y_scale)
+        in_eight_bits, scales = settings(quantize, arrays, axes, dtype, forward_mode)
+        arrays = arrays._replace(**scales)
     norm = norm_of(
         arrays,
         axes,
@@ -73,7 +73,10 @@ def call(
         junction, gives_total=gives_total, implementation=_checks.implementation(implementation)
     )
     results = _on_any_mesh(junction, axes, _checks.flag("forward_mode", forward_mode), arrays)
-    return results if quantize is None or arrays.kernel else Arrays(y=quantized(results), total=results.total)
+    return results if quantize is None or arrays.kernel else Arrays(y=made(results, quantize), total=results.total)
+
+
+_OF_ROWS = (*SCALE_OF, "total", "carrier")
 
 
 @in_one_program(static=3)
@@ -87,10 +90,16 @@ def _on_any_mesh(junction: Junction, axes: tuple[int, ...], forward_mode: bool, 
             return results if specs.y_scale is None else results._replace(y_max=PartitionSpec())
         if not junction.eight_bits:
             return results
-        results = results._replace(carrier=specs.x)
+        of_rows = PartitionSpec(*specs.x[:-1])
+        results = results._replace(carrier=specs.x, **dict.fromkeys(("y2", "y3")[: len(junction.more)], specs.x))
+        if junction.gives_statistics:
+            results = results._replace(rstd=of_rows, mean=of_rows if junction.norm.switches.subtract_mean else None)
+        scales = dict.fromkeys(specs.only(SCALE_OF.values()).present(), PartitionSpec())
         if junction.eight_bits == "blocks":
-            return results._replace(block_scale=PartitionSpec(*specs.x[:-1]))
-        return results._replace(y_max=PartitionSpec(), y_scale=PartitionSpec())
+            results = results._replace(block_scale=of_rows)
+        else:
+            scales["y_scale"] = PartitionSpec()
+        return results._replace(**scales, y_max=PartitionSpec() if scales else None)
 
     def laid_out_and_back(arrays: Arrays) -> Arrays:
         operands, norm, back = arranged(arrays, axes, junction.norm)
@@ -102,9 +111,9 @@ def _on_any_mesh(junction: Junction, axes: tuple[int, ...], forward_mode: bool, 
             settled = dataclasses.replace(settled, in_one=few_features(operands, settled))
         results = operator(settled, operands, forward_mode)
         if back is not None:
-            moved = results.only(("y", "total", "block_scale", "carrier")).present()
+            moved = results.only((*_OF_ROWS, "block_scale", "mean", "rstd")).present()
             results = results._replace(**jax.tree.map(back, moved))
-        like_x = results.only(("total",) if junction.features else ("y", "total", "carrier"))
+        like_x = results.only(("total",) if junction.features else _OF_ROWS)
         like_x = jax.tree.map(lambda a: on_several_axes(a, arrays.x.shape, axes), like_x)
         return results._replace(**like_x.present())
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jln import _checks
-from jln._junction.arrays import BLOCK, Arrays
+from jln._junction.arrays import BLOCK, SCALE_OF, Arrays
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # whose default typing's has from Python 3.13 on
@@ -113,6 +113,30 @@ def _carried(numbers: jax.Array, carrier: jax.Array) -> jax.Array:
 _carried.defjvps(None, lambda tangent, numbers, *_: tangent.astype(numbers.dtype))
 
 
+class Made(NamedTuple):
+    """A norm's result in several ways, of one kernel, and what makes it again.
+
+    Attributes:
+      ways: a `Quantized` for each kind, all with one `amax` and one carrier, and the result itself for None.
+      mean, rstd: the statistics of rows, float32 `[..., 1]`; mean is None where none is subtracted. No derivative.
+    """
+
+    ways: tuple[Any, ...]
+    mean: jax.Array | None
+    rstd: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Ways(Kind[Made]):
+    """A result in several ways, as `jln.fuse` asks for it, of a norm over the last axis.
+
+    Args:
+      kinds: up to three. The first is any kind in eight bits, the others a `Float8` with a scale, or None.
+    """
+
+    kinds: tuple[Float8 | MXFloat8 | None, ...]
+
+
 class Scaled(NamedTuple):
     """The result of Linears whose operand was quantised by a given scale (delayed scaling).
 
@@ -127,6 +151,28 @@ class Scaled(NamedTuple):
 
 
 def settings(
+    quantize: Any, arrays: Arrays, axes: tuple[int, ...], dtype: Any, forward_mode: bool
+) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+    """The junction's settings of a result in eight bits, and the scales of all, of x's rank, by name."""
+    if not isinstance(quantize, Ways):
+        settled, scale = _settings(quantize, arrays, axes, dtype, forward_mode)
+        return settled, {} if scale is None else {"y_scale": scale}
+    settled, scales, more = {}, {}, []
+    for name, kind in zip(SCALE_OF, quantize.kinds, strict=False):
+        if kind is None:
+            more.append(jnp.dtype(dtype).name)
+            continue
+        of_kind, scale = _settings(kind, arrays, axes, None, forward_mode)
+        if scale is not None:
+            scales[SCALE_OF[name]] = scale
+        if name == "y":
+            settled = of_kind
+        else:
+            more.append(of_kind["y_dtype"])
+    return settled | {"more": tuple(more), "gives_statistics": True}, scales
+
+
+def _settings(
     quantize: Any, arrays: Arrays, axes: tuple[int, ...], dtype: Any, forward_mode: bool
 ) -> tuple[dict[str, Any], jax.Array | None]:
     """The junction's y_dtype, eight_bits and scale_of, and the scale of all, of x's rank."""
@@ -171,9 +217,19 @@ def _scale_of(scale: Any, ndim: int) -> jax.Array | None:
     return jax.lax.stop_gradient(scale.astype(jnp.float32).reshape((1,) * ndim))
 
 
-def quantized(results: Arrays) -> Quantized:
-    """The result as users have it."""
-    scale = results.y_scale
-    if scale is None:
-        scale = jax.lax.bitcast_convert_type(results.block_scale, jnp.float8_e8m0fnu)
-    return Quantized(results.y, scale, results.y_max, results.carrier)
+def made(results: Arrays, quantize: Any) -> Quantized | Made:
+    """The result as it was asked for."""
+
+    def one(kind: Any, name: str) -> Any:
+        values, scale = getattr(results, name), getattr(results, SCALE_OF[name])
+        if kind is None:
+            return values
+        if isinstance(kind, MXFloat8):
+            scale = jax.lax.bitcast_convert_type(results.block_scale, jnp.float8_e8m0fnu)
+            return Quantized(values, scale, None, results.carrier)
+        return Quantized(values, scale, results.y_max, results.carrier)
+
+    if not isinstance(quantize, Ways):
+        return one(quantize, "y")
+    ways = tuple(one(kind, name) for kind, name in zip(quantize.kinds, SCALE_OF, strict=False))
+    return Made(ways, results.mean, results.rstd)

@@ -16,6 +16,7 @@ from in_eight_bits import along_last, block_scaled, blocks_of_rows, compare, eve
 from jln._junction.along_rows import AlongRows, in_blocks_of_rows
 from jln._junction.arrays import Arrays, Norm, Switches
 from jln._junction.derivatives import along_rows
+from jln._operators.eight_bits import Made, Ways
 from ptx import Program
 
 DTYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
@@ -63,6 +64,29 @@ def test_bits(name, shape, dtype, chip, to, blocks):
     else:
         np.testing.assert_allclose(got.amax, high.amax, rtol=3e-6)
         assert got.scale == scale
+
+
+@pytest.mark.parametrize(("name", "shape", "dtype", "chip", "to"), CASES[:3])
+def test_several_ways(name, shape, dtype, chip, to):
+    """Each of them has the bits that a kernel for it alone writes; of another tile a number's last ones may differ."""
+    operator = workbench.OPERATORS.get(name) or workbench.FORMS[name]
+    given = workbench.arguments(operator, shape, dtype)
+    kinds = jln.MXFloat8(DTYPES[to]), jln.Float8(0.037), None
+
+    def step(x, *rest):
+        def call(**how):
+            result = operator(x, *rest, module=jln, implementation="triton", **how)
+            return result if isinstance(result, jln.Quantized | Made) or not isinstance(result, tuple) else result[0]
+
+        ways = call(quantize=Ways(kinds), dtype="float32").ways
+        alone = [*(call(quantize=k) for k in kinds[:2]), call(dtype="float32")]
+        return [[q._replace(carrier=None) if isinstance(q, jln.Quantized) else q for q in of] for of in (ways, alone)]
+
+    with lowering_for(chip):
+        program = Program(step, *given)
+    for a, b in zip(*(jax.tree.leaves(of) for of in program.run(*given)), strict=True):
+        a, b = (np.asarray(v, "float32") for v in (a, b))
+        assert np.mean(a != b) < 5e-3 or np.allclose(a, b, rtol=3e-6, atol=1e-6)
 
 
 # Every bfloat16, with infinities and NaN: a row of ones has them as its norm where they are its scale.

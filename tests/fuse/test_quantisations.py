@@ -10,9 +10,6 @@ from eight_bit_products import (
     E4M3,
     E5M2,
     NUMBER,
-    OF_DY,
-    OF_W,
-    OF_Z,
     ROUNDING,
     H,
     R,
@@ -24,10 +21,8 @@ from eight_bit_products import (
     clipped,
     current_scale,
     differences,
-    direct_by_flax,
     everything,
     in_blocks,
-    metadata,
     quantised,
     read,
 )
@@ -102,12 +97,6 @@ def with_a_floor(z):
     blocks = z.reshape(*z.shape[:-1], -1, 32)
     scale = jnp.exp2(jnp.floor(jnp.log2(jnp.max(jnp.abs(blocks), -1, keepdims=True))) - 8)
     return read(clipped(blocks / scale)), scale
-
-
-def split(x, s, w):
-    """A product's operands that others read, too."""
-    z = rms(x, s)
-    return by_jax(z, w), z
 
 
 # What is not the operators' eight bits, or is read otherwise, and the reason that is given; None where there is none.
@@ -185,11 +174,6 @@ OTHERS = {
         (X, S, NUMBER),
         None,
     ),
-    "the maximum beside blocks": (
-        lambda x, s: (lambda z: (read(*in_blocks(z)), jnp.max(jnp.abs(z))))(rms(x, s)),
-        (X, S),
-        "in other bits, too",
-    ),
     "two dtypes": (
         lambda x, s, n: (read(clipped(rms(x, s) / n)), read(clipped(rms(x, s) / n, E5M2))),
         (X, S, NUMBER),
@@ -200,14 +184,6 @@ OTHERS = {
         (X, S, NUMBER, 3 * NUMBER),
         "two ways",
     ),
-    "two products with scales of their own": (
-        lambda x, s, w, a, b: (lambda z: (direct_by_flax(z, w, a, OF_W, OF_DY), direct_by_flax(z, w, b, OF_W, OF_DY)))(
-            rms(x, s)
-        ),
-        (X, S, W, OF_Z, metadata(1.7)),
-        "two ways",
-    ),
-    "read in other bits": (split, (X, S, W), "in other bits, too"),
     "an operand of both sides": (
         lambda x, s: (lambda z: by_jax(z[0], z[0].T))(rms(x, s)),
         (X, S),
@@ -216,7 +192,7 @@ OTHERS = {
     "a scale made of what is normalised": (
         lambda x, s, w: by_jax(rms(x, s), w) + jnp.sum(read(clipped(rms(x, s) / jnp.mean(jnp.abs(x))))),
         (X, S, W),
-        "two ways",
+        "made of what",
     ),
     "a scale of x": (lambda x, s: read(clipped(rms(x, s) / jnp.mean(jnp.abs(x)))), (X, S), "made of what"),
 }

@@ -8,6 +8,7 @@ OF_USERS = "jln/_operators/eight_bits.py"
 TESTS = "tests/operators/test_eight_bits.py::"
 ADAPTER = "jln/_modules/adapter.py"
 MODULES = "tests/modules/test_quantizing.py::"
+WAYS = "tests/operators/test_several_ways.py::"
 STRAIGHT = "tests/operators/test_straight_through.py::"
 
 
@@ -78,6 +79,62 @@ EIGHT_BITS = [
         every("triton", "blocks", "e5m2"),
     ),
     Mutant(
+        "a way by the scale of another",
+        FORWARD,
+        "store_once_more(y, y2_scale_ptr, y2_ptr, at, mask)",
+        "store_once_more(y, y3_scale_ptr, y2_ptr, at, mask)",
+        (f"{WAYS}test_each_way_is_that_of_a_call_for_it_alone",),
+    ),
+    Mutant(
+        "the ways of the first group",
+        FORWARD,
+        'rows_at(y3_ptr, "y3", group,',
+        'rows_at(y3_ptr, "y3", 0,',
+        (f"{WAYS}test_parameters_of_examples[triton]",),
+    ),
+    Mutant(
+        "the way's scale of the first example",
+        FORWARD,
+        'columns_at(y2_scale_ptr, "y2_scale", group, 1,',
+        'columns_at(y2_scale_ptr, "y2_scale", 0, 1,',
+        (f"{WAYS}test_vmap",),
+    ),
+    Mutant(
+        "a way by no scale, by XLA",
+        XLA_EIGHT_BITS,
+        "made[name] = by_scale(y, scale, dtype)",
+        "made[name] = by_scale(y, scale, dtype) if name == 'y' else y",
+        (f"{WAYS}test_each_way_is_that_of_a_call_for_it_alone",),
+    ),
+    Mutant(
+        "the cotangent of one way alone",
+        RULES,
+        "for d in (cotangents.carrier, cotangents.y2, cotangents.y3) if",
+        "for d in (cotangents.carrier, cotangents.y3) if",
+        (f"{WAYS}test_gradients_add_up",),
+    ),
+    Mutant(
+        "a way that has a derivative",
+        RULES,
+        "if any(getattr(cotangents, name) is not None for name in _in_eight_bits(junction)):",
+        "if cotangents.y is not None:",
+        (f"{WAYS}test_eight_bits_have_no_derivative",),
+    ),
+    Mutant(
+        "scales of examples as one",
+        WIDER,
+        'if junction.eight_bits == "one" or not axes.present().keys().isdisjoint(SCALE_OF.values()):',
+        'if junction.eight_bits == "one":',
+        (f"{WAYS}test_vmap",),
+    ),
+    Mutant(
+        "ways that a chip without conversions forgets",
+        NORM_LAUNCH,
+        'of_y = dtypes.only((*SCALE_OF, "y_max", "block_scale"))',
+        'of_y = dtypes.only(("y", "y_max", "block_scale"))',
+        (f"{WAYS}test_one_launch_makes_all[a100-dtypes0]",),
+    ),
+    Mutant(
         "values whose blocks' scales nobody reads, by no scale",
         FORWARD,
         "        if BLOCKS is not None:",
@@ -87,8 +144,8 @@ EIGHT_BITS = [
     Mutant(
         "scales of blocks whose values nobody reads",
         FORWARD,
-        "if y_ptr is not None or y_max_ptr is not None or block_scale_ptr is not None:",
-        "if y_ptr is not None or y_max_ptr is not None:",
+        "if is_read or y_max_ptr is not None or block_scale_ptr is not None:",
+        "if is_read or y_max_ptr is not None:",
         (f"{TESTS}test_a_part_alone",),
     ),
     Mutant(
@@ -189,21 +246,21 @@ EIGHT_BITS = [
     Mutant(
         "the total's cotangent left out behind eight bits",
         RULES,
-        "Arrays(y=cotangents.carrier, total=cotangents.total)",
-        "Arrays(y=cotangents.carrier)",
+        "if of_y else None, total=cotangents.total)",
+        "if of_y else None)",
         (f"{STRAIGHT}test_every_gradient_is_that_of_the_norm[xla-add_rms_norm-blocks-(5, 64)]",),
     ),
     Mutant(
         "a cotangent of eight bits dropped",
         RULES,
-        "if cotangents.y is not None:",
+        "if any(getattr(cotangents, name) is not None for name in _in_eight_bits(junction)):",
         "if False:",
         (f"{STRAIGHT}test_eight_bits_have_none",),
     ),
     Mutant(
         "second derivatives of what went straight through",
         RULES,
-        "outcome = outcome._replace(y=_differentiated_once(outcome.y))",
+        "outcome = outcome._replace(**once)",
         "pass",
         (f"{STRAIGHT}test_gradients_have_no_derivatives",),
     ),

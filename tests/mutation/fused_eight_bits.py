@@ -5,6 +5,7 @@ from targets import Mutant
 FOUND, PROBES, READ = "jln/_fuse/quantisations.py", "jln/_fuse/probes.py", "jln/_fuse/eight_bits.py"
 RULES = "jln/_fuse/readers.py"
 TESTS, FUNCTIONS = "tests/fuse/test_quantisations.py::", "tests/fuse/test_eight_bit_functions.py::"
+SEVERAL = "tests/fuse/test_several_eight_bits.py::"
 OF_RULES = "tests/fuse/test_eight_bit_rules.py::"
 
 
@@ -14,6 +15,10 @@ def left(name: str) -> tuple[str, ...]:
 
 def product(name: str) -> tuple[str, ...]:
     return (f"{FUNCTIONS}test_products_that_are_differentiated[{name}]",)
+
+
+def several(name: str) -> tuple[str, ...]:
+    return (f"{SEVERAL}test_one_kernel_makes_all[{name}]",)
 
 
 def way(name: str) -> tuple[str, ...]:
@@ -68,7 +73,7 @@ FUSED_EIGHT_BITS = [
         FOUND,
         "maxima = () if scale is None else tuple(",
         "maxima = tuple(",
-        left("the maximum beside blocks"),
+        several("the maximum beside blocks"),
     ),
     Mutant(
         "a rule that quantises in another way",
@@ -129,8 +134,8 @@ FUSED_EIGHT_BITS = [
     Mutant(
         "scales that wait for each other",
         "jln/_fuse/calls.py",
-        "made = [norm.x, norm.y, *(v for r in found.readers for v in r.outputs)]",
-        "made = []",
+        "outputs = [norm.x, norm.y, *(v for r in found.readers for v in r.outputs)]",
+        "outputs = []",
         (f"{FUNCTIONS}test_scales_of_two_norms_that_wait_for_each_other",),
     ),
     Mutant(
@@ -138,21 +143,70 @@ FUSED_EIGHT_BITS = [
         READ,
         "        if graph.is_result(value):\n            return True\n",
         "",
-        left("read in other bits"),
+        several("a result, too"),
     ),
     Mutant(
         "a function that reads the norm itself",
         READ,
-        "if any(r.reads_more for r in readers) or",
-        "if",
+        "[r for r in functions if not r.reads_more and not",
+        "[r for r in functions if not",
         (f"{FUNCTIONS}test_a_function_that_reads_more",),
     ),
     Mutant(
         "scales of two products taken for one",
         READ,
-        "if any(s.key != scales[0].key for s in more):",
-        "if False:",
-        left("two products with scales of their own"),
+        "ways = [0 if r.quantisation is None else keys.index(r.scale().key) for r in group]",
+        "ways = [0 for r in group]",
+        several("three scales of Flax"),
+    ),
+    Mutant(
+        "more ways than the kernel has",
+        READ,
+        "if len(scales) + is_read > len(SCALE_OF) or",
+        "if len(scales) > len(SCALE_OF) or",
+        (f"{SEVERAL}test_what_is_left_as_it_is[three scales and the result]",),
+    ),
+    Mutant(
+        "blocks in two dtypes as one",
+        READ,
+        "or sum(not scale.is_given for scale in scales) > 1:",
+        "or False:",
+        (f"{SEVERAL}test_what_is_left_as_it_is[blocks in two dtypes]",),
+    ),
+    Mutant(
+        "a given scale in the place of blocks",
+        READ,
+        "sorted(by_key.values(), key=lambda scale: scale.is_given)",
+        "[*by_key.values()]",
+        several("blocks, and a scale"),
+    ),
+    Mutant(
+        "the norm made again of no mean",
+        READ,
+        "mean = None if made.mean is None else made.mean.reshape(*x.shape[:-1], 1)",
+        "mean = None",
+        (f"{SEVERAL}test_the_norm_is_made_again_of_the_statistics_that_were_kept[layer]",),
+    ),
+    Mutant(
+        "the norm over another axis made again as over the last",
+        "jln/_fuse/calls.py",
+        'if self.options["axis"] == (-1,):',
+        "if True:",
+        way("another axis"),
+    ),
+    Mutant(
+        "a result beside eight bits where Linears keep what the norm read",
+        "jln/_fuse/calls.py",
+        "may_be_read = not options.linears and not options.is_checkpointed",
+        "may_be_read = True",
+        (f"{SEVERAL}test_what_is_left_as_it_is[with Linears, which keep what the norm read]",),
+    ),
+    Mutant(
+        "a residual added behind what is quantised",
+        "jln/_fuse/calls.py",
+        "if junction is None and norm.y not in self.eight_bits:",
+        "if junction is None:",
+        several("a residual behind the norm"),
     ),
     Mutant(
         "a product that two norms quantise",
@@ -164,7 +218,7 @@ FUSED_EIGHT_BITS = [
     Mutant(
         "a scale of what is normalised",
         READ,
-        "if any(graph.depends(v, [norm.x, y, *made]) for v in inputs):",
+        "if any(graph.depends(v, [norm.x, y, *made]) for v in result.inputs):",
         "if False:",
         left("a scale of x"),
     ),

@@ -112,14 +112,14 @@ KERNELS = [
     ),
     Mutant(
         "the sum of whole rows not returned", FORWARD,
-        "            total_ptr, at, mask, column, exists, first_scale, 0,",
-        "            None, at, mask, column, exists, first_scale, 0,",
+        "total_ptr, at, mask, column, exists,\n            first_scale, 0,",
+        "None, at, mask, column, exists,\n            first_scale, 0,",
         WHOLE,
     ),
     Mutant(
         "the sum of chunks not returned", FORWARD,
-        "total_ptr, at, mask, column, exists, first_scale, first,",
-        "None, at, mask, column, exists, first_scale, first,",
+        "total_ptr, at, mask, column, exists,\n                first_scale, first,",
+        "None, at, mask, column, exists,\n                first_scale, first,",
         CHUNKS_ADD,
     ),
     Mutant(

@@ -11,6 +11,7 @@ import jln
 from jln._junction.along_rows import AlongRows, in_blocks_of_rows
 from jln._junction.arrays import Arrays, Norm, Switches
 from jln._junction.derivatives import along_rows
+from jln._operators.eight_bits import Ways
 from jln._triton.chip import CHIPS
 from jln._triton.target import Recorder, using
 
@@ -24,7 +25,12 @@ CONVERTS = {
     "mi355x": "v_cvt_scalef32_pk_fp8_f32",
 }
 SIZES = (96, 1024, 4096, 8192, 16384, 20000)  # several rows a tile, one, the widest whole ones, and chunks
-KINDS = {"one scale": jln.Float8(1.0), "blocks": jln.MXFloat8(), "the largest alone": jln.Float8()}
+KINDS = {
+    "one scale": jln.Float8(1.0),
+    "blocks": jln.MXFloat8(),
+    "the largest alone": jln.Float8(),
+    "three scales": Ways((jln.Float8(1.0), jln.Float8(2.0), jln.Float8(3.0))),
+}
 
 
 def compile_kernels(chip, kind, dtype, sizes):

@@ -51,6 +51,15 @@ def by_block_scales(
 
 
 @triton.jit
+def store_once_more(y, scale_ptr, y_ptr, at, mask):
+    """Store `y` by a scale of its own, or as it is, if it is wanted."""
+    if y_ptr is not None:
+        if scale_ptr is not None:
+            y *= tl.div_rn(1.0, tl.load(scale_ptr))  # (50)
+        tl.store(y_ptr + at, rounded(y, y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def rounded(y, TYPE: tl.constexpr):
     """`y` in a type: of eight bits the nearest number, no more than the largest, and NaN of NaN."""
     if TYPE.primitive_bitwidth == 8:

@@ -24,7 +24,7 @@ from jln._junction.kernels.addresses import (
     tile_from,
     tiles_of,
 )
-from jln._junction.kernels.eight_bits import bits_of, by_block_scales, rounded
+from jln._junction.kernels.eight_bits import bits_of, by_block_scales, rounded, store_once_more
 from jln._junction.kernels.terms import (
     affine,
     gated,
@@ -105,8 +105,8 @@ def _statistics_of_chunks(
 
 @triton.jit
 def _store_rows(
-    x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_scale_ptr, y_ptr, y_max_ptr, block_scale_ptr, total_ptr,
-    at, mask, column, exists, first_scale, first, valid,
+    x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_scale_ptr, y2_scale_ptr, y3_scale_ptr,
+    y_ptr, y2_ptr, y3_ptr, y_max_ptr, block_scale_ptr, total_ptr, at, mask, column, exists, first_scale, first, valid,
     H: tl.constexpr, OFFSET: tl.constexpr, NORM: tl.constexpr, BLOCKS: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -117,7 +117,8 @@ def _store_rows(
     largest = tl.zeros([BLOCK_ROWS], tl.int32)
     if total_ptr is not None:
         tl.store(total_ptr + at, x.to(total_ptr.dtype.element_ty), mask=mask)
-    if y_ptr is not None or y_max_ptr is not None or block_scale_ptr is not None:
+    is_read = y_ptr is not None or y2_ptr is not None or y3_ptr is not None
+    if is_read or y_max_ptr is not None or block_scale_ptr is not None:
         scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
         x_hat = (x - mean[:, None]) * rstd[:, None]  # (3)
         y = affine(x_hat, scale, offset_ptr, column, exists, OFFSET, COMPUTE)
@@ -129,6 +130,8 @@ def _store_rows(
             y = y + (widened(added, COMPUTE) if added.dtype == tl.bfloat16 else added)  # (30), in the wider type
         if y_max_ptr is not None:
             largest = tl.max(bits_of(y, mask), axis=1)  # (51)
+        store_once_more(y, y2_scale_ptr, y2_ptr, at, mask)
+        store_once_more(y, y3_scale_ptr, y3_ptr, at, mask)
         if BLOCKS is not None:
             y = by_block_scales(y, mask, block_scale_ptr, first_scale, first, valid, H, BLOCKS, BLOCK_ROWS, BLOCK_H)
         if y_ptr is not None:
@@ -152,8 +155,12 @@ def forward_kernel(
     offset_ptr,  # [G, H]; or a copy for some rows each, by OFFSET
     added_ptr,  # [G, rows, H]
     y_scale_ptr,  # [G]
+    y2_scale_ptr,  # [G]
+    y3_scale_ptr,  # [G]
     rows,
     y_ptr,  # [G, rows, H]
+    y2_ptr,  # [G, rows, H]
+    y3_ptr,  # [G, rows, H]
     y_max_ptr,  # [G, rows]
     block_scale_ptr,  # [G, rows, H / 32]
     total_ptr,  # [G, rows, H]
@@ -202,7 +209,11 @@ def forward_kernel(
         offset_ptr = columns_by_row(offset_ptr, group, row, rows, INTERLEAVED, OFFSET)
     added_ptr = rows_at(added_ptr, "added", group, rows, H, INNER, INTERLEAVED, SHARED, base)
     y_ptr = rows_at(y_ptr, "y", group, rows, H, INNER, INTERLEAVED, SHARED, base)
+    y2_ptr = rows_at(y2_ptr, "y2", group, rows, H, INNER, INTERLEAVED, SHARED, base)
+    y3_ptr = rows_at(y3_ptr, "y3", group, rows, H, INNER, INTERLEAVED, SHARED, base)
     y_scale_ptr = columns_at(y_scale_ptr, "y_scale", group, 1, INTERLEAVED, SHARED)
+    y2_scale_ptr = columns_at(y2_scale_ptr, "y2_scale", group, 1, INTERLEAVED, SHARED)
+    y3_scale_ptr = columns_at(y3_scale_ptr, "y3_scale", group, 1, INTERLEAVED, SHARED)
     first_scale = start
     if block_scale_ptr is not None:
         _, base, first_scale, _ = rows_of(tile, rows, H // 32, INNER, INTERLEAVED, VECTOR, BLOCK_ROWS)
@@ -229,8 +240,9 @@ def forward_kernel(
             mean = tl.sum(x, axis=1) * (1.0 / H)  # (1)
         rstd = rstd_of(tl.where(exists[None, :], x - mean[:, None], 0.0), H, EPSILON)  # (2)
         largest = _store_rows(
-            x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_scale_ptr, y_ptr, y_max_ptr, block_scale_ptr,
-            total_ptr, at, mask, column, exists, first_scale, 0, valid,
+            x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_scale_ptr, y2_scale_ptr, y3_scale_ptr,
+            y_ptr, y2_ptr, y3_ptr, y_max_ptr, block_scale_ptr, total_ptr, at, mask, column, exists,
+            first_scale, 0, valid,
             H, OFFSET, NORM, BLOCKS, COMPUTE, BLOCK_ROWS, BLOCK_H,
         )  # fmt: skip
     else:
@@ -246,8 +258,9 @@ def forward_kernel(
                 TOTAL, COMPUTE,
             )  # fmt: skip
             more = _store_rows(
-                x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_scale_ptr, y_ptr, y_max_ptr, block_scale_ptr,
-                total_ptr, at, mask, column, exists, first_scale, first, valid,
+                x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_scale_ptr, y2_scale_ptr, y3_scale_ptr,
+                y_ptr, y2_ptr, y3_ptr, y_max_ptr, block_scale_ptr, total_ptr, at, mask, column, exists,
+                first_scale, first, valid,
                 H, OFFSET, NORM, BLOCKS, COMPUTE, BLOCK_ROWS, BLOCK_H,
             )  # fmt: skip
             if y_max_ptr is not None:
