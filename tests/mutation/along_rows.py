@@ -109,6 +109,13 @@ ALONG_ROWS = [
         (f"{LINEARS}test_parameters_of_examples",),
     ),
     Mutant(
+        "an operation between z and its eight bits where XLA is asked for",
+        PRODUCTS,
+        ' and junction.implementation != "xla":',
+        ":",
+        (f"{LINEARS}test_xla_makes_z_where_it_quantises_it",),
+    ),
+    Mutant(
         "derivatives of z along the rows",
         PRODUCTS,
         "Eight(_in_dtype(junction.y_dtype, values), scale, tuple(axes))",

@@ -15,7 +15,7 @@ RECIPE = tuple(
         "layer_norm_linear-blocks of e5m2-whole blocks",
     )
 )
-ROW = (f"{TESTS}test_layouts_for_cudnn[a row without others]",)
+ROW = (f"{TESTS}test_layouts_for_cudnn[a row without others-xla]",)
 VMAP = tuple(f"{TESTS}test_vmap_is_a_loop[xla-{how}]" for how in ("given scale", "current scale"))
 CUDNN = (f"{TESTS}test_examples_of_a_product_by_cudnn",)
 DELAYED = (f"{TESTS}test_delayed_scaling",)

@@ -276,15 +276,16 @@ def test_zeros():
         assert all(np.isfinite(a).all() for a in gradients)
 
 
+@pytest.mark.parametrize("by", ["xla", None, "triton"], ids=str)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_layouts_for_cudnn(sizes):
+def test_layouts_for_cudnn(sizes, by):
     """Operands in the layouts that cuDNN reads, multiplied on another device, and its own product in their place."""
     rows, features = SIZES[sizes]
     arrays = given("layer_norm_linear", rows, (features, (64,)))
     how = {"quantize": jln.MXFloat8(), "implementation": "xla"}
     expected = found("layer_norm_linear", *arrays, **how)
     with target.using(target.Gpu(named_chip("b200"))):
-        got = found("layer_norm_linear", *arrays, **how)
+        got = found("layer_norm_linear", *arrays, **how | {"implementation": by})
     chex.assert_trees_all_close(got, expected, **CLOSE)
 
 
@@ -338,6 +339,13 @@ def test_errors():
 
     with pytest.raises(TypeError, match="no derivatives"):
         jax.grad(of_z_alone)(x)
+
+
+def test_xla_makes_z_where_it_quantises_it():
+    """No operation is between the two where XLA is asked for: there it shares z with the forward product."""
+    for by in ("xla", None):
+        jaxpr = jax.make_jaxpr(jax.grad(loss(jln.MXFloat8(), implementation=by), 3))(*ARRAYS)
+        assert ("jln_norm_along_rows" in str(jaxpr)) == (by is None)
 
 
 # Rows that fill the blocks of each example, and that do not; an offset that is read row by row.

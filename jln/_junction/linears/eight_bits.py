@@ -78,9 +78,12 @@ def of_rows(dy: Array, features: int, z: Eight, junction: Junction, dtype: Any) 
 
 
 def z_along_rows(operands: Arrays, junction: Junction, by: Callable[..., Arrays]) -> Eight:
-    """The norm's result for (13), made of its statistics. by: the operation of `jln._junction.along_rows`."""
+    """The norm's result for (13), made of its statistics. by: the operation of `jln._junction.along_rows`.
+
+    Where XLA is asked for, it makes the result where it quantises it, or shares it with that of (11).
+    """
     assert junction.y_dtype is not None
-    if junction.eight_bits == "blocks" and takes(junction.norm):
+    if junction.eight_bits == "blocks" and takes(junction.norm) and junction.implementation != "xla":
         settings = AlongRows(junction.norm, transposed=junction.by_cudnn)
         of_norm = operands.only(("scale", "offset", "mean", "rstd"))._replace(x=operands.total)
         values, scale = in_blocks_of_rows(by, of_norm, settings, junction.y_dtype)
