@@ -17,7 +17,7 @@ from jln._core.layout import Dim, Dims, Kind, Layout, Result
 from jln._junction.arrays import BLOCK, TABLE, Arrays, Norm, Shape
 from jln._junction.eight_bits import bits_of_largest as largest_of_bits
 from jln._junction.eight_bits import by_block_scales
-from jln._junction.formulas import common_batch, scaled, with_batch
+from jln._junction.formulas import Product, common_batch, scaled, wide, with_batch
 
 
 class AlongRows(NamedTuple):
@@ -71,10 +71,14 @@ def bits_of_largest(blocks: Array, axis: int) -> Array:
 def formula(
     operands: Arrays, settings: AlongRows, dtypes: Arrays, batch_dims: int, *, largest: Callable = bits_of_largest
 ) -> Arrays:
-    """Terms (3), (4), (52) and (53)."""
-    batch = common_batch(batch_dims, *operands)
-    y = scaled(operands.x, operands.scale, operands.offset, operands.mean, operands.rstd, settings.norm)
-    y = with_batch(y, batch)
+    """Terms (3), (4), (52) and (53), of x gated by (41), y gated by (42), and with what is added by (30)."""
+    read = operands.x if operands.x_z is None else Product(operands.x, operands.x_z)  # (41)
+    y = scaled(read, operands.scale, operands.offset, operands.mean, operands.rstd, settings.norm)
+    if operands.z is not None:
+        y = wide(Product(y, operands.z))  # (42)
+    if operands.added is not None:
+        y = y + operands.added.astype(y.dtype)  # (30)
+    y = with_batch(y, common_batch(batch_dims, *operands))
     y = jnp.pad(y, [(0, -n % BLOCK if i == y.ndim - 2 else 0) for i, n in enumerate(y.shape)])
     axis = y.ndim - 2
     if settings.transposed:  # first: so XLA writes it in no more than eight bits

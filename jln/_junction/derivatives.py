@@ -189,6 +189,8 @@ def _normed_in_eight_bits(junction: Junction, operands: Arrays, dtypes: Arrays) 
 
     y2 and y3 are beside it, in the dtypes of the junction's `more`.
     """
+    if junction.eight_bits == "rows":
+        return _in_blocks_of_rows(junction, operands, dtypes)
     norm, by = junction.norm, functools.partial(forward, implementation=junction.implementation)
     ways = Arrays(y=junction.y_dtype, **dict(zip(("y2", "y3"), junction.more, strict=False)))
     in_blocks = junction.eight_bits == "blocks"
@@ -212,6 +214,20 @@ def _normed_in_eight_bits(junction: Junction, operands: Arrays, dtypes: Arrays) 
         outcome = first._replace(**by(again, of_total, ways).present())
     scales = {name: jnp.max(a) for name, a in operands.only(SCALE_OF.values()).present().items()}
     return outcome._replace(y_max=amax, **scales)  # of examples, all of whose scales are one
+
+
+def _in_blocks_of_rows(junction: Junction, operands: Arrays, dtypes: Arrays) -> Arrays:
+    """The norm's results with y in eight bits and its block_scale, along the rows, in two operations."""
+    assert junction.y_dtype is not None
+    norm, statistics = junction.norm, ("mean", "rstd")
+    how: dict[str, Any] = {"implementation": junction.implementation}
+    wanted = arrays.statistics_dtypes(operands, norm, statistics).present()
+    outcome = forward(operands, norm, dtypes._replace(y=None, **wanted), **how)
+    of_y = operands.only(("x", "x_z", "z", "scale", "offset", "added"))._replace(**outcome.only(statistics).present())
+    of_y = of_y if outcome.total is None else of_y._replace(x=outcome.total)
+    by, settings = functools.partial(along_rows, **how), of_rows.AlongRows(norm, transposed=False)
+    values, scale = of_rows.in_blocks_of_rows(by, of_y, settings, junction.y_dtype)
+    return outcome._replace(y=values, block_scale=scale)
 
 
 def _scale_of(amax: jax.Array, junction: Junction) -> jax.Array:

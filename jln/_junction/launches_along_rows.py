@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jln._junction import tiles
 from jln._junction.along_rows import AlongRows, formula
-from jln._junction.arrays import BLOCK, Arrays
+from jln._junction.arrays import BLOCK, TABLE, Arrays, Shape
 from jln._junction.eight_bits import LARGEST_EXPONENT
 from jln._junction.kernels.along_rows import along_rows_kernel
 from jln._junction.launches import geometry_of, pointed, shared_operands, vector
@@ -25,7 +25,8 @@ def along_rows(operands: Arrays, settings: AlongRows, dtypes: Arrays, batch_dims
     g = geometry_of(operands, settings.norm, batch_dims, has_sums=batch_dims > 0)  # blocks of each example
     shared, ready = shared_operands(operands, g)
     read, results = pointed(along_rows_kernel, ready), jax.eval_shape(by_xla, operands).present()
-    tile, blocks = tiles.along_rows(g.h, operands.x.dtype.itemsize), ceil_div(g.rows, BLOCK)
+    itemsize = max(a.dtype.itemsize for name, a in read.items() if a is not None and TABLE[name].shape is Shape.ROW)
+    tile, blocks = tiles.along_rows(g.h, itemsize), ceil_div(g.rows, BLOCK)
     written = launch(
         target,
         along_rows_kernel,

@@ -73,7 +73,8 @@ def widened(junction: Junction, operands: Arrays, axes: Arrays) -> tuple[Junctio
 
     axes: the place of vmap's axis in each operand, None in one that is shared.
     """
-    if junction.eight_bits == "one" or not axes.present().keys().isdisjoint(SCALE_OF.values()):  # scales of examples
+    has_scales = not axes.present().keys().isdisjoint(SCALE_OF.values())
+    if junction.eight_bits in ("one", "rows") or has_scales:  # each example has a scale, or blocks, of its own
         return None
     if not junction.features and axes.present().keys() <= {"scale", "offset"}:
         return _with_copies(junction, operands, axes)

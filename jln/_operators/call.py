@@ -97,6 +97,8 @@ def _on_any_mesh(junction: Junction, axes: tuple[int, ...], forward_mode: bool, 
         scales = dict.fromkeys(specs.only(SCALE_OF.values()).present(), PartitionSpec())
         if junction.eight_bits == "blocks":
             results = results._replace(block_scale=of_rows)
+        elif junction.eight_bits == "rows":
+            results = results._replace(block_scale=PartitionSpec(*specs.x[:-2], None, specs.x[-1]))
         else:
             scales["y_scale"] = PartitionSpec()
         return results._replace(**scales, y_max=PartitionSpec() if scales else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jln import _checks
-from jln._junction.arrays import BLOCK, SCALE_OF, Arrays
+from jln._junction.arrays import BLOCK, SCALE_OF, TABLE, Arrays, Shape
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # whose default typing's has from Python 3.13 on
@@ -52,16 +53,20 @@ class Float8(Kind["Quantized"]):
 
 @dataclasses.dataclass(frozen=True)
 class MXFloat8(Kind["Quantized"]):
-    """Eight bits with a scale for every 32 elements along the last axis, which is the normalised one.
+    """Eight bits with a scale for every 32 elements along the last axis, which is the normalised one, or along rows.
 
     These are the microscaling formats of the Open Compute Project (version 1.0, 2023). A scale is the least power of
     two with which none of its elements saturates, as cuDNN and `jax.nn.scaled_dot_general` choose it.
 
     Args:
       dtype: float8_e4m3fn or float8_e5m2.
+      axis: -1, or -2 for blocks of 32 rows of a column, as the product reads them that makes a kernel's gradient. One
+        kernel finds the rows' statistics, another reads `x`, or with a residual the sum, again. Not for operators with
+        Linears, which make both for themselves; nor with parameters of examples.
     """
 
     dtype: DTypeLike = _E4M3
+    axis: int = -1
 
 
 Quantize = Float8 | MXFloat8 | None
@@ -72,8 +77,8 @@ class Quantized(NamedTuple):
 
     Attributes:
       values: `x`'s shape, in eight bits.
-      scale: of `Float8` float32 `[]`. Of `MXFloat8` float8_e8m0fnu `[..., H / 32]`, as `jax.nn.scaled_matmul` takes it;
-        NaN where one of the 32 is infinite or NaN.
+      scale: of `Float8` float32 `[]`. Of `MXFloat8` float8_e8m0fnu `[..., H / 32]`, as `jax.nn.scaled_matmul` takes it,
+        or with `axis=-2` `[..., T / 32, H]`; NaN where one of the 32 is infinite or NaN.
       amax: of `Float8` the largest `|y|`, float32 `[]`; NaN if there is one. Of `MXFloat8` None.
       carrier: zeros of `x`'s shape, in the dtype that `y` has without `quantize`. It carries gradients straight
         through: its cotangent is taken for that of `y`. A program in which a product reads the others does not make
@@ -96,7 +101,7 @@ class Quantized(NamedTuple):
         if self.carrier is not None:
             values, scale = jax.lax.stop_gradient((values, scale))
         if self.scale.dtype == jnp.float8_e8m0fnu:
-            scale = jnp.repeat(scale, BLOCK, -1)
+            scale = jnp.repeat(scale, BLOCK, -1 if scale.shape[-1] != values.shape[-1] else -2)
         else:  # [], or with the axes of a loop's examples, which are in front
             scale = jnp.expand_dims(scale, range(scale.ndim, values.ndim))
         numbers = (values.astype(jnp.float32) * scale).astype(dtype)
@@ -194,6 +199,11 @@ def _settings(
         if callable(quantize.scale):
             return settled | {"scale_of": quantize.scale}, None
         return settled, _scale_of(quantize.scale, x.ndim)
+    if quantize.axis == -2:
+        _check_blocks_of_rows(arrays, axes)
+        return {"y_dtype": name, "eight_bits": "rows"}, None
+    if not (_checks.is_number(quantize.axis) and quantize.axis == -1):
+        raise ValueError(f"the axis of MXFloat8 must be -1 or -2; got {quantize.axis!r}")
     h = x.shape[-1]
     if axes != (x.ndim - 1,) or h % BLOCK:
         raise ValueError(
@@ -201,6 +211,20 @@ def _settings(
             f"shape {x.shape}"
         )
     return {"y_dtype": name, "eight_bits": "blocks"}, None
+
+
+def _check_blocks_of_rows(arrays: Arrays, axes: tuple[int, ...]) -> None:
+    x = arrays.x
+    if arrays.kernel is not None:
+        raise ValueError("with Linears MXFloat8 has its blocks along what each product sums over; got axis=-2")
+    if axes != (x.ndim - 1,) or x.ndim < 2 or x.shape[-2] % BLOCK:
+        raise ValueError(
+            f"MXFloat8(axis=-2) has a scale for every {BLOCK} rows, of the axis before a last, normalised one; got "
+            f"axes {axes} of x of shape {x.shape}"
+        )
+    for name, a in arrays.present().items():
+        if TABLE[name].shape is Shape.COLUMN and a.shape[-1] == x.shape[-1] and math.prod(a.shape[:-1]) > 1:
+            raise ValueError(f"with MXFloat8(axis=-2) all rows must share the {name}; got shape {a.shape}")
 
 
 def _scale_of(scale: Any, ndim: int) -> jax.Array | None:

@@ -24,7 +24,7 @@ def quantised(y: Tracked, quantize: Any, levels: int) -> dict[str, Tracked]:
     """
     value, low, high = y.value, y.value - y.error, y.value + y.error
     if isinstance(quantize, jln.MXFloat8):
-        scales = [_of_blocks(a, quantize.dtype) for a in _magnitudes(y, 1)]
+        scales = [_of_blocks(a, quantize.dtype) for a in _magnitudes(y, quantize.axis)]
         far = scales[2] > 2 * scales[1]
         made = [_numbers(a, s, quantize.dtype) for a in (low, high) for s in scales[1:]]
         numbers = _between(_numbers(value, scales[0], quantize.dtype), made, far, y.eps)
@@ -62,14 +62,18 @@ def in_eight_bits(a: Tracked, quantize: Any) -> Tracked:
     return a.off_by(float(info.eps) / 2 * size + float(info.smallest_subnormal) / 2 * largest_scale + beyond)
 
 
-def _magnitudes(y: Tracked, blocks: int | None) -> list[np.ndarray]:
-    """The magnitudes of what y is, and the least and the most that they may be; of blocks the largest, written out."""
+def _magnitudes(y: Tracked, axis: int | None) -> list[np.ndarray]:
+    """The magnitudes of what y is, and the least and the most that they may be.
+
+    axis: of blocks, whose largest ones are written out.
+    """
     size, error = np.broadcast_arrays(y.magnitude, y.error)
     found = [size, np.maximum(size - error, 0), size + error]
-    if blocks is None:
+    if axis is None:
         return found
-    of_blocks = (a.reshape(*a.shape[:-1], -1, BLOCK).max(-1) for a in found)
-    return [np.repeat(a, BLOCK, -1) for a in of_blocks]
+    columns = (np.moveaxis(a, axis, -1) for a in found)
+    of_blocks = (a.reshape(*a.shape[:-1], -1, BLOCK).max(-1) for a in columns)
+    return [np.moveaxis(np.repeat(a, BLOCK, -1), -1, axis) for a in of_blocks]
 
 
 def _of_blocks(largest: np.ndarray, dtype: Any) -> np.ndarray:

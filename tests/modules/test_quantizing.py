@@ -116,6 +116,19 @@ def test_norms(cls, kind, made):
     )
 
 
+def test_blocks_of_rows(made):
+    """The axis of blocks is the operator's, too; a module that a vmap calls for each row has no blocks of them."""
+    layer, along_rows = made("RMSNorm", beside={"quantize": jln.MXFloat8()}), jln.MXFloat8(axis=-2)
+    x = normal(2, (2, 32, H), jnp.float32)
+    if made is of_equinox:
+        with pytest.raises(ValueError, match="every 32 rows"):
+            layer.around(lambda x: layer.call(None, x, quantize=along_rows))(x)
+        return
+    got = layer.around(lambda x: layer.call(None, x, quantize=along_rows))(x)
+    assert got.scale.shape == (2, 1, H)
+    chex.assert_trees_all_equal(got, layer.around(lambda x: of_norm("RMSNorm", x, quantize=along_rows))(x))
+
+
 def test_sums(kind, made):
     layer = made("LayerNorm", beside={"quantize": kind})
 

@@ -12,14 +12,17 @@ BITS, AFFINE, BESIDE = (
     f"{TESTS}{name}" for name in ("test_bits", "test_a_mean_and_an_offset", "test_the_kernel_beside_xla")
 )
 VMAP = f"{TESTS}test_vmap"
+NORMS = "tests/operators/test_rows_in_eight_bits.py::"
+DERIVATIVES, WIDER = "jln/_junction/derivatives.py", "jln/_junction/wider.py"
+USERS, CALL = "jln/_operators/eight_bits.py", "jln/_operators/call.py"
 MESH = "tests/devices/test_eight_bit_linears.py::test_on_a_mesh"
 
 ALONG_ROWS = [
     Mutant(
         "rows not centred, in blocks of rows",
         KERNEL,
-        "(widened(x, COMPUTE) - mean[:, None])",
-        "widened(x, COMPUTE)",
+        "(x - mean[:, None])",
+        "x",
         (AFFINE,),
     ),
     Mutant("rstd left out, in blocks of rows", KERNEL, " * rstd[:, None]  # (3)", "  # (3)", (AFFINE,)),
@@ -44,8 +47,8 @@ ALONG_ROWS = [
     Mutant(
         "the first rows in each tile",
         KERNEL,
-        "H, INNER, INTERLEAVED, SHARED, block * (32 * H))",
-        "H, INNER, INTERLEAVED, SHARED)",
+        'rows_at(x_ptr, "x", group, rows, H, INNER, INTERLEAVED, SHARED, block * (32 * H))',
+        'rows_at(x_ptr, "x", group, rows, H, INNER, INTERLEAVED, SHARED)',
         (BITS,),
     ),
     Mutant(
@@ -121,5 +124,116 @@ ALONG_ROWS = [
         "Eight(_in_dtype(junction.y_dtype, values), scale, tuple(axes))",
         "Eight(values, scale, tuple(axes))",
         (f"{LINEARS}test_errors",),
+    ),
+    Mutant(
+        "silu behind a norm left out, in blocks of rows", KERNEL, "y *= u  # (42)", "pass", (f"{NORMS}test_every_norm",)
+    ),
+    Mutant(
+        "silu in front of a norm left out, in blocks of rows",
+        KERNEL,
+        "x_ptr, x_z_ptr, None,",
+        "x_ptr, None, None,",
+        (f"{NORMS}test_every_norm",),
+    ),
+    Mutant(
+        "nothing added in blocks of rows",
+        KERNEL,
+        "y += widened(tl.load(added_ptr + at, mask=mask, other=0.0), COMPUTE)",
+        "pass",
+        (f"{NORMS}test_every_norm",),
+    ),
+    Mutant(
+        "the first rows of what gates",
+        KERNEL,
+        'rows_at(z_ptr, "z", group, rows, H, INNER, INTERLEAVED, SHARED, block * (32 * H))',
+        'rows_at(z_ptr, "z", group, rows, H, INNER, INTERLEAVED, SHARED)',
+        (f"{NORMS}test_every_norm",),
+    ),
+    Mutant(
+        "the first rows of what gates in front",
+        KERNEL,
+        'rows_at(x_z_ptr, "x_z", group, rows, H, INNER, INTERLEAVED, SHARED, block * (32 * H))',
+        'rows_at(x_z_ptr, "x_z", group, rows, H, INNER, INTERLEAVED, SHARED)',
+        (f"{NORMS}test_every_norm",),
+    ),
+    Mutant(
+        "the first rows of what is added",
+        KERNEL,
+        'rows_at(added_ptr, "added", group, rows, H, INNER, INTERLEAVED, SHARED, block * (32 * H))',
+        'rows_at(added_ptr, "added", group, rows, H, INNER, INTERLEAVED, SHARED)',
+        (f"{NORMS}test_every_norm",),
+    ),
+    Mutant(
+        "silu behind a norm left out by XLA",
+        RULES,
+        "y = wide(Product(y, operands.z))",
+        "pass",
+        (f"{NORMS}test_every_norm",),
+    ),
+    Mutant(
+        "nothing added by XLA in blocks of rows",
+        RULES,
+        "y = y + operands.added.astype(y.dtype)",
+        "pass",
+        (f"{NORMS}test_every_norm",),
+    ),
+    Mutant(
+        "silu in front of a norm left out by XLA",
+        RULES,
+        "operands.x if operands.x_z is None else Product(operands.x, operands.x_z)",
+        "operands.x",
+        (f"{NORMS}test_every_norm",),
+    ),
+    Mutant(
+        "x normed in place of the sum",
+        DERIVATIVES,
+        "of_y if outcome.total is None else of_y._replace(x=outcome.total)",
+        "of_y",
+        (f"{NORMS}test_every_norm",),
+    ),
+    Mutant(
+        "a vmap's examples among rows that have blocks",
+        WIDER,
+        'junction.eight_bits in ("one", "rows")',
+        'junction.eight_bits == "one"',
+        (f"{NORMS}test_vmap_is_a_loop",),
+    ),
+    Mutant(
+        "scales of rows spread over H",
+        USERS,
+        "-1 if scale.shape[-1] != values.shape[-1] else -2",
+        "-1",
+        (f"{NORMS}test_every_norm",),
+    ),
+    Mutant(
+        "any rows in blocks", USERS, "x.ndim < 2 or x.shape[-2] % BLOCK", "False", (f"{NORMS}test_what_is_refused",)
+    ),
+    Mutant(
+        "parameters of rows in blocks of rows",
+        USERS,
+        "and math.prod(a.shape[:-1]) > 1",
+        "and False",
+        (f"{NORMS}test_what_is_refused",),
+    ),
+    Mutant(
+        "any axis of blocks",
+        USERS,
+        "if not (_checks.is_number(quantize.axis) and quantize.axis == -1):",
+        "if False:",
+        (f"{NORMS}test_what_is_refused",),
+    ),
+    Mutant(
+        "Linears in blocks of rows",
+        USERS,
+        "if arrays.kernel is not None:",
+        "if False:",
+        (f"{NORMS}test_what_is_refused",),
+    ),
+    Mutant(
+        "scales of rows as those of features on a mesh",
+        CALL,
+        "PartitionSpec(*specs.x[:-2], None, specs.x[-1])",
+        "PartitionSpec(*specs.x[:-1])",
+        (f"{NORMS}test_on_a_mesh",),
     ),
 ]

@@ -99,5 +99,5 @@ EIGHT_BIT_LINEARS = [
         "amax = None",
         DELAYED,
     ),
-    Mutant("one scale for all examples of Linears", WIDER, 'if junction.eight_bits == "one" or not', "if not", VMAP),
+    Mutant("one scale for all examples of Linears", WIDER, '("one", "rows")', '("rows",)', VMAP),
 ]

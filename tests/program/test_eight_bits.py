@@ -61,6 +61,17 @@ def test_current_scaling_reads_once_more():
     assert report.bytes_total <= 1.01 * (3 * 2 + 2 + 1) * ROWS * H
 
 
+@pytest.mark.parametrize("name", ["rms_norm", "add_layer_norm"])
+def test_blocks_of_rows_read_once_more(name):
+    """One kernel finds the statistics, and makes the sum, which another reads; nothing is copied."""
+    arrays = (X, SCALE) if name == "rms_norm" else (X, X, SCALE, SCALE)
+    step = with_kind(name, jln.MXFloat8(axis=-2))
+    report = program.compile_for(step, *arrays)
+    once = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves((arrays, jax.eval_shape(step, *arrays))))
+    assert [k.times for k in triton_kernels(report)] == [1, 1]
+    assert report.bytes_total <= 1.01 * (once + 2 * ROWS * H)
+
+
 @jax.custom_vjp
 def product(z, kernel):
     numbers = jax.lax.dot(z.values, kernel.astype("float8_e4m3fn"), preferred_element_type="float32")

@@ -84,6 +84,25 @@ def compile_blocks_of_rows(chip, dtype, sizes):
     return made
 
 
+def compile_norms_along_rows(chip, dtype):
+    """Return the same of norms that are gated in front and behind, and to which something is added.
+
+    Runs in the worker.
+    """
+    x, scale = jax.ShapeDtypeStruct((8192, 4096), dtype), jax.ShapeDtypeStruct((4096,), "float32")
+    wide = jax.ShapeDtypeStruct(x.shape, "float32")
+    made = []
+    how = {"quantize": jln.MXFloat8(axis=-2), "implementation": "triton"}
+    calls = (
+        lambda x, other, scale: jln.rms_norm_gated(x, other, scale, **how),
+        lambda x, other, scale: jln.rms_norm_gated(x, other, scale, norm_before_gate=False, **how),
+        lambda x, other, scale: jln.layer_norm_add(x, other, scale, **how),
+    )
+    for call, other in itertools.product(calls, (x, wide)):
+        made += [compiled(launch, dtype, 4096) for launch in launches_of(call, chip, x, other, scale)]
+    return made
+
+
 CASES = [
     pytest.param(chip, kind, dtype, marks=() if (chip, dtype) == ("h200", "bfloat16") else pytest.mark.heavy)
     for chip, kind, dtype in itertools.product(CONVERTS, KINDS, ("bfloat16", "float32"))
@@ -115,4 +134,15 @@ def test_blocks_of_rows_do_not_spill(worker, chip, dtype):
     made = worker.submit(compile_blocks_of_rows, chip, dtype, OF_ROWS).result()
     assert len(made) == 2 * len(OF_ROWS)
     assert_fits(made, 0)
+    assert [what for what, *_, converts in made if not converts] == []
+
+
+@pytest.mark.parametrize(
+    "chip", ["h200", *(pytest.param(c, marks=pytest.mark.heavy) for c in ("l4", "b200", "mi355x"))]
+)
+def test_norms_along_rows_do_not_spill(worker, chip):
+    """Nor does the statistics' kernel in front."""
+    made = worker.submit(compile_norms_along_rows, chip, "bfloat16").result()
+    assert len(made) == 2 * 6
+    assert_fits(made, STACK)
     assert [what for what, *_, converts in made if not converts] == []

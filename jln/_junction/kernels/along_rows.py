@@ -8,14 +8,17 @@ import triton.language as tl
 
 from jln._junction.kernels.addresses import columns_at, columns_from, group_of, numbers_at, rows_at
 from jln._junction.kernels.eight_bits import inverse_of, rounded, scales_of
-from jln._junction.kernels.terms import affine, load_scale, load_vector, widened
+from jln._junction.kernels.terms import affine, load_scale, load_silu, load_total, load_vector, widened
 
 
 @triton.jit
 def along_rows_kernel(
     x_ptr,  # [G, rows, H]
+    x_z_ptr,  # [G, rows, H]
+    z_ptr,  # [G, rows, H]
     scale_ptr,  # [G, H]
     offset_ptr,  # [G, H]
+    added_ptr,  # [G, rows, H]
     mean_ptr,  # [G, rows]
     rstd_ptr,  # [G, rows]
     rows,
@@ -53,16 +56,27 @@ def along_rows_kernel(
     step = local.to(tl.int64 if BLOCK_ROWS * H >= 2**31 else tl.int32) * H
 
     x_ptr = rows_at(x_ptr, "x", group, rows, H, INNER, INTERLEAVED, SHARED, block * (32 * H))
+    x_z_ptr = rows_at(x_z_ptr, "x_z", group, rows, H, INNER, INTERLEAVED, SHARED, block * (32 * H))
+    z_ptr = rows_at(z_ptr, "z", group, rows, H, INNER, INTERLEAVED, SHARED, block * (32 * H))
+    added_ptr = rows_at(added_ptr, "added", group, rows, H, INNER, INTERLEAVED, SHARED, block * (32 * H))
     mean_ptr = numbers_at(mean_ptr, "mean", group, rows, INTERLEAVED, SHARED)
     rstd_ptr = numbers_at(rstd_ptr, "rstd", group, rows, INTERLEAVED, SHARED)
     scale_ptr = columns_at(scale_ptr, "scale", group, H, INTERLEAVED, SHARED)
     offset_ptr = columns_at(offset_ptr, "offset", group, H, INTERLEAVED, SHARED)
-    x = tl.load(x_ptr + (step[:, None] + column[None, :]), mask=valid[:, None] & exists[None, :], other=0.0)
+    at, mask = step[:, None] + column[None, :], valid[:, None] & exists[None, :]
+    x = load_total(
+        x_ptr, x_z_ptr, None, None, None, None, None, at, mask, column, exists, x_ptr.dtype.element_ty, COMPUTE
+    )
     mean = load_vector(mean_ptr, block * 32 + local, valid, BLOCK_ROWS, COMPUTE)
     rstd = load_vector(rstd_ptr, block * 32 + local, valid, BLOCK_ROWS, COMPUTE)
     scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
-    x_hat = (widened(x, COMPUTE) - mean[:, None]) * rstd[:, None]  # (3)
+    x_hat = (x - mean[:, None]) * rstd[:, None]  # (3)
     y = affine(x_hat, scale, offset_ptr, column, exists, None, COMPUTE)
+    if z_ptr is not None:
+        u, _ = load_silu(z_ptr, at, mask, COMPUTE)
+        y *= u  # (42)
+    if added_ptr is not None:
+        y += widened(tl.load(added_ptr + at, mask=mask, other=0.0), COMPUTE)  # (30)
     if RAGGED:
         y = tl.where(valid[:, None], y, 0.0)
 
