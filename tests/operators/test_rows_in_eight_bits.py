@@ -61,7 +61,7 @@ def test_every_number_of_bfloat16(to, implementation):
 
 @pytest.mark.parametrize("name", ["layer_norm", "add_rms_norm", "rms_norm_gated", "layer_norm_add_layer_norm"])
 def test_gradients_go_straight_through(name, implementation):
-    """They are the plain norm's for the same cotangents, bit for bit."""
+    """Gradients are the plain norm's for the same cotangents, bit for bit."""
     given = operands(name, (2, 32, 64), "float32")
     dy = workbench.normal(9, (2, 32, 64), "float32")
 

@@ -141,7 +141,7 @@ def test_blocks_of_rows_do_not_spill(worker, chip, dtype):
     "chip", ["h200", *(pytest.param(c, marks=pytest.mark.heavy) for c in ("l4", "b200", "mi355x"))]
 )
 def test_norms_along_rows_do_not_spill(worker, chip):
-    """Nor does the statistics' kernel in front."""
+    """Kernels of the statistics in front spill no more."""
     made = worker.submit(compile_norms_along_rows, chip, "bfloat16").result()
     assert len(made) == 2 * 6
     assert_fits(made, STACK)
