@@ -240,9 +240,9 @@ class Junction:
     in_one: whether norm and products are one operation, as `few_features` says.
     eight_bits: "one" of a y, or with Linears z, in eight bits with one scale, "blocks" of one with a scale for each
       block, "rows" of a y with one for each block along the rows, else "". more: the dtypes of y2 and y3.
-      gives_statistics: whether mean and rstd are results. by_cudnn: whether cuDNN multiplies blocks where a program runs
-      on an NVIDIA GPU. scale_of: a function from the largest |y| to the one scale, if that is not the dtype's largest
-      number's.
+      gives_statistics: whether mean and rstd are results. by_cudnn: whether cuDNN multiplies blocks where a program
+      runs on an NVIDIA GPU. scale_of: a function from the largest |y| to the one scale, if that is not the dtype's
+      largest number's.
     """
 
     norm: Norm

@@ -136,7 +136,8 @@ class Ways(Kind[Made]):
     """A result in several ways, as `jln.fuse` asks for it, of a norm over the last axis.
 
     Args:
-      kinds: up to three. The first is any kind in eight bits, the others a `Float8` with a scale, or None.
+      kinds: up to three. The first is any kind in eight bits but blocks of rows, the others a `Float8` with a scale,
+        or None.
     """
 
     kinds: tuple[Float8 | MXFloat8 | None, ...]

@@ -123,8 +123,8 @@ EIGHT_BITS = [
     Mutant(
         "scales of examples as one",
         WIDER,
-        'if junction.eight_bits == "one" or not axes.present().keys().isdisjoint(SCALE_OF.values()):',
-        'if junction.eight_bits == "one":',
+        '("one", "rows") or has_scales:',
+        '("one", "rows"):',
         (f"{WAYS}test_vmap",),
     ),
     Mutant(
