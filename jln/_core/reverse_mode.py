@@ -163,7 +163,7 @@ def _inside(outer: Places, vmaps: tuple[Places, ...]) -> tuple[Places, tuple[Pla
 def _refuse_forward_mode(*_, **__):
     raise TypeError(
         "this operator was asked for its derivative in forward mode (jax.jvp, jax.jacfwd, jax.linearize), which a "
-        "custom_vjp function has not: call it with forward_mode=True"
+        "custom_vjp function has not: call it with forward_mode=True (with quantize= there is none)"
     )
 
 

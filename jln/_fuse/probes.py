@@ -115,6 +115,7 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "convert_element_type": _converted,
     "bitcast_convert_type": _bits,
     "copy": _plain(lambda a: a),
+    "stop_gradient": _plain(lambda a: a),
     "copy_p": _plain(lambda a: a),
     "optimization_barrier": _plain(lambda a: a),
     "pvary": _plain(lambda a: a),

@@ -134,7 +134,7 @@ class _Part:
         for v in node.inputs:
             if self.kinds.get(v, ONE) == ONE != self.kinds[output] and self.constants.number(v) is None:
                 self.leaves[v] = self._repeated(v)
-        is_copy = keeps_order(node)
+        is_copy = keeps_order(node) or node.operation == "stop_gradient"  # what is made of it keeps its own derivative
         if source in self._same and is_copy:
             self._same.add(output)
         elif source in self._magnitudes | self.maxima and (is_copy or node.operation == "reduce_max"):

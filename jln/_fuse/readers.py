@@ -105,7 +105,7 @@ class Reader:
     def _source(self, scale: Value) -> Source:
         """The scale as an array that is made of the function's other operands."""
         read = self._graph.needed([scale])[1]
-        outer = dict(zip(self._graph.inputs, self.inputs, strict=False))
+        outer = dict(zip(self._graph.inputs, [*self.inputs, self.copy], strict=True))  # the last is the `Quantized`
 
         def of(*arrays: Array) -> Array:
             return self._graph.run(dict(zip(read, arrays, strict=True)), outputs=[scale])[0]

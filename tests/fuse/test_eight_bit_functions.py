@@ -103,6 +103,36 @@ def a_current_scale(x, s, w):
     return by_current_scales(rms(x, s), w)
 
 
+def of_a_scale(hold):
+    """A product whose scale is made of the largest magnitude, and of `hold` of that."""
+
+    @jax.custom_vjp
+    def multiply(z, w):
+        scale = hold(jnp.max(jnp.abs(z))) / 448
+        return read(clipped(z / scale)) @ w * scale
+
+    def backward(kept, dy):
+        z, w = kept
+        return dy @ w.T, jnp.einsum("...k,...n->kn", z, dy)
+
+    multiply.defvjp(lambda z, w: (multiply(z, w), (z, w)), backward)
+    return multiply
+
+
+@product(X, S, W)
+def a_current_scale_that_is_held_constant(x, s, w):
+    return of_a_scale(jax.lax.stop_gradient)(rms(x, s), w)
+
+
+def test_a_scale_that_is_made_of_the_maximum_by_unknown_means_is_left():
+    def function(x, s, w):
+        return of_a_scale(lambda largest: jnp.sort(largest[None])[0])(rms(x, s), w)
+
+    (finding,) = jln.explain(jln.fuse(function), X, S, W)
+    assert "not in eight bits: its scale is made of what is normalised" in str(finding)
+    assert differences(everything(function), everything(jln.fuse(function)), X, S, W) < ROUNDING
+
+
 @product(X, S, W, V)
 def a_current_scale_of_two_products(x, s, w, v):
     z = rms(x, s)

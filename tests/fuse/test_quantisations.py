@@ -70,6 +70,16 @@ WAYS = {
         S,
         NUMBER,
     ),
+    "a current scale that is held constant": (
+        lambda x, s: (lambda z: read(clipped(z / lax.stop_gradient(current_scale(z)))))(rms(x, s)),
+        X,
+        S,
+    ),
+    "a maximum that is held constant": (
+        lambda x, s: (lambda z: read(clipped(z / (lax.stop_gradient(jnp.max(jnp.abs(z))) / 448))))(rms(x, s)),
+        X,
+        S,
+    ),
     "a current scale that is differentiated": (
         lambda x, s: (lambda z: read(lax.stop_gradient(clipped(z / current_scale(z)))) * current_scale(z))(rms(x, s)),
         X,

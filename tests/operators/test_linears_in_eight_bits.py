@@ -139,6 +139,24 @@ def test_values_and_gradients_by_the_recipe(name, how, sizes, implementation):
     assert (amax is None) == (not how.startswith("given"))
 
 
+@pytest.mark.parametrize("how", ["blocks", "current scale"])
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 1.0), ("float16", 5e4)])
+def test_remat_rounds_the_norm_once(how, dtype, size, implementation):
+    """The norm made again is not rounded to 16 bits in front of eight: a large scale would be infinite in float16."""
+    x, kernel = workbench.normal(0, (64, H), dtype), workbench.normal(1, (H, 64), dtype) / size
+    scale = jnp.full(H, size, "float32")
+
+    def gradient(remat):
+        def loss(kernel):
+            how_it_is = {"quantize": QUANTIZE[how], "remat": remat, "implementation": implementation}
+            return jnp.sum(jnp.sin(jln.rms_norm_linear(x, scale, kernel, **how_it_is).astype("float32")) * 1e-3)
+
+        return jax.jit(jax.grad(loss))(kernel)
+
+    # A number that lies between two of eight bits may be taken for the other.
+    assert off(gradient(True), gradient(False)) < 2e-3
+
+
 @pytest.mark.parametrize("how", ["blocks", "current scale", "given scale"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sixteen_bits(how, dtype, implementation):

@@ -217,10 +217,11 @@ def backward(
     z_dtype = widest([dy[i].dtype.name for i in used if dtypes.kernel[i] is not None])
     pulled, z = Arrays(), None
     z_eight: eight_bits.Eight | None = None
-    if junction.eight_bits and z_dtype is not None and not norm.remat:
-        z_dtype = None
-        assert norms.along_rows is not None
-        z_eight = eight_bits.z_along_rows(operands, junction, norms.along_rows)
+    if junction.eight_bits and z_dtype is not None:
+        z_dtype = "float32" if norm.remat else None  # not rounded to 16 bits in front of eight
+        if not norm.remat:
+            assert norms.along_rows is not None
+            z_eight = eight_bits.z_along_rows(operands, junction, norms.along_rows)
     if needs_dz or z_dtype is not None:
         dz = None
         if needs_dz:
