@@ -234,9 +234,7 @@ class _Rewriting:
         if junction is not None and self._reads_total(norm, junction):  # since other calls have taken their places
             findings = [] if junction.in_front is None else self._replaced(junction.in_front)
             junction = None
-        addition = None
-        if junction is None and norm.y not in self.eight_bits:
-            addition = addition_of(self.graph, norm, self.constants)
+        addition = None if junction is not None else addition_of(self.graph, norm, self.constants)
         linears, why = self._linears(norm, junction, addition)
         if why and addition is None and self._keeps_nothing_for_products(norm):
             why += ": the Linears behind it keep what the norm read"

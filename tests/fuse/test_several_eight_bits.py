@@ -213,15 +213,23 @@ by_scale.defvjp(
 )
 
 
-def four_scales(x, s, w, a, b):
-    z = rms(x, s)
-    return [direct_by_flax(z, w, of, OF_W, OF_DY) for of in (a, b, metadata(0.3), metadata(4.0))]
+def scales_beside(*more):
+    def function(x, s, w, a, b):
+        z = rms(x, s)
+        return [direct_by_flax(z, w, of, OF_W, OF_DY) for of in (a, b, *more)], z if len(more) == 1 else None
+
+    return function
 
 
 LEFT = {
-    "four scales": (four_scales, (X, S, W, OF_Z, SECOND), {}, "in more ways than one kernel has"),
+    "four scales": (
+        scales_beside(metadata(0.3), metadata(4.0)),
+        (X, S, W, OF_Z, SECOND),
+        {},
+        "in more ways than one kernel has",
+    ),
     "three scales and the result": (
-        lambda x, s, w, a, b: (four_scales(x, s, w, a, b)[:3], rms(x, s)),
+        scales_beside(metadata(0.3)),
         (X, S, W, OF_Z, SECOND),
         {},
         "in more ways than one kernel has",

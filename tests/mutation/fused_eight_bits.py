@@ -202,13 +202,6 @@ FUSED_EIGHT_BITS = [
         (f"{SEVERAL}test_what_is_left_as_it_is[with Linears, which keep what the norm read]",),
     ),
     Mutant(
-        "a residual added behind what is quantised",
-        "jln/_fuse/calls.py",
-        "if junction is None and norm.y not in self.eight_bits:",
-        "if junction is None:",
-        several("a residual behind the norm"),
-    ),
-    Mutant(
         "a product that two norms quantise",
         "jln/_fuse/calls.py",
         " and not taken & functions:",
