@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,188 +17,29 @@ from jln._junction.arrays import (
     OPERANDS,
     RESULTS,
     SCALE_OF,
-    TABLE,
     Arrays,
     Norm,
-    Shape,
     reads_of_results,
     total_dtype,
 )
 from jln._junction.eight_bits import LARGEST_EXPONENT, in_eight_bits
 from jln._junction.formulas import forward_of_two, in_dtypes
+from jln._junction.geometry import (
+    Geometry,
+    element_sizes,
+    geometry_of,
+    pointed,
+    pointed_gradients,
+    shared_operands,
+    vector,
+)
 from jln._junction.gradients import backward_of_two, made_again
 from jln._junction.kernels.backward import backward_kernel, reduce_kernel, row_sums_kernel
 from jln._junction.kernels.forward import forward_kernel
 from jln._junction.kernels.long_rows import long_rows_kernel
 from jln._triton.launch import launch
 from jln._triton.target import Target
-from jln._triton.tile import Tile, ceil_div
-
-
-class Interleaved(NamedTuple):
-    """The groups whose rows lie interleaved, and the rows of a group that lie together, as the kernels take them."""
-
-    groups: int
-    run: int
-
-
-class ByRow(NamedTuple):
-    """The columns of an offset that is read row by row, as the kernels find them.
-
-    step: how far apart the columns of a row lie. terms: for each axis along which the offset varies how many rows of x
-      are behind it, its size, and the step from one to the next in the offset.
-    """
-
-    step: int
-    terms: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Geometry:
-    """The layout of rows for the kernels: `[*batch, *lead, *examples, H, *inner]` as `[groups, rows, H]`.
-
-    The elements of a row lie `inner` apart. batch: the sizes of vmap's axes, of which there are `batch_dims`, and of
-    those of examples in front. grouped: whether these axes are groups; else they are rows like any other.
-    """
-
-    norm: Norm
-    shape: tuple[int, ...]
-    batch: tuple[int, ...]
-    batch_dims: int
-    grouped: bool
-
-    @property
-    def h(self) -> int:
-        return self.shape[self.norm.axis]
-
-    @property
-    def inner(self) -> int:
-        return math.prod(self.shape[len(self.shape) + self.norm.axis + 1 :])
-
-    @property
-    def interleaved(self) -> Interleaved:
-        """The groups that lie interleaved, and the rows that lie together: those side by side, or behind the groups."""
-        h = len(self.shape) + self.norm.axis
-        end = h - self.norm.behind
-        groups = math.prod(self.shape[end - self.norm.interleaved : end])
-        return Interleaved(groups, self.inner if self.inner > 1 else math.prod(self.shape[end:h]))
-
-    @property
-    def groups(self) -> int:
-        return (math.prod(self.batch) if self.grouped else 1) * self.interleaved.groups
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        """The kernels' constexprs."""
-        return {"H": self.h, "INNER": self.inner, "INTERLEAVED": self.interleaved}
-
-    def by_row(self, offset: jax.Array | None) -> ByRow | None:
-        """The way rows find their columns of an offset that is read row by row; None of one that is not."""
-        if offset is None or not self.norm.offset_rows:
-            return None
-        h, terms = len(self.shape) + self.norm.axis, []
-        rows, step = 1, 1  # behind axis i: rows of x, and elements of the offset
-        for i in reversed(range(len(self.shape))):
-            n = offset.shape[i]
-            if i != h and n > 1:
-                terms += [rows, n, step]
-            rows *= 1 if i == h else self.shape[i]
-            step *= n
-        return ByRow(math.prod(offset.shape[h + 1 :]), tuple(terms))
-
-    @property
-    def rows(self) -> int:
-        return math.prod(self.shape) // (self.h * self.groups)
-
-    def tiles(self, tile: Tile) -> int:
-        """The number of tiles of rows in a group, the same as of `tiles_of` in the kernels."""
-        run = self.interleaved.run
-        if run == 1:
-            return ceil_div(self.rows, tile.rows)
-        return self.rows // run * ceil_div(run, tile.rows)
-
-    def programs(self, tile: Tile) -> int:
-        """The number of programs, one for each tile of rows. Raises ValueError where no grid has so many."""
-        programs = self.groups * self.tiles(tile)
-        if programs >= 2**31:
-            raise ValueError(
-                f"x of shape {self.shape} takes {programs} programs, and a GPU's grid has fewer than {2**31}: "
-                "use implementation='xla'"
-            )
-        return programs
-
-    def chunks(self, tile: Tile) -> int:
-        return ceil_div(self.h, tile.columns)
-
-    def results(self, dtypes: Arrays) -> Arrays:
-        """The shapes of results, or of gradients, in these dtypes."""
-        shapes = {n: self.norm.sizes(TABLE[n].shape, self.shape, self.batch_dims) for n in dtypes.present()}
-        return Arrays(**{n: jax.ShapeDtypeStruct(shapes[n], dtype) for n, dtype in dtypes.present().items()})
-
-
-def geometry_of(operands: Arrays, norm: Norm, batch_dims: int, has_sums: bool = False) -> Geometry:
-    """The layout of these operands for the kernels.
-
-    The axes of vmap, and those of examples in front, become rows like any other where no operand is shared on them, no
-    parameter varies and no sum over rows is wanted.
-
-    Raises ValueError where a row is too long for the kernels' 32-bit numbers of columns.
-    """
-    in_front = batch_dims + norm.examples
-    arrays = operands.present()
-    batches = {name: a.shape[:in_front] for name, a in arrays.items()}
-    batch: Any = jnp.broadcast_shapes(*batches.values())
-    x = next(a for name, a in arrays.items() if TABLE[name].shape is Shape.ROW)
-    shape = batch + x.shape[in_front:]
-    if shape[norm.axis] >= tiles.LONGEST_ROW:
-        raise ValueError(
-            f"x of shape {x.shape} is normalised over {shape[norm.axis]} elements, and the Triton kernels take fewer "
-            f"than {tiles.LONGEST_ROW}: use implementation='xla'"
-        )
-    of_columns = (Shape.COLUMN, Shape.ONE)
-    plain = all(math.prod(b) == 1 if TABLE[n].shape in of_columns else b == batch for n, b in batches.items())
-    return Geometry(norm, shape, batch, batch_dims, grouped=has_sums or not plain)
-
-
-def shared_operands(operands: Arrays, geometry: Geometry) -> tuple[Any, Arrays]:
-    """Return the names of the operands with one copy for all groups, None for one group, and the operands.
-
-    An operand that is shared over some batch axes and not over others is written out over all of them.
-    """
-    shared, ready = [], {}
-    for name, operand in operands.present().items():
-        if geometry.grouped and not (name == "offset" and geometry.norm.offset_rows):
-            batch = operand.shape[: len(geometry.batch)]
-            if batch != geometry.batch and math.prod(batch) == 1:
-                shared.append(name)
-            elif batch != geometry.batch:
-                operand = jnp.broadcast_to(operand, geometry.batch + operand.shape[len(batch) :])
-        ready[name] = operand
-    return tuple(shared) if geometry.grouped or geometry.norm.interleaved else None, Arrays(**ready)
-
-
-def _moved(*operands: jax.Array | jax.ShapeDtypeStruct | None) -> tuple[int, bool]:
-    """The bytes of the widest element, and whether the arrays have several dtypes."""
-    dtypes = {a.dtype for a in operands if a is not None}
-    return max(d.itemsize for d in dtypes), len(dtypes) > 1
-
-
-def vector(*records: Mapping[str, Any]) -> int | None:
-    """The elements in 16 bytes of the widest array of rows, if others are narrower; else None. By the table's names."""
-    rows = (a for arrays in records for name, a in arrays.items() if TABLE[name].shape is Shape.ROW and a is not None)
-    widths = {a.dtype.itemsize for a in rows}
-    return 16 // max(widths) if len(widths) > 1 else None
-
-
-def pointed(kernel: Any, arrays: Arrays, names: Sequence[str] = Arrays._fields) -> dict[str, Any]:
-    """The arrays of these names to which a kernel has pointers, absent ones too."""
-    return {name: getattr(arrays, name) for name in names if f"{name}_ptr" in kernel.arg_names}
-
-
-def pointed_gradients(kernel: Any, gradients: Arrays) -> dict[str, Any]:
-    """The gradients to which a kernel has pointers, by the kernel's names: that of x is dx."""
-    named = {f"d{name}": getattr(gradients, name) for name in OPERANDS}
-    return {name: a for name, a in named.items() if f"{name}_ptr" in kernel.arg_names}
+from jln._triton.tile import ceil_div
 
 
 def forward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, target: Target) -> Arrays:
@@ -209,7 +49,7 @@ def forward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targe
         return _composed_in_eight_bits(operands, norm, dtypes, batch_dims, target)
     results = g.results(dtypes)
     total = jnp.dtype(total_dtype(operands))
-    moved = _moved(operands.x, operands.residual, operands.z, operands.x_z, operands.added, results.y)
+    moved = element_sizes(operands.x, operands.residual, operands.z, operands.x_z, operands.added, results.y)
     tile = tiles.forward(g.h, g.inner, *moved, target)
     if norm.both_sides and not (g.inner == 1 and tile.columns >= g.h):
         one = functools.partial(forward, target=target)
@@ -374,7 +214,7 @@ def _backward_plan(
         of_branch = (results.x, results.x_scale, results.gate, results.row_gate)
         if g.inner != 1 or all(a is None for a in of_branch):  # then the norm's kernel is all
             return None
-        moved = _moved(*rows, results.x)
+        moved = element_sizes(*rows, results.x)
         how = {"centred": g.norm.switches.subtract_mean, "gated": operands.gated}
         tile = tiles.both_sides(g.h, *moved, target.chip, **how)
         return None if tile is None else tiles.BackwardPlan(tile, None)
@@ -383,7 +223,7 @@ def _backward_plan(
     more = max(0, len(sums) - 2) + sum(a is not None for a in gates)
     if operands.x_z is not None:
         more += 1  # silu(x_z), and what its gradient is made of, wait for the sums of their row
-    sizes = (g.h, g.inner, *_moved(*rows))
+    sizes = (g.h, g.inner, *element_sizes(*rows))
     by_tile = operands.only(("dy", "dtotal", "total", "x", "residual", "z", "x_z"))
     of_columns = (operands.offset if results.y is not None else None, operands.x_bias, operands.gate)
     plan = tiles.backward(

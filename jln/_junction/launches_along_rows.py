@@ -11,8 +11,8 @@ from jln._junction import tiles
 from jln._junction.along_rows import AlongRows, formula
 from jln._junction.arrays import BLOCK, TABLE, Arrays, Shape
 from jln._junction.eight_bits import LARGEST_EXPONENT
+from jln._junction.geometry import geometry_of, pointed, shared_operands, vector
 from jln._junction.kernels.along_rows import along_rows_kernel
-from jln._junction.launches import geometry_of, pointed, shared_operands, vector
 from jln._triton.launch import launch
 from jln._triton.target import Target
 from jln._triton.tile import ceil_div

@@ -11,6 +11,7 @@ from slips import broken
 
 ACCESS = "jln._junction.kernels.addresses"
 NORMS, NORM_LAUNCH = "jln._junction.kernels.backward", "jln._junction.launches"
+GEOMETRY = "jln._junction.geometry"
 TERMS, ROW_TERMS = "jln._junction.kernels.terms", "jln._junction.kernels.row_terms"
 LINEARS, LINEAR_LAUNCH = "jln._junction.kernels.with_linear", "jln._junction.linears.launches"
 LINEARS_BACKWARD = "jln._junction.kernels.with_linear_backward"
@@ -181,7 +182,7 @@ SOURCES = [
     ("c2 for c1", CHUNKS, NORM_LAUNCH,
      "backward_kernel, c1_and_c2,", 'backward_kernel, {"c1": c1_and_c2["c2"], "c2": c1_and_c2["c1"]},'),
     ("epsilon forgotten", dataclasses.replace(WHOLE, epsilon=0.5), NORM_LAUNCH, "EPSILON=norm.epsilon", "EPSILON=1e-6"),
-    ("a shared operand not said to be", GROUPS, NORM_LAUNCH, "shared.append(name)", "pass"),
+    ("a shared operand not said to be", GROUPS, GEOMETRY, "shared.append(name)", "pass"),
     ("y in the memory of a dy that other programs read", COMPOSED, NORM_LAUNCH,
      "(dy.dtype, dy.shape) and chunks == 1", "(dy.dtype, dy.shape)"),
     ("a fused tile of rows forgotten", FUSED, LINEAR_LAUNCH,

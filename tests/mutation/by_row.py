@@ -3,11 +3,11 @@
 from targets import (
     ACCESS,
     ARRAYS,
+    GEOMETRY,
     JUNCTION,
     JUNCTION_RULES,
     LINEAR_TILES,
     NORM_ARGUMENTS,
-    NORM_LAUNCH,
     TERMS,
     WIDER,
     XLA_GRADIENTS,
@@ -36,11 +36,11 @@ BY_ROW = [
         "column.to(tl.int64) * OFFSET.step", "column.to(tl.int64)", SIDE_BY_SIDE,
     ),
     Mutant(
-        "an offset's columns counted as rows", NORM_LAUNCH,
+        "an offset's columns counted as rows", GEOMETRY,
         "rows *= 1 if i == h else self.shape[i]", "rows *= self.shape[i]", TWO_AXES,
     ),
     Mutant(
-        "an offset by row written out for its examples", NORM_LAUNCH,
+        "an offset by row written out for its examples", GEOMETRY,
         """ and not (name == "offset" and geometry.norm.offset_rows)""", "",
         (f"{JUNCTION}test_transformed[layer_norm-no gate-apart-vmap(grad), over all-False-triton]",),
     ),

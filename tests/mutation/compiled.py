@@ -4,11 +4,11 @@ from targets import (
     ACCESS,
     BACKWARD,
     EXECUTED_FUSED,
+    GEOMETRY,
     LAUNCH,
     LINEAR_BACKWARD,
     LOWERING,
     NEIGHBOURS,
-    NORM_LAUNCH,
     ONE_ROW,
     RAGGED,
     SEVERAL_TILES,
@@ -37,7 +37,7 @@ COMPILED = [
         "tl.cast(rows // INNER, tl.int64) * (H * INNER)", "tl.cast(rows, tl.int64) * H", NEIGHBOURS,
     ),
     Mutant(
-        "a thread takes as many of two dtypes as a load of the narrower", NORM_LAUNCH,
+        "a thread takes as many of two dtypes as a load of the narrower", GEOMETRY,
         "return 16 // max(widths) if len(widths) > 1 else None", "return None", TWO_DTYPES,
     ),
     Mutant(

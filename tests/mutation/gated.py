@@ -7,6 +7,7 @@ from targets import (
     EXECUTED,
     FORWARD,
     GATED,
+    GEOMETRY,
     JUNCTION_RULES,
     NORM_ARGUMENTS,
     NORM_LAUNCH,
@@ -179,7 +180,7 @@ GATED_NORMS = [
     ),
     Mutant(
         "runs of rows of one group taken for neighbours",
-        NORM_LAUNCH,
+        GEOMETRY,
         "self.inner if self.inner > 1 else math.prod(self.shape[end:h])",
         "self.inner",
         (f"{VALUES}[triton-the norm first-over an axis in the middle--1]",),
@@ -200,7 +201,7 @@ GATED_NORMS = [
     ),
     Mutant(
         "groups in one that lie interleaved",
-        NORM_LAUNCH,
+        GEOMETRY,
         "geometry.grouped or geometry.norm.interleaved else None",
         "geometry.grouped else None",
         GROUPS,

@@ -8,6 +8,7 @@ from targets import (
     EXPLICIT,
     FROZEN,
     FUSED,
+    GEOMETRY,
     GROUPS,
     IN_ONE_ON_A_MESH,
     IN_SHARES,
@@ -60,19 +61,19 @@ RULES = [
     # Launchers
     Mutant(
         "the last tile of neighbours forgotten",
-        NORM_LAUNCH,
+        GEOMETRY,
         "return self.rows // run * ceil_div(run, tile.rows)",
         "return self.rows // run * max(1, run // tile.rows)",
         STRIDED,
     ),
     Mutant(
         "what is shared over some of vmap's axes taken for shared over all",
-        NORM_LAUNCH,
+        GEOMETRY,
         "if batch != geometry.batch and math.prod(batch) == 1:",
         "if batch != geometry.batch:",
         (f"{TRANSFORMED}test_nested_vmap_over_different_arguments[layer_norm-triton]",),
     ),
-    Mutant("a shared operand not said to be", NORM_LAUNCH, "shared.append(name)", "pass", GROUPS),
+    Mutant("a shared operand not said to be", GEOMETRY, "shared.append(name)", "pass", GROUPS),
     Mutant(
         "partial sums in the dtype of x",
         NORM_LAUNCH,
@@ -82,7 +83,7 @@ RULES = [
     ),
     Mutant(
         "per-example gradients summed",
-        NORM_LAUNCH,
+        GEOMETRY,
         "grouped=has_sums or not plain",
         "grouped=not plain",
         (f"{TRANSFORMED}test_vmap_of_grad[triton-layer_norm-x]",),

@@ -11,8 +11,8 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
+from jln._junction.geometry import Interleaved  # noqa: E402
 from jln._junction.kernels import addresses as access  # noqa: E402
-from jln._junction.launches import Interleaved  # noqa: E402
 from jln._junction.linears import tiles as linear_tiles  # noqa: E402
 from jln._triton.chip import CHIPS  # noqa: E402
 from jln._triton.launch import launch  # noqa: E402

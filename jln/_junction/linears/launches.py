@@ -18,6 +18,7 @@ from jln._core.operation import only_rows_differ
 from jln._junction import launches as norms
 from jln._junction.arrays import COLUMNS, TABLE, Arrays, Junction, Shape, total_dtype
 from jln._junction.formulas import common_batch, with_batch
+from jln._junction.geometry import Geometry, geometry_of, pointed, pointed_gradients, shared_operands
 from jln._junction.gradients import made_again
 from jln._junction.kernels import with_linear
 from jln._junction.kernels import with_linear_backward as kernels
@@ -54,7 +55,7 @@ def forward(
     tile = None
     if not (batch_dims or gathered) and (dtype := formulas.widest(dtypes.y)) is not None:
         n = sum(math.prod(k.shape[1:]) for k, d in zip(operands.kernel, dtypes.y, strict=True) if d is not None)
-        g = norms.geometry_of(_of_norm(operands), junction.norm, 0)
+        g = geometry_of(_of_norm(operands), junction.norm, 0)
         gated = operands.gated or operands.x_bias is not None
         of_sum = {"adds": operands.residual is not None, "gated": gated}
         tile = tiles.forward(g.groups * g.rows, g.h, n, dtype, target, groups=g.groups, **of_sum)
@@ -96,12 +97,12 @@ def _of_norm(operands: Arrays) -> Arrays:
     return operands._replace(kernel=None, bias=None, dy=None)
 
 
-def _geometry_of_gradients(operands: Arrays, junction: Junction, dtypes: Arrays) -> norms.Geometry:
+def _geometry_of_gradients(operands: Arrays, junction: Junction, dtypes: Arrays) -> Geometry:
     has_sums = any(getattr(dtypes, name) is not None for name in COLUMNS)
-    return norms.geometry_of(_of_norm(operands), junction.norm, 0, has_sums)
+    return geometry_of(_of_norm(operands), junction.norm, 0, has_sums)
 
 
-def _fills(tile: Tile, g: norms.Geometry) -> bool:
+def _fills(tile: Tile, g: Geometry) -> bool:
     """True where groups fill half of their tiles of rows: else the fused kernels multiply mostly rows that are not."""
     return 2 * g.rows >= g.tiles(tile) * tile.rows or g.groups == 1
 
@@ -167,8 +168,8 @@ def _fused_forward(operands: Arrays, junction: Junction, dtypes: Arrays, tile: T
     x, kernel, bias = operands.x, operands.kernel, operands.bias
     features = [None if d is None else k.shape[1:] for k, d in zip(kernel, dtypes.y, strict=True)]
     n = sum(math.prod(f) for f in features if f is not None)
-    g = norms.geometry_of(_of_norm(operands), junction.norm, 0)
-    shared, ready = norms.shared_operands(_of_norm(operands), g)
+    g = geometry_of(_of_norm(operands), junction.norm, 0)
+    shared, ready = shared_operands(_of_norm(operands), g)
 
     def like_x(dtype: str | None, last: int) -> jax.ShapeDtypeStruct | None:
         return None if dtype is None else jax.ShapeDtypeStruct((*x.shape[:-1], last), dtype)
@@ -181,7 +182,7 @@ def _fused_forward(operands: Arrays, junction: Junction, dtypes: Arrays, tile: T
         target,
         with_linear.forward_kernel,
         {
-            **norms.pointed(with_linear.forward_kernel, ready),
+            **pointed(with_linear.forward_kernel, ready),
             "kernel": _side_by_side(kernel, features),
             "bias": _side_by_side(bias, features),
             "rows": g.rows,
@@ -211,7 +212,7 @@ def _fused_backward(
     shares of G and of sums over a group's rows; and then add up the shares of the parameters' gradients.
     """
     g = _geometry_of_gradients(operands, junction, dtypes)
-    shared, ready = norms.shared_operands(_of_norm(operands), g)
+    shared, ready = shared_operands(_of_norm(operands), g)
     pairs = zip(operands.dy, junction.features, strict=True)
     features = [None if d is None else d.shape[d.ndim - axes :] for d, axes in pairs]
     dy, kernel = _side_by_side(operands.dy, features), _side_by_side(operands.kernel, features)
@@ -234,7 +235,7 @@ def _fused_backward(
     results = g.results(dtypes._replace(kernel=None, bias=None))
     row_programs, parts = plan.row_programs, plan.parts
     splits, programs = plan.splits, plan.programs
-    given = {**norms.pointed(kernels.backward_kernel, ready), "dy": dy, "kernel": kernel}
+    given = {**pointed(kernels.backward_kernel, ready), "dy": dy, "kernel": kernel}
     needs_dbias = wants_dbias or (one_group and (dtypes.offset or (wants_dkernel and operands.offset is not None)))
     rows = g.groups * g.rows
     row_sums: dict[str, Any] = {"c1": None, "c2": None, "dbias": None}
@@ -283,7 +284,7 @@ def _fused_backward(
             "programs": programs,
         },
         {
-            **norms.pointed_gradients(kernels.backward_kernel, by_program),
+            **pointed_gradients(kernels.backward_kernel, by_program),
             "g": float32(wants_dkernel, splits, g.h, n),
             "shares": float32(has_shares, len(sums), g.groups, programs, g.h),
         },
@@ -300,7 +301,7 @@ def _fused_backward(
     if has_shares and not one_group:
         gradients |= norms.sums_of_shares(written["shares"], tuple(sums), results, target)
     of_parameters = {
-        **norms.pointed_gradients(kernels.parameters_kernel, results if one_group else Arrays()),
+        **pointed_gradients(kernels.parameters_kernel, results if one_group else Arrays()),
         "dkernel": like(formulas.widest(dtypes.kernel), g.h, n),
         "dbias": like(formulas.widest(dtypes.bias), n),
     }
@@ -331,7 +332,7 @@ def _fused_backward(
     )
 
 
-def _constants(g: norms.Geometry, shared: Any, n: int) -> dict[str, Any]:
+def _constants(g: Geometry, shared: Any, n: int) -> dict[str, Any]:
     """The constexprs that the fused kernels take."""
     return {
         "compute": jnp.dtype("float32"),
