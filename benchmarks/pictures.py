@@ -171,7 +171,7 @@ def passes() -> Figure:
     """Draw what one program of each kernel has of `[rows, H]`, and what it does with it."""
     (forward,), (backward, reduce) = (recorded("layer-norm-4096", d) for d in ("forward", "backward"))
     (fused,), (sums, gradient, parameters) = (recorded("linear-4096-256", d) for d in ("forward", "backward"))
-    shares, splits, n = backward.scalars["programs"], gradient.scalars["splits"], fused.constants["N"]
+    shares, splits, n = reduce.scalars["programs"], gradient.scalars["splits"], fused.constants["N"]
     figure = plots.card(
         6.9,
         "What one program of each kernel has, and how often it reads it",
