@@ -159,9 +159,11 @@ def of_copies(operands: Arrays, norm: Norm, dtypes: Arrays) -> tuple[Arrays, Arr
         x_hat = centered(operands.total, operands.mean) * operands.rstd
         x_hat = jnp.expand_dims(x_hat, range(norm.copies))
         gradients["scale"] = jnp.sum(dy * x_hat, rows, keepdims=True)  # (6)
-    if dtypes.present().keys() - {"scale", "offset"}:
+    others = dtypes._replace(scale=None, offset=None).present().values()
+    if others:
         g = jnp.sum(dy * effective_scale(operands.scale, dy.dtype, norm), range(norm.copies))  # (7)
-        operands = operands._replace(dy=g.astype(dtype_in_memory(operands.dy.dtype)), scale=None, offset=None)
+        widest = functools.reduce(jnp.promote_types, others, operands.dy.dtype)
+        operands = operands._replace(dy=g.astype(dtype_in_memory(widest)), scale=None, offset=None)
     return operands, in_dtypes(Arrays(**gradients), dtypes.only(gradients), ())
 
 
