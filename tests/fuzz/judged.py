@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 import numpy as np
@@ -75,7 +76,8 @@ def _of_result(case: Case, name: str):
 def _summed(case: Case, name: str, array, full: Tracked):
     """The gradient of an operand as the program gives it, from that for each example, and what it may be off by.
 
-    Each example's is stored in the operand's dtype, and JAX adds these up in it, in any order.
+    Each example's is stored in the operand's dtype, and JAX adds these up in it, in any order. Of a sum of sums XLA may
+    make one: where a cotangent is a broadcast, of as many equal numbers, whose roundings all err to one side.
     """
     lead = tuple(level.size for level in case.levels)
     full = full.broadcast_to((*lead, *full.shape[len(lead) :])).stored(array.dtype)
@@ -97,6 +99,8 @@ def _summed(case: Case, name: str, array, full: Tracked):
     axes = tuple(i for i, (n, m) in enumerate(zip(shape, small, strict=True)) if n != m)
     terms = int(np.prod([shape[i] for i in axes], initial=1))
     if terms > 1:
+        spread = [math.prod(a.shape) for a in case.cotangents.values() if a.small != a.shape]
+        terms = max(terms, max(spread, default=0) // math.prod(small))
         grown = terms * max(unit(array.dtype), full.eps) / (2 if unit(array.dtype) > full.eps else 1)
         error = (error + grown * (np.abs(value) + error)).sum(axes, keepdims=True)
         value = value.sum(axes, keepdims=True)

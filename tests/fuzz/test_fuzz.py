@@ -48,13 +48,15 @@ def test_eight_bits_are_drawn_with_everything():
     assert any(c.policy and c.levels and c.asks == "gradient" for c in cases)
 
 
-def test_the_sum_of_one_number_over_examples():
-    """A case that was wrong: an offset alone, two loops, and a cotangent of one number.
+@pytest.mark.parametrize("seed", ["994436056", "524643758"])
+def test_the_sum_of_one_number_over_examples(seed):
+    """Cases that were wrong: an offset alone, two loops, and a cotangent of one number; a bias of one number, too.
 
-    XLA gets such sums wrong (`jln._core.one_by_one`) in some processes, and so did it in one of the fuzzer's.
+    XLA gets the first one's sums wrong (`jln._core.one_by_one`) in some processes, and so did it in one of the
+    fuzzer's. Of the second it makes one sum of 8160 equal numbers, which were allowed what sums of 96 and of 85 err by.
     """
     script = pathlib.Path(__file__).with_name("run.py")
-    run = subprocess.run([sys.executable, script, "--seed", "994436056"], capture_output=True, text=True)
+    run = subprocess.run([sys.executable, script, "--seed", seed], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout
 
 
