@@ -1,4 +1,4 @@
-"""The junction's operations and their derivatives: what a wanted gradient is made of is kept, and nothing else.
+"""The junction's derivatives: what a wanted gradient is made of is kept, and nothing else.
 
 Linears of more features than one kernel multiplies are XLA's in any case: the operator is then the norm's operation and
 products in plain sight, which checkpoint policies save, Shardy splits, and XLA fuses with what is around them, as any
@@ -16,135 +16,16 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jln._core.derivatives import PRODUCT, Rules, Unneeded, batched_like, named_statistics
-from jln._core.operation import LinearOperation, Operation, only_rows_differ, varying_together
+from jln._core.operation import LinearOperation, only_rows_differ, varying_together
 from jln._junction import along_rows as of_rows
 from jln._junction import arrays, formulas, gradients
 from jln._junction.arrays import KEPT, SCALE_OF, TABLE, Arrays, Junction, Norm, Shape
 from jln._junction.eight_bits import LARGEST_EXPONENT, largest
 from jln._junction.linears import eight_bits
 from jln._junction.linears import formulas as linears
+from jln._junction.operations import along_rows, backward_in_one, forward, forward_in_one, norms_by, pulled_by_norm
 from jln._junction.parts import in_parts
-from jln._junction.wider import in_place, widened
-from jln._triton.target import kernels
-
-# The operations
-
-
-def _launches():
-    from jln._junction import launches
-
-    return launches
-
-
-def _launches_with_linears():
-    from jln._junction.linears import launches
-
-    return launches
-
-
-def _launches_along_rows():
-    from jln._junction import launches_along_rows
-
-    return launches_along_rows
-
-
-def _of_features(function: Any) -> Any:
-    """A function of the norm and the Linears' features, as one of the junction."""
-    return lambda operands, junction, dtypes, batch_dims: function(
-        operands, junction.norm, dtypes, batch_dims, junction.features
-    )
-
-
-forward: Operation[Arrays, Arrays] = Operation(
-    "jln_norm_forward",
-    formulas.forward,
-    formula_cpu=formulas.forward_cpu,
-    formula_tpu=formulas.forward_tpu,
-    kernels=kernels(lambda: _launches().forward),
-    layout=arrays.layout,
-    shapes=arrays.result_shapes,
-    reads=lambda norm, dtypes: arrays.reads_of_results(dtypes),
-    in_place=in_place,
-)
-backward: Operation[Arrays, Arrays] = Operation(
-    "jln_norm_backward",
-    gradients.backward,
-    formula_cpu=gradients.backward_cpu,
-    formula_tpu=gradients.backward_tpu,
-    kernels=kernels(lambda: _launches().backward),
-    layout=arrays.layout,
-    shapes=arrays.result_shapes,
-    reads=arrays.reads_of_gradients,
-    in_place=in_place,
-)
-_forward_in_one: Operation[Arrays, Arrays] = Operation(
-    "jln_norm_linear_forward",
-    linears.forward,
-    formula_cpu=linears.forward_cpu,
-    formula_tpu=linears.forward_tpu,
-    kernels=kernels(lambda: _launches_with_linears().forward),
-    layout=_of_features(arrays.layout),
-    shapes=_of_features(arrays.result_shapes),
-    reads=lambda junction, dtypes: arrays.reads_of_results(dtypes),
-)
-_backward_in_one: Operation[Arrays, Arrays] = Operation(
-    "jln_norm_linear_backward",
-    linears.backward,
-    formula_cpu=linears.backward_cpu,
-    formula_tpu=linears.backward_tpu,
-    kernels=kernels(lambda: _launches_with_linears().backward),
-    layout=_of_features(arrays.layout),
-    shapes=_of_features(arrays.result_shapes),
-    reads=lambda junction, dtypes: arrays.reads_of_gradients(junction.norm, dtypes, with_linears=True),
-)
-_column_sums: Operation[Arrays, Arrays] = Operation(
-    "jln_column_sums",
-    linears.column_sums,
-    kernels=kernels(lambda: _launches_with_linears().column_sums),
-    layout=_of_features(arrays.layout),
-    shapes=_of_features(arrays.result_shapes),
-)
-
-
-along_rows: Operation[Arrays, Arrays] = Operation(
-    "jln_norm_along_rows",
-    of_rows.formula,
-    formula_cpu=of_rows.formula_cpu,
-    kernels=kernels(lambda: _launches_along_rows().along_rows),
-    layout=of_rows.layout,
-)
-
-
-def _pulled_by_norm(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, *, implementation: Any) -> Arrays:
-    """The norm's backward operation.
-
-    Beside it are gradients of what it does not read: of parameters in copies, and of an offset that is read row by row.
-    """
-    if norm.copies:
-        operands, beside = gradients.of_copies(operands, norm, dtypes)
-        of_one = dataclasses.replace(norm, copies=0)
-        pulled = _pulled_by_norm(
-            operands, of_one, dtypes._replace(scale=None, offset=None), batch_dims, implementation=implementation
-        )
-        return pulled._replace(**beside.present())
-    doffset = None
-    if norm.offset_rows and dtypes.offset is not None:
-        doffset = gradients.of_offset_by_row(operands.dy, norm, dtypes.offset, batch_dims)
-        dtypes = dtypes._replace(offset=None)
-    pulled = Arrays()
-    if jax.tree.leaves(dtypes):
-        pulled = backward(operands, norm, dtypes, batch_dims, implementation=implementation)
-    return pulled if doffset is None else pulled._replace(offset=doffset)
-
-
-def _by(implementation: str | None) -> linears.Norms:
-    """The norm's operations by themselves, for the products around them."""
-    how = {"implementation": implementation}
-    operations = (forward, _pulled_by_norm, _column_sums, along_rows)
-    return linears.Norms(*(functools.partial(operation, **how) for operation in operations))
-
-
-# The rules
+from jln._junction.wider import widened
 
 
 def _outcome(junction: Junction, operands: Arrays, keeps: set[str]) -> Arrays:
@@ -167,8 +48,8 @@ def _outcome(junction: Junction, operands: Arrays, keeps: set[str]) -> Arrays:
         return z._replace(y=y, block_scale=None, y_scale=scale)
     dtypes = dtypes._replace(y=products)
     if not junction.in_one:
-        return linears.forward(operands, junction, dtypes, 0, norms=_by(junction.implementation))
-    results = _forward_in_one(operands, junction, dtypes, implementation=junction.implementation)
+        return linears.forward(operands, junction, dtypes, 0, norms=norms_by(junction.implementation))
+    results = forward_in_one(operands, junction, dtypes, implementation=junction.implementation)
     return results._replace(y=tuple(checkpoint_name(y, PRODUCT) for y in results.y))
 
 
@@ -351,7 +232,7 @@ def _pulled_back(cotangents: Arrays, saved: Arrays, junction: Junction, wanted: 
 def _pulled_by_operation(operands: Arrays, junction: Junction, dtypes: Arrays, batch_dims: int) -> Arrays:
     how: Any = {"implementation": junction.implementation, "batch_dims": batch_dims}
     if not junction.features:
-        return _pulled_by_norm(operands, junction.norm, dtypes, **how)
+        return pulled_by_norm(operands, junction.norm, dtypes, **how)
 
     def of_used(parameters: Any) -> Any:
         """The parameters, with None for those of a product that was not used: they have no part in the gradients."""
@@ -363,8 +244,8 @@ def _pulled_by_operation(operands: Arrays, junction: Junction, dtypes: Arrays, b
     if not jax.tree.leaves(dtypes):  # wanted are those of unused products alone
         return dtypes
     if junction.in_one:
-        return _backward_in_one(operands, junction, dtypes, **how)
-    return linears.backward(operands, junction, dtypes, batch_dims, norms=_by(junction.implementation))
+        return backward_in_one(operands, junction, dtypes, **how)
+    return linears.backward(operands, junction, dtypes, batch_dims, norms=norms_by(junction.implementation))
 
 
 def _of_total_alone(dtotal: Any, saved: Arrays, junction: Junction, dtypes: Arrays, batch_dims: int) -> Arrays:
@@ -372,7 +253,7 @@ def _of_total_alone(dtotal: Any, saved: Arrays, junction: Junction, dtypes: Arra
     if not junction.norm.both_sides:
         pulled = gradients.of_total_alone(saved, dtotal, junction.norm, dtypes, batch_dims)
     else:
-        by = _by(junction.implementation)
+        by = norms_by(junction.implementation)
         norm = dataclasses.replace(junction.norm, copies=0)
         if norm.remat:
             saved, norm = gradients.made_again(saved, norm, dtypes, batch_dims, by.forward)

@@ -1,4 +1,4 @@
-"""Launches of the norm's kernels: N-D operands in, grids out, for the operations of `jln._junction.derivatives`."""
+"""Launches of the norm's kernels: N-D operands in, grids out, as `jln._junction.operations` calls them."""
 
 from __future__ import annotations
 

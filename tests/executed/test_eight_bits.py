@@ -15,7 +15,7 @@ from cases import lowering_for
 from in_eight_bits import along_last, block_scaled, blocks_of_rows, compare, every_bfloat16, scaled, spread
 from jln._junction.along_rows import AlongRows, in_blocks_of_rows
 from jln._junction.arrays import Arrays, Norm, Switches
-from jln._junction.derivatives import along_rows
+from jln._junction.operations import along_rows
 from jln._operators.eight_bits import Made, Ways
 from ptx import Program
 

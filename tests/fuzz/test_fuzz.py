@@ -18,7 +18,7 @@ from case import made
 from drawn import draw
 from jln._core.one_by_one import WRONG
 from jln._core.operation import Operation
-from jln._junction import derivatives, eight_bits, formulas, gradients
+from jln._junction import eight_bits, formulas, gradients, operations
 from jln._tools.catalogue import FORMS
 from judged import expected, judge
 
@@ -158,7 +158,7 @@ def test_gradients_in_float32_of_what_examples_share_are_not_rounded(seed):
 
 def test_what_the_jaxlibs_that_are_wrong_do_is_noticed(monkeypatch, recompiled):
     """Cases are wrong without the detour of `jln._core.one_by_one`, on the jaxlibs that it is for."""
-    for operation in vars(derivatives).values():
+    for operation in vars(operations).values():
         if isinstance(operation, Operation):
             plain = getattr(operation._formula_cpu, "__wrapped__", operation._formula_cpu)
             monkeypatch.setattr(operation, "_formula_cpu", plain)

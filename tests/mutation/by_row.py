@@ -5,9 +5,9 @@ from targets import (
     ARRAYS,
     GEOMETRY,
     JUNCTION,
-    JUNCTION_RULES,
     LINEAR_TILES,
     NORM_ARGUMENTS,
+    OPERATIONS,
     TERMS,
     WIDER,
     XLA_GRADIENTS,
@@ -74,7 +74,7 @@ BY_ROW = [
         (f"{JUNCTION}test_norms_on_both_sides_with_an_offset_apart[xla-('total',)]",),
     ),
     Mutant(
-        "an offset's gradient from the operation, which sums over rows", JUNCTION_RULES,
+        "an offset's gradient from the operation, which sums over rows", OPERATIONS,
         "if norm.offset_rows and dtypes.offset is not None:", "if False:", APART,
     ),
     Mutant(

@@ -11,6 +11,7 @@ from targets import (
     LINEAR_BACKWARD,
     LINEAR_LAUNCH,
     NORM_LAUNCH,
+    OPERATIONS,
     PARTITIONED,
     PLACEMENT,
     SEVERAL,
@@ -36,7 +37,7 @@ MADE_AGAIN, GATED_AGAIN = (
 
 LINEARS = [
     Mutant(
-        "no fences in the backward rule for a CPU", JUNCTION_RULES, "formula_cpu=gradients.backward_cpu",
+        "no fences in the backward rule for a CPU", OPERATIONS, "formula_cpu=gradients.backward_cpu",
         "formula_cpu=gradients.backward", ("tests/operators/test_xla_cpu.py::test_gradient_of_several_linears",),
     ),
     Mutant(

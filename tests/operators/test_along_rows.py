@@ -15,7 +15,7 @@ import workbench
 from in_eight_bits import along_last, blocks_of_rows, compare, every_bfloat16
 from jln._junction.along_rows import AlongRows, in_blocks_of_rows
 from jln._junction.arrays import Arrays, Norm, Switches
-from jln._junction.derivatives import along_rows as operation
+from jln._junction.operations import along_rows as operation
 from jln._triton import chip as chips
 from jln._triton import target
 from jln._triton.chip import CHIPS

@@ -9,7 +9,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 import workbench
 from jln._core.operation import LinearOperation, Operation
-from jln._junction import derivatives, launches
+from jln._junction import launches, operations
 from jln._junction.arrays import (
     OPERANDS,
     RESULTS,
@@ -25,7 +25,7 @@ from jln._tools.catalogue import FORMS
 from jln._triton.chip import CHIPS
 from jln._triton.target import Recorder
 
-OPERATIONS = {a._primitive: a for a in vars(derivatives).values() if isinstance(a, Operation)}
+OPERATIONS = {a._primitive: a for a in vars(operations).values() if isinstance(a, Operation)}
 
 
 def equations(jaxpr):
@@ -95,7 +95,7 @@ def test_a_gradient_reads_what_its_line_says(operand, both_sides):
     reads = reads_of_gradients(norm, wanted)
     for name in names:
         spoilt = saved._replace(**{name: getattr(saved, name) * jnp.nan})
-        gradient = getattr(derivatives.backward._formula(spoilt, norm, wanted, 0), operand)
+        gradient = getattr(operations.backward._formula(spoilt, norm, wanted, 0), operand)
         assert bool(jnp.isnan(gradient).any()) == (name in reads), name
 
 
@@ -120,8 +120,8 @@ def test_results_are_made_of_what_their_lines_say(both_sides, wanted):
     operands = Arrays(**{n: workbench.normal(i, sizes[TABLE[n].shape], "float32") for i, n in enumerate(names)})
     every = Arrays(**dict.fromkeys(wanted, "float32"))
     read = operands.only(reads_of_results(every))
-    expected = derivatives.forward._formula(operands, norm, every, 0)
-    results = derivatives.forward._formula(read, norm, every, 0)
+    expected = operations.forward._formula(operands, norm, every, 0)
+    results = operations.forward._formula(read, norm, every, 0)
     for name in wanted:
         assert jnp.array_equal(getattr(results, name), getattr(expected, name))
     recorder = Recorder(CHIPS["h200"])
@@ -143,12 +143,12 @@ def test_eight_bits_are_made_of_what_their_lines_say(wanted, blocks, both_sides)
     operands = operands._replace(y_scale=None if blocks else jnp.full((1, 1), 0.25))
     dtypes = {"y": "float8_e4m3fn", "block_scale": "uint8"}
     every = Arrays(**{name: dtypes.get(name, "float32") for name in wanted})
-    expected = derivatives.forward._formula(operands, norm, every, 0)
+    expected = operations.forward._formula(operands, norm, every, 0)
     read = operands.only(reads_of_results(every))
-    results = derivatives.forward._formula(read, norm, every, 0)
+    results = operations.forward._formula(read, norm, every, 0)
     recorder = Recorder(CHIPS["h200"])
     launched = jax.eval_shape(lambda read: launches.forward(read, norm, every, 0, recorder), read)
-    shapes = derivatives.forward._shapes(read, norm, every, 0)
+    shapes = operations.forward._shapes(read, norm, every, 0)
     for name in wanted:
         assert jnp.array_equal(getattr(results, name), getattr(expected, name))
         for of in (results, launched):

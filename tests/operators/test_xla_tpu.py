@@ -5,7 +5,7 @@ import pytest
 
 import jln
 import workbench
-from jln._junction import derivatives
+from jln._junction import operations
 
 OPERATORS = workbench.OPERATORS | workbench.LINEAR_OPERATORS | workbench.GATED | workbench.FORMS
 # Rows of a ragged length; few features and many, which are one operation and several.
@@ -15,10 +15,10 @@ ROWS, H, FEATURES = 37, 100, (16, 700)
 @pytest.fixture
 def as_on_a_tpu(monkeypatch):
     for operation in (
-        derivatives.forward,
-        derivatives.backward,
-        derivatives._forward_in_one,
-        derivatives._backward_in_one,
+        operations.forward,
+        operations.backward,
+        operations.forward_in_one,
+        operations.backward_in_one,
     ):
         assert operation._formula_tpu is not operation._formula
         monkeypatch.setattr(operation, "_formula_cpu", operation._formula_tpu)

@@ -10,7 +10,7 @@ from test_compiler import STACK, assert_fits
 import jln
 from jln._junction.along_rows import AlongRows, in_blocks_of_rows
 from jln._junction.arrays import Arrays, Norm, Switches
-from jln._junction.derivatives import along_rows
+from jln._junction.operations import along_rows
 from jln._operators.eight_bits import Ways
 from jln._triton.chip import CHIPS
 from jln._triton.target import Recorder, using

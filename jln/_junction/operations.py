@@ -1,0 +1,131 @@
+"""The junction's operations: for each its formulas, its kernels, how it is split, and what of its operands it reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+
+from jln._core.operation import Operation
+from jln._junction import along_rows as of_rows
+from jln._junction import arrays, formulas, gradients
+from jln._junction.arrays import Arrays, Norm
+from jln._junction.linears import formulas as linears
+from jln._junction.wider import in_place
+from jln._triton.target import kernels
+
+
+def _launches():
+    from jln._junction import launches
+
+    return launches
+
+
+def _launches_with_linears():
+    from jln._junction.linears import launches
+
+    return launches
+
+
+def _launches_along_rows():
+    from jln._junction import launches_along_rows
+
+    return launches_along_rows
+
+
+def _of_features(function: Any) -> Any:
+    """A function of the norm and the Linears' features, as one of the junction."""
+    return lambda operands, junction, dtypes, batch_dims: function(
+        operands, junction.norm, dtypes, batch_dims, junction.features
+    )
+
+
+forward: Operation[Arrays, Arrays] = Operation(
+    "jln_norm_forward",
+    formulas.forward,
+    formula_cpu=formulas.forward_cpu,
+    formula_tpu=formulas.forward_tpu,
+    kernels=kernels(lambda: _launches().forward),
+    layout=arrays.layout,
+    shapes=arrays.result_shapes,
+    reads=lambda norm, dtypes: arrays.reads_of_results(dtypes),
+    in_place=in_place,
+)
+backward: Operation[Arrays, Arrays] = Operation(
+    "jln_norm_backward",
+    gradients.backward,
+    formula_cpu=gradients.backward_cpu,
+    formula_tpu=gradients.backward_tpu,
+    kernels=kernels(lambda: _launches().backward),
+    layout=arrays.layout,
+    shapes=arrays.result_shapes,
+    reads=arrays.reads_of_gradients,
+    in_place=in_place,
+)
+forward_in_one: Operation[Arrays, Arrays] = Operation(
+    "jln_norm_linear_forward",
+    linears.forward,
+    formula_cpu=linears.forward_cpu,
+    formula_tpu=linears.forward_tpu,
+    kernels=kernels(lambda: _launches_with_linears().forward),
+    layout=_of_features(arrays.layout),
+    shapes=_of_features(arrays.result_shapes),
+    reads=lambda junction, dtypes: arrays.reads_of_results(dtypes),
+)
+backward_in_one: Operation[Arrays, Arrays] = Operation(
+    "jln_norm_linear_backward",
+    linears.backward,
+    formula_cpu=linears.backward_cpu,
+    formula_tpu=linears.backward_tpu,
+    kernels=kernels(lambda: _launches_with_linears().backward),
+    layout=_of_features(arrays.layout),
+    shapes=_of_features(arrays.result_shapes),
+    reads=lambda junction, dtypes: arrays.reads_of_gradients(junction.norm, dtypes, with_linears=True),
+)
+column_sums: Operation[Arrays, Arrays] = Operation(
+    "jln_column_sums",
+    linears.column_sums,
+    kernels=kernels(lambda: _launches_with_linears().column_sums),
+    layout=_of_features(arrays.layout),
+    shapes=_of_features(arrays.result_shapes),
+)
+
+
+along_rows: Operation[Arrays, Arrays] = Operation(
+    "jln_norm_along_rows",
+    of_rows.formula,
+    formula_cpu=of_rows.formula_cpu,
+    kernels=kernels(lambda: _launches_along_rows().along_rows),
+    layout=of_rows.layout,
+)
+
+
+def pulled_by_norm(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, *, implementation: Any) -> Arrays:
+    """The norm's backward operation.
+
+    Beside it are gradients of what it does not read: of parameters in copies, and of an offset that is read row by row.
+    """
+    if norm.copies:
+        operands, beside = gradients.of_copies(operands, norm, dtypes)
+        of_one = dataclasses.replace(norm, copies=0)
+        pulled = pulled_by_norm(
+            operands, of_one, dtypes._replace(scale=None, offset=None), batch_dims, implementation=implementation
+        )
+        return pulled._replace(**beside.present())
+    doffset = None
+    if norm.offset_rows and dtypes.offset is not None:
+        doffset = gradients.of_offset_by_row(operands.dy, norm, dtypes.offset, batch_dims)
+        dtypes = dtypes._replace(offset=None)
+    pulled = Arrays()
+    if jax.tree.leaves(dtypes):
+        pulled = backward(operands, norm, dtypes, batch_dims, implementation=implementation)
+    return pulled if doffset is None else pulled._replace(offset=doffset)
+
+
+def norms_by(implementation: str | None) -> linears.Norms:
+    """The norm's operations by themselves, for the products around them."""
+    how = {"implementation": implementation}
+    operations = (forward, pulled_by_norm, column_sums, along_rows)
+    return linears.Norms(*(functools.partial(operation, **how) for operation in operations))
