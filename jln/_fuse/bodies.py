@@ -16,8 +16,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jln import _explain
 from jln._core.policies import keeps_products_alone, kept_by
-from jln._fuse.calls import Finding, Options, rewrite
+from jln._fuse.calls import Options
 from jln._fuse.graph import Graph, Node, bound
+from jln._fuse.rewriting import Finding, rewrite
 
 CHECKPOINTS = ("checkpoint", "remat2", "remat")
 WITH_BODIES = ("scan", "while", "cond", "jit", "pjit", "closed_call", "core_call")

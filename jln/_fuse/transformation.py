@@ -17,7 +17,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 from jln import _checks
 from jln._fuse.bodies import evaluated
-from jln._fuse.calls import Finding, Options
+from jln._fuse.calls import Options
+from jln._fuse.rewriting import Finding
 
 F = TypeVar("F", bound=Callable[..., Any])
 

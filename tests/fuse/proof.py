@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jln
-from jln._fuse import calls
+from jln._fuse import rewriting
 
 H = 512
 
@@ -49,7 +49,7 @@ def normal(*shape: int, dtype: Any = None, size: float = 1.0) -> np.ndarray:
 @contextlib.contextmanager
 def every_norm_taken() -> Iterator[None]:
     """Have fuse take norms that it would leave to XLA for their bytes: what is proven here is what it finds."""
-    with warnings.catch_warnings(), mock.patch.object(calls._Rewriting, "_why_left", lambda *_: None):
+    with warnings.catch_warnings(), mock.patch.object(rewriting._Rewriting, "_why_left", lambda *_: None):
         warnings.filterwarnings("ignore", "jln.fuse found no norm")
         yield
 

@@ -133,7 +133,7 @@ FUSED_EIGHT_BITS = [
     ),
     Mutant(
         "scales that wait for each other",
-        "jln/_fuse/calls.py",
+        "jln/_fuse/rewriting.py",
         "outputs = [norm.x, norm.y, *(v for r in found.readers for v in r.outputs)]",
         "outputs = []",
         (f"{FUNCTIONS}test_scales_of_two_norms_that_wait_for_each_other",),
@@ -196,14 +196,14 @@ FUSED_EIGHT_BITS = [
     ),
     Mutant(
         "a result beside eight bits where Linears keep what the norm read",
-        "jln/_fuse/calls.py",
+        "jln/_fuse/rewriting.py",
         "may_be_read = not options.linears and not options.is_checkpointed",
         "may_be_read = True",
         (f"{SEVERAL}test_what_is_left_as_it_is[with Linears, which keep what the norm read]",),
     ),
     Mutant(
         "a product that two norms quantise",
-        "jln/_fuse/calls.py",
+        "jln/_fuse/rewriting.py",
         " and not taken & functions:",
         ":",
         product("two_norms_in_one_product"),

@@ -24,7 +24,7 @@ from targets import (
 )
 from targets import LINEARS as ACCURACY_OF_LINEARS
 
-CALLS, POLICIES = "jln/_fuse/calls.py", "jln/_core/policies.py"
+CALLS, REWRITING, POLICIES = "jln/_fuse/calls.py", "jln/_fuse/rewriting.py", "jln/_core/policies.py"
 IN_A_CHECKPOINT = "tests/fuse/test_transformations.py::test_what_a_checkpoint_makes_again_of_norms"
 AGAIN = f"{ACCURACY_OF_LINEARS}test_what_the_backward_pass_makes_again"
 MADE_AGAIN, GATED_AGAIN = (
@@ -51,7 +51,7 @@ LINEARS = [
          "test_a_transformation_changes_nothing_and_loses_nothing[checkpoint_everything]",),
     ),
     Mutant(
-        "x not handed on", CALLS, "norm.x if hands_on else None", "None",
+        "x not handed on", REWRITING, "norm.x if hands_on else None", "None",
         ("tests/fuse/test_transformations.py::"
          "test_a_transformation_changes_nothing_and_loses_nothing[checkpoint_nothing]",),
     ),

@@ -1,0 +1,238 @@
+"""The rewriting of a program: which norms operators take the place of, with what around them, and which are left."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from jln._fuse.calls import Call, Operand, Options, call_of, results_of
+from jln._fuse.certificate import Constants
+from jln._fuse.eight_bits import EightBits, eight_bits_of
+from jln._fuse.graph import Graph, Node, Value
+from jln._fuse.junctions import Addition, Junction, addition_of, junction_of
+from jln._fuse.linears import Linear, keeping_nothing_of_y, linears_of, products_of
+from jln._fuse.norms import Miss, Norm, norms_of
+from jln._fuse.regions import Parameter
+from jln._junction.linears.tiles import FUSED_FEATURES
+
+
+class Finding(NamedTuple):
+    """A norm of a program: the operator that runs in its place, or why it is left as it is.
+
+    operator: its name; None where the norm is left. operands: the names of the arrays that it is given. node: an
+      equation of the norm's, which knows its place in the code. is_chosen: False where nothing was certified.
+    """
+
+    operator: str | None
+    operands: tuple[str, ...]
+    why: str
+    node: Node
+    x: Value
+    is_chosen: bool = True
+
+
+# Readers that XLA makes one kernel of with what they read.
+_ELEMENTWISE = {
+    *("add", "sub", "mul", "div", "neg", "max", "min", "pow", "integer_pow", "square", "sqrt", "rsqrt", "exp", "log"),
+    *("tanh", "logistic", "erf", "sin", "cos", "abs", "sign", "select_n", "slice", "split", "concatenate", "pad"),
+    *("broadcast_in_dim", "squeeze", "expand_dims", "reduce_sum", "reduce_max", "stop_gradient"),
+}
+# An RMSNorm that no product reads is better left to XLA, which makes one kernel of it and what is behind: 8192 x 4096
+# with a sum in front and a square behind move 472 MB, with an operator 814. A LayerNorm's operator is better all the
+# same, 823 MB for 1414 (`benchmarks/fuse_choices.py`). So it is with norms of queries and keys in front of a rotation:
+# with operators there two blocks of a Llama would move 13.43 GB for 13.34, of Gemma 3 12.63 for 12.54.
+_IS_READ_BY_NO_PRODUCT = "an RMSNorm that no product reads XLA makes better, with what is behind"
+# In a checkpoint XLA makes an RMSNorm again inside of what reads it, where a kernel reads and writes. So operators are
+# better where one hands on x to what else reads it, or has a sum; and if products are kept, with Linears behind whose
+# backward kernel makes the norm again. Four scanned blocks of a Llama, [8, 2048, 2048], move 59.39 GB if nothing is
+# kept, with operators 58.64, and if products are kept 64.39 and 63.31. Of a GPT, with LayerNorms, they move 50.17 and
+# 45.96, and 56.38 and 51.00 (`benchmarks/fuse_choices.py`).
+_IS_MADE_AGAIN = "in this jax.checkpoint XLA makes an RMSNorm better, inside of what reads it"
+
+
+def rewrite(graph: Graph, options: Options) -> list[Finding]:
+    """Put calls of operators into the graph, and say what was found."""
+    constants = Constants()
+    norms, misses = norms_of(graph, constants)
+    rewriting = _Rewriting(graph, norms, options, constants)
+    return [*rewriting.findings(), *map(_missed, misses)]
+
+
+def _missed(miss: Miss) -> Finding:
+    return Finding(None, (), miss.why, miss.node, miss.node.inputs[0], is_chosen=False)
+
+
+class _Rewriting:
+    def __init__(self, graph: Graph, norms: Sequence[Norm], options: Options, constants: Constants):
+        self.graph, self.options, self.constants = graph, options, constants
+        self.in_front: set[Value] = set()
+        self.junctions: dict[Value, Junction] = {}  # by their norm's y
+        by_result = {n.y: n for n in norms}
+        runs = [n for n in norms if n.centres or not options.is_checkpointed]
+        additions = [addition_of(graph, norm, constants) for norm in runs]
+        behind = {a.y for a in additions if a is not None}  # sums that are a part of the norm in front of them
+        totals: set[Value] = set()
+        for norm in norms:
+            junction = junction_of(graph, norm, by_result, constants)
+            if junction is None or junction.total in totals or self._reads_total(norm, junction):
+                continue
+            if junction.in_front is not None or junction.total not in behind:
+                totals.add(junction.total)
+                self.junctions[norm.y] = junction
+        self.in_front = {j.in_front.y for j in self.junctions.values() if j.in_front is not None}
+        self.eight_bits: dict[Value, EightBits] = {}
+        self.why_not_in_eight_bits: dict[Value, str] = {}
+        taken: set[Node] = set()  # functions that read another norm in eight bits, too
+        may_be_read = not options.linears and not options.is_checkpointed
+        for norm in () if options.forward_mode else norms:
+            found = eight_bits_of(graph, norm, constants, may_be_read)
+            functions = {r.node for r in found.readers if r.node is not None} if isinstance(found, EightBits) else set()
+            if isinstance(found, EightBits) and not taken & functions:
+                self.eight_bits[norm.y] = found
+                taken |= functions
+            elif isinstance(found, str):
+                self.why_not_in_eight_bits[norm.y] = found
+        self.norms = [n for n in norms if n.y not in self.in_front and self._why_left(n) is None]
+        self.left = [n for n in norms if n.y not in self.in_front and self._why_left(n) is not None]
+
+    def _why_left(self, norm: Norm) -> str | None:
+        """The reason why a norm is better left to XLA, which the whole program tells; else None."""
+        options, junction = self.options, self.junctions.get(norm.y)
+        is_in_front = junction is not None and junction.in_front is not None
+        if norm.centres or norm.z is not None or is_in_front or norm.y in self.eight_bits:
+            return None
+        if options.is_checkpointed:
+            if options.keeps_products:
+                is_better = options.remat and bool(self._linears(norm, junction, None)[0])
+            else:
+                is_better = junction is not None or self._hands_on(norm)
+            if not is_better:
+                return _IS_MADE_AGAIN
+        if self.graph.is_result(norm.y) or self._is_read_by_a_product(norm.y):
+            return None
+        if junction is None and addition_of(self.graph, norm, self.constants) is not None:
+            return None
+        return _IS_READ_BY_NO_PRODUCT
+
+    def _hands_on(self, norm: Norm) -> bool:
+        """True where a norm without a sum hands on x, for those that read it behind: in a checkpoint's body."""
+        is_alone = self.junctions.get(norm.y) is None and addition_of(self.graph, norm, self.constants) is None
+        can = self.options.is_checkpointed and norm.z is None and norm.x.constant is None and is_alone
+        return can and self.graph.is_read_beside(norm.x, norm.y)
+
+    def _is_read_by_a_product(self, y: Value) -> bool:
+        """True where a product reads the value, its copy or its reshape, or an equation of which nothing is known."""
+        for node in y.readers:
+            if node.operation in ("convert_element_type", "reshape", "transpose"):
+                if self.graph.is_result(node.output) or self._is_read_by_a_product(node.output):
+                    return True
+            elif node.operation not in _ELEMENTWISE:
+                return True
+        return False
+
+    def _reads_total(self, norm: Norm, junction: Junction) -> bool:
+        """True where a parameter of the norm is made of the sum itself."""
+        parameters = [p.source for p in (norm.scale, norm.offset, junction.x_bias) if p is not None]
+        parameters += [junction.gate.source] if isinstance(junction.gate, Parameter) else []
+        return any(self.graph.depends(p, [junction.total]) for p in parameters)
+
+    def findings(self) -> list[Finding]:
+        findings = [finding for norm in self.norms for finding in self._replaced(norm)]
+        left = [(norm, self._remark(norm, self._why_left(norm) or ""), norm.y.maker) for norm in self.left]
+        return findings + [Finding(None, (), why, node, norm.x) for norm, why, node in left if node is not None]
+
+    def _remark(self, norm: Norm, why: str) -> str:
+        """The remark, and why the norm's kernel makes no eight bits, where something near does."""
+        why_not = self.why_not_in_eight_bits.get(norm.y)
+        return "; ".join(filter(None, (why, why_not and f"not in eight bits: {why_not}")))
+
+    def _replaced(self, norm: Norm) -> list[Finding]:
+        junction = self.junctions.get(norm.y)
+        findings = []
+        if junction is not None and self._reads_total(norm, junction):  # since other calls have taken their places
+            findings = [] if junction.in_front is None else self._replaced(junction.in_front)
+            junction = None
+        addition = None if junction is not None else addition_of(self.graph, norm, self.constants)
+        linears, why = self._linears(norm, junction, addition)
+        if why and addition is None and self._keeps_nothing_for_products(norm):
+            why += ": the Linears behind it keep what the norm read"
+        hands_on = junction is None and self._hands_on(norm)
+        call = call_of(
+            norm, junction, addition, self.options, self.constants, has_linears=bool(linears), hands_on=hands_on
+        )
+        made = self._quantised(norm, junction, call)
+        results = [norm.y] if addition is None else [addition.y]
+        if made is not None:
+            results = [made, norm.y] if self.eight_bits[norm.y].is_read else [made]
+        if linears:
+            kernels = tuple(Operand(p.kernel, axis_in_front=p.axis) for p in linears)
+            biases = tuple(None if p.bias is None else Operand(p.bias.source, p.bias.shape) for p in linears)
+            call.give(kernel=kernels, bias=biases)
+            results = [p.y for p in linears]
+        if junction is not None:
+            results.append(junction.total)
+        finish = functools.partial(results_of, call, norm, junction, linears, hands_on)
+        node = norm.y.maker
+        assert node is not None
+        finding = Finding(call.name, call.names, self._remark(norm, why), node, norm.x)
+        self.graph.replace(results, call.inputs(), finish, finding, norm.x if hands_on else None)
+        return [*findings, finding]
+
+    def _quantised(self, norm: Norm, junction: Junction | None, call: Call) -> Value | None:
+        """The norm's result in eight bits, which the call is to make, and its readers are to read; None of no such."""
+        found = self.eight_bits.get(norm.y)
+        if found is None or any(v.dtype == jnp.float64 for v in call.inputs()):
+            return None
+        outputs = [norm.x, norm.y, *(v for r in found.readers for v in r.outputs)]
+        outputs += [] if junction is None else [junction.total]
+        if any(self.graph.depends(v, outputs) for v in found.inputs):  # since other calls have taken their places, too
+            return None
+        made = Value(norm.y.aval, norm.y.maker)  # a `Made` in the place of an array
+        if found.is_read:
+            found.put_into(self.graph, made, lambda _, y: y, [norm.y])
+        else:
+            again = call_of(norm, None, None, self.options, self.constants)
+            found.put_into(self.graph, made, again.again, again.inputs())
+            del call.options["dtype"]
+        if found.inputs:
+            argument = Value(found.inputs[0].aval)  # what `quantize=` takes, in the place of an array
+            self.graph.replace([argument], found.inputs, lambda *arrays: [found.quantize(*arrays)])
+            call.give(quantize=Operand(argument))
+        else:
+            call.give(quantize=found.quantize())
+        return made
+
+    def _keeps_nothing_for_products(self, norm: Norm) -> bool:
+        """Have the products of a norm that is kept make it again in backward, and say whether they do."""
+        options = self.options
+        if options.is_checkpointed or options.forward_mode or norm.y in self.eight_bits:
+            return False
+        if not (products := products_of(self.graph, norm.y)):
+            return False
+        again = call_of(norm, None, None, self.options, self.constants)
+        inputs = [norm.y, *(p.other for p in products), *again.inputs()]
+        self.graph.replace([p.node.output for p in products], inputs, keeping_nothing_of_y(products, again))
+        return True
+
+    def _linears(self, norm: Norm, junction: Junction | None, addition: Addition | None) -> tuple[list[Linear], str]:
+        """The Linears that become a part of the norm's operator, and why there are none."""
+        remat = self.options.remat and (junction is None or junction.in_front is None)
+        if not (self.options.linears or remat) or norm.y in self.eight_bits:
+            return [], ""
+        if norm.z is not None or addition is not None:
+            return [], "its operator has no Linears"
+        linears = linears_of(self.graph, norm, self.constants)
+        if isinstance(linears, str):
+            return [], linears
+        results = [norm.y] + ([junction.total] if junction is not None else [])
+        parameters = [p.kernel for p in linears] + [p.bias.source for p in linears if p.bias is not None]
+        if any(self.graph.depends(v, results) for v in parameters):
+            return [], "a Linear's kernel is made of its result"
+        features = sum(math.prod(p.features) for p in linears)
+        if not self.options.linears and features <= FUSED_FEATURES.get(linears[0].y.dtype.name, (0,))[0]:
+            return [], "few features are one kernel's, which the jax.checkpoint would not know as a product"
+        return linears, ""
