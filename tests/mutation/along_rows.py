@@ -21,11 +21,17 @@ ALONG_ROWS = [
     Mutant(
         "rows not centred, in blocks of rows",
         KERNEL,
-        "(x - mean[:, None])",
-        "x",
+        "normed(x, mean, rstd",
+        "normed(x, 0.0 * mean, rstd",
         (AFFINE,),
     ),
-    Mutant("rstd left out, in blocks of rows", KERNEL, " * rstd[:, None]  # (3)", "  # (3)", (AFFINE,)),
+    Mutant(
+        "rstd left out, in blocks of rows",
+        KERNEL,
+        "normed(x, mean, rstd",
+        "normed(x, mean, 1.0 + 0.0 * rstd",
+        (AFFINE,),
+    ),
     Mutant(
         "statistics of other rows",
         KERNEL,
@@ -126,7 +132,11 @@ ALONG_ROWS = [
         (f"{LINEARS}test_errors",),
     ),
     Mutant(
-        "silu behind a norm left out, in blocks of rows", KERNEL, "y *= u  # (42)", "pass", (f"{NORMS}test_every_norm",)
+        "silu behind a norm left out, in blocks of rows",
+        KERNEL,
+        "offset_ptr, z_ptr, added_ptr, at",
+        "offset_ptr, None, added_ptr, at",
+        (f"{NORMS}test_every_norm",),
     ),
     Mutant(
         "silu in front of a norm left out, in blocks of rows",
@@ -138,8 +148,8 @@ ALONG_ROWS = [
     Mutant(
         "nothing added in blocks of rows",
         KERNEL,
-        "y += widened(tl.load(added_ptr + at, mask=mask, other=0.0), COMPUTE)",
-        "pass",
+        "offset_ptr, z_ptr, added_ptr, at",
+        "offset_ptr, z_ptr, None, at",
         (f"{NORMS}test_every_norm",),
     ),
     Mutant(

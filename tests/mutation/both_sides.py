@@ -33,7 +33,7 @@ GATED_KERNEL, GATED_XLA = (
 
 NORMS = [
     Mutant(
-        "no residual behind a norm", FORWARD,
+        "no residual behind a norm", TERMS,
         "y = y + (widened(added, COMPUTE) if added.dtype == tl.bfloat16 else added)", "pass", BEHIND,
     ),
     Mutant(

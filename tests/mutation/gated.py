@@ -38,9 +38,9 @@ GATED_NORMS = [
     ),
     Mutant(
         "the gate left out of the norm's result",
-        FORWARD,
-        "            y *= u  # (42)",
-        "            pass",
+        TERMS,
+        "y *= u  # (42)",
+        "pass",
         FIRST["triton"],
     ),
     Mutant(

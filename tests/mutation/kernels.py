@@ -60,7 +60,7 @@ KERNELS = [
         ("tests/operators/test_rounded_sum.py::test_it_is_what_is_returned_that_is_normed[add_layer_norm-triton-jitted]",),
     ),
     Mutant(
-        "y without the mean subtracted", FORWARD,
+        "y without the mean subtracted", TERMS,
         "x_hat = (x - mean[:, None]) * rstd[:, None]  # (3)", "x_hat = x * rstd[:, None]", WHOLE,
     ),
     Mutant(

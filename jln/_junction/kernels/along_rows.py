@@ -8,7 +8,7 @@ import triton.language as tl
 
 from jln._junction.kernels.addresses import columns_at, columns_from, group_of, numbers_at, rows_at
 from jln._junction.kernels.eight_bits import inverse_of, rounded, scales_of
-from jln._junction.kernels.terms import affine, load_scale, load_silu, load_total, load_vector, widened
+from jln._junction.kernels.terms import load_scale, load_total, load_vector, normed
 
 
 @triton.jit
@@ -70,13 +70,7 @@ def along_rows_kernel(
     mean = load_vector(mean_ptr, block * 32 + local, valid, BLOCK_ROWS, COMPUTE)
     rstd = load_vector(rstd_ptr, block * 32 + local, valid, BLOCK_ROWS, COMPUTE)
     scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
-    x_hat = (x - mean[:, None]) * rstd[:, None]  # (3)
-    y = affine(x_hat, scale, offset_ptr, column, exists, None, COMPUTE)
-    if z_ptr is not None:
-        u, _ = load_silu(z_ptr, at, mask, COMPUTE)
-        y *= u  # (42)
-    if added_ptr is not None:
-        y += widened(tl.load(added_ptr + at, mask=mask, other=0.0), COMPUTE)  # (30)
+    y = normed(x, mean, rstd, scale, offset_ptr, z_ptr, added_ptr, at, mask, column, exists, None, COMPUTE)
     if RAGGED:
         y = tl.where(valid[:, None], y, 0.0)
 

@@ -29,9 +29,9 @@ from jln._junction.kernels.terms import (
     affine,
     gated,
     load_scale,
-    load_silu,
     load_total,
     load_vector,
+    normed,
     rstd_of,
     widened,
 )
@@ -120,14 +120,7 @@ def _store_rows(
     is_read = y_ptr is not None or y2_ptr is not None or y3_ptr is not None
     if is_read or y_max_ptr is not None or block_scale_ptr is not None:
         scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
-        x_hat = (x - mean[:, None]) * rstd[:, None]  # (3)
-        y = affine(x_hat, scale, offset_ptr, column, exists, OFFSET, COMPUTE)
-        if z_ptr is not None:
-            u, _ = load_silu(z_ptr, at, mask, COMPUTE)
-            y *= u  # (42)
-        if added_ptr is not None:
-            added = tl.load(added_ptr + at, mask=mask, other=0.0)
-            y = y + (widened(added, COMPUTE) if added.dtype == tl.bfloat16 else added)  # (30), in the wider type
+        y = normed(x, mean, rstd, scale, offset_ptr, z_ptr, added_ptr, at, mask, column, exists, OFFSET, COMPUTE)
         if y_max_ptr is not None:
             largest = tl.max(bits_of(y, mask), axis=1)  # (51)
         store_once_more(y, y2_scale_ptr, y2_ptr, at, mask)

@@ -116,3 +116,20 @@ def affine(x_hat, scale, offset_ptr, column, exists, OFFSET: tl.constexpr, COMPU
         at = column if OFFSET.step == 1 else column.to(tl.int64) * OFFSET.step
         offset = tl.load(offset_ptr + at[None, :], mask=exists[None, :], other=0.0).to(COMPUTE)
         return tl.fma(x_hat, scale[None, :], offset)  # (4)
+
+
+@triton.jit
+def normed(
+    x, mean, rstd, scale, offset_ptr, z_ptr, added_ptr, at, mask, column, exists,
+    OFFSET: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """The norm's result y, of a tile of what is normalised: (4), with (42) and (30)."""
+    x_hat = (x - mean[:, None]) * rstd[:, None]  # (3)
+    y = affine(x_hat, scale, offset_ptr, column, exists, OFFSET, COMPUTE)
+    if z_ptr is not None:
+        u, _ = load_silu(z_ptr, at, mask, COMPUTE)
+        y *= u  # (42)
+    if added_ptr is not None:
+        added = tl.load(added_ptr + at, mask=mask, other=0.0)
+        y = y + (widened(added, COMPUTE) if added.dtype == tl.bfloat16 else added)  # (30), in the wider type
+    return y
