@@ -196,6 +196,22 @@ def test_cp_async_brings_what_it_is_told_and_zeros():
     assert stats.moved("read") == (320, 320, {16: 320}) and stats.moved("written") == (512, 512, {16: 512})
 
 
+@pytest.mark.parametrize(("dtype", "size", "one"), [("f4", 32, "0f3F800000"), ("f8", 64, "0d3FF0000000000000")])
+def test_a_constant_is_stored_beside_a_register_bit_by_bit(dtype, size, one):
+    x = integers("uint32", 32).astype(dtype)
+    register = "r" if size == 32 else "rd"
+    body = f"""
+    mul.wide.u32 %rd30, %r0, {size // 8};
+    add.s64 %rd31, %rd0, %rd30;
+    ld.global.b{size} {{%{register}4}}, [%rd31];
+    add.s64 %rd32, %rd1, %rd30;
+    add.s64 %rd32, %rd32, %rd30;
+    st.global.v2.b{size} [%rd32], {{%{register}4, {one}}};
+    """
+    got, _ = run(body, x, result=np.zeros((32, 2), dtype))
+    same(got, np.stack([x, np.ones_like(x)], 1))
+
+
 def test_threads_that_part_meet_again():
     """Threads that go round a loop a different number of times, each its own, all pass the barrier behind it."""
     body = """

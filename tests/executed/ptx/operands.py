@@ -60,9 +60,9 @@ def operand(argument: str, ptx_type: str) -> Callable[[Any], np.ndarray]:
 
 def _constant(text: str, dtype: np.dtype) -> Any:
     if text[:2] in ("0f", "0F"):
-        return np.uint32(int(text[2:], 16)).view(np.float32)
+        return np.uint32(int(text[2:], 16)).view(dtype if dtype.itemsize == 4 else np.float32)
     if text[:2] in ("0d", "0D"):
-        return np.uint64(int(text[2:], 16)).view(np.float64)
+        return np.uint64(int(text[2:], 16)).view(dtype if dtype.itemsize == 8 else np.float64)
     value = SHARED_BASE if text == "global_smem" else int(text.rstrip("U"), 0)
     if dtype.kind == "b":
         return np.bool_(value != 0)
