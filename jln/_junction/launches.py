@@ -36,7 +36,7 @@ from jln._junction.geometry import (
 from jln._junction.gradients import backward_of_two, made_again
 from jln._junction.kernels.backward import backward_kernel, reduce_kernel, row_sums_kernel
 from jln._junction.kernels.forward import forward_kernel
-from jln._junction.kernels.long_rows import long_rows_kernel
+from jln._junction.kernels.long_rows import long_rows_kernel, side_by_side_kernel
 from jln._triton.launch import launch
 from jln._triton.target import Target
 from jln._triton.tile import ceil_div
@@ -145,9 +145,12 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
         of_chunks = jax.ShapeDtypeStruct((chunks, *results.row_gate.shape), compute)
         by_program = by_program._replace(row_gate=of_chunks)
     kernel, statistics, made = backward_kernel, c1_and_c2, {"y": y}
-    if plan.parts:
+    if plan.parts and g.inner == 1:
         kernel, statistics, made = long_rows_kernel, {}, {}
         constants["PARTS"] = plan.parts
+    elif plan.parts:
+        kernel, statistics, made = side_by_side_kernel, {}, {}
+        constants["VECTOR"] = vector(pointed(kernel, ready), results.present())
     else:
         constants |= {
             "PULLS": pulls,
@@ -236,8 +239,12 @@ def _backward_plan(
     )
     of_norm = {*sums} <= {"scale", "offset"} and operands.x is None and not operands.gated and results.y is None
     if plan.is_by_rule and plan.sums is not None and pulls and of_norm:
-        read = 2 + sum(a is not None for a in (operands.z, operands.x_z))
-        long = tiles.long_rows(*sizes, len(sums), read, target.chip)
+        (h, inner, itemsize, mixed), read = sizes, 2 + sum(a is not None for a in (operands.z, operands.x_z))
+        if inner > 1:
+            beside = tiles.side_by_side(h, inner, itemsize, read, target.chip)
+            long = beside and (beside, 1)
+        else:
+            long = tiles.long_rows(h, itemsize, mixed, len(sums), read, target.chip)
         return plan if long is None else tiles.BackwardPlan(long[0], None, parts=long[1])
     return plan
 

@@ -88,8 +88,8 @@ class BackwardPlan:
     """A plan for dx, dscale and doffset.
 
     tile: of `backward_kernel`. sums: the tile of `row_sums_kernel`, or None where `backward_kernel` adds up the rows.
-    parts: how many programs of `long_rows_kernel` share a row, if that takes the tile, a chunk of its rows; else 0.
-    is_by_rule: whether no file has it.
+    parts: how many programs share a row, if `long_rows_kernel` or `side_by_side_kernel` takes the tile, a chunk of its
+    rows; else 0. is_by_rule: whether no file has it.
     """
 
     tile: Tile
@@ -154,9 +154,7 @@ def backward_plan(
     return BackwardPlan(tile, _tile(rows, 1024 // rows, of_sums // 2))
 
 
-def long_rows(
-    h: int, inner: int, itemsize: int, mixed: bool, sums: int, read: int, chip: Chip
-) -> tuple[Tile, int] | None:
+def long_rows(h: int, itemsize: int, mixed: bool, sums: int, read: int, chip: Chip) -> tuple[Tile, int] | None:
     """The tile of `long_rows_kernel`, a chunk of a row, and how many programs share a row.
 
     None where these cannot keep the sums over rows in registers. sums: how many there are. read: how many arrays of
@@ -175,7 +173,7 @@ def long_rows(
     most, it is 95 to 119 ns for 137. Four programs would take 524 KB in bfloat16, 95 ns, and so more than the pass.
     """
     chunk = 4096 // itemsize
-    if inner != 1 or mixed or itemsize > 4 or not aligned(h, 1, itemsize) or chip.is_amd:
+    if mixed or itemsize > 4 or not aligned(h, 1, itemsize) or chip.is_amd:
         return None
     most = 24576 if chip.capability >= 100 else 32768
     held = min(16, most // chunk // max(1, sums))  # chunks of a program: 24 or 32 of float32 spill 24 bytes
@@ -184,6 +182,35 @@ def long_rows(
         return None
     ahead = ceil_div(34_000, read * chunk * itemsize)  # chunks in flight that cover memory's latency (`busy_programs`)
     return Tile(1, chunk, 16, 1 + ahead), parts
+
+
+def side_by_side(h: int, inner: int, itemsize: int, read: int, chip: Chip) -> Tile | None:
+    """The tile of `side_by_side_kernel`: a chunk of whole rows, which lie `inner` side by side.
+
+    None where caches cannot hold the rows, and in float64, which spills beside a gate. read: how many arrays of rows
+    are read twice.
+
+    Rows of 64 bytes side by side, half of a line, whose other half a neighbour takes at the same time; 32 bytes, a
+    sector, where two programs an SM would have more than 200 KB to read again. That is what L1 has room for, and 26 MB
+    of L2 for all SMs of an H200. A program of 16 warps has longer rows, up to as much.
+
+    What it is worth, for 32 rows of 768 in bfloat16, by the bandwidths of `long_rows`: 98 KB are read and 49 written
+    once, which takes all SMs 31 ns; with a pass of row sums in front 51. Here the 98 come again from L1, or, if none of
+    it is there, from L2, 45 ns. A LayerNorm's instructions take 26 ns. Both programs have three chunks in flight, 49 KB
+    an SM; with four ptxas keeps fewer numbers in registers, and spills 8 bytes at 384 columns.
+    """
+    if itemsize > 4 or chip.is_amd:
+        return None
+    rows = min(64 // itemsize, next_power_of_2(inner))
+    of_row = read * h * itemsize
+    while rows * of_row > 100_000 and rows * itemsize > 32:
+        rows //= 2
+    again = min(rows, inner) * of_row
+    if again > 200_000:
+        return None
+    programs = 1 if again > 100_000 else 2
+    warps = 16 // programs
+    return Tile(rows, max(1, warps * 32 * 16 // itemsize // rows), warps, 3, programs)
 
 
 def busy_programs(tile: Tile, itemsize: int, chip: Chip) -> int:

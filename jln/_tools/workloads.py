@@ -138,6 +138,13 @@ WORKLOADS = _named(
         "channels first, as in its triangle multiplication: rows side by side in memory",
         axis=0,
     ),
+    *_family(
+        "convnext",
+        "layer_norm",
+        "ConvNeXt-L's stages on 384x384 images, channels first: rows side by side, longer than a tile",
+        {768: (64, 768, 24, 24), 1536: (64, 1536, 12, 12)},
+        axis=1,
+    ),
     Workload("linear-4096-12288", "layer_norm_linear", _ONE, "QKV of a wide model: the products rule", 12288),
     Workload("linear-4096-256", "layer_norm_linear", _ONE, "few features: memory rules, fused kernels", 256),
     Workload("linear-1024-3072", "layer_norm_linear", (16384, 1024), "QKV of a narrow model", 3072),

@@ -20,8 +20,9 @@ KNOWN = {
 
 # Who has taken functions out of a module, and must do so again.
 _LAUNCHES = "jln._junction.launches"
-_KERNELS = [f"jln._junction.kernels.{name}" for name in ("forward", "backward", "with_linear", "with_linear_backward")]
-USERS = {name: [_LAUNCHES] for name in (*_KERNELS[:2], "jln._junction.geometry")}
+_NAMES = ("forward", "backward", "long_rows", "with_linear", "with_linear_backward")
+_KERNELS = [f"jln._junction.kernels.{name}" for name in _NAMES]
+USERS = {name: [_LAUNCHES] for name in (*_KERNELS[:3], "jln._junction.geometry")}
 _ROW_TERMS = "jln._junction.kernels.row_terms"
 USERS |= {f"jln._junction.kernels.{name}": [_ROW_TERMS, *_KERNELS, _LAUNCHES] for name in ("addresses", "terms")}
 USERS[_ROW_TERMS] = [*_KERNELS[1:], _LAUNCHES]

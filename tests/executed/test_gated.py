@@ -6,7 +6,8 @@ FIRST = "rms_norm_gated"
 LAST = "rms_norm_gated, norm_before_gate=False"
 
 # Whole rows, with several programs and a ragged last tile; one row; the widest whole rows; rows that several programs
-# share; rows in chunks, of which one kernel takes 10248 and 16384 in 16 bits, the last chunk of a few columns or whole.
+# share; rows in chunks, of which one kernel takes 10248 and 16384 in 16 bits, the last chunk of a few columns or whole;
+# rows side by side, whole and in chunks.
 SIZES = [
     Case(FIRST, (70, 128), "bfloat16", "small-h200"),
     Case(LAST, (70, 128), "bfloat16", "small-h200"),
@@ -27,6 +28,8 @@ SIZES = [
     Case(LAST, (7, 10248), "bfloat16", "small-h200", zero_centered_scale=True),
     Case(LAST, (4, 16384), "float16", "small-h200", wanted="xz"),
     Case(FIRST, (4, 20000), "bfloat16", "small-b200", without="s"),
+    Case(FIRST, (2, 600, 48), "bfloat16", "small-h200", axis=1, zero_centered_scale=True),
+    Case(LAST, (2, 1300, 24), "float32", "small-a100", axis=1),
 ]
 
 # The groups' axis is directly before the normalised one, which is the last or not. A group has several programs or one.
@@ -34,6 +37,7 @@ GROUPS = [
     Case(LAST, (40, 4, 128), "bfloat16", "small-h200", of_groups=True),
     Case(FIRST, (9, 3, 100), "float32", "l4", of_groups=True),
     Case(LAST, (3, 4, 40, 16), "bfloat16", "small-h200", axis=2, of_groups=True),
+    Case(LAST, (3, 2, 600, 48), "bfloat16", "small-h200", axis=2, of_groups=True),
     Case("layer_norm", (29, 5, 1000), "float32", "small-h200", of_groups=True),
     Case("rms_norm", (3, 4, 2, 16400), "bfloat16", "small-a100", of_groups=True),
     Case("rms_norm", (3, 4, 21, 128), "bfloat16", "small-h200", of_groups=True, behind=1),  # heads before positions
@@ -54,7 +58,7 @@ def test_sizes(case):
     check(case)
 
 
-@cases(GROUPS, quick=(0, 2, 4, 5, 6))
+@cases(GROUPS, quick=(0, 2, 5, 6, 7))
 def test_groups(case):
     check(case)
 

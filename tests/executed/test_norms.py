@@ -91,7 +91,9 @@ MIXED = [
 ]
 
 # Rows that lie side by side. 33 x 768 over axis 0: 768 neighbours, which start on 16 bytes; 7 and 63 neighbours do not;
-# 4 and 2 are less than a sector of 32 bytes. A long axis takes chunks, and a kernel of its own for the row sums.
+# 4 and 2 are less than a sector of 32 bytes. A long axis takes chunks: one backward kernel up to what caches hold, and
+# from there on a kernel of its own for the row sums. 49, 196 and 576 are ConvNeXt's; 9216 and two neighbours, 14 of 16
+# chunks, the last of which is one column.
 STRIDED = [
     Case("layer_norm", (33, 768), "bfloat16", axis=0),
     Case("rms_norm", (33, 768), "float32", "small-a100", axis=0),
@@ -105,10 +107,18 @@ STRIDED = [
     Case("rms_norm", (3, 8, 16), "float64", "a100", axis=(-1, -2)),
     Case("layer_norm", (2, 4100, 32), "float32", "small-h200", axis=1),
     Case("add_layer_norm", (9000, 24), "bfloat16", "small-h200", axis=0, residual="float32"),
+    Case("layer_norm", (2, 768, 576), "bfloat16", "small-h200", axis=1),
+    Case("layer_norm", (5, 384, 49), "bfloat16", "small-a100", axis=1),
+    Case("add_rms_norm", (2, 769, 200), "float32", "small-b200", axis=1, zero_centered_scale=True),
+    Case("add_layer_norm", (2, 600, 48), "bfloat16", "small-h200", axis=1, residual="float32", parameters="float32"),
+    Case("rms_norm", (2, 3072, 32), "float16", "small-l4", axis=1),
+    Case("layer_norm", (3, 13313, 2), "bfloat16", "h200", axis=1),
+    Case("layer_norm", (2, 520, 24), "float32", "small-h200", axis=1, mean=1000.0),
+    Case("rms_norm", (600, 48), "bfloat16", "small-h200", axis=0, without="s"),
 ]
 
 # vmap makes groups of rows, which share some operands: whole rows, with several programs a group; chunks; rows that lie
-# side by side.
+# side by side, whole and in chunks.
 VMAP = [
     *(
         Case("add_layer_norm", (9, 40), "float32", "small-h200", over=over)
@@ -120,6 +130,7 @@ VMAP = [
     Case("layer_norm", (3, 16400), "float32", "small-a100", over="od"),
     Case("add_layer_norm", (5, 30, 16), "float32", "small-h200", axis=1, over="xo"),
     Case("layer_norm", (200, 64), "float64", "l4", over="xso"),
+    Case("add_layer_norm", (600, 48), "bfloat16", "small-h200", axis=0, over="xso"),
 ]
 
 
@@ -138,7 +149,7 @@ def test_mixed_dtypes(case):
     check(case)
 
 
-@cases(STRIDED, quick=(0, 3, 7, 11))
+@cases(STRIDED, quick=(0, 3, 7, 11, 13, 15))
 def test_rows_side_by_side(case):
     check(case)
 

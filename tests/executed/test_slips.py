@@ -11,17 +11,20 @@ from slips import broken
 
 ACCESS = "jln._junction.kernels.addresses"
 NORMS, NORM_LAUNCH = "jln._junction.kernels.backward", "jln._junction.launches"
+LONG_ROWS = "jln._junction.kernels.long_rows"
 GEOMETRY = "jln._junction.geometry"
 TERMS, ROW_TERMS = "jln._junction.kernels.terms", "jln._junction.kernels.row_terms"
 LINEARS, LINEAR_LAUNCH = "jln._junction.kernels.with_linear", "jln._junction.linears.launches"
 LINEARS_BACKWARD = "jln._junction.kernels.with_linear_backward"
 # In turn: several tiles, the last one ragged, of rows whose length is no power of two; more tiles than programs; rows
-# that several programs share; rows in chunks; rows that lie side by side; several groups.
+# that several programs share; rows in chunks; rows that lie side by side, and longer ones in several groups; several
+# groups.
 WHOLE = Case("add_layer_norm", (37, 100), "float32", "small-h200")
 UNALIGNED = Case("layer_norm", (29, 1001), "bfloat16", "small-h200")
 SHARED = Case("layer_norm", (3, 16384), "float32", "small-h200")
 CHUNKS = Case("layer_norm", (3, 16401), "bfloat16", "small-h200")
 STRIDED = Case("layer_norm", (3, 24, 40), "float32", "small-h200", axis=1)
+SIDE_BY_SIDE = Case("layer_norm", (3, 300, 48), "bfloat16", "small-h200", axis=1, over="xsd")
 GROUPS = Case("add_layer_norm", (9, 40), "float32", "small-h200", over="rsd")
 FUSED = Case("layer_norm_linear", (100, 128), "bfloat16", "small-h200", (32,))
 FUSED_MMA = dataclasses.replace(FUSED, chip="small-a100")
@@ -105,6 +108,7 @@ LAUNCHES = [
     ("a program too few", WHOLE, "forward", grid(-1)),
     ("a group of programs too many", GROUPS, "backward", grid(1)),
     ("a program too few, which owns columns", CHUNKS, "backward", grid(-1)),
+    ("fewer programs than groups, side by side", SIDE_BY_SIDE, "side_by_side", grid(-4)),
     ("a tile too few to reduce", WHOLE, "reduce", grid(-1)),
     ("a row too many", WHOLE, "forward", scalar(0, 1)),
     ("a row too few", WHOLE, "forward", scalar(0, -1)),
@@ -119,6 +123,7 @@ LAUNCHES = [
     ("dy and the sum swapped", WHOLE, "backward", swap_arrays(0, 2)),
     ("mean and rstd swapped", CHUNKS, "row_sums", swap_arrays(3, 4)),
     ("c1 and c2 swapped", CHUNKS, "backward", swap_arrays(5, 6)),
+    ("mean and rstd swapped, side by side", SIDE_BY_SIDE, "side_by_side", swap_arrays(3, 4)),
     ("dx in dy's memory, which other programs read", SHARED, "backward", alias(0, 0)),
     ("dtotal and the sum swapped, fused", FUSED_SUM, "backward", swap_arrays(1, 2)),
     ("the residual and the scale swapped, fused", FUSED_SUM, "forward", swap_arrays(1, 2)),
@@ -170,6 +175,9 @@ SOURCES = [
     # Operands and shares, which the kernels find by name.
     ("shares of dscale in the place of doffset's", WHOLE, NORMS,
      'at, exists, of_all, "dscale"', 'at, exists, of_all, "doffset"'),
+    ("shares of dscale in the place of doffset's, side by side", SIDE_BY_SIDE, LONG_ROWS,
+     'at, column < H, of_all, "dscale"', 'at, column < H, of_all, "doffset"'),
+    ("chunks of each row's first columns", SIDE_BY_SIDE, LONG_ROWS, "tile_from(chunk * BLOCK_H", "tile_from(chunk"),
     ("doffset's shares behind a dscale that is not there", dataclasses.replace(WHOLE, without="s"), ROW_TERMS,
      "first = position(SUMS, NAME) * programs", "first = 1 * programs"),
     ("dtotal shared where dy is", GROUPS, NORMS, 'rows_at(dtotal_ptr, "dtotal", ', 'rows_at(dtotal_ptr, "dy", '),

@@ -18,6 +18,7 @@ CASES = [
     dataclasses.replace(LINEAR, chip="small-a100"),
     dataclasses.replace(LINEAR, features=(300,)),
     Case("rms_norm", (3, 16400), "bfloat16", "small-h200"),  # long rows
+    Case("layer_norm", (2, 600, 48), "bfloat16", "small-h200", axis=1),  # longer than a tile, side by side
     Case("rms_norm", (3, 4, 21, 128), "bfloat16", "small-h200", of_groups=True, behind=1),
     Case("rms_norm_add_rms_norm", (33, 128), "bfloat16", "small-h200"),
     Case("add_rms_norm_linear", (33, 128), "bfloat16", "small-h200", (300,), remat=True),

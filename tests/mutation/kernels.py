@@ -5,6 +5,8 @@ from targets import (
     ACCESS,
     ACCURACY,
     BACKWARD,
+    BESIDE,
+    BESIDE_TILES,
     CHUNKS,
     CHUNKS_ADD,
     COMPOSED,
@@ -327,6 +329,39 @@ KERNELS = [
     Mutant(
         "shares of a long row's parts at one place", LONG_ROWS,
         "* H + part * OWN + chunk * BLOCK_H", "* H + chunk * BLOCK_H", LONG_PARTS,
+    ),
+    Mutant(
+        "every chunk of rows side by side the first", LONG_ROWS,
+        "tile_from(chunk * BLOCK_H", "tile_from(chunk * 0", BESIDE,
+    ),
+    Mutant("a chunk's sums in those of all others", LONG_ROWS, "number == chunk", "number != chunk", BESIDE),
+    Mutant(
+        "dscale of a program's last tile of rows side by side", LONG_ROWS,
+        "dscale += tl.where(is_own", "dscale = tl.where(is_own", BESIDE,
+    ),
+    Mutant(
+        "doffset of a program's last tile of rows side by side", LONG_ROWS,
+        "doffset += tl.where(is_own", "doffset = tl.where(is_own", BESIDE,
+    ),
+    Mutant(
+        "shares behind the last column of rows side by side", LONG_ROWS,
+        'column < H, of_all, "doffset"', 'column < CHUNKS * BLOCK_H, of_all, "doffset"', BESIDE,
+    ),
+    Mutant(
+        "rows side by side that no cache holds", NORM_TILES, "if again > 200_000", "if again > 210_000",
+        (f"{BESIDE_TILES}[3136-64-2-2-None-None]",),
+    ),
+    Mutant(
+        "two programs of rows that L1 has no room for", NORM_TILES, "1 if again > 100_000 else 2", "2",
+        (f"{BESIDE_TILES}[3072-64-2-2-16-1]",),
+    ),
+    Mutant(
+        "less than a sector side by side", NORM_TILES, "rows * itemsize > 32", "rows * itemsize > 16",
+        (f"{BESIDE_TILES}[3072-64-2-2-16-1]",),
+    ),
+    Mutant(
+        "neighbours that are not there in the caches", NORM_TILES, "min(rows, inner) * of_row", "rows * of_row",
+        (f"{BESIDE_TILES}[16384-3-2-2-4-1]",),
     ),
     Mutant(
         "stages of a gated sum that shared memory has no room for", NORM_TILES,

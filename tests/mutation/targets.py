@@ -111,6 +111,9 @@ TWO_DTYPES = (
 )
 # Rows of several chunks in one backward kernel, two of them one program's.
 LONG = (f"{EXECUTED}test_gated.py::test_sizes[rms_norm_gated,norm_before_gate=False-5x16384-bfloat16-small-a100]",)
+# Rows side by side, longer than a tile: runs of two tiles, which programs have two of; sizes alone.
+BESIDE = (f"{EXECUTED}test_norms.py::test_rows_side_by_side[layer_norm-5x384x49-bfloat16-small-a100-axis=1]",)
+BESIDE_TILES = "tests/triton/test_launch.py::test_rows_side_by_side_are_as_long_as_caches_hold"
 # Rows that two programs share, the second of which has a chunk less.
 LONG_PARTS = (f"{EXECUTED}test_norms.py::test_sizes[layer_norm-5x20488-bfloat16-h200]",)
 SEVERAL_TILES = (f"{EXECUTED}test_norms.py::test_sizes[add_layer_norm-29x1000-float32-small-l4]",)

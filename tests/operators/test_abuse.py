@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import functools
 import gc
 import pathlib
 import sys
@@ -53,6 +54,7 @@ OUTPUTS = {
     "backward.row_sums_kernel": ("c1", "c2"),
     "backward.backward_kernel": ("dx", "dscale", "doffset", "shares", "y"),
     "long_rows.long_rows_kernel": ("dx", "shares"),
+    "long_rows.side_by_side_kernel": ("dx", "shares"),
     "backward.reduce_kernel": ("dscale", "doffset"),
     "with_linear.forward_kernel": ("y", "mean", "rstd"),
     "with_linear_backward.row_sums_kernel": ("c1", "c2", "dbias"),
@@ -91,13 +93,15 @@ def test_every_output_of_every_kernel_is_guarded_and_written(monkeypatch):
 
     monkeypatch.setattr(interpreter, "run", checked)
     # A Linear of few features is fused, of many composed; wide rows in float64 need the pass for their sums, and in 16
-    # bits those of an RMSNorm do not.
+    # bits those of an RMSNorm do not, nor rows side by side.
     cases = [("add_layer_norm", 40, 100, 0, "float32"), ("layer_norm", 2, 9000, 0, "float64")]
     cases += [("rms_norm", 5, 17000, 0, "bfloat16")]
     cases += [("layer_norm_linear", 70, 100, n, "bfloat16") for n in (20, 300)]
     for name, rows, width, features, dtype in cases:
         operator, operands = problem(name, rows, width, features, dtype)
         jax.block_until_ready(gradients(operator, "triton")(*operands))
+    operands = workbench.arguments(OPERATORS["layer_norm"], (600, 40), "bfloat16", axis=0)
+    jax.block_until_ready(gradients(functools.partial(OPERATORS["layer_norm"], axis=0), "triton")(*operands))
     assert seen == {key: set(names) for key, names in OUTPUTS.items()}
 
 

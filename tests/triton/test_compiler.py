@@ -49,6 +49,7 @@ WIDTHS = [n for k in range(17) for n in (2**k - 1, 2**k) if n > 0] + [24, 7168, 
 WIDTHS += sorted({w.width for w in WORKLOADS.values()} - set(WIDTHS))
 # Rows that lie side by side: a few, whose starts are not aligned, and many.
 STRIDED = [(h, inner) for h in (8, 100, 128, 256, 384, 1024) for inner in (7, 147456)]
+STRIDED += [(768, 196), (1536, 144), (3000, 64)]
 LAYOUTS = [(h, 1) for h in WIDTHS] + STRIDED
 
 

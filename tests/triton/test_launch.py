@@ -179,9 +179,28 @@ def test_the_widest_row_on_both_sides_of_a_float32_stream(centred, gated, widest
 )
 def test_the_longest_rows_that_two_programs_share(sums, itemsize, longest):
     """Sums over half of a row are at most half of a core's registers; longer rows take a pass of row sums."""
-    found = [tiles.long_rows(h, 1, itemsize, False, sums, 2, CHIPS["h200"]) for h in (longest, longest + 8)]
+    found = [tiles.long_rows(h, itemsize, False, sums, 2, CHIPS["h200"]) for h in (longest, longest + 8)]
     assert found[0] is not None and found[0][1] == 2 and found[1] is None
-    rows = {"float64": (longest, 1, 8, False), "side by side": (longest, 64, 2, False), "mixed": (longest, 1, 2, True)}
-    assert {name: tiles.long_rows(*sizes, sums, 2, CHIPS["h200"]) for name, sizes in rows.items()} == dict.fromkeys(
-        rows
-    )
+    assert tiles.long_rows(longest, 8, False, sums, 2, CHIPS["h200"]) is None
+    assert tiles.long_rows(longest, 2, True, sums, 2, CHIPS["h200"]) is None
+
+
+@pytest.mark.parametrize(
+    ("h", "inner", "itemsize", "read", "rows", "programs"),
+    [
+        (384, 576, 2, 2, 32, 2),  # 64 bytes side by side
+        (384, 144, 4, 2, 16, 2),
+        (768, 49, 2, 2, 32, 2),
+        (768, 576, 2, 3, 16, 2),  # with z
+        (1536, 144, 2, 2, 16, 2),  # 32 bytes
+        (3072, 64, 2, 2, 16, 1),
+        (3136, 64, 2, 2, None, None),  # 201 KB
+        (16384, 3, 2, 2, 4, 1),  # 197 KB of the three rows that are there
+        (17000, 3, 2, 2, None, None),
+        (600, 64, 8, 2, None, None),
+    ],
+)
+def test_rows_side_by_side_are_as_long_as_caches_hold(h, inner, itemsize, read, rows, programs):
+    tile = tiles.side_by_side(h, inner, itemsize, read, CHIPS["h200"])
+    assert (tile and (tile.rows, tile.programs_per_core)) == (rows and (rows, programs))
+    assert tiles.side_by_side(h, inner, itemsize, read, CHIPS["mi300x"]) is None

@@ -38,11 +38,12 @@ def row_sums(
     dy_ptr, total_ptr, x_z_ptr, z_ptr, base, scale_ptr, start, valid, mean, rstd,
     H: tl.constexpr, INNER: tl.constexpr, VECTOR: tl.constexpr, NORM: tl.constexpr,
     COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr = None,
+    UNROLL: tl.constexpr = None,
 ):  # fmt: skip
-    """The row sums c1 and c2 of rows wider than BLOCK_H."""
+    """The row sums c1 and c2 of rows wider than BLOCK_H, STAGES chunks read ahead, or UNROLL at a time."""
     c1 = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
     c2 = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
-    for first in tl.range(0, H, BLOCK_H, num_stages=STAGES):
+    for first in tl.range(0, H, BLOCK_H, num_stages=STAGES, loop_unroll_factor=UNROLL):
         column, exists, at, mask = tile_from(first, start, valid, H, INNER, VECTOR, BLOCK_H)
         scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
         x = tl.load(total_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
