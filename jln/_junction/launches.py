@@ -241,11 +241,10 @@ def _backward_plan(
     if plan.is_by_rule and plan.sums is not None and pulls and of_norm:
         (h, inner, itemsize, mixed), read = sizes, 2 + sum(a is not None for a in (operands.z, operands.x_z))
         if inner > 1:
-            beside = tiles.side_by_side(h, inner, itemsize, read, target.chip)
-            long = beside and (beside, 1)
+            tile, parts = tiles.side_by_side(h, inner, itemsize, mixed, read, target.chip), 1
         else:
-            long = tiles.long_rows(h, itemsize, mixed, len(sums), read, target.chip)
-        return plan if long is None else tiles.BackwardPlan(long[0], None, parts=long[1])
+            tile, parts = tiles.long_rows(h, itemsize, mixed, len(sums), read, target.chip) or (None, 0)
+        return plan if tile is None else tiles.BackwardPlan(tile, None, parts=parts)
     return plan
 
 

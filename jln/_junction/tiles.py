@@ -184,7 +184,7 @@ def long_rows(h: int, itemsize: int, mixed: bool, sums: int, read: int, chip: Ch
     return Tile(1, chunk, 16, 1 + ahead), parts
 
 
-def side_by_side(h: int, inner: int, itemsize: int, read: int, chip: Chip) -> Tile | None:
+def side_by_side(h: int, inner: int, itemsize: int, mixed: bool, read: int, chip: Chip) -> Tile | None:
     """The tile of `side_by_side_kernel`: a chunk of whole rows, which lie `inner` side by side.
 
     None where caches cannot hold the rows, and in float64, which spills beside a gate. read: how many arrays of rows
@@ -197,7 +197,7 @@ def side_by_side(h: int, inner: int, itemsize: int, read: int, chip: Chip) -> Ti
     What it is worth, for 32 rows of 768 in bfloat16, by the bandwidths of `long_rows`: 98 KB are read and 49 written
     once, which takes all SMs 31 ns; with a pass of row sums in front 51. Here the 98 come again from L1, or, if none of
     it is there, from L2, 45 ns. A LayerNorm's instructions take 26 ns. Both programs have three chunks in flight, 49 KB
-    an SM; with four ptxas keeps fewer numbers in registers, and spills 8 bytes at 384 columns.
+    an SM; with four 384 columns spill 8 bytes, and with three of several dtypes 3000 columns 40 on a B200.
     """
     if itemsize > 4 or chip.is_amd:
         return None
@@ -210,7 +210,7 @@ def side_by_side(h: int, inner: int, itemsize: int, read: int, chip: Chip) -> Ti
         return None
     programs = 1 if again > 100_000 else 2
     warps = 16 // programs
-    return Tile(rows, max(1, warps * 32 * 16 // itemsize // rows), warps, 3, programs)
+    return Tile(rows, max(1, warps * 32 * 16 // itemsize // rows), warps, 2 if mixed else 3, programs)
 
 
 def busy_programs(tile: Tile, itemsize: int, chip: Chip) -> int:

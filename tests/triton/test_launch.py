@@ -201,6 +201,6 @@ def test_the_longest_rows_that_two_programs_share(sums, itemsize, longest):
     ],
 )
 def test_rows_side_by_side_are_as_long_as_caches_hold(h, inner, itemsize, read, rows, programs):
-    tile = tiles.side_by_side(h, inner, itemsize, read, CHIPS["h200"])
+    tile = tiles.side_by_side(h, inner, itemsize, False, read, CHIPS["h200"])
     assert (tile and (tile.rows, tile.programs_per_core)) == (rows and (rows, programs))
-    assert tiles.side_by_side(h, inner, itemsize, read, CHIPS["mi300x"]) is None
+    assert tiles.side_by_side(h, inner, itemsize, False, read, CHIPS["mi300x"]) is None
