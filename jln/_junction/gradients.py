@@ -51,14 +51,18 @@ def backward(
 
     operands: dy, dtotal and what was saved; mean and rstd may be None, to be computed here. (5) reads dy alone.
     sums_of_g: take a row's sums of g and g * (x - mean), as autodiff does, and divide the sums.
+
+    A cotangent of total that several gradients are made of goes through memory on a GPU: XLA would make it again for
+    some of them, and write it wider for others.
     """
+    sum_fence = no_fence if sums_of_g else lax.optimization_barrier  # as of the forward rules
+    written = sum_fence if fence is no_fence else no_fence
     if norm.remat:
-        sum_fence = no_fence if sums_of_g else lax.optimization_barrier  # as of the forward rules
         again = functools.partial(forward, fence=fence, sum_fence=sum_fence, h_axes=h_axes)
         operands, norm = made_again(operands, norm, dtypes, batch_dims, again)
     if norm.both_sides:
         one = functools.partial(backward, fence=fence, sums_of_g=sums_of_g, h_axes=h_axes)
-        return backward_of_two(operands, norm, dtypes, batch_dims, one, h_axes)
+        return backward_of_two(operands, norm, dtypes, batch_dims, one, h_axes, written)
     dy, total, scale = operands.dy, operands.total, operands.scale
     mean, rstd = operands.mean, operands.rstd
     batch = common_batch(batch_dims, *operands)
@@ -128,10 +132,13 @@ def backward(
         dy, total, mean, rstd, scale = fence((dy, total, mean, rstd, scale))
         gradients["x_z"] = d() * total.a.astype(dtype) * silu(total.z, dtype)[1]  # (44)
 
-    for name in _OF_SUM:
-        if getattr(dtypes, name) is not None:
-            dy, total, mean, rstd, scale = fence((dy, total, mean, rstd, scale))
-            gradients[name] = _of_sum(name, d(), operands, norm, sum_over_rows, h_axes)
+    of_sum = [name for name in _OF_SUM if getattr(dtypes, name) is not None]
+    d_once = None
+    if len(of_sum) > 1 and written is not no_fence:
+        d_once = written(d().astype(dtype_in_memory(operands.total.dtype))).astype(dtype)
+    for name in of_sum:
+        dy, total, mean, rstd, scale = fence((dy, total, mean, rstd, scale))
+        gradients[name] = _of_sum(name, d() if d_once is None else d_once, operands, norm, sum_over_rows, h_axes)
     if "x" in gradients and isinstance(total, Product):
         gradients["x"] = wide(Product(gradients["x"], total.z))  # (44)
     return in_dtypes(Arrays(**gradients), dtypes, batch)
@@ -151,7 +158,8 @@ def of_copies(operands: Arrays, norm: Norm, dtypes: Arrays) -> tuple[Arrays, Arr
     Returns the operands of the norm without parameters, for the other gradients that are wanted, and these two.
     """
     dy = wide(operands.dy)
-    rows = [i for i in range(norm.copies, dy.ndim) if i != dy.ndim + norm.axis]
+    own = {*range(norm.copies), *norm.axes_of_examples(dy.ndim, norm.copies), dy.ndim + norm.axis}
+    rows = [i for i in range(dy.ndim) if i not in own]
     gradients: dict[str, Array] = {}
     if dtypes.offset is not None:
         gradients["offset"] = jnp.sum(dy, rows, keepdims=True)  # (5)
@@ -230,13 +238,18 @@ def backward_of_two(
     batch_dims: int,
     backward: Callable[..., Arrays],
     h_axes: MeshAxes = (),
+    written: Callable = no_fence,
 ) -> Arrays:
-    """Terms (34) to (36), and what is of the total's norm, by one or two calls of `backward`, a norm's."""
+    """Terms (34) to (36), and what is of the total's norm, by one or two calls of `backward`, a norm's.
+
+    written: the fence behind a cotangent of total that goes through memory.
+    """
     of_total = dtypes.only(("scale", "offset", "y"))
     pulls = any(d is not None for d in dtypes._replace(**dict.fromkeys(of_total.present())))
     wanted = of_total._replace(x=operands.total.dtype.name if pulls else None)
     behind = operands.only(("dy", "dtotal", "total", "scale", "offset", "mean", "rstd"))
     pulled = backward(behind, dataclasses.replace(norm, both_sides=False), wanted, batch_dims)  # (34)
+    pulled = pulled._replace(x=written(pulled.x))
     gradients = of_branch_alone(pulled.x, operands, norm, dtypes, batch_dims, backward, h_axes)
     gradients = gradients._replace(residual=pulled.x, **pulled.only(("scale", "offset", "y")).present())
     return in_dtypes(gradients, dtypes, common_batch(batch_dims, *operands))

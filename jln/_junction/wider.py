@@ -100,17 +100,17 @@ def _with_rows(junction: Junction, operands: Arrays, axes: Arrays) -> tuple[Junc
             junction = dataclasses.replace(junction, implementation=junction.implementation or _OF_MOVED)
         axis, wider = 0, grown_in_front(norm, names, are_rows, ndim)
     norm, copies = wider
-    if norm.copies and (norm.of_examples or not are_rows):
-        return None
     if norm.offset_rows and axes.offset is not None:
         norm = dataclasses.replace(norm, offset_rows=tuple(sorted((*norm.offset_rows, axis - ndim - 1))))
     x = jnp.moveaxis(operands.x, axes.x, axis)
 
     def placed(name: str) -> Any:
         a, given = getattr(operands, name), getattr(axes, name)
+        in_front = norm.copies if name in ("scale", "offset") else 0
         if given is not None:
-            return jnp.moveaxis(a, given, axis)
-        return written_out(jnp.expand_dims(a, axis - x.ndim), x, [axis] if name in copies else [])
+            return jnp.moveaxis(a, given, in_front + axis)
+        a, like = jnp.expand_dims(a, in_front + axis), jnp.expand_dims(x, range(in_front))
+        return written_out(a, like, [in_front + axis] if name in copies else [])
 
     operands = operands._replace(**{name: placed(name) for name in names})
     y = (axis,) * len(junction.features) if junction.features else axis + norm.copies
@@ -120,7 +120,7 @@ def _with_rows(junction: Junction, operands: Arrays, axes: Arrays) -> tuple[Junc
 def _with_copies(junction: Junction, operands: Arrays, axes: Arrays) -> tuple[Junction, Arrays, Arrays] | None:
     """The call with a scale and an offset for each example of the same rows."""
     norm, present = junction.norm, operands.present()
-    if norm.of_examples or norm.offset_rows or norm.remat or junction.eight_bits or {"x_z", "z", "added"} & {*present}:
+    if norm.offset_rows or norm.remat or junction.eight_bits or {"x_z", "z", "added"} & {*present}:
         return None
     (size,) = {a.shape[getattr(axes, name)] for name, a in present.items() if getattr(axes, name) is not None}
 

@@ -58,6 +58,13 @@ RULES = [
         '"tpu": self._formula}',
         ("tests/operators/test_xla_tpu.py::test_a_program_for_a_tpu_has_these_rules",),
     ),
+    Mutant(
+        "a total's cotangent in memory in float16, XLA",
+        XLA_GRADIENTS,
+        "d_once = written(d().astype(dtype_in_memory(operands.total.dtype)))",
+        "d_once = written(d().astype(operands.total.dtype))",
+        ("tests/operators/test_xla_tpu.py::test_small_cotangents_in_float16",),
+    ),
     # Launchers
     Mutant(
         "the last tile of neighbours forgotten",

@@ -20,6 +20,10 @@ TRANSPOSED = f"{TRANSFORMED}test_what_kernels_would_have_transposed_is_left_to_x
 PARTS = "tests/transformations/test_parts.py::"
 AROUND_ROWS = (f"{PARTS}test_rows_around_a_residual_that_rows_share",)
 COPIES = (f"{PARTS}test_parameters_of_the_same_rows",)
+SAME_EXAMPLES = f"{PARTS}test_parameters_of_the_same_examples[xla-add_layer_norm-"
+COPIES_OF_EXAMPLES, EXAMPLES_OF_COPIES = (
+    (f"{SAME_EXAMPLES}{a} of {b}]",) for a, b in (("copies", "examples"), ("examples", "copies"))
+)
 NESTED = f"{PARTS}test_nested[xla-{{}}-grad-True]"
 
 WIDENED = [
@@ -264,9 +268,30 @@ WIDENED = [
     Mutant(
         "rows of which one is no row",
         XLA_GRADIENTS,
-        "for i in range(norm.copies, dy.ndim) if",
-        "for i in range(norm.copies + 1, dy.ndim) if",
+        "own = {*range(norm.copies), ",
+        "own = {*range(norm.copies + 1), ",
         COPIES,
+    ),
+    Mutant(
+        "examples of copies added up",
+        XLA_GRADIENTS,
+        "*norm.axes_of_examples(dy.ndim, norm.copies), dy",
+        "dy",
+        COPIES_OF_EXAMPLES,
+    ),
+    Mutant(
+        "examples in front of copies",
+        WIDER,
+        'in_front = norm.copies if name in ("scale", "offset") else 0',
+        "in_front = 0",
+        EXAMPLES_OF_COPIES,
+    ),
+    Mutant(
+        "examples of copies of which each operator has its own call",
+        WIDER,
+        "if norm.offset_rows or norm.remat or",
+        "if norm.of_examples or norm.offset_rows or norm.remat or",
+        COPIES_OF_EXAMPLES,
     ),
     Mutant(
         "copies of what is gated, too",

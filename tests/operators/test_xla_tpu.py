@@ -1,6 +1,11 @@
-"""Tests of the rules for a TPU on a CPU, against float64: `benchmarks/tpu.py` compiles them for TPUs not here."""
+"""Tests on a CPU, against float64, of XLA's rules for a TPU and for a GPU.
+
+`benchmarks/tpu.py` compiles them for TPUs that are not here, `tests/program` for GPUs.
+"""
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jln
@@ -12,8 +17,8 @@ OPERATORS = workbench.OPERATORS | workbench.LINEAR_OPERATORS | workbench.GATED |
 ROWS, H, FEATURES = 37, 100, (16, 700)
 
 
-@pytest.fixture
-def as_on_a_tpu(monkeypatch):
+@pytest.fixture(params=["_formula_tpu", "_formula"], ids=["TPU", "GPU"])
+def elsewhere(request, monkeypatch):
     for operation in (
         operations.forward,
         operations.backward,
@@ -21,7 +26,7 @@ def as_on_a_tpu(monkeypatch):
         operations.backward_in_one,
     ):
         assert operation._formula_tpu is not operation._formula
-        monkeypatch.setattr(operation, "_formula_cpu", operation._formula_tpu)
+        monkeypatch.setattr(operation, "_formula_cpu", getattr(operation, request.param))
 
 
 DTYPES = ("float32", "float16", "float64", "bfloat16")
@@ -33,13 +38,29 @@ CASES = [
 ]
 
 
-@pytest.mark.usefixtures("as_on_a_tpu")
+@pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize(("name", "features", "dtype", "mean"), CASES)
 def test_accuracy(name, features, dtype, mean):
     """The rules are as accurate as all implementations must be, for rows whose mean is 1000 times their spread, too."""
     operator = OPERATORS[name]
     operands = workbench.arguments(operator, (ROWS, H), dtype, features=(features,) * bool(features), mean=mean)
     workbench.check(operator, operands, "xla")
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_small_cotangents_in_float16():
+    """A gate's gradient is made of what is less than float16 has, where rows are large."""
+    x, residual = (4096 * workbench.normal(i, (ROWS, H), "float16") for i in range(2))
+    gate, weights = workbench.normal(2, (H,), "float32"), workbench.normal(3, (ROWS, H), "float32")
+
+    def dgate(module, wide=lambda a: a, **how):
+        def f(gate, residual):
+            return jnp.sum(1e-4 * weights * module.add_rms_norm(wide(x), residual, gate=wide(gate), **how)[0])
+
+        return jax.jit(jax.grad(f, (0, 1)))(gate, wide(residual))[0]
+
+    true = dgate(jln.reference, lambda a: a.astype("float64"))
+    np.testing.assert_allclose(dgate(jln, implementation="xla"), true, rtol=0.02, atol=0.01 * np.max(np.abs(true)))
 
 
 def test_a_program_for_a_tpu_has_these_rules():

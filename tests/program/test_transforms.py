@@ -165,11 +165,36 @@ def test_examples_with_parameters_of_their_own_stay_where_they_lie(axis, around)
     assert report.bytes_total <= 1.01 * (of_rows + numbers)
 
 
-# The places of examples in the operands and in the result, the shapes, and the most that is moved beside plain jnp.
+def gated_sum(module, **how):
+    return lambda x, residual, scale, offset, gate: module.add_layer_norm(x, residual, scale, offset, gate=gate, **how)
+
+
+# A function of a module, the places of examples in the operands and in the result, the shapes, and the most that is
+# moved beside plain jnp.
 OF_EXAMPLES = {
-    "in the middle": (jln.rms_norm, (2, 0), 2, ((8, 2048, 32, 128), (32, 128)), 0.83),
-    "behind H": (jln.rms_norm, (3, 0), 3, ((8, 2048, 128, 32), (32, 128)), 1.17),
-    "a residual for all": (jln.add_rms_norm, (2, None, None), 2, ((8, 2048, 32, 128), (8, 2048, 128), (128,)), 1.0),
+    "in the middle": (lambda m: m.rms_norm, (2, 0), 2, ((8, 2048, 32, 128), (32, 128)), 0.83),
+    "behind H": (lambda m: m.rms_norm, (3, 0), 3, ((8, 2048, 128, 32), (32, 128)), 1.17),
+    "a residual for all": (
+        lambda m: m.add_rms_norm,
+        (2, None, None),
+        2,
+        ((8, 2048, 32, 128), (8, 2048, 128), (128,)),
+        1.0,
+    ),
+    "a gated branch for all": (
+        gated_sum,
+        (None, 2, 0, 0, 0),
+        2,
+        ((8, 2048, 128), (8, 2048, 32, 128), *[(32, 128)] * 3),
+        1.001,
+    ),
+    "a gated branch for all, behind H": (
+        gated_sum,
+        (None, 3, 0, 0, 0),
+        3,
+        ((8, 2048, 128), (8, 2048, 128, 32), *[(32, 128)] * 3),
+        0.94,
+    ),
 }
 
 
@@ -188,9 +213,28 @@ def test_vmap_of_norms_beside_plain_jnp(f, axes, out, shapes, most, around):
         step = jax.vmap(with_gradients(f), (out, *axes), (out, tuple(a or 0 for a in axes)))
         return program.compile_for(step, jax.eval_shape(mapped, *operands), *operands)
 
-    own, plain = report(f), report(getattr(jln.reference, f.__name__))
+    own, plain = report(f(jln)), report(f(jln.reference))
     tell(own, plain)
     assert own.bytes_total <= most * plain.bytes_total and own.temp_bytes <= 1.01 * plain.temp_bytes
+
+
+def both_sides(module, **how):
+    return lambda *a: module.rms_norm_add_rms_norm(*a, **how)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("f", "columns"), [(gated_sum, 3), (both_sides, 2)], ids=["gate", "both sides"])
+def test_sums_by_xla_beside_plain_jnp(f, columns, dtype):
+    """The total's cotangent, of which several gradients are made, is in memory once, and no wider than total.
+
+    Plain jnp makes rstd with the sums of the backward pass in one read, which in a model are apart.
+    """
+    x, column = struct(8192, 4096, dtype=dtype), struct(4096, dtype=dtype)
+    operands = x, x, *[column] * columns
+    own, plain = (both_ways(g, *operands) for g in (f(jln, implementation="xla"), f(jln.reference)))
+    tell(own, plain)
+    once_more = x.size * x.dtype.itemsize
+    assert own.bytes_total <= plain.bytes_total + 1.02 * once_more and own.temp_bytes <= 1.02 * plain.temp_bytes
 
 
 @pytest.mark.parametrize("n", [64, 4096], ids=["few", "many"])
@@ -262,6 +306,7 @@ MIXED = {
         0.8,
     ),
     "one expert each": (((0, None, 0, None),), ((8, M, H), (H,), (8, H, 512), (512,)), 0.79),
+    "experts of members": (((0, 0, 0, None), (None, 0, 0, None)), ((8, M, H), (4, 8, H), (4, 8, H, 512), (512,)), 0.89),
     "members": (((None, 0, 0, None),), ((M, H), (8, H), (8, H, 512), (512,)), 0.92),
     "biases": (((None, None, None, 0),), ((M, H), (H,), (H, N), (8, N)), 0.87),
     "biases of rows": (((0, None, None, 0),), ((8, M, H), (H,), (H, 512), (8, 512)), 0.74),

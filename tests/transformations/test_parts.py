@@ -54,6 +54,40 @@ def test_parameters_of_the_same_rows(name, axes, implementation):
         compared(name, axes, implementation)
 
 
+# From the innermost vmap on, the places of examples in all arrays of rows, in the columns behind the norm, and in all
+# other columns.
+COPIES_AND_EXAMPLES = {
+    "copies of examples": ((1, 0, None), (None, 1, None)),
+    "examples of copies": ((None, 0, None), (2, 1, 0)),
+    "examples of copies that share columns": ((None, 1, None), (0, None, 0)),
+    "copies, examples, copies, rows": ((None, 0, None), (1, 2, None), (None, 1, None), (0, None, None)),
+}
+
+
+@pytest.mark.parametrize("vmaps", COPIES_AND_EXAMPLES.values(), ids=COPIES_AND_EXAMPLES)
+@pytest.mark.parametrize("name", ["layer_norm", "add_layer_norm", "layer_norm_add_layer_norm"])
+def test_parameters_of_the_same_examples(name, vmaps, implementation):
+    """Examples of a norm may share their rows with others, in any order of the vmaps, and are one call all the same."""
+    kinds = [0 if n in OF_ROWS else 1 if n in PARAMETERS else 2 for n in operands(name)]
+    arrays = [*operands(name).values()]
+    for size, places in zip((2, 3, 4, 5), vmaps, strict=False):
+        for i, kind in enumerate(kinds):
+            if places[kind] is not None:
+                shape = [*arrays[i].shape]
+                shape.insert(places[kind], size)
+                arrays[i] = workbench.normal(i, tuple(shape), "float64")
+
+    def step(module, **how):
+        f = FORMS[name].in_order(getattr(module, name), tuple(operands(name)), **how)
+        for out, places in enumerate(vmaps):
+            f = jax.vmap(f, tuple(places[kind] for kind in kinds), out)
+        return jax.value_and_grad(loss(f), range(len(arrays)))
+
+    got, true = (jax.jit(f)(*arrays) for f in (step(jln, implementation=implementation), step(jln.reference)))
+    chex.assert_trees_all_close(got, true, **CLOSE)
+    assert {*calls(step(jln, implementation=implementation), *arrays)} == {0}
+
+
 def experts(module, axes, out_axes, **options):
     """A Linear under vmaps, from the innermost, with the places of x, scale, kernel and bias in each."""
 
