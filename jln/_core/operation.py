@@ -69,6 +69,8 @@ class Operation(Generic[Operands, Results]):
       of. For an operation of which not all results may be wanted: the others are not read.
     in_place: `in_place(operands, axes, settings, dtypes, batch_dims)` -> the `Place` of one more axis of vmap, None
       where it has to be in front. axes: where it is in each operand, None in one that is shared.
+    before_spread: from the operands to those of the same operation in a program that JAX spreads over devices: one sum
+      in place of products, of which devices may have shares, so that these are added up once.
     """
 
     def __init__(
@@ -83,11 +85,12 @@ class Operation(Generic[Operands, Results]):
         shapes: Callable[..., Results] | None = None,
         reads: Callable[[Any, Results], Container[str]] | None = None,
         in_place: Callable[..., Place | None] | None = None,
+        before_spread: Callable[[Operands], Operands] | None = None,
     ):
         self._formula, self._formula_cpu = formula, right_on_cpu(formula_cpu or formula)
         self._formula_tpu = formula_tpu or formula
         self._kernels, self._layout, self._shapes, self._reads = kernels, layout, shapes, reads
-        self._in_place = in_place
+        self._in_place, self._before_spread = in_place, before_spread
         self._primitive = primitive = Primitive(name)
         primitive.multiple_results = True
         primitive.def_impl(self._evaluate)
@@ -217,6 +220,11 @@ class Operation(Generic[Operands, Results]):
             if implementation == "triton":
                 raise ValueError(f"implementation='triton' cannot run {reason}")
             implementation = "xla"
+        if spread is not None and self._before_spread is not None:
+            shapes = tree.unflatten([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ctx.avals_in])
+            if jax.tree.structure(jax.eval_shape(self._before_spread, shapes)) != tree:
+                again = self._with_operands(self._before_spread, tree, request, implementation)
+                return mlir.lower_fun(again, multiple_results=True)(ctx, *operands)
         add = None if spread is None else functools.partial(_add_host_callback, ctx.module_context)
         compute = self._chosen(platform, implementation, add)
         function = _of_leaves(compute, tree, request)
@@ -232,6 +240,15 @@ class Operation(Generic[Operands, Results]):
                 exact = dataclasses.replace(request, dtypes=layout.widened(request.dtypes))
                 function = partitioned_in_shares(function, layout, _of_leaves(compute, tree, exact), spread)
         return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
+
+    def _with_operands(self, changed, tree, request, implementation) -> Callable[..., Any]:
+        """The operation of operands that are `changed` first."""
+
+        def call(*operands):
+            given = changed(tree.unflatten(operands))
+            return jax.tree.leaves(self(given, *request.arguments(), implementation=implementation))
+
+        return call
 
     def _spread(
         self, compute, of_split_rows, layout: Layout, tree, request, context: Context, may_split_h: bool

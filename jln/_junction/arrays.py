@@ -57,9 +57,11 @@ def _operand(shape: Shape, *made_of: str, more: tuple[str, ...] = ()) -> Array:
     return Array(shape, made_of, more, is_operand=True)
 
 
+# The cotangents that come to y, of a norm in front of several products one of each.
+DY = ("dy", "dy2", "dy3")
 # What total is made of, its cotangent, x_hat, and what x_hat is to total in the norm of x.
 _SUM = ("x", "residual", "x_bias", "gate", "row_gate", "x_z", "x_scale")
-_PULLED = ("dy", "dtotal", "total", "scale", "mean", "rstd", "z", "x_z")
+_PULLED = (*DY, "dtotal", "total", "scale", "mean", "rstd", "z", "x_z")
 _X_HAT = ("total", "mean", "rstd", "x_z")
 _U = ("x", "x_mean", "x_rstd")
 _Y = (*_SUM, "scale", "offset", "z", "added")
@@ -71,7 +73,8 @@ class Arrays(NamedTuple):
     A gradient stands under the name of its operand. Without a residual, `total` is x itself. Without a gate and a norm
     of x, one gradient goes to both x and the residual: it is in total's dtype, under the name of x.
 
-    kernel, bias and, with Linears, y and dy are tuples, with one for each Linear.
+    kernel, bias and, with Linears, y and dy are tuples, with one for each Linear. The norm in front of them has no sum
+    of what they pull back, but its summands: dy, dy2 and dy3.
 
     y in eight bits is y / y_scale, whose y_max are the largest |y| of rows, or has a block_scale for every 32 elements.
     It has no cotangent: carrier is zero, and has that of the y that was rounded. y2 and y3 are the same y once more,
@@ -80,12 +83,12 @@ class Arrays(NamedTuple):
 
     x: Annotated[Any, _operand(Shape.ROW, *_PULLED, "gate", "row_gate", more=("x_scale", *_U))] = None
     residual: Annotated[Any, _operand(Shape.ROW, *_PULLED)] = None
-    scale: Annotated[Any, _operand(Shape.COLUMN, "dy", *_X_HAT, "z")] = None
-    offset: Annotated[Any, _operand(Shape.COLUMN, "dy")] = None
+    scale: Annotated[Any, _operand(Shape.COLUMN, *DY, *_X_HAT, "z")] = None
+    offset: Annotated[Any, _operand(Shape.COLUMN, *DY)] = None
     x_bias: Annotated[Any, _operand(Shape.COLUMN, *_PULLED, "gate", "row_gate")] = None
     gate: Annotated[Any, _operand(Shape.COLUMN, *_PULLED, "x", "x_bias", more=("x_scale", *_U))] = None
     row_gate: Annotated[Any, _operand(Shape.NUMBER, *_PULLED, "x", "x_bias", more=("x_scale", *_U))] = None
-    z: Annotated[Any, _operand(Shape.ROW, "dy", *_X_HAT, "scale", "z")] = None
+    z: Annotated[Any, _operand(Shape.ROW, *DY, *_X_HAT, "scale", "z")] = None
     x_z: Annotated[Any, _operand(Shape.ROW, *_PULLED)] = None
     added: Annotated[Any, _operand(Shape.ROW, "dy")] = None
     x_scale: Annotated[Any, _operand(Shape.COLUMN, *_PULLED, "gate", "row_gate", more=_U)] = None
@@ -102,6 +105,8 @@ class Arrays(NamedTuple):
     x_mean: Annotated[Any, Array(Shape.NUMBER, _SUM, is_kept=True)] = None
     x_rstd: Annotated[Any, Array(Shape.NUMBER, _SUM, is_kept=True)] = None
     dy: Annotated[Any, Array(Shape.ROW)] = None
+    dy2: Annotated[Any, Array(Shape.ROW)] = None
+    dy3: Annotated[Any, Array(Shape.ROW)] = None
     dtotal: Annotated[Any, Array(Shape.ROW)] = None
     y_scale: Annotated[Any, Array(Shape.ONE)] = None
     y2_scale: Annotated[Any, Array(Shape.ONE)] = None

@@ -2,13 +2,14 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
 from jln._junction.arrays import (
+    DY,
     TABLE,
     Arrays,
     Norm,
@@ -55,6 +56,7 @@ def backward(
     A cotangent of total that several gradients are made of goes through memory on a GPU: XLA would make it again for
     some of them, and write it wider for others.
     """
+    operands = with_one_dy(operands)
     sum_fence = no_fence if sums_of_g else lax.optimization_barrier  # as of the forward rules
     written = sum_fence if fence is no_fence else no_fence
     if norm.remat:
@@ -142,6 +144,20 @@ def backward(
     if "x" in gradients and isinstance(total, Product):
         gradients["x"] = wide(Product(gradients["x"], total.z))  # (44)
     return in_dtypes(Arrays(**gradients), dtypes, batch)
+
+
+def added_up(cotangents: Sequence[Array]) -> Array:
+    """The sum of what several products pull back.
+
+    The sum so far is on the right: cuBLAS then adds it in its product, which XLA does not ask for on the left.
+    """
+    return functools.reduce(lambda sum, dz: dz + sum, cotangents)
+
+
+def with_one_dy(operands: Arrays) -> Arrays:
+    """The operands with dy, dy2 and dy3 added up."""
+    present = [*operands.only(DY).present().values()]
+    return operands if len(present) < 2 else operands._replace(dy=added_up(present), dy2=None, dy3=None)
 
 
 def dtype_in_memory(dtype: DTypeLike) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jax.typing import DTypeLike
 from jln._junction import tiles
 from jln._junction.arrays import (
     COLUMNS,
+    DY,
     OPERANDS,
     RESULTS,
     SCALE_OF,
@@ -33,7 +35,7 @@ from jln._junction.geometry import (
     shared_operands,
     vector,
 )
-from jln._junction.gradients import backward_of_two, made_again
+from jln._junction.gradients import backward_of_two, made_again, with_one_dy
 from jln._junction.kernels.backward import backward_kernel, reduce_kernel, row_sums_kernel
 from jln._junction.kernels.forward import forward_kernel
 from jln._junction.kernels.long_rows import long_rows_kernel, side_by_side_kernel
@@ -87,13 +89,14 @@ def _composed_in_eight_bits(operands: Arrays, norm: Norm, dtypes: Arrays, batch_
 
 
 def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, target: Target) -> Arrays:
+    if _cublas_alone():
+        operands = with_one_dy(operands)
     if norm.remat and norm.both_sides:
         return backward(*_again(operands, norm, dtypes, batch_dims, target), dtypes, batch_dims, target)
-    dy = operands.dy
     of_pull = dtypes._replace(scale=None, offset=None, z=None, y=None)
     pulls = any(d is not None for d in of_pull)
     if not pulls and dtypes.scale is None and dtypes.z is None:
-        return _without_pullback(operands, norm, dtypes, batch_dims, target)
+        return _without_pullback(with_one_dy(operands), norm, dtypes, batch_dims, target)
     if norm.remat and operands.residual is None:
         operands = operands._replace(total=operands.x, x=None)
     total = total_dtype(operands) if operands.total is None else operands.total.dtype
@@ -101,10 +104,15 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
     sums = tuple(name for name in COLUMNS if getattr(dtypes, name) is not None)
     g = geometry_of(operands, norm, batch_dims, bool(sums))
     results = g.results(dtypes)
-    plan = _backward_plan(operands, results, sums, pulls, g, target)
+    plan_of = functools.partial(_backward_plan, results=results, sums=sums, pulls=pulls, g=g, target=target)
+    plan = plan_of(operands)
     if plan is None:
         one = functools.partial(backward, target=target)
-        return backward_of_two(operands, norm, dtypes, batch_dims, one)
+        return backward_of_two(with_one_dy(operands), norm, dtypes, batch_dims, one)
+    if operands.dy2 is not None and (plan.parts or plan.tile.columns < g.h):  # each would be read twice
+        operands = with_one_dy(operands)
+        plan = plan_of(operands)
+        assert plan is not None
     if norm.remat and not (g.inner == 1 and plan.tile.columns >= g.h):  # no tile has a row's statistics
         operands = operands._replace(x=operands.total if operands.x is None else operands.x)
         return backward(*_again(operands, norm, dtypes, batch_dims, target), dtypes, batch_dims, target)
@@ -131,12 +139,13 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
     programs = max(1, min(programs, g.tiles(tile)))
     y = results.y
     if y is not None:  # as few as keep memory busy, and of these as few as make the same number of trips
-        read = operands.only(("dy", "dtotal", "total", "residual", "x" if norm.remat else "total"))
+        read = operands.only((*DY, "dtotal", "total", "residual", "x" if norm.remat else "total"))
         itemsize = sum(a.dtype.itemsize for a in read.present().values())
         programs = min(programs, tiles.busy_programs(tile, itemsize, chip))
     if y is not None or plan.parts:
         programs = ceil_div(g.tiles(tile), ceil_div(g.tiles(tile), programs))
     # A program that owns whole rows has read its dy before it writes y.
+    dy = operands.dy
     overwrites_dy = y is not None and (y.dtype, y.shape) == (dy.dtype, dy.shape) and chunks == 1
     # One buffer for all shares: XLA finds room for all of it in the memory of dkernel, and would for one only.
     shares = jax.ShapeDtypeStruct((len(sums), g.groups, programs, g.h), compute) if sums and programs > 1 else None
@@ -202,6 +211,18 @@ def sums_of_shares(shares: jax.Array, sums: tuple[str, ...], results: Arrays, ta
     return {name: totals[f"d{name}"] for name in sums}
 
 
+def _cublas_alone() -> bool:
+    """True where XLA_FLAGS leave all products to cuBLAS, which then adds to each the sum of those before it.
+
+    Else XLA makes a kernel of each product first, and one more of their sum. That stays where XLA, as it tries them
+    out, puts cuBLAS in the place of its own kernels.
+    """
+    flags = [flag.partition("=") for flag in os.environ.get("XLA_FLAGS", "").split()]
+    values = {name: value for name, _, value in flags}
+    own = (values.get(f"--xla_gpu_{name}") for name in ("enable_triton_gemm", "triton_gemm_any"))
+    return any(value in ("false", "0") for value in own)
+
+
 def _again(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, target: Target) -> tuple[Arrays, Norm]:
     """Return what `made_again` does, by the forward kernel."""
     return made_again(operands, norm, dtypes, batch_dims, functools.partial(forward, target=target))
@@ -211,7 +232,8 @@ def _backward_plan(
     operands: Arrays, results: Arrays, sums: tuple[str, ...], pulls: bool, g: Geometry, target: Target
 ) -> tiles.BackwardPlan | None:
     """The tiles of the backward pass; None for a norm of x and one of the total, of which one kernel takes one each."""
-    rows = [operands.dy, operands.dtotal, operands.total, operands.x, operands.residual, operands.z, operands.x_z]
+    dy = [*operands.only(DY).present().values()]
+    rows = [*dy, operands.dtotal, operands.total, operands.x, operands.residual, operands.z, operands.x_z]
     rows += [results.y, results.residual, results.z, results.x_z]
     if g.norm.both_sides:
         of_branch = (results.x, results.x_scale, results.gate, results.row_gate)
@@ -227,13 +249,13 @@ def _backward_plan(
     if operands.x_z is not None:
         more += 1  # silu(x_z), and what its gradient is made of, wait for the sums of their row
     sizes = (g.h, g.inner, *element_sizes(*rows))
-    by_tile = operands.only(("dy", "dtotal", "total", "x", "residual", "z", "x_z"))
+    by_tile = operands.only((*DY, "dtotal", "total", "x", "residual", "z", "x_z"))
     of_columns = (operands.offset if results.y is not None else None, operands.x_bias, operands.gate)
     plan = tiles.backward(
         *sizes,
         results.y is not None,
         target,
-        has_dtotal=operands.dtotal is not None,
+        beside=len(dy) - 1 + (operands.dtotal is not None),
         more=more,
         reads=(len(by_tile.present()), sum(a is not None for a in of_columns)),
     )

@@ -63,6 +63,7 @@ backward: Operation[Arrays, Arrays] = Operation(
     shapes=arrays.result_shapes,
     reads=arrays.reads_of_gradients,
     in_place=in_place,
+    before_spread=gradients.with_one_dy,
 )
 forward_in_one: Operation[Arrays, Arrays] = Operation(
     "jln_norm_linear_forward",
@@ -116,6 +117,7 @@ def pulled_by_norm(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int
         return pulled._replace(**beside.present())
     doffset = None
     if norm.offset_rows and dtypes.offset is not None:
+        operands = gradients.with_one_dy(operands)
         doffset = gradients.of_offset_by_row(operands.dy, norm, dtypes.offset, batch_dims)
         dtypes = dtypes._replace(offset=None)
     pulled = Arrays()

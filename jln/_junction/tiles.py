@@ -221,8 +221,8 @@ def busy_programs(tile: Tile, itemsize: int, chip: Chip) -> int:
     return ceil_div(34_000 * chip.cores, max(1, tile.stages - 1) * tile.rows * tile.columns * itemsize)
 
 
-def _beside_dtotal(tile: Tile, itemsize: int) -> Tile:
-    """The plan of a `backward_kernel` that writes y and reads the total's cotangent too.
+def _beside_dy(tile: Tile, itemsize: int) -> Tile:
+    """The plan of a `backward_kernel` that writes y and reads another cotangent beside dy.
 
     Three arrays one tile ahead instead of two arrays two tiles ahead, 48 KB for 64: two ahead would be 131 KB of shared
     memory at 4096 columns, where an L4 has 99. Two programs for a row of 8192 in float32, of which one would spill 32
@@ -321,7 +321,7 @@ def _shared(name: str, tile: Tile, sizes: dict[str, Any]) -> int:
     arrays, numbers = elements * itemsize, numbers * max(4, itemsize)
     taken = (tile.stages - 1) * ((2 if sizes.get("wants_y", True) else 3) * arrays + numbers)
     if sizes.get("wants_y"):
-        taken = max(taken, (_beside_dtotal(tile, itemsize).stages - 1) * (3 * arrays + numbers))
+        taken = max(taken, (_beside_dy(tile, itemsize).stages - 1) * (3 * arrays + numbers))
     return max(taken, arrays)
 
 
@@ -382,13 +382,14 @@ def backward(
     wants_y: bool,
     target: Target,
     *,
-    has_dtotal: bool = False,
+    beside: int = 0,
     more: int = 0,
     reads: tuple[int, int] = (0, 0),
 ) -> BackwardPlan:
     """The plan of the backward pass: as measured where it was and `more` is 0, else by `backward_plan`.
 
-    has_dtotal: whether `backward_kernel` reads the total's cotangent. reads: as of `_with_room`, if there are `more`.
+    beside: how many cotangents `backward_kernel` reads beside dy. reads: as of `_with_room`, where there are `more` or
+      several beside dy.
     """
     plan = backward_plan(h, inner, itemsize, mixed, wants_y=wants_y, more=more)
     sizes = _sizes(h, inner, itemsize, mixed) | {"wants_y": wants_y}
@@ -396,8 +397,8 @@ def backward(
     chosen = rules if more else BACKWARD.tiles(target.trial, rules, target.chip, inner, **sizes)
     tile = chosen["tile"]
     assert tile is not None
-    if wants_y and has_dtotal:
-        tile = _beside_dtotal(tile, itemsize)
-    if more:
+    if wants_y and beside:
+        tile = _beside_dy(tile, itemsize)
+    if more or beside > 1:
         tile = _with_room(tile, itemsize, reads, target.chip)
     return BackwardPlan(tile, chosen["sums"], is_by_rule=chosen == rules)

@@ -125,6 +125,9 @@ COMPOSED_SEVERAL = [
     Case(ADD_RMS, (20, 768), "bfloat16", "small-a100", ((300,), (2, 9)), unbiased=(0,)),
     Case(ADD_LAYER, (20, 100), "float16", "small-b200", ((150,), (150,)), without="b"),
     Case(RMS, (9, 256), "float32", "small-h200", ((130,), (70,)), unbiased=(0,)),
+    Case(ADD_LAYER, (37, 256), "bfloat16", "small-h200", ((130,), (70,), (60,)), without="b", remat=True),
+    Case(RMS, (20, 1000), "bfloat16", "small-l4", ((130,), (70,), (60,), (9,)), without="b"),
+    Case(LAYER, (2, 16400), "bfloat16", "small-h200", ((4,), (8,)), without="b", over="k"),
 ]
 COMPOSED_SOME = {
     Case(LAYER, (37, 128), "bfloat16", "small-h200", (300,), wanted="x"): {"backward"},
@@ -133,6 +136,7 @@ COMPOSED_SOME = {
     Case(ADD_LAYER, (37, 128), "bfloat16", "small-h200", ((150,), (150,)), unbiased=(0,), wanted="k"): {"forward"},
     Case(LAYER, (37, 128), "bfloat16", "small-h200", (300,), wanted="so"): {"backward", "reduce"},
     Case(LAYER, (37, 128), "bfloat16", "small-h200", ((150,), (150,)), wanted="b"): set(),
+    Case(LAYER, (37, 128), "bfloat16", "small-h200", ((150,), (150,), (8,)), wanted="x"): {"backward"},
 }
 # Operators whose parameters are each of vmap's examples' own are composed, whatever their number of features.
 VMAP = [
@@ -186,7 +190,7 @@ def test_composed_behind_a_sum(case):
     assert "parameters" not in launched(check(case))
 
 
-@cases(COMPOSED_SEVERAL, quick=(0, 1, 2))
+@cases(COMPOSED_SEVERAL, quick=(0, 1, 2, 4, 5))
 def test_several_composed(case):
     """Several composed Linears behind one norm launch one forward and one backward kernel, which makes y again."""
     kernels = launched(check(case))

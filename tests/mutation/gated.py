@@ -102,8 +102,8 @@ GATED_NORMS = [
     Mutant(
         "a frozen x's dx written beside dz",
         NORM_LAUNCH,
-        "    plan = _backward_plan(",
-        "    results = g.results(dtypes._replace(x=dtypes.x or dtypes.z))\n    plan = _backward_plan(",
+        "    plan_of = functools",
+        "    results = g.results(dtypes._replace(x=dtypes.x or dtypes.z))\n    plan_of = functools",
         (f"{GATED}test_one_kernel_each_way_and_a_reduction[the norm first-('z',)-[('backward_kernel', 'dz')]]",),
     ),
     Mutant(

@@ -35,6 +35,10 @@ MADE_AGAIN, GATED_AGAIN = (
     )
 )
 
+OF_THREE = (f"{SEVERAL}test_frozen_arguments[triton-features2-float64-False-('x',)]",)
+ADDED_UP = f"{SEVERAL}test_what_products_pull_back_is_added_up"
+BY_CUBLAS = "tests/program/test_layer_norm_linear.py::test_no_pass_adds_up_the_cotangents_of_several_linears"
+
 LINEARS = [
     Mutant(
         "no fences in the backward rule for a CPU", OPERATIONS, "formula_cpu=gradients.backward_cpu",
@@ -117,13 +121,56 @@ LINEARS = [
     ),
     Mutant(
         "the norm's backward not told of the offset", XLA_LINEAR,
-        "_replace(dy=dz, kernel=None, y_scale=None)", "_replace(dy=dz, kernel=None, y_scale=None, offset=None)",
-        XLA_LINEARS,
+        "DY, dz)), kernel=None, y_scale=None)", "DY, dz)), kernel=None, y_scale=None, offset=None)", XLA_LINEARS,
     ),
     Mutant(
-        "dz of one product only", XLA_LINEAR,
+        "dz of one product only", XLA_GRADIENTS,
         "lambda sum, dz: dz + sum", "lambda sum, dz: sum",
         (f"{FUSED}test_several[composed-all]",),
+    ),
+    Mutant(
+        "dz of the second product left out of a kernel", BACKWARD, "dy += tl.load(dy2_ptr", "tl.load(dy2_ptr", OF_THREE,
+    ),
+    Mutant(
+        "dz of the third product left out of a kernel", BACKWARD, "dy += tl.load(dy3_ptr", "tl.load(dy3_ptr", OF_THREE,
+    ),
+    Mutant(
+        "dz of the third product shared where the first is", BACKWARD,
+        """rows_at(dy3_ptr, "dy3",""", """rows_at(dy3_ptr, "dy",""",
+        (f"{SEVERAL}test_transformations[triton-rms_norm_linear-features1-float64-vmap of one cotangent]",),
+    ),
+    Mutant(
+        "dz of the fourth product left out", XLA_LINEAR,
+        "gradients_in_jnp.added_up(dz[first:])]", "dz[first]]", (f"{ADDED_UP}[triton-four]",),
+    ),
+    Mutant(
+        "row sums of the first product alone", NORM_LAUNCH,
+        "if operands.dy2 is not None and (plan.parts or plan.tile.columns < g.h):", "if False:",
+        (f"{ADDED_UP}[triton-a wide row]",),
+    ),
+    Mutant(
+        "the offset's gradient of the first product alone", NORM_LAUNCH,
+        "_without_pullback(with_one_dy(operands),", "_without_pullback(operands,",
+        (f"{SEVERAL}test_parameters_of_examples[triton-of examples-('offset',)]",),
+    ),
+    Mutant(
+        "an offset's gradient by row of the first product alone", OPERATIONS,
+        "operands = gradients.with_one_dy(operands)", "pass",
+        (f"{SEVERAL}test_parameters_of_examples[xla-of places-('offset',)]",),
+    ),
+    Mutant(
+        "one dz for norms on both sides that no kernel takes", NORM_LAUNCH,
+        "backward_of_two(with_one_dy(operands),", "backward_of_two(operands,",
+        (f"{ADDED_UP}[triton-both sides of a wide row]",),
+    ),
+    Mutant(
+        "dz of each product added up over devices", OPERATIONS,
+        "before_spread=gradients.with_one_dy", "before_spread=None",
+        ("tests/program/test_sequence_parallelism.py::test_z_is_gathered_and_dz_scattered_in_16_bits[several]",),
+    ),
+    Mutant(
+        "cuBLAS not left to add up", NORM_LAUNCH, 'value in ("false", "0")', 'value in ("no",)',
+        tuple(f"{BY_CUBLAS}[cuBLAS{pure}]" for pure in ("", ", of pure products")),
     ),
     Mutant(
         "the bias of another product",
@@ -198,7 +245,7 @@ LINEARS = [
         "z made again in the dtype of the first product", XLA_LINEAR,
         "z_dtype = widest([dy[i].dtype.name for i in used if dtypes.kernel[i] is not None])",
         "z_dtype = next((dy[i].dtype.name for i in used if dtypes.kernel[i] is not None), None)",
-        (f"{SEVERAL}test_kernels_of_several_dtypes[xla-300+8-dtypes0]",),
+        (f"{SEVERAL}test_kernels_of_several_dtypes[xla-300+8+2x4-dtypes0]",),
     ),
     Mutant(
         "a 16-bit product's part of H rounded by itself", XLA_LINEAR,

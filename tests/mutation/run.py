@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from mutants import MUTANTS
 from targets import (
     EXECUTED,
+    PROGRAM,
     Mutant,
 )
 
@@ -47,11 +48,12 @@ def copied() -> pathlib.Path:
 def processes(ids: Iterable[str]) -> list[list[str]]:
     """The arguments of pytest, a list for each process.
 
-    The tests that execute compiled kernels have a process of their own: in the others' Triton interprets.
+    The tests that execute compiled kernels, and those of compiled programs, have processes of their own: in the others'
+    Triton interprets.
     """
-    executed = [test for test in ids if test.startswith(EXECUTED)]
-    others = [test for test in ids if not test.startswith(EXECUTED)]
-    return [others] * bool(others) + [[f"--confcutdir={EXECUTED}", *executed]] * bool(executed)
+    alone = {folder: [test for test in ids if test.startswith(folder)] for folder in (EXECUTED, PROGRAM)}
+    others = [test for test in ids if not test.startswith(tuple(alone))]
+    return [others] * bool(others) + [[f"--confcutdir={folder}", *own] for folder, own in alone.items() if own]
 
 
 def tests(tree: pathlib.Path, ids: Iterable[str], timeout: int | None = None) -> tuple[int | None, str]:

@@ -74,6 +74,7 @@ JUNCTION = "tests/operators/test_junction.py::"
 GATED = "tests/operators/test_gated.py::"
 JUNCTION_MESH = "tests/devices/test_junction_mesh.py::"
 EXECUTED = "tests/executed/"
+PROGRAM = "tests/program/"
 CACHED = "tests/triton/test_cache.py::"
 TRUSTED = "tests/triton/test_cache_trust.py::"
 

@@ -83,7 +83,7 @@ def test_a_gradient_reads_what_its_line_says(operand, both_sides):
     """A gradient is not a number where an array of its line is not, and does not see the others."""
     of_row, of_column, of_number = (workbench.normal(i, s, "float32") for i, s in enumerate([(4, 8), (1, 8), (4, 1)]))
     norm = Norm(-1, 1e-6, Switches(subtract_mean=True), both_sides=both_sides)
-    names = ["dy", "dtotal", "total", "mean", "rstd", "scale", "x", "x_bias", "gate", "row_gate"]
+    names = ["dy", "dy2", "dy3", "dtotal", "total", "mean", "rstd", "scale", "x", "x_bias", "gate", "row_gate"]
     names += ["x_scale", "x_mean", "x_rstd"] if both_sides else []
     if operand in ("z", "x_z"):  # of no sum
         names = [*(name for name in names if name != "dtotal"), operand]

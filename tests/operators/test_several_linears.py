@@ -23,9 +23,9 @@ CLOSE = {"rtol": 1e-11, "atol": 1e-11}
 # (A GPU multiplies float32 in TF32, of ten bits.)
 TOLERANCE = 3e-2 if jax.default_backend() == "gpu" else 1e-4
 CLOSE_IN = {"float64": CLOSE, "float32": {"rtol": TOLERANCE, "atol": TOLERANCE}}
-# Three Linears whose features, of one axis and of two, one kernel multiplies. Two where XLA multiplies, as the first
+# Three Linears whose features, of one axis and of two, one kernel multiplies. Three where XLA multiplies, as the first
 # alone is too wide for that kernel. A tuple of one, whose result is a tuple too.
-FEATURES = (((16,), (2, 3), (5,)), ((300,), (8,)), ((7,),))
+FEATURES = (((16,), (2, 3), (5,)), ((300,), (8,), (2, 4)), ((7,),))
 
 
 def ids(features):
@@ -97,6 +97,11 @@ def stacked(a, n=3):
     return jnp.stack([a * (1 + i / 7) for i in range(n)])
 
 
+def of_one_cotangent(results, pullback):
+    first, *others = map(jnp.cos, results)
+    return jax.vmap(lambda last: pullback([first, *others[:1], last, *others[2:]]))(stacked(others[1]))
+
+
 TRANSFORMATIONS = {
     "grad": lambda f, a: jax.grad(loss_by_name(f))(a),
     "forward mode": lambda f, a: jax.jvp(lambda a: f(**a), (a,), (jax.tree.map(jnp.cos, a),)),
@@ -123,6 +128,7 @@ TRANSFORMATIONS = {
     "grad(vmap) of one kernel, forward mode": lambda f, a: jax.grad(
         lambda k, a: jnp.sum(jax.vmap(lambda k: loss_by_name(f)(a | {"kernel": (*a["kernel"][:-1], k)}))(k)), (0, 1)
     )(stacked(a["kernel"][-1]), a),
+    "vmap of one cotangent": lambda f, a: of_one_cotangent(*jax.vjp(lambda a: jax.tree.leaves(f(**a)), a)),
     "checkpoint": lambda f, a: jax.grad(loss_by_name(jax.checkpoint(lambda **a: f(**a))))(a),
     "dots saved": lambda f, a: jax.grad(
         loss_by_name(jax.checkpoint(lambda **a: f(**a), policy=jln.checkpoint_policies.dots_saveable))
@@ -141,7 +147,7 @@ def test_transformations(name, features, dtype, transformation, implementation):
 
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 2), ("total",), (1, "total")], ids=str)
 @pytest.mark.parametrize("forward_mode", [False, True])
-@pytest.mark.parametrize(("features", "dtype"), [(FEATURES[0], "float32"), (((300,), (8,), (2, 4)), "float64")])
+@pytest.mark.parametrize(("features", "dtype"), [(FEATURES[0], "float32"), (FEATURES[1], "float64")])
 def test_results_that_are_not_used(features, dtype, forward_mode, used, implementation):
     """Kernels of unused results have gradients of zero, and do not change the gradients of the others."""
     operands = workbench.named("add_layer_norm_linear", (6, 9), dtype, features=features)
@@ -184,13 +190,45 @@ def test_the_offsets_gradient_alone_is_rounded_once():
     np.testing.assert_allclose(jax.grad(loss)(offset), true, rtol=float(jnp.finfo("float16").eps), atol=1e-4)
 
 
+# More products than a kernel adds up; and rows that fit in no tile, in float64 beyond 2048 elements.
+@pytest.mark.parametrize(
+    ("name", "shape", "features"),
+    [
+        ("add_layer_norm_linear", (6, 9), ((300,), (8,), (2, 4), (5,))),
+        ("add_layer_norm_linear", (3, 2100), ((130,), (140,))),
+        ("rms_norm_add_rms_norm_linear", (3, 2100), ((130,), (140,))),
+    ],
+    ids=["four", "a wide row", "both sides of a wide row"],
+)
+def test_what_products_pull_back_is_added_up(name, shape, features, implementation):
+    operands = workbench.named(name, shape, "float64", features=features)
+    both(TRANSFORMATIONS["grad"], name, implementation, operands, "float64")
+
+
+OWN = {"of examples": (2, 1, 9), "of places": (1, 3, 9)}  # in the norm's kernels; the offset of places is read by row
+
+
+@pytest.mark.parametrize("wanted", [("offset",), ("x", "scale", "offset", "kernel")], ids=str)
+@pytest.mark.parametrize("own", OWN)
+def test_parameters_of_examples(own, wanted, implementation):
+    operands = workbench.named("layer_norm_linear", (2, 3, 9), "float64", features=FEATURES[1])
+    operands["offset"] = workbench.normal(5, OWN[own], "float64")
+    if own == "of examples":
+        operands["scale"] = workbench.normal(6, OWN[own], "float64")
+
+    def transformed(f, operands):
+        return jax.grad(lambda some: loss_by_name(f)(operands | some))({n: operands[n] for n in wanted})
+
+    both(transformed, "layer_norm_linear", implementation, operands, "float64")
+
+
 FROZEN = ("x", "residual", "scale", "offset", "kernel", "bias", "first kernel", "last kernel")
 
 
 @pytest.mark.parametrize("wanted", [(a,) for a in FROZEN] + [("scale", "last kernel"), ("x", "bias")], ids=str)
 @pytest.mark.parametrize(
     ("features", "dtype", "forward_mode"),
-    [(FEATURES[0], "float32", False), (FEATURES[0], "float32", True), (((300,), (8,), (2, 4)), "float64", False)],
+    [(FEATURES[0], "float32", False), (FEATURES[0], "float32", True), (FEATURES[1], "float64", False)],
 )
 def test_frozen_arguments(features, dtype, forward_mode, wanted, implementation):
     operands = workbench.named("add_layer_norm_linear", (6, 9), dtype, features=features)

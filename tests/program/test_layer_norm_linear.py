@@ -169,16 +169,27 @@ def test_few_features_behind_a_gate_and_of_examples(form, megabytes):
     assert report.bytes_total / MB <= megabytes
 
 
-def test_cublas_adds_up_the_cotangents_of_several_linears():
-    """No pass adds up what three products pull back: each product adds what is there. In the other order one did."""
+# How products are multiplied, as a process has it from the start: in Triton kernels of XLA's, or by cuBLAS alone.
+PRODUCTS = {
+    "XLA": ("", {}, 1600, 202),
+    "cuBLAS": ("--xla_gpu_enable_triton_gemm=false", {"xla_gpu_enable_triton_gemm": False}, 1640, 72),
+    "cuBLAS, of pure products": ("--xla_gpu_triton_gemm_any=0", {"xla_gpu_triton_gemm_any": False}, 1640, 72),
+}
+
+
+@pytest.mark.parametrize("by", PRODUCTS)
+def test_no_pass_adds_up_the_cotangents_of_several_linears(by, monkeypatch):
+    """The norm's backward kernel adds up what three products pull back; by cuBLAS each product adds what is there.
+
+    In the other order cuBLAS left a pass. The norm and separate products move 1670 MB, and by cuBLAS 1707.
+    """
+    flags, options, megabytes, temporary = PRODUCTS[by]
+    monkeypatch.setenv("XLA_FLAGS", flags)
     workload = WORKLOADS["llama-4096-q-k-v"]
-    report = program.compile_for(
-        workload.step(workload.function()),
-        *workload.step_arguments(),
-        compiler_options={"xla_gpu_enable_triton_gemm": False},
-    )
+    step, arguments = workload.step(workload.function()), workload.step_arguments()
+    report = program.compile_for(step, *arguments, compiler_options=options)
     assert [k.name for k in report.kernels if not (k.is_triton or k.product)] == []
-    assert report.bytes_total <= 1640 * MB and report.temp_bytes <= 72 * MB
+    assert report.bytes_total <= megabytes * MB and report.temp_bytes <= temporary * MB
 
 
 def test_one_row():
@@ -198,18 +209,19 @@ def test_float32_products_are_xlas():
 
 
 # MB that our operator moves, and the norm with separate products.
-# q, k and v of 4096: 1730 and 1670, and with a residual 1932 and 1871.
-# gate and up: 3123 and 3062, and with a residual 3324 and 3264.
-# q, k and v of 1024, with biases: 1111 and 1086, and with a residual 1212 and 1187.
+# q, k and v of 4096: 1596 and 1670, and with a residual 1797 and 1871.
+# gate and up: 2989 and 3062, and with a residual 3190 and 3264.
+# q, k and v of 1024, with biases: 1044 and 1086, and with a residual 1144 and 1187.
+# q, k and v behind RMSNorms on both sides of a sum: 2088 and 2156; behind LayerNorms: 2599 and 2672.
 # Small heads in one kernel: 316 and 1332. Adapters: 281 and 1245.
 SEVERAL = [name for name, w in WORKLOADS.items() if len(w.all_features) > 1]
 
 
 @pytest.mark.parametrize("name", SEVERAL)
-def test_several_linears_move_hardly_more_than_the_norm_and_separate_products(name):
+def test_several_linears_move_less_than_the_norm_and_separate_products(name):
     workload = WORKLOADS[name]
     ours, apart = (
         program.compile_for(workload.step(PEERS[by].function(workload)), *workload.step_arguments()).bytes_total
         for by in ("jln", "jln-norm")
     )
-    assert ours <= (1.05 if sum(workload.all_features) > 256 else 0.25) * apart
+    assert ours <= (0.98 if sum(workload.all_features) > 256 else 0.25) * apart

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jln._junction.arrays import Arrays, Junction, Norm, Shape, Switches
+from jln._junction.arrays import DY, Arrays, Junction, Norm, Shape, Switches
 from jln._triton.chip import CHIPS as ALL_CHIPS
 from jln._triton.target import Recorder
 
@@ -59,6 +59,13 @@ REMAT_SWITCHES = {
     "everything and a gate of rows again": SUM_SWITCHES["everything and a gate of rows"] | {"remat": True},
     "statistics again": SWITCHES["everything"] | {"adds": False, "remat": True},
 }
+# In front of three Linears, whose backward pass adds up what they pull back, with the norm's result and without.
+SEVERAL_SWITCHES = {
+    "three products": SWITCHES["everything"] | {"products": 3, "y": True},
+    "three products, a sum again": REMAT_SWITCHES["a sum again"] | {"products": 3},
+    "three products of frozen kernels": SWITCHES["everything"] | {"adds": False, "products": 3},
+    "two products": SWITCHES["add_rms_norm"] | {"adds": False, "products": 2, "y": True},
+}
 # Of few features behind a sum, and of examples: many, and few, whose rows several programs share.
 FEW_FEATURES_SWITCHES = SUM_SWITCHES | {
     "examples": SWITCHES["everything"] | {"adds": False, "examples": 400},
@@ -82,6 +89,7 @@ BOTH_SIDES_SWITCHES = {
     "layer norms and a gate": SWITCHES["everything"] | {"gate": True},
     "layer norms and a gate of rows": SWITCHES["everything"] | {"row_gate": True},
     "nothing": SWITCHES["nothing"],
+    "rms norms, three products": SWITCHES["add_rms_norm"] | {"products": 3},
 }
 
 
@@ -118,7 +126,8 @@ def dtypes_of(arrays):
 def launches(h, inner, dtypes, chip, switches, trial=None):
     """The launches of forward and backward at this size, none made.
 
-    With `examples` there are that many groups of rows, each with parameters of its own.
+    With `examples` there are that many groups of rows, each with parameters of its own. With `products` y has as many
+    cotangents, with `y` it is made again.
     """
     from jln._junction import launches as launcher
 
@@ -156,6 +165,8 @@ def launches(h, inner, dtypes, chip, switches, trial=None):
         norm, gradients = dataclasses.replace(norm, remat=True), gradients._replace(y=y)
         summands = {name: a for name, a in parameters.items() if name != "offset" or switches["subtract_mean"]}
         operands = Arrays(dy=y, dtotal=total, x=x, residual=residual, **summands)
+    gradients = gradients._replace(y=y) if switches.get("y") else gradients
+    operands = operands._replace(**dict.fromkeys(DY[: switches.get("products", 1)], y))
     jax.eval_shape(lambda operands: launcher.backward(operands, norm, dtypes_of(gradients), 0, recorder), operands)
     return recorder.launches
 
@@ -185,6 +196,7 @@ def both_sides_launches(h, dtypes, chip, switches, wants_y=False):
     gradients = dtypes_of(operands)._replace(y=x.dtype.name if wants_y else None)
     saved = Arrays(x=x, total=total, dy=x, dtotal=total, **parameters, **statistics)
     saved = saved if wants_y else saved._replace(offset=None)
+    saved = saved._replace(**dict.fromkeys(DY[: switches.get("products", 1)], x))
     jax.eval_shape(lambda saved: launcher.backward(saved, norm, gradients, 0, recorder), saved)
     return recorder.launches
 

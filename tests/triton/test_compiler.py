@@ -26,6 +26,7 @@ from launches import (
     GATED_SWITCHES,
     LINEAR_DTYPES,
     REMAT_SWITCHES,
+    SEVERAL_SWITCHES,
     SUM_SWITCHES,
     SWITCHES,
     both_sides_launches,
@@ -161,6 +162,20 @@ def test_no_spills_of_gated_norms(worker, switches, dtype, layouts):
 def test_no_spills_of_sums_with_a_gate_at_any_size(worker, switches, chip, dtype):
     of = (SUM_SWITCHES | GATED_SWITCHES | REMAT_SWITCHES)[switches]
     made = worker.submit(compile_all, DTYPES[dtype], chip, of, LAYOUTS[::3]).result()
+    assert_fits(made, STACK)
+
+
+@pytest.mark.parametrize(
+    ("switches", "chip", "dtype"),
+    every_pair(
+        itertools.product(SEVERAL_SWITCHES, CHIPS, (*MOST, "bfloat16, float32 stream")),
+        light=[("three products, a sum again", "l4", "float32"), ("three products", "h200", "bfloat16")],
+    ),
+)
+def test_no_spills_in_front_of_several_products(worker, switches, chip, dtype):
+    """Nothing spills where a kernel adds up what products pull back, and it has room for what it fetches ahead."""
+    layouts = [(h, 1) for h in (100, 768, 1024, 2048, 4096, 5120, 8192, 16384)]
+    made = worker.submit(compile_all, DTYPES[dtype], chip, SEVERAL_SWITCHES[switches], layouts).result()
     assert_fits(made, STACK)
 
 

@@ -89,6 +89,8 @@ def _of_norm_alone(
 @triton.jit
 def backward_kernel(
     dy_ptr,  # [G, rows, H]
+    dy2_ptr,  # [G, rows, H]; what is added to dy, where a row fits in BLOCK_H
+    dy3_ptr,  # [G, rows, H]; likewise
     dtotal_ptr,  # [G, rows, H]
     total_ptr,  # [G, rows, H]; where there is none it is made of x, the residual, x_bias and the gates
     x_z_ptr,  # [G, rows, H]
@@ -154,6 +156,8 @@ def backward_kernel(
     programs = tl.maximum(of_all // groups, 1)
     group, program = group_of(tl.program_id(0) // chunks, programs, SHARED)
     dy_ptr = rows_at(dy_ptr, "dy", group, rows, H, INNER, INTERLEAVED, SHARED)
+    dy2_ptr = rows_at(dy2_ptr, "dy2", group, rows, H, INNER, INTERLEAVED, SHARED)
+    dy3_ptr = rows_at(dy3_ptr, "dy3", group, rows, H, INNER, INTERLEAVED, SHARED)
     total_ptr = rows_at(total_ptr, "total", group, rows, H, INNER, INTERLEAVED, SHARED)
     rstd_ptr = numbers_at(rstd_ptr, "rstd", group, rows, INTERLEAVED, SHARED)
     x_z_ptr = rows_at(x_z_ptr, "x_z", group, rows, H, INNER, INTERLEAVED, SHARED)
@@ -227,8 +231,13 @@ def backward_kernel(
             if NORM.subtract_mean:
                 mean = tl.sum(x, axis=1) * (1.0 / H)  # (1)
             rstd = rstd_of(tl.where(exists[None, :], x - mean[:, None], 0.0), H, EPSILON)  # (2)
+        dy = tl.load(dy_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
+        if dy2_ptr is not None:
+            dy += tl.load(dy2_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
+        if dy3_ptr is not None:
+            dy += tl.load(dy3_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
         dy, x_hat, scaled, u, of_dz = load_row_terms(
-            dy_ptr, x, x_z_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, COMPUTE
+            dy, x, x_z_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, COMPUTE
         )
         if dz_ptr is not None:
             dz = of_dz * (x_hat * scale[None, :])  # (43)

@@ -39,8 +39,9 @@ def _of_chunk(
 ):  # fmt: skip
     """Store a chunk's dz, dx_z and dx, and return what dscale and doffset are made of: dy and x_hat."""
     x = tl.load(total_ptr + first + at, mask=mask, other=0.0).to(COMPUTE)
+    dy = tl.load(dy_ptr + first + at, mask=mask, other=0.0).to(COMPUTE)
     dy, x_hat, scaled, u, of_dz = load_row_terms(
-        dy_ptr, x, x_z_ptr, z_ptr, first, at, mask, exists, mean, rstd, scale, COMPUTE
+        dy, x, x_z_ptr, z_ptr, first, at, mask, exists, mean, rstd, scale, COMPUTE
     )
     if dz_ptr is not None:
         dz = of_dz * (x_hat * scale[None, :])  # (43)

@@ -12,14 +12,13 @@ from jln._junction.kernels.terms import load_scale, load_silu
 
 @triton.jit
 def load_row_terms(
-    dy_ptr, x, x_z_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, COMPUTE: tl.constexpr
+    dy, x, x_z_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, COMPUTE: tl.constexpr
 ):  # fmt: skip
     """The terms dy, x_hat and dy * scale of a tile, 0 outside: there -mean * rstd might overflow, and 0 * inf is NaN.
 
     With z or x_z also its silu, and the factor of its gradient in (43) or (44). With z dy is then the cotangent of the
     norm's result.
     """
-    dy = tl.load(dy_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
     u, of_dz = x, x
     if z_ptr is not None:
         u, of_dz = load_silu(z_ptr + base, at, mask, COMPUTE)
@@ -47,8 +46,9 @@ def row_sums(
         column, exists, at, mask = tile_from(first, start, valid, H, INNER, VECTOR, BLOCK_H)
         scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
         x = tl.load(total_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
+        dy = tl.load(dy_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
         _, x_hat, scaled, _, _ = load_row_terms(
-            dy_ptr, x, x_z_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, COMPUTE
+            dy, x, x_z_ptr, z_ptr, base, at, mask, exists, mean, rstd, scale, COMPUTE
         )
         c1 += scaled
         c2 = tl.fma(scaled, x_hat, c2)

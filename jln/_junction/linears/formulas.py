@@ -56,6 +56,7 @@ compute dtype, float32 or for float64 float64. y is rounded once, with one excep
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -66,7 +67,7 @@ from jax import Array, lax
 from jln._core.derivatives import batched_like
 from jln._junction import formulas as norms_in_jnp
 from jln._junction import gradients as gradients_in_jnp
-from jln._junction.arrays import Arrays, Junction
+from jln._junction.arrays import DY, Arrays, Junction
 from jln._junction.linears import eight_bits
 
 
@@ -223,15 +224,15 @@ def backward(
             assert norms.along_rows is not None
             z_eight = eight_bits.z_along_rows(operands, junction, norms.along_rows)
     if needs_dz or z_dtype is not None:
-        dz = None
+        dz = []
         if needs_dz:
-            # The sum so far on the right: cuBLAS then adds it in its product, which XLA does not ask for on the left.
-            each = (_dz(dy[i], kernels[i], axes[i], junction) for i in used)
-            dz = functools.reduce(lambda sum, dz: dz + sum, each)
+            dz = [_dz(dy[i], kernels[i], axes[i], junction) for i in used]
+            first = 0 if gathered else len(DY) - 1  # of those that are added up here
+            dz[first:] = [gradients_in_jnp.added_up(dz[first:])] if dz[first:] else []
             for axis, over in gathered:
-                dz = lax.psum_scatter(dz, over, scatter_dimension=axis, tiled=True)
+                dz = [lax.psum_scatter(dz[0], over, scatter_dimension=axis, tiled=True)]
         pulled = norms.backward(  # (16), (17), and (10) again
-            operands._replace(dy=dz, kernel=None, y_scale=None),
+            operands._replace(**dict(itertools.zip_longest(DY, dz)), kernel=None, y_scale=None),
             norm,
             of_norm._replace(y=z_dtype, offset=of_norm.offset if needs_dz else None),
             batch_dims,
