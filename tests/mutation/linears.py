@@ -125,8 +125,7 @@ LINEARS = [
     ),
     Mutant(
         "dz of one product only", XLA_GRADIENTS,
-        "lambda sum, dz: dz + sum", "lambda sum, dz: sum",
-        (f"{FUSED}test_several[composed-all]",),
+        "lambda sum, dz: dz + sum", "lambda sum, dz: sum", (f"{ADDED_UP}[xla-four]",),
     ),
     Mutant(
         "dz of the second product left out of a kernel", BACKWARD, "dy += tl.load(dy2_ptr", "tl.load(dy2_ptr", OF_THREE,

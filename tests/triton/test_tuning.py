@@ -115,7 +115,7 @@ CHOOSE = ("forward", "forward_tile", "backward", "backward_plan", "reduce_tile")
 @pytest.mark.parametrize("choose", [getattr(norm_tiles, name) for name in CHOOSE], ids=CHOOSE)
 def test_choices_cannot_depend_on_the_number_of_rows(choose):
     """No tile is chosen by the number of rows, on which a row's result would then depend."""
-    of_arrays = {"wants_y", "has_dtotal", "more", "reads"}  # which there are, and how many
+    of_arrays = {"wants_y", "beside", "more", "reads"}  # which there are, and how many
     assert set(inspect.signature(choose).parameters) - of_arrays <= {"h", "inner", "itemsize", "mixed", "target"}
     assert {f.name for f in dataclasses.fields(Target)} == {"chip", "trial"}
     assert len(tuning.CHOICES) == 4 and not any("rows" in choice.fields for choice in tuning.CHOICES.values())
