@@ -205,16 +205,15 @@ def test_what_products_pull_back_is_added_up(name, shape, features, implementati
     both(TRANSFORMATIONS["grad"], name, implementation, operands, "float64")
 
 
-OWN = {"of examples": (2, 1, 9), "of places": (1, 3, 9)}  # in the norm's kernels; the offset of places is read by row
+OWN = {"of examples": (2, 1, 9), "of places": (1, 3, 9)}  # the offset's; beside a scale of examples it is read by row
 
 
 @pytest.mark.parametrize("wanted", [("offset",), ("x", "scale", "offset", "kernel")], ids=str)
 @pytest.mark.parametrize("own", OWN)
 def test_parameters_of_examples(own, wanted, implementation):
     operands = workbench.named("layer_norm_linear", (2, 3, 9), "float64", features=FEATURES[1])
-    operands["offset"] = workbench.normal(5, OWN[own], "float64")
-    if own == "of examples":
-        operands["scale"] = workbench.normal(6, OWN[own], "float64")
+    of_norm = {"offset": workbench.normal(5, OWN[own], "float64"), "scale": workbench.normal(6, (2, 1, 9), "float64")}
+    operands |= of_norm
 
     def transformed(f, operands):
         return jax.grad(lambda some: loss_by_name(f)(operands | some))({n: operands[n] for n in wanted})
