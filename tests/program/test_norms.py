@@ -137,15 +137,17 @@ def test_layer_norms_and_a_gate_between_norms_are_no_pass_of_their_own(name, mos
 
 @pytest.mark.parametrize("name", ["norms-both-sides-qkv", "layer-norms-both-sides-qkv"])
 def test_linears_behind_both_sides_keep_x_and_the_sum(name):
-    """A step moves no more than the norms' operator and the products by themselves do, but for z made again."""
+    """A step moves less than the norms' operator and the products by themselves do, though z is made again.
+
+    The norms' kernel adds up what the products pull back, for which these have a pass more.
+    """
     workload = WORKLOADS[name]
     report = program.compile_for(workload.step(workload.function()), *workload.step_arguments())
     with jax.numpy_rank_promotion("allow"):  # the peer adds a bias as users do
         apart = program.compile_for(workload.step(PEERS["jln-norm"].function(workload)), *workload.step_arguments())
-    z = 2 * ELEMENTS
     assert len(triton_kernels(report)) == len(triton_kernels(apart)) == 3
-    assert report.launches == apart.launches
-    assert report.bytes_total <= apart.bytes_total + 1.02 * z
+    assert report.launches == apart.launches - 1
+    assert report.bytes_total <= 0.98 * apart.bytes_total
 
 
 @pytest.mark.parametrize("operator", ["add_layer_norm", "add_rms_norm"])
