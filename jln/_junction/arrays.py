@@ -61,7 +61,7 @@ def _operand(shape: Shape, *made_of: str, more: tuple[str, ...] = ()) -> Array:
 DY = ("dy", "dy2", "dy3")
 # What total is made of, its cotangent, x_hat, and what x_hat is to total in the norm of x.
 _SUM = ("x", "residual", "x_bias", "gate", "row_gate", "x_z", "x_scale")
-_PULLED = (*DY, "dtotal", "total", "scale", "mean", "rstd", "z", "x_z")
+_PULLED = (*DY, "dtotal", "total", "scale", "mean", "rstd", "z", "x_z", "product")
 _X_HAT = ("total", "mean", "rstd", "x_z")
 _U = ("x", "x_mean", "x_rstd")
 _Y = (*_SUM, "scale", "offset", "z", "added")
@@ -73,8 +73,8 @@ class Arrays(NamedTuple):
     A gradient stands under the name of its operand. Without a residual, `total` is x itself. Without a gate and a norm
     of x, one gradient goes to both x and the residual: it is in total's dtype, under the name of x.
 
-    kernel, bias and, with Linears, y and dy are tuples, with one for each Linear. The norm in front of them has no sum
-    of what they pull back, but its summands: dy, dy2 and dy3.
+    kernel, bias, product and, with Linears, y and dy are tuples, with one for each Linear. The norm in front of them
+    has no sum of what they pull back, but its summands: dy, dy2 and dy3.
 
     y in eight bits is y / y_scale, whose y_max are the largest |y| of rows, or has a block_scale for every 32 elements.
     It has no cotangent: carrier is zero, and has that of the y that was rounded. y2 and y3 are the same y once more,
@@ -104,6 +104,7 @@ class Arrays(NamedTuple):
     rstd: Annotated[Any, Array(Shape.NUMBER, _SUM, is_kept=True)] = None
     x_mean: Annotated[Any, Array(Shape.NUMBER, _SUM, is_kept=True)] = None
     x_rstd: Annotated[Any, Array(Shape.NUMBER, _SUM, is_kept=True)] = None
+    product: Annotated[Any, Array(Shape.PRODUCT, (*_SUM, "scale", "kernel"), is_kept=True)] = None
     dy: Annotated[Any, Array(Shape.ROW)] = None
     dy2: Annotated[Any, Array(Shape.ROW)] = None
     dy3: Annotated[Any, Array(Shape.ROW)] = None
@@ -308,7 +309,8 @@ def statistics_dtypes(operands: Arrays, norm: Norm, names: Iterable[str]) -> Arr
     """The dtypes of those of a row's statistics that are among `names`."""
     dtypes = {}
     for name in KEPT:
-        if name in names and (norm.switches.subtract_mean or "mean" not in name):
+        is_statistic = TABLE[name].shape is Shape.NUMBER
+        if name in names and is_statistic and (norm.switches.subtract_mean or "mean" not in name):
             of = operands.x.dtype if name.startswith("x_") else total_dtype(operands)
             dtypes[name] = jnp.promote_types(of, jnp.float32).name
     return Arrays(**dtypes)
@@ -363,7 +365,7 @@ def layout(
     return Layout.of(operands, of_operands, dtypes, of_results, whole=(Kind.HIDDEN,) * in_eight_bits)
 
 
-_OF_LINEAR = (Shape.KERNEL, Shape.BIAS)
+_OF_LINEAR = (Shape.KERNEL, Shape.BIAS, Shape.PRODUCT)
 
 
 def _rank(operands: Arrays, features: tuple[int, ...] | None) -> int:

@@ -23,6 +23,7 @@ from jln._junction.arrays import KEPT, SCALE_OF, TABLE, Arrays, Junction, Norm, 
 from jln._junction.eight_bits import LARGEST_EXPONENT, largest
 from jln._junction.linears import eight_bits
 from jln._junction.linears import formulas as linears
+from jln._junction.linears.tiles import keeps_product
 from jln._junction.operations import along_rows, backward_in_one, forward, forward_in_one, norms_by, pulled_by_norm
 from jln._junction.parts import in_parts
 from jln._junction.wider import widened
@@ -47,6 +48,8 @@ def _outcome(junction: Junction, operands: Arrays, keeps: set[str]) -> Arrays:
         scale = None if z.y_scale is None else z.y_scale.reshape((1,) * operands.x.ndim)
         return z._replace(y=y, block_scale=None, y_scale=scale)
     dtypes = dtypes._replace(y=products)
+    if "product" in keeps and keeps_product(operands, junction):
+        dtypes = dtypes._replace(product=tuple("float32" for _ in products))
     if not junction.in_one:
         return linears.forward(operands, junction, dtypes, 0, norms=norms_by(junction.implementation))
     results = forward_in_one(operands, junction, dtypes, implementation=junction.implementation)
@@ -170,8 +173,13 @@ def _saving(junction: Junction, operands: Arrays, wanted: Arrays) -> tuple[Array
     there = there._replace(**named_statistics(outcome.only(KEPT).present()))
     if not junction.norm.switches.subtract_mean:
         of_all -= {"mean", "x_mean"}
+    if not keeps_product(operands, junction):
+        of_all -= {"product"}
     # A statistic that nobody reads was not computed: what stands for it is batched as a result is.
-    statistics = dict.fromkeys(of_all.intersection(KEPT), jax.tree.leaves(outcome.y)[0])
+    like = jax.tree.leaves(outcome.y)[0]
+    statistics: dict[str, Any] = dict.fromkeys(of_all.intersection(KEPT), like)
+    if "product" in statistics:
+        statistics["product"] = outcome.y
     unneeded = jax.tree.map(Unneeded, there._replace(**statistics))
     saved = {name: getattr(there if name in reads else unneeded, name) for name in sorted(of_all)}
     return _results(junction, operands, outcome), Arrays(**saved)

@@ -55,13 +55,15 @@ def call(workload: Workload, direction: str, target: Target) -> tuple[Callable[.
         biases = tuple(jax.tree.leaves(shapes.get("bias"))) or (None,) * len(features)
         junction = Junction(norm, features=(1,) * len(features), in_one=True)
         sizes = workload.rows, workload.width, sum(features), dtype.name, target.chip
+        keeps = tiles.keeps_product(Arrays(x=x, kernel=kernels), junction)
+        product = tuple(jax.ShapeDtypeStruct(a.shape, accumulator) for a in y) if keeps else None
         if direction == "forward" and tiles.forward_tile(*sizes) is not None:
-            dtypes = Arrays(y=dtypes_of(y), total=dtypes_of(residual), **kept)
+            dtypes = Arrays(y=dtypes_of(y), total=dtypes_of(residual), product=dtypes_of(product), **kept)
             operands = Arrays(x, residual, scale, offset, kernel=kernels, bias=biases)
             return functools.partial(linear_launcher.forward, junction=junction, dtypes=dtypes, **alone), operands
         if direction == "backward" and tiles.backward_plan(*sizes) is not None:
             dtypes = dtypes_of(Arrays(x, scale=scale, offset=offset, kernel=kernels, bias=biases))
-            operands = Arrays(dy=y, scale=scale, offset=offset, kernel=kernels, **saved)
+            operands = Arrays(dy=y, scale=scale, offset=offset, kernel=kernels, product=product, **saved)
             return functools.partial(linear_launcher.backward, junction=junction, dtypes=dtypes, **alone), operands
     if direction == "forward":
         kept = kept if "backward" in workload.directions else {"mean": None, "rstd": None}

@@ -63,6 +63,19 @@ FUSED_FORMS = [
     Case(GATED_LAYER, (3, 40, 64), "float32", "small-h200", (7,), without="eso", of_examples=True, gate_of_rows=True),
     Case(LAYER, (3, 70, 100), "float16", "l4", (24,), of_examples=True, parameters="float32"),
 ]
+# Features of which there are a sixteenth as many as elements of a row, or fewer, so that the product is kept: 7 of rows
+# that do not start on 16 bytes, 16, 24, 32 of whole chunks and of a ragged one, and 64, the most.
+KEPT = [
+    Case(LAYER, (333, 256), "bfloat16", "small-h200", (16,)),
+    Case(GATED_LAYER, (200, 1024), "bfloat16", "small-h200", (64,)),
+    Case(LAYER, (3, 70, 256), "bfloat16", "small-h200", (16,), of_examples=True),
+    Case(RMS, (100, 512), "float16", "small-a100", (32,)),
+    Case(ADD_LAYER, (70, 130), "bfloat16", "small-b200", (7,)),
+    Case(LAYER, (70, 4, 256), "float16", "small-b200", (16,), of_groups=True, zero_centered_scale=True),
+    Case(LAYER, (70, 384), "float16", "l4", ((16,), (2, 4)), unbiased=(1,)),
+    Case(GATED_LAYER, (3, 70, 528), "bfloat16", "h200", (32,), without="seo", of_examples=True),
+    Case(LAYER, (200, 1024), "bfloat16", "h200", (64,), mean=100.0),
+]
 # Several Linears in one kernel. Together they fill 44 of a tile's 64 columns, all 256, or with 7 and 9 features all 16.
 # Some have no bias, and some have two axes of features.
 FUSED_SEVERAL = [
@@ -167,6 +180,11 @@ def test_fused_behind_a_sum(case):
 @cases(FUSED_FORMS, quick=(0, 1, 2, 3, 5))
 def test_fused_behind_a_gate_and_of_examples(case):
     assert {*launched(check(case))} - {"reduce"} == {"forward", "row_sums", "backward", "parameters"}
+
+
+@cases(KEPT, quick=(0, 1, 2, 3, 4))
+def test_product_that_is_kept(case):
+    assert {*launched(check(case))} - {"reduce"} == {"forward", "row_sums_of_product", "backward", "parameters"}
 
 
 @cases(FUSED_SEVERAL, quick=(0, 1, 2))

@@ -7,7 +7,9 @@ from targets import (
     LINEAR,
     LINEAR_BACKWARD,
     LINEAR_LAUNCH,
+    LINEAR_TILES,
     PLACEMENT,
+    XLA_LINEAR,
     Mutant,
 )
 
@@ -21,6 +23,18 @@ SEVERAL = (f"{OF_EXAMPLES}test_several_programs[by example-by example-40-rows0]"
 IN_TURN = (f"{OF_EXAMPLES}test_several_programs[by example-by example-6-rows1]",)
 ON_A_MESH = (f"{JUNCTION_MESH}test_few_features[layer_norm_linear-no gate-by example-examples]",)
 OF_STAGES = ("tests/devices/test_shard_map.py::test_few_features_of_examples_over_some_axes[kernels]",)
+
+KEEPING = "tests/operators/test_kept_product.py::"
+DIGITS = (f"{KEEPING}test_every_column_of_dx_keeps_its_digits[layer_norm_linear-with_large_columns-bfloat16]",)
+KEPT, KEPT_BY_KERNEL = ((f"{KEEPING}test_what_is_kept[shared-{by}]",) for by in ("xla", "triton"))
+NO_SCALE = (
+    f"{KEEPING}test_values_and_every_gradient[add_layer_norm_linear-by example-shared-(3, 70)-('scale',)-float16]",
+)
+KEPT_OF_EXAMPLES = (
+    f"{KEEPING}test_values_and_every_gradient[add_layer_norm_linear-by example-by example-(3, 70)-()-bfloat16]",
+)
+NO_MEAN = (f"{KEEPING}test_a_rows_dx_has_no_mean[by example]",)
+WHERE_KEPT = (f"{KEEPING}test_where_it_is_kept",)
 
 
 def of_another(name: str, mine: str, test: tuple[str, ...]) -> list[Mutant]:
@@ -92,6 +106,75 @@ FEW_FEATURES = [
     Mutant(
         "a part's c2 behind one example's rows", LINEAR_BACKWARD,
         "c2_ptr + part * all_rows + row, tl.sum", "c2_ptr + part * rows + row, tl.sum", SEVERAL,
+    ),
+    Mutant(
+        "digits that a product's operand loses left out of what is kept", LINEAR,
+        "product = (product + rest) *", "product = product *", DIGITS,
+    ),
+    Mutant(
+        "lost digits not resized when rstd is", LINEAR,
+        "rest *= (unit / before)[:, None]", "rest *= 1.0", KEPT_BY_KERNEL,
+    ),
+    Mutant(
+        "the product kept with the offset, by XLA", XLA_LINEAR,
+        "bias=None, offset=None)\n    z", "bias=None)\n    z", KEPT,
+    ),
+    Mutant(
+        "row sums of the first example's product alone", LINEAR_BACKWARD,
+        "range(program, groups * tiles, programs)", "range(program, tiles, programs)", KEPT_OF_EXAMPLES,
+    ),
+    Mutant(
+        "c1 by the first example's scale", LINEAR_BACKWARD,
+        'columns_at(weight_ptr, "scale", group, SHARES', 'columns_at(weight_ptr, "scale", group * 0, SHARES',
+        NO_MEAN,
+    ),
+    Mutant(
+        "a share of the kernel's columns left out of c1", LINEAR_BACKWARD,
+        "share * N, share < SHARES, 0", "share * N, share < SHARES - 1, 0", NO_MEAN,
+    ),
+    Mutant(
+        "dbias of a program's last tile, beside the product", LINEAR_BACKWARD,
+        "dbias += tl.sum(dy, axis=0)", "dbias = tl.sum(dy, axis=0)",
+        (f"{KEEPING}test_several_programs[shared-3]",),
+    ),
+    Mutant(
+        "c1 without the scale, of the product", LINEAR_LAUNCH,
+        "jnp.pad(s[:, :, None] * kernel", "jnp.pad(jnp.ones_like(s)[:, :, None] * kernel", NO_MEAN,
+    ),
+    Mutant(
+        "no scale taken for one of each example", LINEAR_LAUNCH,
+        "if ready.scale is None and g.groups > 1:", "if False:",
+        NO_SCALE,
+    ),
+    Mutant(
+        "the statistics made again without the product, by a kernel that makes none", LINEAR_LAUNCH,
+        "if keeps:  # by", "if False:  # by", (f"{KEEPING}test_checkpoints[products]",),
+    ),
+    Mutant(
+        "a product taken for wanted where it is not", LINEAR_LAUNCH,
+        "bool(jax.tree.leaves(dtypes.product))", "dtypes.product is not None",
+        (f"{KEEPING}test_a_sum_alone_is_made_again_without_products",),
+    ),
+    Mutant(
+        "a product kept that is half as large as x", LINEAR_TILES, "or 16 * n > h:", "or 4 * n > h:", WHERE_KEPT,
+    ),
+    Mutant(
+        "a product kept of float32 operands", LINEAR_TILES,
+        "jnp.dtype(dtype).itemsize == 2 and forward_tile", "forward_tile", WHERE_KEPT,
+    ),
+    Mutant(
+        "a product that is kept made by a pass of its own for few rows", LINEAR_TILES,
+        "return tile if keeps or fused <= composed", "return tile if fused <= composed", WHERE_KEPT,
+    ),
+    Mutant(
+        "the product held for every gradient", ARRAYS,
+        'scale: Annotated[Any, _operand(Shape.COLUMN, *DY, *_X_HAT, "z")]',
+        'scale: Annotated[Any, _operand(Shape.COLUMN, *DY, *_X_HAT, "z", "product")]',
+        (f"{KEEPING}test_held_for_what_is_made_of_it_alone[triton]",),
+    ),
+    Mutant(
+        "the product held and not read", ARRAYS,
+        '"rstd", "z", "x_z", "product")', '"rstd", "z", "x_z")', KEPT_OF_EXAMPLES,
     ),
     Mutant(
         "dx_bias's shares in the place of dgate's", LINEAR_BACKWARD,

@@ -121,7 +121,8 @@ LINEARS = [
     ),
     Mutant(
         "the norm's backward not told of the offset", XLA_LINEAR,
-        "DY, dz)), kernel=None, y_scale=None)", "DY, dz)), kernel=None, y_scale=None, offset=None)", XLA_LINEARS,
+        "DY, dz)), kernel=None, y_scale=None, product=None)",
+        "DY, dz)), kernel=None, y_scale=None, product=None, offset=None)", XLA_LINEARS,
     ),
     Mutant(
         "dz of one product only", XLA_GRADIENTS,

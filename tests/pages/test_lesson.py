@@ -5,7 +5,7 @@ import re
 import lesson
 
 BLOCKS = re.findall(r"```text\n(\(\d+\).*?)```", lesson.PAGE.read_text(), re.S)
-IN_KERNELS_ALONE = {21, 22}  # other forms of (13)
+IN_KERNELS_ALONE = {21, 22, 38, 39}  # other forms of (13), (7) and (8)
 
 
 def test_the_page_is_what_the_sources_say():

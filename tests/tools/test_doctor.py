@@ -115,7 +115,7 @@ def test_doctor_says_what_runs_on_a_gpu_and_why(monkeypatch):
     assert rows["layer_norm"]["runs"] == "triton"
     assert rows["layer_norm"]["forward"] == ["forward_kernel"]
     assert rows["layer_norm"]["backward"] == ["backward_kernel", "reduce_kernel"]
-    fused = ["row_sums_kernel", "backward_kernel", "parameters_kernel"]
+    fused = ["row_sums_of_product_kernel", "backward_kernel", "parameters_kernel"]
     assert rows["layer_norm_linear, few features"]["backward"] == fused
     assert rows["layer_norm_linear"]["backward"][:2] == ["backward_kernel", "reduce_kernel"]
     monkeypatch.setattr(doctor.target, "missing", lambda platform=None: "jax_triton is not installed")

@@ -227,9 +227,12 @@ FUSED = [
 def linear_launches(rows, h, n, dtypes, chip, switches, trial=None):
     """The launches of LayerNorm+Linear forward and backward at this size, none made; a residual has x's dtype.
 
+    Without parameters nothing is kept, as with `remat`; else what the operator keeps.
+
     With `examples` there are that many groups of rows, each with parameters of the norm and of the sum of its own.
     """
     from jln._junction.linears import launches as launcher
+    from jln._junction.linears.tiles import keeps_product
 
     jax.config.update("jax_enable_x64", True)
     examples = switches.get("examples")
@@ -254,8 +257,11 @@ def linear_launches(rows, h, n, dtypes, chip, switches, trial=None):
     recorder = Recorder(ALL_CHIPS[chip], trial)
     operands = Arrays(x, residual, **parameters, kernel=(kernel,), bias=(bias if everything else None,))
     results = Arrays(y=(dy,), total=residual)
+    product = None
     if everything:
-        results = results._replace(mean=mean, rstd=rstd)
+        if keeps_product(operands, junction):
+            product = (jax.ShapeDtypeStruct(dy.shape, jnp.float32),)
+        results = results._replace(mean=mean, rstd=rstd, product=product)
     jax.eval_shape(lambda operands: launcher.forward(operands, junction, dtypes_of(results), 0, recorder), operands)
     gated = {"gate", "row_gate"} & {*parameters}
     gradients = dtypes_of(operands if gated else operands._replace(residual=None))
@@ -266,6 +272,7 @@ def linear_launches(rows, h, n, dtypes, chip, switches, trial=None):
         total=x,
         mean=mean,
         rstd=rstd,
+        product=product,
         kernel=(kernel,),
         **{name: a for name, a in parameters.items() if gated or name != "x_bias"},
     )

@@ -15,7 +15,7 @@ nobody wants, is None for the compiler.
 import triton
 import triton.language as tl
 
-from jln._junction.kernels.addresses import columns_at, group_and_tile, numbers_at, rows_at, rows_of, tiles_of
+from jln._junction.kernels.addresses import columns_at, group_and_tile, numbers, numbers_at, rows_at, rows_of, tiles_of
 from jln._junction.kernels.terms import gated, load_matrix, load_scale, load_vector, with_bias
 
 
@@ -35,6 +35,7 @@ def forward_kernel(
     total_ptr,  # [M, H]
     mean_ptr,  # [M]
     rstd_ptr,  # [M]
+    product_ptr,  # [M, N]
     H: tl.constexpr,
     N: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -50,7 +51,7 @@ def forward_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Compute y, total, mean and rstd, one tile of a group's rows a program, from one read of x and of the residual.
+    """Compute y, total, mean, rstd and product, one tile of a group's rows a program, from one read of x and residual.
 
     Chunk by chunk, x is normalised by the statistics of what has been seen of its row, this chunk included, and where
     they move the product so far is moved with them: for x_c and kernel_c the columns seen,
@@ -62,6 +63,9 @@ def forward_kernel(
     and more. So the rounding is no worse than that of the normalised row. offset @ kernel stays out of the product, in
     float32, as a large one would take its digits. `unit` is rstd but for its limits, which keep it finite and not zero
     before a chunk of another size; it bounds an operand by sqrt(H) * |scale|, as in the reference.
+
+    The product that is kept has the digits, too, which z loses where it is rounded to 16 bits: they are multiplied by
+    themselves, into `rest`, and added last. So y is the same whether it is kept or not.
 
     BY_REGISTERS: wgmma takes float32 operands along H only, so that a copy of the kernel straight from memory into that
       order is one of 4 bytes at a time, of a sector each. An addition in between, which the compiler cannot leave out
@@ -83,6 +87,8 @@ def forward_kernel(
     squares = tl.zeros([BLOCK_ROWS], COMPUTE)
     unit = tl.full([BLOCK_ROWS], 1.0, COMPUTE)
     product = tl.zeros([BLOCK_ROWS, BLOCK_N], tl.float32)
+    if product_ptr is not None:
+        rest = tl.zeros([BLOCK_ROWS, BLOCK_N], tl.float32)
     weight = tl.zeros([BLOCK_N], COMPUTE)
     constant = load_vector(bias_ptr, feature, feature < N, BLOCK_N, COMPUTE)
     for first in tl.range(0, H, BLOCK_H, num_stages=STAGES):
@@ -116,12 +122,17 @@ def forward_kernel(
         before = unit
         unit = tl.rsqrt(tl.clamp(squares / seen + EPSILON, 1e-30, 1e30))
         product *= (unit / before)[:, None]
+        if product_ptr is not None:  # in front of the first product: else nothing waits for the second in time
+            rest *= (unit / before)[:, None]
         z = x * unit[:, None] * scale[None, :]  # (10), of the columns so far
         operand: tl.constexpr = y_ptr.dtype.element_ty
         kernel = kernel.to(operand)
         if BY_REGISTERS:
             kernel += 0.0
         product = tl.dot(z.to(operand), kernel, product, input_precision=PRECISION)  # (11)
+        if product_ptr is not None:
+            lost = z - z.to(operand).to(COMPUTE)
+            rest = tl.dot(lost.to(operand), kernel, rest, input_precision=PRECISION)
 
     rstd = tl.rsqrt(squares * (1.0 / H) + EPSILON)  # (2)
     y = tl.fma(product, (rstd / unit)[:, None], constant[None, :])  # (11)
@@ -129,6 +140,12 @@ def forward_kernel(
     _, base, start, _ = rows_of(tile, rows, N, 1, INTERLEAVED, None, BLOCK_ROWS)
     y_ptr = rows_at(y_ptr, "y", group, rows, N, 1, INTERLEAVED, SHARED, base)
     tl.store(y_ptr + start[:, None] + feature[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+    if product_ptr is not None:
+        product = (product + rest) * (rstd / unit)[:, None]  # (37)
+        product_ptr = rows_at(product_ptr, "product", group, rows, N, 1, INTERLEAVED, SHARED, base)
+        feature = numbers(BLOCK_N, 4)
+        mask = valid[:, None] & (feature < N)[None, :]
+        tl.store(product_ptr + start[:, None] + feature[None, :], product, mask=mask)
     rstd_ptr = numbers_at(rstd_ptr, "rstd", group, rows, INTERLEAVED, SHARED)
     if rstd_ptr is not None:
         tl.store(rstd_ptr + row, rstd, mask=valid)

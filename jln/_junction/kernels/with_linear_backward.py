@@ -12,6 +12,7 @@ from jln._junction.kernels.addresses import (
     count,
     first_row_of,
     group_of,
+    numbers,
     position,
     rows_of,
     start_of,
@@ -50,8 +51,7 @@ def row_sums_kernel(
 ):
     """Compute one of PARTS shares of c1 and c2 of every `programs`-th tile of rows, and the program's share of dbias.
 
-    They are the direct sums over dz, which never leaves the registers. Sums over dy and y would need y without bias and
-    offset: in the rounded y of a large bias they drown, and another residual [M, N] would have to be kept.
+    They are the direct sums over dz, which never leaves the registers.
     """
     part = tl.program_id(0) % PARTS
     program = tl.program_id(0) // PARTS
@@ -90,6 +90,55 @@ def row_sums_kernel(
     if dbias_ptr is not None:  # noqa: SIM102, as one is known to the compiler
         if part == 0:
             tl.store(dbias_ptr + program * N + feature, dbias, mask=feature < N)
+
+
+# The most shares in which each sum over the columns of the kernel comes.
+WEIGHT_SHARES = tl.constexpr(32)
+
+
+@triton.jit
+def row_sums_of_product_kernel(
+    dy_ptr,  # [M, N]
+    product_ptr,  # [M, N]
+    weight_ptr,  # [G, SHARES, N]; None where no mean is subtracted
+    rows,
+    groups,
+    programs,
+    c1_ptr,  # [1, M]
+    c2_ptr,  # [1, M]
+    dbias_ptr,  # [programs, N]
+    H: tl.constexpr,
+    N: tl.constexpr,
+    SHARES: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    SHARED: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Compute what `row_sums_kernel` does, from the product that was kept: no x is read."""
+    program = tl.program_id(0)
+    feature = numbers(BLOCK_N, 4)
+    dbias = tl.zeros([BLOCK_N], COMPUTE)
+    tiles = tiles_of(rows, INTERLEAVED.run, BLOCK_ROWS)
+    for tile in range(program, groups * tiles, programs):
+        group, tile_of_group = group_of(tile, tiles, SHARED)
+        row, base, start, valid = rows_of(tile_of_group, rows, N, 1, INTERLEAVED, None, BLOCK_ROWS)
+        row += first_row_of(group, rows, INTERLEAVED)
+        base += start_of(group, rows, N, 1, INTERLEAVED)
+        at = start[:, None] + feature[None, :]
+        mask = valid[:, None] & (feature < N)[None, :]
+        dy = tl.load(dy_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)
+        product = tl.load(product_ptr + base + at, mask=mask, other=0.0)
+        if c1_ptr is not None:
+            share = tl.arange(0, WEIGHT_SHARES)
+            weight_of_group = columns_at(weight_ptr, "scale", group, SHARES * N, INTERLEAVED, SHARED)
+            weight = tl.sum(load_matrix(weight_of_group, share * N, share < SHARES, 0, N, BLOCK_N), axis=0)
+            tl.store(c1_ptr + row, tl.sum(dy * weight[None, :], axis=1) * (1.0 / H), mask=valid)  # (38)
+        tl.store(c2_ptr + row, tl.sum(dy * product, axis=1) * (1.0 / H), mask=valid)  # (39)
+        dbias += tl.sum(dy, axis=0)
+    if dbias_ptr is not None:
+        tl.store(dbias_ptr + program * N + feature, dbias, mask=feature < N)
 
 
 @triton.jit

@@ -33,14 +33,22 @@ Other forms of these terms, of which the fused kernels use those with a number. 
 simulating bfloat16 and float16 operands with float32 sums.
 
     (21) G_hn       = sum_m x_hat_mh * dy_mn
-    (22) dkernel_hn = s_h * G_hn + b_h * dbias_n            (13), by (10)
+    (22) dkernel_hn = s_h * G_hn + b_h * dbias_n              (13), by (10)
+    (37) P_mn       = sum_h x_hat_mh * s_h * K_hn             y without its constants
+    (38) c1_m       = (1/H) sum_n dy_mn * sum_h s_h * K_hn    (7), the sums exchanged
+    (39) c2_m       = (1/H) sum_n dy_mn * P_mn                (8), the sums exchanged
 
 - (22) is as good as (13), if G is in float32. It saves nothing here, where z costs what x_hat costs.
 - (15) by the second form reads K and a vector, not dz, and is as good as the direct sum or better.
 - (16) as sum_n K * G is 380 times worse where one column of x is near 1000, as in real transformers: not used.
-- (17) with c1_m = (1/H) sum_n dy_mn * (s^T K)_n is safe if s^T K is in float32, and with c2 from y, as
-  (1/H) sum_n dy_mn * (y - bias - b^T K)_mn, is 81 times worse at a bias of 1000, for what is left of y has lost its
-  digits. Both would save a pass over dz, which XLA's dot writes and dx reads in any case: the direct sums are used.
+- (38) and (39) read no x. They save nothing here, where dx reads the dz that XLA's dot wrote: the direct sums are used.
+  The fused kernels would read x for them alone, and keep P instead, where it is small beside x.
+- (38) is as good as (7), and (39) as (8) if P has all digits of x_hat * s. Where one column of x is near 1000, c2
+  leaves a hundredth of that column's g, and with x_hat * s rounded to bfloat16 in P that column of dx is 5 times as far
+  off as plain jnp's at H = 1024, 24 times at 256: so what the rounding loses is multiplied, too. From y, as
+  (1/H) sum_n dy_mn * (y - bias - b^T K)_mn, c2 is 81 times worse at a bias of 1000, for what is left of y has lost its
+  digits. Of float32 operands, which a tensor core rounds, the direct sums have the roundings that g has, (39) others:
+  that column is 15 times as far off, and 9 times with what was lost. There P is not kept.
 - dz in 16 bits underflows for small dy in float16: it stays in the compute dtype.
 
 Shapes are those of `jln._junction.arrays`. No operand is written out over vmap's axes: einsum drops axes of
@@ -171,7 +179,7 @@ def forward(
     results = norms.forward(  # (10)
         operands._replace(kernel=None, bias=None),
         junction.norm,
-        dtypes._replace(y=widest(dtypes.y)),
+        dtypes._replace(y=widest(dtypes.y), product=None),
         batch_dims,
         **({"h_axes": h_axes} if h_axes else {}),
     )
@@ -181,7 +189,35 @@ def forward(
     for kernel, bias, features, dtype in of_each:
         axes = Axes.of(operands.x.ndim, batch_dims, features)
         y.append(None if dtype is None else affine(z.astype(dtype), kernel, bias, axes, junction.precision, h_axes))
-    return jax.tree.map(lambda a: norms_in_jnp.with_batch(a, batch), results._replace(y=tuple(y)))
+    results = results._replace(y=tuple(y))
+    if jax.tree.leaves(dtypes.product):
+        results = results._replace(product=_kept(operands, junction, dtypes, batch_dims, norms, h_axes, gathered))
+    return jax.tree.map(lambda a: norms_in_jnp.with_batch(a, batch), results)
+
+
+def _kept(
+    operands: Arrays,
+    junction: Junction,
+    dtypes: Arrays,
+    batch_dims: int,
+    norms: Norms,
+    h_axes: norms_in_jnp.MeshAxes,
+    gathered: Gathered,
+) -> tuple[Array | None, ...]:
+    """Term (37) of each product. No rule in jnp reads it: it is dead code wherever XLA sees both passes."""
+    wide = widest(dtypes.product)
+    how = {"h_axes": h_axes} if h_axes else {}
+    of_norm = operands._replace(kernel=None, bias=None, offset=None)
+    z = _all_rows(norms.forward(of_norm, junction.norm, Arrays(y=wide), batch_dims, **how).y, gathered)
+    product: list[Array | None] = []
+    for kernel, features, dtype in zip(operands.kernel, junction.features, dtypes.product, strict=True):
+        axes = Axes.of(operands.x.ndim, batch_dims, features)
+        a = None
+        if dtype is not None:
+            a = _product(z, axes.z, kernel.astype(wide), axes.kernel, axes.y, precision="highest")  # (37)
+            a = lax.psum(a, h_axes) if h_axes else a
+        product.append(a)
+    return tuple(product)
 
 
 def _all_rows(z: Array | None, gathered: Gathered) -> Any:
@@ -232,7 +268,7 @@ def backward(
             for axis, over in gathered:
                 dz = [lax.psum_scatter(dz[0], over, scatter_dimension=axis, tiled=True)]
         pulled = norms.backward(  # (16), (17), and (10) again
-            operands._replace(**dict(itertools.zip_longest(DY, dz)), kernel=None, y_scale=None),
+            operands._replace(**dict(itertools.zip_longest(DY, dz)), kernel=None, y_scale=None, product=None),
             norm,
             of_norm._replace(y=z_dtype, offset=of_norm.offset if needs_dz else None),
             batch_dims,
@@ -313,7 +349,7 @@ def tangent(operands: tuple[Arrays, Arrays], junction: Junction, dtypes: Arrays,
     tangents, saved = operands
     total, norm = saved.total, junction.norm
     batch = norms_in_jnp.common_batch(batch_dims, *jax.tree.leaves(operands))
-    of_norm = tangents._replace(kernel=None, bias=None), saved._replace(kernel=None)
+    of_norm = tangents._replace(kernel=None, bias=None), saved._replace(kernel=None, product=None)
     wanted = dtypes._replace(y=saved.rstd.dtype.name)
     moved = gradients_in_jnp.tangent(of_norm, norm, wanted, batch_dims)
     moves = jax.tree.leaves(of_norm[0])

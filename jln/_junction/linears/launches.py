@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jln._core.operation import only_rows_differ
 from jln._junction import launches as norms
 from jln._junction.arrays import COLUMNS, TABLE, Arrays, Junction, Shape, total_dtype
-from jln._junction.formulas import common_batch, with_batch
+from jln._junction.formulas import common_batch, effective_scale, with_batch
 from jln._junction.geometry import Geometry, geometry_of, pointed, pointed_gradients, shared_operands
 from jln._junction.gradients import made_again
 from jln._junction.kernels import with_linear
@@ -26,7 +26,7 @@ from jln._junction.linears import formulas, tiles
 from jln._junction.wider import grown_in_front
 from jln._triton.launch import launch
 from jln._triton.target import Target
-from jln._triton.tile import Tile, ceil_div
+from jln._triton.tile import Tile, ceil_div, next_power_of_2
 
 
 def forward(
@@ -53,17 +53,21 @@ def forward(
         operands = operands._replace(kernel=of_linears.kernel, bias=of_linears.bias)
         junction, batch_dims = dataclasses.replace(junction, norm=norm), 0
     tile = None
+    wanted, keeps = dtypes, bool(jax.tree.leaves(dtypes.product))
+    if keeps:  # by the kernel that makes y, too
+        dtypes = dtypes._replace(y=tuple(jnp.promote_types(operands.x.dtype, k.dtype).name for k in operands.kernel))
     if not (batch_dims or gathered) and (dtype := formulas.widest(dtypes.y)) is not None:
         n = sum(math.prod(k.shape[1:]) for k, d in zip(operands.kernel, dtypes.y, strict=True) if d is not None)
         g = geometry_of(_of_norm(operands), junction.norm, 0)
         gated = operands.gated or operands.x_bias is not None
-        of_sum = {"adds": operands.residual is not None, "gated": gated}
+        of_sum = {"adds": operands.residual is not None, "gated": gated, "keeps": keeps}
         tile = tiles.forward(g.groups * g.rows, g.h, n, dtype, target, groups=g.groups, **of_sum)
         tile = tile if tile is not None and _fills(tile, g) else None
     if tile is not None:
         results = _fused_forward(operands, junction, dtypes, tile, target)
+        results = results._replace(y=tuple(a if d else None for a, d in zip(results.y, wanted.y, strict=True)))
     else:
-        results = formulas.forward(operands, junction, dtypes, batch_dims, norms=_norms(target), gathered=gathered)
+        results = formulas.forward(operands, junction, wanted, batch_dims, norms=_norms(target), gathered=gathered)
     return jax.tree.map(lambda a: with_batch(a, batch), results)
 
 
@@ -94,7 +98,7 @@ def backward(
 
 
 def _of_norm(operands: Arrays) -> Arrays:
-    return operands._replace(kernel=None, bias=None, dy=None)
+    return operands._replace(kernel=None, bias=None, dy=None, product=None)
 
 
 def _geometry_of_gradients(operands: Arrays, junction: Junction, dtypes: Arrays) -> Geometry:
@@ -192,6 +196,7 @@ def _fused_forward(operands: Arrays, junction: Junction, dtypes: Arrays, tile: T
             "total": like_x(dtypes.total, x.shape[-1]),
             "mean": like_x(dtypes.mean, 1),
             "rstd": like_x(dtypes.rstd, 1),
+            "product": like_x(formulas.widest(dtypes.product or ()), n),
         },
         programs=g.programs(tile),
         tile=tile,
@@ -200,7 +205,10 @@ def _fused_forward(operands: Arrays, junction: Junction, dtypes: Arrays, tile: T
         TOTAL=jnp.dtype(total_dtype(operands)),
         **_constants(g, shared, n),
     )
-    return Arrays(**written | {"y": _apart(written["y"], features, dtypes.y)})
+    of_each = {"y": _apart(written["y"], features, dtypes.y)}
+    if dtypes.product is not None:
+        of_each["product"] = _apart(written["product"], features, dtypes.product)
+    return Arrays(**written | of_each)
 
 
 def _fused_backward(
@@ -240,25 +248,27 @@ def _fused_backward(
     rows = g.groups * g.rows
     row_sums: dict[str, Any] = {"c1": None, "c2": None, "dbias": None}
     if pulls:
-        row_sums = launch(
-            target,
-            kernels.row_sums_kernel,
-            {
-                **{name: given[name] for name in ("dy", "total", "scale", "kernel", "mean", "rstd")},
-                "rows": g.rows,
-                "groups": g.groups,
-                "programs": row_programs,
-            },
-            {
-                "c1": float32(junction.norm.switches.subtract_mean, parts, rows),
-                "c2": float32(True, parts, rows),
-                "dbias": float32(needs_dbias, row_programs, n),
-            },
-            programs=row_programs * parts,
-            tile=plan.row_sums,
-            PARTS=parts,
-            **constants,
-        )
+        centres = junction.norm.switches.subtract_mean
+        parts = plan.parts if operands.product is None else 1
+        of_rows = {"dy": dy, "rows": g.rows, "groups": g.groups, "programs": row_programs}
+        of_sums: dict[str, Any] = {
+            "c1": float32(centres, parts, rows),
+            "c2": float32(True, parts, rows),
+            "dbias": float32(needs_dbias, row_programs, n),
+        }
+        how: dict[str, Any] = {"programs": row_programs * parts, "tile": plan.row_sums}
+        if operands.product is None:
+            read = {name: given[name] for name in ("total", "scale", "kernel", "mean", "rstd")}
+            row_sums = launch(target, kernels.row_sums_kernel, of_rows | read, of_sums, PARTS=parts, **constants, **how)
+        else:
+            assert kernel is not None
+            weight = _weight(ready.scale, kernel, g) if centres else None
+            read = {"product": _side_by_side(operands.product, features), "weight": weight}
+            of_weight = {name: a for name, a in constants.items() if name != "NORM"}
+            of_weight["SHARES"] = None if weight is None else weight.shape[1]
+            if ready.scale is None and g.groups > 1:
+                of_weight["SHARED"] = (*shared, "scale")
+            row_sums = launch(target, kernels.row_sums_of_product_kernel, of_rows | read, of_sums, **of_weight, **how)
     elif needs_dbias:
         row_sums["dbias"] = norms.column_shares(dy.reshape(rows, n), jnp.float32)
         row_programs = len(row_sums["dbias"])
@@ -330,6 +340,18 @@ def _fused_backward(
         kernel=_apart(gradients.get("kernel"), features, dtypes.kernel),
         bias=_apart(gradients.get("bias"), features, dtypes.bias),
     )
+
+
+def _weight(scale: jax.Array | None, kernel: jax.Array, g: Geometry) -> jax.Array:
+    """Shares of the sums in (38), [G, shares, N], of the scales as the kernels find them.
+
+    All of a sum at once is two launches to XLA: the first writes what it adds up, twice the bytes of the kernel.
+    """
+    s = jnp.asarray(effective_scale(scale, jnp.float32, g.norm), jnp.float32)
+    s = jnp.broadcast_to(s, (g.interleaved.groups, g.h)) if scale is None else s.reshape(-1, g.h)
+    size = next_power_of_2(ceil_div(g.h, kernels.WEIGHT_SHARES.value))
+    scaled = jnp.pad(s[:, :, None] * kernel.astype(jnp.float32)[None], [(0, 0), (0, -g.h % size), (0, 0)])
+    return jnp.sum(scaled.reshape(len(s), -1, size, kernel.shape[1]), axis=2)  # (38)
 
 
 def _constants(g: Geometry, shared: Any, n: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jln import _checks
 from jln._junction.arrays import Arrays, Junction
-from jln._triton.chip import Chip, triton_version
+from jln._triton.chip import CHIPS, Chip, triton_version
 from jln._triton.target import INTERPRETED, Target
 from jln._triton.tile import Tile, aligned, ceil_div, next_power_of_2
 from jln._triton.tuning import Choice, Tiles, known_or_newest
@@ -46,6 +46,27 @@ def few_features(operands: Arrays, junction: Junction) -> bool:
     if dtypes or dtype not in FUSED_FEATURES or n > FUSED_FEATURES[dtype][0]:
         return False
     return _multiplied_as_asked(junction.precision, dtype)
+
+
+# The most features whose product is kept: a forward program holds the sums of what is lost beside those of y.
+_KEPT_FEATURES = 64
+
+
+def keeps_product(operands: Arrays, junction: Junction) -> bool:
+    """True where the product (37) is kept for (38) and (39), so that the backward pass reads x once and not twice.
+
+    It takes an eighth of x's memory at most, as rows have 16 times as many elements as features. It is made on the way,
+    as there are so many rows that an H200 has one kernel for the forward. Its operands have 16 bits, as the formulas
+    say. Nothing is kept under `remat`, nor of a number of rows that an export leaves open.
+    """
+    if not junction.in_one or junction.norm.remat:
+        return False
+    *lead, h = operands.x.shape
+    n = sum(math.prod(kernel.shape[1:]) for kernel in operands.kernel)
+    if not all(isinstance(size, int) for size in (*lead, h)) or n > _KEPT_FEATURES or 16 * n > h:
+        return False
+    dtype = _checks.promoted(operands.x.dtype, operands.kernel[0].dtype).name
+    return jnp.dtype(dtype).itemsize == 2 and forward_tile(math.prod(lead), h, n, dtype, CHIPS["h200"]) is not None
 
 
 def _multiplied_as_asked(precision: Any, dtype: str) -> bool:
@@ -115,8 +136,10 @@ def _fused_tile(h: int, n: int, product_dtype: str, chip: Chip) -> Tile | None:
     return Tile(64, 64, 8, stages)
 
 
-def forward_tile(rows: int, h: int, n: int, product_dtype: str, chip: Chip) -> Tile | None:
+def forward_tile(rows: int, h: int, n: int, product_dtype: str, chip: Chip, keeps: bool = False) -> Tile | None:
     """The tile of LayerNorm+Linear forward as one kernel; None where it is composed of the norm's and XLA's product.
+
+    keeps: whether the product is kept, which that kernel makes: then it runs however long it takes.
 
     A program walks over all H of its rows and of the kernel, which L2 gives it at its own pace, however few other
     programs there are. Composed, all SMs together read and write [M, H] three times instead of once, in one launch
@@ -133,7 +156,7 @@ def forward_tile(rows: int, h: int, n: int, product_dtype: str, chip: Chip) -> T
     fused = walks * itemsize * h * (tile.rows + features(n)) / L2_RATE
     memory_rate = AMD_MEMORY_RATE if chip.is_amd else MEMORY_RATE
     composed = LAUNCH_TIME + 3 * itemsize * rows * h / (memory_rate * chip.cores)
-    return tile if fused <= composed else None
+    return tile if keeps or fused <= composed else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,13 +303,14 @@ def forward(
     adds: bool = False,
     groups: int = 1,
     gated: bool = False,
+    keeps: bool = False,
 ) -> Tile | None:
     """The tile of the fused forward: as measured where it was, else by `forward_tile`.
 
     `forward_tile` alone decides whether to fuse, but for `_have_registers`. adds: whether there is a residual. gated:
-    whether x has a bias or a gate there.
+    whether x has a bias or a gate there. keeps: as of `forward_tile`.
     """
-    tile = forward_tile(rows, h, n, product_dtype, target.chip)
+    tile = forward_tile(rows, h, n, product_dtype, target.chip, keeps)
     if tile is None or not _have_registers(h, n, product_dtype, target.chip, groups, gated):
         return None
     tile = FORWARD.tiles(target.trial, {"tile": tile}, target.chip, h=h, n=n, dtype=product_dtype)["tile"]
