@@ -10,7 +10,7 @@ import jax
 
 from jln._core.operation import Operation
 from jln._junction import along_rows as of_rows
-from jln._junction import arrays, formulas, gradients
+from jln._junction import arrays, formulas, gradients, shapes
 from jln._junction.arrays import Arrays, Norm
 from jln._junction.linears import formulas as linears
 from jln._junction.wider import in_place
@@ -48,8 +48,8 @@ forward: Operation[Arrays, Arrays] = Operation(
     formula_cpu=formulas.forward_cpu,
     formula_tpu=formulas.forward_tpu,
     kernels=kernels(lambda: _launches().forward),
-    layout=arrays.layout,
-    shapes=arrays.result_shapes,
+    layout=shapes.layout,
+    shapes=shapes.result_shapes,
     reads=lambda norm, dtypes: arrays.reads_of_results(dtypes),
     in_place=in_place,
 )
@@ -59,8 +59,8 @@ backward: Operation[Arrays, Arrays] = Operation(
     formula_cpu=gradients.backward_cpu,
     formula_tpu=gradients.backward_tpu,
     kernels=kernels(lambda: _launches().backward),
-    layout=arrays.layout,
-    shapes=arrays.result_shapes,
+    layout=shapes.layout,
+    shapes=shapes.result_shapes,
     reads=arrays.reads_of_gradients,
     in_place=in_place,
     before_spread=gradients.with_one_dy,
@@ -71,8 +71,8 @@ forward_in_one: Operation[Arrays, Arrays] = Operation(
     formula_cpu=linears.forward_cpu,
     formula_tpu=linears.forward_tpu,
     kernels=kernels(lambda: _launches_with_linears().forward),
-    layout=_of_features(arrays.layout),
-    shapes=_of_features(arrays.result_shapes),
+    layout=_of_features(shapes.layout),
+    shapes=_of_features(shapes.result_shapes),
     reads=lambda junction, dtypes: arrays.reads_of_results(dtypes),
 )
 backward_in_one: Operation[Arrays, Arrays] = Operation(
@@ -81,16 +81,16 @@ backward_in_one: Operation[Arrays, Arrays] = Operation(
     formula_cpu=linears.backward_cpu,
     formula_tpu=linears.backward_tpu,
     kernels=kernels(lambda: _launches_with_linears().backward),
-    layout=_of_features(arrays.layout),
-    shapes=_of_features(arrays.result_shapes),
+    layout=_of_features(shapes.layout),
+    shapes=_of_features(shapes.result_shapes),
     reads=lambda junction, dtypes: arrays.reads_of_gradients(junction.norm, dtypes, with_linears=True),
 )
 column_sums: Operation[Arrays, Arrays] = Operation(
     "jln_column_sums",
     linears.column_sums,
     kernels=kernels(lambda: _launches_with_linears().column_sums),
-    layout=_of_features(arrays.layout),
-    shapes=_of_features(arrays.result_shapes),
+    layout=_of_features(shapes.layout),
+    shapes=_of_features(shapes.result_shapes),
 )
 
 

@@ -9,6 +9,7 @@ from targets import (
     LINEAR_LAUNCH,
     LINEAR_TILES,
     PLACEMENT,
+    SHAPES,
     XLA_LINEAR,
     Mutant,
 )
@@ -202,12 +203,12 @@ FEW_FEATURES = [
         (f"{OF_EXAMPLES}test_examples_of_few_rows_are_left_to_the_norm_and_a_product",),
     ),
     Mutant(
-        "dkernel of a device's examples alone", ARRAYS,
+        "dkernel of a device's examples alone", SHAPES,
         "over_rows = (Kind.ROW, Kind.BATCH) if norm.of_examples", "over_rows = (Kind.ROW,) if norm.of_examples",
         ON_A_MESH,
     ),
     Mutant(
-        "a product's rows that are no examples", ARRAYS,
+        "a product's rows that are no examples", SHAPES,
         "return _dims_of_linears(kind, tuple(of_x[:-1]),",
         "return _dims_of_linears(kind, (*of_x[:batch_dims], *(Dim(Kind.ROW, i) for i in range(batch_dims, ndim - 1))),",
         ON_A_MESH,

@@ -15,6 +15,7 @@ from targets import (
     PARTITIONED,
     PLACEMENT,
     SEVERAL,
+    SHAPES,
     SHARDED_DTYPES,
     SHARDING,
     XLA_GRADIENTS,
@@ -226,13 +227,13 @@ LINEARS = [
     ),
     Mutant(
         "shares of dbias added up over devices in 16 bits",
-        ARRAYS,
+        SHAPES,
         "tuple(Result(d, *([over_rows, True] if pulls else [])) for d in of)",
         "tuple(Result(d, *([over_rows] if pulls else [])) for d in of)",
         (f"{SHARDED_DTYPES}test_shares_of_16_bit_biases_are_added_up_in_float32[(8,)]",),
     ),
     Mutant(
-        "shares of a column's sum added up over devices in 16 bits", ARRAYS,
+        "shares of a column's sum added up over devices in 16 bits", SHAPES,
         "Result(d, *([over_rows, True] if pulls else []))", "Result(d, *([over_rows, False] if pulls else []))",
         (f"{SHARDED_DTYPES}test_shares_of_16_bit_biases_are_added_up_in_float32[(300,)]",),
     ),

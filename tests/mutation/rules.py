@@ -3,7 +3,6 @@
 from targets import (
     ACCURACY,
     ALONE,
-    ARRAYS,
     DERIVATIVES,
     EXPLICIT,
     FROZEN,
@@ -20,6 +19,7 @@ from targets import (
     OPERATORS,
     PARTITIONED,
     PLACEMENT,
+    SHAPES,
     SHARDED_DTYPES,
     SHARDING,
     STRIDED,
@@ -319,14 +319,14 @@ RULES = [
     ),
     Mutant(
         "features not added up",
-        ARRAYS,
+        SHAPES,
         "over_features = (Kind.FEATURE,) if pulls and features is not None else ()",
         "over_features = ()",
         IN_ONE_ON_A_MESH,
     ),
     Mutant(
         "dbias added up over features",
-        ARRAYS,
+        SHAPES,
         "if norm.of_examples else (Kind.ROW,)",
         "if norm.of_examples else (Kind.FEATURE, Kind.ROW)",
         IN_ONE_ON_A_MESH,
