@@ -5,8 +5,8 @@
 A product behind one of this library's norms is a `dot_general` where XLA multiplies, and every policy of JAX sees it.
 Only the product of few features that one kernel makes with the norm is none: it has the name `jln.PRODUCT`. To save it
 without the statistics saves no launch, for these need the same pass over x. Row statistics, two numbers a row, have the
-name `jln.STATISTICS`, and so has what the kernel that makes such a product keeps beside them, a number a feature. With
-either name `jax.checkpoint_policies.save_only_these_names` makes policies of any other kind.
+name `jln.STATISTICS`. So has the float32 product, before its bias, that few features keep for the row sums of the
+backward pass. With either name `jax.checkpoint_policies.save_only_these_names` makes policies of any other kind.
 
 - `dots_saveable`: save every product.
 - `dots_with_no_batch_dims_saveable`: save every product without batch dimensions: a Linear's, not attention's.

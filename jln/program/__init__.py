@@ -150,7 +150,7 @@ def compile_for(
       devices: how many GPUs.
       compiler_options: XLA's, as `jax.jit` takes them. With no GPU there is no autotuning, and XLA's own Triton kernels
         do most products; `{"xla_gpu_enable_triton_gemm": False}` gives them to cuBLAS. A tuned program gives it most,
-        too, but once XLA has fused what is around them: a sum of products stays a kernel of its own.
+        too, but after XLA has fused what is around the products: a sum of them stays a kernel of its own.
 
     Returns:
       A `CompiledProgram`.
