@@ -87,9 +87,11 @@ def test_norms_keep_to_registers(worker, chip, dtype, layouts):
 def test_fused_linears_keep_to_registers_and_multiply_by_mfma(worker, chip, dtype, sizes):
     found = worker.submit(linears, chip, dtype, sizes).result()
     names = {f[0].split()[0] for f in found}
-    assert names == {"forward_kernel", "row_sums_kernel", "backward_kernel", "parameters_kernel"}
+    kept = {"row_sums_of_product_kernel"} & names  # behind few features of 16 bits
+    assert names - kept == {"forward_kernel", "row_sums_kernel", "backward_kernel", "parameters_kernel"}
+    assert bool(kept) == (dtype == "bfloat16" and any(n <= 64 and 16 * n <= h for _, h, n in sizes))
     assert [f for f in found if f[1] > REGISTERS or f[2] > 0 or f[3] > CHIPS[chip].shared] == []
-    assert [f for f in found if "parameters" not in f[0] and not f[5]] == []
+    assert [f for f in found if "parameters" not in f[0] and f[0].split()[0] not in kept and not f[5]] == []
 
 
 def test_half_as_many_waves_of_twice_the_threads():
@@ -171,7 +173,7 @@ def test_each_kernel_of_a_workload_is_counted_for_a_chip(capsys):
     found = json.loads(out)
     assert status == 0 and found["chip"] == "mi300x" and found["failures"] == []
     kernels = {k["kernel"]: k for k in found["kernels"]}
-    assert [*kernels] == ["forward_kernel", "row_sums_kernel", "backward_kernel", "parameters_kernel"]
+    assert [*kernels] == ["forward_kernel", "row_sums_of_product_kernel", "backward_kernel", "parameters_kernel"]
     assert all(0 < k["registers"] <= REGISTERS and k["spilled"] == 0 for k in kernels.values())
     assert kernels["forward_kernel"]["widest_load"] == 16 and kernels["forward_kernel"]["warps"] == 4
     status, out, _ = run(capsys, "report", "--kernels", "--chip", "mi300x", "--workload", "decode-1")
