@@ -187,8 +187,9 @@ def long_rows(h: int, itemsize: int, mixed: bool, sums: int, read: int, chip: Ch
 def side_by_side(h: int, inner: int, itemsize: int, mixed: bool, read: int, chip: Chip) -> Tile | None:
     """The tile of `side_by_side_kernel`: a chunk of whole rows, which lie `inner` side by side.
 
-    None where caches cannot hold the rows, and in float64, which spills beside a gate. read: how many arrays of rows
-    are read twice.
+    None where caches cannot hold the rows; where less than a sector, 32 bytes, lies side by side, as so few rows may
+    have more sums than registers (three rows of 8192 elements spilled 384 bytes on an H200); and in float64, which
+    spills beside a gate. read: how many arrays of rows are read twice.
 
     Rows of 64 bytes side by side, half of a line, whose other half a neighbour takes at the same time; 32 bytes, a
     sector, where two programs an SM would have more than 200 KB to read again. That is what L1 has room for, and 26 MB
@@ -197,20 +198,28 @@ def side_by_side(h: int, inner: int, itemsize: int, mixed: bool, read: int, chip
     What it is worth, for 32 rows of 768 in bfloat16, by the bandwidths of `long_rows`: 98 KB are read and 49 written
     once, which takes all SMs 31 ns; with a pass of row sums in front 51. Here the 98 come again from L1, or, if none of
     it is there, from L2, 45 ns. A LayerNorm's instructions take 26 ns. Both programs have three chunks in flight, 49 KB
-    an SM; with four 384 columns spill 8 bytes, and with three of several dtypes 3000 columns 40 on a B200.
+    an SM; with four 384 columns spill 8 bytes, and with three of several dtypes 3000 columns 40 on a B200. Of three
+    arrays two chunks are as much.
+
+    A thread has 16 bytes of a chunk, and 8 where rows do not start on 16 bytes and each element has an address of its
+    own. There 2048 columns, 49 rows side by side, spilled 200 bytes on an A100, and 312 with a gate in front; with 8
+    bytes a thread and three chunks of three arrays still 40. With two 2083 columns behind a gate spill 48 on an A100,
+    up to 1800 at most 16; one chunk would spill none, and have 12 KB an SM in flight.
     """
-    if itemsize > 4 or chip.is_amd:
+    if itemsize > 4 or inner * itemsize < 32 or chip.is_amd:
         return None
     rows = min(64 // itemsize, next_power_of_2(inner))
     of_row = read * h * itemsize
     while rows * of_row > 100_000 and rows * itemsize > 32:
         rows //= 2
-    again = min(rows, inner) * of_row
+    again = rows * of_row
     if again > 200_000:
         return None
     programs = 1 if again > 100_000 else 2
     warps = 16 // programs
-    return Tile(rows, max(1, warps * 32 * 16 // itemsize // rows), warps, 2 if mixed else 3, programs)
+    of_thread = 16 if aligned(h, inner, itemsize) else 8
+    stages = 2 if mixed or read > 2 else 3
+    return Tile(rows, warps * 32 * of_thread // itemsize // rows, warps, stages, programs)
 
 
 def busy_programs(tile: Tile, itemsize: int, chip: Chip) -> int:

@@ -25,6 +25,8 @@ from targets import (
     NORM_TILES,
     OPERATORS,
     ROW_TERMS,
+    SPILLS_BESIDE,
+    SPILLS_BESIDE_GATED,
     STRIDED,
     TERMS,
     TRANSFORMED,
@@ -360,8 +362,16 @@ KERNELS = [
         (f"{BESIDE_TILES}[3072-64-2-2-16-1]",),
     ),
     Mutant(
-        "neighbours that are not there in the caches", NORM_TILES, "min(rows, inner) * of_row", "rows * of_row",
-        (f"{BESIDE_TILES}[16384-3-2-2-4-1]",),
+        "longer rows of which less than a sector lies side by side", NORM_TILES,
+        "inner * itemsize < 32", "inner * itemsize < 30", (f"{BESIDE_TILES}[1025-15-2-2-None-None]",),
+    ),
+    Mutant(
+        "16 bytes a thread of longer rows that start anywhere", NORM_TILES, "else 8\n    stages", "else 16\n    stages",
+        SPILLS_BESIDE,
+    ),
+    Mutant(
+        "three chunks of three arrays side by side", NORM_TILES, "2 if mixed or read > 2 else 3", "2 if mixed else 3",
+        SPILLS_BESIDE_GATED,
     ),
     Mutant(
         "stages of a gated sum that shared memory has no room for", NORM_TILES,

@@ -125,6 +125,31 @@ def test_no_spills_of_modules(worker, chip, dtype, layouts):
     assert_fits(made, 0 if chip == "h200" else STACK)
 
 
+# Rows that no tile holds: a few side by side, many whose starts are not aligned, and many.
+LONGER_SWITCHES = {
+    "layer_norm": SWITCHES["everything"] | {"adds": False, "zero_centered_scale": False},
+    "add_layer_norm": SWITCHES["everything"],
+    **GATED_SWITCHES,
+}
+LONGER = [(h, inner) for h in (1025, 2048, 3072) for inner in (3, 49, 196)]
+LONGER += [(8192, 2), (8192, 3), (16384, 3), (1025, 5), (1500, 49), (2047, 49), (1536, 576)]
+
+
+@pytest.mark.parametrize(
+    ("switches", "chip", "dtype"),
+    every_pair(
+        itertools.product(LONGER_SWITCHES, CHIPS, (*MOST, "bfloat16, float32 stream")),
+        light=[
+            ("layer_norm", "a100", "bfloat16, float32 parameters"),
+            ("the gate before the norm", "a100", "bfloat16"),
+        ],
+    ),
+)
+def test_no_spills_of_longer_rows_side_by_side(worker, switches, chip, dtype):
+    made = worker.submit(compile_all, DTYPES[dtype], chip, LONGER_SWITCHES[switches], LONGER).result()
+    assert_fits(made, 0 if chip == "h200" else STACK)
+
+
 @pytest.mark.parametrize(
     ("switches", "dtype", "layouts"),
     dealt(SUM_SWITCHES | REMAT_SWITCHES, ["bfloat16", "float32"], [*MODULE_LAYOUTS, (2048, 1)]),

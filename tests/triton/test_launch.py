@@ -195,8 +195,9 @@ def test_the_longest_rows_that_two_programs_share(sums, itemsize, longest):
         (1536, 144, 2, 2, 16, 2),  # 32 bytes
         (3072, 64, 2, 2, 16, 1),
         (3136, 64, 2, 2, None, None),  # 201 KB
-        (16384, 3, 2, 2, 4, 1),  # 197 KB of the three rows that are there
-        (17000, 3, 2, 2, None, None),
+        (1025, 16, 2, 2, 16, 2),  # a sector side by side
+        (1025, 15, 2, 2, None, None),
+        (1025, 7, 4, 2, None, None),
         (600, 64, 8, 2, None, None),
     ],
 )
