@@ -42,8 +42,9 @@ def forward(
     for name, array in operands.present().items():
         (rows if TABLE[name].shape in (Shape.ROW, Shape.NUMBER) else parameters)[name] = array
     of_linears, of_rows = operands.only(("kernel", "bias")), list(rows.values())
-    if batch_dims and only_rows_differ(batch_dims, of_rows, jax.tree.leaves(of_linears)):
-        # Where vmap's examples share the Linears, they are rows like any other, or examples of the norm.
+    has_rows = all(a.shape[:batch_dims] == batch for a in of_rows)
+    if batch_dims and has_rows and only_rows_differ(batch_dims, of_rows, jax.tree.leaves(of_linears)):
+        # Where vmap's examples have rows and share the Linears, they are rows like any other, or examples of the norm.
         columns = {name: a for name, a in parameters.items() if name not in of_linears.present()}
         are_rows = only_rows_differ(batch_dims, of_rows, list(columns.values()))
         norm = junction.norm
