@@ -54,7 +54,7 @@ def layer_norm_linear(
 
     Up to 256 features in 16 bits, 128 in float32, of all kernels together, may be multiplied by the kernel that
     normalises: that product has the name `jln.PRODUCT` for policies of `jax.checkpoint`. That holds behind a sum with
-    `x_bias` and `gate`, and where examples have parameters of their own, too. Of up to 64 in 16 bits, where `H` is 16
+    `x_bias` and `gate`, and where examples have parameters of their own, too. Of up to 64 in bfloat16, where `H` is 16
     times as large, the product before its bias is held in float32 as well, and the backward pass reads `x` once instead
     of twice. More features are multiplied by XLA, in plain sight of policies (`dots_saveable`) and of the partitioner.
 

@@ -26,16 +26,12 @@ ON_A_MESH = (f"{JUNCTION_MESH}test_few_features[layer_norm_linear-no gate-by exa
 OF_STAGES = ("tests/devices/test_shard_map.py::test_few_features_of_examples_over_some_axes[kernels]",)
 
 KEEPING = "tests/operators/test_kept_product.py::"
-DIGITS = (f"{KEEPING}test_every_column_of_dx_keeps_its_digits[layer_norm_linear-with_large_columns-bfloat16]",)
+DIGITS = (f"{KEEPING}test_every_column_of_dx_keeps_its_digits[add_layer_norm_linear-with_large_columns]",)
 KEPT, KEPT_BY_KERNEL = ((f"{KEEPING}test_what_is_kept[shared-{by}]",) for by in ("xla", "triton"))
-NO_SCALE = (
-    f"{KEEPING}test_values_and_every_gradient[add_layer_norm_linear-by example-shared-(3, 70)-('scale',)-float16]",
-)
-KEPT_OF_EXAMPLES = (
-    f"{KEEPING}test_values_and_every_gradient[add_layer_norm_linear-by example-by example-(3, 70)-()-bfloat16]",
-)
+NO_SCALE = (f"{KEEPING}test_values_and_every_gradient[add_layer_norm_linear-by example-shared-(3, 70)-('scale',)]",)
+KEPT_OF_EXAMPLES = (f"{KEEPING}test_values_and_every_gradient[add_layer_norm_linear-by example-by example-(3, 70)-()]",)
 NO_MEAN = (f"{KEEPING}test_a_rows_dx_has_no_mean[by example]",)
-WHERE_KEPT = (f"{KEEPING}test_where_it_is_kept",)
+WHERE_KEPT, FUSED = ((f"{KEEPING}test_{of}",) for of in ("where_it_is_kept", "kept_where_both_passes_are_fused"))
 
 
 def of_another(name: str, mine: str, test: tuple[str, ...]) -> list[Mutant]:
@@ -160,8 +156,30 @@ FEW_FEATURES = [
         "a product kept that is half as large as x", LINEAR_TILES, "or 16 * n > h:", "or 4 * n > h:", WHERE_KEPT,
     ),
     Mutant(
-        "a product kept of float32 operands", LINEAR_TILES,
-        "jnp.dtype(dtype).itemsize == 2 and forward_tile", "forward_tile", WHERE_KEPT,
+        "a product kept of operands in any dtype", LINEAR_TILES,
+        'None if dtype != "bfloat16" else forward_tile', "forward_tile", WHERE_KEPT,
+    ),
+    Mutant(
+        "a product kept of examples of few rows", LINEAR_TILES,
+        "return fills(tile, g) and _have", "return _have", FUSED,
+    ),
+    Mutant(
+        "a product kept where an x_bias that is frozen lets backward alone be fused", LINEAR_TILES,
+        "operands.gated or operands.x_bias is not None", "operands.gated", FUSED,
+    ),
+    Mutant(
+        "a product kept of examples behind an x_bias, which a B200 has no registers for", LINEAR_TILES,
+        'CHIPS["h200" if operands.gated else "b200"]', 'CHIPS["h200"]', FUSED,
+    ),
+    Mutant(
+        "a product made by a CPU, where nobody reads it", XLA_LINEAR,
+        "norms=IN_JNP_ON_CPU, product_by=_unread", "norms=IN_JNP_ON_CPU",
+        (f"{KEEPING}test_xla_makes_no_product_that_nobody_reads[two programs]",),
+    ),
+    Mutant(
+        "zeros, which give gradients that look like some, in the place of a CPU's product", XLA_LINEAR,
+        "jnp.full(a.shape, jnp.finfo(a.dtype).max, a.dtype)", "jnp.zeros(a.shape, a.dtype)",
+        (f"{KEEPING}test_a_cpu_has_no_product_that_kernels_could_mistake_for_one",),
     ),
     Mutant(
         "a product that is kept made by a pass of its own for few rows", LINEAR_TILES,
@@ -203,7 +221,7 @@ FEW_FEATURES = [
         (f"{OF_EXAMPLES}test_vmap[(3, 70)-x and scale]",),
     ),
     Mutant(
-        "few rows of each example multiplied with many that are not there", LINEAR_LAUNCH,
+        "few rows of each example multiplied with many that are not there", LINEAR_TILES,
         "return 2 * g.rows >=", "return 200 * g.rows >=",
         (f"{OF_EXAMPLES}test_examples_of_few_rows_are_left_to_the_norm_and_a_product",),
     ),

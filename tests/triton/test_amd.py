@@ -87,7 +87,7 @@ def test_norms_keep_to_registers(worker, chip, dtype, layouts):
 def test_fused_linears_keep_to_registers_and_multiply_by_mfma(worker, chip, dtype, sizes):
     found = worker.submit(linears, chip, dtype, sizes).result()
     names = {f[0].split()[0] for f in found}
-    kept = {"row_sums_of_product_kernel"} & names  # behind few features of 16 bits
+    kept = {"row_sums_of_product_kernel"} & names  # behind few features in bfloat16
     assert names - kept == {"forward_kernel", "row_sums_kernel", "backward_kernel", "parameters_kernel"}
     assert bool(kept) == (dtype == "bfloat16" and any(n <= 64 and 16 * n <= h for _, h, n in sizes))
     assert [f for f in found if f[1] > REGISTERS or f[2] > 0 or f[3] > CHIPS[chip].shared] == []

@@ -48,7 +48,9 @@ simulating bfloat16 and float16 operands with float32 sums.
   off as plain jnp's at H = 1024, 24 times at 256: so what the rounding loses is multiplied, too. From y, as
   (1/H) sum_n dy_mn * (y - bias - b^T K)_mn, c2 is 81 times worse at a bias of 1000, for what is left of y has lost its
   digits. Of float32 operands, which a tensor core rounds, the direct sums have the roundings that g has, (39) others:
-  that column is 15 times as far off, and 9 times with what was lost. There P is not kept.
+  that column is 15 times as far off, and 9 times with what was lost. There P is not kept. Nor of float16 operands: of
+  scales under 1e-4 what the rounding loses is lost in float16, too (a dx is 6e-2 off), and of large ones x_hat * s
+  overflows, and P is NaN where dx is finite.
 - dz in 16 bits underflows for small dy in float16: it stays in the compute dtype.
 
 Shapes are those of `jln._junction.arrays`. No operand is written out over vmap's axes: einsum drops axes of
@@ -173,8 +175,9 @@ def forward(
     norms: Norms = IN_JNP,
     h_axes: norms_in_jnp.MeshAxes = (),
     gathered: Gathered = (),
+    product_by: Callable[..., tuple[Array | None, ...]] | None = None,
 ) -> Arrays:
-    """Terms (10) and (11)."""
+    """Terms (10) and (11), and (37) where it is kept, by default computed."""
     batch = norms_in_jnp.common_batch(batch_dims, *jax.tree.leaves(operands))
     results = norms.forward(  # (10)
         operands._replace(kernel=None, bias=None),
@@ -191,7 +194,8 @@ def forward(
         y.append(None if dtype is None else affine(z.astype(dtype), kernel, bias, axes, junction.precision, h_axes))
     results = results._replace(y=tuple(y))
     if jax.tree.leaves(dtypes.product):
-        results = results._replace(product=_kept(operands, junction, dtypes, batch_dims, norms, h_axes, gathered))
+        product = (product_by or _kept)(operands, junction, dtypes, batch_dims, norms, h_axes, gathered)
+        results = results._replace(product=product)
     return jax.tree.map(lambda a: norms_in_jnp.with_batch(a, batch), results)
 
 
@@ -204,7 +208,7 @@ def _kept(
     h_axes: norms_in_jnp.MeshAxes,
     gathered: Gathered,
 ) -> tuple[Array | None, ...]:
-    """Term (37) of each product. No rule in jnp reads it: it is dead code wherever XLA sees both passes."""
+    """Term (37) of each product. No rule in jnp reads it: it is dead code where XLA sees both."""
     wide = widest(dtypes.product)
     how = {"h_axes": h_axes} if h_axes else {}
     of_norm = operands._replace(kernel=None, bias=None, offset=None)
@@ -218,6 +222,15 @@ def _kept(
             a = lax.psum(a, h_axes) if h_axes else a
         product.append(a)
     return tuple(product)
+
+
+def _unread(*arguments: Any) -> tuple[Array | None, ...]:
+    """Arrays that stand for `_kept` on a platform that has no kernels to read it.
+
+    The number is so large that gradients made of it by mistake, on another platform, look like none.
+    """
+    shapes = jax.eval_shape(lambda: _kept(*arguments))
+    return jax.tree.map(lambda a: jnp.full(a.shape, jnp.finfo(a.dtype).max, a.dtype), shapes)
 
 
 def _all_rows(z: Array | None, gathered: Gathered) -> Any:
@@ -398,7 +411,7 @@ def tangents_of_constants(tangents: Arrays, saved: Arrays, junction: Junction, r
     return tuple(dy)
 
 
-forward_cpu = functools.partial(forward, norms=IN_JNP_ON_CPU)
+forward_cpu = functools.partial(forward, norms=IN_JNP_ON_CPU, product_by=_unread)
 backward_cpu = functools.partial(backward, norms=IN_JNP_ON_CPU)
-forward_tpu = functools.partial(forward, norms=IN_JNP_ON_TPU)
+forward_tpu = functools.partial(forward, norms=IN_JNP_ON_TPU, product_by=_unread)
 backward_tpu = functools.partial(backward, norms=IN_JNP_ON_TPU)

@@ -63,7 +63,7 @@ def forward(
         gated = operands.gated or operands.x_bias is not None
         of_sum = {"adds": operands.residual is not None, "gated": gated, "keeps": keeps}
         tile = tiles.forward(g.groups * g.rows, g.h, n, dtype, target, groups=g.groups, **of_sum)
-        tile = tile if tile is not None and _fills(tile, g) else None
+        tile = tile if tile is not None and tiles.fills(tile, g) else None
     if tile is not None:
         results = _fused_forward(operands, junction, dtypes, tile, target)
         results = results._replace(y=tuple(a if d else None for a, d in zip(results.y, wanted.y, strict=True)))
@@ -88,7 +88,7 @@ def backward(
         n = sum(d.size for d in dy) // rows
         gated = operands.gated or dtypes.x_bias is not None
         plan = tiles.backward(rows, g.h, n, dy[0].dtype.name, target, groups=g.groups, gated=gated)
-        plan = plan if plan is not None and _fills(plan.backward, g) else None
+        plan = plan if plan is not None and tiles.fills(plan.backward, g) else None
     if plan is not None:
         if junction.norm.remat:
             again = functools.partial(norms.forward, target=target)
@@ -105,11 +105,6 @@ def _of_norm(operands: Arrays) -> Arrays:
 def _geometry_of_gradients(operands: Arrays, junction: Junction, dtypes: Arrays) -> Geometry:
     has_sums = any(getattr(dtypes, name) is not None for name in COLUMNS)
     return geometry_of(_of_norm(operands), junction.norm, 0, has_sums)
-
-
-def _fills(tile: Tile, g: Geometry) -> bool:
-    """True where groups fill half of their tiles of rows: else the fused kernels multiply mostly rows that are not."""
-    return 2 * g.rows >= g.tiles(tile) * tile.rows or g.groups == 1
 
 
 def _norms(target: Target) -> formulas.Norms:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jln import _checks
 from jln._junction.arrays import Arrays, Junction
+from jln._junction.geometry import Geometry
 from jln._triton.chip import CHIPS, Chip, triton_version
 from jln._triton.target import INTERPRETED, Target
 from jln._triton.tile import Tile, aligned, ceil_div, next_power_of_2
@@ -56,17 +57,30 @@ def keeps_product(operands: Arrays, junction: Junction) -> bool:
     """True where the product (37) is kept for (38) and (39), so that the backward pass reads x once and not twice.
 
     It takes an eighth of x's memory at most, as rows have 16 times as many elements as features. It is made on the way,
-    as there are so many rows that an H200 has one kernel for the forward. Its operands have 16 bits, as the formulas
-    say. Nothing is kept under `remat`, nor of a number of rows that an export leaves open.
+    as there are so many rows that an H200 has one kernel for the forward, and forward and backward are fused alike: by
+    tiles that groups fill, as they then fill the backward's, too, which have no more rows; and with registers on every
+    chip, as only the forward counts an x_bias that is frozen (a gate counts in both). Its operands are in bfloat16, as
+    the formulas say. Nothing is kept under `remat`, nor of a number of rows that an export leaves open.
     """
-    if not junction.in_one or junction.norm.remat:
+    norm = junction.norm
+    if not junction.in_one or norm.remat:
         return False
-    *lead, h = operands.x.shape
+    *lead, h = shape = operands.x.shape
     n = sum(math.prod(kernel.shape[1:]) for kernel in operands.kernel)
-    if not all(isinstance(size, int) for size in (*lead, h)) or n > _KEPT_FEATURES or 16 * n > h:
+    if not all(isinstance(size, int) for size in shape) or n > _KEPT_FEATURES or 16 * n > h:
         return False
     dtype = _checks.promoted(operands.x.dtype, operands.kernel[0].dtype).name
-    return jnp.dtype(dtype).itemsize == 2 and forward_tile(math.prod(lead), h, n, dtype, CHIPS["h200"]) is not None
+    tile = None if dtype != "bfloat16" else forward_tile(math.prod(lead), h, n, dtype, CHIPS["h200"])
+    if tile is None:
+        return False
+    g = Geometry(norm, shape, shape[: norm.examples], 0, grouped=True)
+    chip, gated = CHIPS["h200" if operands.gated else "b200"], operands.gated or operands.x_bias is not None
+    return fills(tile, g) and _have_registers(h, n, dtype, chip, g.groups, gated)
+
+
+def fills(tile: Tile, g: Geometry) -> bool:
+    """True where groups fill half of their tiles of rows: else the fused kernels multiply mostly rows that are not."""
+    return 2 * g.rows >= g.tiles(tile) * tile.rows or g.groups == 1
 
 
 def _multiplied_as_asked(precision: Any, dtype: str) -> bool:
