@@ -69,7 +69,7 @@ KEPT = [
     Case(LAYER, (333, 256), "bfloat16", "small-h200", (16,)),
     Case(GATED_LAYER, (200, 1024), "bfloat16", "small-h200", (64,)),
     Case(LAYER, (3, 70, 256), "bfloat16", "small-h200", (16,), of_examples=True),
-    Case(RMS, (100, 512), "float16", "small-a100", (32,)),
+    Case(RMS, (100, 512), "bfloat16", "small-a100", (32,)),
     Case(ADD_LAYER, (70, 130), "bfloat16", "small-b200", (7,)),
     Case(LAYER, (70, 4, 256), "float16", "small-b200", (16,), of_groups=True, zero_centered_scale=True),
     Case(LAYER, (70, 384), "float16", "l4", ((16,), (2, 4)), unbiased=(1,)),

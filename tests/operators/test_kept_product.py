@@ -199,7 +199,7 @@ def test_what_is_kept(varies, implementation):
 
 
 def test_a_cpu_has_no_product_that_kernels_could_mistake_for_one():
-    """In the place of a product that no rule reads are finite numbers, as debuggers stop at NaN, and absurd ones."""
+    """Numbers in the place of a product that no rule reads are absurd, but finite, as debuggers stop at NaN."""
     product, true = kept_by(functools.partial(forward_in_one, implementation="xla"), "shared")
     assert product.shape == true.shape and product.dtype == "float32"
     assert jnp.isfinite(product).all() and jnp.min(product) > 1e38
