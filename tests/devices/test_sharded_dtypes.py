@@ -46,6 +46,21 @@ def test_shares_of_16_bit_biases_are_added_up_in_float32(features):
     jax.tree.map(np.testing.assert_array_equal, found, tuple(np.full(n, 4, "bfloat16") for n in features))
 
 
+def test_shares_of_a_16_bit_kernels_gradient_are_added_up_in_float32():
+    """XLA's CPU backend multiplies bfloat16 to float32 in few layouts, and raised in this one."""
+    x = workbench.normal(0, (8, 4, 256), "bfloat16")
+    kernel, dy = workbench.normal(1, (256, 4), "bfloat16"), workbench.normal(2, (8, 4, 4), "bfloat16")
+
+    def dkernel(module, x, kernel, dy):
+        return jax.vjp(lambda k: module.rms_norm_linear(x, None, k), kernel)[1](dy)[0]
+
+    rows = NamedSharding(mesh(), P(("data", "tensor")))
+    found = jax.jit(lambda *a: dkernel(jln, *a))(jax.device_put(x, rows), kernel, jax.device_put(dy, rows))
+    true = dkernel(jln.reference, *(a.astype("float64") for a in (x, kernel, dy)))
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(found.astype("float64"), true, rtol=2**-8, atol=0.06)  # of 32 rows, each rounded
+
+
 def test_parts_of_a_16_bit_product_over_h_are_rounded_once_all_added_up():
     """Devices' parts of a bfloat16 product over H are added up before they are rounded.
 

@@ -303,7 +303,10 @@ def backward(
                 dkernel[i] = jnp.moveaxis(in_eight_bits, -1, batch_dims).astype(dtype)
             else:
                 assert z is not None
-                dkernel[i] = of_rows(dy[i], z, axes[i], junction.precision, dtype)
+                of = dy[i]
+                if norms is IN_JNP_ON_CPU:  # where XLA multiplies bfloat16 to float32, as shares are, in few layouts
+                    of = of.astype(jnp.promote_types(dtype, of.dtype))
+                dkernel[i] = of_rows(of, z, axes[i], junction.precision, dtype)
         if from_bias or dtypes.bias[i] is not None:
             dtype = norms_in_jnp.compute_dtype(dy[i].dtype).name if from_bias else dtypes.bias[i]
             of_one = Junction(norm, features=(junction.features[i],))
