@@ -49,8 +49,8 @@ _IS_READ_BY_NO_PRODUCT = "an RMSNorm that no product reads XLA makes better, wit
 # In a checkpoint XLA makes an RMSNorm again inside of what reads it, where a kernel reads and writes. So operators are
 # better where one hands on x to what else reads it, or has a sum; and if products are kept, with Linears behind whose
 # backward kernel makes the norm again. Four scanned blocks of a Llama, [8, 2048, 2048], move 59.39 GB if nothing is
-# kept, with operators 58.64, and if products are kept 64.39 and 63.31. Of a GPT, with LayerNorms, they move 50.17 and
-# 45.96, and 56.38 and 51.00 (`benchmarks/fuse_choices.py`).
+# kept, with operators 58.64, and if products are kept 64.39 and 62.23. Of a GPT, with LayerNorms, they move 50.17 and
+# 45.96, and 56.38 and 50.45 (`benchmarks/fuse_choices.py`).
 _IS_MADE_AGAIN = "in this jax.checkpoint XLA makes an RMSNorm better, inside of what reads it"
 
 
