@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jln._junction import tiles
 from jln._junction.arrays import OPERANDS, TABLE, Arrays, Norm, Shape
+from jln._triton.chip import Chip
 from jln._triton.tile import Tile, ceil_div
 
 
@@ -106,6 +107,15 @@ class Geometry:
                 "use implementation='xla'"
             )
         return programs
+
+    def persistent_programs(self, tile: Tile, chip: Chip) -> int:
+        """The number of programs, as many for each group; of tiles that are read ahead as many as a chip runs at once.
+
+        Raises ValueError where no grid has so many.
+        """
+        if tile.stages == 1:
+            return self.programs(tile)
+        return self.groups * max(1, min(self.tiles(tile), chip.cores * tile.programs_per_core // self.groups))
 
     def chunks(self, tile: Tile) -> int:
         return ceil_div(self.h, tile.columns)

@@ -52,7 +52,9 @@ def forward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targe
     results = g.results(dtypes)
     total = jnp.dtype(total_dtype(operands))
     moved = element_sizes(operands.x, operands.residual, operands.z, operands.x_z, operands.added, results.y)
-    tile = tiles.forward(g.h, g.inner, *moved, target)
+    alone = {*operands.present()} <= {"x", "scale", "offset"} and not norm.offset_rows
+    parameters = [a.dtype.itemsize for a in (operands.scale, operands.offset) if a is not None and alone]
+    tile = tiles.forward(g.h, g.inner, *moved, target, sum(parameters))
     if norm.both_sides and not (g.inner == 1 and tile.columns >= g.h):
         one = functools.partial(forward, target=target)
         return forward_of_two(operands, norm, dtypes, batch_dims, one)
@@ -60,9 +62,9 @@ def forward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targe
     written = launch(
         target,
         forward_kernel,
-        {**pointed(forward_kernel, ready), "rows": g.rows},
+        {**pointed(forward_kernel, ready), "rows": g.rows, "groups": g.groups},
         pointed(forward_kernel, results, RESULTS),
-        programs=g.programs(tile),
+        programs=g.persistent_programs(tile, target.chip),
         tile=tile,
         compute=jnp.promote_types(total, jnp.float32),
         **g.constants,
@@ -138,11 +140,7 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
     programs = chip.cores * tile.programs_per_core // (g.groups * chunks)
     programs = max(1, min(programs, g.tiles(tile)))
     y = results.y
-    if y is not None:  # as few as keep memory busy, and of these as few as make the same number of trips
-        read = operands.only((*DY, "dtotal", "total", "residual", "x" if norm.remat else "total"))
-        itemsize = sum(a.dtype.itemsize for a in read.present().values())
-        programs = min(programs, tiles.busy_programs(tile, itemsize, chip))
-    if y is not None or plan.parts:
+    if y is not None or plan.parts:  # as few as make the same number of trips
         programs = ceil_div(g.tiles(tile), ceil_div(g.tiles(tile), programs))
     # A program that owns whole rows has read its dy before it writes y.
     dy = operands.dy
@@ -196,7 +194,7 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
 def sums_of_shares(shares: jax.Array, sums: tuple[str, ...], results: Arrays, target: Target) -> dict[str, Any]:
     """Add up the shares [sums, groups, programs, H] of the gradients that are sums over rows, by their names."""
     _, groups, programs, h = shares.shape
-    tile = tiles.reduce_tile(h)
+    tile = tiles.reduce_tile(h, programs)
     totals = launch(
         target,
         reduce_kernel,

@@ -118,7 +118,7 @@ def backward_plan(
         # 8192 columns of 16 bits) and up to 192 with a gate; with 8 elements it spills at most 8 bytes.
         per_thread //= 2
     limit = 512 * per_thread
-    stages = 2 if is_aligned and columns <= 4096 else 1  # fetching the next row ahead takes registers too
+    stages = 2 if is_aligned else 1  # `read_ahead` says how many
     if inner == 1:
         rows = max(1, (2048 if is_aligned and itemsize < 8 else 1024) // columns)
         whole = columns <= limit
@@ -128,13 +128,10 @@ def backward_plan(
     if whole:
         crowded = inner > 1 or (not is_aligned and itemsize < 8)
         if few := wants_y and not crowded and itemsize < 8:
-            # One program of 16 warps takes the place of four of 4 warps, and makes a quarter of their partial sums. Two
-            # tiles are fetched ahead, so that half of the SMs keep memory busy (`busy_programs`), which halves the
-            # partial sums again. They take 1 MB instead of 9, of the 725 MB that (16384, 1024, 3072) in bfloat16 may
-            # move. Masked columns leave no registers for the third stage. 32 warps of half as many elements a thread,
-            # as a bias or a gate leaves, spilled 120 to 456 bytes in 16 bits; 16 spill none.
+            # One program of 16 warps takes the place of four of 4 warps, and makes a quarter of their partial sums: 2 MB
+            # instead of 9, of the 725 MB that (16384, 1024, 3072) in bfloat16 may move. 32 warps of half as many
+            # elements a thread, as a bias or a gate leaves, spilled 120 to 456 bytes in 16 bits; 16 spill none.
             rows = max(rows, min(16384 // itemsize, limit) // columns)
-            stages += stages > 1 and columns == h
         tile = _tile(rows, columns, per_thread // 2 if crowded else per_thread, stages)
         # 16 warps an SM hide the latency; more than 4 programs an SM would pay for it in partial sums.
         programs_per_core = 1 if few else max(1, min(4, 16 // tile.warps))
@@ -222,34 +219,28 @@ def side_by_side(h: int, inner: int, itemsize: int, mixed: bool, read: int, chip
     return Tile(rows, warps * 32 * of_thread // itemsize // rows, warps, stages, programs)
 
 
-def busy_programs(tile: Tile, itemsize: int, chip: Chip) -> int:
-    """The number of programs that have enough in flight to cover the latency of memory, at `itemsize` bytes an element.
+# Bytes that an SM should read ahead, of all its programs. On an H200, whose latency times bandwidth is 29 KB an SM, the
+# backward pass of layer_norm at 4096 columns in bfloat16 took 78 us with 32 KB, 64 with 64 KB and 66 with 96 KB; with a
+# gate and a bias 165, 111 and 113.
+AHEAD = 2**16
 
-    34 KB an SM are 4.5 MB on an H200, as much as it moves in 0.9 us.
+
+def read_ahead(tile: Tile, itemsize: int, reads: tuple[int, int], chip: Chip) -> Tile:
+    """The tile with as many stages as read AHEAD bytes ahead, four at most, and as shared memory has room for.
+
+    reads: how many arrays of rows are read for each tile, and how many of columns.
     """
-    return ceil_div(34_000 * chip.cores, max(1, tile.stages - 1) * tile.rows * tile.columns * itemsize)
-
-
-def _beside_dy(tile: Tile, itemsize: int) -> Tile:
-    """The plan of a `backward_kernel` that writes y and reads another cotangent beside dy.
-
-    Three arrays one tile ahead instead of two arrays two tiles ahead, 48 KB for 64: two ahead would be 131 KB of shared
-    memory at 4096 columns, where an L4 has 99. Two programs for a row of 8192 in float32, of which one would spill 32
-    bytes on an H200 and 16 on an A100.
-    """
-    columns = min(tile.columns, 4096) if itemsize == 4 else tile.columns
-    return dataclasses.replace(tile, columns=columns, stages=min(tile.stages, 2))
+    of_rows = reads[0] * tile.rows * tile.columns * itemsize * tile.programs_per_core
+    wanted = min(4, 1 + ceil_div(AHEAD, of_rows))
+    return _with_room(dataclasses.replace(tile, stages=wanted), itemsize, reads, chip)
 
 
 def _with_room(tile: Tile, itemsize: int, reads: tuple[int, int], chip: Chip) -> Tile:
-    """The tile of a `backward_kernel` with as many stages as shared memory has room for.
-
-    reads: how many arrays of rows are read for each tile, and how many of columns. In float32 a gate between a biased
-    branch and a residual at 4096 columns, of which y is made again, are 115 KB, where an L4 has 99.
-    """
+    """The tile with no more stages than shared memory has room for, of all programs of a core."""
     rows, columns = reads
-    ahead = (rows * tile.rows * itemsize + columns * max(4, itemsize)) * tile.columns + 1024
-    return dataclasses.replace(tile, stages=max(1, min(tile.stages, 1 + chip.shared // ahead)))
+    of_stage = (rows * tile.rows * itemsize + columns * max(4, itemsize)) * tile.columns * tile.programs_per_core
+    room = 1 + (chip.shared - 1024 * tile.programs_per_core) // of_stage
+    return dataclasses.replace(tile, stages=max(1, min(tile.stages, room)))
 
 
 def both_sides(h: int, itemsize: int, mixed: bool, chip: Chip, *, centred: bool, gated: bool) -> Tile | None:
@@ -291,13 +282,19 @@ def both_sides(h: int, itemsize: int, mixed: bool, chip: Chip, *, centred: bool,
         # memory, which takes less time than to wait for each row.
         ahead = (32 if centred and gated else 24) * rows * columns + 1024
         has_room = ahead + 32_000 <= chip.shared
-    stages = 2 if easy and has_room else 1
-    return Tile(rows, columns, warps, stages, max(1, min(4, 16 // warps)))
+    tile = Tile(rows, columns, warps, 2 if easy and has_room else 1, max(1, min(4, 16 // warps)))
+    return tile if mixed or tile.stages == 1 else read_ahead(tile, itemsize, (4, 2 + centred + gated), chip)
 
 
-def reduce_tile(h: int) -> Tile:
-    """The tile of `reduce_kernel`: 32 columns a program, so that there is a program for most SMs."""
-    return Tile(32, min(32, next_power_of_2(h)), 4)
+def reduce_tile(h: int, shares: int) -> Tile:
+    """The tile of `reduce_kernel`: as many rows as there are shares, up to 128, and so few columns that all SMs have one.
+
+    A loop over more shares waits for memory at each turn: with 32 rows and columns an H200 took 12.0 us for 528 shares
+    of 1024 columns, with 128 rows of 16 columns 7.6, of which 7 are for what comes from memory.
+    """
+    rows = min(128, next_power_of_2(shares))
+    columns = min(max(16, min(128, 2048 // rows)), next_power_of_2(h))
+    return Tile(rows, columns, max(1, min(8, rows * columns // 256)))
 
 
 # The words of the tuning files for how a row lies in memory.
@@ -329,8 +326,6 @@ def _shared(name: str, tile: Tile, sizes: dict[str, Any]) -> int:
         numbers += (4 if in_chunks else 2) * tile.rows
     arrays, numbers = elements * itemsize, numbers * max(4, itemsize)
     taken = (tile.stages - 1) * ((2 if sizes.get("wants_y", True) else 3) * arrays + numbers)
-    if sizes.get("wants_y"):
-        taken = max(taken, (_beside_dy(tile, itemsize).stages - 1) * (3 * arrays + numbers))
     return max(taken, arrays)
 
 
@@ -375,12 +370,34 @@ BACKWARD = Choice(
 )
 
 
-def forward(h: int, inner: int, itemsize: int, mixed: bool, target: Target) -> Tile:
-    """The tile of `forward_kernel`: as measured where it was, else by `forward_tile`."""
+def forward(h: int, inner: int, itemsize: int, mixed: bool, target: Target, parameters: int = 0) -> Tile:
+    """The tile of `forward_kernel`: as measured where it was, else by `forward_tile`.
+
+    parameters: the bytes of scale and offset for a column, where these and x are all that is read; else 0.
+    """
     rules: Tiles = {"tile": forward_tile(h, inner, itemsize, mixed)}
     tile = FORWARD.tiles(target.trial, rules, target.chip, inner, **_sizes(h, inner, itemsize, mixed))["tile"]
     assert tile is not None
+    easy = inner == 1 and aligned(h, inner, itemsize) and not mixed and not target.chip.is_amd
+    if parameters and easy and tile == rules["tile"] and 1024 <= tile.columns >= h and tile.warps <= 16:
+        return _persistent(tile, itemsize, parameters, target.chip)
     return tile
+
+
+def _persistent(tile: Tile, itemsize: int, parameters: int, chip: Chip) -> Tile:
+    """The tile of programs that have several rows each, where that is worth it; else `tile`.
+
+    parameters: the bytes of scale and offset for a column.
+
+    Such a program holds scale and offset, and reads the next rows ahead. An H200 took for layer_norm in bfloat16 at
+    768, 1024, 4096, 8192 and 16384 columns 18.4, 39.1, 42.1, 42.4 and 44.4 us, where a program for each row took 19.7,
+    40.8, 52.7, 56.1 and 77.1: each reads 8 bytes of parameters from L1 for 2 of x. RMSNorm has 4 of them. It gains
+    where a row is an SM's only one, 41.5 us for 60.4 at 16384 columns, and took 41.4 for 39.7 at 4096.
+    """
+    if parameters <= 2 * itemsize and tile.columns <= 8192:
+        return tile
+    tile = dataclasses.replace(tile, programs_per_core=16 // tile.warps)
+    return read_ahead(tile, itemsize, (1, 0), chip)
 
 
 def backward(
@@ -393,12 +410,11 @@ def backward(
     *,
     beside: int = 0,
     more: int = 0,
-    reads: tuple[int, int] = (0, 0),
+    reads: tuple[int, int] = (2, 0),
 ) -> BackwardPlan:
     """The plan of the backward pass: as measured where it was and `more` is 0, else by `backward_plan`.
 
-    beside: how many cotangents `backward_kernel` reads beside dy. reads: as of `_with_room`, where there are `more` or
-      several beside dy.
+    beside: how many cotangents `backward_kernel` reads beside dy. reads: as of `read_ahead`.
     """
     plan = backward_plan(h, inner, itemsize, mixed, wants_y=wants_y, more=more)
     sizes = _sizes(h, inner, itemsize, mixed) | {"wants_y": wants_y}
@@ -406,8 +422,8 @@ def backward(
     chosen = rules if more else BACKWARD.tiles(target.trial, rules, target.chip, inner, **sizes)
     tile = chosen["tile"]
     assert tile is not None
-    if wants_y and beside:
-        tile = _beside_dy(tile, itemsize)
-    if more or beside > 1:
-        tile = _with_room(tile, itemsize, reads, target.chip)
+    if wants_y and beside and itemsize == 4 and tile.columns > 4096:
+        tile = dataclasses.replace(tile, columns=4096)  # one program would spill 32 bytes on an H200, 16 on an A100
+    if tile.stages > 1:
+        tile = (read_ahead if chosen == rules else _with_room)(tile, itemsize, reads, target.chip)
     return BackwardPlan(tile, chosen["sums"], is_by_rule=chosen == rules)

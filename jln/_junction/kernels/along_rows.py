@@ -8,7 +8,7 @@ import triton.language as tl
 
 from jln._junction.kernels.addresses import columns_at, columns_from, group_of, numbers_at, rows_at
 from jln._junction.kernels.eight_bits import inverse_of, rounded, scales_of
-from jln._junction.kernels.terms import load_scale, load_total, load_vector, normed
+from jln._junction.kernels.terms import load_offset, load_scale, load_total, load_vector, normed
 
 
 @triton.jit
@@ -70,7 +70,8 @@ def along_rows_kernel(
     mean = load_vector(mean_ptr, block * 32 + local, valid, BLOCK_ROWS, COMPUTE)
     rstd = load_vector(rstd_ptr, block * 32 + local, valid, BLOCK_ROWS, COMPUTE)
     scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
-    y = normed(x, mean, rstd, scale, offset_ptr, z_ptr, added_ptr, at, mask, column, exists, None, COMPUTE)
+    offset = load_offset(offset_ptr, column, exists, None, COMPUTE)
+    y = normed(x, mean, rstd, scale, offset, z_ptr, added_ptr, at, mask, COMPUTE)
     if RAGGED:
         y = tl.where(valid[:, None], y, 0.0)
 

@@ -20,7 +20,16 @@ from jln._junction.kernels.addresses import (
     tiles_of,
 )
 from jln._junction.kernels.row_terms import load_row_terms, pulled_back, row_sums, store_sum
-from jln._junction.kernels.terms import affine, gated, load_branch, load_scale, load_total, load_vector, rstd_of
+from jln._junction.kernels.terms import (
+    affine,
+    gated,
+    load_branch,
+    load_offset,
+    load_scale,
+    load_total,
+    load_vector,
+    rstd_of,
+)
 
 
 @triton.jit
@@ -44,6 +53,7 @@ def row_sums_kernel(
     COMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Compute c1 and c2, one tile of rows a program, for rows too wide for `backward_kernel` to add up itself."""
     group, tile = group_and_tile(tiles_of(rows, INTERLEAVED.run, BLOCK_ROWS), SHARED, INTERLEAVED)
@@ -60,7 +70,7 @@ def row_sums_kernel(
     rstd = load_vector(rstd_ptr, row, valid, BLOCK_ROWS, COMPUTE)
     c1, c2 = row_sums(
         dy_ptr, total_ptr, x_z_ptr, z_ptr, base, scale_ptr, start, valid, mean, rstd,
-        H, INNER, VECTOR, NORM, COMPUTE, BLOCK_ROWS, BLOCK_H,
+        H, INNER, VECTOR, NORM, COMPUTE, BLOCK_ROWS, BLOCK_H, STAGES,
     )  # fmt: skip
 
     c1_ptr = numbers_at(c1_ptr, "c1", group, rows, INTERLEAVED, SHARED)
@@ -77,7 +87,8 @@ def _of_norm_alone(
 ):  # fmt: skip
     """The norm's own sums over rows, and its output once more."""
     if y_ptr is not None:
-        y = affine(x_hat, scale, offset_ptr, column, exists, OFFSET, COMPUTE)
+        offset = load_offset(offset_ptr, column, exists, OFFSET, COMPUTE)
+        y = affine(x_hat, scale, offset)
         tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
     if contains(SUMS, "dscale"):
         dscale = tl.fma(dy, x_hat, dscale)  # (6)
@@ -274,7 +285,7 @@ def backward_kernel(
                 u *= x_rstd[:, None]  # (32)
                 if contains(SUMS, "dgate") or drow_gate_ptr is not None:
                     x_scale = load_scale(x_scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
-                    branch = affine(u, x_scale, x_bias_ptr, column, exists, None, COMPUTE)
+                    branch = affine(u, x_scale, load_offset(x_bias_ptr, column, exists, None, COMPUTE))
             elif x_ptr is not None:
                 branch = load_branch(x_ptr + base, x_bias_ptr, at, mask, column, exists, COMPUTE)
             if contains(SUMS, "dgate"):

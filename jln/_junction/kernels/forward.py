@@ -17,6 +17,7 @@ import triton.language as tl
 from jln._junction.kernels.addresses import (
     columns_at,
     columns_by_row,
+    columns_from,
     group_and_tile,
     numbers_at,
     rows_at,
@@ -28,6 +29,7 @@ from jln._junction.kernels.eight_bits import bits_of, by_block_scales, rounded, 
 from jln._junction.kernels.terms import (
     affine,
     gated,
+    load_offset,
     load_scale,
     load_total,
     load_vector,
@@ -56,7 +58,7 @@ def _load_total_of_normed(
     if x_bias_ptr is None and gate_ptr is None and row_gate_ptr is None:
         total = tl.fma(u, x_scale[None, :], residual)  # (33)
     else:
-        branch = affine(u, x_scale, x_bias_ptr, column, exists, None, COMPUTE)
+        branch = affine(u, x_scale, load_offset(x_bias_ptr, column, exists, None, COMPUTE))
         total = gated(branch, gate_ptr, row_gate_ptr, row_gate, column, exists, COMPUTE) + residual  # (33)
     return total.to(TOTAL), x_mean, x_rstd
 
@@ -105,10 +107,9 @@ def _statistics_of_chunks(
 
 @triton.jit
 def _store_rows(
-    x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_scale_ptr, y2_scale_ptr, y3_scale_ptr,
-    y_ptr, y2_ptr, y3_ptr, y_max_ptr, block_scale_ptr, total_ptr, at, mask, column, exists, first_scale, first, valid,
-    H: tl.constexpr, OFFSET: tl.constexpr, NORM: tl.constexpr, BLOCKS: tl.constexpr, COMPUTE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
+    x, mean, rstd, z_ptr, scale, offset, added_ptr, y_scale_ptr, y2_scale_ptr, y3_scale_ptr,
+    y_ptr, y2_ptr, y3_ptr, y_max_ptr, block_scale_ptr, total_ptr, at, mask, first_scale, first, valid,
+    H: tl.constexpr, BLOCKS: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Normalise rows, and store their norm and the rows themselves, each if it is wanted.
 
@@ -119,8 +120,7 @@ def _store_rows(
         tl.store(total_ptr + at, x.to(total_ptr.dtype.element_ty), mask=mask)
     is_read = y_ptr is not None or y2_ptr is not None or y3_ptr is not None
     if is_read or y_max_ptr is not None or block_scale_ptr is not None:
-        scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
-        y = normed(x, mean, rstd, scale, offset_ptr, z_ptr, added_ptr, at, mask, column, exists, OFFSET, COMPUTE)
+        y = normed(x, mean, rstd, scale, offset, z_ptr, added_ptr, at, mask, COMPUTE)
         if y_max_ptr is not None:
             largest = tl.max(bits_of(y, mask), axis=1)  # (51)
         store_once_more(y, y2_scale_ptr, y2_ptr, at, mask)
@@ -151,6 +151,7 @@ def forward_kernel(
     y2_scale_ptr,  # [G]
     y3_scale_ptr,  # [G]
     rows,
+    groups,
     y_ptr,  # [G, rows, H]
     y2_ptr,  # [G, rows, H]
     y3_ptr,  # [G, rows, H]
@@ -175,103 +176,120 @@ def forward_kernel(
     COMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """Compute y, total, mean and rstd, one tile of rows a program.
+    """Compute y, total, mean and rstd, tile by tile of rows.
 
     BOTH_SIDES: x is normalised before it is added, in a tile of whole rows, and its x_mean and x_rstd computed, too.
     BLOCKS: the exponent of the largest number of y where its blocks have scales; else None.
 
     A row that fits in BLOCK_H stays in registers and is read once. A wider one is taken chunk by chunk, twice, the
-    second read being served by L2.
+    second read being served by L2. A program has every `programs`-th tile, of a group's `programs`. Where it has
+    several it reads them ahead, and holds scale and offset.
     """
-    group, tile = group_and_tile(tiles_of(rows, INTERLEAVED.run, BLOCK_ROWS), SHARED, INTERLEAVED)
-    row, base, start, valid = rows_of(tile, rows, H, INNER, INTERLEAVED, VECTOR, BLOCK_ROWS)
-    x_ptr = rows_at(x_ptr, "x", group, rows, H, INNER, INTERLEAVED, SHARED, base)
-    x_z_ptr = rows_at(x_z_ptr, "x_z", group, rows, H, INNER, INTERLEAVED, SHARED, base)
-    z_ptr = rows_at(z_ptr, "z", group, rows, H, INNER, INTERLEAVED, SHARED, base)
-    residual_ptr = rows_at(residual_ptr, "residual", group, rows, H, INNER, INTERLEAVED, SHARED, base)
+    programs = tl.maximum(tl.num_programs(0) // groups, 1)
+    group, program = group_and_tile(programs, SHARED, INTERLEAVED)
     x_bias_ptr = columns_at(x_bias_ptr, "x_bias", group, H, INTERLEAVED, SHARED)
     gate_ptr = columns_at(gate_ptr, "gate", group, H, INTERLEAVED, SHARED)
     row_gate_ptr = numbers_at(row_gate_ptr, "row_gate", group, rows, INTERLEAVED, SHARED)
     x_scale_ptr = columns_at(x_scale_ptr, "x_scale", group, H, INTERLEAVED, SHARED)
-    total_ptr = rows_at(total_ptr, "total", group, rows, H, INNER, INTERLEAVED, SHARED, base)
     scale_ptr = columns_at(scale_ptr, "scale", group, H, INTERLEAVED, SHARED)
     if OFFSET is None:
         offset_ptr = columns_at(offset_ptr, "offset", group, H, INTERLEAVED, SHARED)
-    else:
-        offset_ptr = columns_by_row(offset_ptr, group, row, rows, INTERLEAVED, OFFSET)
-    added_ptr = rows_at(added_ptr, "added", group, rows, H, INNER, INTERLEAVED, SHARED, base)
-    y_ptr = rows_at(y_ptr, "y", group, rows, H, INNER, INTERLEAVED, SHARED, base)
-    y2_ptr = rows_at(y2_ptr, "y2", group, rows, H, INNER, INTERLEAVED, SHARED, base)
-    y3_ptr = rows_at(y3_ptr, "y3", group, rows, H, INNER, INTERLEAVED, SHARED, base)
     y_scale_ptr = columns_at(y_scale_ptr, "y_scale", group, 1, INTERLEAVED, SHARED)
     y2_scale_ptr = columns_at(y2_scale_ptr, "y2_scale", group, 1, INTERLEAVED, SHARED)
     y3_scale_ptr = columns_at(y3_scale_ptr, "y3_scale", group, 1, INTERLEAVED, SHARED)
-    first_scale = start
-    if block_scale_ptr is not None:
-        _, base, first_scale, _ = rows_of(tile, rows, H // 32, INNER, INTERLEAVED, VECTOR, BLOCK_ROWS)
-        block_scale_ptr = rows_at(
-            block_scale_ptr, "block_scale", group, rows, H // 32, INNER, INTERLEAVED, SHARED, base
-        )
-
-    row_gate = load_vector(row_gate_ptr, row, valid, BLOCK_ROWS, COMPUTE)
-    mean = tl.zeros([BLOCK_ROWS], COMPUTE)
-    if BLOCK_H >= H:
-        column, exists, at, mask = tile_from(0, start, valid, H, INNER, VECTOR, BLOCK_H)
-        if BOTH_SIDES:
-            x, x_mean, x_rstd = _load_total_of_normed(
-                x_ptr, x_scale_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, residual_ptr, at, mask, column,
-                exists, H, NORM, EPSILON, TOTAL, COMPUTE, BLOCK_ROWS, BLOCK_H,
-            )  # fmt: skip
-            x = x.to(COMPUTE)
-        else:
-            x = load_total(
-                x_ptr, x_z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists,
-                TOTAL, COMPUTE,
-            )  # fmt: skip
-        if NORM.subtract_mean:
-            mean = tl.sum(x, axis=1) * (1.0 / H)  # (1)
-        rstd = rstd_of(tl.where(exists[None, :], x - mean[:, None], 0.0), H, EPSILON)  # (2)
-        largest = _store_rows(
-            x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_scale_ptr, y2_scale_ptr, y3_scale_ptr,
-            y_ptr, y2_ptr, y3_ptr, y_max_ptr, block_scale_ptr, total_ptr, at, mask, column, exists,
-            first_scale, 0, valid,
-            H, OFFSET, NORM, BLOCKS, COMPUTE, BLOCK_ROWS, BLOCK_H,
-        )  # fmt: skip
-    else:
-        mean, rstd = _statistics_of_chunks(
-            x_ptr, x_z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, start, valid,
-            H, INNER, VECTOR, NORM, EPSILON, TOTAL, COMPUTE, BLOCK_ROWS, BLOCK_H,
-        )  # fmt: skip
-        largest = tl.zeros([BLOCK_ROWS], tl.int32)
-        for first in range(0, H, BLOCK_H):
-            column, exists, at, mask = tile_from(first, start, valid, H, INNER, VECTOR, BLOCK_H)
-            x = load_total(
-                x_ptr, x_z_ptr, residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask, column, exists,
-                TOTAL, COMPUTE,
-            )  # fmt: skip
-            more = _store_rows(
-                x, mean, rstd, z_ptr, scale_ptr, offset_ptr, added_ptr, y_scale_ptr, y2_scale_ptr, y3_scale_ptr,
-                y_ptr, y2_ptr, y3_ptr, y_max_ptr, block_scale_ptr, total_ptr, at, mask, column, exists,
-                first_scale, first, valid,
-                H, OFFSET, NORM, BLOCKS, COMPUTE, BLOCK_ROWS, BLOCK_H,
-            )  # fmt: skip
-            if y_max_ptr is not None:
-                largest = tl.maximum(largest, more)
-
     y_max_ptr = numbers_at(y_max_ptr, "y_max", group, rows, INTERLEAVED, SHARED)
-    if y_max_ptr is not None:
-        tl.store(y_max_ptr + row, largest.to(tl.float32, bitcast=True), mask=valid)
     rstd_ptr = numbers_at(rstd_ptr, "rstd", group, rows, INTERLEAVED, SHARED)
-    if rstd_ptr is not None:
-        tl.store(rstd_ptr + row, rstd, mask=valid)
     mean_ptr = numbers_at(mean_ptr, "mean", group, rows, INTERLEAVED, SHARED)
-    if mean_ptr is not None:
-        tl.store(mean_ptr + row, mean, mask=valid)
-    if BOTH_SIDES:
-        x_rstd_ptr = numbers_at(x_rstd_ptr, "x_rstd", group, rows, INTERLEAVED, SHARED)
-        if x_rstd_ptr is not None:
-            tl.store(x_rstd_ptr + row, x_rstd.to(x_rstd_ptr.dtype.element_ty), mask=valid)
-        x_mean_ptr = numbers_at(x_mean_ptr, "x_mean", group, rows, INTERLEAVED, SHARED)
-        if x_mean_ptr is not None:
-            tl.store(x_mean_ptr + row, x_mean.to(x_mean_ptr.dtype.element_ty), mask=valid)
+    x_rstd_ptr = numbers_at(x_rstd_ptr, "x_rstd", group, rows, INTERLEAVED, SHARED)
+    x_mean_ptr = numbers_at(x_mean_ptr, "x_mean", group, rows, INTERLEAVED, SHARED)
+
+    if STAGES > 1:
+        column, _, exists = columns_from(0, H, INNER, VECTOR, BLOCK_H)
+        scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
+        offset = load_offset(offset_ptr, column, exists, OFFSET, COMPUTE)
+
+    end = tiles_of(rows, INTERLEAVED.run, BLOCK_ROWS) if STAGES > 1 else program + 1
+    for tile in tl.range(program, end, programs if STAGES > 1 else 1, num_stages=STAGES):
+        row, base, start, valid = rows_of(tile, rows, H, INNER, INTERLEAVED, VECTOR, BLOCK_ROWS)
+        of_x_ptr = rows_at(x_ptr, "x", group, rows, H, INNER, INTERLEAVED, SHARED, base)
+        of_x_z_ptr = rows_at(x_z_ptr, "x_z", group, rows, H, INNER, INTERLEAVED, SHARED, base)
+        of_z_ptr = rows_at(z_ptr, "z", group, rows, H, INNER, INTERLEAVED, SHARED, base)
+        of_residual_ptr = rows_at(residual_ptr, "residual", group, rows, H, INNER, INTERLEAVED, SHARED, base)
+        of_total_ptr = rows_at(total_ptr, "total", group, rows, H, INNER, INTERLEAVED, SHARED, base)
+        of_rows_ptr = offset_ptr
+        if OFFSET is not None:
+            of_rows_ptr = columns_by_row(offset_ptr, group, row, rows, INTERLEAVED, OFFSET)
+        of_added_ptr = rows_at(added_ptr, "added", group, rows, H, INNER, INTERLEAVED, SHARED, base)
+        of_y_ptr = rows_at(y_ptr, "y", group, rows, H, INNER, INTERLEAVED, SHARED, base)
+        of_y2_ptr = rows_at(y2_ptr, "y2", group, rows, H, INNER, INTERLEAVED, SHARED, base)
+        of_y3_ptr = rows_at(y3_ptr, "y3", group, rows, H, INNER, INTERLEAVED, SHARED, base)
+        first_scale = start
+        of_blocks_ptr = block_scale_ptr
+        if block_scale_ptr is not None:
+            _, base, first_scale, _ = rows_of(tile, rows, H // 32, INNER, INTERLEAVED, VECTOR, BLOCK_ROWS)
+            of_blocks_ptr = rows_at(
+                block_scale_ptr, "block_scale", group, rows, H // 32, INNER, INTERLEAVED, SHARED, base
+            )
+
+        row_gate = load_vector(row_gate_ptr, row, valid, BLOCK_ROWS, COMPUTE)
+        mean = tl.zeros([BLOCK_ROWS], COMPUTE)
+        if BLOCK_H >= H:
+            column, exists, at, mask = tile_from(0, start, valid, H, INNER, VECTOR, BLOCK_H)
+            if BOTH_SIDES:
+                x, x_mean, x_rstd = _load_total_of_normed(
+                    of_x_ptr, x_scale_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, of_residual_ptr, at, mask,
+                    column, exists, H, NORM, EPSILON, TOTAL, COMPUTE, BLOCK_ROWS, BLOCK_H,
+                )  # fmt: skip
+                x = x.to(COMPUTE)
+            else:
+                x = load_total(
+                    of_x_ptr, of_x_z_ptr, of_residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask,
+                    column, exists, TOTAL, COMPUTE,
+                )  # fmt: skip
+            if NORM.subtract_mean:
+                mean = tl.sum(x, axis=1) * (1.0 / H)  # (1)
+            rstd = rstd_of(tl.where(exists[None, :], x - mean[:, None], 0.0), H, EPSILON)  # (2)
+            if STAGES == 1:
+                scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
+                offset = load_offset(of_rows_ptr, column, exists, OFFSET, COMPUTE)
+            largest = _store_rows(
+                x, mean, rstd, of_z_ptr, scale, offset, of_added_ptr, y_scale_ptr, y2_scale_ptr, y3_scale_ptr,
+                of_y_ptr, of_y2_ptr, of_y3_ptr, y_max_ptr, of_blocks_ptr, of_total_ptr, at, mask, first_scale, 0, valid,
+                H, BLOCKS, COMPUTE, BLOCK_ROWS, BLOCK_H,
+            )  # fmt: skip
+        else:
+            mean, rstd = _statistics_of_chunks(
+                of_x_ptr, of_x_z_ptr, of_residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, start, valid,
+                H, INNER, VECTOR, NORM, EPSILON, TOTAL, COMPUTE, BLOCK_ROWS, BLOCK_H,
+            )  # fmt: skip
+            largest = tl.zeros([BLOCK_ROWS], tl.int32)
+            for first in range(0, H, BLOCK_H):
+                column, exists, at, mask = tile_from(first, start, valid, H, INNER, VECTOR, BLOCK_H)
+                x = load_total(
+                    of_x_ptr, of_x_z_ptr, of_residual_ptr, x_bias_ptr, gate_ptr, row_gate_ptr, row_gate, at, mask,
+                    column, exists, TOTAL, COMPUTE,
+                )  # fmt: skip
+                scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
+                offset = load_offset(of_rows_ptr, column, exists, OFFSET, COMPUTE)
+                more = _store_rows(
+                    x, mean, rstd, of_z_ptr, scale, offset, of_added_ptr, y_scale_ptr, y2_scale_ptr, y3_scale_ptr,
+                    of_y_ptr, of_y2_ptr, of_y3_ptr, y_max_ptr, of_blocks_ptr, of_total_ptr, at, mask,
+                    first_scale, first, valid,
+                    H, BLOCKS, COMPUTE, BLOCK_ROWS, BLOCK_H,
+                )  # fmt: skip
+                if y_max_ptr is not None:
+                    largest = tl.maximum(largest, more)
+
+        if y_max_ptr is not None:
+            tl.store(y_max_ptr + row, largest.to(tl.float32, bitcast=True), mask=valid)
+        if rstd_ptr is not None:
+            tl.store(rstd_ptr + row, rstd, mask=valid)
+        if mean_ptr is not None:
+            tl.store(mean_ptr + row, mean, mask=valid)
+        if BOTH_SIDES:
+            if x_rstd_ptr is not None:
+                tl.store(x_rstd_ptr + row, x_rstd.to(x_rstd_ptr.dtype.element_ty), mask=valid)
+            if x_mean_ptr is not None:
+                tl.store(x_mean_ptr + row, x_mean.to(x_mean_ptr.dtype.element_ty), mask=valid)

@@ -105,27 +105,36 @@ def rstd_of(centred, H: tl.constexpr, EPSILON: tl.constexpr):
 
 
 @triton.jit
-def affine(x_hat, scale, offset_ptr, column, exists, OFFSET: tl.constexpr, COMPUTE: tl.constexpr):
-    """Term (4). OFFSET: the step between columns of an offset that is read row by row, and its `offset_ptr` a row's."""
-    if offset_ptr is None:
+def load_offset(offset_ptr, column, exists, OFFSET: tl.constexpr, COMPUTE: tl.constexpr):
+    """The offset of every column, [1, BLOCK_H], or of rows' own: [BLOCK_ROWS, BLOCK_H]; None where there is no offset.
+
+    OFFSET: the step between columns of an offset that is read row by row, and its `offset_ptr` a row's.
+    """
+    if offset_ptr is not None:
+        if OFFSET is None:
+            offset = tl.load(offset_ptr + column, mask=exists, other=0.0).to(COMPUTE)[None, :]
+        else:
+            at = column if OFFSET.step == 1 else column.to(tl.int64) * OFFSET.step
+            offset = tl.load(offset_ptr + at[None, :], mask=exists[None, :], other=0.0).to(COMPUTE)
+        return offset
+
+
+@triton.jit
+def affine(x_hat, scale, offset):
+    """Term (4), of an offset as `load_offset` returns it."""
+    if offset is None:
         return x_hat * scale[None, :]
-    elif OFFSET is None:
-        offset = tl.load(offset_ptr + column, mask=exists, other=0.0).to(COMPUTE)
-        return tl.fma(x_hat, scale[None, :], offset[None, :])  # (4)
     else:
-        at = column if OFFSET.step == 1 else column.to(tl.int64) * OFFSET.step
-        offset = tl.load(offset_ptr + at[None, :], mask=exists[None, :], other=0.0).to(COMPUTE)
         return tl.fma(x_hat, scale[None, :], offset)  # (4)
 
 
 @triton.jit
 def normed(
-    x, mean, rstd, scale, offset_ptr, z_ptr, added_ptr, at, mask, column, exists,
-    OFFSET: tl.constexpr, COMPUTE: tl.constexpr,
+    x, mean, rstd, scale, offset, z_ptr, added_ptr, at, mask, COMPUTE: tl.constexpr
 ):  # fmt: skip
     """The norm's result y, of a tile of what is normalised: (4), with (42) and (30)."""
     x_hat = (x - mean[:, None]) * rstd[:, None]  # (3)
-    y = affine(x_hat, scale, offset_ptr, column, exists, OFFSET, COMPUTE)
+    y = affine(x_hat, scale, offset)
     if z_ptr is not None:
         u, _ = load_silu(z_ptr, at, mask, COMPUTE)
         y *= u  # (42)

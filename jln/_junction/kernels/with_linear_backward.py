@@ -19,7 +19,7 @@ from jln._junction.kernels.addresses import (
     tiles_of,
 )
 from jln._junction.kernels.row_terms import store_sum
-from jln._junction.kernels.terms import affine, gated, load_matrix, load_scale, load_vector, with_bias
+from jln._junction.kernels.terms import affine, gated, load_matrix, load_offset, load_scale, load_vector, with_bias
 
 
 @triton.jit
@@ -248,7 +248,8 @@ def backward_kernel(
             if g_ptr is not None:
                 z = x_hat
                 if SHARED is not None:
-                    z = affine(x_hat, scale, offset_of_group, column, exists, None, COMPUTE)  # (10)
+                    offset = load_offset(offset_of_group, column, exists, None, COMPUTE)
+                    z = affine(x_hat, scale, offset)  # (10)
                 g = tl.dot(tl.trans(z.to(dy.dtype)), dy, g, input_precision=PRECISION)  # (13), (21)
             if PULLS or contains(SUMS, "dscale") or contains(SUMS, "doffset"):
                 dz = tl.dot(dy, tl.trans(kernel.to(dy.dtype)), input_precision=PRECISION)  # (14)
