@@ -38,7 +38,7 @@ from jln._junction.geometry import (
 from jln._junction.gradients import backward_of_two, made_again, with_one_dy
 from jln._junction.kernels.backward import backward_kernel, reduce_kernel, row_sums_kernel
 from jln._junction.kernels.forward import forward_kernel
-from jln._junction.kernels.long_rows import long_rows_kernel, side_by_side_kernel
+from jln._junction.kernels.side_by_side import side_by_side_kernel
 from jln._triton.launch import launch
 from jln._triton.target import Target
 from jln._triton.tile import ceil_div
@@ -52,9 +52,9 @@ def forward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targe
     results = g.results(dtypes)
     total = jnp.dtype(total_dtype(operands))
     moved = element_sizes(operands.x, operands.residual, operands.z, operands.x_z, operands.added, results.y)
-    alone = {*operands.present()} <= {"x", "scale", "offset"} and not norm.offset_rows
+    alone = {*operands.present()} <= {"x", "residual", "scale", "offset"} and not norm.offset_rows
     parameters = [a.dtype.itemsize for a in (operands.scale, operands.offset) if a is not None and alone]
-    tile = tiles.forward(g.h, g.inner, *moved, target, sum(parameters))
+    tile = tiles.forward(g.h, g.inner, *moved, target, sum(parameters), operands.residual is not None)
     if norm.both_sides and not (g.inner == 1 and tile.columns >= g.h):
         one = functools.partial(forward, target=target)
         return forward_of_two(operands, norm, dtypes, batch_dims, one)
@@ -111,7 +111,7 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
     if plan is None:
         one = functools.partial(backward, target=target)
         return backward_of_two(with_one_dy(operands), norm, dtypes, batch_dims, one)
-    if operands.dy2 is not None and (plan.parts or plan.tile.columns < g.h):  # each would be read twice
+    if operands.dy2 is not None and (plan.side_by_side or plan.tile.columns < g.h):  # each would be read twice
         operands = with_one_dy(operands)
         plan = plan_of(operands)
         assert plan is not None
@@ -136,12 +136,11 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
             **constants,
         )
 
-    tile, chunks = plan.tile, plan.parts or g.chunks(plan.tile)
+    tile, chunks = plan.tile, 1 if plan.side_by_side else g.chunks(plan.tile)
     programs = chip.cores * tile.programs_per_core // (g.groups * chunks)
     programs = max(1, min(programs, g.tiles(tile)))
+    programs = ceil_div(g.tiles(tile), ceil_div(g.tiles(tile), programs))  # as few as make the same number of trips
     y = results.y
-    if y is not None or plan.parts:  # as few as make the same number of trips
-        programs = ceil_div(g.tiles(tile), ceil_div(g.tiles(tile), programs))
     # A program that owns whole rows has read its dy before it writes y.
     dy = operands.dy
     overwrites_dy = y is not None and (y.dtype, y.shape) == (dy.dtype, dy.shape) and chunks == 1
@@ -152,10 +151,7 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
         of_chunks = jax.ShapeDtypeStruct((chunks, *results.row_gate.shape), compute)
         by_program = by_program._replace(row_gate=of_chunks)
     kernel, statistics, made = backward_kernel, c1_and_c2, {"y": y}
-    if plan.parts and g.inner == 1:
-        kernel, statistics, made = long_rows_kernel, {}, {}
-        constants["PARTS"] = plan.parts
-    elif plan.parts:
+    if plan.side_by_side:
         kernel, statistics, made = side_by_side_kernel, {}, {}
         constants["VECTOR"] = vector(pointed(kernel, ready), results.present())
     else:
@@ -258,13 +254,10 @@ def _backward_plan(
         reads=(len(by_tile.present()), sum(a is not None for a in of_columns)),
     )
     of_norm = {*sums} <= {"scale", "offset"} and operands.x is None and not operands.gated and results.y is None
-    if plan.is_by_rule and plan.sums is not None and pulls and of_norm:
-        (h, inner, itemsize, mixed), read = sizes, 2 + sum(a is not None for a in (operands.z, operands.x_z))
-        if inner > 1:
-            tile, parts = tiles.side_by_side(h, inner, itemsize, mixed, read, target.chip), 1
-        else:
-            tile, parts = tiles.long_rows(h, itemsize, mixed, len(sums), read, target.chip) or (None, 0)
-        return plan if tile is None else tiles.BackwardPlan(tile, None, parts=parts)
+    if g.inner > 1 and plan.is_by_rule and plan.sums is not None and pulls and of_norm:
+        read = 2 + sum(a is not None for a in (operands.z, operands.x_z))
+        tile = tiles.side_by_side(*sizes, read, target.chip)
+        return plan if tile is None else tiles.BackwardPlan(tile, None, side_by_side=True)
     return plan
 
 

@@ -88,97 +88,63 @@ class BackwardPlan:
     """A plan for dx, dscale and doffset.
 
     tile: of `backward_kernel`. sums: the tile of `row_sums_kernel`, or None where `backward_kernel` adds up the rows.
-    parts: how many programs share a row, if `long_rows_kernel` or `side_by_side_kernel` takes the tile, a chunk of its
-    rows; else 0. is_by_rule: whether no file has it.
+    side_by_side: whether `side_by_side_kernel` takes the tile, a chunk of its rows. is_by_rule: whether no file has it.
     """
 
     tile: Tile
     sums: Tile | None
-    parts: int = 0
+    side_by_side: bool = False
     is_by_rule: bool = True
 
 
-def backward_plan(
-    h: int, inner: int, itemsize: int, mixed: bool = False, *, wants_y: bool = False, more: int = 0
-) -> BackwardPlan:
+def backward_plan(h: int, inner: int, itemsize: int, mixed: bool = False, *, more: int = 0) -> BackwardPlan:
     """The plan of the backward pass for rows of length h.
 
-    Whole rows stay in registers while 16 warps can hold them; rows twice as wide are shared by four programs; beyond
-    that there is a pass for the row sums, then programs that own a few columns of all rows.
+    Whole rows stay in registers while 16 warps can hold them; beyond that there is a pass for the row sums, then
+    programs that own some columns of all rows. Where loops can read ahead they have two stages here, and as many as
+    `read_ahead` says when they are launched.
 
-    wants_y: whether `backward_kernel` writes the norm's output too. more: values an element that it holds beside four:
-      sums over rows after the second, a gate.
+    more: values an element that `backward_kernel` holds beside four: sums over rows after the second, a gate.
+
+    An H200 took for rows of 4096 in bfloat16 by two rows and one program of 16 warps 64 us, by a row and two programs of
+    8 warps 64, of RMSNorms 61 and 63, with a residual 79 and 81, where y is made again 82 and 86; for rows of 1024 by
+    two rows and four programs of 4 warps 61, where y is made again 45, and by eight rows and one program of 16 warps 55.
+    For rows of 16384 it took 101 us by the pass for the row sums and chunks of 4096; 182 where a program had the whole
+    row chunk by chunk, and its sums in registers. Programs that shared a row, and each read all of it for the row sums,
+    took 335 to 427 us for rows of 8192 with a gate, and whole rows 98 to 126.
     """
-    columns = next_power_of_2(h)
+    columns, easy = next_power_of_2(h), aligned(h, inner, itemsize)
     per_thread = _per_thread(BACKWARD_ELEMENTS, h, inner, itemsize, mixed)
     of_sums = per_thread  # `row_sums_kernel` holds none of what `more` counts
-    is_aligned = aligned(h, inner, itemsize) and not mixed
-    if is_aligned and (more > 1 or (more and (columns <= 4096 or itemsize == 4))):
+    if easy and not mixed and (more > 2 or (more and (columns <= 4096 or itemsize == 4))):
         # With 16 elements a thread the kernel spilled up to 40 bytes with the sum for x's bias (8 where 16 warps hold
         # 8192 columns of 16 bits) and up to 192 with a gate; with 8 elements it spills at most 8 bytes.
         per_thread //= 2
+    if easy and mixed and not more and columns == 8192 and itemsize == 4:
+        per_thread *= 2
     limit = 512 * per_thread
-    stages = 2 if is_aligned else 1  # `read_ahead` says how many
+    stages = 2 if easy else 1
     if inner == 1:
-        rows = max(1, (2048 if is_aligned and itemsize < 8 else 1024) // columns)
+        rows = max(1, (limit if columns > 2048 else 128 * per_thread) // columns)
         whole = columns <= limit
     else:
         rows = _side_by_side(columns, inner, itemsize, limit // 2)
         whole = rows * columns <= limit // 2 and (rows * itemsize >= 32 or rows >= inner)
     if whole:
-        crowded = inner > 1 or (not is_aligned and itemsize < 8)
-        if few := wants_y and not crowded and itemsize < 8:
-            # One program of 16 warps takes the place of four of 4 warps, and makes a quarter of their partial sums: 2 MB
-            # instead of 9, of the 725 MB that (16384, 1024, 3072) in bfloat16 may move. 32 warps of half as many
-            # elements a thread, as a bias or a gate leaves, spilled 120 to 456 bytes in 16 bits; 16 spill none.
-            rows = max(rows, min(16384 // itemsize, limit) // columns)
+        crowded = inner > 1 or (not easy and itemsize < 8)
         tile = _tile(rows, columns, per_thread // 2 if crowded else per_thread, stages)
         # 16 warps an SM hide the latency; more than 4 programs an SM would pay for it in partial sums.
-        programs_per_core = 1 if few else max(1, min(4, 16 // tile.warps))
-        return BackwardPlan(dataclasses.replace(tile, programs_per_core=programs_per_core), None)
-    if inner == 1 and columns == 2 * limit and itemsize < 8:
-        # Where y is written too the tile is half as wide, as 4096 columns in float32 spill on sm_89.
-        return BackwardPlan(
-            _tile(1, limit // 4, per_thread // 4) if wants_y else _tile(1, limit // 2, per_thread // 2), None
-        )
-    if inner == 1:  # a tile has whole lines of columns, and as many rows as 16 warps hold
-        tile = _tile(2 * per_thread, 128, per_thread // 2, stages, programs_per_core=2)
-        return BackwardPlan(tile, _tile(1, 256 * of_sums, of_sums // 2))
+        return BackwardPlan(dataclasses.replace(tile, programs_per_core=max(1, min(4, 16 // tile.warps))), None)
+    if inner == 1:  # a tile has as much of some rows as 16 warps hold
+        each = per_thread if easy else max(1, per_thread // 2)
+        columns = min(4096, 512 * each)
+        tile = _tile(512 * each // columns, columns, each, stages)
+        return BackwardPlan(tile, _tile(max(1, of_sums // 8), 2048, of_sums, 1 + 2 * easy))
     rows = _side_by_side(1, inner, itemsize, limit)
     # A thread has as few elements as one load takes, so that many warps hide the latency.
-    narrow = max(per_thread // 4, 16 // itemsize if is_aligned else 1)
+    narrow = max(per_thread // 4, 16 // itemsize if easy else 1)
     tile = _tile(rows, 1024 // rows, narrow, stages, programs_per_core=4)
     return BackwardPlan(tile, _tile(rows, 1024 // rows, of_sums // 2))
-
-
-def long_rows(h: int, itemsize: int, mixed: bool, sums: int, read: int, chip: Chip) -> tuple[Tile, int] | None:
-    """The tile of `long_rows_kernel`, a chunk of a row, and how many programs share a row.
-
-    None where these cannot keep the sums over rows in registers. sums: how many there are. read: how many arrays of
-    rows are read twice.
-
-    16 warps keep 32768 elements of sums in half of their registers. With chunks of 8 bytes a thread no row has more
-    than 8 bytes of stack, on a B200 up to 24576 elements, with 32768 there 72. What it is worth, for a row of 16384 in
-    bfloat16 with a gate in front, by an H200's 4.8 TB/s of memory and about 5.5 of L2: 98 KB are read and 66 written
-    once, which takes all SMs 34 ns. A pass of row sums in front reads the 98 again, 55 ns. Here they come again from
-    L1, or, if none of it is there, from L2, 48 ns. Four programs that share a row and each read the whole of it would
-    take 491 KB from L2, 89 ns; sums kept in memory, to which each row adds, 390, 71 ns.
-
-    The two sums of a LayerNorm's 32768 elements are all registers of an SM, and two programs share a row: 41 ns of
-    memory. Both read all of it, 262 KB from L2, 48 ns, and their own half again, from L1, which has room for the row;
-    if none of it is there, 71 ns. With the pass it is 68 ns, in a launch more. In float32, of which L1 has a half at
-    most, it is 95 to 119 ns for 137. Four programs would take 524 KB in bfloat16, 95 ns, and so more than the pass.
-    """
-    chunk = 4096 // itemsize
-    if mixed or itemsize > 4 or not aligned(h, 1, itemsize) or chip.is_amd:
-        return None
-    most = 24576 if chip.capability >= 100 else 32768
-    held = min(16, most // chunk // max(1, sums))  # chunks of a program: 24 or 32 of float32 spill 24 bytes
-    parts = ceil_div(ceil_div(h, chunk), held)
-    if parts > 2:
-        return None
-    ahead = ceil_div(34_000, read * chunk * itemsize)  # chunks in flight that cover memory's latency (`busy_programs`)
-    return Tile(1, chunk, 16, 1 + ahead), parts
 
 
 def side_by_side(h: int, inner: int, itemsize: int, mixed: bool, read: int, chip: Chip) -> Tile | None:
@@ -192,8 +158,8 @@ def side_by_side(h: int, inner: int, itemsize: int, mixed: bool, read: int, chip
     sector, where two programs an SM would have more than 200 KB to read again. That is what L1 has room for, and 26 MB
     of L2 for all SMs of an H200. A program of 16 warps has longer rows, up to as much.
 
-    What it is worth, for 32 rows of 768 in bfloat16, by the bandwidths of `long_rows`: 98 KB are read and 49 written
-    once, which takes all SMs 31 ns; with a pass of row sums in front 51. Here the 98 come again from L1, or, if none of
+    What it is worth, for 32 rows of 768 in bfloat16, by an H200's 4.8 TB/s of memory and about 5.5 of L2: 98 KB are
+    read and 49 written once, which takes all SMs 31 ns; with a pass of row sums in front 51. Here the 98 come again from L1, or, if none of
     it is there, from L2, 45 ns. A LayerNorm's instructions take 26 ns. Both programs have three chunks in flight, 49 KB
     an SM; with four 384 columns spill 8 bytes, and with three of several dtypes 3000 columns 40 on a B200. Of three
     arrays two chunks are as much.
@@ -219,19 +185,21 @@ def side_by_side(h: int, inner: int, itemsize: int, mixed: bool, read: int, chip
     return Tile(rows, warps * 32 * of_thread // itemsize // rows, warps, stages, programs)
 
 
-# Bytes that an SM should read ahead, of all its programs. On an H200, whose latency times bandwidth is 29 KB an SM, the
-# backward pass of layer_norm at 4096 columns in bfloat16 took 78 us with 32 KB, 64 with 64 KB and 66 with 96 KB; with a
-# gate and a bias 165, 111 and 113.
+# Bytes that an SM should read ahead, of all its programs, by at least three stages. On an H200, whose latency times
+# bandwidth is 29 KB an SM, the backward pass of layer_norm at 4096 columns in bfloat16 took 78 us with 32 KB, 64 with
+# 64 KB and 66 with 96 KB; with a bias and a gate 165, 111 and 113; with a float32 result 142 with nothing, 78 with 72 KB.
+# The forward pass of add_layer_norm at 16384 columns took 87 us by two stages of 64 KB, and 79 by three.
 AHEAD = 2**16
 
 
 def read_ahead(tile: Tile, itemsize: int, reads: tuple[int, int], chip: Chip) -> Tile:
-    """The tile with as many stages as read AHEAD bytes ahead, four at most, and as shared memory has room for.
+    """The tile with three or four stages, as AHEAD bytes take, or as few as shared memory has room for.
 
-    reads: how many arrays of rows are read for each tile, and how many of columns.
+    reads: how many arrays of rows are read for each tile, and how many of columns. AMD's chips hold in registers what is
+    read ahead, and have two stages.
     """
     of_rows = reads[0] * tile.rows * tile.columns * itemsize * tile.programs_per_core
-    wanted = min(4, 1 + ceil_div(AHEAD, of_rows))
+    wanted = 2 if chip.is_amd else 3 if 2 * of_rows >= AHEAD else 4
     return _with_room(dataclasses.replace(tile, stages=wanted), itemsize, reads, chip)
 
 
@@ -329,10 +297,10 @@ def _shared(name: str, tile: Tile, sizes: dict[str, Any]) -> int:
     return max(taken, arrays)
 
 
-def _too_few_columns(tiles: Tiles, sizes: dict[str, Any]) -> str | None:
+def _sums_of_whole_rows(tiles: Tiles, sizes: dict[str, Any]) -> str | None:
     tile = tiles["tile"]
-    if tile is not None and tiles["sums"] is None and sizes["h"] > 8 * tile.columns:
-        return f"{tile.columns} columns are too few of {sizes['h']}: each of a row's programs reads the whole row"
+    if tile is not None and tiles["sums"] is None and sizes["h"] > tile.columns:
+        return f"{tile.columns} columns of {sizes['h']} have no row sums without a kernel for them"
     return None
 
 
@@ -347,14 +315,6 @@ def _free(name: str, tile: Tile, sizes: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _with_or_without_sums(tiles: Tiles, sizes: dict[str, Any]) -> list[Tiles]:
-    tile = tiles["tile"]
-    if tile is None or tile.columns >= sizes["h"]:
-        return []
-    sums = None if tiles["sums"] else Tile(tile.rows, min(next_power_of_2(sizes["h"]), 4096), 8)
-    return [tiles | {"sums": sums}]
-
-
 _FIELDS = {"h": int, "layout": str, "itemsize": int, "mixed": bool}
 FORWARD = Choice("forward", _FIELDS, ("tile",), _held, _shared, _free)
 BACKWARD = Choice(
@@ -364,40 +324,43 @@ BACKWARD = Choice(
     _held,
     _shared,
     _free,
-    others=_with_or_without_sums,
-    fault=_too_few_columns,
+    fault=_sums_of_whole_rows,
     optional=("sums",),
 )
 
 
-def forward(h: int, inner: int, itemsize: int, mixed: bool, target: Target, parameters: int = 0) -> Tile:
+def forward(
+    h: int, inner: int, itemsize: int, mixed: bool, target: Target, parameters: int = 0, adds: bool = False
+) -> Tile:
     """The tile of `forward_kernel`: as measured where it was, else by `forward_tile`.
 
-    parameters: the bytes of scale and offset for a column, where these and x are all that is read; else 0.
+    parameters: the bytes of scale and offset for a column, where beside these x is all that is read, or x and a residual;
+      else 0. adds: whether there is a residual.
     """
     rules: Tiles = {"tile": forward_tile(h, inner, itemsize, mixed)}
     tile = FORWARD.tiles(target.trial, rules, target.chip, inner, **_sizes(h, inner, itemsize, mixed))["tile"]
     assert tile is not None
     easy = inner == 1 and aligned(h, inner, itemsize) and not mixed and not target.chip.is_amd
     if parameters and easy and tile == rules["tile"] and 1024 <= tile.columns >= h and tile.warps <= 16:
-        return _persistent(tile, itemsize, parameters, target.chip)
+        return _persistent(tile, itemsize, parameters, adds, target.chip)
     return tile
 
 
-def _persistent(tile: Tile, itemsize: int, parameters: int, chip: Chip) -> Tile:
+def _persistent(tile: Tile, itemsize: int, parameters: int, adds: bool, chip: Chip) -> Tile:
     """The tile of programs that have several rows each, where that is worth it; else `tile`.
 
-    parameters: the bytes of scale and offset for a column.
+    parameters, adds: as of `forward`.
 
     Such a program holds scale and offset, and reads the next rows ahead. An H200 took for layer_norm in bfloat16 at
     768, 1024, 4096, 8192 and 16384 columns 18.4, 39.1, 42.1, 42.4 and 44.4 us, where a program for each row took 19.7,
     40.8, 52.7, 56.1 and 77.1: each reads 8 bytes of parameters from L1 for 2 of x. RMSNorm has 4 of them. It gains
-    where a row is an SM's only one, 41.5 us for 60.4 at 16384 columns, and took 41.4 for 39.7 at 4096.
+    where a row is an SM's only one, 41.5 us for 60.4 at 16384 columns, and took 41.4 for 39.7 at 4096; and so do sums,
+    79 for 100 and 74.9 for 73.6 us.
     """
-    if parameters <= 2 * itemsize and tile.columns <= 8192:
+    if tile.columns <= 8192 and (adds or parameters <= 2 * itemsize):
         return tile
     tile = dataclasses.replace(tile, programs_per_core=16 // tile.warps)
-    return read_ahead(tile, itemsize, (1, 0), chip)
+    return read_ahead(tile, itemsize, (1 + adds, 0), chip)
 
 
 def backward(
@@ -416,7 +379,7 @@ def backward(
 
     beside: how many cotangents `backward_kernel` reads beside dy. reads: as of `read_ahead`.
     """
-    plan = backward_plan(h, inner, itemsize, mixed, wants_y=wants_y, more=more)
+    plan = backward_plan(h, inner, itemsize, mixed, more=more)
     sizes = _sizes(h, inner, itemsize, mixed) | {"wants_y": wants_y}
     rules: Tiles = {"tile": plan.tile, "sums": plan.sums}
     chosen = rules if more else BACKWARD.tiles(target.trial, rules, target.chip, inner, **sizes)

@@ -157,8 +157,7 @@ def backward_kernel(
     TOTAL, total's type, are None where total and its statistics are given.
 
     A program owns BLOCK_H columns and every `programs`-th tile of rows, and keeps its sums in registers. c1 and c2 come
-    from the registers where a row fits in BLOCK_H; from a look at the whole row where a few programs share one (what
-    the neighbour reads too comes from L2); from `row_sums_kernel` where many do.
+    from the registers where a row fits in BLOCK_H, else from `row_sums_kernel`.
     """
     chunks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     chunk = tl.program_id(0) % chunks
@@ -197,7 +196,7 @@ def backward_kernel(
 
     # What the program keeps over all its tiles.
     column, step, exists = columns_from(chunk * BLOCK_H, H, INNER, VECTOR, BLOCK_H)
-    if BLOCK_H >= H and x_rstd_ptr is None:
+    if x_rstd_ptr is None:
         scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
     dscale = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
     doffset = tl.zeros([BLOCK_ROWS, BLOCK_H], COMPUTE)
@@ -213,22 +212,16 @@ def backward_kernel(
         # The rows' statistics, and their sums where the tile does not hold all that they are of.
         mean = load_vector(mean_ptr, row, valid, BLOCK_ROWS, COMPUTE)
         rstd = load_vector(rstd_ptr, row, valid, BLOCK_ROWS, COMPUTE)
-        if PULLS:
-            if c2_ptr is not None:
-                c1 = load_vector(c1_ptr, row, valid, BLOCK_ROWS, COMPUTE)
-                c2 = load_vector(c2_ptr, row, valid, BLOCK_ROWS, COMPUTE)
-            elif BLOCK_H < H:
-                c1, c2 = row_sums(
-                    dy_ptr, total_ptr, x_z_ptr, z_ptr, base, scale_ptr, start, valid, mean, rstd,
-                    H, INNER, VECTOR, NORM, COMPUTE, BLOCK_ROWS, BLOCK_H,
-                )  # fmt: skip
+        if PULLS and BLOCK_H < H:
+            c1 = load_vector(c1_ptr, row, valid, BLOCK_ROWS, COMPUTE)
+            c2 = load_vector(c2_ptr, row, valid, BLOCK_ROWS, COMPUTE)
 
         of_rows_ptr = offset_ptr
         if OFFSET is not None:
             of_rows_ptr = columns_by_row(offset_ptr, group, row, rows, INTERLEAVED, OFFSET)
 
         # What y is made of, which dscale and doffset are made of, too.
-        if BLOCK_H < H or x_rstd_ptr is not None:  # held through `row_sums`, or beside two norms, it would spill
+        if x_rstd_ptr is not None:  # held beside two norms, it would spill
             scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
         if total_ptr is not None:
             x = tl.load(total_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)

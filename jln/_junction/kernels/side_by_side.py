@@ -1,4 +1,4 @@
-"""The norms' backward kernels of long rows, which no tile holds: a program has whole rows, chunk by chunk.
+"""The norms' backward kernel of rows side by side that no tile holds: a program has whole rows, chunk by chunk.
 
 Rows lie as in `jln._junction.kernels.forward`. The numbers in brackets are the equations of `jln._junction.formulas`.
 """
@@ -18,18 +18,6 @@ from jln._junction.kernels.addresses import (
 )
 from jln._junction.kernels.row_terms import load_row_terms, pulled_back, row_sums, store_sum
 from jln._junction.kernels.terms import load_scale, load_vector
-
-
-@triton.jit
-def _columns_of(
-    part, chunk: tl.constexpr, H: tl.constexpr, PARTS: tl.constexpr, OWN: tl.constexpr, BLOCK_H: tl.constexpr
-):
-    """The columns of a part's chunk, numbered from its first one, so that chunks differ by a constant; which exist."""
-    column = tl.arange(0, BLOCK_H)
-    if (PARTS - 1) * OWN + chunk * BLOCK_H + BLOCK_H <= H:
-        return column, tl.full([BLOCK_H], True, tl.int1)
-    else:
-        return column, column < H - chunk * BLOCK_H - part * OWN
 
 
 @triton.jit
@@ -56,100 +44,6 @@ def _of_chunk(
     if dx_ptr is not None:
         tl.store(dx_ptr + first + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     return dy, x_hat
-
-
-@triton.jit
-def long_rows_kernel(
-    dy_ptr,  # [G, rows, H]
-    dtotal_ptr,  # [G, rows, H]
-    total_ptr,  # [G, rows, H]
-    x_z_ptr,  # [G, rows, H]
-    z_ptr,  # [G, rows, H]
-    scale_ptr,  # [G, H]
-    mean_ptr,  # [G, rows]
-    rstd_ptr,  # [G, rows]
-    rows,
-    groups,
-    dx_ptr,  # [G, rows, H]
-    dz_ptr,  # [G, rows, H]
-    dx_z_ptr,  # [G, rows, H]
-    dscale_ptr,  # [G, H]; of a group's only program
-    doffset_ptr,  # [G, H]; likewise
-    shares_ptr,  # [SUMS, G, programs, H]; where there are several
-    H: tl.constexpr,
-    INNER: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    PARTS: tl.constexpr,
-    SHARED: tl.constexpr,
-    SUMS: tl.constexpr,
-    NORM: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Compute what `backward_kernel` does, without gates, biases and y, of rows of several chunks of BLOCK_H columns.
-
-    A program owns one of PARTS of the chunks of every `programs`-th row. It reads the whole row for c1 and c2, some
-    chunks ahead, and at once its own ones again for all else, from L1 or L2. Its sums over rows are
-    tuples of a chunk's each, in registers, and so the chunks are unrolled. INNER is 1.
-    """
-    chunks: tl.constexpr = ((H + BLOCK_H - 1) // BLOCK_H + PARTS - 1) // PARTS
-    OWN: tl.constexpr = chunks * BLOCK_H
-    part = tl.program_id(0) % PARTS
-    of_all = tl.num_programs(0) // PARTS  # programs of all groups
-    programs = of_all // groups  # no fewer than 1: to say so spills 8 bytes of 32768 elements in float32
-    group, program = group_of(tl.program_id(0) // PARTS, programs, SHARED)
-    dy_ptr = rows_at(dy_ptr, "dy", group, rows, H, INNER, INTERLEAVED, SHARED)
-    dtotal_ptr = rows_at(dtotal_ptr, "dtotal", group, rows, H, INNER, INTERLEAVED, SHARED)
-    total_ptr = rows_at(total_ptr, "total", group, rows, H, INNER, INTERLEAVED, SHARED)
-    x_z_ptr = rows_at(x_z_ptr, "x_z", group, rows, H, INNER, INTERLEAVED, SHARED)
-    z_ptr = rows_at(z_ptr, "z", group, rows, H, INNER, INTERLEAVED, SHARED)
-    scale_ptr = columns_at(scale_ptr, "scale", group, H, INTERLEAVED, SHARED)
-    mean_ptr = numbers_at(mean_ptr, "mean", group, rows, INTERLEAVED, SHARED)
-    rstd_ptr = numbers_at(rstd_ptr, "rstd", group, rows, INTERLEAVED, SHARED)
-    dx_ptr = rows_at(dx_ptr, "dx", group, rows, H, INNER, INTERLEAVED, SHARED)
-    dz_ptr = rows_at(dz_ptr, "dz", group, rows, H, INNER, INTERLEAVED, SHARED)
-    dx_z_ptr = rows_at(dx_z_ptr, "dx_z", group, rows, H, INNER, INTERLEAVED, SHARED)
-
-    dscale = ()
-    doffset = ()
-    for _ in tl.static_range(chunks):
-        dscale += (tl.zeros([1, BLOCK_H], COMPUTE),)
-        doffset += (tl.zeros([1, BLOCK_H], COMPUTE),)
-
-    for tile in tl.range(program, tiles_of(rows, INTERLEAVED.run, 1), programs, num_stages=1):
-        row, base, start, valid = rows_of(tile, rows, H, INNER, INTERLEAVED, None, 1)
-        mean = load_vector(mean_ptr, row, valid, 1, COMPUTE)
-        rstd = load_vector(rstd_ptr, row, valid, 1, COMPUTE)
-        c1, c2 = row_sums(
-            dy_ptr, total_ptr, x_z_ptr, z_ptr, base, scale_ptr, start, valid, mean, rstd,
-            H, INNER, None, NORM, COMPUTE, 1, BLOCK_H, STAGES,
-        )  # fmt: skip
-
-        new_dscale = ()
-        new_doffset = ()
-        for chunk in tl.static_range(chunks):
-            column, exists = _columns_of(part, chunk, H, PARTS, OWN, BLOCK_H)
-            at, mask = column[None, :], exists[None, :]
-            own = part * OWN + chunk * BLOCK_H
-            first = base + own
-            scale = tl.full([BLOCK_H], 1.0, COMPUTE)
-            if scale_ptr is not None:
-                scale = load_scale(scale_ptr + own, column, exists, NORM, BLOCK_H, COMPUTE)
-            dy, x_hat = _of_chunk(
-                dy_ptr, dtotal_ptr, total_ptr, x_z_ptr, z_ptr, dx_ptr, dz_ptr, dx_z_ptr, first, at, mask, exists,
-                mean, rstd, scale, c1, c2, NORM, COMPUTE,
-            )  # fmt: skip
-            new_dscale += (tl.fma(dy, x_hat, dscale[chunk]) if contains(SUMS, "dscale") else dscale[chunk],)  # (6)
-            new_doffset += (doffset[chunk] + dy if contains(SUMS, "doffset") else doffset[chunk],)  # (5)
-        dscale = new_dscale
-        doffset = new_doffset
-
-    for chunk in tl.static_range(chunks):
-        column, exists = _columns_of(part, chunk, H, PARTS, OWN, BLOCK_H)
-        at = (group * programs + program) * H + part * OWN + chunk * BLOCK_H + column
-        store_sum(dscale[chunk], dscale_ptr, shares_ptr, at, exists, of_all, "dscale", SUMS, H)
-        store_sum(doffset[chunk], doffset_ptr, shares_ptr, at, exists, of_all, "doffset", SUMS, H)
 
 
 @triton.jit
@@ -182,7 +76,7 @@ def side_by_side_kernel(
     BLOCK_H: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Compute what `long_rows_kernel` does, of rows side by side: INNER is more than 1.
+    """Compute what `backward_kernel` does, without gates, biases and y, of rows side by side: INNER is more than 1.
 
     A program owns every `programs`-th tile of whole rows. It reads them for c1 and c2, STAGES chunks at a time, and at
     once again for all else, from L1 or L2. Its sums over rows have a row for each chunk, which only that chunk changes:
