@@ -7,7 +7,7 @@ from typing import Any
 
 from jln._triton.chip import Chip
 from jln._triton.target import Target
-from jln._triton.tile import Tile, aligned, ceil_div, next_power_of_2
+from jln._triton.tile import Tile, aligned, next_power_of_2
 from jln._triton.tuning import Choice, Tiles, known_or_newest
 
 # Columns have 32-bit numbers, and a loop over chunks of them ends at a multiple of a chunk of up to 2**15.
@@ -106,12 +106,12 @@ def backward_plan(h: int, inner: int, itemsize: int, mixed: bool = False, *, mor
 
     more: values an element that `backward_kernel` holds beside four: sums over rows after the second, a gate.
 
-    An H200 took for rows of 4096 in bfloat16 by two rows and one program of 16 warps 64 us, by a row and two programs of
-    8 warps 64, of RMSNorms 61 and 63, with a residual 79 and 81, where y is made again 82 and 86; for rows of 1024 by
-    two rows and four programs of 4 warps 61, where y is made again 45, and by eight rows and one program of 16 warps 55.
-    For rows of 16384 it took 101 us by the pass for the row sums and chunks of 4096; 182 where a program had the whole
-    row chunk by chunk, and its sums in registers. Programs that shared a row, and each read all of it for the row sums,
-    took 335 to 427 us for rows of 8192 with a gate, and whole rows 98 to 126.
+    2^25 elements in bfloat16 took an H200, in us: rows of 4096 by two rows and one program of 16 warps 64, by a row and
+    two programs of 8 warps 64, of RMSNorms 61 and 63, with a residual 79 and 81, where y is made again 82 and 86; rows
+    of 16384 by the pass for the row sums and chunks of 4096 101, and 182 by programs that had whole rows, chunk by
+    chunk; rows of 8192 with a gate 98 by whole rows, and 427 by programs that shared a row, whose sums each made alone.
+    Half as many elements, where y is made again, took 45 in rows of 1024 by two rows and four programs of 4 warps, and
+    55 by eight rows and one program of 16.
     """
     columns, easy = next_power_of_2(h), aligned(h, inner, itemsize)
     per_thread = _per_thread(BACKWARD_ELEMENTS, h, inner, itemsize, mixed)
@@ -159,8 +159,8 @@ def side_by_side(h: int, inner: int, itemsize: int, mixed: bool, read: int, chip
     of L2 for all SMs of an H200. A program of 16 warps has longer rows, up to as much.
 
     What it is worth, for 32 rows of 768 in bfloat16, by an H200's 4.8 TB/s of memory and about 5.5 of L2: 98 KB are
-    read and 49 written once, which takes all SMs 31 ns; with a pass of row sums in front 51. Here the 98 come again from L1, or, if none of
-    it is there, from L2, 45 ns. A LayerNorm's instructions take 26 ns. Both programs have three chunks in flight, 49 KB
+    read and 49 written once, which takes all SMs 31 ns; with a pass of row sums in front 51. Here the 98 come again
+    from L1, or, if none of it is there, from L2, 45 ns. A LayerNorm's instructions take 26 ns. Both programs have three chunks in flight, 49 KB
     an SM; with four 384 columns spill 8 bytes, and with three of several dtypes 3000 columns 40 on a B200. Of three
     arrays two chunks are as much.
 
@@ -187,7 +187,7 @@ def side_by_side(h: int, inner: int, itemsize: int, mixed: bool, read: int, chip
 
 # Bytes that an SM should read ahead, of all its programs, by at least three stages. On an H200, whose latency times
 # bandwidth is 29 KB an SM, the backward pass of layer_norm at 4096 columns in bfloat16 took 78 us with 32 KB, 64 with
-# 64 KB and 66 with 96 KB; with a bias and a gate 165, 111 and 113; with a float32 result 142 with nothing, 78 with 72 KB.
+# 64 KB and 66 with 96 KB; with a bias and a gate 165, 111 and 113; of a float32 result 142 with nothing, 78 with 72.
 # The forward pass of add_layer_norm at 16384 columns took 87 us by two stages of 64 KB, and 79 by three.
 AHEAD = 2**16
 
@@ -195,8 +195,8 @@ AHEAD = 2**16
 def read_ahead(tile: Tile, itemsize: int, reads: tuple[int, int], chip: Chip) -> Tile:
     """The tile with three or four stages, as AHEAD bytes take, or as few as shared memory has room for.
 
-    reads: how many arrays of rows are read for each tile, and how many of columns. AMD's chips hold in registers what is
-    read ahead, and have two stages.
+    reads: how many arrays of rows are read for each tile, and how many of columns. AMD's chips hold in registers what
+    is read ahead, and have two stages.
     """
     of_rows = reads[0] * tile.rows * tile.columns * itemsize * tile.programs_per_core
     wanted = 2 if chip.is_amd else 3 if 2 * of_rows >= AHEAD else 4
@@ -255,7 +255,7 @@ def both_sides(h: int, itemsize: int, mixed: bool, chip: Chip, *, centred: bool,
 
 
 def reduce_tile(h: int, shares: int) -> Tile:
-    """The tile of `reduce_kernel`: as many rows as there are shares, up to 128, and so few columns that all SMs have one.
+    """The tile of `reduce_kernel`: as many rows as there are shares, 128 at most, and few columns, so that SMs have one.
 
     A loop over more shares waits for memory at each turn: with 32 rows and columns an H200 took 12.0 us for 528 shares
     of 1024 columns, with 128 rows of 16 columns 7.6, of which 7 are for what comes from memory.
@@ -334,8 +334,8 @@ def forward(
 ) -> Tile:
     """The tile of `forward_kernel`: as measured where it was, else by `forward_tile`.
 
-    parameters: the bytes of scale and offset for a column, where beside these x is all that is read, or x and a residual;
-      else 0. adds: whether there is a residual.
+    parameters: the bytes of scale and offset for a column, where beside these x is all that is read, or x and a
+      residual; else 0. adds: whether there is a residual.
     """
     rules: Tiles = {"tile": forward_tile(h, inner, itemsize, mixed)}
     tile = FORWARD.tiles(target.trial, rules, target.chip, inner, **_sizes(h, inner, itemsize, mixed))["tile"]
