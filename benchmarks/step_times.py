@@ -34,13 +34,11 @@ def drawn(shapes: Any) -> Any:
     With scales of 1 behind the last norm the loss would be the same whatever the parameters are.
     """
     leaves, tree = jax.tree.flatten(shapes)
-
-    def one(key: jax.Array, a: jax.ShapeDtypeStruct) -> jax.Array:
+    arrays = []
+    for key, a in zip(jax.random.split(jax.random.key(0), len(leaves)), leaves, strict=True):
         normal = jax.random.normal(key, a.shape, a.dtype)
-        return 1 + 0.3 * normal if len(a.shape) < 2 else 0.02 * normal
-
-    keys = jax.random.split(jax.random.key(0), len(leaves))
-    return tree.unflatten(jax.jit(lambda keys: list(map(one, keys, leaves)))(keys))
+        arrays.append(1 + 0.3 * normal if len(a.shape) < 2 else 0.02 * normal)
+    return tree.unflatten(arrays)
 
 
 @jax.jit

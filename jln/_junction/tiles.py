@@ -160,9 +160,9 @@ def side_by_side(h: int, inner: int, itemsize: int, mixed: bool, read: int, chip
 
     What it is worth, for 32 rows of 768 in bfloat16, by an H200's 4.8 TB/s of memory and about 5.5 of L2: 98 KB are
     read and 49 written once, which takes all SMs 31 ns; with a pass of row sums in front 51. Here the 98 come again
-    from L1, or, if none of it is there, from L2, 45 ns. A LayerNorm's instructions take 26 ns. Both programs have three chunks in flight, 49 KB
-    an SM; with four 384 columns spill 8 bytes, and with three of several dtypes 3000 columns 40 on a B200. Of three
-    arrays two chunks are as much.
+    from L1, or, if none of it is there, from L2, 45 ns. A LayerNorm's instructions take 26 ns. Both programs have three
+    chunks in flight, 49 KB an SM; with four 384 columns spill 8 bytes, and with three of several dtypes 3000 columns 40
+    on a B200. Of three arrays two chunks are as much.
 
     A thread has 16 bytes of a chunk, and 8 where rows do not start on 16 bytes and each element has an address of its
     own. There 2048 columns, 49 rows side by side, spilled 200 bytes on an A100, and 312 with a gate in front; with 8
@@ -255,7 +255,7 @@ def both_sides(h: int, itemsize: int, mixed: bool, chip: Chip, *, centred: bool,
 
 
 def reduce_tile(h: int, shares: int) -> Tile:
-    """The tile of `reduce_kernel`: as many rows as there are shares, 128 at most, and few columns, so that SMs have one.
+    """The tile of `reduce_kernel`: as many rows as there are shares, 128 at most, and few columns, for as many SMs.
 
     A loop over more shares waits for memory at each turn: with 32 rows and columns an H200 took 12.0 us for 528 shares
     of 1024 columns, with 128 rows of 16 columns 7.6, of which 7 are for what comes from memory.
