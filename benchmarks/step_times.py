@@ -76,11 +76,10 @@ def measured(name: str, rounds: int, changes: dict[str, Any]) -> dict[str, Any]:
     seconds = {by: statistics.median(each) for by, each in taken.items()}
     temporary = {by: program.memory_analysis().temp_size_in_bytes for by, program in programs.items()}
     for by in programs:
-        ratio = seconds[by] / seconds["as it is"]
-        spread = max(taken[by]) / min(taken[by]) - 1
+        ratio, spread = seconds[by] / seconds["as it is"], max(taken[by]) / min(taken[by]) - 1
+        times = f"{seconds[by] * 1e3:>9.3f} ms, {ratio:>6.4f} of the first, spread {spread:.4f}"
         print(
-            f"{name:<12} {by:<13} {seconds[by] * 1e3:>9.3f} ms  {ratio:>6.4f} of the model's as it is  spread {spread:.4f}"
-            f"  temporary {temporary[by] / 1e9:>6.2f} GB  off by {errors[by]:.1e}",
+            f"{name:<12} {by:<13} {times}, {temporary[by] / 1e9:>6.2f} GB temporary, off by {errors[by]:.1e}",
             flush=True,
         )
     return {"model": name, "seconds": taken, "temporary_bytes": temporary, "errors": errors}

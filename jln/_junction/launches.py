@@ -53,8 +53,8 @@ def forward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targe
     total = jnp.dtype(total_dtype(operands))
     moved = element_sizes(operands.x, operands.residual, operands.z, operands.x_z, operands.added, results.y)
     alone = {*operands.present()} <= {"x", "residual", "scale", "offset"} and not norm.offset_rows
-    parameters = [a.dtype.itemsize for a in (operands.scale, operands.offset) if a is not None and alone]
-    tile = tiles.forward(g.h, g.inner, *moved, target, sum(parameters), operands.residual is not None)
+    parameters = tuple(a.dtype.itemsize for a in (operands.scale, operands.offset) if a is not None and alone)
+    tile = tiles.forward(g.h, g.inner, *moved, target, parameters, operands.residual is not None)
     if norm.both_sides and not (g.inner == 1 and tile.columns >= g.h):
         one = functools.partial(forward, target=target)
         return forward_of_two(operands, norm, dtypes, batch_dims, one)

@@ -123,7 +123,7 @@ def backward_plan(h: int, inner: int, itemsize: int, mixed: bool = False, *, mor
     if easy and mixed and not more and columns == 8192 and itemsize == 4:
         per_thread *= 2
     limit = 512 * per_thread
-    stages = 2 if easy else 1
+    stages = 2 if easy and (inner == 1 or (columns <= 4096 and not mixed)) else 1
     if inner == 1:
         rows = max(1, (limit if columns > 2048 else 128 * per_thread) // columns)
         whole = columns <= limit
@@ -142,7 +142,7 @@ def backward_plan(h: int, inner: int, itemsize: int, mixed: bool = False, *, mor
         return BackwardPlan(tile, _tile(max(1, of_sums // 8), 2048, of_sums, 1 + 2 * easy))
     rows = _side_by_side(1, inner, itemsize, limit)
     # A thread has as few elements as one load takes, so that many warps hide the latency.
-    narrow = max(per_thread // 4, 16 // itemsize if easy else 1)
+    narrow = max(per_thread // 4, 16 // itemsize if easy and not mixed else 1)
     tile = _tile(rows, 1024 // rows, narrow, stages, programs_per_core=4)
     return BackwardPlan(tile, _tile(rows, 1024 // rows, of_sums // 2))
 
@@ -255,12 +255,12 @@ def both_sides(h: int, itemsize: int, mixed: bool, chip: Chip, *, centred: bool,
 
 
 def reduce_tile(h: int, shares: int) -> Tile:
-    """The tile of `reduce_kernel`: as many rows as there are shares, 128 at most, and few columns, for as many SMs.
+    """The tile of `reduce_kernel`: as many rows as there are shares, or 128, and few columns, for as many SMs.
 
     A loop over more shares waits for memory at each turn: with 32 rows and columns an H200 took 12.0 us for 528 shares
     of 1024 columns, with 128 rows of 16 columns 7.6, of which 7 are for what comes from memory.
     """
-    rows = min(128, next_power_of_2(shares))
+    rows = 128 if shares > 32 else next_power_of_2(shares)
     columns = min(max(16, min(128, 2048 // rows)), next_power_of_2(h))
     return Tile(rows, columns, max(1, min(8, rows * columns // 256)))
 
@@ -330,12 +330,12 @@ BACKWARD = Choice(
 
 
 def forward(
-    h: int, inner: int, itemsize: int, mixed: bool, target: Target, parameters: int = 0, adds: bool = False
+    h: int, inner: int, itemsize: int, mixed: bool, target: Target, parameters: tuple[int, ...] = (), adds: bool = False
 ) -> Tile:
     """The tile of `forward_kernel`: as measured where it was, else by `forward_tile`.
 
-    parameters: the bytes of scale and offset for a column, where beside these x is all that is read, or x and a
-      residual; else 0. adds: whether there is a residual.
+    parameters: the bytes of a column's scale and of its offset, where beside these x is all that is read, or x and a
+      residual; else none. adds: whether there is a residual.
     """
     rules: Tiles = {"tile": forward_tile(h, inner, itemsize, mixed)}
     tile = FORWARD.tiles(target.trial, rules, target.chip, inner, **_sizes(h, inner, itemsize, mixed))["tile"]
@@ -346,7 +346,7 @@ def forward(
     return tile
 
 
-def _persistent(tile: Tile, itemsize: int, parameters: int, adds: bool, chip: Chip) -> Tile:
+def _persistent(tile: Tile, itemsize: int, parameters: tuple[int, ...], adds: bool, chip: Chip) -> Tile:
     """The tile of programs that have several rows each, where that is worth it; else `tile`.
 
     parameters, adds: as of `forward`.
@@ -354,10 +354,11 @@ def _persistent(tile: Tile, itemsize: int, parameters: int, adds: bool, chip: Ch
     Such a program holds scale and offset, and reads the next rows ahead. An H200 took for layer_norm in bfloat16 at
     768, 1024, 4096, 8192 and 16384 columns 18.4, 39.1, 42.1, 42.4 and 44.4 us, where a program for each row took 19.7,
     40.8, 52.7, 56.1 and 77.1: each reads 8 bytes of parameters from L1 for 2 of x. RMSNorm has 4 of them. It gains
-    where a row is an SM's only one, 41.5 us for 60.4 at 16384 columns, and took 41.4 for 39.7 at 4096; and so do sums,
-    79 for 100 and 74.9 for 73.6 us.
+    where a row is an SM's only one, 41.5 us for 60.4 at 16384 columns, and took 41.4 for 39.7 at 4096; and so do its
+    sums. Those of LayerNorms, 79 us for 100, spill 24 bytes.
     """
-    if tile.columns <= 8192 and (adds or parameters <= 2 * itemsize):
+    pays = not adds and sum(parameters) > 2 * itemsize if tile.columns <= 8192 else not adds or len(parameters) == 1
+    if not pays:
         return tile
     tile = dataclasses.replace(tile, programs_per_core=16 // tile.warps)
     return read_ahead(tile, itemsize, (1 + adds, 0), chip)
@@ -388,5 +389,6 @@ def backward(
     if wants_y and beside and itemsize == 4 and tile.columns > 4096:
         tile = dataclasses.replace(tile, columns=4096)  # one program would spill 32 bytes on an H200, 16 on an A100
     if tile.stages > 1:
-        tile = (read_ahead if chosen == rules else _with_room)(tile, itemsize, reads, target.chip)
+        fetched = read_ahead if chosen == rules and inner == 1 else _with_room
+        tile = fetched(tile, itemsize, reads, target.chip)
     return BackwardPlan(tile, chosen["sums"], is_by_rule=chosen == rules)

@@ -391,8 +391,7 @@ def check(case: Case) -> Ran:
                 continue
             assert found.sectors <= sectors, found
             assert found.widths, found
-            least = 8 if found.kernel == "jln_long_rows_kernel" else narrowest  # it has 4 elements of 16 bits a thread
-            assert min(found.widths) >= least or (has_one_row and 16 in found.widths), found
+            assert min(found.widths) >= narrowest or (has_one_row and 16 in found.widths), found
     return ran
 
 

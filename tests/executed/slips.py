@@ -20,7 +20,7 @@ KNOWN = {
 
 # Who has taken functions out of a module, and must do so again.
 _LAUNCHES = "jln._junction.launches"
-_NAMES = ("forward", "backward", "long_rows", "with_linear", "with_linear_backward")
+_NAMES = ("forward", "backward", "side_by_side", "with_linear", "with_linear_backward")
 _KERNELS = [f"jln._junction.kernels.{name}" for name in _NAMES]
 USERS = {name: [_LAUNCHES] for name in (*_KERNELS[:3], "jln._junction.geometry")}
 _ROW_TERMS = "jln._junction.kernels.row_terms"

@@ -11,7 +11,7 @@ from slips import broken
 
 ACCESS = "jln._junction.kernels.addresses"
 NORMS, NORM_LAUNCH = "jln._junction.kernels.backward", "jln._junction.launches"
-LONG_ROWS = "jln._junction.kernels.long_rows"
+BESIDE = "jln._junction.kernels.side_by_side"
 GEOMETRY = "jln._junction.geometry"
 TERMS, ROW_TERMS = "jln._junction.kernels.terms", "jln._junction.kernels.row_terms"
 LINEARS, LINEAR_LAUNCH = "jln._junction.kernels.with_linear", "jln._junction.linears.launches"
@@ -163,7 +163,7 @@ SOURCES = [
     ("the sum's cotangent not added", WHOLE, NORMS,
      "dx += tl.load(dtotal_ptr + base + at, mask=mask, other=0.0).to(COMPUTE)", "pass"),
     ("y not multiplied by the scale", WHOLE, TERMS,
-     "return tl.fma(x_hat, scale[None, :], offset[None, :])", "return x_hat + offset[None, :]"),
+     "return tl.fma(x_hat, scale[None, :], offset)", "return x_hat + offset"),
     ("the sum's cotangent not added, fused", FUSED_SUM, LINEARS_BACKWARD,
      "dx += load_matrix(dtotal_ptr + base, start, valid, first, H, BLOCK_H).to(COMPUTE)", "pass"),
     ("a sum not written, fused", FUSED_SUM, LINEARS,
@@ -175,14 +175,15 @@ SOURCES = [
     # Operands and shares, which the kernels find by name.
     ("shares of dscale in the place of doffset's", WHOLE, NORMS,
      'at, exists, of_all, "dscale"', 'at, exists, of_all, "doffset"'),
-    ("shares of dscale in the place of doffset's, side by side", SIDE_BY_SIDE, LONG_ROWS,
+    ("shares of dscale in the place of doffset's, side by side", SIDE_BY_SIDE, BESIDE,
      'at, column < H, of_all, "dscale"', 'at, column < H, of_all, "doffset"'),
-    ("chunks of each row's first columns", SIDE_BY_SIDE, LONG_ROWS, "tile_from(chunk * BLOCK_H", "tile_from(chunk"),
+    ("chunks of each row's first columns", SIDE_BY_SIDE, BESIDE, "tile_from(chunk * BLOCK_H", "tile_from(chunk"),
     ("doffset's shares behind a dscale that is not there", dataclasses.replace(WHOLE, without="s"), ROW_TERMS,
      "first = position(SUMS, NAME) * programs", "first = 1 * programs"),
     ("dtotal shared where dy is", GROUPS, NORMS, 'rows_at(dtotal_ptr, "dtotal", ', 'rows_at(dtotal_ptr, "dy", '),
     # What launchers say: grids, operands, scalars, switches and aliases.
-    ("a grid of one tile less", WHOLE, NORM_LAUNCH, "programs=g.programs(tile),", "programs=g.programs(tile) - 1,"),
+    ("a grid of one tile less", WHOLE, NORM_LAUNCH, "programs=g.persistent_programs(tile, target.chip),",
+     "programs=g.persistent_programs(tile, target.chip) - 1,"),
     ("groups forgotten in the grid", GROUPS, NORM_LAUNCH,
      "programs=g.groups * programs * chunks", "programs=programs * chunks"),
     ("groups before rows", GROUPS, NORM_LAUNCH,

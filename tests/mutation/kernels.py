@@ -18,13 +18,11 @@ from targets import (
     LINEAR_BACKWARD,
     LINEAR_LAUNCH,
     LINEARS,
-    LONG,
-    LONG_PARTS,
-    LONG_ROWS,
     MANY_TILES,
     NORM_TILES,
     OPERATORS,
     ROW_TERMS,
+    SIDE_BY_SIDE,
     SPILLS_BESIDE,
     SPILLS_BESIDE_GATED,
     STRIDED,
@@ -306,47 +304,20 @@ KERNELS = [
         (f"{FROZEN}test_some_gradients_of_a_fused_linear[kernel]",),
     ),
     Mutant(
-        "every chunk of a long row the first", LONG_ROWS,
-        "own = part * OWN + chunk * BLOCK_H", "own = part * OWN", LONG,
-    ),
-    Mutant(
-        "dscale of a program's last long row alone", LONG_ROWS, "tl.fma(dy, x_hat, dscale[chunk])", "dy * x_hat", LONG,
-    ),
-    Mutant(
-        "every chunk of a long row scaled as the first", LONG_ROWS,
-        "scale_ptr + own, column", "scale_ptr, column", LONG,
-    ),
-    Mutant(
-        "more sums of long rows than registers", NORM_TILES,
-        "most // chunk // max(1, sums)", "most // chunk",
-        ("tests/triton/test_launch.py::test_the_longest_rows_that_two_programs_share[2-2-32768]",),
-    ),
-    Mutant(
-        "every part of a long row the first", LONG_ROWS, "part = tl.program_id(0) % PARTS", "part = 0", LONG_PARTS,
-    ),
-    Mutant(
-        "columns behind a long row's last part", LONG_ROWS,
-        "H - chunk * BLOCK_H - part * OWN", "H - chunk * BLOCK_H", LONG_PARTS,
-    ),
-    Mutant(
-        "shares of a long row's parts at one place", LONG_ROWS,
-        "* H + part * OWN + chunk * BLOCK_H", "* H + chunk * BLOCK_H", LONG_PARTS,
-    ),
-    Mutant(
-        "every chunk of rows side by side the first", LONG_ROWS,
+        "every chunk of rows side by side the first", SIDE_BY_SIDE,
         "tile_from(chunk * BLOCK_H", "tile_from(chunk * 0", BESIDE,
     ),
-    Mutant("a chunk's sums in those of all others", LONG_ROWS, "number == chunk", "number != chunk", BESIDE),
+    Mutant("a chunk's sums in those of all others", SIDE_BY_SIDE, "number == chunk", "number != chunk", BESIDE),
     Mutant(
-        "dscale of a program's last tile of rows side by side", LONG_ROWS,
+        "dscale of a program's last tile of rows side by side", SIDE_BY_SIDE,
         "dscale += tl.where(is_own", "dscale = tl.where(is_own", BESIDE,
     ),
     Mutant(
-        "doffset of a program's last tile of rows side by side", LONG_ROWS,
+        "doffset of a program's last tile of rows side by side", SIDE_BY_SIDE,
         "doffset += tl.where(is_own", "doffset = tl.where(is_own", BESIDE,
     ),
     Mutant(
-        "shares behind the last column of rows side by side", LONG_ROWS,
+        "shares behind the last column of rows side by side", SIDE_BY_SIDE,
         'column < H, of_all, "doffset"', 'column < CHUNKS * BLOCK_H, of_all, "doffset"', BESIDE,
     ),
     Mutant(

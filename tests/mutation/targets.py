@@ -49,7 +49,7 @@ CHECK = "jln/testing/check.py"
 CHECKER = "jln/testing/derivatives.py"
 REPORT = "jln/testing/report.py"
 ROW_TERMS = "jln/_junction/kernels/row_terms.py"
-LONG_ROWS = "jln/_junction/kernels/long_rows.py"
+SIDE_BY_SIDE = "jln/_junction/kernels/side_by_side.py"
 NORM_TILES = "jln/_junction/tiles.py"
 SEARCH = "jln/_tools/search.py"
 LIMITS = "jln/_tools/accuracy.py"
@@ -111,16 +111,12 @@ TWO_DTYPES = (
     f"{EXECUTED}test_norms.py::test_mixed_dtypes[add_layer_norm-37x1024-bfloat16-small-h200-parameters=float32-"
     "residual=float32]",
 )
-# Rows of several chunks in one backward kernel, two of them one program's.
-LONG = (f"{EXECUTED}test_gated.py::test_sizes[rms_norm_gated,norm_before_gate=False-5x16384-bfloat16-small-a100]",)
 # Rows side by side, longer than a tile: runs of two tiles, which programs have two of; sizes alone.
 BESIDE = (f"{EXECUTED}test_norms.py::test_rows_side_by_side[layer_norm-5x384x49-bfloat16-small-a100-axis=1]",)
 BESIDE_TILES = "tests/triton/test_launch.py::test_rows_side_by_side_are_as_long_as_caches_hold"
 _SPILLS_BESIDE = "tests/triton/test_compiler.py::test_no_spills_of_longer_rows_side_by_side"
 SPILLS_BESIDE = (f"{_SPILLS_BESIDE}[layer_norm-a100-bfloat16, float32 parameters]",)
 SPILLS_BESIDE_GATED = (f"{_SPILLS_BESIDE}[the gate before the norm-a100-bfloat16]",)
-# Rows that two programs share, the second of which has a chunk less.
-LONG_PARTS = (f"{EXECUTED}test_norms.py::test_sizes[layer_norm-5x20488-bfloat16-h200]",)
 SEVERAL_TILES = (f"{EXECUTED}test_norms.py::test_sizes[add_layer_norm-29x1000-float32-small-l4]",)
 EXECUTED_FUSED = (
     f"{EXECUTED}test_linears.py::test_fused[layer_norm_linear-333x128-bfloat16-small-h200-features=(64,)]",

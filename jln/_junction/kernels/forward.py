@@ -120,7 +120,8 @@ def _store_rows(
         tl.store(total_ptr + at, x.to(total_ptr.dtype.element_ty), mask=mask)
     is_read = y_ptr is not None or y2_ptr is not None or y3_ptr is not None
     if is_read or y_max_ptr is not None or block_scale_ptr is not None:
-        y = normed(x, mean, rstd, scale, offset, z_ptr, added_ptr, at, mask, COMPUTE)
+        x_hat = (x - mean[:, None]) * rstd[:, None]  # (3)
+        y = normed(x_hat, scale, offset, z_ptr, added_ptr, at, mask, COMPUTE)
         if y_max_ptr is not None:
             largest = tl.max(bits_of(y, mask), axis=1)  # (51)
         store_once_more(y, y2_scale_ptr, y2_ptr, at, mask)

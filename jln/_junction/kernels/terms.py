@@ -129,11 +129,8 @@ def affine(x_hat, scale, offset):
 
 
 @triton.jit
-def normed(
-    x, mean, rstd, scale, offset, z_ptr, added_ptr, at, mask, COMPUTE: tl.constexpr
-):  # fmt: skip
-    """The norm's result y, of a tile of what is normalised: (4), with (42) and (30)."""
-    x_hat = (x - mean[:, None]) * rstd[:, None]  # (3)
+def normed(x_hat, scale, offset, z_ptr, added_ptr, at, mask, COMPUTE: tl.constexpr):
+    """The norm's result y, of a tile of x_hat: (4), with (42) and (30)."""
     y = affine(x_hat, scale, offset)
     if z_ptr is not None:
         u, _ = load_silu(z_ptr, at, mask, COMPUTE)
