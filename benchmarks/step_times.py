@@ -43,13 +43,12 @@ def drawn(shapes: Any) -> Any:
 
 @jax.jit
 def error(got: Any, expected: Any) -> jax.Array:
-    """The worst distance of two arrays of these, as a part of the second's length."""
+    """The distance of two trees of arrays, as a part of the second's length."""
 
-    def one(a: jax.Array, b: jax.Array) -> jax.Array:
-        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-        return jnp.linalg.norm((a - b).ravel()) / jnp.maximum(jnp.linalg.norm(b.ravel()), 1e-30)
+    def squares(tree: Any) -> jax.Array:
+        return sum((jnp.sum(jnp.square(a.astype(jnp.float32))) for a in jax.tree.leaves(tree)), jnp.float32(0))
 
-    return jnp.max(jnp.stack(jax.tree.leaves(jax.tree.map(one, got, expected))))
+    return jnp.sqrt(squares(jax.tree.map(jnp.subtract, got, expected)) / squares(expected))
 
 
 def measured(name: str, rounds: int, changes: dict[str, Any]) -> dict[str, Any]:
@@ -88,13 +87,15 @@ def measured(name: str, rounds: int, changes: dict[str, Any]) -> dict[str, Any]:
 def main(
     models: Annotated[list[str], typer.Argument(help=f"Of {'; '.join(MODELS)}.")],
     layers: Annotated[int | None, typer.Option(min=1, help="How many. [default: the model's]")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="How many examples. [default: the model's]")] = None,
     attention: Annotated[str | None, typer.Option(help="cudnn or xla. [default: the model's]")] = None,
     rounds: Annotated[int, typer.Option(min=1, help=f"Of {STEPS} steps of each program.")] = 9,
     output: Annotated[pathlib.Path | None, typer.Option(help="A file, for all of it as JSON.", dir_okay=False)] = None,
 ) -> None:
     """Print the times of models' steps: as they are, fused, and fused with their Linears."""
     found = {"environment": machine.environment(jax.devices()[0]), "jln": jln.__version__, "steps": []}
-    changes = {name: value for name, value in {"layers": layers, "attention": attention}.items() if value is not None}
+    asked = {"layers": layers, "batch": batch, "attention": attention}
+    changes = {name: value for name, value in asked.items() if value is not None}
     for name in models:
         found["steps"].append(measured(name, rounds, changes) | changes)
         if output is not None:

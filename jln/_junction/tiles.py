@@ -139,7 +139,7 @@ def backward_plan(h: int, inner: int, itemsize: int, mixed: bool = False, *, mor
         each = per_thread if easy else max(1, per_thread // 2)
         columns = min(4096, 512 * each)
         tile = _tile(512 * each // columns, columns, each, stages)
-        return BackwardPlan(tile, _tile(max(1, of_sums // 8), 2048, of_sums, 1 + 2 * easy))
+        return BackwardPlan(tile, _tile(max(1, of_sums // 8), 2048, of_sums, 3 if easy and itemsize <= 4 else 1))
     rows = _side_by_side(1, inner, itemsize, limit)
     # A thread has as few elements as one load takes, so that many warps hide the latency.
     narrow = max(per_thread // 4, 16 // itemsize if easy and not mixed else 1)

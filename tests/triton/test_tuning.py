@@ -106,16 +106,18 @@ def test_other_elements_layouts_and_results_have_choices_of_their_own(tuning_fil
     few = norm_tiles.forward(128, 8, 2, False, h200)
     assert few == norm_tiles.forward_tile(128, 8, 2)  # most of 16 rows would not exist
     assert norm_tiles.backward(128, 1, 2, False, True, h200).tile == OTHER
-    assert norm_tiles.backward(128, 1, 2, False, False, h200) == norm_tiles.backward_plan(128, 1, 2)
+    rules = norm_tiles.backward_plan(128, 1, 2)
+    read_ahead = norm_tiles.read_ahead(rules.tile, 2, (2, 0), H200)
+    assert norm_tiles.backward(128, 1, 2, False, False, h200) == dataclasses.replace(rules, tile=read_ahead)
 
 
-CHOOSE = ("forward", "forward_tile", "backward", "backward_plan", "reduce_tile")
+CHOOSE = ("forward", "forward_tile", "backward", "backward_plan")
 
 
 @pytest.mark.parametrize("choose", [getattr(norm_tiles, name) for name in CHOOSE], ids=CHOOSE)
 def test_choices_cannot_depend_on_the_number_of_rows(choose):
     """No tile is chosen by the number of rows, on which a row's result would then depend."""
-    of_arrays = {"wants_y", "beside", "more", "reads"}  # which there are, and how many
+    of_arrays = {"wants_y", "beside", "more", "reads", "parameters", "adds"}  # which there are, and how many
     assert set(inspect.signature(choose).parameters) - of_arrays <= {"h", "inner", "itemsize", "mixed", "target"}
     assert {f.name for f in dataclasses.fields(Target)} == {"chip", "trial"}
     assert len(tuning.CHOICES) == 4 and not any("rows" in choice.fields for choice in tuning.CHOICES.values())
@@ -162,7 +164,7 @@ ENTRIES = {
     "another kernel's tiles": (norm("forward", {"sums": OTHER}), "its tiles are not of tile"),
     "too few columns": (
         norm("backward", {"tile": OTHER, "sums": None}, h=4096, wants_y=False),
-        "128 columns are too few of 4096",
+        "128 columns of 4096 have no row sums without a kernel for them",
     ),
     "the rows' statistics in shared memory": (
         norm(
