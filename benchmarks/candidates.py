@@ -143,6 +143,7 @@ def compile_all(
     file: Annotated[pathlib.Path, typer.Argument(help="To write.")],
     asked: Annotated[list[str], typer.Argument(help="WORKLOAD:DIRECTION, as layer-norm-4096:backward.")],
     chip: Annotated[str, typer.Option(help="To compile for, by name.")] = "h200",
+    rules: Annotated[bool, typer.Option("--rules", help="What the rules choose, and nothing else.")] = False,
 ) -> None:
     """Compile the candidates of each question, without a GPU."""
     jobs = []
@@ -150,7 +151,7 @@ def compile_all(
         name, _, direction = text.partition(":")
         if direction not in DIRECTIONS:
             raise typer.BadParameter(f"{text!r} is not WORKLOAD:DIRECTION, with a direction of {', '.join(DIRECTIONS)}")
-        jobs += [(name, direction, candidate, chip) for candidate in candidates(name, direction)]
+        jobs += [(name, direction, c, chip) for c in ([None] if rules else candidates(name, direction))]
     kept = []
     with concurrent.futures.ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         for (name, direction, candidate, _), made in zip(jobs, pool.map(packed, jobs, chunksize=4), strict=True):
