@@ -57,7 +57,7 @@ def answering(candidate: Candidate) -> Iterator[None]:
         changes["backward"] = lambda *a, **how: tiles.BackwardPlan(*given["backward"], is_by_rule=False)
         changes["both_sides"] = lambda *a, **how: given["backward"][0]
     if "reduce" in given:
-        changes["reduce_tile"] = lambda h, shares: given["reduce"]
+        changes["reduce_tile"] = lambda h, shares=None: given["reduce"]
     with contextlib.ExitStack() as stack:
         for name, change in changes.items():
             stack.enter_context(mock.patch.object(tiles, name, change))

@@ -156,7 +156,6 @@ def recorded(name: str, direction: str) -> list[Any]:
 
 
 # The tiles of a program in the order it takes them, in parts of the rows and columns: x, y, width, height.
-ONE_ROW = [(0, 0.4, 1, 0.06)]
 SOME_ROWS = [(0, y, 1, 0.06) for y in (0.08, 0.4, 0.72)]
 ALONG_ROWS = [(i / 12, 0.4, 1 / 12, 0.16) for i in range(12)]
 SOME_OF_COLUMNS = [(0.42, y, 1 / 12, 0.16) for y in (0.08, 0.4, 0.72)]
@@ -186,7 +185,7 @@ def passes() -> Figure:
     panels.pop(3).set(xticks=[], yticks=[])  # there is no fourth
     # fmt: off
     told = [
-        (forward, "a row each,\nin a tile", ONE_ROW,
+        (forward, f"every {forward.programs}th row,\nin tiles", SOME_ROWS,
          "x is read once:\n• its mean (1)\n• its variance, of x - mean (2)\n• y, mean and rstd stored (4)\n"
          "all of it in registers. Rows of\nover 16384: twice, in chunks"),
         (backward, f"every {shares}th row,\nin tiles", SOME_ROWS,

@@ -190,7 +190,7 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
 def sums_of_shares(shares: jax.Array, sums: tuple[str, ...], results: Arrays, target: Target) -> dict[str, Any]:
     """Add up the shares [sums, groups, programs, H] of the gradients that are sums over rows, by their names."""
     _, groups, programs, h = shares.shape
-    tile = tiles.reduce_tile(h, programs)
+    tile = tiles.reduce_tile(h, programs if groups > 1 else None)
     totals = launch(
         target,
         reduce_kernel,
@@ -243,15 +243,19 @@ def _backward_plan(
     if operands.x_z is not None:
         more += 1  # silu(x_z), and what its gradient is made of, wait for the sums of their row
     sizes = (g.h, g.inner, *element_sizes(*rows))
-    by_tile = operands.only((*DY, "dtotal", "total", "x", "residual", "z", "x_z"))
-    of_columns = (operands.offset if results.y is not None else None, operands.x_bias, operands.gate)
+    by_tile = [*operands.only((*DY, "dtotal", "total", "x", "residual", "z", "x_z")).present()]
+    of_columns = [*operands.only(("x_bias", "gate")).present()]
+    if operands.total is None and operands.gated:  # made again, and so is what is gated
+        by_tile, of_columns = [*by_tile, "x"], 2 * of_columns
+    if results.y is not None and operands.offset is not None:
+        (by_tile if g.norm.offset_rows else of_columns).append("offset")
     plan = tiles.backward(
         *sizes,
         results.y is not None,
         target,
         beside=len(dy) - 1 + (operands.dtotal is not None),
         more=more,
-        reads=(len(by_tile.present()), sum(a is not None for a in of_columns)),
+        reads=(len(by_tile), len(of_columns)),
     )
     of_norm = {*sums} <= {"scale", "offset"} and operands.x is None and not operands.gated and results.y is None
     if g.inner > 1 and plan.is_by_rule and plan.sums is not None and pulls and of_norm:

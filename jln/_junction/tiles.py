@@ -254,13 +254,13 @@ def both_sides(h: int, itemsize: int, mixed: bool, chip: Chip, *, centred: bool,
     return tile if mixed or tile.stages == 1 else read_ahead(tile, itemsize, (4, 2 + centred + gated), chip)
 
 
-def reduce_tile(h: int, shares: int) -> Tile:
-    """The tile of `reduce_kernel`: as many rows as there are shares, or 128, and few columns, for as many SMs.
+def reduce_tile(h: int, shares: int | None = None) -> Tile:
+    """The tile of `reduce_kernel`: 128 rows of shares, or as many as each of many groups has, and few columns.
 
     A loop over more shares waits for memory at each turn: with 32 rows and columns an H200 took 12.0 us for 528 shares
     of 1024 columns, with 128 rows of 16 columns 7.6, of which 7 are for what comes from memory.
     """
-    rows = 128 if shares > 32 else next_power_of_2(shares)
+    rows = 128 if shares is None else min(128, next_power_of_2(shares))
     columns = min(max(16, min(128, 2048 // rows)), next_power_of_2(h))
     return Tile(rows, columns, max(1, min(8, rows * columns // 256)))
 
@@ -288,9 +288,10 @@ def _shared(name: str, tile: Tile, sizes: dict[str, Any]) -> int:
     elements, itemsize, in_chunks = tile.rows * tile.columns, sizes["itemsize"], tile.columns < sizes["h"]
     if known_or_newest(sizes["chip"]).is_amd:  # AMD's chips hold in registers what is read ahead
         return elements * max(4, itemsize)
-    vectors = 2 if in_chunks else int(sizes.get("wants_y", False))
+    persistent = sizes["choice"] == "backward" and name == "tile"  # it holds its columns' scale
+    vectors = 2 if in_chunks and not persistent else int(sizes.get("wants_y", False))
     numbers = vectors * tile.columns
-    if sizes["choice"] == "backward" and name == "tile":
+    if persistent:
         numbers += (4 if in_chunks else 2) * tile.rows
     arrays, numbers = elements * itemsize, numbers * max(4, itemsize)
     taken = (tile.stages - 1) * ((2 if sizes.get("wants_y", True) else 3) * arrays + numbers)

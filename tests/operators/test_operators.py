@@ -173,7 +173,7 @@ def test_reduction_of_many_partial_sums(programs):
 
     @jax.jit
     def run(partial):
-        tile, result = tiles.reduce_tile(40, programs), jax.ShapeDtypeStruct((2, 40), "float32")
+        tile, result = tiles.reduce_tile(40), jax.ShapeDtypeStruct((2, 40), "float32")
         return launch(
             where,
             kernels.reduce_kernel,
