@@ -65,7 +65,7 @@ def measured(name: str, rounds: int, changes: dict[str, Any]) -> dict[str, Any]:
     taken: dict[str, list[float]] = {by: [] for by in programs}
     for _ in range(rounds):
         for by, program in programs.items():
-            jax.block_until_ready(program(*given))
+            results = jax.block_until_ready(program(*given))
             started = time.perf_counter()
             for _ in range(STEPS):
                 results = program(*given)
