@@ -80,7 +80,7 @@ FEW_FEATURES = [
     ),
     Mutant(
         "dkernel without the examples' offsets", LINEAR_BACKWARD,
-        "z = affine(x_hat, scale, offset_of_group, column, exists, None, COMPUTE)", "z = x_hat * scale[None, :]", NORMS,
+        "z = affine(x_hat, scale, offset)", "z = x_hat * scale[None, :]", NORMS,
     ),
     Mutant("doffset of x_hat, fused", LINEAR_BACKWARD, "_add(doffset, dz, None)", "_add(doffset, dz, x_hat)", NORMS),
     Mutant(

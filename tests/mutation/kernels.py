@@ -62,12 +62,12 @@ KERNELS = [
         ("tests/operators/test_rounded_sum.py::test_it_is_what_is_returned_that_is_normed[add_layer_norm-triton-jitted]",),
     ),
     Mutant(
-        "y without the mean subtracted", TERMS,
+        "y without the mean subtracted", FORWARD,
         "x_hat = (x - mean[:, None]) * rstd[:, None]  # (3)", "x_hat = x * rstd[:, None]", WHOLE,
     ),
     Mutant(
         "y without the offset", TERMS,
-        "return tl.fma(x_hat, scale[None, :], offset[None, :])", "return x_hat * scale[None, :]", WHOLE,
+        "return tl.fma(x_hat, scale[None, :], offset)", "return x_hat * scale[None, :]", WHOLE,
     ),
     Mutant(
         "mean over the tile's width", FORWARD,
@@ -114,19 +114,29 @@ KERNELS = [
     ),
     Mutant(
         "the sum of whole rows not returned", FORWARD,
-        "total_ptr, at, mask, column, exists,\n            first_scale, 0,",
-        "None, at, mask, column, exists,\n            first_scale, 0,",
+        "of_blocks_ptr, of_total_ptr, at, mask, first_scale, 0,",
+        "of_blocks_ptr, None, at, mask, first_scale, 0,",
         WHOLE,
     ),
     Mutant(
         "the sum of chunks not returned", FORWARD,
-        "total_ptr, at, mask, column, exists,\n                first_scale, first,",
-        "None, at, mask, column, exists,\n                first_scale, first,",
+        "of_total_ptr, at, mask,\n                    first_scale, first,",
+        "None, at, mask,\n                    first_scale, first,",
         CHUNKS_ADD,
     ),
     Mutant(
         "all groups' means in the first one's place", FORWARD,
-        """mean_ptr = numbers_at(mean_ptr, "mean", group, rows, INTERLEAVED, SHARED)\n    if""", "if", GROUPS,
+        """mean_ptr = numbers_at(mean_ptr, "mean", group, rows, INTERLEAVED, SHARED)\n    x_rstd_ptr""", "x_rstd_ptr",
+        GROUPS,
+    ),
+    Mutant(
+        "a program's first tile alone", FORWARD, "BLOCK_ROWS) if STAGES > 1 else program + 1", "1) * 0 + program + 1",
+        (f"{OPERATORS}test_forward_programs_have_several_rows[1]",),
+    ),
+    Mutant(
+        "the first group's scale and offset held", FORWARD,
+        "group, program = group_and_tile(programs", "group, program = group_and_tile(programs * groups",
+        (f"{OPERATORS}test_forward_programs_have_several_rows[3]",),
     ),
     Mutant(
         "x_hat not masked", ROW_TERMS,
@@ -194,7 +204,7 @@ KERNELS = [
     ),
     Mutant(
         "y of backward without the offset", BACKWARD,
-        "y = affine(x_hat, scale, offset_ptr", "y = affine(x_hat, scale, None", COMPOSED,
+        "y = affine(x_hat, scale, offset)", "y = affine(x_hat, scale, None)", COMPOSED,
     ),
     Mutant(
         "dtotal shared where dy is", BACKWARD, """rows_at(dtotal_ptr, "dtotal",""", """rows_at(dtotal_ptr, "dy",""",
@@ -346,7 +356,7 @@ KERNELS = [
     ),
     Mutant(
         "stages of a gated sum that shared memory has no room for", NORM_TILES,
-        "min(tile.stages, 1 + chip.shared // ahead)", "tile.stages",
+        "max(1, min(tile.stages, room))", "tile.stages",
         ("tests/triton/test_compiled_linears.py::test_composed_gates_fit_in_shared_memory",),
     ),
     Mutant(

@@ -146,7 +146,7 @@ LINEARS = [
     ),
     Mutant(
         "row sums of the first product alone", NORM_LAUNCH,
-        "if operands.dy2 is not None and (plan.parts or plan.tile.columns < g.h):", "if False:",
+        "if operands.dy2 is not None and (plan.side_by_side or plan.tile.columns < g.h):", "if False:",
         (f"{ADDED_UP}[triton-a wide row]",),
     ),
     Mutant(

@@ -2,9 +2,11 @@
 
     python tests/mutation/table.py > tests/mutation/README.md
 
-tests/pages/test_pages.py holds the page to this.
+tests/pages/test_pages.py holds the page to this. Exits with the slips that the code has no place for any more.
 """
 
+import pathlib
+import sys
 from collections.abc import Iterator
 
 from mutants import MUTANTS
@@ -57,5 +59,13 @@ def anchor(heading: str) -> str:
     return "".join(c for c in heading.lower().replace(" ", "-") if c.isalnum() or c in "-_")
 
 
+def stale() -> list[str]:
+    """The slips whose old code is not at one place of their file."""
+    root = pathlib.Path(__file__).parents[2]
+    return [m.what for m in MUTANTS if (root / m.file).read_text().count(m.old) != 1]
+
+
 if __name__ == "__main__":
     print(*lines(), sep="\n")
+    if found := stale():
+        sys.exit(f"not at one place: {', '.join(found)}")

@@ -162,6 +162,29 @@ def test_rows_do_not_depend_on_each_other(width, rows):
     assert_rows_are_independent(rows, width)
 
 
+@pytest.mark.parametrize("groups", [1, 3])
+def test_forward_programs_have_several_rows(groups):
+    """Programs of LayerNorm's forward that hold scale and offset have every so many rows of their group.
+
+    Rows are not a multiple of programs, so that some have a row less.
+    """
+    x = workbench.normal(0, (groups, 67, 1024), "bfloat16")
+    scale, offset = (workbench.normal(i, (groups, 1024), "float32") for i in (1, 2))
+
+    @jax.vmap
+    def norm(x, scale, offset):
+        return jln.layer_norm(x, scale, offset, implementation="triton")
+
+    with target.recording() as launches:
+        jax.eval_shape(norm, x, scale, offset)
+    assert launches[0].tile.stages > 1 and launches[0].programs < 67 * groups
+    x, scale, offset = (np.asarray(a, "float64") for a in (x, scale, offset))
+    centred = x - x.mean(-1, keepdims=True)
+    true = centred / np.sqrt(np.square(centred).mean(-1, keepdims=True) + 1e-6) * scale[:, None] + offset[:, None]
+    got = np.asarray(norm(jnp.asarray(x, "bfloat16"), *(jnp.asarray(a, "float32") for a in (scale, offset))), "float64")
+    assert (np.abs(got - true) <= 2.0**-8 * np.abs(true) + 1e-5).all()  # one rounding, and that of the arithmetic
+
+
 @pytest.mark.parametrize("programs", [1, 33, 528])  # fewer than a block of partial sums, one more, an H200's
 def test_reduction_of_many_partial_sums(programs):
     """The reduction kernel adds up one partial sum as well as hundreds.
