@@ -109,12 +109,7 @@ class Geometry:
         return programs
 
     def persistent_programs(self, tile: Tile, chip: Chip) -> int:
-        """The number of programs, as many for each group; of tiles that are read ahead as many as a chip runs at once.
-
-        Raises ValueError where no grid has so many.
-        """
-        if tile.stages == 1:
-            return self.programs(tile)
+        """The number of programs that have several tiles each: as a chip runs at once, as many of each group."""
         return self.groups * max(1, min(self.tiles(tile), chip.cores * tile.programs_per_core // self.groups))
 
     def chunks(self, tile: Tile) -> int:

@@ -58,13 +58,14 @@ def forward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targe
     if norm.both_sides and not (g.inner == 1 and tile.columns >= g.h):
         one = functools.partial(forward, target=target)
         return forward_of_two(operands, norm, dtypes, batch_dims, one)
+    persistent = tile.stages > 1 and tile.columns >= g.h and not norm.offset_rows
     shared, ready = shared_operands(operands, g)
     written = launch(
         target,
         forward_kernel,
         {**pointed(forward_kernel, ready), "rows": g.rows, "groups": g.groups},
         pointed(forward_kernel, results, RESULTS),
-        programs=g.persistent_programs(tile, target.chip),
+        programs=g.persistent_programs(tile, target.chip) if persistent else g.programs(tile),
         tile=tile,
         compute=jnp.promote_types(total, jnp.float32),
         **g.constants,
@@ -73,6 +74,7 @@ def forward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targe
         OFFSET=g.by_row(operands.offset),
         NORM=norm.switches,
         BOTH_SIDES=norm.both_sides,
+        PERSISTENT=persistent,
         BLOCKS=LARGEST_EXPONENT.get(norm.blocks),
         EPSILON=norm.epsilon,
         TOTAL=total,
@@ -136,14 +138,15 @@ def backward(operands: Arrays, norm: Norm, dtypes: Arrays, batch_dims: int, targ
             **constants,
         )
 
+    assert plan.sums or plan.side_by_side or plan.tile.columns >= g.h or not pulls, "nobody makes c1 and c2"
     tile, chunks = plan.tile, 1 if plan.side_by_side else g.chunks(plan.tile)
     programs = chip.cores * tile.programs_per_core // (g.groups * chunks)
     programs = max(1, min(programs, g.tiles(tile)))
     programs = ceil_div(g.tiles(tile), ceil_div(g.tiles(tile), programs))  # as few as make the same number of trips
     y = results.y
-    # A program that owns whole rows has read its dy before it writes y.
+    # A program has read the dy of its columns before it writes their y.
     dy = operands.dy
-    overwrites_dy = y is not None and (y.dtype, y.shape) == (dy.dtype, dy.shape) and chunks == 1
+    overwrites_dy = y is not None and (y.dtype, y.shape) == (dy.dtype, dy.shape)
     # One buffer for all shares: XLA finds room for all of it in the memory of dkernel, and would for one only.
     shares = jax.ShapeDtypeStruct((len(sums), g.groups, programs, g.h), compute) if sums and programs > 1 else None
     by_program = results if shares is None else results._replace(**dict.fromkeys(sums))

@@ -97,14 +97,17 @@ class BackwardPlan:
     is_by_rule: bool = True
 
 
-def backward_plan(h: int, inner: int, itemsize: int, mixed: bool = False, *, more: int = 0) -> BackwardPlan:
+def backward_plan(
+    h: int, inner: int, itemsize: int, mixed: bool = False, *, more: int = 0, crammed: bool = False
+) -> BackwardPlan:
     """The plan of the backward pass for rows of length h.
 
     Whole rows stay in registers while 16 warps can hold them; beyond that there is a pass for the row sums, then
     programs that own some columns of all rows. Where loops can read ahead they have two stages here, and as many as
     `read_ahead` says when they are launched.
 
-    more: values an element that `backward_kernel` holds beside four: sums over rows after the second, a gate.
+    more: values an element that `backward_kernel` holds beside four: sums over rows after the second, a gate. crammed:
+    whether it makes y again and reads another cotangent beside dy, in float32, where whole rows of 8192 spill 32 bytes.
 
     2^25 elements in bfloat16 took an H200, in us: rows of 4096 by two rows and one program of 16 warps 64, by a row and
     two programs of 8 warps 64, of RMSNorms 61 and 63, with a residual 79 and 81, where y is made again 82 and 86; rows
@@ -120,7 +123,9 @@ def backward_plan(h: int, inner: int, itemsize: int, mixed: bool = False, *, mor
         # With 16 elements a thread the kernel spilled up to 40 bytes with the sum for x's bias (8 where 16 warps hold
         # 8192 columns of 16 bits) and up to 192 with a gate; with 8 elements it spills at most 8 bytes.
         per_thread //= 2
-    if easy and mixed and not more and columns == 8192 and itemsize == 4:
+    if crammed and columns > 4096:
+        per_thread = min(per_thread, BACKWARD_ELEMENTS // 2)
+    elif easy and mixed and not more and columns == 8192 and itemsize == 4:
         per_thread *= 2
     limit = 512 * per_thread
     stages = 2 if easy and (inner == 1 or (columns <= 4096 and not mixed)) else 1
@@ -139,7 +144,10 @@ def backward_plan(h: int, inner: int, itemsize: int, mixed: bool = False, *, mor
         each = per_thread if easy else max(1, per_thread // 2)
         columns = min(4096, 512 * each)
         tile = _tile(512 * each // columns, columns, each, stages)
-        return BackwardPlan(tile, _tile(max(1, of_sums // 8), 2048, of_sums, 3 if easy and itemsize <= 4 else 1))
+        return BackwardPlan(
+            tile,
+            _tile(max(1, of_sums // 8), 2048, of_sums, 3 if easy and itemsize == 2 else 1 + (easy and itemsize == 4)),
+        )
     rows = _side_by_side(1, inner, itemsize, limit)
     # A thread has as few elements as one load takes, so that many warps hide the latency.
     narrow = max(per_thread // 4, 16 // itemsize if easy and not mixed else 1)
@@ -354,9 +362,9 @@ def _persistent(tile: Tile, itemsize: int, parameters: tuple[int, ...], adds: bo
 
     Such a program holds scale and offset, and reads the next rows ahead. An H200 took for layer_norm in bfloat16 at
     768, 1024, 4096, 8192 and 16384 columns 18.4, 39.1, 42.1, 42.4 and 44.4 us, where a program for each row took 19.7,
-    40.8, 52.7, 56.1 and 77.1: each reads 8 bytes of parameters from L1 for 2 of x. RMSNorm has 4 of them. It gains
-    where a row is an SM's only one, 41.5 us for 60.4 at 16384 columns, and took 41.4 for 39.7 at 4096; and so do its
-    sums. Those of LayerNorms, 79 us for 100, spill 24 bytes.
+    40.8, 52.7, 56.1 and 77.1: each reads 8 bytes of parameters from L1 for 2 of x. RMSNorm reads 4. It lost at 4096
+    columns, 41.4 us for 39.7, and gained at 16384, 41.5 for 60.4, where an SM has one row at a time. There its sums
+    have such programs, too; those of LayerNorm have not: they took 79 us for 100, but spill 24 bytes with Triton 3.9.
     """
     pays = not adds and sum(parameters) > 2 * itemsize if tile.columns <= 8192 else not adds or len(parameters) == 1
     if not pays:
@@ -381,14 +389,13 @@ def backward(
 
     beside: how many cotangents `backward_kernel` reads beside dy. reads: as of `read_ahead`.
     """
-    plan = backward_plan(h, inner, itemsize, mixed, more=more)
+    crammed = wants_y and beside > 0 and itemsize == 4
+    plan = backward_plan(h, inner, itemsize, mixed, more=more, crammed=crammed)
     sizes = _sizes(h, inner, itemsize, mixed) | {"wants_y": wants_y}
     rules: Tiles = {"tile": plan.tile, "sums": plan.sums}
     chosen = rules if more else BACKWARD.tiles(target.trial, rules, target.chip, inner, **sizes)
     tile = chosen["tile"]
     assert tile is not None
-    if wants_y and beside and itemsize == 4 and tile.columns > 4096:
-        tile = dataclasses.replace(tile, columns=4096)  # one program would spill 32 bytes on an H200, 16 on an A100
     if tile.stages > 1:
         fetched = read_ahead if chosen == rules and inner == 1 else _with_room
         tile = fetched(tile, itemsize, reads, target.chip)

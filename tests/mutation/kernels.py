@@ -130,7 +130,7 @@ KERNELS = [
         GROUPS,
     ),
     Mutant(
-        "a program's first tile alone", FORWARD, "BLOCK_ROWS) if STAGES > 1 else program + 1", "1) * 0 + program + 1",
+        "a program's first tile alone", FORWARD, "BLOCK_ROWS) if PERSISTENT else program + 1", "1) * 0 + program + 1",
         (f"{OPERATORS}test_forward_programs_have_several_rows[1]",),
     ),
     Mutant(

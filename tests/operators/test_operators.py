@@ -162,6 +162,23 @@ def test_rows_do_not_depend_on_each_other(width, rows):
     assert_rows_are_independent(rows, width)
 
 
+@pytest.mark.parametrize("width", [5000, 8192])
+@pytest.mark.parametrize("name", ["add_layer_norm_linear", "add_rms_norm_linear"])
+def test_rows_of_float32_that_no_tile_holds_beside_another_cotangent(name, width):
+    """The cotangent of a sum has its row sums where y is made again, too, in rows of 4097 to 8192 of float32."""
+    operator = workbench.LINEAR_OPERATORS[name]
+    operands = workbench.arguments(operator, (3, width), "float32", features=(512,))
+
+    def function(**options):
+        return lambda *given: operator(*given, **options)
+
+    by = function(implementation="triton")
+    cotangent = workbench.cotangents(jax.eval_shape(by, *operands))
+    got = workbench.value_and_gradients(operator, by, operands, cotangent)
+    plain = workbench.value_and_gradients(operator, function(module=jln.reference), operands, cotangent)
+    workbench.assert_accurate(got, plain, workbench.truth(operator, operands, cotangent, got.get("total")))
+
+
 @pytest.mark.parametrize("groups", [1, 3])
 def test_forward_programs_have_several_rows(groups):
     """Programs of LayerNorm's forward that hold scale and offset have every so many rows of their group.

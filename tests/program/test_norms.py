@@ -30,8 +30,9 @@ def layer_norm_step(x, scale, offset, dy):
         ("layer-norm-1024", 350),
         ("layer-norm-4096", 355),
         ("layer-norm-8192", 360),
-        ("layer-norm-16384", 360),
-        *((f"add-layer-norm-{h}", 569) for h in (1024, 4096, 8192, 16384)),
+        ("layer-norm-16384", 480),  # a pass of row sums reads x and dy once more
+        *((f"add-layer-norm-{h}", 569) for h in (1024, 4096, 8192)),
+        ("add-layer-norm-16384", 681),
     ],
 )
 def test_table(name, megabytes, parameters):
@@ -43,7 +44,7 @@ def test_table(name, megabytes, parameters):
     assert report.collectives == ()
 
 
-MODELS = [n for n, w in WORKLOADS.items() if not w.is_linear and "backward" in w.directions and w.width <= 16384]
+MODELS = [n for n, w in WORKLOADS.items() if not w.is_linear and "backward" in w.directions and w.width <= 8192]
 
 
 @pytest.mark.parametrize("name", [n for n in MODELS if "layer-norm-" not in n and not WORKLOADS[n].extras])
@@ -63,10 +64,10 @@ def test_workloads(name):
 @pytest.mark.parametrize(
     ("form", "h", "dtype", "most"),
     [
-        ("gated", 16384, "bfloat16", 1.42),
-        ("rms_norm", 20480, "bfloat16", 1.42),
-        ("rms_norm", 32768, "float32", 1.42),
-        ("layer_norm", 32768, "bfloat16", 1.42),
+        ("gated", 16384, "bfloat16", 1.39),
+        ("rms_norm", 16384, "bfloat16", 1.42),
+        ("rms_norm", 32768, "float32", 1.41),
+        ("layer_norm", 32768, "bfloat16", 1.43),
     ],
 )
 def test_long_rows_take_a_pass_of_row_sums(form, h, dtype, most):
@@ -184,7 +185,7 @@ def test_parameters_along_different_axes_are_read_in_place(scale, offset, wanted
 
 
 def test_the_parameters_gradients_of_many_examples_cost_no_pass():
-    """Parameters of 256 examples with 256 rows each have their gradients from the one backward kernel."""
+    """Parameters of 256 examples with 256 rows each have their gradients from a backward kernel's few shares."""
     x, own = struct(256, 256, 512), struct(256, 1, 512)
 
     def step(x, scale, offset, gate, residual, cotangents):
@@ -195,18 +196,18 @@ def test_the_parameters_gradients_of_many_examples_cost_no_pass():
         return results, pullback(cotangents)
 
     report = program.compile_for(step, x, own, own, own, x, (x, x))
-    assert report.launches == len(triton_kernels(report)) == 2  # a program has all rows of its example
-    assert report.bytes_total <= 1.02 * 2 * ((2 + 2 + 2 + 2 + 2) * 256 * 256 * 512 + 8 * 256 * 512)
-    assert report.temp_bytes <= 2 * MB
+    assert report.launches == len(triton_kernels(report)) == 3  # two programs have the rows of an example
+    assert report.bytes_total <= 1.03 * 2 * ((2 + 2 + 2 + 2 + 2) * 256 * 256 * 512 + 8 * 256 * 512)
+    assert report.temp_bytes <= 5 * MB
 
 
 def test_wide_rows_read_twice_are_counted_twice():
-    """Rows past 16384 elements take a kernel for their sums, and the report counts its second read of x and dy."""
+    """Rows past 8192 elements take a kernel for their sums, and the report counts its second read of x and dy."""
     h = 65536
     x, p = struct(ELEMENTS // h, h), struct(h)
     report = program.compile_for(layer_norm_step, x, p, p, x)
-    assert report.launches == len(triton_kernels(report)) == 3
-    assert report.bytes_total / MB <= 336 * 1.41
+    assert report.launches == len(triton_kernels(report)) == 4
+    assert report.bytes_total / MB <= 336 * 1.43
 
 
 @pytest.mark.parametrize("axis", [0, 1])

@@ -1,5 +1,6 @@
 """Tests of which implementation runs where, and that launch choices depend on nothing they must not."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -147,6 +148,17 @@ def test_tiles_are_what_triton_accepts(h, inner, itemsize):
             for n in (tile.rows, tile.columns, tile.warps):
                 assert n == next_power_of_2(n) >= 1
             assert tile.warps <= 32
+
+
+@pytest.mark.parametrize("itemsize", [2, 4, 8])
+@pytest.mark.parametrize("h", [1, 100, 1024, 4096, 4100, 5000, 8191, 8192, 16384, 40000])
+def test_row_sums_have_a_kernel_where_a_tile_has_no_whole_rows(h, itemsize):
+    for mixed, wants_y, beside, more, chip in itertools.product(
+        (False, True), (False, True), (0, 1, 2), (0, 1, 3), CHIPS
+    ):
+        how = {"beside": beside, "more": more, "reads": (2 + beside, 0)}
+        plan = tiles.backward(h, 1, itemsize, mixed, wants_y, target.Target(CHIPS[chip]), **how)
+        assert plan.tile.columns >= h or plan.sums is not None
 
 
 @pytest.mark.parametrize(

@@ -111,13 +111,14 @@ def test_other_elements_layouts_and_results_have_choices_of_their_own(tuning_fil
     assert norm_tiles.backward(128, 1, 2, False, False, h200) == dataclasses.replace(rules, tile=read_ahead)
 
 
-CHOOSE = ("forward", "forward_tile", "backward", "backward_plan")
+CHOOSE = ("forward", "forward_tile", "backward", "backward_plan", "reduce_tile")
 
 
 @pytest.mark.parametrize("choose", [getattr(norm_tiles, name) for name in CHOOSE], ids=CHOOSE)
 def test_choices_cannot_depend_on_the_number_of_rows(choose):
     """No tile is chosen by the number of rows, on which a row's result would then depend."""
-    of_arrays = {"wants_y", "beside", "more", "reads", "parameters", "adds"}  # which there are, and how many
+    of_arrays = {"wants_y", "beside", "more", "crammed", "reads", "parameters", "adds"}  # which there are, and how many
+    of_arrays |= {"shares"} if choose is norm_tiles.reduce_tile else set()  # of many groups, and no row's result
     assert set(inspect.signature(choose).parameters) - of_arrays <= {"h", "inner", "itemsize", "mixed", "target"}
     assert {f.name for f in dataclasses.fields(Target)} == {"chip", "trial"}
     assert len(tuning.CHOICES) == 4 and not any("rows" in choice.fields for choice in tuning.CHOICES.values())

@@ -171,6 +171,7 @@ def forward_kernel(
     OFFSET: tl.constexpr,
     NORM: tl.constexpr,
     BOTH_SIDES: tl.constexpr,
+    PERSISTENT: tl.constexpr,
     BLOCKS: tl.constexpr,
     EPSILON: tl.constexpr,
     TOTAL: tl.constexpr,
@@ -185,8 +186,8 @@ def forward_kernel(
     BLOCKS: the exponent of the largest number of y where its blocks have scales; else None.
 
     A row that fits in BLOCK_H stays in registers and is read once. A wider one is taken chunk by chunk, twice, the
-    second read being served by L2. A program has every `programs`-th tile, of a group's `programs`. Where it has
-    several it reads them ahead, and holds scale and offset.
+    second read being served by L2. A program has one tile. A PERSISTENT one has every `programs`-th of its group's,
+    reads them ahead, and holds scale and offset: rows then fit in BLOCK_H.
     """
     programs = tl.maximum(tl.num_programs(0) // groups, 1)
     group, program = group_and_tile(programs, SHARED, INTERLEAVED)
@@ -206,13 +207,13 @@ def forward_kernel(
     x_rstd_ptr = numbers_at(x_rstd_ptr, "x_rstd", group, rows, INTERLEAVED, SHARED)
     x_mean_ptr = numbers_at(x_mean_ptr, "x_mean", group, rows, INTERLEAVED, SHARED)
 
-    if STAGES > 1:
+    if PERSISTENT:
         column, _, exists = columns_from(0, H, INNER, VECTOR, BLOCK_H)
         scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
         offset = load_offset(offset_ptr, column, exists, OFFSET, COMPUTE)
 
-    end = tiles_of(rows, INTERLEAVED.run, BLOCK_ROWS) if STAGES > 1 else program + 1
-    for tile in tl.range(program, end, programs if STAGES > 1 else 1, num_stages=STAGES):
+    end = tiles_of(rows, INTERLEAVED.run, BLOCK_ROWS) if PERSISTENT else program + 1
+    for tile in tl.range(program, end, programs if PERSISTENT else 1, num_stages=STAGES if PERSISTENT else 1):
         row, base, start, valid = rows_of(tile, rows, H, INNER, INTERLEAVED, VECTOR, BLOCK_ROWS)
         of_x_ptr = rows_at(x_ptr, "x", group, rows, H, INNER, INTERLEAVED, SHARED, base)
         of_x_z_ptr = rows_at(x_z_ptr, "x_z", group, rows, H, INNER, INTERLEAVED, SHARED, base)
@@ -252,7 +253,7 @@ def forward_kernel(
             if NORM.subtract_mean:
                 mean = tl.sum(x, axis=1) * (1.0 / H)  # (1)
             rstd = rstd_of(tl.where(exists[None, :], x - mean[:, None], 0.0), H, EPSILON)  # (2)
-            if STAGES == 1:
+            if not PERSISTENT:
                 scale = load_scale(scale_ptr, column, exists, NORM, BLOCK_H, COMPUTE)
                 offset = load_offset(of_rows_ptr, column, exists, OFFSET, COMPUTE)
             largest = _store_rows(
