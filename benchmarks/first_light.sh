@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# The first fifteen minutes on a lent GPU: what is worth most first, each stage with its own limit, none stops another,
-# but where the first kernel fails the causes are collected and the call ends, so that time is left to mend it.
+# The first minutes on a GPU: what is worth most first, each stage with its own limit, none stops another. Where the
+# first kernel fails the causes are collected, and the script ends.
 #
 #     OUT=out bash benchmarks/first_light.sh [--minutes 9] [--stages "facts first smoke ..."] [--wheels .whl] [--cpu]
 #
 # Stages: facts first smoke norms linear step more block fused kernels transforms tune. What has passed on this machine
-# is kept in $STATE (a folder for temporary files) and skipped by the next call. $OUT gets at most seven small files.
+# is kept in $STATE (a folder for temporary files) and skipped by the next call. $OUT gets small files. The stage
+# fused runs kernels that `first_light.py bundle --bundle .whl/fused.json` has compiled elsewhere by a newer Triton.
+# NORMS, PEERS: the workloads and peers of the stage norms, for at most NORMS_SECONDS.
 set -uo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd); cd "$root" || exit 2
 python=${PYTHON:-python3} minutes=9 wheels='' cpu='' stages='facts first smoke norms linear step more block fused kernels transforms'
@@ -63,7 +65,7 @@ stage() { # stage NAME LIMIT COMMAND...
     collect
     return $status
 }
-collect() { # small files alone: 8 of 16 MiB come back
+collect() { # small files alone
     for f in facts.json smoke.jsonl small_step.json fused.json tuning.json; do [[ -e $state/$f ]] && cp "$state/$f" "$OUT/"; done
     [[ -e $state/bench/results.json ]] && cp "$state/bench/results.json" "$OUT/bench.json"
     ls "$state"/tests-*.xml >/dev/null 2>&1 && tar -C "$state" -czf "$OUT/tests.tgz" $(cd "$state" && ls tests-*.xml tests-*.log 2>/dev/null)
@@ -103,7 +105,6 @@ if ! stage first 60 "${py[@]}" first; then
 fi
 stage smoke 100 "${py[@]}" smoke --out "$state/smoke.jsonl" --seconds 85
 stage norms "${NORMS_SECONDS:-90}" bench "$peers" "${norms[@]}"
-[[ -z ${OWN:-} ]] || stage own "${OWN_SECONDS:-100}" bash "$OWN"
 stage linear 110 bench jln,jln-norm,jnp,flax "${few[@]}" "${linears[@]}"
 stage step 60 "$python" benchmarks/small_step.py --output "$state" "${step[@]}"
 stage kernels 150 soft tests kernels "${kernels[@]}"

@@ -6,7 +6,6 @@ from targets import (
     DERIVATIVES,
     EXPLICIT,
     FROZEN,
-    FUSED,
     GEOMETRY,
     GROUPS,
     IN_ONE_ON_A_MESH,
