@@ -39,7 +39,7 @@ def test_table(name, megabytes, parameters):
     workload = dataclasses.replace(WORKLOADS[name], parameter_dtype=parameters)
     report = program.compile_for(workload.step(workload.function()), *workload.step_arguments())
     assert report.bytes_total / MB <= megabytes
-    assert report.launches == len(triton_kernels(report)) == 3
+    assert report.launches == len(triton_kernels(report)) == (4 if workload.width > 8192 else 3)
     assert report.temp_bytes <= 10 * MB  # the partial sums; XLA's own program needs 134 MB
     assert report.collectives == ()
 
