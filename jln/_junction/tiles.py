@@ -144,10 +144,8 @@ def backward_plan(
         each = per_thread if easy else max(1, per_thread // 2)
         columns = min(4096, 512 * each)
         tile = _tile(512 * each // columns, columns, each, stages)
-        return BackwardPlan(
-            tile,
-            _tile(max(1, of_sums // 8), 2048, of_sums, 3 if easy and itemsize == 2 else 1 + (easy and itemsize == 4)),
-        )
+        ahead = {2: 3, 4: 2}.get(itemsize, 1) if easy else 1  # stages, for which an L4 has room
+        return BackwardPlan(tile, _tile(max(1, of_sums // 8), 2048, of_sums, ahead))
     rows = _side_by_side(1, inner, itemsize, limit)
     # A thread has as few elements as one load takes, so that many warps hide the latency.
     narrow = max(per_thread // 4, 16 // itemsize if easy and not mixed else 1)

@@ -1,4 +1,4 @@
-"""Terms and sums of rows that backward kernels share: the norms', those of long rows, and the fused operators'.
+"""Terms and sums of rows that backward kernels share: the norms', those of rows side by side, and the fused operators'.
 
 The numbers in brackets are the equations of `jln._junction.formulas`.
 """
