@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from jln._core.one_by_one import product
 from jln._junction.arrays import (
     DY,
     TABLE,
@@ -173,21 +174,27 @@ def of_copies(operands: Arrays, norm: Norm, dtypes: Arrays) -> tuple[Arrays, Arr
 
     Returns the operands of the norm without parameters, for the other gradients that are wanted, and these two.
     """
-    dy = wide(operands.dy)
+    dy, total = operands.dy, operands.total
+    dtype = compute_dtype(dy.dtype if total is None else total.dtype)
     own = {*range(norm.copies), *norm.axes_of_examples(dy.ndim, norm.copies), dy.ndim + norm.axis}
     rows = [i for i in range(dy.ndim) if i not in own]
     gradients: dict[str, Array] = {}
     if dtypes.offset is not None:
-        gradients["offset"] = jnp.sum(dy, rows, keepdims=True)  # (5)
+        gradients["offset"] = jnp.sum(wide(dy, jnp.promote_types(dtype, dtypes.offset)), rows, keepdims=True)  # (5)
     if dtypes.scale is not None:
-        x_hat = centered(operands.total, operands.mean) * operands.rstd
+        assert total is not None
+        x_hat = centered(total, operands.mean) * operands.rstd
         x_hat = jnp.expand_dims(x_hat, range(norm.copies))
-        gradients["scale"] = jnp.sum(dy * x_hat, rows, keepdims=True)  # (6)
+        gradients["scale"] = jnp.sum(product(wide(dy, dtype), x_hat), rows, keepdims=True)  # (6)
     others = dtypes._replace(scale=None, offset=None).present().values()
     if others:
-        g = jnp.sum(dy * effective_scale(operands.scale, dy.dtype, norm), range(norm.copies))  # (7)
-        widest = functools.reduce(jnp.promote_types, others, operands.dy.dtype)
-        operands = operands._replace(dy=g.astype(dtype_in_memory(widest)), scale=None, offset=None)
+        g = wide(dy, dtype)
+        if operands.scale is not None:
+            g = product(g, jnp.asarray(effective_scale(operands.scale, dtype, norm)))  # (7)
+        g = jnp.sum(g, range(norm.copies))
+        widest = functools.reduce(jnp.promote_types, others, dy.dtype)
+        kept = dtype_in_memory(dtype if dtype == jnp.float64 else widest)
+        operands = operands._replace(dy=g.astype(kept), scale=None, offset=None)
     return operands, in_dtypes(Arrays(**gradients), dtypes.only(gradients), ())
 
 

@@ -141,8 +141,8 @@ RULES = [
     Mutant(
         "doffset alone added up in the compute dtype of dy",
         XLA_GRADIENTS,
-        "wide(dy, jnp.promote_types(dtype, dtypes.offset))",
-        "wide(dy, dtype)",
+        "sum_over_rows(wide(dy, jnp.promote_types(dtype, dtypes.offset)))",
+        "sum_over_rows(wide(dy, dtype))",
         (f"{ALONE}test_an_offset_alone_is_added_up_in_its_own_dtype[xla-add_layer_norm]",),
     ),
     Mutant(

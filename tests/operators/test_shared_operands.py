@@ -109,6 +109,34 @@ def test_a_kernel_under_a_mean(implementation):
     assert relative_error(got, np.asarray(true)) < 2e-5
 
 
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)])
+@pytest.mark.parametrize("wanted", ["x", "scale", "offset"])
+def test_parameters_of_examples_under_a_broadcast(axes, wanted):
+    """Gradients are right where examples share x, and the cotangent of y is the same number along rows and H.
+
+    Sums over the examples of products of two broadcasts are NaN by XLA's CPU backend, plain jnp's, too; the truth here
+    has each step by itself.
+    """
+    x, weights = workbench.normal(0, (ROWS, 2, H), "float32"), workbench.normal(1, (EXAMPLES, 1, 2, 1), "float32")
+    shapes = {"scale": axes[0], "offset": axes[1]}
+    given = {"x": x} | {
+        name: workbench.normal(2, (H,) if axis is None else (EXAMPLES, H), "float32") for name, axis in shapes.items()
+    }
+
+    def gradient(module, given):
+        def loss(of_wanted):
+            every = given | {wanted: of_wanted}
+            y = jax.vmap(functools.partial(module.layer_norm, every["x"]), axes)(every["scale"], every["offset"])
+            return jnp.sum(y * jnp.broadcast_to(weights, y.shape))
+
+        return jax.grad(loss)(given[wanted])
+
+    with jax.disable_jit():
+        true = gradient(jln.reference, given)
+    got = jax.jit(functools.partial(gradient, jln))(given)
+    assert relative_error(got, np.asarray(true, "float64")) < 2e-5
+
+
 @pytest.mark.parametrize("shared", ["x", "scale"])
 def test_no_examples(shared):
     """`vmap` over an axis of size 0 gives results without elements, as it does in plain jnp."""

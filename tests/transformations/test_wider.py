@@ -263,6 +263,23 @@ def test_copies_for_examples_under_strict_promotion():
     np.testing.assert_allclose(got.astype("float32"), true, rtol=2**-8, atol=2)
 
 
+def test_copies_for_examples_in_float64_with_a_narrow_result():
+    """Gradients keep the digits of a float64 x whose result is float16, where examples share it, too."""
+    x, scale, offset = (workbench.normal(i, s, "float64") for i, s in enumerate([(4, H), (EXAMPLES, H), (EXAMPLES, H)]))
+    weights = workbench.normal(3, (EXAMPLES, 4, H), "float16")
+
+    def loss(*given):
+        y = jax.vmap(functools.partial(jln.layer_norm, dtype="float16"), (None, 0, 0))(*given)
+        return jnp.sum(y * weights)
+
+    def plain(*given):
+        y = jax.vmap(jln.reference.layer_norm, (None, 0, 0))(*given)
+        return jnp.sum(y * weights.astype("float64"))
+
+    got, true = (jax.grad(f, (0, 1, 2))(x, scale, offset) for f in (loss, plain))
+    chex.assert_trees_all_close(got, true, rtol=1e-12, atol=1e-12)
+
+
 def test_examples_that_share_x_have_one_norm():
     """Scales of the same rows are one call's."""
     x, scale = workbench.normal(0, (4, H), "float64"), workbench.normal(1, (EXAMPLES, H), "float64")
