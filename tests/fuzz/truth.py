@@ -105,7 +105,10 @@ def evaluated(case: Case, given: dict, cotangents: dict) -> tuple[dict, dict]:
         if form.centres:
             d = d - g.mean()
         d = d * rstd
-    d = total((d, cotangents.get("total")))
+    of_total = cotangents.get("total")
+    if of_total is not None and _share_rows(case):  # JAX adds up the examples', one after the other
+        of_total = of_total.stored(total_dtype, 0.5 * math.prod(lead))
+    d = total((d, of_total))
     if d is None:
         return results, gradients
     if form.both_sides:
