@@ -136,7 +136,7 @@ def evaluated(case: Case, given: dict, cotangents: dict) -> tuple[dict, dict]:
 
 
 def _share_rows(case: Case) -> bool:
-    """Whether examples differ in parameters of the norm alone: their one cotangent of x_hat goes through memory."""
+    """Return whether examples share all but scale and offset: their one cotangent of x_hat goes through memory."""
     return any(
         level.by == "vmap" and {n for n, a in case.operands.items() if a.axes[i] is not None} <= {"scale", "offset"}
         for i, level in enumerate(case.levels)
