@@ -287,6 +287,13 @@ WIDENED = [
         ("tests/operators/test_shared_operands.py::test_parameters_of_examples_under_a_broadcast[x-axes0]",),
     ),
     Mutant(
+        "the gradient of a scale that examples share, of products of broadcasts, on a CPU",
+        XLA_GRADIENTS,
+        "product(wide(dy, dtype), x_hat)",
+        "wide(dy, dtype) * x_hat",
+        ("tests/operators/test_shared_operands.py::test_a_shared_scale_under_a_broadcast",),
+    ),
+    Mutant(
         "rows of which one is no row",
         XLA_GRADIENTS,
         "own = {*range(norm.copies), ",
