@@ -145,9 +145,10 @@ def _share_rows(case: Case) -> bool:
 
 
 def _widest_of_rows(case: Case) -> str:
-    """The widest dtype of the cotangent of y and of the gradients that are made of the one of x_hat."""
-    made = (case.operands[n].dtype for n in case.wanted if n not in ("scale", "offset"))
-    return jnp.dtype(functools.reduce(jnp.promote_types, made, result_dtype(case, "y"))).name
+    """The widest dtype of the cotangents of each y and of the gradients that are made of the one of x_hat."""
+    made = [case.operands[n].dtype for n in case.wanted if n not in ("scale", "offset")]
+    of_y = [result_dtype(case, n) for n in case.cotangents if n != "total"]
+    return jnp.dtype(functools.reduce(jnp.promote_types, [*made, *of_y])).name
 
 
 def normalised(v: Tracked, centred: Tracked, epsilon: float) -> tuple[Tracked, Tracked]:
