@@ -61,12 +61,22 @@ def one_by_one(compute: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Return `a * b`, on a CPU by a loop over the first axis of `a`, which is of size 1 in `b` or the same."""
+def product(a: jax.Array, b: jax.Array, examples: int) -> jax.Array:
+    """Return `a * b`, on a CPU by a loop over the first axis of examples that has more than one.
+
+    These are the first `examples` axes of `a`, each of size 1 in `b` or the same. XLA would leave no loop of one.
+    """
+    first = next((i for i in range(examples) if a.shape[i] != 1), None)
+    if first is None:
+        return a * b
 
     def in_a_loop(a: jax.Array, b: jax.Array) -> jax.Array:
+        ones = (0,) * first
+        a, b = a[ones], b[ones]
         if b.shape[0] != a.shape[0]:
-            return jax.lax.map(lambda part: part * b[0], a)
-        return jax.lax.map(lambda parts: parts[0] * parts[1], (a, b))
+            made = jax.lax.map(lambda part: part * b[0], a)
+        else:
+            made = jax.lax.map(lambda parts: parts[0] * parts[1], (a, b))
+        return jax.numpy.expand_dims(made, range(first))
 
     return jax.lax.platform_dependent(a, b, cpu=in_a_loop, default=jax.numpy.multiply)

@@ -185,12 +185,12 @@ def of_copies(operands: Arrays, norm: Norm, dtypes: Arrays) -> tuple[Arrays, Arr
         assert total is not None
         x_hat = centered(total, operands.mean) * operands.rstd
         x_hat = jnp.expand_dims(x_hat, range(norm.copies))
-        gradients["scale"] = jnp.sum(product(wide(dy, dtype), x_hat), rows, keepdims=True)  # (6)
+        gradients["scale"] = jnp.sum(product(wide(dy, dtype), x_hat, norm.copies), rows, keepdims=True)  # (6)
     others = dtypes._replace(scale=None, offset=None).present().values()
     if others:
         g = wide(dy, dtype)
         if operands.scale is not None:
-            g = product(g, jnp.asarray(effective_scale(operands.scale, dtype, norm)))  # (7)
+            g = product(g, jnp.asarray(effective_scale(operands.scale, dtype, norm)), norm.copies)  # (7)
         g = jnp.sum(g, range(norm.copies))
         widest = functools.reduce(jnp.promote_types, others, dy.dtype)
         kept = dtype_in_memory(dtype if dtype == jnp.float64 else widest)
