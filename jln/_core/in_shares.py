@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jln._core.devices import Context, on_one_device
+from jln._core.identity import call_by_name
 from jln._core.layout import Dim, Kind, Layout, Result
 from jln._core.placement import on_mesh, place, with_prime_axes
 
@@ -25,6 +25,7 @@ def partitioned_in_shares(
     layout: Layout,
     accumulate: Callable[..., list[jax.Array]],
     context: Context,
+    name: str,
 ) -> Callable[..., list[jax.Array]]:
     """Partition `compute` in a `shard_map` that leaves mesh axes to the compiler.
 
@@ -36,6 +37,7 @@ def partitioned_in_shares(
     layout: the dimensions of operands and results.
     accumulate: as `compute`, with the results that are added up wide in a dtype for it.
     context: the devices of the program.
+    name: the `jln._core.identity.identity` of what is computed.
     """
     axes = {name: size for name, size in context.mesh.shape.items() if name not in context.manual}
     devices = math.prod(axes.values())
@@ -70,17 +72,11 @@ def partitioned_in_shares(
         return mesh, on_each_device, out, in_
 
     def call(*operands: jax.Array) -> list[jax.Array]:
-        @custom_partitioning
         def function(*operands: jax.Array) -> tuple[jax.Array, ...]:
             return in_shares(accumulate(*operands), [1] * len(sums))
 
-        function.def_partition(
-            partition=plan,
-            infer_sharding_from_operands=lambda mesh, a, r: plan(mesh, a, r)[2],
-            decode_shardings=False,
-            sharding_rule=layout.rule(operands, jax.eval_shape(function.fun, *operands)),
-        )
-        made, wanted = function(*operands), jax.eval_shape(compute, *operands)
+        rule = layout.rule(operands, jax.eval_shape(function, *operands))
+        made, wanted = call_by_name(name, function, plan, rule, operands), jax.eval_shape(compute, *operands)
         # Each device its own share: of an axis that no sharding has reached XLA would gather them all first.
         spread = NamedSharding(jax.typeof(operands[0]).sharding.mesh, PartitionSpec(tuple(axes)))
         totals = [

@@ -24,6 +24,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jln._core.devices import Context, needs_devices, spreading
+from jln._core.identity import identity
 from jln._core.in_shares import partitioned_in_shares
 from jln._core.layout import Layout, Place, leaves_or_none
 from jln._core.one_by_one import right_on_cpu
@@ -231,14 +232,18 @@ class Operation(Generic[Operands, Results]):
         if spread is not None:
             assert self._layout is not None
             layout = self._layout(tree.unflatten(ctx.avals_in), *request.arguments())
+            target = getattr(compute, "keywords", {}).get("target")  # of kernels alone
+            arrays = [(a.shape, a.dtype) for a in ctx.avals_in]
+            what = self._primitive.name, platform, implementation, target and target.made_of()
+            name = identity(what, arrays, tree, request, spread)
             formula = self._formula_on(platform)
             if not spread.manual:
                 of_split_rows = right_on_cpu(self._formula) if platform == "cpu" else formula
                 may_split_h = implementation != "triton"
-                function = self._spread(compute, of_split_rows, layout, tree, request, spread, may_split_h)
+                function = self._spread(compute, of_split_rows, layout, tree, request, spread, may_split_h, name)
             elif compute is not formula:  # but kernels
                 exact = dataclasses.replace(request, dtypes=layout.widened(request.dtypes))
-                function = partitioned_in_shares(function, layout, _of_leaves(compute, tree, exact), spread)
+                function = partitioned_in_shares(function, layout, _of_leaves(compute, tree, exact), spread, name)
         return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 
     def _with_operands(self, changed, tree, request, implementation) -> Callable[..., Any]:
@@ -251,7 +256,7 @@ class Operation(Generic[Operands, Results]):
         return call
 
     def _spread(
-        self, compute, of_split_rows, layout: Layout, tree, request, context: Context, may_split_h: bool
+        self, compute, of_split_rows, layout: Layout, tree, request, context: Context, may_split_h: bool, name: str
     ) -> Callable[..., Any]:
         """`compute` on every device by itself; shares of sums of a parameter's size are in a wide dtype.
 
@@ -264,7 +269,7 @@ class Operation(Generic[Operands, Results]):
             how = {name: axes for name, axes in (("h_axes", h_axes), ("gathered", gathered)) if axes}
             return _of_leaves(functools.partial(function, **how), tree, exact)(*operands)
 
-        return partitioned(_of_leaves(compute, tree, request), layout, shares, context, may_split_h)
+        return partitioned(_of_leaves(compute, tree, request), layout, shares, context, may_split_h, name)
 
     def _formula_on(self, platform: str | None) -> Callable[..., Results]:
         return {"cpu": self._formula_cpu, "tpu": self._formula_tpu}.get(platform or "", self._formula)

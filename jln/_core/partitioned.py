@@ -13,10 +13,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jln._core.devices import Context, on_one_device
+from jln._core.identity import call_by_name
 from jln._core.layout import Kind, Layout
 from jln._core.placement import MeshAxes, on_mesh, place, split_by, with_prime_axes
 
@@ -27,6 +27,7 @@ def partitioned(
     shares: Callable[..., list[jax.Array]],
     context: Context,
     may_split_h: bool,
+    name: str,
 ) -> Callable[..., list[jax.Array]]:
     """Partition `compute`, a function of the operands that are present: every device computes its part by itself.
 
@@ -35,6 +36,7 @@ def partitioned(
       It takes the mesh axes that split H, and `Placement.gathered`, in front of the operands.
     context: the devices of the program.
     may_split_h: whether H may stay split.
+    name: the `jln._core.identity.identity` of what is computed.
     """
     whole = layout.whole if may_split_h else (*layout.whole, Kind.HIDDEN)
 
@@ -64,19 +66,8 @@ def partitioned(
         return mesh, on_one_device(on_each_device), tuple(map(_with_scattered, out, scattered)), in_
 
     def call(*operands: jax.Array) -> list[jax.Array]:
-        shapes = jax.eval_shape(compute, *operands)
-
-        @custom_partitioning
-        def function(*operands: jax.Array) -> tuple[jax.Array, ...]:
-            return tuple(compute(*operands))
-
-        function.def_partition(
-            partition=plan,
-            infer_sharding_from_operands=lambda mesh, a, r: plan(mesh, a, r)[2],
-            decode_shardings=False,  # JAX knows no parts of mesh axes
-            sharding_rule=layout.rule(operands, shapes),
-        )
-        return list(function(*operands))
+        rule = layout.rule(operands, jax.eval_shape(compute, *operands))
+        return call_by_name(name, compute, plan, rule, operands)
 
     return call
 

@@ -89,7 +89,8 @@ def widened(junction: Junction, operands: Arrays, axes: Arrays) -> tuple[Junctio
 
 def _with_rows(junction: Junction, operands: Arrays, axes: Arrays) -> tuple[Junction, Arrays, Arrays] | None:
     """The call with the examples as rows, or as examples of the norm: all arrays of x's size differ between them."""
-    norm, names, ndim = junction.norm, operands.present().keys() - {"kernel", "bias"}, operands.x.ndim - 1
+    norm, ndim = junction.norm, operands.x.ndim - 1
+    names = [name for name in operands.present() if name not in ("kernel", "bias")]
     are_rows = axes.present().keys().isdisjoint(columns_of(norm, names))
     axis, wider = axes.x, None
     # Behind H a Linear has its features, and there are no rows in a block.
@@ -130,7 +131,7 @@ def _with_copies(junction: Junction, operands: Arrays, axes: Arrays) -> tuple[Ju
         wide = jnp.promote_types(a.dtype, jnp.float32)  # in which its gradients are added up
         return jnp.broadcast_to(a.astype(wide), (size, *a.shape))
 
-    names = present.keys() & {"scale", "offset"}
+    names = [name for name in present if name in ("scale", "offset")]
     operands = operands._replace(**{name: in_copies(getattr(operands, name), getattr(axes, name)) for name in names})
     junction = dataclasses.replace(junction, norm=dataclasses.replace(norm, copies=norm.copies + 1))
     return junction, operands, _places(junction, 0, None)

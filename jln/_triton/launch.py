@@ -72,6 +72,10 @@ class Target:
         """The results of a launch, for arrays in its order."""
         raise NotImplementedError
 
+    def made_of(self) -> Any:
+        """Return what kernels depend on beside the package's code, for `jln._core.identity`; by default on more."""
+        return object()
+
 
 def launch(
     target: Target,

@@ -232,12 +232,16 @@ def _key(source: Any, backend: Any, options: Any) -> str:
     The source has the kernel's code with the functions it calls, types, constants and alignment; the backend has the
     capability and ptxas' version; the switches are Triton's environment variables.
     """
-    from triton._C import libtriton
-
-    switches = sorted(libtriton.get_cache_invalidating_env_vars().items())
-    parts = (SCHEMA, source.name, source.hash(), backend.hash(), options.hash(), switches)
+    parts = (SCHEMA, source.name, source.hash(), backend.hash(), options.hash(), switches())
     parts += _compilers(backend.target.backend)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def switches() -> list[tuple[str, str]]:
+    """Triton's environment variables that change what it compiles, with their values."""
+    from triton._C import libtriton
+
+    return sorted(libtriton.get_cache_invalidating_env_vars().items())
 
 
 @functools.cache

@@ -37,6 +37,12 @@ class Gpu(Target):
 
         return lowering.call(launch, arrays)
 
+    def made_of(self) -> Any:
+        from jln._triton import lowering, tuning
+
+        tuned = [file["sha256"] for file in tuning.in_force(self.chip)]
+        return self.chip, self.trial, tuned, lowering.switches()
+
 
 @dataclasses.dataclass(frozen=True)
 class Interpreter(Target):
