@@ -76,7 +76,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, name: str, **params: A
     name = identity(name, asked_here.mesh)
     attributes["mhlo.frontend_attributes"] = ir.DictAttr.get({"jln": ir.StringAttr.get(name)})
     answer = asked.setdefault(name.encode(), asked_here)
-    if answer.mesh == asked_here.mesh and _backend(answer) is _backend(asked_here):
+    if _place(answer) == _place(asked_here):  # not one of a backend that JAX has cleared
         attributes["backend_config"] = ir.StringAttr.get(name)
         ctx.module_context.add_keepalive(answer)
     return results
@@ -85,8 +85,9 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, name: str, **params: A
 mlir.register_lowering(_named, _lower)
 
 
-def _backend(answer: Any) -> Any:
-    return answer.module_context.get_backend()
+def _place(answer: Any) -> tuple[Any, ...]:
+    context = answer.module_context
+    return answer.mesh, context.platforms, context.backend
 
 
 def _text(fact: Any) -> str:
@@ -101,7 +102,7 @@ def _text(fact: Any) -> str:
     elif isinstance(fact, frozenset):
         inner = ",".join(sorted(map(_text, fact)))
     elif isinstance(fact, jax.sharding.Mesh):
-        inner = _text((fact.axis_names, fact.devices.shape, [d.id for d in fact.devices.flat]))
+        inner = _text((fact.axis_names, fact.devices.shape, [getattr(d, "id", None) for d in fact.devices.flat]))
     elif dataclasses.is_dataclass(fact):
         inner = ",".join(_text(getattr(fact, field.name)) for field in dataclasses.fields(fact))
     else:

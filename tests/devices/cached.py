@@ -1,17 +1,19 @@
-"""Gradients of calls on four devices, with JAX's compilation cache in a folder: a script for several processes.
+"""Gradients of calls on four devices, with JAX's compilation cache in a folder: a script, for several processes.
 
-    python tests/devices/cached.py FOLDER [--epsilon 1.0] [--zero-centered] [KIND ...]
+    python tests/devices/cached.py FOLDER VARIANT [VARIANT ...]
 
-It prints, of each kind of call, the hits and misses of its compilation and the largest error against float64, as JSON.
+It prints, as JSON, of each variant and kind of call how often its compilation was in the cache, and was not, and the
+largest error of a gradient, as a part of the gradient's largest element in float64.
 """
 
 from __future__ import annotations
 
-import argparse
 import collections
 import json
 import os
 import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
 
@@ -24,107 +26,100 @@ from jax.sharding import PartitionSpec as P
 import jln
 
 ROWS, H = 8, 64
-RNG = np.random.default_rng(0)
-X, DY = (RNG.normal(size=(ROWS, H)) for _ in range(2))
-SCALE, OFFSET = 1 + RNG.normal(size=H) / 9, RNG.normal(size=H)
+# What two programs may differ in while all their arrays have the same shapes.
+VARIANTS = {
+    "as usual": {"epsilon": 1e-6, "zero_centered_scale": False},
+    "another epsilon": {"epsilon": 1.0, "zero_centered_scale": False},
+    "zero-centered": {"epsilon": 1e-6, "zero_centered_scale": True},
+}
 
 
-def kernel(features):
-    return np.random.default_rng(features).normal(size=(H, features)) / 8
+class Kind(NamedTuple):
+    """A loss of x, scale, offset and kernel, the same in plain jnp, where x is split, and what its mesh's axes are."""
+
+    loss: Callable[..., jax.Array]
+    plain: Callable[..., jax.Array]
+    x: P = P("data")
+    axes: AxisType = AxisType.Auto
 
 
-def parse():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder")
-    parser.add_argument("--epsilon", type=float, default=1e-6)
-    parser.add_argument("--zero-centered", action="store_true")
-    parser.add_argument("kinds", nargs="*")
-    return parser.parse_args()
+def kinds(settings: dict[str, Any]) -> dict[str, Kind]:
+    norm, linear = (jln.layer_norm, jln.layer_norm_linear)
 
+    def plain_norm(x, scale, offset):
+        centered = x - jnp.mean(x, -1, keepdims=True)
+        rstd = jax.lax.rsqrt(jnp.mean(centered**2, -1, keepdims=True) + settings["epsilon"])
+        return centered * rstd * (scale + settings["zero_centered_scale"]) + offset
 
-def made(arguments):
-    """From each kind's name to its loss, where its operands are split, and the axes' types of its mesh."""
-    options = {"epsilon": arguments.epsilon, "zero_centered_scale": arguments.zero_centered}
+    def of_norm(y):
+        return jnp.sum(jnp.sin(y) * y)
 
-    def norm(**more):
-        return lambda x, scale, offset: jnp.sum(jln.layer_norm(x, scale, offset, **options, **more) * dy(x))
+    def plain(x, scale, offset, kernel):
+        return of_norm(plain_norm(x, scale, offset))
 
-    def dy(x):
-        return jnp.asarray(DY, x.dtype)
+    def called(**more):
+        return lambda x, scale, offset, kernel: of_norm(norm(x, scale, offset, **settings, **more))
 
-    def plain(x, scale, offset):
-        mean = jnp.mean(x, -1, keepdims=True)
-        variance = jnp.mean((x - mean) ** 2, -1, keepdims=True)
-        factor = scale + 1 if arguments.zero_centered else scale
-        return (x - mean) * jax.lax.rsqrt(variance + arguments.epsilon) * factor + offset
+    def mapped(x, scale, offset, kernel):
+        return of_norm(jax.vmap(lambda x: norm(x, scale, offset, **settings))(x))
 
-    def plain_loss(x, scale, offset):
-        return jnp.sum(plain(x, scale, offset) * dy(x))
-
-    def linear(features):
-        def loss(x, scale, offset):
-            w = jnp.asarray(kernel(features), x.dtype)
-            return jnp.sum(jln.layer_norm_linear(x, scale, offset, w, **options) ** 2)
-
-        def plain_one(x, scale, offset):
-            return jnp.sum((plain(x, scale, offset) @ kernel(features)) ** 2)
-
-        return loss, plain_one
-
-    def mapped(x, scale, offset):
-        one = jax.vmap(lambda x: jln.layer_norm(x, scale, offset, **options))
-        return jnp.sum(one(x) * dy(x))
-
-    def manual(x, scale, offset):
+    def manual(x, scale, offset, kernel):
         def part(x, scale, offset):
-            return jln.layer_norm(x, scale, offset, **options)
+            return norm(x, scale, offset, **settings)
 
-        specs = (P("data"), P(), P())
-        y = jax.shard_map(part, in_specs=specs, out_specs=P("data"), axis_names={"data"})(x, scale, offset)
-        return jnp.sum(y * dy(x))
+        specs = P("data"), P(), P()
+        return of_norm(jax.shard_map(part, in_specs=specs, out_specs=P("data"))(x, scale, offset))
 
-    auto, explicit = AxisType.Auto, AxisType.Explicit
-    rows, hidden, none = P("data", None), P(None, "model"), P()
+    def with_linear(features):
+        def loss(x, scale, offset, kernel):
+            return of_norm(linear(x, scale, offset, kernel[:, :features], **settings))
+
+        return Kind(loss, lambda x, scale, offset, kernel: of_norm(plain_norm(x, scale, offset) @ kernel[:, :features]))
+
     return {
-        "rows": (norm(), plain_loss, rows, auto),
-        "hidden": (norm(), plain_loss, hidden, auto),
-        "replicated": (norm(), plain_loss, none, auto),
-        "xla": (norm(implementation="xla"), plain_loss, rows, auto),
-        "explicit": (norm(), plain_loss, rows, explicit),
-        "few features": (*linear(16), rows, auto),
-        "many features": (*linear(256), rows, auto),
-        "fuse": (jln.fuse(plain_loss), plain_loss, rows, auto),
-        "vmap": (mapped, plain_loss, rows, auto),
-        "shard_map": (manual, plain_loss, rows, auto),
-        "plain": (plain_loss, plain_loss, rows, auto),
+        "rows": Kind(called(), plain),
+        "H": Kind(called(), plain, P(None, "model")),
+        "replicated": Kind(called(), plain, P()),
+        'implementation="xla"': Kind(called(implementation="xla"), plain),
+        "explicit axes": Kind(called(), plain, axes=AxisType.Explicit),
+        "few features": with_linear(16),
+        "many features": with_linear(256),
+        "fuse": Kind(jln.fuse(plain), plain),
+        "vmap": Kind(mapped, plain),
+        "shard_map": Kind(manual, plain),
+        "plain jnp": Kind(plain, plain),
     }
 
 
-def main():
-    arguments = parse()
-    jax.config.update("jax_compilation_cache_dir", arguments.folder)
+def main() -> None:
+    _, folder, *variants = sys.argv
+    jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     seen = collections.Counter()
     jax.monitoring.register_event_listener(lambda event, **_: seen.update([event.rpartition("/")[2]]))
-    found = {}
-    for kind, (loss, plain, spec, axis_type) in made(arguments).items():
-        if arguments.kinds and kind not in arguments.kinds:
-            continue
-        mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(axis_type,) * 2)
+    r = np.random.default_rng(0)
+    arrays = [r.normal(size=shape) for shape in ((ROWS, H), (H,), (H,), (H, 256))]
+
+    def measured(kind: Kind) -> dict[str, Any]:
+        mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind.axes,) * 2)
         with jax.set_mesh(mesh):
-            operands = [jnp.asarray(a, jnp.float32) for a in (X, SCALE, OFFSET)]
-            operands[0] = jax.device_put(operands[0], NamedSharding(mesh, spec))
-            operands[1:] = [jax.device_put(a, NamedSharding(mesh, P())) for a in operands[1:]]
+            specs = kind.x, P(), P(), P()
+            operands = [
+                jax.device_put(a.astype("float32"), NamedSharding(mesh, spec))
+                for a, spec in zip(arrays, specs, strict=True)
+            ]
             seen.clear()
-            gradient = jax.jit(jax.grad(loss, (0, 1, 2)))
-            gradient.__name__ = kind
-            got = jax.block_until_ready(gradient(*operands))
-            counted = {"hits": seen["cache_hits"], "misses": seen["cache_misses"]}
+            got = jax.block_until_ready(jax.jit(jax.grad(kind.loss, (0, 1, 2)))(*operands))
+            counts = {"hits": seen["cache_hits"], "misses": seen["cache_misses"]}
         with jax.enable_x64(True):
-            wanted = jax.grad(plain, (0, 1, 2))(*(jnp.asarray(a, jnp.float64) for a in (X, SCALE, OFFSET)))
-        errors = [float(np.abs(np.asarray(g, float) - w).max() / np.abs(w).max()) for g, w in zip(got, wanted, strict=True)]
-        found[kind] = {**counted, "error": max(errors)}
+            wanted = jax.grad(kind.plain, (0, 1, 2))(*arrays)
+        errors = [np.abs(np.asarray(g) - w).max() / np.abs(w).max() for g, w in zip(got, wanted, strict=True)]
+        return {**counts, "error": float(max(errors))}
+
+    found = {
+        variant: {name: measured(kind) for name, kind in kinds(VARIANTS[variant]).items()} for variant in variants
+    }
     json.dump(found, sys.stdout)
 
 
