@@ -16,6 +16,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import AxisType, NamedSharding
 
+from jln._core.modes import own_modes
 from jln._core.operation import varying_together
 from jln._core.reverse_mode import Parts, Widen, in_reverse_mode
 
@@ -49,16 +50,16 @@ class Rules:
 
     def in_reverse_mode(self, widen: Widen, parts: Parts | None = None) -> Callable[..., Any]:
         """Return the function `call(settings, operands)`, which has derivatives in reverse mode."""
-        value, saving, gradients = map(_with_standard_promotion, (self._value, self._saving, self._gradients))
+        value, saving, gradients = map(_in_own_modes, (self._value, self._saving, self._gradients))
         reverse = jax.custom_vjp(value, nondiff_argnums=(0,))
         reverse.defvjp(saving, gradients, symbolic_zeros=True)
-        return in_reverse_mode(value, reverse, _with_standard_promotion(widen), parts)
+        return in_reverse_mode(value, reverse, _in_own_modes(widen), parts)
 
     def operator(self, widen: Widen, parts: Parts) -> Callable[..., Any]:
         """Return the differentiable function `operator(settings, operands, forward_mode)`."""
         once = self.in_reverse_mode(widen, parts)
-        forward = jax.custom_jvp(_with_standard_promotion(self._value), nondiff_argnums=(0,))
-        forward.defjvp(_with_standard_promotion(self._tangents), symbolic_zeros=True)
+        forward = jax.custom_jvp(_in_own_modes(self._value), nondiff_argnums=(0,))
+        forward.defjvp(_in_own_modes(self._tangents), symbolic_zeros=True)
 
         def operator(settings: Hashable, operands: Any, forward_mode: bool) -> Any:
             operands = varying_together(operands)
@@ -94,12 +95,12 @@ class Rules:
         return _batched_together(results), self.tangents(settings, saved, tangents, results)
 
 
-def _with_standard_promotion(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a rule in JAX's own mode of dtype promotion, whatever the user's: the rule chooses every dtype on purpose."""
+def _in_own_modes(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Trace a rule in the package's own modes of JAX."""
 
     @functools.wraps(rule)
     def call(*arguments: Any) -> Any:
-        with jax.numpy_dtype_promotion("standard"):
+        with own_modes():
             return rule(*arguments)
 
     return call

@@ -27,6 +27,7 @@ from jln._core.devices import Context, needs_devices, spreading
 from jln._core.identity import identity
 from jln._core.in_shares import partitioned_in_shares
 from jln._core.layout import Layout, Place, leaves_or_none
+from jln._core.modes import own_modes
 from jln._core.one_by_one import right_on_cpu
 from jln._core.partitioned import partitioned
 
@@ -314,7 +315,7 @@ class LinearOperation(Operation[Operands, Results]):
         tangents, _ = tree.unflatten([a.aval if ad.is_undefined_primal(a) else None for a in operands])
         _, others = tree.unflatten(operands)
         places, _ = tree.unflatten(range(len(operands)))
-        with jax.numpy_dtype_promotion("standard"):  # JAX transposes once the rules have returned
+        with own_modes():  # JAX transposes once the rules have returned
             gradients = self._transposed(
                 cotangents, tangents, others, request.settings, request.batch_dims, implementation
             )
@@ -374,7 +375,7 @@ def _of_leaves(function: Callable[..., Any], tree: Any, request: Request) -> Cal
     """A function from the operands' leaves to the results' leaves, from `function` of trees; None is no leaf."""
 
     def call(*leaves):
-        with jax.numpy_dtype_promotion("standard"):  # every dtype is chosen on purpose, whatever the user's mode
+        with own_modes():
             return jax.tree.leaves(function(tree.unflatten(leaves), *request.arguments()))
 
     return call

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jln import _checks
+from jln._core.modes import own_modes
 from jln._junction.arrays import COLUMNS, TABLE, Arrays, Norm, Shape, Switches
 
 Axis = int | tuple[int, ...]
@@ -113,7 +114,7 @@ def arranged(
         kernel=arrays.kernel,
         bias=arrays.bias,
     )
-    with jax.numpy_dtype_promotion("standard"):  # every dtype is chosen on purpose, whatever the user's mode
+    with own_modes():
         operands, norm, places = _with_examples(operands, norm)
     if places is None:
         return operands, norm, None

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jln._core.modes import own_modes
 from jln._junction.arrays import Arrays, Junction
 from jln._junction.gradients import dtype_in_memory
 from jln._junction.linears.formulas import Axes
@@ -24,7 +25,7 @@ def in_parts(junction: Junction) -> Callable[..., Arrays] | None:
 
     def parts(call: Callable[..., Arrays], operands: Arrays, moving: Arrays) -> Arrays:
         def of_operands(operands: Arrays) -> Arrays:
-            with jax.numpy_dtype_promotion("standard"):  # every dtype is chosen on purpose, whatever the user's mode
+            with own_modes():
                 return _norm_and_products(call, junction, operands, moving)
 
         # What a norm with `remat` is there for is to hold the operands alone.

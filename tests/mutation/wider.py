@@ -127,7 +127,7 @@ WIDENED = [
     ),
     Mutant(
         "copies made in the user's mode of promotion", "jln/_core/derivatives.py",
-        "_with_standard_promotion(widen)", "widen", (f"{TESTS}test_copies_for_examples_under_strict_promotion",),
+        "_in_own_modes(widen)", "widen", (f"{TESTS}test_copies_for_examples_under_strict_promotion",),
     ),
     Mutant(
         "what is differentiated no wider than what is not",
