@@ -42,6 +42,15 @@ def test_custom_partitioning_takes_a_shardy_rule():
     assert wanted <= {*parameters(custom_partitioning.def_partition)}
 
 
+def test_what_xla_asks_of_a_call_is_known_by_its_backend_config():
+    from jax._src import custom_partitioning as own
+
+    assert parameters(own._custom_partitioning_lowering_rule)[:2] == ["ctx", "values"]
+    assert hasattr(own._sharding_callbacks, "setdefault")
+    assert {"mesh", "module_context"} <= {*parameters(own._ShardingCallbackInfo)}
+    assert {"platforms", "backend"} <= {*mlir.ModuleContext.__annotations__}
+
+
 def test_a_sharding_is_made_for_other_devices():
     from jax._src.sharding_impls import GSPMDSharding
 
