@@ -117,9 +117,7 @@ def main() -> None:
         errors = [np.abs(np.asarray(g) - w).max() / np.abs(w).max() for g, w in zip(got, wanted, strict=True)]
         return {**counts, "error": float(max(errors))}
 
-    found = {
-        variant: {name: measured(kind) for name, kind in kinds(VARIANTS[variant]).items()} for variant in variants
-    }
+    found = {variant: {name: measured(kind) for name, kind in kinds(VARIANTS[variant]).items()} for variant in variants}
     json.dump(found, sys.stdout)
 
 

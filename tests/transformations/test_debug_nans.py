@@ -171,10 +171,10 @@ def test_jax_may_note_errors_in_the_program_around(kind, request):
     def gradients():
         mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
         split = jax.device_put(x, jax.NamedSharding(mesh, jax.P("data")))
-        for loss in losses():
-            yield from (jax.grad(loss)(x), jax.jit(jax.grad(loss))(x))
+        for function in losses():
+            yield from (jax.grad(function)(x), jax.jit(jax.grad(function))(x))
             if kind != "nan":  # the array of the sum around would be on one device
-                yield jax.jit(jax.grad(loss))(split)
+                yield jax.jit(jax.grad(function))(split)
 
     wanted = [np.asarray(g) for g in gradients()]
     request.addfinalizer(lambda: jax.config.update(setting, "ignore"))
