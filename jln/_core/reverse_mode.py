@@ -163,7 +163,8 @@ def _inside(outer: Places, vmaps: tuple[Places, ...]) -> tuple[Places, tuple[Pla
 def _refuse_forward_mode(*_, **__):
     raise TypeError(
         "this operator was asked for its derivative in forward mode (jax.jvp, jax.jacfwd, jax.linearize), which a "
-        "custom_vjp function has not: call it with forward_mode=True (with quantize= there is none)"
+        "custom_vjp function has not: call it with forward_mode=True (with quantize= there is none), or, where "
+        "jln.fuse has put it into a loss, write jln.fuse(loss, forward_mode=True)"
     )
 
 
