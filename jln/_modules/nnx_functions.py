@@ -11,6 +11,7 @@ import jax
 from flax import nnx
 
 from jln._fuse.transformation import fuse as _fuse
+from jln._fuse.transformation import join, part
 
 # The name of Flax's context in which it knows a Module from its copies inside of a function.
 _FUSE = "jln.fuse"
@@ -43,15 +44,14 @@ def fuse(
     if function is None:
         return functools.partial(fuse, **options)
 
-    def pure(call: _Call, state: Any, others: list[Any]) -> tuple[Any, list[Any]]:
+    def pure(call: _Call, state: Any, others: list[Any]) -> tuple[_Call, Any, list[Any]]:
         with nnx.merge_context(_FUSE, inner=True) as context:
             modules = context.merge(call.graph, state)
         args, kwargs = _joined(call.structure, modules, others)
         result_modules, results, structure = _parted(function(*args, **kwargs))
         with nnx.split_context(_FUSE) as context:
             graph, state = context.split((modules, result_modules))
-        call.results = _Call(graph, structure)
-        return state, results
+        return _Call(graph, structure), state, results
 
     pure.__name__ = getattr(function, "__name__", type(function).__name__)
     fused_pure = _fuse(pure, **options)
@@ -62,35 +62,30 @@ def fuse(
         with nnx.update_context(_FUSE):
             with nnx.split_context(_FUSE) as context:
                 graph, state = context.split(modules)
-            call = _Call(graph, structure)
-            state, results = fused_pure(call, state, others)
-            assert call.results is not None
+            call, state, results = fused_pure(_Call(graph, structure), state, others)
             with nnx.merge_context(_FUSE, inner=False) as context:
-                _, result_modules = context.merge(call.results.graph, state)
-        return _joined(call.results.structure, result_modules, results)
+                _, result_modules = context.merge(call.graph, state)
+        return _joined(call.structure, result_modules, results)
 
     return fused
 
 
-@dataclasses.dataclass(eq=False)
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
 class _Call:
     """The static part of a call's arguments or results: the Modules' graph, and where Modules and other leaves are."""
 
     graph: Any
     structure: Any
-    results: _Call | None = None
 
 
-def _parted(tree: Any) -> tuple[tuple[nnx.Pytree, ...], list[Any], Any]:
+def _parted(tree: Any) -> tuple[list[nnx.Pytree], list[Any], Any]:
     """A tree's Modules and other objects of Flax NNX, its other leaves, and what `_joined` needs to put them back."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=lambda a: isinstance(a, nnx.Pytree))
-    is_module = [isinstance(a, nnx.Pytree) for a in leaves]
-    modules = tuple(a for a, of in zip(leaves, is_module, strict=True) if of)
-    others = [a for a, of in zip(leaves, is_module, strict=True) if not of]
-    return modules, others, (structure, is_module)
+    is_module = tuple(isinstance(a, nnx.Pytree) for a in leaves)
+    return *part(leaves, is_module), (structure, is_module)
 
 
-def _joined(parted: Any, modules: Sequence[nnx.Pytree], others: Sequence[Any]) -> Any:
-    structure, is_module = parted
-    left, right = iter(modules), iter(others)
-    return structure.unflatten([next(left if of else right) for of in is_module])
+def _joined(structure: Any, modules: Sequence[nnx.Pytree], others: Sequence[Any]) -> Any:
+    tree, is_module = structure
+    return tree.unflatten(join(modules, others, is_module))

@@ -1,8 +1,11 @@
 """Calls of what `jln.fuse` returns: arguments, results and their dtypes, and what is kept from call to call."""
 
 import collections
+import contextlib
 import functools
+import gc
 import warnings
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +14,7 @@ import pytest
 from jax import lax
 
 import jln
+from jln._fuse import transformation
 from proof import operators
 from small_model import ALL, PARAMETERS, H, X, apart, model, norm
 
@@ -47,6 +51,17 @@ def test_static_arguments_that_differ_only_by_type_or_sign():
     )
     told = [float(fused(X, a)) for a in (0.0, -0.0, 0, False)]
     assert told == [float(fused.__wrapped__(X, a)) for a in (0.0, -0.0, 0, False)]
+
+
+def test_static_complex_numbers_that_differ_only_by_sign():
+    fused = jln.fuse(lambda x, a: jnp.sum(norm(x, 1.0, 0.0)) * 0 + np.arctan2(a.imag, a.real))
+    told = [float(fused(X, a)) for a in (complex(-1, 0.0), complex(-1, -0.0))]
+    assert told == pytest.approx([np.pi, -np.pi])
+
+
+def test_a_numpy_scalar_that_an_outer_jit_holds_static():
+    fused = jln.fuse(lambda x, times: sum(norm(x, 1.0, 0.0) for _ in range(times)))
+    np.testing.assert_allclose(jax.jit(fused, static_argnums=1)(X, np.int64(2)), 2 * norm(X, 1.0, 0.0), rtol=1e-11)
 
 
 def test_a_static_argument_without_a_hash():
@@ -112,6 +127,33 @@ def test_results_that_are_constants_are_arrays():
     for made in (fused(X), fused(X)):
         assert [type(a) for a in made] == [type(jnp.ones(1))] * 4
         assert (int(made[1]), float(made[2]), made[3].tolist()) == (3, 1.0, [0, 1, 2])
+
+
+def test_results_that_are_no_numbers_are_handed_on():
+    @jln.fuse
+    def loss(x):
+        return jnp.sum(norm(x, 1.0, 0.0) ** 2), {"name": "loss", "of": jnp.tanh, "x": x}
+
+    wanted = loss.__wrapped__(X)[0]
+    for value, aux in (loss(X), loss(X), jax.value_and_grad(loss, has_aux=True)(X)[0]):
+        assert (aux["name"], aux["of"]) == ("loss", jnp.tanh)
+        assert apart((value, aux["x"]), (wanted, X)) <= 1e-11
+
+
+def test_errors_of_a_trace_name_the_users_function():
+    @jln.fuse
+    def a_loss(x):
+        return norm(x, 1.0, 0.0) if jnp.sum(x) > 0 else x
+
+    with pytest.raises(jax.errors.TracerBoolConversionError, match="the function a_loss at"):
+        a_loss(X)
+
+
+def test_a_derivative_in_forward_mode_says_what_to_do():
+    with pytest.raises(TypeError, match=r"write jln.fuse\(loss, forward_mode=True\)"):
+        jax.jvp(jln.fuse(lambda x: norm(x, 1.0, 0.0)), (X,), (X,))
+    fused = jln.fuse(lambda x: norm(x, 1.0, 0.0), forward_mode=True)
+    assert apart(*(jax.jvp(f, (X,), (np.cos(X),)) for f in (fused, fused.__wrapped__))) <= 1e-11
 
 
 def test_without_float64():
@@ -201,3 +243,84 @@ def test_a_call_inside_of_a_vmap_is_not_that_of_another_one():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 512)))
     both = [jax.vmap(lambda _: f(x), axis_name="i")(jnp.zeros(n))[0] for n in (2, 4)]
     np.testing.assert_allclose(both[1], 2 * both[0], rtol=1e-12)
+
+
+def test_an_eager_call_is_traced_once():
+    traces = []
+
+    @jln.fuse
+    def f(x, times):
+        traces.append(times)
+        return norm(x, 1.0, 0.0) * times
+
+    for times in (2, 3, 2, 3):
+        assert apart(f(X + times, times), norm(X + times, 1.0, 0.0) * times) <= 1e-11
+    assert traces == [2, 3]
+
+
+@contextlib.contextmanager
+def setting(name, value):
+    before = getattr(jax.config, name)
+    jax.config.update(name, value)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
+@pytest.mark.parametrize(("name", "value"), [("jax_threefry_partitionable", False), ("jax_random_seed_offset", 7)])
+def test_an_eager_call_under_another_setting(name, value):
+    fused = jln.fuse(lambda x: norm(x, 1.0, 0.0) + jax.random.normal(jax.random.key(0), x.shape))
+    first = fused(X)
+    with setting(name, value):
+        assert apart(fused(X), fused.__wrapped__(X)) <= 1e-11 < apart(fused(X), first)
+    assert apart(fused(X), first) == 0
+
+
+def test_an_eager_call_under_strict_ranks():
+    fused = jln.fuse(lambda x: norm(x, jnp.ones(H), 0.0))
+    fused(X)
+    with jax.numpy_rank_promotion("raise"), pytest.raises(ValueError, match="rank"):
+        fused(X)
+
+
+@pytest.mark.parametrize("way", ["of old", "set"])
+def test_an_eager_call_under_another_mesh(way):
+    """The mesh of old is in JAX's own context; of a mesh that is set only the shape is."""
+
+    @jln.fuse
+    def f(x):
+        y = norm(x, 1.0, 0.0)
+        return jax.lax.with_sharding_constraint(y, spec) if way == "of old" else jax.jit(jnp.sin, out_shardings=spec)(y)
+
+    spec = jax.sharding.PartitionSpec("data")
+    for devices in (jax.devices()[:2], jax.devices()[2:4]):
+        mesh = jax.sharding.Mesh(devices, ("data",))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=DeprecationWarning)
+            with mesh if way == "of old" else jax.set_mesh(mesh):
+                assert f(X).sharding.device_set == {*devices}
+
+
+@pytest.mark.parametrize("looped", [False, True])
+def test_programs_that_are_kept_are_bounded_by_what_they_hold(monkeypatch, looped):
+    """Equations are counted, those of bodies too."""
+
+    class Number:
+        def __init__(self, value):
+            self.value = value
+
+    def block(x, a):
+        for _ in range(100):
+            x = jnp.sin(x) * a.value
+        return norm(x, 1.0, 0.0)
+
+    fused = jln.fuse(lambda x, a: lax.fori_loop(0, 2, lambda _, x: block(x, a), x) if looped else block(x, a))
+    monkeypatch.setattr(transformation, "MOST_EQUATIONS", 1000)
+    given = []
+    for i in range(9):
+        fused(X, number := Number(1.0 + i))
+        given.append(weakref.ref(number))
+        del number
+    gc.collect()
+    assert 1 <= sum(a() is not None for a in given) <= 4

@@ -74,6 +74,24 @@ def test_gradients_and_all_that_calls_change(compiled):
     assert operators(jln.nnx.fuse(loss), model(), X) == ["jln.layer_norm", "jln.layer_norm"]
 
 
+def test_an_eager_call_is_traced_once():
+    """A program is made for each form of a model, and one that is kept changes the model, too."""
+    traces = []
+
+    @jln.nnx.fuse
+    def fused(model, x):
+        traces.append(x)
+        return loss(model, x)
+
+    a, b = model(), model()
+    for of in (a, a, b):
+        fused(of, X)
+    assert (len(traces), int(a.calls[...]), int(b.calls[...])) == (1, 2, 1)
+    a.eval()
+    np.testing.assert_allclose(fused(a, X), loss(a, X), rtol=1e-5)
+    assert len(traces) == 2
+
+
 def test_random_numbers_as_an_argument():
     """`nnx.Rngs` is no Module, and its counts change."""
 

@@ -17,6 +17,7 @@ from fused_eight_bits import FUSED_EIGHT_BITS
 from gated import GATED_NORMS
 from junction import SUMS
 from kernels import KERNELS
+from keys import KEYS
 from linears import LINEARS
 from proofs import PROOFS
 from rules import RULES
@@ -42,4 +43,5 @@ MUTANTS = [
     *EIGHT_BIT_LINEARS,
     *ALONG_ROWS,
     *FUSED_EIGHT_BITS,
+    *KEYS,
 ]
