@@ -1,4 +1,4 @@
-"""Ways to break what `jln.fuse` keeps from call to call, and what it hands to a function and back."""
+"""Ways to break what programs are known by: those of `jln.fuse` from call to call, and of devices from run to run."""
 
 from targets import Mutant
 
@@ -6,7 +6,91 @@ TRANSFORMATION = "jln/_fuse/transformation.py"
 CALLS = "tests/fuse/test_calls.py::"
 NNX_OBJECTS = "tests/fuse/test_nnx_objects.py::"
 
+IDENTITY, OPERATION = "jln/_core/identity.py", "jln/_core/operation.py"
+CACHE = "tests/devices/test_compilation_cache.py::"
+FOUND = f"{CACHE}test_a_second_process_finds_its_own_programs_and_no_others"
+NAME = (f"{CACHE}test_a_name_is_that_of_what_is_computed",)
+NAMES = "tests/program/test_names.py::"
+NOTES = "tests/transformations/test_debug_nans.py::test_jax_may_note_errors_in_the_program_around"
+
 KEYS = (
+    Mutant(
+        "a call on devices known by nothing but its shapes",
+        OPERATION,
+        "name = identity(what, arrays, tree, request, spread)",
+        "name = identity(arrays)",
+        (f"{FOUND}[false]", f"{FOUND}[true]", *NAME),
+    ),
+    Mutant(
+        "a call on devices marked by an address alone",
+        IDENTITY,
+        'attributes["backend_config"] = ir.StringAttr.get(name)',
+        "pass",
+        (f"{FOUND}[false]", *NAME),
+    ),
+    Mutant(
+        "a name of the call that JAX takes away with the address",
+        IDENTITY,
+        'attributes["mhlo.frontend_attributes"] = ir.DictAttr.get({"jln": ir.StringAttr.get(name)})',
+        "pass",
+        (f"{FOUND}[true]", *NAME),
+    ),
+    Mutant(
+        "a name of no matrix precision",
+        IDENTITY,
+        "modes = config.jax_enable_x64, config.jax_default_matmul_precision",
+        "modes = config.jax_enable_x64",
+        NAME,
+    ),
+    Mutant(
+        "a name of no devices",
+        IDENTITY,
+        '[getattr(d, "id", None) for d in fact.devices.flat]',
+        "None",
+        NAME,
+    ),
+    Mutant(
+        "an answer to XLA that ends with the first program",
+        IDENTITY,
+        "        ctx.module_context.add_keepalive(answer)",
+        "        pass",
+        (f"{CACHE}test_programs_that_share_a_name_are_each_compiled_as_their_own",),
+    ),
+    Mutant(
+        "one name for all that is not known",
+        IDENTITY,
+        "return secrets.token_hex(16)",
+        'return ""',
+        (f"{CACHE}test_what_cannot_be_told_in_full_never_has_the_same_name",),
+    ),
+    Mutant(
+        "a name of no tiles and switches",
+        "jln/_triton/target.py",
+        "return self.chip, self.trial, tuned, lowering.switches()",
+        "return self.chip, self.trial",
+        tuple(f"{NAMES}test_other_kernels_make_another_program[{change}]" for change in ("tiles", "Triton's switches")),
+    ),
+    Mutant(
+        "parameters of examples in a set's order",
+        "jln/_junction/wider.py",
+        '[name for name in operands.present() if name not in ("kernel", "bias")]',
+        'operands.present().keys() - {"kernel", "bias"}',
+        (f"{FOUND}[false]", f"{FOUND}[true]"),
+    ),
+    Mutant(
+        "rules that note errors",
+        "jln/_core/modes.py",
+        'config.error_checking_behavior_nan("ignore")',
+        'config.error_checking_behavior_oob("ignore")',
+        (f"{NOTES}[nan]",),
+    ),
+    Mutant(
+        "one device's part that notes errors",
+        "jln/_core/devices.py",
+        "with own_modes(), jax.sharding",
+        "with jax.sharding",
+        (f"{NOTES}[divide]",),
+    ),
     Mutant(
         "a program kept under all of JAX's settings",
         TRANSFORMATION,
