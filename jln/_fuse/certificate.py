@@ -268,10 +268,11 @@ def _counts(node: Node, operands: Sequence[np.ndarray], constants: Constants) ->
     if node.operation in ("add", "add_any", "sub") and not any(constants.number(v) == 0 for v in node.inputs):
         a, b = map(np.abs, operands)
         return bool(np.any(np.minimum(a, b) > 1e-8 * np.maximum(a, b)))
-    if node.operation == "logistic":
-        return bool(np.any(operands[0] < 18))  # from there on it is 1
-    if node.operation == "exp":
-        return bool(np.any(np.abs(operands[0]) > 1e-8))
+    if node.operation == "logistic":  # of 0 it is a half, and from 18 on 1
+        return bool(np.any((np.abs(operands[0]) > 1e-8) & (operands[0] < 18)))
+    if node.operation in ("exp", "pow"):
+        exponent = operands[0] if node.operation == "exp" else operands[1] * np.log(np.abs(operands[0]))
+        return bool(np.any(np.abs(exponent) > 1e-8))
     return True
 
 

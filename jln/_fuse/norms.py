@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -202,6 +202,11 @@ def _certified(region: Region, order: dict[Parameter, int]) -> tuple[Certificate
     return _remembered[structure]
 
 
+# Of rows on which norms are compared. An epsilon counts beside variances of eight decades to either side, and so do a
+# factor and a bound, of however many constants a program makes them: some of these sizes see each, with either sign.
+SIZES = tuple((-1) ** i * 10.0 ** (3 * i) for i in range(-12, 13))
+
+
 def _certificates(region: Region, order: dict[Parameter, int]) -> Iterator[Certificate]:
     x, features, parameters = region.x, region.features, list(order)
     shape = [n if a in features else min(n, ROWS) for a, n in enumerate(x.shape)]
@@ -215,7 +220,7 @@ def _certificates(region: Region, order: dict[Parameter, int]) -> Iterator[Certi
     constants = {region.constants.number(v) for n in region.nodes for v in n.inputs}
     small = sorted(c for c in constants if c is not None and 0 < c < 0.1)
     epsilons = dict.fromkeys((0.0, *small, *(c / h for c in small)))
-    draws = [size * drawn(shape, 0) for size in _sizes(constants)]
+    draws = [size * drawn(shape, 0) for size in SIZES]
     exact = (1 / h, math.sqrt(h), 1 / math.sqrt(h))
     counted: set[Node] = set()
     results = [
@@ -237,16 +242,6 @@ def _certificates(region: Region, order: dict[Parameter, int]) -> Iterator[Certi
                 place = next(i for i, n in enumerate(region.nodes) if n is y.maker)
                 yield Certificate(place, epsilon, centres, roles)
                 break
-
-
-def _sizes(numbers: Iterable[float | None]) -> list[float]:
-    """Sizes of rows at which each of a region's numbers counts, be it an epsilon, a factor or a bound."""
-    sizes = [1.0, -0.03]
-    for c in sorted({abs(c) for c in numbers if c is not None and 1e-60 < abs(c) < 1e60}):
-        for size in (math.sqrt(c), c, 1 / c, 1 / math.sqrt(c)):
-            if all(not 0.4 < abs(size / other) < 2.5 for other in sizes):
-                sizes.append(size)
-    return sizes
 
 
 def _squares(rows: np.ndarray, features: tuple[int, ...]) -> list[np.ndarray]:

@@ -22,6 +22,16 @@ def a_mean_that_is_subtracted_where_it_is_positive(x):
     return rms(x - jnp.maximum(mean(x), 0))
 
 
+@case(-X, finds="rms_norm")
+def a_mean_without_its_sign_that_is_subtracted(x):
+    return rms(x - jnp.sqrt(mean(x) ** 2))
+
+
+@case(X, finds="rms_norm")
+def an_epsilon_that_counts_on_small_rows(x):
+    return x * lax.rsqrt(ms(x) + 1e-12)
+
+
 @case(X * 100 + 500)
 def a_penalty_that_begins_at_a_large_mean(x):
     return x * lax.rsqrt(ms(x) + jnp.maximum(mean(x) - 100, 0) + EPS)
@@ -225,6 +235,26 @@ def a_sum_with_a_bell_around_some_rows(x, w):
 def a_factor_that_grows_with_huge_rows(x, w):
     m = ms(x)
     return (x * lax.rsqrt(m + EPS) * (1 + m * 1e-6 * 1e-6 * 1e-6 * 1e-6)) @ w
+
+
+def far_out(x):
+    """What is 0 in float64 on all but huge rows, by a factor of several constants."""
+    return jnp.exp(-1 / jnp.sum((x * 1e-3 * 1e-3 * 1e-3) ** 2, -1, keepdims=True))
+
+
+@case(X * 1e9, W, finds="rms_norm")
+def a_power_that_counts_on_huge_rows(x, w):
+    return (rms(x) * jnp.power(2.0, -far_out(x))) @ w
+
+
+@case(X * 1e50, W, finds="rms_norm")
+def a_power_that_counts_on_larger_rows_than_are_tried(x, w):
+    return (rms(x) * jnp.power(2.0, -far_out(x * 1e-41))) @ w
+
+
+@case(X * 1e50, W, finds="rms_norm")
+def a_sigmoid_that_counts_on_larger_rows_than_are_tried(x, w):
+    return (2 * rms(x) * jax.nn.sigmoid(far_out(x * 1e-41))) @ w
 
 
 @case(X, normal(2, 3, H) + 60, W, finds="rms_norm")
