@@ -21,7 +21,7 @@ from jln._tools.catalogue import OPERATORS
 from jln._tools.console import Column, Note, Rows, progress, show
 from jln._tools.machine import Device, complaints, described, devices, implementations
 from jln._tools.workload import FORWARD, Workload
-from jln._triton import cache, target, tuning
+from jln._triton import cache, lowering, ptxas, target, tuning
 from jln._triton.chip import CHIP_VARIABLE, Chip, platform_of
 
 # Distribution -> what it is for here, and how it comes; extras in a clone of jln.
@@ -114,13 +114,14 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
         "versions": versions,
         "tuning": tiles,
         "compiled_kernels": kernels,
+        "assembler": _assembler(),
         "why_not_fused": _why_not_fused(),
         "why_not_unasked": _why_not_unasked(),
         "jax_says": complaints,
         "faults": faults,
     }
     notes = [f"{tiles}.", f"Compiled kernels: {kernels}."]
-    notes += [f"{facts[why]}." for why in ("why_not_fused", "why_not_unasked") if facts[why] is not None]
+    notes += [f"{facts[n]}." for n in ("assembler", "why_not_fused", "why_not_unasked") if facts[n] is not None]
     notes += [f"Known bad pairs of versions: {len(bad)} of {len(BAD_PAIRS)} are here."]
     notes += [f"JAX says: {complaint}" for complaint in complaints]
     parts = [
@@ -189,6 +190,17 @@ def _chip() -> Chip | None:
         return target.target_chip()
     except ValueError:
         return None
+
+
+def _assembler() -> str | None:
+    """The ptxas that kernels are assembled by for this process's chip, and their PTX; None where there is no plugin."""
+    if (chip := _chip()) is None or chip.is_amd or lowering.missing(chip.platform) is not None:
+        return None
+    said = ptxas.missing(chip)
+    if (assembler := ptxas.found()) is not None and said is None:
+        ptx = "Triton's PTX" if chip.ptx_version is None else f"PTX {chip.ptx_version / 10}"
+        said = f"{assembler.path}, of CUDA {'.'.join(map(str, assembler.version))}, reads their {ptx}"
+    return f"Assembler of the kernels for {chip.name}: {said}"
 
 
 def _why_not_fused() -> str | None:

@@ -62,6 +62,15 @@ class Chip:
         return self.capability >= (89 if triton_version() >= (3, 9) else 90)
 
     @property
+    def ptx_version(self) -> int | None:
+        """The version of PTX that kernels for an NVIDIA GPU are in, 85 for 8.5; None where Triton chooses.
+
+        Triton chooses that of its own ptxas, and jaxlib assembles by another: Triton 3.9's 9.4 is read from CUDA 13.4
+        on. 8.5 is read by the oldest that JAX takes, CUDA 12.6's, and kernels have the same instructions.
+        """
+        return 85 if self.capability < 100 else LEAST_PTX.get(self.capability)
+
+    @property
     def precision(self) -> str:
         """The precision of float32 products where nobody asks for more, as Triton names it and XLA chooses it.
 
@@ -124,6 +133,9 @@ SHARED_LIMIT: dict[int | str, int] = {
     "gfx950": 163840,
 }
 
+# The least version of PTX for a GPU of its compute capability, where that is more than 8.5 (PTX ISA, table of targets).
+LEAST_PTX = {100: 86, 103: 88, 120: 87, 121: 88}
+
 CHIP_VARIABLE = "JLN_CHIP"
 
 
@@ -137,7 +149,7 @@ def named_chip(name: str) -> Chip:
 def default_chip() -> Chip | None:
     """The chip that the environment variable JLN_CHIP names, else the first local GPU, else None."""
     name = os.environ.get(CHIP_VARIABLE)
-    return named_chip(name) if name else _local_chip()
+    return named_chip(name) if name else local_chip()
 
 
 PLATFORMS = ("cuda", "rocm")
@@ -150,7 +162,7 @@ def platform_of(device: Any) -> str:
     return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
 
 
-def _local_chip() -> Chip | None:
+def local_chip() -> Chip | None:
     import jax
 
     for platform in PLATFORMS:

@@ -159,6 +159,12 @@ def missing(platform: str | None = None) -> str | None:
     if chip.is_amd and chip.architecture not in chips.SHARED_LIMIT:
         known = sorted({str(chip) for chip in chips.CHIPS.values() if chip.is_amd})
         return f"the kernels are for {', '.join(known)}, whose waves have 64 threads, and {chip.name} is {chip}"
+    local = chips.local_chip()
+    if platform == "cuda" and local is not None and local.platform == platform:  # else nothing is launched here
+        from jln._triton import ptxas
+
+        if (reason := ptxas.missing(chip)) is not None:
+            return f"{reason}: {INSTALL[platform]}"
     return None
 
 

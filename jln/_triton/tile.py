@@ -36,15 +36,19 @@ class Tile:
         """The number of warps or waves that have as many threads as `warps` of 32."""
         return max(1, self.warps * 32 // chip.threads)
 
-    def options(self, chip: Chip) -> dict[str, int]:
+    def options(self, chip: Chip) -> dict[str, int | None]:
         """The options for Triton's compiler.
 
         Programs that share one of NVIDIA's cores share its 65536 registers; unasked, the compiler takes 155 of the 128
         that a thread of 16 warps can have, for 4096 columns of float32 in `backward_kernel`, and every other program
         would wait.
         """
+        options: dict[str, int | None]
         options = {"num_warps": self.warps_of(chip), "num_stages": self.stages, "enable_fp_fusion": FP_FUSION}
-        if not chip.is_amd and self.programs_per_core > 1 and self.warps * self.programs_per_core <= 16:
+        if chip.is_amd:
+            return options
+        options["ptx_version"] = chip.ptx_version
+        if self.programs_per_core > 1 and self.warps * self.programs_per_core <= 16:
             options["maxnreg"] = 128
         return options
 

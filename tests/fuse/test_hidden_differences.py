@@ -238,7 +238,7 @@ def a_factor_that_grows_with_huge_rows(x, w):
 
 
 def far_out(x):
-    """What is 0 in float64 on all but huge rows, by a factor of several constants."""
+    """A number that is 0 in float64 on all but huge rows, by a factor of several constants."""
     return jnp.exp(-1 / jnp.sum((x * 1e-3 * 1e-3 * 1e-3) ** 2, -1, keepdims=True))
 
 

@@ -17,6 +17,9 @@ from targets import (
     Mutant,
 )
 
+PTXAS, TARGET, TILE = "jln/_triton/ptxas.py", "jln/_triton/target.py", "jln/_triton/tile.py"
+ASSEMBLED = "tests/program/test_ptxas.py::"
+
 COMPILED = [
     # Reads outside of an array whose values nobody uses.
     Mutant(
@@ -66,4 +69,23 @@ COMPILED = [
     ),
     Mutant("always four warps", LOWERING, "facts = (launch.tile.warps_of(chip), 1,", "facts = (4, 1,", SEVERAL_TILES),
     Mutant("no shared memory asked for", LOWERING, "1, binary.shared, code", "1, 0, code", SEVERAL_TILES),
+    # The assembler that jaxlib takes, which reads the kernels.
+    Mutant(
+        "PTX as new as Triton's own ptxas", TILE, 'options["ptx_version"] = chip.ptx_version\n', "pass\n",
+        (f"{ASSEMBLED}test_kernels_are_assembled[h200]",),
+    ),
+    Mutant(
+        "a ptxas that jaxlib passes by", PTXAS, " and version >= LEAST and version != FAULTY", "",
+        (f"{ASSEMBLED}test_it_is_none_that_jaxlib_passes_by",),
+    ),
+    Mutant(
+        "the plugin's own ptxas in front of PATH's", PTXAS,
+        '(*folders, *(f"{root}/bin" for root in (*TOOLKITS, *beside)))',
+        '(*(f"{root}/bin" for root in (*TOOLKITS, *beside)), *folders)',
+        (f"{ASSEMBLED}test_it_is_the_first_that_is_new_enough",),
+    ),
+    Mutant(
+        "a ptxas not asked for", TARGET, "if (reason := ptxas.missing(chip)) is not None:", "if False:",
+        (f"{ASSEMBLED}test_without_one_jnp_runs", f"{ASSEMBLED}test_with_one_that_refuses_kernels_jnp_runs"),
+    ),
 ]  # fmt: skip

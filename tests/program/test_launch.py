@@ -23,7 +23,7 @@ import absent_gpu  # noqa: F401
 import jln
 from jln import program
 from jln._triton import cache, lowering, target, tile
-from jln._triton.chip import CHIPS
+from jln._triton.chip import CHIPS, Chip
 from jln._triton.launch import launch
 from jln._triton.tile import Tile
 
@@ -244,12 +244,11 @@ def test_key_has_all_that_a_binary_depends_on(monkeypatch):
         )
     )
     base = key(recorded())
-    monkeypatch.setattr(tile, "FP_FUSION", not tile.FP_FUSION)
-    keys[key(recorded())] += 1
-    monkeypatch.undo()
-    monkeypatch.setattr(lowering, "ALIGNMENT", 8)
-    keys[key(recorded())] += 1
-    monkeypatch.undo()
+    fusion = not tile.FP_FUSION
+    for owner, name, other in ((tile, "FP_FUSION", fusion), (Chip, "ptx_version", 87), (lowering, "ALIGNMENT", 8)):
+        monkeypatch.setattr(owner, name, other)
+        keys[key(recorded())] += 1
+        monkeypatch.undo()
     monkeypatch.setenv("DISABLE_LLVM_OPT", "1")  # one of Triton's switches
     keys[key(recorded())] += 1
     monkeypatch.undo()
@@ -262,7 +261,7 @@ def test_key_has_all_that_a_binary_depends_on(monkeypatch):
     monkeypatch.setattr(type(lowering._backend(90)), "hash", lambda self: "another ptxas")
     keys[key(recorded())] += 1
     monkeypatch.undo()
-    assert set(keys.values()) == {1} and base in keys and len(keys) == 16
+    assert set(keys.values()) == {1} and base in keys and len(keys) == 17
 
 
 def test_key_has_nothing_else():

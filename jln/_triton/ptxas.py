@@ -1,0 +1,72 @@
+"""The assembler, ptxas, that jaxlib runs on a kernel's PTX where the kernel is launched first."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+import re
+import subprocess
+from typing import NamedTuple
+
+from jaxlib import gpu_triton
+
+from jln._triton.chip import Chip
+
+TOOLKITS = ("/usr/local/cuda", "/opt/cuda")
+LEAST, FAULTY = (11, 8, 0), (12, 3, 103)  # jaxlib passes by older ones, and by this one
+
+
+class Ptxas(NamedTuple):
+    """An assembler. version: that of its CUDA."""
+
+    path: str
+    version: tuple[int, ...]
+
+
+def found() -> Ptxas | None:
+    """The assembler that jaxlib takes; None where it finds none, or has no CUDA plugin.
+
+    It is the first of these places, in the order of XLA's `FindCudaExecutable`: PATH is before the plugin's own.
+    """
+    if gpu_triton._cuda_triton is None:
+        return None
+    plugin = pathlib.Path(str(gpu_triton._cuda_triton.__file__)).parent
+    nvcc = "nvidia/cu13" if "cuda13" in plugin.name else "nvidia/cuda_nvcc"
+    beside = [plugin / up for up in (f"../{nvcc}", f"../../{nvcc}", "cuda", "../../../..", "../../../../..")]
+    folders = ["bin", *os.environ.get("PATH", "").split(os.pathsep)]
+    for folder in (*folders, *(f"{root}/bin" for root in (*TOOLKITS, *beside))):
+        path = os.path.abspath(os.path.join(folder, "ptxas"))
+        version = _version(path)
+        if version is not None and version >= LEAST and version != FAULTY:
+            return Ptxas(path, version)
+    return None
+
+
+def missing(chip: Chip) -> str | None:
+    """The reason why jaxlib cannot make machine code of kernels for an NVIDIA chip; None where it can."""
+    if (assembler := found()) is None:
+        return "jaxlib finds no ptxas, which assembles kernels, on PATH, in /usr/local/cuda or beside its CUDA plugin"
+    refusal = None if chip.ptx_version is None else _refusal(assembler.path, chip.capability, chip.ptx_version)
+    return refusal and f"{assembler.path}, the first ptxas that jaxlib finds, takes no kernels for {chip}: {refusal}"
+
+
+@functools.cache
+def _version(path: str) -> tuple[int, ...] | None:
+    """The version that a program says it is; None of what is no ptxas. jaxlib, too, asks once."""
+    try:
+        said = subprocess.run([path, "--version"], capture_output=True, text=True)
+    except OSError:
+        return None
+    match = re.search(r"\bV(\d+)\.(\d+)\.(\d+)\b", said.stdout)
+    return tuple(map(int, match.groups())) if match and said.returncode == 0 else None
+
+
+@functools.cache
+def _refusal(path: str, capability: int, ptx_version: int) -> str | None:
+    """The complaint of a ptxas about an empty program in this PTX for this chip; None where it takes the program."""
+    target = f"sm_{capability}{'a' if capability >= 90 else ''}"
+    program = f".version {ptx_version / 10}\n.target {target}\n.address_size 64\n"
+    command = [path, f"--gpu-name={target}", "-o", os.devnull, "-"]
+    made = subprocess.run(command, input=program, capture_output=True, text=True)
+    return None if made.returncode == 0 else re.sub(r".*fatal\s*:\s*", "", made.stderr.strip().partition("\n")[0])
