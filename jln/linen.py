@@ -236,6 +236,9 @@ class _Linen(_modules.Adapter):
         if isinstance(parameters, str):
             return parameters
         kernel, bias = parameters["kernel"], parameters.get("bias")
+        is_array = isinstance(parameters["kernel"], jax.Array | np.ndarray)
+        if {*layer.variables["params"]} - {"kernel", "bias"} or not is_array:
+            return "the Dense has parameters that another library made, as of LoRA or in eight bits"
         dtype = dtypes.canonicalize_dtype(jnp.empty((), norm.dtype), kernel, bias, dtype=layer.dtype)
         return _modules.Linear(kernel, bias, dtype, layer.precision)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jln._core.modes import own_modes
 from jln._junction.arrays import Arrays, Junction
 from jln._junction.gradients import dtype_in_memory
-from jln._junction.linears.formulas import Axes
+from jln._junction.linears.axes import Axes
 from jln._junction.linears.product import Operands, Product, product
 
 

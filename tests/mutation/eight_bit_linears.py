@@ -100,4 +100,11 @@ EIGHT_BIT_LINEARS = [
         DELAYED,
     ),
     Mutant("one scale for all examples of Linears", WIDER, '("one", "rows")', '("rows",)', VMAP),
+    Mutant(
+        "a product in eight bits that what stands in for JAX's sees",
+        PRODUCTS,
+        "lax.dot(",
+        "lax.dot_general(",
+        ("tests/modules/test_qwix.py::test_no_product_of_an_operator_is_seen[value-one scale]",),
+    ),
 ]

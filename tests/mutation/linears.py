@@ -38,6 +38,11 @@ MADE_AGAIN, GATED_AGAIN = (
 
 OF_THREE = (f"{SEVERAL}test_frozen_arguments[triton-features2-float64-False-('x',)]",)
 ADDED_UP = f"{SEVERAL}test_what_products_pull_back_is_added_up"
+QWIX = "tests/modules/test_qwix.py::"
+SEEN, OF_QWIX = (
+    f"{QWIX}{test}"
+    for test in ("test_no_product_of_an_operator_is_seen", "test_a_dense_whose_parameters_qwix_made_is_called")
+)
 BY_CUBLAS = "tests/program/test_layer_norm_linear.py::test_no_pass_adds_up_the_cotangents_of_several_linears"
 
 LINEARS = [
@@ -252,5 +257,21 @@ LINEARS = [
         "a 16-bit product's part of H rounded by itself", XLA_LINEAR,
         "rounded_first = not h_axes and (", "rounded_first = (",
         (f"{SHARDED_DTYPES}test_parts_of_a_16_bit_product_over_h_are_rounded_once_all_added_up",),
+    ),
+    Mutant(
+        "a product that what stands in for JAX's sees", "jln/_junction/linears/axes.py", "lax.dot(", "lax.dot_general(",
+        (f"{SEEN}[value-]",),
+    ),
+    Mutant(
+        "an offset's tangent by an einsum that what stands in for JAX's sees", XLA_LINEAR,
+        "row + einsum(a, axes.z", "row + jnp.einsum(a, axes.z", (f"{SEEN}[offset_tangent-]",),
+    ),
+    Mutant(
+        "LoRA of a Dense left out", "jln/linen.py", '{*layer.variables["params"]} - {"kernel", "bias"} or ', "",
+        (f"{OF_QWIX}[lora]",),
+    ),
+    Mutant(
+        "a Dense's kernel in eight bits for an array", "jln/linen.py",
+        " or not is_array", "", (f"{OF_QWIX}[ptq]",),
     ),
 ]  # fmt: skip

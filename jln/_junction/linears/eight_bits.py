@@ -141,7 +141,8 @@ def _product(a: Eight, b: Eight, junction: Junction, dtype: Any) -> Array:
     """The sum over the operands' axes, in `dtype`: the other axes of a, then those of b."""
 
     def summed(of_a: Array, of_b: Array, sums: Any) -> Array:
-        return lax.dot_general(of_a, of_b, ((a.axes, b.axes), ((), ())), preferred_element_type=sums)
+        numbers = ((a.axes, b.axes), ((), ()))
+        return lax.dot(of_a, of_b, dimension_numbers=numbers, preferred_element_type=sums)  # as `axes.einsum` says
 
     if junction.eight_bits == "one":
         return (summed(a.values, b.values, jnp.float32) * (a.scale * b.scale)).astype(dtype)

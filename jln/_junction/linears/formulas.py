@@ -64,7 +64,6 @@ Dtypes: a product's operands are in promote_types(x.dtype, kernel.dtype), the dt
 compute dtype, float32 or for float64 float64. y is rounded once, with one exception (`affine`).
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -79,6 +78,7 @@ from jln._junction import formulas as norms_in_jnp
 from jln._junction import gradients as gradients_in_jnp
 from jln._junction.arrays import DY, Arrays, Junction
 from jln._junction.linears import eight_bits
+from jln._junction.linears.axes import Axes, einsum
 
 
 def column_sums(operands: Arrays, junction: Junction, dtypes: Arrays, batch_dims: int) -> Arrays:
@@ -108,39 +108,6 @@ IN_JNP_ON_CPU = Norms(norms_in_jnp.forward_cpu, gradients_in_jnp.backward_cpu, c
 IN_JNP_ON_TPU = Norms(norms_in_jnp.forward_tpu, gradients_in_jnp.backward_tpu, column_sums)
 
 
-@dataclasses.dataclass(frozen=True)
-class Axes:
-    """Labels for the axes of a product's arrays, as einsum takes them: axes with one label are one axis."""
-
-    z: tuple[int, ...]
-    kernel: tuple[int, ...]
-    bias: tuple[int, ...]
-    y: tuple[int, ...]
-
-    @classmethod
-    def of(cls, ndim: int, batch_dims: int, features: int) -> "Axes":
-        """The labels for a z with that many dimensions: their places in it, the features' behind them."""
-        *rows, h = range(ndim)
-        batch, n = rows[:batch_dims], range(ndim, ndim + features)
-        return cls((*rows, h), (*batch, h, *n), (*batch, *n), (*rows, *n))
-
-    @property
-    def features(self) -> int:
-        """The number of axes that the kernel has and z has not."""
-        return sum(label not in self.z for label in self.kernel)
-
-    def without(self, axes: Sequence[int]) -> list[int]:
-        """The places in y of the axes that are not among these."""
-        return [i for i, label in enumerate(self.y) if label not in axes]
-
-
-def _product(
-    a: Array, a_axes: Sequence[int], b: Array, b_axes: Sequence[int], axes: Sequence[int], **how: Any
-) -> Array:
-    """The product of a and b, summed over the axes that are not in `axes`."""
-    return jnp.einsum(a, a_axes, b, b_axes, axes, **how)
-
-
 def affine(
     z: Array, kernel: Array, bias: Array | None, axes: Axes, precision: Any, h_axes: norms_in_jnp.MeshAxes = ()
 ) -> Array:
@@ -158,7 +125,7 @@ def affine(
     how = {"precision": precision, "preferred_element_type": sums}
     of_bias_alone = axes.without((*axes.z, *axes.kernel))
     y_axes = [label for i, label in enumerate(axes.y) if i not in of_bias_alone]
-    y = jnp.expand_dims(_product(z, axes.z, kernel, axes.kernel, y_axes, **how), of_bias_alone)  # (11)
+    y = jnp.expand_dims(einsum(z, axes.z, kernel, axes.kernel, y_axes, **how), of_bias_alone)  # (11)
     if h_axes:
         y = lax.psum(y, h_axes)
     if bias is not None:
@@ -218,7 +185,7 @@ def _kept(
         axes = Axes.of(operands.x.ndim, batch_dims, features)
         a = None
         if dtype is not None:
-            a = _product(z, axes.z, kernel.astype(wide), axes.kernel, axes.y, precision="highest")  # (37)
+            a = einsum(z, axes.z, kernel.astype(wide), axes.kernel, axes.y, precision="highest")  # (37)
             a = lax.psum(a, h_axes) if h_axes else a
         product.append(a)
     return tuple(product)
@@ -331,7 +298,7 @@ def _dz(dy: Array, kernel: Array, axes: Axes, junction: Junction) -> Array:
 def of_features(dy: Array, kernel: Array, axes: Axes, precision: Any) -> Array:
     """Term (14) for one product."""
     how: Any = {"precision": precision, "preferred_element_type": gradients_in_jnp.dtype_in_memory(dy.dtype)}
-    return _product(dy, axes.y, kernel.astype(dy.dtype), axes.kernel, axes.z, **how)  # (14)
+    return einsum(dy, axes.y, kernel.astype(dy.dtype), axes.kernel, axes.z, **how)  # (14)
 
 
 def of_rows(dy: Array, z: Array, axes: Axes, precision: Any, dtype: Any) -> Array:
@@ -343,7 +310,7 @@ def of_rows(dy: Array, z: Array, axes: Axes, precision: Any, dtype: Any) -> Arra
     """
     how = {"precision": precision, "preferred_element_type": jnp.promote_types(dtype, dy.dtype)}
     transposed = sorted(axes.kernel, key=lambda label: label not in axes.y)
-    dkernel = _product(dy, axes.y, z.astype(dy.dtype), axes.z, transposed, **how)  # (13)
+    dkernel = einsum(dy, axes.y, z.astype(dy.dtype), axes.z, transposed, **how)  # (13)
     return dkernel.transpose([transposed.index(label) for label in axes.kernel]).astype(dtype)
 
 
@@ -379,7 +346,7 @@ def tangent(operands: tuple[Arrays, Arrays], junction: Junction, dtypes: Arrays,
 
         def of_rows(z: Array, kernel: Array, axes: Axes = axes, dtype: str = dtype) -> Array:
             how = {"precision": junction.precision, "preferred_element_type": norms_in_jnp.compute_dtype(dtype)}
-            return _product(z.astype(dtype), axes.z, kernel.astype(dtype), axes.kernel, axes.y, **how)
+            return einsum(z.astype(dtype), axes.z, kernel.astype(dtype), axes.kernel, axes.y, **how)
 
         features_of_one = kernel.shape[kernel.ndim - features :]
         d = jnp.zeros((*total.shape[:-1], *features_of_one), norms_in_jnp.compute_dtype(dtype))
@@ -407,7 +374,8 @@ def tangents_of_constants(tangents: Arrays, saved: Arrays, junction: Junction, r
         compute, lead = norms_in_jnp.compute_dtype(y.dtype), range(y.ndim - features)
         row = jnp.zeros((*[1] * len(lead), *y.shape[len(lead) :]), compute)
         if offset is not None:
-            row = row + jnp.tensordot(offset.astype(compute), kernel.astype(compute), 1, precision="highest")
+            axes, (a, b) = Axes.of(offset.ndim, 0, features), (offset.astype(compute), kernel.astype(compute))
+            row = row + einsum(a, axes.z, b, axes.kernel, axes.y, precision="highest")
         if dbias is not None:
             row = row + jnp.expand_dims(dbias.astype(compute), lead)
         dy.append(batched_like(jnp.broadcast_to(row, y.shape), y).astype(y.dtype))

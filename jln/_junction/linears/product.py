@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jln._core.derivatives import Rules, Unneeded
-from jln._junction.linears.formulas import Axes, affine, of_columns, of_features, of_rows
+from jln._junction.linears.axes import Axes
+from jln._junction.linears.formulas import affine, of_columns, of_features, of_rows
 
 
 class Operands(NamedTuple):

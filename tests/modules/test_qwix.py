@@ -1,0 +1,211 @@
+"""Models that qwix quantises or adds LoRA to, by functions of its own in the place of JAX's while a model runs."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("flax")
+pytest.importorskip("qwix")
+
+import qwix
+from flax import linen as nn
+from flax import nnx
+
+import jln
+import jln.linen
+import jln.nnx
+from parity import normal
+
+pytestmark = [pytest.mark.usefixtures("promoted_ranks"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+H, N, F = 64, 32, 16
+DOUBLE = {"param_dtype": jnp.float64}  # in which no rounding of a norm moves an integer that qwix makes of its result
+# Of a scale for the largest magnitude itself, the least element lies between two integers, and any rounding decides.
+TO_INT8 = {"weight_qtype": jnp.int8, "act_qtype": jnp.int8, "act_calibration_method": "absmax,0.9"}
+INT8 = [qwix.QuantizationRule(module_path=".*", **TO_INT8)]
+LORA = {"module_path": ".*", "rank": 4, "alpha": 2.0}
+
+
+def by_ptq(model, *args):
+    return qwix.quantize_model(model, qwix.PtqProvider(INT8), *args)
+
+
+def by_qt(model, *args):
+    return qwix.quantize_model(model, qwix.QtProvider(INT8), *args)
+
+
+def by_lora(model, *args, **base):
+    rngs = {"rngs": nnx.Rngs(1)} if args else {}
+    return qwix.apply_lora_to_model(model, qwix.LoraProvider(**LORA, **base), *args, **rngs)
+
+
+WAYS = {"ptq": by_ptq, "qt": by_qt, "lora": by_lora, "qlora": functools.partial(by_lora, weight_qtype=jnp.int8)}
+TRAINED = {"qt": nnx.Param, "lora": nnx.LoRAParam, "qlora": nnx.LoRAParam}
+ROWS = itertools.count(3)  # more for each test: no operation of these was traced before
+
+
+@pytest.fixture(params=WAYS)
+def way(request):
+    return request.param
+
+
+@pytest.fixture
+def x():
+    return normal(0, (next(ROWS), H), jnp.float64)
+
+
+class Ours(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.first = jln.nnx.LayerNormLinear(H, N, **DOUBLE, rngs=rngs)
+        self.last = nnx.Linear(N, F, **DOUBLE, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(jnp.sin(self.first(x)))
+
+
+class Last(nnx.Module):
+    def __init__(self, last):
+        self.last = last
+
+    def __call__(self, y):
+        return self.last(y)
+
+
+class Theirs(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.norm, self.linear = nnx.LayerNorm(H, **DOUBLE, rngs=rngs), nnx.Linear(H, N, **DOUBLE, rngs=rngs)
+        self.last = nnx.Linear(N, F, **DOUBLE, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(jnp.sin(self.linear(self.norm(x))))
+
+
+class FusedInside(Theirs):
+    @jln.nnx.fuse(linears=True)
+    def __call__(self, x):
+        return self.last(jnp.sin(self.linear(self.norm(x))))
+
+
+def with_lora(model):
+    """The model with numbers in place of LoRA's zeros."""
+    state = nnx.state(model, nnx.LoRAParam)
+    nnx.update(model, jax.tree.map(lambda a: a + normal(1, a.shape, a.dtype), state))
+    return model
+
+
+def loss(model, x):
+    return jnp.sum(jnp.sin(model(x)))
+
+
+class Caller(nnx.Module):
+    def __call__(self, function, *args):
+        return function(*args)
+
+
+class Refusing(qwix.QuantizationProvider):
+    """A provider in which no product of a model is allowed."""
+
+    def get_intercept_map(self):
+        def refuse(*args, **kwargs):
+            raise AssertionError("a product was seen")
+
+        products = ("lax.dot_general", "numpy.einsum", "numpy.dot", "numpy.matmul", "numpy.tensordot")
+        return {f"jax.{name}": refuse for name in products}
+
+
+def value(f):
+    return f
+
+
+def gradients(f):
+    return jax.grad(lambda *args: jnp.sum(jnp.sin(f(*args))), range(4))
+
+
+def tangents(f):
+    return lambda *args: jax.jvp(functools.partial(f, forward_mode=True), args, args)
+
+
+def offset_tangent(f):
+    """The tangent of what reads neither x nor its statistics."""
+    return lambda x, scale, offset, kernel: jax.jvp(
+        lambda offset: f(x, scale, offset, kernel, forward_mode=True), (offset,), (offset + 1,)
+    )
+
+
+EIGHT_BITS = {"": None, "blocks": jln.MXFloat8(), "one scale": jln.Float8()}  # which have no forward mode
+
+
+@pytest.mark.parametrize(
+    ("asked", "quantize"),
+    [*itertools.product([value, gradients], EIGHT_BITS), (tangents, ""), (offset_tangent, "")],
+)
+def test_no_product_of_an_operator_is_seen(x, asked, quantize):
+    """Derivatives inside of a model, too. For a `vmap` there JAX's own rule of products calls `lax.dot_general`."""
+    x = x.astype("float32")
+    arrays = x, jnp.ones(H, "float32"), jnp.zeros(H, "float32"), normal(1, (H, N), jnp.float32)
+    function = asked(functools.partial(jln.layer_norm_linear, quantize=EIGHT_BITS[quantize]))
+    model = qwix.quantize_model(Caller(), Refusing([]), lambda: None, skip_nnx_init=True)
+    with pytest.raises(AssertionError, match="a product was seen"):
+        model(jnp.matmul, x, arrays[3])
+    jax.tree.map(np.testing.assert_array_equal, model(function, *arrays), function(*arrays))
+
+
+def test_a_layer_is_the_same_whether_it_ran_before_or_not(x, way):
+    """The layer's product is its own, whatever becomes of the model's others."""
+    model = Ours()
+    fresh = WAYS[way](model, x)(x)
+    before = jnp.sin(model.first(x))
+    np.testing.assert_array_equal(WAYS[way](model, x)(x), fresh)
+    np.testing.assert_allclose(fresh, WAYS[way](Last(model.last), before)(before), rtol=1e-12, atol=1e-12)
+    assert way == "lora" or not np.allclose(fresh, model(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("linears", [False, True])
+def test_fuse_around_the_loss(x, way, linears):
+    model = with_lora(WAYS[way](Theirs(), x))
+    fused = jln.nnx.fuse(loss, linears=linears)
+    (route,) = jln.explain(fused, model, x)
+    assert route.layer == ("jln.layer_norm_linear" if linears and "lora" in way else "jln.layer_norm")
+    if way in TRAINED:
+        wanted = nnx.DiffState(0, TRAINED[way])
+        got, true = (nnx.jit(nnx.value_and_grad(f, argnums=wanted))(model, x) for f in (fused, loss))
+    else:
+        got, true = fused(model, x), loss(model, x)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(true), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12 * np.abs(b).max())
+
+
+def test_fuse_inside_a_model(x, way):
+    fused, plain = (with_lora(WAYS[way](cls(), x)) for cls in (FusedInside, Theirs))
+    np.testing.assert_allclose(fused(x), plain(x), rtol=1e-12, atol=1e-12)
+
+
+class LinenOurs(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return jln.linen.LayerNormDense(N, **DOUBLE)(x)
+
+
+class LinenTheirs(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(N, **DOUBLE, name="dense")(nn.LayerNorm(**DOUBLE, name="norm")(x))
+
+
+@pytest.mark.parametrize("way", ["ptq", "lora", "qlora"])
+def test_a_dense_whose_parameters_qwix_made_is_called(x, way):
+    """Linen's layers make their parameters by Flax's own code, which qwix sees: so does the call that has them."""
+    ours, theirs = WAYS[way](LinenOurs()), WAYS[way](LinenTheirs())
+    params = ours.init(jax.random.key(0), x)["params"]
+    (layer,) = params
+    of_dense = params[layer]["dense"]
+    if way != "ptq":
+        of_dense["kernel_lora_b"] = normal(1, (4, N), jnp.float64)
+    np.testing.assert_allclose(
+        ours.apply({"params": params}, x), theirs.apply({"params": params[layer]}, x), rtol=1e-6, atol=1e-6
+    )
