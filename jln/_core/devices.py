@@ -14,8 +14,6 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import mlir
 
-from jln._core.modes import own_modes
-
 
 @functools.cache
 def needs_devices() -> ClosedJaxpr:
@@ -71,7 +69,7 @@ def on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*operands: jax.Array) -> Any:
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in operands]
-        with own_modes(), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
             jaxpr = jax.make_jaxpr(jax.jit(function))(*shapes)
         return tuple(jaxpr_as_fun(jaxpr)(*operands))
 

@@ -85,13 +85,6 @@ KEYS = (
         (f"{NOTES}[nan]",),
     ),
     Mutant(
-        "one device's part that notes errors",
-        "jln/_core/devices.py",
-        "with own_modes(), jax.sharding",
-        "with jax.sharding",
-        (f"{NOTES}[divide]",),
-    ),
-    Mutant(
         "a program kept under all of JAX's settings",
         TRANSFORMATION,
         "        trace_context(),\n",
