@@ -69,6 +69,7 @@ def listing(arguments: type) -> Callable[[Call], Call]:
     """
     meanings = re.findall(r"  (\w+): (.*(?:\n    .*)*)", inspect.getdoc(OfRMSNorm) or "")
     lines = "".join(f"  {name}: {text}\n" for name, text in meanings if name in arguments.__annotations__)
+    lines = textwrap.dedent(lines)
 
     def decorate(call: Call) -> Call:
         signature, defaults = inspect.signature(call), inspect.signature(taken).parameters
@@ -76,7 +77,8 @@ def listing(arguments: type) -> Callable[[Call], Call]:
         each = [defaults[name].replace(annotation=of.__forward_arg__) for name, of in arguments.__annotations__.items()]
         call.__signature__ = signature.replace(parameters=[*own, *each])  # pyright: ignore[reportFunctionMemberAccess]
         if call.__doc__:
-            call.__doc__ = re.sub(r" *\*\*beside: .*\n", textwrap.indent(lines, " " * 8), call.__doc__)
+            # Python 3.13 takes a docstring's indentation away where it compiles it.
+            call.__doc__ = re.sub(r"( *)\*\*beside: .*\n", lambda of: textwrap.indent(lines, of[1]), call.__doc__)
         return call
 
     return decorate

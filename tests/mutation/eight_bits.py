@@ -293,6 +293,13 @@ EIGHT_BITS = [
         (f"{STRAIGHT}test_results_of_control_flow[a scan-given scale]",),
     ),
     Mutant(
+        "the arguments of a module's call indented as until Python 3.12",
+        "jln/_modules/arguments.py",
+        "textwrap.indent(lines, of[1])",
+        'textwrap.indent(lines, " " * 8)',
+        ("tests/modules/test_sums.py::test_a_call_has_the_arguments_that_help_lists_and_no_others[RMSNorm-nnx]",),
+    ),
+    Mutant(
         "a module's own code where eight bits are asked for",
         "jln/_modules/arguments.py",
         "        if self.quantize is not None:",
