@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 
@@ -231,47 +230,32 @@ def _read(
 
     def backward(kept: Any, cotangents: list[Any]) -> Any:
         saved, arguments = kept
-        # JAX never calls the rule of a function none of whose results is differentiated.
-        is_live = [any(not isinstance(d, SymbolicZero) for d in of) for of in cotangents]
+        cotangents = [[None if isinstance(d, SymbolicZero) or is_float0(d) else d for d in of] for of in cotangents]
         y: Array | None = None
 
         def of_y() -> Array:
-            of_copies = (r.of_copy(s, y if r.reads_copy_first else None, d) for r, s, d in live())
+            of_copies = (r.of_copy(s, y if r.reads_copy_first(d) else None, d) for r, s, d in each())
             given = [d.reshape(carrier.shape).astype(carrier.dtype) for d in of_copies if d is not None]
             return functools.reduce(jnp.add, given, *([] if given else [jnp.zeros(carrier.shape, carrier.dtype)]))
 
+        def each() -> Iterator[tuple[Reader, Any, Any]]:
+            return zip(readers, saved, cotangents, strict=True)
+
         # Fences: without them XLA might make y again at once, and hold it. In front of the cotangents one would keep
         # XLA from making them in one kernel with what quantises them.
-        cotangents = [[_instantiated(d) for d in of] for of in cotangents]
-
-        def live() -> Iterator[tuple[Reader, Any, Any]]:
-            every = zip(readers, saved, cotangents, strict=True)
-            return itertools.compress(every, is_live)
-
-        if any(r.reads_copy_first for r, *_ in live()):
+        if any(r.reads_copy_first(d) for r, _, d in each()):
             arguments, cotangents = lax.optimization_barrier((arguments, cotangents))
             y = again(*arguments)
             dy = of_y()
         else:
             dy = of_y()
-            if any(r.reads_copy for r, *_ in live()):
+            if any(r.reads_copy for r in readers):
                 arguments, dy = lax.optimization_barrier((arguments, dy))
                 y = again(*arguments)
-        of_live = iter([r.of_others(s, y if r.reads_copy else None, d) for r, s, d in live()])
+        of_others = [r.of_others(s, y if r.reads_copy else None, d) for r, s, d in each()]
         no: Any = None
-        of_others = [
-            next(of_live) if given else (no,) * len(r.others) for r, given in zip(readers, is_live, strict=True)
-        ]
         of_carriers = (dy, *[no] * (len(readers) - 1))  # all of which are one
         return tuple(Quantized(no, no, no, d) for d in of_carriers), of_others, None
 
     read.defvjp(forward, backward, symbolic_zeros=True)
     return [a for of in read(eight, others, arguments) for a in of]
-
-
-def _instantiated(cotangent: Any) -> Any:
-    if not isinstance(cotangent, SymbolicZero):
-        return cotangent
-    aval: Any = cotangent
-    zeros: Any = np.zeros if is_float0(aval) else jnp.zeros
-    return zeros(aval.shape, aval.dtype)

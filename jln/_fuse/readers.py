@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import Tracer
+from jax.interpreters import ad
 
 from jln._fuse.certificate import Constants
 from jln._fuse.graph import Graph, Node, Value, bound
@@ -129,7 +130,10 @@ class Reader:
         return made[:count], (made[count:], [operands[v] for v in rule.read])
 
     def of_copy(self, saved: _Saved, y: Array | None, cotangents: Sequence[Any]) -> Array | None:
-        """The cotangent of the copy. y: the norm's result; None if the rule does not read it for this."""
+        """The cotangent of the copy. y: the norm's result; None if the rule does not read it for this.
+
+        cotangents: of the results, None where zero.
+        """
         return self._pulled_back(saved, y, cotangents, [self.place])[0]
 
     def of_others(self, saved: _Saved, y: Array | None, cotangents: Sequence[Any]) -> Any:
@@ -144,10 +148,11 @@ class Reader:
         if y is not None:
             again = rule.again.run(arrays | {rule.again.inputs[self.place]: self._copied(y)}, outputs=rule.made)
         of_rule = dict(zip(rule.kept, kept, strict=True)) | dict(zip(rule.makes, again, strict=True))
-        given = [of_rule[v] for v in rule.leaves] + [d for d in cotangents if not is_float0(d)]
-        inputs = dict(zip(rule.backward.inputs, given, strict=True))
-        outputs = [rule.of_operands[i] for i in places]
-        made = iter(rule.backward.run(inputs, outputs=[v for v in outputs if v is not None]))
+        backward, of_operands = rule.backward(tuple(d is None for d in cotangents))
+        given = [of_rule[v] for v in rule.leaves] + [d for d in cotangents if d is not None]
+        inputs = dict(zip(backward.inputs, given, strict=True))
+        outputs = [of_operands[i] for i in places]
+        made = iter(backward.run(inputs, outputs=[v for v in outputs if v is not None]))
         return [None if v is None else next(made) for v in outputs]
 
     def _copied(self, y: Array) -> Array:
@@ -166,14 +171,14 @@ class Reader:
         """True where backward reads the copy."""
         return bool(self._rule.made)
 
-    @property
-    def reads_copy_first(self) -> bool:
+    def reads_copy_first(self, cotangents: Sequence[Any]) -> bool:
         """True where the copy's own cotangent is made of it."""
         rule = self._rule
-        of_copy = rule.of_operands[self.place]
-        read = [] if of_copy is None else rule.backward.needed([of_copy])[1]
+        backward, of_operands = rule.backward(tuple(d is None for d in cotangents))
+        of_copy = of_operands[self.place]
+        read = [] if of_copy is None else backward.needed([of_copy])[1]
         makes = {*rule.makes}
-        return any(v in read for v, of in zip(rule.backward.inputs, rule.leaves, strict=False) if of in makes)
+        return any(v in read for v, of in zip(backward.inputs, rule.leaves, strict=False) if of in makes)
 
     def _arrays(self, graph: Graph, copy: Any, others: Sequence[Any], quantized: Quantized) -> dict[Value, Any]:
         operands = [*others[: self.place], copy, *others[self.place :]]
@@ -192,16 +197,21 @@ class Reader:
             trees.append(tree)
             return [*results, *leaves]
 
-        def pulled(leaves: list[Any], given: list[Any]) -> list[Any]:
-            rest = iter(given)
-            of_all = tuple(np.zeros(v.shape, v.dtype) if is_float0(v) else next(rest) for v in cotangents)
-            of_operands = jax.tree.unflatten(trees[0], leaves)(of_all)
-            return [d for d, v in zip(of_operands, tangents, strict=True) if not is_float0(v)]
+        @functools.cache
+        def backward(is_zero: tuple[bool, ...]) -> tuple[Graph, list[Value | None]]:
+            def pulled(leaves: list[Any], given: list[Any]) -> list[Any]:
+                rest = iter(given)
+                of_all = tuple(ad.Zero(v) if zero else next(rest) for v, zero in zip(cotangents, is_zero, strict=True))
+                of_operands = jax.tree.unflatten(trees[0], leaves)(of_all)
+                return [d for d, v in zip(of_operands, tangents, strict=True) if not is_float0(v)]
+
+            given = [v for v, zero in zip(cotangents, is_zero, strict=True) if not zero]
+            graph = Graph(jax.make_jaxpr(pulled)(list(program.out_avals[count:]), given))
+            made = (None if self._constants.number(d) == 0 else d for d in graph.outputs)
+            return graph, [None] * n + [None if is_float0(v) else next(made) for v in tangents]
 
         count = len(self.outputs)
         program = jax.make_jaxpr(kept)(*(v.aval for v in self.inputs))
-        given = [v for v in cotangents if not is_float0(v)]
-        backward = Graph(jax.make_jaxpr(pulled)(list(program.out_avals[count:]), given))
         forward, _ = _cut(program, self.place, self._constants, self._is_like)
         again = Graph(program, with_functions=True)
         results, leaves = forward.outputs[:count], forward.outputs[count:]
@@ -209,7 +219,6 @@ class Reader:
         made = [(v, of) for v, of in of_rule if forward.inputs[self.place] in forward.needed([v])[1]]
         makes = [v for v, _ in made]
         read = [v for v in again.needed([of for _, of in made])[1] if v is not again.inputs[self.place]]
-        of_operands = iter(backward.outputs)
         return _Rule(
             forward,
             results=results,
@@ -220,7 +229,6 @@ class Reader:
             made=[of for _, of in made],
             read=read,
             backward=backward,
-            of_operands=[None] * n + [None if is_float0(v) else next(of_operands) for v in tangents],
         )
 
     def _is_like(self, graph: Graph, found: Quantisation) -> bool:
@@ -262,7 +270,8 @@ class _Rule(NamedTuple):
     forward: makes the function's results and the leaves that the rule keeps, of the operands and a `Quantized`. kept:
       the leaves that it makes without the copy. makes: the others, which `again` makes of the operands as `made`, of
       the copy and `read`.
-    backward: makes cotangents of the leaves and of the results' cotangents. of_operands: each operand's; or None.
+    backward: of which cotangents of the results are zero, the program that makes the operands' of the leaves and of the
+      others, and each operand's in it; or None, for zero. From JAX 0.12 on a rule under a `vmap` must be told of zeros.
     """
 
     forward: Graph
@@ -273,8 +282,7 @@ class _Rule(NamedTuple):
     again: Graph
     made: list[Value]
     read: list[Value]
-    backward: Graph
-    of_operands: list[Value | None]
+    backward: Callable[[tuple[bool, ...]], tuple[Graph, list[Value | None]]]
 
 
 def _cut(
