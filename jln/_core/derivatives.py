@@ -24,6 +24,10 @@ from jln._core.reverse_mode import Parts, Widen, in_reverse_mode
 STATISTICS = "jln_statistics"
 PRODUCT = "jln_product"
 
+# What `inline=True` of `jax.jit` means until JAX 0.11. From then on that leaves a call in the trace, and what reads a
+# program equation by equation would find another one than with JAX 0.10.
+_INTO_THE_TRACE = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # pyright: ignore[reportAttributeAccessIssue]
+
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
@@ -251,7 +255,7 @@ def in_one_program(static: int) -> Callable[[Callable[..., Any]], Callable[..., 
     """
 
     def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
-        compiled = jax.jit(function, static_argnums=range(static), inline=True)
+        compiled = jax.jit(function, static_argnums=range(static), inline=_INTO_THE_TRACE)
 
         @functools.wraps(function)
         def call(*arguments: Any) -> Any:

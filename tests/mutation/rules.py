@@ -194,7 +194,22 @@ RULES = [
         "kernel[..., ::-1].astype(dy.dtype), axes.kernel, axes.z",
         XLA_LINEARS,
     ),
+    Mutant(
+        "dkernel in the order that XLA multiplies wrongly",
+        XLA_LINEAR,
+        "_product(dy, axes.y, z.astype(dy.dtype), axes.z, transposed, **how)  # (13)\n"
+        "    return dkernel.transpose([transposed.index(label) for label in axes.kernel])",
+        "_product(z.astype(dy.dtype), axes.z, dy, axes.y, axes.kernel, **how)\n    return dkernel",
+        ("tests/operators/test_shared_operands.py::test_a_kernel_under_a_mean[behind it-xla]",),
+    ),
     # The operators and their transformations
+    Mutant(
+        "an operator's call left in the trace",
+        DERIVATIVES,
+        "inline=_INTO_THE_TRACE",
+        "inline=False",
+        ("tests/fuse/test_transformations.py::test_what_a_checkpoint_makes_again_of_norms[dots-0]",),
+    ),
     Mutant(
         "vmap's axis not counted",
         OPERATION,
