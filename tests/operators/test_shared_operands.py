@@ -93,16 +93,21 @@ def test_each_gradient_alone(name, argument, alone):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
-def test_a_kernel_under_a_mean(implementation):
-    """The gradient of a shared kernel is right where rows have several axes and the cotangent is one number."""
+@pytest.mark.parametrize("summed", ["in the rule", "behind it"])
+def test_a_kernel_under_a_mean(summed, implementation):
+    """The gradient of a shared kernel is right where rows have several axes and the cotangent is one number.
+
+    The rule adds up the examples, or the program does what each example gave.
+    """
     x, kernel = workbench.normal(0, (EXAMPLES, 2, ROWS, H), "float32"), workbench.normal(1, (H, 160), "float32")
 
     def gradient(module, **options):
         def loss(kernel, x):
-            y = jax.vmap(lambda x: module.layer_norm_linear(x, None, None, kernel, **options))(x)
-            return jnp.mean(y)
+            return jnp.mean(module.layer_norm_linear(x, None, None, kernel, **options))
 
-        return jax.jit(jax.grad(loss))
+        if summed == "behind it":
+            return jax.jit(lambda kernel, x: jnp.mean(jax.vmap(jax.grad(loss), (None, 0))(kernel, x), 0))
+        return jax.jit(jax.grad(lambda kernel, x: jnp.mean(jax.vmap(loss, (None, 0))(kernel, x))))
 
     got = gradient(jln, implementation=implementation)(kernel, x)
     true = gradient(jln.reference)(kernel.astype("float64"), x.astype("float64"))

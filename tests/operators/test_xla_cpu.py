@@ -103,9 +103,10 @@ def test_layer_norm_linear_under_a_given_cotangent(returns_y, m, h, n, dtype, pa
 
     Then dy is there before y, and autodiff makes z once for both passes. Ours makes z twice, and the scheduler of JAX
     0.10 holds both at a time. It also holds two float32 copies of a bfloat16 kernel, as XLA multiplies in float32 on a
-    CPU. From JAX 0.11 on a page, 4096 bytes, is allowed for sums over rows and features. Of 16 rows dkernel is made
+    CPU. From JAX 0.11 on a page, 4096 bytes, is allowed for sums over rows and features. Of few rows dkernel is made
     [N, H] and copied: in the other order XLA multiplies wrongly under a `vmap`
-    (`tests/operators/test_shared_operands.py`).
+    (`tests/operators/test_shared_operands.py`). Of 64 rows that is less than what autodiff holds beside, or than what
+    the scheduler of JAX 0.10 does.
     """
 
     def needed(operator):
@@ -120,6 +121,7 @@ def test_layer_norm_linear_under_a_given_cotangent(returns_y, m, h, n, dtype, pa
     if returns_y:
         copy = 4 * h * n if dtype == parameter == "bfloat16" else 0
         more = 4 * m * h + copy if jax.__version_info__ < (0, 11) else 4096
-    if m == 16 and dtype == parameter == "bfloat16":
+    few = m == 16 or (m == 64 and returns_y and jax.__version_info__ >= (0, 11))
+    if few and dtype == parameter == "bfloat16":
         more += 2 * h * n
     assert needed(jln.layer_norm_linear) <= needed(jln.reference.layer_norm_linear) + more
