@@ -197,9 +197,9 @@ RULES = [
     Mutant(
         "dkernel in the order that XLA multiplies wrongly",
         XLA_LINEAR,
-        "_product(dy, axes.y, z.astype(dy.dtype), axes.z, transposed, **how)  # (13)\n"
+        "einsum(dy, axes.y, z.astype(dy.dtype), axes.z, transposed, **how)  # (13)\n"
         "    return dkernel.transpose([transposed.index(label) for label in axes.kernel])",
-        "_product(z.astype(dy.dtype), axes.z, dy, axes.y, axes.kernel, **how)\n    return dkernel",
+        "einsum(z.astype(dy.dtype), axes.z, dy, axes.y, axes.kernel, **how)\n    return dkernel",
         ("tests/operators/test_shared_operands.py::test_a_kernel_under_a_mean[behind it-xla]",),
     ),
     # The operators and their transformations
