@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import sys
 import warnings
@@ -22,8 +23,11 @@ from jln._fuse.calls import Options
 from jln._fuse.rewriting import Finding
 
 F = TypeVar("F", bound=Callable[..., Any])
-# In all programs that one function keeps. One takes 0.5 to 0.8 kB, so together they take less than 100 MB.
-MOST_EQUATIONS = 100_000
+# Of what one function keeps: programs, each of which holds its static arguments, and equations in all of them. An
+# equation takes 0.5 to 0.8 kB, so they take less than 100 MB.
+MOST_PROGRAMS, MOST_EQUATIONS = 128, 100_000
+# Results that are no numbers and hold none: they are handed on as they are.
+_WORDS = (str, bytes, enum.Enum, type)
 
 
 @overload
@@ -62,8 +66,7 @@ def fuse(
     Args:
       function: a function of arrays and of anything else, such as a loss. Leaves of its arguments that are no arrays
         are static, in a trace NumPy's scalars too, and compared by `==`: what is changed in one between calls must
-        change that. Leaves of its results that are no numbers, such as a string, are handed on. None: the result is a
-        decorator.
+        change that. Strings and enums among its results are handed on. None: the result is a decorator.
       linears: have the Linears behind a norm keep what the norm read, not its result. Less memory is held between
         forward and backward, and a few percent more bytes are moved. In a `jax.checkpoint` that keeps products and no
         more they do in any case, and backward makes again what is normalised.
@@ -109,7 +112,7 @@ def _fused(function: Callable[..., Any], options: Options) -> Callable[..., Any]
         def flat(*arrays: Any) -> list[Any]:
             args, kwargs = tree.unflatten(join(arrays, static, is_array))
             leaves, structure = jax.tree.flatten(function(*args, **kwargs))
-            is_number = [*map(_is_number, leaves)]
+            is_number = [not isinstance(leaf, _WORDS) for leaf in leaves]
             results, others = part(leaves, is_number)
             joins.append(lambda results: structure.unflatten(join(results, others, is_number)))
             return results
@@ -122,7 +125,8 @@ def _fused(function: Callable[..., Any], options: Options) -> Callable[..., Any]
         else:
             jaxpr = jax.make_jaxpr(lambda *a: evaluated(traced, a, options, findings))(*arrays)
             program = _Program(jaxpr_as_fun(jaxpr), joins[-1], sum(1 + len(body.eqns) for body in _bodies(jaxpr)))
-            if program.size + sum(p.size for p in [*programs.values()]) > MOST_EQUATIONS:
+            size = program.size + sum(p.size for p in [*programs.values()])
+            if size > MOST_EQUATIONS or len(programs) >= MOST_PROGRAMS:
                 programs.clear()
             programs[key] = program
             results = program.call(*arrays)
@@ -166,15 +170,6 @@ def _is_array(leaf: Any) -> bool:
     """True for what JAX takes as an array: not for NumPy's strings, objects and dates."""
     is_of_numpy = isinstance(leaf, (np.ndarray, np.generic))
     return leaf.dtype.kind not in "OSUMm" if is_of_numpy else isinstance(leaf, jax.Array)
-
-
-def _is_number(leaf: Any) -> bool:
-    """True for what a program of JAX can return: not for a string, which is handed on."""
-    try:
-        jax.typeof(leaf)
-    except TypeError:
-        return False
-    return True
 
 
 def _has_arrays(program: ClosedJaxpr) -> bool:

@@ -44,14 +44,15 @@ def fuse(
     if function is None:
         return functools.partial(fuse, **options)
 
-    def pure(call: _Call, state: Any, others: list[Any]) -> tuple[_Call, Any, list[Any]]:
+    def pure(call: _Call, state: Any, others: list[Any]) -> tuple[Any, list[Any]]:
         with nnx.merge_context(_FUSE, inner=True) as context:
             modules = context.merge(call.graph, state)
         args, kwargs = _joined(call.structure, modules, others)
         result_modules, results, structure = _parted(function(*args, **kwargs))
         with nnx.split_context(_FUSE) as context:
             graph, state = context.split((modules, result_modules))
-        return _Call(graph, structure), state, results
+        call.results = _Call(graph, structure)
+        return state, results
 
     pure.__name__ = getattr(function, "__name__", type(function).__name__)
     fused_pure = _fuse(pure, **options)
@@ -62,21 +63,26 @@ def fuse(
         with nnx.update_context(_FUSE):
             with nnx.split_context(_FUSE) as context:
                 graph, state = context.split(modules)
-            call, state, results = fused_pure(_Call(graph, structure), state, others)
+            call = _Call(graph, structure)
+            state, results = fused_pure(call, state, others)
+            assert call.results is not None
             with nnx.merge_context(_FUSE, inner=False) as context:
-                _, result_modules = context.merge(call.graph, state)
-        return _joined(call.structure, result_modules, results)
+                _, result_modules = context.merge(call.results.graph, state)
+        return _joined(call.results.structure, result_modules, results)
 
     return fused
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Call:
-    """The static part of a call's arguments or results: the Modules' graph, and where Modules and other leaves are."""
+    """The static part of a call's arguments or results: the Modules' graph, and where Modules and other leaves are.
+
+    It has no hash, so no program is kept for it: a Module's attributes may change without being unequal.
+    """
 
     graph: Any
     structure: Any
+    results: _Call | None = None
 
 
 def _parted(tree: Any) -> tuple[list[nnx.Pytree], list[Any], Any]:

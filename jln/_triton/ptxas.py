@@ -31,15 +31,21 @@ def found() -> Ptxas | None:
     """
     if gpu_triton._cuda_triton is None:
         return None
-    plugin = pathlib.Path(str(gpu_triton._cuda_triton.__file__)).parent
+    return _first(os.environ.get("PATH", ""), str(gpu_triton._cuda_triton.__file__))
+
+
+@functools.cache
+def _first(path: str, library: str) -> Ptxas | None:
+    """The assembler that jaxlib takes with this PATH and this library of its plugin. jaxlib, too, looks once."""
+    plugin = pathlib.Path(library).parent
     nvcc = "nvidia/cu13" if "cuda13" in plugin.name else "nvidia/cuda_nvcc"
     beside = [plugin / up for up in (f"../{nvcc}", f"../../{nvcc}", "cuda", "../../../..", "../../../../..")]
-    folders = ["bin", *os.environ.get("PATH", "").split(os.pathsep)]
+    folders = ["bin", *path.split(os.pathsep)]
     for folder in (*folders, *(f"{root}/bin" for root in (*TOOLKITS, *beside))):
-        path = os.path.abspath(os.path.join(folder, "ptxas"))
-        version = _version(path)
+        program = os.path.abspath(os.path.join(folder, "ptxas"))
+        version = _version(program)
         if version is not None and version >= LEAST and version != FAULTY:
-            return Ptxas(path, version)
+            return Ptxas(program, version)
     return None
 
 
@@ -51,13 +57,9 @@ def missing(chip: Chip) -> str | None:
     return refusal and f"{assembler.path}, the first ptxas that jaxlib finds, takes no kernels for {chip}: {refusal}"
 
 
-@functools.cache
 def _version(path: str) -> tuple[int, ...] | None:
-    """The version that a program says it is; None of what is no ptxas. jaxlib, too, asks once."""
-    try:
-        said = subprocess.run([path, "--version"], capture_output=True, text=True)
-    except OSError:
-        return None
+    """The version that a program says it is; None of what is no ptxas."""
+    said = _run([path, "--version"])
     match = re.search(r"\bV(\d+)\.(\d+)\.(\d+)\b", said.stdout)
     return tuple(map(int, match.groups())) if match and said.returncode == 0 else None
 
@@ -67,6 +69,13 @@ def _refusal(path: str, capability: int, ptx_version: int) -> str | None:
     """The complaint of a ptxas about an empty program in this PTX for this chip; None where it takes the program."""
     target = f"sm_{capability}{'a' if capability >= 90 else ''}"
     program = f".version {ptx_version / 10}\n.target {target}\n.address_size 64\n"
-    command = [path, f"--gpu-name={target}", "-o", os.devnull, "-"]
-    made = subprocess.run(command, input=program, capture_output=True, text=True)
+    made = _run([path, f"--gpu-name={target}", "-o", os.devnull, "-"], program)
     return None if made.returncode == 0 else re.sub(r".*fatal\s*:\s*", "", made.stderr.strip().partition("\n")[0])
+
+
+def _run(command: list[str], given: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a program that may be anything, or nothing."""
+    try:
+        return subprocess.run(command, input=given, capture_output=True, text=True, errors="replace", timeout=20)
+    except (OSError, subprocess.SubprocessError) as error:
+        return subprocess.CompletedProcess(command, 1, "", str(error))

@@ -2,8 +2,10 @@
 
 import collections
 import contextlib
+import enum
 import functools
 import gc
+import types
 import warnings
 import weakref
 
@@ -129,15 +131,30 @@ def test_results_that_are_constants_are_arrays():
         assert (int(made[1]), float(made[2]), made[3].tolist()) == (3, 1.0, [0, 1, 2])
 
 
+class Kind(enum.Enum):
+    SUM = 1
+
+
 def test_results_that_are_no_numbers_are_handed_on():
     @jln.fuse
     def loss(x):
-        return jnp.sum(norm(x, 1.0, 0.0) ** 2), {"name": "loss", "of": jnp.tanh, "x": x}
+        return jnp.sum(norm(x, 1.0, 0.0) ** 2), {"name": "loss", "of": Kind.SUM, "x": x}
 
     wanted = loss.__wrapped__(X)[0]
     for value, aux in (loss(X), loss(X), jax.value_and_grad(loss, has_aux=True)(X)[0]):
-        assert (aux["name"], aux["of"]) == ("loss", jnp.tanh)
+        assert (aux["name"], aux["of"]) == ("loss", Kind.SUM)
         assert apart((value, aux["x"]), (wanted, X)) <= 1e-11
+
+
+def test_a_result_that_may_hold_a_tracer_is_refused():
+    """Eagerly it would be one of a trace that has ended, and the same object at each call."""
+
+    @jln.fuse
+    def a_loss(x):
+        return jnp.sum(norm(x, 1.0, 0.0)), types.SimpleNamespace(x=x)
+
+    with pytest.raises(TypeError, match=r"function a_loss at .*SimpleNamespace"):
+        a_loss(X)
 
 
 def test_errors_of_a_trace_name_the_users_function():
@@ -303,8 +320,9 @@ def test_an_eager_call_under_another_mesh(way):
 
 
 @pytest.mark.parametrize("looped", [False, True])
-def test_programs_that_are_kept_are_bounded_by_what_they_hold(monkeypatch, looped):
-    """Equations are counted, those of bodies too."""
+@pytest.mark.parametrize(("most", "of"), [("MOST_EQUATIONS", 1000), ("MOST_PROGRAMS", 4)])
+def test_programs_that_are_kept_are_bounded_by_what_they_hold(monkeypatch, looped, most, of):
+    """Programs are counted, as each holds its static arguments, and equations, those of bodies too."""
 
     class Number:
         def __init__(self, value):
@@ -316,7 +334,7 @@ def test_programs_that_are_kept_are_bounded_by_what_they_hold(monkeypatch, loope
         return norm(x, 1.0, 0.0)
 
     fused = jln.fuse(lambda x, a: lax.fori_loop(0, 2, lambda _, x: block(x, a), x) if looped else block(x, a))
-    monkeypatch.setattr(transformation, "MOST_EQUATIONS", 1000)
+    monkeypatch.setattr(transformation, most, of)
     given = []
     for i in range(9):
         fused(X, number := Number(1.0 + i))

@@ -53,7 +53,7 @@ def test_it_is_the_first_that_is_new_enough(folder):
         ("second", "13.0.88"),
     ):
         path = assembler(folder / place, version)
-        ptxas._version.cache_clear()
+        ptxas._first.cache_clear()
         found.append(ptxas.found())
         if "cu13" not in place:
             assert found[-1] == (path, tuple(map(int, version.split("."))))
@@ -73,11 +73,20 @@ def lowered():
     return jax.jit(jln.rms_norm).trace(x, scale).lower(lowering_platforms=("cuda",)).as_text()
 
 
+def test_a_program_that_speaks_no_text_is_passed_by(folder):
+    """Anything may be named ptxas on PATH."""
+    (folder / "first").mkdir()
+    (folder / "first/ptxas").write_bytes(b"#!/bin/sh\nprintf '\\377\\376 V12'\n")
+    (folder / "first/ptxas").chmod(0o755)
+    path = assembler(folder / "second", "12.6.85")
+    assert ptxas.found() == (path, (12, 6, 85))
+
+
 def test_without_one_jnp_runs(folder):
     with pytest.warns(match="jaxlib finds no ptxas, which assembles kernels, on PATH.*: pip install"):
         assert "triton" not in lowered()
     assembler(folder / "second", "12.6.85")
-    ptxas._version.cache_clear()
+    ptxas._first.cache_clear()
     assert "triton" in lowered()
 
 
