@@ -190,13 +190,6 @@ KEYS = (
         (f"{CALLS}test_a_derivative_in_forward_mode_says_what_to_do",),
     ),
     Mutant(
-        "a program kept for a Module whose attributes are equal",
-        "jln/_modules/nnx_functions.py",
-        "@dataclasses.dataclass\nclass _Call",
-        "@dataclasses.dataclass(unsafe_hash=True)\nclass _Call",
-        (f"{NNX_OBJECTS}test_an_eager_call_reads_an_attribute_that_equals_the_one_before[0.0--0.0]",),
-    ),
-    Mutant(
         "a program kept for each call of a Module",
         "jln/_modules/nnx_functions.py",
         "@dataclasses.dataclass\nclass _Call",
