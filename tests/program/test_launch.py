@@ -27,8 +27,7 @@ from jln._triton.chip import CHIPS, Chip
 from jln._triton.launch import launch
 from jln._triton.tile import Tile
 
-pytest.importorskip("jax_triton")
-
+# isort: split
 import triton
 import triton.language as tl
 

@@ -24,8 +24,6 @@ from jln._triton import lowering
 from jln._triton.chip import CHIPS, Chip
 from jln._triton.target import Gpu, using
 
-pytest.importorskip("jax_triton")
-
 ROWS, H = 512, 1024
 X = jax.ShapeDtypeStruct((ROWS, H), jnp.bfloat16)
 SCALE = jax.ShapeDtypeStruct((H,), jnp.float32)
