@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Literal, get_args
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
 import jax
-import numpy as np
 import typer
 
-from jln import reference
-from jln._tools import clocks, controls
+from jln._tools import clocks
 from jln._tools.accuracy import Judge, exact
-from jln._tools.catalogue import DIRECTIONS, EPSILON, FORMS, OPERATORS, Operator
+from jln._tools.catalogue import DIRECTIONS, OPERATORS
+from jln._tools.check_all import check_all
 from jln._tools.console import Column, Note, Rows, UserError, known, progress, show
 from jln._tools.machine import Device, described, devices, implementations, interpret_without_a_gpu
 from jln._tools.workload import Init, Workload
-from jln.testing import Report, check_hvp, check_vjp
-from jln.testing.report import finite_or_text, for_json
+from jln.testing.report import for_json
 
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
 Implementation = Literal["xla", "triton"]
-DTYPES: tuple[str, ...] = get_args(Dtype)
 DEFAULT_SHAPE = "64x1024"
-# Several rows a tile and a ragged last one; a row in chunks, a single kernel sharing it, with as much in its last chunk
-# as 16 bits show when it is left out. Of the Linear: the fused kernels, and the norm's around XLA's products, two of
-# them.
-NORM_SIZES = (((37, 100), 0), ((2, 20000), 0))
-LINEAR_SIZES = (((37, 100), 64), ((16, 200), (300, 40)))
+PROCESSES = min(os.cpu_count() or 1, 16)
 # The elements that the interpreter takes some ten seconds for.
 INTERPRETED_ELEMENTS = 2**21
 VERDICT = Column("", {True: "ok", False: "WRONG"}.__getitem__)
@@ -60,24 +55,36 @@ def command(
         str | None, typer.Option(help="Of a Linear, or of several: 64, 64+16+16. [default: as many as x has]")
     ] = None,
     extras: Annotated[str | None, typer.Option(help="Of a sum: x_bias, gate, x_bias+gate.")] = None,
-    dtype: Annotated[Dtype | None, typer.Option(help="Of every array. [default: float32]")] = None,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Of every array. [default: float32; without OPERATOR: all]")
+    ] = None,
     init: Annotated[Init | None, typer.Option(help="What the arrays hold. [default: normal]")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the data.")] = 0,
     implementation: Annotated[Implementation | None, typer.Option(help="Only this. [default: all that run]")] = None,
     device: Annotated[str | None, typer.Option(help="Only this: cpu, gpu, gpu:1. [default: all]")] = None,
     time: Annotated[bool, typer.Option("--time", help="Time forward and backward, too.")] = False,
+    processes: Annotated[int, typer.Option(min=1, help="Without OPERATOR: side by side.")] = PROCESSES,
+    seconds: Annotated[float | None, typer.Option(min=0, help="Without OPERATOR: end after so many, with 3.")] = None,
+    output: Annotated[
+        pathlib.Path | None,
+        typer.Option(help="Without OPERATOR: a file, for a line of JSON a check; those it has are not run again."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compare values and gradients with float64, autodiff and central differences, on every device.
 
-    Without OPERATOR: all operators in all dtypes, to second order, and wrong rules that must be rejected. With
-    OPERATOR: one operator at one size. Exits with 1 if anything is wrong.
+    Without OPERATOR: all operators in all dtypes, to second order, and wrong rules that must be rejected, with a line
+    for each as it ends. With OPERATOR: one operator at one size. Exits with 1 if anything is wrong.
     """
     workload = None
     if operator is not None:
         workload = _workload(operator, shape, features, extras, dtype)
+        for name, value in {"seconds": seconds, "output": output}.items():
+            if value is not None:
+                raise UserError(f"--{name} is for the check of all operators, without one")
     else:
-        sizes = {"shape": shape, "features": features, "extras": extras, "dtype": dtype}
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes share a GPU
+        sizes = {"shape": shape, "features": features, "extras": extras}
         for name, value in (sizes | {"init": init, "time": time or None}).items():
             if value is not None:
                 raise UserError(f"--{name} needs an operator: one of {', '.join(OPERATORS)}")
@@ -87,9 +94,12 @@ def command(
     if not any(runnable for _, (runnable, _) in chosen):
         _, (_, why_not) = chosen[0]
         raise UserError(next(f"{name} cannot run: {why}" for name, why in why_not.items()))
-    found = _check_one(workload, init or "normal", seed, chosen, time) if workload else _check_all(chosen, seed)
+    if workload:
+        found = _check_one(workload, init or "normal", seed, chosen, time)
+    else:
+        found = check_all(chosen, dtype, seed, processes, seconds, output)
     show(*found, as_json)
-    raise typer.Exit(0 if found[0]["ok"] else 1)
+    raise typer.Exit(1 if not found[0]["ok"] else 0 if found[0].get("finished", True) else 3)
 
 
 def _runnable(device: Device, only: str | None) -> tuple[list[str], dict[str, str]]:
@@ -186,116 +196,3 @@ def _timed(workload: Workload, data: Any, implementation: str) -> Iterator[dict[
         moved, operations, took = workload.bytes_once(direction), workload.operations(direction), clocks.seconds(run)
         rates = {"gb_per_s": moved / took / 1e9, "tflop_per_s": operations / took / 1e12}
         yield {"direction": direction, "seconds": took} | rates
-
-
-# All operators
-
-
-def _check_all(chosen: list[tuple[Device, Any]], seed: int) -> tuple[dict[str, Any], list[Rows | Note]]:
-    checks: list[dict[str, Any]] = []
-    with progress(1 + sum(len(FORMS) * (len(DTYPES) + 2 * len(runnable)) for _, (runnable, _) in chosen)) as begin:
-        begin("wrong rules")
-        judged = _controls(seed)
-        for device, (runnable, _) in chosen:
-            with jax.default_device(device):
-                for operator in FORMS.values() if runnable else ():
-                    checks += _checks(operator, device, runnable, seed, begin)
-    misjudged = [name for name, rightly in judged.items() if not rightly]
-    good = not misjudged and all(check["ok"] for check in checks)
-    table: dict[Any, dict[str, str]] = {}  # a row of all checks of an operator
-    for c in checks:
-        row = {field: c[field] for field in ("device", "operator", "implementation")}
-        said = f"{'' if c['ok'] else 'WRONG '}{float(c['part']):.2g}"
-        table.setdefault(tuple(row.values()), row)[c["check"]] = said
-    not_run = [
-        {"device": described(device), "implementation": implementation, "why": why}
-        for device, (_, why_not) in chosen
-        for implementation, why in why_not.items()
-    ]
-    columns = ("operator", "implementation", *DTYPES, "gradients", "second order")
-    return {"ok": good, "controls_judged_rightly": judged}, [
-        Rows(checks, key="checks"),
-        Rows(list(table.values()), "{device}", {name: Column(name) for name in columns}),
-        Rows([c for c in checks if not c["ok"]], "WRONG: {operator}, {implementation}, {check}: {where}", wrong=True),
-        Rows(not_run, "{implementation} was not run on {device}: {why}", key="not_run"),
-        Note(
-            "Each number is the largest error as a part of what is allowed: of values and gradients against float64, "
-            "by dtype; of the rules in float64 against autodiff and, but in the interpreter, central differences, to "
-            "first and to second order."
-        ),
-        Note(
-            f"{len(judged) - len(misjudged)} of {len(judged)} controls were judged rightly: one right rule, the others "
-            "wrong."
-        ),
-        *([Note(f"WRONG: misjudged {', '.join(misjudged)}", wrong=True)] if misjudged else []),
-        Note("all is right" if good else "something is WRONG", wrong=not good),
-    ]
-
-
-def _controls(seed: int) -> dict[str, bool]:
-    """Check the checker: each wrong rule must be rejected, and a right rule written in the same way accepted.
-
-    Returns for each control whether it was judged rightly.
-    """
-    random = np.random.default_rng(seed)
-    args = (random.standard_normal((4, 6)), 1 + random.standard_normal(6), random.standard_normal(6))
-
-    def passes(rule: Callable) -> bool:
-        return check_vjp(rule, args, reference=_layer_norm, seed=seed).ok
-
-    return {"a right rule": passes(controls.RIGHT)} | {n: not passes(f) for n, f in controls.WRONG.items()}
-
-
-def _layer_norm(x: jax.Array, scale: jax.Array, offset: jax.Array) -> jax.Array:
-    return reference.layer_norm(x, scale, offset, epsilon=EPSILON)
-
-
-def _checks(
-    operator: Operator, device: Device, runnable: list[str], seed: int, begin: Callable[[str], None]
-) -> Iterator[dict[str, Any]]:
-    """A row of each check: whether it is right, the largest error as a part of its limit, and where that is."""
-    where = described(device)
-
-    def attempt(implementation: str, check: str, run: Callable[[], tuple[bool, float, str]]) -> dict[str, Any]:
-        """One check. One that raises has failed, and leaves the others to run."""
-        try:
-            ok, part, at = run()
-        except Exception as error:
-            ok, part, at = False, math.inf, f"{type(error).__name__}: {error}"
-        row = {"device": where, "operator": operator.title, "implementation": implementation, "check": check}
-        return row | {"ok": ok, "part": finite_or_text(part), "where": at}
-
-    for dtype in DTYPES:
-        begin(f"{operator.title} in {dtype} on {where}")
-        sizes = LINEAR_SIZES if operator.is_linear else NORM_SIZES
-        workloads = [Workload.sized(operator, shape, n, dtype) for shape, n in sizes]
-        judges = [(w, Judge(w, *w.draw(seed=seed))) for w in workloads]
-        for implementation in runnable:
-            yield attempt(implementation, dtype, lambda i=implementation, judges=judges: _worst_accuracy(judges, i))
-    tiny = Workload.sized(operator, (3, 5), (4, 2), "float64")
-    arguments, _ = tiny.draw(seed=seed)
-    for implementation in runnable:
-        function, truth = exact(tiny, implementation=implementation), exact(tiny, plain=True)
-        # A difference would run the interpreter twenty times.
-        interpreted = implementation == "triton" and device.platform == "cpu"
-        for name, check in (("gradients", check_vjp), ("second order", check_hvp)):
-            begin(f"{operator.title}, {implementation}, {name} on {where}")
-
-            def run(check=check, f=function, truth=truth, interpreted=interpreted) -> tuple[bool, float, str]:
-                return _worst_row(
-                    check(f, arguments, reference=truth, differences=not interpreted, elements=None, seed=seed)
-                )
-
-            yield attempt(implementation, name, run)
-
-
-def _worst_accuracy(judges: list[tuple[Workload, Judge]], implementation: str) -> tuple[bool, float, str]:
-    lines = [(line, w) for w, judge in judges for line in judge.accuracies(exact(w, implementation=implementation))]
-    line, workload = max(lines, key=lambda pair: (not pair[0].ok, pair[0].part))
-    errors = f"error {line.error:.2e}, limit {line.limit:.2e}; rms {line.rms_error:.2e}, limit {line.rms_limit:.2e}"
-    return line.ok, line.part, f"{line.name} of {workload}: {errors}"
-
-
-def _worst_row(report: Report) -> tuple[bool, float, str]:
-    row = max(report.rows, key=lambda row: (not row.ok, row.badness))
-    return row.ok, row.badness, f"{row.name}{list(row.index)}: {row.got!r} for {row.expected!r} by {row.against}"

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -25,6 +25,12 @@ class WorkError(Exception):
 
 class OutOfTime(WorkError):
     """The error of a piece of work that took too long."""
+
+
+class Last(NamedTuple):
+    """A result behind which the process is to end, as when an error may have broken its GPU's context."""
+
+    result: Any
 
 
 class Worker:
@@ -50,10 +56,12 @@ class Worker:
             if not self._connection.poll(seconds):
                 self.end()
                 raise OutOfTime(f"out of time after {seconds:.0f} s")
-            ok, result = self._connection.recv()
+            ok, result, is_last = self._connection.recv()
         except (EOFError, OSError):
             self._process.join()
             raise WorkError(f"its process died with exit status {self._process.exitcode}") from None
+        if is_last:
+            self.end()
         if not ok:
             raise WorkError(result)
         return result
@@ -72,13 +80,12 @@ def _serve(connection: Connection) -> None:
         while True:
             function, arguments = connection.recv()
             try:
-                answer = True, function(*arguments)
+                ok, result = True, function(*arguments)
+                is_last = isinstance(result, Last)
             except Exception as error:
-                connection.send((False, one_line(error)))
-                if isinstance(error, jax.errors.JaxRuntimeError):  # the GPU's context may be gone
-                    return
-            else:
-                connection.send(answer)
+                ok, result = False, one_line(error)
+                is_last = isinstance(error, jax.errors.JaxRuntimeError)
+            connection.send((ok, result.result if isinstance(result, Last) else result, is_last))
 
 
 def work_side_by_side(

@@ -1,19 +1,23 @@
 """`python -m jln check`: what it computes, what it finds wrong, and with which implementations."""
 
+import contextlib
 import functools
 import json
 import os
 import subprocess
 import sys
+import types
 from typing import get_args
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 pytest.importorskip("typer")
 
 from command_line import process, run
-from jln._tools import check, controls
+from jln._tools import accuracy, check, check_all, controls
 from jln._tools.catalogue import OPERATORS
 from jln._tools.workload import Init, Workload
 
@@ -83,7 +87,7 @@ def test_the_interpreter_is_not_timed(capsys):
 
 def break_it(monkeypatch, name="layer_norm"):
     """Have an operator's dscale off by a percent."""
-    original = check.exact
+    original = check_all.exact
 
     @functools.cache
     def broken(workload, **how):
@@ -102,7 +106,8 @@ def break_it(monkeypatch, name="layer_norm"):
         f.defvjp(lambda *args: jax.vjp(ours, *args), backward)
         return f
 
-    monkeypatch.setattr(check, "exact", broken)
+    for module in (check, check_all):
+        monkeypatch.setattr(module, "exact", broken)
 
 
 def test_a_wrong_gradient_is_found_at_one_size(capsys, monkeypatch):
@@ -115,24 +120,30 @@ def test_a_wrong_gradient_is_found_at_one_size(capsys, monkeypatch):
 @pytest.fixture
 def small(monkeypatch):
     """Cut the whole check down to two operators in two dtypes at a small size."""
-    monkeypatch.setattr(check, "FORMS", {n: OPERATORS[n] for n in ("layer_norm", "rms_norm_linear")})
-    monkeypatch.setattr(check, "DTYPES", ("bfloat16", "float64"))
-    monkeypatch.setattr(check, "NORM_SIZES", (((5, 9), 0),))
+    monkeypatch.setattr(check_all, "FORMS", {n: OPERATORS[n] for n in ("layer_norm", "rms_norm_linear")})
+    monkeypatch.setattr(check_all, "CHECKS", ("bfloat16", "float64", "gradients", "second order"))
+    monkeypatch.setattr(check_all, "NORM_SIZES", (((5, 9), 0),))
     monkeypatch.setattr(controls, "WRONG", dict(list(controls.WRONG.items())[:2]))
-    monkeypatch.setattr(check, "LINEAR_SIZES", (((5, 9), 3),))
+    monkeypatch.setattr(check_all, "LINEAR_SIZES", (((5, 9), 3),))
+
+
+HERE = ("check", "--processes", "1")
 
 
 def test_everything(capsys, small):
-    status, out, _ = run(capsys, "check")
+    status, out, err = run(capsys, *HERE)
     assert status == 0
     assert [line.split()[:2] for line in out.splitlines() if line.startswith("  ")] == [
         ["operator", "implementation"],
-        ["layer_norm", "triton"],
         ["layer_norm", "xla"],
-        ["rms_norm_linear", "triton"],
+        ["layer_norm", "triton"],
         ["rms_norm_linear", "xla"],
+        ["rms_norm_linear", "triton"],
     ]
     assert "3 of 3 controls were judged rightly" in out and out.endswith("all is right\n")
+    told = err.splitlines()
+    assert len(told) == 9 and told[0].startswith("layer_norm, bfloat16 on cpu:0: xla 0.")
+    assert [line.split("; ")[-1].split(",")[0] for line in told] == [f"{i} of 9" for i in range(1, 10)]
 
 
 def test_what_is_wrong_is_found_and_said(capsys, small, monkeypatch):
@@ -142,17 +153,86 @@ def test_what_is_wrong_is_found_and_said(capsys, small, monkeypatch):
     def crash(*_, **__):
         raise RuntimeError("a kernel failed")
 
-    monkeypatch.setattr(check, "check_hvp", crash)
-    status, out, _ = run(capsys, "check", "--json")
+    monkeypatch.setattr(check_all, "check_hvp", crash)
+    status, out, _ = run(capsys, *HERE, "--json")
     found = json.loads(out)
     assert status == 1 and not found["ok"] and not found["controls_judged_rightly"]["one that is right"]
     bad = [c for c in found["checks"] if not c["ok"]]
     by_accuracy = {(c["operator"], c["implementation"], c["check"]) for c in bad if c["check"] != "second order"}
     assert by_accuracy == {("layer_norm", "xla", check) for check in ("bfloat16", "float64", "gradients")}
     assert {c["where"] for c in bad if c["check"] == "second order"} == {"RuntimeError: a kernel failed"}
-    status, out, _ = run(capsys, "check", "--implementation", "xla")
+    status, out, err = run(capsys, *HERE, "--implementation", "xla")
     assert "WRONG: misjudged one that is right" in out and "WRONG: layer_norm, xla, gradients: argument 1[" in out
-    assert status == 1 and out.endswith("something is WRONG\n")
+    assert status == 1 and out.endswith("something is WRONG\n") and "layer_norm, bfloat16 on cpu:0: xla WRONG" in err
+
+
+def test_a_check_that_ends_early_is_taken_up_again(capsys, small, monkeypatch, tmp_path):
+    """What was right is not run again, what was wrong is, and so is all that another version of jln has to show."""
+    asked = (
+        *HERE,
+        "--dtype",
+        "bfloat16",
+        "--implementation",
+        "xla",
+        "--output",
+        str(tmp_path / "found" / "check.jsonl"),
+    )
+    status, out, _ = run(capsys, *asked, "--seconds", "0")
+    assert status == 3 and out.endswith("all is right; out of time before 2 checks: run it again\n")
+    with monkeypatch.context() as patch:
+        break_it(patch)
+        status, _, err = run(capsys, *asked)
+        assert status == 1 and len(err.splitlines()) == 2
+    status, out, err = run(capsys, *asked)
+    assert status == 0 and [line.split(",")[0] for line in err.splitlines()] == ["layer_norm"]
+    assert "rms_norm_linear" in out  # the table has what was found before
+    status, _, err = run(capsys, *asked)
+    assert (status, err) == (0, "")
+    monkeypatch.setattr(check_all, "identity", lambda *facts: f"of another version {facts}")
+    status, _, err = run(capsys, *asked)
+    assert status == 0 and len(err.splitlines()) == 2
+    output.write_text("no JSON")
+    status, _, err = run(capsys, *asked)
+    assert status == 2 and "cannot go on from" in err and len(err.splitlines()) == 1
+
+
+def test_processes_find_the_same_side_by_side():
+    """Two processes check one dtype's first operators, with the order of their lines and no more left to chance."""
+    before = "from jln._tools import check_all; check_all.FORMS = dict(list(check_all.FORMS.items())[:2])"
+    asked = ("check", "--dtype", "float64", "--implementation", "xla", "--json", "--processes")
+    several, one = (process(*asked, number, before=before) for number in ("2", "1"))
+    assert several.returncode == one.returncode == 0, several.stderr + one.stderr
+
+    def checks(ran):
+        return [{k: v for k, v in c.items() if k != "seconds"} for c in json.loads(ran.stdout)["checks"]]
+
+    assert checks(several) == checks(one) and len(checks(one)) == 2
+
+
+def test_a_kernel_whose_bits_differ_is_wrong_on_a_gpu(monkeypatch):
+    """On a GPU each program of kernels runs twice; a CPU that is called one stands in for it."""
+    cpu = jax.devices("cpu")[0]
+    numbers = iter(range(9))
+
+    def exact(workload, **how):
+        right = accuracy.exact(workload, implementation="xla")
+        return right if how["implementation"] == "xla" else lambda *a: jax.tree.map(drift, right(*a))
+
+    @jax.custom_jvp
+    def drift(y):
+        return y + jax.pure_callback(lambda: np.asarray(next(numbers), y.dtype), jax.ShapeDtypeStruct((), y.dtype))
+
+    drift.defjvp(lambda primals, tangents: (drift(*primals), *tangents))
+    gpu = types.SimpleNamespace(platform="gpu")
+    monkeypatch.setattr(check_all, "exact", exact)
+    monkeypatch.setattr(check_all, "ON_A_GPU", (((2, 4), 3),))
+    monkeypatch.setattr(check_all, "NORM_SIZES", ())
+    monkeypatch.setattr(check_all, "devices", lambda *_: [cpu])
+    monkeypatch.setattr(jax, "device_put", lambda a, *_: jax.tree.map(jnp.asarray, a))
+    monkeypatch.setattr(jax, "default_device", lambda _: contextlib.nullcontext())
+    run = check_all._accuracy(OPERATORS["layer_norm"], gpu, "float32", 0)
+    assert run("xla")[0] is True
+    assert run("triton") == (False, float("inf"), "layer_norm of 2x4 in float32: not the same bits twice")
 
 
 def test_without_triton_it_checks_what_there_is():

@@ -9,7 +9,7 @@ import pytest
 
 from jln._tools import accuracy
 from jln._tools.catalogue import EPSILON, OPERATORS
-from jln._tools.check import DTYPES
+from jln._tools.check_all import DTYPES
 from jln._tools.workload import Init, Workload
 
 INITS = get_args(Init)
