@@ -168,15 +168,8 @@ def test_what_is_wrong_is_found_and_said(capsys, small, monkeypatch):
 
 def test_a_check_that_ends_early_is_taken_up_again(capsys, small, monkeypatch, tmp_path):
     """What was right is not run again, what was wrong is, and so is all that another version of jln has to show."""
-    asked = (
-        *HERE,
-        "--dtype",
-        "bfloat16",
-        "--implementation",
-        "xla",
-        "--output",
-        str(tmp_path / "found" / "check.jsonl"),
-    )
+    output = tmp_path / "found" / "check.jsonl"
+    asked = (*HERE, "--dtype", "bfloat16", "--implementation", "xla", "--output", str(output))
     status, out, _ = run(capsys, *asked, "--seconds", "0")
     assert status == 3 and out.endswith("all is right; out of time before 2 checks: run it again\n")
     with monkeypatch.context() as patch:
