@@ -14,14 +14,10 @@ import functools
 import importlib.util
 import itertools
 import math
-import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
-
-if importlib.util.find_spec("triton") and not any(map(os.path.exists, ("/dev/nvidia0", "/dev/kfd"))):
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +26,7 @@ import numpy as np
 import jln
 from jln._tools import catalogue
 from jln._tools.catalogue import OPERATORS, Operator
+from jln._tools.machine import interpret_without_a_gpu
 from jln._triton import target
 
 
@@ -149,6 +146,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     jax.config.update("jax_enable_x64", True)
+    interpret_without_a_gpu()
     print(f"jax {jax.__version__}, jln {jln.__version__}, epsilon {EPSILON}, seed {arguments.seed}")
     print("  result      largest   absolute   relative   limit of the error")
     chosen = itertools.product(sizes(arguments.size, arguments.dtype), (o for o in OPERATORS.values() if o.is_linear))

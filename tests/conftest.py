@@ -7,7 +7,8 @@ import importlib.metadata
 import os
 import pathlib
 
-HAS_GPU = any(pathlib.Path(device).exists() for device in ("/dev/nvidia0", "/dev/kfd"))
+# A container has the number that its GPU has on the machine.
+HAS_GPU = any(any(pathlib.Path("/dev").glob(files)) for files in ("nvidia[0-9]*", "kfd"))
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -24,6 +25,7 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 
 from combinations import pytest_collection_modifyitems  # noqa: E402, F401
+from lost_gpu import pytest_runtest_makereport  # noqa: E402, F401
 
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -39,6 +39,7 @@ PACKAGES = {
     "equinox": ("Equinox modules", 'pip install -e ".[equinox]"'),
 }
 
+DEVICE_FILES = pathlib.Path("/dev")
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin")
 
 Versions = dict[str, tuple[int, ...]]
@@ -297,8 +298,9 @@ def _idle_gpu(all_devices: list[Device]) -> list[str]:
     if gpus:
         why = target.missing(platform_of(gpus[0]))
         return [] if why is None else [f"the GPU runs jln without its Triton kernels: {why}"]
-    for name, maker, path in (("cuda", "NVIDIA", "/dev/nvidia0"), ("rocm", "AMD", "/dev/kfd")):
-        if not pathlib.Path(path).exists():
+    # A container has the number that its GPU has on the machine.
+    for name, maker, files in (("cuda", "NVIDIA", "nvidia[0-9]*"), ("rocm", "AMD", "kfd")):
+        if not any(DEVICE_FILES.glob(files)):
             continue
         if name not in (platforms := os.environ.get("JAX_PLATFORMS", name)) and "gpu" not in platforms:
             return [f"there is an {maker} GPU, and JAX_PLATFORMS={platforms} hides it: unset it"]

@@ -102,7 +102,8 @@ def _protobuf(launch: Launch, binary: Binary) -> bytes:
         if a != 1  # a constant of the kernel
     ]
     code, capability = (_in_a_file(binary), 0) if chip.is_amd else (binary.code, chip.capability)
-    facts = (launch.tile.warps_of(chip), 1, binary.shared, code, binary.ttir, capability)  # 1 block a cluster
+    # 1 block a cluster. The plugin would carry Triton's own code along ("" here), at each launch, and reads it nowhere.
+    facts = (launch.tile.warps_of(chip), 1, binary.shared, code, "", capability)
     kernel = plugin.TritonKernel(binary.name, *facts)
     call = plugin.TritonKernelCall(kernel, launch.programs, 1, 1, parameters)
     return call.to_proto(f"jln_{launch.kernel.fn.__name__}", b"")
@@ -181,14 +182,12 @@ def _type_name(argument: Any) -> str:
 class Binary:
     """A kernel compiled for one kind of chip.
 
-    name: that of its entry. shared: bytes. code: PTX, or AMD's code object in base 64. ttir: the code that it was made
-    of, for debuggers.
+    name: that of its entry. shared: bytes. code: PTX, or AMD's code object in base 64.
     """
 
     name: str
     shared: int
     code: str
-    ttir: str
 
 
 _binaries: dict[str, Binary] = {}
@@ -214,13 +213,13 @@ def compiled(launch: Launch) -> Binary:
 
 
 # Raise this number where a binary that was stored before is not what would be compiled now.
-SCHEMA = 2
+SCHEMA = 3
 
 
 def _stored(key: str) -> Binary | None:
     """The binary that `cache` has under the key; None where it has none."""
     entry = cache.load(key) or {}
-    kinds = {"name": str, "shared": int, "code": str, "ttir": str}
+    kinds = {"name": str, "shared": int, "code": str}
     if {name: type(value) for name, value in entry.items()} != kinds:
         return None
     return Binary(**entry)
@@ -277,15 +276,14 @@ def _compile(source: Any, backend: Any, options: Any) -> Binary:
     backend.load_dialects(context)
     functions = backend.get_codegen_implementation(options)
     module = source.make_ir(backend.target, options, functions, backend.get_module_map(), context)
-    ttir = str(module)  # compiling overwrites the module
     if backend.target.backend == "hip":  # Triton compiles alone, as jax-triton 0.3.1 does not tell 3.9 all it asks for
         stages, known = {}, {"target": backend.target, **vars(options)}
         backend.add_stages(stages, options, source.language)
         for stage in stages.values():
             module = stage(module, known)
-        return Binary(known["name"], known["shared"], base64.b64encode(module).decode(), ttir)
+        return Binary(known["name"], known["shared"], base64.b64encode(module).decode())
     result = _jax_triton().compile_ttir_to_ptx_inplace(module, backend, options, backend.target.arch)
-    return Binary(result.name, result.shared_mem_bytes, result.binary, ttir)
+    return Binary(result.name, result.shared_mem_bytes, result.binary)
 
 
 @functools.cache

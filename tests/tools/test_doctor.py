@@ -161,8 +161,9 @@ def test_doctor_knows_bad_pairs(capsys, monkeypatch, versions, count):
     assert f"{count} of {len(doctor.BAD_PAIRS)} are here" in out
 
 
-def test_doctor_finds_a_gpu_that_is_not_used(capsys, monkeypatch):
-    monkeypatch.setattr(doctor.pathlib.Path, "exists", lambda path: True)
+def test_doctor_finds_a_gpu_that_is_not_used(capsys, monkeypatch, tmp_path):
+    (tmp_path / "nvidia3").touch()  # a container has the number that its GPU has on the machine
+    monkeypatch.setattr(doctor, "DEVICE_FILES", tmp_path)
     monkeypatch.setattr(doctor, "choices", lambda *_: [])
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     status, out, _ = run(capsys, "doctor")

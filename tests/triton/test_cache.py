@@ -18,7 +18,7 @@ import pytest
 
 from jln._triton import cache
 
-ENTRY = {"name": "kernel", "shared": 0, "ptx": "code" * 1000, "ttir": "é"}
+ENTRY = {"name": "kernel", "shared": 0, "ptx": "é" + "code" * 1000}
 KEY, OTHER_KEY = "a" * 64, "b" * 64
 
 

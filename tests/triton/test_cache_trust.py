@@ -12,7 +12,7 @@ import pytest
 
 from jln._triton import cache
 
-ENTRY = {"name": "kernel", "shared": 0, "ptx": "code", "ttir": ""}
+ENTRY = {"name": "kernel", "shared": 0, "ptx": "code"}
 KEY, OTHER_KEY = "a" * 64, "b" * 64
 SOMEBODY = 54321  # the number of a user and of a group that nobody here is
 # A group that this user may share with: for root any, for others one of their own.
