@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -179,7 +179,7 @@ def _jax_programs(workload, peer, platform, function, arguments, cotangents) -> 
             operands["backward"] = compiled["saved"](*operands.pop("saved")), dy
         return [_program(peer, direction, compiled[direction], g) for direction, g in operands.items()]
 
-    return _Pending(peer, lambda: {direction: program.compile() for direction, program in lowered.items()}, finish)
+    return _Pending(peer, lambda: {d: program.compile() for d, program in lowered.items()}, finish)
 
 
 def _lowered(name: str, function: Callable[..., Any], operands: Sequence[Any]) -> jax.stages.Lowered:
@@ -233,8 +233,9 @@ def _timed(programs: Sequence[PeerProgram], platform: str, procedure: Procedure)
             clock, other = torch_peers.profiled, torch_peers.evented
         try:
             times |= clock(runs, procedure.repetitions, cold)
-        except (clocks.TraceError, RuntimeError):  # no profiler for us here; the records say which clock it was
-            times |= other(runs, procedure.repetitions, cold)
+        except RuntimeError as error:  # no profiler for us here
+            why, instead = one_line(error), other(runs, procedure.repetitions, cold)
+            times |= {name: replace(t, unprofiled=why) for name, t in instead.items()}
     return times
 
 
@@ -256,6 +257,7 @@ def _record(workload, program, status, worst, reason, times: Times | None) -> di
         moved, flops = workload.bytes_once(direction), workload.product_flops(direction)
     return record | {
         "clock": times.clock,
+        **({"unprofiled": times.unprofiled} if times.unprofiled else {}),
         "median": times.median,
         "minimum": times.minimum,
         "repetitions": len(times.seconds),
