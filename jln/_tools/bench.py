@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pathlib
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -30,9 +28,10 @@ from jln._tools.console import (
     save,
     show,
 )
-from jln._tools.machine import described, devices, environment, known_chip_variable
+from jln._tools.machine import described, devices, environment, known_chip_variable, named
 from jln._tools.measure import Procedure, without
 from jln._tools.peers import PEERS, Peer
+from jln._tools.workers import Worker, WorkError
 from jln._tools.workloads import ALL, BLOCKS, CPU_WORKLOADS, WORKLOADS, Workload
 
 RESULTS = "results.json"
@@ -117,26 +116,26 @@ def _run(workloads, peers, device, procedure, output, resume, seconds, started) 
     where = environment(device) | dataclasses.asdict(procedure)
     results = _resumed(path, where) if resume and path is not None and path.exists() else None
     # On a GPU PyTorch is measured in a process of its own: two frameworks' profilers cannot share one.
-    own = [p for p in peers if p.framework == "jax" or device.platform != "gpu"] or peers
+    own = [p for p in peers if p.framework == "jax" or device.platform != "gpu"]
     others = [p for p in peers if p not in own]
-    with progress(len(workloads) + bool(others) + 1) as begin:
+    end = float("inf") if seconds is None else started + seconds
+    with progress(len(workloads) + 1) as begin, contextlib.ExitStack() as ends:
+        ends.callback((worker := Worker()).end)
         begin("what the machine can do")
         if results is None:
-            profiled = device.platform == "gpu" and own[0].framework != "jax"
-            ceilings = None if profiled else measure.ceilings(device.platform, procedure)
+            ceilings = measure.ceilings(device.platform, procedure)
             results = {"environment": where, "ceilings": ceilings, "records": []}
-        done = _done(results, own)
+        done = _done(results, peers)
         for workload in workloads:
             begin(workload.name)
-            if seconds is not None and time.monotonic() - started > seconds:
+            if time.monotonic() > end:
                 break
-            if workload.name not in done:
+            if workload.name in done:
+                continue
+            if own:
                 _keep(results, measure.measure(workload, own, device.platform, procedure), path)
-        left = [w for w in workloads if w.name in _done(results, own) - _done(results, others)] if others else []
-        remaining = None if seconds is None else seconds - (time.monotonic() - started)
-        if left and (remaining is None or remaining > 0):
-            begin("PyTorch")
-            _keep(results, _in_another_process(left, others, device, procedure, remaining), path)
+            if others:
+                _keep(results, _elsewhere(worker, workload, others, device, procedure, end), path)
     return results
 
 
@@ -162,23 +161,24 @@ def _keep(results: dict[str, Any], records: list[dict[str, Any]], path: pathlib.
         save(results, path)
 
 
-def _in_another_process(workloads, peers, device, procedure, seconds) -> list[dict[str, Any]]:
-    """The records of the same command run for these peers in another process, or the reason where that dies."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "jln", "bench", *(w.name for w in workloads)]
-        command += ["--peers", ",".join(p.name for p in peers), "--device", f"{device.platform}:{device.id}"]
-        command += ["--repetitions", str(procedure.repetitions), "--seed", str(procedure.seed), "--output", folder]
-        command += [*([] if procedure.cold else ["--warm"]), *(["--even-wrong"] if procedure.even_wrong else [])]
-        command += [] if seconds is None else ["--seconds", str(seconds)]
-        ran = subprocess.run(command, capture_output=True, text=True, check=False)
-        path = pathlib.Path(folder) / RESULTS
-        records = found_in.load(path)["records"] if path.exists() else []
-    if ran.returncode in (0, 3):
-        return records
-    reason = (ran.stderr.strip().splitlines() or [f"exit status {ran.returncode}"])[-1][:300]
-    measured = {record["workload"] for record in records}
-    missing = [(w, p) for w in workloads for p in peers if w.name not in measured]
-    return records + [without(w, p, "failed", reason) for w, p in missing]
+def _elsewhere(worker, workload, peers, device, procedure, end) -> list[dict[str, Any]]:
+    """The records of peers by another process, which has time until `end`; or the reason why it has none."""
+    seconds = None if end == float("inf") else max(0.0, end - time.monotonic())
+    names = [p.name for p in peers]
+    try:
+        records = worker.call(_measure_by_name, workload, names, named(device), procedure, seconds=seconds)
+    except WorkError as error:
+        records = [without(workload, p, "failed", str(error)) for p in peers]
+    if any(r["status"] == "failed" for r in records):  # by a kernel, it may be, that broke what follows in its process
+        worker.end()
+    return records
+
+
+def _measure_by_name(workload: Workload, peers: Sequence[str], device: str, procedure: Procedure) -> Any:
+    """Measure in a process of its own, which gets no peers and no devices, only their names."""
+    chosen = devices(device)[0]
+    with jax.default_device(chosen):
+        return measure.measure(workload, [PEERS[name] for name in peers], chosen.platform, procedure)
 
 
 CLOCKS = {
@@ -205,17 +205,18 @@ COLUMNS = {
 def _parts(results: dict[str, Any], device: str) -> list[Rows | Note]:
     where, ceilings = results["environment"], results["ceilings"]
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items() if version)
+    copied, multiplied = ceilings["bytes_per_s"] / 1e9, ceilings["flop_per_s"] / 1e12
+    rates = f"copy {copied:.1f} GB/s, matrix product {multiplied:.2f} TFLOP/s"
     parts: list[Rows | Note] = [
-        Note(f"{device}: {where['chip']}, {where['cores']} cores, load {where['load']:.1f}; {versions}")
+        Note(f"{device}: {where['chip']}, {where['cores']} cores, load {where['load']:.1f}; {versions}"),
+        Note(f"ceilings, measured in this run: {rates}"),
     ]
-    if ceilings:
-        copied, multiplied = ceilings["bytes_per_s"] / 1e9, ceilings["flop_per_s"] / 1e12
-        rates = f"copy {copied:.1f} GB/s, matrix product {multiplied:.2f} TFLOP/s"
-        parts.append(Note(f"ceilings, measured in this run: {rates}"))
     clocks = sorted({r["clock"] for r in results["records"] if "clock" in r})
     cache = "L2 cold" if where["platform"] == "gpu" and where["cold"] else "caches as the run before left them"
     if clocks:
         parts.append(Note(f"times: {', '.join(CLOCKS[clock] for clock in clocks)}; {cache}"))
+    unprofiled = dict.fromkeys(r["unprofiled"] for r in results["records"] if "unprofiled" in r)
+    parts += [Note(f"times not by the profiler, which failed: {reason}", wrong=True) for reason in unprofiled]
     times = found_in.relative(results["records"])
     rows = []
     for r in results["records"]:

@@ -52,11 +52,16 @@ class Run:
 
 @dataclass(frozen=True)
 class Times:
-    """The times of one program. kernels: how many it launched, where the clock can tell."""
+    """The times of one program.
+
+    kernels: how many it launched, where the clock can tell.
+    unprofiled: why they are not the profiler's, which a GPU's should be.
+    """
 
     seconds: tuple[float, ...]
     clock: str
     kernels: int | None = None
+    unprofiled: str | None = None
 
     median = property(lambda self: statistics.median(self.seconds))
     minimum = property(lambda self: min(self.seconds))

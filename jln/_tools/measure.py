@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -44,6 +44,7 @@ class PeerProgram:
 
     peak, temporary: the most bytes that it holds, with its arguments and results, and without. None where nobody
       counts.
+    why: the reason not to run it.
     """
 
     peer: Peer
@@ -52,6 +53,7 @@ class PeerProgram:
     outputs: Callable[[], list[jax.Array]]
     peak: int | None = None
     temporary: int | None = None
+    why: str = ""
 
 
 def measure(workload: Workload, peers: Sequence[Peer], platform: str, procedure: Procedure) -> list[dict[str, Any]]:
@@ -77,6 +79,8 @@ def measure(workload: Workload, peers: Sequence[Peer], platform: str, procedure:
             programs += finish(job.result())
         except Exception as error:
             records.append(without(workload, peer, "failed", one_line(error)))
+    records += [_record(workload, p, "skipped", None, p.why, None) for p in programs if p.why]
+    programs = [program for program in programs if not program.why]
     if programs:
         judge = Judge(workload, arguments, cotangents, mild=True)
         checked = [(program, *_checked(program, judge)) for program in programs]
@@ -179,7 +183,7 @@ def _jax_programs(workload, peer, platform, function, arguments, cotangents) -> 
             operands["backward"] = compiled["saved"](*operands.pop("saved")), dy
         return [_program(peer, direction, compiled[direction], g) for direction, g in operands.items()]
 
-    return _Pending(peer, lambda: {direction: program.compile() for direction, program in lowered.items()}, finish)
+    return _Pending(peer, lambda: {d: program.compile(peer.options) for d, program in lowered.items()}, finish)
 
 
 def _lowered(name: str, function: Callable[..., Any], operands: Sequence[Any]) -> jax.stages.Lowered:
@@ -200,8 +204,10 @@ def _program(peer: Peer, direction: str, compiled: jax.stages.Compiled, operands
     if memory := compiled.memory_analysis():
         temporary = memory.temp_size_in_bytes
         peak = memory.argument_size_in_bytes + memory.output_size_in_bytes + temporary
+    lacks = peer.evidence and peer.evidence not in (compiled.as_text() or "")
+    why = f"XLA made no {peer.evidence} of it" if lacks else ""
     run = Run(identifier(f"{peer.name}_{direction}"), lambda: compiled(*operands))
-    return PeerProgram(peer, direction, run, lambda: jax.tree.leaves(compiled(*operands)), peak, temporary)
+    return PeerProgram(peer, direction, run, lambda: jax.tree.leaves(compiled(*operands)), peak, temporary, why)
 
 
 def _checked(program: PeerProgram, judge: Judge) -> tuple[str, Accuracy | None, str]:
@@ -233,8 +239,9 @@ def _timed(programs: Sequence[PeerProgram], platform: str, procedure: Procedure)
             clock, other = torch_peers.profiled, torch_peers.evented
         try:
             times |= clock(runs, procedure.repetitions, cold)
-        except (clocks.TraceError, RuntimeError):  # no profiler for us here; the records say which clock it was
-            times |= other(runs, procedure.repetitions, cold)
+        except RuntimeError as error:  # no profiler for us here
+            why, instead = one_line(error), other(runs, procedure.repetitions, cold)
+            times |= {name: replace(t, unprofiled=why) for name, t in instead.items()}
     return times
 
 
@@ -256,6 +263,7 @@ def _record(workload, program, status, worst, reason, times: Times | None) -> di
         moved, flops = workload.bytes_once(direction), workload.product_flops(direction)
     return record | {
         "clock": times.clock,
+        **({"unprofiled": times.unprofiled} if times.unprofiled else {}),
         "median": times.median,
         "minimum": times.minimum,
         "repetitions": len(times.seconds),

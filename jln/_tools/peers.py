@@ -32,6 +32,8 @@ class Peer:
     framework: the framework whose arrays the function takes.
     package, distribution: the name to import, and the name under which the version is known.
     on_cpu: whether it runs on the CPU.
+    options: XLA's, to compile its programs with.
+    evidence: text of its compiled programs. One without it is another peer's, and not timed.
     """
 
     name: str
@@ -41,6 +43,8 @@ class Peer:
     function: Callable[[Workload], Callable[..., Any]]
     framework: str = "jax"
     on_cpu: bool = True
+    options: dict[str, Any] | None = None
+    evidence: str = ""
 
     is_ours = property(lambda self: self.package == "jln")
 
@@ -86,6 +90,18 @@ def _jnp(workload: Workload) -> Callable[..., Any]:
         return jln.reference.layer_norm(x, scale, offset, **options)
 
     return composed(workload, norm, multiplied, jax.nn.silu, of_examples=True)
+
+
+def _cudnn(workload: Workload) -> Callable[..., Any]:
+    """Plain jnp, of whose LayerNorms XLA makes cuDNN's on an A100, H100 or H200 (jax 0.10.2 and 0.11.2).
+
+    It does so forward, over any axis, in float32 and bfloat16. Backward it does in float32 alone, in one program with
+    the forward pass, and where the mean is subtracted once for the variance and once more for the result, as here it
+    is not. Flax's norm, whose variance is max(0, E[x^2] - E[x]^2), stays XLA's.
+    """
+    if not workload.entry.centres or workload.of_examples:
+        raise Unsupported("XLA makes cuDNN's norm of a LayerNorm with one scale and one offset for all examples")
+    return _jnp(workload)
 
 
 def _flax(workload: Workload) -> Callable[..., Any]:
@@ -163,6 +179,16 @@ PEERS = {
         Peer("jln", "this library", "jln", "jln", _jln),
         Peer("jln-norm", "jln's norm, then jnp's products", "jln", "jln", _norm_and_products),
         Peer("jnp", "jax.numpy as users write it, by XLA", "jax", "jax", _jnp),
+        Peer(
+            "cudnn",
+            "plain jnp with XLA's --xla_gpu_enable_cudnn_layer_norm=true",
+            "jax",
+            "nvidia-cudnn-cu13",
+            _cudnn,
+            on_cpu=False,
+            options={"xla_gpu_enable_cudnn_layer_norm": True},
+            evidence="__cudnn$norm",
+        ),
         Peer("flax", "flax.linen's LayerNorm, RMSNorm, Dense", "flax", "flax", _flax),
         Peer("haiku", "Haiku's LayerNorm, RMSNorm, Linear", "haiku", "dm-haiku", _haiku),
         Peer("tokamax", "tokamax.layer_norm", "tokamax", "tokamax", _tokamax),

@@ -30,6 +30,7 @@ NAMES = {
     "torch": "PyTorch",
     "torch.compile": "torch.compile",
     "liger": "Liger",
+    "cudnn": "XLA's cuDNN",
     "jln-norm": "jln-norm",
     BOUND: "no norm",
 }

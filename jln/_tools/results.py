@@ -11,12 +11,12 @@ from jln._tools.peers import PEERS
 from jln._tools.workloads import ALL, BLOCKS
 
 
-def add_ceiling(record: dict[str, Any], ceilings: dict[str, float] | None) -> dict[str, Any]:
+def add_ceiling(record: dict[str, Any], ceilings: dict[str, float]) -> dict[str, Any]:
     """The record with the part of the machine's ceiling that it reached: the least possible time over the time taken.
 
     The least time is that for the bytes or for the arithmetic, whichever is longer.
     """
-    if "median" not in record or ceilings is None:
+    if "median" not in record:
         return record
     least = max(record["bytes_once"] / ceilings["bytes_per_s"], record["product_flops"] / ceilings["flop_per_s"])
     return record | {"of_ceiling": least / record["median"]}

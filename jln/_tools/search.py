@@ -29,13 +29,15 @@ from jln._triton.target import Gpu, Recorder
 from jln._triton.tile import Tile, next_power_of_2
 from jln._triton.tuning import Key, Tiles, Trial
 
-# By how much of the heuristics' time a candidate must be faster to be kept, and may be slower in any workload: medians
+# By how much of the heuristics' time a candidate must be faster to be kept, and may be slower in any call: medians
 # of 30 runs of one program differ by about a percent.
 NOISE = 0.02
-# Seconds that may be lost in any workload, however short: what the clock does not tell apart.
+# Seconds that may be lost in any call, however short: what the clock does not tell apart.
 RESOLUTION = 1e-7
-# How many of the fastest are timed again, in all workloads: the first of fifty is also the luckiest.
+# How many of the fastest are timed again, in all calls: the first of fifty is also the luckiest.
 FINALISTS = 4
+# How many calls settle a choice, those that move the most bytes: time goes there.
+LARGEST = 3
 
 Clock = Callable[[Sequence[Run]], dict[str, float]]
 
@@ -48,11 +50,12 @@ class LauncherCall:
     direction: str
 
     name = property(lambda self: f"{self.workload.name} {self.direction}")
+    bytes_once = property(lambda self: self.workload.bytes_once(self.direction))
 
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A choice of tiles to be settled, the heuristics' answer, and the calls that depend on it, most rows first."""
+    """A choice of tiles to be settled, the heuristics' answer, and calls that depend on it, the largest first."""
 
     key: Key
     heuristic: Tiles
@@ -63,7 +66,7 @@ class Question:
 
 
 def questions(workloads: Sequence[Workload], chip: Chip, others: Iterable[Workload] = ()) -> list[Question]:
-    """The choices that `workloads` depend on, each with the calls of `workloads` and of `others` that depend on it."""
+    """The choices that `workloads` depend on, each with its largest calls among those of `workloads` and `others`."""
     by_key: dict[Key, tuple[Tiles, list[LauncherCall]]] = {}
     for workload in (*workloads, *(w for w in others if w not in workloads)):
         for direction in workload.directions:
@@ -72,7 +75,7 @@ def questions(workloads: Sequence[Workload], chip: Chip, others: Iterable[Worklo
                 if workload in workloads or key in by_key:
                     by_key.setdefault(key, (heuristic, []))[1].append(LauncherCall(workload, direction))
     return [
-        Question(key, heuristic, tuple(sorted(calls, key=lambda call: -call.workload.rows)))
+        Question(key, heuristic, tuple(sorted(calls, key=lambda call: call.bytes_once, reverse=True)[:LARGEST]))
         for key, (heuristic, calls) in by_key.items()
     ]
 

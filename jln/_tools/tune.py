@@ -18,7 +18,6 @@ import typer
 
 import jln
 from jln._tools import search
-from jln._tools.clocks import TraceError
 from jln._tools.console import Column, Rows, UserError, known, print_note, progress, save
 from jln._tools.machine import devices
 from jln._tools.search import Answer, Clock, Question
@@ -48,8 +47,9 @@ def command(
     """Search for faster tiles of the kernels that the workloads launch, and write them to a file for JLN_TUNING.
 
     Tiles in which the compiler finds a fault are not timed. Tiles are kept only if their numbers are those of the
-    heuristics' tiles, and if they are faster by 2 % and slower by as much in none of the workloads. The file is written
-    after each choice: a search that ends early is taken up again by the same command.
+    heuristics' tiles, and if they are faster by 2 % and slower by as much in none of the three largest calls that share
+    them, of whichever workloads. The file is written after each choice: a search that ends early is taken up again by
+    the same command.
     """
     started = time.monotonic()
     chosen = _workloads(workloads, dtype)
@@ -149,7 +149,7 @@ def tune(
             sound = [tiles for tiles, verdict in zip(choices, said, strict=True) if verdict.why is None]
             try:
                 answer = search.fastest(question, sound, chip, clock)
-            except (RuntimeError, TraceError) as error:
+            except RuntimeError as error:
                 raise UserError(f"{described(question)} cannot be timed: {error}") from None
             keep(path, [entry(question, answer, chip)])
             rows.append(
@@ -233,7 +233,7 @@ def _is(raw: Any, key: tuning.Key) -> bool:
 
 
 def _known(question: Question, path: pathlib.Path) -> bool:
-    """True where the file has this choice, measured with the same versions and heuristics, in no fewer workloads."""
+    """True where the file has this choice, measured with the same versions and heuristics, in no fewer calls."""
     same = {"versions": _versions(), "heuristics": _numbers(question.heuristic)}
     for raw in _content(path)["entries"]:
         measured = raw.get("measured") if _is(raw, question.key) else None

@@ -35,6 +35,19 @@ def test_json_is_what_the_programs_do(capsys):
     assert only["programs"]["jnp"]["held_bytes"] > 4 * 2**25 * 2
 
 
+def test_xla_makes_cudnns_norm_of_what_bench_times_as_such():
+    """The peer "cudnn" of `python -m jln bench` has cuDNN's norm forward and in both directions, not on a B200."""
+    peer, workload = PEERS["cudnn"], WORKLOADS["gpt2-small"]
+    function = peer.function(workload)
+    programs = (function, workload.arguments()), (workload.step(function), workload.step_arguments())
+
+    def made(chip, options=peer.options):
+        found = [program.compile_for(f, *a, chip=chip, compiler_options=options) for f, a in programs]
+        return [peer.evidence in p.hlo for p in found]
+
+    assert made("h200") == [True, True] and made("b200") == made("h200", None) == [False, False]
+
+
 def test_a_folder_gets_what_json_prints_and_plots(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     arguments = ("--workload", "gated-128", "--workload", "decode-4", "--peer", "jnp", "--json")

@@ -1,4 +1,6 @@
-"""Small workloads and a wrong peer, for the tests of the benchmark."""
+"""Small workloads, a wrong peer and a death, for the tests of the benchmark."""
+
+import os
 
 import jax
 
@@ -24,6 +26,10 @@ SMALL = {
         Block("apart", "block", (2, 16, 64), "small", heads=2, apart=True),
     )
 }
+
+
+def die(*_):
+    os._exit(3)
 
 
 def off_by(part, which=0):

@@ -6,7 +6,7 @@ import pytest
 pytest.importorskip("typer")
 
 from bench_cases import SETTINGS, SMALL, off_by
-from jln._tools import accuracy, clocks, measure
+from jln._tools import accuracy, bench, clocks, measure
 from jln._tools.composed import Unsupported
 from jln._tools.peers import PEERS, Peer
 from jln._tools.workload import Block, Workload
@@ -57,6 +57,10 @@ def test_every_workload_has_a_program_of_every_peer_of_jax(name):
         parts_of = workload.parts() if isinstance(workload, Block) else [workload]
         if name == "jln-norm" and not all(part.is_linear for part in parts_of):
             with pytest.raises(Unsupported, match="by itself"):
+                measure.function_of(workload, chosen)
+            continue
+        if name == "cudnn" and not all(part.entry.centres and not part.of_examples for part in parts_of):
+            with pytest.raises(Unsupported, match="of a LayerNorm with one scale"):
                 measure.function_of(workload, chosen)
             continue
         if name in ("flax", "haiku", "tokamax") and workload.of_examples:
@@ -115,13 +119,35 @@ def test_what_a_peer_lacks_or_raises_is_its_reason():
         measure.function_of(SMALL["block"], PEERS["torch"])
 
 
-def test_without_a_profiler_a_gpu_is_timed_by_the_wall_clock(monkeypatch):
+@pytest.mark.parametrize("error", [clocks.TraceError, RuntimeError])
+def test_without_a_profiler_a_gpu_is_timed_by_the_wall_clock_and_the_reason_is_said(monkeypatch, error):
     def none(*_):
-        raise clocks.TraceError("none here")
+        raise error("none\nhere")
 
     monkeypatch.setattr(clocks, "traced", none)
-    records = measure.measure(SMALL["inference"], [PEERS["jln"]], "gpu", SETTINGS)
-    assert [(r["status"], r["clock"]) for r in records] == [("timed", "wall")]
+    records = measure.measure(SMALL["inference"], [PEERS["jln"], PEERS["jnp"]], "gpu", SETTINGS)
+    assert [(r["status"], r["clock"]) for r in records] == [("timed", "wall")] * 2
+    assert {r["unprofiled"] for r in records} == {f"{error.__name__}: none here"}
+    where = {"versions": {}, "chip": "a chip", "cores": 1, "load": 0.0, "platform": "gpu", "cold": True}
+    results = {"environment": where, "ceilings": {"bytes_per_s": 1.0, "flop_per_s": 1.0}}
+    monkeypatch.setattr(bench, "ALL", SMALL)
+    assert not any(part.wrong for part in bench._parts(results | {"records": []}, "gpu:0"))
+    (note,) = [part for part in bench._parts(results | {"records": records}, "gpu:0") if part.wrong]
+    assert note.text == f"times not by the profiler, which failed: {error.__name__}: none here"
+
+
+def test_a_program_without_a_peers_evidence_is_skipped(monkeypatch):
+    """XLA makes cuDNN's norms for a GPU alone: a program for the CPU has none, and is not timed as cuDNN's."""
+    monkeypatch.setattr(clocks, "COLD_BYTES", 2**20)
+    there = peer("there", PEERS["jnp"].function, evidence="HloModule")
+    odd = peer("odd", PEERS["jnp"].function, options={"no_such_option": True})
+    records = measure.measure(SMALL["norm"], [PEERS["jln"], PEERS["cudnn"], there, odd], "gpu", SETTINGS)
+    found = {(r["peer"], r["direction"]): (r["status"], r.get("reason"), "median" in r) for r in records}
+    status, reason, _ = found.pop(("odd", None))
+    assert status == "failed" and "no_such_option" in reason
+    for direction in ("forward", "backward", "both"):
+        assert found.pop(("cudnn", direction)) == ("skipped", "XLA made no __cudnn$norm of it", False)
+    assert set(found.values()) == {("timed", None, True)} and len(found) == 6
 
 
 def test_limits_are_of_the_size_of_roundings():

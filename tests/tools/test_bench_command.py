@@ -1,10 +1,12 @@
 """Tests of `python -m jln bench`: tables, files, exit statuses, runs taken up again, and work of other processes."""
 
+import contextlib
 import json
 import os
 import pathlib
 import shutil
 import subprocess
+import time
 import types
 
 import jax
@@ -12,9 +14,9 @@ import pytest
 
 pytest.importorskip("typer")
 
-from bench_cases import SETTINGS, SMALL, off_by
+from bench_cases import SETTINGS, SMALL, die, off_by
 from command_line import run
-from jln._tools import bench, clocks, console, machine, measure, results
+from jln._tools import bench, console, machine, measure, results
 from jln._tools.peers import PEERS, Peer
 from jln._tools.workloads import ALL
 
@@ -130,38 +132,77 @@ def test_exits_with_1_if_ours_is_wrong(capsys, small, monkeypatch):
 
 
 def test_what_another_process_measures(monkeypatch):
-    """Another process measures a workload on the CPU, and one that has no such device gives the reason.
+    """Another process measures a workload on the CPU; where it cannot, dies or is out of time, the reason is told."""
+    device, peers, nowhere = jax.devices("cpu")[0], [PEERS["jnp"]], types.SimpleNamespace(platform="gpu", id=7)
+    never = float("inf")
 
-    On a GPU PyTorch is measured in this way. The other process knows the list's own workloads only, so this test takes
-    one of the smallest on the CPU.
+    def told(device=device, end=never):
+        (record,) = bench._elsewhere(worker, SMALL["inference"], peers, device, SETTINGS, end)
+        assert (record["workload"], record["peer"]) == ("inference", "jnp")
+        return record["status"], record.get("reason")
+
+    with contextlib.ExitStack() as ends:
+        ends.callback((worker := bench.Worker()).end)
+        assert told() == ("timed", None) and (first := worker._process) is not None
+        assert told(end=time.monotonic() + 100) == ("timed", None) and worker._process is first
+        status, reason = told(nowhere)
+        assert status == "failed" and "no device 'gpu:7'" in reason
+        assert worker._process is None  # whatever failed has lost no later workload
+        assert told(end=0.0) == ("failed", "out of time after 0 s")
+        monkeypatch.setattr(bench, "_measure_by_name", die)
+        assert told() == ("failed", "its process died with exit status 3")
+
+
+def test_on_a_gpu_each_workload_has_pytorch_before_the_next_begins(monkeypatch, tmp_path):
+    """PyTorch's peers are measured in another process, each workload's before the next one begins.
+
+    A workload that was begun has a record of each peer, and is not begun again.
     """
-    device = jax.devices("cpu")[0]
-    workload = ALL["decode-1"]
-    records = bench._in_another_process([workload], [PEERS["jnp"]], device, SETTINGS, None)
-    assert [(r["workload"], r["peer"], r["status"]) for r in records] == [("decode-1", "jnp", "timed")]
-    nowhere = types.SimpleNamespace(platform="gpu", id=7)
-    records = bench._in_another_process([workload], [PEERS["jnp"]], nowhere, SETTINGS, None)
-    assert [r["status"] for r in records] == ["failed"] and "no device 'gpu:7'" in records[0]["reason"]
+    asked, times = [], iter([0.0, 1.0, 2.0, 99.0, 101.0, *[200.0] * 20])
 
+    def here(workload, peers, *_):
+        asked.append(("here", workload.name, [p.name for p in peers]))
+        return [measure.without(workload, p, "skipped", "a test") for p in peers]
 
-def test_on_a_gpu_pytorch_has_a_process_of_its_own(monkeypatch):
-    asked = []
+    class Other:
+        def call(self, function, workload, names, device, *_, seconds):
+            asked.append(("elsewhere", workload.name, names, device, seconds))
+            return [measure.without(workload, PEERS[n], "skipped", "a test") for n in names]
 
-    def elsewhere(workloads, peers, *_):
-        asked.append(([w.name for w in workloads], [p.name for p in peers]))
-        return [measure.without(w, p, "skipped", "a test") for w in workloads for p in peers]
+        def end(self):
+            asked.append(("end",))
 
-    monkeypatch.setattr(bench, "_in_another_process", elsewhere)
+    monkeypatch.setattr(bench, "Worker", Other)
+    monkeypatch.setattr(bench, "time", types.SimpleNamespace(monotonic=lambda: next(times)))
+    monkeypatch.setattr(measure, "measure", here)
     monkeypatch.setattr(measure, "ceilings", lambda *_: {"bytes_per_s": 1e9, "flop_per_s": 1e10})
-    monkeypatch.setattr(clocks, "COLD_BYTES", 2**20)
     gpu = types.SimpleNamespace(platform="gpu", id=0, device_kind="a GPU")
-    chosen = [PEERS[name] for name in ("jnp", "torch")]
-    given = (gpu, SETTINGS, None, False, None, 0.0)
-    found = bench._run([SMALL["norm"]], chosen, *given)
-    assert asked == [(["norm"], ["torch"])]
-    assert [r["peer"] for r in found["records"]] == ["jnp"] * 3 + ["torch"]
-    monkeypatch.setattr(measure, "measure", lambda w, own, *_: [measure.without(w, own[0], "skipped", "a test")])
-    assert bench._run([SMALL["norm"]], chosen[1:], *given)["ceilings"] is None and len(asked) == 1
+    chosen, three = [PEERS[name] for name in ("torch", "jnp", "liger")], [SMALL[n] for n in ("norm", "sum", "add")]
+    found = bench._run(three, chosen, gpu, SETTINGS, tmp_path, False, 100.0, 0.0)
+    assert asked == [
+        ("here", "norm", ["jnp"]),
+        ("elsewhere", "norm", ["torch", "liger"], "gpu:0", 99.0),
+        ("here", "sum", ["jnp"]),
+        ("elsewhere", "sum", ["torch", "liger"], "gpu:0", 1.0),
+        ("end",),
+    ]
+    assert [(r["workload"], r["peer"]) for r in found["records"]] == [
+        (w, p) for w in ("norm", "sum") for p in ("jnp", "torch", "liger")
+    ]
+    monkeypatch.setattr(bench, "ALL", SMALL)
+    asked.clear()
+    bench._run(three, chosen, gpu, SETTINGS, tmp_path, True, None, 0.0)
+    assert [a[:2] for a in asked] == [("here", "add"), ("elsewhere", "add"), ("end",)]
+    asked.clear()
+    path = tmp_path / bench.RESULTS
+    saved = json.loads(path.read_text())
+    saved["records"] = [r for r in saved["records"] if (r["workload"], r["peer"]) != ("sum", "liger")]
+    path.write_text(json.dumps(saved))
+    bench._run(three, chosen, gpu, SETTINGS, tmp_path, True, None, 0.0)
+    assert [a[:2] for a in asked] == [("here", "sum"), ("elsewhere", "sum"), ("end",)]
+    asked.clear()
+    found = bench._run(three[:1], chosen[:1], gpu, SETTINGS, None, False, None, 0.0)
+    assert asked == [("elsewhere", "norm", ["torch"], "gpu:0", None), ("end",)] and found["ceilings"]
 
 
 def test_list(capsys):

@@ -63,21 +63,26 @@ def test_what_is_asked_is_what_the_operators_ask(workload):
     assert {q.key: q.heuristic for q in asked} == trial.asked
 
 
-def test_all_workloads_are_asked_about_and_share_choices():
+def test_all_workloads_are_asked_about_and_share_choices(monkeypatch):
+    monkeypatch.setattr(search, "LARGEST", 1000)
     asked = search.questions(list(TUNABLE.values()), CHIPS["h200"])
     calls = [call for q in asked for call in q.calls]
     assert len(calls) == len(set(calls)) == sum(len(w.directions) for w in TUNABLE.values())
     assert {q.sizes["choice"] for q in asked} == set(tuning.CHOICES) and len(asked) < len(calls) / 2
     for q in asked:
-        assert [c.workload.rows for c in q.calls] == sorted((c.workload.rows for c in q.calls), reverse=True)
+        moved = [c.workload.bytes_once(c.direction) for c in q.calls]
+        assert moved == sorted(moved, reverse=True)
 
 
-def test_a_choice_is_measured_in_every_workload_that_has_it():
-    """A choice is measured in all workloads that depend on it; else one decode step would settle it for a batch."""
-    chip = CHIPS["h200"]
-    everywhere = {q.key: set(q.calls) for q in search.questions(list(TUNABLE.values()), chip)}
-    asked = search.questions([WORKLOADS["decode-1"]], chip, TUNABLE.values())
-    assert len(asked) == 1 and len(asked[0].calls) > 5 and set(asked[0].calls) == everywhere[asked[0].key]
+def test_a_choice_is_measured_in_the_largest_calls_that_have_it(monkeypatch):
+    """A choice is measured in the three calls that move the most; else one decode step would settle it for a batch."""
+    (few,) = search.questions([WORKLOADS["decode-1"]], CHIPS["h200"], TUNABLE.values())
+    monkeypatch.setattr(search, "LARGEST", 1000)
+    (every,) = search.questions([WORKLOADS["decode-1"]], CHIPS["h200"], TUNABLE.values())
+    assert every.key == few.key and len(every.calls) > 5 and len(few.calls) == 3 and set(few.calls) <= set(every.calls)
+    left_out = set(every.calls) - set(few.calls)
+    moved = [{c.workload.bytes_once(c.direction) for c in calls} for calls in (few.calls, left_out)]
+    assert min(moved[0]) >= max(moved[1]) and WORKLOADS["decode-1"] in {c.workload for c in left_out}
 
 
 def test_candidates_are_few_near_and_fit():
