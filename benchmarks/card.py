@@ -103,7 +103,7 @@ def faults(contents: dict[str, Any]) -> list[tuple[bool, str]]:
             is_ours = r["peer"] == "jln" and r["status"] in ("wrong", "failed")
             key = is_ours, f"{NAMES[r['peer']]} {r['status']}", r.get("reason", "no reason given")
             alike.setdefault(key, []).append(" ".join(filter(None, [r["workload"], r["direction"]])))
-    found = [(is_ours, f"{what}: {', '.join(where)}: {why}") for (is_ours, what, why), where in alike.items()]
+    found = [(is_ours, f"{what} at {', '.join(where)}: {why}") for (is_ours, what, why), where in alike.items()]
     found += [(True, f"check: {json.dumps(c)}") for c in contents.get("check.jsonl", []) if c.get("ok") is not True]
     step = contents.get("small_step.json", {"errors": {}})["errors"]
     found += [(True, f"small step: {name} is off by {error:.1e}") for name, error in step.items() if error > TOLERANCE]
@@ -171,8 +171,9 @@ def measured(results: dict[str, Any], predicted: dict[str, Any], data: str) -> l
         if "unprofiled" in r:
             why = f"The profiler could not be read: {cell(r['unprofiled'])}"
             ways.setdefault(why, {})[f"{NAMES[r['peer']]} at {r['workload']}"] = None
-    cache = "behind a cold L2" if results["environment"]["cold"] else "caches as the run before left them"
-    lines = [f"Microseconds, medians of {results['environment']['repetitions']} runs, {cache} ([data]({data})).", ""]
+    where = results["environment"]
+    cache = "the L2 cold" if where["platform"] == "gpu" and where["cold"] else "caches as the run before left them"
+    lines = [f"Microseconds, medians of {where['repetitions']} runs, {cache} ([data]({data})).", ""]
     if plots.ceilings(results):
         about = "Bars of the part of the machine's ceiling that each peer reaches, forward and backward"
         lines += [f"![{about}: the numbers are in the table.](card.svg)", ""]
@@ -193,19 +194,18 @@ def told(contents: dict[str, Any], names: dict[str, str], missing: list[str], ch
     where, step = environment(contents), contents.get("small_step.json")
     versions = ", ".join(f"{name} {version}" for name, version in where.get("versions", {}).items() if version)
     lines = [f"# {where.get('chip', chip)}, {where.get('time', 'date unknown')[:10]}", ""]
-    made = "Made of what a run left by `python benchmarks/card.py page RESULTS`."
-    about = f"Commit {where.get('commit')}, driver {where.get('driver')}; {versions}. {made}"
-    lines += [textwrap.fill(about, 120, break_on_hyphens=False), ""]
+    driver = f", driver {where['driver']}" if where.get("driver") else ""
+    lines += [textwrap.fill(f"Commit {where.get('commit')}{driver}; {versions}.", 120)]
+    lines += ["", "Made of what a run left by `python benchmarks/card.py page RESULTS`.", ""]
     if "check.jsonl" in contents:
         right = [check.get("ok") is True for check in contents["check.jsonl"]]
-        lines.append(f"- **Right**: {sum(right)} of {len(right)} checks ([data]({names['check.jsonl']})).")
+        lines += [f"- **Right**: {sum(right)} of {len(right)} checks ([data]({names['check.jsonl']}))."]
     if "tests.tgz" in contents:
         right = [why is None for why in contents["tests.tgz"].values()]
         lines.append(f"- **Tests**: {sum(right)} of {len(right)} did not fail.")
     if "log.txt" in contents:
-        lines.append(f"- Stages: {'; '.join(map(' '.join, contents['log.txt'].items()))}.")
-    if missing:
-        lines.append(f"- Missing: {cell(', '.join(missing))}.")
+        lines += [f"- Stages: {'; '.join(map(' '.join, contents['log.txt'].items()))}."]
+    lines += [f"- Missing: {cell(', '.join(missing))}."] if missing else []
     failed = {name: fact for name, fact in contents.get("facts.json", {}).items() if isinstance(fact, str)}
     lines += [f"- {name}: {cell(fact)}" for name, fact in failed.items() if re.match(r"\w+(Error|Exception): ", fact)]
     lines += [f"- {'**WRONG**: ' if is_ours else ''}{cell(fault)}" for is_ours, fault in faults(contents)]

@@ -65,7 +65,7 @@ def chart(title: str, caption: str, columns: Mapping[str, str | None], rows: Seq
         return None
     heights = [max(1 + len(row.notes), *map(len, row.columns)) + 0.8 for row in rows]
     tops = [sum(heights[:i]) for i in range(len(rows))]
-    figure = card(0.15 * sum(heights) + 1, title, caption)
+    figure = card(max(0.15 * sum(heights) + 1, 2), title, caption)  # less has no room for the texts around them
     panels: list[Axes] = list(figure.subplots(1, len(columns), sharey=True, squeeze=False)[0])
     for i, (axes, (column, line)) in enumerate(zip(panels, columns.items(), strict=True)):
         axes.set_title(column)
