@@ -63,20 +63,20 @@ def stages(path: pathlib.Path) -> dict[str, str]:
 
 
 # By the name under which the page keeps a file: how it is read, and the names under which runs leave it.
-FILES: dict[str, tuple[Callable[[pathlib.Path], Any], tuple[str, ...]]] = {
-    "times.json": (load, ("bench.json", "times.json")),
-    "check.jsonl": (checks, ("check.jsonl", "smoke.jsonl")),
-    "facts.json": (lambda p: json.loads(p.read_text()), ("facts.json",)),
-    "small_step.json": (lambda p: json.loads(p.read_text()), ("small_step.json",)),
-    "log.txt": (stages, ("log.txt",)),
-    "tests.tgz": (tests, ("tests.tgz",)),
+FILES: dict[str, tuple[Callable[[pathlib.Path], Any], *tuple[str, ...]]] = {
+    "times.json": (load, "bench.json", "times.json"),
+    "check.jsonl": (checks, "check.jsonl", "smoke.jsonl"),
+    "facts.json": (lambda p: json.loads(p.read_text()), "facts.json"),
+    "small_step.json": (lambda p: json.loads(p.read_text()), "small_step.json"),
+    "log.txt": (stages, "log.txt"),
+    "tests.tgz": (tests, "tests.tgz"),
 }
 
 
 def read(folder: pathlib.Path) -> tuple[dict[str, pathlib.Path], dict[str, Any], list[str]]:
     """Read a run: files and contents by the page's names, and what is missing. Raises UserError where all is."""
     files, contents, missing = {}, {}, []
-    for name, (reader, names) in FILES.items():
+    for name, (reader, *names) in FILES.items():
         path = next((folder / n for n in names if (folder / n).is_file()), folder / names[0])
         try:
             contents[name], files[name] = reader(path), path
@@ -91,7 +91,7 @@ def read(folder: pathlib.Path) -> tuple[dict[str, pathlib.Path], dict[str, Any],
 
 def environment(contents: dict[str, Any]) -> dict[str, Any]:
     """Return what the first file that says it says of the machine: the times', the facts', the small step's."""
-    said = [contents[name].get("environment") for name in contents if name.endswith(".json")]
+    said = [content.get("environment") for name, content in contents.items() if name.endswith(".json")]
     return next((where for where in said if isinstance(where, dict)), {})  # a fact that failed is a sentence
 
 
@@ -105,8 +105,8 @@ def faults(contents: dict[str, Any]) -> list[tuple[bool, str]]:
             alike.setdefault(key, []).append(" ".join(filter(None, [r["workload"], r["direction"]])))
     found = [(is_ours, f"{what} at {', '.join(where)}: {why}") for (is_ours, what, why), where in alike.items()]
     found += [(True, f"check: {json.dumps(c)}") for c in contents.get("check.jsonl", []) if c.get("ok") is not True]
-    step = contents.get("small_step.json", {"errors": {}})["errors"]
-    found += [(True, f"small step: {name} is off by {error:.1e}") for name, error in step.items() if error > TOLERANCE]
+    off = contents.get("small_step.json", {"errors": {}})["errors"]
+    found += [(True, f"small step: {of} is off by {error:.1e}") for of, error in off.items() if not error <= TOLERANCE]
     found += [(True, f"{test}: {why}") for test, why in contents.get("tests.tgz", {}).items() if why is not None]
     return sorted(found, key=lambda fault: not fault[0])
 
@@ -129,18 +129,16 @@ def times(records: list[dict[str, Any]], predicted: dict[str, Any]) -> list[str]
     rows = [["workload", "", "predicted", "jln", "it reaches", "of the ceiling, %", *(NAMES[peer] for peer in peers)]]
     for name in dict.fromkeys(name for name, _ in by):
         for direction in [d for d in DIRECTIONS if (name, d) in by]:
-            of, guess = by[name, direction], predicted.get(name, {})
-            ours, cells = of.get("jln", {}), []
-            for record in [of.get(peer) for peer in ("jln", *peers)]:
-                clock = f" ({record['clock']})" if record and record["clock"] != ours.get("clock", "device") else ""
-                wrong = " WRONG" if record and record["status"] != "timed" else ""
-                cells.append(us(record) + clock + wrong if record else "")
-            reached = ["", ""]
-            if ours.get("status") == "timed":
-                field, unit = ("tflop_per_s", "TFLOP/s") if ours["product_flops"] else ("gb_per_s", "GB/s")
-                reached = [f"{rounded_down(ours[field])} {unit}", part_of_ceiling(ours)]
+            of, guess, cells = by[name, direction], predicted.get(name, {}), dict.fromkeys(("jln", *peers), "")
+            ours = of.get("jln", {})
+            for peer, record in of.items():
+                clock = f" ({record['clock']})" if record["clock"] != ours.get("clock", "device") else ""
+                cells[peer] = us(record) + clock + (" WRONG" if record["status"] != "timed" else "")
+            right = ours.get("status") == "timed"
+            field, unit = ("tflop_per_s", "TFLOP/s") if ours.get("product_flops") else ("gb_per_s", "GB/s")
+            reached = [f"{rounded_down(ours[field])} {unit}", part_of_ceiling(ours)] if right else ["", ""]
             said = number(guess["jln"]["microseconds"]) if guess.get("direction") == direction else ""
-            rows.append([f"`{name}`", direction, said, cells[0], *reached, *cells[1:]])
+            rows.append([f"`{name}`", direction, said, cells.pop("jln"), *reached, *cells.values()])
     return table(*rows)
 
 
@@ -168,9 +166,10 @@ def measured(results: dict[str, Any], predicted: dict[str, Any], data: str) -> l
     for r in records:
         if "clock" in r:
             ways.setdefault(f"The clock: {CLOCKS[r['clock']]}", {})[NAMES[r["peer"]]] = None
-        if "unprofiled" in r:
-            why = f"The profiler could not be read: {cell(r['unprofiled'])}"
-            ways.setdefault(why, {})[f"{NAMES[r['peer']]} at {r['workload']}"] = None
+        if why := cell(r.get("unprofiled", "")):
+            ways.setdefault(f"The profiler could not be read: {why}", {})[f"{NAMES[r['peer']]} at {r['workload']}"] = (
+                None
+            )
     where = results["environment"]
     cache = "the L2 cold" if where["platform"] == "gpu" and where["cold"] else "caches as the run before left them"
     lines = [f"Microseconds, medians of {where['repetitions']} runs, {cache} ([data]({data})).", ""]
@@ -202,7 +201,7 @@ def told(contents: dict[str, Any], names: dict[str, str], missing: list[str], ch
         lines += [f"- **Right**: {sum(right)} of {len(right)} checks ([data]({names['check.jsonl']}))."]
     if "tests.tgz" in contents:
         right = [why is None for why in contents["tests.tgz"].values()]
-        lines.append(f"- **Tests**: {sum(right)} of {len(right)} did not fail.")
+        lines += [f"- **Tests**: {sum(right)} of {len(right)} did not fail."]
     if "log.txt" in contents:
         lines += [f"- Stages: {'; '.join(map(' '.join, contents['log.txt'].items()))}."]
     lines += [f"- Missing: {cell(', '.join(missing))}."] if missing else []
@@ -230,14 +229,12 @@ def page(
 ) -> None:
     """Make the page of a run on a card."""
     files, contents, missing = read(results)
-    where = environment(contents)
+    where, names = environment(contents), {}
     if chip is None and "chip" not in where:
         raise UserError(f"no file in {results} names the chip: --chip does")
     # A rehearsal is no result of a CPU, which has a folder of its own.
     of = "cpu-rehearsal" if where.get("platform") == "cpu" else chip_name(Chip(where.get("chip", ""), 0, 0))
-    folder = into / (chip or of)
-    folder.mkdir(parents=True, exist_ok=True)
-    names = {}
+    (folder := into / (chip or of)).mkdir(parents=True, exist_ok=True)
     for name, path in files.items():
         if path.parent.resolve() == folder.resolve():  # what is in its place stays as it is
             names[name] = path.name
@@ -245,15 +242,14 @@ def page(
             save({n: fact for n, fact in contents[name].items() if n not in ("argv", "path")}, folder / name)
         elif name.endswith(("json", "jsonl")):
             names[name] = shutil.copyfile(path, folder / name).name
-    if results := contents.get("times.json"):
-        plots.save_all({"card.svg": plots.ceilings(results)}, folder)
-        print(headline(results))
+    if timed := contents.get("times.json"):
+        plots.save_all({"card.svg": plots.ceilings(timed)}, folder)
+        print(headline(timed))
     (folder / "README.md").write_text("\n".join(told(contents, names, missing, folder.name)) + "\n")
     raise typer.Exit(int(any(is_ours for is_ours, _ in faults(contents))))
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command; what its user can mend is said in a line, with exit status 2."""
     try:
         app(arguments)
     except UserError as error:

@@ -45,7 +45,7 @@ def workloads() -> list[str]:
     script = (HERE / "first_light.sh").read_text()
     lines = re.findall(r"^(?:norms|more)=.*", script, re.M)  # those of the rehearsal are indented
     arrays = re.findall(r"\b(?:norms|few|linears|more)=\((?:\$\{\w+:-)?([^)}]*)", "\n".join(lines))
-    return " ".join(arrays).split()
+    return [str(name) for array in arrays for name in array.split()]
 
 
 def predictions() -> dict[str, Any]:
