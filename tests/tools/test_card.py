@@ -25,8 +25,7 @@ RECORDS = [
     record(LARGE, "jln", "forward", 36.71),
     record(LARGE, "jln", "backward", 59.06, of_ceiling=0.29),
     record(LARGE, "jln", "both", 1085.4, unprofiled="no | trace"),
-    record(LARGE, "jnp", "forward", 48.46),
-    record(LARGE, "jnp", "backward", 166.2),
+    *(record(LARGE, "jnp", "forward", 48.46), record(LARGE, "jnp", "backward", 166.2)),
     record(LINEAR, "jln", "forward", 7.777, of_ceiling=1.999),
     record(LINEAR, "jnp", "forward", 9.99, status="wrong", reason="y is off", clock="wall"),
     record(LARGE, "flax", "forward", 31, clock="events"),
@@ -35,7 +34,8 @@ RECORDS = [
 WHERE = {"chip": "NVIDIA H100 80GB HBM3", "platform": "gpu", "time": "2027-01-02T03:04:05", "commit": "abc"}
 WHERE |= {"repetitions": 30, "cold": True, "versions": {"jln": "0", "jax": "1", "torch": None}}
 BENCH = {"environment": WHERE, "ceilings": {"bytes_per_s": 3.1e12, "flop_per_s": 8e14}, "records": RECORDS}
-STEP = dict(layers=8, tokens=5, width=2, errors={"jln": 1e-3, "jnp": 0}, seconds={"jln": 8411e-7, "jnp": 1e-3})
+STEP = {"layers": 8, "tokens": 5, "width": 2, "errors": {"jln": 1e-3, "jnp": 0}}
+STEP |= {"seconds": {"jln": 8411e-7, "jnp": 1e-3}}
 
 
 def made(folder, capsys, *options, **files):
@@ -82,11 +82,9 @@ def test_what_is_wrong_of_ours_is_an_exit_status_of_1(tmp_path, capsys):
 
 def test_wrong_checks_and_failed_tests_are_named_and_count(tmp_path, capsys):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "check.jsonl").write_text(
-        '{"operator": "a", "ok": true}\n{"operator": "b", "ok": false}\n{"cut'
-    )
+    (tmp_path / "run" / "check.jsonl").write_text('{"of": "a", "ok": true}\n{"of": "b", "ok": false}\n{"cut')
     status, _, page = made(tmp_path, capsys, "--chip", "h100")
-    assert status == 1 and "1 of 2 checks" in page and 'check: {"operator": "b", "ok": false}' in page
+    assert status == 1 and "1 of 2 checks" in page and 'check: {"of": "b", "ok": false}' in page
     (tmp_path / "run" / "check.jsonl").unlink()
     report = b'<t><testcase classname="a" name="b"><failure message="no"/></testcase><testcase name="c"/></t>'
     with tarfile.open(tmp_path / "run" / "tests.tgz", "w:gz") as tar:
