@@ -10,7 +10,7 @@
 | `jln/pictures/passes.svg` | what one program of each kernel has | the launchers |
 | `benchmarks/pictures/saves.svg` | `python -m jln report` | `results/h200/report.json` |
 | `benchmarks/pictures/steps.svg` | `python benchmarks/steps.py`, twelve layers | `results/h200/steps.json` |
-| `benchmarks/results/h200/speed.svg` | `python -m jln bench`, on an H200 | `results/h200/times.json` |
+| `benchmarks/results/h200/card.svg` | `python -m jln bench`, on an H200 | `results/h200/times.json` |
 | `benchmarks/results/cpu/speed.svg`, `memory.svg` | `python -m jln bench` | `results/cpu/results.json` |
 """
 
@@ -60,7 +60,7 @@ def pictures() -> dict[str, Figure | None]:
         "jln/pictures/passes.svg": passes(),
         "benchmarks/pictures/saves.svg": plots.operators(h200["report"]),
         "benchmarks/pictures/steps.svg": steps(h200["steps"]),
-        "benchmarks/results/h200/speed.svg": plots.speed(times),
+        "benchmarks/results/h200/card.svg": plots.ceilings(times),
         "benchmarks/results/cpu/speed.svg": plots.speed(bench),
         "benchmarks/results/cpu/memory.svg": plots.memory(bench),
     }

@@ -169,4 +169,5 @@ def test_a_card_full_of_peers_and_sizes_is_still_read():
     ]
     found = results(*timed, of_ceiling=1.0)
     found["records"] += [record | {"direction": way} for record in found["records"] for way in ("forward", "backward")]
-    assert faults(plots.speed(found)) == []
+    found["ceilings"] = {"bytes_per_s": 1e12, "flop_per_s": 1e15}
+    assert faults(plots.speed(found)) == [] and faults(plots.ceilings(found)) == []

@@ -1,0 +1,260 @@
+"""Make a page of what `benchmarks/first_light.sh` left of a run on a card, and predict times of cards not yet run.
+
+    python benchmarks/card.py page RESULTS [--into FOLDER] [--chip NAME]
+    python benchmarks/card.py predict [--chip h100 --chip h200]   # pip install -e ".[cuda13,bench]"; no GPU; minutes
+
+page: README.md, card.svg and the data of both, into FOLDER/NAME; what RESULTS lacks it says. A line for the first page
+is printed. The exit status is 1 where anything of jln's is wrong. predict: see benchmarks/predictions.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import re
+import shutil
+import sys
+import tarfile
+import textwrap
+from collections.abc import Callable
+from typing import Annotated, Any
+from xml.etree import ElementTree
+
+import typer
+
+from jln._tools import plots
+from jln._tools.bench import CLOCKS
+from jln._tools.console import UserError, complain, save
+from jln._tools.plots import NAMES, number, part_of_ceiling, rounded_down
+from jln._tools.results import load
+from jln._tools.workloads import ALL
+from jln._triton.chip import Chip
+from jln._triton.tuning import chip_name
+from predictions import predict, predictions, table
+from small_step import TOLERANCE
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help="Pages of cards, and predictions.")
+app.command()(predict)
+HERE = pathlib.Path(__file__).resolve().parent
+LEADING = "layer-norm-4096"  # whose times the first page has
+DIRECTIONS = ("forward", "backward", "gradient", "both")
+
+
+def checks(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Read a check a line, but for a last one that was cut off."""
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+
+
+def tests(path: pathlib.Path) -> dict[str, str | None]:
+    """Read what is wrong with each test from pytest's reports; None where nothing is."""
+    outcomes = {}
+    with tarfile.open(path) as tar:
+        reports = [tar.extractfile(member) for member in tar if member.name.endswith(".xml")]
+        for case in [case for report in reports if report for case in ElementTree.parse(report).iter("testcase")]:
+            bad = [child.get("message") for child in case if child.tag in ("failure", "error")]
+            outcomes[f"{case.get('classname')}.{case.get('name')}"] = str(bad[0]) if bad else None
+    return outcomes
+
+
+def stages(path: pathlib.Path) -> dict[str, str]:
+    """Read the last that a log says of each stage."""
+    return dict(re.findall(r"^== (\w+) (ended with .*|NOT BEGUN.*|passed before)$", path.read_text(), re.M))
+
+
+# By the name under which the page keeps a file: how it is read, and the names under which runs leave it.
+FILES: dict[str, tuple[Callable[[pathlib.Path], Any], *tuple[str, ...]]] = {
+    "times.json": (load, "bench.json", "times.json"),
+    "check.jsonl": (checks, "check.jsonl", "smoke.jsonl"),
+    "facts.json": (lambda p: json.loads(p.read_text()), "facts.json"),
+    "small_step.json": (lambda p: json.loads(p.read_text()), "small_step.json"),
+    "log.txt": (stages, "log.txt"),
+    "tests.tgz": (tests, "tests.tgz"),
+}
+
+
+def read(folder: pathlib.Path) -> tuple[dict[str, pathlib.Path], dict[str, Any], list[str]]:
+    """Read a run: files and contents by the page's names, and what is missing. Raises UserError where all is."""
+    files, contents, missing = {}, {}, []
+    for name, (reader, *names) in FILES.items():
+        path = next((folder / n for n in names if (folder / n).is_file()), folder / names[0])
+        try:
+            contents[name], files[name] = reader(path), path
+        except FileNotFoundError:
+            missing.append(f"no {path.name}")
+        except (OSError, ValueError, tarfile.TarError, ElementTree.ParseError) as error:
+            missing.append(f"{path.name} cannot be read: {error}")
+    if not contents:
+        raise UserError(f"{folder} has nothing of a run: {', '.join(missing)}")
+    return files, contents, missing
+
+
+def environment(contents: dict[str, Any]) -> dict[str, Any]:
+    """Return what the first file that says it says of the machine: the times', the facts', the small step's."""
+    said = [content.get("environment") for name, content in contents.items() if name.endswith(".json")]
+    return next((where for where in said if isinstance(where, dict)), {})  # a fact that failed is a sentence
+
+
+def faults(contents: dict[str, Any]) -> list[tuple[bool, str]]:
+    """List what is not right or was not timed, and why, jln's first; with each whether the run fails by it."""
+    alike: dict[tuple[bool, str, str], list[str]] = {}
+    for r in contents.get("times.json", {"records": []})["records"]:
+        if r["status"] != "timed":
+            is_ours = r["peer"] == "jln" and r["status"] in ("wrong", "failed")
+            key = is_ours, f"{NAMES[r['peer']]} {r['status']}", r.get("reason", "no reason given")
+            alike.setdefault(key, []).append(" ".join(filter(None, [r["workload"], r["direction"]])))
+    found = [(is_ours, f"{what} at {', '.join(where)}: {why}") for (is_ours, what, why), where in alike.items()]
+    found += [(True, f"check: {json.dumps(c)}") for c in contents.get("check.jsonl", []) if c.get("ok") is not True]
+    off = contents.get("small_step.json", {"errors": {}})["errors"]
+    found += [(True, f"small step: {of} is off by {error:.1e}") for of, error in off.items() if not error <= TOLERANCE]
+    found += [(True, f"{test}: {why}") for test, why in contents.get("tests.tgz", {}).items() if why is not None]
+    return sorted(found, key=lambda fault: not fault[0])
+
+
+def us(record: dict[str, Any]) -> str:
+    return number(record["median"] * 1e6)
+
+
+def cell(text: Any) -> str:
+    """Write a text as one line without markup."""
+    return " ".join(str(text).split()).replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
+
+
+def times(records: list[dict[str, Any]], predicted: dict[str, Any]) -> list[str]:
+    """Make a table with a row for each workload and direction. Clocks are named where they are not jln's."""
+    by: dict[tuple[str, str], dict[str, Any]] = {}
+    for record in (r for r in records if "median" in r):
+        by.setdefault((record["workload"], record["direction"]), {})[record["peer"]] = record
+    peers = [peer for peer in NAMES if peer != "jln" and any(peer in of for of in by.values())]
+    rows = [["workload", "", "predicted", "jln", "it reaches", "of the ceiling, %", *(NAMES[peer] for peer in peers)]]
+    for name in dict.fromkeys(name for name, _ in by):
+        for direction in [d for d in DIRECTIONS if (name, d) in by]:
+            of, guess, cells = by[name, direction], predicted.get(name, {}), dict.fromkeys(("jln", *peers), "")
+            ours = of.get("jln", {})
+            for peer, record in of.items():
+                clock = f" ({record['clock']})" if record["clock"] != ours.get("clock", "device") else ""
+                cells[peer] = us(record) + clock + (" WRONG" if record["status"] != "timed" else "")
+            right = ours.get("status") == "timed"
+            field, unit = ("tflop_per_s", "TFLOP/s") if ours.get("product_flops") else ("gb_per_s", "GB/s")
+            reached = [f"{rounded_down(ours[field])} {unit}", part_of_ceiling(ours)] if right else ["", ""]
+            said = number(guess["jln"]["microseconds"]) if guess.get("direction") == direction else ""
+            rows.append([f"`{name}`", direction, said, cells.pop("jln"), *reached, *cells.values()])
+    return table(*rows)
+
+
+def headline(results: dict[str, Any]) -> str:
+    """Say the leading workload's times in a line: those that are right, and by the clock that jln's are by."""
+    timed = [r for r in results["records"] if r["status"] == "timed" and r["direction"] in ("forward", "backward")]
+    names, on = [r["workload"] for r in timed if r["peer"] == "jln"], f"On one {results['environment']['chip']}:"
+    if not names:
+        return f"{on} no time of jln's that is right"
+    workload = ALL[LEADING if LEADING in names else names[0]]
+    of = {peer: [r for r in timed if (r["workload"], r["peer"]) == (workload.name, peer)] for peer in NAMES}
+    ways, ours = {peer: [(r["direction"], r["clock"]) for r in records] for peer, records in of.items()}, of.pop("jln")
+    takes = " and ".join(f"{us(r)}{'' if i else ' us'} {r['direction']}" for i, r in enumerate(ours))
+    ceiling = "product rate" if ours[0]["product_flops"] else "copy bandwidth"
+    parts = f" ({' and '.join(map(part_of_ceiling, ours))} % of its {ceiling})" if "of_ceiling" in ours[0] else ""
+    others = [f", {NAMES[p]} {' and '.join(map(us, r))}" for p, r in of.items() if ways[p] == ways["jln"]]
+    clock = "" if ours[0]["clock"] == "device" else f", by {CLOCKS[ours[0]['clock']]}"
+    what = f"`{workload.operator}` of {' x '.join(map(str, workload.shape))} in {workload.dtype}"
+    return f"{on} {what} takes {takes}{parts}{''.join(others)}{clock}"
+
+
+def measured(results: dict[str, Any], predicted: dict[str, Any], data: str) -> list[str]:
+    """Write the times: the picture, the table, and how they were taken."""
+    records, ceilings, ways = results["records"], results["ceilings"], {}
+    for r in records:
+        if "clock" in r:
+            ways.setdefault(f"The clock: {CLOCKS[r['clock']]}", {})[NAMES[r["peer"]]] = None
+        if why := cell(r.get("unprofiled", "")):
+            ways.setdefault(f"The profiler could not be read: {why}", {})[f"{NAMES[r['peer']]} at {r['workload']}"] = (
+                None
+            )
+    where = results["environment"]
+    cache = "the L2 cold" if where["platform"] == "gpu" and where["cold"] else "caches as the run before left them"
+    lines = [f"Microseconds, medians of {where['repetitions']} runs, {cache} ([data]({data})).", ""]
+    if plots.ceilings(results):
+        about = "Bars of the part of the machine's ceiling that each peer reaches, forward and backward"
+        lines += [f"![{about}: the numbers are in the table.](card.svg)", ""]
+    lines += [*times(records, predicted.get("workloads", {})), ""]
+    lines += [f"- {way} ({', '.join(whose)})." for way, whose in ways.items()]
+    if ceilings:
+        rates = f"copy {ceilings['bytes_per_s'] / 1e9:.0f} GB/s, products {ceilings['flop_per_s'] / 1e12:.3g} TFLOP/s"
+        lines.append(f"- Ceilings, measured in this run: {rates}. What is reached of them is rounded down.")
+    if predicted:
+        lines.append(
+            f"- Predicted, by the bytes of jln's program or by its products, whichever take longer: {predicted['why']}."
+        )
+    return lines
+
+
+def told(contents: dict[str, Any], names: dict[str, str], missing: list[str], chip: str) -> list[str]:
+    """Write the page. names: of the files beside it, by what they are."""
+    where, step = environment(contents), contents.get("small_step.json")
+    versions = ", ".join(f"{name} {version}" for name, version in where.get("versions", {}).items() if version)
+    lines = [f"# {where.get('chip', chip)}, {where.get('time', 'date unknown')[:10]}", ""]
+    driver = f", driver {where['driver']}" if where.get("driver") else ""
+    lines += [textwrap.fill(f"Commit {where.get('commit')}{driver}; {versions}.", 120)]
+    lines += ["", "Made of what a run left by `python benchmarks/card.py page RESULTS`.", ""]
+    if "check.jsonl" in contents:
+        right = [check.get("ok") is True for check in contents["check.jsonl"]]
+        lines += [f"- **Right**: {sum(right)} of {len(right)} checks ([data]({names['check.jsonl']}))."]
+    if "tests.tgz" in contents:
+        right = [why is None for why in contents["tests.tgz"].values()]
+        lines += [f"- **Tests**: {sum(right)} of {len(right)} did not fail."]
+    if "log.txt" in contents:
+        lines += [f"- Stages: {'; '.join(map(' '.join, contents['log.txt'].items()))}."]
+    lines += [f"- Missing: {cell(', '.join(missing))}."] if missing else []
+    failed = {name: fact for name, fact in contents.get("facts.json", {}).items() if isinstance(fact, str)}
+    lines += [f"- {name}: {cell(fact)}" for name, fact in failed.items() if re.match(r"\w+(Error|Exception): ", fact)]
+    lines += [f"- {'**WRONG**: ' if is_ours else ''}{cell(fault)}" for is_ours, fault in faults(contents)]
+    if results := contents.get("times.json"):
+        lines += ["", "## Times", "", *measured(results, predictions().get(chip, {}), names["times.json"])]
+    if step:
+        lines += ["", f"## A step of {step['layers']} layers, {step['tokens']} tokens of {step['width']}", ""]
+        rows = [["", "us", "of plain jnp's", "off by"]]
+        for name, seconds in step["seconds"].items():
+            ratio = round(100 * seconds / step["seconds"]["jnp"], 6)
+            ratio = math.ceil(ratio) if name.startswith("jln") else math.floor(ratio)  # never in jln's favour
+            rows.append([name, number(seconds * 1e6), f"{ratio / 100:.2f}", f"{step['errors'][name]:.1e}"])
+        lines += table(*rows)
+    return lines
+
+
+@app.command()
+def page(
+    results: Annotated[pathlib.Path, typer.Argument(help="The folder that a run left, or that a page was made in.")],
+    into: Annotated[pathlib.Path, typer.Option(help="The folder of all cards.")] = HERE / "results",
+    chip: Annotated[str | None, typer.Option(help="The folder in it. [default: as the run names the chip]")] = None,
+) -> None:
+    """Make the page of a run on a card."""
+    files, contents, missing = read(results)
+    where, names = environment(contents), {}
+    if chip is None and "chip" not in where:
+        raise UserError(f"no file in {results} names the chip: --chip does")
+    # A rehearsal is no result of a CPU, which has a folder of its own.
+    of = "cpu-rehearsal" if where.get("platform") == "cpu" else chip_name(Chip(where.get("chip", ""), 0, 0))
+    (folder := into / (chip or of)).mkdir(parents=True, exist_ok=True)
+    for name, path in files.items():
+        if path.parent.resolve() == folder.resolve():  # what is in its place stays as it is
+            names[name] = path.name
+        elif name == "facts.json":  # not the machine's paths
+            save({n: fact for n, fact in contents[name].items() if n not in ("argv", "path")}, folder / name)
+        elif name.endswith(("json", "jsonl")):
+            names[name] = shutil.copyfile(path, folder / name).name
+    if timed := contents.get("times.json"):
+        plots.save_all({"card.svg": plots.ceilings(timed)}, folder)
+        print(headline(timed))
+    (folder / "README.md").write_text("\n".join(told(contents, names, missing, folder.name)) + "\n")
+    raise typer.Exit(int(any(is_ours for is_ours, _ in faults(contents))))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    try:
+        app(arguments)
+    except UserError as error:
+        sys.exit(complain(str(error)))
+
+
+if __name__ == "__main__":
+    main()

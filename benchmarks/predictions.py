@@ -1,0 +1,94 @@
+"""Predictions of what operators take on a card, from the bytes and products of their programs, compiled without one."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import typer
+
+from jln._tools.console import UserError, known, save
+from jln._tools.machine import version
+from jln._tools.plots import number
+from jln._tools.results import load
+from jln._tools.workloads import ALL
+
+HERE = pathlib.Path(__file__).resolve().parent
+H200, PREDICTIONS = HERE / "results" / "h200" / "times.json", HERE / "results" / "predictions.json"
+CHIPS = ("h100", "h200")
+PEERS = ("jln", "jnp")
+
+
+def table(*rows: Iterable[Any]) -> list[str]:
+    """Write a table, its header first."""
+    first, *rest = map(list, rows)
+    return [f"| {' | '.join(map(str, row))} |" for row in (first, ["---"] * len(first), *rest)]
+
+
+def rates(chip: str) -> dict[str, Any]:
+    """Return the bytes and product flops that a chip is taken to do in a second, and why."""
+    h200 = load(H200)["ceilings"]
+    products = f"{h200['flop_per_s'] / 1e12:.3g} TFLOP/s"
+    if chip == "h200":
+        return h200 | {"why": f"a copy of {h200['bytes_per_s'] / 1e9:.0f} GB/s and {products}, as an H200 measured"}
+    why = f"a copy of 3000 GB/s, assumed of 3350 nominal, and {products}, assumed as of an H200, whose SMs it has"
+    return {"bytes_per_s": 3.0e12, "flop_per_s": h200["flop_per_s"], "why": why}
+
+
+def workloads() -> list[str]:
+    """Read the operators that first_light.sh times on a card. Of its block `report` counts nothing."""
+    script = (HERE / "first_light.sh").read_text()
+    lines = re.findall(r"^(?:norms|more)=.*", script, re.M)  # those of the rehearsal are indented
+    arrays = re.findall(r"\b(?:norms|few|linears|more)=\((?:\$\{\w+:-)?([^)}]*)", "\n".join(lines))
+    return [str(name) for array in arrays for name in array.split()]
+
+
+def predictions() -> dict[str, Any]:
+    """Return what was predicted, by the chip's name."""
+    return json.loads(PREDICTIONS.read_text()) if PREDICTIONS.exists() else {}
+
+
+def predicted(chip: str) -> dict[str, Any]:
+    """Compile the workloads' programs for a chip, and say what they take: their bytes or their products."""
+    command = [sys.executable, "-m", "jln", "report", "--json", "--chip", chip, "--peer", PEERS[1]]
+    ran = subprocess.run([*command, *(a for name in workloads() for a in ("--workload", name))], stdout=subprocess.PIPE)
+    if ran.returncode:
+        raise UserError(f"`python -m jln report` for {chip} ended with {ran.returncode}")
+    can, found = rates(chip), {}
+    for w in json.loads(ran.stdout)["workloads"]:
+        flops = ALL[w["name"]].product_flops()
+        found[w["name"]] = {"direction": "both" if len(w["directions"]) > 1 else "forward", "product_flops": flops}
+        for peer in PEERS:
+            size = w["programs"][peer]["bytes"]
+            seconds = max(size / can["bytes_per_s"], flops / can["flop_per_s"])
+            found[w["name"]][peer] = {"bytes": size, "microseconds": seconds * 1e6}
+    versions = {package: version(package) for package in ("jln", "jax", "triton")}
+    return {**can, "versions": versions, "workloads": found}
+
+
+def rows(found: dict[str, Any]) -> Iterable[list[str]]:
+    """Yield the cells of a table, its header first: jln / plain jnp, as predicted and as an H200 took."""
+    records = [r for r in load(H200)["records"] if r["status"] == "timed"]
+    took = {(r["workload"], r["direction"], r["peer"]): r["median"] * 1e6 for r in records}
+    yield ["`NAME`", *(f"{chip.upper()}, predicted" for chip in found), "H200, measured"]
+    for name in dict.fromkeys(name for chip in found.values() for name in chip["workloads"]):
+        of = [chip["workloads"].get(name) for chip in found.values()]
+        cells = [" / ".join(number(w[peer]["microseconds"]) for peer in PEERS) if w else "" for w in of]
+        keys = [(name, next(w for w in of if w)["direction"], peer) for peer in PEERS]
+        yield [f"`{name}`", *cells, " / ".join(number(took[key]) for key in keys if key in took)]
+
+
+def predict(
+    chip: Annotated[
+        list[str] | None, typer.Option(help=f"Of {', '.join(CHIPS)}; may be repeated. [default: both]")
+    ] = None,
+) -> None:
+    """Predict what the workloads of first_light.sh take on a chip, and print a table."""
+    found = predictions() | {name: predicted(name) for name in known("chip", chip or CHIPS, CHIPS)}
+    save(found, PREDICTIONS)
+    print(*table(*rows(found)), sep="\n")

@@ -1,0 +1,120 @@
+"""Pages of cards: each number is the run's own, none is rounded in our favour, and what is wrong is said."""
+
+import io
+import json
+import tarfile
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("matplotlib")
+
+import card
+import predictions
+
+LARGE, LINEAR = "layer-norm-4096", "linear-4096-256"
+
+
+def record(workload, peer, direction, median, **more):
+    rates = {"gb_per_s": 2999.9, "tflop_per_s": 456.99, "product_flops": 10**9 if workload == LINEAR else 0}
+    named = {"workload": workload, "peer": peer, "direction": direction, "status": "timed", "clock": "device"}
+    return named | {"median": median * 1e-6, "of_ceiling": 0.28999, **rates} | more
+
+
+RECORDS = [
+    record(LARGE, "jln", "forward", 36.71),
+    record(LARGE, "jln", "backward", 59.06, of_ceiling=0.29),
+    record(LARGE, "jln", "both", 1085.4, unprofiled="no | trace"),
+    *(record(LARGE, "jnp", "forward", 48.46), record(LARGE, "jnp", "backward", 166.2)),
+    record(LINEAR, "jln", "forward", 7.777, of_ceiling=1.999),
+    record(LINEAR, "jnp", "forward", 9.99, status="wrong", reason="y is off", clock="wall"),
+    record(LARGE, "flax", "forward", 31, clock="events"),
+    {"workload": LINEAR, "peer": "flax", "direction": None, "status": "skipped", "reason": "it has none"},
+]
+WHERE = {"chip": "NVIDIA H100 80GB HBM3", "platform": "gpu", "time": "2027-01-02T03:04:05", "commit": "abc"}
+WHERE |= {"repetitions": 30, "cold": True, "versions": {"jln": "0", "jax": "1", "torch": None}}
+BENCH = {"environment": WHERE, "ceilings": {"bytes_per_s": 3.1e12, "flop_per_s": 8e14}, "records": RECORDS}
+STEP = {"layers": 8, "tokens": 5, "width": 2, "errors": {"jln": 1e-3, "jnp": 0}}
+STEP |= {"seconds": {"jln": 8411e-7, "jnp": 1e-3}}
+
+
+def made(folder, capsys, *options, **files):
+    """Return the exit status of `page`, what it prints, and the page."""
+    (folder / "run").mkdir(exist_ok=True)
+    for name, content in files.items():
+        (folder / "run" / f"{name}.json").write_text(json.dumps(content))
+    with pytest.raises(SystemExit) as end:
+        card.main(["page", str(folder / "run"), "--into", str(folder / "cards"), *options])
+    pages = list((folder / "cards").rglob("README.md"))
+    return end.value.code, capsys.readouterr(), pages[0].read_text() if pages else None
+
+
+def test_numbers_are_the_runs_and_rounded_down(tmp_path, capsys):
+    status, printed, page = made(tmp_path, capsys, bench=BENCH, small_step=STEP)
+    line = "takes 36.7 us forward and 59.1 backward (28 and 29 % of its copy bandwidth), plain jnp 48.5 and 166\n"
+    assert printed.out == f"On one {WHERE['chip']}: `layer_norm` of 8192 x 4096 in bfloat16 {line}" and status == 0
+    guess = predictions.predictions()["h100"]["workloads"][LARGE]["jln"]["microseconds"]
+    expected = f"""
+        | `{LARGE}` | forward |  | 36.7 | 2999 GB/s | 28 | 31.0 (events) | 48.5 |
+        | `{LARGE}` | backward |  | 59.1 | 2999 GB/s | 29 |  | 166 |
+        | `{LARGE}` | both | {guess:.0f} | 1085 | 2999 GB/s | 28 |  |  |
+        | `{LINEAR}` | forward |  | 7.78 | 456 TFLOP/s | 199 |  | 9.99 (wall) WRONG |
+        | jln | 841 | 0.85 | 1.0e-03 |
+        - plain jnp wrong at {LINEAR} forward: y is off
+        - Flax skipped at {LINEAR}: it has none
+        - The profiler could not be read: no \\| trace (jln at {LARGE}).
+        - Missing: no check.jsonl, no facts.json, no log.txt, no tests.tgz.
+        - Ceilings, measured in this run: copy 3100 GB/s, products 800 TFLOP/s. What is reached of them is rounded down.
+    """
+    assert [said.strip() for said in expected.splitlines() if said.strip() not in page.splitlines()] == []
+    kept = {path.name: path.read_text() for path in (tmp_path / "cards" / "h100").iterdir()}
+    assert kept.keys() == {"README.md", "card.svg", "times.json", "small_step.json"} and "9.99" not in kept["card.svg"]
+
+
+def test_what_is_wrong_of_ours_is_an_exit_status_of_1(tmp_path, capsys):
+    status, _, page = made(tmp_path, capsys, "--chip", "h100", small_step=STEP | {"errors": {"jln": 0.5, "jnp": 0}})
+    assert status == 1 and "**WRONG**: small step: jln is off by 5.0e-01" in page
+    bench = BENCH | {"records": [RECORDS[0] | {"status": "wrong", "reason": "dx is off"}]}
+    status, printed, page = made(tmp_path, capsys, bench=bench, small_step=STEP)
+    assert status == 1 and "no time of jln's that is right" in printed.out
+    assert "**WRONG**: jln wrong at layer-norm-4096 forward: dx is off" in page and "| 36.7 WRONG |  |  |" in page
+
+
+def test_wrong_checks_and_failed_tests_are_named_and_count(tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "check.jsonl").write_text('{"of": "a", "ok": true}\n{"of": "b", "ok": false}\n{"cut')
+    status, _, page = made(tmp_path, capsys, "--chip", "h100")
+    assert status == 1 and "1 of 2 checks" in page and 'check: {"of": "b", "ok": false}' in page
+    (tmp_path / "run" / "check.jsonl").unlink()
+    report = b'<t><testcase classname="a" name="b"><failure message="no"/></testcase><testcase name="c"/></t>'
+    with tarfile.open(tmp_path / "run" / "tests.tgz", "w:gz") as tar:
+        (info := tarfile.TarInfo("tests-kernels.xml")).size = len(report)
+        tar.addfile(info, io.BytesIO(report))
+    status, _, page = made(tmp_path, capsys, "--chip", "h100")
+    assert status == 1 and "1 of 2 did not fail" in page and "**WRONG**: a.b: no" in page
+
+
+def test_a_rehearsal_has_a_folder_of_its_own_and_what_cannot_be_read_is_said(tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    facts = {"path": "/secret", "product": "XlaError: no", "environment": WHERE | {"platform": "cpu"}}
+    (tmp_path / "run" / "log.txt").write_text("== norms ended with 124 after 90 s\n== more NOT BEGUN: no time\n")
+    status, _, page = made(tmp_path, capsys, facts=facts, bench="cut off")
+    expected = "124 after 90 s; more NOT BEGUN: no time", "bench.json cannot be read", "- product: XlaError: no"
+    assert status == 0 and [said for said in expected if said not in page] == []
+    assert "/secret" not in (tmp_path / "cards" / "cpu-rehearsal" / "facts.json").read_text()
+
+
+def test_nothing_of_a_run_is_a_line_and_a_page_made_where_its_data_lie_leaves_them(tmp_path, capsys):
+    status, printed, page = made(tmp_path, capsys)
+    assert (status, page, printed.err.count("\n")) == (2, None, 1)
+    _, _, page = made(tmp_path, capsys, bench=BENCH)
+    before = (times := tmp_path / "cards" / "h100" / "times.json").stat().st_mtime_ns
+    with pytest.raises(SystemExit):
+        card.main(["page", str(times.parent), "--into", str(tmp_path / "cards")])
+    assert times.stat().st_mtime_ns == before and (times.parent / "README.md").read_text() == page
+
+
+def test_the_table_of_predictions_is_the_files():
+    found = predictions.predictions()
+    assert all(list(of["workloads"]) == predictions.workloads() for of in found.values())
+    assert "\n".join(predictions.table(*predictions.rows(found))) in (card.HERE / "README.md").read_text()
