@@ -31,7 +31,7 @@ from jln._tools.console import (
 from jln._tools.machine import described, devices, environment, known_chip_variable, named
 from jln._tools.measure import Procedure, without
 from jln._tools.peers import PEERS, Peer
-from jln._tools.workers import Worker, WorkError
+from jln._tools.workers import OutOfTime, Worker, WorkError
 from jln._tools.workloads import ALL, BLOCKS, CPU_WORKLOADS, WORKLOADS, Workload
 
 RESULTS = "results.json"
@@ -80,7 +80,7 @@ def command(
     unfinished = [w.name for w in chosen_workloads if w.name not in _done(results, chosen_peers)]
     if unfinished:
         how = "with --resume" if output is not None else "with --output, and from then on with --resume"
-        print_note(f"workloads not begun: {len(unfinished)}; run it again {how}", wrong=True, stderr=True)
+        print_note(f"workloads not finished: {len(unfinished)}; run it again {how}", wrong=True, stderr=True)
     raise typer.Exit(1 if found_in.ours_is_wrong(results["records"]) else 3 if unfinished else 0)
 
 
@@ -162,11 +162,16 @@ def _keep(results: dict[str, Any], records: list[dict[str, Any]], path: pathlib.
 
 
 def _elsewhere(worker, workload, peers, device, procedure, end) -> list[dict[str, Any]]:
-    """The records of peers by another process, which has time until `end`; or the reason why it has none."""
+    """The records of peers by another process, which has time until `end`, or the reason why there are none.
+
+    Out of time there is no record, and the workload is not done.
+    """
     seconds = None if end == float("inf") else max(0.0, end - time.monotonic())
     names = [p.name for p in peers]
     try:
         records = worker.call(_measure_by_name, workload, names, named(device), procedure, seconds=seconds)
+    except OutOfTime:
+        return []
     except WorkError as error:
         records = [without(workload, p, "failed", str(error)) for p in peers]
     if any(r["status"] == "failed" for r in records):  # by a kernel, it may be, that broke what follows in its process

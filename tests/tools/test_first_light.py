@@ -1,0 +1,119 @@
+"""`benchmarks/first_light.sh` where something is missing or breaks: it says what, and spends no more of the time."""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tarfile
+import types
+
+import jax
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("triton")
+
+import first_light
+from conftest import HAS_GPU
+
+from jln._triton import target
+
+SCRIPT = pathlib.Path(first_light.__file__).with_suffix(".sh")
+pytestmark = pytest.mark.skipif(
+    shutil.which("timeout") is None or HAS_GPU, reason="it needs GNU's timeout, and is about a machine without a GPU"
+)
+
+
+def run(tmp_path, *arguments, **environment):
+    given = {"OUT": str(tmp_path / "out"), "STATE": str(tmp_path / "state"), "PYTHON": sys.executable, **environment}
+    command = ["bash", SCRIPT, *arguments]
+    return subprocess.run(command, env=os.environ | given, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "there is no NVIDIA or AMD GPU here; --cpu rehearses without one"),
+        (("--cpu", "--minutes", "soon"), "--minutes is a positive whole number, not 'soon'"),
+        (("--cpu", "--stages", "facts fist"), "there is no stage 'fist'"),
+        (("--cpu", "--stages"), "--stages needs a value"),
+        (("--cpu", "--wheels", "nowhere"), "there is no folder 'nowhere'"),
+        (("--gpu",), "unknown option '--gpu'; known are --minutes, --stages, --wheels, --cpu"),
+    ],
+)
+def test_a_bad_request_is_one_line(tmp_path, arguments, said):
+    ran = run(tmp_path, *arguments)
+    assert (ran.returncode, ran.stderr) == (2, f"first_light.sh: {said}\n")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_machine_whose_gpu_jax_does_not_see_ends_at_once(tmp_path):
+    """The facts find a CPU where a GPU is asked for, say so, and fail."""
+    ran = subprocess.run(
+        [sys.executable, first_light.__file__, "facts", "--out", str(tmp_path / "facts.json")],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(SCRIPT.parents[1])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 1 and ran.stdout.endswith("no kernel can run here: JAX sees a cpu and no GPU\n")
+    assert json.loads((tmp_path / "facts.json").read_text())["device"]["platform"] == "cpu"
+
+
+@pytest.mark.parametrize("why", ["jax_triton cannot be used", "there is no ptxas"])
+def test_without_jax_triton_or_ptxas_no_kernel_is_tried(tmp_path, monkeypatch, capsys, why):
+    """The facts of a GPU whose kernels cannot be compiled say why, and fail: the script ends there."""
+    gpu = types.SimpleNamespace(platform="gpu", client=types.SimpleNamespace(platform_version=""), memory_stats=dict)
+    monkeypatch.setattr(jax, "devices", lambda *_: [gpu])
+    monkeypatch.setattr(target, "missing", lambda platform=None: why)
+    assert first_light.facts(tmp_path / "facts.json") == 1
+    assert capsys.readouterr().out.endswith(f"no kernel can run here: {why}\n")
+
+
+def test_facts_that_fail_end_the_script(tmp_path):
+    """Behind them the first kernel would fail for the same reason, and its causes take more than a minute."""
+    broken = tmp_path / "sitecustomize.py"
+    broken.write_text("import jax\njax.devices = lambda *_: 1 / 0\n")
+    ran = run(tmp_path, "--cpu", "--stages", "facts first", PYTHONPATH=str(tmp_path))
+    assert ran.returncode == 1 and "no kernel can run here: ZeroDivisionError" in ran.stdout
+    assert "== first" not in ran.stdout
+
+
+def test_a_kernel_that_raises_has_its_causes_collected(tmp_path):
+    """The script then ends, so that time is left; what was collected comes back, and no later stage begins."""
+    broken = tmp_path / "sitecustomize.py"
+    broken.write_text(
+        "import os\n"
+        "if 'TRITON_INTERPRET' in os.environ:\n"
+        "    from jln._triton import interpreter\n"
+        "    def fail(*_):\n"
+        "        raise RuntimeError('the kernel is broken')\n"
+        "    interpreter.run = fail\n"
+    )
+    ran = run(tmp_path, "--cpu", "--stages", "facts first check", PYTHONPATH=str(tmp_path))
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    assert "the first kernel failed: the causes are collected" in ran.stdout
+    assert "diagnosis verbose: 1" in ran.stdout and "diagnosis sanitizer: " in ran.stdout  # which is not installed
+    assert "== check" not in ran.stdout
+    with tarfile.open(tmp_path / "out" / "tests.tgz") as tar:
+        (log,) = [tar.extractfile(m) for m in tar if m.name.endswith("verbose.log")]
+        assert b"the kernel is broken" in log.read()
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"facts.json", "log.txt", "tests.tgz"}
+
+
+def test_a_stage_that_is_cut_off_is_taken_up_again(tmp_path):
+    """What has passed is skipped by the next call, and status 3 asks for one. `python` is a script here."""
+    fake = tmp_path / "python"
+    fake.write_text(
+        '#!/bin/bash\n[[ "$*" != *first_light.py\\ facts* ]] || echo "{}" >"${@: -1}"\n'
+        f'[[ "$*" != *jln\\ check* || -e {tmp_path}/again ]] || {{ touch {tmp_path}/again; exit 3; }}\n'
+    )
+    fake.chmod(0o755)
+    asked = ("--cpu", "--stages", "facts first check rest")
+    ran = run(tmp_path, "--cpu", "--stages", "facts first check", PYTHON=str(fake))
+    assert ran.returncode == 3 and "== check ended with 3" in ran.stdout
+    ran = run(tmp_path, *asked, PYTHON=str(fake))
+    assert ran.returncode == 0 and "== facts passed before" in ran.stdout and "== check ended with 0" in ran.stdout
+    assert "== rest" not in ran.stdout  # of which nothing is left
