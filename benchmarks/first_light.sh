@@ -4,7 +4,7 @@
 #
 #     OUT=out bash benchmarks/first_light.sh [--minutes 9] [--stages "facts first ..."] [--wheels .whl] [--cpu]
 #
-# Stages: facts first check norms linear step kernels more block fused transforms tiles rest. What has passed is kept in
+# Stages: facts first check norms linear step kernels more peers block fused transforms tiles rest. What has passed is kept in
 # $STATE (a folder for temporary files): the next call on the machine skips it, and goes on with what was cut off. $OUT
 # gets at most eight small files, of which `python benchmarks/card.py page $OUT` makes a page.
 # --wheels: a folder of wheels to install beside what there is, without a network. In it may lie fused.json, kernels that
@@ -15,7 +15,7 @@
 set -uo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd); cd "$root" || exit 2
 python=${PYTHON:-python3} minutes=9 wheels='' cpu=''
-stages='facts first check norms linear step kernels more block fused transforms tiles rest'
+stages='facts first check norms linear step kernels more peers block fused transforms tiles rest'
 usage() { echo "first_light.sh: $1" >&2; exit 2; }
 while (($#)); do case $1 in
     --cpu) cpu=1; shift ;;
@@ -24,7 +24,7 @@ while (($#)); do case $1 in
 esac; done
 [[ $minutes =~ ^[0-9]+$ && $minutes -gt 0 ]] || usage "--minutes is a positive whole number, not '$minutes'"
 for name in $stages; do
-    [[ " facts first check norms linear step kernels more block fused transforms tiles rest " == *" $name "* ]] || usage "there is no stage '$name'"
+    [[ " facts first check norms linear step kernels more peers block fused transforms tiles rest " == *" $name "* ]] || usage "there is no stage '$name'"
 done
 [[ -z $wheels || -d $wheels ]] || usage "there is no folder '$wheels'"
 platform=cuda
@@ -106,7 +106,7 @@ norms=(${NORMS:-layer-norm-4096}) few=(llama-4096 add-layer-norm-4096) linears=(
 more=(layer-norm-1024 layer-norm-32768 norms-both-sides-4096 gated-4096 x-bias-4096 decode-1)
 kernels=(tests/operators/test_operators.py tests/operators/test_accuracy.py tests/operators/test_rounded_sum.py tests/operators/test_linear_accuracy.py)
 transforms=(tests/transformations/test_transforms.py tests/operators/test_linears.py tests/operators/test_several_linears.py tests/transformations/test_frozen.py tests/transformations/test_matrix.py)
-step=() peers=${PEERS:-jln,jnp,flax,torch}
+step=() peers=${PEERS:-jln,jnp,cudnn,flax,torch}
 if [[ -n $cpu ]]; then
     norms=(decode-1) few=(decode-4) linears=(decode-1-qkv) more=(decode-16) step=(--layers 2 --tokens 16 --width 64) peers=jln,jnp
     kernels=(tests/operators/test_operators.py -k reduction_of_many) transforms=(tests/operators/test_result_dtype.py -k bfloat16)
@@ -124,6 +124,7 @@ stage linear 110 bench jln,jln-norm,jnp,flax "${few[@]}" "${linears[@]}"
 stage step 60 "$python" benchmarks/small_step.py --output "$state" "${step[@]}"
 stage kernels 150 tests kernels "${kernels[@]}"
 stage more 110 bench jln,jnp,flax "${more[@]}"
+[[ -n $cpu ]] || stage peers 150 bench jln,jnp,cudnn,flax,haiku,tokamax,torch,torch.compile,liger "${norms[@]}" llama-4096
 [[ -n $cpu ]] || stage block 70 bench jln,jnp,flax block-1024
 [[ ! -e $wheels/fused.json ]] || stage fused 60 "${py[@]}" fused --bundle "$wheels/fused.json" --out "$state/fused.json" --seconds 40
 stage transforms 400 tests transforms "${transforms[@]}"
