@@ -1,6 +1,6 @@
-"""What `python -m jln check` does without an operator: all of them, in all dtypes, by processes side by side.
+"""The check of all operators, in all dtypes, by processes side by side: `python -m jln check` without an operator.
 
-What is worth most comes first, for a check that runs out of time: values and gradients in the dtypes that most train
+The checks that are worth most come first, in case the time runs out: values and gradients in the dtypes that most train
 with, on rows that everybody has; last second order, and the checker's own controls.
 """
 

@@ -167,7 +167,7 @@ def test_what_is_wrong_is_found_and_said(capsys, small, monkeypatch):
 
 
 def test_a_check_that_ends_early_is_taken_up_again(capsys, small, monkeypatch, tmp_path):
-    """What was right is not run again, what was wrong is, and so is all that another version of jln has to show."""
+    """The same command runs again what was wrong, not what was right, and all of it for another version of jln."""
     output = tmp_path / "found" / "check.jsonl"
     asked = (*HERE, "--dtype", "bfloat16", "--implementation", "xla", "--output", str(output))
     status, out, _ = run(capsys, *asked, "--seconds", "0")
@@ -203,7 +203,7 @@ def test_processes_find_the_same_side_by_side():
 
 
 def test_a_kernel_whose_bits_differ_is_wrong_on_a_gpu(monkeypatch):
-    """On a GPU each program of kernels runs twice; a CPU that is called one stands in for it."""
+    """Programs of kernels run twice on a GPU; a CPU that is called one stands in for it."""
     cpu = jax.devices("cpu")[0]
     numbers = iter(range(9))
 

@@ -73,11 +73,11 @@ ERRORS = {
         ["report", "--chip", "l4"],
         "a whole program for l4 is none of a100, h100, h200, b200",
     ),
-    "unknown peer": (["report", "--peer", "apex"], "unknown peer 'apex'; known are jln, jln-norm, jnp, flax, tokamax"),
+    "unknown peer": (["report", "--peer", "apex"], "unknown peer 'apex'; known are jln, jln-norm, jnp, cudnn, tokamax"),
     "benchmark of nothing": (["bench", "gpt5"], "unknown workload 'gpt5'"),
     "benchmark against nothing": (
         ["bench", "--peers", "jln,flux"],
-        "unknown peer 'flux'; known are jln, jln-norm, jnp, flax",
+        "unknown peer 'flux'; known are jln, jln-norm, jnp, cudnn",
     ),
     "benchmark on no device": (["bench", "--device", "gpu:7"], "no device 'gpu:7'"),
     "no repetitions": (["bench", "--repetitions", "0"], "greater than or equal to 1"),

@@ -73,7 +73,7 @@ def test_without_jax_triton_or_ptxas_no_kernel_is_tried(tmp_path, monkeypatch, c
 
 
 def test_facts_that_fail_end_the_script(tmp_path):
-    """Behind them the first kernel would fail for the same reason, and its causes take more than a minute."""
+    """The first kernel would fail for the same reason, and its causes take more than a minute."""
     broken = tmp_path / "sitecustomize.py"
     broken.write_text("import jax\njax.devices = lambda *_: 1 / 0\n")
     ran = run(tmp_path, "--cpu", "--stages", "facts first", PYTHONPATH=str(tmp_path))
@@ -104,7 +104,7 @@ def test_a_kernel_that_raises_has_its_causes_collected(tmp_path):
 
 
 def test_a_stage_that_is_cut_off_is_taken_up_again(tmp_path):
-    """What has passed is skipped by the next call, and status 3 asks for one. `python` is a script here."""
+    """The next call skips what has passed, and status 3 asks for one. `python` is a script here."""
     fake = tmp_path / "python"
     fake.write_text(
         '#!/bin/bash\n[[ "$*" != *first_light.py\\ facts* ]] || echo "{}" >"${@: -1}"\n'
