@@ -73,7 +73,7 @@ ERRORS = {
         ["report", "--chip", "l4"],
         "a whole program for l4 is none of a100, h100, h200, b200",
     ),
-    "unknown peer": (["report", "--peer", "apex"], "unknown peer 'apex'; known are jln, jln-norm, jnp, cudnn, tokamax"),
+    "unknown peer": (["report", "--peer", "apex"], "unknown peer 'apex'; known are jln, jln-norm, jnp, flax, tokamax"),
     "benchmark of nothing": (["bench", "gpt5"], "unknown workload 'gpt5'"),
     "benchmark against nothing": (
         ["bench", "--peers", "jln,flux"],
