@@ -23,10 +23,11 @@ from xml.etree import ElementTree
 
 import typer
 
+from ceilings import number, part_of_ceiling, picture, rounded_down
 from jln._tools import plots
 from jln._tools.bench import CLOCKS
 from jln._tools.console import UserError, complain, save
-from jln._tools.plots import NAMES, number, part_of_ceiling, rounded_down
+from jln._tools.plots import NAMES
 from jln._tools.results import load
 from jln._tools.workloads import ALL
 from jln._triton.chip import Chip
@@ -173,7 +174,7 @@ def measured(results: dict[str, Any], predicted: dict[str, Any], data: str) -> l
     where = results["environment"]
     cache = "the L2 cold" if where["platform"] == "gpu" and where["cold"] else "caches as the run before left them"
     lines = [f"Microseconds, medians of {where['repetitions']} runs, {cache} ([data]({data})).", ""]
-    if plots.ceilings(results):
+    if picture(results):
         about = "Bars of the part of the machine's ceiling that each peer reaches, forward and backward"
         lines += [f"![{about}: the numbers are in the table.](card.svg)", ""]
     lines += [*times(records, predicted.get("workloads", {})), ""]
@@ -243,7 +244,7 @@ def page(
         elif name.endswith(("json", "jsonl")):
             names[name] = shutil.copyfile(path, folder / name).name
     if timed := contents.get("times.json"):
-        plots.save_all({"card.svg": plots.ceilings(timed)}, folder)
+        plots.save_all({"card.svg": picture(timed)}, folder)
         print(headline(timed))
     (folder / "README.md").write_text("\n".join(told(contents, names, missing, folder.name)) + "\n")
     raise typer.Exit(int(any(is_ours for is_ours, _ in faults(contents))))

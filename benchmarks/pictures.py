@@ -28,6 +28,7 @@ import typer
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+import ceilings
 import dataflow
 from jln._tools import launchers, plots
 from jln._tools.plots import GREYS, INK, OURS, Bar, Row, mb
@@ -60,7 +61,7 @@ def pictures() -> dict[str, Figure | None]:
         "jln/pictures/passes.svg": passes(),
         "benchmarks/pictures/saves.svg": plots.operators(h200["report"]),
         "benchmarks/pictures/steps.svg": steps(h200["steps"]),
-        "benchmarks/results/h200/card.svg": plots.ceilings(times),
+        "benchmarks/results/h200/card.svg": ceilings.picture(times),
         "benchmarks/results/cpu/speed.svg": plots.speed(bench),
         "benchmarks/results/cpu/memory.svg": plots.memory(bench),
     }

@@ -12,9 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
+from ceilings import number
 from jln._tools.console import UserError, known, save
 from jln._tools.machine import version
-from jln._tools.plots import number
 from jln._tools.results import load
 from jln._tools.workloads import ALL
 

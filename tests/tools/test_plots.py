@@ -15,6 +15,7 @@ import matplotlib
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
+import ceilings
 import pictures
 from jln._tools import plots
 from jln._tools.peers import PEERS
@@ -170,4 +171,4 @@ def test_a_card_full_of_peers_and_sizes_is_still_read():
     found = results(*timed, of_ceiling=1.0)
     found["records"] += [record | {"direction": way} for record in found["records"] for way in ("forward", "backward")]
     found["ceilings"] = {"bytes_per_s": 1e12, "flop_per_s": 1e15}
-    assert faults(plots.speed(found)) == [] and faults(plots.ceilings(found)) == []
+    assert faults(plots.speed(found)) == [] and faults(ceilings.picture(found)) == []
