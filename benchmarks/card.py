@@ -1,6 +1,6 @@
 """Make a page of what `benchmarks/first_light.sh` left of a run on a card, and predict times of cards not yet run.
 
-    python benchmarks/card.py page RESULTS [--into FOLDER] [--chip NAME]
+    python benchmarks/card.py page RESULTS [--into FOLDER] [--chip NAME] [--replace]
     python benchmarks/card.py predict [--chip h100 --chip h200]   # pip install -e ".[cuda13,bench]"; no GPU; minutes
 
 page: README.md, card.svg and the data of both, into FOLDER/NAME; what RESULTS lacks it says. A line for the first page
@@ -43,18 +43,26 @@ DIRECTIONS = ("forward", "backward", "gradient", "both")
 
 
 def checks(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Read a check a line, but for a last one that was cut off."""
-    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+    """Read a check a line, but for a last one that was cut off. Of a check that ran again the last line counts."""
+    lines = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+    return list({(c["case"], c["implementation"]) if "case" in c else i: c for i, c in enumerate(lines)}.values())
 
 
 def tests(path: pathlib.Path) -> dict[str, str | None]:
-    """Read what is wrong with each test from pytest's reports; None where nothing is."""
-    outcomes = {}
+    """Read what is wrong with each test from pytest's reports, the last one's first; None where nothing is.
+
+    Of a first kernel that failed it is what each diagnosis ended with.
+    """
+    outcomes: dict[str, str | None] = {}
     with tarfile.open(path) as tar:
-        reports = [tar.extractfile(member) for member in tar if member.name.endswith(".xml")]
-        for case in [case for report in reports if report for case in ElementTree.parse(report).iter("testcase")]:
-            bad = [child.get("message") for child in case if child.tag in ("failure", "error")]
-            outcomes[f"{case.get('classname')}.{case.get('name')}"] = str(bad[0]) if bad else None
+        for member in sorted(tar, key=lambda member: member.name):
+            if not (file := tar.extractfile(member)):
+                continue
+            if member.name.startswith("diagnosis/") and member.name.endswith(".log"):
+                outcomes[member.name.removesuffix(".log")] = file.read().decode(errors="replace")[-300:] or "nothing"
+            for case in ElementTree.parse(file).iter("testcase") if member.name.endswith(".xml") else ():
+                bad = [child.get("message") for child in case if child.tag in ("failure", "error")]
+                outcomes[f"{case.get('classname')}.{case.get('name')}"] = str(bad[0]) if bad else None
     return outcomes
 
 
@@ -66,9 +74,11 @@ def stages(path: pathlib.Path) -> dict[str, str]:
 # By the name under which the page keeps a file: how it is read, and the names under which runs leave it.
 FILES: dict[str, tuple[Callable[[pathlib.Path], Any], *tuple[str, ...]]] = {
     "times.json": (load, "bench.json", "times.json"),
-    "check.jsonl": (checks, "check.jsonl", "smoke.jsonl"),
+    "check.jsonl": (checks, "check.jsonl"),
     "facts.json": (lambda p: json.loads(p.read_text()), "facts.json"),
     "small_step.json": (lambda p: json.loads(p.read_text()), "small_step.json"),
+    "fused.json": (lambda p: json.loads(p.read_text()), "fused.json"),
+    "tiles.json": (lambda p: json.loads(p.read_text()), "tiles.json"),
     "log.txt": (stages, "log.txt"),
     "tests.tgz": (tests, "tests.tgz"),
 }
@@ -82,7 +92,7 @@ def read(folder: pathlib.Path) -> tuple[dict[str, pathlib.Path], dict[str, Any],
         try:
             contents[name], files[name] = reader(path), path
         except FileNotFoundError:
-            missing.append(f"no {path.name}")
+            missing += [f"no {path.name}"] if name not in ("fused.json", "tiles.json") else []  # which few runs leave
         except (OSError, ValueError, tarfile.TarError, ElementTree.ParseError) as error:
             missing.append(f"{path.name} cannot be read: {error}")
     if not contents:
@@ -99,7 +109,8 @@ def environment(contents: dict[str, Any]) -> dict[str, Any]:
 def faults(contents: dict[str, Any]) -> list[tuple[bool, str]]:
     """List what is not right or was not timed, and why, jln's first; with each whether the run fails by it."""
     alike: dict[tuple[bool, str, str], list[str]] = {}
-    for r in contents.get("times.json", {"records": []})["records"]:
+    records = [r for name in ("times.json", "fused.json") for r in contents.get(name, {"records": []})["records"]]
+    for r in records:
         if r["status"] != "timed":
             is_ours = r["peer"] == "jln" and r["status"] in ("wrong", "failed")
             key = is_ours, f"{NAMES[r['peer']]} {r['status']}", r.get("reason", "no reason given")
@@ -108,6 +119,10 @@ def faults(contents: dict[str, Any]) -> list[tuple[bool, str]]:
     found += [(True, f"check: {json.dumps(c)}") for c in contents.get("check.jsonl", []) if c.get("ok") is not True]
     off = contents.get("small_step.json", {"errors": {}})["errors"]
     found += [(True, f"small step: {of} is off by {error:.1e}") for of, error in off.items() if not error <= TOLERANCE]
+    bad = {
+        s: said for s, said in contents.get("log.txt", {}).items() if re.match(r"ended with (?!(0|3|124|137) )", said)
+    }
+    found += [(True, f"the stage {stage} {said}") for stage, said in bad.items()]
     found += [(True, f"{test}: {why}") for test, why in contents.get("tests.tgz", {}).items() if why is not None]
     return sorted(found, key=lambda fault: not fault[0])
 
@@ -201,8 +216,8 @@ def told(contents: dict[str, Any], names: dict[str, str], missing: list[str], ch
         right = [check.get("ok") is True for check in contents["check.jsonl"]]
         lines += [f"- **Right**: {sum(right)} of {len(right)} checks ([data]({names['check.jsonl']}))."]
     if "tests.tgz" in contents:
-        right = [why is None for why in contents["tests.tgz"].values()]
-        lines += [f"- **Tests**: {sum(right)} of {len(right)} did not fail."]
+        right = [why is None for test, why in contents["tests.tgz"].items() if not test.startswith("diagnosis/")]
+        lines += [f"- **Tests**: {sum(right)} of {len(right)} did not fail."] if right else []
     if "log.txt" in contents:
         lines += [f"- Stages: {'; '.join(map(' '.join, contents['log.txt'].items()))}."]
     lines += [f"- Missing: {cell(', '.join(missing))}."] if missing else []
@@ -211,6 +226,11 @@ def told(contents: dict[str, Any], names: dict[str, str], missing: list[str], ch
     lines += [f"- {'**WRONG**: ' if is_ours else ''}{cell(fault)}" for is_ours, fault in faults(contents)]
     if results := contents.get("times.json"):
         lines += ["", "## Times", "", *measured(results, predictions().get(chip, {}), names["times.json"])]
+    if "fused.json" in contents:
+        lines += ["", "## Few features, by kernels of a newer Triton", ""]
+        lines += [f"Microseconds ([data]({names['fused.json']})).", "", *times(contents["fused.json"]["records"], {})]
+    if "tiles.json" in contents:
+        lines += ["", f"Times of other tiles: [data]({names['tiles.json']})."]
     if step:
         lines += ["", f"## A step of {step['layers']} layers, {step['tokens']} tokens of {step['width']}", ""]
         rows = [["", "us", "of plain jnp's", "off by"]]
@@ -227,6 +247,7 @@ def page(
     results: Annotated[pathlib.Path, typer.Argument(help="The folder that a run left, or that a page was made in.")],
     into: Annotated[pathlib.Path, typer.Option(help="The folder of all cards.")] = HERE / "results",
     chip: Annotated[str | None, typer.Option(help="The folder in it. [default: as the run names the chip]")] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace another run's times.")] = False,
 ) -> None:
     """Make the page of a run on a card."""
     files, contents, missing = read(results)
@@ -235,7 +256,18 @@ def page(
         raise UserError(f"no file in {results} names the chip: --chip does")
     # A rehearsal is no result of a CPU, which has a folder of its own.
     of = "cpu-rehearsal" if where.get("platform") == "cpu" else chip_name(Chip(where.get("chip", ""), 0, 0))
-    (folder := into / (chip or of)).mkdir(parents=True, exist_ok=True)
+    folder = into / (chip or of)
+    if (
+        not replace
+        and "times.json" in files
+        and (kept := folder / "times.json").exists()
+        and not kept.samefile(files["times.json"])
+    ):
+        before = load(kept)["environment"]
+        raise UserError(
+            f"{kept} has the times of {before['commit']}, {before['time']}: --replace, or --chip with another name"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
     for name, path in files.items():
         if path.parent.resolve() == folder.resolve():  # what is in its place stays as it is
             names[name] = path.name

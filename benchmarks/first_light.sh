@@ -4,7 +4,7 @@
 #
 #     OUT=out bash benchmarks/first_light.sh [--minutes 9] [--stages "facts first ..."] [--wheels .whl] [--cpu]
 #
-# Stages: facts first check norms linear step kernels more peers block fused transforms tiles rest. What has passed is kept in
+# Stages: facts first check norms linear step kernels more peers block fused tiles rest transforms. What has passed is kept in
 # $STATE (a folder for temporary files): the next call on the machine skips it, and goes on with what was cut off. $OUT
 # gets at most eight small files, of which `python benchmarks/card.py page $OUT` makes a page.
 # --wheels: a folder of wheels to install beside what there is, without a network. In it may lie fused.json, kernels that
@@ -15,31 +15,36 @@
 set -uo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd); cd "$root" || exit 2
 python=${PYTHON:-python3} minutes=9 wheels='' cpu=''
-stages='facts first check norms linear step kernels more peers block fused transforms tiles rest'
+stages='facts first check norms linear step kernels more peers block fused tiles rest transforms'
 usage() { echo "first_light.sh: $1" >&2; exit 2; }
 while (($#)); do case $1 in
     --cpu) cpu=1; shift ;;
     --minutes | --stages | --wheels) (($# > 1)) || usage "$1 needs a value"; printf -v "${1#--}" %s "$2"; shift 2 ;;
     *) usage "unknown option '$1'; known are --minutes, --stages, --wheels, --cpu" ;;
 esac; done
-[[ $minutes =~ ^[0-9]+$ && $minutes -gt 0 ]] || usage "--minutes is a positive whole number, not '$minutes'"
+[[ $minutes =~ ^[0-9]+$ && $((10#$minutes)) -gt 0 ]] || usage "--minutes is a positive whole number, not '$minutes'"
 for name in $stages; do
-    [[ " facts first check norms linear step kernels more peers block fused transforms tiles rest " == *" $name "* ]] || usage "there is no stage '$name'"
+    [[ " facts first check norms linear step kernels more peers block fused tiles rest transforms " == *" $name "* ]] || usage "there is no stage '$name'"
 done
 [[ -z $wheels || -d $wheels ]] || usage "there is no folder '$wheels'"
 platform=cuda
 [[ ! -e /dev/kfd ]] || platform=rocm
 [[ -n $cpu || -e /dev/kfd || -n $(compgen -G '/dev/nvidia[0-9]*') ]] || usage "there is no NVIDIA or AMD GPU here; --cpu rehearses without one"
 
-began=$(date +%s) deadline=$(($(date +%s) + 60 * minutes))
+began=$(date +%s) deadline=$(($(date +%s) + 60 * 10#$minutes))
 temporary=$(dirname "$(mktemp -u)"); OUT=${OUT:-$temporary/first_light_out}; state=${STATE:-$temporary/first_light}
 mkdir -p "$OUT" "$state" || exit 2
 exec > >(tee -a "$OUT/log.txt") 2>&1
+log=$!; trap 'exec >&- 2>&-; wait $log' EXIT # until it has the last line
 export JLN_COMMIT=${JLN_COMMIT:-$(git describe --always --dirty --exclude '*' 2>/dev/null || echo unknown)}
 export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 XLA_PYTHON_CLIENT_PREALLOCATE=false JLN_CACHE_DIR=${JLN_CACHE_DIR:-$state/cache}
 export TF_CPP_MIN_LOG_LEVEL=${TF_CPP_MIN_LOG_LEVEL:-1} PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 if [[ -n $wheels && -n $(compgen -G "$wheels/*.whl") ]]; then
-    [[ -d $state/site ]] || "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$state/site" "$wheels"/*.whl || exit 2
+    ls "$wheels"/*.whl | cmp -s - "$state/wheels.txt" || {
+        rm -rf "$state/site"
+        "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$state/site" "$wheels"/*.whl || exit 2
+        ls "$wheels"/*.whl >"$state/wheels.txt"
+    }
     export PYTHONPATH=$root:$state/site:${PYTHONPATH#"$root"}
 fi
 if [[ -n $cpu ]]; then
@@ -63,19 +68,19 @@ fi
 
 py=("$python" benchmarks/first_light.py)
 left() { echo $((deadline - $(date +%s))); }
-worst=0
-stage() { # stage NAME LIMIT COMMAND...
-    local name=$1 limit=$2 start=$SECONDS status; shift 2
+declare -A ended
+stage() { # stage NAME LEAST LIMIT COMMAND...: in at most LIMIT seconds, and not in fewer than LEAST
+    local name=$1 least=$2 limit=$3 start=$SECONDS status; shift 3
     [[ " $stages " == *" $name "* ]] || return 0
     [[ ! -e $state/$name.passed ]] || { echo "== $name passed before"; return 0; }
     local seconds=$(($(left) - 8)); ((seconds > limit)) && seconds=$limit
-    ((seconds >= 15)) || { echo "== $name NOT BEGUN: no time"; worst=$((worst ? worst : 3)); return 3; }
+    ((seconds >= least)) || { echo "== $name NOT BEGUN: no time"; ended[$name]=3; return 3; }
     echo "== $name, at $(($(date +%s) - began)) s, for at most $seconds s"
     export STAGE_SECONDS=$seconds
     timeout --kill-after=5 "$seconds" bash -c '"$@"' "$name" "$@"; status=$?
     echo "== $name ended with $status after $((SECONDS - start)) s"
+    ended[$name]=$status
     ((status == 0)) && touch "$state/$name.passed"
-    ((status == 0 || worst == 1)) || { ((status == 3 || status == 124 || status == 137)) && worst=3 || worst=1; }
     collect
     return $status
 }
@@ -85,22 +90,30 @@ collect() { # small files alone
     local logs; logs=$(cd "$state" && ls -d tests-*.xml tests-*.log diagnosis 2>/dev/null)
     [[ -z $logs ]] || tar -C "$state" -czf "$OUT/tests.tgz" $logs
 }
+flags() { # XLA's flags for programs that are not timed
+    echo "${XLA_FLAGS:-} $([[ -n $cpu ]] || echo --xla_gpu_autotune_level=0)"
+}
 check() { # every form beside float64, by processes; a later call goes on with what is left
-    XLA_FLAGS="${XLA_FLAGS:-}${cpu:- --xla_gpu_autotune_level=0}"; export XLA_FLAGS=${XLA_FLAGS%1}
-    "$python" -m jln check --implementation triton --device "$([[ -n $cpu ]] && echo cpu || echo gpu)" --output "$state/check.jsonl" --seconds $((STAGE_SECONDS - 12)) ${cpu:+--dtype bfloat16}
+    local where=(--device gpu)
+    [[ -z $cpu ]] || where=(--device cpu --dtype bfloat16)
+    XLA_FLAGS=$(flags) "$python" -m jln check --implementation triton "${where[@]}" --output "$state/check.jsonl" --seconds $((STAGE_SECONDS - 12))
 }
 bench() { # PEERS WORKLOAD...: into one file; begins none in the last 25 seconds
     local peers=$1; shift
     "$python" -m jln bench "$@" --peers "$peers" --even-wrong --resume --output "$state/bench" --seconds $((STAGE_SECONDS - 25)) ${cpu:+--repetitions 3}
 }
-tests() { # NAME FILE...: the junit file is written at the end alone, so what is cut off is interrupted first
+tests() { # NAME FILE...: what passed in an earlier call is left out
     local name=$1 n=$(nproc) status; shift
+    local to=$state/tests-$name-$(date +%s) passed=$state/tests-$name.passed
     [[ -z $cpu ]] || n=1
-    XLA_FLAGS="${XLA_FLAGS:-} $([[ -n $cpu ]] || echo --xla_gpu_autotune_level=0)" JLN_EXAMPLES=10 timeout --signal=INT --kill-after=12 $((STAGE_SECONDS - 15)) \
-        "$python" -m pytest -v -rfE -p no:cacheprovider -W default --continue-on-collection-errors --junitxml="$state/tests-$name.xml" --tb=short -n $((n > 14 ? 14 : n)) --dist worksteal "$@" >"$state/tests-$name.log" 2>&1
-    status=$?; tail -n 30 "$state/tests-$name.log"; return $status
+    # The junit file is written at the end alone, so what is cut off is interrupted first.
+    PASSED=$passed PYTHONPATH=$PYTHONPATH:$root/benchmarks XLA_FLAGS=$(flags) JLN_EXAMPLES=10 timeout --foreground --signal=INT --kill-after=12 $((STAGE_SECONDS - 15)) \
+        "$python" -m pytest -v -rfE -p passed -p no:cacheprovider -W default --continue-on-collection-errors --junitxml="$to.xml" --tb=short -n $((n > 14 ? 14 : n)) --dist worksteal "$@" >"$to.log" 2>&1
+    status=$?; tail -n 30 "$to.log"
+    sed -n 's/^.* PASSED \(.*::.*[^ ]\) *$/\1/p' "$to.log" >>"$passed"
+    return $((status == 5 ? 0 : status)) # 5: nothing was left
 }
-export -f check bench tests; export python state cpu
+export -f flags check bench tests; export root python state cpu
 
 norms=(${NORMS:-layer-norm-4096}) few=(llama-4096 add-layer-norm-4096) linears=(linear-4096-12288 linear-4096-256)
 more=(layer-norm-1024 layer-norm-32768 norms-both-sides-4096 gated-4096 x-bias-4096 decode-1)
@@ -112,24 +125,32 @@ if [[ -n $cpu ]]; then
     kernels=(tests/operators/test_operators.py -k reduction_of_many) transforms=(tests/operators/test_result_dtype.py -k bfloat16)
 fi
 
-stage facts 60 "${py[@]}" facts --out "$state/facts.json"
+stage facts 15 60 "${py[@]}" facts --out "$state/facts.json"
 [[ $? -ne 1 ]] || exit 1 # it said why no kernel can run
-if ! stage first 60 "${py[@]}" first; then
+if ! stage first 15 60 "${py[@]}" first; then
+    [[ ${ended[first]} -ne 3 ]] || exit 3
     echo "== the first kernel failed: the causes are collected, and the call ends"
     timeout 100 "${py[@]}" diagnose --out "$state/diagnosis"; rm -rf "$state/diagnosis/hlo/"*.pb; collect; exit 1
 fi
-stage check 100 check
-stage norms "${NORMS_SECONDS:-90}" bench "$peers" "${norms[@]}"
-stage linear 110 bench jln,jln-norm,jnp,flax "${few[@]}" "${linears[@]}"
-stage step 60 "$python" benchmarks/small_step.py --output "$state" "${step[@]}"
-stage kernels 150 tests kernels "${kernels[@]}"
-stage more 110 bench jln,jnp,flax "${more[@]}"
-[[ -n $cpu ]] || stage peers 150 bench jln,jnp,cudnn,flax,haiku,tokamax,torch,torch.compile,liger "${norms[@]}" llama-4096
-[[ -n $cpu ]] || stage block 70 bench jln,jnp,flax block-1024
-[[ ! -e $wheels/fused.json ]] || stage fused 60 "${py[@]}" fused --bundle "$wheels/fused.json" --out "$state/fused.json" --seconds 40
-stage transforms 400 tests transforms "${transforms[@]}"
-[[ ! -e $wheels/candidates ]] || stage tiles 90 "$python" benchmarks/candidates.py time "$wheels/candidates" --output "$state/tiles.json" --seconds 60
-[[ -e $state/check.passed ]] || stage rest 300 check
+stage check 30 100 check
+stage norms 45 "${NORMS_SECONDS:-90}" bench "$peers" "${norms[@]}"
+stage linear 45 110 bench jln,jln-norm,jnp,flax "${few[@]}" "${linears[@]}"
+stage step 20 60 "$python" benchmarks/small_step.py --output "$state" "${step[@]}"
+stage kernels 60 150 tests kernels "${kernels[@]}"
+stage more 45 110 bench jln,jnp,flax "${more[@]}"
+if [[ -z $cpu ]]; then
+    stage peers 60 150 bench jln,jnp,cudnn,flax,haiku,tokamax,torch,torch.compile,liger "${norms[@]}" llama-4096
+    stage block 45 70 bench jln,jnp,flax block-1024
+    [[ ! -e ${wheels:-.}/fused.json ]] || stage fused 25 60 "${py[@]}" fused --bundle "$wheels/fused.json" --out "$state/fused.json" --seconds 40
+    [[ ! -e ${wheels:-.}/candidates ]] || stage tiles 25 90 "$python" benchmarks/candidates.py time "$wheels/candidates" --output "$state/tiles.json" --seconds 60
+fi
+[[ -e $state/check.passed ]] || { stage rest 30 200 check && [[ -e $state/rest.passed ]] && touch "$state/check.passed"; }
+stage transforms 60 400 tests transforms "${transforms[@]}"
 collect
+worst=0
+for name in "${!ended[@]}"; do
+    [[ ! -e $state/$name.passed ]] || continue
+    case ${ended[$name]} in 3 | 124 | 137) worst=$((worst ? worst : 3)) ;; *) worst=1 ;; esac
+done
 echo "== done at $(($(date +%s) - began)) s, status $worst"; ls -la "$OUT"
 exit $worst

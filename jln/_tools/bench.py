@@ -35,6 +35,7 @@ from jln._tools.workers import OutOfTime, Worker, WorkError
 from jln._tools.workloads import ALL, BLOCKS, CPU_WORKLOADS, WORKLOADS, Workload
 
 RESULTS = "results.json"
+FINISH = 20.0  # seconds for which a workload that was begun may go on
 
 
 def command(
@@ -104,10 +105,16 @@ def _workloads(names: Sequence[str] | None, platform: str) -> list[Workload]:
 
 
 def _done(results: dict[str, Any], peers: Sequence[Peer]) -> set[str]:
-    """The names of the workloads that have a record for each of the peers."""
+    """The names of the workloads that have a record for each of the peers, and in which nothing of jln's failed.
+
+    What it broke may have failed the others.
+    """
     by: dict[str, set[str]] = {}
     for record in results["records"]:
         by.setdefault(record["workload"], set()).add(record["peer"])
+    for record in results["records"]:
+        if record["peer"] == "jln" and record["status"] == "failed":
+            by[record["workload"]].clear()
     return {workload for workload, names in by.items() if {p.name for p in peers} <= names}
 
 
@@ -115,12 +122,15 @@ def _run(workloads, peers, device, procedure, output, resume, seconds, started) 
     path = output / RESULTS if output is not None else None
     where = environment(device) | dataclasses.asdict(procedure)
     results = _resumed(path, where) if resume and path is not None and path.exists() else None
-    # On a GPU PyTorch is measured in a process of its own: two frameworks' profilers cannot share one.
-    own = [p for p in peers if p.framework == "jax" or device.platform != "gpu"]
-    others = [p for p in peers if p not in own]
+    # On a GPU each framework has a process of its own: two profilers cannot share one, and a kernel that breaks its
+    # process leaves the next workload another.
+    is_gpu = device.platform == "gpu"
+    groups = [[p for p in peers if p.framework == f] for f in ("jax", "torch")] if is_gpu else [peers]
     end = float("inf") if seconds is None else started + seconds
     with progress(len(workloads) + 1) as begin, contextlib.ExitStack() as ends:
-        ends.callback((worker := Worker()).end)
+        workers = [Worker() for _ in groups]
+        for worker in workers:
+            ends.callback(worker.end)
         begin("what the machine can do")
         if results is None:
             ceilings = measure.ceilings(device.platform, procedure)
@@ -132,10 +142,14 @@ def _run(workloads, peers, device, procedure, output, resume, seconds, started) 
                 break
             if workload.name in done:
                 continue
-            if own:
-                _keep(results, measure.measure(workload, own, device.platform, procedure), path)
-            if others:
-                _keep(results, _elsewhere(worker, workload, others, device, procedure, end), path)
+            for worker, group in zip(workers, groups, strict=True):
+                if not group:
+                    continue
+                if is_gpu:
+                    records = _elsewhere(worker, workload, group, device, procedure, end)
+                else:
+                    records = measure.measure(workload, group, device.platform, procedure)
+                _keep(results, records, path)
     return results
 
 
@@ -162,11 +176,11 @@ def _keep(results: dict[str, Any], records: list[dict[str, Any]], path: pathlib.
 
 
 def _elsewhere(worker, workload, peers, device, procedure, end) -> list[dict[str, Any]]:
-    """The records of peers by another process, which has time until `end`, or the reason why there are none.
+    """The records of peers by another process, which has time until FINISH behind `end`, or why there are none.
 
     Out of time there is no record, and the workload is not done.
     """
-    seconds = None if end == float("inf") else max(0.0, end - time.monotonic())
+    seconds = None if end == float("inf") else max(0.0, end + FINISH - time.monotonic())
     names = [p.name for p in peers]
     try:
         records = worker.call(_measure_by_name, workload, names, named(device), procedure, seconds=seconds)

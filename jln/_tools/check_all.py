@@ -74,6 +74,7 @@ def check_all(
     before = _kept(output)
     found = {case: before[name] for case, name in names.items() if name in before}
     left = [case for case in cases if case not in found]
+    print_note(f"{len(left)} checks to run, {len(found)} were right before", stderr=True)
     started = time.monotonic()
     for number, (case, rows) in enumerate(_outcomes(left, processes, seconds), 1):
         found[case] = rows
@@ -110,10 +111,11 @@ def check_case(case: Case) -> list[dict[str, Any]] | Last:
     jax.config.update("jax_enable_x64", True)
     if case.check == CONTROLS:
         return _control_rows(case)
-    rows, broken, run = [], False, _prepared(case)
+    rows, broken, run = [], False, None
     for implementation in case.implementations:
         started = time.monotonic()
         try:
+            run = run or _prepared(case)
             ok, part, where = run(implementation)
         except Exception as error:
             ok, part, where = False, math.inf, f"{type(error).__name__}: {error}"[:1500]
@@ -173,10 +175,11 @@ def _accuracy(form: Operator, device: Device, dtype: str, seed: int) -> Callable
             step = jax.jit(lambda *a, w=workload, f=function: jax.tree.leaves(w.step(f, every=True)(*a)))
             with jax.default_device(device):
                 operands = jax.device_put(drawn, device)
-                got = [np.asarray(a) for a in step(*operands)]
+                program = step.lower(*operands).compile()
+                got = [np.asarray(a) for a in program(*operands)]
                 if device.platform == "gpu" and implementation == "triton":
-                    jnp.full((2**26,), jnp.nan, jnp.float32).block_until_ready()
-                    again = [np.asarray(a) for a in step(*operands)]
+                    _poison([a.nbytes for a in got], program.memory_analysis())
+                    again = [np.asarray(a) for a in program(*operands)]
                     if any(a.tobytes() != b.tobytes() for a, b in zip(got, again, strict=True)):
                         return False, math.inf, f"{workload}: not the same bits twice"
             with jax.default_device(host):
@@ -186,6 +189,16 @@ def _accuracy(form: Operator, device: Device, dtype: str, seed: int) -> Callable
         return line.ok, line.part, f"{line.name} of {workload}: {errors}"
 
     return run
+
+
+def _poison(sizes: Sequence[int], memory: Any) -> None:
+    """Leave ones in every bit, a NaN of every dtype, in free memory of a program's results' and its workspace's sizes.
+
+    The allocator gives what was freed last of the least size that holds it, so that a few of each are filled.
+    """
+    sizes = [*sizes, memory.temp_size_in_bytes if memory else 0]
+    held = [jnp.full(size // 4 + 1, 2**32 - 1, jnp.uint32) for size in sizes for _ in range(3)]
+    jax.block_until_ready(held)
 
 
 def _worst_row(report: Report) -> tuple[bool, float, str]:
@@ -257,7 +270,7 @@ def _told(chosen: Iterable[Any], rows: list[dict[str, Any]], unfinished: int) ->
 def _keep(output: pathlib.Path, name: str, rows: list[dict[str, Any]]) -> None:
     try:
         with output.open("a") as file:
-            file.writelines(json.dumps(row | {"case": name}) + "\n" for row in rows)
+            file.write("".join(json.dumps(row | {"case": name}) + "\n" for row in rows))
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror or error}") from None
 
@@ -269,7 +282,11 @@ def _kept(output: pathlib.Path | None) -> dict[str, list[dict[str, Any]]]:
     for_output(output.parent)
     found: dict[str, dict[str, dict[str, Any]]] = {}  # of a case that ran again the last rows count
     try:
-        for line in output.read_text().splitlines() if output.exists() else ():
+        text = output.read_text() if output.exists() else ""
+        whole = text[: text.rfind("\n") + 1]
+        if whole != text:  # the last line was cut off
+            output.write_text(whole)
+        for line in whole.splitlines():
             row = json.loads(line)
             found.setdefault(row.pop("case"), {})[row["implementation"]] = row
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:

@@ -7,7 +7,10 @@ process of its own it loses one piece of work.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -17,6 +20,8 @@ from typing import Any, NamedTuple
 import jax
 
 from jln._tools.console import one_line
+
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 class WorkError(Exception):
@@ -76,6 +81,8 @@ class Worker:
 
 
 def _serve(connection: Connection) -> None:
+    if sys.platform == "linux":  # whoever ends the process that asked, this one ends with it, whatever it does
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:
             function, arguments = connection.recv()

@@ -94,6 +94,28 @@ def test_wrong_checks_and_failed_tests_are_named_and_count(tmp_path, capsys):
     assert status == 1 and "1 of 2 did not fail" in page and "**WRONG**: a.b: no" in page
 
 
+def test_what_else_a_run_leaves_counts_too(tmp_path, capsys):
+    """A failed stage, a wrong fused kernel and a diagnosis are faults; of a repeated check the last counts."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "log.txt").write_text("== facts ended with 0 after 1 s\n== first ended with 1 after 3 s\n")
+    row = '{{"case": "a", "implementation": "triton", "ok": {}}}\n'
+    (tmp_path / "run" / "check.jsonl").write_text(row.format("false") + row.format("true"))
+    with tarfile.open(tmp_path / "run" / "tests.tgz", "w:gz") as tar:
+        (info := tarfile.TarInfo("diagnosis/verbose.log")).size = 12
+        tar.addfile(info, io.BytesIO(b"it is broken"))
+    fused = {"records": [RECORDS[0] | {"status": "wrong", "reason": "y is off"}]}
+    status, _, page = made(tmp_path, capsys, "--chip", "h100", fused=fused)
+    expected = "1 of 1 checks", "the stage first ended with 1", "diagnosis/verbose: it is broken", "forward: y is off"
+    assert status == 1 and [said for said in expected if said not in page] == [] and "did not fail" not in page
+
+
+def test_another_runs_times_are_replaced_only_when_asked(tmp_path, capsys):
+    assert made(tmp_path, capsys, bench=BENCH)[0] == 0
+    status, printed, page = made(tmp_path, capsys, bench=BENCH | {"environment": WHERE | {"commit": "def"}})
+    assert status == 2 and "has the times of abc, 2027-01-02T03:04:05: --replace" in printed.err and "abc" in page
+    assert "def" in made(tmp_path, capsys, "--replace")[2]
+
+
 def test_a_rehearsal_has_a_folder_of_its_own_and_what_cannot_be_read_is_said(tmp_path, capsys):
     (tmp_path / "run").mkdir()
     facts = {"path": "/secret", "product": "XlaError: no", "environment": WHERE | {"platform": "cpu"}}

@@ -141,8 +141,12 @@ def test_everything(capsys, small):
         ["rms_norm_linear", "triton"],
     ]
     assert "3 of 3 controls were judged rightly" in out and out.endswith("all is right\n")
-    told = err.splitlines()
-    assert len(told) == 9 and told[0].startswith("layer_norm, bfloat16 on cpu:0: xla 0.")
+    begun, *told = err.splitlines()
+    assert (
+        begun == "9 checks to run, 0 were right before"
+        and len(told) == 9
+        and told[0].startswith("layer_norm, bfloat16 on cpu:0: xla 0.")
+    )
     assert [line.split("; ")[-1].split(",")[0] for line in told] == [f"{i} of 9" for i in range(1, 10)]
 
 
@@ -175,16 +179,17 @@ def test_a_check_that_ends_early_is_taken_up_again(capsys, small, monkeypatch, t
     with monkeypatch.context() as patch:
         break_it(patch)
         status, _, err = run(capsys, *asked)
-        assert status == 1 and len(err.splitlines()) == 2
+        assert status == 1 and len(err.splitlines()) == 3
+    output.write_text(output.read_text() + '{"a line that was cut')
     status, out, err = run(capsys, *asked)
-    assert status == 0 and [line.split(",")[0] for line in err.splitlines()] == ["layer_norm"]
+    assert status == 0 and [line.split(",")[0] for line in err.splitlines()[1:]] == ["layer_norm"]
     assert "rms_norm_linear" in out  # the table has what was found before
     status, _, err = run(capsys, *asked)
-    assert (status, err) == (0, "")
+    assert (status, err) == (0, "0 checks to run, 2 were right before\n")
     monkeypatch.setattr(check_all, "identity", lambda *facts: f"of another version {facts}")
     status, _, err = run(capsys, *asked)
-    assert status == 0 and len(err.splitlines()) == 2
-    output.write_text("no JSON")
+    assert status == 0 and len(err.splitlines()) == 3
+    output.write_text("no JSON\n")
     status, _, err = run(capsys, *asked)
     assert status == 2 and "cannot go on from" in err and len(err.splitlines()) == 1
 
@@ -203,7 +208,7 @@ def test_processes_find_the_same_side_by_side():
 
 
 def test_a_kernel_whose_bits_differ_is_wrong_on_a_gpu(monkeypatch):
-    """Programs of kernels run twice on a GPU; a CPU that is called one stands in for it."""
+    """Programs of kernels run twice on a GPU, the memory for the results poisoned between; a CPU stands in for it."""
     cpu = jax.devices("cpu")[0]
     numbers = iter(range(9))
 
@@ -223,9 +228,14 @@ def test_a_kernel_whose_bits_differ_is_wrong_on_a_gpu(monkeypatch):
     monkeypatch.setattr(check_all, "devices", lambda *_: [cpu])
     monkeypatch.setattr(jax, "device_put", lambda a, *_: jax.tree.map(jnp.asarray, a))
     monkeypatch.setattr(jax, "default_device", lambda _: contextlib.nullcontext())
+    poisoned, full = [], jnp.full
+    monkeypatch.setattr(jnp, "full", lambda size, *a: poisoned.append(full(size, *a)) or poisoned[-1])
     run = check_all._accuracy(OPERATORS["layer_norm"], gpu, "float32", 0)
-    assert run("xla")[0] is True
+    assert run("xla")[0] is True and not poisoned
     assert run("triton") == (False, float("inf"), "layer_norm of 2x4 in float32: not the same bits twice")
+    held = [a.nbytes for a in poisoned]
+    assert all(held.count(n) >= 3 for n in (36, 20)), held  # y and dx, dscale and doffset, and what rounds them up
+    assert all(np.isnan(np.asarray(a).view(dtype)).all() for a in poisoned for dtype in ("float16", "float32"))
 
 
 def test_without_triton_it_checks_what_there_is():

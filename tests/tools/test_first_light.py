@@ -62,14 +62,22 @@ def test_a_machine_whose_gpu_jax_does_not_see_ends_at_once(tmp_path):
     assert json.loads((tmp_path / "facts.json").read_text())["device"]["platform"] == "cpu"
 
 
-@pytest.mark.parametrize("why", ["jax_triton cannot be used", "there is no ptxas"])
-def test_without_jax_triton_or_ptxas_no_kernel_is_tried(tmp_path, monkeypatch, capsys, why):
-    """The facts of a GPU whose kernels cannot be compiled say why, and fail: the script ends there."""
+@pytest.mark.parametrize("lacks", ["jax_triton", "ptxas"])
+def test_without_jax_triton_or_ptxas_no_kernel_is_tried(tmp_path, monkeypatch, capsys, lacks):
+    """The facts of a GPU whose kernels cannot be compiled say why, and fail: the script ends there.
+
+    That a ptxas is missing is found in tests/program/test_ptxas.py, where JAX's CUDA plugin is.
+    """
     gpu = types.SimpleNamespace(platform="gpu", client=types.SimpleNamespace(platform_version=""), memory_stats=dict)
     monkeypatch.setattr(jax, "devices", lambda *_: [gpu])
-    monkeypatch.setattr(target, "missing", lambda platform=None: why)
+    monkeypatch.setenv("JLN_CHIP", "h100")
+    if lacks == "ptxas":
+        monkeypatch.setattr(target, "missing", lambda platform=None: "jaxlib finds no ptxas")
+    else:
+        monkeypatch.setitem(sys.modules, "jax_triton", None)
     assert first_light.facts(tmp_path / "facts.json") == 1
-    assert capsys.readouterr().out.endswith(f"no kernel can run here: {why}\n")
+    (said,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("no kernel can run here: ")]
+    assert lacks in said
 
 
 def test_facts_that_fail_end_the_script(tmp_path):
@@ -117,3 +125,27 @@ def test_a_stage_that_is_cut_off_is_taken_up_again(tmp_path):
     ran = run(tmp_path, *asked, PYTHON=str(fake))
     assert ran.returncode == 0 and "== facts passed before" in ran.stdout and "== check ended with 0" in ran.stdout
     assert "== rest" not in ran.stdout  # of which nothing is left
+
+
+def test_tests_that_passed_are_left_out_of_the_next_call(tmp_path):
+    """The second call runs what was cut off or failed, beside the first call's report; the third has nothing left."""
+    (tmp_path / "test_it.py").write_text(
+        "import os\ndef test_a(): pass\ndef test_b(): assert os.path.exists(__file__ + '.mended')\n"
+    )
+    functions = SCRIPT.read_text().partition("flags() {")[2].partition("export -f")[0]
+    call = "tests it test_it.py; echo status $?; sleep 1.1; touch test_it.py.mended"
+    script = f"flags() {{{functions}\nfor i in 1 2 3; do {call}; done"
+    given = {"state": str(tmp_path), "cpu": "1", "python": sys.executable, "STAGE_SECONDS": "100"}
+    given |= {"PYTHONPATH": "", "root": str(SCRIPT.parents[1])}
+    ran = subprocess.run(
+        ["bash", "-c", script],
+        env=os.environ | given,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert [line for line in ran.stdout.splitlines() if line.startswith("status")] == [f"status {n}" for n in (1, 0, 0)]
+    passed = (tmp_path / "tests-it.passed").read_text().splitlines()
+    assert [line.rpartition("::")[2] for line in passed] == ["test_a", "test_b"]
+    assert len(list(tmp_path.glob("tests-it-*.xml"))) == 3
