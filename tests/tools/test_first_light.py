@@ -20,9 +20,9 @@ import first_light
 from jln._triton import target
 
 SCRIPT = pathlib.Path(first_light.__file__).with_suffix(".sh")
+HAS_GPU = any(any(pathlib.Path("/dev").glob(files)) for files in ("nvidia[0-9]*", "kfd"))
 pytestmark = pytest.mark.skipif(
-    shutil.which("timeout") is None or any(any(pathlib.Path("/dev").glob(files)) for files in ("nvidia[0-9]*", "kfd")),
-    reason="it needs GNU's timeout, and is about a machine without a GPU",
+    shutil.which("timeout") is None or HAS_GPU, reason="it needs GNU's timeout, and is about a machine without a GPU"
 )
 
 
