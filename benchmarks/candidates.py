@@ -1,11 +1,10 @@
 """Compile candidates of tiles for a chip, without one, and time them where it is: a thousand in ten seconds.
 
     python benchmarks/candidates.py compile FILE layer-norm-4096:backward gpt2-small:forward ...
-    python benchmarks/candidates.py time FILE [--output found.json] [--only layer-norm-4096]
+    python benchmarks/candidates.py time FILE [--output found.json] [--tiles h100.json]
 
 The first command needs Triton and JAX, and writes the machine code of each candidate's launches. The second needs the
-card, PyTorch for memory and events, and neither JAX nor a compiler. A question is a workload and a direction: forward,
-backward, or reduce, the sum of what programs share. The first candidate of each is what the rules of
+card, PyTorch for memory and events, and neither JAX nor a compiler. A question is a workload and a direction. The first candidate of each is what the rules of
 `jln._junction.tiles` choose; the others' numbers are compared with its own. Times are of CUDA's events, 256 MB written
 before each run, and have some 2 us more than the kernels' own.
 """
@@ -32,7 +31,8 @@ from unittest import mock
 import typer
 
 app = typer.Typer(add_completion=False)
-DIRECTIONS = ("forward", "backward", "reduce")
+DIRECTIONS = ("forward", "backward")
+RIGHT = 0.05  # of the largest element, by which results may differ from those of the rules' tiles
 SPILLED = 16  # bytes a thread, beyond which a candidate is left out
 COLD_BYTES = 2**28
 BETWEEN = ("shares", "c1", "c2")  # arrays that a kernel makes for the next
@@ -54,10 +54,8 @@ def answering(candidate: Candidate) -> Iterator[None]:
     if "forward" in given:
         changes["forward"] = lambda *a, **how: given["forward"]
     if "backward" in given:
-        changes["backward"] = lambda *a, **how: tiles.BackwardPlan(*given["backward"], is_by_rule=False)
+        changes["backward"] = lambda *a, **how: tiles.BackwardPlan(*given["backward"])
         changes["both_sides"] = lambda *a, **how: given["backward"][0]
-    if "reduce" in given:
-        changes["reduce_tile"] = lambda h, shares=None: given["reduce"]
     with contextlib.ExitStack() as stack:
         for name, change in changes.items():
             stack.enter_context(mock.patch.object(tiles, name, change))
@@ -68,9 +66,9 @@ def recorded(name: str, direction: str, candidate: Candidate, chip: str) -> list
     """The launches of a workload's direction with the candidate's tiles."""
     import jax
 
-    from jln._tools.workloads import WORKLOADS
     from jln._triton import chip as chips
     from jln._triton import target
+    from workloads import WORKLOADS
 
     workload = WORKLOADS[name]
     step = workload.step(workload.function(implementation="triton"))
@@ -83,14 +81,11 @@ def recorded(name: str, direction: str, candidate: Candidate, chip: str) -> list
 
 def candidates(name: str, direction: str) -> list[Candidate]:
     """The rules' own tiles, then those of a grid of rows, warps, stages and programs; more than a chip can run."""
-    from jln._tools.workloads import WORKLOADS
     from jln._triton.tile import Tile, next_power_of_2
+    from workloads import WORKLOADS
 
     h = WORKLOADS[name].width
     columns = next_power_of_2(h)
-    if direction == "reduce":
-        sizes = [(r, c, w) for r in (32, 64, 128, 256) for c in (16, 32, 64) for w in (4, 8, 16)]
-        return [None, *({"reduce": Tile(*size)} for size in sizes if 4 <= size[0] * size[1] // (32 * size[2]) <= 32)]
     found: list[Candidate] = [None]
     if direction == "backward" and h > 8192:
         sums = [Tile(r, c, w, s) for r, c, w in ((1, 4096, 8), (2, 2048, 8), (1, 2048, 4)) for s in (1, 2, 3, 4)]
@@ -114,7 +109,7 @@ def candidates(name: str, direction: str) -> list[Candidate]:
 
 def packed(job: tuple[str, str, Candidate, str]) -> list[dict[str, Any]] | str:
     """The machine code of a candidate's launches, and what they are launched with; or why there is none."""
-    from jln._triton.compiler import compile_launch
+    from compiler import compile_launch
 
     launches = []
     try:
@@ -158,18 +153,23 @@ def compile_all(
             if isinstance(made, str) and candidate is None:
                 raise typer.BadParameter(f"{name} {direction}: what the rules choose {made}")
             if not isinstance(made, str):
-                kept.append((name, direction, described(candidate), made))
+                kept.append((name, direction, described(candidate), numbers(candidate), made))
     file.write_bytes(gzip.compress(pickle.dumps(kept)))
     print(f"{len(kept)} of {len(jobs)} candidates, {file.stat().st_size / 1e6:.1f} MB in {file}")
+
+
+def numbers(candidate: Candidate) -> list[tuple[int, ...]]:
+    """The numbers of a candidate's tiles, as `jln._triton.tuning` reads them."""
+    tiles = next(iter((candidate or {"": ()}).values()))
+    return [dataclasses.astuple(t) for t in (tiles if isinstance(tiles, tuple) else (tiles,)) if t is not None]
 
 
 def described(candidate: Candidate) -> str:
     """A candidate in words: each tile's rows x columns, warps, stages, and programs on an SM."""
     if candidate is None:
         return "by rule"
-    ((what, tiles),) = candidate.items()
-    numbers = [dataclasses.astuple(t) for t in (tiles if isinstance(tiles, tuple) else (tiles,)) if t is not None]
-    return " after sums by ".join(f"{r}x{c}, {w} warps, {s} stages, {p} programs" for r, c, w, s, p in numbers) or what
+    words = [f"{r}x{c}, {w} warps, {s} stages, {p} programs" for r, c, w, s, p in numbers(candidate)]
+    return " after sums by ".join(words)
 
 
 # Timing.
@@ -285,10 +285,9 @@ class Question:
 def time_all(
     file: Annotated[pathlib.Path, typer.Argument(help="As `compile` wrote it.", exists=True)],
     output: Annotated[pathlib.Path | None, typer.Option(help="A file, for all of it as JSON.", dir_okay=False)] = None,
-    only: Annotated[list[str] | None, typer.Option(help="Workloads. [default: all]")] = None,
+    tiles: Annotated[pathlib.Path | None, typer.Option(help="A file for JLN_TUNING, of what is 2 % faster.")] = None,
     repetitions: Annotated[int, typer.Option(min=1, help="Of each candidate.")] = 15,
     seconds: Annotated[float, typer.Option(min=0, help="Begin no question after so many.")] = 60,
-    best: Annotated[int, typer.Option(min=1, help="How many to print.")] = 5,
 ) -> None:
     """Time the candidates of each question on the card that is here."""
     import torch
@@ -296,15 +295,14 @@ def time_all(
     started, found = time.monotonic(), []
     chill = torch.zeros(COLD_BYTES // 4, dtype=torch.int32, device="cuda")
     questions: dict[tuple[str, str], list[Any]] = {}
-    for name, direction, candidate, launches in pickle.loads(gzip.decompress(file.read_bytes())):
-        if not only or name in only:
-            questions.setdefault((name, direction), []).append((candidate, launches))
+    for name, direction, candidate, tile, launches in pickle.loads(gzip.decompress(file.read_bytes())):
+        questions.setdefault((name, direction), []).append((candidate, tile, launches))
     for (name, direction), members in questions.items():
         if time.monotonic() - started > seconds:
             print(f"{name} {direction}: not begun")
             continue
         question, runs, facts, moved = Question(), {}, {}, 0
-        for candidate, launches in members:
+        for candidate, tile, launches in members:
             try:
                 runs[candidate], error = question.prepared(launches)
             except RuntimeError as raised:
@@ -313,22 +311,45 @@ def time_all(
             moved = moved or question.bytes
             registers = [launch["registers"] for launch in launches]
             programs = [launch["programs"] for launch in launches]
-            facts[candidate] = {"error": error, "registers": registers, "programs": programs}
+            facts[candidate] = {"error": error, "registers": registers, "programs": programs, "tiles": tile}
         timed(runs, 2, chill)
         times = timed(runs, repetitions, chill)
         rule = times.get("by rule", float("nan"))
         print(f"{name} {direction}: {len(runs)} candidates, {moved / 1e6:.0f} MB; by rule {rule:.1f} us")
-        for candidate in sorted(times, key=times.__getitem__)[:best]:
-            wrong = "" if facts[candidate]["error"] < 0.05 else f"  WRONG by {facts[candidate]['error']:.1e}"
+        for candidate in sorted(times, key=times.__getitem__)[:5]:
+            wrong = "" if facts[candidate]["error"] < RIGHT else f"  WRONG by {facts[candidate]['error']:.1e}"
             rate = moved / times[candidate] / 1e3
             print(f"    {times[candidate]:8.2f} us {rate:7.0f} GB/s  {candidate}{wrong}", flush=True)
         found += [
             {"workload": name, "direction": direction, "candidate": c, "microseconds": us, "bytes": moved} | facts[c]
             for c, us in times.items()
         ]
+    if tiles is not None:
+        tiles.write_text(json.dumps(measured(found, torch.cuda.get_device_name()), indent=1) + "\n")
     if output is not None:
         what = {"device": torch.cuda.get_device_name(), "candidates": found}
         output.write_text(json.dumps(what, indent=0) + "\n")
+
+
+def measured(found: list[dict[str, Any]], device: str) -> dict[str, Any]:
+    """The file of the fastest right candidates of each question that are 2 % faster than the rule's own tiles."""
+    import jln
+    from jln._triton.chip import Chip
+    from jln._triton.tuning import chip_name
+    from workloads import WORKLOADS
+
+    entries = []
+    for question in dict.fromkeys((c["workload"], c["direction"]) for c in found):
+        own = [c for c in found if (c["workload"], c["direction"]) == question]
+        best = min((c for c in own if c["error"] < RIGHT), key=lambda c: c["microseconds"])
+        rule = next((c["microseconds"] for c in own if c["candidate"] == "by rule"), 0.0)
+        w = WORKLOADS[question[0]]
+        same = w.entry.name in ("layer_norm", "rms_norm") and w.dtype in ("bfloat16", "float16", "float32")
+        if same and question[1] in ("forward", "backward") and best["microseconds"] < 0.98 * rule:
+            size = {"h": [w.width], "itemsize": 4 if w.dtype == "float32" else 2}
+            rate = {"mb_per_s": round(best["bytes"] / best["microseconds"])}
+            entries.append({"choice": question[1], **size, "tiles": best["tiles"], **rate})
+    return {"chip": chip_name(Chip(device, 0, 0)), "versions": {"jln": jln.__version__}, "entries": entries}
 
 
 if __name__ == "__main__":

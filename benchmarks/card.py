@@ -14,7 +14,6 @@ import math
 import pathlib
 import re
 import shutil
-import sys
 import tarfile
 import textwrap
 from collections.abc import Callable
@@ -23,19 +22,18 @@ from xml.etree import ElementTree
 
 import typer
 
-from ceilings import number, part_of_ceiling, picture, rounded_down
-from jln._tools import plots
-from jln._tools.bench import CLOCKS
-from jln._tools.console import UserError, complain, save
-from jln._tools.plots import NAMES
-from jln._tools.results import load
-from jln._tools.workloads import ALL
+import pictures
+from bench import CLOCKS, load
 from jln._triton.chip import Chip
 from jln._triton.tuning import chip_name
-from predictions import predict, predictions, table
+from peers import PEERS
+from pictures import NAMES
+from predictions import number, places, predict, predictions, table
+from rows import UserError, save
 from small_step import TOLERANCE
+from workloads import ALL
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help="Pages of cards, and predictions.")
+app = typer.Typer(add_completion=False, help="Pages of cards, and predictions.")
 app.command()(predict)
 HERE = pathlib.Path(__file__).resolve().parent
 LEADING = "layer-norm-4096"  # whose times the first page has
@@ -127,6 +125,17 @@ def faults(contents: dict[str, Any]) -> list[tuple[bool, str]]:
     return sorted(found, key=lambda fault: not fault[0])
 
 
+def rounded_down(value: float) -> str:
+    """Write a number as `number` does, but rounded down."""
+    scale = 10 ** places(value)
+    return f"{math.floor(round(value * scale, 6)) / scale:.{places(value)}f}"  # 28.9999999 is 29 in exact arithmetic
+
+
+def part_of_ceiling(record: dict[str, Any]) -> str:
+    """Write the percent of the ceiling that a record reaches, rounded down; nothing where it is not known."""
+    return f"{math.floor(round(100 * record['of_ceiling'], 6))}" if "of_ceiling" in record else ""
+
+
 def us(record: dict[str, Any]) -> str:
     return number(record["median"] * 1e6)
 
@@ -141,7 +150,7 @@ def times(records: list[dict[str, Any]], predicted: dict[str, Any]) -> list[str]
     by: dict[tuple[str, str], dict[str, Any]] = {}
     for record in (r for r in records if "median" in r):
         by.setdefault((record["workload"], record["direction"]), {})[record["peer"]] = record
-    peers = [peer for peer in NAMES if peer != "jln" and any(peer in of for of in by.values())]
+    peers = [peer for peer in PEERS if peer != "jln" and any(peer in of for of in by.values())]
     rows = [["workload", "", "predicted", "jln", "it reaches", "of the ceiling, %", *(NAMES[peer] for peer in peers)]]
     for name in dict.fromkeys(name for name, _ in by):
         for direction in [d for d in DIRECTIONS if (name, d) in by]:
@@ -165,7 +174,7 @@ def headline(results: dict[str, Any]) -> str:
     if not names:
         return f"{on} no time of jln's that is right"
     workload = ALL[LEADING if LEADING in names else names[0]]
-    of = {peer: [r for r in timed if (r["workload"], r["peer"]) == (workload.name, peer)] for peer in NAMES}
+    of = {peer: [r for r in timed if (r["workload"], r["peer"]) == (workload.name, peer)] for peer in PEERS}
     ways, ours = {peer: [(r["direction"], r["clock"]) for r in records] for peer, records in of.items()}, of.pop("jln")
     takes = " and ".join(f"{us(r)}{'' if i else ' us'} {r['direction']}" for i, r in enumerate(ours))
     ceiling = "product rate" if ours[0]["product_flops"] else "copy bandwidth"
@@ -187,9 +196,9 @@ def measured(results: dict[str, Any], predicted: dict[str, Any], data: str) -> l
                 None
             )
     where = results["environment"]
-    cache = "the L2 cold" if where["platform"] == "gpu" and where["cold"] else "caches as the run before left them"
+    cache = "the L2 cold" if where["platform"] == "gpu" else "caches as the run before left them"
     lines = [f"Microseconds, medians of {where['repetitions']} runs, {cache} ([data]({data})).", ""]
-    if picture(results):
+    if any("of_ceiling" in r for r in records):
         about = "Bars of the part of the machine's ceiling that each peer reaches, forward and backward"
         lines += [f"![{about}: the numbers are in the table.](card.svg)", ""]
     lines += [*times(records, predicted.get("workloads", {})), ""]
@@ -276,18 +285,11 @@ def page(
         elif name.endswith(("json", "jsonl")):
             names[name] = shutil.copyfile(path, folder / name).name
     if timed := contents.get("times.json"):
-        plots.save_all({"card.svg": picture(timed)}, folder)
+        pictures.save(pictures.reached(timed), folder / "card.svg")
         print(headline(timed))
     (folder / "README.md").write_text("\n".join(told(contents, names, missing, folder.name)) + "\n")
     raise typer.Exit(int(any(is_ours for is_ours, _ in faults(contents))))
 
 
-def main(arguments: list[str] | None = None) -> None:
-    try:
-        app(arguments)
-    except UserError as error:
-        sys.exit(complain(str(error)))
-
-
 if __name__ == "__main__":
-    main()
+    app()

@@ -16,7 +16,7 @@ import jax
 import typer
 
 import jln
-from jln import program
+import program
 from steps import FUSED, print_header, print_row, step
 from zoo.llama import llama
 from zoo.models import MODELS, Model, functional

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 import jln
+import program
 
 POLICIES = {name: getattr(jax.checkpoint_policies, name) for name in (
     "dots_with_no_batch_dims_saveable", "nothing_saveable",
@@ -127,10 +128,10 @@ def step(form: str, policy: Callable[..., Any] | None) -> Callable[..., Any]:
 WHOLE = Size()
 
 
-def compiled(form: str, policy: str, size: Size = WHOLE) -> jln.program.CompiledProgram:
+def compiled(form: str, policy: str, size: Size = WHOLE) -> program.CompiledProgram:
     """Compile the step of a form under a policy of POLICIES."""
     x = jax.ShapeDtypeStruct((size.batch, size.tokens, size.width), "bfloat16")
-    return jln.program.compile_for(step(form, POLICIES[policy]), size.parameters(), x)
+    return program.compile_for(step(form, POLICIES[policy]), size.parameters(), x)
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jln
-from jln import program
+import program
 
 ROWS, H, LARGEST = 8192, 4096, 448.0
 

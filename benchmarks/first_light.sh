@@ -4,7 +4,7 @@
 #
 #     OUT=out bash benchmarks/first_light.sh [--minutes 9] [--stages "facts first ..."] [--wheels .whl] [--cpu]
 #
-# Stages: facts first check norms linear step kernels more peers block fused tiles rest transforms. What has passed is kept in
+# Stages: facts first check norms linear step kernels more peers fused tiles rest transforms. What has passed is kept in
 # $STATE (a folder for temporary files): the next call on the machine skips it, and goes on with what was cut off. $OUT
 # gets at most eight small files, of which `python benchmarks/card.py page $OUT` makes a page.
 # --wheels: a folder of wheels to install beside what there is, without a network. In it may lie fused.json, kernels that
@@ -15,7 +15,7 @@
 set -uo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd); cd "$root" || exit 2
 python=${PYTHON:-python3} minutes=9 wheels='' cpu=''
-stages='facts first check norms linear step kernels more peers block fused tiles rest transforms'
+stages='facts first check norms linear step kernels more peers fused tiles rest transforms'
 usage() { echo "first_light.sh: $1" >&2; exit 2; }
 while (($#)); do case $1 in
     --cpu) cpu=1; shift ;;
@@ -24,7 +24,7 @@ while (($#)); do case $1 in
 esac; done
 [[ $minutes =~ ^[0-9]+$ && $((10#$minutes)) -gt 0 ]] || usage "--minutes is a positive whole number, not '$minutes'"
 for name in $stages; do
-    [[ " facts first check norms linear step kernels more peers block fused tiles rest transforms " == *" $name "* ]] || usage "there is no stage '$name'"
+    [[ " facts first check norms linear step kernels more peers fused tiles rest transforms " == *" $name "* ]] || usage "there is no stage '$name'"
 done
 [[ -z $wheels || -d $wheels ]] || usage "there is no folder '$wheels'"
 platform=cuda
@@ -94,13 +94,11 @@ flags() { # XLA's flags for programs that are not timed
     echo "${XLA_FLAGS:-} $([[ -n $cpu ]] || echo --xla_gpu_autotune_level=0)"
 }
 check() { # every form beside float64, by processes; a later call goes on with what is left
-    local where=(--device gpu)
-    [[ -z $cpu ]] || where=(--device cpu --dtype bfloat16)
-    XLA_FLAGS=$(flags) "$python" -m jln check --implementation triton "${where[@]}" --output "$state/check.jsonl" --seconds $((STAGE_SECONDS - 12))
+    XLA_FLAGS=$(flags) "$python" benchmarks/check_card.py "$state/check.jsonl" ${cpu:+--dtype bfloat16} --seconds $((STAGE_SECONDS - 12))
 }
 bench() { # PEERS WORKLOAD...: into one file; begins none in the last 25 seconds
     local peers=$1; shift
-    "$python" -m jln bench "$@" --peers "$peers" --even-wrong --resume --output "$state/bench" --seconds $((STAGE_SECONDS - 25)) ${cpu:+--repetitions 3}
+    "$python" benchmarks/bench.py "$@" --peers "$peers" --output "$state/bench" --seconds $((STAGE_SECONDS - 25)) ${cpu:+--repetitions 3}
 }
 tests() { # NAME FILE...: what passed in an earlier call is left out
     local name=$1 n=$(nproc) status; shift
@@ -140,7 +138,6 @@ stage kernels 60 150 tests kernels "${kernels[@]}"
 stage more 45 110 bench jln,jnp,flax "${more[@]}"
 if [[ -z $cpu ]]; then
     stage peers 60 150 bench jln,jnp,cudnn,flax,haiku,tokamax,torch,torch.compile,liger "${norms[@]}" llama-4096
-    stage block 45 70 bench jln,jnp,flax block-1024
     [[ ! -e ${wheels:-.}/fused.json ]] || stage fused 25 60 "${py[@]}" fused --bundle "$wheels/fused.json" --out "$state/fused.json" --seconds 40
     [[ ! -e ${wheels:-.}/candidates ]] || stage tiles 25 90 "$python" benchmarks/candidates.py time "$wheels/candidates" --output "$state/tiles.json" --seconds 60
 fi

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 
 import jln
+import program
 
 LAYERS, BATCH, TOKENS, WIDTH, HEAD, HIDDEN = 4, 8, 2048, 2048, 128, 8192
 POLICIES = {
@@ -74,7 +75,7 @@ def by_reader(kind: str, reader: str, *, adds: bool) -> list[str]:
     rows, kernel = (jax.ShapeDtypeStruct(s, "bfloat16") for s in (SHAPE, (SHAPE[1], SHAPE[1])))
     parameters = (jax.ShapeDtypeStruct(SHAPE[1:], "float32"),) * (2 if kind == "layer_norm" else 1)
     programs = [
-        jln.program.compile_for(
+        program.compile_for(
             jax.value_and_grad(functools.partial(loss, by_operator), (0, 1, 2, 3)), rows, rows, parameters, kernel
         )
         for by_operator in (False, True)
@@ -126,7 +127,7 @@ def row(name: str, policy: str) -> list[str]:
     given = {n: jax.ShapeDtypeStruct((LAYERS, *_SHAPES[n]), "float32") for n in parameters}
     x = jax.ShapeDtypeStruct((BATCH, TOKENS, WIDTH), "bfloat16")
     programs = [
-        jln.program.compile_for(jax.value_and_grad(function, (0, 1)), given, x)
+        program.compile_for(jax.value_and_grad(function, (0, 1)), given, x)
         for function in (loss, jln.fuse(loss), jln.fuse(loss, linears=True))
     ]
     sizes = ([p.bytes_total for p in programs], [p.temp_bytes for p in programs])

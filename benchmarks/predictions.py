@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 import re
-import subprocess
-import sys
 from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
 
-from ceilings import number
-from jln._tools.console import UserError, known, save
-from jln._tools.machine import version
-from jln._tools.results import load
-from jln._tools.workloads import ALL
+import report
+from bench import load
+from machine import versions
+from peers import PEERS as ALL_PEERS
+from rows import known, save
+from workloads import ALL, WORKLOADS
 
 HERE = pathlib.Path(__file__).resolve().parent
 H200, PREDICTIONS = HERE / "results" / "h200" / "times.json", HERE / "results" / "predictions.json"
 CHIPS = ("h100", "h200")
 PEERS = ("jln", "jnp")
+
+
+def number(value: float) -> str:
+    """Write a number with three digits, or with all of those before the point."""
+    return f"{value:.{places(value)}f}"
+
+
+def places(value: float) -> int:
+    return max(0, 2 - math.floor(math.log10(value))) if 0 < value < 100 else 0
 
 
 def table(*rows: Iterable[Any]) -> list[str]:
@@ -41,7 +50,7 @@ def rates(chip: str) -> dict[str, Any]:
 
 
 def workloads() -> list[str]:
-    """Read the operators that first_light.sh times on a card. Of its block `report` counts nothing."""
+    """Read the operators that first_light.sh times on a card."""
     script = (HERE / "first_light.sh").read_text()
     lines = re.findall(r"^(?:norms|more)=.*", script, re.M)  # those of the rehearsal are indented
     arrays = re.findall(r"\b(?:norms|few|linears|more)=\((?:\$\{\w+:-)?([^)}]*)", "\n".join(lines))
@@ -55,20 +64,20 @@ def predictions() -> dict[str, Any]:
 
 def predicted(chip: str) -> dict[str, Any]:
     """Compile the workloads' programs for a chip, and say what they take: their bytes or their products."""
-    command = [sys.executable, "-m", "jln", "report", "--json", "--chip", chip, "--peer", PEERS[1]]
-    ran = subprocess.run([*command, *(a for name in workloads() for a in ("--workload", name))], stdout=subprocess.PIPE)
-    if ran.returncode:
-        raise UserError(f"`python -m jln report` for {chip} ended with {ran.returncode}")
+    compiled, _ = report.compiled_programs([WORKLOADS[n] for n in workloads()], [ALL_PEERS[p] for p in PEERS], chip)
     can, found = rates(chip), {}
-    for w in json.loads(ran.stdout)["workloads"]:
+    for w in compiled["workloads"]:
         flops = ALL[w["name"]].product_flops()
         found[w["name"]] = {"direction": "both" if len(w["directions"]) > 1 else "forward", "product_flops": flops}
         for peer in PEERS:
             size = w["programs"][peer]["bytes"]
             seconds = max(size / can["bytes_per_s"], flops / can["flop_per_s"])
             found[w["name"]][peer] = {"bytes": size, "microseconds": seconds * 1e6}
-    versions = {package: version(package) for package in ("jln", "jax", "triton")}
-    return {**can, "versions": versions, "workloads": found}
+    return {
+        **can,
+        "versions": {p: v for p, v in versions().items() if p in ("jln", "jax", "triton")},
+        "workloads": found,
+    }
 
 
 def rows(found: dict[str, Any]) -> Iterable[list[str]]:

@@ -37,7 +37,7 @@ import jax.numpy as jnp
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "executed"))
 import whole  # pyright: ignore[reportMissingImports]
 
-from jln._tools.catalogue import OPERATORS
+from catalogue import OPERATORS
 from ptx import H200  # pyright: ignore[reportMissingImports]
 
 BATCH, TOKENS, FEATURES = 4, 2048, 4096

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import typer
 
 import jln
-from jln._tools import machine
+import machine
 from steps import FUSED, step
 from zoo.models import MODELS, functional
 
@@ -93,7 +93,7 @@ def main(
     output: Annotated[pathlib.Path | None, typer.Option(help="A file, for all of it as JSON.", dir_okay=False)] = None,
 ) -> None:
     """Print the times of models' steps: as they are, fused, and fused with their Linears."""
-    found = {"environment": machine.environment(jax.devices()[0]), "jln": jln.__version__, "steps": []}
+    found = {"environment": machine.environment(), "jln": jln.__version__, "steps": []}
     asked = {"layers": layers, "batch": batch, "attention": attention}
     changes = {name: value for name, value in asked.items() if value is not None}
     for name in models:

@@ -38,7 +38,7 @@ from counted import found, held
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "examples"))
 import jln
-from jln import program
+import program
 from zoo import alphafold, gemma, sharding, t5
 from zoo.models import MODELS, Functional, functional
 

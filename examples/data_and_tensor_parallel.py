@@ -40,7 +40,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.table import Table
 
-from jln import program
+import program
 from train_lm import CONFIGS, GPT, Config, load_corpus, make_optimizer, train_step, training_batch
 from zoo.sharding import AXES, BATCH, on, shardings
 

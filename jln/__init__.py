@@ -58,7 +58,7 @@ __all__ = [
 ]
 __version__ = "0.2.0"
 
-_ON_DEMAND = ("checkpoint_policies", "equinox", "haiku", "linen", "nnx", "program", "testing")
+_ON_DEMAND = ("checkpoint_policies", "equinox", "haiku", "linen", "nnx", "testing")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,21 +1,59 @@
-"""The command line, `python -m jln`. It needs the extra `cli`; the library does not."""
+"""The command line: `python -m jln doctor`, `python -m jln check`."""
 
+from __future__ import annotations
+
+import argparse
 import importlib.util
+import os
 import sys
 
 
+def parser() -> argparse.ArgumentParser:
+    about = "LayerNorm for JAX: what will it do here, and is it right?"
+    made = argparse.ArgumentParser("python -m jln", description=about)
+    commands = made.add_subparsers(dest="command", required=True)
+    commands.add_parser("doctor", help="what is installed, what the operators run on, how to mend what is missing")
+    check = commands.add_parser("check", help="values and gradients of the operators beside float64; 1 if one is wrong")
+    check.add_argument("operators", nargs="*", metavar="OPERATOR", help="by name (default: all)")
+    check.add_argument("--dtype", action="append", help="may be repeated (default: bfloat16 and float32)")
+    check.add_argument("--implementation", action="append", help="xla or triton (default: those that run here)")
+    return made
+
+
 def main() -> int:
-    missing = [package for package in ("typer", "rich") if importlib.util.find_spec(package) is None]
-    if missing:
-        needed = " and ".join(missing)
-        print(f'jln: the command line needs {needed}: pip install -e ".[cli]" in a clone of jln', file=sys.stderr)
-        return 2
-    try:
-        from jln._tools.app import run
-    except KeyboardInterrupt:
-        return 130
-    return run(sys.argv[1:])
+    given = parser().parse_args()
+
+    from jln import doctor
+
+    local, _ = doctor.devices()
+    if given.command == "doctor" or not local:
+        return doctor.run()
+    if importlib.util.find_spec("triton") and local[0].platform == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
+    from jln.testing import operators
+
+    forms = [f for f in operators.FORMS if not given.operators or operators.FORMS[f].name in given.operators]
+    reasons = doctor.implementations(local[0])
+    for name, asked, known in (
+        ("operator", given.operators, {form.name for form in operators.FORMS.values()}),
+        ("dtype", given.dtype or [], operators.DTYPES),
+        ("implementation", given.implementation or [], reasons),
+    ):
+        if unknown := {*asked} - {*known}:
+            parser().error(f"unknown {name} {' '.join(sorted(unknown))}; known are {', '.join(sorted(known))}")
+    asked = given.implementation or [name for name, why in reasons.items() if why is None]
+    if cannot := [f"{name} cannot run: {reasons[name]}" for name in asked if reasons[name] is not None]:
+        parser().error("; ".join(cannot))
+    return operators.run(forms, given.dtype or ["bfloat16", "float32"], asked)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        status = main()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        status = 130
+    except BrokenPipeError:  # the reader has gone, as in `| head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would try again to write the rest
+        status = 141
+    sys.exit(status)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from jln._tools.catalogue import OPERATORS
+from catalogue import OPERATORS
 
 FAMILIES = {
     name: "linears" if operator.is_linear else "both sides" if operator.both_sides else "norms"

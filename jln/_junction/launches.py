@@ -261,7 +261,7 @@ def _backward_plan(
         reads=(len(by_tile), len(of_columns)),
     )
     of_norm = {*sums} <= {"scale", "offset"} and operands.x is None and not operands.gated and results.y is None
-    if g.inner > 1 and plan.is_by_rule and plan.sums is not None and pulls and of_norm:
+    if g.inner > 1 and plan.sums is not None and pulls and of_norm:
         read = 2 + sum(a is not None for a in (operands.z, operands.x_z))
         tile = tiles.side_by_side(*sizes, read, target.chip)
         return plan if tile is None else tiles.BackwardPlan(tile, None, side_by_side=True)

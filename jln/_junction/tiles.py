@@ -1,14 +1,13 @@
-"""Tiles of the norm kernels: rules first found by compiling, then whatever was measured (`tuning`)."""
+"""Tiles of the norm kernels: rules found by compiling and on a card, and what a card has measured (`tuning`)."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
+from jln._triton import tuning
 from jln._triton.chip import Chip
 from jln._triton.target import Target
 from jln._triton.tile import Tile, aligned, next_power_of_2
-from jln._triton.tuning import Choice, Tiles, known_or_newest
 
 # Columns have 32-bit numbers, and a loop over chunks of them ends at a multiple of a chunk of up to 2**15.
 LONGEST_ROW = 2**31 - 2**16
@@ -88,13 +87,12 @@ class BackwardPlan:
     """A plan for dx, dscale and doffset.
 
     tile: of `backward_kernel`. sums: the tile of `row_sums_kernel`, or None where `backward_kernel` adds up the rows.
-    side_by_side: whether `side_by_side_kernel` takes the tile, a chunk of its rows. is_by_rule: whether no file has it.
+    side_by_side: whether `side_by_side_kernel` takes the tile, a chunk of its rows.
     """
 
     tile: Tile
     sums: Tile | None
     side_by_side: bool = False
-    is_by_rule: bool = True
 
 
 def backward_plan(
@@ -271,71 +269,6 @@ def reduce_tile(h: int, shares: int | None = None) -> Tile:
     return Tile(rows, columns, max(1, min(8, rows * columns // 256)))
 
 
-# The words of the tuning files for how a row lies in memory.
-LAYOUTS = ("last axis", "other axis", "other axis, unaligned")
-
-
-def _sizes(h: int, inner: int, itemsize: int, mixed: bool) -> dict[str, Any]:
-    layout = LAYOUTS[0] if inner == 1 else LAYOUTS[1 if inner * itemsize % 16 == 0 else 2]
-    return {"h": h, "layout": layout, "itemsize": itemsize, "mixed": mixed}
-
-
-def _held(tile: Tile, sizes: dict[str, Any]) -> int:
-    return tile.rows * tile.columns
-
-
-def _shared(name: str, tile: Tile, sizes: dict[str, Any]) -> int:
-    """The shared memory of a kernel in bytes: about what the compiler takes.
-
-    It is no less than that but for some reductions' few bytes (tests/triton/test_compiler.py). A loop reads a stage
-    ahead: arrays of rows, the rows' mean, rstd, c1 and c2 where it is a loop over rows, and of parameters y's offset,
-    or scale and offset of each chunk; or one array that changes its layout, in their place.
-    """
-    elements, itemsize, in_chunks = tile.rows * tile.columns, sizes["itemsize"], tile.columns < sizes["h"]
-    if known_or_newest(sizes["chip"]).is_amd:  # AMD's chips hold in registers what is read ahead
-        return elements * max(4, itemsize)
-    persistent = sizes["choice"] == "backward" and name == "tile"  # it holds its columns' scale
-    vectors = 2 if in_chunks and not persistent else int(sizes.get("wants_y", False))
-    numbers = vectors * tile.columns
-    if persistent:
-        numbers += (4 if in_chunks else 2) * tile.rows
-    arrays, numbers = elements * itemsize, numbers * max(4, itemsize)
-    taken = (tile.stages - 1) * ((2 if sizes.get("wants_y", True) else 3) * arrays + numbers)
-    return max(taken, arrays)
-
-
-def _sums_of_whole_rows(tiles: Tiles, sizes: dict[str, Any]) -> str | None:
-    tile = tiles["tile"]
-    if tile is not None and tiles["sums"] is None and sizes["h"] > tile.columns:
-        return f"{tile.columns} columns of {sizes['h']} have no row sums without a kernel for them"
-    return None
-
-
-def _free(name: str, tile: Tile, sizes: dict[str, Any]) -> tuple[str, ...]:
-    whole = tile.columns >= sizes["h"]  # then the row is in registers and is read once
-    persistent = (sizes["choice"], name) == ("backward", "tile")
-    return (
-        *("rows", "warps"),
-        *(() if whole else ("columns",)),
-        *(("stages",) if persistent or not whole else ()),
-        *(("programs_per_core",) if persistent else ()),
-    )
-
-
-_FIELDS = {"h": int, "layout": str, "itemsize": int, "mixed": bool}
-FORWARD = Choice("forward", _FIELDS, ("tile",), _held, _shared, _free)
-BACKWARD = Choice(
-    "backward",
-    _FIELDS | {"wants_y": bool},
-    ("tile", "sums"),
-    _held,
-    _shared,
-    _free,
-    fault=_sums_of_whole_rows,
-    optional=("sums",),
-)
-
-
 def forward(
     h: int, inner: int, itemsize: int, mixed: bool, target: Target, parameters: tuple[int, ...] = (), adds: bool = False
 ) -> Tile:
@@ -344,11 +277,11 @@ def forward(
     parameters: the bytes of a column's scale and of its offset, where beside these x is all that is read, or x and a
       residual; else none. adds: whether there is a residual.
     """
-    rules: Tiles = {"tile": forward_tile(h, inner, itemsize, mixed)}
-    tile = FORWARD.tiles(target.trial, rules, target.chip, inner, **_sizes(h, inner, itemsize, mixed))["tile"]
-    assert tile is not None
+    if inner == 1 and not mixed and (tiles := tuning.measured("forward", h, itemsize, target.chip)) is not None:
+        return tiles[0]
+    tile = forward_tile(h, inner, itemsize, mixed)
     easy = inner == 1 and aligned(h, inner, itemsize) and not mixed and not target.chip.is_amd
-    if parameters and easy and tile == rules["tile"] and 1024 <= tile.columns >= h and tile.warps <= 16:
+    if parameters and easy and 1024 <= tile.columns >= h and tile.warps <= 16:
         return _persistent(tile, itemsize, parameters, adds, target.chip)
     return tile
 
@@ -389,12 +322,12 @@ def backward(
     """
     crammed = wants_y and beside > 0 and itemsize == 4
     plan = backward_plan(h, inner, itemsize, mixed, more=more, crammed=crammed)
-    sizes = _sizes(h, inner, itemsize, mixed) | {"wants_y": wants_y}
-    rules: Tiles = {"tile": plan.tile, "sums": plan.sums}
-    chosen = rules if more else BACKWARD.tiles(target.trial, rules, target.chip, inner, **sizes)
-    tile = chosen["tile"]
-    assert tile is not None
-    if tile.stages > 1:
-        fetched = read_ahead if chosen == rules and inner == 1 else _with_room
-        tile = fetched(tile, itemsize, reads, target.chip)
-    return BackwardPlan(tile, chosen["sums"], is_by_rule=chosen == rules)
+    if inner == 1 and not (mixed or more or wants_y):
+        tiles = tuning.measured("backward", h, itemsize, target.chip)
+        if tiles is not None:
+            tile, *sums = (_with_room(tile, itemsize, reads, target.chip) for tile in tiles)
+            return BackwardPlan(tile, sums[0] if sums else None)
+    if plan.tile.stages > 1:
+        fetched = read_ahead if inner == 1 else _with_room
+        plan = dataclasses.replace(plan, tile=fetched(plan.tile, itemsize, reads, target.chip))
+    return plan

@@ -11,7 +11,6 @@ import numpy as np
 
 from jln._triton.chip import Chip
 from jln._triton.tile import Tile
-from jln._triton.tuning import Trial
 
 # The calls of jaxlib's plugins for CUDA and ROCm that launch a kernel in a compiled program, the typed one first.
 TRITON_CALLS = ("triton_kernel_call_ffi", "triton_kernel_call")
@@ -63,10 +62,9 @@ INTERPRETED = Chip("interpreter", 90, 3)
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A target of launches. chip: the one whose tiles are chosen. trial: tiles to be taken instead, or None."""
+    """A target of launches. chip: the one whose tiles are chosen."""
 
     chip: Chip = INTERPRETED
-    trial: Trial | None = None
 
     def run(self, launch: Launch, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
         """The results of a launch, for arrays in its order."""

@@ -40,8 +40,7 @@ class Gpu(Target):
     def made_of(self) -> Any:
         from jln._triton import lowering, tuning
 
-        tuned = [file["sha256"] for file in tuning.in_force(self.chip)]
-        return self.chip, self.trial, tuned, lowering.switches()
+        return self.chip, tuple(tuning.entries(self.chip).items()), lowering.switches()
 
 
 @dataclasses.dataclass(frozen=True)

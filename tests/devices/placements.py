@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jln
-from jln._tools.catalogue import FORMS
+from catalogue import FORMS
 from matrix import OPTIONAL, bind, gradient, operands
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}

@@ -8,7 +8,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jln
-from jln._tools.catalogue import FORMS
+from catalogue import FORMS
 from matrix import OPTIONAL, along, bind, every, gradient, mesh, operands
 from placements import CLOSE, cases, placed, reference
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jln
 import workbench
-from jln._tools.catalogue import FORMS
+from catalogue import FORMS
 from matrix import OPTIONAL, bind, communication, every, gradient, loss, mesh, operands
 from placements import CLOSE, PLACEMENTS, placed
 

@@ -13,8 +13,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jln
+from catalogue import OPERATORS
 from jln._core.operation import Operation
-from jln._tools.catalogue import OPERATORS
 from junctions import made
 from matrix import ROWS, H, communication, loss_by_name, mesh
 

@@ -10,8 +10,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jln
+from catalogue import OPERATORS
 from jln._core.operation import Operation
-from jln._tools.catalogue import OPERATORS
 from matrix import loss_by_name, mesh, operands
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import jln
 import workbench
-from jln._tools.catalogue import OPERATORS
+from catalogue import OPERATORS
 from jln._triton import target
 from matrix import communication, loss_by_name, mesh, operands
 

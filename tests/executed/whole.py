@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jln import program
+import program
 from jln._triton import target
 from jln._triton.chip import CHIPS
 from ptx import Call, Program, Stats, listing

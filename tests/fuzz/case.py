@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jln._tools.catalogue import EPSILON, Operator
+from catalogue import EPSILON, Operator
 
 SCALE, LARGEST = "scale of y", "largest |y|"  # of eight bits, written out to x's size
 OF_ROWS = ("total", SCALE, LARGEST)

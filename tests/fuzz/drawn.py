@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 import jln
 from case import Array, Case, Level
-from jln._tools.catalogue import FORMS, Operator
+from catalogue import FORMS, Operator
 
 # Powers of two, their neighbours, 1 and what models have. From 32 rows of 64 elements on XLA gives sums on a CPU to
 # another library, so these are frequent.

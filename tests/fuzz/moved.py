@@ -26,7 +26,7 @@ import jln
 from called import program
 from case import Case, result_dtype
 from drawn import Draw
-from jln.program import compile_for
+from program import compile_for
 
 
 class Real(Draw):

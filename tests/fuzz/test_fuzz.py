@@ -15,11 +15,11 @@ import pytest
 import workbench
 from called import results
 from case import made
+from catalogue import FORMS
 from drawn import draw
 from jln._core.one_by_one import WRONG
 from jln._core.operation import Operation
 from jln._junction import eight_bits, formulas, gradients, operations
-from jln._tools.catalogue import FORMS
 from judged import expected, judge
 
 

@@ -66,8 +66,8 @@ KEYS = (
     Mutant(
         "a name of no tiles and switches",
         "jln/_triton/target.py",
-        "return self.chip, self.trial, tuned, lowering.switches()",
-        "return self.chip, self.trial",
+        "return self.chip, tuple(tuning.entries(self.chip).items()), lowering.switches()",
+        "return self.chip",
         tuple(f"{NAMES}test_other_kernels_make_another_program[{change}]" for change in ("tiles", "Triton's switches")),
     ),
     Mutant(

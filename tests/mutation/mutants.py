@@ -9,7 +9,6 @@ from both_sides import NORMS
 from by_row import BY_ROW
 from compiled import COMPILED
 from eight_bit_linears import EIGHT_BIT_LINEARS
-from eight_bits import EIGHT_BITS
 from entries import ENTRIES
 from few_features import FEW_FEATURES
 from frozen import FROZEN_ARGUMENTS
@@ -23,6 +22,8 @@ from proofs import PROOFS
 from rules import RULES
 from sequence import ROWS_GATHERED
 from wider import WIDENED
+
+from eight_bits import EIGHT_BITS
 
 MUTANTS = [
     *KERNELS,

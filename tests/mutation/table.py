@@ -1,8 +1,8 @@
 """Print the mutants as a page, slip by slip, with the tests that must notice.
 
-    python tests/mutation/table.py > tests/mutation/README.md
+    python tests/mutation/table.py
 
-tests/pages/test_pages.py holds the page to this. Exits with the slips that the code has no place for any more.
+Exits with the slips that the code has no place for any more.
 """
 
 import pathlib
@@ -17,7 +17,7 @@ from targets import (
 HEAD = """\
 # Slips, and the tests that notice
 
-`python tests/mutation/table.py` makes this page of the {count} mutants beside it, and `python tests/mutation/run.py`
+`python tests/mutation/table.py` made this page of {count} mutants, and `python tests/mutation/run.py`
 breaks a copy of the code in each of these ways and sees the tests fail. A slip is of the kind that a person makes: a
 term dropped, a mask swapped, a bound off by one, a wrong axis, sums in too few bits. Of a test with parameters one or a
 few cases are run.

@@ -1,7 +1,7 @@
 """Arguments of the sums with x's bias and every kind of gate, and of norms whose parameters vary over axes of rows."""
 
 import workbench
-from jln._tools.catalogue import OPERATORS
+from catalogue import OPERATORS
 
 SHAPE = (3, 4, 5, 8)
 

@@ -8,6 +8,7 @@ import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 import workbench
+from catalogue import FORMS
 from jln._core.operation import LinearOperation, Operation
 from jln._junction import launches, operations
 from jln._junction.arrays import (
@@ -21,7 +22,6 @@ from jln._junction.arrays import (
     reads_of_gradients,
     reads_of_results,
 )
-from jln._tools.catalogue import FORMS
 from jln._triton.chip import CHIPS
 from jln._triton.target import Recorder
 

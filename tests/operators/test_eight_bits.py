@@ -9,8 +9,8 @@ import pytest
 
 import jln
 import workbench
+from catalogue import FORMS, sizes
 from in_eight_bits import Bits, block_scaled, compare, every_bfloat16, scaled, spread
-from jln._tools.catalogue import FORMS, sizes
 from jln._triton import chip as chips
 from jln._triton import target
 from jln._triton.chip import CHIPS

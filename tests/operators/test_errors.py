@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jln
-from jln._tools.catalogue import FORMS, OPERATORS
+from catalogue import FORMS, OPERATORS
 
 X = jnp.ones((4, 8), "float32")
 SCALE = jnp.ones(8, "float32")

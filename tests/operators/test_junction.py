@@ -13,7 +13,7 @@ import pytest
 import jln
 import matrix
 import workbench
-from jln._tools.catalogue import OPERATORS
+from catalogue import OPERATORS
 from junctions import APART, GATES, VARIES, made
 
 # Rounding of sums of up to a hundred terms near 10, through a second derivative.

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import catalogue
 import jln
 import workbench
 from invariance import assert_rows_are_independent
@@ -15,7 +16,6 @@ from jln._junction import launches as launcher
 from jln._junction import tiles
 from jln._junction.arrays import Arrays, Norm, Switches
 from jln._junction.kernels import backward as kernels
-from jln._tools import catalogue
 from jln._triton import target
 from jln._triton.chip import CHIPS
 from jln._triton.launch import launch

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 import jln
 import workbench
+from catalogue import FORMS, sizes
 from in_eight_bits import along_last, blocks_of_rows, compare, every_bfloat16
-from jln._tools.catalogue import FORMS, sizes
 from matrix import mesh
 
 NORMS = [name for name, form in FORMS.items() if not form.is_linear]

@@ -8,8 +8,8 @@ import pytest
 
 import jln
 import workbench
+from catalogue import FORMS, sizes
 from jln._operators.eight_bits import Ways
-from jln._tools.catalogue import FORMS, sizes
 from jln._triton import target
 from jln._triton.chip import CHIPS
 

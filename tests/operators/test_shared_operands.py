@@ -15,8 +15,8 @@ from jax import export
 
 import jln
 import workbench
+from catalogue import FORMS, sizes
 from jln._core.one_by_one import WRONG, one_by_one
-from jln._tools.catalogue import FORMS, sizes
 
 # From 32 rows of 64 elements on XLA hands these sums to the library that is wrong.
 EXAMPLES, ROWS, H, FEATURES = 3, 32, 64, 16

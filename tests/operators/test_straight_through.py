@@ -8,7 +8,7 @@ import pytest
 
 import jln
 import workbench
-from jln._tools.catalogue import FORMS, sizes
+from catalogue import FORMS, sizes
 
 QUANTIZE = {"blocks": jln.MXFloat8(), "given scale": jln.Float8(0.03), "current scale": jln.Float8()}
 NORMS = [name for name, form in FORMS.items() if not form.is_linear]

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import catalogue
 import jln
-from jln._tools import catalogue
-from jln._tools.catalogue import EPSILON
+from catalogue import EPSILON
 
 
 @dataclasses.dataclass(frozen=True)

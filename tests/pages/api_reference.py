@@ -60,11 +60,6 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             *("check_fuse", "assert_operators", "Report", "Row", "Tolerance"),
         ),
     ),
-    (
-        "Compiled programs",
-        "jln.program",
-        ("compile_for", "mesh", "collectives", "CompiledProgram", "Kernel", "Collective"),
-    ),
     ("Checkpoint policies", "jln.checkpoint_policies", ("offload_dots_with_no_batch_dims",)),
 )
 # Public, and said in the docstring of its module.

@@ -14,11 +14,11 @@ ROOT = pathlib.Path(jln.__file__).parent
 # From the top floor down. A room is a file or a folder; it may import what is below it, never beside or above.
 FLOORS = (
     {"__main__"},
-    {"_tools", "nnx", "linen", "haiku", "equinox"},
+    {"doctor", "nnx", "linen", "haiku", "equinox"},
     {"__init__", "testing", "_modules"},
     {"_fuse"},
     {"_operators"},
-    {"_junction", "_explain", "program", "checkpoint_policies"},
+    {"_junction", "_explain", "checkpoint_policies"},
     {"_core", "_triton", "_checks", "reference"},
 )
 FLOOR = {room: i for i, rooms in enumerate(reversed(FLOORS)) for room in rooms}
@@ -141,13 +141,13 @@ IMPORTS = {
     "not TYPE_CHECKING": "if not TYPE_CHECKING:\n    import {}",
     "TYPE_CHECKING or more": "if TYPE_CHECKING or True:\n    import {}",
 }
-UPWARDS = {how: text.format("jln._tools.app") for how, text in IMPORTS.items()} | {
-    "from jln": "from jln._tools import app",
-    "relative": "from .._tools import app",
-    "relative, a name of it": "from .._tools.app import main",
-    "relative, within a function": "def later():\n    from .._tools.app import main",
-    "import_module, relative": "import_module('.._tools.app', __package__)",
-    "import_module, relative to another": "import_module('._tools.app', 'jln')",
+UPWARDS = {how: text.format("jln.testing.check") for how, text in IMPORTS.items()} | {
+    "from jln": "from jln.testing import check",
+    "relative": "from ..testing import check",
+    "relative, a name of it": "from ..testing.check import check",
+    "relative, within a function": "def later():\n    from ..testing.check import check",
+    "import_module, relative": "import_module('..testing.check', __package__)",
+    "import_module, relative to another": "import_module('.testing.check', 'jln')",
 }
 BESIDE = {how: text.format("jln._junction.launches") for how, text in IMPORTS.items()} | {
     "relative": "from . import launches",
@@ -158,7 +158,7 @@ BESIDE = {how: text.format("jln._junction.launches") for how, text in IMPORTS.it
 
 @pytest.mark.parametrize("how", UPWARDS)
 def test_an_arrow_upwards_is_seen(how):
-    assert upwards("jln._junction.derivatives", UPWARDS[how]) == {"jln._tools.app"}
+    assert upwards("jln._junction.derivatives", UPWARDS[how]) == {"jln.testing.check"}
 
 
 @pytest.mark.parametrize("how", BESIDE)
@@ -168,15 +168,15 @@ def test_a_circle_is_seen(how):
 
 
 def test_a_package_is_what_its_own_relative_imports_start_from():
-    assert imported("jln._junction", "from . import derivatives\nfrom .. import _tools") == {
+    assert imported("jln._junction", "from . import derivatives\nfrom .. import testing") == {
         "jln._junction.derivatives",
-        "jln._tools",
+        "jln.testing",
     }
 
 
 @pytest.mark.parametrize("text", ["if TYPE_CHECKING:\n    {}", "if not typing.TYPE_CHECKING:\n    pass\nelse:\n    {}"])
 def test_what_only_type_checkers_see_is_no_arrow(text):
-    assert upwards("jln._junction.derivatives", text.format("from .._tools import app")) == set()
+    assert upwards("jln._junction.derivatives", text.format("from ..testing import check")) == set()
 
 
 # A docstring that begins so is the rest of a sentence, a question, or about something said elsewhere.

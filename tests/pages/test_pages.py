@@ -1,6 +1,7 @@
 """The Markdown pages: their code prints what they show, their commands exist, and their links lead somewhere."""
 
 import contextlib
+import importlib
 import io
 import math
 import os
@@ -15,9 +16,11 @@ import jax
 import pytest
 import typer
 
-from jln._tools.app import application
-from jln._tools.peers import PEERS
-from jln._tools.workloads import ALL
+from catalogue import OPERATORS
+from jln.__main__ import parser
+from jln.testing.operators import DTYPES
+from peers import PEERS
+from workloads import ALL
 
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDERS = ("jln", "examples", "benchmarks", "tests")
@@ -162,8 +165,10 @@ def complaints(words: list[str]) -> list[str]:
             return [] if any(name in text for text in MESSAGES.values()) else [f"no {name}"]
         case ["python", "-m", "jln"]:
             return []
-        case ["python", "-m", "jln", name, *rest]:
-            return of_ours(name, rest)
+        case ["python", "-m", "jln", *rest]:
+            return of_ours(rest)
+        case ["python", "benchmarks/report.py" | "benchmarks/bench.py" as script, *rest]:
+            return of_workloads(script, rest)
         case ["pytest", *rest]:
             return of_pytest(rest)
         case ["bash", script, *rest] | ["python", script, *rest]:
@@ -173,19 +178,23 @@ def complaints(words: list[str]) -> list[str]:
     return [f"what is {words}?"]
 
 
-def of_ours(name: str, rest: list[str]) -> list[str]:
-    group = typer.main.get_command(application())
-    command = group.commands.get(name)
-    if command is None:
-        return [f"no command {name}"]
+def of_ours(words: list[str]) -> list[str]:
     try:
-        given = command.make_context(name, rest).params
-    except typer.Exit:  # --help
-        return []
+        given = parser().parse_args(words)
+    except SystemExit:
+        return [f"no command {words}"]
+    asked = {"operators": OPERATORS, "dtype": DTYPES, "implementation": ("xla", "triton")}
+    return [f"no {w}" for field, known in asked.items() for w in getattr(given, field, None) or () if w not in known]
+
+
+def of_workloads(script: str, rest: list[str]) -> list[str]:
+    app = typer.Typer()
+    app.command()(importlib.import_module(pathlib.Path(script).stem).main)
+    try:
+        given = typer.main.get_command(app).make_context(script, rest).params
     except typer.BadParameter.__mro__[1] as error:
         return [error.format_message()]
-    named = [*(given.get("workloads") or ()), *(given.get("workload") or ())]
-    return [f"no workload {w}" for w in named if w not in {**ALL, "NAME": ...}]
+    return [f"no workload {w}" for w in given["workloads"] or () if w not in {**ALL, "NAME": ...}]
 
 
 def of_pytest(rest: list[str]) -> list[str]:
@@ -231,9 +240,10 @@ def test_what_a_page_tells_to_type_exists(page):
     "command",
     [
         "python -m jln chek",
-        "python -m jln bench --peer jln",
-        "python -m jln report --workload layer-norm-4097",
+        "python benchmarks/bench.py --peer jln",
+        "python benchmarks/report.py layer-norm-4097",
         "python -m jln check layer_norm --dtype float8",
+        "python -m jln check layernorm",
         "python examples/train.py",
         "python examples/train_lm.py --step 3",
         "pytest tests/test_page.py",
@@ -390,10 +400,9 @@ def test_sizes_have_the_names_that_commands_know(page):
     assert len(names) > 5 and [name for name in names if name not in {**ALL, **PEERS}] == []
 
 
-def test_the_page_on_mutants_is_made_of_them():
+def test_the_mutants_of_the_page_on_tests_are_there():
     made = subprocess.run(
         [sys.executable, "tests/mutation/table.py"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    assert PAGES["tests/mutation/README.md"] == made
     picked = [line for line in PAGES["tests/README.md"].split("## Breaking")[1].splitlines() if line.startswith("| ")]
     assert [line for line in picked[1:] if line not in made.splitlines()] == []

@@ -5,7 +5,7 @@ import importlib.util
 import jax
 import pytest
 
-from jln import program
+import program
 from jln._triton import lowering
 
 if not program._folders("jax_plugins.xla_cuda13") or importlib.util.find_spec("jax_triton") is None:

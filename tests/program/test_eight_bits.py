@@ -8,8 +8,8 @@ import pytest
 from flax.linen import fp8_ops
 
 import jln
+import program
 from absent_gpu import struct, triton_kernels
-from jln import program
 
 ROWS, H = 8192, 4096
 X, SCALE, NUMBER = struct(ROWS, H), struct(H), struct(dtype="float32")

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import absent_gpu  # noqa: F401
-from jln import program
+import program
 
 for name in ("flax", "matplotlib", "optax", "orbax.checkpoint", "rich", "typer"):
     pytest.importorskip(name, reason='the example needs pip install -e ".[examples]"')

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 import jln
+import program
 from absent_gpu import struct
-from jln import program
 
 MB = 10**6
 M, H = 8192, 4096

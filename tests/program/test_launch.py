@@ -21,7 +21,7 @@ from jaxlib.mlir import ir
 
 import absent_gpu  # noqa: F401
 import jln
-from jln import program
+import program
 from jln._triton import cache, lowering, target, tile
 from jln._triton.chip import CHIPS, Chip
 from jln._triton.launch import launch

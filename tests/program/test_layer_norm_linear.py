@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 import jln
-from jln import program
-from jln._tools.peers import PEERS
-from jln._tools.workloads import WORKLOADS
+import program
+from peers import PEERS
+from workloads import WORKLOADS
 
 if not program._folders("jax_plugins.xla_cuda13"):
     pytest.skip('compiling for an absent GPU needs pip install -e ".[cuda13]"', allow_module_level=True)

@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jln
+import program
 from absent_gpu import triton_kernels
-from jln import program
 
 if not program._folders("jax_plugins.xla_cuda13"):
     pytest.skip('compiling for an absent GPU needs pip install -e ".[cuda13]"', allow_module_level=True)

@@ -8,11 +8,11 @@ import itertools
 import jax
 import pytest
 
+import catalogue
 import jln
+import program
 from absent_gpu import struct
-from jln import program
-from jln._tools import catalogue
-from jln._tools.catalogue import OPERATORS
+from catalogue import OPERATORS
 from jln._triton import target
 from jln._triton.chip import CHIPS
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 import jln
+import program
 from absent_gpu import triton_kernels
-from jln import program
 
 nnx = pytest.importorskip("flax.nnx")
 eqx = pytest.importorskip("equinox")

@@ -11,7 +11,7 @@ import hashlib
 import jax, jax.numpy as jnp
 import jln
 from jax.sharding import NamedSharding, PartitionSpec as P
-from jln import program
+import program
 
 mesh = program.mesh("h200", (2, 2), ("data", "model"))
 

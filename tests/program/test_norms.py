@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 import jln
+import program
 from absent_gpu import struct, triton_kernels
-from jln import program
-from jln._tools.workloads import WORKLOADS
+from workloads import WORKLOADS
 
 MB = 10**6
 ELEMENTS = 2**25

@@ -11,9 +11,10 @@ import jax
 import pytest
 from jaxlib import gpu_triton
 
+import compiler
 import jln
 from absent_gpu import struct
-from jln._triton import compiler, ptxas, target
+from jln._triton import ptxas, target
 from jln._triton.chip import CHIPS, Chip
 from launches import DTYPES, LINEAR_DTYPES, SWITCHES, launches, linear_launches
 

@@ -19,7 +19,7 @@ from jaxlib.mlir import ir
 
 import absent_gpu  # noqa: F401
 import jln
-from jln import program
+import program
 from jln._triton import lowering
 from jln._triton.chip import CHIPS, Chip
 from jln._triton.target import Gpu, using
@@ -105,7 +105,7 @@ from unittest import mock
 import jax, jax.numpy as jnp
 from jaxlib import gpu_triton
 import jln
-from jln import program
+import program
 from jln._triton import lowering
 program.mesh("h200", (1,), ("x",))
 gpu_triton._hip_triton = gpu_triton._cuda_triton

@@ -8,8 +8,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jln
+import program
 from absent_gpu import struct
-from jln import program
 
 DATA, TENSOR = 2, 4
 B, T, H = 4, 512, 256

@@ -8,8 +8,8 @@ from jax.sharding import PartitionSpec as P
 from transformed import H, M, N, gradient, launches
 
 import jln
+import program
 from absent_gpu import struct
-from jln import program
 
 MESH = ("h200", (4, 2), ("data", "tensor"))
 

@@ -11,13 +11,12 @@ import pytest
 
 import absent_gpu
 import jln
-from jln import program
+import program
 
 for _name in ("flax", "haiku", "equinox", "typer"):
     pytest.importorskip(_name)
 
 import checkpointed_blocks  # noqa: E402
-
 import steps  # noqa: E402
 from zoo.llama import llama  # noqa: E402
 from zoo.models import MODELS, Model, functional  # noqa: E402

@@ -7,10 +7,10 @@ import jax
 import pytest
 
 import jln
+import program
 from absent_gpu import struct, triton_kernels
-from jln import program
-from jln._tools.peers import PEERS
-from jln._tools.workloads import WORKLOADS
+from peers import PEERS
+from workloads import WORKLOADS
 
 MB = 10**6
 ELEMENTS = 2**25

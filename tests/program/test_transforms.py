@@ -5,8 +5,8 @@ import pytest
 from transformed import H, M, gradient, launches, layers, over_x, scale_and_offset
 
 import jln
+import program
 from absent_gpu import struct
-from jln import program
 
 save_statistics = jax.checkpoint_policies.save_only_these_names(jln.STATISTICS)
 TRANSFORMED = {

@@ -10,8 +10,8 @@ import pytest
 from transformed import H, M, N, gradient, over_x, scale_and_offset
 
 import jln
+import program
 from absent_gpu import struct, triton_kernels
-from jln import program
 
 
 def test_vmap_over_scales_writes_no_copies_of_x():

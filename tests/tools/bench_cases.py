@@ -4,12 +4,10 @@ import os
 
 import jax
 
-from jln._tools import measure
-from jln._tools.peers import PEERS
-from jln._tools.workload import Block, Workload
+from peers import PEERS
+from workloads import Workload
 
-SETTINGS = measure.Procedure(2)
-# Of each operator, and the forms that take another path: an axis that is not the last, a block, inference.
+# Of each operator, and the forms that take another path: an axis that is not the last, inference.
 SMALL = {
     w.name: w
     for w in (
@@ -21,9 +19,6 @@ SMALL = {
         Workload("add", "add_rms_norm_linear", (6, 40), "small", features=(8, 4), absent=("bias",)),
         Workload("axis-0", "layer_norm", (40, 3, 2), "small", axis=0),
         Workload("inference", "rms_norm", (6, 40), "small", directions=("forward",)),
-        # With fewer rows the largest error of plain jnp, of which limits are made, is a matter of luck.
-        Block("block", "block", (2, 16, 64), "small", heads=2),
-        Block("apart", "block", (2, 16, 64), "small", heads=2, apart=True),
     )
 }
 

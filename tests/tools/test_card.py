@@ -44,7 +44,7 @@ def made(folder, capsys, *options, **files):
     for name, content in files.items():
         (folder / "run" / f"{name}.json").write_text(json.dumps(content))
     with pytest.raises(SystemExit) as end:
-        card.main(["page", str(folder / "run"), "--into", str(folder / "cards"), *options])
+        card.app(["page", str(folder / "run"), "--into", str(folder / "cards"), *options])
     pages = list((folder / "cards").rglob("README.md"))
     return end.value.code, capsys.readouterr(), pages[0].read_text() if pages else None
 
@@ -112,7 +112,7 @@ def test_what_else_a_run_leaves_counts_too(tmp_path, capsys):
 def test_another_runs_times_are_replaced_only_when_asked(tmp_path, capsys):
     assert made(tmp_path, capsys, bench=BENCH)[0] == 0
     status, printed, page = made(tmp_path, capsys, bench=BENCH | {"environment": WHERE | {"commit": "def"}})
-    assert status == 2 and "has the times of abc, 2027-01-02T03:04:05: --replace" in printed.err and "abc" in page
+    assert status == 2 and "has the times of abc" in " ".join(printed.err.split()) and "abc" in page
     assert "def" in made(tmp_path, capsys, "--replace")[2]
 
 
@@ -128,11 +128,11 @@ def test_a_rehearsal_has_a_folder_of_its_own_and_what_cannot_be_read_is_said(tmp
 
 def test_nothing_of_a_run_is_a_line_and_a_page_made_where_its_data_lie_leaves_them(tmp_path, capsys):
     status, printed, page = made(tmp_path, capsys)
-    assert (status, page, printed.err.count("\n")) == (2, None, 1)
+    assert (status, page) == (2, None) and "has nothing of a run" in printed.err
     _, _, page = made(tmp_path, capsys, bench=BENCH)
     before = (times := tmp_path / "cards" / "h100" / "times.json").stat().st_mtime_ns
     with pytest.raises(SystemExit):
-        card.main(["page", str(times.parent), "--into", str(tmp_path / "cards")])
+        card.app(["page", str(times.parent), "--into", str(tmp_path / "cards")])
     assert times.stat().st_mtime_ns == before and (times.parent / "README.md").read_text() == page
 
 

@@ -16,7 +16,6 @@ pytest.importorskip("typer")
 pytest.importorskip("triton")
 
 import first_light
-
 from jln._triton import target
 
 SCRIPT = pathlib.Path(first_light.__file__).with_suffix(".sh")
@@ -116,7 +115,7 @@ def test_a_stage_that_is_cut_off_is_taken_up_again(tmp_path):
     fake = tmp_path / "python"
     fake.write_text(
         '#!/bin/bash\n[[ "$*" != *first_light.py\\ facts* ]] || echo "{}" >"${@: -1}"\n'
-        f'[[ "$*" != *jln\\ check* || -e {tmp_path}/again ]] || {{ touch {tmp_path}/again; exit 3; }}\n'
+        f'[[ "$*" != *check_card* || -e {tmp_path}/again ]] || {{ touch {tmp_path}/again; exit 3; }}\n'
     )
     fake.chmod(0o755)
     asked = ("--cpu", "--stages", "facts first check rest")

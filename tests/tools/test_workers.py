@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("typer")
 
-from jln._tools.workers import Last, OutOfTime, Worker, WorkError, work_side_by_side
+from workers import Last, OutOfTime, Worker, WorkError, work_side_by_side
 
 
 def do(piece):

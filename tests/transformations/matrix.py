@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+import catalogue
 import jln
 import workbench
-from jln._tools import catalogue
-from jln._tools.catalogue import FORMS
+from catalogue import FORMS
 
 
 def letter(name):

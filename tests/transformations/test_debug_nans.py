@@ -7,10 +7,10 @@ import pytest
 from jax._src import error_check  # no public name yet
 from jax.experimental import checkify
 
+import catalogue
 import jln
 import workbench
-from jln._tools import catalogue
-from jln._tools.catalogue import FORMS
+from catalogue import FORMS
 from matrix import bind, directions, every, first, loss, operands
 
 FLAGS = {"nan": jax.debug_nans, "inf": jax.debug_infs}

@@ -12,7 +12,7 @@ import pytest
 import jln
 import matrix
 import workbench
-from jln._tools.catalogue import FORMS
+from catalogue import FORMS
 from jln._triton import target
 from matrix import OPTIONAL, loss, of_some
 from workbench import LINEAR_OPERATORS

@@ -15,7 +15,7 @@ import pytest
 from jax.test_util import check_grads
 
 import jln
-from jln._tools.catalogue import FORMS
+from catalogue import FORMS
 from matrix import CASES, FORWARD, OPTIONAL, REVERSE, bind, first, one_row
 
 # Transformations that each reach another rule of the primitive. By default they are enough for the operators that

@@ -8,7 +8,7 @@ import pytest
 
 import jln
 import workbench
-from jln._tools.catalogue import FORMS
+from catalogue import FORMS
 from matrix import CLOSE, EXAMPLES, OF_ROWS, H, calls, examples_of, loss, operands, vmapped_by_name
 
 LINEARS = [name for name, form in FORMS.items() if form.is_linear]

@@ -11,7 +11,7 @@ import pytest
 
 import jln
 import workbench
-from jln._tools.catalogue import OPERATORS as CATALOGUE
+from catalogue import OPERATORS as CATALOGUE
 from jln._triton import target
 from matrix import loss_by_name
 from workbench import OPERATORS

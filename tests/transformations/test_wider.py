@@ -12,7 +12,7 @@ from jax.interpreters import partial_eval
 
 import jln
 import workbench
-from jln._tools.catalogue import FORMS
+from catalogue import FORMS
 from matrix import CLOSE, EXAMPLES, ROWS, H, calls, examples_of, loss, operands, rows_at, vmapped_by_name
 
 

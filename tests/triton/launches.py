@@ -123,7 +123,7 @@ def dtypes_of(arrays):
     return jax.tree.map(lambda a: a.dtype.name, arrays)
 
 
-def launches(h, inner, dtypes, chip, switches, trial=None):
+def launches(h, inner, dtypes, chip, switches):
     """The launches of forward and backward at this size, none made.
 
     With `examples` there are that many groups of rows, each with parameters of its own. With `products` y has as many
@@ -153,7 +153,7 @@ def launches(h, inner, dtypes, chip, switches, trial=None):
     dtotal = None if residual is None else total
     if switches.get("offset_rows"):
         norm = dataclasses.replace(norm, offset_rows=tuple(i for i in range(-len(shape), 0) if i != axis))
-    recorder = Recorder(ALL_CHIPS[chip], trial)
+    recorder = Recorder(ALL_CHIPS[chip])
     results = dtypes_of(Arrays(y=y, total=dtotal, mean=mean, rstd=rstd))
     operands = Arrays(x, residual, **parameters, **gates)
     jax.eval_shape(lambda operands: launcher.forward(operands, norm, results, 0, recorder), operands)
@@ -224,7 +224,7 @@ FUSED = [
 ]
 
 
-def linear_launches(rows, h, n, dtypes, chip, switches, trial=None):
+def linear_launches(rows, h, n, dtypes, chip, switches):
     """The launches of LayerNorm+Linear forward and backward at this size, none made; a residual has x's dtype.
 
     Without parameters nothing is kept, as with `remat`; else what the operator keeps.
@@ -254,7 +254,7 @@ def linear_launches(rows, h, n, dtypes, chip, switches, trial=None):
         examples=0 if examples is None else 1,
     )
     junction = Junction(norm, features=(1,), in_one=True)
-    recorder = Recorder(ALL_CHIPS[chip], trial)
+    recorder = Recorder(ALL_CHIPS[chip])
     operands = Arrays(x, residual, **parameters, kernel=(kernel,), bias=(bias if everything else None,))
     results = Arrays(y=(dy,), total=residual)
     product = None

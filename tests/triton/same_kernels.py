@@ -63,7 +63,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    from jln._tools.catalogue import FORMS
+    from catalogue import FORMS
 
     for name, form in FORMS.items():
         if form.is_linear:
@@ -91,7 +91,7 @@ def launches(case: Case) -> list[Any]:
     import jax
     import jax.numpy as jnp
 
-    from jln._tools.catalogue import FORMS
+    from catalogue import FORMS
     from jln._triton.chip import CHIPS as ALL
     from jln._triton.target import Recorder, using
 
@@ -165,7 +165,7 @@ _known: dict[Any, tuple[str, bytes]] = {}
 
 def described(case: Case, by_ptx: bool) -> tuple[Case, list[dict[str, Any]]]:
     """The description of each launch of a case: all that there is to compare."""
-    from jln._triton import compiler
+    import compiler
     from jln._triton.lowering import source
 
     made = []
@@ -194,7 +194,7 @@ def described(case: Case, by_ptx: bool) -> tuple[Case, list[dict[str, Any]]]:
 
 def record(path: str, by_ptx: bool, only: set[Case] | None) -> None:
     """Describe all cases, in as many processes as there are cores, and write them to a file."""
-    from jln._triton import compiler
+    import compiler
 
     chosen = [case for case in cases() if only is None or case in only]
     with compiler.workers() as pool:

@@ -4,15 +4,13 @@ The kernels are right in the interpreter with the tiles that waves take. Compile
 keep their values in registers and use memory only for what they read and write.
 """
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import compiler
 import jln
-from jln._triton import compiler
 from jln._triton.chip import CHIPS, Chip
 from jln._triton.target import Interpreter, Recorder, using
 from launches import (
@@ -28,6 +26,7 @@ from launches import (
     launches,
     linear_launches,
 )
+from workloads import WORKLOADS
 
 pytest.importorskip("triton")
 
@@ -150,44 +149,12 @@ def test_the_tiles_of_waves_are_not_those_of_warps():
     assert [launch.tile for launch in warps] != [launch.tile for launch in waves]
 
 
-def test_doctor_says_that_none_stays_xla(capsys, monkeypatch):
-    pytest.importorskip("typer")
-    from command_line import run
-
-    monkeypatch.setenv("JLN_CHIP", "mi300x")
-    _, out, _ = run(capsys, "doctor")
-    (line,) = [line for line in out.splitlines() if line.startswith("On mi300x")]
-    assert 'None stays XLA until a card has measured the kernels; implementation="triton" asks for them' in line
-    _, out, _ = run(capsys, "doctor", "--json")
-    assert json.loads(out)["why_not_unasked"] + "." == line
-    monkeypatch.setenv("JLN_CHIP", "h200")
-    _, out, _ = run(capsys, "doctor", "--json")
-    assert json.loads(out)["why_not_unasked"] is None
-
-
 def test_each_kernel_of_a_workload_is_counted_for_a_chip(capsys):
-    pytest.importorskip("typer")
-    from command_line import run
+    import report
 
-    status, out, _ = run(capsys, "report", "--kernels", "--chip", "mi300x", "--workload", "router", "--json")
-    found = json.loads(out)
-    assert status == 0 and found["chip"] == "mi300x" and found["failures"] == []
+    found, failed = report.compiled_kernels([WORKLOADS["router"]], "mi300x")
     kernels = {k["kernel"]: k for k in found["kernels"]}
+    assert not failed and "mi300x (gfx942), 65.5 KB" in capsys.readouterr().out
     assert [*kernels] == ["forward_kernel", "row_sums_of_product_kernel", "backward_kernel", "parameters_kernel"]
     assert all(0 < k["registers"] <= REGISTERS and k["spilled"] == 0 for k in kernels.values())
     assert kernels["forward_kernel"]["widest_load"] == 16 and kernels["forward_kernel"]["warps"] == 4
-    status, out, _ = run(capsys, "report", "--kernels", "--chip", "mi300x", "--workload", "decode-1")
-    assert status == 0 and "mi300x (gfx942), 65.5 KB" in out and "waves" in out
-    status, _, error = run(capsys, "report", "--chip", "mi300x")
-    assert (
-        status == 2 and error == "jln: a whole program for mi300x takes a ROCm compiler; --kernels prints its kernels\n"
-    )
-
-
-def test_candidates_for_a_chip_are_compiled(capsys):
-    pytest.importorskip("typer")
-    from command_line import run
-
-    status, out, _ = run(capsys, "tune", "decode-1", "--chip", "mi300x", "--dry-run", "--seconds", "600")
-    registers = [line.split() for line in out.splitlines() if " warps " in line and "by heuristics" not in line]
-    assert status == 0 and registers

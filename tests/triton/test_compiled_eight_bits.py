@@ -58,7 +58,7 @@ def launches_of(step, chip, *operands):
 
 def compiled(launch, dtype, h):
     """Return what `assert_fits` takes, and whether the kernel converts as the chip should."""
-    from jln._triton import compiler
+    import compiler
 
     resources = compiler.compile_launch(launch)
     what = f"{launch.kernel.fn.__name__} {dtype} H={h} {launch.tile}"

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import pytest
 from test_compiler import MOST, STACK, WIDTHS, assert_fits, every_pair, pairs_of
 
+import compiler
 from jln._junction.linears import tiles as linear_tiles
-from jln._tools.workloads import WORKLOADS
-from jln._triton import compiler
 from jln._triton.chip import CHIPS as ALL_CHIPS
 from jln._triton.tile import aligned
 from launches import (
@@ -22,6 +21,7 @@ from launches import (
     SWITCHES,
     linear_launches,
 )
+from workloads import WORKLOADS
 
 pytest.importorskip("triton")
 

@@ -11,12 +11,9 @@ import itertools
 
 import pytest
 
+import compiler
 from combinations import covering
-from jln._tools.workloads import WORKLOADS
-from jln._triton import compiler, tuning
-from jln._triton.chip import CHIPS as ALL_CHIPS
 from jln._triton.tile import Tile
-from jln._triton.tuning import Trial
 from launches import (
     BOTH_SIDES_SWITCHES,
     CHIPS,
@@ -35,6 +32,7 @@ from launches import (
     launches,
     linear_launches,
 )
+from workloads import WORKLOADS
 
 pytest.importorskip("triton")
 
@@ -289,70 +287,3 @@ def spills_of_a_large_tile():
     )
     constants = backward.constants | {"BLOCK_H": 16384}
     return compiler.compile_launch(dataclasses.replace(backward, tile=Tile(1, 16384, 16), constants=constants)).spilled
-
-
-# Of each choice one that the heuristics do not make, and what the package has.
-TUNED = [
-    {"choice": "forward", "h": 2048, "layout": "last axis", "itemsize": 2, "mixed": False,
-     "tiles": {"tile": Tile(2, 2048, 16)}},
-    {"choice": "backward", "h": 1000, "layout": "other axis, unaligned", "itemsize": 4, "mixed": True, "wants_y": False,
-     "tiles": {"tile": Tile(16, 64, 8), "sums": Tile(16, 64, 8)}},
-    {"choice": "backward", "h": 2048, "layout": "last axis", "itemsize": 4, "mixed": False, "wants_y": False,
-     "tiles": {"tile": Tile(4, 2048, 16, 3), "sums": None}},
-    {"choice": "backward", "h": 4096, "layout": "last axis", "itemsize": 2, "mixed": False, "wants_y": True,
-     "tiles": {"tile": Tile(1, 4096, 16, 4), "sums": None}},
-    {"choice": "backward", "h": 1000, "layout": "other axis", "itemsize": 4, "mixed": False, "wants_y": False,
-     "tiles": {"tile": Tile(512, 2, 8, 8), "sums": Tile(64, 16, 4)}},
-    {"choice": "fused_forward", "h": 4096, "n": 64, "dtype": "bfloat16", "tiles": {"tile": Tile(64, 128, 8, 3)}},
-    {"choice": "fused_backward", "h": 1000, "n": 256, "dtype": "bfloat16",
-     "tiles": {"row_sums": Tile(64, 64, 8, 4), "backward": Tile(64, 64, 8, 4)}},
-]  # fmt: skip
-
-TUNED = [tuning.parsed(e | {"chip": "h200", "tiles": {n: t and vars(t) for n, t in e["tiles"].items()}}) for e in TUNED]
-# One that is unsound is an error here.
-PACKAGED = [tuning.parsed(e) for path in sorted(tuning.PACKAGED.glob("*.json")) for e in tuning.load(path)["entries"]]
-
-
-def compile_tuned(key, tiles):
-    """Return of each tile (kernel, the tile, spilled bytes, shared bytes). Runs in the worker."""
-    sizes = dict(key)
-    chip, h = sizes["chip"], sizes["h"]
-    trial = Trial({key: tiles})
-    if "n" in sizes or sizes.get("wants_y"):
-        name = sizes.get("dtype") or {2: "bfloat16", 4: "float16" if sizes["mixed"] else "float32"}[sizes["itemsize"]]
-        dtypes = LINEAR_DTYPES[name]
-        # Beside y, with a cotangent of the sum too, other stages follow from the tile's.
-        switches = SWITCHES["everything"] | ({"adds": False} if sizes.get("wants_y") else {})
-        made = linear_launches(100_000, h, sizes.get("n", 12288), dtypes, chip, switches, trial)
-    else:
-        name = {2: "bfloat16", 4: "float32", 8: "float64"}[sizes["itemsize"]]
-        dtypes = DTYPES["bfloat16, float32 stream" if sizes["mixed"] else name]
-        inner = {"last axis": 1, "other axis": 147456, "other axis, unaligned": 147455}[sizes["layout"]]
-        made = launches(h, inner, dtypes, chip, SWITCHES["everything"], trial)
-    assert key in trial.asked, f"nothing asks for {key}"
-    wanted = [tile for tile in tiles.values() if tile is not None]
-    found = []
-    for launch in made:
-        if launch.tile in wanted:
-            resources = compiler.compile_launch(launch)
-            found.append((launch.kernel.fn.__name__, launch.tile, resources.spilled, resources.shared))
-    assert {tile for _, tile, *_ in found} == set(wanted)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("key", "tiles"),
-    [(k, t) for k, t in TUNED + PACKAGED if t],
-    ids=lambda a: dict(a)["choice"] if isinstance(a, tuple) else "",
-)
-def test_tuned_tiles_do_not_spill_and_need_no_more_than_is_reckoned(worker, key, tiles):
-    """The formula that bounds what a file may ask for is no less than what a tile takes, so each can be launched."""
-    sizes = dict(key)
-    choice = tuning.CHOICES[sizes["choice"]]
-    for kernel, tile, spilled, taken in worker.submit(compile_tuned, key, tiles).result():
-        names = [name for name, t in tiles.items() if t == tile]
-        reckoned = max(choice.shared(name, tile, sizes) for name in names)
-        assert spilled == 0, (kernel, tile)
-        # A reduction takes 4 bytes a row and warp, twice, beside it.
-        limit = ALL_CHIPS[sizes["chip"]].shared
-        assert taken <= min(reckoned + 8 * tile.rows * tile.warps + 64, limit), (kernel, tile)

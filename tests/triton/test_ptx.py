@@ -9,8 +9,8 @@ import re
 
 import pytest
 
+import compiler
 from jln._junction.linears import tiles as linear_tiles
-from jln._triton import compiler
 from jln._triton.chip import CHIPS as ALL_CHIPS
 from launches import CHIPS, DTYPES, FUSED, LINEAR_DTYPES, SWITCHES, launches, linear_launches
 

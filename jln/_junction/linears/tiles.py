@@ -15,7 +15,6 @@ from jln._junction.geometry import Geometry
 from jln._triton.chip import CHIPS, Chip, triton_version
 from jln._triton.target import INTERPRETED, Target
 from jln._triton.tile import Tile, aligned, ceil_div, next_power_of_2
-from jln._triton.tuning import Choice, Tiles, known_or_newest
 
 # The most features that one program can hold (64 rows of sums, float32) beside a tile of x and one of the kernel, by
 # the operands' dtype; and the most where rows do not start on 16 bytes, and pairs of elements take registers for their
@@ -253,43 +252,6 @@ def _splits(row_tiles: int, groups: int, chunks: int, cores: int) -> tuple[int, 
     return min(map(shared, range(1, min(groups * row_tiles, cores) + 1)), key=time)
 
 
-def _held(tile: Tile, sizes: dict[str, Any]) -> int:
-    n = features(sizes["n"])
-    return max(tile.rows * tile.columns, tile.rows * n, tile.columns * n)
-
-
-def _shared(name: str, tile: Tile, sizes: dict[str, Any]) -> int:
-    """The shared memory of a kernel in bytes: about what the compiler takes.
-
-    It is no less than that but for some reductions' few bytes (tests/triton/test_compiler.py). It counts every stage,
-    two where it is one, as dy has two layouts, and the operand that stays: of `backward_kernel` the kernel, of
-    `row_sums_kernel` a tile of dy, which mma wants in registers and so passes through there before the last stage is
-    full. Of the forward, stages of x, residual and kernel, while z, and but for mma the kernel, are operands.
-    """
-    n, elements = features(sizes["n"]), tile.rows * tile.columns
-    ahead, by_mma = max(2, tile.stages) - 1, not known_or_newest(sizes["chip"]).has_wgmma
-    dy, kernel = tile.rows * n, tile.columns * n
-    if name == "backward":
-        taken = (ahead + 1) * (2 * elements + dy) + kernel
-    elif name == "tile":
-        taken = ahead * (2 * elements + kernel) + elements + (0 if by_mma else kernel)
-    elif by_mma:
-        taken = max((ahead + 1) * (elements + kernel), (tile.stages - 1) * (elements + kernel) + dy + elements)
-    else:
-        taken = (ahead + 1) * (elements + kernel) + dy
-    return taken * (4 if sizes["dtype"] == "float32" else 2)
-
-
-def _free(name: str, tile: Tile, sizes: dict[str, Any]) -> tuple[str, ...]:
-    return "rows", "columns", "warps", "stages"
-
-
-_FIELDS = {"h": int, "n": int, "dtype": str}
-_DOT = 16  # the least side of `tl.dot`
-FORWARD = Choice("fused_forward", _FIELDS, ("tile",), _held, _shared, _free, least=_DOT)
-BACKWARD = Choice("fused_backward", _FIELDS, ("row_sums", "backward"), _held, _shared, _free, least=_DOT)
-
-
 def _have_registers(h: int, n: int, product_dtype: str, chip: Chip, groups: int, gated: bool) -> bool:
     """True where the backward kernel has registers for a sum with a bias or a gate, or for rows of several groups.
 
@@ -319,16 +281,13 @@ def forward(
     gated: bool = False,
     keeps: bool = False,
 ) -> Tile | None:
-    """The tile of the fused forward: as measured where it was, else by `forward_tile`.
+    """The tile of the fused forward: by `forward_tile`, where the kernels have registers.
 
-    `forward_tile` alone decides whether to fuse, but for `_have_registers`. adds: whether there is a residual. gated:
-    whether x has a bias or a gate there. keeps: as of `forward_tile`.
+    adds: whether there is a residual. gated: whether x has a bias or a gate there. keeps: as of `forward_tile`.
     """
     tile = forward_tile(rows, h, n, product_dtype, target.chip, keeps)
     if tile is None or not _have_registers(h, n, product_dtype, target.chip, groups, gated):
         return None
-    tile = FORWARD.tiles(target.trial, {"tile": tile}, target.chip, h=h, n=n, dtype=product_dtype)["tile"]
-    assert tile is not None
     if adds and h % tile.columns:
         # The masks of two more arrays take registers. 64 columns spill 24 bytes on an H200 at H = 1000 and N = 136, and
         # at H = 1023 and N = 7 they spill 64 bytes on a B200, and 72 bytes in float32 on an H200.
@@ -339,14 +298,6 @@ def forward(
 def backward(
     rows: int, h: int, n: int, product_dtype: str, target: Target, *, groups: int = 1, gated: bool = False
 ) -> BackwardPlan | None:
-    """The plan of the fused backward: as measured where it was, else by `backward_plan`.
-
-    `backward_plan` alone decides whether to fuse, but for `_have_registers`.
-    """
-    tiles = backward_tiles(h, n, product_dtype, target.chip)
-    if tiles is None or not _have_registers(h, n, product_dtype, target.chip, groups, gated):
-        return None
-    rules: Tiles = {"row_sums": tiles[0], "backward": tiles[1]}
-    chosen = BACKWARD.tiles(target.trial, rules, target.chip, h=h, n=n, dtype=product_dtype)
-    assert chosen["row_sums"] is not None and chosen["backward"] is not None
-    return backward_grid(rows, h, n, target.chip, chosen["row_sums"], chosen["backward"], groups)
+    """The plan of the fused backward: by `backward_plan`, where the kernels have registers."""
+    plan = backward_plan(rows, h, n, product_dtype, target.chip, groups)
+    return plan if plan is not None and _have_registers(h, n, product_dtype, target.chip, groups, gated) else None

@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("typer")
 
+import clocks
 from bench_cases import SMALL
-from jln._tools import clocks
-from jln._tools.clocks import Run
+from clocks import Run
 
 pytestmark = pytest.mark.usefixtures("promoted_ranks")
 
@@ -110,7 +110,9 @@ def test_every_round_has_every_program_in_an_order_of_its_own():
 
 
 def test_pytorch_windows_are_found_in_its_trace():
-    torch_peers = pytest.importorskip("torch") and __import__("jln._tools.torch_peers", fromlist=["_windows"])
+    pytest.importorskip("torch")
+    import torch_peers
+
     workload = SMALL["norm"]
     given = jax.device_put(workload.draw())
     calls = torch_peers.calls(workload, torch_peers.FUNCTIONS["eager"](workload), *given)

@@ -19,11 +19,11 @@ import torch._dynamo.config
 import torch._functorch.config
 import torch.nn.functional as F
 
-from jln._tools import clocks
-from jln._tools.catalogue import EPSILON
-from jln._tools.clocks import Run, Times
-from jln._tools.composed import Unsupported, composed, multiplied
-from jln._tools.workload import Workload
+import clocks
+from catalogue import EPSILON
+from clocks import Run, Times
+from peers import Unsupported, composed, multiplied
+from workloads import Workload
 
 # For how long threads of PyTorch's CPU kernels may go on to spin: GNU's and Intel's OpenMP take 0.2 s at most.
 PAUSE = 0.25
@@ -91,7 +91,7 @@ def calls(
     """Calls that run each direction: "forward", "backward", "both" and "gradient", as the programs of JAX's peers."""
     tensors = jax.tree.map(lambda a: to_torch(a, workload.dtype).requires_grad_(), arguments)
     dys = [to_torch(a, workload.dtype) for a in jax.tree.leaves(cotangents)]
-    wanted = jax.tree.leaves(workload.signature.own_gradients(tensors))
+    wanted = jax.tree.leaves(workload.entry.own_gradients(tensors))
 
     def results() -> list[torch.Tensor]:
         return jax.tree.leaves(function(*tensors))

@@ -1,8 +1,8 @@
 """The catalogue of public operators: what each takes, gives, reads and computes.
 
-`check`, `bench`, `report`, `tune`, `doctor`, the tests and the reports go over this one list. It is made of the
+Benchmarks and tests go over this one list. It is made of the
 operators' signatures, and of the table of their arrays in `jln._junction.arrays`: a new operator joins them all by
-being public, and a new array by its line there and by its operations here.
+being public, and a new array by its line there.
 """
 
 from __future__ import annotations
@@ -22,15 +22,6 @@ from jln._junction.arrays import OPERANDS, TABLE, Arrays, Norm, Shape, Switches,
 EPSILON = 1e-6  # the default of every signature, where it stands in figures for its readers
 DIRECTIONS = ("forward", "backward")
 
-# Operations on an element of x, forward and backward, that each array of the table adds; that of a product are apart.
-# x: its square summed 2, times rstd 1; x_hat 1, c2 2, dx 3. A scale: g 1 and dscale 2. silu(z) 4, the product 1;
-# backward silu 4, its derivative 2, x or dy times silu(z) 1, dz 2, dx or y times silu(z) 1.
-_OF_NORM, _OF_SCALE, _OF_SUMMAND, _OF_SILU = (3, 6), (1, 3), (1, 1), (5, 10)
-_OPERATIONS = {
-    **{"x": _OF_NORM, "scale": _OF_SCALE, "x_scale": (4, 9), "gate": (1, 3), "z": _OF_SILU, "x_z": _OF_SILU},
-    **{"offset": _OF_SUMMAND, "residual": _OF_SUMMAND, "x_bias": _OF_SUMMAND, "added": (1, 0)},
-}
-_OF_MEAN = (2, 3)  # of each norm that subtracts it: the mean 1, x - mean 1; x - mean 1, c1 1, dx 1
 _DIMENSIONS = {Shape.ROW: ("x",), Shape.COLUMN: ("H",), Shape.KERNEL: ("H", "N"), Shape.BIAS: ("N",)}
 
 
@@ -142,13 +133,11 @@ class Operator(Signature):
     takes: the names of all arrays that it takes, those by keyword last. keywords: the names of the latter, which few
       models have.
     options: static keywords that say which form of the operator this is; empty for the defaults.
-    per_element: operations on each element of x, forward and backward, without those of a product.
     """
 
     takes: tuple[str, ...]
     keywords: tuple[str, ...]
     options: tuple[tuple[str, Any], ...]
-    per_element: tuple[int, ...]
 
     function = property(lambda self: getattr(jln, self.name))
     reference = property(lambda self: getattr(jln.reference, self.name))
@@ -214,11 +203,6 @@ class Operator(Signature):
         of_arrays.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
         return of_arrays
 
-    def operations(self, elements: int, features: int, direction: str) -> int:
-        """The operations on `elements` elements of x in a direction; an addition and a multiplication are two."""
-        products = self.product_operations(elements, features, direction)
-        return self.per_element[DIRECTIONS.index(direction)] * elements + products
-
     def product_operations(self, elements: int, features: int, direction: str) -> int:
         """The operations of the product alone: one product forward, two backward."""
         return 2 * (1 + DIRECTIONS.index(direction)) * elements * features if self.is_linear else 0
@@ -268,8 +252,6 @@ def _form(
         return Array(n, role, dimensions, optional, same)
 
     read = {r for n in names for r in reads(n)}
-    means = [_OF_MEAN] * (norm.switches.subtract_mean * (1 + norm.both_sides))
-    counts = [*(_OPERATIONS.get(t, (0, 0)) for t in in_table.values()), *means]
     return Operator(
         name,
         tuple(map(argument, names)),
@@ -278,7 +260,6 @@ def _form(
         takes,
         keywords,
         options,
-        tuple(map(sum, zip(*counts, strict=True))),
     )
 
 

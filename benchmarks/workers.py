@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jln._tools.console import one_line
+from rows import one_line
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 

@@ -1,6 +1,6 @@
 """Wrong backward rules of LayerNorm that a checker must reject: two that are widely copied, and common slips.
 
-They prove that `check` can fail. Each returns the right value and has one error in its gradients; the terms are those
+Each returns the right value and has one error in its gradients; the terms are those
 of `jln._junction.formulas`.
 """
 
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from catalogue import EPSILON
 from jln import reference
-from jln._tools.catalogue import EPSILON
 
 
 class Terms(NamedTuple):

@@ -24,9 +24,9 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
+from hlo import Collective, Kernel, launches
 from jln._triton import chip as chips
 from jln._triton.target import Gpu, using
-from jln.program.hlo import Collective, Kernel, launches
 
 _PLUGIN = "jax_plugins.xla_cuda13"
 

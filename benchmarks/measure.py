@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -12,30 +13,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jln._tools import clocks
-from jln._tools.accuracy import Accuracy, Judge
-from jln._tools.clocks import Run, Times
-from jln._tools.composed import Unsupported
-from jln._tools.console import one_line
-from jln._tools.peers import Peer
-from jln._tools.workload import Block, Workload
+import catalogue
+import clocks
+import jln
+from clocks import Run, Times
+from jln.testing.operators import Error, Judge
 from jln.testing.report import finite_or_text
-
-
-@dataclass(frozen=True)
-class Procedure:
-    """Settings of a measurement.
-
-    repetitions: runs of each program.
-    cold: overwrite a GPU's L2 before each run.
-    seed: of the data.
-    even_wrong: time peers whose numbers are wrong, too.
-    """
-
-    repetitions: int
-    cold: bool = True
-    seed: int = 0
-    even_wrong: bool = False
+from peers import Peer, Unsupported
+from rows import one_line
+from workloads import Workload
 
 
 @dataclass(frozen=True)
@@ -44,7 +30,6 @@ class PeerProgram:
 
     peak, temporary: the most bytes that it holds, with its arguments and results, and without. None where nobody
       counts.
-    why: the reason not to run it.
     """
 
     peer: Peer
@@ -53,24 +38,21 @@ class PeerProgram:
     outputs: Callable[[], list[jax.Array]]
     peak: int | None = None
     temporary: int | None = None
-    why: str = ""
 
 
-def measure(workload: Workload, peers: Sequence[Peer], platform: str, procedure: Procedure) -> list[dict[str, Any]]:
+def measure(workload: Workload, peers: Sequence[Peer], repetitions: int) -> list[dict[str, Any]]:
     """Return a record for each peer and direction, or one for a peer with the reason why there is no measurement."""
-    arguments, cotangents = jax.device_put(workload.draw(seed=procedure.seed))
+    platform = jax.devices()[0].platform
+    arguments, cotangents = jax.device_put(workload.draw())
     records: list[dict[str, Any]] = []
     pending: list[_Pending] = []
     for peer in peers:
-        why = peer.missing(platform)
         try:
-            pending += [] if why else _pending(workload, peer, platform, arguments, cotangents)
-        except Unsupported as error:
-            why = str(error)
+            if (why := peer.missing(platform)) is not None:
+                raise Unsupported(why)
+            pending.append(_pending(workload, peer, platform, arguments, cotangents))
         except Exception as error:  # whatever a peer raises is its own affair, and the others' are measured
-            records.append(without(workload, peer, "failed", one_line(error)))
-        if why is not None:
-            records.append(without(workload, peer, "skipped", why))
+            records.append(without(workload, peer, error))
     programs: list[PeerProgram] = []
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # XLA compiles without Python's lock
         jobs = [(p.peer, p.finish, pool.submit(p.compile)) for p in pending]
@@ -78,16 +60,12 @@ def measure(workload: Workload, peers: Sequence[Peer], platform: str, procedure:
         try:
             programs += finish(job.result())
         except Exception as error:
-            records.append(without(workload, peer, "failed", one_line(error)))
-    records += [_record(workload, p, "skipped", None, p.why, None) for p in programs if p.why]
-    programs = [program for program in programs if not program.why]
+            records.append(without(workload, peer, error))
     if programs:
-        judge = Judge(workload, arguments, cotangents, mild=True)
-        checked = [(program, *_checked(program, judge)) for program in programs]
+        judge = _judge(workload, arguments, cotangents)
+        checked = [(program, *_checked(workload, program, judge)) for program in programs]
         del judge  # float64 arrays, gigabytes of them
-        allowed = {"timed", "wrong"} if procedure.even_wrong else {"timed"}
-        bad = {program.peer.name for program, status, *_ in checked if status not in allowed}
-        times = _timed([program for program in programs if program.peer.name not in bad], platform, procedure)
+        times = _timed([program for program, _, worst, _ in checked if worst is not None], platform, repetitions)
         records += [
             _record(workload, program, status, worst, reason, times.get(program.run.name))
             for program, status, worst, reason in checked
@@ -96,18 +74,32 @@ def measure(workload: Workload, peers: Sequence[Peer], platform: str, procedure:
     return sorted(records, key=lambda record: order.index(record["peer"]))
 
 
-def without(workload: Workload, peer: Peer, status: str, reason: str) -> dict[str, Any]:
+def without(workload: Workload, peer: Peer, error: Exception) -> dict[str, Any]:
     """The record of a peer that has no program."""
+    status = "skipped" if isinstance(error, Unsupported) else "failed"
+    reason = str(error) if status == "skipped" else one_line(error)
     return {"workload": workload.name, "peer": peer.name, "direction": None, "status": status, "reason": reason}
 
 
-def function_of(workload: Workload, peer: Peer) -> Callable[..., Any]:
-    """The peer's function of the workload's arguments. Raises Unsupported."""
-    if not isinstance(workload, Block):
-        return peer.function(workload)
-    if peer.framework != "jax":
-        raise Unsupported("a block is compared within JAX: another framework's attention is another kernel")
-    return workload.of(*map(peer.function, workload.parts()))
+def _judge(workload: Workload, arguments: Sequence[Any], cotangents: Sequence[Any]) -> Judge:
+    """The judge of a workload's results, milder than of an operator: others add up parameters' gradients in any order.
+
+    That is a rounding more for each of M rows, of partial sums at most as large as the largest result, each independent
+    of the others.
+    """
+
+    @jax.jit
+    def truth(arguments: Sequence[Any], cotangents: Sequence[Any]) -> dict[str, jax.Array]:
+        given = [*arguments, *(cotangents if "backward" in workload.directions else ())]
+        results = workload.step(workload.function(jln.reference))(*given)
+        return dict(zip(workload.names(), jax.tree.leaves(results), strict=True))
+
+    examples = math.prod(workload.sizes()["examples"])
+    sums: dict[str, int] = {}
+    for a in workload.entry.parameters:
+        rows = workload.rows // (examples if "examples" in a.dimensions else 1)
+        sums |= {name: rows for name in catalogue.flat_names([(f"d{a.name}", workload.arrays()[a.name])])}
+    return Judge(truth, truth(arguments, cotangents), (arguments, cotangents), workload.dtype, sums)
 
 
 @dataclass(frozen=True)
@@ -123,11 +115,11 @@ class _Pending:
     finish: Callable[[Any], list[PeerProgram]]
 
 
-def _pending(workload, peer, platform, arguments, cotangents) -> list[_Pending]:
-    function = function_of(workload, peer)
+def _pending(workload, peer, platform, arguments, cotangents) -> _Pending:
+    function = peer.function(workload)
     if peer.framework == "jax":
-        return [_jax_programs(workload, peer, platform, function, arguments, cotangents)]
-    from jln._tools import torch_peers
+        return _jax_programs(workload, peer, platform, function, arguments, cotangents)
+    import torch_peers
 
     programs = []
     for direction, call in torch_peers.calls(workload, function, arguments, cotangents).items():
@@ -138,7 +130,7 @@ def _pending(workload, peer, platform, arguments, cotangents) -> list[_Pending]:
         outputs = lambda call=call: [torch_peers.to_jax(a) for a in call()]  # noqa: E731
         held = [*arguments, *(() if direction == "forward" else cotangents)]
         programs.append(PeerProgram(peer, direction, run, outputs, torch_peers.peak_bytes(call, held)))
-    return [_Pending(peer, lambda: None, lambda _: programs)]
+    return _Pending(peer, lambda: None, lambda _: programs)
 
 
 def _jax_programs(workload, peer, platform, function, arguments, cotangents) -> _Pending:
@@ -147,7 +139,7 @@ def _jax_programs(workload, peer, platform, function, arguments, cotangents) -> 
     The backward program takes what another program, which nobody times, leaves for it. On the CPU, where writing y is a
     good part of the time, there is one more program, "gradient": both directions with y thrown away.
     """
-    dy = workload.signature.packed(cotangents)
+    dy = workload.entry.packed(cotangents)
     jobs: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {"forward": (function, tuple(arguments))}
     trees = []
     if "backward" in workload.directions:
@@ -158,7 +150,7 @@ def _jax_programs(workload, peer, platform, function, arguments, cotangents) -> 
             return leaves
 
         def backward(leaves, dy):
-            return workload.signature.own_gradients(jax.tree.unflatten(trees[0], leaves)(dy))
+            return workload.entry.own_gradients(jax.tree.unflatten(trees[0], leaves)(dy))
 
         jobs["saved"] = saved, tuple(arguments)
         jobs["backward"] = backward, ()
@@ -205,42 +197,43 @@ def _program(peer: Peer, direction: str, compiled: jax.stages.Compiled, operands
         temporary = memory.temp_size_in_bytes
         peak = memory.argument_size_in_bytes + memory.output_size_in_bytes + temporary
     lacks = peer.evidence and peer.evidence not in (compiled.as_text() or "")
-    why = f"XLA made no {peer.evidence} of it" if lacks else ""
+    if lacks:
+        raise Unsupported(f"XLA made no {peer.evidence} of it")
     run = Run(identifier(f"{peer.name}_{direction}"), lambda: compiled(*operands))
-    return PeerProgram(peer, direction, run, lambda: jax.tree.leaves(compiled(*operands)), peak, temporary, why)
+    return PeerProgram(peer, direction, run, lambda: jax.tree.leaves(compiled(*operands)), peak, temporary)
 
 
-def _checked(program: PeerProgram, judge: Judge) -> tuple[str, Accuracy | None, str]:
-    """Return a program's status, its worst result, and the reason for the status."""
+def _checked(workload: Workload, program: PeerProgram, judge: Judge) -> tuple[str, Error | None, str]:
+    """Return a program's status, the result that is nearest to its limit, and the reason for the status."""
+    names = workload.names(program.direction)
     try:
-        worst = judge.worst(program.direction, program.outputs())
+        errors = judge.errors(dict(zip(names, program.outputs(), strict=True)))
     except Exception as error:
         return "failed", None, one_line(error)
-    if worst.ok:
+    worst = max(errors, key=lambda e: math.inf if math.isnan(e.error) else e.error / (e.limit or 1))
+    if worst.error <= worst.limit:
         return "timed", worst, ""
     return "wrong", worst, f"{worst.name} is off by {worst.error:.2e}, {worst.limit:.2e} is allowed"
 
 
-def _timed(programs: Sequence[PeerProgram], platform: str, procedure: Procedure) -> dict[str, Times]:
+def _timed(programs: Sequence[PeerProgram], platform: str, repetitions: int) -> dict[str, Times]:
     """The times of programs: on a GPU by the device's clock, in each framework's profiler; else by the wall clock."""
     if platform != "gpu":
-        return clocks.walled([program.run for program in programs], procedure.repetitions) if programs else {}
+        return clocks.walled([program.run for program in programs], repetitions) if programs else {}
     times = {}
-    cold = clocks.COLD_BYTES if procedure.cold else 4
     for framework in ("jax", "torch"):
         runs = [program.run for program in programs if program.peer.framework == framework]
         if not runs:
             continue
-        if framework == "jax":
-            clock, other = clocks.traced, lambda runs, n, _: clocks.walled(runs, n)
-        else:
-            from jln._tools import torch_peers
+        clock, other = clocks.traced, clocks.walled
+        if framework == "torch":
+            import torch_peers
 
             clock, other = torch_peers.profiled, torch_peers.evented
         try:
-            times |= clock(runs, procedure.repetitions, cold)
+            times |= clock(runs, repetitions)
         except RuntimeError as error:  # no profiler for us here
-            why, instead = one_line(error), other(runs, procedure.repetitions, cold)
+            why, instead = one_line(error), other(runs, repetitions)
             times |= {name: replace(t, unprofiled=why) for name, t in instead.items()}
     return times
 
@@ -249,9 +242,6 @@ def _record(workload, program, status, worst, reason, times: Times | None) -> di
     record = {"workload": workload.name, "peer": program.peer.name, "direction": program.direction, "status": status}
     if worst:
         record["worst"] = {"result": worst.name, "error": finite_or_text(worst.error), "limit": worst.limit}
-    if status == "timed" and times is None:
-        status = record["status"] = "wrong"
-        reason = "another direction's numbers are"
     if reason:
         record["reason"] = reason
     if times is None:
@@ -277,8 +267,9 @@ def _record(workload, program, status, worst, reason, times: Times | None) -> di
     }
 
 
-def ceilings(platform: str, procedure: Procedure) -> dict[str, float]:
+def ceilings(repetitions: int) -> dict[str, float]:
     """The bytes/s and flop/s that this machine reaches in programs that only copy or negate, or only multiply."""
+    platform = jax.devices()[0].platform
     # Elements of 2 bytes: 1 GiB in and out; 16 MiB as the workloads' arrays, whose memory a CPU's allocator keeps.
     large = 2**29 if platform == "gpu" else 2**23
     side = 8192 if platform == "gpu" else 1024
@@ -289,7 +280,7 @@ def ceilings(platform: str, procedure: Procedure) -> dict[str, float]:
     for name, (f, operands) in jobs.items():
         compiled = _lowered(f"ceiling_{name}", f, operands).compile()
         programs.append(_program(_CEILING, name, compiled, operands))
-    medians = {p.direction: t.median for p in programs if (t := _timed([p], platform, procedure).get(p.run.name))}
+    medians = {p.direction: t.median for p in programs if (t := _timed([p], platform, repetitions).get(p.run.name))}
     return {
         "bytes_per_s": 2 * a.size * 2 / min(medians["copy"], medians["negate"]),
         "flop_per_s": 2 * side**3 / medians["matmul"],

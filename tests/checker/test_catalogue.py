@@ -2,6 +2,7 @@
 
 import functools
 
+import controls
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,6 @@ import pytest
 
 import jln
 from jln import testing
-from jln._tools import controls
 
 pytestmark = pytest.mark.usefixtures("promoted_ranks")  # broadcasting is what half of these are about
 
