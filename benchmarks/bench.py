@@ -85,11 +85,11 @@ def main(
         results = {"environment": where, "ceilings": measure.ceilings(repetitions), "records": []}
     run(results, chosen, asked, path, end, apart=is_gpu)
     print_results(results)
-    if path is not None:
+    if path is not None and any(r["status"] == "timed" for r in results["records"]):
         import pictures
 
-        pictures.save(pictures.times(results, "median", "Time: less is better"), path.parent / "speed.svg")
-        pictures.save(pictures.times(results, "peak_bytes", "Memory: less is better"), path.parent / "memory.svg")
+        pictures.times(results, "median", path.parent / "speed.svg")
+        pictures.times(results, "peak_bytes", path.parent / "memory.svg")
     unfinished = [w.name for w in chosen if w.name not in done(results, asked)]
     if unfinished:
         typer.echo(f"workloads not finished: {len(unfinished)}; run it again with --output", err=True)

@@ -3,10 +3,10 @@
     python benchmarks/candidates.py compile FILE layer-norm-4096:backward gpt2-small:forward ...
     python benchmarks/candidates.py time FILE [--output found.json] [--tiles h100.json]
 
-The first command needs Triton and JAX, and writes the machine code of each candidate's launches. The second needs the
-card, PyTorch for memory and events, and neither JAX nor a compiler. A question is a workload and a direction. The first candidate of each is what the rules of
-`jln._junction.tiles` choose; the others' numbers are compared with its own. Times are of CUDA's events, 256 MB written
-before each run, and have some 2 us more than the kernels' own.
+The first command needs Triton, and writes the machine code of each candidate's launches. The second needs the card, and
+PyTorch for memory and events. A question is a workload and a direction. The first candidate of each is what the rules
+of `jln._junction.tiles` choose; the others' numbers are compared with its own. Times are of CUDA's events, 256 MB
+written before each run, and have some 2 us more than the kernels' own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import random
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Annotated, Any
 from unittest import mock
 
@@ -37,29 +37,20 @@ SPILLED = 16  # bytes a thread, beyond which a candidate is left out
 COLD_BYTES = 2**28
 BETWEEN = ("shares", "c1", "c2")  # arrays that a kernel makes for the next
 
-# A candidate: the tiles by the rule whose answer they take. None is the rules' own answer.
-Candidate = dict[str, Any] | None
+# A candidate's tiles: of the kernel and, where rows are wider than it, of the row sums. None are the rules' own.
+Candidate = tuple[Any, ...]
 
 
-# Compiling.
-
-
-@contextlib.contextmanager
-def answering(candidate: Candidate) -> Iterator[None]:
-    """The rules answer with the candidate's tiles while the context is active."""
+def answers(direction: str, candidate: Candidate) -> contextlib.AbstractContextManager[Any]:
+    """A context in which the rules answer with the candidate's tiles."""
     from jln._junction import tiles
 
-    given = candidate or {}
-    changes = {}
-    if "forward" in given:
-        changes["forward"] = lambda *a, **how: given["forward"]
-    if "backward" in given:
-        changes["backward"] = lambda *a, **how: tiles.BackwardPlan(*given["backward"])
-        changes["both_sides"] = lambda *a, **how: given["backward"][0]
-    with contextlib.ExitStack() as stack:
-        for name, change in changes.items():
-            stack.enter_context(mock.patch.object(tiles, name, change))
-        yield
+    if not candidate:
+        return contextlib.nullcontext()
+    if direction == "forward":
+        return mock.patch.object(tiles, "forward", lambda *a, **how: candidate[0])
+    plan = tiles.BackwardPlan(*candidate, *[None] * (2 - len(candidate)))
+    return mock.patch.multiple(tiles, backward=lambda *a, **how: plan, both_sides=lambda *a, **how: candidate[0])
 
 
 def recorded(name: str, direction: str, candidate: Candidate, chip: str) -> list[Any]:
@@ -72,11 +63,10 @@ def recorded(name: str, direction: str, candidate: Candidate, chip: str) -> list
 
     workload = WORKLOADS[name]
     step = workload.step(workload.function(implementation="triton"))
-    with answering(candidate), target.using(recorder := target.Recorder(chips.named_chip(chip))):
+    with answers(direction, candidate), target.using(recorder := target.Recorder(chips.named_chip(chip))):
         jax.jit(lambda *arrays: step(*arrays)).lower(*workload.step_arguments())
-    if direction == "backward":
-        return [launch for launch in recorder.launches if launch.kernel.fn.__name__ != "forward_kernel"]
-    return [launch for launch in recorder.launches if launch.kernel.fn.__name__ == f"{direction}_kernel"]
+    is_forward = direction == "forward"
+    return [a for a in recorder.launches if (a.kernel.fn.__name__ == "forward_kernel") == is_forward]
 
 
 def candidates(name: str, direction: str) -> list[Candidate]:
@@ -86,24 +76,23 @@ def candidates(name: str, direction: str) -> list[Candidate]:
 
     h = WORKLOADS[name].width
     columns = next_power_of_2(h)
-    found: list[Candidate] = [None]
+    found: list[Candidate] = [()]
     if direction == "backward" and h > 8192:
         sums = [Tile(r, c, w, s) for r, c, w in ((1, 4096, 8), (2, 2048, 8), (1, 2048, 4)) for s in (1, 2, 3, 4)]
         chunks = [Tile(2, 4096, 16, 3), Tile(1, 4096, 8, 3, 2), Tile(32, 128, 8, 3, 2), Tile(4, 1024, 8, 3, 2)]
-        return [None, *({"backward": (chunk, tile)} for chunk in chunks for tile in sums)]
+        return [*found, *((chunk, tile) for chunk in chunks for tile in sums)]
     for rows in (1, 2, 4, 8, 16):
         for each in (4, 8, 16, 32):  # elements of a thread
             warps = rows * columns // (32 * each)
             if warps not in (1, 2, 4, 8, 16, 32) or (rows > 2 and rows * columns > 8192):
                 continue
             if direction == "forward":
-                found.append({"forward": Tile(rows, columns, warps)})
+                found.append((Tile(rows, columns, warps),))
             for stages in (2, 3, 4, 5):
                 for programs in (1, 2, 3, 4, 6, 8, 12, 16):
                     ahead = 2 * rows * columns * (stages - 1) * programs
                     if 8 <= warps * programs <= 32 and 16_000 <= ahead <= 200_000:
-                        tile = Tile(rows, columns, warps, stages, programs)
-                        found.append({direction: tile if direction == "forward" else (tile, None)})
+                        found.append((Tile(rows, columns, warps, stages, programs),))
     return found
 
 
@@ -146,33 +135,22 @@ def compile_all(
         name, _, direction = text.partition(":")
         if direction not in DIRECTIONS:
             raise typer.BadParameter(f"{text!r} is not WORKLOAD:DIRECTION, with a direction of {', '.join(DIRECTIONS)}")
-        jobs += [(name, direction, c, chip) for c in ([None] if rules else candidates(name, direction))]
+        jobs += [(name, direction, c, chip) for c in ([()] if rules else candidates(name, direction))]
     kept = []
     with concurrent.futures.ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         for (name, direction, candidate, _), made in zip(jobs, pool.map(packed, jobs, chunksize=4), strict=True):
-            if isinstance(made, str) and candidate is None:
+            if isinstance(made, str) and not candidate:
                 raise typer.BadParameter(f"{name} {direction}: what the rules choose {made}")
             if not isinstance(made, str):
-                kept.append((name, direction, described(candidate), numbers(candidate), made))
+                kept.append((name, direction, [dataclasses.astuple(tile) for tile in candidate], made))
     file.write_bytes(gzip.compress(pickle.dumps(kept)))
     print(f"{len(kept)} of {len(jobs)} candidates, {file.stat().st_size / 1e6:.1f} MB in {file}")
 
 
-def numbers(candidate: Candidate) -> list[tuple[int, ...]]:
-    """The numbers of a candidate's tiles, as `jln._triton.tuning` reads them."""
-    tiles = next(iter((candidate or {"": ()}).values()))
-    return [dataclasses.astuple(t) for t in (tiles if isinstance(tiles, tuple) else (tiles,)) if t is not None]
-
-
-def described(candidate: Candidate) -> str:
+def described(tiles: list[tuple[int, ...]]) -> str:
     """A candidate in words: each tile's rows x columns, warps, stages, and programs on an SM."""
-    if candidate is None:
-        return "by rule"
-    words = [f"{r}x{c}, {w} warps, {s} stages, {p} programs" for r, c, w, s, p in numbers(candidate)]
-    return " after sums by ".join(words)
-
-
-# Timing.
+    words = [f"{r}x{c}, {w} warps, {s} stages, {p} programs" for r, c, w, s, p in tiles]
+    return " after sums by ".join(words) or "by rule"
 
 
 class Kernel:
@@ -295,23 +273,23 @@ def time_all(
     started, found = time.monotonic(), []
     chill = torch.zeros(COLD_BYTES // 4, dtype=torch.int32, device="cuda")
     questions: dict[tuple[str, str], list[Any]] = {}
-    for name, direction, candidate, tile, launches in pickle.loads(gzip.decompress(file.read_bytes())):
-        questions.setdefault((name, direction), []).append((candidate, tile, launches))
+    for name, direction, numbers, launches in pickle.loads(gzip.decompress(file.read_bytes())):
+        questions.setdefault((name, direction), []).append((numbers, launches))
     for (name, direction), members in questions.items():
         if time.monotonic() - started > seconds:
             print(f"{name} {direction}: not begun")
             continue
         question, runs, facts, moved = Question(), {}, {}, 0
-        for candidate, tile, launches in members:
+        for numbers, launches in members:
+            candidate = described(numbers)
             try:
                 runs[candidate], error = question.prepared(launches)
             except RuntimeError as raised:
                 print(f"{name} {direction}: {candidate}: {raised}")
                 continue
             moved = moved or question.bytes
-            registers = [launch["registers"] for launch in launches]
-            programs = [launch["programs"] for launch in launches]
-            facts[candidate] = {"error": error, "registers": registers, "programs": programs, "tiles": tile}
+            counts = {fact: [launch[fact] for launch in launches] for fact in ("registers", "programs")}
+            facts[candidate] = {"error": error, "tiles": numbers, **counts}
         timed(runs, 2, chill)
         times = timed(runs, repetitions, chill)
         rule = times.get("by rule", float("nan"))
@@ -320,19 +298,19 @@ def time_all(
             wrong = "" if facts[candidate]["error"] < RIGHT else f"  WRONG by {facts[candidate]['error']:.1e}"
             rate = moved / times[candidate] / 1e3
             print(f"    {times[candidate]:8.2f} us {rate:7.0f} GB/s  {candidate}{wrong}", flush=True)
-        found += [
-            {"workload": name, "direction": direction, "candidate": c, "microseconds": us, "bytes": moved} | facts[c]
-            for c, us in times.items()
-        ]
+        same = {"workload": name, "direction": direction, "bytes": moved}
+        found += [same | {"candidate": c, "microseconds": us} | facts[c] for c, us in times.items()]
+    device = torch.cuda.get_device_name()
     if tiles is not None:
-        tiles.write_text(json.dumps(measured(found, torch.cuda.get_device_name()), indent=1) + "\n")
+        tiles.write_text(json.dumps(measured(found, device), indent=1) + "\n")
     if output is not None:
-        what = {"device": torch.cuda.get_device_name(), "candidates": found}
-        output.write_text(json.dumps(what, indent=0) + "\n")
+        output.write_text(json.dumps({"device": device, "candidates": found}, indent=0) + "\n")
 
 
 def measured(found: list[dict[str, Any]], device: str) -> dict[str, Any]:
     """The file of the fastest right candidates of each question that are 2 % faster than the rule's own tiles."""
+    import jax.numpy as jnp
+
     import jln
     from jln._triton.chip import Chip
     from jln._triton.tuning import chip_name
@@ -344,11 +322,10 @@ def measured(found: list[dict[str, Any]], device: str) -> dict[str, Any]:
         best = min((c for c in own if c["error"] < RIGHT), key=lambda c: c["microseconds"])
         rule = next((c["microseconds"] for c in own if c["candidate"] == "by rule"), 0.0)
         w = WORKLOADS[question[0]]
-        same = w.entry.name in ("layer_norm", "rms_norm") and w.dtype in ("bfloat16", "float16", "float32")
-        if same and question[1] in ("forward", "backward") and best["microseconds"] < 0.98 * rule:
-            size = {"h": [w.width], "itemsize": 4 if w.dtype == "float32" else 2}
+        if w.entry.name in ("layer_norm", "rms_norm") and best["microseconds"] < 0.98 * rule:
+            size = {"choice": question[1], "h": [w.width], "itemsize": jnp.dtype(w.dtype).itemsize}
             rate = {"mb_per_s": round(best["bytes"] / best["microseconds"])}
-            entries.append({"choice": question[1], **size, "tiles": best["tiles"], **rate})
+            entries.append(size | {"tiles": best["tiles"]} | rate)
     return {"chip": chip_name(Chip(device, 0, 0)), "versions": {"jln": jln.__version__}, "entries": entries}
 
 

@@ -33,7 +33,7 @@ from rows import UserError, save
 from small_step import TOLERANCE
 from workloads import ALL
 
-app = typer.Typer(add_completion=False, help="Pages of cards, and predictions.")
+app = typer.Typer(add_completion=False, rich_markup_mode=None, help="Pages of cards, and predictions.")
 app.command()(predict)
 HERE = pathlib.Path(__file__).resolve().parent
 LEADING = "layer-norm-4096"  # whose times the first page has
@@ -86,12 +86,13 @@ def read(folder: pathlib.Path) -> tuple[dict[str, pathlib.Path], dict[str, Any],
     """Read a run: files and contents by the page's names, and what is missing. Raises UserError where all is."""
     files, contents, missing = {}, {}, []
     for name, (reader, *names) in FILES.items():
-        path = next((folder / n for n in names if (folder / n).is_file()), folder / names[0])
+        path = next((folder / n for n in names if (folder / n).is_file()), None)
+        if path is None:
+            missing += [f"no {names[0]}"] if name not in ("fused.json", "tiles.json") else []  # which few runs leave
+            continue
         try:
             contents[name], files[name] = reader(path), path
-        except FileNotFoundError:
-            missing += [f"no {path.name}"] if name not in ("fused.json", "tiles.json") else []  # which few runs leave
-        except (OSError, ValueError, tarfile.TarError, ElementTree.ParseError) as error:
+        except (OSError, ValueError, UserError, tarfile.TarError, ElementTree.ParseError) as error:
             missing.append(f"{path.name} cannot be read: {error}")
     if not contents:
         raise UserError(f"{folder} has nothing of a run: {', '.join(missing)}")
@@ -134,6 +135,10 @@ def rounded_down(value: float) -> str:
 def part_of_ceiling(record: dict[str, Any]) -> str:
     """Write the percent of the ceiling that a record reaches, rounded down; nothing where it is not known."""
     return f"{math.floor(round(100 * record['of_ceiling'], 6))}" if "of_ceiling" in record else ""
+
+
+def drawn(results: dict[str, Any]) -> bool:
+    return any(r["status"] == "timed" and "of_ceiling" in r for r in results["records"])
 
 
 def us(record: dict[str, Any]) -> str:
@@ -198,7 +203,7 @@ def measured(results: dict[str, Any], predicted: dict[str, Any], data: str) -> l
     where = results["environment"]
     cache = "the L2 cold" if where["platform"] == "gpu" else "caches as the run before left them"
     lines = [f"Microseconds, medians of {where['repetitions']} runs, {cache} ([data]({data})).", ""]
-    if any("of_ceiling" in r for r in records):
+    if drawn(results):
         about = "Bars of the part of the machine's ceiling that each peer reaches, forward and backward"
         lines += [f"![{about}: the numbers are in the table.](card.svg)", ""]
     lines += [*times(records, predicted.get("workloads", {})), ""]
@@ -285,7 +290,8 @@ def page(
         elif name.endswith(("json", "jsonl")):
             names[name] = shutil.copyfile(path, folder / name).name
     if timed := contents.get("times.json"):
-        pictures.save(pictures.reached(timed), folder / "card.svg")
+        if drawn(timed):
+            pictures.times(timed, "of_ceiling", folder / "card.svg")
         print(headline(timed))
     (folder / "README.md").write_text("\n".join(told(contents, names, missing, folder.name)) + "\n")
     raise typer.Exit(int(any(is_ours for is_ours, _ in faults(contents))))

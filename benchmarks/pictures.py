@@ -1,13 +1,6 @@
-"""Draw the pictures of the pages from what is kept in `benchmarks/results`.
+"""Draw the pictures of the pages from records of `report.py`, `steps.py` with twelve layers, and `bench.py`.
 
-    python benchmarks/pictures.py [FOLDER]    # pip install -e ".[bench]"; seconds
-
-| picture | of | from |
-|---|---|---|
-| `benchmarks/pictures/saves.svg` | `python benchmarks/report.py` | `results/h200/report.json` |
-| `benchmarks/pictures/steps.svg` | `python benchmarks/steps.py`, twelve layers | `results/h200/steps.json` |
-| `benchmarks/results/h200/card.svg` | `python benchmarks/bench.py`, on an H200 | `results/h200/times.json` |
-| `benchmarks/results/cpu/speed.svg`, `memory.svg` | `python benchmarks/bench.py` | `results/cpu/results.json` |
+python benchmarks/pictures.py [FOLDER]    # pip install -e ".[bench]"; seconds
 """
 
 from __future__ import annotations
@@ -22,12 +15,15 @@ from matplotlib import style
 from matplotlib.figure import Figure
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
-STYLED = style.context(str(ROOT / "benchmarks" / "pictures.mplstyle"))
 WIDTH, LEFT = 830 / 96, 0.014  # inches: the page where a repository is browsed; and where in it texts start
 OURS, GREY, LIGHT = "#0f766e", "#9ca3af", "#d8dce2"
 NAMES = {"jnp": "plain jnp", "cudnn": "XLA's cuDNN", "flax": "Flax", "haiku": "Haiku", "torch": "PyTorch"}
 NAMES |= {name: name for name in ("jln", "jln-norm", "tokamax", "torch.compile", "liger")}
+TITLES = {
+    "median": "Time: less is better",
+    "peak_bytes": "Memory: less is better",
+    "of_ceiling": "The part of the machine's ceiling that is reached: more is better",
+}
 DIRECTIONS = {"forward": "forward", "backward": "backward", "gradient": "gradient alone", "both": "forward + backward"}
 # A step's programs, and whose they are: as the framework's layers make it, ours, and what no norm would take.
 STEPS = {"as it is": "flax", "fused": "jln", "with Linears": "jln", "no norm": "bound"}
@@ -44,9 +40,9 @@ class Bar(NamedTuple):
 Rows = Mapping[str, Sequence[Sequence[Bar]]]  # by what is compared, for each column its bars
 
 
-@STYLED
-def chart(title: str, caption: str, columns: Mapping[str, str | None], rows: Rows) -> Figure:
-    """Draw rows of bars, as many columns side by side.
+@style.context(str(ROOT / "benchmarks" / "pictures.mplstyle"))
+def chart(path: pathlib.Path, title: str, caption: str, columns: Mapping[str, str | None], rows: Rows) -> None:
+    """Draw bars, for each row and column some of them, one below the other, as an SVG.
 
     columns: by its title what a line at the length of 1 means there, if there is one.
     """
@@ -67,20 +63,19 @@ def chart(title: str, caption: str, columns: Mapping[str, str | None], rows: Row
     panels[0].set_yticks(tops, list(rows), weight="bold")
     panels[0].set_ylim(sum(heights) - 1, -0.7)
     told = [f"{name}: {', '.join(bar.text for of in bars for bar in of)}" for name, bars in rows.items()]
-    figure.set_label("\n".join([caption, *columns, *told]))  # the description in the file
-    return figure
+    path.parent.mkdir(parents=True, exist_ok=True)
+    about: Any = {"Date": None, "Title": title, "Description": "\n".join([caption, *columns, *told])}
+    figure.savefig(path, format="svg", metadata=about)
 
 
 def beside_ours(values: Mapping[str, float], unit: float, told: Mapping[str, str]) -> list[Bar]:
     """Make bars of lengths in `unit`, the shortest first, with how many times ours each is, and what is told of it."""
-    bars = []
-    for peer, value in sorted(values.items(), key=lambda item: item[1]):
-        times = [] if peer == "jln" else [f"{value / values['jln']:.3g}\N{MULTIPLICATION SIGN}"]
-        bars.append(Bar(peer, value / unit, " ".join([*times, NAMES[peer], told.get(peer, "")]).strip()))
-    return bars
+    times = {p: "" if p == "jln" else f"{v / values['jln']:.3g}\N{MULTIPLICATION SIGN} " for p, v in values.items()}
+    order = sorted(values, key=lambda peer: values[peer])
+    return [Bar(peer, values[peer] / unit, f"{times[peer]}{NAMES[peer]} {told[peer]}") for peer in order]
 
 
-def saves(report: dict[str, Any]) -> Figure:
+def saves(report: dict[str, Any], path: pathlib.Path) -> None:
     """Draw the bytes that operators move beside every array once, and those held between forward and backward."""
     rows = {}
     for w in report["workloads"]:
@@ -90,13 +85,14 @@ def saves(report: dict[str, Any]) -> Figure:
             values = {peer: p[fact] for peer, p in programs.items() if p[fact]}
             columns.append(beside_ours(values, w["bytes_once"], {n: f"{v / 1e6:.0f} MB" for n, v in values.items()}))
         rows[w["name"]] = columns
-    where = f"compiled for the {report['chip'].upper()} with JAX {report['versions']['jax']}"
     columns = {"moved by all kernels": "every array once", "held between forward and backward": None}
-    title = "Bytes moved, and bytes held: less is better"
-    return chart(title, f"Forward + backward of one operator, {where}.", columns, rows)
+    caption = (
+        f"Forward + backward of one operator, for the {report['chip'].upper()} by JAX {report['versions']['jax']}."
+    )
+    chart(path, "Bytes moved, and bytes held: less is better", caption, columns, rows)
 
 
-def steps(found: dict[str, Any]) -> Figure:
+def steps(found: dict[str, Any], path: pathlib.Path) -> None:
     """Draw whole steps: bytes outside of products and attention, and temporary memory."""
     rows = {}
     for step in found["steps"]:
@@ -106,14 +102,15 @@ def steps(found: dict[str, Any]) -> Figure:
             changes = {name: f"{100 * (value / values['as it is'] - 1):+.1f} % " for name, value in values.items()}
             columns.append([Bar(STEPS[n], v, f"{changes[n]}{n} {v / 1e9:.3g} GB") for n, v in values.items()])
         rows[f"{step['name']}, products by {step['products']}"] = columns
-    where = f"compiled for the {found['chip'].upper()} with JAX {found['versions']['jax']}"
     columns = {"moved outside of products and attention": None, "temporary memory": None}
-    title = "A whole training step: less is better"
-    return chart(title, f"Forward + backward, {where}. No norm: a bound and no model.", columns, rows)
+    caption = (
+        f"Forward + backward, for the {found['chip'].upper()} by JAX {found['versions']['jax']}. No norm: a bound."
+    )
+    chart(path, "A whole training step: less is better", caption, columns, rows)
 
 
-def times(results: dict[str, Any], fact: str, title: str) -> Figure:
-    """Draw each peer's median time, its peak bytes, or the part of the ceiling that it reaches ("of_ceiling")."""
+def times(results: dict[str, Any], fact: str, path: pathlib.Path) -> None:
+    """Draw a fact of `TITLES` for each peer."""
     timed = [r for r in results["records"] if r["status"] == "timed" and r.get(fact) is not None]
     shown = [d for d in DIRECTIONS if any(r["direction"] == d for r in timed)]
     rows = {}
@@ -123,13 +120,8 @@ def times(results: dict[str, Any], fact: str, title: str) -> Figure:
             rows[name] = [_bars(records, fact) for records in of.values()]
     where = results["environment"]
     caption = f"{where['chip']}, jln {where['versions']['jln']} at {where['commit']}, JAX {where['versions']['jax']}."
-    line = "the ceiling" if fact == "of_ceiling" else None
-    return chart(title, caption, {DIRECTIONS[d]: line for d in shown}, rows)
-
-
-def reached(results: dict[str, Any]) -> Figure:
-    """Draw the part of the machine's ceiling that each peer reaches."""
-    return times(results, "of_ceiling", "The part of the machine's ceiling that is reached: more is better")
+    columns = {DIRECTIONS[d]: "the ceiling" if fact == "of_ceiling" else None for d in shown}
+    chart(path, TITLES[fact], caption, columns, rows)
 
 
 def _bars(records: Mapping[str, dict[str, Any]], fact: str) -> list[Bar]:
@@ -141,27 +133,15 @@ def _bars(records: Mapping[str, dict[str, Any]], fact: str) -> list[Bar]:
     return beside_ours(values, values["jln"], told)
 
 
-@STYLED
-def save(figure: Figure, path: pathlib.Path) -> None:
-    """Write an SVG that has its title, and its label as its description."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    about: Any = {"Date": None, "Title": figure.get_suptitle(), "Description": figure.get_label()}
-    figure.savefig(path, format="svg", metadata=about)
-
-
 def main(folder: Annotated[pathlib.Path, typer.Argument(help="In which they are drawn.")] = ROOT) -> None:
     """Draw the pictures of the pages from what is kept."""
-    cpu, card = (json.loads((RESULTS / name).read_text()) for name in ("cpu/results.json", "h200/times.json"))
-    report, whole = (json.loads((RESULTS / "h200" / f"{name}.json").read_text()) for name in ("report", "steps"))
-    for path, figure in {
-        "benchmarks/pictures/saves.svg": saves(report),
-        "benchmarks/pictures/steps.svg": steps(whole),
-        "benchmarks/results/h200/card.svg": reached(card),
-        "benchmarks/results/cpu/speed.svg": times(cpu, "median", "Time: less is better"),
-        "benchmarks/results/cpu/memory.svg": times(cpu, "peak_bytes", "Memory: less is better"),
-    }.items():
-        save(figure, folder / path)
-        print(path)
+    kept = "cpu/results", "h200/times", "h200/report", "h200/steps"
+    cpu, card, report, whole = (json.loads((ROOT / f"benchmarks/results/{n}.json").read_text()) for n in kept)
+    saves(report, folder / "benchmarks/pictures/saves.svg")
+    steps(whole, folder / "benchmarks/pictures/steps.svg")
+    times(card, "of_ceiling", folder / "benchmarks/results/h200/card.svg")
+    times(cpu, "median", folder / "benchmarks/results/cpu/speed.svg")
+    times(cpu, "peak_bytes", folder / "benchmarks/results/cpu/memory.svg")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import math
 import os
+import pathlib
 import signal
 import socket
 import subprocess
@@ -39,6 +40,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.table import Table
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import program
 from train_lm import CONFIGS, GPT, Config, load_corpus, make_optimizer, train_step, training_batch

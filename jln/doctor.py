@@ -84,10 +84,10 @@ def run() -> int:
     faults = [f"{pair.what}: {pair.effect}. To mend it: {pair.fix}" for pair in bad]
     faults += _idle_gpu(local)
     chip = _chip(faults)
-    with warnings.catch_warnings(record=True) as said:  # of what is wrong in a tuning file
+    with warnings.catch_warnings(record=True) as warned:  # of what is wrong in a tuning file
         warnings.simplefilter("always")
         tiles = _tiles(chip)
-    faults += [str(warning.message) for warning in said]
+    faults += [str(warning.message) for warning in warned]
     kernels = _compiled_kernels(faults)
     kinds = {(d.platform, d.device_kind): d for d in reversed(local)}
     print_table([("package", "installed", "if you want it, in a clone of jln"), *_packages(versions)])
@@ -95,12 +95,12 @@ def run() -> int:
     for device in reversed(kinds.values()):
         reasons = implementations(device)
         print_table([("operator", "runs", "kernels forward", "backward"), *choices(device)])
-        print(*(f"{name} cannot run on {device}: {why}." for name, why in reasons.items() if why), sep="\n")
-    print(*filter(None, [tiles, kernels, *_of_chip(chip)]), sep="\n")
-    print(f"Known bad pairs of versions: {len(bad)} of {len(BAD_PAIRS)} are here.")
-    print(*(f"JAX says: {complaint}" for complaint in complaints), sep="\n")
-    print(*(f"BROKEN: {fault}" for fault in faults), sep="\n")
-    print("something is broken" if faults else "nothing is broken")
+        for name in (name for name, why in reasons.items() if why):
+            print(f"{name} cannot run on {device.device_kind}: {reasons[name]}.")
+    said = [tiles, kernels, *_of_chip(chip)]
+    said.append(f"Known bad pairs of versions: {len(bad)} of {len(BAD_PAIRS)} are here.")
+    said += [f"JAX says: {complaint}" for complaint in complaints] + [f"BROKEN: {fault}" for fault in faults]
+    print(*said, "something is broken" if faults else "nothing is broken", sep="\n")
     return int(bool(faults))
 
 
@@ -179,8 +179,8 @@ def _facts(device: Device) -> tuple[str, str, str]:
 
 
 def choices(device: Device) -> Iterator[tuple[str, str, str, str]]:
-    """What each operator runs on a device, found by lowering its gradient for the device's platform."""
-    for form in (FORMS[name] for name in vars(jln.reference) if name in jln.__all__):
+    """Find what each operator runs on a device, by lowering its gradient for the device's platform."""
+    for form in (form for name, form in FORMS.items() if name == form.name):
         for label, features in FEATURES.items():
             if form.is_linear or not label:
                 arrays = form.draw((256, 1024), (features,), "bfloat16")
@@ -210,7 +210,7 @@ def _chip(faults: list[str]) -> Chip | None:
 
 
 def _tiles(chip: Chip | None) -> str:
-    """Where the kernels' tiles are from."""
+    """Say where the kernels' tiles are from."""
     rules = "by rules of row length, layout, dtype and chip"
     if chip is None or (path := tuning.file(chip)) is None:
         return f"Tiles of the kernels: {rules}."
@@ -218,7 +218,7 @@ def _tiles(chip: Chip | None) -> str:
 
 
 def _compiled_kernels(faults: list[str]) -> str:
-    """Where compiled kernels are kept."""
+    """Say where compiled kernels are kept."""
     folder, fault = cache.folder(), cache.fault()
     if folder is None:
         why = f"{cache.VARIABLE} says" if cache.VARIABLE in os.environ else "the user has no folder for such"
@@ -230,7 +230,7 @@ def _compiled_kernels(faults: list[str]) -> str:
 
 
 def _of_chip(chip: Chip | None) -> Iterator[str]:
-    """What is to be said of a chip: the assembler, why no Linear is fused, and why kernels must be asked for."""
+    """Say of a chip the assembler, why no Linear is fused, and why kernels must be asked for."""
     if chip is None:
         return
     if not chip.is_amd and lowering.missing(chip.platform) is None:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jln
+from jln import _operators, reference
 from jln._junction.arrays import OPERANDS, TABLE, Shape
 
 DTYPES = ("bfloat16", "float32", "float16", "float64")
@@ -48,7 +48,7 @@ class Form:
         more = [*self.arrays[len(FORMS[self.name].arrays) :], *(f"{name}={value}" for name, value in self.options)]
         return ", ".join([self.name, *more])
 
-    def function(self, module: Any = jln, **options: Any) -> Callable[..., dict[str, Any]]:
+    def function(self, module: Any = _operators, **options: Any) -> Callable[..., dict[str, Any]]:
         """The operator of `jln` or of `jln.reference` as a function of its arrays in order, its results by name."""
         precise = {"precision": "highest"} if self.is_linear else {}  # a GPU's own multiplies float32 with ten bits
         call = functools.partial(getattr(module, self.name), **precise, **dict(self.options), **options)
@@ -78,10 +78,10 @@ class Form:
 
 
 def _forms() -> Iterator[Form]:
-    names = [name for name in vars(jln.reference) if name in jln.__all__]
+    names = [name for name in vars(reference) if name in _operators.__all__]
     for fullest in (False, True):
         for name in names:
-            parameters = inspect.signature(getattr(jln, name)).parameters.values()
+            parameters = inspect.signature(getattr(_operators, name)).parameters.values()
             takes = [p for p in parameters if p.name in (*OPERANDS, "x_offset")]
             usual = tuple(p.name for p in takes if p.kind is not p.KEYWORD_ONLY)
             if not fullest:
@@ -142,10 +142,10 @@ class Judge:
     ):
         """Compute what sets the limits.
 
-        plain: plain jnp's results in the dtype. operands: of the step `truth`, in the dtype, which is made float64
-          here. sums: of results that may be added up in any order how many terms they have.
+        plain: plain jnp's results. operands: of the step `truth`, in their dtypes, which are made float64 here.
+        dtype: of x. sums: of results that may be added up in any order how many terms they have.
         """
-        self._dtype, self._sums = jnp.dtype(dtype), sums or {}
+        sums = sums or {}
         eps = float(jnp.finfo(jnp.promote_types(dtype, jnp.float32)).eps)
         random = np.random.default_rng(1)
         with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
@@ -154,7 +154,7 @@ class Judge:
             self.true, off = ({n: np.asarray(a) for n, a in truth(*given).items()} for given in (wide, nudged))
         self._allowed = {}
         for name, t in self.true.items():
-            summed = eps * math.sqrt(self._sums.get(name, 0))
+            summed = eps * math.sqrt(sums.get(name, 0))
             self._allowed[name] = [
                 2 * error + ROUNDINGS * nudge + summed * size
                 for error, nudge, size in zip(_sizes(plain[name], t), _sizes(off[name], t), _sizes(t, 0), strict=True)
@@ -166,7 +166,7 @@ class Judge:
         for name, a in got.items():
             t, (limit, rms_limit) = self.true[name], self._allowed[name]
             (error, rms_error), (largest, rms) = _sizes(a, t), _sizes(t, 0)
-            eps = float(jnp.finfo(self._dtype).eps)  # evenly spread, roundings deviate by 1 / sqrt(12) of a unit
+            eps = float(jnp.finfo(np.asarray(a).dtype).eps)
             found.append(Error(name, error, limit + eps * largest, rms_error, rms_limit + eps * rms / math.sqrt(12)))
         return found
 
@@ -191,7 +191,7 @@ def check_form(form: Form, dtype: str, implementation: str, device: Any, seed: i
     found = []
     for shape, features in SIZES + (ON_A_GPU if device.platform == "gpu" else ()):
         arrays = form.draw(shape, features, dtype, seed)
-        ours, plain = form.function(implementation=implementation), form.function(jln.reference)
+        ours, plain = form.function(implementation=implementation), form.function(reference)
         with jax.default_device(device):
             results = jax.eval_shape(ours, *arrays)
             random = np.random.default_rng(seed + 1)

@@ -11,7 +11,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [
     str(HERE),
     *(str(HERE.parent / folder) for folder in ("operators", "transformations", "")),
-    str(HERE.parents[1]),
+    *(str(HERE.parents[1] / folder) for folder in ("benchmarks", "")),
 ]
 import conftest  # noqa: E402, F401  # it chooses the environment, before JAX loads
 import test_linears  # noqa: E402

@@ -17,10 +17,13 @@ import argparse
 import dataclasses
 import math
 import multiprocessing
+import pathlib
 import sys
 from typing import Any
 
 import jax
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import jln
 from called import program

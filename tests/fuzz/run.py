@@ -43,7 +43,8 @@ def settings(seed: int) -> dict[str, str]:
 
 def judged(seed: int, say=None) -> dict:
     """Run and judge the case of a seed. say: called with the case in words before it runs."""
-    sys.path[:0] = [p for p in (str(TESTS.parent), str(TESTS)) if p not in sys.path]
+    root = TESTS.parent
+    sys.path[:0] = [p for p in (str(root), str(root / "benchmarks"), str(TESTS)) if p not in sys.path]
     from called import results
     from drawn import draw
     from judged import judge

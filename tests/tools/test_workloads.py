@@ -5,13 +5,12 @@ import inspect
 
 import jax
 import pytest
-from workload import Workload
 
 import jln
 from catalogue import EPSILON, OPERATORS
 from jln import reference
 from peers import PEERS
-from workloads import CPU_WORKLOADS, WORKLOADS
+from workloads import CPU_WORKLOADS, WORKLOADS, Workload
 
 ALL = WORKLOADS | CPU_WORKLOADS
 
